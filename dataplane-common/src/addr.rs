@@ -1,0 +1,232 @@
+//! Addresses, ports and protocols, as the tables hold them.
+
+use core::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use network_types::ip::IpProto;
+
+/// An IP address of either family: 16 bytes in network order, IPv4 as v4-mapped
+/// (`::ffff:a.b.c.d`, RFC 4291 section 2.5.5.2).
+///
+/// One type for both families means one code path: a v4-mapped address in `connect6` and the same
+/// address in `connect4` are the same key.
+#[repr(C)]
+#[cfg_attr(feature = "user", derive(zerocopy::FromBytes, zerocopy::IntoBytes, zerocopy::Immutable, zerocopy::KnownLayout))]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Addr([u8; 16]);
+
+impl Addr {
+    /// `::`, which no service and no endpoint has.
+    pub const UNSPECIFIED: Self = Self([0; 16]);
+
+    /// From the four bytes of an IPv4 address, in network order.
+    #[inline(always)]
+    pub const fn from_v4(octets: [u8; 4]) -> Self {
+        let [a, b, c, d] = octets;
+        Self([0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, a, b, c, d])
+    }
+
+    /// From the sixteen bytes of an IPv6 address, in network order.
+    #[inline(always)]
+    pub const fn from_v6(octets: [u8; 16]) -> Self {
+        Self(octets)
+    }
+
+    /// From four words as the kernel's `bpf_sock_addr::user_ip6` holds them: each in network
+    /// order, so their memory is the address.
+    #[inline(always)]
+    pub const fn from_words(words: [u32; 4]) -> Self {
+        let [a, b, c, d] = words;
+        let [a, b, c, d] = [a.to_ne_bytes(), b.to_ne_bytes(), c.to_ne_bytes(), d.to_ne_bytes()];
+        Self([
+            a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3], c[0], c[1], c[2], c[3], d[0], d[1],
+            d[2], d[3],
+        ])
+    }
+
+    /// The inverse of [`Addr::from_words`].
+    #[inline(always)]
+    pub const fn words(self) -> [u32; 4] {
+        let o = self.0;
+        [
+            u32::from_ne_bytes([o[0], o[1], o[2], o[3]]),
+            u32::from_ne_bytes([o[4], o[5], o[6], o[7]]),
+            u32::from_ne_bytes([o[8], o[9], o[10], o[11]]),
+            u32::from_ne_bytes([o[12], o[13], o[14], o[15]]),
+        ]
+    }
+
+    /// The sixteen bytes, in network order.
+    #[inline(always)]
+    pub const fn octets(self) -> [u8; 16] {
+        self.0
+    }
+
+    /// Whether this is a (v4-mapped) IPv4 address.
+    #[inline(always)]
+    pub const fn is_v4(self) -> bool {
+        let w = self.words();
+        w[0] == 0 && w[1] == 0 && w[2] == u32::from_ne_bytes([0, 0, 0xff, 0xff])
+    }
+
+    /// Whether this is in 127.0.0.0/8 or is `::1`.
+    #[inline(always)]
+    pub const fn is_loopback(self) -> bool {
+        let w = self.words();
+        if self.is_v4() {
+            self.0[12] == 127
+        } else {
+            w[0] == 0 && w[1] == 0 && w[2] == 0 && w[3] == u32::from_ne_bytes([0, 0, 0, 1])
+        }
+    }
+
+    /// A name for "every socket in the network namespace with this cookie", used as the client
+    /// where a client's address is not known yet (at `connect`). The first byte, 0xff, is that of
+    /// a multicast address, which is never a client's.
+    #[inline(always)]
+    pub const fn from_netns_cookie(cookie: u64) -> Self {
+        let c = cookie.to_be_bytes();
+        Self([
+            0xff, 0, 0, 0, 0, 0, 0, 0, c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7],
+        ])
+    }
+
+    /// As the standard library has it: IPv4 if v4-mapped, else IPv6.
+    pub const fn ip(self) -> IpAddr {
+        let o = self.0;
+        if self.is_v4() {
+            IpAddr::V4(Ipv4Addr::new(o[12], o[13], o[14], o[15]))
+        } else {
+            IpAddr::V6(Ipv6Addr::from_octets(o))
+        }
+    }
+}
+
+impl From<IpAddr> for Addr {
+    fn from(ip: IpAddr) -> Self {
+        match ip {
+            IpAddr::V4(v4) => Self::from_v4(v4.octets()),
+            IpAddr::V6(v6) => Self::from_v6(v6.octets()),
+        }
+    }
+}
+
+impl core::fmt::Display for Addr {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        self.ip().fmt(f)
+    }
+}
+
+impl core::fmt::Debug for Addr {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        self.ip().fmt(f)
+    }
+}
+
+/// A port, in network order, as on the wire and in `bpf_sock_addr::user_port`.
+#[repr(C)]
+#[cfg_attr(feature = "user", derive(zerocopy::FromBytes, zerocopy::IntoBytes, zerocopy::Immutable, zerocopy::KnownLayout))]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct Port(u16);
+
+impl Port {
+    /// Port 0, which stands for "any port" in a key.
+    pub const ANY: Self = Self(0);
+
+    /// From a number in host order, as people write it.
+    #[inline(always)]
+    pub const fn new(host: u16) -> Self {
+        Self(host.to_be())
+    }
+
+    /// From a number in network order.
+    #[inline(always)]
+    pub const fn from_be(be: u16) -> Self {
+        Self(be)
+    }
+
+    /// In network order.
+    #[inline(always)]
+    pub const fn be(self) -> u16 {
+        self.0
+    }
+
+    /// In host order, as people read it.
+    #[inline(always)]
+    pub const fn host(self) -> u16 {
+        u16::from_be(self.0)
+    }
+}
+
+impl PartialOrd for Port {
+    fn partial_cmp(&self, other: &Self) -> Option<core::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+/// By the number in host order, as people sort ports.
+impl Ord for Port {
+    fn cmp(&self, other: &Self) -> core::cmp::Ordering {
+        self.host().cmp(&other.host())
+    }
+}
+
+impl core::fmt::Display for Port {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        self.host().fmt(f)
+    }
+}
+
+impl core::fmt::Debug for Port {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        self.host().fmt(f)
+    }
+}
+
+/// An IP protocol number (IANA). Only TCP and UDP are ever in a table's key.
+#[repr(C)]
+#[cfg_attr(feature = "user", derive(zerocopy::FromBytes, zerocopy::IntoBytes, zerocopy::Immutable, zerocopy::KnownLayout))]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Protocol(u8);
+
+impl Protocol {
+    /// Stands for "any protocol" in a key.
+    pub const ANY: Self = Self(0);
+    /// TCP.
+    pub const TCP: Self = Self(IpProto::Tcp as u8);
+    /// UDP.
+    pub const UDP: Self = Self(IpProto::Udp as u8);
+
+    /// From the number in a packet or a socket.
+    #[inline(always)]
+    pub const fn from_number(number: u8) -> Self {
+        Self(number)
+    }
+
+    /// The number in a packet.
+    #[inline(always)]
+    pub const fn number(self) -> u8 {
+        self.0
+    }
+}
+
+impl core::fmt::Display for Protocol {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        match *self {
+            Self::TCP => f.pad("tcp"),
+            Self::UDP => f.pad("udp"),
+            Self::ANY => f.pad("any"),
+            Self(n) => n.fmt(f),
+        }
+    }
+}
+
+impl core::fmt::Debug for Protocol {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        core::fmt::Display::fmt(self, f)
+    }
+}
+
+const _: () = assert!(size_of::<Addr>() == 16 && align_of::<Addr>() == 1);
+const _: () = assert!(size_of::<Port>() == 2);
+const _: () = assert!(size_of::<Protocol>() == 1);
+const _: () = assert!(Addr::from_v4([1, 2, 3, 4]).is_v4());

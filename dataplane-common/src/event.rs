@@ -1,0 +1,73 @@
+//! What a kernel program reports while somebody listens.
+
+use crate::{Addr, Port, Protocol};
+
+/// Which hook reported an [`Event`].
+#[repr(u8)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Hook {
+    /// `connect4` or `connect6`.
+    Connect = 1,
+    /// `sendmsg4` or `sendmsg6`: a datagram from an unconnected socket.
+    Sendmsg = 2,
+    /// `recvmsg4` or `recvmsg6`.
+    Recvmsg = 3,
+}
+
+impl Hook {
+    /// The word that a person reads.
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::Connect => "connect",
+            Self::Sendmsg => "sendmsg",
+            Self::Recvmsg => "recvmsg",
+        }
+    }
+
+    /// From the number in an event.
+    pub const fn from_number(number: u8) -> Option<Self> {
+        match number {
+            1 => Some(Self::Connect),
+            2 => Some(Self::Sendmsg),
+            3 => Some(Self::Recvmsg),
+            _ => None,
+        }
+    }
+}
+
+/// One decision, as the ring buffer carries it.
+#[repr(C)]
+#[cfg_attr(feature = "user", derive(zerocopy::FromBytes, zerocopy::IntoBytes, zerocopy::Immutable, zerocopy::KnownLayout))]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Event {
+    /// Nanoseconds since boot (`bpf_ktime_get_ns`, CLOCK_MONOTONIC).
+    pub at: u64,
+    /// The client's network namespace (`SO_NETNS_COOKIE`).
+    pub netns: u64,
+    /// The client's socket (`SO_COOKIE`).
+    pub socket: u64,
+    /// What the client asked for: the VIP, if it is one.
+    pub destination: Addr,
+    /// The endpoint; unspecified if none was chosen.
+    pub endpoint: Addr,
+    /// The destination's port.
+    pub destination_port: Port,
+    /// The endpoint's port.
+    pub endpoint_port: Port,
+    /// The pool, 0 if none matched.
+    pub pool: u32,
+    /// The client's process (tgid in the initial pid namespace).
+    pub pid: u32,
+    /// A [`crate::Reason`].
+    pub reason: u8,
+    /// A [`Hook`].
+    pub hook: u8,
+    /// TCP or UDP.
+    pub protocol: Protocol,
+    /// Zero.
+    pub reserved: u8,
+    /// The client's command name, padded with zeros (`TASK_COMM_LEN`).
+    pub comm: [u8; 16],
+}
+
+const _: () = assert!(size_of::<Event>() == 88 && align_of::<Event>() == 8);

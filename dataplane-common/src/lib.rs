@@ -1,0 +1,27 @@
+//! What the kernel programs and user space both read: addresses, table keys and values, verdicts,
+//! limits.
+//!
+//! Everything here is plain data with one layout on both sides: `#[repr(C)]`, no implicit padding,
+//! no `bool`, `enum` or `Option` in a table's value. Sizes are asserted at compile time, because
+//! the tables outlive the agent that wrote them: see [`LAYOUT`].
+//!
+//! [`decide`] is the one piece of logic here. It is generic over where the tables are, so that the
+//! kernel programs, `dataplane explain` and the property tests run the same code.
+#![no_std]
+
+mod addr;
+pub mod decide;
+mod event;
+mod reason;
+pub mod tables;
+
+pub use addr::{Addr, Port, Protocol};
+pub use event::{Event, Hook};
+pub use reason::Reason;
+
+/// Version of everything that is pinned: table layouts, their names and what the flags mean.
+///
+/// It is part of the pin directory's name. Raise it with any change to [`tables`], [`Event`] or
+/// the numbers of [`Reason`]; the agent then builds a new directory beside the old one and swaps
+/// once.
+pub const LAYOUT: u32 = 1;

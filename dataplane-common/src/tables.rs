@@ -1,0 +1,346 @@
+//! Keys and values of the kernel's tables.
+//!
+//! ```text
+//! FRONTENDS  hash   FrontendKey -> Frontend          who is a VIP, and which pool answers it
+//! POOLS      array  pool        -> Pool              which block of endpoints; the word that flips
+//! ENDPOINTS  array  slot        -> Endpoint          blocks of endpoints, sorted
+//! STATS      array  see StatsHeader                  connections and refusals by pool and CPU
+//! AFFINITY   lru    AffinityKey -> Affinity          which endpoint a client used last
+//! PEERS      sk     socket      -> Peer              a connected socket's VIP
+//! UDP_FLOWS  sk     socket      -> UdpFlows          the VIPs an unconnected UDP socket talks to
+//! REASONS    percpu Reason      -> u64               verdicts by reason
+//! EVENTS     ring   Event                            while somebody listens
+//! CONFIG     array  0           -> Config
+//! ```
+//!
+//! The first five are one-element arrays of maps: the outer map is what is pinned and what the
+//! programs know, so that a table can be replaced by a larger copy while they run. Writing the
+//! outer element also waits for every running program (`maybe_wait_bpf_programs` in
+//! `kernel/bpf/syscall.c`), which is the grace period that reuse of blocks and slots waits for.
+
+use crate::{Addr, Port, Protocol};
+
+/// What a connection's destination is looked up by.
+///
+/// Three kinds of key share the table:
+/// * a VIP's port: address, port, protocol;
+/// * an address as such: port and protocol *any* ([`FrontendKey::address`]), which says what to do
+///   with a port that has no key of its own;
+/// * a node port: address *unspecified* ([`FrontendKey::node_port`]), reached over an address
+///   whose own entry is [`Kind::NODE_ADDRESS`].
+#[repr(C)]
+#[cfg_attr(feature = "user", derive(zerocopy::FromBytes, zerocopy::IntoBytes, zerocopy::Immutable, zerocopy::KnownLayout))]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct FrontendKey {
+    /// The destination address.
+    pub addr: Addr,
+    /// The destination port.
+    pub port: Port,
+    /// TCP or UDP.
+    pub protocol: Protocol,
+    /// Zero.
+    pub reserved: u8,
+}
+
+impl FrontendKey {
+    /// A VIP's port.
+    #[inline(always)]
+    pub const fn new(addr: Addr, port: Port, protocol: Protocol) -> Self {
+        Self { addr, port, protocol, reserved: 0 }
+    }
+
+    /// The address as such.
+    #[inline(always)]
+    pub const fn address(addr: Addr) -> Self {
+        Self::new(addr, Port::ANY, Protocol::ANY)
+    }
+
+    /// A node port, of IPv4 (`v4`) or IPv6: the families have different endpoints.
+    #[inline(always)]
+    pub const fn node_port(v4: bool, port: Port, protocol: Protocol) -> Self {
+        let addr = if v4 { Addr::from_v4([0; 4]) } else { Addr::UNSPECIFIED };
+        Self::new(addr, port, protocol)
+    }
+}
+
+/// What kind of address a frontend is.
+#[repr(C)]
+#[cfg_attr(feature = "user", derive(zerocopy::FromBytes, zerocopy::IntoBytes, zerocopy::Immutable, zerocopy::KnownLayout))]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Kind(u8);
+
+impl Kind {
+    /// A port of a service's cluster IP.
+    pub const CLUSTER_IP: Self = Self(1);
+    /// A port of an external IP (`spec.externalIPs`).
+    pub const EXTERNAL_IP: Self = Self(2);
+    /// A port of a load balancer's ingress IP.
+    pub const LOAD_BALANCER: Self = Self(3);
+    /// A node port.
+    pub const NODE_PORT: Self = Self(4);
+    /// A cluster IP as such: a port that has no key is refused.
+    pub const CLUSTER_ADDRESS: Self = Self(5);
+    /// An address of this node: a port that has no key may be a node port.
+    pub const NODE_ADDRESS: Self = Self(6);
+
+    /// The number, for events and logs.
+    pub const fn number(self) -> u8 {
+        self.0
+    }
+
+    /// The word that a person reads.
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::CLUSTER_IP => "ClusterIP",
+            Self::EXTERNAL_IP => "ExternalIP",
+            Self::LOAD_BALANCER => "LoadBalancer",
+            Self::NODE_PORT => "NodePort",
+            Self::CLUSTER_ADDRESS => "cluster address",
+            Self::NODE_ADDRESS => "node address",
+            Self(_) => "unknown",
+        }
+    }
+}
+
+impl core::fmt::Debug for Kind {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.write_str(self.word())
+    }
+}
+
+/// What answers a [`FrontendKey`]. Never changes while the key belongs to one service: what
+/// changes is the pool.
+#[repr(C)]
+#[cfg_attr(feature = "user", derive(zerocopy::FromBytes, zerocopy::IntoBytes, zerocopy::Immutable, zerocopy::KnownLayout))]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Frontend {
+    /// Index into `POOLS`; 0, which is never a pool, for [`Kind::NODE_ADDRESS`].
+    pub pool: u32,
+    /// Which kind of address the key is.
+    pub kind: Kind,
+    /// Zero.
+    pub reserved: [u8; 3],
+}
+
+impl Frontend {
+    /// A frontend of `kind`, answered by `pool`.
+    pub const fn new(pool: u32, kind: Kind) -> Self {
+        Self { pool, kind, reserved: [0; 3] }
+    }
+}
+
+/// Where a pool's endpoints are, in one word: read and written as a whole, so that a reader sees
+/// the old endpoints or the new ones and never a mixture.
+///
+/// Bits 0-31: first slot in `ENDPOINTS`; 32-47: how many; 48-63: flags.
+#[repr(C)]
+#[cfg_attr(feature = "user", derive(zerocopy::FromBytes, zerocopy::IntoBytes, zerocopy::Immutable, zerocopy::KnownLayout))]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct Block(u64);
+
+impl Block {
+    /// Flag: the pool is empty because of a traffic policy, not for want of endpoints.
+    pub const NO_LOCAL: u16 = 1;
+    /// Flag: the pool of a cluster address, which answers the ports that the service does not
+    /// have. Always empty.
+    pub const NO_SUCH_PORT: u16 = 2;
+    /// The most endpoints that one pool can have.
+    pub const MAX_LEN: usize = u16::MAX as usize;
+
+    /// The block of `len` endpoints from slot `base` on.
+    #[inline(always)]
+    pub const fn new(base: u32, len: u16, flags: u16) -> Self {
+        Self(base as u64 | (len as u64) << 32 | (flags as u64) << 48)
+    }
+
+    /// From the word in the table.
+    #[inline(always)]
+    pub const fn from_word(word: u64) -> Self {
+        Self(word)
+    }
+
+    /// The word in the table.
+    #[inline(always)]
+    pub const fn word(self) -> u64 {
+        self.0
+    }
+
+    /// First slot in `ENDPOINTS`.
+    #[inline(always)]
+    pub const fn base(self) -> u32 {
+        (self.0 & 0xffff_ffff) as u32
+    }
+
+    /// How many endpoints.
+    #[inline(always)]
+    pub const fn len(self) -> u16 {
+        (self.0 >> 32 & 0xffff) as u16
+    }
+
+    /// Whether there is none.
+    #[inline(always)]
+    pub const fn is_empty(self) -> bool {
+        self.len() == 0
+    }
+
+    /// The flags.
+    #[inline(always)]
+    pub const fn flags(self) -> u16 {
+        (self.0 >> 48) as u16
+    }
+}
+
+impl core::fmt::Debug for Block {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        write!(f, "{}+{}", self.base(), self.len())?;
+        if self.flags() != 0 {
+            write!(f, " flags {:#x}", self.flags())?;
+        }
+        Ok(())
+    }
+}
+
+/// The endpoints that may answer for a service's port, in one family and by one traffic policy.
+#[repr(C, align(8))]
+#[cfg_attr(feature = "user", derive(zerocopy::FromBytes, zerocopy::IntoBytes, zerocopy::Immutable, zerocopy::KnownLayout))]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub struct Pool {
+    /// Where its endpoints are. Flipped by one 8-byte store.
+    pub block: Block,
+    /// Session affinity's timeout in seconds; 0: no affinity. At most 86 400 (Kubernetes' limit).
+    pub affinity_seconds: u32,
+    /// Whose affinity entries it shares: the index of a pool of the same service port and family
+    /// (ClusterIP and NodePort share, as in kube-proxy).
+    pub affinity_group: u32,
+}
+
+/// A slot of `ENDPOINTS`. Blocks are sorted by address, then port, so that membership is a binary
+/// search.
+#[repr(C, align(8))]
+#[cfg_attr(feature = "user", derive(zerocopy::FromBytes, zerocopy::IntoBytes, zerocopy::Immutable, zerocopy::KnownLayout))]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Endpoint {
+    /// Its address.
+    pub addr: Addr,
+    /// Its port.
+    pub port: Port,
+    /// Zero.
+    pub reserved: [u8; 6],
+}
+
+impl Endpoint {
+    /// An endpoint.
+    #[inline(always)]
+    pub const fn new(addr: Addr, port: Port) -> Self {
+        Self { addr, port, reserved: [0; 6] }
+    }
+}
+
+/// What a pool has seen on one CPU, in connections and datagrams of unconnected sockets.
+#[repr(C, align(8))]
+#[cfg_attr(feature = "user", derive(zerocopy::FromBytes, zerocopy::IntoBytes, zerocopy::Immutable, zerocopy::KnownLayout))]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct PoolStats {
+    /// Translated to an endpoint.
+    pub translated: u64,
+    /// Refused for want of endpoints ([`crate::Reason::NoEndpoints`]).
+    pub no_endpoints: u64,
+    /// Refused by policy ([`crate::Reason::NoLocalEndpoint`]).
+    pub no_local: u64,
+    /// Refused since the service does not have the port ([`crate::Reason::PortNotServed`]).
+    pub no_such_port: u64,
+}
+
+/// Element 0 of `STATS`. The element of pool `p` (from 1) on CPU `c` is `c * stride + p`: each CPU
+/// has its own run of elements, so that CPUs do not share cache lines. Counters are added to
+/// atomically all the same, since a program can be preempted.
+#[repr(C, align(8))]
+#[cfg_attr(feature = "user", derive(zerocopy::FromBytes, zerocopy::IntoBytes, zerocopy::Immutable, zerocopy::KnownLayout))]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct StatsHeader {
+    /// Elements per CPU.
+    pub stride: u64,
+    /// Zero.
+    pub reserved: [u64; 3],
+}
+
+/// Whose endpoint [`Affinity`] remembers.
+#[repr(C)]
+#[cfg_attr(feature = "user", derive(zerocopy::FromBytes, zerocopy::IntoBytes, zerocopy::Immutable, zerocopy::KnownLayout))]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct AffinityKey {
+    /// The client: its address, or for a local socket its network namespace
+    /// ([`Addr::from_netns_cookie`]).
+    pub client: Addr,
+    /// [`Pool::affinity_group`].
+    pub group: u32,
+}
+
+/// Which endpoint a client used last.
+#[repr(C, align(8))]
+#[cfg_attr(feature = "user", derive(zerocopy::FromBytes, zerocopy::IntoBytes, zerocopy::Immutable, zerocopy::KnownLayout))]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Affinity {
+    /// The endpoint.
+    pub endpoint: Endpoint,
+    /// When, in nanoseconds since boot (CLOCK_MONOTONIC): refreshed by use.
+    pub used_at: u64,
+}
+
+/// The VIP that a connected socket was connected to.
+#[repr(C, align(4))]
+#[cfg_attr(feature = "user", derive(zerocopy::FromBytes, zerocopy::IntoBytes, zerocopy::Immutable, zerocopy::KnownLayout))]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Peer {
+    /// The VIP.
+    pub vip: Addr,
+    /// The endpoint chosen for it: what the kernel thinks the peer is.
+    pub endpoint: Addr,
+    /// The VIP's port.
+    pub vip_port: Port,
+    /// The endpoint's port.
+    pub endpoint_port: Port,
+}
+
+/// How many flows an unconnected UDP socket remembers: a power of two.
+pub const UDP_FLOWS: usize = 16;
+
+/// The VIPs that an unconnected UDP socket talks to, the newest written over the oldest.
+///
+/// In the socket's own storage, so that it lives exactly as long as the socket: no shared LRU in
+/// which busy sockets push out quiet ones.
+#[repr(C, align(8))]
+#[cfg_attr(feature = "user", derive(zerocopy::FromBytes, zerocopy::IntoBytes, zerocopy::Immutable, zerocopy::KnownLayout))]
+#[derive(Clone, Copy, Debug)]
+pub struct UdpFlows {
+    /// How many flows were ever written; the next goes to this modulo [`UDP_FLOWS`].
+    pub written: u64,
+    /// The flows; one whose `endpoint_port` is 0 is not there (yet).
+    pub flows: [Peer; UDP_FLOWS],
+}
+
+/// What user space tells the programs. Written by plain stores into the mapped table.
+#[repr(C, align(8))]
+#[cfg_attr(feature = "user", derive(zerocopy::FromBytes, zerocopy::IntoBytes, zerocopy::Immutable, zerocopy::KnownLayout))]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct Config {
+    /// The node's own network namespace (`SO_NETNS_COOKIE`): only there are loopback addresses
+    /// the node's. 0 until known.
+    pub host_netns: u64,
+    /// Events are written until then (CLOCK_MONOTONIC, nanoseconds): a lease, so that a listener
+    /// that was killed costs nothing for long. 0: nobody listens.
+    pub listen_until: u64,
+}
+
+const _: () = assert!(size_of::<FrontendKey>() == 20 && align_of::<FrontendKey>() <= 2);
+const _: () = assert!(size_of::<Frontend>() == 8);
+const _: () = assert!(size_of::<Pool>() == 16 && align_of::<Pool>() == 8);
+const _: () = assert!(size_of::<Endpoint>() == 24 && align_of::<Endpoint>() == 8);
+const _: () = assert!(size_of::<PoolStats>() == 32);
+const _: () = assert!(size_of::<StatsHeader>() == size_of::<PoolStats>());
+const _: () = assert!(size_of::<AffinityKey>() == 20);
+const _: () = assert!(size_of::<Affinity>() == 32);
+const _: () = assert!(size_of::<Peer>() == 36);
+const _: () = assert!(size_of::<UdpFlows>() == 8 + 36 * UDP_FLOWS);
+const _: () = assert!(UDP_FLOWS.is_power_of_two());
+const _: () = assert!(size_of::<Config>() == 16);

@@ -1,0 +1,8 @@
+//! The dataplane agent: what to serve ([`model`]), where that comes from ([`source`]), what the
+//! kernel's tables should hold for it ([`plan`]), and those tables ([`kernel`]).
+//!
+//! Arrows run one way: `model <- {source, plan}`, `plan <- kernel`, and [`agent`] and [`cli`]
+//! above all.
+
+pub mod model;
+pub mod plan;

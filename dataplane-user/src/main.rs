@@ -1,0 +1,5 @@
+//! The binary `dataplane`.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+fn main() {}

@@ -1,0 +1,131 @@
+//! Services and their endpoints, in Kubernetes' terms.
+
+use std::{net::IpAddr, time::Duration};
+
+use ipnet::IpNet;
+use smallvec::SmallVec;
+
+use super::ServiceName;
+
+/// A transport protocol that services are served for. (SCTP has no hook at the socket.)
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Protocol {
+    /// TCP.
+    Tcp,
+    /// UDP.
+    Udp,
+}
+
+impl Protocol {
+    /// As people write it, in lower case.
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::Tcp => "tcp",
+            Self::Udp => "udp",
+        }
+    }
+}
+
+/// `spec.type`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ServiceType {
+    /// Cluster IPs only; none of them if headless.
+    ClusterIp,
+    /// Also a port on every node.
+    NodePort,
+    /// Also addresses of a load balancer.
+    LoadBalancer,
+    /// A name in DNS: no VIP.
+    ExternalName,
+}
+
+/// `spec.internalTrafficPolicy` and `spec.externalTrafficPolicy`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum TrafficPolicy {
+    /// Any endpoint.
+    #[default]
+    Cluster,
+    /// Only endpoints on this node.
+    Local,
+}
+
+/// A service with its endpoints.
+///
+/// What the source left out is not here: SCTP ports, headless services' cluster IPs (`None`),
+/// load-balancer addresses with `ipMode: Proxy`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Service {
+    /// Its name.
+    pub name: ServiceName,
+    /// `spec.type`.
+    pub kind: ServiceType,
+    /// `metadata.creationTimestamp` in seconds since the epoch: of two services that claim one
+    /// VIP, the older wins. Without a timestamp: treated as the youngest.
+    pub created: Option<i64>,
+    /// `spec.clusterIPs`; empty for headless services and `ExternalName`.
+    pub cluster_ips: SmallVec<[IpAddr; 1]>,
+    /// `spec.externalIPs`.
+    pub external_ips: SmallVec<[IpAddr; 0]>,
+    /// `status.loadBalancer.ingress[].ip` whose `ipMode` is `VIP` or not given.
+    pub load_balancer_ips: SmallVec<[IpAddr; 0]>,
+    /// `spec.loadBalancerSourceRanges`: who may use the load balancer's addresses; empty: all.
+    pub source_ranges: SmallVec<[IpNet; 0]>,
+    /// Session affinity `ClientIP` and its timeout.
+    pub affinity: Option<Duration>,
+    /// For the cluster IPs.
+    pub internal_policy: TrafficPolicy,
+    /// For what comes from outside the cluster.
+    pub external_policy: TrafficPolicy,
+    /// `spec.healthCheckNodePort`.
+    pub health_check_node_port: Option<u16>,
+    /// Its ports.
+    pub ports: SmallVec<[ServicePort; 1]>,
+}
+
+/// A port of a service, with the endpoints of both families that serve it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ServicePort {
+    /// `name`; empty if the only port has none.
+    pub name: Box<str>,
+    /// `port`, on the VIPs.
+    pub port: u16,
+    /// `protocol`.
+    pub protocol: Protocol,
+    /// `nodePort`, on the nodes' addresses.
+    pub node_port: Option<u16>,
+    /// Sorted by address and port, without duplicates.
+    pub endpoints: Vec<Endpoint>,
+}
+
+/// An endpoint of a service's port.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Endpoint {
+    /// Its address.
+    pub addr: IpAddr,
+    /// Its port: what `targetPort` came to.
+    pub port: u16,
+    /// Whether it is on this node.
+    pub local: bool,
+    /// `conditions.ready`; unknown counts as ready.
+    pub ready: bool,
+    /// `conditions.serving`; unknown counts as `ready` does.
+    pub serving: bool,
+    /// `conditions.terminating`; unknown counts as not.
+    pub terminating: bool,
+}
+
+impl ServicePort {
+    /// The endpoints of one family that may be used, as Kubernetes specifies: those that are
+    /// ready; if there is none, those that are serving while they terminate (KEP-1669). With
+    /// `policy` Local, decided among those on this node alone.
+    pub fn usable(&self, v4: bool, policy: TrafficPolicy) -> impl Iterator<Item = &Endpoint> {
+        let eligible = move |e: &&Endpoint| {
+            e.addr.is_ipv4() == v4 && (policy == TrafficPolicy::Cluster || e.local)
+        };
+        let ready = self.endpoints.iter().filter(eligible).any(|e| e.ready);
+        self.endpoints
+            .iter()
+            .filter(eligible)
+            .filter(move |e| if ready { e.ready } else { e.serving && e.terminating })
+    }
+}

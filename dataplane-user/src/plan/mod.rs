@@ -1,0 +1,125 @@
+//! From a [`Snapshot`] to the tables that the kernel should hold, and the difference to what it
+//! holds. Pure and deterministic: no clock, no randomness, no I/O.
+//!
+//! A [`Planner`] mirrors what the kernel holds. [`Planner::plan`] compares a snapshot with the last
+//! one, and so costs what changed, not what there is.
+//!
+//! # Order of writes
+//!
+//! Any prefix of a plan's writes leaves every service whole:
+//!
+//! 1. endpoints go into slots that no pool refers to;
+//! 2. then the pool's word flips to them, once per pool;
+//! 3. then new keys appear, whose pools are complete;
+//! 4. then keys change owner, then keys disappear.
+//!
+//! What is freed (slots, pools) is *retired*: not used again before a grace period has passed,
+//! after which no running program can still read it ([`Planner::grace_passed`]).
+
+mod blocks;
+mod diff;
+mod planner;
+
+
+
+
+use dataplane_common::tables::{Endpoint, Frontend, FrontendKey, Pool};
+
+use crate::model::{Problem, ServiceName};
+
+/// One write to the kernel's tables.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Write {
+    /// Fills slots from `base` on, none of which is in use.
+    Endpoints {
+        /// First slot.
+        base: u32,
+        /// What goes there; sorted as [`dataplane_common::decide::order`] has it.
+        endpoints: Vec<Endpoint>,
+    },
+    /// Sets a pool: its affinity, then, in one store, its block. `fresh`: the pool was not in use,
+    /// and its counters start from 0.
+    Pool {
+        /// Which.
+        index: u32,
+        /// Its new value.
+        pool: Pool,
+        /// Not in use before.
+        fresh: bool,
+    },
+    /// Adds a key.
+    Insert {
+        /// Not in the table.
+        key: FrontendKey,
+        /// Its value.
+        frontend: Frontend,
+    },
+    /// Gives a key to another service's pool. Frees a hash element: the kernel room waits for a
+    /// grace period before the next [`Write::Insert`] or [`Write::Replace`].
+    Replace {
+        /// In the table.
+        key: FrontendKey,
+        /// Its new value.
+        frontend: Frontend,
+    },
+    /// Removes a key. Frees a hash element, as [`Write::Replace`] does.
+    Remove {
+        /// In the table.
+        key: FrontendKey,
+    },
+}
+
+/// How large the tables must be before a plan is applied. Pools and endpoints count from index 0,
+/// used or not.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Demand {
+    /// Keys in `FRONTENDS`, at the most at any moment of the plan.
+    pub frontends: u32,
+    /// One more than the highest pool index.
+    pub pools: u32,
+    /// One more than the highest slot.
+    pub endpoints: u32,
+    /// How many affinity groups there are.
+    pub affinity_groups: u32,
+}
+
+/// What the kernel holds, as read from its tables.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Contents {
+    /// Every frontend, in any order.
+    pub frontends: Vec<(FrontendKey, Frontend)>,
+    /// Every pool by index; trailing unused ones may be left out.
+    pub pools: Vec<Pool>,
+    /// Every slot by index; trailing unused ones may be left out.
+    pub endpoints: Vec<Endpoint>,
+}
+
+/// What is to be done, in order.
+#[derive(Clone, Debug, Default)]
+pub struct Plan {
+    /// The writes.
+    pub writes: Vec<Write>,
+    /// What the tables must hold first.
+    pub demand: Demand,
+}
+
+impl Plan {
+    /// Whether the kernel already holds what it should.
+    pub fn is_empty(&self) -> bool {
+        self.writes.is_empty()
+    }
+}
+
+/// A frontend that two services claim.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Conflict {
+    /// The key.
+    pub key: FrontendKey,
+    /// Who serves it: the older service, then the first by name.
+    pub winner: ServiceName,
+    /// Who does not.
+    pub losers: Vec<ServiceName>,
+}
+
+/// A name for [`Problem`]s that the plan finds.
+pub type Problems = Vec<Problem>;
