@@ -29,7 +29,15 @@ use crate::{Addr, Port, Protocol};
 /// * a node port: address *unspecified* ([`FrontendKey::node_port`]), reached over an address
 ///   whose own entry is [`Kind::NODE_ADDRESS`].
 #[repr(C)]
-#[cfg_attr(feature = "user", derive(zerocopy::FromBytes, zerocopy::IntoBytes, zerocopy::Immutable, zerocopy::KnownLayout))]
+#[cfg_attr(
+    feature = "user",
+    derive(
+        zerocopy::FromBytes,
+        zerocopy::IntoBytes,
+        zerocopy::Immutable,
+        zerocopy::KnownLayout
+    )
+)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct FrontendKey {
     /// The destination address.
@@ -46,7 +54,12 @@ impl FrontendKey {
     /// A VIP's port.
     #[inline(always)]
     pub const fn new(addr: Addr, port: Port, protocol: Protocol) -> Self {
-        Self { addr, port, protocol, reserved: 0 }
+        Self {
+            addr,
+            port,
+            protocol,
+            reserved: 0,
+        }
     }
 
     /// The address as such.
@@ -58,14 +71,26 @@ impl FrontendKey {
     /// A node port, of IPv4 (`v4`) or IPv6: the families have different endpoints.
     #[inline(always)]
     pub const fn node_port(v4: bool, port: Port, protocol: Protocol) -> Self {
-        let addr = if v4 { Addr::from_v4([0; 4]) } else { Addr::UNSPECIFIED };
+        let addr = if v4 {
+            Addr::from_v4([0; 4])
+        } else {
+            Addr::UNSPECIFIED
+        };
         Self::new(addr, port, protocol)
     }
 }
 
 /// What kind of address a frontend is.
 #[repr(C)]
-#[cfg_attr(feature = "user", derive(zerocopy::FromBytes, zerocopy::IntoBytes, zerocopy::Immutable, zerocopy::KnownLayout))]
+#[cfg_attr(
+    feature = "user",
+    derive(
+        zerocopy::FromBytes,
+        zerocopy::IntoBytes,
+        zerocopy::Immutable,
+        zerocopy::KnownLayout
+    )
+)]
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Kind(u8);
 
@@ -111,7 +136,15 @@ impl core::fmt::Debug for Kind {
 /// What answers a [`FrontendKey`]. Never changes while the key belongs to one service: what
 /// changes is the pool.
 #[repr(C)]
-#[cfg_attr(feature = "user", derive(zerocopy::FromBytes, zerocopy::IntoBytes, zerocopy::Immutable, zerocopy::KnownLayout))]
+#[cfg_attr(
+    feature = "user",
+    derive(
+        zerocopy::FromBytes,
+        zerocopy::IntoBytes,
+        zerocopy::Immutable,
+        zerocopy::KnownLayout
+    )
+)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Frontend {
     /// Index into `POOLS`; 0, which is never a pool, for [`Kind::NODE_ADDRESS`].
@@ -125,7 +158,11 @@ pub struct Frontend {
 impl Frontend {
     /// A frontend of `kind`, answered by `pool`.
     pub const fn new(pool: u32, kind: Kind) -> Self {
-        Self { pool, kind, reserved: [0; 3] }
+        Self {
+            pool,
+            kind,
+            reserved: [0; 3],
+        }
     }
 }
 
@@ -134,7 +171,15 @@ impl Frontend {
 ///
 /// Bits 0-31: first slot in `ENDPOINTS`; 32-47: how many; 48-63: flags.
 #[repr(C)]
-#[cfg_attr(feature = "user", derive(zerocopy::FromBytes, zerocopy::IntoBytes, zerocopy::Immutable, zerocopy::KnownLayout))]
+#[cfg_attr(
+    feature = "user",
+    derive(
+        zerocopy::FromBytes,
+        zerocopy::IntoBytes,
+        zerocopy::Immutable,
+        zerocopy::KnownLayout
+    )
+)]
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Block(u64);
 
@@ -202,7 +247,15 @@ impl core::fmt::Debug for Block {
 
 /// The endpoints that may answer for a service's port, in one family and by one traffic policy.
 #[repr(C, align(8))]
-#[cfg_attr(feature = "user", derive(zerocopy::FromBytes, zerocopy::IntoBytes, zerocopy::Immutable, zerocopy::KnownLayout))]
+#[cfg_attr(
+    feature = "user",
+    derive(
+        zerocopy::FromBytes,
+        zerocopy::IntoBytes,
+        zerocopy::Immutable,
+        zerocopy::KnownLayout
+    )
+)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub struct Pool {
     /// Where its endpoints are. Flipped by one 8-byte store.
@@ -217,7 +270,15 @@ pub struct Pool {
 /// A slot of `ENDPOINTS`. Blocks are sorted by address, then port, so that membership is a binary
 /// search.
 #[repr(C, align(8))]
-#[cfg_attr(feature = "user", derive(zerocopy::FromBytes, zerocopy::IntoBytes, zerocopy::Immutable, zerocopy::KnownLayout))]
+#[cfg_attr(
+    feature = "user",
+    derive(
+        zerocopy::FromBytes,
+        zerocopy::IntoBytes,
+        zerocopy::Immutable,
+        zerocopy::KnownLayout
+    )
+)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Endpoint {
     /// Its address.
@@ -232,13 +293,25 @@ impl Endpoint {
     /// An endpoint.
     #[inline(always)]
     pub const fn new(addr: Addr, port: Port) -> Self {
-        Self { addr, port, reserved: [0; 6] }
+        Self {
+            addr,
+            port,
+            reserved: [0; 6],
+        }
     }
 }
 
 /// What a pool has seen on one CPU, in connections and datagrams of unconnected sockets.
 #[repr(C, align(8))]
-#[cfg_attr(feature = "user", derive(zerocopy::FromBytes, zerocopy::IntoBytes, zerocopy::Immutable, zerocopy::KnownLayout))]
+#[cfg_attr(
+    feature = "user",
+    derive(
+        zerocopy::FromBytes,
+        zerocopy::IntoBytes,
+        zerocopy::Immutable,
+        zerocopy::KnownLayout
+    )
+)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct PoolStats {
     /// Translated to an endpoint.
@@ -255,7 +328,15 @@ pub struct PoolStats {
 /// has its own run of elements, so that CPUs do not share cache lines. Counters are added to
 /// atomically all the same, since a program can be preempted.
 #[repr(C, align(8))]
-#[cfg_attr(feature = "user", derive(zerocopy::FromBytes, zerocopy::IntoBytes, zerocopy::Immutable, zerocopy::KnownLayout))]
+#[cfg_attr(
+    feature = "user",
+    derive(
+        zerocopy::FromBytes,
+        zerocopy::IntoBytes,
+        zerocopy::Immutable,
+        zerocopy::KnownLayout
+    )
+)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct StatsHeader {
     /// Elements per CPU.
@@ -266,7 +347,15 @@ pub struct StatsHeader {
 
 /// Whose endpoint [`Affinity`] remembers.
 #[repr(C)]
-#[cfg_attr(feature = "user", derive(zerocopy::FromBytes, zerocopy::IntoBytes, zerocopy::Immutable, zerocopy::KnownLayout))]
+#[cfg_attr(
+    feature = "user",
+    derive(
+        zerocopy::FromBytes,
+        zerocopy::IntoBytes,
+        zerocopy::Immutable,
+        zerocopy::KnownLayout
+    )
+)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AffinityKey {
     /// The client: its address, or for a local socket its network namespace
@@ -278,7 +367,15 @@ pub struct AffinityKey {
 
 /// Which endpoint a client used last.
 #[repr(C, align(8))]
-#[cfg_attr(feature = "user", derive(zerocopy::FromBytes, zerocopy::IntoBytes, zerocopy::Immutable, zerocopy::KnownLayout))]
+#[cfg_attr(
+    feature = "user",
+    derive(
+        zerocopy::FromBytes,
+        zerocopy::IntoBytes,
+        zerocopy::Immutable,
+        zerocopy::KnownLayout
+    )
+)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Affinity {
     /// The endpoint.
@@ -288,8 +385,16 @@ pub struct Affinity {
 }
 
 /// The VIP that a connected socket was connected to.
-#[repr(C, align(4))]
-#[cfg_attr(feature = "user", derive(zerocopy::FromBytes, zerocopy::IntoBytes, zerocopy::Immutable, zerocopy::KnownLayout))]
+#[repr(C)]
+#[cfg_attr(
+    feature = "user",
+    derive(
+        zerocopy::FromBytes,
+        zerocopy::IntoBytes,
+        zerocopy::Immutable,
+        zerocopy::KnownLayout
+    )
+)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Peer {
     /// The VIP.
@@ -310,18 +415,37 @@ pub const UDP_FLOWS: usize = 16;
 /// In the socket's own storage, so that it lives exactly as long as the socket: no shared LRU in
 /// which busy sockets push out quiet ones.
 #[repr(C, align(8))]
-#[cfg_attr(feature = "user", derive(zerocopy::FromBytes, zerocopy::IntoBytes, zerocopy::Immutable, zerocopy::KnownLayout))]
+#[cfg_attr(
+    feature = "user",
+    derive(
+        zerocopy::FromBytes,
+        zerocopy::IntoBytes,
+        zerocopy::Immutable,
+        zerocopy::KnownLayout
+    )
+)]
 #[derive(Clone, Copy, Debug)]
 pub struct UdpFlows {
     /// How many flows were ever written; the next goes to this modulo [`UDP_FLOWS`].
-    pub written: u64,
+    pub written: u32,
+    /// The flow that was sent to last: where two VIPs share an endpoint, its replies are taken to
+    /// come from the VIP that was asked last.
+    pub recent: u32,
     /// The flows; one whose `endpoint_port` is 0 is not there (yet).
     pub flows: [Peer; UDP_FLOWS],
 }
 
 /// What user space tells the programs. Written by plain stores into the mapped table.
 #[repr(C, align(8))]
-#[cfg_attr(feature = "user", derive(zerocopy::FromBytes, zerocopy::IntoBytes, zerocopy::Immutable, zerocopy::KnownLayout))]
+#[cfg_attr(
+    feature = "user",
+    derive(
+        zerocopy::FromBytes,
+        zerocopy::IntoBytes,
+        zerocopy::Immutable,
+        zerocopy::KnownLayout
+    )
+)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct Config {
     /// The node's own network namespace (`SO_NETNS_COOKIE`): only there are loopback addresses
@@ -332,7 +456,7 @@ pub struct Config {
     pub listen_until: u64,
 }
 
-const _: () = assert!(size_of::<FrontendKey>() == 20 && align_of::<FrontendKey>() <= 2);
+const _: () = assert!(size_of::<FrontendKey>() == 20 && align_of::<FrontendKey>() == 4);
 const _: () = assert!(size_of::<Frontend>() == 8);
 const _: () = assert!(size_of::<Pool>() == 16 && align_of::<Pool>() == 8);
 const _: () = assert!(size_of::<Endpoint>() == 24 && align_of::<Endpoint>() == 8);

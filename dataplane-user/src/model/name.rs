@@ -14,7 +14,9 @@ impl ServiceName {
 
     /// The namespace.
     pub fn namespace(&self) -> &str {
-        self.0.split_once('/').map_or("", |(namespace, _)| namespace)
+        self.0
+            .split_once('/')
+            .map_or("", |(namespace, _)| namespace)
     }
 
     /// The name within the namespace.

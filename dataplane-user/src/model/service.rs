@@ -123,9 +123,12 @@ impl ServicePort {
             e.addr.is_ipv4() == v4 && (policy == TrafficPolicy::Cluster || e.local)
         };
         let ready = self.endpoints.iter().filter(eligible).any(|e| e.ready);
-        self.endpoints
-            .iter()
-            .filter(eligible)
-            .filter(move |e| if ready { e.ready } else { e.serving && e.terminating })
+        self.endpoints.iter().filter(eligible).filter(move |e| {
+            if ready {
+                e.ready
+            } else {
+                e.serving && e.terminating
+            }
+        })
     }
 }

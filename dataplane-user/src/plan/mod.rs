@@ -20,9 +20,6 @@ mod blocks;
 mod diff;
 mod planner;
 
-
-
-
 use dataplane_common::tables::{Endpoint, Frontend, FrontendKey, Pool};
 
 use crate::model::{Problem, ServiceName};
