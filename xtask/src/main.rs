@@ -1,1 +1,56 @@
-fn main() {}
+//! Every chore of the project is a subcommand here: `cargo xtask --help`.
+
+mod build;
+mod command;
+mod run;
+mod setup;
+mod workspace;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// The project's chores. Each one first sees to the tools that it needs.
+#[derive(Debug, Parser)]
+#[command(
+    bin_name = "cargo xtask",
+    version,
+    after_help = "\
+A first look, on any Linux machine, as root:
+    cargo xtask build                                  # kernel programs, then the binaries
+    cargo xtask run -- --manifests examples/httpbin.yaml"
+)]
+struct Arguments {
+    #[command(subcommand)]
+    chore: Chore,
+}
+
+#[derive(Debug, Subcommand)]
+enum Chore {
+    Build(build::Arguments),
+    Run(run::Arguments),
+}
+
+fn main() -> ExitCode {
+    let outcome = match Arguments::parse().chore {
+        Chore::Build(arguments) => build::main(&arguments),
+        Chore::Run(arguments) => run::main(&arguments),
+    };
+    match outcome {
+        Ok(code) => code,
+        Err(error) => {
+            anstream::eprintln!("{}error:{} {error:#}", style::ERROR, style::RESET);
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Colours for people; `anstream` takes them out where nobody would see them.
+mod style {
+    use anstyle::{AnsiColor, Color, Reset, Style};
+
+    pub const ERROR: Style = Style::new()
+        .bold()
+        .fg_color(Some(Color::Ansi(AnsiColor::Red)));
+    pub const RESET: Reset = Reset;
+}

@@ -1,0 +1,149 @@
+//! `cargo xtask build`: the kernel programs, then the binaries that carry them.
+
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
+
+use anyhow::{Context, Result};
+
+use crate::{
+    command::{cargo, check},
+    setup::{self, Tools},
+    workspace,
+};
+
+/// Compile the kernel programs, and the binaries that carry them
+///
+/// The kernel programs go to target/bpf/dataplane-ebpf, from where the build of the `dataplane`
+/// binary embeds them: the binary alone is all that a node needs.
+#[derive(Debug, clap::Args)]
+pub struct Arguments {
+    /// Build the binaries quickly (target/debug) instead of fast (target/release)
+    #[arg(long)]
+    debug: bool,
+    /// Stop after the kernel programs
+    #[arg(long)]
+    programs_only: bool,
+}
+
+/// How the binaries are built; the kernel programs are always optimised.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Profile {
+    Debug,
+    Release,
+}
+
+impl Profile {
+    /// Where the built binary `name` lies.
+    pub fn binary(self, name: &str) -> PathBuf {
+        let directory = match self {
+            Self::Debug => "debug",
+            Self::Release => "release",
+        };
+        workspace::target().join(directory).join(name)
+    }
+
+    /// What cargo is to be told.
+    pub fn arguments(self) -> &'static [&'static str] {
+        match self {
+            Self::Debug => &[],
+            Self::Release => &["--release"],
+        }
+    }
+}
+
+pub fn main(arguments: &Arguments) -> Result<ExitCode> {
+    let tools = setup::for_build()?;
+    programs(&tools)?;
+    if !arguments.programs_only {
+        binaries(if arguments.debug {
+            Profile::Debug
+        } else {
+            Profile::Release
+        })?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Compiles the kernel programs.
+pub fn programs(tools: &Tools) -> Result<()> {
+    let built = workspace::target().join("bpf-build");
+    check(
+        ebpf_cargo("build", tools)
+            .args(["--profile", "bpf", "--target-dir"])
+            .arg(&built),
+    )?;
+    let object = built.join(target_triple()).join("bpf/dataplane-ebpf");
+    copy_if_different(&object, &workspace::object())
+}
+
+/// A cargo command on dataplane-ebpf, for the kernel's instruction set.
+fn ebpf_cargo(subcommand: &str, tools: &Tools) -> std::process::Command {
+    // The programs read the registers of probed functions by the machine's own convention.
+    let architecture = format!("bpf_target_arch=\"{}\"", env::consts::ARCH);
+    let flags = [
+        "--cfg",
+        &architecture,
+        "-C",
+        &format!("linker={}", tools.bpf_linker.display()),
+        // Types of the maps and programs, which the kernel wants and its tools show.
+        "-C",
+        "link-arg=--btf",
+    ];
+    let mut cargo = cargo();
+    cargo
+        .args([
+            subcommand,
+            "--package",
+            "dataplane-ebpf",
+            "-Z",
+            "build-std=core",
+            "--target",
+        ])
+        .arg(target_triple())
+        // Replaces RUSTFLAGS and what the user's configuration says of this machine's linker.
+        .env("CARGO_ENCODED_RUSTFLAGS", flags.join("\x1f"))
+        // The target has no precompiled `core`; compiling it takes a stable rustc's word that we
+        // know what `-Z` means.
+        .env("RUSTC_BOOTSTRAP", "1");
+    cargo
+}
+
+fn target_triple() -> &'static str {
+    if cfg!(target_endian = "big") {
+        "bpfeb-unknown-none"
+    } else {
+        "bpfel-unknown-none"
+    }
+}
+
+/// Copies, unless the destination already holds these bytes: its age decides what cargo compiles
+/// anew.
+fn copy_if_different(from: &Path, to: &Path) -> Result<()> {
+    let bytes = fs::read(from).with_context(|| format!("cannot read {}", from.display()))?;
+    if fs::read(to).is_ok_and(|present| present == bytes) {
+        return Ok(());
+    }
+    let directory = to.parent().expect("a file lies in a directory");
+    fs::create_dir_all(directory)
+        .with_context(|| format!("cannot create {}", directory.display()))?;
+    fs::write(to, bytes).with_context(|| format!("cannot write {}", to.display()))
+}
+
+/// Compiles the binaries, with the kernel programs in them.
+pub fn binaries(profile: Profile) -> Result<()> {
+    check(
+        cargo()
+            .args([
+                "build",
+                "--package",
+                "dataplane-user",
+                "--package",
+                "dataplane-tests",
+                "--bins",
+            ])
+            .args(profile.arguments()),
+    )
+}

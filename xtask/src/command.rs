@@ -1,0 +1,43 @@
+//! Running other programs, with errors that say which one and what became of it.
+
+use std::{env, ffi::OsString, process::Command};
+
+use anyhow::{Context, Result, bail};
+
+/// The cargo that runs us.
+pub fn cargo() -> Command {
+    let mut cargo = Command::new(env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo")));
+    cargo.current_dir(crate::workspace::root());
+    cargo
+}
+
+/// Runs to the end, with our own standard streams; anything but success is an error.
+pub fn check(command: &mut Command) -> Result<()> {
+    let status = command
+        .status()
+        .with_context(|| format!("cannot start {}", shown(command)))?;
+    if !status.success() {
+        bail!("{} failed: {status}", shown(command));
+    }
+    Ok(())
+}
+
+/// The command as one would type it.
+pub fn shown(command: &Command) -> String {
+    let mut words = vec![command.get_program()];
+    words.extend(command.get_args());
+    words
+        .iter()
+        .map(|word| quoted(&word.to_string_lossy()))
+        .collect::<Vec<_>>()
+        .join(" ")
+}
+
+fn quoted(word: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,+@%".contains(c);
+    if !word.is_empty() && word.chars().all(plain) {
+        word.to_owned()
+    } else {
+        format!("'{}'", word.replace('\'', r"'\''"))
+    }
+}
