@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 
 use crate::{
     command::{cargo, check},
-    setup::{self, Tools},
+    setup::{self, Purpose, Tools},
     workspace,
 };
 
@@ -54,8 +54,8 @@ impl Profile {
     }
 }
 
-pub fn main(arguments: &Arguments) -> Result<ExitCode> {
-    let tools = setup::for_build()?;
+pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
+    let tools = setup::ensure(Purpose::Build, no_install)?;
     programs(&tools)?;
     if !arguments.programs_only {
         binaries(if arguments.debug {

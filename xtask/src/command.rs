@@ -22,6 +22,23 @@ pub fn check(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
+/// What the command prints on standard output, if it succeeds.
+pub fn output(command: &mut Command) -> Result<String> {
+    let output = command
+        .output()
+        .with_context(|| format!("cannot start {}", shown(command)))?;
+    if !output.status.success() {
+        let complaint = String::from_utf8_lossy(&output.stderr);
+        bail!(
+            "{} failed: {}: {}",
+            shown(command),
+            output.status,
+            complaint.trim()
+        );
+    }
+    String::from_utf8(output.stdout).with_context(|| format!("{} wrote no text", shown(command)))
+}
+
 /// The command as one would type it.
 pub fn shown(command: &Command) -> String {
     let mut words = vec![command.get_program()];
@@ -33,7 +50,8 @@ pub fn shown(command: &Command) -> String {
         .join(" ")
 }
 
-fn quoted(word: &str) -> String {
+/// A word as a shell reads it.
+pub fn quoted(word: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,+@%".contains(c);
     if !word.is_empty() && word.chars().all(plain) {
         word.to_owned()

@@ -2,6 +2,7 @@
 
 mod build;
 mod command;
+mod progress;
 mod run;
 mod setup;
 mod workspace;
@@ -23,18 +24,25 @@ A first look, on any Linux machine, as root:
 struct Arguments {
     #[command(subcommand)]
     chore: Chore,
+
+    /// Print the commands that would install missing tools, instead of installing them
+    #[arg(long, global = true)]
+    no_install: bool,
 }
 
 #[derive(Debug, Subcommand)]
 enum Chore {
+    Setup(setup::Arguments),
     Build(build::Arguments),
     Run(run::Arguments),
 }
 
 fn main() -> ExitCode {
-    let outcome = match Arguments::parse().chore {
-        Chore::Build(arguments) => build::main(&arguments),
-        Chore::Run(arguments) => run::main(&arguments),
+    let Arguments { chore, no_install } = Arguments::parse();
+    let outcome = match chore {
+        Chore::Setup(setup::Arguments {}) => setup::main(no_install),
+        Chore::Build(arguments) => build::main(&arguments, no_install),
+        Chore::Run(arguments) => run::main(&arguments, no_install),
     };
     match outcome {
         Ok(code) => code,
@@ -52,5 +60,6 @@ mod style {
     pub const ERROR: Style = Style::new()
         .bold()
         .fg_color(Some(Color::Ansi(AnsiColor::Red)));
+    pub const BOLD: Style = Style::new().bold();
     pub const RESET: Reset = Reset;
 }

@@ -11,7 +11,7 @@ use anyhow::{Result, bail};
 use crate::{
     build::{self, Profile},
     command::shown,
-    setup,
+    setup::{self, Purpose},
 };
 
 /// Run the dataplane: on this node with arguments after `--`
@@ -25,14 +25,14 @@ pub struct Arguments {
     agent: Vec<OsString>,
 }
 
-pub fn main(arguments: &Arguments) -> Result<ExitCode> {
+pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
     if arguments.agent.is_empty() {
         bail!(
             "tell the agent what to serve, after two dashes:\n    \
              cargo xtask run -- --manifests FILE"
         );
     }
-    build::programs(&setup::for_build()?)?;
+    build::programs(&setup::ensure(Purpose::Build, no_install)?)?;
     build::binaries(Profile::Release)?;
 
     let mut agent = Command::new(Profile::Release.binary("dataplane"));

@@ -1,8 +1,40 @@
 //! `cargo xtask setup`, and what each chore asks of it.
 
-use std::path::PathBuf;
+mod found;
+mod linker;
+mod plan;
+mod rustc;
 
-use anyhow::{Context, Result, bail};
+use std::{
+    path::PathBuf,
+    process::{Command, ExitCode},
+};
+
+use anyhow::{Result, bail};
+
+use self::{
+    found::Found,
+    plan::{Missing, Step},
+};
+use crate::{
+    command::shown,
+    progress,
+    style::{BOLD, RESET},
+};
+
+pub use self::plan::Purpose;
+
+/// Find and install the tools that the other chores need
+///
+/// Looks for the source of Rust's `core`, a bpf-linker for rustc's own LLVM, iproute2, and the
+/// iptables and nftables that the benchmarks compare with. Says what is missing and why, and
+/// installs it; packages of the distribution only as root. What it builds is kept per user in
+/// $XDG_CACHE_HOME/dataplane (~/.cache/dataplane), for every clone.
+///
+/// The other chores do the same for what they need themselves, so that there is no need to begin
+/// here.
+#[derive(Debug, clap::Args)]
+pub struct Arguments {}
 
 /// The tools that cargo does not find by itself.
 #[derive(Debug)]
@@ -11,20 +43,160 @@ pub struct Tools {
     pub bpf_linker: PathBuf,
 }
 
-/// The version of bpf-linker that this project is built with.
-const BPF_LINKER: &str = "0.13.0";
+pub fn main(no_install: bool) -> Result<ExitCode> {
+    let (found, work) = prepare(Purpose::Bench, no_install)?;
+    let state = if work {
+        "Everything is in place"
+    } else {
+        "Nothing to do"
+    };
+    anstream::eprintln!(
+        "{state}: rustc {} with LLVM {}, rust-src, bpf-linker {} in {}, iproute2, iptables, \
+         nftables.",
+        found.rustc.release,
+        found.rustc.llvm,
+        linker::VERSION,
+        tools(&found)
+            .bpf_linker
+            .parent()
+            .unwrap_or(&PathBuf::new())
+            .display(),
+    );
+    Ok(ExitCode::SUCCESS)
+}
 
-/// Finds what `cargo xtask build` needs.
-pub fn for_build() -> Result<Tools> {
-    let cache = std::env::var_os("XDG_CACHE_HOME")
-        .filter(|path| !path.is_empty())
-        .map(PathBuf::from)
-        .or_else(|| std::env::home_dir().map(|home| home.join(".cache")))
-        .context("neither XDG_CACHE_HOME nor HOME is set")?
-        .join("dataplane");
-    let bpf_linker = cache.join(format!("bpf-linker-{BPF_LINKER}-llvm22/bin/bpf-linker"));
-    if !bpf_linker.exists() {
-        bail!("{} is missing", bpf_linker.display());
+/// Sees to it that the tools for a purpose are there.
+///
+/// # Errors
+/// If some are missing and cannot or (`no_install`) shall not be installed; it then says how to.
+pub fn ensure(purpose: Purpose, no_install: bool) -> Result<Tools> {
+    Ok(tools(&prepare(purpose, no_install)?.0))
+}
+
+fn tools(found: &Found) -> Tools {
+    let llvm = found.rustc.llvm;
+    let foreign = found
+        .foreign
+        .as_ref()
+        .filter(|f| !found.linker_works && f.fits(llvm));
+    let bpf_linker = foreign.map_or_else(|| found.linker.program(), |f| f.program.clone());
+    Tools { bpf_linker }
+}
+
+/// Returns what there is in the end, and whether something was installed for it.
+fn prepare(purpose: Purpose, no_install: bool) -> Result<(Found, bool)> {
+    let found = Found::look()?;
+    let missing = plan::missing(&found, purpose);
+    if missing.is_empty() {
+        return Ok((found, false));
     }
-    Ok(Tools { bpf_linker })
+    anstream::eprintln!("{BOLD}Missing:{RESET}");
+    for Missing { what, why, .. } in &missing {
+        anstream::eprintln!("  {BOLD}{what}{RESET}: {why}");
+    }
+    let packages: Vec<&str> = missing.iter().filter_map(package).collect();
+    let by_hand = missing
+        .iter()
+        .any(|missing| matches!(missing.step, Step::ByHand(_)));
+    if no_install || by_hand || !(found.root || packages.is_empty()) {
+        anstream::eprintln!();
+        for line in instructions(&found, &missing, &packages) {
+            println!("{line}");
+        }
+        anstream::eprintln!();
+        bail!(if no_install {
+            "some tools are missing: the commands above install them"
+        } else if by_hand {
+            "some tools are missing that this program does not install: see above"
+        } else {
+            "installing packages takes root: type the commands above, or run this as root"
+        });
+    }
+    install(&found, &missing, &packages)?;
+
+    let found = Found::look()?;
+    if let Some(Missing { what, why, .. }) = plan::missing(&found, purpose).first() {
+        bail!("{what} was installed and is still not found ({why})");
+    }
+    Ok((found, true))
+}
+
+fn package(missing: &Missing) -> Option<&str> {
+    match &missing.step {
+        Step::Package(package) => Some(package),
+        _ => None,
+    }
+}
+
+/// What to type, line by line.
+fn instructions(found: &Found, missing: &[Missing], packages: &[&str]) -> Vec<String> {
+    let mut lines = Vec::new();
+    if !packages.is_empty() {
+        let sudo = if found.root { "" } else { "sudo " };
+        lines.push(format!("{sudo}apt-get update"));
+        lines.push(format!("{sudo}{}", shown(&apt_install(packages))));
+    }
+    for Missing { what, step, .. } in missing {
+        match step {
+            Step::Package(_) => {}
+            Step::RustSrc(toolchain) => lines.push(shown(&add_rust_src(toolchain))),
+            Step::BpfLinker => lines.extend(found.linker.commands()),
+            Step::ByHand(how) => lines.push(format!("# {what}: {how}")),
+        }
+    }
+    lines
+}
+
+fn install(found: &Found, missing: &[Missing], packages: &[&str]) -> Result<()> {
+    if !packages.is_empty() {
+        apt(packages)?;
+    }
+    for Missing { step, .. } in missing {
+        match step {
+            Step::RustSrc(toolchain) => {
+                progress::run("adding rust-src", &mut add_rust_src(toolchain))?;
+            }
+            Step::BpfLinker => found.linker.build()?,
+            Step::Package(_) | Step::ByHand(_) => {}
+        }
+    }
+    Ok(())
+}
+
+fn add_rust_src(toolchain: &str) -> Command {
+    let mut rustup = Command::new("rustup");
+    rustup.args(["component", "add", "rust-src", "--toolchain", toolchain]);
+    rustup
+}
+
+fn apt_install(packages: &[&str]) -> Command {
+    let mut apt = apt_get();
+    apt.args(["install", "--yes", "--no-install-recommends"])
+        .args(packages);
+    apt
+}
+
+fn apt_get() -> Command {
+    let mut apt = Command::new("apt-get");
+    apt.env("DEBIAN_FRONTEND", "noninteractive");
+    apt
+}
+
+fn apt(packages: &[&str]) -> Result<()> {
+    let title = format!("installing {}", packages.join(", "));
+    // A fresh machine has no package lists, an old one has stale ones; most are neither.
+    if progress::run(&title, &mut apt_install(packages)).is_ok() {
+        return Ok(());
+    }
+    progress::run("renewing the package lists", apt_get().arg("update"))?;
+    progress::run(&title, &mut apt_install(packages)).map_err(|error| {
+        if packages.iter().any(|package| package.starts_with("llvm-")) {
+            error.context(
+                "older releases of Debian and Ubuntu lack recent versions of LLVM: \
+                 https://apt.llvm.org has them",
+            )
+        } else {
+            error
+        }
+    })
 }

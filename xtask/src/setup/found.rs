@@ -1,0 +1,105 @@
+//! What this machine has.
+
+use std::{
+    collections::BTreeSet,
+    env, fs,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+};
+
+use anyhow::Result;
+
+use super::{
+    linker::{self, Foreign, Linker, Llvm},
+    plan::PROGRAMS,
+    rustc::Toolchain,
+};
+
+/// What this machine has of what the chores need.
+#[derive(Debug, Clone)]
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "independent facts, each looked up by its name"
+)]
+pub struct Found {
+    pub rustc: super::rustc::Version,
+    /// rustup's name of the active toolchain, if rustup is there to add components to it.
+    pub toolchain: Option<String>,
+    /// The source of `core`.
+    pub rust_src: bool,
+    /// The bpf-linker that we keep for this toolchain.
+    pub linker: Linker,
+    pub linker_works: bool,
+    /// A bpf-linker on the search path.
+    pub foreign: Option<Foreign>,
+    /// Major versions of the distribution's LLVM that a bpf-linker can be built against.
+    pub llvms: BTreeSet<u32>,
+    /// Those of [`PROGRAMS`] that are installed.
+    pub programs: BTreeSet<&'static str>,
+    /// Packages are installed with apt here.
+    pub apt: bool,
+    pub root: bool,
+}
+
+impl Found {
+    /// Looks around. Changes nothing.
+    pub fn look() -> Result<Self> {
+        let toolchain = Toolchain::find()?;
+        let linker = Linker::new(
+            Llvm::of(&toolchain),
+            toolchain.version.llvm,
+            &linker::cache()?,
+        );
+        let linker_works = linker.works();
+        Ok(Self {
+            rust_src: toolchain.has_source(),
+            linker_works,
+            // Of interest only where there is none of ours.
+            foreign: if linker_works { None } else { Foreign::find() },
+            linker,
+            llvms: system_llvms(Path::new("/usr/lib")),
+            programs: PROGRAMS
+                .iter()
+                .map(|program| program.name)
+                .filter(|name| on_path(name).is_some())
+                .collect(),
+            apt: on_path("apt-get").is_some(),
+            root: nix::unistd::geteuid().is_root(),
+            toolchain: toolchain.name.filter(|_| on_path("rustup").is_some()),
+            rustc: toolchain.version,
+        })
+    }
+}
+
+/// Where a program is, also one that only root has on the search path.
+pub fn on_path(name: &str) -> Option<PathBuf> {
+    let path = env::var_os("PATH").unwrap_or_default();
+    let system = ["/usr/sbin", "/sbin"].map(PathBuf::from);
+    env::split_paths(&path)
+        .chain(system)
+        .map(|directory| directory.join(name))
+        .find(|program| {
+            fs::metadata(program).is_ok_and(|m| m.is_file() && m.permissions().mode() & 0o111 != 0)
+        })
+}
+
+fn system_llvms(libraries: &Path) -> BTreeSet<u32> {
+    fs::read_dir(libraries)
+        .into_iter()
+        .flatten()
+        .filter_map(|entry| {
+            let entry = entry.ok()?;
+            let major = entry
+                .file_name()
+                .to_str()?
+                .strip_prefix("llvm-")?
+                .parse()
+                .ok()?;
+            entry
+                .path()
+                .join("lib/libLLVM.so")
+                .exists()
+                .then_some(major)
+        })
+        .collect()
+}
