@@ -1,0 +1,156 @@
+//! Clusters of any number of services, as a [`Snapshot`].
+
+use std::{
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+    sync::Arc,
+};
+
+use dataplane::model::{
+    Endpoint, Protocol, Service, ServiceName, ServicePort, ServiceType, Snapshot, TrafficPolicy,
+};
+use ipnet::{IpNet, Ipv4Net, Ipv6Net};
+use smallvec::smallvec;
+
+use crate::peers::Cluster;
+
+/// The port on the VIPs.
+pub const PORT: u16 = 80;
+/// The endpoints' port.
+pub const TARGET_PORT: u16 = 8080;
+/// Endpoints of every service.
+pub const ENDPOINTS: u32 = 3;
+
+const PODS_V4: Ipv4Net = Ipv4Net::new_assert(Ipv4Addr::new(10, 244, 0, 0), 16);
+const PODS_V6: Ipv6Net = Ipv6Net::new_assert(Ipv6Addr::new(0xfd00, 0x10, 0x244, 0, 0, 0, 0, 0), 56);
+const SERVICES_V4: Ipv4Net = Ipv4Net::new_assert(Ipv4Addr::new(10, 96, 0, 0), 12);
+const SERVICES_V6: Ipv6Net =
+    Ipv6Net::new_assert(Ipv6Addr::new(0xfd00, 0x10, 0x96, 0, 0, 0, 0, 0), 108);
+
+/// A cluster: `services` services with a TCP port and three endpoints each. The one in the middle
+/// is the *target*: its endpoints are real ones, and it has a UDP port as well.
+///
+/// In the middle, since iptables walks the services in order: a connection to a service taken at
+/// random walks half of them.
+#[derive(Clone, Debug)]
+pub struct Fleet {
+    /// How many services.
+    pub services: u32,
+    /// The target's endpoints. The families among them are those that every service has.
+    pub target: Vec<IpAddr>,
+}
+
+impl Fleet {
+    /// The networks that [`Fleet::snapshot`] uses.
+    pub fn cluster() -> Cluster {
+        Cluster {
+            pod_networks: vec![PODS_V4.into(), PODS_V6.into()],
+            service_networks: vec![SERVICES_V4.into(), SERVICES_V6.into()],
+        }
+    }
+
+    /// The target's VIP.
+    pub fn vip(&self, v4: bool) -> IpAddr {
+        vip(self.services / 2, v4)
+    }
+
+    /// The services.
+    pub fn snapshot(&self) -> Snapshot {
+        let services = (0..self.services).map(|index| {
+            let service = self.service(index);
+            (service.name.clone(), Arc::new(service))
+        });
+        Snapshot {
+            services: services.collect(),
+            ..Snapshot::default()
+        }
+    }
+
+    fn service(&self, index: u32) -> Service {
+        let families = [true, false]
+            .into_iter()
+            .filter(|v4| self.target.iter().any(|addr| addr.is_ipv4() == *v4));
+        let is_target = index == self.services / 2;
+        let port = |protocol: Protocol, endpoints| ServicePort {
+            name: protocol.word().into(),
+            port: PORT,
+            protocol,
+            node_port: None,
+            endpoints,
+        };
+        let ports = if is_target {
+            let mut endpoints: Vec<_> = self
+                .target
+                .iter()
+                .map(|addr| endpoint(*addr, TARGET_PORT, true))
+                .collect();
+            endpoints.sort();
+            smallvec![
+                port(Protocol::Tcp, endpoints.clone()),
+                port(Protocol::Udp, endpoints)
+            ]
+        } else {
+            smallvec![port(Protocol::Tcp, elsewhere(index, families.clone()))]
+        };
+        Service {
+            name: ServiceName::new("bench", &format!("service-{index:06}")),
+            kind: ServiceType::ClusterIp,
+            created: Some(1_700_000_000),
+            cluster_ips: families.map(|v4| vip(index, v4)).collect(),
+            external_ips: smallvec![],
+            load_balancer_ips: smallvec![],
+            source_ranges: smallvec![],
+            affinity: None,
+            internal_policy: TrafficPolicy::Cluster,
+            external_policy: TrafficPolicy::Cluster,
+            health_check_node_port: None,
+            ports,
+        }
+    }
+}
+
+fn vip(index: u32, v4: bool) -> IpAddr {
+    // The first 256 of a service network are for the cluster's own.
+    host(
+        if v4 {
+            SERVICES_V4.into()
+        } else {
+            SERVICES_V6.into()
+        },
+        256 + index,
+    )
+}
+
+/// Endpoints on other nodes: nobody is there, and nobody dials them.
+fn elsewhere(index: u32, families: impl Iterator<Item = bool>) -> Vec<Endpoint> {
+    // Pods of a /16, each with several ports where there are more endpoints than addresses.
+    const PODS: u32 = 60_000;
+    let mut endpoints: Vec<_> = families
+        .flat_map(|v4| {
+            let network = if v4 { PODS_V4.into() } else { PODS_V6.into() };
+            (index * ENDPOINTS..(index + 1) * ENDPOINTS).map(move |number| {
+                let port = TARGET_PORT + u16::try_from(number / PODS).unwrap_or(0);
+                endpoint(host(network, 4096 + number % PODS), port, false)
+            })
+        })
+        .collect();
+    endpoints.sort();
+    endpoints
+}
+
+fn endpoint(addr: IpAddr, port: u16, local: bool) -> Endpoint {
+    Endpoint {
+        addr,
+        port,
+        local,
+        ready: true,
+        serving: true,
+        terminating: false,
+    }
+}
+
+fn host(network: IpNet, number: u32) -> IpAddr {
+    match network.network() {
+        IpAddr::V4(base) => Ipv4Addr::from_bits(base.to_bits() + number).into(),
+        IpAddr::V6(base) => Ipv6Addr::from_bits(base.to_bits() + u128::from(number)).into(),
+    }
+}
