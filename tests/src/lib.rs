@@ -1,1 +1,39 @@
-//! The lab.
+//! The lab: nodes, pods and outside clients as network namespaces on one Linux machine.
+//!
+//! A [`Lab`] is a small cluster with no route to the outside. Every member is a named network
+//! namespace (`ip netns` sees it) with a cgroup of its own below its node's, because programs
+//! attached to a node's cgroup must see the node's pods and nobody else's. A lab is a value:
+//! dropping it (also by a panic) ends its processes and removes its namespaces, cgroups and pins;
+//! what a killed creator left behind is swept when the next lab is built.
+//!
+//! ```no_run
+//! use dataplane_tests::Lab;
+//!
+//! let lab = Lab::builder()
+//!     .node("node1")
+//!     .node("node2")
+//!     .pod("node2", "sleep", "10.244.2.8")
+//!     .build()?;
+//! let output = lab.pod("sleep").command("ip").args(["route"]).output()?;
+//! # Ok::<(), dataplane_tests::Error>(())
+//! ```
+//!
+//! The scenarios of `tests/tests`, `cargo xtask run`'s practice node and the benchmarks use it.
+
+mod agent;
+mod builder;
+mod command;
+mod error;
+mod identity;
+mod lab;
+mod network;
+pub mod report;
+mod requirements;
+
+pub use agent::{Agent, AgentBuilder};
+pub use builder::LabBuilder;
+pub use command::{Command, Process};
+pub use error::{Error, Result};
+pub use identity::{CreatorState, LabId, sweep};
+pub use lab::{Host, Lab, Role};
+pub use requirements::{Requirement, cgroup2_mount, missing};

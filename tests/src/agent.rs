@@ -1,0 +1,260 @@
+//! The dataplane's agent, run on a node of a lab.
+
+use std::{
+    ffi::{OsStr, OsString},
+    fs::{self, File},
+    path::{Path, PathBuf},
+    process::Output,
+    time::{Duration, Instant},
+};
+
+use nix::sys::signal::Signal;
+
+use crate::{
+    command::{Command, Process, built},
+    error::{Doing, Error, Result},
+    identity::create_dir,
+    lab::{Host, Lab},
+};
+
+/// The environment variable that names the `dataplane` program.
+const VARIABLE: &str = "DATAPLANE_BIN";
+/// How long an agent may take until it is ready.
+const READY: Duration = Duration::from_secs(20);
+
+/// An agent that has not been started.
+#[derive(Debug)]
+#[must_use = "an agent runs after `start`"]
+pub struct AgentBuilder<'a> {
+    lab: &'a Lab,
+    node: Host,
+    arguments: Vec<OsString>,
+}
+
+impl<'a> AgentBuilder<'a> {
+    pub(crate) fn new(lab: &'a Lab, node: Host) -> Self {
+        Self {
+            lab,
+            node,
+            arguments: Vec::new(),
+        }
+    }
+
+    /// Manifests: a file or a directory.
+    pub fn manifests(self, path: impl AsRef<OsStr>) -> Self {
+        self.args([OsStr::new("--manifests"), path.as_ref()])
+    }
+
+    /// Further arguments of `dataplane run`.
+    pub fn args(mut self, arguments: impl IntoIterator<Item = impl AsRef<OsStr>>) -> Self {
+        self.arguments
+            .extend(arguments.into_iter().map(|a| a.as_ref().to_owned()));
+        self
+    }
+
+    /// Starts the agent and waits until `dataplane status` calls it healthy.
+    ///
+    /// # Errors
+    /// When it is not built, ends, or is not ready within 20 s: the error holds its log.
+    pub fn start(self) -> Result<Agent> {
+        let program =
+            built("dataplane", VARIABLE, "cargo xtask build").map(PathBuf::into_os_string)?;
+        let id = self.lab.id();
+        let directory = id.state_dir().join(self.node.name());
+        create_dir(&directory)?;
+        // Beside the node's cgroup, not in it: what the agent itself does is no pod's traffic.
+        let cgroup = id.cgroup()?.join(format!("{}-agent", self.node.name()));
+        create_dir(&cgroup)?;
+        let mut agent = Agent {
+            program,
+            cgroup,
+            node_cgroup: self.lab.node_cgroup(self.node.name()),
+            bpffs: self.lab.bpffs()?.join(self.node.name()),
+            directory,
+            node: self.node,
+            arguments: self.arguments,
+            process: None,
+        };
+        agent.start()?;
+        Ok(agent)
+    }
+}
+
+/// An agent on a node. Dropping it kills it and removes its programs and tables.
+#[derive(Debug)]
+pub struct Agent {
+    program: OsString,
+    node: Host,
+    cgroup: PathBuf,
+    node_cgroup: PathBuf,
+    bpffs: PathBuf,
+    directory: PathBuf,
+    arguments: Vec<OsString>,
+    process: Option<Process>,
+}
+
+impl Agent {
+    /// The node that it runs on.
+    pub fn node(&self) -> &Host {
+        &self.node
+    }
+
+    /// Where its programs and tables are pinned.
+    pub fn bpffs(&self) -> &Path {
+        &self.bpffs
+    }
+
+    /// The socket that it answers the command line on.
+    pub fn socket(&self) -> PathBuf {
+        self.directory.join("agent.sock")
+    }
+
+    /// What it logged so far, also before a restart.
+    pub fn log(&self) -> String {
+        fs::read_to_string(self.log_file()).unwrap_or_default()
+    }
+
+    /// The file that it logs to.
+    pub fn log_file(&self) -> PathBuf {
+        self.directory.join("agent.log")
+    }
+
+    /// The variables by which the `dataplane` program finds this agent.
+    pub fn environment(&self) -> [(&'static str, OsString); 3] {
+        [
+            ("DATAPLANE_BPFFS", self.bpffs.clone().into()),
+            ("DATAPLANE_CGROUP", self.node_cgroup.clone().into()),
+            ("DATAPLANE_SOCKET", self.socket().into()),
+        ]
+    }
+
+    /// A `dataplane` command about this agent, to be run on its node.
+    pub fn dataplane(&self, arguments: impl IntoIterator<Item = impl AsRef<OsStr>>) -> Command {
+        let mut command = Command::in_place(self.node.netns(), &self.cgroup, &self.program);
+        for (name, value) in self.environment() {
+            command = command.env(name, value);
+        }
+        command.args(arguments)
+    }
+
+    /// Starts the agent (again, after [`Agent::kill`] or [`Agent::stop`]) and waits until it is
+    /// ready.
+    ///
+    /// # Errors
+    /// When it ends or is not ready in time: the error holds its log.
+    pub fn start(&mut self) -> Result<()> {
+        self.process = None;
+        let log = self.log_file();
+        let file = File::options().create(true).append(true).open(&log);
+        let file = file.doing(|| format!("create {}", log.display()))?;
+        let second = file
+            .try_clone()
+            .doing(|| format!("use {} twice", log.display()))?;
+        let process = self
+            .dataplane(["run", "--node-name", self.node.name()])
+            .args(&self.arguments)
+            .stdout(file)
+            .stderr(second)
+            .spawn()?;
+        self.process = Some(process);
+        self.wait_until_ready()
+    }
+
+    fn wait_until_ready(&mut self) -> Result<()> {
+        let limit = Instant::now() + READY;
+        loop {
+            if let Some(process) = &mut self.process
+                && let Some(status) = process.try_wait()?
+            {
+                return Err(self.not_ready(format!("it ended with {status}")));
+            }
+            // The socket is a cheap sign that asking is worth while.
+            let reason = if self.socket().exists() {
+                let output = self.dataplane(["status"]).output()?;
+                if output.status.success() {
+                    return Ok(());
+                }
+                let said = [output.stdout, output.stderr].concat();
+                format!(
+                    "`dataplane status` says:\n{}",
+                    String::from_utf8_lossy(&said)
+                )
+            } else {
+                format!("{} does not exist", self.socket().display())
+            };
+            if Instant::now() > limit {
+                return Err(self.not_ready(format!("after {} s, {reason}", READY.as_secs())));
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    fn not_ready(&self, reason: String) -> Error {
+        let log = self.log();
+        let lines: Vec<&str> = log.lines().rev().take(30).collect();
+        let log = lines.into_iter().rev().collect::<Vec<_>>().join("\n");
+        Error::AgentNotReady {
+            node: self.node.name().into(),
+            reason,
+            log,
+        }
+    }
+
+    /// Kills it (SIGKILL), as the kernel does when memory is short. Its programs stay.
+    pub fn kill(&mut self) {
+        self.process = None;
+    }
+
+    /// Its process id; 0 when it does not run.
+    pub fn id(&self) -> u32 {
+        self.process.as_ref().map_or(0, Process::id)
+    }
+
+    /// Asks it to end (SIGTERM) and waits for it.
+    ///
+    /// # Errors
+    /// When it ends otherwise than with 0, or not within 10 s.
+    pub fn stop(&mut self) -> Result<()> {
+        let Some(mut process) = self.process.take() else {
+            return Ok(());
+        };
+        process.signal(Signal::SIGTERM)?;
+        let limit = Instant::now() + Duration::from_secs(10);
+        loop {
+            match process.try_wait()? {
+                Some(status) if status.success() => return Ok(()),
+                Some(status) => {
+                    return Err(Error::Failed {
+                        program: "dataplane run, after SIGTERM,".into(),
+                        status,
+                        stderr: self.log(),
+                    });
+                }
+                None if Instant::now() > limit => {
+                    return Err(Error::Io {
+                        doing: "wait for the agent's end after SIGTERM".into(),
+                        source: std::io::ErrorKind::TimedOut.into(),
+                    });
+                }
+                None => std::thread::sleep(Duration::from_millis(5)),
+            }
+        }
+    }
+
+    /// `dataplane status`, whatever its exit code.
+    ///
+    /// # Errors
+    /// When it cannot be run.
+    pub fn status(&self) -> Result<Output> {
+        self.dataplane(["status"]).output()
+    }
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        self.kill();
+        if let Err(error) = self.dataplane(["cleanup"]).run() {
+            anstream::eprintln!("{error}");
+        }
+    }
+}

@@ -1,0 +1,182 @@
+//! What the clients share: sockets with time limits, and what went wrong in errno's names.
+
+use std::{
+    io::{self, Read as _},
+    net::{IpAddr, SocketAddr, SocketAddrV6},
+    time::{Duration, Instant},
+};
+
+use clap::Args;
+use nix::{errno::Errno, time::ClockId};
+use socket2::{Domain, SockAddr, Socket, Type};
+
+/// Where to, and how.
+#[derive(Args)]
+pub struct Target {
+    /// The address to connect to
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    pub to: SocketAddr,
+    /// Bind the client to this address first
+    #[arg(long, value_name = "ADDRESS")]
+    pub local: Option<IpAddr>,
+    /// Use an IPv6 socket to reach an IPv4 address (as ::ffff:a.b.c.d), as Java and Go servers do
+    #[arg(long)]
+    pub v4_mapped: bool,
+    /// Give up after so many milliseconds without an answer
+    #[arg(long, value_name = "MS", default_value_t = 3000)]
+    pub timeout_ms: u64,
+}
+
+impl Target {
+    /// The address to hand to the kernel.
+    pub fn address(&self) -> SockAddr {
+        self.map(self.to).into()
+    }
+
+    /// The addresses of a v4-mapped client are v6 ones; those of others stay.
+    fn map(&self, address: SocketAddr) -> SocketAddr {
+        match address {
+            SocketAddr::V4(v4) if self.v4_mapped => {
+                SocketAddrV6::new(v4.ip().to_ipv6_mapped(), v4.port(), 0, 0).into()
+            }
+            other => other,
+        }
+    }
+
+    /// A socket that gives up after the time limit.
+    pub fn socket(&self, kind: Type) -> io::Result<Socket> {
+        let domain = Domain::for_address(self.map(self.to));
+        let socket = Socket::new(domain, kind, None)?;
+        if self.v4_mapped {
+            socket.set_only_v6(false)?;
+        }
+        let limit = Some(Duration::from_millis(self.timeout_ms.max(1)));
+        // connect(2) obeys the limit for sending.
+        socket.set_write_timeout(limit)?;
+        socket.set_read_timeout(limit)?;
+        if let Some(local) = self.local {
+            socket.bind(&self.map(SocketAddr::new(local, 0)).into())?;
+        }
+        Ok(socket)
+    }
+
+    /// Connects over TCP. Returns how long connect(2) took.
+    pub fn connect(&self, address: &SockAddr) -> (io::Result<Socket>, Duration) {
+        let socket = match self.socket(Type::STREAM) {
+            Ok(socket) => socket,
+            Err(error) => return (Err(error), Duration::ZERO),
+        };
+        let begin = Instant::now();
+        let result = socket.connect(address);
+        let took = begin.elapsed();
+        (result.map(|()| socket), took)
+    }
+}
+
+/// An error as errno(3) names it; a time limit that passed is `TIMEOUT`.
+pub fn name(error: &io::Error) -> String {
+    match error.raw_os_error().map(Errno::from_raw) {
+        // What a blocking connect(2) and recv(2) return after the time limit.
+        Some(Errno::EINPROGRESS | Errno::EAGAIN) => "TIMEOUT".into(),
+        Some(errno) => format!("{errno:?}"),
+        None if error.kind() == io::ErrorKind::UnexpectedEof => "EOF".into(),
+        None => error.to_string(),
+    }
+}
+
+/// The machine's monotonic clock, nanoseconds: the same for all processes.
+pub fn now_ns() -> u64 {
+    let now = ClockId::CLOCK_MONOTONIC
+        .now()
+        .expect("Linux has a monotonic clock");
+    Duration::from(now)
+        .as_nanos()
+        .try_into()
+        .unwrap_or(u64::MAX)
+}
+
+/// A duration in nanoseconds.
+pub fn ns(duration: Duration) -> u64 {
+    duration.as_nanos().try_into().unwrap_or(u64::MAX)
+}
+
+/// Reads the line by which an endpoint of `probe serve` greets: its name, and the client as it
+/// sees it.
+pub fn read_greeting(mut socket: &Socket) -> io::Result<(String, SocketAddr)> {
+    let mut buffer = [0; 256];
+    let mut filled = 0;
+    loop {
+        let read = socket.read(&mut buffer[filled..])?;
+        if read == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        filled += read;
+        if buffer[..filled].contains(&b'\n') {
+            return parse_greeting(&buffer[..filled]).map(|(name, client, _)| (name, client));
+        }
+    }
+}
+
+/// Splits a greeting, or an answer to a datagram, into name, client, and the rest.
+pub fn parse_greeting(answer: &[u8]) -> io::Result<(String, SocketAddr, &[u8])> {
+    let parsed = || {
+        let end = answer.iter().position(|&byte| byte == b'\n')?;
+        let line = str::from_utf8(&answer[..end]).ok()?;
+        let (name, client) = line.rsplit_once(' ')?;
+        Some((name.to_owned(), client.parse().ok()?, &answer[end + 1..]))
+    };
+    parsed().ok_or_else(|| io::Error::other("not the greeting of an endpoint"))
+}
+
+/// getpeername(2), a v4-mapped address as the v4 one that it is.
+pub fn peer(socket: &Socket) -> Option<SocketAddr> {
+    socket
+        .peer_addr()
+        .ok()
+        .and_then(|address| address.as_socket())
+        .map(plain)
+}
+
+/// getsockname(2), likewise.
+pub fn local(socket: &Socket) -> Option<SocketAddr> {
+    socket
+        .local_addr()
+        .ok()
+        .and_then(|address| address.as_socket())
+        .map(plain)
+}
+
+/// A v4-mapped address as the v4 one that it is.
+pub fn plain(address: SocketAddr) -> SocketAddr {
+    SocketAddr::new(address.ip().to_canonical(), address.port())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_greeting_is_taken_apart() {
+        let (name, client, rest) = parse_greeting(b"a b [fd00::1]:5\nrest\n").unwrap();
+        assert_eq!(
+            (name.as_str(), client),
+            ("a b", "[fd00::1]:5".parse().unwrap())
+        );
+        assert_eq!(rest, b"rest\n");
+        for foreign in [
+            &b"a 10.0.0.1:5"[..],
+            b"\n",
+            b"a\n",
+            b"a 10.0.0.1\n",
+            b"\xff 1.1.1.1:1\n",
+        ] {
+            assert!(parse_greeting(foreign).is_err());
+        }
+    }
+
+    #[test]
+    fn errors_have_the_names_of_errno() {
+        assert_eq!(name(&Errno::ECONNREFUSED.into()), "ECONNREFUSED");
+        assert_eq!(name(&Errno::EINPROGRESS.into()), "TIMEOUT");
+    }
+}

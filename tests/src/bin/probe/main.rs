@@ -1,0 +1,59 @@
+//! `probe`: what runs on the hosts of a lab. It enters them, serves, and connects, and reports
+//! what it saw as JSON on stdout (see `dataplane_tests::report`).
+
+mod client;
+mod connect;
+mod enter;
+mod load;
+mod serve;
+mod udp;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+#[derive(Parser)]
+#[command(
+    version,
+    about = "Enters the hosts of a lab, serves on them, connects from them"
+)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Join a cgroup and a network namespace, then become another program
+    Enter(enter::Arguments),
+    /// Answer HTTP, TCP and UDP with this endpoint's name and the client's address
+    ///
+    /// Prints one line when it listens, and serves until it is killed.
+    Serve(serve::Arguments),
+    /// Connect over TCP, read the endpoint's greeting, report
+    Connect(connect::Arguments),
+    /// Send HTTP requests, one connection each, report
+    Http(connect::HttpArguments),
+    /// Send datagrams, wait for the answer to each, report
+    Udp(udp::Arguments),
+    /// Connect all the time, from several threads, and report what happened
+    Load(load::Arguments),
+}
+
+fn main() -> ExitCode {
+    let result = match Arguments::parse().command {
+        Command::Enter(arguments) => enter::run(&arguments),
+        Command::Serve(arguments) => serve::run(arguments),
+        Command::Connect(arguments) => connect::run(&arguments),
+        Command::Http(arguments) => connect::run_http(&arguments),
+        Command::Udp(arguments) => udp::run(&arguments),
+        Command::Load(arguments) => load::run(&arguments),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            anstream::eprintln!("probe: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,111 @@
+//! UDP clients: one datagram and its answer per attempt.
+
+use std::{
+    io,
+    net::{SocketAddr, UdpSocket},
+    time::Instant,
+};
+
+use anyhow::Result;
+use clap::Args;
+use dataplane_tests::report::{Attempt, Report};
+use socket2::{SockAddr, Type};
+
+use crate::client::{Target, name, ns, parse_greeting, plain};
+
+#[derive(Args)]
+pub struct Arguments {
+    #[command(flatten)]
+    target: Target,
+    /// How many datagrams, one after the other
+    #[arg(long, default_value_t = 1)]
+    count: u32,
+    /// Use sendto(2) on a socket that is not connected, as DNS servers do; connect(2) otherwise
+    #[arg(long)]
+    unconnected: bool,
+    /// Send all datagrams from one socket; a fresh one for each otherwise
+    #[arg(long)]
+    one_socket: bool,
+    /// Report every attempt, not only the sum
+    #[arg(long)]
+    each: bool,
+}
+
+pub fn run(arguments: &Arguments) -> Result<()> {
+    let address = arguments.target.address();
+    let to = address
+        .as_socket()
+        .expect("the target is an internet address");
+    let mut kept = None;
+    let attempts = (0..arguments.count)
+        .map(|number| {
+            let mut attempt = Attempt {
+                endpoint: None,
+                source: None,
+                peer: None,
+                local: None,
+                from: None,
+                error: None,
+                latency_ns: 0,
+            };
+            let result = kept
+                .take()
+                .map_or_else(|| open(arguments, &address), Ok)
+                .and_then(|socket| {
+                    let result = exchange(&socket, to, arguments, number, &mut attempt);
+                    if arguments.one_socket {
+                        kept = Some(socket);
+                    }
+                    result
+                });
+            attempt.error = result.err().map(|error| name(&error));
+            attempt
+        })
+        .collect();
+    println!(
+        "{}",
+        serde_json::to_string(&Report::of(attempts, arguments.each))?
+    );
+    Ok(())
+}
+
+fn open(arguments: &Arguments, address: &SockAddr) -> io::Result<UdpSocket> {
+    let socket = arguments.target.socket(Type::DGRAM)?;
+    if !arguments.unconnected {
+        socket.connect(address)?;
+    }
+    Ok(socket.into())
+}
+
+fn exchange(
+    socket: &UdpSocket,
+    address: SocketAddr,
+    arguments: &Arguments,
+    number: u32,
+    attempt: &mut Attempt,
+) -> io::Result<()> {
+    let payload = number.to_be_bytes();
+    let begin = Instant::now();
+    if arguments.unconnected {
+        socket.send_to(&payload, address)?;
+    } else {
+        socket.send(&payload)?;
+    }
+    let mut buffer = [0; 512];
+    loop {
+        let (length, from) = socket.recv_from(&mut buffer)?;
+        let took = begin.elapsed();
+        let (endpoint, source, echoed) = parse_greeting(&buffer[..length])?;
+        if echoed != payload {
+            // The late answer to an earlier datagram that was given up.
+            continue;
+        }
+        attempt.endpoint = Some(endpoint);
+        attempt.source = Some(source);
+        attempt.from = Some(plain(from));
+        attempt.peer = socket.peer_addr().ok().map(plain);
+        attempt.local = socket.local_addr().ok().map(plain);
+        attempt.latency_ns = ns(took);
+        return Ok(());
+    }
+}

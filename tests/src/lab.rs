@@ -1,0 +1,435 @@
+//! A lab that exists, and its hosts.
+
+use std::{
+    ffi::OsStr,
+    fs,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use nix::mount::{MsFlags, mount};
+
+use crate::{
+    agent::AgentBuilder,
+    builder::LabBuilder,
+    command::Command,
+    error::{Doing, Error, Result},
+    identity::{LabId, create_dir},
+};
+
+/// A small cluster of network namespaces. Dropping it removes it.
+#[derive(Debug)]
+pub struct Lab {
+    id: LabId,
+    hosts: Vec<Host>,
+    /// Whether the lab's BPF file system is mounted.
+    bpffs_mounted: Mutex<bool>,
+}
+
+/// What a host of a lab stands for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    /// A Kubernetes node.
+    Node,
+    /// A pod on a node.
+    Pod,
+    /// A client outside of the cluster.
+    External,
+    /// The switch between nodes and outside clients; no host of its own.
+    Fabric,
+}
+
+impl Role {
+    /// The switch's name.
+    pub(crate) const FABRIC_NAME: &str = "fabric";
+}
+
+/// A node, a pod or an outside client: where programs run. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Host(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    name: String,
+    role: Role,
+    number: u8,
+    node: Option<String>,
+    ipv4: Ipv4Addr,
+    ipv6: Ipv6Addr,
+    netns: String,
+    cgroup: PathBuf,
+}
+
+impl Lab {
+    /// Describes a lab.
+    pub fn builder() -> LabBuilder {
+        LabBuilder::default()
+    }
+
+    pub(crate) fn new(id: LabId, hosts: Vec<Host>) -> Self {
+        Self {
+            id,
+            hosts,
+            bpffs_mounted: Mutex::new(false),
+        }
+    }
+
+    /// The lab's name on this machine.
+    pub fn id(&self) -> &LabId {
+        &self.id
+    }
+
+    /// Nodes, pods and outside clients, in the order of the description.
+    pub fn hosts(&self) -> &[Host] {
+        &self.hosts
+    }
+
+    /// The node with this name.
+    ///
+    /// # Panics
+    /// When the lab has no such node.
+    pub fn node(&self, name: &str) -> &Host {
+        self.host(name, Role::Node)
+    }
+
+    /// The pod with this name.
+    ///
+    /// # Panics
+    /// When the lab has no such pod.
+    pub fn pod(&self, name: &str) -> &Host {
+        self.host(name, Role::Pod)
+    }
+
+    /// The outside client with this name.
+    ///
+    /// # Panics
+    /// When the lab has no such client.
+    pub fn external(&self, name: &str) -> &Host {
+        self.host(name, Role::External)
+    }
+
+    fn host(&self, name: &str, role: Role) -> &Host {
+        self.hosts
+            .iter()
+            .find(|host| host.name() == name && host.role() == role)
+            .unwrap_or_else(|| panic!("this lab has no {role:?} named {name}"))
+    }
+
+    /// An agent to be started on a node.
+    ///
+    /// # Panics
+    /// When the lab has no such node.
+    pub fn agent(&self, node: &str) -> AgentBuilder<'_> {
+        AgentBuilder::new(self, self.node(node).clone())
+    }
+
+    /// The cgroup of a node, which holds those of its pods and of its own processes: where a
+    /// dataplane attaches its programs.
+    ///
+    /// # Panics
+    /// When the lab has no such node.
+    pub fn node_cgroup(&self, node: &str) -> PathBuf {
+        let own = self.node(node).cgroup();
+        own.parent()
+            .expect("a node's processes are in a child of its cgroup")
+            .to_owned()
+    }
+
+    /// A directory for pins on a BPF file system that belongs to this lab alone, mounted when it
+    /// is first asked for. Unmounting it, at the lab's end, releases everything pinned in it.
+    ///
+    /// # Errors
+    /// When the kernel has no BPF file system, or may not mount it.
+    pub fn bpffs(&self) -> Result<PathBuf> {
+        let mut mounted = self
+            .bpffs_mounted
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let path = self.id.bpffs();
+        if !*mounted {
+            create_dir(&path)?;
+            mount(
+                Some("bpf"),
+                &path,
+                Some("bpf"),
+                MsFlags::empty(),
+                None::<&str>,
+            )
+            .doing(|| format!("mount a BPF file system at {}", path.display()))?;
+            *mounted = true;
+        }
+        Ok(path)
+    }
+
+    /// Checks that nothing in the lab can reach the machine or the world: nodes and outside
+    /// clients have no default route, no host's routes leave the lab's networks, and every link
+    /// ends in a namespace of this lab.
+    ///
+    /// # Errors
+    /// Names the first way out.
+    pub fn check_isolation(&self) -> Result<()> {
+        let prefix = self.id.netns("");
+        let fabric = self.id.netns(Role::FABRIC_NAME);
+        let members = self.hosts.iter().map(|h| (h.netns(), h.role()));
+        for (netns, role) in members.chain([(fabric.as_str(), Role::Fabric)]) {
+            // The namespaces that links of this one end in, by the numbers used in it.
+            let peers = ip_json(netns, &["netns", "list-id"])?;
+            let in_lab = |number: &serde_json::Value| {
+                let peer = peers.iter().find(|peer| peer["nsid"] == *number);
+                peer.and_then(|p| p["name"].as_str())
+                    .is_some_and(|name| name.starts_with(&prefix))
+            };
+            for link in ip_json(netns, &["-details", "link", "show"])? {
+                let name = link["ifname"].as_str().unwrap_or_default();
+                let kind = link["linkinfo"]["info_kind"].as_str().unwrap_or_default();
+                match kind {
+                    "" if name == "lo" => {}
+                    "bridge" if role == Role::Fabric => {}
+                    "veth" if in_lab(&link["link_netnsid"]) => {}
+                    // Devices that some kernels put into every new namespace; they are down.
+                    "ipip" | "sit" | "gre" | "gretap" | "erspan" | "vti" | "ip6tnl" | "vti6"
+                    | "ip6gre"
+                        if link["operstate"] == "DOWN" => {}
+                    _ => return Err(way_out(netns, &format!("link {name} of kind {kind:?}"))),
+                }
+            }
+            if role == Role::Pod {
+                // A pod's default route ends at its node, which has none.
+                continue;
+            }
+            for family in ["-4", "-6"] {
+                for route in ip_json(netns, &[family, "route", "show"])? {
+                    let to = route["dst"].as_str().unwrap_or_default();
+                    if !["10.244.", "192.168.77.", "fd00:10:244:", "fd77:", "fe80:"]
+                        .iter()
+                        .any(|inside| to.starts_with(inside))
+                    {
+                        return Err(way_out(netns, &format!("route to {to}")));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn way_out(netns: &str, what: &str) -> Error {
+    Error::Description(format!("{netns} has a way out of the lab: {what}"))
+}
+
+fn ip_json(netns: &str, arguments: &[&str]) -> Result<Vec<serde_json::Value>> {
+    let output = std::process::Command::new("ip")
+        .args(["-netns", netns, "-json"])
+        .args(arguments)
+        .output()
+        .doing(|| "run `ip`".into())?;
+    let program = format!("ip {} in {netns}", arguments.join(" "));
+    if !output.status.success() {
+        let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+        return Err(Error::Failed {
+            program,
+            status: output.status,
+            stderr,
+        });
+    }
+    let answer = String::from_utf8_lossy(&output.stdout);
+    if answer.trim().is_empty() {
+        return Ok(Vec::new());
+    }
+    serde_json::from_str(&answer).map_err(|error| Error::Answer {
+        program,
+        reason: error.to_string(),
+        answer: answer.chars().take(200).collect(),
+    })
+}
+
+impl Drop for Lab {
+    fn drop(&mut self) {
+        if let Err(error) = self.id.remove() {
+            anstream::eprintln!("lab {}: {error}", self.id);
+        }
+    }
+}
+
+impl Host {
+    pub(crate) fn new(
+        name: String,
+        role: Role,
+        number: u8,
+        node: Option<String>,
+        ipv4: Ipv4Addr,
+        netns: String,
+        cgroup: PathBuf,
+    ) -> Self {
+        let last = reads_like(ipv4.octets()[3]);
+        let ipv6 = match role {
+            Role::Pod => Ipv6Addr::new(0xfd00, 0x10, 0x244, reads_like(number), 0, 0, 0, last),
+            Role::Node | Role::External | Role::Fabric => {
+                Ipv6Addr::new(0xfd77, 0, 0, 0, 0, 0, 0, last)
+            }
+        };
+        Self(Arc::new(Inner {
+            name,
+            role,
+            number,
+            node,
+            ipv4,
+            ipv6,
+            netns,
+            cgroup,
+        }))
+    }
+
+    /// Its name in the lab.
+    pub fn name(&self) -> &str {
+        &self.0.name
+    }
+
+    /// What it stands for.
+    pub fn role(&self) -> Role {
+        self.0.role
+    }
+
+    /// The node of a pod.
+    pub fn node(&self) -> Option<&str> {
+        self.0.node.as_deref()
+    }
+
+    /// Its IPv4 address: a pod's own, a node's or an outside client's on the switch.
+    pub fn ipv4(&self) -> Ipv4Addr {
+        self.0.ipv4
+    }
+
+    /// Its IPv6 address, likewise.
+    pub fn ipv6(&self) -> Ipv6Addr {
+        self.0.ipv6
+    }
+
+    /// Both addresses.
+    pub fn addresses(&self) -> [IpAddr; 2] {
+        [self.ipv4().into(), self.ipv6().into()]
+    }
+
+    /// Its network namespace's name, as `ip netns` shows it.
+    pub fn netns(&self) -> &str {
+        &self.0.netns
+    }
+
+    /// The cgroup of its processes.
+    pub fn cgroup(&self) -> &Path {
+        &self.0.cgroup
+    }
+
+    /// The address of a pod's node towards it (its gateway): what an endpoint sees when a process
+    /// of its own node connects.
+    pub fn gateway4(&self) -> Ipv4Addr {
+        Ipv4Addr::new(10, 244, self.0.number, 1)
+    }
+
+    /// Likewise, IPv6.
+    pub fn gateway6(&self) -> Ipv6Addr {
+        Ipv6Addr::new(0xfd00, 0x10, 0x244, reads_like(self.0.number), 0, 0, 0, 1)
+    }
+
+    pub(crate) fn pod_network4(&self) -> String {
+        format!("10.244.{}.0/24", self.0.number)
+    }
+
+    pub(crate) fn pod_network6(&self) -> String {
+        format!("fd00:10:244:{}::/64", self.0.number)
+    }
+
+    /// A program to be run on this host: in its network namespace and its cgroup.
+    pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
+        Command::new(self.netns(), self.cgroup(), Some(program.as_ref()))
+    }
+
+    /// The lab's own program `probe` (its reports are in [`report`](crate::report)), to be run on this host.
+    pub fn probe(&self, subcommand: &str) -> Command {
+        Command::new(self.netns(), self.cgroup(), None).arg(subcommand)
+    }
+
+    /// Starts a server on this host that says who it is (its name) and whom it saw, and waits
+    /// until it listens. `arguments` are those of `probe serve`, such as `--http 10.244.2.8:80`.
+    ///
+    /// # Errors
+    /// When it cannot be started or cannot listen.
+    pub fn serve(&self, arguments: &[&str]) -> Result<crate::command::Process> {
+        let mut server = self
+            .probe("serve")
+            .args(["--name", self.name()])
+            .args(arguments)
+            .stdout_piped()
+            .spawn()?;
+        server.wait_for_line()?;
+        Ok(server)
+    }
+
+    /// Runs `ip` on this host: `host.ip("route add 10.96.0.0/12 via 192.168.77.1")`.
+    ///
+    /// # Errors
+    /// When it fails.
+    pub fn ip(&self, arguments: &str) -> Result<()> {
+        self.command("ip")
+            .args(arguments.split_whitespace())
+            .run()
+            .map(drop)
+    }
+
+    /// Writes a setting below `/proc/sys/net` of this host, such as `ipv4/tcp_syncookies`.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn sysctl(&self, key: &str, value: &str) -> Result<()> {
+        let path = format!("/proc/sys/net/{key}");
+        let script = "printf %s \"$2\" > \"$1\"";
+        self.command("sh")
+            .args(["-c", script, "sh", &path, value])
+            .run()
+            .map(drop)
+    }
+
+    /// The processes that run on this host now.
+    pub fn processes(&self) -> Vec<u32> {
+        let text = fs::read_to_string(self.cgroup().join("cgroup.procs")).unwrap_or_default();
+        text.lines().filter_map(|line| line.parse().ok()).collect()
+    }
+}
+
+/// The hexadecimal number whose digits are this decimal one's.
+fn reads_like(decimal: u8) -> u16 {
+    let decimal = u16::from(decimal);
+    (decimal / 100) << 8 | (decimal / 10 % 10) << 4 | (decimal % 10)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_v6_address_reads_like_the_v4_one() {
+        let host = |role, number, ipv4: [u8; 4]| {
+            let netns = String::new();
+            Host::new(
+                "x".into(),
+                role,
+                number,
+                None,
+                ipv4.into(),
+                netns,
+                PathBuf::new(),
+            )
+        };
+        let pod = host(Role::Pod, 12, [10, 244, 12, 254]);
+        assert_eq!(pod.ipv6().to_string(), "fd00:10:244:12::254");
+        assert_eq!(pod.gateway6().to_string(), "fd00:10:244:12::1");
+        assert_eq!(pod.pod_network6(), "fd00:10:244:12::/64");
+        assert_eq!(
+            host(Role::Node, 2, [192, 168, 77, 2]).ipv6().to_string(),
+            "fd77::2"
+        );
+        let outside = host(Role::External, 201, [192, 168, 77, 201]);
+        assert_eq!(outside.ipv6().to_string(), "fd77::201");
+    }
+}
