@@ -58,11 +58,14 @@ pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
     let tools = setup::ensure(Purpose::Build, no_install)?;
     programs(&tools)?;
     if !arguments.programs_only {
-        binaries(if arguments.debug {
-            Profile::Debug
-        } else {
-            Profile::Release
-        })?;
+        binaries(
+            if arguments.debug {
+                Profile::Debug
+            } else {
+                Profile::Release
+            },
+            &BINARIES,
+        )?;
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -132,18 +135,27 @@ fn copy_if_different(from: &Path, to: &Path) -> Result<()> {
     fs::write(to, bytes).with_context(|| format!("cannot write {}", to.display()))
 }
 
-/// Compiles the binaries, with the kernel programs in them.
-pub fn binaries(profile: Profile) -> Result<()> {
+/// Runs clippy over the kernel programs.
+pub fn lint_programs(tools: &Tools) -> Result<()> {
+    let built = workspace::target().join("bpf-build");
+    check(
+        ebpf_cargo("clippy", tools)
+            .args(["--profile", "bpf", "--target-dir"])
+            .arg(&built)
+            .args(["--", "--deny", "warnings"]),
+    )
+}
+
+/// What a node or a lab runs.
+pub const BINARIES: [&str; 2] = ["dataplane-user", "dataplane-tests"];
+
+/// Compiles the binaries of these packages, with the kernel programs in them.
+pub fn binaries(profile: Profile, packages: &[&str]) -> Result<()> {
+    let packages = packages.iter().flat_map(|package| ["--package", *package]);
     check(
         cargo()
-            .args([
-                "build",
-                "--package",
-                "dataplane-user",
-                "--package",
-                "dataplane-tests",
-                "--bins",
-            ])
+            .args(["build", "--bins"])
+            .args(packages)
             .args(profile.arguments()),
     )
 }

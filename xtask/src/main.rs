@@ -1,10 +1,14 @@
 //! Every chore of the project is a subcommand here: `cargo xtask --help`.
 
+mod bench;
 mod build;
+mod clean;
 mod command;
+mod lint;
 mod progress;
 mod run;
 mod setup;
+mod test;
 mod workspace;
 
 use std::process::ExitCode;
@@ -35,6 +39,10 @@ enum Chore {
     Setup(setup::Arguments),
     Build(build::Arguments),
     Run(run::Arguments),
+    Test(test::Arguments),
+    Bench(bench::Arguments),
+    Lint(lint::Arguments),
+    Clean(clean::Arguments),
 }
 
 fn main() -> ExitCode {
@@ -43,6 +51,10 @@ fn main() -> ExitCode {
         Chore::Setup(setup::Arguments {}) => setup::main(no_install),
         Chore::Build(arguments) => build::main(&arguments, no_install),
         Chore::Run(arguments) => run::main(&arguments, no_install),
+        Chore::Test(arguments) => test::main(&arguments, no_install),
+        Chore::Bench(arguments) => bench::main(&arguments, no_install),
+        Chore::Lint(lint::Arguments {}) => lint::main(no_install),
+        Chore::Clean(arguments) => clean::main(&arguments),
     };
     match outcome {
         Ok(code) => code,

@@ -33,7 +33,7 @@ pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
         );
     }
     build::programs(&setup::ensure(Purpose::Build, no_install)?)?;
-    build::binaries(Profile::Release)?;
+    build::binaries(Profile::Release, &build::BINARIES)?;
 
     let mut agent = Command::new(Profile::Release.binary("dataplane"));
     agent.args(agent_arguments(&arguments.agent));

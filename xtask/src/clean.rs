@@ -1,0 +1,38 @@
+//! `cargo xtask clean`: takes away what the other chores leave.
+
+use std::{fs, io::ErrorKind, path::Path, process::ExitCode};
+
+use anyhow::{Context, Result};
+
+use crate::{progress::note, setup, workspace};
+
+/// Remove the compiled kernel programs, and with --cache the tools kept for every clone
+///
+/// The rest of target/ is cargo's: `cargo clean`.
+#[derive(Debug, clap::Args)]
+pub struct Arguments {
+    /// Also remove what set-up has built for this user
+    #[arg(long)]
+    cache: bool,
+}
+
+pub fn main(arguments: &Arguments) -> Result<ExitCode> {
+    let target = workspace::target();
+    remove(&target.join("bpf"))?;
+    remove(&target.join("bpf-build"))?;
+    if arguments.cache {
+        remove(&setup::cache()?)?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn remove(directory: &Path) -> Result<()> {
+    match fs::remove_dir_all(directory) {
+        Ok(()) => note(&format!("removed {}", directory.display())),
+        Err(error) if error.kind() == ErrorKind::NotFound => {}
+        Err(error) => {
+            return Err(error).with_context(|| format!("cannot remove {}", directory.display()));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,34 @@
+//! `cargo xtask lint`: what a change must pass besides the tests.
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+
+use crate::{
+    build,
+    command::{cargo, check},
+    progress::note,
+    setup::{self, Purpose},
+};
+
+/// Check the formatting, clippy's warnings and the documentation's links
+///
+/// Clippy reads the kernel programs for their own instruction set; plain `cargo clippy` cannot.
+#[derive(Debug, clap::Args)]
+pub struct Arguments {}
+
+pub fn main(no_install: bool) -> Result<ExitCode> {
+    note("lint: formatting");
+    check(cargo().args(["fmt", "--all", "--check"]))?;
+    note("lint: kernel programs");
+    build::lint_programs(&setup::ensure(Purpose::Build, no_install)?)?;
+    note("lint: everything else");
+    check(cargo().args(["clippy", "--all-targets", "--", "--deny", "warnings"]))?;
+    note("lint: documentation");
+    check(
+        cargo()
+            .args(["doc", "--no-deps"])
+            .env("RUSTDOCFLAGS", "--deny warnings"),
+    )?;
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,147 @@
+//! The programs that hold the tests.
+
+use std::{
+    path::PathBuf,
+    process::{Command, Stdio},
+};
+
+use anyhow::{Context, Result, bail};
+use serde::Deserialize;
+
+use crate::command::{cargo, shown};
+
+/// A program that runs tests, and prints as Rust's test harness does.
+#[derive(Debug)]
+pub struct Suite {
+    /// For a person: which package's, and of what.
+    pub title: String,
+    pub command: Command,
+}
+
+/// One of cargo's messages, of which we want `compiler-artifact`.
+#[derive(Debug, Deserialize)]
+struct Message {
+    reason: String,
+    manifest_path: Option<PathBuf>,
+    target: Option<Target>,
+    profile: Option<TargetProfile>,
+    executable: Option<PathBuf>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Target {
+    name: String,
+    kind: Vec<String>,
+}
+
+#[derive(Debug, Deserialize)]
+struct TargetProfile {
+    test: bool,
+}
+
+/// Compiles the tests and the binaries that they run, in one go so that both share what they
+/// depend on; returns the tests, scenarios last.
+pub fn compile() -> Result<Vec<Suite>> {
+    let mut build = cargo();
+    build
+        .args([
+            "build",
+            "--bins",
+            "--tests",
+            "--message-format=json-render-diagnostics",
+        ])
+        .stdout(Stdio::piped());
+    let build_name = shown(&build);
+    let output = build
+        .spawn()
+        .and_then(std::process::Child::wait_with_output)
+        .with_context(|| format!("cannot run {build_name}"))?;
+    if !output.status.success() {
+        bail!("{build_name} failed: {}", output.status);
+    }
+    let messages = String::from_utf8(output.stdout).context("cargo wrote no text")?;
+    let mut programs = Vec::new();
+    for line in messages.lines() {
+        let message: Message = serde_json::from_str(line)
+            .with_context(|| format!("cargo wrote a message that is none: {line}"))?;
+        programs.extend(message.into_test());
+    }
+    programs.sort_by(|a, b| a.order.cmp(&b.order));
+    let mut suites: Vec<Suite> = programs.into_iter().map(|program| program.suite).collect();
+
+    let mut documentation = cargo();
+    documentation.args(["test", "--quiet", "--doc", "--"]);
+    let scenarios = suites.len().saturating_sub(1);
+    suites.insert(
+        scenarios,
+        Suite {
+            title: "examples in the documentation".into(),
+            command: documentation,
+        },
+    );
+    Ok(suites)
+}
+
+struct TestProgram {
+    order: (bool, String),
+    suite: Suite,
+}
+
+impl Message {
+    /// The test program that this announces, if it does.
+    fn into_test(self) -> Option<TestProgram> {
+        let (target, executable) = (self.target?, self.executable?);
+        if self.reason != "compiler-artifact" || !self.profile?.test {
+            return None;
+        }
+        let directory = self.manifest_path?.parent()?.to_owned();
+        let package = directory.file_name()?.to_string_lossy().into_owned();
+        let integration = target.kind.iter().any(|kind| kind == "test");
+        let title = match target.kind.first().map(String::as_str) {
+            Some("test") => format!("{package}: {} scenarios", target.name),
+            Some("bin") => format!("{package}: program {}", target.name),
+            _ => format!("{package}: library"),
+        };
+        let mut command = Command::new(executable);
+        // As `cargo test` does it.
+        command
+            .current_dir(&directory)
+            .env("CARGO_MANIFEST_DIR", &directory);
+        Some(TestProgram {
+            order: (integration, title.clone()),
+            suite: Suite { title, command },
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn finds_tests_among_the_messages() {
+        let title = |line: &str| {
+            let message: Message = serde_json::from_str(line).unwrap();
+            message.into_test().map(|program| program.suite.title)
+        };
+        let artifact = |kind: &str, test: bool, executable: &str| {
+            format!(
+                r#"{{"reason":"compiler-artifact","package_id":"x","manifest_path":"/w/tests/Cargo.toml",
+                "target":{{"kind":["{kind}"],"name":"lab","src_path":"/w/tests/lab.rs"}},
+                "profile":{{"opt_level":"0","test":{test}}},"executable":{executable},"fresh":true}}"#
+            )
+        };
+        let path = r#""/w/target/debug/deps/lab-0f""#;
+        assert_eq!(
+            title(&artifact("test", true, path)).as_deref(),
+            Some("tests: lab scenarios")
+        );
+        assert_eq!(
+            title(&artifact("lib", true, path)).as_deref(),
+            Some("tests: library")
+        );
+        assert_eq!(title(&artifact("bin", false, path)), None);
+        assert_eq!(title(&artifact("lib", false, "null")), None);
+        assert_eq!(title(r#"{"reason":"build-finished","success":true}"#), None);
+    }
+}

@@ -1,0 +1,212 @@
+//! What test programs print, counted.
+
+use std::{collections::BTreeMap, iter::once};
+
+/// Results of one suite, or of several.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Tally {
+    passed: u32,
+    failed: u32,
+    /// Counted by the harness, with or without a reason.
+    ignored: u32,
+    failures: Vec<String>,
+    /// Reason to names.
+    skipped: BTreeMap<String, Vec<String>>,
+    /// Suites that ran at least one test.
+    suites: Vec<String>,
+}
+
+/// Whether a line says that tests follow: `running 3 tests`.
+pub fn announces_tests(line: &str) -> bool {
+    line.strip_prefix("running ").is_some_and(|rest| !rest.starts_with("0 ")) ||
+        // What a suite has to say beforehand, such as whom it skips.
+        line.starts_with("skipped ")
+}
+
+impl Tally {
+    /// Takes in a line that a test program printed.
+    pub fn read(&mut self, line: &str) {
+        if let Some(result) = line.strip_prefix("test result: ") {
+            let count = |what: &str| -> u32 {
+                let number = result
+                    .split([';', '.'])
+                    .find_map(|part| part.strip_suffix(what));
+                number
+                    .and_then(|number| number.trim().parse().ok())
+                    .unwrap_or(0)
+            };
+            self.passed += count(" passed");
+            self.failed += count(" failed");
+            self.ignored += count(" ignored");
+        } else if let Some((name, reason)) = line
+            .strip_prefix("skipped ")
+            .and_then(|rest| rest.split_once(": "))
+        {
+            self.skipped
+                .entry(reason.to_owned())
+                .or_default()
+                .push(name.to_owned());
+        } else if let Some(name) = line
+            .strip_prefix("test ")
+            .and_then(|rest| rest.strip_suffix(" ... FAILED"))
+        {
+            self.failures.push(name.trim_end().to_owned());
+        }
+    }
+
+    /// Counts a failure that no test reported.
+    pub fn fail(&mut self, name: String) {
+        self.failed += 1;
+        self.failures.push(name);
+    }
+
+    /// Adds another's results, of a suite with this title.
+    pub fn add(&mut self, title: &str, other: Self) {
+        if other.counted() > 0 {
+            self.suites.push(format!("{title} ({})", other.counted()));
+        }
+        self.passed += other.passed;
+        self.failed += other.failed;
+        self.ignored += other.ignored;
+        self.failures.extend(
+            other
+                .failures
+                .into_iter()
+                .map(|name| format!("{title}: {name}")),
+        );
+        for (reason, names) in other.skipped {
+            self.skipped.entry(reason).or_default().extend(names);
+        }
+    }
+
+    /// All tests that were to run.
+    pub fn counted(&self) -> u32 {
+        self.passed + self.failed + self.ignored
+    }
+
+    /// Tests that failed.
+    pub fn failed(&self) -> u32 {
+        self.failed
+    }
+
+    /// Tests that said why they could not run.
+    fn explained(&self) -> u32 {
+        u32::try_from(self.skipped.values().map(Vec::len).sum::<usize>()).unwrap_or(u32::MAX)
+    }
+
+    /// Tests that did not run. A test that finds out only underway that it cannot is one that
+    /// passed, to the harness.
+    fn skipped(&self) -> u32 {
+        self.ignored.max(self.explained())
+    }
+
+    /// What ran, what failed, and what was skipped and why.
+    pub fn print(&self) {
+        println!(
+            "Ran: {}.",
+            if self.suites.is_empty() {
+                "nothing".into()
+            } else {
+                self.suites.join(", ")
+            }
+        );
+        for name in &self.failures {
+            println!("Failed: {name}");
+        }
+        let unexplained = self.ignored.saturating_sub(self.explained());
+        let unexplained = (unexplained > 0)
+            .then(|| format!("Skipped {unexplained}: marked `#[ignore]` in the source"));
+        let explained = self.skipped.iter().map(|(reason, names)| {
+            format!("Skipped {}: {reason}: {}", names.len(), names.join(", "))
+        });
+        for line in explained.chain(once(unexplained).flatten()) {
+            println!("{line}");
+        }
+    }
+
+    /// The line that programs read.
+    pub fn last_line(&self) -> String {
+        let underway = self.skipped() - self.ignored;
+        format!(
+            "{} passed, {} failed, {} skipped",
+            self.passed.saturating_sub(underway),
+            self.failed,
+            self.skipped()
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tally(output: &str) -> Tally {
+        let mut tally = Tally::default();
+        output.lines().for_each(|line| tally.read(line));
+        tally
+    }
+
+    #[test]
+    fn counts_what_the_harness_counts() {
+        let output = "\nrunning 4 tests\ntest a ... ok\ntest b ... FAILED\n\
+                      test c ... ignored\ntest d ... ok\n\nfailures:\n\n---- b stdout ----\n\
+                      assertion failed\n\nfailures:\n    b\n\n\
+                      test result: FAILED. 2 passed; 1 failed; 1 ignored; 0 measured; 7 filtered \
+                      out; finished in 0.00s\n";
+        let tally = tally(output);
+        assert_eq!(tally.last_line(), "2 passed, 1 failed, 1 skipped");
+        assert_eq!(tally.failures, ["b"]);
+        assert_eq!(tally.counted(), 4);
+    }
+
+    #[test]
+    fn a_skip_with_a_reason_is_counted_once() {
+        let ignored = tally(
+            "skipped churn: needs root\nskipped adopt: needs root\n\
+             test result: ok. 1 passed; 0 failed; 2 ignored; 0 measured; 0 filtered out",
+        );
+        assert_eq!(ignored.last_line(), "1 passed, 0 failed, 2 skipped");
+        assert_eq!(ignored.skipped["needs root"], ["churn", "adopt"]);
+
+        let underway = tally(
+            "skipped churn: no IPv6\n\
+             test result: ok. 2 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out",
+        );
+        assert_eq!(underway.last_line(), "1 passed, 0 failed, 1 skipped");
+    }
+
+    #[test]
+    fn suites_add_up_and_failures_say_whose() {
+        let mut total = Tally::default();
+        total.add(
+            "one",
+            tally("test result: ok. 3 passed; 0 failed; 0 ignored"),
+        );
+        total.add(
+            "none",
+            tally("test result: ok. 0 passed; 0 failed; 0 ignored"),
+        );
+        total.add(
+            "two",
+            tally("test x   ... FAILED\ntest result: FAILED. 0 passed; 1 failed"),
+        );
+        assert_eq!(total.last_line(), "3 passed, 1 failed, 0 skipped");
+        assert_eq!(total.failures, ["two: x"]);
+        assert_eq!(total.suites, ["one (3)", "two (1)"]);
+    }
+
+    #[test]
+    fn a_suite_that_died_has_failed() {
+        let mut died = tally("running 3 tests\ntest a ... ok\n");
+        died.fail("the whole suite: signal: 11".into());
+        assert_eq!(died.failed(), 1);
+    }
+
+    #[test]
+    fn only_suites_with_tests_announce_them() {
+        assert!(announces_tests("running 1 test"));
+        assert!(announces_tests("running 10 tests"));
+        assert!(!announces_tests("running 0 tests"));
+        assert!(!announces_tests(""));
+    }
+}
