@@ -1,6 +1,6 @@
 //! Running other programs, with errors that say which one and what became of it.
 
-use std::{env, ffi::OsString, process::Command};
+use std::{env, ffi::OsString, path::Path, process::Command};
 
 use anyhow::{Context, Result, bail};
 
@@ -41,7 +41,12 @@ pub fn output(command: &mut Command) -> Result<String> {
 
 /// The command as one would type it.
 pub fn shown(command: &Command) -> String {
-    let mut words = vec![command.get_program()];
+    let mut program = Path::new(command.get_program());
+    if program.is_absolute() && program.ends_with("cargo") {
+        // The active toolchain's: nobody types its path.
+        program = Path::new("cargo");
+    }
+    let mut words = vec![program.as_os_str()];
     words.extend(command.get_args());
     words
         .iter()
@@ -57,5 +62,18 @@ pub fn quoted(word: &str) -> String {
         word.to_owned()
     } else {
         format!("'{}'", word.replace('\'', r"'\''"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shows_what_one_would_type() {
+        let mut command = Command::new("/rust/bin/cargo");
+        command.args(["run", "--", "it's", "a=b", ""]);
+        assert_eq!(shown(&command), r"cargo run -- 'it'\''s' a=b ''");
+        assert_eq!(shown(&Command::new("target/my agent")), "'target/my agent'");
     }
 }

@@ -72,7 +72,7 @@ pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
     if let (0, Some(filter)) = (total.counted(), &arguments.filter) {
         bail!("no test's name contains {filter:?}; `cargo xtask test --list` prints them");
     }
-    println!("\n{BOLD}Summary{RESET}");
+    anstream::println!("\n{BOLD}Summary{RESET}");
     total.print();
     println!(
         "Compiled in {:.0} s, ran in {:.0} s.",
@@ -109,10 +109,15 @@ fn run(suite: &mut Suite, listing: bool) -> Result<Tally> {
             if !tally::announces_tests(&line) {
                 continue;
             }
-            println!("\n{BOLD}{}{RESET}", suite.title);
+            anstream::println!("\n{BOLD}{}{RESET}", suite.title);
             titled = true;
         }
-        if !listing || line.ends_with(": test") {
+        let wanted = if listing {
+            line.ends_with(": test")
+        } else {
+            !line.is_empty()
+        };
+        if wanted {
             println!("{line}");
         }
     }
