@@ -1,0 +1,445 @@
+//! One document of a manifest: an object, or a list of objects.
+//!
+//! Objects are turned into the model one by one as they are read and then dropped, so that a file
+//! with thousands of them never lies in memory as Kubernetes' types.
+//!
+//! kubectl prints keys in alphabetical order: an object's `apiVersion` and `kind` come before its
+//! `spec`, and an EndpointSlice's `apiVersion`, which only slices have, before its `endpoints`. So
+//! the types of the fields are known when they are read. In an object written in another order,
+//! what comes too early is kept as an untyped value until its kind is known.
+
+use std::{borrow::Cow, fmt};
+
+use k8s_openapi::{
+    api::{core::v1 as core, discovery::v1 as discovery},
+    apimachinery::pkg::apis::meta::v1::ObjectMeta,
+};
+use serde::de::{
+    Deserialize, DeserializeOwned, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess,
+    Visitor,
+};
+use serde_json::{Map, Value};
+
+use crate::{
+    model::{Service, ServiceName},
+    source::objects::{self, Findings, Outcome, Slice},
+};
+
+const CORE: &str = "v1";
+const DISCOVERY: &str = "discovery.k8s.io/v1";
+
+/// An object of a document.
+#[derive(Debug)]
+pub struct Entry {
+    /// Its place in the document's list; `None` if it is the document.
+    pub item: Option<usize>,
+    /// Its namespace and name.
+    pub name: ServiceName,
+    /// What it came to.
+    pub body: Body,
+    /// What is wrong with it.
+    pub findings: Findings,
+}
+
+/// What an object came to.
+#[derive(Debug)]
+pub enum Body {
+    /// A Service.
+    Service(Outcome<Service>),
+    /// An EndpointSlice.
+    Slice(Outcome<Slice>),
+    /// An object of a kind that is not served here.
+    Ignored(String),
+    /// An object whose kind nothing tells.
+    Unknown,
+}
+
+impl Entry {
+    /// The object as a person names it: `Service default/web`.
+    pub fn label(&self) -> Option<String> {
+        let kind = match &self.body {
+            Body::Service(_) => "Service",
+            Body::Slice(_) => "EndpointSlice",
+            Body::Ignored(kind) => kind,
+            Body::Unknown => return None,
+        };
+        (!self.name.name().is_empty()).then(|| format!("{kind} {}", self.name))
+    }
+}
+
+/// Reads a document's objects into `entries`.
+pub struct Document<'a> {
+    /// The name of this node.
+    pub node: &'a str,
+    /// Where the objects go.
+    pub entries: &'a mut Vec<Entry>,
+}
+
+impl<'de> DeserializeSeed<'de> for Document<'_> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
+        let reader = ObjectReader {
+            node: self.node,
+            entries: self.entries,
+            item: None,
+            inherited: (None, None),
+            untyped: &mut Vec::new(),
+        };
+        deserializer.deserialize_map(reader)
+    }
+}
+
+/// An object that does not say its kind, in a list that has not said its own yet.
+type Untyped = Object;
+
+/// Which fields an object has.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Sort {
+    Service,
+    Slice,
+    Other,
+    NotKnownYet,
+}
+
+/// The fields of all that is served, as far as they were read.
+#[derive(Default)]
+struct Object {
+    item: Option<usize>,
+    api_version: Option<String>,
+    kind: Option<String>,
+    metadata: ObjectMeta,
+    spec: Option<core::ServiceSpec>,
+    status: Option<core::ServiceStatus>,
+    address_type: Option<String>,
+    endpoints: Option<Vec<discovery::Endpoint>>,
+    ports: Option<Vec<discovery::EndpointPort>>,
+    /// Fields that were met before the kind was known.
+    early: Map<String, Value>,
+}
+
+impl Object {
+    fn sort(&self) -> Sort {
+        match (self.kind.as_deref(), self.api_version.as_deref()) {
+            (Some("Service"), Some(CORE)) => Sort::Service,
+            (Some("EndpointSlice") | None, Some(DISCOVERY)) => Sort::Slice,
+            (Some("Service" | "EndpointSlice") | None, None) | (None, Some(CORE)) => {
+                Sort::NotKnownYet
+            }
+            _ => Sort::Other,
+        }
+    }
+
+    fn is_list(&self) -> bool {
+        matches!(
+            self.kind.as_deref(),
+            Some("List" | "ServiceList" | "EndpointSliceList")
+        )
+    }
+
+    /// What the items of this list are, if they do not say it: `(apiVersion, kind)`.
+    fn of_items(&self) -> (Option<String>, Option<String>) {
+        match self
+            .kind
+            .as_deref()
+            .and_then(|kind| kind.strip_suffix("List"))
+        {
+            None | Some("") => (None, None),
+            Some(kind) => (self.api_version.clone(), Some(kind.to_owned())),
+        }
+    }
+
+    fn finish(mut self, node: &str) -> Entry {
+        let mut findings = Findings::default();
+        let item = self.item;
+        let name = objects::object_name(&self.metadata);
+        let body = match self.sort() {
+            Sort::Service => {
+                let object = core::Service {
+                    spec: self
+                        .spec
+                        .or_else(|| early(&mut self.early, "spec", &mut findings)),
+                    status: self
+                        .status
+                        .or_else(|| early(&mut self.early, "status", &mut findings)),
+                    metadata: self.metadata,
+                };
+                // What follows from a field that could not be read is no news.
+                if findings.faults.is_empty() {
+                    Body::Service(objects::service(object, &mut findings))
+                } else {
+                    Body::Service(Outcome::LeftAlone)
+                }
+            }
+            Sort::Slice if self.kind.is_some() => {
+                let fields = &mut self.early;
+                let object = discovery::EndpointSlice {
+                    address_type: self
+                        .address_type
+                        .or_else(|| early(fields, "addressType", &mut findings))
+                        .unwrap_or_default(),
+                    endpoints: self
+                        .endpoints
+                        .or_else(|| early(fields, "endpoints", &mut findings)),
+                    ports: self.ports.or_else(|| early(fields, "ports", &mut findings)),
+                    metadata: self.metadata,
+                };
+                if findings.faults.is_empty() {
+                    Body::Slice(objects::slice(&object, node, &mut findings))
+                } else {
+                    Body::Slice(Outcome::LeftAlone)
+                }
+            }
+            Sort::Other => self.other(&mut findings),
+            Sort::Slice | Sort::NotKnownYet => {
+                let (field, example) = match &self.kind {
+                    None => ("kind", "Service, EndpointSlice or List"),
+                    Some(kind) if kind == "Service" => ("apiVersion", CORE),
+                    Some(_) => ("apiVersion", DISCOVERY),
+                };
+                findings
+                    .faults
+                    .push((field.into(), format!("missing; expected {example}")));
+                Body::Unknown
+            }
+        };
+        Entry {
+            item,
+            name,
+            body,
+            findings,
+        }
+    }
+
+    fn other(&self, findings: &mut Findings) -> Body {
+        let version = self.api_version.as_deref().unwrap_or_default();
+        let kind = self.kind.as_deref().unwrap_or_default();
+        let expected = match kind {
+            "Service" if !version.contains('/') => CORE,
+            "EndpointSlice" if version.starts_with("discovery.k8s.io/") => DISCOVERY,
+            _ => "",
+        };
+        if !expected.is_empty() {
+            findings.faults.push((
+                "apiVersion".into(),
+                format!("{version:?} is no version of {kind} that is known; expected {expected}"),
+            ));
+            return Body::Ignored(kind.to_owned());
+        }
+        if kind.is_empty() {
+            findings
+                .faults
+                .push(("kind".into(), "missing; expected the object's kind".into()));
+            return Body::Unknown;
+        }
+        // A kind of the same name in another group is another kind.
+        Body::Ignored(match (kind, version.split_once('/')) {
+            ("Service" | "EndpointSlice", Some((group, _))) => format!("{kind}.{group}"),
+            _ => kind.to_owned(),
+        })
+    }
+}
+
+/// A field that was read before its type was known.
+fn early<T: DeserializeOwned>(
+    fields: &mut Map<String, Value>,
+    key: &str,
+    findings: &mut Findings,
+) -> Option<T> {
+    let value = fields.remove(key)?;
+    serde_path_to_error::deserialize::<_, Option<T>>(value).unwrap_or_else(|error| {
+        let path = match error.path().to_string() {
+            root if root == "." => key.to_owned(),
+            path if path.starts_with('[') => format!("{key}{path}"),
+            path => format!("{key}.{path}"),
+        };
+        findings.faults.push((path, error.inner().to_string()));
+        None
+    })
+}
+
+struct ObjectReader<'a> {
+    node: &'a str,
+    entries: &'a mut Vec<Entry>,
+    item: Option<usize>,
+    inherited: (Option<String>, Option<String>),
+    untyped: &'a mut Vec<Untyped>,
+}
+
+impl<'de> DeserializeSeed<'de> for ObjectReader<'_> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
+        deserializer.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for ObjectReader<'_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a Kubernetes object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
+        let (api_version, kind) = self.inherited;
+        let mut object = Object {
+            api_version,
+            kind,
+            item: self.item,
+            ..Object::default()
+        };
+        let mut has_items = false;
+        let mut untyped_items = Vec::new();
+        while let Some(Key(key)) = map.next_key()? {
+            match &*key {
+                "apiVersion" => object.api_version = map.next_value::<Option<_>>()?,
+                "kind" => object.kind = map.next_value::<Option<_>>()?,
+                "metadata" => {
+                    object.metadata = map.next_value::<Option<_>>()?.unwrap_or_default();
+                }
+                "items" if self.item.is_none() => {
+                    has_items = true;
+                    map.next_value_seed(Items {
+                        node: self.node,
+                        entries: self.entries,
+                        inherited: object.of_items(),
+                        untyped: &mut untyped_items,
+                    })?;
+                }
+                "spec" | "status" | "addressType" | "endpoints" | "ports" => {
+                    match (object.sort(), &*key) {
+                        (Sort::Service, "spec") => object.spec = map.next_value()?,
+                        (Sort::Service, "status") => object.status = map.next_value()?,
+                        (Sort::Slice, "addressType") => object.address_type = map.next_value()?,
+                        (Sort::Slice, "endpoints") => object.endpoints = map.next_value()?,
+                        (Sort::Slice, "ports") => object.ports = map.next_value()?,
+                        (Sort::NotKnownYet, _) => {
+                            object.early.insert(key.into_owned(), map.next_value()?);
+                        }
+                        _ => _ = map.next_value::<IgnoredAny>()?,
+                    }
+                }
+                _ => _ = map.next_value::<IgnoredAny>()?,
+            }
+        }
+        let inherited = object.of_items();
+        for mut untyped in untyped_items {
+            untyped.api_version = untyped.api_version.or_else(|| inherited.0.clone());
+            untyped.kind = untyped.kind.or_else(|| inherited.1.clone());
+            self.entries.push(untyped.finish(self.node));
+        }
+        if self.item.is_some() && object.is_list() {
+            self.entries.push(fault(
+                &object,
+                "kind",
+                "a list within a list; expected an object",
+            ));
+        } else if has_items
+            && object
+                .kind
+                .as_deref()
+                .is_none_or(|kind| !kind.ends_with("List"))
+        {
+            self.entries
+                .push(fault(&object, "kind", "missing or no list; expected List"));
+        } else if has_items || object.is_list() {
+            // Its items were read.
+        } else if self.item.is_some() && object.kind.is_none() {
+            self.untyped.push(object);
+        } else {
+            self.entries.push(object.finish(self.node));
+        }
+        Ok(())
+    }
+}
+
+fn fault(object: &Object, path: &str, text: &str) -> Entry {
+    Entry {
+        item: object.item,
+        name: objects::object_name(&object.metadata),
+        body: Body::Unknown,
+        findings: Findings {
+            faults: vec![(path.into(), text.into())],
+            notes: Vec::new(),
+        },
+    }
+}
+
+struct Items<'a> {
+    node: &'a str,
+    entries: &'a mut Vec<Entry>,
+    inherited: (Option<String>, Option<String>),
+    untyped: &'a mut Vec<Untyped>,
+}
+
+impl<'de> DeserializeSeed<'de> for Items<'_> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
+        deserializer.deserialize_option(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Items<'_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a list of Kubernetes objects")
+    }
+
+    fn visit_none<E>(self) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_unit<E>(self) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_some<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
+        deserializer.deserialize_seq(self)
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<(), A::Error> {
+        for item in 0.. {
+            let reader = ObjectReader {
+                node: self.node,
+                entries: self.entries,
+                item: Some(item),
+                inherited: self.inherited.clone(),
+                untyped: self.untyped,
+            };
+            if seq.next_element_seed(reader)?.is_none() {
+                break;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A key, borrowed from the text if the format allows.
+struct Key<'de>(Cow<'de, str>);
+
+impl<'de> Deserialize<'de> for Key<'de> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct KeyVisitor;
+
+        impl<'de> Visitor<'de> for KeyVisitor {
+            type Value = Key<'de>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a field's name")
+            }
+
+            fn visit_borrowed_str<E>(self, text: &'de str) -> Result<Key<'de>, E> {
+                Ok(Key(Cow::Borrowed(text)))
+            }
+
+            fn visit_str<E>(self, text: &str) -> Result<Key<'de>, E> {
+                Ok(Key(Cow::Owned(text.to_owned())))
+            }
+        }
+
+        deserializer.deserialize_identifier(KeyVisitor)
+    }
+}

@@ -1,0 +1,139 @@
+//! Which files there are, and what is in them.
+
+use std::{
+    collections::BTreeSet,
+    ffi::OsStr,
+    fs::{self, File},
+    io::{self, Read},
+    path::{Path, PathBuf},
+};
+
+/// The largest file that is read, in bytes. The objects of 100 000 services fit in a few such
+/// files, and a file of the wrong kind (a disk image, a log) does not end up in memory.
+pub const FILE_SIZE_MAX: u64 = 32 << 20;
+
+/// The files at `paths`, each once, in the order of the paths and by name within a directory, and
+/// the paths at which there is nothing to read, with the reason.
+pub fn find(paths: &[PathBuf]) -> (Vec<PathBuf>, Vec<(PathBuf, String)>) {
+    let mut found = Found::default();
+    for path in paths {
+        match fs::metadata(path) {
+            Err(error) => found.faults.push((path.clone(), unreadable(&error))),
+            Ok(metadata) if metadata.is_dir() => {
+                let before = found.seen.len();
+                found.directory(path);
+                if found.seen.len() == before && found.faults.is_empty() {
+                    found.faults.push((
+                        path.clone(),
+                        "no manifest in this directory; expected *.yaml, *.yml or *.json (to \
+                         serve nothing, write `{apiVersion: v1, kind: List, items: []}`)"
+                            .into(),
+                    ));
+                }
+            }
+            Ok(_) => found.file(path),
+        }
+    }
+    (found.files, found.faults)
+}
+
+#[derive(Default)]
+struct Found {
+    files: Vec<PathBuf>,
+    faults: Vec<(PathBuf, String)>,
+    /// Files and directories met, by their real paths: links may lead to one twice, or in circles.
+    seen: BTreeSet<PathBuf>,
+}
+
+impl Found {
+    fn file(&mut self, path: &Path) {
+        match path.canonicalize() {
+            Err(error) => self.faults.push((path.to_owned(), unreadable(&error))),
+            Ok(real) => {
+                if self.seen.insert(real) {
+                    self.files.push(path.to_owned());
+                }
+            }
+        }
+    }
+
+    fn directory(&mut self, path: &Path) {
+        if let Err(error) = self.entries(path) {
+            self.faults.push((path.to_owned(), unreadable(&error)));
+        }
+    }
+
+    fn entries(&mut self, path: &Path) -> io::Result<()> {
+        let mut names: Vec<_> = fs::read_dir(path)?
+            .map(|entry| Ok(entry?.file_name()))
+            .collect::<io::Result<_>>()?;
+        names.sort_unstable();
+        for name in names.into_iter().filter(|name| !is_hidden(name)) {
+            let child = path.join(name);
+            // A name that is gone by now is a change, which the watcher reports.
+            match fs::metadata(&child) {
+                Ok(metadata) if metadata.is_dir() => {
+                    if let Ok(real) = child.canonicalize()
+                        && !self.directories_seen(&real)
+                    {
+                        self.directory(&child);
+                    }
+                }
+                _ if is_manifest(&child) => self.file(&child),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether a directory was met before, or is one that the walk is in.
+    fn directories_seen(&mut self, real: &Path) -> bool {
+        // A trailing component keeps directories apart from files in the set.
+        !self.seen.insert(real.join("."))
+    }
+}
+
+/// Among them `..data` and its like: the versions of a mounted ConfigMap, to which the visible
+/// names link.
+pub fn is_hidden(name: &OsStr) -> bool {
+    name.as_encoded_bytes().starts_with(b".")
+}
+
+fn is_manifest(path: &Path) -> bool {
+    path.extension()
+        .and_then(OsStr::to_str)
+        .is_some_and(|extension| matches!(extension, "yaml" | "yml" | "json"))
+}
+
+/// A file's text, or what is wrong with it.
+pub fn read(path: &Path) -> Result<String, String> {
+    // Asked first: opening a pipe would wait for its writer.
+    let metadata = fs::metadata(path).map_err(|error| unreadable(&error))?;
+    if !metadata.is_file() {
+        return Err("no regular file; expected a file with manifests".into());
+    }
+    let mut bytes = Vec::with_capacity(
+        usize::try_from(metadata.len().min(FILE_SIZE_MAX) + 1).unwrap_or_default(),
+    );
+    File::open(path)
+        .and_then(|file| file.take(FILE_SIZE_MAX + 1).read_to_end(&mut bytes))
+        .map_err(|error| unreadable(&error))?;
+    let size = metadata.len().max(bytes.len() as u64);
+    if size > FILE_SIZE_MAX {
+        return Err(format!(
+            "{} MiB is too large for a file; expected at most {} MiB: split it into several in a \
+             directory",
+            size.div_ceil(1 << 20),
+            FILE_SIZE_MAX >> 20,
+        ));
+    }
+    String::from_utf8(bytes).map_err(|error| {
+        let good = &error.as_bytes()[..error.utf8_error().valid_up_to()];
+        let line = good.split(|&byte| byte == b'\n').count();
+        format!("line {line} is not UTF-8; expected YAML or JSON in UTF-8")
+    })
+}
+
+fn unreadable(error: &io::Error) -> String {
+    format!("cannot be read: {error}")
+}

@@ -1,0 +1,84 @@
+//! Manifests: files with Kubernetes' objects, as `kubectl get services,endpointslices -A -o yaml`
+//! (or json) prints them.
+//!
+//! [`load`] reads them all and either yields a [`Snapshot`] or every fault that it found, with
+//! file, line and field: never half of what is written. What can be left out without harm is
+//! reported with the snapshot ([`Snapshot::problems`]).
+//!
+//! See `docs/manifests.md` for what is accepted.
+
+mod document;
+mod error;
+mod files;
+mod locate;
+mod parse;
+mod stage;
+mod watch;
+
+pub use error::{Errors, FAULTS_LISTED, Fault};
+pub use files::FILE_SIZE_MAX;
+pub use locate::Position;
+pub use watch::{WatchError, Watcher};
+
+use std::{collections::BTreeMap, path::PathBuf};
+
+use crate::model::{Node, Snapshot};
+
+/// What manifests came to.
+#[derive(Clone, Debug, Default)]
+pub struct Loaded {
+    /// What to serve.
+    pub snapshot: Snapshot,
+    /// How many objects there were of each kind that is not served here.
+    pub ignored: BTreeMap<String, usize>,
+    /// How many services and slices were left to other proxies, as their labels ask, or are of
+    /// headless services.
+    pub left_alone: usize,
+    /// How many files were read.
+    pub files: usize,
+}
+
+impl Loaded {
+    /// A line for the log on the objects that were ignored, if there were any.
+    pub fn ignored_line(&self) -> Option<String> {
+        let total: usize = self.ignored.values().sum();
+        let mut kinds: Vec<_> = self.ignored.iter().collect();
+        kinds.sort_by_key(|(_, count)| std::cmp::Reverse(**count));
+        let kinds: Vec<_> = kinds
+            .iter()
+            .map(|(kind, count)| format!("{kind} ({count})"))
+            .collect();
+        (total > 0).then(|| {
+            let objects = if total == 1 { "object" } else { "objects" };
+            format!(
+                "ignored {total} {objects} of kinds that are not served here: {}",
+                kinds.join(", ")
+            )
+        })
+    }
+}
+
+/// Reads manifests: files, and directories with all `*.yaml`, `*.yml` and `*.json` below them.
+///
+/// # Errors
+/// Everything that is wrong with them, if anything is.
+pub fn load(paths: &[PathBuf], node: &Node) -> Result<Loaded, Errors> {
+    load_reusing(&Snapshot::default(), paths, node)
+}
+
+/// Like [`load`], but shares with `previous` what did not change, so that the difference between
+/// the two is found at the cost of what did ([`imbl::OrdMap::diff`]).
+///
+/// # Errors
+/// As for [`load`].
+pub fn load_reusing(previous: &Snapshot, paths: &[PathBuf], node: &Node) -> Result<Loaded, Errors> {
+    let (files, missing) = files::find(paths);
+    let mut stage = stage::Stage::new(&node.name);
+    for (path, text) in missing {
+        stage.unreadable(path, text);
+    }
+    for file in files {
+        stage.file(file);
+    }
+    stage.finish(previous, node)
+}

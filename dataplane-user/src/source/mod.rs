@@ -1,0 +1,4 @@
+//! Where the model comes from. Each source yields [`Snapshot`](crate::model::Snapshot)s.
+
+pub mod manifests;
+pub mod objects;

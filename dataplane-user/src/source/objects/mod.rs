@@ -1,0 +1,108 @@
+//! Kubernetes' objects in the model's terms, however they came here.
+//!
+//! [`service`] and [`slice`] turn one object each into the model, and say with its field path
+//! what is wrong with it. [`join`] gives a service the endpoints of its slices.
+//!
+//! What kube-proxy leaves alone is left alone here, too: services with another proxy
+//! (`service.kubernetes.io/service-proxy-name`), slices of headless services
+//! (`service.kubernetes.io/headless`), load-balancer addresses with `ipMode: Proxy`.
+
+mod address;
+mod join;
+mod service;
+mod slice;
+
+pub use join::join;
+pub use service::service;
+pub use slice::{Slice, slice};
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+
+use crate::model::{Protocol, ServiceName};
+
+/// A label that gives a service, and its slices, to another proxy.
+const LABEL_PROXY: &str = "service.kubernetes.io/service-proxy-name";
+/// A label of the slices of headless services.
+const LABEL_HEADLESS: &str = "service.kubernetes.io/headless";
+/// The label by which a slice names its service.
+const LABEL_SERVICE: &str = "kubernetes.io/service-name";
+
+/// What an object came to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Outcome<T> {
+    /// Something to serve.
+    Served(T),
+    /// Left to others, on purpose: another proxy's, or of a headless service.
+    LeftAlone,
+}
+
+/// What is wrong with an object, found while it was turned into the model.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Findings {
+    /// What keeps it from being served: field path within the object, and what is wrong there.
+    pub faults: Vec<(String, String)>,
+    /// What is left out of it, while the rest is served.
+    pub notes: Vec<(String, String)>,
+}
+
+impl Findings {
+    fn fault(&mut self, path: impl Into<String>, text: impl Into<String>) {
+        self.faults.push((path.into(), text.into()));
+    }
+
+    fn note(&mut self, path: impl Into<String>, text: impl Into<String>) {
+        self.notes.push((path.into(), text.into()));
+    }
+}
+
+/// An object's name, with the namespace that kubectl would give it if it has none.
+pub fn object_name(metadata: &ObjectMeta) -> ServiceName {
+    let namespace = metadata
+        .namespace
+        .as_deref()
+        .filter(|n| !n.is_empty())
+        .unwrap_or("default");
+    ServiceName::new(namespace, metadata.name.as_deref().unwrap_or_default())
+}
+
+fn check_name(metadata: &ObjectMeta, findings: &mut Findings) {
+    let name = metadata.name.as_deref().unwrap_or_default();
+    let namespace = metadata.namespace.as_deref().unwrap_or_default();
+    if name.is_empty() {
+        findings.fault("metadata.name", "missing; expected the object's name");
+    }
+    for (path, value) in [("metadata.name", name), ("metadata.namespace", namespace)] {
+        if value.contains(|c: char| c == '/' || c.is_whitespace() || c.is_control()) {
+            findings.fault(
+                path,
+                format!("{value:?} is no name; expected lower case letters, digits, `-` and `.`"),
+            );
+        }
+    }
+}
+
+fn label<'a>(labels: Option<&'a BTreeMap<String, String>>, key: &str) -> Option<&'a str> {
+    labels?.get(key).map(String::as_str)
+}
+
+/// A port number, or what is wrong with it.
+fn port(value: i32) -> Result<u16, String> {
+    u16::try_from(value)
+        .ok()
+        .filter(|&port| port != 0)
+        .ok_or_else(|| format!("{value} is no port; expected a number from 1 to 65535"))
+}
+
+/// `Ok(None)` is SCTP: known, but not served.
+fn protocol(value: Option<&str>) -> Result<Option<Protocol>, String> {
+    match value {
+        None | Some("" | "TCP") => Ok(Some(Protocol::Tcp)),
+        Some("UDP") => Ok(Some(Protocol::Udp)),
+        Some("SCTP") => Ok(None),
+        Some(other) => Err(format!(
+            "unknown protocol {other:?}; expected TCP, UDP or SCTP"
+        )),
+    }
+}

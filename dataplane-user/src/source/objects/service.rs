@@ -1,0 +1,344 @@
+//! A Kubernetes Service in the model's terms.
+
+use std::{net::IpAddr, time::Duration};
+
+use k8s_openapi::api::core::v1::{self as api, LoadBalancerIngress, ServiceSpec};
+use smallvec::SmallVec;
+
+use super::{Findings, LABEL_PROXY, Outcome, address, check_name, label, object_name};
+use crate::model::{Service, ServicePort, ServiceType, TrafficPolicy};
+
+/// Kubernetes' default for `sessionAffinityConfig.clientIP.timeoutSeconds`: three hours.
+const AFFINITY_SECONDS: i32 = 10_800;
+/// Its limit: a day.
+const AFFINITY_SECONDS_MAX: i32 = 86_400;
+
+/// Turns a Service into the model, without endpoints. What it returns is only of use if
+/// `findings` has no faults.
+pub fn service(object: api::Service, findings: &mut Findings) -> Outcome<Service> {
+    check_name(&object.metadata, findings);
+    if label(object.metadata.labels.as_ref(), LABEL_PROXY).is_some() {
+        return Outcome::LeftAlone;
+    }
+    let spec = object.spec.unwrap_or_default();
+    let kind = kind(&spec, findings);
+    let ingress = object
+        .status
+        .and_then(|status| status.load_balancer)
+        .and_then(|balancer| balancer.ingress)
+        .unwrap_or_default();
+    Outcome::Served(Service {
+        name: object_name(&object.metadata),
+        kind,
+        created: object
+            .metadata
+            .creation_timestamp
+            .as_ref()
+            .map(|time| time.0.as_second()),
+        cluster_ips: cluster_ips(&spec, kind, findings),
+        external_ips: external_ips(&spec, findings),
+        load_balancer_ips: load_balancer_ips(&ingress, findings),
+        source_ranges: source_ranges(&spec, findings),
+        affinity: affinity(&spec, findings),
+        internal_policy: policy(
+            "spec.internalTrafficPolicy",
+            spec.internal_traffic_policy.as_deref(),
+            findings,
+        ),
+        external_policy: policy(
+            "spec.externalTrafficPolicy",
+            spec.external_traffic_policy.as_deref(),
+            findings,
+        ),
+        health_check_node_port: optional_port(
+            "spec.healthCheckNodePort",
+            spec.health_check_node_port,
+            findings,
+        ),
+        ports: ports(&spec, kind, findings),
+    })
+}
+
+fn is_headless(spec: &ServiceSpec) -> bool {
+    spec.cluster_ip.as_deref() == Some("None")
+        || spec
+            .cluster_ips
+            .as_ref()
+            .is_some_and(|ips| ips.first().is_some_and(|ip| ip == "None"))
+}
+
+fn kind(spec: &ServiceSpec, findings: &mut Findings) -> ServiceType {
+    match spec.type_.as_deref() {
+        None | Some("" | "ClusterIP") => ServiceType::ClusterIp,
+        Some("NodePort") => ServiceType::NodePort,
+        Some("LoadBalancer") => ServiceType::LoadBalancer,
+        Some("ExternalName") => ServiceType::ExternalName,
+        Some(other) => {
+            findings.fault(
+                "spec.type",
+                format!(
+                    "unknown type {other:?}; expected ClusterIP, NodePort, LoadBalancer or \
+                     ExternalName"
+                ),
+            );
+            ServiceType::ClusterIp
+        }
+    }
+}
+
+fn cluster_ips(
+    spec: &ServiceSpec,
+    kind: ServiceType,
+    findings: &mut Findings,
+) -> SmallVec<[IpAddr; 1]> {
+    let mut ips = SmallVec::<[IpAddr; 1]>::new();
+    if kind == ServiceType::ExternalName || is_headless(spec) {
+        return ips;
+    }
+    let many = spec.cluster_ips.as_deref().unwrap_or_default();
+    let one = spec.cluster_ip.as_deref().unwrap_or_default();
+    if !one.is_empty() && many.first().is_some_and(|first| first != one) {
+        findings.fault(
+            "spec.clusterIP",
+            format!("{one:?} is not the first of spec.clusterIPs, {:?}", many[0]),
+        );
+    }
+    let listed = !many.is_empty();
+    let texts: Vec<&str> = if listed {
+        many.iter().map(String::as_str).collect()
+    } else {
+        vec![one]
+    };
+    for (index, text) in texts.into_iter().enumerate() {
+        let path = || {
+            if listed {
+                format!("spec.clusterIPs[{index}]")
+            } else {
+                "spec.clusterIP".into()
+            }
+        };
+        if text.is_empty() {
+            findings.note(
+                path(),
+                "no cluster IP has been given to it, so it is not reachable by one; print it with \
+                 `kubectl get`, which shows the one that the cluster chose",
+            );
+            continue;
+        }
+        match address::virtual_address(text) {
+            Err(wrong) => findings.fault(path(), wrong),
+            Ok(ip) if ips.iter().any(|other| other.is_ipv4() == ip.is_ipv4()) => findings.fault(
+                path(),
+                format!(
+                    "{ip} is a second {family} address; expected at most one per family",
+                    family = address::family(ip)
+                ),
+            ),
+            Ok(ip) => {
+                let declared = spec.ip_families.as_deref().unwrap_or_default().get(index);
+                if let Some(declared) = declared.filter(|family| *family != address::family(ip)) {
+                    findings.fault(
+                        path(),
+                        format!("{ip} is not of spec.ipFamilies[{index}], {declared}"),
+                    );
+                }
+                ips.push(ip);
+            }
+        }
+    }
+    ips
+}
+
+fn external_ips(spec: &ServiceSpec, findings: &mut Findings) -> SmallVec<[IpAddr; 0]> {
+    let mut ips = SmallVec::new();
+    for (index, text) in spec.external_ips.iter().flatten().enumerate() {
+        let path = format!("spec.externalIPs[{index}]");
+        match address::virtual_address(text) {
+            Err(wrong) => findings.fault(path, wrong),
+            // As the API server has it: whoever may write services could take over the cloud's
+            // metadata address otherwise.
+            Ok(ip) if is_link_local(ip) => findings.fault(
+                path,
+                format!("{ip} is a link-local address, which cannot be an external IP"),
+            ),
+            Ok(ip) if ips.contains(&ip) => {}
+            Ok(ip) => ips.push(ip),
+        }
+    }
+    ips
+}
+
+fn is_link_local(ip: IpAddr) -> bool {
+    match ip {
+        IpAddr::V4(v4) => v4.is_link_local(),
+        IpAddr::V6(v6) => v6.is_unicast_link_local(),
+    }
+}
+
+fn load_balancer_ips(
+    ingress: &[LoadBalancerIngress],
+    findings: &mut Findings,
+) -> SmallVec<[IpAddr; 0]> {
+    let mut ips = SmallVec::new();
+    for (index, entry) in ingress.iter().enumerate() {
+        let path = format!("status.loadBalancer.ingress[{index}]");
+        let Some(text) = entry.ip.as_deref().filter(|ip| !ip.is_empty()) else {
+            continue;
+        };
+        match entry.ip_mode.as_deref() {
+            None | Some("" | "VIP") => {}
+            Some("Proxy") => continue,
+            Some(other) => findings.fault(
+                format!("{path}.ipMode"),
+                format!("unknown mode {other:?}; expected VIP or Proxy"),
+            ),
+        }
+        match address::virtual_address(text) {
+            Err(wrong) => findings.fault(format!("{path}.ip"), wrong),
+            Ok(ip) if ips.contains(&ip) => {}
+            Ok(ip) => ips.push(ip),
+        }
+    }
+    ips
+}
+
+fn source_ranges(spec: &ServiceSpec, findings: &mut Findings) -> SmallVec<[ipnet::IpNet; 0]> {
+    let mut ranges = SmallVec::new();
+    for (index, text) in spec
+        .load_balancer_source_ranges
+        .iter()
+        .flatten()
+        .enumerate()
+    {
+        match address::range(text) {
+            Err(wrong) => {
+                findings.fault(format!("spec.loadBalancerSourceRanges[{index}]"), wrong);
+            }
+            Ok(range) => ranges.push(range),
+        }
+    }
+    ranges
+}
+
+fn affinity(spec: &ServiceSpec, findings: &mut Findings) -> Option<Duration> {
+    match spec.session_affinity.as_deref() {
+        None | Some("" | "None") => return None,
+        Some("ClientIP") => {}
+        Some(other) => {
+            findings.fault(
+                "spec.sessionAffinity",
+                format!("unknown affinity {other:?}; expected None or ClientIP"),
+            );
+            return None;
+        }
+    }
+    let seconds = spec
+        .session_affinity_config
+        .as_ref()
+        .and_then(|config| config.client_ip.as_ref())
+        .and_then(|client| client.timeout_seconds)
+        .unwrap_or(AFFINITY_SECONDS);
+    if !(1..=AFFINITY_SECONDS_MAX).contains(&seconds) {
+        findings.fault(
+            "spec.sessionAffinityConfig.clientIP.timeoutSeconds",
+            format!("{seconds} is out of range; expected 1 to {AFFINITY_SECONDS_MAX} seconds"),
+        );
+    }
+    Some(Duration::from_secs(
+        u64::try_from(seconds).unwrap_or_default(),
+    ))
+}
+
+fn policy(path: &str, value: Option<&str>, findings: &mut Findings) -> TrafficPolicy {
+    match value {
+        None | Some("" | "Cluster") => TrafficPolicy::Cluster,
+        Some("Local") => TrafficPolicy::Local,
+        Some(other) => {
+            findings.fault(
+                path,
+                format!("unknown policy {other:?}; expected Cluster or Local"),
+            );
+            TrafficPolicy::Cluster
+        }
+    }
+}
+
+fn optional_port(path: &str, value: Option<i32>, findings: &mut Findings) -> Option<u16> {
+    match super::port(value?) {
+        Ok(port) => Some(port),
+        Err(wrong) => {
+            findings.fault(path, wrong);
+            None
+        }
+    }
+}
+
+fn ports(
+    spec: &ServiceSpec,
+    kind: ServiceType,
+    findings: &mut Findings,
+) -> SmallVec<[ServicePort; 1]> {
+    let mut ports = SmallVec::<[ServicePort; 1]>::new();
+    let given = spec.ports.as_deref().unwrap_or_default();
+    if given.is_empty() && kind != ServiceType::ExternalName && !is_headless(spec) {
+        findings.fault("spec.ports", "missing or empty; expected at least one port");
+    }
+    for (index, given) in given.iter().enumerate() {
+        let path = |field: &str| format!("spec.ports[{index}].{field}");
+        // All of a port's fields are looked at before any is given up on, so that one run names
+        // every fault.
+        let number = super::port(given.port).map_err(|wrong| findings.fault(path("port"), wrong));
+        let node_port = optional_port(&path("nodePort"), given.node_port, findings);
+        let protocol = super::protocol(given.protocol.as_deref())
+            .map_err(|wrong| findings.fault(path("protocol"), wrong));
+        if node_port.is_some() && !matches!(kind, ServiceType::NodePort | ServiceType::LoadBalancer)
+        {
+            findings.fault(
+                path("nodePort"),
+                "only services of type NodePort and LoadBalancer have node ports",
+            );
+        }
+        let (Ok(number), Ok(protocol)) = (number, protocol) else {
+            continue;
+        };
+        let Some(protocol) = protocol else {
+            findings.note(
+                format!("spec.ports[{index}]"),
+                format!("SCTP port {number} is not served: only TCP and UDP are"),
+            );
+            continue;
+        };
+        let name = given.name.as_deref().unwrap_or_default();
+        if let Some(other) = ports
+            .iter()
+            .find(|p| p.port == number && p.protocol == protocol)
+        {
+            findings.fault(
+                path("port"),
+                twice(&format!("{number}/{}", protocol.word()), other),
+            );
+        } else if ports.iter().any(|other| *other.name == *name) {
+            findings.fault(
+                path("name"),
+                format!("{name:?} names another port, too; expected a name for each port"),
+            );
+        } else {
+            ports.push(ServicePort {
+                name: name.into(),
+                port: number,
+                protocol,
+                node_port,
+                endpoints: Vec::new(),
+            });
+        }
+    }
+    ports
+}
+
+fn twice(what: &str, other: &ServicePort) -> String {
+    if other.name.is_empty() {
+        format!("{what} is given twice")
+    } else {
+        format!("{what} is given twice, also by port {:?}", other.name)
+    }
+}

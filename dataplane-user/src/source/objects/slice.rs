@@ -1,0 +1,163 @@
+//! A Kubernetes EndpointSlice in the model's terms.
+
+use std::net::IpAddr;
+
+use k8s_openapi::api::discovery::v1::{self as api, EndpointConditions, EndpointPort};
+use smallvec::SmallVec;
+
+use super::{
+    Findings, LABEL_HEADLESS, LABEL_PROXY, LABEL_SERVICE, Outcome, address, check_name, label,
+    object_name,
+};
+use crate::model::{Endpoint, Protocol, ServiceName};
+
+/// What a slice adds to its service.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Slice {
+    /// Its namespace and its own name.
+    pub name: ServiceName,
+    /// The service that it names by its label.
+    pub service: ServiceName,
+    /// Its ports by name, and the number that each has on every endpoint. Those without a number
+    /// (all ports) and those of SCTP are left out.
+    pub ports: SmallVec<[(Box<str>, Protocol, u16); 1]>,
+    /// Its endpoints; their port is 0 here, since all of the ports are on each.
+    pub endpoints: Box<[Endpoint]>,
+}
+
+/// Turns an EndpointSlice into the model. `node` is the name of this node. What it returns is only
+/// of use if `findings` has no faults.
+pub fn slice(object: &api::EndpointSlice, node: &str, findings: &mut Findings) -> Outcome<Slice> {
+    check_name(&object.metadata, findings);
+    let labels = object.metadata.labels.as_ref();
+    if label(labels, LABEL_PROXY).is_some() || label(labels, LABEL_HEADLESS).is_some() {
+        return Outcome::LeftAlone;
+    }
+    let v4 = match object.address_type.as_str() {
+        "IPv4" => true,
+        "IPv6" => false,
+        "FQDN" => {
+            findings.note(
+                "addressType",
+                "endpoints given by name (FQDN) are not served: only addresses are",
+            );
+            return Outcome::LeftAlone;
+        }
+        "" => {
+            findings.fault("addressType", "missing; expected IPv4 or IPv6");
+            true
+        }
+        other => {
+            findings.fault(
+                "addressType",
+                format!("unknown address type {other:?}; expected IPv4 or IPv6"),
+            );
+            true
+        }
+    };
+    let service = match label(labels, LABEL_SERVICE) {
+        Some(name) if !name.is_empty() && !name.contains('/') => name,
+        _ => {
+            findings.fault(
+                format!("metadata.labels[\"{LABEL_SERVICE}\"]"),
+                "missing; expected the name of the service that the endpoints are of",
+            );
+            ""
+        }
+    };
+    let name = object_name(&object.metadata);
+    Outcome::Served(Slice {
+        service: ServiceName::new(name.namespace(), service),
+        name,
+        ports: ports(object.ports.as_deref().unwrap_or_default(), findings),
+        endpoints: endpoints(
+            object.endpoints.as_deref().unwrap_or_default(),
+            v4,
+            node,
+            findings,
+        ),
+    })
+}
+
+fn ports(
+    given: &[EndpointPort],
+    findings: &mut Findings,
+) -> SmallVec<[(Box<str>, Protocol, u16); 1]> {
+    let mut ports = SmallVec::new();
+    for (index, given) in given.iter().enumerate() {
+        let protocol = super::protocol(given.protocol.as_deref())
+            .map_err(|wrong| findings.fault(format!("ports[{index}].protocol"), wrong));
+        let number = given.port.map(|port| {
+            super::port(port).map_err(|wrong| findings.fault(format!("ports[{index}].port"), wrong))
+        });
+        // An SCTP port was already reported with its service.
+        if let (Ok(Some(protocol)), Some(Ok(number))) = (protocol, number) {
+            ports.push((
+                given.name.as_deref().unwrap_or_default().into(),
+                protocol,
+                number,
+            ));
+        }
+    }
+    ports
+}
+
+fn endpoints(
+    given: &[api::Endpoint],
+    v4: bool,
+    node: &str,
+    findings: &mut Findings,
+) -> Box<[Endpoint]> {
+    let mut endpoints = Vec::with_capacity(given.len());
+    for (index, given) in given.iter().enumerate() {
+        if given.addresses.is_empty() {
+            findings.fault(
+                format!("endpoints[{index}].addresses"),
+                "missing or empty; expected the endpoint's address",
+            );
+        }
+        let mut first = None;
+        for (position, text) in given.addresses.iter().enumerate() {
+            match endpoint_address(text, v4) {
+                Ok(addr) => first = first.or(Some(addr)),
+                Err(wrong) => {
+                    findings.fault(format!("endpoints[{index}].addresses[{position}]"), wrong);
+                }
+            }
+        }
+        // Kubernetes gives no meaning to the addresses after the first, and kube-proxy does not
+        // look at them.
+        let Some(addr) = first else { continue };
+        let (ready, serving, terminating) = conditions(given.conditions.as_ref());
+        let local = given.node_name.as_deref().is_some_and(|name| name == node);
+        endpoints.push(Endpoint {
+            addr,
+            port: 0,
+            local,
+            ready,
+            serving,
+            terminating,
+        });
+    }
+    endpoints.into()
+}
+
+fn endpoint_address(text: &str, v4: bool) -> Result<IpAddr, String> {
+    let addr = address::endpoint_address(text)?;
+    if addr.is_ipv4() == v4 {
+        return Ok(addr);
+    }
+    Err(format!(
+        "{addr} is an {has} address in a slice of addressType {want}; expected {want} only",
+        has = address::family(addr),
+        want = if v4 { "IPv4" } else { "IPv6" },
+    ))
+}
+
+/// Ready, serving, terminating, with what unknown stands for.
+fn conditions(conditions: Option<&EndpointConditions>) -> (bool, bool, bool) {
+    let ready = conditions.and_then(|c| c.ready).unwrap_or(true);
+    let serving = conditions.and_then(|c| c.serving).unwrap_or(ready);
+    let terminating = conditions.and_then(|c| c.terminating).unwrap_or(false);
+    (ready, serving, terminating)
+}

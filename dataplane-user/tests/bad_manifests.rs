@@ -1,0 +1,39 @@
+//! Every bad manifest in `manifests/bad`, and all that is said about it: `NAME.expected`.
+//!
+//! After a change of the messages: `DATAPLANE_BLESS=1 cargo test --test bad_manifests`, and read
+//! the difference.
+
+use std::{fs, path::Path};
+
+use dataplane::{model::Node, source::manifests};
+
+#[test]
+fn messages() {
+    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/manifests/bad");
+    let mut files: Vec<_> = fs::read_dir(&directory)
+        .unwrap()
+        .map(|e| e.unwrap().path())
+        .collect();
+    files.retain(|file| {
+        file.extension()
+            .is_some_and(|extension| extension != "expected")
+    });
+    files.sort();
+    assert!(files.len() > 20, "the files are gone");
+    let mut wrong = String::new();
+    for file in files {
+        let errors = manifests::load(std::slice::from_ref(&file), &Node::default())
+            .err()
+            .unwrap_or_else(|| panic!("{} was accepted", file.display()));
+        let prefix = format!("{}/", directory.display());
+        let said = format!("{errors}\n").replace(&prefix, "");
+        let expected = file.with_added_extension("expected");
+        if std::env::var_os("DATAPLANE_BLESS").is_some() {
+            fs::write(&expected, &said).unwrap();
+        }
+        if fs::read_to_string(&expected).unwrap_or_default() != said {
+            wrong += &said;
+        }
+    }
+    assert!(wrong.is_empty(), "not as expected:\n{wrong}");
+}
