@@ -99,6 +99,10 @@ pub struct ServicePort {
 
 /// An endpoint of a service's port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "Kubernetes' conditions are independent"
+)]
 pub struct Endpoint {
     /// Its address.
     pub addr: IpAddr,

@@ -1,1 +1,209 @@
+//! A plan as a person reads it: what is answered differently, rather than which words are
+//! written.
 
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+    net::{IpAddr, SocketAddr},
+};
+
+use dataplane_common::{
+    Protocol,
+    tables::{Block, Endpoint, Frontend, FrontendKey, Kind, Pool},
+};
+use serde::Serialize;
+
+use super::{Contents, Planner, wanted::is_address};
+
+/// A key that is answered differently after a plan.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Change {
+    /// The key, as [`key_text`] has it.
+    pub key: String,
+    /// The service that it belongs to after the plan; none if it is removed or the node's.
+    pub service: Option<String>,
+    /// How it was answered; none if the key is new.
+    pub before: Option<Answer>,
+    /// How it will be answered; none if the key is removed.
+    pub after: Option<Answer>,
+    /// Whether the key is given to another pool, as when it changes owner.
+    pub moved: bool,
+}
+
+/// How a key is answered.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Answer {
+    /// [`Kind::word`].
+    pub kind: &'static str,
+    /// Among which endpoints the connections are shared out, sorted.
+    pub endpoints: Vec<SocketAddr>,
+    /// If there is no endpoint: why.
+    pub refuses: Option<Empty>,
+    /// Session affinity's timeout in seconds.
+    pub affinity_seconds: Option<u32>,
+}
+
+/// Why a key has no endpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Empty {
+    /// The service has none that is ready.
+    NoEndpoints,
+    /// The service has none on this node, and its traffic policy is Local.
+    NoLocalEndpoint,
+    /// The service does not have the port.
+    PortNotServed,
+}
+
+/// A key as people write it: `10.96.0.10:53/udp`, `[fd00::a]:53/udp`, `10.96.0.10` (an address as
+/// such), `*:30080/tcp` and `[*]:30080/tcp` (a node port of IPv4 and IPv6).
+pub fn key_text(key: &FrontendKey) -> String {
+    let FrontendKey {
+        addr,
+        port,
+        protocol,
+        ..
+    } = key;
+    let (port, protocol): (_, &Protocol) = (port.host(), protocol);
+    match addr.ip() {
+        ip if is_address(key) => ip.to_string(),
+        IpAddr::V4(ip) if ip.is_unspecified() => format!("*:{port}/{protocol}"),
+        IpAddr::V6(ip) if ip.is_unspecified() => format!("[*]:{port}/{protocol}"),
+        ip => format!("{}/{protocol}", SocketAddr::new(ip, port)),
+    }
+}
+
+/// What is answered differently by the tables that `after` has planned than by `before`, in the
+/// order of the keys. Costs what there is, not what changed: for people, not for the sync.
+///
+/// Both must be consistent: [`Planner::adopt`] has accepted `before`.
+pub fn changes(before: &Contents, after: &Planner) -> Vec<Change> {
+    let old = before.frontends.iter().copied().collect::<BTreeMap<_, _>>();
+    let new = after.frontends().into_iter().collect::<BTreeMap<_, _>>();
+    let keys = old.keys().chain(new.keys()).collect::<BTreeSet<_>>();
+    keys.into_iter()
+        .filter_map(|key| {
+            let (old, new) = (old.get(key), new.get(key));
+            let change = Change {
+                key: key_text(key),
+                service: new
+                    .and_then(|frontend| after.pool_owner(frontend.pool))
+                    .map(|owner| owner.service.to_string()),
+                before: old.map(|frontend| {
+                    let pool = before
+                        .pools
+                        .get(frontend.pool as usize)
+                        .copied()
+                        .unwrap_or_default();
+                    let from = pool.block.base() as usize;
+                    let to = from + usize::from(pool.block.len());
+                    let endpoints = before.endpoints.get(from..to).unwrap_or_default();
+                    Answer::new(*frontend, pool, endpoints)
+                }),
+                after: new.map(|frontend| {
+                    let (pool, endpoints) = after.pool(frontend.pool).unwrap_or_default();
+                    Answer::new(*frontend, pool, endpoints)
+                }),
+                moved: old.zip(new).is_some_and(|(old, new)| old.pool != new.pool),
+            };
+            (change.moved || change.before != change.after).then_some(change)
+        })
+        .collect()
+}
+
+impl Answer {
+    fn new(frontend: Frontend, pool: Pool, endpoints: &[Endpoint]) -> Self {
+        let refuses = (frontend.kind != Kind::NODE_ADDRESS && endpoints.is_empty()).then(|| {
+            if pool.block.flags() & Block::NO_SUCH_PORT != 0 {
+                Empty::PortNotServed
+            } else if pool.block.flags() & Block::NO_LOCAL != 0 {
+                Empty::NoLocalEndpoint
+            } else {
+                Empty::NoEndpoints
+            }
+        });
+        Self {
+            kind: frontend.kind.word(),
+            endpoints: endpoints
+                .iter()
+                .map(|e| SocketAddr::new(e.addr.ip(), e.port.host()))
+                .collect(),
+            refuses,
+            affinity_seconds: (pool.affinity_seconds != 0).then_some(pool.affinity_seconds),
+        }
+    }
+}
+
+impl fmt::Display for Empty {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::NoEndpoints => "refuses: no endpoints",
+            Self::NoLocalEndpoint => "refuses: no endpoint on this node",
+            Self::PortNotServed => "refuses ports that the service does not have",
+        })
+    }
+}
+
+/// One line per key: `+` added, `-` removed, `~` answered differently, with the endpoints that
+/// come (`+`) and go (`-`).
+impl fmt::Display for Change {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let sign = match (&self.before, &self.after) {
+            (None, _) => '+',
+            (_, None) => '-',
+            _ => '~',
+        };
+        write!(f, "{sign} {}", self.key)?;
+        if let Some(answer) = self.after.as_ref().or(self.before.as_ref()) {
+            write!(f, " {}", answer.kind)?;
+        }
+        if let Some(service) = &self.service {
+            write!(f, " of {service}")?;
+        }
+        let none = Vec::new();
+        let before = self
+            .before
+            .as_ref()
+            .map_or(&none, |answer| &answer.endpoints);
+        let after = self
+            .after
+            .as_ref()
+            .map_or(&none, |answer| &answer.endpoints);
+        let mut between = ": ";
+        let mut item = |f: &mut fmt::Formatter<'_>, args: fmt::Arguments<'_>| {
+            write!(f, "{}{args}", std::mem::replace(&mut between, ", "))
+        };
+        if self.moved {
+            item(f, format_args!("changes hands"))?;
+        }
+        for endpoint in before.iter().filter(|e| after.binary_search(e).is_err()) {
+            item(f, format_args!("-{endpoint}"))?;
+        }
+        for endpoint in after.iter().filter(|e| before.binary_search(e).is_err()) {
+            item(f, format_args!("+{endpoint}"))?;
+        }
+        let Some(answer) = &self.after else {
+            return Ok(());
+        };
+        let old = self.before.as_ref();
+        if let Some(before) = old.filter(|before| before.kind != answer.kind) {
+            item(f, format_args!("was {}", before.kind))?;
+        }
+        if let Some(empty) = answer
+            .refuses
+            .filter(|e| old.is_none_or(|o| o.refuses != Some(*e)))
+        {
+            item(f, format_args!("{empty}"))?;
+        }
+        match (
+            old.and_then(|before| before.affinity_seconds),
+            answer.affinity_seconds,
+        ) {
+            (before, Some(seconds)) if before != Some(seconds) => {
+                item(f, format_args!("affinity {seconds} s"))
+            }
+            (Some(_), None) => item(f, format_args!("no affinity")),
+            _ => Ok(()),
+        }
+    }
+}

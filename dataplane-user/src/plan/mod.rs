@@ -13,16 +13,28 @@
 //! 3. then new keys appear, whose pools are complete;
 //! 4. then keys change owner, then keys disappear.
 //!
+//! A key that moves from one pool to another (step 4) may, until it has moved, already show what the
+//! pool that it leaves shows after step 2: new endpoints of the service it belonged to, as a whole.
+//!
 //! What is freed (slots, pools) is *retired*: not used again before a grace period has passed,
 //! after which no running program can still read it ([`Planner::grace_passed`]).
 
+mod adopt;
 mod blocks;
+mod claims;
 mod diff;
+mod mirror;
 mod planner;
+mod settle;
+mod wanted;
+
+pub use adopt::AdoptError;
+pub use diff::{Answer, Change, Empty, changes, key_text};
+pub use planner::Planner;
 
 use dataplane_common::tables::{Endpoint, Frontend, FrontendKey, Pool};
 
-use crate::model::{Problem, ServiceName};
+use crate::model::{Protocol, ServiceName};
 
 /// One write to the kernel's tables.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -118,5 +130,24 @@ pub struct Conflict {
     pub losers: Vec<ServiceName>,
 }
 
-/// A name for [`Problem`]s that the plan finds.
-pub type Problems = Vec<Problem>;
+/// Whose a pool is. Its family is that of the keys that refer to it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PoolOwner {
+    /// The service.
+    pub service: ServiceName,
+    /// The service's port, as on its VIPs; none for [`PoolRole::NoSuchPort`].
+    pub port: Option<(u16, Protocol)>,
+    /// What it is for.
+    pub role: PoolRole,
+}
+
+/// What a pool is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum PoolRole {
+    /// All endpoints that may be used.
+    Cluster,
+    /// Those on this node, for the cluster IPs of a service with `internalTrafficPolicy: Local`.
+    Local,
+    /// The ports that a cluster address does not have: always empty.
+    NoSuchPort,
+}

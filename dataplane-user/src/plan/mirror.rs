@@ -1,0 +1,263 @@
+//! What the kernel's tables hold once the writes so far are done, and which of their slots and
+//! pools may be used next.
+
+use std::collections::{BTreeSet, HashMap};
+
+use dataplane_common::tables::{Block, Endpoint, Frontend, FrontendKey, Pool};
+
+use super::{Demand, PoolOwner, Write, blocks, blocks::Blocks, wanted::is_address};
+
+/// The tables, and what is free in them.
+#[derive(Debug)]
+pub(super) struct Mirror {
+    pub(super) keys: HashMap<FrontendKey, Frontend>,
+    /// By index. The first is never used.
+    pub(super) pools: Vec<Slot>,
+    /// By slot.
+    pub(super) endpoints: Vec<Endpoint>,
+    pub(super) blocks: Blocks,
+    pub(super) free_pools: BTreeSet<u32>,
+    /// Blocks that no pool refers to any more, but perhaps a running program does.
+    pub(super) retired_blocks: Vec<Block>,
+    /// Likewise pools.
+    pub(super) retired_pools: Vec<u32>,
+    /// Slots of `retired_blocks`.
+    pub(super) retired_slots: u32,
+    /// Slots of blocks that pools refer to.
+    pub(super) live_slots: u32,
+    /// Pools that are the affinity group of some, with affinity.
+    pub(super) affinity_groups: u32,
+}
+
+/// An element of `POOLS`.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Slot {
+    pub(super) pool: Pool,
+    /// Whether keys refer to it, or another pool's affinity group does.
+    pub(super) live: bool,
+    /// Who uses it. A live pool without an owner is one that was adopted and whose owner has not
+    /// been found yet.
+    pub(super) owner: Option<PoolOwner>,
+}
+
+/// What a pool should hold.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Contents<'a> {
+    pub(super) endpoints: &'a [Endpoint],
+    pub(super) flags: u16,
+    pub(super) affinity_seconds: u32,
+    pub(super) affinity_group: u32,
+}
+
+/// The writes of a plan, each kind in its turn.
+#[derive(Debug, Default)]
+pub(super) struct Writes {
+    endpoints: Vec<Write>,
+    pools: Vec<Write>,
+    inserts: Vec<(FrontendKey, Frontend)>,
+    replaces: Vec<(FrontendKey, Frontend)>,
+    removes: Vec<FrontendKey>,
+}
+
+impl Default for Mirror {
+    fn default() -> Self {
+        Self {
+            keys: HashMap::new(),
+            pools: vec![Slot::default()],
+            endpoints: Vec::new(),
+            blocks: Blocks::default(),
+            free_pools: BTreeSet::new(),
+            retired_blocks: Vec::new(),
+            retired_pools: Vec::new(),
+            retired_slots: 0,
+            live_slots: 0,
+            affinity_groups: 0,
+        }
+    }
+}
+
+impl Mirror {
+    /// The endpoints of a block.
+    pub(super) fn block(&self, block: Block) -> &[Endpoint] {
+        let base = block.base() as usize;
+        self.endpoints
+            .get(base..base + usize::from(block.len()))
+            .unwrap_or_default()
+    }
+
+    /// Whether the pool is that of a port's local endpoints: its affinity group is another pool,
+    /// that of all endpoints.
+    pub(super) fn is_local(&self, index: u32) -> bool {
+        self.pools[index as usize].pool.affinity_group != index
+    }
+
+    /// A pool that is not in use, for `owner`.
+    pub(super) fn take_pool(&mut self, owner: PoolOwner) -> u32 {
+        let index = self.free_pools.pop_first().unwrap_or_else(|| {
+            self.pools.push(Slot::default());
+            count(self.pools.len() - 1)
+        });
+        self.pools[index as usize] = Slot {
+            pool: Pool::default(),
+            live: false,
+            owner: Some(owner),
+        };
+        index
+    }
+
+    /// Lets the pool hold `contents`: at most one write to it, and none if it does already.
+    pub(super) fn set_pool(&mut self, index: u32, contents: Contents<'_>, writes: &mut Writes) {
+        let Slot {
+            pool: before, live, ..
+        } = self.pools[index as usize];
+        debug_assert!(contents.endpoints.len() <= Block::MAX_LEN);
+        let len = u16::try_from(contents.endpoints.len()).unwrap_or(u16::MAX);
+        let base = if self.block(before.block) == contents.endpoints {
+            before.block.base()
+        } else {
+            self.retire_block(before.block);
+            self.fill(contents.endpoints, writes)
+        };
+        let pool = Pool {
+            block: Block::new(base, len, contents.flags),
+            affinity_seconds: contents.affinity_seconds,
+            affinity_group: contents.affinity_group,
+        };
+        if !live || pool != before {
+            writes.pools.push(Write::Pool {
+                index,
+                pool,
+                fresh: !live,
+            });
+        }
+        self.affinity_groups -= u32::from(live && has_group(index, &before));
+        self.affinity_groups += u32::from(has_group(index, &pool));
+        let slot = &mut self.pools[index as usize];
+        slot.pool = pool;
+        slot.live = true;
+    }
+
+    fn fill(&mut self, endpoints: &[Endpoint], writes: &mut Writes) -> u32 {
+        if endpoints.is_empty() {
+            return 0;
+        }
+        let base = self.blocks.take(endpoints.len());
+        let slots = blocks::slots(endpoints.len());
+        self.live_slots += slots;
+        let (start, end) = (base as usize, (base + slots) as usize);
+        if self.endpoints.len() < end {
+            self.endpoints.resize(end, NO_ENDPOINT);
+        }
+        self.endpoints[start..start + endpoints.len()].copy_from_slice(endpoints);
+        writes.endpoints.push(Write::Endpoints {
+            base,
+            endpoints: endpoints.to_vec(),
+        });
+        base
+    }
+
+    fn retire_block(&mut self, block: Block) {
+        if !block.is_empty() {
+            let slots = blocks::slots(block.len().into());
+            self.live_slots -= slots;
+            self.retired_slots += slots;
+            self.retired_blocks.push(block);
+        }
+    }
+
+    /// Gives up a pool, which no key refers to once the plan is done.
+    pub(super) fn retire_pool(&mut self, index: u32) {
+        let slot = std::mem::take(&mut self.pools[index as usize]);
+        if slot.live {
+            self.affinity_groups -= u32::from(has_group(index, &slot.pool));
+            self.retire_block(slot.pool.block);
+        }
+        self.retired_pools.push(index);
+    }
+
+    /// What was retired may be used again.
+    pub(super) fn reuse_retired(&mut self) {
+        for block in std::mem::take(&mut self.retired_blocks) {
+            self.blocks.give_back(block.base(), block.len().into());
+        }
+        self.retired_slots = 0;
+        self.free_pools.extend(self.retired_pools.drain(..));
+    }
+
+    /// Lets `key` have this value, or none.
+    pub(super) fn set_key(
+        &mut self,
+        key: FrontendKey,
+        frontend: Option<Frontend>,
+        writes: &mut Writes,
+    ) {
+        match frontend {
+            Some(frontend) => match self.keys.insert(key, frontend) {
+                None => writes.inserts.push((key, frontend)),
+                Some(before) if before != frontend => writes.replaces.push((key, frontend)),
+                Some(_) => {}
+            },
+            None => {
+                if self.keys.remove(&key).is_some() {
+                    writes.removes.push(key);
+                }
+            }
+        }
+    }
+
+    /// What the tables need for a plan that inserts so many keys before it removes any.
+    pub(super) fn demand(&self, keys_before: usize, writes: &Writes) -> Demand {
+        Demand {
+            frontends: count(keys_before + writes.inserts.len()),
+            pools: count(self.pools.len()),
+            endpoints: count(self.endpoints.len()),
+            affinity_groups: self.affinity_groups,
+        }
+    }
+}
+
+/// What slots hold that were never written.
+pub(super) const NO_ENDPOINT: Endpoint = Endpoint::new(
+    dataplane_common::Addr::UNSPECIFIED,
+    dataplane_common::Port::ANY,
+);
+
+/// A number of elements of a table. Tables have fewer than 2^32: their indices are 32 bits wide.
+pub(super) fn count(elements: usize) -> u32 {
+    u32::try_from(elements).expect("a table of 2^32 elements does not fit into any node")
+}
+
+/// Whether the pool stands for an affinity group that is in use.
+pub(super) fn has_group(index: u32, pool: &Pool) -> bool {
+    pool.affinity_group == index && pool.affinity_seconds != 0
+}
+
+impl Writes {
+    /// Whether keys change owner or disappear.
+    pub(super) fn frees_keys(&self) -> bool {
+        !(self.replaces.is_empty() && self.removes.is_empty())
+    }
+
+    /// All of them, in the order that the module describes.
+    pub(super) fn in_order(mut self) -> Vec<Write> {
+        // An address as such refuses the ports that have no key of their own. So it comes after
+        // its ports and goes before them: nobody is refused on the way.
+        self.inserts
+            .sort_unstable_by_key(|(key, _)| (is_address(key), *key));
+        self.replaces
+            .sort_unstable_by_key(|(key, _)| (is_address(key), *key));
+        self.removes
+            .sort_unstable_by_key(|key| (!is_address(key), *key));
+        let mut writes = self.endpoints;
+        writes.reserve_exact(
+            self.pools.len() + self.inserts.len() + self.replaces.len() + self.removes.len(),
+        );
+        writes.append(&mut self.pools);
+        let insert = |(key, frontend)| Write::Insert { key, frontend };
+        writes.extend(self.inserts.into_iter().map(insert));
+        let replace = |(key, frontend)| Write::Replace { key, frontend };
+        writes.extend(self.replaces.into_iter().map(replace));
+        writes.extend(self.removes.into_iter().map(|key| Write::Remove { key }));
+        writes
+    }
+}

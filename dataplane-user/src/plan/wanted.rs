@@ -1,0 +1,173 @@
+//! What a service wants of the tables: its keys, and the endpoints behind them. The semantics of
+//! services at the socket are here and nowhere else; they are kube-proxy's.
+//!
+//! A client at the socket is on this node by definition, and so `externalTrafficPolicy: Local`
+//! does not narrow its choice: kube-proxy gives it every endpoint too. Source addresses are not
+//! known at the socket, so what depends on them is left to the packet path.
+
+use std::net::IpAddr;
+
+use dataplane_common::{
+    Addr, Port, Protocol, decide,
+    tables::{Block, Endpoint, FrontendKey, Kind},
+};
+
+use crate::model::{self, Service, ServicePort, ServiceType, TrafficPolicy};
+
+/// A key that a service wants.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct WantedKey {
+    pub(super) key: FrontendKey,
+    pub(super) kind: Kind,
+    /// Index of the service's port; [`WantedKey::ADDRESS`] for a cluster address.
+    pub(super) port: u16,
+    /// Which of the port's endpoints may answer.
+    pub(super) policy: TrafficPolicy,
+}
+
+impl WantedKey {
+    /// In place of a port's index: the key is an address as such.
+    pub(super) const ADDRESS: u16 = u16::MAX;
+}
+
+/// The number of a protocol in keys.
+pub(super) const fn protocol(protocol: model::Protocol) -> Protocol {
+    match protocol {
+        model::Protocol::Tcp => Protocol::TCP,
+        model::Protocol::Udp => Protocol::UDP,
+    }
+}
+
+/// Whether `key` is an address as such.
+pub(super) fn is_address(key: &FrontendKey) -> bool {
+    key.port == Port::ANY && key.protocol == Protocol::ANY
+}
+
+/// Whether `ip` can be a VIP. The others would catch what is no service's: `0.0.0.0` and `::` are
+/// the keys of node ports, and loopback is every pod's own.
+pub(super) fn can_be_vip(ip: IpAddr) -> bool {
+    let ip = ip.to_canonical();
+    !(ip.is_unspecified() || ip.is_loopback() || ip.is_multicast())
+}
+
+/// Whether the load balancer's addresses of that family are open to a part of the clients only.
+/// Ranges of the other family leave this one open.
+pub(super) fn source_ranged(service: &Service, v4: bool) -> bool {
+    service
+        .source_ranges
+        .iter()
+        .any(|range| range.addr().is_ipv4() == v4)
+}
+
+/// The keys that `service` wants: grouped by port, in the order of its ports, then its addresses.
+/// No key twice: of two kinds of address that are the same, the first of cluster IP, external IP
+/// and load balancer counts.
+pub(super) fn keys(service: &Service, keys: &mut Vec<WantedKey>) {
+    keys.clear();
+    // A headless service has no VIP of any kind, nor has a mere name.
+    let headless = service.kind == ServiceType::ClusterIp && service.cluster_ips.is_empty();
+    if headless || service.kind == ServiceType::ExternalName {
+        return;
+    }
+    let vips = |ips: &[IpAddr]| {
+        ips.iter()
+            .copied()
+            .filter(|ip| can_be_vip(*ip))
+            .map(Addr::from)
+            .collect::<Vec<_>>()
+    };
+    let cluster_ips = vips(&service.cluster_ips);
+    let external_ips = vips(&service.external_ips);
+    let mut load_balancer_ips = vips(&service.load_balancer_ips);
+    load_balancer_ips.retain(|addr| !source_ranged(service, addr.is_v4()));
+
+    let every = TrafficPolicy::Cluster;
+    for (index, port) in (0..WantedKey::ADDRESS).zip(&service.ports) {
+        if port.port == 0 {
+            continue;
+        }
+        let proto = protocol(port.protocol);
+        let mut add = |addrs: &[Addr], kind, policy| {
+            let key = |addr: &Addr| FrontendKey::new(*addr, Port::new(port.port), proto);
+            keys.extend(addrs.iter().map(|a| WantedKey {
+                key: key(a),
+                kind,
+                port: index,
+                policy,
+            }));
+        };
+        add(&cluster_ips, Kind::CLUSTER_IP, service.internal_policy);
+        add(&external_ips, Kind::EXTERNAL_IP, every);
+        add(&load_balancer_ips, Kind::LOAD_BALANCER, every);
+        for v4 in [true, false] {
+            let in_family = if cluster_ips.is_empty() {
+                port.endpoints.iter().any(|e| e.addr.is_ipv4() == v4)
+            } else {
+                cluster_ips.iter().any(|addr| addr.is_v4() == v4)
+            };
+            if let Some(node_port) = port.node_port.filter(|port| *port != 0 && in_family) {
+                let key = FrontendKey::node_port(v4, Port::new(node_port), proto);
+                keys.push(WantedKey {
+                    key,
+                    kind: Kind::NODE_PORT,
+                    port: index,
+                    policy: every,
+                });
+            }
+        }
+    }
+    keys.extend(cluster_ips.iter().map(|addr| WantedKey {
+        key: FrontendKey::address(*addr),
+        kind: Kind::CLUSTER_ADDRESS,
+        port: WantedKey::ADDRESS,
+        policy: every,
+    }));
+    without_duplicates(keys);
+}
+
+fn without_duplicates(keys: &mut Vec<WantedKey>) {
+    // A handful of keys is what nearly every service has.
+    if keys.len() <= 16 {
+        let mut kept = 0;
+        for i in 0..keys.len() {
+            let wanted = keys[i];
+            if keys[..kept].iter().all(|before| before.key != wanted.key) {
+                keys[kept] = wanted;
+                kept += 1;
+            }
+        }
+        keys.truncate(kept);
+    } else {
+        let mut seen = std::collections::HashSet::with_capacity(keys.len());
+        keys.retain(|wanted| seen.insert(wanted.key));
+    }
+}
+
+/// The endpoints that may answer for `port` in one family, as a pool holds them: sorted, without
+/// duplicates, at most [`Block::MAX_LEN`]. Returns how many there are in truth.
+pub(super) fn endpoints(
+    port: &ServicePort,
+    v4: bool,
+    policy: TrafficPolicy,
+    endpoints: &mut Vec<Endpoint>,
+) -> usize {
+    endpoints.clear();
+    endpoints.extend(
+        port.usable(v4, policy)
+            .map(|e| Endpoint::new(Addr::from(e.addr), Port::new(e.port))),
+    );
+    if !endpoints.is_sorted_by(|a, b| decide::order(a, b).is_lt()) {
+        endpoints.sort_unstable_by(decide::order);
+        endpoints.dedup();
+    }
+    let found = endpoints.len();
+    endpoints.truncate(Block::MAX_LEN);
+    found
+}
+
+/// The timeout of session affinity in seconds as a pool holds it; 0: none.
+pub(super) fn affinity_seconds(service: &Service) -> u32 {
+    service
+        .affinity
+        .map_or(0, |timeout| timeout.as_secs().clamp(1, 86_400) as u32)
+}

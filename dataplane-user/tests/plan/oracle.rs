@@ -1,0 +1,174 @@
+//! Kubernetes' rules for clients at the socket, read naively: everything from scratch, every time.
+
+use std::{collections::BTreeMap, net::IpAddr};
+
+use dataplane::model::{
+    self, Protocol, Service, ServiceName, ServiceType, Snapshot, TrafficPolicy,
+};
+use dataplane_common::{
+    Addr, Port, decide,
+    tables::{Block, Endpoint, FrontendKey, Kind},
+};
+
+use super::sim::Resolved;
+
+/// A service, one of its ports, and which of its endpoints may answer.
+pub type Owner = (ServiceName, Option<(u16, Protocol)>, TrafficPolicy);
+
+/// What a key is, and for whom.
+#[derive(Clone, Debug)]
+pub struct Expected {
+    pub resolved: Resolved,
+    /// None for a node's address.
+    pub owner: Option<Owner>,
+}
+
+pub fn protocol(protocol: Protocol) -> dataplane_common::Protocol {
+    match protocol {
+        Protocol::Tcp => dataplane_common::Protocol::TCP,
+        Protocol::Udp => dataplane_common::Protocol::UDP,
+    }
+}
+
+fn usable(endpoints: &[model::Endpoint], v4: bool, only_local: bool) -> Vec<Endpoint> {
+    let eligible: Vec<_> = endpoints
+        .iter()
+        .filter(|e| e.addr.is_ipv4() == v4)
+        .filter(|e| e.local || !only_local)
+        .collect();
+    let mut chosen: Vec<_> = eligible.iter().filter(|e| e.ready).collect();
+    if chosen.is_empty() {
+        chosen = eligible
+            .iter()
+            .filter(|e| e.serving && e.terminating)
+            .collect();
+    }
+    let mut chosen: Vec<_> = chosen
+        .iter()
+        .map(|e| Endpoint::new(e.addr.into(), Port::new(e.port)))
+        .collect();
+    chosen.sort_by(decide::order);
+    chosen.dedup();
+    chosen
+}
+
+/// What a key of `kind` of a service's port resolves to.
+pub fn answer(
+    service: &Service,
+    port: (u16, Protocol),
+    v4: bool,
+    kind: Kind,
+    policy: TrafficPolicy,
+) -> Option<Resolved> {
+    let port = service
+        .ports
+        .iter()
+        .find(|p| (p.port, p.protocol) == port)?;
+    let all = usable(&port.endpoints, v4, false);
+    let endpoints = match policy {
+        TrafficPolicy::Cluster => all.clone(),
+        TrafficPolicy::Local => usable(&port.endpoints, v4, true),
+    };
+    let flags = if endpoints.is_empty() && !all.is_empty() {
+        Block::NO_LOCAL
+    } else {
+        0
+    };
+    let affinity_seconds = service
+        .affinity
+        .map_or(0, |t| t.as_secs().try_into().unwrap());
+    Some(Resolved {
+        kind,
+        flags,
+        affinity_seconds,
+        endpoints,
+    })
+}
+
+/// Everything that the tables should hold for `snapshot`.
+pub fn expected(snapshot: &Snapshot) -> BTreeMap<FrontendKey, Expected> {
+    let mut keys = BTreeMap::new();
+    for addr in &snapshot.node.addresses {
+        let resolved = Resolved {
+            kind: Kind::NODE_ADDRESS,
+            flags: 0,
+            affinity_seconds: 0,
+            endpoints: vec![],
+        };
+        keys.insert(
+            FrontendKey::address((*addr).into()),
+            Expected {
+                resolved,
+                owner: None,
+            },
+        );
+    }
+    // The last to write a key wins: so the worst claim first.
+    let mut services: Vec<_> = snapshot.services.values().collect();
+    services.sort_by_key(|s| (s.created.is_none(), s.created, s.name.clone()));
+    for service in services.into_iter().rev() {
+        let no_cluster_ip = service.cluster_ips.is_empty();
+        if service.kind == ServiceType::ExternalName
+            || (service.kind == ServiceType::ClusterIp && no_cluster_ip)
+        {
+            continue;
+        }
+        for port in service.ports.iter().rev() {
+            let proto = protocol(port.protocol);
+            let id = (port.port, port.protocol);
+            let mut claim = |key: FrontendKey, v4, kind, policy| {
+                let resolved = answer(service, id, v4, kind, policy).expect("its own port");
+                let owner = Some((service.name.clone(), Some(id), policy));
+                keys.insert(key, Expected { resolved, owner });
+            };
+            let mut family = |v4: bool| {
+                let of_family = |ips: &[IpAddr]| -> Vec<FrontendKey> {
+                    let ips = ips.iter().filter(|ip| ip.is_ipv4() == v4);
+                    ips.map(|ip| FrontendKey::new((*ip).into(), Port::new(port.port), proto))
+                        .collect()
+                };
+                let any = TrafficPolicy::Cluster;
+                let has_family = if no_cluster_ip {
+                    port.endpoints.iter().any(|e| e.addr.is_ipv4() == v4)
+                } else {
+                    service.cluster_ips.iter().any(|ip| ip.is_ipv4() == v4)
+                };
+                if let Some(node_port) = port.node_port.filter(|_| has_family) {
+                    let key = FrontendKey::node_port(v4, Port::new(node_port), proto);
+                    claim(key, v4, Kind::NODE_PORT, any);
+                }
+                if !service
+                    .source_ranges
+                    .iter()
+                    .any(|r| r.addr().is_ipv4() == v4)
+                {
+                    for key in of_family(&service.load_balancer_ips) {
+                        claim(key, v4, Kind::LOAD_BALANCER, any);
+                    }
+                }
+                for key in of_family(&service.external_ips) {
+                    claim(key, v4, Kind::EXTERNAL_IP, any);
+                }
+                for key in of_family(&service.cluster_ips) {
+                    claim(key, v4, Kind::CLUSTER_IP, service.internal_policy);
+                }
+            };
+            family(true);
+            family(false);
+        }
+        for ip in &service.cluster_ips {
+            let resolved = Resolved {
+                kind: Kind::CLUSTER_ADDRESS,
+                flags: Block::NO_SUCH_PORT,
+                affinity_seconds: 0,
+                endpoints: vec![],
+            };
+            let owner = Some((service.name.clone(), None, TrafficPolicy::Cluster));
+            keys.insert(
+                FrontendKey::address(Addr::from(*ip)),
+                Expected { resolved, owner },
+            );
+        }
+    }
+    keys
+}
