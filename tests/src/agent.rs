@@ -11,14 +11,12 @@ use std::{
 use nix::sys::signal::Signal;
 
 use crate::{
-    command::{Command, Process, built},
+    command::{Command, Process},
     error::{Doing, Error, Result},
     identity::create_dir,
     lab::{Host, Lab},
 };
 
-/// The environment variable that names the `dataplane` program.
-const VARIABLE: &str = "DATAPLANE_BIN";
 /// How long an agent may take until it is ready.
 const READY: Duration = Duration::from_secs(20);
 
@@ -57,8 +55,9 @@ impl<'a> AgentBuilder<'a> {
     /// # Errors
     /// When it is not built, ends, or is not ready within 20 s: the error holds its log.
     pub fn start(self) -> Result<Agent> {
-        let program =
-            built("dataplane", VARIABLE, "cargo xtask build").map(PathBuf::into_os_string)?;
+        let programs = self.lab.programs();
+        let program = programs.dataplane()?;
+
         let id = self.lab.id();
         let directory = id.state_dir().join(self.node.name());
         create_dir(&directory)?;
@@ -67,6 +66,7 @@ impl<'a> AgentBuilder<'a> {
         create_dir(&cgroup)?;
         let mut agent = Agent {
             program,
+            probe: programs.probe()?,
             cgroup,
             node_cgroup: self.lab.node_cgroup(self.node.name()),
             bpffs: self.lab.bpffs()?.join(self.node.name()),
@@ -83,7 +83,8 @@ impl<'a> AgentBuilder<'a> {
 /// An agent on a node. Dropping it kills it and removes its programs and tables.
 #[derive(Debug)]
 pub struct Agent {
-    program: OsString,
+    program: PathBuf,
+    probe: PathBuf,
     node: Host,
     cgroup: PathBuf,
     node_cgroup: PathBuf,
@@ -94,6 +95,11 @@ pub struct Agent {
 }
 
 impl Agent {
+    /// The cgroup that it runs in itself, and the commands about it.
+    pub fn cgroup(&self) -> &Path {
+        &self.cgroup
+    }
+
     /// The node that it runs on.
     pub fn node(&self) -> &Host {
         &self.node
@@ -130,7 +136,8 @@ impl Agent {
 
     /// A `dataplane` command about this agent, to be run on its node.
     pub fn dataplane(&self, arguments: impl IntoIterator<Item = impl AsRef<OsStr>>) -> Command {
-        let mut command = Command::in_place(self.node.netns(), &self.cgroup, &self.program);
+        let program = Some(self.program.as_os_str());
+        let mut command = Command::new(&self.probe, self.node.netns(), &self.cgroup, program);
         for (name, value) in self.environment() {
             command = command.env(name, value);
         }

@@ -7,6 +7,7 @@ use crate::{
     identity::{self, LabId},
     lab::{Host, Lab, Role},
     network,
+    programs::Programs,
     requirements::{Requirement, missing},
 };
 
@@ -20,19 +21,28 @@ const MAX_NAME: usize = 10;
 pub struct LabBuilder {
     hosts: Vec<Planned>,
     mistake: Option<String>,
+    programs: Option<Programs>,
 }
 
+/// A host to be.
 #[derive(Debug)]
-struct Planned {
-    name: String,
-    role: Role,
+pub(crate) struct Planned {
+    pub name: String,
+    pub role: Role,
     /// The number of the node (its own, or the pod's), or that of the outside client.
-    number: u8,
-    node: Option<String>,
-    ipv4: Ipv4Addr,
+    pub number: u8,
+    /// A pod's node.
+    pub node: Option<String>,
+    pub ipv4: Ipv4Addr,
 }
 
 impl LabBuilder {
+    /// Where the programs are that the lab runs; those built with this program otherwise.
+    pub fn programs(mut self, programs: Programs) -> Self {
+        self.programs = Some(programs);
+        self
+    }
+
     /// Adds a node. The Nth one has the addresses 192.168.77.N and fd77::N and the pod networks
     /// 10.244.N.0/24 and fd00:10:244:N::/64.
     pub fn node(mut self, name: &str) -> Self {
@@ -135,28 +145,19 @@ impl LabBuilder {
         if let Some(lack) = missing(Requirement::Lab) {
             return Err(Error::Requirement(lack));
         }
+        let programs = self.programs.map_or_else(Programs::beside_this_one, Ok)?;
+        let probe = programs.probe()?;
         SWEEP.call_once(|| drop(identity::sweep()));
 
         let id = LabId::new()?;
         let cgroup = id.cgroup()?;
-        let hosts: Vec<Host> = self
+        let hosts = self
             .hosts
             .into_iter()
-            .map(|p| {
-                let netns = id.netns(&p.name);
-                let node = p.node.as_deref();
-                // A node's own processes are beside its pods, below the cgroup that a dataplane
-                // attaches to.
-                let cgroup = match p.role {
-                    Role::Node => cgroup.join(&p.name).join("host"),
-                    Role::Pod => cgroup.join(node.unwrap_or_default()).join(&p.name),
-                    Role::External | Role::Fabric => cgroup.join(&p.name),
-                };
-                Host::new(p.name, p.role, p.number, p.node, p.ipv4, netns, cgroup)
-            })
+            .map(|p| Host::new(p, &id, &cgroup, &probe))
             .collect();
         // From here on dropping the lab removes what was made.
-        let lab = Lab::new(id, hosts);
+        let lab = Lab::new(id, programs, hosts);
         let directories: BTreeSet<_> = lab.hosts().iter().map(Host::cgroup).collect();
         for directory in directories {
             identity::create_dir(directory)?;

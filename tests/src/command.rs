@@ -13,17 +13,19 @@ use std::{
     sync::{OnceLock, mpsc},
 };
 
+use nix::sys::signal::SigSet;
 use serde::de::DeserializeOwned;
 
-use crate::error::{Doing, Error, Result};
-
-/// The environment variable that names the `probe` program.
-const PROBE_VARIABLE: &str = "DATAPLANE_PROBE_BIN";
+use crate::{
+    error::{Doing, Error, Result},
+    programs::Programs,
+};
 
 /// A program to be run on a host of a lab.
 #[derive(Debug)]
 #[must_use = "nothing runs before `run`, `output`, `status` or `spawn`"]
 pub struct Command {
+    probe: PathBuf,
     netns: String,
     cgroup: PathBuf,
     /// `None`: the lab's `probe`.
@@ -36,8 +38,9 @@ pub struct Command {
 }
 
 impl Command {
-    pub(crate) fn new(netns: &str, cgroup: &Path, program: Option<&OsStr>) -> Self {
+    pub(crate) fn new(probe: &Path, netns: &str, cgroup: &Path, program: Option<&OsStr>) -> Self {
         Self {
+            probe: probe.to_owned(),
             netns: netns.to_owned(),
             cgroup: cgroup.to_owned(),
             program: program.map(OsStr::to_owned),
@@ -50,8 +53,21 @@ impl Command {
     }
 
     /// A program in a namespace and a cgroup that another process made: for `lab exec`.
-    pub fn in_place(netns: &str, cgroup: &Path, program: impl AsRef<OsStr>) -> Self {
-        Self::new(netns, cgroup, Some(program.as_ref()))
+    ///
+    /// # Errors
+    /// When the lab's own program, which goes there first, has not been built.
+    pub fn in_place(
+        programs: &Programs,
+        netns: &str,
+        cgroup: &Path,
+        program: impl AsRef<OsStr>,
+    ) -> Result<Self> {
+        Ok(Self::new(
+            &programs.probe()?,
+            netns,
+            cgroup,
+            Some(program.as_ref()),
+        ))
     }
 
     /// Adds an argument.
@@ -109,19 +125,18 @@ impl Command {
         line
     }
 
-    fn build(&mut self) -> Result<std::process::Command> {
-        let probe = probe()?;
-        let mut command = std::process::Command::new(&probe);
+    fn build(&mut self) -> std::process::Command {
+        let mut command = std::process::Command::new(&self.probe);
         command
             .args(["enter", "--parent", &std::process::id().to_string()])
             .args(["--netns", &self.netns])
             .arg("--cgroup")
             .arg(&self.cgroup)
             .arg("--")
-            .arg(self.program.as_deref().unwrap_or(probe.as_os_str()))
+            .arg(self.program.as_deref().unwrap_or(self.probe.as_os_str()))
             .args(&self.arguments)
             .envs(self.variables.drain(..));
-        Ok(command)
+        command
     }
 
     /// Runs the program in the terminal's foreground, with this process's stdin, stdout and
@@ -131,7 +146,7 @@ impl Command {
     /// When it cannot be started.
     pub fn status(mut self) -> Result<ExitStatus> {
         let line = self.line();
-        let mut child = spawn(self.build()?).doing(|| format!("run {line}"))?;
+        let mut child = spawn(self.build()).doing(|| format!("run {line}"))?;
         child.wait().doing(|| format!("wait for {line}"))
     }
 
@@ -188,7 +203,7 @@ impl Command {
     /// When it cannot be started.
     pub fn spawn(mut self) -> Result<Process> {
         let line = self.line();
-        let mut command = self.build()?;
+        let mut command = self.build();
         command
             // A Ctrl-C in the terminal is for this process, which knows in which order to stop.
             .process_group(0)
@@ -339,44 +354,6 @@ fn parse<T: DeserializeOwned>(program: String, answer: &str) -> Result<T> {
     })
 }
 
-/// Where the lab's `probe` is: named by an environment variable, or beside this program (for a
-/// test: in the directory above).
-fn probe() -> Result<PathBuf> {
-    built(
-        "probe",
-        PROBE_VARIABLE,
-        "cargo build -p dataplane-tests --bin probe",
-    )
-}
-
-/// Where a program of this workspace is.
-pub(crate) fn built(
-    name: &'static str,
-    variable: &'static str,
-    build: &'static str,
-) -> Result<PathBuf> {
-    let path = if let Some(path) = std::env::var_os(variable) {
-        PathBuf::from(path)
-    } else {
-        let own = std::env::current_exe().doing(|| "find this program's own path".into())?;
-        let mut directory = own.parent().unwrap_or(Path::new("/")).to_owned();
-        if directory.ends_with("deps") {
-            directory.pop();
-        }
-        directory.join(name)
-    };
-    if path.is_file() {
-        Ok(path)
-    } else {
-        Err(Error::NotBuilt {
-            name,
-            path,
-            build,
-            variable,
-        })
-    }
-}
-
 /// Starts a program from a thread that lives as long as this process.
 ///
 /// `probe enter` asks the kernel to kill the program when its parent dies, and the kernel takes
@@ -389,6 +366,8 @@ fn spawn(command: std::process::Command) -> io::Result<Child> {
         std::thread::Builder::new()
             .name("spawner".into())
             .spawn(move || {
+                // A program inherits the signals that its parent's thread blocks.
+                let _ = SigSet::all().thread_unblock();
                 for (mut command, answer) in orders {
                     let _ = answer.send(command.spawn());
                 }

@@ -12,16 +12,18 @@ use nix::mount::{MsFlags, mount};
 
 use crate::{
     agent::AgentBuilder,
-    builder::LabBuilder,
+    builder::{LabBuilder, Planned},
     command::Command,
     error::{Doing, Error, Result},
     identity::{LabId, create_dir},
+    programs::Programs,
 };
 
 /// A small cluster of network namespaces. Dropping it removes it.
 #[derive(Debug)]
 pub struct Lab {
     id: LabId,
+    programs: Programs,
     hosts: Vec<Host>,
     /// Whether the lab's BPF file system is mounted.
     bpffs_mounted: Mutex<bool>,
@@ -59,6 +61,8 @@ struct Inner {
     ipv6: Ipv6Addr,
     netns: String,
     cgroup: PathBuf,
+    /// Path of the lab's own program.
+    probe: PathBuf,
 }
 
 impl Lab {
@@ -67,12 +71,18 @@ impl Lab {
         LabBuilder::default()
     }
 
-    pub(crate) fn new(id: LabId, hosts: Vec<Host>) -> Self {
+    pub(crate) fn new(id: LabId, programs: Programs, hosts: Vec<Host>) -> Self {
         Self {
             id,
+            programs,
             hosts,
             bpffs_mounted: Mutex::new(false),
         }
+    }
+
+    /// The programs that it runs.
+    pub fn programs(&self) -> &Programs {
+        &self.programs
     }
 
     /// The lab's name on this machine.
@@ -253,15 +263,14 @@ impl Drop for Lab {
 }
 
 impl Host {
-    pub(crate) fn new(
-        name: String,
-        role: Role,
-        number: u8,
-        node: Option<String>,
-        ipv4: Ipv4Addr,
-        netns: String,
-        cgroup: PathBuf,
-    ) -> Self {
+    pub(crate) fn new(planned: Planned, id: &LabId, lab_cgroup: &Path, probe: &Path) -> Self {
+        let Planned {
+            name,
+            role,
+            number,
+            node,
+            ipv4,
+        } = planned;
         let last = reads_like(ipv4.octets()[3]);
         let ipv6 = match role {
             Role::Pod => Ipv6Addr::new(0xfd00, 0x10, 0x244, reads_like(number), 0, 0, 0, last),
@@ -269,6 +278,15 @@ impl Host {
                 Ipv6Addr::new(0xfd77, 0, 0, 0, 0, 0, 0, last)
             }
         };
+        // A node's own processes are beside its pods, below the cgroup that a dataplane attaches
+        // to.
+        let cgroup = match (role, &node) {
+            (Role::Node, _) => lab_cgroup.join(&name).join("host"),
+            (_, Some(node)) => lab_cgroup.join(node).join(&name),
+            (_, None) => lab_cgroup.join(&name),
+        };
+        let netns = id.netns(&name);
+        let probe = probe.to_owned();
         Self(Arc::new(Inner {
             name,
             role,
@@ -278,6 +296,7 @@ impl Host {
             ipv6,
             netns,
             cgroup,
+            probe,
         }))
     }
 
@@ -342,12 +361,17 @@ impl Host {
 
     /// A program to be run on this host: in its network namespace and its cgroup.
     pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
-        Command::new(self.netns(), self.cgroup(), Some(program.as_ref()))
+        Command::new(
+            &self.0.probe,
+            self.netns(),
+            self.cgroup(),
+            Some(program.as_ref()),
+        )
     }
 
     /// The lab's own program `probe` (its reports are in [`report`](crate::report)), to be run on this host.
     pub fn probe(&self, subcommand: &str) -> Command {
-        Command::new(self.netns(), self.cgroup(), None).arg(subcommand)
+        Command::new(&self.0.probe, self.netns(), self.cgroup(), None).arg(subcommand)
     }
 
     /// Starts a server on this host that says who it is (its name) and whom it saw, and waits
@@ -409,17 +433,16 @@ mod tests {
 
     #[test]
     fn a_v6_address_reads_like_the_v4_one() {
+        let id = LabId::new().unwrap();
         let host = |role, number, ipv4: [u8; 4]| {
-            let netns = String::new();
-            Host::new(
-                "x".into(),
+            let planned = Planned {
+                name: "x".into(),
                 role,
                 number,
-                None,
-                ipv4.into(),
-                netns,
-                PathBuf::new(),
-            )
+                node: None,
+                ipv4: ipv4.into(),
+            };
+            Host::new(planned, &id, Path::new("/"), Path::new("/probe"))
         };
         let pod = host(Role::Pod, 12, [10, 244, 12, 254]);
         assert_eq!(pod.ipv6().to_string(), "fd00:10:244:12::254");

@@ -27,6 +27,7 @@ mod error;
 mod identity;
 mod lab;
 mod network;
+mod programs;
 pub mod report;
 mod requirements;
 
@@ -36,4 +37,5 @@ pub use command::{Command, Process};
 pub use error::{Error, Result};
 pub use identity::{CreatorState, LabId, sweep};
 pub use lab::{Host, Lab, Role};
+pub use programs::Programs;
 pub use requirements::{Requirement, cgroup2_mount, missing};

@@ -13,9 +13,9 @@ use socket2::{Domain, SockAddr, Socket, Type};
 /// Where to, and how.
 #[derive(Args)]
 pub struct Target {
-    /// The address to connect to
-    #[arg(long, value_name = "ADDRESS:PORT")]
-    pub to: SocketAddr,
+    /// The address to connect to; several take turns
+    #[arg(long, value_name = "ADDRESS:PORT", required = true)]
+    to: Vec<SocketAddr>,
     /// Bind the client to this address first
     #[arg(long, value_name = "ADDRESS")]
     pub local: Option<IpAddr>,
@@ -28,9 +28,9 @@ pub struct Target {
 }
 
 impl Target {
-    /// The address to hand to the kernel.
-    pub fn address(&self) -> SockAddr {
-        self.map(self.to).into()
+    /// The addresses as they are to be handed to the kernel, again and again in turn.
+    pub fn addresses(&self) -> impl Iterator<Item = SocketAddr> {
+        self.to.iter().map(|address| self.map(*address)).cycle()
     }
 
     /// The addresses of a v4-mapped client are v6 ones; those of others stay.
@@ -44,9 +44,8 @@ impl Target {
     }
 
     /// A socket that gives up after the time limit.
-    pub fn socket(&self, kind: Type) -> io::Result<Socket> {
-        let domain = Domain::for_address(self.map(self.to));
-        let socket = Socket::new(domain, kind, None)?;
+    pub fn socket(&self, to: SocketAddr, kind: Type) -> io::Result<Socket> {
+        let socket = Socket::new(Domain::for_address(to), kind, None)?;
         if self.v4_mapped {
             socket.set_only_v6(false)?;
         }
@@ -61,13 +60,14 @@ impl Target {
     }
 
     /// Connects over TCP. Returns how long connect(2) took.
-    pub fn connect(&self, address: &SockAddr) -> (io::Result<Socket>, Duration) {
-        let socket = match self.socket(Type::STREAM) {
+    pub fn connect(&self, to: SocketAddr) -> (io::Result<Socket>, Duration) {
+        let socket = match self.socket(to, Type::STREAM) {
             Ok(socket) => socket,
             Err(error) => return (Err(error), Duration::ZERO),
         };
+        let address = SockAddr::from(to);
         let begin = Instant::now();
-        let result = socket.connect(address);
+        let result = socket.connect(&address);
         let took = begin.elapsed();
         (result.map(|()| socket), took)
     }

@@ -20,7 +20,7 @@ pub struct Arguments {
     target: Target,
     /// How many connections, one after the other
     #[arg(long, default_value_t = 1)]
-    count: u32,
+    count: usize,
     /// Do not wait for the endpoint's greeting: for servers that are not ours
     #[arg(long)]
     silent: bool,
@@ -35,7 +35,7 @@ pub struct HttpArguments {
     target: Target,
     /// How many requests, one after the other, each over a connection of its own
     #[arg(long, default_value_t = 1)]
-    count: u32,
+    count: usize,
     /// Report every attempt, not only the sum
     #[arg(long)]
     each: bool,
@@ -49,7 +49,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         &arguments.target,
         arguments.count,
         arguments.each,
-        |socket| {
+        |socket, _| {
             let answer = if arguments.silent {
                 (None, None)
             } else {
@@ -64,26 +64,21 @@ pub fn run(arguments: &Arguments) -> Result<()> {
 }
 
 pub fn run_http(arguments: &HttpArguments) -> Result<()> {
-    let to = arguments.target.to;
-    repeat(
-        &arguments.target,
-        arguments.count,
-        arguments.each,
-        |socket| get(socket, to),
-    )
+    repeat(&arguments.target, arguments.count, arguments.each, get)
 }
 
 /// Makes the attempts and prints the report.
 fn repeat(
     target: &Target,
-    count: u32,
+    count: usize,
     each: bool,
-    mut ask: impl FnMut(&Socket) -> io::Result<Answer>,
+    mut ask: impl FnMut(&Socket, SocketAddr) -> io::Result<Answer>,
 ) -> Result<()> {
-    let address = target.address();
-    let attempts = (0..count)
-        .map(|_| {
-            let (socket, took) = target.connect(&address);
+    let attempts = target
+        .addresses()
+        .take(count)
+        .map(|to| {
+            let (socket, took) = target.connect(to);
             let mut attempt = Attempt {
                 endpoint: None,
                 source: None,
@@ -93,7 +88,7 @@ fn repeat(
                 error: None,
                 latency_ns: ns(took),
             };
-            match socket.and_then(|socket| ask(&socket)) {
+            match socket.and_then(|socket| ask(&socket, to)) {
                 Ok((endpoint, source)) => {
                     attempt.endpoint = endpoint;
                     attempt.source = source;

@@ -88,11 +88,13 @@ pub fn run(arguments: &Arguments) -> Result<()> {
 }
 
 fn client(arguments: &Arguments, stop: &AtomicBool, end: Option<Instant>) -> Client {
-    let address = arguments.target.address();
     let mut client = Client::default();
-    while !stop.load(Ordering::Relaxed) && end.is_none_or(|end| Instant::now() < end) {
+    for to in arguments.target.addresses() {
+        if stop.load(Ordering::Relaxed) || end.is_some_and(|end| Instant::now() >= end) {
+            break;
+        }
         let at_ns = now_ns();
-        let (socket, took) = arguments.target.connect(&address);
+        let (socket, took) = arguments.target.connect(to);
         let answer = socket.and_then(|socket| {
             let answer = read_greeting(&socket);
             // A reset leaves no TIME_WAIT behind: a minute of load would run out of ports.

@@ -9,7 +9,7 @@ use std::{
 use anyhow::Result;
 use clap::Args;
 use dataplane_tests::report::{Attempt, Report};
-use socket2::{SockAddr, Type};
+use socket2::Type;
 
 use crate::client::{Target, name, ns, parse_greeting, plain};
 
@@ -32,13 +32,10 @@ pub struct Arguments {
 }
 
 pub fn run(arguments: &Arguments) -> Result<()> {
-    let address = arguments.target.address();
-    let to = address
-        .as_socket()
-        .expect("the target is an internet address");
     let mut kept = None;
     let attempts = (0..arguments.count)
-        .map(|number| {
+        .zip(arguments.target.addresses())
+        .map(|(number, to)| {
             let mut attempt = Attempt {
                 endpoint: None,
                 source: None,
@@ -50,7 +47,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
             };
             let result = kept
                 .take()
-                .map_or_else(|| open(arguments, &address), Ok)
+                .map_or_else(|| open(arguments, to), Ok)
                 .and_then(|socket| {
                     let result = exchange(&socket, to, arguments, number, &mut attempt);
                     if arguments.one_socket {
@@ -69,10 +66,10 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
-fn open(arguments: &Arguments, address: &SockAddr) -> io::Result<UdpSocket> {
-    let socket = arguments.target.socket(Type::DGRAM)?;
+fn open(arguments: &Arguments, to: SocketAddr) -> io::Result<UdpSocket> {
+    let socket = arguments.target.socket(to, Type::DGRAM)?;
     if !arguments.unconnected {
-        socket.connect(address)?;
+        socket.connect(&to.into())?;
     }
     Ok(socket.into())
 }
