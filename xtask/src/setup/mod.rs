@@ -98,19 +98,21 @@ fn prepare(purpose: Purpose, no_install: bool) -> Result<(Found, bool)> {
     let by_hand = missing
         .iter()
         .any(|missing| matches!(missing.step, Step::ByHand(_)));
-    if no_install || by_hand || !(found.root || packages.is_empty()) {
-        anstream::eprintln!();
-        for line in instructions(&found, &missing, &packages) {
-            println!("{line}");
-        }
-        anstream::eprintln!();
+    if no_install || by_hand {
+        tell(
+            package_commands(&found, &packages)
+                .into_iter()
+                .chain(commands(&found, &missing)),
+        );
         bail!(if no_install {
             "some tools are missing: the commands above install them"
-        } else if by_hand {
-            "some tools are missing that this program does not install: see above"
         } else {
-            "installing packages takes root: type the commands above, or run this as root"
+            "some tools are missing that this program does not install: see above"
         });
+    }
+    if !found.root && !packages.is_empty() {
+        tell(package_commands(&found, &packages));
+        bail!("installing packages takes root: type the commands above, then this one again");
     }
     install(&found, &missing, &packages)?;
 
@@ -128,14 +130,30 @@ fn package(missing: &Missing) -> Option<&str> {
     }
 }
 
-/// What to type, line by line.
-fn instructions(found: &Found, missing: &[Missing], packages: &[&str]) -> Vec<String> {
-    let mut lines = Vec::new();
-    if !packages.is_empty() {
-        let sudo = if found.root { "" } else { "sudo " };
-        lines.push(format!("{sudo}apt-get update"));
-        lines.push(format!("{sudo}{}", shown(&apt_install(packages))));
+/// Commands on standard output, for a person or a shell.
+fn tell(lines: impl IntoIterator<Item = String>) {
+    anstream::eprintln!();
+    for line in lines {
+        println!("{line}");
     }
+    anstream::eprintln!();
+}
+
+/// What to type for the packages, line by line.
+fn package_commands(found: &Found, packages: &[&str]) -> Vec<String> {
+    if packages.is_empty() {
+        return Vec::new();
+    }
+    let sudo = if found.root { "" } else { "sudo " };
+    vec![
+        format!("{sudo}apt-get update"),
+        format!("{sudo}{}", shown(&apt_install(packages))),
+    ]
+}
+
+/// What to type for the rest, line by line.
+fn commands(found: &Found, missing: &[Missing]) -> Vec<String> {
+    let mut lines = Vec::new();
     for Missing { what, step, .. } in missing {
         match step {
             Step::Package(_) => {}

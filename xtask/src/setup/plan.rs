@@ -27,19 +27,19 @@ pub const PROGRAMS: [Program; 4] = [
     Program {
         name: "iptables-legacy-restore",
         package: "iptables",
-        needed_for: "is compared with, inside network namespaces of the lab",
+        needed_for: "loads kube-proxy's rules, which the benchmarks compare with",
         least: Purpose::Bench,
     },
     Program {
         name: "iptables-nft-restore",
         package: "iptables",
-        needed_for: "is compared with, inside network namespaces of the lab",
+        needed_for: "loads kube-proxy's rules, which the benchmarks compare with",
         least: Purpose::Bench,
     },
     Program {
         name: "nft",
         package: "nftables",
-        needed_for: "is compared with, inside network namespaces of the lab",
+        needed_for: "loads kube-proxy's rules, which the benchmarks compare with",
         least: Purpose::Bench,
     },
 ];
@@ -123,7 +123,7 @@ fn rust_src(found: &Found) -> Missing {
 
 fn bpf_linker(found: &Found) -> Vec<Missing> {
     let (rustc, llvm) = (&found.rustc.release, found.rustc.llvm);
-    let mut why = format!("links the kernel programs; rustc {rustc} writes LLVM {llvm}");
+    let mut why = format!("links the kernel programs; rustc {rustc} writes bitcode of LLVM {llvm}");
     if let Some(foreign) = &found.foreign {
         why.push_str("; ");
         why.push_str(&foreign.described());
