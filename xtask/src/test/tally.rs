@@ -1,17 +1,20 @@
 //! What test programs print, counted.
 
-use std::{collections::BTreeMap, iter::once};
+use std::collections::BTreeMap;
 
 /// Results of one suite, or of several.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Tally {
     passed: u32,
     failed: u32,
-    /// Counted by the harness, with or without a reason.
     ignored: u32,
+    /// Tests that found out underway that they could not run: passed, to the harness.
+    given_up: u32,
     failures: Vec<String>,
-    /// Reason to names.
+    /// Reason to names of tests that did not run.
     skipped: BTreeMap<String, Vec<String>>,
+    /// Name to reason, of tests that said why they cannot run, and whose result is yet to come.
+    reasons: BTreeMap<String, String>,
     /// Suites that ran at least one test.
     suites: Vec<String>,
 }
@@ -42,15 +45,33 @@ impl Tally {
             .strip_prefix("skipped ")
             .and_then(|rest| rest.split_once(": "))
         {
+            self.reasons.insert(name.to_owned(), reason.to_owned());
+        } else if let Some((name, outcome)) = line
+            .strip_prefix("test ")
+            .and_then(|rest| rest.split_once(" ... "))
+        {
+            self.outcome(name.trim_end(), outcome.trim_end());
+        }
+    }
+
+    fn outcome(&mut self, name: &str, outcome: &str) {
+        let mut reason = self.reasons.remove(name);
+        if outcome == "FAILED" {
+            self.failures.push(name.to_owned());
+            return;
+        }
+        if let Some(stated) = outcome.strip_prefix("ignored") {
+            // `#[ignore = "reason"]` is printed as `ignored, reason`.
+            let stated = stated.strip_prefix(", ").unwrap_or("ignored in the source");
+            reason.get_or_insert_with(|| stated.to_owned());
+        } else if reason.is_some() {
+            self.given_up += 1;
+        }
+        if let Some(reason) = reason {
             self.skipped
-                .entry(reason.to_owned())
+                .entry(reason)
                 .or_default()
                 .push(name.to_owned());
-        } else if let Some(name) = line
-            .strip_prefix("test ")
-            .and_then(|rest| rest.strip_suffix(" ... FAILED"))
-        {
-            self.failures.push(name.trim_end().to_owned());
         }
     }
 
@@ -68,6 +89,7 @@ impl Tally {
         self.passed += other.passed;
         self.failed += other.failed;
         self.ignored += other.ignored;
+        self.given_up += other.given_up;
         self.failures.extend(
             other
                 .failures
@@ -89,17 +111,6 @@ impl Tally {
         self.failed
     }
 
-    /// Tests that said why they could not run.
-    fn explained(&self) -> u32 {
-        u32::try_from(self.skipped.values().map(Vec::len).sum::<usize>()).unwrap_or(u32::MAX)
-    }
-
-    /// Tests that did not run. A test that finds out only underway that it cannot is one that
-    /// passed, to the harness.
-    fn skipped(&self) -> u32 {
-        self.ignored.max(self.explained())
-    }
-
     /// What ran, what failed, and what was skipped and why.
     pub fn print(&self) {
         println!(
@@ -113,25 +124,18 @@ impl Tally {
         for name in &self.failures {
             println!("Failed: {name}");
         }
-        let unexplained = self.ignored.saturating_sub(self.explained());
-        let unexplained = (unexplained > 0)
-            .then(|| format!("Skipped {unexplained}: marked `#[ignore]` in the source"));
-        let explained = self.skipped.iter().map(|(reason, names)| {
-            format!("Skipped {}: {reason}: {}", names.len(), names.join(", "))
-        });
-        for line in explained.chain(once(unexplained).flatten()) {
-            println!("{line}");
+        for (reason, names) in &self.skipped {
+            println!("Skipped {}: {reason}: {}", names.len(), names.join(", "));
         }
     }
 
     /// The line that programs read.
     pub fn last_line(&self) -> String {
-        let underway = self.skipped() - self.ignored;
         format!(
             "{} passed, {} failed, {} skipped",
-            self.passed.saturating_sub(underway),
+            self.passed.saturating_sub(self.given_up),
             self.failed,
-            self.skipped()
+            self.ignored + self.given_up
         )
     }
 }
@@ -160,19 +164,38 @@ mod tests {
     }
 
     #[test]
-    fn a_skip_with_a_reason_is_counted_once() {
-        let ignored = tally(
-            "skipped churn: needs root\nskipped adopt: needs root\n\
-             test result: ok. 1 passed; 0 failed; 2 ignored; 0 measured; 0 filtered out",
+    fn a_skip_is_counted_once_and_has_a_reason() {
+        let tally = tally(
+            "skipped lab::churn: needs root: try sudo\nskipped lab::adopt: needs root: try sudo\n\
+             skipped lab::other: of a test that the filter leaves out\n\
+             test lab::churn ... ignored\ntest lab::adopt   ... ignored\ntest a ... ok\n\
+             test slow ... ignored, takes an hour\ntest odd ... ignored\n\
+             test result: ok. 1 passed; 0 failed; 4 ignored; 0 measured; 1 filtered out",
         );
-        assert_eq!(ignored.last_line(), "1 passed, 0 failed, 2 skipped");
-        assert_eq!(ignored.skipped["needs root"], ["churn", "adopt"]);
+        assert_eq!(tally.last_line(), "1 passed, 0 failed, 4 skipped");
+        let skipped: Vec<_> = tally
+            .skipped
+            .iter()
+            .map(|(r, n)| (r.as_str(), n.join(" ")))
+            .collect();
+        assert_eq!(
+            skipped,
+            [
+                ("ignored in the source", "odd".to_owned()),
+                ("needs root: try sudo", "lab::churn lab::adopt".to_owned()),
+                ("takes an hour", "slow".to_owned()),
+            ]
+        );
+    }
 
-        let underway = tally(
-            "skipped churn: no IPv6\n\
+    #[test]
+    fn a_test_that_gave_up_did_not_pass() {
+        let tally = tally(
+            "test b ... ok\nskipped churn: no IPv6\ntest churn ... ok\n\
              test result: ok. 2 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out",
         );
-        assert_eq!(underway.last_line(), "1 passed, 0 failed, 1 skipped");
+        assert_eq!(tally.last_line(), "1 passed, 0 failed, 1 skipped");
+        assert_eq!(tally.skipped["no IPv6"], ["churn"]);
     }
 
     #[test]
