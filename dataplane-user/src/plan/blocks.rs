@@ -51,11 +51,11 @@ impl Blocks {
         let mut last = 0;
         for (base, len) in live {
             let size = slots(len.into());
-            if base < blocks.top {
-                return Err(Damage::Overlap(last, base));
-            }
             if base % size != 0 || base.checked_add(size).is_none() {
                 return Err(Damage::Misaligned(base));
+            }
+            if base < blocks.top {
+                return Err(Damage::Overlap(last, base));
             }
             blocks.free_gap(blocks.top, base);
             blocks.top = base + size;

@@ -94,6 +94,8 @@ impl Mirror {
     /// A pool that is not in use, for `owner`.
     pub(super) fn take_pool(&mut self, owner: PoolOwner) -> u32 {
         let index = self.free_pools.pop_first().unwrap_or_else(|| {
+            let len = self.pools.len() + 1;
+            grow(&mut self.pools, len);
             self.pools.push(Slot::default());
             count(self.pools.len() - 1)
         });
@@ -146,6 +148,7 @@ impl Mirror {
         self.live_slots += slots;
         let (start, end) = (base as usize, (base + slots) as usize);
         if self.endpoints.len() < end {
+            grow(&mut self.endpoints, end);
             self.endpoints.resize(end, NO_ENDPOINT);
         }
         self.endpoints[start..start + endpoints.len()].copy_from_slice(endpoints);
@@ -221,6 +224,14 @@ pub(super) const NO_ENDPOINT: Endpoint = Endpoint::new(
     dataplane_common::Addr::UNSPECIFIED,
     dataplane_common::Port::ANY,
 );
+
+/// Makes room for `len` elements, and an eighth more: a `Vec` by itself doubles, which for a large
+/// table is memory for nothing.
+fn grow<T>(elements: &mut Vec<T>, len: usize) {
+    if len > elements.capacity() {
+        elements.reserve_exact(len + len / 8 + 16 - elements.len());
+    }
+}
 
 /// A number of elements of a table. Tables have fewer than 2^32: their indices are 32 bits wide.
 pub(super) fn count(elements: usize) -> u32 {
