@@ -66,6 +66,26 @@ impl LabId {
         })
     }
 
+    /// The labs that left a trace on this machine, of living and dead creators.
+    pub fn all() -> BTreeSet<Self> {
+        let mut found = BTreeSet::new();
+        for name in names_in(NETNS_DIR) {
+            found.extend(
+                name.strip_prefix(NETNS_PREFIX)
+                    .and_then(|id| id.parse().ok()),
+            );
+        }
+        found.extend(names_in(STATE_DIR).iter().filter_map(|id| id.parse().ok()));
+        if let Ok(mount) = cgroup2_mount() {
+            found.extend(
+                names_in(mount.join(CGROUP))
+                    .iter()
+                    .filter_map(|id| id.parse().ok()),
+            );
+        }
+        found
+    }
+
     /// The process that made the lab.
     pub fn creator(&self) -> u32 {
         self.pid
@@ -169,22 +189,7 @@ impl FromStr for LabId {
 /// Removes the labs whose creator died without removing them (SIGKILL, Ctrl-C in a test).
 /// Returns their ids. Errors are ignored: another process may be sweeping the same lab.
 pub fn sweep() -> Vec<LabId> {
-    let mut found = BTreeSet::new();
-    for name in names_in(NETNS_DIR) {
-        found.extend(
-            name.strip_prefix(NETNS_PREFIX)
-                .and_then(|id| id.parse().ok()),
-        );
-    }
-    found.extend(names_in(STATE_DIR).iter().filter_map(|id| id.parse().ok()));
-    if let Ok(mount) = cgroup2_mount() {
-        found.extend(
-            names_in(mount.join(CGROUP))
-                .iter()
-                .filter_map(|id| id.parse().ok()),
-        );
-    }
-    let dead: Vec<LabId> = found
+    let dead: Vec<LabId> = LabId::all()
         .into_iter()
         .filter(|id: &LabId| id.creator_state() == CreatorState::Dead)
         .collect();

@@ -4,7 +4,9 @@ mod bench;
 mod build;
 mod clean;
 mod command;
+mod lab;
 mod lint;
+mod practice;
 mod progress;
 mod run;
 mod setup;
@@ -22,8 +24,8 @@ use clap::{Parser, Subcommand};
     version,
     after_help = "\
 A first look, on any Linux machine, as root:
-    cargo xtask build                                  # kernel programs, then the binaries
-    cargo xtask run -- --manifests examples/httpbin.yaml"
+    cargo xtask run                                        # a practice node in a lab
+    cargo xtask run -- --manifests examples/httpbin.yaml   # this node itself"
 )]
 struct Arguments {
     #[command(subcommand)]
@@ -42,6 +44,7 @@ enum Chore {
     Test(test::Arguments),
     Bench(bench::Arguments),
     Lint(lint::Arguments),
+    Lab(lab::Arguments),
     Clean(clean::Arguments),
 }
 
@@ -54,6 +57,7 @@ fn main() -> ExitCode {
         Chore::Test(arguments) => test::main(&arguments, no_install),
         Chore::Bench(arguments) => bench::main(&arguments, no_install),
         Chore::Lint(lint::Arguments {}) => lint::main(no_install),
+        Chore::Lab(arguments) => lab::main(&arguments),
         Chore::Clean(arguments) => clean::main(&arguments),
     };
     match outcome {

@@ -6,34 +6,73 @@ use std::{
     process::{Command, ExitCode},
 };
 
-use anyhow::{Result, bail};
+use anyhow::Result;
+use dataplane_tests::Programs;
 
 use crate::{
     build::{self, Profile},
     command::shown,
+    practice,
     setup::{self, Purpose},
 };
 
-/// Run the dataplane: on this node with arguments after `--`
+/// Run the dataplane: in a practice node, or on this node with arguments after `--`
 ///
-/// `cargo xtask run -- --manifests FILE` builds the agent and runs `dataplane run --manifests FILE`
-/// on this node; any other subcommand works too: `cargo xtask run -- status`.
+/// Without arguments, a practice node: two nodes and seven pods as network namespaces without a
+/// route outside, a service with six endpoints, the dataplane loaded in one of the nodes, a few
+/// hundred real requests and what became of them. It stays until Ctrl-C, which removes it all;
+/// `cargo xtask lab` looks into it meanwhile.
+///
+/// With arguments, the agent on this node itself: `cargo xtask run -- --manifests FILE` builds it
+/// and runs `dataplane run --manifests FILE`; any other subcommand works too: `cargo xtask run --
+/// status`.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
+    /// Practice node: end after the requests, with 0 only if all were answered
+    #[arg(long, conflicts_with = "agent")]
+    once: bool,
+    /// Practice node: how to print the result
+    #[arg(long, value_enum, default_value_t = Output::Text, conflicts_with = "agent")]
+    output: Output,
+    /// Practice node: build quickly (target/debug) instead of fast (target/release)
+    #[arg(long, conflicts_with = "agent")]
+    debug: bool,
     /// The agent's own arguments; see `cargo xtask run -- --help`
     #[arg(last = true)]
     agent: Vec<OsString>,
 }
 
+/// How the practice node's result is printed on standard output.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Output {
+    /// Tables for people
+    Text,
+    /// One JSON document
+    Json,
+}
+
 pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
-    if arguments.agent.is_empty() {
-        bail!(
-            "tell the agent what to serve, after two dashes:\n    \
-             cargo xtask run -- --manifests FILE"
-        );
+    let practice = arguments.agent.is_empty();
+    if practice {
+        // Before minutes are spent on building.
+        practice::check()?;
     }
+    let profile = if arguments.debug {
+        Profile::Debug
+    } else {
+        Profile::Release
+    };
     build::programs(&setup::ensure(Purpose::Build, no_install)?)?;
-    build::binaries(Profile::Release, &build::BINARIES)?;
+    build::binaries(profile, &build::BINARIES)?;
+    if practice {
+        let dataplane = profile.binary("dataplane");
+        let directory = dataplane.parent().expect("a binary lies in a directory");
+        return practice::run(&practice::Options {
+            once: arguments.once,
+            json: arguments.output == Output::Json,
+            programs: Programs::in_directory(directory),
+        });
+    }
 
     let mut agent = Command::new(Profile::Release.binary("dataplane"));
     agent.args(agent_arguments(&arguments.agent));

@@ -1,0 +1,279 @@
+//! The practice node: a lab with one service, the dataplane loaded in it, and real requests.
+//!
+//! Nothing of the machine itself is touched: the programs are attached to a cgroup that only the
+//! lab's processes are in, and the network namespaces have no route out.
+
+mod report;
+mod state;
+
+use std::{
+    net::{IpAddr, Ipv4Addr, SocketAddr},
+    path::Path,
+    process::ExitCode,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+        mpsc,
+    },
+};
+
+use anyhow::{Context as _, Result, bail};
+use dataplane_tests::{
+    Lab, Process, Programs, Requirement, missing,
+    report::{Attempt, Report},
+};
+use nix::sys::signal::{SigSet, Signal};
+
+pub use self::state::State;
+use crate::{style, workspace};
+
+/// The service's address: the VIP of `default/httpbin` in examples/httpbin.yaml.
+pub const SERVICE: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::new(10, 96, 130, 105)), 8000);
+/// The node that the dataplane is loaded in: the client's.
+const NODE: &str = "node2";
+const CLIENT: &str = "sleep";
+const CLIENT_ADDRESS: &str = "10.244.2.8";
+/// The service's endpoints: node, pod, address; they listen on port 80.
+const ENDPOINTS: [(&str, &str, &str); 6] = [
+    ("node1", "httpbin-1", "10.244.1.5"),
+    ("node1", "httpbin-2", "10.244.1.6"),
+    ("node1", "httpbin-3", "10.244.1.7"),
+    ("node2", "httpbin-4", "10.244.2.10"),
+    ("node2", "httpbin-5", "10.244.2.7"),
+    ("node2", "httpbin-6", "10.244.2.9"),
+];
+const ENDPOINT_PORT: u16 = 80;
+
+/// Rounds of requests, first through the service, then directly: what disturbs the machine
+/// meanwhile disturbs both.
+const ROUNDS: usize = 10;
+/// Requests of a round on each of the two ways; a multiple of the endpoints, so that all get the
+/// same share of the direct ones.
+const PER_ROUND: usize = 60;
+
+/// What to do with a practice node.
+#[derive(Debug)]
+pub struct Options {
+    /// End after the requests, instead of staying until Ctrl-C.
+    pub once: bool,
+    /// Print one JSON document instead of tables.
+    pub json: bool,
+    /// Where `dataplane` and `probe` were built.
+    pub programs: Programs,
+}
+
+/// Says why this machine cannot run a practice node, in words for the person who wanted one.
+///
+/// # Errors
+/// When it cannot.
+pub fn check() -> Result<()> {
+    if let Some(lack) = missing(Requirement::Dataplane) {
+        bail!(
+            "a practice node cannot run here: this machine {lack}\n\
+             (`cargo xtask run -- doctor` shows everything that the dataplane needs)"
+        );
+    }
+    Ok(())
+}
+
+/// Builds the practice node, sends requests, reports, and stays until Ctrl-C.
+///
+/// # Errors
+/// When it cannot be built or used. What was built is removed in any case.
+pub fn run(options: &Options) -> Result<ExitCode> {
+    check()?;
+    let end = Ending::watch()?;
+    note("building the practice node: 2 nodes, 7 pods, no route outside");
+    let lab = build(options.programs.clone())?;
+    let servers = ENDPOINTS
+        .iter()
+        .map(|(_, name, _)| {
+            let pod = lab.pod(name);
+            let at = SocketAddr::new(pod.ipv4().into(), ENDPOINT_PORT).to_string();
+            pod.serve(&["--http", &at])
+        })
+        .collect::<Result<Vec<Process>, _>>()
+        .context("cannot start the endpoints")?;
+    end.check()?;
+
+    note("loading the dataplane in node2");
+    let mut agent = lab
+        .agent(NODE)
+        .manifests(manifests()?)
+        .args(["--on-exit", "detach"])
+        .start()?;
+    State::of(&lab, &agent).write(&lab)?;
+    end.check()?;
+
+    let count = ROUNDS * PER_ROUND;
+    note(&format!(
+        "sending {count} requests from {CLIENT} to {SERVICE}, and as many directly"
+    ));
+    let seen = measure(&lab, &end)?;
+    let report = report::Practice::of(&seen, &endpoints(&lab));
+    if options.json {
+        println!("{}", serde_json::to_string_pretty(&report)?);
+    } else {
+        report.print(agent.node().name());
+    }
+    if !options.once {
+        let id = lab.id();
+        anstream::eprintln!(
+            "\n{}The practice node stays until you press Ctrl-C.{} In another terminal:\n{}",
+            style::BOLD,
+            style::RESET,
+            hints(),
+        );
+        end.wait();
+        note(&format!("removing the practice node {id}"));
+    }
+    let all_answered = report.all_answered();
+    // First the agent, in peace, then who was served, then the lab.
+    agent.stop()?;
+    drop(agent);
+    drop(servers);
+    drop(lab);
+    Ok(if all_answered {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
+}
+
+fn build(programs: Programs) -> Result<Lab> {
+    let mut builder = Lab::builder()
+        .programs(programs)
+        .node("node1")
+        .node("node2")
+        .pod(NODE, CLIENT, CLIENT_ADDRESS);
+    for (node, name, address) in ENDPOINTS {
+        builder = builder.pod(node, name, address);
+    }
+    Ok(builder.build()?)
+}
+
+fn manifests() -> Result<std::path::PathBuf> {
+    let path = workspace::root().join("examples/httpbin.yaml");
+    if !Path::new(&path).is_file() {
+        bail!(
+            "{} is missing: `git checkout examples` brings it back",
+            path.display()
+        );
+    }
+    Ok(path)
+}
+
+/// The endpoints' names and addresses.
+fn endpoints(lab: &Lab) -> Vec<(String, Ipv4Addr)> {
+    let address = |name| (str::to_owned(name), lab.pod(name).ipv4());
+    ENDPOINTS.iter().map(|(_, name, _)| address(name)).collect()
+}
+
+/// What the client saw on the two ways.
+pub struct Seen {
+    /// Through the service.
+    vip: Vec<Attempt>,
+    /// To each endpoint's own address in turn.
+    direct: Vec<Attempt>,
+}
+
+fn measure(lab: &Lab, end: &Ending) -> Result<Seen> {
+    let client = lab.pod(CLIENT);
+    let ask = |targets: &[String], count: usize| -> Result<Vec<Attempt>> {
+        let mut probe = client.probe("http").args([
+            "--each",
+            "--timeout-ms",
+            "1000",
+            "--count",
+            &count.to_string(),
+        ]);
+        for target in targets {
+            probe = probe.args(["--to", target]);
+        }
+        let report: Report = probe.json()?;
+        Ok(report.each)
+    };
+    let vip = [SERVICE.to_string()];
+    let direct: Vec<String> = endpoints(lab)
+        .iter()
+        .map(|(_, address)| format!("{address}:{ENDPOINT_PORT}"))
+        .collect();
+    let mut seen = Seen {
+        vip: Vec::new(),
+        direct: Vec::new(),
+    };
+    // When already the first fails, the others would too, after a minute of time limits.
+    let first = ask(&vip, 1)?;
+    if first.iter().any(|attempt| attempt.error.is_some()) {
+        seen.vip = first;
+        return Ok(seen);
+    }
+    for _ in 0..ROUNDS {
+        end.check()?;
+        seen.vip.extend(ask(&vip, PER_ROUND)?);
+        seen.direct.extend(ask(&direct, PER_ROUND)?);
+    }
+    Ok(seen)
+}
+
+fn hints() -> String {
+    format!(
+        "    cargo xtask lab exec {CLIENT} -- curl http://{SERVICE}/\n    \
+             cargo xtask lab status\n    \
+             cargo xtask lab services\n    \
+             cargo xtask lab explain {CLIENT_ADDRESS} {SERVICE}\n    \
+             cargo xtask lab monitor"
+    )
+}
+
+/// What `lab explain` is about when nobody says.
+pub fn usual_connection() -> [String; 2] {
+    [CLIENT_ADDRESS.to_owned(), SERVICE.to_string()]
+}
+
+/// One line of progress, on standard error.
+fn note(text: &str) {
+    crate::progress::note(text);
+}
+
+/// Ctrl-C, SIGTERM and the terminal's end: noticed between two steps, so that whatever was built
+/// until then is removed in order.
+struct Ending {
+    asked: Arc<AtomicBool>,
+    signals: mpsc::Receiver<Signal>,
+}
+
+impl Ending {
+    /// From now on this process does not die of them. Call it before any other thread is started:
+    /// threads inherit which signals they leave to others.
+    fn watch() -> Result<Self> {
+        let set = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP]);
+        set.thread_block().context("cannot hold back Ctrl-C")?;
+        let asked = Arc::new(AtomicBool::new(false));
+        let (sender, signals) = mpsc::channel();
+        let flag = Arc::clone(&asked);
+        std::thread::spawn(move || {
+            while let Ok(signal) = set.wait() {
+                flag.store(true, Ordering::Relaxed);
+                if sender.send(signal).is_err() {
+                    break;
+                }
+            }
+        });
+        Ok(Self { asked, signals })
+    }
+
+    /// An error when the end was asked for.
+    fn check(&self) -> Result<()> {
+        if self.asked.load(Ordering::Relaxed) {
+            bail!("stopped before it was done; the practice node is removed again");
+        }
+        Ok(())
+    }
+
+    /// Waits until the end is asked for.
+    fn wait(&self) {
+        // An error means that the watching thread is gone: better to end than to stay for ever.
+        let _ = self.signals.recv();
+    }
+}

@@ -1,0 +1,109 @@
+//! Where a running practice node is, written down for `cargo xtask lab`.
+
+use std::{fs, path::PathBuf};
+
+use anyhow::{Context as _, Result};
+use dataplane_tests::{Agent, CreatorState, Lab, LabId, Role};
+use serde::{Deserialize, Serialize};
+
+const FILE: &str = "practice.json";
+
+/// A practice node.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct State {
+    /// The lab's id.
+    pub lab: String,
+    /// The process that made it and will remove it.
+    pub creator: u32,
+    /// Where `dataplane` and `probe` were built.
+    pub programs: PathBuf,
+    /// Nodes and pods.
+    pub hosts: Vec<HostPlace>,
+    /// The dataplane's agent.
+    pub agent: AgentPlace,
+}
+
+/// A node or a pod.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct HostPlace {
+    /// Its name in the lab.
+    pub name: String,
+    /// The pod's node, or `None` for a node.
+    pub node: Option<String>,
+    /// Its IPv4 address.
+    pub address: std::net::Ipv4Addr,
+    /// Its network namespace.
+    pub netns: String,
+    /// The cgroup of its processes.
+    pub cgroup: PathBuf,
+}
+
+/// Where the agent's commands are to be run, and how they find it.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct AgentPlace {
+    /// Its node's network namespace.
+    pub netns: String,
+    /// The cgroup of the agent itself.
+    pub cgroup: PathBuf,
+    /// Environment variables.
+    pub environment: Vec<(String, String)>,
+}
+
+impl State {
+    /// Of a lab and the agent in it.
+    pub fn of(lab: &Lab, agent: &Agent) -> Self {
+        let hosts = lab
+            .hosts()
+            .iter()
+            .filter(|host| matches!(host.role(), Role::Node | Role::Pod))
+            .map(|host| HostPlace {
+                name: host.name().to_owned(),
+                node: host.node().map(str::to_owned),
+                address: host.ipv4(),
+                netns: host.netns().to_owned(),
+                cgroup: host.cgroup().to_owned(),
+            })
+            .collect();
+        let environment = agent
+            .environment()
+            .into_iter()
+            .map(|(name, value)| (name.to_owned(), value.to_string_lossy().into_owned()))
+            .collect();
+        Self {
+            lab: lab.id().to_string(),
+            creator: lab.id().creator(),
+            programs: lab.programs().directory().to_owned(),
+            hosts,
+            agent: AgentPlace {
+                netns: agent.node().netns().to_owned(),
+                cgroup: agent.cgroup().to_owned(),
+                environment,
+            },
+        }
+    }
+
+    /// Writes it down; it goes with the lab.
+    pub fn write(&self, lab: &Lab) -> Result<()> {
+        let path = lab.id().state_dir().join(FILE);
+        fs::write(&path, serde_json::to_vec_pretty(self)?)
+            .with_context(|| format!("cannot write {}", path.display()))
+    }
+
+    /// The practice nodes that run now, those with the lowest id first.
+    pub fn running() -> Result<Vec<Self>> {
+        let mut found: Vec<(LabId, Self)> = Vec::new();
+        for id in LabId::all() {
+            if id.creator_state() == CreatorState::Dead {
+                continue;
+            }
+            let path = id.state_dir().join(FILE);
+            // Another kind of lab, a test's, or one that is not ready yet.
+            let Ok(text) = fs::read(&path) else { continue };
+            let state = serde_json::from_slice(&text)
+                .with_context(|| format!("{} was written by another version", path.display()))?;
+            found.push((id, state));
+        }
+        found.sort_by(|(a, _), (b, _)| a.cmp(b));
+        Ok(found.into_iter().map(|(_, state)| state).collect())
+    }
+}
