@@ -1,2 +1,78 @@
+//! The kernel programs' entry points, one line each, and nothing else.
+//!
+//! A cgroup program answers 1 (go on) or 0 (refuse, with the error set by `bpf_set_retval`);
+//! `recvmsg` and `getpeername` programs may only answer 1 (`check_return_code` in
+//! `kernel/bpf/verifier.c`).
 #![no_std]
 #![no_main]
+#![feature(asm_experimental_arch)]
+
+mod atomic;
+mod select;
+mod socket;
+mod tables;
+
+use crate::socket::{SockAddr, V4, V6, connect, getpeername, recvmsg, sendmsg};
+use aya_ebpf::{macros::cgroup_sock_addr, programs::SockAddrContext};
+
+/// TCP and UDP `connect()` to an IPv4 address.
+#[cgroup_sock_addr(connect4)]
+fn connect4(ctx: SockAddrContext) -> i32 {
+    connect::run(&SockAddr::<V4>::new(ctx))
+}
+
+/// TCP and UDP `connect()` to an IPv6 address, v4-mapped ones included.
+#[cgroup_sock_addr(connect6)]
+fn connect6(ctx: SockAddrContext) -> i32 {
+    connect::run(&SockAddr::<V6>::new(ctx))
+}
+
+/// `sendto()` and `sendmsg()` with an IPv4 address on a UDP socket.
+#[cgroup_sock_addr(sendmsg4)]
+fn sendmsg4(ctx: SockAddrContext) -> i32 {
+    sendmsg::run(&SockAddr::<V4>::new(ctx))
+}
+
+/// `sendto()` and `sendmsg()` with an IPv6 address on a UDP socket.
+#[cgroup_sock_addr(sendmsg6)]
+fn sendmsg6(ctx: SockAddrContext) -> i32 {
+    sendmsg::run(&SockAddr::<V6>::new(ctx))
+}
+
+/// The source of a UDP datagram, as `recvfrom()` reports it.
+#[cgroup_sock_addr(recvmsg4)]
+fn recvmsg4(ctx: SockAddrContext) -> i32 {
+    recvmsg::run(&SockAddr::<V4>::new(ctx))
+}
+
+/// The source of a UDP datagram, as `recvfrom()` reports it on an IPv6 socket.
+#[cgroup_sock_addr(recvmsg6)]
+fn recvmsg6(ctx: SockAddrContext) -> i32 {
+    recvmsg::run(&SockAddr::<V6>::new(ctx))
+}
+
+/// The peer that `getpeername()` reports.
+#[cgroup_sock_addr(getpeername4)]
+fn getpeername4(ctx: SockAddrContext) -> i32 {
+    getpeername::run(&SockAddr::<V4>::new(ctx))
+}
+
+/// The peer that `getpeername()` reports on an IPv6 socket.
+#[cgroup_sock_addr(getpeername6)]
+fn getpeername6(ctx: SockAddrContext) -> i32 {
+    getpeername::run(&SockAddr::<V6>::new(ctx))
+}
+
+/// There is nothing to unwind to: a panic that the compiler could not prove away becomes a jump to
+/// nowhere, which the verifier refuses at load time ("last insn is not an exit or jmp").
+#[cfg(not(test))]
+#[panic_handler]
+fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
+    // SAFETY: never reached in a program that loads.
+    unsafe { core::hint::unreachable_unchecked() }
+}
+
+/// The kernel lets GPL-compatible programs use helpers such as `bpf_ktime_get_ns`.
+#[unsafe(link_section = "license")]
+#[unsafe(no_mangle)]
+static LICENSE: [u8; 13] = *b"Dual MIT/GPL\0";

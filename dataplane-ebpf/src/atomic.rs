@@ -1,0 +1,27 @@
+//! Atomic operations, which Rust's `core` does not offer for this target.
+
+use core::arch::asm;
+
+/// Adds to a counter that other CPUs, or a program that preempts this one, may add to as well.
+/// Orders nothing else (`BPF_ATOMIC | BPF_ADD`, `Documentation/bpf/standardization/instruction-set.rst`).
+///
+/// # Safety
+/// `counter` must point to eight aligned bytes that the program may write.
+#[inline(always)]
+pub unsafe fn add(counter: *mut u64, amount: u64) {
+    // SAFETY: the caller's promise.
+    unsafe { asm!("lock *(u64 *)({0} + 0) += {1}", in(reg) counter, in(reg) amount) };
+}
+
+/// Orders every access before it against every access after it, on every architecture: an atomic
+/// operation that returns the old value is a full barrier.
+///
+/// # Safety
+/// `any` must point to eight aligned bytes that the program may write; they are left as they are.
+#[inline(always)]
+pub unsafe fn fence(any: *mut u64) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        asm!("{1} = atomic_fetch_add((u64 *)({0} + 0), {1})", in(reg) any, inout(reg) 0u64 => _);
+    }
+}

@@ -1,0 +1,62 @@
+//! Decisions into the ring buffer, while somebody listens.
+
+use aya_ebpf::{
+    EbpfContext,
+    helpers::{
+        bpf_get_current_comm, bpf_get_current_pid_tgid,
+        generated::{bpf_get_socket_cookie, bpf_ktime_get_ns},
+    },
+};
+use dataplane_common::{Addr, Event, Hook, Port, Reason};
+
+use super::{Family, SockAddr, config};
+use crate::{
+    select::{Request, Verdict},
+    tables::EVENTS,
+};
+
+/// Reports a verdict. Without a listener this is one load and one branch.
+#[inline(always)]
+pub fn report<F: Family>(call: &SockAddr<F>, hook: Hook, request: &Request, verdict: &Verdict) {
+    let Some(config) = config() else { return };
+    // SAFETY: an aligned word that user space stores to.
+    let until = unsafe { core::ptr::read_volatile(&raw const config.listen_until) };
+    if until == 0 {
+        return;
+    }
+    // SAFETY: the helper has no preconditions.
+    let now = unsafe { bpf_ktime_get_ns() };
+    if now >= until {
+        return;
+    }
+    let Some(mut entry) = EVENTS.reserve(0) else {
+        return;
+    };
+    let (endpoint, reason, pool) = match verdict {
+        Verdict::Pass => (None, Reason::NotService, 0),
+        Verdict::Refuse { reason, pool } => (None, *reason, *pool),
+        Verdict::Translate {
+            endpoint,
+            reason,
+            pool,
+        } => (Some(endpoint), *reason, *pool),
+    };
+    entry.write(Event {
+        at: now,
+        netns: request.netns,
+        // SAFETY: the program's context.
+        socket: unsafe { bpf_get_socket_cookie(call.ctx.as_ptr()) },
+        destination: request.addr,
+        endpoint: endpoint.map_or(Addr::UNSPECIFIED, |endpoint| endpoint.addr),
+        destination_port: request.port,
+        endpoint_port: endpoint.map_or(Port::ANY, |endpoint| endpoint.port),
+        pool,
+        pid: (bpf_get_current_pid_tgid() >> 32) as u32,
+        reason: reason as u8,
+        hook: hook as u8,
+        protocol: request.protocol,
+        reserved: 0,
+        comm: bpf_get_current_comm().unwrap_or_default(),
+    });
+    entry.submit(0);
+}

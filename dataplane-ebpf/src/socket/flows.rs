@@ -1,0 +1,127 @@
+//! The VIPs that an unconnected UDP socket talks to, in the socket's own storage.
+//!
+//! Two threads may send on one socket at once. A flow is therefore published by its
+//! `endpoint_port`: cleared first, stored last, with a fence between; a reader sees a whole flow or
+//! none.
+
+use core::ptr::{read_volatile, write_volatile};
+
+use dataplane_common::{
+    Addr, Port, Reason,
+    tables::{Endpoint, Peer, UDP_FLOWS, UdpFlows},
+};
+
+use super::{Family, SockAddr};
+use crate::{atomic, select::count, tables::FLOWS};
+
+/// The endpoint that this socket used for a VIP last.
+#[inline(always)]
+pub fn endpoint_for<F: Family>(call: &SockAddr<F>, vip: Addr, port: Port) -> Option<Endpoint> {
+    // SAFETY: `sk` of a sendmsg hook is a full socket.
+    let flows = unsafe { FLOWS.get_ptr_mut(&call.ctx) };
+    if flows.is_null() {
+        return None;
+    }
+    for index in 0..UDP_FLOWS as u32 {
+        let flow = place(flows, index);
+        // SAFETY: within the socket's element.
+        unsafe {
+            if (*flow).vip_port == port && (*flow).vip == vip && is_published(flow) {
+                return Some(Endpoint::new((*flow).endpoint, (*flow).endpoint_port));
+            }
+        }
+    }
+    None
+}
+
+/// The VIP that a reply from an endpoint belongs to: that which was asked last, if it is that
+/// endpoint's, else any.
+#[inline(always)]
+pub fn vip_of<F: Family>(call: &SockAddr<F>, addr: Addr, port: Port) -> Option<(Addr, Port)> {
+    // SAFETY: `sk` of a recvmsg hook is a full socket.
+    let flows = unsafe { FLOWS.get_ptr_mut(&call.ctx) };
+    if flows.is_null() {
+        return None;
+    }
+    // SAFETY: within the socket's element.
+    let recent = unsafe { read_volatile(&raw const (*flows).recent) };
+    for index in 0..UDP_FLOWS as u32 {
+        let flow = place(flows, recent.wrapping_add(index));
+        // SAFETY: within the socket's element.
+        unsafe {
+            if (*flow).endpoint_port == port && (*flow).endpoint == addr && is_published(flow) {
+                return Some(((*flow).vip, (*flow).vip_port));
+            }
+        }
+    }
+    None
+}
+
+/// Remembers a flow, in the place of an earlier one to the same VIP, else of the oldest.
+#[inline(always)]
+pub fn remember<F: Family>(call: &SockAddr<F>, new: &Peer) {
+    // SAFETY: `sk` of a sendmsg hook is a full socket.
+    let flows = unsafe { FLOWS.get_or_insert_ptr_mut(&call.ctx, None) };
+    if flows.is_null() {
+        count(Reason::PeerNotKept);
+        return;
+    }
+    for index in 0..UDP_FLOWS as u32 {
+        let flow = place(flows, index);
+        // SAFETY: within the socket's element.
+        unsafe {
+            if (*flow).vip_port != new.vip_port || (*flow).vip != new.vip || !is_published(flow) {
+                continue;
+            }
+            if (*flow).endpoint_port != new.endpoint_port || (*flow).endpoint != new.endpoint {
+                publish(flows, flow, new);
+            }
+            write_volatile(&raw mut (*flows).recent, index);
+        }
+        return;
+    }
+    // SAFETY: within the socket's element.
+    unsafe {
+        let written = read_volatile(&raw const (*flows).written);
+        write_volatile(&raw mut (*flows).written, written.wrapping_add(1));
+        let flow = place(flows, written);
+        if is_published(flow) {
+            count(Reason::FlowForgotten);
+        }
+        publish(flows, flow, new);
+        write_volatile(&raw mut (*flows).recent, written);
+    }
+}
+
+/// # Safety
+/// `flow` must be a place in `flows`, a socket's element.
+#[inline(always)]
+unsafe fn publish(flows: *mut UdpFlows, flow: *mut Peer, new: &Peer) {
+    let any = flows.cast::<u64>();
+    // SAFETY: the caller's promise; the element is aligned to eight bytes.
+    unsafe {
+        write_volatile(&raw mut (*flow).endpoint_port, Port::ANY);
+        atomic::fence(any);
+        (*flow).vip = new.vip;
+        (*flow).vip_port = new.vip_port;
+        (*flow).endpoint = new.endpoint;
+        atomic::fence(any);
+        write_volatile(&raw mut (*flow).endpoint_port, new.endpoint_port);
+    }
+}
+
+/// A flow's place, the index taken modulo [`UDP_FLOWS`].
+#[inline(always)]
+fn place(flows: *mut UdpFlows, index: u32) -> *mut Peer {
+    let index = (index as usize) & (UDP_FLOWS - 1);
+    // SAFETY: in bounds by the mask above.
+    unsafe { (&raw mut (*flows).flows).cast::<Peer>().add(index) }
+}
+
+/// # Safety
+/// `flow` must be a place in a socket's element.
+#[inline(always)]
+unsafe fn is_published(flow: *const Peer) -> bool {
+    // SAFETY: the caller's promise.
+    unsafe { read_volatile(&raw const (*flow).endpoint_port) != Port::ANY }
+}

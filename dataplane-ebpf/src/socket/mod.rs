@@ -1,0 +1,201 @@
+//! Decisions at the socket: the address that a system call gives or gets is changed, and no packet
+//! is ever touched.
+
+pub mod connect;
+mod events;
+mod flows;
+pub mod getpeername;
+pub mod recvmsg;
+pub mod sendmsg;
+
+use core::{
+    marker::PhantomData,
+    ptr::{read_volatile, write_volatile},
+};
+
+use aya_ebpf::{
+    EbpfContext,
+    bindings::bpf_sock_addr,
+    helpers::generated::{bpf_get_netns_cookie, bpf_set_retval},
+    programs::SockAddrContext,
+};
+use dataplane_common::{Addr, Port, Protocol, Reason, tables::Config};
+
+use crate::{
+    select::{Request, Verdict, count, count_pool},
+    tables::CONFIG,
+};
+
+/// The system call goes on.
+pub const GO_ON: i32 = 1;
+/// The system call fails with the error set by [`refuse`].
+const REFUSED: i32 = 0;
+/// `ECONNREFUSED` on every architecture that we build for (`include/uapi/asm-generic/errno.h`).
+const ECONNREFUSED: i32 = 111;
+
+/// Which family a program is for.
+pub trait Family {
+    /// Reads the address of the system call.
+    ///
+    /// # Safety
+    /// `ctx` must be the program's context.
+    unsafe fn addr(ctx: *const bpf_sock_addr) -> Addr;
+    /// Replaces the address of the system call.
+    ///
+    /// # Safety
+    /// `ctx` must be the program's context.
+    unsafe fn set_addr(ctx: *mut bpf_sock_addr, addr: Addr);
+}
+
+/// `user_ip4`.
+pub struct V4;
+/// `user_ip6`.
+pub struct V6;
+
+// The verifier rewrites context accesses one field at a time (`sock_addr_convert_ctx_access` in
+// net/core/filter.c), so the compiler must not merge or split them: hence volatile.
+
+impl Family for V4 {
+    #[inline(always)]
+    unsafe fn addr(ctx: *const bpf_sock_addr) -> Addr {
+        // SAFETY: a field of the context.
+        Addr::from_v4_word(unsafe { read_volatile(&raw const (*ctx).user_ip4) })
+    }
+
+    #[inline(always)]
+    unsafe fn set_addr(ctx: *mut bpf_sock_addr, addr: Addr) {
+        // SAFETY: a field of the context.
+        unsafe { write_volatile(&raw mut (*ctx).user_ip4, addr.words()[3]) };
+    }
+}
+
+impl Family for V6 {
+    #[inline(always)]
+    unsafe fn addr(ctx: *const bpf_sock_addr) -> Addr {
+        // SAFETY: fields of the context.
+        unsafe {
+            let ip = (&raw const (*ctx).user_ip6).cast::<u32>();
+            Addr::from_words([
+                read_volatile(ip),
+                read_volatile(ip.add(1)),
+                read_volatile(ip.add(2)),
+                read_volatile(ip.add(3)),
+            ])
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn set_addr(ctx: *mut bpf_sock_addr, addr: Addr) {
+        let [a, b, c, d] = addr.words();
+        // SAFETY: fields of the context.
+        unsafe {
+            let ip = (&raw mut (*ctx).user_ip6).cast::<u32>();
+            write_volatile(ip, a);
+            write_volatile(ip.add(1), b);
+            write_volatile(ip.add(2), c);
+            write_volatile(ip.add(3), d);
+        }
+    }
+}
+
+/// The address in a system call, and the socket it is for.
+pub struct SockAddr<F> {
+    pub ctx: SockAddrContext,
+    family: PhantomData<F>,
+}
+
+impl<F: Family> SockAddr<F> {
+    #[inline(always)]
+    pub fn new(ctx: SockAddrContext) -> Self {
+        Self {
+            ctx,
+            family: PhantomData,
+        }
+    }
+
+    #[inline(always)]
+    pub fn addr(&self) -> Addr {
+        // SAFETY: the program's context.
+        unsafe { F::addr(self.ctx.sock_addr) }
+    }
+
+    #[inline(always)]
+    pub fn port(&self) -> Port {
+        // SAFETY: a field of the context; the port is its low half, in network order.
+        let port = unsafe { read_volatile(&raw const (*self.ctx.sock_addr).user_port) };
+        Port::from_be(port as u16)
+    }
+
+    /// Replaces address and port of the system call.
+    #[inline(always)]
+    pub fn set(&self, addr: Addr, port: Port) {
+        // SAFETY: fields of the context.
+        unsafe {
+            F::set_addr(self.ctx.sock_addr, addr);
+            write_volatile(
+                &raw mut (*self.ctx.sock_addr).user_port,
+                u32::from(port.be()),
+            );
+        }
+    }
+
+    /// What this system call asks for; `None` if its protocol is one that services do not have.
+    #[inline(always)]
+    fn request(&self) -> Option<Request> {
+        // SAFETY: a field of the context.
+        let number = unsafe { read_volatile(&raw const (*self.ctx.sock_addr).protocol) };
+        let protocol = Protocol::from_number(number as u8);
+        if protocol != Protocol::TCP && protocol != Protocol::UDP {
+            return None;
+        }
+        // SAFETY: the program's context.
+        let netns = unsafe { bpf_get_netns_cookie(self.ctx.as_ptr()) };
+        Some(Request {
+            addr: self.addr(),
+            port: self.port(),
+            protocol,
+            netns,
+            own_loopback: config().is_some_and(|config| config.host_netns == netns),
+        })
+    }
+
+    /// Counts a verdict and carries it out, for what is the same whatever the system call.
+    #[inline(always)]
+    fn carry_out(&self, verdict: &Verdict) -> i32 {
+        match verdict {
+            Verdict::Pass => {
+                count(Reason::NotService);
+                GO_ON
+            }
+            Verdict::Refuse { reason, pool } => {
+                count(*reason);
+                count_pool(*pool, *reason);
+                refuse()
+            }
+            Verdict::Translate {
+                endpoint,
+                reason,
+                pool,
+            } => {
+                count(*reason);
+                count_pool(*pool, *reason);
+                self.set(endpoint.addr, endpoint.port);
+                GO_ON
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn config() -> Option<&'static Config> {
+    CONFIG.get(0)
+}
+
+/// Makes the system call fail as it does when an iptables `REJECT` answers: at once, with
+/// `ECONNREFUSED`.
+#[inline(always)]
+fn refuse() -> i32 {
+    // SAFETY: the helper has no preconditions.
+    unsafe { bpf_set_retval(-ECONNREFUSED) };
+    REFUSED
+}

@@ -1,0 +1,22 @@
+//! `sendto()` and `sendmsg()` with an address, on a UDP socket: each datagram is decided on its
+//! own, but a socket that sends to the same VIP again keeps its endpoint while that is in the pool,
+//! as a conntrack entry would.
+
+use dataplane_common::Hook;
+
+use super::{Family, GO_ON, SockAddr, events, flows};
+use crate::select::{Verdict, decide};
+
+#[inline(always)]
+pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
+    let Some(request) = call.request() else {
+        return GO_ON;
+    };
+    let used = flows::endpoint_for(call, request.addr, request.port);
+    let verdict = decide(&request, used);
+    events::report(call, Hook::Sendmsg, &request, &verdict);
+    if let Verdict::Translate { endpoint, .. } = &verdict {
+        flows::remember(call, &request.peer(endpoint));
+    }
+    call.carry_out(&verdict)
+}
