@@ -8,15 +8,15 @@ use crate::{
 
 /// Where the tables are: the kernel's own maps, those maps read from user space, or a test's.
 pub trait Tables {
-    /// Looks up a frontend.
-    fn frontend(&self, key: &FrontendKey) -> Option<Frontend>;
+    /// Looks up a frontend: [`Frontend::NONE`] if the key is not there.
+    fn frontend(&self, key: &FrontendKey) -> Frontend;
     /// Reads a pool. The block must be read as one word.
     fn pool(&self, index: u32) -> Option<Pool>;
     /// Reads a slot.
     fn endpoint(&self, slot: u32) -> Option<Endpoint>;
 }
 
-/// Which frontend a destination is.
+/// Which frontend a destination is, or [`Frontend::NONE`].
 ///
 /// `own_loopback` says that a loopback address is the node's own, that is, that the client is in
 /// the node's network namespace. Two lookups where the destination is no service's, one where it
@@ -28,21 +28,20 @@ pub fn find_frontend<T: Tables>(
     port: Port,
     protocol: Protocol,
     own_loopback: bool,
-) -> Option<Frontend> {
-    if let Some(frontend) = tables.frontend(&FrontendKey::new(addr, port, protocol)) {
-        return Some(frontend);
+) -> Frontend {
+    let exact = tables.frontend(&FrontendKey::new(addr, port, protocol));
+    if !exact.is_none() {
+        return exact;
     }
-    let is_node = if addr.is_loopback() {
-        own_loopback
-    } else {
-        let address = tables.frontend(&FrontendKey::address(addr))?;
-        if address.kind != Kind::NODE_ADDRESS {
-            return Some(address);
+    if addr.is_loopback() {
+        if !own_loopback {
+            return Frontend::NONE;
         }
-        true
-    };
-    if !is_node {
-        return None;
+    } else {
+        let address = tables.frontend(&FrontendKey::address(addr));
+        if address.kind() != Kind::NODE_ADDRESS {
+            return address;
+        }
     }
     tables.frontend(&FrontendKey::node_port(addr.is_v4(), port, protocol))
 }

@@ -133,8 +133,11 @@ impl core::fmt::Debug for Kind {
     }
 }
 
-/// What answers a [`FrontendKey`]. Never changes while the key belongs to one service: what
-/// changes is the pool.
+/// What answers a [`FrontendKey`], in one word. Never changes while the key belongs to one service:
+/// what changes is the pool.
+///
+/// Bits 0-31: index into `POOLS`, 0 (which is never a pool) for [`Kind::NODE_ADDRESS`]; 32-39: the
+/// kind.
 #[repr(C)]
 #[cfg_attr(
     feature = "user",
@@ -145,24 +148,50 @@ impl core::fmt::Debug for Kind {
         zerocopy::KnownLayout
     )
 )]
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Frontend {
-    /// Index into `POOLS`; 0, which is never a pool, for [`Kind::NODE_ADDRESS`].
-    pub pool: u32,
-    /// Which kind of address the key is.
-    pub kind: Kind,
-    /// Zero.
-    pub reserved: [u8; 3],
-}
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Frontend(u64);
 
 impl Frontend {
+    /// No frontend: what a lookup answers for a key that is not there.
+    ///
+    /// (An `Option` would do in user space. In the programs the compiler leaves a `None`'s payload
+    /// undefined and may copy it all the same, which the verifier does not allow.)
+    pub const NONE: Self = Self(0);
+
     /// A frontend of `kind`, answered by `pool`.
+    #[inline(always)]
     pub const fn new(pool: u32, kind: Kind) -> Self {
-        Self {
-            pool,
-            kind,
-            reserved: [0; 3],
-        }
+        Self(pool as u64 | (kind.0 as u64) << 32)
+    }
+
+    /// From the word in the table.
+    #[inline(always)]
+    pub const fn from_word(word: u64) -> Self {
+        Self(word)
+    }
+
+    /// Index into `POOLS`.
+    #[inline(always)]
+    pub const fn pool(self) -> u32 {
+        (self.0 & 0xffff_ffff) as u32
+    }
+
+    /// Which kind of address the key is.
+    #[inline(always)]
+    pub const fn kind(self) -> Kind {
+        Kind((self.0 >> 32) as u8)
+    }
+
+    /// Whether this is [`Frontend::NONE`].
+    #[inline(always)]
+    pub const fn is_none(self) -> bool {
+        self.0 == 0
+    }
+}
+
+impl core::fmt::Debug for Frontend {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        write!(f, "{:?} -> pool {}", self.kind(), self.pool())
     }
 }
 
@@ -290,6 +319,9 @@ pub struct Endpoint {
 }
 
 impl Endpoint {
+    /// No endpoint: none has port 0.
+    pub const NONE: Self = Self::new(Addr::UNSPECIFIED, Port::ANY);
+
     /// An endpoint.
     #[inline(always)]
     pub const fn new(addr: Addr, port: Port) -> Self {
@@ -298,6 +330,12 @@ impl Endpoint {
             port,
             reserved: [0; 6],
         }
+    }
+
+    /// Whether this is [`Endpoint::NONE`].
+    #[inline(always)]
+    pub const fn is_none(&self) -> bool {
+        self.port.be() == 0
     }
 }
 

@@ -1,6 +1,6 @@
 //! Service to endpoint, on the live tables.
 
-use core::ptr::{read_volatile, write_volatile};
+use core::ptr::{self, read_volatile, write_volatile};
 
 use aya_ebpf::helpers::generated::{
     bpf_get_prandom_u32, bpf_get_smp_processor_id, bpf_ktime_get_ns,
@@ -23,10 +23,16 @@ pub struct Live;
 
 impl decide::Tables for Live {
     #[inline(always)]
-    fn frontend(&self, key: &FrontendKey) -> Option<Frontend> {
-        // SAFETY: the value is eight aligned bytes, read at once. Its element is not reused while
-        // this program runs: user space waits for a grace period after it frees one.
-        unsafe { FRONTENDS.get(0)?.get(key).map(|value| read_volatile(value)) }
+    fn frontend(&self, key: &FrontendKey) -> Frontend {
+        let Some(table) = FRONTENDS.get(0) else {
+            return Frontend::NONE;
+        };
+        match table.get_ptr_mut(key) {
+            // SAFETY: the value is eight aligned bytes, read by one load. Its element is not reused
+            // while this program runs: user space waits for a grace period after it frees one.
+            Some(value) => Frontend::from_word(unsafe { read_volatile(value.cast::<u64>()) }),
+            None => Frontend::NONE,
+        }
     }
 
     #[inline(always)]
@@ -49,18 +55,28 @@ impl decide::Tables for Live {
     }
 }
 
-/// What is to be done with a destination.
-pub enum Verdict {
-    /// No service's: left alone.
-    Pass,
-    /// Refused.
-    Refuse { reason: Reason, pool: u32 },
-    /// Goes to `endpoint`.
-    Translate {
-        endpoint: Endpoint,
-        reason: Reason,
-        pool: u32,
-    },
+/// What is to be done with a destination, and why.
+///
+/// Every field has a value whatever the reason: the payload of an `enum`'s other variants would be
+/// undefined, and the compiler may copy what is undefined, which the verifier does not allow.
+pub struct Verdict {
+    /// Why.
+    pub reason: Reason,
+    /// Which pool answered; 0 if none did.
+    pub pool: u32,
+    /// Where to go; [`Endpoint::NONE`] to leave the destination alone or to refuse it.
+    pub endpoint: Endpoint,
+}
+
+impl Verdict {
+    #[inline(always)]
+    const fn without_endpoint(reason: Reason, pool: u32) -> Self {
+        Self {
+            reason,
+            pool,
+            endpoint: Endpoint::NONE,
+        }
+    }
 }
 
 /// What asks.
@@ -92,103 +108,74 @@ impl Request {
 
 /// Decides, given the endpoint that this client already uses for this destination, if any.
 #[inline(always)]
-pub fn decide(request: &Request, used: Option<Endpoint>) -> Verdict {
-    let Some(frontend) = decide::find_frontend(
+pub fn decide(request: &Request, used: &Endpoint) -> Verdict {
+    let frontend = decide::find_frontend(
         &Live,
         request.addr,
         request.port,
         request.protocol,
         request.own_loopback,
-    ) else {
-        return Verdict::Pass;
-    };
-    let index = frontend.pool;
+    );
+    if frontend.is_none() {
+        return Verdict::without_endpoint(Reason::NotService, 0);
+    }
+    let index = frontend.pool();
     let Some(pool) = decide::Tables::pool(&Live, index) else {
-        return Verdict::Refuse {
-            reason: Reason::Dangling,
-            pool: index,
-        };
+        return Verdict::without_endpoint(Reason::Dangling, index);
     };
     if pool.block.is_empty() {
-        return Verdict::Refuse {
-            reason: decide::refusal(pool.block),
-            pool: index,
-        };
+        return Verdict::without_endpoint(decide::refusal(pool.block), index);
     }
-    if let Some(endpoint) = used
-        && decide::contains(&Live, pool.block, &endpoint)
-    {
-        return Verdict::Translate {
-            endpoint,
+    let mut earlier = *used;
+    let mut affinity = ptr::null_mut::<Affinity>();
+    let mut now = 0;
+    let client = AffinityKey {
+        client: Addr::from_netns_cookie(request.netns),
+        group: pool.affinity_group,
+    };
+    if pool.affinity_seconds != 0 {
+        // SAFETY: the helper has no preconditions.
+        now = unsafe { bpf_ktime_get_ns() };
+        if let Some(entry) = AFFINITY.get_value_ptr_mut(0, &client) {
+            affinity = entry;
+            // SAFETY: an LRU's element may be reused while it is read; what is read is then an
+            // endpoint of another client, which the block contains or not like any other.
+            let (endpoint, used_at) = unsafe { ((*entry).endpoint, (*entry).used_at) };
+            let timeout = u64::from(pool.affinity_seconds) * 1_000_000_000;
+            if earlier.is_none() && now.wrapping_sub(used_at) <= timeout {
+                earlier = endpoint;
+            }
+        }
+    }
+    if !earlier.is_none() && decide::contains(&Live, pool.block, &earlier) {
+        if !affinity.is_null() {
+            // SAFETY: one aligned word of the element above.
+            unsafe { write_volatile(&raw mut (*affinity).used_at, now) };
+        }
+        return Verdict {
+            endpoint: earlier,
             reason: Reason::Kept,
             pool: index,
         };
     }
-    if pool.affinity_seconds != 0 {
-        return with_affinity(Addr::from_netns_cookie(request.netns), index, &pool);
-    }
-    match draw(pool.block) {
-        Some(endpoint) => Verdict::Translate {
-            endpoint,
-            reason: Reason::Translated,
-            pool: index,
-        },
-        None => Verdict::Refuse {
-            reason: Reason::Dangling,
-            pool: index,
-        },
-    }
-}
-
-#[inline(always)]
-fn draw(block: Block) -> Option<Endpoint> {
     // SAFETY: the helper has no preconditions.
     let random = unsafe { bpf_get_prandom_u32() };
-    decide::Tables::endpoint(&Live, decide::draw(block, random))
-}
-
-/// Session affinity `ClientIP`: the client's last endpoint, if it is still in the pool and was used
-/// within the timeout; else a new one, remembered.
-#[inline(always)]
-fn with_affinity(client: Addr, index: u32, pool: &Pool) -> Verdict {
-    let key = AffinityKey {
-        client,
-        group: pool.affinity_group,
+    let Some(endpoint) = decide::Tables::endpoint(&Live, decide::draw(pool.block, random)) else {
+        return Verdict::without_endpoint(Reason::Dangling, index);
     };
-    // SAFETY: the helper has no preconditions.
-    let now = unsafe { bpf_ktime_get_ns() };
-    let timeout = u64::from(pool.affinity_seconds) * 1_000_000_000;
-    let table = AFFINITY.get(0);
-    if let Some(table) = table
-        && let Some(entry) = table.get_ptr_mut(&key)
-    {
-        // SAFETY: an LRU element may be reused while it is read; what is read is then only an
-        // endpoint that the block does not contain, or another client's, which is as good.
-        let (endpoint, used_at) = unsafe { ((*entry).endpoint, (*entry).used_at) };
-        if now.wrapping_sub(used_at) <= timeout && decide::contains(&Live, pool.block, &endpoint) {
-            // SAFETY: one aligned word of the same element.
-            unsafe { write_volatile(&raw mut (*entry).used_at, now) };
-            return Verdict::Translate {
-                endpoint,
-                reason: Reason::Kept,
-                pool: index,
-            };
+    if pool.affinity_seconds != 0 {
+        let entry = Affinity {
+            endpoint,
+            used_at: now,
+        };
+        let kept = AFFINITY
+            .get(0)
+            .is_some_and(|table| table.insert(&client, entry, 0).is_ok());
+        if !kept {
+            count(Reason::AffinityFull);
         }
     }
-    let Some(endpoint) = draw(pool.block) else {
-        return Verdict::Refuse {
-            reason: Reason::Dangling,
-            pool: index,
-        };
-    };
-    let entry = Affinity {
-        endpoint,
-        used_at: now,
-    };
-    if table.is_none_or(|table| table.insert(&key, entry, 0).is_err()) {
-        count(Reason::AffinityFull);
-    }
-    Verdict::Translate {
+    Verdict {
         endpoint,
         reason: Reason::Translated,
         pool: index,

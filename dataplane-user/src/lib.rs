@@ -4,6 +4,7 @@
 //! Arrows run one way: `model <- {source, plan}`, `plan <- kernel`, and [`agent`] and [`cli`]
 //! above all.
 
+pub mod kernel;
 pub mod model;
 pub mod plan;
 pub mod source;

@@ -1,10 +1,13 @@
 //! `connect()`: the VIP is replaced by an endpoint before the kernel routes or sends anything.
 
-use dataplane_common::{Hook, Port, Reason, tables::Peer};
+use dataplane_common::{
+    Hook, Port, Reason,
+    tables::{Endpoint, Peer},
+};
 
 use super::{Family, GO_ON, SockAddr, events};
 use crate::{
-    select::{Verdict, count, decide},
+    select::{count, decide},
     tables::PEERS,
 };
 
@@ -13,12 +16,12 @@ pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
     let Some(request) = call.request() else {
         return GO_ON;
     };
-    let verdict = decide(&request, None);
+    let verdict = decide(&request, &Endpoint::NONE);
     events::report(call, Hook::Connect, &request, &verdict);
-    match &verdict {
-        Verdict::Pass => forget_peer(call),
-        Verdict::Refuse { .. } => {}
-        Verdict::Translate { endpoint, .. } => remember_peer(call, &request.peer(endpoint)),
+    if verdict.reason == Reason::NotService {
+        forget_peer(call);
+    } else if !verdict.endpoint.is_none() {
+        remember_peer(call, &request.peer(&verdict.endpoint));
     }
     call.carry_out(&verdict)
 }

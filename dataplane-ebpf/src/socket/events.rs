@@ -7,7 +7,7 @@ use aya_ebpf::{
         generated::{bpf_get_socket_cookie, bpf_ktime_get_ns},
     },
 };
-use dataplane_common::{Addr, Event, Hook, Port, Reason};
+use dataplane_common::{Event, Hook};
 
 use super::{Family, SockAddr, config};
 use crate::{
@@ -32,27 +32,18 @@ pub fn report<F: Family>(call: &SockAddr<F>, hook: Hook, request: &Request, verd
     let Some(mut entry) = EVENTS.reserve(0) else {
         return;
     };
-    let (endpoint, reason, pool) = match verdict {
-        Verdict::Pass => (None, Reason::NotService, 0),
-        Verdict::Refuse { reason, pool } => (None, *reason, *pool),
-        Verdict::Translate {
-            endpoint,
-            reason,
-            pool,
-        } => (Some(endpoint), *reason, *pool),
-    };
     entry.write(Event {
         at: now,
         netns: request.netns,
         // SAFETY: the program's context.
         socket: unsafe { bpf_get_socket_cookie(call.ctx.as_ptr()) },
         destination: request.addr,
-        endpoint: endpoint.map_or(Addr::UNSPECIFIED, |endpoint| endpoint.addr),
+        endpoint: verdict.endpoint.addr,
         destination_port: request.port,
-        endpoint_port: endpoint.map_or(Port::ANY, |endpoint| endpoint.port),
-        pool,
+        endpoint_port: verdict.endpoint.port,
+        pool: verdict.pool,
         pid: (bpf_get_current_pid_tgid() >> 32) as u32,
-        reason: reason as u8,
+        reason: verdict.reason as u8,
         hook: hook as u8,
         protocol: request.protocol,
         reserved: 0,

@@ -14,34 +14,36 @@ use dataplane_common::{
 use super::{Family, SockAddr};
 use crate::{atomic, select::count, tables::FLOWS};
 
-/// The endpoint that this socket used for a VIP last.
+/// The endpoint that this socket used for a VIP last, or [`Endpoint::NONE`].
 #[inline(always)]
-pub fn endpoint_for<F: Family>(call: &SockAddr<F>, vip: Addr, port: Port) -> Option<Endpoint> {
+pub fn endpoint_for<F: Family>(call: &SockAddr<F>, vip: Addr, port: Port) -> Endpoint {
     // SAFETY: `sk` of a sendmsg hook is a full socket.
     let flows = unsafe { FLOWS.get_ptr_mut(&call.ctx) };
+    let mut endpoint = Endpoint::NONE;
     if flows.is_null() {
-        return None;
+        return endpoint;
     }
     for index in 0..UDP_FLOWS as u32 {
         let flow = place(flows, index);
         // SAFETY: within the socket's element.
         unsafe {
             if (*flow).vip_port == port && (*flow).vip == vip && is_published(flow) {
-                return Some(Endpoint::new((*flow).endpoint, (*flow).endpoint_port));
+                endpoint = Endpoint::new((*flow).endpoint, (*flow).endpoint_port);
+                break;
             }
         }
     }
-    None
+    endpoint
 }
 
-/// The VIP that a reply from an endpoint belongs to: that which was asked last, if it is that
-/// endpoint's, else any.
+/// Gives a reply's source the VIP that it belongs to: that which was asked last, if it is that
+/// endpoint's, else any. Says whether there is one.
 #[inline(always)]
-pub fn vip_of<F: Family>(call: &SockAddr<F>, addr: Addr, port: Port) -> Option<(Addr, Port)> {
+pub fn translate_reply<F: Family>(call: &SockAddr<F>, addr: Addr, port: Port) -> bool {
     // SAFETY: `sk` of a recvmsg hook is a full socket.
     let flows = unsafe { FLOWS.get_ptr_mut(&call.ctx) };
     if flows.is_null() {
-        return None;
+        return false;
     }
     // SAFETY: within the socket's element.
     let recent = unsafe { read_volatile(&raw const (*flows).recent) };
@@ -50,11 +52,12 @@ pub fn vip_of<F: Family>(call: &SockAddr<F>, addr: Addr, port: Port) -> Option<(
         // SAFETY: within the socket's element.
         unsafe {
             if (*flow).endpoint_port == port && (*flow).endpoint == addr && is_published(flow) {
-                return Some(((*flow).vip, (*flow).vip_port));
+                call.set((*flow).vip, (*flow).vip_port);
+                return true;
             }
         }
     }
-    None
+    false
 }
 
 /// Remembers a flow, in the place of an earlier one to the same VIP, else of the oldest.

@@ -162,27 +162,16 @@ impl<F: Family> SockAddr<F> {
     /// Counts a verdict and carries it out, for what is the same whatever the system call.
     #[inline(always)]
     fn carry_out(&self, verdict: &Verdict) -> i32 {
-        match verdict {
-            Verdict::Pass => {
-                count(Reason::NotService);
-                GO_ON
-            }
-            Verdict::Refuse { reason, pool } => {
-                count(*reason);
-                count_pool(*pool, *reason);
-                refuse()
-            }
-            Verdict::Translate {
-                endpoint,
-                reason,
-                pool,
-            } => {
-                count(*reason);
-                count_pool(*pool, *reason);
-                self.set(endpoint.addr, endpoint.port);
-                GO_ON
-            }
+        count(verdict.reason);
+        if verdict.reason == Reason::NotService {
+            return GO_ON;
         }
+        count_pool(verdict.pool, verdict.reason);
+        if verdict.endpoint.is_none() {
+            return refuse();
+        }
+        self.set(verdict.endpoint.addr, verdict.endpoint.port);
+        GO_ON
     }
 }
 

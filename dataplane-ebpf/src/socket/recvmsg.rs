@@ -19,8 +19,7 @@ pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
             return GO_ON;
         }
     }
-    if let Some((vip, vip_port)) = flows::vip_of(call, addr, port) {
-        call.set(vip, vip_port);
+    if flows::translate_reply(call, addr, port) {
         count(Reason::ReplyTranslated);
     }
     GO_ON

@@ -5,7 +5,7 @@
 use dataplane_common::Hook;
 
 use super::{Family, GO_ON, SockAddr, events, flows};
-use crate::select::{Verdict, decide};
+use crate::select::decide;
 
 #[inline(always)]
 pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
@@ -13,10 +13,10 @@ pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
         return GO_ON;
     };
     let used = flows::endpoint_for(call, request.addr, request.port);
-    let verdict = decide(&request, used);
+    let verdict = decide(&request, &used);
     events::report(call, Hook::Sendmsg, &request, &verdict);
-    if let Verdict::Translate { endpoint, .. } = &verdict {
-        flows::remember(call, &request.peer(endpoint));
+    if !verdict.endpoint.is_none() {
+        flows::remember(call, &request.peer(&verdict.endpoint));
     }
     call.carry_out(&verdict)
 }

@@ -1,0 +1,255 @@
+//! The kernel: loading, attaching, pinning and adopting our programs and tables, and writing the
+//! tables. The only room that names aya, and the only one in user space with `unsafe`.
+
+mod error;
+mod map;
+mod monitor;
+mod object;
+mod pins;
+pub mod probe;
+mod programs;
+mod sys;
+mod tables;
+
+use std::{
+    fs::File,
+    path::{Path, PathBuf},
+};
+
+use nix::fcntl::Flock;
+
+pub use error::Error;
+pub use monitor::Monitor;
+pub use pins::{CleanupItem, cleanup};
+pub use programs::{Attachment, cgroup2_root};
+pub use tables::{Growth, Limits, Tables, Usage};
+
+use self::{
+    error::Doing,
+    pins::{MAPS, Pins},
+};
+use crate::plan::{Contents, Demand, Write};
+
+/// Where one node's programs and tables are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Paths {
+    /// Our directory on a bpffs, for example `/sys/fs/bpf/dataplane`.
+    pub bpffs: PathBuf,
+    /// The cgroup v2 directory whose processes are served.
+    pub cgroup: PathBuf,
+}
+
+/// Our directory on a bpffs, unless told otherwise.
+pub const DEFAULT_BPFFS: &str = "/sys/fs/bpf/dataplane";
+
+/// The tables' one writer. Dropping it changes nothing: programs and tables stay pinned.
+#[derive(Debug)]
+pub struct Kernel {
+    pins: Pins,
+    limits: Limits,
+    tables: Tables,
+    adopted: bool,
+    /// A hash element was freed, and may be reused by the next that is added: not before a grace
+    /// period has passed.
+    freed: bool,
+    _lock: Flock<File>,
+}
+
+impl Kernel {
+    /// Takes over the node: adopts what an earlier agent pinned, or creates it; loads the programs,
+    /// and attaches them or swaps them in place.
+    ///
+    /// Programs attached to empty tables leave everything alone, so nothing is served before the
+    /// first [`Kernel::apply`], and nothing is refused.
+    ///
+    /// # Errors
+    /// [`Error::Busy`] if another agent runs; [`Error::Foreign`] and [`Error::Damaged`] for pins
+    /// that cannot be adopted, which are left as they are; otherwise the kernel's refusal.
+    pub fn open(paths: &Paths, limits: Limits) -> Result<Self, Error> {
+        object::programs()?;
+        let pins = Pins::new(&paths.bpffs);
+        pins.create_directories()?;
+        let lock = pins.lock()?;
+        let adopted = prepare(&pins)?;
+        let mut ebpf = programs::load(&pins)?;
+        if !adopted {
+            Tables::create(&pins)?;
+        }
+        let tables = Tables::open_pins(&pins, true)?;
+        let netns = sys::netns_cookie()
+            .doing(|| "cannot ask for this network namespace's cookie".to_owned())?;
+        tables.set_config(netns);
+        programs::attach(&mut ebpf, &pins, &paths.cgroup)?;
+        Ok(Self {
+            pins,
+            limits,
+            tables,
+            adopted,
+            freed: false,
+            _lock: lock,
+        })
+    }
+
+    /// Whether tables of an earlier agent were adopted.
+    pub fn adopted(&self) -> bool {
+        self.adopted
+    }
+
+    /// The tables, for reading.
+    pub fn tables(&self) -> &Tables {
+        &self.tables
+    }
+
+    /// The limits that it was opened with.
+    pub fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    /// What the tables hold.
+    ///
+    /// # Errors
+    /// If the kernel does not let it be read.
+    pub fn contents(&self) -> Result<Contents, Error> {
+        self.tables.contents()
+    }
+
+    /// Makes the tables large enough for a plan, while the programs run.
+    ///
+    /// # Errors
+    /// [`Error::TableFull`] or [`Error::Grow`]; nothing that is served has changed.
+    pub fn reserve(&mut self, demand: &Demand) -> Result<Vec<Growth>, Error> {
+        self.tables.reserve(demand, &self.limits)
+    }
+
+    /// Carries out a plan's writes, in their order, after [`Kernel::reserve`].
+    ///
+    /// # Errors
+    /// The kernel's refusal of a write; those before it are done, and the planner must be made
+    /// anew from [`Kernel::contents`].
+    pub fn apply(&mut self, writes: &[Write]) -> Result<(), Error> {
+        let mut keys = Vec::new();
+        let mut values = Vec::new();
+        let mut writes = writes.iter().peekable();
+        while let Some(write) = writes.next() {
+            match write {
+                Write::Endpoints { base, endpoints } => self.tables.set_endpoints(*base, endpoints),
+                Write::Pool { index, pool, fresh } => self.tables.set_pool(*index, pool, *fresh),
+                Write::Insert { key, frontend } => {
+                    self.settle()?;
+                    keys.push(*key);
+                    values.push(*frontend);
+                    if !matches!(writes.peek(), Some(Write::Insert { .. })) {
+                        self.tables
+                            .frontends()
+                            .set_all(&keys, &values)
+                            .doing(|| format!("cannot add {} entries to FRONTENDS", keys.len()))?;
+                        keys.clear();
+                        values.clear();
+                    }
+                }
+                Write::Replace { key, frontend } => {
+                    self.settle()?;
+                    self.tables
+                        .frontends()
+                        .set(key, frontend)
+                        .doing(|| format!("cannot change {key:?} in FRONTENDS"))?;
+                    self.freed = true;
+                }
+                Write::Remove { key } => {
+                    self.tables
+                        .frontends()
+                        .remove(key)
+                        .doing(|| format!("cannot remove {key:?} from FRONTENDS"))?;
+                    self.freed = true;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn settle(&mut self) -> Result<(), Error> {
+        if self.freed { self.grace() } else { Ok(()) }
+    }
+
+    /// Waits until no program that runs now can still see what was removed.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
+    pub fn grace(&mut self) -> Result<(), Error> {
+        self.tables.grace()?;
+        self.freed = false;
+        Ok(())
+    }
+
+    /// Removes what an agent of another layout left pinned, once this one serves: until then both
+    /// are attached, and the later finds nothing left to translate.
+    ///
+    /// # Errors
+    /// If a pin cannot be removed.
+    pub fn retire_other_layouts(&self) -> Result<Vec<CleanupItem>, Error> {
+        let mut removed = Vec::new();
+        for layout in self.pins.other_layouts() {
+            removed.extend(pins::remove_layout(&layout, false)?);
+        }
+        Ok(removed)
+    }
+
+    /// Detaches the programs and removes every pin of ours: the node is as it was.
+    ///
+    /// # Errors
+    /// If a pin cannot be removed.
+    pub fn detach(self) -> Result<Vec<CleanupItem>, Error> {
+        let root = self.pins.root().to_path_buf();
+        drop(self);
+        cleanup(&root, false)
+    }
+}
+
+/// Whether there is something to adopt. Pins that are incomplete, with no program attached, serve
+/// nobody and are removed: an agent that died while it made them left them.
+fn prepare(pins: &Pins) -> Result<bool, Error> {
+    let attached = pins.any_link()?;
+    let mut there = 0;
+    let mut absent = None;
+    for map in &MAPS {
+        match pins.open_map(map)? {
+            Some(_) => there += 1,
+            None => absent = Some(map.name),
+        }
+    }
+    match (absent, attached) {
+        (Some(name), true) => Err(Error::Damaged {
+            path: pins.map(name),
+            what: "it is not there".into(),
+        }),
+        (None, true) => Ok(true),
+        (_, false) => {
+            if there > 0 {
+                pins::remove_layout(&pins.layout(), false)?;
+                pins.create_directories()?;
+            }
+            Ok(false)
+        }
+    }
+}
+
+/// Who writes the tables below `bpffs` now, if anybody does.
+pub fn writer(bpffs: &Path) -> Option<u32> {
+    Pins::new(bpffs).writer()
+}
+
+/// Asks the kernel how our programs are attached.
+///
+/// # Errors
+/// If the cgroup cannot be opened.
+pub fn attachments(paths: &Paths) -> Result<Vec<Attachment>, Error> {
+    programs::attachments(&Pins::new(&paths.bpffs), &paths.cgroup)
+}
+
+/// The cookie of the network namespace that this thread is in.
+///
+/// # Errors
+/// If the kernel is older than 5.14.
+pub fn netns_cookie() -> Result<u64, Error> {
+    sys::netns_cookie().doing(|| "cannot ask for this network namespace's cookie".to_owned())
+}

@@ -1,0 +1,138 @@
+//! Listening to the programs' decisions.
+
+use std::{
+    fs::File,
+    os::fd::AsFd,
+    path::Path,
+    sync::atomic::Ordering,
+    time::{Duration, Instant},
+};
+
+use aya::maps::{MapData, RingBuf};
+use dataplane_common::{Event, tables::Config};
+use nix::{
+    errno::Errno,
+    fcntl::{Flock, FlockArg},
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    time::{ClockId, clock_gettime},
+};
+use zerocopy::FromBytes;
+
+use super::{
+    error::{Doing, Error},
+    map::Mapped,
+    pins::{MAPS, Pins},
+};
+
+/// How long the programs write events after the listener last said that it listens.
+const LEASE: Duration = Duration::from_secs(3);
+
+/// A listener. The ring has one reader at a time.
+pub struct Monitor {
+    ring: RingBuf<MapData>,
+    config: Mapped<Config>,
+    renewed: Option<Instant>,
+    _lock: Flock<File>,
+}
+
+impl Monitor {
+    /// Starts to listen.
+    ///
+    /// # Errors
+    /// [`Error::Busy`] if somebody else listens; otherwise if the pins are not there.
+    pub fn open(bpffs: &Path) -> Result<Self, Error> {
+        let pins = Pins::new(bpffs);
+        let open = |index: usize| {
+            pins.open_map(&MAPS[index])?.ok_or_else(|| Error::Io {
+                what: format!(
+                    "{} is not there: no agent has run on it",
+                    pins.map(MAPS[index].name).display()
+                ),
+                source: std::io::ErrorKind::NotFound.into(),
+            })
+        };
+        let (events, _) = open(6)?;
+        let (config, _) = open(7)?;
+        let directory = pins.layout().join("maps");
+        let lock =
+            File::open(&directory).doing(|| format!("cannot open {}", directory.display()))?;
+        let lock = Flock::lock(lock, FlockArg::LockExclusiveNonblock).map_err(|(_, error)| {
+            let what = if error == Errno::EWOULDBLOCK {
+                "another `dataplane monitor` listens already; one at a time".to_owned()
+            } else {
+                format!("cannot lock {}", directory.display())
+            };
+            Error::Io {
+                what,
+                source: error.into(),
+            }
+        })?;
+        let doing = || "cannot open the ring of events".to_owned();
+        let events = MapData::from_fd(events)
+            .map_err(std::io::Error::other)
+            .doing(doing)?;
+        let events = aya::maps::Map::RingBuf(events);
+        let mut ring = RingBuf::try_from(events)
+            .map_err(std::io::Error::other)
+            .doing(doing)?;
+        let config = Mapped::map(config, 1, true).doing(doing)?;
+        // What is left from an earlier listener is old.
+        while ring.next().is_some() {}
+        let mut monitor = Self {
+            ring,
+            config,
+            renewed: None,
+            _lock: lock,
+        };
+        monitor.renew();
+        Ok(monitor)
+    }
+
+    /// The next event, if there is one within `timeout`. Call it at least every second.
+    ///
+    /// # Errors
+    /// If waiting fails.
+    pub fn next(&mut self, timeout: Duration) -> Result<Option<Event>, Error> {
+        self.renew();
+        if let Some(event) = self.take() {
+            return Ok(Some(event));
+        }
+        let timeout = PollTimeout::try_from(timeout).unwrap_or(PollTimeout::MAX);
+        match poll(
+            &mut [PollFd::new(self.ring.as_fd(), PollFlags::POLLIN)],
+            timeout,
+        ) {
+            Ok(_) | Err(Errno::EINTR) => Ok(self.take()),
+            Err(error) => Err(error).doing(|| "cannot wait for events".to_owned()),
+        }
+    }
+
+    fn take(&mut self) -> Option<Event> {
+        let item = self.ring.next()?;
+        Event::read_from_prefix(&item).ok().map(|(event, _)| event)
+    }
+
+    fn renew(&mut self) {
+        if self.renewed.is_some_and(|at| at.elapsed() < LEASE / 3) {
+            return;
+        }
+        self.renewed = Some(Instant::now());
+        let Ok(now) = clock_gettime(ClockId::CLOCK_MONOTONIC) else {
+            return;
+        };
+        let until = (Duration::from(now) + LEASE).as_nanos();
+        self.set(u64::try_from(until).unwrap_or(u64::MAX));
+    }
+
+    fn set(&self, until: u64) {
+        if let Some(word) = self.config.word(0, 1) {
+            word.store(until, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Drop for Monitor {
+    fn drop(&mut self) {
+        self.set(0);
+    }
+}

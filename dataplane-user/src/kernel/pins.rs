@@ -1,0 +1,501 @@
+//! What is pinned, and where: one directory per layout, `<bpffs>/v<LAYOUT>/{maps,links}`.
+//!
+//! A pin is ours if it has the name, the kind and the shape that we give it. Whatever else lies
+//! there is named and left alone.
+
+use std::{
+    fs::{self, File},
+    io,
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::fs::MetadataExt,
+    },
+    path::{Path, PathBuf},
+};
+
+use aya_obj::generated::bpf_map_type::{
+    self, BPF_MAP_TYPE_ARRAY_OF_MAPS, BPF_MAP_TYPE_PERCPU_ARRAY, BPF_MAP_TYPE_RINGBUF,
+    BPF_MAP_TYPE_SK_STORAGE,
+};
+use dataplane_common::{
+    LAYOUT, Reason,
+    tables::{Config, Peer, UdpFlows},
+};
+use nix::{
+    errno::Errno,
+    fcntl::{Flock, FlockArg},
+    mount::MsFlags,
+    sys::statfs::{BPF_FS_MAGIC, statfs},
+};
+
+use super::{
+    error::{Doing, Error},
+    map::Mapped,
+    programs::PROGRAMS,
+    sys::{self, LinkInfo, MapInfo, ObjectKind, Shape},
+};
+
+/// Where a bpffs usually is.
+const USUAL_BPFFS: &str = "/sys/fs/bpf";
+
+/// A map that is pinned.
+pub struct MapSpec {
+    /// Its name in the object, and of its pin.
+    pub name: &'static str,
+    shape: Shape,
+    /// Its capacity; `None` where that is the object's business.
+    max_entries: Option<u32>,
+}
+
+const fn outer(name: &'static str) -> MapSpec {
+    let shape = Shape {
+        kind: BPF_MAP_TYPE_ARRAY_OF_MAPS,
+        key_size: 4,
+        value_size: 4,
+        flags: 0,
+    };
+    MapSpec {
+        name,
+        shape,
+        max_entries: Some(1),
+    }
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "small")]
+const fn storage<T>(name: &'static str) -> MapSpec {
+    const NO_PREALLOC: u32 = 1; // BPF_F_NO_PREALLOC, which this type demands
+    let shape = Shape {
+        kind: BPF_MAP_TYPE_SK_STORAGE,
+        key_size: 4,
+        value_size: size_of::<T>() as u32,
+        flags: NO_PREALLOC,
+    };
+    MapSpec {
+        name,
+        shape,
+        max_entries: Some(0),
+    }
+}
+
+/// Every map that is pinned.
+pub const MAPS: [MapSpec; 10] = [
+    outer("FRONTENDS"),
+    outer("POOLS"),
+    outer("ENDPOINTS"),
+    outer("STATS"),
+    outer("AFFINITY"),
+    MapSpec {
+        name: "REASONS",
+        shape: Shape {
+            kind: BPF_MAP_TYPE_PERCPU_ARRAY,
+            key_size: 4,
+            value_size: 8,
+            flags: 0,
+        },
+        max_entries: Some(Reason::SLOTS),
+    },
+    MapSpec {
+        name: "EVENTS",
+        shape: Shape {
+            kind: BPF_MAP_TYPE_RINGBUF,
+            key_size: 0,
+            value_size: 0,
+            flags: 0,
+        },
+        max_entries: None,
+    },
+    MapSpec {
+        name: "CONFIG",
+        shape: Mapped::<Config>::shape(false),
+        max_entries: Some(1),
+    },
+    storage::<Peer>("PEERS"),
+    storage::<UdpFlows>("FLOWS"),
+];
+
+impl MapSpec {
+    fn describe(kind: u32, key: u32, value: u32, flags: u32) -> String {
+        let kind = bpf_map_type::try_from(kind)
+            .map_or_else(|_| format!("type {kind}"), |kind| format!("{kind:?}"));
+        format!("a map of {kind} with keys of {key} and values of {value} bytes, flags {flags:#x}")
+    }
+
+    fn check(&self, path: &Path, info: &MapInfo) -> Result<(), Error> {
+        let shape = &self.shape;
+        let same = info.name == self.name
+            && info.kind == shape.kind as u32
+            && info.key_size == shape.key_size
+            && info.value_size == shape.value_size
+            && info.flags == shape.flags
+            && self.max_entries.is_none_or(|max| max == info.max_entries);
+        if same {
+            return Ok(());
+        }
+        Err(Error::Foreign {
+            path: path.into(),
+            found: format!(
+                "`{}`, {}",
+                info.name,
+                Self::describe(info.kind, info.key_size, info.value_size, info.flags)
+            ),
+            wanted: format!(
+                "`{}`, {}",
+                self.name,
+                Self::describe(
+                    shape.kind as u32,
+                    shape.key_size,
+                    shape.value_size,
+                    shape.flags
+                )
+            ),
+        })
+    }
+}
+
+/// The directories of one agent.
+#[derive(Clone, Debug)]
+pub struct Pins {
+    root: PathBuf,
+}
+
+impl Pins {
+    /// Below `root`, a directory on a bpffs.
+    pub fn new(root: &Path) -> Self {
+        Self { root: root.into() }
+    }
+
+    /// The directory with all layouts.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// The directory of this layout.
+    pub fn layout(&self) -> PathBuf {
+        self.root.join(format!("v{LAYOUT}"))
+    }
+
+    /// Where a map is pinned.
+    pub fn map(&self, name: &str) -> PathBuf {
+        self.layout().join("maps").join(name)
+    }
+
+    /// Where a program's link is pinned.
+    pub fn link(&self, program: &str) -> PathBuf {
+        self.layout().join("links").join(program)
+    }
+
+    /// Makes the directories, and mounts the bpffs where it is usually and is not.
+    pub fn create_directories(&self) -> Result<(), Error> {
+        self.mount_if_missing()?;
+        for directory in [self.layout().join("maps"), self.layout().join("links")] {
+            fs::create_dir_all(&directory)
+                .doing(|| format!("cannot create {}", directory.display()))?;
+        }
+        Ok(())
+    }
+
+    fn mount_if_missing(&self) -> Result<(), Error> {
+        if self.is_on_bpffs()? {
+            return Ok(());
+        }
+        if !self.root.starts_with(USUAL_BPFFS) {
+            return Err(Error::NotBpffs {
+                path: self.root.clone(),
+            });
+        }
+        nix::mount::mount(
+            Some("bpf"),
+            USUAL_BPFFS,
+            Some("bpf"),
+            MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC | MsFlags::MS_RELATIME,
+            Some("mode=700"),
+        )
+        .doing(|| format!("cannot mount a BPF filesystem on {USUAL_BPFFS}"))
+    }
+
+    /// Whether the directory, or the nearest one above it that exists, is on a bpffs.
+    pub fn is_on_bpffs(&self) -> Result<bool, Error> {
+        for directory in self.root.ancestors() {
+            match statfs(directory) {
+                Ok(found) => return Ok(found.filesystem_type() == BPF_FS_MAGIC),
+                Err(Errno::ENOENT) => {}
+                Err(error) => {
+                    return Err(error).doing(|| format!("cannot look at {}", directory.display()));
+                }
+            }
+        }
+        Ok(false)
+    }
+
+    /// Makes this process the one writer, until the lock is dropped or the process dies. The lock is
+    /// on the directory itself, so there is no lock file to go stale.
+    pub fn lock(&self) -> Result<Flock<File>, Error> {
+        let directory =
+            File::open(&self.root).doing(|| format!("cannot open {}", self.root.display()))?;
+        let inode = directory.metadata().map(|m| m.ino()).unwrap_or(0);
+        Flock::lock(directory, FlockArg::LockExclusiveNonblock).map_err(|(_, error)| match error {
+            Errno::EWOULDBLOCK => Error::Busy {
+                directory: self.root.clone(),
+                pid: holder(inode),
+            },
+            error => Error::Io {
+                what: format!("cannot lock {}", self.root.display()),
+                source: error.into(),
+            },
+        })
+    }
+
+    /// Who is the writer now, if there is one and `/proc/locks` names it.
+    pub fn writer(&self) -> Option<u32> {
+        holder(fs::metadata(&self.root).ok()?.ino())
+    }
+
+    /// Opens a pinned map and checks that it is ours. `None`: there is no such pin.
+    pub fn open_map(&self, spec: &MapSpec) -> Result<Option<(OwnedFd, MapInfo)>, Error> {
+        let path = self.map(spec.name);
+        let Some(fd) = get(&path)? else {
+            return Ok(None);
+        };
+        let kind = kind(&path, &fd)?;
+        if kind != ObjectKind::Map {
+            return Err(Error::Foreign {
+                path,
+                found: format!("a {kind:?}").to_lowercase(),
+                wanted: "a map".into(),
+            });
+        }
+        let info = sys::map_info(fd.as_fd()).doing(|| format!("cannot ask what {path:?} is"))?;
+        spec.check(&path, &info)?;
+        Ok(Some((fd, info)))
+    }
+
+    /// Opens a program's pinned link and checks that it is ours. `None`: there is no such pin.
+    pub fn open_link(
+        &self,
+        program: &super::programs::Spec,
+    ) -> Result<Option<(OwnedFd, LinkInfo)>, Error> {
+        let path = self.link(program.name);
+        let Some(fd) = get(&path)? else {
+            return Ok(None);
+        };
+        let foreign = |found: String| Error::Foreign {
+            path: path.clone(),
+            found,
+            wanted: format!("the cgroup link of program {}", program.name),
+        };
+        let kind = kind(&path, &fd)?;
+        if kind != ObjectKind::Link {
+            return Err(foreign(format!("a {kind:?}").to_lowercase()));
+        }
+        let info = sys::link_info(fd.as_fd()).doing(|| format!("cannot ask what {path:?} is"))?;
+        if !info.is_cgroup || info.attach_type != program.hook as u32 {
+            return Err(foreign("a link of another kind".into()));
+        }
+        let loaded = sys::prog_by_id(info.program)
+            .and_then(|fd| sys::prog_info(fd.as_fd()))
+            .doing(|| format!("cannot ask which program {path:?} holds"))?;
+        if loaded.name != program.name {
+            return Err(foreign(format!("a link of program {}", loaded.name)));
+        }
+        Ok(Some((fd, info)))
+    }
+
+    /// Whether any of our programs is attached by this layout's links.
+    pub fn any_link(&self) -> Result<bool, Error> {
+        for program in &PROGRAMS {
+            if self
+                .open_link(program)?
+                .is_some_and(|(_, link)| link.cgroup != 0)
+            {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// The directories of other layouts, older or newer.
+    pub fn other_layouts(&self) -> Vec<PathBuf> {
+        let mine = self.layout();
+        layouts(&self.root)
+            .into_iter()
+            .filter(|directory| *directory != mine)
+            .collect()
+    }
+}
+
+fn layouts(root: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = fs::read_dir(root) else {
+        return Vec::new();
+    };
+    let mut found: Vec<PathBuf> = entries
+        .filter_map(Result::ok)
+        .map(|entry| entry.path())
+        .filter(|path| {
+            path.file_name()
+                .and_then(|name| name.to_str())
+                .and_then(|name| name.strip_prefix('v'))
+                .is_some_and(|version| version.parse::<u32>().is_ok())
+        })
+        .collect();
+    found.sort();
+    found
+}
+
+fn get(path: &Path) -> Result<Option<OwnedFd>, Error> {
+    match sys::obj_get(path) {
+        Ok(fd) => Ok(Some(fd)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        // Not a pin at all: a directory, or a file on another filesystem.
+        Err(error)
+            if matches!(error.raw_os_error(), Some(libc::EACCES | libc::EINVAL))
+                && path.exists() =>
+        {
+            Err(Error::Foreign {
+                path: path.into(),
+                found: format!("something that cannot be opened as a BPF object ({error})"),
+                wanted: "one of our pins".into(),
+            })
+        }
+        Err(error) => Err(error).doing(|| format!("cannot open {}", path.display())),
+    }
+}
+
+fn kind(path: &Path, fd: &OwnedFd) -> Result<ObjectKind, Error> {
+    sys::object_kind(fd.as_fd()).doing(|| format!("cannot tell what {} is", path.display()))
+}
+
+/// The process that holds a flock on an inode, by `/proc/locks` (`proc_locks(5)`).
+fn holder(inode: u64) -> Option<u32> {
+    let locks = fs::read_to_string("/proc/locks").ok()?;
+    let inode = inode.to_string();
+    locks.lines().find_map(|line| {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        let [_, "FLOCK", _, "WRITE", pid, place, ..] = fields[..] else {
+            return None;
+        };
+        (place.rsplit(':').next() == Some(&inode))
+            .then(|| pid.parse().ok())
+            .flatten()
+    })
+}
+
+/// What `cleanup` found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CleanupItem {
+    /// The pin, or the directory.
+    pub path: PathBuf,
+    /// What it is.
+    pub what: String,
+    /// Whether it is ours, and so is (or would be) removed.
+    pub ours: bool,
+}
+
+/// Removes everything of ours below `bpffs` and only that: links first, which detaches the
+/// programs. With `dry_run`, says what it would remove.
+///
+/// # Errors
+/// [`Error::Busy`] while an agent runs; otherwise if a pin cannot be looked at or removed.
+pub fn cleanup(bpffs: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
+    let pins = Pins::new(bpffs);
+    if !bpffs.exists() {
+        return Ok(Vec::new());
+    }
+    if !pins.is_on_bpffs()? {
+        return Err(Error::NotBpffs { path: bpffs.into() });
+    }
+    let _lock = pins.lock()?;
+    let mut items = Vec::new();
+    for layout in layouts(bpffs) {
+        items.extend(remove_layout(&layout, dry_run)?);
+    }
+    remove_directory(bpffs, dry_run, &mut items)?;
+    Ok(items)
+}
+
+/// Removes what is ours in one layout's directory.
+pub fn remove_layout(layout: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
+    let mut items = Vec::new();
+    for (sub, wanted) in [("links", ObjectKind::Link), ("maps", ObjectKind::Map)] {
+        let directory = layout.join(sub);
+        let Ok(entries) = fs::read_dir(&directory) else {
+            continue;
+        };
+        let mut paths: Vec<PathBuf> = entries.filter_map(Result::ok).map(|e| e.path()).collect();
+        paths.sort();
+        for path in paths {
+            let (what, ours) = classify(&path, wanted);
+            if ours && !dry_run {
+                fs::remove_file(&path).doing(|| format!("cannot remove {}", path.display()))?;
+            }
+            items.push(CleanupItem { path, what, ours });
+        }
+        remove_directory(&directory, dry_run, &mut items)?;
+    }
+    remove_directory(layout, dry_run, &mut items)?;
+    Ok(items)
+}
+
+fn remove_directory(
+    directory: &Path,
+    dry_run: bool,
+    items: &mut Vec<CleanupItem>,
+) -> Result<(), Error> {
+    if !directory.exists() {
+        return Ok(());
+    }
+    if dry_run {
+        let kept = items
+            .iter()
+            .any(|item| !item.ours && item.path.starts_with(directory));
+        items.push(CleanupItem {
+            path: directory.into(),
+            what: "directory".into(),
+            ours: !kept,
+        });
+        return Ok(());
+    }
+    let ours = match fs::remove_dir(directory) {
+        Ok(()) => true,
+        Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty => false,
+        Err(error) => {
+            return Err(error).doing(|| format!("cannot remove {}", directory.display()));
+        }
+    };
+    items.push(CleanupItem {
+        path: directory.into(),
+        what: "directory".into(),
+        ours,
+    });
+    Ok(())
+}
+
+/// What a pin is, and whether it is ours: of the right kind, and the map or the program in it has
+/// the name of the pin. (Other layouts' shapes are not known here.)
+fn classify(path: &Path, wanted: ObjectKind) -> (String, bool) {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let fd = match sys::obj_get(path) {
+        Ok(fd) => fd,
+        Err(error) => return (format!("not a BPF object ({error})"), false),
+    };
+    let found = match sys::object_kind(fd.as_fd()) {
+        Ok(ObjectKind::Map) => sys::map_info(fd.as_fd()).map(|map| {
+            (
+                ObjectKind::Map,
+                map.name.clone(),
+                format!("map {}", map.name),
+            )
+        }),
+        Ok(ObjectKind::Link) => sys::link_info(fd.as_fd()).and_then(|link| {
+            let program =
+                sys::prog_by_id(link.program).and_then(|fd| sys::prog_info(fd.as_fd()))?;
+            let what = format!("link {} of program {}", link.id, program.name);
+            Ok((ObjectKind::Link, program.name, what))
+        }),
+        Ok(kind) => return (format!("a {kind:?}").to_lowercase(), false),
+        Err(error) => Err(error),
+    };
+    match found {
+        Ok((kind, inner, what)) => (what, kind == wanted && inner == name),
+        Err(error) => (format!("unknown ({error})"), false),
+    }
+}

@@ -1,0 +1,1 @@
+//! What this machine can do: asked of it, not guessed from its version.

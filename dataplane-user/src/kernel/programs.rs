@@ -1,0 +1,280 @@
+//! Our programs, and how they are attached: one pinned cgroup link each, whose program is swapped
+//! in place.
+
+use std::{
+    fs::{self, File},
+    os::{
+        fd::{AsFd, BorrowedFd},
+        unix::fs::MetadataExt,
+    },
+    path::{Path, PathBuf},
+};
+
+use aya::{
+    Ebpf, EbpfLoader, VerifierLogLevel,
+    programs::{CgroupSockAddr, Program},
+};
+use aya_obj::generated::bpf_attach_type::{
+    self, BPF_CGROUP_INET4_CONNECT, BPF_CGROUP_INET4_GETPEERNAME, BPF_CGROUP_INET6_CONNECT,
+    BPF_CGROUP_INET6_GETPEERNAME, BPF_CGROUP_UDP4_RECVMSG, BPF_CGROUP_UDP4_SENDMSG,
+    BPF_CGROUP_UDP6_RECVMSG, BPF_CGROUP_UDP6_SENDMSG,
+};
+
+use super::{
+    error::{Doing, Error},
+    object,
+    pins::{MAPS, Pins},
+    sys,
+};
+
+/// A program and its hook.
+#[derive(Clone, Copy, Debug)]
+pub struct Spec {
+    /// Its name, in the object, in the kernel and of its link's pin.
+    pub name: &'static str,
+    /// Where it is attached.
+    pub hook: bpf_attach_type,
+}
+
+/// Every program, in the order in which they are attached: what answers a socket's questions comes
+/// before what makes it ask them.
+pub const PROGRAMS: [Spec; 8] = [
+    Spec {
+        name: "recvmsg4",
+        hook: BPF_CGROUP_UDP4_RECVMSG,
+    },
+    Spec {
+        name: "recvmsg6",
+        hook: BPF_CGROUP_UDP6_RECVMSG,
+    },
+    Spec {
+        name: "getpeername4",
+        hook: BPF_CGROUP_INET4_GETPEERNAME,
+    },
+    Spec {
+        name: "getpeername6",
+        hook: BPF_CGROUP_INET6_GETPEERNAME,
+    },
+    Spec {
+        name: "sendmsg4",
+        hook: BPF_CGROUP_UDP4_SENDMSG,
+    },
+    Spec {
+        name: "sendmsg6",
+        hook: BPF_CGROUP_UDP6_SENDMSG,
+    },
+    Spec {
+        name: "connect4",
+        hook: BPF_CGROUP_INET4_CONNECT,
+    },
+    Spec {
+        name: "connect6",
+        hook: BPF_CGROUP_INET6_CONNECT,
+    },
+];
+
+/// Loads the programs. Maps that are pinned are used; those that are not are created and pinned.
+pub fn load(pins: &Pins) -> Result<Ebpf, Error> {
+    // Writing the verifier's log takes most of the time of a load: only where there is something to
+    // read in it.
+    load_logging(pins, VerifierLogLevel::DISABLE).or_else(|error| match error {
+        Error::Load { .. } => load_logging(pins, VerifierLogLevel::VERBOSE),
+        error => Err(error),
+    })
+}
+
+fn load_logging(pins: &Pins, level: VerifierLogLevel) -> Result<Ebpf, Error> {
+    let mut loader = EbpfLoader::new();
+    loader.verifier_log_level(level);
+    for map in &MAPS {
+        loader.map_pin_path(map.name, pins.map(map.name));
+    }
+    let mut ebpf = loader.load(object::programs()?).map_err(Box::new)?;
+    for spec in &PROGRAMS {
+        program(&mut ebpf, spec)?
+            .load()
+            .map_err(|source| Error::Load {
+                program: spec.name,
+                source: Box::new(source),
+            })?;
+    }
+    Ok(ebpf)
+}
+
+fn program<'a>(ebpf: &'a mut Ebpf, spec: &Spec) -> Result<&'a mut CgroupSockAddr, Error> {
+    match ebpf.program_mut(spec.name) {
+        Some(Program::CgroupSockAddr(program)) => Ok(program),
+        _ => Err(Error::Io {
+            what: format!("the object has no program {}", spec.name),
+            source: std::io::ErrorKind::NotFound.into(),
+        }),
+    }
+}
+
+/// Attaches every program to a cgroup, or, where its link is there already, swaps the program in
+/// place: no moment without one.
+pub fn attach(ebpf: &mut Ebpf, pins: &Pins, cgroup: &Path) -> Result<(), Error> {
+    let directory =
+        File::open(cgroup).doing(|| format!("cannot open the cgroup {}", cgroup.display()))?;
+    let id = cgroup_id(&directory, cgroup)?;
+    for spec in &PROGRAMS {
+        let program = program(ebpf, spec)?;
+        let fd = program
+            .fd()
+            .map_err(|source| Error::Load {
+                program: spec.name,
+                source: Box::new(source),
+            })?
+            .as_fd();
+        match pins.open_link(spec)? {
+            Some((link, info)) if info.cgroup == id => sys::link_update(link.as_fd(), fd)
+                .doing(|| format!("cannot swap program {}", spec.name))?,
+            // On another cgroup, or on one that is gone: attached anew, then the pin is replaced.
+            Some(_) => create(spec, fd, &directory, &pins.link(spec.name), true)?,
+            None => create(spec, fd, &directory, &pins.link(spec.name), false)?,
+        }
+    }
+    Ok(())
+}
+
+fn create(
+    spec: &Spec,
+    program: BorrowedFd<'_>,
+    cgroup: &File,
+    path: &Path,
+    replace: bool,
+) -> Result<(), Error> {
+    let link = sys::link_create_cgroup(program, cgroup.as_fd(), spec.hook)
+        .doing(|| format!("cannot attach program {} to the cgroup", spec.name))?;
+    if !replace {
+        return sys::obj_pin(link.as_fd(), path).doing(|| format!("cannot pin {}", path.display()));
+    }
+    let new = path.with_extension("new");
+    let _ = fs::remove_file(&new);
+    sys::obj_pin(link.as_fd(), &new).doing(|| format!("cannot pin {}", new.display()))?;
+    fs::rename(&new, path).doing(|| format!("cannot replace {}", path.display()))
+}
+
+/// A cgroup's id, which links tell: its directory's inode number (`cgroup_id` in
+/// `include/linux/cgroup.h`, with 64-bit inode numbers).
+fn cgroup_id(directory: &File, path: &Path) -> Result<u64, Error> {
+    directory
+        .metadata()
+        .map(|m| m.ino())
+        .doing(|| format!("cannot look at {}", path.display()))
+}
+
+/// Where the cgroup v2 hierarchy is mounted: `/sys/fs/cgroup`, or elsewhere on machines with both
+/// versions (`proc_pid_mountinfo(5)`).
+///
+/// # Errors
+/// [`Error::NoCgroup2`] if there is none.
+pub fn cgroup2_root() -> Result<PathBuf, Error> {
+    let mounts = fs::read_to_string("/proc/self/mountinfo")
+        .doing(|| "cannot read /proc/self/mountinfo".into())?;
+    mounts
+        .lines()
+        .find_map(cgroup2_mount)
+        .ok_or(Error::NoCgroup2)
+}
+
+fn cgroup2_mount(line: &str) -> Option<PathBuf> {
+    let (before, after) = line.split_once(" - ")?;
+    if after.split(' ').next()? != "cgroup2" {
+        return None;
+    }
+    // The kernel writes spaces in paths as \040.
+    Some(before.split(' ').nth(4)?.replace("\\040", " ").into())
+}
+
+/// How a program is attached, as the kernel says now.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Attachment {
+    /// The program's name, which is its hook's.
+    pub program: &'static str,
+    /// Its link, if there is one.
+    pub link_id: Option<u32>,
+    /// The program that the link holds.
+    pub program_id: Option<u32>,
+    /// A hash of the program's instructions.
+    pub tag: Option<u64>,
+    /// What is wrong, if anything: it is attached, and runs for the cgroup, if this is `None`.
+    pub problem: Option<String>,
+}
+
+/// Asks the kernel how our programs are attached: the pins, the links in them, and whether the
+/// cgroup really runs them.
+///
+/// # Errors
+/// If the cgroup cannot be opened. What is wrong with a single program is in its
+/// [`Attachment::problem`].
+pub fn attachments(pins: &Pins, cgroup: &Path) -> Result<Vec<Attachment>, Error> {
+    let directory =
+        File::open(cgroup).doing(|| format!("cannot open the cgroup {}", cgroup.display()))?;
+    let id = cgroup_id(&directory, cgroup)?;
+    Ok(PROGRAMS
+        .iter()
+        .map(|spec| attachment(pins, spec, &directory, id))
+        .collect())
+}
+
+fn attachment(pins: &Pins, spec: &Spec, cgroup: &File, cgroup_id: u64) -> Attachment {
+    let mut found = Attachment {
+        program: spec.name,
+        link_id: None,
+        program_id: None,
+        tag: None,
+        problem: None,
+    };
+    let link = match pins.open_link(spec) {
+        Ok(Some((_, link))) => link,
+        Ok(None) => {
+            found.problem = Some(format!(
+                "not attached: {} is not there",
+                pins.link(spec.name).display()
+            ));
+            return found;
+        }
+        Err(error) => {
+            found.problem = Some(error.to_string());
+            return found;
+        }
+    };
+    found.link_id = Some(link.id);
+    found.program_id = Some(link.program);
+    found.tag = sys::prog_by_id(link.program)
+        .and_then(|fd| sys::prog_info(fd.as_fd()))
+        .map(|info| info.tag)
+        .ok();
+    found.problem = if link.cgroup == 0 {
+        Some("its cgroup was removed; restart the agent to attach anew".into())
+    } else if link.cgroup != cgroup_id {
+        Some(format!(
+            "attached to another cgroup (id {}, not {cgroup_id})",
+            link.cgroup
+        ))
+    } else {
+        match sys::cgroup_programs(cgroup.as_fd(), spec.hook) {
+            Ok(ids) if ids.contains(&link.program) => None,
+            Ok(_) => Some("the link is there, but the cgroup does not run the program".into()),
+            Err(error) => Some(format!("cannot ask what the cgroup runs: {error}")),
+        }
+    };
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn finds_cgroup2_wherever_it_is_mounted() {
+        let hybrid =
+            "40 32 0:36 / /sys/fs/cgroup/unified rw,relatime shared:9 - cgroup2 cgroup2 rw";
+        assert_eq!(cgroup2_mount(hybrid), Some("/sys/fs/cgroup/unified".into()));
+        let spaced = "40 32 0:36 / /mnt/a\\040b rw - cgroup2 none rw";
+        assert_eq!(cgroup2_mount(spaced), Some("/mnt/a b".into()));
+        let v1 = "33 32 0:29 / /sys/fs/cgroup/cpu rw,relatime shared:10 - cgroup cgroup rw,cpu";
+        assert_eq!(cgroup2_mount(v1), None);
+    }
+}

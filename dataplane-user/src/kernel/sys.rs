@@ -1,0 +1,481 @@
+//! The `bpf(2)` calls that aya 0.14 has no public form of, each as one small function.
+//!
+//! Keys and values are byte slices whose lengths the caller guarantees to be the map's: the typed
+//! layer over this is [`super::map`].
+
+use std::{
+    ffi::{CStr, CString},
+    io,
+    mem::{size_of, zeroed},
+    os::{
+        fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
+        unix::ffi::OsStrExt,
+    },
+    path::Path,
+};
+
+use aya_obj::generated::{
+    bpf_attach_type, bpf_attr, bpf_cmd, bpf_link_info, bpf_map_info, bpf_map_type, bpf_prog_info,
+    bpf_prog_type,
+};
+
+/// # Safety
+/// Every pointer in `attr` must be valid for what `cmd` does with it.
+unsafe fn bpf(cmd: bpf_cmd, attr: &mut bpf_attr) -> io::Result<i64> {
+    // SAFETY: the caller's promise; the kernel takes as many bytes as we say there are.
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_bpf,
+            cmd as libc::c_long,
+            std::ptr::from_mut(attr),
+            size_of::<bpf_attr>(),
+        )
+    };
+    if result < 0 {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(result)
+    }
+}
+
+/// # Safety
+/// As [`bpf`], and `cmd` must be one that answers a file descriptor.
+unsafe fn bpf_fd(cmd: bpf_cmd, attr: &mut bpf_attr) -> io::Result<OwnedFd> {
+    // SAFETY: the caller's promise.
+    let fd = unsafe { bpf(cmd, attr) }?;
+    let fd = i32::try_from(fd).map_err(|_| io::Error::other("bpf() answered no descriptor"))?;
+    // SAFETY: the kernel made this descriptor for us just now.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+fn attr() -> bpf_attr {
+    // SAFETY: a union of plain integers, for all of which zero is a value; the kernel wants unused
+    // bytes to be zero.
+    unsafe { zeroed() }
+}
+
+#[expect(clippy::cast_sign_loss, reason = "a descriptor is not negative")]
+fn raw(fd: BorrowedFd<'_>) -> u32 {
+    fd.as_raw_fd() as u32
+}
+
+fn c_path(path: &Path) -> io::Result<CString> {
+    CString::new(path.as_os_str().as_bytes()).map_err(io::Error::other)
+}
+
+/// The shape of a map.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// Its type.
+    pub kind: bpf_map_type,
+    /// Bytes of a key.
+    pub key_size: u32,
+    /// Bytes of a value.
+    pub value_size: u32,
+    /// `BPF_F_…`.
+    pub flags: u32,
+}
+
+/// Creates a map. The name is cut to what the kernel keeps (15 bytes).
+pub fn map_create(name: &str, shape: &Shape, max_entries: u32) -> io::Result<OwnedFd> {
+    let mut attr = attr();
+    // SAFETY: no pointers in this command's attributes; a union field of plain integers.
+    unsafe {
+        let create = &mut attr.__bindgen_anon_1;
+        create.map_type = shape.kind as u32;
+        create.key_size = shape.key_size;
+        create.value_size = shape.value_size;
+        create.max_entries = max_entries;
+        create.map_flags = shape.flags;
+        for (to, from) in create.map_name.iter_mut().zip(name.bytes().take(15)) {
+            *to = from.cast_signed();
+        }
+        bpf_fd(bpf_cmd::BPF_MAP_CREATE, &mut attr)
+    }
+}
+
+/// Looks a key up; `false` if it is not there.
+pub fn map_lookup(map: BorrowedFd<'_>, key: &[u8], value: &mut [u8]) -> io::Result<bool> {
+    let mut attr = attr();
+    // SAFETY: key and value are as long as the map's, by the module's contract.
+    let result = unsafe {
+        let elem = &mut attr.__bindgen_anon_2;
+        elem.map_fd = raw(map);
+        elem.key = key.as_ptr() as u64;
+        elem.__bindgen_anon_1.value = value.as_mut_ptr() as u64;
+        bpf(bpf_cmd::BPF_MAP_LOOKUP_ELEM, &mut attr)
+    };
+    found(result.map(|_| ()))
+}
+
+/// Adds or replaces a key.
+pub fn map_update(map: BorrowedFd<'_>, key: &[u8], value: &[u8], flags: u64) -> io::Result<()> {
+    let mut attr = attr();
+    // SAFETY: key and value are as long as the map's, by the module's contract; only read.
+    unsafe {
+        let elem = &mut attr.__bindgen_anon_2;
+        elem.map_fd = raw(map);
+        elem.key = key.as_ptr() as u64;
+        elem.__bindgen_anon_1.value = value.as_ptr() as u64;
+        elem.flags = flags;
+        bpf(bpf_cmd::BPF_MAP_UPDATE_ELEM, &mut attr).map(|_| ())
+    }
+}
+
+/// Removes a key; `false` if it was not there.
+pub fn map_delete(map: BorrowedFd<'_>, key: &[u8]) -> io::Result<bool> {
+    let mut attr = attr();
+    // SAFETY: the key is as long as the map's, by the module's contract; only read.
+    let result = unsafe {
+        let elem = &mut attr.__bindgen_anon_2;
+        elem.map_fd = raw(map);
+        elem.key = key.as_ptr() as u64;
+        bpf(bpf_cmd::BPF_MAP_DELETE_ELEM, &mut attr)
+    };
+    found(result.map(|_| ()))
+}
+
+fn found(result: io::Result<()>) -> io::Result<bool> {
+    match result {
+        Ok(()) => Ok(true),
+        Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// Adds or replaces `count` keys. On an error, the number in it says how many were done before.
+pub fn map_update_batch(
+    map: BorrowedFd<'_>,
+    keys: &[u8],
+    values: &[u8],
+    count: u32,
+) -> Result<(), (u32, io::Error)> {
+    let mut attr = attr();
+    attr.batch.map_fd = raw(map);
+    attr.batch.keys = keys.as_ptr() as u64;
+    attr.batch.values = values.as_ptr() as u64;
+    attr.batch.count = count;
+    // SAFETY: `keys` and `values` hold `count` elements, by the module's contract; only read.
+    match unsafe { bpf(bpf_cmd::BPF_MAP_UPDATE_BATCH, &mut attr) } {
+        Ok(_) => Ok(()),
+        // SAFETY: the same union field that was written.
+        Err(error) => Err((unsafe { attr.batch.count }, error)),
+    }
+}
+
+/// Reads up to `count` keys of a hash. `position` is where to go on, `None` from the start.
+/// Answers how many were read, and the next position, `None` at the end.
+pub fn map_lookup_batch(
+    map: BorrowedFd<'_>,
+    position: Option<u32>,
+    keys: &mut [u8],
+    values: &mut [u8],
+    count: u32,
+) -> io::Result<(u32, Option<u32>)> {
+    let mut attr = attr();
+    let mut next = 0u32;
+    attr.batch.map_fd = raw(map);
+    attr.batch.in_batch = position
+        .as_ref()
+        .map_or(0, |p| std::ptr::from_ref(p) as u64);
+    attr.batch.out_batch = std::ptr::from_mut(&mut next) as u64;
+    attr.batch.keys = keys.as_mut_ptr() as u64;
+    attr.batch.values = values.as_mut_ptr() as u64;
+    attr.batch.count = count;
+    // SAFETY: room for `count` elements by the module's contract; a hash's position is a bucket
+    // number, a u32 (`__htab_map_lookup_and_delete_batch` in kernel/bpf/hashtab.c).
+    let result = unsafe { bpf(bpf_cmd::BPF_MAP_LOOKUP_BATCH, &mut attr) };
+    // SAFETY: the same union field that was written.
+    let read = unsafe { attr.batch.count };
+    match result {
+        Ok(_) => Ok((read, Some(next))),
+        Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok((read, None)),
+        Err(error) => Err(error),
+    }
+}
+
+/// Gives an object a name in a bpffs.
+pub fn obj_pin(object: BorrowedFd<'_>, path: &Path) -> io::Result<()> {
+    let path = c_path(path)?;
+    let mut attr = attr();
+    attr.__bindgen_anon_4.pathname = path.as_ptr() as u64;
+    attr.__bindgen_anon_4.bpf_fd = raw(object);
+    // SAFETY: a C string that lives until the call is over.
+    unsafe { bpf(bpf_cmd::BPF_OBJ_PIN, &mut attr) }.map(|_| ())
+}
+
+/// Opens what is pinned, of whatever kind.
+pub fn obj_get(path: &Path) -> io::Result<OwnedFd> {
+    let path = c_path(path)?;
+    let mut attr = attr();
+    attr.__bindgen_anon_4.pathname = path.as_ptr() as u64;
+    // SAFETY: a C string that lives until the call is over.
+    unsafe { bpf_fd(bpf_cmd::BPF_OBJ_GET, &mut attr) }
+}
+
+/// Opens a map by its id.
+pub fn map_by_id(id: u32) -> io::Result<OwnedFd> {
+    by_id(bpf_cmd::BPF_MAP_GET_FD_BY_ID, id)
+}
+
+/// Opens a program by its id.
+pub fn prog_by_id(id: u32) -> io::Result<OwnedFd> {
+    by_id(bpf_cmd::BPF_PROG_GET_FD_BY_ID, id)
+}
+
+fn by_id(cmd: bpf_cmd, id: u32) -> io::Result<OwnedFd> {
+    let mut attr = attr();
+    // SAFETY: no pointers in these commands' attributes.
+    unsafe {
+        attr.__bindgen_anon_6.__bindgen_anon_1.map_id = id;
+        bpf_fd(cmd, &mut attr)
+    }
+}
+
+/// Attaches a program to a cgroup by a link.
+pub fn link_create_cgroup(
+    program: BorrowedFd<'_>,
+    cgroup: BorrowedFd<'_>,
+    attach_type: bpf_attach_type,
+) -> io::Result<OwnedFd> {
+    let mut attr = attr();
+    // SAFETY: no pointers in this command's attributes.
+    unsafe {
+        attr.link_create.__bindgen_anon_1.prog_fd = raw(program);
+        attr.link_create.__bindgen_anon_2.target_fd = raw(cgroup);
+        attr.link_create.attach_type = attach_type as u32;
+        bpf_fd(bpf_cmd::BPF_LINK_CREATE, &mut attr)
+    }
+}
+
+/// Replaces a link's program, atomically.
+pub fn link_update(link: BorrowedFd<'_>, program: BorrowedFd<'_>) -> io::Result<()> {
+    let mut attr = attr();
+    // SAFETY: no pointers in this command's attributes.
+    unsafe {
+        attr.link_update.link_fd = raw(link);
+        attr.link_update.__bindgen_anon_1.new_prog_fd = raw(program);
+        bpf(bpf_cmd::BPF_LINK_UPDATE, &mut attr).map(|_| ())
+    }
+}
+
+/// The ids of the programs that run on a cgroup's hook, those attached to its ancestors included.
+pub fn cgroup_programs(
+    cgroup: BorrowedFd<'_>,
+    attach_type: bpf_attach_type,
+) -> io::Result<Vec<u32>> {
+    const EFFECTIVE: u32 = 1; // BPF_F_QUERY_EFFECTIVE
+    let mut ids = vec![0u32; 64];
+    loop {
+        let mut attr = attr();
+        // SAFETY: room for as many ids as we say.
+        let (result, count) = unsafe {
+            attr.query.__bindgen_anon_1.target_fd = raw(cgroup);
+            attr.query.attach_type = attach_type as u32;
+            attr.query.query_flags = EFFECTIVE;
+            attr.query.prog_ids = ids.as_mut_ptr() as u64;
+            attr.query.__bindgen_anon_2.prog_cnt = u32::try_from(ids.len()).unwrap_or(u32::MAX);
+            let result = bpf(bpf_cmd::BPF_PROG_QUERY, &mut attr);
+            (result, attr.query.__bindgen_anon_2.prog_cnt)
+        };
+        match result {
+            Ok(_) => {
+                ids.truncate(count as usize);
+                return Ok(ids);
+            }
+            Err(error) if error.raw_os_error() == Some(libc::ENOSPC) => {
+                ids.resize(count as usize + 64, 0);
+            }
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// # Safety
+/// `T` must be the kernel's `struct bpf_*_info` for what `object` is.
+unsafe fn info<T>(object: BorrowedFd<'_>) -> io::Result<T> {
+    // SAFETY: the kernel's info structures are plain integers.
+    let mut info: T = unsafe { zeroed() };
+    let mut attr = attr();
+    attr.info.bpf_fd = raw(object);
+    attr.info.info_len = u32::try_from(size_of::<T>()).expect("an info is small");
+    attr.info.info = std::ptr::from_mut(&mut info) as u64;
+    // SAFETY: the kernel writes at most `info_len` bytes.
+    unsafe { bpf(bpf_cmd::BPF_OBJ_GET_INFO_BY_FD, &mut attr) }?;
+    Ok(info)
+}
+
+/// What a pinned object is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ObjectKind {
+    /// A map.
+    Map,
+    /// A program.
+    Program,
+    /// A link.
+    Link,
+    /// Something else.
+    Other,
+}
+
+/// Which kind of object a descriptor is.
+pub fn object_kind(object: BorrowedFd<'_>) -> io::Result<ObjectKind> {
+    let name = std::fs::read_link(format!("/proc/self/fd/{}", object.as_raw_fd()))?;
+    let name = name.to_string_lossy();
+    Ok(match name.as_ref() {
+        "anon_inode:bpf-map" => ObjectKind::Map,
+        "anon_inode:bpf-prog" => ObjectKind::Program,
+        // The underscore is Linux 6.9's and later; the hyphen earlier ones'.
+        "anon_inode:bpf_link" | "anon_inode:bpf-link" => ObjectKind::Link,
+        _ => ObjectKind::Other,
+    })
+}
+
+/// A map's id, name and shape.
+#[derive(Clone, Debug)]
+pub struct MapInfo {
+    /// Its id, unique while the machine runs.
+    pub id: u32,
+    /// Its name.
+    pub name: String,
+    /// Type, sizes, flags; the type as the kernel numbers it.
+    pub kind: u32,
+    /// Bytes of a key.
+    pub key_size: u32,
+    /// Bytes of a value.
+    pub value_size: u32,
+    /// Its capacity.
+    pub max_entries: u32,
+    /// `BPF_F_…`.
+    pub flags: u32,
+}
+
+/// Asks what a map is. The descriptor must be a map's.
+pub fn map_info(map: BorrowedFd<'_>) -> io::Result<MapInfo> {
+    // SAFETY: of a map, by this function's contract; of anything else, the kernel fills in that
+    // thing's info, which is plain integers as well.
+    let info: bpf_map_info = unsafe { info(map) }?;
+    Ok(MapInfo {
+        id: info.id,
+        name: name(&info.name),
+        kind: info.type_,
+        key_size: info.key_size,
+        value_size: info.value_size,
+        max_entries: info.max_entries,
+        flags: info.map_flags,
+    })
+}
+
+/// A program's id, name and tag.
+#[derive(Clone, Debug)]
+pub struct ProgInfo {
+    /// Its id, unique while the machine runs.
+    pub id: u32,
+    /// Its name.
+    pub name: String,
+    /// A hash of its instructions.
+    pub tag: u64,
+}
+
+/// Asks what a program is. The descriptor must be a program's.
+pub fn prog_info(program: BorrowedFd<'_>) -> io::Result<ProgInfo> {
+    // SAFETY: see `map_info`. The pointers and counts in the info are zero: nothing is asked for.
+    let info: bpf_prog_info = unsafe { info(program) }?;
+    Ok(ProgInfo {
+        id: info.id,
+        name: name(&info.name),
+        tag: u64::from_be_bytes(info.tag),
+    })
+}
+
+/// A cgroup link.
+#[derive(Clone, Copy, Debug)]
+pub struct LinkInfo {
+    /// Its id, unique while the machine runs.
+    pub id: u32,
+    /// Whether it is a cgroup's link at all.
+    pub is_cgroup: bool,
+    /// Its program.
+    pub program: u32,
+    /// The cgroup's id (its directory's inode number); 0 once the cgroup is gone.
+    pub cgroup: u64,
+    /// The hook, as the kernel numbers it.
+    pub attach_type: u32,
+}
+
+/// Asks what a link is. The descriptor must be a link's.
+pub fn link_info(link: BorrowedFd<'_>) -> io::Result<LinkInfo> {
+    const CGROUP: u32 = 3; // BPF_LINK_TYPE_CGROUP
+    // SAFETY: see `map_info`.
+    let info: bpf_link_info = unsafe { info(link) }?;
+    // SAFETY: every variant of the union is plain integers; used only if the type says cgroup.
+    let cgroup = unsafe { info.__bindgen_anon_1.cgroup };
+    Ok(LinkInfo {
+        id: info.id,
+        is_cgroup: info.type_ == CGROUP,
+        program: info.prog_id,
+        cgroup: cgroup.cgroup_id,
+        attach_type: cgroup.attach_type,
+    })
+}
+
+#[expect(clippy::cast_sign_loss, reason = "a name's bytes")]
+fn name(name: &[std::ffi::c_char; 16]) -> String {
+    let bytes = name.map(|c| c as u8);
+    CStr::from_bytes_until_nul(&bytes).map_or_else(
+        |_| String::from_utf8_lossy(&bytes).into_owned(),
+        |name| name.to_string_lossy().into_owned(),
+    )
+}
+
+/// Loads a program from raw instructions: for probing what a kernel knows.
+pub fn prog_load(
+    kind: bpf_prog_type,
+    attach_type: bpf_attach_type,
+    instructions: &[u64],
+) -> io::Result<OwnedFd> {
+    let mut attr = attr();
+    // SAFETY: instructions and licence live until the call is over; only read.
+    unsafe {
+        let load = &mut attr.__bindgen_anon_3;
+        load.prog_type = kind as u32;
+        load.expected_attach_type = attach_type as u32;
+        load.insns = instructions.as_ptr() as u64;
+        load.insn_cnt = u32::try_from(instructions.len()).unwrap_or(u32::MAX);
+        load.license = c"GPL".as_ptr() as u64;
+        bpf_fd(bpf_cmd::BPF_PROG_LOAD, &mut attr)
+    }
+}
+
+/// Runs a program once on a crafted context (`BPF_PROG_TEST_RUN`).
+pub fn prog_test_run(program: BorrowedFd<'_>) -> io::Result<u32> {
+    let mut attr = attr();
+    attr.test.prog_fd = raw(program);
+    // SAFETY: no data and no context are given.
+    unsafe {
+        bpf(bpf_cmd::BPF_PROG_TEST_RUN, &mut attr)?;
+        Ok(attr.test.retval)
+    }
+}
+
+/// The cookie of the network namespace that this thread is in (`SO_NETNS_COOKIE`, Linux 5.14).
+pub fn netns_cookie() -> io::Result<u64> {
+    let socket = std::net::UdpSocket::bind((std::net::Ipv4Addr::UNSPECIFIED, 0))?;
+    let mut cookie = 0u64;
+    let mut len: libc::socklen_t = 8;
+    // SAFETY: eight bytes of room, as `len` says.
+    let result = unsafe {
+        libc::getsockopt(
+            socket.as_fd().as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_NETNS_COOKIE,
+            std::ptr::from_mut(&mut cookie).cast(),
+            &raw mut len,
+        )
+    };
+    if result < 0 {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(cookie)
+    }
+}

@@ -1,0 +1,680 @@
+//! The live tables: reading them, and replacing one by a larger copy while programs run.
+
+use std::{
+    io,
+    os::fd::{AsFd, AsRawFd, OwnedFd},
+    path::Path,
+    sync::atomic::Ordering,
+};
+
+use aya_obj::generated::bpf_map_type::{BPF_MAP_TYPE_HASH, BPF_MAP_TYPE_LRU_HASH};
+use dataplane_common::{
+    Reason, decide,
+    tables::{
+        Affinity, AffinityKey, Block, Config, Endpoint, Frontend, FrontendKey, Pool, PoolStats,
+        StatsHeader,
+    },
+};
+use zerocopy::{FromBytes, IntoBytes};
+
+use super::{
+    error::{Doing, Error},
+    map::{Hash, Mapped},
+    pins::{MAPS, MapSpec, Pins},
+    sys::{self, Shape},
+};
+use crate::plan::{Contents, Demand};
+
+/// How large tables may become.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// VIP ports, cluster addresses and node ports together (`--max-frontends`). 100 000 services
+    /// with one port have 200 000.
+    pub frontends: u32,
+    /// Endpoint slots (`--max-endpoints`): pools' endpoints, each pool's rounded up to a power of
+    /// two.
+    pub endpoints: u32,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            frontends: 1 << 21,
+            endpoints: 1 << 22,
+        }
+    }
+}
+
+/// How full a table is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Usage {
+    /// Its name.
+    pub table: &'static str,
+    /// Entries in use; for pools and endpoints, up to the highest in use.
+    pub used: u32,
+    /// Entries there is room for now.
+    pub capacity: u32,
+    /// Entries there may be room for, by its limit.
+    pub limit: u32,
+    /// Kernel memory that it holds, about: elements and buckets.
+    pub bytes: u64,
+}
+
+/// A table that was replaced by a larger copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Growth {
+    /// Its name.
+    pub table: &'static str,
+    /// Capacity before.
+    pub from: u32,
+    /// Capacity now.
+    pub to: u32,
+}
+
+const SMALLEST: Demand = Demand {
+    frontends: 256,
+    pools: 256,
+    endpoints: 512,
+    affinity_groups: 4,
+};
+/// Affinity entries per group: clients are this node's pods, in the network namespace each.
+const CLIENTS_PER_GROUP: u32 = 256;
+/// The word of a [`Pool`] with its affinity; word 0 is the block.
+const AFFINITY_WORD: usize = 1;
+
+/// The tables of one node.
+#[derive(Debug)]
+pub struct Tables {
+    outer: [OwnedFd; 5],
+    frontends: Hash<FrontendKey, Frontend>,
+    pools: Mapped<Pool>,
+    endpoints: Mapped<Endpoint>,
+    stats: Mapped<PoolStats>,
+    affinity: Hash<AffinityKey, Affinity>,
+    reasons: OwnedFd,
+    config: Mapped<Config>,
+    cpus: u32,
+}
+
+#[derive(Clone, Copy)]
+enum Outer {
+    Frontends = 0,
+    Pools = 1,
+    Endpoints = 2,
+    Stats = 3,
+    Affinity = 4,
+}
+
+impl Outer {
+    const ALL: [Self; 5] = [
+        Self::Frontends,
+        Self::Pools,
+        Self::Endpoints,
+        Self::Stats,
+        Self::Affinity,
+    ];
+
+    const fn spec(self) -> &'static MapSpec {
+        &MAPS[self as usize]
+    }
+}
+
+impl Tables {
+    /// Opens the pinned tables for reading: for commands, which work whether an agent runs or not.
+    ///
+    /// # Errors
+    /// If they are not there, or not ours.
+    pub fn open(bpffs: &Path) -> Result<Self, Error> {
+        Self::open_pins(&Pins::new(bpffs), false)
+    }
+
+    /// Whether there are pinned tables at all.
+    ///
+    /// # Errors
+    /// If what is there is not ours.
+    pub fn exist(bpffs: &Path) -> Result<bool, Error> {
+        Ok(Pins::new(bpffs).open_map(&MAPS[0])?.is_some())
+    }
+
+    pub(super) fn open_pins(pins: &Pins, writable: bool) -> Result<Self, Error> {
+        let open = |spec: &MapSpec| -> Result<OwnedFd, Error> {
+            let (fd, _) = pins.open_map(spec)?.ok_or_else(|| Error::Io {
+                what: format!(
+                    "{} is not there: no agent has run on it",
+                    pins.map(spec.name).display()
+                ),
+                source: io::ErrorKind::NotFound.into(),
+            })?;
+            Ok(fd)
+        };
+        let outer = {
+            let [a, b, c, d, e] = Outer::ALL.map(|table| open(table.spec()));
+            [a?, b?, c?, d?, e?]
+        };
+        let inner = |table: Outer, shape: Shape| inner(pins, &outer[table as usize], table, shape);
+        let hash = BPF_MAP_TYPE_HASH;
+        let (frontends, frontends_capacity) =
+            inner(Outer::Frontends, Hash::<FrontendKey, Frontend>::shape(hash))?;
+        let (pools, pools_capacity) = inner(Outer::Pools, Mapped::<Pool>::shape(true))?;
+        let (endpoints, endpoints_capacity) =
+            inner(Outer::Endpoints, Mapped::<Endpoint>::shape(true))?;
+        let (stats, stats_capacity) = inner(Outer::Stats, Mapped::<PoolStats>::shape(true))?;
+        let (affinity, affinity_capacity) = inner(
+            Outer::Affinity,
+            Hash::<AffinityKey, Affinity>::shape(BPF_MAP_TYPE_LRU_HASH),
+        )?;
+        let mapped = || "cannot map a table".to_owned();
+        Ok(Self {
+            frontends: Hash::from_fd(frontends, frontends_capacity),
+            pools: Mapped::map(pools, pools_capacity, writable).doing(mapped)?,
+            endpoints: Mapped::map(endpoints, endpoints_capacity, writable).doing(mapped)?,
+            stats: Mapped::map(stats, stats_capacity, writable).doing(mapped)?,
+            affinity: Hash::from_fd(affinity, affinity_capacity),
+            reasons: open(&MAPS[5])?,
+            config: Mapped::map(open(&MAPS[7])?, 1, writable).doing(mapped)?,
+            outer,
+            cpus: cpus()?,
+        })
+    }
+
+    /// Fills the outer maps of freshly pinned tables, whose smallest inner maps these are.
+    pub(super) fn create(pins: &Pins) -> Result<(), Error> {
+        let cpus = cpus()?;
+        let doing = || "cannot create a table".to_owned();
+        let frontends = new_frontends(SMALLEST.frontends).doing(doing)?;
+        let pools = Mapped::<Pool>::create("pools", SMALLEST.pools).doing(doing)?;
+        let endpoints = Mapped::<Endpoint>::create("endpoints", SMALLEST.endpoints).doing(doing)?;
+        let stats = new_stats(SMALLEST.pools, cpus).doing(doing)?;
+        let affinity = new_affinity(affinity_capacity(0)).doing(doing)?;
+        let inner = [
+            frontends.fd(),
+            pools.fd(),
+            endpoints.fd(),
+            stats.fd(),
+            affinity.fd(),
+        ];
+        for (table, inner) in Outer::ALL.into_iter().zip(inner) {
+            let Some((outer, _)) = pins.open_map(table.spec())? else {
+                return Err(missing(pins, table));
+            };
+            put(&outer, inner).doing(|| format!("cannot put {} in place", table.spec().name))?;
+        }
+        Ok(())
+    }
+
+    /// Everything that the plan is compared with.
+    ///
+    /// # Errors
+    /// If the kernel does not let it be read.
+    pub fn contents(&self) -> Result<Contents, Error> {
+        let frontends = self
+            .frontends
+            .entries()
+            .doing(|| "cannot read table FRONTENDS".to_owned())?;
+        let mut pools: Vec<Pool> = (0..self.pools.capacity())
+            .filter_map(|i| decide::Tables::pool(self, i))
+            .collect();
+        let last = pools.iter().rposition(|pool| *pool != Pool::default());
+        pools.truncate(last.map_or(0, |last| last + 1));
+        let slots = pools
+            .iter()
+            .map(|pool| pool.block.base() + u32::from(pool.block.len()))
+            .max()
+            .unwrap_or(0);
+        let endpoints = (0..slots)
+            .filter_map(|slot| self.endpoints.get(slot))
+            .collect();
+        Ok(Contents {
+            frontends,
+            pools,
+            endpoints,
+        })
+    }
+
+    /// What a pool has seen, on all CPUs, since it came into being.
+    pub fn pool_stats(&self, pool: u32) -> PoolStats {
+        let stride = self.stride();
+        if pool == 0 || pool >= stride {
+            return PoolStats::default();
+        }
+        let per_cpu = (0..self.cpus).filter_map(|cpu| self.stats.get(cpu * stride + pool));
+        per_cpu.fold(PoolStats::default(), |sum, one| PoolStats {
+            translated: sum.translated + one.translated,
+            no_endpoints: sum.no_endpoints + one.no_endpoints,
+            no_local: sum.no_local + one.no_local,
+            no_such_port: sum.no_such_port + one.no_such_port,
+        })
+    }
+
+    fn stride(&self) -> u32 {
+        let header: StatsHeader = zerocopy::transmute!(self.stats.get(0).unwrap_or_default());
+        u32::try_from(header.stride).unwrap_or(0)
+    }
+
+    /// Verdicts by reason, on all CPUs, indexed by [`Reason`].
+    ///
+    /// # Errors
+    /// If the kernel does not let them be read.
+    pub fn reasons(&self) -> Result<[u64; Reason::SLOTS as usize], Error> {
+        let mut sums = [0; Reason::SLOTS as usize];
+        for (index, sum) in (0u32..).zip(&mut sums) {
+            let mut values = vec![0u8; self.cpus as usize * 8];
+            sys::map_lookup(self.reasons.as_fd(), index.as_bytes(), &mut values)
+                .doing(|| "cannot read table REASONS".to_owned())?;
+            *sum = values
+                .chunks_exact(8)
+                .filter_map(|v| u64::read_from_bytes(v).ok())
+                .sum();
+        }
+        Ok(sums)
+    }
+
+    /// The endpoint that a client used last, if it is remembered.
+    ///
+    /// # Errors
+    /// If the kernel does not let it be read.
+    pub fn affinity(&self, key: &AffinityKey) -> Result<Option<Affinity>, Error> {
+        self.affinity
+            .get(key)
+            .doing(|| "cannot read table AFFINITY".to_owned())
+    }
+
+    /// The node's own network namespace, as the programs know it.
+    pub fn host_netns(&self) -> u64 {
+        self.config.get(0).map_or(0, |config| config.host_netns)
+    }
+
+    /// How full the tables are.
+    ///
+    /// # Errors
+    /// If the kernel does not let them be read.
+    pub fn usage(&self, limits: &Limits) -> Result<Vec<Usage>, Error> {
+        let contents = self.contents()?;
+        let affinity = self
+            .affinity
+            .entries()
+            .doing(|| "cannot read table AFFINITY".to_owned())?;
+        Ok(self.usage_of(
+            limits,
+            &Demand {
+                frontends: len(contents.frontends.len()),
+                pools: len(contents.pools.len()),
+                endpoints: len(contents.endpoints.len()),
+                affinity_groups: 0,
+            },
+            len(affinity.len()),
+        ))
+    }
+
+    /// As [`Tables::usage`], by what a planner knows to be in them.
+    pub fn usage_of(&self, limits: &Limits, used: &Demand, affinity: u32) -> Vec<Usage> {
+        // A hash's element: 48 bytes of `struct htab_elem`, then key and value, each rounded up to
+        // eight; and a bucket of 16 for each.
+        let hash = |capacity: u32, value: u64| u64::from(capacity) * (48 + 24 + value + 16);
+        let array = |capacity: u32, value: usize| u64::from(capacity) * value as u64;
+        vec![
+            Usage {
+                table: "FRONTENDS",
+                used: used.frontends,
+                capacity: self.frontends.capacity(),
+                limit: limits.frontends,
+                bytes: hash(self.frontends.capacity(), 8),
+            },
+            Usage {
+                table: "POOLS",
+                used: used.pools,
+                capacity: self.pools.capacity(),
+                limit: limits.frontends,
+                bytes: array(self.pools.capacity(), size_of::<Pool>())
+                    + array(self.stats.capacity(), size_of::<PoolStats>()),
+            },
+            Usage {
+                table: "ENDPOINTS",
+                used: used.endpoints,
+                capacity: self.endpoints.capacity(),
+                limit: limits.endpoints,
+                bytes: array(self.endpoints.capacity(), size_of::<Endpoint>()),
+            },
+            Usage {
+                table: "AFFINITY",
+                used: affinity,
+                capacity: self.affinity.capacity(),
+                limit: self.affinity.capacity(),
+                bytes: hash(self.affinity.capacity(), 32),
+            },
+        ]
+    }
+
+    /// Entries in the affinity table now.
+    ///
+    /// # Errors
+    /// If the kernel does not let it be read.
+    pub fn affinity_entries(&self) -> Result<u32, Error> {
+        let entries = self
+            .affinity
+            .entries()
+            .doing(|| "cannot read table AFFINITY".to_owned())?;
+        Ok(len(entries.len()))
+    }
+
+    pub(super) fn frontends(&self) -> &Hash<FrontendKey, Frontend> {
+        &self.frontends
+    }
+
+    pub(super) fn set_config(&self, host_netns: u64) {
+        if let Some(word) = self.config.word(0, 0) {
+            word.store(host_netns, Ordering::Relaxed);
+        }
+    }
+
+    /// Fills slots that no pool refers to.
+    pub(super) fn set_endpoints(&self, base: u32, endpoints: &[Endpoint]) {
+        for (slot, endpoint) in (base..).zip(endpoints) {
+            self.endpoints.set(slot, *endpoint);
+        }
+    }
+
+    /// Sets a pool. The block goes last, in one store, after everything that it makes visible.
+    pub(super) fn set_pool(&self, index: u32, pool: &Pool, fresh: bool) {
+        if fresh {
+            let stride = self.stride();
+            for cpu in 0..self.cpus {
+                self.stats.set(cpu * stride + index, PoolStats::default());
+            }
+        }
+        let affinity = u64::from_ne_bytes({
+            let mut bytes = [0; 8];
+            bytes[..4].copy_from_slice(&pool.affinity_seconds.to_ne_bytes());
+            bytes[4..].copy_from_slice(&pool.affinity_group.to_ne_bytes());
+            bytes
+        });
+        let word = |word| {
+            self.pools
+                .word(index, word)
+                .expect("the plan's demand was reserved")
+        };
+        word(AFFINITY_WORD).store(affinity, Ordering::Release);
+        word(0).store(pool.block.word(), Ordering::Release);
+    }
+
+    /// Waits until every program that runs now has ended: the kernel does so itself when an outer
+    /// map is written, before it answers (`maybe_wait_bpf_programs` in kernel/bpf/syscall.c).
+    pub(super) fn grace(&self) -> Result<(), Error> {
+        put(&self.outer[Outer::Frontends as usize], self.frontends.fd())
+            .doing(|| "cannot wait for the programs that run now".to_owned())
+    }
+
+    /// Makes the tables large enough. Those that are too small are replaced by larger copies, one
+    /// after the other; each copy answers like the original.
+    pub(super) fn reserve(
+        &mut self,
+        demand: &Demand,
+        limits: &Limits,
+    ) -> Result<Vec<Growth>, Error> {
+        let check = |table, needed: u32, limit: u32, knob| {
+            if needed > limit {
+                return Err(Error::TableFull {
+                    table,
+                    needed: needed.into(),
+                    limit,
+                    knob,
+                });
+            }
+            Ok(())
+        };
+        check(
+            "FRONTENDS",
+            demand.frontends,
+            limits.frontends,
+            "--max-frontends",
+        )?;
+        check(
+            "POOLS",
+            demand.pools,
+            limits.frontends.saturating_add(1),
+            "--max-frontends",
+        )?;
+        check(
+            "ENDPOINTS",
+            demand.endpoints,
+            limits.endpoints,
+            "--max-endpoints",
+        )?;
+        let mut grown = Vec::new();
+        let mut note = |table, from, to| grown.push(Growth { table, from, to });
+
+        let from = self.frontends.capacity();
+        if demand.frontends > from {
+            let to = roomy(demand.frontends, from, limits.frontends);
+            self.grow_frontends(to)
+                .map_err(|e| grow_error("FRONTENDS", to, e))?;
+            note("FRONTENDS", from, to);
+        }
+        let from = self.endpoints.capacity();
+        if demand.endpoints > from {
+            let to = roomy(demand.endpoints, from, limits.endpoints);
+            self.grow_endpoints(to)
+                .map_err(|e| grow_error("ENDPOINTS", to, e))?;
+            note("ENDPOINTS", from, to);
+        }
+        let from = self.pools.capacity();
+        if demand.pools > from {
+            let to = roomy(demand.pools, from, limits.frontends.saturating_add(1));
+            self.grow_stats(to)
+                .map_err(|e| grow_error("STATS", to, e))?;
+            self.grow_pools(to)
+                .map_err(|e| grow_error("POOLS", to, e))?;
+            note("POOLS", from, to);
+        }
+        let from = self.affinity.capacity();
+        let to = affinity_capacity(demand.affinity_groups);
+        if to > from {
+            self.grow_affinity(to)
+                .map_err(|e| grow_error("AFFINITY", to, e))?;
+            note("AFFINITY", from, to);
+        }
+        Ok(grown)
+    }
+
+    fn grow_frontends(&mut self, capacity: u32) -> io::Result<()> {
+        let new = new_frontends(capacity)?;
+        let (keys, values): (Vec<_>, Vec<_>) = self.frontends.entries()?.into_iter().unzip();
+        new.set_all(&keys, &values)?;
+        put(&self.outer[Outer::Frontends as usize], new.fd())?;
+        self.frontends = new;
+        Ok(())
+    }
+
+    fn grow_pools(&mut self, capacity: u32) -> io::Result<()> {
+        let new = Mapped::create("pools", capacity)?;
+        copy(&self.pools, &new);
+        put(&self.outer[Outer::Pools as usize], new.fd())?;
+        self.pools = new;
+        Ok(())
+    }
+
+    fn grow_endpoints(&mut self, capacity: u32) -> io::Result<()> {
+        let new = Mapped::create("endpoints", capacity)?;
+        copy(&self.endpoints, &new);
+        put(&self.outer[Outer::Endpoints as usize], new.fd())?;
+        self.endpoints = new;
+        Ok(())
+    }
+
+    /// The programs count on while the copy is made: what they add to the old table until the last
+    /// of them has seen the new one is added to that afterwards.
+    fn grow_stats(&mut self, pools: u32) -> io::Result<()> {
+        let new = new_stats(pools, self.cpus)?;
+        let old_stride = self.stride();
+        let words = size_of::<PoolStats>() / 8;
+        let places = |cpu: u32, pool: u32| (cpu * old_stride + pool, cpu * pools + pool);
+        let mut copied = Vec::with_capacity((self.cpus * old_stride) as usize);
+        let all = || (0..self.cpus).flat_map(|cpu| (1..old_stride).map(move |pool| (cpu, pool)));
+        for (cpu, pool) in all() {
+            let (from, to) = places(cpu, pool);
+            let value = self.stats.get(from).unwrap_or_default();
+            new.set(to, value);
+            copied.push(value);
+        }
+        put(&self.outer[Outer::Stats as usize], new.fd())?;
+        for ((cpu, pool), before) in all().zip(copied) {
+            let (from, to) = places(cpu, pool);
+            let before: [u64; 4] = zerocopy::transmute!(before);
+            for (word, before) in (0..words).zip(before) {
+                let after = self
+                    .stats
+                    .word(from, word)
+                    .map_or(0, |w| w.load(Ordering::Relaxed));
+                new.add(to, word, after.wrapping_sub(before));
+            }
+        }
+        self.stats = new;
+        Ok(())
+    }
+
+    /// Clients whom the programs remember in the old table during the copy are brought over
+    /// afterwards.
+    fn grow_affinity(&mut self, capacity: u32) -> io::Result<()> {
+        let new = new_affinity(capacity)?;
+        for (key, value) in self.affinity.entries()? {
+            new.set(&key, &value)?;
+        }
+        put(&self.outer[Outer::Affinity as usize], new.fd())?;
+        for (key, value) in self.affinity.entries()? {
+            new.add(&key, &value)?;
+        }
+        self.affinity = new;
+        Ok(())
+    }
+}
+
+/// The same code as in the programs, on the same tables, from user space.
+impl decide::Tables for Tables {
+    fn frontend(&self, key: &FrontendKey) -> Frontend {
+        self.frontends
+            .get(key)
+            .ok()
+            .flatten()
+            .unwrap_or(Frontend::NONE)
+    }
+
+    fn pool(&self, index: u32) -> Option<Pool> {
+        let block = self.pools.word(index, 0)?.load(Ordering::Acquire);
+        let pool = self.pools.get(index)?;
+        Some(Pool {
+            block: Block::from_word(block),
+            ..pool
+        })
+    }
+
+    fn endpoint(&self, slot: u32) -> Option<Endpoint> {
+        self.endpoints.get(slot)
+    }
+}
+
+fn len(len: usize) -> u32 {
+    u32::try_from(len).unwrap_or(u32::MAX)
+}
+
+/// A capacity with headroom: a third more than is needed, and half as much again as there was, so
+/// that a table which grows little by little is seldom copied.
+fn roomy(needed: u32, before: u32, limit: u32) -> u32 {
+    needed
+        .saturating_add(needed / 3)
+        .max(before.saturating_add(before / 2))
+        .min(limit)
+}
+
+fn affinity_capacity(groups: u32) -> u32 {
+    groups
+        .max(SMALLEST.affinity_groups)
+        .saturating_mul(CLIENTS_PER_GROUP)
+        .checked_next_power_of_two()
+        .unwrap_or(1 << 20)
+        .min(1 << 20)
+}
+
+fn grow_error(table: &'static str, capacity: u32, source: io::Error) -> Error {
+    Error::Grow {
+        table,
+        capacity,
+        source,
+    }
+}
+
+fn new_frontends(capacity: u32) -> io::Result<Hash<FrontendKey, Frontend>> {
+    Hash::create("frontends", BPF_MAP_TYPE_HASH, capacity)
+}
+
+fn new_affinity(capacity: u32) -> io::Result<Hash<AffinityKey, Affinity>> {
+    Hash::create("affinity", BPF_MAP_TYPE_LRU_HASH, capacity)
+}
+
+fn new_stats(pools: u32, cpus: u32) -> io::Result<Mapped<PoolStats>> {
+    let stats = Mapped::create("stats", pools.saturating_mul(cpus))?;
+    let header = StatsHeader {
+        stride: pools.into(),
+        reserved: [0; 3],
+    };
+    stats.set(0, zerocopy::transmute!(header));
+    Ok(stats)
+}
+
+fn copy<T: super::map::Plain>(from: &Mapped<T>, to: &Mapped<T>) {
+    for index in 0..from.capacity() {
+        if let Some(value) = from.get(index) {
+            to.set(index, value);
+        }
+    }
+}
+
+/// Puts an inner map in place, and waits until no program uses the one before.
+fn put(outer: &OwnedFd, inner: &OwnedFd) -> io::Result<()> {
+    sys::map_update(outer.as_fd(), &[0; 4], inner.as_raw_fd().as_bytes(), 0)
+}
+
+fn missing(pins: &Pins, table: Outer) -> Error {
+    Error::Damaged {
+        path: pins.map(table.spec().name),
+        what: "it is not there".into(),
+    }
+}
+
+fn inner(
+    pins: &Pins,
+    outer: &OwnedFd,
+    table: Outer,
+    shape: Shape,
+) -> Result<(OwnedFd, u32), Error> {
+    let path = pins.map(table.spec().name);
+    let doing = || format!("cannot open the table in {}", path.display());
+    let mut id = [0u8; 4];
+    if !sys::map_lookup(outer.as_fd(), &[0; 4], &mut id).doing(doing)? {
+        return Err(Error::Damaged {
+            path,
+            what: "there is no table in it".into(),
+        });
+    }
+    let fd = sys::map_by_id(u32::from_ne_bytes(id)).doing(doing)?;
+    let info = sys::map_info(fd.as_fd()).doing(doing)?;
+    let same = info.kind == shape.kind as u32
+        && info.key_size == shape.key_size
+        && info.value_size == shape.value_size
+        && info.flags == shape.flags;
+    if !same {
+        return Err(Error::Damaged {
+            path,
+            what: format!("the table in it is not ours: {info:?}"),
+        });
+    }
+    Ok((fd, info.max_entries))
+}
+
+fn cpus() -> Result<u32, Error> {
+    aya::util::nr_cpus()
+        .map(len)
+        .map_err(|(what, source)| Error::Io {
+            what: format!("cannot read {what}"),
+            source,
+        })
+}
