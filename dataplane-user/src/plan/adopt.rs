@@ -159,11 +159,11 @@ impl Adopted {
         } in keys
         {
             if let Some(frontend) = mirror.keys.get(key)
-                && frontend.kind == *kind
-                && mirror.is_local(frontend.pool) == (*policy == TrafficPolicy::Local)
-                && mirror.pools[frontend.pool as usize].owner.is_none()
+                && frontend.kind() == *kind
+                && mirror.is_local(frontend.pool()) == (*policy == TrafficPolicy::Local)
+                && mirror.pools[frontend.pool() as usize].owner.is_none()
             {
-                *referring.entry(frontend.pool).or_default() += 1;
+                *referring.entry(frontend.pool()).or_default() += 1;
             }
         }
         referring.retain(|pool, count| self.keys.get(pool) == Some(count));
@@ -191,7 +191,7 @@ pub(super) fn adopt(contents: Contents) -> Result<(Mirror, Adopted), AdoptError>
     let pools = mirror.pools.len();
     mirror.keys.reserve(contents.frontends.len());
     for (key, frontend) in contents.frontends {
-        let (pool, kind) = (frontend.pool, frontend.kind);
+        let (pool, kind) = (frontend.pool(), frontend.kind());
         let in_range = match kind {
             Kind::NODE_ADDRESS => pool == 0,
             Kind::CLUSTER_IP

@@ -87,12 +87,12 @@ pub fn changes(before: &Contents, after: &Planner) -> Vec<Change> {
             let change = Change {
                 key: key_text(key),
                 service: new
-                    .and_then(|frontend| after.pool_owner(frontend.pool))
+                    .and_then(|frontend| after.pool_owner(frontend.pool()))
                     .map(|owner| owner.service.to_string()),
                 before: old.map(|frontend| {
                     let pool = before
                         .pools
-                        .get(frontend.pool as usize)
+                        .get(frontend.pool() as usize)
                         .copied()
                         .unwrap_or_default();
                     let from = pool.block.base() as usize;
@@ -101,10 +101,12 @@ pub fn changes(before: &Contents, after: &Planner) -> Vec<Change> {
                     Answer::new(*frontend, pool, endpoints)
                 }),
                 after: new.map(|frontend| {
-                    let (pool, endpoints) = after.pool(frontend.pool).unwrap_or_default();
+                    let (pool, endpoints) = after.pool(frontend.pool()).unwrap_or_default();
                     Answer::new(*frontend, pool, endpoints)
                 }),
-                moved: old.zip(new).is_some_and(|(old, new)| old.pool != new.pool),
+                moved: old
+                    .zip(new)
+                    .is_some_and(|(old, new)| old.pool() != new.pool()),
             };
             (change.moved || change.before != change.after).then_some(change)
         })
@@ -113,7 +115,7 @@ pub fn changes(before: &Contents, after: &Planner) -> Vec<Change> {
 
 impl Answer {
     fn new(frontend: Frontend, pool: Pool, endpoints: &[Endpoint]) -> Self {
-        let refuses = (frontend.kind != Kind::NODE_ADDRESS && endpoints.is_empty()).then(|| {
+        let refuses = (frontend.kind() != Kind::NODE_ADDRESS && endpoints.is_empty()).then(|| {
             if pool.block.flags() & Block::NO_SUCH_PORT != 0 {
                 Empty::PortNotServed
             } else if pool.block.flags() & Block::NO_LOCAL != 0 {
@@ -123,7 +125,7 @@ impl Answer {
             }
         });
         Self {
-            kind: frontend.kind.word(),
+            kind: frontend.kind().word(),
             endpoints: endpoints
                 .iter()
                 .map(|e| SocketAddr::new(e.addr.ip(), e.port.host()))

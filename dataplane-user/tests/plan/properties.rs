@@ -236,7 +236,7 @@ fn groups(sim: &Sim, expected: &BTreeMap<FrontendKey, Expected>) -> Groups {
     let mut groups = Groups::new();
     for (key, Expected { owner, .. }) in expected {
         if let Some((service, Some(port), _)) = owner {
-            let group = sim.pools[&sim.keys[key].pool].affinity_group;
+            let group = sim.pools[&sim.keys[key].pool()].affinity_group;
             let id = (service.clone(), *port, key.addr.is_v4());
             assert_eq!(
                 *groups.entry(id).or_insert(group),
@@ -279,7 +279,8 @@ fn allowed(
 
 /// A destination that is a cluster IP's port is never refused on its way in or out.
 fn destination(sim: &Sim, key: &FrontendKey) -> Option<Resolved> {
-    decide::find_frontend(sim, key.addr, key.port, key.protocol, false).map(|f| sim.resolve(f))
+    let frontend = decide::find_frontend(sim, key.addr, key.port, key.protocol, false);
+    (!frontend.is_none()).then(|| sim.resolve(frontend))
 }
 
 fn run(steps: Vec<Step>) {
@@ -312,7 +313,7 @@ fn run(steps: Vec<Step>) {
         sim.apply(&plan, |sim| {
             for key in &keys {
                 let allowed = allowed(key, &before, &after, &snapshot);
-                let now = sim.frontend(key).map(|frontend| sim.resolve(frontend));
+                let now = sim.keys.get(key).map(|frontend| sim.resolve(*frontend));
                 assert!(
                     allowed.contains(&now),
                     "{key:?} is {now:?}, not one of {allowed:?}"
@@ -352,7 +353,7 @@ fn run(steps: Vec<Step>) {
             );
         }
         for (key, Expected { owner, .. }) in &after {
-            let known = planner.pool_owner(sim.keys[key].pool);
+            let known = planner.pool_owner(sim.keys[key].pool());
             let known = known.map(|o| (o.service.clone(), o.port));
             assert_eq!(
                 known,

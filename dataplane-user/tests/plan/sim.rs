@@ -28,8 +28,8 @@ pub struct Sim {
 }
 
 impl Tables for Sim {
-    fn frontend(&self, key: &FrontendKey) -> Option<Frontend> {
-        self.keys.get(key).copied()
+    fn frontend(&self, key: &FrontendKey) -> Frontend {
+        self.keys.get(key).copied().unwrap_or(Frontend::NONE)
     }
     fn pool(&self, index: u32) -> Option<Pool> {
         self.pools.get(&index).copied()
@@ -46,18 +46,18 @@ fn slots(block: Block) -> impl Iterator<Item = u32> {
 impl Sim {
     /// Resolves a frontend as the programs do; panics on anything dangling.
     pub fn resolve(&self, frontend: Frontend) -> Resolved {
-        if frontend.kind == Kind::NODE_ADDRESS {
-            assert_eq!(frontend.pool, 0);
+        if frontend.kind() == Kind::NODE_ADDRESS {
+            assert_eq!(frontend.pool(), 0);
             return Resolved {
-                kind: frontend.kind,
+                kind: frontend.kind(),
                 flags: 0,
                 affinity_seconds: 0,
                 endpoints: vec![],
             };
         }
-        assert_ne!(frontend.pool, 0);
+        assert_ne!(frontend.pool(), 0);
         let pool = self
-            .pool(frontend.pool)
+            .pool(frontend.pool())
             .expect("a pool that was never written");
         let endpoints: Vec<_> = slots(pool.block)
             .map(|slot| self.endpoint(slot).expect("a slot never written"))
@@ -70,7 +70,7 @@ impl Sim {
             assert!(decide::contains(self, pool.block, endpoint));
         }
         Resolved {
-            kind: frontend.kind,
+            kind: frontend.kind(),
             flags: pool.block.flags(),
             affinity_seconds: pool.affinity_seconds,
             endpoints,
@@ -90,7 +90,7 @@ impl Sim {
         let referred: BTreeSet<_> = self
             .keys
             .values()
-            .map(|f| f.pool)
+            .map(|f| f.pool())
             .filter(|p| *p != 0)
             .collect();
         let groups = referred
@@ -215,9 +215,9 @@ impl Sim {
         let keys: Vec<_> = self.keys.iter().map(|(k, f)| (*k, *f)).collect();
         assert_eq!(planner.frontends(), keys);
         for (_, frontend) in keys {
-            if frontend.kind != Kind::NODE_ADDRESS {
-                let (pool, endpoints) = planner.pool(frontend.pool).expect("live");
-                assert_eq!(pool, self.pools[&frontend.pool]);
+            if frontend.kind() != Kind::NODE_ADDRESS {
+                let (pool, endpoints) = planner.pool(frontend.pool()).expect("live");
+                assert_eq!(pool, self.pools[&frontend.pool()]);
                 assert_eq!(endpoints, self.resolve(frontend).endpoints);
             }
         }
