@@ -6,7 +6,7 @@
 
 use std::{
     ffi::{OsStr, OsString},
-    io::{self, BufRead as _, BufReader},
+    io::{self, BufRead as _, BufReader, Write as _},
     os::unix::process::CommandExt as _,
     path::{Path, PathBuf},
     process::{Child, ChildStdin, ChildStdout, ExitStatus, Output, Stdio},
@@ -258,6 +258,21 @@ impl Process {
     pub fn signal(&self, signal: nix::sys::signal::Signal) -> Result<()> {
         let pid = nix::unistd::Pid::from_raw(self.id().cast_signed());
         nix::sys::signal::kill(pid, signal).doing(|| format!("send {signal} to {}", self.line))
+    }
+
+    /// Writes a line to its stdin.
+    ///
+    /// # Errors
+    /// When it does not read any more.
+    ///
+    /// # Panics
+    /// When [`Command::stdin_piped`] was not asked for.
+    pub fn send_line(&mut self, line: &str) -> Result<()> {
+        let stdin = self.stdin.as_mut().expect("`stdin_piped` was asked for");
+        let sent = stdin
+            .write_all(line.as_bytes())
+            .and_then(|()| stdin.write_all(b"\n"));
+        sent.doing(|| format!("write to {}", self.line))
     }
 
     /// Closes its stdin, by which some programs know that they shall finish.

@@ -138,7 +138,7 @@ impl Tables {
     /// What `writeServiceToEndpointRules` and the loop around it in kube-proxy's `proxier.go` write.
     fn port(&mut self, port: &Port<'_>, cluster: &Cluster) {
         let name = port.name();
-        let proto = port.port.protocol.word();
+        let proto = port.spec.protocol.word();
         let hashed = format!("{name}{proto}");
         let svc = names::chain("SVC", &hashed);
         let svl = names::chain("SVL", &hashed);
@@ -186,7 +186,7 @@ impl Tables {
                 self.filter("KUBE-PROXY-FIREWALL", &format!("{to} -j DROP"));
             }
         }
-        if let Some(node_port) = port.port.node_port {
+        if let Some(node_port) = port.spec.node_port {
             if port.served {
                 self.nat(
                     "KUBE-NODEPORTS",
@@ -301,7 +301,7 @@ impl Tables {
 
     /// From a service's chain to one of its endpoints'.
     fn choice(&mut self, port: &Port<'_>, name: &str, chain: &str, endpoints: &[&Endpoint]) {
-        let hashed = format!("{name}{}", port.port.protocol.word());
+        let hashed = format!("{name}{}", port.spec.protocol.word());
         let what = |e: &Endpoint| comment(&format!("{name} -> {}", socket(e)));
         if let Some(timeout) = port.service.affinity {
             let (seconds, mask) = (timeout.as_secs(), mask(port.family));
@@ -338,8 +338,8 @@ impl Tables {
 
 /// The match of a destination's address and the service's port.
 fn destination(ip: IpAddr, port: &Port<'_>, what: &str) -> String {
-    let proto = port.port.protocol.word();
-    let (to, what, dport) = (host(ip), comment(what), port.port.port);
+    let proto = port.spec.protocol.word();
+    let (to, what, dport) = (host(ip), comment(what), port.spec.port);
     format!("-d {to} -p {proto} {what} -m {proto} --dport {dport}")
 }
 

@@ -236,9 +236,9 @@ impl Table {
 
     /// What the loop over services in kube-proxy's nftables `proxier.go` writes.
     fn port(&mut self, port: &Port<'_>, cluster: &Cluster) {
-        let proto = port.port.protocol.word();
-        let (number, vip) = (port.port.port, port.cluster_ip);
-        let base = format!("{}/{proto}/{}", port.service.name, port.port.name);
+        let proto = port.spec.protocol.word();
+        let (number, vip) = (port.spec.port, port.cluster_ip);
+        let base = format!("{}/{proto}/{}", port.service.name, port.spec.name);
         let name = names::readable(&base);
         let service = format!("service-{name}");
         let local = format!("local-{name}");
@@ -273,7 +273,7 @@ impl Table {
                 ));
             }
         }
-        if let Some(node_port) = port.port.node_port {
+        if let Some(node_port) = port.spec.node_port {
             if port.served {
                 self.service_node_ports
                     .push(&format!("{proto} . {node_port} : goto {external}"));
@@ -334,7 +334,7 @@ impl Table {
             self.affinity,
             "\tset affinity-{name} {{\n\t\ttype {addr}\n\t\tsize 65535\n\t\tflags dynamic,timeout\n\t\ttimeout {seconds}s\n\t}}\n",
         );
-        let proto = port.port.protocol.word();
+        let proto = port.spec.protocol.word();
         let to = std::net::SocketAddr::new(endpoint.addr, endpoint.port);
         self.chain(
             &format!("endpoint-{name}"),
@@ -348,7 +348,7 @@ impl Table {
 
 /// The rules of a chain that chooses an endpoint.
 fn choice(port: &Port<'_>, base: &str, endpoints: &[&Endpoint]) -> Vec<String> {
-    let (ip, proto) = (ip(port.family), port.port.protocol.word());
+    let (ip, proto) = (ip(port.family), port.spec.protocol.word());
     let count = endpoints.len();
     let numbered = |text: &dyn Fn(&Endpoint) -> String| {
         let all: Vec<_> = endpoints

@@ -13,7 +13,7 @@ pub struct Port<'a> {
     /// The service.
     pub service: &'a Service,
     /// Its port.
-    pub port: &'a ServicePort,
+    pub spec: &'a ServicePort,
     /// Its cluster IP of the family.
     pub cluster_ip: IpAddr,
     /// Used with traffic policy Cluster; empty if nothing uses that.
@@ -72,7 +72,7 @@ impl<'a> Port<'a> {
         let (cluster, local) = (vec![], vec![]);
         let mut this = Self {
             service,
-            port,
+            spec: port,
             cluster_ip,
             cluster,
             local,
@@ -102,7 +102,7 @@ impl<'a> Port<'a> {
 
     /// Whether it has any address but the cluster IP.
     pub fn externally_accessible(&self) -> bool {
-        self.port.node_port.is_some()
+        self.spec.node_port.is_some()
             || self.external_ips().next().is_some()
             || self.load_balancer_ips().next().is_some()
     }
@@ -175,7 +175,7 @@ impl<'a> Port<'a> {
 
     /// `namespace/name:port`, as kube-proxy's comments and hashes have it.
     pub fn name(&self) -> String {
-        match &*self.port.name {
+        match &*self.spec.name {
             "" => self.service.name.to_string(),
             port => format!("{}:{port}", self.service.name),
         }

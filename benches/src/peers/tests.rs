@@ -60,7 +60,7 @@ fn snapshot() -> Snapshot {
     let services = [
         service("clusterip", "10.96.1.1", &|_| {}),
         service("nodeport", "10.96.1.2", &|s| {
-            s.ports[0].node_port = Some(30080)
+            s.ports[0].node_port = Some(30080);
         }),
         service("lb-ranges", "10.96.1.3", &|s| {
             s.load_balancer_ips = smallvec![ip("203.0.113.10")];
@@ -82,10 +82,10 @@ fn snapshot() -> Snapshot {
             s.ports[0].endpoints.clear();
         }),
         service("itp-local", "10.96.1.7", &|s| {
-            s.internal_policy = TrafficPolicy::Local
+            s.internal_policy = TrafficPolicy::Local;
         }),
         service("extip", "10.96.1.8", &|s| {
-            s.external_ips = smallvec![ip("203.0.113.50")]
+            s.external_ips = smallvec![ip("203.0.113.50")];
         }),
         service("lb-local-remote", "10.96.1.9", &|s| {
             s.load_balancer_ips = smallvec![ip("203.0.113.12")];

@@ -1,0 +1,185 @@
+//! Results: rows for programs, tables for people.
+
+use anstyle::{AnsiColor, Style};
+use serde::Serialize;
+
+/// One figure.
+#[derive(Clone, Debug, Serialize)]
+pub struct Row {
+    /// Which benchmark: `socket`.
+    pub bench: &'static str,
+    /// Who does the work.
+    pub path: &'static str,
+    /// What is done.
+    pub case: &'static str,
+    /// How many services there are; 0 on a node without any.
+    pub services: u32,
+    /// What is measured.
+    pub metric: &'static str,
+    /// In which unit.
+    pub unit: &'static str,
+    /// The median over the rounds.
+    pub value: f64,
+    /// What `ratio` compares with, in the same run.
+    pub baseline: Option<&'static str>,
+    /// `value` over that of `baseline`.
+    pub ratio: Option<f64>,
+    /// How much the rounds differ: half the distance between the quartiles, over the median.
+    #[serde(skip)]
+    pub spread: f64,
+}
+
+/// Looks up a figure.
+pub fn find<'a>(
+    rows: &'a [Row],
+    path: &str,
+    services: u32,
+    case: &str,
+    metric: &str,
+) -> Option<&'a Row> {
+    rows.iter().find(|row| {
+        row.path == path && row.services == services && row.case == case && row.metric == metric
+    })
+}
+
+/// Prints the comparison of paths: a table for each metric, a row for each path, a column for each
+/// case.
+pub fn print_paths(rows: &[Row], cases: &[&str]) {
+    let (bold, dim) = (Style::new().bold(), Style::new().dimmed());
+    let mut metrics: Vec<_> = rows.iter().map(|row| (row.metric, row.unit)).collect();
+    metrics.dedup();
+    metrics.sort_unstable();
+    metrics.dedup();
+    for (metric, unit) in metrics {
+        let of_metric: Vec<_> = rows.iter().filter(|row| row.metric == metric).collect();
+        let mut lanes: Vec<_> = of_metric
+            .iter()
+            .map(|row| (row.path, row.services))
+            .collect();
+        let mut seen = std::collections::HashSet::new();
+        lanes.retain(|lane| seen.insert(*lane));
+        anstream::println!(
+            "\n{bold}{metric}{bold:#}, {unit} {dim}(± between rounds, × plain){dim:#}"
+        );
+        anstream::print!("{:<16} {:>8}", "", "services");
+        for case in cases {
+            anstream::print!(" {case:>22}");
+        }
+        anstream::println!();
+        for (path, services) in lanes {
+            let ours = if path == "dataplane" {
+                bold
+            } else {
+                Style::new()
+            };
+            let number = if services == 0 {
+                "-".into()
+            } else {
+                thousands(services)
+            };
+            anstream::print!("{ours}{path:<16}{ours:#} {number:>8}");
+            for case in cases {
+                match find(rows, path, services, case, metric) {
+                    Some(row) => {
+                        let ratio = row
+                            .ratio
+                            .map_or(String::new(), |ratio| format!("{ratio:.2}×"));
+                        let spread = format!("±{:.0}%", row.spread * 100.0);
+                        let value = figure(row.value);
+                        anstream::print!(
+                            " {value:>9} {dim}{spread:>5}{dim:#} {ours}{ratio:>6}{ours:#}"
+                        );
+                    }
+                    None => anstream::print!(" {:>22}", "-"),
+                }
+            }
+            anstream::println!();
+        }
+    }
+}
+
+/// Prints the figures of the tables: path, services, metric, value.
+pub fn print_tables(rows: &[Row]) {
+    let bold = Style::new().bold();
+    anstream::println!("\n{bold}tables{bold:#}");
+    for row in rows {
+        let (services, value) = (thousands(row.services), figure(row.value));
+        anstream::println!("{:<16} {services:>8} {value:>9} {}", row.metric, row.unit);
+    }
+}
+
+/// A goal, and what was measured.
+pub struct Target {
+    /// What is wanted.
+    pub what: String,
+    /// What was measured.
+    pub value: f64,
+    /// At most this much.
+    pub at_most: f64,
+}
+
+/// Prints which targets were met. Returns how many were not.
+pub fn print_targets(targets: &[Target]) -> usize {
+    let bold = Style::new().bold();
+    anstream::println!("\n{bold}targets{bold:#}");
+    let mut missed = 0;
+    for Target {
+        what,
+        value,
+        at_most,
+    } in targets
+    {
+        let met = value <= at_most;
+        missed += usize::from(!met);
+        let (word, color) = if met {
+            ("met", AnsiColor::Green)
+        } else {
+            ("missed", AnsiColor::Red)
+        };
+        let style = color.on_default();
+        anstream::println!(
+            "{style}{word:<7}{style:#} {what:<58} {:>8}  (at most {})",
+            figure(*value),
+            figure(*at_most)
+        );
+    }
+    missed
+}
+
+/// Three to five significant digits.
+pub fn figure(value: f64) -> String {
+    match value.abs() {
+        v if v >= 1000.0 => format!("{value:.0}"),
+        v if v >= 100.0 => format!("{value:.1}"),
+        v if v >= 1.0 => format!("{value:.2}"),
+        _ => format!("{value:.3}"),
+    }
+}
+
+/// A number with a space between thousands.
+pub fn thousands(number: u32) -> String {
+    let digits = number.to_string();
+    let mut text = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            text.push('\u{202f}');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures() {
+        assert_eq!(figure(18_234.6), "18235");
+        assert_eq!(figure(123.46), "123.5");
+        assert_eq!(figure(20.226), "20.23");
+        assert_eq!(figure(0.0123), "0.012");
+        assert_eq!(thousands(100_000), "100\u{202f}000");
+        assert_eq!(thousands(10), "10");
+    }
+}

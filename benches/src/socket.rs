@@ -1,0 +1,271 @@
+//! `bench socket`: services reached from local sockets.
+
+use std::time::{Duration, Instant};
+
+use anyhow::ensure;
+
+use crate::{
+    peers::Mode,
+    rows::{Row, Target, find, thousands},
+    say,
+    stage::{NodePlan, Stage, Worker},
+    stats::{median, spread},
+    worker::{Job, Order, Transport},
+};
+
+/// The most services of ours.
+pub const MOST: u32 = 100_000;
+/// A ratio of two equal things is not always 1.00 when measured.
+const NOISE: f64 = 1.02;
+/// What is done, and with what.
+const CASES: [(&str, Transport, bool); 4] = [
+    ("tcp4", Transport::Tcp, true),
+    ("tcp6", Transport::Tcp, false),
+    ("udp4", Transport::Udp, true),
+    ("udp6", Transport::Udp, false),
+];
+/// The cases' names, in order.
+pub const CASE_NAMES: [&str; 4] = [CASES[0].0, CASES[1].0, CASES[2].0, CASES[3].0];
+
+/// How much to measure.
+#[derive(Clone, Copy, Debug)]
+pub struct Extent {
+    /// Sizes of our tables.
+    ours: &'static [u32],
+    /// Sizes of the peers' rules.
+    theirs: &'static [u32],
+    /// At least so many rounds,
+    at_least: usize,
+    /// at most so many,
+    at_most: usize,
+    /// and, between the two, none that begins after this time.
+    budget: Duration,
+    /// Samples per measurement, as a divisor.
+    fraction: u32,
+}
+
+impl Extent {
+    /// All of it.
+    pub const FULL: Self = Self {
+        ours: &[1, 1_000, 10_000, MOST],
+        theirs: &[1, 1_000, 10_000],
+        at_least: 7,
+        at_most: 15,
+        budget: Duration::from_secs(330),
+        fraction: 1,
+    };
+    /// What fits into half a minute.
+    pub const QUICK: Self = Self {
+        ours: &[1, MOST],
+        theirs: &[1, 1_000],
+        at_least: 3,
+        at_most: 5,
+        budget: Duration::from_secs(13),
+        fraction: 4,
+    };
+
+    fn nodes(&self) -> Vec<NodePlan> {
+        let mut nodes = vec![NodePlan {
+            worker: Worker::Plain,
+            services: 0,
+            direct: false,
+        }];
+        let last = self.ours.last();
+        nodes.extend(self.ours.iter().map(|services| NodePlan {
+            worker: Worker::Dataplane,
+            services: *services,
+            direct: Some(services) == last,
+        }));
+        for mode in Mode::ALL {
+            nodes.extend(self.theirs.iter().map(|services| NodePlan {
+                worker: Worker::Peer(mode),
+                services: *services,
+                direct: false,
+            }));
+        }
+        nodes
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Metric {
+    name: &'static str,
+    unit: &'static str,
+}
+
+const METRICS: [Metric; 4] = [
+    Metric {
+        name: "connect_p50",
+        unit: "µs",
+    },
+    Metric {
+        name: "rtt_p50",
+        unit: "µs",
+    },
+    Metric {
+        name: "conn_per_s",
+        unit: "1/s",
+    },
+    Metric {
+        name: "gbit_per_s",
+        unit: "Gbit/s",
+    },
+];
+
+fn job(metric: usize, transport: Transport, fraction: u32) -> Job {
+    match metric {
+        0 => Job::Connect {
+            count: 600 / fraction,
+        },
+        1 => Job::RoundTrip {
+            count: 1000 / fraction,
+        },
+        2 => Job::Churn {
+            count: 1200 / fraction,
+        },
+        _ => Job::Bulk {
+            bytes: match transport {
+                Transport::Tcp => 64 << 20,
+                Transport::Udp => 6 << 20,
+            } / u64::from(fraction),
+        },
+    }
+}
+
+/// Compares the paths.
+///
+/// # Errors
+///
+/// If the machine lacks something, or a path does not work.
+pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
+    say!("building the lab: a node for each path, loading its rules or tables");
+    let mut stage = Stage::build(&extent.nodes())?;
+    let lanes = stage.lanes.len();
+    let mut samples = vec![vec![]; lanes * CASES.len() * METRICS.len()];
+    let index = |lane, case, metric| (metric * CASES.len() + case) * lanes + lane;
+    let start = Instant::now();
+    let mut rounds = 0;
+    while rounds < extent.at_least || rounds < extent.at_most && start.elapsed() < extent.budget {
+        for (case, (name, transport, v4)) in CASES.into_iter().enumerate() {
+            for (metric, Metric { name: what, .. }) in METRICS.iter().enumerate() {
+                for step in 0..lanes {
+                    // Another lane is first in each round, so that no lane always follows the same.
+                    let lane = (step + rounds) % lanes;
+                    let job = job(metric, transport, extent.fraction);
+                    match stage.measure(lane, v4, |to| Order { to, transport, job }) {
+                        Ok(value) => samples[index(lane, case, metric)].push(value),
+                        Err(error) => {
+                            let lane = &stage.lanes[lane];
+                            let of = thousands(lane.services);
+                            say!("{}, {of} services: {name} {what}: {error:#}", lane.path);
+                        }
+                    }
+                }
+            }
+        }
+        rounds += 1;
+        say!("round {rounds} of at most {}", extent.at_most);
+    }
+
+    let mut rows = vec![];
+    for (metric, Metric { name, unit }) in METRICS.into_iter().enumerate() {
+        for (case, case_name) in CASE_NAMES.into_iter().enumerate() {
+            let plain = median(&mut samples[index(0, case, metric)].clone());
+            for (lane, about) in stage.lanes.iter().enumerate() {
+                let values = &mut samples[index(lane, case, metric)];
+                ensure!(
+                    values.len() * 2 > rounds,
+                    "{} with {} services: {case_name} {name} failed in most rounds; see above",
+                    about.path,
+                    about.services,
+                );
+                let value = median(values);
+                rows.push(Row {
+                    bench: "socket",
+                    path: about.path,
+                    case: case_name,
+                    services: about.services,
+                    metric: name,
+                    unit,
+                    value,
+                    baseline: Some("plain"),
+                    ratio: Some(value / plain),
+                    spread: spread(values),
+                });
+            }
+        }
+    }
+    Ok(rows)
+}
+
+/// What we promise, beside what was measured: in each line, of the case that is worst.
+pub fn targets(rows: &[Row]) -> Vec<Target> {
+    let value = |path, services, case, metric| {
+        find(rows, path, services, case, metric).map(|row| row.value)
+    };
+    let plain = |case, metric| value("plain", 0, case, metric);
+    let direct = |case, metric| value("direct", MOST, case, metric);
+    // Ours at a size that was not measured is not better than at the largest.
+    let ours = |services, case, metric| {
+        value("dataplane", services, case, metric).or(value("dataplane", MOST, case, metric))
+    };
+    let best = |services, case, metric, better: fn(f64, f64) -> f64| {
+        let modes = Mode::ALL.iter();
+        modes
+            .filter_map(|mode| value(mode.word(), services, case, metric))
+            .reduce(better)
+    };
+    let over = |a: Option<f64>, b: Option<f64>| Some(a? / b?);
+    let (connect, rtt, rate, bulk) = ("connect_p50", "rtt_p50", "conn_per_s", "gbit_per_s");
+
+    let mut targets = vec![];
+    let mut add = |what: String, at_most, ratio: &dyn Fn(&'static str) -> Option<f64>| {
+        let ratios = CASE_NAMES
+            .iter()
+            .filter_map(|case| Some((ratio(case)?, case)));
+        if let Some((value, case)) = ratios.max_by(|a, b| a.0.total_cmp(&b.0)) {
+            targets.push(Target {
+                what: format!("{what} ({case})"),
+                value,
+                at_most,
+            });
+        }
+    };
+    add("connect through a VIP / plain".into(), 1.05, &|case| {
+        over(ours(1, case, connect), plain(case, connect))
+    });
+    add("connect, 100 000 services / one".into(), 1.03, &|case| {
+        over(ours(MOST, case, connect), ours(1, case, connect))
+    });
+    add("round trip / direct".into(), NOISE, &|case| {
+        over(ours(MOST, case, rtt), direct(case, rtt))
+    });
+    // Of what is better the more, the inverse.
+    add("throughput: direct / ours".into(), NOISE, &|case| {
+        over(direct(case, bulk), ours(MOST, case, bulk))
+    });
+    for services in Extent::FULL.theirs {
+        let with = thousands(*services);
+        add(
+            format!("connect, {with}: ours / kube-proxy's best mode"),
+            1.0,
+            &|case| {
+                over(
+                    ours(*services, case, connect),
+                    best(*services, case, connect, f64::min),
+                )
+            },
+        );
+        add(
+            format!("connections/s, {with}: its best mode / ours"),
+            1.0,
+            &|case| {
+                over(
+                    best(*services, case, rate, f64::max),
+                    ours(*services, case, rate),
+                )
+            },
+        );
+    }
+    targets
+}

@@ -1,0 +1,44 @@
+//! Medians.
+
+/// The median; 0 of nothing. Sorts `samples`.
+pub fn median(samples: &mut [f64]) -> f64 {
+    samples.sort_by(f64::total_cmp);
+    let middle = samples.len() / 2;
+    match samples {
+        [] => 0.0,
+        _ if samples.len() % 2 == 1 => samples[middle],
+        _ => f64::midpoint(samples[middle - 1], samples[middle]),
+    }
+}
+
+/// Half the distance between the quartiles, as a share of the median: how much rounds differ.
+pub fn spread(samples: &mut [f64]) -> f64 {
+    let middle = median(samples);
+    let (low, high) = (samples.len() / 4, samples.len() * 3 / 4);
+    match (
+        samples.get(low),
+        samples.get(high.min(samples.len().saturating_sub(1))),
+    ) {
+        (Some(low), Some(high)) if middle != 0.0 => (high - low) / 2.0 / middle,
+        _ => 0.0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn medians() {
+        assert!((median(&mut [3.0, 1.0, 2.0]) - 2.0).abs() < 1e-9);
+        assert!((median(&mut [4.0, 1.0, 2.0, 3.0]) - 2.5).abs() < 1e-9);
+        assert!(median(&mut []).abs() < 1e-9);
+    }
+
+    #[test]
+    fn spreads() {
+        assert!(spread(&mut [5.0; 9]).abs() < 1e-9);
+        let mut samples: Vec<f64> = (1..=9).map(f64::from).collect();
+        assert!((spread(&mut samples) - 0.4).abs() < 1e-9);
+    }
+}

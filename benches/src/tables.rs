@@ -1,0 +1,215 @@
+//! Case `tables` of `bench socket`: what it costs to load the tables, to change them, and to have
+//! them.
+
+use std::{
+    fs,
+    net::IpAddr,
+    path::Path,
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::Context as _;
+use dataplane::{
+    kernel::{Kernel, Limits, Paths},
+    model::{ServiceName, Snapshot},
+    plan::Planner,
+};
+use dataplane_tests::Lab;
+
+use crate::{
+    fleet::Fleet,
+    manifests,
+    rows::{Row, Target, find, thousands},
+    say,
+    socket::MOST,
+    stats::{median, spread},
+};
+
+/// The size of a small node.
+const FEW: u32 = 10;
+/// How often tables are loaded from nothing.
+const LOADS: usize = 5;
+/// How often one endpoint is changed.
+const CHANGES: usize = 200;
+
+/// Measures them.
+///
+/// # Errors
+///
+/// If the kernel refuses, or the agent does not run.
+pub fn run(quick: bool) -> anyhow::Result<Vec<Row>> {
+    let lab = Lab::builder().node("tables").node("agent").build()?;
+    let fleet = |services| Fleet {
+        services,
+        target: ["10.244.1.20", "10.244.1.21", "10.244.1.22"]
+            .map(|a| IpAddr::from(a.parse::<std::net::Ipv4Addr>().expect("an address")))
+            .into(),
+    };
+    let mut rows = vec![];
+    let mut row = |services, metric, unit, mut values: Vec<f64>| {
+        rows.push(Row {
+            bench: "socket",
+            path: "dataplane",
+            case: "tables",
+            services,
+            metric,
+            unit,
+            value: median(&mut values),
+            baseline: None,
+            ratio: None,
+            spread: spread(&mut values),
+        });
+    };
+
+    let services = fleet(MOST);
+    say!("tables: loading {} services × 3 endpoints", thousands(MOST));
+    let snapshot = services.snapshot();
+    let (mut plans, mut loads) = (vec![], vec![]);
+    for _ in 0..if quick { 2 } else { LOADS } {
+        let (_, _, plan, load) = load(&lab, &snapshot)?;
+        plans.push(ms(plan));
+        loads.push(load.as_secs_f64());
+    }
+    row(MOST, "load_s", "s", loads);
+    row(MOST, "full_plan_ms", "ms", plans);
+
+    say!("tables: changing one endpoint among them");
+    let (mut plans, mut flips, mut changes) = (vec![], vec![], vec![]);
+    let (mut kernel, mut planner, ..) = load(&lab, &snapshot)?;
+    let mut last = snapshot;
+    for turn in 0..CHANGES {
+        let next = one_changed(&last, turn);
+        let start = Instant::now();
+        let plan = planner.plan(&next);
+        let plan_time = start.elapsed();
+        kernel.reserve(&plan.demand)?;
+        kernel.apply(&plan.writes)?;
+        let done = start.elapsed();
+        plans.push(ms(plan_time));
+        flips.push(ms(done.saturating_sub(plan_time)));
+        changes.push(ms(done));
+        // As the agent does between changes, off the clock.
+        if planner.wants_grace() {
+            kernel.grace()?;
+            planner.grace_passed();
+        }
+        last = next;
+    }
+    drop(kernel);
+    row(MOST, "plan_ms", "ms", plans);
+    row(MOST, "flip_ms", "ms", flips);
+    row(MOST, "change_ms", "ms", changes);
+
+    for services in [FEW, MOST] {
+        say!(
+            "tables: an agent with manifests of {} services",
+            thousands(services)
+        );
+        let rss = agent_rss(&lab, &fleet(services))?;
+        row(services, "rss_mib", "MiB", vec![rss]);
+    }
+    Ok(rows)
+}
+
+fn ms(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}
+
+/// Loads `snapshot` into empty tables. The times: of the plan, and of the kernel's writes with the
+/// growth of the tables before them.
+fn load(lab: &Lab, snapshot: &Snapshot) -> anyhow::Result<(Kernel, Planner, Duration, Duration)> {
+    let paths = Paths {
+        bpffs: lab.bpffs()?.join("tables"),
+        cgroup: lab.node_cgroup("tables"),
+    };
+    dataplane::kernel::cleanup(&paths.bpffs, false)?;
+    let mut kernel = Kernel::open(&paths, Limits::default())?;
+    let mut planner = Planner::new();
+    let start = Instant::now();
+    let plan = planner.plan(snapshot);
+    let plan_time = start.elapsed();
+    kernel.reserve(&plan.demand)?;
+    kernel.apply(&plan.writes)?;
+    Ok((
+        kernel,
+        planner,
+        plan_time,
+        start.elapsed().saturating_sub(plan_time),
+    ))
+}
+
+/// `snapshot` with another address for one endpoint of one service.
+fn one_changed(snapshot: &Snapshot, turn: usize) -> Snapshot {
+    let mut next = snapshot.clone();
+    // 7 919 is prime to the number of services: the changes are all over them.
+    let index = u32::try_from(turn).unwrap_or(0) * 7_919 % MOST;
+    let name = ServiceName::new("bench", &format!("service-{index:06}"));
+    if let Some(service) = next.services.get_mut(&name) {
+        let service = Arc::make_mut(service);
+        for port in &mut service.ports {
+            if let (Some(endpoint), Ok(low)) = (port.endpoints.first_mut(), u8::try_from(turn)) {
+                endpoint.addr = IpAddr::from([10, 244, 15, low]);
+            }
+            port.endpoints.sort();
+        }
+    }
+    next
+}
+
+/// Memory of an agent that has read manifests of these services and serves them.
+fn agent_rss(lab: &Lab, fleet: &Fleet) -> anyhow::Result<f64> {
+    let directory = tempfile::tempdir()?;
+    manifests::write(&fleet.snapshot(), directory.path())?;
+    let agent = lab.agent("agent").manifests(directory.path()).start()?;
+    // What was only needed to read and plan has been given back by then.
+    thread::sleep(Duration::from_secs(2));
+    rss_mib(&Path::new("/proc").join(agent.id().to_string()))
+}
+
+fn rss_mib(process: &Path) -> anyhow::Result<f64> {
+    let status = fs::read_to_string(process.join("status"))?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+    let kib = line.and_then(|line| line.trim().strip_suffix(" kB"));
+    let kib: f64 = kib
+        .context("no VmRSS in /proc/PID/status")?
+        .trim()
+        .parse()?;
+    Ok(kib / 1024.0)
+}
+
+/// What we promise, beside what was measured.
+pub fn targets(rows: &[Row]) -> Vec<Target> {
+    [
+        (
+            MOST,
+            "load_s",
+            "load 100 000 services × 3 endpoints, s",
+            1.0,
+        ),
+        (
+            MOST,
+            "change_ms",
+            "one endpoint changed, plan and write, ms",
+            1.0,
+        ),
+        (
+            MOST,
+            "rss_mib",
+            "agent's memory with 100 000 services, MiB",
+            200.0,
+        ),
+        (FEW, "rss_mib", "agent's memory with 10 services, MiB", 20.0),
+    ]
+    .into_iter()
+    .filter_map(|(services, metric, what, at_most)| {
+        let value = find(rows, "dataplane", services, "tables", metric)?.value;
+        Some(Target {
+            what: what.into(),
+            value,
+            at_most,
+        })
+    })
+    .collect()
+}

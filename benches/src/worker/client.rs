@@ -1,0 +1,201 @@
+//! The client: what is measured, and how.
+
+use std::{
+    io::{BufRead as _, ErrorKind, Read as _, Write as _},
+    net::{TcpStream, UdpSocket},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, bail};
+use socket2::Socket;
+
+use super::{
+    ANSWERED, Answer, CHURN_THREADS, DATAGRAM, ECHO, Job, Order, SILENT, STREAM, Transport, WINDOW,
+    socket,
+};
+use crate::stats::median;
+
+/// An answer that takes longer is a fault of the path, not a slow path.
+const TIMEOUT: Duration = Duration::from_secs(2);
+/// Measurements at the start of a job that do not count: caches, neighbour tables, branch
+/// predictors.
+const WARM_UP: usize = 20;
+/// Parts that a rate is measured in.
+const SLICES: u32 = 5;
+
+/// Carries out orders until stdin closes.
+pub fn run() -> anyhow::Result<()> {
+    for line in std::io::stdin().lock().lines() {
+        let order: Order = serde_json::from_str(&line?).context("an order that is none")?;
+        let answer = match carry_out(order) {
+            Ok(value) => Answer::Value(value),
+            Err(error) => Answer::Error(format!("{error:#}")),
+        };
+        println!("{}", serde_json::to_string(&answer)?);
+    }
+    Ok(())
+}
+
+fn carry_out(order: Order) -> anyhow::Result<f64> {
+    match order.job {
+        Job::Connect { count } => connects(order, count as usize),
+        Job::RoundTrip { count } => round_trips(order, count as usize),
+        Job::Churn { count } => slices(|| churn(order, count / SLICES)),
+        Job::Bulk { bytes } => slices(|| match order.transport {
+            Transport::Tcp => stream(order, bytes / u64::from(SLICES)),
+            Transport::Udp => datagrams(order, bytes / u64::from(SLICES)),
+        }),
+    }
+}
+
+/// The median of several short measurements of a rate: one that something else interrupted does
+/// not count.
+fn slices(measure: impl Fn() -> anyhow::Result<f64>) -> anyhow::Result<f64> {
+    let mut rates = (0..SLICES)
+        .map(|_| measure())
+        .collect::<Result<Vec<_>, _>>()?;
+    Ok(median(&mut rates))
+}
+
+/// A socket that leaves nothing behind: closing it resets the connection, since sockets in
+/// TIME_WAIT would use up the ports within seconds. The same on every path.
+fn fresh(order: Order) -> std::io::Result<Socket> {
+    let socket = socket(order.to.ip(), order.transport)?;
+    socket.set_read_timeout(Some(TIMEOUT))?;
+    if order.transport == Transport::Tcp {
+        socket.set_linger(Some(Duration::ZERO))?;
+        socket.set_tcp_nodelay(true)?;
+    }
+    Ok(socket)
+}
+
+/// One byte there and back.
+fn exchange(socket: &mut Socket, byte: u8) -> std::io::Result<()> {
+    let mut back = [byte];
+    socket.write_all(&back)?;
+    match socket.read(&mut back)? {
+        0 => Err(ErrorKind::UnexpectedEof.into()),
+        _ => Ok(()),
+    }
+}
+
+const fn byte_for(transport: Transport) -> u8 {
+    match transport {
+        Transport::Tcp => ECHO,
+        Transport::Udp => ANSWERED,
+    }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "below 2^52 ns")]
+fn median_us(samples: &mut [u64]) -> f64 {
+    let mut samples: Vec<f64> = samples[WARM_UP..]
+        .iter()
+        .map(|ns| *ns as f64 / 1e3)
+        .collect();
+    median(&mut samples)
+}
+
+fn nanos(since: Instant) -> u64 {
+    u64::try_from(since.elapsed().as_nanos()).unwrap_or(u64::MAX)
+}
+
+fn connects(order: Order, count: usize) -> anyhow::Result<f64> {
+    let to = order.to.into();
+    let mut samples = Vec::with_capacity(count + WARM_UP);
+    for _ in 0..count + WARM_UP {
+        let mut socket = fresh(order)?;
+        let start = Instant::now();
+        socket.connect(&to)?;
+        if order.transport == Transport::Udp {
+            exchange(&mut socket, ANSWERED)?;
+        }
+        samples.push(nanos(start));
+    }
+    Ok(median_us(&mut samples))
+}
+
+fn round_trips(order: Order, count: usize) -> anyhow::Result<f64> {
+    let mut socket = fresh(order)?;
+    socket.connect(&order.to.into())?;
+    let byte = byte_for(order.transport);
+    let mut samples = Vec::with_capacity(count + WARM_UP);
+    for _ in 0..count + WARM_UP {
+        let start = Instant::now();
+        exchange(&mut socket, byte)?;
+        samples.push(nanos(start));
+    }
+    Ok(median_us(&mut samples))
+}
+
+fn churn(order: Order, count: u32) -> anyhow::Result<f64> {
+    let each = count.div_ceil(CHURN_THREADS);
+    let byte = byte_for(order.transport);
+    let start = Instant::now();
+    thread::scope(|scope| -> anyhow::Result<()> {
+        let threads: Vec<_> = (0..CHURN_THREADS)
+            .map(|_| {
+                scope.spawn(move || -> std::io::Result<()> {
+                    for _ in 0..each {
+                        let mut socket = fresh(order)?;
+                        socket.connect(&order.to.into())?;
+                        exchange(&mut socket, byte)?;
+                    }
+                    Ok(())
+                })
+            })
+            .collect();
+        for thread in threads {
+            match thread.join() {
+                Ok(done) => done?,
+                Err(_) => bail!("a client's thread panicked"),
+            }
+        }
+        Ok(())
+    })?;
+    Ok(f64::from(each * CHURN_THREADS) / start.elapsed().as_secs_f64())
+}
+
+#[expect(clippy::cast_precision_loss, reason = "below 2^52 bits")]
+fn gbit_per_s(bytes: u64, start: Instant) -> f64 {
+    (bytes * 8) as f64 / 1e9 / start.elapsed().as_secs_f64()
+}
+
+fn stream(order: Order, bytes: u64) -> anyhow::Result<f64> {
+    let socket = fresh(order)?;
+    socket.connect(&order.to.into())?;
+    let mut stream = TcpStream::from(socket);
+    let chunk = vec![0; 64 << 10];
+    let start = Instant::now();
+    stream.write_all(&[STREAM])?;
+    stream.write_all(&bytes.to_be_bytes())?;
+    let mut left = bytes;
+    while left > 0 {
+        let length = usize::try_from(left).unwrap_or(usize::MAX).min(chunk.len());
+        stream.write_all(&chunk[..length])?;
+        left -= length as u64;
+    }
+    stream.read_exact(&mut [0])?;
+    Ok(gbit_per_s(bytes, start))
+}
+
+fn datagrams(order: Order, bytes: u64) -> anyhow::Result<f64> {
+    let socket = fresh(order)?;
+    socket.connect(&order.to.into())?;
+    let socket = UdpSocket::from(socket);
+    let mut payload = [0; DATAGRAM];
+    let windows = bytes.div_ceil(DATAGRAM as u64 * WINDOW);
+    let start = Instant::now();
+    for _ in 0..windows {
+        payload[0] = SILENT;
+        for _ in 1..WINDOW {
+            socket.send(&payload)?;
+        }
+        payload[0] = ANSWERED;
+        socket.send(&payload)?;
+        socket
+            .recv(&mut [0; 1])
+            .context("a window of datagrams was not acknowledged")?;
+    }
+    Ok(gbit_per_s(windows * WINDOW * DATAGRAM as u64, start))
+}

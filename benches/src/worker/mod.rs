@@ -1,0 +1,165 @@
+//! Clients and servers: processes in the pods' network namespaces and cgroups that live for the
+//! whole run. A client takes [`Order`]s as lines on stdin and answers each with a line on stdout,
+//! so that nothing is started while something is measured.
+
+mod client;
+mod server;
+
+use std::net::{IpAddr, SocketAddr};
+
+use anyhow::Context as _;
+use clap::{Args, Subcommand};
+use nix::{
+    sched::{CpuSet, sched_setaffinity},
+    unistd::Pid,
+};
+use serde::{Deserialize, Serialize};
+use socket2::{Domain, Protocol, Socket, Type};
+
+/// TCP or UDP.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Transport {
+    /// TCP.
+    Tcp,
+    /// UDP.
+    Udp,
+}
+
+/// What a client shall measure.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub struct Order {
+    /// Whom to talk to.
+    pub to: SocketAddr,
+    /// How.
+    pub transport: Transport,
+    /// What.
+    pub job: Job,
+}
+
+/// A measurement.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Job {
+    /// Median time in µs of a TCP `connect()`; for UDP, whose `connect()` sends nothing, of
+    /// `connect()`, a first datagram and its answer. The socket is made before.
+    Connect {
+        /// How many.
+        count: u32,
+    },
+    /// Median time in µs of a round trip of one byte on one connection.
+    RoundTrip {
+        /// How many.
+        count: u32,
+    },
+    /// Sockets per second that connect, exchange one byte and close, from several threads.
+    Churn {
+        /// How many, over all threads.
+        count: u32,
+    },
+    /// Gbit/s of payload to the server: a TCP stream; UDP datagrams of 1 400 bytes, each window
+    /// of which is acknowledged.
+    Bulk {
+        /// How many bytes.
+        bytes: u64,
+    },
+}
+
+/// A client's answer.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Answer {
+    /// The figure.
+    Value(f64),
+    /// What went wrong.
+    Error(String),
+}
+
+/// Threads of [`Job::Churn`].
+const CHURN_THREADS: u32 = 2;
+/// Payload of a bulk datagram: below the MTU of an overlay network.
+const DATAGRAM: usize = 1400;
+/// Datagrams before an acknowledgement. 128 of them fit a socket's receive buffer, with overhead.
+const WINDOW: u64 = 32;
+
+/// First byte of a TCP connection whose bytes are echoed one by one.
+const ECHO: u8 = b'e';
+/// First byte of a TCP connection that carries a stream: its length follows as 8 bytes, big-endian.
+const STREAM: u8 = b's';
+/// First byte of a datagram that is not answered.
+const SILENT: u8 = b'd';
+/// First byte of a datagram that is answered by one byte.
+const ANSWERED: u8 = b'a';
+
+/// What a worker is started as.
+#[derive(Debug, Subcommand)]
+pub enum Worker {
+    /// Carries out orders from stdin.
+    Client(Client),
+    /// Serves until stdin closes.
+    Server(Server),
+}
+
+/// Arguments of a client.
+#[derive(Debug, Args)]
+pub struct Client {
+    /// CPU to run on
+    #[arg(long)]
+    cpu: usize,
+}
+
+/// Arguments of a server.
+#[derive(Debug, Args)]
+pub struct Server {
+    /// CPU to run on
+    #[arg(long)]
+    cpu: usize,
+    /// Port, for TCP and UDP
+    #[arg(long)]
+    port: u16,
+    /// Addresses to listen on
+    #[arg(required = true)]
+    addresses: Vec<IpAddr>,
+}
+
+impl Worker {
+    /// Runs it.
+    ///
+    /// # Errors
+    /// If it cannot start.
+    pub fn run(&self) -> anyhow::Result<()> {
+        match self {
+            Self::Client(Client { cpu }) => {
+                pin(*cpu)?;
+                client::run()
+            }
+            Self::Server(Server {
+                cpu,
+                port,
+                addresses,
+            }) => {
+                pin(*cpu)?;
+                server::run(addresses, *port)
+            }
+        }
+    }
+}
+
+/// Keeps this process, and the threads that it will start, on one CPU.
+fn pin(cpu: usize) -> anyhow::Result<()> {
+    let mut set = CpuSet::new();
+    set.set(cpu)?;
+    sched_setaffinity(Pid::from_raw(0), &set).with_context(|| format!("cannot run on CPU {cpu}"))
+}
+
+fn socket(addr: IpAddr, transport: Transport) -> std::io::Result<Socket> {
+    let domain = if addr.is_ipv4() {
+        Domain::IPV4
+    } else {
+        Domain::IPV6
+    };
+    match transport {
+        Transport::Tcp => Socket::new(domain, Type::STREAM, Some(Protocol::TCP)),
+        Transport::Udp => Socket::new(domain, Type::DGRAM, Some(Protocol::UDP)),
+    }
+}

@@ -1,0 +1,84 @@
+//! The endpoint.
+
+use std::{
+    io::{Read as _, Write as _},
+    net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket},
+    thread,
+};
+
+use anyhow::Context as _;
+
+use super::{ANSWERED, CHURN_THREADS, ECHO, STREAM, Transport, socket};
+
+/// Serves until stdin closes; says `ready` when it listens.
+pub fn run(addresses: &[IpAddr], port: u16) -> anyhow::Result<()> {
+    for addr in addresses {
+        let at = SocketAddr::new(*addr, port);
+        let listener = socket(*addr, Transport::Tcp)?;
+        listener.set_reuse_address(true)?;
+        listener
+            .bind(&at.into())
+            .with_context(|| format!("cannot listen on {at}/tcp"))?;
+        listener.listen(4096)?;
+        let listener = TcpListener::from(listener);
+        // One thread for each of a client's, so that none waits for another's connection.
+        for _ in 0..CHURN_THREADS {
+            let listener = listener.try_clone()?;
+            thread::spawn(move || accept(&listener));
+        }
+        let datagrams = socket(*addr, Transport::Udp)?;
+        datagrams.set_recv_buffer_size(4 << 20)?;
+        datagrams
+            .bind(&at.into())
+            .with_context(|| format!("cannot listen on {at}/udp"))?;
+        thread::spawn(move || answer(&UdpSocket::from(datagrams)));
+    }
+    println!("ready");
+    std::io::copy(&mut std::io::stdin(), &mut std::io::sink())?;
+    Ok(())
+}
+
+fn accept(listener: &TcpListener) {
+    let mut buffer = vec![0; 256 << 10];
+    while let Ok((stream, _)) = listener.accept() {
+        // Clients reset their connections when they are done: an error is how most end.
+        let _ = serve(stream, &mut buffer);
+    }
+}
+
+fn serve(mut stream: TcpStream, buffer: &mut [u8]) -> std::io::Result<()> {
+    stream.set_nodelay(true)?;
+    let mut byte = [0];
+    stream.read_exact(&mut byte)?;
+    match byte[0] {
+        ECHO => loop {
+            stream.write_all(&byte)?;
+            stream.read_exact(&mut byte)?;
+        },
+        STREAM => {
+            let mut length = [0; 8];
+            stream.read_exact(&mut length)?;
+            let mut left = u64::from_be_bytes(length);
+            while left > 0 {
+                match stream.read(buffer)? as u64 {
+                    0 => return Ok(()),
+                    read => left = left.saturating_sub(read),
+                }
+            }
+            stream.write_all(&byte)
+        }
+        _ => Ok(()),
+    }
+}
+
+fn answer(socket: &UdpSocket) {
+    let mut buffer = [0; 2048];
+    loop {
+        // A client that closed before its answer came makes the next call fail once.
+        if let Ok((_, from)) = socket.recv_from(&mut buffer)
+            && buffer[0] == ANSWERED
+        {
+            let _ = socket.send_to(&buffer[..1], from);
+        }
+    }
+}
