@@ -94,6 +94,9 @@ fn ebpf_cargo(subcommand: &str, tools: &Tools) -> std::process::Command {
         // Types of the maps and programs, which the kernel wants and its tools show.
         "-C",
         "link-arg=--btf",
+        // 32-bit registers and atomic operations that order memory: Linux 5.12.
+        "-C",
+        "target-cpu=v3",
     ];
     let mut cargo = cargo();
     cargo

@@ -117,13 +117,13 @@ impl Node1 {
     /// How a destination is answered: `left alone`, or the kind, and the endpoints' addresses or
     /// the reason for a refusal.
     fn answer(&self, to: &str, port: u16) -> String {
-        let Some(found) = decide::find_frontend(&self.sim, addr(to), Port::new(port), TCP, true)
-        else {
+        let found = decide::find_frontend(&self.sim, addr(to), Port::new(port), TCP, true);
+        if found.is_none() {
             return "left alone".to_owned();
-        };
-        let pool = self.sim.pool(found.pool).unwrap();
+        }
+        let pool = self.sim.pool(found.pool()).unwrap();
         let endpoints = self.sim.resolve(found).endpoints;
-        let mut words = vec![format!("{:?}", found.kind)];
+        let mut words = vec![format!("{:?}", found.kind())];
         words.extend(endpoints.iter().map(|endpoint| endpoint.addr.to_string()));
         if endpoints.is_empty() {
             words.push(format!("{:?}", decide::refusal(pool.block)));
@@ -400,7 +400,7 @@ fn the_older_service_wins_then_the_name() {
             assert_eq!(replaced, 2, "{:?}", plan.writes);
             let owner = |key: &FrontendKey| {
                 node.planner
-                    .pool_owner(node.sim.keys[key].pool)
+                    .pool_owner(node.sim.keys[key].pool())
                     .map(|o| o.service.clone())
             };
             assert_eq!(owner(&vip("10.96.0.1", 80)).as_ref(), Some(&ranked[1]));
@@ -422,7 +422,7 @@ fn roles_share_a_pool_unless_the_policy_keeps_them_apart() {
     a.affinity = Some(Duration::from_secs(7));
     let mut node = Node1::new([a.clone()]);
     let pool = |node: &Node1, key: &FrontendKey| {
-        let index = node.sim.keys[key].pool;
+        let index = node.sim.keys[key].pool();
         (index, node.sim.pools[&index])
     };
     let (cluster_ip, node_port) = (
@@ -514,7 +514,7 @@ fn affinity_is_at_least_a_second_and_at_most_a_day() {
         let mut a = service("a", &["10.96.0.1"], &[]);
         a.affinity = Some(timeout);
         let node = Node1::new([a]);
-        let pool = node.sim.keys[&vip("10.96.0.1", 80)].pool;
+        let pool = node.sim.keys[&vip("10.96.0.1", 80)].pool();
         assert_eq!(node.sim.pools[&pool].affinity_seconds, seconds);
     }
 }
@@ -535,7 +535,7 @@ fn a_pool_has_so_many_endpoints_and_no_more() {
         a.ports[0].endpoints = endpoints(count);
         let mut planner = Planner::new();
         planner.plan(&snapshot([a.clone()]));
-        let pool = planner.frontend(&vip("10.96.0.1", 80)).unwrap().pool;
+        let pool = planner.frontend(&vip("10.96.0.1", 80)).unwrap().pool();
         let (_, found) = planner.pool(pool).unwrap();
         assert_eq!(found.len(), (count as usize).min(Block::MAX_LEN));
         assert_eq!(found[0].addr, addr("10.0.0.0"), "the first are kept");
@@ -579,7 +579,7 @@ fn damaged_tables_are_named() {
 
     let key = vip("10.96.0.2", 80);
     let at = sound.frontends.iter().position(|(k, _)| *k == key).unwrap();
-    let pool = sound.frontends[at].1.pool;
+    let pool = sound.frontends[at].1.pool();
     let block = sound.pools[pool as usize].block;
     let pools = sound.pools.len();
     let other = sound
@@ -588,7 +588,7 @@ fn damaged_tables_are_named() {
         .find(|(k, _)| k.addr == Addr::from_v4([0; 4]))
         .unwrap()
         .1
-        .pool;
+        .pool();
     let other_base = sound.pools[other as usize].block.base();
     let out_of_range = |kind, pool| AdoptError::PoolOutOfRange {
         key,
@@ -601,15 +601,17 @@ fn damaged_tables_are_named() {
     };
     let cases: Vec<(Damage, AdoptError)> = vec![
         (
-            Box::new(move |c| c.frontends[at].1.pool = 99),
+            Box::new(move |c| c.frontends[at].1 = Frontend::new(99, c.frontends[at].1.kind())),
             out_of_range(Kind::CLUSTER_IP, 99),
         ),
         (
-            Box::new(move |c| c.frontends[at].1.pool = 0),
+            Box::new(move |c| c.frontends[at].1 = Frontend::new(0, c.frontends[at].1.kind())),
             out_of_range(Kind::CLUSTER_IP, 0),
         ),
         (
-            Box::new(move |c| c.frontends[at].1.kind = Kind::NODE_ADDRESS),
+            Box::new(move |c| {
+                c.frontends[at].1 = Frontend::new(c.frontends[at].1.pool(), Kind::NODE_ADDRESS)
+            }),
             out_of_range(Kind::NODE_ADDRESS, pool),
         ),
         (
