@@ -20,9 +20,10 @@ pub fn find(paths: &[PathBuf]) -> (Vec<PathBuf>, Vec<(PathBuf, String)>) {
         match fs::metadata(path) {
             Err(error) => found.faults.push((path.clone(), unreadable(&error))),
             Ok(metadata) if metadata.is_dir() => {
-                let before = found.seen.len();
+                found.met = 0;
+                found.directories.clear();
                 found.directory(path);
-                if found.seen.len() == before && found.faults.is_empty() {
+                if found.met == 0 && found.faults.is_empty() {
                     found.faults.push((
                         path.clone(),
                         "no manifest in this directory; expected *.yaml, *.yml or *.json (to \
@@ -41,16 +42,21 @@ pub fn find(paths: &[PathBuf]) -> (Vec<PathBuf>, Vec<(PathBuf, String)>) {
 struct Found {
     files: Vec<PathBuf>,
     faults: Vec<(PathBuf, String)>,
-    /// Files and directories met, by their real paths: links may lead to one twice, or in circles.
-    seen: BTreeSet<PathBuf>,
+    /// The real paths of `files`: links, and paths that overlap, lead to one twice.
+    real: BTreeSet<PathBuf>,
+    /// The real paths of the directories below the path at hand: links may lead in circles.
+    directories: BTreeSet<PathBuf>,
+    /// How many manifests there were below the path at hand, new or not.
+    met: usize,
 }
 
 impl Found {
     fn file(&mut self, path: &Path) {
+        self.met += 1;
         match path.canonicalize() {
             Err(error) => self.faults.push((path.to_owned(), unreadable(&error))),
             Ok(real) => {
-                if self.seen.insert(real) {
+                if self.real.insert(real) {
                     self.files.push(path.to_owned());
                 }
             }
@@ -58,7 +64,14 @@ impl Found {
     }
 
     fn directory(&mut self, path: &Path) {
-        if let Err(error) = self.entries(path) {
+        let result = path.canonicalize().and_then(|real| {
+            if self.directories.insert(real) {
+                self.entries(path)
+            } else {
+                Ok(())
+            }
+        });
+        if let Err(error) = result {
             self.faults.push((path.to_owned(), unreadable(&error)));
         }
     }
@@ -72,24 +85,12 @@ impl Found {
             let child = path.join(name);
             // A name that is gone by now is a change, which the watcher reports.
             match fs::metadata(&child) {
-                Ok(metadata) if metadata.is_dir() => {
-                    if let Ok(real) = child.canonicalize()
-                        && !self.directories_seen(&real)
-                    {
-                        self.directory(&child);
-                    }
-                }
+                Ok(metadata) if metadata.is_dir() => self.directory(&child),
                 _ if is_manifest(&child) => self.file(&child),
                 _ => {}
             }
         }
         Ok(())
-    }
-
-    /// Whether a directory was met before, or is one that the walk is in.
-    fn directories_seen(&mut self, real: &Path) -> bool {
-        // A trailing component keeps directories apart from files in the set.
-        !self.seen.insert(real.join("."))
     }
 }
 
@@ -112,26 +113,31 @@ pub fn read(path: &Path) -> Result<String, String> {
     if !metadata.is_file() {
         return Err("no regular file; expected a file with manifests".into());
     }
-    let mut bytes = Vec::with_capacity(
-        usize::try_from(metadata.len().min(FILE_SIZE_MAX) + 1).unwrap_or_default(),
-    );
+    if metadata.len() > FILE_SIZE_MAX {
+        return Err(too_large(metadata.len()));
+    }
+    let mut bytes = Vec::with_capacity(usize::try_from(metadata.len() + 1).unwrap_or_default());
+    // It may grow while it is read.
     File::open(path)
         .and_then(|file| file.take(FILE_SIZE_MAX + 1).read_to_end(&mut bytes))
         .map_err(|error| unreadable(&error))?;
-    let size = metadata.len().max(bytes.len() as u64);
-    if size > FILE_SIZE_MAX {
-        return Err(format!(
-            "{} MiB is too large for a file; expected at most {} MiB: split it into several in a \
-             directory",
-            size.div_ceil(1 << 20),
-            FILE_SIZE_MAX >> 20,
-        ));
+    if bytes.len() as u64 > FILE_SIZE_MAX {
+        return Err(too_large(bytes.len() as u64));
     }
     String::from_utf8(bytes).map_err(|error| {
         let good = &error.as_bytes()[..error.utf8_error().valid_up_to()];
         let line = good.split(|&byte| byte == b'\n').count();
         format!("line {line} is not UTF-8; expected YAML or JSON in UTF-8")
     })
+}
+
+fn too_large(size: u64) -> String {
+    format!(
+        "{} MiB is too large for a file; expected at most {} MiB: split it into several in a \
+         directory",
+        size.div_ceil(1 << 20),
+        FILE_SIZE_MAX >> 20,
+    )
 }
 
 fn unreadable(error: &io::Error) -> String {
