@@ -1,7 +1,7 @@
 //! Objects from files, on their way to a snapshot.
 
 use std::{
-    collections::{BTreeMap, HashMap, hash_map},
+    collections::{BTreeMap, HashMap, btree_map},
     fmt::Write,
     path::PathBuf,
     sync::Arc,
@@ -49,8 +49,10 @@ struct Unplaced {
 pub struct Stage<'a> {
     node: &'a str,
     files: Vec<PathBuf>,
-    services: HashMap<ServiceName, (Outcome<Service>, Origin)>,
-    slices: HashMap<ServiceName, SmallVec<[Slice; 1]>>,
+    /// Without their endpoints; `None` if left alone. Each has its final place in memory from the
+    /// start: a table of a hundred thousand of them by value would be copied as it grows.
+    services: BTreeMap<ServiceName, (Option<Arc<Service>>, Origin)>,
+    slices: Vec<Slice>,
     slice_origins: HashMap<ServiceName, Origin>,
     ignored: BTreeMap<String, usize>,
     left_alone: usize,
@@ -67,8 +69,8 @@ impl<'a> Stage<'a> {
         Self {
             node,
             files: Vec::new(),
-            services: HashMap::new(),
-            slices: HashMap::new(),
+            services: BTreeMap::new(),
+            slices: Vec::new(),
             slice_origins: HashMap::new(),
             ignored: BTreeMap::new(),
             left_alone: 0,
@@ -150,10 +152,16 @@ impl<'a> Stage<'a> {
         let twice = |other| Some((other, "defined twice, first in"));
         match entry.body {
             Body::Service(outcome) => {
-                self.left_alone += usize::from(outcome == Outcome::LeftAlone);
+                let service = match outcome {
+                    Outcome::Served(service) => Some(Arc::new(service)),
+                    Outcome::LeftAlone => {
+                        self.left_alone += 1;
+                        None
+                    }
+                };
                 match self.services.entry(entry.name) {
-                    hash_map::Entry::Vacant(vacant) => _ = vacant.insert((outcome, origin)),
-                    hash_map::Entry::Occupied(occupied) => {
+                    btree_map::Entry::Vacant(vacant) => _ = vacant.insert((service, origin)),
+                    btree_map::Entry::Occupied(occupied) => {
                         let other = twice(occupied.get().1);
                         self.duplicate(origin, object, other);
                     }
@@ -165,12 +173,7 @@ impl<'a> Stage<'a> {
                 }
                 match outcome {
                     Outcome::LeftAlone => self.left_alone += 1,
-                    Outcome::Served(slice) => {
-                        self.slices
-                            .entry(slice.service.clone())
-                            .or_default()
-                            .push(slice);
-                    }
+                    Outcome::Served(slice) => self.slices.push(slice),
                 }
             }
             Body::Ignored(kind) => *self.ignored.entry(kind).or_default() += 1,
@@ -222,6 +225,8 @@ impl<'a> Stage<'a> {
 
     /// Joins services and slices, or tells what is wrong with them.
     pub fn finish(mut self, previous: &Snapshot, node: &Node) -> Result<Loaded, Errors> {
+        self.slices
+            .sort_unstable_by(|a, b| (&a.service, &a.name).cmp(&(&b.service, &b.name)));
         // An object that could not be read may be the one that is missing.
         if self.unplaced.is_empty() && self.whole.is_empty() {
             self.orphans();
@@ -238,13 +243,16 @@ impl<'a> Stage<'a> {
         for name in gone {
             services.remove(&name);
         }
-        for (name, (outcome, _)) in self.services {
-            let Outcome::Served(mut service) = outcome else {
+        let mut slices = self.slices.into_iter().peekable();
+        for (name, (service, _)) in self.services {
+            let own: SmallVec<[Slice; 2]> =
+                std::iter::from_fn(|| slices.next_if(|slice| slice.service == name)).collect();
+            let Some(mut service) = service else {
                 continue;
             };
-            objects::join(&mut service, &self.slices.remove(&name).unwrap_or_default());
-            if services.get(&name).is_none_or(|known| **known != service) {
-                services.insert(name, Arc::new(service));
+            objects::join(Arc::make_mut(&mut service), &own);
+            if services.get(&name).is_none_or(|known| *known != service) {
+                services.insert(name, service);
             }
         }
         self.problems.sort();
@@ -271,22 +279,17 @@ impl<'a> Stage<'a> {
     }
 
     fn is_served(&self, name: &ServiceName) -> bool {
-        matches!(self.services.get(name), Some((Outcome::Served(_), _)))
+        matches!(self.services.get(name), Some((Some(_), _)))
     }
 
     /// Finds slices without a service.
     fn orphans(&mut self) {
-        let mut orphans: Vec<(ServiceName, ServiceName)> = self
+        let orphans: Vec<(ServiceName, ServiceName)> = self
             .slices
             .iter()
-            .filter(|(service, _)| !self.services.contains_key(*service))
-            .flat_map(|(service, slices)| {
-                slices
-                    .iter()
-                    .map(|slice| (slice.name.clone(), service.clone()))
-            })
+            .filter(|slice| !self.services.contains_key(&slice.service))
+            .map(|slice| (slice.name.clone(), slice.service.clone()))
             .collect();
-        orphans.sort_unstable();
         for (slice, service) in orphans {
             if let Some(&origin) = self.slice_origins.get(&slice) {
                 self.object_fault(
