@@ -28,7 +28,8 @@ fn service(fields: &str) -> String {
 
 /// A slice of `web`, with these endpoints and ports.
 fn slice(name: &str, endpoints: &[&str], ports: &str) -> String {
-    let endpoints: String = endpoints.iter().map(|e| format!("- {{{e}}}\n")).collect();
+    let endpoints: Vec<_> = endpoints.iter().map(|e| format!("- {{{e}}}\n")).collect();
+    let endpoints = endpoints.concat();
     format!(
         "---\naddressType: IPv4\napiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\nmetadata: \
          {{name: {name}, labels: {{kubernetes.io/service-name: web}}}}\nendpoints:\n{endpoints}\

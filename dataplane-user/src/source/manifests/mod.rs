@@ -9,6 +9,7 @@
 
 mod document;
 mod error;
+mod faults;
 mod files;
 mod locate;
 mod parse;
@@ -73,12 +74,12 @@ pub fn load(paths: &[PathBuf], node: &Node) -> Result<Loaded, Errors> {
 /// As for [`load`].
 pub fn load_reusing(previous: &Snapshot, paths: &[PathBuf], node: &Node) -> Result<Loaded, Errors> {
     let (files, missing) = files::find(paths);
-    let mut stage = stage::Stage::new(&node.name);
+    let mut stage = stage::Stage::new(node);
     for (path, text) in missing {
         stage.unreadable(path, text);
     }
     for file in files {
         stage.file(file);
     }
-    stage.finish(previous, node)
+    stage.finish(previous)
 }

@@ -69,7 +69,7 @@ fn yaml_documents(text: &str) -> Vec<&str> {
     for line in text.split_inclusive('\n') {
         let marker = line
             .strip_prefix("---")
-            .is_some_and(|rest| rest.trim_start().len() < rest.len());
+            .is_some_and(|rest| rest.is_empty() || rest.starts_with([' ', '\t', '\r', '\n']));
         if marker && at > start && !is_prologue(&text[start..at]) {
             documents.push(&text[start..at]);
             start = at;
@@ -250,5 +250,44 @@ fn shown(path: &str) -> String {
     match path.char_indices().nth(PATH_MAX) {
         Some((end, _)) => format!("{}…", &path[..end]),
         None => path.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn documents_of_yaml() {
+        for (text, wanted) in [
+            ("a: 1\n---\nb: 2\n", vec!["a: 1\n", "---\nb: 2\n"]),
+            (
+                "---\r\na: 1\r\n---\r\n# b\r\n--- # c\r\nd: 1",
+                vec!["---\r\na: 1\r\n", "--- # c\r\nd: 1"],
+            ),
+            ("# a\n--- {b: 1}\n---", vec!["--- {b: 1}\n"]),
+            (
+                "%YAML 1.2\n---\na: |\n  ---\n----: 2\n",
+                vec!["%YAML 1.2\n---\na: |\n  ---\n----: 2\n"],
+            ),
+            ("---\n---\n...\n\n", vec![]),
+        ] {
+            assert_eq!(documents(text, Format::Yaml), wanted, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn documents_of_json() {
+        for (text, wanted) in [
+            ("{} ", vec!["{}"]),
+            (
+                "{\"a\": 1}\n{\"b\": 2}\n",
+                vec!["{\"a\": 1}", "\n{\"b\": 2}"],
+            ),
+            ("{}{\"a\": }\n{}", vec!["{}", "{\"a\": }\n{}"]),
+            (" \n", vec![]),
+        ] {
+            assert_eq!(documents(text, Format::Json), wanted, "{text:?}");
+        }
     }
 }

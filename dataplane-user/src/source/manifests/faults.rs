@@ -1,0 +1,192 @@
+//! Faults on the way to a person: their lines are only looked for when all of them are known.
+
+use std::{
+    collections::BTreeMap,
+    fmt::Write,
+    path::{Path, PathBuf},
+};
+
+use super::{
+    Errors, FAULTS_LISTED, Fault, files,
+    locate::{Position, locate},
+    parse::{self, Format},
+};
+
+/// Where an object was read.
+#[derive(Clone, Copy, Debug)]
+pub struct Origin {
+    /// Index of the file.
+    pub file: u32,
+    /// Index of the document in the file.
+    pub document: u32,
+    /// Index in the document's list.
+    pub item: Option<u32>,
+}
+
+impl Origin {
+    /// The path of one of the object's fields, within the document.
+    fn path(self, field: &str) -> String {
+        match self.item {
+            Some(item) => format!("items[{item}].{field}"),
+            None => field.to_owned(),
+        }
+    }
+}
+
+/// A fault whose line is not known yet.
+struct Unplaced {
+    origin: Origin,
+    /// Within the document.
+    path: String,
+    object: Option<String>,
+    text: String,
+    /// The position within the document, where the parser gave it.
+    position: Option<Position>,
+    /// Where the other one of two objects is.
+    other: Option<Origin>,
+}
+
+/// The faults found so far.
+#[derive(Default)]
+pub struct Faults {
+    /// Those of files as a whole.
+    whole: Vec<Fault>,
+    unplaced: Vec<Unplaced>,
+    more: usize,
+}
+
+impl Faults {
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.whole.is_empty() && self.unplaced.is_empty()
+    }
+
+    /// Adds one of a file or directory as a whole.
+    pub fn whole(&mut self, file: PathBuf, text: String) {
+        let path = String::new();
+        self.whole.push(Fault {
+            file,
+            position: None,
+            path,
+            object: None,
+            text,
+        });
+    }
+
+    /// Adds one that keeps a document from being read to its end.
+    pub fn stop(&mut self, document: Origin, stop: parse::Stop) {
+        self.add(Unplaced {
+            origin: document,
+            path: stop.path,
+            object: None,
+            text: stop.text,
+            position: stop.position,
+            other: None,
+        });
+    }
+
+    /// Adds one of an object's field.
+    pub fn field(&mut self, origin: Origin, field: &str, object: Option<String>, text: String) {
+        let path = origin.path(field);
+        self.add(Unplaced {
+            origin,
+            path,
+            object,
+            text,
+            position: None,
+            other: None,
+        });
+    }
+
+    /// Adds an object that was defined before.
+    pub fn twice(&mut self, origin: Origin, object: Option<String>, first: Origin) {
+        self.add(Unplaced {
+            origin,
+            path: origin.path("metadata.name"),
+            object,
+            text: "defined twice, first in".into(),
+            position: None,
+            other: Some(first),
+        });
+    }
+
+    fn add(&mut self, fault: Unplaced) {
+        if self.unplaced.len() < FAULTS_LISTED {
+            self.unplaced.push(fault);
+        } else {
+            self.more += 1;
+        }
+    }
+
+    /// All of them, for a person. `read` are the files by index.
+    pub fn place(self, read: &[PathBuf]) -> Errors {
+        let positions = self.positions(read);
+        let file = |origin: Origin| &read[origin.file as usize];
+        let mut faults = self.whole;
+        for (fault, (position, other)) in self.unplaced.into_iter().zip(positions) {
+            let mut text = fault.text;
+            if let Some(origin) = fault.other {
+                _ = write!(text, " {}", file(origin).display());
+                if let Some(Position { line, column }) = other {
+                    _ = write!(text, ":{line}:{column}");
+                }
+            }
+            faults.push(Fault {
+                file: file(fault.origin).clone(),
+                position,
+                path: fault.path,
+                object: fault.object,
+                text,
+            });
+        }
+        faults.sort_by(|a, b| (&a.file, a.position).cmp(&(&b.file, b.position)));
+        let more = self.more + faults.len().saturating_sub(FAULTS_LISTED);
+        faults.truncate(FAULTS_LISTED);
+        Errors { faults, more }
+    }
+
+    /// The positions of the faults in their files, and of the other object where there are two.
+    ///
+    /// The files are read once more: a run without faults, which is the rule, keeps no text.
+    fn positions(&self, read: &[PathBuf]) -> Vec<(Option<Position>, Option<Position>)> {
+        // What is asked of each document: a path, and for which fault.
+        let mut asked: BTreeMap<(u32, u32), Vec<(usize, String)>> = BTreeMap::new();
+        let faults = self.unplaced.len();
+        for (number, fault) in self.unplaced.iter().enumerate() {
+            let Origin { file, document, .. } = fault.origin;
+            asked
+                .entry((file, document))
+                .or_default()
+                .push((number, fault.path.clone()));
+            if let Some(other) = fault.other {
+                let path = other.path("metadata.name");
+                asked
+                    .entry((other.file, other.document))
+                    .or_default()
+                    .push((faults + number, path));
+            }
+        }
+        let mut positions = vec![None; 2 * faults];
+        let mut text = (None, String::new());
+        for ((file, document), questions) in asked {
+            let path: &Path = &read[file as usize];
+            if text.0 != Some(file) {
+                // A file that has gone since has no lines.
+                text = (Some(file), files::read(path).unwrap_or_default());
+            }
+            let documents = parse::documents(&text.1, Format::of(path));
+            let Some(document) = documents.get(document as usize) else {
+                continue;
+            };
+            let before = &text.1[..document.as_ptr().addr() - text.1.as_ptr().addr()];
+            let paths: Vec<&str> = questions.iter().map(|(_, path)| path.as_str()).collect();
+            for ((number, _), found) in questions.iter().zip(locate(document, &paths)) {
+                // The parser knows better where it stopped.
+                let known = self.unplaced.get(*number).and_then(|fault| fault.position);
+                positions[*number] = known.or(found).map(|position| position.after(before));
+            }
+        }
+        let others = positions.split_off(faults);
+        positions.into_iter().zip(others).collect()
+    }
+}
