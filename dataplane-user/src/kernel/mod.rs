@@ -101,8 +101,8 @@ impl Kernel {
     }
 
     /// The limits that it was opened with.
-    pub fn limits(&self) -> &Limits {
-        &self.limits
+    pub fn limits(&self) -> Limits {
+        self.limits
     }
 
     /// What the tables hold.
@@ -118,7 +118,7 @@ impl Kernel {
     /// # Errors
     /// [`Error::TableFull`] or [`Error::Grow`]; nothing that is served has changed.
     pub fn reserve(&mut self, demand: &Demand) -> Result<Vec<Growth>, Error> {
-        self.tables.reserve(demand, &self.limits)
+        self.tables.reserve(demand, self.limits)
     }
 
     /// Carries out a plan's writes, in their order, after [`Kernel::reserve`].

@@ -232,7 +232,7 @@ impl Pins {
     pub fn lock(&self) -> Result<Flock<File>, Error> {
         let directory =
             File::open(&self.root).doing(|| format!("cannot open {}", self.root.display()))?;
-        let inode = directory.metadata().map(|m| m.ino()).unwrap_or(0);
+        let inode = directory.metadata().map_or(0, |m| m.ino());
         Flock::lock(directory, FlockArg::LockExclusiveNonblock).map_err(|(_, error)| match error {
             Errno::EWOULDBLOCK => Error::Busy {
                 directory: self.root.clone(),
@@ -264,7 +264,8 @@ impl Pins {
                 wanted: "a map".into(),
             });
         }
-        let info = sys::map_info(fd.as_fd()).doing(|| format!("cannot ask what {path:?} is"))?;
+        let info =
+            sys::map_info(fd.as_fd()).doing(|| format!("cannot ask what {} is", path.display()))?;
         spec.check(&path, &info)?;
         Ok(Some((fd, info)))
     }
@@ -287,13 +288,14 @@ impl Pins {
         if kind != ObjectKind::Link {
             return Err(foreign(format!("a {kind:?}").to_lowercase()));
         }
-        let info = sys::link_info(fd.as_fd()).doing(|| format!("cannot ask what {path:?} is"))?;
+        let info = sys::link_info(fd.as_fd())
+            .doing(|| format!("cannot ask what {} is", path.display()))?;
         if !info.is_cgroup || info.attach_type != program.hook as u32 {
             return Err(foreign("a link of another kind".into()));
         }
         let loaded = sys::prog_by_id(info.program)
             .and_then(|fd| sys::prog_info(fd.as_fd()))
-            .doing(|| format!("cannot ask which program {path:?} holds"))?;
+            .doing(|| format!("cannot ask which program {} holds", path.display()))?;
         if loaded.name != program.name {
             return Err(foreign(format!("a link of program {}", loaded.name)));
         }

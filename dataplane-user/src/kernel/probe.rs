@@ -1,1 +1,302 @@
-//! What this machine can do: asked of it, not guessed from its version.
+//! What this machine can do: asked of it by trying, not guessed from its version.
+
+use std::{fs, io, path::Path};
+
+use aya_obj::generated::{
+    bpf_attach_type::{self, BPF_CGROUP_INET4_CONNECT},
+    bpf_map_type::{self, BPF_MAP_TYPE_ARRAY, BPF_MAP_TYPE_LRU_HASH, BPF_MAP_TYPE_RINGBUF},
+    bpf_prog_type::BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
+};
+
+use super::{
+    Paths, cgroup2_root, object,
+    pins::Pins,
+    programs::PROGRAMS,
+    sys::{self, Shape},
+};
+
+/// One thing that the dataplane needs of a machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Feature {
+    /// What it is.
+    pub name: &'static str,
+    /// What it is needed for.
+    pub needed_for: &'static str,
+    /// Whether it is here.
+    pub present: bool,
+    /// Whether nothing works without it.
+    pub required: bool,
+    /// What was found.
+    pub detail: String,
+    /// What to do if it is missing.
+    pub remedy: &'static str,
+}
+
+impl Feature {
+    fn required(
+        name: &'static str,
+        needed_for: &'static str,
+        found: Result<String, String>,
+        remedy: &'static str,
+    ) -> Self {
+        let (present, detail) = match found {
+            Ok(detail) => (true, detail),
+            Err(detail) => (false, detail),
+        };
+        Self {
+            name,
+            needed_for,
+            present,
+            required: true,
+            detail,
+            remedy,
+        }
+    }
+
+    fn useful(
+        name: &'static str,
+        needed_for: &'static str,
+        found: Result<String, String>,
+        remedy: &'static str,
+    ) -> Self {
+        Self {
+            required: false,
+            ..Self::required(name, needed_for, found, remedy)
+        }
+    }
+}
+
+const OLD_KERNEL: &str = "use Linux 5.18 or newer (tested from 6.1 on)";
+const NO_BPF: &str = "run as root (or with CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON), outside of containers that \
+     forbid bpf()";
+
+/// Asks the machine for everything that we need of it. Changes nothing: maps and programs made on
+/// the way are gone when this returns.
+pub fn features(paths: &Paths) -> Vec<Feature> {
+    let mut features = vec![
+        Feature::required(
+            "kernel programs in this binary",
+            "everything",
+            object::programs()
+                .map(|object| format!("{} KiB", object.len() / 1024))
+                .map_err(|error| error.to_string()),
+            "build with `cargo xtask build`",
+        ),
+        Feature::required("capabilities", "loading, attaching", capabilities(), NO_BPF),
+        Feature::required(
+            "cgroup v2",
+            "attaching the programs",
+            cgroup(&paths.cgroup),
+            "mount one (`mount -t cgroup2 none /sys/fs/cgroup`), or name it with --cgroup",
+        ),
+        Feature::required(
+            "bpffs",
+            "programs and tables that outlive the agent",
+            bpffs(&paths.bpffs),
+            "mount one (`mount -t bpf bpf /sys/fs/bpf`), or name a directory on one with --bpffs",
+        ),
+        Feature::required(
+            "mapped arrays",
+            "flipping a service's endpoints by one store",
+            map(BPF_MAP_TYPE_ARRAY, 4, 16, (1 << 10) | (1 << 12), 1),
+            OLD_KERNEL,
+        ),
+        Feature::required(
+            "LRU hash",
+            "session affinity",
+            map(BPF_MAP_TYPE_LRU_HASH, 20, 32, 0, 1024),
+            OLD_KERNEL,
+        ),
+        Feature::required(
+            "ring buffer",
+            "`dataplane monitor`",
+            map(BPF_MAP_TYPE_RINGBUF, 0, 0, 0, 4096),
+            OLD_KERNEL,
+        ),
+    ];
+    for program in &PROGRAMS {
+        features.push(Feature::required(
+            program.name,
+            match program.name {
+                "connect4" | "connect6" => "choosing an endpoint at connect()",
+                "sendmsg4" | "sendmsg6" => "unconnected UDP",
+                "recvmsg4" | "recvmsg6" => "UDP replies that come from the VIP",
+                _ => "getpeername() that answers the VIP",
+            },
+            program_type(program.hook),
+            OLD_KERNEL,
+        ));
+    }
+    features.extend([
+        Feature::required(
+            "bpf_set_retval",
+            "ECONNREFUSED for services without endpoints",
+            helper(BPF_CGROUP_INET4_CONNECT, 187),
+            "use Linux 5.18 or newer",
+        ),
+        Feature::required(
+            "network namespace cookies",
+            "session affinity by pod, the node's own loopback",
+            sys::netns_cookie()
+                .map(|cookie| format!("this one is {cookie}"))
+                .map_err(word),
+            "use Linux 5.14 or newer",
+        ),
+        Feature::useful(
+            "JIT compiler",
+            "speed: without it the programs are interpreted",
+            jit(),
+            "sysctl -w net.core.bpf_jit_enable=1",
+        ),
+        Feature::useful(
+            "BTF of the kernel",
+            "readable maps and programs in bpftool",
+            exists("/sys/kernel/btf/vmlinux"),
+            "a kernel with CONFIG_DEBUG_INFO_BTF",
+        ),
+    ]);
+    features
+}
+
+#[expect(clippy::needless_pass_by_value, reason = "for map_err")]
+fn word(error: io::Error) -> String {
+    error.to_string()
+}
+
+fn exists(path: &str) -> Result<String, String> {
+    if Path::new(path).exists() {
+        Ok(path.into())
+    } else {
+        Err(format!("{path} is not there"))
+    }
+}
+
+/// Effective capabilities (`capabilities(7)`), by number in `include/uapi/linux/capability.h`.
+fn capabilities() -> Result<String, String> {
+    const NEEDED: [(&str, u32); 3] = [("CAP_NET_ADMIN", 12), ("CAP_BPF", 39), ("CAP_PERFMON", 38)];
+    const CAP_SYS_ADMIN: u32 = 21;
+    let status = fs::read_to_string("/proc/self/status").map_err(word)?;
+    let effective = status
+        .lines()
+        .find_map(|line| line.strip_prefix("CapEff:"))
+        .and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok())
+        .ok_or("cannot read CapEff in /proc/self/status")?;
+    let has = |bit: u32| effective & (1 << bit) != 0;
+    let missing: Vec<&str> = NEEDED
+        .iter()
+        .filter(|(_, bit)| !(has(*bit) || has(CAP_SYS_ADMIN) && *bit != 12))
+        .map(|(name, _)| *name)
+        .collect();
+    if missing.is_empty() {
+        Ok("CAP_NET_ADMIN, CAP_BPF, CAP_PERFMON".into())
+    } else {
+        Err(format!("missing {}", missing.join(", ")))
+    }
+}
+
+fn cgroup(cgroup: &Path) -> Result<String, String> {
+    let root = cgroup2_root().map_err(|error| error.to_string())?;
+    if !cgroup.join("cgroup.procs").exists() {
+        return Err(format!(
+            "{} is not a cgroup; the hierarchy is mounted at {}",
+            cgroup.display(),
+            root.display()
+        ));
+    }
+    Ok(format!(
+        "{} (mounted at {})",
+        cgroup.display(),
+        root.display()
+    ))
+}
+
+fn bpffs(directory: &Path) -> Result<String, String> {
+    match Pins::new(directory).is_on_bpffs() {
+        Ok(true) => Ok(directory.display().to_string()),
+        Ok(false) if directory.starts_with("/sys/fs/bpf") => {
+            Ok("not mounted yet; the agent mounts it on /sys/fs/bpf".into())
+        }
+        Ok(false) => Err(format!("{} is not on one", directory.display())),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+fn map(
+    kind: bpf_map_type,
+    key_size: u32,
+    value_size: u32,
+    flags: u32,
+    max_entries: u32,
+) -> Result<String, String> {
+    let shape = Shape {
+        kind,
+        key_size,
+        value_size,
+        flags,
+    };
+    sys::map_create("probe", &shape, max_entries)
+        .map(|_| "yes".into())
+        .map_err(word)
+}
+
+/// `r0 = 1; exit`, or with a helper: `r1 = 0; call helper; r0 = 1; exit`.
+const SET_RESULT: u64 = 0x0000_0001_0000_00b7;
+const EXIT: u64 = 0x95;
+
+fn program_type(hook: bpf_attach_type) -> Result<String, String> {
+    load(hook, &[SET_RESULT, EXIT])
+}
+
+fn helper(hook: bpf_attach_type, number: u32) -> Result<String, String> {
+    const CLEAR_ARGUMENT: u64 = 0x0000_0000_0000_01b7;
+    let call = 0x85 | u64::from(number) << 32;
+    load(hook, &[CLEAR_ARGUMENT, call, SET_RESULT, EXIT])
+}
+
+fn load(hook: bpf_attach_type, instructions: &[u64]) -> Result<String, String> {
+    sys::prog_load(BPF_PROG_TYPE_CGROUP_SOCK_ADDR, hook, instructions)
+        .map(|_| "yes".into())
+        .map_err(word)
+}
+
+fn jit() -> Result<String, String> {
+    const FILE: &str = "/proc/sys/net/core/bpf_jit_enable";
+    match fs::read_to_string(FILE) {
+        Ok(value) if value.trim() == "0" => Err(format!("{FILE} is 0")),
+        Ok(_) => Ok("on".into()),
+        // A kernel with the JIT always on may not show the file.
+        Err(_) => Ok("not shown".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use super::*;
+
+    /// The kernel runs no program of our type on crafted input: `cg_sock_addr_prog_ops` in
+    /// `net/core/filter.c` has no `test_run`. So the programs are tested in the lab, through real
+    /// sockets. If this fails, a kernel has learned it, and table tests can be written.
+    #[test]
+    fn socket_address_programs_cannot_be_test_run() {
+        const ENOTSUPP: i32 = 524; // the kernel's own; not in libc
+        let program = match sys::prog_load(
+            BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
+            BPF_CGROUP_INET4_CONNECT,
+            &[SET_RESULT, EXIT],
+        ) {
+            Ok(program) => program,
+            Err(error)
+                if error.kind() == io::ErrorKind::PermissionDenied
+                    && std::env::var_os("DATAPLANE_REQUIRE_PRIVILEGES").is_none() =>
+            {
+                println!("skipped socket_address_programs_cannot_be_test_run: {error}");
+                return;
+            }
+            Err(error) => panic!("{error}"),
+        };
+        let error = sys::prog_test_run(program.as_fd()).expect_err("a test run");
+        assert_eq!(error.raw_os_error(), Some(ENOTSUPP), "{error}");
+    }
+}

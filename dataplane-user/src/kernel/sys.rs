@@ -331,11 +331,9 @@ pub fn object_kind(object: BorrowedFd<'_>) -> io::Result<ObjectKind> {
     })
 }
 
-/// A map's id, name and shape.
+/// A map's name and shape.
 #[derive(Clone, Debug)]
 pub struct MapInfo {
-    /// Its id, unique while the machine runs.
-    pub id: u32,
     /// Its name.
     pub name: String,
     /// Type, sizes, flags; the type as the kernel numbers it.
@@ -356,7 +354,6 @@ pub fn map_info(map: BorrowedFd<'_>) -> io::Result<MapInfo> {
     // thing's info, which is plain integers as well.
     let info: bpf_map_info = unsafe { info(map) }?;
     Ok(MapInfo {
-        id: info.id,
         name: name(&info.name),
         kind: info.type_,
         key_size: info.key_size,
@@ -366,11 +363,9 @@ pub fn map_info(map: BorrowedFd<'_>) -> io::Result<MapInfo> {
     })
 }
 
-/// A program's id, name and tag.
+/// A program's name and tag.
 #[derive(Clone, Debug)]
 pub struct ProgInfo {
-    /// Its id, unique while the machine runs.
-    pub id: u32,
     /// Its name.
     pub name: String,
     /// A hash of its instructions.
@@ -382,7 +377,6 @@ pub fn prog_info(program: BorrowedFd<'_>) -> io::Result<ProgInfo> {
     // SAFETY: see `map_info`. The pointers and counts in the info are zero: nothing is asked for.
     let info: bpf_prog_info = unsafe { info(program) }?;
     Ok(ProgInfo {
-        id: info.id,
         name: name(&info.name),
         tag: u64::from_be_bytes(info.tag),
     })
@@ -447,7 +441,8 @@ pub fn prog_load(
     }
 }
 
-/// Runs a program once on a crafted context (`BPF_PROG_TEST_RUN`).
+/// Runs a program once (`BPF_PROG_TEST_RUN`).
+#[cfg(test)]
 pub fn prog_test_run(program: BorrowedFd<'_>) -> io::Result<u32> {
     let mut attr = attr();
     attr.test.prog_fd = raw(program);

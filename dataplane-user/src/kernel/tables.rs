@@ -85,7 +85,8 @@ const AFFINITY_WORD: usize = 1;
 /// The tables of one node.
 #[derive(Debug)]
 pub struct Tables {
-    outer: [OwnedFd; 5],
+    /// By [`Outer`].
+    outer: Vec<OwnedFd>,
     frontends: Hash<FrontendKey, Frontend>,
     pools: Mapped<Pool>,
     endpoints: Mapped<Endpoint>,
@@ -147,10 +148,10 @@ impl Tables {
             })?;
             Ok(fd)
         };
-        let outer = {
-            let [a, b, c, d, e] = Outer::ALL.map(|table| open(table.spec()));
-            [a?, b?, c?, d?, e?]
-        };
+        let mut outer = Vec::with_capacity(Outer::ALL.len());
+        for table in Outer::ALL {
+            outer.push(open(table.spec())?);
+        }
         let inner = |table: Outer, shape: Shape| inner(pins, &outer[table as usize], table, shape);
         let hash = BPF_MAP_TYPE_HASH;
         let (frontends, frontends_capacity) =
@@ -288,7 +289,7 @@ impl Tables {
     ///
     /// # Errors
     /// If the kernel does not let them be read.
-    pub fn usage(&self, limits: &Limits) -> Result<Vec<Usage>, Error> {
+    pub fn usage(&self, limits: Limits) -> Result<Vec<Usage>, Error> {
         let contents = self.contents()?;
         let affinity = self
             .affinity
@@ -307,7 +308,7 @@ impl Tables {
     }
 
     /// As [`Tables::usage`], by what a planner knows to be in them.
-    pub fn usage_of(&self, limits: &Limits, used: &Demand, affinity: u32) -> Vec<Usage> {
+    pub fn usage_of(&self, limits: Limits, used: &Demand, affinity: u32) -> Vec<Usage> {
         // A hash's element: 48 bytes of `struct htab_elem`, then key and value, each rounded up to
         // eight; and a bucket of 16 for each.
         let hash = |capacity: u32, value: u64| u64::from(capacity) * (48 + 24 + value + 16);
@@ -409,7 +410,7 @@ impl Tables {
     pub(super) fn reserve(
         &mut self,
         demand: &Demand,
-        limits: &Limits,
+        limits: Limits,
     ) -> Result<Vec<Growth>, Error> {
         let check = |table, needed: u32, limit: u32, knob| {
             if needed > limit {
