@@ -4,6 +4,9 @@
 //! Arrows run one way: `model <- {source, plan}`, `plan <- kernel`, and [`agent`] and [`cli`]
 //! above all.
 
+pub mod admin;
+pub mod agent;
+pub mod cli;
 pub mod kernel;
 pub mod model;
 pub mod plan;

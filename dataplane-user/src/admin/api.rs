@@ -1,0 +1,211 @@
+//! What the agent tells about itself over its socket, as JSON: the types that both ends share.
+//!
+//! Addresses, protocols and reasons are the words that people read. Times are seconds since the
+//! epoch.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+/// `GET /version`: which agent this is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Version {
+    /// The agent's version.
+    pub version: String,
+    /// The layout of what it pins ([`dataplane_common::LAYOUT`]).
+    pub layout: u32,
+    /// Its process.
+    pub pid: u32,
+}
+
+impl Version {
+    /// This process's.
+    pub fn own() -> Self {
+        Self {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            layout: dataplane_common::LAYOUT,
+            pid: std::process::id(),
+        }
+    }
+}
+
+/// What only the agent knows: part of `GET /status`.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct AgentStatus {
+    /// Which agent.
+    pub version: Version,
+    /// When it started.
+    pub started: u64,
+    /// Whether it has ever brought the kernel's tables in line with its source.
+    pub ready: bool,
+    /// The node's name, by which EndpointSlices say that an endpoint is here.
+    pub node: String,
+    /// The addresses on which node ports are answered, besides loopback.
+    pub node_addresses: Vec<String>,
+    /// Where the services come from.
+    pub source: Source,
+    /// How many services there are, also those without a VIP.
+    pub services: u64,
+    /// How many endpoints their ports have together.
+    pub endpoints: u64,
+    /// The last sync that worked.
+    pub last_sync: Option<Sync>,
+    /// Syncs that worked since the agent started.
+    pub syncs: u64,
+    /// Syncs that did not.
+    pub sync_errors: u64,
+    /// Why the last sync did not work; none if it did.
+    pub sync_error: Option<Failure>,
+    /// Frontends that several services claim.
+    pub conflicts: Vec<Conflict>,
+    /// What was not served as written.
+    pub problems: Vec<Problem>,
+}
+
+/// Where the services come from.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Source {
+    /// Which kind: `manifests`.
+    pub kind: String,
+    /// Files and directories.
+    pub paths: Vec<String>,
+    /// When they were last read without an error.
+    pub read: u64,
+    /// Why they could not be read since: what was read before is still served.
+    pub error: Option<Failure>,
+}
+
+/// A sync that worked.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Sync {
+    /// When it ended.
+    pub at: u64,
+    /// Working out what to write, in microseconds.
+    pub plan_us: u64,
+    /// Writing it, in microseconds; grace period included.
+    pub write_us: u64,
+    /// How many writes there were.
+    pub writes: u64,
+}
+
+/// Something that did not work.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Failure {
+    /// When.
+    pub at: u64,
+    /// What happened, and what to do.
+    pub text: String,
+}
+
+/// A frontend that several services claim.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Conflict {
+    /// `address:port/protocol`.
+    pub frontend: String,
+    /// Who serves it: the older, then the first by name.
+    pub winner: String,
+    /// Who does not.
+    pub losers: Vec<String>,
+}
+
+/// Something that was not served as written.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Problem {
+    /// A file with line, or an object.
+    pub place: String,
+    /// What happened, and what to do.
+    pub text: String,
+}
+
+/// A page of a list: what `GET /services` and `GET /pools` answer with.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Page<T> {
+    /// The items.
+    pub items: Vec<T>,
+    /// What to ask for as `after` to get the next page; none on the last.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub next: Option<String>,
+}
+
+/// A service.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Service {
+    /// Its namespace.
+    pub namespace: String,
+    /// Its name.
+    pub name: String,
+    /// `ClusterIP`, `NodePort`, `LoadBalancer` or `ExternalName`.
+    #[serde(rename = "type")]
+    pub kind: String,
+    /// `spec.clusterIPs`; empty if it is headless.
+    pub cluster_ips: Vec<String>,
+    /// `spec.externalIPs`.
+    pub external_ips: Vec<String>,
+    /// The load balancer's addresses.
+    pub load_balancer_ips: Vec<String>,
+    /// `Cluster` or `Local`.
+    pub internal_traffic_policy: String,
+    /// `Cluster` or `Local`.
+    pub external_traffic_policy: String,
+    /// Session affinity's timeout in seconds; none: no affinity.
+    pub affinity_seconds: Option<u64>,
+    /// Its ports.
+    pub ports: Vec<ServicePort>,
+}
+
+/// A port of a service.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct ServicePort {
+    /// Its name; empty if it has none.
+    pub name: String,
+    /// The VIPs' port.
+    pub port: u16,
+    /// `tcp` or `udp`.
+    pub protocol: String,
+    /// The nodes' port.
+    pub node_port: Option<u16>,
+    /// How many endpoints are ready.
+    pub ready: usize,
+    /// Its endpoints.
+    pub endpoints: Vec<Endpoint>,
+    /// Connections (and datagrams of unconnected sockets) translated.
+    pub connections: u64,
+    /// Connections refused, by reason; those that happened.
+    pub refused: BTreeMap<String, u64>,
+}
+
+/// An endpoint.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "the conditions of an EndpointSlice"
+)]
+pub struct Endpoint {
+    /// Its address.
+    pub address: String,
+    /// Its port.
+    pub port: u16,
+    /// Whether it is on this node.
+    pub local: bool,
+    /// `conditions.ready`.
+    pub ready: bool,
+    /// `conditions.serving`.
+    pub serving: bool,
+    /// `conditions.terminating`.
+    pub terminating: bool,
+}
+
+/// Whose a pool is: the tables in the kernel hold no names.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Pool {
+    /// Its index.
+    pub pool: u32,
+    /// The service's namespace.
+    pub namespace: String,
+    /// The service's name.
+    pub name: String,
+    /// The service's port; none: the pool answers the ports that the service does not have.
+    pub port: Option<u16>,
+    /// `tcp` or `udp`.
+    pub protocol: Option<String>,
+}

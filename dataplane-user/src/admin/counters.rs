@@ -1,0 +1,155 @@
+//! Counters of a service's port, from the counters of the pools that answer for it.
+//!
+//! The kernel counts by pool. A service's port has several pools (families, traffic policies),
+//! they come and go with its spec, and a pool that is given to another service counts from 0
+//! again. What a pool counted for a service is kept here while the service has the port, so that
+//! its counters never go backwards while the agent runs.
+
+use std::collections::HashMap;
+
+use dataplane_common::{Reason, tables::PoolStats};
+
+use crate::model::{Protocol, ServiceName};
+
+/// What is counted: a service's port; none of both for connections to ports that the service does
+/// not have.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct PortKey {
+    /// The service.
+    pub service: ServiceName,
+    /// Its port.
+    pub port: Option<(u16, Protocol)>,
+}
+
+/// What a service's port has seen so far.
+#[derive(Debug, Default)]
+pub struct Counters {
+    /// By pool: for whom it counted, and how far it was.
+    seen: HashMap<u32, (PortKey, PoolStats)>,
+    totals: HashMap<PortKey, PoolStats>,
+}
+
+impl Counters {
+    /// Adds what the pools counted since the last update. `pools` is all of them: a service's port
+    /// that no pool answers for is forgotten.
+    pub fn update(&mut self, pools: impl IntoIterator<Item = (u32, PortKey, PoolStats)>) {
+        let before = std::mem::take(&mut self.seen);
+        let mut totals = HashMap::with_capacity(self.totals.len());
+        for (pool, key, now) in pools {
+            let last = match before.get(&pool) {
+                Some((owner, last)) if *owner == key => *last,
+                _ => PoolStats::default(),
+            };
+            let total: &mut PoolStats = totals
+                .entry(key.clone())
+                .or_insert_with(|| self.totals.remove(&key).unwrap_or_default());
+            add(total, &since(&now, &last));
+            self.seen.insert(pool, (key, now));
+        }
+        self.totals = totals;
+    }
+
+    /// What a service's port has seen.
+    pub fn get(&self, key: &PortKey) -> PoolStats {
+        self.totals.get(key).copied().unwrap_or_default()
+    }
+
+    /// Every service's port.
+    pub fn iter(&self) -> impl Iterator<Item = (&PortKey, &PoolStats)> {
+        self.totals.iter()
+    }
+}
+
+/// What a pool refused, by reason; also reasons that have not happened.
+pub fn refusals(stats: &PoolStats) -> [(Reason, u64); 3] {
+    [
+        (Reason::NoEndpoints, stats.no_endpoints),
+        (Reason::NoLocalEndpoint, stats.no_local),
+        (Reason::PortNotServed, stats.no_such_port),
+    ]
+}
+
+/// How far `now` is from `last`; a counter that is behind started again from 0.
+fn since(now: &PoolStats, last: &PoolStats) -> PoolStats {
+    let since = |now: u64, last: u64| now.checked_sub(last).unwrap_or(now);
+    PoolStats {
+        translated: since(now.translated, last.translated),
+        no_endpoints: since(now.no_endpoints, last.no_endpoints),
+        no_local: since(now.no_local, last.no_local),
+        no_such_port: since(now.no_such_port, last.no_such_port),
+    }
+}
+
+fn add(total: &mut PoolStats, more: &PoolStats) {
+    total.translated += more.translated;
+    total.no_endpoints += more.no_endpoints;
+    total.no_local += more.no_local;
+    total.no_such_port += more.no_such_port;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn key(name: &str) -> PortKey {
+        PortKey {
+            service: ServiceName::new("default", name),
+            port: Some((80, Protocol::Tcp)),
+        }
+    }
+
+    fn translated(translated: u64) -> PoolStats {
+        PoolStats {
+            translated,
+            ..PoolStats::default()
+        }
+    }
+
+    #[test]
+    fn a_service_never_counts_backwards() {
+        let (web, dns) = (key("web"), key("dns"));
+        let mut counters = Counters::default();
+        counters.update([
+            (1, web.clone(), translated(10)),
+            (2, web.clone(), translated(5)),
+        ]);
+        assert_eq!(counters.get(&web).translated, 15);
+        // One of its pools goes, the other counts on.
+        counters.update([(2, web.clone(), translated(6))]);
+        assert_eq!(counters.get(&web).translated, 16);
+        // The pool that went is given to another service and starts from 0.
+        counters.update([
+            (1, dns.clone(), translated(3)),
+            (2, web.clone(), translated(6)),
+        ]);
+        assert_eq!(
+            (counters.get(&web).translated, counters.get(&dns).translated),
+            (16, 3)
+        );
+        // It comes back to the first.
+        counters.update([
+            (1, web.clone(), translated(2)),
+            (2, web.clone(), translated(6)),
+        ]);
+        assert_eq!(counters.get(&web).translated, 18);
+    }
+
+    #[test]
+    fn a_pool_that_starts_again_for_the_same_service_adds_up() {
+        let web = key("web");
+        let mut counters = Counters::default();
+        counters.update([(1, web.clone(), translated(10))]);
+        counters.update([(1, web.clone(), translated(4))]);
+        assert_eq!(counters.get(&web).translated, 14);
+    }
+
+    #[test]
+    fn what_is_gone_is_forgotten() {
+        let web = key("web");
+        let mut counters = Counters::default();
+        counters.update([(1, web.clone(), translated(10))]);
+        counters.update([]);
+        assert_eq!(counters.iter().count(), 0);
+        assert_eq!(counters.get(&web).translated, 0);
+    }
+}

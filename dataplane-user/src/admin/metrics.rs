@@ -1,0 +1,249 @@
+//! Prometheus metrics. docs/metrics.md lists them for people.
+//!
+//! What the kernel counts is read when somebody scrapes, and not kept up to date in between.
+
+use std::{fmt, sync::Arc};
+
+use dataplane_common::Reason;
+use prometheus_client::{
+    collector::Collector,
+    encoding::{DescriptorEncoder, EncodeLabelSet, MetricEncoder},
+    metrics::MetricType,
+    registry::Registry,
+};
+
+use super::{
+    counters::{self, PortKey},
+    state::{self, State},
+};
+use crate::kernel;
+
+/// What `GET /metrics` shows.
+pub fn registry(state: &Arc<State>) -> Registry {
+    let mut registry = Registry::default();
+    registry.register(
+        "dataplane_sync_duration_seconds",
+        "How long it took to bring the kernel's tables in line with a change",
+        state.sync_duration.clone(),
+    );
+    registry.register(
+        "dataplane_sync_errors",
+        "Times that the kernel's tables could not be brought in line with a change",
+        state.sync_errors.clone(),
+    );
+    registry.register(
+        "dataplane_source_errors",
+        "Times that the source could not be read; what was read before is still served",
+        state.source_errors.clone(),
+    );
+    registry.register_collector(Box::new(Scrape(Arc::clone(state))));
+    registry
+}
+
+/// Reads what is not counted here.
+#[derive(Debug)]
+struct Scrape(Arc<State>);
+
+impl Collector for Scrape {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let state = &*self.0;
+        agent(state, &mut encoder)?;
+        services(state, &mut encoder)?;
+        in_kernel(state, &mut encoder)
+    }
+}
+
+fn agent(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+    let snapshot = state.snapshot();
+    let mut number = |name, help, value: i64| {
+        encoder
+            .encode_descriptor(name, help, None, MetricType::Gauge)?
+            .encode_gauge(&value)
+    };
+    number(
+        "dataplane_services",
+        "Services that this node knows",
+        signed(snapshot.services.len()),
+    )?;
+    number(
+        "dataplane_endpoints",
+        "Endpoints of all services' ports",
+        signed(state::endpoints(&snapshot)),
+    )?;
+    number(
+        "dataplane_conflicts",
+        "Frontends that several services claim; the oldest service serves them",
+        signed(state.conflicts()),
+    )?;
+    number(
+        "dataplane_problems",
+        "What was not served as written; `dataplane status` names it",
+        signed(snapshot.problems.len()),
+    )?;
+    number(
+        "dataplane_ready",
+        "1 once the kernel's tables were brought in line with the source",
+        i64::from(state.is_ready()),
+    )?;
+    number(
+        "dataplane_last_sync_timestamp_seconds",
+        "When the kernel's tables were last brought in line with the source; 0: never",
+        signed(state.last_sync().unwrap_or_default()),
+    )?;
+    number(
+        "dataplane_start_time_seconds",
+        "When the agent started",
+        signed(state.started()),
+    )?;
+    encoder
+        .encode_descriptor(
+            "dataplane_build_info",
+            "Always 1; what runs is in the labels",
+            None,
+            MetricType::Gauge,
+        )?
+        .encode_family(&[
+            ("version", env!("CARGO_PKG_VERSION").to_owned()),
+            ("layout", dataplane_common::LAYOUT.to_string()),
+        ])?
+        .encode_gauge(&1i64)
+}
+
+fn services(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+    let counters = state.counters();
+    let mut metric = encoder.encode_descriptor(
+        "dataplane_connections",
+        "Connections, and datagrams of unconnected sockets, that were sent to an endpoint",
+        None,
+        MetricType::Counter,
+    )?;
+    // Ports that the service does not have are never translated.
+    for (key, stats) in counters.iter().filter(|(key, _)| key.port.is_some()) {
+        count(&mut metric, &labels(key), stats.translated)?;
+    }
+    let mut metric = encoder.encode_descriptor(
+        "dataplane_refusals",
+        "Connections and datagrams that were refused; port and protocol are empty if it was for a \
+         port that the service does not have",
+        None,
+        MetricType::Counter,
+    )?;
+    for (key, stats) in counters.iter() {
+        // A series for what never happened would multiply their number by four.
+        for (reason, refused) in counters::refusals(stats)
+            .into_iter()
+            .filter(|(_, n)| *n > 0)
+        {
+            count(
+                &mut metric,
+                &(labels(key), [("reason", reason.word())]),
+                refused,
+            )?;
+        }
+    }
+    Ok(())
+}
+
+/// What cannot be read is not shown: an absent series can be alerted on, a wrong one misleads.
+fn in_kernel(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+    if let Ok(tables) = kernel::Tables::open(&state.paths.bpffs) {
+        tables_in_kernel(&tables, state.limits, encoder)?;
+    }
+    if let Ok(attachments) = kernel::attachments(&state.paths) {
+        let mut metric = encoder.encode_descriptor(
+            "dataplane_program_attached",
+            "1 if the kernel says that the program is attached, 0 if not",
+            None,
+            MetricType::Gauge,
+        )?;
+        for attachment in &attachments {
+            let labels = [("program", attachment.program)];
+            let attached = i64::from(attachment.problem.is_none());
+            metric.encode_family(&labels)?.encode_gauge(&attached)?;
+        }
+    }
+    Ok(())
+}
+
+/// A figure of a table.
+type Column = fn(&kernel::Usage) -> u64;
+
+fn tables_in_kernel(
+    tables: &kernel::Tables,
+    limits: kernel::Limits,
+    encoder: &mut DescriptorEncoder<'_>,
+) -> fmt::Result {
+    if let Ok(reasons) = tables.reasons() {
+        let mut metric = encoder.encode_descriptor(
+            "dataplane_verdicts",
+            "What the programs decided, by reason, since the tables were made",
+            None,
+            MetricType::Counter,
+        )?;
+        for &reason in Reason::ALL {
+            count(
+                &mut metric,
+                &[("reason", reason.word())],
+                reasons[reason as usize],
+            )?;
+        }
+    }
+    let Ok(usage) = tables.usage(&limits) else {
+        return Ok(());
+    };
+    let columns: [(&str, &str, Column); 4] = [
+        (
+            "dataplane_table_entries",
+            "Entries in use in a kernel table",
+            |t| t.used.into(),
+        ),
+        (
+            "dataplane_table_capacity",
+            "Entries that a kernel table has room for; it is made larger when that is not enough",
+            |t| t.capacity.into(),
+        ),
+        (
+            "dataplane_table_limit",
+            "Entries that a kernel table may at most be given room for",
+            |t| t.limit.into(),
+        ),
+        (
+            "dataplane_table_bytes",
+            "Memory that a kernel table takes, about",
+            |t| t.bytes,
+        ),
+    ];
+    for (name, help, value) in columns {
+        let mut metric = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
+        for table in &usage {
+            metric
+                .encode_family(&[("table", table.table)])?
+                .encode_gauge(&signed(value(table)))?;
+        }
+    }
+    Ok(())
+}
+
+fn labels(key: &PortKey) -> [(&'static str, String); 4] {
+    let (port, protocol) = match key.port {
+        Some((port, protocol)) => (port.to_string(), protocol.word()),
+        None => (String::new(), ""),
+    };
+    [
+        ("namespace", key.service.namespace().to_owned()),
+        ("service", key.service.name().to_owned()),
+        ("port", port),
+        ("protocol", protocol.to_owned()),
+    ]
+}
+
+fn count(metric: &mut MetricEncoder<'_>, labels: &impl EncodeLabelSet, value: u64) -> fmt::Result {
+    metric
+        .encode_family(labels)?
+        .encode_counter::<[(&str, &str); 0], u64, f64>(&value, None)
+}
+
+/// Gauges are signed.
+fn signed(value: impl TryInto<i64>) -> i64 {
+    value.try_into().unwrap_or(i64::MAX)
+}

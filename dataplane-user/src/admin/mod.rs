@@ -1,0 +1,12 @@
+//! What the agent shows of itself: metrics, health, and JSON for the command line.
+
+pub mod api;
+pub mod client;
+mod counters;
+mod metrics;
+pub mod report;
+mod server;
+mod state;
+
+pub use server::{Error as ListenError, Listeners, Settings, serve, who_answers};
+pub use state::{State, lock, now};

@@ -1,0 +1,328 @@
+//! Health, as it is: everything that can be asked of the kernel is asked each time.
+
+use std::{collections::BTreeMap, fmt};
+
+use dataplane_common::Reason;
+use serde::{Deserialize, Serialize};
+
+use super::api::{AgentStatus, Version};
+use crate::kernel;
+
+/// `GET /status`, and what `dataplane status` prints.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Report {
+    /// Whether there is no [`Finding`] that is an error.
+    pub healthy: bool,
+    /// What is wrong or worth a look; the worst first.
+    pub findings: Vec<Finding>,
+    /// What the agent knows; none if it does not answer.
+    pub agent: Option<AgentStatus>,
+    /// The programs, and whether the kernel runs them.
+    pub programs: Vec<Program>,
+    /// How full the tables are.
+    pub tables: Vec<Table>,
+    /// Verdicts since the tables were made, by reason.
+    pub verdicts: BTreeMap<String, u64>,
+    /// What runs here.
+    pub versions: Versions,
+}
+
+/// How bad a [`Finding`] is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Severity {
+    /// Something is not served as it should be, or will not be soon.
+    Error,
+    /// Worth a look.
+    Warning,
+}
+
+impl fmt::Display for Severity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Error => "error",
+            Self::Warning => "warning",
+        })
+    }
+}
+
+/// Something that is wrong or worth a look.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Finding {
+    /// How bad.
+    pub severity: Severity,
+    /// What, and what to do.
+    pub text: String,
+}
+
+/// A program at its hook.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Program {
+    /// Its name, which is also its hook's.
+    pub name: String,
+    /// Whether the kernel says that it is attached where it should be.
+    pub attached: bool,
+    /// The kernel's number of its link (`bpftool link show id`).
+    pub link_id: Option<u32>,
+    /// The kernel's number of the program (`bpftool prog show id`).
+    pub program_id: Option<u32>,
+    /// What is wrong with it.
+    pub problem: Option<String>,
+}
+
+/// A table in the kernel.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Table {
+    /// Its name.
+    pub name: String,
+    /// How many entries are in use.
+    pub used: u64,
+    /// How many it has room for now; it is made larger when that is not enough.
+    pub capacity: u64,
+    /// How many it may at most be given room for.
+    pub limit: u64,
+    /// The memory that it takes.
+    pub bytes: u64,
+}
+
+/// What runs here.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Versions {
+    /// The running agent.
+    pub agent: Option<String>,
+    /// This command.
+    pub command: String,
+    /// The layout that this command reads.
+    pub layout: u32,
+    /// The kernel.
+    pub kernel: String,
+}
+
+/// Looks at the kernel. `agent`: what the agent says of itself, or why it says nothing.
+pub fn examine(
+    paths: &kernel::Paths,
+    limits: kernel::Limits,
+    agent: Result<AgentStatus, String>,
+) -> Report {
+    let mut findings = Vec::new();
+    let mut error = |text: String| {
+        findings.push(Finding {
+            severity: Severity::Error,
+            text,
+        });
+    };
+
+    let programs: Vec<Program> = kernel::attachments(paths).map_or_else(
+        |e| {
+            error(format!(
+                "cannot ask the kernel for the attached programs: {e}"
+            ));
+            Vec::new()
+        },
+        |all| {
+            all.into_iter()
+                .map(|a| Program {
+                    name: a.program.to_owned(),
+                    attached: a.problem.is_none(),
+                    link_id: a.link_id,
+                    program_id: a.program_id,
+                    problem: a.problem,
+                })
+                .collect()
+        },
+    );
+    let attached = programs.iter().filter(|p| p.attached).count();
+    if !programs.is_empty() && programs.iter().all(|p| p.link_id.is_none()) {
+        error("none of the programs is attached".to_owned());
+    } else {
+        for program in programs.iter().filter(|p| !p.attached) {
+            let problem = program.problem.as_deref().unwrap_or("nothing is attached");
+            error(format!("{}: {problem}", program.name));
+        }
+    }
+
+    let mut tables = Vec::new();
+    let mut verdicts = BTreeMap::new();
+    match kernel::Tables::open(&paths.bpffs) {
+        Ok(open) => {
+            match open.usage(&limits) {
+                Ok(usage) => tables.extend(usage.into_iter().map(|t| Table {
+                    name: t.table.to_owned(),
+                    used: t.used.into(),
+                    capacity: t.capacity.into(),
+                    limit: t.limit.into(),
+                    bytes: t.bytes,
+                })),
+                Err(e) => error(format!("cannot read how full the tables are: {e}")),
+            }
+            match open.reasons() {
+                Ok(counts) => verdicts.extend(
+                    Reason::ALL
+                        .iter()
+                        .map(|&reason| (reason.word().to_owned(), counts[reason as usize])),
+                ),
+                Err(e) => error(format!("cannot read the verdicts: {e}")),
+            }
+        }
+        Err(e) => error(format!("cannot open the tables: {e}")),
+    }
+
+    let agent = match agent {
+        Ok(agent) => {
+            judge(&agent, &mut findings);
+            Some(agent)
+        }
+        Err(why) => {
+            let meanwhile = if attached > 0 {
+                "traffic is served from the tables as it left them, changes are not seen"
+            } else {
+                "and no program is attached: services are not served"
+            };
+            error(format!("the agent is not running ({why}); {meanwhile}"));
+            None
+        }
+    };
+    if verdicts
+        .get(Reason::Dangling.word())
+        .is_some_and(|&n| n > 0)
+    {
+        findings.push(Finding {
+            severity: Severity::Warning,
+            text: Reason::Dangling.text().to_owned(),
+        });
+    }
+    findings.sort();
+    Report {
+        healthy: findings.iter().all(|f| f.severity != Severity::Error),
+        findings,
+        versions: Versions {
+            agent: agent.as_ref().map(|a| a.version.version.clone()),
+            command: Version::own().version,
+            layout: dataplane_common::LAYOUT,
+            kernel: nix::sys::utsname::uname()
+                .map(|u| u.release().to_string_lossy().into_owned())
+                .unwrap_or_default(),
+        },
+        agent,
+        programs,
+        tables,
+        verdicts,
+    }
+}
+
+/// What is wrong in what the agent says of itself.
+fn judge(agent: &AgentStatus, findings: &mut Vec<Finding>) {
+    let mut add = |severity, text| findings.push(Finding { severity, text });
+    if let Some(failure) = &agent.sync_error {
+        add(
+            Severity::Error,
+            format!(
+                "the tables are not in line with the source: {}",
+                failure.text
+            ),
+        );
+    } else if !agent.ready {
+        add(
+            Severity::Error,
+            "the agent is starting: nothing was written yet".to_owned(),
+        );
+    }
+    if let Some(failure) = &agent.source.error {
+        add(
+            Severity::Error,
+            format!(
+                "what was read before is still served, since {}",
+                failure.text
+            ),
+        );
+    }
+    for conflict in &agent.conflicts {
+        add(
+            Severity::Warning,
+            format!(
+                "{} is claimed by several services: {} serves it, {} not",
+                conflict.frontend,
+                conflict.winner,
+                conflict.losers.join(", "),
+            ),
+        );
+    }
+    for problem in &agent.problems {
+        add(
+            Severity::Warning,
+            format!("{}: {}", problem.place, problem.text),
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::admin::api::{Conflict, Failure, Source};
+
+    fn agent() -> AgentStatus {
+        AgentStatus {
+            version: Version::own(),
+            started: 0,
+            ready: true,
+            node: "node".to_owned(),
+            node_addresses: Vec::new(),
+            source: Source {
+                kind: "manifests".to_owned(),
+                paths: Vec::new(),
+                read: 0,
+                error: None,
+            },
+            services: 1,
+            endpoints: 1,
+            last_sync: None,
+            syncs: 1,
+            sync_errors: 0,
+            sync_error: None,
+            conflicts: Vec::new(),
+            problems: Vec::new(),
+        }
+    }
+
+    fn judged(agent: &AgentStatus) -> Vec<(Severity, String)> {
+        let mut findings = Vec::new();
+        judge(agent, &mut findings);
+        findings.into_iter().map(|f| (f.severity, f.text)).collect()
+    }
+
+    #[test]
+    fn a_ready_agent_without_errors_is_fine() {
+        assert_eq!(judged(&agent()), []);
+    }
+
+    #[test]
+    fn failures_are_errors_and_conflicts_are_warnings() {
+        let failure = Failure {
+            at: 1,
+            text: "it broke".to_owned(),
+        };
+        let mut sick = agent();
+        sick.sync_error = Some(failure.clone());
+        sick.source.error = Some(failure);
+        sick.conflicts.push(Conflict {
+            frontend: "10.96.0.1:80/tcp".to_owned(),
+            winner: "a/b".to_owned(),
+            losers: vec!["c/d".to_owned()],
+        });
+        let found = judged(&sick);
+        assert_eq!(
+            found.iter().filter(|(s, _)| *s == Severity::Error).count(),
+            2
+        );
+        assert!(found[0].1.contains("it broke"));
+        assert_eq!(found[2].0, Severity::Warning);
+        assert!(found[2].1.contains("a/b serves it, c/d not"));
+    }
+
+    #[test]
+    fn an_agent_that_starts_is_not_healthy_yet() {
+        let mut starting = agent();
+        starting.ready = false;
+        assert_eq!(judged(&starting)[0].0, Severity::Error);
+    }
+}

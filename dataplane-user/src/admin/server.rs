@@ -1,0 +1,377 @@
+//! The agent's endpoints. All of them only show; nothing can be changed over them.
+
+use std::{
+    fs, io,
+    net::{SocketAddr, TcpListener},
+    os::unix::{fs::PermissionsExt, net::UnixListener},
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use axum::{
+    Json, Router,
+    extract::{Query, State as Shared},
+    http::{StatusCode, header},
+    response::{IntoResponse, Response},
+    routing::get,
+};
+use prometheus_client::{encoding::text, registry::Registry};
+use serde::Deserialize;
+
+use super::{
+    api::{Page, Version},
+    client::{self, Client},
+    metrics, report,
+    state::State,
+};
+use crate::model::ServiceName;
+
+/// Items in a page of a list, unless asked for fewer.
+const PAGE: usize = 2000;
+
+/// Where to listen; none: do not.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// For the command line.
+    pub socket: PathBuf,
+    /// Prometheus.
+    pub metrics: Option<SocketAddr>,
+    /// Liveness and readiness.
+    pub health: Option<SocketAddr>,
+    /// What the socket has, over TCP.
+    pub admin: Option<SocketAddr>,
+}
+
+/// Why the agent cannot listen.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Somebody else answers on the socket.
+    #[error("{agent} on this node answers on {}", socket.display())]
+    Busy {
+        /// Who.
+        agent: String,
+        /// Where.
+        socket: PathBuf,
+    },
+    /// The socket cannot be made.
+    #[error("cannot listen on {}: {cause}; choose another place with --socket", socket.display())]
+    Socket {
+        /// Where.
+        socket: PathBuf,
+        /// Why.
+        cause: io::Error,
+    },
+    /// The address cannot be listened on.
+    #[error(
+        "cannot listen on {addr} for {what}: {cause}; choose another address with {flag}, or `{flag} off`"
+    )]
+    Address {
+        /// Where.
+        addr: SocketAddr,
+        /// For what.
+        what: &'static str,
+        /// How to choose another.
+        flag: &'static str,
+        /// Why.
+        cause: io::Error,
+    },
+}
+
+/// Open sockets, which nobody serves yet: opened before anything is touched, so that a port in use
+/// is an error while it costs nothing.
+#[derive(Debug)]
+pub struct Listeners {
+    socket: UnixListener,
+    metrics: Option<TcpListener>,
+    health: Option<TcpListener>,
+    admin: Option<TcpListener>,
+    path: SocketFile,
+}
+
+/// Removes the socket's file in the end.
+#[derive(Debug)]
+struct SocketFile(PathBuf);
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        // It may be gone already, and then there is nothing to do.
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+impl Listeners {
+    /// Opens them. A socket file that an earlier agent left behind is replaced; one that somebody
+    /// listens on is not.
+    ///
+    /// # Errors
+    ///
+    /// If one of them cannot be listened on.
+    pub fn open(settings: &Settings) -> Result<Self, Error> {
+        let socket = unix(&settings.socket)?;
+        // From here on the file is ours to remove.
+        let path = SocketFile(settings.socket.clone());
+        let tcp = |addr: Option<SocketAddr>, what, flag| {
+            addr.map(|addr| {
+                let listener = TcpListener::bind(addr);
+                listener
+                    .and_then(|l| l.set_nonblocking(true).map(|()| l))
+                    .map_err(|cause| Error::Address {
+                        addr,
+                        what,
+                        flag,
+                        cause,
+                    })
+            })
+            .transpose()
+        };
+        Ok(Self {
+            socket,
+            metrics: tcp(settings.metrics, "metrics", "--metrics-addr")?,
+            health: tcp(settings.health, "health checks", "--health-addr")?,
+            admin: tcp(settings.admin, "the admin endpoint", "--admin-addr")?,
+            path,
+        })
+    }
+}
+
+/// Who answers on a socket, if somebody does.
+pub fn who_answers(socket: &Path) -> Option<String> {
+    match Client::new(socket).get::<Version>("/version") {
+        Ok(version) => Some(format!(
+            "agent {} (process {})",
+            version.version, version.pid
+        )),
+        Err(client::Error::NotRunning { .. }) => None,
+        Err(_) => Some("something that is not this agent".to_owned()),
+    }
+}
+
+fn unix(path: &Path) -> Result<UnixListener, Error> {
+    if let Some(agent) = who_answers(path) {
+        return Err(Error::Busy {
+            agent,
+            socket: path.to_owned(),
+        });
+    }
+    let open = || {
+        if let Some(dir) = path.parent() {
+            fs::create_dir_all(dir)?;
+        }
+        match fs::remove_file(path) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+            _ => {}
+        }
+        let listener = UnixListener::bind(path)?;
+        fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
+        listener.set_nonblocking(true)?;
+        Ok(listener)
+    };
+    open().map_err(|cause| Error::Socket {
+        socket: path.to_owned(),
+        cause,
+    })
+}
+
+/// What the handlers share.
+#[derive(Debug)]
+struct Context {
+    state: Arc<State>,
+    registry: Registry,
+}
+
+/// Answers until it is dropped.
+///
+/// # Errors
+///
+/// If a listener breaks, which it does not.
+pub async fn serve(listeners: Listeners, state: Arc<State>) -> io::Result<()> {
+    let registry = metrics::registry(&state);
+    let context = Arc::new(Context { state, registry });
+    let Listeners {
+        socket,
+        metrics,
+        health,
+        admin,
+        path: _path,
+    } = listeners;
+    let socket = tokio::net::UnixListener::from_std(socket)?;
+    tokio::try_join!(
+        async { axum::serve(socket, admin_routes(&context)).await },
+        tcp(metrics, metrics_routes(&context)),
+        tcp(health, health_routes(&context)),
+        tcp(admin, admin_routes(&context)),
+    )?;
+    Ok(())
+}
+
+async fn tcp(listener: Option<TcpListener>, routes: Router) -> io::Result<()> {
+    match listener {
+        Some(listener) => axum::serve(tokio::net::TcpListener::from_std(listener)?, routes).await,
+        None => Ok(()),
+    }
+}
+
+fn metrics_routes(context: &Arc<Context>) -> Router {
+    Router::new()
+        .route("/metrics", get(get_metrics))
+        .with_state(Arc::clone(context))
+}
+
+fn health_routes(context: &Arc<Context>) -> Router {
+    Router::new()
+        .route("/healthz/ready", get(get_ready))
+        // The agent answers, so it lives: whether it works is readiness.
+        .route("/healthz/live", get(|| async { "alive\n" }))
+        .with_state(Arc::clone(context))
+}
+
+fn admin_routes(context: &Arc<Context>) -> Router {
+    Router::new()
+        .route(
+            "/",
+            get(|| async { "/status /services /pools /metrics /version /healthz/ready\n" }),
+        )
+        .route("/version", get(|| async { Json(Version::own()) }))
+        .route("/status", get(get_status))
+        .route("/services", get(get_services))
+        .route("/pools", get(get_pools))
+        .with_state(Arc::clone(context))
+        .merge(metrics_routes(context))
+        .merge(health_routes(context))
+}
+
+async fn get_ready(Shared(context): Shared<Arc<Context>>) -> (StatusCode, &'static str) {
+    if context.state.is_ready() {
+        (StatusCode::OK, "ready\n")
+    } else {
+        (
+            StatusCode::SERVICE_UNAVAILABLE,
+            "not ready: the kernel's tables were not written yet\n",
+        )
+    }
+}
+
+async fn get_metrics(Shared(context): Shared<Arc<Context>>) -> Response {
+    aside(move || {
+        let mut body = String::new();
+        text::encode(&mut body, &context.registry)
+            .map_err(|_| "cannot write the metrics\n".to_owned())?;
+        let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+        Ok(([(header::CONTENT_TYPE, kind)], body))
+    })
+    .await
+}
+
+async fn get_status(Shared(context): Shared<Arc<Context>>) -> Response {
+    aside(move || {
+        let state = &context.state;
+        Ok(Json(report::examine(
+            &state.paths,
+            state.limits,
+            Ok(state.status()),
+        )))
+    })
+    .await
+}
+
+/// Which services.
+#[derive(Debug, Deserialize)]
+struct ServicesQuery {
+    namespace: Option<String>,
+    after: Option<String>,
+    limit: Option<usize>,
+}
+
+async fn get_services(
+    Shared(context): Shared<Arc<Context>>,
+    Query(query): Query<ServicesQuery>,
+) -> Response {
+    aside(move || {
+        let after = match query.after.as_deref().map(|name| name.split_once('/')) {
+            None => None,
+            Some(Some((namespace, name))) => Some(ServiceName::new(namespace, name)),
+            Some(None) => return Err("after: NAMESPACE/NAME is wanted\n".to_owned()),
+        };
+        let limit = query.limit.unwrap_or(PAGE).clamp(1, PAGE);
+        Ok(Json(context.state.services(
+            query.namespace.as_deref(),
+            after.as_ref(),
+            limit,
+        )))
+    })
+    .await
+}
+
+/// Which pools.
+#[derive(Debug, Deserialize)]
+struct PoolsQuery {
+    pool: Option<u32>,
+    after: Option<u32>,
+}
+
+async fn get_pools(
+    Shared(context): Shared<Arc<Context>>,
+    Query(query): Query<PoolsQuery>,
+) -> Response {
+    aside(move || {
+        let state = &context.state;
+        Ok(Json(match query.pool {
+            Some(pool) => Page {
+                items: state.pool(pool).into_iter().collect(),
+                next: None,
+            },
+            None => state.pools(query.after.unwrap_or_default(), 10_000),
+        }))
+    })
+    .await
+}
+
+/// Answers from a thread of its own: what reads tables of many services must not keep a readiness
+/// probe waiting.
+async fn aside<R: IntoResponse + Send + 'static>(
+    work: impl FnOnce() -> Result<R, String> + Send + 'static,
+) -> Response {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(Ok(answer)) => answer.into_response(),
+        Ok(Err(wrong)) => (StatusCode::BAD_REQUEST, wrong).into_response(),
+        Err(_) => StatusCode::INTERNAL_SERVER_ERROR.into_response(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn settings(dir: &Path) -> Settings {
+        Settings {
+            socket: dir.join("deep/agent.sock"),
+            metrics: None,
+            health: None,
+            admin: None,
+        }
+    }
+
+    #[test]
+    fn a_socket_left_behind_is_replaced_and_removed_in_the_end() {
+        let dir = tempfile::tempdir().unwrap();
+        let settings = settings(dir.path());
+        fs::create_dir_all(settings.socket.parent().unwrap()).unwrap();
+        drop(UnixListener::bind(&settings.socket).unwrap());
+        let listeners = Listeners::open(&settings).unwrap();
+        let mode = fs::metadata(&settings.socket).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+        drop(listeners);
+        assert!(!settings.socket.exists());
+    }
+
+    #[test]
+    fn a_port_in_use_names_the_way_out() {
+        let dir = tempfile::tempdir().unwrap();
+        let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut settings = settings(dir.path());
+        settings.metrics = Some(taken.local_addr().unwrap());
+        let error = Listeners::open(&settings).unwrap_err().to_string();
+        assert!(error.contains("--metrics-addr off"), "{error}");
+        assert!(!settings.socket.exists(), "nothing is left behind");
+    }
+}

@@ -1,0 +1,403 @@
+//! What the agent knows, for its endpoints to show: written by the sync, read by everyone.
+
+use std::{
+    ops::Bound,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use prometheus_client::metrics::{counter::Counter, histogram::Histogram};
+
+use super::{
+    api,
+    counters::{self, Counters, PortKey},
+};
+use crate::{
+    kernel,
+    model::{self, ServiceName, ServiceType, Snapshot, TrafficPolicy},
+    plan::{self, Planner},
+};
+
+/// Pools looked at while the planner is locked: it must not wait for long.
+const POOLS_AT_ONCE: u32 = 4096;
+
+/// What the agent knows.
+#[derive(Debug)]
+pub struct State {
+    /// Where the kernel's side is.
+    pub paths: kernel::Paths,
+    /// How far the tables may grow.
+    pub limits: kernel::Limits,
+    /// What the kernel holds, and whose it is. The sync holds this lock while it plans.
+    pub planner: Mutex<Planner>,
+    /// How long syncs take, in seconds.
+    pub sync_duration: Histogram,
+    /// Syncs that did not work.
+    pub sync_errors: Counter,
+    /// Times that the source could not be read.
+    pub source_errors: Counter,
+    ready: AtomicBool,
+    started: u64,
+    known: Mutex<Known>,
+    counters: Mutex<Counters>,
+}
+
+#[derive(Debug)]
+struct Known {
+    snapshot: Snapshot,
+    source: api::Source,
+    /// One more than the highest pool that the plan uses.
+    pools: u32,
+    last_sync: Option<api::Sync>,
+    syncs: u64,
+    sync_error: Option<api::Failure>,
+}
+
+/// Seconds since the epoch.
+pub fn now() -> u64 {
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default()
+        .as_secs()
+}
+
+fn micros(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+}
+
+/// A thread that panicked took its writes with it: what is there is still whole.
+pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl State {
+    /// Before the first sync.
+    pub fn new(
+        paths: kernel::Paths,
+        limits: kernel::Limits,
+        planner: Planner,
+        snapshot: Snapshot,
+        source_paths: Vec<String>,
+    ) -> Self {
+        // From what one endpoint costs among few services to a full load of very many.
+        let buckets = [
+            0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0,
+        ];
+        Self {
+            paths,
+            limits,
+            planner: Mutex::new(planner),
+            sync_duration: Histogram::new(buckets),
+            sync_errors: Counter::default(),
+            source_errors: Counter::default(),
+            ready: AtomicBool::new(false),
+            started: now(),
+            known: Mutex::new(Known {
+                snapshot,
+                source: api::Source {
+                    kind: "manifests".to_owned(),
+                    paths: source_paths,
+                    read: now(),
+                    error: None,
+                },
+                pools: 0,
+                last_sync: None,
+                syncs: 0,
+                sync_error: None,
+            }),
+            counters: Mutex::default(),
+        }
+    }
+
+    /// Whether the tables were ever brought in line with the source, and the agent is not ending.
+    pub fn is_ready(&self) -> bool {
+        self.ready.load(Ordering::Acquire)
+    }
+
+    /// The agent ends: whoever balances load over nodes may look elsewhere.
+    pub fn not_ready(&self) {
+        self.ready.store(false, Ordering::Release);
+    }
+
+    /// The tables hold what `snapshot` says.
+    pub fn synced(
+        &self,
+        snapshot: &Snapshot,
+        pools: u32,
+        writes: usize,
+        plan: Duration,
+        write: Duration,
+    ) {
+        self.sync_duration.observe((plan + write).as_secs_f64());
+        let mut known = lock(&self.known);
+        known.snapshot = snapshot.clone();
+        known.pools = pools;
+        known.syncs += 1;
+        known.sync_error = None;
+        known.last_sync = Some(api::Sync {
+            at: now(),
+            plan_us: micros(plan),
+            write_us: micros(write),
+            writes: writes as u64,
+        });
+        self.ready.store(true, Ordering::Release);
+    }
+
+    /// A sync did not work.
+    pub fn sync_failed(&self, text: String) {
+        self.sync_errors.inc();
+        lock(&self.known).sync_error = Some(api::Failure { at: now(), text });
+    }
+
+    /// The source was read.
+    pub fn source_read(&self) {
+        let mut known = lock(&self.known);
+        known.source.read = now();
+        known.source.error = None;
+    }
+
+    /// The source could not be read.
+    pub fn source_failed(&self, text: String) {
+        self.source_errors.inc();
+        lock(&self.known).source.error = Some(api::Failure { at: now(), text });
+    }
+
+    /// What is served.
+    pub fn snapshot(&self) -> Snapshot {
+        lock(&self.known).snapshot.clone()
+    }
+
+    /// When the last sync that worked ended.
+    pub fn last_sync(&self) -> Option<u64> {
+        lock(&self.known).last_sync.as_ref().map(|sync| sync.at)
+    }
+
+    /// When the agent started.
+    pub fn started(&self) -> u64 {
+        self.started
+    }
+
+    /// How many services claim a frontend that another service serves.
+    pub fn conflicts(&self) -> usize {
+        lock(&self.planner).conflicts().len()
+    }
+
+    /// For `GET /status`.
+    pub fn status(&self) -> api::AgentStatus {
+        let planner = lock(&self.planner);
+        let conflicts = planner
+            .conflicts()
+            .iter()
+            .map(|c| api::Conflict {
+                frontend: plan::key_text(&c.key),
+                winner: c.winner.to_string(),
+                losers: c.losers.iter().map(ToString::to_string).collect(),
+            })
+            .collect();
+        let mut problems: Vec<_> = planner
+            .problems()
+            .map(|(_, problem)| show(problem))
+            .collect();
+        drop(planner);
+        let known = lock(&self.known);
+        problems.extend(known.snapshot.problems.iter().map(show));
+        let node = &known.snapshot.node;
+        api::AgentStatus {
+            version: api::Version::own(),
+            started: self.started,
+            ready: self.is_ready(),
+            node: node.name.to_string(),
+            node_addresses: node.addresses.iter().map(ToString::to_string).collect(),
+            source: known.source.clone(),
+            services: known.snapshot.services.len() as u64,
+            endpoints: endpoints(&known.snapshot),
+            last_sync: known.last_sync.clone(),
+            syncs: known.syncs,
+            sync_errors: self.sync_errors.get(),
+            sync_error: known.sync_error.clone(),
+            conflicts,
+            problems,
+        }
+    }
+
+    /// The services after `after`, at most `limit`, of one namespace if given.
+    pub fn services(
+        &self,
+        namespace: Option<&str>,
+        after: Option<&ServiceName>,
+        limit: usize,
+    ) -> api::Page<api::Service> {
+        if after.is_none() {
+            self.count();
+        }
+        let snapshot = self.snapshot();
+        let counters = lock(&self.counters);
+        let start = match (after, namespace) {
+            (Some(after), _) => Bound::Excluded(after.clone()),
+            (None, Some(namespace)) => Bound::Included(ServiceName::new(namespace, "")),
+            (None, None) => Bound::Unbounded,
+        };
+        let mut services = snapshot
+            .services
+            .range((start, Bound::Unbounded))
+            .take_while(|(name, _)| namespace.is_none_or(|n| n == name.namespace()))
+            .map(|(_, service)| service);
+        let page: Vec<_> = services.by_ref().take(limit).collect();
+        let next = services
+            .next()
+            .and(page.last())
+            .map(|last| last.name.to_string());
+        api::Page {
+            items: page.into_iter().map(|s| service(s, &counters)).collect(),
+            next,
+        }
+    }
+
+    /// Whose the pools after `after` are, at most `limit`.
+    pub fn pools(&self, after: u32, limit: u32) -> api::Page<api::Pool> {
+        let end = lock(&self.known).pools;
+        let stop = after.saturating_add(limit).saturating_add(1).min(end);
+        let items = (after + 1..stop)
+            .filter_map(|pool| self.pool(pool))
+            .collect();
+        api::Page {
+            items,
+            next: (stop < end).then(|| (stop - 1).to_string()),
+        }
+    }
+
+    /// Whose a pool is.
+    pub fn pool(&self, pool: u32) -> Option<api::Pool> {
+        let key = owner(&lock(&self.planner), pool)?;
+        Some(api::Pool {
+            pool,
+            namespace: key.service.namespace().to_owned(),
+            name: key.service.name().to_owned(),
+            port: key.port.map(|(port, _)| port),
+            protocol: key.port.map(|(_, protocol)| protocol.word().to_owned()),
+        })
+    }
+
+    /// The counters of every service's port, as they are now.
+    pub fn counters(&self) -> MutexGuard<'_, Counters> {
+        self.count();
+        lock(&self.counters)
+    }
+
+    /// Reads the kernel's counters.
+    fn count(&self) {
+        // Opened each time: a table that has grown is another one. Without it nothing is counted,
+        // and what was counted stays.
+        let Ok(tables) = kernel::Tables::open(&self.paths.bpffs) else {
+            return;
+        };
+        let end = lock(&self.known).pools;
+        let mut counters = lock(&self.counters);
+        let runs = (1..end).step_by(POOLS_AT_ONCE as usize);
+        counters.update(runs.flat_map(|from| {
+            let planner = lock(&self.planner);
+            let run = from..from.saturating_add(POOLS_AT_ONCE).min(end);
+            run.filter_map(|pool| Some((pool, owner(&planner, pool)?, tables.pool_stats(pool))))
+                .collect::<Vec<_>>()
+        }));
+    }
+}
+
+/// Whose a pool is.
+fn owner(planner: &Planner, pool: u32) -> Option<PortKey> {
+    let owner = planner.pool_owner(pool)?;
+    Some(PortKey {
+        service: owner.service.clone(),
+        port: owner.port,
+    })
+}
+
+/// How many endpoints the ports of all services have together.
+pub fn endpoints(snapshot: &Snapshot) -> u64 {
+    let ports = snapshot
+        .services
+        .values()
+        .flat_map(|service| &service.ports);
+    ports.map(|port| port.endpoints.len() as u64).sum()
+}
+
+fn show(problem: &model::Problem) -> api::Problem {
+    api::Problem {
+        place: problem.place.clone(),
+        text: problem.text.clone(),
+    }
+}
+
+fn policy(policy: TrafficPolicy) -> String {
+    match policy {
+        TrafficPolicy::Cluster => "Cluster",
+        TrafficPolicy::Local => "Local",
+    }
+    .to_owned()
+}
+
+fn service(service: &Arc<model::Service>, counters: &Counters) -> api::Service {
+    let texts = |ips: &[std::net::IpAddr]| ips.iter().map(ToString::to_string).collect();
+    api::Service {
+        namespace: service.name.namespace().to_owned(),
+        name: service.name.name().to_owned(),
+        kind: match service.kind {
+            ServiceType::ClusterIp => "ClusterIP",
+            ServiceType::NodePort => "NodePort",
+            ServiceType::LoadBalancer => "LoadBalancer",
+            ServiceType::ExternalName => "ExternalName",
+        }
+        .to_owned(),
+        cluster_ips: texts(&service.cluster_ips),
+        external_ips: texts(&service.external_ips),
+        load_balancer_ips: texts(&service.load_balancer_ips),
+        internal_traffic_policy: policy(service.internal_policy),
+        external_traffic_policy: policy(service.external_policy),
+        affinity_seconds: service.affinity.map(|timeout| timeout.as_secs()),
+        ports: service
+            .ports
+            .iter()
+            .map(|port| service_port(service, port, counters))
+            .collect(),
+    }
+}
+
+fn service_port(
+    service: &model::Service,
+    port: &model::ServicePort,
+    counters: &Counters,
+) -> api::ServicePort {
+    let key = PortKey {
+        service: service.name.clone(),
+        port: Some((port.port, port.protocol)),
+    };
+    let stats = counters.get(&key);
+    api::ServicePort {
+        name: port.name.to_string(),
+        port: port.port,
+        protocol: port.protocol.word().to_owned(),
+        node_port: port.node_port,
+        ready: port.endpoints.iter().filter(|e| e.ready).count(),
+        endpoints: port
+            .endpoints
+            .iter()
+            .map(|e| api::Endpoint {
+                address: e.addr.to_string(),
+                port: e.port,
+                local: e.local,
+                ready: e.ready,
+                serving: e.serving,
+                terminating: e.terminating,
+            })
+            .collect(),
+        connections: stats.translated,
+        refused: counters::refusals(&stats)
+            .into_iter()
+            .filter(|(_, count)| *count > 0)
+            .map(|(reason, count)| (reason.word().to_owned(), count))
+            .collect(),
+    }
+}

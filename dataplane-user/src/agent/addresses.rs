@@ -1,0 +1,184 @@
+//! The node's own addresses: on which of them node ports are answered.
+
+use std::{collections::BTreeSet, fs, io, net::IpAddr};
+
+use ipnet::IpNet;
+use nix::{ifaddrs::getifaddrs, net::if_::InterfaceFlags};
+
+/// An address of an interface that is up.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Address {
+    /// The interface.
+    pub interface: String,
+    /// The address.
+    pub addr: IpAddr,
+}
+
+/// Every address in this network namespace that others can reach: of interfaces that are up, and
+/// neither loopback nor link-local.
+///
+/// # Errors
+///
+/// If the kernel does not tell.
+pub fn of_interfaces() -> io::Result<Vec<Address>> {
+    let mut addresses = Vec::new();
+    for interface in getifaddrs()? {
+        if !interface.flags.contains(InterfaceFlags::IFF_UP)
+            || interface.flags.contains(InterfaceFlags::IFF_LOOPBACK)
+        {
+            continue;
+        }
+        let Some(address) = interface.address else {
+            continue;
+        };
+        let addr = match (address.as_sockaddr_in(), address.as_sockaddr_in6()) {
+            (Some(v4), _) => IpAddr::V4(v4.ip()),
+            (_, Some(v6)) => IpAddr::V6(v6.ip()),
+            _ => continue,
+        };
+        let link_local = match addr {
+            IpAddr::V4(v4) => v4.is_link_local(),
+            IpAddr::V6(v6) => v6.is_unicast_link_local(),
+        };
+        if !link_local {
+            addresses.push(Address {
+                interface: interface.interface_name,
+                addr,
+            });
+        }
+    }
+    Ok(addresses)
+}
+
+/// The addresses on which node ports are answered, sorted: those in `wanted`, or if that is empty
+/// the node's primary ones, which are what kube-proxy's nftables mode answers on.
+///
+/// # Errors
+///
+/// If the kernel does not tell.
+pub fn for_node_ports(wanted: &[IpNet]) -> io::Result<Vec<IpAddr>> {
+    let all = of_interfaces()?;
+    let chosen: BTreeSet<IpAddr> = if wanted.is_empty() {
+        // "thread-self": the namespace of whoever asks, not of the process's first thread.
+        let v4 = fs::read_to_string("/proc/thread-self/net/route").unwrap_or_default();
+        let v6 = fs::read_to_string("/proc/thread-self/net/ipv6_route").unwrap_or_default();
+        primary(&all, default_interface_v4(&v4), default_interface_v6(&v6))
+    } else {
+        all.iter()
+            .map(|a| a.addr)
+            .filter(|a| wanted.iter().any(|net| net.contains(a)))
+            .collect()
+    };
+    Ok(chosen.into_iter().collect())
+}
+
+/// The first address, in each family, of the interface that has the default route. In a family
+/// without one: every address.
+fn primary(all: &[Address], v4: Option<&str>, v6: Option<&str>) -> BTreeSet<IpAddr> {
+    let mut chosen = BTreeSet::new();
+    for (is_v4, interface) in [(true, v4), (false, v6)] {
+        let mut family = all.iter().filter(|a| a.addr.is_ipv4() == is_v4);
+        match interface {
+            Some(interface) => {
+                chosen.extend(family.find(|a| a.interface == interface).map(|a| a.addr));
+            }
+            None => chosen.extend(family.map(|a| a.addr)),
+        }
+    }
+    chosen
+}
+
+/// The interface of the default route with the lowest metric, from `/proc/net/route`.
+fn default_interface_v4(table: &str) -> Option<&str> {
+    // Iface Destination Gateway Flags RefCnt Use Metric Mask ...
+    table
+        .lines()
+        .skip(1)
+        .filter_map(|line| {
+            let fields: Vec<&str> = line.split_ascii_whitespace().collect();
+            match fields[..] {
+                [interface, "00000000", _, _, _, _, metric, "00000000", ..] => {
+                    Some((metric.parse::<u32>().ok()?, interface))
+                }
+                _ => None,
+            }
+        })
+        .min_by_key(|(metric, _)| *metric)
+        .map(|(_, interface)| interface)
+}
+
+/// The same from `/proc/net/ipv6_route`, which also lists the kernel's reject routes, on `lo`.
+fn default_interface_v6(table: &str) -> Option<&str> {
+    // destination prefix source prefix gateway metric references uses flags interface
+    table
+        .lines()
+        .filter_map(|line| {
+            let fields: Vec<&str> = line.split_ascii_whitespace().collect();
+            match fields[..] {
+                [destination, "00", _, _, _, metric, _, _, _, interface]
+                    if destination.bytes().all(|b| b == b'0') && interface != "lo" =>
+                {
+                    Some((u32::from_str_radix(metric, 16).ok()?, interface))
+                }
+                _ => None,
+            }
+        })
+        .min_by_key(|(metric, _)| *metric)
+        .map(|(_, interface)| interface)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ROUTES: &str = "\
+Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT
+wlan0\t00000000\t0100A8C0\t0003\t0\t0\t600\t00000000\t0\t0\t0
+eth0\t00000000\t010200C0\t0003\t0\t0\t100\t00000000\t0\t0\t0
+eth0\t000200C0\t00000000\t0001\t0\t0\t100\t00FFFFFF\t0\t0\t0
+";
+    const ROUTES6: &str = "\
+20010db8000000000000000000000000 40 00000000000000000000000000000000 00 00000000000000000000000000000000 00000100 00000001 00000000 00000001     eth1
+00000000000000000000000000000000 00 00000000000000000000000000000000 00 fe800000000000000000000000000001 00000400 00000001 00000000 00000003     eth1
+00000000000000000000000000000000 00 00000000000000000000000000000000 00 00000000000000000000000000000000 ffffffff 00000001 00000000 00200200       lo
+";
+
+    fn address(interface: &str, addr: &str) -> Address {
+        Address {
+            interface: interface.to_owned(),
+            addr: addr.parse().unwrap(),
+        }
+    }
+
+    #[test]
+    fn the_default_route_with_the_lowest_metric() {
+        assert_eq!(default_interface_v4(ROUTES), Some("eth0"));
+        assert_eq!(default_interface_v6(ROUTES6), Some("eth1"));
+        assert_eq!(default_interface_v4(""), None);
+        assert_eq!(default_interface_v6(""), None);
+        assert_eq!(default_interface_v6(ROUTES6.lines().last().unwrap()), None);
+    }
+
+    #[test]
+    fn primary_addresses() {
+        let all = [
+            address("cni0", "10.244.1.1"),
+            address("eth0", "192.0.2.1"),
+            address("eth0", "192.0.2.7"),
+            address("cni0", "fd00::1"),
+            address("eth1", "2001:db8::1"),
+        ];
+        let ips = |set: BTreeSet<IpAddr>| -> Vec<String> {
+            set.iter().map(ToString::to_string).collect()
+        };
+        assert_eq!(
+            ips(primary(&all, Some("eth0"), Some("eth1"))),
+            ["192.0.2.1", "2001:db8::1"]
+        );
+        // Without a default route there is nothing to prefer.
+        assert_eq!(
+            ips(primary(&all, None, Some("eth1"))),
+            ["10.244.1.1", "192.0.2.1", "192.0.2.7", "2001:db8::1"]
+        );
+    }
+}

@@ -1,0 +1,213 @@
+//! The agent: wires the source, the plan and the kernel together.
+//!
+//! Two threads: one brings the kernel's tables in line with the source, one waits (for signals,
+//! changed files, and whoever asks the endpoints), so that neither holds up the other.
+
+pub mod addresses;
+mod sync;
+mod waiter;
+
+use std::{
+    io,
+    path::PathBuf,
+    sync::{Arc, mpsc},
+};
+
+use ipnet::IpNet;
+use tracing::{info, warn};
+
+use crate::{
+    admin::{self, Listeners, State},
+    kernel::{self, Kernel},
+    model::Node,
+    plan::{AdoptError, Planner},
+    source::manifests::{self, Watcher},
+};
+use sync::Sync;
+use waiter::Waiter;
+
+/// What the agent should do.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Where the kernel's side is.
+    pub paths: kernel::Paths,
+    /// How far the tables may grow.
+    pub limits: kernel::Limits,
+    /// Files and directories with services.
+    pub manifests: Vec<PathBuf>,
+    /// This node.
+    pub node: NodeSettings,
+    /// Where to listen.
+    pub listen: admin::Settings,
+    /// What becomes of the programs when the agent ends.
+    pub on_exit: OnExit,
+}
+
+/// What to take this node for.
+#[derive(Clone, Debug)]
+pub struct NodeSettings {
+    /// Its name; empty: its host name.
+    pub name: String,
+    /// Where node ports are answered; empty: on its primary addresses.
+    pub nodeport_addresses: Vec<IpNet>,
+}
+
+impl NodeSettings {
+    /// This node, as it is now.
+    ///
+    /// # Errors
+    ///
+    /// If the kernel does not tell its name or its addresses.
+    pub fn node(&self) -> io::Result<Node> {
+        let name = if self.name.is_empty() {
+            // As the kubelet does it: host names are not case sensitive, node names are.
+            nix::unistd::gethostname()?.to_string_lossy().to_lowercase()
+        } else {
+            self.name.clone()
+        };
+        Ok(Node {
+            name: name.into(),
+            addresses: addresses::for_node_ports(&self.nodeport_addresses)?,
+        })
+    }
+}
+
+/// What becomes of the programs when the agent ends.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum OnExit {
+    /// They go on, from the tables as they are: services stay up while the agent is restarted
+    #[default]
+    Keep,
+    /// They are removed with everything else of ours: services stop
+    Detach,
+}
+
+/// Why the agent ended, other than being told to.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The manifests cannot be served.
+    #[error("{0}\nnothing was changed: mend the manifests and start again")]
+    Manifests(#[from] manifests::Errors),
+    /// The manifests cannot be watched.
+    #[error(transparent)]
+    Watch(#[from] manifests::WatchError),
+    /// The node cannot be asked.
+    #[error("cannot find out this node's name and addresses: {0}")]
+    Node(#[source] io::Error),
+    /// The agent cannot listen.
+    #[error(transparent)]
+    Listen(#[from] admin::ListenError),
+    /// The kernel refused.
+    #[error(transparent)]
+    Kernel(#[from] kernel::Error),
+    /// The tables that are there are not ours, or broken.
+    #[error("the tables in {}: {error}; `dataplane cleanup` removes them (services stop until the agent runs again)", bpffs.display())]
+    Adopt {
+        /// Where they are.
+        bpffs: PathBuf,
+        /// What is wrong with them.
+        error: AdoptError,
+    },
+    /// The other thread ended.
+    #[error("the agent's endpoints or signals failed: {0}")]
+    Waiter(#[source] io::Error),
+}
+
+impl Error {
+    /// Whether another agent runs on this node.
+    pub fn is_busy(&self) -> bool {
+        matches!(
+            self,
+            Self::Kernel(kernel::Error::Busy { .. })
+                | Self::Listen(admin::ListenError::Busy { .. })
+        )
+    }
+}
+
+/// Something that happened.
+#[derive(Debug)]
+enum Event {
+    /// A signal to end.
+    Stop(&'static str),
+    /// The manifests changed, or SIGHUP.
+    Reload(&'static str),
+    /// The other thread cannot go on.
+    Failed(io::Error),
+}
+
+/// Runs until it is told to end. Nothing is changed before everything that was given turned out
+/// to be usable.
+///
+/// # Errors
+///
+/// If it cannot start, or cannot go on. What it had written before goes on being served.
+pub fn run(settings: Settings) -> Result<(), Error> {
+    // Before the files are read, so that no change is missed in between.
+    let watcher = Watcher::new(&settings.manifests)?;
+    let node = settings.node.node().map_err(Error::Node)?;
+    let loaded = manifests::load(&settings.manifests, &node)?;
+    info!(
+        services = loaded.snapshot.services.len(),
+        files = loaded.files,
+        node = &*node.name,
+        "read the manifests"
+    );
+    if let Some(line) = loaded.ignored_line() {
+        info!("{line}");
+    }
+    for problem in &*loaded.snapshot.problems {
+        warn!("{}: {}", problem.place, problem.text);
+    }
+    // Asked before the ports, which the other agent has too: who runs is the better answer.
+    if let Some(pid) = kernel::writer(&settings.paths.bpffs) {
+        return Err(Error::Kernel(kernel::Error::Busy {
+            directory: settings.paths.bpffs,
+            pid: Some(pid),
+        }));
+    }
+    let listeners = Listeners::open(&settings.listen)?;
+
+    let mut kernel = Kernel::open(&settings.paths, settings.limits)?;
+    let planner = adopt(&mut kernel, &settings.paths)?;
+    let state = Arc::new(State::new(
+        settings.paths.clone(),
+        settings.limits,
+        planner,
+        loaded.snapshot.clone(),
+        settings
+            .manifests
+            .iter()
+            .map(|path| path.display().to_string())
+            .collect(),
+    ));
+    let (events, happened) = mpsc::channel();
+    let waiter =
+        Waiter::start(listeners, Arc::clone(&state), watcher, events).map_err(Error::Waiter)?;
+    let on_exit = settings.on_exit;
+    let mut sync = Sync::new(kernel, Arc::clone(&state), settings, loaded.snapshot);
+    let result = sync.run(&happened);
+    state.not_ready();
+    waiter.stop();
+    result?;
+    match on_exit {
+        OnExit::Keep => {
+            info!("ended; the programs go on serving from the tables as they are");
+        }
+        OnExit::Detach => {
+            sync.into_kernel().detach()?;
+            info!("ended; the programs are detached");
+        }
+    }
+    Ok(())
+}
+
+/// A planner that knows what the kernel holds.
+fn adopt(kernel: &mut Kernel, paths: &kernel::Paths) -> Result<Planner, Error> {
+    let contents = kernel.contents()?;
+    // What the earlier agent freed last may still be read by a program that runs just now.
+    kernel.grace()?;
+    Planner::adopt(contents).map_err(|error| Error::Adopt {
+        bpffs: paths.bpffs.clone(),
+        error,
+    })
+}

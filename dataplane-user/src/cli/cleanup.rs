@@ -1,0 +1,102 @@
+//! `dataplane cleanup`.
+
+use std::process::ExitCode;
+
+use clap::Args;
+use serde::Serialize;
+
+use super::{
+    PathArgs, SocketArgs, exit,
+    output::{self, Cell, Format, Table},
+};
+use crate::{
+    admin,
+    kernel::{self},
+};
+
+/// Remove everything that the dataplane left in the kernel.
+///
+/// Detaches the programs and removes the tables, of every version of the layout: services are not
+/// served any more. Touches nothing that is not the dataplane's. Refuses while an agent runs.
+#[derive(Debug, Args)]
+pub struct CleanupArgs {
+    /// Only list what would be removed
+    #[arg(long)]
+    dry_run: bool,
+
+    /// How to print it
+    #[arg(short, long, value_enum, default_value_t)]
+    output: Format,
+
+    #[command(flatten)]
+    paths: PathArgs,
+
+    #[command(flatten)]
+    socket: SocketArgs,
+}
+
+#[derive(Serialize)]
+struct Row {
+    path: String,
+    what: String,
+    /// Removed, or with --dry-run to be removed; what is not ours stays.
+    removed: bool,
+}
+
+impl CleanupArgs {
+    pub(super) fn run(self) -> anyhow::Result<ExitCode> {
+        if !self.dry_run
+            && let Some(agent) = admin::who_answers(&self.socket.socket)
+        {
+            eprintln!("dataplane: {agent} runs on this node: end it first");
+            return Ok(ExitCode::from(exit::BUSY));
+        }
+        let bpffs = self.paths.bpffs();
+        let items = match kernel::cleanup(&bpffs, self.dry_run) {
+            Ok(items) => items,
+            Err(error @ kernel::Error::Busy { .. }) => {
+                eprintln!("dataplane: {error}");
+                return Ok(ExitCode::from(exit::BUSY));
+            }
+            Err(error) => return Err(error.into()),
+        };
+        let rows: Vec<Row> = items
+            .into_iter()
+            .map(|item| Row {
+                path: item.path.display().to_string(),
+                what: item.what,
+                removed: item.ours,
+            })
+            .collect();
+        let mut out = output::stdout();
+        if self.output == Format::Json {
+            output::json(&mut out, &rows)?;
+            return Ok(ExitCode::SUCCESS);
+        }
+        let verb = if self.dry_run {
+            "would be removed"
+        } else {
+            "removed"
+        };
+        let mut table = Table::new(&["PATH", "WHAT", "OUTCOME"]);
+        for row in &rows {
+            let outcome = if row.removed {
+                verb
+            } else {
+                "not ours: left alone"
+            };
+            table.row([
+                Cell::from(row.path.as_str()),
+                row.what.as_str().into(),
+                outcome.into(),
+            ]);
+        }
+        if table.is_empty() {
+            use std::io::Write;
+            writeln!(out, "Nothing of the dataplane's in {}.", bpffs.display())?;
+        } else {
+            table.write(&mut out)?;
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+}

@@ -1,0 +1,617 @@
+//! `dataplane explain`.
+
+use std::{cell::RefCell, io::Write, net::IpAddr, process::ExitCode, str::FromStr};
+
+use clap::Args;
+use dataplane_common::{
+    Addr, Port, Reason, decide,
+    tables::{AffinityKey, Block, Endpoint, Frontend, FrontendKey, Kind, Pool},
+};
+use serde::Serialize;
+
+use super::{
+    Destination, PathArgs, SocketArgs,
+    names::Names,
+    netns::{self, Namespace},
+    output::{self, BOLD, Cell, DIM, Format, GOOD, Table, WARN},
+};
+use crate::kernel::Tables;
+
+/// Say what happens to a connection, and why.
+///
+/// Reads the kernel's tables as they are now and takes the same steps as the programs there, by
+/// the same code. Sends nothing.
+///
+/// dataplane explain 10.244.2.8 10.96.130.105:8000
+/// dataplane explain node 10.96.0.10:53/udp
+/// dataplane explain netns:blue 127.0.0.1:30080
+#[derive(Debug, Args)]
+#[command(verbatim_doc_comment)]
+pub struct ExplainArgs {
+    /// Who connects: an address of a pod or of this node, `node`, `netns:NAME`, `netns:/PATH` or
+    /// `pid:NUMBER`
+    ///
+    /// It matters where the destination is a loopback address (node ports are answered on the
+    /// node's own, not on a pod's), and where the service has session affinity (remembered by
+    /// network namespace).
+    #[arg(value_name = "SRC")]
+    source: Source,
+
+    /// To where: ADDRESS:PORT, with `/udp` for UDP; IPv6 as [ADDRESS]:PORT
+    #[arg(value_name = "DST:PORT[/udp]")]
+    destination: Destination,
+
+    /// How to print it
+    #[arg(short, long, value_enum, default_value_t)]
+    output: Format,
+
+    #[command(flatten)]
+    paths: PathArgs,
+
+    #[command(flatten)]
+    socket: SocketArgs,
+}
+
+/// Who connects.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Source {
+    Node,
+    Address(IpAddr),
+    Namespace(String),
+    Process(u32),
+}
+
+impl FromStr for Source {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text == "node" {
+            return Ok(Self::Node);
+        }
+        if let Some(name) = text.strip_prefix("netns:") {
+            return Ok(Self::Namespace(name.to_owned()));
+        }
+        if let Some(pid) = text.strip_prefix("pid:") {
+            return pid
+                .parse()
+                .map(Self::Process)
+                .map_err(|_| format!("`{pid}` is no process id"));
+        }
+        text.parse().map(Self::Address).map_err(|_| {
+            format!(
+                "`{text}` is no address, nor `node`, `netns:NAME`, `netns:/PATH` or `pid:NUMBER`"
+            )
+        })
+    }
+}
+
+/// What would happen.
+#[derive(Debug, Serialize)]
+struct Explanation {
+    source: String,
+    destination: String,
+    /// `translated`, `refused` or `left-alone`.
+    verdict: &'static str,
+    /// The word of the [`Reason`].
+    reason: &'static str,
+    steps: Vec<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    service: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    kind: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pool: Option<u32>,
+    endpoints: Vec<Choice>,
+}
+
+/// An endpoint that could be chosen.
+#[derive(Debug, Serialize)]
+struct Choice {
+    endpoint: String,
+    /// From 0 to 1.
+    probability: f64,
+}
+
+impl ExplainArgs {
+    pub(super) fn run(self) -> anyhow::Result<ExitCode> {
+        let tables = Tables::open(&self.paths.bpffs())?;
+        let names = Names::new(self.socket.client());
+        let explanation = explain(
+            &tables,
+            &names,
+            &self.source,
+            self.destination,
+            tables.host_netns(),
+        )?;
+        let mut out = output::stdout();
+        match self.output {
+            Format::Json => output::json(&mut out, &explanation)?,
+            Format::Text => text(&mut out, &explanation)?,
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+}
+
+/// The tables, and what was looked up in them.
+struct Recorded<'a, T> {
+    tables: &'a T,
+    lookups: RefCell<Vec<(FrontendKey, Frontend)>>,
+}
+
+impl<T: decide::Tables> decide::Tables for Recorded<'_, T> {
+    fn frontend(&self, key: &FrontendKey) -> Frontend {
+        let found = self.tables.frontend(key);
+        self.lookups.borrow_mut().push((*key, found));
+        found
+    }
+
+    fn pool(&self, index: u32) -> Option<Pool> {
+        self.tables.pool(index)
+    }
+
+    fn endpoint(&self, slot: u32) -> Option<Endpoint> {
+        self.tables.endpoint(slot)
+    }
+}
+
+/// Affinity's table, which [`decide`] knows nothing of.
+trait AffinityTable {
+    /// Whom the client used last, and how many nanoseconds ago.
+    fn last_used(&self, key: &AffinityKey) -> Option<(Endpoint, u64)>;
+}
+
+impl AffinityTable for Tables {
+    fn last_used(&self, key: &AffinityKey) -> Option<(Endpoint, u64)> {
+        let affinity = self.affinity(key).ok()??;
+        Some((
+            affinity.endpoint,
+            super::monotonic_ns().saturating_sub(affinity.used_at),
+        ))
+    }
+}
+
+fn explain<T: decide::Tables + AffinityTable>(
+    tables: &T,
+    names: &Names,
+    source: &Source,
+    to: Destination,
+    host_netns: u64,
+) -> anyhow::Result<Explanation> {
+    let mut steps = Vec::new();
+    let client = match source {
+        Source::Node => Some(Namespace {
+            cookie: host_netns,
+            place: "the agent's".to_owned(),
+        }),
+        Source::Namespace(name) => Some(netns::named(name)?),
+        Source::Process(pid) => Some(netns::of_process(*pid)?),
+        Source::Address(addr) => netns::with_address(*addr)?,
+    };
+    let own_loopback = client.as_ref().is_some_and(|c| c.cookie == host_netns);
+    steps.push(match &client {
+        Some(c) if own_loopback => format!("the client is in the node's network namespace ({c})"),
+        Some(c) => format!("the client is in the network namespace {c}"),
+        None => "no network namespace on this machine has the client's address: taken for a pod's \
+                 whose session affinity is not known"
+            .to_owned(),
+    });
+    let source = match source {
+        Source::Node => "node".to_owned(),
+        Source::Address(addr) => addr.to_string(),
+        Source::Namespace(name) => format!("netns:{name}"),
+        Source::Process(pid) => format!("pid:{pid}"),
+    };
+    let mut told = decision(tables, names, client.as_ref(), own_loopback, to, steps);
+    told.source = source;
+    Ok(told)
+}
+
+/// The steps that the programs take.
+fn decision<T: decide::Tables + AffinityTable>(
+    tables: &T,
+    names: &Names,
+    client: Option<&Namespace>,
+    own_loopback: bool,
+    to: Destination,
+    mut steps: Vec<String>,
+) -> Explanation {
+    let recorded = Recorded {
+        tables,
+        lookups: RefCell::default(),
+    };
+    let addr = Addr::from(to.addr);
+    let frontend = decide::find_frontend(
+        &recorded,
+        addr,
+        Port::new(to.port),
+        to.protocol,
+        own_loopback,
+    );
+    steps.extend(
+        recorded
+            .lookups
+            .into_inner()
+            .iter()
+            .map(|(key, found)| lookup(key, *found)),
+    );
+    let mut told = Explanation {
+        source: String::new(),
+        destination: to.to_string(),
+        verdict: "left-alone",
+        reason: Reason::NotService.word(),
+        steps,
+        service: None,
+        kind: None,
+        pool: None,
+        endpoints: Vec::new(),
+    };
+    if frontend.is_none() {
+        if addr.is_loopback() && !own_loopback {
+            told.steps.push(
+                "a loopback address outside the node's network namespace is the client's own"
+                    .to_owned(),
+            );
+        }
+        told.steps.push(Reason::NotService.text().to_owned());
+        return told;
+    }
+    told.kind = Some(frontend.kind().word());
+    told.pool = Some(frontend.pool());
+    told.service = names
+        .of_pool(frontend.pool())
+        .map(|owner| owner.to_string());
+    let whose = told.service.as_deref().map_or_else(
+        || "a service whose name only a running agent knows".to_owned(),
+        |name| format!("service {name}"),
+    );
+    let Some(pool) = tables.pool(frontend.pool()) else {
+        refuse(&mut told, Reason::Dangling);
+        return told;
+    };
+    let block = pool.block;
+    let holds = match block.len() {
+        0 if block.flags() & Block::NO_SUCH_PORT != 0 => "stands for the ports it does not have",
+        0 => "has no usable endpoint",
+        1 => "has 1 usable endpoint",
+        n => &format!("has {n} usable endpoints"),
+    };
+    told.steps
+        .push(format!("pool {} of {whose} {holds}", frontend.pool()));
+    if block.is_empty() {
+        refuse(&mut told, decide::refusal(block));
+        return told;
+    }
+    told.verdict = "translated";
+    told.reason = Reason::Translated.word();
+    if pool.affinity_seconds > 0 {
+        let (endpoint, step) = affinity(tables, client, &pool);
+        told.steps.push(step);
+        if let Some(endpoint) = endpoint {
+            told.reason = Reason::Kept.word();
+            told.endpoints.push(Choice {
+                endpoint: socket(&endpoint),
+                probability: 1.0,
+            });
+            return told;
+        }
+    }
+    told.steps
+        .push("one is drawn at random, each with the same probability".to_owned());
+    let probability = 1.0 / f64::from(block.len());
+    told.endpoints = (0..u32::from(block.len()))
+        .map(|offset| {
+            let endpoint = tables.endpoint(block.base() + offset).map_or_else(
+                || "(no such slot: a bug, please report it)".to_owned(),
+                |e| socket(&e),
+            );
+            Choice {
+                endpoint,
+                probability,
+            }
+        })
+        .collect();
+    told
+}
+
+fn refuse(told: &mut Explanation, reason: Reason) {
+    told.verdict = "refused";
+    told.reason = reason.word();
+    told.steps.push(format!("{} (ECONNREFUSED)", reason.text()));
+}
+
+/// One lookup, as a sentence.
+fn lookup(key: &FrontendKey, found: Frontend) -> String {
+    let what = if key.protocol == dataplane_common::Protocol::ANY {
+        format!("the address {} as such", key.addr)
+    } else if *key == FrontendKey::node_port(key.addr.is_v4(), key.port, key.protocol) {
+        let family = if key.addr.is_v4() { "IPv4" } else { "IPv6" };
+        format!("the {family} node port {}/{}", key.port, key.protocol)
+    } else {
+        format!(
+            "{}/{}",
+            std::net::SocketAddr::new(key.addr.ip(), key.port.host()),
+            key.protocol
+        )
+    };
+    if found.is_none() {
+        return format!("{what} has no entry");
+    }
+    match found.kind() {
+        Kind::NODE_ADDRESS => {
+            format!("{what} is an address of this node: its node ports are answered")
+        }
+        Kind::CLUSTER_ADDRESS => {
+            format!("{what} is a cluster IP: ports that its service does not have are refused")
+        }
+        kind => format!(
+            "{what} matches: {}, answered by pool {}",
+            kind.word(),
+            found.pool()
+        ),
+    }
+}
+
+/// Whether session affinity decides, and why not if it does not.
+fn affinity<T: decide::Tables + AffinityTable>(
+    tables: &T,
+    client: Option<&Namespace>,
+    pool: &Pool,
+) -> (Option<Endpoint>, String) {
+    let seconds = pool.affinity_seconds;
+    let intro = format!("session affinity ClientIP, {seconds} s");
+    let Some(client) = client else {
+        return (None, format!("{intro}: not known for this client"));
+    };
+    let key = AffinityKey {
+        client: Addr::from_netns_cookie(client.cookie),
+        group: pool.affinity_group,
+    };
+    let Some((endpoint, age)) = tables.last_used(&key) else {
+        return (
+            None,
+            format!("{intro}: nothing is remembered for this client"),
+        );
+    };
+    let used = format!(
+        "{intro}: {} was used {} s ago",
+        socket(&endpoint),
+        age / 1_000_000_000
+    );
+    if age >= u64::from(seconds) * 1_000_000_000 {
+        (None, format!("{used}, which is too long ago"))
+    } else if !decide::contains(tables, pool.block, &endpoint) {
+        (None, format!("{used}, but it is not usable any more"))
+    } else {
+        (Some(endpoint), format!("{used} and is kept"))
+    }
+}
+
+fn socket(endpoint: &Endpoint) -> String {
+    std::net::SocketAddr::new(endpoint.addr.ip(), endpoint.port.host()).to_string()
+}
+
+fn text(out: &mut dyn Write, told: &Explanation) -> std::io::Result<()> {
+    writeln!(out, "{BOLD}{} -> {}{BOLD:#}", told.source, told.destination)?;
+    for (n, step) in told.steps.iter().enumerate() {
+        writeln!(out, "{DIM}{:>3}.{DIM:#} {step}", n + 1)?;
+    }
+    let style = if told.verdict == "refused" {
+        WARN
+    } else {
+        GOOD
+    };
+    writeln!(
+        out,
+        "{} ({})",
+        output::styled(style, told.verdict),
+        told.reason
+    )?;
+    if told.endpoints.is_empty() {
+        return Ok(());
+    }
+    writeln!(out)?;
+    let mut table = Table::new(&["ENDPOINT", "PROBABILITY"]);
+    for choice in &told.endpoints {
+        table.row([
+            Cell::from(choice.endpoint.as_str()),
+            format!("{:.2}%", choice.probability * 100.0).into(),
+        ]);
+    }
+    table.write(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use dataplane_common::Protocol;
+
+    use super::*;
+
+    /// Tables in this process: what is under test is the account that is given of them.
+    #[derive(Default)]
+    struct Fake {
+        frontends: HashMap<FrontendKey, Frontend>,
+        pools: Vec<Pool>,
+        endpoints: Vec<Endpoint>,
+        affinity: HashMap<AffinityKey, (Endpoint, u64)>,
+    }
+
+    impl decide::Tables for Fake {
+        fn frontend(&self, key: &FrontendKey) -> Frontend {
+            self.frontends.get(key).copied().unwrap_or(Frontend::NONE)
+        }
+        fn pool(&self, index: u32) -> Option<Pool> {
+            self.pools.get(index as usize).copied()
+        }
+        fn endpoint(&self, slot: u32) -> Option<Endpoint> {
+            self.endpoints.get(slot as usize).copied()
+        }
+    }
+
+    impl AffinityTable for Fake {
+        fn last_used(&self, key: &AffinityKey) -> Option<(Endpoint, u64)> {
+            self.affinity.get(key).copied()
+        }
+    }
+
+    fn endpoint(last: u8) -> Endpoint {
+        Endpoint::new(Addr::from_v4([10, 244, 1, last]), Port::new(80))
+    }
+
+    const VIP: Addr = Addr::from_v4([10, 96, 0, 1]);
+    const NODE: Addr = Addr::from_v4([192, 0, 2, 1]);
+
+    fn fake() -> Fake {
+        let port = |n| Port::new(n);
+        Fake {
+            frontends: HashMap::from([
+                (
+                    FrontendKey::new(VIP, port(80), Protocol::TCP),
+                    Frontend::new(1, Kind::CLUSTER_IP),
+                ),
+                (
+                    FrontendKey::address(VIP),
+                    Frontend::new(2, Kind::CLUSTER_ADDRESS),
+                ),
+                (
+                    FrontendKey::address(NODE),
+                    Frontend::new(0, Kind::NODE_ADDRESS),
+                ),
+                (
+                    FrontendKey::node_port(true, port(30080), Protocol::TCP),
+                    Frontend::new(1, Kind::NODE_PORT),
+                ),
+            ]),
+            pools: vec![
+                Pool::default(),
+                Pool {
+                    block: Block::new(1, 2, 0),
+                    affinity_seconds: 60,
+                    affinity_group: 1,
+                },
+                Pool {
+                    block: Block::new(0, 0, Block::NO_SUCH_PORT),
+                    ..Pool::default()
+                },
+            ],
+            endpoints: vec![endpoint(0), endpoint(5), endpoint(6)],
+            affinity: HashMap::new(),
+        }
+    }
+
+    fn told(fake: &Fake, cookie: Option<u64>, own_loopback: bool, to: &str) -> Explanation {
+        let client = cookie.map(|cookie| Namespace {
+            cookie,
+            place: "test".to_owned(),
+        });
+        let names = Names::none();
+        decision(
+            fake,
+            &names,
+            client.as_ref(),
+            own_loopback,
+            to.parse().unwrap(),
+            Vec::new(),
+        )
+    }
+
+    #[test]
+    fn a_vip_is_translated_with_equal_shares() {
+        let told = told(&fake(), Some(7), false, "10.96.0.1:80");
+        assert_eq!(
+            (told.verdict, told.reason, told.kind),
+            ("translated", "translated", Some("ClusterIP"))
+        );
+        assert_eq!(told.endpoints.len(), 2);
+        assert_eq!(told.endpoints[0].endpoint, "10.244.1.5:80");
+        assert!((told.endpoints[0].probability - 0.5).abs() < f64::EPSILON);
+    }
+
+    #[test]
+    fn affinity_keeps_what_is_fresh_and_usable() {
+        let mut fake = fake();
+        let key = AffinityKey {
+            client: Addr::from_netns_cookie(7),
+            group: 1,
+        };
+        fake.affinity.insert(key, (endpoint(6), 59_000_000_000));
+        let kept = told(&fake, Some(7), false, "10.96.0.1:80");
+        assert_eq!((kept.reason, kept.endpoints.len()), ("kept", 1));
+        assert_eq!(kept.endpoints[0].endpoint, "10.244.1.6:80");
+        // Another client, a client that is not known, an old entry, an endpoint that left.
+        assert_eq!(
+            told(&fake, Some(8), false, "10.96.0.1:80").reason,
+            "translated"
+        );
+        assert_eq!(
+            told(&fake, None, false, "10.96.0.1:80").reason,
+            "translated"
+        );
+        fake.affinity.insert(key, (endpoint(6), 60_000_000_000));
+        assert_eq!(
+            told(&fake, Some(7), false, "10.96.0.1:80").reason,
+            "translated"
+        );
+        fake.affinity.insert(key, (endpoint(9), 0));
+        assert_eq!(
+            told(&fake, Some(7), false, "10.96.0.1:80").reason,
+            "translated"
+        );
+    }
+
+    #[test]
+    fn refusals_and_what_is_left_alone() {
+        let fake = fake();
+        let refused = told(&fake, Some(7), false, "10.96.0.1:81");
+        assert_eq!(
+            (refused.verdict, refused.reason),
+            ("refused", "port-not-served")
+        );
+        let alone = told(&fake, Some(7), false, "192.0.2.9:80");
+        assert_eq!((alone.verdict, alone.reason), ("left-alone", "not-service"));
+        // UDP is another key.
+        assert_eq!(
+            told(&fake, Some(7), false, "10.96.0.1:80/udp").verdict,
+            "refused"
+        );
+    }
+
+    #[test]
+    fn node_ports_on_loopback_are_the_nodes_own() {
+        let fake = fake();
+        assert_eq!(
+            told(&fake, Some(7), false, "192.0.2.1:30080").kind,
+            Some("NodePort")
+        );
+        assert_eq!(
+            told(&fake, Some(7), true, "127.0.0.1:30080").kind,
+            Some("NodePort")
+        );
+        assert_eq!(
+            told(&fake, Some(7), false, "127.0.0.1:30080").verdict,
+            "left-alone"
+        );
+    }
+
+    #[test]
+    fn sources() {
+        assert_eq!("node".parse(), Ok(Source::Node));
+        assert_eq!(
+            "10.244.2.8".parse(),
+            Ok(Source::Address("10.244.2.8".parse().unwrap()))
+        );
+        assert_eq!(
+            "netns:blue".parse(),
+            Ok(Source::Namespace("blue".to_owned()))
+        );
+        assert_eq!("pid:42".parse(), Ok(Source::Process(42)));
+        assert!("pid:x".parse::<Source>().is_err());
+        assert!(
+            "sleep"
+                .parse::<Source>()
+                .unwrap_err()
+                .contains("netns:NAME")
+        );
+    }
+}

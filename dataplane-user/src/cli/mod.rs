@@ -1,0 +1,273 @@
+//! The command line: one file per subcommand.
+
+mod cleanup;
+mod completions;
+mod explain;
+mod monitor;
+mod names;
+mod netns;
+mod output;
+mod plan;
+mod run;
+mod services;
+mod status;
+
+use std::{
+    net::{IpAddr, SocketAddr},
+    path::PathBuf,
+    process::ExitCode,
+    str::FromStr,
+};
+
+use clap::{Args, Parser, Subcommand};
+use dataplane_common::Protocol;
+use nix::time::{ClockId, clock_gettime};
+
+use crate::{admin::client, kernel};
+
+/// What a command ends with, besides 0 (done, healthy, no change) and 1 (it did not work, not
+/// healthy).
+pub mod exit {
+    /// `plan`: something would change.
+    pub const CHANGES: u8 = 2;
+    /// `run`, `cleanup`: an agent runs on this node already.
+    pub const BUSY: u8 = 3;
+    /// The command line makes no sense (`EX_USAGE`); not clap's 2, which is a plan's answer.
+    pub const USAGE: u8 = 64;
+}
+
+/// Kubernetes services without iptables: translated at the socket, by eBPF programs.
+///
+/// The agent (`dataplane run`) keeps tables in the kernel in line with what should be served; the
+/// programs that read them need no agent and go on when it is gone. Commands that look (status,
+/// services, explain, monitor, plan) read those tables themselves, and ask a running agent for
+/// what is not in there, such as names.
+#[derive(Debug, Parser)]
+#[command(name = "dataplane", version, propagate_version = true, after_help = EXIT_CODES)]
+pub struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+const EXIT_CODES: &str = "\
+Exit codes: 0 done; 1 it did not work, or not healthy; 2 `plan`: something would change; \
+3 an agent runs already; 64 the command line makes no sense.";
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run the agent on this node
+    Run(run::RunArgs),
+    /// Show what would change in the kernel's tables, without changing it
+    Plan(plan::PlanArgs),
+    /// Say whether the dataplane on this node is healthy, and what is wrong if not
+    Status(status::StatusArgs),
+    /// List the services that this node serves
+    Services(services::ServicesArgs),
+    /// Say what happens to a connection, and why
+    Explain(explain::ExplainArgs),
+    /// Watch the decisions as they are made
+    Monitor(monitor::MonitorArgs),
+    /// Remove everything that the dataplane left in the kernel
+    Cleanup(cleanup::CleanupArgs),
+    /// Print a script that completes this command line in a shell
+    Completions(completions::CompletionsArgs),
+}
+
+impl Cli {
+    /// Does what was asked.
+    ///
+    /// # Errors
+    ///
+    /// If it did not work; the message is for the person who asked.
+    pub fn run(self) -> anyhow::Result<ExitCode> {
+        match self.command {
+            Command::Run(args) => args.run(),
+            Command::Plan(args) => args.run(),
+            Command::Status(args) => args.run(),
+            Command::Services(args) => args.run(),
+            Command::Explain(args) => args.run(),
+            Command::Monitor(args) => args.run(),
+            Command::Cleanup(args) => args.run(),
+            Command::Completions(args) => args.run(),
+        }
+    }
+}
+
+/// Where the kernel's side of things is.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Where things are")]
+struct PathArgs {
+    /// Directory for pinned programs and tables, on a BPF file system [default:
+    /// /sys/fs/bpf/dataplane]
+    #[arg(long, value_name = "DIR", env = "DATAPLANE_BPFFS")]
+    bpffs: Option<PathBuf>,
+
+    /// Directory of the cgroup v2 whose processes are served [default: the root, wherever it is
+    /// mounted]
+    #[arg(long, value_name = "DIR", env = "DATAPLANE_CGROUP")]
+    cgroup: Option<PathBuf>,
+}
+
+impl PathArgs {
+    /// Fills in the defaults.
+    fn resolve(&self) -> Result<kernel::Paths, kernel::Error> {
+        Ok(kernel::Paths {
+            bpffs: self.bpffs(),
+            cgroup: match &self.cgroup {
+                Some(cgroup) => cgroup.clone(),
+                None => kernel::cgroup2_root()?,
+            },
+        })
+    }
+
+    fn bpffs(&self) -> PathBuf {
+        self.bpffs
+            .clone()
+            .unwrap_or_else(|| kernel::DEFAULT_BPFFS.into())
+    }
+}
+
+/// Where the agent listens.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Where things are")]
+struct SocketArgs {
+    /// The agent's Unix socket, which `status`, `services` and the others ask
+    #[arg(
+        long,
+        value_name = "PATH",
+        env = "DATAPLANE_SOCKET",
+        default_value = "/run/dataplane/agent.sock"
+    )]
+    socket: PathBuf,
+}
+
+impl SocketArgs {
+    fn client(&self) -> client::Client {
+        client::Client::new(&self.socket)
+    }
+}
+
+/// A TCP address to listen on, or `off`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Listen(pub Option<SocketAddr>);
+
+impl FromStr for Listen {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text == "off" {
+            return Ok(Self(None));
+        }
+        text.parse().map(|addr| Self(Some(addr))).map_err(|_| {
+            format!("`{text}` is no ADDRESS:PORT such as 127.0.0.1:15000 or [::1]:15000, nor `off`")
+        })
+    }
+}
+
+/// A destination, as people write it: `10.96.0.1:443`, `10.96.0.10:53/udp`, `[fd00::1]:80`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Destination {
+    addr: IpAddr,
+    port: u16,
+    protocol: Protocol,
+}
+
+impl FromStr for Destination {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (socket, protocol) = match text.rsplit_once('/') {
+            None => (text, Protocol::TCP),
+            Some((socket, "tcp")) => (socket, Protocol::TCP),
+            Some((socket, "udp")) => (socket, Protocol::UDP),
+            Some((_, other)) => {
+                return Err(format!(
+                    "`{other}` is no protocol that services are served for: \
+                                    tcp (the default) or udp"
+                ));
+            }
+        };
+        let addr: SocketAddr = socket.parse().map_err(|_| {
+            format!(
+                "`{socket}` is no ADDRESS:PORT; write 10.96.0.1:443, 10.96.0.10:53/udp or \
+                     [fd00::1]:80 (names are not resolved)"
+            )
+        })?;
+        if addr.port() == 0 {
+            return Err("nobody can connect to port 0".to_owned());
+        }
+        Ok(Self {
+            addr: addr.ip(),
+            port: addr.port(),
+            protocol,
+        })
+    }
+}
+
+impl std::fmt::Display for Destination {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "{}/{}",
+            SocketAddr::new(self.addr, self.port),
+            self.protocol
+        )
+    }
+}
+
+/// Nanoseconds since boot, on the programs' clock.
+fn monotonic_ns() -> u64 {
+    // This clock is always there.
+    clock_gettime(ClockId::CLOCK_MONOTONIC)
+        .map(|now| u64::try_from(std::time::Duration::from(now).as_nanos()).unwrap_or(u64::MAX))
+        .unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn destinations() {
+        let parse = |text: &str| text.parse::<Destination>();
+        let tcp = parse("10.96.0.1:443").unwrap();
+        assert_eq!(tcp.to_string(), "10.96.0.1:443/tcp");
+        assert_eq!(parse("10.96.0.10:53/udp").unwrap().protocol, Protocol::UDP);
+        assert_eq!(
+            parse("[fd00::1]:80").unwrap().to_string(),
+            "[fd00::1]:80/tcp"
+        );
+        for wrong in [
+            "10.96.0.1",
+            "10.96.0.1:0",
+            "10.96.0.1:80/sctp",
+            "web:80",
+            "fd00::1:80x",
+            "",
+        ] {
+            assert!(parse(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn listeners_can_be_off() {
+        assert_eq!("off".parse(), Ok(Listen(None)));
+        assert_eq!(
+            "0.0.0.0:15020".parse(),
+            Ok(Listen(Some(SocketAddr::from(([0, 0, 0, 0], 15020)))))
+        );
+        assert!(
+            "15020"
+                .parse::<Listen>()
+                .unwrap_err()
+                .contains("ADDRESS:PORT")
+        );
+    }
+}

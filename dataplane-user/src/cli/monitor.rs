@@ -1,0 +1,268 @@
+//! `dataplane monitor`.
+
+use std::{
+    io::{self, Write},
+    net::SocketAddr,
+    process::ExitCode,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use clap::Args;
+use dataplane_common::{Addr, Event, Hook, Port, Reason};
+use serde::Serialize;
+
+use super::{
+    PathArgs, SocketArgs,
+    names::Names,
+    output::{self, BAD, DIM, Format, GOOD},
+};
+use crate::kernel::Monitor;
+
+/// How long to wait for an event before telling the programs again that somebody listens.
+const PATIENCE: Duration = Duration::from_millis(500);
+
+/// Watch the decisions as they are made.
+///
+/// One line for each connection (and each datagram of an unconnected socket) to a service: when,
+/// who, to which address, to which endpoint, and why. Costs the programs nothing while nobody
+/// watches. Ctrl-C ends it.
+///
+/// dataplane monitor --service default/httpbin
+/// dataplane monitor --reason no-endpoints --reason no-local-endpoint
+#[derive(Debug, Args)]
+#[command(verbatim_doc_comment)]
+pub struct MonitorArgs {
+    /// Only this service (needs a running agent, which knows the names)
+    #[arg(long, value_name = "NAMESPACE/NAME")]
+    service: Option<String>,
+
+    /// Only decisions for this reason; may be given several times
+    #[arg(long, value_name = "WORD", value_parser = reason)]
+    reason: Vec<Reason>,
+
+    /// End after so many lines
+    #[arg(long, value_name = "N")]
+    count: Option<u64>,
+
+    /// How to print it; json is one object a line
+    #[arg(short, long, value_enum, default_value_t)]
+    output: Format,
+
+    #[command(flatten)]
+    paths: PathArgs,
+
+    #[command(flatten)]
+    socket: SocketArgs,
+}
+
+fn reason(word: &str) -> Result<Reason, String> {
+    Reason::from_word(word).ok_or_else(|| {
+        let words: Vec<&str> = Reason::ALL.iter().map(|reason| reason.word()).collect();
+        format!(
+            "there is no reason `{word}`; there are: {}",
+            words.join(", ")
+        )
+    })
+}
+
+/// One decision, as JSON.
+#[derive(Debug, Serialize)]
+struct Line {
+    /// Seconds since the epoch.
+    time: f64,
+    hook: &'static str,
+    protocol: String,
+    destination: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    endpoint: Option<String>,
+    reason: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    service: Option<String>,
+    pool: u32,
+    pid: u32,
+    command: String,
+    netns_cookie: u64,
+    socket_cookie: u64,
+}
+
+impl MonitorArgs {
+    pub(super) fn run(self) -> anyhow::Result<ExitCode> {
+        if let Some(service) = &self.service {
+            anyhow::ensure!(
+                service.split('/').filter(|part| !part.is_empty()).count() == 2,
+                "`{service}` is no service: write NAMESPACE/NAME"
+            );
+            // Without an agent no event would ever match, and nothing would say why.
+            self.socket.client().get_text("/version")?;
+        }
+        let names = Names::new(self.socket.client());
+        let mut monitor = Monitor::open(&self.paths.bpffs())?;
+        let boot = boot_time();
+        let mut out = output::stdout();
+        let mut printed = 0;
+        while self.count.is_none_or(|count| printed < count) {
+            let Some(event) = monitor.next(PATIENCE)? else {
+                continue;
+            };
+            let Some(line) = self.line(&names, &event, boot) else {
+                continue;
+            };
+            printed += 1;
+            match self.output {
+                Format::Text => text(&mut out, &line)?,
+                Format::Json => {
+                    serde_json::to_writer(&mut out, &line)?;
+                    writeln!(out)?;
+                }
+            }
+            out.flush()?;
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+
+    /// An event that passes the filters.
+    fn line(&self, names: &Names, event: &Event, boot: Duration) -> Option<Line> {
+        let reason = Reason::from_number(event.reason);
+        if !self.reason.is_empty() && !reason.is_some_and(|r| self.reason.contains(&r)) {
+            return None;
+        }
+        let service = names.of_pool(event.pool).map(|owner| owner.to_string());
+        if self.service.is_some() && self.service != service {
+            return None;
+        }
+        let socket = |addr: Addr, port: Port| SocketAddr::new(addr.ip(), port.host()).to_string();
+        let end = event
+            .comm
+            .iter()
+            .position(|&b| b == 0)
+            .unwrap_or(event.comm.len());
+        Some(Line {
+            time: (boot + Duration::from_nanos(event.at)).as_secs_f64(),
+            hook: Hook::from_number(event.hook).map_or("unknown", Hook::word),
+            protocol: event.protocol.to_string(),
+            destination: socket(event.destination, event.destination_port),
+            endpoint: (event.endpoint != Addr::UNSPECIFIED)
+                .then(|| socket(event.endpoint, event.endpoint_port)),
+            reason: reason.map_or("unknown", Reason::word),
+            service,
+            pool: event.pool,
+            pid: event.pid,
+            // A process may call itself anything.
+            command: String::from_utf8_lossy(&event.comm[..end])
+                .chars()
+                .map(|c| if c.is_control() { '?' } else { c })
+                .collect(),
+            netns_cookie: event.netns,
+            socket_cookie: event.socket,
+        })
+    }
+}
+
+/// When the clock of the events started.
+fn boot_time() -> Duration {
+    let now = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default();
+    now.saturating_sub(Duration::from_nanos(super::monotonic_ns()))
+}
+
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "the time of day, which is positive and small"
+)]
+fn text(out: &mut dyn Write, line: &Line) -> io::Result<()> {
+    let millis = (line.time * 1000.0) as u64;
+    let second = millis / 1000 % 86_400;
+    let refused = Reason::from_word(line.reason).is_some_and(Reason::is_refusal);
+    let style = if refused { BAD } else { GOOD };
+    write!(
+        out,
+        "{DIM}{:02}:{:02}:{:02}.{:03}{DIM:#} {:<7} {}/{}",
+        second / 3600,
+        second / 60 % 60,
+        second % 60,
+        millis % 1000,
+        line.hook,
+        line.destination,
+        line.protocol,
+    )?;
+    if let Some(endpoint) = &line.endpoint {
+        write!(out, " -> {endpoint}")?;
+    }
+    write!(out, " {}", output::styled(style, line.reason))?;
+    if let Some(service) = &line.service {
+        write!(out, " {service}")?;
+    }
+    writeln!(out, " {DIM}{}[{}]{DIM:#}", line.command, line.pid)
+}
+
+#[cfg(test)]
+mod tests {
+    use dataplane_common::Protocol;
+
+    use super::*;
+
+    fn event(reason: Reason) -> Event {
+        let mut comm = [0; 16];
+        comm[..6].copy_from_slice(b"cu\x1bl\0x");
+        Event {
+            at: 1_500_000_000,
+            netns: 1,
+            socket: 2,
+            destination: Addr::from_v4([10, 96, 0, 1]),
+            endpoint: Addr::from_v4([10, 244, 1, 5]),
+            destination_port: Port::new(80),
+            endpoint_port: Port::new(8080),
+            pool: 3,
+            pid: 42,
+            reason: reason as u8,
+            hook: Hook::Connect as u8,
+            protocol: Protocol::TCP,
+            reserved: 0,
+            comm,
+        }
+    }
+
+    fn args(reason: &[Reason]) -> MonitorArgs {
+        MonitorArgs {
+            service: None,
+            reason: reason.to_vec(),
+            count: None,
+            output: Format::Text,
+            paths: PathArgs {
+                bpffs: None,
+                cgroup: None,
+            },
+            socket: SocketArgs {
+                socket: "/nowhere".into(),
+            },
+        }
+    }
+
+    #[test]
+    fn a_line_for_people() {
+        let line = args(&[])
+            .line(
+                &Names::none(),
+                &event(Reason::Translated),
+                Duration::from_secs(86_400 + 3661),
+            )
+            .unwrap();
+        let mut out = anstream::StripStream::new(Vec::new());
+        text(&mut out, &line).unwrap();
+        assert_eq!(
+            String::from_utf8(out.into_inner()).unwrap(),
+            "01:01:02.500 connect 10.96.0.1:80/tcp -> 10.244.1.5:8080 translated cu?l[42]\n"
+        );
+    }
+
+    #[test]
+    fn filters() {
+        let some = args(&[Reason::NoEndpoints]);
+        let line = |reason| some.line(&Names::none(), &event(reason), Duration::ZERO);
+        assert!(line(Reason::Translated).is_none());
+        assert_eq!(line(Reason::NoEndpoints).unwrap().reason, "no-endpoints");
+        assert!(reason("no-endpoint").unwrap_err().contains("no-endpoints"));
+    }
+}

@@ -1,0 +1,140 @@
+//! `dataplane plan`.
+
+use std::{io::Write, process::ExitCode};
+
+use anyhow::Context;
+use clap::Args;
+use serde::Serialize;
+
+use super::{
+    PathArgs, exit,
+    output::{self, BAD, Format, GOOD, WARN},
+    run::{ManifestArgs, NodeArgs},
+};
+use crate::{
+    kernel::Tables,
+    model::ServiceName,
+    plan::{self, Change, Contents, Planner},
+    source::manifests,
+};
+
+/// Show what would change in the kernel's tables, without changing it.
+///
+/// Compares the manifests with the tables as they are now (empty, if no agent ever ran). Each line
+/// is an address and port: `+` will be served, `-` will not be any more, `~` will be answered
+/// differently, with the endpoints that come and go.
+///
+/// Exits with 0 if nothing would change, with 2 if something would, and with 1 if that could not
+/// be found out.
+#[derive(Debug, Args)]
+pub struct PlanArgs {
+    #[command(flatten)]
+    manifests: ManifestArgs,
+
+    /// How to print it
+    #[arg(short, long, value_enum, default_value_t)]
+    output: Format,
+
+    #[command(flatten)]
+    node: NodeArgs,
+
+    #[command(flatten)]
+    paths: PathArgs,
+}
+
+#[derive(Serialize)]
+struct Answer<'a> {
+    changes: &'a [Change],
+    writes: usize,
+    conflicts: Vec<String>,
+    problems: Vec<String>,
+}
+
+impl PlanArgs {
+    pub(super) fn run(self) -> anyhow::Result<ExitCode> {
+        let node = self
+            .node
+            .settings()
+            .node()
+            .context("cannot find out this node's name and addresses")?;
+        let loaded = manifests::load(&self.manifests.manifests, &node)?;
+        let bpffs = self.paths.bpffs();
+        let contents = if Tables::exist(&bpffs)? {
+            Tables::open(&bpffs)?.contents()?
+        } else {
+            eprintln!(
+                "note: no tables in {}: compared with empty ones",
+                bpffs.display()
+            );
+            Contents::default()
+        };
+        let mut planner = Planner::adopt(contents.clone())
+            .with_context(|| format!("the tables in {}", bpffs.display()))?;
+        let plan = planner.plan(&loaded.snapshot);
+        let changes = plan::changes(&contents, &planner);
+        let conflicts = planner.conflicts();
+        let conflicts = conflicts.iter().map(|c| {
+            let losers: Vec<&str> = c.losers.iter().map(ServiceName::as_str).collect();
+            format!(
+                "{}: served by {}, not by {}",
+                plan::key_text(&c.key),
+                c.winner,
+                losers.join(", ")
+            )
+        });
+        let problems = loaded.snapshot.problems.iter();
+        let problems = problems
+            .chain(planner.problems().map(|(_, problem)| problem))
+            .map(|p| format!("{}: {}", p.place, p.text));
+        let answer = Answer {
+            changes: &changes,
+            writes: plan.writes.len(),
+            conflicts: conflicts.collect(),
+            problems: problems.collect(),
+        };
+        let mut out = output::stdout();
+        match self.output {
+            Format::Json => output::json(&mut out, &answer)?,
+            Format::Text => text(&mut out, &answer)?,
+        }
+        Ok(if plan.is_empty() {
+            ExitCode::SUCCESS
+        } else {
+            ExitCode::from(exit::CHANGES)
+        })
+    }
+}
+
+fn text(out: &mut dyn Write, answer: &Answer<'_>) -> std::io::Result<()> {
+    let mut counts = [0; 3];
+    for change in answer.changes {
+        let (style, count) = match (&change.before, &change.after) {
+            (None, _) => (GOOD, 0),
+            (_, None) => (BAD, 1),
+            _ => (WARN, 2),
+        };
+        counts[count] += 1;
+        writeln!(out, "{}", output::styled(style, change))?;
+    }
+    for (what, lines) in [
+        ("conflict", &answer.conflicts),
+        ("problem", &answer.problems),
+    ] {
+        for line in lines {
+            writeln!(out, "{}: {line}", output::styled(WARN, what))?;
+        }
+    }
+    let [added, removed, changed] = counts;
+    if answer.writes == 0 {
+        writeln!(
+            out,
+            "No change: the kernel's tables are in line with the manifests."
+        )
+    } else {
+        writeln!(
+            out,
+            "{added} added, {removed} removed, {changed} answered differently, in {} writes.",
+            answer.writes
+        )
+    }
+}

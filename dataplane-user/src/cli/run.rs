@@ -1,0 +1,233 @@
+//! `dataplane run`.
+
+use std::{
+    io::{self, IsTerminal},
+    path::PathBuf,
+    process::ExitCode,
+};
+
+use clap::{Args, ValueEnum};
+use ipnet::IpNet;
+use tracing_subscriber::EnvFilter;
+
+use super::{Listen, PathArgs, SocketArgs, exit};
+use crate::{
+    admin,
+    agent::{self, NodeSettings, OnExit, Settings},
+    kernel,
+};
+
+/// Run the agent on this node.
+///
+/// Reads Kubernetes Services and EndpointSlices, keeps the kernel's tables in line with them, and
+/// attaches the programs that serve them. Runs in the foreground; SIGTERM or Ctrl-C ends it, and
+/// SIGHUP has it read the manifests again (it also notices by itself). Killed or restarted, it
+/// leaves services up, and finds the tables again when it starts.
+#[derive(Debug, Args)]
+pub struct RunArgs {
+    #[command(flatten)]
+    manifests: ManifestArgs,
+
+    #[command(flatten)]
+    node: NodeArgs,
+
+    #[command(flatten)]
+    paths: PathArgs,
+
+    #[command(flatten)]
+    socket: SocketArgs,
+
+    #[command(flatten)]
+    listen: ListenArgs,
+
+    #[command(flatten)]
+    limits: LimitArgs,
+
+    /// What becomes of the programs when the agent ends
+    #[arg(long, value_enum, env = "DATAPLANE_ON_EXIT", default_value_t)]
+    on_exit: OnExit,
+
+    /// Say more in the log; twice: still more. RUST_LOG is finer
+    #[arg(short, long, action = clap::ArgAction::Count)]
+    verbose: u8,
+
+    /// How to write the log, on standard error
+    #[arg(long, value_enum, env = "DATAPLANE_LOG_FORMAT", default_value_t)]
+    log_format: LogFormat,
+}
+
+/// Where the services come from.
+#[derive(Clone, Debug, Args)]
+pub(super) struct ManifestArgs {
+    /// Files or directories with Services and EndpointSlices, as `kubectl get
+    /// services,endpointslices -A -o yaml` prints them
+    #[arg(
+        short = 'f',
+        long,
+        required = true,
+        num_args = 1..,
+        value_delimiter = ',',
+        value_name = "PATH",
+        env = "DATAPLANE_MANIFESTS"
+    )]
+    pub(super) manifests: Vec<PathBuf>,
+}
+
+/// What to take this node for.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "This node")]
+pub(super) struct NodeArgs {
+    /// Its name, as in the endpoints' `nodeName` [default: its host name]
+    #[arg(long, value_name = "NAME", env = "DATAPLANE_NODE_NAME")]
+    node_name: Option<String>,
+
+    /// Answer node ports on the addresses in these ranges [default: the node's primary addresses,
+    /// those of the interface with the default route]
+    ///
+    /// Loopback is always answered, for the node's own processes.
+    #[arg(
+        long,
+        value_name = "CIDR",
+        num_args = 1..,
+        value_delimiter = ',',
+        env = "DATAPLANE_NODEPORT_ADDRESSES"
+    )]
+    nodeport_addresses: Vec<IpNet>,
+}
+
+impl NodeArgs {
+    pub(super) fn settings(&self) -> NodeSettings {
+        NodeSettings {
+            name: self.node_name.clone().unwrap_or_default(),
+            nodeport_addresses: self.nodeport_addresses.clone(),
+        }
+    }
+}
+
+/// Where else the agent listens.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Endpoints (ADDRESS:PORT, or `off`)")]
+struct ListenArgs {
+    /// Prometheus metrics, at /metrics
+    #[arg(
+        long = "metrics-addr",
+        value_name = "ADDR",
+        env = "DATAPLANE_METRICS_ADDR",
+        default_value = "0.0.0.0:15020"
+    )]
+    metrics: Listen,
+
+    /// Readiness, at /healthz/ready, and liveness, at /healthz/live
+    #[arg(
+        long = "health-addr",
+        value_name = "ADDR",
+        env = "DATAPLANE_HEALTH_ADDR",
+        default_value = "0.0.0.0:15021"
+    )]
+    health: Listen,
+
+    /// What the Unix socket shows, over TCP: /status, /services, /pools
+    #[arg(
+        long = "admin-addr",
+        value_name = "ADDR",
+        env = "DATAPLANE_ADMIN_ADDR",
+        default_value = "127.0.0.1:15000"
+    )]
+    admin: Listen,
+}
+
+/// How far the tables may grow.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Limits (tables start small and grow while they serve)")]
+struct LimitArgs {
+    /// At most so many VIP ports, cluster addresses and node ports together
+    #[arg(
+        long,
+        value_name = "N",
+        env = "DATAPLANE_MAX_FRONTENDS",
+        default_value_t = kernel::Limits::default().frontends
+    )]
+    max_frontends: u32,
+
+    /// At most so many endpoint slots
+    #[arg(
+        long,
+        value_name = "N",
+        env = "DATAPLANE_MAX_ENDPOINTS",
+        default_value_t = kernel::Limits::default().endpoints
+    )]
+    max_endpoints: u32,
+}
+
+impl LimitArgs {
+    fn limits(&self) -> kernel::Limits {
+        kernel::Limits {
+            frontends: self.max_frontends,
+            endpoints: self.max_endpoints,
+        }
+    }
+}
+
+/// How to write the log.
+#[derive(Clone, Copy, Debug, Default, ValueEnum)]
+enum LogFormat {
+    /// For people
+    #[default]
+    Text,
+    /// One JSON object a line
+    Json,
+}
+
+impl RunArgs {
+    pub(super) fn run(self) -> anyhow::Result<ExitCode> {
+        self.start_log();
+        let settings = match self.paths.resolve() {
+            Ok(paths) => self.settings(paths),
+            Err(error) => return Err(error.into()),
+        };
+        match agent::run(settings) {
+            Ok(()) => Ok(ExitCode::SUCCESS),
+            Err(error) if error.is_busy() => {
+                eprintln!("dataplane: {error}");
+                eprintln!("One agent per node: end that one first, or leave it to its work.");
+                Ok(ExitCode::from(exit::BUSY))
+            }
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn settings(&self, paths: kernel::Paths) -> Settings {
+        Settings {
+            paths,
+            limits: self.limits.limits(),
+            manifests: self.manifests.manifests.clone(),
+            node: self.node.settings(),
+            listen: admin::Settings {
+                socket: self.socket.socket.clone(),
+                metrics: self.listen.metrics.0,
+                health: self.listen.health.0,
+                admin: self.listen.admin.0,
+            },
+            on_exit: self.on_exit,
+        }
+    }
+
+    fn start_log(&self) {
+        let level = match self.verbose {
+            0 => "info",
+            1 => "debug",
+            _ => "trace",
+        };
+        let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
+        let log = tracing_subscriber::fmt()
+            .with_env_filter(filter)
+            .with_writer(io::stderr);
+        match self.log_format {
+            LogFormat::Json => log.json().init(),
+            LogFormat::Text => {
+                let colour = io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
+                log.with_ansi(colour).with_target(false).init();
+            }
+        }
+    }
+}

@@ -1,0 +1,194 @@
+//! `dataplane status`.
+
+use std::{io::Write, process::ExitCode};
+
+use clap::Args;
+
+use super::{
+    PathArgs, SocketArgs,
+    output::{self, BAD, BOLD, Cell, Format, GOOD, Table, WARN},
+};
+use crate::{
+    admin::{
+        self,
+        api::{AgentStatus, Sync},
+        client,
+        report::{self, Report, Severity},
+    },
+    kernel,
+};
+
+/// Say whether the dataplane on this node is healthy, and what is wrong if not.
+///
+/// The kernel is asked each time which programs are attached and how full the tables are; the
+/// agent is asked for what it alone knows. Works without the agent too, which is then what is
+/// wrong.
+///
+/// Exits with 0 if healthy, with 1 if not. Warnings are worth a look and still healthy.
+#[derive(Debug, Args)]
+pub struct StatusArgs {
+    /// How to print it
+    #[arg(short, long, value_enum, default_value_t)]
+    output: Format,
+
+    #[command(flatten)]
+    paths: PathArgs,
+
+    #[command(flatten)]
+    socket: SocketArgs,
+}
+
+impl StatusArgs {
+    pub(super) fn run(self) -> anyhow::Result<ExitCode> {
+        let report = match self.socket.client().get::<Report>("/status") {
+            // It looked at the kernel just now, and knows best where its things are.
+            Ok(mut report) => {
+                env!("CARGO_PKG_VERSION").clone_into(&mut report.versions.command);
+                report
+            }
+            Err(error @ client::Error::Denied { .. }) => return Err(error.into()),
+            Err(error) => {
+                let limits = kernel::Limits::default();
+                report::examine(&self.paths.resolve()?, limits, Err(error.to_string()))
+            }
+        };
+        let mut out = output::stdout();
+        match self.output {
+            Format::Json => output::json(&mut out, &report)?,
+            Format::Text => text(&mut out, &report, admin::now())?,
+        }
+        Ok(if report.healthy {
+            ExitCode::SUCCESS
+        } else {
+            ExitCode::FAILURE
+        })
+    }
+}
+
+fn text(out: &mut dyn Write, report: &Report, now: u64) -> std::io::Result<()> {
+    let (style, word) = if report.healthy {
+        (GOOD, "healthy")
+    } else {
+        (BAD, "NOT HEALTHY")
+    };
+    writeln!(out, "{}", output::styled(style, word))?;
+    for finding in &report.findings {
+        let style = if finding.severity == Severity::Error {
+            BAD
+        } else {
+            WARN
+        };
+        let sign = output::styled(style, finding.severity);
+        // Several lines, such as the errors of manifests, stay one finding to the eye.
+        writeln!(out, "  {sign}: {}", finding.text.replace('\n', "\n    "))?;
+    }
+    if let Some(status) = &report.agent {
+        writeln!(out)?;
+        agent(out, status, now)?;
+    }
+
+    writeln!(out)?;
+    let mut table = Table::new(&["PROGRAM", "ATTACHED", "LINK", "PROGRAM ID"]);
+    let number = |id: Option<u32>| id.map_or_else(|| "-".to_owned(), |id| id.to_string());
+    for program in &report.programs {
+        let attached = if program.attached {
+            Cell::new("yes", GOOD)
+        } else {
+            Cell::new("NO", BAD)
+        };
+        table.row([
+            program.name.as_str().into(),
+            attached,
+            number(program.link_id).into(),
+            number(program.program_id).into(),
+        ]);
+    }
+    if !table.is_empty() {
+        table.write(out)?;
+        writeln!(out)?;
+    }
+
+    let mut table = Table::new(&["TABLE", "USED", "ROOM", "LIMIT", "OF LIMIT", "MEMORY"]);
+    for t in &report.tables {
+        let percent = (t.used * 100).checked_div(t.limit).unwrap_or_default();
+        table.row([
+            t.name.as_str().into(),
+            t.used.to_string().into(),
+            t.capacity.to_string().into(),
+            t.limit.to_string().into(),
+            format!("{percent}%").into(),
+            output::bytes(t.bytes).into(),
+        ]);
+    }
+    if !table.is_empty() {
+        table.write(out)?;
+        writeln!(out)?;
+    }
+
+    let counts: Vec<String> = report
+        .verdicts
+        .iter()
+        .filter(|(_, count)| **count > 0)
+        .map(|(reason, count)| format!("{reason} {count}"))
+        .collect();
+    if !counts.is_empty() {
+        writeln!(out, "{BOLD}Verdicts{BOLD:#}  {}", counts.join(", "))?;
+    }
+    let versions = &report.versions;
+    writeln!(
+        out,
+        "{BOLD}Versions{BOLD:#}  agent {}, command {}, layout {}, kernel {}",
+        versions.agent.as_deref().unwrap_or("-"),
+        versions.command,
+        versions.layout,
+        versions.kernel,
+    )
+}
+
+fn agent(out: &mut dyn Write, status: &AgentStatus, now: u64) -> std::io::Result<()> {
+    let ago = |at: u64| output::duration(now.saturating_sub(at));
+    let mut line = |what: &str, text: String| writeln!(out, "{BOLD}{what:<10}{BOLD:#}{text}");
+    line(
+        "Agent",
+        format!("process {}, up {}", status.version.pid, ago(status.started)),
+    )?;
+    let addresses = match &status.node_addresses[..] {
+        [] => "loopback only".to_owned(),
+        some => some.join(", "),
+    };
+    line(
+        "Node",
+        format!("{}; node ports on {addresses}", status.node),
+    )?;
+    line(
+        "Services",
+        format!("{}, with {} endpoints", status.services, status.endpoints),
+    )?;
+    line(
+        "Source",
+        format!(
+            "{} {}, read {} ago",
+            status.source.kind,
+            status.source.paths.join(", "),
+            ago(status.source.read)
+        ),
+    )?;
+    line(
+        "Last sync",
+        status
+            .last_sync
+            .as_ref()
+            .map_or_else(|| "never".to_owned(), |sync| last_sync(sync, &ago(sync.at))),
+    )
+}
+
+fn last_sync(sync: &Sync, ago: &str) -> String {
+    #[expect(clippy::cast_precision_loss, reason = "two decimal places are printed")]
+    let ms = |us: u64| us as f64 / 1000.0;
+    format!(
+        "{ago} ago: {} writes; {:.2} ms to plan, {:.2} ms to write",
+        sync.writes,
+        ms(sync.plan_us),
+        ms(sync.write_us),
+    )
+}
