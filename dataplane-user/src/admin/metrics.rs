@@ -188,7 +188,7 @@ fn tables_in_kernel(
             )?;
         }
     }
-    let Ok(usage) = tables.usage(&limits) else {
+    let Ok(usage) = tables.usage(limits) else {
         return Ok(());
     };
     let columns: [(&str, &str, Column); 4] = [

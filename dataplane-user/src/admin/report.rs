@@ -145,7 +145,7 @@ pub fn examine(
     let mut verdicts = BTreeMap::new();
     match kernel::Tables::open(&paths.bpffs) {
         Ok(open) => {
-            match open.usage(&limits) {
+            match open.usage(limits) {
                 Ok(usage) => tables.extend(usage.into_iter().map(|t| Table {
                     name: t.table.to_owned(),
                     used: t.used.into(),
