@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use dataplane_common::tables::FrontendKey;
 
-use super::Conflict;
+use super::{Conflict, wanted::WantedKey};
 use crate::model::ServiceName;
 
 /// Who wants which key, and who has it.
@@ -17,6 +17,19 @@ pub(super) struct Claims {
 }
 
 impl Claims {
+    /// Makes room for so many keys more.
+    pub(super) fn reserve(&mut self, keys: usize) {
+        self.owners.reserve(keys);
+    }
+
+    /// Leaves the keys that are `service`'s of those that it wants.
+    pub(super) fn retain_owned(&self, keys: &mut Vec<WantedKey>, service: &ServiceName) {
+        // Without conflicts, whoever wants a key has it.
+        if !self.contested.is_empty() {
+            keys.retain(|wanted| self.owner(&wanted.key) == Some(service));
+        }
+    }
+
     /// Whose `key` is.
     pub(super) fn owner(&self, key: &FrontendKey) -> Option<&ServiceName> {
         self.owners.get(key)

@@ -13,6 +13,9 @@
 //! 3. then new keys appear, whose pools are complete;
 //! 4. then keys change owner, then keys disappear.
 //!
+//! Among the keys, an address as such comes after its ports and goes before them, since it refuses
+//! every port that has no key.
+//!
 //! A key that moves from one pool to another (step 4) may, until it has moved, already show what the
 //! pool that it leaves shows after step 2: new endpoints of the service it belonged to, as a whole.
 //!

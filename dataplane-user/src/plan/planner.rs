@@ -179,7 +179,7 @@ impl Planner {
         if let Some(service) = self.last.services.get(name) {
             wanted::keys(service, &mut keys);
         }
-        keys.retain(|wanted| self.claims.owner(&wanted.key) == Some(name));
+        self.claims.retain_owned(&mut keys, name);
         keys.iter()
             .filter_map(|w| Some((w.key, *self.mirror.keys.get(&w.key)?)))
             .collect()
@@ -233,6 +233,12 @@ impl Planner {
         let mut contested = Vec::new();
         // A clone costs nothing, and lets the services be used beside `self`.
         let last = self.last.services.clone();
+        if last.is_empty() {
+            // Most have a port and an address.
+            self.claims.reserve(2 * snapshot.services.len());
+            self.mirror.keys.reserve(2 * snapshot.services.len());
+            self.services.reserve(snapshot.services.len());
+        }
         for change in last.diff(&snapshot.services) {
             let (name, old, new) = match change {
                 DiffItem::Add(name, new) => (name, None, Some(new)),
@@ -326,9 +332,7 @@ impl Planner {
         let mut problems = Vec::new();
         if let Some(new) = new {
             wanted::keys(new, &mut scratch.keys);
-            scratch
-                .keys
-                .retain(|wanted| self.claims.owner(&wanted.key) == Some(name));
+            self.claims.retain_owned(&mut scratch.keys, name);
             let mut settle = Settle {
                 mirror: &mut self.mirror,
                 adopted: self.adopted.as_ref(),

@@ -214,6 +214,9 @@ impl Sim {
     pub fn assert_mirrored_by(&self, planner: &Planner) {
         let keys: Vec<_> = self.keys.iter().map(|(k, f)| (*k, *f)).collect();
         assert_eq!(planner.frontends(), keys);
+        // Nothing leaks.
+        let pools: BTreeSet<_> = planner.pools().map(|(index, ..)| index).collect();
+        assert_eq!(pools, self.live_pools());
         for (_, frontend) in keys {
             if frontend.kind() != Kind::NODE_ADDRESS {
                 let (pool, endpoints) = planner.pool(frontend.pool()).expect("live");
