@@ -2,6 +2,7 @@
 
 mod cleanup;
 mod completions;
+mod doctor;
 mod explain;
 mod monitor;
 mod names;
@@ -51,7 +52,9 @@ pub struct Cli {
 
 const EXIT_CODES: &str = "\
 Exit codes: 0 done; 1 it did not work, or not healthy; 2 `plan`: something would change; \
-3 an agent runs already; 64 the command line makes no sense.";
+3 an agent runs already; 64 the command line makes no sense.
+
+Start with `dataplane doctor`, which says whether this machine can run it.";
 
 #[derive(Debug, Subcommand)]
 enum Command {
@@ -67,6 +70,8 @@ enum Command {
     Explain(explain::ExplainArgs),
     /// Watch the decisions as they are made
     Monitor(monitor::MonitorArgs),
+    /// Say what this machine has and lacks for running the dataplane
+    Doctor(doctor::DoctorArgs),
     /// Remove everything that the dataplane left in the kernel
     Cleanup(cleanup::CleanupArgs),
     /// Print a script that completes this command line in a shell
@@ -87,6 +92,7 @@ impl Cli {
             Command::Services(args) => args.run(),
             Command::Explain(args) => args.run(),
             Command::Monitor(args) => args.run(),
+            Command::Doctor(args) => args.run(),
             Command::Cleanup(args) => args.run(),
             Command::Completions(args) => args.run(),
         }
@@ -117,6 +123,14 @@ impl PathArgs {
                 Some(cgroup) => cgroup.clone(),
                 None => kernel::cgroup2_root()?,
             },
+        })
+    }
+
+    /// For looking at what is there: a missing cgroup v2 is then looked for where it usually is.
+    fn or_guess(&self) -> kernel::Paths {
+        self.resolve().unwrap_or_else(|_| kernel::Paths {
+            bpffs: self.bpffs(),
+            cgroup: "/sys/fs/cgroup".into(),
         })
     }
 

@@ -14,7 +14,7 @@ use super::{Listen, PathArgs, SocketArgs, exit};
 use crate::{
     admin,
     agent::{self, NodeSettings, OnExit, Settings},
-    kernel,
+    kernel::{self, probe},
 };
 
 /// Run the agent on this node.
@@ -183,7 +183,7 @@ impl RunArgs {
         self.start_log();
         let settings = match self.paths.resolve() {
             Ok(paths) => self.settings(paths),
-            Err(error) => return Err(error.into()),
+            Err(error) => return Ok(self.cannot_run(&error)),
         };
         match agent::run(settings) {
             Ok(()) => Ok(ExitCode::SUCCESS),
@@ -192,8 +192,33 @@ impl RunArgs {
                 eprintln!("One agent per node: end that one first, or leave it to its work.");
                 Ok(ExitCode::from(exit::BUSY))
             }
-            Err(error) => Err(error.into()),
+            // Faults of the manifests have nothing to do with the machine.
+            Err(error @ agent::Error::Manifests(_)) => Err(error.into()),
+            Err(error) => Ok(self.cannot_run(&error)),
         }
+    }
+
+    /// One message that says what to do: what this machine lacks, if it lacks something, and else
+    /// what went wrong.
+    fn cannot_run(&self, error: &dyn std::error::Error) -> ExitCode {
+        let features = probe::features(&self.paths.or_guess());
+        let missing: Vec<_> = features
+            .iter()
+            .filter(|f| f.required && !f.present)
+            .collect();
+        if missing.is_empty() {
+            eprintln!("dataplane: {error}");
+            return ExitCode::FAILURE;
+        }
+        eprintln!("dataplane: this machine lacks what it takes to run:");
+        for f in missing {
+            eprintln!(
+                "  {}, for {}: {}\n    {}",
+                f.name, f.needed_for, f.detail, f.remedy
+            );
+        }
+        eprintln!("`dataplane doctor` shows the whole table. What failed was: {error}");
+        ExitCode::FAILURE
     }
 
     fn settings(&self, paths: kernel::Paths) -> Settings {

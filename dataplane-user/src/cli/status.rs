@@ -49,7 +49,7 @@ impl StatusArgs {
             Err(error @ client::Error::Denied { .. }) => return Err(error.into()),
             Err(error) => {
                 let limits = kernel::Limits::default();
-                report::examine(&self.paths.resolve()?, limits, Err(error.to_string()))
+                report::examine(&self.paths.or_guess(), limits, Err(error.to_string()))
             }
         };
         let mut out = output::stdout();

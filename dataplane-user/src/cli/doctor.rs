@@ -1,0 +1,107 @@
+//! `dataplane doctor`.
+
+use std::{io::Write, process::ExitCode};
+
+use clap::Args;
+use serde::Serialize;
+
+use super::{
+    PathArgs,
+    output::{self, BAD, Cell, DIM, Format, GOOD, Table, WARN},
+};
+use crate::kernel::probe::{self, Feature};
+
+/// Say what this machine has and lacks for running the dataplane.
+///
+/// Every feature is tried out, not guessed from the kernel's version. Exits with 1 if something
+/// required is missing.
+#[derive(Debug, Args)]
+pub struct DoctorArgs {
+    #[command(flatten)]
+    paths: PathArgs,
+
+    /// How to print it
+    #[arg(short, long, value_enum, default_value_t)]
+    output: Format,
+}
+
+#[derive(Serialize)]
+struct Row<'a> {
+    feature: &'a str,
+    needed_for: &'a str,
+    required: bool,
+    present: bool,
+    detail: &'a str,
+    remedy: &'a str,
+}
+
+impl DoctorArgs {
+    pub(super) fn run(self) -> anyhow::Result<ExitCode> {
+        let features = probe::features(&self.paths.or_guess());
+        let mut out = output::stdout();
+        match self.output {
+            Format::Json => {
+                let rows: Vec<Row<'_>> = features
+                    .iter()
+                    .map(|f| Row {
+                        feature: f.name,
+                        needed_for: f.needed_for,
+                        required: f.required,
+                        present: f.present,
+                        detail: &f.detail,
+                        remedy: f.remedy,
+                    })
+                    .collect();
+                output::json(&mut out, &rows)?;
+            }
+            Format::Text => text(&mut out, &features)?,
+        }
+        let missing = features.iter().any(|f| f.required && !f.present);
+        Ok(if missing {
+            ExitCode::FAILURE
+        } else {
+            ExitCode::SUCCESS
+        })
+    }
+}
+
+fn text(out: &mut dyn Write, features: &[Feature]) -> std::io::Result<()> {
+    let mut table = Table::new(&["FEATURE", "PRESENT", "NEEDED FOR", "DETAIL"]);
+    for f in features {
+        let present = match (f.present, f.required) {
+            (true, _) => Cell::new("yes", GOOD),
+            (false, true) => Cell::new("NO", BAD),
+            (false, false) => Cell::new("no (optional)", WARN),
+        };
+        table.row([
+            f.name.into(),
+            present,
+            f.needed_for.into(),
+            Cell::new(f.detail.as_str(), DIM),
+        ]);
+    }
+    table.write(out)?;
+    writeln!(out)?;
+    let missing: Vec<&Feature> = features.iter().filter(|f| !f.present).collect();
+    if missing.is_empty() {
+        return writeln!(
+            out,
+            "Everything is there: `dataplane run` works on this machine."
+        );
+    }
+    for f in &missing {
+        let style = if f.required { BAD } else { WARN };
+        writeln!(out, "{}: {}", output::styled(style, f.name), f.remedy)?;
+    }
+    if missing.iter().any(|f| f.required) {
+        writeln!(
+            out,
+            "\n`dataplane run` does not work on this machine until that is mended."
+        )
+    } else {
+        writeln!(
+            out,
+            "\n`dataplane run` works on this machine without these."
+        )
+    }
+}
