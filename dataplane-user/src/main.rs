@@ -23,9 +23,12 @@ fn main() -> ExitCode {
     match cli.run() {
         Ok(code) => code,
         // The reader has seen enough, as in `dataplane services | head`.
-        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) if is(&error, io::ErrorKind::BrokenPipe) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("dataplane: {}", chain(&error));
+            if is(&error, io::ErrorKind::PermissionDenied) && !nix::unistd::geteuid().is_root() {
+                eprintln!("What to do: run it as root (sudo).");
+            }
             ExitCode::FAILURE
         }
     }
@@ -44,10 +47,13 @@ fn chain(error: &anyhow::Error) -> String {
     text
 }
 
-fn is_broken_pipe(error: &anyhow::Error) -> bool {
-    let io = error.downcast_ref::<io::Error>().map(io::Error::kind);
-    let json = error
-        .downcast_ref::<serde_json::Error>()
-        .and_then(serde_json::Error::io_error_kind);
-    io.or(json) == Some(io::ErrorKind::BrokenPipe)
+/// Whether an I/O error of this kind is the cause.
+fn is(error: &anyhow::Error, kind: io::ErrorKind) -> bool {
+    error.chain().any(|cause| {
+        let io = cause.downcast_ref::<io::Error>().map(io::Error::kind);
+        let json = cause
+            .downcast_ref::<serde_json::Error>()
+            .and_then(serde_json::Error::io_error_kind);
+        io.or(json) == Some(kind)
+    })
 }

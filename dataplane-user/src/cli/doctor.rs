@@ -89,19 +89,29 @@ fn text(out: &mut dyn Write, features: &[Feature]) -> std::io::Result<()> {
             "Everything is there: `dataplane run` works on this machine."
         );
     }
+    // One remedy may mend many.
+    let mut remedies: Vec<(&str, bool, Vec<&str>)> = Vec::new();
     for f in &missing {
-        let style = if f.required { BAD } else { WARN };
-        writeln!(out, "{}: {}", output::styled(style, f.name), f.remedy)?;
+        match remedies
+            .iter_mut()
+            .find(|(text, required, _)| *text == f.remedy && *required == f.required)
+        {
+            Some((_, _, names)) => names.push(f.name),
+            None => remedies.push((f.remedy, f.required, vec![f.name])),
+        }
     }
+    for (remedy, required, names) in remedies {
+        let style = if required { BAD } else { WARN };
+        let names = output::styled(style, names.join(", "));
+        writeln!(out, "{names}: {remedy}")?;
+    }
+    writeln!(out)?;
     if missing.iter().any(|f| f.required) {
         writeln!(
             out,
-            "\n`dataplane run` does not work on this machine until that is mended."
+            "`dataplane run` does not work on this machine until that is mended, from the top."
         )
     } else {
-        writeln!(
-            out,
-            "\n`dataplane run` works on this machine without these."
-        )
+        writeln!(out, "`dataplane run` works on this machine without these.")
     }
 }

@@ -202,22 +202,18 @@ impl RunArgs {
     /// what went wrong.
     fn cannot_run(&self, error: &dyn std::error::Error) -> ExitCode {
         let features = probe::features(&self.paths.or_guess());
-        let missing: Vec<_> = features
-            .iter()
-            .filter(|f| f.required && !f.present)
-            .collect();
-        if missing.is_empty() {
+        let mut missing = features.iter().filter(|f| f.required && !f.present);
+        // The most basic come first, and what else is missing may be so for want of it.
+        let Some(first) = missing.next() else {
             eprintln!("dataplane: {error}");
             return ExitCode::FAILURE;
-        }
-        eprintln!("dataplane: this machine lacks what it takes to run:");
-        for f in missing {
-            eprintln!(
-                "  {}, for {}: {}\n    {}",
-                f.name, f.needed_for, f.detail, f.remedy
-            );
-        }
-        eprintln!("`dataplane doctor` shows the whole table. What failed was: {error}");
+        };
+        eprintln!(
+            "dataplane: cannot run here for want of {} (needed for: {}): {}",
+            first.name, first.needed_for, first.detail
+        );
+        eprintln!("What to do: {}", first.remedy);
+        eprintln!("`dataplane doctor` shows everything that it takes.");
         ExitCode::FAILURE
     }
 

@@ -49,6 +49,12 @@ impl StatusArgs {
             Err(error @ client::Error::Denied { .. }) => return Err(error.into()),
             Err(error) => {
                 let limits = kernel::Limits::default();
+                // Whoever may not look must not call it unhealthy.
+                if let Err(denied) = kernel::Tables::open(&self.paths.bpffs())
+                    && denied.is_permission()
+                {
+                    return Err(denied.into());
+                }
                 report::examine(&self.paths.or_guess(), limits, Err(error.to_string()))
             }
         };
