@@ -53,8 +53,17 @@ enum Output {
 
 pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
     let practice = arguments.agent.is_empty();
+    let purpose = if practice {
+        Purpose::Lab
+    } else {
+        Purpose::Build
+    };
+    // Before minutes are spent on tools, and on building.
+    if practice && !nix::unistd::geteuid().is_root() {
+        practice::check()?;
+    }
+    let tools = setup::ensure(purpose, no_install)?;
     if practice {
-        // Before minutes are spent on building.
         practice::check()?;
     }
     let profile = if arguments.debug {
@@ -62,7 +71,7 @@ pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
     } else {
         Profile::Release
     };
-    build::programs(&setup::ensure(Purpose::Build, no_install)?)?;
+    build::programs(&tools)?;
     build::binaries(profile, &build::BINARIES)?;
     if practice {
         let dataplane = profile.binary("dataplane");

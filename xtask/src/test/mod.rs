@@ -115,7 +115,7 @@ fn run(suite: &mut Suite, listing: bool) -> Result<Tally> {
         let wanted = if listing {
             line.ends_with(": test")
         } else {
-            !line.is_empty()
+            !line.is_empty() && !line.starts_with("running 0 tests")
         };
         if wanted {
             println!("{line}");

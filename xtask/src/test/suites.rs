@@ -98,7 +98,7 @@ impl Message {
         let package = directory.file_name()?.to_string_lossy().into_owned();
         let integration = target.kind.iter().any(|kind| kind == "test");
         let title = match target.kind.first().map(String::as_str) {
-            Some("test") => format!("{package}: {} scenarios", target.name),
+            Some("test") => format!("{package}: {}", target.name),
             Some("bin") => format!("{package}: program {}", target.name),
             _ => format!("{package}: library"),
         };
@@ -134,7 +134,7 @@ mod tests {
         let path = r#""/w/target/debug/deps/lab-0f""#;
         assert_eq!(
             title(&artifact("test", true, path)).as_deref(),
-            Some("tests: lab scenarios")
+            Some("tests: lab")
         );
         assert_eq!(
             title(&artifact("lib", true, path)).as_deref(),
