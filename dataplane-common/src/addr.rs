@@ -106,6 +106,7 @@ impl Addr {
     /// where a client's address is not known yet (at `connect`). The first byte, 0xff, is that of
     /// a multicast address, which is never a client's.
     #[inline(always)]
+    #[expect(clippy::cast_possible_truncation, reason = "the low half of two")]
     pub const fn from_netns_cookie(cookie: u64) -> Self {
         Self([
             u32::from_ne_bytes([0xff, 0, 0, 0]),

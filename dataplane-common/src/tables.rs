@@ -178,6 +178,7 @@ impl Frontend {
 
     /// Which kind of address the key is.
     #[inline(always)]
+    #[expect(clippy::cast_possible_truncation, reason = "the field's eight bits")]
     pub const fn kind(self) -> Kind {
         Kind((self.0 >> 32) as u8)
     }
