@@ -6,6 +6,10 @@
 #![no_std]
 #![no_main]
 #![feature(asm_experimental_arch)]
+#![expect(
+    clippy::cast_possible_truncation,
+    reason = "the kernel hands over ports, protocols and sizes in wider words than they fill"
+)]
 
 mod atomic;
 mod select;

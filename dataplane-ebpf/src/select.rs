@@ -170,7 +170,7 @@ pub fn decide(request: &Request, used: &Endpoint) -> Verdict {
         };
         let kept = AFFINITY
             .get(0)
-            .is_some_and(|table| table.insert(&client, entry, 0).is_ok());
+            .is_some_and(|table| table.insert(client, entry, 0).is_ok());
         if !kept {
             count(Reason::AffinityFull);
         }

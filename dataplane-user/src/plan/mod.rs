@@ -1,4 +1,4 @@
-//! From a [`Snapshot`] to the tables that the kernel should hold, and the difference to what it
+//! From a [`Snapshot`](crate::model::Snapshot) to the tables that the kernel should hold, and the difference to what it
 //! holds. Pure and deterministic: no clock, no randomness, no I/O.
 //!
 //! A [`Planner`] mirrors what the kernel holds. [`Planner::plan`] compares a snapshot with the last

@@ -15,8 +15,7 @@ use dataplane::{
     plan::Planner,
 };
 use dataplane_common::{
-    Addr, Port,
-    decide::{self, Tables},
+    Addr, Port, decide,
     tables::{Block, FrontendKey, Kind},
 };
 use proptest::prelude::*;

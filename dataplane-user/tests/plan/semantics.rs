@@ -476,7 +476,7 @@ fn writes_are_few() {
     );
     // Affinity: no new block.
     let before = node.sim.pools.clone();
-    a.affinity = Some(Duration::from_secs(10_800));
+    a.affinity = Some(Duration::from_hours(3));
     let plan = node.plan(&snapshot([a.clone()]));
     let [
         Write::Pool {
@@ -610,7 +610,7 @@ fn damaged_tables_are_named() {
         ),
         (
             Box::new(move |c| {
-                c.frontends[at].1 = Frontend::new(c.frontends[at].1.pool(), Kind::NODE_ADDRESS)
+                c.frontends[at].1 = Frontend::new(c.frontends[at].1.pool(), Kind::NODE_ADDRESS);
             }),
             out_of_range(Kind::NODE_ADDRESS, pool),
         ),
@@ -712,7 +712,7 @@ fn changes_as_a_person_reads_them() {
     let before = Node1::new([a.clone(), gone, moving.clone()]).sim.contents();
     a.ports[0].endpoints[0] = endpoint("10.0.0.3");
     a.ports[0].node_port = Some(30080);
-    a.affinity = Some(Duration::from_secs(60));
+    a.affinity = Some(Duration::from_mins(1));
     let mut owner = service("owner", &["10.96.0.3"], &[]);
     owner.created = Some(1);
     let mut planner = Planner::adopt(before.clone()).unwrap();
