@@ -31,7 +31,7 @@ use nix::{
 use super::{
     error::{Doing, Error},
     map::Mapped,
-    programs::PROGRAMS,
+    programs::{PROGRAMS, REPLACEMENT},
     sys::{self, LinkInfo, MapInfo, ObjectKind, Shape},
 };
 
@@ -475,6 +475,7 @@ fn remove_directory(
 /// the name of the pin. (Other layouts' shapes are not known here.)
 fn classify(path: &Path, wanted: ObjectKind) -> (String, bool) {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let name = name.strip_suffix(REPLACEMENT).unwrap_or(&name);
     let fd = match sys::obj_get(path) {
         Ok(fd) => fd,
         Err(error) => return (format!("not a BPF object ({error})"), false),

@@ -73,6 +73,9 @@ pub const PROGRAMS: [Spec; 8] = [
     },
 ];
 
+/// What the name of a link's pin ends with while it replaces another.
+pub const REPLACEMENT: &str = "-new";
+
 /// Loads the programs. Maps that are pinned are used; those that are not are created and pinned.
 pub fn load(pins: &Pins) -> Result<Ebpf, Error> {
     // Writing the verifier's log takes most of the time of a load: only where there is something to
@@ -149,7 +152,10 @@ fn create(
     if !replace {
         return sys::obj_pin(link.as_fd(), path).doing(|| format!("cannot pin {}", path.display()));
     }
-    let new = path.with_extension("new");
+    // No dots: a bpffs reserves them (`bpf_lookup` in kernel/bpf/inode.c).
+    let mut new = path.as_os_str().to_owned();
+    new.push(REPLACEMENT);
+    let new = PathBuf::from(new);
     let _ = fs::remove_file(&new);
     sys::obj_pin(link.as_fd(), &new).doing(|| format!("cannot pin {}", new.display()))?;
     fs::rename(&new, path).doing(|| format!("cannot replace {}", path.display()))

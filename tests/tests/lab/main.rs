@@ -5,6 +5,7 @@
 //! cannot run them they are skipped, and why is printed; with `DATAPLANE_REQUIRE_PRIVILEGES=1`, as
 //! in CI, that is a failure.
 
+mod kernel;
 mod smoke;
 
 use std::process::ExitCode;
@@ -45,6 +46,20 @@ fn main() -> ExitCode {
         scenario!(Lab, smoke::a_lab_leaves_nothing_behind),
         scenario!(Lab, smoke::a_dead_creators_lab_is_swept),
         scenario!(Lab, smoke::errors_are_reported_by_name),
+        scenario!(
+            Dataplane,
+            kernel::a_second_agent_adopts_what_the_first_wrote
+        ),
+        scenario!(Dataplane, kernel::two_agents_do_not_write_at_once),
+        scenario!(Dataplane, kernel::a_foreign_pin_is_named_and_left_alone),
+        scenario!(Dataplane, kernel::a_pin_of_another_kind_is_named),
+        scenario!(Dataplane, kernel::damaged_pins_are_refused_and_cleaned_up),
+        scenario!(Dataplane, kernel::half_made_pins_are_made_anew),
+        scenario!(Dataplane, kernel::another_cgroup_is_attached_to_anew),
+        scenario!(Dataplane, kernel::tables_grow_and_keep_what_they_hold),
+        scenario!(Dataplane, kernel::a_full_table_names_its_knob),
+        scenario!(Dataplane, kernel::an_older_layout_is_retired),
+        scenario!(Dataplane, kernel::a_directory_on_no_bpffs_is_refused),
     ];
     let arguments = Arguments::from_args();
     let required = std::env::var_os("DATAPLANE_REQUIRE_PRIVILEGES").is_some_and(|v| v == "1");
