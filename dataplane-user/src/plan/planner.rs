@@ -40,7 +40,7 @@ pub struct Planner {
     problems: BTreeMap<ServiceName, Vec<Problem>>,
     /// Between adoption and the first plan.
     adopted: Option<Adopted>,
-    /// Whether the last plan removed keys or let them change owner.
+    /// Whether keys were removed or changed owner since the last grace period.
     freed_keys: bool,
     scratch: Scratch,
 }
@@ -109,7 +109,7 @@ impl Planner {
 
         self.scratch = scratch;
         self.last = snapshot.clone();
-        self.freed_keys = writes.frees_keys();
+        self.freed_keys |= writes.frees_keys();
         let demand = self.mirror.demand(keys_before, &writes);
         Plan {
             writes: writes.in_order(),

@@ -568,6 +568,41 @@ fn thousand_flips_a_second_want_a_grace_every_few_hundred() {
 }
 
 #[test]
+fn large_tables_may_retire_an_eighth() {
+    // 16 384 slots live, and 4 retired by each flip.
+    let mut large = service("large", &["10.96.0.9"], &[]);
+    let addr = |i: u32| std::net::Ipv4Addr::from_bits(0x0a00_0000 + i).into();
+    let endpoint = |i: u32| Endpoint {
+        addr: addr(i),
+        ..endpoint("10.0.0.1")
+    };
+    large.ports[0].endpoints = (0..16_384 - 4).map(endpoint).collect();
+    let mut small = service(
+        "small",
+        &["10.96.0.1"],
+        &["10.0.0.1", "10.0.0.2", "10.0.0.3"],
+    );
+    let mut planner = Planner::new();
+    let mut flips_to_grace = |services: &[&Service]| {
+        planner.plan(&snapshot(services.iter().map(|s| (*s).clone())));
+        planner.grace_passed();
+        (1..10_000u16).find(|i| {
+            small.ports[0].endpoints[0].port = 1000 + i;
+            let others = services.iter().map(|s| (*s).clone());
+            planner.plan(&snapshot(others.chain([small.clone()])));
+            planner.wants_grace()
+        })
+    };
+    // The first only inserts.
+    assert_eq!(flips_to_grace(&[&large]), Some(2 + 2048 / 4));
+    assert_eq!(
+        flips_to_grace(&[]),
+        Some(2 + 1024 / 4),
+        "what is gone does not count"
+    );
+}
+
+#[test]
 fn damaged_tables_are_named() {
     let mut a = service("a", &["10.96.0.1"], &["10.0.0.1", "10.0.0.2", "10.0.0.3"]);
     a.internal_policy = TrafficPolicy::Local;
@@ -613,6 +648,10 @@ fn damaged_tables_are_named() {
                 c.frontends[at].1 = Frontend::new(c.frontends[at].1.pool(), Kind::NODE_ADDRESS);
             }),
             out_of_range(Kind::NODE_ADDRESS, pool),
+        ),
+        (
+            Box::new(move |c| c.frontends[at].1 = Frontend::from_word(9 << 32 | u64::from(pool))),
+            AdoptError::UnknownKind { key, number: 9 },
         ),
         (
             Box::new(move |c| c.frontends.push(c.frontends[at])),
