@@ -8,15 +8,14 @@
 //! the types of the fields are known when they are read. In an object written in another order,
 //! what comes too early is kept as an untyped value until its kind is known.
 
-use std::{borrow::Cow, fmt};
+use std::fmt;
 
 use k8s_openapi::{
     api::{core::v1 as core, discovery::v1 as discovery},
     apimachinery::pkg::apis::meta::v1::ObjectMeta,
 };
 use serde::de::{
-    Deserialize, DeserializeOwned, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess,
-    Visitor,
+    DeserializeOwned, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor,
 };
 use serde_json::{Map, Value};
 
@@ -291,8 +290,8 @@ impl<'de> Visitor<'de> for ObjectReader<'_> {
         };
         let mut has_items = false;
         let mut untyped_items = Vec::new();
-        while let Some(Key(key)) = map.next_key()? {
-            match &*key {
+        while let Some(key) = map.next_key::<String>()? {
+            match key.as_str() {
                 "apiVersion" => object.api_version = map.next_value::<Option<_>>()?,
                 "kind" => object.kind = map.next_value::<Option<_>>()?,
                 "metadata" => {
@@ -308,14 +307,14 @@ impl<'de> Visitor<'de> for ObjectReader<'_> {
                     })?;
                 }
                 "spec" | "status" | "addressType" | "endpoints" | "ports" => {
-                    match (object.sort(), &*key) {
+                    match (object.sort(), key.as_str()) {
                         (Sort::Service, "spec") => object.spec = map.next_value()?,
                         (Sort::Service, "status") => object.status = map.next_value()?,
                         (Sort::Slice, "addressType") => object.address_type = map.next_value()?,
                         (Sort::Slice, "endpoints") => object.endpoints = map.next_value()?,
                         (Sort::Slice, "ports") => object.ports = map.next_value()?,
                         (Sort::NotKnownYet, _) => {
-                            object.early.insert(key.into_owned(), map.next_value()?);
+                            object.early.insert(key, map.next_value()?);
                         }
                         _ => _ = map.next_value::<IgnoredAny>()?,
                     }
@@ -414,32 +413,5 @@ impl<'de> Visitor<'de> for Items<'_> {
             }
         }
         Ok(())
-    }
-}
-
-/// A key, borrowed from the text if the format allows.
-struct Key<'de>(Cow<'de, str>);
-
-impl<'de> Deserialize<'de> for Key<'de> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct KeyVisitor;
-
-        impl<'de> Visitor<'de> for KeyVisitor {
-            type Value = Key<'de>;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a field's name")
-            }
-
-            fn visit_borrowed_str<E>(self, text: &'de str) -> Result<Key<'de>, E> {
-                Ok(Key(Cow::Borrowed(text)))
-            }
-
-            fn visit_str<E>(self, text: &str) -> Result<Key<'de>, E> {
-                Ok(Key(Cow::Owned(text.to_owned())))
-            }
-        }
-
-        deserializer.deserialize_identifier(KeyVisitor)
     }
 }
