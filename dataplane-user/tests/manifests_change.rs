@@ -153,7 +153,8 @@ fn what_is_no_change_is_not_reported() {
     let paths = [file.clone()];
     run(async {
         let mut watcher = Watcher::new(&paths).unwrap();
-        // Reading, and a neighbour that changes. Then one change: it is the first that is seen.
+        // Reading, and a neighbour that changes. The wait only gives a false report the time to
+        // come: it cannot fail for being too short.
         manifests::load(&paths, &Node::default()).unwrap();
         fs::write(directory.path().join("neighbour"), "x").unwrap();
         tokio::select! {
