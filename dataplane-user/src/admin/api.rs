@@ -151,6 +151,8 @@ pub struct Service {
     pub affinity_seconds: Option<u64>,
     /// Its ports.
     pub ports: Vec<ServicePort>,
+    /// Frontends that it claims and another service serves.
+    pub conflicts: Vec<Conflict>,
 }
 
 /// A port of a service.

@@ -7,6 +7,7 @@ mod metrics;
 pub mod report;
 mod server;
 mod state;
+mod view;
 
 pub use server::{Error as ListenError, Listeners, Settings, serve, who_answers};
 pub use state::{State, lock, now};

@@ -231,8 +231,8 @@ fn judge(agent: &AgentStatus, findings: &mut Vec<Finding>) {
         add(
             Severity::Error,
             format!(
-                "what was read before is still served, since {}",
-                failure.text
+                "the {} have errors; what was read before is still served:\n{}",
+                agent.source.kind, failure.text
             ),
         );
     }

@@ -3,7 +3,7 @@
 use std::{
     ops::Bound,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
     time::{Duration, SystemTime, UNIX_EPOCH},
@@ -13,12 +13,13 @@ use prometheus_client::metrics::{counter::Counter, histogram::Histogram};
 
 use super::{
     api,
-    counters::{self, Counters, PortKey},
+    counters::{Counters, PortKey},
+    view,
 };
 use crate::{
     kernel,
-    model::{self, ServiceName, ServiceType, Snapshot, TrafficPolicy},
-    plan::{self, Planner},
+    model::{ServiceName, Snapshot},
+    plan::Planner,
 };
 
 /// Pools looked at while the planner is locked: it must not wait for long.
@@ -188,22 +189,14 @@ impl State {
     /// For `GET /status`.
     pub fn status(&self) -> api::AgentStatus {
         let planner = lock(&self.planner);
-        let conflicts = planner
-            .conflicts()
-            .iter()
-            .map(|c| api::Conflict {
-                frontend: plan::key_text(&c.key),
-                winner: c.winner.to_string(),
-                losers: c.losers.iter().map(ToString::to_string).collect(),
-            })
-            .collect();
+        let conflicts = planner.conflicts().iter().map(view::conflict).collect();
         let mut problems: Vec<_> = planner
             .problems()
-            .map(|(_, problem)| show(problem))
+            .map(|(_, problem)| view::problem(problem))
             .collect();
         drop(planner);
         let known = lock(&self.known);
-        problems.extend(known.snapshot.problems.iter().map(show));
+        problems.extend(known.snapshot.problems.iter().map(view::problem));
         let node = &known.snapshot.node;
         api::AgentStatus {
             version: api::Version::own(),
@@ -234,6 +227,7 @@ impl State {
             self.count();
         }
         let snapshot = self.snapshot();
+        let conflicts = lock(&self.planner).conflicts();
         let counters = lock(&self.counters);
         let start = match (after, namespace) {
             (Some(after), _) => Bound::Excluded(after.clone()),
@@ -251,7 +245,10 @@ impl State {
             .and(page.last())
             .map(|last| last.name.to_string());
         api::Page {
-            items: page.into_iter().map(|s| service(s, &counters)).collect(),
+            items: page
+                .into_iter()
+                .map(|service| view::service(service, &counters, &conflicts))
+                .collect(),
             next,
         }
     }
@@ -322,82 +319,4 @@ pub fn endpoints(snapshot: &Snapshot) -> u64 {
         .values()
         .flat_map(|service| &service.ports);
     ports.map(|port| port.endpoints.len() as u64).sum()
-}
-
-fn show(problem: &model::Problem) -> api::Problem {
-    api::Problem {
-        place: problem.place.clone(),
-        text: problem.text.clone(),
-    }
-}
-
-fn policy(policy: TrafficPolicy) -> String {
-    match policy {
-        TrafficPolicy::Cluster => "Cluster",
-        TrafficPolicy::Local => "Local",
-    }
-    .to_owned()
-}
-
-fn service(service: &Arc<model::Service>, counters: &Counters) -> api::Service {
-    let texts = |ips: &[std::net::IpAddr]| ips.iter().map(ToString::to_string).collect();
-    api::Service {
-        namespace: service.name.namespace().to_owned(),
-        name: service.name.name().to_owned(),
-        kind: match service.kind {
-            ServiceType::ClusterIp => "ClusterIP",
-            ServiceType::NodePort => "NodePort",
-            ServiceType::LoadBalancer => "LoadBalancer",
-            ServiceType::ExternalName => "ExternalName",
-        }
-        .to_owned(),
-        cluster_ips: texts(&service.cluster_ips),
-        external_ips: texts(&service.external_ips),
-        load_balancer_ips: texts(&service.load_balancer_ips),
-        internal_traffic_policy: policy(service.internal_policy),
-        external_traffic_policy: policy(service.external_policy),
-        affinity_seconds: service.affinity.map(|timeout| timeout.as_secs()),
-        ports: service
-            .ports
-            .iter()
-            .map(|port| service_port(service, port, counters))
-            .collect(),
-    }
-}
-
-fn service_port(
-    service: &model::Service,
-    port: &model::ServicePort,
-    counters: &Counters,
-) -> api::ServicePort {
-    let key = PortKey {
-        service: service.name.clone(),
-        port: Some((port.port, port.protocol)),
-    };
-    let stats = counters.get(&key);
-    api::ServicePort {
-        name: port.name.to_string(),
-        port: port.port,
-        protocol: port.protocol.word().to_owned(),
-        node_port: port.node_port,
-        ready: port.endpoints.iter().filter(|e| e.ready).count(),
-        endpoints: port
-            .endpoints
-            .iter()
-            .map(|e| api::Endpoint {
-                address: e.addr.to_string(),
-                port: e.port,
-                local: e.local,
-                ready: e.ready,
-                serving: e.serving,
-                terminating: e.terminating,
-            })
-            .collect(),
-        connections: stats.translated,
-        refused: counters::refusals(&stats)
-            .into_iter()
-            .filter(|(_, count)| *count > 0)
-            .map(|(reason, count)| (reason.word().to_owned(), count))
-            .collect(),
-    }
 }

@@ -12,10 +12,12 @@ pub struct Address {
     pub interface: String,
     /// The address.
     pub addr: IpAddr,
+    /// Whether the interface is the loopback interface, which can have other addresses too.
+    pub on_loopback: bool,
 }
 
-/// Every address in this network namespace that others can reach: of interfaces that are up, and
-/// neither loopback nor link-local.
+/// Every address in this network namespace that means something elsewhere: of interfaces that are
+/// up, and neither loopback nor link-local.
 ///
 /// # Errors
 ///
@@ -23,9 +25,7 @@ pub struct Address {
 pub fn of_interfaces() -> io::Result<Vec<Address>> {
     let mut addresses = Vec::new();
     for interface in getifaddrs()? {
-        if !interface.flags.contains(InterfaceFlags::IFF_UP)
-            || interface.flags.contains(InterfaceFlags::IFF_LOOPBACK)
-        {
+        if !interface.flags.contains(InterfaceFlags::IFF_UP) {
             continue;
         }
         let Some(address) = interface.address else {
@@ -40,10 +40,11 @@ pub fn of_interfaces() -> io::Result<Vec<Address>> {
             IpAddr::V4(v4) => v4.is_link_local(),
             IpAddr::V6(v6) => v6.is_unicast_link_local(),
         };
-        if !link_local {
+        if !link_local && !addr.is_loopback() {
             addresses.push(Address {
                 interface: interface.interface_name,
                 addr,
+                on_loopback: interface.flags.contains(InterfaceFlags::IFF_LOOPBACK),
             });
         }
     }
@@ -73,11 +74,13 @@ pub fn for_node_ports(wanted: &[IpNet]) -> io::Result<Vec<IpAddr>> {
 }
 
 /// The first address, in each family, of the interface that has the default route. In a family
-/// without one: every address.
+/// without one: every address that is not the loopback interface's.
 fn primary(all: &[Address], v4: Option<&str>, v6: Option<&str>) -> BTreeSet<IpAddr> {
     let mut chosen = BTreeSet::new();
     for (is_v4, interface) in [(true, v4), (false, v6)] {
-        let mut family = all.iter().filter(|a| a.addr.is_ipv4() == is_v4);
+        let mut family = all
+            .iter()
+            .filter(|a| a.addr.is_ipv4() == is_v4 && !a.on_loopback);
         match interface {
             Some(interface) => {
                 chosen.extend(family.find(|a| a.interface == interface).map(|a| a.addr));
@@ -147,6 +150,7 @@ eth0\t000200C0\t00000000\t0001\t0\t0\t100\t00FFFFFF\t0\t0\t0
         Address {
             interface: interface.to_owned(),
             addr: addr.parse().unwrap(),
+            on_loopback: interface == "lo",
         }
     }
 
@@ -162,6 +166,7 @@ eth0\t000200C0\t00000000\t0001\t0\t0\t100\t00FFFFFF\t0\t0\t0
     #[test]
     fn primary_addresses() {
         let all = [
+            address("lo", "198.51.100.1"),
             address("cni0", "10.244.1.1"),
             address("eth0", "192.0.2.1"),
             address("eth0", "192.0.2.7"),

@@ -42,7 +42,7 @@ pub struct ServicesArgs {
     #[arg(short, long)]
     namespace: Option<String>,
 
-    /// Only those with a port that has no ready endpoint
+    /// Only ports without a ready endpoint
     #[arg(long)]
     not_ready: bool,
 
@@ -86,7 +86,18 @@ impl ServicesArgs {
         };
         match self.socket.client().list::<api::Service>(&path) {
             Ok(mut services) => {
-                services.retain(|s| self.wants(s));
+                if self.not_ready {
+                    for service in &mut services {
+                        service.ports.retain(|port| port.ready == 0);
+                    }
+                    services.retain(|service| !service.ports.is_empty());
+                }
+                services.retain(|service| self.names(service));
+                anyhow::ensure!(
+                    self.names.is_empty() || !services.is_empty(),
+                    "no such service: {}",
+                    self.names.join(", ")
+                );
                 self.print(&services)
             }
             Err(error @ client::Error::NotRunning { .. }) => {
@@ -103,13 +114,13 @@ impl ServicesArgs {
         }
     }
 
-    fn wants(&self, service: &api::Service) -> bool {
-        let named = self.names.is_empty()
+    /// Whether it is asked for by name, or nobody is.
+    fn names(&self, service: &api::Service) -> bool {
+        self.names.is_empty()
             || self.names.iter().any(|name| match name.split_once('/') {
                 Some((namespace, name)) => namespace == service.namespace && name == service.name,
                 None => *name == service.name,
-            });
-        named && (!self.not_ready || service.ports.iter().any(|port| port.ready == 0))
+            })
     }
 
     fn print(&self, services: &[api::Service]) -> anyhow::Result<ExitCode> {
@@ -126,13 +137,7 @@ impl ServicesArgs {
                 }
             }
         }
-        // Who asks for names wants to know that there is none such.
-        let found = self.names.is_empty() || !services.is_empty();
-        Ok(if found {
-            ExitCode::SUCCESS
-        } else {
-            ExitCode::FAILURE
-        })
+        Ok(ExitCode::SUCCESS)
     }
 
     fn print_frontends(&self, frontends: &[Frontend]) -> anyhow::Result<ExitCode> {
@@ -198,7 +203,13 @@ fn row(service: &api::Service, port: &api::ServicePort) -> [Cell; 7] {
         _ => GOOD,
     };
     let vip = match service.cluster_ips.first() {
-        Some(ip) => Cell::from(vip(ip, port)),
+        Some(ip) => {
+            let vip = vip(ip, port);
+            match service.conflicts.iter().find(|c| c.frontend == vip) {
+                Some(conflict) => Cell::new(format!("{vip} (of {})", conflict.winner), BAD),
+                None => Cell::from(vip),
+            }
+        }
         None => Cell::new(format!("headless:{}/{}", port.port, port.protocol), DIM),
     };
     [
@@ -354,6 +365,7 @@ mod tests {
             cluster_ips: vec!["10.96.0.1".to_owned(), "fd00::1".to_owned()],
             external_ips: vec!["192.0.2.10".to_owned()],
             load_balancer_ips: Vec::new(),
+            conflicts: Vec::new(),
             internal_traffic_policy: "Cluster".to_owned(),
             external_traffic_policy: "Local".to_owned(),
             affinity_seconds: Some(10_800),
@@ -412,11 +424,23 @@ mod tests {
     }
 
     #[test]
-    fn filters() {
-        let args = |names: &[&str], not_ready| ServicesArgs {
+    fn a_vip_that_another_service_serves_says_so() {
+        let mut service = service();
+        service.conflicts.push(api::Conflict {
+            frontend: "10.96.0.1:8000/tcp".to_owned(),
+            winner: "default/older".to_owned(),
+            losers: vec!["default/web".to_owned()],
+        });
+        let [_, vip, ..] = row(&service, &service.ports[0]);
+        assert!(format!("{vip:?}").contains("10.96.0.1:8000/tcp (of default/older)"));
+    }
+
+    #[test]
+    fn names() {
+        let args = |names: &[&str]| ServicesArgs {
             names: names.iter().map(|&name| name.to_owned()).collect(),
             namespace: None,
-            not_ready,
+            not_ready: false,
             output: Format::Text,
             paths: PathArgs {
                 bpffs: None,
@@ -426,15 +450,9 @@ mod tests {
                 socket: "/nowhere".into(),
             },
         };
-        assert!(args(&["web"], false).wants(&service()));
-        assert!(args(&["default/web", "x"], false).wants(&service()));
-        assert!(!args(&["kube-system/web"], false).wants(&service()));
-        assert!(
-            !args(&[], true).wants(&service()),
-            "it has a ready endpoint"
-        );
-        let mut down = service();
-        down.ports[0].ready = 0;
-        assert!(args(&[], true).wants(&down));
+        assert!(args(&[]).names(&service()));
+        assert!(args(&["web"]).names(&service()));
+        assert!(args(&["default/web", "x"]).names(&service()));
+        assert!(!args(&["kube-system/web"]).names(&service()));
     }
 }

@@ -1,0 +1,110 @@
+//! The model and the plan, as the agent's endpoints show them.
+
+use std::net::IpAddr;
+
+use super::{
+    api,
+    counters::{self, Counters, PortKey},
+};
+use crate::{
+    model::{self, Problem, ServiceType, TrafficPolicy},
+    plan,
+};
+
+/// For `GET /status` and `GET /services`.
+pub fn conflict(conflict: &plan::Conflict) -> api::Conflict {
+    api::Conflict {
+        frontend: plan::key_text(&conflict.key),
+        winner: conflict.winner.to_string(),
+        losers: conflict.losers.iter().map(ToString::to_string).collect(),
+    }
+}
+
+/// For `GET /status`.
+pub fn problem(problem: &Problem) -> api::Problem {
+    api::Problem {
+        place: problem.place.clone(),
+        text: problem.text.clone(),
+    }
+}
+
+fn policy(policy: TrafficPolicy) -> String {
+    match policy {
+        TrafficPolicy::Cluster => "Cluster",
+        TrafficPolicy::Local => "Local",
+    }
+    .to_owned()
+}
+
+/// For `GET /services`. `conflicts`: all there are.
+pub fn service(
+    service: &model::Service,
+    counters: &Counters,
+    conflicts: &[plan::Conflict],
+) -> api::Service {
+    let texts = |ips: &[IpAddr]| ips.iter().map(ToString::to_string).collect();
+    api::Service {
+        namespace: service.name.namespace().to_owned(),
+        name: service.name.name().to_owned(),
+        kind: match service.kind {
+            ServiceType::ClusterIp => "ClusterIP",
+            ServiceType::NodePort => "NodePort",
+            ServiceType::LoadBalancer => "LoadBalancer",
+            ServiceType::ExternalName => "ExternalName",
+        }
+        .to_owned(),
+        cluster_ips: texts(&service.cluster_ips),
+        external_ips: texts(&service.external_ips),
+        load_balancer_ips: texts(&service.load_balancer_ips),
+        internal_traffic_policy: policy(service.internal_policy),
+        external_traffic_policy: policy(service.external_policy),
+        affinity_seconds: service.affinity.map(|timeout| timeout.as_secs()),
+        ports: service
+            .ports
+            .iter()
+            .map(|port| service_port(service, port, counters))
+            .collect(),
+        conflicts: conflicts
+            .iter()
+            .filter(|c| c.losers.contains(&service.name))
+            .map(conflict)
+            .collect(),
+    }
+}
+
+fn service_port(
+    service: &model::Service,
+    port: &model::ServicePort,
+    counters: &Counters,
+) -> api::ServicePort {
+    let key = PortKey {
+        service: service.name.clone(),
+        port: Some((port.port, port.protocol)),
+    };
+    let stats = counters.get(&key);
+    api::ServicePort {
+        name: port.name.to_string(),
+        port: port.port,
+        protocol: port.protocol.word().to_owned(),
+        node_port: port.node_port,
+        ready: port.endpoints.iter().filter(|e| e.ready).count(),
+        endpoints: port
+            .endpoints
+            .iter()
+            .map(|e| api::Endpoint {
+                address: e.addr.to_string(),
+                port: e.port,
+                local: e.local,
+                ready: e.ready,
+                serving: e.serving,
+                terminating: e.terminating,
+            })
+            .collect(),
+        connections: stats.translated,
+        refused: counters::refusals(&stats)
+            .into_iter()
+            .filter(|(_, count)| *count > 0)
+            .map(|(reason, count)| (reason.word().to_owned(), count))
+            .collect(),
+    }
+}
