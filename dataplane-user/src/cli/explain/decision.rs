@@ -1,135 +1,41 @@
-//! `dataplane explain`.
+//! The decision that the programs would take, told step by step.
 
-use std::{cell::RefCell, io::Write, net::IpAddr, process::ExitCode, str::FromStr};
+use std::{cell::RefCell, net::SocketAddr};
 
-use clap::Args;
 use dataplane_common::{
-    Addr, Port, Reason, decide,
+    Addr, Port, Protocol, Reason, decide,
     tables::{AffinityKey, Block, Endpoint, Frontend, FrontendKey, Kind, Pool},
 };
 use serde::Serialize;
 
-use super::{
-    Destination, PathArgs, SocketArgs,
-    names::Names,
-    netns::{self, Namespace},
-    output::{self, BOLD, Cell, DIM, Format, GOOD, Table, WARN},
-};
-use crate::kernel::Tables;
-
-/// Say what happens to a connection, and why.
-///
-/// Reads the kernel's tables as they are now and takes the same steps as the programs there, by
-/// the same code. Sends nothing.
-///
-/// dataplane explain 10.244.2.8 10.96.130.105:8000
-/// dataplane explain node 10.96.0.10:53/udp
-/// dataplane explain netns:blue 127.0.0.1:30080
-#[derive(Debug, Args)]
-#[command(verbatim_doc_comment)]
-pub struct ExplainArgs {
-    /// Who connects: an address of a pod or of this node, `node`, `netns:NAME`, `netns:/PATH` or
-    /// `pid:NUMBER`
-    ///
-    /// It matters where the destination is a loopback address (node ports are answered on the
-    /// node's own, not on a pod's), and where the service has session affinity (remembered by
-    /// network namespace).
-    #[arg(value_name = "SRC")]
-    source: Source,
-
-    /// To where: ADDRESS:PORT, with `/udp` for UDP; IPv6 as [ADDRESS]:PORT
-    #[arg(value_name = "DST:PORT[/udp]")]
-    destination: Destination,
-
-    /// How to print it
-    #[arg(short, long, value_enum, default_value_t)]
-    output: Format,
-
-    #[command(flatten)]
-    paths: PathArgs,
-
-    #[command(flatten)]
-    socket: SocketArgs,
-}
-
-/// Who connects.
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum Source {
-    Node,
-    Address(IpAddr),
-    Namespace(String),
-    Process(u32),
-}
-
-impl FromStr for Source {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        if text == "node" {
-            return Ok(Self::Node);
-        }
-        if let Some(name) = text.strip_prefix("netns:") {
-            return Ok(Self::Namespace(name.to_owned()));
-        }
-        if let Some(pid) = text.strip_prefix("pid:") {
-            return pid
-                .parse()
-                .map(Self::Process)
-                .map_err(|_| format!("`{pid}` is no process id"));
-        }
-        text.parse().map(Self::Address).map_err(|_| {
-            format!(
-                "`{text}` is no address, nor `node`, `netns:NAME`, `netns:/PATH` or `pid:NUMBER`"
-            )
-        })
-    }
-}
+use super::{Destination, Namespace};
+use crate::{cli::monotonic_ns, kernel::Tables};
 
 /// What would happen.
 #[derive(Debug, Serialize)]
-struct Explanation {
-    source: String,
-    destination: String,
+pub struct Explanation {
+    pub source: String,
+    pub destination: String,
     /// `translated`, `refused` or `left-alone`.
-    verdict: &'static str,
+    pub verdict: &'static str,
     /// The word of the [`Reason`].
-    reason: &'static str,
-    steps: Vec<String>,
+    pub reason: &'static str,
+    pub steps: Vec<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    service: Option<String>,
+    pub service: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    kind: Option<&'static str>,
+    pub kind: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pool: Option<u32>,
-    endpoints: Vec<Choice>,
+    pub pool: Option<u32>,
+    pub endpoints: Vec<Choice>,
 }
 
 /// An endpoint that could be chosen.
 #[derive(Debug, Serialize)]
-struct Choice {
-    endpoint: String,
+pub struct Choice {
+    pub endpoint: String,
     /// From 0 to 1.
-    probability: f64,
-}
-
-impl ExplainArgs {
-    pub(super) fn run(self) -> anyhow::Result<ExitCode> {
-        let tables = Tables::open(&self.paths.bpffs())?;
-        let names = Names::new(self.socket.client());
-        let explanation = explain(
-            &tables,
-            &names,
-            &self.source,
-            self.destination,
-            tables.host_netns(),
-        )?;
-        let mut out = output::stdout();
-        match self.output {
-            Format::Json => output::json(&mut out, &explanation)?,
-            Format::Text => text(&mut out, &explanation)?,
-        }
-        Ok(ExitCode::SUCCESS)
-    }
+    pub probability: f64,
 }
 
 /// The tables, and what was looked up in them.
@@ -155,7 +61,7 @@ impl<T: decide::Tables> decide::Tables for Recorded<'_, T> {
 }
 
 /// Affinity's table, which [`decide`] knows nothing of.
-trait AffinityTable {
+pub trait AffinityTable {
     /// Whom the client used last, and how many nanoseconds ago.
     fn last_used(&self, key: &AffinityKey) -> Option<(Endpoint, u64)>;
 }
@@ -165,56 +71,28 @@ impl AffinityTable for Tables {
         let affinity = self.affinity(key).ok()??;
         Some((
             affinity.endpoint,
-            super::monotonic_ns().saturating_sub(affinity.used_at),
+            monotonic_ns().saturating_sub(affinity.used_at),
         ))
     }
 }
 
-fn explain<T: decide::Tables + AffinityTable>(
+/// The steps that the programs take. `owner` tells whose a pool is, if anybody knows; `client`: its
+/// network namespace, if it is known.
+pub fn decide<T: decide::Tables + AffinityTable>(
     tables: &T,
-    names: &Names,
-    source: &Source,
-    to: Destination,
+    owner: impl Fn(u32) -> Option<String>,
+    client: Option<&Namespace>,
     host_netns: u64,
-) -> anyhow::Result<Explanation> {
-    let mut steps = Vec::new();
-    let client = match source {
-        Source::Node => Some(Namespace {
-            cookie: host_netns,
-            place: "the agent's".to_owned(),
-        }),
-        Source::Namespace(name) => Some(netns::named(name)?),
-        Source::Process(pid) => Some(netns::of_process(*pid)?),
-        Source::Address(addr) => netns::with_address(*addr)?,
-    };
-    let own_loopback = client.as_ref().is_some_and(|c| c.cookie == host_netns);
-    steps.push(match &client {
+    to: Destination,
+) -> Explanation {
+    let own_loopback = client.is_some_and(|client| client.cookie == host_netns);
+    let mut steps = vec![match client {
         Some(c) if own_loopback => format!("the client is in the node's network namespace ({c})"),
         Some(c) => format!("the client is in the network namespace {c}"),
-        None => "no network namespace on this machine has the client's address: taken for a pod's \
-                 whose session affinity is not known"
+        None => "no network namespace here has the client's address: taken for a pod's, whose \
+                 session affinity is not known"
             .to_owned(),
-    });
-    let source = match source {
-        Source::Node => "node".to_owned(),
-        Source::Address(addr) => addr.to_string(),
-        Source::Namespace(name) => format!("netns:{name}"),
-        Source::Process(pid) => format!("pid:{pid}"),
-    };
-    let mut told = decision(tables, names, client.as_ref(), own_loopback, to, steps);
-    told.source = source;
-    Ok(told)
-}
-
-/// The steps that the programs take.
-fn decision<T: decide::Tables + AffinityTable>(
-    tables: &T,
-    names: &Names,
-    client: Option<&Namespace>,
-    own_loopback: bool,
-    to: Destination,
-    mut steps: Vec<String>,
-) -> Explanation {
+    }];
     let recorded = Recorded {
         tables,
         lookups: RefCell::default(),
@@ -227,13 +105,8 @@ fn decision<T: decide::Tables + AffinityTable>(
         to.protocol,
         own_loopback,
     );
-    steps.extend(
-        recorded
-            .lookups
-            .into_inner()
-            .iter()
-            .map(|(key, found)| lookup(key, *found)),
-    );
+    let lookups = recorded.lookups.into_inner();
+    steps.extend(lookups.iter().map(|(key, found)| lookup(key, *found)));
     let mut told = Explanation {
         source: String::new(),
         destination: to.to_string(),
@@ -257,9 +130,7 @@ fn decision<T: decide::Tables + AffinityTable>(
     }
     told.kind = Some(frontend.kind().word());
     told.pool = Some(frontend.pool());
-    told.service = names
-        .of_pool(frontend.pool())
-        .map(|owner| owner.to_string());
+    told.service = owner(frontend.pool());
     let whose = told.service.as_deref().map_or_else(
         || "a service whose name only a running agent knows".to_owned(),
         |name| format!("service {name}"),
@@ -321,7 +192,7 @@ fn refuse(told: &mut Explanation, reason: Reason) {
 
 /// One lookup, as a sentence.
 fn lookup(key: &FrontendKey, found: Frontend) -> String {
-    let what = if key.protocol == dataplane_common::Protocol::ANY {
+    let what = if key.protocol == Protocol::ANY {
         format!("the address {} as such", key.addr)
     } else if *key == FrontendKey::node_port(key.addr.is_v4(), key.port, key.protocol) {
         let family = if key.addr.is_v4() { "IPv4" } else { "IPv6" };
@@ -329,7 +200,7 @@ fn lookup(key: &FrontendKey, found: Frontend) -> String {
     } else {
         format!(
             "{}/{}",
-            std::net::SocketAddr::new(key.addr.ip(), key.port.host()),
+            SocketAddr::new(key.addr.ip(), key.port.host()),
             key.protocol
         )
     };
@@ -387,44 +258,12 @@ fn affinity<T: decide::Tables + AffinityTable>(
 }
 
 fn socket(endpoint: &Endpoint) -> String {
-    std::net::SocketAddr::new(endpoint.addr.ip(), endpoint.port.host()).to_string()
-}
-
-fn text(out: &mut dyn Write, told: &Explanation) -> std::io::Result<()> {
-    writeln!(out, "{BOLD}{} -> {}{BOLD:#}", told.source, told.destination)?;
-    for (n, step) in told.steps.iter().enumerate() {
-        writeln!(out, "{DIM}{:>3}.{DIM:#} {step}", n + 1)?;
-    }
-    let style = if told.verdict == "refused" {
-        WARN
-    } else {
-        GOOD
-    };
-    writeln!(
-        out,
-        "{} ({})",
-        output::styled(style, told.verdict),
-        told.reason
-    )?;
-    if told.endpoints.is_empty() {
-        return Ok(());
-    }
-    writeln!(out)?;
-    let mut table = Table::new(&["ENDPOINT", "PROBABILITY"]);
-    for choice in &told.endpoints {
-        table.row([
-            Cell::from(choice.endpoint.as_str()),
-            format!("{:.2}%", choice.probability * 100.0).into(),
-        ]);
-    }
-    table.write(out)
+    SocketAddr::new(endpoint.addr.ip(), endpoint.port.host()).to_string()
 }
 
 #[cfg(test)]
 mod tests {
     use std::collections::HashMap;
-
-    use dataplane_common::Protocol;
 
     use super::*;
 
@@ -500,25 +339,20 @@ mod tests {
         }
     }
 
-    fn told(fake: &Fake, cookie: Option<u64>, own_loopback: bool, to: &str) -> Explanation {
+    /// The node's own network namespace.
+    const HOST: u64 = 1;
+
+    fn told(fake: &Fake, cookie: Option<u64>, to: &str) -> Explanation {
         let client = cookie.map(|cookie| Namespace {
             cookie,
             place: "test".to_owned(),
         });
-        let names = Names::none();
-        decision(
-            fake,
-            &names,
-            client.as_ref(),
-            own_loopback,
-            to.parse().unwrap(),
-            Vec::new(),
-        )
+        decide(fake, |_| None, client.as_ref(), HOST, to.parse().unwrap())
     }
 
     #[test]
     fn a_vip_is_translated_with_equal_shares() {
-        let told = told(&fake(), Some(7), false, "10.96.0.1:80");
+        let told = told(&fake(), Some(7), "10.96.0.1:80");
         assert_eq!(
             (told.verdict, told.reason, told.kind),
             ("translated", "translated", Some("ClusterIP"))
@@ -536,82 +370,46 @@ mod tests {
             group: 1,
         };
         fake.affinity.insert(key, (endpoint(6), 59_000_000_000));
-        let kept = told(&fake, Some(7), false, "10.96.0.1:80");
+        let kept = told(&fake, Some(7), "10.96.0.1:80");
         assert_eq!((kept.reason, kept.endpoints.len()), ("kept", 1));
         assert_eq!(kept.endpoints[0].endpoint, "10.244.1.6:80");
         // Another client, a client that is not known, an old entry, an endpoint that left.
-        assert_eq!(
-            told(&fake, Some(8), false, "10.96.0.1:80").reason,
-            "translated"
-        );
-        assert_eq!(
-            told(&fake, None, false, "10.96.0.1:80").reason,
-            "translated"
-        );
+        assert_eq!(told(&fake, Some(8), "10.96.0.1:80").reason, "translated");
+        assert_eq!(told(&fake, None, "10.96.0.1:80").reason, "translated");
         fake.affinity.insert(key, (endpoint(6), 60_000_000_000));
-        assert_eq!(
-            told(&fake, Some(7), false, "10.96.0.1:80").reason,
-            "translated"
-        );
+        assert_eq!(told(&fake, Some(7), "10.96.0.1:80").reason, "translated");
         fake.affinity.insert(key, (endpoint(9), 0));
-        assert_eq!(
-            told(&fake, Some(7), false, "10.96.0.1:80").reason,
-            "translated"
-        );
+        assert_eq!(told(&fake, Some(7), "10.96.0.1:80").reason, "translated");
     }
 
     #[test]
     fn refusals_and_what_is_left_alone() {
         let fake = fake();
-        let refused = told(&fake, Some(7), false, "10.96.0.1:81");
+        let refused = told(&fake, Some(7), "10.96.0.1:81");
         assert_eq!(
             (refused.verdict, refused.reason),
             ("refused", "port-not-served")
         );
-        let alone = told(&fake, Some(7), false, "192.0.2.9:80");
+        let alone = told(&fake, Some(7), "192.0.2.9:80");
         assert_eq!((alone.verdict, alone.reason), ("left-alone", "not-service"));
         // UDP is another key.
-        assert_eq!(
-            told(&fake, Some(7), false, "10.96.0.1:80/udp").verdict,
-            "refused"
-        );
+        assert_eq!(told(&fake, Some(7), "10.96.0.1:80/udp").verdict, "refused");
     }
 
     #[test]
     fn node_ports_on_loopback_are_the_nodes_own() {
         let fake = fake();
         assert_eq!(
-            told(&fake, Some(7), false, "192.0.2.1:30080").kind,
+            told(&fake, Some(7), "192.0.2.1:30080").kind,
             Some("NodePort")
         );
         assert_eq!(
-            told(&fake, Some(7), true, "127.0.0.1:30080").kind,
+            told(&fake, Some(HOST), "127.0.0.1:30080").kind,
             Some("NodePort")
         );
         assert_eq!(
-            told(&fake, Some(7), false, "127.0.0.1:30080").verdict,
+            told(&fake, Some(7), "127.0.0.1:30080").verdict,
             "left-alone"
-        );
-    }
-
-    #[test]
-    fn sources() {
-        assert_eq!("node".parse(), Ok(Source::Node));
-        assert_eq!(
-            "10.244.2.8".parse(),
-            Ok(Source::Address("10.244.2.8".parse().unwrap()))
-        );
-        assert_eq!(
-            "netns:blue".parse(),
-            Ok(Source::Namespace("blue".to_owned()))
-        );
-        assert_eq!("pid:42".parse(), Ok(Source::Process(42)));
-        assert!("pid:x".parse::<Source>().is_err());
-        assert!(
-            "sleep"
-                .parse::<Source>()
-                .unwrap_err()
-                .contains("netns:NAME")
         );
     }
 }

@@ -1,0 +1,190 @@
+//! `dataplane explain`.
+
+mod decision;
+
+use std::{fmt, io::Write, net::IpAddr, process::ExitCode, str::FromStr};
+
+use clap::Args;
+
+use super::{
+    Destination, PathArgs, SocketArgs,
+    names::Names,
+    netns::{self, Namespace},
+    output::{self, BOLD, Cell, DIM, Format, GOOD, Table, WARN},
+};
+use crate::kernel::Tables;
+use decision::{Explanation, decide};
+
+/// Say what happens to a connection, and why.
+///
+/// Reads the kernel's tables as they are now and takes the same steps as the programs there, by
+/// the same code. Sends nothing.
+///
+/// dataplane explain 10.244.2.8 10.96.130.105:8000
+/// dataplane explain node 10.96.0.10:53/udp
+/// dataplane explain netns:blue 127.0.0.1:30080
+#[derive(Debug, Args)]
+#[command(verbatim_doc_comment)]
+pub struct ExplainArgs {
+    /// Who connects: an address of a pod or of this node, `node`, `netns:NAME`, `netns:/PATH` or
+    /// `pid:NUMBER`
+    ///
+    /// It matters where the destination is a loopback address (node ports are answered on the
+    /// node's own, not on a pod's), and where the service has session affinity (remembered by
+    /// network namespace).
+    #[arg(value_name = "SRC")]
+    source: Source,
+
+    /// To where: ADDRESS:PORT, with `/udp` for UDP; IPv6 as [ADDRESS]:PORT
+    #[arg(value_name = "DST:PORT[/udp]")]
+    destination: Destination,
+
+    /// How to print it
+    #[arg(short, long, value_enum, default_value_t)]
+    output: Format,
+
+    #[command(flatten)]
+    paths: PathArgs,
+
+    #[command(flatten)]
+    socket: SocketArgs,
+}
+
+/// Who connects.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Source {
+    Node,
+    Address(IpAddr),
+    Namespace(String),
+    Process(u32),
+}
+
+impl Source {
+    /// The network namespace that it is in; none if nobody here has the address.
+    fn namespace(&self, host_netns: u64) -> anyhow::Result<Option<Namespace>> {
+        match self {
+            Self::Node => Ok(Some(Namespace {
+                cookie: host_netns,
+                place: "the agent's".to_owned(),
+            })),
+            Self::Namespace(name) => netns::named(name).map(Some),
+            Self::Process(pid) => netns::of_process(*pid).map(Some),
+            Self::Address(addr) => netns::with_address(*addr),
+        }
+    }
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Node => f.write_str("node"),
+            Self::Address(addr) => addr.fmt(f),
+            Self::Namespace(name) => write!(f, "netns:{name}"),
+            Self::Process(pid) => write!(f, "pid:{pid}"),
+        }
+    }
+}
+
+impl FromStr for Source {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text == "node" {
+            return Ok(Self::Node);
+        }
+        if let Some(name) = text.strip_prefix("netns:") {
+            return Ok(Self::Namespace(name.to_owned()));
+        }
+        if let Some(pid) = text.strip_prefix("pid:") {
+            return pid
+                .parse()
+                .map(Self::Process)
+                .map_err(|_| format!("`{pid}` is no process id"));
+        }
+        text.parse().map(Self::Address).map_err(|_| {
+            format!(
+                "`{text}` is no address, nor `node`, `netns:NAME`, `netns:/PATH` or `pid:NUMBER`"
+            )
+        })
+    }
+}
+
+impl ExplainArgs {
+    pub(super) fn run(self) -> anyhow::Result<ExitCode> {
+        let tables = Tables::open(&self.paths.bpffs())?;
+        let host_netns = tables.host_netns();
+        let client = self.source.namespace(host_netns)?;
+        let names = Names::new(self.socket.client());
+        let owner = |pool| names.of_pool(pool).map(|owner| owner.to_string());
+        let mut told = decide(
+            &tables,
+            owner,
+            client.as_ref(),
+            host_netns,
+            self.destination,
+        );
+        told.source = self.source.to_string();
+        let mut out = output::stdout();
+        match self.output {
+            Format::Json => output::json(&mut out, &told)?,
+            Format::Text => text(&mut out, &told)?,
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+}
+
+fn text(out: &mut dyn Write, told: &Explanation) -> std::io::Result<()> {
+    writeln!(out, "{BOLD}{} -> {}{BOLD:#}", told.source, told.destination)?;
+    for (n, step) in told.steps.iter().enumerate() {
+        writeln!(out, "{DIM}{:>3}.{DIM:#} {step}", n + 1)?;
+    }
+    let style = if told.verdict == "refused" {
+        WARN
+    } else {
+        GOOD
+    };
+    writeln!(
+        out,
+        "{} ({})",
+        output::styled(style, told.verdict),
+        told.reason
+    )?;
+    if told.endpoints.is_empty() {
+        return Ok(());
+    }
+    writeln!(out)?;
+    let mut table = Table::new(&["ENDPOINT", "PROBABILITY"]);
+    for choice in &told.endpoints {
+        table.row([
+            Cell::from(choice.endpoint.as_str()),
+            format!("{:.2}%", choice.probability * 100.0).into(),
+        ]);
+    }
+    table.write(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sources() {
+        assert_eq!("node".parse(), Ok(Source::Node));
+        assert_eq!(
+            "10.244.2.8".parse(),
+            Ok(Source::Address("10.244.2.8".parse().unwrap()))
+        );
+        assert_eq!(
+            "netns:blue".parse(),
+            Ok(Source::Namespace("blue".to_owned()))
+        );
+        assert_eq!("pid:42".parse(), Ok(Source::Process(42)));
+        assert!("pid:x".parse::<Source>().is_err());
+        assert!(
+            "sleep"
+                .parse::<Source>()
+                .unwrap_err()
+                .contains("netns:NAME")
+        );
+    }
+}
