@@ -150,6 +150,15 @@ impl Agent {
     /// # Errors
     /// When it ends or is not ready in time: the error holds its log.
     pub fn start(&mut self) -> Result<()> {
+        self.launch()?;
+        self.wait_until_ready()
+    }
+
+    /// Starts the agent (again) and does not wait.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub fn launch(&mut self) -> Result<()> {
         self.process = None;
         let log = self.log_file();
         let file = File::options().create(true).append(true).open(&log);
@@ -164,10 +173,14 @@ impl Agent {
             .stderr(second)
             .spawn()?;
         self.process = Some(process);
-        self.wait_until_ready()
+        Ok(())
     }
 
-    fn wait_until_ready(&mut self) -> Result<()> {
+    /// Waits until `dataplane status` calls it healthy.
+    ///
+    /// # Errors
+    /// When it ends or is not ready in time: the error holds its log.
+    pub fn wait_until_ready(&mut self) -> Result<()> {
         let limit = Instant::now() + READY;
         loop {
             if let Some(process) = &mut self.process

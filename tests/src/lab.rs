@@ -13,7 +13,7 @@ use nix::mount::{MsFlags, mount};
 use crate::{
     agent::AgentBuilder,
     builder::{LabBuilder, Planned},
-    command::Command,
+    command::{Command, Process},
     error::{Doing, Error, Result},
     identity::{LabId, create_dir},
     programs::Programs,
@@ -379,7 +379,7 @@ impl Host {
     ///
     /// # Errors
     /// When it cannot be started or cannot listen.
-    pub fn serve(&self, arguments: &[&str]) -> Result<crate::command::Process> {
+    pub fn serve(&self, arguments: &[&str]) -> Result<Process> {
         let mut server = self
             .probe("serve")
             .args(["--name", self.name()])
@@ -388,6 +388,22 @@ impl Host {
             .spawn()?;
         server.wait_for_line()?;
         Ok(server)
+    }
+
+    /// Starts clients on this host that connect all the time, and waits until they do. End them
+    /// with [`Process::wait_json`], which gives a [`LoadReport`](crate::report::LoadReport).
+    /// `arguments` are those of `probe load`, such as `--to 10.96.0.1:80 --threads 2`.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub fn load(&self, arguments: &[&str]) -> Result<Process> {
+        let probe = self
+            .probe("load")
+            .args(["--until-stdin-closes"])
+            .args(arguments);
+        let mut load = probe.stdin_piped().stdout_piped().spawn()?;
+        load.wait_for_line()?;
+        Ok(load)
     }
 
     /// Runs `ip` on this host: `host.ip("route add 10.96.0.0/12 via 192.168.77.1")`.

@@ -15,6 +15,21 @@ use dataplane_common::{
 };
 use dataplane_tests::Lab;
 
+scenarios! {
+    Dataplane:
+    a_second_agent_adopts_what_the_first_wrote,
+    two_agents_do_not_write_at_once,
+    a_foreign_pin_is_named_and_left_alone,
+    a_pin_of_another_kind_is_named,
+    damaged_pins_are_refused_and_cleaned_up,
+    half_made_pins_are_made_anew,
+    another_cgroup_is_attached_to_anew,
+    tables_grow_and_keep_what_they_hold,
+    a_full_table_names_its_knob,
+    an_older_layout_is_retired,
+    a_directory_on_no_bpffs_is_refused,
+}
+
 /// A lab for its directories: a bpffs and a cgroup of its own.
 struct Place {
     paths: Paths,
@@ -106,7 +121,7 @@ fn sorted(mut contents: Contents) -> Contents {
 }
 
 /// What one agent wrote, the next finds, and its links are the same ones with new programs in them.
-pub fn a_second_agent_adopts_what_the_first_wrote() -> Result<()> {
+fn a_second_agent_adopts_what_the_first_wrote() -> Result<()> {
     let place = Place::new()?;
     let mut first = place.open()?;
     ensure!(!first.adopted(), "there was nothing to adopt");
@@ -142,7 +157,7 @@ pub fn a_second_agent_adopts_what_the_first_wrote() -> Result<()> {
 }
 
 /// One writer: the second is told who the first is, and nothing of the first's is touched.
-pub fn two_agents_do_not_write_at_once() -> Result<()> {
+fn two_agents_do_not_write_at_once() -> Result<()> {
     let place = Place::new()?;
     let first = place.open()?;
     match place.open() {
@@ -158,7 +173,7 @@ pub fn two_agents_do_not_write_at_once() -> Result<()> {
 }
 
 /// A map of somebody else's under the name of one of ours is named, and stays.
-pub fn a_foreign_pin_is_named_and_left_alone() -> Result<()> {
+fn a_foreign_pin_is_named_and_left_alone() -> Result<()> {
     let place = Place::new()?;
     drop(place.open()?);
     kernel::cleanup(&place.paths.bpffs, false)?;
@@ -193,7 +208,7 @@ pub fn a_foreign_pin_is_named_and_left_alone() -> Result<()> {
 }
 
 /// A foreign link in the place of one of ours likewise.
-pub fn a_pin_of_another_kind_is_named() -> Result<()> {
+fn a_pin_of_another_kind_is_named() -> Result<()> {
     let place = Place::new()?;
     drop(place.open()?);
     let (link, aside) = (place.link("connect4"), place.paths.bpffs.join("aside"));
@@ -212,7 +227,7 @@ pub fn a_pin_of_another_kind_is_named() -> Result<()> {
 }
 
 /// While programs are attached, a missing table is damage: it is named, and nothing is changed.
-pub fn damaged_pins_are_refused_and_cleaned_up() -> Result<()> {
+fn damaged_pins_are_refused_and_cleaned_up() -> Result<()> {
     let place = Place::new()?;
     drop(place.open()?);
     fs::remove_file(place.map("STATS"))?;
@@ -243,7 +258,7 @@ pub fn damaged_pins_are_refused_and_cleaned_up() -> Result<()> {
 }
 
 /// An agent that died while it made the pins attached nothing yet: the next starts over.
-pub fn half_made_pins_are_made_anew() -> Result<()> {
+fn half_made_pins_are_made_anew() -> Result<()> {
     let place = Place::new()?;
     drop(place.open()?);
     let links = place.link("connect4");
@@ -257,7 +272,7 @@ pub fn half_made_pins_are_made_anew() -> Result<()> {
 }
 
 /// A link whose cgroup is gone, or that is on another cgroup than is asked for, is made anew.
-pub fn another_cgroup_is_attached_to_anew() -> Result<()> {
+fn another_cgroup_is_attached_to_anew() -> Result<()> {
     let mut place = Place::new()?;
     let first = place.paths.cgroup.join("first");
     fs::create_dir(&first)?;
@@ -278,7 +293,7 @@ pub fn another_cgroup_is_attached_to_anew() -> Result<()> {
 }
 
 /// Growing keeps every entry and every count, and the next agent finds the larger tables.
-pub fn tables_grow_and_keep_what_they_hold() -> Result<()> {
+fn tables_grow_and_keep_what_they_hold() -> Result<()> {
     let place = Place::new()?;
     let mut kernel = place.open()?;
     let small: u64 = kernel
@@ -320,7 +335,7 @@ pub fn tables_grow_and_keep_what_they_hold() -> Result<()> {
 }
 
 /// A limit names the table, its size and the option, and nothing changes.
-pub fn a_full_table_names_its_knob() -> Result<()> {
+fn a_full_table_names_its_knob() -> Result<()> {
     let place = Place::new()?;
     let limits = Limits {
         frontends: 300,
@@ -359,7 +374,7 @@ pub fn a_full_table_names_its_knob() -> Result<()> {
 }
 
 /// The pins of an agent with another layout go once this one serves; others' do not.
-pub fn an_older_layout_is_retired() -> Result<()> {
+fn an_older_layout_is_retired() -> Result<()> {
     let place = Place::new()?;
     drop(place.open()?);
     let layout = |version: u32| place.paths.bpffs.join(format!("v{version}"));
@@ -384,7 +399,7 @@ pub fn an_older_layout_is_retired() -> Result<()> {
 }
 
 /// Elsewhere than on a bpffs nothing is made.
-pub fn a_directory_on_no_bpffs_is_refused() -> Result<()> {
+fn a_directory_on_no_bpffs_is_refused() -> Result<()> {
     let mut place = Place::new()?;
     let directory = tempfile::tempdir()?;
     let right = std::mem::replace(&mut place.paths.bpffs, directory.path().join("dataplane"));

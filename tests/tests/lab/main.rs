@@ -5,31 +5,38 @@
 //! cannot run them they are skipped, and why is printed; with `DATAPLANE_REQUIRE_PRIVILEGES=1`, as
 //! in CI, that is a failure.
 
+/// The scenarios of a module: `scenarios! { Dataplane: a, b }`, what they need and which functions
+/// they are.
+macro_rules! scenarios {
+    ($needs:ident: $($function:ident),* $(,)?) => {
+        /// The scenarios of this module.
+        pub const SCENARIOS: &[crate::Scenario] = &[$(crate::Scenario {
+            name: concat!(module_path!(), "::", stringify!($function)),
+            needs: dataplane_tests::Requirement::$needs,
+            run: $function,
+        }),*];
+    };
+}
+
+mod cluster;
 mod kernel;
+mod life;
+mod manifest;
+mod services;
 mod smoke;
 
 use std::process::ExitCode;
 
 use anyhow::Result;
-use dataplane_tests::{Requirement, missing};
+use dataplane_tests::{Programs, Requirement, missing};
 use libtest_mimic::{Arguments, Failed, Trial};
 
 /// A scenario, and what it needs.
-struct Scenario {
+#[derive(Clone, Copy)]
+pub struct Scenario {
     name: &'static str,
     needs: Requirement,
     run: fn() -> Result<()>,
-}
-
-/// Names a scenario after its function: `scenario!(Lab, smoke::direct)`.
-macro_rules! scenario {
-    ($needs:ident, $module:ident :: $function:ident) => {
-        Scenario {
-            name: concat!(stringify!($module), "::", stringify!($function)),
-            needs: Requirement::$needs,
-            run: $module::$function,
-        }
-    };
 }
 
 fn main() -> ExitCode {
@@ -40,56 +47,46 @@ fn main() -> ExitCode {
         return ExitCode::FAILURE;
     }
     let scenarios = [
-        scenario!(Lab, smoke::pods_reach_pods_directly),
-        scenario!(Lab, smoke::nothing_leads_out),
-        scenario!(Lab, smoke::programs_end_with_their_handle),
-        scenario!(Lab, smoke::a_lab_leaves_nothing_behind),
-        scenario!(Lab, smoke::a_dead_creators_lab_is_swept),
-        scenario!(Lab, smoke::errors_are_reported_by_name),
-        scenario!(
-            Dataplane,
-            kernel::a_second_agent_adopts_what_the_first_wrote
-        ),
-        scenario!(Dataplane, kernel::two_agents_do_not_write_at_once),
-        scenario!(Dataplane, kernel::a_foreign_pin_is_named_and_left_alone),
-        scenario!(Dataplane, kernel::a_pin_of_another_kind_is_named),
-        scenario!(Dataplane, kernel::damaged_pins_are_refused_and_cleaned_up),
-        scenario!(Dataplane, kernel::half_made_pins_are_made_anew),
-        scenario!(Dataplane, kernel::another_cgroup_is_attached_to_anew),
-        scenario!(Dataplane, kernel::tables_grow_and_keep_what_they_hold),
-        scenario!(Dataplane, kernel::a_full_table_names_its_knob),
-        scenario!(Dataplane, kernel::an_older_layout_is_retired),
-        scenario!(Dataplane, kernel::a_directory_on_no_bpffs_is_refused),
+        smoke::SCENARIOS,
+        kernel::SCENARIOS,
+        services::SCENARIOS,
+        life::SCENARIOS,
     ];
     let arguments = Arguments::from_args();
     let required = std::env::var_os("DATAPLANE_REQUIRE_PRIVILEGES").is_some_and(|v| v == "1");
-    let (lab, dataplane) = (missing(Requirement::Lab), missing(Requirement::Dataplane));
-    let trials = scenarios.map(|scenario| {
+    let lab = missing(Requirement::Lab);
+    let dataplane = missing(Requirement::Dataplane).or_else(|| {
+        let built = Programs::beside_this_one().and_then(|programs| programs.dataplane());
+        built.err().map(|error| error.to_string())
+    });
+    let trials = scenarios.concat().into_iter().map(|scenario| {
         let missing = match scenario.needs {
             Requirement::Lab => lab.clone(),
             Requirement::Dataplane => dataplane.clone(),
         };
-        trial(&scenario, missing, required, arguments.list)
+        trial(scenario, missing, required, arguments.list)
     });
-    libtest_mimic::run(&arguments, trials.into()).exit_code()
+    libtest_mimic::run(&arguments, trials.collect()).exit_code()
 }
 
-fn trial(scenario: &Scenario, missing: Option<String>, required: bool, listing: bool) -> Trial {
-    let run = scenario.run;
+fn trial(scenario: Scenario, missing: Option<String>, required: bool, listing: bool) -> Trial {
+    let Scenario { name, run, .. } = scenario;
+    // `lab::smoke::x`: the first word is this program.
+    let name = name.split_once("::").map_or(name, |(_, rest)| rest);
     match missing {
-        None => Trial::test(scenario.name, move || {
+        None => Trial::test(name, move || {
             run().map_err(|error| format!("{error:#}").into())
         }),
-        Some(reason) if required => Trial::test(scenario.name, move || {
+        Some(reason) if required => Trial::test(name, move || {
             Err(Failed::from(format!(
                 "this machine cannot run it: {reason}"
             )))
         }),
         Some(reason) => {
             if !listing {
-                println!("skipped {}: {reason}", scenario.name);
+                println!("skipped {name}: {reason}");
             }
-            Trial::test(scenario.name, || Ok(())).with_ignored_flag(true)
+            Trial::test(name, || Ok(())).with_ignored_flag(true)
         }
     }
 }

@@ -8,10 +8,19 @@ use std::{
     process::{Command, Stdio},
 };
 
+use crate::cluster::serve;
 use anyhow::{Context as _, Result, anyhow, ensure};
-use dataplane_tests::{
-    CreatorState, Host, Lab, LabId, Process, cgroup2_mount, report::Report, sweep,
-};
+use dataplane_tests::{CreatorState, Host, Lab, LabId, cgroup2_mount, report::Report, sweep};
+
+scenarios! {
+    Lab:
+    pods_reach_pods_directly,
+    nothing_leads_out,
+    errors_are_reported_by_name,
+    programs_end_with_their_handle,
+    a_lab_leaves_nothing_behind,
+    a_dead_creators_lab_is_swept,
+}
 
 /// Two nodes, a client and two endpoints, one on the client's node and one on the other.
 fn lab() -> Result<Lab> {
@@ -23,21 +32,6 @@ fn lab() -> Result<Lab> {
         .pod("node2", "sleep", "10.244.2.8")
         .external("ext")
         .build()?)
-}
-
-fn serve(host: &Host) -> Result<Process> {
-    let at = |port| {
-        host.addresses()
-            .map(|address| SocketAddr::new(address, port).to_string())
-    };
-    let mut arguments = Vec::new();
-    for (protocol, port) in [("--http", 80), ("--tcp", 7), ("--udp", 53)] {
-        for address in at(port) {
-            arguments.extend([protocol.to_owned(), address]);
-        }
-    }
-    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-    Ok(host.serve(&arguments)?)
 }
 
 /// Asks, and checks who answered whom.
@@ -71,7 +65,7 @@ fn ask(from: &Host, arguments: &[&str], to: &Host, address: IpAddr, port: u16) -
 
 /// HTTP, TCP and UDP between pods of one node and of two, in both families, from the node and from
 /// outside.
-pub fn pods_reach_pods_directly() -> Result<()> {
+fn pods_reach_pods_directly() -> Result<()> {
     let lab = lab()?;
     let sleep = lab.pod("sleep");
     for endpoint in [lab.pod("near"), lab.pod("far")] {
@@ -114,7 +108,7 @@ pub fn pods_reach_pods_directly() -> Result<()> {
 }
 
 /// The routes say so, and so does a packet: an address outside of the lab cannot be reached.
-pub fn nothing_leads_out() -> Result<()> {
+fn nothing_leads_out() -> Result<()> {
     let lab = lab()?;
     lab.check_isolation()?;
     // 192.0.2.1 is for documentation: nobody has it.
@@ -142,7 +136,7 @@ pub fn nothing_leads_out() -> Result<()> {
     Ok(())
 }
 
-pub fn errors_are_reported_by_name() -> Result<()> {
+fn errors_are_reported_by_name() -> Result<()> {
     let lab = lab()?;
     let (sleep, near) = (lab.pod("sleep"), lab.pod("near"));
     for subcommand in ["connect", "http", "udp"] {
@@ -162,7 +156,7 @@ pub fn errors_are_reported_by_name() -> Result<()> {
     Ok(())
 }
 
-pub fn programs_end_with_their_handle() -> Result<()> {
+fn programs_end_with_their_handle() -> Result<()> {
     let lab = lab()?;
     let near = lab.pod("near");
     let server = serve(near)?;
@@ -208,7 +202,7 @@ fn runs(pid: &str) -> bool {
     fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| !stat.contains(") Z "))
 }
 
-pub fn a_lab_leaves_nothing_behind() -> Result<()> {
+fn a_lab_leaves_nothing_behind() -> Result<()> {
     let links = || -> Result<Vec<_>> {
         let entries = fs::read_dir("/sys/class/net")?;
         Ok(entries
@@ -255,7 +249,7 @@ pub fn abandon() -> Result<()> {
     }
 }
 
-pub fn a_dead_creators_lab_is_swept() -> Result<()> {
+fn a_dead_creators_lab_is_swept() -> Result<()> {
     let mut creator = Command::new(std::env::current_exe()?)
         .env(ABANDON, "1")
         .stdout(Stdio::piped())

@@ -1,0 +1,171 @@
+//! What most scenarios need: two nodes, endpoints that serve, a client, and an agent on the
+//! client's node.
+
+use std::{
+    net::{IpAddr, SocketAddr},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use dataplane_tests::{Agent, Host, Lab, Process, report::Report};
+
+use crate::manifest::{Manifests, Service};
+
+/// What endpoints listen on.
+pub const TCP: u16 = 7;
+pub const UDP: u16 = 53;
+pub const HTTP: u16 = 80;
+
+/// A lab whose node2 runs the dataplane. The fields are dropped in this order.
+pub struct Cluster {
+    pub agent: Agent,
+    pub manifests: Manifests,
+    _servers: Vec<Process>,
+    pub lab: Lab,
+}
+
+impl Cluster {
+    /// The lab: endpoints `far` on node1 and `near` and `near2` on node2, the client `sleep` on
+    /// node2, and `ext` outside.
+    pub fn lab() -> Result<Lab> {
+        Ok(Lab::builder()
+            .node("node1")
+            .node("node2")
+            .pod("node1", "far", "10.244.1.5")
+            .pod("node2", "near", "10.244.2.10")
+            .pod("node2", "near2", "10.244.2.11")
+            .pod("node2", "sleep", "10.244.2.8")
+            .external("ext")
+            .build()?)
+    }
+
+    /// Builds the lab and starts endpoints and agent with the services that `services` makes for
+    /// it.
+    pub fn start(services: impl FnOnce(&Lab) -> Vec<Service>) -> Result<Self> {
+        Self::start_with(services, &[])
+    }
+
+    /// Likewise, with arguments for the agent.
+    pub fn start_with(
+        services: impl FnOnce(&Lab) -> Vec<Service>,
+        arguments: &[&str],
+    ) -> Result<Self> {
+        let lab = Self::lab()?;
+        let names = ["far", "near", "near2"];
+        let servers = names
+            .map(|name| serve(lab.pod(name)))
+            .into_iter()
+            .collect::<Result<_>>()?;
+        let manifests = Manifests::new(&services(&lab))?;
+        let agent = lab
+            .agent("node2")
+            .manifests(manifests.path())
+            .args(arguments)
+            .start()?;
+        Ok(Self {
+            agent,
+            manifests,
+            _servers: servers,
+            lab,
+        })
+    }
+
+    /// The client pod.
+    pub fn client(&self) -> &Host {
+        self.lab.pod("sleep")
+    }
+}
+
+/// Serves HTTP, TCP and UDP on all addresses of a host.
+pub fn serve(host: &Host) -> Result<Process> {
+    let mut arguments = Vec::new();
+    for (protocol, port) in [("--http", HTTP), ("--tcp", TCP), ("--udp", UDP)] {
+        for address in host.addresses() {
+            arguments.extend([
+                protocol.to_owned(),
+                SocketAddr::new(address, port).to_string(),
+            ]);
+        }
+    }
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    Ok(host.serve(&arguments)?)
+}
+
+/// Runs `probe` on a host: `ask(sleep, "10.96.0.1:80", "udp --unconnected --count 3")`.
+pub fn ask(from: &Host, to: &str, how: &str) -> Result<Report> {
+    let mut words = how.split_whitespace();
+    let subcommand = words.next().context("a subcommand")?;
+    Ok(from
+        .probe(subcommand)
+        .args(["--to", to])
+        .args(words)
+        .json()?)
+}
+
+/// Asks, and wants every attempt answered, by exactly these endpoints.
+pub fn reaches(from: &Host, to: &str, how: &str, endpoints: &[&str]) -> Result<Report> {
+    let report = ask(from, to, how)?;
+    let what = || format!("`{how}` from {} to {to}: {report:?}", from.name());
+    ensure!(
+        report.answered == report.attempts,
+        "not all were answered: {}",
+        what()
+    );
+    ensure!(
+        report.endpoints.keys().eq(endpoints),
+        "not answered by {endpoints:?} exactly: {}",
+        what()
+    );
+    Ok(report)
+}
+
+/// Wants exactly these peers seen by getpeername(2).
+pub fn peer_is(report: &Report, peer: &str) -> Result<()> {
+    ensure!(
+        report.peers == [peer.parse()?],
+        "the peer is not {peer}: {report:?}"
+    );
+    Ok(())
+}
+
+/// Wants every answered attempt to have come from these addresses, as the endpoints saw it.
+pub fn sources_are(report: &Report, sources: &[IpAddr]) -> Result<()> {
+    for (name, endpoint) in &report.endpoints {
+        for source in endpoint.sources.keys() {
+            ensure!(
+                sources.contains(source),
+                "{name} saw {source}, not {sources:?}"
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Asks, and wants every attempt refused at once (ECONNREFUSED).
+pub fn refused(from: &Host, to: &str, how: &str) -> Result<()> {
+    fails(from, to, how, "ECONNREFUSED")
+}
+
+/// Asks, and wants every attempt to fail with this error.
+pub fn fails(from: &Host, to: &str, how: &str, error: &str) -> Result<()> {
+    let report = ask(from, to, how)?;
+    let count = report.errors.get(error).copied().unwrap_or_default();
+    ensure!(
+        count == report.attempts && count > 0,
+        "`{how}` from {} to {to} should fail with {error}: {report:?}",
+        from.name()
+    );
+    Ok(())
+}
+
+/// Tries until it works, for what an agent does some time after a file changed.
+pub fn eventually(mut check: impl FnMut() -> Result<()>) -> Result<()> {
+    let limit = Instant::now() + Duration::from_secs(10);
+    loop {
+        match check() {
+            Ok(()) => return Ok(()),
+            Err(error) if Instant::now() > limit => bail!("still, after 10 s: {error:#}"),
+            Err(_) => std::thread::sleep(Duration::from_millis(20)),
+        }
+    }
+}
