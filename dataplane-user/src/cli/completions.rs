@@ -7,12 +7,12 @@ use clap::{Args, CommandFactory};
 use super::Cli;
 
 /// Print a script that completes this command line in a shell.
-///
-/// bash: dataplane completions bash > /etc/bash_completion.d/dataplane
-/// zsh:  dataplane completions zsh > "${fpath[1]}/_dataplane"
-/// fish: dataplane completions fish > ~/.config/fish/completions/dataplane.fish
 #[derive(Debug, Args)]
-#[command(verbatim_doc_comment)]
+#[command(after_help = "\
+Examples:
+  dataplane completions bash > /etc/bash_completion.d/dataplane
+  dataplane completions zsh > \"${fpath[1]}/_dataplane\"
+  dataplane completions fish > ~/.config/fish/completions/dataplane.fish")]
 pub struct CompletionsArgs {
     /// Which shell
     shell: clap_complete::Shell,

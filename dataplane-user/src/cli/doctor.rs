@@ -17,12 +17,12 @@ use crate::kernel::probe::{self, Feature};
 /// required is missing.
 #[derive(Debug, Args)]
 pub struct DoctorArgs {
-    #[command(flatten)]
-    paths: PathArgs,
-
     /// How to print it
     #[arg(short, long, value_enum, default_value_t)]
     output: Format,
+
+    #[command(flatten)]
+    paths: PathArgs,
 }
 
 #[derive(Serialize)]

@@ -44,7 +44,7 @@ pub mod exit {
 /// services, explain, monitor, plan) read those tables themselves, and ask a running agent for
 /// what is not in there, such as names.
 #[derive(Debug, Parser)]
-#[command(name = "dataplane", version, propagate_version = true, after_help = EXIT_CODES)]
+#[command(name = "dataplane", version, after_help = EXIT_CODES)]
 pub struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -58,23 +58,14 @@ Start with `dataplane doctor`, which says whether this machine can run it.";
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Run the agent on this node
     Run(run::RunArgs),
-    /// Show what would change in the kernel's tables, without changing it
     Plan(plan::PlanArgs),
-    /// Say whether the dataplane on this node is healthy, and what is wrong if not
     Status(status::StatusArgs),
-    /// List the services that this node serves
     Services(services::ServicesArgs),
-    /// Say what happens to a connection, and why
     Explain(explain::ExplainArgs),
-    /// Watch the decisions as they are made
     Monitor(monitor::MonitorArgs),
-    /// Say what this machine has and lacks for running the dataplane
     Doctor(doctor::DoctorArgs),
-    /// Remove everything that the dataplane left in the kernel
     Cleanup(cleanup::CleanupArgs),
-    /// Print a script that completes this command line in a shell
     Completions(completions::CompletionsArgs),
 }
 
@@ -105,12 +96,22 @@ impl Cli {
 struct PathArgs {
     /// Directory for pinned programs and tables, on a BPF file system [default:
     /// /sys/fs/bpf/dataplane]
-    #[arg(long, value_name = "DIR", env = "DATAPLANE_BPFFS")]
+    #[arg(
+        long,
+        value_name = "DIR",
+        env = "DATAPLANE_BPFFS",
+        hide_env_values = true
+    )]
     bpffs: Option<PathBuf>,
 
     /// Directory of the cgroup v2 whose processes are served [default: the root, wherever it is
     /// mounted]
-    #[arg(long, value_name = "DIR", env = "DATAPLANE_CGROUP")]
+    #[arg(
+        long,
+        value_name = "DIR",
+        env = "DATAPLANE_CGROUP",
+        hide_env_values = true
+    )]
     cgroup: Option<PathBuf>,
 }
 
@@ -150,6 +151,7 @@ struct SocketArgs {
         long,
         value_name = "PATH",
         env = "DATAPLANE_SOCKET",
+        hide_env_values = true,
         default_value = "/run/dataplane/agent.sock"
     )]
     socket: PathBuf,

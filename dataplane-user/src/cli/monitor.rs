@@ -26,11 +26,11 @@ const PATIENCE: Duration = Duration::from_millis(500);
 /// One line for each connection (and each datagram of an unconnected socket) to a service: when,
 /// who, to which address, to which endpoint, and why. Costs the programs nothing while nobody
 /// watches. Ctrl-C ends it.
-///
-/// dataplane monitor --service default/httpbin
-/// dataplane monitor --reason no-endpoints --reason no-local-endpoint
 #[derive(Debug, Args)]
-#[command(verbatim_doc_comment)]
+#[command(after_help = "\
+Examples:
+  dataplane monitor --service default/httpbin
+  dataplane monitor --reason no-endpoints --reason no-local-endpoint")]
 pub struct MonitorArgs {
     /// Only this service (needs a running agent, which knows the names)
     #[arg(long, value_name = "NAMESPACE/NAME")]

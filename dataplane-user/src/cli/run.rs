@@ -28,6 +28,30 @@ pub struct RunArgs {
     #[command(flatten)]
     manifests: ManifestArgs,
 
+    /// What becomes of the programs when the agent ends
+    #[arg(
+        long,
+        value_enum,
+        env = "DATAPLANE_ON_EXIT",
+        hide_env_values = true,
+        default_value_t
+    )]
+    on_exit: OnExit,
+
+    /// Say more in the log; twice: still more. RUST_LOG is finer
+    #[arg(short, long, action = clap::ArgAction::Count)]
+    verbose: u8,
+
+    /// How to write the log, on standard error
+    #[arg(
+        long,
+        value_enum,
+        env = "DATAPLANE_LOG_FORMAT",
+        hide_env_values = true,
+        default_value_t
+    )]
+    log_format: LogFormat,
+
     #[command(flatten)]
     node: NodeArgs,
 
@@ -42,18 +66,6 @@ pub struct RunArgs {
 
     #[command(flatten)]
     limits: LimitArgs,
-
-    /// What becomes of the programs when the agent ends
-    #[arg(long, value_enum, env = "DATAPLANE_ON_EXIT", default_value_t)]
-    on_exit: OnExit,
-
-    /// Say more in the log; twice: still more. RUST_LOG is finer
-    #[arg(short, long, action = clap::ArgAction::Count)]
-    verbose: u8,
-
-    /// How to write the log, on standard error
-    #[arg(long, value_enum, env = "DATAPLANE_LOG_FORMAT", default_value_t)]
-    log_format: LogFormat,
 }
 
 /// Where the services come from.
@@ -68,7 +80,7 @@ pub(super) struct ManifestArgs {
         num_args = 1..,
         value_delimiter = ',',
         value_name = "PATH",
-        env = "DATAPLANE_MANIFESTS"
+        env = "DATAPLANE_MANIFESTS", hide_env_values = true
     )]
     pub(super) manifests: Vec<PathBuf>,
 }
@@ -78,7 +90,12 @@ pub(super) struct ManifestArgs {
 #[command(next_help_heading = "This node")]
 pub(super) struct NodeArgs {
     /// Its name, as in the endpoints' `nodeName` [default: its host name]
-    #[arg(long, value_name = "NAME", env = "DATAPLANE_NODE_NAME")]
+    #[arg(
+        long,
+        value_name = "NAME",
+        env = "DATAPLANE_NODE_NAME",
+        hide_env_values = true
+    )]
     node_name: Option<String>,
 
     /// Answer node ports on the addresses in these ranges [default: the node's primary addresses,
@@ -90,7 +107,7 @@ pub(super) struct NodeArgs {
         value_name = "CIDR",
         num_args = 1..,
         value_delimiter = ',',
-        env = "DATAPLANE_NODEPORT_ADDRESSES"
+        env = "DATAPLANE_NODEPORT_ADDRESSES", hide_env_values = true
     )]
     nodeport_addresses: Vec<IpNet>,
 }
@@ -113,6 +130,7 @@ struct ListenArgs {
         long = "metrics-addr",
         value_name = "ADDR",
         env = "DATAPLANE_METRICS_ADDR",
+        hide_env_values = true,
         default_value = "0.0.0.0:15020"
     )]
     metrics: Listen,
@@ -122,6 +140,7 @@ struct ListenArgs {
         long = "health-addr",
         value_name = "ADDR",
         env = "DATAPLANE_HEALTH_ADDR",
+        hide_env_values = true,
         default_value = "0.0.0.0:15021"
     )]
     health: Listen,
@@ -131,6 +150,7 @@ struct ListenArgs {
         long = "admin-addr",
         value_name = "ADDR",
         env = "DATAPLANE_ADMIN_ADDR",
+        hide_env_values = true,
         default_value = "127.0.0.1:15000"
     )]
     admin: Listen,
@@ -144,7 +164,7 @@ struct LimitArgs {
     #[arg(
         long,
         value_name = "N",
-        env = "DATAPLANE_MAX_FRONTENDS",
+        env = "DATAPLANE_MAX_FRONTENDS", hide_env_values = true,
         default_value_t = kernel::Limits::default().frontends
     )]
     max_frontends: u32,
@@ -153,7 +173,7 @@ struct LimitArgs {
     #[arg(
         long,
         value_name = "N",
-        env = "DATAPLANE_MAX_ENDPOINTS",
+        env = "DATAPLANE_MAX_ENDPOINTS", hide_env_values = true,
         default_value_t = kernel::Limits::default().endpoints
     )]
     max_endpoints: u32,

@@ -19,12 +19,12 @@ use decision::{Explanation, decide};
 ///
 /// Reads the kernel's tables as they are now and takes the same steps as the programs there, by
 /// the same code. Sends nothing.
-///
-/// dataplane explain 10.244.2.8 10.96.130.105:8000
-/// dataplane explain node 10.96.0.10:53/udp
-/// dataplane explain netns:blue 127.0.0.1:30080
 #[derive(Debug, Args)]
-#[command(verbatim_doc_comment)]
+#[command(after_help = "\
+Examples:
+  dataplane explain 10.244.2.8 10.96.130.105:8000
+  dataplane explain node 10.96.0.10:53/udp
+  dataplane explain netns:blue 127.0.0.1:30080")]
 pub struct ExplainArgs {
     /// Who connects: an address of a pod or of this node, `node`, `netns:NAME`, `netns:/PATH` or
     /// `pid:NUMBER`
