@@ -53,6 +53,15 @@ impl Sync {
     /// Until told to end.
     pub fn run(&mut self, happened: &Receiver<Event>) -> Result<(), Error> {
         self.sync()?;
+        if self.retry.is_none() {
+            for item in self.kernel.retire_other_layouts()? {
+                info!(
+                    "of another version: removed {} ({})",
+                    item.path.display(),
+                    item.what
+                );
+            }
+        }
         loop {
             match happened.recv_timeout(self.retry.unwrap_or(LOOK)) {
                 Ok(Event::Stop(signal)) => {
