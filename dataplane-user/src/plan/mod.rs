@@ -1,5 +1,5 @@
-//! From a [`Snapshot`](crate::model::Snapshot) to the tables that the kernel should hold, and the difference to what it
-//! holds. Pure and deterministic: no clock, no randomness, no I/O.
+//! From a [`Snapshot`](crate::model::Snapshot) to the tables that the kernel should hold, and the
+//! difference to what it holds. Pure and deterministic: no clock, no randomness, no I/O.
 //!
 //! A [`Planner`] mirrors what the kernel holds. [`Planner::plan`] compares a snapshot with the last
 //! one, and so costs what changed, not what there is.

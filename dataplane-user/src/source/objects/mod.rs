@@ -1,6 +1,6 @@
 //! Kubernetes' objects in the model's terms, however they came here.
 //!
-//! [`service`] and [`slice`](mod@slice) turn one object each into the model, and say with its field path
+//! [`service`] and [`slice()`] turn one object each into the model, and say with its field path
 //! what is wrong with it. [`join`] gives a service the endpoints of its slices.
 //!
 //! What kube-proxy leaves alone is left alone here, too: services with another proxy
