@@ -17,6 +17,10 @@ use crate::peers::Cluster;
 pub const PORT: u16 = 80;
 /// The endpoints' port.
 pub const TARGET_PORT: u16 = 8080;
+/// The port on the target's VIP where connections are only made.
+pub const CONNECT_PORT: u16 = 81;
+/// The target's port for that.
+pub const CONNECT_TARGET_PORT: u16 = 8081;
 /// Endpoints of every service.
 pub const ENDPOINTS: u32 = 3;
 
@@ -27,7 +31,8 @@ const SERVICES_V6: Ipv6Net =
     Ipv6Net::new_assert(Ipv6Addr::new(0xfd00, 0x10, 0x96, 0, 0, 0, 0, 0), 108);
 
 /// A cluster: `services` services with a TCP port and three endpoints each. The one in the middle
-/// is the *target*: its endpoints are real ones, and it has a UDP port as well.
+/// is the *target*: its endpoints are real ones, and it has a second TCP port and a UDP port as
+/// well.
 ///
 /// In the middle, since iptables walks the services in order: a connection to a service taken at
 /// random walks half of them.
@@ -70,26 +75,36 @@ impl Fleet {
             .into_iter()
             .filter(|v4| self.target.iter().any(|addr| addr.is_ipv4() == *v4));
         let is_target = index == self.services / 2;
-        let port = |protocol: Protocol, endpoints| ServicePort {
-            name: protocol.word().into(),
-            port: PORT,
+        let port = |name: &str, protocol, port, endpoints| ServicePort {
+            name: name.into(),
+            port,
             protocol,
             node_port: None,
             endpoints,
         };
         let ports = if is_target {
-            let mut endpoints: Vec<_> = self
-                .target
-                .iter()
-                .map(|addr| endpoint(*addr, TARGET_PORT, true))
-                .collect();
-            endpoints.sort();
+            let endpoints = |port| {
+                let mut endpoints: Vec<_> = self
+                    .target
+                    .iter()
+                    .map(|addr| endpoint(*addr, port, true))
+                    .collect();
+                endpoints.sort();
+                endpoints
+            };
             smallvec![
-                port(Protocol::Tcp, endpoints.clone()),
-                port(Protocol::Udp, endpoints)
+                port("tcp", Protocol::Tcp, PORT, endpoints(TARGET_PORT)),
+                port("udp", Protocol::Udp, PORT, endpoints(TARGET_PORT)),
+                port(
+                    "connect",
+                    Protocol::Tcp,
+                    CONNECT_PORT,
+                    endpoints(CONNECT_TARGET_PORT)
+                ),
             ]
         } else {
-            smallvec![port(Protocol::Tcp, elsewhere(index, families.clone()))]
+            let endpoints = elsewhere(index, families.clone());
+            smallvec![port("tcp", Protocol::Tcp, PORT, endpoints)]
         };
         Service {
             name: ServiceName::new("bench", &format!("service-{index:06}")),

@@ -10,7 +10,7 @@ use crate::{
     say,
     stage::{NodePlan, Stage, Worker},
     stats::{median, spread},
-    worker::{Job, Order, Transport},
+    worker::{Job, Transport},
 };
 
 /// The most services of ours.
@@ -152,7 +152,7 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
                     // Another lane is first in each round, so that no lane always follows the same.
                     let lane = (step + rounds) % lanes;
                     let job = job(metric, transport, extent.fraction);
-                    match stage.measure(lane, v4, |to| Order { to, transport, job }) {
+                    match stage.measure(lane, v4, transport, job) {
                         Ok(value) => samples[index(lane, case, metric)].push(value),
                         Err(error) => {
                             let lane = &stage.lanes[lane];

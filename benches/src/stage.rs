@@ -17,10 +17,10 @@ use dataplane::{
 use dataplane_tests::{Lab, Process};
 
 use crate::{
-    fleet::{ENDPOINTS, Fleet, PORT, TARGET_PORT},
+    fleet::{CONNECT_PORT, CONNECT_TARGET_PORT, ENDPOINTS, Fleet, PORT, TARGET_PORT},
     peers::{self, Mode},
     say,
-    worker::{Answer, Order},
+    worker::{Answer, Job, Order, Transport},
 };
 
 /// Who does the work on a node.
@@ -53,7 +53,9 @@ pub struct Lane {
     /// `services` of the rows.
     pub services: u32,
     /// Whom the client dials: IPv4, IPv6.
-    to: [SocketAddr; 2],
+    addrs: [IpAddr; 2],
+    /// At which port, and at which only to connect.
+    ports: [u16; 2],
     /// Whose client.
     node: usize,
 }
@@ -119,6 +121,7 @@ impl Stage {
                     .command(&program)
                     .args(["worker", "server", "--cpu", &cpu])
                     .args(["--port", &TARGET_PORT.to_string()])
+                    .args(["--connect-port", &CONNECT_TARGET_PORT.to_string()])
                     .args(pod.addresses().map(|addr| addr.to_string()))
                     .stdin_piped()
                     .stdout_piped()
@@ -165,10 +168,20 @@ impl Stage {
         &mut self,
         lane: usize,
         v4: bool,
-        order: impl FnOnce(SocketAddr) -> Order,
+        transport: Transport,
+        job: Job,
     ) -> anyhow::Result<f64> {
         let lane = &self.lanes[lane];
-        let order = order(lane.to[usize::from(!v4)]);
+        let (addr, [port, connect_port]) = (lane.addrs[usize::from(!v4)], lane.ports);
+        let port = match (transport, job) {
+            (Transport::Tcp, Job::Connect { .. }) => connect_port,
+            _ => port,
+        };
+        let order = Order {
+            to: SocketAddr::new(addr, port),
+            transport,
+            job,
+        };
         let client = &mut self.clients[lane.node];
         client.send_line(&serde_json::to_string(&order)?)?;
         match serde_json::from_str(&client.wait_for_line()?)? {
@@ -198,22 +211,27 @@ fn lanes(index: usize, node: NodePlan, fleet: &Fleet) -> Vec<Lane> {
             .copied()
             .find(|addr: &IpAddr| addr.is_ipv4() == v4)
     };
-    let endpoints =
-        [true, false].map(|v4| SocketAddr::new(endpoint(v4).unwrap_or(fleet.vip(v4)), TARGET_PORT));
-    let vips = [true, false].map(|v4| SocketAddr::new(fleet.vip(v4), PORT));
-    let lane = |path, to| Lane {
-        path,
-        services: node.services,
-        to,
-        node: index,
+    let lane = |path, direct| {
+        let vip = |v4| fleet.vip(v4);
+        Lane {
+            path,
+            services: node.services,
+            addrs: [true, false].map(|v4| endpoint(v4).filter(|_| direct).unwrap_or(vip(v4))),
+            ports: if direct {
+                [TARGET_PORT, CONNECT_TARGET_PORT]
+            } else {
+                [PORT, CONNECT_PORT]
+            },
+            node: index,
+        }
     };
     let mut lanes = vec![match node.worker {
-        Worker::Plain => lane("plain", endpoints),
-        Worker::Dataplane => lane("dataplane", vips),
-        Worker::Peer(mode) => lane(mode.word(), vips),
+        Worker::Plain => lane("plain", true),
+        Worker::Dataplane => lane("dataplane", false),
+        Worker::Peer(mode) => lane(mode.word(), false),
     }];
     if node.direct {
-        lanes.push(lane("direct", endpoints));
+        lanes.push(lane("direct", true));
     }
     lanes
 }

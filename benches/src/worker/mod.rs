@@ -117,6 +117,9 @@ pub struct Server {
     /// Port, for TCP and UDP
     #[arg(long)]
     port: u16,
+    /// TCP port where connections are only made
+    #[arg(long)]
+    connect_port: u16,
     /// Addresses to listen on
     #[arg(required = true)]
     addresses: Vec<IpAddr>,
@@ -136,10 +139,11 @@ impl Worker {
             Self::Server(Server {
                 cpu,
                 port,
+                connect_port,
                 addresses,
             }) => {
                 pin(*cpu)?;
-                server::run(addresses, *port)
+                server::run(addresses, *port, *connect_port)
             }
         }
     }
