@@ -374,18 +374,23 @@ impl Host {
         Command::new(&self.0.probe, self.netns(), self.cgroup(), None).arg(subcommand)
     }
 
-    /// Starts a server on this host that says who it is (its name) and whom it saw, and waits
-    /// until it listens. `arguments` are those of `probe serve`, such as `--http 10.244.2.8:80`.
+    /// Starts a server on this host that says who it is (the host's name) and whom it saw, and
+    /// waits until it listens. `arguments` are those of `probe serve`, such as
+    /// `--http 10.244.2.8:80`.
     ///
     /// # Errors
     /// When it cannot be started or cannot listen.
     pub fn serve(&self, arguments: &[&str]) -> Result<Process> {
-        let mut server = self
-            .probe("serve")
-            .args(["--name", self.name()])
-            .args(arguments)
-            .stdout_piped()
-            .spawn()?;
+        self.serve_as(self.name(), arguments)
+    }
+
+    /// Likewise, under another name: for several servers on one host.
+    ///
+    /// # Errors
+    /// When it cannot be started or cannot listen.
+    pub fn serve_as(&self, name: &str, arguments: &[&str]) -> Result<Process> {
+        let probe = self.probe("serve").args(["--name", name]).args(arguments);
+        let mut server = probe.stdout_piped().spawn()?;
         server.wait_for_line()?;
         Ok(server)
     }

@@ -18,6 +18,7 @@ macro_rules! scenarios {
     };
 }
 
+mod churn;
 mod cluster;
 mod kernel;
 mod life;
@@ -51,6 +52,7 @@ fn main() -> ExitCode {
         kernel::SCENARIOS,
         services::SCENARIOS,
         life::SCENARIOS,
+        churn::SCENARIOS,
     ];
     let arguments = Arguments::from_args();
     let required = std::env::var_os("DATAPLANE_REQUIRE_PRIVILEGES").is_some_and(|v| v == "1");

@@ -3,7 +3,7 @@
 use std::{
     io::{self, Read as _},
     net::{IpAddr, SocketAddr, SocketAddrV6},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use clap::Args;
@@ -59,18 +59,36 @@ impl Target {
         Ok(socket)
     }
 
-    /// Connects over TCP. Returns how long connect(2) took.
-    pub fn connect(&self, to: SocketAddr) -> (io::Result<Socket>, Duration) {
+    /// Connects over TCP.
+    pub fn connect(&self, to: SocketAddr) -> Connect {
         let socket = match self.socket(to, Type::STREAM) {
             Ok(socket) => socket,
-            Err(error) => return (Err(error), Duration::ZERO),
+            Err(error) => {
+                return Connect {
+                    socket: Err(error),
+                    started_at_ns: now_ns(),
+                    took_ns: 0,
+                };
+            }
         };
         let address = SockAddr::from(to);
-        let begin = Instant::now();
+        let started_at_ns = now_ns();
         let result = socket.connect(&address);
-        let took = begin.elapsed();
-        (result.map(|()| socket), took)
+        let took_ns = now_ns() - started_at_ns;
+        Connect {
+            socket: result.map(|()| socket),
+            started_at_ns,
+            took_ns,
+        }
     }
+}
+
+/// What became of a connect(2), and when.
+pub struct Connect {
+    pub socket: io::Result<Socket>,
+    /// Right before the call: the making of the socket is not in it.
+    pub started_at_ns: u64,
+    pub took_ns: u64,
 }
 
 /// An error as errno(3) names it; a time limit that passed is `TIMEOUT`.

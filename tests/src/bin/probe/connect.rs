@@ -12,7 +12,7 @@ use dataplane_tests::report::{Attempt, Report};
 use serde::Deserialize;
 use socket2::Socket;
 
-use crate::client::{Target, local, name, ns, peer, read_greeting};
+use crate::client::{Connect, Target, local, name, peer, read_greeting};
 
 #[derive(Args)]
 pub struct Arguments {
@@ -78,7 +78,9 @@ fn repeat(
         .addresses()
         .take(count)
         .map(|to| {
-            let (socket, took) = target.connect(to);
+            let Connect {
+                socket, took_ns, ..
+            } = target.connect(to);
             let mut attempt = Attempt {
                 endpoint: None,
                 source: None,
@@ -86,7 +88,7 @@ fn repeat(
                 local: socket.as_ref().ok().and_then(local),
                 from: None,
                 error: None,
-                latency_ns: ns(took),
+                latency_ns: took_ns,
             };
             match socket.and_then(|socket| ask(&socket, to)) {
                 Ok((endpoint, source)) => {

@@ -10,7 +10,7 @@ use anyhow::{Result, bail};
 use clap::Args;
 use dataplane_tests::report::{Errors, Failure, LoadEvent, LoadReport, Quantiles};
 
-use crate::client::{Target, name, now_ns, ns, read_greeting};
+use crate::client::{Connect, Target, name, now_ns, read_greeting};
 
 /// More failures than this say nothing new one by one.
 const FAILURES_KEPT: usize = 1000;
@@ -93,8 +93,11 @@ fn client(arguments: &Arguments, stop: &AtomicBool, end: Option<Instant>) -> Cli
         if stop.load(Ordering::Relaxed) || end.is_some_and(|end| Instant::now() >= end) {
             break;
         }
-        let at_ns = now_ns();
-        let (socket, took) = arguments.target.connect(to);
+        let Connect {
+            socket,
+            started_at_ns,
+            took_ns,
+        } = arguments.target.connect(to);
         let answer = socket.and_then(|socket| {
             let answer = read_greeting(&socket);
             // A reset leaves no TIME_WAIT behind: a minute of load would run out of ports.
@@ -102,8 +105,8 @@ fn client(arguments: &Arguments, stop: &AtomicBool, end: Option<Instant>) -> Cli
             answer
         });
         match answer {
-            Ok((endpoint, _)) => client.answered(at_ns, ns(took), endpoint, arguments.each),
-            Err(error) => client.failed(at_ns, name(&error)),
+            Ok((endpoint, _)) => client.answered(started_at_ns, took_ns, endpoint, arguments.each),
+            Err(error) => client.failed(started_at_ns, name(&error)),
         }
         if arguments.pause_us > 0 {
             std::thread::sleep(Duration::from_micros(arguments.pause_us));
@@ -113,7 +116,7 @@ fn client(arguments: &Arguments, stop: &AtomicBool, end: Option<Instant>) -> Cli
 }
 
 impl Client {
-    fn answered(&mut self, at_ns: u64, took_ns: u64, endpoint: String, each: bool) {
+    fn answered(&mut self, started_at_ns: u64, took_ns: u64, endpoint: String, each: bool) {
         let known = self
             .endpoints
             .iter()
@@ -125,7 +128,7 @@ impl Client {
         self.endpoints[number].1 += 1;
         self.connect_ns.push(took_ns);
         if each {
-            self.events.push((at_ns, took_ns, number));
+            self.events.push((started_at_ns, took_ns, number));
         }
     }
 
