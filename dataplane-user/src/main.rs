@@ -9,6 +9,7 @@ use dataplane::cli::{Cli, exit};
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> ExitCode {
+    dataplane::kernel::give_back_freed_memory();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => {

@@ -3,6 +3,7 @@
 
 mod error;
 mod map;
+mod memory;
 mod monitor;
 mod object;
 mod pins;
@@ -19,6 +20,7 @@ use std::{
 use nix::fcntl::Flock;
 
 pub use error::Error;
+pub use memory::give_back_freed_memory;
 pub use monitor::Monitor;
 pub use pins::{CleanupItem, cleanup};
 pub use programs::{Attachment, cgroup2_root};
