@@ -55,6 +55,17 @@ impl<'a> AgentBuilder<'a> {
     /// # Errors
     /// When it is not built, ends, or is not ready within 20 s: the error holds its log.
     pub fn start(self) -> Result<Agent> {
+        let mut agent = self.prepare()?;
+        agent.start()?;
+        Ok(agent)
+    }
+
+    /// Makes what the agent needs and does not start it yet: for what happens before, and for
+    /// agents that shall not become ready.
+    ///
+    /// # Errors
+    /// When it is not built, or its directories cannot be made.
+    pub fn prepare(self) -> Result<Agent> {
         let programs = self.lab.programs();
         let program = programs.dataplane()?;
 
@@ -64,7 +75,7 @@ impl<'a> AgentBuilder<'a> {
         // Beside the node's cgroup, not in it: what the agent itself does is no pod's traffic.
         let cgroup = id.cgroup()?.join(format!("{}-agent", self.node.name()));
         create_dir(&cgroup)?;
-        let mut agent = Agent {
+        Ok(Agent {
             program,
             probe: programs.probe()?,
             cgroup,
@@ -74,9 +85,7 @@ impl<'a> AgentBuilder<'a> {
             node: self.node,
             arguments: self.arguments,
             process: None,
-        };
-        agent.start()?;
-        Ok(agent)
+        })
     }
 }
 

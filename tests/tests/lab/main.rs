@@ -23,6 +23,8 @@ mod cluster;
 mod kernel;
 mod life;
 mod manifest;
+mod metrics;
+mod outcome;
 mod services;
 mod smoke;
 
@@ -53,6 +55,7 @@ fn main() -> ExitCode {
         services::SCENARIOS,
         life::SCENARIOS,
         churn::SCENARIOS,
+        metrics::SCENARIOS,
     ];
     let arguments = Arguments::from_args();
     let required = std::env::var_os("DATAPLANE_REQUIRE_PRIVILEGES").is_some_and(|v| v == "1");

@@ -1,0 +1,346 @@
+//! Metrics, health and the admin endpoint, as Prometheus, the kubelet and a person see them.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use dataplane_tests::{Host, Lab};
+
+use crate::{
+    cluster::{Cluster, TCP, UDP, ask, eventually, fails, reaches, refused},
+    manifest::{Manifests, Service},
+    outcome::{cannot_run, http, run},
+};
+
+scenarios! {
+    Dataplane:
+    metrics_count_what_clients_did,
+    counters_do_not_go_backwards,
+    readiness_waits_for_the_first_sync,
+    the_admin_endpoint_is_for_the_node_alone,
+    every_endpoint_can_be_turned_off,
+    a_port_in_use_is_named_before_anything_is_touched,
+}
+
+/// The metrics of a node, by name and labels.
+#[derive(Debug)]
+pub struct Metrics(Vec<(String, BTreeMap<String, String>, f64)>);
+
+impl Metrics {
+    /// Scrapes them as Prometheus does, from outside of the node.
+    pub fn scrape(from: &Host, node: &Host) -> Result<Self> {
+        let (status, body) = http(from, &format!("http://{}:15020/metrics", node.ipv4()))?;
+        ensure!(status == 200, "{status} {body}");
+        ensure!(body.ends_with("# EOF\n"), "cut off: {body}");
+        let samples = body.lines().filter(|line| !line.starts_with('#'));
+        samples.map(sample).collect::<Result<_>>().map(Self)
+    }
+
+    /// The sum over the series of this name with these labels, and perhaps more.
+    pub fn sum(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
+        let series = self.0.iter().filter(|(series, with, _)| {
+            let has = |(key, value): &(&str, &str)| with.get(*key).is_some_and(|v| v == value);
+            series == name && labels.iter().all(has)
+        });
+        series.map(|(_, _, value)| value).sum()
+    }
+
+    /// How many connections were counted for a service.
+    pub fn connections(&self, service: &str) -> f64 {
+        self.sum("dataplane_connections_total", &[("service", service)])
+    }
+
+    fn is(&self, name: &str, labels: &[(&str, &str)], wanted: f64) -> Result<()> {
+        let found = self.sum(name, labels);
+        ensure!(
+            (found - wanted).abs() < 0.5,
+            "{name} with {labels:?} is {found}, not {wanted}: {:#?}",
+            self.0.iter().filter(|s| s.0 == name).collect::<Vec<_>>()
+        );
+        Ok(())
+    }
+}
+
+/// `name{label="value",…} number`.
+fn sample(line: &str) -> Result<(String, BTreeMap<String, String>, f64)> {
+    let (series, value) = line.rsplit_once(' ').context("a value")?;
+    let (name, labels) = series
+        .strip_suffix('}')
+        .and_then(|series| series.split_once('{'))
+        .unwrap_or((series, ""));
+    let mut found = BTreeMap::new();
+    // No label here has a comma or a quote in it.
+    for label in labels.split(',').filter(|label| !label.is_empty()) {
+        let (key, value) = label
+            .split_once('=')
+            .with_context(|| format!("no label: {line}"))?;
+        found.insert(key.to_owned(), value.trim_matches('"').to_owned());
+    }
+    let value = value
+        .parse()
+        .with_context(|| format!("no number: {line}"))?;
+    Ok((name.to_owned(), found, value))
+}
+
+const WEB: &str = "10.96.0.10:80";
+
+fn web(lab: &Lab) -> Service {
+    Service::new("web", &["10.96.0.10"])
+        .port("tcp", 80, TCP)
+        .port("udp", 53, UDP)
+        .endpoints(&[lab.pod("far"), lab.pod("near")])
+}
+
+fn metrics_count_what_clients_did() -> Result<()> {
+    let cluster = Cluster::start(|lab| {
+        let empty = Service::new("empty", &["10.96.0.11"]).port("tcp", 80, TCP);
+        let local = Service::new("local", &["10.96.0.12"]).port("tcp", 80, TCP);
+        let local = local.set("internalTrafficPolicy", "Local");
+        vec![web(lab), empty, local.endpoints(&[lab.pod("far")])]
+    })?;
+    let (client, node) = (cluster.client(), cluster.lab.node("node2"));
+    let scrape = || Metrics::scrape(client, node);
+    let before = scrape()?;
+    before.is("dataplane_connections_total", &[], 0.0)?;
+
+    reaches(client, WEB, "connect --count 30", &["far", "near"])?;
+    // The node's own processes are counted too.
+    reaches(node, WEB, "connect --count 12", &["far", "near"])?;
+    ask(client, "10.96.0.10:53", "udp --unconnected --count 5")?;
+    ask(client, "10.96.0.10:53", "udp --count 4")?;
+    refused(client, "10.96.0.11:80", "connect --count 7")?;
+    refused(client, "10.96.0.12:80", "connect --count 3")?;
+    refused(client, "10.96.0.10:81", "connect --count 2")?;
+
+    let after = scrape()?;
+    let port = |port, protocol| {
+        [
+            ("namespace", "default"),
+            ("service", "web"),
+            ("port", port),
+            ("protocol", protocol),
+        ]
+    };
+    let connections = "dataplane_connections_total";
+    after.is(connections, &port("80", "tcp"), 42.0)?;
+    after.is(connections, &port("53", "udp"), 9.0)?;
+    let refusals = |service, reason| {
+        after.sum(
+            "dataplane_refusals_total",
+            &[("service", service), ("reason", reason)],
+        )
+    };
+    let found = [
+        refusals("empty", "no-endpoints"),
+        refusals("local", "no-local-endpoint"),
+        refusals("web", "port-not-served"),
+    ];
+    ensure!(found == [7.0, 3.0, 2.0], "refusals: {found:?}");
+    for (reason, wanted) in [
+        ("translated", 51.0),
+        ("no-endpoints", 7.0),
+        ("no-local-endpoint", 3.0),
+        ("port-not-served", 2.0),
+    ] {
+        let verdicts =
+            |metrics: &Metrics| metrics.sum("dataplane_verdicts_total", &[("reason", reason)]);
+        let counted = verdicts(&after) - verdicts(&before);
+        ensure!(
+            (counted - wanted).abs() < 0.5,
+            "{counted} verdicts {reason}, not {wanted}"
+        );
+    }
+    after.is("dataplane_services", &[], 3.0)?;
+    // Of `web` two for each of its two ports, and one of `local`.
+    after.is("dataplane_endpoints", &[], 5.0)?;
+    after.is("dataplane_ready", &[], 1.0)?;
+    after.is("dataplane_program_attached", &[], 8.0)?;
+    after.is("dataplane_sync_duration_seconds_count", &[], 1.0)?;
+    for (name, least) in [
+        ("dataplane_last_sync_timestamp_seconds", 1e9),
+        ("dataplane_start_time_seconds", 1e9),
+        ("dataplane_build_info", 1.0),
+        ("dataplane_table_entries", 1.0),
+    ] {
+        ensure!(after.sum(name, &[]) >= least, "{name}: {after:?}");
+    }
+    for table in ["FRONTENDS", "ENDPOINTS", "POOLS", "AFFINITY"] {
+        let of = |name: &str| after.sum(name, &[("table", table)]);
+        let (used, room) = (
+            of("dataplane_table_entries"),
+            of("dataplane_table_capacity"),
+        );
+        let limit = of("dataplane_table_limit");
+        ensure!(
+            used <= room && room <= limit && room > 0.0,
+            "{table}: {used} of {room}, at most {limit}"
+        );
+        ensure!(of("dataplane_table_bytes") > 0.0, "{table} takes no memory");
+    }
+    // `services` tells the same.
+    let services = run(&cluster.agent, "services web -o json")?
+        .exits(0)?
+        .json()?;
+    let counted = |port: usize| services[0]["ports"][port]["connections"].as_u64();
+    ensure!(
+        (counted(0), counted(1)) == (Some(42), Some(9)),
+        "{services:#}"
+    );
+    Ok(())
+}
+
+/// Neither other endpoints, nor another port beside it, nor a new agent make a service's counter
+/// smaller.
+fn counters_do_not_go_backwards() -> Result<()> {
+    let mut cluster = Cluster::start(|lab| vec![web(lab)])?;
+    let client = cluster.lab.pod("sleep").clone();
+    let node = cluster.lab.node("node2").clone();
+    let counted = |wanted: f64, when: &str| {
+        let metrics = Metrics::scrape(&client, &node)?;
+        let found = metrics.connections("web");
+        ensure!(
+            (found - wanted).abs() < 0.5,
+            "{when}: {found} connections, not {wanted}"
+        );
+        anyhow::Ok(())
+    };
+    reaches(&client, WEB, "connect --count 20", &["far", "near"])?;
+    counted(20.0, "at first")?;
+
+    let lab = &cluster.lab;
+    let near2 = Service::new("web", &["10.96.0.10"]).port("tcp", 80, TCP);
+    let near2 = near2.endpoints(&[lab.pod("near2")]);
+    cluster.manifests.write(std::slice::from_ref(&near2))?;
+    eventually(|| synced(&cluster, 2))?;
+    reaches(&client, WEB, "connect --count 5", &["near2"])?;
+    counted(25.0, "with another endpoint and a port less")?;
+
+    let other = Service::new("other", &["10.96.0.11"]).port("tcp", 80, TCP);
+    let other = other.endpoints(&[lab.pod("near")]);
+    cluster.manifests.write(&[near2, other])?;
+    eventually(|| synced(&cluster, 3))?;
+    reaches(&client, "10.96.0.11:80", "connect --count 3", &["near"])?;
+    reaches(&client, WEB, "connect --count 5", &["near2"])?;
+    counted(30.0, "with another service beside it")?;
+
+    cluster.agent.kill();
+    reaches(&client, WEB, "connect --count 5", &["near2"])?;
+    cluster.agent.start()?;
+    counted(35.0, "after a restart, with what was connected meanwhile")
+}
+
+/// Wants so many syncs since the agent started.
+fn synced(cluster: &Cluster, syncs: u64) -> Result<()> {
+    let status = run(&cluster.agent, "status -o json")?.json()?;
+    let found = &status["agent"]["syncs"];
+    ensure!(found.as_u64() == Some(syncs), "{found} syncs, not {syncs}");
+    Ok(())
+}
+
+/// An agent whose first sync fails is alive, not ready, and says why; once it works it is ready.
+fn readiness_waits_for_the_first_sync() -> Result<()> {
+    let lab = Cluster::lab()?;
+    let small = Service::new("small", &["10.96.0.9"]).port("tcp", 80, TCP);
+    let manifests = Manifests::new(&[web(&lab), small.clone()])?;
+    let mut agent = lab
+        .agent("node2")
+        .manifests(manifests.path())
+        .args(["--max-endpoints", "2"])
+        .prepare()?;
+    agent.launch()?;
+    let (client, node) = (lab.pod("sleep"), lab.node("node2"));
+    let health = |path: &str| {
+        http(
+            client,
+            &format!("http://{}:15021/healthz/{path}", node.ipv4()),
+        )
+    };
+    eventually(|| {
+        let (status, body) = health("ready")?;
+        ensure!(status == 503, "{status} {body}");
+        Ok(())
+    })?;
+    let (status, body) = health("live")?;
+    ensure!(status == 200, "{status} {body}");
+    eventually(|| {
+        run(&agent, "status")?
+            .exits(1)?
+            .says(&["--max-endpoints", "ENDPOINTS"])
+            .map(drop)
+    })?;
+    Metrics::scrape(client, node)?.is("dataplane_ready", &[], 0.0)?;
+    ensure!(health("ready")?.0 == 503, "ready without a sync");
+
+    manifests.write(&[small])?;
+    agent.wait_until_ready()?;
+    let (status, body) = health("ready")?;
+    ensure!(status == 200, "{status} {body}");
+    let metrics = Metrics::scrape(client, node)?;
+    metrics.is("dataplane_ready", &[], 1.0)?;
+    ensure!(metrics.sum("dataplane_sync_errors_total", &[]) >= 1.0);
+    refused(client, "10.96.0.9:80", "connect")
+}
+
+fn the_admin_endpoint_is_for_the_node_alone() -> Result<()> {
+    let cluster = Cluster::start(|lab| vec![web(lab)])?;
+    let node = cluster.lab.node("node2");
+    for path in ["status", "services", "pools", "version"] {
+        let (status, body) = http(node, &format!("http://127.0.0.1:15000/{path}"))?;
+        ensure!(status == 200, "{path}: {status} {body}");
+        let _: serde_json::Value = serde_json::from_str(&body)?;
+    }
+    let (status, body) = http(node, "http://127.0.0.1:15000/nothing")?;
+    ensure!(status == 404, "{status} {body}");
+    for client in [cluster.client(), node] {
+        let to = format!("{}:15000", node.ipv4());
+        fails(client, &to, "connect --silent", "ECONNREFUSED")?;
+    }
+    // Of the two that are for everybody neither shows what is the node's own business.
+    for (port, path) in [(15020, "services"), (15021, "status")] {
+        let (status, _) = http(node, &format!("http://127.0.0.1:{port}/{path}"))?;
+        ensure!(status == 404, "{port} answers /{path}");
+    }
+    Ok(())
+}
+
+fn every_endpoint_can_be_turned_off() -> Result<()> {
+    let flags = ["--metrics-addr", "--health-addr", "--admin-addr"];
+    let off: Vec<&str> = flags.iter().flat_map(|flag| [*flag, "off"]).collect();
+    let cluster = Cluster::start_with(|lab| vec![web(lab)], &off)?;
+    let node = cluster.lab.node("node2");
+    for port in [15000, 15020, 15021] {
+        let to = format!("127.0.0.1:{port}");
+        fails(node, &to, "connect --silent", "ECONNREFUSED")?;
+    }
+    reaches(
+        cluster.client(),
+        WEB,
+        "connect --count 20",
+        &["far", "near"],
+    )?;
+    drop(cluster);
+    let elsewhere = ["--metrics-addr", "127.0.0.1:9100"];
+    let cluster = Cluster::start_with(|lab| vec![web(lab)], &elsewhere)?;
+    let node = cluster.lab.node("node2");
+    let (status, _) = http(node, "http://127.0.0.1:9100/metrics")?;
+    ensure!(status == 200, "{status}");
+    fails(node, "127.0.0.1:15020", "connect --silent", "ECONNREFUSED")
+}
+
+fn a_port_in_use_is_named_before_anything_is_touched() -> Result<()> {
+    let lab = Cluster::lab()?;
+    let manifests = Manifests::new(&[web(&lab)])?;
+    let agent = lab.agent("node2").manifests(manifests.path()).prepare()?;
+    let _taken = lab.node("node2").serve(&["--tcp", "0.0.0.0:15021"])?;
+    let file = manifests.path();
+    let arguments = ["--manifests".as_ref(), file.as_os_str()];
+    cannot_run(&agent, arguments)?.exits(1)?.says(&[
+        "0.0.0.0:15021",
+        "health",
+        "--health-addr off",
+        "in use",
+    ])?;
+    if agent.bpffs().exists() {
+        bail!("something was pinned in {}", agent.bpffs().display());
+    }
+    Ok(())
+}
