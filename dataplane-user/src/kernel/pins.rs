@@ -427,6 +427,12 @@ pub fn remove_layout(layout: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, E
         for path in paths {
             let (what, ours) = classify(&path, wanted);
             if ours && !dry_run {
+                if wanted == ObjectKind::Link {
+                    // Removing the last pin of a link detaches it too, but some time later.
+                    sys::obj_get(&path)
+                        .and_then(|link| sys::link_detach(link.as_fd()))
+                        .doing(|| format!("cannot detach {}", path.display()))?;
+                }
                 fs::remove_file(&path).doing(|| format!("cannot remove {}", path.display()))?;
             }
             items.push(CleanupItem { path, what, ours });

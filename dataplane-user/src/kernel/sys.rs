@@ -259,6 +259,16 @@ pub fn link_update(link: BorrowedFd<'_>, program: BorrowedFd<'_>) -> io::Result<
     }
 }
 
+/// Detaches a link's program now, whoever else holds the link; also one that is detached already.
+pub fn link_detach(link: BorrowedFd<'_>) -> io::Result<()> {
+    let mut attr = attr();
+    // SAFETY: no pointers in this command's attributes.
+    unsafe {
+        attr.link_detach.link_fd = raw(link);
+        bpf(bpf_cmd::BPF_LINK_DETACH, &mut attr).map(|_| ())
+    }
+}
+
 /// The ids of the programs that run on a cgroup's hook, those attached to its ancestors included.
 pub fn cgroup_programs(
     cgroup: BorrowedFd<'_>,
