@@ -168,6 +168,12 @@ pub fn run(settings: Settings) -> Result<(), Error> {
     let listeners = Listeners::open(&settings.listen)?;
 
     let mut kernel = Kernel::open(&settings.paths, settings.limits)?;
+    if kernel.adopted() {
+        info!(
+            "adopted the tables in {}: what they serve goes on",
+            settings.paths.bpffs.display()
+        );
+    }
     let planner = adopt(&mut kernel, &settings.paths)?;
     let state = Arc::new(State::new(
         settings.paths.clone(),
