@@ -1,21 +1,37 @@
 //! The agent's life: killed, restarted, started twice, given nonsense, and removed.
 
-use std::{collections::hash_map::RandomState, fs, hash::BuildHasher as _, time::Duration};
+use std::{
+    collections::hash_map::RandomState,
+    ffi::OsStr,
+    fs::{self, File},
+    hash::BuildHasher as _,
+    time::Duration,
+};
 
 use anyhow::{Context as _, Result, ensure};
-use dataplane_tests::{Lab, report::LoadReport};
+use aya::maps::{Array, MapData};
+use dataplane_common::LAYOUT;
+use dataplane_tests::{Agent, Lab, report::LoadReport};
+use serde_json::Value;
 
 use crate::{
-    cluster::{Cluster, TCP, eventually, fails, reaches, refused},
-    manifest::Service,
+    cluster::{Cluster, TCP, eventually, fails, reaches, refused, serve},
+    manifest::{Manifests, Service},
+    outcome::{cannot_run, run, run_args},
 };
 
 scenarios! {
     Dataplane:
     killing_the_agent_fails_no_connection,
+    a_restarted_agent_adopts_and_writes_nothing,
     a_new_agent_catches_up,
+    only_what_changed_meanwhile_is_written,
     a_second_agent_says_who_runs_and_ends,
+    cleanup_waits_for_the_agents_end,
     cleanup_removes_what_the_agent_left,
+    a_foreign_pin_stops_the_start_and_stays,
+    a_damaged_pin_stops_the_start_and_nothing_else,
+    a_missing_bpffs_is_mounted,
     on_exit_detach_removes_the_programs,
     changes_in_the_file_are_picked_up,
     bad_manifests_change_nothing,
@@ -85,6 +101,100 @@ fn a_new_agent_catches_up() -> Result<()> {
     fails(cluster.client(), TO, "connect --timeout-ms 300", "TIMEOUT")
 }
 
+/// The links are the same ones with new programs in them, the tables are as they were, and the log
+/// says so.
+fn a_restarted_agent_adopts_and_writes_nothing() -> Result<()> {
+    let mut cluster = Cluster::start(|lab| vec![web(lab)])?;
+    let file = cluster.manifests.path();
+    let no_change = |agent: &Agent| {
+        let arguments = ["plan", "--node-name", "node2", "--manifests"];
+        let arguments = arguments.iter().map(OsStr::new).chain([file.as_os_str()]);
+        run_args(agent, arguments)?
+            .exits(0)?
+            .says(&["No change"])
+            .map(drop)
+    };
+    no_change(&cluster.agent)?;
+    let programs = |agent: &Agent, field: &str| -> Result<Vec<Value>> {
+        let status = run(agent, "status -o json")?.json()?;
+        let programs = status["programs"].as_array().context("programs")?;
+        Ok(programs.iter().map(|p| p[field].clone()).collect())
+    };
+    let (links, ids) = (
+        programs(&cluster.agent, "link_id")?,
+        programs(&cluster.agent, "program_id")?,
+    );
+    ensure!(
+        links.len() == 8 && links.iter().all(Value::is_u64),
+        "{links:?}"
+    );
+    ensure!(!cluster.agent.log().contains("adopted"), "adopted nothing");
+    cluster.agent.kill();
+    no_change(&cluster.agent)?;
+    cluster.agent.start()?;
+    no_change(&cluster.agent)?;
+    ensure!(
+        cluster.agent.log().contains("adopted"),
+        "it does not say that it adopted: {}",
+        cluster.agent.log()
+    );
+    let status = run(&cluster.agent, "status -o json")?.exits(0)?.json()?;
+    ensure!(status["agent"]["last_sync"]["writes"] == 0, "{status:#}");
+    ensure!(programs(&cluster.agent, "link_id")? == links, "other links");
+    let swapped = programs(&cluster.agent, "program_id")?;
+    ensure!(
+        ids.iter()
+            .zip(&swapped)
+            .all(|(before, after)| before != after),
+        "not swapped: {ids:?} {swapped:?}"
+    );
+    Ok(())
+}
+
+/// Of fifty services one changed and one went while no agent ran: that is all that is written.
+fn only_what_changed_meanwhile_is_written() -> Result<()> {
+    let name = |n: u8| format!("s{n}");
+    let vip = |n: u8| format!("10.96.1.{n}");
+    let service = |lab: &Lab, n: u8| {
+        Service::new(&name(n), &[&vip(n)])
+            .port("tcp", 80, TCP)
+            .endpoints(&[lab.pod("near")])
+    };
+    let mut cluster = Cluster::start(|lab| (0..50).map(|n| service(lab, n)).collect())?;
+    cluster.agent.kill();
+    let lab = &cluster.lab;
+    let mut services: Vec<Service> = (0..49).map(|n| service(lab, n)).collect();
+    services[7] = Service::new(&name(7), &[&vip(7)])
+        .port("tcp", 80, TCP)
+        .endpoints(&[lab.pod("far")]);
+    cluster.manifests.write(&services)?;
+    reaches(cluster.client(), "10.96.1.7:80", "connect", &["near"])?;
+    cluster.agent.start()?;
+    reaches(
+        cluster.client(),
+        "10.96.1.7:80",
+        "connect --count 5",
+        &["far"],
+    )?;
+    reaches(
+        cluster.client(),
+        "10.96.1.8:80",
+        "connect --count 5",
+        &["near"],
+    )?;
+    fails(
+        cluster.client(),
+        "10.96.1.49:80",
+        "connect --timeout-ms 300",
+        "TIMEOUT",
+    )?;
+    let status = run(&cluster.agent, "status -o json")?.exits(0)?.json()?;
+    let writes = &status["agent"]["last_sync"]["writes"];
+    // A block of endpoints and the flip to it; the port and the address that go.
+    ensure!(writes == 4, "{writes} writes for two services");
+    Ok(())
+}
+
 fn a_second_agent_says_who_runs_and_ends() -> Result<()> {
     let cluster = Cluster::start(|lab| vec![web(lab)])?;
     let path = cluster.manifests.path();
@@ -99,6 +209,17 @@ fn a_second_agent_says_who_runs_and_ends() -> Result<()> {
         said.contains(&cluster.agent.id().to_string()),
         "it does not say who runs: {said}"
     );
+    reaches(cluster.client(), TO, "connect --count 20", &["far", "near"]).map(drop)
+}
+
+/// While an agent runs, `cleanup` refuses, also when it cannot find the agent's socket.
+fn cleanup_waits_for_the_agents_end() -> Result<()> {
+    let cluster = Cluster::start(|lab| vec![web(lab)])?;
+    let pid = cluster.agent.id().to_string();
+    for command in ["cleanup", "cleanup --socket /nowhere/agent.sock"] {
+        run(&cluster.agent, command)?.exits(3)?.says(&[&pid])?;
+    }
+    run(&cluster.agent, "status")?.exits(0)?;
     reaches(cluster.client(), TO, "connect --count 20", &["far", "near"]).map(drop)
 }
 
@@ -123,6 +244,103 @@ fn cleanup_removes_what_the_agent_left() -> Result<()> {
         cluster.agent.bpffs().display()
     );
     fails(cluster.client(), TO, "connect --timeout-ms 300", "TIMEOUT")
+}
+
+/// Somebody else's map under the name of one of ours is named, and neither `run` nor `cleanup`
+/// touches it.
+fn a_foreign_pin_stops_the_start_and_stays() -> Result<()> {
+    let mut cluster = Cluster::start(|lab| vec![web(lab)])?;
+    cluster.agent.stop()?;
+    run(&cluster.agent, "cleanup")?.exits(0)?;
+    let pin = cluster.agent.bpffs().join(format!("v{LAYOUT}/maps/POOLS"));
+    fs::create_dir_all(pin.parent().context("a directory")?)?;
+    Array::<MapData, u64>::create(7, 0)?.pin(&pin)?;
+    let path = pin.to_string_lossy();
+    let file = cluster.manifests.path();
+    let arguments = ["--manifests".as_ref(), file.as_os_str()];
+    cannot_run(&cluster.agent, arguments)?
+        .exits(1)?
+        .says(&[&path, "not ours"])?;
+    fails(cluster.client(), TO, "connect --timeout-ms 300", "TIMEOUT")?;
+    for command in ["cleanup --dry-run", "cleanup"] {
+        run(&cluster.agent, command)?
+            .exits(0)?
+            .says(&[&path, "left alone"])?;
+        ensure!(pin.exists(), "`{command}` removed what is not ours");
+    }
+    fs::remove_file(&pin)?;
+    cluster.agent.start()?;
+    reaches(cluster.client(), TO, "connect --count 20", &["far", "near"]).map(drop)
+}
+
+/// A table whose pin is gone while the programs run: nothing is guessed, clients go on, and
+/// `cleanup` is the way out.
+fn a_damaged_pin_stops_the_start_and_nothing_else() -> Result<()> {
+    let mut cluster = Cluster::start(|lab| vec![web(lab)])?;
+    cluster.agent.kill();
+    let pin = cluster.agent.bpffs().join(format!("v{LAYOUT}/maps/POOLS"));
+    fs::remove_file(&pin)?;
+    let path = pin.to_string_lossy();
+    let file = cluster.manifests.path();
+    let arguments = ["--manifests".as_ref(), file.as_os_str()];
+    cannot_run(&cluster.agent, arguments)?
+        .exits(1)?
+        .says(&[&path, "dataplane cleanup"])?;
+    run(&cluster.agent, "status")?.exits(1)?.says(&[&path])?;
+    reaches(cluster.client(), TO, "connect --count 20", &["far", "near"])?;
+    run(&cluster.agent, "cleanup")?.exits(0)?;
+    cluster.agent.start()?;
+    reaches(cluster.client(), TO, "connect --count 20", &["far", "near"]).map(drop)
+}
+
+/// In a mount namespace of its own, in which /sys/fs/bpf is not mounted.
+fn a_missing_bpffs_is_mounted() -> Result<()> {
+    let lab = Cluster::lab()?;
+    let _server = serve(lab.pod("near"))?;
+    let near = Service::new("web", &["10.96.0.10"]).port("tcp", 80, TCP);
+    let manifests = Manifests::new(&[near.endpoints(&[lab.pod("near")])])?;
+    let mut agent = lab.agent("node2").prepare()?;
+    let here = fs::read_to_string("/proc/self/mountinfo")?;
+    let script = "while mountpoint -q /sys/fs/bpf; do umount -l /sys/fs/bpf || exit 9; done
+        exec \"$0\" run --bpffs /sys/fs/bpf/dataplane --manifests \"$1\"";
+    let mut command = lab.node("node2").command("unshare").args([
+        "--mount".as_ref(),
+        "--propagation".as_ref(),
+        "private".as_ref(),
+        "sh".as_ref(),
+        "-c".as_ref(),
+        script.as_ref(),
+        lab.programs().dataplane()?.as_os_str(),
+        manifests.path().as_os_str(),
+    ]);
+    for (name, value) in agent.environment() {
+        if name != "DATAPLANE_BPFFS" {
+            command = command.env(name, value);
+        }
+    }
+    let log = File::create(agent.log_file())?;
+    let mut process = command.stderr(log).spawn()?;
+    eventually(|| reaches(lab.pod("sleep"), TO, "connect --timeout-ms 300", &["near"]).map(drop))
+        .with_context(|| agent.log())?;
+    let mounts = fs::read_to_string(format!("/proc/{}/mountinfo", process.id()))?;
+    ensure!(
+        mounts
+            .lines()
+            .any(|line| line.contains(" /sys/fs/bpf ") && line.contains(" - bpf ")),
+        "not mounted: {mounts}"
+    );
+    let now = fs::read_to_string("/proc/self/mountinfo")?;
+    let bpf = |mounts: &str| {
+        mounts
+            .lines()
+            .filter(|l| l.contains(" /sys/fs/bpf "))
+            .count()
+    };
+    ensure!(bpf(&here) == bpf(&now), "the machine's own mounts changed");
+    // With its last process the namespace goes, and with that the pins.
+    process.kill();
+    agent.kill();
+    eventually(|| fails(lab.pod("sleep"), TO, "connect --timeout-ms 300", "TIMEOUT"))
 }
 
 fn on_exit_detach_removes_the_programs() -> Result<()> {

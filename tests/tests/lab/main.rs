@@ -25,6 +25,7 @@ mod life;
 mod manifest;
 mod metrics;
 mod outcome;
+mod reload;
 mod services;
 mod smoke;
 
@@ -56,6 +57,7 @@ fn main() -> ExitCode {
         life::SCENARIOS,
         churn::SCENARIOS,
         metrics::SCENARIOS,
+        reload::SCENARIOS,
     ];
     let arguments = Arguments::from_args();
     let required = std::env::var_os("DATAPLANE_REQUIRE_PRIVILEGES").is_some_and(|v| v == "1");
