@@ -123,18 +123,14 @@ fn metrics_count_what_clients_did() -> Result<()> {
     let connections = "dataplane_connections_total";
     after.is(connections, &port("80", "tcp"), 42.0)?;
     after.is(connections, &port("53", "udp"), 9.0)?;
-    let refusals = |service, reason| {
-        after.sum(
-            "dataplane_refusals_total",
-            &[("service", service), ("reason", reason)],
-        )
-    };
-    let found = [
-        refusals("empty", "no-endpoints"),
-        refusals("local", "no-local-endpoint"),
-        refusals("web", "port-not-served"),
-    ];
-    ensure!(found == [7.0, 3.0, 2.0], "refusals: {found:?}");
+    for (service, reason, wanted) in [
+        ("empty", "no-endpoints", 7.0),
+        ("local", "no-local-endpoint", 3.0),
+        ("web", "port-not-served", 2.0),
+    ] {
+        let labels = [("service", service), ("reason", reason)];
+        after.is("dataplane_refusals_total", &labels, wanted)?;
+    }
     for (reason, wanted) in [
         ("translated", 51.0),
         ("no-endpoints", 7.0),
