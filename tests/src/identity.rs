@@ -6,10 +6,8 @@
 //! left alone, from a dead one's, and a reused pid does not fool them.
 
 use std::{
-    collections::{BTreeSet, hash_map::RandomState},
-    fmt, fs,
-    hash::BuildHasher,
-    io,
+    collections::BTreeSet,
+    fmt, fs, io,
     path::{Path, PathBuf},
     str::FromStr,
     sync::atomic::{AtomicU32, Ordering},
@@ -57,8 +55,7 @@ impl LabId {
         let started = start_time(pid)
             .ok_or_else(|| Error::Requirement("cannot read /proc/self/stat: mount /proc".into()))?;
         let count = COUNTER.fetch_add(1, Ordering::Relaxed);
-        // The standard library's hasher is seeded by the system's randomness.
-        let random = RandomState::new().hash_one(count) & 0xffff;
+        let random: u16 = rand::random();
         Ok(Self {
             pid,
             started,

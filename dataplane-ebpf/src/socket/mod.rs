@@ -168,6 +168,10 @@ impl<F: Family> SockAddr<F> {
         }
         count_pool(verdict.pool, verdict.reason);
         if verdict.endpoint.is_none() {
+            if verdict.reason == Reason::Dangling {
+                // Cannot happen: so it is worth a line in the agent's log if it does.
+                aya_log_ebpf::error!(&self.ctx, "pool {} or its block is not there", verdict.pool);
+            }
             return refuse();
         }
         self.set(verdict.endpoint.addr, verdict.endpoint.port);

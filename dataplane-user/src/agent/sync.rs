@@ -63,6 +63,7 @@ impl Sync {
             }
         }
         loop {
+            self.kernel.pass_on_log();
             match happened.recv_timeout(self.retry.unwrap_or(LOOK)) {
                 Ok(Event::Stop(signal)) => {
                     info!("{signal}: ending");

@@ -2,6 +2,7 @@
 //! tables. The only room that names aya, and the only one in user space with `unsafe`.
 
 mod error;
+mod log;
 mod map;
 mod memory;
 mod monitor;
@@ -28,6 +29,7 @@ pub use tables::{Growth, Limits, Tables, Usage};
 
 use self::{
     error::Doing,
+    log::ProgramLog,
     pins::{MAPS, Pins},
 };
 use crate::plan::{Contents, Demand, Write};
@@ -54,6 +56,8 @@ pub struct Kernel {
     /// A hash element was freed, and may be reused by the next that is added: not before a grace
     /// period has passed.
     freed: bool,
+    /// What the programs say of themselves; `None` if the kernel does not let us read it.
+    log: Option<ProgramLog>,
     _lock: Flock<File>,
 }
 
@@ -88,6 +92,7 @@ impl Kernel {
             tables,
             adopted,
             freed: false,
+            log: ProgramLog::new(&mut ebpf),
             _lock: lock,
         })
     }
@@ -181,6 +186,14 @@ impl Kernel {
         self.tables.grace()?;
         self.freed = false;
         Ok(())
+    }
+
+    /// Passes on what the programs have logged since the last call: faults of ours, one line each,
+    /// as an error of target `dataplane_ebpf`.
+    pub fn pass_on_log(&mut self) {
+        if let Some(log) = &mut self.log {
+            log.pass_on();
+        }
     }
 
     /// Removes what an agent of another layout left pinned, once this one serves: until then both

@@ -1,7 +1,11 @@
 //! The kernel room against the real kernel: what is adopted, what is refused, what is left alone.
-//! No traffic: the programs are attached to cgroups in which nothing runs.
+//! Next to no traffic: the programs are mostly attached to cgroups in which nothing runs.
 
-use std::{fs, path::PathBuf};
+use std::{
+    fs,
+    path::PathBuf,
+    sync::{Mutex, PoisonError},
+};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use aya::maps::{Array, MapData};
@@ -10,10 +14,10 @@ use dataplane::{
     plan::{Contents, Demand, Write},
 };
 use dataplane_common::{
-    Addr, LAYOUT, Port, Protocol,
+    Addr, LAYOUT, Port, Protocol, Reason,
     tables::{Block, Endpoint, Frontend, FrontendKey, Kind, Pool},
 };
-use dataplane_tests::Lab;
+use dataplane_tests::{Lab, report::Report};
 
 scenarios! {
     Dataplane:
@@ -28,12 +32,13 @@ scenarios! {
     a_full_table_names_its_knob,
     an_older_layout_is_retired,
     a_directory_on_no_bpffs_is_refused,
+    a_dangling_reference_is_refused_counted_and_logged,
 }
 
 /// A lab for its directories: a bpffs and a cgroup of its own.
 struct Place {
     paths: Paths,
-    _lab: Lab,
+    lab: Lab,
 }
 
 impl Drop for Place {
@@ -51,7 +56,7 @@ impl Place {
             bpffs: lab.bpffs()?.join("node1"),
             cgroup: lab.node_cgroup("node1"),
         };
-        Ok(Self { paths, _lab: lab })
+        Ok(Self { paths, lab })
     }
 
     fn open(&self) -> Result<Kernel, Error> {
@@ -413,5 +418,57 @@ fn a_directory_on_no_bpffs_is_refused() -> Result<()> {
         other => bail!("{other:?}"),
     }
     ensure!(!made, "a directory was made");
+    Ok(())
+}
+
+/// What the programs logged, as the agent's log would get it.
+struct Captured(Mutex<Vec<String>>);
+
+static CAPTURED: Captured = Captured(Mutex::new(Vec::new()));
+
+impl log::Log for Captured {
+    fn enabled(&self, _: &log::Metadata<'_>) -> bool {
+        true
+    }
+
+    fn log(&self, record: &log::Record<'_>) {
+        let line = format!("{} {}", record.level(), record.args());
+        self.0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(line);
+    }
+
+    fn flush(&self) {}
+}
+
+/// A fault that the plan never makes: a key whose pool is not there. Refused rather than passed on
+/// to who knows where, counted, and a line in the agent's log.
+pub fn a_dangling_reference_is_refused_counted_and_logged() -> Result<()> {
+    log::set_logger(&CAPTURED).map_err(|error| anyhow::anyhow!("{error}"))?;
+    log::set_max_level(log::LevelFilter::Info);
+    let place = Place::new()?;
+    let mut kernel = place.open()?;
+    let key = FrontendKey::new(Addr::from_v4([10, 96, 0, 1]), Port::new(80), Protocol::TCP);
+    kernel.apply(&[Write::Insert {
+        key,
+        frontend: Frontend::new(4_000_000, Kind::CLUSTER_IP),
+    }])?;
+    let report: Report = place
+        .lab
+        .node("node1")
+        .probe("connect")
+        .args(["--to", "10.96.0.1:80", "--count", "2"])
+        .json()?;
+    ensure!(report.answered == 0, "{report:?}");
+    ensure!(report.errors.get("ECONNREFUSED") == Some(&2), "{report:?}");
+    ensure!(kernel.tables().reasons()?[Reason::Dangling as usize] == 2);
+    kernel.pass_on_log();
+    let lines = CAPTURED.0.lock().unwrap_or_else(PoisonError::into_inner);
+    let wanted = "ERROR pool 4000000 or its block is not there";
+    ensure!(
+        lines.iter().filter(|line| *line == wanted).count() == 2,
+        "{lines:?}"
+    );
     Ok(())
 }
