@@ -12,7 +12,7 @@ use serde::de::DeserializeOwned;
 use super::api::Page;
 
 /// How long an agent may take to answer before it counts as hung.
-const PATIENCE: Duration = Duration::from_secs(10);
+const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Why the agent gave no answer.
 #[derive(Debug, thiserror::Error)]

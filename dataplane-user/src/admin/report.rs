@@ -5,7 +5,10 @@ use std::{collections::BTreeMap, fmt};
 use dataplane_common::Reason;
 use serde::{Deserialize, Serialize};
 
-use super::api::{AgentStatus, Version};
+use super::{
+    api::{AgentStatus, Version},
+    client,
+};
 use crate::kernel;
 
 /// `GET /status`, and what `dataplane status` prints.
@@ -102,7 +105,7 @@ pub struct Versions {
 pub fn examine(
     paths: &kernel::Paths,
     limits: kernel::Limits,
-    agent: Result<AgentStatus, String>,
+    agent: Result<AgentStatus, client::Error>,
 ) -> Report {
     let mut findings = Vec::new();
     let mut error = |text: String| {
@@ -178,7 +181,12 @@ pub fn examine(
             } else {
                 "and no program is attached: services are not served"
             };
-            error(format!("the agent is not running ({why}); {meanwhile}"));
+            error(match why {
+                client::Error::NotRunning { .. } => {
+                    format!("the agent is not running ({why}); {meanwhile}")
+                }
+                _ => format!("{why}; {meanwhile}"),
+            });
             None
         }
     };

@@ -126,7 +126,7 @@ impl MonitorArgs {
         if !self.reason.is_empty() && !reason.is_some_and(|r| self.reason.contains(&r)) {
             return None;
         }
-        let service = names.of_pool(event.pool).map(|owner| owner.to_string());
+        let service = names.of_pool(event.pool);
         if self.service.is_some() && self.service != service {
             return None;
         }
@@ -199,9 +199,12 @@ fn text(out: &mut dyn Write, line: &Line) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use dataplane_common::Protocol;
 
     use super::*;
+    use crate::admin::client::Client;
 
     fn event(reason: Reason) -> Event {
         let mut comm = [0; 16];
@@ -240,11 +243,15 @@ mod tests {
         }
     }
 
+    fn nobody() -> Names {
+        Names::new(Client::new(Path::new("/nowhere")))
+    }
+
     #[test]
     fn a_line_for_people() {
         let line = args(&[])
             .line(
-                &Names::none(),
+                &nobody(),
                 &event(Reason::Translated),
                 Duration::from_secs(86_400 + 3661),
             )
@@ -260,7 +267,7 @@ mod tests {
     #[test]
     fn filters() {
         let some = args(&[Reason::NoEndpoints]);
-        let line = |reason| some.line(&Names::none(), &event(reason), Duration::ZERO);
+        let line = |reason| some.line(&nobody(), &event(reason), Duration::ZERO);
         assert!(line(Reason::Translated).is_none());
         assert_eq!(line(Reason::NoEndpoints).unwrap().reason, "no-endpoints");
         assert!(reason("no-endpoint").unwrap_err().contains("no-endpoints"));

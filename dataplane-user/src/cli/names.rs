@@ -1,9 +1,8 @@
 //! Names of what the kernel's tables know by number: a running agent knows them.
 
 use std::{
-    cell::RefCell,
+    cell::{Cell, RefCell},
     collections::HashMap,
-    fmt,
     time::{Duration, Instant},
 };
 
@@ -12,54 +11,33 @@ use crate::admin::{
     client::Client,
 };
 
-/// A pool can be given to another service: a name is asked for again after this time.
+/// A pool can be given to another service: a name is asked for again after this time. So is an
+/// agent that did not answer.
 const FRESH: Duration = Duration::from_secs(5);
 
 /// Looks up names, and remembers them for a short while.
 #[derive(Debug)]
 pub struct Names {
-    client: Option<Client>,
-    known: RefCell<HashMap<u32, (Instant, Option<Owner>)>>,
-}
-
-/// Whose a pool is.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Owner {
-    /// The service's namespace.
-    pub namespace: String,
-    /// The service's name.
-    pub name: String,
-}
-
-impl fmt::Display for Owner {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}/{}", self.namespace, self.name)
-    }
+    client: Client,
+    known: RefCell<HashMap<u32, (Instant, Option<String>)>>,
+    /// When the agent last did not answer: one that hangs must not hold up every line.
+    silent: Cell<Option<Instant>>,
 }
 
 impl Names {
     /// Asks this agent.
     pub fn new(client: Client) -> Self {
         Self {
-            client: Some(client),
+            client,
             known: RefCell::default(),
+            silent: Cell::new(None),
         }
     }
 
-    /// Knows nobody.
-    #[cfg(test)]
-    pub fn none() -> Self {
-        Self {
-            client: None,
-            known: RefCell::default(),
-        }
-    }
-
-    /// Whose a pool is; none if nobody's, or if no agent answers.
-    pub fn of_pool(&self, pool: u32) -> Option<Owner> {
-        let client = self.client.as_ref()?;
+    /// Whose a pool is, as `namespace/name`; none if nobody's, or if no agent answers.
+    pub fn of_pool(&self, pool: u32) -> Option<String> {
         // Pool 0 is never used.
-        if pool == 0 {
+        if pool == 0 || self.silent.get().is_some_and(|at| at.elapsed() < FRESH) {
             return None;
         }
         let mut known = self.known.borrow_mut();
@@ -68,15 +46,53 @@ impl Names {
         {
             return owner.clone();
         }
-        let owner = client
+        let Ok(page) = self
+            .client
             .get::<Page<Pool>>(&format!("/pools?pool={pool}"))
-            .ok()
-            .and_then(|page| page.items.into_iter().next())
-            .map(|p| Owner {
-                namespace: p.namespace,
-                name: p.name,
-            });
+        else {
+            self.silent.set(Some(Instant::now()));
+            return None;
+        };
+        let owner = page.items.into_iter().next();
+        let owner = owner.map(|pool| format!("{}/{}", pool.namespace, pool.name));
         known.insert(pool, (Instant::now(), owner.clone()));
         owner
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io::{Read, Write},
+        os::unix::net::UnixListener,
+        thread,
+    };
+
+    use super::*;
+
+    #[test]
+    fn asks_once_and_remembers() {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("agent.sock");
+        let listener = UnixListener::bind(&socket).unwrap();
+        let agent = thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut request = [0; 1024];
+            let read = stream.read(&mut request).unwrap();
+            stream
+                .write_all(
+                    b"HTTP/1.0 200 OK\r\n\r\n{\"items\":[{\"pool\":3,\"namespace\":\"shop\",\
+                      \"name\":\"web\",\"port\":80,\"protocol\":\"tcp\"}]}",
+                )
+                .unwrap();
+            String::from_utf8_lossy(&request[..read]).into_owned()
+        });
+        let names = Names::new(Client::new(&socket));
+        assert_eq!(names.of_pool(3).as_deref(), Some("shop/web"));
+        assert!(agent.join().unwrap().starts_with("GET /pools?pool=3 "));
+        // Nobody listens any more.
+        assert_eq!(names.of_pool(3).as_deref(), Some("shop/web"));
+        assert_eq!(names.of_pool(4), None);
+        assert_eq!(names.of_pool(0), None);
     }
 }

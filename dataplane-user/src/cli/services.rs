@@ -100,7 +100,8 @@ impl ServicesArgs {
                 );
                 self.print(&services)
             }
-            Err(error @ client::Error::NotRunning { .. }) => {
+            Err(error @ client::Error::Denied { .. }) => Err(error.into()),
+            Err(error) => {
                 anyhow::ensure!(
                     self.names.is_empty() && self.namespace.is_none(),
                     "{error}, and the kernel's tables hold no names: list without them"
@@ -110,7 +111,6 @@ impl ServicesArgs {
                 frontends.retain(|f| !self.not_ready || f.endpoints.is_empty());
                 self.print_frontends(&frontends)
             }
-            Err(error) => Err(error.into()),
         }
     }
 

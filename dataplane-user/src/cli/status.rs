@@ -55,7 +55,7 @@ impl StatusArgs {
                 {
                     return Err(denied.into());
                 }
-                report::examine(&self.paths.or_guess(), limits, Err(error.to_string()))
+                report::examine(&self.paths.or_guess(), limits, Err(error))
             }
         };
         let mut out = output::stdout();

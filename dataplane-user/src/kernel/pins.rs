@@ -405,7 +405,8 @@ pub fn cleanup(bpffs: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
     if !pins.is_on_bpffs()? {
         return Err(Error::NotBpffs { path: bpffs.into() });
     }
-    let _lock = pins.lock()?;
+    // Looking is allowed while an agent runs.
+    let _lock = if dry_run { None } else { Some(pins.lock()?) };
     let mut items = Vec::new();
     for layout in layouts(bpffs) {
         items.extend(remove_layout(&layout, dry_run)?);

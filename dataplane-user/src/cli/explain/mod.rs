@@ -115,7 +115,7 @@ impl ExplainArgs {
         let host_netns = tables.host_netns();
         let client = self.source.namespace(host_netns)?;
         let names = Names::new(self.socket.client());
-        let owner = |pool| names.of_pool(pool).map(|owner| owner.to_string());
+        let owner = |pool| names.of_pool(pool);
         let mut told = decide(
             &tables,
             owner,
