@@ -21,7 +21,8 @@ pub struct PortKey {
     pub port: Option<(u16, Protocol)>,
 }
 
-/// What a service's port has seen so far.
+/// What a service's port has seen so far. Holds only those that have seen something: of very many
+/// services most are idle.
 #[derive(Debug, Default)]
 pub struct Counters {
     /// By pool: for whom it counted, and how far it was.
@@ -36,6 +37,12 @@ impl Counters {
         let before = std::mem::take(&mut self.seen);
         let mut totals = HashMap::with_capacity(self.totals.len());
         for (pool, key, now) in pools {
+            if now == PoolStats::default()
+                && !self.totals.contains_key(&key)
+                && !totals.contains_key(&key)
+            {
+                continue;
+            }
             let last = match before.get(&pool) {
                 Some((owner, last)) if *owner == key => *last,
                 _ => PoolStats::default(),
@@ -54,7 +61,7 @@ impl Counters {
         self.totals.get(key).copied().unwrap_or_default()
     }
 
-    /// Every service's port.
+    /// Every service's port that has seen something.
     pub fn iter(&self) -> impl Iterator<Item = (&PortKey, &PoolStats)> {
         self.totals.iter()
     }
@@ -132,6 +139,26 @@ mod tests {
             (2, web.clone(), translated(6)),
         ]);
         assert_eq!(counters.get(&web).translated, 18);
+    }
+
+    #[test]
+    fn idle_ports_are_not_held_but_their_past_is() {
+        let (web, dns) = (key("web"), key("dns"));
+        let mut counters = Counters::default();
+        counters.update([
+            (1, web.clone(), translated(10)),
+            (2, dns.clone(), translated(0)),
+        ]);
+        assert_eq!(counters.iter().count(), 1);
+        // Its only pool is a new one, which has seen nothing yet.
+        counters.update([
+            (3, web.clone(), translated(0)),
+            (2, dns.clone(), translated(1)),
+        ]);
+        assert_eq!(
+            (counters.get(&web).translated, counters.get(&dns).translated),
+            (10, 1)
+        );
     }
 
     #[test]

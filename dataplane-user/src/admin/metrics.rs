@@ -117,9 +117,21 @@ fn services(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         None,
         MetricType::Counter,
     )?;
-    // Ports that the service does not have are never translated.
-    for (key, stats) in counters.iter().filter(|(key, _)| key.port.is_some()) {
-        count(&mut metric, &labels(key), stats.translated)?;
+    for service in state.snapshot().services.values() {
+        let vips = service.cluster_ips.len()
+            + service.external_ips.len()
+            + service.load_balancer_ips.len();
+        for port in &service.ports {
+            // A headless service has no connections to count, rather than none so far.
+            if vips == 0 && port.node_port.is_none() {
+                continue;
+            }
+            let key = PortKey {
+                service: service.name.clone(),
+                port: Some((port.port, port.protocol)),
+            };
+            count(&mut metric, &labels(&key), counters.get(&key).translated)?;
+        }
     }
     let mut metric = encoder.encode_descriptor(
         "dataplane_refusals",
