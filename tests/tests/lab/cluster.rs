@@ -7,6 +7,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
+use dataplane_common::Reason;
 use dataplane_tests::{Agent, Host, Lab, Process, report::Report};
 
 use crate::manifest::{Manifests, Service};
@@ -50,11 +51,19 @@ impl Cluster {
         services: impl FnOnce(&Lab) -> Vec<Service>,
         arguments: &[&str],
     ) -> Result<Self> {
-        let lab = Self::lab()?;
-        let names = ["far", "near", "near2"];
-        let servers = names
+        Self::start_in(Self::lab()?, &["far", "near", "near2"], services, arguments)
+    }
+
+    /// Likewise, in a lab with a node2, whose pods `endpoints` serve.
+    pub fn start_in(
+        lab: Lab,
+        endpoints: &[&str],
+        services: impl FnOnce(&Lab) -> Vec<Service>,
+        arguments: &[&str],
+    ) -> Result<Self> {
+        let servers = endpoints
+            .iter()
             .map(|name| serve(lab.pod(name)))
-            .into_iter()
             .collect::<Result<_>>()?;
         let manifests = Manifests::new(&services(&lab))?;
         let agent = lab
@@ -73,6 +82,38 @@ impl Cluster {
     /// The client pod.
     pub fn client(&self) -> &Host {
         self.lab.pod("sleep")
+    }
+
+    /// How many verdicts the kernel gave so far for this reason.
+    pub fn verdicts(&self, reason: Reason) -> Result<u64> {
+        let status = self.status()?;
+        Ok(status["verdicts"][reason.word()]
+            .as_u64()
+            .unwrap_or_default())
+    }
+
+    /// What `dataplane status` says.
+    pub fn status(&self) -> Result<serde_json::Value> {
+        Ok(self.agent.dataplane(["status", "-o", "json"]).json()?)
+    }
+
+    /// Does something that is to be refused `count` times, and checks that the kernel says so for
+    /// that reason.
+    pub fn for_reason<T>(
+        &self,
+        reason: Reason,
+        count: u64,
+        refused: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        let before = self.verdicts(reason)?;
+        let result = refused()?;
+        let counted = self.verdicts(reason)? - before;
+        ensure!(
+            counted == count,
+            "counted as {} {counted} times, not {count}",
+            reason.word()
+        );
+        Ok(result)
     }
 }
 

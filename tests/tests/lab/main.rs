@@ -29,6 +29,11 @@ mod reload;
 mod services;
 mod smoke;
 
+mod nodeport;
+mod policies;
+mod socket_tcp;
+mod socket_udp;
+
 use std::process::ExitCode;
 
 use anyhow::Result;
@@ -58,6 +63,11 @@ fn main() -> ExitCode {
         churn::SCENARIOS,
         metrics::SCENARIOS,
         reload::SCENARIOS,
+        // What a service means, line by line.
+        socket_tcp::SCENARIOS,
+        socket_udp::SCENARIOS,
+        policies::SCENARIOS,
+        nodeport::SCENARIOS,
     ];
     let arguments = Arguments::from_args();
     let required = std::env::var_os("DATAPLANE_REQUIRE_PRIVILEGES").is_some_and(|v| v == "1");

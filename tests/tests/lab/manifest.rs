@@ -18,6 +18,7 @@ pub struct Service {
     name: String,
     spec: Value,
     status: Value,
+    created: String,
     ports: Vec<Port>,
     endpoints: Vec<Endpoint>,
 }
@@ -71,6 +72,7 @@ impl Service {
             name: name.into(),
             spec,
             status: json!({ "loadBalancer": {} }),
+            created: "2026-01-15T09:21:07Z".into(),
             ports: Vec::new(),
             endpoints: Vec::new(),
         }
@@ -90,12 +92,30 @@ impl Service {
     }
 
     /// Also reachable at this address of a load balancer.
-    pub fn load_balancer(mut self, ip: &str) -> Self {
-        self.status = json!({ "loadBalancer": { "ingress": [{ "ip": ip, "ipMode": "VIP" }] } });
+    pub fn load_balancer(self, ip: &str) -> Self {
+        self.ingress(ip, "VIP")
+    }
+
+    /// Likewise, with an `ipMode`: `Proxy` is one whose traffic must pass the load balancer.
+    pub fn ingress(mut self, ip: &str, mode: &str) -> Self {
+        let ingress = &mut self.status["loadBalancer"]["ingress"];
+        if ingress.is_null() {
+            *ingress = json!([]);
+        }
+        ingress
+            .as_array_mut()
+            .expect("an array since the line above")
+            .push(json!({ "ip": ip, "ipMode": mode }));
         self.set("type", "LoadBalancer")
     }
 
-    /// Adds a port (TCP unless the name begins with `udp`) and where endpoints listen for it.
+    /// When it was created; all at the same moment otherwise.
+    pub fn created(mut self, timestamp: &str) -> Self {
+        self.created = timestamp.into();
+        self
+    }
+
+    /// Adds a port (TCP unless the name begins with `udp` or `sctp`) and where endpoints listen for it.
     pub fn port(self, name: &str, port: u16, target: u16) -> Self {
         self.add_port(name, port, target, None)
     }
@@ -109,10 +129,10 @@ impl Service {
     }
 
     fn add_port(mut self, name: &str, port: u16, target: u16, node_port: Option<u16>) -> Self {
-        let protocol = if name.starts_with("udp") {
-            "UDP"
-        } else {
-            "TCP"
+        let protocol = match name {
+            name if name.starts_with("udp") => "UDP",
+            name if name.starts_with("sctp") => "SCTP",
+            _ => "TCP",
         };
         let mut spec =
             json!({ "name": name, "port": port, "targetPort": target, "protocol": protocol });
@@ -161,7 +181,7 @@ impl Service {
             "metadata": {
                 "name": self.name,
                 "namespace": NAMESPACE,
-                "creationTimestamp": "2026-01-15T09:21:07Z",
+                "creationTimestamp": self.created,
                 "uid": format!("uid-of-{}", self.name),
             },
             "spec": self.spec,

@@ -1,9 +1,13 @@
 //! UDP clients: one datagram and its answer per attempt.
 
 use std::{
-    io,
+    io::{self, Read as _},
     net::{SocketAddr, UdpSocket},
-    time::Instant,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
 };
 
 use anyhow::Result;
@@ -14,6 +18,10 @@ use socket2::Type;
 use crate::client::{Target, name, ns, parse_greeting, plain};
 
 #[derive(Args)]
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "flags of a command are independent"
+)]
 pub struct Arguments {
     #[command(flatten)]
     target: Target,
@@ -26,6 +34,14 @@ pub struct Arguments {
     /// Send all datagrams from one socket; a fresh one for each otherwise
     #[arg(long)]
     one_socket: bool,
+    /// Connect that one socket again before each datagram
+    #[arg(long, requires = "one_socket", conflicts_with = "unconnected")]
+    reconnect: bool,
+    /// Go on until stdin is closed, whatever the count, and wait 2 ms between datagrams
+    ///
+    /// Prints a line when the first datagram is about to be sent.
+    #[arg(long)]
+    until_stdin_closes: bool,
     /// Report every attempt, not only the sum
     #[arg(long)]
     each: bool,
@@ -33,9 +49,25 @@ pub struct Arguments {
 
 pub fn run(arguments: &Arguments) -> Result<()> {
     let mut kept = None;
-    let attempts = (0..arguments.count)
+    let stop = Arc::new(AtomicBool::new(false));
+    let count = if arguments.until_stdin_closes {
+        let stop = Arc::clone(&stop);
+        std::thread::spawn(move || {
+            let _ = io::stdin().read_to_end(&mut Vec::new());
+            stop.store(true, Ordering::Relaxed);
+        });
+        println!("sending");
+        u32::MAX
+    } else {
+        arguments.count
+    };
+    let attempts = (0..count)
         .zip(arguments.target.addresses())
+        .take_while(|_| !stop.load(Ordering::Relaxed))
         .map(|(number, to)| {
+            if arguments.until_stdin_closes && number > 0 {
+                std::thread::sleep(Duration::from_millis(2));
+            }
             let mut attempt = Attempt {
                 endpoint: None,
                 source: None,
@@ -47,7 +79,10 @@ pub fn run(arguments: &Arguments) -> Result<()> {
             };
             let result = kept
                 .take()
-                .map_or_else(|| open(arguments, to), Ok)
+                .map_or_else(
+                    || open(arguments, to),
+                    |socket| again(socket, arguments, to),
+                )
                 .and_then(|socket| {
                     let result = exchange(&socket, to, arguments, number, &mut attempt);
                     if arguments.one_socket {
@@ -72,6 +107,14 @@ fn open(arguments: &Arguments, to: SocketAddr) -> io::Result<UdpSocket> {
         socket.connect(&to.into())?;
     }
     Ok(socket.into())
+}
+
+/// The socket of the last attempt, for the next.
+fn again(socket: UdpSocket, arguments: &Arguments, to: SocketAddr) -> io::Result<UdpSocket> {
+    if arguments.reconnect {
+        socket.connect(to)?;
+    }
+    Ok(socket)
 }
 
 fn exchange(

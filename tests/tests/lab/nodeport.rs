@@ -1,0 +1,247 @@
+//! Node ports, external IPs and load balancers' addresses, from sockets on the node.
+
+use anyhow::{Result, ensure};
+use dataplane_common::Reason;
+use dataplane_tests::{Host, Lab};
+
+use crate::{
+    cluster::{Cluster, TCP, UDP, fails, peer_is, reaches, refused, serve, sources_are},
+    manifest::Service,
+};
+
+scenarios! {
+    Dataplane:
+    node_ports_are_on_primary_addresses_and_the_nodes_loopback,
+    a_pods_loopback_is_its_own,
+    load_balancers_that_must_be_passed_are_left_alone,
+    other_ports_of_shared_addresses_are_left_alone,
+    addresses_without_endpoints_refuse,
+}
+
+const ALL: [&str; 3] = ["far", "near", "near2"];
+
+fn web(lab: &Lab) -> Service {
+    Service::new("web", &["10.96.0.10", "fd00:96::10"])
+        .node_port("tcp", 80, TCP, 30080)
+        .node_port("udp", 53, UDP, 30053)
+        .endpoints(&ALL.map(|name| lab.pod(name)))
+}
+
+/// Wants TCP and UDP through the node ports of an address, and the address as the peer.
+fn served(client: &Host, address: &str) -> Result<()> {
+    let (tcp, udp) = (format!("{address}:30080"), format!("{address}:30053"));
+    peer_is(&reaches(client, &tcp, "connect --count 60", &ALL)?, &tcp)?;
+    let report = reaches(client, &udp, "udp --count 60", &ALL)?;
+    peer_is(&report, &udp)?;
+    ensure!(report.from == [udp.parse()?], "{report:?}");
+    let report = reaches(client, &udp, "udp --count 60 --unconnected", &ALL)?;
+    ensure!(report.from == [udp.parse()?], "{report:?}");
+    Ok(())
+}
+
+/// A lab whose node2 has a default route, which says what its primary address is, and a second
+/// address.
+fn lab_with_addresses() -> Result<Lab> {
+    let lab = Cluster::lab()?;
+    let node = lab.node("node2");
+    // The switch ends in the lab: nobody there forwards what is sent along this route.
+    node.ip("route add default via 192.168.77.1")?;
+    node.ip("route add default via fd77::1")?;
+    node.ip("addr add 192.168.77.92/24 dev eth0")?;
+    node.ip("addr add 198.51.100.7/32 dev lo")?;
+    Ok(lab)
+}
+
+fn node_ports_are_on_primary_addresses_and_the_nodes_loopback() -> Result<()> {
+    let services = |lab: &Lab| vec![web(lab)];
+    let cluster = Cluster::start_in(lab_with_addresses()?, &ALL, services, &[])?;
+    let node = cluster.lab.node("node2");
+    for client in [cluster.client(), node] {
+        served(client, "192.168.77.2")?;
+        for address in ["192.168.77.92", "198.51.100.7", "10.244.2.1"] {
+            let refused = || refused(client, &format!("{address}:30080"), "connect --count 2");
+            cluster.for_reason(Reason::NotService, 2, refused)?;
+            let to = format!("{address}:30053");
+            let refused = || crate::cluster::refused(client, &to, "udp --count 2");
+            cluster.for_reason(Reason::NotService, 2, refused)?;
+        }
+    }
+    for address in ["127.0.0.1", "127.7.7.7", "[::1]"] {
+        served(node, address)?;
+    }
+    // A pod's own address is seen, not the node's, and the node's is not its loopback.
+    let report = reaches(
+        cluster.client(),
+        "192.168.77.2:30080",
+        "connect --count 60",
+        &ALL,
+    )?;
+    sources_are(&report, &cluster.client().addresses())?;
+    // Another node's address is that node's business, and node1 runs no dataplane.
+    refused(cluster.client(), "192.168.77.1:30080", "connect")
+}
+
+/// What a pod serves on its loopback is reached there, and nothing else is.
+fn a_pods_loopback_is_its_own() -> Result<()> {
+    let cluster = Cluster::start(|lab| vec![web(lab)])?;
+    let client = cluster.client();
+    for address in ["127.0.0.1", "[::1]"] {
+        refused(client, &format!("{address}:30080"), "connect --count 3")?;
+        refused(client, &format!("{address}:30053"), "udp --count 3")?;
+    }
+    let own = ["--tcp", "127.0.0.1:30080", "--udp", "127.0.0.1:30053"];
+    let _own = client.serve(&own)?;
+    reaches(client, "127.0.0.1:30080", "connect --count 5", &["sleep"])?;
+    reaches(client, "127.0.0.1:30053", "udp --count 5", &["sleep"])?;
+    reaches(
+        client,
+        "127.0.0.1:30053",
+        "udp --count 5 --unconnected",
+        &["sleep"],
+    )
+    .map(drop)
+}
+
+/// `ipMode: Proxy` says that the load balancer does something that must not be left out; source
+/// ranges are for whoever sees packets, since a socket's source is not known yet.
+fn load_balancers_that_must_be_passed_are_left_alone() -> Result<()> {
+    let cluster = Cluster::start(|lab| {
+        let endpoints = ALL.map(|name| lab.pod(name));
+        vec![
+            Service::new("both", &["10.96.0.11"])
+                .port("tcp", 80, TCP)
+                .ingress("203.0.113.11", "Proxy")
+                .ingress("203.0.113.12", "VIP")
+                .endpoints(&endpoints),
+            Service::new("ranged", &["10.96.0.13"])
+                .port("tcp", 80, TCP)
+                .load_balancer("203.0.113.13")
+                .set("loadBalancerSourceRanges", vec!["10.244.0.0/16"])
+                .endpoints(&endpoints),
+        ]
+    })?;
+    let client = cluster.client();
+    for to in ["10.96.0.11:80", "203.0.113.12:80", "10.96.0.13:80"] {
+        peer_is(&reaches(client, to, "connect --count 60", &ALL)?, to)?;
+    }
+    for to in ["203.0.113.11:80", "203.0.113.13:80"] {
+        cluster.for_reason(Reason::NotService, 1, || {
+            fails(client, to, "connect --timeout-ms 300", "TIMEOUT")
+        })?;
+    }
+    // Somebody else's answer on such an address is what a client gets.
+    cluster
+        .lab
+        .node("node2")
+        .ip("addr add 203.0.113.11/32 dev lo")?;
+    let _proxy = cluster
+        .lab
+        .node("node2")
+        .serve(&["--tcp", "203.0.113.11:80"])?;
+    reaches(client, "203.0.113.11:80", "connect --count 5", &["node2"]).map(drop)
+}
+
+/// Unlike a cluster IP, these addresses belong to others too: what is no service's port is theirs.
+fn other_ports_of_shared_addresses_are_left_alone() -> Result<()> {
+    let services = |lab: &Lab| {
+        vec![
+            web(lab)
+                .load_balancer("203.0.113.10")
+                .set("externalIPs", vec!["203.0.113.50"]),
+        ]
+    };
+    let cluster = Cluster::start_with(
+        services,
+        &["--nodeport-addresses", "192.168.77.0/24,fd77::/64"],
+    )?;
+    let node = cluster.lab.node("node2");
+    for address in ["203.0.113.10", "203.0.113.50"] {
+        node.ip(&format!("addr add {address}/32 dev lo"))?;
+    }
+    let mut own = Vec::new();
+    for address in ["203.0.113.10", "203.0.113.50"] {
+        own.push(node.serve(&[
+            "--tcp",
+            &format!("{address}:81"),
+            "--udp",
+            &format!("{address}:81"),
+        ])?);
+    }
+    own.push(serve(node)?);
+    for client in [cluster.client(), node] {
+        for to in [
+            "203.0.113.10:81",
+            "203.0.113.50:81",
+            "192.168.77.2:7",
+            "[fd77::2]:7",
+        ] {
+            reaches(client, to, "connect --count 5", &["node2"])?;
+        }
+        for to in [
+            "203.0.113.10:81",
+            "203.0.113.50:81",
+            "192.168.77.2:53",
+            "[fd77::2]:53",
+        ] {
+            reaches(client, to, "udp --count 5", &["node2"])?;
+            reaches(client, to, "udp --count 5 --unconnected", &["node2"])?;
+        }
+        // A node port is one of one protocol.
+        refused(client, "192.168.77.2:30053", "connect --count 3")?;
+        refused(client, "192.168.77.2:30080", "udp --count 3")?;
+        for to in [
+            "203.0.113.10:80",
+            "203.0.113.50:80",
+            "192.168.77.2:30080",
+            "[fd77::2]:30080",
+        ] {
+            peer_is(&reaches(client, to, "connect --count 60", &ALL)?, to)?;
+        }
+    }
+    Ok(())
+}
+
+/// Without endpoints, every address of the service's port refuses at once.
+fn addresses_without_endpoints_refuse() -> Result<()> {
+    let services = |_: &Lab| {
+        vec![
+            Service::new("empty", &["10.96.0.20", "fd00:96::20"])
+                .node_port("tcp", 80, TCP, 30080)
+                .node_port("udp", 53, UDP, 30053)
+                .load_balancer("203.0.113.10")
+                .set("externalIPs", vec!["203.0.113.50"]),
+        ]
+    };
+    let cluster = Cluster::start_with(
+        services,
+        &["--nodeport-addresses", "192.168.77.0/24,fd77::/64"],
+    )?;
+    let node = cluster.lab.node("node2");
+    let vips = [
+        "203.0.113.10",
+        "203.0.113.50",
+        "10.96.0.20",
+        "[fd00:96::20]",
+    ];
+    let nodes = ["192.168.77.2", "[fd77::2]"];
+    let all = (vips.into_iter().map(|a| (a, 80, 53))).chain(nodes.map(|a| (a, 30080, 30053)));
+    for (address, tcp, udp) in all {
+        for client in [cluster.client(), node] {
+            refused_all(&cluster, client, address, tcp, udp)?;
+        }
+    }
+    refused_all(&cluster, node, "127.0.0.1", 30080, 30053)?;
+    refused_all(&cluster, node, "[::1]", 30080, 30053)
+}
+
+fn refused_all(cluster: &Cluster, client: &Host, address: &str, tcp: u16, udp: u16) -> Result<()> {
+    for (port, how) in [
+        (tcp, "connect --count 2"),
+        (udp, "udp --count 2"),
+        (udp, "udp --count 2 --unconnected"),
+    ] {
+        let to = format!("{address}:{port}");
+        cluster.for_reason(Reason::NoEndpoints, 2, || refused(client, &to, how))?;
+    }
+    Ok(())
+}
