@@ -29,6 +29,7 @@ mod reload;
 mod services;
 mod smoke;
 
+mod kube_proxy;
 mod nodeport;
 mod policies;
 mod socket_tcp;
@@ -68,6 +69,7 @@ fn main() -> ExitCode {
         socket_udp::SCENARIOS,
         policies::SCENARIOS,
         nodeport::SCENARIOS,
+        kube_proxy::SCENARIOS,
     ];
     let arguments = Arguments::from_args();
     let required = std::env::var_os("DATAPLANE_REQUIRE_PRIVILEGES").is_some_and(|v| v == "1");
