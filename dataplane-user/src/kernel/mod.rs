@@ -140,7 +140,7 @@ impl Kernel {
         while let Some(write) = writes.next() {
             match write {
                 Write::Endpoints { base, endpoints } => self.tables.set_endpoints(*base, endpoints),
-                Write::Pool { index, pool, fresh } => self.tables.set_pool(*index, pool, *fresh),
+                Write::Pool { index, pool, fresh } => self.tables.set_pool(*index, pool, *fresh)?,
                 Write::Insert { key, frontend } => {
                     self.settle()?;
                     keys.push(*key);

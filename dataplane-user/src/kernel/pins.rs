@@ -4,7 +4,7 @@
 //! there is named and left alone.
 
 use std::{
-    fs::{self, File},
+    fs::{self, File, Metadata},
     io,
     os::{
         fd::{AsFd, OwnedFd},
@@ -25,7 +25,10 @@ use nix::{
     errno::Errno,
     fcntl::{Flock, FlockArg},
     mount::MsFlags,
-    sys::statfs::{BPF_FS_MAGIC, statfs},
+    sys::{
+        stat,
+        statfs::{BPF_FS_MAGIC, statfs},
+    },
 };
 
 use super::{
@@ -232,11 +235,13 @@ impl Pins {
     pub fn lock(&self) -> Result<Flock<File>, Error> {
         let directory =
             File::open(&self.root).doing(|| format!("cannot open {}", self.root.display()))?;
-        let inode = directory.metadata().map_or(0, |m| m.ino());
+        let metadata = directory
+            .metadata()
+            .doing(|| format!("cannot look at {}", self.root.display()))?;
         Flock::lock(directory, FlockArg::LockExclusiveNonblock).map_err(|(_, error)| match error {
             Errno::EWOULDBLOCK => Error::Busy {
                 directory: self.root.clone(),
-                pid: holder(inode),
+                pid: holder(&metadata),
             },
             error => Error::Io {
                 what: format!("cannot lock {}", self.root.display()),
@@ -247,7 +252,7 @@ impl Pins {
 
     /// Who is the writer now, if there is one and `/proc/locks` names it.
     pub fn writer(&self) -> Option<u32> {
-        holder(fs::metadata(&self.root).ok()?.ino())
+        holder(&fs::metadata(&self.root).ok()?)
     }
 
     /// Opens a pinned map and checks that it is ours. `None`: there is no such pin.
@@ -366,18 +371,17 @@ fn kind(path: &Path, fd: &OwnedFd) -> Result<ObjectKind, Error> {
     sys::object_kind(fd.as_fd()).doing(|| format!("cannot tell what {} is", path.display()))
 }
 
-/// The process that holds a flock on an inode, by `/proc/locks` (`proc_locks(5)`).
-fn holder(inode: u64) -> Option<u32> {
+/// The process that holds a flock on a file, by `/proc/locks` (`proc_locks(5)`).
+fn holder(file: &Metadata) -> Option<u32> {
     let locks = fs::read_to_string("/proc/locks").ok()?;
-    let inode = inode.to_string();
+    let (major, minor) = (stat::major(file.dev()), stat::minor(file.dev()));
+    let wanted = format!("{major:02x}:{minor:02x}:{}", file.ino());
     locks.lines().find_map(|line| {
         let fields: Vec<&str> = line.split_whitespace().collect();
         let [_, "FLOCK", _, "WRITE", pid, place, ..] = fields[..] else {
             return None;
         };
-        (place.rsplit(':').next() == Some(&inode))
-            .then(|| pid.parse().ok())
-            .flatten()
+        (place == wanted).then(|| pid.parse().ok()).flatten()
     })
 }
 

@@ -1,6 +1,7 @@
 //! The live tables: reading them, and replacing one by a larger copy while programs run.
 
 mod growth;
+mod stats;
 
 use std::{
     io,
@@ -14,7 +15,6 @@ use dataplane_common::{
     Reason, decide,
     tables::{
         Affinity, AffinityKey, Block, Config, Endpoint, Frontend, FrontendKey, Pool, PoolStats,
-        StatsHeader,
     },
 };
 use zerocopy::{FromBytes, IntoBytes};
@@ -25,6 +25,8 @@ use super::{
     pins::{MAPS, MapSpec, Pins},
     sys::{self, Shape},
 };
+use stats::Stats;
+
 pub use growth::{Growth, Limits};
 
 use crate::plan::{Contents, Demand};
@@ -63,7 +65,7 @@ pub struct Tables {
     frontends: Hash<FrontendKey, Frontend>,
     pools: Mapped<Pool>,
     endpoints: Mapped<Endpoint>,
-    stats: Mapped<PoolStats>,
+    stats: Stats,
     affinity: Hash<AffinityKey, Affinity>,
     reasons: OwnedFd,
     config: Mapped<Config>,
@@ -138,16 +140,19 @@ impl Tables {
             Hash::<AffinityKey, Affinity>::shape(BPF_MAP_TYPE_LRU_HASH),
         )?;
         let mapped = || "cannot map a table".to_owned();
+        let cpus = cpus()?;
+        let pools = Mapped::map(pools, pools_capacity, writable).doing(mapped)?;
+        let used = used_pools(&pools);
         Ok(Self {
             frontends: Hash::from_fd(frontends, frontends_capacity),
-            pools: Mapped::map(pools, pools_capacity, writable).doing(mapped)?,
+            pools,
             endpoints: Mapped::map(endpoints, endpoints_capacity, writable).doing(mapped)?,
-            stats: Mapped::map(stats, stats_capacity, writable).doing(mapped)?,
+            stats: Stats::open(stats, stats_capacity, cpus, used).doing(mapped)?,
             affinity: Hash::from_fd(affinity, affinity_capacity),
             reasons: open(&MAPS[5])?,
             config: Mapped::map(open(&MAPS[7])?, 1, writable).doing(mapped)?,
             outer,
-            cpus: cpus()?,
+            cpus,
         })
     }
 
@@ -158,7 +163,7 @@ impl Tables {
         let frontends = new_frontends(SMALLEST.frontends).doing(doing)?;
         let pools = Mapped::<Pool>::create("pools", SMALLEST.pools).doing(doing)?;
         let endpoints = Mapped::<Endpoint>::create("endpoints", SMALLEST.endpoints).doing(doing)?;
-        let stats = new_stats(SMALLEST.pools, cpus).doing(doing)?;
+        let stats = Stats::create(SMALLEST.pools, cpus).doing(doing)?;
         let affinity = new_affinity(affinity_capacity(0)).doing(doing)?;
         let inner = [
             frontends.fd(),
@@ -185,11 +190,9 @@ impl Tables {
             .frontends
             .entries()
             .doing(|| "cannot read table FRONTENDS".to_owned())?;
-        let mut pools: Vec<Pool> = (0..self.pools.capacity())
+        let pools: Vec<Pool> = (0..used_pools(&self.pools))
             .filter_map(|i| decide::Tables::pool(self, i))
             .collect();
-        let last = pools.iter().rposition(|pool| *pool != Pool::default());
-        pools.truncate(last.map_or(0, |last| last + 1));
         let slots = pools
             .iter()
             .map(|pool| pool.block.base() + u32::from(pool.block.len()))
@@ -207,22 +210,7 @@ impl Tables {
 
     /// What a pool has seen, on all CPUs, since it came into being.
     pub fn pool_stats(&self, pool: u32) -> PoolStats {
-        let stride = self.stride();
-        if pool == 0 || pool >= stride {
-            return PoolStats::default();
-        }
-        let per_cpu = (0..self.cpus).filter_map(|cpu| self.stats.get(cpu * stride + pool));
-        per_cpu.fold(PoolStats::default(), |sum, one| PoolStats {
-            translated: sum.translated + one.translated,
-            no_endpoints: sum.no_endpoints + one.no_endpoints,
-            no_local: sum.no_local + one.no_local,
-            no_such_port: sum.no_such_port + one.no_such_port,
-        })
-    }
-
-    fn stride(&self) -> u32 {
-        let header: StatsHeader = zerocopy::transmute!(self.stats.get(0).unwrap_or_default());
-        u32::try_from(header.stride).unwrap_or(0)
+        self.stats.pool(pool)
     }
 
     /// Verdicts by reason, on all CPUs, indexed by [`Reason`].
@@ -349,12 +337,11 @@ impl Tables {
     }
 
     /// Sets a pool. The block goes last, in one store, after everything that it makes visible.
-    pub(super) fn set_pool(&self, index: u32, pool: &Pool, fresh: bool) {
+    pub(super) fn set_pool(&mut self, index: u32, pool: &Pool, fresh: bool) -> Result<(), Error> {
         if fresh {
-            let stride = self.stride();
-            for cpu in 0..self.cpus {
-                self.stats.set(cpu * stride + index, PoolStats::default());
-            }
+            self.stats
+                .reset(index)
+                .doing(|| format!("cannot reset the counters of pool {index}"))?;
         }
         let affinity = u64::from_ne_bytes({
             let mut bytes = [0; 8];
@@ -369,6 +356,7 @@ impl Tables {
         };
         word(AFFINITY_WORD).store(affinity, Ordering::Release);
         word(0).store(pool.block.word(), Ordering::Release);
+        Ok(())
     }
 
     /// Waits until every program that runs now has ended: the kernel does so itself when an outer
@@ -424,14 +412,17 @@ fn new_affinity(capacity: u32) -> io::Result<Hash<AffinityKey, Affinity>> {
     Hash::create("affinity", BPF_MAP_TYPE_LRU_HASH, capacity)
 }
 
-fn new_stats(pools: u32, cpus: u32) -> io::Result<Mapped<PoolStats>> {
-    let stats = Mapped::create("stats", pools.saturating_mul(cpus))?;
-    let header = StatsHeader {
-        stride: pools.into(),
-        reserved: [0; 3],
+/// One more than the highest pool that was ever in use.
+fn used_pools(pools: &Mapped<Pool>) -> u32 {
+    let used = |index: &u32| {
+        pools
+            .get(*index)
+            .is_some_and(|pool| pool != Pool::default())
     };
-    stats.set(0, zerocopy::transmute!(header));
-    Ok(stats)
+    (0..pools.capacity())
+        .rev()
+        .find(used)
+        .map_or(0, |last| last + 1)
 }
 
 /// Puts an inner map in place, and waits until no program uses the one before.

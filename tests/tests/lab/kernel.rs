@@ -312,6 +312,14 @@ fn tables_grow_and_keep_what_they_hold() -> Result<()> {
     kernel.reserve(&demand)?;
     kernel.apply(&few)?;
     let before = sorted(kernel.contents()?);
+    // Nothing is behind this service, but a connection to it is counted.
+    let dial: Report = place
+        .lab
+        .node("node1")
+        .probe("connect")
+        .args(["--to", "11.0.0.1:80", "--count", "3", "--timeout-ms", "100"])
+        .json()?;
+    ensure!(dial.answered == 0, "{dial:?}");
     let (demand, _) = writes(20_000);
     let grown = kernel.reserve(&demand)?;
     let names: Vec<_> = grown.iter().map(|growth| growth.table).collect();
@@ -320,12 +328,22 @@ fn tables_grow_and_keep_what_they_hold() -> Result<()> {
         sorted(kernel.contents()?) == before,
         "growing changed the tables"
     );
+    let counted = kernel.tables().pool_stats(2).translated;
+    ensure!(
+        counted == 3,
+        "{counted} connections counted after growing, not 3"
+    );
     ensure!(
         kernel.reserve(&demand)?.is_empty(),
         "grew twice for one demand"
     );
     let (_, many) = writes(20_000);
     kernel.apply(&many)?;
+    let counted = kernel.tables().pool_stats(2).translated;
+    ensure!(
+        counted == 0,
+        "a pool that came anew counts on from {counted}"
+    );
     drop(kernel);
     ensure!(
         Tables::open(&place.paths.bpffs)?

@@ -1,15 +1,13 @@
 //! Replacing a table by a larger copy while programs run.
 
-use std::{io, sync::atomic::Ordering};
-
-use dataplane_common::tables::PoolStats;
+use std::io;
 
 use super::{
     super::{
         error::Error,
         map::{Mapped, Plain},
     },
-    Outer, Tables, affinity_capacity, new_affinity, new_frontends, new_stats, put,
+    Outer, Tables, affinity_capacity, new_affinity, new_frontends, put,
 };
 use crate::plan::Demand;
 
@@ -142,34 +140,9 @@ impl Tables {
         Ok(())
     }
 
-    /// The programs count on while the copy is made: what they add to the old table until the last
-    /// of them has seen the new one is added to that afterwards.
     fn grow_stats(&mut self, pools: u32) -> io::Result<()> {
-        let new = new_stats(pools, self.cpus)?;
-        let old_stride = self.stride();
-        let words = size_of::<PoolStats>() / 8;
-        let places = |cpu: u32, pool: u32| (cpu * old_stride + pool, cpu * pools + pool);
-        let mut copied = Vec::with_capacity((self.cpus * old_stride) as usize);
-        let all = || (0..self.cpus).flat_map(|cpu| (1..old_stride).map(move |pool| (cpu, pool)));
-        for (cpu, pool) in all() {
-            let (from, to) = places(cpu, pool);
-            let value = self.stats.get(from).unwrap_or_default();
-            new.set(to, value);
-            copied.push(value);
-        }
-        put(&self.outer[Outer::Stats as usize], new.fd())?;
-        for ((cpu, pool), before) in all().zip(copied) {
-            let (from, to) = places(cpu, pool);
-            let before: [u64; 4] = zerocopy::transmute!(before);
-            for (word, before) in (0..words).zip(before) {
-                let after = self
-                    .stats
-                    .word(from, word)
-                    .map_or(0, |w| w.load(Ordering::Relaxed));
-                new.add(to, word, after.wrapping_sub(before));
-            }
-        }
-        self.stats = new;
+        let outer = &self.outer[Outer::Stats as usize];
+        self.stats = self.stats.grow(pools, |new| put(outer, new))?;
         Ok(())
     }
 
