@@ -24,7 +24,7 @@ use crate::{
     source::manifests::{self, Watcher},
 };
 use sync::Sync;
-use waiter::Waiter;
+use waiter::Ready;
 
 /// What the agent should do.
 #[derive(Clone, Debug)]
@@ -165,6 +165,7 @@ pub fn run(settings: Settings) -> Result<(), Error> {
             pid: Some(pid),
         }));
     }
+    let ready = Ready::new().map_err(Error::Waiter)?;
     let listeners = Listeners::open(&settings.listen)?;
 
     let mut kernel = Kernel::open(&settings.paths, settings.limits)?;
@@ -187,8 +188,9 @@ pub fn run(settings: Settings) -> Result<(), Error> {
             .collect(),
     ));
     let (events, happened) = mpsc::channel();
-    let waiter =
-        Waiter::start(listeners, Arc::clone(&state), watcher, events).map_err(Error::Waiter)?;
+    let waiter = ready
+        .start(listeners, Arc::clone(&state), watcher, events)
+        .map_err(Error::Waiter)?;
     let on_exit = settings.on_exit;
     let mut sync = Sync::new(kernel, Arc::clone(&state), settings, loaded.snapshot);
     let result = sync.run(&happened);

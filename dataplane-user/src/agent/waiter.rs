@@ -7,8 +7,8 @@ use std::{
 };
 
 use tokio::{
-    runtime::Builder,
-    signal::unix::{SignalKind, signal},
+    runtime::{Builder, Runtime},
+    signal::unix::{Signal, SignalKind, signal},
     sync::oneshot,
 };
 
@@ -24,30 +24,44 @@ pub struct Waiter {
     thread: JoinHandle<()>,
 }
 
-impl Waiter {
-    /// Starts it. Signals are taken from here on, before it returns.
-    pub fn start(
-        listeners: Listeners,
-        state: Arc<State>,
-        watcher: Watcher,
-        events: Sender<Event>,
-    ) -> io::Result<Self> {
+/// Signals are taken, and nobody waits for them yet: one that comes while the agent starts is heeded
+/// as soon as it has, and does not end it halfway.
+pub struct Ready {
+    runtime: Runtime,
+    signals: Signals,
+}
+
+impl Ready {
+    /// Takes signals from here on.
+    pub fn new() -> io::Result<Self> {
         let runtime = Builder::new_current_thread()
             .enable_all()
             .max_blocking_threads(4)
             .build()?;
-        let (stop, stopped) = oneshot::channel();
         let signals = {
             let _inside = runtime.enter();
-            signals(events.clone())?
+            Signals::new()?
         };
+        Ok(Self { runtime, signals })
+    }
+
+    /// Starts to wait.
+    pub fn start(
+        self,
+        listeners: Listeners,
+        state: Arc<State>,
+        watcher: Watcher,
+        events: Sender<Event>,
+    ) -> io::Result<Waiter> {
+        let Self { runtime, signals } = self;
+        let (stop, stopped) = oneshot::channel();
         let thread = thread::Builder::new()
             .name("waiter".to_owned())
             .spawn(move || {
                 let result = runtime.block_on(async {
                     tokio::select! {
                         result = admin::serve(listeners, state) => result,
-                        () = signals => Ok(()),
+                        () = signals.pass_on(events.clone()) => Ok(()),
                         () = changes(watcher, events.clone()) => Ok(()),
                         _ = stopped => Ok(()),
                     }
@@ -59,9 +73,11 @@ impl Waiter {
                 // Whoever was just asking does not hold up the end.
                 runtime.shutdown_background();
             })?;
-        Ok(Self { stop, thread })
+        Ok(Waiter { stop, thread })
     }
+}
 
+impl Waiter {
     /// Ends it.
     pub fn stop(self) {
         // It may have ended on its own, and then there is nobody to tell.
@@ -70,23 +86,35 @@ impl Waiter {
     }
 }
 
-/// Passes signals on, for ever.
-fn signals(events: Sender<Event>) -> io::Result<impl Future<Output = ()>> {
-    let mut terminate = signal(SignalKind::terminate())?;
-    let mut interrupt = signal(SignalKind::interrupt())?;
-    let mut hangup = signal(SignalKind::hangup())?;
-    Ok(async move {
+/// The signals that mean something to an agent.
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+    hangup: Signal,
+}
+
+impl Signals {
+    fn new() -> io::Result<Self> {
+        Ok(Self {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+            hangup: signal(SignalKind::hangup())?,
+        })
+    }
+
+    /// Passes them on, for ever.
+    async fn pass_on(mut self, events: Sender<Event>) {
         loop {
             let event = tokio::select! {
-                _ = terminate.recv() => Event::Stop("SIGTERM"),
-                _ = interrupt.recv() => Event::Stop("SIGINT"),
-                _ = hangup.recv() => Event::Reload("SIGHUP"),
+                _ = self.terminate.recv() => Event::Stop("SIGTERM"),
+                _ = self.interrupt.recv() => Event::Stop("SIGINT"),
+                _ = self.hangup.recv() => Event::Reload("SIGHUP"),
             };
             if events.send(event).is_err() {
                 return;
             }
         }
-    })
+    }
 }
 
 /// Tells of changed files, for ever.
