@@ -20,10 +20,13 @@ macro_rules! scenarios {
 
 mod churn;
 mod cluster;
+mod commands;
+mod growth;
 mod kernel;
 mod life;
 mod manifest;
 mod metrics;
+mod monitor;
 mod outcome;
 mod reload;
 mod services;
@@ -62,7 +65,10 @@ fn main() -> ExitCode {
         services::SCENARIOS,
         life::SCENARIOS,
         churn::SCENARIOS,
+        commands::SCENARIOS,
+        growth::SCENARIOS,
         metrics::SCENARIOS,
+        monitor::SCENARIOS,
         reload::SCENARIOS,
         // What a service means, line by line.
         socket_tcp::SCENARIOS,

@@ -1,0 +1,192 @@
+//! From ten services to a hundred thousand, through the agent, while clients connect and somebody
+//! scrapes.
+
+use std::{
+    fmt::Write as _,
+    fs,
+    net::Ipv4Addr,
+    path::Path,
+    sync::atomic::{AtomicBool, Ordering},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use dataplane_tests::{Agent, Lab, report::LoadReport};
+use serde_json::Value;
+
+use crate::{
+    cluster::{Cluster, TCP, reaches, serve},
+    metrics::Metrics,
+    outcome::run,
+};
+
+scenarios! {
+    Dataplane:
+    a_hundred_thousand_services_arrive_under_load,
+}
+
+const FEW: u32 = 10;
+const MANY: u32 = 100_000;
+/// So many services are in a file: well below the 32 MiB that one may have.
+const PER_FILE: u32 = 20_000;
+
+fn vip(service: u32) -> Ipv4Addr {
+    Ipv4Addr::from(u32::from(Ipv4Addr::new(10, 96, 1, 0)) + service)
+}
+
+/// Writes services with three endpoints each to a file, so that it is seen whole or not at all.
+fn write(lab: &Lab, directory: &Path, name: &str, services: std::ops::Range<u32>) -> Result<()> {
+    let mut endpoints = Vec::new();
+    for pod in ["far", "near", "near2"].map(|name| lab.pod(name)) {
+        endpoints.push(format!(
+            r#"{{"addresses":["{}"],"nodeName":"{}","conditions":{{"ready":true}}}}"#,
+            pod.ipv4(),
+            pod.node().context("a pod")?
+        ));
+    }
+    let endpoints = endpoints.join(",");
+    let mut text = r#"{"apiVersion":"v1","kind":"List","items":["#.to_owned();
+    for service in services.clone() {
+        let comma = if service == services.start { "" } else { "," };
+        let vip = vip(service);
+        write!(
+            text,
+            r#"{comma}{{"apiVersion":"v1","kind":"Service","metadata":{{"name":"s{service}"}},"spec":{{"clusterIP":"{vip}","ports":[{{"name":"a","port":80}}]}}}},{{"apiVersion":"discovery.k8s.io/v1","kind":"EndpointSlice","metadata":{{"name":"s{service}","labels":{{"kubernetes.io/service-name":"s{service}"}}}},"addressType":"IPv4","ports":[{{"name":"a","port":{TCP}}}],"endpoints":[{endpoints}]}}"#,
+        )?;
+    }
+    text.push_str("]}");
+    let draft = directory.join(".draft");
+    fs::write(&draft, text)?;
+    fs::rename(draft, directory.join(name))?;
+    Ok(())
+}
+
+fn status(agent: &Agent) -> Result<Value> {
+    run(agent, "status -o json")?.exits(0)?.json()
+}
+
+/// The memory that the tables take in the kernel.
+fn table_bytes(status: &Value) -> u64 {
+    let tables = status["tables"].as_array().into_iter().flatten();
+    tables.filter_map(|table| table["bytes"].as_u64()).sum()
+}
+
+/// The memory of the agent's process, in KiB.
+fn resident(agent: &Agent) -> Result<u64> {
+    let status = fs::read_to_string(format!("/proc/{}/status", agent.id()))?;
+    let line = status.lines().find(|line| line.starts_with("VmRSS:"));
+    let number = line.and_then(|line| line.split_whitespace().nth(1));
+    Ok(number.context("no VmRSS")?.parse()?)
+}
+
+/// Waits for so many services to be served. There is no limit but that the agent lives: it takes
+/// as long as the machine is busy.
+fn wait_for(agent: &Agent, services: u32) -> Result<Value> {
+    let begin = Instant::now();
+    loop {
+        let status = status(agent)?;
+        if status["agent"]["services"] == services {
+            return Ok(status);
+        }
+        if begin.elapsed() > Duration::from_secs(300) {
+            bail!(
+                "not {services} services after 300 s: {status:#}\n{}",
+                agent.log()
+            );
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+fn figures(services: u32, agent: &Agent, status: &Value) -> Result<()> {
+    let sync = &status["agent"]["last_sync"];
+    let ms = |field: &str| sync[field].as_u64().unwrap_or_default() / 1000;
+    println!(
+        "{services} services: {} writes planned in {} ms and written in {} ms; tables {} KiB, \
+         agent {} KiB resident",
+        sync["writes"],
+        ms("plan_us"),
+        ms("write_us"),
+        table_bytes(status) / 1024,
+        resident(agent)?,
+    );
+    Ok(())
+}
+
+fn a_hundred_thousand_services_arrive_under_load() -> Result<()> {
+    let lab = Cluster::lab()?;
+    let mut servers = Vec::new();
+    for pod in ["far", "near", "near2"] {
+        servers.push(serve(lab.pod(pod))?);
+    }
+    let directory = tempfile::tempdir()?;
+    write(&lab, directory.path(), "few.json", 0..FEW)?;
+    let agent = lab.agent("node2").manifests(directory.path()).start()?;
+    let few = status(&agent)?;
+    figures(FEW, &agent, &few)?;
+    ensure!(
+        table_bytes(&few) < 1 << 20,
+        "a node with {FEW} services pins {} bytes",
+        table_bytes(&few)
+    );
+
+    let (client, node) = (lab.pod("sleep"), lab.node("node2"));
+    let to = format!("{}:80", vip(3));
+    let load = client.load(&["--to", &to, "--threads", "2", "--pause-us", "500"])?;
+    let done = AtomicBool::new(false);
+    let (many, scrapes) = std::thread::scope(|scope| {
+        let scraper = scope.spawn(|| scrape_until(&done, || Metrics::scrape(client, node)));
+        let grow = || {
+            for file in 0..MANY / PER_FILE {
+                let services = (file * PER_FILE).max(FEW)..(file + 1) * PER_FILE;
+                write(
+                    &lab,
+                    directory.path(),
+                    &format!("many-{file}.json"),
+                    services,
+                )?;
+            }
+            wait_for(&agent, MANY)
+        };
+        let many = grow();
+        done.store(true, Ordering::Relaxed);
+        (many, scraper.join().expect("the scraper does not panic"))
+    });
+    let (many, scrapes) = (many?, scrapes?);
+    let report: LoadReport = load.wait_json()?;
+    figures(MANY, &agent, &many)?;
+    println!(
+        "{} connections meanwhile, {} failed; {scrapes} scrapes",
+        report.answered,
+        report.errors.values().sum::<u64>()
+    );
+    ensure!(report.errors.is_empty(), "{:?}", report.failures);
+    ensure!(
+        report.answered > 1000,
+        "too few to mean anything: {report:?}"
+    );
+    // Every one was counted once, whichever table it was counted in.
+    let counted = Metrics::scrape(client, node)?.connections("s3");
+    #[expect(clippy::cast_precision_loss, reason = "some thousands")]
+    let answered = report.answered as f64;
+    ensure!(
+        (counted - answered).abs() < 0.5,
+        "{counted} connections counted, {answered} made"
+    );
+    for service in [0, FEW, MANY / 2, MANY - 1] {
+        let to = format!("{}:80", vip(service));
+        reaches(client, &to, "connect --count 40", &["far", "near", "near2"])?;
+    }
+    Ok(())
+}
+
+/// Scrapes all the time, and wants no counter to go back.
+fn scrape_until(done: &AtomicBool, scrape: impl Fn() -> Result<Metrics>) -> Result<u32> {
+    let (mut scrapes, mut last) = (0, 0.0);
+    while !done.load(Ordering::Relaxed) {
+        let now = scrape()?.connections("s3");
+        ensure!(now >= last, "connections went from {last} to {now}");
+        (scrapes, last) = (scrapes + 1, now);
+    }
+    Ok(scrapes)
+}
