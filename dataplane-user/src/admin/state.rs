@@ -9,6 +9,7 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
+use dataplane_common::tables::PoolStats;
 use prometheus_client::metrics::{counter::Counter, histogram::Histogram};
 
 use super::{
@@ -19,7 +20,7 @@ use super::{
 use crate::{
     kernel,
     model::{ServiceName, Snapshot},
-    plan::Planner,
+    plan::{Plan, Planner, Write},
 };
 
 /// Pools looked at while the planner is locked: it must not wait for long.
@@ -44,6 +45,11 @@ pub struct State {
     started: u64,
     known: Mutex<Known>,
     counters: Mutex<Counters>,
+    /// Pools that are being given to another service: until that is written they hold what they
+    /// counted for the one before. Sorted; changed only while the planner is locked.
+    given: Mutex<Vec<u32>>,
+    /// Held while tables grow, and while they are opened for counting.
+    growing: Mutex<()>,
 }
 
 #[derive(Debug)]
@@ -110,7 +116,37 @@ impl State {
                 sync_error: None,
             }),
             counters: Mutex::default(),
+            given: Mutex::default(),
+            growing: Mutex::default(),
         }
+    }
+
+    /// Plans for `snapshot`: what is then to be written. [`State::written`] follows.
+    pub fn plan(&self, snapshot: &Snapshot) -> Plan {
+        let mut planner = lock(&self.planner);
+        let plan = planner.plan(snapshot);
+        let fresh = plan.writes.iter().filter_map(|write| match write {
+            Write::Pool {
+                index, fresh: true, ..
+            } => Some(*index),
+            _ => None,
+        });
+        let mut given: Vec<u32> = fresh.collect();
+        given.sort_unstable();
+        *lock(&self.given) = given;
+        plan
+    }
+
+    /// The plan was written, or could not be.
+    pub fn written(&self) {
+        *lock(&self.given) = Vec::new();
+    }
+
+    /// Makes tables larger. Nobody begins to read counters meanwhile: a copy lags behind until what
+    /// was counted during the copying is added to it.
+    pub fn grow<T>(&self, work: impl FnOnce() -> T) -> T {
+        let _growing = lock(&self.growing);
+        work()
     }
 
     /// Whether the tables were ever brought in line with the source, and the agent is not ending.
@@ -286,18 +322,27 @@ impl State {
 
     /// Reads the kernel's counters.
     fn count(&self) {
+        // One after the other, or a late one would bring older figures.
+        let mut counters = lock(&self.counters);
         // Opened each time: a table that has grown is another one. Without it nothing is counted,
         // and what was counted stays.
-        let Ok(tables) = kernel::Tables::open(&self.paths.bpffs) else {
+        let growing = lock(&self.growing);
+        let tables = kernel::Tables::open(&self.paths.bpffs);
+        drop(growing);
+        let Ok(tables) = tables else {
             return;
         };
         let end = lock(&self.known).pools;
-        let mut counters = lock(&self.counters);
         let runs = (1..end).step_by(POOLS_AT_ONCE as usize);
         counters.update(runs.flat_map(|from| {
             let planner = lock(&self.planner);
+            let given = lock(&self.given);
+            let stats = |pool| match given.binary_search(&pool) {
+                Ok(_) => PoolStats::default(),
+                Err(_) => tables.pool_stats(pool),
+            };
             let run = from..from.saturating_add(POOLS_AT_ONCE).min(end);
-            run.filter_map(|pool| Some((pool, owner(&planner, pool)?, tables.pool_stats(pool))))
+            run.filter_map(|pool| Some((pool, owner(&planner, pool)?, stats(pool))))
                 .collect::<Vec<_>>()
         }));
     }

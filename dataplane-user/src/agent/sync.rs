@@ -132,10 +132,11 @@ impl Sync {
     /// cannot be understood any more is an error.
     fn sync(&mut self) -> Result<(), Error> {
         let start = Instant::now();
-        let plan = lock(&self.state.planner).plan(&self.wanted);
+        let plan = self.state.plan(&self.wanted);
         let thinking = start.elapsed();
         let start = Instant::now();
         let result = self.write(&plan);
+        self.state.written();
         let writing = start.elapsed();
         match result.and_then(|()| self.grace()) {
             Ok(()) => {
@@ -166,7 +167,8 @@ impl Sync {
     }
 
     fn write(&mut self, plan: &Plan) -> Result<(), kernel::Error> {
-        for growth in self.kernel.reserve(&plan.demand)? {
+        let state = Arc::clone(&self.state);
+        for growth in state.grow(|| self.kernel.reserve(&plan.demand))? {
             info!(
                 table = growth.table,
                 from = growth.from,
