@@ -272,6 +272,9 @@ fn candidates(lab: &Lab, told: &Value) -> Result<Vec<String>> {
     Ok(names)
 }
 
+/// From, to, how, the verdict, its reason, and the endpoints.
+type Case<'a> = (&'a Host, &'a str, &'a str, &'a str, &'a str, &'a [&'a str]);
+
 /// Each way in which a connection can end, as `explain` says it, and as the client then sees it.
 fn explain_says_what_clients_then_see() -> Result<()> {
     let cluster = Cluster::start(services)?;
@@ -280,7 +283,7 @@ fn explain_says_what_clients_then_see() -> Result<()> {
     let both: &[&str] = &["far", "near"];
     let tcp = "connect --count 30";
     let udp = "udp --count 30";
-    let cases: [(&Host, &str, &str, &str, &str, &[&str]); 11] = [
+    let cases: [Case; 11] = [
         (
             sleep,
             "10.96.0.10:80",

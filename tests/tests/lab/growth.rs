@@ -79,8 +79,7 @@ fn resident(agent: &Agent) -> Result<u64> {
     Ok(number.context("no VmRSS")?.parse()?)
 }
 
-/// Waits for so many services to be served. There is no limit but that the agent lives: it takes
-/// as long as the machine is busy.
+/// Waits for so many services to be served, for as long as a busy machine may take.
 fn wait_for(agent: &Agent, services: u32) -> Result<Value> {
     let begin = Instant::now();
     loop {
@@ -88,9 +87,9 @@ fn wait_for(agent: &Agent, services: u32) -> Result<Value> {
         if status["agent"]["services"] == services {
             return Ok(status);
         }
-        if begin.elapsed() > Duration::from_secs(300) {
+        if begin.elapsed() > Duration::from_mins(5) {
             bail!(
-                "not {services} services after 300 s: {status:#}\n{}",
+                "not {services} services after 5 min: {status:#}\n{}",
                 agent.log()
             );
         }
