@@ -1,11 +1,11 @@
 //! `connect()`: the VIP is replaced by an endpoint before the kernel routes or sends anything.
 
 use dataplane_common::{
-    Hook, Port, Reason,
+    Hook, Port, Protocol, Reason,
     tables::{Endpoint, Peer},
 };
 
-use super::{Family, GO_ON, SockAddr, events};
+use super::{Family, GO_ON, SockAddr, events, flows};
 use crate::{
     select::{count, decide},
     tables::PEERS,
@@ -20,6 +20,9 @@ pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
     events::report(call, Hook::Connect, &request, &verdict);
     if verdict.reason == Reason::NotService {
         forget_peer(call);
+        if request.protocol == Protocol::UDP {
+            flows::forget(call);
+        }
     } else if !verdict.endpoint.is_none() {
         remember_peer(call, &request.peer(&verdict.endpoint));
     }

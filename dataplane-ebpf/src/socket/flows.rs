@@ -96,6 +96,21 @@ pub fn remember<F: Family>(call: &SockAddr<F>, new: &Peer) {
     }
 }
 
+/// Forgets all flows: a socket that is connected to what is no service's gets datagrams from that
+/// peer alone, which may be an endpoint that it used for a VIP before.
+#[inline(always)]
+pub fn forget<F: Family>(call: &SockAddr<F>) {
+    // SAFETY: `sk` of a connect hook is a full socket.
+    let flows = unsafe { FLOWS.get_ptr_mut(&call.ctx) };
+    if flows.is_null() {
+        return;
+    }
+    for index in 0..UDP_FLOWS as u32 {
+        // SAFETY: within the socket's element.
+        unsafe { write_volatile(&raw mut (*place(flows, index)).endpoint_port, Port::ANY) };
+    }
+}
+
 /// # Safety
 /// `flow` must be a place in `flows`, a socket's element.
 #[inline(always)]
