@@ -169,18 +169,24 @@ fn a_socket_connected_again_tells_the_truth() -> Result<()> {
         ]
     })?;
     let near = cluster.lab.pod("near").addresses();
-    for (v4, how) in [
-        (true, &["--reconnect"][..]),
-        (true, &["--reconnect", "--v4-mapped"]),
-        (false, &["--reconnect"]),
-    ] {
+    for (v4, mapped) in [(true, None), (true, Some("--v4-mapped")), (false, None)] {
+        let mut how = vec!["--reconnect"];
+        how.extend(mapped);
         let plain = SocketAddr::new(near[usize::from(!v4)], UDP);
         let to = [vip(21, v4), plain];
-        let report = in_turn(&cluster, &to, how, 10)?;
+        let report = in_turn(&cluster, &to, &how, 10)?;
         answers_come_from(to.iter().cycle(), &report.each)?;
         for (attempt, to) in report.each.iter().zip(to.iter().cycle()) {
             ensure!(attempt.peer == Some(*to), "{how:?}, {to}: {attempt:?}");
         }
+        // The VIP that it talked to without being connected does not answer for the endpoint.
+        let mut how = vec!["--unconnected", "--connect-after", "2"];
+        how.extend(mapped);
+        let to = [vip(21, v4), vip(21, v4), plain];
+        let report = in_turn(&cluster, &to, &how, 3)?;
+        answers_come_from(&to, &report.each)?;
+        let peers: Vec<_> = report.each.iter().map(|attempt| attempt.peer).collect();
+        ensure!(peers == [None, None, Some(plain)], "{how:?}: {report:?}");
     }
     Ok(())
 }

@@ -37,6 +37,9 @@ pub struct Arguments {
     /// Connect that one socket again before each datagram
     #[arg(long, requires = "one_socket", conflicts_with = "unconnected")]
     reconnect: bool,
+    /// From the datagram with this number on (the first is 0), connect that one socket before each
+    #[arg(long, value_name = "NUMBER", requires_all = ["one_socket", "unconnected"])]
+    connect_after: Option<u32>,
     /// Go on until stdin is closed, whatever the count, and wait 2 ms between datagrams
     ///
     /// Prints a line when the first datagram is about to be sent.
@@ -45,6 +48,13 @@ pub struct Arguments {
     /// Report every attempt, not only the sum
     #[arg(long)]
     each: bool,
+}
+
+impl Arguments {
+    /// Whether a socket that was not connected is to be from this datagram on.
+    fn connects(&self, number: u32) -> bool {
+        self.connect_after.is_some_and(|first| number >= first)
+    }
 }
 
 pub fn run(arguments: &Arguments) -> Result<()> {
@@ -81,7 +91,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
                 .take()
                 .map_or_else(
                     || open(arguments, to),
-                    |socket| again(socket, arguments, to),
+                    |socket| again(socket, arguments, to, number),
                 )
                 .and_then(|socket| {
                     let result = exchange(&socket, to, arguments, number, &mut attempt);
@@ -110,8 +120,13 @@ fn open(arguments: &Arguments, to: SocketAddr) -> io::Result<UdpSocket> {
 }
 
 /// The socket of the last attempt, for the next.
-fn again(socket: UdpSocket, arguments: &Arguments, to: SocketAddr) -> io::Result<UdpSocket> {
-    if arguments.reconnect {
+fn again(
+    socket: UdpSocket,
+    arguments: &Arguments,
+    to: SocketAddr,
+    number: u32,
+) -> io::Result<UdpSocket> {
+    if arguments.reconnect || arguments.connects(number) {
         socket.connect(to)?;
     }
     Ok(socket)
@@ -126,7 +141,7 @@ fn exchange(
 ) -> io::Result<()> {
     let payload = number.to_be_bytes();
     let begin = Instant::now();
-    if arguments.unconnected {
+    if arguments.unconnected && !arguments.connects(number) {
         socket.send_to(&payload, address)?;
     } else {
         socket.send(&payload)?;
