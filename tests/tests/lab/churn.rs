@@ -6,7 +6,8 @@
 use std::{
     collections::hash_map::RandomState,
     hash::BuildHasher as _,
-    net::{IpAddr, Ipv4Addr, SocketAddr},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
+    ops::RangeInclusive,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -19,7 +20,7 @@ use dataplane::{
     },
     plan::Planner,
 };
-use dataplane_tests::{Lab, Process, report::LoadReport};
+use dataplane_tests::{Host, Lab, Process, report::LoadReport};
 use nix::time::ClockId;
 
 use crate::cluster::{Cluster, TCP, serve};
@@ -70,7 +71,7 @@ impl Writer {
 
 fn service(
     name: &str,
-    vip: Ipv4Addr,
+    vips: impl IntoIterator<Item = IpAddr>,
     endpoints: impl IntoIterator<Item = SocketAddr>,
 ) -> (ServiceName, Arc<Service>) {
     let name = ServiceName::new("default", name);
@@ -96,7 +97,7 @@ fn service(
         name: name.clone(),
         kind: ServiceType::ClusterIp,
         created: None,
-        cluster_ips: [IpAddr::from(vip)].into_iter().collect(),
+        cluster_ips: vips.into_iter().collect(),
         external_ips: [].into_iter().collect(),
         load_balancer_ips: [].into_iter().collect(),
         source_ranges: [].into_iter().collect(),
@@ -126,115 +127,189 @@ struct Version {
 
 /// How long to change endpoints.
 const CHURN: Duration = Duration::from_secs(30);
-/// How often, if the machine keeps up.
-const PAUSE: Duration = Duration::from_micros(400);
+/// How many changes there are at the least: 1 000 per second.
+const FLIPS: u64 = CHURN.as_secs() * 1000;
+/// How soon one follows the other, if the machine keeps up.
+const PACE: Duration = Duration::from_micros(660);
 
-/// The endpoints of a service are replaced thousands of times per second. No connection fails, and
-/// each reaches an endpoint that the service had at some moment between the begin and the end of
-/// its connect(2): the program decides within it, and decides by one version.
+/// A service whose endpoints are replaced, and all that it ever was.
+struct Churned {
+    name: &'static str,
+    vips: [IpAddr; 2],
+    /// Name and addresses of each, a process of its own.
+    endpoints: Vec<(String, [SocketAddr; 2])>,
+    versions: Vec<Version>,
+}
+
+impl Churned {
+    /// With one endpoint on each of the ports of each of the pods, which are served from here on.
+    fn new(
+        (name, number): (&'static str, u8),
+        ports: RangeInclusive<u16>,
+        pods: &[&Host],
+        servers: &mut Vec<Process>,
+    ) -> Result<Self> {
+        let mut endpoints = Vec::new();
+        for pod in pods {
+            for port in ports.clone() {
+                let at = pod
+                    .addresses()
+                    .map(|address| SocketAddr::new(address, port));
+                let name = format!("{}:{port}", pod.name());
+                let [v4, v6] = at.map(|at| at.to_string());
+                servers.push(pod.serve_as(&name, &["--tcp", &v4, "--tcp", &v6])?);
+                endpoints.push((name, at));
+            }
+        }
+        let v4 = Ipv4Addr::new(10, 96, 0, number);
+        let v6 = Ipv6Addr::new(0xfd00, 0x96, 0, 0, 0, 0, 0, number.into());
+        Ok(Self {
+            name,
+            vips: [v4.into(), v6.into()],
+            endpoints,
+            versions: Vec::new(),
+        })
+    }
+
+    fn all(&self) -> u16 {
+        (1 << self.endpoints.len()) - 1
+    }
+
+    /// Any set of endpoints but the empty one; small sets as often as large ones.
+    fn draw(&self, random: u64) -> u16 {
+        let thinned = if random >> 63 == 0 {
+            random & random >> 16
+        } else {
+            random
+        };
+        let bits = u16::try_from(thinned & u64::from(self.all())).unwrap_or_default();
+        if bits == 0 { self.all() } else { bits }
+    }
+
+    fn service(&self, chosen: u16) -> (ServiceName, Arc<Service>) {
+        let endpoints = self.endpoints.iter().enumerate();
+        let chosen = endpoints.filter(|(bit, _)| chosen & (1 << bit) != 0);
+        service(self.name, self.vips, chosen.flat_map(|(_, (_, at))| *at))
+    }
+
+    /// Clients that connect all the time, over both families in turn.
+    fn clients(&self, client: &Host) -> Result<Process> {
+        let [v4, v6] = self.vips.map(|vip| SocketAddr::new(vip, 80).to_string());
+        let to = ["--to", &v4, "--to", &v6];
+        let how = ["--threads", "2", "--pause-us", "50", "--each"];
+        Ok(client.load(&[to.as_slice(), how.as_slice()].concat())?)
+    }
+
+    /// Wants no failure, and every connection to have reached an endpoint that the service had
+    /// meanwhile.
+    fn check(&self, report: &LoadReport) -> Result<()> {
+        ensure!(
+            report.errors.is_empty(),
+            "connections to {} failed: {:?}",
+            self.name,
+            report.failures
+        );
+        ensure!(report.answered > 1000, "too few to mean anything");
+        let mut strangers = Vec::new();
+        for event in &report.each {
+            let known = (self.endpoints.iter()).position(|(name, _)| *name == event.endpoint);
+            let bit = 1
+                << known.with_context(|| {
+                    format!("{} was answered by another service: {event:?}", self.name)
+                })?;
+            // Version i could be seen from the begin of its writing to the end of that of i + 1.
+            let versions = &self.versions;
+            let first = versions.partition_point(|v| v.written_ns < event.started_at_ns);
+            let possible = versions[first.saturating_sub(1)..]
+                .iter()
+                .take_while(|version| version.begun_ns <= event.connected_at_ns);
+            let mut seen = possible.map(|version| version.endpoints);
+            if !seen.any(|endpoints| endpoints & bit != 0) {
+                strangers.push(event);
+            }
+        }
+        ensure!(
+            strangers.is_empty(),
+            "{} of {} connections reached an endpoint that the service did not have then: {:?} ...",
+            strangers.len(),
+            report.answered,
+            &strangers[..strangers.len().min(5)]
+        );
+        ensure!(
+            report.endpoints.len() == self.endpoints.len(),
+            "not all used: {:?}",
+            report.endpoints
+        );
+        Ok(())
+    }
+}
+
+/// The endpoints of two services are replaced thousands of times per second. No connection fails,
+/// and each reaches an endpoint that its service had at some moment between the begin and the end
+/// of its connect(2): the program decides within it, and decides by one version. The services take
+/// turns with the same slots, so that a mixture of two versions shows as a stranger's answer.
 fn flipping_endpoints_fails_no_connection() -> Result<()> {
     let lab = Cluster::lab()?;
-    // Four endpoints in each of three pods, each a process with a name of its own.
+    let pods = ["far", "near", "near2"].map(|name| lab.pod(name));
     let mut servers = Vec::new();
-    let mut endpoints = Vec::new();
-    for pod in ["far", "near", "near2"].map(|name| lab.pod(name)) {
-        for port in 7001..=7004 {
-            let at = SocketAddr::new(pod.ipv4().into(), port);
-            let name = format!("{}:{port}", pod.name());
-            servers.push(pod.serve_as(&name, &["--tcp", &at.to_string()])?);
-            endpoints.push((name, at));
-        }
-    }
+    let mut services = [
+        Churned::new(("one", 10), 7001..=7004, &pods, &mut servers)?,
+        Churned::new(("two", 11), 7005..=7008, &pods, &mut servers)?,
+    ];
     let mut writer = Writer::new(&lab)?;
     let mut snapshot = Snapshot::default();
-    let mut versions = Vec::new();
-    let mut write = |chosen: u16, versions: &mut Vec<Version>| -> Result<()> {
-        let bits = endpoints
-            .iter()
-            .enumerate()
-            .filter(|(bit, _)| chosen & (1 << bit) != 0);
-        let (name, service) = service("web", VIP, bits.map(|(_, (_, at))| *at));
-        snapshot.services.insert(name, service);
+    let mut write = |chosen: [u16; 2], services: &mut [Churned; 2]| -> Result<()> {
+        for (churned, endpoints) in services.iter().zip(chosen) {
+            let (name, service) = churned.service(endpoints);
+            snapshot.services.insert(name, service);
+        }
         let begun_ns = now_ns()?;
         writer.write(&snapshot)?;
-        versions.push(Version {
-            endpoints: chosen,
-            begun_ns,
-            written_ns: now_ns()?,
-        });
+        let written_ns = now_ns()?;
+        for (churned, endpoints) in services.iter_mut().zip(chosen) {
+            churned.versions.push(Version {
+                endpoints,
+                begun_ns,
+                written_ns,
+            });
+        }
         Ok(())
     };
-    let all = (1 << endpoints.len()) - 1;
-    write(all, &mut versions)?;
+    write([u16::MAX; 2], &mut services)?;
 
-    let load = ["--to", TO, "--threads", "2", "--pause-us", "50", "--each"];
-    let load = lab.pod("sleep").load(&load)?;
+    let client = lab.pod("sleep");
+    let loads = [services[0].clients(client)?, services[1].clients(client)?];
     let begin = Instant::now();
     let random = RandomState::new();
     for round in 0u64.. {
-        if begin.elapsed() >= CHURN {
+        // At least as many as the time asks for: a slow machine takes longer, and flips no less.
+        if begin.elapsed() >= CHURN && round >= FLIPS {
             break;
         }
-        // Any but the empty set; small sets as often as large ones.
-        let bits = random.hash_one(round);
-        let thinned = bits
-            & if bits >> 63 == 0 {
-                bits >> 16
-            } else {
-                u64::MAX
-            };
-        let chosen = u16::try_from(thinned & u64::from(all))?;
-        write(if chosen == 0 { all } else { chosen }, &mut versions)?;
-        std::thread::sleep(PAUSE);
+        let chosen = [0, 1].map(|n| services[n].draw(random.hash_one((round, n))));
+        write(chosen, &mut services)?;
+        let due = PACE * u32::try_from(round)?;
+        std::thread::sleep(due.saturating_sub(begin.elapsed()));
     }
-    let took = begin.elapsed();
-    let report: LoadReport = load.wait_json()?;
-    let flips = versions.len() - 1;
-    println!(
-        "{flips} flips in {:.1} s ({:.0} per second), {} grace periods; {} connections, {} failed",
-        took.as_secs_f64(),
-        f64::from(u32::try_from(flips)?) / took.as_secs_f64(),
-        writer.graces,
-        report.answered,
-        report.errors.values().sum::<u64>(),
-    );
-    ensure!(
-        report.errors.is_empty(),
-        "connections failed: {:?}",
-        report.failures
-    );
-    ensure!(
-        flips > 1000 && report.answered > 1000,
-        "too few to mean anything"
-    );
-    ensure!(
-        report.endpoints.len() == endpoints.len(),
-        "not all used: {:?}",
-        report.endpoints
-    );
-    let mut strangers = Vec::new();
-    for event in &report.each {
-        let known = endpoints
-            .iter()
-            .position(|(name, _)| *name == event.endpoint);
-        let bit = 1 << known.with_context(|| format!("a stranger answered: {event:?}"))?;
-        // Version i could be seen from the begin of its writing to the end of that of i + 1.
-        let first = versions.partition_point(|v| v.written_ns < event.started_at_ns);
-        let possible = versions[first.saturating_sub(1)..]
-            .iter()
-            .take_while(|version| version.begun_ns <= event.connected_at_ns);
-        let mut seen = possible.map(|version| version.endpoints);
-        if !seen.any(|endpoints| endpoints & bit != 0) {
-            strangers.push(event);
-        }
+    let took = begin.elapsed().as_secs_f64();
+    let graces = writer.graces;
+    for (churned, load) in services.iter().zip(loads) {
+        let report: LoadReport = load.wait_json()?;
+        let flips = churned.versions.len() - 1;
+        println!(
+            "{}: {flips} flips in {took:.1} s ({:.0} per second), {graces} grace periods; {} \
+             connections, {} failed",
+            churned.name,
+            f64::from(u32::try_from(flips)?) / took,
+            report.answered,
+            report.errors.values().sum::<u64>(),
+        );
+        churned.check(&report)?;
+        println!(
+            "{}: none to an endpoint that it did not have at that moment",
+            churned.name
+        );
     }
-    ensure!(
-        strangers.is_empty(),
-        "{} of {} connections reached an endpoint that the service did not have then: {:?} ...",
-        strangers.len(),
-        report.answered,
-        &strangers[..strangers.len().min(5)]
-    );
     Ok(())
 }
 
@@ -249,7 +324,7 @@ fn growing_tables_fails_no_connection() -> Result<()> {
     let mut writer = Writer::new(&lab)?;
     let mut snapshot = Snapshot::default();
     let endpoints = pods.map(|pod| SocketAddr::new(pod.ipv4().into(), TCP));
-    let (name, web) = service("web", VIP, endpoints);
+    let (name, web) = service("web", [VIP.into()], endpoints);
     snapshot.services.insert(name, web);
     writer.write(&snapshot)?;
     let load = lab
@@ -264,7 +339,7 @@ fn growing_tables_fails_no_connection() -> Result<()> {
                 SocketAddr::new(address.into(), 8000 + host)
             });
             let vip = Ipv4Addr::new(11, b, c, d);
-            let (name, other) = service(&format!("other-{number}"), vip, endpoints);
+            let (name, other) = service(&format!("other-{number}"), [vip.into()], endpoints);
             snapshot.services.insert(name, other);
         }
         let begin = Instant::now();
