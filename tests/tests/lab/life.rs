@@ -347,6 +347,7 @@ fn on_exit_detach_removes_the_programs() -> Result<()> {
     let mut cluster = Cluster::start_with(|lab| vec![web(lab)], &["--on-exit", "detach"])?;
     reaches(cluster.client(), TO, "connect --count 20", &["far", "near"])?;
     cluster.agent.stop()?;
+    ensure!(!cluster.agent.bpffs().exists(), "pins are left");
     fails(cluster.client(), TO, "connect --timeout-ms 300", "TIMEOUT")
 }
 

@@ -23,6 +23,7 @@ scenarios! {
     files_of_a_directory_come_and_go,
     of_two_services_with_one_vip_one_serves,
     kinds_that_are_not_ours_are_counted_and_ignored,
+    more_than_a_table_may_hold_is_said_and_the_rest_serves_on,
 }
 
 const TO: &str = "10.96.0.10:80";
@@ -234,4 +235,37 @@ fn kinds_that_are_not_ours_are_counted_and_ignored() -> Result<()> {
         "{log}"
     );
     refused(lab.pod("sleep"), TO, "connect")
+}
+
+/// What goes beyond a limit names the table and the option, changes nothing, and is served as soon
+/// as there is room.
+fn more_than_a_table_may_hold_is_said_and_the_rest_serves_on() -> Result<()> {
+    let few = |lab: &Lab| vec![web(lab, &["near"])];
+    let cluster = Cluster::start_with(few, &["--max-frontends", "12"])?;
+    let (agent, client) = (&cluster.agent, cluster.client());
+    let many = |count: u8| {
+        let service = |n| Service::new(&format!("s{n}"), &[&format!("10.96.1.{n}")]);
+        let services = (0..count).map(|n| service(n).port("tcp", 80, TCP));
+        let services = services.map(|s| s.endpoints(&[cluster.lab.pod("near2")]));
+        let web = web(&cluster.lab, &["near2"]);
+        services.chain([web]).collect::<Vec<_>>()
+    };
+    cluster.manifests.write(&many(20))?;
+    eventually(|| {
+        run(agent, "status")?
+            .exits(1)?
+            .says(&["table FRONTENDS is full", "--max-frontends"])
+            .map(drop)
+    })?;
+    reaches(client, TO, "connect --count 10", &["near"])?;
+    fails(
+        client,
+        "10.96.1.0:80",
+        "connect --timeout-ms 300",
+        "TIMEOUT",
+    )?;
+    cluster.manifests.write(&many(1))?;
+    eventually(|| reaches(client, TO, "connect --count 10", &["near2"]).map(drop))?;
+    reaches(client, "10.96.1.0:80", "connect --count 10", &["near2"])?;
+    eventually(|| run(agent, "status")?.exits(0).map(drop))
 }
