@@ -2,8 +2,11 @@
 //! scrapes.
 
 use std::{
+    collections::hash_map::RandomState,
+    ffi::OsStr,
     fmt::Write as _,
     fs,
+    hash::BuildHasher as _,
     net::Ipv4Addr,
     path::Path,
     sync::atomic::{AtomicBool, Ordering},
@@ -11,18 +14,21 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
+use dataplane::kernel::Tables;
+use dataplane_common::{Addr, Port, Protocol, decide::Tables as _, tables::FrontendKey};
 use dataplane_tests::{Agent, Lab, report::LoadReport};
 use serde_json::Value;
 
 use crate::{
     cluster::{Cluster, TCP, reaches, serve},
     metrics::Metrics,
-    outcome::run,
+    outcome::{run, run_args},
 };
 
 scenarios! {
     Dataplane:
     a_hundred_thousand_services_arrive_under_load,
+    an_agent_killed_while_it_writes_is_taken_over,
 }
 
 const FEW: u32 = 10;
@@ -177,6 +183,81 @@ fn a_hundred_thousand_services_arrive_under_load() -> Result<()> {
         reaches(client, &to, "connect --count 40", &["far", "near", "near2"])?;
     }
     Ok(())
+}
+
+/// Waits until a VIP is in the tables, or is not there any more, and hardly longer.
+fn until_served(agent: &Agent, vip: Ipv4Addr, wanted: bool) -> Result<()> {
+    let key = FrontendKey::new(Addr::from_v4(vip.octets()), Port::new(80), Protocol::TCP);
+    let begin = Instant::now();
+    loop {
+        // Opened each time: a table that has grown is another one.
+        let tables = Tables::open(agent.bpffs())?;
+        if tables.frontend(&key).is_none() != wanted {
+            return Ok(());
+        }
+        if begin.elapsed() > Duration::from_mins(5) {
+            bail!("{vip} after 5 min: {}", agent.log());
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// The agent is killed again and again in the middle of filling and emptying its tables: the next
+/// one goes on from wherever that was.
+fn an_agent_killed_while_it_writes_is_taken_over() -> Result<()> {
+    let lab = Cluster::lab()?;
+    let mut servers = Vec::new();
+    for pod in ["far", "near", "near2"] {
+        servers.push(serve(lab.pod(pod))?);
+    }
+    let directory = tempfile::tempdir()?;
+    write(&lab, directory.path(), "few.json", 0..FEW)?;
+    let mut agent = lab.agent("node2").manifests(directory.path()).start()?;
+    let client = lab.pod("sleep");
+    let to = format!("{}:80", vip(3));
+    let load = client.load(&["--to", &to, "--threads", "2", "--pause-us", "500"])?;
+    let mut killed = Vec::new();
+    for round in 0..6 {
+        let many = round % 2 == 0;
+        if many {
+            write(&lab, directory.path(), "many.json", FEW..PER_FILE)?;
+        } else {
+            fs::remove_file(directory.path().join("many.json"))?;
+        }
+        if round > 0 {
+            agent.launch()?;
+        }
+        // The standard library's hasher is seeded by the system's randomness.
+        let some = u32::try_from(RandomState::new().hash_one(round) % u64::from(PER_FILE - FEW))?;
+        until_served(&agent, vip(FEW + some), many)?;
+        agent.kill();
+        let tables = run(&agent, "status -o json")?.exits(1)?.json()?;
+        let mut tables = tables["tables"].as_array().into_iter().flatten();
+        let frontends = tables.find(|table| table["name"] == "FRONTENDS");
+        let used = frontends.context("FRONTENDS")?["used"].as_u64();
+        killed.push(used.context("a number")?);
+        reaches(client, &to, "connect --count 40", &["far", "near", "near2"])?;
+    }
+    write(&lab, directory.path(), "many.json", FEW..PER_FILE)?;
+    agent.launch()?;
+    println!("entries in FRONTENDS when it was killed: {killed:?}");
+    agent.wait_until_ready()?;
+    wait_for(&agent, PER_FILE)?;
+    let report: LoadReport = load.wait_json()?;
+    ensure!(
+        report.errors.is_empty(),
+        "{killed:?}: {:?}",
+        report.failures
+    );
+    for service in [0, FEW, PER_FILE / 2, PER_FILE - 1] {
+        let to = format!("{}:80", vip(service));
+        reaches(client, &to, "connect --count 40", &["far", "near", "near2"])?;
+    }
+    let directory = directory.path().as_os_str();
+    let plan = ["plan", "--node-name", "node2", "--manifests"].map(OsStr::new);
+    run_args(&agent, plan.into_iter().chain([directory]))?
+        .exits(0)
+        .map(drop)
 }
 
 /// Scrapes all the time, and wants no counter to go back.
