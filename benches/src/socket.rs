@@ -51,7 +51,7 @@ impl Extent {
         theirs: &[1, 1_000, 10_000],
         at_least: 7,
         at_most: 15,
-        budget: Duration::from_secs(330),
+        budget: Duration::from_secs(300),
         fraction: 1,
     };
     /// What fits into half a minute.
@@ -60,7 +60,7 @@ impl Extent {
         theirs: &[1, 1_000],
         at_least: 3,
         at_most: 5,
-        budget: Duration::from_secs(13),
+        budget: Duration::from_secs(10),
         fraction: 4,
     };
 

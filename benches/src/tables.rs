@@ -103,8 +103,7 @@ pub fn run(quick: bool) -> anyhow::Result<Vec<Row>> {
     row(MOST, "flip_ms", "ms", flips);
     row(MOST, "change_ms", "ms", changes);
 
-    let sizes: &[u32] = if quick { &[FEW] } else { &[FEW, MOST] };
-    for services in sizes.iter().copied() {
+    for services in [FEW, MOST] {
         say!(
             "tables: an agent with manifests of {} services",
             thousands(services)
