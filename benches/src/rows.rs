@@ -27,6 +27,20 @@ pub struct Row {
     /// How much the rounds differ: half the distance between the quartiles, over the median.
     #[serde(skip)]
     pub spread: f64,
+    /// How many rounds.
+    #[serde(skip)]
+    pub rounds: usize,
+}
+
+impl Row {
+    /// How far, as a share, the true median may well be from `value`: its standard error, were the
+    /// rounds spread as normal distributions are.
+    #[expect(clippy::cast_precision_loss, reason = "rounds are few")]
+    pub fn uncertainty(&self) -> f64 {
+        // Half the distance between quartiles is 0.67 standard deviations, and the error of a
+        // median is 1.25 times that of a mean.
+        1.25 * self.spread / 0.67 / (self.rounds.max(1) as f64).sqrt()
+    }
 }
 
 /// Looks up a figure.
@@ -116,31 +130,37 @@ pub struct Target {
     pub value: f64,
     /// At most this much.
     pub at_most: f64,
+    /// How far, as a share, the true value may well be from `value`.
+    pub uncertainty: f64,
 }
 
-/// Prints which targets were met. Returns how many were not.
+/// Prints which targets were met, and which are too close for the rounds to tell. Returns how many
+/// were missed.
 pub fn print_targets(targets: &[Target]) -> usize {
     let bold = Style::new().bold();
     anstream::println!("\n{bold}targets{bold:#}");
     let mut missed = 0;
-    for Target {
-        what,
-        value,
-        at_most,
-    } in targets
-    {
-        let met = value <= at_most;
-        missed += usize::from(!met);
-        let (word, color) = if met {
+    for target in targets {
+        let Target {
+            what,
+            value,
+            at_most,
+            uncertainty,
+        } = target;
+        let (word, color) = if (value / at_most - 1.0).abs() < *uncertainty {
+            ("unclear", AnsiColor::Yellow)
+        } else if value <= at_most {
             ("met", AnsiColor::Green)
         } else {
+            missed += 1;
             ("missed", AnsiColor::Red)
         };
         let style = color.on_default();
         anstream::println!(
-            "{style}{word:<7}{style:#} {what:<58} {:>8}  (at most {})",
+            "{style}{word:<7}{style:#} {what:<52} {:>8} ±{:.1}%  (at most {})",
             figure(*value),
-            figure(*at_most)
+            uncertainty * 100.0,
+            figure(*at_most),
         );
     }
     missed

@@ -51,7 +51,7 @@ impl Extent {
         theirs: &[1, 1_000, 10_000],
         at_least: 7,
         at_most: 15,
-        budget: Duration::from_secs(300),
+        budget: Duration::from_mins(5),
         fraction: 1,
     };
     /// What fits into half a minute.
@@ -145,6 +145,7 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
     let index = |lane, case, metric| (metric * CASES.len() + case) * lanes + lane;
     let start = Instant::now();
     let mut rounds = 0;
+    let mut busiest: f64 = 0.0;
     while rounds < extent.at_least || rounds < extent.at_most && start.elapsed() < extent.budget {
         for (case, (name, transport, v4)) in CASES.into_iter().enumerate() {
             for (metric, Metric { name: what, .. }) in METRICS.iter().enumerate() {
@@ -164,7 +165,17 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
             }
         }
         rounds += 1;
+        busiest = busiest.max(load_average());
         say!("round {rounds} of at most {}", extent.at_most);
+    }
+
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    #[expect(clippy::cast_precision_loss, reason = "CPUs are few")]
+    if busiest > 1.0 + cpus as f64 {
+        say!(
+            "other programs kept this machine busy (load average {busiest:.0} on {cpus} CPUs): \
+             latencies may be good nevertheless, connections/s and throughput are not"
+        );
     }
 
     let mut rows = vec![];
@@ -191,6 +202,7 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
                     baseline: Some("plain"),
                     ratio: Some(value / plain),
                     spread: spread(values),
+                    rounds: values.len(),
                 });
             }
         }
@@ -198,36 +210,45 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
     Ok(rows)
 }
 
+/// How many processes ran or wanted to, over the last minute; 0 if the system does not say.
+fn load_average() -> f64 {
+    let text = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    let first = text.split(' ').next().and_then(|word| word.parse().ok());
+    first.unwrap_or(0.0)
+}
+
 /// What we promise, beside what was measured: in each line, of the case that is worst.
 pub fn targets(rows: &[Row]) -> Vec<Target> {
-    let value = |path, services, case, metric| {
-        find(rows, path, services, case, metric).map(|row| row.value)
-    };
+    let value = |path, services, case, metric| find(rows, path, services, case, metric);
     let plain = |case, metric| value("plain", 0, case, metric);
     let direct = |case, metric| value("direct", MOST, case, metric);
     // Ours at a size that was not measured is not better than at the largest.
     let ours = |services, case, metric| {
         value("dataplane", services, case, metric).or(value("dataplane", MOST, case, metric))
     };
-    let best = |services, case, metric, better: fn(f64, f64) -> f64| {
+    let peers = |services, case, metric| {
         let modes = Mode::ALL.iter();
-        modes
-            .filter_map(|mode| value(mode.word(), services, case, metric))
-            .reduce(better)
+        modes.filter_map(move |mode| value(mode.word(), services, case, metric))
     };
-    let over = |a: Option<f64>, b: Option<f64>| Some(a? / b?);
+    let by_value = |a: &&Row, b: &&Row| a.value.total_cmp(&b.value);
+    let over = |a: Option<&Row>, b: Option<&Row>| {
+        let (a, b) = (a?, b?);
+        Some((a.value / b.value, a.uncertainty().hypot(b.uncertainty())))
+    };
     let (connect, rtt, rate, bulk) = ("connect_p50", "rtt_p50", "conn_per_s", "gbit_per_s");
 
     let mut targets = vec![];
-    let mut add = |what: String, at_most, ratio: &dyn Fn(&'static str) -> Option<f64>| {
+    let mut add = |what: String, at_most, ratio: &dyn Fn(&'static str) -> Option<(f64, f64)>| {
         let ratios = CASE_NAMES
             .iter()
             .filter_map(|case| Some((ratio(case)?, case)));
-        if let Some((value, case)) = ratios.max_by(|a, b| a.0.total_cmp(&b.0)) {
+        let worst = ratios.max_by(|((a, _), _), ((b, _), _)| a.total_cmp(b));
+        if let Some(((value, uncertainty), case)) = worst {
             targets.push(Target {
                 what: format!("{what} ({case})"),
                 value,
                 at_most,
+                uncertainty,
             });
         }
     };
@@ -252,7 +273,7 @@ pub fn targets(rows: &[Row]) -> Vec<Target> {
             &|case| {
                 over(
                     ours(*services, case, connect),
-                    best(*services, case, connect, f64::min),
+                    peers(*services, case, connect).min_by(by_value),
                 )
             },
         );
@@ -261,7 +282,7 @@ pub fn targets(rows: &[Row]) -> Vec<Target> {
             1.0,
             &|case| {
                 over(
-                    best(*services, case, rate, f64::max),
+                    peers(*services, case, rate).max_by(by_value),
                     ours(*services, case, rate),
                 )
             },

@@ -60,6 +60,7 @@ pub fn run(quick: bool) -> anyhow::Result<Vec<Row>> {
             baseline: None,
             ratio: None,
             spread: spread(&mut values),
+            rounds: values.len(),
         });
     };
 
@@ -205,11 +206,12 @@ pub fn targets(rows: &[Row]) -> Vec<Target> {
     ]
     .into_iter()
     .filter_map(|(services, metric, what, at_most)| {
-        let value = find(rows, "dataplane", services, "tables", metric)?.value;
+        let row = find(rows, "dataplane", services, "tables", metric)?;
         Some(Target {
             what: what.into(),
-            value,
+            value: row.value,
             at_most,
+            uncertainty: row.uncertainty(),
         })
     })
     .collect()
