@@ -66,27 +66,54 @@ pub fn draw(block: Block, random: u32) -> u32 {
     block.base().wrapping_add(offset as u32)
 }
 
-/// Whether `endpoint` is in the (sorted) block: a binary search of at most 16 steps.
+/// Whether `endpoint` is in the (sorted) block: a binary search of at most 17 steps.
+///
+/// Which half goes on is computed, not branched to: the verifier walks both ways of a branch, and
+/// what it knows of them differs from then on. Linux 6.1's was not done with such a search after
+/// minutes; this one takes it less than a second, on an emulated machine.
 #[inline(always)]
 pub fn contains<T: Tables>(tables: &T, block: Block, endpoint: &Endpoint) -> bool {
-    let mut low = 0u32;
-    let mut high = u32::from(block.len());
+    let wanted = sort_key(endpoint);
+    // The last slot that is not greater is among the `left` from `low` on, if there is one.
+    let mut low = block.base();
+    let mut left = u32::from(block.len());
     // 2^16 > Block::MAX_LEN; a fixed bound is what the verifier can follow.
-    for _ in 0..17 {
-        if low >= high {
-            return false;
+    for _ in 0..16 {
+        if left <= 1 {
+            break;
         }
-        let middle = low.midpoint(high);
-        let Some(found) = tables.endpoint(block.base().wrapping_add(middle)) else {
+        let half = left >> 1;
+        let Some(middle) = tables.endpoint(low.wrapping_add(half)) else {
             return false;
         };
-        match order(&found, endpoint) {
-            core::cmp::Ordering::Equal => return true,
-            core::cmp::Ordering::Less => low = middle + 1,
-            core::cmp::Ordering::Greater => high = middle,
-        }
+        low = low.wrapping_add(half & !mask_if_less(wanted, sort_key(&middle)));
+        left -= half;
     }
-    false
+    left != 0
+        && tables
+            .endpoint(low)
+            .is_some_and(|found| sort_key(&found) == wanted)
+}
+
+/// An endpoint as three numbers that order as [`order`] does.
+#[inline(always)]
+fn sort_key(endpoint: &Endpoint) -> [u64; 3] {
+    let (high, low) = endpoint.addr.halves();
+    [high, low, u64::from(endpoint.port.host())]
+}
+
+/// All bits if `a < b`, none otherwise, without a branch: the borrow of a subtraction of three
+/// words.
+#[inline(always)]
+#[expect(clippy::cast_possible_truncation, reason = "a borrow is 0 or 1")]
+fn mask_if_less(a: [u64; 3], b: [u64; 3]) -> u32 {
+    let mut borrow = 0;
+    for (a, b) in a.into_iter().zip(b).rev() {
+        let difference = a.wrapping_sub(b).wrapping_sub(borrow);
+        // Hacker's Delight, 2-16.
+        borrow = ((!a & b) | ((!a | b) & difference)) >> 63;
+    }
+    (borrow as u32).wrapping_neg()
 }
 
 /// The order of endpoints in a block: by address, then port.

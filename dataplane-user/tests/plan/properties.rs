@@ -399,8 +399,13 @@ proptest! {
     ) {
         let mut sim = Sim::default();
         let endpoint = |port| {
-            // Both the address and the port matter.
-            let addr = Addr::from_v4([10, (port % 3) as u8, 0, (port % 7) as u8]);
+            // Port and address matter, all of the latter's words, and their highest bits.
+            let [high, low] = [(port % 3) as u8, (port % 7) as u8].map(|n| n.wrapping_mul(0x70));
+            let addr = if port % 2 == 0 {
+                Addr::from_v4([high, 0, 0, low])
+            } else {
+                Addr::from_v6([high, 0, 0, 0, 0, low, 0, 0, low, 0, 0, high, 0, 0, 0, low])
+            };
             dataplane_common::tables::Endpoint::new(addr, Port::new(port))
         };
         let mut endpoints: Vec<_> = ports.iter().map(|p| endpoint(*p)).collect();
