@@ -12,6 +12,7 @@ pub mod probe;
 mod programs;
 mod sys;
 mod tables;
+pub mod verifier;
 
 use std::{
     fs::File,
@@ -77,10 +78,10 @@ impl Kernel {
         pins.create_directories()?;
         let lock = pins.lock()?;
         let adopted = prepare(&pins)?;
-        let mut ebpf = programs::load(&pins)?;
         if !adopted {
             Tables::create(&pins)?;
         }
+        let mut ebpf = programs::load(&pins)?;
         let tables = Tables::open_pins(&pins, true)?;
         let netns = sys::netns_cookie()
             .doing(|| "cannot ask for this network namespace's cookie".to_owned())?;

@@ -7,7 +7,7 @@ use std::{
     fs::{self, File, Metadata},
     io,
     os::{
-        fd::{AsFd, OwnedFd},
+        fd::{AsFd, BorrowedFd, OwnedFd},
         unix::fs::MetadataExt,
     },
     path::{Path, PathBuf},
@@ -273,6 +273,20 @@ impl Pins {
             sys::map_info(fd.as_fd()).doing(|| format!("cannot ask what {} is", path.display()))?;
         spec.check(&path, &info)?;
         Ok(Some((fd, info)))
+    }
+
+    /// Creates and pins a map of maps that are like `inner`.
+    pub fn create_map_of_maps(
+        &self,
+        spec: &MapSpec,
+        inner: BorrowedFd<'_>,
+    ) -> Result<OwnedFd, Error> {
+        let entries = spec.max_entries.unwrap_or(1);
+        let map = sys::map_of_maps_create(spec.name, &spec.shape, entries, inner)
+            .doing(|| format!("cannot create {}", spec.name))?;
+        let path = self.map(spec.name);
+        sys::obj_pin(map.as_fd(), &path).doing(|| format!("cannot pin {}", path.display()))?;
+        Ok(map)
     }
 
     /// Opens a program's pinned link and checks that it is ours. `None`: there is no such pin.

@@ -15,8 +15,8 @@ use std::{
 };
 
 use aya_obj::generated::{
-    bpf_attach_type, bpf_attr, bpf_cmd, bpf_link_info, bpf_map_info, bpf_map_type, bpf_prog_info,
-    bpf_prog_type,
+    bpf_attach_type, bpf_attr, bpf_cmd, bpf_insn, bpf_link_info, bpf_map_info, bpf_map_type,
+    bpf_prog_info, bpf_prog_type,
 };
 
 /// # Safety
@@ -78,6 +78,25 @@ pub struct Shape {
 
 /// Creates a map. The name is cut to what the kernel keeps (15 bytes).
 pub fn map_create(name: &str, shape: &Shape, max_entries: u32) -> io::Result<OwnedFd> {
+    create(name, shape, max_entries, None)
+}
+
+/// Creates a map of maps that are like `inner`.
+pub fn map_of_maps_create(
+    name: &str,
+    shape: &Shape,
+    max_entries: u32,
+    inner: BorrowedFd<'_>,
+) -> io::Result<OwnedFd> {
+    create(name, shape, max_entries, Some(inner))
+}
+
+fn create(
+    name: &str,
+    shape: &Shape,
+    max_entries: u32,
+    inner: Option<BorrowedFd<'_>>,
+) -> io::Result<OwnedFd> {
     let mut attr = attr();
     // SAFETY: no pointers in this command's attributes; a union field of plain integers.
     unsafe {
@@ -87,6 +106,7 @@ pub fn map_create(name: &str, shape: &Shape, max_entries: u32) -> io::Result<Own
         create.value_size = shape.value_size;
         create.max_entries = max_entries;
         create.map_flags = shape.flags;
+        create.inner_map_fd = inner.map_or(0, raw);
         for (to, from) in create.map_name.iter_mut().zip(name.bytes().take(15)) {
             *to = from.cast_signed();
         }
@@ -380,6 +400,8 @@ pub struct ProgInfo {
     pub name: String,
     /// A hash of its instructions.
     pub tag: u64,
+    /// Bytes of machine code; 0 if it is interpreted.
+    pub jited: u32,
 }
 
 /// Asks what a program is. The descriptor must be a program's.
@@ -389,6 +411,7 @@ pub fn prog_info(program: BorrowedFd<'_>) -> io::Result<ProgInfo> {
     Ok(ProgInfo {
         name: name(&info.name),
         tag: u64::from_be_bytes(info.tag),
+        jited: info.jited_prog_len,
     })
 }
 
@@ -448,6 +471,38 @@ pub fn prog_load(
         load.insn_cnt = u32::try_from(instructions.len()).unwrap_or(u32::MAX);
         load.license = c"GPL".as_ptr() as u64;
         bpf_fd(bpf_cmd::BPF_PROG_LOAD, &mut attr)
+    }
+}
+
+/// Loads a program with the verifier's statistics, which are returned; with an error, so is what
+/// the verifier said.
+pub fn prog_verify(
+    kind: bpf_prog_type,
+    attach_type: bpf_attach_type,
+    instructions: &[bpf_insn],
+) -> Result<(OwnedFd, String), (io::Error, String)> {
+    const STATISTICS: u32 = 4; // BPF_LOG_STATS in include/linux/bpf_verifier.h
+    let mut log = vec![0u8; 64 * 1024];
+    let mut attr = attr();
+    // SAFETY: instructions, licence and log live until the call is over; the log is as long as we
+    // say.
+    let loaded = unsafe {
+        let load = &mut attr.__bindgen_anon_3;
+        load.prog_type = kind as u32;
+        load.expected_attach_type = attach_type as u32;
+        load.insns = instructions.as_ptr() as u64;
+        load.insn_cnt = u32::try_from(instructions.len()).unwrap_or(u32::MAX);
+        load.license = c"GPL".as_ptr() as u64;
+        load.log_level = STATISTICS;
+        load.log_buf = log.as_mut_ptr() as u64;
+        load.log_size = u32::try_from(log.len()).unwrap_or(u32::MAX);
+        bpf_fd(bpf_cmd::BPF_PROG_LOAD, &mut attr)
+    };
+    let end = log.iter().position(|byte| *byte == 0).unwrap_or(log.len());
+    let log = String::from_utf8_lossy(&log[..end]).into_owned();
+    match loaded {
+        Ok(program) => Ok((program, log)),
+        Err(error) => Err((error, log)),
     }
 }
 

@@ -156,7 +156,11 @@ impl Tables {
         })
     }
 
-    /// Fills the outer maps of freshly pinned tables, whose smallest inner maps these are.
+    /// Creates and pins the outer maps, with the smallest inner maps in them.
+    ///
+    /// Not left to the loader, which makes the template of the inner maps with a description of
+    /// its types (BTF): before Linux 6.2 a map without one is then taken for another kind
+    /// (`timer_off` in `bpf_map_meta_equal`, `kernel/bpf/map_in_map.c`), and ours have none.
     pub(super) fn create(pins: &Pins) -> Result<(), Error> {
         let cpus = cpus()?;
         let doing = || "cannot create a table".to_owned();
@@ -173,9 +177,7 @@ impl Tables {
             affinity.fd(),
         ];
         for (table, inner) in Outer::ALL.into_iter().zip(inner) {
-            let Some((outer, _)) = pins.open_map(table.spec())? else {
-                return Err(missing(pins, table));
-            };
+            let outer = pins.create_map_of_maps(table.spec(), inner.as_fd())?;
             put(&outer, inner).doing(|| format!("cannot put {} in place", table.spec().name))?;
         }
         Ok(())
@@ -428,13 +430,6 @@ fn used_pools(pools: &Mapped<Pool>) -> u32 {
 /// Puts an inner map in place, and waits until no program uses the one before.
 fn put(outer: &OwnedFd, inner: &OwnedFd) -> io::Result<()> {
     sys::map_update(outer.as_fd(), &[0; 4], inner.as_raw_fd().as_bytes(), 0)
-}
-
-fn missing(pins: &Pins, table: Outer) -> Error {
-    Error::Damaged {
-        path: pins.map(table.spec().name),
-        what: "it is not there".into(),
-    }
 }
 
 fn inner(

@@ -31,6 +31,7 @@ mod outcome;
 mod reload;
 mod services;
 mod smoke;
+mod verifier;
 
 mod kube_proxy;
 mod nodeport;
@@ -62,6 +63,7 @@ fn main() -> ExitCode {
     let scenarios = [
         smoke::SCENARIOS,
         kernel::SCENARIOS,
+        verifier::SCENARIOS,
         services::SCENARIOS,
         life::SCENARIOS,
         churn::SCENARIOS,

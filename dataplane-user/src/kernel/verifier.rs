@@ -1,0 +1,150 @@
+//! What this kernel's verifier makes of our programs: whether it takes them, and what that costs.
+//!
+//! Each program is loaded by itself, on tables that nobody else sees, and is gone when this
+//! returns. aya keeps the verifier's log only of programs that were refused; so it is asked here.
+
+use std::{
+    collections::HashSet,
+    os::fd::{AsFd, AsRawFd, BorrowedFd},
+    time::{Duration, Instant},
+};
+
+use aya::{Ebpf, EbpfLoader, maps::Map};
+use aya_obj::{Object, generated::bpf_prog_type::BPF_PROG_TYPE_CGROUP_SOCK_ADDR};
+
+use super::{
+    error::{Doing, Error},
+    object,
+    programs::PROGRAMS,
+    sys,
+};
+
+/// What the verifier said of a program.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Verified {
+    /// The program's name.
+    pub program: &'static str,
+    /// How long it took, on this machine, now.
+    pub time: Duration,
+    /// What it cost, or the verifier's word.
+    pub outcome: Result<Cost, String>,
+}
+
+/// What it costs to verify and to run a program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cost {
+    /// Instructions that the verifier followed, each as often as it did; it gives up at a million.
+    pub processed: u32,
+    /// Bytes of stack, those of functions that it calls included; there are 512.
+    pub stack: u32,
+    /// Bytes of machine code; 0 if the kernel interprets programs.
+    pub jited: u32,
+}
+
+/// Has every program verified. Changes nothing.
+///
+/// # Errors
+/// If the programs cannot be prepared: the binary has none, or their maps cannot be created. That
+/// a program is refused is in its [`Verified::outcome`].
+pub fn verify() -> Result<Vec<Verified>, Error> {
+    let bytes = object::programs()?;
+    // Parsed twice: aya does not give away what it parsed, and does create the maps.
+    let ebpf = EbpfLoader::new().load(bytes).map_err(Box::new)?;
+    let object = relocated(bytes, &ebpf)
+        .map_err(std::io::Error::other)
+        .doing(|| "cannot prepare the kernel programs".to_owned())?;
+    Ok(PROGRAMS
+        .iter()
+        .map(|spec| {
+            let instructions = object
+                .programs
+                .get(spec.name)
+                .and_then(|program| object.functions.get(&program.function_key()))
+                .map_or(&[][..], |function| &function.instructions);
+            let started = Instant::now();
+            let loaded = sys::prog_verify(BPF_PROG_TYPE_CGROUP_SOCK_ADDR, spec.hook, instructions);
+            let time = started.elapsed();
+            let outcome = match loaded {
+                Ok((program, log)) => cost(&log, program.as_fd()),
+                Err((error, log)) => Err(format!("{error}\n{log}")),
+            };
+            Verified {
+                program: spec.name,
+                time,
+                outcome,
+            }
+        })
+        .collect())
+}
+
+/// The object, with the maps' descriptors in its instructions.
+fn relocated(
+    bytes: &[u8],
+    ebpf: &Ebpf,
+) -> Result<Object, Box<dyn std::error::Error + Send + Sync>> {
+    let mut object = Object::parse(bytes)?;
+    let sections: HashSet<usize> = object
+        .functions
+        .keys()
+        .map(|(section, _)| *section)
+        .collect();
+    let maps = std::mem::take(&mut object.maps);
+    let descriptors = maps.iter().filter_map(|(name, map)| {
+        Some((name.as_str(), descriptor(ebpf.map(name)?)?.as_raw_fd(), map))
+    });
+    object.relocate_maps(descriptors, &sections)?;
+    object.relocate_calls(&sections)?;
+    Ok(object)
+}
+
+/// The descriptor of a map of a type that we use.
+fn descriptor(map: &Map) -> Option<BorrowedFd<'_>> {
+    match map {
+        Map::Array(map)
+        | Map::ArrayOfMaps(map)
+        | Map::HashMap(map)
+        | Map::LruHashMap(map)
+        | Map::PerCpuArray(map)
+        | Map::RingBuf(map)
+        | Map::SkStorage(map) => Some(map.fd().as_fd()),
+        _ => None,
+    }
+}
+
+fn cost(log: &str, program: BorrowedFd<'_>) -> Result<Cost, String> {
+    let (processed, stack) =
+        read_log(log).ok_or_else(|| format!("the verifier's log is not understood: {log}"))?;
+    let info = sys::prog_info(program).map_err(|error| error.to_string())?;
+    Ok(Cost {
+        processed,
+        stack,
+        jited: info.jited,
+    })
+}
+
+/// Instructions processed, and the stack: `stack depth 112+0`, one number for each function, and
+/// `processed 829 insns (limit 1000000) ...` (`print_verification_stats` in
+/// `kernel/bpf/verifier.c`).
+fn read_log(log: &str) -> Option<(u32, u32)> {
+    let after = |key: &str| log.lines().find_map(|line| line.strip_prefix(key));
+    let stack = after("stack depth ")?
+        .trim_end()
+        .split('+')
+        .map(|depth| depth.parse::<u32>().ok())
+        .sum::<Option<u32>>()?;
+    let processed = after("processed ")?.split(' ').next()?.parse().ok()?;
+    Some((processed, stack))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_the_verifiers_statistics() {
+        let log = "verification time 1421 usec\nstack depth 112+16\nprocessed 829 insns (limit \
+                   1000000) max_states_per_insn 4 total_states 41 peak_states 41 mark_read 12\n";
+        assert_eq!(read_log(log), Some((829, 128)));
+        assert_eq!(read_log("func#0 @0\n"), None);
+    }
+}
