@@ -3,8 +3,7 @@
 use std::{ffi::OsStr, fs, path::Path};
 
 use anyhow::{Context as _, Result, ensure};
-use dataplane_common::LAYOUT;
-use dataplane_tests::{Agent, Host, Lab};
+use dataplane_tests::{Agent, Lab};
 use serde_json::{Value, json};
 
 use crate::{
@@ -18,16 +17,13 @@ scenarios! {
     plan_shows_what_would_change_and_changes_nothing,
     services_are_listed_for_people_and_programs,
     without_an_agent_services_are_read_from_the_tables,
-    explain_says_what_clients_then_see,
-    status_asks_the_kernel,
-    status_knows_a_dead_agent_from_none,
     every_command_helps,
     nonsense_is_refused_with_a_way_out,
     the_doctor_approves_of_this_machine,
 }
 
 /// One service of each kind that is answered differently.
-fn services(lab: &Lab) -> Vec<Service> {
+pub fn services(lab: &Lab) -> Vec<Service> {
     let (far, near, near2) = (lab.pod("far"), lab.pod("near"), lab.pod("near2"));
     vec![
         Service::new("web", &["10.96.0.10", "fd00:96::10"])
@@ -249,255 +245,6 @@ fn without_an_agent_services_are_read_from_the_tables() -> Result<()> {
         .exits(1)?
         .says(&["hold no names"])
         .map(drop)
-}
-
-/// What `explain` says of a connection.
-fn explain(agent: &Agent, source: &str, to: &str) -> Result<Value> {
-    let arguments = ["explain", source, to, "-o", "json"];
-    run_args(agent, arguments)?.exits(0)?.json()
-}
-
-/// The endpoints that `explain` counts as possible, by the names of their pods.
-fn candidates(lab: &Lab, told: &Value) -> Result<Vec<String>> {
-    let mut names = Vec::new();
-    for choice in told["endpoints"].as_array().context("endpoints")? {
-        let endpoint: std::net::SocketAddr = choice["endpoint"].as_str().context("one")?.parse()?;
-        let host = lab
-            .hosts()
-            .iter()
-            .find(|h| h.addresses().contains(&endpoint.ip()));
-        names.push(host.context("a pod of the lab")?.name().to_owned());
-    }
-    names.sort();
-    Ok(names)
-}
-
-/// From, to, how, the verdict, its reason, and the endpoints.
-type Case<'a> = (&'a Host, &'a str, &'a str, &'a str, &'a str, &'a [&'a str]);
-
-/// Each way in which a connection can end, as `explain` says it, and as the client then sees it.
-fn explain_says_what_clients_then_see() -> Result<()> {
-    let cluster = Cluster::start(services)?;
-    let (agent, lab) = (&cluster.agent, &cluster.lab);
-    let (sleep, node) = (cluster.client(), lab.node("node2"));
-    let both: &[&str] = &["far", "near"];
-    let tcp = "connect --count 30";
-    let udp = "udp --count 30";
-    let cases: [Case; 11] = [
-        (
-            sleep,
-            "10.96.0.10:80",
-            tcp,
-            "translated",
-            "translated",
-            both,
-        ),
-        (node, "10.96.0.10:80", tcp, "translated", "translated", both),
-        (
-            sleep,
-            "[fd00:96::10]:80",
-            tcp,
-            "translated",
-            "translated",
-            both,
-        ),
-        (
-            sleep,
-            "10.96.0.10:53/udp",
-            udp,
-            "translated",
-            "translated",
-            both,
-        ),
-        (sleep, "10.96.0.12:80", tcp, "refused", "no-endpoints", &[]),
-        (
-            sleep,
-            "10.96.0.13:80",
-            tcp,
-            "refused",
-            "no-local-endpoint",
-            &[],
-        ),
-        (
-            sleep,
-            "10.96.0.10:81",
-            tcp,
-            "refused",
-            "port-not-served",
-            &[],
-        ),
-        (
-            sleep,
-            "192.168.77.2:30080",
-            tcp,
-            "translated",
-            "translated",
-            &["near"],
-        ),
-        (
-            node,
-            "127.0.0.1:30080",
-            tcp,
-            "translated",
-            "translated",
-            &["near"],
-        ),
-        (
-            sleep,
-            "127.0.0.1:30080",
-            tcp,
-            "left-alone",
-            "not-service",
-            &[],
-        ),
-        (sleep, "10.244.1.5:7", tcp, "left-alone", "not-service", &[]),
-    ];
-    for (from, to, how, verdict, reason, endpoints) in cases {
-        let source = format!("netns:{}", from.netns());
-        let told = explain(agent, &source, to)?;
-        let what = || format!("{} to {to}: {told:#}", from.name());
-        ensure!(
-            told["verdict"] == verdict && told["reason"] == reason,
-            "not {verdict}, {reason}: {}",
-            what()
-        );
-        ensure!(candidates(lab, &told)? == endpoints, "{}", what());
-        ensure!(
-            told["steps"]
-                .as_array()
-                .is_some_and(|steps| steps.len() >= 2),
-            "{}",
-            what()
-        );
-        let to = to.trim_end_matches("/udp");
-        match (verdict, to) {
-            ("translated", _) => {
-                ensure!(told["service"].is_string(), "whose? {}", what());
-                reaches(from, to, how, endpoints)?;
-            }
-            // Left alone means that whoever has the address answers.
-            ("left-alone", "10.244.1.5:7") => {
-                reaches(from, to, how, &["far"])?;
-            }
-            _ => {
-                let seen = ask(from, to, how)?;
-                ensure!(
-                    seen.errors.get("ECONNREFUSED") == Some(&30),
-                    "{seen:?}, but {}",
-                    what()
-                );
-            }
-        }
-    }
-    affinity_is_explained(agent, lab)?;
-
-    // For people: numbered steps, and the node's own point of view by its name.
-    let text = run(agent, "explain node 10.96.0.13:80")?.exits(0)?;
-    text.says(&["1. ", "2. ", "refused (no-local-endpoint)", "default/local"])?;
-    // Without an agent only the names are missing.
-    let mut cluster = cluster;
-    cluster.agent.kill();
-    let told = explain(&cluster.agent, "node", "10.96.0.10:80")?;
-    ensure!(
-        told["verdict"] == "translated" && told["service"].is_null(),
-        "{told:#}"
-    );
-    Ok(())
-}
-
-/// Before the first connection all are possible, and then the one that was drawn.
-fn affinity_is_explained(agent: &Agent, lab: &Lab) -> Result<()> {
-    let (sleep, vip) = (lab.pod("sleep"), "10.96.0.11:80");
-    let source = format!("netns:{}", sleep.netns());
-    let told = explain(agent, &source, vip)?;
-    ensure!(
-        told["reason"] == "translated" && candidates(lab, &told)?.len() == 3,
-        "{told:#}"
-    );
-    let first = ask(sleep, vip, "connect")?;
-    let told = explain(agent, &source, vip)?;
-    ensure!(
-        told["reason"] == "kept" && candidates(lab, &told)?.iter().eq(first.endpoints.keys()),
-        "{first:?}, but {told:#}"
-    );
-    let again = ask(sleep, vip, "connect --count 10")?;
-    ensure!(
-        again.endpoints.keys().eq(first.endpoints.keys()),
-        "{first:?} {again:?}"
-    );
-    // Another client has not been there.
-    let node = lab.node("node2");
-    let told = explain(agent, &format!("netns:{}", node.netns()), vip)?;
-    ensure!(told["reason"] == "translated", "{told:#}");
-    Ok(())
-}
-
-/// What is asked of the kernel each time: somebody removes a link behind the agent's back.
-fn status_asks_the_kernel() -> Result<()> {
-    let mut cluster = Cluster::start(services)?;
-    let status = run(&cluster.agent, "status -o json")?.exits(0)?.json()?;
-    ensure!(status["healthy"] == true, "{status:#}");
-    let attached = |status: &Value, name: &str| {
-        let mut programs = status["programs"].as_array().into_iter().flatten();
-        programs
-            .find(|p| p["name"] == name)
-            .map(|p| p["attached"].clone())
-    };
-    ensure!(
-        attached(&status, "connect4") == Some(true.into()),
-        "{status:#}"
-    );
-    run(&cluster.agent, "status")?.says(&["healthy", "connect4", "FRONTENDS", "node2"])?;
-
-    let link = cluster
-        .agent
-        .bpffs()
-        .join(format!("v{LAYOUT}/links/connect4"));
-    fs::remove_file(link)?;
-    run(&cluster.agent, "status")?
-        .exits(1)?
-        .says(&["NOT HEALTHY", "connect4", "not attached"])?;
-    let status = run(&cluster.agent, "status -o json")?.exits(1)?.json()?;
-    ensure!(
-        status["healthy"] == false
-            && attached(&status, "connect4") == Some(false.into())
-            && attached(&status, "connect6") == Some(true.into()),
-        "{status:#}"
-    );
-    // A restart mends it.
-    cluster.agent.kill();
-    cluster.agent.start()?;
-    run(&cluster.agent, "status")?.exits(0)?;
-    reaches(
-        cluster.client(),
-        "10.96.0.14:80",
-        "connect --count 5",
-        &["near"],
-    )
-    .map(drop)
-}
-
-fn status_knows_a_dead_agent_from_none() -> Result<()> {
-    let mut cluster = Cluster::start(services)?;
-    cluster.agent.kill();
-    run(&cluster.agent, "status")?.exits(1)?.says(&[
-        "the agent is not running",
-        "traffic is served from the tables as it left them",
-    ])?;
-    let status = run(&cluster.agent, "status -o json")?.exits(1)?.json()?;
-    let programs = status["programs"].as_array().context("programs")?;
-    ensure!(
-        programs.len() == 8 && programs.iter().all(|p| p["attached"] == true),
-        "{status:#}"
-    );
-    run(&cluster.agent, "cleanup")?.exits(0)?;
-    run(&cluster.agent, "status")?.exits(1)?.says(&[
-        "none of the programs is attached",
-        "services are not served",
-    ])?;
-    let empty = run(&cluster.agent, "cleanup --dry-run -o json")?.exits(0)?;
-    ensure!(empty.json()? == json!([]), "{empty:?}");
-    Ok(())
 }
 
 fn every_command_helps() -> Result<()> {

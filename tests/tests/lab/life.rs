@@ -219,6 +219,10 @@ fn cleanup_waits_for_the_agents_end() -> Result<()> {
     for command in ["cleanup", "cleanup --socket /nowhere/agent.sock"] {
         run(&cluster.agent, command)?.exits(3)?.says(&[&pid])?;
     }
+    // To look is allowed.
+    run(&cluster.agent, "cleanup --dry-run")?
+        .exits(0)?
+        .says(&["links/connect4", "would be removed"])?;
     run(&cluster.agent, "status")?.exits(0)?;
     reaches(cluster.client(), TO, "connect --count 20", &["far", "near"]).map(drop)
 }

@@ -21,6 +21,7 @@ macro_rules! scenarios {
 mod churn;
 mod cluster;
 mod commands;
+mod explain;
 mod growth;
 mod kernel;
 mod life;
@@ -31,6 +32,7 @@ mod outcome;
 mod reload;
 mod services;
 mod smoke;
+mod status;
 mod verifier;
 
 mod kube_proxy;
@@ -68,6 +70,8 @@ fn main() -> ExitCode {
         life::SCENARIOS,
         churn::SCENARIOS,
         commands::SCENARIOS,
+        explain::SCENARIOS,
+        status::SCENARIOS,
         growth::SCENARIOS,
         metrics::SCENARIOS,
         monitor::SCENARIOS,
