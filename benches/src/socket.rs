@@ -17,6 +17,8 @@ use crate::{
 pub const MOST: u32 = 100_000;
 /// A ratio of two equal things is not always 1.00 when measured.
 const NOISE: f64 = 1.02;
+/// A spread between rounds that is more than a quiet machine's.
+const MUCH: f64 = 0.08;
 /// What is done, and with what.
 const CASES: [(&str, Transport, bool); 4] = [
     ("tcp4", Transport::Tcp, true),
@@ -145,7 +147,6 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
     let index = |lane, case, metric| (metric * CASES.len() + case) * lanes + lane;
     let start = Instant::now();
     let mut rounds = 0;
-    let mut busiest: f64 = 0.0;
     while rounds < extent.at_least || rounds < extent.at_most && start.elapsed() < extent.budget {
         for (case, (name, transport, v4)) in CASES.into_iter().enumerate() {
             for (metric, Metric { name: what, .. }) in METRICS.iter().enumerate() {
@@ -165,17 +166,7 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
             }
         }
         rounds += 1;
-        busiest = busiest.max(load_average());
         say!("round {rounds} of at most {}", extent.at_most);
-    }
-
-    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
-    #[expect(clippy::cast_precision_loss, reason = "CPUs are few")]
-    if busiest > 1.0 + cpus as f64 {
-        say!(
-            "other programs kept this machine busy (load average {busiest:.0} on {cpus} CPUs): \
-             latencies may be good nevertheless, connections/s and throughput are not"
-        );
     }
 
     let mut rows = vec![];
@@ -207,14 +198,18 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
             }
         }
     }
+    for Metric { name, .. } in METRICS {
+        let of_metric = rows.iter().filter(|row| row.metric == name);
+        let differ = median(&mut of_metric.map(|row| row.spread).collect::<Vec<_>>());
+        if differ > MUCH {
+            say!(
+                "{name} differs by ±{:.0}% between rounds: something else kept the machine busy, and \
+                 small differences between paths mean nothing",
+                differ * 100.0
+            );
+        }
+    }
     Ok(rows)
-}
-
-/// How many processes ran or wanted to, over the last minute; 0 if the system does not say.
-fn load_average() -> f64 {
-    let text = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
-    let first = text.split(' ').next().and_then(|word| word.parse().ok());
-    first.unwrap_or(0.0)
 }
 
 /// What we promise, beside what was measured: in each line, of the case that is worst.
