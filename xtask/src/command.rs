@@ -24,6 +24,12 @@ pub fn check(command: &mut Command) -> Result<()> {
 
 /// What the command prints on standard output, if it succeeds.
 pub fn output(command: &mut Command) -> Result<String> {
+    let bytes = output_bytes(command)?;
+    String::from_utf8(bytes).with_context(|| format!("{} wrote no text", shown(command)))
+}
+
+/// Likewise, as bytes.
+pub fn output_bytes(command: &mut Command) -> Result<Vec<u8>> {
     let output = command
         .output()
         .with_context(|| format!("cannot start {}", shown(command)))?;
@@ -36,7 +42,7 @@ pub fn output(command: &mut Command) -> Result<String> {
             complaint.trim()
         );
     }
-    String::from_utf8(output.stdout).with_context(|| format!("{} wrote no text", shown(command)))
+    Ok(output.stdout)
 }
 
 /// The command as one would type it.

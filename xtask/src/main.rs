@@ -11,6 +11,7 @@ mod progress;
 mod run;
 mod setup;
 mod test;
+mod vm;
 mod workspace;
 
 use std::process::ExitCode;

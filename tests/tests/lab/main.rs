@@ -84,13 +84,23 @@ fn main() -> ExitCode {
         kube_proxy::SCENARIOS,
     ];
     let arguments = Arguments::from_args();
+    let emulated = std::env::var_os("DATAPLANE_EMULATED").is_some_and(|v| v == "1");
     let required = std::env::var_os("DATAPLANE_REQUIRE_PRIVILEGES").is_some_and(|v| v == "1");
     let lab = missing(Requirement::Lab);
     let dataplane = missing(Requirement::Dataplane).or_else(|| {
         let built = Programs::beside_this_one().and_then(|programs| programs.dataplane());
         built.err().map(|error| error.to_string())
     });
+    let heavy: Vec<_> = [churn::SCENARIOS, growth::SCENARIOS]
+        .concat()
+        .iter()
+        .map(|scenario| scenario.name)
+        .collect();
     let trials = scenarios.concat().into_iter().map(|scenario| {
+        if emulated && heavy.contains(&scenario.name) {
+            let reason = "this machine is emulated, and too slow for that much load";
+            return trial(scenario, Some(reason.into()), false, arguments.list);
+        }
         let missing = match scenario.needs {
             Requirement::Lab => lab.clone(),
             Requirement::Dataplane => dataplane.clone(),

@@ -22,7 +22,7 @@ use crate::{
     style::{BOLD, RESET},
 };
 
-pub use self::{linker::cache, plan::Purpose};
+pub use self::{found::on_path, linker::cache, plan::Purpose};
 
 /// Find and install the tools that the other chores need
 ///

@@ -17,7 +17,7 @@ pub struct Program {
 }
 
 /// What the chores run.
-pub const PROGRAMS: [Program; 4] = [
+pub const PROGRAMS: [Program; 5] = [
     Program {
         name: "ip",
         package: "iproute2",
@@ -42,6 +42,12 @@ pub const PROGRAMS: [Program; 4] = [
         needed_for: "loads kube-proxy's rules, which the benchmarks compare with",
         least: Purpose::Bench,
     },
+    Program {
+        name: "qemu-system-x86_64",
+        package: "qemu-system-x86",
+        needed_for: "boots a guest with another kernel",
+        least: Purpose::Guest,
+    },
 ];
 
 /// What the tools are for; each needs those of the ones before it too.
@@ -53,6 +59,8 @@ pub enum Purpose {
     Lab,
     /// Comparing with kube-proxy's rules.
     Bench,
+    /// Scenarios on other kernels.
+    Guest,
 }
 
 /// Something to do.

@@ -1,24 +1,28 @@
 //! `cargo xtask test`: everything is compiled, run, and counted.
 
-mod suites;
+pub mod suites;
 mod tally;
 
 use std::{
     env,
     ffi::OsStr,
     io::{BufRead, BufReader},
+    path::PathBuf,
     process::{ExitCode, Stdio},
     time::Instant,
 };
 
 use anyhow::{Context, Result, bail};
+use dataplane_tests::Requirement;
 
 use self::{suites::Suite, tally::Tally};
 use crate::{
     build::{self, Profile},
     command::shown,
+    progress::note,
     setup::{self, Purpose},
     style::{BOLD, ERROR, RESET},
+    vm::{self, Guest, Task},
 };
 
 /// Run the tests: unit, property, documentation, and the lab's scenarios
@@ -27,25 +31,78 @@ use crate::{
 /// parallel; nothing of the machine itself is touched. They need root. Without it they are
 /// skipped, and the summary says so, except under CI=true, where that is a failure.
 ///
+/// With --vm the scenarios run as root in a guest of qemu's, on the oldest kernel that the
+/// dataplane is for, whoever runs this and on whatever kernel. Where KVM does not work the guest is
+/// emulated, and scenarios that load the machine are skipped.
+///
 /// The last line is `N passed, N failed, N skipped`; the exit code is 0 if none failed.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
-    cargo xtask test              everything
-    cargo xtask test affinity     only tests with `affinity` in their names
-    cargo xtask test --list       the tests' names")]
+    cargo xtask test                  everything
+    cargo xtask test affinity         only tests with `affinity` in their names
+    cargo xtask test --list           the tests' names
+    cargo xtask test --vm             the scenarios, on Debian's Linux 6.1
+    cargo xtask test --vm=auto        everything; the scenarios in a guest if they cannot run here
+    cargo xtask test --vm --kernel debian-6.12 verifier
+    cargo xtask test --vm --kernel ./bzImage --modules /lib/modules/6.9.1")]
 pub struct Arguments {
     /// Only tests whose name contains this
     filter: Option<String>,
     /// Print the tests' names instead of running them
     #[arg(long)]
     list: bool,
+    /// Run the scenarios in a guest with another kernel
+    #[arg(long, value_enum, value_name = "WHEN", num_args = 0..=1, require_equals = true,
+          default_missing_value = "only", conflicts_with = "list")]
+    vm: Option<When>,
+    /// The guest's kernel: debian-VERSION for one of Debian's cloud kernels, or a bzImage
+    #[arg(long, requires = "vm", default_value = vm::OLDEST)]
+    kernel: String,
+    /// The directory of the modules that belong to the guest's bzImage
+    #[arg(long, requires = "vm", value_name = "DIR")]
+    modules: Option<PathBuf>,
+}
+
+/// What is run in a guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum When {
+    /// The scenarios, and nothing else anywhere
+    Only,
+    /// The scenarios, if they cannot run here
+    Auto,
 }
 
 pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
     let started = Instant::now();
-    build::programs(&setup::ensure(Purpose::Lab, no_install)?)?;
+    let missing = dataplane_tests::missing(Requirement::Dataplane);
+    let in_guest = match arguments.vm {
+        Some(When::Only) => true,
+        Some(When::Auto) => missing.is_some(),
+        None => false,
+    };
+    let purpose = if in_guest {
+        Purpose::Guest
+    } else {
+        Purpose::Lab
+    };
+    build::programs(&setup::ensure(purpose, no_install)?)?;
     let mut suites = suites::compile()?;
+    if let (None, Some(missing)) = (arguments.vm, missing) {
+        note(&format!(
+            "The scenarios cannot run here: {missing}. With --vm=auto they run in a guest."
+        ));
+    }
+    let guest = if in_guest {
+        let guest = Guest::new(&arguments.kernel, arguments.modules.as_deref())?;
+        let scenarios = suites.pop().expect("the scenarios are compiled");
+        if arguments.vm == Some(When::Only) {
+            suites.clear();
+        }
+        Some((guest, scenarios))
+    } else {
+        None
+    };
     for suite in &mut suites {
         let command = &mut suite.command;
         command
@@ -65,6 +122,11 @@ pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
     for suite in &mut suites {
         let tally = run(suite, arguments.list)?;
         total.add(&suite.title, tally);
+    }
+    if let Some((guest, scenarios)) = &guest {
+        let title = format!("{}, on {}", scenarios.title, guest.kernel());
+        let tally = run_in_guest(guest, scenarios, &title, arguments.filter.as_deref());
+        total.add(&title, tally);
     }
     if arguments.list {
         return Ok(ExitCode::SUCCESS);
@@ -98,21 +160,83 @@ fn run(suite: &mut Suite, listing: bool) -> Result<Tally> {
         .with_context(|| format!("cannot start {name}"))?;
     let stdout = child.stdout.take().expect("was asked for");
 
-    let mut tally = Tally::default();
-    let mut titled = false;
+    let mut results = Results::new(&suite.title, listing);
     for line in BufReader::new(stdout).split(b'\n') {
         let line = line.with_context(|| format!("cannot read what {name} writes"))?;
-        let line = String::from_utf8_lossy(&line);
-        tally.read(&line);
-        // Programs without tests say so in three lines that nobody misses.
-        if !titled && !listing {
-            if !tally::announces_tests(&line) {
-                continue;
-            }
-            anstream::println!("\n{BOLD}{}{RESET}", suite.title);
-            titled = true;
+        results.read(&String::from_utf8_lossy(&line));
+    }
+    let mut tally = results.tally;
+    let status = child.wait().with_context(|| format!("lost {name}"))?;
+    if !status.success() && tally.failed() == 0 {
+        // Killed, or ended before it could count.
+        anstream::eprintln!("{ERROR}error:{RESET} {name} ended early: {status}");
+        tally.fail(format!("the whole suite: {status}"));
+    }
+    Ok(tally)
+}
+
+/// The scenarios as a guest runs them.
+pub fn guest_task<'a>(scenarios: &Suite, filter: Option<&'a str>) -> Task<'a> {
+    Task {
+        programs: vec![
+            ("lab", scenarios.command.get_program().into()),
+            ("probe", Profile::Debug.binary("probe")),
+            ("dataplane", Profile::Debug.binary("dataplane")),
+        ],
+        // The guest's serial line is a terminal, and colours are no words that we count.
+        arguments: ["--color=never"].into_iter().chain(filter).collect(),
+    }
+}
+
+/// Runs the scenarios in a guest, passing on what they write, and counts their results.
+fn run_in_guest(guest: &Guest, scenarios: &Suite, title: &str, filter: Option<&str>) -> Tally {
+    let task = guest_task(scenarios, filter);
+    let mut results = Results::new(title, false);
+    let ended = guest.run(&task, &mut |line| results.read(line));
+    let mut tally = results.tally;
+    match ended {
+        Ok(0) => {}
+        Ok(status) if tally.failed() == 0 => {
+            tally.fail(format!("the whole suite: exit status {status}"));
         }
-        let wanted = if listing {
+        Ok(_) => {}
+        Err(error) => {
+            anstream::eprintln!("{ERROR}error:{RESET} {error:#}");
+            tally.fail(format!("the whole suite: {error}"));
+        }
+    }
+    tally
+}
+
+/// What a suite writes: counted, and passed on.
+struct Results<'a> {
+    title: &'a str,
+    titled: bool,
+    listing: bool,
+    tally: Tally,
+}
+
+impl<'a> Results<'a> {
+    fn new(title: &'a str, listing: bool) -> Self {
+        Self {
+            title,
+            titled: false,
+            listing,
+            tally: Tally::default(),
+        }
+    }
+
+    fn read(&mut self, line: &str) {
+        self.tally.read(line);
+        // Programs without tests say so in three lines that nobody misses.
+        if !self.titled && !self.listing {
+            if !tally::announces_tests(line) {
+                return;
+            }
+            anstream::println!("\n{BOLD}{}{RESET}", self.title);
+            self.titled = true;
+        }
+        let wanted = if self.listing {
             line.ends_with(": test")
         } else {
             !line.is_empty() && !line.starts_with("running 0 tests")
@@ -121,13 +245,6 @@ fn run(suite: &mut Suite, listing: bool) -> Result<Tally> {
             println!("{line}");
         }
     }
-    let status = child.wait().with_context(|| format!("lost {name}"))?;
-    if !status.success() && tally.failed() == 0 {
-        // Killed, or ended before it could count.
-        anstream::eprintln!("{ERROR}error:{RESET} {name} ended early: {status}");
-        tally.fail(format!("the whole suite: {status}"));
-    }
-    Ok(tally)
 }
 
 /// Whether the variable `CI` says that this is a machine of a continuous integration.

@@ -1,0 +1,140 @@
+//! The kernel modules that a guest loads, each after those that it needs.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use anyhow::{Context, Result};
+
+/// What the lab's networks and the programs' hooks need, where a kernel has it as modules.
+pub const WANTED: [&str; 7] = [
+    // Links between namespaces, and the switch between nodes.
+    "veth",
+    "bridge",
+    // Programs at TC, where the kernel has no TCX.
+    "sch_ingress",
+    "cls_bpf",
+    // Finding and closing sockets over netlink.
+    "tcp_diag",
+    "udp_diag",
+    "dummy",
+];
+
+/// A module as the guest is given it.
+#[derive(Debug)]
+pub struct Module {
+    pub name: String,
+    pub bytes: Vec<u8>,
+}
+
+/// The modules in a directory such as `/lib/modules/6.1.0-56-cloud-amd64`: those of [`WANTED`] that
+/// are there, and what they need, in the order in which to load them. What is not there is built
+/// into the kernel, or missing, which the tests that need it will tell.
+pub fn collect(directory: &Path) -> Result<Vec<Module>> {
+    let mut files = BTreeMap::new();
+    find(directory, &mut files)
+        .with_context(|| format!("cannot look for modules in {}", directory.display()))?;
+    let mut modules = Vec::new();
+    for name in WANTED {
+        add(name, &files, &mut modules)?;
+    }
+    Ok(modules)
+}
+
+fn add(name: &str, files: &BTreeMap<String, PathBuf>, modules: &mut Vec<Module>) -> Result<()> {
+    let Some(file) = files.get(name) else {
+        return Ok(());
+    };
+    if modules.iter().any(|module| module.name == name) {
+        return Ok(());
+    }
+    let bytes = read(file)?;
+    for needed in needs(&bytes) {
+        add(&needed, files, modules)?;
+    }
+    modules.push(Module {
+        name: name.to_owned(),
+        bytes,
+    });
+    Ok(())
+}
+
+fn find(directory: &Path, files: &mut BTreeMap<String, PathBuf>) -> std::io::Result<()> {
+    for entry in fs::read_dir(directory)? {
+        let entry = entry?;
+        let path = entry.path();
+        // Links (`build`, `source`) lead elsewhere.
+        if entry.file_type()?.is_dir() {
+            find(&path, files)?;
+        } else if let Some((name, "" | ".xz" | ".zst" | ".gz")) =
+            entry.file_name().to_string_lossy().split_once(".ko")
+        {
+            // A file's name may have a dash where the module's own has an underscore.
+            files.insert(name.replace('-', "_"), path);
+        }
+    }
+    Ok(())
+}
+
+/// A module's bytes, unpacked: which compressions a kernel takes is its own affair.
+fn read(file: &Path) -> Result<Vec<u8>> {
+    let unpacker = match file.extension().and_then(|extension| extension.to_str()) {
+        Some("xz") => "xz",
+        Some("zst") => "zstd",
+        Some("gz") => "gzip",
+        _ => return fs::read(file).with_context(|| format!("cannot read {}", file.display())),
+    };
+    let mut command = Command::new(unpacker);
+    command.args(["--decompress", "--stdout"]).arg(file);
+    crate::command::output_bytes(&mut command)
+}
+
+/// The names after `depends=` in the module's `.modinfo` section, which holds strings that end with
+/// a zero byte.
+fn needs(module: &[u8]) -> Vec<String> {
+    const KEY: &[u8] = b"\0depends=";
+    let list = module
+        .windows(KEY.len())
+        .position(|window| window == KEY)
+        .map_or(&[][..], |at| &module[at + KEY.len()..]);
+    let list = list.split(|byte| *byte == 0).next().unwrap_or_default();
+    String::from_utf8_lossy(list)
+        .split(',')
+        .filter(|name| !name.is_empty())
+        .map(|name| name.replace('-', "_"))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn module(depends: &str) -> Vec<u8> {
+        format!("\x7fELF\0license=GPL\0depends={depends}\0name=x\0").into_bytes()
+    }
+
+    #[test]
+    fn a_module_comes_after_what_it_needs_and_once() {
+        let directory = std::env::temp_dir().join(format!("xtask-modules-{}", std::process::id()));
+        let kernel = directory.join("kernel/net");
+        fs::create_dir_all(&kernel).unwrap();
+        for (file, depends) in [
+            ("bridge.ko", "stp,llc"),
+            ("stp.ko", "llc"),
+            ("llc.ko", ""),
+            ("tcp_diag.ko", "inet-diag"),
+            ("inet-diag.ko", ""),
+            ("unwanted.ko", ""),
+            ("veth.txt", ""),
+        ] {
+            fs::write(kernel.join(file), module(depends)).unwrap();
+        }
+        let modules = collect(&directory);
+        fs::remove_dir_all(&directory).unwrap();
+        let names: Vec<String> = modules.unwrap().into_iter().map(|m| m.name).collect();
+        assert_eq!(names, ["llc", "stp", "bridge", "inet_diag", "tcp_diag"]);
+    }
+}
