@@ -11,6 +11,7 @@ mod progress;
 mod run;
 mod setup;
 mod test;
+mod verifier;
 mod vm;
 mod workspace;
 
@@ -44,6 +45,7 @@ enum Chore {
     Run(run::Arguments),
     Test(test::Arguments),
     Bench(bench::Arguments),
+    Verifier(verifier::Arguments),
     Lint(lint::Arguments),
     Lab(lab::Arguments),
     Clean(clean::Arguments),
@@ -57,6 +59,7 @@ fn main() -> ExitCode {
         Chore::Run(arguments) => run::main(&arguments, no_install),
         Chore::Test(arguments) => test::main(&arguments, no_install),
         Chore::Bench(arguments) => bench::main(&arguments, no_install),
+        Chore::Verifier(arguments) => verifier::main(&arguments, no_install),
         Chore::Lint(lint::Arguments {}) => lint::main(no_install),
         Chore::Lab(arguments) => lab::main(&arguments),
         Chore::Clean(arguments) => clean::main(&arguments),

@@ -1,24 +1,45 @@
-//! What the running kernel's verifier makes of the programs.
+//! What the running kernel's verifier makes of the programs, and what it may cost.
 
-use anyhow::{Context as _, Result, ensure};
-use dataplane::kernel::verifier;
+use std::collections::BTreeMap;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use dataplane::kernel::verifier::{self, Cost, Verified};
+use serde::Deserialize;
 
 scenarios! {
     Dataplane:
     every_program_is_taken,
+    no_program_outgrows_its_budget,
+}
+
+/// By kernel (`6.1`), then by program. `cargo xtask verifier --write` writes it.
+const BUDGET: &str = include_str!("../../../verifier-budget.json");
+
+/// What a program cost when the file was written.
+#[derive(Debug, Deserialize)]
+struct Budget {
+    processed: u32,
+    stack: u32,
+}
+
+/// The running kernel's release, and its first two numbers.
+fn kernel() -> Result<(String, String)> {
+    let name = nix::sys::utsname::uname()?;
+    let release = name.release().to_str().context("a kernel's release")?;
+    let series: Vec<&str> = release.split(['.', '-', '+']).take(2).collect();
+    Ok((release.to_owned(), series.join(".")))
 }
 
 /// Every program loads; what that costs is printed, one line for each, for `cargo xtask verifier`.
 fn every_program_is_taken() -> Result<()> {
-    let release = nix::sys::utsname::uname()?;
-    let release = release.release().to_str().context("a kernel's name")?;
+    let (release, _) = kernel()?;
     let mut refused = Vec::new();
-    for verified in verifier::verify()? {
-        let verifier::Verified {
-            program,
-            time,
-            outcome,
-        } = verified;
+    for Verified {
+        program,
+        time,
+        outcome,
+    } in verifier::verify()?
+    {
         match outcome {
             Ok(cost) => println!(
                 "verified {program} on {release}: processed {} stack {} jited {} microseconds {}",
@@ -36,4 +57,48 @@ fn every_program_is_taken() -> Result<()> {
         refused.join("\n")
     );
     Ok(())
+}
+
+/// A program that grows takes its budget along, in the same change, so that it is seen.
+fn no_program_outgrows_its_budget() -> Result<()> {
+    let (release, series) = kernel()?;
+    let budgets: BTreeMap<String, BTreeMap<String, Budget>> = serde_json::from_str(BUDGET)?;
+    let Some(budgets) = budgets.get(&series) else {
+        println!("no budget was written on Linux {series} ({release})");
+        return Ok(());
+    };
+    let mut over = Vec::new();
+    for Verified {
+        program, outcome, ..
+    } in verifier::verify()?
+    {
+        let Ok(cost) = outcome else { continue };
+        match budgets.get(program) {
+            Some(budget) => {
+                over.extend(excess(&cost, budget).map(|what| format!("{program}: {what}")));
+            }
+            None => over.push(format!("{program} has no budget")),
+        }
+    }
+    if over.is_empty() {
+        return Ok(());
+    }
+    bail!(
+        "{} on Linux {release}: if it must be, `cargo xtask verifier --write` and commit \
+         verifier-budget.json",
+        over.join("; ")
+    )
+}
+
+/// What grew by more than a tenth.
+fn excess(cost: &Cost, budget: &Budget) -> Option<String> {
+    let over = |now: u32, then: u32| u64::from(now) * 10 > u64::from(then) * 11;
+    if over(cost.processed, budget.processed) {
+        return Some(format!(
+            "{} instructions verified, {} before",
+            cost.processed, budget.processed
+        ));
+    }
+    over(cost.stack, budget.stack)
+        .then(|| format!("{} bytes of stack, {} before", cost.stack, budget.stack))
 }

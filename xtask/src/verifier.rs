@@ -1,0 +1,239 @@
+//! `cargo xtask verifier`: what kernels make of the programs.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    io::{BufRead, BufReader},
+    process::{ExitCode, Stdio},
+};
+
+use anyhow::{Context, Result, bail};
+use dataplane_tests::Requirement;
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    build,
+    progress::note,
+    setup::{self, Purpose},
+    style::{BOLD, RESET},
+    test::{self, suites},
+    vm::{self, Guest},
+    workspace,
+};
+
+/// What the verifier says of each program, on this kernel and on others
+///
+/// Loads every program by itself and prints the instructions that the verifier followed (it gives
+/// up at 1 000 000), the stack (512 bytes), the machine code and the time. `cargo xtask test`
+/// compares the first two with verifier-budget.json, and fails when one grew by more than a tenth.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+    cargo xtask verifier                        on this kernel, which takes root
+    cargo xtask verifier --kernel debian-6.1    and in a guest
+    cargo xtask verifier --kernel debian-6.1 --write")]
+pub struct Arguments {
+    /// Also in a guest with this kernel: debian-VERSION or a bzImage; may be repeated
+    #[arg(long)]
+    kernel: Vec<String>,
+    /// Write verifier-budget.json anew for the kernels that were asked
+    #[arg(long)]
+    write: bool,
+}
+
+/// A line of the table.
+#[derive(Debug, PartialEq, Eq)]
+struct Row {
+    program: String,
+    kernel: String,
+    processed: u32,
+    stack: u32,
+    jited: u32,
+    microseconds: u64,
+}
+
+/// What is kept of a row: what does not depend on the machine.
+#[derive(Debug, Serialize, Deserialize)]
+struct Budget {
+    processed: u32,
+    stack: u32,
+}
+
+type Budgets = BTreeMap<String, BTreeMap<String, Budget>>;
+
+/// The scenario that prints what we read.
+const SCENARIO: &str = "verifier::every_program_is_taken";
+
+pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
+    let missing = dataplane_tests::missing(Requirement::Dataplane);
+    let purpose = if arguments.kernel.is_empty() {
+        if let Some(missing) = missing {
+            bail!(
+                "{missing}; or name another kernel with --kernel {}",
+                vm::OLDEST
+            );
+        }
+        Purpose::Lab
+    } else {
+        Purpose::Guest
+    };
+    build::programs(&setup::ensure(purpose, no_install)?)?;
+    let mut scenarios = suites::compile()?
+        .pop()
+        .context("the scenarios are compiled")?;
+
+    let mut rows = Vec::new();
+    for kernel in &arguments.kernel {
+        let guest = Guest::new(kernel, None)?;
+        let mut read = Reader::new(&mut rows);
+        let status = guest.run(&test::guest_task(&scenarios, Some(SCENARIO)), &mut |line| {
+            read.line(line);
+        })?;
+        if status != 0 {
+            bail!("{kernel} refuses programs: see above");
+        }
+    }
+    if let Some(missing) = missing {
+        note(&format!("not on this kernel: {missing}"));
+    } else {
+        let mut child = scenarios
+            .command
+            .arg(SCENARIO)
+            .env("DATAPLANE_BIN", build::Profile::Debug.binary("dataplane"))
+            .stdout(Stdio::piped())
+            .spawn()
+            .context("cannot start the scenarios")?;
+        let stdout = child.stdout.take().expect("was asked for");
+        let mut read = Reader::new(&mut rows);
+        for line in BufReader::new(stdout).lines() {
+            read.line(&line.context("cannot read what the scenarios write")?);
+        }
+        if !child.wait()?.success() {
+            bail!("this kernel refuses programs: see above");
+        }
+    }
+
+    print(&rows);
+    if arguments.write {
+        write(&rows)?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Keeps the rows, and passes on what is no row once something failed.
+struct Reader<'a> {
+    rows: &'a mut Vec<Row>,
+    failed: bool,
+}
+
+impl<'a> Reader<'a> {
+    fn new(rows: &'a mut Vec<Row>) -> Self {
+        Self {
+            rows,
+            failed: false,
+        }
+    }
+
+    fn line(&mut self, line: &str) {
+        self.failed |= line.starts_with("failures:");
+        match row(line) {
+            Some(row) => self.rows.push(row),
+            None if self.failed => println!("{line}"),
+            None => {}
+        }
+    }
+}
+
+/// Reads `verified connect4 on 6.1.0-56: processed 829 stack 112 jited 300 microseconds 9`.
+fn row(line: &str) -> Option<Row> {
+    let (program, rest) = line.strip_prefix("verified ")?.split_once(" on ")?;
+    let (kernel, numbers) = rest.split_once(": ")?;
+    let words: Vec<&str> = numbers.split(' ').collect();
+    let number = |key: &str| {
+        let at = words.iter().position(|word| *word == key)?;
+        words.get(at + 1)?.parse::<u64>().ok()
+    };
+    let small = |key: &str| number(key).and_then(|number| number.try_into().ok());
+    Some(Row {
+        program: program.to_owned(),
+        kernel: kernel.to_owned(),
+        processed: small("processed")?,
+        stack: small("stack")?,
+        jited: small("jited")?,
+        microseconds: number("microseconds")?,
+    })
+}
+
+fn print(rows: &[Row]) {
+    anstream::println!(
+        "{BOLD}{:<14} {:<24} {:>12} {:>11} {:>13} {:>9}{RESET}",
+        "PROGRAM",
+        "KERNEL",
+        "INSTRUCTIONS",
+        "STACK BYTES",
+        "MACHINE BYTES",
+        "TIME"
+    );
+    for row in rows {
+        println!(
+            "{:<14} {:<24} {:>12} {:>11} {:>13} {:>6} ms",
+            row.program,
+            row.kernel,
+            row.processed,
+            row.stack,
+            row.jited,
+            row.microseconds.div_ceil(1000)
+        );
+    }
+}
+
+/// `6.1` of `6.1.0-56-cloud-amd64`.
+fn series(kernel: &str) -> String {
+    let numbers: Vec<&str> = kernel.split(['.', '-', '+']).take(2).collect();
+    numbers.join(".")
+}
+
+fn write(rows: &[Row]) -> Result<()> {
+    let file = workspace::root().join("verifier-budget.json");
+    let text =
+        fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
+    let mut budgets: Budgets =
+        serde_json::from_str(&text).with_context(|| format!("in {}", file.display()))?;
+    for row in rows {
+        budgets.insert(series(&row.kernel), BTreeMap::new());
+    }
+    for row in rows {
+        let budget = Budget {
+            processed: row.processed,
+            stack: row.stack,
+        };
+        budgets
+            .entry(series(&row.kernel))
+            .or_default()
+            .insert(row.program.clone(), budget);
+    }
+    let mut text = serde_json::to_string_pretty(&budgets)?;
+    text.push('\n');
+    fs::write(&file, text).with_context(|| format!("cannot write {}", file.display()))?;
+    note(&format!("wrote {}", file.display()));
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_what_the_scenario_prints() {
+        let line = "verified connect4 on 6.1.0-56-cloud-amd64: processed 829 stack 112 jited 300 \
+                    microseconds 9001";
+        let row = row(line).unwrap();
+        assert_eq!(
+            (row.program.as_str(), row.processed, row.stack),
+            ("connect4", 829, 112)
+        );
+        assert_eq!((row.jited, row.microseconds), (300, 9001));
+        assert_eq!(series(&row.kernel), "6.1");
+        assert_eq!(super::row("test verifier::x ... ok"), None);
+    }
+}
