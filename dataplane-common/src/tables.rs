@@ -6,7 +6,8 @@
 //! ENDPOINTS  array  slot        -> Endpoint          blocks of endpoints, sorted
 //! STATS      array  see StatsHeader                  connections and refusals by pool and CPU
 //! AFFINITY   lru    AffinityKey -> Affinity          which endpoint a client used last
-//! PEERS      sk     socket      -> Peer              a connected socket's VIP
+//! PEERS      hash   cookie      -> Peer              a connected socket's VIP
+//! MORE_PEERS sk     socket      -> Peer              the same, for sockets beyond PEERS_CAPACITY
 //! UDP_FLOWS  sk     socket      -> UdpFlows          the VIPs an unconnected UDP socket talks to
 //! REASONS    percpu Reason      -> u64               verdicts by reason
 //! EVENTS     ring   Event                            while somebody listens
@@ -445,6 +446,10 @@ pub struct Peer {
     /// The endpoint's port.
     pub endpoint_port: Port,
 }
+
+/// How many connected sockets have their VIP in `PEERS`. More than that have it in their own
+/// storage, which takes longer to make.
+pub const PEERS_CAPACITY: u32 = 16384;
 
 /// How many flows an unconnected UDP socket remembers: a power of two.
 pub const UDP_FLOWS: usize = 16;

@@ -16,8 +16,12 @@ mod select;
 mod socket;
 mod tables;
 
-use crate::socket::{SockAddr, V4, V6, connect, getpeername, recvmsg, sendmsg};
-use aya_ebpf::{macros::cgroup_sock_addr, programs::SockAddrContext};
+use aya_ebpf::{
+    macros::{cgroup_sock, cgroup_sock_addr},
+    programs::{SockAddrContext, SockContext},
+};
+
+use crate::socket::{SockAddr, V4, V6, connect, getpeername, peers, recvmsg, sendmsg};
 
 /// TCP and UDP `connect()` to an IPv4 address.
 #[cgroup_sock_addr(connect4)]
@@ -65,6 +69,12 @@ fn getpeername4(ctx: SockAddrContext) -> i32 {
 #[cgroup_sock_addr(getpeername6)]
 fn getpeername6(ctx: SockAddrContext) -> i32 {
     getpeername::run(&SockAddr::<V6>::new(ctx))
+}
+
+/// A socket is closed for good: what was kept for it goes.
+#[cgroup_sock(sock_release)]
+fn sock_release(ctx: SockContext) -> i32 {
+    peers::release(&ctx)
 }
 
 /// There is nothing to unwind to: a panic that the compiler could not prove away becomes a jump to

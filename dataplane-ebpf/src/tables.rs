@@ -13,8 +13,8 @@ use aya_ebpf::{
 use dataplane_common::{
     Event, Reason,
     tables::{
-        Affinity, AffinityKey, Config, Endpoint, Frontend, FrontendKey, Peer, Pool, PoolStats,
-        UdpFlows,
+        Affinity, AffinityKey, Config, Endpoint, Frontend, FrontendKey, PEERS_CAPACITY, Peer, Pool,
+        PoolStats, UdpFlows,
     },
 };
 
@@ -54,7 +54,10 @@ pub static EVENTS: RingBuf<Event, { 256 * 1024 }> = RingBuf::new();
 pub static CONFIG: Array<Config, 1, MAPPED> = Array::new();
 
 #[btf_map]
-pub static PEERS: SkStorage<Peer> = SkStorage::new();
+pub static PEERS: HashMap<u64, Peer, { PEERS_CAPACITY as usize }> = HashMap::new();
+
+#[btf_map]
+pub static MORE_PEERS: SkStorage<Peer> = SkStorage::new();
 
 #[btf_map]
 pub static FLOWS: SkStorage<UdpFlows> = SkStorage::new();

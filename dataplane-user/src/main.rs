@@ -5,11 +5,7 @@ use std::{io, process::ExitCode};
 use clap::{Parser, error::ErrorKind};
 use dataplane::cli::{Cli, exit};
 
-#[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
-
 fn main() -> ExitCode {
-    dataplane::kernel::give_back_freed_memory();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => {

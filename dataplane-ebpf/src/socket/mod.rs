@@ -5,6 +5,7 @@ pub mod connect;
 mod events;
 mod flows;
 pub mod getpeername;
+pub mod peers;
 pub mod recvmsg;
 pub mod sendmsg;
 

@@ -4,7 +4,6 @@
 mod error;
 mod log;
 mod map;
-mod memory;
 mod monitor;
 mod object;
 mod pins;
@@ -22,7 +21,6 @@ use std::{
 use nix::fcntl::Flock;
 
 pub use error::Error;
-pub use memory::give_back_freed_memory;
 pub use monitor::Monitor;
 pub use pins::{CleanupItem, cleanup};
 pub use programs::{Attachment, cgroup2_root};
@@ -86,7 +84,7 @@ impl Kernel {
         let netns = sys::netns_cookie()
             .doing(|| "cannot ask for this network namespace's cookie".to_owned())?;
         tables.set_config(netns);
-        programs::attach(&mut ebpf, &pins, &paths.cgroup)?;
+        programs::attach(&ebpf, &pins, &paths.cgroup)?;
         Ok(Self {
             pins,
             limits,

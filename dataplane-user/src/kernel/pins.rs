@@ -14,12 +14,12 @@ use std::{
 };
 
 use aya_obj::generated::bpf_map_type::{
-    self, BPF_MAP_TYPE_ARRAY_OF_MAPS, BPF_MAP_TYPE_PERCPU_ARRAY, BPF_MAP_TYPE_RINGBUF,
-    BPF_MAP_TYPE_SK_STORAGE,
+    self, BPF_MAP_TYPE_ARRAY_OF_MAPS, BPF_MAP_TYPE_HASH, BPF_MAP_TYPE_PERCPU_ARRAY,
+    BPF_MAP_TYPE_RINGBUF, BPF_MAP_TYPE_SK_STORAGE,
 };
 use dataplane_common::{
     LAYOUT, Reason,
-    tables::{Config, Peer, UdpFlows},
+    tables::{Config, PEERS_CAPACITY, Peer, UdpFlows},
 };
 use nix::{
     errno::Errno,
@@ -33,7 +33,7 @@ use nix::{
 
 use super::{
     error::{Doing, Error},
-    map::Mapped,
+    map::{Hash, Mapped},
     programs::{PROGRAMS, REPLACEMENT},
     sys::{self, LinkInfo, MapInfo, ObjectKind, Shape},
 };
@@ -81,7 +81,7 @@ const fn storage<T>(name: &'static str) -> MapSpec {
 }
 
 /// Every map that is pinned.
-pub const MAPS: [MapSpec; 10] = [
+pub const MAPS: [MapSpec; 11] = [
     outer("FRONTENDS"),
     outer("POOLS"),
     outer("ENDPOINTS"),
@@ -112,7 +112,12 @@ pub const MAPS: [MapSpec; 10] = [
         shape: Mapped::<Config>::shape(false),
         max_entries: Some(1),
     },
-    storage::<Peer>("PEERS"),
+    MapSpec {
+        name: "PEERS",
+        shape: Hash::<u64, Peer>::shape(BPF_MAP_TYPE_HASH),
+        max_entries: Some(PEERS_CAPACITY),
+    },
+    storage::<Peer>("MORE_PEERS"),
     storage::<UdpFlows>("FLOWS"),
 ];
 

@@ -5,7 +5,7 @@ use std::{fs, io, path::Path};
 use aya_obj::generated::{
     bpf_attach_type::{self, BPF_CGROUP_INET4_CONNECT},
     bpf_map_type::{self, BPF_MAP_TYPE_ARRAY, BPF_MAP_TYPE_LRU_HASH, BPF_MAP_TYPE_RINGBUF},
-    bpf_prog_type::BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
+    bpf_prog_type::{self, BPF_PROG_TYPE_CGROUP_SOCK_ADDR},
 };
 
 use super::{
@@ -120,10 +120,11 @@ pub fn features(paths: &Paths) -> Vec<Feature> {
             match program.name {
                 "connect4" | "connect6" => "choosing an endpoint at connect()",
                 "sendmsg4" | "sendmsg6" => "unconnected UDP",
+                "sock_release" => "forgetting what was kept for a socket",
                 "recvmsg4" | "recvmsg6" => "UDP replies that come from the VIP",
                 _ => "getpeername() that answers the VIP",
             },
-            program_type(program.hook),
+            load(program.kind, program.hook, &[SET_RESULT, EXIT]),
             OLD_KERNEL,
         ));
     }
@@ -243,18 +244,22 @@ fn map(
 const SET_RESULT: u64 = 0x0000_0001_0000_00b7;
 const EXIT: u64 = 0x95;
 
-fn program_type(hook: bpf_attach_type) -> Result<String, String> {
-    load(hook, &[SET_RESULT, EXIT])
-}
-
 fn helper(hook: bpf_attach_type, number: u32) -> Result<String, String> {
     const CLEAR_ARGUMENT: u64 = 0x0000_0000_0000_01b7;
     let call = 0x85 | u64::from(number) << 32;
-    load(hook, &[CLEAR_ARGUMENT, call, SET_RESULT, EXIT])
+    load(
+        BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
+        hook,
+        &[CLEAR_ARGUMENT, call, SET_RESULT, EXIT],
+    )
 }
 
-fn load(hook: bpf_attach_type, instructions: &[u64]) -> Result<String, String> {
-    sys::prog_load(BPF_PROG_TYPE_CGROUP_SOCK_ADDR, hook, instructions)
+fn load(
+    kind: bpf_prog_type,
+    hook: bpf_attach_type,
+    instructions: &[u64],
+) -> Result<String, String> {
+    sys::prog_load(kind, hook, instructions)
         .map(|_| "yes".into())
         .map_err(word)
 }

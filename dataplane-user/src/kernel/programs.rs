@@ -12,12 +12,15 @@ use std::{
 
 use aya::{
     Ebpf, EbpfLoader, VerifierLogLevel,
-    programs::{CgroupSockAddr, Program},
+    programs::{Program, ProgramError},
 };
-use aya_obj::generated::bpf_attach_type::{
-    self, BPF_CGROUP_INET4_CONNECT, BPF_CGROUP_INET4_GETPEERNAME, BPF_CGROUP_INET6_CONNECT,
-    BPF_CGROUP_INET6_GETPEERNAME, BPF_CGROUP_UDP4_RECVMSG, BPF_CGROUP_UDP4_SENDMSG,
-    BPF_CGROUP_UDP6_RECVMSG, BPF_CGROUP_UDP6_SENDMSG,
+use aya_obj::generated::{
+    bpf_attach_type::{
+        self, BPF_CGROUP_INET_SOCK_RELEASE, BPF_CGROUP_INET4_CONNECT, BPF_CGROUP_INET4_GETPEERNAME,
+        BPF_CGROUP_INET6_CONNECT, BPF_CGROUP_INET6_GETPEERNAME, BPF_CGROUP_UDP4_RECVMSG,
+        BPF_CGROUP_UDP4_SENDMSG, BPF_CGROUP_UDP6_RECVMSG, BPF_CGROUP_UDP6_SENDMSG,
+    },
+    bpf_prog_type::{self, BPF_PROG_TYPE_CGROUP_SOCK, BPF_PROG_TYPE_CGROUP_SOCK_ADDR},
 };
 
 use super::{
@@ -32,45 +35,36 @@ use super::{
 pub struct Spec {
     /// Its name, in the object, in the kernel and of its link's pin.
     pub name: &'static str,
+    /// Its type.
+    pub kind: bpf_prog_type,
     /// Where it is attached.
     pub hook: bpf_attach_type,
 }
 
-/// Every program, in the order in which they are attached: what answers a socket's questions comes
-/// before what makes it ask them.
-pub const PROGRAMS: [Spec; 8] = [
+const fn sock_addr(name: &'static str, hook: bpf_attach_type) -> Spec {
     Spec {
-        name: "recvmsg4",
-        hook: BPF_CGROUP_UDP4_RECVMSG,
-    },
+        name,
+        kind: BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
+        hook,
+    }
+}
+
+/// Every program, in the order in which they are attached: what cleans up and what answers a
+/// socket's questions come before what makes it ask them.
+pub const PROGRAMS: [Spec; 9] = [
     Spec {
-        name: "recvmsg6",
-        hook: BPF_CGROUP_UDP6_RECVMSG,
+        name: "sock_release",
+        kind: BPF_PROG_TYPE_CGROUP_SOCK,
+        hook: BPF_CGROUP_INET_SOCK_RELEASE,
     },
-    Spec {
-        name: "getpeername4",
-        hook: BPF_CGROUP_INET4_GETPEERNAME,
-    },
-    Spec {
-        name: "getpeername6",
-        hook: BPF_CGROUP_INET6_GETPEERNAME,
-    },
-    Spec {
-        name: "sendmsg4",
-        hook: BPF_CGROUP_UDP4_SENDMSG,
-    },
-    Spec {
-        name: "sendmsg6",
-        hook: BPF_CGROUP_UDP6_SENDMSG,
-    },
-    Spec {
-        name: "connect4",
-        hook: BPF_CGROUP_INET4_CONNECT,
-    },
-    Spec {
-        name: "connect6",
-        hook: BPF_CGROUP_INET6_CONNECT,
-    },
+    sock_addr("recvmsg4", BPF_CGROUP_UDP4_RECVMSG),
+    sock_addr("recvmsg6", BPF_CGROUP_UDP6_RECVMSG),
+    sock_addr("getpeername4", BPF_CGROUP_INET4_GETPEERNAME),
+    sock_addr("getpeername6", BPF_CGROUP_INET6_GETPEERNAME),
+    sock_addr("sendmsg4", BPF_CGROUP_UDP4_SENDMSG),
+    sock_addr("sendmsg6", BPF_CGROUP_UDP6_SENDMSG),
+    sock_addr("connect4", BPF_CGROUP_INET4_CONNECT),
+    sock_addr("connect6", BPF_CGROUP_INET6_CONNECT),
 ];
 
 /// What the name of a link's pin ends with while it replaces another.
@@ -94,41 +88,48 @@ fn load_logging(pins: &Pins, level: VerifierLogLevel) -> Result<Ebpf, Error> {
     }
     let mut ebpf = loader.load(object::programs()?).map_err(Box::new)?;
     for spec in &PROGRAMS {
-        program(&mut ebpf, spec)?
-            .load()
-            .map_err(|source| Error::Load {
-                program: spec.name,
-                source: Box::new(source),
-            })?;
+        let loaded = match ebpf.program_mut(spec.name) {
+            Some(Program::CgroupSockAddr(program)) => program.load(),
+            Some(Program::CgroupSock(program)) => program.load(),
+            _ => return Err(absent(spec)),
+        };
+        loaded.map_err(|source| load_error(spec, source))?;
     }
     Ok(ebpf)
 }
 
-fn program<'a>(ebpf: &'a mut Ebpf, spec: &Spec) -> Result<&'a mut CgroupSockAddr, Error> {
-    match ebpf.program_mut(spec.name) {
-        Some(Program::CgroupSockAddr(program)) => Ok(program),
-        _ => Err(Error::Io {
-            what: format!("the object has no program {}", spec.name),
-            source: std::io::ErrorKind::NotFound.into(),
-        }),
+/// A loaded program's descriptor.
+fn descriptor<'a>(ebpf: &'a Ebpf, spec: &Spec) -> Result<BorrowedFd<'a>, Error> {
+    let fd = match ebpf.program(spec.name) {
+        Some(Program::CgroupSockAddr(program)) => program.fd(),
+        Some(Program::CgroupSock(program)) => program.fd(),
+        _ => return Err(absent(spec)),
+    };
+    Ok(fd.map_err(|source| load_error(spec, source))?.as_fd())
+}
+
+fn absent(spec: &Spec) -> Error {
+    Error::Io {
+        what: format!("the object has no program {}", spec.name),
+        source: std::io::ErrorKind::NotFound.into(),
+    }
+}
+
+fn load_error(spec: &Spec, source: ProgramError) -> Error {
+    Error::Load {
+        program: spec.name,
+        source: Box::new(source),
     }
 }
 
 /// Attaches every program to a cgroup, or, where its link is there already, swaps the program in
 /// place: no moment without one.
-pub fn attach(ebpf: &mut Ebpf, pins: &Pins, cgroup: &Path) -> Result<(), Error> {
+pub fn attach(ebpf: &Ebpf, pins: &Pins, cgroup: &Path) -> Result<(), Error> {
     let directory =
         File::open(cgroup).doing(|| format!("cannot open the cgroup {}", cgroup.display()))?;
     let id = cgroup_id(&directory, cgroup)?;
     for spec in &PROGRAMS {
-        let program = program(ebpf, spec)?;
-        let fd = program
-            .fd()
-            .map_err(|source| Error::Load {
-                program: spec.name,
-                source: Box::new(source),
-            })?
-            .as_fd();
+        let fd = descriptor(ebpf, spec)?;
         match pins.open_link(spec)? {
             Some((link, info)) if info.cgroup == id => sys::link_update(link.as_fd(), fd)
                 .doing(|| format!("cannot swap program {}", spec.name))?,

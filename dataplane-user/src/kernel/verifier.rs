@@ -10,7 +10,7 @@ use std::{
 };
 
 use aya::{Ebpf, EbpfLoader, maps::Map};
-use aya_obj::{Object, generated::bpf_prog_type::BPF_PROG_TYPE_CGROUP_SOCK_ADDR};
+use aya_obj::Object;
 
 use super::{
     error::{Doing, Error},
@@ -62,7 +62,7 @@ pub fn verify() -> Result<Vec<Verified>, Error> {
                 .and_then(|program| object.functions.get(&program.function_key()))
                 .map_or(&[][..], |function| &function.instructions);
             let started = Instant::now();
-            let loaded = sys::prog_verify(BPF_PROG_TYPE_CGROUP_SOCK_ADDR, spec.hook, instructions);
+            let loaded = sys::prog_verify(spec.kind, spec.hook, instructions);
             let time = started.elapsed();
             let outcome = match loaded {
                 Ok((program, log)) => cost(&log, program.as_fd()),

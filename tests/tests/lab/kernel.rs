@@ -8,14 +8,14 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
-use aya::maps::{Array, MapData};
+use aya::maps::{Array, HashMap, Map, MapData};
 use dataplane::{
     kernel::{self, Error, Kernel, Limits, Paths, Tables},
     plan::{Contents, Demand, Write},
 };
 use dataplane_common::{
     Addr, LAYOUT, Port, Protocol, Reason,
-    tables::{Block, Endpoint, Frontend, FrontendKey, Kind, Pool},
+    tables::{Block, Endpoint, Frontend, FrontendKey, Kind, PEERS_CAPACITY, Peer, Pool},
 };
 use dataplane_tests::{Lab, report::Report};
 
@@ -33,6 +33,7 @@ scenarios! {
     an_older_layout_is_retired,
     a_directory_on_no_bpffs_is_refused,
     a_dangling_reference_is_refused_counted_and_logged,
+    what_is_kept_for_a_socket_goes_with_it,
 }
 
 /// A lab for its directories: a bpffs and a cgroup of its own.
@@ -488,5 +489,62 @@ pub fn a_dangling_reference_is_refused_counted_and_logged() -> Result<()> {
         lines.iter().filter(|line| *line == wanted).count() == 2,
         "{lines:?}"
     );
+    Ok(())
+}
+
+/// A connected socket's VIP is in the hash while the socket is open, and in the socket's own storage
+/// when the hash is full.
+pub fn what_is_kept_for_a_socket_goes_with_it() -> Result<()> {
+    let place = Place::new()?;
+    let mut kernel = place.open()?;
+    let node = place.lab.node("node1");
+    let _server = node.serve(&["--tcp", "127.0.0.1:7"])?;
+    let key = FrontendKey::new(Addr::from_v4([10, 96, 0, 1]), Port::new(80), Protocol::TCP);
+    let endpoint = Endpoint::new(Addr::from_v4([127, 0, 0, 1]), Port::new(7));
+    kernel.apply(&[
+        Write::Endpoints {
+            base: 0,
+            endpoints: vec![endpoint],
+        },
+        Write::Pool {
+            index: 1,
+            pool: Pool {
+                block: Block::new(0, 1, 0),
+                affinity_seconds: 0,
+                affinity_group: 1,
+            },
+            fresh: true,
+        },
+        Write::Insert {
+            key,
+            frontend: Frontend::new(1, Kind::CLUSTER_IP),
+        },
+    ])?;
+    let connect = || -> Result<()> {
+        let report: Report = node
+            .probe("connect")
+            .args(["--to", "10.96.0.1:80", "--count", "5"])
+            .json()?;
+        ensure!(report.answered == 5, "{report:?}");
+        ensure!(report.peers == ["10.96.0.1:80".parse()?], "{report:?}");
+        Ok(())
+    };
+    let peers = Map::HashMap(MapData::from_pin(place.map("PEERS"))?);
+    let mut peers = HashMap::<MapData, u64, [u8; size_of::<Peer>()]>::try_from(peers)?;
+    connect()?;
+    let left = peers.keys().count();
+    ensure!(left == 0, "{left} sockets are closed and still there");
+    // Cookies count up from 1 in each network namespace or CPU: these are nobody's.
+    for cookie in 0..u64::from(PEERS_CAPACITY) {
+        peers.insert(u64::MAX - cookie, [0; size_of::<Peer>()], 0)?;
+    }
+    ensure!(
+        peers
+            .insert(u64::MAX / 2, [0; size_of::<Peer>()], 0)
+            .is_err(),
+        "the hash is not full"
+    );
+    connect()?;
+    ensure!(kernel.tables().reasons()?[Reason::PeerNotKept as usize] == 0);
     Ok(())
 }
