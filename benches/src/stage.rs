@@ -52,8 +52,10 @@ pub struct Lane {
     pub path: &'static str,
     /// `services` of the rows.
     pub services: u32,
-    /// Whom the client dials: IPv4, IPv6.
-    addrs: [IpAddr; 2],
+    /// Whom the client dials, IPv4 and IPv6: a VIP, or, drawn by the client as the others draw for a
+    /// VIP, one of its endpoints. Servers are processes of their own, and it takes longer to be
+    /// answered by another one each time.
+    addrs: [Vec<IpAddr>; 2],
     /// At which port, and at which only to connect.
     ports: [u16; 2],
     /// Whose client.
@@ -172,13 +174,16 @@ impl Stage {
         job: Job,
     ) -> anyhow::Result<f64> {
         let lane = &self.lanes[lane];
-        let (addr, [port, connect_port]) = (lane.addrs[usize::from(!v4)], lane.ports);
+        let (addrs, [port, connect_port]) = (&lane.addrs[usize::from(!v4)], lane.ports);
         let port = match (transport, job) {
             (Transport::Tcp, Job::Connect { .. }) => connect_port,
             _ => port,
         };
         let order = Order {
-            to: SocketAddr::new(addr, port),
+            to: addrs
+                .iter()
+                .map(|addr| SocketAddr::new(*addr, port))
+                .collect(),
             transport,
             job,
         };
@@ -186,7 +191,7 @@ impl Stage {
         client.send_line(&serde_json::to_string(&order)?)?;
         match serde_json::from_str(&client.wait_for_line()?)? {
             Answer::Value(value) => Ok(value),
-            Answer::Error(error) => bail!("{error} (to {})", order.to),
+            Answer::Error(error) => bail!("{error} (to {:?})", order.to),
         }
     }
 }
@@ -204,19 +209,16 @@ fn server_name(index: usize, server: u32) -> String {
 }
 
 fn lanes(index: usize, node: NodePlan, fleet: &Fleet) -> Vec<Lane> {
-    let endpoint = |v4| {
-        fleet
-            .target
-            .iter()
-            .copied()
-            .find(|addr: &IpAddr| addr.is_ipv4() == v4)
+    let endpoints = |v4| {
+        let of_family = |addr: &IpAddr| addr.is_ipv4() == v4;
+        fleet.target.iter().copied().filter(of_family).collect()
     };
     let lane = |path, direct| {
         let vip = |v4| fleet.vip(v4);
         Lane {
             path,
             services: node.services,
-            addrs: [true, false].map(|v4| endpoint(v4).filter(|_| direct).unwrap_or(vip(v4))),
+            addrs: [true, false].map(|v4| if direct { endpoints(v4) } else { vec![vip(v4)] }),
             ports: if direct {
                 [TARGET_PORT, CONNECT_TARGET_PORT]
             } else {

@@ -8,7 +8,8 @@ use std::{
 };
 
 use anyhow::{Context as _, bail};
-use socket2::Socket;
+use rand::seq::IndexedRandom as _;
+use socket2::{SockAddr, Socket};
 
 use super::{
     ANSWERED, Answer, CHURN_THREADS, DATAGRAM, ECHO, Job, Order, SILENT, STREAM, Transport, WINDOW,
@@ -28,7 +29,7 @@ const SLICES: u32 = 5;
 pub fn run() -> anyhow::Result<()> {
     for line in std::io::stdin().lock().lines() {
         let order: Order = serde_json::from_str(&line?).context("an order that is none")?;
-        let answer = match carry_out(order) {
+        let answer = match carry_out(&order) {
             Ok(value) => Answer::Value(value),
             Err(error) => Answer::Error(format!("{error:#}")),
         };
@@ -37,7 +38,7 @@ pub fn run() -> anyhow::Result<()> {
     Ok(())
 }
 
-fn carry_out(order: Order) -> anyhow::Result<f64> {
+fn carry_out(order: &Order) -> anyhow::Result<f64> {
     match order.job {
         Job::Connect { count } => connects(order, count as usize),
         Job::RoundTrip { count } => round_trips(order, count as usize),
@@ -60,14 +61,18 @@ fn slices(measure: impl Fn() -> anyhow::Result<f64>) -> anyhow::Result<f64> {
 
 /// A socket that leaves nothing behind: closing it resets the connection, since sockets in
 /// TIME_WAIT would use up the ports within seconds. The same on every path.
-fn fresh(order: Order) -> std::io::Result<Socket> {
-    let socket = socket(order.to.ip(), order.transport)?;
+fn fresh(order: &Order) -> std::io::Result<(Socket, SockAddr)> {
+    let to = order
+        .to
+        .choose(&mut rand::rng())
+        .ok_or(ErrorKind::InvalidInput)?;
+    let socket = socket(to.ip(), order.transport)?;
     socket.set_read_timeout(Some(TIMEOUT))?;
     if order.transport == Transport::Tcp {
         socket.set_linger(Some(Duration::ZERO))?;
         socket.set_tcp_nodelay(true)?;
     }
-    Ok(socket)
+    Ok((socket, (*to).into()))
 }
 
 /// One byte there and back.
@@ -100,11 +105,10 @@ fn nanos(since: Instant) -> u64 {
     u64::try_from(since.elapsed().as_nanos()).unwrap_or(u64::MAX)
 }
 
-fn connects(order: Order, count: usize) -> anyhow::Result<f64> {
-    let to = order.to.into();
+fn connects(order: &Order, count: usize) -> anyhow::Result<f64> {
     let mut samples = Vec::with_capacity(count + WARM_UP);
     for _ in 0..count + WARM_UP {
-        let mut socket = fresh(order)?;
+        let (mut socket, to) = fresh(order)?;
         let start = Instant::now();
         socket.connect(&to)?;
         if order.transport == Transport::Udp {
@@ -115,9 +119,9 @@ fn connects(order: Order, count: usize) -> anyhow::Result<f64> {
     Ok(median_us(&mut samples))
 }
 
-fn round_trips(order: Order, count: usize) -> anyhow::Result<f64> {
-    let mut socket = fresh(order)?;
-    socket.connect(&order.to.into())?;
+fn round_trips(order: &Order, count: usize) -> anyhow::Result<f64> {
+    let (mut socket, to) = fresh(order)?;
+    socket.connect(&to)?;
     let byte = byte_for(order.transport);
     let mut samples = Vec::with_capacity(count + WARM_UP);
     for _ in 0..count + WARM_UP {
@@ -128,7 +132,7 @@ fn round_trips(order: Order, count: usize) -> anyhow::Result<f64> {
     Ok(median_us(&mut samples))
 }
 
-fn churn(order: Order, count: u32) -> anyhow::Result<f64> {
+fn churn(order: &Order, count: u32) -> anyhow::Result<f64> {
     let each = count.div_ceil(CHURN_THREADS);
     let byte = byte_for(order.transport);
     let start = Instant::now();
@@ -137,8 +141,8 @@ fn churn(order: Order, count: u32) -> anyhow::Result<f64> {
             .map(|_| {
                 scope.spawn(move || -> std::io::Result<()> {
                     for _ in 0..each {
-                        let mut socket = fresh(order)?;
-                        socket.connect(&order.to.into())?;
+                        let (mut socket, to) = fresh(order)?;
+                        socket.connect(&to)?;
                         exchange(&mut socket, byte)?;
                     }
                     Ok(())
@@ -161,9 +165,9 @@ fn gbit_per_s(bytes: u64, start: Instant) -> f64 {
     (bytes * 8) as f64 / 1e9 / start.elapsed().as_secs_f64()
 }
 
-fn stream(order: Order, bytes: u64) -> anyhow::Result<f64> {
-    let socket = fresh(order)?;
-    socket.connect(&order.to.into())?;
+fn stream(order: &Order, bytes: u64) -> anyhow::Result<f64> {
+    let (socket, to) = fresh(order)?;
+    socket.connect(&to)?;
     let mut stream = TcpStream::from(socket);
     let chunk = vec![0; 64 << 10];
     let start = Instant::now();
@@ -179,9 +183,9 @@ fn stream(order: Order, bytes: u64) -> anyhow::Result<f64> {
     Ok(gbit_per_s(bytes, start))
 }
 
-fn datagrams(order: Order, bytes: u64) -> anyhow::Result<f64> {
-    let socket = fresh(order)?;
-    socket.connect(&order.to.into())?;
+fn datagrams(order: &Order, bytes: u64) -> anyhow::Result<f64> {
+    let (socket, to) = fresh(order)?;
+    socket.connect(&to)?;
     let socket = UdpSocket::from(socket);
     let mut payload = [0; DATAGRAM];
     let windows = bytes.div_ceil(DATAGRAM as u64 * WINDOW);

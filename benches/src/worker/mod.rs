@@ -27,10 +27,10 @@ pub enum Transport {
 }
 
 /// What a client shall measure.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Order {
-    /// Whom to talk to.
-    pub to: SocketAddr,
+    /// Whom to talk to; of several, one drawn at random for each socket.
+    pub to: Vec<SocketAddr>,
     /// How.
     pub transport: Transport,
     /// What.
