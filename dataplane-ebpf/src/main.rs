@@ -73,6 +73,7 @@ fn getpeername6(ctx: SockAddrContext) -> i32 {
 
 /// A socket is closed for good: what was kept for it goes.
 #[cgroup_sock(sock_release)]
+#[expect(clippy::needless_pass_by_value, reason = "the macro hands it over so")]
 fn sock_release(ctx: SockContext) -> i32 {
     peers::release(&ctx)
 }

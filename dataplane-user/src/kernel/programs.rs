@@ -88,12 +88,12 @@ fn load_logging(pins: &Pins, level: VerifierLogLevel) -> Result<Ebpf, Error> {
     }
     let mut ebpf = loader.load(object::programs()?).map_err(Box::new)?;
     for spec in &PROGRAMS {
-        let loaded = match ebpf.program_mut(spec.name) {
+        let result = match ebpf.program_mut(spec.name) {
             Some(Program::CgroupSockAddr(program)) => program.load(),
             Some(Program::CgroupSock(program)) => program.load(),
             _ => return Err(absent(spec)),
         };
-        loaded.map_err(|source| load_error(spec, source))?;
+        result.map_err(|source| load_error(spec, source))?;
     }
     Ok(ebpf)
 }
