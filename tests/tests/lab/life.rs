@@ -125,7 +125,7 @@ fn a_restarted_agent_adopts_and_writes_nothing() -> Result<()> {
         programs(&cluster.agent, "program_id")?,
     );
     ensure!(
-        links.len() == 8 && links.iter().all(Value::is_u64),
+        links.len() == 9 && links.iter().all(Value::is_u64),
         "{links:?}"
     );
     ensure!(!cluster.agent.log().contains("adopted"), "adopted nothing");

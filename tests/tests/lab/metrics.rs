@@ -149,7 +149,7 @@ fn metrics_count_what_clients_did() -> Result<()> {
     // Of `web` two for each of its two ports, and one of `local`.
     after.is("dataplane_endpoints", &[], 5.0)?;
     after.is("dataplane_ready", &[], 1.0)?;
-    after.is("dataplane_program_attached", &[], 8.0)?;
+    after.is("dataplane_program_attached", &[], 9.0)?;
     after.is("dataplane_sync_duration_seconds_count", &[], 1.0)?;
     for (name, least) in [
         ("dataplane_last_sync_timestamp_seconds", 1e9),

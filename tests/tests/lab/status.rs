@@ -79,7 +79,7 @@ fn status_knows_a_dead_agent_from_none() -> Result<()> {
     let status = run(&cluster.agent, "status -o json")?.exits(1)?.json()?;
     let programs = status["programs"].as_array().context("programs")?;
     ensure!(
-        programs.len() == 8 && programs.iter().all(|p| p["attached"] == true),
+        programs.len() == 9 && programs.iter().all(|p| p["attached"] == true),
         "{status:#}"
     );
     run(&cluster.agent, "cleanup")?.exits(0)?;
