@@ -53,6 +53,7 @@ impl Sync {
     /// Until told to end.
     pub fn run(&mut self, happened: &Receiver<Event>) -> Result<(), Error> {
         self.sync()?;
+        kernel::give_back_freed_memory();
         if self.retry.is_none() {
             for item in self.kernel.retire_other_layouts()? {
                 info!(
@@ -74,6 +75,7 @@ impl Sync {
                     if self.read() {
                         self.sync()?;
                     }
+                    kernel::give_back_freed_memory();
                 }
                 Ok(Event::Failed(error)) => return Err(Error::Waiter(error)),
                 Err(RecvTimeoutError::Timeout) => {

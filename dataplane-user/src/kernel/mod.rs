@@ -4,6 +4,7 @@
 mod error;
 mod log;
 mod map;
+mod memory;
 mod monitor;
 mod object;
 mod pins;
@@ -21,6 +22,7 @@ use std::{
 use nix::fcntl::Flock;
 
 pub use error::Error;
+pub use memory::give_back_freed_memory;
 pub use monitor::Monitor;
 pub use pins::{CleanupItem, cleanup};
 pub use programs::{Attachment, cgroup2_root};
