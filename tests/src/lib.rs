@@ -38,4 +38,4 @@ pub use error::{Error, Result};
 pub use identity::{CreatorState, LabId, sweep};
 pub use lab::{Host, Lab, Role};
 pub use programs::Programs;
-pub use requirements::{Requirement, cgroup2_mount, missing};
+pub use requirements::{Requirement, cgroup2_mount, missing, whole_machine};

@@ -11,6 +11,15 @@ pub enum Requirement {
     Lab,
     /// A lab, and the dataplane's programs loaded in it.
     Dataplane,
+    /// The same, and the machine itself: programs at the root of its cgroups, for every process on
+    /// it. Only on a machine that was made for the tests, see [`whole_machine`].
+    Machine,
+}
+
+/// Whether this machine was made for the tests and may be taken over as a whole: a guest of
+/// `cargo xtask test --vm`, whose `init` says so.
+pub fn whole_machine() -> bool {
+    std::env::var_os("DATAPLANE_WHOLE_MACHINE").is_some_and(|value| value == "1")
 }
 
 /// Says what this machine lacks, in words for the person who wanted to run a lab.
@@ -37,7 +46,7 @@ pub fn missing(requirement: Requirement) -> Option<String> {
     if let Err(error) = std::process::Command::new("ip").arg("-Version").output() {
         return Some(format!("cannot run `ip` ({error}): install iproute2"));
     }
-    if requirement == Requirement::Dataplane {
+    if requirement != Requirement::Lab {
         let filesystems = fs::read_to_string("/proc/filesystems").unwrap_or_default();
         if !filesystems
             .lines()
@@ -45,6 +54,13 @@ pub fn missing(requirement: Requirement) -> Option<String> {
         {
             return Some("this kernel has no BPF file system (CONFIG_BPF_SYSCALL)".into());
         }
+    }
+    if requirement == Requirement::Machine && !whole_machine() {
+        return Some(
+            "attaches programs to every process of a machine, so it runs in a guest only: cargo \
+             xtask test --vm"
+                .into(),
+        );
     }
     None
 }

@@ -4,6 +4,8 @@
 # ttyS1, with their complaints on ttyS2.
 /bin/busybox --install -s /bin
 export PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root
+# Nobody else is on this machine: tests that take it over as a whole run here, and only here.
+export DATAPLANE_WHOLE_MACHINE=1
 
 mount -t devtmpfs dev /dev
 mount -t proc proc /proc
@@ -19,6 +21,7 @@ while read -r module; do
     insmod "/modules/$module.ko" || echo "cannot load module $module"
 done < /modules/order
 
+hostname guest
 ip link set lo up
 # The guest's own line ends with "\n" alone, and nobody types.
 stty -F /dev/ttyS1 raw -echo
