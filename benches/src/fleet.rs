@@ -6,7 +6,8 @@ use std::{
 };
 
 use dataplane::model::{
-    Endpoint, Protocol, Service, ServiceName, ServicePort, ServiceType, Snapshot, TrafficPolicy,
+    Endpoint, Hints, Protocol, Service, ServiceName, ServicePort, ServiceType, Snapshot,
+    TrafficPolicy,
 };
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use smallvec::smallvec;
@@ -160,6 +161,7 @@ fn endpoint(addr: IpAddr, port: u16, local: bool) -> Endpoint {
         ready: true,
         serving: true,
         terminating: false,
+        hints: Hints::default(),
     }
 }
 

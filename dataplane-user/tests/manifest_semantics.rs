@@ -11,6 +11,7 @@ fn load(text: &str) -> Loaded {
     let node = Node {
         name: "node1".into(),
         addresses: Vec::new(),
+        ..Node::default()
     };
     manifests::load(&[file.path().to_owned()], &node)
         .unwrap_or_else(|errors| panic!("{errors}\n{text}"))
@@ -83,7 +84,7 @@ fn conditions_that_are_not_known() {
             "10.0.0.1:8080 -rs-",
             "10.0.0.2:8080 -rs-",
             "10.0.0.3:8080 -rs-",
-            "10.0.0.4:8080 ----",
+            "10.0.0.4:8080 --s-",
             "10.0.0.5:8080 --st",
             "10.0.0.6:8080 -rst",
             "10.0.0.7:8080 hrs-",
@@ -241,9 +242,15 @@ fn what_belongs_to_others_is_left_alone() {
         "labels: {",
         "labels: {service.kubernetes.io/headless: \"\", ",
     );
-    let loaded = load(&format!("{other_proxy}{their_slice}{headless}"));
+    let marked = service(PORT_80).replace(
+        "metadata: {name: web}",
+        "metadata: {name: gone, labels: {service.kubernetes.io/headless: \"\"}}",
+    );
+    let loaded = load(&format!(
+        "{other_proxy}{their_slice}{headless}---\n{marked}"
+    ));
     assert!(loaded.snapshot.services.is_empty());
-    assert_eq!(loaded.left_alone, 2);
+    assert_eq!(loaded.left_alone, 3);
 }
 
 #[test]

@@ -17,6 +17,7 @@ fn node1() -> Node {
     Node {
         name: "node1".into(),
         addresses: Vec::new(),
+        ..Node::default()
     }
 }
 

@@ -174,6 +174,7 @@ fn unchanged_services_are_shared() {
     let node = Node {
         name: "node1".into(),
         addresses: Vec::new(),
+        ..Node::default()
     };
     let write = |name: &str, port| {
         fs::write(

@@ -115,6 +115,7 @@ fn snapshot() -> Snapshot {
         node: Arc::new(Node {
             name: "node1".into(),
             addresses: vec![ip("192.168.77.1")],
+            ..Node::default()
         }),
         problems: Arc::default(),
     }

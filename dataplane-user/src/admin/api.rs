@@ -195,6 +195,10 @@ pub struct Endpoint {
     pub serving: bool,
     /// `conditions.terminating`.
     pub terminating: bool,
+    /// Whether it is ready, and passed over because hints give this node others, in its zone or on
+    /// it.
+    #[serde(default)]
+    pub hinted_away: bool,
 }
 
 /// Whose a pool is: the tables in the kernel hold no names.

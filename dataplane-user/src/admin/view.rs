@@ -82,6 +82,7 @@ fn service_port(
         port: Some((port.port, port.protocol)),
     };
     let stats = counters.get(&key);
+    let (v4, v6) = (port.reach(true), port.reach(false));
     api::ServicePort {
         name: port.name.to_string(),
         port: port.port,
@@ -98,6 +99,7 @@ fn service_port(
                 ready: e.ready,
                 serving: e.serving,
                 terminating: e.terminating,
+                hinted_away: e.ready && !if e.addr.is_ipv4() { v4 } else { v6 }.includes(e.hints),
             })
             .collect(),
         connections: stats.translated,

@@ -50,10 +50,12 @@ pub struct NodeSettings {
     pub name: String,
     /// Where node ports are answered; empty: on its primary addresses.
     pub nodeport_addresses: Vec<IpNet>,
+    /// Its zone; empty: what its Node object says.
+    pub zone: String,
 }
 
 impl NodeSettings {
-    /// This node, as it is now.
+    /// This node, as it is now and as it knows itself: without what its Node object says.
     ///
     /// # Errors
     ///
@@ -68,6 +70,8 @@ impl NodeSettings {
         Ok(Node {
             name: name.into(),
             addresses: addresses::for_node_ports(&self.nodeport_addresses)?,
+            zone: self.zone.as_str().into(),
+            leaving: false,
         })
     }
 }

@@ -14,7 +14,7 @@ use super::{Error, Event, Settings, adopt};
 use crate::{
     admin::{State, lock},
     kernel::{self, Kernel},
-    model::Snapshot,
+    model::{Node, Snapshot},
     plan::Plan,
     source::manifests,
 };
@@ -93,7 +93,11 @@ impl Sync {
     /// Reads the manifests; whether that worked.
     fn read(&mut self) -> bool {
         self.look();
-        let node = Arc::clone(&self.wanted.node);
+        let node = Node {
+            zone: self.settings.node.zone.as_str().into(),
+            leaving: false,
+            ..(*self.wanted.node).clone()
+        };
         match manifests::load_reusing(&self.wanted, &self.settings.manifests, &node) {
             Ok(loaded) => {
                 for problem in &*loaded.snapshot.problems {
@@ -117,10 +121,13 @@ impl Sync {
     /// Looks at the node's addresses; whether they changed.
     fn look(&mut self) -> bool {
         match self.settings.node.node() {
-            Ok(node) if node == *self.wanted.node => false,
+            Ok(node) if node.addresses == self.wanted.node.addresses => false,
             Ok(node) => {
                 info!(addresses = ?node.addresses, "the node's addresses changed");
-                self.wanted.node = Arc::new(node);
+                self.wanted.node = Arc::new(Node {
+                    addresses: node.addresses,
+                    ..(*self.wanted.node).clone()
+                });
                 true
             }
             Err(error) => {

@@ -110,6 +110,16 @@ pub(super) struct NodeArgs {
         env = "DATAPLANE_NODEPORT_ADDRESSES", hide_env_values = true
     )]
     nodeport_addresses: Vec<IpNet>,
+
+    /// Its zone, for endpoints that are hinted to zones [default: the label
+    /// topology.kubernetes.io/zone of its Node object]
+    #[arg(
+        long,
+        value_name = "ZONE",
+        env = "DATAPLANE_ZONE",
+        hide_env_values = true
+    )]
+    zone: Option<String>,
 }
 
 impl NodeArgs {
@@ -117,6 +127,7 @@ impl NodeArgs {
         NodeSettings {
             name: self.node_name.clone().unwrap_or_default(),
             nodeport_addresses: self.nodeport_addresses.clone(),
+            zone: self.zone.clone().unwrap_or_default(),
         }
     }
 }

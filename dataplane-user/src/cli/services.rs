@@ -281,6 +281,9 @@ fn endpoint(endpoint: &api::Endpoint) -> String {
     } else if !endpoint.ready {
         marks.push("not ready");
     }
+    if endpoint.hinted_away {
+        marks.push("hinted to others");
+    }
     if marks.is_empty() {
         socket
     } else {
@@ -357,6 +360,7 @@ mod tests {
             ready,
             serving: ready || terminating,
             terminating,
+            hinted_away: last == 7,
         };
         api::Service {
             namespace: "default".to_owned(),
@@ -375,7 +379,11 @@ mod tests {
                 protocol: "tcp".to_owned(),
                 node_port: Some(30_080),
                 ready: 1,
-                endpoints: vec![endpoint(5, true, false), endpoint(6, false, true)],
+                endpoints: vec![
+                    endpoint(5, true, false),
+                    endpoint(6, false, true),
+                    endpoint(7, true, false),
+                ],
                 connections: 12,
                 refused: BTreeMap::from([("no-endpoints".to_owned(), 3)]),
             }],
@@ -403,7 +411,7 @@ mod tests {
                 "default/web",
                 "10.96.0.1:8000/tcp",
                 "NodePort",
-                "1/2",
+                "1/3",
                 "Cluster, external Local",
                 "ClientIP 3h0m",
                 "12"
@@ -417,7 +425,8 @@ mod tests {
         for part in [
             "[fd00::1]:8000/tcp, 192.0.2.10:8000/tcp, node port 30080",
             "no-endpoints 3",
-            "10.244.1.5:80 (local), 10.244.1.6:80 (terminating, serving)",
+            "10.244.1.5:80 (local), 10.244.1.6:80 (terminating, serving), 10.244.1.7:80 (hinted \
+             to others)",
         ] {
             assert!(text.contains(part), "{part} in {text}");
         }

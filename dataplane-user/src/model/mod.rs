@@ -4,9 +4,11 @@
 
 mod name;
 mod service;
+mod topology;
 
 pub use name::ServiceName;
 pub use service::{Endpoint, Protocol, Service, ServicePort, ServiceType, TrafficPolicy};
+pub use topology::{Hints, Reach};
 
 use std::{net::IpAddr, sync::Arc};
 
@@ -17,6 +19,12 @@ pub struct Node {
     pub name: Arc<str>,
     /// Addresses on which node ports are answered, besides loopback; sorted, without duplicates.
     pub addresses: Vec<IpAddr>,
+    /// Its zone (label `topology.kubernetes.io/zone`), to which endpoints may be hinted; empty if
+    /// it is not known.
+    pub zone: Arc<str>,
+    /// Whether it is about to go: being deleted, or chosen for it by the cluster autoscaler. It
+    /// then asks load balancers for no more connections.
+    pub leaving: bool,
 }
 
 /// Something in a source that was not served, or not served as written, and that a person should

@@ -5,7 +5,7 @@ use std::{net::IpAddr, time::Duration};
 use ipnet::IpNet;
 use smallvec::SmallVec;
 
-use super::ServiceName;
+use super::{Hints, Reach, ServiceName};
 
 /// A transport protocol that services are served for. (SCTP has no hook at the socket.)
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -116,23 +116,37 @@ pub struct Endpoint {
     pub serving: bool,
     /// `conditions.terminating`; unknown counts as not.
     pub terminating: bool,
+    /// Whom it is meant for, as seen from this node.
+    pub hints: Hints,
 }
 
 impl ServicePort {
     /// The endpoints of one family that may be used, as Kubernetes specifies: those that are
-    /// ready; if there is none, those that are serving while they terminate (KEP-1669). With
-    /// `policy` Local, decided among those on this node alone.
+    /// ready, and of these the ones that are hinted to this node or its zone if hints are complete
+    /// (KEP-2433, KEP-3015); if none is ready, those that are serving while they terminate
+    /// (KEP-1669), wherever they are. With `policy` Local, decided among those on this node alone,
+    /// without a look at hints.
     pub fn usable(&self, v4: bool, policy: TrafficPolicy) -> impl Iterator<Item = &Endpoint> {
         let eligible = move |e: &&Endpoint| {
             e.addr.is_ipv4() == v4 && (policy == TrafficPolicy::Cluster || e.local)
         };
         let ready = self.endpoints.iter().filter(eligible).any(|e| e.ready);
+        let reach = match policy {
+            TrafficPolicy::Cluster => self.reach(v4),
+            TrafficPolicy::Local => Reach::Cluster,
+        };
         self.endpoints.iter().filter(eligible).filter(move |e| {
             if ready {
-                e.ready
+                e.ready && reach.includes(e.hints)
             } else {
                 e.serving && e.terminating
             }
         })
+    }
+
+    /// How far this node looks for endpoints of one family, by the hints of those that are ready.
+    pub fn reach(&self, v4: bool) -> Reach {
+        let ready = |e: &&Endpoint| e.addr.is_ipv4() == v4 && e.ready;
+        Reach::of(self.endpoints.iter().filter(ready).map(|e| e.hints))
     }
 }

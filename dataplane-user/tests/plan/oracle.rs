@@ -37,6 +37,15 @@ fn usable(endpoints: &[model::Endpoint], v4: bool, only_local: bool) -> Vec<Endp
         .filter(|e| e.local || !only_local)
         .collect();
     let mut chosen: Vec<_> = eligible.iter().filter(|e| e.ready).collect();
+    if !only_local {
+        let for_node: Vec<_> = chosen.iter().filter(|e| e.hints.for_this_node()).collect();
+        let for_zone: Vec<_> = chosen.iter().filter(|e| e.hints.for_this_zone()).collect();
+        if chosen.iter().all(|e| e.hints.for_nodes()) && !for_node.is_empty() {
+            chosen = for_node.into_iter().copied().collect();
+        } else if chosen.iter().all(|e| e.hints.for_zones()) && !for_zone.is_empty() {
+            chosen = for_zone.into_iter().copied().collect();
+        }
+    }
     if chosen.is_empty() {
         chosen = eligible
             .iter()

@@ -9,7 +9,7 @@ use std::{
 
 use dataplane::{
     model::{
-        Endpoint, Node, Protocol, Service, ServiceName, ServicePort, ServiceType, Snapshot,
+        Endpoint, Hints, Node, Protocol, Service, ServiceName, ServicePort, ServiceType, Snapshot,
         TrafficPolicy,
     },
     plan::Planner,
@@ -68,14 +68,15 @@ fn endpoints() -> impl Strategy<Value = Vec<Endpoint>> {
         1 => Just((false, false, true)),
         1 => Just((false, false, false)),
     ];
-    let endpoint = (addr, 80u16..83, any::<bool>(), conditions).prop_map(
-        |(addr, port, local, (ready, serving, terminating))| Endpoint {
+    let endpoint = (addr, 80u16..83, any::<bool>(), conditions, hints()).prop_map(
+        |(addr, port, local, (ready, serving, terminating), hints)| Endpoint {
             addr: addr.parse().unwrap(),
             port,
             local,
             ready,
             serving,
             terminating,
+            hints,
         },
     );
     prop::collection::vec(endpoint, 0..7).prop_map(|mut endpoints| {
@@ -83,6 +84,24 @@ fn endpoints() -> impl Strategy<Value = Vec<Endpoint>> {
         endpoints.dedup_by_key(|e| (e.addr, e.port));
         endpoints
     })
+}
+
+/// As a node `here` in the zone `near` sees them.
+fn hints() -> impl Strategy<Value = Hints> {
+    let node = Node {
+        name: "here".into(),
+        zone: "near".into(),
+        ..Node::default()
+    };
+    let names = |here: &'static str| {
+        prop_oneof![
+            1 => Just(vec![]),
+            2 => Just(vec![here]),
+            2 => Just(vec!["other"]),
+            1 => Just(vec!["other", here]),
+        ]
+    };
+    (names("near"), names("here")).prop_map(move |(zones, nodes)| Hints::new(&node, zones, nodes))
 }
 
 fn policy() -> impl Strategy<Value = TrafficPolicy> {
@@ -222,6 +241,7 @@ fn apply(snapshot: &mut Snapshot, change: Change) {
             snapshot.node = Arc::new(Node {
                 name: "here".into(),
                 addresses,
+                ..Node::default()
             });
         }
     }

@@ -4,7 +4,7 @@ use std::{sync::Arc, time::Duration};
 
 use dataplane::{
     model::{
-        Endpoint, Node, Protocol, Service, ServiceName, ServicePort, ServiceType, Snapshot,
+        Endpoint, Hints, Node, Protocol, Service, ServiceName, ServicePort, ServiceType, Snapshot,
         TrafficPolicy,
     },
     plan::{self, AdoptError, Plan, Planner, PoolRole, Write},
@@ -43,6 +43,7 @@ fn endpoint(text: &str) -> Endpoint {
         ready: true,
         serving: true,
         terminating: false,
+        hints: Hints::default(),
     };
     for word in words {
         match word {
@@ -208,6 +209,7 @@ fn addresses_of_each_kind() {
     with_node.node = Arc::new(Node {
         name: "here".into(),
         addresses: ips(&addresses),
+        ..Node::default()
     });
     node.plan(&with_node);
     for (to, port, expected) in [
@@ -245,6 +247,7 @@ fn addresses_of_each_kind() {
     let other = Node {
         name: "here".into(),
         addresses: vec!["192.0.2.9".parse().unwrap()],
+        ..Node::default()
     };
     node.plan(&Snapshot {
         node: Arc::new(other),

@@ -16,7 +16,8 @@ use anyhow::{Context as _, Result, ensure};
 use dataplane::{
     kernel::{Kernel, Limits, Paths},
     model::{
-        Endpoint, Protocol, Service, ServiceName, ServicePort, ServiceType, Snapshot, TrafficPolicy,
+        Endpoint, Hints, Protocol, Service, ServiceName, ServicePort, ServiceType, Snapshot,
+        TrafficPolicy,
     },
     plan::Planner,
 };
@@ -84,6 +85,7 @@ fn service(
             ready: true,
             serving: true,
             terminating: false,
+            hints: Hints::default(),
         })
         .collect();
     let port = ServicePort {

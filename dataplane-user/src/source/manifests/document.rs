@@ -20,8 +20,8 @@ use serde::de::{
 use serde_json::{Map, Value};
 
 use crate::{
-    model::{Service, ServiceName},
-    source::objects::{self, Findings, Outcome, Slice},
+    model::{Node, Service, ServiceName},
+    source::objects::{self, Findings, NodeFacts, Outcome, Slice},
 };
 
 const CORE: &str = "v1";
@@ -47,6 +47,8 @@ pub enum Body {
     Service(Outcome<Service>),
     /// An EndpointSlice.
     Slice(Outcome<Slice>),
+    /// A Node: this one or another.
+    Node(NodeFacts),
     /// An object of a kind that is not served here.
     Ignored(String),
     /// An object whose kind nothing tells.
@@ -59,6 +61,10 @@ impl Entry {
         let kind = match &self.body {
             Body::Service(_) => "Service",
             Body::Slice(_) => "EndpointSlice",
+            // A node is in no namespace.
+            Body::Node(node) => {
+                return (!node.name.is_empty()).then(|| format!("Node {}", node.name));
+            }
             Body::Ignored(kind) => kind,
             Body::Unknown => return None,
         };
@@ -68,8 +74,8 @@ impl Entry {
 
 /// Reads a document's objects into `entries`.
 pub struct Document<'a> {
-    /// The name of this node.
-    pub node: &'a str,
+    /// This node.
+    pub node: &'a Node,
     /// Where the objects go.
     pub entries: &'a mut Vec<Entry>,
 }
@@ -97,6 +103,7 @@ type Untyped = Object;
 enum Sort {
     Service,
     Slice,
+    Node,
     Other,
     NotKnownYet,
 }
@@ -109,6 +116,7 @@ struct Object {
     kind: Option<String>,
     metadata: ObjectMeta,
     spec: Option<core::ServiceSpec>,
+    node_spec: Option<core::NodeSpec>,
     status: Option<core::ServiceStatus>,
     address_type: Option<String>,
     endpoints: Option<Vec<discovery::Endpoint>>,
@@ -121,8 +129,9 @@ impl Object {
     fn sort(&self) -> Sort {
         match (self.kind.as_deref(), self.api_version.as_deref()) {
             (Some("Service"), Some(CORE)) => Sort::Service,
+            (Some("Node"), Some(CORE)) => Sort::Node,
             (Some("EndpointSlice") | None, Some(DISCOVERY)) => Sort::Slice,
-            (Some("Service" | "EndpointSlice") | None, None) | (None, Some(CORE)) => {
+            (Some("Service" | "EndpointSlice" | "Node") | None, None) | (None, Some(CORE)) => {
                 Sort::NotKnownYet
             }
             _ => Sort::Other,
@@ -132,7 +141,7 @@ impl Object {
     fn is_list(&self) -> bool {
         matches!(
             self.kind.as_deref(),
-            Some("List" | "ServiceList" | "EndpointSliceList")
+            Some("List" | "ServiceList" | "EndpointSliceList" | "NodeList")
         )
     }
 
@@ -148,7 +157,7 @@ impl Object {
         }
     }
 
-    fn finish(mut self, node: &str) -> Entry {
+    fn finish(mut self, node: &Node) -> Entry {
         let mut findings = Findings::default();
         let item = self.item;
         let name = objects::object_name(&self.metadata);
@@ -189,12 +198,22 @@ impl Object {
                     Body::Slice(Outcome::LeftAlone)
                 }
             }
+            Sort::Node => {
+                let object = core::Node {
+                    spec: self
+                        .node_spec
+                        .or_else(|| early(&mut self.early, "spec", &mut findings)),
+                    status: None,
+                    metadata: self.metadata,
+                };
+                Body::Node(objects::node(&object, &mut findings))
+            }
             Sort::Other => self.other(&mut findings),
             Sort::Slice | Sort::NotKnownYet => {
                 let (field, example) = match &self.kind {
                     None => ("kind", "Service, EndpointSlice or List"),
-                    Some(kind) if kind == "Service" => ("apiVersion", CORE),
-                    Some(_) => ("apiVersion", DISCOVERY),
+                    Some(kind) if kind == "EndpointSlice" => ("apiVersion", DISCOVERY),
+                    Some(_) => ("apiVersion", CORE),
                 };
                 findings
                     .faults
@@ -214,7 +233,7 @@ impl Object {
         let version = self.api_version.as_deref().unwrap_or_default();
         let kind = self.kind.as_deref().unwrap_or_default();
         let expected = match kind {
-            "Service" if !version.contains('/') => CORE,
+            "Service" | "Node" if !version.contains('/') => CORE,
             "EndpointSlice" if version.starts_with("discovery.k8s.io/") => DISCOVERY,
             _ => "",
         };
@@ -233,7 +252,7 @@ impl Object {
         }
         // A kind of the same name in another group is another kind.
         Body::Ignored(match (kind, version.split_once('/')) {
-            ("Service" | "EndpointSlice", Some((group, _))) => format!("{kind}.{group}"),
+            ("Service" | "EndpointSlice" | "Node", Some((group, _))) => format!("{kind}.{group}"),
             _ => kind.to_owned(),
         })
     }
@@ -258,7 +277,7 @@ fn early<T: DeserializeOwned>(
 }
 
 struct ObjectReader<'a> {
-    node: &'a str,
+    node: &'a Node,
     entries: &'a mut Vec<Entry>,
     item: Option<usize>,
     inherited: (Option<String>, Option<String>),
@@ -309,6 +328,7 @@ impl<'de> Visitor<'de> for ObjectReader<'_> {
                 "spec" | "status" | "addressType" | "endpoints" | "ports" => {
                     match (object.sort(), key.as_str()) {
                         (Sort::Service, "spec") => object.spec = map.next_value()?,
+                        (Sort::Node, "spec") => object.node_spec = map.next_value()?,
                         (Sort::Service, "status") => object.status = map.next_value()?,
                         (Sort::Slice, "addressType") => object.address_type = map.next_value()?,
                         (Sort::Slice, "endpoints") => object.endpoints = map.next_value()?,
@@ -366,7 +386,7 @@ fn fault(object: &Object, path: &str, text: &str) -> Entry {
 }
 
 struct Items<'a> {
-    node: &'a str,
+    node: &'a Node,
     entries: &'a mut Vec<Entry>,
     inherited: (Option<String>, Option<String>),
     untyped: &'a mut Vec<Untyped>,

@@ -70,16 +70,43 @@ pub fn load(paths: &[PathBuf], node: &Node) -> Result<Loaded, Errors> {
 /// Like [`load`], but shares with `previous` what did not change, so that the difference between
 /// the two is found at the cost of what did ([`imbl::OrdMap::diff`]).
 ///
+/// `node` is what is known without the manifests: if its own Node object is among them, the
+/// snapshot's node has what that adds.
+///
 /// # Errors
 /// As for [`load`].
 pub fn load_reusing(previous: &Snapshot, paths: &[PathBuf], node: &Node) -> Result<Loaded, Errors> {
+    // Hints are read with the eyes of the node's zone, which may be told by the last object of the
+    // last file. It is hardly ever another one than it was.
+    let mut assumed = node.clone();
+    if assumed.zone.is_empty() {
+        assumed.zone = previous.node.zone.clone();
+    }
+    let (stage, told) = read(paths, &assumed, node);
+    if told.zone == assumed.zone || stage.has_faults() {
+        return stage.finish(previous, &told);
+    }
+    drop(stage);
+    let zone = told.zone;
+    assumed.zone = zone.clone();
+    let (stage, told) = read(paths, &assumed, node);
+    // Should it be yet another one by now: that is a change on disk, which will be read.
+    stage.finish(previous, &Node { zone, ..told })
+}
+
+/// Reads all files with the eyes of `assumed`; and what the manifests make of `node`.
+fn read<'a>(paths: &[PathBuf], assumed: &'a Node, node: &Node) -> (stage::Stage<'a>, Node) {
     let (files, missing) = files::find(paths);
-    let mut stage = stage::Stage::new(node);
+    let mut stage = stage::Stage::new(assumed);
     for (path, text) in missing {
         stage.unreadable(path, text);
     }
     for file in files {
         stage.file(file);
     }
-    stage.finish(previous)
+    let told = match stage.node_facts() {
+        Some(facts) => facts.applied_to(node),
+        None => node.clone(),
+    };
+    (stage, told)
 }

@@ -6,6 +6,8 @@ use serde::de::{DeserializeSeed, IgnoredAny};
 use serde_path_to_error::Track;
 use serde_saphyr::{budget, options};
 
+use crate::model::Node;
+
 use super::{
     document::{Document, Entry},
     locate::Position,
@@ -122,7 +124,12 @@ fn is_blank(text: &str) -> bool {
 
 /// Reads a document's objects into `entries`: all of them, or those before the place where it
 /// stops.
-pub fn parse(text: &str, format: Format, node: &str, entries: &mut Vec<Entry>) -> Result<(), Stop> {
+pub fn parse(
+    text: &str,
+    format: Format,
+    node: &Node,
+    entries: &mut Vec<Entry>,
+) -> Result<(), Stop> {
     let fast = match format {
         Format::Yaml => yaml(text, |deserializer| {
             Document { node, entries }.deserialize(deserializer)
@@ -141,7 +148,7 @@ pub fn parse(text: &str, format: Format, node: &str, entries: &mut Vec<Entry>) -
 }
 
 /// Reads it again, this time keeping track of the field: that costs time, so not on the first run.
-fn explain(text: &str, format: Format, node: &str) -> Stop {
+fn explain(text: &str, format: Format, node: &Node) -> Stop {
     let mut track = Track::new();
     let document = Document {
         node,

@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{
     model::{Node, Problem, Service, ServiceName, Snapshot},
-    source::objects::{self, Outcome, Slice},
+    source::objects::{self, NodeFacts, Outcome, Slice},
 };
 
 /// What was read so far.
@@ -29,6 +29,8 @@ pub struct Stage<'a> {
     services: BTreeMap<ServiceName, (Option<Arc<Service>>, Origin)>,
     slices: Vec<Slice>,
     slice_origins: HashMap<ServiceName, Origin>,
+    /// This node's own object.
+    node_object: Option<(NodeFacts, Origin)>,
     ignored: BTreeMap<String, usize>,
     left_alone: usize,
     problems: Vec<Problem>,
@@ -44,6 +46,7 @@ impl<'a> Stage<'a> {
             services: BTreeMap::new(),
             slices: Vec::new(),
             slice_origins: HashMap::new(),
+            node_object: None,
             ignored: BTreeMap::new(),
             left_alone: 0,
             problems: Vec::new(),
@@ -76,7 +79,7 @@ impl<'a> Stage<'a> {
                 document: index(number),
                 item: None,
             };
-            let result = parse::parse(text, format, &self.node.name, &mut entries);
+            let result = parse::parse(text, format, self.node, &mut entries);
             for entry in entries.drain(..) {
                 self.entry(entry, document);
             }
@@ -135,13 +138,29 @@ impl<'a> Stage<'a> {
                     Outcome::Served(slice) => self.slices.push(slice),
                 }
             }
+            Body::Node(facts) if *facts.name == *self.node.name => match &self.node_object {
+                None => self.node_object = Some((facts, origin)),
+                Some((_, first)) if named => self.faults.twice(origin, object, *first),
+                Some(_) => {}
+            },
             Body::Ignored(kind) => *self.ignored.entry(kind).or_default() += 1,
-            Body::Unknown => {}
+            // Other nodes are no concern of this one.
+            Body::Node(_) | Body::Unknown => {}
         }
     }
 
+    /// What this node's own object tells, if there is one.
+    pub fn node_facts(&self) -> Option<&NodeFacts> {
+        self.node_object.as_ref().map(|(facts, _)| facts)
+    }
+
+    /// Whether something is wrong already.
+    pub fn has_faults(&self) -> bool {
+        !self.faults.is_empty()
+    }
+
     /// Joins services and slices, or tells what is wrong with them.
-    pub fn finish(mut self, previous: &Snapshot) -> Result<Loaded, Errors> {
+    pub fn finish(mut self, previous: &Snapshot, node: &Node) -> Result<Loaded, Errors> {
         self.slices
             .sort_unstable_by(|a, b| (&a.service, &a.name).cmp(&(&b.service, &b.name)));
         // An object that could not be read may be the one that is missing.
@@ -174,7 +193,7 @@ impl<'a> Stage<'a> {
         self.problems.sort();
         let snapshot = Snapshot {
             services,
-            node: kept(&previous.node, self.node, || Arc::new(self.node.clone())),
+            node: kept(&previous.node, node, || Arc::new(node.clone())),
             problems: kept(&previous.problems, &*self.problems, || {
                 self.problems.as_slice().into()
             }),

@@ -36,6 +36,7 @@ pub fn join(service: &mut Service, slices: &[Slice]) {
                 !e.serving,
                 e.terminating,
                 !e.local,
+                e.hints,
             )
         });
         endpoints.dedup_by(|next, kept| {

@@ -1,18 +1,20 @@
 //! Kubernetes' objects in the model's terms, however they came here.
 //!
-//! [`service`] and [`slice()`] turn one object each into the model, and say with its field path
-//! what is wrong with it. [`join`] gives a service the endpoints of its slices.
+//! [`service`], [`slice()`] and [`node()`] turn one object each into the model, and say with its
+//! field path what is wrong with it. [`join`] gives a service the endpoints of its slices.
 //!
 //! What kube-proxy leaves alone is left alone here, too: services with another proxy
-//! (`service.kubernetes.io/service-proxy-name`), slices of headless services
+//! (`service.kubernetes.io/service-proxy-name`), services and slices that are marked as headless
 //! (`service.kubernetes.io/headless`), load-balancer addresses with `ipMode: Proxy`.
 
 mod address;
 mod join;
+mod node;
 mod service;
 mod slice;
 
 pub use join::join;
+pub use node::{NodeFacts, node};
 pub use service::service;
 pub use slice::{Slice, slice};
 
@@ -24,7 +26,7 @@ use crate::model::{Protocol, ServiceName};
 
 /// A label that gives a service, and its slices, to another proxy.
 const LABEL_PROXY: &str = "service.kubernetes.io/service-proxy-name";
-/// A label of the slices of headless services.
+/// A label of the slices of headless services; a service that has it is left alone, too.
 const LABEL_HEADLESS: &str = "service.kubernetes.io/headless";
 /// The label by which a slice names its service.
 const LABEL_SERVICE: &str = "kubernetes.io/service-name";

@@ -5,7 +5,9 @@ use std::{net::IpAddr, time::Duration};
 use k8s_openapi::api::core::v1::{self as api, LoadBalancerIngress, ServiceSpec};
 use smallvec::SmallVec;
 
-use super::{Findings, LABEL_PROXY, Outcome, address, check_name, label, object_name};
+use super::{
+    Findings, LABEL_HEADLESS, LABEL_PROXY, Outcome, address, check_name, label, object_name,
+};
 use crate::model::{Service, ServicePort, ServiceType, TrafficPolicy};
 
 /// Kubernetes' default for `sessionAffinityConfig.clientIP.timeoutSeconds`: three hours.
@@ -17,7 +19,8 @@ const AFFINITY_SECONDS_MAX: i32 = 86_400;
 /// `findings` has no faults.
 pub fn service(object: api::Service, findings: &mut Findings) -> Outcome<Service> {
     check_name(&object.metadata, findings);
-    if label(object.metadata.labels.as_ref(), LABEL_PROXY).is_some() {
+    let labels = object.metadata.labels.as_ref();
+    if label(labels, LABEL_PROXY).is_some() || label(labels, LABEL_HEADLESS).is_some() {
         return Outcome::LeftAlone;
     }
     let spec = object.spec.unwrap_or_default();

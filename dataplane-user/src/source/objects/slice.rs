@@ -2,14 +2,16 @@
 
 use std::net::IpAddr;
 
-use k8s_openapi::api::discovery::v1::{self as api, EndpointConditions, EndpointPort};
+use k8s_openapi::api::discovery::v1::{
+    self as api, EndpointConditions, EndpointHints, EndpointPort,
+};
 use smallvec::SmallVec;
 
 use super::{
     Findings, LABEL_HEADLESS, LABEL_PROXY, LABEL_SERVICE, Outcome, address, check_name, label,
     object_name,
 };
-use crate::model::{Endpoint, Protocol, ServiceName};
+use crate::model::{Endpoint, Hints, Node, Protocol, ServiceName};
 
 /// What a slice adds to its service.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -25,9 +27,9 @@ pub struct Slice {
     pub endpoints: Box<[Endpoint]>,
 }
 
-/// Turns an EndpointSlice into the model. `node` is the name of this node. What it returns is only
-/// of use if `findings` has no faults.
-pub fn slice(object: &api::EndpointSlice, node: &str, findings: &mut Findings) -> Outcome<Slice> {
+/// Turns an EndpointSlice into the model, as `node` sees it: which endpoints are on it, and which
+/// are hinted to it or its zone. What it returns is only of use if `findings` has no faults.
+pub fn slice(object: &api::EndpointSlice, node: &Node, findings: &mut Findings) -> Outcome<Slice> {
     check_name(&object.metadata, findings);
     let labels = object.metadata.labels.as_ref();
     if label(labels, LABEL_PROXY).is_some() || label(labels, LABEL_HEADLESS).is_some() {
@@ -105,7 +107,7 @@ fn ports(
 fn endpoints(
     given: &[api::Endpoint],
     v4: bool,
-    node: &str,
+    node: &Node,
     findings: &mut Findings,
 ) -> Box<[Endpoint]> {
     let mut endpoints = Vec::with_capacity(given.len());
@@ -129,7 +131,10 @@ fn endpoints(
         // look at them.
         let Some(addr) = first else { continue };
         let (ready, serving, terminating) = conditions(given.conditions.as_ref());
-        let local = given.node_name.as_deref().is_some_and(|name| name == node);
+        let local = given
+            .node_name
+            .as_deref()
+            .is_some_and(|name| *name == *node.name);
         endpoints.push(Endpoint {
             addr,
             port: 0,
@@ -137,6 +142,7 @@ fn endpoints(
             ready,
             serving,
             terminating,
+            hints: hints(given.hints.as_ref(), node),
         });
     }
     endpoints.into()
@@ -157,7 +163,20 @@ fn endpoint_address(text: &str, v4: bool) -> Result<IpAddr, String> {
 /// Ready, serving, terminating, with what unknown stands for.
 fn conditions(conditions: Option<&EndpointConditions>) -> (bool, bool, bool) {
     let ready = conditions.and_then(|c| c.ready).unwrap_or(true);
-    let serving = conditions.and_then(|c| c.serving).unwrap_or(ready);
+    let serving = conditions.and_then(|c| c.serving).unwrap_or(true);
     let terminating = conditions.and_then(|c| c.terminating).unwrap_or(false);
     (ready, serving, terminating)
+}
+
+/// A clusterful of endpoints is hinted to other zones: what they are called is of no use here.
+fn hints(hints: Option<&EndpointHints>, node: &Node) -> Hints {
+    hints.map_or_else(Hints::default, |hints| {
+        let zones = hints.for_zones.iter().flatten();
+        let nodes = hints.for_nodes.iter().flatten();
+        Hints::new(
+            node,
+            zones.map(|zone| &*zone.name),
+            nodes.map(|node| &*node.name),
+        )
+    })
 }

@@ -1,0 +1,55 @@
+//! A Kubernetes Node in the model's terms.
+
+use std::sync::Arc;
+
+use k8s_openapi::api::core::v1 as api;
+
+use super::{Findings, check_name, label};
+use crate::model::Node;
+
+/// The label that tells a node's zone.
+const LABEL_ZONE: &str = "topology.kubernetes.io/zone";
+/// The taint that the cluster autoscaler gives to a node before it deletes it.
+const TAINT_TO_BE_DELETED: &str = "ToBeDeletedByClusterAutoscaler";
+
+/// What a Node object tells of the node, besides what the node knows itself.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NodeFacts {
+    /// Its name.
+    pub name: Arc<str>,
+    /// Its zone; empty if it has none.
+    pub zone: Arc<str>,
+    /// Whether it is being deleted, or chosen for it by the cluster autoscaler.
+    pub leaving: bool,
+}
+
+impl NodeFacts {
+    /// `node` with these facts. A zone that it was given by hand stays.
+    pub fn applied_to(&self, node: &Node) -> Node {
+        Node {
+            zone: if node.zone.is_empty() {
+                self.zone.clone()
+            } else {
+                node.zone.clone()
+            },
+            leaving: self.leaving,
+            ..node.clone()
+        }
+    }
+}
+
+/// Turns a Node into what is needed of it.
+pub fn node(object: &api::Node, findings: &mut Findings) -> NodeFacts {
+    check_name(&object.metadata, findings);
+    let taints = object.spec.iter().flat_map(|spec| &spec.taints).flatten();
+    NodeFacts {
+        name: object.metadata.name.as_deref().unwrap_or_default().into(),
+        zone: label(object.metadata.labels.as_ref(), LABEL_ZONE)
+            .unwrap_or_default()
+            .into(),
+        leaving: object.metadata.deletion_timestamp.is_some()
+            || taints
+                .into_iter()
+                .any(|taint| taint.key == TAINT_TO_BE_DELETED),
+    }
+}
