@@ -3,7 +3,7 @@
 use std::{collections::BTreeSet, net::IpAddr, sync::Arc, time::Duration};
 
 use dataplane::model::{
-    Endpoint, Node, Protocol, Service, ServiceName, ServicePort, ServiceType, Snapshot,
+    Endpoint, Hints, Node, Protocol, Service, ServiceName, ServicePort, ServiceType, Snapshot,
     TrafficPolicy,
 };
 use smallvec::smallvec;
@@ -20,6 +20,7 @@ fn snapshot() -> Snapshot {
         ready: true,
         serving: true,
         terminating: false,
+        hints: Hints::default(),
     };
     let endpoints = |port| {
         let leaving = Endpoint {
