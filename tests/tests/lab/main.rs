@@ -29,6 +29,7 @@ mod machine;
 mod manifest;
 mod metrics;
 mod monitor;
+mod netfilter;
 mod outcome;
 mod reload;
 mod services;
@@ -65,6 +66,7 @@ fn main() -> ExitCode {
     }
     let scenarios = [
         smoke::SCENARIOS,
+        netfilter::SCENARIOS,
         kernel::SCENARIOS,
         verifier::SCENARIOS,
         services::SCENARIOS,

@@ -27,19 +27,19 @@ pub const PROGRAMS: [Program; 5] = [
     Program {
         name: "iptables-legacy-restore",
         package: "iptables",
-        needed_for: "loads kube-proxy's rules, which the benchmarks compare with",
+        needed_for: "loads rules as kube-proxy's, which tests and benchmarks compare with",
         least: Purpose::Bench,
     },
     Program {
         name: "iptables-nft-restore",
         package: "iptables",
-        needed_for: "loads kube-proxy's rules, which the benchmarks compare with",
+        needed_for: "loads rules as kube-proxy's, which tests and benchmarks compare with",
         least: Purpose::Bench,
     },
     Program {
         name: "nft",
         package: "nftables",
-        needed_for: "loads kube-proxy's rules, which the benchmarks compare with",
+        needed_for: "loads rules as kube-proxy's, which tests and benchmarks compare with",
         least: Purpose::Bench,
     },
     Program {

@@ -84,7 +84,8 @@ pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
     let purpose = if in_guest {
         Purpose::Guest
     } else {
-        Purpose::Lab
+        // The scenarios also run kube-proxy's rules.
+        Purpose::Bench
     };
     build::programs(&setup::ensure(purpose, no_install)?)?;
     let mut suites = suites::compile()?;

@@ -17,6 +17,7 @@ pub struct Archive {
 const DIRECTORY: u32 = 0o040_755;
 const FILE: u32 = 0o100_000;
 const CHARACTER_DEVICE: u32 = 0o020_600;
+const LINK: u32 = 0o120_777;
 
 impl Archive {
     /// A directory, with those above it. Paths are without a leading slash.
@@ -32,6 +33,12 @@ impl Archive {
     pub fn file(&mut self, path: &str, permissions: u32, bytes: &[u8]) {
         self.parent(path);
         self.entry(path, FILE | permissions, (0, 0), bytes);
+    }
+
+    /// A symbolic link.
+    pub fn link(&mut self, path: &str, target: &str) {
+        self.parent(path);
+        self.entry(path, LINK, (0, 0), target.as_bytes());
     }
 
     /// A character device.
@@ -125,6 +132,7 @@ mod tests {
         archive.file("usr/bin/x", 0o755, b"12345");
         archive.file("usr/bin/y", 0o644, b"");
         archive.device("dev/console", 5, 1);
+        archive.link("usr/bin/z", "y");
         let entries = read(&archive.finish());
         let names: Vec<&str> = entries.iter().map(|(name, ..)| name.as_str()).collect();
         assert_eq!(
@@ -135,11 +143,14 @@ mod tests {
                 "usr/bin/x",
                 "usr/bin/y",
                 "dev",
-                "dev/console"
+                "dev/console",
+                "usr/bin/z"
             ]
         );
         assert_eq!(entries[2].1, 0o100_755);
         assert_eq!(entries[2].2, b"12345");
         assert_eq!(entries[5].1, 0o020_600);
+        assert_eq!(entries[6].1, 0o120_777);
+        assert_eq!(entries[6].2, b"y");
     }
 }

@@ -18,7 +18,7 @@ mount -t debugfs debug /sys/kernel/debug 2>/dev/null
 ln -s /proc/self/fd /dev/fd
 
 while read -r module; do
-    insmod "/modules/$module.ko" || echo "cannot load module $module"
+    insmod "/modules/$module.ko" || echo "init: cannot load module $module"
 done < /modules/order
 
 hostname guest

@@ -18,7 +18,36 @@ use crate::{command::output, setup};
 
 /// Programs of this machine's that scenarios run; those that are not here are left out, and the
 /// scenarios say so.
-const PROGRAMS: [&str; 5] = ["ip", "curl", "unshare", "mountpoint", "bash"];
+const PROGRAMS: &[&str] = &[
+    "bash",
+    "conntrack",
+    "curl",
+    "ip",
+    "ip6tables",
+    "ip6tables-legacy",
+    "ip6tables-legacy-restore",
+    "ip6tables-legacy-save",
+    "ip6tables-nft",
+    "ip6tables-nft-restore",
+    "ip6tables-nft-save",
+    "ip6tables-restore",
+    "ip6tables-save",
+    "iptables",
+    "iptables-legacy",
+    "iptables-legacy-restore",
+    "iptables-legacy-save",
+    "iptables-nft",
+    "iptables-nft-restore",
+    "iptables-nft-save",
+    "iptables-restore",
+    "iptables-save",
+    "mountpoint",
+    "nft",
+    "nsenter",
+    "ss",
+    "tc",
+    "unshare",
+];
 
 /// Where the guest keeps its own programs.
 pub const PROGRAM_DIRECTORY: &str = "/usr/bin";
@@ -45,28 +74,17 @@ pub fn build(
     archive.file("task", 0o644, task.as_bytes());
     archive.file("marker", 0o644, marker.as_bytes());
 
-    let mut libraries = BTreeSet::new();
+    let mut files = Files::new(archive);
     for (name, path) in programs {
-        add(
-            &mut archive,
-            &format!("{PROGRAM_DIRECTORY}/{name}"),
-            path,
-            &mut libraries,
-        )?;
+        files.program(&format!("{PROGRAM_DIRECTORY}/{name}"), path)?;
     }
     for name in PROGRAMS {
         if let Some(path) = setup::on_path(name) {
-            add(
-                &mut archive,
-                &format!("/usr/sbin/{name}"),
-                &path,
-                &mut libraries,
-            )?;
+            files.named(name, &path)?;
         }
     }
-    for library in libraries {
-        archive.file(inside(&library), 0o755, &read(Path::new(&library))?);
-    }
+    files.iptables_extensions()?;
+    let mut archive = files.finish()?;
 
     let modules = match &kernel.modules {
         Some(directory) => modules::collect(directory)?,
@@ -82,18 +100,74 @@ pub fn build(
     Ok(archive.finish())
 }
 
-fn add(
-    archive: &mut Archive,
-    to: &str,
-    from: &Path,
-    libraries: &mut BTreeSet<String>,
-) -> Result<()> {
-    archive.file(inside(to), 0o755, &read(from)?);
-    // The loader itself answers for the program; it fails for one that needs no libraries.
-    if let Ok(list) = output(Command::new("ldd").arg(from)) {
-        libraries.extend(libraries_in(&list));
+/// Programs of this machine's, each once, and the libraries that they load.
+struct Files {
+    archive: Archive,
+    programs: BTreeSet<String>,
+    libraries: BTreeSet<String>,
+}
+
+impl Files {
+    fn new(archive: Archive) -> Self {
+        Self {
+            archive,
+            programs: BTreeSet::new(),
+            libraries: BTreeSet::new(),
+        }
     }
-    Ok(())
+
+    /// A program under a name by which it is called. A program that has several names, and does
+    /// what the name says, is copied once.
+    fn named(&mut self, name: &str, path: &Path) -> Result<()> {
+        let real = fs::canonicalize(path)
+            .with_context(|| format!("cannot look for {}", path.display()))?;
+        let own_name = real.file_name().unwrap_or_default().to_string_lossy();
+        self.program(&format!("/usr/sbin/{own_name}"), &real)?;
+        if own_name != name {
+            self.archive.link(&format!("usr/sbin/{name}"), &own_name);
+        }
+        Ok(())
+    }
+
+    fn program(&mut self, to: &str, from: &Path) -> Result<()> {
+        if !self.programs.insert(to.to_owned()) {
+            return Ok(());
+        }
+        self.archive.file(inside(to), 0o755, &read(from)?);
+        // The loader itself answers for the program; it fails for one that needs no libraries.
+        if let Ok(list) = output(Command::new("ldd").arg(from)) {
+            self.libraries.extend(libraries_in(&list));
+        }
+        Ok(())
+    }
+
+    /// iptables' matches and targets, which it loads by name from a directory beside its library.
+    fn iptables_extensions(&mut self) -> Result<()> {
+        let library = self.libraries.iter().find(|l| l.contains("/libxtables."));
+        let Some(library) = library else {
+            return Ok(());
+        };
+        let library =
+            fs::canonicalize(library).with_context(|| format!("cannot look for {library}"))?;
+        let directory = library.parent().unwrap_or(Path::new("/")).join("xtables");
+        let entries = fs::read_dir(&directory)
+            .with_context(|| format!("cannot look into {}", directory.display()))?;
+        for entry in entries {
+            let path = entry?.path();
+            if let Some(name) = path.to_str() {
+                self.archive.file(inside(name), 0o755, &read(&path)?);
+            }
+        }
+        Ok(())
+    }
+
+    fn finish(mut self) -> Result<Archive> {
+        for library in &self.libraries {
+            self.archive
+                .file(inside(library), 0o755, &read(Path::new(library))?);
+        }
+        Ok(self.archive)
+    }
 }
 
 /// The paths in what `ldd` prints: `libc.so.6 => /lib/x86_64-linux-gnu/libc.so.6 (0x00007f...)` and

@@ -9,18 +9,90 @@ use std::{
 
 use anyhow::{Context, Result};
 
-/// What the lab's networks and the programs' hooks need, where a kernel has it as modules.
-pub const WANTED: [&str; 7] = [
+/// What the lab's networks, the programs' hooks and other people's rules need, where a kernel has it
+/// as modules.
+const WANTED: &[&str] = &[
     // Links between namespaces, and the switch between nodes.
     "veth",
     "bridge",
-    // Programs at TC, where the kernel has no TCX.
+    "dummy",
+    // Programs at TC, where the kernel has no TCX, and what others attach there.
     "sch_ingress",
     "cls_bpf",
+    "cls_matchall",
+    "act_gact",
+    "act_mirred",
     // Finding and closing sockets over netlink.
     "tcp_diag",
     "udp_diag",
-    "dummy",
+    // Connections as netfilter keeps them.
+    "nf_conntrack",
+    "nf_conntrack_netlink",
+    "nf_nat",
+    // iptables: its tables, and what kube-proxy's and meshes' rules match and do.
+    "iptable_filter",
+    "iptable_mangle",
+    "iptable_nat",
+    "iptable_raw",
+    "ip6table_filter",
+    "ip6table_mangle",
+    "ip6table_nat",
+    "ip6table_raw",
+    "ipt_REJECT",
+    "ip6t_REJECT",
+    "xt_CT",
+    "xt_LOG",
+    "xt_MASQUERADE",
+    "xt_REDIRECT",
+    "xt_TPROXY",
+    "xt_addrtype",
+    "xt_bpf",
+    "xt_cgroup",
+    "xt_comment",
+    "xt_connmark",
+    "xt_conntrack",
+    "xt_iprange",
+    "xt_limit",
+    "xt_mac",
+    "xt_mark",
+    "xt_multiport",
+    "xt_nat",
+    "xt_nfacct",
+    "xt_owner",
+    "xt_pkttype",
+    "xt_recent",
+    "xt_sctp",
+    "xt_set",
+    "xt_socket",
+    "xt_state",
+    "xt_statistic",
+    "xt_tcpudp",
+    "ip_set_hash_net",
+    "ip_set_hash_ip",
+    // nft, and iptables over it.
+    "nf_tables",
+    "nft_chain_nat",
+    "nft_compat",
+    "nft_ct",
+    "nft_fib_inet",
+    "nft_fib_ipv4",
+    "nft_fib_ipv6",
+    "nft_hash",
+    "nft_limit",
+    "nft_log",
+    "nft_masq",
+    "nft_nat",
+    "nft_numgen",
+    "nft_objref",
+    "nft_redir",
+    "nft_reject_inet",
+    "nft_reject_ipv4",
+    "nft_reject_ipv6",
+    "nft_socket",
+    "nft_tproxy",
+    "nfnetlink_log",
+    // A service may have ports of this protocol.
+    "sctp",
 ];
 
 /// A module as the guest is given it.

@@ -12,7 +12,7 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 
-use crate::command::shown;
+use crate::{command::shown, progress::note};
 
 /// The program of the package qemu-system-x86.
 const QEMU: &str = "qemu-system-x86_64";
@@ -153,15 +153,21 @@ pub fn run(
     };
     // It powers off by itself after the marker; there is nothing to wait for.
     end(&mut child);
-    let status = match ended {
-        Ok(status) => status,
+    let said = fs::read(&console).unwrap_or_default();
+    let said = String::from_utf8_lossy(&said);
+    match ended {
+        Ok(status) => {
+            // What a test may lack. The rest of the console is of no interest if all went well.
+            said.lines()
+                .filter(|line| line.starts_with("init: "))
+                .for_each(note);
+            Ok(status)
+        }
         Err(error) => {
-            let said = fs::read(&console).unwrap_or_default();
-            anstream::eprintln!("\nThe guest's console:\n{}", String::from_utf8_lossy(&said));
+            anstream::eprintln!("\nThe guest's console:\n{said}");
             bail!("{error}; its console is above");
         }
-    };
-    Ok(status)
+    }
 }
 
 fn end(child: &mut Child) {
