@@ -12,6 +12,8 @@ pub enum Hook {
     Sendmsg = 2,
     /// `recvmsg4` or `recvmsg6`.
     Recvmsg = 3,
+    /// TC: a packet that arrived at, or is about to leave by, an interface.
+    Packet = 4,
 }
 
 impl Hook {
@@ -21,6 +23,7 @@ impl Hook {
             Self::Connect => "connect",
             Self::Sendmsg => "sendmsg",
             Self::Recvmsg => "recvmsg",
+            Self::Packet => "packet",
         }
     }
 
@@ -30,6 +33,7 @@ impl Hook {
             1 => Some(Self::Connect),
             2 => Some(Self::Sendmsg),
             3 => Some(Self::Recvmsg),
+            4 => Some(Self::Packet),
             _ => None,
         }
     }
@@ -50,10 +54,12 @@ impl Hook {
 pub struct Event {
     /// Nanoseconds since boot (`bpf_ktime_get_ns`, CLOCK_MONOTONIC).
     pub at: u64,
-    /// The client's network namespace (`SO_NETNS_COOKIE`).
+    /// The client's network namespace (`SO_NETNS_COOKIE`); 0 of a packet.
     pub netns: u64,
-    /// The client's socket (`SO_COOKIE`).
+    /// The client's socket (`SO_COOKIE`); 0 of a packet.
     pub socket: u64,
+    /// The packet's source; unspecified at the socket, where there is none yet.
+    pub source: Addr,
     /// What the client asked for: the VIP, if it is one.
     pub destination: Addr,
     /// The endpoint; unspecified if none was chosen.
@@ -64,8 +70,14 @@ pub struct Event {
     pub endpoint_port: Port,
     /// The pool, 0 if none matched.
     pub pool: u32,
-    /// The client's process (tgid in the initial pid namespace).
+    /// The client's process (tgid in the initial pid namespace); 0 of a packet.
     pub pid: u32,
+    /// The packet's interface; 0 at the socket.
+    pub ifindex: u32,
+    /// The packet's source port.
+    pub source_port: Port,
+    /// Zero.
+    pub reserved: u16,
     /// A [`crate::Reason`].
     pub reason: u8,
     /// A [`Hook`].
@@ -73,9 +85,9 @@ pub struct Event {
     /// TCP or UDP.
     pub protocol: Protocol,
     /// Zero.
-    pub reserved: u8,
+    pub padding: u8,
     /// The client's command name, padded with zeros (`TASK_COMM_LEN`).
     pub comm: [u8; 16],
 }
 
-const _: () = assert!(size_of::<Event>() == 88 && align_of::<Event>() == 8);
+const _: () = assert!(size_of::<Event>() == 112 && align_of::<Event>() == 8);

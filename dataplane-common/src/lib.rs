@@ -12,6 +12,7 @@
 mod addr;
 pub mod decide;
 mod event;
+pub mod packet;
 mod reason;
 pub mod tables;
 
@@ -21,7 +22,7 @@ pub use reason::Reason;
 
 /// Version of everything that is pinned: table layouts, their names and what the flags mean.
 ///
-/// It is part of the pin directory's name. Raise it with any change to [`tables`], [`Event`] or
+/// It is part of the pin directory's name. Raise it with any change to [`tables`], [`packet`], [`Event`] or
 /// the numbers of [`Reason`]; the agent then builds a new directory beside the old one and swaps
 /// once.
-pub const LAYOUT: u32 = 1;
+pub const LAYOUT: u32 = 2;

@@ -61,6 +61,33 @@ reasons! {
     Dangling = 9, "dangling", "a table refers to a slot that is not there (a bug: please report it); refused";
     /// A reply's source was turned back into the VIP.
     ReplyTranslated = 10, "reply-translated", "the source of a UDP reply was turned back into the VIP";
+    /// The packet path: a flow began, masqueraded to an address of the node's.
+    Masqueraded = 11, "masqueraded", "an endpoint was chosen; it sees an address of this node";
+    /// The packet path: `loadBalancerSourceRanges` do not contain the client.
+    SourceDenied = 12, "source-denied", "the load balancer's source ranges do not contain the client; dropped";
+    /// The packet path: every port of the node's towards this endpoint is in use.
+    PortsExhausted = 13, "ports-exhausted", "no free port to masquerade another flow to this endpoint; dropped";
+    /// The packet path: the kernel has no route to the endpoint or back to the client, or one that
+    /// cannot be taken from here.
+    NoRoute = 14, "no-route", "the kernel's routes do not lead to the endpoint or the client; dropped";
+    /// The packet path: there is no address of the node's to masquerade to on the way.
+    NoNodeAddress = 15, "no-node-address", "the interface towards the endpoint has no address to masquerade to; dropped";
+    /// The packet path: a TCP packet in mid-stream to a VIP, of a flow that is not known.
+    UnknownFlow = 16, "unknown-flow", "in the middle of a TCP connection that is not known here; left alone";
+    /// The packet path: a later fragment whose first was not seen.
+    UnknownFragment = 17, "unknown-fragment", "a fragment for a VIP whose first fragment was not seen; dropped";
+    /// The packet path: headers that contradict each other or end early.
+    Malformed = 18, "malformed", "the packet's headers are truncated or contradict each other; left alone";
+    /// The packet path: too large for the way to the endpoint.
+    TooBig = 19, "too-big", "larger than the way to the endpoint allows; the sender was told";
+    /// The packet path: its time to live ran out here.
+    TimeExceeded = 20, "time-exceeded", "its hop limit ran out on this node; the sender was told";
+    /// The packet path: conntrack could not take the flow.
+    ConntrackFull = 21, "conntrack-full", "the conntrack tables could not take the flow; dropped";
+    /// The packet path: the flow is the kernel's own conntrack's, from before the takeover.
+    ForeignFlow = 22, "foreign-flow", "translated by the kernel's own conntrack since before the takeover; left alone";
+    /// The packet path: an ICMP error was translated back for whom it is meant.
+    ErrorTranslated = 23, "error-translated", "an ICMP error was translated for whom it is meant";
 }
 
 impl Reason {
@@ -72,7 +99,16 @@ impl Reason {
     pub const fn is_refusal(self) -> bool {
         matches!(
             self,
-            Self::NoEndpoints | Self::NoLocalEndpoint | Self::PortNotServed | Self::Dangling
+            Self::NoEndpoints
+                | Self::NoLocalEndpoint
+                | Self::PortNotServed
+                | Self::Dangling
+                | Self::SourceDenied
+                | Self::PortsExhausted
+                | Self::NoRoute
+                | Self::NoNodeAddress
+                | Self::UnknownFragment
+                | Self::ConntrackFull
         )
     }
 }

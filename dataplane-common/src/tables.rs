@@ -14,6 +14,8 @@
 //! CONFIG     array  0           -> Config
 //! ```
 //!
+//! Those of the packet path are in [`crate::packet`].
+//!
 //! The first five are one-element arrays of maps: the outer map is what is pinned and what the
 //! programs know, so that a table can be replaced by a larger copy while they run. Writing the
 //! outer element also waits for every running program (`maybe_wait_bpf_programs` in
@@ -296,6 +298,14 @@ pub struct Pool {
     /// Whose affinity entries it shares: the index of a pool of the same service port and family
     /// (ClusterIP and NodePort share, as in kube-proxy).
     pub affinity_group: u32,
+    /// Which pool answers clients from outside of the cluster on node ports, external IPs and load
+    /// balancers: the endpoints on this node, if `externalTrafficPolicy` is Local, and then the
+    /// flow is not masqueraded; 0: this one.
+    pub external: u32,
+    /// Whether the load balancer's addresses are open to a part of the clients only
+    /// (`loadBalancerSourceRanges`): 1, and they are the set of `SOURCES` with this pool's index;
+    /// otherwise 0.
+    pub ranged: u32,
 }
 
 /// A slot of `ENDPOINTS`. Blocks are sorted by address, then port, so that membership is a binary
@@ -502,7 +512,7 @@ pub struct Config {
 
 const _: () = assert!(size_of::<FrontendKey>() == 20 && align_of::<FrontendKey>() == 4);
 const _: () = assert!(size_of::<Frontend>() == 8);
-const _: () = assert!(size_of::<Pool>() == 16 && align_of::<Pool>() == 8);
+const _: () = assert!(size_of::<Pool>() == 24 && align_of::<Pool>() == 8);
 const _: () = assert!(size_of::<Endpoint>() == 24 && align_of::<Endpoint>() == 8);
 const _: () = assert!(size_of::<PoolStats>() == 32);
 const _: () = assert!(size_of::<StatsHeader>() == size_of::<PoolStats>());

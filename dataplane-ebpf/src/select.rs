@@ -45,6 +45,8 @@ impl decide::Tables for Live {
                 block: Block::from_word(read_volatile(&raw const (*pool).block).word()),
                 affinity_seconds: read_volatile(&raw const (*pool).affinity_seconds),
                 affinity_group: read_volatile(&raw const (*pool).affinity_group),
+                external: read_volatile(&raw const (*pool).external),
+                ranged: read_volatile(&raw const (*pool).ranged),
             })
         }
     }

@@ -7,7 +7,7 @@ use aya_ebpf::{
         generated::{bpf_get_socket_cookie, bpf_ktime_get_ns},
     },
 };
-use dataplane_common::{Event, Hook};
+use dataplane_common::{Addr, Event, Hook, Port};
 
 use super::{Family, SockAddr, config};
 use crate::{
@@ -37,16 +37,20 @@ pub fn report<F: Family>(call: &SockAddr<F>, hook: Hook, request: &Request, verd
         netns: request.netns,
         // SAFETY: the program's context.
         socket: unsafe { bpf_get_socket_cookie(call.ctx.as_ptr()) },
+        source: Addr::UNSPECIFIED,
         destination: request.addr,
         endpoint: verdict.endpoint.addr,
         destination_port: request.port,
         endpoint_port: verdict.endpoint.port,
         pool: verdict.pool,
         pid: (bpf_get_current_pid_tgid() >> 32) as u32,
+        ifindex: 0,
+        source_port: Port::ANY,
+        reserved: 0,
         reason: verdict.reason as u8,
         hook: hook as u8,
         protocol: request.protocol,
-        reserved: 0,
+        padding: 0,
         comm: bpf_get_current_comm().unwrap_or_default(),
     });
     entry.submit(0);

@@ -56,6 +56,8 @@ const SMALLEST: Demand = Demand {
 const CLIENTS_PER_GROUP: u32 = 256;
 /// The word of a [`Pool`] with its affinity; word 0 is the block.
 const AFFINITY_WORD: usize = 1;
+/// The word with what only the packet path asks.
+const PACKET_WORD: usize = 2;
 
 /// The tables of one node.
 #[derive(Debug)]
@@ -345,18 +347,20 @@ impl Tables {
                 .reset(index)
                 .doing(|| format!("cannot reset the counters of pool {index}"))?;
         }
-        let affinity = u64::from_ne_bytes({
+        let pair = |first: u32, second: u32| {
             let mut bytes = [0; 8];
-            bytes[..4].copy_from_slice(&pool.affinity_seconds.to_ne_bytes());
-            bytes[4..].copy_from_slice(&pool.affinity_group.to_ne_bytes());
-            bytes
-        });
+            bytes[..4].copy_from_slice(&first.to_ne_bytes());
+            bytes[4..].copy_from_slice(&second.to_ne_bytes());
+            u64::from_ne_bytes(bytes)
+        };
+        let affinity = pair(pool.affinity_seconds, pool.affinity_group);
         let word = |word| {
             self.pools
                 .word(index, word)
                 .expect("the plan's demand was reserved")
         };
         word(AFFINITY_WORD).store(affinity, Ordering::Release);
+        word(PACKET_WORD).store(pair(pool.external, pool.ranged), Ordering::Release);
         word(0).store(pool.block.word(), Ordering::Release);
         Ok(())
     }

@@ -124,6 +124,8 @@ impl Mirror {
             block: Block::new(base, len, contents.flags),
             affinity_seconds: contents.affinity_seconds,
             affinity_group: contents.affinity_group,
+            external: 0,
+            ranged: 0,
         };
         if !live || pool != before {
             writes.pools.push(Write::Pool {

@@ -96,6 +96,7 @@ fn writes(services: u32) -> (Demand, Vec<Write>) {
             block,
             affinity_seconds: 0,
             affinity_group: index,
+            ..Pool::default()
         };
         writes.push(Write::Pool {
             index,
@@ -512,6 +513,7 @@ pub fn what_is_kept_for_a_socket_goes_with_it() -> Result<()> {
                 block: Block::new(0, 1, 0),
                 affinity_seconds: 0,
                 affinity_group: 1,
+                ..Pool::default()
             },
             fresh: true,
         },

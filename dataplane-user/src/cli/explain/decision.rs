@@ -328,6 +328,7 @@ mod tests {
                     block: Block::new(1, 2, 0),
                     affinity_seconds: 60,
                     affinity_group: 1,
+                    ..Pool::default()
                 },
                 Pool {
                     block: Block::new(0, 0, Block::NO_SUCH_PORT),

@@ -1,0 +1,431 @@
+//! Keys and values of the packet path's tables: what the TC programs share with user space.
+//!
+//! ```text
+//! IFACES     hash  ifindex    -> Iface        what an interface is: pods' side or uplink
+//! SOURCES    lpm   SourceKey  -> u32          who may use a load balancer; which addresses are pods
+//! NODE_ADDRS array index      -> Addr         the node's addresses that flows are masqueraded to
+//! FORWARD    lru   FlowKey    -> Forward      conntrack, client to VIP
+//! REPLY      lru   FlowKey    -> Reply        conntrack, endpoint to client
+//! MASQUERADE lru   PortKey    -> Masqueraded  conntrack, endpoint to a masqueraded client
+//! FRAGMENTS  lru   FragmentKey-> Fragment     the ports of a datagram whose later fragments come
+//! ```
+//!
+//! # A flow
+//!
+//! A flow has two entries that are made and removed together, one for each direction, each found
+//! by what the packets of that direction carry:
+//!
+//! * `FORWARD`, by (client, VIP), says which endpoint answers and, if the flow is masqueraded, from
+//!   which of the node's addresses and ports it sees the client come;
+//! * `REPLY`, by (endpoint, client), says which VIP the reply must come from; or, if the flow is
+//!   masqueraded, `MASQUERADE`, by (endpoint, the node's port), says that and who the client is.
+//!
+//! Key and value of an entry are 64 bytes: 128 for the flow.
+//!
+//! # Time
+//!
+//! Entries say when they were last used in [`Tick`]s of 2^32 ns (4.3 s), and are written to only
+//! when the tick or a flag changes: a packet of a flow in use costs a lookup and no store. Whoever
+//! writes a new tick also looks whether the other direction's entry is there still, and marks it
+//! used for the LRU, so that one is not pushed out without the other.
+
+use crate::{Addr, Port, Protocol};
+
+macro_rules! layout {
+    ($($item:item)*) => {$(
+        #[cfg_attr(
+            feature = "user",
+            derive(
+                zerocopy::FromBytes,
+                zerocopy::IntoBytes,
+                zerocopy::Immutable,
+                zerocopy::KnownLayout
+            )
+        )]
+        $item
+    )*};
+}
+
+layout! {
+    /// What an interface with our programs on it is.
+    #[repr(C)]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+    pub struct Iface {
+        /// [`Iface::POD`], [`Iface::LOCAL`].
+        pub flags: u16,
+        /// Index into `NODE_ADDRS` of the address that IPv4 flows leaving by this interface are
+        /// masqueraded to; 0: there is none.
+        pub masquerade_v4: u8,
+        /// The same for IPv6.
+        pub masquerade_v6: u8,
+    }
+
+    /// What `SOURCES` is looked up by. `BPF_MAP_TYPE_LPM_TRIE`: the bits after the first word are
+    /// matched from the first byte's highest bit on.
+    #[repr(C)]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    pub struct SourceKey {
+        /// How many bits count, [`SourceKey::SET_BITS`] included.
+        pub prefix: u32,
+        /// Which set: [`SourceKey::PODS`], or the pool whose load balancer's addresses it is for.
+        pub set: u32,
+        /// The address.
+        pub addr: Addr,
+    }
+
+    /// What a packet of a known flow carries.
+    #[repr(C)]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    pub struct FlowKey {
+        /// Source address.
+        pub src: Addr,
+        /// Destination address.
+        pub dst: Addr,
+        /// Source port.
+        pub src_port: Port,
+        /// Destination port.
+        pub dst_port: Port,
+        /// TCP or UDP.
+        pub protocol: Protocol,
+        /// Zero.
+        pub reserved: [u8; 3],
+    }
+
+    /// Where packets from a client to a VIP go.
+    #[repr(C)]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct Forward {
+        /// The endpoint.
+        pub endpoint: Addr,
+        /// The endpoint's port.
+        pub endpoint_port: Port,
+        /// The port that the endpoint sees the client come from, if the flow is masqueraded;
+        /// otherwise [`Port::ANY`].
+        pub node_port: Port,
+        /// When last used.
+        pub used: Tick,
+        /// Flags of [`seen`].
+        pub seen: u8,
+        /// Index into `NODE_ADDRS` of the address that the endpoint sees the client come from; 0:
+        /// the flow is not masqueraded.
+        pub node_addr: u8,
+    }
+
+    /// What replies of a flow that is not masqueraded are turned into.
+    #[repr(C)]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct Reply {
+        /// The VIP that the client talks to.
+        pub vip: Addr,
+        /// The VIP's port.
+        pub vip_port: Port,
+        /// When last used.
+        pub used: Tick,
+        /// Flags of [`seen`].
+        pub seen: u8,
+        /// Zero.
+        pub reserved: [u8; 3],
+    }
+
+    /// What replies to a masqueraded flow carry: an endpoint sees a port of the node's used once,
+    /// whatever the address.
+    #[repr(C)]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    pub struct PortKey {
+        /// The endpoint.
+        pub endpoint: Addr,
+        /// The endpoint's port.
+        pub endpoint_port: Port,
+        /// The port that the endpoint sees the client come from.
+        pub node_port: Port,
+        /// TCP or UDP.
+        pub protocol: Protocol,
+        /// Zero.
+        pub reserved: [u8; 3],
+    }
+
+    /// What replies to a masqueraded flow are turned into.
+    #[repr(C)]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct Masqueraded {
+        /// The VIP that the client talks to.
+        pub vip: Addr,
+        /// The client.
+        pub client: Addr,
+        /// The VIP's port.
+        pub vip_port: Port,
+        /// The client's own port.
+        pub client_port: Port,
+        /// When last used.
+        pub used: Tick,
+        /// Flags of [`seen`].
+        pub seen: u8,
+        /// Index into `NODE_ADDRS` of the address that the endpoint sees the client come from.
+        pub node_addr: u8,
+    }
+
+    /// What the fragments of one datagram have in common (RFC 791 section 3.2, RFC 8200 section
+    /// 4.5).
+    #[repr(C)]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    pub struct FragmentKey {
+        /// Source address.
+        pub src: Addr,
+        /// Destination address.
+        pub dst: Addr,
+        /// The identification, in network order; IPv4's in the first two bytes.
+        pub identification: [u8; 4],
+        /// TCP or UDP.
+        pub protocol: Protocol,
+        /// Zero.
+        pub reserved: [u8; 3],
+    }
+
+    /// What only the first fragment carries.
+    #[repr(C)]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct Fragment {
+        /// Source port.
+        pub src_port: Port,
+        /// Destination port.
+        pub dst_port: Port,
+    }
+
+    /// When, in units of 2^32 ns since boot (CLOCK_MONOTONIC), modulo 2^16: three days and a half,
+    /// more than any timeout.
+    #[repr(transparent)]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+    pub struct Tick(u16);
+}
+
+impl Iface {
+    /// The other end is a pod's: packets for it may be handed over by `bpf_redirect_peer`.
+    pub const POD: u16 = 1;
+    /// Packets that arrive here come from pods, whatever their source address
+    /// ([`PacketConfig::DETECT_BY_INTERFACE`]).
+    pub const LOCAL: u16 = 2;
+}
+
+impl SourceKey {
+    /// The set of pods' addresses (a pool's index is never 0).
+    pub const PODS: u32 = 0;
+    /// How many bits of the key tell the set.
+    pub const SET_BITS: u32 = 32;
+
+    /// A whole address, for looking up.
+    #[inline(always)]
+    pub const fn host(set: u32, addr: Addr) -> Self {
+        Self::network(set, addr, 128)
+    }
+
+    /// A network of `length` bits, counted as those of a 16-byte address (96 more than as an IPv4
+    /// one).
+    #[inline(always)]
+    pub const fn network(set: u32, addr: Addr, length: u32) -> Self {
+        Self {
+            prefix: Self::SET_BITS + length,
+            set,
+            addr,
+        }
+    }
+}
+
+impl FlowKey {
+    /// What a packet carries.
+    #[inline(always)]
+    pub const fn new(
+        src: Addr,
+        src_port: Port,
+        dst: Addr,
+        dst_port: Port,
+        protocol: Protocol,
+    ) -> Self {
+        Self {
+            src,
+            dst,
+            src_port,
+            dst_port,
+            protocol,
+            reserved: [0; 3],
+        }
+    }
+}
+
+impl PortKey {
+    /// A port of the node's, as an endpoint sees it.
+    #[inline(always)]
+    pub const fn new(
+        endpoint: Addr,
+        endpoint_port: Port,
+        node_port: Port,
+        protocol: Protocol,
+    ) -> Self {
+        Self {
+            endpoint,
+            endpoint_port,
+            node_port,
+            protocol,
+            reserved: [0; 3],
+        }
+    }
+}
+
+impl Tick {
+    /// From `bpf_ktime_get_ns()`, or `bpf_ktime_get_coarse_ns()`, or CLOCK_MONOTONIC.
+    #[inline(always)]
+    #[expect(clippy::cast_possible_truncation, reason = "modulo 2^16")]
+    pub const fn from_ns(ns: u64) -> Self {
+        Self((ns >> 32) as u16)
+    }
+
+    /// The number in the table.
+    #[inline(always)]
+    pub const fn number(self) -> u16 {
+        self.0
+    }
+
+    /// How many seconds before `now` this was, rounded up. What is later than `now` (by a tick
+    /// that began while the table was read) was just now.
+    pub const fn age_seconds(self, now: Self) -> u32 {
+        let ticks = now.0.wrapping_sub(self.0);
+        if ticks == u16::MAX {
+            return 0;
+        }
+        ((ticks as u64 * (1 << 32)).div_ceil(1_000_000_000)) as u32
+    }
+}
+
+/// What was seen of a flow, in the direction of the entry: bits of `seen`.
+pub mod seen {
+    /// A packet at all. An entry for replies is made with its flow, before there is one.
+    pub const PACKET: u8 = 1;
+    /// TCP: a FIN.
+    pub const FIN: u8 = 2;
+    /// TCP: a RST.
+    pub const RST: u8 = 4;
+    /// The flow belongs to the kernel's own conntrack, which translated it before we came: packets
+    /// are left alone. `FORWARD` only.
+    pub const FOREIGN: u8 = 8;
+}
+
+/// How long a flow that nothing is heard of is kept, in seconds. The kernel's own defaults
+/// (`net/netfilter/nf_conntrack_proto_{tcp,udp}.c`), except for established TCP and for half-closed
+/// TCP, which are kube-proxy's (`conntrack.tcpEstablishedTimeout`, `.tcpCloseWaitTimeout`); RFC 5382
+/// asks for at least 7 440 and 240 seconds, RFC 4787 for 120.
+pub mod timeout {
+    /// TCP: a SYN that nobody answered.
+    pub const TCP_SYN: u32 = 120;
+    /// TCP: both directions seen, no FIN.
+    pub const TCP_ESTABLISHED: u32 = 86_400;
+    /// TCP: a FIN in one direction.
+    pub const TCP_HALF_CLOSED: u32 = 3_600;
+    /// TCP: a FIN in each direction.
+    pub const TCP_CLOSED: u32 = 120;
+    /// TCP: a RST.
+    pub const TCP_RESET: u32 = 10;
+    /// UDP: nobody answered.
+    pub const UDP_UNANSWERED: u32 = 30;
+    /// UDP: answered.
+    pub const UDP_ANSWERED: u32 = 120;
+}
+
+/// How long a flow is kept after its last packet, in seconds, by what was seen in each direction
+/// (bits of [`seen`]).
+pub const fn keep_seconds(protocol: Protocol, forward: u8, reply: u8) -> u32 {
+    let answered = reply & seen::PACKET != 0;
+    if protocol.number() != Protocol::TCP.number() {
+        return if answered {
+            timeout::UDP_ANSWERED
+        } else {
+            timeout::UDP_UNANSWERED
+        };
+    }
+    if (forward | reply) & seen::RST != 0 {
+        timeout::TCP_RESET
+    } else if forward & reply & seen::FIN != 0 {
+        timeout::TCP_CLOSED
+    } else if (forward | reply) & seen::FIN != 0 {
+        timeout::TCP_HALF_CLOSED
+    } else if answered {
+        timeout::TCP_ESTABLISHED
+    } else {
+        timeout::TCP_SYN
+    }
+}
+
+layout! {
+    /// What user space tells the TC programs: element 0 of `PACKET_CONFIG`.
+    #[repr(C)]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+    pub struct PacketConfig {
+        /// Flags: [`PacketConfig::DETECT_BY_ADDRESS`] and so on.
+        pub flags: u32,
+        /// The first port of the host's own ephemeral range (`net.ipv4.ip_local_port_range`), host
+        /// byte order: never chosen for a masqueraded flow.
+        pub ephemeral_first: u16,
+        /// The last port of that range.
+        pub ephemeral_last: u16,
+    }
+}
+
+impl PacketConfig {
+    /// A pod is who has an address in the set [`SourceKey::PODS`] (kube-proxy's detectLocalMode
+    /// ClusterCIDR and NodeCIDR).
+    pub const DETECT_BY_ADDRESS: u32 = 1;
+    /// A pod is whose packets arrive at an interface with [`Iface::LOCAL`] (BridgeInterface and
+    /// InterfaceNamePrefix).
+    pub const DETECT_BY_INTERFACE: u32 = 2;
+    /// Whatever goes to a cluster IP is masqueraded (`--masquerade-all`).
+    pub const MASQUERADE_ALL: u32 = 4;
+    /// The first port that masqueraded flows are given, host byte order.
+    pub const FIRST_PORT: u16 = 1024;
+}
+
+/// How many addresses `NODE_ADDRS` has room for; element 0 is never one.
+pub const NODE_ADDRS: u32 = 256;
+/// How many fragmented datagrams are remembered at a time.
+pub const FRAGMENTS: u32 = 4096;
+/// How many flows there is room for unless told otherwise, in each of `FORWARD`, `REPLY` and
+/// `MASQUERADE`.
+pub const DEFAULT_FLOWS: u32 = 65_536;
+
+const _: () = assert!(size_of::<Iface>() == 4);
+const _: () = assert!(size_of::<SourceKey>() == 24);
+const _: () = assert!(size_of::<FlowKey>() == 40 && size_of::<Forward>() == 24);
+const _: () = assert!(size_of::<Reply>() == 24);
+const _: () = assert!(size_of::<PortKey>() == 24 && size_of::<Masqueraded>() == 40);
+const _: () = assert!(size_of::<FragmentKey>() == 40 && size_of::<Fragment>() == 4);
+const _: () = assert!(size_of::<PacketConfig>() == 8);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ticks_wrap() {
+        let at = |seconds: u64| Tick::from_ns(seconds * 1_000_000_000);
+        let wrap = (1_u64 << 48) / 1_000_000_000;
+        assert!(at(100).age_seconds(at(130)) >= 26);
+        assert!(at(wrap - 5).age_seconds(at(wrap + 30)) <= 40);
+        assert_eq!(at(100).age_seconds(at(95)), 0, "read in the tick before");
+    }
+
+    #[test]
+    fn flows_are_kept_by_what_was_seen() {
+        use seen::{FIN, PACKET, RST};
+        let tcp = |forward, reply| keep_seconds(Protocol::TCP, forward, reply);
+        assert_eq!(tcp(PACKET, 0), timeout::TCP_SYN);
+        assert_eq!(tcp(PACKET, PACKET), timeout::TCP_ESTABLISHED);
+        assert_eq!(tcp(PACKET | FIN, PACKET), timeout::TCP_HALF_CLOSED);
+        assert_eq!(tcp(PACKET | FIN, PACKET | FIN), timeout::TCP_CLOSED);
+        assert_eq!(tcp(PACKET, PACKET | RST), timeout::TCP_RESET);
+        assert_eq!(
+            keep_seconds(Protocol::UDP, PACKET, 0),
+            timeout::UDP_UNANSWERED
+        );
+        assert_eq!(
+            keep_seconds(Protocol::UDP, PACKET, PACKET),
+            timeout::UDP_ANSWERED
+        );
+    }
+}
