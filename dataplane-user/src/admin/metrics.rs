@@ -78,7 +78,7 @@ fn agent(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     number(
         "dataplane_problems",
         "What was not served as written; `dataplane status` names it",
-        signed(snapshot.problems.len()),
+        signed(state.problems()),
     )?;
     number(
         "dataplane_ready",

@@ -3,7 +3,9 @@
 pub mod api;
 pub mod client;
 mod counters;
+mod load_balancers;
 mod metrics;
+mod pulse;
 pub mod report;
 mod server;
 mod state;

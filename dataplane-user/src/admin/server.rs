@@ -21,7 +21,7 @@ use serde::Deserialize;
 use super::{
     api::{Page, Version},
     client::{self, Client},
-    metrics, report,
+    load_balancers, metrics, report,
     state::State,
 };
 use crate::model::ServiceName;
@@ -38,6 +38,8 @@ pub struct Settings {
     pub metrics: Option<SocketAddr>,
     /// Liveness and readiness.
     pub health: Option<SocketAddr>,
+    /// kube-proxy's `/healthz` and `/livez`.
+    pub healthz: Option<SocketAddr>,
     /// What the socket has, over TCP.
     pub admin: Option<SocketAddr>,
 }
@@ -84,6 +86,7 @@ pub struct Listeners {
     socket: UnixListener,
     metrics: Option<TcpListener>,
     health: Option<TcpListener>,
+    healthz: Option<SocketAddr>,
     admin: Option<TcpListener>,
     path: SocketFile,
 }
@@ -128,6 +131,8 @@ impl Listeners {
             socket,
             metrics: tcp(settings.metrics, "metrics", "--metrics-addr")?,
             health: tcp(settings.health, "health checks", "--health-addr")?,
+            // Opened later, since it may be had later: kube-proxy has it until it is gone.
+            healthz: settings.healthz,
             admin: tcp(settings.admin, "the admin endpoint", "--admin-addr")?,
             path,
         })
@@ -186,11 +191,15 @@ struct Context {
 /// If a listener breaks, which it does not.
 pub async fn serve(listeners: Listeners, state: Arc<State>) -> io::Result<()> {
     let registry = metrics::registry(&state);
-    let context = Arc::new(Context { state, registry });
+    let context = Arc::new(Context {
+        state: Arc::clone(&state),
+        registry,
+    });
     let Listeners {
         socket,
         metrics,
         health,
+        healthz,
         admin,
         path: _path,
     } = listeners;
@@ -200,6 +209,10 @@ pub async fn serve(listeners: Listeners, state: Arc<State>) -> io::Result<()> {
         tcp(metrics, metrics_routes(&context)),
         tcp(health, health_routes(&context)),
         tcp(admin, admin_routes(&context)),
+        async {
+            load_balancers::serve(healthz, state).await;
+            Ok(())
+        },
     )?;
     Ok(())
 }
@@ -347,6 +360,7 @@ mod tests {
             socket: dir.join("deep/agent.sock"),
             metrics: None,
             health: None,
+            healthz: None,
             admin: None,
         }
     }

@@ -11,15 +11,17 @@ use std::{
 
 use dataplane_common::tables::PoolStats;
 use prometheus_client::metrics::{counter::Counter, histogram::Histogram};
+use tokio::sync::Notify;
 
 use super::{
     api,
     counters::{Counters, PortKey},
+    pulse::Pulse,
     view,
 };
 use crate::{
     kernel,
-    model::{ServiceName, Snapshot},
+    model::{Problem, ServiceName, Snapshot},
     plan::{Plan, Planner, Write},
 };
 
@@ -41,6 +43,10 @@ pub struct State {
     pub sync_errors: Counter,
     /// Times that the source could not be read.
     pub source_errors: Counter,
+    /// Whether what is to be written is written.
+    pub pulse: Pulse,
+    /// Whoever shows what is served may look again.
+    pub synced_again: Notify,
     ready: AtomicBool,
     started: u64,
     known: Mutex<Known>,
@@ -61,6 +67,8 @@ struct Known {
     last_sync: Option<api::Sync>,
     syncs: u64,
     sync_error: Option<api::Failure>,
+    /// Ports for load balancers that could not be opened.
+    unasked: Vec<Problem>,
 }
 
 /// Seconds since the epoch.
@@ -100,6 +108,8 @@ impl State {
             sync_duration: Histogram::new(buckets),
             sync_errors: Counter::default(),
             source_errors: Counter::default(),
+            pulse: Pulse::default(),
+            synced_again: Notify::new(),
             ready: AtomicBool::new(false),
             started: now(),
             known: Mutex::new(Known {
@@ -114,6 +124,7 @@ impl State {
                 last_sync: None,
                 syncs: 0,
                 sync_error: None,
+                unasked: Vec::new(),
             }),
             counters: Mutex::default(),
             given: Mutex::default(),
@@ -181,6 +192,12 @@ impl State {
             writes: writes as u64,
         });
         self.ready.store(true, Ordering::Release);
+        self.synced_again.notify_one();
+    }
+
+    /// Ports at which load balancers ask and get no answer.
+    pub fn load_balancers_cannot_ask(&self, problems: Vec<Problem>) {
+        lock(&self.known).unasked = problems;
     }
 
     /// A sync did not work.
@@ -217,6 +234,12 @@ impl State {
         self.started
     }
 
+    /// How many problems there are with the source, and with ports for load balancers.
+    pub fn problems(&self) -> usize {
+        let known = lock(&self.known);
+        known.snapshot.problems.len() + known.unasked.len()
+    }
+
     /// How many services claim a frontend that another service serves.
     pub fn conflicts(&self) -> usize {
         lock(&self.planner).conflicts().len()
@@ -233,6 +256,7 @@ impl State {
         drop(planner);
         let known = lock(&self.known);
         problems.extend(known.snapshot.problems.iter().map(view::problem));
+        problems.extend(known.unasked.iter().map(view::problem));
         let node = &known.snapshot.node;
         api::AgentStatus {
             version: api::Version::own(),

@@ -52,6 +52,7 @@ impl Sync {
 
     /// Until told to end.
     pub fn run(&mut self, happened: &Receiver<Event>) -> Result<(), Error> {
+        self.state.pulse.busy();
         self.sync()?;
         kernel::give_back_freed_memory();
         if self.retry.is_none() {
@@ -65,7 +66,12 @@ impl Sync {
         }
         loop {
             self.kernel.pass_on_log();
-            match happened.recv_timeout(self.retry.unwrap_or(LOOK)) {
+            if self.retry.is_none() {
+                self.state.pulse.idle();
+            }
+            let event = happened.recv_timeout(self.retry.unwrap_or(LOOK));
+            self.state.pulse.busy();
+            match event {
                 Ok(Event::Stop(signal)) => {
                     info!("{signal}: ending");
                     return Ok(());

@@ -156,6 +156,19 @@ struct ListenArgs {
     )]
     health: Listen,
 
+    /// For load balancers and probes, as kube-proxy answers them: /healthz and /livez
+    ///
+    /// While another process (kube-proxy) has the port, that is a problem in `dataplane status` and
+    /// tried again. A service's `healthCheckNodePort` is answered on the addresses for node ports.
+    #[arg(
+        long = "healthz-addr",
+        value_name = "ADDR",
+        env = "DATAPLANE_HEALTHZ_ADDR",
+        hide_env_values = true,
+        default_value = "0.0.0.0:10256"
+    )]
+    healthz: Listen,
+
     /// What the Unix socket shows, over TCP: /status, /services, /pools
     #[arg(
         long = "admin-addr",
@@ -258,6 +271,7 @@ impl RunArgs {
                 socket: self.socket.socket.clone(),
                 metrics: self.listen.metrics.0,
                 health: self.listen.health.0,
+                healthz: self.listen.healthz.0,
                 admin: self.listen.admin.0,
             },
             on_exit: self.on_exit,

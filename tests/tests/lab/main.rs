@@ -25,6 +25,7 @@ mod explain;
 mod growth;
 mod kernel;
 mod life;
+mod load_balancers;
 mod machine;
 mod manifest;
 mod metrics;
@@ -77,6 +78,7 @@ fn main() -> ExitCode {
         explain::SCENARIOS,
         status::SCENARIOS,
         growth::SCENARIOS,
+        load_balancers::SCENARIOS,
         metrics::SCENARIOS,
         monitor::SCENARIOS,
         reload::SCENARIOS,

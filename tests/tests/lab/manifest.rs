@@ -247,7 +247,13 @@ impl Manifests {
 
     /// Writes these services instead, so that no reader sees half of them.
     pub fn write(&self, services: &[Service]) -> io::Result<()> {
-        let items: Vec<Value> = services.iter().flat_map(Service::objects).collect();
+        self.write_with(services, &[])
+    }
+
+    /// Likewise, with other objects.
+    pub fn write_with(&self, services: &[Service], others: &[Value]) -> io::Result<()> {
+        let services = services.iter().flat_map(Service::objects);
+        let items: Vec<Value> = services.chain(others.iter().cloned()).collect();
         let list = json!({ "apiVersion": "v1", "kind": "List", "items": items });
         self.write_text(&serde_json::to_string_pretty(&list)?)
     }

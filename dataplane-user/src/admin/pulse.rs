@@ -1,0 +1,61 @@
+//! Whether the agent keeps up with what it is told.
+
+use std::{
+    sync::Mutex,
+    time::{Duration, Instant},
+};
+
+use super::state::lock;
+
+/// A change that waits longer than this to be written makes the node unhealthy: kube-proxy's
+/// default, twice its longest interval between syncs.
+const LATE: Duration = Duration::from_mins(1);
+
+/// Since when something has been waiting to be written, be it that the kernel refuses it or that
+/// the agent hangs.
+#[derive(Debug, Default)]
+pub struct Pulse(Mutex<Option<Instant>>);
+
+impl Pulse {
+    /// There is something to do, from now on or already.
+    pub fn busy(&self) {
+        lock(&self.0).get_or_insert_with(Instant::now);
+    }
+
+    /// All is done.
+    pub fn idle(&self) {
+        *lock(&self.0) = None;
+    }
+
+    /// Whether the agent does what it is told, as seen at `now`.
+    pub fn keeps_up(&self, now: Instant) -> bool {
+        lock(&self.0).is_none_or(|since| now.saturating_duration_since(since) < LATE)
+    }
+}
+
+#[cfg(test)]
+impl Pulse {
+    /// As it is when something has been waiting for far too long.
+    pub fn make_late(&self) {
+        *lock(&self.0) = Instant::now().checked_sub(2 * LATE);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_waits_too_long_is_late() {
+        let pulse = Pulse::default();
+        let start = Instant::now();
+        assert!(pulse.keeps_up(start + 10 * LATE), "nothing to do");
+        pulse.busy();
+        assert!(pulse.keeps_up(start + LATE / 2));
+        // A second change does not make the first one younger.
+        pulse.busy();
+        assert!(!pulse.keeps_up(Instant::now() + LATE));
+        pulse.idle();
+        assert!(pulse.keeps_up(start + 10 * LATE));
+    }
+}
