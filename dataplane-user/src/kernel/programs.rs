@@ -73,9 +73,9 @@ pub const REPLACEMENT: &str = "-new";
 /// Loads the programs. Maps that are pinned are used; those that are not are created and pinned.
 pub fn load(pins: &Pins) -> Result<Ebpf, Error> {
     // Writing the verifier's log takes most of the time of a load: only where there is something to
-    // read in it.
+    // read in it, and then the path that led to the refusal, without all those that did not.
     load_logging(pins, VerifierLogLevel::DISABLE).or_else(|error| match error {
-        Error::Load { .. } => load_logging(pins, VerifierLogLevel::VERBOSE),
+        Error::Load { .. } => load_logging(pins, VerifierLogLevel::DEBUG),
         error => Err(error),
     })
 }

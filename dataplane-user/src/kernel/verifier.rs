@@ -9,15 +9,19 @@ use std::{
     time::{Duration, Instant},
 };
 
-use aya::{Ebpf, EbpfLoader, maps::Map};
+use aya::{Ebpf, EbpfLoader, VerifierLogLevel, maps::Map, programs::Program};
 use aya_obj::Object;
 
 use super::{
     error::{Doing, Error},
     object,
-    programs::PROGRAMS,
+    programs::{PROGRAMS, Spec},
     sys,
 };
+
+/// Every program of ours, of whatever type: a line for each list of them. A program that is in none
+/// is neither verified nor has it a budget.
+const LISTS: [&[Spec]; 1] = [&PROGRAMS];
 
 /// What the verifier said of a program.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -49,12 +53,17 @@ pub struct Cost {
 pub fn verify() -> Result<Vec<Verified>, Error> {
     let bytes = object::programs()?;
     // Parsed twice: aya does not give away what it parsed, and does create the maps.
-    let ebpf = EbpfLoader::new().load(bytes).map_err(Box::new)?;
+    let mut ebpf = EbpfLoader::new()
+        // Of a program that is refused, the path that led there; with more, all those that did not.
+        .verifier_log_level(VerifierLogLevel::DEBUG | VerifierLogLevel::STATS)
+        .load(bytes)
+        .map_err(Box::new)?;
     let object = relocated(bytes, &ebpf)
         .map_err(std::io::Error::other)
         .doing(|| "cannot prepare the kernel programs".to_owned())?;
-    Ok(PROGRAMS
-        .iter()
+    Ok(LISTS
+        .into_iter()
+        .flatten()
         .map(|spec| {
             let instructions = object
                 .programs
@@ -66,7 +75,10 @@ pub fn verify() -> Result<Vec<Verified>, Error> {
             let time = started.elapsed();
             let outcome = match loaded {
                 Ok((program, log)) => cost(&log, program.as_fd()),
-                Err((error, log)) => Err(format!("{error}\n{log}")),
+                Err((error, log)) => {
+                    let said = refusal(&mut ebpf, spec);
+                    Err(end(&said.unwrap_or_else(|| format!("{error}\n{log}"))))
+                }
             };
             Verified {
                 program: spec.name,
@@ -75,6 +87,32 @@ pub fn verify() -> Result<Vec<Verified>, Error> {
             }
         })
         .collect())
+}
+
+/// Loads a program that was refused once more, as the agent would: then it has its source's lines,
+/// which the verifier quotes. `None` if it is taken now.
+fn refusal(ebpf: &mut Ebpf, spec: &Spec) -> Option<String> {
+    let loaded = match ebpf.program_mut(spec.name) {
+        Some(Program::CgroupSockAddr(program)) => program.load(),
+        Some(Program::CgroupSock(program)) => program.load(),
+        Some(Program::SchedClassifier(program)) => program.load(),
+        _ => return None,
+    };
+    loaded.err().map(|error| error.to_string())
+}
+
+/// So much of the verifier's log is kept, from its end, where it says what it does not like.
+const LOG_LINES: usize = 400;
+
+fn end(log: &str) -> String {
+    let lines: Vec<&str> = log.lines().collect();
+    match lines.len().checked_sub(LOG_LINES) {
+        None | Some(0) => log.to_owned(),
+        Some(before) => format!(
+            "({before} lines before these)\n{}",
+            lines[before..].join("\n")
+        ),
+    }
 }
 
 /// The object, with the maps' descriptors in its instructions.
@@ -97,16 +135,27 @@ fn relocated(
     Ok(object)
 }
 
-/// The descriptor of a map of a type that we use.
+/// A map's descriptor.
 fn descriptor(map: &Map) -> Option<BorrowedFd<'_>> {
     match map {
         Map::Array(map)
         | Map::ArrayOfMaps(map)
+        | Map::CpuMap(map)
+        | Map::DevMap(map)
+        | Map::DevMapHash(map)
         | Map::HashMap(map)
+        | Map::HashOfMaps(map)
+        | Map::LpmTrie(map)
         | Map::LruHashMap(map)
         | Map::PerCpuArray(map)
+        | Map::PerCpuHashMap(map)
+        | Map::PerCpuLruHashMap(map)
+        | Map::ProgramArray(map)
         | Map::RingBuf(map)
-        | Map::SkStorage(map) => Some(map.fd().as_fd()),
+        | Map::SkStorage(map)
+        | Map::SockHash(map)
+        | Map::SockMap(map) => Some(map.fd().as_fd()),
+        // Types that we have no use for.
         _ => None,
     }
 }
@@ -146,5 +195,17 @@ mod tests {
                    1000000) max_states_per_insn 4 total_states 41 peak_states 41 mark_read 12\n";
         assert_eq!(read_log(log), Some((829, 128)));
         assert_eq!(read_log("func#0 @0\n"), None);
+    }
+
+    #[test]
+    fn a_long_log_keeps_its_end() {
+        let log = |lines: usize| {
+            let lines: Vec<String> = (0..lines).map(|n| format!("{n}: (95) exit")).collect();
+            lines.join("\n")
+        };
+        assert_eq!(end(&log(LOG_LINES)), log(LOG_LINES));
+        let shortened = end(&log(LOG_LINES + 7));
+        assert!(shortened.starts_with("(7 lines before these)\n7: (95) exit\n"));
+        assert!(shortened.ends_with("\n406: (95) exit"));
     }
 }

@@ -2,6 +2,7 @@
 
 use std::{
     env, fs,
+    io::Read as _,
     path::{Path, PathBuf},
     process::{self, Command},
 };
@@ -35,12 +36,34 @@ impl Kernel {
                  such as debian-6.1"
             );
         }
+        if !is_bzimage(&image)? {
+            bail!(
+                "{which} is no bzImage, which is what /boot/vmlinuz-* and arch/x86/boot/bzImage are"
+            );
+        }
+        if let Some(modules) = modules.filter(|modules| !modules.is_dir()) {
+            bail!(
+                "there is no directory {}: the modules of a kernel are in /lib/modules/VERSION",
+                modules.display()
+            );
+        }
         Ok(Self {
-            name: which.to_owned(),
+            name: image
+                .file_name()
+                .map_or(which.into(), |name| name.to_string_lossy().into_owned()),
             image,
             modules: modules.map(Path::to_owned),
         })
     }
+}
+
+/// Whether a file begins as the kernel's `Documentation/arch/x86/boot.rst` says.
+fn is_bzimage(file: &Path) -> Result<bool> {
+    let mut start = Vec::new();
+    fs::File::open(file)
+        .and_then(|file| file.take(0x206).read_to_end(&mut start))
+        .with_context(|| format!("cannot read {}", file.display()))?;
+    Ok(start.get(0x202..0x206) == Some(b"HdrS"))
 }
 
 fn debian(series: &str) -> Result<Kernel> {

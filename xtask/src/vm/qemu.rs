@@ -17,9 +17,20 @@ use crate::{command::shown, progress::note};
 /// The program of the package qemu-system-x86.
 const QEMU: &str = "qemu-system-x86_64";
 
-/// A guest that has said nothing for so long hangs: the longest test takes a minute, and emulation
-/// makes four of it.
-const SILENCE: Duration = Duration::from_mins(4);
+/// How long is waited for a guest.
+#[derive(Debug, Clone, Copy)]
+struct Limits {
+    /// One that has said nothing for so long hangs.
+    silence: Duration,
+    /// One that talks all the time and comes to no end hangs too.
+    total: Duration,
+}
+
+/// The longest test takes a minute and emulation makes four of it; all of them took eight minutes.
+const LIMITS: Limits = Limits {
+    silence: Duration::from_mins(4),
+    total: Duration::from_hours(1),
+};
 
 /// How long a kernel may take to find out that it has no file system, on a processor that works.
 const KVM_TRIAL: Duration = Duration::from_secs(10);
@@ -121,8 +132,42 @@ pub fn run(
     let mut child = qemu
         .spawn()
         .with_context(|| format!("cannot start {}", shown(&qemu)))?;
-    let stdout = child.stdout.take().expect("was asked for");
-    let (sender, lines) = mpsc::channel();
+    let ended = listen(&mut child, marker, LIMITS, line);
+    // It powers off by itself after the marker; there is nothing to wait for.
+    end(&mut child);
+    let said = fs::read(&console).unwrap_or_default();
+    let said = String::from_utf8_lossy(&said);
+    match ended {
+        Ok(status) => {
+            // The rest of the console is of no interest if all went well.
+            said.lines()
+                .filter(|line| is_complaint(line))
+                .for_each(note);
+            Ok(status)
+        }
+        Err(error) => {
+            anstream::eprintln!("\nThe guest's console:\n{said}");
+            bail!("{error}; its console is above");
+        }
+    }
+}
+
+/// Whether a line of the console tells of something that tests may suffer from: a module that does
+/// not load, and a kernel that is surprised at itself. (What it does not survive ends the guest.)
+fn is_complaint(line: &str) -> bool {
+    line.starts_with("init: ") || ["WARNING: CPU: ", "BUG: "].iter().any(|w| line.contains(w))
+}
+
+/// Hands on the lines that a child writes, up to the one that begins with the marker, which says how
+/// its task ended.
+fn listen(
+    child: &mut Child,
+    marker: &str,
+    limits: Limits,
+    line: &mut dyn FnMut(&str),
+) -> Result<i32> {
+    let stdout = child.stdout.take().context("it was not piped")?;
+    let (sender, lines) = mpsc::sync_channel(64);
     thread::spawn(move || {
         for text in BufReader::new(stdout).split(b'\n') {
             let Ok(text) = text else { break };
@@ -134,38 +179,23 @@ pub fn run(
             }
         }
     });
-    let ended = loop {
-        match lines.recv_timeout(SILENCE) {
-            Ok(text) => match text.strip_prefix(marker) {
-                Some(status) => break status.trim().parse().context("an exit status"),
+    let end = Instant::now() + limits.total;
+    loop {
+        let left = end.saturating_duration_since(Instant::now());
+        match lines.recv_timeout(limits.silence.min(left)) {
+            Ok(text) if !left.is_zero() => match text.strip_prefix(marker) {
+                Some(status) => return status.trim().parse().context("an exit status"),
                 None => line(&text),
             },
-            Err(RecvTimeoutError::Timeout) => {
-                break Err(anyhow::anyhow!(
-                    "the guest has said nothing for {} s, and was ended",
-                    SILENCE.as_secs()
-                ));
-            }
-            Err(RecvTimeoutError::Disconnected) => {
-                break Err(anyhow::anyhow!("the guest ended before its tests did"));
-            }
-        }
-    };
-    // It powers off by itself after the marker; there is nothing to wait for.
-    end(&mut child);
-    let said = fs::read(&console).unwrap_or_default();
-    let said = String::from_utf8_lossy(&said);
-    match ended {
-        Ok(status) => {
-            // What a test may lack. The rest of the console is of no interest if all went well.
-            said.lines()
-                .filter(|line| line.starts_with("init: "))
-                .for_each(note);
-            Ok(status)
-        }
-        Err(error) => {
-            anstream::eprintln!("\nThe guest's console:\n{said}");
-            bail!("{error}; its console is above");
+            Err(RecvTimeoutError::Timeout) if limits.silence <= left => bail!(
+                "the guest has said nothing for {} s, and was ended",
+                limits.silence.as_secs()
+            ),
+            Ok(_) | Err(RecvTimeoutError::Timeout) => bail!(
+                "the guest has not come to an end within {} s, and was ended",
+                limits.total.as_secs()
+            ),
+            Err(RecvTimeoutError::Disconnected) => bail!("the guest ended before its tests did"),
         }
     }
 }
@@ -173,4 +203,65 @@ pub fn run(
 fn end(child: &mut Child) {
     let _ = child.kill();
     let _ = child.wait();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is heard of a guest that does as a shell says.
+    fn heard(script: &str, silence: u64, total: u64) -> (Vec<String>, Result<i32>) {
+        let mut child = Command::new("sh")
+            .args(["-c", script])
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let limits = Limits {
+            silence: Duration::from_millis(silence),
+            total: Duration::from_millis(total),
+        };
+        let mut lines = Vec::new();
+        let ended = listen(&mut child, "the end:", limits, &mut |line| {
+            lines.push(line.to_owned());
+        });
+        end(&mut child);
+        (lines, ended)
+    }
+
+    const LONG: u64 = 60_000;
+
+    #[test]
+    fn the_marker_has_the_status() {
+        let (lines, ended) = heard("echo one; echo two; echo the end: 7; sleep 60", LONG, LONG);
+        assert_eq!(lines, ["one", "two"]);
+        assert_eq!(ended.unwrap(), 7);
+    }
+
+    #[test]
+    fn a_guest_that_dies_hangs_or_never_ends_is_not_waited_for() {
+        let word = |script: &str, silence, total| {
+            let (lines, ended) = heard(script, silence, total);
+            assert_eq!(lines[0], "one");
+            ended.unwrap_err().to_string()
+        };
+        let died = word("echo one; exit 3", LONG, LONG);
+        assert_eq!(died, "the guest ended before its tests did");
+        let hung = word("echo one; exec sleep 60", 500, LONG);
+        assert!(hung.starts_with("the guest has said nothing"), "{hung}");
+        let endless = word("echo one; exec yes", LONG, 500);
+        assert!(
+            endless.starts_with("the guest has not come to an end"),
+            "{endless}"
+        );
+    }
+
+    #[test]
+    fn only_complaints_of_the_console_are_shown() {
+        assert!(is_complaint("init: cannot load module xt_set"));
+        assert!(is_complaint(
+            "[   12.3] WARNING: CPU: 0 PID: 7 at net/core/dev.c:1 f+0x1/0x2"
+        ));
+        assert!(!is_complaint("[    0.0] Linux version 6.1.0"));
+    }
 }
