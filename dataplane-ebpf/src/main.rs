@@ -12,13 +12,14 @@
 )]
 
 mod atomic;
+mod packet;
 mod select;
 mod socket;
 mod tables;
 
 use aya_ebpf::{
-    macros::{cgroup_sock, cgroup_sock_addr},
-    programs::{SockAddrContext, SockContext},
+    macros::{cgroup_sock, cgroup_sock_addr, classifier},
+    programs::{SockAddrContext, SockContext, TcContext},
 };
 
 use crate::socket::{SockAddr, V4, V6, connect, getpeername, peers, recvmsg, sendmsg};
@@ -76,6 +77,20 @@ fn getpeername6(ctx: SockAddrContext) -> i32 {
 #[expect(clippy::needless_pass_by_value, reason = "the macro hands it over so")]
 fn sock_release(ctx: SockContext) -> i32 {
     peers::release(&ctx)
+}
+
+/// A packet that arrives: at an uplink from elsewhere, at a pod's interface from the pod.
+#[classifier]
+#[expect(clippy::needless_pass_by_value, reason = "the macro hands it over so")]
+fn packet_ingress(ctx: TcContext) -> i32 {
+    packet::ingress(&ctx)
+}
+
+/// A packet that is about to leave this node, or to go to a pod.
+#[classifier]
+#[expect(clippy::needless_pass_by_value, reason = "the macro hands it over so")]
+fn packet_egress(ctx: TcContext) -> i32 {
+    packet::egress(&ctx)
 }
 
 /// There is nothing to unwind to: a panic that the compiler could not prove away becomes a jump to

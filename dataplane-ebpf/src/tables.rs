@@ -6,12 +6,16 @@
 //! `BPF_F_INNER_MAP`).
 
 use aya_ebpf::{
-    bindings::{BPF_F_INNER_MAP, BPF_F_MMAPABLE},
-    btf_maps::{Array, ArrayOfMaps, HashMap, LruHashMap, PerCpuArray, RingBuf, SkStorage},
+    bindings::{BPF_F_INNER_MAP, BPF_F_MMAPABLE, BPF_F_NO_PREALLOC},
+    btf_maps::{Array, ArrayOfMaps, HashMap, LpmTrie, LruHashMap, PerCpuArray, RingBuf, SkStorage},
     macros::btf_map,
 };
 use dataplane_common::{
-    Event, Reason,
+    Addr, Event, Reason,
+    packet::{
+        DEFAULT_FLOWS, FRAGMENTS as FRAGMENTS_CAPACITY, FlowKey, Forward, Fragment, FragmentKey,
+        Iface, Masqueraded, NODE_ADDRS as NODE_ADDRS_CAPACITY, PacketConfig, PortKey, Reply,
+    },
     tables::{
         Affinity, AffinityKey, Config, Endpoint, Frontend, FrontendKey, PEERS_CAPACITY, Peer, Pool,
         PoolStats, UdpFlows,
@@ -21,6 +25,7 @@ use dataplane_common::{
 /// User space writes these by plain stores into the mapped memory: that is what makes a flip one
 /// store and a bulk load a copy.
 const MAPPED: usize = BPF_F_MMAPABLE as usize;
+const ON_DEMAND: usize = BPF_F_NO_PREALLOC as usize;
 const GROWING: usize = (BPF_F_MMAPABLE | BPF_F_INNER_MAP) as usize;
 
 type Frontends = HashMap<FrontendKey, Frontend, 1>;
@@ -61,3 +66,41 @@ pub static MORE_PEERS: SkStorage<Peer> = SkStorage::new();
 
 #[btf_map]
 pub static FLOWS: SkStorage<UdpFlows> = SkStorage::new();
+
+// The packet path: `dataplane_common::packet`. The agent makes the three of conntrack, in the size
+// that it is told.
+
+/// A set and an address in it: `SourceKey` without the prefix length, which the map type has as a
+/// field of its own.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Source {
+    pub set: u32,
+    pub addr: Addr,
+}
+
+#[btf_map]
+pub static IFACES: HashMap<u32, Iface, 4096, ON_DEMAND> = HashMap::new();
+
+#[btf_map]
+pub static SOURCES: LpmTrie<Source, u32, 1_048_576> = LpmTrie::new();
+
+#[btf_map]
+pub static NODE_ADDRS: Array<Addr, { NODE_ADDRS_CAPACITY as usize }, MAPPED> = Array::new();
+
+#[btf_map]
+pub static PACKET_CONFIG: Array<PacketConfig, 1, MAPPED> = Array::new();
+
+#[btf_map]
+pub static FORWARD: LruHashMap<FlowKey, Forward, { DEFAULT_FLOWS as usize }> = LruHashMap::new();
+
+#[btf_map]
+pub static REPLY: LruHashMap<FlowKey, Reply, { DEFAULT_FLOWS as usize }> = LruHashMap::new();
+
+#[btf_map]
+pub static MASQUERADE: LruHashMap<PortKey, Masqueraded, { DEFAULT_FLOWS as usize }> =
+    LruHashMap::new();
+
+#[btf_map]
+pub static FRAGMENTS: LruHashMap<FragmentKey, Fragment, { FRAGMENTS_CAPACITY as usize }> =
+    LruHashMap::new();
