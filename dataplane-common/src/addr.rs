@@ -102,6 +102,14 @@ impl Addr {
         }
     }
 
+    /// Whether this is `0.0.0.0` or `::`. As a destination, that is loopback (`ip_route_connect` and
+    /// `tcp_v6_connect` in the kernel's `net/`); as a frontend's address, it stands for node ports.
+    #[inline(always)]
+    pub const fn is_unspecified(self) -> bool {
+        let [a, b, c, d] = self.0;
+        a == 0 && b == 0 && d == 0 && (c == 0 || c == MAPPED)
+    }
+
     /// A name for "every socket in the network namespace with this cookie", used as the client
     /// where a client's address is not known yet (at `connect`). The first byte, 0xff, is that of
     /// a multicast address, which is never a client's.

@@ -2,12 +2,14 @@
 //! `dataplane explain` and in the tests.
 
 use crate::{
-    Addr, Port, Protocol, Reason,
+    Addr, Port, Protocol, Reason, VipPlace, VipWords,
     tables::{Block, Endpoint, Frontend, FrontendKey, Kind, Pool},
 };
 
 /// Where the tables are: the kernel's own maps, those maps read from user space, or a test's.
 pub trait Tables {
+    /// Reads an element of the filter: [`VipWords::ALL`] if that is not possible.
+    fn vips(&self, index: u32) -> VipWords;
     /// Looks up a frontend: [`Frontend::NONE`] if the key is not there.
     fn frontend(&self, key: &FrontendKey) -> Frontend;
     /// Reads a pool. The block must be read as one word.
@@ -16,11 +18,20 @@ pub trait Tables {
     fn endpoint(&self, slot: u32) -> Option<Endpoint>;
 }
 
+/// Whether a frontend may have this address: one look at the filter (`VIPS`), which is cheap enough
+/// to be had for each packet. `false` is certain, `true` is not.
+#[inline(always)]
+pub fn may_be_vip<T: Tables>(tables: &T, addr: Addr) -> bool {
+    let place = VipPlace::of(addr);
+    place.is_set(tables.vips(place.index()))
+}
+
 /// Which frontend a destination is, or [`Frontend::NONE`].
 ///
 /// `own_loopback` says that a loopback address is the node's own, that is, that the client is in
-/// the node's network namespace. Two lookups where the destination is no service's, one where it
-/// is a VIP's port, three for a node port; never more, whatever the number of services.
+/// the node's network namespace. A look at the filter where the destination is no service's, and
+/// one lookup more where it is a VIP's port, three for a node port; never more, whatever the number
+/// of services.
 #[inline(always)]
 pub fn find_frontend<T: Tables>(
     tables: &T,
@@ -29,15 +40,19 @@ pub fn find_frontend<T: Tables>(
     protocol: Protocol,
     own_loopback: bool,
 ) -> Frontend {
-    let exact = tables.frontend(&FrontendKey::new(addr, port, protocol));
-    if !exact.is_none() {
-        return exact;
-    }
-    if addr.is_loopback() {
+    // No VIP is either of them (`can_be_vip` in the plan).
+    if addr.is_loopback() || addr.is_unspecified() {
         if !own_loopback {
             return Frontend::NONE;
         }
     } else {
+        if !may_be_vip(tables, addr) {
+            return Frontend::NONE;
+        }
+        let exact = tables.frontend(&FrontendKey::new(addr, port, protocol));
+        if !exact.is_none() {
+            return exact;
+        }
         let address = tables.frontend(&FrontendKey::address(addr));
         if address.kind() != Kind::NODE_ADDRESS {
             return address;

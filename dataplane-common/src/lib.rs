@@ -15,10 +15,12 @@ mod event;
 pub mod packet;
 mod reason;
 pub mod tables;
+mod vips;
 
 pub use addr::{Addr, Port, Protocol};
 pub use event::{Event, Hook};
 pub use reason::Reason;
+pub use vips::{VIP_ELEMENTS, VipPlace, VipWords};
 
 /// Version of everything that is pinned: table layouts, their names and what the flags mean.
 ///

@@ -6,7 +6,7 @@ use aya_ebpf::helpers::generated::{
     bpf_get_prandom_u32, bpf_get_smp_processor_id, bpf_ktime_get_ns,
 };
 use dataplane_common::{
-    Addr, Port, Protocol, Reason, decide,
+    Addr, Port, Protocol, Reason, VipWords, decide,
     tables::{
         Affinity, AffinityKey, Block, Endpoint, Frontend, FrontendKey, Peer, Pool, PoolStats,
         StatsHeader,
@@ -15,13 +15,28 @@ use dataplane_common::{
 
 use crate::{
     atomic,
-    tables::{AFFINITY, ENDPOINTS, FRONTENDS, POOLS, REASONS, STATS},
+    tables::{AFFINITY, ENDPOINTS, FRONTENDS, POOLS, REASONS, STATS, VIPS},
 };
 
 /// The kernel's own maps.
 pub struct Live;
 
 impl decide::Tables for Live {
+    #[inline(always)]
+    fn vips(&self, index: u32) -> VipWords {
+        let Some(words) = VIPS.get_ptr(index) else {
+            return VipWords::ALL;
+        };
+        // SAFETY: an array's element stays. Each word is read by one load while user space may store
+        // to it.
+        unsafe {
+            VipWords {
+                prefixes: read_volatile(&raw const (*words).prefixes),
+                addresses: read_volatile(&raw const (*words).addresses),
+            }
+        }
+    }
+
     #[inline(always)]
     fn frontend(&self, key: &FrontendKey) -> Frontend {
         let Some(table) = FRONTENDS.get(0) else {

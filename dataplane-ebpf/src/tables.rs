@@ -11,7 +11,7 @@ use aya_ebpf::{
     macros::btf_map,
 };
 use dataplane_common::{
-    Addr, Event, Reason,
+    Addr, Event, Reason, VIP_ELEMENTS, VipWords,
     packet::{
         DEFAULT_FLOWS, FRAGMENTS as FRAGMENTS_CAPACITY, FlowKey, Forward, Fragment, FragmentKey,
         Iface, Masqueraded, NODE_ADDRS as NODE_ADDRS_CAPACITY, PacketConfig, PortKey, Reply,
@@ -57,6 +57,9 @@ pub static EVENTS: RingBuf<Event, { 256 * 1024 }> = RingBuf::new();
 
 #[btf_map]
 pub static CONFIG: Array<Config, 1, MAPPED> = Array::new();
+
+#[btf_map]
+pub static VIPS: Array<VipWords, { VIP_ELEMENTS as usize }, MAPPED> = Array::new();
 
 #[btf_map]
 pub static PEERS: HashMap<u64, Peer, { PEERS_CAPACITY as usize }> = HashMap::new();

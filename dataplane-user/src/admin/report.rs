@@ -9,7 +9,7 @@ use super::{
     api::{AgentStatus, Version},
     client,
 };
-use crate::kernel;
+use crate::{kernel, plan};
 
 /// `GET /status`, and what `dataplane status` prints.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -157,6 +157,17 @@ pub fn examine(
                     bytes: t.bytes,
                 })),
                 Err(e) => error(format!("cannot read how full the tables are: {e}")),
+            }
+            match open.filtered_out() {
+                Ok(missed) if missed.is_empty() => {}
+                Ok(missed) => error(format!(
+                    "the filter VIPS does not let {} of the frontends through, for example {}: \
+                     connections to them are left alone; start the agent anew, which mends it, and \
+                     please report it",
+                    missed.len(),
+                    plan::key_text(&missed[0]),
+                )),
+                Err(e) => error(format!("cannot check the filter: {e}")),
             }
             match open.reasons() {
                 Ok(counts) => verdicts.extend(

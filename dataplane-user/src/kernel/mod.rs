@@ -82,7 +82,8 @@ impl Kernel {
             Tables::create(&pins)?;
         }
         let mut ebpf = programs::load(&pins)?;
-        let tables = Tables::open_pins(&pins, true)?;
+        let mut tables = Tables::open_pins(&pins, true)?;
+        tables.rebuild_filter()?;
         let netns = sys::netns_cookie()
             .doing(|| "cannot ask for this network namespace's cookie".to_owned())?;
         tables.set_config(netns);
@@ -135,6 +136,16 @@ impl Kernel {
     /// The kernel's refusal of a write; those before it are done, and the planner must be made
     /// anew from [`Kernel::contents`].
     pub fn apply(&mut self, writes: &[Write]) -> Result<(), Error> {
+        let result = self.write(writes);
+        if result.is_err() {
+            // Which of the keys were added before the error only the kernel knows. If it does not
+            // say, the filter lets through more than it need, and nothing less than it must.
+            let _ = self.tables.rebuild_filter();
+        }
+        result
+    }
+
+    fn write(&mut self, writes: &[Write]) -> Result<(), Error> {
         let mut keys = Vec::new();
         let mut values = Vec::new();
         let mut writes = writes.iter().peekable();
@@ -147,27 +158,18 @@ impl Kernel {
                     keys.push(*key);
                     values.push(*frontend);
                     if !matches!(writes.peek(), Some(Write::Insert { .. })) {
-                        self.tables
-                            .frontends()
-                            .set_all(&keys, &values)
-                            .doing(|| format!("cannot add {} entries to FRONTENDS", keys.len()))?;
+                        self.tables.insert_frontends(&keys, &values)?;
                         keys.clear();
                         values.clear();
                     }
                 }
                 Write::Replace { key, frontend } => {
                     self.settle()?;
-                    self.tables
-                        .frontends()
-                        .set(key, frontend)
-                        .doing(|| format!("cannot change {key:?} in FRONTENDS"))?;
+                    self.tables.replace_frontend(key, *frontend)?;
                     self.freed = true;
                 }
                 Write::Remove { key } => {
-                    self.tables
-                        .frontends()
-                        .remove(key)
-                        .doing(|| format!("cannot remove {key:?} from FRONTENDS"))?;
+                    self.tables.remove_frontend(key)?;
                     self.freed = true;
                 }
             }

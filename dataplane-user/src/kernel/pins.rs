@@ -18,7 +18,7 @@ use aya_obj::generated::bpf_map_type::{
     BPF_MAP_TYPE_RINGBUF, BPF_MAP_TYPE_SK_STORAGE,
 };
 use dataplane_common::{
-    LAYOUT, Reason,
+    LAYOUT, Reason, VIP_ELEMENTS, VipWords,
     tables::{Config, PEERS_CAPACITY, Peer, UdpFlows},
 };
 use nix::{
@@ -81,7 +81,7 @@ const fn storage<T>(name: &'static str) -> MapSpec {
 }
 
 /// Every map that is pinned.
-pub const MAPS: [MapSpec; 11] = [
+pub const MAPS: [MapSpec; 12] = [
     outer("FRONTENDS"),
     outer("POOLS"),
     outer("ENDPOINTS"),
@@ -119,6 +119,11 @@ pub const MAPS: [MapSpec; 11] = [
     },
     storage::<Peer>("MORE_PEERS"),
     storage::<UdpFlows>("FLOWS"),
+    MapSpec {
+        name: "VIPS",
+        shape: Mapped::<VipWords>::shape(false),
+        max_entries: Some(VIP_ELEMENTS),
+    },
 ];
 
 impl MapSpec {

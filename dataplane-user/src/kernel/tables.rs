@@ -2,6 +2,7 @@
 
 mod growth;
 mod stats;
+mod vips;
 
 use std::{
     io,
@@ -12,7 +13,7 @@ use std::{
 
 use aya_obj::generated::bpf_map_type::{BPF_MAP_TYPE_HASH, BPF_MAP_TYPE_LRU_HASH};
 use dataplane_common::{
-    Reason, decide,
+    Reason, VipWords, decide,
     tables::{
         Affinity, AffinityKey, Block, Config, Endpoint, Frontend, FrontendKey, Pool, PoolStats,
     },
@@ -26,6 +27,7 @@ use super::{
     sys::{self, Shape},
 };
 use stats::Stats;
+use vips::Vips;
 
 pub use growth::{Growth, Limits};
 
@@ -71,6 +73,7 @@ pub struct Tables {
     affinity: Hash<AffinityKey, Affinity>,
     reasons: OwnedFd,
     config: Mapped<Config>,
+    vips: Vips,
     cpus: u32,
 }
 
@@ -153,6 +156,7 @@ impl Tables {
             affinity: Hash::from_fd(affinity, affinity_capacity),
             reasons: open(&MAPS[5])?,
             config: Mapped::map(open(&MAPS[7])?, 1, writable).doing(mapped)?,
+            vips: Vips::open(open(&MAPS[11])?, writable).doing(mapped)?,
             outer,
             cpus,
         })
@@ -323,8 +327,77 @@ impl Tables {
         Ok(len(entries.len()))
     }
 
-    pub(super) fn frontends(&self) -> &Hash<FrontendKey, Frontend> {
-        &self.frontends
+    /// Frontends that the filter in front of them (`VIPS`) does not let through: none, unless
+    /// somebody else wrote to our tables. Connections to them are left alone.
+    ///
+    /// # Errors
+    /// If the kernel does not let it be read.
+    pub fn filtered_out(&self) -> Result<Vec<FrontendKey>, Error> {
+        let frontends = self
+            .frontends
+            .entries()
+            .doing(|| "cannot read table FRONTENDS".to_owned())?;
+        let mut missed = Vec::new();
+        for (key, _) in frontends {
+            // One that has just been removed is not missed.
+            let there = || decide::Tables::frontend(self, &key) != Frontend::NONE;
+            if !self.vips.passes(&key) && there() && !self.vips.passes(&key) {
+                missed.push(key);
+            }
+        }
+        missed.sort_unstable();
+        Ok(missed)
+    }
+
+    /// Puts the filter in line with `FRONTENDS`, whatever it was. Returns how many of its words were
+    /// wrong.
+    pub(super) fn rebuild_filter(&mut self) -> Result<usize, Error> {
+        let frontends = self
+            .frontends
+            .entries()
+            .doing(|| "cannot read table FRONTENDS".to_owned())?;
+        Ok(self.vips.rebuild(&frontends))
+    }
+
+    /// Adds frontends that are not there.
+    pub(super) fn insert_frontends(
+        &mut self,
+        keys: &[FrontendKey],
+        frontends: &[Frontend],
+    ) -> Result<(), Error> {
+        for (key, frontend) in keys.iter().zip(frontends) {
+            self.vips.add(key, *frontend);
+        }
+        self.frontends
+            .set_all(keys, frontends)
+            .doing(|| format!("cannot add {} entries to FRONTENDS", keys.len()))
+    }
+
+    /// Changes a frontend that is there.
+    pub(super) fn replace_frontend(
+        &mut self,
+        key: &FrontendKey,
+        frontend: Frontend,
+    ) -> Result<(), Error> {
+        let doing = || format!("cannot change {key:?} in FRONTENDS");
+        let before = self.frontends.get(key).doing(doing)?;
+        self.vips.add(key, frontend);
+        self.frontends.set(key, &frontend).doing(doing)?;
+        if let Some(before) = before {
+            self.vips.remove(key, before);
+        }
+        Ok(())
+    }
+
+    /// Removes a frontend.
+    pub(super) fn remove_frontend(&mut self, key: &FrontendKey) -> Result<(), Error> {
+        let doing = || format!("cannot remove {key:?} from FRONTENDS");
+        let before = self.frontends.get(key).doing(doing)?;
+        self.frontends.remove(key).doing(doing)?;
+        if let Some(before) = before {
+            self.vips.remove(key, before);
+        }
+        Ok(())
     }
 
     pub(super) fn set_config(&self, host_netns: u64) {
@@ -375,6 +448,10 @@ impl Tables {
 
 /// The same code as in the programs, on the same tables, from user space.
 impl decide::Tables for Tables {
+    fn vips(&self, index: u32) -> VipWords {
+        self.vips.get(index)
+    }
+
     fn frontend(&self, key: &FrontendKey) -> Frontend {
         self.frontends
             .get(key)

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use dataplane::plan::{Contents, Plan, Planner, Write};
 use dataplane_common::{
+    VipPlace, VipWords,
     decide::{self, Tables},
     tables::{Block, Endpoint, Frontend, FrontendKey, Kind, Pool},
 };
@@ -28,6 +29,19 @@ pub struct Sim {
 }
 
 impl Tables for Sim {
+    fn vips(&self, index: u32) -> VipWords {
+        let mut words = VipWords::default();
+        for (key, frontend) in &self.keys {
+            let place = VipPlace::of(key.addr);
+            if place.index() == index {
+                match place.bit(frontend.kind()) {
+                    bit @ 0..64 => words.prefixes |= 1 << bit,
+                    bit => words.addresses |= 1 << (bit - 64),
+                }
+            }
+        }
+        words
+    }
     fn frontend(&self, key: &FrontendKey) -> Frontend {
         self.keys.get(key).copied().unwrap_or(Frontend::NONE)
     }

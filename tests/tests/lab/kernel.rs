@@ -14,7 +14,8 @@ use dataplane::{
     plan::{Contents, Demand, Write},
 };
 use dataplane_common::{
-    Addr, LAYOUT, Port, Protocol, Reason,
+    Addr, LAYOUT, Port, Protocol, Reason, VIP_ELEMENTS,
+    decide::may_be_vip,
     tables::{Block, Endpoint, Frontend, FrontendKey, Kind, PEERS_CAPACITY, Peer, Pool},
 };
 use dataplane_tests::{Lab, report::Report};
@@ -34,6 +35,7 @@ scenarios! {
     a_directory_on_no_bpffs_is_refused,
     a_dangling_reference_is_refused_counted_and_logged,
     what_is_kept_for_a_socket_goes_with_it,
+    the_filter_follows_the_frontends,
 }
 
 /// A lab for its directories: a bpffs and a cgroup of its own.
@@ -548,5 +550,66 @@ pub fn what_is_kept_for_a_socket_goes_with_it() -> Result<()> {
     );
     connect()?;
     ensure!(kernel.tables().reasons()?[Reason::PeerNotKept as usize] == 0);
+    Ok(())
+}
+
+/// A frontend's bit is there before the frontend is and until the last of its prefix has gone; and
+/// whatever an agent that died left of it, too much or too little, the next puts right.
+fn the_filter_follows_the_frontends() -> Result<()> {
+    let place = Place::new()?;
+    let mut kernel = place.open()?;
+    let addr = |last| Addr::from_v4([10, 96, 0, last]);
+    let key = |last| FrontendKey::new(addr(last), Port::new(80), Protocol::TCP);
+    let insert = |last, kind| Write::Insert {
+        key: key(last),
+        frontend: Frontend::new(1, kind),
+    };
+    let remove = |last| Write::Remove { key: key(last) };
+    let seen = |kernel: &Kernel| [1, 2, 3].map(|last| may_be_vip(kernel.tables(), addr(last)));
+
+    ensure!(seen(&kernel) == [false; 3], "an empty table");
+    kernel.apply(&[insert(1, Kind::CLUSTER_IP), insert(2, Kind::CLUSTER_IP)])?;
+    ensure!(
+        seen(&kernel) == [true; 3],
+        "a cluster IP stands for its prefix"
+    );
+    kernel.apply(&[remove(1)])?;
+    ensure!(seen(&kernel) == [true; 3], "one is left");
+    kernel.apply(&[remove(2)])?;
+    ensure!(seen(&kernel) == [false; 3], "none is left");
+
+    // Other kinds stand for themselves, and a key that changes its kind takes its bit along.
+    kernel.apply(&[insert(1, Kind::LOAD_BALANCER), insert(3, Kind::CLUSTER_IP)])?;
+    ensure!(seen(&kernel) == [true; 3]);
+    kernel.apply(&[Write::Replace {
+        key: key(3),
+        frontend: Frontend::new(1, Kind::EXTERNAL_IP),
+    }])?;
+    ensure!(seen(&kernel) == [true, false, true]);
+    ensure!(kernel.tables().filtered_out()?.is_empty());
+
+    // As an agent leaves it that dies between a bit and its frontend, or worse.
+    drop(kernel);
+    let vips = Map::Array(MapData::from_pin(place.map("VIPS"))?);
+    let mut vips = Array::<MapData, [u64; 2]>::try_from(vips)?;
+    for (left, what) in [([u64::MAX; 2], "every bit"), ([0; 2], "no bit")] {
+        for index in 0..VIP_ELEMENTS {
+            vips.set(index, left, 0)?;
+        }
+        let missed = Tables::open(&place.paths.bpffs)?.filtered_out()?;
+        ensure!(
+            missed.len() == if left == [0; 2] { 2 } else { 0 },
+            "{what} is set: {missed:?}"
+        );
+        let kernel = place.open()?;
+        ensure!(kernel.adopted(), "not adopted");
+        ensure!(seen(&kernel) == [true, false, true], "{what} was set");
+        ensure!(kernel.tables().filtered_out()?.is_empty(), "{what} was set");
+    }
+
+    // The counts are adopted too.
+    let mut kernel = place.open()?;
+    kernel.apply(&[remove(1)])?;
+    ensure!(seen(&kernel) == [false, false, true]);
     Ok(())
 }

@@ -10,8 +10,11 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use aya::maps::{Array, MapData};
-use dataplane_common::LAYOUT;
-use dataplane_tests::{Agent, Lab, report::LoadReport};
+use dataplane_common::{LAYOUT, Reason};
+use dataplane_tests::{
+    Agent, Lab,
+    report::{LoadReport, Report},
+};
 use serde_json::Value;
 
 use crate::{
@@ -31,6 +34,7 @@ scenarios! {
     cleanup_removes_what_the_agent_left,
     a_foreign_pin_stops_the_start_and_stays,
     a_damaged_pin_stops_the_start_and_nothing_else,
+    vips_of_one_prefix_come_and_go,
     a_missing_bpffs_is_mounted,
     on_exit_detach_removes_the_programs,
     changes_in_the_file_are_picked_up,
@@ -295,6 +299,65 @@ fn a_damaged_pin_stops_the_start_and_nothing_else() -> Result<()> {
     run(&cluster.agent, "cleanup")?.exits(0)?;
     cluster.agent.start()?;
     reaches(cluster.client(), TO, "connect --count 20", &["far", "near"]).map(drop)
+}
+
+/// Three services in one /24 come and go, in both families, with the agent killed in between: each is
+/// reached while it is there, and its address is left alone when it is not.
+fn vips_of_one_prefix_come_and_go() -> Result<()> {
+    const ALL: [u8; 3] = [1, 2, 200];
+    let service = |lab: &Lab, n: u8| {
+        Service::new(
+            &format!("s{n}"),
+            &[&format!("10.96.7.{n}"), &format!("fd00:96::7:{n}")],
+        )
+        .port("tcp", 80, TCP)
+        .endpoints(&[lab.pod("near")])
+    };
+    let mut cluster = Cluster::start(|lab| vec![service(lab, 1)])?;
+    for (there, killed) in [
+        (&[1][..], false),
+        (&[1, 2, 200], false),
+        (&[2], false),
+        (&[], true),
+        (&[1], true),
+        (&[], false),
+        (&[200, 1], false),
+        (&[200], true),
+    ] {
+        if killed {
+            cluster.agent.kill();
+        }
+        let services: Vec<Service> = there.iter().map(|n| service(&cluster.lab, *n)).collect();
+        cluster.manifests.write(&services)?;
+        if killed {
+            cluster.agent.start()?;
+        }
+        for n in ALL {
+            for to in [format!("10.96.7.{n}:80"), format!("[fd00:96::7:{n}]:80")] {
+                eventually(|| {
+                    if there.contains(&n) {
+                        reaches(cluster.client(), &to, "connect --count 3", &["near"]).map(drop)
+                    } else {
+                        let before = cluster.verdicts(Reason::NotService)?;
+                        let report: Report = cluster
+                            .client()
+                            .probe("connect")
+                            .args(["--to", &to, "--timeout-ms", "50"])
+                            .json()?;
+                        ensure!(report.answered == 0, "{to} is answered");
+                        ensure!(
+                            cluster.verdicts(Reason::NotService)? == before + 1,
+                            "{to} is not left alone"
+                        );
+                        Ok(())
+                    }
+                })
+                .with_context(|| format!("services {there:?}"))?;
+            }
+        }
+        run(&cluster.agent, "status")?.exits(0)?;
+    }
+    Ok(())
 }
 
 /// In a mount namespace of its own, in which /sys/fs/bpf is not mounted.

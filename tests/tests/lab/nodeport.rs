@@ -66,7 +66,8 @@ fn node_ports_are_on_primary_addresses_and_the_nodes_loopback() -> Result<()> {
             cluster.for_reason(Reason::NotService, 2, refused)?;
         }
     }
-    for address in ["127.0.0.1", "127.7.7.7", "[::1]"] {
+    // The unspecified address is loopback, for who connects to it.
+    for address in ["127.0.0.1", "127.7.7.7", "0.0.0.0", "[::1]", "[::]"] {
         served(node, address)?;
     }
     // A pod's own address is seen, not the node's, and the node's is not its loopback.
@@ -85,7 +86,7 @@ fn node_ports_are_on_primary_addresses_and_the_nodes_loopback() -> Result<()> {
 fn a_pods_loopback_is_its_own() -> Result<()> {
     let cluster = Cluster::start(|lab| vec![web(lab)])?;
     let client = cluster.client();
-    for address in ["127.0.0.1", "[::1]"] {
+    for address in ["127.0.0.1", "0.0.0.0", "[::1]", "[::]"] {
         refused(client, &format!("{address}:30080"), "connect --count 3")?;
         refused(client, &format!("{address}:30053"), "udp --count 3")?;
     }

@@ -3,7 +3,8 @@
 use std::fs;
 
 use anyhow::{Context as _, Result, ensure};
-use dataplane_common::LAYOUT;
+use aya::maps::{Array, Map, MapData};
+use dataplane_common::{LAYOUT, VIP_ELEMENTS};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -21,6 +22,7 @@ scenarios! {
     Dataplane:
     status_asks_the_kernel,
     status_knows_a_dead_agent_from_none,
+    a_filter_that_misses_vips_is_seen,
     a_hung_agent_is_named_and_holds_nobody_up,
 }
 
@@ -67,6 +69,32 @@ fn status_asks_the_kernel() -> Result<()> {
         &["near"],
     )
     .map(drop)
+}
+
+/// Somebody clears the filter in front of the frontends: they are not served, and `status` and
+/// `explain` say so. A restart mends it.
+fn a_filter_that_misses_vips_is_seen() -> Result<()> {
+    let mut cluster = Cluster::start(services)?;
+    let pin = cluster.agent.bpffs().join(format!("v{LAYOUT}/maps/VIPS"));
+    let mut vips = Array::<MapData, [u64; 2]>::try_from(Map::Array(MapData::from_pin(pin)?))?;
+    for index in 0..VIP_ELEMENTS {
+        vips.set(index, [0; 2], 0)?;
+    }
+    let to = "10.96.0.14:80";
+    run(&cluster.agent, "status")?.exits(1)?.says(&[
+        "NOT HEALTHY",
+        "filter VIPS",
+        "start the agent anew",
+    ])?;
+    let told = explain(&cluster.agent, "10.244.2.8", to)?;
+    ensure!(
+        told["verdict"] == "left-alone" && told["steps"].to_string().contains("filter is wrong"),
+        "{told:#}"
+    );
+    cluster.agent.kill();
+    cluster.agent.start()?;
+    run(&cluster.agent, "status")?.exits(0)?;
+    reaches(cluster.client(), to, "connect --count 5", &["near"]).map(drop)
 }
 
 fn status_knows_a_dead_agent_from_none() -> Result<()> {

@@ -1,9 +1,12 @@
 //! The decision that the programs would take, told step by step.
 
-use std::{cell::RefCell, net::SocketAddr};
+use std::{
+    cell::{Cell, RefCell},
+    net::SocketAddr,
+};
 
 use dataplane_common::{
-    Addr, Port, Protocol, Reason, decide,
+    Addr, Port, Protocol, Reason, VipPlace, VipWords, decide,
     tables::{AffinityKey, Block, Endpoint, Frontend, FrontendKey, Kind, Pool},
 };
 use serde::Serialize;
@@ -41,10 +44,16 @@ pub struct Choice {
 /// The tables, and what was looked up in them.
 struct Recorded<'a, T> {
     tables: &'a T,
+    filter: Cell<VipWords>,
     lookups: RefCell<Vec<(FrontendKey, Frontend)>>,
 }
 
 impl<T: decide::Tables> decide::Tables for Recorded<'_, T> {
+    fn vips(&self, index: u32) -> VipWords {
+        self.filter.set(self.tables.vips(index));
+        self.filter.get()
+    }
+
     fn frontend(&self, key: &FrontendKey) -> Frontend {
         let found = self.tables.frontend(key);
         self.lookups.borrow_mut().push((*key, found));
@@ -95,16 +104,28 @@ pub fn decide<T: decide::Tables + AffinityTable>(
     }];
     let recorded = Recorded {
         tables,
+        filter: Cell::new(VipWords::ALL),
         lookups: RefCell::default(),
     };
-    let addr = Addr::from(to.addr);
-    let frontend = decide::find_frontend(
-        &recorded,
-        addr,
-        Port::new(to.port),
-        to.protocol,
-        own_loopback,
-    );
+    let (addr, port) = (Addr::from(to.addr), Port::new(to.port));
+    let frontend = decide::find_frontend(&recorded, addr, port, to.protocol, own_loopback);
+    if !VipPlace::of(addr).is_set(recorded.filter.get()) {
+        steps.push(format!(
+            "no service and not this node has an address like {addr}, says the filter VIPS: \
+             nothing is looked up"
+        ));
+        let key = FrontendKey::new(addr, port, to.protocol);
+        for key in [key, FrontendKey::address(addr)] {
+            let missed = tables.frontend(&key);
+            if !missed.is_none() {
+                steps.push(format!(
+                    "the filter is wrong, {} (a bug: please report it); starting the agent anew \
+                     mends it",
+                    lookup(&key, missed)
+                ));
+            }
+        }
+    }
     let lookups = recorded.lookups.into_inner();
     steps.extend(lookups.iter().map(|(key, found)| lookup(key, *found)));
     let mut told = Explanation {
@@ -119,7 +140,7 @@ pub fn decide<T: decide::Tables + AffinityTable>(
         endpoints: Vec::new(),
     };
     if frontend.is_none() {
-        if addr.is_loopback() && !own_loopback {
+        if (addr.is_loopback() || addr.is_unspecified()) && !own_loopback {
             told.steps.push(
                 "a loopback address outside the node's network namespace is the client's own"
                     .to_owned(),
@@ -274,9 +295,22 @@ mod tests {
         pools: Vec<Pool>,
         endpoints: Vec<Endpoint>,
         affinity: HashMap<AffinityKey, (Endpoint, u64)>,
+        /// The filter lets nothing through.
+        blind: bool,
     }
 
     impl decide::Tables for Fake {
+        fn vips(&self, index: u32) -> VipWords {
+            let there = self
+                .frontends
+                .keys()
+                .any(|key| VipPlace::of(key.addr).index() == index);
+            if there && !self.blind {
+                VipWords::ALL
+            } else {
+                VipWords::default()
+            }
+        }
         fn frontend(&self, key: &FrontendKey) -> Frontend {
             self.frontends.get(key).copied().unwrap_or(Frontend::NONE)
         }
@@ -337,6 +371,7 @@ mod tests {
             ],
             endpoints: vec![endpoint(0), endpoint(5), endpoint(6)],
             affinity: HashMap::new(),
+            blind: false,
         }
     }
 
@@ -395,6 +430,34 @@ mod tests {
         assert_eq!((alone.verdict, alone.reason), ("left-alone", "not-service"));
         // UDP is another key.
         assert_eq!(told(&fake, Some(7), "10.96.0.1:80/udp").verdict, "refused");
+    }
+
+    #[test]
+    fn the_filter_is_believed_as_the_programs_believe_it() {
+        let mut fake = fake();
+        let told_of = |fake: &Fake| {
+            let told = told(fake, Some(7), "10.96.0.1:80");
+            (told.verdict, told.steps.join("\n"))
+        };
+        let (verdict, steps) = told_of(&fake);
+        assert_eq!(verdict, "translated");
+        assert!(!steps.contains("filter"), "{steps}");
+        fake.blind = true;
+        let (verdict, steps) = told_of(&fake);
+        assert_eq!(verdict, "left-alone");
+        assert!(
+            steps.contains("the filter is wrong, 10.96.0.1:80/tcp matches"),
+            "{steps}"
+        );
+        assert!(
+            steps.contains("the filter is wrong, the address 10.96.0.1 as such"),
+            "{steps}"
+        );
+        let alone = told(&fake, Some(7), "192.0.2.77:80").steps.join("\n");
+        assert!(
+            alone.contains("nothing is looked up") && !alone.contains("wrong"),
+            "{alone}"
+        );
     }
 
     #[test]

@@ -1,0 +1,251 @@
+//! The filter in front of `FRONTENDS`: most destinations are no service's, and most of those are
+//! told apart by one element of a table that is small enough to stay in the processor's cache.
+//!
+//! `FRONTENDS` is a large hash. To learn that an address is not in it takes two lookups, each of
+//! them another place in memory; a server that answers thousands of clients pays that for each of
+//! them. `VIPS` has a bit for every frontend's address instead. A bit that is clear means that no
+//! frontend has the address; one that is set, that some frontend may.
+//!
+//! Addresses are hashed by all but their last byte (an IPv4 /24, an IPv6 /120) to an element, and
+//! there to two bits, one in each word:
+//!
+//! * [`VipWords::prefixes`]: a cluster IP is in this prefix. Cluster IPs are many and lie close
+//!   together, where nothing else is: 100 000 in a /12 are in 4 096 prefixes, 6 % of the bits.
+//! * [`VipWords::addresses`]: this very address (its prefix and, modulo 64, its last byte) is one
+//!   of the node, of a load balancer, or an external IP. Those are few and lie among addresses that
+//!   are no service's: the node's own beside its pods' and the other nodes'.
+//!
+//! Node ports' keys have no address, and so no bit.
+
+use crate::{Addr, tables::Kind};
+
+/// How many elements `VIPS` has: a power of two.
+pub const VIP_ELEMENTS: u32 = 1024;
+
+/// An element of `VIPS`. Each word is set and cleared by atomic stores, while programs read it.
+#[repr(C, align(8))]
+#[cfg_attr(
+    feature = "user",
+    derive(
+        zerocopy::FromBytes,
+        zerocopy::IntoBytes,
+        zerocopy::Immutable,
+        zerocopy::KnownLayout
+    )
+)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct VipWords {
+    /// Prefixes that have cluster IPs.
+    pub prefixes: u64,
+    /// Addresses that other frontends have.
+    pub addresses: u64,
+}
+
+impl VipWords {
+    /// Every address may be a frontend's.
+    pub const ALL: Self = Self {
+        prefixes: u64::MAX,
+        addresses: u64::MAX,
+    };
+}
+
+/// Where an address is in `VIPS`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VipPlace {
+    index: u32,
+    prefix_bit: u32,
+    address_bit: u32,
+}
+
+impl VipPlace {
+    /// The place of an address.
+    #[inline(always)]
+    #[expect(clippy::cast_possible_truncation, reason = "ten bits and six")]
+    pub const fn of(addr: Addr) -> Self {
+        // 2^64 divided by the golden ratio: neighbours are spread evenly by the product's high bits
+        // (Knuth, The Art of Computer Programming, 6.4).
+        const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
+        // Numbers, not bytes in memory: the same on every architecture.
+        let (high, low) = addr.halves();
+        let mixed = (high.wrapping_mul(GOLDEN) ^ (low >> 8)).wrapping_mul(GOLDEN);
+        let prefix_bit = (mixed >> 48) as u32 & 63;
+        Self {
+            index: (mixed >> 54) as u32,
+            prefix_bit,
+            address_bit: prefix_bit.wrapping_add(low as u32) & 63,
+        }
+    }
+
+    /// Which element of `VIPS`.
+    #[inline(always)]
+    pub const fn index(self) -> u32 {
+        self.index
+    }
+
+    /// Whether a frontend may have the address, by its element.
+    #[inline(always)]
+    pub const fn is_set(self, words: VipWords) -> bool {
+        (words.prefixes >> self.prefix_bit | words.addresses >> self.address_bit) & 1 != 0
+    }
+
+    /// The bit that stands for a frontend of `kind` with this address: 0-63 in the element's first
+    /// word, 64-127 in its second.
+    pub const fn bit(self, kind: Kind) -> u32 {
+        match kind {
+            Kind::CLUSTER_IP | Kind::CLUSTER_ADDRESS => self.prefix_bit,
+            _ => 64 + self.address_bit,
+        }
+    }
+}
+
+const _: () = assert!(size_of::<VipWords>() == 16);
+const _: () = assert!(VIP_ELEMENTS == 1 << (64 - 54));
+
+#[cfg(test)]
+mod tests {
+    extern crate std;
+
+    use std::{
+        collections::{BTreeMap, BTreeSet},
+        vec::Vec,
+    };
+
+    use super::*;
+
+    fn v4(address: u32) -> Addr {
+        Addr::from_v4(address.to_be_bytes())
+    }
+
+    fn v6(address: u128) -> Addr {
+        Addr::from_v6(address.to_be_bytes())
+    }
+
+    fn place(address: &str) -> VipPlace {
+        VipPlace::of(Addr::from(address.parse::<std::net::IpAddr>().unwrap()))
+    }
+
+    /// The elements that frontends of these addresses leave.
+    fn filter(kind: Kind, addrs: impl IntoIterator<Item = Addr>) -> BTreeMap<u32, VipWords> {
+        let mut filter = BTreeMap::<u32, VipWords>::new();
+        for addr in addrs {
+            let place = VipPlace::of(addr);
+            let words = filter.entry(place.index()).or_default();
+            match place.bit(kind) {
+                bit @ 0..64 => words.prefixes |= 1 << bit,
+                bit => words.addresses |= 1 << (bit - 64),
+            }
+        }
+        filter
+    }
+
+    fn may_be(filter: &BTreeMap<u32, VipWords>, addr: Addr) -> bool {
+        let place = VipPlace::of(addr);
+        place.is_set(filter.get(&place.index()).copied().unwrap_or_default())
+    }
+
+    /// How many of a hundred addresses are taken for VIPs.
+    fn percent(filter: &BTreeMap<u32, VipWords>, addrs: impl IntoIterator<Item = Addr>) -> usize {
+        let all: Vec<Addr> = addrs.into_iter().collect();
+        all.iter().filter(|addr| may_be(filter, **addr)).count() * 100 / all.len()
+    }
+
+    const SERVICES_V4: u32 = u32::from_be_bytes([10, 96, 0, 0]);
+    const PODS_V4: u32 = u32::from_be_bytes([10, 244, 0, 0]);
+    const SERVICES_V6: u128 = 0xfd00_0010_0096_u128 << 80;
+    const PODS_V6: u128 = 0xfd00_0010_0244_u128 << 80;
+
+    /// Numbers of no pattern (xorshift64), the same in each run.
+    fn noise() -> impl Iterator<Item = u64> {
+        std::iter::successors(Some(0x1234_5678_9abc_def1_u64), |x| {
+            let x = x ^ x << 13;
+            let x = x ^ x >> 7;
+            Some(x ^ x << 17)
+        })
+    }
+
+    #[test]
+    fn every_frontend_passes() {
+        let addrs: Vec<Addr> = noise()
+            .take(2000)
+            .flat_map(|n| {
+                [
+                    v4(u32::try_from(n >> 32).unwrap()),
+                    v6(u128::from(n) << 64 | u128::from(n.rotate_left(9))),
+                ]
+            })
+            .collect();
+        for kind in [Kind::CLUSTER_IP, Kind::LOAD_BALANCER] {
+            let filter = filter(kind, addrs.iter().copied());
+            assert!(addrs.iter().all(|addr| may_be(&filter, *addr)), "{kind:?}");
+        }
+    }
+
+    /// What the module's documentation says of a /12 (and of IPv6's /108, as large) that is full of
+    /// cluster IPs.
+    #[test]
+    fn a_full_service_network_leaves_others_alone() {
+        let prefixes_v4: Vec<Addr> = (0..4096).map(|n| v4(SERVICES_V4 + n * 256)).collect();
+        let prefixes_v6: Vec<Addr> = (0..4096).map(|n| v6(SERVICES_V6 + n * 256)).collect();
+        for services in [&prefixes_v4, &prefixes_v6] {
+            let bits: BTreeSet<(u32, u32)> = services
+                .iter()
+                .map(|addr| VipPlace::of(*addr))
+                .map(|place| (place.index(), place.bit(Kind::CLUSTER_IP)))
+                .collect();
+            assert!(bits.len() > 4000, "{} bits for 4096 prefixes", bits.len());
+            let filter = filter(Kind::CLUSTER_IP, services.iter().copied());
+            let others = [
+                percent(&filter, (0..65_536).map(|n| v4(PODS_V4 + n))),
+                percent(&filter, (0..65_536).map(|n| v6(PODS_V6 + (n << 64) + 5))),
+                percent(&filter, (0..65_536).map(|n| v6(PODS_V6 + (n << 8) + 5))),
+                percent(
+                    &filter,
+                    noise()
+                        .take(65_536)
+                        .map(|n| v4(u32::try_from(n >> 32).unwrap())),
+                ),
+                percent(
+                    &filter,
+                    noise().take(65_536).map(|n| v6(u128::from(n) << 64 | 1)),
+                ),
+            ];
+            assert!(others.iter().all(|percent| *percent <= 8), "{others:?} %");
+        }
+    }
+
+    /// A node's own address does not make its neighbours suspicious, be they pods or nodes.
+    #[test]
+    fn a_node_address_is_alone_in_its_prefix() {
+        let node = v4(PODS_V4 + 1);
+        let filter = filter(Kind::NODE_ADDRESS, [node]);
+        let suspicious: Vec<u32> = (0..256)
+            .filter(|n| may_be(&filter, v4(PODS_V4 + n)))
+            .collect();
+        assert_eq!(suspicious, [1, 65, 129, 193]);
+    }
+
+    #[test]
+    fn a_prefix_has_one_bit_and_its_addresses_have_their_own() {
+        let all: Vec<VipPlace> = (0..256)
+            .map(|n| VipPlace::of(v4(SERVICES_V4 + n)))
+            .collect();
+        for place in &all {
+            assert_eq!(place.index(), all[0].index());
+            assert_eq!(place.bit(Kind::CLUSTER_IP), all[0].bit(Kind::CLUSTER_IP));
+        }
+        let addresses: BTreeSet<u32> = all.iter().map(|p| p.bit(Kind::EXTERNAL_IP)).collect();
+        assert_eq!(addresses, (64..128).collect());
+    }
+
+    /// The families share one code path, and what is pinned means the same on every architecture.
+    #[test]
+    fn places_are_fixed() {
+        assert_eq!(place("10.96.0.1"), place("::ffff:10.96.0.1"));
+        let places = ["10.96.0.1", "192.0.2.7", "fd00:10:96::1"].map(|address| {
+            let place = place(address);
+            (place.index(), place.prefix_bit, place.address_bit)
+        });
+        // Computed independently, in another language.
+        assert_eq!(places, [(127, 33, 34), (98, 11, 18), (175, 42, 43)]);
+    }
+}
