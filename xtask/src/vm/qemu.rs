@@ -2,15 +2,16 @@
 
 use std::{
     fs,
-    io::{BufRead, BufReader},
-    path::Path,
+    io::{self, BufRead, BufReader},
+    path::{Path, PathBuf},
     process::{Child, Command, Stdio},
-    sync::mpsc::{self, RecvTimeoutError},
+    sync::mpsc::{self, Receiver, RecvTimeoutError},
     thread,
     time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, bail};
+use nix::{sys::stat::Mode, unistd::mkfifo};
 
 use crate::{command::shown, progress::note};
 
@@ -118,6 +119,7 @@ pub fn run(
     line: &mut dyn FnMut(&str),
 ) -> Result<i32> {
     let console = directory.join("console");
+    let complaints = Complaints::pass_on(directory)?;
     let processors = thread::available_parallelism().map_or(1, |n| n.get().min(4));
     let mut qemu = command(accelerator, image, &console);
     qemu.arg("-initrd")
@@ -125,7 +127,11 @@ pub fn run(
         .args(["-smp", &processors.to_string()])
         // The second line is what the tests print, the third what they complain of.
         .args(["-serial", "stdio"])
-        .args(["-chardev", "file,id=complaints,path=/dev/stderr,append=on"])
+        .arg("-chardev")
+        .arg(format!(
+            "file,id=complaints,path={}",
+            complaints.path.display()
+        ))
         .args(["-serial", "chardev:complaints"])
         .stdin(Stdio::null())
         .stdout(Stdio::piped());
@@ -135,6 +141,7 @@ pub fn run(
     let ended = listen(&mut child, marker, LIMITS, line);
     // It powers off by itself after the marker; there is nothing to wait for.
     end(&mut child);
+    complaints.wait();
     let said = fs::read(&console).unwrap_or_default();
     let said = String::from_utf8_lossy(&said);
     match ended {
@@ -149,6 +156,38 @@ pub fn run(
             anstream::eprintln!("\nThe guest's console:\n{said}");
             bail!("{error}; its console is above");
         }
+    }
+}
+
+/// What the tests complain of, passed on to our own stderr as it comes.
+///
+/// By a pipe with a name: qemu would have to open our stderr anew, by its path, which may be
+/// somebody else's file.
+struct Complaints {
+    path: PathBuf,
+    done: Receiver<()>,
+}
+
+impl Complaints {
+    fn pass_on(directory: &Path) -> Result<Self> {
+        let path = directory.join("complaints");
+        let _ = fs::remove_file(&path);
+        mkfifo(&path, Mode::S_IRWXU).with_context(|| format!("cannot make {}", path.display()))?;
+        let (sender, done) = mpsc::channel();
+        let pipe = path.clone();
+        thread::spawn(move || {
+            // Waits until qemu opens it too.
+            if let Ok(mut pipe) = fs::File::open(pipe) {
+                let _ = io::copy(&mut pipe, &mut io::stderr());
+            }
+            let _ = sender.send(());
+        });
+        Ok(Self { path, done })
+    }
+
+    /// Waits for the last ones, when qemu has ended; in vain, if it never began.
+    fn wait(&self) {
+        let _ = self.done.recv_timeout(Duration::from_secs(1));
     }
 }
 
