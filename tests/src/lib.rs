@@ -21,6 +21,8 @@
 //! The scenarios of `tests/tests`, `cargo xtask run`'s practice node and the benchmarks use it.
 
 mod agent;
+#[cfg(feature = "api")]
+pub mod api;
 mod builder;
 mod command;
 mod error;

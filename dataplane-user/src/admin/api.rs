@@ -65,13 +65,14 @@ pub struct AgentStatus {
 /// Where the services come from.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Source {
-    /// Which kind: `manifests`.
+    /// Which kind: `manifests` or `kubernetes`.
     pub kind: String,
-    /// Files and directories.
+    /// Files and directories, or the API server.
     pub paths: Vec<String>,
-    /// When they were last read without an error.
+    /// When they were last read without an error, or the API server was last heard; 0: never.
     pub read: u64,
-    /// Why they could not be read since: what was read before is still served.
+    /// Why they could not be read since: what was read before is still served. `at` is when that
+    /// began.
     pub error: Option<Failure>,
 }
 

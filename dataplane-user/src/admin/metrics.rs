@@ -14,9 +14,12 @@ use prometheus_client::{
 
 use super::{
     counters::{self, PortKey},
-    state::{self, State},
+    state::{self, Source, State},
 };
-use crate::kernel;
+use crate::{
+    kernel,
+    source::kubernetes::{Kind, KindHealth},
+};
 
 /// What `GET /metrics` shows.
 pub fn registry(state: &Arc<State>) -> Registry {
@@ -32,9 +35,9 @@ pub fn registry(state: &Arc<State>) -> Registry {
         state.sync_errors.clone(),
     );
     registry.register(
-        "dataplane_source_errors",
-        "Times that the source could not be read; what was read before is still served",
-        state.source_errors.clone(),
+        "dataplane_change_duration_seconds",
+        "How long it took from the arrival of a change of the Kubernetes API to the kernel's tables",
+        state.change_duration.clone(),
     );
     registry.register_collector(Box::new(Scrape(Arc::clone(state))));
     registry
@@ -48,6 +51,7 @@ impl Collector for Scrape {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let state = &*self.0;
         agent(state, &mut encoder)?;
+        source(state, &mut encoder)?;
         services(state, &mut encoder)?;
         in_kernel(state, &mut encoder)
     }
@@ -107,6 +111,74 @@ fn agent(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
             ("layout", dataplane_common::LAYOUT.to_string()),
         ])?
         .encode_gauge(&1i64)
+}
+
+/// A figure of a kind.
+type OfKind = fn(&KindHealth) -> u64;
+
+/// How reading the source goes.
+fn source(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+    encoder
+        .encode_descriptor(
+            "dataplane_source_errors",
+            "Times that the source could not be read; what was read before is still served",
+            None,
+            MetricType::Counter,
+        )?
+        .encode_counter::<[(&str, &str); 0], u64, f64>(&state.source_errors(), None)?;
+    let Source::Kubernetes { health, .. } = &state.source else {
+        return Ok(());
+    };
+    encoder
+        .encode_descriptor(
+            "dataplane_source_heard_timestamp_seconds",
+            "When the API server last sent word, if only that nothing changed, of the kind that it \
+             has been silent on the longest; 0: not everything was read yet",
+            None,
+            MetricType::Gauge,
+        )?
+        .encode_gauge(&signed(health.heard()))?;
+    encoder
+        .encode_descriptor(
+            "dataplane_source_watching",
+            "1 if every kind is being watched, 0 if not",
+            None,
+            MetricType::Gauge,
+        )?
+        .encode_gauge(&i64::from(health.is_watching()))?;
+    let columns: [(&str, &str, OfKind); 4] = [
+        (
+            "dataplane_source_lists",
+            "Times that all objects of a kind were read",
+            KindHealth::lists,
+        ),
+        (
+            "dataplane_source_watches",
+            "Watches that were begun",
+            KindHealth::watches,
+        ),
+        (
+            "dataplane_source_events",
+            "Changes that watches told of",
+            KindHealth::events,
+        ),
+        (
+            "dataplane_source_failures",
+            "Lists and watches that did not work",
+            KindHealth::failures,
+        ),
+    ];
+    for (name, help, value) in columns {
+        let mut metric = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
+        for kind in Kind::ALL {
+            count(
+                &mut metric,
+                &[("resource", kind.resource())],
+                value(health.of(kind)),
+            )?;
+        }
+    }
+    Ok(())
 }
 
 fn services(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {

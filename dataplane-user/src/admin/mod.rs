@@ -12,4 +12,4 @@ mod state;
 mod view;
 
 pub use server::{Error as ListenError, Listeners, Settings, serve, who_answers};
-pub use state::{State, lock, now};
+pub use state::{Source, State, lock, now};

@@ -6,7 +6,7 @@ use dataplane_common::Reason;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    api::{AgentStatus, Version},
+    api::{AgentStatus, Source, Version},
     client,
 };
 use crate::{kernel, plan};
@@ -246,7 +246,11 @@ fn judge(agent: &AgentStatus, findings: &mut Vec<Finding>) {
             "the agent is starting: nothing was written yet".to_owned(),
         );
     }
-    if let Some(failure) = &agent.source.error {
+    if agent.source.kind == "kubernetes" {
+        if let Some((severity, text)) = kubernetes(&agent.source, super::now()) {
+            add(severity, text);
+        }
+    } else if let Some(failure) = &agent.source.error {
         add(
             Severity::Error,
             format!(
@@ -274,10 +278,53 @@ fn judge(agent: &AgentStatus, findings: &mut Vec<Finding>) {
     }
 }
 
+/// A connection that breaks is made anew in a moment, and an API server is away for a minute when it
+/// is upgraded.
+const AWAY: u64 = 60;
+/// The server sends word every minute or so; five minutes is the longest that a watch may last.
+const STALE: u64 = 360;
+
+/// What is wrong with reading the API.
+fn kubernetes(source: &Source, now: u64) -> Option<(Severity, String)> {
+    let age = |at: u64| now.saturating_sub(at);
+    match (&source.error, source.read) {
+        (Some(failure), 0) => Some((
+            Severity::Error,
+            format!(
+                "not everything was read from the Kubernetes API yet, so what an earlier agent \
+                 left is what is served: {}",
+                failure.text
+            ),
+        )),
+        (Some(failure), read) => Some((
+            if age(failure.at) > AWAY {
+                Severity::Error
+            } else {
+                Severity::Warning
+            },
+            format!(
+                "the Kubernetes API cannot be read for {} s; what was read {} s ago is still \
+                 served, later changes are not: {}",
+                age(failure.at),
+                age(read),
+                failure.text
+            ),
+        )),
+        (None, read) if read > 0 && age(read) > STALE => Some((
+            Severity::Error,
+            format!(
+                "the Kubernetes API has been silent for {} s: later changes are not served",
+                age(read)
+            ),
+        )),
+        (None, _) => None,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::admin::api::{Conflict, Failure, Source};
+    use crate::admin::api::{Conflict, Failure};
 
     fn agent() -> AgentStatus {
         AgentStatus {
@@ -336,6 +383,33 @@ mod tests {
         assert!(found[0].1.contains("it broke"));
         assert_eq!(found[2].0, Severity::Warning);
         assert!(found[2].1.contains("a/b serves it, c/d not"));
+    }
+
+    #[test]
+    fn an_api_that_is_away_is_a_warning_first() {
+        let mut source = Source {
+            kind: "kubernetes".to_owned(),
+            paths: Vec::new(),
+            read: 1_000,
+            error: None,
+        };
+        assert_eq!(kubernetes(&source, 1_070), None);
+        assert_eq!(kubernetes(&source, 1_400).unwrap().0, Severity::Error);
+        source.error = Some(Failure {
+            at: 1_010,
+            text: "it is away".to_owned(),
+        });
+        let (severity, text) = kubernetes(&source, 1_020).unwrap();
+        assert_eq!(severity, Severity::Warning);
+        assert!(
+            text.contains("for 10 s") && text.contains("read 20 s ago") && text.contains("it is"),
+            "{text}"
+        );
+        assert_eq!(kubernetes(&source, 1_100).unwrap().0, Severity::Error);
+        source.read = 0;
+        let (severity, text) = kubernetes(&source, 1_020).unwrap();
+        assert_eq!(severity, Severity::Error);
+        assert!(text.contains("an earlier agent"), "{text}");
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::{
     ops::Bound,
     sync::{
-        Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
     time::{Duration, SystemTime, UNIX_EPOCH},
@@ -23,6 +23,7 @@ use crate::{
     kernel,
     model::{Problem, ServiceName, Snapshot},
     plan::{Plan, Planner, Write},
+    source::kubernetes::{Health, Kind},
 };
 
 /// Pools looked at while the planner is locked: it must not wait for long.
@@ -41,12 +42,16 @@ pub struct State {
     pub sync_duration: Histogram,
     /// Syncs that did not work.
     pub sync_errors: Counter,
-    /// Times that the source could not be read.
-    pub source_errors: Counter,
     /// Whether what is to be written is written.
     pub pulse: Pulse,
     /// Whoever shows what is served may look again.
     pub synced_again: Notify,
+    /// How long it takes from the arrival of a change to the tables, in seconds.
+    pub change_duration: Histogram,
+    /// Where the services come from.
+    pub source: Source,
+    /// Times that the manifests could not be read.
+    manifest_errors: Counter,
     ready: AtomicBool,
     started: u64,
     known: Mutex<Known>,
@@ -58,10 +63,27 @@ pub struct State {
     growing: Mutex<()>,
 }
 
+/// Where the services come from.
+#[derive(Debug)]
+pub enum Source {
+    /// Files and directories.
+    Manifests(Vec<String>),
+    /// The Kubernetes API.
+    Kubernetes {
+        /// Its server, for a person.
+        server: String,
+        /// How reading it goes.
+        health: Arc<Health>,
+    },
+}
+
 #[derive(Debug)]
 struct Known {
     snapshot: Snapshot,
-    source: api::Source,
+    /// When the manifests were last read without an error.
+    read: u64,
+    /// Why they could not be read since.
+    source_error: Option<api::Failure>,
     /// One more than the highest pool that the plan uses.
     pools: u32,
     last_sync: Option<api::Sync>,
@@ -95,7 +117,7 @@ impl State {
         limits: kernel::Limits,
         planner: Planner,
         snapshot: Snapshot,
-        source_paths: Vec<String>,
+        source: Source,
     ) -> Self {
         // From what one endpoint costs among few services to a full load of very many.
         let buckets = [
@@ -107,19 +129,17 @@ impl State {
             planner: Mutex::new(planner),
             sync_duration: Histogram::new(buckets),
             sync_errors: Counter::default(),
-            source_errors: Counter::default(),
             pulse: Pulse::default(),
             synced_again: Notify::new(),
+            change_duration: Histogram::new(buckets),
+            source,
+            manifest_errors: Counter::default(),
             ready: AtomicBool::new(false),
             started: now(),
             known: Mutex::new(Known {
                 snapshot,
-                source: api::Source {
-                    kind: "manifests".to_owned(),
-                    paths: source_paths,
-                    read: now(),
-                    error: None,
-                },
+                read: now(),
+                source_error: None,
                 pools: 0,
                 last_sync: None,
                 syncs: 0,
@@ -209,14 +229,42 @@ impl State {
     /// The source was read.
     pub fn source_read(&self) {
         let mut known = lock(&self.known);
-        known.source.read = now();
-        known.source.error = None;
+        known.read = now();
+        known.source_error = None;
     }
 
     /// The source could not be read.
     pub fn source_failed(&self, text: String) {
-        self.source_errors.inc();
-        lock(&self.known).source.error = Some(api::Failure { at: now(), text });
+        self.manifest_errors.inc();
+        lock(&self.known).source_error = Some(api::Failure { at: now(), text });
+    }
+
+    /// Times that the source could not be read.
+    pub fn source_errors(&self) -> u64 {
+        match &self.source {
+            Source::Manifests(_) => self.manifest_errors.get(),
+            Source::Kubernetes { health, .. } => Kind::ALL
+                .iter()
+                .map(|&kind| health.of(kind).failures())
+                .sum(),
+        }
+    }
+
+    fn source(&self, known: &Known) -> api::Source {
+        match &self.source {
+            Source::Manifests(paths) => api::Source {
+                kind: "manifests".to_owned(),
+                paths: paths.clone(),
+                read: known.read,
+                error: known.source_error.clone(),
+            },
+            Source::Kubernetes { server, health } => api::Source {
+                kind: "kubernetes".to_owned(),
+                paths: vec![server.clone()],
+                read: health.heard(),
+                error: health.failure().map(|(at, text)| api::Failure { at, text }),
+            },
+        }
     }
 
     /// What is served.
@@ -264,7 +312,7 @@ impl State {
             ready: self.is_ready(),
             node: node.name.to_string(),
             node_addresses: node.addresses.iter().map(ToString::to_string).collect(),
-            source: known.source.clone(),
+            source: self.source(&known),
             services: known.snapshot.services.len() as u64,
             endpoints: endpoints(&known.snapshot),
             last_sync: known.last_sync.clone(),

@@ -52,18 +52,20 @@ pub fn of_interfaces() -> io::Result<Vec<Address>> {
 }
 
 /// The addresses on which node ports are answered, sorted: those in `wanted`, or if that is empty
-/// the node's primary ones, which are what kube-proxy's nftables mode answers on.
+/// the node's primary ones, which are what kube-proxy's nftables mode answers on: in each family
+/// the one that its Node object has (`told`), if the node has that too.
 ///
 /// # Errors
 ///
 /// If the kernel does not tell.
-pub fn for_node_ports(wanted: &[IpNet]) -> io::Result<Vec<IpAddr>> {
+pub fn for_node_ports(wanted: &[IpNet], told: &[IpAddr]) -> io::Result<Vec<IpAddr>> {
     let all = of_interfaces()?;
     let chosen: BTreeSet<IpAddr> = if wanted.is_empty() {
         // "thread-self": the namespace of whoever asks, not of the process's first thread.
         let v4 = fs::read_to_string("/proc/thread-self/net/route").unwrap_or_default();
         let v6 = fs::read_to_string("/proc/thread-self/net/ipv6_route").unwrap_or_default();
-        primary(&all, default_interface_v4(&v4), default_interface_v6(&v6))
+        let interfaces = [default_interface_v4(&v4), default_interface_v6(&v6)];
+        primary(&all, told, interfaces)
     } else {
         all.iter()
             .map(|a| a.addr)
@@ -73,11 +75,17 @@ pub fn for_node_ports(wanted: &[IpNet]) -> io::Result<Vec<IpAddr>> {
     Ok(chosen.into_iter().collect())
 }
 
-/// The first address, in each family, of the interface that has the default route. In a family
-/// without one: every address that is not the loopback interface's.
-fn primary(all: &[Address], v4: Option<&str>, v6: Option<&str>) -> BTreeSet<IpAddr> {
+/// In each family: the address that we are told, if it is here. Otherwise the first address of the
+/// interface that has the default route (v4, v6). Without one: every address that is not the
+/// loopback interface's.
+fn primary(all: &[Address], told: &[IpAddr], default: [Option<&str>; 2]) -> BTreeSet<IpAddr> {
     let mut chosen = BTreeSet::new();
-    for (is_v4, interface) in [(true, v4), (false, v6)] {
+    for (is_v4, interface) in [(true, default[0]), (false, default[1])] {
+        let here = |told: &&IpAddr| all.iter().any(|a| a.addr == **told);
+        if let Some(told) = told.iter().filter(|t| t.is_ipv4() == is_v4).find(here) {
+            chosen.insert(*told);
+            continue;
+        }
         let mut family = all
             .iter()
             .filter(|a| a.addr.is_ipv4() == is_v4 && !a.on_loopback);
@@ -177,13 +185,20 @@ eth0\t000200C0\t00000000\t0001\t0\t0\t100\t00FFFFFF\t0\t0\t0
             set.iter().map(ToString::to_string).collect()
         };
         assert_eq!(
-            ips(primary(&all, Some("eth0"), Some("eth1"))),
+            ips(primary(&all, &[], [Some("eth0"), Some("eth1")])),
             ["192.0.2.1", "2001:db8::1"]
         );
         // Without a default route there is nothing to prefer.
         assert_eq!(
-            ips(primary(&all, None, Some("eth1"))),
+            ips(primary(&all, &[], [None, Some("eth1")])),
             ["10.244.1.1", "192.0.2.1", "192.0.2.7", "2001:db8::1"]
+        );
+        // The cluster knows better, unless it has an address that is not this machine's: that of a
+        // NAT before it, say.
+        let told = ["192.0.2.7", "2001:db8::99"].map(|a| a.parse().unwrap());
+        assert_eq!(
+            ips(primary(&all, &told, [Some("eth0"), Some("eth1")])),
+            ["192.0.2.7", "2001:db8::1"]
         );
     }
 }

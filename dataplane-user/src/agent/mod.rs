@@ -4,25 +4,29 @@
 //! changed files, and whoever asks the endpoints), so that neither holds up the other.
 
 pub mod addresses;
+mod input;
 mod sync;
 mod waiter;
 
 use std::{
     io,
+    net::IpAddr,
     path::PathBuf,
     sync::{Arc, mpsc},
 };
 
 use ipnet::IpNet;
-use tracing::{info, warn};
+use tracing::info;
 
 use crate::{
     admin::{self, Listeners, State},
     kernel::{self, Kernel},
-    model::Node,
+    model::{Node, Snapshot},
     plan::{AdoptError, Planner},
-    source::manifests::{self, Watcher},
+    source::{kubernetes::ConnectError, manifests, objects::NodeFacts},
 };
+pub use input::Source;
+use input::{Opened, Shown};
 use sync::Sync;
 use waiter::Ready;
 
@@ -33,8 +37,8 @@ pub struct Settings {
     pub paths: kernel::Paths,
     /// How far the tables may grow.
     pub limits: kernel::Limits,
-    /// Files and directories with services.
-    pub manifests: Vec<PathBuf>,
+    /// Where the services come from.
+    pub source: Source,
     /// This node.
     pub node: NodeSettings,
     /// Where to listen.
@@ -61,6 +65,19 @@ impl NodeSettings {
     ///
     /// If the kernel does not tell its name or its addresses.
     pub fn node(&self) -> io::Result<Node> {
+        self.primary(&[])
+    }
+
+    /// This node with what its Node object says of it.
+    ///
+    /// # Errors
+    ///
+    /// If the kernel does not tell its name or its addresses.
+    pub fn node_with(&self, facts: &NodeFacts) -> io::Result<Node> {
+        Ok(facts.applied_to(&self.primary(&facts.addresses)?))
+    }
+
+    fn primary(&self, told: &[IpAddr]) -> io::Result<Node> {
         let name = if self.name.is_empty() {
             // As the kubelet does it: host names are not case sensitive, node names are.
             nix::unistd::gethostname()?.to_string_lossy().to_lowercase()
@@ -69,7 +86,7 @@ impl NodeSettings {
         };
         Ok(Node {
             name: name.into(),
-            addresses: addresses::for_node_ports(&self.nodeport_addresses)?,
+            addresses: addresses::for_node_ports(&self.nodeport_addresses, told)?,
             zone: self.zone.as_str().into(),
             leaving: false,
         })
@@ -112,6 +129,12 @@ pub enum Error {
         /// What is wrong with them.
         error: AdoptError,
     },
+    /// Nothing says how to reach the API.
+    #[error("{0}")]
+    Connect(#[from] ConnectError),
+    /// The API cannot be read, whether it answers or not.
+    #[error("cannot start the thread that reads the Kubernetes API: {0}")]
+    Kubernetes(#[source] io::Error),
     /// The other thread ended.
     #[error("the agent's endpoints or signals failed: {0}")]
     Waiter(#[source] io::Error),
@@ -135,6 +158,8 @@ enum Event {
     Stop(&'static str),
     /// The manifests changed, or SIGHUP.
     Reload(&'static str),
+    /// There is a new view of the API.
+    Changed,
     /// The other thread cannot go on.
     Failed(io::Error),
 }
@@ -146,22 +171,8 @@ enum Event {
 ///
 /// If it cannot start, or cannot go on. What it had written before goes on being served.
 pub fn run(settings: Settings) -> Result<(), Error> {
-    // Before the files are read, so that no change is missed in between.
-    let watcher = Watcher::new(&settings.manifests)?;
     let node = settings.node.node().map_err(Error::Node)?;
-    let loaded = manifests::load(&settings.manifests, &node)?;
-    info!(
-        services = loaded.snapshot.services.len(),
-        files = loaded.files,
-        node = &*node.name,
-        "read the manifests"
-    );
-    if let Some(line) = loaded.ignored_line() {
-        info!("{line}");
-    }
-    for problem in &*loaded.snapshot.problems {
-        warn!("{}: {}", problem.place, problem.text);
-    }
+    let opened = Opened::new(&settings.source, &node)?;
     // Asked before the ports, which the other agent has too: who runs is the better answer.
     if let Some(pid) = kernel::writer(&settings.paths.bpffs) {
         return Err(Error::Kernel(kernel::Error::Busy {
@@ -180,23 +191,37 @@ pub fn run(settings: Settings) -> Result<(), Error> {
         );
     }
     let planner = adopt(&mut kernel, &settings.paths)?;
+    let shown = Shown::new(&settings.source);
+    let empty = || Snapshot {
+        node: Arc::new(node.clone()),
+        ..Snapshot::default()
+    };
     let state = Arc::new(State::new(
         settings.paths.clone(),
         settings.limits,
         planner,
-        loaded.snapshot.clone(),
-        settings
-            .manifests
-            .iter()
-            .map(|path| path.display().to_string())
-            .collect(),
+        opened.snapshot.clone().unwrap_or_else(empty),
+        shown.source(),
     ));
     let (events, happened) = mpsc::channel();
     let waiter = ready
-        .start(listeners, Arc::clone(&state), watcher, events)
+        .start(
+            listeners,
+            Arc::clone(&state),
+            opened.watcher,
+            events.clone(),
+        )
         .map_err(Error::Waiter)?;
+    let input = shown.start(&node, events).map_err(Error::Kubernetes)?;
     let on_exit = settings.on_exit;
-    let mut sync = Sync::new(kernel, Arc::clone(&state), settings, loaded.snapshot);
+    let mut sync = Sync::new(
+        kernel,
+        Arc::clone(&state),
+        settings,
+        input,
+        opened.snapshot,
+        empty(),
+    );
     let result = sync.run(&happened);
     state.not_ready();
     waiter.stop();

@@ -10,13 +10,12 @@ use std::{
 
 use tracing::{debug, error, info, warn};
 
-use super::{Error, Event, Settings, adopt};
+use super::{Error, Event, Settings, adopt, input::Input};
 use crate::{
     admin::{State, lock},
     kernel::{self, Kernel},
     model::{Node, Snapshot},
     plan::Plan,
-    source::manifests,
 };
 
 /// How often to look whether the node's addresses changed.
@@ -29,20 +28,42 @@ pub struct Sync {
     kernel: Kernel,
     state: Arc<State>,
     settings: Settings,
+    input: Input,
     /// What should be served.
     wanted: Snapshot,
-    /// If the last sync did not work: how long to wait before the next.
-    retry: Option<Duration>,
+    /// Whether that is known. Until then the tables stay as they are.
+    known: bool,
+    /// Whether the tables were ever in line with it.
+    settled: bool,
+    /// If the last sync did not work: when to try again, and how long that was to wait for.
+    retry: Option<(Instant, Duration)>,
+    /// When to look at the node's addresses.
+    look: Instant,
+    /// When freed memory was last given back.
+    tidied: Instant,
 }
 
 impl Sync {
-    pub fn new(kernel: Kernel, state: Arc<State>, settings: Settings, wanted: Snapshot) -> Self {
+    pub fn new(
+        kernel: Kernel,
+        state: Arc<State>,
+        settings: Settings,
+        input: Input,
+        wanted: Option<Snapshot>,
+        empty: Snapshot,
+    ) -> Self {
+        let now = Instant::now();
         Self {
             kernel,
             state,
             settings,
-            wanted,
+            input,
+            known: wanted.is_some(),
+            wanted: wanted.unwrap_or(empty),
+            settled: false,
             retry: None,
+            look: now + LOOK,
+            tidied: now,
         }
     }
 
@@ -53,42 +74,26 @@ impl Sync {
     /// Until told to end.
     pub fn run(&mut self, happened: &Receiver<Event>) -> Result<(), Error> {
         self.state.pulse.busy();
-        self.sync()?;
-        kernel::give_back_freed_memory();
-        if self.retry.is_none() {
-            for item in self.kernel.retire_other_layouts()? {
-                info!(
-                    "of another version: removed {} ({})",
-                    item.path.display(),
-                    item.what
-                );
-            }
+        if self.known {
+            self.sync(None)?;
         }
         loop {
             self.kernel.pass_on_log();
             if self.retry.is_none() {
                 self.state.pulse.idle();
             }
-            let event = happened.recv_timeout(self.retry.unwrap_or(LOOK));
+            let next = self.retry.map_or(self.look, |(at, _)| at.min(self.look));
+            let event = happened.recv_timeout(next.saturating_duration_since(Instant::now()));
             self.state.pulse.busy();
             match event {
                 Ok(Event::Stop(signal)) => {
                     info!("{signal}: ending");
                     return Ok(());
                 }
-                Ok(Event::Reload(why)) => {
-                    debug!("{why}: reading the manifests");
-                    if self.read() {
-                        self.sync()?;
-                    }
-                    kernel::give_back_freed_memory();
-                }
+                Ok(Event::Reload(why)) => self.reload(why)?,
+                Ok(Event::Changed) => self.take()?,
                 Ok(Event::Failed(error)) => return Err(Error::Waiter(error)),
-                Err(RecvTimeoutError::Timeout) => {
-                    if self.look() || self.retry.is_some() {
-                        self.sync()?;
-                    }
-                }
+                Err(RecvTimeoutError::Timeout) => self.pass_time()?,
                 Err(RecvTimeoutError::Disconnected) => {
                     return Err(Error::Waiter(std::io::Error::other("its thread is gone")));
                 }
@@ -96,37 +101,59 @@ impl Sync {
         }
     }
 
-    /// Reads the manifests; whether that worked.
-    fn read(&mut self) -> bool {
+    /// Reads the manifests again.
+    fn reload(&mut self, why: &str) -> Result<(), Error> {
+        debug!("{why}: reading the manifests");
         self.look();
-        let node = Node {
+        let own = Node {
             zone: self.settings.node.zone.as_str().into(),
             leaving: false,
             ..(*self.wanted.node).clone()
         };
-        match manifests::load_reusing(&self.wanted, &self.settings.manifests, &node) {
-            Ok(loaded) => {
-                for problem in &*loaded.snapshot.problems {
-                    warn!("{}: {}", problem.place, problem.text);
-                }
-                self.wanted = loaded.snapshot;
-                self.state.source_read();
-                true
-            }
-            Err(errors) => {
-                for fault in &errors.faults {
-                    error!("{fault}");
-                }
-                error!("the manifests have errors: serving what was read before");
-                self.state.source_failed(errors.to_string());
-                false
-            }
+        if self.input.read(&mut self.wanted, &own, &self.state) {
+            self.sync(None)?;
         }
+        self.tidy();
+        Ok(())
+    }
+
+    /// Takes what the API has become.
+    fn take(&mut self) -> Result<(), Error> {
+        let Some(view) = self.input.take(&mut self.wanted, &self.settings.node) else {
+            return Ok(());
+        };
+        self.known = true;
+        // What could not be written a moment ago is not tried again at each change.
+        if self.retry.is_none() {
+            self.sync(view.since.map(Into::into))?;
+        }
+        // After a list. What changes come to is little, but not for ever.
+        if view.since.is_none() || self.tidied.elapsed() > LOOK {
+            drop(view);
+            self.tidy();
+        }
+        Ok(())
+    }
+
+    /// Does what is due.
+    fn pass_time(&mut self) -> Result<(), Error> {
+        let now = Instant::now();
+        let again = self.retry.is_some_and(|(at, _)| at <= now);
+        let moved = self.look <= now && self.look();
+        if self.known && (again || moved) {
+            self.sync(None)?;
+        }
+        Ok(())
     }
 
     /// Looks at the node's addresses; whether they changed.
     fn look(&mut self) -> bool {
-        match self.settings.node.node() {
+        self.look = Instant::now() + LOOK;
+        let node = match self.input.facts() {
+            Some(facts) => self.settings.node.node_with(facts),
+            None => self.settings.node.node(),
+        };
+        match node {
             Ok(node) if node.addresses == self.wanted.node.addresses => false,
             Ok(node) => {
                 info!(addresses = ?node.addresses, "the node's addresses changed");
@@ -143,9 +170,31 @@ impl Sync {
         }
     }
 
+    /// Reading takes memory that is not needed any more.
+    fn tidy(&mut self) {
+        kernel::give_back_freed_memory();
+        self.tidied = Instant::now();
+    }
+
+    /// The tables are in line with the source for the first time: what was in their place before
+    /// can go.
+    fn settle(&mut self) -> Result<(), Error> {
+        self.settled = true;
+        for item in self.kernel.retire_other_layouts()? {
+            info!(
+                "of another version: removed {} ({})",
+                item.path.display(),
+                item.what
+            );
+        }
+        self.tidy();
+        Ok(())
+    }
+
     /// Writes what changed. What does not work is tried again later, and only that the tables
-    /// cannot be understood any more is an error.
-    fn sync(&mut self) -> Result<(), Error> {
+    /// cannot be understood any more is an error. `since`: when the oldest of the changes arrived,
+    /// if that is known.
+    fn sync(&mut self, since: Option<Instant>) -> Result<(), Error> {
         let start = Instant::now();
         let plan = self.state.plan(&self.wanted);
         let thinking = start.elapsed();
@@ -153,31 +202,55 @@ impl Sync {
         let result = self.write(&plan);
         self.state.written();
         let writing = start.elapsed();
+        if let (Ok(()), Some(since)) = (&result, since) {
+            self.state
+                .change_duration
+                .observe(since.elapsed().as_secs_f64());
+        }
         match result.and_then(|()| self.grace()) {
             Ok(()) => {
                 let changes = plan.writes.len();
                 self.state
                     .synced(&self.wanted, plan.demand.pools, changes, thinking, writing);
                 self.retry = None;
-                info!(
-                    services = self.wanted.services.len(),
-                    writes = changes,
-                    planned = ?thinking,
-                    written = ?writing,
-                    "in line with the source"
-                );
+                self.tell(changes, thinking, writing, since.is_some());
+                if !self.settled {
+                    self.settle()?;
+                }
                 Ok(())
             }
             Err(why) => {
-                let next = self.retry.map_or(RETRY, |last| (last * 2).min(LOOK));
+                let next = self.retry.map_or(RETRY, |(_, last)| (last * 2).min(LOOK));
                 error!("{why}; trying again in {next:?}");
                 self.state.sync_failed(why.to_string());
-                self.retry = Some(next);
+                self.retry = Some((Instant::now() + next, next));
                 // The plan was written in part, or not at all: only the kernel knows.
                 let planner = adopt(&mut self.kernel, &self.settings.paths)?;
                 *lock(&self.state.planner) = planner;
                 Ok(())
             }
+        }
+    }
+
+    /// Logs a sync. Changes of the API come by the hundred in a second.
+    fn tell(&self, writes: usize, planned: Duration, written: Duration, is_change: bool) {
+        let services = self.wanted.services.len();
+        if is_change {
+            debug!(
+                services,
+                writes,
+                ?planned,
+                ?written,
+                "in line with the source"
+            );
+        } else {
+            info!(
+                services,
+                writes,
+                ?planned,
+                ?written,
+                "in line with the source"
+            );
         }
     }
 

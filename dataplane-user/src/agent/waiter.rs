@@ -50,7 +50,7 @@ impl Ready {
         self,
         listeners: Listeners,
         state: Arc<State>,
-        watcher: Watcher,
+        watcher: Option<Watcher>,
         events: Sender<Event>,
     ) -> io::Result<Waiter> {
         let Self { runtime, signals } = self;
@@ -118,7 +118,10 @@ impl Signals {
 }
 
 /// Tells of changed files, for ever.
-async fn changes(mut watcher: Watcher, events: Sender<Event>) {
+async fn changes(watcher: Option<Watcher>, events: Sender<Event>) {
+    let Some(mut watcher) = watcher else {
+        return std::future::pending().await;
+    };
     loop {
         watcher.changed().await;
         if events.send(Event::Reload("a manifest changed")).is_err() {

@@ -11,6 +11,7 @@ mod output;
 mod plan;
 mod run;
 mod services;
+mod source;
 mod status;
 
 use std::{
@@ -58,7 +59,7 @@ Start with `dataplane doctor`, which says whether this machine can run it.";
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    Run(run::RunArgs),
+    Run(Box<run::RunArgs>),
     Plan(plan::PlanArgs),
     Status(status::StatusArgs),
     Services(services::ServicesArgs),

@@ -1,6 +1,7 @@
 //! `dataplane run`.
 
 use std::{
+    env,
     io::{self, IsTerminal},
     path::PathBuf,
     process::ExitCode,
@@ -10,7 +11,7 @@ use clap::{Args, ValueEnum};
 use ipnet::IpNet;
 use tracing_subscriber::EnvFilter;
 
-use super::{Listen, PathArgs, SocketArgs, exit};
+use super::{Listen, PathArgs, SocketArgs, exit, source::SourceArgs};
 use crate::{
     admin,
     agent::{self, NodeSettings, OnExit, Settings},
@@ -19,14 +20,14 @@ use crate::{
 
 /// Run the agent on this node.
 ///
-/// Reads Kubernetes Services and EndpointSlices, keeps the kernel's tables in line with them, and
+/// Reads Kubernetes Services and EndpointSlices, from files or from the API server, keeps the kernel's tables in line with them, and
 /// attaches the programs that serve them. Runs in the foreground; SIGTERM or Ctrl-C ends it, and
-/// SIGHUP has it read the manifests again (it also notices by itself). Killed or restarted, it
+/// SIGHUP has it read manifests again (it also notices by itself). Killed or restarted, it
 /// leaves services up, and finds the tables again when it starts.
 #[derive(Debug, Args)]
 pub struct RunArgs {
     #[command(flatten)]
-    manifests: ManifestArgs,
+    source: SourceArgs,
 
     /// What becomes of the programs when the agent ends
     #[arg(
@@ -68,7 +69,7 @@ pub struct RunArgs {
     limits: LimitArgs,
 }
 
-/// Where the services come from.
+/// Which manifests to look at.
 #[derive(Clone, Debug, Args)]
 pub(super) struct ManifestArgs {
     /// Files or directories with Services and EndpointSlices, as `kubectl get
@@ -89,7 +90,7 @@ pub(super) struct ManifestArgs {
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "This node")]
 pub(super) struct NodeArgs {
-    /// Its name, as in the endpoints' `nodeName` [default: its host name]
+    /// Its name, as in the endpoints' `nodeName` [default: NODE_NAME, or its host name]
     #[arg(
         long,
         value_name = "NAME",
@@ -125,7 +126,12 @@ pub(super) struct NodeArgs {
 impl NodeArgs {
     pub(super) fn settings(&self) -> NodeSettings {
         NodeSettings {
-            name: self.node_name.clone().unwrap_or_default(),
+            // As DaemonSets call it that tell it by the downward API.
+            name: self
+                .node_name
+                .clone()
+                .or_else(|| env::var("NODE_NAME").ok())
+                .unwrap_or_default(),
             nodeport_addresses: self.nodeport_addresses.clone(),
             zone: self.zone.clone().unwrap_or_default(),
         }
@@ -236,8 +242,10 @@ impl RunArgs {
                 eprintln!("One agent per node: end that one first, or leave it to its work.");
                 Ok(ExitCode::from(exit::BUSY))
             }
-            // Faults of the manifests have nothing to do with the machine.
-            Err(error @ agent::Error::Manifests(_)) => Err(error.into()),
+            // What is wrong with the source has nothing to do with the machine.
+            Err(error @ (agent::Error::Manifests(_) | agent::Error::Connect(_))) => {
+                Err(error.into())
+            }
             Err(error) => Ok(self.cannot_run(&error)),
         }
     }
@@ -265,7 +273,7 @@ impl RunArgs {
         Settings {
             paths,
             limits: self.limits.limits(),
-            manifests: self.manifests.manifests.clone(),
+            source: self.source.source(),
             node: self.node.settings(),
             listen: admin::Settings {
                 socket: self.socket.socket.clone(),
@@ -281,8 +289,9 @@ impl RunArgs {
     fn start_log(&self) {
         let level = match self.verbose {
             0 => "info",
-            1 => "debug",
-            _ => "trace",
+            // What libraries have to say is of use to few.
+            1 => "info,dataplane=debug",
+            _ => "debug,dataplane=trace",
         };
         let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
         let log = tracing_subscriber::fmt()
@@ -291,7 +300,7 @@ impl RunArgs {
         match self.log_format {
             LogFormat::Json => log.json().init(),
             LogFormat::Text => {
-                let colour = io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
+                let colour = io::stderr().is_terminal() && env::var_os("NO_COLOR").is_none();
                 log.with_ansi(colour).with_target(false).init();
             }
         }

@@ -173,10 +173,14 @@ fn agent(out: &mut dyn Write, status: &AgentStatus, now: u64) -> std::io::Result
     line(
         "Source",
         format!(
-            "{} {}, read {} ago",
+            "{} {}, {}",
             status.source.kind,
             status.source.paths.join(", "),
-            ago(status.source.read)
+            match (&*status.source.kind, status.source.read) {
+                (_, 0) => "not read yet".to_owned(),
+                ("kubernetes", at) => format!("heard {} ago", ago(at)),
+                (_, at) => format!("read {} ago", ago(at)),
+            }
         ),
     )?;
     line(

@@ -102,6 +102,7 @@ mod tests {
 
     use super::*;
     use crate::{
+        admin::Source,
         kernel,
         model::{Node, Snapshot},
         plan::{Contents, Planner},
@@ -124,7 +125,7 @@ mod tests {
             kernel::Limits::default(),
             Planner::adopt(Contents::default()).unwrap(),
             snapshot,
-            Vec::new(),
+            Source::Manifests(Vec::new()),
         )
     }
 

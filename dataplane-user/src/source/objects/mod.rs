@@ -31,6 +31,9 @@ const LABEL_HEADLESS: &str = "service.kubernetes.io/headless";
 /// The label by which a slice names its service.
 const LABEL_SERVICE: &str = "kubernetes.io/service-name";
 
+/// The labels that mean something here: the others need not be kept.
+pub const LABELS: [&str; 4] = [LABEL_PROXY, LABEL_HEADLESS, LABEL_SERVICE, node::LABEL_ZONE];
+
 /// What an object came to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome<T> {

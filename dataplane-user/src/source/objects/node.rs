@@ -1,14 +1,14 @@
 //! A Kubernetes Node in the model's terms.
 
-use std::sync::Arc;
+use std::{net::IpAddr, sync::Arc};
 
 use k8s_openapi::api::core::v1 as api;
 
-use super::{Findings, check_name, label};
+use super::{Findings, address, check_name, label};
 use crate::model::Node;
 
 /// The label that tells a node's zone.
-const LABEL_ZONE: &str = "topology.kubernetes.io/zone";
+pub const LABEL_ZONE: &str = "topology.kubernetes.io/zone";
 /// The taint that the cluster autoscaler gives to a node before it deletes it.
 const TAINT_TO_BE_DELETED: &str = "ToBeDeletedByClusterAutoscaler";
 
@@ -21,6 +21,8 @@ pub struct NodeFacts {
     pub zone: Arc<str>,
     /// Whether it is being deleted, or chosen for it by the cluster autoscaler.
     pub leaving: bool,
+    /// Its own addresses, at most one of each family: internal ones before external ones.
+    pub addresses: Vec<IpAddr>,
 }
 
 impl NodeFacts {
@@ -51,5 +53,22 @@ pub fn node(object: &api::Node, findings: &mut Findings) -> NodeFacts {
             || taints
                 .into_iter()
                 .any(|taint| taint.key == TAINT_TO_BE_DELETED),
+        addresses: addresses(object),
     }
+}
+
+/// As kube-proxy takes the primary ones.
+fn addresses(object: &api::Node) -> Vec<IpAddr> {
+    let mut found = Vec::<IpAddr>::new();
+    for kind in ["InternalIP", "ExternalIP"] {
+        let all = object.status.iter().flat_map(|status| &status.addresses);
+        for given in all.flatten().filter(|given| given.type_ == kind) {
+            if let Ok(address) = address::endpoint_address(&given.address)
+                && found.iter().all(|a| a.is_ipv4() != address.is_ipv4())
+            {
+                found.push(address);
+            }
+        }
+    }
+    found
 }

@@ -1,0 +1,110 @@
+//! Where the services come from.
+
+use std::{env, path::PathBuf};
+
+use clap::Args;
+
+use crate::{agent::Source, source::kubernetes};
+
+/// Where the services come from.
+#[derive(Clone, Debug, Args)]
+#[group(required = true, multiple = true)]
+pub(super) struct SourceArgs {
+    /// Files or directories with Services and EndpointSlices, as `kubectl get
+    /// services,endpointslices -A -o yaml` prints them
+    #[arg(
+        short = 'f',
+        long,
+        num_args = 1..,
+        value_delimiter = ',',
+        value_name = "PATH",
+        env = "DATAPLANE_MANIFESTS", hide_env_values = true,
+        conflicts_with_all = ["kubernetes", "kubeconfig", "api_server"]
+    )]
+    manifests: Vec<PathBuf>,
+
+    /// The Kubernetes API, as the pod's service account or with the kubeconfig that KUBECONFIG
+    /// names
+    #[arg(long, env = "DATAPLANE_KUBERNETES", hide_env_values = true)]
+    kubernetes: bool,
+
+    /// The Kubernetes API, with this kubeconfig (its current context)
+    #[arg(
+        long,
+        value_name = "FILE",
+        env = "DATAPLANE_KUBECONFIG",
+        hide_env_values = true
+    )]
+    kubeconfig: Option<PathBuf>,
+
+    /// The Kubernetes API at this URL, rather than the one in the kubeconfig or, in a pod, in
+    /// KUBERNETES_SERVICE_HOST
+    ///
+    /// The latter is an address that a service proxy has to serve. On a node whose only service
+    /// proxy is this one, give the server's own address or that of a load balancer before it.
+    #[arg(
+        long,
+        value_name = "URL",
+        env = "DATAPLANE_API_SERVER",
+        hide_env_values = true
+    )]
+    api_server: Option<String>,
+}
+
+impl SourceArgs {
+    pub(super) fn source(&self) -> Source {
+        if !self.manifests.is_empty() {
+            return Source::Manifests(self.manifests.clone());
+        }
+        let in_environment = || env::var_os("KUBECONFIG").filter(|path| !path.is_empty());
+        Source::Kubernetes(kubernetes::Settings {
+            target: kubernetes::Target {
+                kubeconfig: self
+                    .kubeconfig
+                    .clone()
+                    .or_else(|| in_environment().map(PathBuf::from)),
+                server: self.api_server.clone(),
+                ..kubernetes::Target::default()
+            },
+            patience: kubernetes::Patience::default(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Debug, Parser)]
+    struct Command {
+        #[command(flatten)]
+        source: SourceArgs,
+    }
+
+    fn parse(arguments: &[&str]) -> Result<Source, String> {
+        let arguments = [&["dataplane"], arguments].concat();
+        let command = Command::try_parse_from(arguments).map_err(|e| e.to_string())?;
+        Ok(command.source.source())
+    }
+
+    #[test]
+    fn one_source_and_no_more() {
+        assert!(matches!(parse(&["-f", "a"]), Ok(Source::Manifests(_))));
+        for arguments in [
+            &["--kubernetes"][..],
+            &["--kubeconfig", "a"],
+            &["--api-server", "https://192.0.2.1:6443", "--kubernetes"],
+        ] {
+            assert!(matches!(parse(arguments), Ok(Source::Kubernetes(_))));
+        }
+        let none = parse(&[]).unwrap_err();
+        assert!(
+            none.contains("--manifests") && none.contains("--kubernetes"),
+            "{none}"
+        );
+        let both = parse(&["-f", "a", "--kubernetes"]).unwrap_err();
+        assert!(both.contains("cannot be used with"), "{both}");
+    }
+}

@@ -1,0 +1,155 @@
+//! Requests and their answers, in pieces as they come.
+
+use std::{future::Future, time::Duration};
+
+use http_body_util::BodyExt;
+use kube::{
+    Client,
+    client::Body,
+    core::{
+        Request,
+        params::{ListParams, WatchParams},
+    },
+};
+use tokio::time::timeout;
+
+use super::{
+    Failure, Kind, Patience,
+    failure::{Status, chain},
+    health::KindHealth,
+};
+
+/// More than that of an error is of no use to anybody.
+const ERROR_MAX: usize = 64 * 1024;
+
+/// Asks the API server for objects of a kind.
+pub struct Fetch<'a> {
+    pub client: &'a Client,
+    pub kind: Kind,
+    pub patience: Patience,
+    pub health: &'a KindHealth,
+}
+
+impl<'a> Fetch<'a> {
+    /// A page of a list, as it is.
+    pub async fn page(&self, what: &ListParams) -> Result<Vec<u8>, Failure> {
+        let request = Request::new(self.kind.path()).list(what);
+        let mut body = self.answer(request).await?;
+        let mut page = Vec::new();
+        while let Some(piece) = next(&mut body, self.patience.answer).await? {
+            self.health.hear();
+            page.extend_from_slice(&piece);
+        }
+        Ok(page)
+    }
+
+    /// Watches from a version on.
+    pub async fn watch(&self, what: &WatchParams, from: &str) -> Result<Lines<'a>, Failure> {
+        let request = Request::new(self.kind.path()).watch(what, from);
+        Ok(Lines {
+            body: self.answer(request).await?,
+            text: Vec::new(),
+            taken: 0,
+            searched: 0,
+            health: self.health,
+        })
+    }
+
+    /// The body of the answer, if it is not an error.
+    async fn answer(
+        &self,
+        request: Result<http::Request<Vec<u8>>, kube::core::request::Error>,
+    ) -> Result<Body, Failure> {
+        let unreachable = |error: &dyn std::error::Error| Failure::Unreachable(chain(error));
+        let request = request
+            .map_err(|error| unreachable(&error))?
+            .map(Body::from);
+        let answer = in_time(self.patience.answer, self.client.send(request)).await?;
+        let answer = answer.map_err(|error| unreachable(&error))?;
+        let code = answer.status();
+        if code.is_success() {
+            return Ok(answer.into_body());
+        }
+        let mut body = answer.into_body();
+        let mut text = Vec::new();
+        // Half of an explanation is better than none.
+        while let Ok(Some(piece)) = next(&mut body, self.patience.answer).await {
+            text.extend_from_slice(&piece);
+            if text.len() > ERROR_MAX {
+                break;
+            }
+        }
+        let status = serde_json::from_slice(&text).unwrap_or_else(|_| Status {
+            message: String::from_utf8_lossy(&text).trim().to_owned(),
+            ..Status::default()
+        });
+        Err(Status {
+            code: code.as_u16(),
+            ..status
+        }
+        .into())
+    }
+}
+
+/// The lines of a watch, as they come.
+pub struct Lines<'a> {
+    body: Body,
+    /// What has come.
+    text: Vec<u8>,
+    /// How much of it was taken.
+    taken: usize,
+    /// How much of the rest has no end of a line in it.
+    searched: usize,
+    health: &'a KindHealth,
+}
+
+impl Lines<'_> {
+    /// The next line; none when the server has ended the watch.
+    pub async fn next(&mut self, patience: Duration) -> Result<Option<&[u8]>, Failure> {
+        loop {
+            let rest = &self.text[self.taken..];
+            if let Some(end) = rest[self.searched..].iter().position(|&byte| byte == b'\n') {
+                let line = self.taken..self.taken + self.searched + end;
+                self.taken = line.end + 1;
+                self.searched = 0;
+                return Ok(Some(&self.text[line]));
+            }
+            self.searched = rest.len();
+            self.text.drain(..self.taken);
+            self.taken = 0;
+            match next(&mut self.body, patience).await? {
+                Some(piece) => {
+                    self.health.hear();
+                    self.text.extend_from_slice(&piece);
+                }
+                // A line without its end was cut off: it will be sent again.
+                None => return Ok(None),
+            }
+        }
+    }
+}
+
+/// The next piece of an answer.
+async fn next(
+    body: &mut Body,
+    patience: Duration,
+) -> Result<Option<impl AsRef<[u8]> + std::ops::Deref<Target = [u8]> + use<>>, Failure> {
+    loop {
+        match in_time(patience, body.frame()).await? {
+            None => return Ok(None),
+            Some(Err(error)) => return Err(Failure::Broken(chain(&error))),
+            Some(Ok(frame)) => {
+                // Trailers are none of it.
+                if let Ok(piece) = frame.into_data() {
+                    return Ok(Some(piece));
+                }
+            }
+        }
+    }
+}
+
+async fn in_time<T>(patience: Duration, work: impl Future<Output = T>) -> Result<T, Failure> {
+    timeout(patience, work)
+        .await
+        .map_err(|_| Failure::Silent(patience))
+}

@@ -1,0 +1,367 @@
+//! Follows one kind: lists it, watches it from there, and begins anew where it must.
+
+use std::{borrow::Cow, sync::Arc, time::Duration};
+
+use serde::Deserialize;
+use serde_json::value::RawValue;
+use tokio::{
+    sync::{mpsc, watch},
+    time::{Instant, sleep},
+};
+use tracing::{debug, info, warn};
+
+use super::{
+    Failure, Health, Kind, Patience,
+    connect::{Connection, Connector},
+    failure::Status,
+    fetch::{Fetch, Lines},
+    health::KindHealth,
+    kind::Object,
+};
+use crate::model::Node;
+
+/// How long a watch may last, in seconds: each one some time in between, so that the watches of a
+/// cluster's nodes do not all end at once.
+const WATCH_SECONDS: std::ops::RangeInclusive<u32> = 230..=290;
+/// A watch that lasted that long was no failure, even if nothing came.
+const LASTED: Duration = Duration::from_secs(5);
+
+/// What became known.
+#[derive(Debug)]
+pub enum Message {
+    /// A list begins: what is not in it is gone.
+    Begin(Kind),
+    /// An object of a list, or one that came or changed.
+    Put(Kind, Object, Instant),
+    /// An object that is gone.
+    Gone(Kind, Object, Instant),
+    /// The list is at its end.
+    End(Kind),
+}
+
+/// Follows one kind.
+pub struct Follower {
+    pub kind: Kind,
+    pub connector: Arc<Connector>,
+    pub patience: Patience,
+    /// This node, without what its object says.
+    pub node: Arc<Node>,
+    pub health: Arc<Health>,
+    pub messages: mpsc::Sender<Message>,
+}
+
+/// Why a watch ended.
+enum Ended {
+    /// Whoever takes messages is gone: nobody wants to know any more.
+    Unwanted,
+    /// The node is seen otherwise: everything is to be read with other eyes.
+    Otherwise,
+    /// The server ended it, as it does after a time.
+    ByServer,
+    /// It did not work.
+    Failed(Failure),
+}
+
+impl From<Failure> for Ended {
+    fn from(failure: Failure) -> Self {
+        Self::Failed(failure)
+    }
+}
+
+/// A page of a list.
+#[derive(Deserialize)]
+struct Page<'a> {
+    #[serde(default)]
+    metadata: PageMetadata,
+    #[serde(borrow)]
+    items: Option<Vec<&'a RawValue>>,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(default, rename_all = "camelCase")]
+struct PageMetadata {
+    resource_version: String,
+    #[serde(rename = "continue")]
+    rest: Option<String>,
+}
+
+/// A line of a watch.
+#[derive(Deserialize)]
+struct Event<'a> {
+    #[serde(rename = "type", borrow)]
+    kind: Cow<'a, str>,
+    #[serde(borrow)]
+    object: &'a RawValue,
+}
+
+/// A bookmark: everything up to this version was told.
+#[derive(Deserialize)]
+struct Bookmark {
+    metadata: PageMetadata,
+}
+
+impl Follower {
+    /// Follows until nobody takes the messages any more. `eyes` is this node as its object has it.
+    pub async fn run(self, mut eyes: watch::Receiver<Option<Arc<Node>>>) {
+        let mut backoff = Backoff::new(self.patience);
+        let mut connection = None;
+        let mut version = None;
+        loop {
+            let node = if self.kind == Kind::Slice {
+                let Ok(node) = eyes.wait_for(Option::is_some).await else {
+                    return;
+                };
+                node.clone().unwrap_or_default()
+            } else {
+                Arc::clone(&self.node)
+            };
+            let step = Step {
+                follower: &self,
+                health: self.health.of(self.kind),
+                node: &node,
+            };
+            let result = step.take(&mut connection, &mut version, &mut eyes, &mut backoff);
+            let ended = result.await;
+            step.health.unwatch();
+            match ended {
+                Ended::Unwanted => return,
+                Ended::Otherwise => {
+                    version = None;
+                    continue;
+                }
+                Ended::ByServer => {
+                    debug!("the watch of {} ended", self.kind);
+                }
+                Ended::Failed(failure) if failure.is_expired() && version.is_some() => {
+                    info!("{}: listing them anew: {failure}", self.kind);
+                    version = None;
+                }
+                Ended::Failed(failure) => {
+                    let doing = if version.is_some() { "watch" } else { "list" };
+                    step.failed(&failure, &mut connection, doing);
+                    backoff.at_least(failure.retry_after());
+                }
+            }
+            sleep(backoff.next()).await;
+        }
+    }
+}
+
+/// What is done again and again.
+struct Step<'a> {
+    follower: &'a Follower,
+    health: &'a KindHealth,
+    node: &'a Node,
+}
+
+impl Step<'_> {
+    /// Lists if there is no version to go on from, and watches from there until that ends.
+    async fn take(
+        &self,
+        connection: &mut Option<Connection>,
+        version: &mut Option<String>,
+        eyes: &mut watch::Receiver<Option<Arc<Node>>>,
+        backoff: &mut Backoff,
+    ) -> Ended {
+        let client = match connection {
+            Some(connection) => &connection.client,
+            None => match self.follower.connector.connect().await {
+                Ok(new) => &connection.insert(new).client,
+                Err(error) => return Ended::Failed(error.into()),
+            },
+        };
+        let fetch = Fetch {
+            client,
+            kind: self.follower.kind,
+            patience: self.follower.patience,
+            health: self.health,
+        };
+        let from = match version {
+            Some(version) => version,
+            None => match self.list(&fetch).await {
+                Ok(listed) => version.insert(listed),
+                Err(ended) => return ended,
+            },
+        };
+        let mut watch = self
+            .follower
+            .kind
+            .watch(self.node)
+            .timeout(rand::random_range(WATCH_SECONDS));
+        watch.bookmarks = true;
+        let mut lines = match fetch.watch(&watch, from).await {
+            Ok(lines) => lines,
+            Err(failure) => return failure.into(),
+        };
+        self.health.watch();
+        let began = Instant::now();
+        let mut told = false;
+        let ended = tokio::select! {
+            ended = self.watch(&mut lines, from, &mut told) => ended,
+            true = self.seen_otherwise(eyes) => Ended::Otherwise,
+        };
+        if told || began.elapsed() > LASTED {
+            backoff.reset();
+        }
+        match ended {
+            // Connections break. It is a failure if there is no new one.
+            Ended::Failed(failure @ (Failure::Broken(_) | Failure::Silent(_))) => {
+                info!("{}: watching them anew: {failure}", self.follower.kind);
+                *connection = None;
+                Ended::ByServer
+            }
+            ended => ended,
+        }
+    }
+
+    /// Waits until this node is seen otherwise than now; for ever, where that does not matter.
+    async fn seen_otherwise(&self, eyes: &mut watch::Receiver<Option<Arc<Node>>>) -> bool {
+        if self.follower.kind != Kind::Slice {
+            return std::future::pending().await;
+        }
+        let other = |node: &Option<Arc<Node>>| node.as_deref().is_some_and(|n| n != self.node);
+        eyes.wait_for(other).await.is_ok()
+    }
+
+    /// Lists all of it; the version that it is of.
+    async fn list(&self, fetch: &Fetch<'_>) -> Result<String, Ended> {
+        let kind = self.follower.kind;
+        let mut what = kind.list(self.node);
+        self.send(Message::Begin(kind)).await?;
+        loop {
+            let text = fetch.page(&what).await?;
+            let page: Page<'_> = serde_json::from_slice(&text).map_err(Failure::from)?;
+            for item in page.items.into_iter().flatten() {
+                let object = kind.read(item.get(), self.node);
+                self.send(Message::Put(kind, object, Instant::now()))
+                    .await?;
+            }
+            what.continue_token = page.metadata.rest.filter(|rest| !rest.is_empty());
+            if what.continue_token.is_none() {
+                self.send(Message::End(kind)).await?;
+                self.health.list();
+                return Ok(page.metadata.resource_version);
+            }
+        }
+    }
+
+    /// Reads a watch to its end. `version` is what it has got to, and `told` whether it said
+    /// anything.
+    async fn watch(&self, lines: &mut Lines<'_>, version: &mut String, told: &mut bool) -> Ended {
+        let kind = self.follower.kind;
+        // A server that says nothing of bookmarks may be silent until the watch is over.
+        let longest = Duration::from_secs(u64::from(*WATCH_SECONDS.end()));
+        let mut idle = self.follower.patience.idle.max(longest) + self.follower.patience.answer;
+        loop {
+            let line = match lines.next(idle).await {
+                Ok(Some(line)) => line,
+                Ok(None) => return Ended::ByServer,
+                Err(failure) => return failure.into(),
+            };
+            let now = Instant::now();
+            if line.is_empty() {
+                continue;
+            }
+            let event: Event<'_> = match serde_json::from_slice(line) {
+                Ok(event) => event,
+                Err(error) => return Failure::from(error).into(),
+            };
+            let message: fn(Kind, Object, Instant) -> Message = match &*event.kind {
+                "ADDED" | "MODIFIED" => Message::Put,
+                "DELETED" => Message::Gone,
+                "BOOKMARK" => {
+                    let bookmark: Bookmark = match serde_json::from_str(event.object.get()) {
+                        Ok(bookmark) => bookmark,
+                        Err(error) => return Failure::from(error).into(),
+                    };
+                    *version = bookmark.metadata.resource_version;
+                    *told = true;
+                    idle = self.follower.patience.idle;
+                    continue;
+                }
+                "ERROR" => {
+                    let status = serde_json::from_str(event.object.get());
+                    return Failure::from(status.unwrap_or_else(|_| Status {
+                        message: event.object.get().to_owned(),
+                        ..Status::default()
+                    }))
+                    .into();
+                }
+                // A later version of the API may have more to tell, to those who asked for it.
+                other => {
+                    debug!("{kind}: an event of an unknown type, {other:?}");
+                    continue;
+                }
+            };
+            let object = kind.read(event.object.get(), self.node);
+            if object.version.is_empty() {
+                warn!(
+                    "{kind}: an event without resourceVersion, of {}",
+                    object.name
+                );
+            } else {
+                version.clone_from(&object.version);
+            }
+            self.health.event();
+            *told = true;
+            if let Err(ended) = self.send(message(kind, object, now)).await {
+                return ended;
+            }
+        }
+    }
+
+    async fn send(&self, message: Message) -> Result<(), Ended> {
+        let sent = self.follower.messages.send(message).await;
+        sent.map_err(|_| Ended::Unwanted)
+    }
+
+    /// Tells that something did not work, and has the next attempt make its own connection if that
+    /// may help.
+    fn failed(&self, failure: &Failure, connection: &mut Option<Connection>, doing: &str) {
+        let server = match connection {
+            Some(connection) => connection.server.clone(),
+            None => self.follower.connector.target.server_text(),
+        };
+        let text = failure.told(&server, doing, self.follower.kind);
+        if self.health.fail(&text) {
+            warn!("{text}");
+        } else {
+            debug!("{text}");
+        }
+        if failure.is_of_connection() {
+            *connection = None;
+        }
+    }
+}
+
+/// How long to wait between attempts: longer each time, and never the same as everybody else.
+struct Backoff {
+    patience: Patience,
+    delay: Duration,
+    least: Duration,
+}
+
+impl Backoff {
+    fn new(patience: Patience) -> Self {
+        Self {
+            patience,
+            delay: patience.retry,
+            least: Duration::ZERO,
+        }
+    }
+
+    fn reset(&mut self) {
+        self.delay = self.patience.retry;
+    }
+
+    /// The next wait is no shorter.
+    fn at_least(&mut self, least: Option<Duration>) {
+        self.least = least.unwrap_or_default();
+    }
+
+    fn next(&mut self) -> Duration {
+        let delay = self.delay.max(std::mem::take(&mut self.least));
+        self.delay = (self.delay * 2).min(self.patience.retry_max);
+        delay.mul_f64(rand::random_range(1.0..2.0))
+    }
+}

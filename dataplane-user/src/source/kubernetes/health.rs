@@ -1,0 +1,142 @@
+//! How old what we know is, and why it is not newer.
+
+use std::{
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use super::Kind;
+
+/// How reading the API goes: written by those who read, read by whoever asks.
+#[derive(Debug, Default)]
+pub struct Health {
+    kinds: [KindHealth; Kind::ALL.len()],
+}
+
+/// How reading one kind goes. Times are seconds since the epoch.
+#[derive(Debug, Default)]
+pub struct KindHealth {
+    /// When the server last said something about it, if only that there is nothing new.
+    heard: AtomicU64,
+    /// Whether it was ever listed to its end.
+    listed: AtomicBool,
+    /// Whether it is being watched.
+    watching: AtomicBool,
+    lists: AtomicU64,
+    watches: AtomicU64,
+    events: AtomicU64,
+    failures: AtomicU64,
+    /// Since when it does not work, and what last went wrong.
+    failure: Mutex<Option<(u64, String)>>,
+}
+
+impl Health {
+    /// That of one kind.
+    pub fn of(&self, kind: Kind) -> &KindHealth {
+        &self.kinds[kind as usize]
+    }
+
+    /// When everything that we know was last known to be so: the server sends word of each kind
+    /// at least every minute or so. 0: not everything was listed yet.
+    pub fn heard(&self) -> u64 {
+        let listed = |kind: &KindHealth| {
+            if kind.listed.load(Ordering::Acquire) {
+                kind.heard.load(Ordering::Relaxed)
+            } else {
+                0
+            }
+        };
+        self.kinds.iter().map(listed).min().unwrap_or_default()
+    }
+
+    /// Whether every kind is being watched.
+    pub fn is_watching(&self) -> bool {
+        self.kinds
+            .iter()
+            .all(|kind| kind.watching.load(Ordering::Relaxed))
+    }
+
+    /// Since when something does not work, in seconds since the epoch, and what: the oldest.
+    pub fn failure(&self) -> Option<(u64, String)> {
+        self.kinds.iter().filter_map(KindHealth::failure).min()
+    }
+}
+
+impl KindHealth {
+    /// Times that all of it was listed to the end.
+    pub fn lists(&self) -> u64 {
+        self.lists.load(Ordering::Relaxed)
+    }
+
+    /// Watches that were begun.
+    pub fn watches(&self) -> u64 {
+        self.watches.load(Ordering::Relaxed)
+    }
+
+    /// Changes that watches told of, bookmarks not counted.
+    pub fn events(&self) -> u64 {
+        self.events.load(Ordering::Relaxed)
+    }
+
+    /// Lists and watches that did not work.
+    pub fn failures(&self) -> u64 {
+        self.failures.load(Ordering::Relaxed)
+    }
+
+    fn failure(&self) -> Option<(u64, String)> {
+        self.failure
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+
+    /// The server said something.
+    pub(super) fn hear(&self) {
+        self.heard.store(now(), Ordering::Relaxed);
+    }
+
+    /// It was listed to its end.
+    pub(super) fn list(&self) {
+        self.hear();
+        self.lists.fetch_add(1, Ordering::Relaxed);
+        self.listed.store(true, Ordering::Release);
+    }
+
+    /// A watch begins.
+    pub(super) fn watch(&self) {
+        self.hear();
+        self.watches.fetch_add(1, Ordering::Relaxed);
+        self.watching.store(true, Ordering::Relaxed);
+        *self.failure.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
+    /// A watch has ended.
+    pub(super) fn unwatch(&self) {
+        self.watching.store(false, Ordering::Relaxed);
+    }
+
+    /// A watch told of a change.
+    pub(super) fn event(&self) {
+        self.events.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Something did not work; whether that is news.
+    pub(super) fn fail(&self, text: &str) -> bool {
+        self.failures.fetch_add(1, Ordering::Relaxed);
+        let mut failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
+        let news = failure.as_ref().is_none_or(|(_, last)| last != text);
+        let since = failure.as_ref().map_or_else(now, |(since, _)| *since);
+        *failure = Some((since, text.to_owned()));
+        news
+    }
+}
+
+fn now() -> u64 {
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default()
+        .as_secs()
+}

@@ -1,0 +1,198 @@
+//! The Kubernetes API as a source: Services, EndpointSlices, and this node's own Node object.
+//!
+//! Each kind is listed once, page by page, and watched from there on ([`follow`]). What was seen is
+//! kept in the model's terms only, and put together into views ([`store`]): the first when every
+//! kind was listed to its end, so that nothing is taken for gone that was not read yet; then one
+//! for whatever has come by the time that somebody looks for a new one.
+//!
+//! Nothing here ends when the API server is away. It is asked again and again, at growing
+//! intervals, and [`Health`] tells since when nothing was heard, and why.
+
+mod connect;
+mod failure;
+mod fetch;
+mod follow;
+mod health;
+mod kind;
+mod store;
+
+pub use connect::{ConnectError, Settings, Target};
+pub use failure::Failure;
+pub use health::{Health, KindHealth};
+pub use kind::Kind;
+pub use store::View;
+
+use std::{
+    io,
+    sync::{Arc, Mutex, PoisonError},
+    thread::{self, JoinHandle},
+    time::Duration,
+};
+
+use tokio::{
+    runtime::Builder,
+    sync::{mpsc, oneshot, watch},
+    task::JoinSet,
+};
+
+use crate::model::Node;
+use connect::Connector;
+use follow::Follower;
+use store::Store;
+
+/// Messages that may wait to be taken in: beyond that, reading waits.
+const QUEUE: usize = 1024;
+
+/// How long to wait for what.
+#[derive(Clone, Copy, Debug)]
+pub struct Patience {
+    /// For an answer to begin, and for the next piece of one.
+    pub answer: Duration,
+    /// For the next word of a watch, if the server is known to send bookmarks. It does so every
+    /// minute.
+    pub idle: Duration,
+    /// Before what did not work is tried again, for the first time. Doubled each time.
+    pub retry: Duration,
+    /// The longest time before what did not work is tried again.
+    pub retry_max: Duration,
+}
+
+impl Default for Patience {
+    fn default() -> Self {
+        Self {
+            answer: Duration::from_secs(30),
+            idle: Duration::from_secs(150),
+            retry: Duration::from_millis(100),
+            retry_max: Duration::from_secs(15),
+        }
+    }
+}
+
+/// The newest view that nobody has taken yet.
+///
+/// A reader that is slow finds the last view, not all of those before it: changes that come while
+/// the kernel is written to are written together.
+#[derive(Debug, Default)]
+pub struct Latest(Mutex<Option<View>>);
+
+impl Latest {
+    /// Takes the newest view; none if it was taken before.
+    pub fn take(&self) -> Option<View> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// Puts a view there; whether the one before had been taken.
+    fn put(&self, mut view: View) -> bool {
+        let mut slot = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let untaken = slot.take();
+        if let Some(untaken) = &untaken {
+            view.follows(untaken);
+        }
+        *slot = Some(view);
+        untaken.is_none()
+    }
+}
+
+/// A thread that reads the API. Dropping it ends it.
+#[derive(Debug)]
+pub struct Reader {
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Reader {
+    /// Starts to read, for this node. `changed` is called when there is a new view in `latest`
+    /// after the one before was taken.
+    ///
+    /// # Errors
+    ///
+    /// If no thread can be started. That the server is not there is none: it will be.
+    pub fn start(
+        settings: Settings,
+        node: Arc<Node>,
+        health: Arc<Health>,
+        latest: Arc<Latest>,
+        changed: impl Fn() + Send + 'static,
+    ) -> io::Result<Self> {
+        let connector = Arc::new(Connector::new(settings.target));
+        let runtime = Builder::new_current_thread()
+            .enable_all()
+            .max_blocking_threads(2)
+            .build()?;
+        let patience = settings.patience;
+        let (stop, stopped) = oneshot::channel();
+        let thread = thread::Builder::new()
+            .name("kubernetes".to_owned())
+            .spawn(move || {
+                runtime.block_on(async {
+                    tokio::select! {
+                        () = read(connector, patience, node, health, &latest, changed) => {}
+                        _ = stopped => {}
+                    }
+                });
+                // A name that is being looked up does not hold up the end.
+                runtime.shutdown_background();
+            })?;
+        Ok(Self {
+            stop: Some(stop),
+            thread: Some(thread),
+        })
+    }
+}
+
+impl Drop for Reader {
+    fn drop(&mut self) {
+        // It may have ended on its own, and then there is nobody to tell.
+        if let Some(stop) = self.stop.take() {
+            let _ = stop.send(());
+        }
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Reads for ever.
+async fn read(
+    connector: Arc<Connector>,
+    patience: Patience,
+    node: Arc<Node>,
+    health: Arc<Health>,
+    latest: &Latest,
+    changed: impl Fn(),
+) {
+    let (messages, mut taken) = mpsc::channel(QUEUE);
+    // How EndpointSlices look depends on the node's zone, so they are read when that is known.
+    let (eyes, seen) = watch::channel(None);
+    let mut followers = JoinSet::new();
+    for kind in Kind::ALL {
+        let follower = Follower {
+            kind,
+            connector: Arc::clone(&connector),
+            patience,
+            node: Arc::clone(&node),
+            health: Arc::clone(&health),
+            messages: messages.clone(),
+        };
+        followers.spawn(follower.run(seen.clone()));
+    }
+    drop(messages);
+    let mut store = Store::new(node);
+    let mut batch = Vec::new();
+    while taken.recv_many(&mut batch, QUEUE).await > 0 {
+        for message in batch.drain(..) {
+            store.take(message);
+        }
+        eyes.send_if_modified(|eyes| {
+            let now = store.node_as_seen();
+            let other = *eyes != now;
+            *eyes = now;
+            other
+        });
+        if let Some(view) = store.view()
+            && latest.put(view)
+        {
+            changed();
+        }
+    }
+}

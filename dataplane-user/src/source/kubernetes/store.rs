@@ -1,0 +1,311 @@
+//! What was seen, put together.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
+    sync::Arc,
+};
+
+use smallvec::SmallVec;
+use tokio::time::Instant;
+
+use super::{
+    Kind,
+    follow::Message,
+    kind::{Body, Object},
+};
+use crate::{
+    model::{Node, Problem, Service, ServiceName},
+    source::objects::{self, Findings, NodeFacts, Slice},
+};
+
+/// What there is to serve, as the API has it.
+#[derive(Clone, Debug)]
+pub struct View {
+    /// Every service; shares with the view before what did not change.
+    pub services: imbl::OrdMap<ServiceName, Arc<Service>>,
+    /// What this node's own object tells.
+    pub node: NodeFacts,
+    /// What was not served as written.
+    pub problems: Arc<[Problem]>,
+    /// When the oldest of the changes since the last view that was taken arrived; none if that is
+    /// no measure of anything, as for a list.
+    pub since: Option<Instant>,
+}
+
+impl View {
+    /// This view takes the place of one that nobody took.
+    pub(super) fn follows(&mut self, untaken: &Self) {
+        self.since = match (self.since, untaken.since) {
+            (Some(a), Some(b)) => Some(a.min(b)),
+            (a, b) => a.or(b),
+        };
+    }
+}
+
+/// What was seen so far.
+pub struct Store {
+    /// This node, without what its object says.
+    base: Arc<Node>,
+    facts: NodeFacts,
+    /// As in the last view.
+    services: imbl::OrdMap<ServiceName, Arc<Service>>,
+    /// What becomes of them in the next view.
+    pending: BTreeMap<ServiceName, Change>,
+    /// Slices by the service that they name, whether that is there or not.
+    slices: HashMap<ServiceName, SmallVec<[Slice; 1]>>,
+    /// The service that each slice names.
+    named: HashMap<ServiceName, ServiceName>,
+    problems: BTreeMap<(Kind, ServiceName), Vec<Problem>>,
+    problems_seen: Arc<[Problem]>,
+    /// What the list that is being read has had so far.
+    listing: HashMap<Kind, HashSet<ServiceName>>,
+    /// Kinds that were listed to their end.
+    listed: BTreeSet<Kind>,
+    changed: bool,
+    since: Option<Instant>,
+}
+
+/// What becomes of a service.
+enum Change {
+    /// This one takes its place; it has no endpoints yet.
+    Put(Arc<Service>),
+    /// It stays, with other endpoints.
+    Join,
+    /// It goes.
+    Remove,
+}
+
+impl Store {
+    /// Nothing yet.
+    pub fn new(base: Arc<Node>) -> Self {
+        Self {
+            base,
+            facts: NodeFacts::default(),
+            services: imbl::OrdMap::new(),
+            pending: BTreeMap::new(),
+            slices: HashMap::new(),
+            named: HashMap::new(),
+            problems: BTreeMap::new(),
+            problems_seen: Arc::default(),
+            listing: HashMap::new(),
+            listed: BTreeSet::new(),
+            changed: false,
+            since: None,
+        }
+    }
+
+    /// Takes in what became known.
+    pub fn take(&mut self, message: Message) {
+        match message {
+            Message::Begin(kind) => _ = self.listing.insert(kind, HashSet::new()),
+            Message::Put(kind, object, at) => {
+                if let Some(listing) = self.listing.get_mut(&kind) {
+                    listing.insert(object.name.clone());
+                } else {
+                    self.since.get_or_insert(at);
+                }
+                self.put(kind, object);
+            }
+            Message::Gone(kind, object, at) => {
+                self.since.get_or_insert(at);
+                self.remove(kind, &object.name);
+            }
+            Message::End(kind) => {
+                if let Some(seen) = self.listing.remove(&kind) {
+                    self.keep(kind, &seen);
+                }
+                self.changed |= self.listed.insert(kind);
+            }
+        }
+    }
+
+    /// This node as its object has it, once that is known: as far as it decides how slices are
+    /// read.
+    pub fn node_as_seen(&self) -> Option<Arc<Node>> {
+        self.listed.contains(&Kind::Node).then(|| {
+            Arc::new(Node {
+                leaving: false,
+                ..self.facts.applied_to(&self.base)
+            })
+        })
+    }
+
+    /// A view, if there is anything new, and everything was seen once.
+    pub fn view(&mut self) -> Option<View> {
+        if !self.changed || Kind::ALL.iter().any(|kind| !self.listed.contains(kind)) {
+            return None;
+        }
+        self.changed = false;
+        for (name, change) in std::mem::take(&mut self.pending) {
+            let service = match change {
+                Change::Put(service) => Some(service),
+                Change::Join => self.services.get(&name).cloned(),
+                Change::Remove => {
+                    self.services.remove(&name);
+                    None
+                }
+            };
+            let Some(mut service) = service else { continue };
+            let slices = self.slices.get(&name).map_or(&[][..], SmallVec::as_slice);
+            objects::join(Arc::make_mut(&mut service), slices);
+            if self
+                .services
+                .get(&name)
+                .is_none_or(|known| *known != service)
+            {
+                self.services.insert(name, service);
+            }
+        }
+        let problems = self.problems.values().flatten();
+        if !self.problems_seen.iter().eq(problems.clone()) {
+            self.problems_seen = problems.cloned().collect();
+        }
+        Some(View {
+            services: self.services.clone(),
+            node: self.facts.clone(),
+            problems: Arc::clone(&self.problems_seen),
+            since: self.since.take(),
+        })
+    }
+
+    fn put(&mut self, kind: Kind, object: Object) {
+        let Object {
+            name,
+            body,
+            findings,
+            ..
+        } = object;
+        self.changed = true;
+        let faulty = !findings.faults.is_empty();
+        self.found(kind, &name, &findings);
+        // Of an object that makes no sense, what was there before stays.
+        if faulty {
+            return;
+        }
+        match body {
+            Body::Service(Some(service)) => {
+                self.pending.insert(name, Change::Put(Arc::new(service)));
+            }
+            Body::Slice(Some(slice)) => {
+                self.forget_slice(&name, Some(&slice.service));
+                self.named.insert(name.clone(), slice.service.clone());
+                self.join(&slice.service);
+                let slices = self.slices.entry(slice.service.clone()).or_default();
+                match slices.iter_mut().find(|known| known.name == name) {
+                    Some(known) => *known = slice,
+                    None => slices.push(slice),
+                }
+            }
+            Body::Node(facts) => self.facts = facts,
+            Body::Service(None) | Body::Slice(None) => self.forget(kind, &name),
+        }
+    }
+
+    fn remove(&mut self, kind: Kind, name: &ServiceName) {
+        self.changed = true;
+        self.problems.remove(&(kind, name.clone()));
+        self.forget(kind, name);
+    }
+
+    /// What was known of an object is not so any more.
+    fn forget(&mut self, kind: Kind, name: &ServiceName) {
+        match kind {
+            Kind::Service => _ = self.pending.insert(name.clone(), Change::Remove),
+            Kind::Slice => self.forget_slice(name, None),
+            Kind::Node => self.facts = NodeFacts::default(),
+        }
+    }
+
+    /// Forgets a slice, unless it is one of the service `but`.
+    fn forget_slice(&mut self, name: &ServiceName, but: Option<&ServiceName>) {
+        let Some(service) = self.named.get(name).filter(|named| Some(*named) != but) else {
+            return;
+        };
+        let service = service.clone();
+        self.named.remove(name);
+        if let Some(slices) = self.slices.get_mut(&service) {
+            slices.retain(|slice| slice.name != *name);
+            if slices.is_empty() {
+                self.slices.remove(&service);
+            }
+        }
+        self.join(&service);
+    }
+
+    /// A service gets other endpoints.
+    fn join(&mut self, service: &ServiceName) {
+        if !self.pending.contains_key(service) {
+            self.pending.insert(service.clone(), Change::Join);
+        }
+    }
+
+    /// What a list did not have is gone.
+    fn keep(&mut self, kind: Kind, seen: &HashSet<ServiceName>) {
+        let known: Vec<ServiceName> = match kind {
+            Kind::Service => {
+                let put = |(name, change): (&ServiceName, &Change)| {
+                    matches!(change, Change::Put(_)).then(|| name.clone())
+                };
+                let pending = self.pending.iter().filter_map(put);
+                self.services.keys().cloned().chain(pending).collect()
+            }
+            Kind::Slice => self.named.keys().cloned().collect(),
+            Kind::Node => {
+                if seen.is_empty() {
+                    self.facts = NodeFacts::default();
+                    self.missing_node();
+                }
+                return;
+            }
+        };
+        let faulty = self.problems.keys().filter(|(of, _)| *of == kind);
+        let faulty: Vec<_> = faulty.map(|(_, name)| name.clone()).collect();
+        for name in known.into_iter().chain(faulty) {
+            if !seen.contains(&name) {
+                self.remove(kind, &name);
+            }
+        }
+    }
+
+    fn missing_node(&mut self) {
+        let name = ServiceName::new("", &self.base.name);
+        let problem = Problem {
+            place: format!("Node {}", self.base.name),
+            text:
+                "there is no such Node in the cluster, so its zone is not known, and no endpoint \
+                   is taken for local; --node-name gives its name"
+                    .to_owned(),
+        };
+        self.problems.insert((Kind::Node, name), vec![problem]);
+        self.changed = true;
+    }
+
+    /// Notes what is wrong with an object.
+    fn found(&mut self, kind: Kind, name: &ServiceName, findings: &Findings) {
+        if kind == Kind::Node {
+            self.problems.retain(|(of, _), _| *of != Kind::Node);
+        }
+        let faults = findings.faults.iter().map(|(field, text)| {
+            format!("{field}: {text}; not served as it is now, but as it was, if ever")
+        });
+        let notes = findings.notes.iter();
+        let notes = notes.map(|(field, text)| format!("{field}: {text}"));
+        let place = || match kind {
+            Kind::Node => format!("Node {}", name.name()),
+            _ => format!("{} {name}", kind.word()),
+        };
+        let problems: Vec<Problem> = faults
+            .chain(notes)
+            .map(|text| Problem {
+                place: place(),
+                text,
+            })
+            .collect();
+        let key = (kind, name.clone());
+        if problems.is_empty() {
+            self.problems.remove(&key);
+        } else {
+            self.problems.insert(key, problems);
+        }
+    }
+}

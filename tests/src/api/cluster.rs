@@ -1,0 +1,289 @@
+//! The objects of a cluster, and the history of their changes.
+
+use std::{
+    collections::{BTreeMap, HashMap, VecDeque},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use serde_json::{Value, json};
+use tokio::sync::watch;
+
+/// What the server knows of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Resource {
+    /// Services.
+    Services,
+    /// EndpointSlices.
+    EndpointSlices,
+    /// Nodes.
+    Nodes,
+}
+
+impl Resource {
+    /// By the path of a request.
+    pub fn of_path(path: &str) -> Option<Self> {
+        match path {
+            "/api/v1/services" => Some(Self::Services),
+            "/apis/discovery.k8s.io/v1/endpointslices" => Some(Self::EndpointSlices),
+            "/api/v1/nodes" => Some(Self::Nodes),
+            _ => None,
+        }
+    }
+
+    /// By an object's kind.
+    fn of_kind(kind: &str) -> Option<Self> {
+        match kind {
+            "Service" => Some(Self::Services),
+            "EndpointSlice" => Some(Self::EndpointSlices),
+            "Node" => Some(Self::Nodes),
+            _ => None,
+        }
+    }
+
+    /// `kind` and `apiVersion` of its objects.
+    pub fn types(self) -> (&'static str, &'static str) {
+        match self {
+            Self::Services => ("Service", "v1"),
+            Self::EndpointSlices => ("EndpointSlice", "discovery.k8s.io/v1"),
+            Self::Nodes => ("Node", "v1"),
+        }
+    }
+}
+
+/// An object at a version.
+#[derive(Debug)]
+pub struct Object {
+    pub namespace: String,
+    pub name: String,
+    pub labels: BTreeMap<String, String>,
+    /// As JSON, without `kind` and `apiVersion`: lists leave them out.
+    pub text: String,
+}
+
+/// What became of an object.
+#[derive(Debug)]
+pub struct Change {
+    pub version: u64,
+    pub resource: Resource,
+    pub before: Option<Arc<Object>>,
+    /// As it is now; if it is gone, as it last was, with the version at which it went.
+    pub after: Arc<Object>,
+    pub gone: bool,
+}
+
+type Objects = imbl::OrdMap<(Resource, String, String), Arc<Object>>;
+
+#[derive(Debug)]
+struct State {
+    version: u64,
+    objects: Objects,
+    history: VecDeque<Arc<Change>>,
+    /// Up to here, history is forgotten.
+    compacted: u64,
+    /// What lists that are being paged through are of.
+    pages: HashMap<u64, Objects>,
+}
+
+/// The objects of a cluster. A handle: clones are of the same cluster.
+#[derive(Clone, Debug)]
+pub struct Cluster {
+    state: Arc<Mutex<State>>,
+    version: watch::Sender<u64>,
+}
+
+impl Default for Cluster {
+    fn default() -> Self {
+        // Versions do not begin at 1 in any cluster that has services.
+        let version = 1_000;
+        Self {
+            state: Arc::new(Mutex::new(State {
+                version,
+                objects: Objects::new(),
+                history: VecDeque::new(),
+                compacted: version,
+                pages: HashMap::new(),
+            })),
+            version: watch::Sender::new(version),
+        }
+    }
+}
+
+impl Cluster {
+    /// Makes an object be as it is here; its version.
+    ///
+    /// # Panics
+    ///
+    /// If it is of a kind that the server does not know, or has no name.
+    pub fn apply(&self, object: Value) -> u64 {
+        let version = self.put(object);
+        self.version.send_replace(version);
+        version
+    }
+
+    /// Several at once: watchers see nothing before the last is there.
+    pub fn apply_all(&self, objects: impl IntoIterator<Item = Value>) -> u64 {
+        let version = objects.into_iter().map(|object| self.put(object)).last();
+        let version = version.unwrap_or_else(|| self.version());
+        self.version.send_replace(version);
+        version
+    }
+
+    fn put(&self, mut object: Value) -> u64 {
+        let kind = object["kind"].as_str().unwrap_or_default();
+        let resource = Resource::of_kind(kind).unwrap_or_else(|| panic!("unknown kind: {object}"));
+        let mut state = self.lock();
+        state.version += 1;
+        let version = state.version;
+        let fields = object.as_object_mut().expect("an object is a mapping");
+        fields.remove("kind");
+        fields.remove("apiVersion");
+        let metadata = &mut object["metadata"];
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        let name = text(&metadata["name"]);
+        assert!(!name.is_empty(), "an object has a name");
+        let namespace = match resource {
+            Resource::Nodes => String::new(),
+            _ if metadata["namespace"].is_null() => {
+                metadata["namespace"] = json!("default");
+                "default".to_owned()
+            }
+            _ => text(&metadata["namespace"]),
+        };
+        let labels = metadata["labels"].as_object().into_iter().flatten();
+        let labels = labels
+            .map(|(key, value)| (key.clone(), text(value)))
+            .collect();
+        metadata["resourceVersion"] = json!(version.to_string());
+        if metadata["creationTimestamp"].is_null() {
+            metadata["creationTimestamp"] = json!("2026-01-01T00:00:00Z");
+        }
+        let object = Arc::new(Object {
+            namespace: namespace.clone(),
+            name: name.clone(),
+            labels,
+            text: object.to_string(),
+        });
+        let before = state
+            .objects
+            .insert((resource, namespace, name), Arc::clone(&object));
+        state.history.push_back(Arc::new(Change {
+            version,
+            resource,
+            before,
+            after: object,
+            gone: false,
+        }));
+        version
+    }
+
+    /// Removes an object; its last version, if it was there.
+    pub fn delete(&self, resource: Resource, namespace: &str, name: &str) -> Option<u64> {
+        let mut state = self.lock();
+        let key = (resource, namespace.to_owned(), name.to_owned());
+        let before = state.objects.remove(&key)?;
+        state.version += 1;
+        let version = state.version;
+        let mut last: Value = serde_json::from_str(&before.text).expect("it was written here");
+        last["metadata"]["resourceVersion"] = json!(version.to_string());
+        let after = Arc::new(Object {
+            namespace: before.namespace.clone(),
+            name: before.name.clone(),
+            labels: before.labels.clone(),
+            text: last.to_string(),
+        });
+        state.history.push_back(Arc::new(Change {
+            version,
+            resource,
+            before: Some(before),
+            after,
+            gone: true,
+        }));
+        drop(state);
+        self.version.send_replace(version);
+        Some(version)
+    }
+
+    /// The version of the last change.
+    pub fn version(&self) -> u64 {
+        self.lock().version
+    }
+
+    /// Forgets history: watches cannot begin before now, and lists that are being paged through
+    /// cannot go on.
+    pub fn compact(&self) {
+        let mut state = self.lock();
+        state.compacted = state.version;
+        state.history.clear();
+        state.pages.clear();
+    }
+
+    /// Goes back to another state, as a cluster does that is restored from a backup.
+    pub fn restore(&self, backup: &Self) {
+        let backup = backup.lock();
+        let mut state = self.lock();
+        state.version = backup.version;
+        state.objects = backup.objects.clone();
+        state.history.clone_from(&backup.history);
+        state.compacted = backup.compacted;
+        state.pages.clear();
+        self.version.send_replace(state.version);
+    }
+
+    /// Another cluster in the same state.
+    #[must_use]
+    pub fn backup(&self) -> Self {
+        let backup = Self::default();
+        backup.restore(self);
+        backup
+    }
+
+    /// Tells of new versions.
+    pub(super) fn subscribe(&self) -> watch::Receiver<u64> {
+        self.version.subscribe()
+    }
+
+    /// Changes after a version, at most `limit`; none if they are forgotten.
+    pub(super) fn changes(&self, after: u64, limit: usize) -> Option<Vec<Arc<Change>>> {
+        let state = self.lock();
+        if after < state.compacted {
+            return None;
+        }
+        let start = state.history.partition_point(|c| c.version <= after);
+        Some(state.history.range(start..).take(limit).cloned().collect())
+    }
+
+    /// The objects of a resource after a key, at a version that a list is being read at, or now;
+    /// and the version. None if that version is forgotten.
+    pub(super) fn objects(
+        &self,
+        resource: Resource,
+        at: Option<u64>,
+        after: Option<&str>,
+        keep: bool,
+    ) -> Option<(u64, Vec<Arc<Object>>)> {
+        let mut state = self.lock();
+        let (version, objects) = match at {
+            None => (state.version, state.objects.clone()),
+            Some(version) => (version, state.pages.get(&version)?.clone()),
+        };
+        if keep {
+            state.pages.insert(version, objects.clone());
+        }
+        drop(state);
+        let (namespace, name) = after
+            .and_then(|key| key.split_once('/'))
+            .unwrap_or_default();
+        let from = (resource, namespace.to_owned(), name.to_owned());
+        let found = objects
+            .range(from.clone()..)
+            .take_while(|((of, ..), _)| *of == resource)
+            .filter(|(key, _)| after.is_none() || **key != from)
+            .map(|(_, object)| Arc::clone(object))
+            .collect();
+        Some((version, found))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,22 @@
+//! A Kubernetes API server for tests: what the real one says to those who list and watch, with or
+//! without TLS, and what goes wrong with it when it goes wrong.
+//!
+//! A [`Cluster`] holds objects and the history of their changes, an [`ApiServer`] serves it over
+//! HTTP(S) on a port of its own, from threads of this process. The server can go away and come back
+//! on the same port, while the cluster goes on changing.
+//!
+//! Lists are paged and consistent over their pages; watches begin at any version that is not
+//! compacted, resume, end after `timeoutSeconds`, and send bookmarks; objects come and go by label
+//! as they do there.
+
+mod cluster;
+mod faults;
+mod life;
+pub mod objects;
+mod select;
+mod serve;
+mod tls;
+
+pub use cluster::{Cluster, Resource};
+pub use faults::{Asked, Faults};
+pub use life::{ApiServer, Options};

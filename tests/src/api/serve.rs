@@ -1,0 +1,367 @@
+//! Answers to lists and watches.
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    sync::{Arc, Mutex, PoisonError},
+    time::{Duration, Instant},
+};
+
+use axum::{
+    body::{Body, Bytes},
+    extract::{Query, Request, State},
+    http::{StatusCode, header},
+    response::{IntoResponse, Response},
+};
+use http_body_util::channel::{Channel, Sender};
+use serde_json::json;
+use tokio::time::{Interval, MissedTickBehavior, interval_at, sleep, sleep_until};
+
+use super::{
+    Cluster, Resource,
+    cluster::{Change, Object},
+    faults::{Asked, Break, Faults},
+    select::Selector,
+};
+
+/// What is served, and how.
+pub struct Site {
+    pub cluster: Cluster,
+    pub faults: Faults,
+    pub tokens: Arc<Mutex<BTreeSet<String>>>,
+}
+
+type Parameters = HashMap<String, String>;
+
+/// Why a connection is broken.
+#[derive(Debug, thiserror::Error)]
+#[error("broken on purpose")]
+struct Broken;
+
+/// Answers a request.
+pub async fn answer(
+    State(site): State<Arc<Site>>,
+    Query(parameters): Query<Parameters>,
+    request: Request,
+) -> Response {
+    let path = request.uri().path();
+    let resource = Resource::of_path(path);
+    let is_watch = parameters
+        .get("watch")
+        .is_some_and(|value| value == "true" || value == "1");
+    let mut asked = Asked {
+        resource,
+        watch: is_watch,
+        version: parameters.get("resourceVersion").cloned(),
+        continued: parameters.contains_key("continue"),
+        query: request.uri().query().unwrap_or_default().to_owned(),
+        answered: 0,
+        at: Instant::now(),
+    };
+    let response = match refuse(&site, &request) {
+        Some(refusal) => refusal,
+        None => match resource {
+            None => status(
+                404,
+                "NotFound",
+                "the server could not find the resource",
+                None,
+            ),
+            Some(resource) if is_watch => watch(&site, resource, &parameters),
+            Some(resource) => list(&site, resource, &parameters),
+        },
+    };
+    asked.answered = response.status().as_u16();
+    site.faults.note(asked);
+    response
+}
+
+fn refuse(site: &Site, request: &Request) -> Option<Response> {
+    if let Some((code, retry)) = site.faults.refusal(Resource::of_path(request.uri().path())) {
+        return Some(status(code, "", "refused on purpose", retry));
+    }
+    let tokens = site.tokens.lock().unwrap_or_else(PoisonError::into_inner);
+    let given = request.headers().get(header::AUTHORIZATION);
+    let given = given.and_then(|value| value.to_str().ok()?.strip_prefix("Bearer "));
+    let known = tokens.is_empty() || given.is_some_and(|token| tokens.contains(token));
+    (!known).then(|| status(401, "Unauthorized", "Unauthorized", None))
+}
+
+/// A `Status`, as the server says no.
+fn status(code: u16, reason: &str, message: &str, retry: Option<u64>) -> Response {
+    let body = status_text(code, reason, message, retry);
+    let code = StatusCode::from_u16(code).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    (code, [(header::CONTENT_TYPE, "application/json")], body).into_response()
+}
+
+fn status_text(code: u16, reason: &str, message: &str, retry: Option<u64>) -> String {
+    json!({
+        "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
+        "code": code, "reason": reason, "message": message,
+        "details": retry.map(|seconds| json!({ "retryAfterSeconds": seconds })),
+    })
+    .to_string()
+}
+
+fn expired() -> (u16, &'static str, &'static str) {
+    (
+        410,
+        "Expired",
+        "The resourceVersion is too old: it has been compacted.",
+    )
+}
+
+fn list(site: &Site, resource: Resource, parameters: &Parameters) -> Response {
+    let get = |name: &str| parameters.get(name).map(String::as_str).unwrap_or_default();
+    let selector = match Selector::parse(get("labelSelector"), get("fieldSelector")) {
+        Ok(selector) => selector,
+        Err(wrong) => return status(400, "BadRequest", &wrong, None),
+    };
+    // From the watch cache, the real one answers in one piece.
+    let limit = if get("resourceVersion") == "0" {
+        0
+    } else {
+        get("limit").parse().unwrap_or(0)
+    };
+    let (at, after) = match get("continue").split_once(':') {
+        Some((version, key)) => (version.parse().ok(), Some(key)),
+        None => (None, None),
+    };
+    let Some((version, objects)) = site.cluster.objects(resource, at, after, limit > 0) else {
+        let (code, reason, message) = expired();
+        return status(code, reason, message, None);
+    };
+    let mut selected = objects
+        .iter()
+        .filter(|o| selector.has(&o.namespace, &o.name, &o.labels));
+    let limit = if limit == 0 { usize::MAX } else { limit };
+    let page: Vec<&Arc<Object>> = selected.by_ref().take(limit).collect();
+    let (kind, api_version) = resource.types();
+    let mut metadata = json!({ "resourceVersion": version.to_string() });
+    if selected.next().is_some()
+        && let Some(last) = page.last()
+    {
+        metadata["continue"] = json!(format!("{version}:{}/{}", last.namespace, last.name));
+    }
+    let mut text = format!(
+        r#"{{"kind":"{kind}List","apiVersion":"{api_version}","metadata":{metadata},"items":["#
+    );
+    for (index, object) in page.into_iter().enumerate() {
+        if index > 0 {
+            text.push(',');
+        }
+        text.push_str(&object.text);
+    }
+    text.push_str("]}\n");
+    let cut = site.faults.cuts_list();
+    let slow = site.faults.slowness();
+    if !cut && slow.is_none() {
+        return ([(header::CONTENT_TYPE, "application/json")], text).into_response();
+    }
+    let (mut sender, body) = Channel::<Bytes, Broken>::new(1);
+    tokio::spawn(async move {
+        let text = text.into_bytes();
+        let whole = if cut { text.len() / 2 } else { text.len() };
+        let (piece, pause) = slow.unwrap_or((usize::MAX, Duration::ZERO));
+        for piece in text[..whole].chunks(piece) {
+            if sender
+                .send_data(Bytes::copy_from_slice(piece))
+                .await
+                .is_err()
+            {
+                return;
+            }
+            sleep(pause).await;
+        }
+        if cut {
+            sender.abort(Broken);
+        }
+    });
+    (
+        [(header::CONTENT_TYPE, "application/json")],
+        Body::new(body),
+    )
+        .into_response()
+}
+
+fn watch(site: &Arc<Site>, resource: Resource, parameters: &Parameters) -> Response {
+    let get = |name: &str| parameters.get(name).map(String::as_str).unwrap_or_default();
+    let selector = match Selector::parse(get("labelSelector"), get("fieldSelector")) {
+        Ok(selector) => selector,
+        Err(wrong) => return status(400, "BadRequest", &wrong, None),
+    };
+    let Ok(from) = get("resourceVersion").parse::<u64>() else {
+        return status(
+            400,
+            "BadRequest",
+            "only watches of a version are served here",
+            None,
+        );
+    };
+    if from > site.cluster.version() {
+        return status(
+            504,
+            "Timeout",
+            "Too large resource version: come back later",
+            None,
+        );
+    }
+    let gone = site.cluster.changes(from, 0).is_none();
+    if gone && site.faults.is_gone_as_status() {
+        let (code, reason, message) = expired();
+        return status(code, reason, message, None);
+    }
+    let seconds = get("timeoutSeconds").parse().unwrap_or(1800);
+    let every = site.faults.bookmarks();
+    let mut bookmarks = interval_at(tokio::time::Instant::now() + every, every);
+    bookmarks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let (sender, body) = Channel::<Bytes, Broken>::new(16);
+    let watcher = Watcher {
+        site: Arc::clone(site),
+        resource,
+        selector,
+        sender,
+        at: from,
+        end: tokio::time::Instant::now() + Duration::from_secs(seconds),
+        bookmarks: (get("allowWatchBookmarks") == "true").then_some(bookmarks),
+    };
+    tokio::spawn(watcher.run());
+    (
+        [(header::CONTENT_TYPE, "application/json")],
+        Body::new(body),
+    )
+        .into_response()
+}
+
+/// A watch that goes on.
+struct Watcher {
+    site: Arc<Site>,
+    resource: Resource,
+    selector: Selector,
+    sender: Sender<Bytes, Broken>,
+    /// Up to where changes were told.
+    at: u64,
+    end: tokio::time::Instant,
+    bookmarks: Option<Interval>,
+}
+
+impl Watcher {
+    async fn run(mut self) {
+        let mut versions = self.site.cluster.subscribe();
+        let mut breaks = self.site.faults.breaks();
+        let mut muted = self.site.faults.muted();
+        breaks.mark_unchanged();
+        loop {
+            if *muted.borrow_and_update() {
+                tokio::select! {
+                    _ = muted.changed() => continue,
+                    _ = breaks.changed() => {}
+                }
+            } else {
+                versions.mark_unchanged();
+                let Some(changes) = self.site.cluster.changes(self.at, 512) else {
+                    let (code, reason, message) = expired();
+                    let status = status_text(code, reason, message, None);
+                    let _ = self.send("ERROR", &status).await;
+                    return;
+                };
+                if !changes.is_empty() {
+                    if self.tell(&changes).await.is_err() {
+                        return;
+                    }
+                    continue;
+                }
+                tokio::select! {
+                    _ = versions.changed() => continue,
+                    _ = muted.changed() => continue,
+                    () = tick(&mut self.bookmarks) => {
+                        if self.bookmark().await.is_err() {
+                            return;
+                        }
+                        continue;
+                    }
+                    () = sleep_until(self.end) => return,
+                    _ = breaks.changed() => {}
+                }
+            }
+            let (_, how) = *breaks.borrow_and_update();
+            if how == Break::Abrupt {
+                self.sender.abort(Broken);
+            }
+            return;
+        }
+    }
+
+    async fn tell(&mut self, changes: &[Arc<Change>]) -> Result<(), ()> {
+        // As many as there are go out together, as from a server that has work to do.
+        let mut text = String::new();
+        for change in changes {
+            self.at = change.version;
+            if change.resource != self.resource {
+                continue;
+            }
+            let has = |o: &Arc<Object>| self.selector.has(&o.namespace, &o.name, &o.labels);
+            let before = change.before.as_ref().is_some_and(has);
+            let after = !change.gone && has(&change.after);
+            let word = match (before, after) {
+                (false, true) => "ADDED",
+                (true, true) => "MODIFIED",
+                (true, false) => "DELETED",
+                (false, false) => continue,
+            };
+            let (kind, version) = self.resource.types();
+            let object = &change.after.text[1..];
+            line(
+                &mut text,
+                word,
+                &format!(r#"{{"kind":"{kind}","apiVersion":"{version}",{object}"#),
+            );
+        }
+        self.out(text).await
+    }
+
+    async fn bookmark(&mut self) -> Result<(), ()> {
+        let (kind, version) = self.resource.types();
+        let at = self.at;
+        let object = json!({
+            "kind": kind, "apiVersion": version,
+            "metadata": { "resourceVersion": at.to_string(), "creationTimestamp": null },
+        });
+        self.send("BOOKMARK", &object.to_string()).await
+    }
+
+    async fn send(&mut self, word: &str, object: &str) -> Result<(), ()> {
+        let mut text = String::new();
+        line(&mut text, word, object);
+        self.out(text).await
+    }
+
+    async fn out(&mut self, text: String) -> Result<(), ()> {
+        let bytes = Bytes::from(text);
+        let (piece, pause) = self
+            .site
+            .faults
+            .slowness()
+            .unwrap_or((usize::MAX, Duration::ZERO));
+        let mut rest = bytes;
+        while !rest.is_empty() {
+            let next = rest.split_to(piece.min(rest.len()));
+            self.sender.send_data(next).await.map_err(drop)?;
+            if !pause.is_zero() {
+                sleep(pause).await;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn line(text: &mut String, word: &str, object: &str) {
+    use std::fmt::Write as _;
+    let _ = writeln!(text, r#"{{"type":"{word}","object":{object}}}"#);
+}
+
+async fn tick(bookmarks: &mut Option<Interval>) {
+    match bookmarks {
+        Some(bookmarks) => _ = bookmarks.tick().await,
+        None => std::future::pending().await,
+    }
+}
