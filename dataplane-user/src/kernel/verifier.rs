@@ -5,29 +5,54 @@
 
 use std::{
     collections::HashSet,
-    os::fd::{AsFd, AsRawFd, BorrowedFd},
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
     time::{Duration, Instant},
 };
 
 use aya::{Ebpf, EbpfLoader, VerifierLogLevel, maps::Map, programs::Program};
-use aya_obj::Object;
+use aya_obj::{
+    Object, ProgramSection,
+    generated::{
+        bpf_attach_type::{self, BPF_CGROUP_INET_INGRESS, BPF_CGROUP_SOCK_OPS, BPF_SK_LOOKUP},
+        bpf_prog_type::{
+            self, BPF_PROG_TYPE_CGROUP_SOCK, BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
+            BPF_PROG_TYPE_CGROUP_SOCKOPT, BPF_PROG_TYPE_SCHED_CLS, BPF_PROG_TYPE_SK_LOOKUP,
+            BPF_PROG_TYPE_SOCK_OPS,
+        },
+    },
+};
 
 use super::{
     error::{Doing, Error},
-    object,
-    programs::{PROGRAMS, Spec},
-    sys,
+    object, sys,
 };
 
-/// Every program of ours, of whatever type: a line for each list of them. A program that is in none
-/// is neither verified nor has it a budget.
-const LISTS: [&[Spec]; 1] = [&PROGRAMS];
+/// A program's type and its hook, as the kernel wants them to verify it; `None` for types that no
+/// program of ours has. A new type is a line here, and one in [`refusal`].
+fn type_and_hook(section: &ProgramSection) -> Option<(bpf_prog_type, bpf_attach_type)> {
+    Some(match *section {
+        ProgramSection::CgroupSockAddr { attach_type } => {
+            (BPF_PROG_TYPE_CGROUP_SOCK_ADDR, attach_type.into())
+        }
+        ProgramSection::CgroupSock { attach_type } => {
+            (BPF_PROG_TYPE_CGROUP_SOCK, attach_type.into())
+        }
+        ProgramSection::CgroupSockopt { attach_type } => {
+            (BPF_PROG_TYPE_CGROUP_SOCKOPT, attach_type.into())
+        }
+        // Where it is attached is said then; 0, which is this, to load it.
+        ProgramSection::SchedClassifier => (BPF_PROG_TYPE_SCHED_CLS, BPF_CGROUP_INET_INGRESS),
+        ProgramSection::SkLookup => (BPF_PROG_TYPE_SK_LOOKUP, BPF_SK_LOOKUP),
+        ProgramSection::SockOps => (BPF_PROG_TYPE_SOCK_OPS, BPF_CGROUP_SOCK_OPS),
+        _ => return None,
+    })
+}
 
 /// What the verifier said of a program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Verified {
     /// The program's name.
-    pub program: &'static str,
+    pub program: String,
     /// How long it took, on this machine, now.
     pub time: Duration,
     /// What it cost, or the verifier's word.
@@ -45,7 +70,7 @@ pub struct Cost {
     pub jited: u32,
 }
 
-/// Has every program verified. Changes nothing.
+/// Has every program in the binary verified, by name. Changes nothing.
 ///
 /// # Errors
 /// If the programs cannot be prepared: the binary has none, or their maps cannot be created. That
@@ -61,27 +86,20 @@ pub fn verify() -> Result<Vec<Verified>, Error> {
     let object = relocated(bytes, &ebpf)
         .map_err(std::io::Error::other)
         .doing(|| "cannot prepare the kernel programs".to_owned())?;
-    Ok(LISTS
+    let mut names: Vec<&String> = object.programs.keys().collect();
+    names.sort_unstable();
+    Ok(names
         .into_iter()
-        .flatten()
-        .map(|spec| {
-            let instructions = object
-                .programs
-                .get(spec.name)
-                .and_then(|program| object.functions.get(&program.function_key()))
-                .map_or(&[][..], |function| &function.instructions);
+        .map(|name| {
             let started = Instant::now();
-            let loaded = sys::prog_verify(spec.kind, spec.hook, instructions);
+            let loaded = load(&object, name);
             let time = started.elapsed();
             let outcome = match loaded {
                 Ok((program, log)) => cost(&log, program.as_fd()),
-                Err((error, log)) => {
-                    let said = refusal(&mut ebpf, spec);
-                    Err(end(&said.unwrap_or_else(|| format!("{error}\n{log}"))))
-                }
+                Err(said) => Err(end(&refusal(&mut ebpf, name).unwrap_or(said))),
             };
             Verified {
-                program: spec.name,
+                program: name.clone(),
                 time,
                 outcome,
             }
@@ -89,13 +107,28 @@ pub fn verify() -> Result<Vec<Verified>, Error> {
         .collect())
 }
 
+/// Loads a program by itself. Returns it with the verifier's statistics, or what the kernel said.
+fn load(object: &Object, name: &str) -> Result<(OwnedFd, String), String> {
+    let program = &object.programs[name];
+    let (kind, hook) = type_and_hook(&program.section)
+        .ok_or_else(|| format!("verifier.rs does not know the type {:?}", program.section))?;
+    let instructions = object
+        .functions
+        .get(&program.function_key())
+        .map_or(&[][..], |function| &function.instructions);
+    sys::prog_verify(kind, hook, instructions).map_err(|(error, log)| format!("{error}\n{log}"))
+}
+
 /// Loads a program that was refused once more, as the agent would: then it has its source's lines,
 /// which the verifier quotes. `None` if it is taken now.
-fn refusal(ebpf: &mut Ebpf, spec: &Spec) -> Option<String> {
-    let loaded = match ebpf.program_mut(spec.name) {
+fn refusal(ebpf: &mut Ebpf, name: &str) -> Option<String> {
+    let loaded = match ebpf.program_mut(name) {
         Some(Program::CgroupSockAddr(program)) => program.load(),
         Some(Program::CgroupSock(program)) => program.load(),
+        Some(Program::CgroupSockopt(program)) => program.load(),
         Some(Program::SchedClassifier(program)) => program.load(),
+        Some(Program::SkLookup(program)) => program.load(),
+        Some(Program::SockOps(program)) => program.load(),
         _ => return None,
     };
     loaded.err().map(|error| error.to_string())

@@ -15,11 +15,14 @@ scenarios! {
 /// By kernel (`6.1`), then by program. `cargo xtask verifier --write` writes it.
 const BUDGET: &str = include_str!("../../../verifier-budget.json");
 
-/// What a program cost when the file was written.
+/// What a program cost when the file was written. The time that it took is kept there too, and not
+/// compared: on one machine it is twice what it was a minute ago, emulated ten times that. The
+/// instructions that the verifier followed are what it takes time for, and always the same.
 #[derive(Debug, Deserialize)]
 struct Budget {
     processed: u32,
     stack: u32,
+    jited: u32,
 }
 
 /// The running kernel's release, and its first two numbers.
@@ -73,7 +76,7 @@ fn no_program_outgrows_its_budget() -> Result<()> {
     } in verifier::verify()?
     {
         let Ok(cost) = outcome else { continue };
-        match budgets.get(program) {
+        match budgets.get(&program) {
             Some(budget) => {
                 over.extend(excess(&cost, budget).map(|what| format!("{program}: {what}")));
             }
@@ -92,13 +95,25 @@ fn no_program_outgrows_its_budget() -> Result<()> {
 
 /// What grew by more than a tenth.
 fn excess(cost: &Cost, budget: &Budget) -> Option<String> {
-    let over = |now: u32, then: u32| u64::from(now) * 10 > u64::from(then) * 11;
-    if over(cost.processed, budget.processed) {
-        return Some(format!(
-            "{} instructions verified, {} before",
-            cost.processed, budget.processed
-        ));
-    }
-    over(cost.stack, budget.stack)
-        .then(|| format!("{} bytes of stack, {} before", cost.stack, budget.stack))
+    // Machine code differs by some bytes with the processor and its mitigations; a kernel that
+    // interprets programs has none.
+    const MITIGATIONS: u32 = 32;
+    let rows = [
+        ("instructions verified", cost.processed, budget.processed, 0),
+        ("bytes of stack", cost.stack, budget.stack, 0),
+        (
+            "bytes of machine code",
+            cost.jited,
+            budget.jited,
+            MITIGATIONS,
+        ),
+    ];
+    let over: Vec<String> = rows
+        .into_iter()
+        .filter(|(_, now, then, slack)| {
+            u64::from(*now) * 10 > u64::from(*then) * 11 + u64::from(*slack) * 10
+        })
+        .map(|(what, now, then, _)| format!("{now} {what}, {then} before"))
+        .collect();
+    (!over.is_empty()).then(|| over.join(", "))
 }
