@@ -2,13 +2,17 @@
 
 use std::{io, process::ExitCode};
 
-use clap::{Parser, error::ErrorKind};
-use dataplane::cli::{Cli, exit};
+use clap::error::ErrorKind;
+use dataplane::cli::{self, Refusal, exit};
 
 fn main() -> ExitCode {
-    let cli = match Cli::try_parse() {
+    let cli = match cli::parse(std::env::args_os()) {
         Ok(cli) => cli,
-        Err(error) => {
+        Err(Refusal::Config(errors)) => {
+            eprintln!("dataplane: the configuration has errors, and nothing was done:\n{errors}");
+            return ExitCode::FAILURE;
+        }
+        Err(Refusal::Usage(error)) => {
             // Nobody is left to tell if this fails.
             let _ = error.print();
             return match error.kind() {

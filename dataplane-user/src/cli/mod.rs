@@ -2,6 +2,7 @@
 
 mod cleanup;
 mod completions;
+mod config;
 mod doctor;
 mod explain;
 mod monitor;
@@ -11,6 +12,7 @@ mod output;
 mod plan;
 mod run;
 mod services;
+mod settled;
 mod source;
 mod status;
 
@@ -26,6 +28,10 @@ use dataplane_common::Protocol;
 use nix::time::{ClockId, clock_gettime};
 
 use crate::{admin::client, kernel};
+
+pub use settled::{Refusal, parse};
+
+use crate::config::Listen;
 
 /// What a command ends with, besides 0 (done, healthy, no change) and 1 (it did not work, not
 /// healthy).
@@ -47,6 +53,17 @@ pub mod exit {
 #[derive(Debug, Parser)]
 #[command(name = "dataplane", version, after_help = EXIT_CODES)]
 pub struct Cli {
+    /// A configuration file (YAML); flags and environment variables override what it says. See
+    /// docs/configuration.md and `dataplane config`
+    #[arg(
+        long,
+        value_name = "FILE",
+        env = "DATAPLANE_CONFIG",
+        hide_env_values = true,
+        global = true
+    )]
+    config: Option<PathBuf>,
+
     #[command(subcommand)]
     command: Command,
 }
@@ -66,6 +83,7 @@ enum Command {
     Explain(explain::ExplainArgs),
     Monitor(monitor::MonitorArgs),
     Doctor(doctor::DoctorArgs),
+    Config(config::ConfigArgs),
     Cleanup(cleanup::CleanupArgs),
     Completions(completions::CompletionsArgs),
 }
@@ -85,6 +103,7 @@ impl Cli {
             Command::Explain(args) => args.run(),
             Command::Monitor(args) => args.run(),
             Command::Doctor(args) => args.run(),
+            Command::Config(args) => args.run(),
             Command::Cleanup(args) => args.run(),
             Command::Completions(args) => args.run(),
         }
@@ -161,23 +180,6 @@ struct SocketArgs {
 impl SocketArgs {
     fn client(&self) -> client::Client {
         client::Client::new(&self.socket)
-    }
-}
-
-/// A TCP address to listen on, or `off`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Listen(pub Option<SocketAddr>);
-
-impl FromStr for Listen {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        if text == "off" {
-            return Ok(Self(None));
-        }
-        text.parse().map(|addr| Self(Some(addr))).map_err(|_| {
-            format!("`{text}` is no ADDRESS:PORT such as 127.0.0.1:15000 or [::1]:15000, nor `off`")
-        })
     }
 }
 

@@ -48,6 +48,15 @@ pub struct Errors {
     pub more: usize,
 }
 
+impl Errors {
+    /// All of them, cut to what is listed.
+    pub(crate) fn of(mut faults: Vec<Fault>) -> Self {
+        let more = faults.len().saturating_sub(FAULTS_LISTED);
+        faults.truncate(FAULTS_LISTED);
+        Self { faults, more }
+    }
+}
+
 impl fmt::Display for Errors {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (index, fault) in self.faults.iter().enumerate() {

@@ -140,9 +140,9 @@ impl Faults {
             });
         }
         faults.sort_by(|a, b| (&a.file, a.position).cmp(&(&b.file, b.position)));
-        let more = self.more + faults.len().saturating_sub(FAULTS_LISTED);
-        faults.truncate(FAULTS_LISTED);
-        Errors { faults, more }
+        let mut errors = Errors::of(faults);
+        errors.more += self.more;
+        errors
     }
 
     /// The positions of the faults in their files, and of the other object where there are two.

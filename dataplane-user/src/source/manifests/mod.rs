@@ -18,7 +18,10 @@ mod watch;
 
 pub use error::{Errors, FAULTS_LISTED, Fault};
 pub use files::FILE_SIZE_MAX;
+pub(crate) use files::read as read_file;
 pub use locate::Position;
+pub(crate) use locate::locate;
+pub(crate) use parse::plain;
 pub use watch::{WatchError, Watcher};
 
 use std::{collections::BTreeMap, path::PathBuf};

@@ -233,7 +233,7 @@ fn describe_json(error: &serde_json::Error) -> (Option<Position>, String) {
 
 /// The parsers' messages without the position within the document, which is not that in the file,
 /// and without words that only those know who write Rust.
-fn plain(text: &str) -> String {
+pub fn plain(text: &str) -> String {
     let cut = [" at line ", " at (line "]
         .iter()
         .filter_map(|mark| text.find(mark))
@@ -246,7 +246,9 @@ fn plain(text: &str) -> String {
         "invalid i32" | "invalid i64" => "no whole number; expected one".into(),
         "expected mapping start" => "no object; expected a mapping of fields".into(),
         "expected sequence start" => "no list; expected one".into(),
-        _ => text.replace("expected i32", "expected a whole number"),
+        _ => text
+            .replace("expected i32", "expected a whole number")
+            .replace("expected u32", "expected a whole number from 0"),
     }
 }
 

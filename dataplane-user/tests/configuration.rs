@@ -1,0 +1,213 @@
+//! The configuration file: what is wrong with one is said, all of it; and what becomes of
+//! kube-proxy's.
+
+use std::path::Path;
+
+use dataplane::config::{self, Config};
+use serde_json::Value;
+
+const ALL: &str = include_str!("config/all.yaml");
+const KUBEADM: &str = include_str!("config/kubeadm.yaml");
+
+fn parse(text: &str) -> Result<Config, String> {
+    config::parse(Path::new("dataplane.yaml"), text).map_err(|errors| errors.to_string())
+}
+
+#[test]
+fn nothing_is_a_configuration_too() {
+    for text in ["", "# nothing\n", "{}", "source:\nonExit:\n"] {
+        assert_eq!(parse(text), Ok(Config::default()), "{text:?}");
+    }
+}
+
+#[test]
+fn a_key_without_a_value_is_an_empty_object() {
+    let config = parse("source:\n  kubernetes:\n").unwrap();
+    assert_eq!(
+        config.source.kubernetes,
+        Some(config::Kubernetes::default())
+    );
+}
+
+#[test]
+fn all_of_it_and_back() {
+    let config = parse(ALL).unwrap();
+    assert_eq!(parse(&config.to_yaml()), Ok(config));
+}
+
+#[test]
+fn faults_are_all_named_with_place_and_remedy() {
+    let faulty = "\
+node:
+  Name: a
+  nodePortAddresses: [10.0.0.0/8, 10.0.0.0/33, fd00::/8, here]
+metrics-addr: off
+listen:
+  metrics: 9100
+  health: localhost:9101
+  admin: 0.0.0.0:9102
+  healthz: 0.0.0.0:9102
+  colour: blue
+limits: {frontends: -1, endpoints: 0}
+onExit: stop
+source:
+  manifests: [a]
+  kubernetes: {kubeConfig: b}
+";
+    let said = parse(faulty).unwrap_err();
+    let wanted = [
+        "2:9: node.Name: unknown key; did you mean `name`?",
+        "3:35: node.nodePortAddresses[1]: `10.0.0.0/33` is no range of addresses such as \
+         10.0.0.0/8 or fd00::/64",
+        "3:58: node.nodePortAddresses[3]: `here` is no range of addresses",
+        "4:15: metrics-addr: unknown key; did you mean `listen.metrics`?",
+        "6:12: listen.metrics: invalid type: integer `9100`, expected a string",
+        "7:11: listen.health: `localhost:9101` is no ADDRESS:PORT",
+        "8:10: listen.admin: 0.0.0.0:9102 is listen.healthz, too",
+        "10:11: listen.colour: unknown key; expected one of admin, health, healthz, metrics, \
+         socket",
+        "11:21: limits.frontends: invalid value: integer `-1`, expected a whole number from 0",
+        "11:36: limits.endpoints: 0; expected a number from 1",
+        "12:9: onExit: unknown variant `stop`, expected `keep` or `detach`",
+        "14:3: source: both manifests and kubernetes; expected one of them",
+        "15:28: source.kubernetes.kubeConfig: unknown key; did you mean `kubeconfig`?",
+    ];
+    let lines: Vec<&str> = said.lines().collect();
+    for (line, wanted) in lines.iter().zip(wanted) {
+        assert!(
+            line.starts_with(&format!("dataplane.yaml:{wanted}")),
+            "{line}\n  is not\n{wanted}\n\n{said}"
+        );
+    }
+    assert_eq!(lines.len(), wanted.len(), "{said}");
+}
+
+#[test]
+fn what_is_no_yaml_is_said_with_its_line() {
+    for (text, wanted) in [
+        ("node: {\n", "dataplane.yaml:"),
+        (
+            "- a\n",
+            "dataplane.yaml: no configuration; expected keys such as `source:`",
+        ),
+        ("node: {name: a}\nnode: {name: b}\n", "dataplane.yaml:2:"),
+    ] {
+        let said = parse(text).unwrap_err();
+        assert!(said.starts_with(wanted), "{said}");
+    }
+}
+
+/// Every key of the schema has a description, and the guide and the full example know it.
+#[test]
+fn every_key_is_documented() {
+    let guide = include_str!("../../docs/configuration.md");
+    let example: Value = serde_json::to_value(parse(ALL).unwrap()).unwrap();
+    let mut open = vec![(String::new(), config::schema(), example)];
+    let mut keys = 0;
+    while let Some((path, schema, example)) = open.pop() {
+        let inner = schema["anyOf"]
+            .as_array()
+            .and_then(|all| all.iter().find(|s| s["properties"].is_object()))
+            .unwrap_or(&schema);
+        for (key, schema) in inner["properties"].as_object().into_iter().flatten() {
+            let path = format!("{path}{key}");
+            assert!(schema["description"].is_string(), "{path}: {schema:#}");
+            assert!(
+                guide.contains(&format!("`{path}`")),
+                "docs/configuration.md lacks {path}"
+            );
+            keys += 1;
+            // The example has the other source.
+            assert!(
+                path.starts_with("source.kubernetes") || example.get(key).is_some(),
+                "tests/config/all.yaml lacks {path}"
+            );
+            let below = example.get(key).cloned().unwrap_or_default();
+            open.push((format!("{path}."), schema.clone(), below));
+        }
+    }
+    assert!(keys > 20, "only {keys} keys");
+}
+
+fn notes(imported: &config::Imported) -> Vec<&str> {
+    imported.notes.iter().map(|note| &*note.key).collect()
+}
+
+#[test]
+fn kubeadms_configuration() {
+    let imported = config::import(KUBEADM).unwrap();
+    assert_eq!(
+        imported.config.to_yaml(),
+        "source:\n  kubernetes:\n    kubeconfig: /var/lib/kube-proxy/kubeconfig.conf\nnode:\n  \
+         nodePortAddresses:\n  - 0.0.0.0/0\n  - \"::/0\"\n"
+    );
+    // Ours, as a file.
+    assert_eq!(
+        parse(&imported.config.to_yaml()),
+        Ok(imported.config.clone())
+    );
+    assert_eq!(
+        notes(&imported),
+        [
+            "nodePortAddresses",
+            "bindAddress",
+            "clientConnection.kubeconfig",
+            "clusterCIDR"
+        ]
+    );
+}
+
+#[test]
+fn what_can_be_carried_over_is() {
+    let imported = config::import(
+        "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n\
+         mode: nftables\nhostnameOverride: worker-1\nhealthzBindAddress: 127.0.0.1\n\
+         metricsBindAddress: \"[::]:10249\"\nnodePortAddresses: [10.0.0.0/8, localhost]\n\
+         logging: {format: json, verbosity: 5}\nnftables: {masqueradeAll: true, syncPeriod: 30s}\n\
+         iptables: {syncPeriod: 30s}\nipvs: {scheduler: lc}\noomScoreAdj: -998\n\
+         conntrack: {min: 131072, maxPerCore: 32768}\nfeatureGates: {SomeGate: true}\n\
+         nodeports: [a]\n",
+    )
+    .unwrap();
+    assert_eq!(
+        imported.config.to_yaml(),
+        "source:\n  kubernetes: {}\nnode:\n  name: worker-1\n  nodePortAddresses:\n  - \
+         10.0.0.0/8\nlog:\n  format: json\n  level: debug\nlisten:\n  metrics: \"[::]:10249\"\n  \
+         healthz: 127.0.0.1:10256\n"
+    );
+    assert_eq!(
+        notes(&imported),
+        [
+            "conntrack.maxPerCore",
+            "conntrack.min",
+            "featureGates.SomeGate",
+            "metricsBindAddress",
+            "nftables.masqueradeAll",
+            "nftables.syncPeriod",
+            "nodeports",
+            "oomScoreAdj",
+        ]
+    );
+    let unknown = imported
+        .notes
+        .iter()
+        .find(|n| n.key == "nodeports")
+        .unwrap();
+    assert!(
+        unknown
+            .why
+            .starts_with("not a key of KubeProxyConfiguration")
+    );
+}
+
+#[test]
+fn other_files_are_refused() {
+    for text in [
+        "",
+        "kind: Pod\napiVersion: v1\n",
+        "kind: KubeProxyConfiguration\napiVersion: kubeproxy.config.k8s.io/v1alpha2\n",
+        "kind: ConfigMap\ndata: {}\n",
+    ] {
+        assert!(config::import(text).is_err(), "{text}");
+    }
+}
