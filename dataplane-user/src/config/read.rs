@@ -203,8 +203,8 @@ fn take_out(value: &mut Value, path: &str, taken: &mut Vec<(String, usize)>) -> 
             items.remove(index);
             let (list, _) = path.rsplit_once('[')?;
             taken.sort();
-            for (other, gone) in &*taken {
-                index += usize::from(other == list && *gone <= index);
+            for (of, gone) in &*taken {
+                index += usize::from(of == list && *gone <= index);
             }
             taken.push((list.to_owned(), index));
             Some(format!("{list}[{index}]"))
