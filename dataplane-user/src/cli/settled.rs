@@ -133,6 +133,21 @@ mod tests {
     fn a_source_on_the_command_line_is_the_only_one() {
         let cli = parsed(ALL, &["run", "-f", "mine.yaml"]).unwrap();
         assert!(cli.contains("manifests: [\"mine.yaml\"]"), "{cli}");
+        let api = "source: {kubernetes: {apiServer: \"https://192.0.2.1:6443\"}}";
+        let cli = parsed(api, &["run"]).unwrap();
+        for part in [
+            "kubernetes: true",
+            "api_server: Some(\"https://192.0.2.1:6443\")",
+        ] {
+            assert!(cli.contains(part), "{part} in {cli}");
+        }
+        let cli = parsed(api, &["run", "-f", "mine.yaml"]).unwrap();
+        assert!(cli.contains("kubernetes: false"), "{cli}");
+        let none = parsed("", &["run"]).unwrap_err();
+        assert!(
+            none.contains("--manifests") && none.contains("--kubernetes"),
+            "{none}"
+        );
     }
 
     #[test]
