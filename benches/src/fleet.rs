@@ -9,10 +9,9 @@ use dataplane::model::{
     Endpoint, Hints, Protocol, Service, ServiceName, ServicePort, ServiceType, Snapshot,
     TrafficPolicy,
 };
+use dataplane_peers::{Cluster, LocalDetector};
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use smallvec::smallvec;
-
-use crate::peers::Cluster;
 
 /// The port on the VIPs.
 pub const PORT: u16 = 80;
@@ -49,8 +48,9 @@ impl Fleet {
     /// The networks that [`Fleet::snapshot`] uses.
     pub fn cluster() -> Cluster {
         Cluster {
-            pod_networks: vec![PODS_V4.into(), PODS_V6.into()],
+            local: LocalDetector::Networks(vec![PODS_V4.into(), PODS_V6.into()]),
             service_networks: vec![SERVICES_V4.into(), SERVICES_V6.into()],
+            ..Cluster::default()
         }
     }
 

@@ -2,7 +2,6 @@
 
 pub mod fleet;
 pub mod manifests;
-pub mod peers;
 pub mod rows;
 pub mod socket;
 pub mod stage;

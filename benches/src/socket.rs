@@ -3,9 +3,9 @@
 use std::time::{Duration, Instant};
 
 use anyhow::ensure;
+use dataplane_peers::Mode;
 
 use crate::{
-    peers::Mode,
     rows::{Row, Target, find, thousands},
     say,
     stage::{NodePlan, Stage, Worker},

@@ -14,11 +14,11 @@ use dataplane::{
     kernel::{Kernel, Limits, Paths},
     plan::Planner,
 };
+use dataplane_peers::Mode;
 use dataplane_tests::{Lab, Process};
 
 use crate::{
     fleet::{CONNECT_PORT, CONNECT_TARGET_PORT, ENDPOINTS, Fleet, PORT, TARGET_PORT},
-    peers::{self, Mode},
     say,
     worker::{Answer, Job, Order, Transport},
 };
@@ -247,7 +247,7 @@ fn load_peers(lab: &Lab, nodes: &[NodePlan], fleets: &[Fleet]) -> anyhow::Result
         let Worker::Peer(mode) = node.worker else {
             continue;
         };
-        let loads = peers::rules(mode, &fleets[index].snapshot(), &cluster);
+        let loads = dataplane_peers::rules(mode, &fleets[index].snapshot(), &cluster);
         let netns = lab.node(&node_name(index)).netns().to_owned();
         // The slowest spends its time in user space, and so may load both families at once.
         if mode == Mode::IptablesNft {

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use dataplane::model::{Endpoint, Snapshot};
 
 use super::{
-    Cluster, Family, names,
+    Cluster, Family, LocalDetector, names,
     port::{Port, Refusal, ports},
 };
 
@@ -86,9 +86,12 @@ impl Table {
         let service = format!("{addr} . inet_proto . inet_service");
         let node_port = "inet_proto . inet_service";
         let mut node_ips = Elements::default();
-        // kube-proxy serves node ports on the node's primary address of each family.
-        if let Some(primary) = snapshot.node.addresses.iter().find(|ip| family.has(**ip)) {
-            node_ips.push(&primary.to_string());
+        // By default, kube-proxy serves node ports on the node's primary address of each family.
+        let given = (cluster.node_ports_on.iter()).filter(|ip| family.has(**ip));
+        let primary = (snapshot.node.addresses.iter()).find(|ip| family.has(**ip));
+        let primary = primary.filter(|_| cluster.node_ports_on.is_empty());
+        for ip in given.chain(primary) {
+            node_ips.push(&ip.to_string());
         }
         let node_match = match family {
             _ if !node_ips.0.is_empty() => format!("{ip} daddr @nodeport-ips"),
@@ -196,13 +199,21 @@ impl Table {
             "firewall-check",
             &[format!("{by_address} vmap @firewall-ips")],
         );
-        let mut services: Vec<_> = nets(&cluster.pod_networks, family)
-            .map(|net| {
-                format!(
-                    "{ip} daddr @cluster-ips {ip} saddr != {net} meta mark set meta mark | 0x00004000 comment \"masquerade clusterIP traffic from outside cluster\""
-                )
-            })
-            .collect();
+        let mark = "meta mark set meta mark | 0x00004000 comment";
+        let mut services = if cluster.masquerade_all {
+            vec![format!(
+                "{ip} daddr @cluster-ips {mark} \"masquerade clusterIP traffic\""
+            )]
+        } else {
+            is_local(&cluster.local, family, "!= ")
+                .iter()
+                .map(|not_local| {
+                    format!(
+                        "{ip} daddr @cluster-ips {not_local} {mark} \"masquerade clusterIP traffic from outside cluster\""
+                    )
+                })
+                .collect()
+        };
         services.push(format!("{by_address} vmap @service-ips"));
         services.push(format!("{node_match} {by_port} vmap @service-nodeports"));
         chain("services", &services);
@@ -382,9 +393,9 @@ fn external_rules(port: &Port<'_>, cluster: &Cluster, service: &str, local: &str
             format!("goto {service}"),
         ];
     }
-    let ip = ip(port.family);
-    let mut rules: Vec<_> = nets(&cluster.pod_networks, port.family)
-        .map(|net| format!("{ip} saddr {net} goto {service} comment \"short-circuit pod traffic\""))
+    let mut rules: Vec<_> = is_local(&cluster.local, port.family, "")
+        .iter()
+        .map(|local| format!("{local} goto {service} comment \"short-circuit pod traffic\""))
         .collect();
     rules.push("fib saddr type local meta mark set meta mark | 0x00004000 comment \"masquerade local traffic\"".into());
     rules.push(format!(
@@ -394,6 +405,19 @@ fn external_rules(port: &Port<'_>, cluster: &Cluster, service: &str, local: &str
         rules.push(format!("goto {local}"));
     }
     rules
+}
+
+/// The matches of a pod's traffic; with `operator` `!= `, of anybody else's.
+fn is_local(detector: &LocalDetector, family: Family, operator: &str) -> Vec<String> {
+    let ip = ip(family);
+    match detector {
+        LocalDetector::None => vec![],
+        LocalDetector::Networks(all) => nets(all, family)
+            .map(|net| format!("{ip} saddr {operator}{net}"))
+            .collect(),
+        LocalDetector::Interface(name) => vec![format!("iifname {operator}\"{name}\"")],
+        LocalDetector::InterfacePrefix(prefix) => vec![format!("iifname {operator}\"{prefix}*\"")],
+    }
 }
 
 fn endpoint_base(base: &str, endpoint: &Endpoint) -> String {

@@ -124,8 +124,9 @@ fn snapshot() -> Snapshot {
 
 fn cluster() -> Cluster {
     Cluster {
-        pod_networks: vec!["10.244.0.0/16".parse().unwrap()],
+        local: LocalDetector::Networks(vec!["10.244.0.0/16".parse().unwrap()]),
         service_networks: vec!["10.96.0.0/12".parse().unwrap()],
+        ..Cluster::default()
     }
 }
 
@@ -176,7 +177,7 @@ fn iptables(text: &str) -> BTreeSet<String> {
 
 #[test]
 fn iptables_rules_are_those_of_kube_proxy() {
-    let theirs = include_str!("../../../tests/data/kube-proxy-1.36/iptables-save.txt");
+    let theirs = include_str!("../../tests/data/kube-proxy-1.36/iptables-save.txt");
     let ours = iptables::rules(&snapshot(), &cluster(), Family::V4);
     assert_same(&iptables(&ours), &iptables(theirs));
 }
@@ -219,7 +220,7 @@ fn nftables(text: &str) -> BTreeSet<String> {
 
 #[test]
 fn nftables_rules_are_those_of_kube_proxy() {
-    let theirs = include_str!("../../../tests/data/kube-proxy-1.36/nft-ruleset.txt");
+    let theirs = include_str!("../../tests/data/kube-proxy-1.36/nft-ruleset.txt");
     let ours = nftables::rules(&snapshot(), &cluster(), Family::V4)
         + &nftables::rules(&snapshot(), &cluster(), Family::V6);
     assert_same(&nftables(&ours), &nftables(theirs));

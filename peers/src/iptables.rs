@@ -5,7 +5,7 @@ use std::{fmt::Write as _, net::IpAddr};
 use dataplane::model::{Endpoint, Snapshot};
 
 use super::{
-    Cluster, Family, names,
+    Cluster, Family, LocalDetector, names,
     port::{Port, Refusal, ports},
 };
 
@@ -15,7 +15,7 @@ pub fn rules(snapshot: &Snapshot, cluster: &Cluster, family: Family) -> String {
     for port in ports(snapshot, family) {
         tables.port(&port, cluster);
     }
-    tables.finish(family)
+    tables.finish(cluster, family)
 }
 
 const MANGLE: &str = "\
@@ -76,8 +76,25 @@ const NAT_HOOKS: &str = r#"-A PREROUTING -m comment --comment "kubernetes servic
 -A KUBE-POSTROUTING -m comment --comment "kubernetes service traffic requiring SNAT" -j MASQUERADE --random-fully
 "#;
 
-const NODE_PORTS_LAST: &str = r#"-A KUBE-SERVICES -m comment --comment "kubernetes service nodeports; NOTE: this must be the last rule in this chain" -m addrtype --dst-type LOCAL -j KUBE-NODEPORTS
-"#;
+/// The last rules of `KUBE-SERVICES`: to whatever node ports there are, on which addresses.
+fn node_ports_last(cluster: &Cluster, family: Family) -> String {
+    const WHAT: &str = r#"-A KUBE-SERVICES -m comment --comment "kubernetes service nodeports; NOTE: this must be the last rule in this chain""#;
+    let mut addresses: Vec<_> = cluster
+        .node_ports_on
+        .iter()
+        .filter(|ip| family.has(**ip))
+        .map(|ip| format!("-d {}", host(*ip)))
+        .collect();
+    if cluster.node_ports_on.is_empty() {
+        // Node ports on `::1` never work.
+        addresses.push(match family {
+            Family::V4 => "-m addrtype --dst-type LOCAL".into(),
+            Family::V6 => "-m addrtype --dst-type LOCAL ! -d ::1/128".into(),
+        });
+    }
+    let rule = |to| format!("{WHAT} {to} -j KUBE-NODEPORTS\n");
+    addresses.into_iter().map(rule).collect()
+}
 
 /// The parts that grow with the services.
 #[derive(Default)]
@@ -88,7 +105,7 @@ struct Tables {
 }
 
 impl Tables {
-    fn finish(self, family: Family) -> String {
+    fn finish(self, cluster: &Cluster, family: Family) -> String {
         let Self {
             filter,
             nat_chains,
@@ -117,7 +134,7 @@ impl Tables {
             &nat_chains,
             NAT_HOOKS,
             &nat,
-            NODE_PORTS_LAST,
+            &node_ports_last(cluster, family),
             "COMMIT\n",
         ]
         .concat()
@@ -216,12 +233,12 @@ impl Tables {
         }
 
         if port.internal_refusal().is_none() {
-            for net in cluster
-                .pod_networks
-                .iter()
-                .filter(|net| port.family.has_net(net))
-            {
-                self.nat(internal, &format!("! -s {net} {to_vip} -j KUBE-MARK-MASQ"));
+            if cluster.masquerade_all {
+                self.nat(internal, &format!("{to_vip} -j KUBE-MARK-MASQ"));
+            } else {
+                for local in is_local(&cluster.local, port.family) {
+                    self.nat(internal, &format!("! {local} {to_vip} -j KUBE-MARK-MASQ"));
+                }
             }
         }
         if port.served && port.externally_accessible() {
@@ -281,12 +298,8 @@ impl Tables {
             return self.nat(ext, &format!("{what} -j KUBE-MARK-MASQ"));
         }
         let what = comment(&format!("pod traffic for {name} external destinations"));
-        for net in cluster
-            .pod_networks
-            .iter()
-            .filter(|net| port.family.has_net(net))
-        {
-            self.nat(ext, &format!("-s {net} {what} -j {svc}"));
+        for local in is_local(&cluster.local, port.family) {
+            self.nat(ext, &format!("{local} {what} -j {svc}"));
         }
         for (verb, target) in [("masquerade", "KUBE-MARK-MASQ"), ("route", svc)] {
             let what = comment(&format!(
@@ -333,6 +346,20 @@ impl Tables {
                 );
             }
         }
+    }
+}
+
+/// The matches of a pod's traffic.
+fn is_local(detector: &LocalDetector, family: Family) -> Vec<String> {
+    match detector {
+        LocalDetector::None => vec![],
+        LocalDetector::Networks(nets) => nets
+            .iter()
+            .filter(|net| family.has_net(net))
+            .map(|net| format!("-s {net}"))
+            .collect(),
+        LocalDetector::Interface(name) => vec![format!("-i {name}")],
+        LocalDetector::InterfacePrefix(prefix) => vec![format!("-i {prefix}+")],
     }
 }
 

@@ -1,10 +1,10 @@
-//! The rules that kube-proxy 1.36 writes for a [`Snapshot`], in each of its modes.
+//! The rules that kube-proxy 1.36 writes for a [`Snapshot`], in each of its modes: what the
+//! benchmarks are measured against and what the scenarios take as the truth.
 //!
 //! Shapes, names and hashes are those of the real one: the tests here compare with the rules that
-//! it wrote for `tests/data/kube-proxy-1.36`, line by line. Two things are left out: the `nfacct`
-//! matches (kube-proxy leaves them out too where the kernel has no such counters; they are reached
-//! by invalid packets and by node ports on loopback only), and topology hints, which our model does
-//! not carry.
+//! it wrote for `tests/data/kube-proxy-1.36`, line by line. Only the `nfacct` matches are left out: kube-proxy
+//! leaves them out too where the kernel has no such counters, and they are reached by invalid packets
+//! and by node ports on loopback only.
 
 mod iptables;
 mod names;
@@ -17,6 +17,7 @@ mod tests;
 use std::{
     fmt,
     io::Write as _,
+    net::IpAddr,
     process::{Command, Stdio},
 };
 
@@ -69,7 +70,7 @@ impl Family {
     pub const BOTH: [Self; 2] = [Self::V4, Self::V6];
 
     /// Whether an address is of this family.
-    pub fn has(self, addr: std::net::IpAddr) -> bool {
+    pub fn has(self, addr: IpAddr) -> bool {
         addr.is_ipv4() == (self == Self::V4)
     }
 
@@ -79,11 +80,31 @@ impl Family {
     }
 }
 
+/// By what kube-proxy knows traffic of the cluster's own pods (`detectLocalMode`), which it does not
+/// masquerade on its way to a cluster IP.
+#[derive(Clone, Debug, Default)]
+pub enum LocalDetector {
+    /// By nothing.
+    #[default]
+    None,
+    /// `ClusterCIDR`, `NodeCIDR`: by the source address.
+    Networks(Vec<IpNet>),
+    /// `BridgeInterface`: by the interface that it arrives at.
+    Interface(String),
+    /// `InterfaceNamePrefix`: likewise, by the beginning of the interface's name.
+    InterfacePrefix(String),
+}
+
 /// What kube-proxy is told of the cluster.
 #[derive(Clone, Debug, Default)]
 pub struct Cluster {
-    /// `clusterCIDR`: traffic from elsewhere to a cluster IP is masqueraded.
-    pub pod_networks: Vec<IpNet>,
+    /// Whose traffic to cluster IPs is not masqueraded.
+    pub local: LocalDetector,
+    /// `masqueradeAll`: all traffic to cluster IPs is.
+    pub masquerade_all: bool,
+    /// `nodePortAddresses`, as the addresses of the node that they came to; empty: each mode's
+    /// default.
+    pub node_ports_on: Vec<IpAddr>,
     /// The cluster's `ServiceCIDR`s: in mode nftables, traffic to their unused addresses is dropped.
     pub service_networks: Vec<IpNet>,
 }
