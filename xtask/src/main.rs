@@ -4,6 +4,7 @@ mod bench;
 mod build;
 mod clean;
 mod command;
+mod kernels;
 mod lab;
 mod lint;
 mod practice;
@@ -46,6 +47,7 @@ enum Chore {
     Test(test::Arguments),
     Bench(bench::Arguments),
     Verifier(verifier::Arguments),
+    Kernels(kernels::Arguments),
     Lint(lint::Arguments),
     Lab(lab::Arguments),
     Clean(clean::Arguments),
@@ -60,6 +62,7 @@ fn main() -> ExitCode {
         Chore::Test(arguments) => test::main(&arguments, no_install),
         Chore::Bench(arguments) => bench::main(&arguments, no_install),
         Chore::Verifier(arguments) => verifier::main(&arguments, no_install),
+        Chore::Kernels(arguments) => kernels::main(&arguments, no_install),
         Chore::Lint(lint::Arguments {}) => lint::main(no_install),
         Chore::Lab(arguments) => lab::main(&arguments),
         Chore::Clean(arguments) => clean::main(&arguments),

@@ -43,17 +43,17 @@ pub struct Arguments {
 
 /// A line of the table.
 #[derive(Debug, PartialEq, Eq)]
-struct Row {
-    program: String,
-    kernel: String,
-    processed: u32,
-    stack: u32,
-    jited: u32,
+pub struct Row {
+    pub program: String,
+    pub kernel: String,
+    pub processed: u32,
+    pub stack: u32,
+    pub jited: u32,
     microseconds: u64,
 }
 
 impl Row {
-    fn milliseconds(&self) -> u64 {
+    pub fn milliseconds(&self) -> u64 {
         self.microseconds.div_ceil(1000)
     }
 }
@@ -71,7 +71,7 @@ struct Budget {
 type Budgets = BTreeMap<String, BTreeMap<String, Budget>>;
 
 /// The scenario that prints what we read.
-const SCENARIO: &str = "verifier::every_program_is_taken";
+pub const SCENARIO: &str = "verifier::every_program_is_taken";
 
 pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
     let missing = dataplane_tests::missing(Requirement::Dataplane);
@@ -154,7 +154,7 @@ impl<'a> Reader<'a> {
 }
 
 /// Reads `verified connect4 on 6.1.0-56: processed 829 stack 112 jited 300 microseconds 9`.
-fn row(line: &str) -> Option<Row> {
+pub fn row(line: &str) -> Option<Row> {
     let (program, rest) = line.strip_prefix("verified ")?.split_once(" on ")?;
     let (kernel, numbers) = rest.split_once(": ")?;
     let words: Vec<&str> = numbers.split(' ').collect();
@@ -197,7 +197,7 @@ fn print(rows: &[Row]) {
 }
 
 /// `6.1` of `6.1.0-56-cloud-amd64`.
-fn series(kernel: &str) -> String {
+pub fn series(kernel: &str) -> String {
     let numbers: Vec<&str> = kernel.split(['.', '-', '+']).take(2).collect();
     numbers.join(".")
 }

@@ -31,6 +31,7 @@ struct Row<'a> {
     needed_for: &'a str,
     required: bool,
     present: bool,
+    without: &'a str,
     detail: &'a str,
     remedy: &'a str,
 }
@@ -48,6 +49,7 @@ impl DoctorArgs {
                         needed_for: f.needed_for,
                         required: f.required,
                         present: f.present,
+                        without: f.without,
                         detail: &f.detail,
                         remedy: f.remedy,
                     })
@@ -104,6 +106,9 @@ fn text(out: &mut dyn Write, features: &[Feature]) -> std::io::Result<()> {
         let style = if required { BAD } else { WARN };
         let names = output::styled(style, names.join(", "));
         writeln!(out, "{names}: {remedy}")?;
+    }
+    for f in missing.iter().filter(|f| !f.required) {
+        writeln!(out, "Without {}: {}", f.name, f.without)?;
     }
     writeln!(out)?;
     if missing.iter().any(|f| f.required) {

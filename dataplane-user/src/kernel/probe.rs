@@ -26,6 +26,8 @@ pub struct Feature {
     pub present: bool,
     /// Whether nothing works without it.
     pub required: bool,
+    /// What is done without it, and what that costs.
+    pub without: &'static str,
     /// What was found.
     pub detail: String,
     /// What to do if it is missing.
@@ -48,6 +50,7 @@ impl Feature {
             needed_for,
             present,
             required: true,
+            without: "the agent does not start",
             detail,
             remedy,
         }
@@ -57,10 +60,12 @@ impl Feature {
         name: &'static str,
         needed_for: &'static str,
         found: Result<String, String>,
+        without: &'static str,
         remedy: &'static str,
     ) -> Self {
         Self {
             required: false,
+            without,
             ..Self::required(name, needed_for, found, remedy)
         }
     }
@@ -145,14 +150,16 @@ pub fn features(paths: &Paths) -> Vec<Feature> {
         ),
         Feature::useful(
             "JIT compiler",
-            "speed: without it the programs are interpreted",
+            "speed",
             jit(),
+            "the kernel interprets the programs: the same verdicts, several times slower",
             "sysctl -w net.core.bpf_jit_enable=1",
         ),
         Feature::useful(
             "BTF of the kernel",
             "readable maps and programs in bpftool",
             exists("/sys/kernel/btf/vmlinux"),
+            "numbers instead of names there, nothing else",
             "a kernel with CONFIG_DEBUG_INFO_BTF",
         ),
     ]);

@@ -1,7 +1,7 @@
 //! `cargo xtask test`: everything is compiled, run, and counted.
 
 pub mod suites;
-mod tally;
+pub mod tally;
 
 use std::{
     env,
@@ -18,7 +18,7 @@ use dataplane_tests::Requirement;
 use self::{suites::Suite, tally::Tally};
 use crate::{
     build::{self, Profile},
-    command::shown,
+    command::{quoted, shown},
     progress::note,
     setup::{self, Purpose},
     style::{BOLD, ERROR, RESET},
@@ -151,7 +151,7 @@ pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
 }
 
 /// Runs a suite, passing on what it writes, and counts its results.
-fn run(suite: &mut Suite, listing: bool) -> Result<Tally> {
+pub fn run(suite: &mut Suite, listing: bool) -> Result<Tally> {
     let name = shown(&suite.command);
     let mut child = suite
         .command
@@ -177,15 +177,16 @@ fn run(suite: &mut Suite, listing: bool) -> Result<Tally> {
 }
 
 /// The scenarios as a guest runs them.
-pub fn guest_task<'a>(scenarios: &Suite, filter: Option<&'a str>) -> Task<'a> {
+pub fn guest_task(scenarios: &Suite, filter: Option<&str>) -> Task<'static> {
+    // The guest's serial line is a terminal, and colours are no words that we count.
+    let script = ["lab", "--color=never"].into_iter().chain(filter);
     Task {
         programs: vec![
             ("lab", scenarios.command.get_program().into()),
             ("probe", Profile::Debug.binary("probe")),
             ("dataplane", Profile::Debug.binary("dataplane")),
         ],
-        // The guest's serial line is a terminal, and colours are no words that we count.
-        arguments: ["--color=never"].into_iter().chain(filter).collect(),
+        script: script.map(quoted).collect::<Vec<_>>().join(" "),
     }
 }
 
@@ -210,7 +211,7 @@ fn run_in_guest(guest: &Guest, scenarios: &Suite, title: &str, filter: Option<&s
 }
 
 /// What a suite writes: counted, and passed on.
-struct Results<'a> {
+pub struct Results<'a> {
     title: &'a str,
     titled: bool,
     listing: bool,
@@ -218,7 +219,7 @@ struct Results<'a> {
 }
 
 impl<'a> Results<'a> {
-    fn new(title: &'a str, listing: bool) -> Self {
+    pub fn new(title: &'a str, listing: bool) -> Self {
         Self {
             title,
             titled: false,
@@ -227,7 +228,13 @@ impl<'a> Results<'a> {
         }
     }
 
-    fn read(&mut self, line: &str) {
+    /// What was counted.
+    pub fn tally(self) -> Tally {
+        self.tally
+    }
+
+    /// Takes in a line.
+    pub fn read(&mut self, line: &str) {
         self.tally.read(line);
         // Programs without tests say so in three lines that nobody misses.
         if !self.titled && !self.listing {

@@ -106,6 +106,16 @@ impl Tally {
         self.passed + self.failed + self.ignored
     }
 
+    /// Tests that ran and passed.
+    pub fn passed(&self) -> u32 {
+        self.passed.saturating_sub(self.given_up)
+    }
+
+    /// Reasons why tests did not run, and their names.
+    pub fn skipped(&self) -> &BTreeMap<String, Vec<String>> {
+        &self.skipped
+    }
+
     /// Tests that failed.
     pub fn failed(&self) -> u32 {
         self.failed
@@ -133,7 +143,7 @@ impl Tally {
     pub fn last_line(&self) -> String {
         format!(
             "{} passed, {} failed, {} skipped",
-            self.passed.saturating_sub(self.given_up),
+            self.passed(),
             self.failed,
             self.ignored + self.given_up
         )

@@ -19,7 +19,7 @@ use anyhow::{Context, Result};
 
 use self::kernel::Kernel;
 pub use self::qemu::Accelerator;
-use crate::{command::quoted, progress::note};
+use crate::progress::note;
 
 /// What the guest's last line begins with; its task's exit status follows.
 const MARKER: &str = "the guest's task ended with exit status";
@@ -39,10 +39,10 @@ pub struct Guest {
 /// What a guest is booted for.
 #[derive(Debug)]
 pub struct Task<'a> {
-    /// Name in the guest, and path here, of the programs that it takes there; the first is run.
+    /// Name in the guest, and path here, of the programs that it takes there.
     pub programs: Vec<(&'a str, PathBuf)>,
-    /// The first program's arguments.
-    pub arguments: Vec<&'a str>,
+    /// Shell commands; the last one's exit status is the task's.
+    pub script: String,
 }
 
 impl Guest {
@@ -73,6 +73,14 @@ impl Guest {
         &self.kernel.name
     }
 
+    /// What runs its instructions, for a person.
+    pub fn runs_by(&self) -> &'static str {
+        match self.accelerator {
+            Accelerator::Kvm => "a guest (KVM)",
+            Accelerator::Tcg => "a guest, emulated (TCG)",
+        }
+    }
+
     /// Boots, runs the task and returns its exit status; what it prints goes to `line`.
     pub fn run(&self, task: &Task<'_>, line: &mut dyn FnMut(&str)) -> Result<i32> {
         let script = script(task, self.accelerator);
@@ -93,20 +101,12 @@ impl Guest {
 /// The guest's task as a shell reads it.
 fn script(task: &Task<'_>, accelerator: Accelerator) -> String {
     let path = |name: &str| format!("{}/{name}", initramfs::PROGRAM_DIRECTORY);
-    let mut script = format!(
-        "export DATAPLANE_BIN={} DATAPLANE_PROBE_BIN={} DATAPLANE_REQUIRE_PRIVILEGES=1\n",
+    let emulated = u8::from(accelerator == Accelerator::Tcg);
+    format!(
+        "export DATAPLANE_BIN={} DATAPLANE_PROBE_BIN={} DATAPLANE_REQUIRE_PRIVILEGES=1 \
+         DATAPLANE_EMULATED={emulated}\n{}\n",
         path("dataplane"),
-        path("probe")
-    );
-    if accelerator == Accelerator::Tcg {
-        script.push_str("export DATAPLANE_EMULATED=1\n");
-    }
-    let (program, _) = &task.programs[0];
-    script.push_str(&path(program));
-    for argument in &task.arguments {
-        script.push(' ');
-        script.push_str(&quoted(argument));
-    }
-    script.push('\n');
-    script
+        path("probe"),
+        task.script
+    )
 }
