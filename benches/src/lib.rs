@@ -6,6 +6,7 @@ pub mod rows;
 pub mod socket;
 pub mod stage;
 pub mod stats;
+pub mod sync;
 pub mod tables;
 pub mod worker;
 

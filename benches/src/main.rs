@@ -1,6 +1,6 @@
 //! `cargo xtask bench`: how fast the dataplane is, beside what it replaces.
 
-use std::{fs::File, io::Write as _, path::PathBuf, process::ExitCode};
+use std::{fs::File, io::Write as _, path::PathBuf, process::ExitCode, time::Duration};
 
 use anyhow::Context as _;
 use clap::{Args, Parser};
@@ -8,6 +8,7 @@ use dataplane_benches::{
     rows::{Row, print_paths, print_tables, print_targets},
     say,
     socket::{self, CASE_NAMES, Extent},
+    sync::{self, soak::Soak},
     tables,
     worker::Worker,
 };
@@ -22,6 +23,9 @@ enum Command {
     /// Services reached from local sockets: connect, round trip, connections/s, throughput; and
     /// the tables behind them
     Socket(Options),
+    /// The Kubernetes API: from its first byte to the kernel's tables, from a change to the flip,
+    /// bursts, and the agent's memory
+    Sync(SyncOptions),
     /// Every benchmark
     All(Options),
     /// Part of a benchmark: not for you to start
@@ -40,15 +44,42 @@ struct Options {
     json: Option<PathBuf>,
 }
 
+#[derive(Args)]
+struct SyncOptions {
+    #[command(flatten)]
+    options: Options,
+    /// Instead: five minutes of 100 changes a second among 10 000 services, with the watches dropped
+    /// every few seconds; then compare the tables with those of a fresh start
+    #[arg(long, conflicts_with_all = ["quick", "json"])]
+    soak: bool,
+}
+
+const SOAK: Soak = Soak {
+    services: 10_000,
+    rate: 100,
+    time: Duration::from_mins(5),
+    drop_every: Duration::from_secs(4),
+};
+
 fn main() -> anyhow::Result<ExitCode> {
     match Command::parse() {
         Command::Worker(worker) => worker.run()?,
-        Command::Socket(options) | Command::All(options) => measure(&options)?,
+        Command::Socket(options) => measure(&options, &[Bench::Socket])?,
+        Command::Sync(SyncOptions { soak: true, .. }) => sync::soak::run(SOAK)?,
+        Command::Sync(SyncOptions { options, .. }) => measure(&options, &[Bench::Sync])?,
+        Command::All(options) => measure(&options, &[Bench::Socket, Bench::Sync])?,
     }
     Ok(ExitCode::SUCCESS)
 }
 
-fn measure(options: &Options) -> anyhow::Result<()> {
+/// A benchmark.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Bench {
+    Socket,
+    Sync,
+}
+
+fn measure(options: &Options, benches: &[Bench]) -> anyhow::Result<()> {
     // Opened first: a path that cannot be written should not cost ten minutes.
     let json = options
         .json
@@ -61,16 +92,24 @@ fn measure(options: &Options) -> anyhow::Result<()> {
     } else {
         Extent::FULL
     };
-    let of_tables = tables::run(options.quick)?;
-    let of_paths = socket::run(&extent)?;
-    print_paths(&of_paths, &CASE_NAMES);
-    print_tables(&of_tables);
+    let (mut of_paths, mut of_tables, mut of_sync) = (vec![], vec![], vec![]);
+    if benches.contains(&Bench::Socket) {
+        of_tables = tables::run(options.quick)?;
+        of_paths = socket::run(&extent)?;
+        print_paths(&of_paths, &CASE_NAMES);
+        print_tables("tables", &of_tables);
+    }
+    if benches.contains(&Bench::Sync) {
+        of_sync = sync::run(options.quick)?;
+        print_tables("sync", &of_sync);
+    }
     let mut targets = socket::targets(&of_paths);
     targets.extend(tables::targets(&of_tables));
+    targets.extend(sync::targets(&of_sync));
     let missed = print_targets(&targets);
 
     if let (Some(mut file), Some(path)) = (json, &options.json) {
-        let rows: Vec<Row> = of_paths.into_iter().chain(of_tables).collect();
+        let rows: Vec<Row> = [of_paths, of_tables, of_sync].concat();
         serde_json::to_writer_pretty(&mut file, &rows)?;
         writeln!(file)?;
         say!("{} figures in {}", rows.len(), path.display());

@@ -112,10 +112,10 @@ pub fn print_paths(rows: &[Row], cases: &[&str]) {
     }
 }
 
-/// Prints the figures of the tables: path, services, metric, value.
-pub fn print_tables(rows: &[Row]) {
+/// Prints the figures of the tables: services, metric, value.
+pub fn print_tables(title: &str, rows: &[Row]) {
     let bold = Style::new().bold();
-    anstream::println!("\n{bold}tables{bold:#}");
+    anstream::println!("\n{bold}{title}{bold:#}");
     for row in rows {
         let (services, value) = (thousands(row.services), figure(row.value));
         anstream::println!("{:<16} {services:>8} {value:>9} {}", row.metric, row.unit);

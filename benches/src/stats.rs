@@ -11,6 +11,22 @@ pub fn median(samples: &mut [f64]) -> f64 {
     }
 }
 
+/// The smallest sample that is not smaller than such a share of them. Sorts `samples`.
+pub fn percentile(samples: &mut [f64], share: f64) -> f64 {
+    samples.sort_by(f64::total_cmp);
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_precision_loss,
+        clippy::cast_sign_loss,
+        reason = "a share of a number of samples"
+    )]
+    let index = (samples.len() as f64 * share) as usize;
+    samples
+        .get(index.min(samples.len().saturating_sub(1)))
+        .copied()
+        .unwrap_or_default()
+}
+
 /// Half the distance between the quartiles, as a share of the median: how much rounds differ.
 pub fn spread(samples: &mut [f64]) -> f64 {
     let middle = median(samples);
@@ -33,6 +49,14 @@ mod tests {
         assert!((median(&mut [3.0, 1.0, 2.0]) - 2.0).abs() < 1e-9);
         assert!((median(&mut [4.0, 1.0, 2.0, 3.0]) - 2.5).abs() < 1e-9);
         assert!(median(&mut []).abs() < 1e-9);
+    }
+
+    #[test]
+    fn percentiles() {
+        let mut samples: Vec<f64> = (0..200).rev().map(f64::from).collect();
+        assert!((percentile(&mut samples, 0.99) - 198.0).abs() < 1e-9);
+        assert!((percentile(&mut samples, 1.0) - 199.0).abs() < 1e-9);
+        assert!(percentile(&mut [], 0.5).abs() < 1e-9);
     }
 
     #[test]

@@ -2,20 +2,24 @@
 
 use std::{
     ffi::OsStr,
-    fs,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+    fs::{self, File},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener},
     path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
+    thread,
 };
 
-use nix::mount::{MsFlags, mount};
+use nix::{
+    mount::{MsFlags, mount},
+    sched::{CloneFlags, setns},
+};
 
 use crate::{
     agent::AgentBuilder,
     builder::{LabBuilder, Planned},
     command::{Command, Process},
     error::{Doing, Error, Result},
-    identity::{LabId, create_dir},
+    identity::{LabId, NETNS_DIR, create_dir},
     programs::Programs,
 };
 
@@ -357,6 +361,24 @@ impl Host {
 
     pub(crate) fn pod_network6(&self) -> String {
         format!("fd00:10:244:{}::/64", self.0.number)
+    }
+
+    /// A socket that listens on this host, for a server in this process.
+    ///
+    /// # Errors
+    /// When the port is taken, or the address is none of the host's.
+    ///
+    /// # Panics
+    /// Never: the thread that enters the namespace does not.
+    pub fn listen(&self, address: impl Into<SocketAddr>) -> std::io::Result<TcpListener> {
+        let (namespace, address) = (Path::new(NETNS_DIR).join(self.netns()), address.into());
+        // The socket stays in the namespace that it was made in; this thread in its own.
+        thread::spawn(move || {
+            setns(File::open(namespace)?, CloneFlags::CLONE_NEWNET)?;
+            TcpListener::bind(address)
+        })
+        .join()
+        .expect("a thread that does not panic")
     }
 
     /// A program to be run on this host: in its network namespace and its cgroup.

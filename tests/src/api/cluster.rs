@@ -203,6 +203,18 @@ impl Cluster {
         Some(version)
     }
 
+    /// Everything, as a manifest (`kind: List`).
+    pub fn manifest(&self) -> String {
+        let state = self.lock();
+        let items = state.objects.iter().map(|((resource, ..), object)| {
+            let (kind, version) = resource.types();
+            let fields = &object.text[1..];
+            format!(r#"{{"kind":"{kind}","apiVersion":"{version}",{fields}"#)
+        });
+        let items = items.collect::<Vec<_>>().join(",\n");
+        format!(r#"{{"kind":"List","apiVersion":"v1","items":[{items}]}}"#)
+    }
+
     /// The version of the last change.
     pub fn version(&self) -> u64 {
         self.lock().version

@@ -9,6 +9,7 @@
 //! compacted, resume, end after `timeoutSeconds`, and send bookmarks; objects come and go by label
 //! as they do there.
 
+mod churn;
 mod cluster;
 mod faults;
 mod life;
@@ -17,6 +18,7 @@ mod select;
 mod serve;
 mod tls;
 
+pub use churn::Churn;
 pub use cluster::{Cluster, Resource};
 pub use faults::{Asked, Faults};
 pub use life::{ApiServer, Options};

@@ -24,6 +24,7 @@ mod commands;
 mod explain;
 mod growth;
 mod kernel;
+mod kubernetes;
 mod life;
 mod load_balancers;
 mod machine;
@@ -69,6 +70,7 @@ fn main() -> ExitCode {
         smoke::SCENARIOS,
         netfilter::SCENARIOS,
         kernel::SCENARIOS,
+        kubernetes::SCENARIOS,
         verifier::SCENARIOS,
         services::SCENARIOS,
         life::SCENARIOS,
@@ -97,7 +99,7 @@ fn main() -> ExitCode {
         let built = Programs::beside_this_one().and_then(|programs| programs.dataplane());
         built.err().map(|error| error.to_string())
     });
-    let heavy: Vec<_> = [churn::SCENARIOS, growth::SCENARIOS]
+    let heavy: Vec<_> = [churn::SCENARIOS, growth::SCENARIOS, kubernetes::SCENARIOS]
         .concat()
         .iter()
         .map(|scenario| scenario.name)

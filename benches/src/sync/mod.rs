@@ -1,0 +1,242 @@
+//! `bench sync`: from the Kubernetes API to the kernel's tables.
+//!
+//! A real agent on a node of a lab reads a real API server in this process, over TLS. What is
+//! measured is seen from outside: in the server, when the first byte of an answer went out and when
+//! an event did; in the kernel, when the tables had it.
+
+mod seen;
+mod site;
+pub mod soak;
+
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, ensure};
+use dataplane_tests::api::Churn;
+
+use crate::{
+    rows::{Row, Target, find, thousands},
+    say,
+    stats::{median, percentile, spread},
+};
+use seen::Seen;
+use site::Site;
+
+/// The size that most targets are about.
+const MANY: u32 = 10_000;
+/// The largest.
+const MOST: u32 = 100_000;
+/// Changes that come at once.
+const BURST: u32 = 1_000;
+
+/// How much to measure.
+#[derive(Clone, Copy, Debug)]
+struct Extent {
+    sizes: &'static [u32],
+    starts: usize,
+    changes: u32,
+    bursts: u32,
+}
+
+impl Extent {
+    const FULL: Self = Self {
+        sizes: &[1_000, MANY, MOST],
+        starts: 5,
+        changes: 2_000,
+        bursts: 10,
+    };
+    const QUICK: Self = Self {
+        sizes: &[1_000, MANY],
+        starts: 2,
+        changes: 300,
+        bursts: 3,
+    };
+}
+
+/// Measures.
+///
+/// # Errors
+///
+/// If the agent does not run, or does not do what it should.
+pub fn run(quick: bool) -> anyhow::Result<Vec<Row>> {
+    let extent = if quick { Extent::QUICK } else { Extent::FULL };
+    let mut rows = Vec::new();
+    for &services in extent.sizes {
+        measure(&extent, services, &mut rows)?;
+    }
+    Ok(rows)
+}
+
+fn measure(extent: &Extent, services: u32, rows: &mut Vec<Row>) -> anyhow::Result<()> {
+    let mut row = |metric, unit, value: Option<f64>, mut values: Vec<f64>| {
+        rows.push(Row {
+            bench: "sync",
+            path: "dataplane",
+            case: "tables",
+            services,
+            metric,
+            unit,
+            value: value.unwrap_or_else(|| median(&mut values)),
+            baseline: None,
+            ratio: None,
+            spread: spread(&mut values),
+            rounds: values.len(),
+        });
+    };
+    say!("{} services: making them", thousands(services));
+    let mut site = Site::new(services)?;
+
+    // The last start is the one that goes on.
+    let starts = if services > MANY { 1 } else { extent.starts };
+    let mut full = Vec::new();
+    for start in 1..=starts {
+        say!(
+            "{} services: start {start} of {starts}",
+            thousands(services)
+        );
+        full.push(site.start_from_nothing()?.as_secs_f64());
+    }
+    row("full_sync_s", "s", None, full);
+
+    // What was only needed to read has been given back by then.
+    thread::sleep(Duration::from_secs(2));
+    let rss = site.rss_mib()?;
+    row("rss_mib", "MiB", None, vec![rss]);
+
+    let mut seen = Seen::new(&site.bpffs)?;
+    say!(
+        "{} services: one change after the other",
+        thousands(services)
+    );
+    let mut changes = changes(extent, &site, services, &mut seen)?;
+    row("change_p50_ms", "ms", None, changes.clone());
+    let p99 = percentile(&mut changes, 0.99);
+    row("change_p99_ms", "ms", Some(p99), changes);
+
+    say!(
+        "{} services: bursts of {}",
+        thousands(services),
+        thousands(BURST)
+    );
+    let (times, writes) = bursts(extent, &site, services, &mut seen)?;
+    row("burst_ms", "ms", None, times);
+    row("burst_syncs", "", None, writes);
+    thread::sleep(Duration::from_secs(1));
+    row("rss_later_mib", "MiB", None, vec![site.rss_mib()?]);
+    Ok(())
+}
+
+/// One EndpointSlice after the other gets another endpoint: from the event on its way out of the
+/// server to the kernel's flip.
+fn changes(
+    extent: &Extent,
+    site: &Site,
+    services: u32,
+    seen: &mut Seen,
+) -> anyhow::Result<Vec<f64>> {
+    let mut times = Vec::new();
+    for turn in 0..extent.changes {
+        // 7 919 is prime to the numbers of services: the changes are all over them.
+        let service = turn * 7_919 % services;
+        let pod = 50_000 + turn % 5_000;
+        let object = Churn::slice_with(service, pod);
+        let before = seen.block(service)?;
+        let start = Instant::now();
+        site.cluster().apply(object);
+        seen.wait_for_flip(service, before)?;
+        times.push(start.elapsed().as_secs_f64() * 1e3);
+        // Changes that come now and then, not one right after the other.
+        thread::sleep(Duration::from_micros(500 + u64::from(turn % 7) * 300));
+    }
+    // Each of them is what it should be.
+    let last = extent.changes - 1;
+    ensure!(
+        seen.has(last * 7_919 % services, 50_000 + last % 5_000)?,
+        "the last change is not in the tables"
+    );
+    Ok(times)
+}
+
+/// A thousand slices change at once: from the first event on its way out to the last flip, and in
+/// how many syncs.
+fn bursts(
+    extent: &Extent,
+    site: &Site,
+    services: u32,
+    seen: &mut Seen,
+) -> anyhow::Result<(Vec<f64>, Vec<f64>)> {
+    let (mut times, mut writes) = (Vec::new(), Vec::new());
+    let count = BURST.min(services);
+    for turn in 0..extent.bursts {
+        let pod = 40_000 + turn;
+        let chosen: Vec<u32> = (0..count).map(|n| (n * 7 + turn) % services).collect();
+        let objects: Vec<_> = chosen.iter().map(|&s| Churn::slice_with(s, pod)).collect();
+        let before: Vec<_> = chosen
+            .iter()
+            .map(|&service| seen.block(service))
+            .collect::<Result<_, _>>()?;
+        let syncs = site.syncs()?;
+        let start = Instant::now();
+        site.cluster().apply_all(objects);
+        for (&service, before) in chosen.iter().zip(before) {
+            seen.wait_for_flip(service, before)?;
+        }
+        times.push(start.elapsed().as_secs_f64() * 1e3);
+        // What follows the flips is no part of it.
+        thread::sleep(Duration::from_millis(300));
+        #[expect(clippy::cast_precision_loss, reason = "syncs are few")]
+        writes.push((site.syncs()? - syncs) as f64);
+        let last = chosen.last().context("a service")?;
+        ensure!(seen.has(*last, pod)?, "a change of the burst is missing");
+    }
+    Ok((times, writes))
+}
+
+/// What we promise, beside what was measured.
+pub fn targets(rows: &[Row]) -> Vec<Target> {
+    [
+        (
+            MANY,
+            "full_sync_s",
+            "first byte to 10 000 services × 3 in the kernel, s",
+            1.5,
+        ),
+        (
+            MANY,
+            "change_p99_ms",
+            "one change among 10 000, p99, ms",
+            10.0,
+        ),
+        (MANY, "burst_ms", "1 000 changes at once, ms", 250.0),
+        (
+            MANY,
+            "rss_mib",
+            "agent's memory with 10 000 services, MiB",
+            80.0,
+        ),
+        (
+            MOST,
+            "rss_mib",
+            "agent's memory with 100 000 services, MiB",
+            500.0,
+        ),
+    ]
+    .into_iter()
+    .filter_map(|(services, metric, what, at_most)| {
+        let row = find(rows, "dataplane", services, "tables", metric)?;
+        Some(Target {
+            what: what.into(),
+            value: row.value,
+            at_most,
+            // A percentile is not a median over rounds.
+            uncertainty: if metric == "change_p99_ms" {
+                0.0
+            } else {
+                row.uncertainty()
+            },
+        })
+    })
+    .collect()
+}

@@ -1,0 +1,157 @@
+//! An API server, and an agent on a node that reads it.
+
+use std::{
+    fs,
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, bail};
+use dataplane::admin::client::Client;
+use dataplane_tests::{
+    Agent, Lab,
+    api::{ApiServer, Churn, Cluster, Options, objects},
+};
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// The port that the server listens on.
+const PORT: u16 = 6443;
+/// An agent that takes longer to start will not do so.
+const LIMIT: Duration = Duration::from_mins(2);
+
+/// An API server, and an agent that reads it.
+pub struct Site {
+    agent: Agent,
+    /// The server.
+    pub server: ApiServer,
+    /// What changes what it has.
+    pub churn: Churn,
+    /// Where the agent's tables are pinned.
+    pub bpffs: PathBuf,
+    kubeconfig: PathBuf,
+    _directory: TempDir,
+    lab: Lab,
+}
+
+impl Site {
+    /// With so many services. The agent has not been started.
+    pub fn new(services: u32) -> anyhow::Result<Self> {
+        let lab = Lab::builder()
+            .node("agent")
+            .node("fresh")
+            .external("api")
+            .build()?;
+        let cluster = Cluster::default();
+        cluster.apply(objects::node("agent", "zone-a", &[]));
+        cluster.apply(objects::node("fresh", "zone-a", &[]));
+        let churn = Churn::new(cluster.clone(), services, 7);
+        let outside = lab.external("api").clone();
+        let address = SocketAddr::from((outside.ipv4(), PORT));
+        let options = Options {
+            certified: Some(vec![outside.ipv4().to_string()]),
+            ..Options::default()
+        };
+        let server = ApiServer::bind(cluster, options, Box::new(move || outside.listen(address)))?;
+        let directory = tempfile::tempdir()?;
+        let kubeconfig = server.kubeconfig(directory.path())?;
+        let agent = lab
+            .agent("agent")
+            .args(["--kubeconfig".as_ref(), kubeconfig.as_os_str()])
+            .prepare()?;
+        Ok(Self {
+            bpffs: agent.bpffs().to_owned(),
+            agent,
+            server,
+            churn,
+            kubeconfig,
+            _directory: directory,
+            lab,
+        })
+    }
+
+    /// What the server has.
+    pub fn cluster(&self) -> &Cluster {
+        self.churn.cluster()
+    }
+
+    /// Starts the agent with empty tables: how long it takes from the first byte of an answer until
+    /// everything is in the kernel.
+    pub fn start_from_nothing(&mut self) -> anyhow::Result<Duration> {
+        self.agent.stop()?;
+        dataplane::kernel::cleanup(&self.bpffs, false)?;
+        self.server.faults().note_requests(true);
+        self.agent.launch()?;
+        let done = wait_until_synced(&self.agent)?;
+        let asked = self.server.faults().asked();
+        let first = asked.iter().map(|asked| asked.at).min();
+        let first = first.context("the agent asked nothing")?;
+        self.server.faults().note_requests(false);
+        Ok(done - first)
+    }
+
+    /// Another agent on another node, with empty tables, taking itself for the same node; when it
+    /// is in line.
+    pub fn fresh(&self) -> anyhow::Result<Agent> {
+        let mut agent = self
+            .lab
+            .agent("fresh")
+            .args(["--kubeconfig".as_ref(), self.kubeconfig.as_os_str()])
+            .args(["--node-name", "agent"])
+            .prepare()?;
+        agent.launch()?;
+        wait_until_synced(&agent)?;
+        Ok(agent)
+    }
+
+    /// The agent's resident memory.
+    pub fn rss_mib(&self) -> anyhow::Result<f64> {
+        rss_mib(&Path::new("/proc").join(self.agent.id().to_string()))
+    }
+
+    /// How often the tables were brought in line.
+    pub fn syncs(&self) -> anyhow::Result<u64> {
+        let status = status(&self.agent)?;
+        status["agent"]["syncs"].as_u64().context("syncs")
+    }
+
+    /// What the agent says of itself.
+    pub fn status(&self) -> anyhow::Result<Value> {
+        status(&self.agent)
+    }
+}
+
+/// Asks often, and in process: starting a command takes as long as some of what is measured.
+fn wait_until_synced(agent: &Agent) -> anyhow::Result<Instant> {
+    let start = Instant::now();
+    loop {
+        let answer = status(agent);
+        if let Ok(status) = &answer
+            && status["agent"]["syncs"].as_u64().unwrap_or_default() > 0
+        {
+            return Ok(Instant::now());
+        }
+        if start.elapsed() > LIMIT {
+            bail!("no sync within {LIMIT:?}: {answer:?}\n{}", agent.log());
+        }
+        thread::sleep(Duration::from_millis(2));
+    }
+}
+
+fn status(agent: &Agent) -> anyhow::Result<Value> {
+    Ok(Client::new(&agent.socket()).get("/status")?)
+}
+
+/// Resident memory of a process, by its directory in `/proc`.
+pub fn rss_mib(process: &Path) -> anyhow::Result<f64> {
+    let status = fs::read_to_string(process.join("status"))?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+    let kib = line.and_then(|line| line.trim().strip_suffix(" kB"));
+    let kib: f64 = kib
+        .context("no VmRSS in /proc/PID/status")?
+        .trim()
+        .parse()?;
+    Ok(kib / 1024.0)
+}

@@ -1,0 +1,124 @@
+//! `bench sync --soak`: a large cluster that is never at rest, and an API server that is never there
+//! for long.
+
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::ensure;
+
+use super::{seen::served, site::Site};
+use crate::{rows::thousands, say};
+
+/// How large, how restless, and for how long.
+#[derive(Clone, Copy, Debug)]
+pub struct Soak {
+    /// Services at the beginning; about as many at the end.
+    pub services: u32,
+    /// Changes a second.
+    pub rate: u32,
+    /// For so long.
+    pub time: Duration,
+    /// How often the watches are dropped.
+    pub drop_every: Duration,
+}
+
+/// Changes the cluster and drops watches, and then compares the agent's tables with those of a fresh
+/// start, and its memory with what it was.
+///
+/// # Errors
+///
+/// If they differ, or memory has grown by a tenth.
+pub fn run(soak: Soak) -> anyhow::Result<()> {
+    say!("{} services: making them", thousands(soak.services));
+    let mut site = Site::new(soak.services)?;
+    let first = site.start_from_nothing()?;
+    thread::sleep(Duration::from_secs(2));
+    let at_rest = site.rss_mib()?;
+    say!("in the kernel after {first:.2?}; {at_rest:.1} MiB");
+
+    let start = Instant::now();
+    let (mut changes, mut drops) = (0u32, 0u32);
+    let mut memory = Vec::new();
+    while start.elapsed() < soak.time {
+        // As many as are due.
+        let due = start.elapsed().as_secs_f64() * f64::from(soak.rate);
+        while f64::from(changes) < due {
+            site.churn.step();
+            changes += 1;
+        }
+        if start.elapsed() >= soak.drop_every * (drops + 1) {
+            drops += 1;
+            match drops % 10 {
+                // It ends them as it does after their time.
+                1..=4 => site.server.faults().end_watches(),
+                // Connections break.
+                5..=8 => site.server.faults().break_watches(),
+                // It restarts.
+                9 => {
+                    site.server.go_away();
+                    site.server.come_back()?;
+                }
+                // It restarts, and has forgotten what was.
+                _ => {
+                    site.server.go_away();
+                    site.churn.step();
+                    site.cluster().compact();
+                    site.server.come_back()?;
+                }
+            }
+        }
+        let second = u32::try_from(start.elapsed().as_secs())?;
+        if second / 15 >= u32::try_from(memory.len())? {
+            memory.push(site.rss_mib()?);
+            let now = memory.last().copied().unwrap_or_default();
+            say!("{second} s: {changes} changes, {drops} times dropped, {now:.1} MiB");
+        }
+        thread::sleep(Duration::from_millis(2));
+    }
+
+    say!("comparing with a fresh start");
+    let fresh = site.fresh()?;
+    let limit = Instant::now() + Duration::from_secs(20);
+    let wanted = served(fresh.bpffs())?;
+    loop {
+        let have = served(&site.bpffs)?;
+        if have == wanted {
+            break;
+        }
+        let differ = wanted
+            .iter()
+            .find(|(key, value)| have.get(*key) != Some(*value))
+            .map(|(key, value)| format!("{key}: {:?}, not {value}", have.get(key)));
+        ensure!(
+            Instant::now() < limit,
+            "{} frontends, {} after a fresh start; {differ:?}",
+            have.len(),
+            wanted.len()
+        );
+        thread::sleep(Duration::from_millis(100));
+    }
+    drop(fresh);
+    thread::sleep(Duration::from_secs(2));
+    let last = site.rss_mib()?;
+    let most = memory.iter().copied().fold(0.0, f64::max);
+    let agent = &site.status()?["agent"];
+    anstream::println!(
+        "soak: {} services, {changes} changes, {drops} times dropped in {:.0?}; {} frontends as after \
+         a fresh start; {} syncs, {} errors; memory {at_rest:.1} MiB at first, {most:.1} at most, \
+         {last:.1} at the end",
+        thousands(soak.services),
+        start.elapsed(),
+        wanted.len(),
+        agent["syncs"],
+        agent["sync_errors"],
+    );
+    // The first tenth of it is what changes take that a start does not.
+    let settled = memory.get(memory.len() / 4).copied().unwrap_or(at_rest);
+    ensure!(
+        last <= settled * 1.1,
+        "memory has grown from {settled:.1} to {last:.1} MiB"
+    );
+    Ok(())
+}

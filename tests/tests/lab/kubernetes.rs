@@ -1,0 +1,369 @@
+//! An agent that reads the Kubernetes API.
+
+use std::{
+    fs,
+    net::SocketAddr,
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Result, ensure};
+use dataplane_tests::{
+    Agent, Lab, Process,
+    api::{ApiServer, Churn, Cluster as Objects, Options, Resource, objects},
+    report::LoadReport,
+};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use crate::{
+    cluster::{Cluster, TCP, eventually, fails, reaches, serve},
+    outcome::run,
+};
+
+scenarios! {
+    Dataplane:
+    what_the_api_has_is_served,
+    a_server_that_is_away_costs_no_connection,
+    an_agent_that_starts_while_the_server_is_away_serves_on,
+    nothing_is_written_before_everything_was_listed,
+    node_ports_are_answered_on_the_addresses_of_the_node_object,
+    without_a_server_or_rights_the_agent_says_so,
+    a_restless_cluster,
+}
+
+const TO: &str = "10.96.0.10:80";
+const PORT: u16 = 6443;
+
+/// An API server outside, an agent on node2 that reads it, and endpoints.
+struct Site {
+    agent: Agent,
+    server: ApiServer,
+    directory: TempDir,
+    _servers: Vec<Process>,
+    lab: Lab,
+}
+
+impl Site {
+    /// With objects, and an agent that has not been started.
+    fn prepare(objects: impl FnOnce(&Lab) -> Vec<Value>) -> Result<Self> {
+        let lab = Cluster::lab()?;
+        let cluster = Objects::default();
+        let node = lab.node("node2");
+        cluster.apply(objects::node("node2", "zone-a", &[node.ipv4().into()]));
+        cluster.apply_all(objects(&lab));
+        let outside = lab.external("ext").clone();
+        let address = SocketAddr::from((outside.ipv4(), PORT));
+        let options = Options {
+            certified: Some(vec![outside.ipv4().to_string()]),
+            ..Options::default()
+        };
+        let server = ApiServer::bind(cluster, options, Box::new(move || outside.listen(address)))?;
+        let directory = tempfile::tempdir()?;
+        let kubeconfig = server.kubeconfig(directory.path())?;
+        let agent = lab
+            .agent("node2")
+            .args(["--kubeconfig".as_ref(), kubeconfig.as_os_str()])
+            .prepare()?;
+        let servers = ["far", "near", "near2"].map(|name| serve(lab.pod(name)));
+        Ok(Self {
+            agent,
+            server,
+            directory,
+            _servers: servers.into_iter().collect::<Result<_>>()?,
+            lab,
+        })
+    }
+
+    fn start(objects: impl FnOnce(&Lab) -> Vec<Value>) -> Result<Self> {
+        let mut site = Self::prepare(objects)?;
+        site.agent.start()?;
+        Ok(site)
+    }
+
+    fn status(&self) -> Result<Value> {
+        let output = self.agent.dataplane(["status", "-o", "json"]).output()?;
+        Ok(serde_json::from_slice(&output.stdout)?)
+    }
+
+    /// The findings of `dataplane status`, one a line.
+    fn findings(&self) -> Result<String> {
+        let status = self.status()?;
+        let findings = status["findings"].as_array().into_iter().flatten();
+        let lines = findings.map(|f| format!("{}: {}", f["severity"], f["text"]));
+        Ok(lines.collect::<Vec<_>>().join("\n"))
+    }
+
+    /// Writes `web` with these pods as its endpoints.
+    fn endpoints(&self, pods: &[&str]) {
+        self.server.cluster().apply(slice(&self.lab, "web", pods));
+    }
+
+    fn reaches(&self, endpoints: &[&str]) -> Result<()> {
+        let client = self.lab.pod("sleep");
+        reaches(client, TO, "connect --count 30", endpoints).map(drop)
+    }
+}
+
+fn web(lab: &Lab) -> Vec<Value> {
+    vec![
+        objects::service("web", "10.96.0.10".parse().expect("an address")),
+        slice(lab, "web", &["far", "near"]),
+    ]
+}
+
+fn slice(lab: &Lab, service: &str, pods: &[&str]) -> Value {
+    let endpoints: Vec<Value> = pods
+        .iter()
+        .map(|name| {
+            let pod = lab.pod(name);
+            objects::endpoint(pod.ipv4().into(), pod.node().unwrap_or_default())
+        })
+        .collect();
+    objects::slice(service, &format!("{service}-a"), TCP, &endpoints)
+}
+
+/// Services and endpoints come, change and go, and the VIP follows.
+fn what_the_api_has_is_served() -> Result<()> {
+    let site = Site::start(web)?;
+    site.reaches(&["far", "near"])?;
+    site.endpoints(&["near2"]);
+    eventually(|| site.reaches(&["near2"]))?;
+    let other = "10.96.0.11".parse()?;
+    let cluster = site.server.cluster();
+    cluster.apply(objects::service("other", other));
+    cluster.apply(slice(&site.lab, "other", &["near"]));
+    let client = site.lab.pod("sleep");
+    eventually(|| reaches(client, "10.96.0.11:80", "connect", &["near"]).map(drop))?;
+    cluster.delete(Resource::Services, "default", "other");
+    eventually(|| {
+        fails(
+            client,
+            "10.96.0.11:80",
+            "connect --timeout-ms 200",
+            "TIMEOUT",
+        )
+    })?;
+    let status = site.status()?;
+    let source = &status["agent"]["source"];
+    ensure!(source["kind"] == "kubernetes", "{source}");
+    ensure!(source["error"].is_null(), "{source}");
+    let metrics = site.lab.node("node2").command("curl");
+    let metrics = metrics
+        .args(["-s", "http://127.0.0.1:15020/metrics"])
+        .run()?;
+    for line in [
+        "dataplane_source_watching 1",
+        "dataplane_source_lists_total{resource=\"services\"} 1",
+        "dataplane_change_duration_seconds_count",
+    ] {
+        ensure!(metrics.contains(line), "no {line} in\n{metrics}");
+    }
+    Ok(())
+}
+
+/// The server goes away under load: nobody notices but `status`. It comes back, and the difference
+/// is written and no more.
+fn a_server_that_is_away_costs_no_connection() -> Result<()> {
+    let mut site = Site::start(web)?;
+    let client = site.lab.pod("sleep");
+    let load = client.load(&["--to", TO, "--threads", "2", "--pause-us", "200"])?;
+    site.server.go_away();
+    eventually(|| {
+        let findings = site.findings()?;
+        ensure!(findings.contains("cannot be read"), "{findings}");
+        ensure!(findings.contains(&site.server.url()), "{findings}");
+        Ok(())
+    })?;
+    site.reaches(&["far", "near"])?;
+    let before = site.status()?["agent"]["syncs"].clone();
+    site.endpoints(&["near", "near2"]);
+    site.server.come_back()?;
+    eventually(|| site.reaches(&["near", "near2"]))?;
+    let report: LoadReport = load.wait_json()?;
+    ensure!(report.errors.is_empty(), "{report:?}");
+    eventually(|| {
+        let status = site.status()?;
+        ensure!(status["healthy"] == true, "{status}");
+        Ok(())
+    })?;
+    let status = site.status()?;
+    let writes = status["agent"]["last_sync"]["writes"].as_u64();
+    ensure!(
+        writes.is_some_and(|writes| writes <= 6) && status["agent"]["syncs"] != before,
+        "{status}"
+    );
+    Ok(())
+}
+
+/// The tables of the agent before it are what is served, until the server is back.
+fn an_agent_that_starts_while_the_server_is_away_serves_on() -> Result<()> {
+    let mut site = Site::start(web)?;
+    site.server.go_away();
+    site.agent.kill();
+    site.reaches(&["far", "near"])?;
+    site.agent.launch()?;
+    eventually(|| {
+        let findings = site.findings()?;
+        ensure!(findings.contains("an earlier agent"), "{findings}");
+        Ok(())
+    })?;
+    site.reaches(&["far", "near"])?;
+    let status = site.status()?;
+    ensure!(
+        status["healthy"] == false && status["agent"]["ready"] == false,
+        "{status}"
+    );
+    ensure!(
+        status["agent"]["syncs"] == 0,
+        "something was written: {status}"
+    );
+    site.endpoints(&["near2"]);
+    site.server.come_back()?;
+    eventually(|| site.reaches(&["near2"]))?;
+    site.agent.wait_until_ready()?;
+    Ok(())
+}
+
+/// Services are known and endpoints are not yet: what an earlier agent left stays as it is.
+fn nothing_is_written_before_everything_was_listed() -> Result<()> {
+    let mut site = Site::start(web)?;
+    site.agent.kill();
+    let faults = site.server.faults().clone();
+    faults.withhold(Some((Resource::EndpointSlices, 403)));
+    faults.note_requests(true);
+    site.agent.launch()?;
+    eventually(|| {
+        let asked = faults.asked();
+        let refused = asked.iter().filter(|a| a.answered == 403).count();
+        ensure!(refused > 2, "{asked:?}");
+        Ok(())
+    })?;
+    site.reaches(&["far", "near"])?;
+    let findings = site.findings()?;
+    ensure!(findings.contains("RBAC"), "{findings}");
+    faults.withhold(None);
+    site.agent.wait_until_ready()?;
+    site.reaches(&["far", "near"])
+}
+
+/// A node has several addresses, and its Node object says which one is its own.
+fn node_ports_are_answered_on_the_addresses_of_the_node_object() -> Result<()> {
+    let site = Site::prepare(|lab| {
+        let mut objects = web(lab);
+        objects[0]["spec"]["type"] = json!("NodePort");
+        objects[0]["spec"]["ports"][0]["nodePort"] = json!(30080);
+        objects
+    })?;
+    let mut site = site;
+    let node = site.lab.node("node2");
+    node.ip("addr add 192.0.2.77/32 dev eth0")?;
+    site.agent.start()?;
+    let own = node.ipv4().to_string();
+    let addresses = || -> Result<Vec<String>> {
+        let status = site.status()?;
+        Ok(serde_json::from_value(
+            status["agent"]["node_addresses"].clone(),
+        )?)
+    };
+    let first = addresses()?;
+    ensure!(
+        first.contains(&own) && !first.contains(&"192.0.2.77".to_owned()),
+        "{first:?}"
+    );
+    let told = "192.0.2.77".parse()?;
+    site.server
+        .cluster()
+        .apply(objects::node("node2", "zone-a", &[told]));
+    eventually(|| {
+        let now = addresses()?;
+        ensure!(
+            now.contains(&"192.0.2.77".to_owned()) && !now.contains(&own),
+            "{now:?}"
+        );
+        Ok(())
+    })?;
+    let client = site.lab.pod("sleep");
+    let how = "connect --count 30";
+    reaches(client, "192.0.2.77:30080", how, &["far", "near"]).map(drop)
+}
+
+/// Settings that say nothing are an error at once; a server that refuses is one in `status`.
+fn without_a_server_or_rights_the_agent_says_so() -> Result<()> {
+    let mut site = Site::prepare(web)?;
+    let missing = site.directory.path().join("missing");
+    let missing = missing.to_string_lossy();
+    let path = site.directory.path().join("kubeconfig");
+    let good = fs::read(&path)?;
+    fs::remove_file(&path)?;
+    for arguments in [
+        vec!["run", "--kubeconfig", &missing],
+        vec!["run", "--kubernetes"],
+        vec!["run", "--api-server", "ftp://somewhere"],
+    ] {
+        let output = site.agent.dataplane(&arguments).output()?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.code() == Some(1), "{arguments:?}: {said}");
+        ensure!(!site.agent.bpffs().exists(), "something was pinned");
+    }
+    fs::write(&path, good)?;
+    site.server.accept_tokens(&["another"]);
+    site.agent.launch()?;
+    eventually(|| {
+        let findings = site.findings()?;
+        ensure!(findings.contains("401"), "{findings}");
+        Ok(())
+    })?;
+    run(&site.agent, "status")?.exits(1)?.says(&["token"])?;
+    site.server.accept_tokens(&["secret"]);
+    site.agent.wait_until_ready()?;
+    site.reaches(&["far", "near"])
+}
+
+/// Many services and many changes, watches that break every other second: at the end the tables are
+/// what a fresh start makes of it. (`cargo xtask bench sync --soak` does it for minutes.)
+fn a_restless_cluster() -> Result<()> {
+    let mut site = Site::start(web)?;
+    let mut churn = Churn::new(site.server.cluster().clone(), 2_000, 7);
+    let start = Instant::now();
+    let mut broken = 0;
+    while start.elapsed() < Duration::from_secs(12) {
+        for _ in 0..10 {
+            churn.step();
+        }
+        thread::sleep(Duration::from_millis(100));
+        if start.elapsed().as_secs() / 2 > broken {
+            broken += 1;
+            match broken % 3 {
+                0 => site.server.faults().end_watches(),
+                1 => site.server.faults().break_watches(),
+                _ => {
+                    // The server restarts, and has forgotten what was.
+                    site.server.go_away();
+                    churn.step();
+                    site.server.cluster().compact();
+                    site.server.come_back()?;
+                }
+            }
+        }
+    }
+    site.reaches(&["far", "near"])?;
+    let manifest = site.directory.path().join("everything.json");
+    fs::write(&manifest, churn.cluster().manifest())?;
+    let path = manifest.to_string_lossy().into_owned();
+    let addresses = format!("{}/32,::/0", site.lab.node("node2").ipv4());
+    eventually(|| {
+        let plan = ["plan", "--node-name", "node2", "-f", &path];
+        // What the agent knows from its Node object.
+        let plan = [&plan[..], &["--nodeport-addresses", &addresses]].concat();
+        let output = site.agent.dataplane(plan).output()?;
+        let said = String::from_utf8_lossy(&output.stdout);
+        let last: Vec<&str> = said.lines().rev().take(3).collect();
+        ensure!(output.status.code() == Some(0), "{last:?}");
+        Ok(())
+    })?;
+    let status = site.status()?;
+    ensure!(status["healthy"] == true, "{status}");
+    ensure!(status["agent"]["sync_errors"] == 0, "{status}");
+    Ok(())
+}
