@@ -26,6 +26,13 @@ pub fn may_be_vip<T: Tables>(tables: &T, addr: Addr) -> bool {
     place.is_set(tables.vips(place.index()))
 }
 
+/// Whether a destination can be any frontend at all, for whatever client: loopback addresses can be
+/// the node's own, and have its node ports.
+#[inline(always)]
+pub fn may_be_served<T: Tables>(tables: &T, addr: Addr) -> bool {
+    may_be_vip(tables, addr) || addr.is_loopback() || addr.is_unspecified()
+}
+
 /// Which frontend a destination is, or [`Frontend::NONE`].
 ///
 /// `own_loopback` says that a loopback address is the node's own, that is, that the client is in

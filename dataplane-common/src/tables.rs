@@ -6,8 +6,8 @@
 //! ENDPOINTS  array  slot        -> Endpoint          blocks of endpoints, sorted
 //! STATS      array  see StatsHeader                  connections and refusals by pool and CPU
 //! AFFINITY   lru    AffinityKey -> Affinity          which endpoint a client used last
-//! PEERS      hash   cookie      -> Peer              a connected socket's VIP
-//! MORE_PEERS sk     socket      -> Peer              the same, for sockets beyond PEERS_CAPACITY
+//! PEERS      array  PeerSet::of -> PeerSet           connected sockets' VIPs
+//! MORE_PEERS sk     socket      -> Peer              the same, for sockets whose set is full
 //! UDP_FLOWS  sk     socket      -> UdpFlows          the VIPs an unconnected UDP socket talks to
 //! REASONS    percpu Reason      -> u64               verdicts by reason
 //! EVENTS     ring   Event                            while somebody listens
@@ -458,9 +458,44 @@ pub struct Peer {
     pub endpoint_port: Port,
 }
 
-/// How many connected sockets have their VIP in `PEERS`. More than that have it in their own
-/// storage, which takes longer to make.
-pub const PEERS_CAPACITY: u32 = 16384;
+/// How many sets of sockets there are in `PEERS`: a power of two.
+pub const PEER_SETS: u32 = 4096;
+
+/// How many sockets there are in a set.
+pub const PEER_WAYS: usize = 4;
+
+/// Sockets and the VIPs that they were connected to: a set of a set-associative table, in which
+/// a socket has a few places and is found without a hash, a lock or an allocation.
+///
+/// The kernel numbers sockets one after the other, so successive ones are in successive sets, and a
+/// set is full only where the sockets of several rounds live on.
+#[repr(C, align(8))]
+#[cfg_attr(
+    feature = "user",
+    derive(
+        zerocopy::FromBytes,
+        zerocopy::IntoBytes,
+        zerocopy::Immutable,
+        zerocopy::KnownLayout
+    )
+)]
+#[derive(Clone, Copy, Debug)]
+pub struct PeerSet {
+    /// Whose the places are: socket cookies; 0, which is nobody's, for one that is free. A place is
+    /// taken by an atomic exchange, and from then on is its socket's alone.
+    pub sockets: [u64; PEER_WAYS],
+    /// What is kept for them.
+    pub peers: [Peer; PEER_WAYS],
+}
+
+impl PeerSet {
+    /// The set of a socket.
+    #[inline(always)]
+    #[expect(clippy::cast_possible_truncation, reason = "its low bits are wanted")]
+    pub const fn of(cookie: u64) -> u32 {
+        cookie as u32 & (PEER_SETS - 1)
+    }
+}
 
 /// How many flows an unconnected UDP socket remembers: a power of two.
 pub const UDP_FLOWS: usize = 16;
@@ -520,6 +555,8 @@ const _: () = assert!(size_of::<StatsHeader>() == size_of::<PoolStats>());
 const _: () = assert!(size_of::<AffinityKey>() == 20);
 const _: () = assert!(size_of::<Affinity>() == 32);
 const _: () = assert!(size_of::<Peer>() == 36);
+const _: () = assert!(size_of::<PeerSet>() == 176);
+const _: () = assert!(PEER_SETS.is_power_of_two());
 const _: () = assert!(size_of::<UdpFlows>() == 8 + 36 * UDP_FLOWS);
 const _: () = assert!(UDP_FLOWS.is_power_of_two());
 const _: () = assert!(size_of::<Config>() == 16);

@@ -13,6 +13,25 @@ pub unsafe fn add(counter: *mut u64, amount: u64) {
     unsafe { asm!("lock *(u64 *)({0} + 0) += {1}", in(reg) counter, in(reg) amount) };
 }
 
+/// Stores `new` if `word` holds `expected`; what it held before. A full barrier if it did.
+///
+/// # Safety
+/// `word` must point to eight aligned bytes that the program may write.
+#[inline(always)]
+pub unsafe fn compare_exchange(word: *mut u64, expected: u64, new: u64) -> u64 {
+    let before;
+    // SAFETY: the caller's promise. The instruction's operand and result are in r0.
+    unsafe {
+        asm!(
+            "r0 = cmpxchg_64({0} + 0, r0, {1})",
+            in(reg) word,
+            in(reg) new,
+            inout("r0") expected => before,
+        );
+    }
+    before
+}
+
 /// Orders every access before it against every access after it, on every architecture: an atomic
 /// operation that returns the old value is a full barrier.
 ///

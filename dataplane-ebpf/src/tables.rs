@@ -17,8 +17,8 @@ use dataplane_common::{
         Iface, Masqueraded, NODE_ADDRS as NODE_ADDRS_CAPACITY, PacketConfig, PortKey, Reply,
     },
     tables::{
-        Affinity, AffinityKey, Config, Endpoint, Frontend, FrontendKey, PEERS_CAPACITY, Peer, Pool,
-        PoolStats, UdpFlows,
+        Affinity, AffinityKey, Config, Endpoint, Frontend, FrontendKey, PEER_SETS, Peer, PeerSet,
+        Pool, PoolStats, UdpFlows,
     },
 };
 
@@ -62,7 +62,7 @@ pub static CONFIG: Array<Config, 1, MAPPED> = Array::new();
 pub static VIPS: Array<VipWords, { VIP_ELEMENTS as usize }, MAPPED> = Array::new();
 
 #[btf_map]
-pub static PEERS: HashMap<u64, Peer, { PEERS_CAPACITY as usize }> = HashMap::new();
+pub static PEERS: Array<PeerSet, { PEER_SETS as usize }, MAPPED> = Array::new();
 
 #[btf_map]
 pub static MORE_PEERS: SkStorage<Peer> = SkStorage::new();

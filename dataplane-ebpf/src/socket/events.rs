@@ -15,12 +15,24 @@ use crate::{
     tables::EVENTS,
 };
 
+/// Until when somebody listens; 0 if nobody does.
+#[inline(always)]
+fn until() -> u64 {
+    let Some(config) = config() else { return 0 };
+    // SAFETY: an aligned word that user space stores to.
+    unsafe { core::ptr::read_volatile(&raw const config.listen_until) }
+}
+
+/// Whether somebody may be listening.
+#[inline(always)]
+pub fn wanted() -> bool {
+    until() != 0
+}
+
 /// Reports a verdict. Without a listener this is one load and one branch.
 #[inline(always)]
 pub fn report<F: Family>(call: &SockAddr<F>, hook: Hook, request: &Request, verdict: &Verdict) {
-    let Some(config) = config() else { return };
-    // SAFETY: an aligned word that user space stores to.
-    let until = unsafe { core::ptr::read_volatile(&raw const config.listen_until) };
+    let until = until();
     if until == 0 {
         return;
     }

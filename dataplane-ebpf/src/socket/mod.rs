@@ -140,6 +140,17 @@ impl<F: Family> SockAddr<F> {
         }
     }
 
+    /// Whether the socket is connected, to whatever.
+    #[inline(always)]
+    fn is_connected(&self) -> bool {
+        // SAFETY: a field of the context, which is never null in our hooks, and one of the socket.
+        let port = unsafe {
+            let sk = read_volatile(&raw const (*self.ctx.sock_addr).__bindgen_anon_1.sk);
+            read_volatile(&raw const (*sk).dst_port)
+        };
+        port != 0
+    }
+
     /// What this system call asks for; `None` if its protocol is one that services do not have.
     #[inline(always)]
     fn request(&self) -> Option<Request> {

@@ -8,7 +8,10 @@ use crate::select::count;
 #[inline(always)]
 pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
     let (addr, port) = (call.addr(), call.port());
-    if peers::translate(call, addr, port) || flows::translate_reply(call, addr, port) {
+    // A socket that is not connected, such as a server's, has no peer to look for.
+    if (call.is_connected() && peers::translate(call, addr, port))
+        || flows::translate_reply(call, addr, port)
+    {
         count(Reason::ReplyTranslated);
     }
     GO_ON

@@ -2,18 +2,23 @@
 //! own, but a socket that sends to the same VIP again keeps its endpoint while that is in the pool,
 //! as a conntrack entry would.
 
-use dataplane_common::Hook;
+use dataplane_common::{Hook, Reason, decide};
 
 use super::{Family, GO_ON, SockAddr, events, flows};
-use crate::select::decide;
+use crate::select::{self, Live, count};
 
 #[inline(always)]
 pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
+    // Nearly all that a server answers, and so worth a way of its own.
+    if !decide::may_be_served(&Live, call.addr()) && !events::wanted() {
+        count(Reason::NotService);
+        return GO_ON;
+    }
     let Some(request) = call.request() else {
         return GO_ON;
     };
     let used = flows::endpoint_for(call, request.addr, request.port);
-    let verdict = decide(&request, &used);
+    let verdict = select::decide(&request, &used);
     events::report(call, Hook::Sendmsg, &request, &verdict);
     if !verdict.endpoint.is_none() {
         flows::remember(call, &request.peer(&verdict.endpoint));

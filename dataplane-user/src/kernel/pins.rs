@@ -14,12 +14,12 @@ use std::{
 };
 
 use aya_obj::generated::bpf_map_type::{
-    self, BPF_MAP_TYPE_ARRAY_OF_MAPS, BPF_MAP_TYPE_HASH, BPF_MAP_TYPE_PERCPU_ARRAY,
-    BPF_MAP_TYPE_RINGBUF, BPF_MAP_TYPE_SK_STORAGE,
+    self, BPF_MAP_TYPE_ARRAY_OF_MAPS, BPF_MAP_TYPE_PERCPU_ARRAY, BPF_MAP_TYPE_RINGBUF,
+    BPF_MAP_TYPE_SK_STORAGE,
 };
 use dataplane_common::{
     LAYOUT, Reason, VIP_ELEMENTS, VipWords,
-    tables::{Config, PEERS_CAPACITY, Peer, UdpFlows},
+    tables::{Config, PEER_SETS, Peer, PeerSet, UdpFlows},
 };
 use nix::{
     errno::Errno,
@@ -33,7 +33,7 @@ use nix::{
 
 use super::{
     error::{Doing, Error},
-    map::{Hash, Mapped},
+    map::Mapped,
     programs::{PROGRAMS, REPLACEMENT},
     sys::{self, LinkInfo, MapInfo, ObjectKind, Shape},
 };
@@ -114,8 +114,8 @@ pub const MAPS: [MapSpec; 12] = [
     },
     MapSpec {
         name: "PEERS",
-        shape: Hash::<u64, Peer>::shape(BPF_MAP_TYPE_HASH),
-        max_entries: Some(PEERS_CAPACITY),
+        shape: Mapped::<PeerSet>::shape(false),
+        max_entries: Some(PEER_SETS),
     },
     storage::<Peer>("MORE_PEERS"),
     storage::<UdpFlows>("FLOWS"),

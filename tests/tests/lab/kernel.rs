@@ -8,7 +8,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
-use aya::maps::{Array, HashMap, Map, MapData};
+use aya::maps::{Array, Map, MapData};
 use dataplane::{
     kernel::{self, Error, Kernel, Limits, Paths, Tables},
     plan::{Contents, Demand, Write},
@@ -16,7 +16,7 @@ use dataplane::{
 use dataplane_common::{
     Addr, LAYOUT, Port, Protocol, Reason, VIP_ELEMENTS,
     decide::may_be_vip,
-    tables::{Block, Endpoint, Frontend, FrontendKey, Kind, PEERS_CAPACITY, Peer, Pool},
+    tables::{Block, Endpoint, Frontend, FrontendKey, Kind, PEER_SETS, PEER_WAYS, PeerSet, Pool},
 };
 use dataplane_tests::{Lab, report::Report};
 
@@ -495,8 +495,8 @@ pub fn a_dangling_reference_is_refused_counted_and_logged() -> Result<()> {
     Ok(())
 }
 
-/// A connected socket's VIP is in the hash while the socket is open, and in the socket's own storage
-/// when the hash is full.
+/// A connected socket's VIP is in its set of PEERS while the socket is open, and in the socket's own
+/// storage when the set is full.
 pub fn what_is_kept_for_a_socket_goes_with_it() -> Result<()> {
     let place = Place::new()?;
     let mut kernel = place.open()?;
@@ -533,21 +533,28 @@ pub fn what_is_kept_for_a_socket_goes_with_it() -> Result<()> {
         ensure!(report.peers == ["10.96.0.1:80".parse()?], "{report:?}");
         Ok(())
     };
-    let peers = Map::HashMap(MapData::from_pin(place.map("PEERS"))?);
-    let mut peers = HashMap::<MapData, u64, [u8; size_of::<Peer>()]>::try_from(peers)?;
+    // A set as words: first whose its places are, then what is kept there.
+    let peers = Map::Array(MapData::from_pin(place.map("PEERS"))?);
+    let mut peers = Array::<MapData, [u64; size_of::<PeerSet>() / 8]>::try_from(peers)?;
     connect()?;
-    let left = peers.keys().count();
-    ensure!(left == 0, "{left} sockets are closed and still there");
-    // Cookies count up from 1 in each network namespace or CPU: these are nobody's.
-    for cookie in 0..u64::from(PEERS_CAPACITY) {
-        peers.insert(u64::MAX - cookie, [0; size_of::<Peer>()], 0)?;
-    }
+    let left: Vec<u64> = peers
+        .iter()
+        .flat_map(|set| {
+            set.map(|words| words[..PEER_WAYS].to_vec())
+                .unwrap_or_default()
+        })
+        .filter(|owner| *owner != 0)
+        .collect();
     ensure!(
-        peers
-            .insert(u64::MAX / 2, [0; size_of::<Peer>()], 0)
-            .is_err(),
-        "the hash is not full"
+        left.is_empty(),
+        "sockets {left:?} are closed and still there"
     );
+    // Cookies count up from 1: these are nobody's.
+    let mut full = [0; size_of::<PeerSet>() / 8];
+    full[..PEER_WAYS].fill(u64::MAX);
+    for set in 0..PEER_SETS {
+        peers.set(set, full, 0)?;
+    }
     connect()?;
     ensure!(kernel.tables().reasons()?[Reason::PeerNotKept as usize] == 0);
     Ok(())
