@@ -27,6 +27,7 @@ pub struct AgentBuilder<'a> {
     lab: &'a Lab,
     node: Host,
     arguments: Vec<OsString>,
+    capabilities: Option<Vec<String>>,
 }
 
 impl<'a> AgentBuilder<'a> {
@@ -35,6 +36,7 @@ impl<'a> AgentBuilder<'a> {
             lab,
             node,
             arguments: Vec::new(),
+            capabilities: None,
         }
     }
 
@@ -47,6 +49,13 @@ impl<'a> AgentBuilder<'a> {
     pub fn args(mut self, arguments: impl IntoIterator<Item = impl AsRef<OsStr>>) -> Self {
         self.arguments
             .extend(arguments.into_iter().map(|a| a.as_ref().to_owned()));
+        self
+    }
+
+    /// With these capabilities and no others, as in a pod: `["NET_ADMIN"]`. So are the commands
+    /// about it.
+    pub fn capabilities(mut self, names: &[String]) -> Self {
+        self.capabilities = Some(names.to_owned());
         self
     }
 
@@ -84,6 +93,7 @@ impl<'a> AgentBuilder<'a> {
             directory,
             node: self.node,
             arguments: self.arguments,
+            capabilities: self.capabilities,
             process: None,
         })
     }
@@ -100,6 +110,7 @@ pub struct Agent {
     bpffs: PathBuf,
     directory: PathBuf,
     arguments: Vec<OsString>,
+    capabilities: Option<Vec<String>>,
     process: Option<Process>,
 }
 
@@ -149,6 +160,9 @@ impl Agent {
         let mut command = Command::new(&self.probe, self.node.netns(), &self.cgroup, program);
         for (name, value) in self.environment() {
             command = command.env(name, value);
+        }
+        if let Some(names) = &self.capabilities {
+            command = command.capabilities(names);
         }
         command.args(arguments)
     }
@@ -282,6 +296,7 @@ impl Agent {
 impl Drop for Agent {
     fn drop(&mut self) {
         self.kill();
+        self.capabilities = None;
         if let Err(error) = self.dataplane(["cleanup"]).run() {
             anstream::eprintln!("{error}");
         }

@@ -31,6 +31,8 @@ pub struct Command {
     /// `None`: the lab's `probe`.
     program: Option<OsString>,
     arguments: Vec<OsString>,
+    /// `None`: all.
+    capabilities: Option<String>,
     variables: Vec<(OsString, OsString)>,
     stdin: Option<Stdio>,
     stdout: Option<Stdio>,
@@ -45,6 +47,7 @@ impl Command {
             cgroup: cgroup.to_owned(),
             program: program.map(OsStr::to_owned),
             arguments: Vec::new(),
+            capabilities: None,
             variables: Vec::new(),
             stdin: None,
             stdout: None,
@@ -90,6 +93,12 @@ impl Command {
         self
     }
 
+    /// Takes all capabilities from the program but these: `["NET_ADMIN"]`.
+    pub fn capabilities(mut self, names: &[String]) -> Self {
+        self.capabilities = Some(names.join(","));
+        self
+    }
+
     /// Gives the program a pipe to read from; [`Process::close_stdin`] ends it.
     pub fn stdin_piped(mut self) -> Self {
         self.stdin = Some(Stdio::piped());
@@ -132,6 +141,7 @@ impl Command {
             .args(["--netns", &self.netns])
             .arg("--cgroup")
             .arg(&self.cgroup)
+            .args(self.capabilities.iter().flat_map(|c| ["--capabilities", c]))
             .arg("--")
             .arg(self.program.as_deref().unwrap_or(self.probe.as_os_str()))
             .args(&self.arguments)

@@ -21,6 +21,7 @@ macro_rules! scenarios {
 mod churn;
 mod cluster;
 mod commands;
+mod daemonset;
 mod explain;
 mod growth;
 mod kernel;
@@ -81,6 +82,7 @@ fn main() -> ExitCode {
         status::SCENARIOS,
         growth::SCENARIOS,
         load_balancers::SCENARIOS,
+        daemonset::SCENARIOS,
         metrics::SCENARIOS,
         monitor::SCENARIOS,
         reload::SCENARIOS,

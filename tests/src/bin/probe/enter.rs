@@ -1,4 +1,4 @@
-//! Joins a cgroup and a network namespace, then becomes another program.
+//! Joins a cgroup and a network namespace, gives up capabilities, then becomes another program.
 
 use std::{
     ffi::OsString,
@@ -15,6 +15,7 @@ use nix::{
     sys::{prctl::set_pdeathsig, signal::Signal},
     unistd::{Pid, getppid},
 };
+use rustix::thread::{CapabilitySet, remove_capability_from_bounding_set};
 
 #[derive(Args)]
 pub struct Arguments {
@@ -27,6 +28,9 @@ pub struct Arguments {
     /// End when this process, the one that starts us, ends
     #[arg(long, value_name = "PID")]
     parent: Option<i32>,
+    /// Keep only these capabilities: `NET_ADMIN,BPF`
+    #[arg(long, value_delimiter = ',', value_name = "NAME")]
+    capabilities: Option<Vec<String>>,
     /// The program and its arguments
     #[arg(last = true, required = true, value_name = "PROGRAM")]
     program: Vec<OsString>,
@@ -47,10 +51,29 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let path = Path::new("/run/netns").join(&arguments.netns);
     let netns = File::open(&path).with_context(|| format!("open {}", path.display()))?;
     setns(netns, CloneFlags::CLONE_NEWNET).with_context(|| format!("enter {}", path.display()))?;
+    if let Some(names) = &arguments.capabilities {
+        keep_only(names)?;
+    }
     let (program, rest) = arguments
         .program
         .split_first()
         .expect("clap requires a program");
     let error = Command::new(program).args(rest).exec();
     Err(error).with_context(|| format!("run {}", program.display()))
+}
+
+/// A program that root runs gets what the bounding set leaves.
+fn keep_only(names: &[String]) -> Result<()> {
+    let mut kept = CapabilitySet::empty();
+    for name in names {
+        kept |= CapabilitySet::from_name(name).with_context(|| format!("no capability: {name}"))?;
+    }
+    for capability in CapabilitySet::all().difference(kept).iter() {
+        match remove_capability_from_bounding_set(capability) {
+            // This kernel does not know it, so nobody has it.
+            Ok(()) | Err(rustix::io::Errno::INVAL) => {}
+            Err(error) => return Err(error).with_context(|| format!("give up {capability:?}")),
+        }
+    }
+    Ok(())
 }

@@ -1,0 +1,104 @@
+//! The agent as the DaemonSet in `deploy/` runs it: with the capabilities that are written there,
+//! and no others.
+
+use anyhow::{Context as _, Result, ensure};
+use dataplane_tests::Agent;
+use serde_json::Value;
+
+use crate::{
+    cluster::{Cluster, TCP, UDP, ask, eventually, reaches, serve},
+    manifest::{Manifests, Service},
+    outcome::{cannot_run, run},
+};
+
+scenarios! {
+    Dataplane:
+    its_capabilities_are_enough,
+    bpf_and_perfmon_are_not_enough,
+}
+
+const DAEMON_SET: &str = include_str!("../../../deploy/kustomize/base/daemonset.yaml");
+
+/// What the DaemonSet adds to nothing.
+fn capabilities() -> Result<Vec<String>> {
+    let object: Value = serde_saphyr::from_str(DAEMON_SET)?;
+    let capabilities =
+        &object["spec"]["template"]["spec"]["containers"][0]["securityContext"]["capabilities"];
+    ensure!(capabilities["drop"][0] == "ALL", "{capabilities:#}");
+    let names = capabilities["add"].as_array().context("add")?;
+    names
+        .iter()
+        .map(|name| Ok(name.as_str().context("a name")?.to_owned()))
+        .collect()
+}
+
+fn web(lab: &dataplane_tests::Lab) -> Service {
+    Service::new("web", &["10.96.0.10"])
+        .port("tcp", 80, TCP)
+        .port("udp", 53, UDP)
+        .endpoints(&[lab.pod("far"), lab.pod("near")])
+}
+
+fn its_capabilities_are_enough() -> Result<()> {
+    let lab = Cluster::lab()?;
+    let _servers = [serve(lab.pod("far"))?, serve(lab.pod("near"))?];
+    let manifests = Manifests::new(&[web(&lab)])?;
+    let mut agent = lab
+        .agent("node2")
+        .manifests(manifests.path())
+        .capabilities(&capabilities()?)
+        .start()?;
+    let client = lab.pod("sleep");
+    let works = |agent: &Agent| -> Result<()> {
+        reaches(
+            client,
+            "10.96.0.10:80",
+            "connect --count 20",
+            &["far", "near"],
+        )?;
+        ask(client, "10.96.0.10:53", "udp --count 5")?;
+        for command in ["status", "services", "explain node 10.96.0.10:80"] {
+            run(agent, command)?.exits(0)?;
+        }
+        Ok(())
+    };
+    works(&agent)?;
+    // More than the tables have room for: they grow.
+    let mut many: Vec<Service> = (0..1500)
+        .map(|n| {
+            Service::new(
+                &format!("s{n}"),
+                &[&format!("10.97.{}.{}", n / 250, n % 250 + 1)],
+            )
+            .port("tcp", 80, TCP)
+            .endpoints(&[lab.pod("near")])
+        })
+        .collect();
+    many.push(web(&lab));
+    manifests.write(&many)?;
+    eventually(|| reaches(client, "10.97.5.250:80", "connect --count 2", &["near"]).map(drop))?;
+    // The next one adopts what this one leaves.
+    agent.stop()?;
+    reaches(
+        client,
+        "10.96.0.10:80",
+        "connect --count 20",
+        &["far", "near"],
+    )?;
+    agent.start()?;
+    works(&agent)
+}
+
+/// If this fails, the DaemonSet can do with less.
+fn bpf_and_perfmon_are_not_enough() -> Result<()> {
+    let lab = Cluster::lab()?;
+    let manifests = Manifests::new(&[web(&lab)])?;
+    let less = ["BPF", "NET_ADMIN", "PERFMON"].map(str::to_owned);
+    let agent = lab.agent("node2").capabilities(&less).prepare()?;
+    let path = manifests.path();
+    let path = path.to_str().context("a path in UTF-8")?;
+    cannot_run(&agent, ["--manifests", path])?
+        .exits(1)?
+        .says(&["missing CAP_SYS_ADMIN", "What to do: run as root"])?;
+    Ok(())
+}
