@@ -1,0 +1,376 @@
+//! The manifests in `deploy/`: Kubernetes' types know every field of them, the chart renders what
+//! the kustomize base is, and what they say of each other is true.
+//!
+//! The base is rendered by `kubectl kustomize` too, where there is a kubectl. The chart is rendered
+//! by an engine for Go's templates with the two functions of Helm's that it uses; Helm itself is
+//! not asked.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use dataplane::config::{self, Config};
+use k8s_openapi::api::{apps::v1 as apps, batch::v1 as batch, core::v1 as core, rbac::v1 as rbac};
+use serde::{Serialize, de::DeserializeOwned};
+use serde_json::{Value, json};
+
+fn deploy() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy")
+}
+
+fn yaml(text: &str) -> Value {
+    serde_saphyr::from_str(text).unwrap_or_else(|error| panic!("{error}\n{text}"))
+}
+
+/// Objects by kind and name.
+type Objects = BTreeMap<String, Value>;
+
+fn objects<'a>(texts: impl IntoIterator<Item = &'a str>) -> Objects {
+    let mut objects = Objects::new();
+    for document in texts.into_iter().flat_map(|text| text.split("\n---\n")) {
+        let object = yaml(document);
+        let name = object["metadata"]["name"].as_str();
+        let (kind, name) = (object["kind"].as_str().unwrap(), name.unwrap());
+        let twice = objects.insert(format!("{kind} {name}"), object.clone());
+        assert!(twice.is_none(), "{kind} {name} is there twice");
+    }
+    objects
+}
+
+/// The base, as kustomize would put it together: it only has a list of files.
+fn base() -> Objects {
+    let directory = deploy().join("kustomize/base");
+    let read = |name: &str| fs::read_to_string(directory.join(name)).unwrap();
+    let kustomization = yaml(&read("kustomization.yaml"));
+    let fields: Vec<_> = kustomization.as_object().unwrap().keys().collect();
+    assert_eq!(fields, ["apiVersion", "kind", "resources"]);
+    let files = kustomization["resources"].as_array().unwrap();
+    let texts: Vec<String> = files.iter().map(|f| read(f.as_str().unwrap())).collect();
+    objects(texts.iter().map(String::as_str))
+}
+
+mod chart {
+    use gtmpl_ng::{FuncError, Template, Value as Go};
+
+    use super::*;
+
+    /// Renders the chart, with `values` laid over its own.
+    pub fn render(namespace: &str, values: &Value) -> Objects {
+        let directory = deploy().join("helm/dataplane");
+        let read = |path: &Path| fs::read_to_string(path).unwrap();
+        let about = yaml(&read(&directory.join("Chart.yaml")));
+        let mut all = yaml(&read(&directory.join("values.yaml")));
+        lay_over(&mut all, values);
+        let context = json!({
+            "Values": all,
+            "Release": { "Name": "dataplane", "Namespace": namespace },
+            "Chart": { "AppVersion": about["appVersion"] },
+        });
+        let mut texts = Vec::new();
+        for entry in fs::read_dir(directory.join("templates")).unwrap() {
+            let path = entry.unwrap().path();
+            let mut template = Template::default();
+            template.add_func("toYaml", to_yaml);
+            template.add_func("nindent", nindent);
+            let result = template.parse(read(&path));
+            result.unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+            let text = template.render(&gtmpl_ng::Context::from(to_go(&context)));
+            let text = text.unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+            assert!(!text.contains("<no value>"), "{}: {text}", path.display());
+            if path
+                .extension()
+                .is_some_and(|extension| extension == "yaml")
+            {
+                texts.push(text);
+            }
+        }
+        objects(texts.iter().map(String::as_str))
+    }
+
+    fn lay_over(below: &mut Value, above: &Value) {
+        match (below, above) {
+            (Value::Object(below), Value::Object(above)) => {
+                for (key, value) in above {
+                    lay_over(below.entry(key).or_insert(Value::Null), value);
+                }
+            }
+            (below, above) => *below = above.clone(),
+        }
+    }
+
+    fn to_go(value: &Value) -> Go {
+        match value {
+            Value::Null => Go::Nil,
+            Value::Bool(is) => Go::from(*is),
+            Value::Number(number) => Go::from(number.as_i64().unwrap()),
+            Value::String(text) => Go::from(text),
+            Value::Array(items) => Go::Array(items.iter().map(to_go).collect()),
+            Value::Object(fields) => {
+                let fields = fields
+                    .iter()
+                    .map(|(key, value)| (key.clone(), to_go(value)));
+                Go::Map(fields.collect::<HashMap<_, _>>())
+            }
+        }
+    }
+
+    fn from_go(value: &Go) -> Value {
+        match value {
+            Go::Bool(is) => (*is).into(),
+            Go::String(text) => text.clone().into(),
+            Go::Number(number) => number.as_i64().into(),
+            Go::Array(items) => items.iter().map(from_go).collect(),
+            Go::Map(fields) | Go::Object(fields) => {
+                let fields = fields
+                    .iter()
+                    .map(|(key, value)| (key.clone(), from_go(value)));
+                Value::Object(fields.collect())
+            }
+            _ => Value::Null,
+        }
+    }
+
+    fn to_yaml(arguments: &[Go]) -> Result<Go, FuncError> {
+        let text = serde_saphyr::to_string(&from_go(&arguments[0]))
+            .map_err(|error| FuncError::Generic(error.to_string()))?;
+        Ok(Go::from(text.trim_end()))
+    }
+
+    fn nindent(arguments: &[Go]) -> Result<Go, FuncError> {
+        let [Go::Number(spaces), Go::String(text)] = arguments else {
+            return Err(FuncError::Generic("nindent: a number and a text".into()));
+        };
+        let spaces = usize::try_from(spaces.as_i64().unwrap_or_default()).unwrap_or_default();
+        let indent = format!("\n{}", " ".repeat(spaces));
+        Ok(Go::from(format!("{indent}{}", text.replace('\n', &indent))))
+    }
+}
+
+/// Every field is one that Kubernetes knows, of the right type: what a type does not know is gone
+/// when it is written again.
+fn is_known<T: DeserializeOwned + Serialize>(object: &Value) {
+    let typed: T = serde_path_to_error::deserialize(object)
+        .unwrap_or_else(|error| panic!("{}: {error}", object["kind"]));
+    let again = serde_json::to_value(typed).unwrap();
+    assert_eq!(
+        again, *object,
+        "as Kubernetes' types know it, and as it is written"
+    );
+}
+
+fn all_known(objects: &Objects) {
+    for object in objects.values() {
+        match object["kind"].as_str().unwrap() {
+            "ServiceAccount" => is_known::<core::ServiceAccount>(object),
+            "ConfigMap" => is_known::<core::ConfigMap>(object),
+            "ClusterRole" => is_known::<rbac::ClusterRole>(object),
+            "ClusterRoleBinding" => is_known::<rbac::ClusterRoleBinding>(object),
+            "DaemonSet" => is_known::<apps::DaemonSet>(object),
+            "Job" => is_known::<batch::Job>(object),
+            other => panic!("a {other}?"),
+        }
+    }
+}
+
+/// With the configuration as what it says, not how it is written.
+fn meaning(mut objects: Objects) -> Objects {
+    let config = &mut objects.get_mut("ConfigMap dataplane").unwrap()["data"]["config.yaml"];
+    *config = yaml(config.as_str().unwrap());
+    objects
+}
+
+fn configured(objects: &Objects) -> Config {
+    let text = &objects["ConfigMap dataplane"]["data"]["config.yaml"];
+    config::parse(Path::new("config.yaml"), text.as_str().unwrap())
+        .unwrap_or_else(|errors| panic!("{errors}"))
+}
+
+#[test]
+fn kubernetes_knows_every_field() {
+    all_known(&base());
+    all_known(&chart::render("kube-system", &json!({})));
+}
+
+/// The clean-up runs where the agent ran, with what the agent had.
+#[test]
+fn the_cleanup_is_of_the_same_places() {
+    let text = fs::read_to_string(deploy().join("cleanup.yaml")).unwrap();
+    let jobs = objects([&*text]);
+    all_known(&jobs);
+    let base = base();
+    let job = &jobs["Job dataplane-cleanup-NODE"]["spec"]["template"]["spec"];
+    let agent = &base["DaemonSet dataplane"]["spec"]["template"]["spec"];
+    let (cleanup, run) = (&job["containers"][0], &agent["containers"][0]);
+    assert_eq!(cleanup["image"], run["image"]);
+    assert_eq!(cleanup["securityContext"], run["securityContext"]);
+    for volume in job["volumes"].as_array().unwrap() {
+        assert!(
+            agent["volumes"].as_array().unwrap().contains(volume),
+            "{volume:#}"
+        );
+    }
+    for mount in cleanup["volumeMounts"].as_array().unwrap() {
+        assert!(
+            run["volumeMounts"].as_array().unwrap().contains(mount),
+            "{mount:#}"
+        );
+    }
+    let kernel = configured(&base).kernel;
+    let wanted = json!([
+        "cleanup",
+        format!("--bpffs={}", kernel.bpffs.unwrap().display()),
+        format!("--cgroup={}", kernel.cgroup.unwrap().display()),
+    ]);
+    assert_eq!(cleanup["args"], wanted);
+}
+
+#[test]
+#[should_panic(expected = "as Kubernetes' types know it")]
+fn a_misspelt_field_would_be_found() {
+    let mut objects = base();
+    let pod = &mut objects.get_mut("DaemonSet dataplane").unwrap()["spec"]["template"]["spec"];
+    pod["hostNetworking"] = true.into();
+    all_known(&objects);
+}
+
+#[test]
+fn kustomize_puts_the_same_together() {
+    let directory = deploy().join("kustomize/base");
+    let output = Command::new("kubectl")
+        .arg("kustomize")
+        .arg(directory)
+        .output();
+    let Ok(output) = output else {
+        println!("skipped kustomize_puts_the_same_together: there is no kubectl");
+        return;
+    };
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    assert_eq!(objects([str::from_utf8(&output.stdout).unwrap()]), base());
+}
+
+#[test]
+fn the_chart_renders_what_the_base_is() {
+    let chart = meaning(chart::render("kube-system", &json!({})));
+    let base = meaning(base());
+    assert!(chart.keys().eq(base.keys()), "{:?}", chart.keys());
+    for (name, object) in &base {
+        assert_eq!(chart[name], *object, "{name}: the chart's, and the base's");
+    }
+}
+
+#[test]
+fn the_charts_values_arrive() {
+    let values = json!({
+        "image": { "repository": "registry.example/dataplane", "tag": "1.2.3", "pullPolicy": "Always" },
+        "imagePullSecrets": [{ "name": "secret" }],
+        "config": { "source": { "kubernetes": { "apiServer": "https://192.0.2.10:6443" } } },
+        "nodeSelector": { "dataplane": "on" },
+        "tolerations": [],
+        "resources": { "requests": null, "limits": { "memory": "1Gi" } },
+        "updateStrategy": { "type": "OnDelete", "rollingUpdate": null },
+    });
+    let objects = chart::render("mesh", &values);
+    let kubernetes = configured(&objects).source.kubernetes.unwrap();
+    assert_eq!(
+        kubernetes.api_server.as_deref(),
+        Some("https://192.0.2.10:6443")
+    );
+    let spec = &objects["DaemonSet dataplane"]["spec"];
+    let pod = &spec["template"]["spec"];
+    let agent = &pod["containers"][0];
+    assert_eq!(agent["image"], "registry.example/dataplane:1.2.3");
+    assert_eq!(agent["imagePullPolicy"], "Always");
+    assert_eq!(agent["resources"]["limits"]["memory"], "1Gi");
+    assert_eq!(
+        pod["nodeSelector"],
+        json!({ "kubernetes.io/os": "linux", "dataplane": "on" })
+    );
+    assert!(pod.get("tolerations").is_none());
+    assert_eq!(spec["updateStrategy"]["type"], "OnDelete");
+    let account = &objects["ServiceAccount dataplane"];
+    assert_eq!(account["imagePullSecrets"][0]["name"], "secret");
+    assert_eq!(account["metadata"]["namespace"], "mesh");
+    let subject = &objects["ClusterRoleBinding dataplane"]["subjects"][0];
+    assert_eq!(subject["namespace"], "mesh");
+}
+
+#[test]
+fn it_may_read_what_is_watched_and_write_nothing() {
+    let base = base();
+    let mut may = Vec::new();
+    for rule in base["ClusterRole dataplane"]["rules"].as_array().unwrap() {
+        assert_eq!(rule["verbs"], json!(["get", "list", "watch"]));
+        for resource in rule["resources"].as_array().unwrap() {
+            may.push(format!(
+                "{}/{}",
+                rule["apiGroups"][0].as_str().unwrap(),
+                resource.as_str().unwrap()
+            ));
+        }
+    }
+    assert_eq!(
+        may,
+        ["/services", "/nodes", "discovery.k8s.io/endpointslices"]
+    );
+    let binding = &base["ClusterRoleBinding dataplane"];
+    assert_eq!(binding["roleRef"]["name"], "dataplane");
+    let pod = &base["DaemonSet dataplane"]["spec"]["template"]["spec"];
+    assert_eq!(binding["subjects"][0]["name"], pod["serviceAccountName"]);
+}
+
+/// Ports, paths and mounts are said twice: to Kubernetes and to the agent.
+#[test]
+fn the_daemon_set_and_the_configuration_agree() {
+    let base = base();
+    let config = configured(&base);
+    assert!(config.source.kubernetes.is_some());
+    let spec = &base["DaemonSet dataplane"]["spec"];
+    let pod = &spec["template"]["spec"];
+    let agent = &pod["containers"][0];
+
+    let health = config.listen.health.and_then(|listen| listen.0).unwrap();
+    for (probe, path) in [
+        ("startupProbe", "/healthz/live"),
+        ("livenessProbe", "/healthz/live"),
+        ("readinessProbe", "/healthz/ready"),
+    ] {
+        let get = &agent[probe]["httpGet"];
+        assert_eq!(get["path"], path);
+        assert_eq!(get["port"], health.port());
+        assert_eq!(get["host"], health.ip().to_string());
+    }
+
+    let mounted = |path: &Path, writable: bool| {
+        let mounts = agent["volumeMounts"].as_array().unwrap();
+        mounts.iter().any(|mount| {
+            path.starts_with(mount["mountPath"].as_str().unwrap())
+                && writable != (mount["readOnly"] == true)
+        })
+    };
+    assert!(mounted(config.kernel.bpffs.as_deref().unwrap(), true));
+    assert!(mounted(config.kernel.cgroup.as_deref().unwrap(), false));
+    // The socket's default place.
+    assert!(config.listen.socket.is_none() && mounted(Path::new("/run/dataplane"), true));
+    let env = agent["env"].as_array().unwrap();
+    let file = env
+        .iter()
+        .find(|e| e["name"] == "DATAPLANE_CONFIG")
+        .unwrap();
+    assert!(mounted(Path::new(file["value"].as_str().unwrap()), false));
+
+    // The agent leaves programs and tables behind when it ends (`--on-exit keep` is the default),
+    // so replacing it interrupts nothing.
+    assert!(config.on_exit.is_none_or(|it| it == config::OnExit::Keep));
+    assert_eq!(spec["updateStrategy"]["type"], "RollingUpdate");
+    assert_eq!(pod["priorityClassName"], "system-node-critical");
+    assert_eq!(pod["hostNetwork"], true);
+    assert_eq!(pod["tolerations"], json!([{ "operator": "Exists" }]));
+    assert!(agent["securityContext"].get("privileged").is_none());
+}
