@@ -201,13 +201,13 @@ fn take_out(value: &mut Value, path: &str, taken: &mut Vec<(String, usize)>) -> 
         Value::Array(items) => {
             let mut index = last.parse().ok().filter(|&index| index < items.len())?;
             items.remove(index);
-            let (list, _) = path.rsplit_once('[')?;
+            let (whole, _) = path.rsplit_once('[')?;
             taken.sort();
             for (of, gone) in &*taken {
-                index += usize::from(of == list && *gone <= index);
+                index += usize::from(of == whole && *gone <= index);
             }
-            taken.push((list.to_owned(), index));
-            Some(format!("{list}[{index}]"))
+            taken.push((whole.to_owned(), index));
+            Some(format!("{whole}[{index}]"))
         }
         _ => None,
     }

@@ -32,6 +32,7 @@ mod machine;
 mod manifest;
 mod metrics;
 mod monitor;
+mod moving;
 mod netfilter;
 mod outcome;
 mod reload;
@@ -83,6 +84,7 @@ fn main() -> ExitCode {
         growth::SCENARIOS,
         load_balancers::SCENARIOS,
         daemonset::SCENARIOS,
+        moving::SCENARIOS,
         metrics::SCENARIOS,
         monitor::SCENARIOS,
         reload::SCENARIOS,
