@@ -117,9 +117,11 @@ fn every_key_is_documented() {
                 "docs/configuration.md lacks {path}"
             );
             keys += 1;
-            // The example has the other source.
+            // The example has what excludes these.
             assert!(
-                path.starts_with("source.kubernetes") || example.get(key).is_some(),
+                path.starts_with("source.kubernetes")
+                    || path == "packets.podCidrs"
+                    || example.get(key).is_some(),
                 "tests/config/all.yaml lacks {path}"
             );
             let below = example.get(key).cloned().unwrap_or_default();
@@ -139,8 +141,10 @@ fn kubeadms_configuration() {
     assert_eq!(
         imported.config.to_yaml(),
         "source:\n  kubernetes:\n    kubeconfig: /var/lib/kube-proxy/kubeconfig.conf\nnode:\n  \
-         nodePortAddresses:\n  - 0.0.0.0/0\n  - \"::/0\"\n"
+         nodePortAddresses:\n  - 0.0.0.0/0\n  - \"::/0\"\npackets:\n  podCidrs:\n  - 10.244.0.0/16\n"
     );
+    let pods = |a: &config::Argument| a.flag == "pod-cidr" && a.values == ["10.244.0.0/16"];
+    assert!(imported.config.arguments().iter().any(pods));
     // Ours, as a file.
     assert_eq!(
         parse(&imported.config.to_yaml()),
@@ -151,8 +155,7 @@ fn kubeadms_configuration() {
         [
             "nodePortAddresses",
             "bindAddress",
-            "clientConnection.kubeconfig",
-            "clusterCIDR"
+            "clientConnection.kubeconfig"
         ]
     );
 }
@@ -166,6 +169,7 @@ fn what_can_be_carried_over_is() {
          logging: {format: json, verbosity: 5}\nnftables: {masqueradeAll: true, syncPeriod: 30s}\n\
          iptables: {syncPeriod: 30s}\nipvs: {scheduler: lc}\noomScoreAdj: -998\n\
          conntrack: {min: 131072, maxPerCore: 32768}\nfeatureGates: {SomeGate: true}\n\
+         detectLocalMode: InterfaceNamePrefix\ndetectLocal: {interfaceNamePrefix: cali}\n\
          nodeports: [a]\n",
     )
     .unwrap();
@@ -173,7 +177,7 @@ fn what_can_be_carried_over_is() {
         imported.config.to_yaml(),
         "source:\n  kubernetes: {}\nnode:\n  name: worker-1\n  nodePortAddresses:\n  - \
          10.0.0.0/8\nlog:\n  format: json\n  level: debug\nlisten:\n  metrics: \"[::]:10249\"\n  \
-         healthz: 127.0.0.1:10256\n"
+         healthz: 127.0.0.1:10256\npackets:\n  podInterfaces:\n  - cali*\n  podsByInterface: true\n  masqueradeAll: true\n"
     );
     assert_eq!(
         notes(&imported),
@@ -182,7 +186,6 @@ fn what_can_be_carried_over_is() {
             "conntrack.min",
             "featureGates.SomeGate",
             "metricsBindAddress",
-            "nftables.masqueradeAll",
             "nftables.syncPeriod",
             "nodeports",
             "oomScoreAdj",

@@ -165,6 +165,7 @@ mod tests {
         let config = config::parse("all.yaml".as_ref(), ALL).unwrap();
         let mut keys: BTreeSet<&str> = config.arguments().iter().map(|a| a.flag).collect();
         keys.extend(SOURCES);
+        keys.insert("pod-cidr");
         let command = Cli::command();
         let run = command.find_subcommand("run").unwrap();
         let mut flags: BTreeSet<&str> = run

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::{Config, LogFormat, LogLevel, OnExit};
+use super::{Config, Hook, LogFormat, LogLevel, OnExit, Order};
 
 /// What a configuration says for one flag.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,6 +32,7 @@ impl Config {
             on_exit,
             log,
             listen,
+            packets,
             kernel,
             limits,
         } = self;
@@ -62,6 +63,37 @@ impl Config {
         one("health-addr", listen.health.map(Into::into));
         one("healthz-addr", listen.healthz.map(Into::into));
         one("admin-addr", listen.admin.map(Into::into));
+        one(
+            "packet-path",
+            packets
+                .enabled
+                .map(|on| if on { "on" } else { "off" }.to_owned()),
+        );
+        one(
+            "tc-order",
+            packets.order.map(|it| {
+                match it {
+                    Order::First => "first",
+                    Order::Last => "last",
+                }
+                .to_owned()
+            }),
+        );
+        one(
+            "tc-hook",
+            packets.hook.map(|it| {
+                match it {
+                    Hook::Auto => "auto",
+                    Hook::Tcx => "tcx",
+                    Hook::Clsact => "clsact",
+                }
+                .to_owned()
+            }),
+        );
+        one(
+            "conntrack-flows",
+            packets.conntrack_flows.map(|n| n.to_string()),
+        );
         one("bpffs", path(&kernel.bpffs));
         one("cgroup", path(&kernel.cgroup));
         one("max-frontends", limits.frontends.map(|n| n.to_string()));
@@ -86,6 +118,24 @@ impl Config {
                 .map(|&range| range.into())
                 .collect(),
         );
+        many("uplink", packets.uplinks.clone());
+        many("pod-interface", packets.pod_interfaces.clone());
+        many(
+            "pod-cidr",
+            packets
+                .pod_cidrs
+                .iter()
+                .map(|&range| range.into())
+                .collect(),
+        );
+        for (flag, given) in [
+            ("pods-by-interface", packets.pods_by_interface),
+            ("masquerade-all", packets.masquerade_all),
+        ] {
+            if given {
+                add(flag, Vec::new());
+            }
+        }
         if source.kubernetes.is_some() {
             add("kubernetes", Vec::new());
         }

@@ -63,6 +63,7 @@ pub fn import(text: &str) -> Result<Imported, String> {
     };
     import.config.source.kubernetes = Some(Kubernetes::default());
     import.node_ports(&value["nodePortAddresses"]);
+    import.pods(&value);
     for (key, value) in &leaves {
         import.leaf(key, value);
     }
@@ -154,10 +155,53 @@ impl Import<'_> {
         self.config.node.node_port_addresses = ranges;
     }
 
+    /// By what kube-proxy knows the cluster's own pods.
+    fn pods(&mut self, all: &Value) {
+        let text = |key: &str| all[key].as_str().unwrap_or_default();
+        let detect = |key: &str| all["detectLocal"][key].as_str().unwrap_or_default();
+        match text("detectLocalMode") {
+            "" | "ClusterCIDR" => {
+                let ranges = text("clusterCIDR").split(',').filter(|net| !net.is_empty());
+                for range in ranges {
+                    match Range::try_from(range.trim().to_owned()) {
+                        Ok(range) => self.config.packets.pod_cidrs.push(range),
+                        Err(wrong) => self.note("clusterCIDR", &all["clusterCIDR"], wrong),
+                    }
+                }
+            }
+            "NodeCIDR" => self.note(
+                "detectLocalMode",
+                &all["detectLocalMode"],
+                "it differs by node, and a file is for all: give the cluster's range as \
+                 packets.podCidrs, or packets.podsByInterface",
+            ),
+            "BridgeInterface" => {
+                self.config.packets.pods_by_interface = true;
+                self.note(
+                    "detectLocal.bridgeInterface",
+                    &all["detectLocal"]["bridgeInterface"],
+                    "the bridge's ports are pods' interfaces, which are found out; \
+                     packets.podInterfaces names them where they are not",
+                );
+            }
+            "InterfaceNamePrefix" => {
+                self.config.packets.pods_by_interface = true;
+                let prefix = detect("interfaceNamePrefix");
+                self.config.packets.pod_interfaces = vec![format!("{prefix}*")];
+            }
+            _ => self.note("detectLocalMode", &all["detectLocalMode"], "not known"),
+        }
+    }
+
     fn leaf(&mut self, key: &str, value: &Value) {
         let text = value.as_str().unwrap_or_default();
         match key {
-            "apiVersion" | "kind" | "nodePortAddresses" => {}
+            "apiVersion" | "kind" | "nodePortAddresses" | "clusterCIDR" | "detectLocalMode" => {}
+            _ if key.starts_with("detectLocal.") => {}
+            "iptables.masqueradeAll" | "nftables.masqueradeAll" => {
+                let (room, _) = key.split_once('.').unwrap_or_default();
+                self.config.packets.masquerade_all |= self.in_use(room);
+            }
             "hostnameOverride" => self.config.node.name = Some(text.to_owned()),
             "healthzBindAddress" => {
                 self.config.listen.healthz = self.listen(key, value);
@@ -230,10 +274,6 @@ impl Import<'_> {
                 "no interval to set: only what changed is written, as soon as it did"
             }
             (_, "masqueradeBit") => "no packet mark is used",
-            (_, "masqueradeAll") => {
-                "what a client sends to a cluster IP is translated at its socket and keeps its \
-                 source address"
-            }
             ("iptables", "localhostNodePorts") if value == &Value::Bool(true) => return None,
             ("iptables", "snatNodeInternalIP") => {
                 "source addresses are chosen by the routing table"
@@ -261,15 +301,10 @@ impl Import<'_> {
                 "the API is spoken to in JSON"
             }
             ("clientConnection", _) => "three watches need no limit on requests",
-            ("clusterCIDR" | "detectLocalMode" | "detectLocal", _) => {
-                "pods are known by their sockets: what is sent from one is translated there and \
-                 not masqueraded"
-            }
             ("configSyncPeriod", _) => "the API is watched, not listed at intervals",
             ("conntrack", _) => {
-                "sysctls are left alone, and what is translated at the socket needs no connection \
-                 tracking; if the node needs it for other traffic, set net.netfilter.nf_conntrack_* \
-                 by sysctl.d"
+                "the kernel's connection tracking is not used, and its sysctls are left alone (if other \
+                 traffic needs them: sysctl.d); packets.conntrackFlows is ours"
             }
             ("enableProfiling", _) => "there is no profiling over HTTP",
             ("featureGates", _) => "there are no feature gates",

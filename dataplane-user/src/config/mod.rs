@@ -38,6 +38,10 @@ pub struct Config {
     /// Where the agent answers questions. TCP addresses are ADDRESS:PORT, or `off`.
     #[serde(skip_serializing_if = "is_default")]
     pub listen: Listeners,
+    /// Packets that no socket of ours decided on: of clients outside of the cluster, and of pods
+    /// that are VMs.
+    #[serde(skip_serializing_if = "is_default")]
+    pub packets: Packets,
     /// Where the kernel's side of things is.
     #[serde(skip_serializing_if = "is_default")]
     pub kernel: Kernel,
@@ -155,6 +159,64 @@ pub struct Listeners {
     /// What the Unix socket shows, over TCP. Default: 127.0.0.1:15000.
     #[serde(skip_serializing_if = "is_default")]
     pub admin: Option<Listen>,
+}
+
+/// Packets that no socket of ours decided on.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+pub struct Packets {
+    /// Whether they are translated, by programs on the node's interfaces. Default: true.
+    #[serde(skip_serializing_if = "is_default")]
+    pub enabled: Option<bool>,
+    /// The interfaces by which the rest of the world is reached: names or patterns such as eth*; !
+    /// excludes. Default: found out.
+    #[serde(skip_serializing_if = "is_default")]
+    pub uplinks: Vec<String>,
+    /// The node's ends of the pairs whose other ends are in pods, likewise. Default: found out.
+    #[serde(skip_serializing_if = "is_default")]
+    pub pod_interfaces: Vec<String>,
+    /// Whoever has an address in these ranges is a pod; others are masqueraded on the way to a
+    /// cluster IP. Default: nobody is masqueraded there.
+    #[serde(skip_serializing_if = "is_default")]
+    pub pod_cidrs: Vec<Range>,
+    /// Whoever sends from a pod's interface is a pod, instead. Default: false.
+    #[serde(skip_serializing_if = "is_default")]
+    pub pods_by_interface: bool,
+    /// Masquerade whatever goes to a cluster IP. Default: false.
+    #[serde(skip_serializing_if = "is_default")]
+    pub masquerade_all: bool,
+    /// Where our programs go among other people's on an interface. Default: first.
+    #[serde(skip_serializing_if = "is_default")]
+    pub order: Option<Order>,
+    /// How our programs are put on interfaces. Default: auto.
+    #[serde(skip_serializing_if = "is_default")]
+    pub hook: Option<Hook>,
+    /// How many flows conntrack has room for. Default: 65536.
+    #[serde(skip_serializing_if = "is_default")]
+    #[schemars(range(min = 1024, max = 16_777_216))]
+    pub conntrack_flows: Option<u32>,
+}
+
+/// Where among other people's programs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Order {
+    /// No program before ours can hide a service from it.
+    First,
+    /// Others see what clients send to a service before it is translated.
+    Last,
+}
+
+/// How programs are put on interfaces.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Hook {
+    /// TCX if the kernel has it (Linux 6.6), otherwise clsact.
+    Auto,
+    /// Links, which run before all filters of clsact qdiscs.
+    Tcx,
+    /// Filters of a clsact qdisc.
+    Clsact,
 }
 
 /// Where the kernel's side of things is.

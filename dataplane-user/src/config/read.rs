@@ -221,6 +221,20 @@ fn contradictions(config: &Config, faults: &mut Vec<(String, String)>) {
             "both manifests and kubernetes; expected one of them".into(),
         ));
     }
+    if config.packets.pods_by_interface && !config.packets.pod_cidrs.is_empty() {
+        faults.push((
+            "packets".into(),
+            "both podCidrs and podsByInterface; expected one of them".into(),
+        ));
+    }
+    if let Some(flows) = config.packets.conntrack_flows
+        && !(1024..=1 << 24).contains(&flows)
+    {
+        faults.push((
+            "packets.conntrackFlows".into(),
+            format!("{flows}; expected a number from 1024 to 16777216"),
+        ));
+    }
     for (key, limit) in [
         ("limits.frontends", config.limits.frontends),
         ("limits.endpoints", config.limits.endpoints),

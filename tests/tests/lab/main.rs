@@ -39,6 +39,7 @@ mod reload;
 mod services;
 mod smoke;
 mod status;
+mod topology;
 mod verifier;
 
 mod kube_proxy;
@@ -85,6 +86,7 @@ fn main() -> ExitCode {
         load_balancers::SCENARIOS,
         daemonset::SCENARIOS,
         moving::SCENARIOS,
+        topology::SCENARIOS,
         metrics::SCENARIOS,
         monitor::SCENARIOS,
         reload::SCENARIOS,

@@ -35,6 +35,7 @@ struct Endpoint {
     address: IpAddr,
     node: String,
     conditions: Value,
+    hints: Value,
 }
 
 /// In which state an endpoint is.
@@ -169,9 +170,23 @@ impl Service {
                 address,
                 node: pod.node().unwrap_or(pod.name()).into(),
                 conditions: conditions.clone(),
+                hints: Value::Null,
             });
         }
         self
+    }
+
+    /// Adds a pod as a ready endpoint that is hinted to these zones and nodes.
+    pub fn hinted(self, pod: &Host, zones: &[&str], nodes: &[&str]) -> Self {
+        let before = self.endpoints.len();
+        let mut service = self.endpoint(pod, Condition::Ready);
+        let names = |names: &[&str]| -> Vec<Value> {
+            names.iter().map(|name| json!({ "name": name })).collect()
+        };
+        for endpoint in &mut service.endpoints[before..] {
+            endpoint.hints = json!({ "forZones": names(zones), "forNodes": names(nodes) });
+        }
+        service
     }
 
     fn objects(&self) -> Vec<Value> {
@@ -205,6 +220,7 @@ impl Service {
                         "addresses": [endpoint.address],
                         "nodeName": endpoint.node,
                         "conditions": endpoint.conditions,
+                        "hints": endpoint.hints,
                     })
                 })
                 .collect();
