@@ -3,7 +3,7 @@
 //! A scenario is a function that builds the lab it needs and returns an error when what it saw is
 //! not what it should see. Scenarios run in parallel and do not touch each other. On a machine that
 //! cannot run them they are skipped, and why is printed; with `DATAPLANE_REQUIRE_PRIVILEGES=1`, as
-//! in CI, that is a failure.
+//! in CI, that is a failure. `DATAPLANE_SCENARIOS='kernel life'` leaves out all other modules.
 
 /// The scenarios of a module: `scenarios! { Dataplane: a, b }`, what they need and which functions
 /// they are.
@@ -62,6 +62,13 @@ pub struct Scenario {
     run: fn() -> Result<()>,
 }
 
+impl Scenario {
+    /// `smoke` of `lab::smoke::x`.
+    fn module(&self) -> &'static str {
+        self.name.split("::").nth(1).unwrap_or_default()
+    }
+}
+
 fn main() -> ExitCode {
     if std::env::var_os(smoke::ABANDON).is_some() {
         if let Err(error) = smoke::abandon() {
@@ -111,7 +118,12 @@ fn main() -> ExitCode {
         .map(|scenario| scenario.name)
         .collect();
     let machine = missing(Requirement::Machine);
-    let trials = scenarios.concat().into_iter().map(|scenario| {
+    let only = std::env::var("DATAPLANE_SCENARIOS").ok();
+    let scenarios = scenarios.concat().into_iter().filter(|scenario| {
+        only.as_deref()
+            .is_none_or(|modules| modules.split(' ').any(|m| m == scenario.module()))
+    });
+    let trials = scenarios.map(|scenario| {
         if emulated && heavy.contains(&scenario.name) {
             let reason = "this machine is emulated, and too slow for that much load";
             return trial(scenario, Some(reason.into()), false, &arguments);

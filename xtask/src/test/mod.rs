@@ -44,6 +44,7 @@ Examples:
     cargo xtask test --list           the tests' names
     cargo xtask test --vm             the scenarios, on Debian's Linux 6.1
     cargo xtask test --vm=auto        everything; the scenarios in a guest if they cannot run here
+    cargo xtask test --vm=also        everything, then a core of the scenarios in a guest
     cargo xtask test --vm --kernel debian-6.12 verifier
     cargo xtask test --vm --kernel ./bzImage --modules /lib/modules/6.9.1")]
 pub struct Arguments {
@@ -71,13 +72,19 @@ enum When {
     Only,
     /// The scenarios, if they cannot run here
     Auto,
+    /// The scenarios that tell most of a kernel, after everything here
+    Also,
 }
+
+/// The scenarios' modules that tell most of a kernel, for `--vm=also`: that every program is taken
+/// and attached, pinned, replaced and removed, and what each kind of socket sees of it.
+const CORE: &str = "smoke machine netfilter kernel verifier life services socket_tcp socket_udp";
 
 pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
     let started = Instant::now();
     let missing = dataplane_tests::missing(Requirement::Dataplane);
     let in_guest = match arguments.vm {
-        Some(When::Only) => true,
+        Some(When::Only | When::Also) => true,
         Some(When::Auto) => missing.is_some(),
         None => false,
     };
@@ -89,18 +96,25 @@ pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
     };
     build::programs(&setup::ensure(purpose, no_install)?)?;
     let mut suites = suites::compile()?;
-    if let (None, Some(missing)) = (arguments.vm, missing) {
+    if let (None, Some(missing)) = (arguments.vm, &missing) {
         note(&format!(
             "The scenarios cannot run here: {missing}. With --vm=auto they run in a guest."
         ));
     }
     let guest = if in_guest {
-        let guest = Guest::new(&arguments.kernel, arguments.modules.as_deref())?;
-        let scenarios = suites.pop().expect("the scenarios are compiled");
+        let guest = match Guest::new(&arguments.kernel, arguments.modules.as_deref()) {
+            // Whatever ails the guest, what runs here can run.
+            Err(error) if arguments.vm == Some(When::Also) => Err(error),
+            guest => Ok(guest?),
+        };
+        let scenarios = match arguments.vm {
+            Some(When::Also) => suites.last().map(Suite::again),
+            _ => suites.pop(),
+        };
         if arguments.vm == Some(When::Only) {
             suites.clear();
         }
-        Some((guest, scenarios))
+        Some((guest, scenarios.context("the scenarios are compiled")?))
     } else {
         None
     };
@@ -124,10 +138,23 @@ pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
         let tally = run(suite, arguments.list)?;
         total.add(&suite.title, tally);
     }
-    if let Some((guest, scenarios)) = &guest {
-        let title = format!("{}, on {}", scenarios.title, guest.kernel());
-        let tally = run_in_guest(guest, scenarios, &title, arguments.filter.as_deref());
-        total.add(&title, tally);
+    let mut guest_took = None;
+    match &guest {
+        None => {}
+        Some((Err(error), _)) => {
+            anstream::eprintln!("{ERROR}error:{RESET} {error:#}");
+            total.fail(format!("the guest: {error:#}"));
+        }
+        Some((Ok(guest), scenarios)) => {
+            let title = format!("{}, on {}", scenarios.title, guest.kernel());
+            let mut task = guest_task(scenarios, arguments.filter.as_deref());
+            if arguments.vm == Some(When::Also) {
+                task.script = format!("export DATAPLANE_SCENARIOS='{CORE}'\n{}", task.script);
+            }
+            let started = Instant::now();
+            total.add(&title, run_in_guest(guest, &task, &title));
+            guest_took = Some(started.elapsed());
+        }
     }
     if arguments.list {
         return Ok(ExitCode::SUCCESS);
@@ -137,11 +164,17 @@ pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
     }
     anstream::println!("\n{BOLD}Summary{RESET}");
     total.print();
+    let of_which = guest_took.map_or_else(String::new, |took| {
+        format!(", of which {:.0} s in the guest", took.as_secs_f64())
+    });
     println!(
-        "Compiled in {:.0} s, ran in {:.0} s.",
+        "Compiled in {:.0} s, ran in {:.0} s{of_which}.",
         compiled.as_secs_f64(),
         running.elapsed().as_secs_f64()
     );
+    if let (None, Some(missing)) = (arguments.vm, &missing) {
+        println!("Here the scenarios cannot run: {missing}. With --vm=auto they run in a guest.");
+    }
     println!("{}", total.last_line());
     Ok(if total.failed() == 0 {
         ExitCode::SUCCESS
@@ -191,10 +224,9 @@ pub fn guest_task(scenarios: &Suite, filter: Option<&str>) -> Task<'static> {
 }
 
 /// Runs the scenarios in a guest, passing on what they write, and counts their results.
-fn run_in_guest(guest: &Guest, scenarios: &Suite, title: &str, filter: Option<&str>) -> Tally {
-    let task = guest_task(scenarios, filter);
+fn run_in_guest(guest: &Guest, task: &Task<'_>, title: &str) -> Tally {
     let mut results = Results::new(title, false);
-    let ended = guest.run(&task, &mut |line| results.read(line));
+    let ended = guest.run(task, &mut |line| results.read(line));
     let mut tally = results.tally;
     match ended {
         Ok(0) => {}

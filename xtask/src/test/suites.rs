@@ -18,6 +18,16 @@ pub struct Suite {
     pub command: Command,
 }
 
+impl Suite {
+    /// The same program, to be run elsewhere too.
+    pub fn again(&self) -> Self {
+        Self {
+            title: self.title.clone(),
+            command: Command::new(self.command.get_program()),
+        }
+    }
+}
+
 /// One of cargo's messages, of which we want `compiler-artifact`.
 #[derive(Debug, Deserialize)]
 struct Message {
