@@ -12,6 +12,7 @@ pub mod probe;
 mod programs;
 mod sys;
 mod tables;
+pub mod trial;
 pub mod verifier;
 
 use std::{

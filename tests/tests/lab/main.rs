@@ -23,6 +23,7 @@ mod cluster;
 mod commands;
 mod daemonset;
 mod explain;
+mod features;
 mod growth;
 mod kernel;
 mod kubernetes;
@@ -82,6 +83,7 @@ fn main() -> ExitCode {
         kernel::SCENARIOS,
         kubernetes::SCENARIOS,
         verifier::SCENARIOS,
+        features::SCENARIOS,
         services::SCENARIOS,
         life::SCENARIOS,
         machine::SCENARIOS,

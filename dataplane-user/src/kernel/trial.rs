@@ -1,0 +1,145 @@
+//! Small programs, in raw instructions, that show on a kernel what none of ours shows: what it can
+//! do that they do not need yet, and how they get on with somebody else's. For tests; on a node
+//! nothing of this runs.
+
+use std::{
+    io,
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+    path::Path,
+};
+
+use aya_obj::generated::{
+    bpf_attach_type::{BPF_CGROUP_INET_INGRESS, BPF_SK_LOOKUP},
+    bpf_map_type::{BPF_MAP_TYPE_ARRAY, BPF_MAP_TYPE_SOCKMAP},
+    bpf_prog_type::{BPF_PROG_TYPE_SCHED_CLS, BPF_PROG_TYPE_SK_LOOKUP},
+};
+
+use super::sys::{self, Shape};
+
+/// Helpers by number (`___BPF_FUNC_MAPPER` in `include/uapi/linux/bpf.h`).
+const MAP_LOOKUP_ELEM: i32 = 1;
+const SK_RELEASE: i32 = 86;
+const SK_ASSIGN: i32 = 124;
+
+/// An instruction as the kernel reads it (`struct bpf_insn`): operation, registers, offset, number.
+const fn instruction(operation: u8, to: u8, from: u8, offset: i16, number: i32) -> u64 {
+    let registers = if cfg!(target_endian = "little") {
+        from << 4 | to
+    } else {
+        to << 4 | from
+    };
+    let [o0, o1] = offset.to_ne_bytes();
+    let [n0, n1, n2, n3] = number.to_ne_bytes();
+    u64::from_ne_bytes([operation, registers, o0, o1, n0, n1, n2, n3])
+}
+
+const fn copy(to: u8, from: u8) -> u64 {
+    instruction(0xbf, to, from, 0, 0)
+}
+
+const fn set(to: u8, number: i32) -> u64 {
+    instruction(0xb7, to, 0, 0, number)
+}
+
+const fn call(helper: i32) -> u64 {
+    instruction(0x85, 0, 0, 0, helper)
+}
+
+const EXIT: u64 = instruction(0x95, 0, 0, 0, 0);
+
+/// `r0 = bpf_map_lookup_elem(map, &0u32)`.
+fn look_up_first(map: &OwnedFd) -> [u64; 6] {
+    [
+        instruction(0x62, 10, 0, -4, 0), // *(u32 *)(r10 - 4) = 0
+        copy(2, 10),
+        instruction(0x07, 2, 0, 0, -4),              // r2 += -4
+        instruction(0x18, 1, 1, 0, map.as_raw_fd()), // r1 = map, in two halves
+        0,
+        call(MAP_LOOKUP_ELEM),
+    ]
+}
+
+/// Hands every connection to the network namespace, whatever its port, to a socket that listens
+/// there: by an `sk_lookup` program, so that nothing is rewritten, and `getsockname()` of what is
+/// accepted is the address that the client asked for. Until the link is dropped.
+///
+/// # Errors
+/// The kernel's refusal.
+pub fn steer(netns: BorrowedFd<'_>, listener: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    let shape = Shape {
+        kind: BPF_MAP_TYPE_SOCKMAP,
+        key_size: 4,
+        value_size: 4,
+        flags: 0,
+    };
+    let map = sys::map_create("steer", &shape, 1)?;
+    let listener = listener.as_raw_fd().to_ne_bytes();
+    sys::map_update(map.as_fd(), &0u32.to_ne_bytes(), &listener, 0)?;
+    let mut program = vec![copy(6, 1)];
+    program.extend(look_up_first(&map));
+    program.extend([
+        instruction(0x15, 0, 0, 7, 0), // if it is null, go to the end
+        copy(7, 0),
+        copy(1, 6),
+        copy(2, 7),
+        set(3, 0),
+        call(SK_ASSIGN),
+        copy(1, 7),
+        call(SK_RELEASE),
+        set(0, 1), // SK_PASS
+        EXIT,
+    ]);
+    let program = sys::prog_load(BPF_PROG_TYPE_SK_LOOKUP, BPF_SK_LOOKUP, &program)?;
+    sys::link_create_cgroup(program.as_fd(), netns, BPF_SK_LOOKUP)
+}
+
+/// Somebody else's program on an interface: counts packets, and leaves them to whoever comes next.
+#[derive(Debug)]
+pub struct Bystander {
+    program: OwnedFd,
+    count: OwnedFd,
+}
+
+impl Bystander {
+    /// Loads it, and attaches it nowhere.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
+    pub fn load() -> io::Result<Self> {
+        let shape = Shape {
+            kind: BPF_MAP_TYPE_ARRAY,
+            key_size: 4,
+            value_size: 8,
+            flags: 0,
+        };
+        let count = sys::map_create("bystander", &shape, 1)?;
+        let mut program = look_up_first(&count).to_vec();
+        program.extend([
+            instruction(0x15, 0, 0, 2, 0), // if it is null, go to the end
+            set(1, 1),
+            instruction(0xdb, 0, 1, 0, 0), // lock *(u64 *)r0 += r1
+            set(0, -1),                    // TCX_NEXT, and TC_ACT_UNSPEC
+            EXIT,
+        ]);
+        let program = sys::prog_load(BPF_PROG_TYPE_SCHED_CLS, BPF_CGROUP_INET_INGRESS, &program)?;
+        Ok(Self { program, count })
+    }
+
+    /// Gives it a name in a bpffs, by which `tc filter add … bpf object-pinned` finds it.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
+    pub fn pin(&self, path: &Path) -> io::Result<()> {
+        sys::obj_pin(self.program.as_fd(), path)
+    }
+
+    /// How many packets it has seen.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
+    pub fn seen(&self) -> io::Result<u64> {
+        let mut count = [0; 8];
+        sys::map_lookup(self.count.as_fd(), &0u32.to_ne_bytes(), &mut count)?;
+        Ok(u64::from_ne_bytes(count))
+    }
+}

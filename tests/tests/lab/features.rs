@@ -1,0 +1,74 @@
+//! What the kernels that we are for do in different ways, or have learned at different times, and no
+//! other scenario shows.
+
+use std::{
+    fs::File,
+    io,
+    net::{SocketAddr, TcpListener, TcpStream},
+    os::fd::AsFd as _,
+    path::Path,
+    thread,
+};
+
+use anyhow::{Context as _, Result, anyhow, ensure};
+use dataplane::kernel::{self, trial};
+use dataplane_tests::{Host, Lab};
+use nix::sched::{CloneFlags, setns};
+
+scenarios! {
+    Dataplane:
+    sk_lookup_steers_connections_to_a_listener,
+    each_network_namespace_has_its_cookie,
+}
+
+/// Does something in the network namespace of a host, in a thread that ends there.
+fn on<T: Send>(host: &Host, work: impl FnOnce(&File) -> Result<T> + Send) -> Result<T> {
+    let netns = File::open(Path::new("/run/netns").join(host.netns()))?;
+    let there = || {
+        setns(netns.as_fd(), CloneFlags::CLONE_NEWNET)?;
+        work(&netns)
+    };
+    thread::scope(|scope| scope.spawn(there).join()).unwrap_or_else(|_| Err(anyhow!("it panicked")))
+}
+
+/// What a proxy that is to be reached without any rewriting stands on: one listener takes the
+/// connections to other ports, and knows which.
+fn sk_lookup_steers_connections_to_a_listener() -> Result<()> {
+    let lab = Lab::builder().node("node1").build()?;
+    on(lab.node("node1"), |netns| {
+        let listener = TcpListener::bind("127.0.0.1:15001")?;
+        let elsewhere: SocketAddr = "127.0.0.1:8080".parse()?;
+        let refused = || match TcpStream::connect(elsewhere) {
+            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => Ok(()),
+            other => Err(anyhow!("nobody listens there: {other:?}")),
+        };
+        refused()?;
+        let link = trial::steer(netns.as_fd(), listener.as_fd()).context("steer")?;
+        let client = TcpStream::connect(elsewhere).context("steered")?;
+        let (accepted, peer) = listener.accept()?;
+        ensure!(
+            accepted.local_addr()? == elsewhere && peer == client.local_addr()?,
+            "{accepted:?} from {peer} is not {client:?}"
+        );
+        drop(link);
+        refused()
+    })
+}
+
+/// By which the programs tell pods from each other, and the node's own loopback from theirs.
+fn each_network_namespace_has_its_cookie() -> Result<()> {
+    let lab = Lab::builder()
+        .node("node1")
+        .pod("node1", "a", "10.244.1.5")
+        .build()?;
+    let cookie = |host| on(host, |_| Ok(kernel::netns_cookie()?));
+    let (node, pod) = (lab.node("node1"), lab.pod("a"));
+    let cookies = [cookie(node)?, cookie(pod)?, kernel::netns_cookie()?];
+    let [a, b, c] = cookies;
+    ensure!(a != b && b != c && a != c, "not three: {cookies:?}");
+    ensure!(
+        [cookie(node)?, cookie(pod)?] == [a, b],
+        "they change: {cookies:?}"
+    );
+    Ok(())
+}
