@@ -15,6 +15,7 @@ use crate::{
     error::{Doing, Error, Result},
     identity::create_dir,
     lab::{Host, Lab},
+    patience::patience,
 };
 
 /// How long an agent may take until it is ready.
@@ -204,7 +205,8 @@ impl Agent {
     /// # Errors
     /// When it ends or is not ready in time: the error holds its log.
     pub fn wait_until_ready(&mut self) -> Result<()> {
-        let limit = Instant::now() + READY;
+        let ready = patience(READY);
+        let limit = Instant::now() + ready;
         loop {
             if let Some(process) = &mut self.process
                 && let Some(status) = process.try_wait()?
@@ -226,7 +228,7 @@ impl Agent {
                 format!("{} does not exist", self.socket().display())
             };
             if Instant::now() > limit {
-                return Err(self.not_ready(format!("after {} s, {reason}", READY.as_secs())));
+                return Err(self.not_ready(format!("after {} s, {reason}", ready.as_secs())));
             }
             std::thread::sleep(Duration::from_millis(20));
         }
@@ -262,7 +264,7 @@ impl Agent {
             return Ok(());
         };
         process.signal(Signal::SIGTERM)?;
-        let limit = Instant::now() + Duration::from_secs(10);
+        let limit = Instant::now() + patience(Duration::from_secs(10));
         loop {
             match process.try_wait()? {
                 Some(status) if status.success() => return Ok(()),

@@ -8,7 +8,7 @@ use std::{
 
 use anyhow::{Context as _, Result, bail, ensure};
 use dataplane_common::Reason;
-use dataplane_tests::{Agent, Host, Lab, Process, report::Report};
+use dataplane_tests::{Agent, Host, Lab, Process, patience, report::Report};
 
 use crate::manifest::{Manifests, Service};
 
@@ -211,11 +211,14 @@ pub fn fails(from: &Host, to: &str, how: &str, error: &str) -> Result<()> {
 
 /// Tries until it works, for what an agent does some time after a file changed.
 pub fn eventually(mut check: impl FnMut() -> Result<()>) -> Result<()> {
-    let limit = Instant::now() + Duration::from_secs(10);
+    let patience = patience(Duration::from_secs(10));
+    let limit = Instant::now() + patience;
     loop {
         match check() {
             Ok(()) => return Ok(()),
-            Err(error) if Instant::now() > limit => bail!("still, after 10 s: {error:#}"),
+            Err(error) if Instant::now() > limit => {
+                bail!("still, after {} s: {error:#}", patience.as_secs())
+            }
             Err(_) => std::thread::sleep(Duration::from_millis(20)),
         }
     }

@@ -22,7 +22,7 @@ scenarios! {
 }
 
 /// Does something in the network namespace of a host, in a thread that ends there.
-fn on<T: Send>(host: &Host, work: impl FnOnce(&File) -> Result<T> + Send) -> Result<T> {
+pub fn on<T: Send>(host: &Host, work: impl FnOnce(&File) -> Result<T> + Send) -> Result<T> {
     let netns = File::open(Path::new("/run/netns").join(host.netns()))?;
     let there = || {
         setns(netns.as_fd(), CloneFlags::CLONE_NEWNET)?;

@@ -12,7 +12,7 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane::kernel::{self, DEFAULT_BPFFS, Paths};
-use dataplane_tests::{Host, Lab, report::Report};
+use dataplane_tests::{Host, Lab, patience, report::Report};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -191,7 +191,7 @@ impl Node {
                 .stderr(File::create(&log)?)
                 .spawn()?,
         );
-        let limit = Instant::now() + Duration::from_secs(20);
+        let limit = Instant::now() + patience(Duration::from_secs(20));
         while !self.dataplane(&["status"])?.status.success() {
             let ended = running.0.try_wait()?;
             ensure!(

@@ -7,7 +7,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
-use dataplane_tests::{Agent, Host};
+use dataplane_tests::{Agent, Host, patience};
 use serde_json::Value;
 
 /// What a command that ended left.
@@ -73,7 +73,7 @@ pub fn cannot_run(
         .args(arguments)
         .stderr(File::create(&said)?)
         .spawn()?;
-    let limit = Instant::now() + Duration::from_secs(20);
+    let limit = Instant::now() + patience(Duration::from_secs(20));
     let status = loop {
         match process.try_wait()? {
             Some(status) => break status,

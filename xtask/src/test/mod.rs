@@ -79,7 +79,7 @@ enum When {
 /// The scenarios' modules that tell most of a kernel, for `--vm=also`: that every program is taken
 /// and attached, pinned, replaced and removed, and what each kind of socket sees of it.
 const CORE: &str =
-    "smoke machine netfilter kernel verifier features life services socket_tcp socket_udp";
+    "smoke machine netfilter kernel verifier features neighbours life services socket_tcp socket_udp";
 
 pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
     let started = Instant::now();
@@ -149,8 +149,13 @@ pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
         Some((Ok(guest), scenarios)) => {
             let title = format!("{}, on {}", scenarios.title, guest.kernel());
             let mut task = guest_task(scenarios, arguments.filter.as_deref());
-            if arguments.vm == Some(When::Also) {
-                task.script = format!("export DATAPLANE_SCENARIOS='{CORE}'\n{}", task.script);
+            let only = match arguments.vm {
+                Some(When::Also) => Some(CORE.to_owned()),
+                _ => env::var("DATAPLANE_SCENARIOS").ok(),
+            };
+            if let Some(only) = only {
+                let only = quoted(&only);
+                task.script = format!("export DATAPLANE_SCENARIOS={only}\n{}", task.script);
             }
             let started = Instant::now();
             total.add(&title, run_in_guest(guest, &task, &title));
