@@ -111,37 +111,87 @@ impl<K: Plain, V: Plain> Hash<K, V> {
         Ok(())
     }
 
+    /// Removes a key; answers what it was.
+    pub fn take(&self, key: &K) -> io::Result<Option<V>> {
+        let mut value = V::new_zeroed_bytes();
+        if !sys::map_take(self.fd.as_fd(), key.as_bytes(), &mut value)? {
+            return Ok(None);
+        }
+        Ok(V::read_from_bytes(&value).ok())
+    }
+
     /// Everything, in no order.
     pub fn entries(&self) -> io::Result<Vec<(K, V)>> {
         let mut entries = Vec::new();
-        // A call reads whole buckets, so there must be room for the longest chain; ENOSPC says
-        // that there was not, and nothing was read.
-        let mut room = BATCH;
-        let mut position = None;
+        let mut batches = self.batches();
+        while batches.read(&mut entries)? {}
+        Ok(entries)
+    }
+
+    /// Everything, a few thousand entries at a time.
+    ///
+    /// What is added or removed meanwhile may or may not be among them; what is there all the time
+    /// is, and not twice. To be read is not to be used: an LRU hash takes no notice of it
+    /// (`__htab_map_lookup_and_delete_batch` in kernel/bpf/hashtab.c).
+    pub fn batches(&self) -> Batches<'_, K, V> {
+        Batches {
+            hash: self,
+            room: BATCH,
+            keys: Vec::new(),
+            values: Vec::new(),
+            position: None,
+            done: false,
+        }
+    }
+}
+
+/// A reader of a whole hash.
+#[derive(Debug)]
+pub struct Batches<'a, K, V> {
+    hash: &'a Hash<K, V>,
+    /// A call reads whole buckets, so there must be room for the longest chain.
+    room: usize,
+    keys: Vec<u8>,
+    values: Vec<u8>,
+    position: Option<u32>,
+    done: bool,
+}
+
+impl<K: Plain, V: Plain> Batches<'_, K, V> {
+    /// Adds the next entries to `entries`; `false` if there were no more.
+    pub fn read(&mut self, entries: &mut Vec<(K, V)>) -> io::Result<bool> {
+        if self.done {
+            return Ok(false);
+        }
         loop {
-            let mut keys = vec![0u8; room * size_of::<K>()];
-            let mut values = vec![0u8; room * size_of::<V>()];
-            let count = u32::try_from(room).unwrap_or(u32::MAX);
-            let read =
-                sys::map_lookup_batch(self.fd.as_fd(), position, &mut keys, &mut values, count);
+            self.keys.resize(self.room * size_of::<K>(), 0);
+            self.values.resize(self.room * size_of::<V>(), 0);
+            let count = u32::try_from(self.room).unwrap_or(u32::MAX);
+            let read = sys::map_lookup_batch(
+                self.hash.fd.as_fd(),
+                self.position,
+                &mut self.keys,
+                &mut self.values,
+                count,
+            );
             let (read, next) = match read {
+                // There was not, and nothing was read.
                 Err(error) if error.raw_os_error() == Some(libc::ENOSPC) => {
-                    room *= 2;
+                    self.room *= 2;
                     continue;
                 }
                 read => read?,
             };
-            let keys = keys.chunks_exact(size_of::<K>());
-            let values = values.chunks_exact(size_of::<V>());
+            let keys = self.keys.chunks_exact(size_of::<K>());
+            let values = self.values.chunks_exact(size_of::<V>());
             for (key, value) in keys.zip(values).take(read as usize) {
                 if let (Ok(key), Ok(value)) = (K::read_from_bytes(key), V::read_from_bytes(value)) {
                     entries.push((key, value));
                 }
             }
-            position = next;
-            if position.is_none() {
-                return Ok(entries);
-            }
+            self.position = next;
+            self.done = next.is_none();
+            return Ok(true);
         }
     }
 }

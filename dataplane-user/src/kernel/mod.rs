@@ -1,15 +1,20 @@
 //! The kernel: loading, attaching, pinning and adopting our programs and tables, and writing the
 //! tables. The only room that names aya, and the only one in user space with `unsafe`.
 
+pub mod conntrack;
 mod error;
 mod log;
 mod map;
 mod memory;
 mod monitor;
+pub mod namespaces;
+mod netlink;
+pub mod nf_conntrack;
 mod object;
 mod pins;
 pub mod probe;
 mod programs;
+pub mod sockets;
 mod sys;
 mod tables;
 pub mod trial;

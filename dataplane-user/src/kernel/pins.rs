@@ -127,6 +127,15 @@ pub const MAPS: [MapSpec; 12] = [
 ];
 
 impl MapSpec {
+    /// A map whose capacity is chosen when it is made.
+    pub const fn of_any_size(name: &'static str, shape: Shape) -> Self {
+        Self {
+            name,
+            shape,
+            max_entries: None,
+        }
+    }
+
     fn describe(kind: u32, key: u32, value: u32, flags: u32) -> String {
         let kind = bpf_map_type::try_from(kind)
             .map_or_else(|_| format!("type {kind}"), |kind| format!("{kind:?}"));

@@ -116,6 +116,15 @@ fn create(
 
 /// Looks a key up; `false` if it is not there.
 pub fn map_lookup(map: BorrowedFd<'_>, key: &[u8], value: &mut [u8]) -> io::Result<bool> {
+    lookup(bpf_cmd::BPF_MAP_LOOKUP_ELEM, map, key, value)
+}
+
+/// Removes a key and reads what it was, in one step; `false` if it was not there.
+pub fn map_take(map: BorrowedFd<'_>, key: &[u8], value: &mut [u8]) -> io::Result<bool> {
+    lookup(bpf_cmd::BPF_MAP_LOOKUP_AND_DELETE_ELEM, map, key, value)
+}
+
+fn lookup(cmd: bpf_cmd, map: BorrowedFd<'_>, key: &[u8], value: &mut [u8]) -> io::Result<bool> {
     let mut attr = attr();
     // SAFETY: key and value are as long as the map's, by the module's contract.
     let result = unsafe {
@@ -123,7 +132,7 @@ pub fn map_lookup(map: BorrowedFd<'_>, key: &[u8], value: &mut [u8]) -> io::Resu
         elem.map_fd = raw(map);
         elem.key = key.as_ptr() as u64;
         elem.__bindgen_anon_1.value = value.as_mut_ptr() as u64;
-        bpf(bpf_cmd::BPF_MAP_LOOKUP_ELEM, &mut attr)
+        bpf(cmd, &mut attr)
     };
     found(result.map(|_| ()))
 }

@@ -25,6 +25,7 @@
 mod adopt;
 mod blocks;
 mod claims;
+mod departures;
 mod diff;
 mod mirror;
 mod planner;
@@ -32,6 +33,7 @@ mod settle;
 mod wanted;
 
 pub use adopt::AdoptError;
+pub use departures::{Departed, Departures};
 pub use diff::{Answer, Change, Empty, changes, key_text};
 pub use planner::Planner;
 

@@ -1,0 +1,188 @@
+//! Removes flows that are over, a batch at a time: whoever calls decides how fast.
+
+use std::collections::{BTreeMap, HashSet};
+
+use dataplane_common::{
+    Protocol,
+    packet::{FlowKey, Masqueraded, PortKey, Reply, Tick, seen, timeout},
+};
+
+use super::{Conntrack, Flow, Flows, State, flow, now, removing};
+use crate::kernel::{
+    error::{Doing, Error},
+    map::{Batches, Hash, Plain},
+};
+
+/// What a walk through all flows found.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Census {
+    /// How many flows there are, by protocol and state. Those that were removed are not among them.
+    pub flows: BTreeMap<(Protocol, State), u64>,
+    /// Flows that were over, and removed.
+    pub removed: u64,
+    /// Entries of replies whose flow had been pushed out of a full table, and that were removed.
+    pub halves: u64,
+}
+
+impl Census {
+    /// How many flows there are.
+    pub fn total(&self) -> u64 {
+        self.flows.values().sum()
+    }
+}
+
+/// One walk through all flows.
+#[derive(Debug)]
+pub struct Collector<'a> {
+    conntrack: &'a Conntrack,
+    phase: Phase<'a>,
+    flows: Vec<Flow>,
+    census: Census,
+    /// What the kernel's own conntrack translates; asked once, if there is reason to.
+    foreign: Option<HashSet<FlowKey>>,
+}
+
+#[derive(Debug)]
+enum Phase<'a> {
+    Forward(Flows<'a>),
+    Reply(Batches<'a, FlowKey, Reply>),
+    Masquerade(Batches<'a, PortKey, Masqueraded>),
+    Done,
+}
+
+impl<'a> Collector<'a> {
+    /// Begins a walk.
+    pub fn new(conntrack: &'a Conntrack) -> Self {
+        Self {
+            phase: Phase::Forward(conntrack.flows()),
+            conntrack,
+            flows: Vec::new(),
+            census: Census::default(),
+            foreign: None,
+        }
+    }
+
+    /// Looks at the next few thousand entries, and removes those that are over. Answers what was
+    /// found, when there are no more.
+    ///
+    /// `foreign` asks which flows the kernel's own conntrack has; an error of it means that it has
+    /// none.
+    ///
+    /// # Errors
+    /// If the kernel does not let the tables be read or written.
+    pub fn step(
+        &mut self,
+        foreign: impl FnOnce() -> HashSet<FlowKey>,
+    ) -> Result<Option<Census>, Error> {
+        let now = now();
+        match &mut self.phase {
+            Phase::Forward(flows) => {
+                if flows.read(&mut self.flows)? {
+                    self.forward(now, foreign)?;
+                } else {
+                    self.phase = Phase::Reply(self.conntrack.reply.batches());
+                }
+            }
+            Phase::Reply(batches) => {
+                let conntrack = self.conntrack;
+                let orphan = |key: &FlowKey, reply: &Reply| {
+                    let flow = flow::of_reply(key, reply);
+                    is_old(key.protocol, reply.seen, reply.used, now).then_some(flow)
+                };
+                match orphans(&conntrack.reply, batches, conntrack, orphan)? {
+                    Some(removed) => self.census.halves += removed,
+                    None => self.phase = Phase::Masquerade(conntrack.masquerade.batches()),
+                }
+            }
+            Phase::Masquerade(batches) => {
+                let conntrack = self.conntrack;
+                let orphan = |key: &PortKey, masqueraded: &Masqueraded| {
+                    let flow = flow::of_masqueraded(key, masqueraded);
+                    is_old(key.protocol, masqueraded.seen, masqueraded.used, now).then_some(flow)
+                };
+                match orphans(&conntrack.masquerade, batches, conntrack, orphan)? {
+                    Some(removed) => self.census.halves += removed,
+                    None => self.phase = Phase::Done,
+                }
+            }
+            Phase::Done => return Ok(Some(self.census.clone())),
+        }
+        Ok(None)
+    }
+
+    fn forward(
+        &mut self,
+        now: Tick,
+        ask_foreign: impl FnOnce() -> HashSet<FlowKey>,
+    ) -> Result<(), Error> {
+        let over = |flow: &Flow| flow.is_over(now);
+        if self.foreign.is_none() && self.flows.iter().any(|f| f.is_foreign() && over(f)) {
+            self.foreign = Some(ask_foreign());
+        }
+        for flow in &self.flows {
+            let lives_elsewhere = flow.is_foreign()
+                && self
+                    .foreign
+                    .as_ref()
+                    .is_some_and(|foreign| foreign.contains(&flow.key));
+            if over(flow) && !lives_elsewhere && self.conntrack.remove_if(flow, over)? {
+                self.census.removed += 1;
+            } else {
+                let kind = (flow.protocol(), flow.state());
+                *self.census.flows.entry(kind).or_default() += 1;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether an entry of replies was used so long ago that it is worth a look whether its flow is
+/// there still. A flow in use mends itself: the programs look after the other entry with each tick.
+fn is_old(protocol: Protocol, what: u8, used: Tick, now: Tick) -> bool {
+    let seconds = if protocol != Protocol::TCP {
+        timeout::UDP_ANSWERED
+    } else if what & seen::RST != 0 {
+        timeout::TCP_RESET
+    } else if what & seen::FIN != 0 {
+        timeout::TCP_CLOSED
+    } else {
+        timeout::TCP_HALF_CLOSED
+    };
+    used.age_seconds(now) > seconds
+}
+
+/// Removes entries of the next batch that `old` finds to be old, and whose flow is gone; how many,
+/// and `None` if there was no next batch.
+fn orphans<K: Plain, V: Plain>(
+    hash: &Hash<K, V>,
+    batches: &mut Batches<'_, K, V>,
+    conntrack: &Conntrack,
+    old: impl Fn(&K, &V) -> Option<FlowKey>,
+) -> Result<Option<u64>, Error> {
+    let read = || "cannot read the tables REPLY and MASQUERADE".to_owned();
+    let mut entries = Vec::new();
+    if !batches.read(&mut entries).doing(read)? {
+        return Ok(None);
+    }
+    let mut removed = 0;
+    for (key, value) in entries {
+        let Some(flow) = old(&key, &value) else {
+            continue;
+        };
+        // Its flow is there only if that one leads back here.
+        if let Some(found) = conntrack.find(&flow)?
+            && found.back.used().is_some()
+        {
+            continue;
+        }
+        let Some(taken) = hash.take(&key).doing(removing)? else {
+            continue;
+        };
+        if old(&key, &taken).is_some() {
+            removed += 1;
+        } else {
+            hash.add(&key, &taken).doing(removing)?;
+        }
+    }
+    Ok(Some(removed))
+}

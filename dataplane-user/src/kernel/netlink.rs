@@ -1,0 +1,191 @@
+//! Just enough netlink to ask `sock_diag(7)` and the kernel's own conntrack: requests, dumps and
+//! attributes (`netlink(7)`; `include/uapi/linux/netlink.h`).
+
+use std::{
+    io,
+    os::fd::{AsRawFd, OwnedFd},
+};
+
+use nix::{
+    errno::Errno,
+    sys::{
+        socket::{
+            AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType, recv, send, setsockopt,
+            socket, sockopt,
+        },
+        time::{TimeVal, TimeValLike},
+    },
+};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+/// `struct nlmsghdr`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
+struct Header {
+    length: u32,
+    kind: u16,
+    flags: u16,
+    sequence: u32,
+    port: u32,
+}
+
+const REQUEST: u16 = 1;
+const ACK: u16 = 4;
+const DUMP: u16 = 0x300;
+
+const ERROR: u16 = 2;
+const DONE: u16 = 3;
+
+/// How long the kernel may take to answer, in seconds: it does so at once.
+const PATIENCE: i64 = 5;
+
+/// A socket to one part of the kernel.
+#[derive(Debug)]
+pub struct Netlink {
+    socket: OwnedFd,
+    sequence: u32,
+    buffer: Vec<u8>,
+}
+
+impl Netlink {
+    /// Opens one, in the network namespace that this thread is in.
+    pub fn open(protocol: SockProtocol) -> io::Result<Self> {
+        let socket = socket(
+            AddressFamily::Netlink,
+            SockType::Raw,
+            SockFlag::SOCK_CLOEXEC,
+            protocol,
+        )?;
+        setsockopt(
+            &socket,
+            sockopt::ReceiveTimeout,
+            &TimeVal::seconds(PATIENCE),
+        )?;
+        Ok(Self {
+            socket,
+            sequence: 0,
+            // Larger than what the kernel puts into one datagram of a dump.
+            buffer: vec![0; 64 * 1024],
+        })
+    }
+
+    /// Asks for a list; `each` is given every item.
+    pub fn dump(
+        &mut self,
+        kind: u16,
+        request: &[u8],
+        mut each: impl FnMut(&[u8]),
+    ) -> io::Result<()> {
+        self.send(kind, REQUEST | DUMP, request)?;
+        self.answers(&mut each)
+    }
+
+    /// Asks for something to be done, and whether it was.
+    pub fn ask(&mut self, kind: u16, request: &[u8]) -> io::Result<()> {
+        self.send(kind, REQUEST | ACK, request)?;
+        self.answers(&mut |_| {})
+    }
+
+    fn send(&mut self, kind: u16, flags: u16, request: &[u8]) -> io::Result<()> {
+        self.sequence += 1;
+        let length = size_of::<Header>() + request.len();
+        let header = Header {
+            length: u32::try_from(length).map_err(io::Error::other)?,
+            kind,
+            flags,
+            sequence: self.sequence,
+            port: 0,
+        };
+        let message = [header.as_bytes(), request].concat();
+        send(self.socket.as_raw_fd(), &message, MsgFlags::empty())?;
+        Ok(())
+    }
+
+    fn answers(&mut self, each: &mut dyn FnMut(&[u8])) -> io::Result<()> {
+        loop {
+            let read = match recv(
+                self.socket.as_raw_fd(),
+                &mut self.buffer,
+                MsgFlags::MSG_TRUNC,
+            ) {
+                Err(Errno::EINTR) => continue,
+                Err(Errno::EAGAIN) => return Err(io::ErrorKind::TimedOut.into()),
+                read => read?,
+            };
+            let mut rest = self
+                .buffer
+                .get(..read)
+                .ok_or_else(|| io::Error::other("a netlink answer larger than a dump's are"))?;
+            while let Ok((header, _)) = Header::read_from_prefix(rest) {
+                let length = header.length as usize;
+                let Some(payload) = rest.get(size_of::<Header>()..length) else {
+                    break;
+                };
+                rest = rest.get(length.next_multiple_of(4)..).unwrap_or_default();
+                // The late answer to a question that was given up.
+                if header.sequence != self.sequence {
+                    continue;
+                }
+                match header.kind {
+                    // Both carry an error number; 0 is an acknowledgement, or the end of a list.
+                    ERROR | DONE => {
+                        let error = i32::read_from_prefix(payload).map_or(0, |(error, _)| error);
+                        return match error {
+                            0 => Ok(()),
+                            error => Err(io::Error::from_raw_os_error(-error)),
+                        };
+                    }
+                    _ => each(payload),
+                }
+            }
+        }
+    }
+}
+
+/// The attributes in `bytes`: numbers without flags, and contents.
+pub fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
+    const FLAGS: u16 = 0xc000; // NLA_F_NESTED, NLA_F_NET_BYTEORDER
+    std::iter::from_fn(move || {
+        let ([length, kind], _) = <[u16; 2]>::read_from_prefix(bytes).ok()?;
+        let length = usize::from(length);
+        let content = bytes.get(4..length)?;
+        bytes = bytes.get(length.next_multiple_of(4)..).unwrap_or_default();
+        Some((kind & !FLAGS, content))
+    })
+}
+
+/// One attribute.
+pub fn attribute(kind: u16, content: &[u8]) -> Vec<u8> {
+    let length = u16::try_from(4 + content.len()).expect("our attributes are small");
+    let mut bytes = [length.to_ne_bytes(), kind.to_ne_bytes()].concat();
+    bytes.extend_from_slice(content);
+    bytes.resize(bytes.len().next_multiple_of(4), 0);
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn attributes_are_read_as_they_are_written() {
+        let nested = attribute(3, b"xyz");
+        let mut bytes = attribute(1, b"abcde");
+        bytes.extend(attribute(0x8000 | 2, &nested));
+        let read: Vec<_> = attributes(&bytes).collect();
+        assert_eq!(read, [(1, &b"abcde"[..]), (2, &nested[..])]);
+        assert_eq!(attributes(read[1].1).next(), Some((3, &b"xyz"[..])));
+    }
+
+    #[test]
+    fn lies_about_lengths_end_it() {
+        for bytes in [
+            &[0xff, 0xff, 1, 0, 0, 0, 0, 0][..],
+            &[3, 0, 1, 0],
+            &[4, 0, 1],
+            &[],
+        ] {
+            assert_eq!(attributes(bytes).count(), 0, "{bytes:?}");
+        }
+    }
+}

@@ -1,0 +1,322 @@
+//! Connected sockets whose endpoint is gone: found by what `connect` noted for them, and destroyed
+//! (`SOCK_DESTROY`, `sock_diag(7)`), so that whoever has one learns of it at once.
+//!
+//! What is noted says which VIP a socket was connected to, so a socket that was connected to the
+//! same endpoint without a VIP is not touched. It is in `PEERS` by the socket's cookie, which the
+//! kernel tells of each socket that it lists; or, beyond that table's capacity, in the socket's own
+//! storage, which the kernel adds to the list (`INET_DIAG_REQ_SK_BPF_STORAGES`).
+
+use std::{
+    collections::HashMap,
+    io,
+    net::{Ipv4Addr, UdpSocket},
+    os::fd::{AsRawFd, OwnedFd},
+    path::{Path, PathBuf},
+};
+
+use aya_obj::generated::bpf_map_type::BPF_MAP_TYPE_HASH;
+use dataplane_common::{Addr, Port, Protocol, tables::Peer};
+use nix::sys::socket::SockProtocol;
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+use super::{
+    error::{Doing, Error},
+    map::Hash,
+    namespaces,
+    netlink::{Netlink, attribute, attributes},
+    pins::{MAPS, MapSpec, Pins},
+};
+
+const SOCK_DIAG_BY_FAMILY: u16 = 20;
+const SOCK_DESTROY: u16 = 21;
+
+/// `struct inet_diag_sockid`: ports and addresses in network order.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
+struct SocketId {
+    source_port: u16,
+    destination_port: u16,
+    source: [u32; 4],
+    destination: [u32; 4],
+    interface: u32,
+    cookie: [u32; 2],
+}
+
+/// `struct inet_diag_req_v2`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
+struct Request {
+    family: u8,
+    protocol: u8,
+    extensions: u8,
+    padding: u8,
+    states: u32,
+    id: SocketId,
+}
+
+/// `struct inet_diag_msg`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
+struct Listed {
+    family: u8,
+    state: u8,
+    timer: u8,
+    retransmits: u8,
+    id: SocketId,
+    expires: u32,
+    receive_queue: u32,
+    write_queue: u32,
+    uid: u32,
+    inode: u32,
+}
+
+const _: () = assert!(size_of::<Request>() == 56 && size_of::<Listed>() == 72);
+
+#[expect(clippy::cast_possible_truncation, reason = "2 and 10")]
+const FAMILIES: [u8; 2] = [libc::AF_INET as u8, libc::AF_INET6 as u8];
+
+impl SocketId {
+    /// Any socket.
+    const ANY: Self = Self {
+        source_port: 0,
+        destination_port: 0,
+        source: [0; 4],
+        destination: [0; 4],
+        interface: 0,
+        cookie: [u32::MAX; 2], // INET_DIAG_NOCOOKIE
+    };
+
+    fn cookie(&self) -> u64 {
+        u64::from(self.cookie[0]) | u64::from(self.cookie[1]) << 32
+    }
+}
+
+impl Listed {
+    /// Whom it is connected to.
+    fn peer(&self) -> (Addr, Port) {
+        let words = self.id.destination;
+        let addr = if self.family == FAMILIES[0] {
+            Addr::from_v4_word(words[0])
+        } else {
+            Addr::from_words(words)
+        };
+        (addr, Port::from_be(self.id.destination_port))
+    }
+}
+
+/// What was noted for connected sockets.
+#[derive(Debug)]
+pub struct Peers {
+    noted: Hash<u64, Peer>,
+    /// The map whose values are in sockets' own storage.
+    stored: OwnedFd,
+}
+
+/// What was destroyed.
+#[derive(Debug, Default)]
+pub struct Destroyed {
+    /// The sockets: protocol, and what was noted.
+    pub sockets: Vec<(Protocol, Peer)>,
+    /// How many namespaces were looked into.
+    pub namespaces: usize,
+    /// How many sockets should have been destroyed and were found nowhere: they were closed, are
+    /// just being connected, or are in a namespace that cannot be entered.
+    pub not_found: usize,
+    /// What went wrong, and where.
+    pub errors: Vec<(PathBuf, io::Error)>,
+}
+
+impl Peers {
+    /// Opens the pinned tables; `None` if there are none.
+    ///
+    /// # Errors
+    /// If what is there is not ours, or may not be opened.
+    pub fn open(bpffs: &Path) -> Result<Option<Self>, Error> {
+        let pins = Pins::new(bpffs);
+        let open = |name: &str| {
+            let spec = MAPS.iter().find(|spec: &&MapSpec| spec.name == name);
+            pins.open_map(spec.expect("a table of ours"))
+        };
+        let (Some((noted, info)), Some((stored, _))) = (open("PEERS")?, open("MORE_PEERS")?) else {
+            return Ok(None);
+        };
+        debug_assert_eq!(info.kind, BPF_MAP_TYPE_HASH as u32);
+        Ok(Some(Self {
+            noted: Hash::from_fd(noted, info.max_entries),
+            stored,
+        }))
+    }
+
+    /// Destroys the connected sockets, in every network namespace, for which `stale` holds of what
+    /// was noted for them.
+    ///
+    /// # Errors
+    /// If the tables cannot be read, or no namespace can be looked into. Else what went wrong is in
+    /// [`Destroyed::errors`].
+    pub fn destroy(
+        &self,
+        protocols: &[Protocol],
+        stale: impl Fn(Protocol, &Peer) -> bool + Sync,
+    ) -> Result<Destroyed, Error> {
+        let mut wanted: HashMap<u64, Peer> = self
+            .noted
+            .entries()
+            .doing(|| "cannot read table PEERS".to_owned())?
+            .into_iter()
+            .filter(|(_, peer)| protocols.iter().any(|protocol| stale(*protocol, peer)))
+            .collect();
+        let paths = namespaces::all();
+        let mut destroyed = Destroyed {
+            namespaces: paths.len(),
+            ..Destroyed::default()
+        };
+        let found = namespaces::visit(&paths, |path, entered| {
+            let result = entered.and_then(|()| {
+                let mut here = Here {
+                    netlink: Netlink::open(SockProtocol::NetlinkSockDiag)?,
+                    stored: &self.stored,
+                    wanted: &mut wanted,
+                    destroyed: Vec::new(),
+                };
+                for protocol in protocols {
+                    for family in FAMILIES {
+                        here.destroy(*protocol, family, &stale)?;
+                    }
+                }
+                Ok(here.destroyed)
+            });
+            result.map_err(|error| (path.to_owned(), error))
+        })
+        .doing(|| "cannot look into network namespaces".to_owned())?;
+        for result in found {
+            match result {
+                Ok(sockets) => destroyed.sockets.extend(sockets),
+                // The process that had it has ended.
+                Err((_, error)) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => destroyed.errors.push(error),
+            }
+        }
+        destroyed.not_found = wanted.len();
+        Ok(destroyed)
+    }
+}
+
+/// One namespace.
+struct Here<'a> {
+    netlink: Netlink,
+    stored: &'a OwnedFd,
+    /// By cookie. Those that are found are taken out.
+    wanted: &'a mut HashMap<u64, Peer>,
+    destroyed: Vec<(Protocol, Peer)>,
+}
+
+impl Here<'_> {
+    fn destroy(
+        &mut self,
+        protocol: Protocol,
+        family: u8,
+        stale: &impl Fn(Protocol, &Peer) -> bool,
+    ) -> io::Result<()> {
+        let mut found = Vec::new();
+        let request = list(protocol, family, Some(self.stored));
+        let wanted = &mut *self.wanted;
+        let listed = self.netlink.dump(SOCK_DIAG_BY_FAMILY, &request, |answer| {
+            let Ok((socket, rest)) = Listed::read_from_prefix(answer) else {
+                return;
+            };
+            let Some(peer) = wanted
+                .get(&socket.id.cookie())
+                .copied()
+                .or_else(|| noted(rest))
+            else {
+                return;
+            };
+            // Connected again since, and not through a VIP; or another protocol's.
+            if (peer.endpoint, peer.endpoint_port) == socket.peer() && stale(protocol, &peer) {
+                wanted.remove(&socket.id.cookie());
+                found.push((socket, peer));
+            }
+        });
+        match listed {
+            // The kernel has no list of this protocol's sockets (no such module).
+            Err(error) if error.raw_os_error() == Some(libc::ENOENT) => {}
+            listed => listed?,
+        }
+        for (socket, peer) in found {
+            let request = Request {
+                family,
+                protocol: protocol.number(),
+                extensions: 0,
+                padding: 0,
+                states: u32::MAX,
+                id: socket.id,
+            };
+            // By its cookie too: a socket that took its place is another one.
+            match self.netlink.ask(SOCK_DESTROY, request.as_bytes()) {
+                Ok(()) => self.destroyed.push((protocol, peer)),
+                // Closed, or connected elsewhere since.
+                Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESTALE)) => {
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A request for the connected sockets of a protocol and family, with what is in their storage.
+fn list(protocol: Protocol, family: u8, stored: Option<&OwnedFd>) -> Vec<u8> {
+    const SK_BPF_STORAGES: u16 = 2; // INET_DIAG_REQ_SK_BPF_STORAGES
+    const MAP_FD: u16 = 1; // SK_DIAG_BPF_STORAGE_REQ_MAP_FD
+    // Not those that listen, wait for late segments, or are closed (`include/net/tcp_states.h`). A
+    // connected UDP socket is "established".
+    const CONNECTED: u32 = 0b1011_0011_1110;
+    let request = Request {
+        family,
+        protocol: protocol.number(),
+        extensions: 0,
+        padding: 0,
+        states: CONNECTED,
+        id: SocketId::ANY,
+    };
+    let mut bytes = request.as_bytes().to_vec();
+    if let Some(map) = stored {
+        let map = attribute(MAP_FD, &map.as_raw_fd().to_ne_bytes());
+        bytes.extend(attribute(SK_BPF_STORAGES, &map));
+    }
+    bytes
+}
+
+/// What is in the socket's own storage.
+fn noted(rest: &[u8]) -> Option<Peer> {
+    const SK_BPF_STORAGES: u16 = 20; // INET_DIAG_SK_BPF_STORAGES
+    const STORAGE: u16 = 1; // SK_DIAG_BPF_STORAGE
+    const VALUE: u16 = 3; // SK_DIAG_BPF_STORAGE_MAP_VALUE
+    let inside = |bytes, kind| attributes(bytes).find(|(k, _)| *k == kind).map(|(_, c)| c);
+    let value = inside(inside(inside(rest, SK_BPF_STORAGES)?, STORAGE)?, VALUE)?;
+    Peer::read_from_prefix(value).ok().map(|(peer, _)| peer)
+}
+
+/// Whether the kernel destroys sockets when it is asked to: tried on one of our own.
+pub fn can_destroy() -> io::Result<()> {
+    let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))?;
+    let own = socket.local_addr()?;
+    socket.connect(own)?;
+    let loopback = u32::from_ne_bytes(Ipv4Addr::LOCALHOST.octets());
+    let id = SocketId {
+        source_port: own.port().to_be(),
+        destination_port: own.port().to_be(),
+        source: [loopback, 0, 0, 0],
+        destination: [loopback, 0, 0, 0],
+        ..SocketId::ANY
+    };
+    let request = Request {
+        family: FAMILIES[0],
+        protocol: Protocol::UDP.number(),
+        extensions: 0,
+        padding: 0,
+        states: u32::MAX,
+        id,
+    };
+    Netlink::open(SockProtocol::NetlinkSockDiag)?.ask(SOCK_DESTROY, request.as_bytes())
+}

@@ -1,0 +1,151 @@
+//! Which endpoints went away, and so which flows and sockets that lead to them must end.
+//!
+//! The rules are kube-proxy's (`CleanStaleEntries` in its `conntrack` package): what leads from a
+//! service's address to something that is not one of the service's *serving* endpoints ends. A
+//! service without any is left alone: what it has is as good as nothing else, and ends when there
+//! is something better. So is what belongs to a service or an address that is gone.
+
+use std::{collections::HashMap, sync::Arc};
+
+use dataplane_common::{
+    Addr, Port, Protocol,
+    tables::{FrontendKey, Kind},
+};
+use imbl::ordmap::DiffItem;
+
+use super::{Planner, wanted};
+use crate::model::{Service, ServicePort, Snapshot};
+
+/// The endpoints that may still be talked to through some VIPs. Whatever else is talked to through
+/// them is stale.
+#[derive(Clone, Debug, Default)]
+pub struct Departed {
+    /// By VIP and port: sorted.
+    serving: HashMap<FrontendKey, Arc<[(Addr, Port)]>>,
+}
+
+impl Departed {
+    /// Whether there is nothing to look for.
+    pub fn is_empty(&self) -> bool {
+        self.serving.is_empty()
+    }
+
+    /// Adds what is newer.
+    pub fn extend(&mut self, newer: Self) {
+        self.serving.extend(newer.serving);
+    }
+
+    /// Whether a flow or a socket that talks to `endpoint` through `vip` is to end.
+    ///
+    /// `is_frontend` tells whether a key has an entry of its own: an address of this node may be
+    /// another service's external IP, and then its ports are no node ports.
+    pub fn is_stale(
+        &self,
+        vip: (Addr, Port),
+        protocol: Protocol,
+        endpoint: (Addr, Port),
+        is_frontend: impl Fn(&FrontendKey) -> bool,
+    ) -> bool {
+        let exact = FrontendKey::new(vip.0, vip.1, protocol);
+        let serving = self.serving.get(&exact).or_else(|| {
+            let node_port = FrontendKey::node_port(vip.0.is_v4(), vip.1, protocol);
+            let serving = self.serving.get(&node_port)?;
+            (!is_frontend(&exact)).then_some(serving)
+        });
+        serving.is_some_and(|serving| serving.binary_search(&endpoint).is_err())
+    }
+}
+
+/// Notices what goes away, from one plan to the next.
+#[derive(Debug)]
+pub struct Departures {
+    protocols: Vec<Protocol>,
+    last: Snapshot,
+}
+
+impl Departures {
+    /// For services of these protocols. What the first plan has is compared with nothing: all that
+    /// leads elsewhere is stale.
+    pub fn new(protocols: &[Protocol]) -> Self {
+        Self {
+            protocols: protocols.to_vec(),
+            last: Snapshot::default(),
+        }
+    }
+
+    /// What went away with the last plan that was written.
+    pub fn after(&mut self, planner: &Planner) -> Departed {
+        let mut departed = Departed::default();
+        let last = std::mem::replace(&mut self.last, planner.snapshot().clone());
+        for change in last.services.diff(&self.last.services) {
+            let (old, new) = match change {
+                DiffItem::Add(_, new) => (None, new),
+                DiffItem::Update {
+                    old: (_, old),
+                    new: (_, new),
+                } => (Some(old), new),
+                DiffItem::Remove(..) => continue,
+            };
+            self.compare(old.map(|old| &**old), new, planner, &mut departed);
+        }
+        departed
+    }
+
+    fn compare(
+        &self,
+        old: Option<&Service>,
+        new: &Service,
+        planner: &Planner,
+        departed: &mut Departed,
+    ) {
+        let ports = new
+            .ports
+            .iter()
+            .filter(|port| self.protocols.contains(&wanted::protocol(port.protocol)));
+        for port in ports {
+            let before = old.and_then(|old| {
+                old.ports
+                    .iter()
+                    .find(|p| (p.port, p.protocol) == (port.port, port.protocol))
+            });
+            for v4 in [true, false] {
+                let now = serving(port, v4);
+                let before = before.map(|port| serving(port, v4)).unwrap_or_default();
+                // Without any before, flows may lead to some that left earlier.
+                let left = before.is_empty()
+                    || before
+                        .iter()
+                        .any(|endpoint| now.binary_search(endpoint).is_err());
+                if now.is_empty() || !left {
+                    continue;
+                }
+                let now: Arc<[_]> = now.into();
+                let keys = planner.service_keys(&new.name).into_iter();
+                let keys = keys.filter(|(key, frontend)| {
+                    let number = if frontend.kind() == Kind::NODE_PORT {
+                        port.node_port
+                    } else {
+                        Some(port.port)
+                    };
+                    key.addr.is_v4() == v4
+                        && key.protocol == wanted::protocol(port.protocol)
+                        && number == Some(key.port.host())
+                });
+                departed
+                    .serving
+                    .extend(keys.map(|(key, _)| (key, Arc::clone(&now))));
+            }
+        }
+    }
+}
+
+fn serving(port: &ServicePort, v4: bool) -> Vec<(Addr, Port)> {
+    let mut endpoints: Vec<_> = port
+        .endpoints
+        .iter()
+        .filter(|e| e.serving && e.addr.is_ipv4() == v4)
+        .map(|e| (Addr::from(e.addr), Port::new(e.port)))
+        .collect();
+    endpoints.sort_unstable();
+    endpoints
+}
