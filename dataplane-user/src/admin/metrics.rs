@@ -17,7 +17,7 @@ use super::{
     state::{self, Source, State},
 };
 use crate::{
-    kernel,
+    kernel::{self, conntrack::Conntrack},
     source::kubernetes::{Kind, KindHealth},
 };
 
@@ -53,6 +53,7 @@ impl Collector for Scrape {
         agent(state, &mut encoder)?;
         source(state, &mut encoder)?;
         services(state, &mut encoder)?;
+        flows(state, &mut encoder)?;
         in_kernel(state, &mut encoder)
     }
 }
@@ -228,10 +229,59 @@ fn services(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     Ok(())
 }
 
+/// What became of flows and sockets. How many flows there are is what the last walk through all of
+/// them found, some seconds ago: to count a million at each scrape would be dear.
+fn flows(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+    if let Some((census, took)) = state.flows.last() {
+        let mut metric = encoder.encode_descriptor(
+            "dataplane_flows",
+            "Flows of the packet path, by protocol and state, when they were last looked at",
+            None,
+            MetricType::Gauge,
+        )?;
+        for ((protocol, flow_state), number) in &census.flows {
+            metric
+                .encode_family(&[
+                    ("protocol", protocol.to_string()),
+                    ("state", flow_state.to_string()),
+                ])?
+                .encode_gauge(&signed(*number))?;
+        }
+        encoder
+            .encode_descriptor(
+                "dataplane_flows_walk_seconds",
+                "How long it took to look at all flows, rests not counted",
+                None,
+                MetricType::Gauge,
+            )?
+            .encode_gauge(&took.as_secs_f64())?;
+    }
+    let mut metric = encoder.encode_descriptor(
+        "dataplane_flows_removed",
+        "Flows that the agent removed: idle for longer than they are kept, half pushed out of a \
+         full table, or leading to an endpoint that went away",
+        None,
+        MetricType::Counter,
+    )?;
+    for (why, number) in state.flows.removed() {
+        count(&mut metric, &[("why", why)], number)?;
+    }
+    let mut metric = encoder.encode_descriptor(
+        "dataplane_sockets_destroyed",
+        "Sockets that were destroyed since the endpoint that they were connected to went away",
+        None,
+        MetricType::Counter,
+    )?;
+    for (protocol, number) in state.flows.sockets() {
+        count(&mut metric, &[("protocol", protocol)], number)?;
+    }
+    Ok(())
+}
+
 /// What cannot be read is not shown: an absent series can be alerted on, a wrong one misleads.
 fn in_kernel(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     if let Ok(tables) = kernel::Tables::open(&state.paths.bpffs) {
-        tables_in_kernel(&tables, state.limits, encoder)?;
+        tables_in_kernel(&tables, state, encoder)?;
     }
     if let Ok(attachments) = kernel::attachments(&state.paths) {
         let mut metric = encoder.encode_descriptor(
@@ -254,7 +304,7 @@ type Column = fn(&kernel::Usage) -> u64;
 
 fn tables_in_kernel(
     tables: &kernel::Tables,
-    limits: kernel::Limits,
+    state: &State,
     encoder: &mut DescriptorEncoder<'_>,
 ) -> fmt::Result {
     if let Ok(reasons) = tables.reasons() {
@@ -272,9 +322,12 @@ fn tables_in_kernel(
             )?;
         }
     }
-    let Ok(usage) = tables.usage(limits) else {
+    let Ok(mut usage) = tables.usage(state.limits) else {
         return Ok(());
     };
+    if let Ok(Some(conntrack)) = Conntrack::open(&state.paths.bpffs) {
+        usage.extend(conntrack.usage().into_iter().flatten());
+    }
     let columns: [(&str, &str, Column); 4] = [
         (
             "dataplane_table_entries",

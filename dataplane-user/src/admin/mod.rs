@@ -3,6 +3,7 @@
 pub mod api;
 pub mod client;
 mod counters;
+mod flows;
 mod load_balancers;
 mod metrics;
 mod pulse;

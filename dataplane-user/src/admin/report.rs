@@ -9,7 +9,10 @@ use super::{
     api::{AgentStatus, Source, Version},
     client,
 };
-use crate::{kernel, plan};
+use crate::{
+    kernel::{self, conntrack::Conntrack},
+    plan,
+};
 
 /// `GET /status`, and what `dataplane status` prints.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -148,7 +151,13 @@ pub fn examine(
     let mut verdicts = BTreeMap::new();
     match kernel::Tables::open(&paths.bpffs) {
         Ok(open) => {
-            match open.usage(limits) {
+            let flows = Conntrack::open(&paths.bpffs).and_then(|conntrack| {
+                conntrack.map_or_else(|| Ok(Vec::new()), |all| all.usage().map(Vec::from))
+            });
+            match open
+                .usage(limits)
+                .and_then(|usage| Ok([usage, flows?].concat()))
+            {
                 Ok(usage) => tables.extend(usage.into_iter().map(|t| Table {
                     name: t.table.to_owned(),
                     used: t.used.into(),

@@ -16,6 +16,7 @@ use tokio::sync::Notify;
 use super::{
     api,
     counters::{Counters, PortKey},
+    flows::FlowFigures,
     pulse::Pulse,
     view,
 };
@@ -48,6 +49,8 @@ pub struct State {
     pub synced_again: Notify,
     /// How long it takes from the arrival of a change to the tables, in seconds.
     pub change_duration: Histogram,
+    /// What became of flows and sockets.
+    pub flows: FlowFigures,
     /// Where the services come from.
     pub source: Source,
     /// Times that the manifests could not be read.
@@ -132,6 +135,7 @@ impl State {
             pulse: Pulse::default(),
             synced_again: Notify::new(),
             change_duration: Histogram::new(buckets),
+            flows: FlowFigures::default(),
             source,
             manifest_errors: Counter::default(),
             ready: AtomicBool::new(false),

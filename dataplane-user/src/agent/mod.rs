@@ -4,6 +4,7 @@
 //! changed files, and whoever asks the endpoints), so that neither holds up the other.
 
 pub mod addresses;
+mod flows;
 mod input;
 mod sync;
 mod waiter;
@@ -15,6 +16,7 @@ use std::{
     sync::{Arc, mpsc},
 };
 
+use dataplane_common::Protocol;
 use ipnet::IpNet;
 use tracing::info;
 
@@ -25,6 +27,7 @@ use crate::{
     plan::{AdoptError, Planner},
     source::{kubernetes::ConnectError, manifests, objects::NodeFacts},
 };
+use flows::Flows;
 pub use input::Source;
 use input::{Opened, Shown};
 use sync::Sync;
@@ -43,6 +46,8 @@ pub struct Settings {
     pub node: NodeSettings,
     /// Where to listen.
     pub listen: admin::Settings,
+    /// Of which protocols to destroy the sockets that are connected to endpoints that went away.
+    pub destroy_stale: Vec<Protocol>,
     /// What becomes of the programs when the agent ends.
     pub on_exit: OnExit,
 }
@@ -213,25 +218,28 @@ pub fn run(settings: Settings) -> Result<(), Error> {
         )
         .map_err(Error::Waiter)?;
     let input = shown.start(&node, events).map_err(Error::Kubernetes)?;
+    let flows = Flows::start(Arc::clone(&state), settings.destroy_stale.clone())?;
     let on_exit = settings.on_exit;
     let mut sync = Sync::new(
         kernel,
         Arc::clone(&state),
         settings,
         input,
+        flows,
         opened.snapshot,
         empty(),
     );
     let result = sync.run(&happened);
     state.not_ready();
     waiter.stop();
+    let kernel = sync.into_kernel();
     result?;
     match on_exit {
         OnExit::Keep => {
             info!("ended; the programs go on serving from the tables as they are");
         }
         OnExit::Detach => {
-            sync.into_kernel().detach()?;
+            kernel.detach()?;
             info!("ended; the programs are detached");
         }
     }

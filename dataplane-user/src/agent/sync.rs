@@ -8,14 +8,22 @@ use std::{
     time::{Duration, Instant},
 };
 
+use dataplane_common::{
+    Addr, Port, Protocol,
+    tables::{Frontend, FrontendKey, Kind},
+};
 use tracing::{debug, error, info, warn};
 
-use super::{Error, Event, Settings, adopt, input::Input};
+use super::{
+    Error, Event, Settings, adopt,
+    flows::{self, Flows},
+    input::Input,
+};
 use crate::{
     admin::{State, lock},
     kernel::{self, Kernel},
     model::{Node, Snapshot},
-    plan::Plan,
+    plan::{Departures, Plan, Planner},
 };
 
 /// How often to look whether the node's addresses changed.
@@ -29,6 +37,9 @@ pub struct Sync {
     state: Arc<State>,
     settings: Settings,
     input: Input,
+    /// Ends what leads to endpoints that go away.
+    flows: Flows,
+    departures: Departures,
     /// What should be served.
     wanted: Snapshot,
     /// Whether that is known. Until then the tables stay as they are.
@@ -37,6 +48,8 @@ pub struct Sync {
     settled: bool,
     /// If the last sync did not work: when to try again, and how long that was to wait for.
     retry: Option<(Instant, Duration)>,
+    /// Whether there was nothing in the tables when the agent started: nobody has served before.
+    empty_tables: bool,
     /// When to look at the node's addresses.
     look: Instant,
     /// When freed memory was last given back.
@@ -49,25 +62,34 @@ impl Sync {
         state: Arc<State>,
         settings: Settings,
         input: Input,
+        flows: Flows,
         wanted: Option<Snapshot>,
         empty: Snapshot,
     ) -> Self {
         let now = Instant::now();
+        let empty_tables = lock(&state.planner).frontends().is_empty();
+        let protocols = [&[Protocol::UDP], &settings.destroy_stale[..]].concat();
+        let departures = Departures::new(&protocols);
         Self {
             kernel,
             state,
             settings,
             input,
+            flows,
+            departures,
             known: wanted.is_some(),
             wanted: wanted.unwrap_or(empty),
             settled: false,
             retry: None,
+            empty_tables,
             look: now + LOOK,
             tidied: now,
         }
     }
 
+    /// Ends the other threads that it works with.
     pub fn into_kernel(self) -> Kernel {
+        self.flows.stop();
         self.kernel
     }
 
@@ -214,6 +236,8 @@ impl Sync {
                     .synced(&self.wanted, plan.demand.pools, changes, thinking, writing);
                 self.retry = None;
                 self.tell(changes, thinking, writing, since.is_some());
+                let departed = self.departures.after(&lock(&self.state.planner));
+                self.flows.departed(departed);
                 if !self.settled {
                     self.settle()?;
                 }
@@ -255,6 +279,9 @@ impl Sync {
     }
 
     fn write(&mut self, plan: &Plan) -> Result<(), kernel::Error> {
+        if !self.settled && self.empty_tables {
+            self.take_over();
+        }
         let state = Arc::clone(&self.state);
         for growth in state.grow(|| self.kernel.reserve(&plan.demand))? {
             info!(
@@ -267,6 +294,26 @@ impl Sync {
         self.kernel.apply(&plan.writes)
     }
 
+    /// Before anything is served for the first time: what the kernel's own conntrack translates for
+    /// our VIPs stays with it.
+    fn take_over(&self) {
+        let planner = lock(&self.state.planner);
+        let imported = flows::import(&self.settings.paths.bpffs, |addr, port, protocol| {
+            is_vip(&planner, addr, port, protocol)
+        });
+        match imported {
+            Ok(0) => {}
+            Ok(flows) => info!(
+                flows,
+                "left UDP flows to the kernel's own conntrack, which translated them before"
+            ),
+            Err(error) => warn!(
+                "UDP flows that the kernel's own conntrack translates may change their endpoint: \
+                 {error}"
+            ),
+        }
+    }
+
     /// After the flips: lets what they freed be used again.
     fn grace(&mut self) -> Result<(), kernel::Error> {
         if lock(&self.state.planner).wants_grace() {
@@ -275,4 +322,12 @@ impl Sync {
         }
         Ok(())
     }
+}
+
+/// Whether the plan has something at this address and port.
+fn is_vip(planner: &Planner, addr: Addr, port: Port, protocol: Protocol) -> bool {
+    let kind = |key| planner.frontend(&key).map(Frontend::kind);
+    kind(FrontendKey::new(addr, port, protocol)).is_some()
+        || kind(FrontendKey::address(addr)) == Some(Kind::NODE_ADDRESS)
+            && kind(FrontendKey::node_port(addr.is_v4(), port, protocol)).is_some()
 }

@@ -8,6 +8,7 @@ use std::{
 };
 
 use clap::{Args, ValueEnum};
+use dataplane_common::Protocol;
 use ipnet::IpNet;
 use tracing_subscriber::EnvFilter;
 
@@ -38,6 +39,24 @@ pub struct RunArgs {
         default_value_t
     )]
     on_exit: OnExit,
+
+    /// Destroy sockets that are connected through a service to an endpoint that is gone, so that
+    /// their processes connect anew at once
+    ///
+    /// As kube-proxy has it, a service's last endpoint does not count as gone before there is
+    /// another one. TCP connections otherwise stay until one side ends them. Takes the host's PID
+    /// namespace, to see the pods' network namespaces.
+    #[arg(
+        long,
+        value_enum,
+        num_args = 1..,
+        value_delimiter = ',',
+        value_name = "PROTOCOL",
+        env = "DATAPLANE_DESTROY_STALE",
+        hide_env_values = true,
+        default_value = "udp"
+    )]
+    destroy_stale: Vec<Stale>,
 
     /// Say more in the log; twice: still more. RUST_LOG is finer
     #[arg(short, long, action = clap::ArgAction::Count)]
@@ -218,6 +237,17 @@ impl LimitArgs {
     }
 }
 
+/// Of which protocol to destroy stale sockets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Stale {
+    /// UDP: a client that sends to an address that nobody has would wait for its own timeouts
+    Udp,
+    /// TCP: an endpoint that is not ready may still answer the connections that it has
+    Tcp,
+    /// None of them
+    None,
+}
+
 /// How to write the log.
 #[derive(Clone, Copy, Debug, Default, ValueEnum)]
 enum LogFormat {
@@ -282,6 +312,15 @@ impl RunArgs {
                 healthz: self.listen.healthz.0,
                 admin: self.listen.admin.0,
             },
+            destroy_stale: self
+                .destroy_stale
+                .iter()
+                .filter_map(|stale| match stale {
+                    Stale::Udp => Some(Protocol::UDP),
+                    Stale::Tcp => Some(Protocol::TCP),
+                    Stale::None => None,
+                })
+                .collect(),
             on_exit: self.on_exit,
         }
     }

@@ -26,6 +26,7 @@ use super::{
     map::{Batches, Hash, Mapped},
     pins::{MapSpec, Pins},
     sys::Shape,
+    tables::Usage,
 };
 
 const FORWARD: MapSpec = MapSpec::of_any_size(
@@ -56,19 +57,6 @@ pub struct Conntrack {
     masquerade: Hash<PortKey, Masqueraded>,
     /// What [`Forward::node_addr`] refers to.
     node_addrs: Mapped<Addr>,
-}
-
-/// How full one of the tables is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct FlowTable {
-    /// Its name.
-    pub table: &'static str,
-    /// Entries in it.
-    pub used: u32,
-    /// Entries there is room for.
-    pub capacity: u32,
-    /// Kernel memory that it holds, about: elements and buckets, all of them from the beginning.
-    pub bytes: u64,
 }
 
 /// The clock of the programs, now.
@@ -293,7 +281,7 @@ impl Conntrack {
     ///
     /// # Errors
     /// If the kernel does not let them be read.
-    pub fn usage(&self) -> Result<[FlowTable; 3], Error> {
+    pub fn usage(&self) -> Result<[Usage; 3], Error> {
         Ok([
             usage(&FORWARD, &self.forward)?,
             usage(&REPLY, &self.reply)?,
@@ -305,7 +293,7 @@ impl Conntrack {
 fn usage<K: super::map::Plain, V: super::map::Plain>(
     spec: &MapSpec,
     hash: &Hash<K, V>,
-) -> Result<FlowTable, Error> {
+) -> Result<Usage, Error> {
     let mut used = 0;
     let mut entries = Vec::new();
     let mut batches = hash.batches();
@@ -316,10 +304,11 @@ fn usage<K: super::map::Plain, V: super::map::Plain>(
     // An element: 48 bytes of `struct htab_elem` and a node of the LRU list of 24, then key and
     // value, each rounded up to eight; and a bucket of 16 for each.
     let element = 48 + size_of::<K>().next_multiple_of(8) + size_of::<V>().next_multiple_of(8) + 16;
-    Ok(FlowTable {
+    Ok(Usage {
         table: spec.name,
         used: u32::try_from(used).unwrap_or(u32::MAX),
         capacity: hash.capacity(),
+        limit: hash.capacity(),
         bytes: u64::from(hash.capacity()) * element as u64,
     })
 }

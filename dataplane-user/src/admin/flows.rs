@@ -1,0 +1,74 @@
+//! Figures of flows and sockets, for the metrics.
+
+use std::{
+    sync::{
+        Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use dataplane_common::{Protocol, tables::Peer};
+
+use super::state::lock;
+use crate::kernel::conntrack::Census;
+
+/// What became of flows and sockets since the agent started.
+#[derive(Debug, Default)]
+pub struct FlowFigures {
+    /// The last walk through all flows, and how long it took.
+    last: Mutex<Option<(Census, Duration)>>,
+    idle: AtomicU64,
+    halves: AtomicU64,
+    departed: AtomicU64,
+    tcp_sockets: AtomicU64,
+    udp_sockets: AtomicU64,
+}
+
+impl FlowFigures {
+    /// All flows were looked at.
+    pub fn walked(&self, census: Census, took: Duration) {
+        self.idle.fetch_add(census.removed, Ordering::Relaxed);
+        self.halves.fetch_add(census.halves, Ordering::Relaxed);
+        *lock(&self.last) = Some((census, took));
+    }
+
+    /// Flows were ended, since their endpoint went away.
+    pub fn ended(&self, flows: u64) {
+        self.departed.fetch_add(flows, Ordering::Relaxed);
+    }
+
+    /// Sockets were destroyed, since their endpoint went away.
+    pub fn destroyed(&self, sockets: &[(Protocol, Peer)]) {
+        for (protocol, _) in sockets {
+            let counter = if *protocol == Protocol::TCP {
+                &self.tcp_sockets
+            } else {
+                &self.udp_sockets
+            };
+            counter.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// What the last walk found; none before the first, or without a packet path.
+    pub fn last(&self) -> Option<(Census, Duration)> {
+        lock(&self.last).clone()
+    }
+
+    /// Flows that were removed, by why.
+    pub fn removed(&self) -> [(&'static str, u64); 3] {
+        [
+            ("idle", self.idle.load(Ordering::Relaxed)),
+            ("half", self.halves.load(Ordering::Relaxed)),
+            ("endpoint-gone", self.departed.load(Ordering::Relaxed)),
+        ]
+    }
+
+    /// Sockets that were destroyed, by protocol.
+    pub fn sockets(&self) -> [(&'static str, u64); 2] {
+        [
+            ("tcp", self.tcp_sockets.load(Ordering::Relaxed)),
+            ("udp", self.udp_sockets.load(Ordering::Relaxed)),
+        ]
+    }
+}

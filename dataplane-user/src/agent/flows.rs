@@ -1,0 +1,341 @@
+//! What happens to flows and sockets, on a thread of its own so that it holds up nothing: those
+//! that are over are collected; those that lead to an endpoint that went away end at once.
+
+use std::{
+    cell::Cell,
+    collections::HashSet,
+    io,
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        mpsc::{self, Receiver, RecvTimeoutError, Sender},
+    },
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use dataplane_common::{
+    Addr, Port, Protocol, decide::Tables as _, packet::FlowKey, tables::FrontendKey,
+};
+use tracing::{debug, info, warn};
+
+use crate::{
+    admin::State,
+    kernel::{
+        self, Tables,
+        conntrack::{Collector, Conntrack},
+        nf_conntrack,
+        sockets::Peers,
+    },
+    plan::Departed,
+};
+
+/// How long to rest between two walks through all flows.
+const REST: Duration = Duration::from_secs(10);
+/// A walk rests between its steps, so that it takes at most one part in so many of one CPU.
+const SHARE: u32 = 20;
+/// How soon to look again for sockets that were not found: `connect()` notes the endpoint shortly
+/// before the socket has it.
+const AGAIN: Duration = Duration::from_secs(1);
+
+/// The running thread.
+#[derive(Debug)]
+pub struct Flows {
+    jobs: Sender<Job>,
+    thread: JoinHandle<()>,
+}
+
+#[derive(Debug)]
+enum Job {
+    Departed(Departed),
+    Stop,
+}
+
+impl Flows {
+    /// Starts it. `destroy`: of which protocols to destroy the sockets that are connected to
+    /// endpoints that went away.
+    ///
+    /// # Errors
+    /// If what is pinned is not ours, or the thread cannot be made.
+    pub fn start(state: Arc<State>, destroy: Vec<Protocol>) -> Result<Self, kernel::Error> {
+        let bpffs = state.paths.bpffs.clone();
+        let conntrack = Conntrack::open(&bpffs)?;
+        let peers = Peers::open(&bpffs)?;
+        let (jobs, received) = mpsc::channel();
+        let worker = Worker {
+            bpffs,
+            state,
+            peers,
+            destroy,
+            next: Cell::new(None),
+        };
+        let thread = thread::Builder::new()
+            .name("flows".to_owned())
+            .spawn(move || match conntrack {
+                Some(conntrack) => worker.collect(&conntrack, &received),
+                None => worker.wait(None, &received, None).unwrap_or_default(),
+            })
+            .map_err(|source| kernel::Error::Io {
+                what: "cannot start the thread that ends flows".to_owned(),
+                source,
+            })?;
+        Ok(Self { jobs, thread })
+    }
+
+    /// Ends what leads to endpoints that went away, soon.
+    pub fn departed(&self, departed: Departed) {
+        if !departed.is_empty() {
+            // It fails only if its thread is gone, which is then said when it is joined.
+            let _ = self.jobs.send(Job::Departed(departed));
+        }
+    }
+
+    /// Ends the thread.
+    pub fn stop(self) {
+        let _ = self.jobs.send(Job::Stop);
+        let _ = self.thread.join();
+    }
+}
+
+/// Imports the flows that the kernel's own conntrack translates for `is_vip`, so that the packet
+/// path leaves them alone: returns how many.
+///
+/// # Errors
+/// If the kernel does not tell them, or a table does not take them.
+pub fn import(
+    bpffs: &Path,
+    is_vip: impl Fn(Addr, Port, Protocol) -> bool,
+) -> Result<usize, kernel::Error> {
+    let Some(conntrack) = Conntrack::open(bpffs)? else {
+        return Ok(0);
+    };
+    let flows = nf_conntrack::translated_udp().map_err(|source| kernel::Error::Io {
+        what: "cannot ask the kernel's own conntrack for its flows".to_owned(),
+        source,
+    })?;
+    let mut imported = 0;
+    for flow in flows {
+        let FlowKey {
+            dst,
+            dst_port,
+            protocol,
+            ..
+        } = flow.key;
+        if is_vip(dst, dst_port, protocol) {
+            conntrack.add_foreign(flow.key, flow.endpoint)?;
+            imported += 1;
+        }
+    }
+    Ok(imported)
+}
+
+struct Worker {
+    bpffs: PathBuf,
+    state: Arc<State>,
+    peers: Option<Peers>,
+    destroy: Vec<Protocol>,
+    /// Not before: where endpoints come and go all the time, this takes its share and no more.
+    next: Cell<Option<Instant>>,
+}
+
+/// The thread is to end.
+struct Stopped;
+
+impl Worker {
+    /// Walks through all flows, again and again.
+    fn collect(&self, conntrack: &Conntrack, jobs: &Receiver<Job>) {
+        loop {
+            let mut collector = Collector::new(conntrack);
+            let mut took = Duration::ZERO;
+            let census = loop {
+                let start = Instant::now();
+                let step = collector.step(foreign);
+                let step_took = start.elapsed();
+                took += step_took;
+                match step {
+                    Ok(None) => {}
+                    Ok(Some(census)) => break Some(census),
+                    Err(error) => {
+                        warn!("cannot collect flows that are over; trying again: {error}");
+                        break None;
+                    }
+                }
+                let rest = step_took * SHARE;
+                if self.wait(Some(conntrack), jobs, Some(rest)).is_err() {
+                    return;
+                }
+            };
+            if let Some(census) = census {
+                debug!(
+                    flows = census.total(),
+                    removed = census.removed,
+                    halves = census.halves,
+                    ?took,
+                    "walked through all flows"
+                );
+                self.state.flows.walked(census, took);
+            }
+            if self.wait(Some(conntrack), jobs, Some(REST)).is_err() {
+                return;
+            }
+        }
+    }
+
+    /// Does what is asked, for at least so long; without a limit, until it is to end.
+    fn wait(
+        &self,
+        conntrack: Option<&Conntrack>,
+        jobs: &Receiver<Job>,
+        limit: Option<Duration>,
+    ) -> Result<(), Stopped> {
+        let end = limit.map(|limit| Instant::now() + limit);
+        // What to look for again, and when.
+        let mut again: Option<(Departed, Instant)> = None;
+        loop {
+            let now = Instant::now();
+            let next = again.as_ref().map(|(_, at)| *at);
+            let until = match (end, next) {
+                (_, Some(next)) => Some(next),
+                (end, None) => end,
+            };
+            let job = match until {
+                Some(until) => jobs.recv_timeout(until.saturating_duration_since(now)),
+                None => jobs.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            };
+            match job {
+                Ok(Job::Departed(mut departed)) => {
+                    if let Some(next) = self.next.take() {
+                        thread::sleep(next.saturating_duration_since(Instant::now()));
+                    }
+                    for job in jobs.try_iter() {
+                        match job {
+                            Job::Departed(newer) => departed.extend(newer),
+                            Job::Stop => return Err(Stopped),
+                        }
+                    }
+                    if let Some((earlier, _)) = again.take() {
+                        let newer = std::mem::replace(&mut departed, earlier);
+                        departed.extend(newer);
+                    }
+                    let start = Instant::now();
+                    if !self.end(conntrack, &departed, true) {
+                        again = Some((departed, Instant::now() + AGAIN));
+                    }
+                    self.next.set(Some(Instant::now() + start.elapsed() * 4));
+                }
+                Ok(Job::Stop) | Err(RecvTimeoutError::Disconnected) => return Err(Stopped),
+                Err(RecvTimeoutError::Timeout) => match again.take() {
+                    Some((departed, _)) => {
+                        self.end(conntrack, &departed, false);
+                    }
+                    None => return Ok(()),
+                },
+            }
+        }
+    }
+
+    /// Ends what leads to endpoints that went away; whether all sockets of these were found.
+    fn end(&self, conntrack: Option<&Conntrack>, departed: &Departed, first: bool) -> bool {
+        // Opened each time: a table that has grown is another one.
+        let tables = match Tables::open(&self.bpffs) {
+            Ok(tables) => tables,
+            Err(error) => {
+                warn!("cannot look for flows to endpoints that went away: {error}");
+                return true;
+            }
+        };
+        let is_frontend = |key: &FrontendKey| !tables.frontend(key).is_none();
+        if let Some(conntrack) = conntrack {
+            match end_flows(conntrack, departed, is_frontend) {
+                Ok(0) => {}
+                Ok(ended) => {
+                    info!(ended, "ended UDP flows to endpoints that went away");
+                    self.state.flows.ended(ended);
+                }
+                Err(error) => warn!("cannot end flows to endpoints that went away: {error}"),
+            }
+        }
+        let Some(peers) = self.peers.as_ref().filter(|_| !self.destroy.is_empty()) else {
+            return true;
+        };
+        let start = Instant::now();
+        let destroyed = peers.destroy(&self.destroy, |protocol, peer| {
+            departed.is_stale(
+                (peer.vip, peer.vip_port),
+                protocol,
+                (peer.endpoint, peer.endpoint_port),
+                is_frontend,
+            )
+        });
+        let destroyed = match destroyed {
+            Ok(destroyed) => destroyed,
+            Err(error) => {
+                warn!("cannot destroy sockets to endpoints that went away: {error}");
+                return true;
+            }
+        };
+        debug!(
+            namespaces = destroyed.namespaces,
+            took = ?start.elapsed(),
+            "looked for sockets to endpoints that went away"
+        );
+        if !destroyed.sockets.is_empty() {
+            info!(
+                destroyed = destroyed.sockets.len(),
+                "destroyed sockets that were connected to endpoints that went away"
+            );
+            self.state.flows.destroyed(&destroyed.sockets);
+        }
+        if first {
+            return destroyed.not_found == 0 && destroyed.errors.is_empty();
+        }
+        for (path, error) in &destroyed.errors {
+            warn!(
+                "cannot destroy sockets in the network namespace {}: {error}",
+                path.display()
+            );
+        }
+        true
+    }
+}
+
+/// Ends the UDP flows that lead to endpoints that went away; how many. TCP connections stay, as
+/// with kube-proxy: their endpoint may still answer them.
+fn end_flows(
+    conntrack: &Conntrack,
+    departed: &Departed,
+    is_frontend: impl Fn(&FrontendKey) -> bool,
+) -> Result<u64, kernel::Error> {
+    let mut flows = conntrack.flows();
+    let mut batch = Vec::new();
+    let mut ended = 0;
+    while flows.read(&mut batch)? {
+        for flow in batch.iter().filter(|f| f.protocol() == Protocol::UDP) {
+            let stale = departed.is_stale(
+                (flow.key.dst, flow.key.dst_port),
+                flow.protocol(),
+                (flow.forward.endpoint, flow.forward.endpoint_port),
+                &is_frontend,
+            );
+            // A packet that comes now would go there as well.
+            let same = |now: &kernel::conntrack::Flow| {
+                (now.forward.endpoint, now.forward.endpoint_port)
+                    == (flow.forward.endpoint, flow.forward.endpoint_port)
+            };
+            if stale && conntrack.remove_if(flow, same)? {
+                ended += 1;
+            }
+        }
+    }
+    Ok(ended)
+}
+
+/// What the kernel's own conntrack translates. If it does not tell, then nothing: flows that nobody
+/// has used for long are forgotten.
+fn foreign() -> HashSet<FlowKey> {
+    let flows = nf_conntrack::translated_udp().unwrap_or_else(|error: io::Error| {
+        warn!("cannot ask the kernel's own conntrack for its flows: {error}");
+        Vec::new()
+    });
+    flows.into_iter().map(|flow| flow.key).collect()
+}
