@@ -39,6 +39,7 @@ mod outcome;
 mod reload;
 mod services;
 mod smoke;
+mod stale;
 mod status;
 mod topology;
 mod verifier;
@@ -102,6 +103,7 @@ fn main() -> ExitCode {
         // What a service means, line by line.
         socket_tcp::SCENARIOS,
         socket_udp::SCENARIOS,
+        stale::SCENARIOS,
         policies::SCENARIOS,
         nodeport::SCENARIOS,
         kube_proxy::SCENARIOS,

@@ -4,6 +4,7 @@
 mod client;
 mod connect;
 mod enter;
+mod hold;
 mod load;
 mod serve;
 mod udp;
@@ -32,6 +33,10 @@ enum Command {
     Serve(serve::Arguments),
     /// Connect over TCP, read the endpoint's greeting, report
     Connect(connect::Arguments),
+    /// Keep one TCP connection busy until stdin is closed or it fails, report
+    ///
+    /// Prints a line when it is connected.
+    Hold(hold::Arguments),
     /// Send HTTP requests, one connection each, report
     Http(connect::HttpArguments),
     /// Send datagrams, wait for the answer to each, report
@@ -45,6 +50,7 @@ fn main() -> ExitCode {
         Command::Enter(arguments) => enter::run(&arguments),
         Command::Serve(arguments) => serve::run(arguments),
         Command::Connect(arguments) => connect::run(&arguments),
+        Command::Hold(arguments) => hold::run(&arguments),
         Command::Http(arguments) => connect::run_http(&arguments),
         Command::Udp(arguments) => udp::run(&arguments),
         Command::Load(arguments) => load::run(&arguments),

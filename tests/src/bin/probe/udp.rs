@@ -40,6 +40,9 @@ pub struct Arguments {
     /// From the datagram with this number on (the first is 0), connect that one socket before each
     #[arg(long, value_name = "NUMBER", requires_all = ["one_socket", "unconnected"])]
     connect_after: Option<u32>,
+    /// After an error, make a new socket in place of that one
+    #[arg(long, requires = "one_socket")]
+    replace_broken: bool,
     /// Go on until stdin is closed, whatever the count, and wait 2 ms between datagrams
     ///
     /// Prints a line when the first datagram is about to be sent.
@@ -95,7 +98,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
                 )
                 .and_then(|socket| {
                     let result = exchange(&socket, to, arguments, number, &mut attempt);
-                    if arguments.one_socket {
+                    if arguments.one_socket && !(arguments.replace_broken && result.is_err()) {
                         kept = Some(socket);
                     }
                     result
