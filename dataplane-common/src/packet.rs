@@ -286,6 +286,7 @@ impl Tick {
 
     /// How many seconds before `now` this was, rounded up. What is later than `now` (by a tick
     /// that began while the table was read) was just now.
+    #[expect(clippy::cast_possible_truncation, reason = "at most 2^48 ns")]
     pub const fn age_seconds(self, now: Self) -> u32 {
         let ticks = now.0.wrapping_sub(self.0);
         if ticks == u16::MAX {

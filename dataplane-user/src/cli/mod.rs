@@ -3,6 +3,7 @@
 mod cleanup;
 mod completions;
 mod config;
+mod conntrack;
 mod doctor;
 mod explain;
 mod monitor;
@@ -82,6 +83,7 @@ enum Command {
     Services(services::ServicesArgs),
     Explain(explain::ExplainArgs),
     Monitor(monitor::MonitorArgs),
+    Conntrack(conntrack::ConntrackArgs),
     Doctor(doctor::DoctorArgs),
     Config(config::ConfigArgs),
     Cleanup(cleanup::CleanupArgs),
@@ -102,6 +104,7 @@ impl Cli {
             Command::Services(args) => args.run(),
             Command::Explain(args) => args.run(),
             Command::Monitor(args) => args.run(),
+            Command::Conntrack(args) => args.run(),
             Command::Doctor(args) => args.run(),
             Command::Config(args) => args.run(),
             Command::Cleanup(args) => args.run(),

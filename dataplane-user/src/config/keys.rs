@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::{Config, Hook, LogFormat, LogLevel, OnExit, Order};
+use super::{Config, Hook, LogFormat, LogLevel, OnExit, Order, Stale};
 
 /// What a configuration says for one flag.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,6 +30,7 @@ impl Config {
             source,
             node,
             on_exit,
+            destroy_stale,
             log,
             listen,
             packets,
@@ -116,6 +117,17 @@ impl Config {
             node.node_port_addresses
                 .iter()
                 .map(|&range| range.into())
+                .collect(),
+        );
+        many(
+            "destroy-stale",
+            destroy_stale
+                .iter()
+                .map(|protocol| match protocol {
+                    Stale::Udp => "udp".to_owned(),
+                    Stale::Tcp => "tcp".to_owned(),
+                    Stale::None => "none".to_owned(),
+                })
                 .collect(),
         );
         many("uplink", packets.uplinks.clone());

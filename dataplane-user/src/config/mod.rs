@@ -32,6 +32,10 @@ pub struct Config {
     /// What becomes of the programs when the agent ends. Default: keep.
     #[serde(skip_serializing_if = "is_default")]
     pub on_exit: Option<OnExit>,
+    /// Of which protocols to destroy sockets that are connected through a service to an endpoint
+    /// that is gone, so that their processes connect anew at once. Default: udp.
+    #[serde(skip_serializing_if = "is_default")]
+    pub destroy_stale: Vec<Stale>,
     /// The log, on standard error.
     #[serde(skip_serializing_if = "is_default")]
     pub log: Log,
@@ -92,6 +96,18 @@ pub struct Node {
     /// Loopback is always answered, for the node's own processes.
     #[serde(skip_serializing_if = "is_default")]
     pub node_port_addresses: Vec<Range>,
+}
+
+/// Of which protocol to destroy stale sockets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub enum Stale {
+    /// UDP.
+    Udp,
+    /// TCP.
+    Tcp,
+    /// None of them.
+    None,
 }
 
 /// What becomes of the programs when the agent ends.

@@ -12,6 +12,7 @@ use super::{
     Paths, cgroup2_root, object,
     pins::Pins,
     programs::PROGRAMS,
+    sockets,
     sys::{self, Shape},
 };
 
@@ -147,6 +148,13 @@ pub fn features(paths: &Paths) -> Vec<Feature> {
                 .map(|cookie| format!("this one is {cookie}"))
                 .map_err(word),
             "use Linux 5.14 or newer",
+        ),
+        Feature::useful(
+            "socket destruction",
+            "connected sockets that learn at once that their endpoint is gone",
+            sockets::can_destroy().map(|()| "yes".into()).map_err(word),
+            "they go on sending to where nobody answers, until their process gives up",
+            "a kernel with CONFIG_INET_DIAG_DESTROY and CONFIG_INET_UDP_DIAG",
         ),
         Feature::useful(
             "JIT compiler",

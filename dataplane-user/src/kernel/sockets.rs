@@ -298,6 +298,9 @@ fn noted(rest: &[u8]) -> Option<Peer> {
 }
 
 /// Whether the kernel destroys sockets when it is asked to: tried on one of our own.
+///
+/// # Errors
+/// The kernel's refusal.
 pub fn can_destroy() -> io::Result<()> {
     let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))?;
     let own = socket.local_addr()?;
