@@ -3,7 +3,7 @@
 //!
 //! What is noted says which VIP a socket was connected to, so a socket that was connected to the
 //! same endpoint without a VIP is not touched. It is in `PEERS` by the socket's cookie, which the
-//! kernel tells of each socket that it lists; or, beyond that table's capacity, in the socket's own
+//! kernel tells of each socket that it lists; or, where its set there is full, in the socket's own
 //! storage, which the kernel adds to the list (`INET_DIAG_REQ_SK_BPF_STORAGES`).
 
 use std::{
@@ -14,14 +14,16 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use aya_obj::generated::bpf_map_type::BPF_MAP_TYPE_HASH;
-use dataplane_common::{Addr, Port, Protocol, tables::Peer};
+use dataplane_common::{
+    Addr, Port, Protocol,
+    tables::{PEER_SETS, Peer, PeerSet},
+};
 use nix::sys::socket::SockProtocol;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::{
     error::{Doing, Error},
-    map::Hash,
+    map::Mapped,
     namespaces,
     netlink::{Netlink, attribute, attributes},
     pins::{MAPS, MapSpec, Pins},
@@ -107,7 +109,7 @@ impl Listed {
 /// What was noted for connected sockets.
 #[derive(Debug)]
 pub struct Peers {
-    noted: Hash<u64, Peer>,
+    noted: Mapped<PeerSet>,
     /// The map whose values are in sockets' own storage.
     stored: OwnedFd,
 }
@@ -137,14 +139,23 @@ impl Peers {
             let spec = MAPS.iter().find(|spec: &&MapSpec| spec.name == name);
             pins.open_map(spec.expect("a table of ours"))
         };
-        let (Some((noted, info)), Some((stored, _))) = (open("PEERS")?, open("MORE_PEERS")?) else {
+        let (Some((noted, _)), Some((stored, _))) = (open("PEERS")?, open("MORE_PEERS")?) else {
             return Ok(None);
         };
-        debug_assert_eq!(info.kind, BPF_MAP_TYPE_HASH as u32);
         Ok(Some(Self {
-            noted: Hash::from_fd(noted, info.max_entries),
+            noted: Mapped::map(noted, PEER_SETS, false)
+                .doing(|| "cannot map table PEERS".to_owned())?,
             stored,
         }))
+    }
+
+    /// What is in the table, by cookie. A place that is taken or freed just now may be read half
+    /// and half: nothing is destroyed that the kernel does not list with that very peer.
+    fn in_sets(&self) -> impl Iterator<Item = (u64, Peer)> {
+        let sets = (0..PEER_SETS).filter_map(|index| self.noted.get(index));
+        sets.flat_map(|set| set.sockets.into_iter().zip(set.peers))
+            // Free, or connected again since, and not through a VIP.
+            .filter(|(cookie, peer)| *cookie != 0 && peer.endpoint_port != Port::ANY)
     }
 
     /// Destroys the connected sockets, in every network namespace, for which `stale` holds of what
@@ -159,10 +170,7 @@ impl Peers {
         stale: impl Fn(Protocol, &Peer) -> bool + Sync,
     ) -> Result<Destroyed, Error> {
         let mut wanted: HashMap<u64, Peer> = self
-            .noted
-            .entries()
-            .doing(|| "cannot read table PEERS".to_owned())?
-            .into_iter()
+            .in_sets()
             .filter(|(_, peer)| protocols.iter().any(|protocol| stale(*protocol, peer)))
             .collect();
         let paths = namespaces::all();

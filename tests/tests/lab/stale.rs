@@ -1,10 +1,10 @@
 //! Sockets that are connected, through a service, to an endpoint that goes away.
 
 use anyhow::{Result, ensure};
-use aya::maps::{HashMap, Map, MapData};
+use aya::maps::{Array, Map, MapData};
 use dataplane_common::{
     LAYOUT,
-    tables::{PEERS_CAPACITY, Peer},
+    tables::{PEER_SETS, PEER_WAYS, PeerSet},
 };
 use dataplane_tests::{Process, report::Report};
 
@@ -196,15 +196,17 @@ fn nothing_is_destroyed_if_not_asked() -> Result<()> {
     Ok(())
 }
 
-/// When `PEERS` is full, what `connect` notes is in the socket's own storage.
+/// Where a socket's set in `PEERS` is full, what `connect` notes is in the socket's own storage.
 fn sockets_beyond_the_table_are_found_too() -> Result<()> {
     let cluster = start(&[])?;
     let pin = cluster.agent.bpffs().join(format!("v{LAYOUT}/maps/PEERS"));
-    let peers = Map::HashMap(MapData::from_pin(pin)?);
-    let mut peers = HashMap::<MapData, u64, [u8; size_of::<Peer>()]>::try_from(peers)?;
-    // Nobody's cookies.
-    for cookie in 0..u64::from(PEERS_CAPACITY) {
-        peers.insert(u64::MAX - cookie, [0; size_of::<Peer>()], 0)?;
+    let peers = Map::Array(MapData::from_pin(pin)?);
+    let mut peers = Array::<MapData, [u64; size_of::<PeerSet>() / 8]>::try_from(peers)?;
+    // A cookie that is nobody's.
+    let mut full = [0; size_of::<PeerSet>() / 8];
+    full[..PEER_WAYS].fill(u64::MAX);
+    for set in 0..PEER_SETS {
+        peers.set(set, full, 0)?;
     }
     let socket = resolver(&cluster, "10.96.0.40:53", &[])?;
     eventually(|| reaches(cluster.client(), "10.96.0.40:53", "udp", &["near"]).map(drop))?;
