@@ -88,7 +88,9 @@ layout! {
         /// TCP or UDP.
         pub protocol: Protocol,
         /// Zero.
-        pub reserved: [u8; 3],
+        pub padding: u8,
+        /// Zero.
+        pub reserved: u16,
     }
 
     /// Where packets from a client to a VIP go.
@@ -124,7 +126,9 @@ layout! {
         /// Flags of [`seen`].
         pub seen: u8,
         /// Zero.
-        pub reserved: [u8; 3],
+        pub padding: u8,
+        /// Zero.
+        pub reserved: u16,
     }
 
     /// What replies to a masqueraded flow carry: an endpoint sees a port of the node's used once,
@@ -141,7 +145,9 @@ layout! {
         /// TCP or UDP.
         pub protocol: Protocol,
         /// Zero.
-        pub reserved: [u8; 3],
+        pub padding: u8,
+        /// Zero.
+        pub reserved: u16,
     }
 
     /// What replies to a masqueraded flow are turned into.
@@ -178,7 +184,9 @@ layout! {
         /// TCP or UDP.
         pub protocol: Protocol,
         /// Zero.
-        pub reserved: [u8; 3],
+        pub padding: u8,
+        /// Zero.
+        pub reserved: u16,
     }
 
     /// What only the first fragment carries.
@@ -246,7 +254,8 @@ impl FlowKey {
             src_port,
             dst_port,
             protocol,
-            reserved: [0; 3],
+            padding: 0,
+            reserved: 0,
         }
     }
 }
@@ -265,7 +274,8 @@ impl PortKey {
             endpoint_port,
             node_port,
             protocol,
-            reserved: [0; 3],
+            padding: 0,
+            reserved: 0,
         }
     }
 }

@@ -12,6 +12,7 @@
 )]
 
 mod atomic;
+mod events;
 mod packet;
 mod select;
 mod socket;

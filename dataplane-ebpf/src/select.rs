@@ -8,7 +8,7 @@ use aya_ebpf::helpers::generated::{
 use dataplane_common::{
     Addr, Port, Protocol, Reason, VipWords, decide,
     tables::{
-        Affinity, AffinityKey, Block, Endpoint, Frontend, FrontendKey, Peer, Pool, PoolStats,
+        Affinity, AffinityKey, Block, Endpoint, Frontend, FrontendKey, Kind, Peer, Pool, PoolStats,
         StatsHeader,
     },
 };
@@ -140,14 +140,25 @@ pub fn decide(request: &Request, used: &Endpoint) -> Verdict {
     let Some(pool) = decide::Tables::pool(&Live, index) else {
         return Verdict::without_endpoint(Reason::Dangling, index);
     };
+    // Who the client is in the network shows on the packet, not yet at the socket.
+    if frontend.kind() == Kind::LOAD_BALANCER && pool.ranged != 0 {
+        return Verdict::without_endpoint(Reason::NotService, 0);
+    }
     if pool.block.is_empty() {
         return Verdict::without_endpoint(decide::refusal(pool.block), index);
     }
+    choose(&pool, index, Addr::from_netns_cookie(request.netns), used)
+}
+
+/// Chooses one of the endpoints of a pool that is not empty, given the one that this client already
+/// uses for this destination, if any.
+#[inline(always)]
+pub fn choose(pool: &Pool, index: u32, client: Addr, used: &Endpoint) -> Verdict {
     let mut earlier = *used;
     let mut affinity = ptr::null_mut::<Affinity>();
     let mut now = 0;
     let client = AffinityKey {
-        client: Addr::from_netns_cookie(request.netns),
+        client,
         group: pool.affinity_group,
     };
     if pool.affinity_seconds != 0 {

@@ -5,6 +5,7 @@
 //! map are the same (`bpf_map_meta_equal` in `kernel/bpf/map_in_map.c`; for arrays that takes
 //! `BPF_F_INNER_MAP`).
 
+use crate::packet::scratch::Scratch;
 use aya_ebpf::{
     bindings::{BPF_F_INNER_MAP, BPF_F_MMAPABLE, BPF_F_NO_PREALLOC},
     btf_maps::{Array, ArrayOfMaps, HashMap, LpmTrie, LruHashMap, PerCpuArray, RingBuf, SkStorage},
@@ -107,3 +108,6 @@ pub static MASQUERADE: LruHashMap<PortKey, Masqueraded, { DEFAULT_FLOWS as usize
 #[btf_map]
 pub static FRAGMENTS: LruHashMap<FragmentKey, Fragment, { FRAGMENTS_CAPACITY as usize }> =
     LruHashMap::new();
+
+#[btf_map]
+pub static SCRATCH: PerCpuArray<Scratch, 1> = PerCpuArray::new();

@@ -1,15 +1,194 @@
 //! Decisions at TC: packets that no socket program saw.
+//!
+//! A packet that arrives is looked up by what it carries: a request of a known flow, a reply of
+//! one, an ICMP error about one, or the first packet of a flow to a service. It is translated once,
+//! both addresses at a time, and sent on by the kernel's routes from here, so that the stack never
+//! sees half a translation: an own address as the source of a packet that arrives, or a VIP's, it
+//! would not let in. What is for a socket of this host goes up the stack.
+//!
+//! A packet that leaves is only looked at for replies of endpoints that are sockets of this host.
 
-use aya_ebpf::programs::TcContext;
+mod begin;
+mod conntrack;
+mod error;
+mod events;
+mod fragments;
+mod icmp;
+mod masquerade;
+mod parse;
+mod rewrite;
+mod route;
+pub mod scratch;
+mod skb;
+
+use aya_ebpf::{EbpfContext, bindings::TC_ACT_SHOT, programs::TcContext};
+use dataplane_common::{
+    Reason, decide,
+    packet::{Iface, Tick, seen as flags},
+};
+
+use crate::select::{Live, count};
+use conntrack::{ANSWER, FOREIGN, MISSING, NEW, REQUEST};
+use error::Complaint;
+use parse::{FLOW, ICMP, MALFORMED, Packet};
+use rewrite::rewrite;
+use scratch::{Scratch, scratch};
+use skb::{PACKET_HOST, PACKET_OTHERHOST, Skb};
 
 /// The next program of the interface decides, or the stack (`TCX_NEXT` in
 /// `include/uapi/linux/bpf.h`; for a clsact filter `TC_ACT_UNSPEC`, the same number).
 const LEAVE_ALONE: i32 = -1;
+/// The packet is dropped.
+const DROP: i32 = TC_ACT_SHOT as i32;
 
-pub fn ingress(_: &TcContext) -> i32 {
+/// The packet is sent back as the error in [`Scratch::complaint`].
+const COMPLAIN: i32 = 256;
+
+#[inline(always)]
+fn complain(s: &mut Scratch, complaint: Complaint) -> i32 {
+    s.complaint = complaint;
+    COMPLAIN
+}
+
+/// A packet that arrives.
+#[inline(always)]
+pub fn ingress(ctx: &TcContext) -> i32 {
+    let skb = Skb(ctx.as_ptr().cast());
+    if skb.is_tagged() {
+        return LEAVE_ALONE;
+    }
+    if skb.kind() != PACKET_HOST {
+        // What a pod sends through a bridge is addressed to the bridge.
+        let from_pod = skb.kind() == PACKET_OTHERHOST
+            && route::interface(skb.ifindex()).flags & Iface::POD != 0;
+        if !from_pod {
+            return LEAVE_ALONE;
+        }
+    }
+    let Some(s) = scratch() else {
+        return LEAVE_ALONE;
+    };
+    s.packet = Packet::new();
+    let outcome = s.packet.read(skb);
+    if outcome == ICMP {
+        return icmp::translate::<false>(skb, s, conntrack::now());
+    }
+    if outcome == MALFORMED || (outcome == FLOW && !s.packet.read_tcp_flags(skb)) {
+        count(Reason::Malformed);
+        return LEAVE_ALONE;
+    }
+    if outcome != FLOW {
+        return LEAVE_ALONE;
+    }
+    let action = arrived(skb, s, conntrack::now());
+    if action == COMPLAIN {
+        return error::send(skb, &s.packet, &s.complaint);
+    }
+    action
+}
+
+/// A packet of TCP or UDP that arrives.
+#[inline(always)]
+fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
+    let has_ports = fragments::follow(&mut s.packet);
+    let mut known = NEW;
+    let seen = conntrack::seen_in(&s.packet);
+    let may_be_ours = decide::may_be_vip(&Live, s.packet.key.dst);
+    if has_ports {
+        if may_be_ours {
+            known = conntrack::request(&s.packet.key, seen, &mut s.flow, now);
+            if known == NEW {
+                known = conntrack::masqueraded_answer(&s.packet.key, seen, &mut s.flow, now);
+            }
+        }
+        if known == NEW {
+            known = conntrack::answer(&s.packet.key, seen, &mut s.flow, now);
+        }
+    }
+    if known == ANSWER {
+        s.ends = s.flow.toward_client();
+        return forward(skb, s);
+    }
+    let mut keep = false;
+    if known == REQUEST {
+        if !s.packet.is_syn() {
+            s.ends = s.flow.toward_endpoint();
+            return forward(skb, s);
+        }
+        let replies = s.flow.seen_of_replies();
+        keep = replies != MISSING
+            && (u32::from(s.flow.seen) | replies) & u32::from(flags::FIN | flags::RST) == 0;
+        if !keep {
+            s.flow.remove();
+        }
+    }
+    // A TCP connection in its middle is the kernel's own conntrack's, from before we came, or
+    // nobody's.
+    if known == FOREIGN || !may_be_ours || (s.packet.is_tcp() && !s.packet.is_syn()) {
+        return LEAVE_ALONE;
+    }
+    begin::begin(skb, s, now, keep)
+}
+
+/// A packet that leaves.
+#[inline(always)]
+pub fn egress(ctx: &TcContext) -> i32 {
+    let skb = Skb(ctx.as_ptr().cast());
+    let Some(s) = scratch() else {
+        return LEAVE_ALONE;
+    };
+    s.packet = Packet::new();
+    let outcome = s.packet.read(skb);
+    let now = conntrack::now();
+    if outcome == ICMP {
+        return icmp::translate::<true>(skb, s, now);
+    }
+    if outcome != FLOW || !s.packet.read_tcp_flags(skb) || !fragments::follow(&mut s.packet) {
+        return LEAVE_ALONE;
+    }
+    let seen = conntrack::seen_in(&s.packet);
+    if conntrack::answer(&s.packet.key, seen, &mut s.flow, now) == ANSWER {
+        s.ends = s.flow.toward_client();
+        if !rewrite(skb, &s.packet, &s.ends, s.packet.hops) {
+            return DROP;
+        }
+    }
     LEAVE_ALONE
 }
 
-pub fn egress(_: &TcContext) -> i32 {
-    LEAVE_ALONE
+/// Sends a packet of a known flow to its new ends, where the routes say.
+#[inline(always)]
+fn forward(skb: Skb, s: &mut Scratch) -> i32 {
+    route::find(skb, &s.packet, &s.ends.dst, &mut s.way);
+    if s.way.answer == route::NOWHERE {
+        count(Reason::NoRoute);
+        return DROP;
+    }
+    if s.way.answer == route::TOO_BIG {
+        count(Reason::TooBig);
+        return complain(s, Complaint::too_big(s.way.mtu));
+    }
+    deliver(skb, s)
+}
+
+/// Translates a packet and sends it on its way: up the stack or on.
+#[inline(never)]
+fn deliver(skb: Skb, s: &mut Scratch) -> i32 {
+    let hops = s.packet.hops;
+    if s.way.answer == route::LOCAL {
+        return if rewrite(skb, &s.packet, &s.ends, hops) {
+            LEAVE_ALONE
+        } else {
+            DROP
+        };
+    }
+    if hops <= 1 {
+        count(Reason::TimeExceeded);
+        return complain(s, Complaint::TIME_EXCEEDED);
+    }
+    if rewrite(skb, &s.packet, &s.ends, hops - 1) {
+        route::send(skb, &s.way)
+    } else {
+        DROP
+    }
 }

@@ -10,7 +10,7 @@ use crate::select::{self, Live, count};
 #[inline(always)]
 pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
     // Nearly all that a server answers, and so worth a way of its own.
-    if !decide::may_be_served(&Live, call.addr()) && !events::wanted() {
+    if !decide::may_be_served(&Live, call.addr()) && !crate::events::wanted() {
         count(Reason::NotService);
         return GO_ON;
     }

@@ -1,0 +1,235 @@
+//! The first packet of a flow: is it for a service, whose endpoint answers it, and what does that
+//! see of the client.
+
+use dataplane_common::{
+    Addr, Port, Reason, decide,
+    packet::{FlowKey, Iface, PacketConfig, SourceKey, Tick},
+    tables::{Endpoint, Frontend, Kind, Pool},
+};
+
+use super::{
+    DROP, LEAVE_ALONE,
+    conntrack::{self, Flow},
+    error::Complaint,
+    events, masquerade,
+    parse::{LATER, Packet},
+    route,
+    scratch::Scratch,
+    skb::Skb,
+};
+use crate::{
+    select::{Live, choose, count, count_pool},
+    tables::{PACKET_CONFIG, SOURCES, Source},
+};
+use aya_ebpf::btf_maps::lpm_trie::Key;
+
+/// Whether the set contains the address.
+#[inline(always)]
+fn contains(set: u32, packet: &Packet) -> bool {
+    let key = SourceKey::host(set, packet.key.src);
+    let key = Key::new(
+        key.prefix,
+        Source {
+            set: key.set,
+            addr: key.addr,
+        },
+    );
+    SOURCES.get(&key).is_some()
+}
+
+/// Which frontend a packet is for. (Not inlined, like others here: what has its own frame gives its
+/// stack back.)
+#[inline(never)]
+fn frontend(key: &FlowKey) -> Frontend {
+    decide::find_frontend(&Live, key.dst, key.dst_port, key.protocol, false)
+}
+
+/// Chooses an endpoint, given the one in use and [`Endpoint::NONE`] if there is none; that is
+/// then the one that was chosen.
+#[inline(never)]
+fn pick(pool: &Pool, index: u32, client: &Addr, endpoint: &mut Endpoint) -> Reason {
+    let verdict = choose(pool, index, *client, endpoint);
+    *endpoint = verdict.endpoint;
+    verdict.reason
+}
+
+/// Whether the packet comes from a pod, as far as anybody told us how to know.
+#[inline(always)]
+fn is_from_pod(skb: Skb, packet: &Packet, config: u32) -> bool {
+    (config & PacketConfig::DETECT_BY_ADDRESS != 0 && contains(SourceKey::PODS, packet))
+        || (config & PacketConfig::DETECT_BY_INTERFACE != 0
+            && route::interface(skb.ifindex()).flags & Iface::LOCAL != 0)
+}
+
+/// A packet that no flow is known of; or, if `keep`, a SYN again on the flow that is in `s`, whose
+/// endpoint is kept if it is still one.
+///
+/// In three steps, one after the other rather than one within the other: the frames of all would
+/// not fit the stack at once.
+#[inline(always)]
+pub fn begin(skb: Skb, s: &mut Scratch, now: Tick, keep: bool) -> i32 {
+    let action = find_pool(skb, s);
+    if action != CHOOSE {
+        return action;
+    }
+    s.endpoint = if keep {
+        Endpoint::new(s.flow.endpoint, s.flow.endpoint_port)
+    } else {
+        Endpoint::NONE
+    };
+    let chosen = pick(&s.pool, s.index, &s.packet.key.src, &mut s.endpoint);
+    if s.endpoint.is_none() {
+        return refuse(skb, s, s.index, chosen);
+    }
+    go(skb, s, now, keep, chosen)
+}
+
+/// [`find_pool`]: there is one, and it has endpoints.
+const CHOOSE: i32 = 257;
+
+/// Which pool answers the packet, if any, and whether the flow is to be masqueraded.
+#[inline(never)]
+fn find_pool(skb: Skb, s: &mut Scratch) -> i32 {
+    let key = &s.packet.key;
+    let frontend = frontend(key);
+    if frontend.is_none() {
+        return LEAVE_ALONE;
+    }
+    let kind = frontend.kind();
+    if s.packet.fragment == LATER && key.dst_port == Port::ANY {
+        // Of a node's address it may be anybody's; a cluster IP is nobody else's.
+        if kind != Kind::CLUSTER_ADDRESS {
+            return LEAVE_ALONE;
+        }
+        count(Reason::UnknownFragment);
+        return DROP;
+    }
+    let mut index = frontend.pool();
+    let Some(pool) = decide::Tables::pool(&Live, index) else {
+        count(Reason::Dangling);
+        return DROP;
+    };
+    s.pool = pool;
+    let config = match PACKET_CONFIG.get(0) {
+        Some(config) => config.flags,
+        None => 0,
+    };
+    let inside = is_from_pod(skb, &s.packet, config);
+    let masquerade;
+    if kind == Kind::NODE_PORT || kind == Kind::EXTERNAL_IP || kind == Kind::LOAD_BALANCER {
+        if kind == Kind::LOAD_BALANCER && s.pool.ranged != 0 && !contains(index, &s.packet) {
+            return refuse(skb, s, index, Reason::SourceDenied);
+        }
+        masquerade = s.pool.external == 0;
+        if s.pool.external != 0 && !inside {
+            index = s.pool.external;
+            let Some(external) = decide::Tables::pool(&Live, index) else {
+                count(Reason::Dangling);
+                return DROP;
+            };
+            s.pool = external;
+        }
+    } else {
+        let detected = PacketConfig::DETECT_BY_ADDRESS | PacketConfig::DETECT_BY_INTERFACE;
+        masquerade =
+            config & PacketConfig::MASQUERADE_ALL != 0 || (config & detected != 0 && !inside);
+    }
+    if s.pool.block.is_empty() {
+        return refuse(skb, s, index, decide::refusal(s.pool.block));
+    }
+    s.index = index;
+    s.masquerade = u32::from(masquerade);
+    CHOOSE
+}
+
+/// Enters the flow to the endpoint that was chosen, and sends its packet there.
+#[inline(never)]
+fn go(skb: Skb, s: &mut Scratch, now: Tick, keep: bool, chosen: Reason) -> i32 {
+    let index = s.index;
+    let mut masquerade = s.masquerade != 0;
+    route::find(skb, &s.packet, &s.endpoint.addr, &mut s.way);
+    if s.way.answer == route::NOWHERE {
+        return refuse(skb, s, index, Reason::NoRoute);
+    }
+    if s.way.answer == route::TOO_BIG {
+        count(Reason::TooBig);
+        return super::complain(s, Complaint::too_big(s.way.mtu));
+    }
+    if keep {
+        if s.endpoint.addr == s.flow.endpoint && s.endpoint.port == s.flow.endpoint_port {
+            // The SYN again: nothing new.
+            s.ends = s.flow.toward_endpoint();
+            return super::deliver(skb, s);
+        }
+        s.flow.remove();
+    }
+    s.flow.forward = s.packet.key;
+    s.flow.endpoint = s.endpoint.addr;
+    s.flow.endpoint_port = s.endpoint.port;
+    s.flow.node_port = Port::ANY;
+    s.flow.node_addr = 0;
+    masquerade |= s.packet.key.src == s.endpoint.addr;
+    if s.way.answer == route::LOCAL {
+        // An endpoint on the host itself answers through us, whoever asks; and a packet with one
+        // of the host's own addresses as its source would not be let in (`fib_validate_source`).
+        masquerade = false;
+    }
+    // Two VIPs with a common endpoint, asked from one port at a time: the replies of both cannot be
+    // told apart unless one comes from elsewhere.
+    masquerade = masquerade || s.flow.replies_taken(now);
+    let reason = enter(&s.packet, &mut s.flow, s.way.iface, masquerade, now);
+    if reason.is_refusal() {
+        return refuse(skb, s, index, reason);
+    }
+    let reason = if reason == Reason::Masqueraded {
+        reason
+    } else {
+        chosen
+    };
+    count(reason);
+    count_pool(index, reason);
+    events::report(skb, &s.packet, reason, index, &s.endpoint);
+    s.ends = s.flow.toward_endpoint();
+    super::deliver(skb, s)
+}
+
+/// Enters the flow into conntrack. The reason is a refusal if that failed, and
+/// [`Reason::Masqueraded`] if it was given an address and a port of the node's.
+#[inline(never)]
+fn enter(packet: &Packet, flow: &mut Flow, iface: Iface, masquerade: bool, now: Tick) -> Reason {
+    let mut reason = Reason::Translated;
+    if masquerade {
+        flow.node_addr = if packet.is_v4() {
+            iface.masquerade_v4
+        } else {
+            iface.masquerade_v6
+        };
+        if conntrack::node_addr(flow.node_addr).is_unspecified() {
+            return Reason::NoNodeAddress;
+        }
+        if !masquerade::take_port(flow, now) {
+            return Reason::PortsExhausted;
+        }
+        reason = Reason::Masqueraded;
+    } else if !flow.add_reply(now) {
+        return Reason::ConntrackFull;
+    }
+    if flow.add_requests(now, conntrack::seen_in(packet)) {
+        reason
+    } else {
+        Reason::ConntrackFull
+    }
+}
+
+/// Refuses a packet: says so to whoever sent it where iptables' `REJECT` would, else drops it.
+#[inline(always)]
+fn refuse(skb: Skb, s: &mut Scratch, pool: u32, reason: Reason) -> i32 {
+    count(reason);
+    count_pool(pool, reason);
+    events::report(skb, &s.packet, reason, pool, &Endpoint::NONE);
+    if reason == Reason::NoEndpoints || reason == Reason::PortNotServed {
+        super::complain(s, Complaint::PORT_UNREACHABLE)
+    } else {
+        DROP
+    }
+}

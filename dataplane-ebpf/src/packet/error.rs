@@ -1,0 +1,160 @@
+//! ICMP errors that this node sends: built from the packet that they answer, in its place.
+
+use super::{
+    DROP,
+    parse::{Packet, WHOLE},
+    skb::{Skb, fold16},
+};
+
+/// What is wrong with a packet.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Complaint {
+    /// Type and code of ICMP (RFC 792), and of ICMPv6 (RFC 4443).
+    v4: [u8; 2],
+    v6: [u8; 2],
+    /// The MTU of the way on; 0 of others.
+    mtu: u32,
+}
+
+impl Complaint {
+    /// Nobody answers at this port: what iptables' `REJECT` says unless told otherwise, to TCP as
+    /// well as to UDP. Either shows as `ECONNREFUSED`.
+    pub const PORT_UNREACHABLE: Self = Self {
+        v4: [3, 3],
+        v6: [1, 4],
+        mtu: 0,
+    };
+    /// The time to live, or hop limit, ran out.
+    pub const TIME_EXCEEDED: Self = Self {
+        v4: [11, 0],
+        v6: [3, 0],
+        mtu: 0,
+    };
+
+    /// Larger than the way on allows (RFC 1191, RFC 8201).
+    #[inline(always)]
+    pub fn too_big(mtu: u32) -> Self {
+        Self {
+            v4: [3, 4],
+            v6: [2, 0],
+            mtu,
+        }
+    }
+}
+
+/// How many bytes of the transport header are sent back: RFC 792 asks for eight. A TCP packet
+/// whose checksum is left to hardware cannot be cut shorter than its header.
+const TCP: usize = 20;
+const UDP: usize = 8;
+/// An error is a new packet: it starts with a fresh time to live.
+const HOPS: u8 = 64;
+
+/// Sends the packet back as an error, from the address that it was for. Whatever cannot be answered
+/// so (fragments, options, what hardware is yet to segment) is dropped.
+#[inline(never)]
+pub fn send(skb: Skb, packet: &Packet, complaint: &Complaint) -> i32 {
+    if packet.fragment != WHOLE || skb.is_gso() {
+        return DROP;
+    }
+    if packet.is_v4() {
+        if packet.l4 != packet.l3 + 20 {
+            return DROP;
+        }
+        if packet.is_tcp() {
+            send_v4::<{ (20 + TCP) / 4 }>(skb, packet, complaint)
+        } else {
+            send_v4::<{ (20 + UDP) / 4 }>(skb, packet, complaint)
+        }
+    } else {
+        if packet.l4 != packet.l3 + 40 {
+            return DROP;
+        }
+        if packet.is_tcp() {
+            send_v6::<{ (40 + TCP) / 4 }>(skb, packet, complaint)
+        } else {
+            send_v6::<{ (40 + UDP) / 4 }>(skb, packet, complaint)
+        }
+    }
+}
+
+/// The sum of words that lie in a packet.
+#[inline(always)]
+fn sum<const N: usize>(words: &[u32; N]) -> u64 {
+    let mut sum = 0;
+    for word in words {
+        sum += u64::from(*word);
+    }
+    sum
+}
+
+/// `WORDS`: how much of the packet is sent back, in units of four bytes.
+#[inline(never)]
+fn send_v4<const WORDS: usize>(skb: Skb, packet: &Packet, complaint: &Complaint) -> i32 {
+    let quoted = WORDS as u32 * 4;
+    let mut quote = [0_u32; WORDS];
+    if !skb.load(packet.l3, &mut quote) || !skb.cut(packet.l3 + quoted) || !skb.make_room(20 + 8) {
+        return DROP;
+    }
+    let [kind, code] = complaint.v4;
+    let rest = (complaint.mtu & 0xffff).to_be();
+    let icmp = [u32::from_ne_bytes([kind, code, 0, 0]), rest];
+    let icmp_sum = !fold16(sum(&icmp) + sum(&quote));
+    let [sum0, sum1] = icmp_sum.to_ne_bytes();
+    let [len0, len1] = ((20 + 8 + quoted) as u16).to_be_bytes();
+    let mut ip = [
+        u32::from_ne_bytes([0x45, 0, len0, len1]),
+        // Never to be fragmented: no identification is needed (RFC 6864).
+        u32::from_ne_bytes([0, 0, 0x40, 0]),
+        u32::from_ne_bytes([HOPS, 1, 0, 0]),
+        packet.key.dst.words()[3],
+        packet.key.src.words()[3],
+    ];
+    let ip_sum = !fold16(sum(&ip));
+    let [ip0, ip1] = ip_sum.to_ne_bytes();
+    ip[2] = u32::from_ne_bytes([HOPS, 1, ip0, ip1]);
+    let icmp = [u32::from_ne_bytes([kind, code, sum0, sum1]), rest];
+    if !skb.store::<_, true>(packet.l3, &ip) || !skb.store::<_, true>(packet.l3 + 20, &icmp) {
+        return DROP;
+    }
+    skb.send_back()
+}
+
+#[inline(never)]
+fn send_v6<const WORDS: usize>(skb: Skb, packet: &Packet, complaint: &Complaint) -> i32 {
+    let quoted = WORDS as u32 * 4;
+    let mut quote = [0_u32; WORDS];
+    if !skb.load(packet.l3, &mut quote) || !skb.cut(packet.l3 + quoted) || !skb.make_room(40 + 8) {
+        return DROP;
+    }
+    let [kind, code] = complaint.v6;
+    let rest = complaint.mtu.to_be();
+    let icmp = [u32::from_ne_bytes([kind, code, 0, 0]), rest];
+    let length = 8 + quoted;
+    // The pseudo header of RFC 8200 section 8.1.
+    let pseudo = sum(&packet.key.src.words())
+        + sum(&packet.key.dst.words())
+        + u64::from(length.to_be())
+        + u64::from(58_u32.to_be());
+    let icmp_sum = !fold16(pseudo + sum(&icmp) + sum(&quote));
+    let [sum0, sum1] = icmp_sum.to_ne_bytes();
+    let (src, dst) = (packet.key.dst.words(), packet.key.src.words());
+    let [len0, len1] = (length as u16).to_be_bytes();
+    let ip = [
+        u32::from_ne_bytes([0x60, 0, 0, 0]),
+        u32::from_ne_bytes([len0, len1, 58, HOPS]),
+        src[0],
+        src[1],
+        src[2],
+        src[3],
+        dst[0],
+        dst[1],
+        dst[2],
+        dst[3],
+    ];
+    let icmp = [u32::from_ne_bytes([kind, code, sum0, sum1]), rest];
+    if !skb.store::<_, true>(packet.l3, &ip) || !skb.store::<_, true>(packet.l3 + 40, &icmp) {
+        return DROP;
+    }
+    skb.send_back()
+}

@@ -1,0 +1,139 @@
+//! ICMP errors about packets that were translated: they are about what their receiver sent, and so
+//! must speak of the addresses that it knows (RFC 5508). Path MTU discovery lives on them.
+
+use dataplane_common::{
+    Reason,
+    packet::{FlowKey, Tick},
+};
+
+use super::{
+    DROP, LEAVE_ALONE,
+    conntrack::{self, ANSWER, NEW, REQUEST},
+    parse::{FLOW, LATER, Packet},
+    rewrite::{Ends, addresses_difference, ports_word, write_addresses},
+    route,
+    scratch::Scratch,
+    skb::{Skb, difference, fold32},
+};
+use crate::select::count;
+
+/// Whether it is an error about another packet, and not an echo or a neighbour's word.
+#[inline(always)]
+fn is_error(packet: &Packet, kind: u8) -> bool {
+    if packet.is_v4() {
+        kind == 3 || kind == 11 || kind == 12
+    } else {
+        kind >= 1 && kind <= 4
+    }
+}
+
+/// Translates an error that arrives and sends it on, or one that this host itself sends.
+#[inline(never)]
+pub fn translate<const LEAVING: bool>(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
+    let mut kind = 0_u8;
+    if !skb.load(s.packet.l4, &mut kind) || !is_error(&s.packet, kind) {
+        return LEAVE_ALONE;
+    }
+    s.quoted = Packet::new();
+    s.quoted.l3 = s.packet.l4 + 8;
+    // The packet that is quoted was longer than the quotation.
+    let outcome = if s.packet.is_v4() {
+        s.quoted.read_v4(skb, u32::MAX)
+    } else {
+        s.quoted.read_v6(skb, u32::MAX)
+    };
+    if outcome != FLOW || s.quoted.fragment == LATER {
+        return LEAVE_ALONE;
+    }
+    // Whoever complains stands where the packet was going: a packet the other way round would
+    // belong to the flow.
+    let quoted = &s.quoted.key;
+    let back = FlowKey::new(
+        quoted.dst,
+        quoted.dst_port,
+        quoted.src,
+        quoted.src_port,
+        quoted.protocol,
+    );
+    let mut known = NEW;
+    if !LEAVING {
+        known = conntrack::request(&back, 0, &mut s.flow, now);
+        if known == NEW {
+            known = conntrack::masqueraded_answer(&back, 0, &mut s.flow, now);
+        }
+    }
+    if known == NEW {
+        known = conntrack::answer(&back, 0, &mut s.flow, now);
+    }
+    // The ends of a packet the other way round, after translation.
+    if known == ANSWER {
+        s.ends = s.flow.toward_client();
+    } else if known == REQUEST {
+        s.ends = s.flow.toward_endpoint();
+    } else {
+        return LEAVE_ALONE;
+    }
+    count(Reason::ErrorTranslated);
+    let mut hops = s.packet.hops;
+    let mut local = true;
+    if !LEAVING {
+        route::find(skb, &s.packet, &s.ends.dst, &mut s.way);
+        local = s.way.answer == route::LOCAL;
+        if !local {
+            if s.way.answer != route::ONWARD || hops <= 1 {
+                // No error about an error (RFC 1122 section 3.2.2).
+                count(Reason::NoRoute);
+                return DROP;
+            }
+            hops -= 1;
+        }
+    }
+    if !write(skb, &s.packet, &s.quoted, &s.ends, hops) {
+        return DROP;
+    }
+    if local {
+        LEAVE_ALONE
+    } else {
+        route::send(skb, &s.way)
+    }
+}
+
+/// Writes both headers: `ends` are those of a packet the other way round. The error then comes
+/// from the flow's other end, as a NAT has it, whoever on the way complained.
+///
+/// The quotation's transport checksum is left as it was: nobody checks it, and it may not be there.
+#[inline(never)]
+fn write(skb: Skb, packet: &Packet, inner: &Packet, ends: &Ends, hops: u8) -> bool {
+    let checksum = packet.l4 + 2;
+    let quoted = Ends {
+        src: ends.dst,
+        dst: ends.src,
+        src_port: ends.dst_port,
+        dst_port: ends.src_port,
+    };
+    if inner.is_v4() {
+        // The quoted header's own checksum makes up for its addresses.
+        if !write_addresses(skb, inner, &quoted, inner.hops) {
+            return false;
+        }
+    } else {
+        let addresses = fold32(addresses_difference(inner, &quoted));
+        let [a, b, c, d] = quoted.src.words();
+        let [e, f, g, h] = quoted.dst.words();
+        if !skb.store::<_, false>(inner.l3 + 8, &[a, b, c, d, e, f, g, h])
+            || !skb.sum::<false>(checksum, addresses, false)
+            || !skb.sum::<true>(checksum, fold32(addresses_difference(packet, ends)), false)
+        {
+            return false;
+        }
+    }
+    let old = ports_word(inner.key.src_port, inner.key.dst_port);
+    let new = ports_word(quoted.src_port, quoted.dst_port);
+    if old != new
+        && !(skb.sum::<false>(checksum, fold32(difference(old, new)), false)
+            && skb.store::<_, false>(inner.l4, &new))
+    {
+        return false;
+    }
+    write_addresses(skb, packet, ends, hops)
+}

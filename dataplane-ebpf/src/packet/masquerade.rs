@@ -1,0 +1,50 @@
+//! Which port of the node's an endpoint sees a masqueraded flow come from.
+
+use aya_ebpf::helpers::generated::bpf_get_prandom_u32;
+use dataplane_common::{
+    Port,
+    packet::{PacketConfig, Tick},
+};
+
+use super::conntrack::Flow;
+use crate::tables::PACKET_CONFIG;
+
+/// How many ports are tried. With nine ports in ten taken, one flow in 30 finds none.
+const TRIES: u32 = 32;
+
+/// Gives the flow a port that no other flow to its endpoint has, and makes its entry for replies:
+/// the client's own port if it is free and cannot be one that the host gives to a connection of its
+/// own, else any that cannot. `false` if none was found.
+#[inline(never)]
+pub fn take_port(flow: &mut Flow, now: Tick) -> bool {
+    let Some(config) = PACKET_CONFIG.get(0) else {
+        return false;
+    };
+    let first = u32::from(config.ephemeral_first);
+    let last = u32::from(config.ephemeral_last);
+    let lowest = u32::from(PacketConfig::FIRST_PORT);
+    let own = u32::from(flow.forward.src_port.host());
+    if own >= lowest && !(first <= own && own <= last) {
+        flow.node_port = flow.forward.src_port;
+        if flow.add_masqueraded(now) {
+            return true;
+        }
+    }
+    // The ports from `lowest` on without the host's own range.
+    let below = first.max(lowest) - lowest;
+    let above = 0xffff - last.min(0xffff);
+    let count = u64::from(below + above);
+    for _ in 0..TRIES {
+        // SAFETY: the helper has no preconditions.
+        let random = u64::from(unsafe { bpf_get_prandom_u32() });
+        let mut port = lowest + ((random * count) >> 32) as u32;
+        if port >= lowest + below {
+            port = port - (lowest + below) + last + 1;
+        }
+        flow.node_port = Port::new(port as u16);
+        if flow.add_masqueraded(now) {
+            return true;
+        }
+    }
+    false
+}

@@ -1,0 +1,259 @@
+//! From bytes to what a packet says. Whatever is not whole and plain is left alone.
+
+use dataplane_common::{Addr, Port, Protocol, packet::FlowKey};
+
+use super::skb::Skb;
+
+/// Ethernet's header.
+const LINK: u32 = 14;
+const ETHERTYPE_V4: u16 = 0x0800_u16.to_be();
+const ETHERTYPE_V6: u16 = 0x86dd_u16.to_be();
+/// Protocol numbers (IANA) of IPv6's extension headers.
+const HOP_BY_HOP: u8 = 0;
+const ROUTING: u8 = 43;
+const FRAGMENT: u8 = 44;
+const DESTINATION_OPTIONS: u8 = 60;
+/// At most so many extension headers are walked: more than any sender has use for.
+const MAX_EXTENSIONS: usize = 6;
+
+/// What a packet turned out to be.
+pub type Outcome = u32;
+/// TCP or UDP, or a fragment of one.
+pub const FLOW: Outcome = 0;
+/// ICMP of the packet's family.
+pub const ICMP: Outcome = 1;
+/// Neither: none of our business.
+pub const OTHER: Outcome = 2;
+/// Truncated or contradicting headers.
+pub const MALFORMED: Outcome = 3;
+
+/// Not a fragment.
+pub const WHOLE: u32 = 0;
+/// The first fragment: with ports, and more to come.
+pub const FIRST: u32 = 1;
+/// Another fragment: without ports.
+pub const LATER: u32 = 2;
+
+/// TCP's flags (RFC 9293 section 3.1), in its 14th byte.
+pub const FIN: u8 = 1;
+pub const SYN: u8 = 2;
+pub const RST: u8 = 4;
+pub const ACK: u8 = 16;
+
+/// A packet's headers.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Packet {
+    /// Addresses, ports and protocol. Ports of [`LATER`] fragments and of ICMP are 0.
+    pub key: FlowKey,
+    /// Whether it is IPv4: 1 or 0.
+    pub v4: u32,
+    /// Where the IP header begins.
+    pub l3: u32,
+    /// Where the transport header begins.
+    pub l4: u32,
+    /// [`WHOLE`], [`FIRST`] or [`LATER`].
+    pub fragment: u32,
+    /// The fragment's identification.
+    pub identification: [u8; 4],
+    /// TCP's flags; 0 of others.
+    pub tcp_flags: u8,
+    /// Time to live, hop limit.
+    pub hops: u8,
+    /// Type of service, traffic class.
+    pub tos: u8,
+    /// IPv4's header checksum.
+    pub checksum: u16,
+    /// Length from the IP header on, as it says itself.
+    pub length: u32,
+}
+
+impl Packet {
+    #[inline(always)]
+    pub const fn new() -> Self {
+        Self {
+            key: FlowKey::new(
+                Addr::UNSPECIFIED,
+                Port::ANY,
+                Addr::UNSPECIFIED,
+                Port::ANY,
+                Protocol::ANY,
+            ),
+            v4: 0,
+            l3: 0,
+            l4: 0,
+            fragment: WHOLE,
+            identification: [0; 4],
+            tcp_flags: 0,
+            hops: 0,
+            tos: 0,
+            checksum: 0,
+            length: 0,
+        }
+    }
+
+    #[inline(always)]
+    pub fn is_v4(&self) -> bool {
+        self.v4 != 0
+    }
+
+    #[inline(always)]
+    pub fn is_tcp(&self) -> bool {
+        self.key.protocol == Protocol::TCP
+    }
+
+    /// Whether it wants to begin a TCP connection.
+    #[inline(always)]
+    pub fn is_syn(&self) -> bool {
+        self.tcp_flags & (SYN | ACK) == SYN
+    }
+
+    /// Reads the frame's headers.
+    #[inline(never)]
+    pub fn read(&mut self, skb: Skb) -> Outcome {
+        let mut ethertype = 0_u16;
+        if !skb.load(LINK - 2, &mut ethertype) {
+            return OTHER;
+        }
+        self.l3 = LINK;
+        let len = skb.len().wrapping_sub(LINK);
+        if ethertype == ETHERTYPE_V4 {
+            self.read_v4(skb, len)
+        } else if ethertype == ETHERTYPE_V6 {
+            self.read_v6(skb, len)
+        } else {
+            OTHER
+        }
+    }
+
+    /// Reads an IPv4 header at `l3` and what follows; `available` bytes are there.
+    #[inline(always)]
+    pub fn read_v4(&mut self, skb: Skb, available: u32) -> Outcome {
+        let mut header = [0_u32; 5];
+        if !skb.load(self.l3, &mut header) {
+            return MALFORMED;
+        }
+        let [version, tos, high, low] = header[0].to_ne_bytes();
+        let header_length = u32::from(version & 15) * 4;
+        self.v4 = 1;
+        self.tos = tos;
+        self.length = u32::from(u16::from_be_bytes([high, low]));
+        if version >> 4 != 4 || header_length < 20 || self.length < header_length {
+            return MALFORMED;
+        }
+        if self.length > available {
+            return MALFORMED;
+        }
+        let [id0, id1, fragment0, fragment1] = header[1].to_ne_bytes();
+        let [hops, protocol, sum0, sum1] = header[2].to_ne_bytes();
+        self.identification = [id0, id1, 0, 0];
+        self.hops = hops;
+        self.checksum = u16::from_ne_bytes([sum0, sum1]);
+        self.l4 = self.l3 + header_length;
+        self.key.src = Addr::from_v4_word(header[3]);
+        self.key.dst = Addr::from_v4_word(header[4]);
+        let fragment = u16::from_be_bytes([fragment0, fragment1]);
+        if fragment & 0x1fff != 0 {
+            self.fragment = LATER;
+        } else if fragment & 0x2000 != 0 {
+            self.fragment = FIRST;
+        }
+        // IPPROTO_ICMP
+        self.read_transport(skb, protocol, 1, self.length - header_length)
+    }
+
+    /// Reads an IPv6 header at `l3` and what follows; `available` bytes are there.
+    #[inline(always)]
+    pub fn read_v6(&mut self, skb: Skb, available: u32) -> Outcome {
+        let mut header = [0_u32; 10];
+        if !skb.load(self.l3, &mut header) {
+            return MALFORMED;
+        }
+        let [version, class, ..] = header[0].to_ne_bytes();
+        let [high, low, first, hops] = header[1].to_ne_bytes();
+        let payload = u32::from(u16::from_be_bytes([high, low]));
+        self.v4 = 0;
+        self.tos = version << 4 | class >> 4;
+        self.hops = hops;
+        self.length = payload + 40;
+        // A payload of 0 is a jumbogram (RFC 2675) or nothing at all.
+        if version >> 4 != 6 || payload == 0 || self.length > available {
+            return MALFORMED;
+        }
+        self.key.src = Addr::from_words([header[2], header[3], header[4], header[5]]);
+        self.key.dst = Addr::from_words([header[6], header[7], header[8], header[9]]);
+        let mut next = first;
+        let mut offset = 40_u32;
+        for _ in 0..MAX_EXTENSIONS {
+            if next == FRAGMENT {
+                let mut extension = [0_u8; 8];
+                if !skb.load(self.l3 + offset, &mut extension) {
+                    return MALFORMED;
+                }
+                let [after, _, high, low, id0, id1, id2, id3] = extension;
+                next = after;
+                self.identification = [id0, id1, id2, id3];
+                let fragment = u16::from_be_bytes([high, low]);
+                offset += 8;
+                if fragment & 0xfff8 != 0 {
+                    self.fragment = LATER;
+                    break;
+                }
+                if fragment & 1 != 0 {
+                    self.fragment = FIRST;
+                }
+            } else if next == HOP_BY_HOP || next == ROUTING || next == DESTINATION_OPTIONS {
+                let mut extension = [0_u8; 2];
+                if !skb.load(self.l3 + offset, &mut extension) {
+                    return MALFORMED;
+                }
+                next = extension[0];
+                offset += (u32::from(extension[1]) + 1) * 8;
+            } else {
+                break;
+            }
+        }
+        if offset > self.length {
+            return MALFORMED;
+        }
+        self.l4 = self.l3 + offset;
+        // IPPROTO_ICMPV6
+        self.read_transport(skb, next, 58, self.length - offset)
+    }
+
+    #[inline(always)]
+    fn read_transport(&mut self, skb: Skb, protocol: u8, icmp: u8, available: u32) -> Outcome {
+        self.key.protocol = Protocol::from_number(protocol);
+        let tcp = self.is_tcp();
+        if !tcp && self.key.protocol != Protocol::UDP {
+            return if protocol == icmp && self.fragment == WHOLE {
+                ICMP
+            } else {
+                OTHER
+            };
+        }
+        if self.fragment == LATER {
+            return FLOW;
+        }
+        // In an ICMP error only the first eight bytes may be there, and no flags.
+        let mut ports = [0_u16; 2];
+        if available < 8 || !skb.load(self.l4, &mut ports) {
+            return MALFORMED;
+        }
+        self.key.src_port = Port::from_be(ports[0]);
+        self.key.dst_port = Port::from_be(ports[1]);
+        FLOW
+    }
+
+    /// Reads what a TCP packet has after its ports; `false` if it is not there.
+    #[inline(always)]
+    pub fn read_tcp_flags(&mut self, skb: Skb) -> bool {
+        if !self.is_tcp() || self.fragment == LATER {
+            return true;
+        }
+        if self.length < self.l4 - self.l3 + 20 {
+            return false;
+        }
+        skb.load(self.l4 + 13, &mut self.tcp_flags)
+    }
+}

@@ -1,0 +1,97 @@
+//! Other addresses and ports for a packet, with its checksums.
+
+use dataplane_common::{Addr, Port};
+
+use super::{
+    parse::{LATER, Packet},
+    skb::{Skb, difference, fold16, fold32},
+};
+
+/// Where a packet shall come from and go to.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Ends {
+    pub src: Addr,
+    pub dst: Addr,
+    pub src_port: Port,
+    pub dst_port: Port,
+}
+
+/// What exchanging the addresses adds to a sum.
+#[inline(always)]
+pub fn addresses_difference(packet: &Packet, ends: &Ends) -> u64 {
+    let (src, dst) = (packet.key.src.words(), packet.key.dst.words());
+    let (new_src, new_dst) = (ends.src.words(), ends.dst.words());
+    if packet.is_v4() {
+        difference(src[3], new_src[3]) + difference(dst[3], new_dst[3])
+    } else {
+        difference(src[0], new_src[0])
+            + difference(src[1], new_src[1])
+            + difference(src[2], new_src[2])
+            + difference(src[3], new_src[3])
+            + difference(dst[0], new_dst[0])
+            + difference(dst[1], new_dst[1])
+            + difference(dst[2], new_dst[2])
+            + difference(dst[3], new_dst[3])
+    }
+}
+
+/// Two ports as they lie in the packet.
+#[inline(always)]
+pub fn ports_word(src: Port, dst: Port) -> u32 {
+    let [a, b] = src.be().to_ne_bytes();
+    let [c, d] = dst.be().to_ne_bytes();
+    u32::from_ne_bytes([a, b, c, d])
+}
+
+/// Writes the IP header's addresses, and `hops` (the time to live or hop limit).
+///
+/// A network card that summed the whole packet up has the sum corrected by the transport
+/// checksum's change in the case of IPv4, whose own header always sums up to the same. IPv6's
+/// header has no checksum, so there its bytes must be told.
+#[inline(always)]
+pub fn write_addresses(skb: Skb, packet: &Packet, ends: &Ends, hops: u8) -> bool {
+    if packet.is_v4() {
+        let protocol = packet.key.protocol.number();
+        let old_hops = u32::from(u16::from_ne_bytes([packet.hops, protocol]));
+        let new_hops = u32::from(u16::from_ne_bytes([hops, protocol]));
+        let sum = u64::from(!packet.checksum)
+            + addresses_difference(packet, ends)
+            + difference(old_hops, new_hops);
+        let [sum0, sum1] = (!fold16(sum)).to_ne_bytes();
+        let words = [
+            u32::from_ne_bytes([hops, protocol, sum0, sum1]),
+            ends.src.words()[3],
+            ends.dst.words()[3],
+        ];
+        skb.store::<_, false>(packet.l3 + 8, &words)
+    } else {
+        let [a, b, c, d] = ends.src.words();
+        let [e, f, g, h] = ends.dst.words();
+        skb.store::<_, true>(packet.l3 + 8, &[a, b, c, d, e, f, g, h])
+            && (hops == packet.hops || skb.store::<_, true>(packet.l3 + 7, &hops))
+    }
+}
+
+/// Gives the packet other ends.
+#[inline(never)]
+pub fn rewrite(skb: Skb, packet: &Packet, ends: &Ends, hops: u8) -> bool {
+    if !write_addresses(skb, packet, ends, hops) {
+        return false;
+    }
+    if packet.fragment == LATER {
+        return true;
+    }
+    let udp = !packet.is_tcp();
+    // RFC 768, RFC 9293 section 3.1: where the checksum is.
+    let checksum = packet.l4 + if udp { 6 } else { 16 };
+    let addresses = fold32(addresses_difference(packet, ends));
+    if !skb.sum::<true>(checksum, addresses, udp) {
+        return false;
+    }
+    let old = ports_word(packet.key.src_port, packet.key.dst_port);
+    let new = ports_word(ends.src_port, ends.dst_port);
+    old == new
+        || (skb.sum::<false>(checksum, fold32(difference(old, new)), udp)
+            && skb.store::<_, false>(packet.l4, &new))
+}

@@ -1,0 +1,158 @@
+//! Where the kernel's routes lead, and the shortest way there.
+
+use core::mem::size_of;
+
+use aya_ebpf::{
+    bindings::{
+        BPF_FIB_LKUP_RET_FRAG_NEEDED, BPF_FIB_LKUP_RET_NO_NEIGH, BPF_FIB_LKUP_RET_NOT_FWDED,
+        BPF_FIB_LKUP_RET_SUCCESS, bpf_fib_lookup as Lookup, bpf_redir_neigh,
+    },
+    helpers::generated::{bpf_fib_lookup, bpf_redirect_neigh, bpf_redirect_peer},
+};
+use dataplane_common::{Addr, packet::Iface};
+
+use super::{
+    DROP,
+    parse::Packet,
+    skb::{PACKET_HOST, Skb},
+};
+use crate::tables::IFACES;
+
+/// `AF_INET` and `AF_INET6` (`include/linux/socket.h`).
+const INET: u8 = 2;
+const INET6: u8 = 10;
+
+/// What the routes say.
+pub type Answer = u32;
+/// On to [`Route::ifindex`].
+pub const ONWARD: Answer = 0;
+/// To this host itself.
+pub const LOCAL: Answer = 1;
+/// On, but the packet is too large: [`Route::mtu`].
+pub const TOO_BIG: Answer = 2;
+/// Nowhere, or a way that cannot be taken from here (encapsulation by route, a prohibited one).
+pub const NOWHERE: Answer = 3;
+
+/// A way to a destination.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Route {
+    pub answer: Answer,
+    pub ifindex: u32,
+    pub mtu: u32,
+    /// What the interface is.
+    pub iface: Iface,
+    /// Whether `source` and `destination` are known: 1 or 0.
+    neighbour: u32,
+    /// The next hop's family, and itself.
+    family: u32,
+    next_hop: [u32; 4],
+    /// Link-layer addresses: the destination's, then the interface's own.
+    link: [u16; 6],
+}
+
+/// What an interface is; all zero if nobody told.
+#[inline(always)]
+pub fn interface(ifindex: u32) -> Iface {
+    // SAFETY: four aligned bytes, copied; the element may be replaced but is whole.
+    match IFACES.get_ptr(&ifindex) {
+        // SAFETY: as above.
+        Some(iface) => unsafe { *iface },
+        None => Iface {
+            flags: 0,
+            masquerade_v4: 0,
+            masquerade_v6: 0,
+        },
+    }
+}
+
+/// Asks for the way of `packet`, which arrived at this interface, to `dst`, by the rules for what
+/// comes from its source (`bpf_ipv4_fib_lookup` in `net/core/filter.c`: policy routing included).
+#[inline(never)]
+pub fn find(skb: Skb, packet: &Packet, dst: &Addr, route: &mut Route) {
+    // SAFETY: all zeros are a value of this plain data.
+    let mut lookup: Lookup = unsafe { core::mem::zeroed() };
+    lookup.l4_protocol = packet.key.protocol.number();
+    lookup.sport = packet.key.src_port.be();
+    lookup.dport = packet.key.dst_port.be();
+    // The length is compared to the route's MTU; what will be segmented is compared by segment,
+    // to the interface's (`is_skb_forwardable`).
+    lookup.__bindgen_anon_1.tot_len = if skb.is_gso() {
+        0
+    } else {
+        packet.length as u16
+    };
+    lookup.ifindex = skb.ifindex();
+    if packet.is_v4() {
+        lookup.family = INET;
+        lookup.__bindgen_anon_2.tos = packet.tos;
+        lookup.__bindgen_anon_3.ipv4_src = packet.key.src.words()[3];
+        lookup.__bindgen_anon_4.ipv4_dst = dst.words()[3];
+    } else {
+        lookup.family = INET6;
+        lookup.__bindgen_anon_3.ipv6_src = packet.key.src.words();
+        lookup.__bindgen_anon_4.ipv6_dst = dst.words();
+    }
+    // SAFETY: the structure has the size that the helper is told.
+    let code =
+        unsafe { bpf_fib_lookup(skb.0.cast(), &raw mut lookup, size_of::<Lookup>() as i32, 0) }
+            as u32;
+    route.answer = NOWHERE;
+    route.ifindex = lookup.ifindex;
+    route.mtu = 0;
+    route.iface = interface(lookup.ifindex);
+    route.neighbour = 0;
+    route.family = u32::from(lookup.family);
+    // SAFETY: plain data, all of it written above or by the helper.
+    route.next_hop = unsafe { lookup.__bindgen_anon_4.ipv6_dst };
+    if code == BPF_FIB_LKUP_RET_SUCCESS {
+        route.answer = ONWARD;
+        route.neighbour = 1;
+        let ([a, b, c, d, e, f], [g, h, i, j, k, l]) = (lookup.dmac, lookup.smac);
+        route.link = [
+            u16::from_ne_bytes([a, b]),
+            u16::from_ne_bytes([c, d]),
+            u16::from_ne_bytes([e, f]),
+            u16::from_ne_bytes([g, h]),
+            u16::from_ne_bytes([i, j]),
+            u16::from_ne_bytes([k, l]),
+        ];
+    } else if code == BPF_FIB_LKUP_RET_NO_NEIGH {
+        route.answer = ONWARD;
+    } else if code == BPF_FIB_LKUP_RET_NOT_FWDED {
+        route.answer = LOCAL;
+    } else if code == BPF_FIB_LKUP_RET_FRAG_NEEDED {
+        route.answer = TOO_BIG;
+        // SAFETY: plain data, written by the helper.
+        route.mtu = u32::from(unsafe { lookup.__bindgen_anon_1.mtu_result });
+    }
+}
+
+/// Sends the packet that way: into the pod at once, past its interface's queues, where the other
+/// end is a pod's; else by the interface, with the neighbour that the kernel knows or finds.
+#[inline(always)]
+pub fn send(skb: Skb, route: &Route) -> i32 {
+    if route.iface.flags & Iface::POD != 0 && route.neighbour != 0 {
+        if !skb.store::<_, false>(0, &route.link) {
+            return DROP;
+        }
+        if skb.kind() != PACKET_HOST {
+            skb.address_to_host();
+        }
+        // SAFETY: no memory of ours is involved.
+        return unsafe { bpf_redirect_peer(route.ifindex, 0) as i32 };
+    }
+    // SAFETY: all zeros are a value of this plain data.
+    let mut neighbour: bpf_redir_neigh = unsafe { core::mem::zeroed() };
+    neighbour.nh_family = route.family;
+    neighbour.__bindgen_anon_1.ipv6_nh = route.next_hop;
+    // SAFETY: the structure has the size that the helper is told.
+    unsafe {
+        bpf_redirect_neigh(
+            route.ifindex,
+            &raw mut neighbour,
+            size_of::<bpf_redir_neigh>() as i32,
+            0,
+        ) as i32
+    }
+}

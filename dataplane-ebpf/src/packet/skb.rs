@@ -1,0 +1,173 @@
+//! A packet's buffer, by the kernel's helpers: they reach every byte, also those that are not in
+//! the buffer's linear part, and keep the checksum state that network cards share with the stack.
+
+use core::{
+    mem::size_of,
+    ptr::{from_mut, from_ref, read_volatile},
+};
+
+use aya_ebpf::{
+    bindings::{
+        __sk_buff, BPF_F_MARK_MANGLED_0, BPF_F_PSEUDO_HDR, BPF_F_RECOMPUTE_CSUM,
+        bpf_adj_room_mode::BPF_ADJ_ROOM_MAC,
+    },
+    helpers::generated::{
+        bpf_l4_csum_replace, bpf_redirect, bpf_skb_adjust_room, bpf_skb_change_tail,
+        bpf_skb_change_type, bpf_skb_load_bytes, bpf_skb_store_bytes,
+    },
+};
+
+/// `PACKET_HOST` and `PACKET_OTHERHOST` (`include/uapi/linux/if_packet.h`): addressed to this
+/// interface; to somebody else's.
+pub const PACKET_HOST: u32 = 0;
+pub const PACKET_OTHERHOST: u32 = 3;
+
+#[derive(Clone, Copy)]
+pub struct Skb(pub *mut __sk_buff);
+
+impl Skb {
+    /// Length from the link-layer header on.
+    #[inline(always)]
+    pub fn len(self) -> u32 {
+        // SAFETY: a field of the context, as in all the functions below.
+        unsafe { read_volatile(&raw const (*self.0).len) }
+    }
+
+    /// `PACKET_HOST` and so on.
+    #[inline(always)]
+    pub fn kind(self) -> u32 {
+        // SAFETY: see `len`.
+        unsafe { read_volatile(&raw const (*self.0).pkt_type) }
+    }
+
+    /// Whether it carries a VLAN tag beside its bytes: it is then for a VLAN's interface.
+    #[inline(always)]
+    pub fn is_tagged(self) -> bool {
+        // SAFETY: see `len`.
+        unsafe { read_volatile(&raw const (*self.0).vlan_present) != 0 }
+    }
+
+    /// Whether it is several packets, yet to be segmented.
+    #[inline(always)]
+    pub fn is_gso(self) -> bool {
+        // SAFETY: see `len`.
+        unsafe { read_volatile(&raw const (*self.0).gso_size) != 0 }
+    }
+
+    /// The interface it arrived at or leaves by.
+    #[inline(always)]
+    pub fn ifindex(self) -> u32 {
+        // SAFETY: see `len`.
+        unsafe { read_volatile(&raw const (*self.0).ifindex) }
+    }
+
+    /// Copies bytes out; `false` if the packet does not have that many.
+    #[inline(always)]
+    pub fn load<T: Copy>(self, offset: u32, to: &mut T) -> bool {
+        // SAFETY: `to` has the size that the helper is told.
+        unsafe {
+            bpf_skb_load_bytes(
+                self.0.cast(),
+                offset,
+                from_mut(to).cast(),
+                size_of::<T>() as u32,
+            ) == 0
+        }
+    }
+
+    /// Overwrites bytes. `SUMMED`: also in the checksum that a network card made of the whole
+    /// packet, which must be asked for where nothing else makes up for the change.
+    #[inline(always)]
+    pub fn store<T, const SUMMED: bool>(self, offset: u32, from: &T) -> bool {
+        let flags = if SUMMED {
+            u64::from(BPF_F_RECOMPUTE_CSUM)
+        } else {
+            0
+        };
+        // SAFETY: `from` has the size that the helper is told.
+        unsafe {
+            bpf_skb_store_bytes(
+                self.0,
+                offset,
+                from_ref(from).cast(),
+                size_of::<T>() as u32,
+                flags,
+            ) == 0
+        }
+    }
+
+    /// Adds to the checksum of TCP, UDP or ICMP at `offset`. `PSEUDO`: for a change in what the
+    /// pseudo header has; `UDP`: where 0 stands for "no checksum", which is left.
+    #[inline(always)]
+    pub fn sum<const PSEUDO: bool>(self, offset: u32, difference: u32, udp: bool) -> bool {
+        let mut flags = 0;
+        if PSEUDO {
+            flags |= u64::from(BPF_F_PSEUDO_HDR);
+        }
+        if udp {
+            flags |= u64::from(BPF_F_MARK_MANGLED_0);
+        }
+        // SAFETY: no memory of ours is involved.
+        unsafe { bpf_l4_csum_replace(self.0, offset, 0, u64::from(difference), flags) == 0 }
+    }
+
+    /// Cuts the packet off.
+    #[inline(always)]
+    pub fn cut(self, len: u32) -> bool {
+        // SAFETY: no memory of ours is involved.
+        unsafe { bpf_skb_change_tail(self.0, len, 0) == 0 }
+    }
+
+    /// Makes room for another network header before the one that is there.
+    #[inline(always)]
+    pub fn make_room(self, len: i32) -> bool {
+        // SAFETY: no memory of ours is involved.
+        unsafe { bpf_skb_adjust_room(self.0, len, BPF_ADJ_ROOM_MAC, 0) == 0 }
+    }
+
+    /// Says that the packet is for whoever gets it now.
+    #[inline(always)]
+    pub fn address_to_host(self) {
+        // SAFETY: no memory of ours is involved.
+        unsafe { bpf_skb_change_type(self.0, PACKET_HOST) };
+    }
+
+    /// Exchanges the two link-layer addresses and sends the packet back where it came from.
+    #[inline(always)]
+    pub fn send_back(self) -> i32 {
+        let mut addresses = [0_u16; 6];
+        if !self.load(0, &mut addresses) {
+            return super::DROP;
+        }
+        let [a, b, c, d, e, f] = addresses;
+        if !self.store::<_, false>(0, &[d, e, f, a, b, c]) {
+            return super::DROP;
+        }
+        // SAFETY: no memory of ours is involved.
+        unsafe { bpf_redirect(self.ifindex(), 0) as i32 }
+    }
+}
+
+/// Folds a sum of 32-bit words to 32 bits, as `bpf_l4_csum_replace` takes it (ones' complement,
+/// RFC 1071).
+#[inline(always)]
+pub fn fold32(sum: u64) -> u32 {
+    let sum = (sum & 0xffff_ffff) + (sum >> 32);
+    (sum as u32).wrapping_add((sum >> 32) as u32)
+}
+
+/// Folds a sum to the 16 bits of a checksum that is not yet complemented.
+#[inline(always)]
+pub fn fold16(sum: u64) -> u16 {
+    let sum = (sum & 0xffff_ffff) + (sum >> 32);
+    let sum = (sum & 0xffff) + (sum >> 16);
+    let sum = (sum & 0xffff) + (sum >> 16);
+    let sum = (sum & 0xffff) + (sum >> 16);
+    sum as u16
+}
+
+/// What replacing `old` by `new` adds to a sum: `new - old` in ones' complement.
+#[inline(always)]
+pub fn difference(old: u32, new: u32) -> u64 {
+    u64::from(!old) + u64::from(new)
+}
