@@ -158,7 +158,7 @@ fn go(skb: Skb, s: &mut Scratch, now: Tick, keep: bool, chosen: Reason) -> i32 {
     if keep {
         if s.endpoint.addr == s.flow.endpoint && s.endpoint.port == s.flow.endpoint_port {
             // The SYN again: nothing new.
-            s.ends = s.flow.toward_endpoint();
+            s.flow.toward_endpoint(&mut s.ends);
             return super::deliver(skb, s);
         }
         s.flow.remove();
@@ -189,7 +189,7 @@ fn go(skb: Skb, s: &mut Scratch, now: Tick, keep: bool, chosen: Reason) -> i32 {
     count(reason);
     count_pool(index, reason);
     events::report(skb, &s.packet, reason, index, &s.endpoint);
-    s.ends = s.flow.toward_endpoint();
+    s.flow.toward_endpoint(&mut s.ends);
     super::deliver(skb, s)
 }
 

@@ -70,29 +70,25 @@ impl Flow {
 
     /// Where the endpoint sees it come from, and where it goes.
     #[inline(always)]
-    pub fn toward_endpoint(&self) -> Ends {
-        let mut ends = Ends {
-            src: self.forward.src,
-            dst: self.endpoint,
-            src_port: self.forward.src_port,
-            dst_port: self.endpoint_port,
-        };
+    pub fn toward_endpoint(&self, ends: &mut Ends) {
+        ends.dst = self.endpoint;
+        ends.dst_port = self.endpoint_port;
         if self.is_masqueraded() {
             ends.src = node_addr(self.node_addr);
             ends.src_port = self.node_port;
+        } else {
+            ends.src = self.forward.src;
+            ends.src_port = self.forward.src_port;
         }
-        ends
     }
 
     /// What the client sees of its replies.
     #[inline(always)]
-    pub fn toward_client(&self) -> Ends {
-        Ends {
-            src: self.forward.dst,
-            dst: self.forward.src,
-            src_port: self.forward.dst_port,
-            dst_port: self.forward.src_port,
-        }
+    pub fn toward_client(&self, ends: &mut Ends) {
+        ends.src = self.forward.dst;
+        ends.src_port = self.forward.dst_port;
+        ends.dst = self.forward.src;
+        ends.dst_port = self.forward.src_port;
     }
 
     #[inline(always)]
@@ -323,28 +319,29 @@ pub fn masqueraded_answer(key: &FlowKey, seen_now: u8, flow: &mut Flow, now: Tic
     let Some(entry) = MASQUERADE.get_ptr_mut(port_key) else {
         return NEW;
     };
-    // SAFETY: see `request`.
-    let value = unsafe { *entry };
+    // SAFETY: see `request`. Read field by field: a copy of the whole would take its stack.
+    let value = unsafe { &*entry };
     if node_addr(value.node_addr) != key.dst {
         return NEW;
     }
-    flow.forward = FlowKey::new(
-        value.client,
-        value.client_port,
-        value.vip,
-        value.vip_port,
-        key.protocol,
-    );
+    flow.forward.src = value.client;
+    flow.forward.src_port = value.client_port;
+    flow.forward.dst = value.vip;
+    flow.forward.dst_port = value.vip_port;
+    flow.forward.protocol = key.protocol;
+    flow.forward.padding = 0;
+    flow.forward.reserved = 0;
     flow.endpoint = key.src;
     flow.endpoint_port = key.src_port;
     flow.node_port = key.dst_port;
     flow.node_addr = value.node_addr;
-    let seen = value.seen | seen_now;
-    if seen != value.seen {
+    let (used, before) = (value.used, value.seen);
+    let seen = before | seen_now;
+    if seen != before {
         // SAFETY: an aligned field of the element.
         unsafe { write_volatile(&raw mut (*entry).seen, seen) };
     }
-    if value.used != now {
+    if used != now {
         // SAFETY: an aligned field of the element.
         unsafe { write_volatile(&raw mut (*entry).used, now) };
         keep_requests(flow, now);

@@ -67,9 +67,9 @@ pub fn translate<const LEAVING: bool>(skb: Skb, s: &mut Scratch, now: Tick) -> i
     }
     // The ends of a packet the other way round, after translation.
     if known == ANSWER {
-        s.ends = s.flow.toward_client();
+        s.flow.toward_client(&mut s.ends);
     } else if known == REQUEST {
-        s.ends = s.flow.toward_endpoint();
+        s.flow.toward_endpoint(&mut s.ends);
     } else {
         return LEAVE_ALONE;
     }

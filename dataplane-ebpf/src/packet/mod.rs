@@ -106,13 +106,13 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
         }
     }
     if known == ANSWER {
-        s.ends = s.flow.toward_client();
+        s.flow.toward_client(&mut s.ends);
         return forward(skb, s);
     }
     let mut keep = false;
     if known == REQUEST {
         if !s.packet.is_syn() {
-            s.ends = s.flow.toward_endpoint();
+            s.flow.toward_endpoint(&mut s.ends);
             return forward(skb, s);
         }
         let replies = s.flow.seen_of_replies();
@@ -148,7 +148,7 @@ pub fn egress(ctx: &TcContext) -> i32 {
     }
     let seen = conntrack::seen_in(&s.packet);
     if conntrack::answer(&s.packet.key, seen, &mut s.flow, now) == ANSWER {
-        s.ends = s.flow.toward_client();
+        s.flow.toward_client(&mut s.ends);
         if !rewrite(skb, &s.packet, &s.ends, s.packet.hops) {
             return DROP;
         }
