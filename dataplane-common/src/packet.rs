@@ -296,6 +296,7 @@ impl Tick {
 
     /// How many seconds before `now` this was, rounded up. What is later than `now` (by a tick
     /// that began while the table was read) was just now.
+    #[inline(always)]
     #[expect(clippy::cast_possible_truncation, reason = "at most 2^48 ns")]
     pub const fn age_seconds(self, now: Self) -> u32 {
         let ticks = now.0.wrapping_sub(self.0);
@@ -342,6 +343,7 @@ pub mod timeout {
 
 /// How long a flow is kept after its last packet, in seconds, by what was seen in each direction
 /// (bits of [`seen`]).
+#[inline(always)]
 pub const fn keep_seconds(protocol: Protocol, forward: u8, reply: u8) -> u32 {
     let answered = reply & seen::PACKET != 0;
     if protocol.number() != Protocol::TCP.number() {

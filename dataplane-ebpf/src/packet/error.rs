@@ -53,7 +53,7 @@ const HOPS: u8 = 64;
 /// Sends the packet back as an error, from the address that it was for. Whatever cannot be answered
 /// so (fragments, options, what hardware is yet to segment) is dropped.
 #[inline(never)]
-pub fn send(skb: Skb, packet: &Packet, complaint: &Complaint) -> i32 {
+pub fn send(skb: Skb, packet: &Packet, complaint: Complaint) -> i32 {
     if packet.fragment != WHOLE || skb.is_gso() {
         return DROP;
     }
@@ -90,7 +90,7 @@ fn sum<const N: usize>(words: &[u32; N]) -> u64 {
 
 /// `WORDS`: how much of the packet is sent back, in units of four bytes.
 #[inline(never)]
-fn send_v4<const WORDS: usize>(skb: Skb, packet: &Packet, complaint: &Complaint) -> i32 {
+fn send_v4<const WORDS: usize>(skb: Skb, packet: &Packet, complaint: Complaint) -> i32 {
     let quoted = WORDS as u32 * 4;
     let mut quote = [0_u32; WORDS];
     if !skb.load(packet.l3, &mut quote) || !skb.cut(packet.l3 + quoted) || !skb.make_room(20 + 8) {
@@ -121,7 +121,7 @@ fn send_v4<const WORDS: usize>(skb: Skb, packet: &Packet, complaint: &Complaint)
 }
 
 #[inline(never)]
-fn send_v6<const WORDS: usize>(skb: Skb, packet: &Packet, complaint: &Complaint) -> i32 {
+fn send_v6<const WORDS: usize>(skb: Skb, packet: &Packet, complaint: Complaint) -> i32 {
     let quoted = WORDS as u32 * 4;
     let mut quote = [0_u32; WORDS];
     if !skb.load(packet.l3, &mut quote) || !skb.cut(packet.l3 + quoted) || !skb.make_room(40 + 8) {

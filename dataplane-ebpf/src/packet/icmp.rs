@@ -23,7 +23,7 @@ fn is_error(packet: &Packet, kind: u8) -> bool {
     if packet.is_v4() {
         kind == 3 || kind == 11 || kind == 12
     } else {
-        kind >= 1 && kind <= 4
+        (1..=4).contains(&kind)
     }
 }
 
@@ -118,9 +118,7 @@ fn write(skb: Skb, packet: &Packet, inner: &Packet, ends: &Ends, hops: u8) -> bo
         }
     } else {
         let addresses = fold32(addresses_difference(inner, &quoted));
-        let [a, b, c, d] = quoted.src.words();
-        let [e, f, g, h] = quoted.dst.words();
-        if !skb.store::<_, false>(inner.l3 + 8, &[a, b, c, d, e, f, g, h])
+        if !skb.store::<_, false>(inner.l3 + 8, &quoted.addresses())
             || !skb.sum::<false>(checksum, addresses, false)
             || !skb.sum::<true>(checksum, fold32(addresses_difference(packet, ends)), false)
         {

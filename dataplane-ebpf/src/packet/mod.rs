@@ -39,7 +39,7 @@ use skb::{PACKET_HOST, PACKET_OTHERHOST, Skb};
 /// `include/uapi/linux/bpf.h`; for a clsact filter `TC_ACT_UNSPEC`, the same number).
 const LEAVE_ALONE: i32 = -1;
 /// The packet is dropped.
-const DROP: i32 = TC_ACT_SHOT as i32;
+const DROP: i32 = TC_ACT_SHOT;
 
 /// The packet is sent back as the error in [`Scratch::complaint`].
 const COMPLAIN: i32 = 256;
@@ -82,7 +82,7 @@ pub fn ingress(ctx: &TcContext) -> i32 {
     }
     let action = arrived(skb, s, conntrack::now());
     if action == COMPLAIN {
-        return error::send(skb, &s.packet, &s.complaint);
+        return error::send(skb, &s.packet, s.complaint);
     }
     action
 }

@@ -17,6 +17,14 @@ pub struct Ends {
     pub dst_port: Port,
 }
 
+impl Ends {
+    /// Both addresses, as IPv6's header has them.
+    #[inline(always)]
+    pub const fn addresses(&self) -> [Addr; 2] {
+        [self.src, self.dst]
+    }
+}
+
 /// What exchanging the addresses adds to a sum.
 #[inline(always)]
 pub fn addresses_difference(packet: &Packet, ends: &Ends) -> u64 {
@@ -66,9 +74,7 @@ pub fn write_addresses(skb: Skb, packet: &Packet, ends: &Ends, hops: u8) -> bool
         ];
         skb.store::<_, false>(packet.l3 + 8, &words)
     } else {
-        let [a, b, c, d] = ends.src.words();
-        let [e, f, g, h] = ends.dst.words();
-        skb.store::<_, true>(packet.l3 + 8, &[a, b, c, d, e, f, g, h])
+        skb.store::<_, true>(packet.l3 + 8, &ends.addresses())
             && (hops == packet.hops || skb.store::<_, true>(packet.l3 + 7, &hops))
     }
 }

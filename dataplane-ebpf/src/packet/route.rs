@@ -14,13 +14,18 @@ use dataplane_common::{Addr, packet::Iface};
 use super::{
     DROP,
     parse::Packet,
-    skb::{PACKET_HOST, Skb},
+    skb::{Link, PACKET_HOST, Skb},
 };
 use crate::tables::IFACES;
 
 /// `AF_INET` and `AF_INET6` (`include/linux/socket.h`).
 const INET: u8 = 2;
 const INET6: u8 = 10;
+
+#[expect(clippy::cast_possible_wrap, reason = "small")]
+const LOOKUP_SIZE: i32 = size_of::<Lookup>() as i32;
+#[expect(clippy::cast_possible_wrap, reason = "small")]
+const NEIGHBOUR_SIZE: i32 = size_of::<bpf_redir_neigh>() as i32;
 
 /// What the routes say.
 pub type Answer = u32;
@@ -47,15 +52,14 @@ pub struct Route {
     /// The next hop's family, and itself.
     family: u32,
     next_hop: [u32; 4],
-    /// Link-layer addresses: the destination's, then the interface's own.
-    link: [u16; 6],
+    link: Link,
 }
 
 /// What an interface is; all zero if nobody told.
 #[inline(always)]
 pub fn interface(ifindex: u32) -> Iface {
     // SAFETY: four aligned bytes, copied; the element may be replaced but is whole.
-    match IFACES.get_ptr(&ifindex) {
+    match IFACES.get_ptr(ifindex) {
         // SAFETY: as above.
         Some(iface) => unsafe { *iface },
         None => Iface {
@@ -94,9 +98,9 @@ pub fn find(skb: Skb, packet: &Packet, dst: &Addr, route: &mut Route) {
         lookup.__bindgen_anon_4.ipv6_dst = dst.words();
     }
     // SAFETY: the structure has the size that the helper is told.
-    let code =
-        unsafe { bpf_fib_lookup(skb.0.cast(), &raw mut lookup, size_of::<Lookup>() as i32, 0) }
-            as u32;
+    let code = unsafe { bpf_fib_lookup(skb.0.cast(), &raw mut lookup, LOOKUP_SIZE, 0) };
+    // Errors of the call itself are negative: they match nothing below.
+    let code = u32::try_from(code).unwrap_or(u32::MAX);
     route.answer = NOWHERE;
     route.ifindex = lookup.ifindex;
     route.mtu = 0;
@@ -108,15 +112,10 @@ pub fn find(skb: Skb, packet: &Packet, dst: &Addr, route: &mut Route) {
     if code == BPF_FIB_LKUP_RET_SUCCESS {
         route.answer = ONWARD;
         route.neighbour = 1;
-        let ([a, b, c, d, e, f], [g, h, i, j, k, l]) = (lookup.dmac, lookup.smac);
-        route.link = [
-            u16::from_ne_bytes([a, b]),
-            u16::from_ne_bytes([c, d]),
-            u16::from_ne_bytes([e, f]),
-            u16::from_ne_bytes([g, h]),
-            u16::from_ne_bytes([i, j]),
-            u16::from_ne_bytes([k, l]),
-        ];
+        route.link = Link {
+            to: lookup.dmac,
+            from: lookup.smac,
+        };
     } else if code == BPF_FIB_LKUP_RET_NO_NEIGH {
         route.answer = ONWARD;
     } else if code == BPF_FIB_LKUP_RET_NOT_FWDED {
@@ -147,12 +146,5 @@ pub fn send(skb: Skb, route: &Route) -> i32 {
     neighbour.nh_family = route.family;
     neighbour.__bindgen_anon_1.ipv6_nh = route.next_hop;
     // SAFETY: the structure has the size that the helper is told.
-    unsafe {
-        bpf_redirect_neigh(
-            route.ifindex,
-            &raw mut neighbour,
-            size_of::<bpf_redir_neigh>() as i32,
-            0,
-        ) as i32
-    }
+    unsafe { bpf_redirect_neigh(route.ifindex, &raw mut neighbour, NEIGHBOUR_SIZE, 0) as i32 }
 }

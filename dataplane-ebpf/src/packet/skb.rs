@@ -22,6 +22,14 @@ use aya_ebpf::{
 pub const PACKET_HOST: u32 = 0;
 pub const PACKET_OTHERHOST: u32 = 3;
 
+/// The link-layer addresses that Ethernet's header begins with.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Link {
+    pub to: [u8; 6],
+    pub from: [u8; 6],
+}
+
 #[derive(Clone, Copy)]
 pub struct Skb(pub *mut __sk_buff);
 
@@ -135,12 +143,18 @@ impl Skb {
     /// Exchanges the two link-layer addresses and sends the packet back where it came from.
     #[inline(always)]
     pub fn send_back(self) -> i32 {
-        let mut addresses = [0_u16; 6];
-        if !self.load(0, &mut addresses) {
+        let mut link = Link {
+            to: [0; 6],
+            from: [0; 6],
+        };
+        if !self.load(0, &mut link) {
             return super::DROP;
         }
-        let [a, b, c, d, e, f] = addresses;
-        if !self.store::<_, false>(0, &[d, e, f, a, b, c]) {
+        let back = Link {
+            to: link.from,
+            from: link.to,
+        };
+        if !self.store::<_, false>(0, &back) {
             return super::DROP;
         }
         // SAFETY: no memory of ours is involved.
