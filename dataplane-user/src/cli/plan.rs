@@ -9,18 +9,18 @@ use serde::Serialize;
 use super::{
     PathArgs, exit,
     output::{self, BAD, Format, GOOD, WARN},
-    run::{ManifestArgs, NodeArgs},
+    run::NodeArgs,
+    source::SourceArgs,
 };
 use crate::{
     kernel::Tables,
     model::ServiceName,
     plan::{self, Change, Contents, Planner},
-    source::manifests,
 };
 
 /// Show what would change in the kernel's tables, without changing it.
 ///
-/// Compares the manifests with the tables as they are now (empty, if no agent ever ran). Each line
+/// Compares the manifests, or what the Kubernetes API has, with the tables as they are now (empty, if no agent ever ran). Each line
 /// is an address and port: `+` will be served, `-` will not be any more, `~` will be answered
 /// differently, with the endpoints that come and go.
 ///
@@ -29,7 +29,7 @@ use crate::{
 #[derive(Debug, Args)]
 pub struct PlanArgs {
     #[command(flatten)]
-    manifests: ManifestArgs,
+    source: SourceArgs,
 
     /// How to print it
     #[arg(short, long, value_enum, default_value_t)]
@@ -52,12 +52,7 @@ struct Answer<'a> {
 
 impl PlanArgs {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
-        let node = self
-            .node
-            .settings()
-            .node()
-            .context("cannot find out this node's name and addresses")?;
-        let loaded = manifests::load(&self.manifests.manifests, &node)?;
+        let snapshot = self.source.snapshot(&self.node.settings())?;
         let bpffs = self.paths.bpffs();
         let contents = if Tables::exist(&bpffs)? {
             Tables::open(&bpffs)?.contents()?
@@ -70,7 +65,7 @@ impl PlanArgs {
         };
         let mut planner = Planner::adopt(contents.clone())
             .with_context(|| format!("the tables in {}", bpffs.display()))?;
-        let plan = planner.plan(&loaded.snapshot);
+        let plan = planner.plan(&snapshot);
         let changes = plan::changes(&contents, &planner);
         let conflicts = planner.conflicts();
         let conflicts = conflicts.iter().map(|c| {
@@ -82,7 +77,7 @@ impl PlanArgs {
                 losers.join(", ")
             )
         });
-        let problems = loaded.snapshot.problems.iter();
+        let problems = snapshot.problems.iter();
         let problems = problems
             .chain(planner.problems().map(|(_, problem)| problem))
             .map(|p| format!("{}: {}", p.place, p.text));
@@ -128,7 +123,7 @@ fn text(out: &mut dyn Write, answer: &Answer<'_>) -> std::io::Result<()> {
     if answer.writes == 0 {
         writeln!(
             out,
-            "No change: the kernel's tables are in line with the manifests."
+            "No change: the kernel's tables are in line with the source."
         )
     } else {
         writeln!(

@@ -3,7 +3,6 @@
 use std::{
     env,
     io::{self, IsTerminal},
-    path::PathBuf,
     process::ExitCode,
 };
 
@@ -86,23 +85,6 @@ pub struct RunArgs {
 
     #[command(flatten)]
     limits: LimitArgs,
-}
-
-/// Which manifests to look at.
-#[derive(Clone, Debug, Args)]
-pub(super) struct ManifestArgs {
-    /// Files or directories with Services and EndpointSlices, as `kubectl get
-    /// services,endpointslices -A -o yaml` prints them
-    #[arg(
-        short = 'f',
-        long,
-        required = true,
-        num_args = 1..,
-        value_delimiter = ',',
-        value_name = "PATH",
-        env = "DATAPLANE_MANIFESTS", hide_env_values = true
-    )]
-    pub(super) manifests: Vec<PathBuf>,
 }
 
 /// What to take this node for.

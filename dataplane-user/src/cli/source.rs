@@ -1,10 +1,26 @@
 //! Where the services come from.
 
-use std::{env, path::PathBuf};
+use std::{
+    env,
+    path::PathBuf,
+    sync::{Arc, mpsc},
+    time::{Duration, Instant},
+};
 
+use anyhow::{Context as _, bail};
 use clap::Args;
 
-use crate::{agent::Source, source::kubernetes};
+use crate::{
+    admin,
+    agent::{NodeSettings, Source},
+    model::Snapshot,
+    source::{kubernetes, manifests},
+};
+
+/// What the API server has not told by then, a command does not wait for.
+const LIMIT: Duration = Duration::from_mins(1);
+/// Nor for a server that cannot be read for so long.
+const AWAY: Duration = Duration::from_secs(10);
 
 /// Where the services come from.
 #[derive(Clone, Debug, Args)]
@@ -68,6 +84,59 @@ impl SourceArgs {
             },
             patience: kubernetes::Patience::default(),
         })
+    }
+}
+
+impl SourceArgs {
+    /// What there is to serve now.
+    pub(super) fn snapshot(&self, settings: &NodeSettings) -> anyhow::Result<Snapshot> {
+        let asking = "cannot find out this node's name and addresses";
+        let node = settings.node().context(asking)?;
+        let kubernetes = match self.source() {
+            Source::Manifests(paths) => return Ok(manifests::load(&paths, &node)?.snapshot),
+            Source::Kubernetes(kubernetes) => kubernetes,
+        };
+        kubernetes.target.check()?;
+        let view = view(kubernetes, Arc::new(node))?;
+        Ok(Snapshot {
+            node: Arc::new(settings.node_with(&view.node).context(asking)?),
+            services: view.services,
+            problems: view.problems,
+        })
+    }
+}
+
+/// Reads the API once.
+fn view(
+    settings: kubernetes::Settings,
+    node: Arc<crate::model::Node>,
+) -> anyhow::Result<kubernetes::View> {
+    let server = settings.target.server_text();
+    let (health, latest) = (Arc::default(), Arc::<kubernetes::Latest>::default());
+    let (sender, changed) = mpsc::channel();
+    // Fails only when nobody waits any more.
+    let tell = move || sender.send(()).unwrap_or_default();
+    let reading = Arc::clone(&health);
+    let _reader = kubernetes::Reader::start(settings, node, reading, Arc::clone(&latest), tell)?;
+    let start = Instant::now();
+    let mut said = false;
+    loop {
+        let _ = changed.recv_timeout(Duration::from_millis(200));
+        if let Some(view) = latest.take() {
+            return Ok(view);
+        }
+        if start.elapsed() > Duration::from_secs(1) && !said {
+            eprintln!("note: reading {server}");
+            said = true;
+        }
+        if let Some((since, text)) = kubernetes::Health::failure(&health)
+            && admin::now().saturating_sub(since) >= AWAY.as_secs()
+        {
+            bail!("{text}");
+        }
+        if start.elapsed() > LIMIT {
+            bail!("{server} did not tell everything within {LIMIT:?}");
+        }
     }
 }
 

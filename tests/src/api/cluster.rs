@@ -8,6 +8,8 @@ use std::{
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
+use super::select::Selector;
+
 /// What the server knows of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Resource {
@@ -264,21 +266,22 @@ impl Cluster {
         Some(state.history.range(start..).take(limit).cloned().collect())
     }
 
-    /// The objects of a resource after a key, at a version that a list is being read at, or now;
-    /// and the version. None if that version is forgotten.
+    /// The objects of a resource after a key, at a version that a list is being read at, or now, and
+    /// no more than `limit` if that is not 0; and the version. None if that version is forgotten.
     pub(super) fn objects(
         &self,
         resource: Resource,
         at: Option<u64>,
         after: Option<&str>,
-        keep: bool,
+        selector: &Selector,
+        limit: usize,
     ) -> Option<(u64, Vec<Arc<Object>>)> {
         let mut state = self.lock();
         let (version, objects) = match at {
             None => (state.version, state.objects.clone()),
             Some(version) => (version, state.pages.get(&version)?.clone()),
         };
-        if keep {
+        if limit > 0 {
             state.pages.insert(version, objects.clone());
         }
         drop(state);
@@ -290,7 +293,10 @@ impl Cluster {
             .range(from.clone()..)
             .take_while(|((of, ..), _)| *of == resource)
             .filter(|(key, _)| after.is_none() || **key != from)
-            .map(|(_, object)| Arc::clone(object))
+            .map(|(_, object)| object)
+            .filter(|o| selector.has(&o.namespace, &o.name, &o.labels))
+            .take(if limit > 0 { limit } else { usize::MAX })
+            .cloned()
             .collect();
         Some((version, found))
     }

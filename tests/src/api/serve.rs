@@ -126,20 +126,20 @@ fn list(site: &Site, resource: Resource, parameters: &Parameters) -> Response {
         Some((version, key)) => (version.parse().ok(), Some(key)),
         None => (None, None),
     };
-    let Some((version, objects)) = site.cluster.objects(resource, at, after, limit > 0) else {
+    // One more than is wanted tells whether there are more.
+    let take = if limit > 0 { limit + 1 } else { 0 };
+    let cluster = &site.cluster;
+    let Some((version, mut page)) = cluster.objects(resource, at, after, &selector, take) else {
         let (code, reason, message) = expired();
         return status(code, reason, message, None);
     };
-    let mut selected = objects
-        .iter()
-        .filter(|o| selector.has(&o.namespace, &o.name, &o.labels));
-    let limit = if limit == 0 { usize::MAX } else { limit };
-    let page: Vec<&Arc<Object>> = selected.by_ref().take(limit).collect();
+    let more = limit > 0 && page.len() > limit;
+    if more {
+        page.truncate(limit);
+    }
     let (kind, api_version) = resource.types();
     let mut metadata = json!({ "resourceVersion": version.to_string() });
-    if selected.next().is_some()
-        && let Some(last) = page.last()
-    {
+    if more && let Some(last) = page.last() {
         metadata["continue"] = json!(format!("{version}:{}/{}", last.namespace, last.name));
     }
     let mut text = format!(

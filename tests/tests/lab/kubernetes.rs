@@ -125,7 +125,7 @@ fn slice(lab: &Lab, service: &str, pods: &[&str]) -> Value {
 
 /// Services and endpoints come, change and go, and the VIP follows.
 fn what_the_api_has_is_served() -> Result<()> {
-    let site = Site::start(web)?;
+    let mut site = Site::start(web)?;
     site.reaches(&["far", "near"])?;
     site.endpoints(&["near2"]);
     eventually(|| site.reaches(&["near2"]))?;
@@ -148,6 +148,25 @@ fn what_the_api_has_is_served() -> Result<()> {
     let source = &status["agent"]["source"];
     ensure!(source["kind"] == "kubernetes", "{source}");
     ensure!(source["error"].is_null(), "{source}");
+    let plan = ["plan", "--node-name", "node2", "--kubeconfig"].map(str::to_owned);
+    let kubeconfig = site
+        .directory
+        .path()
+        .join("kubeconfig")
+        .display()
+        .to_string();
+    let plan = |agent: &Agent| agent.dataplane(plan.iter().chain([&kubeconfig])).output();
+    let output = plan(&site.agent)?;
+    ensure!(output.status.code() == Some(0), "{output:?}");
+    site.agent.kill();
+    site.endpoints(&["far"]);
+    let output = plan(&site.agent)?;
+    let said = String::from_utf8_lossy(&output.stdout);
+    ensure!(
+        output.status.code() == Some(2) && said.contains("10.96.0.10:80"),
+        "{output:?}"
+    );
+    site.agent.start()?;
     let metrics = site.lab.node("node2").command("curl");
     let metrics = metrics
         .args(["-s", "http://127.0.0.1:15020/metrics"])
@@ -155,6 +174,7 @@ fn what_the_api_has_is_served() -> Result<()> {
     for line in [
         "dataplane_source_watching 1",
         "dataplane_source_lists_total{resource=\"services\"} 1",
+        "dataplane_source_watches_total{resource=\"nodes\"} 1",
         "dataplane_change_duration_seconds_count",
     ] {
         ensure!(metrics.contains(line), "no {line} in\n{metrics}");
