@@ -186,11 +186,14 @@ fn a_node_that_the_cluster_does_not_know_is_told() {
         view.problems
     );
     assert_eq!(&*view.node.zone, "");
+    // As for kube-proxy: load balancers are told to look elsewhere.
+    assert!(view.node.leaving);
     let address = "192.0.2.1".parse().unwrap();
     site.cluster()
         .apply(objects::node("node1", "zone-a", &[address]));
     let view = site.view(|view| view.problems.is_empty());
     assert_eq!(view.node.addresses, [address]);
+    assert!(!view.node.leaving);
     site.cluster().delete(Resource::Nodes, "", "node1");
-    site.view(|view| view.node.addresses.is_empty());
+    site.view(|view| view.node.addresses.is_empty() && view.node.leaving);
 }

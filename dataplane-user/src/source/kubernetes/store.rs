@@ -212,7 +212,7 @@ impl Store {
         match kind {
             Kind::Service => _ = self.pending.insert(name.clone(), Change::Remove),
             Kind::Slice => self.forget_slice(name, None),
-            Kind::Node => self.facts = NodeFacts::default(),
+            Kind::Node => self.facts = NodeFacts::of_no_object(),
         }
     }
 
@@ -252,7 +252,7 @@ impl Store {
             Kind::Slice => self.named.keys().cloned().collect(),
             Kind::Node => {
                 if seen.is_empty() {
-                    self.facts = NodeFacts::default();
+                    self.facts = NodeFacts::of_no_object();
                     self.missing_node();
                 }
                 return;

@@ -26,6 +26,14 @@ pub struct NodeFacts {
 }
 
 impl NodeFacts {
+    /// Of a node that the cluster does not know, or not any more: nothing new should come to it.
+    pub fn of_no_object() -> Self {
+        Self {
+            leaving: true,
+            ..Self::default()
+        }
+    }
+
     /// `node` with these facts. A zone that it was given by hand stays.
     pub fn applied_to(&self, node: &Node) -> Node {
         Node {
