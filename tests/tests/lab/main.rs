@@ -21,6 +21,7 @@ macro_rules! scenarios {
 mod churn;
 mod cluster;
 mod commands;
+mod configured;
 mod daemonset;
 mod explain;
 mod features;
@@ -97,6 +98,7 @@ fn main() -> ExitCode {
         daemonset::SCENARIOS,
         moving::SCENARIOS,
         topology::SCENARIOS,
+        configured::SCENARIOS,
         metrics::SCENARIOS,
         monitor::SCENARIOS,
         reload::SCENARIOS,
