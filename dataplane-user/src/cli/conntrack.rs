@@ -512,7 +512,8 @@ mod tests {
                 vip_port: Port::new(53),
                 used,
                 seen: seen::PACKET,
-                reserved: [0; 3],
+                padding: 0,
+                reserved: 0,
             }),
         }
     }

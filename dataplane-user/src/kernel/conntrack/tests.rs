@@ -63,7 +63,8 @@ fn flow(client: u16, protocol: Protocol, used: Tick, forward: u8, back: u8) -> F
             vip_port: Port::new(53),
             used,
             seen: back,
-            reserved: [0; 3],
+            padding: 0,
+            reserved: 0,
         }),
     }
 }
