@@ -51,7 +51,7 @@ layout! {
     #[repr(C)]
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
     pub struct Iface {
-        /// [`Iface::POD`], [`Iface::LOCAL`].
+        /// [`Iface::POD`], [`Iface::LOCAL`], [`Iface::ATTACHED`].
         pub flags: u16,
         /// Index into `NODE_ADDRS` of the address that IPv4 flows leaving by this interface are
         /// masqueraded to; 0: there is none.
@@ -63,7 +63,7 @@ layout! {
     /// What `SOURCES` is looked up by. `BPF_MAP_TYPE_LPM_TRIE`: the bits after the first word are
     /// matched from the first byte's highest bit on.
     #[repr(C)]
-    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
     pub struct SourceKey {
         /// How many bits count, [`SourceKey::SET_BITS`] included.
         pub prefix: u32,
@@ -212,6 +212,8 @@ impl Iface {
     /// Packets that arrive here come from pods, whatever their source address
     /// ([`PacketConfig::DETECT_BY_INTERFACE`]).
     pub const LOCAL: u16 = 2;
+    /// Our programs belong on it: what `status` compares with. The programs do not ask.
+    pub const ATTACHED: u16 = 4;
 }
 
 impl SourceKey {
@@ -394,6 +396,10 @@ impl PacketConfig {
     pub const FIRST_PORT: u16 = 1024;
 }
 
+/// How many interfaces `IFACES` has room for.
+pub const IFACES: u32 = 4096;
+/// How many networks `SOURCES` has room for.
+pub const SOURCES: u32 = 1 << 20;
 /// How many addresses `NODE_ADDRS` has room for; element 0 is never one.
 pub const NODE_ADDRS: u32 = 256;
 /// How many fragmented datagrams are remembered at a time.

@@ -1,8 +1,8 @@
 //! Health, as it is: everything that can be asked of the kernel is asked each time.
 
-use std::{collections::BTreeMap, fmt};
+use std::{collections::BTreeMap, fmt, fs};
 
-use dataplane_common::Reason;
+use dataplane_common::{Reason, packet::Iface};
 use serde::{Deserialize, Serialize};
 
 use super::{
@@ -25,6 +25,9 @@ pub struct Report {
     pub agent: Option<AgentStatus>,
     /// The programs, and whether the kernel runs them.
     pub programs: Vec<Program>,
+    /// The interfaces that the packet path's programs belong on; none if it is off.
+    #[serde(default)]
+    pub interfaces: Vec<Interface>,
     /// How full the tables are.
     pub tables: Vec<Table>,
     /// Verdicts since the tables were made, by reason.
@@ -71,6 +74,36 @@ pub struct Program {
     /// The kernel's number of its link (`bpftool link show id`).
     pub link_id: Option<u32>,
     /// The kernel's number of the program (`bpftool prog show id`).
+    pub program_id: Option<u32>,
+    /// What is wrong with it.
+    pub problem: Option<String>,
+}
+
+/// An interface with the packet path's programs on it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Interface {
+    /// The kernel's number of it.
+    pub ifindex: u32,
+    /// Its name.
+    pub name: String,
+    /// What it is: `uplink` or `pod`.
+    pub role: String,
+    /// The addresses that flows which leave by it are masqueraded to.
+    pub masquerade: Vec<String>,
+    /// The program for what arrives.
+    pub ingress: OnInterface,
+    /// The program for what leaves.
+    pub egress: OnInterface,
+}
+
+/// A program on an interface.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct OnInterface {
+    /// Whether the kernel says that it runs.
+    pub attached: bool,
+    /// How: `tcx` or `clsact`.
+    pub hook: Option<String>,
+    /// The kernel's number of the program.
     pub program_id: Option<u32>,
     /// What is wrong with it.
     pub problem: Option<String>,
@@ -147,6 +180,23 @@ pub fn examine(
         }
     }
 
+    let interfaces = interfaces(paths).unwrap_or_else(|e| {
+        error(format!(
+            "cannot ask the kernel what runs on the interfaces: {e}"
+        ));
+        Vec::new()
+    });
+    for interface in &interfaces {
+        for (word, on) in [
+            ("ingress", &interface.ingress),
+            ("egress", &interface.egress),
+        ] {
+            if let Some(problem) = &on.problem {
+                error(format!("{} {word}: {problem}", interface.name));
+            }
+        }
+    }
+
     let mut tables = Vec::new();
     let mut verdicts = BTreeMap::new();
     match kernel::Tables::open(&paths.bpffs) {
@@ -210,6 +260,9 @@ pub fn examine(
             None
         }
     };
+    if !interfaces.is_empty() {
+        findings.extend(forwarding());
+    }
     if verdicts
         .get(Reason::Dangling.word())
         .is_some_and(|&n| n > 0)
@@ -233,9 +286,80 @@ pub fn examine(
         },
         agent,
         programs,
+        interfaces,
         tables,
         verdicts,
     }
+}
+
+/// The interfaces that the packet path's programs belong on, and whether they run there.
+fn interfaces(paths: &kernel::Paths) -> Result<Vec<Interface>, kernel::Error> {
+    if !kernel::Tables::exist(&paths.bpffs)? {
+        return Ok(Vec::new());
+    }
+    let tables = kernel::PacketTables::open(&paths.bpffs)?;
+    let attachments = kernel::interface_attachments(&paths.bpffs)?;
+    let mut found = Vec::new();
+    for (ifindex, iface) in tables.ifaces()? {
+        if iface.flags & Iface::ATTACHED == 0 {
+            continue;
+        }
+        let on = |direction| {
+            let found = attachments
+                .iter()
+                .find(|a| a.ifindex == ifindex && a.direction == direction);
+            OnInterface {
+                attached: found.is_some_and(|a| a.problem.is_none()),
+                hook: found
+                    .and_then(|a| a.hook)
+                    .map(|hook| hook.word().to_owned()),
+                program_id: found.and_then(|a| a.program_id),
+                problem: match found {
+                    Some(attachment) => attachment.problem.clone(),
+                    None => Some("not attached".to_owned()),
+                },
+            }
+        };
+        found.push(Interface {
+            ifindex,
+            name: kernel::interface_name(ifindex),
+            role: if iface.flags & Iface::LOCAL != 0 {
+                "pod"
+            } else {
+                "uplink"
+            }
+            .to_owned(),
+            masquerade: [iface.masquerade_v4, iface.masquerade_v6]
+                .into_iter()
+                .filter_map(|index| Some(tables.node_addr(index)?.to_string()))
+                .collect(),
+            ingress: on(kernel::Direction::Ingress),
+            egress: on(kernel::Direction::Egress),
+        });
+    }
+    Ok(found)
+}
+
+/// What keeps the kernel from sending on what is not its own. Said and not changed: it is the
+/// node's administrator's decision.
+fn forwarding() -> Vec<Finding> {
+    [
+        ("net.ipv4.ip_forward", "ipv4/ip_forward"),
+        ("net.ipv6.conf.all.forwarding", "ipv6/conf/all/forwarding"),
+    ]
+    .into_iter()
+    .filter(|(_, file)| {
+        // A kernel without the family has no such setting, and none of its packets.
+        fs::read_to_string(format!("/proc/sys/net/{file}")).is_ok_and(|value| value.trim() == "0")
+    })
+    .map(|(name, _)| Finding {
+        severity: Severity::Warning,
+        text: format!(
+            "{name} is 0: packets for endpoints that are not on this node's own addresses are not \
+             sent on (`sysctl -w {name}=1`)"
+        ),
+    })
+    .collect()
 }
 
 /// What is wrong in what the agent says of itself.

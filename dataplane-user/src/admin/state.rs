@@ -94,6 +94,8 @@ struct Known {
     sync_error: Option<api::Failure>,
     /// Ports for load balancers that could not be opened.
     unasked: Vec<Problem>,
+    /// What is wrong with the packet path's programs and interfaces.
+    network: Vec<api::Problem>,
 }
 
 /// Seconds since the epoch.
@@ -149,6 +151,7 @@ impl State {
                 syncs: 0,
                 sync_error: None,
                 unasked: Vec::new(),
+                network: Vec::new(),
             }),
             counters: Mutex::default(),
             given: Mutex::default(),
@@ -230,6 +233,15 @@ impl State {
         lock(&self.known).sync_error = Some(api::Failure { at: now(), text });
     }
 
+    /// What is wrong with the packet path now.
+    pub fn network_problems(&self, problems: &[String]) {
+        let problem = |text: &String| api::Problem {
+            place: "packet path".to_owned(),
+            text: text.clone(),
+        };
+        lock(&self.known).network = problems.iter().map(problem).collect();
+    }
+
     /// The source was read.
     pub fn source_read(&self) {
         let mut known = lock(&self.known);
@@ -286,10 +298,11 @@ impl State {
         self.started
     }
 
-    /// How many problems there are with the source, and with ports for load balancers.
+    /// How many problems there are with the source, with ports for load balancers, and with the
+    /// packet path.
     pub fn problems(&self) -> usize {
         let known = lock(&self.known);
-        known.snapshot.problems.len() + known.unasked.len()
+        known.snapshot.problems.len() + known.unasked.len() + known.network.len()
     }
 
     /// How many services claim a frontend that another service serves.
@@ -309,6 +322,7 @@ impl State {
         let known = lock(&self.known);
         problems.extend(known.snapshot.problems.iter().map(view::problem));
         problems.extend(known.unasked.iter().map(view::problem));
+        problems.extend(known.network.iter().cloned());
         let node = &known.snapshot.node;
         api::AgentStatus {
             version: api::Version::own(),

@@ -6,6 +6,7 @@
 pub mod addresses;
 mod flows;
 mod input;
+pub mod interfaces;
 mod sync;
 mod waiter;
 
@@ -30,6 +31,7 @@ use crate::{
 use flows::Flows;
 pub use input::Source;
 use input::{Opened, Shown};
+use interfaces::PacketSettings;
 use sync::Sync;
 use waiter::Ready;
 
@@ -44,6 +46,8 @@ pub struct Settings {
     pub source: Source,
     /// This node.
     pub node: NodeSettings,
+    /// Packets that no socket of ours decided on.
+    pub packet: PacketSettings,
     /// Where to listen.
     pub listen: admin::Settings,
     /// Of which protocols to destroy the sockets that are connected to endpoints that went away.
@@ -165,6 +169,8 @@ enum Event {
     Reload(&'static str),
     /// There is a new view of the API.
     Changed,
+    /// Interfaces, addresses or routes changed.
+    Network,
     /// The other thread cannot go on.
     Failed(io::Error),
 }
@@ -186,9 +192,12 @@ pub fn run(settings: Settings) -> Result<(), Error> {
         }));
     }
     let ready = Ready::new().map_err(Error::Waiter)?;
+    // Before they are looked at, so that no change is missed in between.
+    let news = ready.news()?;
     let listeners = Listeners::open(&settings.listen)?;
 
-    let mut kernel = Kernel::open(&settings.paths, settings.limits)?;
+    let mut kernel =
+        Kernel::open_with(&settings.paths, settings.limits, settings.packet.options())?;
     if kernel.adopted() {
         info!(
             "adopted the tables in {}: what they serve goes on",
@@ -214,6 +223,7 @@ pub fn run(settings: Settings) -> Result<(), Error> {
             listeners,
             Arc::clone(&state),
             opened.watcher,
+            news,
             events.clone(),
         )
         .map_err(Error::Waiter)?;

@@ -10,6 +10,7 @@ use std::{
 
 use dataplane_common::{
     Addr, Port, Protocol,
+    packet::Iface,
     tables::{Frontend, FrontendKey, Kind},
 };
 use tracing::{debug, error, info, warn};
@@ -54,6 +55,10 @@ pub struct Sync {
     look: Instant,
     /// When freed memory was last given back.
     tidied: Instant,
+    /// On how many interfaces the packet path's programs belong, since it was last looked.
+    interfaces: Option<usize>,
+    /// What is wrong with the packet path.
+    problems: Vec<String>,
 }
 
 impl Sync {
@@ -84,6 +89,8 @@ impl Sync {
             empty_tables,
             look: now + LOOK,
             tidied: now,
+            interfaces: None,
+            problems: Vec::new(),
         }
     }
 
@@ -96,6 +103,7 @@ impl Sync {
     /// Until told to end.
     pub fn run(&mut self, happened: &Receiver<Event>) -> Result<(), Error> {
         self.state.pulse.busy();
+        self.network();
         if self.known {
             self.sync(None)?;
         }
@@ -116,6 +124,13 @@ impl Sync {
                 Ok(Event::Changed) => self.take()?,
                 Ok(Event::Failed(error)) => return Err(Error::Waiter(error)),
                 Err(RecvTimeoutError::Timeout) => self.pass_time()?,
+                Ok(Event::Network) => {
+                    debug!("interfaces, addresses or routes changed");
+                    self.network();
+                    if self.look() && self.known {
+                        self.sync(None)?;
+                    }
+                }
                 Err(RecvTimeoutError::Disconnected) => {
                     return Err(Error::Waiter(std::io::Error::other("its thread is gone")));
                 }
@@ -161,11 +176,53 @@ impl Sync {
     fn pass_time(&mut self) -> Result<(), Error> {
         let now = Instant::now();
         let again = self.retry.is_some_and(|(at, _)| at <= now);
-        let moved = self.look <= now && self.look();
+        let due = self.look <= now;
+        if due {
+            // Nothing may have told us that somebody removed a program of ours.
+            self.network();
+        }
+        let moved = due && self.look();
         if self.known && (again || moved) {
             self.sync(None)?;
         }
         Ok(())
+    }
+
+    /// Brings the packet path in line with the interfaces that there are.
+    fn network(&mut self) {
+        let settings = &self.settings.packet;
+        let result = kernel::interfaces().and_then(|all| {
+            let network = settings.network(&all).map_err(|source| kernel::Error::Io {
+                what: "cannot find out the host's ephemeral ports".to_owned(),
+                source,
+            })?;
+            let problems = self.kernel.set_network(&network)?;
+            Ok((network, problems))
+        });
+        let problems = match result {
+            Ok((network, problems)) => {
+                let on = |i: &&kernel::NetworkInterface| i.flags & Iface::ATTACHED != 0;
+                let on = network.interfaces.values().filter(on).count();
+                if self.interfaces.replace(on) != Some(on)
+                    && let Some(hook) = self.kernel.hook()
+                {
+                    info!(
+                        interfaces = on,
+                        by = hook.word(),
+                        "the packet path's interfaces"
+                    );
+                }
+                problems
+            }
+            Err(error) => vec![error.to_string()],
+        };
+        if problems != self.problems {
+            for problem in &problems {
+                error!("packet path: {problem}");
+            }
+            self.state.network_problems(&problems);
+            self.problems = problems;
+        }
     }
 
     /// Looks at the node's addresses; whether they changed.

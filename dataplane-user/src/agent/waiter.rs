@@ -4,6 +4,7 @@ use std::{
     io,
     sync::{Arc, mpsc::Sender},
     thread::{self, JoinHandle},
+    time::Duration,
 };
 
 use tokio::{
@@ -15,8 +16,12 @@ use tokio::{
 use super::Event;
 use crate::{
     admin::{self, Listeners, State},
+    kernel::{self, News},
     source::manifests::Watcher,
 };
+
+/// How long changes of interfaces are gathered.
+const SETTLE: Duration = Duration::from_millis(50);
 
 /// The running thread.
 pub struct Waiter {
@@ -45,12 +50,19 @@ impl Ready {
         Ok(Self { runtime, signals })
     }
 
+    /// News of interfaces and addresses, from here on.
+    pub fn news(&self) -> Result<News, kernel::Error> {
+        let _inside = self.runtime.enter();
+        News::new()
+    }
+
     /// Starts to wait.
     pub fn start(
         self,
         listeners: Listeners,
         state: Arc<State>,
         watcher: Option<Watcher>,
+        news: News,
         events: Sender<Event>,
     ) -> io::Result<Waiter> {
         let Self { runtime, signals } = self;
@@ -63,6 +75,7 @@ impl Ready {
                         result = admin::serve(listeners, state) => result,
                         () = signals.pass_on(events.clone()) => Ok(()),
                         () = changes(watcher, events.clone()) => Ok(()),
+                        result = network(news, events.clone()) => result,
                         _ = stopped => Ok(()),
                     }
                 });
@@ -126,6 +139,26 @@ async fn changes(watcher: Option<Watcher>, events: Sender<Event>) {
         watcher.changed().await;
         if events.send(Event::Reload("a manifest changed")).is_err() {
             return;
+        }
+    }
+}
+
+/// Tells of changed interfaces and addresses, for ever. A pod's start is a handful of changes within
+/// milliseconds: they are told once.
+async fn network(mut news: News, events: Sender<Event>) -> io::Result<()> {
+    loop {
+        news.changed().await?;
+        let more = async {
+            loop {
+                news.changed().await?;
+            }
+        };
+        match tokio::time::timeout(SETTLE, more).await {
+            Err(_) => {}
+            Ok(result) => return result,
+        }
+        if events.send(Event::Network).is_err() {
+            return Ok(());
         }
     }
 }

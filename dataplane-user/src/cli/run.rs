@@ -7,15 +7,18 @@ use std::{
 };
 
 use clap::{Args, ValueEnum};
-use dataplane_common::Protocol;
+use dataplane_common::{Protocol, packet::DEFAULT_FLOWS};
 use ipnet::IpNet;
 use tracing_subscriber::EnvFilter;
 
 use super::{Listen, PathArgs, SocketArgs, exit, source::SourceArgs};
 use crate::{
     admin,
-    agent::{self, NodeSettings, OnExit, Settings},
-    kernel::{self, probe},
+    agent::{
+        self, NodeSettings, OnExit, Settings,
+        interfaces::{Detector, PacketSettings, Pattern, Patterns},
+    },
+    kernel::{self, AttachOptions, Hook, Order, probe},
 };
 
 /// Run the agent on this node.
@@ -73,6 +76,9 @@ pub struct RunArgs {
 
     #[command(flatten)]
     node: NodeArgs,
+
+    #[command(flatten)]
+    packet: PacketArgs,
 
     #[command(flatten)]
     paths: PathArgs,
@@ -135,6 +141,169 @@ impl NodeArgs {
                 .unwrap_or_default(),
             nodeport_addresses: self.nodeport_addresses.clone(),
             zone: self.zone.clone().unwrap_or_default(),
+        }
+    }
+}
+
+/// Packets that no socket of ours decided on.
+#[derive(Clone, Debug, Args)]
+#[command(
+    next_help_heading = "Packet path (clients outside of the cluster, and pods that are VMs)"
+)]
+struct PacketArgs {
+    /// Whether packets are translated too, by programs on the node's interfaces; off: only what the
+    /// sockets of this node's processes do
+    #[arg(
+        long,
+        value_enum,
+        value_name = "ON|OFF",
+        env = "DATAPLANE_PACKET_PATH",
+        hide_env_values = true,
+        default_value_t
+    )]
+    packet_path: Switch,
+
+    /// The interfaces by which the rest of the world is reached: names or patterns, `!` excludes
+    /// [default: those with a default route or an address, without pods' sides, bridges and
+    /// dummies]
+    #[arg(
+        long,
+        value_name = "PATTERN",
+        num_args = 1..,
+        value_delimiter = ',',
+        env = "DATAPLANE_UPLINK",
+        hide_env_values = true
+    )]
+    uplink: Vec<Pattern>,
+
+    /// The node's ends of the pairs whose other ends are in pods: names or patterns, `!` excludes
+    /// [default: every veth and netkit with its other end in another network namespace, and with no
+    /// default route and no network of its own]
+    #[arg(
+        long,
+        value_name = "PATTERN",
+        num_args = 1..,
+        value_delimiter = ',',
+        env = "DATAPLANE_POD_INTERFACE",
+        hide_env_values = true
+    )]
+    pod_interface: Vec<Pattern>,
+
+    /// Whoever has an address in these networks is a pod; others are masqueraded on the way to a
+    /// cluster IP (kube-proxy's detectLocalMode ClusterCIDR and NodeCIDR) [default: nobody is]
+    #[arg(
+        long,
+        value_name = "CIDR",
+        num_args = 1..,
+        value_delimiter = ',',
+        env = "DATAPLANE_POD_CIDR",
+        hide_env_values = true,
+        conflicts_with = "pods_by_interface"
+    )]
+    pod_cidr: Vec<IpNet>,
+
+    /// Whoever sends from a pod's interface is a pod; others are masqueraded on the way to a cluster
+    /// IP (kube-proxy's detectLocalMode BridgeInterface and InterfaceNamePrefix)
+    #[arg(long, env = "DATAPLANE_PODS_BY_INTERFACE", hide_env_values = true)]
+    pods_by_interface: bool,
+
+    /// Masquerade whatever goes to a cluster IP
+    #[arg(long, env = "DATAPLANE_MASQUERADE_ALL", hide_env_values = true)]
+    masquerade_all: bool,
+
+    /// Where our programs go among other people's on an interface
+    ///
+    /// First: a program that ends the chain, as most do for packets they let pass, hides no service.
+    /// Last: others see, and may drop, what clients send to a service before it is translated.
+    /// Whoever comes later may still go before ours.
+    #[arg(
+        long,
+        value_enum,
+        value_name = "WHERE",
+        env = "DATAPLANE_TC_ORDER",
+        hide_env_values = true,
+        default_value_t
+    )]
+    tc_order: TcOrder,
+
+    /// How our programs are put on interfaces
+    #[arg(
+        long,
+        value_enum,
+        value_name = "HOOK",
+        env = "DATAPLANE_TC_HOOK",
+        hide_env_values = true,
+        default_value_t
+    )]
+    tc_hook: TcHook,
+
+    /// How many flows conntrack has room for: TABLE_MEMORY. Taken when the tables are made; those
+    /// of an earlier agent keep their size until `dataplane cleanup`
+    #[arg(
+        long,
+        value_name = "N",
+        env = "DATAPLANE_CONNTRACK_FLOWS",
+        hide_env_values = true,
+        default_value_t = DEFAULT_FLOWS,
+        value_parser = clap::value_parser!(u32).range(1024..=16_777_216)
+    )]
+    conntrack_flows: u32,
+}
+
+/// Whether something is done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+enum Switch {
+    #[default]
+    On,
+    Off,
+}
+
+/// Where among other people's programs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+enum TcOrder {
+    #[default]
+    First,
+    Last,
+}
+
+/// How programs are put on interfaces.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+enum TcHook {
+    /// TCX if the kernel has it (Linux 6.6), otherwise clsact
+    #[default]
+    Auto,
+    /// Links, which run before all filters of clsact qdiscs
+    Tcx,
+    /// Filters of a clsact qdisc
+    Clsact,
+}
+
+impl PacketArgs {
+    fn settings(&self) -> PacketSettings {
+        let attach = AttachOptions {
+            hook: match self.tc_hook {
+                TcHook::Auto => None,
+                TcHook::Tcx => Some(Hook::Tcx),
+                TcHook::Clsact => Some(Hook::Clsact),
+            },
+            order: match self.tc_order {
+                TcOrder::First => Order::First,
+                TcOrder::Last => Order::Last,
+            },
+        };
+        PacketSettings {
+            attach: (self.packet_path == Switch::On).then_some(attach),
+            flows: self.conntrack_flows,
+            uplinks: Patterns::new(self.uplink.clone()),
+            pods: Patterns::new(self.pod_interface.clone()),
+            detector: if self.pods_by_interface {
+                Detector::Interface
+            } else if self.pod_cidr.is_empty() {
+                Detector::None
+            } else {
+                Detector::Networks(self.pod_cidr.clone())
+            },
+            masquerade_all: self.masquerade_all,
         }
     }
 }
@@ -287,6 +456,7 @@ impl RunArgs {
             limits: self.limits.limits(),
             source: self.source.source(),
             node: self.node.settings(),
+            packet: self.packet.settings(),
             listen: admin::Settings {
                 socket: self.socket.socket.clone(),
                 metrics: self.listen.metrics.0,

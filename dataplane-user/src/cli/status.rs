@@ -13,7 +13,7 @@ use crate::{
         self,
         api::{AgentStatus, Sync},
         client,
-        report::{self, Report, Severity},
+        report::{self, OnInterface, Report, Severity},
     },
     kernel,
 };
@@ -107,6 +107,25 @@ fn text(out: &mut dyn Write, report: &Report, now: u64) -> std::io::Result<()> {
             attached,
             number(program.link_id).into(),
             number(program.program_id).into(),
+        ]);
+    }
+    if !table.is_empty() {
+        table.write(out)?;
+        writeln!(out)?;
+    }
+
+    let mut table = Table::new(&["INTERFACE", "IS", "INGRESS", "EGRESS", "MASQUERADES TO"]);
+    for interface in &report.interfaces {
+        let cell = |on: &OnInterface| match (&on.hook, on.attached) {
+            (Some(hook), true) => Cell::new(hook.clone(), GOOD),
+            _ => Cell::new("NO", BAD),
+        };
+        table.row([
+            interface.name.as_str().into(),
+            interface.role.as_str().into(),
+            cell(&interface.ingress),
+            cell(&interface.egress),
+            interface.masquerade.join(", ").into(),
         ]);
     }
     if !table.is_empty() {

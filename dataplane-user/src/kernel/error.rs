@@ -74,6 +74,17 @@ pub enum Error {
         /// The option that raises the limit.
         knob: &'static str,
     },
+    /// Services have more source ranges than there is room for.
+    #[error(
+        "table SOURCES is full: loadBalancerSourceRanges of all services need {needed} entries, \
+             there is room for {limit}. The tables serve on as they were"
+    )]
+    SourcesFull {
+        /// How many are needed.
+        needed: u32,
+        /// How many there is room for.
+        limit: u32,
+    },
     /// The kernel would not make a larger table.
     #[error(
         "table {table} could not grow to {capacity} entries: {source}. The tables serve on as \

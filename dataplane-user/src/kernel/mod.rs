@@ -3,6 +3,7 @@
 
 pub mod conntrack;
 mod error;
+mod interfaces;
 mod log;
 mod map;
 mod memory;
@@ -11,12 +12,15 @@ pub mod namespaces;
 mod netlink;
 pub mod nf_conntrack;
 mod object;
+mod packet;
 mod pins;
 pub mod probe;
 mod programs;
+mod rtnetlink;
 pub mod sockets;
 mod sys;
 mod tables;
+mod tc;
 pub mod trial;
 pub mod verifier;
 
@@ -28,15 +32,21 @@ use std::{
 use nix::fcntl::Flock;
 
 pub use error::Error;
+pub use interfaces::{Interface, News, interfaces};
 pub use memory::give_back_freed_memory;
 pub use monitor::Monitor;
+pub use packet::{
+    AttachOptions, Network, NetworkInterface, PacketOptions, PacketTables, interface_attachments,
+};
 pub use pins::{CleanupItem, cleanup};
 pub use programs::{Attachment, cgroup2_root};
 pub use tables::{Growth, Limits, Tables, Usage};
+pub use tc::{Direction, Hook, InterfaceAttachment, Order, name as interface_name};
 
 use self::{
     error::Doing,
     log::ProgramLog,
+    packet::PacketPath,
     pins::{MAPS, Pins},
 };
 use crate::plan::{Contents, Demand, Write};
@@ -59,6 +69,7 @@ pub struct Kernel {
     pins: Pins,
     limits: Limits,
     tables: Tables,
+    packet: PacketPath,
     adopted: bool,
     /// A hash element was freed, and may be reused by the next that is added: not before a grace
     /// period has passed.
@@ -69,6 +80,14 @@ pub struct Kernel {
 }
 
 impl Kernel {
+    /// [`Kernel::open_with`], without the packet path.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn open(paths: &Paths, limits: Limits) -> Result<Self, Error> {
+        Self::open_with(paths, limits, PacketOptions::default())
+    }
+
     /// Takes over the node: adopts what an earlier agent pinned, or creates it; loads the programs,
     /// and attaches them or swaps them in place.
     ///
@@ -78,7 +97,7 @@ impl Kernel {
     /// # Errors
     /// [`Error::Busy`] if another agent runs; [`Error::Foreign`] and [`Error::Damaged`] for pins
     /// that cannot be adopted, which are left as they are; otherwise the kernel's refusal.
-    pub fn open(paths: &Paths, limits: Limits) -> Result<Self, Error> {
+    pub fn open_with(paths: &Paths, limits: Limits, packet: PacketOptions) -> Result<Self, Error> {
         object::programs()?;
         let pins = Pins::new(&paths.bpffs);
         pins.create_directories()?;
@@ -87,9 +106,10 @@ impl Kernel {
         if !adopted {
             Tables::create(&pins)?;
         }
-        let mut ebpf = programs::load(&pins)?;
+        let mut ebpf = programs::load(&pins, packet.flows, packet.attach.is_some())?;
         let mut tables = Tables::open_pins(&pins, true)?;
-        tables.rebuild_filter()?;
+        let packet = PacketPath::open(&pins, &ebpf, packet)?;
+        tables.rebuild_filter(&packet.masquerade())?;
         let netns = sys::netns_cookie()
             .doing(|| "cannot ask for this network namespace's cookie".to_owned())?;
         tables.set_config(netns);
@@ -98,6 +118,7 @@ impl Kernel {
             pins,
             limits,
             tables,
+            packet,
             adopted,
             freed: false,
             log: ProgramLog::new(&mut ebpf),
@@ -128,6 +149,11 @@ impl Kernel {
         self.tables.contents()
     }
 
+    /// The packet path's tables, for reading.
+    pub fn packet_tables(&self) -> &PacketTables {
+        self.packet.tables()
+    }
+
     /// Makes the tables large enough for a plan, while the programs run.
     ///
     /// # Errors
@@ -146,7 +172,7 @@ impl Kernel {
         if result.is_err() {
             // Which of the keys were added before the error only the kernel knows. If it does not
             // say, the filter lets through more than it need, and nothing less than it must.
-            let _ = self.tables.rebuild_filter();
+            let _ = self.tables.rebuild_filter(&self.packet.masquerade());
         }
         result
     }
@@ -158,6 +184,8 @@ impl Kernel {
         while let Some(write) = writes.next() {
             match write {
                 Write::Endpoints { base, endpoints } => self.tables.set_endpoints(*base, endpoints),
+                Write::AddSource { key } => self.tables.sources().add(key)?,
+                Write::RemoveSource { key } => self.tables.sources().remove(key)?,
                 Write::Pool { index, pool, fresh } => self.tables.set_pool(*index, pool, *fresh)?,
                 Write::Insert { key, frontend } => {
                     self.settle()?;
@@ -195,6 +223,21 @@ impl Kernel {
         self.tables.grace()?;
         self.freed = false;
         Ok(())
+    }
+
+    /// Tells the packet path what it is to take interfaces and networks for, and lets its programs
+    /// be on the interfaces where they should be and on no others. Answers what did not work on
+    /// one interface, which keeps nothing else from being done.
+    ///
+    /// # Errors
+    /// The kernel's refusal of something that is no interface's.
+    pub fn set_network(&mut self, network: &Network) -> Result<Vec<String>, Error> {
+        self.packet.set(&self.pins, &mut self.tables, network)
+    }
+
+    /// How the packet path's programs are put on interfaces; none if they are not.
+    pub fn hook(&self) -> Option<Hook> {
+        self.packet.hook()
     }
 
     /// Passes on what the programs have logged since the last call: faults of ours, one line each,

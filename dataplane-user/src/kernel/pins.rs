@@ -14,11 +14,16 @@ use std::{
 };
 
 use aya_obj::generated::bpf_map_type::{
-    self, BPF_MAP_TYPE_ARRAY_OF_MAPS, BPF_MAP_TYPE_PERCPU_ARRAY, BPF_MAP_TYPE_RINGBUF,
+    self, BPF_MAP_TYPE_ARRAY_OF_MAPS, BPF_MAP_TYPE_HASH, BPF_MAP_TYPE_LPM_TRIE,
+    BPF_MAP_TYPE_LRU_HASH, BPF_MAP_TYPE_PERCPU_ARRAY, BPF_MAP_TYPE_RINGBUF,
     BPF_MAP_TYPE_SK_STORAGE,
 };
 use dataplane_common::{
-    LAYOUT, Reason, VIP_ELEMENTS, VipWords,
+    Addr, LAYOUT, Reason, VIP_ELEMENTS, VipWords,
+    packet::{
+        FRAGMENTS, FlowKey, Forward, Fragment, FragmentKey, IFACES, Iface, Masqueraded, NODE_ADDRS,
+        PacketConfig, PortKey, Reply, SOURCES, SourceKey,
+    },
     tables::{Config, PEER_SETS, Peer, PeerSet, UdpFlows},
 };
 use nix::{
@@ -33,9 +38,10 @@ use nix::{
 
 use super::{
     error::{Doing, Error},
-    map::Mapped,
+    map::{Hash, Mapped, Plain},
     programs::{PROGRAMS, REPLACEMENT},
-    sys::{self, LinkInfo, MapInfo, ObjectKind, Shape},
+    sys::{self, LinkInfo, LinkTarget, MapInfo, ObjectKind, Shape},
+    tc,
 };
 
 /// Where a bpffs usually is.
@@ -64,9 +70,37 @@ const fn outer(name: &'static str) -> MapSpec {
     }
 }
 
+const NO_PREALLOC: u32 = 1; // BPF_F_NO_PREALLOC
+
+/// A hash in which elements are made as they come; or a trie, which knows no other way.
+const fn on_demand<K: Plain, V: Plain>(
+    name: &'static str,
+    kind: bpf_map_type,
+    max_entries: u32,
+) -> MapSpec {
+    let shape = Shape {
+        flags: NO_PREALLOC,
+        ..Hash::<K, V>::shape(kind)
+    };
+    MapSpec {
+        name,
+        shape,
+        max_entries: Some(max_entries),
+    }
+}
+
+/// A table in which the least recently used entry makes room for a new one; without
+/// `max_entries`, as large as the agent was told.
+const fn lru<K: Plain, V: Plain>(name: &'static str, max_entries: Option<u32>) -> MapSpec {
+    MapSpec {
+        name,
+        shape: Hash::<K, V>::shape(BPF_MAP_TYPE_LRU_HASH),
+        max_entries,
+    }
+}
+
 #[expect(clippy::cast_possible_truncation, reason = "small")]
 const fn storage<T>(name: &'static str) -> MapSpec {
-    const NO_PREALLOC: u32 = 1; // BPF_F_NO_PREALLOC, which this type demands
     let shape = Shape {
         kind: BPF_MAP_TYPE_SK_STORAGE,
         key_size: 4,
@@ -81,7 +115,7 @@ const fn storage<T>(name: &'static str) -> MapSpec {
 }
 
 /// Every map that is pinned.
-pub const MAPS: [MapSpec; 12] = [
+pub const MAPS: [MapSpec; 20] = [
     outer("FRONTENDS"),
     outer("POOLS"),
     outer("ENDPOINTS"),
@@ -124,7 +158,29 @@ pub const MAPS: [MapSpec; 12] = [
         shape: Mapped::<VipWords>::shape(false),
         max_entries: Some(VIP_ELEMENTS),
     },
+    on_demand::<u32, Iface>("IFACES", BPF_MAP_TYPE_HASH, IFACES),
+    on_demand::<SourceKey, u32>("SOURCES", BPF_MAP_TYPE_LPM_TRIE, SOURCES),
+    MapSpec {
+        name: "NODE_ADDRS",
+        shape: Mapped::<Addr>::shape(false),
+        max_entries: Some(NODE_ADDRS),
+    },
+    MapSpec {
+        name: "PACKET_CONFIG",
+        shape: Mapped::<PacketConfig>::shape(false),
+        max_entries: Some(1),
+    },
+    lru::<FlowKey, Forward>("FORWARD", None),
+    lru::<FlowKey, Reply>("REPLY", None),
+    lru::<PortKey, Masqueraded>("MASQUERADE", None),
+    lru::<FragmentKey, Fragment>("FRAGMENTS", Some(FRAGMENTS)),
 ];
+
+/// The spec of a map that [`MAPS`] has.
+pub fn spec(name: &str) -> &'static MapSpec {
+    let found = MAPS.iter().find(|spec| spec.name == name);
+    found.expect("the name of one of our maps")
+}
 
 impl MapSpec {
     /// A map whose capacity is chosen when it is made.
@@ -328,7 +384,8 @@ impl Pins {
         }
         let info = sys::link_info(fd.as_fd())
             .doing(|| format!("cannot ask what {} is", path.display()))?;
-        if !info.is_cgroup || info.attach_type != program.hook as u32 {
+        let is_cgroup = matches!(info.target, LinkTarget::Cgroup(_));
+        if !is_cgroup || info.attach_type != program.hook as u32 {
             return Err(foreign("a link of another kind".into()));
         }
         let loaded = sys::prog_by_id(info.program)
@@ -345,7 +402,7 @@ impl Pins {
         for program in &PROGRAMS {
             if self
                 .open_link(program)?
-                .is_some_and(|(_, link)| link.cgroup != 0)
+                .is_some_and(|(_, link)| link.is_attached())
             {
                 return Ok(true);
             }
@@ -455,6 +512,7 @@ pub fn cleanup(bpffs: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
 /// Removes what is ours in one layout's directory.
 pub fn remove_layout(layout: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
     let mut items = Vec::new();
+    items.extend(tc::remove(layout, dry_run)?);
     for (sub, wanted) in [("links", ObjectKind::Link), ("maps", ObjectKind::Map)] {
         let directory = layout.join(sub);
         let Ok(entries) = fs::read_dir(&directory) else {

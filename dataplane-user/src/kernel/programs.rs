@@ -4,7 +4,7 @@
 use std::{
     fs::{self, File},
     os::{
-        fd::{AsFd, BorrowedFd},
+        fd::{AsFd, BorrowedFd, OwnedFd},
         unix::fs::MetadataExt,
     },
     path::{Path, PathBuf},
@@ -27,7 +27,8 @@ use super::{
     error::{Doing, Error},
     object,
     pins::{MAPS, Pins},
-    sys,
+    sys::{self, LinkTarget},
+    tc::Direction,
 };
 
 /// A program and its hook.
@@ -71,18 +72,30 @@ pub const PROGRAMS: [Spec; 9] = [
 pub const REPLACEMENT: &str = "-new";
 
 /// Loads the programs. Maps that are pinned are used; those that are not are created and pinned.
-pub fn load(pins: &Pins) -> Result<Ebpf, Error> {
+///
+/// `flows`: how many the tables of conntrack have room for, if they are created; `packet`: whether
+/// the packet path's programs are loaded too.
+pub fn load(pins: &Pins, flows: u32, packet: bool) -> Result<Ebpf, Error> {
+    let load = |level| load_logging(pins, flows, packet, level);
     // Writing the verifier's log takes most of the time of a load: only where there is something to
     // read in it, and then the path that led to the refusal, without all those that did not.
-    load_logging(pins, VerifierLogLevel::DISABLE).or_else(|error| match error {
-        Error::Load { .. } => load_logging(pins, VerifierLogLevel::DEBUG),
+    load(VerifierLogLevel::DISABLE).or_else(|error| match error {
+        Error::Load { .. } => load(VerifierLogLevel::DEBUG),
         error => Err(error),
     })
 }
 
-fn load_logging(pins: &Pins, level: VerifierLogLevel) -> Result<Ebpf, Error> {
+fn load_logging(
+    pins: &Pins,
+    flows: u32,
+    packet: bool,
+    level: VerifierLogLevel,
+) -> Result<Ebpf, Error> {
     let mut loader = EbpfLoader::new();
     loader.verifier_log_level(level);
+    for table in ["FORWARD", "REPLY", "MASQUERADE"] {
+        loader.map_max_entries(table, flows);
+    }
     for map in &MAPS {
         loader.map_pin_path(map.name, pins.map(map.name));
     }
@@ -91,11 +104,32 @@ fn load_logging(pins: &Pins, level: VerifierLogLevel) -> Result<Ebpf, Error> {
         let result = match ebpf.program_mut(spec.name) {
             Some(Program::CgroupSockAddr(program)) => program.load(),
             Some(Program::CgroupSock(program)) => program.load(),
-            _ => return Err(absent(spec)),
+            _ => return Err(absent(spec.name)),
         };
-        result.map_err(|source| load_error(spec, source))?;
+        result.map_err(|source| load_error(spec.name, source))?;
+    }
+    if packet {
+        for direction in Direction::ALL {
+            let name = direction.program();
+            let Some(Program::SchedClassifier(program)) = ebpf.program_mut(name) else {
+                return Err(absent(name));
+            };
+            program.load().map_err(|source| load_error(name, source))?;
+        }
     }
     Ok(ebpf)
+}
+
+/// A descriptor of its own of a loaded program of the packet path.
+pub fn packet_program(ebpf: &Ebpf, direction: Direction) -> Result<OwnedFd, Error> {
+    let name = direction.program();
+    let Some(Program::SchedClassifier(program)) = ebpf.program(name) else {
+        return Err(absent(name));
+    };
+    let fd = program.fd().map_err(|source| load_error(name, source))?;
+    fd.as_fd()
+        .try_clone_to_owned()
+        .doing(|| format!("cannot keep program {name}"))
 }
 
 /// A loaded program's descriptor.
@@ -103,21 +137,21 @@ fn descriptor<'a>(ebpf: &'a Ebpf, spec: &Spec) -> Result<BorrowedFd<'a>, Error> 
     let fd = match ebpf.program(spec.name) {
         Some(Program::CgroupSockAddr(program)) => program.fd(),
         Some(Program::CgroupSock(program)) => program.fd(),
-        _ => return Err(absent(spec)),
+        _ => return Err(absent(spec.name)),
     };
-    Ok(fd.map_err(|source| load_error(spec, source))?.as_fd())
+    Ok(fd.map_err(|source| load_error(spec.name, source))?.as_fd())
 }
 
-fn absent(spec: &Spec) -> Error {
+fn absent(program: &str) -> Error {
     Error::Io {
-        what: format!("the object has no program {}", spec.name),
+        what: format!("the object has no program {program}"),
         source: std::io::ErrorKind::NotFound.into(),
     }
 }
 
-fn load_error(spec: &Spec, source: ProgramError) -> Error {
+fn load_error(program: &'static str, source: ProgramError) -> Error {
     Error::Load {
-        program: spec.name,
+        program,
         source: Box::new(source),
     }
 }
@@ -131,8 +165,10 @@ pub fn attach(ebpf: &Ebpf, pins: &Pins, cgroup: &Path) -> Result<(), Error> {
     for spec in &PROGRAMS {
         let fd = descriptor(ebpf, spec)?;
         match pins.open_link(spec)? {
-            Some((link, info)) if info.cgroup == id => sys::link_update(link.as_fd(), fd)
-                .doing(|| format!("cannot swap program {}", spec.name))?,
+            Some((link, info)) if info.target == LinkTarget::Cgroup(id) => {
+                sys::link_update(link.as_fd(), fd)
+                    .doing(|| format!("cannot swap program {}", spec.name))?
+            }
             // On another cgroup, or on one that is gone: attached anew, then the pin is replaced.
             Some(_) => create(spec, fd, &directory, &pins.link(spec.name), true)?,
             None => create(spec, fd, &directory, &pins.link(spec.name), false)?,
@@ -253,12 +289,13 @@ fn attachment(pins: &Pins, spec: &Spec, cgroup: &File, cgroup_id: u64) -> Attach
         .and_then(|fd| sys::prog_info(fd.as_fd()))
         .map(|info| info.tag)
         .ok();
-    found.problem = if link.cgroup == 0 {
+    found.problem = if !link.is_attached() {
         Some("its cgroup was removed; restart the agent to attach anew".into())
-    } else if link.cgroup != cgroup_id {
+    } else if let LinkTarget::Cgroup(other) = link.target
+        && other != cgroup_id
+    {
         Some(format!(
-            "attached to another cgroup (id {}, not {cgroup_id})",
-            link.cgroup
+            "attached to another cgroup (id {other}, not {cgroup_id})"
         ))
     } else {
         match sys::cgroup_programs(cgroup.as_fd(), spec.hook) {

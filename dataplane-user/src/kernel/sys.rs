@@ -172,6 +172,20 @@ fn found(result: io::Result<()>) -> io::Result<bool> {
     }
 }
 
+/// The key after `key` (none: the first); `false` at the end.
+pub fn map_next_key(map: BorrowedFd<'_>, key: Option<&[u8]>, next: &mut [u8]) -> io::Result<bool> {
+    let mut attr = attr();
+    // SAFETY: keys are as long as the map's, by the module's contract.
+    let result = unsafe {
+        let elem = &mut attr.__bindgen_anon_2;
+        elem.map_fd = raw(map);
+        elem.key = key.map_or(0, |key| key.as_ptr() as u64);
+        elem.__bindgen_anon_1.next_key = next.as_mut_ptr() as u64;
+        bpf(bpf_cmd::BPF_MAP_GET_NEXT_KEY, &mut attr)
+    };
+    found(result.map(|_| ()))
+}
+
 /// Adds or replaces `count` keys. On an error, the number in it says how many were done before.
 pub fn map_update_batch(
     map: BorrowedFd<'_>,
@@ -277,6 +291,26 @@ pub fn link_create_cgroup(
     }
 }
 
+/// Attaches a program to an interface by a link (TCX, Linux 6.6): before all others, or after them.
+pub fn link_create_tcx(
+    program: BorrowedFd<'_>,
+    ifindex: u32,
+    attach_type: bpf_attach_type,
+    first: bool,
+) -> io::Result<OwnedFd> {
+    const BEFORE: u32 = 1 << 3; // BPF_F_BEFORE: relative to nothing, so at the head
+    const AFTER: u32 = 1 << 4; // BPF_F_AFTER
+    let mut attr = attr();
+    // SAFETY: no pointers in this command's attributes.
+    unsafe {
+        attr.link_create.__bindgen_anon_1.prog_fd = raw(program);
+        attr.link_create.__bindgen_anon_2.target_ifindex = ifindex;
+        attr.link_create.attach_type = attach_type as u32;
+        attr.link_create.flags = if first { BEFORE } else { AFTER };
+        bpf_fd(bpf_cmd::BPF_LINK_CREATE, &mut attr)
+    }
+}
+
 /// Replaces a link's program, atomically.
 pub fn link_update(link: BorrowedFd<'_>, program: BorrowedFd<'_>) -> io::Result<()> {
     let mut attr = attr();
@@ -304,14 +338,29 @@ pub fn cgroup_programs(
     attach_type: bpf_attach_type,
 ) -> io::Result<Vec<u32>> {
     const EFFECTIVE: u32 = 1; // BPF_F_QUERY_EFFECTIVE
+    attached_programs(raw(cgroup), attach_type, EFFECTIVE)
+}
+
+/// The ids of the programs that TCX runs on an interface, in their order. Before Linux 6.6 an
+/// invalid argument.
+pub fn tcx_programs(ifindex: u32, attach_type: bpf_attach_type) -> io::Result<Vec<u32>> {
+    attached_programs(ifindex, attach_type, 0)
+}
+
+/// `target`: a cgroup's descriptor or an interface's number, as the kind of hook wants.
+fn attached_programs(
+    target: u32,
+    attach_type: bpf_attach_type,
+    flags: u32,
+) -> io::Result<Vec<u32>> {
     let mut ids = vec![0u32; 64];
     loop {
         let mut attr = attr();
         // SAFETY: room for as many ids as we say.
         let (result, count) = unsafe {
-            attr.query.__bindgen_anon_1.target_fd = raw(cgroup);
+            attr.query.__bindgen_anon_1.target_fd = target;
             attr.query.attach_type = attach_type as u32;
-            attr.query.query_flags = EFFECTIVE;
+            attr.query.query_flags = flags;
             attr.query.prog_ids = ids.as_mut_ptr() as u64;
             attr.query.__bindgen_anon_2.prog_cnt = u32::try_from(ids.len()).unwrap_or(u32::MAX);
             let result = bpf(bpf_cmd::BPF_PROG_QUERY, &mut attr);
@@ -405,6 +454,8 @@ pub fn map_info(map: BorrowedFd<'_>) -> io::Result<MapInfo> {
 /// A program's name and tag.
 #[derive(Clone, Debug)]
 pub struct ProgInfo {
+    /// Its id, unique while the machine runs.
+    pub id: u32,
     /// Its name.
     pub name: String,
     /// A hash of its instructions.
@@ -418,40 +469,62 @@ pub fn prog_info(program: BorrowedFd<'_>) -> io::Result<ProgInfo> {
     // SAFETY: see `map_info`. The pointers and counts in the info are zero: nothing is asked for.
     let info: bpf_prog_info = unsafe { info(program) }?;
     Ok(ProgInfo {
+        id: info.id,
         name: name(&info.name),
         tag: u64::from_be_bytes(info.tag),
         jited: info.jited_prog_len,
     })
 }
 
-/// A cgroup link.
+/// What a link attaches its program to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LinkTarget {
+    /// A cgroup, by its id (its directory's inode number); 0 once it is gone.
+    Cgroup(u64),
+    /// An interface, by its number, in TCX; 0 once it is gone.
+    Tcx(u32),
+    /// Something else.
+    Other,
+}
+
+/// A link.
 #[derive(Clone, Copy, Debug)]
 pub struct LinkInfo {
     /// Its id, unique while the machine runs.
     pub id: u32,
-    /// Whether it is a cgroup's link at all.
-    pub is_cgroup: bool,
+    /// What it is attached to.
+    pub target: LinkTarget,
     /// Its program.
     pub program: u32,
-    /// The cgroup's id (its directory's inode number); 0 once the cgroup is gone.
-    pub cgroup: u64,
-    /// The hook, as the kernel numbers it.
+    /// The hook, as the kernel numbers it; 0 of [`LinkTarget::Other`].
     pub attach_type: u32,
+}
+
+impl LinkInfo {
+    /// Whether what it was attached to is there still.
+    pub fn is_attached(&self) -> bool {
+        !matches!(self.target, LinkTarget::Cgroup(0) | LinkTarget::Tcx(0))
+    }
 }
 
 /// Asks what a link is. The descriptor must be a link's.
 pub fn link_info(link: BorrowedFd<'_>) -> io::Result<LinkInfo> {
     const CGROUP: u32 = 3; // BPF_LINK_TYPE_CGROUP
+    const TCX: u32 = 11; // BPF_LINK_TYPE_TCX
     // SAFETY: see `map_info`.
     let info: bpf_link_info = unsafe { info(link) }?;
-    // SAFETY: every variant of the union is plain integers; used only if the type says cgroup.
-    let cgroup = unsafe { info.__bindgen_anon_1.cgroup };
+    // SAFETY: every variant of the union is plain integers; used only as the type says.
+    let (cgroup, tcx) = unsafe { (info.__bindgen_anon_1.cgroup, info.__bindgen_anon_1.tcx) };
+    let (target, attach_type) = match info.type_ {
+        CGROUP => (LinkTarget::Cgroup(cgroup.cgroup_id), cgroup.attach_type),
+        TCX => (LinkTarget::Tcx(tcx.ifindex), tcx.attach_type),
+        _ => (LinkTarget::Other, 0),
+    };
     Ok(LinkInfo {
         id: info.id,
-        is_cgroup: info.type_ == CGROUP,
+        target,
         program: info.prog_id,
-        cgroup: cgroup.cgroup_id,
-        attach_type: cgroup.attach_type,
+        attach_type,
     })
 }
 

@@ -13,9 +13,10 @@ use std::{
 
 use aya_obj::generated::bpf_map_type::{BPF_MAP_TYPE_HASH, BPF_MAP_TYPE_LRU_HASH};
 use dataplane_common::{
-    Reason, VipWords, decide,
+    Addr, Reason, VipWords, decide,
     tables::{
-        Affinity, AffinityKey, Block, Config, Endpoint, Frontend, FrontendKey, Pool, PoolStats,
+        Affinity, AffinityKey, Block, Config, Endpoint, Frontend, FrontendKey, Kind, Pool,
+        PoolStats,
     },
 };
 use zerocopy::{FromBytes, IntoBytes};
@@ -23,7 +24,8 @@ use zerocopy::{FromBytes, IntoBytes};
 use super::{
     error::{Doing, Error},
     map::{Hash, Mapped},
-    pins::{MAPS, MapSpec, Pins},
+    packet::Sources,
+    pins::{MAPS, MapSpec, Pins, spec},
     sys::{self, Shape},
 };
 use stats::Stats;
@@ -53,6 +55,7 @@ const SMALLEST: Demand = Demand {
     pools: 256,
     endpoints: 512,
     affinity_groups: 4,
+    sources: 0,
 };
 /// Affinity entries per group: clients are this node's pods, in the network namespace each.
 const CLIENTS_PER_GROUP: u32 = 256;
@@ -74,6 +77,7 @@ pub struct Tables {
     reasons: OwnedFd,
     config: Mapped<Config>,
     vips: Vips,
+    sources: Sources,
     cpus: u32,
 }
 
@@ -156,6 +160,7 @@ impl Tables {
             affinity: Hash::from_fd(affinity, affinity_capacity),
             reasons: open(&MAPS[5])?,
             config: Mapped::map(open(&MAPS[7])?, 1, writable).doing(mapped)?,
+            sources: Sources::new(open(spec("SOURCES"))?),
             vips: Vips::open(open(&MAPS[11])?, writable).doing(mapped)?,
             outer,
             cpus,
@@ -213,7 +218,13 @@ impl Tables {
             frontends,
             pools,
             endpoints,
+            sources: self.sources.of_pools()?,
         })
+    }
+
+    /// The source ranges of load balancers, and the networks of pods.
+    pub fn sources(&self) -> &Sources {
+        &self.sources
     }
 
     /// What a pool has seen, on all CPUs, since it came into being.
@@ -271,6 +282,7 @@ impl Tables {
                 pools: len(contents.pools.len()),
                 endpoints: len(contents.endpoints.len()),
                 affinity_groups: 0,
+                sources: len(contents.sources.len()),
             },
             len(affinity.len()),
         ))
@@ -349,14 +361,28 @@ impl Tables {
         Ok(missed)
     }
 
-    /// Puts the filter in line with `FRONTENDS`, whatever it was. Returns how many of its words were
-    /// wrong.
-    pub(super) fn rebuild_filter(&mut self) -> Result<usize, Error> {
-        let frontends = self
+    /// Puts the filter in line with `FRONTENDS`, whatever it was, and lets the addresses that flows
+    /// are masqueraded to through as well, since replies come to them. Returns how many of its words
+    /// were wrong.
+    pub(super) fn rebuild_filter(&mut self, masquerade: &[Addr]) -> Result<usize, Error> {
+        let mut frontends = self
             .frontends
             .entries()
             .doing(|| "cannot read table FRONTENDS".to_owned())?;
+        frontends.extend(masquerade.iter().map(|addr| node_address(*addr)));
         Ok(self.vips.rebuild(&frontends))
+    }
+
+    /// Before an address is masqueraded to: lets it through the filter.
+    pub(super) fn let_through(&mut self, addr: Addr) {
+        let (key, frontend) = node_address(addr);
+        self.vips.add(&key, frontend);
+    }
+
+    /// After an address was masqueraded to for the last time.
+    pub(super) fn let_through_no_more(&mut self, addr: Addr) {
+        let (key, frontend) = node_address(addr);
+        self.vips.remove(&key, frontend);
     }
 
     /// Adds frontends that are not there.
@@ -472,6 +498,14 @@ impl decide::Tables for Tables {
     fn endpoint(&self, slot: u32) -> Option<Endpoint> {
         self.endpoints.get(slot)
     }
+}
+
+/// What an address that is masqueraded to is counted as in the filter.
+fn node_address(addr: Addr) -> (FrontendKey, Frontend) {
+    (
+        FrontendKey::address(addr),
+        Frontend::new(0, Kind::NODE_ADDRESS),
+    )
 }
 
 fn len(len: usize) -> u32 {

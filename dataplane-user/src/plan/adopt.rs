@@ -53,6 +53,16 @@ pub enum AdoptError {
         /// How many pools there are, with pool 0.
         pools: usize,
     },
+    /// A pool whose clients from outside are another's, which is no pool.
+    #[error("table POOLS: clients from outside of pool {pool} get pool {external} of {pools}")]
+    ExternalOutOfRange {
+        /// Which.
+        pool: u32,
+        /// The pool for clients from outside.
+        external: u32,
+        /// How many pools there are, with pool 0.
+        pools: usize,
+    },
     /// A pool with endpoints beyond the table's end.
     #[error("table POOLS: pool {pool} has slots {base}+{len} of {slots}")]
     BlockOutOfRange {
@@ -138,9 +148,16 @@ impl Adopted {
         let Some(cluster) = cluster else {
             return PortPools::default();
         };
+        let outside = mirror.pools[cluster as usize].pool.external;
+        let only_outside = outside != 0
+            && outside != cluster
+            && group(outside) == cluster
+            && mirror.pools[outside as usize].owner.is_none()
+            && !self.keys.contains_key(&outside);
         let local = candidates
             .into_iter()
-            .find(|&i| i != cluster && group(i) == cluster);
+            .find(|&i| i != cluster && group(i) == cluster)
+            .or(only_outside.then_some(outside));
         PortPools {
             cluster,
             local: local.unwrap_or_default(),
@@ -232,6 +249,22 @@ pub(super) fn adopt(contents: Contents) -> Result<(Mirror, Adopted), AdoptError>
                 mirror.pools[group as usize].live = true;
             }
         }
+    }
+    for pool in 1..count(pools) {
+        let external = mirror.pools[pool as usize].pool.external;
+        if external != 0 && mirror.pools[pool as usize].live {
+            if external as usize >= pools {
+                return Err(AdoptError::ExternalOutOfRange {
+                    pool,
+                    external,
+                    pools,
+                });
+            }
+            mirror.pools[external as usize].live = true;
+        }
+    }
+    for key in contents.sources {
+        mirror.sources.entry(key.set).or_default().insert(key);
     }
     take_over_blocks(&mut mirror)?;
     Ok((mirror, adopted))

@@ -3,7 +3,10 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use dataplane_common::tables::{Block, Endpoint, Frontend, FrontendKey, Pool};
+use dataplane_common::{
+    packet::SourceKey,
+    tables::{Block, Endpoint, Frontend, FrontendKey, Pool},
+};
 
 use super::{Demand, PoolOwner, Write, blocks, blocks::Blocks, wanted::is_address};
 
@@ -27,6 +30,8 @@ pub(super) struct Mirror {
     pub(super) live_slots: u32,
     /// Pools that are the affinity group of some, with affinity.
     pub(super) affinity_groups: u32,
+    /// The source ranges of pools that have some.
+    pub(super) sources: HashMap<u32, BTreeSet<SourceKey>>,
 }
 
 /// An element of `POOLS`.
@@ -47,16 +52,22 @@ pub(super) struct Contents<'a> {
     pub(super) flags: u16,
     pub(super) affinity_seconds: u32,
     pub(super) affinity_group: u32,
+    /// The pool of the local endpoints, if clients from outside get those; 0: none.
+    pub(super) external: u32,
+    /// Who may use the load balancer's addresses; empty: everybody.
+    pub(super) sources: &'a BTreeSet<SourceKey>,
 }
 
 /// The writes of a plan, each kind in its turn.
 #[derive(Debug, Default)]
 pub(super) struct Writes {
     endpoints: Vec<Write>,
+    add_sources: Vec<SourceKey>,
     pools: Vec<Write>,
     inserts: Vec<(FrontendKey, Frontend)>,
     replaces: Vec<(FrontendKey, Frontend)>,
     removes: Vec<FrontendKey>,
+    remove_sources: Vec<SourceKey>,
 }
 
 impl Default for Mirror {
@@ -72,6 +83,7 @@ impl Default for Mirror {
             retired_slots: 0,
             live_slots: 0,
             affinity_groups: 0,
+            sources: HashMap::new(),
         }
     }
 }
@@ -124,9 +136,10 @@ impl Mirror {
             block: Block::new(base, len, contents.flags),
             affinity_seconds: contents.affinity_seconds,
             affinity_group: contents.affinity_group,
-            external: 0,
-            ranged: 0,
+            external: contents.external,
+            ranged: u32::from(!contents.sources.is_empty()),
         };
+        self.set_sources(index, contents.sources, writes);
         if !live || pool != before {
             writes.pools.push(Write::Pool {
                 index,
@@ -139,6 +152,25 @@ impl Mirror {
         let slot = &mut self.pools[index as usize];
         slot.pool = pool;
         slot.live = true;
+    }
+
+    /// Lets the set of a pool have these source ranges.
+    pub(super) fn set_sources(
+        &mut self,
+        index: u32,
+        wanted: &BTreeSet<SourceKey>,
+        writes: &mut Writes,
+    ) {
+        // Nearly every pool has none, before and after.
+        if wanted.is_empty() && !self.sources.contains_key(&index) {
+            return;
+        }
+        let before = self.sources.remove(&index).unwrap_or_default();
+        writes.add_sources.extend(wanted.difference(&before));
+        writes.remove_sources.extend(before.difference(wanted));
+        if !wanted.is_empty() {
+            self.sources.insert(index, wanted.clone());
+        }
     }
 
     fn fill(&mut self, endpoints: &[Endpoint], writes: &mut Writes) -> u32 {
@@ -171,7 +203,8 @@ impl Mirror {
     }
 
     /// Gives up a pool, which no key refers to once the plan is done.
-    pub(super) fn retire_pool(&mut self, index: u32) {
+    pub(super) fn retire_pool(&mut self, index: u32, writes: &mut Writes) {
+        self.set_sources(index, &BTreeSet::new(), writes);
         let slot = std::mem::take(&mut self.pools[index as usize]);
         if slot.live {
             self.affinity_groups -= u32::from(has_group(index, &slot.pool));
@@ -217,6 +250,9 @@ impl Mirror {
             pools: count(self.pools.len()),
             endpoints: count(self.endpoints.len()),
             affinity_groups: self.affinity_groups,
+            // Those that are removed are there till the end.
+            sources: count(self.sources.values().map(BTreeSet::len).sum::<usize>())
+                + count(writes.remove_sources.len()),
         }
     }
 }
@@ -261,16 +297,27 @@ impl Writes {
             .sort_unstable_by_key(|(key, _)| (is_address(key), *key));
         self.removes
             .sort_unstable_by_key(|key| (!is_address(key), *key));
+        self.add_sources.sort_unstable();
+        self.remove_sources.sort_unstable();
         let mut writes = self.endpoints;
         writes.reserve_exact(
-            self.pools.len() + self.inserts.len() + self.replaces.len() + self.removes.len(),
+            self.pools.len()
+                + self.inserts.len()
+                + self.replaces.len()
+                + self.removes.len()
+                + self.add_sources.len()
+                + self.remove_sources.len(),
         );
+        let add = |key| Write::AddSource { key };
+        writes.extend(self.add_sources.into_iter().map(add));
         writes.append(&mut self.pools);
         let insert = |(key, frontend)| Write::Insert { key, frontend };
         writes.extend(self.inserts.into_iter().map(insert));
         let replace = |(key, frontend)| Write::Replace { key, frontend };
         writes.extend(self.replaces.into_iter().map(replace));
         writes.extend(self.removes.into_iter().map(|key| Write::Remove { key }));
+        let remove = |key| Write::RemoveSource { key };
+        writes.extend(self.remove_sources.into_iter().map(remove));
         writes
     }
 }

@@ -8,10 +8,13 @@
 //!
 //! Any prefix of a plan's writes leaves every service whole:
 //!
-//! 1. endpoints go into slots that no pool refers to;
-//! 2. then the pool's word flips to them, once per pool;
+//! 1. endpoints go into slots that no pool refers to, and new source ranges into their sets;
+//! 2. then the pool's word flips to them, once per pool, a port's local endpoints before all of its
+//!    endpoints, which refer to them;
 //! 3. then new keys appear, whose pools are complete;
-//! 4. then keys change owner, then keys disappear.
+//! 4. then keys change owner, then keys disappear, then source ranges.
+//!
+//! So while source ranges change, both those before and those after are let in.
 //!
 //! Among the keys, an address as such comes after its ports and goes before them, since it refuses
 //! every port that has no key.
@@ -36,8 +39,12 @@ pub use adopt::AdoptError;
 pub use departures::{Departed, Departures};
 pub use diff::{Answer, Change, Empty, changes, key_text};
 pub use planner::Planner;
+pub use wanted::source_key;
 
-use dataplane_common::tables::{Endpoint, Frontend, FrontendKey, Pool};
+use dataplane_common::{
+    packet::SourceKey,
+    tables::{Endpoint, Frontend, FrontendKey, Pool},
+};
 
 use crate::model::{Protocol, ServiceName};
 
@@ -50,6 +57,11 @@ pub enum Write {
         base: u32,
         /// What goes there; sorted as [`dataplane_common::decide::order`] has it.
         endpoints: Vec<Endpoint>,
+    },
+    /// Lets a network use a load balancer: adds it to the set of a pool.
+    AddSource {
+        /// Not in the table.
+        key: SourceKey,
     },
     /// Sets a pool: its affinity, then, in one store, its block. `fresh`: the pool was not in use,
     /// and its counters start from 0.
@@ -81,6 +93,11 @@ pub enum Write {
         /// In the table.
         key: FrontendKey,
     },
+    /// Removes a network from the set of a pool, which may be gone.
+    RemoveSource {
+        /// In the table.
+        key: SourceKey,
+    },
 }
 
 /// How large the tables must be before a plan is applied. Pools and endpoints count from index 0,
@@ -95,6 +112,8 @@ pub struct Demand {
     pub endpoints: u32,
     /// How many affinity groups there are.
     pub affinity_groups: u32,
+    /// Source ranges, at the most at any moment of the plan.
+    pub sources: u32,
 }
 
 /// What the kernel holds, as read from its tables.
@@ -106,6 +125,8 @@ pub struct Contents {
     pub pools: Vec<Pool>,
     /// Every slot by index; trailing unused ones may be left out.
     pub endpoints: Vec<Endpoint>,
+    /// Every source range, in any order; not the networks of pods.
+    pub sources: Vec<SourceKey>,
 }
 
 /// What is to be done, in order.
@@ -151,7 +172,8 @@ pub struct PoolOwner {
 pub enum PoolRole {
     /// All endpoints that may be used.
     Cluster,
-    /// Those on this node, for the cluster IPs of a service with `internalTrafficPolicy: Local`.
+    /// Those on this node: for the cluster IPs of a service with `internalTrafficPolicy: Local`, and
+    /// for clients from outside of the cluster if `externalTrafficPolicy` is Local.
     Local,
     /// The ports that a cluster address does not have: always empty.
     NoSuchPort,

@@ -348,7 +348,7 @@ impl Planner {
             }
         } else {
             for index in before.indices() {
-                self.mirror.retire_pool(index);
+                self.mirror.retire_pool(index, writes);
             }
         }
         if let Some(old) = old {
@@ -386,7 +386,19 @@ impl Planner {
         let ownerless = (0..).zip(&self.mirror.pools);
         let ownerless = ownerless.filter(|(_, slot)| slot.live && slot.owner.is_none());
         for index in ownerless.map(|(index, _)| index).collect::<Vec<_>>() {
-            self.mirror.retire_pool(index);
+            self.mirror.retire_pool(index, writes);
+        }
+        let pools = &self.mirror.pools;
+        let of_nobody = |index: &u32| pools.get(*index as usize).is_none_or(|slot| !slot.live);
+        let stray: Vec<u32> = self
+            .mirror
+            .sources
+            .keys()
+            .copied()
+            .filter(of_nobody)
+            .collect();
+        for index in stray {
+            self.mirror.set_sources(index, &BTreeSet::new(), writes);
         }
     }
 }

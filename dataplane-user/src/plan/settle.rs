@@ -1,5 +1,7 @@
 //! Lets one service's pools and keys be as they should.
 
+use std::collections::BTreeSet;
+
 use dataplane_common::tables::{Block, Endpoint, Frontend};
 use smallvec::SmallVec;
 
@@ -69,7 +71,7 @@ impl Settle<'_> {
             after.ports.push((port.port, port.protocol, families));
         }
         for index in before.indices() {
-            self.mirror.retire_pool(index);
+            self.mirror.retire_pool(index, self.writes);
         }
         self.note_left_out(service);
         after
@@ -94,6 +96,8 @@ impl Settle<'_> {
             flags: Block::NO_SUCH_PORT,
             affinity_seconds: 0,
             affinity_group: index,
+            external: 0,
+            sources: &BTreeSet::new(),
         };
         self.mirror.set_pool(index, contents, self.writes);
         for wanted in keys {
@@ -110,7 +114,7 @@ impl Settle<'_> {
     ///
     /// The pool of all endpoints is there whenever the port has a key: it stands for the port's
     /// affinity, which its cluster IP shares with its node port. The pool of the local ones is
-    /// there if a key is narrowed to them.
+    /// there if a key is narrowed to them, or is for clients from outside.
     fn family(
         &mut self,
         service: &Service,
@@ -120,17 +124,19 @@ impl Settle<'_> {
         pools: &mut PortPools,
     ) {
         let keys = keys.iter().filter(|w| w.key.addr.is_v4() == v4);
-        let narrowed = keys.clone().any(|w| w.policy == TrafficPolicy::Local);
         if keys.clone().next().is_none() {
             for index in [pools.cluster, pools.local]
                 .into_iter()
                 .filter(|index| *index != 0)
             {
-                self.mirror.retire_pool(index);
+                self.mirror.retire_pool(index, self.writes);
             }
             *pools = PortPools::default();
             return;
         }
+        let narrowed = keys.clone().any(|w| w.policy == TrafficPolicy::Local);
+        // Whatever keys there are: one that changes owner refers to these pools until the end.
+        let outside_is_local = service.external_policy == TrafficPolicy::Local;
         if pools.cluster == 0
             && let Some(adopted) = self.adopted
         {
@@ -156,28 +162,46 @@ impl Settle<'_> {
         }
         pools.cluster = self.take(pools.cluster, owner(PoolRole::Cluster));
         let affinity_group = pools.cluster;
-        let contents = mirror::Contents {
+        let nobody = BTreeSet::new();
+
+        let wants_local = narrowed || outside_is_local;
+        if wants_local {
+            wanted::endpoints(port, v4, TrafficPolicy::Local, self.local);
+            pools.local = self.take(pools.local, owner(PoolRole::Local));
+        } else if pools.local != 0 {
+            let index = std::mem::take(&mut pools.local);
+            self.mirror.retire_pool(index, self.writes);
+        }
+        let none_here = self.local.is_empty() && !self.cluster.is_empty();
+        let local = mirror::Contents {
+            endpoints: self.local,
+            flags: if none_here { Block::NO_LOCAL } else { 0 },
+            affinity_seconds,
+            affinity_group,
+            external: 0,
+            sources: &nobody,
+        };
+        let sources = wanted::source_ranges(service, v4)
+            .map(|range| wanted::source_key(pools.cluster, range))
+            .collect();
+        let cluster = mirror::Contents {
             endpoints: self.cluster,
             flags: 0,
             affinity_seconds,
             affinity_group,
+            external: if outside_is_local { pools.local } else { 0 },
+            sources: &sources,
         };
-        self.mirror.set_pool(pools.cluster, contents, self.writes);
-
-        if narrowed {
-            wanted::endpoints(port, v4, TrafficPolicy::Local, self.local);
-            let none_here = self.local.is_empty() && !self.cluster.is_empty();
-            let flags = if none_here { Block::NO_LOCAL } else { 0 };
-            pools.local = self.take(pools.local, owner(PoolRole::Local));
-            let contents = mirror::Contents {
-                endpoints: self.local,
-                flags,
-                affinity_seconds,
-                affinity_group,
-            };
-            self.mirror.set_pool(pools.local, contents, self.writes);
-        } else if pools.local != 0 {
-            self.mirror.retire_pool(std::mem::take(&mut pools.local));
+        // The local ones are complete before clients from outside are sent there, and change only
+        // after they are not sent there any more.
+        let before = self.mirror.pools[pools.cluster as usize].pool;
+        let given_up = before.external != 0 && !outside_is_local;
+        if wants_local && !given_up {
+            self.mirror.set_pool(pools.local, local, self.writes);
+        }
+        self.mirror.set_pool(pools.cluster, cluster, self.writes);
+        if wants_local && given_up {
+            self.mirror.set_pool(pools.local, local, self.writes);
         }
 
         for wanted in keys {
@@ -204,21 +228,6 @@ impl Settle<'_> {
 
     /// Names what the service asks for and does not get here.
     fn note_left_out(&mut self, service: &Service) {
-        for v4 in [true, false] {
-            let mut ips = service
-                .load_balancer_ips
-                .iter()
-                .filter(|ip| ip.to_canonical().is_ipv4() == v4);
-            if let Some(ip) = ips.next().filter(|_| wanted::source_ranged(service, v4)) {
-                self.problem(
-                    service,
-                    format!(
-                        "left to the packet path: loadBalancerSourceRanges, which need the \
-                         client's address; {ip} is not translated at the socket"
-                    ),
-                );
-            }
-        }
         let lists = [
             ("spec.clusterIPs", &service.cluster_ips[..]),
             ("spec.externalIPs", &service.external_ips[..]),

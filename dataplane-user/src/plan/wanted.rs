@@ -1,16 +1,19 @@
 //! What a service wants of the tables: its keys, and the endpoints behind them. The semantics of
-//! services at the socket are here and nowhere else; they are kube-proxy's.
+//! services are here and nowhere else; they are kube-proxy's.
 //!
 //! A client at the socket is on this node by definition, and so `externalTrafficPolicy: Local`
-//! does not narrow its choice: kube-proxy gives it every endpoint too. Source addresses are not
-//! known at the socket, so what depends on them is left to the packet path.
+//! does not narrow its choice: kube-proxy gives it every endpoint too. For the packet path, the
+//! pool says which other one answers clients from outside. Source addresses are not known at the
+//! socket, so what depends on them is left to the packet path.
 
 use std::net::IpAddr;
 
 use dataplane_common::{
     Addr, Port, Protocol, decide,
+    packet::SourceKey,
     tables::{Block, Endpoint, FrontendKey, Kind},
 };
+use ipnet::IpNet;
 
 use crate::model::{self, Service, ServicePort, ServiceType, TrafficPolicy};
 
@@ -50,13 +53,21 @@ pub(super) fn can_be_vip(ip: IpAddr) -> bool {
     !(ip.is_unspecified() || ip.is_loopback() || ip.is_multicast())
 }
 
-/// Whether the load balancer's addresses of that family are open to a part of the clients only.
-/// Ranges of the other family leave this one open.
-pub(super) fn source_ranged(service: &Service, v4: bool) -> bool {
-    service
-        .source_ranges
-        .iter()
-        .any(|range| range.addr().is_ipv4() == v4)
+/// The networks of one family that may use the load balancer's addresses; none if all may. Ranges
+/// of the other family leave this one open.
+pub(super) fn source_ranges(service: &Service, v4: bool) -> impl Iterator<Item = &IpNet> {
+    let of_family = move |range: &&IpNet| range.addr().is_ipv4() == v4;
+    let ranges = service.source_ranges.iter().filter(of_family);
+    let everybody = ranges.clone().any(|range| range.prefix_len() == 0);
+    ranges.filter(move |_| !everybody)
+}
+
+/// A network as the sets of `SOURCES` have it.
+pub fn source_key(set: u32, network: &IpNet) -> SourceKey {
+    let network = network.trunc();
+    let of_v6 = 128 - u32::from(network.max_prefix_len());
+    let length = of_v6 + u32::from(network.prefix_len());
+    SourceKey::network(set, network.network().into(), length)
 }
 
 /// The keys that `service` wants: grouped by port, in the order of its ports, then its addresses.
@@ -78,8 +89,7 @@ pub(super) fn keys(service: &Service, keys: &mut Vec<WantedKey>) {
     };
     let cluster_ips = vips(&service.cluster_ips);
     let external_ips = vips(&service.external_ips);
-    let mut load_balancer_ips = vips(&service.load_balancer_ips);
-    load_balancer_ips.retain(|addr| !source_ranged(service, addr.is_v4()));
+    let load_balancer_ips = vips(&service.load_balancer_ips);
 
     let every = TrafficPolicy::Cluster;
     for (index, port) in (0..WantedKey::ADDRESS).zip(&service.ports) {

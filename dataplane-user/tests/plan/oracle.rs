@@ -1,6 +1,9 @@
-//! Kubernetes' rules for clients at the socket, read naively: everything from scratch, every time.
+//! Kubernetes' rules, read naively: everything from scratch, every time.
 
-use std::{collections::BTreeMap, net::IpAddr};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+};
 
 use dataplane::model::{
     self, Protocol, Service, ServiceName, ServiceType, Snapshot, TrafficPolicy,
@@ -61,6 +64,15 @@ fn usable(endpoints: &[model::Endpoint], v4: bool, only_local: bool) -> Vec<Endp
     chosen
 }
 
+/// The address of the network that everybody is in; no other network of the tests has it.
+fn any_address(v4: bool) -> Addr {
+    if v4 {
+        Addr::from_v4([0; 4])
+    } else {
+        Addr::UNSPECIFIED
+    }
+}
+
 /// What a key of `kind` of a service's port resolves to.
 pub fn answer(
     service: &Service,
@@ -86,11 +98,31 @@ pub fn answer(
     let affinity_seconds = service
         .affinity
         .map_or(0, |t| t.as_secs().try_into().unwrap());
+    let from_outside = [Kind::NODE_PORT, Kind::EXTERNAL_IP, Kind::LOAD_BALANCER].contains(&kind);
+    let external = (from_outside && service.external_policy == TrafficPolicy::Local).then(|| {
+        let here = usable(&port.endpoints, v4, true);
+        let none_here = here.is_empty() && !all.is_empty();
+        (if none_here { Block::NO_LOCAL } else { 0 }, here)
+    });
+    let of_family = service
+        .source_ranges
+        .iter()
+        .filter(|range| range.addr().is_ipv4() == v4);
+    let ranges: BTreeSet<_> = of_family
+        .map(|range| {
+            let more = if v4 { 96 } else { 0 };
+            (more + u32::from(range.prefix_len()), range.network().into())
+        })
+        .collect();
+    let everybody = ranges.is_empty() || ranges.iter().any(|(_, addr)| *addr == any_address(v4));
+    let ranges = (kind == Kind::LOAD_BALANCER && !everybody).then_some(ranges);
     Some(Resolved {
         kind,
         flags,
         affinity_seconds,
         endpoints,
+        external,
+        ranges,
     })
 }
 
@@ -103,6 +135,8 @@ pub fn expected(snapshot: &Snapshot) -> BTreeMap<FrontendKey, Expected> {
             flags: 0,
             affinity_seconds: 0,
             endpoints: vec![],
+            external: None,
+            ranges: None,
         };
         keys.insert(
             FrontendKey::address((*addr).into()),
@@ -146,14 +180,8 @@ pub fn expected(snapshot: &Snapshot) -> BTreeMap<FrontendKey, Expected> {
                     let key = FrontendKey::node_port(v4, Port::new(node_port), proto);
                     claim(key, v4, Kind::NODE_PORT, any);
                 }
-                if !service
-                    .source_ranges
-                    .iter()
-                    .any(|r| r.addr().is_ipv4() == v4)
-                {
-                    for key in of_family(&service.load_balancer_ips) {
-                        claim(key, v4, Kind::LOAD_BALANCER, any);
-                    }
+                for key in of_family(&service.load_balancer_ips) {
+                    claim(key, v4, Kind::LOAD_BALANCER, any);
                 }
                 for key in of_family(&service.external_ips) {
                     claim(key, v4, Kind::EXTERNAL_IP, any);
@@ -171,6 +199,8 @@ pub fn expected(snapshot: &Snapshot) -> BTreeMap<FrontendKey, Expected> {
                 flags: Block::NO_SUCH_PORT,
                 affinity_seconds: 0,
                 endpoints: vec![],
+                external: None,
+                ranges: None,
             };
             let owner = Some((service.name.clone(), None, TrafficPolicy::Cluster));
             keys.insert(

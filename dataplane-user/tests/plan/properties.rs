@@ -32,6 +32,8 @@ enum Change {
     Remove(usize),
     Endpoints(usize, Vec<Endpoint>),
     InternalPolicy(usize, TrafficPolicy),
+    ExternalPolicy(usize, TrafficPolicy),
+    Ranges(usize, Vec<&'static str>),
     Affinity(usize, Option<Duration>),
     Created(usize, Option<i64>),
     NodeAddresses(Vec<IpAddr>),
@@ -112,6 +114,20 @@ fn affinity() -> impl Strategy<Value = Option<Duration>> {
     prop::option::of((1u64..4).prop_map(Duration::from_secs))
 }
 
+fn ranges() -> impl Strategy<Value = Vec<&'static str>> {
+    let all = vec![
+        "10.0.0.0/8",
+        "10.9.0.0/16",
+        "192.0.2.7/32",
+        "fd00::/8",
+        "0.0.0.0/0",
+    ];
+    prop_oneof![
+        1 => Just(vec![]),
+        2 => prop::sample::subsequence(all, 0..=3),
+    ]
+}
+
 fn created() -> impl Strategy<Value = Option<i64>> {
     prop::option::of(0i64..3)
 }
@@ -150,7 +166,7 @@ fn service() -> impl Strategy<Value = Service> {
         ),
         ips(&["192.0.2.1", "192.0.2.2", "fd02::1", "10.96.0.1"], 2),
         ips(&["203.0.113.1", "192.0.2.2", "fd03::1"], 2),
-        prop::sample::subsequence(vec!["10.0.0.0/8", "fd00::/8"], 0..=1),
+        ranges(),
     );
     (
         kind,
@@ -195,6 +211,8 @@ fn change() -> impl Strategy<Value = Change> {
         1 => which.clone().prop_map(Change::Remove),
         3 => (which.clone(), endpoints()).prop_map(|(i, e)| Change::Endpoints(i, e)),
         1 => (which.clone(), policy()).prop_map(|(i, p)| Change::InternalPolicy(i, p)),
+        1 => (which.clone(), policy()).prop_map(|(i, p)| Change::ExternalPolicy(i, p)),
+        1 => (which.clone(), ranges()).prop_map(|(i, r)| Change::Ranges(i, r)),
         1 => (which.clone(), affinity()).prop_map(|(i, a)| Change::Affinity(i, a)),
         1 => (which, created()).prop_map(|(i, c)| Change::Created(i, c)),
         1 => ips(&["192.0.2.1", "192.0.2.9", "10.96.0.3", "fd02::1"], 4).prop_map(Change::NodeAddresses),
@@ -235,6 +253,10 @@ fn apply(snapshot: &mut Snapshot, change: Change) {
             });
         }
         Change::InternalPolicy(i, policy) => edit(snapshot, i, &|s| s.internal_policy = policy),
+        Change::ExternalPolicy(i, policy) => edit(snapshot, i, &|s| s.external_policy = policy),
+        Change::Ranges(i, ranges) => edit(snapshot, i, &|s| {
+            s.source_ranges = ranges.iter().map(|r| r.parse().unwrap()).collect();
+        }),
         Change::Affinity(i, affinity) => edit(snapshot, i, &|s| s.affinity = affinity),
         Change::Created(i, created) => edit(snapshot, i, &|s| s.created = created),
         Change::NodeAddresses(addresses) => {
@@ -296,6 +318,29 @@ fn allowed(
     allowed
 }
 
+/// Whether what a key is now can be, for each kind of client by itself, on the way between what is
+/// allowed: endpoints as a whole, and of source ranges at least those that all of it has, and none
+/// that nothing of it has.
+fn is_between(now: Option<&Resolved>, allowed: &[Option<Resolved>]) -> bool {
+    let Some(now) = now else {
+        return allowed.contains(&None);
+    };
+    let allowed: Vec<_> = allowed.iter().flatten().collect();
+    let all = allowed.iter().filter_map(|a| a.ranges.clone());
+    let every_range = || all.clone().reduce(|a, b| &a & &b).unwrap_or_default();
+    let ranges = match &now.ranges {
+        None => allowed.iter().any(|a| a.ranges.is_none()),
+        Some(ranges) => {
+            let open = allowed.iter().any(|a| a.ranges.is_none());
+            let known = all.clone().reduce(|a, b| &a | &b).unwrap_or_default();
+            ranges.is_superset(&every_range()) && (open || ranges.is_subset(&known))
+        }
+    };
+    ranges
+        && allowed.iter().any(|a| a.inside() == now.inside())
+        && allowed.iter().any(|a| a.outside() == now.outside())
+}
+
 /// A destination that is a cluster IP's port is never refused on its way in or out.
 fn destination(sim: &Sim, key: &FrontendKey) -> Option<Resolved> {
     let frontend = decide::find_frontend(sim, key.addr, key.port, key.protocol, false);
@@ -334,7 +379,7 @@ fn run(steps: Vec<Step>) {
                 let allowed = allowed(key, &before, &after, &snapshot);
                 let now = sim.keys.get(key).map(|frontend| sim.resolve(*frontend));
                 assert!(
-                    allowed.contains(&now),
+                    is_between(now.as_ref(), &allowed),
                     "{key:?} is {now:?}, not one of {allowed:?}"
                 );
                 // The same through the addresses as such, node ports apart.
@@ -343,9 +388,10 @@ fn run(steps: Vec<Step>) {
                 {
                     let now = destination(sim, key);
                     let ends = [destination(&start, key), destination(&end, key)];
+                    let on_the_way = [&ends, &allowed[2..]].concat();
                     let is_node_port = now.as_ref().is_some_and(|r| r.kind == Kind::NODE_PORT);
                     assert!(
-                        is_node_port || ends.contains(&now) || allowed[2..].contains(&now),
+                        is_node_port || is_between(now.as_ref(), &on_the_way),
                         "destination {key:?} is {now:?}, not one of {ends:?}"
                     );
                 }

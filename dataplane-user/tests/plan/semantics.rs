@@ -12,6 +12,7 @@ use dataplane::{
 use dataplane_common::{
     Addr, Port,
     decide::{self, Tables},
+    packet::SourceKey,
     tables::{Block, Frontend, FrontendKey, Kind, Pool},
 };
 
@@ -123,7 +124,11 @@ impl Node1 {
             return "left alone".to_owned();
         }
         let pool = self.sim.pool(found.pool()).unwrap();
-        let endpoints = self.sim.resolve(found).endpoints;
+        let resolved = self.sim.resolve(found);
+        if resolved.ranges.is_some() {
+            return "left alone".to_owned(); // at the socket
+        }
+        let endpoints = resolved.endpoints;
         let mut words = vec![format!("{:?}", found.kind())];
         words.extend(endpoints.iter().map(|endpoint| endpoint.addr.to_string()));
         if endpoints.is_empty() {
@@ -313,12 +318,71 @@ fn source_ranges_are_left_to_the_packet_path_family_by_family() {
         // They are of the load balancer's addresses only.
         assert_eq!(node.answer("10.96.0.1", 80), "ClusterIP 10.0.0.1");
         assert_eq!(node.answer("127.0.0.1", 30080), "NodePort 10.0.0.1");
-        let problems: Vec<_> = node.planner.problems().collect();
-        assert_eq!(problems.len(), ranges.len(), "{problems:?}");
-        assert!(problems.iter().all(|(name, problem)| {
-            name.as_str() == "test/a" && problem.text.contains("loadBalancerSourceRanges")
-        }));
+        assert_eq!(node.planner.problems().count(), 0);
     }
+}
+
+/// `externalTrafficPolicy: Local`: who comes from outside gets the endpoints here or is dropped,
+/// and is refused only if there are none anywhere.
+#[test]
+fn clients_from_outside_and_local_endpoints() {
+    let table: &[(&[&str], u16, &[&str])] = &[
+        (&["10.0.0.1", "10.0.0.2 local"], 0, &["10.0.0.2"]),
+        (&["10.0.0.1"], Block::NO_LOCAL, &[]),
+        (&[], 0, &[]),
+        (
+            &["10.0.0.1", "10.0.0.2 local terminating"],
+            0,
+            &["10.0.0.2"],
+        ),
+    ];
+    for (endpoints, flags, wanted) in table {
+        let mut service = service("a", &["10.96.0.1"], endpoints);
+        service.external_policy = TrafficPolicy::Local;
+        service.external_ips = ips(&["192.0.2.7"]);
+        service.load_balancer_ips = ips(&["203.0.113.1"]);
+        service.ports[0].node_port = Some(30080);
+        let mut node = Node1::new([service.clone()]);
+        let outside = |node: &Node1, to: &str, port| {
+            let found = decide::find_frontend(&node.sim, addr(to), Port::new(port), TCP, true);
+            node.sim.resolve(found).external.map(|(flags, endpoints)| {
+                let addrs = endpoints.iter().map(|e| e.addr.to_string());
+                (flags, addrs.collect::<Vec<_>>())
+            })
+        };
+        let wanted = wanted.iter().map(ToString::to_string).collect::<Vec<_>>();
+        for (to, port) in [("192.0.2.7", 80), ("203.0.113.1", 80), ("127.0.0.1", 30080)] {
+            let found = outside(&node, to, port);
+            assert_eq!(found, Some((*flags, wanted.clone())), "{to} {endpoints:?}");
+        }
+        assert_eq!(outside(&node, "10.96.0.1", 80), None);
+        // The cluster IP's own policy takes the same pool.
+        let pools = node.sim.pools.len();
+        service.internal_policy = TrafficPolicy::Local;
+        node.plan(&snapshot([service]));
+        assert_eq!(node.sim.pools.len(), pools);
+    }
+}
+
+#[test]
+fn source_ranges_are_in_the_set_of_their_pool() {
+    let mut service = service("a", &["10.96.0.1"], &["10.0.0.1"]);
+    service.load_balancer_ips = ips(&["203.0.113.1"]);
+    service.source_ranges = ["198.51.100.9/24", "fd00::/8"]
+        .iter()
+        .map(|r| r.parse().unwrap())
+        .collect();
+    let mut node = Node1::new([service.clone()]);
+    let key = FrontendKey::new(addr("203.0.113.1"), Port::new(80), TCP);
+    let pool = node.sim.keys[&key].pool();
+    let wanted = SourceKey::network(pool, addr("198.51.100.0"), 96 + 24);
+    assert_eq!(node.sim.sources.iter().collect::<Vec<_>>(), [&wanted]);
+    assert_eq!(node.sim.pools[&pool].ranged, 1);
+    // Everybody's network leaves nothing to ask.
+    service.source_ranges.push("0.0.0.0/0".parse().unwrap());
+    node.plan(&snapshot([service]));
+    assert!(node.sim.sources.is_empty());
+    assert_eq!(node.sim.pools[&pool].ranged, 0);
 }
 
 #[test]
@@ -496,8 +560,23 @@ fn writes_are_few() {
     // What clients do not notice: nothing.
     a.created = Some(3);
     a.ports[0].endpoints.push(endpoint("10.0.0.9 unready"));
-    a.external_policy = TrafficPolicy::Local;
     assert_eq!(node.plan(&snapshot([a.clone()])).writes, []);
+    // Clients from outside get the endpoints here: their pool, then who refers to it.
+    a.external_policy = TrafficPolicy::Local;
+    let plan = node.plan(&snapshot([a.clone()]));
+    assert!(
+        matches!(
+            plan.writes[..],
+            [
+                Write::Pool { fresh: true, .. },
+                Write::Pool { fresh: false, .. }
+            ]
+        ),
+        "{:?}",
+        plan.writes
+    );
+    a.external_policy = TrafficPolicy::Cluster;
+    node.plan(&snapshot([a.clone()]));
     // The last endpoint goes: one flip.
     a.ports[0].endpoints.clear();
     let plan = node.plan(&snapshot([a]));

@@ -4,8 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use dataplane::plan::{Contents, Plan, Planner, Write};
 use dataplane_common::{
-    VipPlace, VipWords,
+    Addr, VipPlace, VipWords,
     decide::{self, Tables},
+    packet::SourceKey,
     tables::{Block, Endpoint, Frontend, FrontendKey, Kind, Pool},
 };
 
@@ -16,6 +17,30 @@ pub struct Resolved {
     pub flags: u16,
     pub affinity_seconds: u32,
     pub endpoints: Vec<Endpoint>,
+    /// Flags and endpoints for clients from outside of the cluster, if those are others.
+    pub external: Option<(u16, Vec<Endpoint>)>,
+    /// Who may come at all: prefix length and address; none: everybody.
+    pub ranges: Option<BTreeSet<(u32, Addr)>>,
+}
+
+impl Resolved {
+    /// As a client of the cluster sees it.
+    pub fn inside(&self) -> (Kind, u16, u32, &[Endpoint]) {
+        (
+            self.kind,
+            self.flags,
+            self.affinity_seconds,
+            &self.endpoints,
+        )
+    }
+
+    /// As a client from outside sees it.
+    pub fn outside(&self) -> (Kind, u16, &[Endpoint]) {
+        match &self.external {
+            Some((flags, endpoints)) => (self.kind, *flags, endpoints),
+            None => (self.kind, self.flags, &self.endpoints),
+        }
+    }
 }
 
 #[derive(Clone, Debug, Default)]
@@ -23,6 +48,7 @@ pub struct Sim {
     pub keys: BTreeMap<FrontendKey, Frontend>,
     pub pools: BTreeMap<u32, Pool>,
     pub slots: BTreeMap<u32, Endpoint>,
+    pub sources: BTreeSet<SourceKey>,
     /// Not to be written before a grace period.
     retired_slots: BTreeSet<u32>,
     retired_pools: BTreeSet<u32>,
@@ -67,13 +93,39 @@ impl Sim {
                 flags: 0,
                 affinity_seconds: 0,
                 endpoints: vec![],
+                external: None,
+                ranges: None,
             };
         }
         assert_ne!(frontend.pool(), 0);
+        let kind = frontend.kind();
         let pool = self
             .pool(frontend.pool())
             .expect("a pool that was never written");
-        let endpoints: Vec<_> = slots(pool.block)
+        // As the packet path reads them: by the kind of frontend.
+        let from_outside = [Kind::NODE_PORT, Kind::EXTERNAL_IP, Kind::LOAD_BALANCER];
+        let external = (pool.external != 0 && from_outside.contains(&kind)).then(|| {
+            let external = self.pool(pool.external).expect("a pool never written");
+            assert_eq!(external.affinity_group, pool.affinity_group);
+            (external.block.flags(), self.endpoints(external.block))
+        });
+        let ranges = (pool.ranged != 0 && kind == Kind::LOAD_BALANCER).then(|| {
+            let set = self.sources.iter().filter(|key| key.set == frontend.pool());
+            set.map(|key| (key.prefix - SourceKey::SET_BITS, key.addr))
+                .collect()
+        });
+        Resolved {
+            kind,
+            flags: pool.block.flags(),
+            affinity_seconds: pool.affinity_seconds,
+            endpoints: self.endpoints(pool.block),
+            external,
+            ranges,
+        }
+    }
+
+    fn endpoints(&self, block: Block) -> Vec<Endpoint> {
+        let endpoints: Vec<_> = slots(block)
             .map(|slot| self.endpoint(slot).expect("a slot never written"))
             .collect();
         assert!(
@@ -81,14 +133,9 @@ impl Sim {
             "{endpoints:?}"
         );
         for endpoint in &endpoints {
-            assert!(decide::contains(self, pool.block, endpoint));
+            assert!(decide::contains(self, block, endpoint));
         }
-        Resolved {
-            kind: frontend.kind(),
-            flags: pool.block.flags(),
-            affinity_seconds: pool.affinity_seconds,
-            endpoints,
-        }
+        endpoints
     }
 
     /// What every key resolves to.
@@ -99,23 +146,15 @@ impl Sim {
             .collect()
     }
 
-    /// The pools that keys refer to, and their affinity groups.
+    /// The pools that keys refer to, their affinity groups, and those for clients from outside.
     fn live_pools(&self) -> BTreeSet<u32> {
-        let referred: BTreeSet<_> = self
-            .keys
-            .values()
-            .map(|f| f.pool())
-            .filter(|p| *p != 0)
-            .collect();
-        let groups = referred
-            .iter()
-            .map(|p| self.pools[p].affinity_group)
-            .filter(|g| *g != 0);
-        groups
-            .collect::<BTreeSet<_>>()
-            .union(&referred)
-            .copied()
-            .collect()
+        let referred: BTreeSet<_> = self.keys.values().map(|f| f.pool()).collect();
+        let of = |p: &u32| {
+            let pool = self.pools.get(p).copied().unwrap_or_default();
+            [*p, pool.affinity_group, pool.external]
+        };
+        let live = referred.iter().flat_map(of).filter(|p| *p != 0);
+        live.collect()
     }
 
     fn live_slots(&self) -> BTreeSet<u32> {
@@ -178,6 +217,13 @@ impl Sim {
                         "{key:?}: {before:?}"
                     );
                 }
+                Write::AddSource { key } => {
+                    assert!(self.sources.insert(*key), "{key:?} is there");
+                    assert!(self.sources.len() <= demand.sources as usize, "{demand:?}");
+                }
+                Write::RemoveSource { key } => {
+                    assert!(self.sources.remove(key), "{key:?} is not there");
+                }
                 Write::Remove { key } => {
                     assert!(self.keys.remove(key).is_some(), "{key:?} is not there");
                 }
@@ -194,6 +240,10 @@ impl Sim {
             groups.count(),
             "affinity groups"
         );
+        for SourceKey { set, .. } in &self.sources {
+            assert!(self.live_pools().contains(set), "ranges of no pool");
+            assert_eq!(self.pools[set].ranged, 1, "ranges that nobody looks at");
+        }
         for index in live_before.difference(&self.live_pools()) {
             self.retired_pools.insert(*index);
             self.retired_slots.extend(slots(self.pools[index].block));
@@ -209,10 +259,7 @@ impl Sim {
     pub fn contents(&self) -> Contents {
         let pools = self.pools.last_key_value().map_or(0, |(last, _)| last + 1);
         let slots = self.slots.last_key_value().map_or(0, |(last, _)| last + 1);
-        let nothing = Endpoint::new(
-            dataplane_common::Addr::UNSPECIFIED,
-            dataplane_common::Port::ANY,
-        );
+        let nothing = Endpoint::new(Addr::UNSPECIFIED, dataplane_common::Port::ANY);
         Contents {
             frontends: self.keys.iter().map(|(k, f)| (*k, *f)).collect(),
             pools: (0..pools)
@@ -221,6 +268,7 @@ impl Sim {
             endpoints: (0..slots)
                 .map(|i| self.slots.get(&i).copied().unwrap_or(nothing))
                 .collect(),
+            sources: self.sources.iter().copied().collect(),
         }
     }
 

@@ -2,6 +2,8 @@
 
 use std::io;
 
+use dataplane_common::packet;
+
 use super::{
     super::{
         error::Error,
@@ -79,6 +81,12 @@ impl Tables {
             limits.endpoints,
             "--max-endpoints",
         )?;
+        if demand.sources > packet::SOURCES {
+            return Err(Error::SourcesFull {
+                needed: demand.sources,
+                limit: packet::SOURCES,
+            });
+        }
         let mut grown = Vec::new();
         let mut note = |table, from, to| grown.push(Growth { table, from, to });
 

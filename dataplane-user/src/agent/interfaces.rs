@@ -1,0 +1,388 @@
+//! What to take the node's interfaces for: uplinks, pods' sides, neither.
+//!
+//! Packets of services arrive at two kinds of interface. *Uplinks*, by which the rest of the world
+//! is reached: hardware, bonds, VLANs, and tunnels to other nodes. And *pods' sides*: the node's
+//! ends of the pairs whose other ends are in pods. Bridges of pods are neither: what goes through
+//! them has come, or will go, by one of their ports.
+
+use std::{collections::BTreeSet, fs, io, str::FromStr};
+
+use dataplane_common::{
+    Addr,
+    packet::{Iface, PacketConfig, SourceKey},
+};
+use ipnet::IpNet;
+
+use crate::{
+    kernel::{AttachOptions, Interface, Network, NetworkInterface, PacketOptions},
+    plan::source_key,
+};
+
+/// How to run the packet path on this node.
+#[derive(Clone, Debug, Default)]
+pub struct PacketSettings {
+    /// How to put the programs on interfaces; none: not at all.
+    pub attach: Option<AttachOptions>,
+    /// How many flows each table of conntrack has room for.
+    pub flows: u32,
+    /// Which interfaces are uplinks; empty: see [`Role`].
+    pub uplinks: Patterns,
+    /// Which interfaces are pods' sides; empty: see [`Role`].
+    pub pods: Patterns,
+    /// Who is a pod.
+    pub detector: Detector,
+    /// Whether whatever goes to a cluster IP is masqueraded.
+    pub masquerade_all: bool,
+}
+
+/// How it is told that a client is a pod of this cluster, and so needs no masquerading on the way to
+/// a cluster IP. Without one, nobody is masqueraded there (as kube-proxy without `--cluster-cidr`).
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Detector {
+    /// It is not.
+    #[default]
+    None,
+    /// By its address, which is in one of these networks.
+    Networks(Vec<IpNet>),
+    /// By the interface at which its packets arrive, which is a pod's side.
+    Interface,
+}
+
+impl PacketSettings {
+    /// What the kernel room has to know to start.
+    pub fn options(&self) -> PacketOptions {
+        PacketOptions {
+            flows: self.flows,
+            attach: self.attach,
+        }
+    }
+
+    /// What the packet path is to take these interfaces for.
+    ///
+    /// # Errors
+    /// If the kernel does not tell its ephemeral ports.
+    pub fn network(&self, interfaces: &[Interface]) -> io::Result<Network> {
+        let mut network = Network::default();
+        if self.attach.is_none() {
+            return Ok(network);
+        }
+        (network.config, network.pods) = self.config(ephemeral_ports()?);
+        for interface in interfaces.iter().filter(|i| i.up && !i.loopback) {
+            let role = self.role(interface);
+            let mut flags = match role {
+                Role::Other => 0,
+                Role::Uplink => Iface::ATTACHED,
+                Role::Pod => Iface::ATTACHED | Iface::LOCAL,
+            };
+            if role == Role::Pod && is_pair(interface) {
+                flags |= Iface::POD;
+            }
+            let masquerade = [true, false].map(|v4| source(interface, interfaces, v4));
+            network
+                .interfaces
+                .insert(interface.index, NetworkInterface { flags, masquerade });
+        }
+        Ok(network)
+    }
+
+    fn config(&self, (first, last): (u16, u16)) -> (PacketConfig, BTreeSet<SourceKey>) {
+        let mut flags = 0;
+        let mut pods = BTreeSet::new();
+        match &self.detector {
+            Detector::None => {}
+            Detector::Networks(networks) => {
+                flags |= PacketConfig::DETECT_BY_ADDRESS;
+                pods.extend(networks.iter().map(|n| source_key(SourceKey::PODS, n)));
+            }
+            Detector::Interface => flags |= PacketConfig::DETECT_BY_INTERFACE,
+        }
+        if self.masquerade_all {
+            flags |= PacketConfig::MASQUERADE_ALL;
+        }
+        let config = PacketConfig {
+            flags,
+            ephemeral_first: first,
+            ephemeral_last: last,
+        };
+        (config, pods)
+    }
+
+    /// What an interface is.
+    pub fn role(&self, interface: &Interface) -> Role {
+        let by_default = Role::of(interface);
+        let Interface { name, .. } = interface;
+        if self.pods.select(name, by_default == Role::Pod) {
+            Role::Pod
+        } else if self.uplinks.select(name, by_default == Role::Uplink) {
+            Role::Uplink
+        } else {
+            Role::Other
+        }
+    }
+}
+
+/// What an interface is for the packet path.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// A way to the rest of the world: it has a default route, or an address; and is neither a
+    /// pod's side nor, unless it has a default route, a bridge, a dummy, or the like.
+    Uplink,
+    /// A pod's side: a pair (veth, netkit) whose other end is in another network namespace, with no
+    /// default route and no network of its own. That is what all usual network plug-ins make,
+    /// whatever they call it (`veth…`, `cali…`, `lxc…`, `eni…`).
+    Pod,
+    /// Neither: left alone.
+    Other,
+}
+
+impl Role {
+    fn of(interface: &Interface) -> Self {
+        if interface.default_route {
+            return Self::Uplink;
+        }
+        // A gateway's address on a pod's side is for that pod alone: /32 or /128.
+        let of_a_network = |net: &IpNet| net.prefix_len() < net.max_prefix_len();
+        if is_pair(interface) && !interface.addresses.iter().any(of_a_network) {
+            return Self::Pod;
+        }
+        match interface.kind.as_str() {
+            "bridge" | "dummy" | "vrf" | "ifb" => Self::Other,
+            _ if interface.addresses.is_empty() => Self::Other,
+            _ => Self::Uplink,
+        }
+    }
+}
+
+fn is_pair(interface: &Interface) -> bool {
+    matches!(interface.kind.as_str(), "veth" | "netkit") && interface.peer_elsewhere
+}
+
+/// The address that the kernel would give to what leaves by an interface: its own first one, else
+/// the first of another (`inet_select_addr` in `net/ipv4/devinet.c`), as `MASQUERADE` does.
+fn source(interface: &Interface, all: &[Interface], v4: bool) -> Option<Addr> {
+    let first = |interface: &Interface| {
+        let mut addresses = interface.addresses.iter().map(IpNet::addr);
+        addresses.find(|addr| addr.is_ipv4() == v4)
+    };
+    let others = || all.iter().filter(|other| other.up).find_map(first);
+    first(interface).or_else(others).map(Addr::from)
+}
+
+/// The host's ephemeral ports, first and last, which masqueraded flows do not get.
+fn ephemeral_ports() -> io::Result<(u16, u16)> {
+    let range = fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range")?;
+    let mut ports = range.split_ascii_whitespace().map(str::parse);
+    match (ports.next(), ports.next()) {
+        (Some(Ok(first)), Some(Ok(last))) => Ok((first, last)),
+        _ => Err(io::Error::other(format!(
+            "net.ipv4.ip_local_port_range is `{}`",
+            range.trim()
+        ))),
+    }
+}
+
+/// Names of interfaces, by shell patterns.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Patterns(Vec<Pattern>);
+
+/// A shell pattern (`eth*`), or the exclusion of one (`!eth9`).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Pattern {
+    pattern: glob::Pattern,
+    excludes: bool,
+}
+
+impl FromStr for Pattern {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (excludes, pattern) = match text.strip_prefix('!') {
+            Some(rest) => (true, rest),
+            None => (false, text),
+        };
+        if pattern.is_empty() {
+            return Err("a name, or a pattern such as `eth*`, was expected".to_owned());
+        }
+        let pattern = glob::Pattern::new(pattern)
+            .map_err(|error| format!("`{pattern}` is no pattern: {error}"))?;
+        Ok(Self { pattern, excludes })
+    }
+}
+
+impl Patterns {
+    /// All of these.
+    pub fn new(patterns: Vec<Pattern>) -> Self {
+        Self(patterns)
+    }
+
+    /// Whether a name is among them: one that a pattern excludes is not, whatever the others say;
+    /// with nothing but exclusions, all that `by_default` are.
+    fn select(&self, name: &str, by_default: bool) -> bool {
+        let matching = |excludes: bool| {
+            self.0
+                .iter()
+                .any(|p| p.excludes == excludes && p.pattern.matches(name))
+        };
+        let only_exclusions = self.0.iter().all(|p| p.excludes);
+        let included = if only_exclusions {
+            by_default
+        } else {
+            matching(false)
+        };
+        included && !matching(true)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn interface(index: u32, name: &str, kind: &str, addresses: &[&str]) -> Interface {
+        Interface {
+            index,
+            name: name.to_owned(),
+            kind: kind.to_owned(),
+            up: true,
+            addresses: addresses.iter().map(|a| a.parse().unwrap()).collect(),
+            ..Interface::default()
+        }
+    }
+
+    fn pair(index: u32, name: &str, addresses: &[&str]) -> Interface {
+        Interface {
+            peer_elsewhere: true,
+            ..interface(index, name, "veth", addresses)
+        }
+    }
+
+    fn settings() -> PacketSettings {
+        PacketSettings {
+            attach: Some(AttachOptions::default()),
+            ..PacketSettings::default()
+        }
+    }
+
+    #[test]
+    fn roles() {
+        let of = |interface: Interface| settings().role(&interface);
+        assert_eq!(
+            of(interface(2, "eth0", "", &["192.0.2.1/24"])),
+            Role::Uplink
+        );
+        assert_eq!(
+            of(interface(2, "bond0.7", "vlan", &["192.0.2.1/24"])),
+            Role::Uplink
+        );
+        assert_eq!(
+            of(interface(3, "flannel.1", "vxlan", &["10.244.0.0/32"])),
+            Role::Uplink
+        );
+        assert_eq!(
+            of(interface(2, "ens3", "", &[])),
+            Role::Other,
+            "a bond's part"
+        );
+        // Pods' sides: of Calico and Cilium, of the ptp plug-in, of a bridge.
+        assert_eq!(of(pair(9, "cali12ab", &[])), Role::Pod);
+        assert_eq!(of(pair(9, "veth3", &["10.244.0.1/32"])), Role::Pod);
+        // A node that is itself a container (kind, this project's lab).
+        assert_eq!(
+            of(pair(2, "eth0", &["172.18.0.2/16", "fc00::2/64"])),
+            Role::Uplink
+        );
+        // Both ends here: somebody's own affair.
+        assert_eq!(of(interface(9, "veth9", "veth", &[])), Role::Other);
+        assert_eq!(
+            of(interface(4, "cni0", "bridge", &["10.244.0.1/24"])),
+            Role::Other
+        );
+        assert_eq!(
+            of(interface(5, "kube-ipvs0", "dummy", &["10.96.0.1/32"])),
+            Role::Other
+        );
+        let bridge = Interface {
+            default_route: true,
+            ..interface(4, "br0", "bridge", &["192.0.2.1/24"])
+        };
+        assert_eq!(of(bridge), Role::Uplink, "hardware is its port");
+    }
+
+    #[test]
+    fn patterns_include_and_exclude() {
+        let patterns = |all: &[&str]| {
+            Patterns::new(all.iter().map(|p| p.parse::<Pattern>().unwrap()).collect())
+        };
+        assert!(patterns(&[]).select("eth0", true));
+        assert!(!patterns(&[]).select("eth0", false));
+        let only = patterns(&["eth*", "!eth9"]);
+        assert!(only.select("eth1", false));
+        assert!(!only.select("eth9", true));
+        assert!(!only.select("wlan0", true));
+        let without = patterns(&["!docker*"]);
+        assert!(without.select("eth0", true));
+        assert!(!without.select("docker0", true));
+        assert!("!".parse::<Pattern>().is_err());
+        assert!("eth[".parse::<Pattern>().is_err());
+    }
+
+    #[test]
+    fn flows_are_masqueraded_to_what_the_kernel_would_choose() {
+        let all = [
+            interface(
+                2,
+                "eth0",
+                "",
+                &["192.0.2.1/24", "192.0.2.9/24", "2001:db8::1/64"],
+            ),
+            pair(5, "veth5", &[]),
+            pair(6, "veth6", &["10.244.1.1/32"]),
+        ];
+        let network = settings().network(&all).unwrap();
+        let addr = |text: &str| Some(Addr::from(text.parse::<std::net::IpAddr>().unwrap()));
+        let of = |index| network.interfaces[&index].masquerade;
+        assert_eq!(of(2), [addr("192.0.2.1"), addr("2001:db8::1")]);
+        assert_eq!(of(5), [addr("192.0.2.1"), addr("2001:db8::1")], "another's");
+        assert_eq!(of(6), [addr("10.244.1.1"), addr("2001:db8::1")]);
+        assert_eq!(
+            network.interfaces[&5].flags,
+            Iface::ATTACHED | Iface::POD | Iface::LOCAL
+        );
+        assert_eq!(network.interfaces[&2].flags, Iface::ATTACHED);
+    }
+
+    #[test]
+    fn networks_are_keys_of_sixteen_bytes() {
+        let key = |net: &str| source_key(7, &net.parse().unwrap());
+        let v4 = key("10.244.1.9/16");
+        assert_eq!((v4.set, v4.prefix), (7, 32 + 96 + 16));
+        assert_eq!(v4.addr, Addr::from_v4([10, 244, 0, 0]));
+        assert_eq!(key("fd00::/8").prefix, 32 + 8);
+        assert_eq!(key("0.0.0.0/0").prefix, 32 + 96);
+    }
+
+    #[test]
+    fn detectors() {
+        let config = |detector, masquerade_all| {
+            let settings = PacketSettings {
+                detector,
+                masquerade_all,
+                ..settings()
+            };
+            settings.config((32768, 60999))
+        };
+        let (off, pods) = config(Detector::None, false);
+        assert_eq!(
+            (off.flags, off.ephemeral_first, off.ephemeral_last),
+            (0, 32768, 60999)
+        );
+        assert!(pods.is_empty());
+        let (by_address, pods) = config(
+            Detector::Networks(vec!["10.244.0.0/16".parse().unwrap()]),
+            true,
+        );
+        let both = PacketConfig::DETECT_BY_ADDRESS | PacketConfig::MASQUERADE_ALL;
+        assert_eq!((by_address.flags, pods.len()), (both, 1));
+        let (by_interface, _) = config(Detector::Interface, false);
+        assert_eq!(by_interface.flags, PacketConfig::DETECT_BY_INTERFACE);
+    }
+}

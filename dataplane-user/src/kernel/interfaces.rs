@@ -1,0 +1,250 @@
+//! The interfaces of this network namespace and their addresses, and news of them.
+
+use std::{collections::BTreeMap, io};
+
+use ipnet::IpNet;
+use netlink_packet_route::{
+    AddressFamily, RouteNetlinkMessage,
+    address::{AddressAttribute, AddressHeaderFlags, AddressMessage, AddressScope},
+    link::{LinkAttribute, LinkFlags, LinkInfo, LinkMessage},
+    route::{RouteAttribute, RouteHeader, RouteMessage, RouteType},
+};
+use netlink_sys::{AsyncSocket, AsyncSocketExt, SocketAddr, TokioSocket, protocols::NETLINK_ROUTE};
+
+use super::{
+    error::{Doing, Error},
+    rtnetlink::Netlink,
+};
+
+/// A network interface.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Interface {
+    /// The kernel's number of it.
+    pub index: u32,
+    /// Its name.
+    pub name: String,
+    /// What made it: `veth`, `bridge`, `vxlan` and so on; empty for a piece of hardware.
+    pub kind: String,
+    /// Whether it is up.
+    pub up: bool,
+    /// Whether it is the loopback interface.
+    pub loopback: bool,
+    /// Whether its other end is in another network namespace.
+    pub peer_elsewhere: bool,
+    /// Whether a default route leads out by it.
+    pub default_route: bool,
+    /// Its addresses that mean something elsewhere (scope global), with the networks that they are
+    /// in, in the kernel's order; secondary and deprecated ones, and those that are not usable yet,
+    /// are left out.
+    pub addresses: Vec<IpNet>,
+}
+
+/// Every interface, in the order of the numbers.
+///
+/// # Errors
+/// If the kernel does not tell.
+pub fn interfaces() -> Result<Vec<Interface>, Error> {
+    list().doing(|| "cannot ask for the network interfaces".to_owned())
+}
+
+fn list() -> io::Result<Vec<Interface>> {
+    let mut netlink = Netlink::open()?;
+    let mut found = BTreeMap::new();
+    for answer in netlink.list(&RouteNetlinkMessage::GetLink(LinkMessage::default()))? {
+        if let RouteNetlinkMessage::NewLink(link) = answer {
+            found.insert(link.header.index, interface(link));
+        }
+    }
+    for answer in netlink.list(&RouteNetlinkMessage::GetAddress(AddressMessage::default()))? {
+        if let RouteNetlinkMessage::NewAddress(message) = answer
+            && let Some(interface) = found.get_mut(&message.header.index)
+            && let Some(address) = address(&message)
+        {
+            interface.addresses.push(address);
+        }
+    }
+    for family in [AddressFamily::Inet, AddressFamily::Inet6] {
+        let mut question = RouteMessage::default();
+        question.header.address_family = family;
+        question.header.table = RouteHeader::RT_TABLE_MAIN;
+        for answer in netlink.list(&RouteNetlinkMessage::GetRoute(question))? {
+            if let RouteNetlinkMessage::NewRoute(route) = answer {
+                for index in ways_out(&route) {
+                    if let Some(interface) = found.get_mut(&index) {
+                        interface.default_route = true;
+                    }
+                }
+            }
+        }
+    }
+    Ok(found.into_values().collect())
+}
+
+fn interface(link: LinkMessage) -> Interface {
+    let flags = link.header.flags;
+    let mut interface = Interface {
+        index: link.header.index,
+        up: flags.contains(LinkFlags::Up),
+        loopback: flags.contains(LinkFlags::Loopback),
+        ..Interface::default()
+    };
+    for attribute in link.attributes {
+        match attribute {
+            LinkAttribute::IfName(name) => interface.name = name,
+            LinkAttribute::LinkNetNsId(_) => interface.peer_elsewhere = true,
+            LinkAttribute::LinkInfo(infos) => {
+                for info in infos {
+                    if let LinkInfo::Kind(kind) = info {
+                        interface.kind = kind.to_string();
+                    }
+                }
+            }
+            _ => {}
+        }
+    }
+    interface
+}
+
+/// The address, if it can be the source of what leaves the node: what `inet_select_addr` (IPv4)
+/// and `ipv6_dev_get_saddr` take before others.
+fn address(message: &AddressMessage) -> Option<IpNet> {
+    let header = &message.header;
+    let unusable = AddressHeaderFlags::Secondary
+        | AddressHeaderFlags::Deprecated
+        | AddressHeaderFlags::Tentative
+        | AddressHeaderFlags::Dadfailed;
+    let mut flags = header.flags;
+    if header.family == AddressFamily::Inet6 {
+        // There it says that the address is a temporary one, which the kernel prefers.
+        flags.remove(AddressHeaderFlags::Secondary);
+    }
+    if header.scope != AddressScope::Universe || flags.intersects(unusable) {
+        return None;
+    }
+    let mut found = None;
+    for attribute in &message.attributes {
+        match attribute {
+            // On a point-to-point interface the other one is the peer's.
+            AddressAttribute::Local(local) => found = Some(*local),
+            AddressAttribute::Address(address) => found = found.or(Some(*address)),
+            _ => {}
+        }
+    }
+    IpNet::new(found?, header.prefix_len).ok()
+}
+
+/// The interfaces by which a default route leads out.
+fn ways_out(route: &RouteMessage) -> Vec<u32> {
+    let header = &route.header;
+    if header.destination_prefix_length != 0
+        || header.kind != RouteType::Unicast
+        || header.table != RouteHeader::RT_TABLE_MAIN
+    {
+        return Vec::new();
+    }
+    let mut ways = Vec::new();
+    for attribute in &route.attributes {
+        match attribute {
+            RouteAttribute::Oif(index) => ways.push(*index),
+            RouteAttribute::MultiPath(hops) => {
+                ways.extend(hops.iter().map(|hop| hop.interface_index));
+            }
+            _ => {}
+        }
+    }
+    ways
+}
+
+/// Tells when interfaces, addresses or routes change.
+pub struct News {
+    socket: TokioSocket,
+}
+
+// `include/uapi/linux/rtnetlink.h`
+const RTNLGRP_LINK: u32 = 1;
+const RTNLGRP_IPV4_IFADDR: u32 = 5;
+const RTNLGRP_IPV4_ROUTE: u32 = 7;
+const RTNLGRP_IPV6_IFADDR: u32 = 9;
+const RTNLGRP_IPV6_ROUTE: u32 = 11;
+
+impl News {
+    /// Hears what happens in this thread's network namespace from now on. Must be called within a
+    /// runtime.
+    ///
+    /// # Errors
+    /// If the kernel refuses.
+    pub fn new() -> Result<Self, Error> {
+        let open = || -> io::Result<Self> {
+            let mut socket = TokioSocket::new(NETLINK_ROUTE)?;
+            socket.socket_mut().bind(&SocketAddr::new(0, 0))?;
+            for group in [
+                RTNLGRP_LINK,
+                RTNLGRP_IPV4_IFADDR,
+                RTNLGRP_IPV4_ROUTE,
+                RTNLGRP_IPV6_IFADDR,
+                RTNLGRP_IPV6_ROUTE,
+            ] {
+                socket.socket_mut().add_membership(group)?;
+            }
+            Ok(Self { socket })
+        };
+        open().doing(|| "cannot listen for changes of the network interfaces".to_owned())
+    }
+
+    /// Waits until something has changed. What it was is asked anew: so nothing is lost if news
+    /// come faster than they are read.
+    ///
+    /// # Errors
+    /// If the kernel does not tell any more.
+    pub async fn changed(&mut self) -> io::Result<()> {
+        let mut buffer = Vec::with_capacity(64 * 1024);
+        loop {
+            buffer.clear();
+            match self.socket.recv(&mut buffer).await {
+                Ok(()) if matters(&buffer) => return Ok(()),
+                Ok(()) => {}
+                // More than it keeps: something has certainly changed.
+                Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => return Ok(()),
+                Err(error) => return Err(error),
+            }
+        }
+    }
+}
+
+/// Whether a datagram of news can concern us. Routes come and go by the thousands on some nodes,
+/// and only default routes count; the kernel also says that a link has sent something.
+fn matters(datagram: &[u8]) -> bool {
+    const RTM_NEWROUTE: u16 = 24;
+    const RTM_DELROUTE: u16 = 25;
+    const HEADER: usize = 16;
+    let kind = datagram.get(4..6).map(|b| u16::from_ne_bytes([b[0], b[1]]));
+    match kind {
+        // struct rtmsg: family, length of the destination's prefix.
+        Some(RTM_NEWROUTE | RTM_DELROUTE) => datagram.get(HEADER + 1) == Some(&0),
+        _ => true,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_loopback_interface_is_found() {
+        let all = interfaces().unwrap();
+        let lo = all.iter().find(|i| i.index == 1).expect("interface 1");
+        assert_eq!((lo.name.as_str(), lo.loopback), ("lo", true));
+        assert_eq!(lo.addresses, Vec::new(), "of scope host");
+    }
+
+    #[test]
+    fn only_default_routes_matter() {
+        let mut news = vec![0; 32];
+        news[4] = 24;
+        assert!(matters(&news));
+        news[17] = 32;
+        assert!(!matters(&news));
+        news[4] = 16;
+        assert!(matters(&news));
+    }
+}

@@ -1,0 +1,494 @@
+//! The packet path: its programs on interfaces, and the tables that tell them what interfaces,
+//! addresses and networks are.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    io,
+    os::fd::{AsFd, OwnedFd},
+    path::Path,
+    sync::atomic::Ordering,
+};
+
+use aya::Ebpf;
+
+use dataplane_common::{
+    Addr,
+    packet::{DEFAULT_FLOWS, Iface, NODE_ADDRS, PacketConfig, SourceKey},
+};
+use zerocopy::{FromBytes, IntoBytes};
+
+use super::{
+    error::{Doing, Error},
+    map::{Hash, Mapped},
+    pins::{Pins, spec},
+    programs, sys,
+    tables::Tables,
+    tc::{self, Direction, Hook, InterfaceAttachment, Order, PacketPrograms},
+};
+
+/// How to run the packet path.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PacketOptions {
+    /// How many flows each table of conntrack has room for, if it is created.
+    pub flows: u32,
+    /// How to put the programs on interfaces; `None`: not at all.
+    pub attach: Option<AttachOptions>,
+}
+
+impl Default for PacketOptions {
+    fn default() -> Self {
+        Self {
+            flows: DEFAULT_FLOWS,
+            attach: None,
+        }
+    }
+}
+
+/// How to put programs on interfaces.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct AttachOptions {
+    /// By which means; `None`: the best that the kernel has.
+    pub hook: Option<Hook>,
+    /// Where among other people's programs, on an interface where ours are not yet.
+    pub order: Order,
+}
+
+/// What the packet path is to take interfaces and networks for.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Network {
+    /// The interfaces, by number.
+    pub interfaces: BTreeMap<u32, NetworkInterface>,
+    /// The networks that pods' addresses are in ([`SourceKey::PODS`]).
+    pub pods: BTreeSet<SourceKey>,
+    /// The rest.
+    pub config: PacketConfig,
+}
+
+/// What the packet path is to take an interface for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NetworkInterface {
+    /// Flags of [`Iface`]; programs are on those with [`Iface::ATTACHED`].
+    pub flags: u16,
+    /// Which address flows that leave by it are masqueraded to, IPv4 and IPv6.
+    pub masquerade: [Option<Addr>; 2],
+}
+
+/// The packet path of a node, for its one writer.
+#[derive(Debug)]
+pub struct PacketPath {
+    tables: PacketTables,
+    programs: Option<PacketPrograms>,
+    node_addrs: NodeAddrs,
+}
+
+impl PacketPath {
+    pub fn open(pins: &Pins, ebpf: &Ebpf, options: PacketOptions) -> Result<Self, Error> {
+        let tables = PacketTables::open_pins(pins, true)?;
+        let programs = match options.attach {
+            None => None,
+            Some(AttachOptions { hook, order }) => Some(PacketPrograms::new(
+                programs::packet_program(ebpf, Direction::Ingress)?,
+                programs::packet_program(ebpf, Direction::Egress)?,
+                hook,
+                order,
+            )?),
+        };
+        Ok(Self {
+            node_addrs: NodeAddrs::adopt(|index| tables.node_addr(index)),
+            tables,
+            programs,
+        })
+    }
+
+    pub fn tables(&self) -> &PacketTables {
+        &self.tables
+    }
+
+    /// How the programs are put on interfaces; none if they are not.
+    pub fn hook(&self) -> Option<Hook> {
+        self.programs.as_ref().map(PacketPrograms::hook)
+    }
+
+    /// Every address that flows may be masqueraded to.
+    pub fn masquerade(&self) -> Vec<Addr> {
+        self.node_addrs.slots.iter().flatten().copied().collect()
+    }
+
+    /// Brings tables and programs in line with `network`. What programs rely on is there before
+    /// they are, and goes after them.
+    pub fn set(
+        &mut self,
+        pins: &Pins,
+        all: &mut Tables,
+        network: &Network,
+    ) -> Result<Vec<String>, Error> {
+        let mut problems = Vec::new();
+        if self.tables.config() != network.config {
+            self.tables.set_config(network.config);
+        }
+        let networks: BTreeSet<SourceKey> = self.tables.sources().of_pods()?;
+        for key in network.pods.difference(&networks) {
+            self.tables.sources().add(key)?;
+        }
+        for key in networks.difference(&network.pods) {
+            self.tables.sources().remove(key)?;
+        }
+
+        let wanted = network.interfaces.values().flat_map(|i| i.masquerade);
+        let wanted: BTreeSet<Addr> = wanted.flatten().collect();
+        for change in self.node_addrs.want(&wanted) {
+            all.let_through(change.addr);
+            self.tables.set_node_addr(change.index, change.addr);
+            if let Some(before) = change.before {
+                all.let_through_no_more(before);
+            }
+        }
+        let index = |addr: Option<Addr>| addr.map_or(Some(0), |addr| self.node_addrs.index(addr));
+        let before: BTreeMap<u32, Iface> = self.tables.ifaces()?.into_iter().collect();
+        let mut attach = BTreeSet::new();
+        for (&ifindex, interface) in &network.interfaces {
+            let [v4, v6] = interface.masquerade.map(index);
+            if v4.is_none() || v6.is_none() {
+                problems.push(format!(
+                    "{}: flows that leave by it cannot be masqueraded: the node has had more than \
+                     {} addresses lately",
+                    tc::name(ifindex),
+                    NODE_ADDRS - 1,
+                ));
+            }
+            let iface = Iface {
+                flags: interface.flags,
+                masquerade_v4: v4.unwrap_or_default(),
+                masquerade_v6: v6.unwrap_or_default(),
+            };
+            if before.get(&ifindex) != Some(&iface)
+                && let Err(error) = self.tables.set_iface(ifindex, iface)
+            {
+                problems.push(error.to_string());
+                continue;
+            }
+            if iface.flags & Iface::ATTACHED != 0 {
+                attach.insert(ifindex);
+            }
+        }
+        problems.extend(match &self.programs {
+            Some(programs) => programs.attach(pins, &attach)?,
+            None => tc::keep_none(pins)?,
+        });
+        for ifindex in before.keys() {
+            if !network.interfaces.contains_key(ifindex) {
+                self.tables.remove_iface(*ifindex)?;
+            }
+        }
+        Ok(problems)
+    }
+}
+
+/// Asks the kernel whether the packet path's programs run where they belong.
+///
+/// # Errors
+/// If there are no tables, or the kernel cannot be asked.
+pub fn interface_attachments(bpffs: &Path) -> Result<Vec<InterfaceAttachment>, Error> {
+    let pins = Pins::new(bpffs);
+    let wanted: Vec<u32> = PacketTables::open_pins(&pins, false)?
+        .ifaces()?
+        .into_iter()
+        .filter(|(_, iface)| iface.flags & Iface::ATTACHED != 0)
+        .map(|(ifindex, _)| ifindex)
+        .collect();
+    tc::attachments(&pins, &wanted)
+}
+
+/// Which of the node's addresses has which index in `NODE_ADDRS`. Flows refer to an index for as
+/// long as they live: so an address keeps its index when it goes, until the index that was idle
+/// for longest is needed for another.
+#[derive(Debug)]
+struct NodeAddrs {
+    /// By index; the first is never used.
+    slots: Vec<Option<Addr>>,
+    /// When each was last wanted, in calls of [`NodeAddrs::want`].
+    wanted_at: Vec<u64>,
+    now: u64,
+}
+
+/// An index that gets an address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct NewAddr {
+    index: u8,
+    addr: Addr,
+    /// Which it had.
+    before: Option<Addr>,
+}
+
+impl NodeAddrs {
+    fn adopt(get: impl Fn(u8) -> Option<Addr>) -> Self {
+        let slots: Vec<_> = (0..=u8::MAX).map(get).collect();
+        Self {
+            wanted_at: vec![0; slots.len()],
+            slots,
+            now: 0,
+        }
+    }
+
+    fn index(&self, addr: Addr) -> Option<u8> {
+        let index = self.slots.iter().position(|slot| *slot == Some(addr))?;
+        u8::try_from(index).ok()
+    }
+
+    /// Gives every address an index, if it has none and there is one for it.
+    fn want(&mut self, addrs: &BTreeSet<Addr>) -> Vec<NewAddr> {
+        self.now += 1;
+        let mut changes = Vec::new();
+        for addr in addrs {
+            if let Some(index) = self.index(*addr) {
+                self.wanted_at[usize::from(index)] = self.now;
+            }
+        }
+        for addr in addrs {
+            if self.index(*addr).is_some() {
+                continue;
+            }
+            let free = (1..=u8::MAX).find(|i| self.slots[usize::from(*i)].is_none());
+            let idle = || {
+                (1..=u8::MAX)
+                    .filter(|i| self.wanted_at[usize::from(*i)] < self.now)
+                    .min_by_key(|i| self.wanted_at[usize::from(*i)])
+            };
+            if let Some(index) = free.or_else(idle) {
+                let at = usize::from(index);
+                let before = self.slots[at].replace(*addr);
+                self.wanted_at[at] = self.now;
+                changes.push(NewAddr {
+                    index,
+                    addr: *addr,
+                    before,
+                });
+            }
+        }
+        changes
+    }
+}
+
+/// What the programs know of interfaces and of who may use what.
+#[derive(Debug)]
+pub struct PacketTables {
+    ifaces: Hash<u32, Iface>,
+    sources: Sources,
+    node_addrs: Mapped<Addr>,
+    config: Mapped<PacketConfig>,
+}
+
+impl PacketTables {
+    /// Opens the pinned tables for reading.
+    ///
+    /// # Errors
+    /// If they are not there, or not ours.
+    pub fn open(bpffs: &Path) -> Result<Self, Error> {
+        Self::open_pins(&Pins::new(bpffs), false)
+    }
+
+    fn open_pins(pins: &Pins, writable: bool) -> Result<Self, Error> {
+        let open = |name: &str| -> Result<(OwnedFd, u32), Error> {
+            let found = pins.open_map(spec(name))?;
+            let (fd, info) = found.ok_or_else(|| Error::Io {
+                what: format!("{} is not there", pins.map(name).display()),
+                source: io::ErrorKind::NotFound.into(),
+            })?;
+            Ok((fd, info.max_entries))
+        };
+        let mapped = || "cannot map a table".to_owned();
+        let (ifaces, capacity) = open("IFACES")?;
+        Ok(Self {
+            ifaces: Hash::from_fd(ifaces, capacity),
+            sources: Sources::new(open("SOURCES")?.0),
+            node_addrs: Mapped::map(open("NODE_ADDRS")?.0, NODE_ADDRS, writable).doing(mapped)?,
+            config: Mapped::map(open("PACKET_CONFIG")?.0, 1, writable).doing(mapped)?,
+        })
+    }
+
+    /// What the programs take each interface for.
+    ///
+    /// # Errors
+    /// If the kernel does not let it be read.
+    pub fn ifaces(&self) -> Result<Vec<(u32, Iface)>, Error> {
+        let mut all = self
+            .ifaces
+            .entries()
+            .doing(|| "cannot read table IFACES".to_owned())?;
+        all.sort_unstable_by_key(|(index, _)| *index);
+        Ok(all)
+    }
+
+    /// What the programs take an interface for.
+    ///
+    /// # Errors
+    /// If the kernel does not let it be read.
+    pub fn iface(&self, index: u32) -> Result<Option<Iface>, Error> {
+        self.ifaces
+            .get(&index)
+            .doing(|| "cannot read table IFACES".to_owned())
+    }
+
+    pub(super) fn set_iface(&self, index: u32, iface: Iface) -> Result<(), Error> {
+        self.ifaces.set(&index, &iface).doing(|| {
+            format!(
+                "cannot add {} to IFACES, which has room for {} interfaces",
+                tc::name(index),
+                self.ifaces.capacity()
+            )
+        })
+    }
+
+    pub(super) fn remove_iface(&self, index: u32) -> Result<(), Error> {
+        self.ifaces
+            .remove(&index)
+            .doing(|| format!("cannot remove interface {index} from IFACES"))
+            .map(|_| ())
+    }
+
+    /// The address with an index that flows and interfaces refer to; none has index 0.
+    pub fn node_addr(&self, index: u8) -> Option<Addr> {
+        self.node_addrs
+            .get(index.into())
+            .filter(|addr| index != 0 && *addr != Addr::UNSPECIFIED)
+    }
+
+    pub(super) fn set_node_addr(&self, index: u8, addr: Addr) {
+        self.node_addrs.set(index.into(), addr);
+    }
+
+    /// What the programs are told.
+    pub fn config(&self) -> PacketConfig {
+        self.config.get(0).unwrap_or_default()
+    }
+
+    pub(super) fn set_config(&self, config: PacketConfig) {
+        if let Some(word) = self.config.word(0, 0) {
+            let word_now: u64 = zerocopy::transmute!(config);
+            word.store(word_now, Ordering::Relaxed);
+        }
+    }
+
+    /// The networks of source ranges and of pods.
+    pub fn sources(&self) -> &Sources {
+        &self.sources
+    }
+}
+
+/// The networks that `SOURCES` has.
+#[derive(Debug)]
+pub struct Sources {
+    fd: OwnedFd,
+}
+
+/// What the table has for each network: that it is there.
+const PRESENT: u32 = 1;
+
+impl Sources {
+    /// Whether a set contains an address.
+    ///
+    /// # Errors
+    /// If the kernel does not let it be read.
+    pub fn contains(&self, set: u32, addr: Addr) -> Result<bool, Error> {
+        let mut value = [0; 4];
+        sys::map_lookup(
+            self.fd.as_fd(),
+            SourceKey::host(set, addr).as_bytes(),
+            &mut value,
+        )
+        .doing(|| "cannot read table SOURCES".to_owned())
+    }
+
+    /// Every network, in no order.
+    ///
+    /// # Errors
+    /// If the kernel does not let them be read.
+    pub fn all(&self) -> Result<Vec<SourceKey>, Error> {
+        let mut all = Vec::new();
+        let mut bytes = [0; size_of::<SourceKey>()];
+        let mut before: Option<SourceKey> = None;
+        loop {
+            let from = before.as_ref().map(IntoBytes::as_bytes);
+            let more = sys::map_next_key(self.fd.as_fd(), from, &mut bytes)
+                .doing(|| "cannot read table SOURCES".to_owned())?;
+            let Some(key) = more
+                .then(|| SourceKey::read_from_bytes(&bytes).ok())
+                .flatten()
+            else {
+                return Ok(all);
+            };
+            all.push(key);
+            before = Some(key);
+        }
+    }
+
+    pub(super) fn new(fd: OwnedFd) -> Self {
+        Self { fd }
+    }
+
+    /// The source ranges of load balancers.
+    pub(super) fn of_pools(&self) -> Result<Vec<SourceKey>, Error> {
+        let mut all = self.all()?;
+        all.retain(|key| key.set != SourceKey::PODS);
+        Ok(all)
+    }
+
+    /// The networks of pods.
+    fn of_pods(&self) -> Result<BTreeSet<SourceKey>, Error> {
+        let all = self.all()?.into_iter();
+        Ok(all.filter(|key| key.set == SourceKey::PODS).collect())
+    }
+
+    pub(super) fn add(&self, key: &SourceKey) -> Result<(), Error> {
+        sys::map_update(self.fd.as_fd(), key.as_bytes(), PRESENT.as_bytes(), 0)
+            .doing(|| format!("cannot add {key:?} to SOURCES"))
+    }
+
+    pub(super) fn remove(&self, key: &SourceKey) -> Result<(), Error> {
+        sys::map_delete(self.fd.as_fd(), key.as_bytes())
+            .doing(|| format!("cannot remove {key:?} from SOURCES"))
+            .map(|_| ())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn addr(n: u16) -> Addr {
+        let [high, low] = n.to_be_bytes();
+        Addr::from_v4([192, 0, high, low])
+    }
+
+    #[test]
+    fn an_address_keeps_its_index_while_there_are_others() {
+        let mut addrs = NodeAddrs::adopt(|index| (index == 7).then(|| addr(1000)));
+        assert_eq!(addrs.want(&[addr(1000)].into()), [], "adopted");
+        assert_eq!(addrs.index(addr(1000)), Some(7));
+        let one = addrs.want(&[addr(1)].into());
+        assert_eq!((one[0].index, one[0].before), (1, None));
+        assert_eq!(addrs.want(&[addr(2)].into())[0].index, 2);
+        assert_eq!(addrs.want(&[addr(1)].into()), [], "it came back");
+
+        // 3 to 255 without 7: then the longest idle, which is the adopted one, then 2.
+        let many: BTreeSet<Addr> = (100..352).map(addr).collect();
+        assert_eq!(many.len(), 252);
+        assert_eq!(addrs.want(&many).len(), 252);
+        let more = many
+            .iter()
+            .copied()
+            .chain([addr(3), addr(4), addr(5), addr(6)])
+            .collect();
+        let changes = addrs.want(&more);
+        let given: Vec<_> = changes.iter().map(|c| (c.index, c.before)).collect();
+        assert_eq!(
+            given,
+            [
+                (7, Some(addr(1000))),
+                (2, Some(addr(2))),
+                (1, Some(addr(1)))
+            ]
+        );
+        assert_eq!(addrs.index(addr(6)), None, "no more room");
+    }
+}

@@ -1,0 +1,367 @@
+//! Filters of clsact qdiscs, for kernels without TCX: by netlink, as `tc filter` does it.
+//!
+//! A filter is ours by its name, which tells the directory of our pins and the program. A qdisc is
+//! nobody's by itself: that we made one is noted by a directory, `qdiscs/IFINDEX`, beside our pins.
+
+use std::{
+    collections::BTreeMap,
+    fmt, fs, io,
+    os::fd::{AsRawFd, BorrowedFd},
+    path::{Path, PathBuf},
+};
+
+use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL};
+use netlink_packet_route::{
+    RouteNetlinkMessage,
+    tc::{
+        TcAttribute, TcBpfFlags, TcFilterBpf, TcFilterBpfOption, TcHandle, TcHeader, TcMessage,
+        TcOption,
+    },
+};
+
+use super::{
+    super::{
+        error::{Doing, Error},
+        rtnetlink::Netlink,
+    },
+    Direction, Order, name,
+};
+
+/// The qdisc's kind, and its number on every interface that has one.
+const CLSACT: &str = "clsact";
+const HANDLE: TcHandle = TcHandle {
+    major: 0xffff,
+    minor: 0,
+};
+/// `ETH_P_ALL` in network order: the lower half of a filter's `info`; the upper is its preference.
+const EVERY_PROTOCOL: u32 = 3u16.to_be() as u32;
+
+/// A filter that runs one of our programs.
+#[derive(Clone, Debug)]
+pub struct Filter {
+    /// Its interface.
+    pub ifindex: u32,
+    /// Which way.
+    pub direction: Direction,
+    /// The kernel's number of its program.
+    pub program: u32,
+    header: TcHeader,
+}
+
+impl Filter {
+    fn preference(&self) -> u32 {
+        self.header.info >> 16
+    }
+}
+
+impl fmt::Display for Filter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "clsact {} filter (pref {}) of program {}",
+            self.direction.word(),
+            self.preference(),
+            self.direction.program()
+        )
+    }
+}
+
+/// The clsact qdiscs of this network namespace, on behalf of one layout.
+pub struct Clsact {
+    netlink: Netlink,
+    layout: PathBuf,
+}
+
+impl Clsact {
+    pub fn open(layout: &Path) -> Result<Self, Error> {
+        Ok(Self {
+            netlink: Netlink::open().doing(|| "cannot open a netlink socket".to_owned())?,
+            layout: layout.into(),
+        })
+    }
+
+    /// The name of our filters.
+    fn filter_name(&self, direction: Direction) -> String {
+        format!("{}:{}", self.layout.display(), direction.program())
+    }
+
+    fn marker(&self, ifindex: u32) -> PathBuf {
+        self.layout.join("qdiscs").join(ifindex.to_string())
+    }
+
+    /// The kind of the ingress qdisc (clsact is one) of every interface that has one.
+    fn qdiscs(&mut self) -> Result<BTreeMap<u32, String>, Error> {
+        let question = RouteNetlinkMessage::GetQueueDiscipline(TcMessage::default());
+        let answers = self
+            .netlink
+            .list(&question)
+            .doing(|| "cannot ask for the queueing disciplines".to_owned())?;
+        let mut found = BTreeMap::new();
+        for answer in answers {
+            if let RouteNetlinkMessage::NewQueueDiscipline(message) = answer
+                && message.header.parent == TcHandle::CLSACT
+            {
+                let kind = message.attributes.into_iter().find_map(|a| match a {
+                    TcAttribute::Kind(kind) => Some(kind),
+                    _ => None,
+                });
+                found.insert(
+                    message.header.index.cast_unsigned(),
+                    kind.unwrap_or_default(),
+                );
+            }
+        }
+        Ok(found)
+    }
+
+    /// Every filter of one interface and direction.
+    fn filters(&mut self, ifindex: u32, direction: Direction) -> Result<Vec<TcMessage>, Error> {
+        let question = RouteNetlinkMessage::GetTrafficFilter(message(header(ifindex, direction)));
+        let answers = match self.netlink.list(&question) {
+            Ok(answers) => answers,
+            // It went meanwhile.
+            Err(error) if is_gone(&error) => Vec::new(),
+            Err(error) => {
+                return Err(error)
+                    .doing(|| format!("cannot ask for the filters of {}", name(ifindex)));
+            }
+        };
+        Ok(answers
+            .into_iter()
+            .filter_map(|answer| match answer {
+                RouteNetlinkMessage::NewTrafficFilter(message) => Some(message),
+                _ => None,
+            })
+            .collect())
+    }
+
+    /// Our filters on all interfaces.
+    pub fn ours(&mut self) -> Result<BTreeMap<(u32, Direction), Filter>, Error> {
+        let mut found = BTreeMap::new();
+        let with_clsact = self.qdiscs()?;
+        for (ifindex, _) in with_clsact.into_iter().filter(|(_, kind)| kind == CLSACT) {
+            for direction in Direction::ALL {
+                let wanted = self.filter_name(direction);
+                for message in self.filters(ifindex, direction)? {
+                    let Some((name, program)) = program(&message) else {
+                        continue;
+                    };
+                    if name == wanted {
+                        let filter = Filter {
+                            ifindex,
+                            direction,
+                            program,
+                            header: message.header,
+                        };
+                        found.insert((ifindex, direction), filter);
+                    }
+                }
+            }
+        }
+        Ok(found)
+    }
+
+    /// Adds a filter, and the qdisc if there is none.
+    pub fn add(
+        &mut self,
+        ifindex: u32,
+        direction: Direction,
+        program: BorrowedFd<'_>,
+        order: Order,
+    ) -> Result<(), Error> {
+        match self.qdiscs()?.remove(&ifindex) {
+            Some(kind) if kind == CLSACT => {}
+            Some(kind) => {
+                return Err(Error::Io {
+                    what: format!(
+                        "cannot attach program {} to {}: it has a queueing discipline of kind \
+                         `{kind}`, which somebody else made, in the place of clsact's",
+                        direction.program(),
+                        name(ifindex)
+                    ),
+                    source: io::ErrorKind::AlreadyExists.into(),
+                });
+            }
+            None => self.make_qdisc(ifindex)?,
+        }
+        let taken: Vec<u32> = self
+            .filters(ifindex, direction)?
+            .iter()
+            .map(|message| message.header.info >> 16)
+            .collect();
+        // One preference, one filter: those that share one must be of one kind.
+        let mut preferences: Box<dyn Iterator<Item = u32>> = match order {
+            Order::First => Box::new(1..=0xffff),
+            Order::Last => Box::new((1..=0xffff).rev()),
+        };
+        let preference = preferences.find(|p| !taken.contains(p)).unwrap_or(1);
+        let mut header = header(ifindex, direction);
+        header.info = preference << 16 | EVERY_PROTOCOL;
+        header.handle = TcHandle::from(1);
+        self.put(header, direction, program, NLM_F_CREATE | NLM_F_EXCL)
+            .doing(|| {
+                format!(
+                    "cannot attach program {} to {}",
+                    direction.program(),
+                    name(ifindex)
+                )
+            })
+    }
+
+    /// Swaps a filter's program, in one step.
+    pub fn replace(&mut self, filter: &Filter, program: BorrowedFd<'_>) -> Result<(), Error> {
+        let header = filter.header.clone();
+        self.put(header, filter.direction, program, NLM_F_CREATE)
+            .doing(|| {
+                format!(
+                    "cannot swap program {} on {}",
+                    filter.direction.program(),
+                    name(filter.ifindex)
+                )
+            })
+    }
+
+    fn put(
+        &mut self,
+        header: TcHeader,
+        direction: Direction,
+        program: BorrowedFd<'_>,
+        flags: u16,
+    ) -> io::Result<()> {
+        let mut message = message(header);
+        let options = [
+            TcFilterBpfOption::ProgFd(program.as_raw_fd().cast_unsigned()),
+            TcFilterBpfOption::ProgName(self.filter_name(direction)),
+            TcFilterBpfOption::Flags(TcBpfFlags::DirectAction),
+        ];
+        message.attributes = vec![
+            TcAttribute::Kind(TcFilterBpf::KIND.into()),
+            TcAttribute::Options(options.map(TcOption::Bpf).into()),
+        ];
+        let request = RouteNetlinkMessage::NewTrafficFilter(message);
+        self.netlink.request(request, flags)
+    }
+
+    /// Removes a filter; one that is gone is no error.
+    pub fn remove(&mut self, filter: &Filter) -> Result<(), Error> {
+        let mut message = message(filter.header.clone());
+        message.attributes = vec![TcAttribute::Kind(TcFilterBpf::KIND.into())];
+        let request = RouteNetlinkMessage::DelTrafficFilter(message);
+        match self.netlink.request(request, 0) {
+            Err(error) if !is_gone(&error) => {
+                Err(error).doing(|| format!("cannot remove {filter} from {}", name(filter.ifindex)))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn make_qdisc(&mut self, ifindex: u32) -> Result<(), Error> {
+        // Noted before: should the agent die in between, the note is of a qdisc that is not there.
+        let marker = self.marker(ifindex);
+        fs::create_dir_all(&marker).doing(|| format!("cannot create {}", marker.display()))?;
+        let request = RouteNetlinkMessage::NewQueueDiscipline(qdisc(ifindex));
+        match self.netlink.request(request, NLM_F_CREATE | NLM_F_EXCL) {
+            Ok(()) => Ok(()),
+            // Somebody was faster: it is theirs.
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                fs::remove_dir(&marker).doing(|| format!("cannot remove {}", marker.display()))
+            }
+            Err(error) => {
+                Err(error).doing(|| format!("cannot make a clsact qdisc on {}", name(ifindex)))
+            }
+        }
+    }
+
+    /// Removes the qdiscs that we made, on the interfaces that are `given_up`, unless somebody else
+    /// has a filter there now.
+    pub fn remove_qdiscs(&mut self, given_up: impl Fn(u32) -> bool) -> Result<(), Error> {
+        let directory = self.layout.join("qdiscs");
+        let Ok(entries) = fs::read_dir(&directory) else {
+            return Ok(());
+        };
+        let made: Vec<u32> = entries
+            .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+            .filter(|ifindex| given_up(*ifindex))
+            .collect();
+        if made.is_empty() {
+            return Ok(());
+        }
+        let there = self.qdiscs()?;
+        for ifindex in made {
+            let mut used = false;
+            for direction in Direction::ALL {
+                used |= !self.filters(ifindex, direction)?.is_empty();
+            }
+            if !used && there.get(&ifindex).is_some_and(|kind| kind == CLSACT) {
+                let request = RouteNetlinkMessage::DelQueueDiscipline(qdisc(ifindex));
+                match self.netlink.request(request, 0) {
+                    Err(error) if !is_gone(&error) => {
+                        return Err(error).doing(|| {
+                            format!("cannot remove the clsact qdisc of {}", name(ifindex))
+                        });
+                    }
+                    _ => {}
+                }
+            }
+            // What others use now is theirs from here on.
+            let marker = self.marker(ifindex);
+            fs::remove_dir(&marker).doing(|| format!("cannot remove {}", marker.display()))?;
+        }
+        // Fails while there are others.
+        let _ = fs::remove_dir(&directory);
+        Ok(())
+    }
+}
+
+fn message(header: TcHeader) -> TcMessage {
+    TcMessage::from_parts(header, Vec::new())
+}
+
+fn header(ifindex: u32, direction: Direction) -> TcHeader {
+    TcHeader {
+        index: ifindex.cast_signed(),
+        parent: TcHandle {
+            major: 0xffff,
+            minor: match direction {
+                Direction::Ingress => TcHandle::MIN_INGRESS,
+                Direction::Egress => TcHandle::MIN_EGRESS,
+            },
+        },
+        ..TcHeader::default()
+    }
+}
+
+fn qdisc(ifindex: u32) -> TcMessage {
+    let header = TcHeader {
+        index: ifindex.cast_signed(),
+        handle: HANDLE,
+        parent: TcHandle::CLSACT,
+        ..TcHeader::default()
+    };
+    TcMessage::from_parts(header, vec![TcAttribute::Kind(CLSACT.into())])
+}
+
+/// Whether a request failed since what it was about is gone: an interface, a qdisc, a filter.
+fn is_gone(error: &io::Error) -> bool {
+    matches!(
+        error.raw_os_error(),
+        Some(libc::ENODEV | libc::ENOENT | libc::EINVAL)
+    )
+}
+
+/// The name and the program of a filter that runs one.
+fn program(message: &TcMessage) -> Option<(&str, u32)> {
+    let options = message.attributes.iter().find_map(|a| match a {
+        TcAttribute::Options(options) => Some(options),
+        _ => None,
+    })?;
+    let mut found = (None, None);
+    for option in options {
+        match option {
+            TcOption::Bpf(TcFilterBpfOption::ProgName(name)) => found.0 = Some(name.as_str()),
+            TcOption::Bpf(TcFilterBpfOption::ProgId(id)) => found.1 = Some(*id),
+            _ => {}
+        }
+    }
+    found.0.zip(found.1)
+}

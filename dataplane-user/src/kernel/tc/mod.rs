@@ -1,0 +1,506 @@
+//! Our programs on network interfaces: by pinned TCX links where the kernel has them (Linux 6.6), by
+//! filters of a clsact qdisc where it has not. What others have there is left alone.
+
+mod clsact;
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs, io,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::{Path, PathBuf},
+};
+
+use aya_obj::generated::bpf_attach_type::{self, BPF_TCX_EGRESS, BPF_TCX_INGRESS};
+
+use self::clsact::{Clsact, Filter};
+use super::{
+    error::{Doing, Error},
+    pins::{CleanupItem, Pins},
+    programs::REPLACEMENT,
+    sys::{self, LinkInfo, LinkTarget},
+};
+
+/// How programs are put on interfaces.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Hook {
+    /// TCX: links, several of which share an interface.
+    Tcx,
+    /// Filters of a clsact qdisc.
+    Clsact,
+}
+
+impl Hook {
+    /// The word that a person reads.
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::Tcx => "tcx",
+            Self::Clsact => "clsact",
+        }
+    }
+
+    /// What this kernel has, by asking which programs TCX runs on the loopback interface: older
+    /// kernels do not know the question.
+    pub fn of_kernel() -> Self {
+        match sys::tcx_programs(1, BPF_TCX_INGRESS) {
+            Ok(_) => Self::Tcx,
+            Err(_) => Self::Clsact,
+        }
+    }
+}
+
+/// Where among other people's programs ours go.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Order {
+    /// Before them.
+    #[default]
+    First,
+    /// After them.
+    Last,
+}
+
+/// Which way packets go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Direction {
+    /// They arrive.
+    Ingress,
+    /// They leave.
+    Egress,
+}
+
+impl Direction {
+    /// Both; replies' first, so that no flow begins whose replies are not seen.
+    pub const ALL: [Self; 2] = [Self::Egress, Self::Ingress];
+
+    /// The program's name, in the object, in the kernel and in its links' pins.
+    pub const fn program(self) -> &'static str {
+        match self {
+            Self::Ingress => "packet_ingress",
+            Self::Egress => "packet_egress",
+        }
+    }
+
+    /// The word that a person reads.
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::Ingress => "ingress",
+            Self::Egress => "egress",
+        }
+    }
+
+    const fn tcx(self) -> bpf_attach_type {
+        match self {
+            Self::Ingress => BPF_TCX_INGRESS,
+            Self::Egress => BPF_TCX_EGRESS,
+        }
+    }
+
+    /// The program and the interface that a pin's name tells.
+    fn of_pin(name: &str) -> Option<(Self, u32)> {
+        Self::ALL.into_iter().find_map(|direction| {
+            let ifindex = name.strip_prefix(direction.program())?.strip_prefix('-')?;
+            Some((direction, ifindex.parse().ok()?))
+        })
+    }
+}
+
+/// The loaded programs, to be put on interfaces.
+#[derive(Debug)]
+pub struct PacketPrograms {
+    ingress: Program,
+    egress: Program,
+    hook: Hook,
+    order: Order,
+}
+
+#[derive(Debug)]
+struct Program {
+    fd: OwnedFd,
+    id: u32,
+}
+
+impl Program {
+    fn new(fd: OwnedFd) -> io::Result<Self> {
+        let id = sys::prog_info(fd.as_fd())?.id;
+        Ok(Self { fd, id })
+    }
+}
+
+impl PacketPrograms {
+    /// Takes loaded programs; `hook`: none for what this kernel has.
+    pub fn new(
+        ingress: OwnedFd,
+        egress: OwnedFd,
+        hook: Option<Hook>,
+        order: Order,
+    ) -> Result<Self, Error> {
+        let doing = || "cannot ask for a loaded program's number".to_owned();
+        Ok(Self {
+            ingress: Program::new(ingress).doing(doing)?,
+            egress: Program::new(egress).doing(doing)?,
+            hook: hook.unwrap_or_else(Hook::of_kernel),
+            order,
+        })
+    }
+
+    /// How they are put on interfaces.
+    pub fn hook(&self) -> Hook {
+        self.hook
+    }
+
+    fn program(&self, direction: Direction) -> &Program {
+        match direction {
+            Direction::Ingress => &self.ingress,
+            Direction::Egress => &self.egress,
+        }
+    }
+
+    /// Lets the programs be on exactly these interfaces. Where older ones of ours are, they are
+    /// swapped in place; where somebody removed ours, they are put back. Answers what did not work,
+    /// which does not keep the rest from being done.
+    pub fn attach(&self, pins: &Pins, wanted: &BTreeSet<u32>) -> Result<Vec<String>, Error> {
+        let mut clsact = Clsact::open(&pins.layout())?;
+        let filters = clsact.ours()?;
+        let mut failed = Vec::new();
+        for &ifindex in wanted {
+            for direction in Direction::ALL {
+                let filter = filters.get(&(ifindex, direction));
+                let done = self.attach_one(pins, &mut clsact, ifindex, direction, filter);
+                if let Err(error) = done {
+                    failed.push(error.to_string());
+                    break;
+                }
+            }
+        }
+        // Those of the other kind are removed above, where ours are then twice.
+        let kept = |ifindex: u32| wanted.contains(&ifindex);
+        failed.extend(remove_elsewhere(pins, &mut clsact, &filters, kept)?);
+        if self.hook == Hook::Tcx {
+            clsact.remove_qdiscs(|_| true)?;
+        }
+        Ok(failed)
+    }
+
+    fn attach_one(
+        &self,
+        pins: &Pins,
+        clsact: &mut Clsact,
+        ifindex: u32,
+        direction: Direction,
+        filter: Option<&Filter>,
+    ) -> Result<(), Error> {
+        let program = self.program(direction);
+        let path = pin(pins, direction, ifindex);
+        match self.hook {
+            Hook::Tcx => {
+                let link = ours(&path, direction)?;
+                self.attach_tcx(&path, ifindex, direction, link)?;
+                match filter {
+                    Some(filter) => clsact.remove(filter),
+                    None => Ok(()),
+                }
+            }
+            Hook::Clsact => {
+                match filter {
+                    Some(filter) if filter.program == program.id => {}
+                    Some(filter) => clsact.replace(filter, program.fd.as_fd())?,
+                    None => clsact.add(ifindex, direction, program.fd.as_fd(), self.order)?,
+                }
+                match ours(&path, direction)? {
+                    Some(_) => detach(&path),
+                    None => Ok(()),
+                }
+            }
+        }
+    }
+
+    fn attach_tcx(
+        &self,
+        path: &Path,
+        ifindex: u32,
+        direction: Direction,
+        link: Option<(OwnedFd, LinkInfo)>,
+    ) -> Result<(), Error> {
+        let program = self.program(direction);
+        match link {
+            Some((_, info))
+                if info.target == LinkTarget::Tcx(ifindex) && info.program == program.id =>
+            {
+                Ok(())
+            }
+            Some((link, info)) if info.target == LinkTarget::Tcx(ifindex) => {
+                sys::link_update(link.as_fd(), program.fd.as_fd()).doing(|| {
+                    format!(
+                        "cannot swap program {} on {}",
+                        direction.program(),
+                        name(ifindex)
+                    )
+                })
+            }
+            // There is none, or somebody detached it, or its interface is gone and this is another
+            // one with the same number.
+            link => {
+                let new = sys::link_create_tcx(
+                    program.fd.as_fd(),
+                    ifindex,
+                    direction.tcx(),
+                    self.order == Order::First,
+                )
+                .doing(|| {
+                    format!(
+                        "cannot attach program {} to {}",
+                        direction.program(),
+                        name(ifindex)
+                    )
+                })?;
+                pin_link(new.as_fd(), path, link.is_some())
+            }
+        }
+    }
+}
+
+/// Removes our programs from every interface, as [`PacketPrograms::attach`] with none.
+pub fn keep_none(pins: &Pins) -> Result<Vec<String>, Error> {
+    let mut clsact = Clsact::open(&pins.layout())?;
+    let filters = clsact.ours()?;
+    remove_elsewhere(pins, &mut clsact, &filters, |_| false)
+}
+
+fn remove_elsewhere(
+    pins: &Pins,
+    clsact: &mut Clsact,
+    filters: &BTreeMap<(u32, Direction), Filter>,
+    kept: impl Fn(u32) -> bool,
+) -> Result<Vec<String>, Error> {
+    let mut failed = Vec::new();
+    for (path, direction, ifindex) in links(&pins.layout()) {
+        if !kept(ifindex)
+            && ours(&path, direction)?.is_some()
+            && let Err(error) = detach(&path)
+        {
+            failed.push(error.to_string());
+        }
+    }
+    for filter in filters.values().filter(|filter| !kept(filter.ifindex)) {
+        if let Err(error) = clsact.remove(filter) {
+            failed.push(error.to_string());
+        }
+    }
+    clsact.remove_qdiscs(|ifindex| !kept(ifindex))?;
+    Ok(failed)
+}
+
+fn pin_link(link: BorrowedFd<'_>, path: &Path, replace: bool) -> Result<(), Error> {
+    if !replace {
+        return sys::obj_pin(link, path).doing(|| format!("cannot pin {}", path.display()));
+    }
+    let mut new = path.as_os_str().to_owned();
+    new.push(REPLACEMENT);
+    let new = PathBuf::from(new);
+    let _ = fs::remove_file(&new);
+    sys::obj_pin(link, &new).doing(|| format!("cannot pin {}", new.display()))?;
+    fs::rename(&new, path).doing(|| format!("cannot replace {}", path.display()))
+}
+
+fn pin(pins: &Pins, direction: Direction, ifindex: u32) -> PathBuf {
+    pins.link(&format!("{}-{ifindex}", direction.program()))
+}
+
+/// The pins of a layout that by their names are of TCX links.
+fn links(layout: &Path) -> Vec<(PathBuf, Direction, u32)> {
+    let Ok(entries) = fs::read_dir(layout.join("links")) else {
+        return Vec::new();
+    };
+    let mut found: Vec<_> = entries
+        .filter_map(|entry| {
+            let entry = entry.ok()?;
+            let name = entry.file_name();
+            let (direction, ifindex) = Direction::of_pin(name.to_str()?)?;
+            Some((entry.path(), direction, ifindex))
+        })
+        .collect();
+    found.sort();
+    found
+}
+
+/// Opens a pinned TCX link and checks that it is ours. `None`: there is no such pin.
+fn ours(path: &Path, direction: Direction) -> Result<Option<(OwnedFd, LinkInfo)>, Error> {
+    let link = match sys::obj_get(path) {
+        Ok(link) => link,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error).doing(|| format!("cannot open {}", path.display())),
+    };
+    let foreign = |found: String| Error::Foreign {
+        path: path.into(),
+        found,
+        wanted: format!("the TCX link of program {}", direction.program()),
+    };
+    let kind = sys::object_kind(link.as_fd())
+        .doing(|| format!("cannot tell what {} is", path.display()))?;
+    if kind != sys::ObjectKind::Link {
+        return Err(foreign(format!("a {kind:?}").to_lowercase()));
+    }
+    let info =
+        sys::link_info(link.as_fd()).doing(|| format!("cannot ask what {} is", path.display()))?;
+    if !matches!(info.target, LinkTarget::Tcx(_)) || info.attach_type != direction.tcx() as u32 {
+        return Err(foreign("a link of another kind".into()));
+    }
+    Ok(Some((link, info)))
+}
+
+fn detach(path: &Path) -> Result<(), Error> {
+    let link = sys::obj_get(path).doing(|| format!("cannot open {}", path.display()))?;
+    // Removing the last pin detaches it too, but some time later. One whose interface is gone
+    // cannot be detached again.
+    let _ = sys::link_detach(link.as_fd());
+    fs::remove_file(path).doing(|| format!("cannot remove {}", path.display()))
+}
+
+/// An interface's name, for people; its number if it is gone.
+pub fn name(ifindex: u32) -> String {
+    nix::net::if_::if_indextoname(ifindex).map_or_else(
+        |_| format!("interface {ifindex}"),
+        |name| name.to_string_lossy().into_owned(),
+    )
+}
+
+/// How one of our programs is on an interface, as the kernel says now.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct InterfaceAttachment {
+    /// The interface's number.
+    pub ifindex: u32,
+    /// Its name.
+    pub interface: String,
+    /// Which of our programs.
+    pub direction: Direction,
+    /// How it is attached.
+    pub hook: Option<Hook>,
+    /// The kernel's number of the program.
+    pub program_id: Option<u32>,
+    /// What is wrong, if anything: it runs if this is `None`.
+    pub problem: Option<String>,
+}
+
+/// Asks the kernel whether our programs run on these interfaces.
+///
+/// # Errors
+/// If the kernel cannot be asked. What is wrong on one interface is in its
+/// [`InterfaceAttachment::problem`].
+pub fn attachments(pins: &Pins, wanted: &[u32]) -> Result<Vec<InterfaceAttachment>, Error> {
+    let filters = Clsact::open(&pins.layout())?.ours()?;
+    let mut all = Vec::new();
+    for &ifindex in wanted {
+        for direction in Direction::ALL.into_iter().rev() {
+            let filter = filters.get(&(ifindex, direction));
+            all.push(attachment(pins, ifindex, direction, filter));
+        }
+    }
+    Ok(all)
+}
+
+fn attachment(
+    pins: &Pins,
+    ifindex: u32,
+    direction: Direction,
+    filter: Option<&Filter>,
+) -> InterfaceAttachment {
+    let mut found = InterfaceAttachment {
+        ifindex,
+        interface: name(ifindex),
+        direction,
+        hook: None,
+        program_id: None,
+        problem: None,
+    };
+    let path = pin(pins, direction, ifindex);
+    match ours(&path, direction) {
+        Ok(Some((_, link))) => {
+            found.hook = Some(Hook::Tcx);
+            found.program_id = Some(link.program);
+            if link.target != LinkTarget::Tcx(ifindex) {
+                found.problem = Some("its link was detached".into());
+            } else {
+                match sys::tcx_programs(ifindex, direction.tcx()) {
+                    Ok(ids) if ids.contains(&link.program) => {}
+                    Ok(_) => {
+                        found.problem =
+                            Some("the link is there, but the interface does not run it".into());
+                    }
+                    Err(error) => {
+                        found.problem = Some(format!("cannot ask what runs there: {error}"));
+                    }
+                }
+            }
+        }
+        Ok(None) => {}
+        Err(error) => found.problem = Some(error.to_string()),
+    }
+    if let Some(filter) = filter
+        && (found.hook.is_none() || found.problem.is_some())
+    {
+        found.hook = Some(Hook::Clsact);
+        found.program_id = Some(filter.program);
+        found.problem = None;
+    }
+    if found.hook.is_none() && found.problem.is_none() {
+        found.problem = Some("not attached".into());
+    }
+    found
+}
+
+/// Removes what is on interfaces of one layout: its TCX links, its filters, and qdiscs that were
+/// made for them and have nothing else. With `dry_run`, says what it would remove.
+pub fn remove(layout: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
+    let mut items = Vec::new();
+    for (path, direction, ifindex) in links(layout) {
+        // What is not ours is named by whoever lists the other pins.
+        if let Ok(Some((_, info))) = ours(&path, direction) {
+            let place = match info.target {
+                LinkTarget::Tcx(0) => "no interface any more".to_owned(),
+                _ => name(ifindex),
+            };
+            let what = format!(
+                "link {} of program {} on {place}",
+                info.id,
+                direction.program()
+            );
+            if !dry_run {
+                detach(&path)?;
+            }
+            items.push(CleanupItem {
+                path,
+                what,
+                ours: true,
+            });
+        }
+    }
+    let mut clsact = Clsact::open(layout)?;
+    for filter in clsact.ours()?.values() {
+        if !dry_run {
+            clsact.remove(filter)?;
+        }
+        items.push(CleanupItem {
+            path: format!("tc:{}", name(filter.ifindex)).into(),
+            what: filter.to_string(),
+            ours: true,
+        });
+    }
+    if !dry_run {
+        clsact.remove_qdiscs(|_| true)?;
+    }
+    Ok(items)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pins_tell_program_and_interface() {
+        let of = Direction::of_pin;
+        assert_eq!(of("packet_ingress-12"), Some((Direction::Ingress, 12)));
+        assert_eq!(of("packet_egress-3"), Some((Direction::Egress, 3)));
+        assert_eq!(of("packet_egress-3-new"), None);
+        assert_eq!(of("packet_egress"), None);
+        assert_eq!(of("connect4"), None);
+    }
+}
