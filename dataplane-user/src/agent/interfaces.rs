@@ -36,16 +36,14 @@ pub struct PacketSettings {
 }
 
 /// How it is told that a client is a pod of this cluster, and so needs no masquerading on the way to
-/// a cluster IP. Without one, nobody is masqueraded there (as kube-proxy without `--cluster-cidr`).
+/// a cluster IP: either sign will do. Without one, nobody is masqueraded there (as kube-proxy
+/// without `--cluster-cidr`).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub enum Detector {
-    /// It is not.
-    #[default]
-    None,
-    /// By its address, which is in one of these networks.
-    Networks(Vec<IpNet>),
-    /// By the interface at which its packets arrive, which is a pod's side.
-    Interface,
+pub struct Detector {
+    /// Its address is in one of these.
+    pub networks: Vec<IpNet>,
+    /// Its packets arrive at a pod's side.
+    pub interface: bool,
 }
 
 impl PacketSettings {
@@ -88,13 +86,13 @@ impl PacketSettings {
     fn config(&self, (first, last): (u16, u16)) -> (PacketConfig, BTreeSet<SourceKey>) {
         let mut flags = 0;
         let mut pods = BTreeSet::new();
-        match &self.detector {
-            Detector::None => {}
-            Detector::Networks(networks) => {
-                flags |= PacketConfig::DETECT_BY_ADDRESS;
-                pods.extend(networks.iter().map(|n| source_key(SourceKey::PODS, n)));
-            }
-            Detector::Interface => flags |= PacketConfig::DETECT_BY_INTERFACE,
+        let networks = &self.detector.networks;
+        if !networks.is_empty() {
+            flags |= PacketConfig::DETECT_BY_ADDRESS;
+            pods.extend(networks.iter().map(|n| source_key(SourceKey::PODS, n)));
+        }
+        if self.detector.interface {
+            flags |= PacketConfig::DETECT_BY_INTERFACE;
         }
         if self.masquerade_all {
             flags |= PacketConfig::MASQUERADE_ALL;
@@ -370,19 +368,28 @@ mod tests {
             };
             settings.config((32768, 60999))
         };
-        let (off, pods) = config(Detector::None, false);
+        let (off, pods) = config(Detector::default(), false);
         assert_eq!(
             (off.flags, off.ephemeral_first, off.ephemeral_last),
             (0, 32768, 60999)
         );
         assert!(pods.is_empty());
         let (by_address, pods) = config(
-            Detector::Networks(vec!["10.244.0.0/16".parse().unwrap()]),
+            Detector {
+                networks: vec!["10.244.0.0/16".parse().unwrap()],
+                interface: false,
+            },
             true,
         );
         let both = PacketConfig::DETECT_BY_ADDRESS | PacketConfig::MASQUERADE_ALL;
         assert_eq!((by_address.flags, pods.len()), (both, 1));
-        let (by_interface, _) = config(Detector::Interface, false);
+        let (by_interface, _) = config(
+            Detector {
+                interface: true,
+                ..Detector::default()
+            },
+            false,
+        );
         assert_eq!(by_interface.flags, PacketConfig::DETECT_BY_INTERFACE);
     }
 }

@@ -197,8 +197,7 @@ struct PacketArgs {
         num_args = 1..,
         value_delimiter = ',',
         env = "DATAPLANE_POD_CIDR",
-        hide_env_values = true,
-        conflicts_with = "pods_by_interface"
+        hide_env_values = true
     )]
     pod_cidr: Vec<IpNet>,
 
@@ -296,12 +295,9 @@ impl PacketArgs {
             flows: self.conntrack_flows,
             uplinks: Patterns::new(self.uplink.clone()),
             pods: Patterns::new(self.pod_interface.clone()),
-            detector: if self.pods_by_interface {
-                Detector::Interface
-            } else if self.pod_cidr.is_empty() {
-                Detector::None
-            } else {
-                Detector::Networks(self.pod_cidr.clone())
+            detector: Detector {
+                networks: self.pod_cidr.clone(),
+                interface: self.pods_by_interface,
             },
             masquerade_all: self.masquerade_all,
         }

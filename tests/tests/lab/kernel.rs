@@ -120,6 +120,7 @@ fn writes(services: u32) -> (Demand, Vec<Write>) {
         pools: services + 1,
         endpoints: services * 4,
         affinity_groups: 0,
+        sources: 0,
     };
     (demand, writes)
 }
