@@ -36,7 +36,7 @@ pub struct PacketSettings {
 }
 
 /// How it is told that a client is a pod of this cluster, and so needs no masquerading on the way to
-/// a cluster IP: either sign will do. Without one, nobody is masqueraded there (as kube-proxy
+/// a cluster IP. Without a sign, nobody is masqueraded there (as kube-proxy
 /// without `--cluster-cidr`).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Detector {

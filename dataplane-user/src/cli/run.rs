@@ -197,7 +197,8 @@ struct PacketArgs {
         num_args = 1..,
         value_delimiter = ',',
         env = "DATAPLANE_POD_CIDR",
-        hide_env_values = true
+        hide_env_values = true,
+        conflicts_with = "pods_by_interface"
     )]
     pod_cidr: Vec<IpNet>,
 
