@@ -19,6 +19,8 @@ use tempfile::TempDir;
 
 /// The port that the server listens on.
 const PORT: u16 = 6443;
+/// The nodes' own addresses are not to be in their tables, which are compared.
+const NO_ADDRESSES: [&str; 2] = ["--nodeport-addresses", "203.0.113.0/24"];
 /// An agent that takes longer to start will not do so.
 const LIMIT: Duration = Duration::from_mins(2);
 
@@ -60,6 +62,7 @@ impl Site {
         let agent = lab
             .agent("agent")
             .args(["--kubeconfig".as_ref(), kubeconfig.as_os_str()])
+            .args(NO_ADDRESSES)
             .prepare()?;
         Ok(Self {
             bpffs: agent.bpffs().to_owned(),
@@ -92,14 +95,14 @@ impl Site {
         Ok(done - first)
     }
 
-    /// Another agent on another node, with empty tables, taking itself for the same node; when it
-    /// is in line.
+    /// Another agent on another node, with empty tables, when it is in line. None of the endpoints
+    /// is on either node.
     pub fn fresh(&self) -> anyhow::Result<Agent> {
         let mut agent = self
             .lab
             .agent("fresh")
             .args(["--kubeconfig".as_ref(), self.kubeconfig.as_os_str()])
-            .args(["--node-name", "agent"])
+            .args(NO_ADDRESSES)
             .prepare()?;
         agent.launch()?;
         wait_until_synced(&agent)?;
