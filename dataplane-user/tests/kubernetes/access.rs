@@ -187,3 +187,56 @@ fn what_says_nothing_of_use_is_told_before_anything_is_done() {
         );
     }
 }
+
+/// Says to this program, started by itself, that it is the child.
+const CHILD: &str = "DATAPLANE_TEST_CHILD";
+
+/// Variables are a process's, so this test starts itself with them.
+#[test]
+fn through_the_proxy_that_the_environment_names() {
+    if std::env::var_os(CHILD).is_some() {
+        let site = Site::new(server(web(1, &[1])));
+        site.view(|view| endpoints(view, "web-1") == [1]);
+        return;
+    }
+    let (address, passed) = proxy().unwrap();
+    let through = |none: &str| {
+        let before = passed.load(Ordering::Relaxed);
+        let child = std::process::Command::new(std::env::current_exe().unwrap())
+            .args([
+                "--exact",
+                "access::through_the_proxy_that_the_environment_names",
+            ])
+            .env(CHILD, "1")
+            .env("HTTPS_PROXY", format!("http://user:pass@{address}"))
+            .env("NO_PROXY", none)
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&child.stdout);
+        assert!(
+            child.status.success() && said.contains("1 passed"),
+            "{said}"
+        );
+        passed.load(Ordering::Relaxed) - before
+    };
+    assert!(through("192.0.2.0/24,example.com") >= 3);
+    assert_eq!(through("127.0.0.0/8"), 0);
+}
+
+#[test]
+fn another_server_than_the_one_in_the_file() {
+    let site = Site::with(
+        server(web(1, &[1])),
+        patience(),
+        |target, directory, server| {
+            let path = server.kubeconfig(directory.path()).unwrap();
+            let config = fs::read_to_string(&path).unwrap();
+            // The cluster IP that pods are told, say.
+            let config = config.replace(&server.url(), "https://192.0.2.1:443");
+            fs::write(&path, config).unwrap();
+            target.kubeconfig = Some(path);
+            target.server = Some(server.address().to_string());
+        },
+    );
+    site.view(|view| endpoints(view, "web-1") == [1]);
+}

@@ -1,7 +1,7 @@
 //! The Kubernetes API as a source: Services, EndpointSlices, and this node's own Node object.
 //!
-//! Each kind is listed once, page by page, and watched from there on ([`follow`]). What was seen is
-//! kept in the model's terms only, and put together into views ([`store`]): the first when every
+//! Each kind is listed once, page by page, and watched from there on (`follow`). What was seen is
+//! kept in the model's terms only, and put together into views (`store`): the first when every
 //! kind was listed to its end, so that nothing is taken for gone that was not read yet; then one
 //! for whatever has come by the time that somebody looks for a new one.
 //!
