@@ -8,6 +8,7 @@ use serde_json::Value;
 use crate::{
     cluster::{Cluster, TCP, UDP, ask, eventually, reaches, serve},
     manifest::{Manifests, Service},
+    metrics::Metrics,
     outcome::{cannot_run, run},
 };
 
@@ -63,6 +64,30 @@ fn its_capabilities_are_enough() -> Result<()> {
         Ok(())
     };
     works(&agent)?;
+    // A socket in another network namespace, connected to an endpoint that goes.
+    let near = |pods: &[&str]| {
+        let service = Service::new("near", &["10.96.0.11"]).port("udp", 53, UDP);
+        let pods: Vec<_> = pods.iter().map(|pod| lab.pod(pod)).collect();
+        service.endpoints(&pods)
+    };
+    manifests.write(&[web(&lab), near(&["near"])])?;
+    eventually(|| reaches(client, "10.96.0.11:53", "udp", &["near"]).map(drop))?;
+    let resolver = client.probe("udp").args([
+        "--one-socket",
+        "--until-stdin-closes",
+        "--to",
+        "10.96.0.11:53",
+    ]);
+    let mut resolver = resolver.stdin_piped().stdout_piped().spawn()?;
+    resolver.wait_for_line()?;
+    manifests.write(&[web(&lab), near(&["far"])])?;
+    eventually(|| {
+        let metrics = Metrics::scrape(client, lab.node("node2"))?;
+        let destroyed = metrics.sum("dataplane_sockets_destroyed_total", &[("protocol", "udp")]);
+        ensure!(destroyed > 0.5, "no socket was destroyed");
+        Ok(())
+    })?;
+    drop(resolver);
     // More than the tables have room for: they grow.
     let mut many: Vec<Service> = (0..1500)
         .map(|n| {

@@ -43,7 +43,7 @@ fn clients_stay_in_their_zone_and_on_their_node() -> Result<()> {
     ] {
         cluster
             .manifests
-            .write_with(&[service.clone()], &[node2(zone)])?;
+            .write_with(std::slice::from_ref(service), &[node2(zone)])?;
         eventually(|| reaches(cluster.client(), TO, "connect --count 20", endpoints).map(drop))?;
     }
     // Why an endpoint gets nothing is said where one looks for it.
