@@ -2,6 +2,7 @@
 //! tables. The only room that names aya, and the only one in user space with `unsafe`.
 
 pub mod conntrack;
+mod diag;
 mod error;
 mod interfaces;
 mod log;
@@ -9,7 +10,6 @@ mod map;
 mod memory;
 mod monitor;
 pub mod namespaces;
-mod netlink;
 pub mod nf_conntrack;
 mod object;
 mod packet;

@@ -7,7 +7,7 @@ use dataplane_common::{Addr, Port, Protocol, packet::FlowKey};
 use nix::sys::socket::SockProtocol;
 use zerocopy::FromBytes;
 
-use super::netlink::{Netlink, attributes};
+use super::diag::{Netlink, attributes};
 
 /// A flow whose destination the kernel translates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,7 +84,7 @@ fn inside(bytes: &[u8], kind: u16) -> Option<&[u8]> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernel::netlink::attribute;
+    use crate::kernel::diag::attribute;
 
     fn tuple(src: [u8; 4], src_port: u16, dst: [u8; 4], dst_port: u16, number: u8) -> Vec<u8> {
         let ip = [attribute(1, &src), attribute(2, &dst)].concat();

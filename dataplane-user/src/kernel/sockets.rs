@@ -22,10 +22,10 @@ use nix::sys::socket::SockProtocol;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::{
+    diag::{Netlink, attribute, attributes},
     error::{Doing, Error},
     map::Mapped,
     namespaces,
-    netlink::{Netlink, attribute, attributes},
     pins::{MAPS, MapSpec, Pins},
 };
 

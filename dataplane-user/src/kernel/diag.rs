@@ -1,5 +1,6 @@
-//! Just enough netlink to ask `sock_diag(7)` and the kernel's own conntrack: requests, dumps and
-//! attributes (`netlink(7)`; `include/uapi/linux/netlink.h`).
+//! Just enough netlink to ask `sock_diag(7)` and the kernel's own conntrack, whose messages no crate
+//! has whole (what to destroy, what is in a socket's storage): requests, dumps and attributes
+//! (`netlink(7)`; `include/uapi/linux/netlink.h`).
 
 use std::{
     io,
