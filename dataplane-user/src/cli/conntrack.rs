@@ -487,6 +487,7 @@ mod tests {
         Addr, Port,
         packet::{Forward, Reply, seen},
     };
+    use zerocopy::FromZeros as _;
 
     use super::*;
     use crate::kernel::conntrack::Back;
@@ -512,8 +513,7 @@ mod tests {
                 vip_port: Port::new(53),
                 used,
                 seen: seen::PACKET,
-                padding: 0,
-                reserved: 0,
+                ..Reply::new_zeroed()
             }),
         }
     }

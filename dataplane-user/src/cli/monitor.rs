@@ -9,6 +9,7 @@ use std::{
 
 use clap::Args;
 use dataplane_common::{Addr, Event, Hook, Port, Reason};
+use nix::net::if_::if_indextoname;
 use serde::Serialize;
 
 use super::{
@@ -24,13 +25,14 @@ const PATIENCE: Duration = Duration::from_millis(500);
 /// Watch the decisions as they are made.
 ///
 /// One line for each connection (and each datagram of an unconnected socket) to a service: when,
-/// who, to which address, to which endpoint, and why. Costs the programs nothing while nobody
-/// watches. Ctrl-C ends it.
+/// who, to which address, to which endpoint, and why. Of packets, the first of each flow, and those
+/// that are refused. Costs the programs nothing while nobody watches. Ctrl-C ends it.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   dataplane monitor --service default/httpbin
-  dataplane monitor --reason no-endpoints --reason no-local-endpoint")]
+  dataplane monitor --reason no-endpoints --reason no-local-endpoint
+  dataplane monitor --hook packet --iface eth0")]
 pub struct MonitorArgs {
     /// Only this service (needs a running agent, which knows the names)
     #[arg(long, value_name = "NAMESPACE/NAME")]
@@ -39,6 +41,14 @@ pub struct MonitorArgs {
     /// Only decisions for this reason; may be given several times
     #[arg(long, value_name = "WORD", value_parser = reason)]
     reason: Vec<Reason>,
+
+    /// Only decisions at this hook; may be given several times
+    #[arg(long, value_name = "HOOK", value_parser = hook)]
+    hook: Vec<Hook>,
+
+    /// Only packets of this interface
+    #[arg(long, value_name = "NAME")]
+    iface: Option<String>,
 
     /// End after so many lines
     #[arg(long, value_name = "N")]
@@ -65,6 +75,17 @@ fn reason(word: &str) -> Result<Reason, String> {
     })
 }
 
+fn hook(word: &str) -> Result<Hook, String> {
+    let hooks = [Hook::Connect, Hook::Sendmsg, Hook::Recvmsg, Hook::Packet];
+    hooks
+        .into_iter()
+        .find(|hook| hook.word() == word)
+        .ok_or_else(|| {
+            let words = hooks.map(Hook::word).join(", ");
+            format!("there is no hook `{word}`; there are: {words}")
+        })
+}
+
 /// One decision, as JSON.
 #[derive(Debug, Serialize)]
 struct Line {
@@ -72,6 +93,12 @@ struct Line {
     time: f64,
     hook: &'static str,
     protocol: String,
+    /// A packet's; at the socket there is none yet.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    source: Option<String>,
+    /// Where a packet is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    interface: Option<String>,
     destination: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     endpoint: Option<String>,
@@ -79,6 +106,14 @@ struct Line {
     #[serde(skip_serializing_if = "Option::is_none")]
     service: Option<String>,
     pool: u32,
+    /// Who asked at the socket.
+    #[serde(flatten)]
+    process: Option<Process>,
+}
+
+/// A client at the socket.
+#[derive(Debug, Serialize)]
+struct Process {
     pid: u32,
     command: String,
     netns_cookie: u64,
@@ -126,6 +161,14 @@ impl MonitorArgs {
         if !self.reason.is_empty() && !reason.is_some_and(|r| self.reason.contains(&r)) {
             return None;
         }
+        let hook = Hook::from_number(event.hook);
+        if !self.hook.is_empty() && !hook.is_some_and(|h| self.hook.contains(&h)) {
+            return None;
+        }
+        let interface = (event.ifindex != 0).then(|| interface(event.ifindex));
+        if self.iface.is_some() && self.iface != interface {
+            return None;
+        }
         let service = names.of_pool(event.pool);
         if self.service.is_some() && self.service != service {
             return None;
@@ -138,24 +181,37 @@ impl MonitorArgs {
             .unwrap_or(event.comm.len());
         Some(Line {
             time: (boot + Duration::from_nanos(event.at)).as_secs_f64(),
-            hook: Hook::from_number(event.hook).map_or("unknown", Hook::word),
+            hook: hook.map_or("unknown", Hook::word),
             protocol: event.protocol.to_string(),
+            source: (event.source != Addr::UNSPECIFIED)
+                .then(|| socket(event.source, event.source_port)),
+            interface,
             destination: socket(event.destination, event.destination_port),
             endpoint: (event.endpoint != Addr::UNSPECIFIED)
                 .then(|| socket(event.endpoint, event.endpoint_port)),
             reason: reason.map_or("unknown", Reason::word),
             service,
             pool: event.pool,
-            pid: event.pid,
-            // A process may call itself anything.
-            command: String::from_utf8_lossy(&event.comm[..end])
-                .chars()
-                .map(|c| if c.is_control() { '?' } else { c })
-                .collect(),
-            netns_cookie: event.netns,
-            socket_cookie: event.socket,
+            process: (hook != Some(Hook::Packet)).then(|| Process {
+                pid: event.pid,
+                // A process may call itself anything.
+                command: String::from_utf8_lossy(&event.comm[..end])
+                    .chars()
+                    .map(|c| if c.is_control() { '?' } else { c })
+                    .collect(),
+                netns_cookie: event.netns,
+                socket_cookie: event.socket,
+            }),
         })
     }
+}
+
+/// An interface's name; its number where it is gone, or in another network namespace.
+fn interface(index: u32) -> String {
+    if_indextoname(index).map_or_else(
+        |_| format!("#{index}"),
+        |name| name.to_string_lossy().into_owned(),
+    )
 }
 
 /// When the clock of the events started.
@@ -178,15 +234,17 @@ fn text(out: &mut dyn Write, line: &Line) -> io::Result<()> {
     let style = if refused { BAD } else { GOOD };
     write!(
         out,
-        "{DIM}{:02}:{:02}:{:02}.{:03}{DIM:#} {:<7} {}/{}",
+        "{DIM}{:02}:{:02}:{:02}.{:03}{DIM:#} {:<7} ",
         second / 3600,
         second / 60 % 60,
         second % 60,
         millis % 1000,
         line.hook,
-        line.destination,
-        line.protocol,
     )?;
+    if let Some(source) = &line.source {
+        write!(out, "{source} -> ")?;
+    }
+    write!(out, "{}/{}", line.destination, line.protocol)?;
     if let Some(endpoint) = &line.endpoint {
         write!(out, " -> {endpoint}")?;
     }
@@ -194,7 +252,13 @@ fn text(out: &mut dyn Write, line: &Line) -> io::Result<()> {
     if let Some(service) = &line.service {
         write!(out, " {service}")?;
     }
-    writeln!(out, " {DIM}{}[{}]{DIM:#}", line.command, line.pid)
+    if let Some(interface) = &line.interface {
+        write!(out, " {DIM}on {interface}{DIM:#}")?;
+    }
+    if let Some(Process { command, pid, .. }) = &line.process {
+        write!(out, " {DIM}{command}[{pid}]{DIM:#}")?;
+    }
+    writeln!(out)
 }
 
 #[cfg(test)]
@@ -235,6 +299,8 @@ mod tests {
         MonitorArgs {
             service: None,
             reason: reason.to_vec(),
+            hook: Vec::new(),
+            iface: None,
             count: None,
             output: Format::Text,
             paths: PathArgs {
@@ -266,6 +332,37 @@ mod tests {
             String::from_utf8(out.into_inner()).unwrap(),
             "01:01:02.500 connect 10.96.0.1:80/tcp -> 10.244.1.5:8080 translated cu?l[42]\n"
         );
+    }
+
+    #[test]
+    fn a_packets_line() {
+        let packet = Event {
+            source: Addr::from_v4([192, 0, 2, 7]),
+            source_port: Port::new(40112),
+            hook: Hook::Packet as u8,
+            // Loopback is the first of every network namespace.
+            ifindex: 1,
+            comm: [0; 16],
+            ..event(Reason::Masqueraded)
+        };
+        let line = |args: &MonitorArgs| args.line(&nobody(), &packet, Duration::ZERO);
+        let mut some = args(&[]);
+        let mut out = anstream::StripStream::new(Vec::new());
+        text(&mut out, &line(&some).unwrap()).unwrap();
+        assert_eq!(
+            String::from_utf8(out.into_inner()).unwrap(),
+            "00:00:01.500 packet  192.0.2.7:40112 -> 10.96.0.1:80/tcp -> 10.244.1.5:8080 \
+             masqueraded on lo\n"
+        );
+        some.iface = Some("lo".to_owned());
+        some.hook = vec![Hook::Packet];
+        assert!(line(&some).is_some());
+        some.iface = Some("eth0".to_owned());
+        assert!(line(&some).is_none());
+        some.iface = None;
+        some.hook = vec![Hook::Connect];
+        assert!(line(&some).is_none());
+        assert!(hook("packets").unwrap_err().contains("packet"));
     }
 
     #[test]

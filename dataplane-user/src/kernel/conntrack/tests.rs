@@ -7,6 +7,8 @@ use dataplane_common::{
     packet::{FlowKey, Forward, Masqueraded, Reply, Tick, seen},
 };
 
+use zerocopy::FromZeros as _;
+
 use super::{Back, Census, Collector, Conntrack, Flow, State, now};
 
 /// `None`, and why is printed, where this process may not make maps.
@@ -63,8 +65,7 @@ fn flow(client: u16, protocol: Protocol, used: Tick, forward: u8, back: u8) -> F
             vip_port: Port::new(53),
             used,
             seen: back,
-            padding: 0,
-            reserved: 0,
+            ..Reply::new_zeroed()
         }),
     }
 }
@@ -263,4 +264,69 @@ fn foreign_flows_live_elsewhere() {
         .add_foreign(there.key, (VIP, Port::new(1)))
         .unwrap();
     assert_eq!(conntrack.find(&there.key).unwrap(), Some(there));
+}
+
+/// `cargo test --release -p dataplane-user --lib -- --ignored --nocapture a_million`: what a walk
+/// through a million flows costs.
+#[test]
+#[ignore = "a measurement, of some 500 MiB of the kernel's memory"]
+fn a_million_flows() {
+    const FLOWS: u32 = 1_000_000;
+    let Ok(conntrack) = Conntrack::unpinned(1 << 20) else {
+        return;
+    };
+    let timed = |what: &str, work: &mut dyn FnMut()| {
+        let start = std::time::Instant::now();
+        work();
+        println!("{what}: {:?}", start.elapsed());
+    };
+    let fill = |used: Tick| {
+        for number in 0..FLOWS {
+            let mut flow = if number % 2 == 0 {
+                flow(1, Protocol::TCP, used, seen::PACKET, seen::PACKET)
+            } else {
+                masqueraded(1, Protocol::UDP, used)
+            };
+            // Each from a client of its own.
+            let [a, b, c, d] = number.to_be_bytes();
+            flow.key.src = Addr::from_v4([10 + a, b, c, d]);
+            flow.forward.node_port = if number % 2 == 0 {
+                Port::ANY
+            } else {
+                Port::new(1)
+            };
+            if let Back::Masqueraded(back) = &mut flow.back {
+                back.client = flow.key.src;
+                flow.forward.endpoint = Addr::from_v4([11 + a, b, c, d]);
+            }
+            conntrack.add(&flow).unwrap();
+        }
+    };
+    timed("made", &mut || fill(now()));
+    timed("walked, none over", &mut || {
+        let census = collect(&conntrack, &[]);
+        println!("{} flows, {} removed", census.total(), census.removed);
+    });
+    timed("counted entries", &mut || {
+        println!("{:?}", used(&conntrack))
+    });
+    timed("searched for an endpoint", &mut || {
+        let (mut flows, mut batch, mut found) = (conntrack.flows(), Vec::new(), 0);
+        while flows.read(&mut batch).unwrap() {
+            found += batch
+                .iter()
+                .filter(|f| f.forward.endpoint == ENDPOINT)
+                .count();
+        }
+        println!("{found} found");
+    });
+    timed("removed all", &mut || {
+        let (mut flows, mut batch) = (conntrack.flows(), Vec::new());
+        while flows.read(&mut batch).unwrap() {
+            for flow in &batch {
+                conntrack.remove_if(flow, |_| true).unwrap();
+            }
+        }
+    });
+    println!("left: {:?}", used(&conntrack));
 }
