@@ -215,7 +215,11 @@ fn sockets_beyond_the_table_are_found_too() -> Result<()> {
         .write(&[service(&cluster, &[("far", Condition::Ready)])])?;
     eventually(|| {
         let count = destroyed(&cluster, "udp")?;
-        ensure!(count == 1, "destroyed {count} sockets");
+        ensure!(
+            count == 1,
+            "destroyed {count} sockets; the agent says:\n{}",
+            cluster.agent.log()
+        );
         Ok(())
     })?;
     let report: Report = socket.wait_json()?;
