@@ -4,7 +4,9 @@
 //! What is noted says which VIP a socket was connected to, so a socket that was connected to the
 //! same endpoint without a VIP is not touched. It is in `PEERS` by the socket's cookie, which the
 //! kernel tells of each socket that it lists; or, where its set there is full, in the socket's own
-//! storage, which the kernel adds to the list (`INET_DIAG_REQ_SK_BPF_STORAGES`).
+//! storage, which the kernel adds to its list of TCP sockets (`INET_DIAG_REQ_SK_BPF_STORAGES`). It
+//! does not add it to that of UDP sockets (`inet_sk_diag_fill` in net/ipv4/inet_diag.c), so those
+//! whose set is full are not found.
 
 use std::{
     collections::HashMap,
