@@ -9,7 +9,7 @@ use std::{
 };
 
 use aya_obj::generated::{
-    bpf_attach_type::{BPF_CGROUP_INET_INGRESS, BPF_SK_LOOKUP},
+    bpf_attach_type::{BPF_CGROUP_INET_INGRESS, BPF_SK_LOOKUP, BPF_TCX_INGRESS},
     bpf_map_type::{BPF_MAP_TYPE_ARRAY, BPF_MAP_TYPE_SOCKMAP},
     bpf_prog_type::{BPF_PROG_TYPE_SCHED_CLS, BPF_PROG_TYPE_SK_LOOKUP},
 };
@@ -131,6 +131,15 @@ impl Bystander {
     /// The kernel's refusal.
     pub fn pin(&self, path: &Path) -> io::Result<()> {
         sys::obj_pin(self.program.as_fd(), path)
+    }
+
+    /// Attaches it to what arrives on an interface of this thread's network namespace, by a TCX link:
+    /// before all that are there, or after them. Until the link is dropped.
+    ///
+    /// # Errors
+    /// The kernel's refusal; those before Linux 6.6 know no TCX.
+    pub fn attach_tcx(&self, ifindex: u32, first: bool) -> io::Result<OwnedFd> {
+        sys::link_create_tcx(self.program.as_fd(), ifindex, BPF_TCX_INGRESS, first)
     }
 
     /// How many packets it has seen.

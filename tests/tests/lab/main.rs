@@ -35,6 +35,7 @@ mod manifest;
 mod metrics;
 mod monitor;
 mod moving;
+mod neighbours;
 mod netfilter;
 mod outcome;
 mod reload;
@@ -86,6 +87,7 @@ fn main() -> ExitCode {
         kubernetes::SCENARIOS,
         verifier::SCENARIOS,
         features::SCENARIOS,
+        neighbours::SCENARIOS,
         services::SCENARIOS,
         life::SCENARIOS,
         machine::SCENARIOS,

@@ -1,0 +1,182 @@
+//! Other people's programs on the interfaces that ours are on: a CNI's, a monitor's. They were there
+//! before or come later, and neither side takes anything from the other, by TCX (Linux 6.6) as by
+//! clsact.
+
+use std::{fs, path::PathBuf};
+
+use anyhow::{Context as _, Result, ensure};
+use dataplane::kernel::{Hook, trial::Bystander};
+use dataplane_tests::{Agent, Host, Lab};
+
+use crate::{
+    cluster::{TCP, reaches, serve},
+    features::on,
+    manifest::{Manifests, Service},
+    outcome::run,
+};
+
+scenarios! {
+    Dataplane:
+    others_filters_and_ours_share_clsact,
+    others_links_and_ours_share_tcx,
+}
+
+/// The node's interface that faces the others.
+const UPLINK: &str = "eth0";
+
+/// A node with an agent whose programs are on its uplink, and a client outside that talks to the
+/// node itself: packets that ours leave alone.
+struct Scene {
+    lab: Lab,
+    manifests: Manifests,
+}
+
+impl Scene {
+    fn new() -> Result<Self> {
+        let lab = Lab::builder()
+            .node("node1")
+            .pod("node1", "near", "10.244.1.5")
+            .external("ext")
+            .build()?;
+        let service = Service::new("web", &["10.96.0.10"])
+            .port("tcp", 80, TCP)
+            .endpoints(&[lab.pod("near")]);
+        let manifests = Manifests::new(&[service])?;
+        Ok(Self { lab, manifests })
+    }
+
+    fn node(&self) -> &Host {
+        self.lab.node("node1")
+    }
+
+    fn agent(&self, arguments: &[&str]) -> Result<Agent> {
+        let agent = self.lab.agent("node1").manifests(self.manifests.path());
+        Ok(agent.args(arguments).start()?)
+    }
+
+    /// Has the client outside talk to the node, and wants every one of these to see it.
+    fn all_see(&self, bystanders: &[(&str, &Bystander)]) -> Result<()> {
+        let before: Vec<u64> = bystanders
+            .iter()
+            .map(|(_, bystander)| bystander.seen())
+            .collect::<Result<_, _>>()?;
+        let _server = serve(self.node())?;
+        let to = format!("{}:{TCP}", self.node().ipv4());
+        reaches(
+            self.lab.external("ext"),
+            &to,
+            "connect --count 5",
+            &["node1"],
+        )?;
+        for ((who, bystander), before) in bystanders.iter().zip(before) {
+            let packets = bystander.seen()? - before;
+            // SYN, ACK, FIN of each, at least.
+            ensure!(packets >= 15, "{who} saw {packets} packets");
+        }
+        Ok(())
+    }
+
+    /// Somebody else's filter on the uplink, and its name.
+    fn filter(&self, name: &str, preference: u32) -> Result<Bystander> {
+        let bystander = Bystander::load().context("load")?;
+        let pin: PathBuf = self.lab.bpffs()?.join(name);
+        bystander.pin(&pin).context("pin")?;
+        let preference = preference.to_string();
+        self.node()
+            .command("tc")
+            .args([
+                "filter",
+                "add",
+                "dev",
+                UPLINK,
+                "ingress",
+                "pref",
+                &preference,
+            ])
+            .args(["bpf", "direct-action", "object-pinned"])
+            .arg(&pin)
+            .run()?;
+        fs::remove_file(&pin)?;
+        Ok(bystander)
+    }
+
+    fn filters(&self) -> Result<String> {
+        let show = ["filter", "show", "dev", UPLINK, "ingress"];
+        Ok(self.node().command("tc").args(show).run()?)
+    }
+}
+
+/// The program that runs on the uplink for us.
+fn attached(agent: &Agent, hook: &str) -> Result<()> {
+    let status = run(agent, "status")?.exits(0)?;
+    status.says(&[UPLINK, hook]).map(drop)
+}
+
+/// A qdisc that somebody else made, with a filter before ours and one after, and one that comes when
+/// ours is there. Ours goes, theirs stay.
+fn others_filters_and_ours_share_clsact() -> Result<()> {
+    let scene = Scene::new()?;
+    let qdisc = ["qdisc", "add", "dev", UPLINK, "clsact"];
+    scene.node().command("tc").args(qdisc).run()?;
+    let before = scene.filter("before", 1)?;
+    let after = scene.filter("after", 1000)?;
+    let agent = scene.agent(&["--tc-hook", "clsact"])?;
+    attached(&agent, "clsact")?;
+    ensure!(
+        scene.filters()?.contains("packet_ingress"),
+        "{}",
+        scene.filters()?
+    );
+    let late = scene.filter("late", 500)?;
+    let all = [("before", &before), ("after", &after), ("late", &late)];
+    scene.all_see(&all)?;
+
+    drop(agent);
+    let left = scene.filters()?;
+    ensure!(
+        !left.contains("packet_ingress") && left.matches("direct-action").count() == 3,
+        "not theirs alone: {left}"
+    );
+    scene.all_see(&all)
+}
+
+/// Likewise with links, where the kernel has them.
+fn others_links_and_ours_share_tcx() -> Result<()> {
+    if Hook::of_kernel() != Hook::Tcx {
+        println!(
+            "skipped neighbours::others_links_and_ours_share_tcx: this kernel has no TCX (Linux 6.6)"
+        );
+        return Ok(());
+    }
+    let scene = Scene::new()?;
+    let link = |first| -> Result<_> {
+        let bystander = Bystander::load().context("load")?;
+        let link = on(scene.node(), |_| {
+            let index = nix::net::if_::if_nametoindex(UPLINK)?;
+            Ok(bystander.attach_tcx(index, first)?)
+        })?;
+        Ok((bystander, link))
+    };
+    let (before, _link) = link(true)?;
+    let (after, _link2) = link(false)?;
+    let agent = scene.agent(&[])?;
+    attached(&agent, "tcx")?;
+    let (late_before, _link3) = link(true)?;
+    let (late_after, _link4) = link(false)?;
+    let all = [
+        ("before", &before),
+        ("after", &after),
+        ("late, before", &late_before),
+        ("late, after", &late_after),
+    ];
+    scene.all_see(&all)?;
+    // A filter runs after all links.
+    let qdisc = ["qdisc", "add", "dev", UPLINK, "clsact"];
+    scene.node().command("tc").args(qdisc).run()?;
+    let filter = scene.filter("filter", 1)?;
+    scene.all_see(&[("filter", &filter)])?;
+
+    drop(agent);
+    scene.all_see(&all)?;
+    scene.all_see(&[("filter", &filter)])
+}
