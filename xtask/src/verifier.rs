@@ -24,7 +24,7 @@ use crate::{
 /// What the verifier says of each program, on this kernel and on others
 ///
 /// Loads every program by itself and prints the instructions that the verifier followed (it gives
-/// up at 1 000 000), the stack (512 bytes), the machine code and the time. `cargo xtask test`
+/// up at 1 000 000), the stack of its functions together, the machine code and the time. `cargo xtask test`
 /// compares all but the time with verifier-budget.json, and fails when one grew by more than a tenth.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\

@@ -3,9 +3,9 @@
 use std::{fs, io, path::Path};
 
 use aya_obj::generated::{
-    bpf_attach_type::{self, BPF_CGROUP_INET4_CONNECT},
+    bpf_attach_type::{self, BPF_CGROUP_INET_INGRESS, BPF_CGROUP_INET4_CONNECT, BPF_TCX_INGRESS},
     bpf_map_type::{self, BPF_MAP_TYPE_ARRAY, BPF_MAP_TYPE_LRU_HASH, BPF_MAP_TYPE_RINGBUF},
-    bpf_prog_type::{self, BPF_PROG_TYPE_CGROUP_SOCK_ADDR},
+    bpf_prog_type::{self, BPF_PROG_TYPE_CGROUP_SOCK_ADDR, BPF_PROG_TYPE_SCHED_CLS},
 };
 
 use super::{
@@ -155,6 +155,26 @@ pub fn features(paths: &Paths) -> Vec<Feature> {
             sockets::can_destroy().map(|()| "yes".into()).map_err(word),
             "they go on sending to where nobody answers, until their process gives up",
             "a kernel with CONFIG_INET_DIAG_DESTROY and CONFIG_INET_UDP_DIAG",
+        ),
+        Feature::required(
+            "packet_ingress, packet_egress",
+            "clients outside of the cluster, and pods that are VMs",
+            load(
+                BPF_PROG_TYPE_SCHED_CLS,
+                BPF_CGROUP_INET_INGRESS,
+                &[SET_RESULT, EXIT],
+            ),
+            OLD_KERNEL,
+        ),
+        Feature::useful(
+            "TCX",
+            "programs on interfaces, in an order among other people's, by links",
+            sys::tcx_programs(1, BPF_TCX_INGRESS)
+                .map(|_| "yes".into())
+                .map_err(|_| "this kernel does not know it".into()),
+            "filters of a clsact qdisc (modules sch_ingress and cls_bpf), which are found again by \
+             their names; other people's TCX links run before them",
+            "use Linux 6.6 or newer",
         ),
         Feature::useful(
             "JIT compiler",

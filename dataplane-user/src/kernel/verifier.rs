@@ -64,7 +64,8 @@ pub struct Verified {
 pub struct Cost {
     /// Instructions that the verifier followed, each as often as it did; it gives up at a million.
     pub processed: u32,
-    /// Bytes of stack, those of functions that it calls included; there are 512.
+    /// Bytes of stack, of all its functions together. The kernel's limit of 512 is for each chain of
+    /// calls, so that a program of many functions may have more.
     pub stack: u32,
     /// Bytes of machine code; 0 if the kernel interprets programs.
     pub jited: u32,
