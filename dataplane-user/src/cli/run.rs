@@ -237,8 +237,9 @@ struct PacketArgs {
     )]
     tc_hook: TcHook,
 
-    /// How many flows conntrack has room for: TABLE_MEMORY. Taken when the tables are made; those
-    /// of an earlier agent keep their size until `dataplane cleanup`
+    /// How many flows conntrack has room for, of each kind: 384 bytes of kernel memory each, 24 MiB by
+    /// default. Taken when the tables are made; those of an earlier agent keep their size until
+    /// `dataplane cleanup`
     #[arg(
         long,
         value_name = "N",

@@ -26,6 +26,7 @@ mod daemonset;
 mod explain;
 mod features;
 mod growth;
+mod interfaces;
 mod kernel;
 mod kubernetes;
 mod life;
@@ -96,6 +97,7 @@ fn main() -> ExitCode {
         explain::SCENARIOS,
         status::SCENARIOS,
         growth::SCENARIOS,
+        interfaces::SCENARIOS,
         load_balancers::SCENARIOS,
         daemonset::SCENARIOS,
         moving::SCENARIOS,

@@ -13,7 +13,7 @@ scenarios! {
     Dataplane:
     node_ports_are_on_primary_addresses_and_the_nodes_loopback,
     a_pods_loopback_is_its_own,
-    load_balancers_that_must_be_passed_are_left_alone,
+    load_balancers_that_must_be_passed_and_source_ranges,
     other_ports_of_shared_addresses_are_left_alone,
     addresses_without_endpoints_refuse,
 }
@@ -103,9 +103,9 @@ fn a_pods_loopback_is_its_own() -> Result<()> {
     .map(drop)
 }
 
-/// `ipMode: Proxy` says that the load balancer does something that must not be left out; source
-/// ranges are for whoever sees packets, since a socket's source is not known yet.
-fn load_balancers_that_must_be_passed_are_left_alone() -> Result<()> {
+/// `ipMode: Proxy` says that the load balancer does something that must not be left out. Source
+/// ranges are the packet path's, since a socket's source is not known yet.
+fn load_balancers_that_must_be_passed_and_source_ranges() -> Result<()> {
     let cluster = Cluster::start(|lab| {
         let endpoints = ALL.map(|name| lab.pod(name));
         vec![
@@ -119,17 +119,34 @@ fn load_balancers_that_must_be_passed_are_left_alone() -> Result<()> {
                 .load_balancer("203.0.113.13")
                 .set("loadBalancerSourceRanges", vec!["10.244.0.0/16"])
                 .endpoints(&endpoints),
+            Service::new("closed", &["10.96.0.14"])
+                .port("tcp", 80, TCP)
+                .load_balancer("203.0.113.14")
+                .set("loadBalancerSourceRanges", vec!["198.51.100.0/24"])
+                .endpoints(&endpoints),
         ]
     })?;
     let client = cluster.client();
     for to in ["10.96.0.11:80", "203.0.113.12:80", "10.96.0.13:80"] {
         peer_is(&reaches(client, to, "connect --count 60", &ALL)?, to)?;
     }
-    for to in ["203.0.113.11:80", "203.0.113.13:80"] {
-        cluster.for_reason(Reason::NotService, 1, || {
-            fails(client, to, "connect --timeout-ms 300", "TIMEOUT")
-        })?;
-    }
+    cluster.for_reason(Reason::NotService, 1, || {
+        fails(
+            client,
+            "203.0.113.11:80",
+            "connect --timeout-ms 300",
+            "TIMEOUT",
+        )
+    })?;
+    reaches(client, "203.0.113.13:80", "connect --count 60", &ALL)?;
+    cluster.for_reason(Reason::SourceDenied, 1, || {
+        fails(
+            client,
+            "203.0.113.14:80",
+            "connect --timeout-ms 300",
+            "TIMEOUT",
+        )
+    })?;
     // Somebody else's answer on such an address is what a client gets.
     cluster
         .lab

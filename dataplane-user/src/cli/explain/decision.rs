@@ -160,6 +160,13 @@ pub fn decide<T: decide::Tables + AffinityTable>(
         refuse(&mut told, Reason::Dangling);
         return told;
     };
+    if frontend.kind() == Kind::LOAD_BALANCER && pool.ranged != 0 {
+        told.steps.push(format!(
+            "{whose} has loadBalancerSourceRanges, and a socket does not know its source address \
+             yet: left alone, and decided by the packet path if the packet comes back to this node"
+        ));
+        return told;
+    }
     let block = pool.block;
     let holds = match block.len() {
         0 if block.flags() & Block::NO_SUCH_PORT != 0 => "stands for the ports it does not have",

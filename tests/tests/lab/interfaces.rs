@@ -1,0 +1,218 @@
+//! The packet path's programs on interfaces: where they are, what becomes of them, and of others'.
+
+use std::fs;
+
+use anyhow::{Context as _, Result, ensure};
+use dataplane_common::LAYOUT;
+use dataplane_tests::{Host, Lab};
+use serde_json::Value;
+
+use crate::{
+    cluster::{Cluster, eventually},
+    commands::services,
+    outcome::run,
+};
+
+scenarios! {
+    Dataplane:
+    programs_follow_interfaces,
+    a_restarted_agent_swaps_programs_in_place,
+    programs_that_somebody_removed_are_missed_and_come_back,
+    other_peoples_filters_stay,
+    patterns_choose_interfaces,
+    off_means_none,
+}
+
+/// What `status` says of the interfaces, by name: their kind, and how programs are on them.
+fn interfaces(cluster: &Cluster) -> Result<Vec<(String, String, String)>> {
+    let status = run(&cluster.agent, "status -o json")?.json()?;
+    let all = status["interfaces"].as_array().context("interfaces")?;
+    let on = |interface: &Value, way: &str| match &interface[way] {
+        on if on["attached"] == true => on["hook"].as_str().unwrap_or("?").to_owned(),
+        _ => "no".to_owned(),
+    };
+    let word = |interface: &Value, key: &str| interface[key].as_str().unwrap_or("?").to_owned();
+    Ok(all
+        .iter()
+        .map(|interface| {
+            let (ingress, egress) = (on(interface, "ingress"), on(interface, "egress"));
+            let hooks = if ingress == egress {
+                ingress
+            } else {
+                format!("{ingress}/{egress}")
+            };
+            (word(interface, "name"), word(interface, "role"), hooks)
+        })
+        .collect())
+}
+
+/// Waits until an interface is listed as `role`, with programs, or not at all.
+fn becomes(cluster: &Cluster, name: &str, role: Option<&str>) -> Result<()> {
+    eventually(|| {
+        let all = interfaces(cluster)?;
+        let found = all.iter().find(|(n, ..)| n == name);
+        let as_wanted = match (found, role) {
+            (None, None) => true,
+            (Some((_, is, hooks)), Some(role)) => {
+                is == role && (hooks == "tcx" || hooks == "clsact")
+            }
+            _ => false,
+        };
+        ensure!(as_wanted, "{name} is not {role:?}: {all:?}");
+        Ok(())
+    })
+}
+
+fn node(lab: &Lab) -> &Host {
+    lab.node("node2")
+}
+
+/// Runs `tc` on the node.
+fn tc(lab: &Lab, words: &str) -> Result<String> {
+    Ok(node(lab).command("tc").args(words.split(' ')).run()?)
+}
+
+/// The kernel's numbers of the programs on all interfaces.
+fn programs(cluster: &Cluster) -> Result<Vec<u64>> {
+    let status = run(&cluster.agent, "status -o json")?.json()?;
+    let all = status["interfaces"].as_array().context("interfaces")?;
+    let ids = all.iter().flat_map(|i| [&i["ingress"], &i["egress"]]);
+    Ok(ids.filter_map(|on| on["program_id"].as_u64()).collect())
+}
+
+fn programs_follow_interfaces() -> Result<()> {
+    let cluster = Cluster::start(services)?;
+    let all = interfaces(&cluster)?;
+    let is = |name: &str| all.iter().find(|(n, ..)| n == name).map(|(_, is, _)| &**is);
+    ensure!(is("eth0") == Some("uplink"), "{all:?}");
+    ensure!(is("veth-near") == Some("pod"), "{all:?}");
+    ensure!(is("lo").is_none(), "{all:?}");
+
+    let node = node(&cluster.lab);
+    // A second pod's interface, as a network plug-in makes it: one end goes to the pod.
+    node.ip("link add veth-new type veth peer name veth-gone")?;
+    let pod = cluster.lab.pod("near").netns().to_owned();
+    node.ip(&format!("link set veth-gone netns {pod}"))?;
+    node.ip("link set veth-new up")?;
+    becomes(&cluster, "veth-new", Some("pod"))?;
+    run(&cluster.agent, "status")?.exits(0)?;
+    node.ip("link set veth-new down")?;
+    becomes(&cluster, "veth-new", None)?;
+    node.ip("link set veth-new up")?;
+    becomes(&cluster, "veth-new", Some("pod"))?;
+    node.ip("link delete veth-new")?;
+    becomes(&cluster, "veth-new", None)?;
+
+    // A bridge is left alone until it is the way out; a dummy always.
+    node.ip("link add br9 type bridge")?;
+    node.ip("addr add 10.99.0.1/24 dev br9")?;
+    node.ip("link set br9 up")?;
+    node.ip("route add default via 10.99.0.2 dev br9")?;
+    becomes(&cluster, "br9", Some("uplink"))?;
+    node.ip("route del default via 10.99.0.2 dev br9")?;
+    becomes(&cluster, "br9", None)?;
+    Ok(())
+}
+
+fn a_restarted_agent_swaps_programs_in_place() -> Result<()> {
+    let mut cluster = Cluster::start(services)?;
+    let before = programs(&cluster)?;
+    ensure!(!before.is_empty());
+    cluster.agent.kill();
+    // Without the agent they go on, and are known by it.
+    ensure!(programs(&cluster)? == before);
+    cluster.agent.start()?;
+    let after = programs(&cluster)?;
+    ensure!(after.len() == before.len(), "{before:?}, then {after:?}");
+    ensure!(
+        after.iter().all(|id| !before.contains(id)),
+        "not swapped: {before:?}, then {after:?}"
+    );
+    cluster.agent.stop()?;
+    run(&cluster.agent, "cleanup")?.exits(0)?;
+    for way in ["ingress", "egress"] {
+        let filters = tc(&cluster.lab, &format!("filter show dev eth0 {way}"))?;
+        ensure!(filters.is_empty(), "{filters}");
+    }
+    let qdiscs = tc(&cluster.lab, "qdisc show")?;
+    ensure!(!qdiscs.contains("clsact"), "{qdiscs}");
+    Ok(())
+}
+
+fn programs_that_somebody_removed_are_missed_and_come_back() -> Result<()> {
+    let mut cluster = Cluster::start(services)?;
+    let links = cluster.agent.bpffs().join(format!("v{LAYOUT}/links"));
+    let mut pins = fs::read_dir(&links)?.filter_map(Result::ok);
+    let tcx = pins.find(|pin| {
+        pin.file_name()
+            .to_string_lossy()
+            .starts_with("packet_ingress-")
+    });
+    match tcx {
+        Some(pin) => fs::remove_file(pin.path())?,
+        None => {
+            tc(&cluster.lab, "qdisc del dev eth0 clsact")?;
+        }
+    }
+    run(&cluster.agent, "status")?
+        .exits(1)?
+        .says(&["NOT HEALTHY", "ingress: not attached"])?;
+    cluster.agent.kill();
+    run(&cluster.agent, "status")?.says(&["ingress: not attached"])?;
+    cluster.agent.start()?;
+    run(&cluster.agent, "status")?.exits(0)?;
+    Ok(())
+}
+
+/// As filters, also on a kernel that has TCX: somebody else's filter before and after ours, and the
+/// qdisc that they made, are there when we are gone.
+fn other_peoples_filters_stay() -> Result<()> {
+    let lab = Cluster::lab()?;
+    tc(&lab, "qdisc add dev eth0 clsact")?;
+    // A classic program that matches nothing: every kernel that can run ours has that.
+    let filter = "filter add dev eth0 ingress pref 7 protocol all bpf bytecode";
+    let theirs = node(&lab).command("tc").args(filter.split(' '));
+    theirs.args(["1,6 0 0 0"]).run()?;
+    let mut cluster = Cluster::start_in(lab, &["far", "near"], services, &["--tc-hook", "clsact"])?;
+    let filters = |cluster: &Cluster| tc(&cluster.lab, "filter show dev eth0 ingress");
+    let both = filters(&cluster)?;
+    let ours = both.find("packet_ingress").context("ours")?;
+    let theirs = both.find("bytecode").context("theirs")?;
+    ensure!(ours < theirs, "{both}");
+    run(&cluster.agent, "status")?.exits(0)?.says(&["clsact"])?;
+
+    cluster.agent.stop()?;
+    let planned = run(&cluster.agent, "cleanup --dry-run")?.exits(0)?;
+    planned.says(&["clsact ingress filter", "would be removed"])?;
+    ensure!(filters(&cluster)? == both, "a dry run changed something");
+    run(&cluster.agent, "cleanup")?.exits(0)?;
+    let left = filters(&cluster)?;
+    ensure!(!left.contains("packet_ingress"), "{left}");
+    ensure!(left.contains("bytecode"), "{left}");
+    // The other interfaces' qdiscs were ours.
+    let qdiscs = tc(&cluster.lab, "qdisc show")?;
+    ensure!(qdiscs.matches("clsact").count() == 1, "{qdiscs}");
+    Ok(())
+}
+
+fn patterns_choose_interfaces() -> Result<()> {
+    let lab = Cluster::lab()?;
+    let arguments = ["--uplink", "!eth*", "--pod-interface", "veth-*,!veth-far"];
+    let cluster = Cluster::start_in(lab, &["far", "near"], services, &arguments)?;
+    let all = interfaces(&cluster)?;
+    ensure!(
+        all.iter()
+            .all(|(_, is, hooks)| is == "pod" && hooks != "no"),
+        "{all:?}"
+    );
+    ensure!(all.iter().any(|(name, ..)| name == "veth-near"), "{all:?}");
+    Ok(())
+}
+
+fn off_means_none() -> Result<()> {
+    let lab = Cluster::lab()?;
+    let cluster = Cluster::start_in(lab, &["far", "near"], services, &["--packet-path", "off"])?;
+    ensure!(interfaces(&cluster)?.is_empty());
+    run(&cluster.agent, "status")?.exits(0)?;
+    Ok(())
+}
