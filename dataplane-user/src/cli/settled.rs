@@ -175,6 +175,9 @@ mod tests {
         for not_for_a_file in ["config", "help", "version"] {
             flags.remove(not_for_a_file);
         }
+        // And a key that no flag stands for would say nothing.
+        let empty: Vec<_> = keys.difference(&flags).collect();
+        assert!(empty.is_empty(), "{empty:?} are no flags of run");
         let missing: Vec<_> = flags.difference(&keys).collect();
         assert!(
             missing.is_empty(),
