@@ -18,6 +18,7 @@ use super::{
 
 /// A network interface.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[expect(clippy::struct_excessive_bools, reason = "independent facts")]
 pub struct Interface {
     /// The kernel's number of it.
     pub index: u32,

@@ -167,7 +167,7 @@ pub fn attach(ebpf: &Ebpf, pins: &Pins, cgroup: &Path) -> Result<(), Error> {
         match pins.open_link(spec)? {
             Some((link, info)) if info.target == LinkTarget::Cgroup(id) => {
                 sys::link_update(link.as_fd(), fd)
-                    .doing(|| format!("cannot swap program {}", spec.name))?
+                    .doing(|| format!("cannot swap program {}", spec.name))?;
             }
             // On another cgroup, or on one that is gone: attached anew, then the pin is replaced.
             Some(_) => create(spec, fd, &directory, &pins.link(spec.name), true)?,

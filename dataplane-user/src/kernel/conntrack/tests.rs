@@ -308,7 +308,7 @@ fn a_million_flows() {
         println!("{} flows, {} removed", census.total(), census.removed);
     });
     timed("counted entries", &mut || {
-        println!("{:?}", used(&conntrack))
+        println!("{:?}", used(&conntrack));
     });
     timed("searched for an endpoint", &mut || {
         let (mut flows, mut batch, mut found) = (conntrack.flows(), Vec::new(), 0);

@@ -416,20 +416,15 @@ fn attachment(
         Ok(Some((_, link))) => {
             found.hook = Some(Hook::Tcx);
             found.program_id = Some(link.program);
-            if link.target != LinkTarget::Tcx(ifindex) {
-                found.problem = Some("its link was detached".into());
-            } else {
+            found.problem = if link.target == LinkTarget::Tcx(ifindex) {
                 match sys::tcx_programs(ifindex, direction.tcx()) {
-                    Ok(ids) if ids.contains(&link.program) => {}
-                    Ok(_) => {
-                        found.problem =
-                            Some("the link is there, but the interface does not run it".into());
-                    }
-                    Err(error) => {
-                        found.problem = Some(format!("cannot ask what runs there: {error}"));
-                    }
+                    Ok(ids) if ids.contains(&link.program) => None,
+                    Ok(_) => Some("the link is there, but the interface does not run it".into()),
+                    Err(error) => Some(format!("cannot ask what runs there: {error}")),
                 }
-            }
+            } else {
+                Some("its link was detached".into())
+            };
         }
         Ok(None) => {}
         Err(error) => found.problem = Some(error.to_string()),
