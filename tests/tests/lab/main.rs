@@ -25,6 +25,7 @@ mod configured;
 mod daemonset;
 mod explain;
 mod features;
+mod flows;
 mod growth;
 mod interfaces;
 mod kernel;
@@ -110,6 +111,7 @@ fn main() -> ExitCode {
         socket_tcp::SCENARIOS,
         socket_udp::SCENARIOS,
         stale::SCENARIOS,
+        flows::SCENARIOS,
         policies::SCENARIOS,
         nodeport::SCENARIOS,
         kube_proxy::SCENARIOS,

@@ -1,0 +1,204 @@
+//! Flows of clients outside of the node: listed, forgotten, ended with their endpoint, and taken over
+//! from the kernel's own conntrack.
+
+use std::net::SocketAddr;
+
+use anyhow::{Context as _, Result, ensure};
+use dataplane_tests::{Host, Lab, Process, report::Report};
+
+use crate::{
+    cluster::{Cluster, TCP, UDP, eventually, reaches},
+    manifest::Service,
+};
+
+scenarios! {
+    Dataplane:
+    udp_flows_move_when_their_endpoint_goes,
+    established_flows_survive_the_takeover,
+}
+
+const UDP_PORT: u16 = 30053;
+const TCP_PORT: u16 = 30007;
+
+fn service(lab: &Lab, endpoints: &[&str]) -> Service {
+    let pods: Vec<_> = endpoints.iter().map(|name| lab.pod(name)).collect();
+    Service::new("flows", &["10.96.0.50"])
+        .node_port("udp", 53, UDP, UDP_PORT)
+        .node_port("tcp", 80, TCP, TCP_PORT)
+        .endpoints(&pods)
+}
+
+/// One UDP socket that sends until it is ended.
+fn sender(from: &Host, to: SocketAddr) -> Result<Process> {
+    let to = to.to_string();
+    let how = [
+        "--one-socket",
+        "--each",
+        "--until-stdin-closes",
+        "--to",
+        &to,
+    ];
+    let mut process = from
+        .probe("udp")
+        .args(how)
+        .stdin_piped()
+        .stdout_piped()
+        .spawn()?;
+    process.wait_for_line()?;
+    Ok(process)
+}
+
+/// One TCP connection that is used until it is ended.
+fn connection(from: &Host, to: SocketAddr) -> Result<Process> {
+    let probe = from.probe("hold").args(["--to", &to.to_string()]);
+    let mut process = probe.stdin_piped().stdout_piped().spawn()?;
+    process.wait_for_line()?;
+    Ok(process)
+}
+
+/// What `dataplane conntrack list` says.
+fn list(cluster: &Cluster, filter: &[&str]) -> Result<Vec<serde_json::Value>> {
+    let command = ["conntrack", "list", "-o", "json"];
+    let list: serde_json::Value = cluster
+        .agent
+        .dataplane(command.iter().chain(filter))
+        .json()?;
+    Ok(list.as_array().context("an array")?.clone())
+}
+
+fn udp_flows_move_when_their_endpoint_goes() -> Result<()> {
+    let cluster = Cluster::start(|lab| vec![service(lab, &["near"])])?;
+    let node: SocketAddr = (cluster.lab.node("node2").ipv4(), UDP_PORT).into();
+    let ext = cluster.lab.external("ext");
+    let tcp = connection(ext, (node.ip(), TCP_PORT).into())?;
+    let udp = sender(ext, node)?;
+    eventually(|| {
+        let flows = list(&cluster, &["--protocol", "udp", "--state", "answered"])?;
+        ensure!(flows.len() == 1, "{flows:?}");
+        let flow = &flows[0];
+        ensure!(
+            flow["vip"] == node.to_string()
+                && flow["endpoint"] == format!("10.244.2.10:{UDP}")
+                && flow["service"] == "default/flows"
+                && flow["client"]
+                    .as_str()
+                    .is_some_and(|client| client.starts_with(&format!("{}:", ext.ipv4()))),
+            "{flow}"
+        );
+        Ok(())
+    })?;
+    ensure!(list(&cluster, &["--state", "established"])?.len() == 1);
+    ensure!(list(&cluster, &["--endpoint", "10.244.1.5"])?.is_empty());
+
+    cluster
+        .manifests
+        .write(&[service(&cluster.lab, &["far"])])?;
+    eventually(|| {
+        let flows = list(&cluster, &["--protocol", "udp", "--endpoint", "10.244.1.5"])?;
+        ensure!(flows.len() == 1, "{flows:?}");
+        Ok(())
+    })?;
+    std::thread::sleep(std::time::Duration::from_millis(100));
+    let report: Report = udp.wait_json()?;
+    let answers: Vec<_> = report.each.iter().map(|a| a.endpoint.as_deref()).collect();
+    let left = answers.partition_point(|endpoint| *endpoint == Some("near"));
+    // A datagram may be on its way when its flow ends.
+    let moved = &answers[(left + 1).min(answers.len())..];
+    ensure!(
+        left > 0 && !moved.is_empty() && moved.iter().all(|e| *e == Some("far")),
+        "not near, then far: {:?} {:?}",
+        report.endpoints,
+        report.errors
+    );
+    // As with kube-proxy, the connection stays.
+    let report: Report = tcp.wait_json()?;
+    ensure!(
+        report.errors.is_empty() && report.endpoints.keys().eq(["near"]),
+        "{:?} {:?}",
+        report.endpoints,
+        report.errors
+    );
+
+    // The tables are read without an agent, too.
+    let mut cluster = cluster;
+    cluster.agent.kill();
+    let found = list(&cluster, &[])?.len();
+    let forgot: serde_json::Value = cluster
+        .agent
+        .dataplane(["conntrack", "flush", "--all", "-o", "json"])
+        .json()?;
+    ensure!(
+        found > 0 && forgot["removed"] == found && list(&cluster, &[])?.is_empty(),
+        "found {found}, {forgot}"
+    );
+    let refused = cluster.agent.dataplane(["conntrack", "flush"]).output()?;
+    ensure!(!refused.status.success(), "flushed without a filter");
+    Ok(())
+}
+
+/// Rules like kube-proxy's translate what comes to the node ports; then an agent starts, then the
+/// rules go.
+fn established_flows_survive_the_takeover() -> Result<()> {
+    let lab = Cluster::lab()?;
+    let node = lab.node("node2").clone();
+    let iptables = |rule: &str| -> Result<()> {
+        node.command("iptables")
+            .args(["-w", "-t", "nat"])
+            .args(rule.split_whitespace())
+            .run()?;
+        Ok(())
+    };
+    for (protocol, port, target) in [("udp", UDP_PORT, UDP), ("tcp", TCP_PORT, TCP)] {
+        iptables(&format!(
+            "-A PREROUTING -p {protocol} --dport {port} -j DNAT --to-destination \
+             10.244.2.10:{target}"
+        ))?;
+        iptables(&format!(
+            "-A POSTROUTING -p {protocol} -d 10.244.2.10 --dport {target} -j MASQUERADE"
+        ))?;
+    }
+    let mut flows = Vec::new();
+    let cluster = Cluster::start_in(
+        lab,
+        &["far", "near", "near2"],
+        |lab| {
+            let (ext, ip) = (lab.external("ext"), lab.node("node2").ipv4());
+            flows.push(sender(ext, (ip, UDP_PORT).into()));
+            flows.push(connection(ext, (ip, TCP_PORT).into()));
+            std::thread::sleep(std::time::Duration::from_millis(100));
+            // Not the endpoint that they have: whoever moves is seen.
+            vec![service(lab, &["far", "near", "near2"])]
+        },
+        &[],
+    )?;
+    let foreign = list(&cluster, &["--state", "foreign"])?;
+    ensure!(
+        foreign.len() == 1 && foreign[0]["endpoint"] == format!("10.244.2.10:{UDP}"),
+        "{foreign:?}\n{}",
+        cluster.agent.log()
+    );
+    std::thread::sleep(std::time::Duration::from_millis(300));
+    node.command("iptables")
+        .args(["-w", "-t", "nat", "-F"])
+        .run()?;
+    std::thread::sleep(std::time::Duration::from_millis(300));
+    // New ones come to all endpoints, through us.
+    let ext = cluster.lab.external("ext");
+    let all = ["far", "near", "near2"];
+    let to = SocketAddr::from((node.ipv4(), UDP_PORT)).to_string();
+    reaches(ext, &to, "udp --count 60", &all)?;
+    let to = SocketAddr::from((node.ipv4(), TCP_PORT)).to_string();
+    reaches(ext, &to, "connect --count 60", &all)?;
+    for process in flows {
+        let report: Report = process?.wait_json()?;
+        ensure!(
+            report.errors.is_empty()
+                && report.endpoints.keys().eq(["near"])
+                && report.answered > 100,
+            "{:?} {:?}",
+            report.endpoints,
+            report.errors
+        );
+    }
+    Ok(())
+}
