@@ -148,15 +148,24 @@ fn established_flows_survive_the_takeover() -> Result<()> {
             .run()?;
         Ok(())
     };
-    for (protocol, port, target) in [("udp", UDP_PORT, UDP), ("tcp", TCP_PORT, TCP)] {
-        iptables(&format!(
-            "-A PREROUTING -p {protocol} --dport {port} -j DNAT --to-destination \
-             10.244.2.10:{target}"
-        ))?;
-        iptables(&format!(
-            "-A POSTROUTING -p {protocol} -d 10.244.2.10 --dport {target} -j MASQUERADE"
-        ))?;
+    let rules: Vec<String> = [("udp", UDP_PORT, UDP), ("tcp", TCP_PORT, TCP)]
+        .into_iter()
+        .flat_map(|(protocol, port, target)| {
+            [
+                format!(
+                    "PREROUTING -p {protocol} --dport {port} -j DNAT --to-destination \
+                     10.244.2.10:{target}"
+                ),
+                format!("POSTROUTING -p {protocol} -d 10.244.2.10 --dport {target} -j MASQUERADE"),
+            ]
+        })
+        .collect();
+    for rule in &rules {
+        iptables(&format!("-A {rule}"))?;
     }
+    // A network plugin's, which stays. Without any rule at all `iptables` removes the chains, and
+    // without these the kernel translates nothing, established or not.
+    iptables("-A POSTROUTING -s 10.244.0.0/16 -d 203.0.113.0/24 -j MASQUERADE")?;
     let mut flows = Vec::new();
     let cluster = Cluster::start_in(
         lab,
@@ -178,9 +187,10 @@ fn established_flows_survive_the_takeover() -> Result<()> {
         cluster.agent.log()
     );
     std::thread::sleep(std::time::Duration::from_millis(300));
-    node.command("iptables")
-        .args(["-w", "-t", "nat", "-F"])
-        .run()?;
+    // As kube-proxy removes its own.
+    for rule in &rules {
+        iptables(&format!("-D {rule}"))?;
+    }
     std::thread::sleep(std::time::Duration::from_millis(300));
     // New ones come to all endpoints, through us.
     let ext = cluster.lab.external("ext");
@@ -195,9 +205,16 @@ fn established_flows_survive_the_takeover() -> Result<()> {
             report.errors.is_empty()
                 && report.endpoints.keys().eq(["near"])
                 && report.answered > 100,
-            "{:?} {:?}",
+            "{:?} {:?} {:?} of {}",
             report.endpoints,
-            report.errors
+            report.errors,
+            report
+                .each
+                .iter()
+                .enumerate()
+                .filter_map(|(at, attempt)| Some((at, attempt.error.as_deref()?)))
+                .collect::<Vec<_>>(),
+            report.each.len()
         );
     }
     Ok(())
