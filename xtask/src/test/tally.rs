@@ -29,6 +29,11 @@ pub fn announces_tests(line: &str) -> bool {
 impl Tally {
     /// Takes in a line that a test program printed.
     pub fn read(&mut self, line: &str) {
+        // The harness writes a test's name and its outcome one after the other, and what another
+        // test has to say may come in between.
+        if let Some((_, said)) = line.split_once(" ... skipped ") {
+            return self.read(&format!("skipped {said}"));
+        }
         if let Some(result) = line.strip_prefix("test result: ") {
             let count = |what: &str| -> u32 {
                 let number = result
@@ -206,6 +211,15 @@ mod tests {
         );
         assert_eq!(tally.last_line(), "1 passed, 0 failed, 1 skipped");
         assert_eq!(tally.skipped["no IPv6"], ["churn"]);
+    }
+
+    #[test]
+    fn a_reason_is_found_between_a_name_and_its_outcome() {
+        let tally = tally(
+            "test a ... skipped churn: no IPv6\nok\ntest churn ... ok\n\
+             test result: ok. 2 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out",
+        );
+        assert_eq!(tally.last_line(), "1 passed, 0 failed, 1 skipped");
     }
 
     #[test]
