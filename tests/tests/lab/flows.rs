@@ -88,6 +88,29 @@ fn udp_flows_move_when_their_endpoint_goes() -> Result<()> {
         Ok(())
     })?;
     ensure!(list(&cluster, &["--state", "established"])?.len() == 1);
+    let explain = |from: &str, to: &str| -> Result<serde_json::Value> {
+        let uplink = ["explain", "--iface", "eth0", "-o", "json", from, to];
+        Ok(cluster.agent.dataplane(uplink).json()?)
+    };
+    let flow = list(&cluster, &["--protocol", "udp"])?.remove(0);
+    let known = explain(
+        flow["client"].as_str().unwrap_or_default(),
+        &format!("{node}/udp"),
+    )?;
+    ensure!(
+        known["reason"] == "kept" && known["endpoints"][0]["endpoint"] == flow["endpoint"],
+        "{known}"
+    );
+    let new = explain("192.0.2.7:4000", &format!("{node}/udp"))?;
+    ensure!(
+        new["verdict"] == "translated"
+            && new["reason"] == "masqueraded"
+            && new["kind"] == "NodePort"
+            && new["service"] == "default/flows",
+        "{new}"
+    );
+    let other = explain("192.0.2.7:4000", "192.0.2.8:80")?;
+    ensure!(other["verdict"] == "left-alone", "{other}");
     ensure!(list(&cluster, &["--endpoint", "10.244.1.5"])?.is_empty());
 
     cluster

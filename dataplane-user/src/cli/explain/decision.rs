@@ -42,10 +42,10 @@ pub struct Choice {
 }
 
 /// The tables, and what was looked up in them.
-struct Recorded<'a, T> {
-    tables: &'a T,
-    filter: Cell<VipWords>,
-    lookups: RefCell<Vec<(FrontendKey, Frontend)>>,
+pub struct Recorded<'a, T> {
+    pub tables: &'a T,
+    pub filter: Cell<VipWords>,
+    pub lookups: RefCell<Vec<(FrontendKey, Frontend)>>,
 }
 
 impl<T: decide::Tables> decide::Tables for Recorded<'_, T> {
@@ -168,14 +168,11 @@ pub fn decide<T: decide::Tables + AffinityTable>(
         return told;
     }
     let block = pool.block;
-    let holds = match block.len() {
-        0 if block.flags() & Block::NO_SUCH_PORT != 0 => "stands for the ports it does not have",
-        0 => "has no usable endpoint",
-        1 => "has 1 usable endpoint",
-        n => &format!("has {n} usable endpoints"),
-    };
-    told.steps
-        .push(format!("pool {} of {whose} {holds}", frontend.pool()));
+    told.steps.push(format!(
+        "pool {} of {whose} {}",
+        frontend.pool(),
+        holds(block)
+    ));
     if block.is_empty() {
         refuse(&mut told, decide::refusal(block));
         return told;
@@ -183,6 +180,7 @@ pub fn decide<T: decide::Tables + AffinityTable>(
     told.verdict = "translated";
     told.reason = Reason::Translated.word();
     if pool.affinity_seconds > 0 {
+        let client = client.map(|client| Addr::from_netns_cookie(client.cookie));
         let (endpoint, step) = affinity(tables, client, &pool);
         told.steps.push(step);
         if let Some(endpoint) = endpoint {
@@ -196,8 +194,26 @@ pub fn decide<T: decide::Tables + AffinityTable>(
     }
     told.steps
         .push("one is drawn at random, each with the same probability".to_owned());
+    told.endpoints = choices(tables, block);
+    told
+}
+
+/// What a pool has.
+pub fn holds(block: Block) -> String {
+    match block.len() {
+        0 if block.flags() & Block::NO_SUCH_PORT != 0 => {
+            "stands for the ports it does not have".to_owned()
+        }
+        0 => "has no usable endpoint".to_owned(),
+        1 => "has 1 usable endpoint".to_owned(),
+        n => format!("has {n} usable endpoints"),
+    }
+}
+
+/// A pool's endpoints, each as probable as the others.
+pub fn choices(tables: &impl decide::Tables, block: Block) -> Vec<Choice> {
     let probability = 1.0 / f64::from(block.len());
-    told.endpoints = (0..u32::from(block.len()))
+    (0..u32::from(block.len()))
         .map(|offset| {
             let endpoint = tables.endpoint(block.base() + offset).map_or_else(
                 || "(no such slot: a bug, please report it)".to_owned(),
@@ -208,8 +224,7 @@ pub fn decide<T: decide::Tables + AffinityTable>(
                 probability,
             }
         })
-        .collect();
-    told
+        .collect()
 }
 
 fn refuse(told: &mut Explanation, reason: Reason) {
@@ -219,7 +234,7 @@ fn refuse(told: &mut Explanation, reason: Reason) {
 }
 
 /// One lookup, as a sentence.
-fn lookup(key: &FrontendKey, found: Frontend) -> String {
+pub fn lookup(key: &FrontendKey, found: Frontend) -> String {
     let what = if key.protocol == Protocol::ANY {
         format!("the address {} as such", key.addr)
     } else if *key == FrontendKey::node_port(key.addr.is_v4(), key.port, key.protocol) {
@@ -251,9 +266,9 @@ fn lookup(key: &FrontendKey, found: Frontend) -> String {
 }
 
 /// Whether session affinity decides, and why not if it does not.
-fn affinity<T: decide::Tables + AffinityTable>(
+pub fn affinity<T: decide::Tables + AffinityTable>(
     tables: &T,
-    client: Option<&Namespace>,
+    client: Option<Addr>,
     pool: &Pool,
 ) -> (Option<Endpoint>, String) {
     let seconds = pool.affinity_seconds;
@@ -262,7 +277,7 @@ fn affinity<T: decide::Tables + AffinityTable>(
         return (None, format!("{intro}: not known for this client"));
     };
     let key = AffinityKey {
-        client: Addr::from_netns_cookie(client.cookie),
+        client,
         group: pool.affinity_group,
     };
     let Some((endpoint, age)) = tables.last_used(&key) else {
@@ -285,7 +300,8 @@ fn affinity<T: decide::Tables + AffinityTable>(
     }
 }
 
-fn socket(endpoint: &Endpoint) -> String {
+/// An endpoint as people write it.
+pub fn socket(endpoint: &Endpoint) -> String {
     SocketAddr::new(endpoint.addr.ip(), endpoint.port.host()).to_string()
 }
 

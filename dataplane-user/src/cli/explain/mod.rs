@@ -1,9 +1,17 @@
 //! `dataplane explain`.
 
 mod decision;
+mod packet;
 
-use std::{fmt, io::Write, net::IpAddr, process::ExitCode, str::FromStr};
+use std::{
+    fmt,
+    io::Write,
+    net::{IpAddr, SocketAddr},
+    process::ExitCode,
+    str::FromStr,
+};
 
+use anyhow::Context as _;
 use clap::Args;
 
 use super::{
@@ -12,7 +20,7 @@ use super::{
     netns::{self, Namespace},
     output::{self, BOLD, Cell, DIM, Format, GOOD, Table, WARN},
 };
-use crate::kernel::Tables;
+use crate::kernel::{PacketTables, Tables, conntrack::Conntrack};
 use decision::{Explanation, decide};
 
 /// Say what happens to a connection, and why.
@@ -24,20 +32,26 @@ use decision::{Explanation, decide};
 Examples:
   dataplane explain 10.244.2.8 10.96.130.105:8000
   dataplane explain node 10.96.0.10:53/udp
-  dataplane explain netns:blue 127.0.0.1:30080")]
+  dataplane explain netns:blue 127.0.0.1:30080
+  dataplane explain --iface eth0 192.0.2.7:40112 198.51.100.2:30080/tcp")]
 pub struct ExplainArgs {
     /// Who connects: an address of a pod or of this node, `node`, `netns:NAME`, `netns:/PATH` or
     /// `pid:NUMBER`
     ///
     /// It matters where the destination is a loopback address (node ports are answered on the
     /// node's own, not on a pod's), and where the service has session affinity (remembered by
-    /// network namespace).
+    /// network namespace). With --iface, ADDRESS:PORT.
     #[arg(value_name = "SRC")]
     source: Source,
 
     /// To where: ADDRESS:PORT, with `/udp` for UDP; IPv6 as [ADDRESS]:PORT
     #[arg(value_name = "DST:PORT[/udp]")]
     destination: Destination,
+
+    /// What happens to a packet that arrives at this interface, rather than to a connection of a
+    /// socket on this node
+    #[arg(long, value_name = "NAME")]
+    iface: Option<String>,
 
     /// How to print it
     #[arg(short, long, value_enum, default_value_t)]
@@ -55,6 +69,7 @@ pub struct ExplainArgs {
 enum Source {
     Node,
     Address(IpAddr),
+    Socket(SocketAddr),
     Namespace(String),
     Process(u32),
 }
@@ -70,6 +85,7 @@ impl Source {
             Self::Namespace(name) => netns::named(name).map(Some),
             Self::Process(pid) => netns::of_process(*pid).map(Some),
             Self::Address(addr) => netns::with_address(*addr),
+            Self::Socket(socket) => netns::with_address(socket.ip()),
         }
     }
 }
@@ -79,6 +95,7 @@ impl fmt::Display for Source {
         match self {
             Self::Node => f.write_str("node"),
             Self::Address(addr) => addr.fmt(f),
+            Self::Socket(socket) => socket.fmt(f),
             Self::Namespace(name) => write!(f, "netns:{name}"),
             Self::Process(pid) => write!(f, "pid:{pid}"),
         }
@@ -101,6 +118,9 @@ impl FromStr for Source {
                 .map(Self::Process)
                 .map_err(|_| format!("`{pid}` is no process id"));
         }
+        if let Ok(socket) = text.parse() {
+            return Ok(Self::Socket(socket));
+        }
         text.parse().map(Self::Address).map_err(|_| {
             format!(
                 "`{text}` is no address, nor `node`, `netns:NAME`, `netns:/PATH` or `pid:NUMBER`"
@@ -112,24 +132,59 @@ impl FromStr for Source {
 impl ExplainArgs {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         let tables = Tables::open(&self.paths.bpffs())?;
-        let host_netns = tables.host_netns();
-        let client = self.source.namespace(host_netns)?;
         let names = Names::new(self.socket.client());
         let owner = |pool| names.of_pool(pool);
-        let mut told = decide(
-            &tables,
-            owner,
-            client.as_ref(),
-            host_netns,
-            self.destination,
-        );
-        told.source = self.source.to_string();
+        let told = if let Some(iface) = &self.iface {
+            self.packet(&tables, iface, owner)?
+        } else {
+            let host_netns = tables.host_netns();
+            let client = self.source.namespace(host_netns)?;
+            let mut told = decide(
+                &tables,
+                owner,
+                client.as_ref(),
+                host_netns,
+                self.destination,
+            );
+            told.source = self.source.to_string();
+            told
+        };
         let mut out = output::stdout();
         match self.output {
             Format::Json => output::json(&mut out, &told)?,
             Format::Text => text(&mut out, &told)?,
         }
         Ok(ExitCode::SUCCESS)
+    }
+}
+
+impl ExplainArgs {
+    fn packet(
+        &self,
+        tables: &Tables,
+        iface: &str,
+        owner: impl Fn(u32) -> Option<String>,
+    ) -> anyhow::Result<Explanation> {
+        let Source::Socket(source) = self.source else {
+            anyhow::bail!(
+                "a packet comes from an ADDRESS:PORT, and `{}` is none",
+                self.source
+            );
+        };
+        let bpffs = self.paths.bpffs();
+        let conntrack = Conntrack::open(&bpffs)?.with_context(|| {
+            format!(
+                "there are no tables for flows in {}: no agent with a packet path has run on it",
+                bpffs.display()
+            )
+        })?;
+        let live = packet::Live {
+            tables,
+            packet: &PacketTables::open(&bpffs)?,
+            conntrack: &conntrack,
+        };
+        let to = self.destination;
+        packet::explain(&live, owner, &packet::Packet { iface, source, to })
     }
 }
 
@@ -177,6 +232,10 @@ mod tests {
         assert_eq!(
             "netns:blue".parse(),
             Ok(Source::Namespace("blue".to_owned()))
+        );
+        assert_eq!(
+            "10.244.2.8:4000".parse(),
+            Ok(Source::Socket("10.244.2.8:4000".parse().unwrap()))
         );
         assert_eq!("pid:42".parse(), Ok(Source::Process(42)));
         assert!("pid:x".parse::<Source>().is_err());

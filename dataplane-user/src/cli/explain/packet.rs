@@ -1,0 +1,372 @@
+//! What the packet path would do with a packet, told step by step from the live tables.
+
+use std::{
+    cell::{Cell, RefCell},
+    net::SocketAddr,
+};
+
+use anyhow::Context as _;
+use dataplane_common::{
+    Addr, Port, Protocol, Reason, VipWords, decide,
+    packet::{FlowKey, Iface, PacketConfig, SourceKey},
+    tables::{Kind, Pool},
+};
+use nix::net::if_::if_nametoindex;
+
+use super::{
+    Destination,
+    decision::{self, Choice, Explanation, Recorded, affinity, holds, lookup},
+};
+use crate::{
+    cli::output::duration,
+    kernel::{
+        PacketTables, Tables,
+        conntrack::{Back, Conntrack, Flow, now},
+    },
+};
+
+/// What is looked at.
+pub struct Packet<'a> {
+    pub iface: &'a str,
+    pub source: SocketAddr,
+    pub to: Destination,
+}
+
+/// The live tables.
+pub struct Live<'a> {
+    pub tables: &'a Tables,
+    pub packet: &'a PacketTables,
+    pub conntrack: &'a Conntrack,
+}
+
+/// The steps that the programs take. `owner` tells whose a pool is, if anybody knows.
+///
+/// # Errors
+///
+/// If there is no such interface, or a table cannot be read.
+pub fn explain(
+    live: &Live<'_>,
+    owner: impl Fn(u32) -> Option<String>,
+    packet: &Packet<'_>,
+) -> anyhow::Result<Explanation> {
+    let index = if_nametoindex(packet.iface)
+        .with_context(|| format!("there is no interface `{}` here", packet.iface))?;
+    let to = packet.to;
+    let mut told = Explanation {
+        source: packet.source.to_string(),
+        destination: to.to_string(),
+        verdict: "left-alone",
+        reason: Reason::NotService.word(),
+        steps: Vec::new(),
+        service: None,
+        kind: None,
+        pool: None,
+        endpoints: Vec::new(),
+    };
+    let Some(iface) = live
+        .packet
+        .iface(index)?
+        .filter(|i| i.flags & Iface::ATTACHED != 0)
+    else {
+        told.steps.push(format!(
+            "{} has no programs of ours: the packet is left alone",
+            packet.iface
+        ));
+        return Ok(told);
+    };
+    let side = if iface.flags & Iface::POD != 0 {
+        "a pod's side"
+    } else {
+        "an uplink"
+    };
+    told.steps.push(format!(
+        "{} has our programs on it, and is taken for {side}",
+        packet.iface
+    ));
+
+    let key = FlowKey::new(
+        Addr::from(packet.source.ip()),
+        Port::new(packet.source.port()),
+        Addr::from(to.addr),
+        Port::new(to.port),
+        to.protocol,
+    );
+    if let Some(flow) = live.conntrack.find(&key)? {
+        known(live, &owner, &flow, &mut told);
+        return Ok(told);
+    }
+    if let Some(flow) = live.conntrack.find_by_reply(&key)? {
+        told.steps.push(format!(
+            "a reply of the known flow of {} through {}, {}, last used {} ago",
+            flow.client(),
+            flow.vip(),
+            flow.state(),
+            duration(flow.idle(now()).into())
+        ));
+        told.verdict = "translated";
+        told.reason = Reason::ReplyTranslated.word();
+        told.steps.push(format!(
+            "its source becomes {}, its destination {}",
+            flow.vip(),
+            flow.client()
+        ));
+        return Ok(told);
+    }
+    told.steps.push(if to.protocol == Protocol::TCP {
+        "no flow is known: a SYN begins one, and any other packet of TCP is left alone".to_owned()
+    } else {
+        "no flow is known: the packet begins one".to_owned()
+    });
+    begin(live, &owner, packet, iface, &key, &mut told)?;
+    Ok(told)
+}
+
+/// A packet from the client of a flow that is known.
+fn known(
+    live: &Live<'_>,
+    owner: &impl Fn(u32) -> Option<String>,
+    flow: &Flow,
+    told: &mut Explanation,
+) {
+    let now = now();
+    told.steps.push(format!(
+        "FORWARD knows the flow: to {}, {}, used {} ago, kept for {} after its last packet",
+        flow.endpoint(),
+        flow.state(),
+        duration(flow.forward.used.age_seconds(now).into()),
+        duration(flow.keep().into()),
+    ));
+    let frontend = decide::find_frontend(
+        live.tables,
+        flow.key.dst,
+        flow.key.dst_port,
+        flow.key.protocol,
+        false,
+    );
+    told.service = owner(frontend.pool());
+    if flow.is_foreign() {
+        told.reason = Reason::ForeignFlow.word();
+        told.steps.push(Reason::ForeignFlow.text().to_owned());
+        return;
+    }
+    told.steps.push(match flow.back {
+        Back::Missing => {
+            "the entry for its replies was pushed out of its table, and is made again".to_owned()
+        }
+        Back::Reply(reply) => format!(
+            "REPLY has the other direction, used {} ago; the endpoint sees the client's own address",
+            duration(reply.used.age_seconds(now).into())
+        ),
+        Back::Masqueraded(back) => format!(
+            "MASQUERADE has the other direction, used {} ago; the endpoint sees {}",
+            duration(back.used.age_seconds(now).into()),
+            live.conntrack.node_addr(flow.forward.node_addr).map_or_else(
+                || "an address that the node no longer has".to_owned(),
+                |addr| SocketAddr::new(addr.ip(), flow.forward.node_port.host()).to_string()
+            )
+        ),
+    });
+    told.verdict = "translated";
+    told.reason = Reason::Kept.word();
+    told.endpoints.push(Choice {
+        endpoint: flow.endpoint().to_string(),
+        probability: 1.0,
+    });
+}
+
+/// The first packet of a flow.
+fn begin(
+    live: &Live<'_>,
+    owner: &impl Fn(u32) -> Option<String>,
+    packet: &Packet<'_>,
+    iface: Iface,
+    key: &FlowKey,
+    told: &mut Explanation,
+) -> anyhow::Result<()> {
+    let recorded = Recorded {
+        tables: live.tables,
+        filter: Cell::new(VipWords::ALL),
+        lookups: RefCell::default(),
+    };
+    let frontend = decide::find_frontend(&recorded, key.dst, key.dst_port, key.protocol, false);
+    let lookups = recorded.lookups.into_inner();
+    told.steps
+        .extend(lookups.iter().map(|(key, found)| lookup(key, *found)));
+    if frontend.is_none() {
+        told.steps.push(Reason::NotService.text().to_owned());
+        return Ok(());
+    }
+    let kind = frontend.kind();
+    let mut index = frontend.pool();
+    told.kind = Some(kind.word());
+    told.service = owner(index);
+    let Some(mut pool) = decide::Tables::pool(live.tables, index) else {
+        refuse(told, Reason::Dangling);
+        return Ok(());
+    };
+    let config = live.packet.config();
+    let inside = is_from_pod(live, packet, iface, key, told)?;
+    let outward = [Kind::NODE_PORT, Kind::EXTERNAL_IP, Kind::LOAD_BALANCER].contains(&kind);
+    let mut masquerade = false;
+    if outward {
+        if kind == Kind::LOAD_BALANCER && pool.ranged != 0 {
+            if !live.packet.sources().contains(index, key.src)? {
+                told.pool = Some(index);
+                refuse(told, Reason::SourceDenied);
+                return Ok(());
+            }
+            told.steps
+                .push(format!("loadBalancerSourceRanges contain {}", key.src));
+        }
+        if pool.external == 0 {
+            masquerade = true;
+            told.steps.push(
+                "externalTrafficPolicy is Cluster: any endpoint, and the client is masqueraded"
+                    .to_owned(),
+            );
+        } else if inside {
+            told.steps.push(
+                "externalTrafficPolicy is Local, which does not narrow what pods get".to_owned(),
+            );
+        } else {
+            index = pool.external;
+            told.steps.push(
+                "externalTrafficPolicy is Local: endpoints on this node, which see the client's \
+                 own address"
+                    .to_owned(),
+            );
+            let Some(external) = decide::Tables::pool(live.tables, index) else {
+                refuse(told, Reason::Dangling);
+                return Ok(());
+            };
+            pool = external;
+        }
+    } else if config.flags & PacketConfig::MASQUERADE_ALL != 0 {
+        masquerade = true;
+        told.steps
+            .push("whatever goes to a cluster IP is masqueraded (--masquerade-all)".to_owned());
+    } else if !inside && config.flags & DETECTS != 0 {
+        masquerade = true;
+        told.steps
+            .push("the client of a cluster IP is no pod: it is masqueraded".to_owned());
+    }
+    told.pool = Some(index);
+    let whose = told.service.as_deref().map_or_else(
+        || "a service whose name only a running agent knows".to_owned(),
+        |name| format!("service {name}"),
+    );
+    told.steps
+        .push(format!("pool {index} of {whose} {}", holds(pool.block)));
+    if pool.block.is_empty() {
+        refuse(told, decide::refusal(pool.block));
+        return Ok(());
+    }
+    choose(live, key, &pool, told);
+    told.verdict = "translated";
+    seen_as(live, key, masquerade, told)
+}
+
+/// Flags that say who is a pod.
+const DETECTS: u32 = PacketConfig::DETECT_BY_ADDRESS | PacketConfig::DETECT_BY_INTERFACE;
+
+fn is_from_pod(
+    live: &Live<'_>,
+    packet: &Packet<'_>,
+    iface: Iface,
+    key: &FlowKey,
+    told: &mut Explanation,
+) -> anyhow::Result<bool> {
+    let flags = live.packet.config().flags;
+    let by_address = flags & PacketConfig::DETECT_BY_ADDRESS != 0
+        && live.packet.sources().contains(SourceKey::PODS, key.src)?;
+    let by_interface =
+        flags & PacketConfig::DETECT_BY_INTERFACE != 0 && iface.flags & Iface::LOCAL != 0;
+    told.steps.push(if by_address {
+        format!("{} is a pod's address", key.src)
+    } else if by_interface {
+        format!("what arrives at {} comes from pods", packet.iface)
+    } else if flags & DETECTS == 0 {
+        "nobody said who is a pod: all clients count as outside".to_owned()
+    } else {
+        format!("{} is no pod's", key.src)
+    });
+    Ok(by_address || by_interface)
+}
+
+/// Which endpoints it could be.
+fn choose(live: &Live<'_>, key: &FlowKey, pool: &Pool, told: &mut Explanation) {
+    told.reason = Reason::Translated.word();
+    if pool.affinity_seconds > 0 {
+        let (endpoint, step) = affinity(live.tables, Some(key.src), pool);
+        told.steps.push(step);
+        if let Some(endpoint) = endpoint {
+            told.reason = Reason::Kept.word();
+            told.endpoints.push(Choice {
+                endpoint: decision::socket(&endpoint),
+                probability: 1.0,
+            });
+            return;
+        }
+    }
+    told.steps
+        .push("one is drawn at random, each with the same probability".to_owned());
+    told.endpoints = decision::choices(live.tables, pool.block);
+}
+
+/// What the endpoint sees of the client.
+fn seen_as(
+    live: &Live<'_>,
+    key: &FlowKey,
+    masquerade: bool,
+    told: &mut Explanation,
+) -> anyhow::Result<()> {
+    let hairpin = told.endpoints.iter().any(|choice| {
+        let endpoint = choice.endpoint.parse::<SocketAddr>();
+        endpoint.is_ok_and(|endpoint| endpoint.ip() == key.src.ip())
+    });
+    if !masquerade && !hairpin {
+        told.steps
+            .push("the endpoint sees the client's own address".to_owned());
+        return Ok(());
+    }
+    let mut ways = Vec::new();
+    for (index, iface) in live.packet.ifaces()? {
+        let slot = if key.src.is_v4() {
+            iface.masquerade_v4
+        } else {
+            iface.masquerade_v6
+        };
+        if let Some(addr) = live.packet.node_addr(slot) {
+            ways.push(format!(
+                "{addr} by {}",
+                crate::kernel::interface_name(index)
+            ));
+        }
+    }
+    if masquerade {
+        told.reason = Reason::Masqueraded.word();
+        told.steps.push(format!(
+            "the endpoint sees the address of the interface towards it ({}), and the client's own \
+             port if that is free; an endpoint on the node itself sees the client's own address",
+            ways.join(", ")
+        ));
+    } else {
+        told.steps.push(format!(
+            "an endpoint that reaches itself sees the address of the interface towards it ({})",
+            ways.join(", ")
+        ));
+    }
+    Ok(())
+}
+
+fn refuse(told: &mut Explanation, reason: Reason) {
+    told.verdict = "refused";
+    told.reason = reason.word();
+    let how = match reason {
+        Reason::NoEndpoints | Reason::PortNotServed => {
+            ", by a TCP reset or an ICMP port unreachable"
+        }
+        _ => "",
+    };
+    told.steps.push(format!("{}{how}", reason.text()));
+}
