@@ -11,7 +11,7 @@ use dataplane::model::{
 };
 use dataplane_peers::{Cluster, LocalDetector};
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
-use smallvec::smallvec;
+use smallvec::{SmallVec, smallvec};
 
 /// The port on the VIPs.
 pub const PORT: u16 = 80;
@@ -23,6 +23,10 @@ pub const CONNECT_PORT: u16 = 81;
 pub const CONNECT_TARGET_PORT: u16 = 8081;
 /// Endpoints of every service.
 pub const ENDPOINTS: u32 = 3;
+/// The target's node ports: for everything, and where connections are only made.
+pub const NODE_PORTS: [u16; 2] = [30080, 30081];
+/// Those of the service with endpoints on another node.
+pub const REMOTE_NODE_PORTS: [u16; 2] = [30082, 30083];
 
 const PODS_V4: Ipv4Net = Ipv4Net::new_assert(Ipv4Addr::new(10, 244, 0, 0), 16);
 const PODS_V6: Ipv6Net = Ipv6Net::new_assert(Ipv6Addr::new(0xfd00, 0x10, 0x244, 0, 0, 0, 0, 0), 56);
@@ -42,6 +46,9 @@ pub struct Fleet {
     pub services: u32,
     /// The target's endpoints. The families among them are those that every service has.
     pub target: Vec<IpAddr>,
+    /// The endpoints, on another node, of one more service. If there are any, it and the target have
+    /// node ports.
+    pub remote: Vec<IpAddr>,
 }
 
 impl Fleet {
@@ -65,62 +72,98 @@ impl Fleet {
             let service = self.service(index);
             (service.name.clone(), Arc::new(service))
         });
+        let remote = (!self.remote.is_empty()).then(|| {
+            let service = self.real("remote", self.services, &self.remote, false);
+            (service.name.clone(), Arc::new(service))
+        });
         Snapshot {
-            services: services.collect(),
+            services: services.chain(remote).collect(),
             ..Snapshot::default()
         }
     }
 
     fn service(&self, index: u32) -> Service {
-        let families = [true, false]
-            .into_iter()
-            .filter(|v4| self.target.iter().any(|addr| addr.is_ipv4() == *v4));
-        let is_target = index == self.services / 2;
-        let port = |name: &str, protocol, port, endpoints| ServicePort {
-            name: name.into(),
-            port,
-            protocol,
-            node_port: None,
-            endpoints,
-        };
-        let ports = if is_target {
-            let endpoints = |port| {
-                let mut endpoints: Vec<_> = self
-                    .target
-                    .iter()
-                    .map(|addr| endpoint(*addr, port, true))
-                    .collect();
-                endpoints.sort();
-                endpoints
-            };
-            smallvec![
-                port("tcp", Protocol::Tcp, PORT, endpoints(TARGET_PORT)),
-                port("udp", Protocol::Udp, PORT, endpoints(TARGET_PORT)),
-                port(
-                    "connect",
-                    Protocol::Tcp,
-                    CONNECT_PORT,
-                    endpoints(CONNECT_TARGET_PORT)
-                ),
-            ]
-        } else {
-            let endpoints = elsewhere(index, families.clone());
-            smallvec![port("tcp", Protocol::Tcp, PORT, endpoints)]
-        };
-        Service {
-            name: ServiceName::new("bench", &format!("service-{index:06}")),
-            kind: ServiceType::ClusterIp,
-            created: Some(1_700_000_000),
-            cluster_ips: families.map(|v4| vip(index, v4)).collect(),
-            external_ips: smallvec![],
-            load_balancer_ips: smallvec![],
-            source_ranges: smallvec![],
-            affinity: None,
-            internal_policy: TrafficPolicy::Cluster,
-            external_policy: TrafficPolicy::Cluster,
-            health_check_node_port: None,
-            ports,
+        let name = format!("service-{index:06}");
+        if index == self.services / 2 {
+            return self.real(&name, index, &self.target, true);
         }
+        let families = self.families();
+        let endpoints = elsewhere(index, families.iter().copied());
+        let port = port("tcp", Protocol::Tcp, PORT, None, endpoints);
+        service(&name, index, &families, smallvec![port])
+    }
+
+    /// The families of every service: whether it is IPv4.
+    fn families(&self) -> Vec<bool> {
+        let has = |v4: &bool| self.target.iter().any(|addr| addr.is_ipv4() == *v4);
+        [true, false].into_iter().filter(has).collect()
+    }
+
+    /// A service that somebody answers for.
+    fn real(&self, name: &str, index: u32, addrs: &[IpAddr], local: bool) -> Service {
+        let endpoints = |port| {
+            let endpoint = |addr: &IpAddr| endpoint(*addr, port, local);
+            let mut endpoints: Vec<_> = addrs.iter().map(endpoint).collect();
+            endpoints.sort();
+            endpoints
+        };
+        let node_ports = if local { NODE_PORTS } else { REMOTE_NODE_PORTS };
+        let [node, connect] = node_ports.map(|port| (!self.remote.is_empty()).then_some(port));
+        let ports = smallvec![
+            port("tcp", Protocol::Tcp, PORT, node, endpoints(TARGET_PORT)),
+            port("udp", Protocol::Udp, PORT, node, endpoints(TARGET_PORT)),
+            port(
+                "connect",
+                Protocol::Tcp,
+                CONNECT_PORT,
+                connect,
+                endpoints(CONNECT_TARGET_PORT)
+            ),
+        ];
+        service(name, index, &self.families(), ports)
+    }
+}
+
+fn port(
+    name: &str,
+    protocol: Protocol,
+    port: u16,
+    node_port: Option<u16>,
+    endpoints: Vec<Endpoint>,
+) -> ServicePort {
+    ServicePort {
+        name: name.into(),
+        port,
+        protocol,
+        node_port,
+        endpoints,
+    }
+}
+
+fn service(
+    name: &str,
+    index: u32,
+    families: &[bool],
+    ports: SmallVec<[ServicePort; 1]>,
+) -> Service {
+    let node_port = ports.iter().any(|port| port.node_port.is_some());
+    Service {
+        name: ServiceName::new("bench", name),
+        kind: if node_port {
+            ServiceType::NodePort
+        } else {
+            ServiceType::ClusterIp
+        },
+        created: Some(1_700_000_000),
+        cluster_ips: families.iter().map(|v4| vip(index, *v4)).collect(),
+        external_ips: smallvec![],
+        load_balancer_ips: smallvec![],
+        source_ranges: smallvec![],
+        affinity: None,
+        internal_policy: TrafficPolicy::Cluster,
+        external_policy: TrafficPolicy::Cluster,
+        health_check_node_port: None,
+        ports,
     }
 }
 

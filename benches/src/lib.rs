@@ -2,6 +2,7 @@
 
 pub mod fleet;
 pub mod manifests;
+pub mod packet;
 pub mod rows;
 pub mod socket;
 pub mod stage;

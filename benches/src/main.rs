@@ -5,9 +5,9 @@ use std::{fs::File, io::Write as _, path::PathBuf, process::ExitCode, time::Dura
 use anyhow::Context as _;
 use clap::{Args, Parser};
 use dataplane_benches::{
-    rows::{Row, print_paths, print_tables, print_targets},
-    say,
-    socket::{self, CASE_NAMES, Extent},
+    packet,
+    rows::{Row, Target, print_paths, print_tables, print_targets},
+    say, socket,
     sync::{self, soak::Soak},
     tables,
     worker::Worker,
@@ -26,6 +26,9 @@ enum Command {
     /// The Kubernetes API: from its first byte to the kernel's tables, from a change to the flip,
     /// bursts, and the agent's memory
     Sync(SyncOptions),
+    /// Services reached by packets, from outside and from pods whose sockets nobody sees: connect,
+    /// round trip, throughput, and what making a flow costs
+    Packet(Options),
     /// Every benchmark
     All(Options),
     /// Part of a benchmark: not for you to start
@@ -64,19 +67,51 @@ const SOAK: Soak = Soak {
 fn main() -> anyhow::Result<ExitCode> {
     match Command::parse() {
         Command::Worker(worker) => worker.run()?,
-        Command::Socket(options) => measure(&options, &[Bench::Socket])?,
+        Command::Socket(options) => measure(&options, &[socket])?,
         Command::Sync(SyncOptions { soak: true, .. }) => sync::soak::run(SOAK)?,
-        Command::Sync(SyncOptions { options, .. }) => measure(&options, &[Bench::Sync])?,
-        Command::All(options) => measure(&options, &[Bench::Socket, Bench::Sync])?,
+        Command::Sync(SyncOptions { options, .. }) => measure(&options, &[sync])?,
+        Command::Packet(options) => measure(&options, &[packet])?,
+        Command::All(options) => measure(&options, &[socket, sync, packet])?,
     }
     Ok(ExitCode::SUCCESS)
 }
 
-/// A benchmark.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Bench {
-    Socket,
-    Sync,
+/// The figures of a benchmark, printed, and what they should have been.
+type Bench = fn(quick: bool) -> anyhow::Result<(Vec<Row>, Vec<Target>)>;
+
+fn socket(quick: bool) -> anyhow::Result<(Vec<Row>, Vec<Target>)> {
+    let extent = if quick {
+        socket::Extent::QUICK
+    } else {
+        socket::Extent::FULL
+    };
+    let of_tables = tables::run(quick)?;
+    let mut rows = socket::run(&extent)?;
+    print_paths(&rows, &socket::CASE_NAMES);
+    print_tables("tables", &of_tables);
+    let mut targets = socket::targets(&rows);
+    targets.extend(tables::targets(&of_tables));
+    rows.extend(of_tables);
+    Ok((rows, targets))
+}
+
+fn sync(quick: bool) -> anyhow::Result<(Vec<Row>, Vec<Target>)> {
+    let rows = sync::run(quick)?;
+    print_tables("sync", &rows);
+    let targets = sync::targets(&rows);
+    Ok((rows, targets))
+}
+
+fn packet(quick: bool) -> anyhow::Result<(Vec<Row>, Vec<Target>)> {
+    let extent = if quick {
+        packet::Extent::QUICK
+    } else {
+        packet::Extent::FULL
+    };
+    let rows = packet::run(&extent)?;
+    print_paths(&rows, &packet::CASE_NAMES);
+    let targets = packet::targets(&rows);
+    Ok((rows, targets))
 }
 
 fn measure(options: &Options, benches: &[Bench]) -> anyhow::Result<()> {
@@ -87,29 +122,15 @@ fn measure(options: &Options, benches: &[Bench]) -> anyhow::Result<()> {
         .map(|path| File::create(path).with_context(|| format!("cannot write {}", path.display())));
     let json = json.transpose()?;
 
-    let extent = if options.quick {
-        Extent::QUICK
-    } else {
-        Extent::FULL
-    };
-    let (mut of_paths, mut of_tables, mut of_sync) = (vec![], vec![], vec![]);
-    if benches.contains(&Bench::Socket) {
-        of_tables = tables::run(options.quick)?;
-        of_paths = socket::run(&extent)?;
-        print_paths(&of_paths, &CASE_NAMES);
-        print_tables("tables", &of_tables);
+    let (mut rows, mut targets) = (vec![], vec![]);
+    for bench in benches {
+        let (figures, wanted) = bench(options.quick)?;
+        rows.extend(figures);
+        targets.extend(wanted);
     }
-    if benches.contains(&Bench::Sync) {
-        of_sync = sync::run(options.quick)?;
-        print_tables("sync", &of_sync);
-    }
-    let mut targets = socket::targets(&of_paths);
-    targets.extend(tables::targets(&of_tables));
-    targets.extend(sync::targets(&of_sync));
     let missed = print_targets(&targets);
 
     if let (Some(mut file), Some(path)) = (json, &options.json) {
-        let rows: Vec<Row> = [of_paths, of_tables, of_sync].concat();
         serde_json::to_writer_pretty(&mut file, &rows)?;
         writeln!(file)?;
         say!("{} figures in {}", rows.len(), path.display());

@@ -3,24 +3,24 @@
 use std::{fs::File, io::BufWriter, path::Path};
 
 use anyhow::Context as _;
-use dataplane::model::{Protocol, Service, Snapshot};
+use dataplane::model::{Protocol, Service, ServiceType, Snapshot};
 use serde_json::{Value, json};
 
 /// Objects of a file: as large as people write them, small beside the limit on a file's size.
 const SERVICES_PER_FILE: usize = 1_000;
 
-/// Writes cluster-IP services and their endpoints to files in `directory`, as `kubectl get -o json`
-/// prints them.
+/// Writes services with cluster IPs and node ports, and their endpoints, to files in `directory`, as
+/// `kubectl get -o json` prints them. Local endpoints are on node `node`.
 ///
 /// # Errors
 ///
 /// If a file cannot be written.
-pub fn write(snapshot: &Snapshot, directory: &Path) -> anyhow::Result<()> {
+pub fn write(snapshot: &Snapshot, node: &str, directory: &Path) -> anyhow::Result<()> {
     let services: Vec<_> = snapshot.services.values().collect();
     for (number, services) in services.chunks(SERVICES_PER_FILE).enumerate() {
         let items: Vec<_> = services
             .iter()
-            .flat_map(|service| objects(service))
+            .flat_map(|service| objects(service, node))
             .collect();
         let list = json!({ "apiVersion": "v1", "kind": "List", "items": items });
         let path = directory.join(format!("services-{number:04}.json"));
@@ -30,7 +30,7 @@ pub fn write(snapshot: &Snapshot, directory: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn objects(service: &Service) -> Vec<Value> {
+fn objects(service: &Service, node: &str) -> Vec<Value> {
     let (namespace, name) = (service.name.namespace(), service.name.name());
     let protocol = |protocol| match protocol {
         Protocol::Tcp => "TCP",
@@ -39,8 +39,18 @@ fn objects(service: &Service) -> Vec<Value> {
     let ports: Vec<_> = service
         .ports
         .iter()
-        .map(|port| json!({ "name": port.name, "port": port.port, "protocol": protocol(port.protocol) }))
+        .map(|port| {
+            let mut object = json!({ "name": port.name, "port": port.port, "protocol": protocol(port.protocol) });
+            if let Some(node_port) = port.node_port {
+                object["nodePort"] = node_port.into();
+            }
+            object
+        })
         .collect();
+    let kind = match service.kind {
+        ServiceType::NodePort => "NodePort",
+        _ => "ClusterIP",
+    };
     let families: Vec<_> = service
         .cluster_ips
         .iter()
@@ -56,7 +66,7 @@ fn objects(service: &Service) -> Vec<Value> {
             "uid": format!("00000000-0000-4000-8000-{:0>12}", name.rsplit('-').next().unwrap_or("0")),
         },
         "spec": {
-            "type": "ClusterIP",
+            "type": kind,
             "clusterIP": service.cluster_ips.first(),
             "clusterIPs": service.cluster_ips.as_slice(),
             "ipFamilies": families,
@@ -87,7 +97,7 @@ fn objects(service: &Service) -> Vec<Value> {
             .map(|endpoint| json!({
                 "addresses": [endpoint.addr],
                 "conditions": { "ready": endpoint.ready, "serving": endpoint.serving, "terminating": endpoint.terminating },
-                "nodeName": if endpoint.local { "agent" } else { "elsewhere" },
+                "nodeName": if endpoint.local { node } else { "elsewhere" },
             }))
             .collect();
         objects.push(json!({

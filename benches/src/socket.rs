@@ -16,9 +16,9 @@ use crate::{
 /// The most services of ours.
 pub const MOST: u32 = 100_000;
 /// A ratio of two equal things is not always 1.00 when measured.
-const NOISE: f64 = 1.02;
+pub(crate) const NOISE: f64 = 1.02;
 /// A spread between rounds that is more than a quiet machine's.
-const MUCH: f64 = 0.08;
+pub(crate) const MUCH: f64 = 0.08;
 /// What is done, and with what.
 const CASES: [(&str, Transport, bool); 4] = [
     ("tcp4", Transport::Tcp, true),

@@ -15,7 +15,7 @@ use dataplane::{
     plan::Planner,
 };
 use dataplane_peers::Mode;
-use dataplane_tests::{Lab, Process};
+use dataplane_tests::{Host, Lab, Process};
 
 use crate::{
     fleet::{CONNECT_PORT, CONNECT_TARGET_PORT, ENDPOINTS, Fleet, PORT, TARGET_PORT},
@@ -109,38 +109,24 @@ impl Stage {
                 target: (0..ENDPOINTS)
                     .flat_map(|server| lab.pod(&server_name(index, server)).addresses())
                     .collect(),
+                remote: vec![],
             })
             .collect();
 
-        let program = std::env::current_exe()?;
-        let cpu = cpu().to_string();
         let mut servers = vec![];
         let mut clients = vec![];
         for index in 0..nodes.len() {
             for server in 0..ENDPOINTS {
-                let pod = lab.pod(&server_name(index, server));
-                let mut process = pod
-                    .command(&program)
-                    .args(["worker", "server", "--cpu", &cpu])
-                    .args(["--port", &TARGET_PORT.to_string()])
-                    .args(["--connect-port", &CONNECT_TARGET_PORT.to_string()])
-                    .args(pod.addresses().map(|addr| addr.to_string()))
-                    .stdin_piped()
-                    .stdout_piped()
-                    .spawn()?;
-                process.wait_for_line().context("a server")?;
-                servers.push(process);
+                servers.push(start_server(lab.pod(&server_name(index, server)))?);
             }
-            clients.push(
-                lab.pod(&client_name(index))
-                    .command(&program)
-                    .args(["worker", "client", "--cpu", &cpu])
-                    .stdin_piped()
-                    .stdout_piped()
-                    .spawn()?,
-            );
+            clients.push(start_client(lab.pod(&client_name(index)))?);
         }
-        load_peers(&lab, nodes, &fleets)?;
+        let peers = nodes.iter().zip(&fleets).enumerate();
+        let peers = peers.filter_map(|(index, (node, fleet))| match node.worker {
+            Worker::Peer(mode) => Some((mode, node_name(index), fleet)),
+            _ => None,
+        });
+        load_peers(&lab, peers)?;
         let mut kernels = vec![];
         for (index, node) in nodes.iter().enumerate() {
             if node.worker == Worker::Dataplane {
@@ -187,24 +173,69 @@ impl Stage {
             transport,
             job,
         };
-        let client = &mut self.clients[lane.node];
-        client.send_line(&serde_json::to_string(&order)?)?;
-        match serde_json::from_str(&client.wait_for_line()?)? {
-            Answer::Value(value) => Ok(value),
-            Answer::Error(error) => bail!("{error} (to {:?})", order.to),
-        }
+        carry_out(&mut self.clients[lane.node], &order)
     }
 }
 
-fn node_name(index: usize) -> String {
+/// Has a client measure something.
+///
+/// # Errors
+///
+/// What the client met with.
+pub fn carry_out(client: &mut Process, order: &Order) -> anyhow::Result<f64> {
+    client.send_line(&serde_json::to_string(order)?)?;
+    match serde_json::from_str(&client.wait_for_line()?)? {
+        Answer::Value(value) => Ok(value),
+        Answer::Error(error) => bail!("{error} (to {:?})", order.to),
+    }
+}
+
+/// Starts a server on all addresses of a host.
+///
+/// # Errors
+///
+/// If it cannot be started.
+pub fn start_server(host: &Host) -> anyhow::Result<Process> {
+    let mut process = host
+        .command(std::env::current_exe()?)
+        .args(["worker", "server", "--cpu", &cpu().to_string()])
+        .args(["--port", &TARGET_PORT.to_string()])
+        .args(["--connect-port", &CONNECT_TARGET_PORT.to_string()])
+        .args(host.addresses().map(|addr| addr.to_string()))
+        .stdin_piped()
+        .stdout_piped()
+        .spawn()?;
+    process.wait_for_line().context("a server")?;
+    Ok(process)
+}
+
+/// Starts a client on a host.
+///
+/// # Errors
+///
+/// If it cannot be started.
+pub fn start_client(host: &Host) -> anyhow::Result<Process> {
+    let client = host.command(std::env::current_exe()?).args([
+        "worker",
+        "client",
+        "--cpu",
+        &cpu().to_string(),
+    ]);
+    Ok(client.stdin_piped().stdout_piped().spawn()?)
+}
+
+/// The name of the node of the lab with this index.
+pub fn node_name(index: usize) -> String {
     format!("node{}", index + 1)
 }
 
-fn client_name(index: usize) -> String {
+/// The name of its client pod.
+pub fn client_name(index: usize) -> String {
     format!("c{}", index + 1)
 }
 
-fn server_name(index: usize, server: u32) -> String {
+/// The name of one of its server pods.
+pub fn server_name(index: usize, server: u32) -> String {
     format!("s{}-{server}", index + 1)
 }
 
@@ -240,24 +271,29 @@ fn lanes(index: usize, node: NodePlan, fleet: &Fleet) -> Vec<Lane> {
 
 /// Loads every peer's rules, on all CPUs: `iptables-nft-restore` takes a minute for 10 000
 /// services.
-fn load_peers(lab: &Lab, nodes: &[NodePlan], fleets: &[Fleet]) -> anyhow::Result<()> {
+///
+/// # Errors
+///
+/// If a program is missing, or does not take the rules.
+pub fn load_peers<'a>(
+    lab: &Lab,
+    peers: impl Iterator<Item = (Mode, String, &'a Fleet)>,
+) -> anyhow::Result<()> {
     let cluster = Fleet::cluster();
     let mut jobs = vec![];
-    for (index, node) in nodes.iter().enumerate() {
-        let Worker::Peer(mode) = node.worker else {
-            continue;
-        };
-        let loads = dataplane_peers::rules(mode, &fleets[index].snapshot(), &cluster);
-        let netns = lab.node(&node_name(index)).netns().to_owned();
+    for (mode, node, fleet) in peers {
+        let services = fleet.services;
+        let loads = dataplane_peers::rules(mode, &fleet.snapshot(), &cluster);
+        let netns = lab.node(&node).netns().to_owned();
         // The slowest spends its time in user space, and so may load both families at once.
         if mode == Mode::IptablesNft {
             jobs.extend(
                 loads
                     .into_iter()
-                    .map(|load| (mode, node.services, netns.clone(), vec![load])),
+                    .map(|load| (mode, services, netns.clone(), vec![load])),
             );
         } else {
-            jobs.push((mode, node.services, netns, loads));
+            jobs.push((mode, services, netns, loads));
         }
     }
     let slowness = |mode| match mode {

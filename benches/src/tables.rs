@@ -48,6 +48,7 @@ pub fn run(quick: bool) -> anyhow::Result<Vec<Row>> {
         target: ["10.244.1.20", "10.244.1.21", "10.244.1.22"]
             .map(|a| IpAddr::from(a.parse::<std::net::Ipv4Addr>().expect("an address")))
             .into(),
+        remote: vec![],
     };
     let mut rows = vec![];
     let mut row = |services, metric, unit, mut values: Vec<f64>| {
@@ -166,7 +167,7 @@ fn one_changed(snapshot: &Snapshot, turn: usize) -> Snapshot {
 /// Memory of an agent that has read manifests of these services and serves them.
 fn agent_rss(lab: &Lab, fleet: &Fleet) -> anyhow::Result<f64> {
     let directory = tempfile::tempdir()?;
-    manifests::write(&fleet.snapshot(), directory.path())?;
+    manifests::write(&fleet.snapshot(), "agent", directory.path())?;
     let agent = lab.agent("agent").manifests(directory.path()).start()?;
     // What was only needed to read and plan has been given back by then.
     thread::sleep(Duration::from_secs(2));

@@ -1,0 +1,283 @@
+//! `bench packet`: services reached by packets: from outside, and by pods whose sockets nobody sees.
+
+mod stage;
+
+use std::time::{Duration, Instant};
+
+use anyhow::ensure;
+use dataplane_peers::Mode;
+
+use crate::{
+    rows::{Row, Target, find, thousands},
+    say,
+    socket::{MOST, MUCH, NOISE},
+    stats::{median, spread},
+    worker::{Job, Transport},
+};
+use stage::{Case, Lane, Stage, Worker};
+
+/// The cases, in order.
+const CASES: [(&str, Case); 3] = [
+    ("nodeport-local", Case::NodePortLocal),
+    ("nodeport-remote", Case::NodePortRemote),
+    ("clusterip-packet", Case::ClusterIpPacket),
+];
+/// Their names, and that of the one which is about single flows.
+pub const CASE_NAMES: [&str; 4] = [CASES[0].0, CASES[1].0, CASES[2].0, FLOW];
+/// A datagram's way to a node port with local endpoints, as the first of its flow and as a later one.
+const FLOW: &str = "flow";
+
+/// How much to measure.
+#[derive(Clone, Copy, Debug)]
+pub struct Extent {
+    /// Sizes of our tables.
+    ours: &'static [u32],
+    /// Sizes of the peers' rules.
+    theirs: &'static [u32],
+    /// At least so many rounds,
+    at_least: usize,
+    /// at most so many,
+    at_most: usize,
+    /// and, between the two, none that begins after this time.
+    budget: Duration,
+    /// Samples per measurement, as a divisor.
+    fraction: u32,
+}
+
+impl Extent {
+    /// All of it.
+    pub const FULL: Self = Self {
+        ours: &[1, 1_000, 10_000, MOST],
+        theirs: &[1, 1_000, 10_000],
+        at_least: 7,
+        at_most: 15,
+        budget: Duration::from_mins(3),
+        fraction: 1,
+    };
+    /// What fits into half a minute.
+    pub const QUICK: Self = Self {
+        ours: &[1, MOST],
+        theirs: &[1, 1_000],
+        at_least: 3,
+        at_most: 7,
+        budget: Duration::from_secs(10),
+        fraction: 4,
+    };
+
+    fn lanes(&self) -> Vec<Lane> {
+        let lane = |worker, services| Lane { worker, services };
+        let mut lanes = vec![lane(Worker::Plain, 0), lane(Worker::Conntrack, 0)];
+        lanes.extend(self.ours.iter().map(|of| lane(Worker::Dataplane, *of)));
+        for mode in Mode::ALL {
+            let worker = Worker::Peer(mode);
+            lanes.extend(self.theirs.iter().map(|of| lane(worker, *of)));
+        }
+        lanes
+    }
+}
+
+/// Something to measure: its name and unit, of which case, by what.
+#[derive(Clone, Copy)]
+struct Measurement {
+    metric: &'static str,
+    unit: &'static str,
+    case: (&'static str, Case),
+    transport: Transport,
+    job: Job,
+}
+
+fn measurements(fraction: u32) -> Vec<Measurement> {
+    let bytes = (64 << 20) / u64::from(fraction);
+    let (connect, trips) = (600 / fraction, 1000 / fraction);
+    let mut all = vec![];
+    for (metric, unit, job) in [
+        ("connect_p50", "µs", Job::Connect { count: connect }),
+        ("rtt_p50", "µs", Job::RoundTrip { count: trips }),
+        ("gbit_per_s", "Gbit/s", Job::Bulk { bytes }),
+    ] {
+        all.extend(CASES.map(|case| Measurement {
+            metric,
+            unit,
+            case,
+            transport: Transport::Tcp,
+            job,
+        }));
+    }
+    for (metric, job) in [
+        ("first_p50", Job::Connect { count: connect }),
+        ("later_p50", Job::RoundTrip { count: trips }),
+    ] {
+        all.push(Measurement {
+            metric,
+            unit: "µs",
+            case: (FLOW, Case::NodePortLocal),
+            transport: Transport::Udp,
+            job,
+        });
+    }
+    all
+}
+
+/// Compares the paths.
+///
+/// # Errors
+///
+/// If the machine lacks something, or a path does not work.
+pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
+    say!("building the lab: a node for each path, loading its rules or tables");
+    let mut stage = Stage::build(&extent.lanes())?;
+    let lanes = stage.lanes.len();
+    let measurements = measurements(extent.fraction);
+    let mut samples = vec![vec![vec![]; lanes]; measurements.len()];
+    let start = Instant::now();
+    let mut rounds = 0;
+    while rounds < extent.at_least || rounds < extent.at_most && start.elapsed() < extent.budget {
+        for (what, samples) in measurements.iter().zip(&mut samples) {
+            for step in 0..lanes {
+                // Another lane is first in each round, so that no lane always follows the same.
+                let lane = (step + rounds) % lanes;
+                let (name, case) = what.case;
+                match stage.measure(lane, case, what.transport, what.job) {
+                    Ok(value) => samples[lane].push(value),
+                    Err(error) => {
+                        let lane = stage.lanes[lane];
+                        let (path, of) = (lane.path(), thousands(lane.services));
+                        say!("{path}, {of} services: {name} {}: {error:#}", what.metric);
+                    }
+                }
+            }
+        }
+        rounds += 1;
+        say!("round {rounds} of at most {}", extent.at_most);
+    }
+
+    let mut rows = vec![];
+    for (what, samples) in measurements.iter().zip(&mut samples) {
+        let plain = median(&mut samples[0].clone());
+        for (lane, values) in stage.lanes.iter().zip(samples) {
+            let (path, services) = (lane.path(), lane.services);
+            let (case, metric) = (what.case.0, what.metric);
+            ensure!(
+                values.len() * 2 > rounds,
+                "{path} with {services} services: {case} {metric} failed in most rounds; see above"
+            );
+            let value = median(values);
+            rows.push(Row {
+                bench: "packet",
+                path,
+                case,
+                services,
+                metric,
+                unit: what.unit,
+                value,
+                baseline: Some("plain"),
+                ratio: Some(value / plain),
+                spread: spread(values),
+                rounds: values.len(),
+            });
+        }
+    }
+    for metric in ["connect_p50", "rtt_p50", "gbit_per_s", "first_p50"] {
+        let of_metric = rows.iter().filter(|row| row.metric == metric);
+        let differ = median(&mut of_metric.map(|row| row.spread).collect::<Vec<_>>());
+        if differ > MUCH {
+            say!(
+                "{metric} differs by ±{:.0}% between rounds: something else kept the machine busy, and \
+                 small differences between paths mean nothing",
+                differ * 100.0
+            );
+        }
+    }
+    Ok(rows)
+}
+
+/// What we promise, beside what was measured.
+pub fn targets(rows: &[Row]) -> Vec<Target> {
+    let value = |path, services, case, metric| find(rows, path, services, case, metric);
+    let plain = |case, metric| value("plain", 0, case, metric);
+    let ours = |services, case, metric| value("dataplane", services, case, metric);
+    let best = |services, case, metric: &'static str| {
+        let modes = Mode::ALL.iter();
+        let of_modes = modes.filter_map(|mode| value(mode.word(), services, case, metric));
+        if metric == "gbit_per_s" {
+            of_modes.max_by(|a, b| a.value.total_cmp(&b.value))
+        } else {
+            of_modes.min_by(|a, b| a.value.total_cmp(&b.value))
+        }
+    };
+    // Of what is better the more, the inverse.
+    let over = |a: Option<&Row>, b: Option<&Row>| {
+        let (a, b) = (a?, b?);
+        let ratio = match a.metric {
+            "gbit_per_s" => b.value / a.value,
+            _ => a.value / b.value,
+        };
+        Some((ratio, a.uncertainty().hypot(b.uncertainty())))
+    };
+    let mut targets = vec![];
+    let mut add = |what: String, at_most, ratio: Option<(f64, f64)>| {
+        targets.extend(ratio.map(|(value, uncertainty)| Target {
+            what,
+            value,
+            at_most,
+            uncertainty,
+        }));
+    };
+    let metrics = [
+        ("rtt_p50", "round trip: ours / "),
+        ("connect_p50", "connect: ours / "),
+        ("gbit_per_s", "throughput, inverse: ours / "),
+    ];
+    for (case, _) in CASES {
+        let at_most = if case == "nodeport-remote" {
+            1.05
+        } else {
+            1.00
+        };
+        for (metric, what) in metrics {
+            add(
+                format!("{case} {what}plain"),
+                at_most,
+                over(ours(1, case, metric), plain(case, metric)),
+            );
+        }
+        for (metric, what) in metrics {
+            add(
+                format!("{case} {what}one service's, of {}", thousands(MOST)),
+                1.05,
+                over(ours(MOST, case, metric), ours(1, case, metric)),
+            );
+            for services in Extent::FULL.theirs {
+                let mine = ours(*services, case, metric).or(ours(MOST, case, metric));
+                let with = thousands(*services);
+                add(
+                    format!("{case} {what}kube-proxy's best mode, {with}"),
+                    1.0,
+                    over(mine, best(*services, case, metric)),
+                );
+            }
+        }
+    }
+    // What making a flow adds to a datagram's way, beside what it adds in the kernel's conntrack.
+    let added = |path, services| {
+        let first = value(path, services, FLOW, "first_p50")?;
+        let later = value(path, services, FLOW, "later_p50")?;
+        let uncertainty =
+            (first.value * first.uncertainty()).hypot(later.value * later.uncertainty());
+        Some((first.value - later.value, uncertainty))
+    };
+    if let (Some(ours), Some(plain), Some(theirs)) = (
+        added("dataplane", 1),
+        added("plain", 0),
+        added("conntrack", 0),
+    ) {
+        // What a fresh socket costs without either is in both.
+        let (mine, kernels) = (ours.0 - plain.0, theirs.0 - plain.0);
+        add(
+            format!("making a flow: ours {mine:.2} µs / the kernel's conntrack {kernels:.2} µs"),
+            NOISE,
+            Some((mine / kernels, ours.1.hypot(theirs.1) / kernels.abs())),
+        );
+    }
+    targets
+}

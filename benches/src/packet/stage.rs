@@ -1,0 +1,242 @@
+//! The lab of `bench packet`: for each path a node like the others, with a client pod and three
+//! server pods on it; one more node with three server pods; and one client outside.
+
+use std::net::{IpAddr, SocketAddr};
+
+use dataplane_peers::Mode;
+use dataplane_tests::{Agent, Host, Lab, Process};
+use tempfile::TempDir;
+
+use crate::{
+    fleet::{
+        CONNECT_PORT, CONNECT_TARGET_PORT, ENDPOINTS, Fleet, NODE_PORTS, PORT, REMOTE_NODE_PORTS,
+        TARGET_PORT,
+    },
+    manifests, say,
+    stage::{
+        carry_out, client_name, load_peers, node_name, server_name, start_client, start_server,
+    },
+    worker::{Job, Order, Transport},
+};
+
+/// Who does the work on a node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Worker {
+    /// Nobody: no rules, no programs. The endpoint is dialled, by way of the node.
+    Plain,
+    /// Likewise, and the kernel's conntrack follows every flow, without translating it.
+    Conntrack,
+    /// We do.
+    Dataplane,
+    /// kube-proxy's rules do.
+    Peer(Mode),
+}
+
+/// A path that is compared with others: a worker, and for how many services.
+#[derive(Clone, Copy, Debug)]
+pub struct Lane {
+    /// Who works on its node.
+    pub worker: Worker,
+    /// For how many services; 0 if for none.
+    pub services: u32,
+}
+
+impl Lane {
+    /// `path` of the rows.
+    pub const fn path(self) -> &'static str {
+        match self.worker {
+            Worker::Plain => "plain",
+            Worker::Conntrack => "conntrack",
+            Worker::Dataplane => "dataplane",
+            Worker::Peer(mode) => mode.word(),
+        }
+    }
+}
+
+/// A client, and where the endpoints are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Case {
+    /// From outside to a node port of a service with endpoints on that node.
+    NodePortLocal,
+    /// Likewise, with endpoints on another node.
+    NodePortRemote,
+    /// From a pod whose sockets nobody sees to a cluster IP of a service with endpoints on its node.
+    ClusterIpPacket,
+}
+
+/// The lab, loaded and ready.
+pub struct Stage {
+    /// What is compared.
+    pub lanes: Vec<Lane>,
+    fleets: Vec<Fleet>,
+    nodes: Vec<IpAddr>,
+    outside: Process,
+    clients: Vec<Process>,
+    // Dropped in this order: processes, then the lab with what is pinned.
+    _servers: Vec<Process>,
+    _agents: Vec<(Agent, TempDir)>,
+    _lab: Lab,
+}
+
+impl Stage {
+    /// Builds the lab, loads rules and tables, starts clients and servers.
+    ///
+    /// # Errors
+    ///
+    /// If the machine lacks something.
+    pub fn build(lanes: &[Lane]) -> anyhow::Result<Self> {
+        let far = lanes.len();
+        let mut builder = Lab::builder();
+        for index in 0..=far {
+            let node = node_name(index);
+            let number = index + 1;
+            builder = builder.node(&node);
+            if index != far {
+                builder = builder.vm(&node, &client_name(index), &format!("10.244.{number}.10"));
+            }
+            for server in 0..ENDPOINTS {
+                let addr = format!("10.244.{number}.{}", 20 + server);
+                builder = builder.pod(&node, &server_name(index, server), &addr);
+            }
+        }
+        let lab = builder.external("outside").build()?;
+        route(&lab, lanes)?;
+
+        let servers_of = |index| (0..ENDPOINTS).map(move |server| server_name(index, server));
+        let addrs_of = |index| -> Vec<IpAddr> {
+            servers_of(index)
+                .map(|name| lab.pod(&name).ipv4().into())
+                .collect()
+        };
+        let fleets: Vec<_> = lanes
+            .iter()
+            .enumerate()
+            .map(|(index, lane)| Fleet {
+                services: lane.services,
+                target: addrs_of(index),
+                remote: addrs_of(far),
+            })
+            .collect();
+        let servers = (0..=far)
+            .flat_map(servers_of)
+            .map(|name| start_server(lab.pod(&name)));
+        let servers = servers.collect::<anyhow::Result<_>>()?;
+        let clients = (0..far).map(|index| start_client(lab.pod(&client_name(index))));
+        let clients = clients.collect::<anyhow::Result<_>>()?;
+        let outside = start_client(lab.external("outside"))?;
+
+        let peers = lanes.iter().zip(&fleets).enumerate();
+        let peers = peers.filter_map(|(index, (lane, fleet))| match lane.worker {
+            Worker::Peer(mode) => Some((mode, node_name(index), fleet)),
+            _ => None,
+        });
+        load_peers(&lab, peers)?;
+        let mut agents = vec![];
+        for (index, lane) in lanes.iter().enumerate() {
+            let node = lab.node(&node_name(index)).clone();
+            match lane.worker {
+                Worker::Dataplane => agents.push(start_agent(&lab, &node, &fleets[index])?),
+                Worker::Conntrack => track(&node)?,
+                _ => {}
+            }
+        }
+        let nodes = (0..far).map(|index| lab.node(&node_name(index)).ipv4().into());
+        Ok(Self {
+            lanes: lanes.to_vec(),
+            nodes: nodes.collect(),
+            fleets,
+            outside,
+            clients,
+            _servers: servers,
+            _agents: agents,
+            _lab: lab,
+        })
+    }
+
+    /// Has a client measure something.
+    ///
+    /// # Errors
+    ///
+    /// What the client met with.
+    pub fn measure(
+        &mut self,
+        lane: usize,
+        case: Case,
+        transport: Transport,
+        job: Job,
+    ) -> anyhow::Result<f64> {
+        let (fleet, node) = (&self.fleets[lane], self.nodes[lane]);
+        let routed = matches!(self.lanes[lane].worker, Worker::Plain | Worker::Conntrack);
+        let (addrs, ports) = match case {
+            Case::NodePortLocal | Case::ClusterIpPacket if routed => {
+                (fleet.target.clone(), [TARGET_PORT, CONNECT_TARGET_PORT])
+            }
+            Case::NodePortRemote if routed => {
+                (fleet.remote.clone(), [TARGET_PORT, CONNECT_TARGET_PORT])
+            }
+            Case::NodePortLocal => (vec![node], NODE_PORTS),
+            Case::NodePortRemote => (vec![node], REMOTE_NODE_PORTS),
+            Case::ClusterIpPacket => (vec![fleet.vip(true)], [PORT, CONNECT_PORT]),
+        };
+        let port = match (transport, job) {
+            (Transport::Tcp, Job::Connect { .. }) => ports[1],
+            _ => ports[0],
+        };
+        let to = addrs.into_iter().map(|addr| SocketAddr::new(addr, port));
+        let order = Order {
+            to: to.collect(),
+            transport,
+            job,
+        };
+        let client = match case {
+            Case::ClusterIpPacket => &mut self.clients[lane],
+            _ => &mut self.outside,
+        };
+        carry_out(client, &order)
+    }
+}
+
+/// Routes for what is dialled without translation: the outside client reaches pods by way of their
+/// node, those of the last node by way of the plain one, and is answered by the same way.
+fn route(lab: &Lab, lanes: &[Lane]) -> anyhow::Result<()> {
+    let outside = lab.external("outside");
+    let (far, far_number) = (lab.node(&node_name(lanes.len())), lanes.len() + 1);
+    for (index, lane) in lanes.iter().enumerate() {
+        let node = lab.node(&node_name(index));
+        // A node that sends out what came in by the same link tells the sender of a shorter way.
+        node.sysctl("ipv4/conf/all/send_redirects", "0")?;
+        node.sysctl("ipv4/conf/eth0/send_redirects", "0")?;
+        let (number, via) = (index + 1, node.ipv4());
+        outside.ip(&format!("route add 10.244.{number}.0/24 via {via}"))?;
+        if lane.worker == Worker::Plain {
+            outside.ip(&format!("route add 10.244.{far_number}.0/24 via {via}"))?;
+            far.ip(&format!("route add {}/32 via {via}", outside.ipv4()))?;
+        }
+    }
+    Ok(())
+}
+
+/// Has the kernel's conntrack follow what a node forwards.
+fn track(node: &Host) -> anyhow::Result<()> {
+    let rules = "table ip bench {\n\
+                 chain forward { type filter hook forward priority 0; ct state new accept; }\n\
+                 }";
+    let script = format!("nft -f - <<'end'\n{rules}\nend");
+    node.command("sh").args(["-c", &script]).run()?;
+    Ok(())
+}
+
+fn start_agent(lab: &Lab, node: &Host, fleet: &Fleet) -> anyhow::Result<(Agent, TempDir)> {
+    let services = fleet.services;
+    if services >= 10_000 {
+        say!("an agent with manifests of {services} services");
+    }
+    let directory = tempfile::tempdir()?;
+    manifests::write(&fleet.snapshot(), node.name(), directory.path())?;
+    let agent = lab
+        .agent(node.name())
+        .manifests(directory.path())
+        .args(["--pod-cidr", "10.244.0.0/16"])
+        .start()?;
+    Ok((agent, directory))
+}
