@@ -197,7 +197,7 @@ impl Tables {
                 );
             }
         }
-        if firewalled {
+        if firewalled && port.served {
             for ip in port.load_balancer_ips() {
                 let to = destination(ip, port, &format!("{name} traffic not accepted by {fw}"));
                 self.filter("KUBE-PROXY-FIREWALL", &format!("{to} -j DROP"));

@@ -421,7 +421,9 @@ fn is_local(detector: &LocalDetector, family: Family, operator: &str) -> Vec<Str
 }
 
 fn endpoint_base(base: &str, endpoint: &Endpoint) -> String {
-    format!("{base}__{}/{}", endpoint.addr, endpoint.port)
+    // No colons are allowed in names.
+    let addr = endpoint.addr.to_string().replace(':', ".");
+    format!("{base}__{addr}/{}", endpoint.port)
 }
 
 const fn ip(family: Family) -> &'static str {

@@ -34,6 +34,8 @@ pub(crate) struct Planned {
     /// A pod's node.
     pub node: Option<String>,
     pub ipv4: Ipv4Addr,
+    /// Whether its processes are outside of its node's cgroup.
+    pub apart: bool,
 }
 
 impl LabBuilder {
@@ -74,6 +76,16 @@ impl LabBuilder {
             ));
         }
         self.add(name, Role::Pod, number, Some(node.to_owned()), address)
+    }
+
+    /// Adds a pod whose processes are not in its node's cgroup, as those of pods that are virtual
+    /// machines are not: of its sockets the node's programs see nothing but packets.
+    pub fn vm(self, node: &str, name: &str, ipv4: &str) -> Self {
+        let mut this = self.pod(node, name, ipv4);
+        if let Some(host) = this.hosts.last_mut() {
+            host.apart = host.name == name;
+        }
+        this
     }
 
     /// Adds a client outside of the cluster, on the nodes' own network: the first has the
@@ -120,6 +132,7 @@ impl LabBuilder {
             number,
             node,
             ipv4,
+            apart: false,
         });
         self
     }

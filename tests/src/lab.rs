@@ -274,6 +274,7 @@ impl Host {
             number,
             node,
             ipv4,
+            apart,
         } = planned;
         let last = reads_like(ipv4.octets()[3]);
         let ipv6 = match role {
@@ -286,8 +287,8 @@ impl Host {
         // to.
         let cgroup = match (role, &node) {
             (Role::Node, _) => lab_cgroup.join(&name).join("host"),
-            (_, Some(node)) => lab_cgroup.join(node).join(&name),
-            (_, None) => lab_cgroup.join(&name),
+            (_, Some(node)) if !apart => lab_cgroup.join(node).join(&name),
+            _ => lab_cgroup.join(&name),
         };
         let netns = id.netns(&name);
         let probe = probe.to_owned();
@@ -484,6 +485,7 @@ mod tests {
                 number,
                 node: None,
                 ipv4: ipv4.into(),
+                apart: false,
             };
             Host::new(planned, &id, Path::new("/"), Path::new("/probe"))
         };

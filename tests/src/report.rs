@@ -142,6 +142,37 @@ impl Report {
     }
 }
 
+/// What `probe flows` reads: an array of these. It prints an array of [`Report`]s, with every
+/// attempt, in the same order.
+#[derive(Debug, Clone, Serialize, Deserialize, PartialEq, Eq, Hash)]
+pub struct Flow {
+    /// The address to connect to.
+    pub to: SocketAddr,
+    /// Whether by datagrams: one from a socket of its own, and its answer, for each attempt.
+    pub udp: bool,
+    /// How many attempts, one after the other.
+    pub count: u32,
+    /// How long to wait for an answer. If the first two attempts waited in vain, the third is given
+    /// as long as it takes to hear that a repeated SYN is refused, which decides.
+    pub timeout_ms: u64,
+    /// Make no more attempts after so many that were not answered in time.
+    pub timeouts: u32,
+    /// The client's own port, of every attempt; otherwise each has another one.
+    #[serde(default)]
+    pub from_port: Option<u16>,
+}
+
+/// `probe keep`: a line when its connections are made, and one for each line that it reads.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, PartialEq, Eq)]
+pub struct KeepReport {
+    /// How many connections there are and answered.
+    pub alive: u64,
+    /// Why others failed, since the line before.
+    pub errors: Errors,
+    /// How long it took to make them, or to ask them all.
+    pub took_ns: u64,
+}
+
 /// `probe load`: clients that connect all the time.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, PartialEq, Eq)]
 pub struct LoadReport {

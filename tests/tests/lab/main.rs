@@ -34,6 +34,7 @@ mod life;
 mod load_balancers;
 mod machine;
 mod manifest;
+mod many_flows;
 mod metrics;
 mod monitor;
 mod moving;
@@ -48,6 +49,7 @@ mod status;
 mod topology;
 mod verifier;
 
+mod differential;
 mod kube_proxy;
 mod nodeport;
 mod policies;
@@ -115,6 +117,10 @@ fn main() -> ExitCode {
         policies::SCENARIOS,
         nodeport::SCENARIOS,
         kube_proxy::SCENARIOS,
+        many_flows::SCENARIOS,
+        differential::RECORDED,
+        differential::POLICIES,
+        differential::SHARING,
     ];
     let arguments = Arguments::from_args();
     let emulated = std::env::var_os("DATAPLANE_EMULATED").is_some_and(|v| v == "1");

@@ -28,6 +28,16 @@ pub struct Target {
 }
 
 impl Target {
+    /// One address.
+    pub fn one(to: SocketAddr, timeout_ms: u64) -> Self {
+        Self {
+            to: vec![to],
+            local: None,
+            v4_mapped: false,
+            timeout_ms,
+        }
+    }
+
     /// The addresses as they are to be handed to the kernel, again and again in turn.
     pub fn addresses(&self) -> impl Iterator<Item = SocketAddr> {
         self.to.iter().map(|address| self.map(*address)).cycle()

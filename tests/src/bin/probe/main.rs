@@ -4,7 +4,9 @@
 mod client;
 mod connect;
 mod enter;
+mod flows;
 mod hold;
+mod keep;
 mod load;
 mod serve;
 mod udp;
@@ -41,6 +43,10 @@ enum Command {
     Http(connect::HttpArguments),
     /// Send datagrams, wait for the answer to each, report
     Udp(udp::Arguments),
+    /// Carry out the flows that stdin describes (JSON), many at a time, report on each
+    Flows(flows::Arguments),
+    /// Make connections and keep them; a line on stdin asks each for a sign of life
+    Keep(keep::Arguments),
     /// Connect all the time, from several threads, and report what happened
     Load(load::Arguments),
 }
@@ -53,6 +59,8 @@ fn main() -> ExitCode {
         Command::Hold(arguments) => hold::run(&arguments),
         Command::Http(arguments) => connect::run_http(&arguments),
         Command::Udp(arguments) => udp::run(&arguments),
+        Command::Flows(arguments) => flows::run(&arguments),
+        Command::Keep(arguments) => keep::run(&arguments),
         Command::Load(arguments) => load::run(&arguments),
     };
     match result {

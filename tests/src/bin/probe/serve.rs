@@ -19,7 +19,7 @@ use tokio::{
     net::{TcpListener, TcpStream, UdpSocket},
 };
 
-use crate::client::plain;
+use crate::{client::plain, keep::raise_files};
 
 #[derive(Args)]
 pub struct Arguments {
@@ -49,6 +49,7 @@ struct Sockets {
 }
 
 pub fn run(arguments: Arguments) -> Result<()> {
+    raise_files()?;
     let threads = match arguments.threads {
         0 => std::thread::available_parallelism()
             .context("count the processors")?

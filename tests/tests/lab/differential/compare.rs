@@ -1,0 +1,128 @@
+//! Runs the same flows in the same cluster with different workers, and finds where they differ.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Result, ensure};
+use dataplane_peers::Mode;
+use dataplane_tests::Lab;
+
+use super::{
+    case::{Case, Seen},
+    differences::Difference,
+    world::{Settings, Tries, Worker, World},
+};
+use crate::manifest::Service;
+
+/// kube-proxy's modes that are compared with. Mode iptables writes the same rules whichever
+/// `iptables` there is.
+pub const MODES: [Mode; 2] = [Mode::IptablesNft, Mode::Nftables];
+
+/// What people read about the differences.
+const DOCS: &str = include_str!("../../../../docs/differences.md");
+
+/// A comparison to be made.
+pub struct Comparison<'a> {
+    pub settings: Settings,
+    pub services: &'a dyn Fn(&Lab) -> Vec<Service>,
+    pub cases: Vec<Case>,
+    /// Where the dataplane is known to differ. Each of them must be seen.
+    pub differences: &'a [&'a Difference],
+}
+
+impl Comparison<'_> {
+    /// Makes it.
+    pub fn run(&self) -> Result<()> {
+        let world = |worker| World::start(worker, &self.settings, self.services);
+        let ours = world(Worker::Dataplane)?;
+        let mut here = ours.see(&self.cases, Tries::FEW)?;
+        let mut seen = BTreeMap::new();
+        for mode in MODES {
+            let proxied = world(Worker::KubeProxy(mode))?;
+            let mut there = proxied.see(&self.cases, Tries::FEW)?;
+            for tries in [Tries::MANY, Tries::PATIENT] {
+                let doubtful: Vec<usize> = (0..self.cases.len())
+                    .filter(|number| {
+                        let (expected, _) = self.expect(mode, *number, &there[*number]);
+                        expected != here[*number]
+                    })
+                    .collect();
+                if doubtful.is_empty() {
+                    break;
+                }
+                let cases: Vec<Case> = doubtful.iter().map(|n| self.cases[*n].clone()).collect();
+                again(&ours, &cases, tries, &doubtful, &mut here)?;
+                again(&proxied, &cases, tries, &doubtful, &mut there)?;
+            }
+            seen.insert(mode, there);
+        }
+
+        let mut used = vec![0; self.differences.len()];
+        let mut wrong = vec![];
+        for (mode, there) in &seen {
+            for (number, case) in self.cases.iter().enumerate() {
+                let (expected, applied) = self.expect(*mode, number, &there[number]);
+                for index in applied {
+                    used[index] += 1;
+                }
+                if expected != here[number] {
+                    let (there, here) = (&there[number], &here[number]);
+                    wrong.push(format!("{mode}: {case}: {there} -> {here}"));
+                }
+            }
+        }
+        let flows = self.cases.len();
+        println!("{flows} flows compared with each of kube-proxy's modes");
+        for (difference, used) in self.differences.iter().zip(&used) {
+            println!("  {used} times: {}", difference.what);
+            if *used == 0 {
+                wrong.push(format!("a difference that is none: {}", difference.what));
+            }
+            if !DOCS.contains(&format!("| {} |", difference.what)) {
+                wrong.push(format!("not in docs/differences.md: {}", difference.what));
+            }
+        }
+        ensure!(
+            wrong.is_empty(),
+            "kube-proxy -> here:\n{}",
+            wrong.join("\n")
+        );
+        Ok(())
+    }
+
+    /// What should be seen here where `there` was seen with kube-proxy, and which differences make it
+    /// so.
+    fn expect(&self, mode: Mode, number: usize, there: &Seen) -> (Seen, Vec<usize>) {
+        let case = &self.cases[number];
+        let mut expected = there.clone();
+        let mut uses = vec![];
+        for (index, difference) in self.differences.iter().enumerate() {
+            if let Some(instead) = (difference.here)(case, mode, &expected)
+                && instead != expected
+            {
+                expected = instead;
+                uses.push(index);
+            }
+        }
+        (expected, uses)
+    }
+}
+
+/// Tries some of the cases again. What was answered at either time counts; what failed only at first
+/// may have done so because the machine was busy.
+fn again(
+    world: &World,
+    cases: &[Case],
+    tries: Tries,
+    numbers: &[usize],
+    seen: &mut [Seen],
+) -> Result<()> {
+    for (number, report) in numbers.iter().zip(world.reports(cases, tries, 16)?) {
+        let now = Seen::of(&report);
+        let before = &mut seen[*number];
+        *before = Seen {
+            failures: now.failures.clone(),
+            ..before.and(&now)
+        };
+    }
+    Ok(())
+}
