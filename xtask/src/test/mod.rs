@@ -78,7 +78,7 @@ enum When {
 
 /// The scenarios' modules that tell most of a kernel, for `--vm=also`: that every program is taken
 /// and attached, pinned, replaced and removed, and what each kind of socket sees of it.
-const CORE: &str = "smoke machine netfilter kernel verifier features neighbours life services socket_tcp socket_udp";
+const CORE: &str = "machine kernel verifier features neighbours services socket_tcp";
 
 pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
     let started = Instant::now();
