@@ -153,6 +153,12 @@ impl Stage {
         })
     }
 
+    /// Whether a case goes by way of a lane's node: what is not translated reaches the other node's
+    /// endpoints by way of the plain one, always.
+    pub fn measures(&self, lane: usize, case: Case) -> bool {
+        self.lanes[lane].worker != Worker::Conntrack || case != Case::NodePortRemote
+    }
+
     /// Has a client measure something.
     ///
     /// # Errors

@@ -25,7 +25,7 @@ fn count() -> usize {
 }
 
 /// All of a client's connections, by way of masqueraded node ports and a load balancer's address that
-/// keeps it, through node1 to two pods there and one on node2.
+/// keeps it, through node1 to three pods there and one on node2.
 fn flows_survive_endpoints_that_come_and_go() -> Result<()> {
     const TURNS: usize = 40;
     let lab = Lab::builder()
@@ -34,6 +34,7 @@ fn flows_survive_endpoints_that_come_and_go() -> Result<()> {
         .pod("node1", "e1", "10.244.1.101")
         .pod("node1", "e2", "10.244.1.102")
         .pod("node2", "e3", "10.244.2.103")
+        .pod("node1", "e4", "10.244.1.104")
         .external("ext")
         .external("other")
         .build()?;
@@ -42,7 +43,7 @@ fn flows_survive_endpoints_that_come_and_go() -> Result<()> {
         let to = format!("route add 203.0.113.0/24 via {}", node1.ipv4());
         lab.external(client).ip(&to)?;
     }
-    let _servers = ["e1", "e2", "e3"]
+    let _servers = ["e1", "e2", "e3", "e4"]
         .map(|name| serve(lab.pod(name)))
         .into_iter()
         .collect::<Result<Vec<_>>>()?;
@@ -60,25 +61,23 @@ fn flows_survive_endpoints_that_come_and_go() -> Result<()> {
                 .endpoints(&endpoints),
         ]
     };
-    let manifests = Manifests::new(&services(&["e1", "e2", "e3"]))?;
+    let manifests = Manifests::new(&services(&["e1", "e2", "e3", "e4"]))?;
     let flows = (count() * 3).max(65_536).to_string();
     let agent = lab.agent("node1").manifests(manifests.path());
     let _agent = agent.args(["--conntrack-flows", &flows]).start()?;
 
     let begin = Instant::now();
     let mut holders = vec![];
-    for client in ["ext", "other"] {
-        let hold = lab.external(client).probe("keep");
-        let hold = hold.args([
-            "--count",
-            &(count() / 2).to_string(),
-            "--timeout-ms",
-            "20000",
-        ]);
-        let hold = ["192.168.77.1:30001", "192.168.77.1:30002", "203.0.113.2:80"]
+    // A process may have 20 000 files where nobody may raise that.
+    let processes = count().div_ceil(2 * 15_000);
+    let share = (count() / (2 * processes)).to_string();
+    for client in ["ext", "other"].repeat(processes) {
+        let keep = lab.external(client).probe("keep");
+        let keep = keep.args(["--count", &share, "--timeout-ms", "20000"]);
+        let keep = ["192.168.77.1:30001", "192.168.77.1:30002", "203.0.113.2:80"]
             .iter()
-            .fold(hold, |hold, to| hold.args(["--to", to]));
-        holders.push(hold.stdin_piped().stdout_piped().spawn()?);
+            .fold(keep, |keep, to| keep.args(["--to", to]));
+        holders.push(keep.stdin_piped().stdout_piped().spawn()?);
     }
     let mut alive = 0;
     for holder in &mut holders {
@@ -99,7 +98,12 @@ fn flows_survive_endpoints_that_come_and_go() -> Result<()> {
     let load = lab
         .external("ext")
         .load(&["--to", "192.168.77.1:30001", "--pause-us", "500"])?;
-    let sets: [&[&str]; 4] = [&["e1", "e3"], &["e2"], &["e1", "e2", "e3"], &["e2", "e3"]];
+    let sets: [&[&str]; 4] = [
+        &["e1", "e3"],
+        &["e2"],
+        &["e1", "e2", "e3", "e4"],
+        &["e2", "e3"],
+    ];
     let mut rounds = vec![];
     for (turn, endpoints) in (0..TURNS).zip(sets.into_iter().cycle()) {
         manifests.write(&services(endpoints))?;
