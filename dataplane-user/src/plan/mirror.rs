@@ -67,6 +67,9 @@ pub(super) struct Writes {
     inserts: Vec<(FrontendKey, Frontend)>,
     replaces: Vec<(FrontendKey, Frontend)>,
     removes: Vec<FrontendKey>,
+    /// Of pools that live on.
+    drop_sources: Vec<SourceKey>,
+    /// Of pools that are given up.
     remove_sources: Vec<SourceKey>,
 }
 
@@ -167,7 +170,7 @@ impl Mirror {
         }
         let before = self.sources.remove(&index).unwrap_or_default();
         writes.add_sources.extend(wanted.difference(&before));
-        writes.remove_sources.extend(before.difference(wanted));
+        writes.drop_sources.extend(before.difference(wanted));
         if !wanted.is_empty() {
             self.sources.insert(index, wanted.clone());
         }
@@ -204,7 +207,9 @@ impl Mirror {
 
     /// Gives up a pool, which no key refers to once the plan is done.
     pub(super) fn retire_pool(&mut self, index: u32, writes: &mut Writes) {
-        self.set_sources(index, &BTreeSet::new(), writes);
+        // Keys refer to it until they are removed: its ranges go after them.
+        let sources = self.sources.remove(&index).unwrap_or_default();
+        writes.remove_sources.extend(sources);
         let slot = std::mem::take(&mut self.pools[index as usize]);
         if slot.live {
             self.affinity_groups -= u32::from(has_group(index, &slot.pool));
@@ -252,7 +257,7 @@ impl Mirror {
             affinity_groups: self.affinity_groups,
             // Those that are removed are there till the end.
             sources: count(self.sources.values().map(BTreeSet::len).sum::<usize>())
-                + count(writes.remove_sources.len()),
+                + count(writes.drop_sources.len() + writes.remove_sources.len()),
         }
     }
 }
@@ -298,6 +303,7 @@ impl Writes {
         self.removes
             .sort_unstable_by_key(|key| (!is_address(key), *key));
         self.add_sources.sort_unstable();
+        self.drop_sources.sort_unstable();
         self.remove_sources.sort_unstable();
         let mut writes = self.endpoints;
         writes.reserve_exact(
@@ -306,11 +312,15 @@ impl Writes {
                 + self.replaces.len()
                 + self.removes.len()
                 + self.add_sources.len()
+                + self.drop_sources.len()
                 + self.remove_sources.len(),
         );
         let add = |key| Write::AddSource { key };
         writes.extend(self.add_sources.into_iter().map(add));
         writes.append(&mut self.pools);
+        // Before a key appears that would otherwise be open to those who were let in until now.
+        let drop = |key| Write::RemoveSource { key };
+        writes.extend(self.drop_sources.into_iter().map(drop));
         let insert = |(key, frontend)| Write::Insert { key, frontend };
         writes.extend(self.inserts.into_iter().map(insert));
         let replace = |(key, frontend)| Write::Replace { key, frontend };

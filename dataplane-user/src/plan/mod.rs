@@ -12,9 +12,10 @@
 //! 2. then the pool's word flips to them, once per pool, a port's local endpoints before all of its
 //!    endpoints, which refer to them;
 //! 3. then new keys appear, whose pools are complete;
-//! 4. then keys change owner, then keys disappear, then source ranges.
+//! 4. then keys change owner, then keys disappear, then the source ranges of their pools.
 //!
-//! So while source ranges change, both those before and those after are let in.
+//! A pool that lives on loses source ranges right after step 2. So while they change, both those
+//! before and those after are let in, and never by a key that was not there before.
 //!
 //! Among the keys, an address as such comes after its ports and goes before them, since it refuses
 //! every port that has no key.
