@@ -102,6 +102,7 @@ impl SourceArgs {
             node: Arc::new(settings.node_with(&view.node).context(asking)?),
             services: view.services,
             problems: view.problems,
+            ..Snapshot::default()
         })
     }
 }

@@ -5,10 +5,12 @@
 mod name;
 mod service;
 mod topology;
+mod workload;
 
 pub use name::ServiceName;
 pub use service::{Endpoint, Protocol, Service, ServicePort, ServiceType, TrafficPolicy};
 pub use topology::{Hints, Reach};
+pub use workload::{Egress, Identity, Mode, Place, Policy, WithoutProxy, Workload, WorkloadName};
 
 use std::{net::IpAddr, sync::Arc};
 
@@ -46,6 +48,8 @@ pub struct Problem {
 pub struct Snapshot {
     /// Every service, also those that have no VIP.
     pub services: imbl::OrdMap<ServiceName, Arc<Service>>,
+    /// Every workload that is known, captured or not.
+    pub workloads: imbl::OrdMap<WorkloadName, Arc<Workload>>,
     /// This node.
     pub node: Arc<Node>,
     /// What the source could not make sense of.

@@ -193,6 +193,7 @@ impl<'a> Stage<'a> {
         self.problems.sort();
         let snapshot = Snapshot {
             services,
+            workloads: previous.workloads.clone(),
             node: kept(&previous.node, node, || Arc::new(node.clone())),
             problems: kept(&previous.problems, &*self.problems, || {
                 self.problems.as_slice().into()

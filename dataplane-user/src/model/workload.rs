@@ -1,0 +1,196 @@
+//! Workloads: whose connections are captured, and by which rules.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+    net::IpAddr,
+    path::PathBuf,
+    sync::Arc,
+};
+
+use ipnet::IpNet;
+use smallvec::SmallVec;
+
+/// A workload's namespace and name, as `namespace/name`: of a pod, or as the configuration file
+/// names processes that are in none.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct WorkloadName(Arc<str>);
+
+impl WorkloadName {
+    /// From its two parts. Neither contains a `/` (Kubernetes names are DNS labels).
+    pub fn new(namespace: &str, name: &str) -> Self {
+        Self(format!("{namespace}/{name}").into())
+    }
+
+    /// The namespace.
+    pub fn namespace(&self) -> &str {
+        self.0
+            .split_once('/')
+            .map_or("", |(namespace, _)| namespace)
+    }
+
+    /// The name within the namespace.
+    pub fn name(&self) -> &str {
+        self.0.split_once('/').map_or(&self.0, |(_, name)| name)
+    }
+
+    /// Both, as `namespace/name`.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for WorkloadName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(&self.0)
+    }
+}
+
+impl fmt::Debug for WorkloadName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// Somebody who makes and takes connections: a pod, or processes of a plain Linux node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Workload {
+    /// Its name.
+    pub name: WorkloadName,
+    /// Its addresses, at most one of each family; none if it shares the node's.
+    pub addresses: SmallVec<[IpAddr; 2]>,
+    /// How the processes are found on this node.
+    pub place: Place,
+    /// What metrics and logs call it.
+    pub identity: Identity,
+    /// By which rules its connections are captured; `None`: they are not.
+    pub capture: Option<Arc<Policy>>,
+}
+
+/// How a workload's processes are found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// In the network namespace on this node that has one of its addresses.
+    Address,
+    /// In this directory of the cgroup v2 hierarchy, relative to its root, and below it; they are
+    /// in the node's network namespace.
+    Cgroup(PathBuf),
+    /// On another node: nothing of it is captured here.
+    Elsewhere,
+}
+
+/// What metrics and access logs call a workload: Istio's names, and its rules to find them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Identity {
+    /// The Deployment, `StatefulSet`, … that made it (`source_workload`, `destination_workload`);
+    /// without one, its own name.
+    pub workload: Arc<str>,
+    /// Label `service.istio.io/canonical-name`, else `app.kubernetes.io/name`, else `app`, else
+    /// [`Identity::workload`].
+    pub canonical_service: Arc<str>,
+    /// Label `service.istio.io/canonical-revision`, else `app.kubernetes.io/version`, else
+    /// `version`, else `latest`.
+    pub canonical_revision: Arc<str>,
+    /// Label `app`; empty if it has none.
+    pub app: Arc<str>,
+    /// Label `version`; empty if it has none.
+    pub version: Arc<str>,
+    /// Its service account; empty if it is not known.
+    pub service_account: Arc<str>,
+}
+
+impl Identity {
+    /// From a pod's labels and the name of what made it.
+    pub fn new(
+        workload: &str,
+        service_account: &str,
+        labels: Option<&BTreeMap<String, String>>,
+    ) -> Self {
+        let first = |keys: &[&str]| {
+            keys.iter()
+                .find_map(|key| labels?.get(*key))
+                .filter(|value| !value.is_empty())
+                .map(String::as_str)
+        };
+        Self {
+            workload: workload.into(),
+            canonical_service: first(&[
+                "service.istio.io/canonical-name",
+                "app.kubernetes.io/name",
+                "app",
+            ])
+            .unwrap_or(workload)
+            .into(),
+            canonical_revision: first(&[
+                "service.istio.io/canonical-revision",
+                "app.kubernetes.io/version",
+                "version",
+            ])
+            .unwrap_or("latest")
+            .into(),
+            app: first(&["app"]).unwrap_or_default().into(),
+            version: first(&["version"]).unwrap_or_default().into(),
+            service_account: service_account.into(),
+        }
+    }
+}
+
+/// What becomes of connections to a destination that is no service and no workload that is known.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Egress {
+    /// They pass.
+    #[default]
+    Allow,
+    /// They are refused (`ECONNREFUSED`): "registry only".
+    Deny,
+}
+
+/// Who relays a captured connection.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Mode {
+    /// The kernel, where a proxy would add nothing; otherwise the proxy.
+    #[default]
+    Auto,
+    /// The proxy.
+    Proxy,
+    /// The kernel: the connection goes direct, decided on and counted at connect time.
+    Kernel,
+}
+
+/// What becomes of captured connections while the proxy does not listen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum WithoutProxy {
+    /// They are refused (`ECONNREFUSED`).
+    #[default]
+    Refuse,
+    /// They go direct, as if the workload were not captured.
+    Pass,
+}
+
+/// By which rules a workload's connections are captured: what the configuration says for all, for
+/// its namespace and for it, in one.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Policy {
+    /// Who relays.
+    pub mode: Mode,
+    /// Unknown destinations.
+    pub egress: Egress,
+    /// While the proxy does not listen.
+    pub without_proxy: WithoutProxy,
+    /// Outbound destination ranges: whether they are captured. The longest prefix decides; what is
+    /// in none is captured.
+    pub outbound_ranges: BTreeMap<IpNet, bool>,
+    /// Outbound destination ports: whether they are captured, wherever they are. Decide before
+    /// ranges.
+    pub outbound_ports: BTreeMap<u16, bool>,
+    /// Inbound ports: whether they are captured.
+    pub inbound_ports: BTreeMap<u16, bool>,
+    /// Whether inbound ports are captured that are not listed.
+    pub inbound_others: bool,
+    /// Users whose connections are not captured.
+    pub excluded_uids: BTreeSet<u32>,
+    /// Groups whose connections are not captured.
+    pub excluded_gids: BTreeSet<u32>,
+    /// Interfaces of the workload by which nothing is captured that comes in.
+    pub excluded_interfaces: BTreeSet<Box<str>>,
+}
