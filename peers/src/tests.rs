@@ -118,7 +118,7 @@ fn snapshot() -> Snapshot {
             addresses: vec![ip("192.168.77.1")],
             ..Node::default()
         }),
-        problems: Arc::default(),
+        ..Snapshot::default()
     }
 }
 
