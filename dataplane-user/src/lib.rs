@@ -11,4 +11,5 @@ pub mod config;
 pub mod kernel;
 pub mod model;
 pub mod plan;
+pub mod proxy;
 pub mod source;

@@ -1,0 +1,212 @@
+//! The access log: one line for each connection, at its end.
+
+use std::{
+    io::{self, Write},
+    net::SocketAddr,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+        mpsc::{Receiver, SyncSender, sync_channel},
+    },
+    thread,
+    time::{Duration, SystemTime},
+};
+
+use jiff::Timestamp;
+use serde::Serialize;
+
+use super::{
+    attachment::{Attached, Direction},
+    index::Target,
+    outcome::Flag,
+};
+
+/// Lines that wait to be written. Beyond that they are left out: a log that cannot be written must
+/// not hold up connections.
+const QUEUE: usize = 8192;
+
+/// How to write it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum AccessLog {
+    /// `key=value` pairs, for people
+    #[default]
+    Text,
+    /// One JSON object a line
+    Json,
+    /// None
+    Off,
+}
+
+/// What is known of a connection at its end.
+#[derive(Debug)]
+pub struct Record {
+    /// When it ended.
+    pub ended: SystemTime,
+    /// Whose it was.
+    pub attached: Arc<Attached>,
+    /// Which way.
+    pub direction: Direction,
+    /// The client.
+    pub client: SocketAddr,
+    /// Where the client wanted to go.
+    pub destination: SocketAddr,
+    /// Where it went, or where the last attempt went; `None`: nowhere.
+    pub endpoint: Option<SocketAddr>,
+    /// The service.
+    pub target: Option<Arc<Target>>,
+    /// From the client to the endpoint, and back.
+    pub bytes: [u64; 2],
+    /// From accept to the end.
+    pub duration: Duration,
+    /// How it ended.
+    pub flag: Flag,
+    /// What an endpoint that could not be reached said.
+    pub error: Option<io::Error>,
+}
+
+/// A line, in the order in which it is written.
+#[derive(Debug, Serialize)]
+struct Line {
+    time: String,
+    workload: String,
+    direction: &'static str,
+    src: String,
+    dst: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    service: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    endpoint: Option<String>,
+    bytes_received: u64,
+    bytes_sent: u64,
+    duration_ms: f64,
+    response_flags: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    error: Option<String>,
+}
+
+impl Line {
+    fn of(record: &Record) -> Self {
+        // A year after 9999 is none that a clock shows.
+        let time = Timestamp::try_from(record.ended).unwrap_or_default();
+        Self {
+            time: format!("{time:.3}"),
+            workload: record.attached.workload.name.to_string(),
+            direction: record.direction.word(),
+            src: record.client.to_string(),
+            dst: record.destination.to_string(),
+            service: record.target.as_ref().map(|t| t.service().to_string()),
+            endpoint: record.endpoint.map(|endpoint| endpoint.to_string()),
+            bytes_received: record.bytes[0],
+            bytes_sent: record.bytes[1],
+            duration_ms: (record.duration.as_secs_f64() * 1e6).round() / 1e3,
+            response_flags: record.flag.word(),
+            error: record.error.as_ref().map(ToString::to_string),
+        }
+    }
+
+    fn write(&self, out: &mut dyn Write) -> io::Result<()> {
+        write!(
+            out,
+            "{} workload={} {} src={} dst={}",
+            self.time, self.workload, self.direction, self.src, self.dst
+        )?;
+        if let Some(service) = &self.service {
+            write!(out, " service={service}")?;
+        }
+        if let Some(endpoint) = &self.endpoint {
+            write!(out, " endpoint={endpoint}")?;
+        }
+        write!(
+            out,
+            " bytes_received={} bytes_sent={} duration_ms={} flags={}",
+            self.bytes_received, self.bytes_sent, self.duration_ms, self.response_flags
+        )?;
+        if let Some(error) = &self.error {
+            write!(out, " error={error:?}")?;
+        }
+        writeln!(out)
+    }
+}
+
+/// Where workers leave records.
+#[derive(Debug)]
+pub struct Log {
+    sender: Option<SyncSender<Option<Record>>>,
+    lost: AtomicU64,
+}
+
+impl Log {
+    /// Starts the thread that writes, if there is something to write. It ends when the log is
+    /// dropped and all is written.
+    ///
+    /// # Errors
+    /// If there can be no thread.
+    pub fn start(
+        format: AccessLog,
+        out: impl Write + Send + 'static,
+    ) -> io::Result<(Self, Option<thread::JoinHandle<()>>)> {
+        let lost = AtomicU64::new(0);
+        if format == AccessLog::Off {
+            return Ok((Self { sender: None, lost }, None));
+        }
+        let (sender, records) = sync_channel(QUEUE);
+        let writer = thread::Builder::new()
+            .name("access-log".to_owned())
+            .spawn(move || write_all(&records, format, out))?;
+        let sender = Some(sender);
+        Ok((Self { sender, lost }, Some(writer)))
+    }
+
+    /// Whether anybody wants records.
+    pub fn is_on(&self) -> bool {
+        self.sender.is_some()
+    }
+
+    /// Leaves a record.
+    pub fn record(&self, record: Record) {
+        if let Some(sender) = &self.sender
+            && sender.try_send(Some(record)).is_err()
+        {
+            self.lost.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Has the writer end when it has written what was left before.
+    pub fn close(&self) {
+        if let Some(sender) = &self.sender {
+            // It may have ended already.
+            let _ = sender.send(None);
+        }
+    }
+
+    /// Records that were left out.
+    pub fn lost(&self) -> u64 {
+        self.lost.load(Ordering::Relaxed)
+    }
+}
+
+fn write_all(records: &Receiver<Option<Record>>, format: AccessLog, mut out: impl Write) {
+    let mut buffer = Vec::new();
+    let mut closed = false;
+    while let (false, Ok(first)) = (closed, records.recv()) {
+        buffer.clear();
+        // What waits is written in one go.
+        for record in std::iter::once(first).chain(records.try_iter().take(QUEUE)) {
+            let Some(record) = record else {
+                closed = true;
+                break;
+            };
+            let line = Line::of(&record);
+            // Writing to memory does not fail.
+            let _ = match format {
+                AccessLog::Json => serde_json::to_writer(&mut buffer, &line)
+                    .map_err(io::Error::from)
+                    .and_then(|()| writeln!(buffer)),
+                AccessLog::Text | AccessLog::Off => line.write(&mut buffer),
+            };
+        }
+        // A reader that is gone is not missed.
+        let _ = out.write_all(&buffer).and_then(|()| out.flush());
+    }
+}

@@ -1,0 +1,163 @@
+//! Workloads whose connections the proxy relays.
+
+use std::{
+    collections::HashMap,
+    net::{IpAddr, SocketAddr, TcpListener},
+    os::fd::OwnedFd,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use smallvec::SmallVec;
+
+use super::{
+    index::Target,
+    metrics::{Counters, CountersKey},
+    outcome::Flag,
+};
+use crate::model::{Egress, Workload};
+
+/// A workload, and the sockets at which its connections arrive.
+#[derive(Debug)]
+pub struct Attachment {
+    /// The workload: its name in logs and metrics.
+    pub workload: Arc<Workload>,
+    /// The network namespace to connect from; `None`: the one in which the proxy was started.
+    pub namespace: Option<OwnedFd>,
+    /// Bound sockets at which connections arrive that the workload makes.
+    pub outbound: Vec<TcpListener>,
+    /// Bound sockets at which connections arrive that are made to it.
+    pub inbound: Vec<TcpListener>,
+    /// What becomes of connections that it makes to destinations that nobody knows.
+    pub egress: Egress,
+}
+
+/// Which way a connection goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Direction {
+    /// Made by the workload.
+    Outbound,
+    /// Made to the workload.
+    Inbound,
+}
+
+impl Direction {
+    /// As in access logs.
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::Outbound => "outbound",
+            Self::Inbound => "inbound",
+        }
+    }
+}
+
+/// A listening socket.
+#[derive(Debug)]
+pub struct Listener {
+    /// The socket.
+    pub socket: OwnedFd,
+    /// Which way its connections go.
+    pub direction: Direction,
+    /// Where it is bound.
+    pub address: SocketAddr,
+}
+
+/// An attachment while it is served. Listening sockets are closed with the last reference to them.
+#[derive(Debug)]
+pub struct Attached {
+    /// Distinguishes it from others, and from an earlier one of the same workload.
+    pub id: u64,
+    /// The workload.
+    pub workload: Arc<Workload>,
+    /// The network namespace to connect from.
+    pub namespace: Option<OwnedFd>,
+    /// Unknown destinations.
+    pub egress: Egress,
+    /// Where the proxy itself listens for this workload.
+    pub own: SmallVec<[SocketAddr; 4]>,
+    /// Addresses of the machine that it is on, besides the workload's.
+    here: Box<[IpAddr]>,
+    /// Connections that it has now.
+    pub open: AtomicUsize,
+    counters: Mutex<HashMap<CountersKey, Arc<Counters>>>,
+}
+
+impl Attached {
+    /// From an attachment. `here`: addresses of the network namespace, as far as they are known.
+    ///
+    /// # Errors
+    /// If a socket does not say where it is bound.
+    pub fn new(
+        id: u64,
+        attachment: Attachment,
+        here: Box<[IpAddr]>,
+    ) -> std::io::Result<(Arc<Self>, Arc<[Listener]>)> {
+        let outbound = attachment.outbound.into_iter();
+        let inbound = attachment.inbound.into_iter();
+        let listeners = outbound
+            .map(|socket| (socket, Direction::Outbound))
+            .chain(inbound.map(|socket| (socket, Direction::Inbound)));
+        let listeners = listeners.map(|(socket, direction)| {
+            Ok(Listener {
+                address: super::socket::plain(socket.local_addr()?),
+                socket: socket.into(),
+                direction,
+            })
+        });
+        let listeners: Arc<[Listener]> = listeners.collect::<std::io::Result<_>>()?;
+        let attached = Self {
+            id,
+            workload: attachment.workload,
+            namespace: attachment.namespace,
+            egress: attachment.egress,
+            here,
+            own: listeners.iter().map(|listener| listener.address).collect(),
+            open: AtomicUsize::new(0),
+            counters: Mutex::default(),
+        };
+        Ok((Arc::new(attached), listeners))
+    }
+
+    /// Whether a connection to this address would come back to the proxy.
+    pub fn is_own(&self, destination: SocketAddr) -> bool {
+        let ip = destination.ip();
+        let here = ip.is_loopback()
+            || ip.is_unspecified()
+            || self.workload.addresses.contains(&ip)
+            || self.here.contains(&ip);
+        self.own.iter().any(|own| {
+            own.port() == destination.port()
+                && (own.ip() == ip || (here && (own.ip().is_unspecified() || ip.is_unspecified())))
+        })
+    }
+
+    /// The counters of a kind of connection.
+    pub fn counters(
+        &self,
+        direction: Direction,
+        target: Option<&Target>,
+        flag: Flag,
+    ) -> Arc<Counters> {
+        let key = CountersKey {
+            direction,
+            service: target.map(|target| target.service().clone()),
+            flag,
+        };
+        let mut counters = self.counters.lock().unwrap_or_else(PoisonError::into_inner);
+        Arc::clone(counters.entry(key).or_default())
+    }
+
+    /// All counters.
+    pub fn all_counters(&self) -> Vec<(CountersKey, Arc<Counters>)> {
+        let counters = self.counters.lock().unwrap_or_else(PoisonError::into_inner);
+        let all = counters.iter().map(|(k, c)| (k.clone(), Arc::clone(c)));
+        all.collect()
+    }
+
+    /// How many connections it has.
+    pub fn open(&self) -> usize {
+        self.open.load(Ordering::Relaxed)
+    }
+}

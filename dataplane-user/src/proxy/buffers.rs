@@ -1,0 +1,109 @@
+//! A worker's buffers.
+//!
+//! Bytes are read into one buffer that all of a worker's connections share, and written from there
+//! at once. So a connection holds memory only for what its reader has not taken: an idle one, and
+//! one whose reader keeps up, hold none.
+
+/// The most that is read at a time.
+pub const LARGE: usize = 256 << 10;
+/// What is read at a time from a connection that has not shown yet that it has more, or whose
+/// reader does not keep up: as much is held then.
+pub const SMALL: usize = 16 << 10;
+/// What is held beyond this takes the whole shared buffer along, rather than being copied.
+const COPIED: usize = 64 << 10;
+/// Large buffers that are kept for the next one to hold something.
+const SPARE: usize = 4;
+
+/// A worker's buffers.
+#[derive(Debug)]
+pub struct Buffers {
+    shared: Box<[u8]>,
+    spare: Vec<Box<[u8]>>,
+    held: usize,
+}
+
+/// What was read and not yet written.
+#[derive(Debug)]
+pub struct Held {
+    buffer: Box<[u8]>,
+    start: u32,
+    end: u32,
+}
+
+impl Held {
+    /// What is left to write.
+    pub fn bytes(&self) -> &[u8] {
+        &self.buffer[self.start as usize..self.end as usize]
+    }
+
+    /// So much of it was written.
+    #[expect(clippy::cast_possible_truncation, reason = "no more than a buffer's size")]
+    pub fn consume(&mut self, count: usize) {
+        self.start += count as u32;
+    }
+}
+
+impl Default for Buffers {
+    fn default() -> Self {
+        Self {
+            shared: large(),
+            spare: Vec::with_capacity(SPARE),
+            held: 0,
+        }
+    }
+}
+
+impl Buffers {
+    /// The shared one.
+    pub fn shared(&mut self) -> &mut [u8] {
+        &mut self.shared
+    }
+
+    /// Keeps `start..end` of the shared one.
+    #[expect(clippy::cast_possible_truncation, reason = "no more than a buffer's size")]
+    pub fn hold(&mut self, start: usize, end: usize) -> Held {
+        let held = if end - start > COPIED {
+            let other = self.spare.pop().unwrap_or_else(large);
+            Held {
+                buffer: std::mem::replace(&mut self.shared, other),
+                start: start as u32,
+                end: end as u32,
+            }
+        } else {
+            Held {
+                buffer: self.shared[start..end].into(),
+                start: 0,
+                end: (end - start) as u32,
+            }
+        };
+        self.held += held.buffer.len();
+        held
+    }
+
+    /// Takes back what was written, or will never be.
+    pub fn release(&mut self, held: Held) {
+        self.held -= held.buffer.len();
+        if held.buffer.len() == LARGE && self.spare.len() < SPARE {
+            self.spare.push(held.buffer);
+        }
+    }
+
+    /// Gives back to the system what nobody uses.
+    pub fn trim(&mut self) {
+        self.spare.clear();
+    }
+
+    /// Whether there is something to give back.
+    pub fn has_spare(&self) -> bool {
+        !self.spare.is_empty()
+    }
+
+    /// Bytes that connections hold.
+    pub fn held(&self) -> usize {
+        self.held
+    }
+}
+
+fn large() -> Box<[u8]> {
+    vec![0; LARGE].into()
+}

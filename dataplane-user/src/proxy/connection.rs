@@ -1,0 +1,176 @@
+//! A connection through the proxy.
+
+use std::{
+    net::SocketAddr,
+    os::fd::OwnedFd,
+    sync::{Arc, atomic::Ordering},
+    time::Instant,
+};
+
+use super::{
+    attachment::{Attached, Direction},
+    buffers::Buffers,
+    index::Target,
+    metrics::Counters,
+    outcome::Flag,
+    pump::{Broken, End, Flow, Step},
+    socket,
+};
+
+/// A connection: a client's socket and, once there is one, an endpoint's.
+#[derive(Debug)]
+pub struct Connection {
+    /// Whose it is.
+    pub attached: Arc<Attached>,
+    /// Out of the workload or into it.
+    pub direction: Direction,
+    /// The client.
+    pub client: SocketAddr,
+    /// Where the client wanted to go.
+    pub destination: SocketAddr,
+    /// Where it goes, or where the last attempt went.
+    pub endpoint: SocketAddr,
+    /// The service, if it is one's.
+    pub target: Option<Arc<Target>>,
+    /// Where it is counted.
+    pub counters: Arc<Counters>,
+    /// When it was accepted.
+    pub opened: Instant,
+    /// When it last carried something, by the worker's clock.
+    pub active: u32,
+    /// What the counters know of already: sent by the client, and to it.
+    pub counted: [u64; 2],
+    /// Whether it waits for its next turn.
+    pub queued: bool,
+    /// While it is being made.
+    pub dial: Option<Box<Dial>>,
+    near: End,
+    far: Option<End>,
+    up: Flow,
+    down: Flow,
+}
+
+/// An attempt to reach an endpoint.
+#[derive(Debug)]
+pub struct Dial {
+    /// Endpoints that were tried in vain.
+    pub tried: Vec<SocketAddr>,
+    /// What the last of them said.
+    pub error: Option<std::io::Error>,
+    /// How many attempts are left.
+    pub left: usize,
+}
+
+/// Which of the two sockets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// The client's.
+    Client,
+    /// The endpoint's.
+    Endpoint,
+}
+
+impl Connection {
+    /// One that was accepted, and goes nowhere yet.
+    pub fn new(
+        socket: OwnedFd,
+        attached: Arc<Attached>,
+        direction: Direction,
+        addresses: [SocketAddr; 2],
+        counters: Arc<Counters>,
+        now: Instant,
+    ) -> Self {
+        let [client, destination] = addresses;
+        Self {
+            attached,
+            direction,
+            client,
+            destination,
+            endpoint: destination,
+            target: None,
+            counters,
+            opened: now,
+            active: 0,
+            counted: [0; 2],
+            queued: false,
+            dial: None,
+            near: End::new(socket),
+            far: None,
+            up: Flow::default(),
+            down: Flow::default(),
+        }
+    }
+
+    /// The endpoint's, which may be connecting still.
+    pub fn endpoint_socket(&self) -> Option<&OwnedFd> {
+        self.far.as_ref().map(|end| &end.socket)
+    }
+
+    /// Takes another socket for the endpoint's; the one before is closed.
+    pub fn set_endpoint_socket(&mut self, socket: Option<OwnedFd>) {
+        self.far = socket.map(End::new);
+    }
+
+    /// What is known of one of the sockets.
+    pub fn end_mut(&mut self, side: Side) -> Option<&mut End> {
+        match side {
+            Side::Client => Some(&mut self.near),
+            Side::Endpoint => self.far.as_mut(),
+        }
+    }
+
+    /// Bytes from the client to the endpoint, and back.
+    pub fn bytes(&self) -> [u64; 2] {
+        [self.up.bytes, self.down.bytes]
+    }
+
+    /// Brings the counters up to date.
+    pub fn count(&mut self) {
+        let bytes = self.bytes();
+        let [received, sent] = [0, 1].map(|way| bytes[way] - self.counted[way]);
+        self.counters.received.fetch_add(received, Ordering::Relaxed);
+        self.counters.sent.fetch_add(sent, Ordering::Relaxed);
+        self.counted = bytes;
+    }
+
+    /// Carries what there is in both directions.
+    ///
+    /// # Errors
+    /// How it ended, if one side broke: what could be read of it still was passed on.
+    pub fn pump(&mut self, buffers: &mut Buffers) -> Result<Step, Flag> {
+        let Some(far) = &mut self.far else {
+            return Ok(Step::Waiting);
+        };
+        let near = &mut self.near;
+        let up = self.up.pump(near, far, buffers);
+        let down = self.down.pump(far, near, buffers);
+        match (up, down) {
+            (Ok(Step::Done), Ok(Step::Done)) => Ok(Step::Done),
+            (Ok(Step::More), Ok(_)) | (Ok(_), Ok(Step::More)) => Ok(Step::More),
+            (Ok(_), Ok(_)) => Ok(Step::Waiting),
+            // What the endpoint said before it broke has been passed on by the other direction.
+            (Err(Broken::Receiver), _) | (Ok(_), Err(Broken::Sender)) => Err(Flag::EndpointReset),
+            (Err(Broken::Sender), _) => Err(Flag::ClientReset),
+            (Ok(_), Err(Broken::Receiver)) => {
+                // The client is gone. What it sent before may be unread still.
+                near.readable = true;
+                let _ = self.up.pump(near, far, buffers);
+                Err(Flag::ClientReset)
+            }
+        }
+    }
+
+    /// Makes both sides see a reset when the sockets are closed.
+    pub fn reset(&self) {
+        socket::reset_on_close(&self.near.socket);
+        if let Some(far) = &self.far {
+            socket::reset_on_close(&far.socket);
+        }
+    }
+
+    /// Gives back what it holds.
+    pub fn abandon(&mut self, buffers: &mut Buffers) {
+        self.up.abandon(buffers);
+        self.down.abandon(buffers);
+    }
+}

@@ -1,0 +1,201 @@
+//! One direction of a connection: from one socket to the other.
+
+use std::os::fd::OwnedFd;
+
+use rustix::{
+    io::Errno,
+    net::{self, RecvFlags, SendFlags, Shutdown},
+};
+
+use super::buffers::{Buffers, Held, LARGE, SMALL};
+
+/// Reads for one connection in a row, before others have their turn.
+const TURNS: usize = 8;
+
+/// One of the two sockets of a connection, and what is known of it. Readiness is edge-triggered:
+/// the kernel tells once, so it is remembered here until a system call finds otherwise.
+#[derive(Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "independent facts of a socket")]
+pub struct End {
+    /// The socket.
+    pub socket: OwnedFd,
+    /// There may be something to read.
+    pub readable: bool,
+    /// There may be space to write.
+    pub writable: bool,
+    /// The peer has sent its last byte, which may be unread still. No edge will tell of it again,
+    /// so that it must be read to the end.
+    pub closing: bool,
+    /// The connection was reset, or has broken.
+    pub broken: bool,
+}
+
+impl End {
+    /// A socket of which nothing is known yet.
+    pub fn new(socket: OwnedFd) -> Self {
+        Self {
+            socket,
+            readable: false,
+            writable: false,
+            closing: false,
+            broken: false,
+        }
+    }
+}
+
+/// What one direction has carried, and where it is.
+#[derive(Debug)]
+pub struct Flow {
+    held: Option<Held>,
+    /// Bytes that the receiver's socket has taken.
+    pub bytes: u64,
+    /// What the next read may take.
+    size: u32,
+    /// The sender has sent its last byte, and it was read.
+    ended: bool,
+    /// The receiver was told.
+    passed_on: bool,
+}
+
+impl Default for Flow {
+    fn default() -> Self {
+        Self {
+            held: None,
+            bytes: 0,
+            #[expect(clippy::cast_possible_truncation, reason = "16 KiB")]
+            size: SMALL as u32,
+            ended: false,
+            passed_on: false,
+        }
+    }
+}
+
+/// Which of the two sockets broke.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Broken {
+    /// The one that is read from.
+    Sender,
+    /// The one that is written to.
+    Receiver,
+}
+
+/// How far a direction got.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// The kernel will tell when there is more to do.
+    Waiting,
+    /// There is more to do, and others should have their turn first.
+    More,
+    /// Everything was passed on, the end included.
+    Done,
+}
+
+impl Flow {
+    /// Carries what there is.
+    ///
+    /// # Errors
+    /// Which of the sockets broke.
+    pub fn pump(
+        &mut self,
+        from: &mut End,
+        to: &mut End,
+        buffers: &mut Buffers,
+    ) -> Result<Step, Broken> {
+        for _ in 0..TURNS {
+            if let Some(held) = &mut self.held {
+                if !to.writable {
+                    // Who reads nothing gets nothing of a connection that has broken.
+                    return if from.broken {
+                        Err(Broken::Sender)
+                    } else {
+                        Ok(Step::Waiting)
+                    };
+                }
+                let count = held.bytes().len();
+                let written = write(to, held.bytes())?;
+                self.bytes += written as u64;
+                if written < count {
+                    held.consume(written);
+                    continue;
+                }
+                if let Some(held) = self.held.take() {
+                    buffers.release(held);
+                }
+            }
+            if self.ended {
+                if !self.passed_on {
+                    self.passed_on = true;
+                    // A socket that is closed already has no need to be told.
+                    let _ = net::shutdown(&to.socket, Shutdown::Write);
+                }
+                return Ok(Step::Done);
+            }
+            if !from.readable {
+                return Ok(Step::Waiting);
+            }
+            let size = self.size as usize;
+            let read = match net::recv(
+                &from.socket,
+                &mut buffers.shared()[..size],
+                RecvFlags::empty(),
+            ) {
+                Ok((0, _)) if from.broken => return Err(Broken::Sender),
+                Ok((0, _)) => {
+                    self.ended = true;
+                    continue;
+                }
+                Ok((read, _)) => read,
+                Err(Errno::AGAIN) => {
+                    from.readable = false;
+                    return Ok(Step::Waiting);
+                }
+                Err(Errno::INTR) => continue,
+                Err(_) => return Err(Broken::Sender),
+            };
+            // What comes from now on will be told.
+            from.readable = read == size || from.closing;
+            to.writable = true;
+            let written = write(to, &buffers.shared()[..read])?;
+            self.bytes += written as u64;
+            if written < read {
+                self.held = Some(buffers.hold(written, read));
+                self.resize(SMALL);
+            } else if read == size {
+                self.resize((size * 2).min(LARGE));
+            } else if read < size / 4 {
+                self.resize((size / 2).max(SMALL));
+            }
+        }
+        Ok(Step::More)
+    }
+
+    /// Gives back what will not be written any more.
+    pub fn abandon(&mut self, buffers: &mut Buffers) {
+        if let Some(held) = self.held.take() {
+            buffers.release(held);
+        }
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "at most 256 KiB")]
+    fn resize(&mut self, size: usize) {
+        self.size = size as u32;
+    }
+}
+
+/// Writes what the socket takes.
+fn write(to: &mut End, bytes: &[u8]) -> Result<usize, Broken> {
+    loop {
+        match net::send(&to.socket, bytes, SendFlags::NOSIGNAL) {
+            Ok(written) => {
+                to.writable = written == bytes.len();
+                return Ok(written);
+            }
+            Err(Errno::AGAIN) => {
+                to.writable = false;
+                return Ok(0);
+            }
+            Err(Errno::INTR) => {}
+            Err(_) => return Err(Broken::Receiver),
+        }
+    }
+}

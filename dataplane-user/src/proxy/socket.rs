@@ -1,0 +1,129 @@
+//! Sockets: what is asked of them and how they are set up.
+
+use std::{
+    io,
+    net::{IpAddr, SocketAddr},
+    os::fd::{AsFd, OwnedFd},
+    time::Duration,
+};
+
+use nix::sys::socket::{setsockopt, sockopt};
+use rustix::{
+    io::Errno,
+    net::{self, AddressFamily, SocketAddrAny, SocketFlags, SocketType, sockopt as option},
+};
+use socket2::SockRef;
+
+/// Probes before a peer that does not answer is given up.
+const KEEPALIVE_PROBES: u32 = 5;
+
+/// Sets up a listening socket: connections inherit what is set here, so that it costs a system call
+/// for the listener and none for each connection.
+///
+/// # Errors
+/// The kernel's.
+pub fn prepare(listener: impl AsFd, keepalive: Option<Duration>) -> io::Result<()> {
+    let listener = listener.as_fd();
+    rustix::io::ioctl_fionbio(listener, true)?;
+    option::set_tcp_nodelay(listener, true)?;
+    keep_alive(listener, keepalive)?;
+    Ok(())
+}
+
+/// A connection's original destination: what the capture says (`SO_ORIGINAL_DST`), and otherwise
+/// the socket's own address, as for transparent listeners and those that `sk_lookup` chose.
+///
+/// # Errors
+/// If the connection is gone already.
+pub fn original_destination(socket: impl AsFd, client: SocketAddr) -> io::Result<SocketAddr> {
+    let socket = socket.as_fd();
+    let told = if client.ip().to_canonical().is_ipv4() {
+        option::ip_original_dst(socket).map(SocketAddr::V4)
+    } else {
+        option::ipv6_original_dst(socket).map(SocketAddr::V6)
+    };
+    match told {
+        Ok(told) if told.port() != 0 => Ok(plain(told)),
+        _ => address(net::getsockname(socket)?),
+    }
+}
+
+/// An address that the kernel gave, as IPv4 if it is one.
+///
+/// # Errors
+/// If it is no Internet address.
+pub fn address(address: SocketAddrAny) -> io::Result<SocketAddr> {
+    Ok(plain(SocketAddr::try_from(address)?))
+}
+
+/// A v4-mapped address as the IPv4 one that it is.
+pub fn plain(address: SocketAddr) -> SocketAddr {
+    match address {
+        SocketAddr::V6(v6) => match v6.ip().to_ipv4_mapped() {
+            Some(v4) => SocketAddr::new(IpAddr::V4(v4), v6.port()),
+            None => address,
+        },
+        SocketAddr::V4(_) => address,
+    }
+}
+
+/// How to connect.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Manner {
+    /// `SO_MARK`.
+    pub mark: Option<u32>,
+    /// Keepalive after so long.
+    pub keepalive: Option<Duration>,
+    /// From this address, which need not be one of the machine's.
+    pub from: Option<IpAddr>,
+}
+
+/// A socket of the calling thread's network namespace that is connecting.
+///
+/// # Errors
+/// The kernel's.
+pub fn connect(to: SocketAddr, manner: Manner) -> io::Result<OwnedFd> {
+    let family = if to.is_ipv4() {
+        AddressFamily::INET
+    } else {
+        AddressFamily::INET6
+    };
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    let socket = net::socket_with(family, SocketType::STREAM, flags, None)?;
+    option::set_tcp_nodelay(&socket, true)?;
+    keep_alive(socket.as_fd(), manner.keepalive)?;
+    if let Some(mark) = manner.mark {
+        SockRef::from(&socket).set_mark(mark)?;
+    }
+    if let Some(from) = manner.from {
+        let options = SockRef::from(&socket);
+        if to.is_ipv4() {
+            options.set_ip_transparent_v4(true)?;
+        } else {
+            options.set_ip_transparent_v6(true)?;
+        }
+        // The port is drawn when the whole connection is known: others may have the same one.
+        setsockopt(&socket, sockopt::IpBindAddressNoPort, &true)?;
+        net::bind(&socket, &SocketAddr::new(from, 0))?;
+    }
+    match net::connect(&socket, &to) {
+        Ok(()) | Err(Errno::INPROGRESS) => Ok(socket),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn keep_alive(socket: impl AsFd, after: Option<Duration>) -> io::Result<()> {
+    let Some(after) = after else { return Ok(()) };
+    let socket = socket.as_fd();
+    option::set_socket_keepalive(socket, true)?;
+    option::set_tcp_keepidle(socket, after)?;
+    option::set_tcp_keepintvl(socket, (after / KEEPALIVE_PROBES).max(Duration::from_secs(1)))?;
+    option::set_tcp_keepcnt(socket, KEEPALIVE_PROBES)?;
+    Ok(())
+}
+
+/// Has the socket reset its connection when it is closed, and forget what was not sent.
+pub fn reset_on_close(socket: impl AsFd) {
+    // Fails only for what is no socket.
+    let _ = option::set_socket_linger(socket, Some(Duration::ZERO));
+}

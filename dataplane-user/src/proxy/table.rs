@@ -1,0 +1,84 @@
+//! A worker's connections, by number.
+
+use super::connection::Connection;
+
+/// Names a connection. A number is given out again; with the generation it is not mistaken for
+/// the one that had it before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Key {
+    /// Below 2^31.
+    pub number: u32,
+    /// How often the number was given out before.
+    pub generation: u32,
+}
+
+/// Generations have 31 bits.
+const GENERATIONS: u32 = u32::MAX >> 1;
+
+/// A worker's connections. Each is in a box of its own, so that many that are gone leave no memory
+/// behind.
+#[derive(Debug, Default)]
+pub struct Table {
+    slots: Vec<(u32, Option<Box<Connection>>)>,
+    free: Vec<u32>,
+}
+
+impl Table {
+    /// Puts one in.
+    ///
+    /// # Panics
+    /// Above 2^31 connections.
+    pub fn insert(&mut self, connection: Box<Connection>) -> Key {
+        let number = self.free.pop().unwrap_or_else(|| {
+            self.slots.push((0, None));
+            u32::try_from(self.slots.len() - 1).expect("file descriptors are fewer")
+        });
+        let slot = &mut self.slots[number as usize];
+        slot.1 = Some(connection);
+        Key {
+            number,
+            generation: slot.0,
+        }
+    }
+
+    /// Looks one up, if it is still there.
+    pub fn get_mut(&mut self, key: Key) -> Option<&mut Connection> {
+        match self.slots.get_mut(key.number as usize) {
+            Some((generation, Some(connection))) if *generation == key.generation => {
+                Some(connection)
+            }
+            _ => None,
+        }
+    }
+
+    /// Takes one out, if it is still there.
+    pub fn remove(&mut self, key: Key) -> Option<Box<Connection>> {
+        self.get_mut(key)?;
+        let slot = self.slots.get_mut(key.number as usize)?;
+        slot.0 = slot.0.wrapping_add(1) & GENERATIONS;
+        self.free.push(key.number);
+        slot.1.take()
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.slots.len() - self.free.len()
+    }
+
+    /// Those that are there.
+    pub fn iter(&self) -> impl Iterator<Item = (Key, &Connection)> {
+        (0..).zip(&self.slots).filter_map(|(number, slot)| {
+            let (generation, connection) = slot;
+            let key = Key {
+                number,
+                generation: *generation,
+            };
+            connection.as_deref().map(|connection| (key, connection))
+        })
+    }
+
+    /// Those that are there.
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut Connection> {
+        self.slots.iter_mut().filter_map(|(_, slot)| slot.as_deref_mut())
+    }
+}

@@ -1,0 +1,669 @@
+//! A worker: a thread that relays its share of the connections.
+//!
+//! It waits for its sockets with epoll and keeps a small record of each connection, rather than a
+//! task with a stack of futures: a connection costs a few hundred bytes, a round trip three system
+//! calls (wait, read, write).
+
+use std::{
+    collections::VecDeque,
+    io,
+    net::SocketAddr,
+    os::fd::{AsFd, OwnedFd},
+    sync::{Arc, atomic::Ordering, mpsc::Receiver},
+    time::{Duration, Instant, SystemTime},
+};
+
+use rustix::{
+    event::{
+        Timespec,
+        epoll::{self, CreateFlags, Event, EventData, EventFlags},
+    },
+    io::Errno,
+    net::{self, SocketFlags, sockopt as option},
+};
+
+use super::{
+    Shared,
+    access::Record,
+    attachment::{Attached, Direction, Listener},
+    buffers::Buffers,
+    connection::{Connection, Dial, Side},
+    index::Index,
+    namespace::Namespaces,
+    outcome::Flag,
+    pump::Step,
+    route::{self, Route},
+    socket::{self, Manner},
+    table::{Key, Table},
+};
+
+/// Connections that are accepted in a row, before those that are there have their turn.
+const ACCEPTS: usize = 16;
+/// Events that are taken from the kernel at a time.
+const EVENTS: usize = 256;
+/// How long a listening socket rests when nothing can be accepted from it.
+const REST: Duration = Duration::from_millis(50);
+/// How often counters are brought up to date with connections that go on.
+const LOOK: Duration = Duration::from_secs(5);
+/// A worker may have so many connections more than another, before it gives new ones away.
+const LEAD: usize = 8;
+
+/// What a worker is told.
+#[derive(Debug)]
+pub enum Command {
+    /// Accept connections.
+    Open(Arc<Attached>, Arc<[Listener]>),
+    /// Accept none any more, and cut those that are left at the time given.
+    Shut(u64, Instant),
+    /// Relay a connection that another worker accepted.
+    Take(Accepted),
+    /// End when all connections have, and cut them at the time given.
+    Drain(Instant),
+}
+
+/// A connection that was accepted and counted.
+#[derive(Debug)]
+pub struct Accepted {
+    socket: OwnedFd,
+    client: SocketAddr,
+    attached: Arc<Attached>,
+    direction: Direction,
+}
+
+/// A listening socket that this worker accepts from, as the others do.
+#[derive(Debug)]
+struct Door {
+    attached: Arc<Attached>,
+    listeners: Arc<[Listener]>,
+    which: usize,
+    /// When to try again, if nothing can be accepted now.
+    rests_until: Option<Instant>,
+}
+
+/// A worker's state.
+#[derive(Debug)]
+pub struct Worker {
+    number: usize,
+    shared: Arc<Shared>,
+    commands: Receiver<Command>,
+    epoll: OwnedFd,
+    doors: Vec<Option<Door>>,
+    table: Table,
+    /// Connections with more to do than fits their turn.
+    turns: VecDeque<Key>,
+    /// Attempts to connect, by the time at which they are given up; and the how-manieth it is.
+    dialing: VecDeque<(Instant, Key, usize)>,
+    index: Arc<Index>,
+    version: u64,
+    buffers: Buffers,
+    namespaces: Namespaces,
+    start: Instant,
+    now: Instant,
+    next_look: Instant,
+    /// Attachments that were removed, and when their connections are cut.
+    cuts: Vec<(u64, Instant)>,
+    drain: Option<Instant>,
+}
+
+/// Tokens of the kernel's events: a connection's number and generation with the side in the lowest
+/// bit, or with the highest bit something else.
+const OTHER: u64 = 1 << 63;
+const WAKE: u64 = u64::MAX;
+
+fn token(key: Key, side: Side) -> EventData {
+    let side = u64::from(side == Side::Endpoint);
+    let generation = u64::from(key.generation) << 32;
+    EventData::new_u64(generation | u64::from(key.number) << 1 | side)
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "taken apart")]
+fn key_of(token: u64) -> (Key, Side) {
+    let key = Key {
+        number: token as u32 >> 1,
+        generation: (token >> 32) as u32,
+    };
+    let side = if token & 1 == 0 {
+        Side::Client
+    } else {
+        Side::Endpoint
+    };
+    (key, side)
+}
+
+impl Worker {
+    /// A worker that is told by `commands`, and woken for them by `wake`.
+    ///
+    /// # Errors
+    /// If the kernel has no more of what it takes.
+    pub fn new(
+        number: usize,
+        shared: Arc<Shared>,
+        commands: Receiver<Command>,
+        wake: impl AsFd,
+    ) -> io::Result<Self> {
+        let epoll = epoll::create(CreateFlags::CLOEXEC)?;
+        epoll::add(&epoll, wake, EventData::new_u64(WAKE), EventFlags::IN)?;
+        let now = Instant::now();
+        Ok(Self {
+            number,
+            commands,
+            epoll,
+            doors: Vec::new(),
+            table: Table::default(),
+            turns: VecDeque::new(),
+            dialing: VecDeque::new(),
+            index: Arc::default(),
+            version: 0,
+            buffers: Buffers::default(),
+            namespaces: Namespaces::default(),
+            start: now,
+            now,
+            next_look: now + LOOK,
+            cuts: Vec::new(),
+            drain: None,
+            shared,
+        })
+    }
+
+    /// Works until it was told to drain and has.
+    pub fn run(mut self) {
+        let mut events: Vec<Event> = Vec::with_capacity(EVENTS);
+        while !(self.drain.is_some() && self.table.len() == 0) {
+            events.clear();
+            let timeout = self.timeout().and_then(|t| Timespec::try_from(t).ok());
+            let spare = rustix::buffer::spare_capacity(&mut events);
+            match epoll::wait(&self.epoll, spare, timeout.as_ref()) {
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(error) => {
+                    // It does not happen, and if it does, not in a busy loop.
+                    tracing::error!("worker {}: epoll: {error}", self.number);
+                    std::thread::sleep(REST);
+                }
+            }
+            self.now = Instant::now();
+            if self.shared.version.load(Ordering::Acquire) != self.version {
+                (self.version, self.index) = self.shared.index();
+            }
+            for event in &events {
+                let token = event.data.u64();
+                if token == WAKE {
+                    self.obey();
+                } else if token & OTHER != 0 {
+                    #[expect(clippy::cast_possible_truncation, reason = "a number of a door")]
+                    self.answer((token & !OTHER) as usize);
+                } else {
+                    let (key, side) = key_of(token);
+                    self.told(key, side, event.flags);
+                }
+            }
+            for _ in 0..self.turns.len() {
+                if let Some(key) = self.turns.pop_front() {
+                    if let Some(connection) = self.table.get_mut(key) {
+                        connection.queued = false;
+                    }
+                    self.drive(key);
+                }
+            }
+            self.watch_clock();
+        }
+    }
+
+    /// How long to wait for something to happen.
+    fn timeout(&self) -> Option<Duration> {
+        if !self.turns.is_empty() {
+            return Some(Duration::ZERO);
+        }
+        let dialing = self.dialing.front().map(|(at, ..)| *at);
+        let look = (self.table.len() > 0 || self.buffers.has_spare()).then_some(self.next_look);
+        let rests = self.doors.iter().flatten().filter_map(|d| d.rests_until);
+        let cuts = self.cuts.iter().map(|(_, at)| *at);
+        let times = dialing.into_iter().chain(look).chain(rests).chain(cuts);
+        let next = times.chain(self.drain).min()?;
+        // A millisecond more than needed, so that it is not too early.
+        Some(next.saturating_duration_since(self.now) + Duration::from_millis(1))
+    }
+
+    fn obey(&mut self) {
+        self.shared.calm(self.number);
+        while let Ok(command) = self.commands.try_recv() {
+            match command {
+                Command::Open(attached, listeners) => {
+                    for which in 0..listeners.len() {
+                        self.open(Door {
+                            attached: Arc::clone(&attached),
+                            listeners: Arc::clone(&listeners),
+                            which,
+                            rests_until: None,
+                        });
+                    }
+                }
+                Command::Shut(id, at) => {
+                    self.close_doors(|door| door.attached.id == id);
+                    self.cuts.push((id, at));
+                }
+                Command::Take(accepted) => self.begin(accepted),
+                Command::Drain(at) => {
+                    self.close_doors(|_| true);
+                    self.drain = Some(at);
+                }
+            }
+        }
+    }
+
+    fn open(&mut self, door: Door) {
+        let number = self.doors.iter().position(Option::is_none);
+        let number = number.unwrap_or_else(|| {
+            self.doors.push(None);
+            self.doors.len() - 1
+        });
+        self.doors[number] = Some(door);
+        self.listen(number);
+    }
+
+    /// Has the kernel tell of connections; of several workers it wakes one.
+    fn listen(&mut self, number: usize) {
+        let Some(Some(door)) = self.doors.get_mut(number) else {
+            return;
+        };
+        let flags = EventFlags::IN | EventFlags::EXCLUSIVE;
+        let data = EventData::new_u64(OTHER | number as u64);
+        let listener = &door.listeners[door.which];
+        match epoll::add(&self.epoll, &listener.socket, data, flags) {
+            Ok(()) | Err(Errno::EXIST) => door.rests_until = None,
+            Err(error) => {
+                let at = listener.address;
+                tracing::error!("worker {}: cannot wait for {at}: {error}", self.number);
+                door.rests_until = Some(self.now + REST);
+            }
+        }
+    }
+
+    /// Leaves a listening socket alone for a while: connections wait in the kernel.
+    fn rest(&mut self, number: usize) {
+        if let Some(Some(door)) = self.doors.get_mut(number) {
+            let _ = epoll::delete(&self.epoll, &door.listeners[door.which].socket);
+            door.rests_until = Some(self.now + REST);
+        }
+    }
+
+    fn close_doors(&mut self, which: impl Fn(&Door) -> bool) {
+        for slot in &mut self.doors {
+            if let Some(door) = slot.take_if(|door| which(door)) {
+                let _ = epoll::delete(&self.epoll, &door.listeners[door.which].socket);
+            }
+        }
+    }
+
+    /// Accepts from a listening socket.
+    fn answer(&mut self, number: usize) {
+        for _ in 0..ACCEPTS {
+            let Some(Some(door)) = self.doors.get(number) else {
+                return;
+            };
+            let listener = &door.listeners[door.which];
+            let (attached, direction) = (Arc::clone(&door.attached), listener.direction);
+            if !self.shared.limits.take(&attached.open) {
+                self.rest(number);
+                return;
+            }
+            let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+            let accepted = net::acceptfrom_with(&listener.socket, flags);
+            let client = match accepted {
+                Ok((socket, client)) => client
+                    .and_then(|client| socket::address(client).ok())
+                    .map(|client| (socket, client)),
+                Err(error) => {
+                    self.shared.limits.give_back(&attached.open);
+                    match error {
+                        Errno::AGAIN => return,
+                        Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM => {
+                            self.shared.complain(&error);
+                            self.rest(number);
+                            return;
+                        }
+                        // The client has given up in the meantime.
+                        _ => continue,
+                    }
+                }
+            };
+            let Some((socket, client)) = client else {
+                self.shared.limits.give_back(&attached.open);
+                continue;
+            };
+            let accepted = Accepted {
+                socket,
+                client,
+                attached,
+                direction,
+            };
+            match self.shared.less_busy(self.number, LEAD) {
+                Some(other) => {
+                    if let Err(Command::Take(accepted)) =
+                        self.shared.tell(other, Command::Take(accepted))
+                    {
+                        self.begin(accepted);
+                    }
+                }
+                None => self.begin(accepted),
+            }
+        }
+    }
+
+    /// Decides on a connection, and goes about connecting it.
+    fn begin(&mut self, accepted: Accepted) {
+        let Accepted {
+            socket,
+            client,
+            attached,
+            direction,
+        } = accepted;
+        self.shared.loads[self.number].add();
+        let destination = match socket::original_destination(&socket, client) {
+            Ok(destination) => destination,
+            Err(_) => {
+                // It was reset already: there is nobody to serve, and nothing to say of it.
+                self.shared.loads[self.number].sub();
+                self.shared.limits.give_back(&attached.open);
+                return;
+            }
+        };
+        let route = route::decide(&self.index, &attached, direction, client, destination);
+        let addresses = [client, destination];
+        let (target, refused) = match route {
+            Route::Service(target) => (Some(target), None),
+            Route::Straight => (None, None),
+            Route::Refused(flag, target) => (target, Some(flag)),
+        };
+        let counters = attached.counters(
+            direction,
+            target.as_deref(),
+            refused.unwrap_or_default(),
+        );
+        let mut connection =
+            Connection::new(socket, attached, direction, addresses, counters, self.now);
+        connection.target = target;
+        connection.dial = Some(Box::new(Dial {
+            tried: Vec::new(),
+            error: None,
+            left: self.shared.settings.attempts.max(1),
+        }));
+        if let Some(flag) = refused {
+            self.end(connection, flag, true);
+            return;
+        }
+        let key = self.table.insert(Box::new(connection));
+        if let Err(error) = self.watch(key, Side::Client) {
+            self.fail(key, error);
+            return;
+        }
+        self.dial(key);
+    }
+
+    /// Has the kernel tell what happens to a connection's socket.
+    fn watch(&mut self, key: Key, side: Side) -> io::Result<()> {
+        let Some(connection) = self.table.get_mut(key) else {
+            return Ok(());
+        };
+        let Some(end) = connection.end_mut(side) else {
+            return Ok(());
+        };
+        let flags = EventFlags::IN | EventFlags::OUT | EventFlags::RDHUP | EventFlags::ET;
+        Ok(epoll::add(&self.epoll, &end.socket, token(key, side), flags)?)
+    }
+
+    /// Starts to connect to the next endpoint; refuses the client if there is none.
+    fn dial(&mut self, key: Key) {
+        loop {
+            let Some(connection) = self.table.get_mut(key) else {
+                return;
+            };
+            connection.set_endpoint_socket(None);
+            let client = connection.client.ip();
+            let v4 = connection.destination.is_ipv4();
+            let Some(dial) = &mut connection.dial else {
+                return;
+            };
+            let next = match &connection.target {
+                _ if dial.left == 0 => None,
+                Some(target) => target.choose(v4, client, &dial.tried),
+                None => dial.tried.is_empty().then_some(connection.destination),
+            };
+            let Some(endpoint) = next else {
+                self.finish(key, Flag::ConnectFailure, true);
+                return;
+            };
+            if connection.target.is_some() && connection.attached.is_own(endpoint) {
+                dial.tried.push(endpoint);
+                dial.error = Some(io::Error::other("the endpoint is this proxy"));
+                continue;
+            }
+            dial.left -= 1;
+            connection.endpoint = endpoint;
+            let settings = &self.shared.settings;
+            let transparent =
+                settings.transparent && connection.direction == Direction::Inbound;
+            let manner = Manner {
+                mark: settings.mark,
+                keepalive: settings.keepalive,
+                from: transparent.then_some(client),
+            };
+            let made = self
+                .namespaces
+                .enter(&connection.attached)
+                .and_then(|()| socket::connect(endpoint, manner));
+            let attempt = dial.tried.len();
+            match made {
+                Ok(socket) => {
+                    connection.set_endpoint_socket(Some(socket));
+                    let until = self.now + settings.connect_timeout;
+                    self.dialing.push_back((until, key, attempt));
+                    match self.watch(key, Side::Endpoint) {
+                        Ok(()) => return,
+                        Err(error) => self.missed(key, error),
+                    }
+                }
+                Err(error) => self.missed(key, error),
+            }
+        }
+    }
+
+    /// Notes that an endpoint was tried in vain.
+    fn missed(&mut self, key: Key, error: io::Error) {
+        if let Some(connection) = self.table.get_mut(key)
+            && let Some(dial) = &mut connection.dial
+        {
+            dial.tried.push(connection.endpoint);
+            dial.error = Some(error);
+        }
+    }
+
+    fn fail(&mut self, key: Key, error: io::Error) {
+        self.missed(key, error);
+        self.finish(key, Flag::ConnectFailure, true);
+    }
+
+    /// What the kernel tells of a connection's socket.
+    fn told(&mut self, key: Key, side: Side, flags: EventFlags) {
+        let Some(connection) = self.table.get_mut(key) else {
+            return;
+        };
+        let dialing = connection.dial.is_some();
+        let Some(end) = connection.end_mut(side) else {
+            return;
+        };
+        let broken = flags.contains(EventFlags::ERR);
+        let closing = broken || flags.intersects(EventFlags::RDHUP | EventFlags::HUP);
+        end.broken |= broken;
+        end.closing |= closing;
+        end.readable |= closing || flags.contains(EventFlags::IN);
+        end.writable |= broken || flags.intersects(EventFlags::OUT | EventFlags::HUP);
+        match (dialing, side) {
+            (false, _) => self.drive(key),
+            // Nobody waits for the answer any more.
+            (true, Side::Client) if broken => self.finish(key, Flag::ClientReset, true),
+            (true, Side::Client) => {}
+            (true, Side::Endpoint) => self.dialed(key, flags),
+        }
+    }
+
+    /// An attempt to connect has come to something.
+    fn dialed(&mut self, key: Key, flags: EventFlags) {
+        let Some(connection) = self.table.get_mut(key) else {
+            return;
+        };
+        if flags.intersects(EventFlags::ERR | EventFlags::HUP) {
+            let Some(socket) = connection.endpoint_socket() else {
+                return;
+            };
+            let error = match option::socket_error(socket) {
+                Ok(Err(error)) | Err(error) => error.into(),
+                Ok(Ok(())) => io::Error::from(io::ErrorKind::ConnectionReset),
+            };
+            self.missed(key, error);
+            self.dial(key);
+        } else if flags.contains(EventFlags::OUT) {
+            connection.dial = None;
+            connection.counters.opened.fetch_add(1, Ordering::Relaxed);
+            self.drive(key);
+        }
+    }
+
+    /// Relays what there is.
+    fn drive(&mut self, key: Key) {
+        let Some(connection) = self.table.get_mut(key) else {
+            return;
+        };
+        if connection.dial.is_some() {
+            return;
+        }
+        connection.active = seconds(self.now - self.start);
+        match connection.pump(&mut self.buffers) {
+            Ok(Step::Waiting) => {}
+            Ok(Step::More) => {
+                if !connection.queued {
+                    connection.queued = true;
+                    self.turns.push_back(key);
+                }
+            }
+            Ok(Step::Done) => self.finish(key, Flag::None, false),
+            Err(flag) => self.finish(key, flag, true),
+        }
+    }
+
+    fn finish(&mut self, key: Key, flag: Flag, reset: bool) {
+        if let Some(connection) = self.table.remove(key) {
+            self.end(*connection, flag, reset);
+        }
+    }
+
+    /// Ends a connection: closes its sockets, counts it, and leaves a record.
+    fn end(&mut self, mut connection: Connection, flag: Flag, reset: bool) {
+        connection.abandon(&mut self.buffers);
+        if reset {
+            connection.reset();
+        }
+        let dial = connection.dial.take();
+        let reached = dial.is_none();
+        if reached {
+            connection.count();
+            connection.counters.closed.fetch_add(1, Ordering::Relaxed);
+        } else {
+            let target = connection.target.as_deref();
+            let counters = connection.attached.counters(connection.direction, target, flag);
+            counters.failed.fetch_add(1, Ordering::Relaxed);
+        }
+        if self.shared.log.is_on() {
+            let tried = dial.as_ref().is_some_and(|dial| !dial.tried.is_empty());
+            self.shared.log.record(Record {
+                ended: SystemTime::now(),
+                attached: Arc::clone(&connection.attached),
+                direction: connection.direction,
+                client: connection.client,
+                destination: connection.destination,
+                endpoint: (reached || tried).then_some(connection.endpoint),
+                target: connection.target.clone(),
+                bytes: connection.bytes(),
+                duration: connection.opened.elapsed(),
+                flag,
+                error: dial.and_then(|dial| dial.error),
+            });
+        }
+        self.shared.limits.give_back(&connection.attached.open);
+        self.shared.loads[self.number].sub();
+    }
+
+    /// Does what it is time for.
+    fn watch_clock(&mut self) {
+        while let Some(&(at, key, attempt)) = self.dialing.front() {
+            let dial = self.table.get_mut(key).and_then(|c| c.dial.as_ref());
+            // Most have connected long before.
+            let current = dial.is_some_and(|dial| dial.tried.len() == attempt);
+            if current && at > self.now {
+                break;
+            }
+            self.dialing.pop_front();
+            if current {
+                self.missed(key, io::ErrorKind::TimedOut.into());
+                self.dial(key);
+            }
+        }
+        for number in 0..self.doors.len() {
+            if let Some(Some(door)) = self.doors.get(number)
+                && door.rests_until.is_some_and(|until| until <= self.now)
+            {
+                self.listen(number);
+            }
+        }
+        if self.next_look <= self.now {
+            self.look();
+        }
+        self.cut();
+    }
+
+    /// Brings counters up to date, ends what is idle, and gives memory back.
+    fn look(&mut self) {
+        let idle = self.shared.settings.idle_timeout.map(seconds);
+        let now = seconds(self.now - self.start);
+        for connection in self.table.iter_mut().filter(|c| c.dial.is_none()) {
+            connection.count();
+        }
+        if let Some(idle) = idle {
+            let idle = |c: &Connection| c.dial.is_none() && now.saturating_sub(c.active) >= idle;
+            self.finish_all(Flag::Idle, idle);
+        }
+        if self.buffers.held() == 0 {
+            self.buffers.trim();
+        }
+        let held = &self.shared.loads[self.number].held;
+        held.store(self.buffers.held(), Ordering::Relaxed);
+        let period = self.shared.settings.idle_timeout.map_or(LOOK, |idle| {
+            (idle / 4).clamp(Duration::from_millis(250), LOOK)
+        });
+        self.next_look = self.now + period;
+    }
+
+    /// Ends what should have ended by now.
+    fn cut(&mut self) {
+        let now = self.now;
+        if self.drain.is_some_and(|at| at <= now) {
+            self.finish_all(Flag::Cut, |_| true);
+        }
+        while let Some(place) = self.cuts.iter().position(|(_, at)| *at <= now) {
+            let (id, _) = self.cuts.swap_remove(place);
+            self.finish_all(Flag::Cut, |connection| connection.attached.id == id);
+        }
+    }
+
+    /// Ends these, by a reset: nobody shall take it for the end of what was said.
+    fn finish_all(&mut self, flag: Flag, which: impl Fn(&Connection) -> bool) {
+        let these = self.table.iter().filter(|(_, connection)| which(connection));
+        let keys: Vec<Key> = these.map(|(key, _)| key).collect();
+        for key in keys {
+            self.finish(key, flag, true);
+        }
+    }
+}
+
+fn seconds(duration: Duration) -> u32 {
+    u32::try_from(duration.as_secs()).unwrap_or(u32::MAX)
+}
