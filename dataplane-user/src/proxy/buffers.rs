@@ -37,7 +37,10 @@ impl Held {
     }
 
     /// So much of it was written.
-    #[expect(clippy::cast_possible_truncation, reason = "no more than a buffer's size")]
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "no more than a buffer's size"
+    )]
     pub fn consume(&mut self, count: usize) {
         self.start += count as u32;
     }
@@ -60,7 +63,10 @@ impl Buffers {
     }
 
     /// Keeps `start..end` of the shared one.
-    #[expect(clippy::cast_possible_truncation, reason = "no more than a buffer's size")]
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "no more than a buffer's size"
+    )]
     pub fn hold(&mut self, start: usize, end: usize) -> Held {
         let held = if end - start > COPIED {
             let other = self.spare.pop().unwrap_or_else(large);

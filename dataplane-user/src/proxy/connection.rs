@@ -128,7 +128,9 @@ impl Connection {
     pub fn count(&mut self) {
         let bytes = self.bytes();
         let [received, sent] = [0, 1].map(|way| bytes[way] - self.counted[way]);
-        self.counters.received.fetch_add(received, Ordering::Relaxed);
+        self.counters
+            .received
+            .fetch_add(received, Ordering::Relaxed);
         self.counters.sent.fetch_add(sent, Ordering::Relaxed);
         self.counted = bytes;
     }

@@ -2,7 +2,7 @@
 
 use std::{
     cmp::Reverse,
-    hash::{BuildHasher, Hasher},
+    hash::{BuildHasher as _, BuildHasherDefault, DefaultHasher},
     net::{IpAddr, SocketAddr},
     sync::{Arc, OnceLock},
 };
@@ -21,8 +21,8 @@ pub struct Index {
     frontends: imbl::HashMap<SocketAddr, SmallVec<[Arc<Target>; 1]>>,
     /// Cluster IPs, on which a port that no service has is nobody's; and how many claim each.
     vips: imbl::HashMap<IpAddr, u32>,
-    /// Addresses of endpoints, and how many endpoints have each: what "registry only" lets pass.
-    endpoints: imbl::HashMap<IpAddr, u32>,
+    /// Addresses of endpoints and workloads, and how many have each: what "registry only" lets pass.
+    known: imbl::HashMap<IpAddr, u32>,
     snapshot: Snapshot,
 }
 
@@ -54,8 +54,8 @@ pub enum Found {
     Service(Arc<Target>),
     /// A service's cluster IP, and none of its ports.
     UnknownPort,
-    /// An endpoint of some service.
-    Endpoint,
+    /// An endpoint of some service, or another workload.
+    Known,
     /// Nothing that the snapshot has.
     Unknown,
 }
@@ -66,7 +66,11 @@ impl Index {
     pub fn updated(&self, snapshot: Snapshot) -> Self {
         // Node ports are on the node's addresses: another node is another index.
         let same_node = self.snapshot.node == snapshot.node;
-        let mut index = if same_node { self.clone() } else { Self::default() };
+        let mut index = if same_node {
+            self.clone()
+        } else {
+            Self::default()
+        };
         let before = std::mem::take(&mut index.snapshot.services);
         index.snapshot.node = Arc::clone(&snapshot.node);
         for change in before.diff(&snapshot.services) {
@@ -80,6 +84,23 @@ impl Index {
                     index.remove(old);
                     index.add(new);
                 }
+            }
+        }
+        let before = std::mem::take(&mut index.snapshot.workloads);
+        for change in before.diff(&snapshot.workloads) {
+            let (old, new) = match change {
+                DiffItem::Add(_, new) => (None, Some(new)),
+                DiffItem::Remove(_, old) => (Some(old), None),
+                DiffItem::Update {
+                    old: (_, old),
+                    new: (_, new),
+                } => (Some(old), Some(new)),
+            };
+            for addr in old.iter().flat_map(|workload| &workload.addresses) {
+                release(&mut index.known, *addr);
+            }
+            for addr in new.iter().flat_map(|workload| &workload.addresses) {
+                *index.known.entry(*addr).or_default() += 1;
             }
         }
         index.snapshot = snapshot;
@@ -98,8 +119,8 @@ impl Index {
             Found::Service(Arc::clone(target))
         } else if self.vips.contains_key(&plain.ip()) {
             Found::UnknownPort
-        } else if self.endpoints.contains_key(&plain.ip()) {
-            Found::Endpoint
+        } else if self.known.contains_key(&plain.ip()) {
+            Found::Known
         } else {
             Found::Unknown
         }
@@ -115,7 +136,7 @@ impl Index {
             *self.vips.entry(*vip).or_default() += 1;
         }
         for endpoint in service.ports.iter().flat_map(|port| &port.endpoints) {
-            *self.endpoints.entry(endpoint.addr).or_default() += 1;
+            *self.known.entry(endpoint.addr).or_default() += 1;
         }
     }
 
@@ -132,7 +153,7 @@ impl Index {
             release(&mut self.vips, *vip);
         }
         for endpoint in service.ports.iter().flat_map(|port| &port.endpoints) {
-            release(&mut self.endpoints, endpoint.addr);
+            release(&mut self.known, endpoint.addr);
         }
     }
 }
@@ -175,11 +196,11 @@ fn places<'a>(
             // From a pod or the node itself an outside address is reached whatever
             // externalTrafficPolicy says, which is for clients from outside.
             let outside = way(TrafficPolicy::Cluster, false);
-            let balanced = way(TrafficPolicy::Cluster, true);
+            let for_some = way(TrafficPolicy::Cluster, true);
             let cluster = service.cluster_ips.iter().map(move |ip| (*ip, inside));
             let external = service.external_ips.iter().map(move |ip| (*ip, outside));
             let balancer = service.load_balancer_ips.iter();
-            let balancer = balancer.map(move |ip| (*ip, balanced));
+            let balancer = balancer.map(move |ip| (*ip, for_some));
             let vips = cluster.chain(external).chain(balancer);
             let vips = vips.map(move |(ip, way)| (SocketAddr::new(ip, port.port), way));
             let node_port = port.node_port.into_iter().flat_map(move |number| {
@@ -191,10 +212,7 @@ fn places<'a>(
 }
 
 /// The same, with targets: addresses that are reached the same way share one.
-fn frontends(
-    service: &Arc<Service>,
-    node: &[IpAddr],
-) -> Vec<(SocketAddr, Arc<Target>)> {
+fn frontends(service: &Arc<Service>, node: &[IpAddr]) -> Vec<(SocketAddr, Arc<Target>)> {
     let mut shared: SmallVec<[(Way, Arc<Target>); 4]> = SmallVec::new();
     let target = |(at, way)| {
         let known = shared.iter().find(|(other, _)| *other == way);
@@ -299,10 +317,6 @@ impl Target {
 /// A client's endpoint is the one with the highest rank: it stays the same while that endpoint is
 /// there, and nobody has to remember it. (Rendezvous hashing.)
 fn rank(client: IpAddr, endpoint: SocketAddr) -> u64 {
-    use std::hash::Hash;
     // With a fixed seed: other workers, and a proxy that was restarted, draw the same.
-    let mut hasher = std::hash::BuildHasherDefault::<std::hash::DefaultHasher>::default()
-        .build_hasher();
-    (client, endpoint).hash(&mut hasher);
-    hasher.finish()
+    BuildHasherDefault::<DefaultHasher>::default().hash_one((client, endpoint))
 }

@@ -15,7 +15,11 @@ use prometheus_client::{
     registry::Registry,
 };
 
-use super::{Shared, attachment::{Attached, Direction}, outcome::Flag};
+use super::{
+    Shared,
+    attachment::{Attached, Direction},
+    outcome::Flag,
+};
 use crate::model::ServiceName;
 
 /// What is counted apart.
@@ -172,7 +176,10 @@ impl Collector for Scrape {
                     continue;
                 }
                 let metric = family.encode_family(labels)?;
-                prometheus_client::encoding::EncodeMetric::encode(&ConstCounter::new(value), metric)?;
+                prometheus_client::encoding::EncodeMetric::encode(
+                    &ConstCounter::new(value),
+                    metric,
+                )?;
             }
         }
         let gauges = [

@@ -12,6 +12,7 @@ mod access;
 mod attachment;
 mod buffers;
 mod connection;
+mod dump;
 mod index;
 mod limits;
 mod metrics;
@@ -21,10 +22,13 @@ mod pump;
 mod route;
 mod socket;
 mod table;
+#[cfg(test)]
+mod tests;
 mod worker;
 
 pub use access::AccessLog;
 pub use attachment::{Attachment, Direction};
+pub use dump::Dump;
 pub use index::{Found, Index, Target};
 pub use outcome::Flag;
 
@@ -230,7 +234,10 @@ impl Proxy {
             Some(_) => Box::default(),
         };
         let mut attachments = self.shared.lock_attachments();
-        if attachments.iter().any(|a| a.listeners.is_some() && a.attached.workload.name == workload) {
+        if attachments
+            .iter()
+            .any(|a| a.listeners.is_some() && a.attached.workload.name == workload)
+        {
             return Err(Error::Attached(workload));
         }
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
@@ -240,7 +247,8 @@ impl Proxy {
             listeners: Some(Arc::clone(&listeners)),
         });
         drop(attachments);
-        self.shared.tell_all(|| Command::Open(Arc::clone(&attached), Arc::clone(&listeners)));
+        self.shared
+            .tell_all(|| Command::Open(Arc::clone(&attached), Arc::clone(&listeners)));
         Ok(())
     }
 
@@ -273,6 +281,11 @@ impl Proxy {
     /// Connections that it has now.
     pub fn connections(&self) -> usize {
         self.shared.limits.open()
+    }
+
+    /// What it knows and does now.
+    pub fn dump(&self) -> Dump {
+        Dump::of(&self.shared)
     }
 
     fn stop(&mut self, deadline: Duration) {
@@ -347,6 +360,10 @@ impl Load {
         self.connections.fetch_sub(1, Ordering::Relaxed);
     }
 
+    fn held(&self) -> usize {
+        self.held.load(Ordering::Relaxed)
+    }
+
     fn get(&self) -> usize {
         self.connections.load(Ordering::Relaxed)
     }
@@ -365,7 +382,9 @@ impl Shared {
     }
 
     fn lock_attachments(&self) -> MutexGuard<'_, Vec<Entry>> {
-        self.attachments.lock().unwrap_or_else(PoisonError::into_inner)
+        self.attachments
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The current index and its number.
@@ -378,12 +397,15 @@ impl Shared {
     fn attachments(&self) -> Vec<Arc<Attached>> {
         let mut attachments = self.lock_attachments();
         attachments.retain(|entry| entry.listeners.is_some() || entry.attached.open() > 0);
-        attachments.iter().map(|entry| Arc::clone(&entry.attached)).collect()
+        attachments
+            .iter()
+            .map(|entry| Arc::clone(&entry.attached))
+            .collect()
     }
 
     /// Bytes that are held for readers that do not keep up.
     fn held(&self) -> usize {
-        self.loads.iter().map(|load| load.held.load(Ordering::Relaxed)).sum()
+        self.loads.iter().map(Load::held).sum()
     }
 
     /// A worker that has fewer connections than `number` by more than `lead`.
@@ -393,8 +415,8 @@ impl Shared {
         }
         let own = self.loads[number].get();
         let others = self.loads.iter().enumerate();
-        let (other, load) = others.min_by_key(|(_, load)| load.get())?;
-        (own > load.get() + lead).then_some(other)
+        let (other, least) = others.min_by_key(|(_, load)| load.get())?;
+        (own > least.get() + lead).then_some(other)
     }
 
     /// Tells a worker something; gives it back if that worker is gone.
@@ -419,7 +441,7 @@ impl Shared {
     }
 
     /// Tells, once, that connections are waiting for want of something.
-    fn complain(&self, error: &rustix::io::Errno) {
+    fn complain(&self, error: rustix::io::Errno) {
         if !self.complained.swap(true, Ordering::Relaxed) {
             tracing::warn!(
                 "connections are not accepted for now: {error}; they wait until others have ended"

@@ -15,7 +15,10 @@ const TURNS: usize = 8;
 /// One of the two sockets of a connection, and what is known of it. Readiness is edge-triggered:
 /// the kernel tells once, so it is remembered here until a system call finds otherwise.
 #[derive(Debug)]
-#[expect(clippy::struct_excessive_bools, reason = "independent facts of a socket")]
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "independent facts of a socket"
+)]
 pub struct End {
     /// The socket.
     pub socket: OwnedFd,

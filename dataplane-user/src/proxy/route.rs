@@ -32,7 +32,7 @@ pub fn decide(
         // An exact VIP comes first: a service may well have a port that the proxy has.
         Direction::Outbound => index.find(destination),
         // Whoever chose the workload did so before.
-        Direction::Inbound => Found::Endpoint,
+        Direction::Inbound => Found::Known,
     };
     match found {
         Found::Service(target) if !target.admits(client.ip()) => {
@@ -43,10 +43,10 @@ pub fn decide(
         }
         Found::Service(target) => Route::Service(target),
         Found::UnknownPort => Route::Refused(Flag::NoRoute, None),
-        Found::Endpoint | Found::Unknown if attached.is_own(destination) => {
+        Found::Known | Found::Unknown if attached.is_own(destination) => {
             Route::Refused(Flag::Recursive, None)
         }
         Found::Unknown if attached.egress == Egress::Deny => Route::Refused(Flag::Denied, None),
-        Found::Endpoint | Found::Unknown => Route::Straight,
+        Found::Known | Found::Unknown => Route::Straight,
     }
 }

@@ -117,7 +117,10 @@ fn keep_alive(socket: impl AsFd, after: Option<Duration>) -> io::Result<()> {
     let socket = socket.as_fd();
     option::set_socket_keepalive(socket, true)?;
     option::set_tcp_keepidle(socket, after)?;
-    option::set_tcp_keepintvl(socket, (after / KEEPALIVE_PROBES).max(Duration::from_secs(1)))?;
+    option::set_tcp_keepintvl(
+        socket,
+        (after / KEEPALIVE_PROBES).max(Duration::from_secs(1)),
+    )?;
     option::set_tcp_keepcnt(socket, KEEPALIVE_PROBES)?;
     Ok(())
 }

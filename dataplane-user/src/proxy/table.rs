@@ -79,6 +79,8 @@ impl Table {
 
     /// Those that are there.
     pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut Connection> {
-        self.slots.iter_mut().filter_map(|(_, slot)| slot.as_deref_mut())
+        self.slots
+            .iter_mut()
+            .filter_map(|(_, slot)| slot.as_deref_mut())
     }
 }

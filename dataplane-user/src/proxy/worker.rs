@@ -189,7 +189,6 @@ impl Worker {
                 if token == WAKE {
                     self.obey();
                 } else if token & OTHER != 0 {
-                    #[expect(clippy::cast_possible_truncation, reason = "a number of a door")]
                     self.answer((token & !OTHER) as usize);
                 } else {
                     let (key, side) = key_of(token);
@@ -317,7 +316,7 @@ impl Worker {
                     match error {
                         Errno::AGAIN => return,
                         Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM => {
-                            self.shared.complain(&error);
+                            self.shared.complain(error);
                             self.rest(number);
                             return;
                         }
@@ -358,14 +357,11 @@ impl Worker {
             direction,
         } = accepted;
         self.shared.loads[self.number].add();
-        let destination = match socket::original_destination(&socket, client) {
-            Ok(destination) => destination,
-            Err(_) => {
-                // It was reset already: there is nobody to serve, and nothing to say of it.
-                self.shared.loads[self.number].sub();
-                self.shared.limits.give_back(&attached.open);
-                return;
-            }
+        let Ok(destination) = socket::original_destination(&socket, client) else {
+            // It was reset already: there is nobody to serve, and nothing to say of it.
+            self.shared.loads[self.number].sub();
+            self.shared.limits.give_back(&attached.open);
+            return;
         };
         let route = route::decide(&self.index, &attached, direction, client, destination);
         let addresses = [client, destination];
@@ -374,11 +370,7 @@ impl Worker {
             Route::Straight => (None, None),
             Route::Refused(flag, target) => (target, Some(flag)),
         };
-        let counters = attached.counters(
-            direction,
-            target.as_deref(),
-            refused.unwrap_or_default(),
-        );
+        let counters = attached.counters(direction, target.as_deref(), refused.unwrap_or_default());
         let mut connection =
             Connection::new(socket, attached, direction, addresses, counters, self.now);
         connection.target = target;
@@ -408,7 +400,12 @@ impl Worker {
             return Ok(());
         };
         let flags = EventFlags::IN | EventFlags::OUT | EventFlags::RDHUP | EventFlags::ET;
-        Ok(epoll::add(&self.epoll, &end.socket, token(key, side), flags)?)
+        Ok(epoll::add(
+            &self.epoll,
+            &end.socket,
+            token(key, side),
+            flags,
+        )?)
     }
 
     /// Starts to connect to the next endpoint; refuses the client if there is none.
@@ -440,8 +437,7 @@ impl Worker {
             dial.left -= 1;
             connection.endpoint = endpoint;
             let settings = &self.shared.settings;
-            let transparent =
-                settings.transparent && connection.direction == Direction::Inbound;
+            let transparent = settings.transparent && connection.direction == Direction::Inbound;
             let manner = Manner {
                 mark: settings.mark,
                 keepalive: settings.keepalive,
@@ -569,7 +565,9 @@ impl Worker {
             connection.counters.closed.fetch_add(1, Ordering::Relaxed);
         } else {
             let target = connection.target.as_deref();
-            let counters = connection.attached.counters(connection.direction, target, flag);
+            let counters = connection
+                .attached
+                .counters(connection.direction, target, flag);
             counters.failed.fetch_add(1, Ordering::Relaxed);
         }
         if self.shared.log.is_on() {
@@ -656,7 +654,10 @@ impl Worker {
 
     /// Ends these, by a reset: nobody shall take it for the end of what was said.
     fn finish_all(&mut self, flag: Flag, which: impl Fn(&Connection) -> bool) {
-        let these = self.table.iter().filter(|(_, connection)| which(connection));
+        let these = self
+            .table
+            .iter()
+            .filter(|(_, connection)| which(connection));
         let keys: Vec<Key> = these.map(|(key, _)| key).collect();
         for key in keys {
             self.finish(key, flag, true);
