@@ -6,14 +6,18 @@
 use std::{
     collections::HashSet,
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use aya::{Ebpf, EbpfLoader, VerifierLogLevel, maps::Map, programs::Program};
 use aya_obj::{
     Object, ProgramSection,
     generated::{
+        BPF_ADD, BPF_ALU64, BPF_AND, BPF_CALL, BPF_DW, BPF_EXIT, BPF_JGT, BPF_JMP, BPF_K, BPF_LDX,
+        BPF_MEM, BPF_MOV, BPF_STX,
         bpf_attach_type::{self, BPF_CGROUP_INET_INGRESS, BPF_CGROUP_SOCK_OPS, BPF_SK_LOOKUP},
+        bpf_func_id::BPF_FUNC_get_prandom_u32,
+        bpf_insn,
         bpf_prog_type::{
             self, BPF_PROG_TYPE_CGROUP_SOCK, BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
             BPF_PROG_TYPE_CGROUP_SOCKOPT, BPF_PROG_TYPE_SCHED_CLS, BPF_PROG_TYPE_SK_LOOKUP,
@@ -21,6 +25,8 @@ use aya_obj::{
         },
     },
 };
+
+use nix::time::{ClockId, clock_gettime};
 
 use super::{
     error::{Doing, Error},
@@ -53,8 +59,6 @@ fn type_and_hook(section: &ProgramSection) -> Option<(bpf_prog_type, bpf_attach_
 pub struct Verified {
     /// The program's name.
     pub program: String,
-    /// How long it took, on this machine, now.
-    pub time: Duration,
     /// What it cost, or the verifier's word.
     pub outcome: Result<Cost, String>,
 }
@@ -69,43 +73,110 @@ pub struct Cost {
     pub stack: u32,
     /// Bytes of machine code; 0 if the kernel interprets programs.
     pub jited: u32,
+    /// How long the processor was at it, on this machine, now: verifying, and making machine code.
+    /// To be compared with [`Verifier::yardstick`] and with nothing else.
+    pub time: Duration,
 }
 
-/// Has every program in the binary verified, by name. Changes nothing.
-///
-/// # Errors
-/// If the programs cannot be prepared: the binary has none, or their maps cannot be created. That
-/// a program is refused is in its [`Verified::outcome`].
-pub fn verify() -> Result<Vec<Verified>, Error> {
-    let bytes = object::programs()?;
-    // Parsed twice: aya does not give away what it parsed, and does create the maps.
-    let mut ebpf = EbpfLoader::new()
-        // Of a program that is refused, the path that led there; with more, all those that did not.
-        .verifier_log_level(VerifierLogLevel::DEBUG | VerifierLogLevel::STATS)
-        .load(bytes)
-        .map_err(Box::new)?;
-    let object = relocated(bytes, &ebpf)
-        .map_err(std::io::Error::other)
-        .doing(|| "cannot prepare the kernel programs".to_owned())?;
-    let mut names: Vec<&String> = object.programs.keys().collect();
-    names.sort_unstable();
-    Ok(names
-        .into_iter()
-        .map(|name| {
-            let started = Instant::now();
-            let loaded = load(&object, name);
-            let time = started.elapsed();
-            let outcome = match loaded {
-                Ok((program, log)) => cost(&log, program.as_fd()),
-                Err(said) => Err(end(&refusal(&mut ebpf, name).unwrap_or(said))),
-            };
-            Verified {
-                program: name.clone(),
-                time,
-                outcome,
-            }
-        })
-        .collect())
+/// The kernel's verifier, and our programs before it.
+#[derive(Debug)]
+pub struct Verifier {
+    ebpf: Ebpf,
+    object: Object,
+}
+
+impl Verifier {
+    /// Prepares the programs in the binary, and tables that nobody else sees.
+    ///
+    /// # Errors
+    /// If the programs cannot be prepared: the binary has none, or their maps cannot be created.
+    pub fn new() -> Result<Self, Error> {
+        let bytes = object::programs()?;
+        // Parsed twice: aya does not give away what it parsed, and does create the maps.
+        let ebpf = EbpfLoader::new()
+            // Of a program that is refused, the path that led there; with more, all those that did
+            // not.
+            .verifier_log_level(VerifierLogLevel::DEBUG | VerifierLogLevel::STATS)
+            .load(bytes)
+            .map_err(Box::new)?;
+        let object = relocated(bytes, &ebpf)
+            .map_err(std::io::Error::other)
+            .doing(|| "cannot prepare the kernel programs".to_owned())?;
+        Ok(Self { ebpf, object })
+    }
+
+    /// The programs' names, sorted.
+    pub fn programs(&self) -> Vec<String> {
+        let mut names: Vec<String> = self.object.programs.keys().cloned().collect();
+        names.sort_unstable();
+        names
+    }
+
+    /// Has a program verified. Changes nothing. That it is refused is in [`Verified::outcome`].
+    pub fn verify(&mut self, program: &str) -> Verified {
+        let (loaded, time) = timed(|| load(&self.object, program));
+        let outcome = match loaded {
+            Ok((program, log)) => cost(&log, program.as_fd(), time),
+            Err(said) => Err(end(&refusal(&mut self.ebpf, program).unwrap_or(said))),
+        };
+        Verified {
+            program: program.to_owned(),
+            outcome,
+        }
+    }
+
+    /// How long the verifier takes for a program that never changes: the unit in which times of
+    /// different machines, and of one machine at different times, can be compared.
+    ///
+    /// # Errors
+    /// If it is refused.
+    pub fn yardstick() -> Result<Duration, Error> {
+        let (kind, hook) = (BPF_PROG_TYPE_SCHED_CLS, BPF_CGROUP_INET_INGRESS);
+        let program = yardstick();
+        let (taken, time) = timed(|| sys::prog_verify(kind, hook, &program));
+        taken
+            .map_err(|(error, _)| error)
+            .doing(|| "cannot have a program verified to compare times with".to_owned())?;
+        Ok(time)
+    }
+}
+
+/// How long this thread was on a processor for it. By the clock on the wall it takes as long as
+/// others let it wait, too.
+fn timed<T>(what: impl FnOnce() -> T) -> (T, Duration) {
+    let now = || {
+        let time = clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID);
+        time.map_or(Duration::ZERO, Duration::from)
+    };
+    let before = now();
+    let done = what();
+    (done, now().saturating_sub(before))
+}
+
+/// A program that is all that verifiers do at every turn: calls, arithmetic on what is not known,
+/// the stack, branches that are forgotten again.
+fn yardstick() -> Vec<bpf_insn> {
+    const ROUNDS: usize = 1_500;
+    let insn = |code: u32, dst: u8, src: u8, off: i16, imm: i32| bpf_insn {
+        code: u8::try_from(code).expect("operation codes are bytes"),
+        _bitfield_align_1: [],
+        _bitfield_1: bpf_insn::new_bitfield_1(dst, src),
+        off,
+        imm,
+    };
+    let number = BPF_FUNC_get_prandom_u32 as i32;
+    let round = [
+        insn(BPF_JMP | BPF_CALL, 0, 0, 0, number),
+        insn(BPF_ALU64 | BPF_AND | BPF_K, 0, 0, 0, 0xff),
+        insn(BPF_STX | BPF_MEM | BPF_DW, 10, 0, -8, 0),
+        insn(BPF_LDX | BPF_MEM | BPF_DW, 1, 10, -8, 0),
+        insn(BPF_JMP | BPF_JGT | BPF_K, 1, 0, 1, 7),
+        insn(BPF_ALU64 | BPF_ADD | BPF_K, 1, 0, 0, 1),
+    ];
+    let mut program = round.repeat(ROUNDS);
+    program.push(insn(BPF_ALU64 | BPF_MOV | BPF_K, 0, 0, 0, 0));
+    program.push(insn(BPF_JMP | BPF_EXIT, 0, 0, 0, 0));
+    program
 }
 
 /// Loads a program by itself. Returns it with the verifier's statistics, or what the kernel said.
@@ -194,7 +265,7 @@ fn descriptor(map: &Map) -> Option<BorrowedFd<'_>> {
     }
 }
 
-fn cost(log: &str, program: BorrowedFd<'_>) -> Result<Cost, String> {
+fn cost(log: &str, program: BorrowedFd<'_>, time: Duration) -> Result<Cost, String> {
     let (processed, stack) =
         read_log(log).ok_or_else(|| format!("the verifier's log is not understood: {log}"))?;
     let info = sys::prog_info(program).map_err(|error| error.to_string())?;
@@ -202,6 +273,7 @@ fn cost(log: &str, program: BorrowedFd<'_>) -> Result<Cost, String> {
         processed,
         stack,
         jited: info.jited,
+        time,
     })
 }
 

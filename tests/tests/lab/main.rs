@@ -123,7 +123,7 @@ fn main() -> ExitCode {
         differential::SHARING,
     ];
     let arguments = Arguments::from_args();
-    let emulated = std::env::var_os("DATAPLANE_EMULATED").is_some_and(|v| v == "1");
+    let emulated = dataplane_tests::emulated();
     let required = std::env::var_os("DATAPLANE_REQUIRE_PRIVILEGES").is_some_and(|v| v == "1");
     let lab = missing(Requirement::Lab);
     let dataplane = missing(Requirement::Dataplane).or_else(|| {

@@ -7,6 +7,7 @@ use std::{
 };
 
 use clap::Args;
+use dataplane_tests::patience;
 use nix::{errno::Errno, time::ClockId};
 use socket2::{Domain, SockAddr, Socket, Type};
 
@@ -59,7 +60,9 @@ impl Target {
         if self.v4_mapped {
             socket.set_only_v6(false)?;
         }
-        let limit = Some(Duration::from_millis(self.timeout_ms.max(1)));
+        let limit = Duration::from_millis(self.timeout_ms.max(1));
+        // Where every packet takes ten times as long, who waits no longer takes the slow for the lost.
+        let limit = Some(patience(limit));
         // connect(2) obeys the limit for sending.
         socket.set_write_timeout(limit)?;
         socket.set_read_timeout(limit)?;
