@@ -110,6 +110,20 @@ impl Addr {
         a == 0 && b == 0 && d == 0 && (c == 0 || c == MAPPED)
     }
 
+    /// Whether no single host has this address as its own on a network: `0.0.0.0/8` and `::`,
+    /// loopback, multicast, and what is reserved beyond (RFC 1122 section 3.2.1.3, RFC 4291). What
+    /// claims to come from it is answered by nobody.
+    #[inline(always)]
+    pub const fn is_nobody(self) -> bool {
+        let [a, b, c, d] = self.0;
+        if self.is_v4() {
+            let first = d.to_ne_bytes()[0];
+            first == 0 || first == 127 || first >= 224
+        } else {
+            a.to_ne_bytes()[0] == 0xff || (a == 0 && b == 0 && c == 0 && u32::from_be(d) <= 1)
+        }
+    }
+
     /// A name for "every socket in the network namespace with this cookie", used as the client
     /// where a client's address is not known yet (at `connect`). The first byte, 0xff, is that of
     /// a multicast address, which is never a client's.

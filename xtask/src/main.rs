@@ -4,6 +4,7 @@ mod bench;
 mod build;
 mod clean;
 mod command;
+mod fuzz;
 mod kernels;
 mod lab;
 mod lint;
@@ -46,6 +47,7 @@ enum Chore {
     Run(run::Arguments),
     Test(test::Arguments),
     Bench(bench::Arguments),
+    Fuzz(fuzz::Arguments),
     Verifier(verifier::Arguments),
     Kernels(kernels::Arguments),
     Lint(lint::Arguments),
@@ -61,6 +63,7 @@ fn main() -> ExitCode {
         Chore::Run(arguments) => run::main(&arguments, no_install),
         Chore::Test(arguments) => test::main(&arguments, no_install),
         Chore::Bench(arguments) => bench::main(&arguments, no_install),
+        Chore::Fuzz(arguments) => fuzz::main(&arguments, no_install),
         Chore::Verifier(arguments) => verifier::main(&arguments, no_install),
         Chore::Kernels(arguments) => kernels::main(&arguments, no_install),
         Chore::Lint(lint::Arguments {}) => lint::main(no_install),

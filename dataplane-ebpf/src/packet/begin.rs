@@ -92,7 +92,7 @@ const CHOOSE: i32 = 257;
 fn find_pool(skb: Skb, s: &mut Scratch) -> i32 {
     let key = &s.packet.key;
     let frontend = frontend(key);
-    if frontend.is_none() {
+    if frontend.is_none() || key.src.is_nobody() {
         return LEAVE_ALONE;
     }
     let kind = frontend.kind();
@@ -225,7 +225,13 @@ fn enter(packet: &Packet, flow: &mut Flow, iface: Iface, masquerade: bool, now: 
 #[inline(always)]
 fn refuse(skb: Skb, s: &mut Scratch, pool: u32, reason: Reason) -> i32 {
     count(reason);
-    count_pool(pool, reason);
+    // The others are not for want of endpoints: a pool's counter would show them as connections.
+    if reason == Reason::NoEndpoints
+        || reason == Reason::NoLocalEndpoint
+        || reason == Reason::PortNotServed
+    {
+        count_pool(pool, reason);
+    }
     events::report(skb, &s.packet, reason, pool, &Endpoint::NONE);
     if reason == Reason::NoEndpoints || reason == Reason::PortNotServed {
         super::complain(s, Complaint::PORT_UNREACHABLE)

@@ -34,6 +34,9 @@ pub fn translate<const LEAVING: bool>(skb: Skb, s: &mut Scratch, now: Tick) -> i
     if !skb.load(s.packet.l4, &mut kind) || !is_error(&s.packet, kind) {
         return LEAVE_ALONE;
     }
+    if !LEAVING && s.packet.key.src.is_nobody() {
+        return LEAVE_ALONE;
+    }
     s.quoted = Packet::new();
     s.quoted.l3 = s.packet.l4 + 8;
     // The packet that is quoted was longer than the quotation.
@@ -43,6 +46,10 @@ pub fn translate<const LEAVING: bool>(skb: Skb, s: &mut Scratch, now: Tick) -> i
         s.quoted.read_v6(skb, u32::MAX)
     };
     if outcome != FLOW || s.quoted.fragment == LATER {
+        return LEAVE_ALONE;
+    }
+    // What lies behind the packet's end is padding: no checksum covers it.
+    if s.quoted.l4 + 4 > s.packet.l3 + s.packet.length {
         return LEAVE_ALONE;
     }
     // Whoever complains stands where the packet was going: a packet the other way round would

@@ -182,6 +182,11 @@ impl Packet {
         }
         self.key.src = Addr::from_words([header[2], header[3], header[4], header[5]]);
         self.key.dst = Addr::from_words([header[6], header[7], header[8], header[9]]);
+        // No such address is ever on the wire (`ip6_rcv_core` in `net/ipv6/ip6_input.c`); in our
+        // tables it would be IPv4's.
+        if self.key.src.is_v4() || self.key.dst.is_v4() {
+            return OTHER;
+        }
         let mut next = first;
         let mut offset = 40_u32;
         for _ in 0..MAX_EXTENSIONS {

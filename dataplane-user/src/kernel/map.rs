@@ -36,6 +36,7 @@ pub struct Hash<K, V> {
 }
 
 impl<K: Plain, V: Plain> Hash<K, V> {
+    /// What such a hash looks like.
     pub const fn shape(kind: bpf_map_type) -> Shape {
         Shape {
             kind,
@@ -45,6 +46,10 @@ impl<K: Plain, V: Plain> Hash<K, V> {
         }
     }
 
+    /// Makes one that is pinned nowhere.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
     pub fn create(name: &str, kind: bpf_map_type, capacity: u32) -> io::Result<Self> {
         let fd = sys::map_create(name, &Self::shape(kind), capacity)?;
         Ok(Self {
@@ -63,14 +68,20 @@ impl<K: Plain, V: Plain> Hash<K, V> {
         }
     }
 
+    /// Its descriptor.
     pub fn fd(&self) -> &OwnedFd {
         &self.fd
     }
 
+    /// How many entries it has room for.
     pub fn capacity(&self) -> u32 {
         self.capacity
     }
 
+    /// The value of a key, if it is there.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
     pub fn get(&self, key: &K) -> io::Result<Option<V>> {
         let mut value = V::new_zeroed_bytes();
         if !sys::map_lookup(self.fd.as_fd(), key.as_bytes(), &mut value)? {
@@ -79,11 +90,18 @@ impl<K: Plain, V: Plain> Hash<K, V> {
         Ok(V::read_from_bytes(&value).ok())
     }
 
+    /// Adds or replaces a key.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
     pub fn set(&self, key: &K, value: &V) -> io::Result<()> {
         sys::map_update(self.fd.as_fd(), key.as_bytes(), value.as_bytes(), 0)
     }
 
     /// Adds a key unless it is there.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
     pub fn add(&self, key: &K, value: &V) -> io::Result<()> {
         const BPF_NOEXIST: u64 = 1;
         match sys::map_update(
@@ -97,11 +115,18 @@ impl<K: Plain, V: Plain> Hash<K, V> {
         }
     }
 
+    /// Removes a key; `false` if it was not there.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
     pub fn remove(&self, key: &K) -> io::Result<bool> {
         sys::map_delete(self.fd.as_fd(), key.as_bytes())
     }
 
     /// Adds or replaces many.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
     pub fn set_all(&self, keys: &[K], values: &[V]) -> io::Result<()> {
         for (keys, values) in keys.chunks(BATCH).zip(values.chunks(BATCH)) {
             let count = u32::try_from(keys.len()).unwrap_or(u32::MAX);
@@ -112,6 +137,9 @@ impl<K: Plain, V: Plain> Hash<K, V> {
     }
 
     /// Removes a key; answers what it was.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
     pub fn take(&self, key: &K) -> io::Result<Option<V>> {
         let mut value = V::new_zeroed_bytes();
         if !sys::map_take(self.fd.as_fd(), key.as_bytes(), &mut value)? {
@@ -121,6 +149,9 @@ impl<K: Plain, V: Plain> Hash<K, V> {
     }
 
     /// Everything, in no order.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
     pub fn entries(&self) -> io::Result<Vec<(K, V)>> {
         let mut entries = Vec::new();
         let mut batches = self.batches();
@@ -159,6 +190,9 @@ pub struct Batches<'a, K, V> {
 
 impl<K: Plain, V: Plain> Batches<'_, K, V> {
     /// Adds the next entries to `entries`; `false` if there were no more.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
     pub fn read(&mut self, entries: &mut Vec<(K, V)>) -> io::Result<bool> {
         if self.done {
             return Ok(false);

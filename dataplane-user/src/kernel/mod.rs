@@ -16,6 +16,7 @@ mod packet;
 mod pins;
 pub mod probe;
 mod programs;
+pub mod rig;
 mod rtnetlink;
 pub mod sockets;
 mod sys;
@@ -178,41 +179,7 @@ impl Kernel {
     }
 
     fn write(&mut self, writes: &[Write]) -> Result<(), Error> {
-        let mut keys = Vec::new();
-        let mut values = Vec::new();
-        let mut writes = writes.iter().peekable();
-        while let Some(write) = writes.next() {
-            match write {
-                Write::Endpoints { base, endpoints } => self.tables.set_endpoints(*base, endpoints),
-                Write::AddSource { key } => self.tables.sources().add(key)?,
-                Write::RemoveSource { key } => self.tables.sources().remove(key)?,
-                Write::Pool { index, pool, fresh } => self.tables.set_pool(*index, pool, *fresh)?,
-                Write::Insert { key, frontend } => {
-                    self.settle()?;
-                    keys.push(*key);
-                    values.push(*frontend);
-                    if !matches!(writes.peek(), Some(Write::Insert { .. })) {
-                        self.tables.insert_frontends(&keys, &values)?;
-                        keys.clear();
-                        values.clear();
-                    }
-                }
-                Write::Replace { key, frontend } => {
-                    self.settle()?;
-                    self.tables.replace_frontend(key, *frontend)?;
-                    self.freed = true;
-                }
-                Write::Remove { key } => {
-                    self.tables.remove_frontend(key)?;
-                    self.freed = true;
-                }
-            }
-        }
-        Ok(())
-    }
-
-    fn settle(&mut self) -> Result<(), Error> {
-        if self.freed { self.grace() } else { Ok(()) }
+        write(&mut self.tables, &mut self.freed, writes)
     }
 
     /// Waits until no program that runs now can still see what was removed.
@@ -270,6 +237,44 @@ impl Kernel {
         drop(self);
         cleanup(&root, false)
     }
+}
+
+/// Carries out writes, in their order. `freed`: whether a hash element was freed since the last
+/// grace period.
+fn write(tables: &mut Tables, freed: &mut bool, writes: &[Write]) -> Result<(), Error> {
+    let mut keys = Vec::new();
+    let mut values = Vec::new();
+    let mut writes = writes.iter().peekable();
+    while let Some(write) = writes.next() {
+        if *freed && matches!(write, Write::Insert { .. } | Write::Replace { .. }) {
+            tables.grace()?;
+            *freed = false;
+        }
+        match write {
+            Write::Endpoints { base, endpoints } => tables.set_endpoints(*base, endpoints),
+            Write::AddSource { key } => tables.sources().add(key)?,
+            Write::RemoveSource { key } => tables.sources().remove(key)?,
+            Write::Pool { index, pool, fresh } => tables.set_pool(*index, pool, *fresh)?,
+            Write::Insert { key, frontend } => {
+                keys.push(*key);
+                values.push(*frontend);
+                if !matches!(writes.peek(), Some(Write::Insert { .. })) {
+                    tables.insert_frontends(&keys, &values)?;
+                    keys.clear();
+                    values.clear();
+                }
+            }
+            Write::Replace { key, frontend } => {
+                tables.replace_frontend(key, *frontend)?;
+                *freed = true;
+            }
+            Write::Remove { key } => {
+                tables.remove_frontend(key)?;
+                *freed = true;
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Whether there is something to adopt. Pins that are incomplete, with no program attached, serve

@@ -600,6 +600,64 @@ pub fn prog_test_run(program: BorrowedFd<'_>) -> io::Result<u32> {
     }
 }
 
+/// What a test run lets one say of a packet's buffer: `struct __sk_buff` in `include/uapi/linux/bpf.h`
+/// up to `gso_size`. All fields that are not named here must be zero (`convert___skb_to_skb` in
+/// `net/bpf/test_run.c`).
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct SkbContext {
+    before: [u32; 10],
+    ifindex: u32,
+    between: [u32; 29],
+    wire_len: u32,
+    gso_segs: u32,
+    sk: [u32; 2],
+    gso_size: u32,
+    after: u32,
+}
+
+impl SkbContext {
+    /// A packet at an interface of this thread's network namespace; `segments`: how many packets
+    /// it will be segmented to, 0 if it will not.
+    pub fn new(ifindex: u32, segments: u32) -> Self {
+        Self {
+            ifindex,
+            gso_segs: segments,
+            gso_size: if segments == 0 { 0 } else { 1000 },
+            ..Self::default()
+        }
+    }
+}
+
+const _: () = assert!(std::mem::offset_of!(SkbContext, ifindex) == 40);
+const _: () = assert!(std::mem::offset_of!(SkbContext, gso_segs) == 164);
+const _: () = assert!(std::mem::offset_of!(SkbContext, gso_size) == 176);
+
+/// Runs a program for packets once, on a frame that is sent nowhere. Answers what the program
+/// returned, and how many bytes of `out` the frame then has.
+pub fn prog_test_run_packet(
+    program: BorrowedFd<'_>,
+    context: &SkbContext,
+    frame: &[u8],
+    out: &mut [u8],
+) -> io::Result<(u32, usize)> {
+    let mut attr = attr();
+    attr.test.prog_fd = raw(program);
+    attr.test.repeat = 1;
+    attr.test.data_in = frame.as_ptr() as u64;
+    attr.test.data_size_in = u32::try_from(frame.len()).map_err(io::Error::other)?;
+    attr.test.data_out = out.as_mut_ptr() as u64;
+    attr.test.data_size_out = u32::try_from(out.len()).map_err(io::Error::other)?;
+    attr.test.ctx_in = std::ptr::from_ref(context) as u64;
+    attr.test.ctx_size_in = u32::try_from(size_of::<SkbContext>()).map_err(io::Error::other)?;
+    // SAFETY: frame and context are read only, and as long as we say, as is `out`; the context is
+    // given, but not asked for.
+    unsafe {
+        bpf(bpf_cmd::BPF_PROG_TEST_RUN, &mut attr)?;
+        Ok((attr.test.retval, attr.test.data_size_out as usize))
+    }
+}
+
 /// The cookie of the network namespace that this thread is in (`SO_NETNS_COOKIE`, Linux 5.14).
 pub fn netns_cookie() -> io::Result<u64> {
     let socket = std::net::UdpSocket::bind((std::net::Ipv4Addr::UNSPECIFIED, 0))?;

@@ -260,6 +260,11 @@ impl Tables {
             .doing(|| "cannot read table AFFINITY".to_owned())
     }
 
+    /// The endpoints that clients used last, as a table.
+    pub(super) fn affinity_table(&self) -> &Hash<AffinityKey, Affinity> {
+        &self.affinity
+    }
+
     /// The node's own network namespace, as the programs know it.
     pub fn host_netns(&self) -> u64 {
         self.config.get(0).map_or(0, |config| config.host_netns)

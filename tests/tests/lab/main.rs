@@ -26,6 +26,7 @@ mod daemonset;
 mod explain;
 mod features;
 mod flows;
+mod fuzz;
 mod growth;
 mod interfaces;
 mod kernel;
@@ -114,6 +115,7 @@ fn main() -> ExitCode {
         socket_udp::SCENARIOS,
         stale::SCENARIOS,
         flows::SCENARIOS,
+        fuzz::SCENARIOS,
         policies::SCENARIOS,
         nodeport::SCENARIOS,
         kube_proxy::SCENARIOS,

@@ -1,0 +1,164 @@
+//! The packet path's programs on a rig: loaded with tables of their own and on no interface, and run
+//! packet by packet by whoever holds it (`BPF_PROG_TEST_RUN`), who sees what they return, what
+//! became of the packet and what is in the tables. For tests; on a node nothing of this runs.
+//!
+//! Routes and neighbours are those of the network namespace of the thread that asks: a redirected
+//! packet goes nowhere, but where it would go is looked up.
+
+use std::{
+    io,
+    os::fd::{AsFd, OwnedFd},
+    path::Path,
+};
+
+use dataplane_common::{
+    Addr, Reason,
+    packet::{FlowKey, Forward, Fragment, FragmentKey, Masqueraded, PortKey, Reply},
+    tables::{Affinity, AffinityKey, PoolStats},
+};
+
+use super::{
+    Network, PacketOptions, Tables,
+    error::Error,
+    packet::PacketPath,
+    pins::{Pins, spec},
+    programs, sys,
+    tc::Direction,
+    write,
+};
+use crate::plan::Write;
+
+pub use super::{
+    map::{Hash, Plain},
+    sys::SkbContext,
+};
+
+/// The programs, and every table that they keep.
+#[derive(Debug)]
+pub struct Rig {
+    pins: Pins,
+    ingress: OwnedFd,
+    egress: OwnedFd,
+    tables: Tables,
+    packet: PacketPath,
+    freed: bool,
+    /// Conntrack, client to VIP.
+    pub forward: Hash<FlowKey, Forward>,
+    /// Conntrack, endpoint to client.
+    pub reply: Hash<FlowKey, Reply>,
+    /// Conntrack, endpoint to a masqueraded client.
+    pub masquerade: Hash<PortKey, Masqueraded>,
+    /// The ports of first fragments.
+    pub fragments: Hash<FragmentKey, Fragment>,
+}
+
+/// What a run left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ran {
+    /// What the program returned: a `TC_ACT_…`, or -1 (`TCX_NEXT`).
+    pub verdict: i32,
+    /// How long the frame is afterwards.
+    pub len: usize,
+}
+
+impl Rig {
+    /// Loads the programs with empty tables, pinned below `bpffs` while nobody else is there.
+    /// `flows`: how many each table of conntrack has room for.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
+    pub fn new(bpffs: &Path, flows: u32) -> Result<Self, Error> {
+        let pins = Pins::new(bpffs);
+        pins.create_directories()?;
+        Tables::create(&pins)?;
+        let ebpf = programs::load(&pins, flows, true)?;
+        let options = PacketOptions {
+            flows,
+            attach: None,
+        };
+        Ok(Self {
+            ingress: programs::packet_program(&ebpf, Direction::Ingress)?,
+            egress: programs::packet_program(&ebpf, Direction::Egress)?,
+            tables: Tables::open_pins(&pins, true)?,
+            packet: PacketPath::open(&pins, &ebpf, options)?,
+            freed: false,
+            forward: hash(&pins, "FORWARD")?,
+            reply: hash(&pins, "REPLY")?,
+            masquerade: hash(&pins, "MASQUERADE")?,
+            fragments: hash(&pins, "FRAGMENTS")?,
+            pins,
+        })
+    }
+
+    /// Writes to the tables of services.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
+    pub fn apply(&mut self, writes: &[Write]) -> Result<(), Error> {
+        write(&mut self.tables, &mut self.freed, writes)
+    }
+
+    /// Tells the programs what interfaces, addresses and networks are.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
+    pub fn set_network(&mut self, network: &Network) -> Result<Vec<String>, Error> {
+        self.packet.set(&self.pins, &mut self.tables, network)
+    }
+
+    /// The index of an address that flows are masqueraded to.
+    pub fn node_addr(&self, addr: Addr) -> Option<u8> {
+        (1..=u8::MAX).find(|index| self.packet.tables().node_addr(*index) == Some(addr))
+    }
+
+    /// Verdicts so far, by reason.
+    ///
+    /// # Errors
+    /// If the kernel does not let them be read.
+    pub fn reasons(&self) -> Result<[u64; Reason::SLOTS as usize], Error> {
+        self.tables.reasons()
+    }
+
+    /// What a pool has counted so far.
+    pub fn pool_stats(&self, pool: u32) -> PoolStats {
+        self.tables.pool_stats(pool)
+    }
+
+    /// Which endpoint each client used last.
+    pub fn affinity(&self) -> &Hash<AffinityKey, Affinity> {
+        self.tables.affinity_table()
+    }
+
+    /// Runs a program on a frame, and puts what it made of it into `out`, which must have room for
+    /// it. The thread must be in the network namespace of `context.ifindex`.
+    ///
+    /// # Errors
+    /// The kernel's refusal: a frame shorter than 15 or longer than some 3 500 bytes, no such
+    /// interface.
+    pub fn run(
+        &self,
+        direction: Direction,
+        context: &SkbContext,
+        frame: &[u8],
+        out: &mut [u8],
+    ) -> io::Result<Ran> {
+        let program = match direction {
+            Direction::Ingress => &self.ingress,
+            Direction::Egress => &self.egress,
+        };
+        let (verdict, len) = sys::prog_test_run_packet(program.as_fd(), context, frame, out)?;
+        Ok(Ran {
+            verdict: verdict.cast_signed(),
+            len,
+        })
+    }
+}
+
+fn hash<K: Plain, V: Plain>(pins: &Pins, name: &str) -> Result<Hash<K, V>, Error> {
+    let found = pins.open_map(spec(name))?;
+    let (fd, info) = found.ok_or_else(|| Error::Io {
+        what: format!("{} is not there", pins.map(name).display()),
+        source: io::ErrorKind::NotFound.into(),
+    })?;
+    Ok(Hash::from_fd(fd, info.max_entries))
+}

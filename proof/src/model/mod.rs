@@ -1,0 +1,692 @@
+//! What the packet path's programs ought to do, said once more: given the tables' contents, what is
+//! remembered of earlier packets, and a packet, which verdict, which packet, which counters, and what
+//! is remembered then.
+//!
+//! Small and slow, on purpose: it parses by slices, computes checksums over whole packets, and looks
+//! services up in maps. It shares with the programs the types of the tables and nothing else. Where
+//! the programs draw by lot (an endpoint, a port), the model asks what was drawn and checks that it
+//! was among the choices.
+
+mod flows;
+pub mod read;
+pub mod state;
+pub mod write;
+
+use std::collections::BTreeSet;
+
+use dataplane_common::{
+    Addr, Port, Protocol, Reason,
+    packet::{FlowKey, Forward, Fragment as FirstFragment, FragmentKey, PortKey, Tick, seen},
+    tables::{Affinity, AffinityKey, Block, Endpoint, Kind},
+};
+
+use crate::{
+    wire::flags,
+    world::{To, Way, World},
+};
+use flows::{Flow, Known, keep_seconds};
+use read::{Fragment, Headers, Read};
+use state::State;
+use write::{Complaint, Ends};
+
+/// What a program says of a packet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Verdict {
+    /// Whoever comes next decides, or the stack.
+    Next,
+    /// It is dropped.
+    Drop,
+    /// It leaves from here.
+    Redirect,
+}
+
+impl Verdict {
+    /// From what a program returns (`TC_ACT_…` in `include/uapi/linux/pkt_cls.h`).
+    pub fn from_number(number: i32) -> Option<Self> {
+        match number {
+            -1 => Some(Self::Next),
+            2 => Some(Self::Drop),
+            7 => Some(Self::Redirect),
+            _ => None,
+        }
+    }
+}
+
+/// A packet at an interface.
+#[derive(Clone, Debug)]
+pub struct Input {
+    /// Whether it leaves by the interface; otherwise it arrives there.
+    pub leaves: bool,
+    /// Which interface.
+    pub ifindex: u32,
+    /// Whether it is several packets, yet to be segmented.
+    pub segmented: bool,
+    /// From its link-layer header on.
+    pub frame: Vec<u8>,
+}
+
+/// What a program ought to make of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Output {
+    /// What it returns.
+    pub verdict: Verdict,
+    /// The packet then; of a dropped one nobody sees it.
+    pub frame: Option<Vec<u8>>,
+}
+
+/// What was drawn by lot: read from the tables after the program has run.
+pub trait Drawn {
+    /// A flow's entry now.
+    fn forward(&self, key: &FlowKey) -> Option<Forward>;
+    /// The endpoint that is remembered for a client now.
+    fn affinity(&self, key: &AffinityKey) -> Option<Affinity>;
+}
+
+/// The model: the node as it is configured, and what it remembers.
+pub struct Model<'a> {
+    /// The node.
+    pub world: &'a World,
+    /// What it remembers.
+    pub state: State,
+    /// Verdicts by reason.
+    pub reasons: [u64; Reason::SLOTS as usize],
+    counted: Vec<Reason>,
+    guess: usize,
+    guesses: usize,
+}
+
+/// The moment of a packet.
+#[derive(Clone, Copy, Debug)]
+pub struct Moment {
+    /// In conntrack's units.
+    pub tick: Tick,
+    /// CLOCK_MONOTONIC, nanoseconds.
+    pub ns: u64,
+}
+
+type Answer = Result<Output, String>;
+
+const NEXT: Output = Output {
+    verdict: Verdict::Next,
+    frame: None,
+};
+const DROP: Output = Output {
+    verdict: Verdict::Drop,
+    frame: None,
+};
+
+impl<'a> Model<'a> {
+    /// A node that remembers nothing.
+    pub fn new(world: &'a World) -> Self {
+        Self {
+            world,
+            state: State::new(),
+            reasons: [0; Reason::SLOTS as usize],
+            counted: Vec::new(),
+            guess: 0,
+            guesses: 1,
+        }
+    }
+
+    /// What ought to become of a packet. `guess`: of several endpoints that may have been drawn
+    /// without leaving a trace (the packet was refused), which one to assume; [`Model::guesses`]
+    /// says how many there are. Changes what is remembered: then [`Model::keep`] or
+    /// [`Model::take_back`].
+    ///
+    /// # Errors
+    /// What was drawn was not among the choices.
+    pub fn step(&mut self, input: &Input, at: Moment, drawn: &dyn Drawn, guess: usize) -> Answer {
+        self.guess = guess;
+        self.guesses = 1;
+        self.counted.clear();
+        let mut output = if input.leaves {
+            self.egress(input, at)
+        } else {
+            self.ingress(input, at, drawn)?
+        };
+        if output.verdict != Verdict::Drop && output.frame.is_none() {
+            output.frame = Some(input.frame.clone());
+        }
+        Ok(output)
+    }
+
+    /// How many guesses there are for the last packet.
+    pub fn guesses(&self) -> usize {
+        self.guesses
+    }
+
+    /// The reasons that the last packet was counted by.
+    pub fn counted(&self) -> &[Reason] {
+        &self.counted
+    }
+
+    /// The last packet was as it ought to be.
+    pub fn keep(&mut self) {
+        for reason in &self.counted {
+            self.reasons[*reason as usize] += 1;
+        }
+        self.state.keep();
+    }
+
+    /// Forgets the last packet.
+    pub fn take_back(&mut self) {
+        self.state.take_back();
+    }
+
+    fn count(&mut self, reason: Reason) {
+        self.counted.push(reason);
+    }
+
+    fn ingress(&mut self, input: &Input, at: Moment, drawn: &dyn Drawn) -> Answer {
+        let interface = &self.world.interfaces[&input.ifindex];
+        let to = &input.frame[..6];
+        // What a pod sends through a bridge is addressed to the bridge.
+        if to != interface.mac && (to[0] & 1 != 0 || !interface.pod) {
+            return Ok(NEXT);
+        }
+        match read::frame(&input.frame) {
+            Read::Other => Ok(NEXT),
+            Read::Icmp(headers) => Ok(self.error(input, &headers, at)),
+            Read::Flow(headers) if has_flags(&headers) => self.arrived(input, headers, at, drawn),
+            Read::Malformed | Read::Flow(_) => {
+                self.count(Reason::Malformed);
+                Ok(NEXT)
+            }
+        }
+    }
+
+    fn egress(&mut self, input: &Input, at: Moment) -> Output {
+        match read::frame(&input.frame) {
+            Read::Icmp(headers) => self.error(input, &headers, at),
+            Read::Flow(mut headers) if has_flags(&headers) => {
+                if !self.follow(&mut headers) {
+                    return NEXT;
+                }
+                let known = self.answer(&headers.key(), seen_in(&headers), at.tick, false);
+                let Known::Answer(flow) = known else {
+                    return NEXT;
+                };
+                up(input, &headers, &flow.toward_client())
+            }
+            _ => NEXT,
+        }
+    }
+
+    /// Remembers the ports of a first fragment; gives those of its first to a later one. `false`:
+    /// they are not known.
+    fn follow(&mut self, headers: &mut Headers) -> bool {
+        let key = FragmentKey {
+            src: headers.src,
+            dst: headers.dst,
+            identification: headers.identification,
+            protocol: Protocol::from_number(headers.protocol),
+            padding: 0,
+            reserved: 0,
+        };
+        match headers.fragment {
+            Fragment::Whole => true,
+            Fragment::First => {
+                let [src_port, dst_port] = headers.ports;
+                let ports = FirstFragment { src_port, dst_port };
+                self.state.fragments.set(key, ports);
+                true
+            }
+            Fragment::Later => match self.state.fragments.get(&key) {
+                Some(first) => {
+                    headers.ports = [first.src_port, first.dst_port];
+                    true
+                }
+                None => false,
+            },
+        }
+    }
+
+    /// A packet of TCP or UDP that arrives.
+    fn arrived(
+        &mut self,
+        input: &Input,
+        mut headers: Headers,
+        at: Moment,
+        drawn: &dyn Drawn,
+    ) -> Answer {
+        let mut known = Known::No;
+        if self.follow(&mut headers) {
+            let (key, packet) = (headers.key(), seen_in(&headers));
+            known = self.request(&key, packet, at.tick);
+            if matches!(known, Known::No) {
+                known = self.answer(&key, packet, at.tick, true);
+            }
+            if matches!(known, Known::No) {
+                known = self.answer(&key, packet, at.tick, false);
+            }
+        }
+        let mut again = None;
+        match known {
+            Known::Foreign => return Ok(NEXT),
+            Known::Answer(flow) => return Ok(self.onward(input, &headers, &flow.toward_client())),
+            Known::Request(flow) if !headers.is_syn() => {
+                let ends = self.toward_endpoint(&flow);
+                return Ok(self.onward(input, &headers, &ends));
+            }
+            // A SYN on a flow that is known: the same again, unless one side has closed.
+            Known::Request(flow) => {
+                let closing = seen::FIN | seen::RST;
+                match self.seen_of_replies(&flow) {
+                    Some(replies) if (flow.seen | replies) & closing == 0 => again = Some(flow),
+                    _ => self.remove(&flow),
+                }
+            }
+            Known::No => {}
+        }
+        if headers.is_tcp() && !headers.is_syn() {
+            return Ok(NEXT);
+        }
+        self.begin(input, &headers, again, at, drawn)
+    }
+
+    /// A packet of a flow that is not known; or, with `again`, a SYN on one that is.
+    fn begin(
+        &mut self,
+        input: &Input,
+        headers: &Headers,
+        again: Option<Flow>,
+        at: Moment,
+        drawn: &dyn Drawn,
+    ) -> Answer {
+        let Some((index, kind)) = self.world.frontend(headers) else {
+            return Ok(NEXT);
+        };
+        // No single host has such an address (RFC 1122 section 3.2.1.3): the stack drops what comes
+        // from it, and nobody may be told anything.
+        if is_nobody(headers.src) {
+            return Ok(NEXT);
+        }
+        if headers.fragment == Fragment::Later && headers.ports[1] == Port::ANY {
+            if kind != Kind::CLUSTER_ADDRESS {
+                return Ok(NEXT);
+            }
+            self.count(Reason::UnknownFragment);
+            return Ok(DROP);
+        }
+        let Some(pool) = self.world.pools.get(&index) else {
+            self.count(Reason::Dangling);
+            return Ok(DROP);
+        };
+        let interface = &self.world.interfaces[&input.ifindex];
+        let inside = self.world.is_from_pod(interface, headers.src);
+        let (mut index, mut pool) = (index, pool);
+        let mut masquerade;
+        if [Kind::NODE_PORT, Kind::EXTERNAL_IP, Kind::LOAD_BALANCER].contains(&kind) {
+            if kind == Kind::LOAD_BALANCER
+                && pool.ranged
+                && !self.world.contains(index, headers.src)
+            {
+                return Ok(self.refuse(input, headers, Reason::SourceDenied));
+            }
+            masquerade = pool.external == 0;
+            if pool.external != 0 && !inside {
+                index = pool.external;
+                pool = &self.world.pools[&index];
+            }
+        } else {
+            masquerade = self.world.masquerade_all() || (self.world.knows_pods() && !inside);
+        }
+        if pool.endpoints.is_empty() {
+            let reason = match pool.flags {
+                Block::NO_SUCH_PORT => Reason::PortNotServed,
+                Block::NO_LOCAL => Reason::NoLocalEndpoint,
+                _ => Reason::NoEndpoints,
+            };
+            return Ok(self.refuse(input, headers, reason));
+        }
+        let (endpoint, chosen) = self.choose(pool, headers, again.as_ref(), at, drawn)?;
+
+        let (to, iface) = self.world.way(endpoint.addr, input.ifindex);
+        if to == To::Nowhere {
+            return Ok(self.refuse(input, headers, Reason::NoRoute));
+        }
+        if let Some(output) = self.too_big(input, headers, &to) {
+            return Ok(output);
+        }
+        if let Some(flow) = again {
+            if (flow.endpoint, flow.endpoint_port) == (endpoint.addr, endpoint.port) {
+                let ends = self.toward_endpoint(&flow);
+                return Ok(self.deliver(input, headers, &ends, &to));
+            }
+            self.remove(&flow);
+        }
+        let mut flow = Flow {
+            key: headers.key(),
+            endpoint: endpoint.addr,
+            endpoint_port: endpoint.port,
+            node_addr: 0,
+            node_port: Port::ANY,
+            seen: 0,
+        };
+        masquerade |= headers.src == endpoint.addr;
+        masquerade &= to != To::Here;
+        masquerade = masquerade || self.replies_taken(&flow, at.tick);
+        let mut reason = chosen;
+        if masquerade {
+            reason = Reason::Masqueraded;
+            let index = self.world.interfaces[&iface].masquerade[usize::from(!headers.v4)];
+            if index == 0 {
+                return Ok(self.refuse(input, headers, Reason::NoNodeAddress));
+            }
+            flow.node_addr = index;
+            match self.port(&flow, drawn)? {
+                Some(port) => flow.node_port = port,
+                None => return Ok(self.refuse(input, headers, Reason::PortsExhausted)),
+            }
+        }
+        if !self.add_replies(&flow, at.tick) {
+            return Err(format!("the entry for replies of {flow:?} was taken"));
+        }
+        self.add_requests(&flow, at.tick, seen_in(headers));
+        self.count(reason);
+        let ends = self.toward_endpoint(&flow);
+        Ok(self.deliver(input, headers, &ends, &to))
+    }
+
+    /// Which endpoint it is, and why.
+    fn choose(
+        &mut self,
+        pool: &crate::world::Pool,
+        headers: &Headers,
+        again: Option<&Flow>,
+        at: Moment,
+        drawn: &dyn Drawn,
+    ) -> Result<(Endpoint, Reason), String> {
+        let client = AffinityKey {
+            client: headers.src,
+            group: pool.affinity_group,
+        };
+        let affine = pool.affinity_seconds != 0;
+        let entry = self.state.affinity.get(&client).filter(|_| affine);
+        let timeout = u64::from(pool.affinity_seconds) * 1_000_000_000;
+        let used = again.map(|flow| Endpoint::new(flow.endpoint, flow.endpoint_port));
+        let earlier = used.or(entry
+            .filter(|entry| at.ns.saturating_sub(entry.used_at) <= timeout)
+            .map(|entry| entry.endpoint));
+        if let Some(earlier) = earlier
+            && pool.endpoints.contains(&earlier)
+        {
+            if affine {
+                self.state
+                    .affinity
+                    .change(&client, |entry| entry.used_at = at.ns);
+            }
+            return Ok((earlier, Reason::Kept));
+        }
+        // Drawn by lot. The flow's entry says which; if it was refused, the client's; else it is
+        // one of them.
+        let entered = drawn.forward(&headers.key());
+        let before = self.state.forward.get(&headers.key());
+        let fresh = entered.filter(|now| {
+            before.is_none_or(|before| {
+                (before.endpoint, before.endpoint_port) != (now.endpoint, now.endpoint_port)
+            })
+        });
+        let endpoint = if let Some(now) = fresh {
+            Endpoint::new(now.endpoint, now.endpoint_port)
+        } else if let (true, Some(now)) = (affine, drawn.affinity(&client)) {
+            now.endpoint
+        } else {
+            self.guesses = pool.endpoints.len();
+            pool.endpoints[self.guess % self.guesses]
+        };
+        if !pool.endpoints.contains(&endpoint) {
+            return Err(format!("{endpoint:?} is not one of {:?}", pool.endpoints));
+        }
+        if affine {
+            let entry = Affinity {
+                endpoint,
+                used_at: at.ns,
+            };
+            self.state.affinity.set(client, entry);
+        }
+        Ok((endpoint, Reason::Translated))
+    }
+
+    /// Which port of the node's it is, or `None` if there is none left.
+    fn port(&self, flow: &Flow, drawn: &dyn Drawn) -> Result<Option<Port>, String> {
+        let free = |port: u16| {
+            let port = Port::new(port);
+            let key = PortKey::new(flow.endpoint, flow.endpoint_port, port, flow.key.protocol);
+            !self.state.masquerade.has(&key)
+        };
+        let own = flow.key.src_port.host();
+        if self.world.may_be_given(own) && free(own) {
+            return Ok(Some(flow.key.src_port));
+        }
+        let entered = drawn.forward(&flow.key).filter(|now| {
+            (now.endpoint, now.endpoint_port) == (flow.endpoint, flow.endpoint_port)
+                && now.node_addr == flow.node_addr
+        });
+        let Some(entered) = entered else {
+            // Thirty-two attempts may all fail where few ports are free, and only there.
+            let ports = self.world.ports();
+            let left = ports.iter().filter(|port| free(**port)).count();
+            if left * 2 > ports.len() {
+                return Err(format!("no port was found, of {left} that were free"));
+            }
+            return Ok(None);
+        };
+        let port = entered.node_port.host();
+        if !self.world.may_be_given(port) {
+            return Err(format!("port {port} may not be given to a flow"));
+        }
+        if !free(port) {
+            return Err(format!("port {port} is another flow's"));
+        }
+        Ok(Some(entered.node_port))
+    }
+
+    /// Whether another flow that lives has the key that this one's replies would be known by; one
+    /// that does not live loses it.
+    fn replies_taken(&mut self, flow: &Flow, now: Tick) -> bool {
+        let Some(entry) = self.state.reply.get(&flow.reply_key()) else {
+            return false;
+        };
+        let ours = (entry.vip, entry.vip_port) == (flow.key.dst, flow.key.dst_port);
+        let closing = entry.seen & (seen::FIN | seen::RST) != 0;
+        let keep = keep_seconds(flow.key.protocol, seen::PACKET, entry.seen);
+        if !ours && !closing && entry.used.age_seconds(now) <= keep {
+            return true;
+        }
+        self.state.reply.remove(&flow.reply_key());
+        false
+    }
+
+    fn too_big(&mut self, input: &Input, headers: &Headers, to: &To) -> Option<Output> {
+        let To::Onward(Way { mtu, .. }) = to else {
+            return None;
+        };
+        if input.segmented || headers.length() <= usize::from(*mtu) {
+            return None;
+        }
+        self.count(Reason::TooBig);
+        Some(complain(input, headers, Complaint::TooBig(*mtu)))
+    }
+
+    /// A packet of a known flow.
+    fn onward(&mut self, input: &Input, headers: &Headers, ends: &Ends) -> Output {
+        let (to, _) = self.world.way(ends.dst, input.ifindex);
+        if to == To::Nowhere {
+            self.count(Reason::NoRoute);
+            return DROP;
+        }
+        self.too_big(input, headers, &to)
+            .unwrap_or_else(|| self.deliver(input, headers, ends, &to))
+    }
+
+    fn deliver(&mut self, input: &Input, headers: &Headers, ends: &Ends, to: &To) -> Output {
+        let To::Onward(way) = to else {
+            return up(input, headers, ends);
+        };
+        if headers.hops <= 1 {
+            self.count(Reason::TimeExceeded);
+            return complain(input, headers, Complaint::TimeExceeded);
+        }
+        let frame = write::translated(&input.frame, headers, ends, headers.hops - 1);
+        self.send(frame, way)
+    }
+
+    fn send(&self, mut frame: Vec<u8>, way: &Way) -> Output {
+        let interface = &self.world.interfaces[&way.ifindex];
+        if let (true, Some(neighbour)) = (interface.pod, way.neighbour) {
+            write::link(&mut frame, neighbour, interface.mac);
+        }
+        Output {
+            verdict: Verdict::Redirect,
+            frame: Some(frame),
+        }
+    }
+
+    fn refuse(&mut self, input: &Input, headers: &Headers, reason: Reason) -> Output {
+        self.count(reason);
+        if reason == Reason::NoEndpoints || reason == Reason::PortNotServed {
+            complain(input, headers, Complaint::PortUnreachable)
+        } else {
+            DROP
+        }
+    }
+
+    /// An ICMP packet: an error about a packet of a flow is for whom that packet was from.
+    fn error(&mut self, input: &Input, outer: &Headers, at: Moment) -> Output {
+        if !input.leaves && is_nobody(outer.src) {
+            return NEXT;
+        }
+        // Nothing counts that is not in the packet.
+        let packet = &input.frame[..outer.end];
+        let kinds: &[u8] = if outer.v4 {
+            &[3, 11, 12]
+        } else {
+            &[1, 2, 3, 4]
+        };
+        if !packet
+            .get(outer.l4)
+            .is_some_and(|kind| kinds.contains(kind))
+        {
+            return NEXT;
+        }
+        let quoted = if outer.v4 {
+            read::v4(packet, outer.l4 + 8, None)
+        } else {
+            read::v6(packet, outer.l4 + 8, None)
+        };
+        let Some(Read::Flow(quoted)) = quoted else {
+            return NEXT;
+        };
+        if quoted.fragment == Fragment::Later {
+            return NEXT;
+        }
+        // A packet the other way round would be of the same flow.
+        let sent = quoted.key();
+        let back = FlowKey::new(
+            sent.dst,
+            sent.dst_port,
+            sent.src,
+            sent.src_port,
+            sent.protocol,
+        );
+        let mut known = Known::No;
+        if !input.leaves {
+            known = self.request(&back, 0, at.tick);
+            if matches!(known, Known::No) {
+                known = self.answer(&back, 0, at.tick, true);
+            }
+        }
+        if matches!(known, Known::No) {
+            known = self.answer(&back, 0, at.tick, false);
+        }
+        let ends = match known {
+            Known::No | Known::Foreign => return NEXT,
+            Known::Answer(flow) => flow.toward_client(),
+            Known::Request(flow) => self.toward_endpoint(&flow),
+        };
+        self.count(Reason::ErrorTranslated);
+        let mut hops = outer.hops;
+        let mut onward = None;
+        if !input.leaves {
+            match self.world.way(ends.dst, input.ifindex).0 {
+                To::Here => {}
+                To::Onward(way)
+                    if hops > 1 && (input.segmented || outer.length() <= usize::from(way.mtu)) =>
+                {
+                    hops -= 1;
+                    onward = Some(way);
+                }
+                _ => {
+                    // No error about an error (RFC 1122 section 3.2.2).
+                    self.count(Reason::NoRoute);
+                    return DROP;
+                }
+            }
+        }
+        let frame = write::error_translated(&input.frame, outer, &quoted, &ends, hops);
+        match onward {
+            Some(way) => self.send(frame, &way),
+            None => Output {
+                verdict: Verdict::Next,
+                frame: Some(frame),
+            },
+        }
+    }
+}
+
+/// Translated, and up the stack.
+fn up(input: &Input, headers: &Headers, ends: &Ends) -> Output {
+    let hops = headers.hops;
+    Output {
+        verdict: Verdict::Next,
+        frame: Some(write::translated(&input.frame, headers, ends, hops)),
+    }
+}
+
+/// Tells whoever sent a packet what is wrong with it, if that can be told.
+fn complain(input: &Input, headers: &Headers, complaint: Complaint) -> Output {
+    if input.segmented || !headers.is_plain() {
+        return DROP;
+    }
+    Output {
+        verdict: Verdict::Redirect,
+        frame: Some(write::complaint(&input.frame, headers, complaint)),
+    }
+}
+
+/// Whether a TCP packet's flags are there, where it ought to have some.
+fn has_flags(headers: &Headers) -> bool {
+    !headers.is_tcp() || headers.fragment == Fragment::Later || headers.flags.is_some()
+}
+
+/// What a packet adds to what was seen of its flow.
+fn seen_in(headers: &Headers) -> u8 {
+    let mut all = seen::PACKET;
+    let tcp = headers.flags.unwrap_or_default();
+    if tcp & flags::FIN != 0 {
+        all |= seen::FIN;
+    }
+    if tcp & flags::RST != 0 {
+        all |= seen::RST;
+    }
+    all
+}
+
+/// Whether an address is never a single host's on a network: "this host", loopback, multicast and
+/// what is reserved.
+fn is_nobody(addr: Addr) -> bool {
+    let octets = addr.octets();
+    if addr.is_v4() {
+        matches!(octets[12], 0 | 127 | 224..)
+    } else {
+        octets[0] == 0xff || (octets[..15] == [0; 15] && octets[15] <= 1)
+    }
+}
+
+/// The ports from `first` on that are not in a range.
+pub fn ports_without(first: u16, range: std::ops::RangeInclusive<u16>) -> BTreeSet<u16> {
+    (first..=u16::MAX)
+        .filter(|port| !range.contains(port))
+        .collect()
+}

@@ -1,0 +1,206 @@
+//! What a frame says, by the RFCs, for a node that must not be fooled.
+
+use dataplane_common::{Addr, Port, Protocol, packet::FlowKey};
+
+use crate::wire::{LINK, flags, protocol};
+
+/// What a frame is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Read {
+    /// Nothing that is ever translated.
+    Other,
+    /// An IP packet that is cut short or contradicts itself.
+    Malformed,
+    /// ICMP of the packet's family.
+    Icmp(Headers),
+    /// TCP or UDP, or a fragment of one.
+    Flow(Headers),
+}
+
+/// Whether a packet is a part of a datagram, and which.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fragment {
+    /// It is all of it.
+    Whole,
+    /// The first: with ports.
+    First,
+    /// A later one.
+    Later,
+}
+
+/// Where things are in a packet.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Headers {
+    pub v4: bool,
+    /// Where the IP header begins, and what follows it (and its extensions).
+    pub l3: usize,
+    pub l4: usize,
+    /// Where the packet ends, as its header says.
+    pub end: usize,
+    pub src: Addr,
+    pub dst: Addr,
+    /// Network order is [`Port`]'s business. 0: unknown.
+    pub ports: [Port; 2],
+    pub protocol: u8,
+    pub fragment: Fragment,
+    pub identification: [u8; 4],
+    pub hops: u8,
+    /// TCP's flags, if they are there.
+    pub flags: Option<u8>,
+}
+
+impl Headers {
+    /// What conntrack knows the packet by.
+    pub fn key(&self) -> FlowKey {
+        let protocol = Protocol::from_number(self.protocol);
+        FlowKey::new(self.src, self.ports[0], self.dst, self.ports[1], protocol)
+    }
+
+    pub fn is_tcp(&self) -> bool {
+        self.protocol == protocol::TCP
+    }
+
+    /// Whether it wants to begin a connection.
+    pub fn is_syn(&self) -> bool {
+        let wanted = flags::SYN | flags::ACK;
+        self.is_tcp() && self.flags.is_some_and(|flags| flags & wanted == flags::SYN)
+    }
+
+    /// The packet's length, as its header says.
+    pub fn length(&self) -> usize {
+        self.end - self.l3
+    }
+
+    /// Whether nothing stands between the IP header and what it carries.
+    pub fn is_plain(&self) -> bool {
+        self.fragment == Fragment::Whole && self.l4 - self.l3 == if self.v4 { 20 } else { 40 }
+    }
+}
+
+fn word(bytes: &[u8], at: usize) -> Option<u16> {
+    Some(u16::from_be_bytes(bytes.get(at..at + 2)?.try_into().ok()?))
+}
+
+/// Reads a frame.
+pub fn frame(bytes: &[u8]) -> Read {
+    match word(bytes, 12) {
+        Some(0x0800) => v4(bytes, LINK, Some(bytes.len())).unwrap_or(Read::Malformed),
+        Some(0x86dd) => v6(bytes, LINK, Some(bytes.len())).unwrap_or(Read::Malformed),
+        _ => Read::Other,
+    }
+}
+
+/// Reads an IPv4 packet at `l3`. `limit`: where the packet must have ended; `None` for one that an
+/// ICMP error quotes, of which only the beginning is there. `None` if its headers are not all there.
+pub fn v4(bytes: &[u8], l3: usize, limit: Option<usize>) -> Option<Read> {
+    let header = bytes.get(l3..l3 + 20)?;
+    let header_length = usize::from(header[0] & 15) * 4;
+    let end = l3 + usize::from(word(header, 2)?);
+    let l4 = l3 + header_length;
+    if header[0] >> 4 != 4 || header_length < 20 || end < l4 || limit.is_some_and(|l| end > l) {
+        return None;
+    }
+    let fragment = word(header, 6)?;
+    let headers = Headers {
+        v4: true,
+        l3,
+        l4,
+        end,
+        src: Addr::from_v4(header[12..16].try_into().ok()?),
+        dst: Addr::from_v4(header[16..20].try_into().ok()?),
+        ports: [Port::ANY; 2],
+        protocol: header[9],
+        fragment: match (fragment & 0x1fff, fragment & 0x2000) {
+            (0, 0) => Fragment::Whole,
+            (0, _) => Fragment::First,
+            _ => Fragment::Later,
+        },
+        identification: [header[4], header[5], 0, 0],
+        hops: header[8],
+        flags: None,
+    };
+    transport(bytes, headers, protocol::ICMP)
+}
+
+/// Likewise IPv6.
+pub fn v6(bytes: &[u8], l3: usize, limit: Option<usize>) -> Option<Read> {
+    let header = bytes.get(l3..l3 + 40)?;
+    let payload = usize::from(word(header, 4)?);
+    let end = l3 + 40 + payload;
+    // No payload: nothing, or a jumbogram, which no link here carries.
+    if header[0] >> 4 != 6 || payload == 0 || limit.is_some_and(|limit| end > limit) {
+        return None;
+    }
+    let address = |at: usize| Some(Addr::from_v6(header[at..at + 16].try_into().ok()?));
+    let mut headers = Headers {
+        v4: false,
+        l3,
+        l4: l3 + 40,
+        end,
+        src: address(8)?,
+        dst: address(24)?,
+        ports: [Port::ANY; 2],
+        protocol: header[6],
+        fragment: Fragment::Whole,
+        identification: [0; 4],
+        hops: header[7],
+        flags: None,
+    };
+    // No such address is ever on the wire; in our tables it would be another family's.
+    if headers.src.is_v4() || headers.dst.is_v4() {
+        return Some(Read::Other);
+    }
+    for _ in 0..6 {
+        let at = headers.l4;
+        let next = headers.protocol;
+        match next {
+            protocol::FRAGMENT => {
+                let extension = bytes.get(at..at + 8)?;
+                let offset = word(extension, 2)?;
+                headers.protocol = extension[0];
+                headers.identification = extension[4..8].try_into().ok()?;
+                headers.l4 = at + 8;
+                if offset & 0xfff8 != 0 {
+                    headers.fragment = Fragment::Later;
+                    break;
+                }
+                if offset & 1 != 0 {
+                    headers.fragment = Fragment::First;
+                }
+            }
+            protocol::HOP_BY_HOP | protocol::ROUTING | protocol::DESTINATION => {
+                let extension = bytes.get(at..at + 2)?;
+                headers.protocol = extension[0];
+                headers.l4 = at + (usize::from(extension[1]) + 1) * 8;
+            }
+            _ => break,
+        }
+    }
+    if headers.l4 > end {
+        return None;
+    }
+    transport(bytes, headers, protocol::ICMP6)
+}
+
+fn transport(bytes: &[u8], mut headers: Headers, icmp: u8) -> Option<Read> {
+    if headers.protocol != protocol::TCP && headers.protocol != protocol::UDP {
+        let whole = headers.fragment == Fragment::Whole;
+        return Some(if headers.protocol == icmp && whole {
+            Read::Icmp(headers)
+        } else {
+            Read::Other
+        });
+    }
+    if headers.fragment == Fragment::Later {
+        return Some(Read::Flow(headers));
+    }
+    if headers.end < headers.l4 + 8 {
+        return None;
+    }
+    let port = |at| Some(Port::new(word(bytes, at)?));
+    headers.ports = [port(headers.l4)?, port(headers.l4 + 2)?];
+    if headers.is_tcp() && headers.end >= headers.l4 + 20 {
+        headers.flags = bytes.get(headers.l4 + 13).copied();
+    }
+    Some(Read::Flow(headers))
+}

@@ -1,0 +1,580 @@
+//! The node that packets are thrown at: its interfaces, routes and services. Once as the kernel's
+//! (a lab's namespace, and the tables), once as the model's.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    fmt::Write as _,
+    net::IpAddr,
+    ops::RangeInclusive,
+};
+
+use anyhow::{Context as _, Result, ensure};
+use dataplane::{
+    kernel::{Network, NetworkInterface, rig::Rig},
+    plan::Write,
+};
+use dataplane_common::{
+    Addr, Port, Protocol, decide,
+    packet::{Iface, PacketConfig, SourceKey},
+    tables::{self, Block, Endpoint, Frontend, FrontendKey, Kind},
+};
+use dataplane_tests::{Host, Lab};
+
+use crate::model::{ports_without, read::Headers};
+
+/// An interface of the node.
+#[derive(Clone, Debug, Default)]
+pub struct Interface {
+    /// Its name.
+    pub name: String,
+    /// Its link-layer address.
+    pub mac: [u8; 6],
+    /// Whether a pod is at its other end.
+    pub pod: bool,
+    /// Indices of the addresses that flows which leave by it are masqueraded to, IPv4 and IPv6; 0:
+    /// there is none.
+    pub masquerade: [u8; 2],
+    masquerade_to: [Option<Addr>; 2],
+    mtu: u16,
+}
+
+/// A way to a destination.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Way {
+    /// By which interface.
+    pub ifindex: u32,
+    /// The longest packet that it takes.
+    pub mtu: u16,
+    /// The next hop's link-layer address, if the kernel knows it.
+    pub neighbour: Option<[u8; 6]>,
+}
+
+/// Where a destination is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum To {
+    /// This host itself, or where only the stack knows.
+    Here,
+    /// A route forbids to go there.
+    Nowhere,
+    /// Elsewhere.
+    Onward(Way),
+}
+
+/// The endpoints of a service's port.
+#[derive(Clone, Debug, Default)]
+pub struct Pool {
+    /// Sorted.
+    pub endpoints: Vec<Endpoint>,
+    /// Of [`Block`].
+    pub flags: u16,
+    /// Session affinity's timeout; 0: none.
+    pub affinity_seconds: u32,
+    /// Whose clients it shares.
+    pub affinity_group: u32,
+    /// The pool for clients from outside; 0: this one.
+    pub external: u32,
+    /// Whether its load balancer has source ranges.
+    pub ranged: bool,
+}
+
+/// Where an address is, and what is known of it.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    to: Option<(u32, Option<[u8; 6]>)>,
+    nowhere: bool,
+}
+
+/// The node.
+#[derive(Clone, Debug)]
+pub struct World {
+    /// By number.
+    pub interfaces: BTreeMap<u32, Interface>,
+    /// By index.
+    pub pools: BTreeMap<u32, Pool>,
+    frontends: HashMap<FrontendKey, (u32, Kind)>,
+    /// Networks: set, address, length of the prefix as a 16-byte address's.
+    sources: Vec<(u32, Addr, u32)>,
+    node_addrs: Vec<Addr>,
+    places: HashMap<Addr, Place>,
+    /// The interface of the default route.
+    uplink: u32,
+    /// What the programs are told.
+    pub config: PacketConfig,
+    /// Addresses that clients have.
+    pub clients: Vec<Addr>,
+    /// Addresses that services have, and ports that they serve there.
+    pub vips: Vec<(Addr, u16)>,
+}
+
+/// The ports that the host's own sockets are given.
+pub const EPHEMERAL: RangeInclusive<u16> = 32768..=60999;
+/// Another such range, which leaves five to flows.
+pub const NEARLY_ALL: RangeInclusive<u16> = 1024..=65530;
+
+/// From the number of IPv4's pools to that of IPv6's.
+const V6: u32 = 64;
+/// No pool has this number.
+const NO_POOL: u32 = 70_000;
+
+fn addr(text: &str) -> Addr {
+    Addr::from(text.parse::<IpAddr>().expect("an address of this file"))
+}
+
+/// The namespace that it is in: a node with four pods, of which one takes short packets only, one is
+/// silent, and a default route.
+///
+/// # Errors
+/// If the lab cannot be built.
+pub fn lab() -> Result<Lab> {
+    let lab = Lab::builder()
+        .node("node1")
+        .pod("node1", "near", "10.244.1.10")
+        .pod("node1", "near2", "10.244.1.11")
+        .pod("node1", "small", "10.244.1.12")
+        .pod("node1", "quiet", "10.244.1.13")
+        .build()?;
+    let node = lab.node("node1");
+    let mut script = String::from(
+        "link set veth-small mtu 1400
+         route add default via 192.168.77.254
+         -6 route add default via fd77::254
+         route add blackhole 10.9.0.0/16
+         -6 route add blackhole fd09::/16
+         route add prohibit 10.10.0.0/16
+         -6 route add prohibit fd10::/16
+         neigh replace 192.168.77.254 lladdr 02:00:00:00:fe:fe dev eth0 nud permanent
+         -6 neigh replace fd77::254 lladdr 02:00:00:00:fe:fe dev eth0 nud permanent\n",
+    );
+    for interface in [
+        "eth0",
+        "veth-near",
+        "veth-near2",
+        "veth-small",
+        "veth-quiet",
+    ] {
+        // Their routes are in the way of the model's simplicity.
+        let _ = writeln!(script, "-6 addr flush dev {interface} scope link");
+    }
+    for (number, name) in [(10, "near"), (11, "near2"), (12, "small")] {
+        for address in [
+            format!("10.244.1.{number}"),
+            format!("fd00:10:244:1::{number}"),
+        ] {
+            let mac = format!("02:00:00:00:01:{number}");
+            let neigh =
+                format!("neigh replace {address} lladdr {mac} dev veth-{name} nud permanent");
+            let _ = writeln!(script, "{neigh}");
+        }
+    }
+    for line in script.lines() {
+        node.ip(line)?;
+    }
+    Ok(lab)
+}
+
+/// What `ip` says of the node's interfaces: name, number, address, MTU.
+fn interfaces(node: &Host) -> Result<BTreeMap<u32, Interface>> {
+    let links: Vec<serde_json::Value> = node.command("ip").args(["-json", "link"]).json()?;
+    let mut all = BTreeMap::new();
+    for link in links {
+        let name = link["ifname"].as_str().unwrap_or_default().to_owned();
+        if name != "eth0" && !name.starts_with("veth-") {
+            continue;
+        }
+        let number = |key: &str| link[key].as_u64().context("a number");
+        let mut mac = [0; 6];
+        let text = link["address"].as_str().unwrap_or_default();
+        for (byte, digits) in mac.iter_mut().zip(text.split(':')) {
+            *byte = u8::from_str_radix(digits, 16)?;
+        }
+        let pod = name != "eth0";
+        let masquerade_to = match name.as_str() {
+            "eth0" => [Some(addr("192.168.77.1")), Some(addr("fd77::1"))],
+            "veth-quiet" => [None; 2],
+            _ => [Some(addr("10.244.1.1")), Some(addr("fd00:10:244:1::1"))],
+        };
+        let interface = Interface {
+            name,
+            mac,
+            pod,
+            masquerade: [0; 2],
+            masquerade_to,
+            mtu: number("mtu")?.try_into()?,
+        };
+        all.insert(number("ifindex")?.try_into()?, interface);
+    }
+    ensure!(all.len() == 5, "not the interfaces of the lab: {all:?}");
+    Ok(all)
+}
+
+impl World {
+    /// The node in the lab, and its services in the tables of the rig.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
+    pub fn new(lab: &Lab, rig: &mut Rig) -> Result<Self> {
+        let interfaces = interfaces(lab.node("node1"))?;
+        let find = |name: &str| {
+            let found = interfaces.iter().find(|(_, i)| i.name == name);
+            found.map_or(0, |(ifindex, _)| *ifindex)
+        };
+        let mut world = Self {
+            uplink: find("eth0"),
+            places: HashMap::new(),
+            pools: BTreeMap::new(),
+            frontends: HashMap::new(),
+            sources: vec![
+                (SourceKey::PODS, addr("10.244.1.0"), 96 + 24),
+                (SourceKey::PODS, addr("fd00:10:244:1::"), 64),
+            ],
+            node_addrs: Vec::new(),
+            config: PacketConfig::default(),
+            clients: Vec::new(),
+            vips: Vec::new(),
+            interfaces: BTreeMap::new(),
+        };
+        let near = |name, number| (find(name), Some([2, 0, 0, 0, 1, number]));
+        for (v4, v6, to) in [
+            (
+                "10.244.1.10",
+                "fd00:10:244:1::10",
+                Some(near("veth-near", 0x10)),
+            ),
+            (
+                "10.244.1.11",
+                "fd00:10:244:1::11",
+                Some(near("veth-near2", 0x11)),
+            ),
+            (
+                "10.244.1.12",
+                "fd00:10:244:1::12",
+                Some(near("veth-small", 0x12)),
+            ),
+            (
+                "10.244.1.13",
+                "fd00:10:244:1::13",
+                Some((find("veth-quiet"), None)),
+            ),
+            ("192.168.77.1", "fd77::1", None),
+            ("10.244.1.1", "fd00:10:244:1::1", None),
+            ("192.168.77.255", "fd77::", None),
+        ] {
+            for address in [v4, v6] {
+                let place = Place { to, nowhere: false };
+                world.places.insert(addr(address), place);
+            }
+        }
+        for address in ["10.9.0.1", "fd09::1", "10.10.0.1", "fd10::1"] {
+            let place = Place {
+                to: None,
+                nowhere: true,
+            };
+            world.places.insert(addr(address), place);
+        }
+        world.interfaces = interfaces;
+        world.serve();
+        world.fill(rig)?;
+        rig.set_network(&world.network())?;
+        world.node_addrs = vec![Addr::UNSPECIFIED];
+        let addresses = world.interfaces.values().flat_map(|i| i.masquerade_to);
+        let addresses: BTreeSet<Addr> = addresses.flatten().collect();
+        for address in addresses {
+            let index = rig.node_addr(address).context("it was given an index")?;
+            let at = usize::from(index);
+            if world.node_addrs.len() <= at {
+                world.node_addrs.resize(at + 1, Addr::UNSPECIFIED);
+            }
+            world.node_addrs[at] = address;
+        }
+        for interface in world.interfaces.values_mut() {
+            let index = |to: Option<Addr>| to.and_then(|to| rig.node_addr(to)).unwrap_or_default();
+            interface.masquerade = interface.masquerade_to.map(index);
+        }
+        Ok(world)
+    }
+
+    /// What the programs are told of the network.
+    fn network(&self) -> Network {
+        let interfaces = self.interfaces.iter().map(|(ifindex, interface)| {
+            let flags = if interface.pod {
+                Iface::POD | Iface::LOCAL
+            } else {
+                0
+            };
+            let interface = NetworkInterface {
+                flags,
+                masquerade: interface.masquerade_to,
+            };
+            (*ifindex, interface)
+        });
+        let pods = self
+            .sources
+            .iter()
+            .filter(|(set, ..)| *set == SourceKey::PODS);
+        Network {
+            interfaces: interfaces.collect(),
+            pods: pods
+                .map(|(set, addr, length)| SourceKey::network(*set, *addr, *length))
+                .collect(),
+            config: self.config,
+        }
+    }
+
+    /// Changes what the programs are told.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
+    pub fn configure(&mut self, rig: &mut Rig, config: PacketConfig) -> Result<()> {
+        self.config = config;
+        rig.set_network(&self.network())?;
+        Ok(())
+    }
+
+    /// The services, in both families.
+    fn serve(&mut self) {
+        for v4 in [true, false] {
+            let shift = if v4 { 0 } else { V6 };
+            let at = |v4_text: &str, v6_text: &str| addr(if v4 { v4_text } else { v6_text });
+            let endpoint = |address: Addr, port: u16| Endpoint::new(address, Port::new(port));
+            let near = endpoint(at("10.244.1.10", "fd00:10:244:1::10"), 8080);
+            let near2 = endpoint(at("10.244.1.11", "fd00:10:244:1::11"), 8081);
+            let small = endpoint(at("10.244.1.12", "fd00:10:244:1::12"), 80);
+            let quiet = endpoint(at("10.244.1.13", "fd00:10:244:1::13"), 8080);
+            let far = endpoint(at("10.244.2.10", "fd00:10:244:2::10"), 8080);
+            let host = endpoint(at("192.168.77.1", "fd77::1"), 9090);
+            let lost = endpoint(at("10.9.0.1", "fd09::1"), 8080);
+            let forbidden = endpoint(at("10.10.0.1", "fd10::1"), 8080);
+            let pools: [(u32, &[Endpoint], u16); 15] = [
+                (1, &[near, near2, small, quiet, far, host], 0),
+                (2, &[near, far], 0),
+                (3, &[near], 0),
+                (4, &[far], 0),
+                (5, &[], Block::NO_LOCAL),
+                (6, &[], 0),
+                (7, &[near, near2, far], 0),
+                (8, &[host], 0),
+                (9, &[lost, forbidden], 0),
+                (10, &[lost, near], 0),
+                (11, &[], Block::NO_SUCH_PORT),
+                (12, &[], Block::NO_LOCAL),
+                (13, &[small], 0),
+                (14, &[near, far, lost], 0),
+                (15, &[near], 0),
+            ];
+            for (index, endpoints, flags) in pools {
+                let mut endpoints = endpoints.to_vec();
+                endpoints.sort_by(decide::order);
+                let external = match index {
+                    2 => 3,
+                    4 => 5,
+                    14 => 15,
+                    _ => 0,
+                };
+                let affine = matches!(index, 7 | 14 | 15);
+                let pool = Pool {
+                    endpoints,
+                    flags,
+                    affinity_seconds: if affine { 60 } else { 0 },
+                    affinity_group: shift + if index == 15 { 14 } else { index },
+                    external: if external == 0 { 0 } else { shift + external },
+                    ranged: matches!(index, 1 | 2),
+                };
+                self.pools.insert(shift + index, pool);
+            }
+            // The load balancers of 1 and 2 are for some only.
+            for (set, v4_text, v6_text, length) in [
+                (1, "192.168.77.0", "fd77::", 24),
+                (1, "10.244.1.10", "fd00:10:244:1::10", 32),
+                (2, "198.51.100.128", "fd98::8000:0:0:0", 25),
+            ] {
+                let length = match (v4, length) {
+                    (true, length) => 96 + length,
+                    (false, 24) => 64,
+                    (false, 25) => 65,
+                    (false, _) => 128,
+                };
+                self.sources
+                    .push((shift + set, at(v4_text, v6_text), length));
+            }
+            for service in [1, 2, 4, 6, 7, 8, 9, 10, 12, 13, 14] {
+                let text = |v4_prefix: &str, v6_prefix: &str| {
+                    at(
+                        &format!("{v4_prefix}{service}"),
+                        &format!("{v6_prefix}{service}"),
+                    )
+                };
+                for (vip, kind) in [
+                    (text("10.96.0.", "fd00:96::"), Kind::CLUSTER_IP),
+                    (text("203.0.113.", "fd99::"), Kind::LOAD_BALANCER),
+                    (text("203.0.114.", "fd97::"), Kind::EXTERNAL_IP),
+                ] {
+                    for protocol in [Protocol::TCP, Protocol::UDP] {
+                        let key = FrontendKey::new(vip, Port::new(80), protocol);
+                        self.frontends.insert(key, (shift + service, kind));
+                    }
+                    self.vips.push((vip, 80));
+                    if kind == Kind::CLUSTER_IP {
+                        let key = FrontendKey::address(vip);
+                        let value = (shift + 11, Kind::CLUSTER_ADDRESS);
+                        self.frontends.insert(key, value);
+                        let key = FrontendKey::new(vip, Port::new(99), Protocol::TCP);
+                        self.frontends.insert(key, (NO_POOL, Kind::CLUSTER_IP));
+                    }
+                }
+                let port = 30000 + u16::try_from(service).unwrap_or_default();
+                for protocol in [Protocol::TCP, Protocol::UDP] {
+                    let key = FrontendKey::node_port(v4, Port::new(port), protocol);
+                    self.frontends
+                        .insert(key, (shift + service, Kind::NODE_PORT));
+                }
+                self.vips.push((at("192.168.77.1", "fd77::1"), port));
+            }
+            let node = FrontendKey::address(at("192.168.77.1", "fd77::1"));
+            self.frontends.insert(node, (0, Kind::NODE_ADDRESS));
+            for (v4_text, v6_text) in [
+                ("192.168.77.201", "fd77::201"),
+                ("198.51.100.9", "fd98::9"),
+                ("198.51.100.200", "fd98::8000:0:0:1"),
+                ("10.244.1.10", "fd00:10:244:1::10"),
+                ("10.244.1.13", "fd00:10:244:1::13"),
+                ("10.244.2.10", "fd00:10:244:2::10"),
+                ("10.244.1.12", "fd00:10:244:1::12"),
+                ("192.168.77.1", "fd77::1"),
+                ("127.0.0.1", "::1"),
+                ("10.9.0.1", "fd09::1"),
+            ] {
+                self.clients.push(at(v4_text, v6_text));
+            }
+        }
+    }
+
+    /// The services, into the kernel's tables.
+    fn fill(&self, rig: &mut Rig) -> Result<()> {
+        let mut writes = Vec::new();
+        let mut base = 0;
+        for (index, pool) in &self.pools {
+            let len = u16::try_from(pool.endpoints.len())?;
+            let block = Block::new(base, len, pool.flags);
+            writes.push(Write::Endpoints {
+                base,
+                endpoints: pool.endpoints.clone(),
+            });
+            base += u32::from(len);
+            let pool = tables::Pool {
+                block,
+                affinity_seconds: pool.affinity_seconds,
+                affinity_group: pool.affinity_group,
+                external: pool.external,
+                ranged: pool.ranged.into(),
+            };
+            writes.push(Write::Pool {
+                index: *index,
+                pool,
+                fresh: true,
+            });
+        }
+        for (set, addr, length) in &self.sources {
+            if *set != SourceKey::PODS {
+                let key = SourceKey::network(*set, *addr, *length);
+                writes.push(Write::AddSource { key });
+            }
+        }
+        for (key, (pool, kind)) in &self.frontends {
+            writes.push(Write::Insert {
+                key: *key,
+                frontend: Frontend::new(*pool, *kind),
+            });
+        }
+        rig.apply(&writes)?;
+        Ok(())
+    }
+
+    /// An address that flows are masqueraded to.
+    pub fn node_addr(&self, index: u8) -> Addr {
+        let addr = self.node_addrs.get(usize::from(index));
+        addr.copied().unwrap_or(Addr::UNSPECIFIED)
+    }
+
+    /// Which service a packet is for: the pool, and what kind of address it came to.
+    pub(crate) fn frontend(&self, headers: &Headers) -> Option<(u32, Kind)> {
+        let protocol = Protocol::from_number(headers.protocol);
+        let (addr, port) = (headers.dst, headers.ports[1]);
+        let get = |key| self.frontends.get(&key).copied();
+        if let Some(exact) = get(FrontendKey::new(addr, port, protocol)) {
+            return Some(exact);
+        }
+        let address = get(FrontendKey::address(addr))?;
+        if address.1 == Kind::NODE_ADDRESS {
+            get(FrontendKey::node_port(headers.v4, port, protocol))
+        } else {
+            Some(address)
+        }
+    }
+
+    /// Whether a set has a network with this address.
+    pub fn contains(&self, set: u32, addr: Addr) -> bool {
+        let bits = |addr: Addr| u128::from_be_bytes(addr.octets());
+        self.sources.iter().any(|(of, network, length)| {
+            *of == set && (bits(*network) ^ bits(addr)).leading_zeros() >= *length
+        })
+    }
+
+    /// Whether anybody told how pods are known.
+    pub fn knows_pods(&self) -> bool {
+        let ways = PacketConfig::DETECT_BY_ADDRESS | PacketConfig::DETECT_BY_INTERFACE;
+        self.config.flags & ways != 0
+    }
+
+    /// Whether a packet from this address, at this interface, is a pod's.
+    pub fn is_from_pod(&self, interface: &Interface, src: Addr) -> bool {
+        let by = |flag| self.config.flags & flag != 0;
+        (by(PacketConfig::DETECT_BY_ADDRESS) && self.contains(SourceKey::PODS, src))
+            || (by(PacketConfig::DETECT_BY_INTERFACE) && interface.pod)
+    }
+
+    /// Whether whatever goes to a cluster IP is masqueraded.
+    pub fn masquerade_all(&self) -> bool {
+        self.config.flags & PacketConfig::MASQUERADE_ALL != 0
+    }
+
+    fn ephemeral(&self) -> RangeInclusive<u16> {
+        self.config.ephemeral_first..=self.config.ephemeral_last
+    }
+
+    /// Whether a masqueraded flow may have a port.
+    pub fn may_be_given(&self, port: u16) -> bool {
+        port >= 1024 && !self.ephemeral().contains(&port)
+    }
+
+    /// The ports that masqueraded flows may have.
+    pub fn ports(&self) -> BTreeSet<u16> {
+        ports_without(1024, self.ephemeral())
+    }
+
+    /// Where the routes lead, and by which interface; by that of the packet where they do not lead
+    /// elsewhere.
+    pub fn way(&self, dst: Addr, ifindex: u32) -> (To, u32) {
+        let octets = dst.octets();
+        let uplink = (self.uplink, Some([2, 0, 0, 0, 0xfe, 0xfe]));
+        let to = match self.places.get(&dst) {
+            Some(Place { nowhere: true, .. }) => return (To::Nowhere, ifindex),
+            Some(place) => place.to,
+            None if dst.is_v4() && octets[12..14] == [10, 9] => return (To::Nowhere, ifindex),
+            None if dst.is_v4() && octets[12..14] == [10, 10] => return (To::Nowhere, ifindex),
+            None if !dst.is_v4() && octets[..2] == [0xfd, 9] => return (To::Nowhere, ifindex),
+            None if !dst.is_v4() && octets[..2] == [0xfd, 0x10] => return (To::Nowhere, ifindex),
+            None if dst.is_loopback() || octets[0] == 0xff => None,
+            None => Some(uplink),
+        };
+        let Some((ifindex, neighbour)) = to else {
+            return (To::Here, ifindex);
+        };
+        let mtu = self.interfaces[&ifindex].mtu;
+        let way = Way {
+            ifindex,
+            mtu,
+            neighbour,
+        };
+        (To::Onward(way), ifindex)
+    }
+}

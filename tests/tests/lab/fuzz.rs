@@ -1,0 +1,26 @@
+//! Packets of all kinds through the packet path's programs, compared with a model of what they ought
+//! to do: some seconds of what `cargo xtask fuzz packet` does for as long as one likes.
+
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use dataplane_proof::campaign::Scene;
+use dataplane_tests::patience;
+
+scenarios! {
+    Dataplane:
+    the_packet_programs_do_what_the_model_does,
+}
+
+fn the_packet_programs_do_what_the_model_does() -> Result<()> {
+    // A machine that is given more time for other things is given less to do here.
+    let slowness = patience(Duration::from_secs(1)).as_secs();
+    let packets = 100_000 / slowness;
+    let seed = 20_261_121;
+    let tally = Scene::new()?.run(seed, packets, &|_| {})?;
+    ensure!(
+        tally.packets >= packets && tally.right > packets / 10,
+        "{tally:?}"
+    );
+    Ok(())
+}
