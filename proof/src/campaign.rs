@@ -144,6 +144,36 @@ impl Scene {
             .unwrap_or_else(|_| Err(anyhow!("it panicked")))
     }
 
+    /// Runs a program on a packet at an interface, whose link-layer address it is for. Answers what
+    /// became of it, and why: every reason that was counted. Inside of the namespace.
+    ///
+    /// # Errors
+    /// The kernel's refusal to run it.
+    pub fn throw(
+        &self,
+        interface: &str,
+        leaves: bool,
+        frame: &[u8],
+    ) -> Result<(Output, Vec<Reason>)> {
+        let (ifindex, mac) = self.world.interface(interface);
+        let mut frame = frame.to_vec();
+        frame[..6].copy_from_slice(&mac);
+        let input = Input {
+            leaves,
+            ifindex,
+            segmented: false,
+            frame,
+        };
+        let before = self.rig.reasons()?;
+        let output = run(&self.rig, &input)?;
+        let after = self.rig.reasons()?;
+        let counted = Reason::ALL.iter().copied().filter(|reason| {
+            let at = *reason as usize;
+            after[at] > before[at]
+        });
+        Ok((output, counted.collect()))
+    }
+
     /// Throws so many packets at the programs, and says what was counted.
     ///
     /// # Errors
@@ -242,7 +272,10 @@ impl Scene {
     }
 
     /// Empties what the programs remember.
-    fn forget(&self) -> Result<()> {
+    ///
+    /// # Errors
+    /// The kernel's refusal.
+    pub fn forget(&self) -> Result<()> {
         empty(&self.rig.forward)?;
         empty(&self.rig.reply)?;
         empty(&self.rig.masquerade)?;
@@ -404,10 +437,7 @@ pub fn too_short(frame: &[u8]) -> bool {
 }
 
 /// Runs a program on a packet.
-///
-/// # Errors
-/// The kernel's refusal to run it.
-pub fn run(rig: &Rig, input: &Input) -> Result<Output> {
+fn run(rig: &Rig, input: &Input) -> Result<Output> {
     let mut out = vec![0; input.frame.len() + 256];
     let context = SkbContext::new(input.ifindex, u32::from(input.segmented) * 2);
     let direction = if input.leaves {

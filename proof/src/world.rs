@@ -489,6 +489,16 @@ impl World {
         Ok(())
     }
 
+    /// An interface's number and link-layer address.
+    ///
+    /// # Panics
+    /// If there is none of this name.
+    pub fn interface(&self, name: &str) -> (u32, [u8; 6]) {
+        let found = self.interfaces.iter().find(|(_, i)| i.name == name);
+        let (ifindex, interface) = found.expect("an interface of the lab");
+        (*ifindex, interface.mac)
+    }
+
     /// An address that flows are masqueraded to.
     pub fn node_addr(&self, index: u8) -> Addr {
         let addr = self.node_addrs.get(usize::from(index));

@@ -22,6 +22,7 @@ mod churn;
 mod cluster;
 mod commands;
 mod configured;
+mod crafted;
 mod daemonset;
 mod explain;
 mod features;
@@ -116,6 +117,7 @@ fn main() -> ExitCode {
         stale::SCENARIOS,
         flows::SCENARIOS,
         fuzz::SCENARIOS,
+        crafted::SCENARIOS,
         policies::SCENARIOS,
         nodeport::SCENARIOS,
         kube_proxy::SCENARIOS,
