@@ -658,6 +658,32 @@ pub fn prog_test_run_packet(
     }
 }
 
+/// Sets one of a network device's values (`struct ethtool_value` in `include/uapi/linux/ethtool.h`).
+pub fn ethtool_set(interface: &str, command: u32, value: u32) -> io::Result<()> {
+    let mut request = [command, value];
+    // SAFETY: plain data, for which zero is a value.
+    let mut ifreq: libc::ifreq = unsafe { zeroed() };
+    for (to, from) in ifreq.ifr_name.iter_mut().zip(interface.bytes().take(15)) {
+        *to = from.cast_signed();
+    }
+    ifreq.ifr_ifru.ifru_data = request.as_mut_ptr().cast();
+    let socket = std::net::UdpSocket::bind((std::net::Ipv4Addr::UNSPECIFIED, 0))?;
+    // SAFETY: the request lives until the call is over, and has the two words that such a command
+    // reads.
+    let result = unsafe {
+        libc::ioctl(
+            socket.as_fd().as_raw_fd(),
+            libc::SIOCETHTOOL as _,
+            &raw mut ifreq,
+        )
+    };
+    if result < 0 {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(())
+    }
+}
+
 /// The cookie of the network namespace that this thread is in (`SO_NETNS_COOKIE`, Linux 5.14).
 pub fn netns_cookie() -> io::Result<u64> {
     let socket = std::net::UdpSocket::bind((std::net::Ipv4Addr::UNSPECIFIED, 0))?;

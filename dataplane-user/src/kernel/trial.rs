@@ -152,3 +152,35 @@ impl Bystander {
         Ok(u64::from_ne_bytes(count))
     }
 }
+
+/// What a network device may do for the stack, or leave to it (`ethtool -K`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Offload {
+    /// Checksums of what is sent.
+    Checksum,
+    /// Cutting what is sent into segments; without it, the stack does it before the device sees them.
+    Segments,
+    /// Putting segments together that arrive.
+    Receive,
+}
+
+/// Says whether a device of this thread's network namespace does something for the stack.
+///
+/// # Errors
+/// The kernel's refusal.
+pub fn set_offload(interface: &str, what: Offload, on: bool) -> io::Result<()> {
+    // `include/uapi/linux/ethtool.h`.
+    const SET_CHECKSUM: u32 = 0x17;
+    const SET_TSO: u32 = 0x1f;
+    const SET_GSO: u32 = 0x24;
+    const SET_GRO: u32 = 0x2c;
+    let commands: &[u32] = match what {
+        Offload::Checksum => &[SET_CHECKSUM],
+        Offload::Segments => &[SET_TSO, SET_GSO],
+        Offload::Receive => &[SET_GRO],
+    };
+    for command in commands {
+        sys::ethtool_set(interface, *command, on.into())?;
+    }
+    Ok(())
+}

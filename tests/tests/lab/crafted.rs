@@ -396,12 +396,12 @@ fn request(v4: bool, tcp: bool) -> Packet {
 }
 
 fn headers_that_are_rare_are_passed_or_left_alone() -> Result<()> {
+    use protocol::{DESTINATION, HOP_BY_HOP, ROUTING};
     let extension = |number: u8, words: u8| {
         let mut body = vec![words];
         body.resize(7 + 8 * usize::from(words), 1);
         (number, body)
     };
-    use protocol::{DESTINATION, HOP_BY_HOP, ROUTING};
     scene(|scene| {
         for tcp in [true, false] {
             for words in 1..=10 {
@@ -588,8 +588,8 @@ fn headers_that_lie_are_left_alone() -> Result<()> {
     })
 }
 
-fn part(from: usize, to: usize, more: bool) -> Option<Part> {
-    Some(Part { from, to, more })
+fn part(from: usize, to: usize, more: bool) -> Part {
+    Part { from, to, more }
 }
 
 fn fragments_follow_their_first() -> Result<()> {
@@ -609,7 +609,7 @@ fn fragments_follow_their_first() -> Result<()> {
                 part(2400, 9999, false),
             ];
             for (at, part) in parts.into_iter().enumerate() {
-                whole.part = part;
+                whole.part = Some(part);
                 let then = PLAIN.toward_endpoint(scene, &whole, seen, endpoint);
                 let reasons: &[Reason] = if at == 0 { &[Reason::Masqueraded] } else { &[] };
                 let what = format!("fragment {at}");
@@ -626,14 +626,14 @@ fn fragments_follow_their_first() -> Result<()> {
             let mut back = packet(tcp, endpoint, seen, flags::ACK);
             back.payload = payload(tcp, [endpoint.1, seen.1], flags::ACK, &[3; 3000]);
             for at in [0, 2, 1] {
-                back.part = parts[at];
+                back.part = Some(parts[at]);
                 let then = sent(scene, PLAIN.out, PLAIN.at, &passed(&back, vip, client));
                 check(scene, "back", (PLAIN.out, false), &back.frame(), &then, &[])?;
             }
             // Another datagram's, whose first nobody saw: at an address that others use too it may be
             // theirs; a cluster IP is nobody's else.
             whole.identification = 0x7778;
-            whole.part = parts[1];
+            whole.part = Some(parts[1]);
             check(
                 scene,
                 "unknown",

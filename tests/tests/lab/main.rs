@@ -24,9 +24,12 @@ mod commands;
 mod configured;
 mod crafted;
 mod daemonset;
+mod errors;
 mod explain;
 mod features;
 mod flows;
+mod fragments;
+mod frames;
 mod fuzz;
 mod growth;
 mod interfaces;
@@ -46,6 +49,7 @@ mod outcome;
 mod reload;
 mod services;
 mod smoke;
+mod sockets;
 mod stale;
 mod status;
 mod topology;
@@ -118,6 +122,9 @@ fn main() -> ExitCode {
         flows::SCENARIOS,
         fuzz::SCENARIOS,
         crafted::SCENARIOS,
+        fragments::SCENARIOS,
+        errors::SCENARIOS,
+        frames::SCENARIOS,
         policies::SCENARIOS,
         nodeport::SCENARIOS,
         kube_proxy::SCENARIOS,

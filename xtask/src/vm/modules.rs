@@ -12,10 +12,11 @@ use anyhow::{Context, Result};
 /// What the lab's networks, the programs' hooks and other people's rules need, where a kernel has it
 /// as modules.
 const WANTED: &[&str] = &[
-    // Links between namespaces, and the switch between nodes.
+    // Links between namespaces, the switch between nodes, and VLANs.
     "veth",
     "bridge",
     "dummy",
+    "8021q",
     // Programs at TC, where the kernel has no TCX, and what others attach there.
     "sch_ingress",
     "cls_bpf",

@@ -6,13 +6,13 @@
 //! in [`differences`], and a difference that is not listed, or one that is listed and not seen, fails
 //! the scenario.
 
-mod case;
+pub mod case;
 mod compare;
 mod differences;
 mod policies;
 mod recorded;
 mod sharing;
-mod world;
+pub mod world;
 
 pub use policies::SCENARIOS as POLICIES;
 pub use recorded::SCENARIOS as RECORDED;

@@ -1,0 +1,269 @@
+//! What is unusual about a frame: a VLAN's tag, options, extension headers, frames that are cut short;
+//! and checksums and segments that are left to the hardware, or are not.
+
+use std::net::{IpAddr, SocketAddr};
+
+use anyhow::{Context as _, Result, ensure};
+use dataplane::kernel::trial::{Offload, set_offload};
+use dataplane_common::Reason;
+use dataplane_proof::wire::{LINK, Packet, Payload, flags, protocol};
+use dataplane_tests::{Host, Lab};
+
+use crate::{
+    cluster::{Cluster, TCP, UDP, eventually},
+    features::on,
+    manifest::Service,
+    sockets::{address, answered, ask, bytes, inject, link, tcp, transfer, udp},
+};
+
+scenarios! {
+    Dataplane:
+    services_are_reached_by_way_of_a_vlan,
+    options_and_extension_headers_pass,
+    frames_that_are_cut_short_do_no_harm,
+    payloads_are_whole_whoever_makes_checksums_and_segments,
+}
+
+fn web(lab: &Lab, endpoint: &str) -> Service {
+    Service::new("web", &["10.96.0.10", "fd00:96::10"])
+        .node_port("tcp", 80, TCP, 30080)
+        .node_port("udp", 53, UDP, 30053)
+        .endpoints(&[lab.pod(endpoint)])
+}
+
+/// The uplink is a VLAN's device: its packets reach the device below with their tag beside them, and
+/// are translated once.
+fn services_are_reached_by_way_of_a_vlan() -> Result<()> {
+    let lab = Cluster::lab()?;
+    let trial = lab
+        .node("node1")
+        .ip("link add link eth0 name eth0.42 type vlan id 42");
+    if trial.is_err_and(|error| error.to_string().contains("Unknown device type")) {
+        println!(
+            "skipped frames::services_are_reached_by_way_of_a_vlan: this kernel has no VLANs (8021q)"
+        );
+        return Ok(());
+    }
+    for (host, number) in [(lab.node("node2"), 2), (lab.external("ext"), 9)] {
+        host.ip("link add link eth0 name eth0.42 type vlan id 42")?;
+        host.ip(&format!("addr add 192.168.142.{number}/24 dev eth0.42"))?;
+        host.ip(&format!("addr add fd42::{number}/64 dev eth0.42 nodad"))?;
+        host.ip("link set eth0.42 up")?;
+    }
+    let services = |lab: &Lab| {
+        vec![web(lab, "near"), {
+            Service::new("far", &["10.96.0.11", "fd00:96::11"])
+                .node_port("tcp", 80, TCP, 30081)
+                .node_port("udp", 53, UDP, 30054)
+                .endpoints(&[lab.pod("far")])
+        }]
+    };
+    let arguments = ["--nodeport-addresses", "192.168.142.0/24,fd42::/64"];
+    let cluster = Cluster::start_in(lab, &["near", "far"], services, &arguments)?;
+    let ext = cluster.lab.external("ext");
+    for node in ["192.168.142.2", "fd42::2"] {
+        let node: IpAddr = node.parse()?;
+        let own: IpAddr = if node.is_ipv4() {
+            "192.168.142.9".parse()?
+        } else {
+            "fd42::9".parse()?
+        };
+        for (offset, endpoint) in [(0, "near"), (1, "far")] {
+            let to: SocketAddr = (node, 30080 + offset).into();
+            let stream = tcp(ext, to)?;
+            ensure!(transfer(&stream, &bytes(200_000, 3))? == endpoint, "{to}");
+            let to: SocketAddr = (node, 30053 + offset).into();
+            let socket = udp(ext, (own, 0))?;
+            ensure!(ask(&socket, to, &bytes(4000, 4))? == endpoint, "{to}");
+        }
+    }
+    Ok(())
+}
+
+fn options_and_extension_headers_pass() -> Result<()> {
+    let cluster = Cluster::start(|lab| vec![web(lab, "near")])?;
+    let (ext, node) = (cluster.lab.external("ext"), cluster.lab.node("node2"));
+    let links = [link(node, "eth0")?, link(ext, "eth0")?];
+    for v4 in [true, false] {
+        let (from, to) = (
+            address(ext, v4),
+            SocketAddr::from((address(node, v4), 30053)),
+        );
+        let socket = udp(ext, (from, 0))?;
+        let data = bytes(100, 7);
+        let plain = Packet {
+            link: links,
+            ..Packet::new(
+                from,
+                to.ip(),
+                Payload::Udp {
+                    ports: [socket.local_addr()?.port(), to.port()],
+                    summed: true,
+                    data: data.clone(),
+                },
+            )
+        };
+        // An option that whoever does not know it skips (RFC 8200 section 4.2; 0x1e is an experimental
+        // one, RFC 4727), in headers of one word and of three.
+        let padded = |words: u8| {
+            let mut body = vec![words, 0x1e, 4 + 8 * words];
+            body.resize(7 + 8 * usize::from(words), 0);
+            body
+        };
+        let mut packets = Vec::new();
+        if v4 {
+            for words in [1, 3, 10] {
+                let mut options = vec![1; 4 * words - 1];
+                options.push(0);
+                packets.push(Packet {
+                    options,
+                    ..plain.clone()
+                });
+            }
+        } else {
+            for chain in [
+                &[(protocol::HOP_BY_HOP, 0)][..],
+                &[(protocol::DESTINATION, 0)],
+                &[(protocol::HOP_BY_HOP, 2), (protocol::DESTINATION, 2)],
+            ] {
+                let extensions = chain
+                    .iter()
+                    .map(|(number, words)| (*number, padded(*words)));
+                packets.push(Packet {
+                    extensions: extensions.collect(),
+                    ..plain.clone()
+                });
+            }
+        }
+        for packet in packets {
+            inject(ext, "eth0", &[packet.frame()])?;
+            let what = || format!("options {:?}, {:?}", packet.options, packet.extensions);
+            ensure!(answered(&socket, to, &data).with_context(what)? == "near");
+        }
+    }
+    Ok(())
+}
+
+/// Frames with a whole link-layer header and whatever is left of the rest; and such as a VLAN's.
+fn frames_that_are_cut_short_do_no_harm() -> Result<()> {
+    let lab = Cluster::lab()?;
+    // A link without the lab's switch on it, which would look into packets.
+    let (ext, node) = (lab.external("ext").clone(), lab.node("node2").clone());
+    ext.ip(&format!(
+        "link add q0 type veth peer name q1 netns {}",
+        node.netns()
+    ))?;
+    node.ip("addr add 192.0.2.1/24 dev q1")?;
+    node.ip("addr add fd79::1/64 dev q1 nodad")?;
+    node.ip("link set q1 up")?;
+    ext.ip("link set q0 up")?;
+    let cluster = Cluster::start_in(lab, &["near"], |lab| vec![web(lab, "near")], &[])?;
+    let links = [link(&node, "q1")?, link(&ext, "q0")?];
+    for v4 in [true, false] {
+        let (from, to) = (address(&ext, v4), address(&node, v4));
+        let packet = |payload| Packet {
+            link: links,
+            ..Packet::new(from, to, payload)
+        };
+        let syn = |port| {
+            packet(Payload::Tcp {
+                ports: [port, 30080],
+                flags: flags::SYN,
+                options: Vec::new(),
+                data: Vec::new(),
+            })
+        };
+        let datagram = packet(Payload::Udp {
+            ports: [20_000, 30053],
+            summed: true,
+            data: Vec::new(),
+        });
+        let mut frames = Vec::new();
+        for whole in [syn(20_000).frame(), datagram.frame()] {
+            frames.extend((LINK..whole.len()).map(|cut| whole[..cut].to_vec()));
+        }
+        let cut = u64::try_from(frames.len())?;
+        // Of a VLAN that the node is not in: the kernel puts the tag aside, and the rest looks like
+        // any other packet.
+        let mut tagged = syn(20_001).frame();
+        tagged.splice(12..12, [0x81, 0, 0, 42]);
+        frames.extend([tagged, syn(20_002).frame()]);
+        let before = [Reason::Malformed, Reason::Masqueraded].map(|r| cluster.verdicts(r));
+        let [malformed, masqueraded] = before;
+        let wanted = [malformed? + cut, masqueraded? + 1];
+        inject(&ext, "q0", &frames)?;
+        eventually(|| {
+            let now = [
+                cluster.verdicts(Reason::Malformed)?,
+                cluster.verdicts(Reason::Masqueraded)?,
+            ];
+            ensure!(
+                now == wanted,
+                "malformed and masqueraded: {now:?}, not {wanted:?}"
+            );
+            Ok(())
+        })?;
+        let stream = tcp(&ext, (to, 30080).into())?;
+        ensure!(transfer(&stream, &bytes(1000, 1))? == "near");
+    }
+    Ok(())
+}
+
+/// Where the devices of the way make checksums and segments, and where the stack does.
+fn payloads_are_whole_whoever_makes_checksums_and_segments() -> Result<()> {
+    use Offload::{Checksum, Receive, Segments};
+    let cluster = Cluster::start(|lab| {
+        vec![
+            web(lab, "near"),
+            Service::new("far", &["10.96.0.11", "fd00:96::11"])
+                .node_port("tcp", 80, TCP, 30081)
+                .node_port("udp", 53, UDP, 30054)
+                .endpoints(&[lab.pod("far")]),
+        ]
+    })?;
+    let lab = &cluster.lab;
+    let (ext, node) = (lab.external("ext"), lab.node("node2"));
+    let (near, far) = (lab.pod("near"), lab.pod("far"));
+    let set = |host: &Host, interface: &str, what: Offload, to: bool| {
+        on(host, |_| {
+            set_offload(interface, what, to).with_context(|| format!("{what:?} of {interface}"))
+        })
+    };
+    let devices = [
+        (ext, "eth0"),
+        (node, "eth0"),
+        (node, "veth-near"),
+        (near, "eth0"),
+        (far, "eth0"),
+    ];
+    for (sums, segments, receive) in [
+        (true, true, true),
+        (true, true, false),
+        (true, false, true),
+        (true, false, false),
+        (false, false, true),
+        (false, false, false),
+    ] {
+        for (host, interface) in devices {
+            set(host, interface, Checksum, sums)?;
+            set(host, interface, Segments, segments)?;
+            set(host, interface, Receive, receive)?;
+        }
+        for v4 in [true, false] {
+            for (offset, endpoint) in [(0, "near"), (1, "far")] {
+                let what = || format!("{sums} {segments} {receive}: {v4}, {endpoint}");
+                let to: SocketAddr = (address(node, v4), 30080 + offset).into();
+                let stream = tcp(ext, to).with_context(what)?;
+                let who = transfer(&stream, &bytes(1_000_000, 9)).with_context(what)?;
+                ensure!(who == endpoint, "{}", what());
+                let to: SocketAddr = (address(node, v4), 30053 + offset).into();
+                let socket = udp(ext, (address(ext, v4), 0))?;
+                for length in [1, 1400, 5000] {
+                    let who = ask(&socket, to, &bytes(length, 2)).with_context(what)?;
+                    ensure!(who == endpoint, "{}", what());
+                }
+            }
+        }
+    }
+    Ok(())
+}
