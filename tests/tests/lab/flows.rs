@@ -4,6 +4,7 @@
 use std::net::SocketAddr;
 
 use anyhow::{Context as _, Result, ensure};
+use dataplane::kernel::Hook;
 use dataplane_tests::{Host, Lab, Process, report::Report};
 
 use crate::{
@@ -222,10 +223,15 @@ fn established_flows_survive_the_takeover() -> Result<()> {
     reaches(ext, &to, "udp --count 60", &all)?;
     let to = SocketAddr::from((node.ipv4(), TCP_PORT)).to_string();
     reaches(ext, &to, "connect --count 60", &all)?;
+    // To add a clsact qdisc, the kernel stops the interface and drops what is to leave by it for some
+    // milliseconds (docs/kernels.md). TCP sends again; of the datagrams, one for each interface.
+    let stopped = if Hook::of_kernel() == Hook::Tcx { 0 } else { 4 };
     for process in flows {
         let report: Report = process?.wait_json()?;
+        let lost = report.errors.get("TIMEOUT").copied().unwrap_or_default();
         ensure!(
-            report.errors.is_empty()
+            report.errors.keys().all(|error| error == "TIMEOUT")
+                && lost <= stopped
                 && report.endpoints.keys().eq(["near"])
                 && report.answered > 100,
             "{:?} {:?} {:?} of {}",
