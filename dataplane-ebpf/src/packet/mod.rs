@@ -134,6 +134,10 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
 #[inline(always)]
 pub fn egress(ctx: &TcContext) -> i32 {
     let skb = Skb(ctx.as_ptr().cast());
+    // What came here by another interface was looked at there.
+    if skb.is_forwarded() {
+        return LEAVE_ALONE;
+    }
     let Some(s) = scratch() else {
         return LEAVE_ALONE;
     };

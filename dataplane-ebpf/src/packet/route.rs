@@ -7,7 +7,7 @@ use aya_ebpf::{
         BPF_FIB_LKUP_RET_FRAG_NEEDED, BPF_FIB_LKUP_RET_NO_NEIGH, BPF_FIB_LKUP_RET_NOT_FWDED,
         BPF_FIB_LKUP_RET_SUCCESS, bpf_fib_lookup as Lookup, bpf_redir_neigh,
     },
-    helpers::generated::{bpf_fib_lookup, bpf_redirect_neigh, bpf_redirect_peer},
+    helpers::generated::{bpf_fib_lookup, bpf_redirect, bpf_redirect_neigh, bpf_redirect_peer},
 };
 use dataplane_common::{Addr, packet::Iface};
 
@@ -131,9 +131,13 @@ pub fn find(skb: Skb, packet: &Packet, dst: &Addr, route: &mut Route) {
 /// end is a pod's; else by the interface, with the neighbour that the kernel knows or finds.
 #[inline(always)]
 pub fn send(skb: Skb, route: &Route) -> i32 {
-    if route.iface.flags & Iface::POD != 0 && route.neighbour != 0 {
+    if route.neighbour != 0 {
         if !skb.store::<_, false>(0, &route.link) {
             return DROP;
+        }
+        if route.iface.flags & Iface::POD == 0 {
+            // SAFETY: no memory of ours is involved.
+            return unsafe { bpf_redirect(route.ifindex, 0) as i32 };
         }
         if skb.kind() != PACKET_HOST {
             skb.address_to_host();

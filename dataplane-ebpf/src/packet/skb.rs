@@ -62,6 +62,13 @@ impl Skb {
         unsafe { read_volatile(&raw const (*self.0).gso_size) != 0 }
     }
 
+    /// Whether it came to this host by an interface: what the host itself sends did not.
+    #[inline(always)]
+    pub fn is_forwarded(self) -> bool {
+        // SAFETY: a field of the context, as it is for the program's whole run.
+        unsafe { read_volatile(&raw const (*self.0).ingress_ifindex) != 0 }
+    }
+
     /// The interface it arrived at or leaves by.
     #[inline(always)]
     pub fn ifindex(self) -> u32 {
