@@ -1,6 +1,6 @@
 //! Where the kernel's routes lead, and the shortest way there.
 
-use core::mem::size_of;
+use core::{mem::size_of, ptr::from_mut};
 
 use aya_ebpf::{
     bindings::{
@@ -53,6 +53,8 @@ pub struct Route {
     family: u32,
     next_hop: [u32; 4],
     link: Link,
+    /// The kernel's question and answer: here, so that its 64 bytes need not be cleared first.
+    lookup: Lookup,
 }
 
 /// What an interface is; all zero if nobody told.
@@ -74,8 +76,8 @@ pub fn interface(ifindex: u32) -> Iface {
 /// comes from its source (`bpf_ipv4_fib_lookup` in `net/core/filter.c`: policy routing included).
 #[inline(never)]
 pub fn find(skb: Skb, packet: &Packet, dst: &Addr, route: &mut Route) {
-    // SAFETY: all zeros are a value of this plain data.
-    let mut lookup: Lookup = unsafe { core::mem::zeroed() };
+    // Whatever the helper reads without flags is written.
+    let lookup = &mut route.lookup;
     lookup.l4_protocol = packet.key.protocol.number();
     lookup.sport = packet.key.src_port.be();
     lookup.dport = packet.key.dst_port.be();
@@ -89,16 +91,18 @@ pub fn find(skb: Skb, packet: &Packet, dst: &Addr, route: &mut Route) {
     lookup.ifindex = skb.ifindex();
     if packet.is_v4() {
         lookup.family = INET;
+        lookup.__bindgen_anon_2.flowinfo = 0;
         lookup.__bindgen_anon_2.tos = packet.tos;
         lookup.__bindgen_anon_3.ipv4_src = packet.key.src.words()[3];
         lookup.__bindgen_anon_4.ipv4_dst = dst.words()[3];
     } else {
         lookup.family = INET6;
+        lookup.__bindgen_anon_2.flowinfo = 0;
         lookup.__bindgen_anon_3.ipv6_src = packet.key.src.words();
         lookup.__bindgen_anon_4.ipv6_dst = dst.words();
     }
     // SAFETY: the structure has the size that the helper is told.
-    let code = unsafe { bpf_fib_lookup(skb.0.cast(), &raw mut lookup, LOOKUP_SIZE, 0) };
+    let code = unsafe { bpf_fib_lookup(skb.0.cast(), from_mut(lookup), LOOKUP_SIZE, 0) };
     // Errors of the call itself are negative: they match nothing below.
     let code = u32::try_from(code).unwrap_or(u32::MAX);
     route.answer = NOWHERE;

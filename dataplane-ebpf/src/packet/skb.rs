@@ -2,7 +2,7 @@
 //! the buffer's linear part, and keep the checksum state that network cards share with the stack.
 
 use core::{
-    mem::size_of,
+    mem::{MaybeUninit, size_of},
     ptr::{from_mut, from_ref, read_volatile},
 };
 
@@ -85,6 +85,20 @@ impl Skb {
                 self.0.cast(),
                 offset,
                 from_mut(to).cast(),
+                size_of::<T>() as u32,
+            ) == 0
+        }
+    }
+
+    /// Copies bytes out to where nothing was before: clearing that first takes longer than the copy.
+    #[inline(always)]
+    pub fn load_new<T: Copy>(self, offset: u32, to: &mut MaybeUninit<T>) -> bool {
+        // SAFETY: `to` has the size that the helper is told, which fills it even if it fails.
+        unsafe {
+            bpf_skb_load_bytes(
+                self.0.cast(),
+                offset,
+                to.as_mut_ptr().cast(),
                 size_of::<T>() as u32,
             ) == 0
         }
