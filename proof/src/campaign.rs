@@ -2,7 +2,7 @@
 //! made short.
 //!
 //! A campaign is a row of epochs. Each begins with nothing remembered, and has so many things happen
-//! ([`Op`]), each of them from a seed of its own and from what is known by then. So an epoch can be
+//! (`Op`), each of them from a seed of its own and from what is known by then. So an epoch can be
 //! played again without some of them.
 
 use std::{
