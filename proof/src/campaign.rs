@@ -507,6 +507,17 @@ fn packet(
             }
         }
     }
+    if closely {
+        let mut counted = rig.reasons()?;
+        for (count, (zero, sum)) in counted.iter_mut().zip(zero.iter().zip(model.reasons)) {
+            *count -= zero + sum;
+        }
+        let all = Reason::ALL.iter().filter(|r| counted[**r as usize] > 0);
+        let words: Vec<&str> = all.map(|reason| reason.word()).collect();
+        let frame = output.frame.unwrap_or_default();
+        let frame = Bytes(&frame);
+        differences.push(format!("it was {words:?}: {frame}"));
+    }
     Ok(Err(differences.join("\nor: ")))
 }
 

@@ -56,23 +56,23 @@ fn pick(pool: &Pool, index: u32, client: &Addr, endpoint: &mut Endpoint) -> Reas
 /// Whether the packet comes from a pod, as far as anybody told us how to know.
 #[inline(always)]
 fn is_from_pod(skb: Skb, packet: &Packet, config: u32) -> bool {
-    (config & PacketConfig::DETECT_BY_INTERFACE != 0
-        && route::interface(skb.ifindex()).flags & Iface::LOCAL != 0)
-        || (config & PacketConfig::DETECT_BY_ADDRESS != 0 && contains(SourceKey::PODS, packet))
+    (config & PacketConfig::DETECT_BY_ADDRESS != 0 && contains(SourceKey::PODS, packet))
+        || (config & PacketConfig::DETECT_BY_INTERFACE != 0
+            && route::interface(skb.ifindex()).flags & Iface::LOCAL != 0)
 }
 
-/// A packet that no flow is known of; or, if `keep`, a SYN again on the flow that is in `s`, whose
-/// endpoint is kept if it is still one.
+/// A packet that no flow is known of; or, if [`Scratch::keep`], a SYN again on the flow that is in
+/// `s`, whose endpoint is kept if it is still one.
 ///
 /// In three steps, one after the other rather than one within the other: the frames of all would
 /// not fit the stack at once.
 #[inline(always)]
-pub fn begin(skb: Skb, s: &mut Scratch, now: Tick, keep: bool) -> i32 {
+pub fn begin(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     let action = find_pool(skb, s);
     if action != CHOOSE {
         return action;
     }
-    s.endpoint = if keep {
+    s.endpoint = if s.keep != 0 {
         Endpoint::new(s.flow.endpoint, s.flow.endpoint_port)
     } else {
         Endpoint::NONE
@@ -81,7 +81,7 @@ pub fn begin(skb: Skb, s: &mut Scratch, now: Tick, keep: bool) -> i32 {
     if s.endpoint.is_none() {
         return refuse(skb, s, s.index, chosen);
     }
-    go(skb, s, now, keep, chosen)
+    go(skb, s, now, chosen)
 }
 
 /// [`find_pool`]: there is one, and it has endpoints.
@@ -114,13 +114,14 @@ fn find_pool(skb: Skb, s: &mut Scratch) -> i32 {
         Some(config) => config.flags,
         None => 0,
     };
+    let inside = is_from_pod(skb, &s.packet, config);
     let masquerade;
     if kind == Kind::NODE_PORT || kind == Kind::EXTERNAL_IP || kind == Kind::LOAD_BALANCER {
         if kind == Kind::LOAD_BALANCER && s.pool.ranged != 0 && !contains(index, &s.packet) {
             return refuse(skb, s, index, Reason::SourceDenied);
         }
         masquerade = s.pool.external == 0;
-        if s.pool.external != 0 && !is_from_pod(skb, &s.packet, config) {
+        if s.pool.external != 0 && !inside {
             index = s.pool.external;
             let Some(external) = decide::Tables::pool(&Live, index) else {
                 count(Reason::Dangling);
@@ -130,8 +131,8 @@ fn find_pool(skb: Skb, s: &mut Scratch) -> i32 {
         }
     } else {
         let detected = PacketConfig::DETECT_BY_ADDRESS | PacketConfig::DETECT_BY_INTERFACE;
-        masquerade = config & PacketConfig::MASQUERADE_ALL != 0
-            || (config & detected != 0 && !is_from_pod(skb, &s.packet, config));
+        masquerade =
+            config & PacketConfig::MASQUERADE_ALL != 0 || (config & detected != 0 && !inside);
     }
     if s.pool.block.is_empty() {
         return refuse(skb, s, index, decide::refusal(s.pool.block));
@@ -143,7 +144,7 @@ fn find_pool(skb: Skb, s: &mut Scratch) -> i32 {
 
 /// Enters the flow to the endpoint that was chosen, and sends its packet there.
 #[inline(never)]
-fn go(skb: Skb, s: &mut Scratch, now: Tick, keep: bool, chosen: Reason) -> i32 {
+fn go(skb: Skb, s: &mut Scratch, now: Tick, chosen: Reason) -> i32 {
     let index = s.index;
     let mut masquerade = s.masquerade != 0;
     route::find(skb, &s.packet, &s.endpoint.addr, &mut s.way);
@@ -154,7 +155,7 @@ fn go(skb: Skb, s: &mut Scratch, now: Tick, keep: bool, chosen: Reason) -> i32 {
         count(Reason::TooBig);
         return super::complain(s, Complaint::too_big(s.way.mtu));
     }
-    if keep {
+    if s.keep != 0 {
         if s.endpoint.addr == s.flow.endpoint && s.endpoint.port == s.flow.endpoint_port {
             // The SYN again: nothing new.
             s.flow.toward_endpoint(&mut s.ends);

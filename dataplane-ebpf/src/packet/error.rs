@@ -2,7 +2,7 @@
 
 use super::{
     DROP,
-    parse::{Packet, WHOLE},
+    parse::{FIRST, LATER, Packet},
     skb::{Skb, fold16},
 };
 
@@ -51,10 +51,11 @@ const UDP: usize = 8;
 const HOPS: u8 = 64;
 
 /// Sends the packet back as an error, from the address that it was for. Whatever cannot be answered
-/// so (fragments, options, what hardware is yet to segment) is dropped.
+/// so (later fragments, options, what hardware is yet to segment) is dropped. First fragments are
+/// answered: their sender makes smaller ones then.
 #[inline(never)]
 pub fn send(skb: Skb, packet: &Packet, complaint: Complaint) -> i32 {
-    if packet.fragment != WHOLE || skb.is_gso() {
+    if packet.fragment == LATER || skb.is_gso() {
         return DROP;
     }
     if packet.is_v4() {
@@ -67,6 +68,9 @@ pub fn send(skb: Skb, packet: &Packet, complaint: Complaint) -> i32 {
             send_v4::<{ (20 + UDP) / 4 }>(skb, packet, complaint)
         }
     } else {
+        if packet.fragment == FIRST && packet.l4 == packet.l3 + 48 && !packet.is_tcp() {
+            return send_v6::<{ (48 + UDP) / 4 }>(skb, packet, complaint);
+        }
         if packet.l4 != packet.l3 + 40 {
             return DROP;
         }

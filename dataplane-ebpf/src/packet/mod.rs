@@ -30,7 +30,7 @@ use dataplane_common::{
 use crate::select::{Live, count};
 use conntrack::{ANSWER, FOREIGN, MISSING, NEW, REQUEST};
 use error::Complaint;
-use parse::{FLOW, ICMP, MALFORMED};
+use parse::{FLOW, ICMP, MALFORMED, Packet};
 use rewrite::rewrite;
 use scratch::{Scratch, scratch};
 use skb::{PACKET_HOST, PACKET_OTHERHOST, Skb};
@@ -68,7 +68,7 @@ pub fn ingress(ctx: &TcContext) -> i32 {
     let Some(s) = scratch() else {
         return LEAVE_ALONE;
     };
-    s.packet.clear();
+    s.packet = Packet::new();
     let outcome = s.packet.read(skb);
     if outcome == ICMP {
         return icmp::translate::<false>(skb, s, conntrack::now());
@@ -97,12 +97,11 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     if has_ports {
         if may_be_ours {
             known = conntrack::request(&s.packet.key, seen, &mut s.flow, now);
-            // A SYN on its own never answers anything.
-            if known == NEW && !s.packet.is_syn() {
+            if known == NEW {
                 known = conntrack::masqueraded_answer(&s.packet.key, seen, &mut s.flow, now);
             }
         }
-        if known == NEW && !s.packet.is_syn() {
+        if known == NEW {
             known = conntrack::answer(&s.packet.key, seen, &mut s.flow, now);
         }
     }
@@ -110,17 +109,18 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
         s.flow.toward_client(&mut s.ends);
         return forward(skb, s);
     }
-    let mut keep = false;
+    s.keep = 0;
     if known == REQUEST {
         if !s.packet.is_syn() {
             s.flow.toward_endpoint(&mut s.ends);
             return forward(skb, s);
         }
         let replies = s.flow.seen_of_replies();
-        keep = replies != MISSING
-            && (u32::from(s.flow.seen) | replies) & u32::from(flags::FIN | flags::RST) == 0;
-        if !keep {
+        let closing = (u32::from(s.flow.seen) | replies) & u32::from(flags::FIN | flags::RST) != 0;
+        if replies == MISSING || closing {
             s.flow.remove();
+        } else {
+            s.keep = 1;
         }
     }
     // A TCP connection in its middle is the kernel's own conntrack's, from before we came, or
@@ -128,21 +128,17 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     if known == FOREIGN || !may_be_ours || (s.packet.is_tcp() && !s.packet.is_syn()) {
         return LEAVE_ALONE;
     }
-    begin::begin(skb, s, now, keep)
+    begin::begin(skb, s, now)
 }
 
 /// A packet that leaves.
 #[inline(always)]
 pub fn egress(ctx: &TcContext) -> i32 {
     let skb = Skb(ctx.as_ptr().cast());
-    // What came here by another interface was looked at there.
-    if skb.is_forwarded() {
-        return LEAVE_ALONE;
-    }
     let Some(s) = scratch() else {
         return LEAVE_ALONE;
     };
-    s.packet.clear();
+    s.packet = Packet::new();
     let outcome = s.packet.read(skb);
     let now = conntrack::now();
     if outcome == ICMP {

@@ -71,9 +71,16 @@ impl Headers {
         self.end - self.l3
     }
 
-    /// Whether nothing stands between the IP header and what it carries.
+    /// Whether it can be answered by an ICMP error: no later fragment, and nothing unusual between
+    /// the IP header and what it carries (IPv6's fragment header is usual, of UDP).
     pub fn is_plain(&self) -> bool {
-        self.fragment == Fragment::Whole && self.l4 - self.l3 == if self.v4 { 20 } else { 40 }
+        let usual = match (self.v4, self.fragment) {
+            (_, Fragment::Later) => return false,
+            (true, _) => 20,
+            (false, Fragment::First) if !self.is_tcp() => 48,
+            (false, _) => 40,
+        };
+        self.l4 - self.l3 == usual
     }
 }
 

@@ -9,7 +9,6 @@ use dataplane_proof::{
     Output, Verdict,
     campaign::{Scene, plain_config},
     wire::{LINK, Packet, Part, Payload, flags, protocol},
-    world::{self, To},
 };
 
 scenarios! {
@@ -21,6 +20,7 @@ scenarios! {
     icmp_errors_speak_of_what_their_receiver_knows,
     refusals_are_told_as_reject_tells_them,
     affinity_and_hairpins,
+    a_syn_again_is_of_the_same_flow,
 }
 
 /// What becomes of a packet.
@@ -98,18 +98,21 @@ fn passed(packet: &Packet, from: End, to: End) -> Packet {
     packet
 }
 
-/// What leaves by `out` for a packet that arrived at `at`: with the link-layer addresses of the way
-/// if the neighbour's is known; if not, the kernel writes them later, and those that it had stay.
+/// The link-layer addresses of a pod's interface, destination first; those of the packet elsewhere.
+fn link(scene: &Scene, interface: &str) -> Option<[[u8; 6]; 2]> {
+    let number = match interface {
+        "veth-near" => 0x10,
+        "veth-near2" => 0x11,
+        "veth-small" => 0x12,
+        _ => return None,
+    };
+    Some([[2, 0, 0, 0, 1, number], scene.world.interface(interface).1])
+}
+
+/// What leaves by `out` for a packet that arrived at `at`.
 fn sent(scene: &Scene, at: &str, out: &str, packet: &Packet) -> Then {
     let mut packet = packet.clone();
-    let (at, mac) = scene.world.interface(at);
-    packet.link = match scene.world.way(Addr::from(packet.dst), at).0 {
-        To::Onward(world::Way {
-            neighbour: Some(to),
-            ..
-        }) => [to, scene.world.interface(out).1],
-        _ => [mac, SENDER],
-    };
+    packet.link = link(scene, out).unwrap_or([scene.world.interface(at).1, SENDER]);
     Then::Sent(packet.frame())
 }
 
@@ -946,6 +949,47 @@ fn affinity_and_hairpins() -> Result<()> {
                 "40 clients chose alike: {}",
                 seen[0]
             );
+        }
+        Ok(())
+    })
+}
+
+/// Who repeats a SYN reaches the same endpoint; after a FIN or a RST it is a new flow.
+fn a_syn_again_is_of_the_same_flow() -> Result<()> {
+    scene(|scene| {
+        for v4 in [true, false] {
+            for number in 0..100_u16 {
+                scene.forget()?;
+                let client = (ip(v4, NEAR[0], NEAR[1]), 20_000 + number);
+                let vip = vip(v4, "cluster", 7 - 5 * (number % 2));
+                let syn = packet(true, client, vip, flags::SYN);
+                let key = FlowKey::new(
+                    Addr::from(client.0),
+                    Port::new(client.1),
+                    Addr::from(vip.0),
+                    Port::new(vip.1),
+                    Protocol::TCP,
+                );
+                let flow = || -> Result<_> {
+                    let entry = scene.rig.forward.get(&key)?.context("no entry")?;
+                    Ok((entry.endpoint, entry.endpoint_port, entry.node_addr))
+                };
+                scene.throw("veth-near2", false, &syn.frame())?;
+                let first = flow()?;
+                for hops in [64, 255, 64] {
+                    let again = Packet {
+                        hops,
+                        ..syn.clone()
+                    };
+                    let (output, counted) = scene.throw("veth-near2", false, &again.frame())?;
+                    ensure!(
+                        counted.is_empty() && flow()? == first,
+                        "{first:?} became {:?}, {counted:?}, {output:?}; {:?}",
+                        flow()?,
+                        scene.rig.reply.entries()?
+                    );
+                }
+            }
         }
         Ok(())
     })

@@ -5,12 +5,12 @@ use std::{
     io::IoSliceMut,
     net::{IpAddr, SocketAddr, SocketAddrV4, SocketAddrV6},
     os::fd::AsRawFd as _,
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
 use dataplane_peers::Mode;
-use dataplane_tests::Lab;
+use dataplane_tests::{Lab, patience};
 use nix::{
     cmsg_space,
     errno::Errno,
@@ -26,7 +26,7 @@ use crate::{
         case::Numbered,
         world::{Settings, Worker, World, unlimited_icmp},
     },
-    sockets::{address, bytes, enough, tcp, transfer, udp},
+    sockets::{address, ask, bytes, enough, tcp, transfer, udp},
 };
 
 scenarios! {
@@ -36,6 +36,9 @@ scenarios! {
 }
 
 const WORKERS: [Worker; 2] = [Worker::KubeProxy(Mode::IptablesNft), Worker::Dataplane];
+
+/// The client's addresses, behind `ext`.
+const BEHIND: [&str; 2] = ["192.0.2.2", "fd79::2"];
 
 /// A client behind a router, on a link with a small MTU that nobody else knows of; and an endpoint
 /// behind another one. Each direction's packets are as large as a usual link takes, and are told on
@@ -107,6 +110,14 @@ fn the_mtu_of_a_path_is_found() -> Result<()> {
                 let stream = tcp(client, to).with_context(what)?;
                 let who = transfer(&stream, &bytes(300_000, 5)).with_context(what)?;
                 ensure!(who == endpoint, "{who} answered: {}", what());
+                // A datagram is not sent again; whoever sends the next one knows better.
+                let to = (node, 30_000 + number).into();
+                let socket = udp(client, (BEHIND[usize::from(!v4)].parse::<IpAddr>()?, 0))?;
+                socket.set_read_timeout(Some(patience(Duration::from_millis(300))))?;
+                let data = bytes(4000, 6);
+                let mut tries = (0..8).map(|_| ask(&socket, to, &data));
+                let who = tries.find_map(Result::ok).with_context(what)?;
+                ensure!(who == endpoint, "{who} answered: {}", what());
             }
         }
     }
@@ -163,7 +174,7 @@ fn error_of(socket: &std::net::UdpSocket) -> Result<Told> {
                 bail!("an error without a reason");
             }
             Err(Errno::EAGAIN) if Instant::now() < limit => {
-                std::thread::sleep(std::time::Duration::from_millis(2));
+                std::thread::sleep(Duration::from_millis(2));
             }
             Err(error) => return Err(error).context("nothing was told"),
         }
