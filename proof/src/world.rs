@@ -565,7 +565,14 @@ impl World {
     /// elsewhere.
     pub fn way(&self, dst: Addr, ifindex: u32) -> (To, u32) {
         let octets = dst.octets();
-        let uplink = (self.uplink, Some([2, 0, 0, 0, 0xfe, 0xfe]));
+        // By the router, whose link-layer address is known. That of no host beside it is.
+        let router = [2, 0, 0, 0, 0xfe, 0xfe];
+        let beside = if dst.is_v4() {
+            octets[12..15] == [192, 168, 77] && octets[15] != 254
+        } else {
+            octets[..8] == [0xfd, 0x77, 0, 0, 0, 0, 0, 0] && octets[14..] != [2, 0x54]
+        };
+        let uplink = (self.uplink, (!beside).then_some(router));
         let to = match self.places.get(&dst) {
             Some(Place { nowhere: true, .. }) => return (To::Nowhere, ifindex),
             Some(place) => place.to,

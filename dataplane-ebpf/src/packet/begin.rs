@@ -56,9 +56,9 @@ fn pick(pool: &Pool, index: u32, client: &Addr, endpoint: &mut Endpoint) -> Reas
 /// Whether the packet comes from a pod, as far as anybody told us how to know.
 #[inline(always)]
 fn is_from_pod(skb: Skb, packet: &Packet, config: u32) -> bool {
-    (config & PacketConfig::DETECT_BY_ADDRESS != 0 && contains(SourceKey::PODS, packet))
-        || (config & PacketConfig::DETECT_BY_INTERFACE != 0
-            && route::interface(skb.ifindex()).flags & Iface::LOCAL != 0)
+    (config & PacketConfig::DETECT_BY_INTERFACE != 0
+        && route::interface(skb.ifindex()).flags & Iface::LOCAL != 0)
+        || (config & PacketConfig::DETECT_BY_ADDRESS != 0 && contains(SourceKey::PODS, packet))
 }
 
 /// A packet that no flow is known of; or, if [`Scratch::keep`], a SYN again on the flow that is in
@@ -114,14 +114,13 @@ fn find_pool(skb: Skb, s: &mut Scratch) -> i32 {
         Some(config) => config.flags,
         None => 0,
     };
-    let inside = is_from_pod(skb, &s.packet, config);
     let masquerade;
     if kind == Kind::NODE_PORT || kind == Kind::EXTERNAL_IP || kind == Kind::LOAD_BALANCER {
         if kind == Kind::LOAD_BALANCER && s.pool.ranged != 0 && !contains(index, &s.packet) {
             return refuse(skb, s, index, Reason::SourceDenied);
         }
         masquerade = s.pool.external == 0;
-        if s.pool.external != 0 && !inside {
+        if s.pool.external != 0 && !is_from_pod(skb, &s.packet, config) {
             index = s.pool.external;
             let Some(external) = decide::Tables::pool(&Live, index) else {
                 count(Reason::Dangling);
@@ -131,8 +130,8 @@ fn find_pool(skb: Skb, s: &mut Scratch) -> i32 {
         }
     } else {
         let detected = PacketConfig::DETECT_BY_ADDRESS | PacketConfig::DETECT_BY_INTERFACE;
-        masquerade =
-            config & PacketConfig::MASQUERADE_ALL != 0 || (config & detected != 0 && !inside);
+        masquerade = config & PacketConfig::MASQUERADE_ALL != 0
+            || (config & detected != 0 && !is_from_pod(skb, &s.packet, config));
     }
     if s.pool.block.is_empty() {
         return refuse(skb, s, index, decide::refusal(s.pool.block));

@@ -37,7 +37,7 @@ pub fn translate<const LEAVING: bool>(skb: Skb, s: &mut Scratch, now: Tick) -> i
     if !LEAVING && s.packet.key.src.is_nobody() {
         return LEAVE_ALONE;
     }
-    s.quoted = Packet::new();
+    s.quoted.clear();
     s.quoted.l3 = s.packet.l4 + 8;
     // The packet that is quoted was longer than the quotation.
     let outcome = if s.packet.is_v4() {

@@ -30,7 +30,7 @@ use dataplane_common::{
 use crate::select::{Live, count};
 use conntrack::{ANSWER, FOREIGN, MISSING, NEW, REQUEST};
 use error::Complaint;
-use parse::{FLOW, ICMP, MALFORMED, Packet};
+use parse::{FLOW, ICMP, MALFORMED};
 use rewrite::rewrite;
 use scratch::{Scratch, scratch};
 use skb::{PACKET_HOST, PACKET_OTHERHOST, Skb};
@@ -68,7 +68,7 @@ pub fn ingress(ctx: &TcContext) -> i32 {
     let Some(s) = scratch() else {
         return LEAVE_ALONE;
     };
-    s.packet = Packet::new();
+    s.packet.clear();
     let outcome = s.packet.read(skb);
     if outcome == ICMP {
         return icmp::translate::<false>(skb, s, conntrack::now());
@@ -97,11 +97,12 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     if has_ports {
         if may_be_ours {
             known = conntrack::request(&s.packet.key, seen, &mut s.flow, now);
-            if known == NEW {
+            // A SYN on its own never answers anything.
+            if known == NEW && !s.packet.is_syn() {
                 known = conntrack::masqueraded_answer(&s.packet.key, seen, &mut s.flow, now);
             }
         }
-        if known == NEW {
+        if known == NEW && !s.packet.is_syn() {
             known = conntrack::answer(&s.packet.key, seen, &mut s.flow, now);
         }
     }
@@ -135,10 +136,14 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
 #[inline(always)]
 pub fn egress(ctx: &TcContext) -> i32 {
     let skb = Skb(ctx.as_ptr().cast());
+    // What came here by another interface was looked at there.
+    if skb.is_forwarded() {
+        return LEAVE_ALONE;
+    }
     let Some(s) = scratch() else {
         return LEAVE_ALONE;
     };
-    s.packet = Packet::new();
+    s.packet.clear();
     let outcome = s.packet.read(skb);
     let now = conntrack::now();
     if outcome == ICMP {

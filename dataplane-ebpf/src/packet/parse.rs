@@ -1,5 +1,7 @@
 //! From bytes to what a packet says. Whatever is not whole and plain is left alone.
 
+use core::mem::MaybeUninit;
+
 use dataplane_common::{Addr, Port, Protocol, packet::FlowKey};
 
 use super::skb::Skb;
@@ -54,7 +56,7 @@ pub struct Packet {
     pub l4: u32,
     /// [`WHOLE`], [`FIRST`] or [`LATER`].
     pub fragment: u32,
-    /// The fragment's identification.
+    /// The identification, of a fragment only.
     pub identification: [u8; 4],
     /// TCP's flags; 0 of others.
     pub tcp_flags: u8,
@@ -69,27 +71,16 @@ pub struct Packet {
 }
 
 impl Packet {
+    /// Forgets what reading does not always write.
     #[inline(always)]
-    pub const fn new() -> Self {
-        Self {
-            key: FlowKey::new(
-                Addr::UNSPECIFIED,
-                Port::ANY,
-                Addr::UNSPECIFIED,
-                Port::ANY,
-                Protocol::ANY,
-            ),
-            v4: 0,
-            l3: 0,
-            l4: 0,
-            fragment: WHOLE,
-            identification: [0; 4],
-            tcp_flags: 0,
-            hops: 0,
-            tos: 0,
-            checksum: 0,
-            length: 0,
-        }
+    pub fn clear(&mut self) {
+        self.key.src_port = Port::ANY;
+        self.key.dst_port = Port::ANY;
+        self.key.protocol = Protocol::ANY;
+        self.key.padding = 0;
+        self.key.reserved = 0;
+        self.fragment = WHOLE;
+        self.tcp_flags = 0;
     }
 
     #[inline(always)]
@@ -129,10 +120,12 @@ impl Packet {
     /// Reads an IPv4 header at `l3` and what follows; `available` bytes are there.
     #[inline(always)]
     pub fn read_v4(&mut self, skb: Skb, available: u32) -> Outcome {
-        let mut header = [0_u32; 5];
-        if !skb.load(self.l3, &mut header) {
+        let mut header = MaybeUninit::<[u32; 5]>::uninit();
+        if !skb.load_new(self.l3, &mut header) {
             return MALFORMED;
         }
+        // SAFETY: just loaded.
+        let header = unsafe { header.assume_init_ref() };
         let [version, tos, high, low] = header[0].to_ne_bytes();
         let header_length = u32::from(version & 15) * 4;
         self.v4 = 1;
@@ -165,10 +158,12 @@ impl Packet {
     /// Reads an IPv6 header at `l3` and what follows; `available` bytes are there.
     #[inline(always)]
     pub fn read_v6(&mut self, skb: Skb, available: u32) -> Outcome {
-        let mut header = [0_u32; 10];
-        if !skb.load(self.l3, &mut header) {
+        let mut header = MaybeUninit::<[u32; 10]>::uninit();
+        if !skb.load_new(self.l3, &mut header) {
             return MALFORMED;
         }
+        // SAFETY: just loaded.
+        let header = unsafe { header.assume_init_ref() };
         let [version, class, ..] = header[0].to_ne_bytes();
         let [high, low, first, hops] = header[1].to_ne_bytes();
         let payload = u32::from(u16::from_be_bytes([high, low]));

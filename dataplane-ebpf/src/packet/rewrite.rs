@@ -52,6 +52,19 @@ pub fn ports_word(src: Port, dst: Port) -> u32 {
     u32::from_ne_bytes([a, b, c, d])
 }
 
+/// The word of an IPv4 header that its addresses follow: time to live, protocol and checksum.
+#[inline(always)]
+fn hops_word(packet: &Packet, ends: &Ends, hops: u8) -> u32 {
+    let protocol = packet.key.protocol.number();
+    let old_hops = u32::from(u16::from_ne_bytes([packet.hops, protocol]));
+    let new_hops = u32::from(u16::from_ne_bytes([hops, protocol]));
+    let sum = u64::from(!packet.checksum)
+        + addresses_difference(packet, ends)
+        + difference(old_hops, new_hops);
+    let [sum0, sum1] = (!fold16(sum)).to_ne_bytes();
+    u32::from_ne_bytes([hops, protocol, sum0, sum1])
+}
+
 /// Writes the IP header's addresses, and `hops` (the time to live or hop limit).
 ///
 /// A network card that summed the whole packet up has the sum corrected by the transport
@@ -60,15 +73,8 @@ pub fn ports_word(src: Port, dst: Port) -> u32 {
 #[inline(always)]
 pub fn write_addresses(skb: Skb, packet: &Packet, ends: &Ends, hops: u8) -> bool {
     if packet.is_v4() {
-        let protocol = packet.key.protocol.number();
-        let old_hops = u32::from(u16::from_ne_bytes([packet.hops, protocol]));
-        let new_hops = u32::from(u16::from_ne_bytes([hops, protocol]));
-        let sum = u64::from(!packet.checksum)
-            + addresses_difference(packet, ends)
-            + difference(old_hops, new_hops);
-        let [sum0, sum1] = (!fold16(sum)).to_ne_bytes();
         let words = [
-            u32::from_ne_bytes([hops, protocol, sum0, sum1]),
+            hops_word(packet, ends, hops),
             ends.src.words()[3],
             ends.dst.words()[3],
         ];
@@ -82,11 +88,8 @@ pub fn write_addresses(skb: Skb, packet: &Packet, ends: &Ends, hops: u8) -> bool
 /// Gives the packet other ends.
 #[inline(never)]
 pub fn rewrite(skb: Skb, packet: &Packet, ends: &Ends, hops: u8) -> bool {
-    if !write_addresses(skb, packet, ends, hops) {
-        return false;
-    }
     if packet.fragment == LATER {
-        return true;
+        return write_addresses(skb, packet, ends, hops);
     }
     let udp = !packet.is_tcp();
     // RFC 768, RFC 9293 section 3.1: where the checksum is.
@@ -97,7 +100,19 @@ pub fn rewrite(skb: Skb, packet: &Packet, ends: &Ends, hops: u8) -> bool {
     }
     let old = ports_word(packet.key.src_port, packet.key.dst_port);
     let new = ports_word(ends.src_port, ends.dst_port);
-    old == new
-        || (skb.sum::<false>(checksum, fold32(difference(old, new)), udp)
-            && skb.store::<_, false>(packet.l4, &new))
+    if old != new && !skb.sum::<false>(checksum, fold32(difference(old, new)), udp) {
+        return false;
+    }
+    if packet.is_v4() && packet.l4 == packet.l3 + 20 {
+        // Without options the ports follow the addresses: one call for both.
+        let words = [
+            hops_word(packet, ends, hops),
+            ends.src.words()[3],
+            ends.dst.words()[3],
+            new,
+        ];
+        return skb.store::<_, false>(packet.l3 + 8, &words);
+    }
+    write_addresses(skb, packet, ends, hops)
+        && (old == new || skb.store::<_, false>(packet.l4, &new))
 }

@@ -1,13 +1,13 @@
 //! Where the kernel's routes lead, and the shortest way there.
 
-use core::mem::size_of;
+use core::{mem::size_of, ptr::from_mut};
 
 use aya_ebpf::{
     bindings::{
         BPF_FIB_LKUP_RET_FRAG_NEEDED, BPF_FIB_LKUP_RET_NO_NEIGH, BPF_FIB_LKUP_RET_NOT_FWDED,
         BPF_FIB_LKUP_RET_SUCCESS, bpf_fib_lookup as Lookup, bpf_redir_neigh,
     },
-    helpers::generated::{bpf_fib_lookup, bpf_redirect_neigh, bpf_redirect_peer},
+    helpers::generated::{bpf_fib_lookup, bpf_redirect, bpf_redirect_neigh, bpf_redirect_peer},
 };
 use dataplane_common::{Addr, packet::Iface};
 
@@ -53,6 +53,8 @@ pub struct Route {
     family: u32,
     next_hop: [u32; 4],
     link: Link,
+    /// The kernel's question and answer: here, so that its 64 bytes need not be cleared first.
+    lookup: Lookup,
 }
 
 /// What an interface is; all zero if nobody told.
@@ -74,8 +76,8 @@ pub fn interface(ifindex: u32) -> Iface {
 /// comes from its source (`bpf_ipv4_fib_lookup` in `net/core/filter.c`: policy routing included).
 #[inline(never)]
 pub fn find(skb: Skb, packet: &Packet, dst: &Addr, route: &mut Route) {
-    // SAFETY: all zeros are a value of this plain data.
-    let mut lookup: Lookup = unsafe { core::mem::zeroed() };
+    // Whatever the helper reads without flags is written.
+    let lookup = &mut route.lookup;
     lookup.l4_protocol = packet.key.protocol.number();
     lookup.sport = packet.key.src_port.be();
     lookup.dport = packet.key.dst_port.be();
@@ -89,16 +91,18 @@ pub fn find(skb: Skb, packet: &Packet, dst: &Addr, route: &mut Route) {
     lookup.ifindex = skb.ifindex();
     if packet.is_v4() {
         lookup.family = INET;
+        lookup.__bindgen_anon_2.flowinfo = 0;
         lookup.__bindgen_anon_2.tos = packet.tos;
         lookup.__bindgen_anon_3.ipv4_src = packet.key.src.words()[3];
         lookup.__bindgen_anon_4.ipv4_dst = dst.words()[3];
     } else {
         lookup.family = INET6;
+        lookup.__bindgen_anon_2.flowinfo = 0;
         lookup.__bindgen_anon_3.ipv6_src = packet.key.src.words();
         lookup.__bindgen_anon_4.ipv6_dst = dst.words();
     }
     // SAFETY: the structure has the size that the helper is told.
-    let code = unsafe { bpf_fib_lookup(skb.0.cast(), &raw mut lookup, LOOKUP_SIZE, 0) };
+    let code = unsafe { bpf_fib_lookup(skb.0.cast(), from_mut(lookup), LOOKUP_SIZE, 0) };
     // Errors of the call itself are negative: they match nothing below.
     let code = u32::try_from(code).unwrap_or(u32::MAX);
     route.answer = NOWHERE;
@@ -131,9 +135,13 @@ pub fn find(skb: Skb, packet: &Packet, dst: &Addr, route: &mut Route) {
 /// end is a pod's; else by the interface, with the neighbour that the kernel knows or finds.
 #[inline(always)]
 pub fn send(skb: Skb, route: &Route) -> i32 {
-    if route.iface.flags & Iface::POD != 0 && route.neighbour != 0 {
+    if route.neighbour != 0 {
         if !skb.store::<_, false>(0, &route.link) {
             return DROP;
+        }
+        if route.iface.flags & Iface::POD == 0 {
+            // SAFETY: no memory of ours is involved.
+            return unsafe { bpf_redirect(route.ifindex, 0) as i32 };
         }
         if skb.kind() != PACKET_HOST {
             skb.address_to_host();

@@ -2,7 +2,7 @@
 //! the buffer's linear part, and keep the checksum state that network cards share with the stack.
 
 use core::{
-    mem::size_of,
+    mem::{MaybeUninit, size_of},
     ptr::{from_mut, from_ref, read_volatile},
 };
 
@@ -62,6 +62,13 @@ impl Skb {
         unsafe { read_volatile(&raw const (*self.0).gso_size) != 0 }
     }
 
+    /// Whether it came to this host by an interface: what the host itself sends did not.
+    #[inline(always)]
+    pub fn is_forwarded(self) -> bool {
+        // SAFETY: a field of the context, as it is for the program's whole run.
+        unsafe { read_volatile(&raw const (*self.0).ingress_ifindex) != 0 }
+    }
+
     /// The interface it arrived at or leaves by.
     #[inline(always)]
     pub fn ifindex(self) -> u32 {
@@ -78,6 +85,20 @@ impl Skb {
                 self.0.cast(),
                 offset,
                 from_mut(to).cast(),
+                size_of::<T>() as u32,
+            ) == 0
+        }
+    }
+
+    /// Copies bytes out to where nothing was before: clearing that first takes longer than the copy.
+    #[inline(always)]
+    pub fn load_new<T: Copy>(self, offset: u32, to: &mut MaybeUninit<T>) -> bool {
+        // SAFETY: `to` has the size that the helper is told, which fills it even if it fails.
+        unsafe {
+            bpf_skb_load_bytes(
+                self.0.cast(),
+                offset,
+                to.as_mut_ptr().cast(),
                 size_of::<T>() as u32,
             ) == 0
         }

@@ -253,10 +253,12 @@ impl<'a> Model<'a> {
         if self.follow(&mut headers) {
             let (key, packet) = (headers.key(), seen_in(&headers));
             known = self.request(&key, packet, at.tick);
-            if matches!(known, Known::No) {
+            // A SYN on its own never answers anything.
+            let may_answer = !headers.is_syn();
+            if may_answer && matches!(known, Known::No) {
                 known = self.answer(&key, packet, at.tick, true);
             }
-            if matches!(known, Known::No) {
+            if may_answer && matches!(known, Known::No) {
                 known = self.answer(&key, packet, at.tick, false);
             }
         }
@@ -534,7 +536,8 @@ impl<'a> Model<'a> {
 
     fn send(&self, mut frame: Vec<u8>, way: &Way) -> Output {
         let interface = &self.world.interfaces[&way.ifindex];
-        if let (true, Some(neighbour)) = (interface.pod, way.neighbour) {
+        // Otherwise the kernel finds the neighbour, and writes its address, on the way out.
+        if let Some(neighbour) = way.neighbour {
             write::link(&mut frame, neighbour, interface.mac);
         }
         Output {

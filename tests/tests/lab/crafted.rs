@@ -9,6 +9,7 @@ use dataplane_proof::{
     Output, Verdict,
     campaign::{Scene, plain_config},
     wire::{LINK, Packet, Part, Payload, flags, protocol},
+    world::{self, To},
 };
 
 scenarios! {
@@ -98,21 +99,18 @@ fn passed(packet: &Packet, from: End, to: End) -> Packet {
     packet
 }
 
-/// The link-layer addresses of a pod's interface, destination first; those of the packet elsewhere.
-fn link(scene: &Scene, interface: &str) -> Option<[[u8; 6]; 2]> {
-    let number = match interface {
-        "veth-near" => 0x10,
-        "veth-near2" => 0x11,
-        "veth-small" => 0x12,
-        _ => return None,
-    };
-    Some([[2, 0, 0, 0, 1, number], scene.world.interface(interface).1])
-}
-
-/// What leaves by `out` for a packet that arrived at `at`.
+/// What leaves by `out` for a packet that arrived at `at`: with the link-layer addresses of the way
+/// if the neighbour's is known; if not, the kernel writes them later, and those that it had stay.
 fn sent(scene: &Scene, at: &str, out: &str, packet: &Packet) -> Then {
     let mut packet = packet.clone();
-    packet.link = link(scene, out).unwrap_or([scene.world.interface(at).1, SENDER]);
+    let (at, mac) = scene.world.interface(at);
+    packet.link = match scene.world.way(Addr::from(packet.dst), at).0 {
+        To::Onward(world::Way {
+            neighbour: Some(to),
+            ..
+        }) => [to, scene.world.interface(out).1],
+        _ => [mac, SENDER],
+    };
     Then::Sent(packet.frame())
 }
 
