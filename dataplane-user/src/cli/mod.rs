@@ -11,6 +11,7 @@ mod names;
 mod netns;
 mod output;
 mod plan;
+mod proxy;
 mod run;
 mod services;
 mod settled;
@@ -80,6 +81,7 @@ enum Command {
     Run(Box<run::RunArgs>),
     Plan(plan::PlanArgs),
     Status(status::StatusArgs),
+    Proxy(Box<proxy::ProxyArgs>),
     Services(services::ServicesArgs),
     Explain(explain::ExplainArgs),
     Monitor(monitor::MonitorArgs),
@@ -101,6 +103,7 @@ impl Cli {
             Command::Run(args) => args.run(),
             Command::Plan(args) => args.run(),
             Command::Status(args) => args.run(),
+            Command::Proxy(args) => args.run(),
             Command::Services(args) => args.run(),
             Command::Explain(args) => args.run(),
             Command::Monitor(args) => args.run(),

@@ -399,7 +399,7 @@ enum Stale {
 
 /// How to write the log.
 #[derive(Clone, Copy, Debug, Default, ValueEnum)]
-enum LogFormat {
+pub(super) enum LogFormat {
     /// For people
     #[default]
     Text,

@@ -9,10 +9,12 @@
 //! kernel, at connect time.
 
 mod access;
+pub mod admin;
 mod attachment;
 mod buffers;
 mod connection;
 mod dump;
+pub mod handover;
 mod index;
 mod limits;
 mod metrics;
@@ -273,19 +275,14 @@ impl Proxy {
         self.stop(deadline);
     }
 
-    /// Adds what the proxy counts to a registry.
-    pub fn register(&self, registry: &mut Registry) {
-        metrics::register(registry, &self.shared);
+    /// For those who only look.
+    pub fn observer(&self) -> Observer {
+        Observer(Arc::clone(&self.shared))
     }
 
     /// Connections that it has now.
     pub fn connections(&self) -> usize {
         self.shared.limits.open()
-    }
-
-    /// What it knows and does now.
-    pub fn dump(&self) -> Dump {
-        Dump::of(&self.shared)
     }
 
     fn stop(&mut self, deadline: Duration) {
@@ -304,6 +301,34 @@ impl Proxy {
             // Its panic has been told on standard error.
             let _ = writer.join();
         }
+    }
+}
+
+/// Looks at a proxy.
+#[derive(Clone, Debug)]
+pub struct Observer(Arc<Shared>);
+
+impl Observer {
+    /// Adds what the proxy counts to a registry.
+    pub fn register(&self, registry: &mut Registry) {
+        metrics::register(registry, &self.0);
+    }
+
+    /// What it knows and does now.
+    pub fn dump(&self) -> Dump {
+        Dump::of(&self.0)
+    }
+
+    /// Whether it has a snapshot, and somebody's connections to accept.
+    pub fn is_ready(&self) -> bool {
+        let attachments = self.0.lock_attachments();
+        self.0.version.load(Ordering::Acquire) > 0
+            && attachments.iter().any(|entry| entry.listeners.is_some())
+    }
+
+    /// Connections that it has at most.
+    pub fn max_connections(&self) -> usize {
+        self.0.limits.max()
     }
 }
 

@@ -1,0 +1,323 @@
+//! `dataplane proxy`.
+
+mod serve;
+mod sockets;
+
+use std::{
+    env,
+    io::{self, IsTerminal},
+    net::SocketAddr,
+    path::PathBuf,
+    process::ExitCode,
+    sync::Arc,
+    time::Duration,
+};
+
+use anyhow::Context as _;
+use clap::{Args, ValueEnum};
+use jiff::SignedDuration;
+use tracing_subscriber::EnvFilter;
+
+use super::{
+    Listen,
+    run::{LogFormat, NodeArgs},
+    source::SourceArgs,
+};
+use crate::{
+    model::{Egress, Identity, Place, Workload, WorkloadName},
+    proxy::{AccessLog, Settings, admin::Logging},
+};
+
+/// Run the L4 proxy alone, in this network namespace.
+///
+/// Accepts TCP connections whose original destination somebody kept (SO_ORIGINAL_DST of a capture
+/// or of iptables' REDIRECT; or the socket's own address, as with TPROXY, sk_lookup, or VIPs that
+/// are routed to this machine), decides where they go by the services, and relays them. To an
+/// exact VIP and port: to one of the service's endpoints, at random, the preferred ones first, and
+/// to another one if it cannot be reached. To another known address, or with --egress allow to any:
+/// straight there. What is refused is reset.
+///
+/// Runs in the foreground. SIGTERM and Ctrl-C drain it, SIGHUP has it read manifests again (it also
+/// notices by itself). The access log goes to standard output, the log to standard error.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+    # In a pod, whose connections iptables or a capture redirects to port 15001:
+    dataplane proxy --manifests services/ --mark 1337
+    # Refuse what is neither service nor endpoint; log as JSON:
+    dataplane proxy --kubernetes --egress deny --access-log json
+    # Take the place of one that runs, without a connection refused:
+    dataplane proxy --manifests services/ --handover /run/dataplane/proxy.sock
+
+Response flags in the access log: - done, UH no endpoint, NR no such port, DENY refused by policy,
+LOOP the proxy itself, UF no endpoint reached, DC the client reset it, UC the endpoint did, SI idle,
+DRAIN cut.")]
+pub struct ProxyArgs {
+    #[command(flatten)]
+    source: SourceArgs,
+
+    /// Accept connections that the workload makes, here [default: 127.0.0.1:15001 and
+    /// [::1]:15001]
+    #[arg(long, value_name = "ADDR", num_args = 1.., value_delimiter = ',')]
+    outbound: Vec<SocketAddr>,
+
+    /// Accept connections that are made to the workload, here; they go straight to where they were
+    /// going [default: nowhere]
+    #[arg(long, value_name = "ADDR", num_args = 1.., value_delimiter = ',')]
+    inbound: Vec<SocketAddr>,
+
+    /// What becomes of connections that the workload makes to what is no service, no endpoint and
+    /// no workload
+    #[arg(long, value_enum, default_value_t)]
+    egress: EgressArg,
+
+    /// Threads that relay [default: one for each CPU]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    workers: Option<u16>,
+
+    /// Mark the proxy's own connections (SO_MARK), for the capture to leave them alone; 0x539 or
+    /// 1337
+    #[arg(long, value_name = "MARK", value_parser = mark)]
+    mark: Option<u32>,
+
+    /// Connect inbound from the client's address, and accept what TPROXY steers here
+    /// (IP_TRANSPARENT; takes CAP_NET_ADMIN, and routes by which the answers come back)
+    #[arg(long)]
+    transparent: bool,
+
+    /// Take the place of the proxy that waits at this Unix socket, if there is one: its listening
+    /// sockets with the connections that wait in them. And wait there for the next one
+    #[arg(long, value_name = "PATH")]
+    handover: Option<PathBuf>,
+
+    /// How to write the access log: a line for each connection, at its end
+    #[arg(long, value_enum, default_value_t)]
+    access_log: AccessLog,
+
+    #[command(flatten)]
+    limits: LimitArgs,
+
+    #[command(flatten)]
+    who: WhoArgs,
+
+    #[command(flatten)]
+    node: NodeArgs,
+
+    #[command(flatten)]
+    listen: ListenArgs,
+
+    /// Say more in the log; twice: still more. RUST_LOG is finer, and /logging changes it
+    #[arg(short, long, action = clap::ArgAction::Count)]
+    verbose: u8,
+
+    /// How to write the log, on standard error
+    #[arg(long, value_enum, default_value_t)]
+    log_format: LogFormat,
+}
+
+/// How long, and how many.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Limits (durations as 500ms, 5s, 2m)")]
+struct LimitArgs {
+    /// How long an endpoint has to take a connection, before another one is tried
+    #[arg(long, value_name = "TIME", default_value = "5s", value_parser = duration)]
+    connect_timeout: Duration,
+
+    /// How many endpoints are tried
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..))]
+    attempts: u8,
+
+    /// Reset connections on which nothing was said for so long [default: never]
+    #[arg(long, value_name = "TIME", value_parser = duration)]
+    idle_timeout: Option<Duration>,
+
+    /// When nothing was said for so long, have the kernel find out whether the peers are still
+    /// there; `0s`: never
+    #[arg(long, value_name = "TIME", default_value = "3m", value_parser = duration)]
+    keepalive: Duration,
+
+    /// How long connections have to end, when the proxy ends; then they are reset
+    #[arg(long, value_name = "TIME", default_value = "20s", value_parser = duration)]
+    drain_time: Duration,
+
+    /// Connections at the same time; more wait in the kernel [default: what the limit of open files
+    /// allows, which is raised as far as it goes]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    max_connections: Option<u32>,
+}
+
+/// What metrics and logs call the workload.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Names in metrics and logs")]
+struct WhoArgs {
+    /// The workload [default: POD_NAMESPACE and POD_NAME, or default and the host name]
+    #[arg(long, value_name = "NAMESPACE/NAME", value_parser = workload_name)]
+    workload: Option<WorkloadName>,
+}
+
+/// Where the proxy answers questions.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Endpoints (ADDRESS:PORT, or `off`)")]
+struct ListenArgs {
+    /// Prometheus metrics, at /metrics
+    #[arg(
+        long = "metrics-addr",
+        value_name = "ADDR",
+        default_value = "0.0.0.0:15020"
+    )]
+    metrics: Listen,
+
+    /// /config_dump, /logging, /healthz/ready, /metrics
+    #[arg(
+        long = "admin-addr",
+        value_name = "ADDR",
+        default_value = "127.0.0.1:15000"
+    )]
+    admin: Listen,
+}
+
+#[derive(Clone, Copy, Debug, Default, ValueEnum)]
+enum EgressArg {
+    /// They go straight there
+    #[default]
+    Allow,
+    /// They are refused
+    Deny,
+}
+
+fn duration(text: &str) -> Result<Duration, String> {
+    let parsed: SignedDuration = text
+        .parse()
+        .map_err(|_| "write a number with its unit: 500ms, 5s, 2m, 1h".to_owned())?;
+    Duration::try_from(parsed).map_err(|_| "time does not go backwards".to_owned())
+}
+
+fn mark(text: &str) -> Result<u32, String> {
+    let parsed = match text.strip_prefix("0x") {
+        Some(digits) => u32::from_str_radix(digits, 16),
+        None => text.parse(),
+    };
+    match parsed {
+        Ok(0) => Err("0 is no mark: unmarked packets have it".to_owned()),
+        Ok(mark) => Ok(mark),
+        Err(_) => Err("write a number up to 4294967295, or 0x with hexadecimal digits".to_owned()),
+    }
+}
+
+fn workload_name(text: &str) -> Result<WorkloadName, String> {
+    match text.split_once('/') {
+        Some((namespace, name)) if !namespace.is_empty() && !name.is_empty() => {
+            Ok(WorkloadName::new(namespace, name))
+        }
+        _ => Err("NAMESPACE/NAME is wanted".to_owned()),
+    }
+}
+
+impl ProxyArgs {
+    pub(super) fn run(self) -> anyhow::Result<ExitCode> {
+        let logging = self.start_log();
+        serve::run(&self, logging)
+    }
+
+    fn settings(&self) -> Settings {
+        let limits = &self.limits;
+        Settings {
+            workers: self.workers.map_or(0, Into::into),
+            mark: self.mark,
+            transparent: self.transparent,
+            attempts: limits.attempts.into(),
+            connect_timeout: limits.connect_timeout,
+            idle_timeout: limits.idle_timeout.filter(|time| !time.is_zero()),
+            keepalive: Some(limits.keepalive).filter(|time| !time.is_zero()),
+            max_connections: limits.max_connections.map(|max| max as usize),
+            max_per_workload: None,
+            access_log: self.access_log,
+        }
+    }
+
+    fn egress(&self) -> Egress {
+        match self.egress {
+            EgressArg::Allow => Egress::Allow,
+            EgressArg::Deny => Egress::Deny,
+        }
+    }
+
+    fn workload(&self) -> anyhow::Result<Arc<Workload>> {
+        let own_name = || -> anyhow::Result<WorkloadName> {
+            let namespace = env::var("POD_NAMESPACE").unwrap_or_else(|_| "default".to_owned());
+            let name = env::var("POD_NAME").or_else(|_| {
+                let name = nix::unistd::gethostname().context("cannot find out the host name")?;
+                anyhow::Ok(name.to_string_lossy().into_owned())
+            })?;
+            Ok(WorkloadName::new(&namespace, &name))
+        };
+        let name = self.who.workload.clone().map_or_else(own_name, Ok)?;
+        Ok(Arc::new(Workload {
+            identity: Identity::new(name.name(), "", None),
+            name,
+            addresses: smallvec::SmallVec::new(),
+            place: Place::Elsewhere,
+            capture: None,
+        }))
+    }
+
+    /// Starts to log, and says how to change what is logged.
+    fn start_log(&self) -> Logging {
+        let level = match self.verbose {
+            0 => "info",
+            // What libraries have to say is of use to few.
+            1 => "info,dataplane=debug",
+            _ => "debug,dataplane=trace",
+        };
+        let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
+        let log = tracing_subscriber::fmt()
+            .with_env_filter(filter)
+            .with_writer(io::stderr);
+        match self.log_format {
+            LogFormat::Json => {
+                let log = log.json().with_filter_reloading();
+                let logging = logging(log.reload_handle());
+                log.init();
+                logging
+            }
+            LogFormat::Text => {
+                let colour = io::stderr().is_terminal() && env::var_os("NO_COLOR").is_none();
+                let log = log.with_ansi(colour).with_target(false);
+                let log = log.with_filter_reloading();
+                let logging = logging(log.reload_handle());
+                log.init();
+                logging
+            }
+        }
+    }
+}
+
+fn logging<S: 'static>(handle: tracing_subscriber::reload::Handle<EnvFilter, S>) -> Logging {
+    let current = handle.clone();
+    Logging {
+        current: Arc::new(move || {
+            let current = current.with_current(ToString::to_string);
+            current.unwrap_or_else(|error| error.to_string())
+        }),
+        set: Arc::new(move |text| {
+            let filter = EnvFilter::try_new(text).map_err(|error| error.to_string())?;
+            handle.reload(filter).map_err(|error| error.to_string())
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn durations_and_marks() {
+        assert_eq!(duration("500ms"), Ok(Duration::from_millis(500)));
+        assert_eq!(duration("2m"), Ok(Duration::from_mins(2)));
+        assert_eq!(duration("0s"), Ok(Duration::ZERO));
+        assert!(duration("5").is_err() && duration("-5s").is_err() && duration("x").is_err());
+        assert_eq!((mark("0x539"), mark("1337")), (Ok(1337), Ok(1337)));
+        assert!(mark("0").is_err() && mark("0xg").is_err());
+        assert!(workload_name("a").is_err() && workload_name("a/b").is_ok());
+    }
+}

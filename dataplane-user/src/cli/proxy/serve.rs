@@ -1,0 +1,414 @@
+//! The proxy's life: what it is told, by whom, until it ends.
+
+use std::{
+    net::TcpListener,
+    os::unix::net::UnixStream,
+    path::PathBuf,
+    process::ExitCode,
+    sync::{Arc, mpsc},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::Context as _;
+use tokio::{
+    runtime::Builder,
+    signal::unix::{Signal, SignalKind, signal},
+    sync::Notify,
+};
+use tracing::{error, info, warn};
+
+use super::{
+    ProxyArgs,
+    sockets::{self, Sockets},
+};
+use crate::{
+    agent::{NodeSettings, Source},
+    model::Snapshot,
+    proxy::{
+        Attachment, Observer, Proxy,
+        admin::{self, Logging},
+        handover::{self, Named},
+    },
+    source::{
+        kubernetes::{Latest, Reader},
+        manifests::{self, Watcher},
+    },
+};
+
+const SIGHUP: &str = "SIGHUP";
+
+/// Why it ends.
+#[derive(Debug)]
+enum End {
+    Signal(&'static str),
+    /// Another one has taken its place, and wants to know when nobody else accepts.
+    Replaced(UnixStream),
+}
+
+pub fn run(arguments: &ProxyArgs, logging: Logging) -> anyhow::Result<ExitCode> {
+    let runtime = Builder::new_current_thread().enable_all().build()?;
+    let _inside = runtime.enter();
+    let node = arguments.node.settings();
+    let mut services = Services::open(arguments.source.source(), node)?;
+    let mut signals = Signals::new()?;
+    // Before there are sockets: nobody shall be answered before it is known where they go.
+    let first = runtime.block_on(async {
+        tokio::select! {
+            snapshot = services.first() => Ok(snapshot),
+            signal = signals.end() => Err(signal),
+        }
+    });
+    let snapshot = match first {
+        Ok(snapshot) => snapshot,
+        Err(signal) => {
+            info!("{signal}: ended before it began");
+            return Ok(ExitCode::SUCCESS);
+        }
+    };
+    let mut sockets = Sockets::open(arguments)?;
+    let proxy = Proxy::start(arguments.settings())?;
+    let observer = proxy.observer();
+    let metrics = sockets.metrics.take();
+    let admin = sockets.admin.take();
+    let mut http = tokio::task::JoinSet::new();
+    http.spawn_on(
+        serve_http(metrics, admin, observer.clone(), logging),
+        runtime.handle(),
+    );
+    let attachment = Attachment {
+        workload: arguments.workload()?,
+        namespace: None,
+        outbound: std::mem::take(&mut sockets.outbound),
+        inbound: std::mem::take(&mut sockets.inbound),
+        egress: arguments.egress(),
+    };
+    proxy.set_snapshot(snapshot);
+    proxy.add(attachment)?;
+    let copies = match &arguments.handover {
+        Some(_) => sockets.take_copies(),
+        None => Named::new(),
+    };
+    let waiting = take_place(arguments, &mut sockets)?;
+    drop(sockets);
+    info!(
+        "relaying: at most {} connections",
+        observer.max_connections()
+    );
+
+    let end = runtime.block_on(async {
+        loop {
+            tokio::select! {
+                snapshot = services.next() => {
+                    if let Some(snapshot) = snapshot {
+                        proxy.set_snapshot(snapshot);
+                    }
+                }
+                signal = signals.next() => {
+                    if signal != SIGHUP {
+                        return End::Signal(signal);
+                    }
+                    if let Some(snapshot) = services.read(signal) {
+                        proxy.set_snapshot(snapshot);
+                    }
+                }
+                stream = replaced(waiting.as_ref(), &copies) => return End::Replaced(stream),
+            }
+        }
+    });
+    let drain = arguments.limits.drain_time;
+    let (why, other) = match end {
+        End::Signal(signal) => {
+            if let Some(path) = &arguments.handover {
+                // Nobody waits there any more.
+                let _ = std::fs::remove_file(path);
+            }
+            (signal, None)
+        }
+        End::Replaced(stream) => ("another one has taken its place", Some(stream)),
+    };
+    info!(
+        "{why}: draining {} connections for at most {drain:?}",
+        proxy.connections()
+    );
+    // The copies keep the sockets open.
+    drop((copies, waiting));
+    let start = Instant::now();
+    let (done, drained) = mpsc::channel();
+    thread::spawn(move || {
+        proxy.drain(drain);
+        // Fails if the other side does not wait any more.
+        let _ = done.send(());
+    });
+    // Metrics are answered in the meantime, if nobody else has the port.
+    let handed_over = other.is_some();
+    if let Some(stream) = other {
+        http.abort_all();
+        handover::gone(stream);
+    }
+    runtime.block_on(async {
+        loop {
+            tokio::select! {
+                () = tokio::time::sleep(Duration::from_millis(20)) => {
+                    if drained.try_recv() != Err(mpsc::TryRecvError::Empty) {
+                        return;
+                    }
+                }
+                signal = signals.end() => {
+                    warn!("{signal} again: not waiting any more");
+                    return;
+                }
+            }
+        }
+    });
+    info!(
+        "ended after {:.1?}{}",
+        start.elapsed(),
+        if handed_over {
+            "; another one goes on"
+        } else {
+            ""
+        }
+    );
+    // Whoever was just asking does not hold up the end.
+    runtime.shutdown_background();
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Tells the proxy before that its sockets are in use, and waits in its place for the next.
+fn take_place(
+    arguments: &ProxyArgs,
+    sockets: &mut Sockets,
+) -> anyhow::Result<Option<tokio::net::UnixListener>> {
+    if let Some(before) = sockets.before.take() {
+        // Both accept until it has stopped. If it does not say so, that may go on for a while.
+        match handover::taken(before) {
+            Ok(()) => info!("took the place of the proxy before"),
+            Err(error) => warn!("the proxy before does not say that it has stopped: {error}"),
+        }
+    }
+    let Some(path) = &arguments.handover else {
+        return Ok(None);
+    };
+    let listener = handover::listen(path)
+        .and_then(|listener| {
+            listener.set_nonblocking(true)?;
+            tokio::net::UnixListener::from_std(listener)
+        })
+        .with_context(|| format!("cannot wait at {} for the next proxy", path.display()))?;
+    Ok(Some(listener))
+}
+
+/// Waits until somebody has taken the sockets.
+async fn replaced(waiting: Option<&tokio::net::UnixListener>, copies: &Named) -> UnixStream {
+    let Some(waiting) = waiting else {
+        return std::future::pending().await;
+    };
+    loop {
+        let offered = async {
+            let (stream, _) = waiting.accept().await?;
+            let stream = stream.into_std()?;
+            handover::offer(stream, &sockets::borrowed(copies))
+        };
+        match offered.await {
+            Ok(stream) => return stream,
+            Err(error) => {
+                warn!("sockets were asked for and not taken: {error}");
+                // Not in a busy loop, whatever is wrong.
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+        }
+    }
+}
+
+async fn serve_http(
+    metrics: Option<TcpListener>,
+    admin: Option<TcpListener>,
+    observer: Observer,
+    logging: Logging,
+) {
+    let serve = async |listener: Option<TcpListener>, routes| -> std::io::Result<()> {
+        let Some(listener) = listener else {
+            return Ok(());
+        };
+        listener.set_nonblocking(true)?;
+        axum::serve(tokio::net::TcpListener::from_std(listener)?, routes).await
+    };
+    let served = tokio::try_join!(
+        serve(metrics, admin::metrics(&observer)),
+        serve(admin, admin::all(&observer, logging)),
+    );
+    if let Err(error) = served {
+        error!("metrics and the admin endpoint are not answered any more: {error}");
+    }
+}
+
+/// The signals that mean something to a proxy.
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+    hangup: Signal,
+}
+
+impl Signals {
+    fn new() -> std::io::Result<Self> {
+        Ok(Self {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+            hangup: signal(SignalKind::hangup())?,
+        })
+    }
+
+    /// Waits for the next.
+    async fn next(&mut self) -> &'static str {
+        tokio::select! {
+            _ = self.terminate.recv() => "SIGTERM",
+            _ = self.interrupt.recv() => "SIGINT",
+            _ = self.hangup.recv() => SIGHUP,
+        }
+    }
+
+    /// Waits for one that ends it.
+    async fn end(&mut self) -> &'static str {
+        loop {
+            let signal = self.next().await;
+            if signal != SIGHUP {
+                return signal;
+            }
+        }
+    }
+}
+
+/// Where the services come from.
+struct Services {
+    wanted: Snapshot,
+    node: NodeSettings,
+    input: Input,
+}
+
+enum Input {
+    Manifests {
+        paths: Vec<PathBuf>,
+        watcher: Watcher,
+    },
+    Kubernetes {
+        latest: Arc<Latest>,
+        changed: Arc<Notify>,
+        _reader: Reader,
+    },
+}
+
+impl Services {
+    fn open(source: Source, settings: NodeSettings) -> anyhow::Result<Self> {
+        let asking = "cannot find out this node's name and addresses";
+        let node = settings.node().context(asking)?;
+        match source {
+            Source::Manifests(paths) => {
+                // Before the files are read, so that no change is missed in between.
+                let watcher = Watcher::new(&paths)?;
+                let loaded = manifests::load(&paths, &node)?;
+                let services = loaded.snapshot.services.len();
+                info!(services, files = loaded.files, "read the manifests");
+                if let Some(line) = loaded.ignored_line() {
+                    info!("{line}");
+                }
+                Ok(Self {
+                    wanted: loaded.snapshot,
+                    node: settings,
+                    input: Input::Manifests { paths, watcher },
+                })
+            }
+            Source::Kubernetes(kubernetes) => {
+                kubernetes.target.check()?;
+                let latest = Arc::<Latest>::default();
+                let changed = Arc::<Notify>::default();
+                let tell = Arc::clone(&changed);
+                info!("reading {}", kubernetes.target.server_text());
+                let reader = Reader::start(
+                    kubernetes,
+                    Arc::new(node.clone()),
+                    Arc::default(),
+                    Arc::clone(&latest),
+                    move || tell.notify_one(),
+                )?;
+                Ok(Self {
+                    wanted: Snapshot {
+                        node: Arc::new(node),
+                        ..Snapshot::default()
+                    },
+                    node: settings,
+                    input: Input::Kubernetes {
+                        latest,
+                        changed,
+                        _reader: reader,
+                    },
+                })
+            }
+        }
+    }
+
+    /// What there is first.
+    async fn first(&mut self) -> Snapshot {
+        match self.input {
+            Input::Manifests { .. } => self.wanted.clone(),
+            Input::Kubernetes { .. } => loop {
+                if let Some(snapshot) = self.next().await {
+                    return snapshot;
+                }
+            },
+        }
+    }
+
+    /// Waits for a change. May be dropped and called anew.
+    async fn next(&mut self) -> Option<Snapshot> {
+        match &mut self.input {
+            Input::Manifests { watcher, .. } => {
+                watcher.changed().await;
+                self.read("a manifest changed")
+            }
+            Input::Kubernetes {
+                latest, changed, ..
+            } => {
+                changed.notified().await;
+                let view = latest.take()?;
+                match self.node.node_with(&view.node) {
+                    Ok(node) => self.wanted.node = Arc::new(node),
+                    Err(error) => warn!("cannot find out the node's addresses: {error}"),
+                }
+                self.wanted.services = view.services;
+                Some(self.wanted.clone())
+            }
+        }
+    }
+
+    /// Reads the manifests; the API is read all the time.
+    fn read(&mut self, why: &str) -> Option<Snapshot> {
+        let Input::Manifests { paths, .. } = &self.input else {
+            return None;
+        };
+        let own = match self.node.node() {
+            Ok(node) => node,
+            Err(error) => {
+                warn!("cannot find out the node's addresses, keeping the last ones: {error}");
+                (*self.wanted.node).clone()
+            }
+        };
+        match manifests::load_reusing(&self.wanted, paths, &own) {
+            Ok(loaded) => {
+                info!(
+                    services = loaded.snapshot.services.len(),
+                    "{why}: read the manifests"
+                );
+                self.wanted = loaded.snapshot;
+                Some(self.wanted.clone())
+            }
+            Err(errors) => {
+                for fault in &errors.faults {
+                    error!("{fault}");
+                }
+                error!("the manifests have errors: going on with what was read before");
+                None
+            }
+        }
+    }
+}

@@ -1,0 +1,119 @@
+//! What a proxy shows over HTTP.
+
+use std::{fmt, sync::Arc};
+
+use axum::{
+    Router,
+    extract::{Query, State},
+    http::{StatusCode, header},
+    response::{IntoResponse, Response},
+    routing::get,
+};
+use prometheus_client::{encoding::text, registry::Registry};
+use serde::Deserialize;
+
+use super::Observer;
+
+/// Sets what is logged.
+type SetLevel = dyn Fn(&str) -> Result<(), String> + Send + Sync;
+
+/// Reads and sets what is logged.
+#[derive(Clone)]
+pub struct Logging {
+    /// What is logged now, as `RUST_LOG` has it.
+    pub current: Arc<dyn Fn() -> String + Send + Sync>,
+    /// Sets it.
+    pub set: Arc<SetLevel>,
+}
+
+impl fmt::Debug for Logging {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Logging")
+    }
+}
+
+#[derive(Debug)]
+struct Context {
+    observer: Observer,
+    logging: Logging,
+}
+
+/// Metrics, at `/metrics`.
+pub fn metrics(observer: &Observer) -> Router {
+    let mut registry = Registry::default();
+    observer.register(&mut registry);
+    let show = async |State(registry): State<Arc<Registry>>| show(&registry);
+    Router::new()
+        .route("/metrics", get(show))
+        .route("/stats/prometheus", get(show))
+        .with_state(Arc::new(registry))
+}
+
+/// Everything.
+pub fn all(observer: &Observer, logging: Logging) -> Router {
+    let context = Context {
+        observer: observer.clone(),
+        logging,
+    };
+    Router::new()
+        .route(
+            "/",
+            get(async || "/config_dump /logging /metrics /healthz/ready\n"),
+        )
+        .route("/config_dump", get(config_dump))
+        .route("/logging", get(get_logging).post(set_logging))
+        .route("/healthz/ready", get(ready))
+        .with_state(Arc::new(context))
+        .merge(metrics(observer))
+}
+
+fn show(registry: &Registry) -> Response {
+    let mut body = String::new();
+    match text::encode(&mut body, registry) {
+        Ok(()) => {
+            let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+            ([(header::CONTENT_TYPE, kind)], body).into_response()
+        }
+        Err(_) => StatusCode::INTERNAL_SERVER_ERROR.into_response(),
+    }
+}
+
+async fn config_dump(State(context): State<Arc<Context>>) -> Response {
+    let dump = context.observer.dump();
+    match serde_json::to_string_pretty(&dump) {
+        Ok(text) => ([(header::CONTENT_TYPE, "application/json")], text + "\n").into_response(),
+        Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
+    }
+}
+
+async fn ready(State(context): State<Arc<Context>>) -> (StatusCode, &'static str) {
+    if context.observer.is_ready() {
+        (StatusCode::OK, "ready\n")
+    } else {
+        let text = "not ready: services are not known yet, or the proxy is about to end\n";
+        (StatusCode::SERVICE_UNAVAILABLE, text)
+    }
+}
+
+async fn get_logging(State(context): State<Arc<Context>>) -> String {
+    format!("{}\n", (context.logging.current)())
+}
+
+/// What to log.
+#[derive(Debug, Deserialize)]
+struct Level {
+    level: String,
+}
+
+async fn set_logging(
+    State(context): State<Arc<Context>>,
+    Query(Level { level }): Query<Level>,
+) -> Response {
+    match (context.logging.set)(&level) {
+        Ok(()) => get_logging(State(context)).await.into_response(),
+        Err(error) => {
+            let text = format!("{error}; try /logging?level=debug, or info,dataplane=debug\n");
+            (StatusCode::BAD_REQUEST, text).into_response()
+        }
+    }
+}

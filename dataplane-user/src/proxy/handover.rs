@@ -1,0 +1,197 @@
+//! Listening sockets, given by a proxy that ends to the one that takes its place: the same sockets,
+//! with the connections that wait in them, so that none is refused in between.
+//!
+//! The older one listens on a Unix socket. The newer one connects, and is sent the sockets with
+//! their names. When it accepts from them it says so, and the older one stops accepting, says that
+//! it has, and drains.
+
+use std::{
+    fs,
+    io::{self, IoSlice, IoSliceMut, Read as _, Write as _},
+    mem::MaybeUninit,
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::{
+            fs::PermissionsExt as _,
+            net::{UnixListener, UnixStream},
+        },
+    },
+    path::Path,
+    time::Duration,
+};
+
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+};
+
+/// How many sockets may be handed over. The kernel takes up to 253 at a time.
+const SOCKETS: usize = 64;
+/// How long their names may be in all.
+const NAMES: usize = 16 << 10;
+/// How long each side waits for the other.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// "I accept from them", and "I do not any more".
+const TAKEN: [u8; 1] = [1];
+
+/// Sockets by name, such as `outbound 127.0.0.1:15001`.
+pub type Named = Vec<(String, OwnedFd)>;
+
+/// Where a proxy waits for the one that will take its place. An earlier file of this name is
+/// replaced.
+///
+/// # Errors
+/// If it cannot be made.
+pub fn listen(path: &Path) -> io::Result<UnixListener> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let listener = UnixListener::bind(path)?;
+    fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
+    Ok(listener)
+}
+
+/// Offers sockets to whoever has connected, and returns when they were taken: the time to stop
+/// accepting. What is returned is to be given to [`gone`] then.
+///
+/// # Errors
+/// If they were not taken; then nothing has changed.
+pub fn offer(stream: UnixStream, sockets: &[(String, BorrowedFd<'_>)]) -> io::Result<UnixStream> {
+    stream.set_nonblocking(false)?;
+    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.set_write_timeout(Some(PATIENCE))?;
+    if sockets.len() > SOCKETS {
+        return Err(io::Error::other("too many sockets to be handed over"));
+    }
+    let names: Vec<&str> = sockets.iter().map(|(name, _)| name.as_str()).collect();
+    let names = format!("{}\n", names.join("\n"));
+    if names.len() > NAMES {
+        return Err(io::Error::other("the sockets' names are too long"));
+    }
+    let fds: Vec<BorrowedFd<'_>> = sockets.iter().map(|(_, fd)| *fd).collect();
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(SOCKETS))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    ancillary.push(SendAncillaryMessage::ScmRights(&fds));
+    sendmsg(
+        &stream,
+        &[IoSlice::new(names.as_bytes())],
+        &mut ancillary,
+        SendFlags::NOSIGNAL,
+    )?;
+    let mut answer = [0];
+    (&stream).read_exact(&mut answer)?;
+    if answer == TAKEN {
+        Ok(stream)
+    } else {
+        Err(io::Error::other("an answer that makes no sense"))
+    }
+}
+
+/// Tells the one that took the sockets that nobody else accepts from them any more.
+pub fn gone(mut stream: UnixStream) {
+    // If it is not there, it has no use for it.
+    let _ = stream.write_all(&TAKEN);
+}
+
+/// Asks the proxy that waits at `path`, if there is one, for its sockets. To be given to
+/// [`taken`] when they are accepted from; dropped before, nothing has changed.
+///
+/// # Errors
+/// If there is one, and it does not give any.
+pub fn ask(path: &Path) -> io::Result<Option<(UnixStream, Named)>> {
+    let stream = match UnixStream::connect(path) {
+        Ok(stream) => stream,
+        Err(error)
+            if matches!(
+                error.kind(),
+                io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused
+            ) =>
+        {
+            return Ok(None);
+        }
+        Err(error) => return Err(error),
+    };
+    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.set_write_timeout(Some(PATIENCE))?;
+    let mut names = vec![0; NAMES];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(SOCKETS))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let received = recvmsg(
+        stream.as_fd(),
+        &mut [IoSliceMut::new(&mut names)],
+        &mut ancillary,
+        RecvFlags::CMSG_CLOEXEC,
+    )?;
+    let mut sockets = Vec::new();
+    for message in ancillary.drain() {
+        if let RecvAncillaryMessage::ScmRights(fds) = message {
+            sockets.extend(fds);
+        }
+    }
+    let names = String::from_utf8_lossy(&names[..received.bytes]);
+    let names: Vec<&str> = names.lines().collect();
+    if names.len() != sockets.len() {
+        return Err(io::Error::other(
+            "what waits there does not hand over sockets as this version does",
+        ));
+    }
+    let sockets = names.into_iter().map(str::to_owned).zip(sockets);
+    Ok(Some((stream, sockets.collect())))
+}
+
+/// Tells the older proxy that the sockets are accepted from, and waits until it does not any more.
+///
+/// # Errors
+/// If it does not answer.
+pub fn taken(mut stream: UnixStream) -> io::Result<()> {
+    stream.write_all(&TAKEN)?;
+    stream.read_exact(&mut [0])
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{net::TcpListener, thread};
+
+    use super::*;
+
+    #[test]
+    fn sockets_are_handed_over_with_what_waits_in_them() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("handover.sock");
+        assert!(ask(&path).unwrap().is_none(), "nobody is there");
+        let waiting = listen(&path).unwrap();
+        let old = TcpListener::bind("127.0.0.1:0").unwrap();
+        let at = old.local_addr().unwrap();
+        let client = std::net::TcpStream::connect(at).unwrap();
+        let other = thread::spawn(move || {
+            let (stream, _) = waiting.accept().unwrap();
+            let stream = offer(stream, &[("outbound x".to_owned(), old.as_fd())]).unwrap();
+            drop(old);
+            gone(stream);
+        });
+        let (stream, mut named) = ask(&path).unwrap().unwrap();
+        let (name, socket) = named.pop().unwrap();
+        assert_eq!(name, "outbound x");
+        taken(stream).unwrap();
+        other.join().unwrap();
+        let (_, from) = TcpListener::from(socket).accept().unwrap();
+        assert_eq!(from, client.local_addr().unwrap());
+        assert!(
+            ask(&path).unwrap().is_none(),
+            "a file that nobody listens at"
+        );
+    }
+
+    #[test]
+    fn sockets_that_nobody_takes_stay() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("handover.sock");
+        let waiting = listen(&path).unwrap();
+        let old = TcpListener::bind("127.0.0.1:0").unwrap();
+        let asking = thread::spawn(move || drop(ask(&path).unwrap()));
+        let (stream, _) = waiting.accept().unwrap();
+        assert!(offer(stream, &[("outbound x".to_owned(), old.as_fd())]).is_err());
+        asking.join().unwrap();
+    }
+}
