@@ -3,6 +3,7 @@
 pub mod fleet;
 pub mod manifests;
 pub mod packet;
+pub mod relay;
 pub mod rows;
 pub mod socket;
 pub mod stage;

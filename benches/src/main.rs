@@ -5,7 +5,7 @@ use std::{fs::File, io::Write as _, path::PathBuf, process::ExitCode, time::Dura
 use anyhow::Context as _;
 use clap::{Args, Parser};
 use dataplane_benches::{
-    packet,
+    packet, relay,
     rows::{Row, Target, print_paths, print_tables, print_targets},
     say, socket,
     sync::{self, soak::Soak},
@@ -16,7 +16,7 @@ use dataplane_benches::{
 /// Measures the dataplane beside the same traffic without it, and beside kube-proxy's rules.
 ///
 /// Everything happens in network namespaces made for it, which have no way out. Wants root, and
-/// the packages iptables and nftables. Progress goes to stderr, results to stdout.
+/// the packages iptables and nftables; for `relay`, haproxy and nginx. Progress goes to stderr, results to stdout.
 #[derive(Parser)]
 #[command(version, bin_name = "cargo xtask bench")]
 enum Command {
@@ -29,6 +29,9 @@ enum Command {
     /// Services reached by packets, from outside and from pods whose sockets nobody sees: connect,
     /// round trip, throughput, and what making a flow costs
     Packet(Options),
+    /// The L4 proxy beside HAProxy, nginx and tokio's copy: throughput, round trip, connections/s,
+    /// CPU, and memory for idle connections
+    Relay(Options),
     /// Every benchmark
     All(Options),
     /// Part of a benchmark: not for you to start
@@ -71,7 +74,8 @@ fn main() -> anyhow::Result<ExitCode> {
         Command::Sync(SyncOptions { soak: true, .. }) => sync::soak::run(SOAK)?,
         Command::Sync(SyncOptions { options, .. }) => measure(&options, &[sync])?,
         Command::Packet(options) => measure(&options, &[packet])?,
-        Command::All(options) => measure(&options, &[socket, sync, packet])?,
+        Command::Relay(options) => measure(&options, &[relay])?,
+        Command::All(options) => measure(&options, &[socket, sync, packet, relay])?,
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -111,6 +115,18 @@ fn packet(quick: bool) -> anyhow::Result<(Vec<Row>, Vec<Target>)> {
     let rows = packet::run(&extent)?;
     print_paths(&rows, &packet::CASE_NAMES);
     let targets = packet::targets(&rows);
+    Ok((rows, targets))
+}
+
+fn relay(quick: bool) -> anyhow::Result<(Vec<Row>, Vec<Target>)> {
+    let extent = if quick {
+        relay::Extent::QUICK
+    } else {
+        relay::Extent::FULL
+    };
+    let rows = relay::run(&extent)?;
+    print_paths(&rows, &relay::CASE_NAMES);
+    let targets = relay::targets(&rows);
     Ok((rows, targets))
 }
 

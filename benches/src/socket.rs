@@ -10,7 +10,7 @@ use crate::{
     say,
     stage::{NodePlan, Stage, Worker},
     stats::{median, spread},
-    worker::{Job, Transport},
+    worker::{CHURN_THREADS, Job, Transport},
 };
 
 /// The most services of ours.
@@ -124,6 +124,7 @@ fn job(metric: usize, transport: Transport, fraction: u32) -> Job {
         },
         2 => Job::Churn {
             count: 1200 / fraction,
+            threads: CHURN_THREADS,
         },
         _ => Job::Bulk {
             bytes: match transport {

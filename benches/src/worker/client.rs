@@ -12,8 +12,7 @@ use rand::seq::IndexedRandom as _;
 use socket2::{SockAddr, Socket};
 
 use super::{
-    ANSWERED, Answer, CHURN_THREADS, DATAGRAM, ECHO, Job, Order, SILENT, STREAM, Transport, WINDOW,
-    socket,
+    ANSWERED, Answer, DATAGRAM, ECHO, HOLD, Job, Order, SILENT, STREAM, Transport, WINDOW, socket,
 };
 use crate::stats::median;
 
@@ -27,9 +26,10 @@ const SLICES: u32 = 5;
 
 /// Carries out orders until stdin closes.
 pub fn run() -> anyhow::Result<()> {
+    let mut held = vec![];
     for line in std::io::stdin().lock().lines() {
         let order: Order = serde_json::from_str(&line?).context("an order that is none")?;
-        let answer = match carry_out(&order) {
+        let answer = match carry_out(&order, &mut held) {
             Ok(value) => Answer::Value(value),
             Err(error) => Answer::Error(format!("{error:#}")),
         };
@@ -38,11 +38,12 @@ pub fn run() -> anyhow::Result<()> {
     Ok(())
 }
 
-fn carry_out(order: &Order) -> anyhow::Result<f64> {
+fn carry_out(order: &Order, held: &mut Vec<Socket>) -> anyhow::Result<f64> {
     match order.job {
         Job::Connect { count } => connects(order, count as usize),
         Job::RoundTrip { count } => round_trips(order, count as usize),
-        Job::Churn { count } => slices(|| churn(order, count / SLICES)),
+        Job::Churn { count, threads } => slices(|| churn(order, count / SLICES, threads)),
+        Job::Hold { count } => hold(order, count, held),
         Job::Bulk { bytes } => slices(|| match order.transport {
             Transport::Tcp => stream(order, bytes / u64::from(SLICES)),
             Transport::Udp => datagrams(order, bytes / u64::from(SLICES)),
@@ -132,12 +133,27 @@ fn round_trips(order: &Order, count: usize) -> anyhow::Result<f64> {
     Ok(median_us(&mut samples))
 }
 
-fn churn(order: &Order, count: u32) -> anyhow::Result<f64> {
-    let each = count.div_ceil(CHURN_THREADS);
+#[expect(clippy::cast_precision_loss, reason = "below 2^52")]
+fn hold(order: &Order, count: u32, held: &mut Vec<Socket>) -> anyhow::Result<f64> {
+    if count == 0 {
+        held.clear();
+    }
+    held.reserve_exact(count as usize);
+    for _ in 0..count {
+        let (mut socket, to) = fresh(order)?;
+        socket.connect(&to)?;
+        exchange(&mut socket, HOLD)?;
+        held.push(socket);
+    }
+    Ok(held.len() as f64)
+}
+
+fn churn(order: &Order, count: u32, threads: u32) -> anyhow::Result<f64> {
+    let each = count.div_ceil(threads);
     let byte = byte_for(order.transport);
     let start = Instant::now();
     thread::scope(|scope| -> anyhow::Result<()> {
-        let threads: Vec<_> = (0..CHURN_THREADS)
+        let threads: Vec<_> = (0..threads)
             .map(|_| {
                 scope.spawn(move || -> std::io::Result<()> {
                     for _ in 0..each {
@@ -157,7 +173,7 @@ fn churn(order: &Order, count: u32) -> anyhow::Result<f64> {
         }
         Ok(())
     })?;
-    Ok(f64::from(each * CHURN_THREADS) / start.elapsed().as_secs_f64())
+    Ok(f64::from(each * threads) / start.elapsed().as_secs_f64())
 }
 
 #[expect(clippy::cast_precision_loss, reason = "below 2^52 bits")]

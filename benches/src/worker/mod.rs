@@ -56,12 +56,20 @@ pub enum Job {
     Churn {
         /// How many, over all threads.
         count: u32,
+        /// From so many threads.
+        threads: u32,
     },
     /// Gbit/s of payload to the server: a TCP stream; UDP datagrams of 1 400 bytes, each window
     /// of which is acknowledged.
     Bulk {
         /// How many bytes.
         bytes: u64,
+    },
+    /// So many TCP connections that were used once and are kept, besides those that are kept already;
+    /// answers how many there are.
+    Hold {
+        /// How many more; 0: all are closed.
+        count: u32,
     },
 }
 
@@ -75,8 +83,8 @@ pub enum Answer {
     Error(String),
 }
 
-/// Threads of [`Job::Churn`].
-const CHURN_THREADS: u32 = 2;
+/// Threads of [`Job::Churn`] where nothing else is said.
+pub const CHURN_THREADS: u32 = 2;
 /// Payload of a bulk datagram: below the MTU of an overlay network.
 const DATAGRAM: usize = 1400;
 /// Datagrams before an acknowledgement. 128 of them fit a socket's receive buffer, with overhead.
@@ -84,6 +92,8 @@ const WINDOW: u64 = 32;
 
 /// First byte of a TCP connection whose bytes are echoed one by one.
 const ECHO: u8 = b'e';
+/// First byte of a TCP connection that is answered and kept.
+const HOLD: u8 = b'h';
 /// First byte of a TCP connection that carries a stream: its length follows as 8 bytes, big-endian.
 const STREAM: u8 = b's';
 /// First byte of a datagram that is not answered.
@@ -98,22 +108,27 @@ pub enum Worker {
     Client(Client),
     /// Serves until stdin closes.
     Server(Server),
+    /// Relays as tokio's `copy_bidirectional` does, until it is killed.
+    Relay(crate::relay::Plain),
 }
 
 /// Arguments of a client.
 #[derive(Debug, Args)]
 pub struct Client {
-    /// CPU to run on
+    /// CPU to run on [default: any]
     #[arg(long)]
-    cpu: usize,
+    cpu: Option<usize>,
 }
 
 /// Arguments of a server.
 #[derive(Debug, Args)]
 pub struct Server {
-    /// CPU to run on
+    /// CPU to run on [default: any]
     #[arg(long)]
-    cpu: usize,
+    cpu: Option<usize>,
+    /// Connections that are served at the same time, at each address
+    #[arg(long, default_value_t = CHURN_THREADS)]
+    threads: u32,
     /// Port, for TCP and UDP
     #[arg(long)]
     port: u16,
@@ -132,25 +147,28 @@ impl Worker {
     /// If it cannot start.
     pub fn run(&self) -> anyhow::Result<()> {
         match self {
+            Self::Relay(relay) => relay.run(),
             Self::Client(Client { cpu }) => {
                 pin(*cpu)?;
                 client::run()
             }
             Self::Server(Server {
                 cpu,
+                threads,
                 port,
                 connect_port,
                 addresses,
             }) => {
                 pin(*cpu)?;
-                server::run(addresses, *port, *connect_port)
+                server::run(addresses, *port, *connect_port, *threads)
             }
         }
     }
 }
 
-/// Keeps this process, and the threads that it will start, on one CPU.
-fn pin(cpu: usize) -> anyhow::Result<()> {
+/// Keeps this process, and the threads that it will start, on one CPU, if one was given.
+fn pin(cpu: Option<usize>) -> anyhow::Result<()> {
+    let Some(cpu) = cpu else { return Ok(()) };
     let mut set = CpuSet::new();
     set.set(cpu)?;
     sched_setaffinity(Pid::from_raw(0), &set).with_context(|| format!("cannot run on CPU {cpu}"))

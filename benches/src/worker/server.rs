@@ -9,10 +9,10 @@ use std::{
 
 use anyhow::Context as _;
 
-use super::{ANSWERED, CHURN_THREADS, ECHO, STREAM, Transport, socket};
+use super::{ANSWERED, ECHO, HOLD, STREAM, Transport, socket};
 
 /// Serves until stdin closes; says `ready` when it listens.
-pub fn run(addresses: &[IpAddr], port: u16, connect_port: u16) -> anyhow::Result<()> {
+pub fn run(addresses: &[IpAddr], port: u16, connect_port: u16, threads: u32) -> anyhow::Result<()> {
     for addr in addresses {
         let at = SocketAddr::new(*addr, port);
         let listener = socket(*addr, Transport::Tcp)?;
@@ -23,7 +23,7 @@ pub fn run(addresses: &[IpAddr], port: u16, connect_port: u16) -> anyhow::Result
         listener.listen(4096)?;
         let listener = TcpListener::from(listener);
         // One thread for each of a client's, so that none waits for another's connection.
-        for _ in 0..CHURN_THREADS {
+        for _ in 0..threads {
             let listener = listener.try_clone()?;
             thread::spawn(move || accept(&listener));
         }
@@ -56,14 +56,19 @@ fn empty(listener: &TcpListener) {
 }
 
 fn accept(listener: &TcpListener) {
+    let mut held = Vec::new();
     let mut buffer = vec![0; 256 << 10];
     while let Ok((stream, _)) = listener.accept() {
         // Clients reset their connections when they are done: an error is how most end.
-        let _ = serve(stream, &mut buffer);
+        let _ = serve(stream, &mut buffer, &mut held);
     }
 }
 
-fn serve(mut stream: TcpStream, buffer: &mut [u8]) -> std::io::Result<()> {
+fn serve(
+    mut stream: TcpStream,
+    buffer: &mut [u8],
+    held: &mut Vec<TcpStream>,
+) -> std::io::Result<()> {
     stream.set_nodelay(true)?;
     let mut byte = [0];
     stream.read_exact(&mut byte)?;
@@ -72,6 +77,11 @@ fn serve(mut stream: TcpStream, buffer: &mut [u8]) -> std::io::Result<()> {
             stream.write_all(&byte)?;
             stream.read_exact(&mut byte)?;
         },
+        HOLD => {
+            stream.write_all(&byte)?;
+            held.push(stream);
+            Ok(())
+        }
         STREAM => {
             let mut length = [0; 8];
             stream.read_exact(&mut length)?;

@@ -1,0 +1,327 @@
+//! `bench relay`: the L4 proxy beside HAProxy, nginx and tokio's copy.
+
+mod plain;
+mod stage;
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, ensure};
+
+pub use plain::Plain;
+
+use self::stage::{Relay, Stage};
+use crate::{
+    rows::{Row, Target, find},
+    say,
+    stats::{median, spread},
+    worker::Job,
+};
+
+/// What is measured how, in rounds.
+struct Case {
+    name: &'static str,
+    /// Whether client, proxy and server share one CPU: what a proxy costs is then all that is
+    /// measured, without the time to wake another CPU, which varies most.
+    one_cpu: bool,
+    job: fn(divisor: u32) -> Job,
+    /// How fast, and the unit.
+    rate: (&'static str, &'static str),
+    /// CPU time of the proxy, per what, and how many of these a job is.
+    cost: Option<Cost>,
+}
+
+struct Cost {
+    metric: &'static str,
+    unit: &'static str,
+    /// Of the CPU time in seconds over the number of bytes or connections.
+    scale: f64,
+}
+
+const BULK: fn(u32) -> Job = |divisor| Job::Bulk {
+    bytes: (2 << 30) / u64::from(divisor),
+};
+const RTT: fn(u32) -> Job = |divisor| Job::RoundTrip {
+    count: 8000 / divisor,
+};
+const PER_GB: Cost = Cost {
+    metric: "cpu_s_per_gb",
+    unit: "s/GB",
+    scale: 1e9,
+};
+const THROUGHPUT: (&str, &str) = ("gbit_per_s", "Gbit/s");
+const ROUND_TRIP: (&str, &str) = ("rtt_p50", "µs");
+
+const CASES: [Case; 5] = [
+    Case {
+        name: "bulk",
+        one_cpu: false,
+        job: BULK,
+        rate: THROUGHPUT,
+        cost: Some(PER_GB),
+    },
+    Case {
+        name: "bulk-1cpu",
+        one_cpu: true,
+        job: BULK,
+        rate: THROUGHPUT,
+        cost: Some(PER_GB),
+    },
+    Case {
+        name: "rtt",
+        one_cpu: false,
+        job: RTT,
+        rate: ROUND_TRIP,
+        cost: None,
+    },
+    Case {
+        name: "rtt-1cpu",
+        one_cpu: true,
+        job: RTT,
+        rate: ROUND_TRIP,
+        cost: None,
+    },
+    Case {
+        name: "conn",
+        one_cpu: false,
+        job: |divisor| Job::Churn {
+            count: 8000 / divisor,
+            threads: 8,
+        },
+        rate: ("conn_per_s", "1/s"),
+        cost: Some(Cost {
+            metric: "cpu_us_per_conn",
+            unit: "µs",
+            scale: 1e6,
+        }),
+    },
+];
+
+/// Names of the cases, in order.
+pub const CASE_NAMES: [&str; 7] = [
+    CASES[0].name,
+    CASES[1].name,
+    CASES[2].name,
+    CASES[3].name,
+    CASES[4].name,
+    "idle-2000",
+    "idle-20000",
+];
+/// The names of `idle`, and how many connections.
+const IDLE: [(&str, u32); 2] = [(CASE_NAMES[5], 2_000), (CASE_NAMES[6], 20_000)];
+
+/// How much to measure.
+#[derive(Clone, Copy, Debug)]
+pub struct Extent {
+    /// At least so many rounds,
+    at_least: usize,
+    /// at most so many,
+    at_most: usize,
+    /// and, between the two, none that begins after this time.
+    budget: Duration,
+    /// What is done in a round, as a divisor.
+    divisor: u32,
+    /// Up to how many idle connections.
+    idle: u32,
+}
+
+impl Extent {
+    /// All of it.
+    pub const FULL: Self = Self {
+        at_least: 5,
+        at_most: 11,
+        budget: Duration::from_secs(150),
+        divisor: 1,
+        idle: 20_000,
+    };
+    /// What fits into half a minute.
+    pub const QUICK: Self = Self {
+        at_least: 3,
+        at_most: 3,
+        budget: Duration::from_secs(15),
+        divisor: 8,
+        idle: 2_000,
+    };
+}
+
+#[expect(clippy::cast_precision_loss, reason = "below 2^52")]
+fn amount(job: Job) -> f64 {
+    match job {
+        Job::Bulk { bytes } => bytes as f64,
+        Job::Connect { count }
+        | Job::RoundTrip { count }
+        | Job::Churn { count, .. }
+        | Job::Hold { count } => f64::from(count),
+    }
+}
+
+/// Compares the relays.
+///
+/// # Errors
+/// If the machine lacks something, or a relay does not work.
+pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
+    say!("starting the proxies, the server and the client");
+    let mut stage = Stage::build().context("`relay` wants haproxy and nginx, too")?;
+    let mut rows = idle(&mut stage, extent)?;
+    stage.restart()?;
+
+    // By case and relay: rates and costs.
+    let mut samples = vec![(vec![], vec![]); CASES.len() * Relay::ALL.len()];
+    let start = Instant::now();
+    let mut rounds = 0;
+    while rounds < extent.at_least || rounds < extent.at_most && start.elapsed() < extent.budget {
+        for (number, case) in CASES.iter().enumerate() {
+            stage.pin(case.one_cpu)?;
+            let job = (case.job)(extent.divisor);
+            for step in 0..Relay::ALL.len() {
+                // Another one is first in each round, so that none always follows the same.
+                let which = (step + rounds) % Relay::ALL.len();
+                let relay = Relay::ALL[which];
+                let (rates, costs) = &mut samples[number * Relay::ALL.len() + which];
+                let before = stage.cpu(relay);
+                match stage.measure(relay, job) {
+                    Ok(rate) => {
+                        rates.push(rate);
+                        if let (Some(cost), true) = (&case.cost, relay != Relay::Direct) {
+                            costs.push((stage.cpu(relay) - before) / amount(job) * cost.scale);
+                        }
+                    }
+                    Err(error) => say!("{}: {}: {error:#}", relay.word(), case.name),
+                }
+            }
+        }
+        rounds += 1;
+        say!("round {rounds} of at most {}", extent.at_most);
+    }
+
+    for (number, case) in CASES.iter().enumerate() {
+        let of_case = &mut samples[number * Relay::ALL.len()..][..Relay::ALL.len()];
+        let baseline = |relay: Relay| Relay::ALL.iter().position(|other| *other == relay);
+        let direct = baseline(Relay::Direct).map_or(0.0, |i| median(&mut of_case[i].0.clone()));
+        let haproxy = baseline(Relay::Haproxy).map_or(0.0, |i| median(&mut of_case[i].1.clone()));
+        for (relay, (rates, costs)) in Relay::ALL.into_iter().zip(of_case) {
+            ensure!(
+                rates.len() * 2 > rounds,
+                "{}: {} failed in most rounds; see above",
+                relay.word(),
+                case.name
+            );
+            let mut row = |(metric, unit), values: &mut Vec<f64>, baseline, against: f64| {
+                let value = median(values);
+                rows.push(Row {
+                    bench: "relay",
+                    path: relay.word(),
+                    case: case.name,
+                    services: 0,
+                    metric,
+                    unit,
+                    value,
+                    baseline: Some(baseline),
+                    ratio: Some(value / against),
+                    spread: spread(values),
+                    rounds: values.len(),
+                });
+            };
+            row(case.rate, rates, "direct", direct);
+            if let (Some(cost), false) = (&case.cost, costs.is_empty()) {
+                row((cost.metric, cost.unit), costs, "haproxy", haproxy);
+            }
+        }
+    }
+    Ok(rows)
+}
+
+/// Memory of proxies that have just started, and of the same ones with connections that were used
+/// once.
+fn idle(stage: &mut Stage, extent: &Extent) -> anyhow::Result<Vec<Row>> {
+    let mut rows: Vec<Row> = vec![];
+    for relay in Relay::ALL.into_iter().filter(|r| *r != Relay::Direct) {
+        let before = stage.memory(relay)?;
+        let mut held = 0;
+        for (case, count) in IDLE.into_iter().filter(|(_, count)| *count <= extent.idle) {
+            let more = count - held;
+            let result = stage.measure(relay, Job::Hold { count: more });
+            let now = result
+                .with_context(|| format!("{} with {count} idle connections", relay.word()))?;
+            ensure!(now >= f64::from(count), "only {now} of {count} connections");
+            held = count;
+            // Whatever is given back when nothing happens is given back by then.
+            std::thread::sleep(Duration::from_millis(if extent.divisor == 1 {
+                6_000
+            } else {
+                300
+            }));
+            rows.push(Row {
+                bench: "relay",
+                path: relay.word(),
+                case,
+                services: 0,
+                metric: "kib_per_conn",
+                unit: "KiB",
+                value: (stage.memory(relay)? - before) / f64::from(count),
+                baseline: None,
+                ratio: None,
+                spread: 0.0,
+                rounds: 1,
+            });
+        }
+        stage.measure(relay, Job::Hold { count: 0 })?;
+        say!("{}: {held} idle connections", relay.word());
+    }
+    Ok(rows)
+}
+
+/// What we promise, beside what was measured.
+pub fn targets(rows: &[Row]) -> Vec<Target> {
+    let value = |path, case, metric| find(rows, path, 0, case, metric);
+    let mut targets = vec![];
+    let mut add = |what: &str, over: Option<&Row>, under: Option<&Row>, at_most: f64| {
+        if let (Some(over), Some(under)) = (over, under) {
+            targets.push(Target {
+                what: what.to_owned(),
+                value: over.value / under.value,
+                at_most,
+                uncertainty: over.uncertainty().hypot(under.uncertainty()),
+            });
+        }
+    };
+    // Of what is better the more, the inverse.
+    add(
+        "throughput, one CPU: HAProxy's / ours",
+        value("haproxy", "bulk-1cpu", "gbit_per_s"),
+        value("dataplane", "bulk-1cpu", "gbit_per_s"),
+        1.0 / 1.3,
+    );
+    for case in ["bulk", "bulk-1cpu"] {
+        add(
+            &format!("CPU per GB, {case}: ours / HAProxy's"),
+            value("dataplane", case, "cpu_s_per_gb"),
+            value("haproxy", case, "cpu_s_per_gb"),
+            0.6,
+        );
+    }
+    for case in ["rtt", "rtt-1cpu"] {
+        add(
+            &format!("round trip, {case}: ours / HAProxy's"),
+            value("dataplane", case, "rtt_p50"),
+            value("haproxy", case, "rtt_p50"),
+            0.95,
+        );
+    }
+    add(
+        "connections/s: nginx's / ours",
+        value("nginx", "conn", "conn_per_s"),
+        value("dataplane", "conn", "conn_per_s"),
+        1.0 / 1.1,
+    );
+    for (case, count) in IDLE {
+        if let Some(row) = value("dataplane", case, "kib_per_conn") {
+            targets.push(Target {
+                what: format!("KiB per idle connection, of {count}"),
+                value: row.value,
+                at_most: 3.5,
+                uncertainty: 0.0,
+            });
+        }
+    }
+    targets
+}

@@ -1,0 +1,382 @@
+//! A pod in which everything runs: the client, the proxies, and the server. Between them is nothing
+//! but loopback, so that what a proxy costs is not lost in what a network costs.
+
+use std::{
+    fmt::Write as _,
+    fs,
+    net::SocketAddr,
+    path::Path,
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, bail};
+use dataplane_tests::{Command, Host, Lab, Process};
+use nix::{
+    sched::{CpuSet, sched_setaffinity},
+    sys::resource::{Resource, setrlimit},
+    unistd::Pid,
+};
+
+use crate::{
+    stage::carry_out,
+    worker::{Job, Order, Transport},
+};
+
+/// Who relays.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Relay {
+    /// Nobody: the client dials the server.
+    Direct,
+    /// `dataplane proxy`, with as many workers as there are CPUs. It looks up the original
+    /// destination and draws an endpoint, which the others do not.
+    Dataplane,
+    /// HAProxy with one thread.
+    Haproxy,
+    /// HAProxy with two threads and `splice-auto`.
+    Haproxy2,
+    /// nginx's stream module with two workers.
+    Nginx,
+    /// tokio's `copy_bidirectional`.
+    Tokio,
+}
+
+impl Relay {
+    /// All of them.
+    pub const ALL: [Self; 6] = [
+        Self::Direct,
+        Self::Dataplane,
+        Self::Haproxy,
+        Self::Haproxy2,
+        Self::Nginx,
+        Self::Tokio,
+    ];
+
+    /// `path` of the rows.
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::Direct => "direct",
+            Self::Dataplane => "dataplane",
+            Self::Haproxy => "haproxy",
+            Self::Haproxy2 => "haproxy-2",
+            Self::Nginx => "nginx",
+            Self::Tokio => "tokio",
+        }
+    }
+
+    /// Where it listens.
+    fn address(self) -> SocketAddr {
+        let port = match self {
+            Self::Direct => return SERVER,
+            Self::Dataplane => return VIP,
+            Self::Haproxy => 15_011,
+            Self::Haproxy2 => 15_012,
+            Self::Nginx => 15_013,
+            Self::Tokio => 15_014,
+        };
+        SocketAddr::new(SERVER.ip(), port)
+    }
+}
+
+/// The service; the pod has its VIP.
+const VIP: SocketAddr = SocketAddr::new(
+    std::net::IpAddr::V4(std::net::Ipv4Addr::new(10, 96, 0, 1)),
+    15_001,
+);
+const SERVER: SocketAddr = SocketAddr::new(
+    std::net::IpAddr::V4(std::net::Ipv4Addr::new(10, 244, 1, 10)),
+    8_080,
+);
+/// Open files of each process: two for each of 20 000 connections, and some.
+const FILES: u64 = 100_000;
+/// Connections at the same time that the server serves.
+const SERVED: u32 = 32;
+/// A proxy that has not begun to listen by then does not.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// The pod with its processes.
+pub struct Stage {
+    client: Process,
+    server: Process,
+    relays: Vec<(Relay, Process)>,
+    lab: Lab,
+    files: tempfile::TempDir,
+}
+
+impl Stage {
+    /// Makes the pod, and starts everything in it.
+    ///
+    /// # Errors
+    /// If the machine lacks something.
+    pub fn build() -> anyhow::Result<Self> {
+        // Inherited by everything that is started.
+        setrlimit(Resource::RLIMIT_NOFILE, FILES, FILES)
+            .with_context(|| format!("cannot raise the limit of open files to {FILES}"))?;
+        let builder = Lab::builder()
+            .node("node1")
+            .pod("node1", "bench", "10.244.1.10");
+        let lab = builder.build()?;
+        let pod = lab.pod("bench");
+        pod.ip(&format!("address add {}/32 dev lo", VIP.ip()))?;
+        pod.sysctl("ipv4/ip_local_port_range", "2000 65000")?;
+        // 20 000 connections in a few seconds are no attack here.
+        pod.sysctl("ipv4/tcp_max_syn_backlog", "8192")?;
+        pod.sysctl("core/somaxconn", "8192")
+            .or_else(|_| anyhow::Ok(()))?;
+        let server = start_server(pod)?;
+        let client = start_client(pod)?;
+        let mut stage = Self {
+            client,
+            server,
+            relays: vec![],
+            files: tempfile::tempdir()?,
+            lab,
+        };
+        stage.start_relays()?;
+        Ok(stage)
+    }
+
+    fn pod(&self) -> &Host {
+        self.lab.pod("bench")
+    }
+
+    fn start_relays(&mut self) -> anyhow::Result<()> {
+        for relay in Relay::ALL {
+            if let Some(command) = self.command(relay)? {
+                let process = command.spawn()?;
+                self.relays.push((relay, process));
+            }
+        }
+        for relay in Relay::ALL {
+            self.wait_for(relay)?;
+        }
+        Ok(())
+    }
+
+    /// Starts proxies, server and client anew, as if nothing had been.
+    ///
+    /// # Errors
+    /// If one cannot be started.
+    pub fn restart(&mut self) -> anyhow::Result<()> {
+        self.relays.clear();
+        self.client.kill();
+        self.server.kill();
+        self.server = start_server(self.pod())?;
+        self.client = start_client(self.pod())?;
+        self.start_relays()
+    }
+
+    fn command(&self, relay: Relay) -> anyhow::Result<Option<Command>> {
+        let pod = self.pod();
+        let file = |name: &str, text: &str| -> anyhow::Result<std::path::PathBuf> {
+            let path = self.files.path().join(name);
+            fs::write(&path, text)?;
+            Ok(path)
+        };
+        let at = relay.address();
+        let command = match relay {
+            Relay::Direct => return Ok(None),
+            Relay::Dataplane => {
+                let manifests = file("service.yaml", &manifests())?;
+                pod.command(self.lab.programs().dataplane()?)
+                    .args(["proxy", "--access-log", "off", "--admin-addr", "off"])
+                    .args(["--metrics-addr", "off", "--node-name", "node1"])
+                    .args(["--outbound", &format!("0.0.0.0:{}", at.port())])
+                    .arg("--manifests")
+                    .arg(manifests)
+                    .env("RUST_LOG", "warn")
+            }
+            Relay::Haproxy | Relay::Haproxy2 => {
+                let (threads, options) = if relay == Relay::Haproxy {
+                    (1, "")
+                } else {
+                    (2, "    option splice-auto\n")
+                };
+                let config = file(
+                    &format!("{}.cfg", relay.word()),
+                    &format!(
+                        "global\n    nbthread {threads}\n    maxconn 40000\n\
+                         defaults\n    mode tcp\n    timeout connect 5s\n    timeout client 1h\n    \
+                         timeout server 1h\n{options}\
+                         listen relay\n    bind {at} backlog 4096\n    server one {SERVER}\n"
+                    ),
+                )?;
+                pod.command("haproxy").args(["-db", "-q", "-f"]).arg(config)
+            }
+            Relay::Nginx => {
+                let module = Path::new("/usr/lib/nginx/modules/ngx_stream_module.so");
+                let load = if module.exists() {
+                    format!("load_module {};\n", module.display())
+                } else {
+                    // Built in, or nginx will say so.
+                    String::new()
+                };
+                let directory = self.files.path().display();
+                let config = file(
+                    "nginx.conf",
+                    &format!(
+                        "{load}daemon off;\nworker_processes 2;\npid {directory}/nginx.pid;\n\
+                         error_log stderr crit;\nevents {{ worker_connections 45000; }}\n\
+                         stream {{ server {{ listen {at} backlog=4096; proxy_pass {SERVER}; \
+                         proxy_half_close on; tcp_nodelay on; }} }}\n"
+                    ),
+                )?;
+                pod.command("nginx")
+                    .args(["-e", "stderr", "-c"])
+                    .arg(config)
+            }
+            Relay::Tokio => pod
+                .command(std::env::current_exe()?)
+                .args(["worker", "relay", "--listen", &at.to_string()])
+                .args(["--to", &SERVER.to_string()])
+                .stdout_piped(),
+        };
+        Ok(Some(command))
+    }
+
+    /// Waits until a connection by way of a relay is answered.
+    fn wait_for(&mut self, relay: Relay) -> anyhow::Result<()> {
+        let start = Instant::now();
+        loop {
+            match self.measure(relay, Job::RoundTrip { count: 1 }) {
+                Ok(_) => return Ok(()),
+                Err(error) if start.elapsed() > PATIENCE => {
+                    return Err(error.context(format!("{} does not relay", relay.word())));
+                }
+                Err(_) => thread::sleep(Duration::from_millis(20)),
+            }
+        }
+    }
+
+    /// Has the client measure something by way of a relay.
+    ///
+    /// # Errors
+    /// What the client met with.
+    pub fn measure(&mut self, relay: Relay, job: Job) -> anyhow::Result<f64> {
+        let order = Order {
+            to: vec![relay.address()],
+            transport: Transport::Tcp,
+            job,
+        };
+        carry_out(&mut self.client, &order)
+    }
+
+    /// Keeps everything on one CPU, or lets it run on all.
+    ///
+    /// # Errors
+    /// If that is not possible.
+    pub fn pin(&self, one: bool) -> anyhow::Result<()> {
+        let count = thread::available_parallelism()?.get();
+        let mut set = CpuSet::new();
+        // The last one, since devices tend to interrupt the first.
+        for cpu in if one { count - 1..count } else { 0..count } {
+            set.set(cpu)?;
+        }
+        let own = [&self.client, &self.server].map(Process::id);
+        let relays = self.relays.iter().map(|(_, process)| process.id());
+        for process in own.into_iter().chain(relays).flat_map(with_children) {
+            for thread in threads(process) {
+                // It may have ended in the meantime.
+                let _ = sched_setaffinity(Pid::from_raw(thread.cast_signed()), &set);
+            }
+        }
+        Ok(())
+    }
+
+    fn processes(&self, relay: Relay) -> Vec<u32> {
+        let found = self.relays.iter().find(|(other, _)| *other == relay);
+        found.map_or_else(Vec::new, |(_, process)| with_children(process.id()))
+    }
+
+    /// CPU time that a relay has used so far, in seconds.
+    pub fn cpu(&self, relay: Relay) -> f64 {
+        let threads = self.processes(relay).into_iter().flat_map(|process| {
+            let threads = threads(process).into_iter();
+            threads.map(move |thread| format!("/proc/{process}/task/{thread}/schedstat"))
+        });
+        let used = threads.filter_map(|path| {
+            let text = fs::read_to_string(path).ok()?;
+            text.split_whitespace().next()?.parse::<f64>().ok()
+        });
+        used.sum::<f64>() / 1e9
+    }
+
+    /// Memory of a relay that no file backs, in KiB.
+    ///
+    /// # Errors
+    /// If it has ended.
+    pub fn memory(&self, relay: Relay) -> anyhow::Result<f64> {
+        let mut sum = 0.0;
+        for process in self.processes(relay) {
+            let status = fs::read_to_string(format!("/proc/{process}/status"))?;
+            let line = status.lines().find(|line| line.starts_with("RssAnon:"));
+            let number = line.and_then(|line| line.split_whitespace().nth(1));
+            match number.and_then(|number| number.parse::<f64>().ok()) {
+                Some(number) => sum += number,
+                None => bail!("process {process} does not say how much memory it has"),
+            }
+        }
+        Ok(sum)
+    }
+}
+
+fn start_server(pod: &Host) -> anyhow::Result<Process> {
+    let mut process = pod
+        .command(std::env::current_exe()?)
+        .args(["worker", "server", "--threads", &SERVED.to_string()])
+        .args([
+            "--port",
+            &SERVER.port().to_string(),
+            "--connect-port",
+            "8081",
+        ])
+        .arg(SERVER.ip().to_string())
+        .stdin_piped()
+        .stdout_piped()
+        .spawn()?;
+    process.wait_for_line().context("the server")?;
+    Ok(process)
+}
+
+fn start_client(pod: &Host) -> anyhow::Result<Process> {
+    let client = pod
+        .command(std::env::current_exe()?)
+        .args(["worker", "client"]);
+    Ok(client.stdin_piped().stdout_piped().spawn()?)
+}
+
+fn threads(process: u32) -> Vec<u32> {
+    let entries = fs::read_dir(format!("/proc/{process}/task"));
+    let entries = entries.into_iter().flatten().flatten();
+    let names = entries.map(|entry| entry.file_name().to_string_lossy().parse());
+    names.flatten().collect()
+}
+
+fn with_children(process: u32) -> Vec<u32> {
+    let mut all = vec![process];
+    for thread in threads(process) {
+        let children = fs::read_to_string(format!("/proc/{process}/task/{thread}/children"));
+        let children = children.unwrap_or_default();
+        let children = children.split_whitespace().flat_map(str::parse);
+        all.extend(children.flat_map(with_children));
+    }
+    all
+}
+
+fn manifests() -> String {
+    let mut text = String::new();
+    let _ = write!(
+        text,
+        "apiVersion: v1\nkind: Service\nmetadata: {{name: bench, namespace: default}}\n\
+         spec: {{clusterIP: {vip}, clusterIPs: [{vip}], ports: [{{port: {port}}}]}}\n---\n\
+         apiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\n\
+         metadata: {{name: bench-1, namespace: default, labels: \
+         {{kubernetes.io/service-name: bench}}}}\naddressType: IPv4\n\
+         ports: [{{port: {to}}}]\nendpoints: [{{addresses: [\"{ip}\"]}}]\n",
+        vip = VIP.ip(),
+        port = VIP.port(),
+        to = SERVER.port(),
+        ip = SERVER.ip(),
+    );
+    text
+}
