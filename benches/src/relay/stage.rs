@@ -14,7 +14,8 @@ use anyhow::{Context as _, bail};
 use dataplane_tests::{Command, Host, Lab, Process};
 use nix::{
     sched::{CpuSet, sched_setaffinity},
-    sys::resource::{Resource, setrlimit},
+    sys::resource::{Resource, getrlimit, setrlimit},
+    sys::signal::Signal,
     unistd::Pid,
 };
 
@@ -100,6 +101,8 @@ pub struct Stage {
     server: Process,
     relays: Vec<(Relay, Process)>,
     lab: Lab,
+    /// Connections at the same time that the limit of open files allows.
+    pub connections: u64,
     files: tempfile::TempDir,
 }
 
@@ -110,8 +113,9 @@ impl Stage {
     /// If the machine lacks something.
     pub fn build() -> anyhow::Result<Self> {
         // Inherited by everything that is started.
-        setrlimit(Resource::RLIMIT_NOFILE, FILES, FILES)
-            .with_context(|| format!("cannot raise the limit of open files to {FILES}"))?;
+        let hard = getrlimit(Resource::RLIMIT_NOFILE)?.1;
+        let files = setrlimit(Resource::RLIMIT_NOFILE, FILES, FILES).map_or(hard, |()| FILES);
+        setrlimit(Resource::RLIMIT_NOFILE, files, files)?;
         let builder = Lab::builder()
             .node("node1")
             .pod("node1", "bench", "10.244.1.10");
@@ -129,6 +133,7 @@ impl Stage {
             client,
             server,
             relays: vec![],
+            connections: files.saturating_sub(500) / 2,
             files: tempfile::tempdir()?,
             lab,
         };
@@ -158,7 +163,11 @@ impl Stage {
     /// # Errors
     /// If one cannot be started.
     pub fn restart(&mut self) -> anyhow::Result<()> {
-        self.relays.clear();
+        for (_, process) in self.relays.drain(..) {
+            // nginx's workers outlive a master that is killed.
+            process.signal(Signal::SIGTERM)?;
+            let _ = process.wait();
+        }
         self.client.kill();
         self.server.kill();
         self.server = start_server(self.pod())?;
@@ -174,6 +183,7 @@ impl Stage {
             Ok(path)
         };
         let at = relay.address();
+        let connections = self.connections;
         let command = match relay {
             Relay::Direct => return Ok(None),
             Relay::Dataplane => {
@@ -195,7 +205,7 @@ impl Stage {
                 let config = file(
                     &format!("{}.cfg", relay.word()),
                     &format!(
-                        "global\n    nbthread {threads}\n    maxconn 40000\n\
+                        "global\n    nbthread {threads}\n    maxconn {connections}\n    maxpipes 50\n\
                          defaults\n    mode tcp\n    timeout connect 5s\n    timeout client 1h\n    \
                          timeout server 1h\n{options}\
                          listen relay\n    bind {at} backlog 4096\n    server one {SERVER}\n"
@@ -212,11 +222,12 @@ impl Stage {
                     String::new()
                 };
                 let directory = self.files.path().display();
+                let worker = connections * 2;
                 let config = file(
                     "nginx.conf",
                     &format!(
                         "{load}daemon off;\nworker_processes 2;\npid {directory}/nginx.pid;\n\
-                         error_log stderr crit;\nevents {{ worker_connections 45000; }}\n\
+                         error_log stderr crit;\nevents {{ worker_connections {worker}; }}\n\
                          stream {{ server {{ listen {at} backlog=4096; proxy_pass {SERVER}; \
                          proxy_half_close on; tcp_nodelay on; }} }}\n"
                     ),

@@ -4,7 +4,7 @@ use std::{
     net::SocketAddr,
     os::fd::OwnedFd,
     sync::{Arc, atomic::Ordering},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use super::{
@@ -40,6 +40,9 @@ pub struct Connection {
     pub active: u32,
     /// What the counters know of already: sent by the client, and to it.
     pub counted: [u64; 2],
+    /// Whether its sockets are kept alive: not from the start, since most connections have ended
+    /// before that would matter.
+    pub kept_alive: bool,
     /// Whether it waits for its next turn.
     pub queued: bool,
     /// While it is being made.
@@ -92,6 +95,7 @@ impl Connection {
             opened: now,
             active: 0,
             counted: [0; 2],
+            kept_alive: false,
             queued: false,
             dial: None,
             near: End::new(socket),
@@ -164,9 +168,21 @@ impl Connection {
 
     /// Makes both sides see a reset when the sockets are closed.
     pub fn reset(&self) {
-        socket::reset_on_close(&self.near.socket);
-        if let Some(far) = &self.far {
-            socket::reset_on_close(&far.socket);
+        // Who has sent one is not told.
+        for end in std::iter::once(&self.near)
+            .chain(&self.far)
+            .filter(|end| !end.broken)
+        {
+            socket::reset_on_close(&end.socket);
+        }
+    }
+
+    /// Has the kernel find out whether the peers are still there, when nothing was said for so long.
+    pub fn keep_alive(&mut self, after: Duration) {
+        self.kept_alive = true;
+        for end in std::iter::once(&self.near).chain(&self.far) {
+            // It may have ended just now.
+            let _ = socket::keep_alive(&end.socket, after);
         }
     }
 

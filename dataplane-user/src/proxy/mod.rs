@@ -228,7 +228,7 @@ impl Proxy {
             cause,
         };
         for listener in attachment.outbound.iter().chain(&attachment.inbound) {
-            socket::prepare(listener, self.shared.settings.keepalive).map_err(failed)?;
+            socket::prepare(listener).map_err(failed)?;
         }
         // In other namespaces than this one, the workload's own addresses tell.
         let here = match attachment.namespace {

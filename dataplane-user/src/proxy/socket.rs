@@ -22,11 +22,10 @@ const KEEPALIVE_PROBES: u32 = 5;
 ///
 /// # Errors
 /// The kernel's.
-pub fn prepare(listener: impl AsFd, keepalive: Option<Duration>) -> io::Result<()> {
+pub fn prepare(listener: impl AsFd) -> io::Result<()> {
     let listener = listener.as_fd();
     rustix::io::ioctl_fionbio(listener, true)?;
     option::set_tcp_nodelay(listener, true)?;
-    keep_alive(listener, keepalive)?;
     Ok(())
 }
 
@@ -72,8 +71,6 @@ pub fn plain(address: SocketAddr) -> SocketAddr {
 pub struct Manner {
     /// `SO_MARK`.
     pub mark: Option<u32>,
-    /// Keepalive after so long.
-    pub keepalive: Option<Duration>,
     /// From this address, which need not be one of the machine's.
     pub from: Option<IpAddr>,
 }
@@ -91,7 +88,6 @@ pub fn connect(to: SocketAddr, manner: Manner) -> io::Result<OwnedFd> {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let socket = net::socket_with(family, SocketType::STREAM, flags, None)?;
     option::set_tcp_nodelay(&socket, true)?;
-    keep_alive(socket.as_fd(), manner.keepalive)?;
     if let Some(mark) = manner.mark {
         SockRef::from(&socket).set_mark(mark)?;
     }
@@ -112,8 +108,11 @@ pub fn connect(to: SocketAddr, manner: Manner) -> io::Result<OwnedFd> {
     }
 }
 
-fn keep_alive(socket: impl AsFd, after: Option<Duration>) -> io::Result<()> {
-    let Some(after) = after else { return Ok(()) };
+/// Has the kernel find out whether the peer is still there, when nothing was said for so long.
+///
+/// # Errors
+/// The kernel's.
+pub fn keep_alive(socket: impl AsFd, after: Duration) -> io::Result<()> {
     let socket = socket.as_fd();
     option::set_socket_keepalive(socket, true)?;
     option::set_tcp_keepidle(socket, after)?;

@@ -14,12 +14,13 @@ use std::{
 };
 
 use rustix::{
-    event::{
-        Timespec,
-        epoll::{self, CreateFlags, Event, EventData, EventFlags},
-    },
+    event::epoll::{self, CreateFlags, Event, EventData, EventFlags},
     io::Errno,
     net::{self, SocketFlags, sockopt as option},
+    time::{
+        Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create,
+        timerfd_settime,
+    },
 };
 
 use super::{
@@ -43,7 +44,7 @@ const ACCEPTS: usize = 16;
 const EVENTS: usize = 256;
 /// How long a listening socket rests when nothing can be accepted from it.
 const REST: Duration = Duration::from_millis(50);
-/// How often counters are brought up to date with connections that go on.
+/// How often connections that go on are looked at, at least: counters are brought up to date.
 const LOOK: Duration = Duration::from_secs(5);
 /// A worker may have so many connections more than another, before it gives new ones away.
 const LEAD: usize = 8;
@@ -78,6 +79,8 @@ struct Door {
     which: usize,
     /// When to try again, if nothing can be accepted now.
     rests_until: Option<Instant>,
+    /// The last wait that told of connections here.
+    told: u64,
 }
 
 /// A worker's state.
@@ -87,6 +90,11 @@ pub struct Worker {
     shared: Arc<Shared>,
     commands: Receiver<Command>,
     epoll: OwnedFd,
+    /// Wakes it at `alarm`. A timer of its own rather than a time limit of each wait: it is set every
+    /// few seconds, a limit would be set and taken back for each message.
+    timer: OwnedFd,
+    alarm: Option<Instant>,
+    waits: u64,
     doors: Vec<Option<Door>>,
     table: Table,
     /// Connections with more to do than fits their turn.
@@ -98,6 +106,7 @@ pub struct Worker {
     buffers: Buffers,
     namespaces: Namespaces,
     start: Instant,
+    /// Not read for each message: at most [`Worker::period`] old.
     now: Instant,
     next_look: Instant,
     /// Attachments that were removed, and when their connections are cut.
@@ -109,6 +118,7 @@ pub struct Worker {
 /// bit, or with the highest bit something else.
 const OTHER: u64 = 1 << 63;
 const WAKE: u64 = u64::MAX;
+const TIMER: u64 = u64::MAX - 1;
 
 fn token(key: Key, side: Side) -> EventData {
     let side = u64::from(side == Side::Endpoint);
@@ -143,11 +153,19 @@ impl Worker {
     ) -> io::Result<Self> {
         let epoll = epoll::create(CreateFlags::CLOEXEC)?;
         epoll::add(&epoll, wake, EventData::new_u64(WAKE), EventFlags::IN)?;
+        let timer = timerfd_create(
+            TimerfdClockId::Monotonic,
+            TimerfdFlags::NONBLOCK | TimerfdFlags::CLOEXEC,
+        )?;
+        epoll::add(&epoll, &timer, EventData::new_u64(TIMER), EventFlags::IN)?;
         let now = Instant::now();
         Ok(Self {
             number,
             commands,
             epoll,
+            timer,
+            alarm: None,
+            waits: 0,
             doors: Vec::new(),
             table: Table::default(),
             turns: VecDeque::new(),
@@ -170,9 +188,10 @@ impl Worker {
         let mut events: Vec<Event> = Vec::with_capacity(EVENTS);
         while !(self.drain.is_some() && self.table.len() == 0) {
             events.clear();
-            let timeout = self.timeout().and_then(|t| Timespec::try_from(t).ok());
+            let at_once = (!self.turns.is_empty()).then(Timespec::default);
             let spare = rustix::buffer::spare_capacity(&mut events);
-            match epoll::wait(&self.epoll, spare, timeout.as_ref()) {
+            self.waits += 1;
+            match epoll::wait(&self.epoll, spare, at_once.as_ref()) {
                 Ok(_) | Err(Errno::INTR) => {}
                 Err(error) => {
                     // It does not happen, and if it does, not in a busy loop.
@@ -180,15 +199,19 @@ impl Worker {
                     std::thread::sleep(REST);
                 }
             }
-            self.now = Instant::now();
             if self.shared.version.load(Ordering::Acquire) != self.version {
                 (self.version, self.index) = self.shared.index();
             }
             for event in &events {
                 let token = event.data.u64();
                 if token == WAKE {
+                    self.now = Instant::now();
                     self.obey();
+                } else if token == TIMER {
+                    self.now = Instant::now();
+                    self.watch_clock();
                 } else if token & OTHER != 0 {
+                    self.now = Instant::now();
                     self.answer((token & !OTHER) as usize);
                 } else {
                     let (key, side) = key_of(token);
@@ -203,23 +226,34 @@ impl Worker {
                     self.drive(key);
                 }
             }
-            self.watch_clock();
         }
     }
 
-    /// How long to wait for something to happen.
-    fn timeout(&self) -> Option<Duration> {
-        if !self.turns.is_empty() {
-            return Some(Duration::ZERO);
+    /// Sees to it that the clock is watched at this time.
+    fn wake_by(&mut self, at: Instant) {
+        if self.alarm.is_some_and(|alarm| alarm <= at) {
+            return;
         }
-        let dialing = self.dialing.front().map(|(at, ..)| *at);
-        let look = (self.table.len() > 0 || self.buffers.has_spare()).then_some(self.next_look);
-        let rests = self.doors.iter().flatten().filter_map(|d| d.rests_until);
-        let cuts = self.cuts.iter().map(|(_, at)| *at);
-        let times = dialing.into_iter().chain(look).chain(rests).chain(cuts);
-        let next = times.chain(self.drain).min()?;
-        // A millisecond more than needed, so that it is not too early.
-        Some(next.saturating_duration_since(self.now) + Duration::from_millis(1))
+        // A millisecond more, so that it is not too early; no time at all would turn it off.
+        let wait = at.saturating_duration_since(self.now) + Duration::from_millis(1);
+        let time = Itimerspec {
+            it_interval: Timespec::default(),
+            it_value: Timespec::try_from(wait).unwrap_or_default(),
+        };
+        match timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &time) {
+            Ok(_) => self.alarm = Some(at),
+            Err(error) => tracing::error!("worker {}: timer: {error}", self.number),
+        }
+    }
+
+    /// How often to look at connections that go on.
+    fn period(&self) -> Duration {
+        let settings = &self.shared.settings;
+        let idle = settings.idle_timeout.map(|idle| idle / 4);
+        let times = idle.into_iter().chain(settings.keepalive);
+        times
+            .fold(LOOK, Duration::min)
+            .max(Duration::from_millis(250))
     }
 
     fn obey(&mut self) {
@@ -233,17 +267,20 @@ impl Worker {
                             listeners: Arc::clone(&listeners),
                             which,
                             rests_until: None,
+                            told: 0,
                         });
                     }
                 }
                 Command::Shut(id, at) => {
                     self.close_doors(|door| door.attached.id == id);
                     self.cuts.push((id, at));
+                    self.wake_by(at);
                 }
                 Command::Take(accepted) => self.begin(accepted),
                 Command::Drain(at) => {
                     self.close_doors(|_| true);
                     self.drain = Some(at);
+                    self.wake_by(at);
                 }
             }
         }
@@ -273,6 +310,7 @@ impl Worker {
                 let at = listener.address;
                 tracing::error!("worker {}: cannot wait for {at}: {error}", self.number);
                 door.rests_until = Some(self.now + REST);
+                self.wake_by(self.now + REST);
             }
         }
     }
@@ -282,6 +320,7 @@ impl Worker {
         if let Some(Some(door)) = self.doors.get_mut(number) {
             let _ = epoll::delete(&self.epoll, &door.listeners[door.which].socket);
             door.rests_until = Some(self.now + REST);
+            self.wake_by(self.now + REST);
         }
     }
 
@@ -295,7 +334,13 @@ impl Worker {
 
     /// Accepts from a listening socket.
     fn answer(&mut self, number: usize) {
-        for _ in 0..ACCEPTS {
+        let Some(Some(door)) = self.doors.get_mut(number) else {
+            return;
+        };
+        // One, which is all there is as a rule; many, where the last wait told of some, too.
+        let many = door.told + 1 == self.waits;
+        door.told = self.waits;
+        for _ in 0..if many { ACCEPTS } else { 1 } {
             let Some(Some(door)) = self.doors.get(number) else {
                 return;
             };
@@ -383,7 +428,12 @@ impl Worker {
             self.end(connection, flag, true);
             return;
         }
+        if self.next_look <= self.now {
+            // There was nothing to look at for a while.
+            self.next_look = self.now + self.period();
+        }
         let key = self.table.insert(Box::new(connection));
+        self.wake_by(self.next_look);
         if let Err(error) = self.watch(key, Side::Client) {
             self.fail(key, error);
             return;
@@ -440,7 +490,6 @@ impl Worker {
             let transparent = settings.transparent && connection.direction == Direction::Inbound;
             let manner = Manner {
                 mark: settings.mark,
-                keepalive: settings.keepalive,
                 from: transparent.then_some(client),
             };
             let made = self
@@ -452,7 +501,7 @@ impl Worker {
                 Ok(socket) => {
                     connection.set_endpoint_socket(Some(socket));
                     let until = self.now + settings.connect_timeout;
-                    self.dialing.push_back((until, key, attempt));
+                    self.expect(until, key, attempt);
                     match self.watch(key, Side::Endpoint) {
                         Ok(()) => return,
                         Err(error) => self.missed(key, error),
@@ -461,6 +510,20 @@ impl Worker {
                 Err(error) => self.missed(key, error),
             }
         }
+    }
+
+    /// Gives an attempt to connect until this time.
+    fn expect(&mut self, until: Instant, key: Key, attempt: usize) {
+        // Most before it have connected long since: for each that comes, up to two of them go.
+        for _ in 0..2 {
+            if let Some(&(_, key, attempt)) = self.dialing.front()
+                && !self.is_dialing(key, attempt)
+            {
+                self.dialing.pop_front();
+            }
+        }
+        self.dialing.push_back((until, key, attempt));
+        self.wake_by(until);
     }
 
     /// Notes that an endpoint was tried in vain.
@@ -516,6 +579,7 @@ impl Worker {
                 Ok(Ok(())) => io::Error::from(io::ErrorKind::ConnectionReset),
             };
             self.missed(key, error);
+            self.now = Instant::now();
             self.dial(key);
         } else if flags.contains(EventFlags::OUT) {
             connection.dial = None;
@@ -526,13 +590,14 @@ impl Worker {
 
     /// Relays what there is.
     fn drive(&mut self, key: Key) {
+        let clock = self.clock();
         let Some(connection) = self.table.get_mut(key) else {
             return;
         };
         if connection.dial.is_some() {
             return;
         }
-        connection.active = seconds(self.now - self.start);
+        connection.active = clock;
         match connection.pump(&mut self.buffers) {
             Ok(Step::Waiting) => {}
             Ok(Step::More) => {
@@ -590,12 +655,13 @@ impl Worker {
         self.shared.loads[self.number].sub();
     }
 
-    /// Does what it is time for.
+    /// Does what it is time for, and sets the timer for what is next.
     fn watch_clock(&mut self) {
+        // What has expired is there to be read until it is.
+        let _ = rustix::io::read(&self.timer, &mut [0; 8]);
+        self.alarm = None;
         while let Some(&(at, key, attempt)) = self.dialing.front() {
-            let dial = self.table.get_mut(key).and_then(|c| c.dial.as_ref());
-            // Most have connected long before.
-            let current = dial.is_some_and(|dial| dial.tried.len() == attempt);
+            let current = self.is_dialing(key, attempt);
             if current && at > self.now {
                 break;
             }
@@ -616,17 +682,39 @@ impl Worker {
             self.look();
         }
         self.cut();
+
+        let dialing = self.dialing.front().map(|(at, ..)| *at);
+        let going_on = self.table.len() > 0 || self.buffers.has_spare();
+        let look = going_on.then_some(self.next_look);
+        let rests = self.doors.iter().flatten().filter_map(|d| d.rests_until);
+        let cuts = self.cuts.iter().map(|(_, at)| *at);
+        let times = dialing.into_iter().chain(look).chain(rests).chain(cuts);
+        if let Some(next) = times.chain(self.drain).min() {
+            self.wake_by(next);
+        }
+    }
+
+    /// Whether this attempt to connect has come to nothing yet.
+    fn is_dialing(&mut self, key: Key, attempt: usize) -> bool {
+        let dial = self.table.get_mut(key).and_then(|c| c.dial.as_ref());
+        dial.is_some_and(|dial| dial.tried.len() == attempt)
     }
 
     /// Brings counters up to date, ends what is idle, and gives memory back.
     fn look(&mut self) {
-        let idle = self.shared.settings.idle_timeout.map(seconds);
-        let now = seconds(self.now - self.start);
+        let period = self.period();
+        let keepalive = self.shared.settings.keepalive;
         for connection in self.table.iter_mut().filter(|c| c.dial.is_none()) {
             connection.count();
+            if let (false, Some(after)) = (connection.kept_alive, keepalive) {
+                connection.keep_alive(after);
+            }
         }
-        if let Some(idle) = idle {
-            let idle = |c: &Connection| c.dial.is_none() && now.saturating_sub(c.active) >= idle;
+        if let Some(idle) = self.shared.settings.idle_timeout {
+            let now = self.clock();
+            // Clocks in connections may be behind by a period.
+            let limit = ticks(idle + period);
+            let idle = |c: &Connection| c.dial.is_none() && now.saturating_sub(c.active) >= limit;
             self.finish_all(Flag::Idle, idle);
         }
         if self.buffers.held() == 0 {
@@ -634,10 +722,12 @@ impl Worker {
         }
         let held = &self.shared.loads[self.number].held;
         held.store(self.buffers.held(), Ordering::Relaxed);
-        let period = self.shared.settings.idle_timeout.map_or(LOOK, |idle| {
-            (idle / 4).clamp(Duration::from_millis(250), LOOK)
-        });
         self.next_look = self.now + period;
+    }
+
+    /// Time since the start, for connections.
+    fn clock(&self) -> u32 {
+        ticks(self.now - self.start)
     }
 
     /// Ends what should have ended by now.
@@ -665,6 +755,7 @@ impl Worker {
     }
 }
 
-fn seconds(duration: Duration) -> u32 {
-    u32::try_from(duration.as_secs()).unwrap_or(u32::MAX)
+/// Tenths of a second: enough for 13 years.
+fn ticks(duration: Duration) -> u32 {
+    u32::try_from(duration.as_millis() / 100).unwrap_or(u32::MAX)
 }

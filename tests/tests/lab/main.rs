@@ -46,6 +46,7 @@ mod moving;
 mod neighbours;
 mod netfilter;
 mod outcome;
+mod proxy;
 mod reload;
 mod services;
 mod smoke;
@@ -115,6 +116,7 @@ fn main() -> ExitCode {
         metrics::SCENARIOS,
         monitor::SCENARIOS,
         reload::SCENARIOS,
+        proxy::SCENARIOS,
         // What a service means, line by line.
         socket_tcp::SCENARIOS,
         socket_udp::SCENARIOS,
