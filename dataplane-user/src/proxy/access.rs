@@ -189,7 +189,8 @@ impl Log {
 fn write_all(records: &Receiver<Option<Record>>, format: AccessLog, mut out: impl Write) {
     let mut buffer = Vec::new();
     let mut closed = false;
-    while let (false, Ok(first)) = (closed, records.recv()) {
+    while !closed {
+        let Ok(first) = records.recv() else { return };
         buffer.clear();
         // What waits is written in one go.
         for record in std::iter::once(first).chain(records.try_iter().take(QUEUE)) {
@@ -208,5 +209,67 @@ fn write_all(records: &Receiver<Option<Record>>, format: AccessLog, mut out: imp
         }
         // A reader that is gone is not missed.
         let _ = out.write_all(&buffer).and_then(|()| out.flush());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{Ipv4Addr, SocketAddrV4};
+
+    use super::*;
+    use crate::{
+        model::{Egress, Identity, Place, Workload, WorkloadName},
+        proxy::Attachment,
+    };
+
+    #[test]
+    fn what_was_left_is_written_before_the_end() {
+        let workload = Workload {
+            name: WorkloadName::new("a", "b"),
+            addresses: smallvec::smallvec![],
+            place: Place::Elsewhere,
+            identity: Identity::default(),
+            capture: None,
+        };
+        let attachment = Attachment {
+            workload: Arc::new(workload),
+            namespace: None,
+            outbound: vec![],
+            inbound: vec![],
+            egress: Egress::Allow,
+        };
+        let (attached, _) = Attached::new(0, attachment, Box::default()).unwrap();
+        let at = |port| SocketAddrV4::new(Ipv4Addr::LOCALHOST, port).into();
+        for (format, wanted) in [
+            (
+                AccessLog::Text,
+                "workload=a/b inbound src=127.0.0.1:1 dst=127.0.0.1:2 bytes_received=3 bytes_sent=4 \
+                 duration_ms=1.5 flags=UF error=\"no\"\n",
+            ),
+            (
+                AccessLog::Json,
+                "\"response_flags\":\"UF\",\"error\":\"no\"}\n",
+            ),
+        ] {
+            let file = tempfile::NamedTempFile::new().unwrap();
+            let (log, writer) = Log::start(format, file.reopen().unwrap()).unwrap();
+            log.record(Record {
+                ended: SystemTime::now(),
+                attached: Arc::clone(&attached),
+                direction: Direction::Inbound,
+                client: at(1),
+                destination: at(2),
+                endpoint: None,
+                target: None,
+                bytes: [3, 4],
+                duration: Duration::from_micros(1500),
+                flag: Flag::ConnectFailure,
+                error: Some(io::Error::other("no")),
+            });
+            log.close();
+            writer.unwrap().join().unwrap();
+            let text = std::fs::read_to_string(file.path()).unwrap();
+            assert!(text.ends_with(wanted), "{text}");
+        }
     }
 }
