@@ -16,7 +16,7 @@ use crate::{
 
 /// Measure: NAME [--quick] [--json FILE]
 ///
-/// Compares the dataplane with direct connections and with kube-proxy's rules, in network
+/// Compares the dataplane with direct connections, kube-proxy's rules and other proxies, in network
 /// namespaces of its own, in alternating rounds; prints a table. `cargo xtask bench -- --help`
 /// tells the names and options.
 #[derive(Debug, clap::Args)]

@@ -3,6 +3,7 @@
 
 use std::{
     collections::BTreeMap,
+    fmt::Write as _,
     fs::{self, File},
     io::{ErrorKind, Read as _, Write as _},
     net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream},
@@ -80,9 +81,10 @@ impl World {
         ] {
             let mut rules = "*nat\n".to_owned();
             for network in networks {
-                rules += &format!(
-                    "-A OUTPUT -p tcp -d {network} -m mark ! --mark {MARK} -j DNAT --to {to}\n"
-                );
+                writeln!(
+                    rules,
+                    "-A OUTPUT -p tcp -d {network} -m mark ! --mark {MARK} -j DNAT --to {to}"
+                )?;
             }
             rules += "COMMIT\n";
             app.command(format!("{tool}-nft-restore"))
@@ -283,14 +285,14 @@ fn a_vip_leads_to_endpoints_and_is_counted() -> Result<()> {
         "{dump:#}"
     );
     ensure!(world.get("/logging")?.trim() == "info", "the log's level");
-    let set = world.app().command("curl");
-    let set = set.args([
+    let curl = world.app().command("curl");
+    let curl = curl.args([
         "-fsS",
         "-X",
         "POST",
         "http://127.0.0.1:15000/logging?level=debug",
     ]);
-    ensure!(set.run()?.trim() == "debug", "the log's new level");
+    ensure!(curl.run()?.trim() == "debug", "the log's new level");
 
     // One line for each connection.
     let lines = log(world)?;
@@ -454,6 +456,11 @@ fn egress_is_denied_to_what_nobody_knows() -> Result<()> {
     Ok(())
 }
 
+/// The lowest byte.
+fn low(number: u64) -> u8 {
+    number.to_le_bytes()[0]
+}
+
 /// Resident memory that no file backs, in KiB.
 fn memory(process: &Process) -> Result<u64> {
     let status = fs::read_to_string(format!("/proc/{}/status", process.id()))?;
@@ -476,7 +483,7 @@ fn a_stalled_reader_costs_little_and_loses_nothing() -> Result<()> {
         let server = accept(&listener)?;
         // Every byte is another than its neighbours, and those of other connections.
         let bytes: Vec<u8> = (0..EACH)
-            .map(|at| (at * 31 + at / 251 + number) as u8)
+            .map(|at| low((at * 31 + at / 251 + number) as u64))
             .collect();
         let bytes = Arc::new(bytes);
         let sent = Arc::clone(&bytes);
@@ -562,10 +569,10 @@ fn many_short_connections_keep_their_bytes() -> Result<()> {
                     let mut turn = number;
                     while done.fetch_add(1, Ordering::Relaxed) < count {
                         turn += CLIENTS;
-                        let vip = SocketAddr::from(([10, 96, 1, 1 + (turn % 16) as u8], 80));
+                        let vip = SocketAddr::from(([10, 96, 1, 1 + low(turn % 16)], 80));
                         let length = (turn * 7919 % 20_000) as usize;
                         let bytes: Vec<u8> = (0..length as u64)
-                            .map(|at| (at ^ turn * 131) as u8)
+                            .map(|at| low(at ^ (turn * 131)))
                             .collect();
                         let mut stream = TcpStream::connect(vip)?;
                         stream.set_read_timeout(Some(patience(Duration::from_secs(20))))?;
@@ -617,7 +624,7 @@ fn a_restart_refuses_nobody() -> Result<()> {
         let another = world.another()?;
         let old = std::mem::replace(&mut world.proxy, another);
         // What it relays goes on until it ends by itself.
-        drop(Background::of(old));
+        thread::spawn(move || drop(old.wait()));
     }
     thread::sleep(Duration::from_millis(150));
     let report: dataplane_tests::report::LoadReport = load.wait_json()?;
@@ -629,15 +636,6 @@ fn a_restart_refuses_nobody() -> Result<()> {
         report.errors
     );
     Ok(())
-}
-
-/// Waits elsewhere until a proxy ends, which it does when its last connection has.
-struct Background;
-
-impl Background {
-    fn of(process: Process) -> thread::JoinHandle<()> {
-        thread::spawn(move || drop(process.wait()))
-    }
 }
 
 fn limits_hold_connections_back_and_draining_cuts_them() -> Result<()> {

@@ -27,7 +27,7 @@ pub use self::{found::on_path, linker::cache, plan::Purpose};
 /// Find and install the tools that the other chores need
 ///
 /// Looks for the source of Rust's `core`, a bpf-linker for rustc's own LLVM, iproute2, and the
-/// iptables and nftables that the benchmarks compare with. Says what is missing and why, and
+/// iptables, nftables, HAProxy and nginx that tests and benchmarks compare with. Says what is missing and why, and
 /// installs it; packages of the distribution only as root. What it builds is kept per user in
 /// $XDG_CACHE_HOME/dataplane (~/.cache/dataplane), for every clone.
 ///
@@ -52,7 +52,7 @@ pub fn main(no_install: bool) -> Result<ExitCode> {
     };
     anstream::eprintln!(
         "{state}: rustc {} with LLVM {}, rust-src, bpf-linker {} in {}, iproute2, iptables, \
-         nftables.",
+         nftables, haproxy, nginx.",
         found.rustc.release,
         found.rustc.llvm,
         linker::VERSION,
@@ -197,6 +197,8 @@ fn apt_install(packages: &[&str]) -> Command {
 fn apt_get() -> Command {
     let mut apt = Command::new("apt-get");
     apt.env("DEBIAN_FRONTEND", "noninteractive");
+    // Debian starts the services of packages it installs, such as nginx, in this runlevel not.
+    apt.env("RUNLEVEL", "1");
     apt
 }
 

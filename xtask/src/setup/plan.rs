@@ -17,7 +17,7 @@ pub struct Program {
 }
 
 /// What the chores run.
-pub const PROGRAMS: [Program; 5] = [
+pub const PROGRAMS: [Program; 7] = [
     Program {
         name: "ip",
         package: "iproute2",
@@ -43,6 +43,19 @@ pub const PROGRAMS: [Program; 5] = [
         least: Purpose::Bench,
     },
     Program {
+        name: "haproxy",
+        package: "haproxy",
+        needed_for: "relays beside our proxy, in tests and benchmarks",
+        least: Purpose::Bench,
+    },
+    Program {
+        name: "nginx",
+        // Brings nginx itself, too.
+        package: "libnginx-mod-stream",
+        needed_for: "relays beside our proxy, in tests and benchmarks",
+        least: Purpose::Bench,
+    },
+    Program {
         name: "qemu-system-x86_64",
         package: "qemu-system-x86",
         needed_for: "boots a guest with another kernel",
@@ -57,7 +70,7 @@ pub enum Purpose {
     Build,
     /// Network namespaces that stand for nodes and pods: run, test, lab.
     Lab,
-    /// Comparing with kube-proxy's rules.
+    /// Comparing with kube-proxy's rules, and with other proxies.
     Bench,
     /// Scenarios on other kernels.
     Guest,
@@ -255,6 +268,8 @@ mod tests {
                 package("iproute2"),
                 package("iptables"),
                 package("nftables"),
+                package("haproxy"),
+                package("libnginx-mod-stream"),
                 Step::BpfLinker
             ]
         );
