@@ -32,6 +32,7 @@ mod fragments;
 mod frames;
 mod fuzz;
 mod growth;
+mod host_ports;
 mod interfaces;
 mod kernel;
 mod kubernetes;
@@ -129,6 +130,7 @@ fn main() -> ExitCode {
         frames::SCENARIOS,
         policies::SCENARIOS,
         nodeport::SCENARIOS,
+        host_ports::SCENARIOS,
         kube_proxy::SCENARIOS,
         many_flows::SCENARIOS,
         differential::RECORDED,

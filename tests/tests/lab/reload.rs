@@ -224,14 +224,16 @@ fn kinds_that_are_not_ours_are_counted_and_ignored() -> Result<()> {
     directory.write("web.json", &[web(&lab, &[])])?;
     fs::write(
         directory.path().join("others.yaml"),
-        "apiVersion: v1\nkind: Pod\nmetadata: {name: a}\n---\n\
-         apiVersion: v1\nkind: Pod\nmetadata: {name: b}\n---\n\
+        "apiVersion: v1\nkind: Secret\nmetadata: {name: a}\n---\n\
+         apiVersion: v1\nkind: Secret\nmetadata: {name: b}\n---\n\
          apiVersion: apps/v1\nkind: Deployment\nmetadata: {name: c}\n",
     )?;
     let agent = lab.agent("node2").manifests(directory.path()).start()?;
     let log = agent.log();
     ensure!(
-        log.contains("ignored 3 objects") && log.contains("Pod (2)") && log.contains("Deployment"),
+        log.contains("ignored 3 objects")
+            && log.contains("Secret (2)")
+            && log.contains("Deployment"),
         "{log}"
     );
     refused(lab.pod("sleep"), TO, "connect")

@@ -49,6 +49,8 @@ pub enum Body {
     Slice(Outcome<Slice>),
     /// A Node: this one or another.
     Node(NodeFacts),
+    /// A Pod: its host ports.
+    Pod(Vec<Service>),
     /// An object of a kind that is not served here.
     Ignored(String),
     /// An object whose kind nothing tells.
@@ -65,6 +67,7 @@ impl Entry {
             Body::Node(node) => {
                 return (!node.name.is_empty()).then(|| format!("Node {}", node.name));
             }
+            Body::Pod(_) => "Pod",
             Body::Ignored(kind) => kind,
             Body::Unknown => return None,
         };
@@ -104,6 +107,7 @@ enum Sort {
     Service,
     Slice,
     Node,
+    Pod,
     Other,
     NotKnownYet,
 }
@@ -117,6 +121,8 @@ struct Object {
     metadata: ObjectMeta,
     spec: Option<core::ServiceSpec>,
     node_spec: Option<core::NodeSpec>,
+    pod_spec: Option<core::PodSpec>,
+    pod_status: Option<core::PodStatus>,
     status: Option<core::ServiceStatus>,
     address_type: Option<String>,
     endpoints: Option<Vec<discovery::Endpoint>>,
@@ -130,10 +136,10 @@ impl Object {
         match (self.kind.as_deref(), self.api_version.as_deref()) {
             (Some("Service"), Some(CORE)) => Sort::Service,
             (Some("Node"), Some(CORE)) => Sort::Node,
+            (Some("Pod"), Some(CORE)) => Sort::Pod,
             (Some("EndpointSlice") | None, Some(DISCOVERY)) => Sort::Slice,
-            (Some("Service" | "EndpointSlice" | "Node") | None, None) | (None, Some(CORE)) => {
-                Sort::NotKnownYet
-            }
+            (Some("Service" | "EndpointSlice" | "Node" | "Pod") | None, None)
+            | (None, Some(CORE)) => Sort::NotKnownYet,
             _ => Sort::Other,
         }
     }
@@ -141,7 +147,7 @@ impl Object {
     fn is_list(&self) -> bool {
         matches!(
             self.kind.as_deref(),
-            Some("List" | "ServiceList" | "EndpointSliceList" | "NodeList")
+            Some("List" | "ServiceList" | "EndpointSliceList" | "NodeList" | "PodList")
         )
     }
 
@@ -208,6 +214,19 @@ impl Object {
                 };
                 Body::Node(objects::node(&object, &mut findings))
             }
+            Sort::Pod => {
+                let fields = &mut self.early;
+                let object = core::Pod {
+                    spec: self
+                        .pod_spec
+                        .or_else(|| early(fields, "spec", &mut findings)),
+                    status: self
+                        .pod_status
+                        .or_else(|| early(fields, "status", &mut findings)),
+                    metadata: self.metadata,
+                };
+                Body::Pod(objects::host_ports(&object, node, &mut findings))
+            }
             Sort::Other => self.other(&mut findings),
             Sort::Slice | Sort::NotKnownYet => {
                 let (field, example) = match &self.kind {
@@ -233,7 +252,7 @@ impl Object {
         let version = self.api_version.as_deref().unwrap_or_default();
         let kind = self.kind.as_deref().unwrap_or_default();
         let expected = match kind {
-            "Service" | "Node" if !version.contains('/') => CORE,
+            "Service" | "Node" | "Pod" if !version.contains('/') => CORE,
             "EndpointSlice" if version.starts_with("discovery.k8s.io/") => DISCOVERY,
             _ => "",
         };
@@ -252,7 +271,9 @@ impl Object {
         }
         // A kind of the same name in another group is another kind.
         Body::Ignored(match (kind, version.split_once('/')) {
-            ("Service" | "EndpointSlice" | "Node", Some((group, _))) => format!("{kind}.{group}"),
+            ("Service" | "EndpointSlice" | "Node" | "Pod", Some((group, _))) => {
+                format!("{kind}.{group}")
+            }
             _ => kind.to_owned(),
         })
     }
@@ -329,6 +350,8 @@ impl<'de> Visitor<'de> for ObjectReader<'_> {
                     match (object.sort(), key.as_str()) {
                         (Sort::Service, "spec") => object.spec = map.next_value()?,
                         (Sort::Node, "spec") => object.node_spec = map.next_value()?,
+                        (Sort::Pod, "spec") => object.pod_spec = map.next_value()?,
+                        (Sort::Pod, "status") => object.pod_status = map.next_value()?,
                         (Sort::Service, "status") => object.status = map.next_value()?,
                         (Sort::Slice, "addressType") => object.address_type = map.next_value()?,
                         (Sort::Slice, "endpoints") => object.endpoints = map.next_value()?,

@@ -31,6 +31,9 @@ pub struct Stage<'a> {
     slice_origins: HashMap<ServiceName, Origin>,
     /// This node's own object.
     node_object: Option<(NodeFacts, Origin)>,
+    pods: HashMap<ServiceName, Origin>,
+    /// Those of the pods on this node, with their endpoints.
+    host_ports: BTreeMap<ServiceName, Arc<Service>>,
     ignored: BTreeMap<String, usize>,
     left_alone: usize,
     problems: Vec<Problem>,
@@ -47,6 +50,8 @@ impl<'a> Stage<'a> {
             slices: Vec::new(),
             slice_origins: HashMap::new(),
             node_object: None,
+            pods: HashMap::new(),
+            host_ports: BTreeMap::new(),
             ignored: BTreeMap::new(),
             left_alone: 0,
             problems: Vec::new(),
@@ -143,6 +148,16 @@ impl<'a> Stage<'a> {
                 Some((_, first)) if named => self.faults.twice(origin, object, *first),
                 Some(_) => {}
             },
+            Body::Pod(services) => {
+                if let Some(first) = self.pods.insert(entry.name, origin)
+                    && named
+                {
+                    self.faults.twice(origin, object, first);
+                }
+                let services = services.into_iter();
+                let services = services.map(|service| (service.name.clone(), Arc::new(service)));
+                self.host_ports.extend(services);
+            }
             Body::Ignored(kind) => *self.ignored.entry(kind).or_default() += 1,
             // Other nodes are no concern of this one.
             Body::Node(_) | Body::Unknown => {}
@@ -190,6 +205,11 @@ impl<'a> Stage<'a> {
                 services.insert(name, service);
             }
         }
+        for (name, service) in self.host_ports {
+            if services.get(&name).is_none_or(|known| *known != service) {
+                services.insert(name, service);
+            }
+        }
         self.problems.sort();
         let snapshot = Snapshot {
             services,
@@ -208,7 +228,7 @@ impl<'a> Stage<'a> {
     }
 
     fn is_served(&self, name: &ServiceName) -> bool {
-        matches!(self.services.get(name), Some((Some(_), _)))
+        matches!(self.services.get(name), Some((Some(_), _))) || self.host_ports.contains_key(name)
     }
 
     /// Finds slices without a service.

@@ -1,18 +1,20 @@
 //! Kubernetes' objects in the model's terms, however they came here.
 //!
 //! [`service`], [`slice()`] and [`node()`] turn one object each into the model, and say with its
-//! field path what is wrong with it. [`join`] gives a service the endpoints of its slices.
+//! field path what is wrong with it. [`host_ports()`] are those of a pod. [`join`] gives a service the endpoints of its slices.
 //!
 //! What kube-proxy leaves alone is left alone here, too: services with another proxy
 //! (`service.kubernetes.io/service-proxy-name`), services and slices that are marked as headless
 //! (`service.kubernetes.io/headless`), load-balancer addresses with `ipMode: Proxy`.
 
 mod address;
+mod host_ports;
 mod join;
 mod node;
 mod service;
 mod slice;
 
+pub use host_ports::host_ports;
 pub use join::join;
 pub use node::{NodeFacts, node};
 pub use service::service;

@@ -1,0 +1,161 @@
+//! `hostPort`: as the CNI plug-in `portmap` does it by rules, and as we do, one after the other in
+//! the same cluster.
+
+use std::{collections::BTreeMap, fmt::Write as _, net::IpAddr};
+
+use anyhow::{Context as _, Result, ensure};
+use dataplane_tests::{Host, Lab};
+use serde_json::json;
+use tempfile::TempDir;
+
+use crate::{
+    cluster::{TCP, UDP, ask, eventually, reaches, refused, serve},
+    outcome::run,
+};
+
+scenarios! {
+    Dataplane:
+    host_ports_are_as_portmap_has_them,
+    a_host_port_goes_with_its_pod,
+}
+
+/// On all of the node's addresses, and on one.
+const PORTS: [(&str, u16, u16); 2] = [("tcp", 8480, TCP), ("udp", 8453, UDP)];
+const ON_ONE: u16 = 8481;
+
+fn lab() -> Result<Lab> {
+    Ok(Lab::builder()
+        .node("node1")
+        .vm("node1", "web", "10.244.1.10")
+        .vm("node1", "vm", "10.244.1.20")
+        .external("outside")
+        .build()?)
+}
+
+/// The pod as the API has it.
+fn manifest(lab: &Lab, directory: &TempDir, phase: &str) -> Result<()> {
+    let (web, node) = (lab.pod("web"), lab.node("node1"));
+    let mut ports: Vec<_> = PORTS
+        .iter()
+        .map(|(protocol, host, container)| {
+            json!({ "protocol": protocol.to_uppercase(), "hostPort": host, "containerPort": container })
+        })
+        .collect();
+    for ip in node.addresses() {
+        ports.push(json!({ "hostPort": ON_ONE, "containerPort": TCP, "hostIP": ip }));
+    }
+    let pod = json!({
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": { "name": "web", "namespace": "default" },
+        "spec": { "nodeName": "node1", "containers": [{ "name": "web", "ports": ports }] },
+        "status": { "phase": phase, "podIPs": web.addresses().map(|ip| json!({ "ip": ip })) },
+    });
+    let file = directory.path().join("pod.json");
+    Ok(std::fs::write(file, serde_json::to_vec(&pod)?)?)
+}
+
+/// The rules that `portmap` writes, without its marks: packets for the node's ports go to the pod,
+/// and the pod's own to itself come back to the node.
+fn rules(lab: &Lab) -> Result<()> {
+    let (web, node) = (lab.pod("web"), lab.node("node1"));
+    let families = [
+        ("iptables-nft", web.ipv4().into(), node.ipv4().into()),
+        ("ip6tables-nft", web.ipv6().into(), node.ipv6().into()),
+    ];
+    for (tool, web, node_ip) in families {
+        let (web, node_ip): (IpAddr, IpAddr) = (web, node_ip);
+        let at = |port| std::net::SocketAddr::new(web, port);
+        let mut rules = "*nat\n".to_owned();
+        for chain in ["PREROUTING", "OUTPUT"] {
+            for (protocol, port, to) in PORTS {
+                writeln!(
+                    rules,
+                    "-A {chain} -m addrtype --dst-type LOCAL -p {protocol} --dport {port} -j DNAT \
+                     --to-destination {}",
+                    at(to)
+                )?;
+            }
+            writeln!(
+                rules,
+                "-A {chain} -d {node_ip} -p tcp --dport {ON_ONE} -j DNAT --to-destination {}",
+                at(TCP)
+            )?;
+        }
+        writeln!(
+            rules,
+            "-A POSTROUTING -s {web} -d {web} -j MASQUERADE\nCOMMIT"
+        )?;
+        let script = format!("{tool}-restore <<'end'\n{rules}end");
+        let load = node.command("sh");
+        load.args(["-c", &script]).run().with_context(|| rules)?;
+    }
+    Ok(())
+}
+
+/// Whom everybody reaches, and whom it takes the client for; of the node's own processes, whose
+/// source address is chosen otherwise (docs/differences.md), only whom they reach.
+fn seen(lab: &Lab) -> Result<BTreeMap<String, String>> {
+    let node = lab.node("node1");
+    let clients: [&Host; 4] = [lab.external("outside"), lab.pod("vm"), lab.pod("web"), node];
+    let mut seen = BTreeMap::new();
+    for client in clients {
+        for ip in node.addresses() {
+            let targets = PORTS.map(|(protocol, port, _)| (protocol, port));
+            for (protocol, port) in targets.into_iter().chain([("tcp", ON_ONE)]) {
+                let to = std::net::SocketAddr::new(ip, port).to_string();
+                let how = if protocol == "tcp" { "connect" } else { "udp" };
+                let report = ask(client, &to, &format!("{how} --count 3"))?;
+                let mut said = format!("{:?}", report.errors);
+                for (name, endpoint) in &report.endpoints {
+                    write!(said, " {name} {}", endpoint.answers)?;
+                    if client.name() != node.name() {
+                        write!(said, " {:?}", endpoint.sources.keys())?;
+                    }
+                }
+                seen.insert(format!("{} {to}/{protocol}", client.name()), said);
+            }
+        }
+    }
+    Ok(seen)
+}
+
+fn host_ports_are_as_portmap_has_them() -> Result<()> {
+    let lab = lab()?;
+    let _server = serve(lab.pod("web"))?;
+    rules(&lab)?;
+    let by_rules = seen(&lab)?;
+    for tool in ["iptables-nft", "ip6tables-nft"] {
+        let flush = lab.node("node1").command(tool);
+        flush.args(["-t", "nat", "-F"]).run()?;
+    }
+    let directory = TempDir::new()?;
+    manifest(&lab, &directory, "Running")?;
+    let agent = lab.agent("node1").manifests(directory.path());
+    let agent = agent.args(["--pod-cidr", "10.244.0.0/16"]).start()?;
+    let by_us = seen(&lab)?;
+    ensure!(by_rules == by_us, "portmap: {by_rules:#?}\nus: {by_us:#?}");
+    ensure!(
+        by_us.values().all(|said| said.starts_with("{} web 3")),
+        "{by_us:#?}"
+    );
+    run(&agent, "services")?.exits(0)?.says(&["hostport:web"])?;
+    let explained = "explain --iface eth0 192.168.77.201:4000 192.168.77.1:8480/tcp";
+    run(&agent, explained)?.says(&["hostport:web", "10.244.1.10"])?;
+    Ok(())
+}
+
+fn a_host_port_goes_with_its_pod() -> Result<()> {
+    let lab = lab()?;
+    let _server = serve(lab.pod("web"))?;
+    let directory = TempDir::new()?;
+    manifest(&lab, &directory, "Running")?;
+    let agent = lab.agent("node1").manifests(directory.path()).start()?;
+    let outside = lab.external("outside");
+    reaches(outside, "192.168.77.1:8480", "connect --count 3", &["web"])?;
+    manifest(&lab, &directory, "Succeeded")?;
+    eventually(|| refused(outside, "192.168.77.1:8480", "connect"))?;
+    let status = run(&agent, "status -o json")?.exits(0)?.json()?;
+    ensure!(status["findings"] == json!([]), "{status:#}");
+    Ok(())
+}
