@@ -563,7 +563,17 @@ impl World {
 
     /// Where the routes lead, and by which interface; by that of the packet where they do not lead
     /// elsewhere.
-    pub fn way(&self, dst: Addr, ifindex: u32) -> (To, u32) {
+    pub fn way(&self, src: Addr, dst: Addr, ifindex: u32) -> (To, u32) {
+        // Addresses of a link are never forwarded (`rt6_need_strict` in `net/ipv6/route.c`).
+        let of_a_link = |addr: Addr| {
+            let octets = addr.octets();
+            let multicast = octets[0] == 0xff;
+            let link_local = octets[0] == 0xfe && octets[1] & 0xc0 == 0x80;
+            !addr.is_v4() && (multicast || link_local || addr.is_loopback())
+        };
+        if of_a_link(src) || of_a_link(dst) {
+            return (To::Here, ifindex);
+        }
         let octets = dst.octets();
         // By the router, whose link-layer address is known. That of no host beside it is.
         let router = [2, 0, 0, 0, 0xfe, 0xfe];
@@ -580,7 +590,7 @@ impl World {
             None if dst.is_v4() && octets[12..14] == [10, 10] => return (To::Nowhere, ifindex),
             None if !dst.is_v4() && octets[..2] == [0xfd, 9] => return (To::Nowhere, ifindex),
             None if !dst.is_v4() && octets[..2] == [0xfd, 0x10] => return (To::Nowhere, ifindex),
-            None if dst.is_loopback() || octets[0] == 0xff => None,
+            None if dst.is_loopback() => None,
             None => Some(uplink),
         };
         let Some((ifindex, neighbour)) = to else {

@@ -343,7 +343,7 @@ impl<'a> Model<'a> {
         }
         let (endpoint, chosen) = self.choose(pool, headers, again.as_ref(), at, drawn)?;
 
-        let (to, iface) = self.world.way(endpoint.addr, input.ifindex);
+        let (to, iface) = self.world.way(headers.src, endpoint.addr, input.ifindex);
         if to == To::Nowhere {
             return Ok(self.refuse(input, headers, Reason::NoRoute));
         }
@@ -513,7 +513,7 @@ impl<'a> Model<'a> {
 
     /// A packet of a known flow.
     fn onward(&mut self, input: &Input, headers: &Headers, ends: &Ends) -> Output {
-        let (to, _) = self.world.way(ends.dst, input.ifindex);
+        let (to, _) = self.world.way(headers.src, ends.dst, input.ifindex);
         if to == To::Nowhere {
             self.count(Reason::NoRoute);
             return DROP;
@@ -612,7 +612,7 @@ impl<'a> Model<'a> {
         let mut hops = outer.hops;
         let mut onward = None;
         if !input.leaves {
-            match self.world.way(ends.dst, input.ifindex).0 {
+            match self.world.way(outer.src, ends.dst, input.ifindex).0 {
                 To::Here => {}
                 To::Onward(way)
                     if hops > 1 && (input.segmented || outer.length() <= usize::from(way.mtu)) =>
