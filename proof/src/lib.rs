@@ -8,10 +8,13 @@
 //! * [`campaign`]: many of them, compared; what was found, made short.
 
 pub mod campaign;
+mod compare;
 mod generate;
 mod model;
+mod tally;
 pub mod wire;
 pub mod world;
 
 pub use generate::{Kind, Sort};
 pub use model::{Input, Output, Verdict};
+pub use tally::{Outcome, Tally};

@@ -4,7 +4,7 @@ use std::{process::ExitCode, time::Instant};
 
 use anyhow::Result;
 use clap::Parser;
-use dataplane_proof::campaign::{Scene, Tally};
+use dataplane_proof::{Tally, campaign::Scene};
 use indicatif::{ProgressBar, ProgressStyle};
 
 /// Throw packets at the packet path's programs, as this kernel has loaded them, and compare verdict,

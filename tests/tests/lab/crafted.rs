@@ -104,7 +104,8 @@ fn passed(packet: &Packet, from: End, to: End) -> Packet {
 fn sent(scene: &Scene, at: &str, out: &str, packet: &Packet) -> Then {
     let mut packet = packet.clone();
     let (at, mac) = scene.world.interface(at);
-    packet.link = match scene.world.way(Addr::from(packet.dst), at).0 {
+    let (src, dst) = (Addr::from(packet.src), Addr::from(packet.dst));
+    packet.link = match scene.world.way(src, dst, at).0 {
         To::Onward(world::Way {
             neighbour: Some(to),
             ..

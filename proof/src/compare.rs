@@ -1,0 +1,391 @@
+//! One packet through the programs and through the model, and what differs.
+
+use std::fmt;
+
+use anyhow::{Context as _, Result};
+use dataplane::kernel::{
+    Direction,
+    rig::{Hash, Plain, Rig, SkbContext},
+};
+use dataplane_common::{
+    Addr, Port, Reason,
+    packet::{FlowKey, Forward, PortKey, Tick, seen},
+    tables::{Affinity, AffinityKey},
+};
+use nix::time::{ClockId, clock_gettime};
+
+use crate::{
+    generate::Op,
+    model::{Drawn, Input, Model, Moment, Output, Verdict, state::Table},
+    wire::LINK,
+};
+
+/// Bytes in hexadecimal digits, as `text2pcap` and others read them.
+pub struct Bytes<'a>(pub &'a [u8]);
+
+impl fmt::Display for Bytes<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+/// What the programs drew by lot.
+struct Tables<'a>(&'a Rig);
+
+impl Drawn for Tables<'_> {
+    fn forward(&self, key: &FlowKey) -> Option<Forward> {
+        self.0.forward.get(key).ok().flatten()
+    }
+
+    fn affinity(&self, key: &AffinityKey) -> Option<Affinity> {
+        self.0.affinity().get(key).ok().flatten()
+    }
+}
+
+/// Now, as the programs know it.
+fn now() -> Moment {
+    let read = |clock| {
+        let time = clock_gettime(clock).map_or_else(|_| std::time::Duration::ZERO, Into::into);
+        u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+    };
+    Moment {
+        tick: Tick::from_ns(read(ClockId::CLOCK_MONOTONIC_COARSE)),
+        ns: read(ClockId::CLOCK_MONOTONIC),
+    }
+}
+
+/// Whether a packet has less than an IP header: since Linux 6.18 a test run refuses it
+/// (`bpf_prog_test_run_skb` in `net/bpf/test_run.c`). The lab sends such packets.
+pub fn too_short(frame: &[u8]) -> bool {
+    match frame.get(12..14) {
+        Some([0x08, 0x00]) => frame.len() < LINK + 20,
+        Some([0x86, 0xdd]) => frame.len() < LINK + 40,
+        _ => frame.len() <= LINK,
+    }
+}
+
+/// Runs a program on a packet.
+pub fn run(rig: &Rig, input: &Input) -> Result<Output> {
+    let mut out = vec![0; input.frame.len() + 256];
+    let context = SkbContext::new(input.ifindex, u32::from(input.segmented) * 2);
+    let direction = if input.leaves {
+        Direction::Egress
+    } else {
+        Direction::Ingress
+    };
+    let ran = rig
+        .run(direction, &context, &input.frame, &mut out)
+        .with_context(|| format!("run the program on {} bytes", input.frame.len()))?;
+    out.truncate(ran.len);
+    let verdict = Verdict::from_number(ran.verdict);
+    Ok(Output {
+        verdict: verdict.with_context(|| format!("verdict {}", ran.verdict))?,
+        frame: Some(out),
+    })
+}
+
+/// Verdicts by reason.
+pub type Reasons = [u64; Reason::SLOTS as usize];
+
+/// A packet through the programs and through the model; an error of the inner result says what
+/// differs. `zero`: the programs' counters when the model's were zero; they are read where packet and
+/// tables do not tell what was drawn, or if it is to be looked at `closely`.
+pub fn packet(
+    rig: &Rig,
+    model: &mut Model<'_>,
+    input: &Input,
+    zero: &Reasons,
+    closely: bool,
+) -> Result<Result<Output, String>> {
+    let before = now();
+    let output = run(rig, input)?;
+    let after = now();
+    let mut moments = vec![before];
+    if after.tick != before.tick {
+        // The tick began meanwhile, and the program saw either.
+        moments.push(Moment {
+            ns: before.ns,
+            ..after
+        });
+    }
+    let mut differences = Vec::new();
+    for moment in moments {
+        let mut guess = 0;
+        loop {
+            let expected = model.step(input, moment, &Tables(rig), guess);
+            let difference = match expected {
+                Ok(expected) => compare(rig, model, &expected, &output, moment, after)?,
+                Err(what) => Some(what),
+            };
+            let difference = match difference {
+                None if closely || model.guesses() > 1 => miscounted(rig, model, zero)?,
+                difference => difference,
+            };
+            match difference {
+                None => {
+                    model.keep();
+                    return Ok(Ok(output));
+                }
+                Some(what) => differences.push(what),
+            }
+            model.take_back();
+            guess += 1;
+            if guess >= model.guesses() {
+                break;
+            }
+        }
+    }
+    if closely {
+        let mut counted = rig.reasons()?;
+        for (count, (zero, sum)) in counted.iter_mut().zip(zero.iter().zip(model.reasons)) {
+            *count -= zero + sum;
+        }
+        let all = Reason::ALL.iter().filter(|r| counted[**r as usize] > 0);
+        let words: Vec<&str> = all.map(|reason| reason.word()).collect();
+        let frame = output.frame.unwrap_or_default();
+        let frame = Bytes(&frame);
+        differences.push(format!("it was {words:?}: {frame}"));
+    }
+    Ok(Err(differences.join("\nor: ")))
+}
+
+/// Whether the last packet was counted otherwise than by the model.
+fn miscounted(rig: &Rig, model: &Model<'_>, zero: &Reasons) -> Result<Option<String>> {
+    let mut wanted = *zero;
+    for (sum, count) in wanted.iter_mut().zip(model.reasons) {
+        *sum += count;
+    }
+    for reason in model.counted() {
+        wanted[*reason as usize] += 1;
+    }
+    let found = rig.reasons()?;
+    let differs = |reason: &&Reason| found[**reason as usize] != wanted[**reason as usize];
+    Ok(Reason::ALL.iter().find(differs).map(|reason| {
+        format!(
+            "counted {} times {} in all, not {}",
+            found[*reason as usize],
+            reason.word(),
+            wanted[*reason as usize]
+        )
+    }))
+}
+
+/// What differs, if anything does.
+fn compare(
+    rig: &Rig,
+    model: &mut Model<'_>,
+    expected: &Output,
+    output: &Output,
+    before: Moment,
+    after: Moment,
+) -> Result<Option<String>> {
+    if output.verdict != expected.verdict {
+        return Ok(Some(format!(
+            "{:?}, not {:?} ({:?})",
+            output.verdict,
+            expected.verdict,
+            model.counted()
+        )));
+    }
+    if expected.verdict != Verdict::Drop
+        && let (Some(frame), Some(wanted)) = (&output.frame, &expected.frame)
+        && frame != wanted
+    {
+        let at = frame.iter().zip(wanted).position(|(a, b)| a != b);
+        return Ok(Some(format!(
+            "the packet differs from byte {} on ({:?}):\n    {}\nnot {}",
+            at.unwrap_or(frame.len().min(wanted.len())),
+            model.counted(),
+            Bytes(frame),
+            Bytes(wanted)
+        )));
+    }
+    let state = &mut model.state;
+    let all = [
+        touched("FORWARD", &rig.forward, &mut state.forward, |_, _| {})?,
+        touched("REPLY", &rig.reply, &mut state.reply, |_, _| {})?,
+        touched(
+            "MASQUERADE",
+            &rig.masquerade,
+            &mut state.masquerade,
+            |_, _| {},
+        )?,
+        touched("FRAGMENTS", &rig.fragments, &mut state.fragments, |_, _| {})?,
+        touched(
+            "AFFINITY",
+            rig.affinity(),
+            &mut state.affinity,
+            |ours, theirs| {
+                // To the nanosecond only the program knows.
+                if ours.used_at == before.ns && (before.ns..=after.ns).contains(&theirs.used_at) {
+                    ours.used_at = theirs.used_at;
+                }
+            },
+        )?,
+    ];
+    Ok(all.into_iter().flatten().next())
+}
+
+/// Whether what a packet touched is in the kernel as the model has it.
+fn touched<K, V>(
+    name: &str,
+    kernel: &Hash<K, V>,
+    model: &mut Table<K, V>,
+    adapt: impl Fn(&mut V, &V),
+) -> Result<Option<String>>
+where
+    K: Copy + Eq + std::hash::Hash + fmt::Debug + Plain,
+    V: Copy + PartialEq + fmt::Debug + Plain,
+{
+    let keys: Vec<K> = model.touched().copied().collect();
+    for key in keys {
+        let theirs = kernel.get(&key)?;
+        let mut ours = model.get(&key);
+        if let (Some(ours), Some(theirs)) = (&mut ours, &theirs) {
+            adapt(ours, theirs);
+            model.adopt(&key, *ours);
+        }
+        if theirs != ours {
+            return Ok(Some(format!(
+                "{name} has {theirs:?} at {key:?}, not {ours:?}"
+            )));
+        }
+    }
+    Ok(None)
+}
+
+/// Whether a table is the same in the kernel as in the model.
+pub fn differs<K, V>(name: &str, kernel: &Hash<K, V>, model: &Table<K, V>) -> Result<Option<String>>
+where
+    K: Copy + Eq + std::hash::Hash + fmt::Debug + Plain,
+    V: Copy + PartialEq + fmt::Debug + Plain,
+{
+    let entries = kernel.entries()?;
+    for (key, theirs) in &entries {
+        let ours = model.get(key);
+        if ours != Some(*theirs) {
+            return Ok(Some(format!(
+                "in the end {name} has {theirs:?} at {key:?}, not {ours:?}"
+            )));
+        }
+    }
+    let missing = || {
+        model
+            .iter()
+            .find(|(key, _)| !entries.iter().any(|(k, _)| k == *key))
+    };
+    if entries.len() != model.len() {
+        return Ok(Some(format!("in the end {name} lacks {:?}", missing())));
+    }
+    Ok(None)
+}
+
+pub fn empty<K: Plain, V: Plain>(table: &Hash<K, V>) -> Result<()> {
+    for (key, _) in table.entries()? {
+        table.remove(&key)?;
+    }
+    Ok(())
+}
+
+/// Something that is no packet, in the kernel's tables and in the model's.
+pub fn event(rig: &Rig, model: &mut Model<'_>, op: &Op) -> Result<()> {
+    let state = &mut model.state;
+    let older = |tick: Tick, ticks: u16| {
+        let now = u64::from(tick.number());
+        Tick::from_ns((now.wrapping_sub(u64::from(ticks)) & 0xffff) << 32)
+    };
+    match op {
+        Op::Packet(_) => {}
+        Op::Age(key, [requests, replies], ticks) => {
+            let Some(entry) = state.forward.get(key) else {
+                return Ok(());
+            };
+            let (reply, port) = (reply_key(key, &entry), port_key(key, &entry));
+            if *requests {
+                state
+                    .forward
+                    .change(key, |e| e.used = older(e.used, *ticks));
+            }
+            if *replies {
+                state
+                    .reply
+                    .change(&reply, |e| e.used = older(e.used, *ticks));
+                state
+                    .masquerade
+                    .change(&port, |e| e.used = older(e.used, *ticks));
+            }
+        }
+        Op::Forget(key, requests) => {
+            let Some(entry) = state.forward.get(key) else {
+                return Ok(());
+            };
+            if *requests {
+                state.forward.remove(key);
+            } else if entry.node_addr == 0 {
+                state.reply.remove(&reply_key(key, &entry));
+            } else {
+                state.masquerade.remove(&port_key(key, &entry));
+            }
+        }
+        Op::Foreign(key) => {
+            if !state.forward.has(key) {
+                let entry = Forward {
+                    endpoint: Addr::UNSPECIFIED,
+                    endpoint_port: Port::ANY,
+                    node_port: Port::ANY,
+                    used: now().tick,
+                    seen: seen::FOREIGN,
+                    node_addr: 0,
+                };
+                state.forward.set(*key, entry);
+            }
+        }
+        Op::AgeClient(key, seconds) => {
+            state.affinity.change(key, |entry| {
+                entry.used_at = entry.used_at.saturating_sub(seconds * 1_000_000_000);
+            });
+        }
+    }
+    push(&rig.forward, &state.forward)?;
+    push(&rig.reply, &state.reply)?;
+    push(&rig.masquerade, &state.masquerade)?;
+    push(rig.affinity(), &state.affinity)?;
+    state.keep();
+    Ok(())
+}
+
+/// What the model changed, into the kernel.
+fn push<K, V>(kernel: &Hash<K, V>, model: &Table<K, V>) -> Result<()>
+where
+    K: Copy + Eq + std::hash::Hash + Plain,
+    V: Copy + Plain,
+{
+    for key in model.touched() {
+        match model.get(key) {
+            Some(value) => kernel.set(key, &value)?,
+            None => {
+                kernel.remove(key)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn reply_key(key: &FlowKey, entry: &Forward) -> FlowKey {
+    FlowKey::new(
+        entry.endpoint,
+        entry.endpoint_port,
+        key.src,
+        key.src_port,
+        key.protocol,
+    )
+}
+
+fn port_key(key: &FlowKey, entry: &Forward) -> PortKey {
+    PortKey::new(
+        entry.endpoint,
+        entry.endpoint_port,
+        entry.node_port,
+        key.protocol,
+    )
+}

@@ -1,0 +1,97 @@
+//! What became of many packets.
+
+use std::collections::BTreeMap;
+
+use dataplane_common::Reason;
+
+use crate::{
+    compare::Reasons,
+    generate::Sort,
+    model::{
+        Input, Output, Verdict,
+        read::{self, Read},
+        write,
+    },
+};
+
+/// What became of a packet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Outcome {
+    /// Nothing.
+    LeftAlone,
+    /// Translated, for this host's stack.
+    Up,
+    /// Translated and sent on.
+    Onward,
+    /// An ICMP error went back.
+    Answered,
+    /// Dropped.
+    Dropped,
+}
+
+impl Outcome {
+    /// The words that a person reads.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::LeftAlone => "left alone",
+            Self::Up => "translated, for this host",
+            Self::Onward => "translated, sent on",
+            Self::Answered => "answered by an ICMP error",
+            Self::Dropped => "dropped",
+        }
+    }
+}
+
+/// What was counted.
+#[derive(Clone, Debug, Default)]
+pub struct Tally {
+    /// Packets.
+    pub packets: u64,
+    /// Other events: entries that aged, that were pushed out.
+    pub events: u64,
+    /// Packets without a whole IP header, which newer kernels do not run programs on by hand.
+    pub too_short: u64,
+    /// Packets by sort and outcome.
+    pub outcomes: BTreeMap<(Sort, Outcome), u64>,
+    /// Verdicts by reason.
+    pub reasons: Reasons,
+    /// Changed packets whose checksums are right, computed anew over the whole packet.
+    pub right: u64,
+    /// Changed packets that came with a wrong checksum, or in fragments, and are wrong by as much.
+    pub wrong_before: u64,
+}
+
+impl Tally {
+    pub(crate) fn add(&mut self, sort: Sort, input: &Input, output: &Output, counted: &[Reason]) {
+        self.packets += 1;
+        let changed = output.frame.as_ref().filter(|frame| **frame != input.frame);
+        let errors = [
+            Reason::NoEndpoints,
+            Reason::PortNotServed,
+            Reason::TooBig,
+            Reason::TimeExceeded,
+        ];
+        let outcome = match (output.verdict, changed) {
+            (Verdict::Drop, _) => Outcome::Dropped,
+            (Verdict::Next, None) => Outcome::LeftAlone,
+            (Verdict::Next, Some(_)) => Outcome::Up,
+            (Verdict::Redirect, _) if counted.iter().any(|r| errors.contains(r)) => {
+                Outcome::Answered
+            }
+            (Verdict::Redirect, _) => Outcome::Onward,
+        };
+        *self.outcomes.entry((sort, outcome)).or_default() += 1;
+        if let Some(frame) = changed {
+            match read::frame(frame) {
+                Read::Flow(headers) | Read::Icmp(headers) => {
+                    if write::is_right(frame, &headers) {
+                        self.right += 1;
+                    } else {
+                        self.wrong_before += 1;
+                    }
+                }
+                _ => {}
+            }
+        }
+    }
+}
