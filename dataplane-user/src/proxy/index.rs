@@ -129,7 +129,8 @@ impl Index {
     fn add(&mut self, service: &Arc<Service>) {
         for (at, target) in frontends(service, &self.snapshot.node.addresses) {
             let claims = self.frontends.entry(at).or_default();
-            let place = claims.partition_point(|other| other.precedes(&target));
+            // Of a service's own, the one that came first: its cluster IPs.
+            let place = claims.partition_point(|other| !target.precedes(other));
             claims.insert(place, target);
         }
         for vip in &service.cluster_ips {
