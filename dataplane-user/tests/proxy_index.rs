@@ -92,7 +92,7 @@ prop_compose! {
             external_ips: external_ips.into_iter().map(ip).collect(),
             load_balancer_ips: smallvec![],
             source_ranges: smallvec![],
-            affinity: affinity.then_some(Duration::from_secs(60)),
+            affinity: affinity.then_some(Duration::from_mins(1)),
             internal_policy: if local { TrafficPolicy::Local } else { TrafficPolicy::Cluster },
             external_policy: TrafficPolicy::Cluster,
             health_check_node_port: None,
@@ -274,7 +274,7 @@ fn endpoints_are_drawn_uniformly() {
         endpoints: endpoints.collect(),
     });
     for affinity in [false, true] {
-        service.affinity = affinity.then_some(Duration::from_secs(60));
+        service.affinity = affinity.then_some(Duration::from_mins(1));
         let index = Index::default().updated(snapshot(vec![service.clone()]));
         let targets = targets(&index);
         let target = &targets[&SocketAddr::new(ip(1), 80)];
