@@ -77,8 +77,9 @@ enum When {
 }
 
 /// The scenarios' modules that tell most of a kernel, for `--vm=also`: that every program is taken
-/// and attached, pinned, replaced and removed, and what each kind of socket sees of it.
-const CORE: &str = "machine kernel verifier features neighbours services socket_tcp";
+/// and attached, pinned, replaced and removed, what each kind of socket sees of it, and that those of
+/// the packet path do there what the model does (a verifier may remove what it takes for dead).
+const CORE: &str = "machine kernel verifier features neighbours services socket_tcp fuzz";
 
 pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
     let started = Instant::now();
