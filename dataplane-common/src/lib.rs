@@ -10,6 +10,7 @@
 #![no_std]
 
 mod addr;
+pub mod capture;
 pub mod decide;
 mod event;
 pub mod packet;

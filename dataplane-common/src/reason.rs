@@ -88,12 +88,42 @@ reasons! {
     ForeignFlow = 22, "foreign-flow", "translated by the kernel's own conntrack since before the takeover; left alone";
     /// The packet path: an ICMP error was translated back for whom it is meant.
     ErrorTranslated = 23, "error-translated", "an ICMP error was translated for whom it is meant";
+    /// Capture: an outbound connection was sent to the workload's proxy.
+    Captured = 24, "captured", "sent to the workload's proxy";
+    /// Capture: an inbound connection was handed to the workload's proxy.
+    CapturedInbound = 25, "captured-inbound", "an inbound connection was handed to the workload's proxy";
+    /// Capture: `mode: kernel`, or `auto` where a proxy would add nothing.
+    Direct = 26, "direct", "decided and counted in the kernel, without a proxy";
+    /// Capture: the proxy's own connection.
+    ProxysOwn = 27, "proxys-own", "a connection of the proxy itself; not captured";
+    /// Capture: the destination is loopback.
+    ExcludedLoopback = 28, "excluded-loopback", "to loopback; not captured";
+    /// Capture: by port.
+    ExcludedPort = 29, "excluded-port", "its port is excluded; not captured";
+    /// Capture: by destination range.
+    ExcludedRange = 30, "excluded-range", "its destination is in a range that is excluded; not captured";
+    /// Capture: by user or group.
+    ExcludedUser = 31, "excluded-user", "of a user or group that is excluded; not captured";
+    /// Capture: by interface.
+    ExcludedInterface = 32, "excluded-interface", "came in by an interface that is excluded; not captured";
+    /// Capture: to the proxy's own port.
+    Recursive = 33, "recursive", "to the proxy's own port; refused";
+    /// Capture: the egress policy is deny and the destination unknown.
+    EgressDenied = 34, "egress-denied", "no known service or workload, and the egress policy is deny; refused";
+    /// Capture: nobody listens at the proxy's port.
+    ProxyDown = 35, "proxy-down", "the workload's proxy does not listen; refused";
+    /// Capture: the same, and the workload is to do without.
+    ProxyBypassed = 36, "proxy-bypassed", "the workload's proxy does not listen; passed, as withoutProxy says";
+    /// Capture: the namespace is not known yet.
+    Guarded = 37, "guarded", "from a network namespace that the agent has not looked at yet; refused";
+    /// Capture: the original destination could not be kept for the proxy.
+    OriginLost = 38, "origin-lost", "no room to keep the original destination for the proxy";
 }
 
 impl Reason {
     /// How many counters there are: a power of two with room to append, the size of the pinned
     /// counter table.
-    pub const SLOTS: u32 = 32;
+    pub const SLOTS: u32 = 64;
 
     /// Whether the connection or datagram was refused.
     pub const fn is_refusal(self) -> bool {
@@ -109,6 +139,10 @@ impl Reason {
                 | Self::NoNodeAddress
                 | Self::UnknownFragment
                 | Self::ConntrackFull
+                | Self::Recursive
+                | Self::EgressDenied
+                | Self::ProxyDown
+                | Self::Guarded
         )
     }
 }

@@ -15,7 +15,7 @@
 //! VIPS       array  VipPlace    -> VipWords          which addresses may be in FRONTENDS at all
 //! ```
 //!
-//! Those of the packet path are in [`crate::packet`].
+//! Those of the packet path are in [`crate::packet`], those of mesh capture in [`crate::capture`].
 //!
 //! The first five are one-element arrays of maps: the outer map is what is pinned and what the
 //! programs know, so that a table can be replaced by a larger copy while they run. Writing the
@@ -544,6 +544,9 @@ pub struct Config {
     /// Events are written until then (CLOCK_MONOTONIC, nanoseconds): a lease, so that a listener
     /// that was killed costs nothing for long. 0: nobody listens.
     pub listen_until: u64,
+    /// Whether anything is captured at all ([`crate::capture::MESH_NAMESPACES`] and so on): all that
+    /// a connection looks at on a node without a mesh.
+    pub mesh: u64,
 }
 
 const _: () = assert!(size_of::<FrontendKey>() == 20 && align_of::<FrontendKey>() == 4);
@@ -559,4 +562,4 @@ const _: () = assert!(size_of::<PeerSet>() == 176);
 const _: () = assert!(PEER_SETS.is_power_of_two());
 const _: () = assert!(size_of::<UdpFlows>() == 8 + 36 * UDP_FLOWS);
 const _: () = assert!(UDP_FLOWS.is_power_of_two());
-const _: () = assert!(size_of::<Config>() == 16);
+const _: () = assert!(size_of::<Config>() == 24);

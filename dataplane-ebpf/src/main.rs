@@ -12,6 +12,7 @@
 )]
 
 mod atomic;
+mod capture;
 mod events;
 mod packet;
 mod select;
@@ -19,10 +20,13 @@ mod socket;
 mod tables;
 
 use aya_ebpf::{
-    macros::{cgroup_sock, cgroup_sock_addr, classifier},
-    programs::{SockAddrContext, SockContext, TcContext},
+    macros::{cgroup_sock, cgroup_sock_addr, cgroup_sockopt, classifier, sk_lookup, sock_ops},
+    programs::{
+        SkLookupContext, SockAddrContext, SockContext, SockOpsContext, SockoptContext, TcContext,
+    },
 };
 
+use crate::capture::{inbound, origin, outbound, sockopt};
 use crate::socket::{SockAddr, V4, V6, connect, getpeername, peers, recvmsg, sendmsg};
 
 /// TCP and UDP `connect()` to an IPv4 address.
@@ -78,6 +82,51 @@ fn getpeername6(ctx: SockAddrContext) -> i32 {
 #[expect(clippy::needless_pass_by_value, reason = "the macro hands it over so")]
 fn sock_release(ctx: SockContext) -> i32 {
     peers::release(&ctx)
+}
+
+/// TCP `connect()` of a workload to an IPv4 address: whether it goes to the proxy.
+#[cgroup_sock_addr(connect4)]
+fn capture4(ctx: SockAddrContext) -> i32 {
+    outbound::run(&SockAddr::<V4>::new(ctx))
+}
+
+/// TCP `connect()` of a workload to an IPv6 address.
+#[cgroup_sock_addr(connect6)]
+fn capture6(ctx: SockAddrContext) -> i32 {
+    outbound::run(&SockAddr::<V6>::new(ctx))
+}
+
+/// The local address of a socket: of a captured connection at the proxy, where it was to go.
+#[cgroup_sock_addr(getsockname4)]
+fn getsockname4(ctx: SockAddrContext) -> i32 {
+    sockopt::getsockname(&SockAddr::<V4>::new(ctx))
+}
+
+/// The local address of an IPv6 socket.
+#[cgroup_sock_addr(getsockname6)]
+fn getsockname6(ctx: SockAddrContext) -> i32 {
+    sockopt::getsockname(&SockAddr::<V6>::new(ctx))
+}
+
+/// `getsockopt()`: the proxy asks for the original destination.
+#[cgroup_sockopt(getsockopt)]
+#[expect(clippy::needless_pass_by_value, reason = "the macro hands it over so")]
+fn getsockopt(ctx: SockoptContext) -> i32 {
+    sockopt::getsockopt(ctx.sockopt)
+}
+
+/// A TCP socket is being connected, established, closed or begins to listen.
+#[sock_ops]
+#[expect(clippy::needless_pass_by_value, reason = "the macro hands it over so")]
+fn tcp_events(ctx: SockOpsContext) -> u32 {
+    origin::run(ctx.ops)
+}
+
+/// Which socket takes a connection that comes into a workload's network namespace.
+#[sk_lookup]
+#[expect(clippy::needless_pass_by_value, reason = "the macro hands it over so")]
+fn inbound_lookup(ctx: SkLookupContext) -> u32 {
+    inbound::run(ctx.lookup)
 }
 
 /// A packet that arrives: at an uplink from elsewhere, at a pod's interface from the pod.

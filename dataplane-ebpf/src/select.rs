@@ -87,7 +87,7 @@ pub struct Verdict {
 
 impl Verdict {
     #[inline(always)]
-    const fn without_endpoint(reason: Reason, pool: u32) -> Self {
+    pub const fn without_endpoint(reason: Reason, pool: u32) -> Self {
         Self {
             reason,
             pool,

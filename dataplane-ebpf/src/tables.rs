@@ -8,11 +8,16 @@
 use crate::packet::scratch::Scratch;
 use aya_ebpf::{
     bindings::{BPF_F_INNER_MAP, BPF_F_MMAPABLE, BPF_F_NO_PREALLOC},
-    btf_maps::{Array, ArrayOfMaps, HashMap, LpmTrie, LruHashMap, PerCpuArray, RingBuf, SkStorage},
+    btf_maps::{Array, ArrayOfMaps, HashMap, LpmTrie, LruHashMap, PerCpuArray, RingBuf, SkStorage, SockHash},
     macros::btf_map,
 };
 use dataplane_common::{
     Addr, Event, Reason, VIP_ELEMENTS, VipWords,
+    capture::{
+        CaptureConfig, Enrolled, KNOWN as KNOWN_CAPACITY, ListenerKey, Local, Meter,
+        ORIGINS as ORIGINS_CAPACITY, Origin, RULES as RULES_CAPACITY, RuleKey,
+        TRAFFIC as TRAFFIC_CAPACITY, Traffic, TrafficKey, Tuple, WORKLOADS,
+    },
     packet::{
         DEFAULT_FLOWS, FRAGMENTS as FRAGMENTS_CAPACITY, FlowKey, Forward, Fragment, FragmentKey,
         Iface, Masqueraded, NODE_ADDRS as NODE_ADDRS_CAPACITY, PacketConfig, PortKey, Reply,
@@ -111,3 +116,52 @@ pub static FRAGMENTS: LruHashMap<FragmentKey, Fragment, { FRAGMENTS_CAPACITY as 
 
 #[btf_map]
 pub static SCRATCH: PerCpuArray<Scratch, 1> = PerCpuArray::new();
+
+// Mesh capture: `dataplane_common::capture`. Elements are made as they come: a node without a mesh
+// pays for none.
+
+/// A policy and an address: `RangeKey` without the prefix length.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Range {
+    pub policy: u32,
+    pub addr: Addr,
+}
+
+#[btf_map]
+pub static CAPTURE: Array<CaptureConfig, 1, MAPPED> = Array::new();
+
+#[btf_map]
+pub static NAMESPACES: HashMap<u64, Enrolled, { WORKLOADS as usize }, ON_DEMAND> = HashMap::new();
+
+#[btf_map]
+pub static CGROUPS: HashMap<u64, Enrolled, { WORKLOADS as usize }, ON_DEMAND> = HashMap::new();
+
+#[btf_map]
+pub static LOCALS: HashMap<Addr, Local, { WORKLOADS as usize * 4 }, ON_DEMAND> = HashMap::new();
+
+#[btf_map]
+pub static RULES: HashMap<RuleKey, u32, { RULES_CAPACITY as usize }, ON_DEMAND> = HashMap::new();
+
+#[btf_map]
+pub static RANGES: LpmTrie<Range, u32, { RULES_CAPACITY as usize }> = LpmTrie::new();
+
+#[btf_map]
+pub static KNOWN: HashMap<Addr, u32, { KNOWN_CAPACITY as usize }, ON_DEMAND> = HashMap::new();
+
+#[btf_map]
+pub static ORIGINS: HashMap<Tuple, Origin, { ORIGINS_CAPACITY as usize }, ON_DEMAND> =
+    HashMap::new();
+
+#[btf_map]
+pub static ACCEPTED: SkStorage<Origin> = SkStorage::new();
+
+#[btf_map]
+pub static LISTENERS: SockHash<ListenerKey, { WORKLOADS as usize * 2 }> = SockHash::new();
+
+#[btf_map]
+pub static METERS: SkStorage<Meter> = SkStorage::new();
+
+#[btf_map]
+pub static TRAFFIC: HashMap<TrafficKey, Traffic, { TRAFFIC_CAPACITY as usize }, ON_DEMAND> =
+    HashMap::new();

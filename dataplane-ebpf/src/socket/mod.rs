@@ -2,7 +2,7 @@
 //! is ever touched.
 
 pub mod connect;
-mod events;
+pub mod events;
 mod flows;
 pub mod getpeername;
 pub mod peers;
@@ -153,7 +153,7 @@ impl<F: Family> SockAddr<F> {
 
     /// What this system call asks for; `None` if its protocol is one that services do not have.
     #[inline(always)]
-    fn request(&self) -> Option<Request> {
+    pub fn request(&self) -> Option<Request> {
         // SAFETY: a field of the context.
         let number = unsafe { read_volatile(&raw const (*self.ctx.sock_addr).protocol) };
         let protocol = Protocol::from_number(number as u8);
@@ -192,14 +192,14 @@ impl<F: Family> SockAddr<F> {
 }
 
 #[inline(always)]
-fn config() -> Option<&'static Config> {
+pub fn config() -> Option<&'static Config> {
     CONFIG.get(0)
 }
 
 /// Makes the system call fail as it does when an iptables `REJECT` answers: at once, with
 /// `ECONNREFUSED`.
 #[inline(always)]
-fn refuse() -> i32 {
+pub fn refuse() -> i32 {
     // SAFETY: the helper has no preconditions.
     unsafe { bpf_set_retval(-ECONNREFUSED) };
     REFUSED

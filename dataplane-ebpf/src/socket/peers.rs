@@ -117,7 +117,7 @@ fn find(ctx: &SockAddrContext) -> *mut Peer {
 
 /// The place of a socket, or null.
 #[inline(always)]
-fn place_of(cookie: u64) -> *mut Peer {
+pub fn place_of(cookie: u64) -> *mut Peer {
     let set = set_of(cookie);
     if set.is_null() {
         return ptr::null_mut();

@@ -1,0 +1,374 @@
+//! Keys and values of the tables of mesh capture: whose connections go to a proxy, and by which
+//! rules.
+//!
+//! ```text
+//! CAPTURE    array   0           -> CaptureConfig  ports, and who the agent's proxy is
+//! NAMESPACES hash    netns cookie-> Enrolled       workloads with a network namespace of their own
+//! CGROUPS    hash    cgroup id   -> Enrolled       workloads in the node's namespace
+//! LOCALS     hash    Addr        -> Local          addresses that workloads are reached at
+//! RULES      hash    RuleKey     -> u32            a policy's ports, users, interfaces
+//! RANGES     lpm     RangeKey    -> u32            a policy's destination ranges
+//! KNOWN      hash    Addr        -> u32            workloads' and endpoints' addresses, for egress
+//! ORIGINS    hash    Tuple       -> Origin         connections on their way to a proxy
+//! ACCEPTED   sk      socket      -> Origin         connections that a proxy has accepted
+//! LISTENERS  sockhash ListenerKey-> socket         where a workload's inbound connections go
+//! METERS     sk      socket      -> Meter          connections that go direct, and are measured
+//! TRAFFIC    hash    TrafficKey  -> Traffic        what they came to
+//! ```
+//!
+//! # A policy is immutable
+//!
+//! Its rules are written under a number that nobody uses yet, then the workload's entry is pointed
+//! to it in one write, then the old rules go: a connection sees the old policy or the new one.
+//! Numbers are not used twice, so nothing has to wait for a grace period.
+//!
+//! # The original destination
+//!
+//! `connect` keeps the destination for the socket, as it does a VIP (`PEERS`). When the connection's
+//! four addresses are known (`TCP_CONNECT_CB`), it goes to `ORIGINS`; when the proxy's side of it is
+//! there (`PASSIVE_ESTABLISHED_CB`), it is moved from there to that socket. An entry is gone when it
+//! was used or when the client's socket is closed, whichever is first: a port that is used again finds
+//! nothing of a stranger's.
+
+use crate::{Addr, Port, Reason};
+
+macro_rules! layout {
+    ($($item:item)*) => {$(
+        #[cfg_attr(
+            feature = "user",
+            derive(
+                zerocopy::FromBytes,
+                zerocopy::IntoBytes,
+                zerocopy::Immutable,
+                zerocopy::KnownLayout
+            )
+        )]
+        $item
+    )*};
+}
+
+layout! {
+    /// What all captured workloads have in common.
+    #[repr(C, align(8))]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+    pub struct CaptureConfig {
+        /// The cgroup of the agent, whose proxy's connections are not captured; 0: it has none.
+        pub agent_cgroup: u64,
+        /// The mark of the sockets of the agent's proxy (`SO_MARK`).
+        pub mark: u32,
+        /// At which levels of the hierarchy there are entries of `CGROUPS`, one bit each.
+        pub levels: u32,
+        /// Where outbound connections go, at loopback in the workload's namespace.
+        pub outbound: Port,
+        /// The port of the proxy's listeners for inbound connections.
+        pub inbound: Port,
+        /// Whether the proxy is not the agent's: 1 or 0. Whoever listens at `inbound` in a workload's
+        /// namespace is it.
+        pub foreign: u32,
+    }
+
+    /// A workload whose connections are captured.
+    #[repr(C, align(8))]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+    pub struct Enrolled {
+        /// Its policy's number, for `RULES` and `RANGES`.
+        pub policy: u32,
+        /// What its policy says: [`Enrolled::PROXY`] and so on; 0: nothing of it is captured, which is
+        /// for a namespace that the guard is to let go.
+        pub flags: u32,
+        /// Its own number, for `TRAFFIC` and for rules of its interfaces.
+        pub workload: u32,
+        /// Zero.
+        pub reserved: u32,
+    }
+
+    /// An address at which a workload is reached.
+    #[repr(C, align(8))]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct Local {
+        /// Its network namespace.
+        pub netns: u64,
+        /// As [`Enrolled::policy`].
+        pub policy: u32,
+        /// As [`Enrolled::flags`].
+        pub flags: u32,
+        /// As [`Enrolled::workload`].
+        pub workload: u32,
+        /// Zero.
+        pub reserved: u32,
+    }
+
+    /// A rule of a policy.
+    #[repr(C)]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+    pub struct RuleKey {
+        /// [`Enrolled::policy`]; for [`RuleKey::INTERFACE`], [`Enrolled::workload`].
+        pub of: u32,
+        /// [`RuleKey::OUTBOUND_PORT`] and so on.
+        pub kind: u32,
+        /// Port in host order, user, group or interface number.
+        pub id: u32,
+    }
+
+    /// A destination range of a policy.
+    #[repr(C)]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+    pub struct RangeKey {
+        /// Bits that count: 32 of the policy's number, then those of the address.
+        pub bits: u32,
+        /// [`Enrolled::policy`].
+        pub policy: u32,
+        /// The range.
+        pub addr: Addr,
+    }
+
+    /// A connection to a proxy, by its addresses in its network namespace.
+    #[repr(C, align(8))]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    pub struct Tuple {
+        /// The namespace: loopback addresses are in all of them.
+        pub netns: u64,
+        /// Who connects.
+        pub client: Addr,
+        /// The proxy.
+        pub proxy: Addr,
+        /// Who connects.
+        pub client_port: Port,
+        /// The proxy.
+        pub proxy_port: Port,
+        /// Zero.
+        pub reserved: u32,
+    }
+
+    /// Where a connection was to go.
+    #[repr(C)]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct Origin {
+        /// Its destination.
+        pub addr: Addr,
+        /// Its port.
+        pub port: Port,
+        /// Zero.
+        pub reserved: u16,
+    }
+
+    /// A proxy's listener for inbound connections.
+    #[repr(C, align(8))]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    pub struct ListenerKey {
+        /// Its network namespace.
+        pub netns: u64,
+        /// 4 or 6: the family of connections that it can accept.
+        pub family: u32,
+        /// Zero.
+        pub reserved: u32,
+    }
+
+    /// A connection that goes direct, while it lives.
+    #[repr(C, align(8))]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct Meter {
+        /// What it counts for.
+        pub key: TrafficKey,
+        /// When it was made (CLOCK_MONOTONIC, nanoseconds); 0 until it is established.
+        pub opened_at: u64,
+    }
+
+    /// What connections that go direct are counted by.
+    #[repr(C, align(8))]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+    pub struct TrafficKey {
+        /// [`Enrolled::workload`] of who connects.
+        pub workload: u32,
+        /// The pool of the service that it asked for; 0: none.
+        pub pool: u32,
+        /// Whom it reached: the address if it is a known one, else unspecified.
+        pub addr: Addr,
+    }
+
+    /// What they came to.
+    #[repr(C, align(8))]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+    pub struct Traffic {
+        /// Connections that were established.
+        pub opened: u64,
+        /// Of these, those that were closed.
+        pub closed: u64,
+        /// Connections that were not established.
+        pub failed: u64,
+        /// Bytes that the other side has acknowledged, of those that were closed.
+        pub sent: u64,
+        /// Bytes that the other side has sent, of those that were closed.
+        pub received: u64,
+        /// How long those that were closed were open, in nanoseconds.
+        pub nanoseconds: u64,
+    }
+}
+
+impl Enrolled {
+    /// Outbound connections go to the proxy; without it, direct.
+    pub const PROXY: u32 = 1;
+    /// Unknown destinations are refused.
+    pub const EGRESS_DENY: u32 = 1 << 1;
+    /// While the proxy does not listen, connections go direct; without it, they are refused.
+    pub const FAIL_OPEN: u32 = 1 << 2;
+    /// Inbound connections go to the proxy.
+    pub const INBOUND: u32 = 1 << 3;
+    /// Inbound ports without a rule are captured.
+    pub const INBOUND_OTHERS: u32 = 1 << 4;
+    /// There are rules of this kind: without it, none is looked for.
+    pub const HAS_RANGES: u32 = 1 << 5;
+    /// See [`Enrolled::HAS_RANGES`].
+    pub const HAS_OUTBOUND_PORTS: u32 = 1 << 6;
+    /// See [`Enrolled::HAS_RANGES`].
+    pub const HAS_INBOUND_PORTS: u32 = 1 << 7;
+    /// See [`Enrolled::HAS_RANGES`].
+    pub const HAS_USERS: u32 = 1 << 8;
+    /// See [`Enrolled::HAS_RANGES`].
+    pub const HAS_INTERFACES: u32 = 1 << 9;
+    /// It is a workload, if only one whose connections go direct.
+    pub const CAPTURED: u32 = 1 << 31;
+}
+
+impl RuleKey {
+    /// A destination port of outbound connections.
+    pub const OUTBOUND_PORT: u32 = 1;
+    /// A local port of inbound connections.
+    pub const INBOUND_PORT: u32 = 2;
+    /// A user.
+    pub const USER: u32 = 3;
+    /// A group.
+    pub const GROUP: u32 = 4;
+    /// An interface of the workload.
+    pub const INTERFACE: u32 = 5;
+}
+
+/// What a rule says: its connections are captured.
+pub const CAPTURED: u32 = 1;
+/// What a rule says: its connections are not captured.
+pub const EXCLUDED: u32 = 2;
+
+/// Word `mesh` of [`crate::tables::Config`]: there is something in `NAMESPACES`.
+pub const MESH_NAMESPACES: u64 = 1;
+/// There is something in `CGROUPS`.
+pub const MESH_CGROUPS: u64 = 1 << 1;
+/// Connections from namespaces that are not in `NAMESPACES` are refused, but for the node's own.
+pub const MESH_GUARD: u64 = 1 << 2;
+
+/// The first of the bits with the proxy's outbound port, in network order.
+pub const MESH_PORT: u32 = 32;
+
+/// Whether this is where captured connections go; `mesh` is the word of
+/// [`crate::tables::Config`].
+#[inline(always)]
+#[expect(clippy::cast_possible_truncation, reason = "the field's sixteen bits")]
+pub fn is_proxy(mesh: u64, addr: Addr, port: Port) -> bool {
+    port.be() == (mesh >> MESH_PORT) as u16 && addr.is_loopback()
+}
+
+/// The most workloads on one node.
+pub const WORKLOADS: u32 = 16_384;
+/// The most rules, and the most ranges, of all policies together.
+pub const RULES: u32 = 262_144;
+/// The most addresses of workloads and endpoints.
+pub const KNOWN: u32 = 1 << 20;
+/// The most connections on their way to a proxy at once.
+pub const ORIGINS: u32 = 1 << 17;
+/// The most pairs of workload and destination that are told apart.
+pub const TRAFFIC: u32 = 65_536;
+
+const _: () = assert!(size_of::<CaptureConfig>() == 24);
+const _: () = assert!(size_of::<Enrolled>() == 16);
+const _: () = assert!(size_of::<Local>() == 24);
+const _: () = assert!(size_of::<RuleKey>() == 12);
+const _: () = assert!(size_of::<RangeKey>() == 24);
+const _: () = assert!(size_of::<Tuple>() == 48);
+const _: () = assert!(size_of::<Origin>() == 20);
+const _: () = assert!(size_of::<ListenerKey>() == 16);
+const _: () = assert!(size_of::<TrafficKey>() == 24);
+const _: () = assert!(size_of::<Meter>() == 32);
+const _: () = assert!(size_of::<Traffic>() == 48);
+
+/// Where the rules are: the kernel's own tables, or those read from user space.
+pub trait Rules {
+    /// [`CAPTURED`], [`EXCLUDED`] or 0 if there is no such rule.
+    fn rule(&self, key: &RuleKey) -> u32;
+    /// The same, by the longest prefix that contains the address.
+    fn range(&self, policy: u32, addr: Addr) -> u32;
+}
+
+/// Whether an outbound connection of a workload is captured ([`Reason::Captured`]), or by which kind
+/// of rule not. Users first, since a proxy is told by its user; then loopback; ports before ranges,
+/// since a port is captured or not wherever it is.
+#[inline(always)]
+pub fn outbound<T: Rules>(
+    tables: &T,
+    enrolled: &Enrolled,
+    addr: Addr,
+    port: Port,
+    user: u32,
+    group: u32,
+) -> Reason {
+    let rule = |kind, id| {
+        tables.rule(&RuleKey {
+            of: enrolled.policy,
+            kind,
+            id,
+        })
+    };
+    if enrolled.flags & Enrolled::HAS_USERS != 0
+        && (rule(RuleKey::USER, user) == EXCLUDED || rule(RuleKey::GROUP, group) == EXCLUDED)
+    {
+        return Reason::ExcludedUser;
+    }
+    if addr.is_loopback() || addr.is_unspecified() {
+        return Reason::ExcludedLoopback;
+    }
+    if enrolled.flags & Enrolled::HAS_OUTBOUND_PORTS != 0 {
+        let said = rule(RuleKey::OUTBOUND_PORT, u32::from(port.host()));
+        if said == EXCLUDED {
+            return Reason::ExcludedPort;
+        }
+        if said == CAPTURED {
+            return Reason::Captured;
+        }
+    }
+    if enrolled.flags & Enrolled::HAS_RANGES != 0
+        && tables.range(enrolled.policy, addr) == EXCLUDED
+    {
+        return Reason::ExcludedRange;
+    }
+    Reason::Captured
+}
+
+/// Whether an inbound connection of a workload is captured ([`Reason::CapturedInbound`]), or by
+/// which kind of rule not.
+#[inline(always)]
+pub fn inbound<T: Rules>(tables: &T, local: &Local, port: u32, interface: u32) -> Reason {
+    if local.flags & Enrolled::HAS_INTERFACES != 0 {
+        let key = RuleKey {
+            of: local.workload,
+            kind: RuleKey::INTERFACE,
+            id: interface,
+        };
+        if tables.rule(&key) == EXCLUDED {
+            return Reason::ExcludedInterface;
+        }
+    }
+    let mut said = 0;
+    if local.flags & Enrolled::HAS_INBOUND_PORTS != 0 {
+        said = tables.rule(&RuleKey {
+            of: local.policy,
+            kind: RuleKey::INBOUND_PORT,
+            id: port,
+        });
+    }
+    if said == 0 && local.flags & Enrolled::INBOUND_OTHERS != 0 {
+        said = CAPTURED;
+    }
+    if said == CAPTURED {
+        Reason::CapturedInbound
+    } else {
+        Reason::ExcludedPort
+    }
+}

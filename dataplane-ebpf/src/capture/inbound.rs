@@ -1,0 +1,106 @@
+//! `sk_lookup` in a workload's network namespace: which socket takes a connection that comes in.
+
+use core::ptr::{from_ref, read_volatile};
+
+use aya_ebpf::{
+    bindings::bpf_sk_lookup,
+    helpers::generated::{bpf_map_lookup_elem, bpf_sk_assign, bpf_sk_release},
+};
+use dataplane_common::{
+    Addr, Reason,
+    capture::{self, Enrolled, ListenerKey, Local},
+};
+
+use super::{Live, config, origin::read_words};
+use crate::{
+    select::count,
+    tables::{LISTENERS, LOCALS},
+};
+
+/// Go on, with the socket that was assigned if one was.
+const PASS: u32 = 1;
+/// As if nobody listened: the client's connection is refused.
+const DROP: u32 = 0;
+const TCP: u32 = 6;
+const AF_INET: u32 = 2;
+/// Loopback is number 1 in every namespace (`LOOPBACK_IFINDEX`); 0 is a lookup without a packet.
+const LOOPBACK: u32 = 1;
+
+#[inline(always)]
+pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
+    // SAFETY: fields of the context.
+    let (protocol, interface, port) = unsafe {
+        (
+            read_volatile(&raw const (*ctx).protocol),
+            read_volatile(&raw const (*ctx).ingress_ifindex),
+            read_volatile(&raw const (*ctx).local_port),
+        )
+    };
+    // The proxy's own connections to the application come by loopback, too.
+    if protocol != TCP || interface <= LOOPBACK {
+        return PASS;
+    }
+    let addr = local_addr(ctx);
+    let Some(found) = LOCALS.get_ptr(addr) else {
+        return PASS;
+    };
+    // SAFETY: a hash's element, freed after a grace period.
+    let local: Local = unsafe { *found };
+    if local.flags & Enrolled::INBOUND == 0 {
+        return PASS;
+    }
+    let Some(config) = config() else { return PASS };
+    if port == u32::from(config.inbound.host()) || port == u32::from(config.outbound.host()) {
+        count(Reason::Recursive);
+        return DROP;
+    }
+    let reason = capture::inbound(&Live, &local, port, interface);
+    if reason != Reason::CapturedInbound {
+        count(reason);
+        return PASS;
+    }
+    let key = ListenerKey {
+        netns: local.netns,
+        family: if addr.is_v4() { 4 } else { 6 },
+        reserved: 0,
+    };
+    // SAFETY: a sockhash and a key of it; a socket that was found is released.
+    let assigned = unsafe {
+        let table = from_ref(&LISTENERS).cast_mut().cast();
+        let sk = bpf_map_lookup_elem(table, (&raw const key).cast());
+        if sk.is_null() {
+            -1
+        } else {
+            let result = bpf_sk_assign(ctx.cast(), sk, 0);
+            bpf_sk_release(sk);
+            result
+        }
+    };
+    if assigned == 0 {
+        count(Reason::CapturedInbound);
+        return PASS;
+    }
+    if local.flags & Enrolled::FAIL_OPEN != 0 {
+        count(Reason::ProxyBypassed);
+        PASS
+    } else {
+        count(Reason::ProxyDown);
+        DROP
+    }
+}
+
+/// All fields are read, whatever the family: see `origin::read_words`.
+#[inline(always)]
+fn local_addr(ctx: *mut bpf_sk_lookup) -> Addr {
+    // SAFETY: fields of the context.
+    unsafe {
+        let v4 = read_volatile(&raw const (*ctx).local_ip4);
+        let ip = (&raw const (*ctx).local_ip6).cast::<u32>();
+        let v6 = read_words(ip);
+        if read_volatile(&raw const (*ctx).family) == AF_INET {
+            Addr::from_v4_word(v4)
+        } else {
+            Addr::from_words(v6)
+        }
+    }
+}

@@ -1,0 +1,376 @@
+//! A connection's life, as `sockops` sees it: the original destination is passed from the client's
+//! socket to the proxy's, a proxy that begins to listen is noticed, and connections that go direct
+//! are measured.
+
+use core::ptr::{from_ref, null_mut, read_volatile};
+
+use aya_ebpf::{
+    bindings::{
+        BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB, BPF_SOCK_OPS_PASSIVE_ESTABLISHED_CB,
+        BPF_SOCK_OPS_STATE_CB, BPF_SOCK_OPS_STATE_CB_FLAG, BPF_SOCK_OPS_TCP_CONNECT_CB,
+        BPF_SOCK_OPS_TCP_LISTEN_CB, bpf_sock_ops,
+    },
+    helpers::generated::{
+        bpf_get_netns_cookie, bpf_get_socket_cookie, bpf_ktime_get_ns, bpf_sk_storage_get,
+        bpf_sock_hash_update, bpf_sock_ops_cb_flags_set,
+    },
+};
+use dataplane_common::{
+    Addr, Port, Reason,
+    capture::{CaptureConfig, Enrolled, ListenerKey, Meter, Origin, Traffic, Tuple},
+    tables::Peer,
+};
+
+use super::config;
+use crate::{
+    atomic,
+    select::count,
+    socket::peers,
+    tables::{ACCEPTED, KNOWN, LISTENERS, METERS, MORE_PEERS, NAMESPACES, ORIGINS, TRAFFIC},
+};
+
+/// `BPF_SK_STORAGE_GET_F_CREATE`.
+const CREATE: u64 = 1;
+/// `BPF_NOEXIST`.
+const NEW: u64 = 1;
+const AF_INET6: u32 = 10;
+
+// States of a TCP socket (`include/net/tcp_states.h`).
+const FIN_WAIT2: u32 = 5;
+const CLOSE: u32 = 7;
+const CLOSE_WAIT: u32 = 8;
+const LAST_ACK: u32 = 9;
+const CLOSING: u32 = 11;
+
+/// Everything that `sockops` is asked.
+#[inline(always)]
+pub fn run(ctx: *mut bpf_sock_ops) -> u32 {
+    // SAFETY: a field of the context.
+    match unsafe { read_volatile(&raw const (*ctx).op) } {
+        BPF_SOCK_OPS_TCP_CONNECT_CB => connecting(ctx),
+        BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB => connected(ctx),
+        BPF_SOCK_OPS_PASSIVE_ESTABLISHED_CB => accepted(ctx),
+        BPF_SOCK_OPS_STATE_CB => changed(ctx),
+        BPF_SOCK_OPS_TCP_LISTEN_CB => listening(ctx),
+        _ => {}
+    }
+    1
+}
+
+/// The client's side: its addresses and ports are chosen, and nothing is sent yet.
+#[inline(always)]
+fn connecting(ctx: *mut bpf_sock_ops) {
+    let Some(config) = config() else { return };
+    if is_to_proxy(ctx, config) {
+        let mut tuple = tuple(ctx, config, true);
+        // SAFETY: the program's context.
+        let cookie = unsafe { bpf_get_socket_cookie(ctx.cast()) };
+        let mut kept = peers::place_of(cookie);
+        if kept.is_null() {
+            kept = storage(ctx, from_ref(&MORE_PEERS).cast(), 0).cast::<Peer>();
+        }
+        if kept.is_null() {
+            return;
+        }
+        // SAFETY: the socket's own place, or its storage.
+        let peer = unsafe { *kept };
+        // Not captured, but connected to the proxy's port on purpose.
+        if peer.endpoint != tuple.proxy || peer.endpoint_port != tuple.proxy_port {
+            return;
+        }
+        tuple.reserved = 0;
+        let origin = Origin {
+            addr: peer.vip,
+            port: peer.vip_port,
+            reserved: 0,
+        };
+        if ORIGINS.insert(tuple, origin, 0).is_err() {
+            count(Reason::OriginLost);
+            return;
+        }
+        watch(ctx);
+    } else if !storage(ctx, from_ref(&METERS).cast(), 0).is_null() {
+        watch(ctx);
+    }
+}
+
+/// Asks to be told of the socket's states.
+#[inline(always)]
+fn watch(ctx: *mut bpf_sock_ops) {
+    // SAFETY: the program's context and a field of it.
+    unsafe {
+        let flags = read_volatile(&raw const (*ctx).bpf_sock_ops_cb_flags);
+        bpf_sock_ops_cb_flags_set(ctx, (flags | BPF_SOCK_OPS_STATE_CB_FLAG) as i32);
+    }
+}
+
+/// The proxy's side: the entry becomes the socket's own, and is gone for whoever uses the client's
+/// port next.
+#[inline(always)]
+fn accepted(ctx: *mut bpf_sock_ops) {
+    let Some(config) = config() else { return };
+    // SAFETY: a field of the context; in host order.
+    let port = unsafe { read_volatile(&raw const (*ctx).local_port) };
+    if port != u32::from(config.outbound.host()) {
+        return;
+    }
+    let tuple = tuple(ctx, config, false);
+    let Some(found) = ORIGINS.get_ptr(tuple) else {
+        return;
+    };
+    // SAFETY: a hash's element, freed after a grace period.
+    let mut origin = unsafe { *found };
+    let place = storage_with(ctx, from_ref(&ACCEPTED).cast(), &raw mut origin);
+    if place.is_null() {
+        count(Reason::OriginLost);
+    }
+    let _ = ORIGINS.remove(tuple);
+}
+
+/// A connection that is measured is established.
+#[inline(always)]
+fn connected(ctx: *mut bpf_sock_ops) {
+    let meter = storage(ctx, from_ref(&METERS).cast(), 0).cast::<Meter>();
+    if meter.is_null() {
+        return;
+    }
+    let reached = remote(ctx);
+    let known = KNOWN.get_ptr(reached).is_some();
+    // SAFETY: the socket's storage; the helper has no preconditions.
+    unsafe {
+        (*meter).opened_at = bpf_ktime_get_ns();
+        if known {
+            (*meter).key.addr = reached;
+        }
+    }
+    let traffic = traffic(meter);
+    if !traffic.is_null() {
+        // SAFETY: an element of the hash.
+        unsafe { atomic::add(&raw mut (*traffic).opened, 1) };
+    }
+}
+
+/// The client's socket is closed.
+#[inline(always)]
+fn changed(ctx: *mut bpf_sock_ops) {
+    // SAFETY: fields of the context.
+    let (before, now) = unsafe {
+        (
+            read_volatile(&raw const (*ctx).__bindgen_anon_1.args[0]),
+            read_volatile(&raw const (*ctx).__bindgen_anon_1.args[1]),
+        )
+    };
+    if now != CLOSE {
+        return;
+    }
+    let Some(config) = config() else { return };
+    if is_to_proxy(ctx, config) {
+        let _ = ORIGINS.remove(tuple(ctx, config, true));
+        return;
+    }
+    let meter = storage(ctx, from_ref(&METERS).cast(), 0).cast::<Meter>();
+    if meter.is_null() {
+        return;
+    }
+    let traffic = traffic(meter);
+    if traffic.is_null() {
+        return;
+    }
+    // SAFETY: the socket's storage, an element of the hash, and fields of the context.
+    unsafe {
+        let opened_at = (*meter).opened_at;
+        if opened_at == 0 {
+            atomic::add(&raw mut (*traffic).failed, 1);
+            return;
+        }
+        (*meter).opened_at = 0;
+        // A SYN and a FIN count as a byte each.
+        let acked = read_volatile(&raw const (*ctx).bytes_acked);
+        let ended = u64::from(before == FIN_WAIT2 || before == LAST_ACK || before == CLOSING);
+        let received = read_volatile(&raw const (*ctx).bytes_received);
+        let other_ended = u64::from(
+            before == FIN_WAIT2 || before == CLOSE_WAIT || before == LAST_ACK || before == CLOSING,
+        );
+        atomic::add(&raw mut (*traffic).sent, acked.saturating_sub(1 + ended));
+        atomic::add(
+            &raw mut (*traffic).received,
+            received.saturating_sub(other_ended),
+        );
+        let lasted = bpf_ktime_get_ns().wrapping_sub(opened_at);
+        atomic::add(&raw mut (*traffic).nanoseconds, lasted);
+        atomic::add(&raw mut (*traffic).closed, 1);
+    }
+}
+
+/// A proxy that is not the agent's begins to listen in a workload's namespace: inbound connections
+/// go there.
+#[inline(always)]
+fn listening(ctx: *mut bpf_sock_ops) {
+    let Some(config) = config() else { return };
+    if config.foreign == 0 {
+        return;
+    }
+    // SAFETY: fields of the context.
+    let (port, family) = unsafe {
+        (
+            read_volatile(&raw const (*ctx).local_port),
+            read_volatile(&raw const (*ctx).family),
+        )
+    };
+    if port != u32::from(config.inbound.host()) {
+        return;
+    }
+    // SAFETY: the program's context.
+    let netns = unsafe { bpf_get_netns_cookie(ctx.cast()) };
+    let Some(enrolled) = NAMESPACES.get_ptr(netns) else {
+        return;
+    };
+    // SAFETY: a hash's element, freed after a grace period.
+    if unsafe { (*enrolled).flags } & Enrolled::INBOUND == 0 {
+        return;
+    }
+    let v6 = family == AF_INET6;
+    let mut key = ListenerKey {
+        netns,
+        family: if v6 { 6 } else { 4 },
+        reserved: 0,
+    };
+    // SAFETY: the program's context, a sockhash and a key of it.
+    unsafe {
+        let table = from_ref(&LISTENERS).cast_mut().cast();
+        bpf_sock_hash_update(ctx, table, (&raw mut key).cast(), 0);
+    }
+}
+
+/// What the connections that a meter is for have come to so far, or null.
+#[inline(always)]
+fn traffic(meter: *const Meter) -> *mut Traffic {
+    // SAFETY: the socket's storage.
+    let key = unsafe { (*meter).key };
+    if let Some(found) = TRAFFIC.get_ptr_mut(key) {
+        return found;
+    }
+    let _ = TRAFFIC.insert(key, Traffic::default(), NEW);
+    TRAFFIC.get_ptr_mut(key).unwrap_or(null_mut())
+}
+
+/// The storage of the program's socket in a table, or null.
+#[inline(always)]
+fn storage(
+    ctx: *mut bpf_sock_ops,
+    table: *const core::ffi::c_void,
+    flags: u64,
+) -> *mut core::ffi::c_void {
+    // SAFETY: a field of the context, which is checked; a socket storage table.
+    unsafe {
+        let sk = read_volatile(&raw const (*ctx).__bindgen_anon_2.sk);
+        if sk.is_null() {
+            return null_mut();
+        }
+        bpf_sk_storage_get(table.cast_mut(), sk.cast(), null_mut(), flags)
+    }
+}
+
+/// The same, made from `origin` if it is not there.
+#[inline(always)]
+fn storage_with(
+    ctx: *mut bpf_sock_ops,
+    table: *const core::ffi::c_void,
+    origin: *mut Origin,
+) -> *mut core::ffi::c_void {
+    // SAFETY: as above; the value is as large as the table's.
+    unsafe {
+        let sk = read_volatile(&raw const (*ctx).__bindgen_anon_2.sk);
+        if sk.is_null() {
+            return null_mut();
+        }
+        bpf_sk_storage_get(table.cast_mut(), sk.cast(), origin.cast(), CREATE)
+    }
+}
+
+/// Whether the socket is being, or was, connected to the proxy's outbound port.
+#[inline(always)]
+fn is_to_proxy(ctx: *mut bpf_sock_ops, config: &CaptureConfig) -> bool {
+    remote_port(ctx) == config.outbound && remote(ctx).is_loopback()
+}
+
+/// The connection, as the client sees it (`client`) or the proxy.
+#[inline(always)]
+fn tuple(ctx: *mut bpf_sock_ops, config: &CaptureConfig, client: bool) -> Tuple {
+    // SAFETY: the program's context and a field of it, in host order.
+    let (netns, local_port) = unsafe {
+        (
+            bpf_get_netns_cookie(ctx.cast()),
+            read_volatile(&raw const (*ctx).local_port),
+        )
+    };
+    let (local, remote) = (local(ctx), remote(ctx));
+    Tuple {
+        netns,
+        client: if client { local } else { remote },
+        proxy: if client { remote } else { local },
+        client_port: if client {
+            Port::new(local_port as u16)
+        } else {
+            remote_port(ctx)
+        },
+        proxy_port: config.outbound,
+        reserved: 0,
+    }
+}
+
+#[inline(always)]
+fn remote_port(ctx: *mut bpf_sock_ops) -> Port {
+    // SAFETY: a field of the context: in network order, in the last two bytes.
+    let word = unsafe { read_volatile(&raw const (*ctx).remote_port) };
+    let [_, _, a, b] = word.to_ne_bytes();
+    Port::from_be(u16::from_ne_bytes([a, b]))
+}
+
+#[inline(always)]
+fn remote(ctx: *mut bpf_sock_ops) -> Addr {
+    // SAFETY: fields of the context.
+    unsafe {
+        let ip = (&raw const (*ctx).remote_ip6).cast::<u32>();
+        let v4 = read_volatile(&raw const (*ctx).remote_ip4);
+        choose(ctx, v4, read_words(ip))
+    }
+}
+
+#[inline(always)]
+fn local(ctx: *mut bpf_sock_ops) -> Addr {
+    // SAFETY: fields of the context.
+    unsafe {
+        let ip = (&raw const (*ctx).local_ip6).cast::<u32>();
+        let v4 = read_volatile(&raw const (*ctx).local_ip4);
+        choose(ctx, v4, read_words(ip))
+    }
+}
+
+/// All fields are read, whatever the family: of two reads in two branches the compiler makes one at
+/// a computed place, and the verifier wants fields of the context read by themselves.
+///
+/// # Safety
+/// `ip` must be a field of the context.
+#[inline(always)]
+pub unsafe fn read_words(ip: *const u32) -> [u32; 4] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        [
+            read_volatile(ip),
+            read_volatile(ip.add(1)),
+            read_volatile(ip.add(2)),
+            read_volatile(ip.add(3)),
+        ]
+    }
+}
+
+#[inline(always)]
+fn choose(ctx: *mut bpf_sock_ops, v4: u32, v6: [u32; 4]) -> Addr {
+    // SAFETY: a field of the context.
+    if unsafe { read_volatile(&raw const (*ctx).family) } == AF_INET6 {
+        Addr::from_words(v6)
+    } else {
+        Addr::from_v4_word(v4)
+    }
+}

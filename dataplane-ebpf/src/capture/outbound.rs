@@ -1,0 +1,279 @@
+//! `connect()` of a workload: whether it goes to the proxy.
+
+use core::ptr::read_volatile;
+
+use aya_ebpf::{
+    bindings::{bpf_sock_addr, bpf_sock_tuple},
+    helpers::generated::{
+        bpf_get_current_ancestor_cgroup_id, bpf_get_current_cgroup_id, bpf_get_current_uid_gid,
+        bpf_sk_lookup_tcp, bpf_sk_release, bpf_sk_storage_delete, bpf_sk_storage_get,
+    },
+};
+use dataplane_common::{
+    Addr, Hook, Port, Protocol, Reason,
+    capture::{self, Enrolled, MESH_CGROUPS, MESH_GUARD, MESH_NAMESPACES, Meter, TrafficKey},
+    decide,
+    tables::{Endpoint, Frontend},
+};
+
+use super::{Live, config};
+use crate::{
+    select::{self, Request, Verdict, count},
+    socket::{self, Family, GO_ON, SockAddr, events, peers, refuse},
+    tables::{CGROUPS, KNOWN, LOCALS, METERS, NAMESPACES},
+};
+
+/// How deep in the hierarchy cgroups are looked for.
+const LEVELS: u32 = 16;
+/// The network namespace of the socket (`BPF_F_CURRENT_NETNS`).
+const CURRENT_NETNS: u64 = u64::MAX;
+/// `BPF_SK_STORAGE_GET_F_CREATE`.
+const CREATE: u64 = 1;
+
+/// Decides, and carries it out. A program of its own, which is attached before the services' where
+/// there is a mesh: what it leaves alone, and what goes direct, the services' program finds as it
+/// was.
+#[inline(always)]
+pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
+    let mesh = socket::config().map_or(0, |config| config.mesh);
+    if mesh == 0 {
+        return GO_ON;
+    }
+    let Some(request) = call.request() else {
+        return GO_ON;
+    };
+    if request.protocol != Protocol::TCP {
+        return GO_ON;
+    }
+    let ctx = call.ctx.sock_addr;
+    let reason = judge(ctx, &request, mesh);
+    if reason == Reason::NotService {
+        return GO_ON;
+    }
+    count(reason);
+    let captured = reason == Reason::Captured;
+    if !captured && !reason.is_refusal() {
+        return GO_ON;
+    }
+    let mut verdict = Verdict::without_endpoint(reason, 0);
+    if captured {
+        let (addr, port) = proxy(request.addr.is_v4());
+        verdict.endpoint = Endpoint::new(addr, port);
+    }
+    events::report(call, Hook::Connect, &request, &verdict);
+    if !captured {
+        return refuse();
+    }
+    measure_not(ctx);
+    peers::remember(call, &request.peer(&verdict.endpoint));
+    call.set(verdict.endpoint.addr, verdict.endpoint.port);
+    GO_ON
+}
+
+#[inline(always)]
+fn judge(ctx: *mut bpf_sock_addr, request: &Request, mesh: u64) -> Reason {
+    let Some(config) = config() else {
+        return Reason::NotService;
+    };
+    let mut enrolled = core::ptr::null::<Enrolled>();
+    if mesh & MESH_NAMESPACES != 0
+        && let Some(found) = NAMESPACES.get_ptr(request.netns)
+    {
+        enrolled = found;
+    }
+    if enrolled.is_null() && request.own_loopback && mesh & MESH_CGROUPS != 0 {
+        enrolled = by_cgroup(config.levels);
+    }
+    if enrolled.is_null() {
+        return if mesh & MESH_GUARD != 0 && !request.own_loopback {
+            Reason::Guarded
+        } else {
+            Reason::NotService
+        };
+    }
+    // SAFETY: a hash's element, which is not reused while this program runs: elements are made on
+    // demand, and freed after a grace period.
+    let enrolled = unsafe { *enrolled };
+    if enrolled.flags & Enrolled::CAPTURED == 0 {
+        return Reason::NotService;
+    }
+    // SAFETY: fields of the context and of the socket.
+    let mark = unsafe {
+        let sk = read_volatile(&raw const (*ctx).__bindgen_anon_1.sk);
+        read_volatile(&raw const (*sk).mark)
+    };
+    if mark == config.mark && config.agent_cgroup != 0 {
+        // SAFETY: the helper has no preconditions.
+        if unsafe { bpf_get_current_cgroup_id() } == config.agent_cgroup {
+            return Reason::ProxysOwn;
+        }
+    }
+    // SAFETY: the helper has no preconditions.
+    let user = unsafe { bpf_get_current_uid_gid() };
+    let reason = capture::outbound(
+        &Live,
+        &enrolled,
+        request.addr,
+        request.port,
+        user as u32,
+        (user >> 32) as u32,
+    );
+    let proxy = enrolled.flags & Enrolled::PROXY != 0;
+    if reason != Reason::ExcludedUser
+        && proxy
+        && (request.port == config.outbound || request.port == config.inbound)
+        && (request.addr.is_loopback() || is_own(request))
+    {
+        return Reason::Recursive;
+    }
+    if reason != Reason::Captured {
+        return reason;
+    }
+    if enrolled.flags & Enrolled::EGRESS_DENY != 0 && !is_known(request) {
+        return Reason::EgressDenied;
+    }
+    if !proxy {
+        measure(ctx, enrolled.workload, frontend(request).pool());
+        return Reason::Direct;
+    }
+    if listens(ctx, request.addr.is_v4(), config.outbound) {
+        return Reason::Captured;
+    }
+    if enrolled.flags & Enrolled::FAIL_OPEN != 0 {
+        Reason::ProxyBypassed
+    } else {
+        Reason::ProxyDown
+    }
+}
+
+/// Where a captured connection goes.
+#[inline(always)]
+fn proxy(v4: bool) -> (Addr, Port) {
+    let port = config().map_or(Port::ANY, |config| config.outbound);
+    (loopback(v4), port)
+}
+
+#[inline(always)]
+fn loopback(v4: bool) -> Addr {
+    if v4 {
+        Addr::from_v4([127, 0, 0, 1])
+    } else {
+        Addr::from_words([0, 0, 0, 1u32.to_be()])
+    }
+}
+
+/// The innermost of the process's cgroups that is a workload.
+#[inline(always)]
+fn by_cgroup(levels: u32) -> *const Enrolled {
+    let mut found = core::ptr::null();
+    for level in 0..LEVELS {
+        if levels >> level & 1 == 0 {
+            continue;
+        }
+        // SAFETY: the helper has no preconditions.
+        let id = unsafe { bpf_get_current_ancestor_cgroup_id(level as i32) };
+        if let Some(enrolled) = CGROUPS.get_ptr(id) {
+            found = enrolled;
+        }
+    }
+    found
+}
+
+/// Whether the destination is the workload itself.
+#[inline(always)]
+fn is_own(request: &Request) -> bool {
+    LOCALS.get_ptr(request.addr).is_some_and(|local| {
+        // SAFETY: as for other elements.
+        unsafe { (*local).netns == request.netns }
+    })
+}
+
+/// Whether the destination is a service's, a workload's or an endpoint's.
+#[inline(always)]
+fn is_known(request: &Request) -> bool {
+    if KNOWN.get_ptr(request.addr).is_some() {
+        return true;
+    }
+    !frontend(request).is_none()
+}
+
+#[inline(always)]
+fn frontend(request: &Request) -> Frontend {
+    decide::find_frontend(
+        &select::Live,
+        request.addr,
+        request.port,
+        Protocol::TCP,
+        request.own_loopback,
+    )
+}
+
+/// Whether somebody listens at the proxy's port in the socket's network namespace, now: no flag
+/// that could be stale, and whoever's proxy it is.
+#[inline(always)]
+fn listens(ctx: *mut bpf_sock_addr, v4: bool, port: Port) -> bool {
+    // As `struct bpf_sock_tuple`: source, destination, ports.
+    let mut tuple = [0u32; 9];
+    let size = if v4 {
+        tuple[1] = loopback(true).words()[3];
+        tuple[2] = port_word(port);
+        12
+    } else {
+        tuple[7] = loopback(false).words()[3];
+        tuple[8] = port_word(port);
+        36
+    };
+    // SAFETY: the program's context, and as much of the stack as we say.
+    unsafe {
+        let tuple = (&raw mut tuple).cast::<bpf_sock_tuple>();
+        let sk = bpf_sk_lookup_tcp(ctx.cast(), tuple, size, CURRENT_NETNS, 0);
+        if sk.is_null() {
+            return false;
+        }
+        bpf_sk_release(sk.cast());
+    }
+    true
+}
+
+/// The ports of a `struct bpf_sock_tuple`: none of the source's.
+#[inline(always)]
+fn port_word(port: Port) -> u32 {
+    let [a, b] = port.be().to_ne_bytes();
+    u32::from_ne_bytes([0, 0, a, b])
+}
+
+/// Has a connection measured that goes direct. Whom it reaches is known when it is established.
+#[inline(always)]
+fn measure(ctx: *mut bpf_sock_addr, workload: u32, pool: u32) {
+    let meter = Meter {
+        key: TrafficKey {
+            workload,
+            pool,
+            addr: Addr::UNSPECIFIED,
+        },
+        opened_at: 0,
+    };
+    // SAFETY: `sk` of a connect hook is a full socket; the storage is as large as a meter.
+    unsafe {
+        let sk = read_volatile(&raw const (*ctx).__bindgen_anon_1.sk);
+        let place = bpf_sk_storage_get(
+            core::ptr::from_ref(&METERS).cast_mut().cast(),
+            sk.cast(),
+            (&raw const meter).cast_mut().cast(),
+            CREATE,
+        );
+        if !place.is_null() {
+            *place.cast::<Meter>() = meter;
+        }
+    }
+}
+
+/// A socket that was measured, and now goes elsewhere, is measured no more.
+#[inline(always)]
+fn measure_not(ctx: *mut bpf_sock_addr) {
+    // SAFETY: as in `measure`.
+    unsafe {
+        let sk = read_volatile(&raw const (*ctx).__bindgen_anon_1.sk);
+        bpf_sk_storage_delete(core::ptr::from_ref(&METERS).cast_mut().cast(), sk.cast());
+    }
+}
