@@ -266,6 +266,10 @@ pub fn is_proxy(mesh: u64, addr: Addr, port: Port) -> bool {
     port.be() == (mesh >> MESH_PORT) as u16 && addr.is_loopback()
 }
 
+/// What the mark of the agent's proxy's sockets has besides where they connect from a client's
+/// address: by which the answers, and nothing else, come back to the proxy.
+pub const FROM_CLIENT: u32 = 1 << 31;
+
 /// The most workloads on one node.
 pub const WORKLOADS: u32 = 16_384;
 /// The most rules, and the most ranges, of all policies together.
@@ -333,8 +337,7 @@ pub fn outbound<T: Rules>(
             return Reason::Captured;
         }
     }
-    if enrolled.flags & Enrolled::HAS_RANGES != 0
-        && tables.range(enrolled.policy, addr) == EXCLUDED
+    if enrolled.flags & Enrolled::HAS_RANGES != 0 && tables.range(enrolled.policy, addr) == EXCLUDED
     {
         return Reason::ExcludedRange;
     }

@@ -8,7 +8,9 @@
 use crate::packet::scratch::Scratch;
 use aya_ebpf::{
     bindings::{BPF_F_INNER_MAP, BPF_F_MMAPABLE, BPF_F_NO_PREALLOC},
-    btf_maps::{Array, ArrayOfMaps, HashMap, LpmTrie, LruHashMap, PerCpuArray, RingBuf, SkStorage, SockHash},
+    btf_maps::{
+        Array, ArrayOfMaps, HashMap, LpmTrie, LruHashMap, PerCpuArray, RingBuf, SkStorage, SockHash,
+    },
     macros::btf_map,
 };
 use dataplane_common::{

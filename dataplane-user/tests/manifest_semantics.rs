@@ -256,15 +256,15 @@ fn what_belongs_to_others_is_left_alone() {
 #[test]
 fn other_kinds_are_counted() {
     let text = "apiVersion: v1\nkind: List\nitems:\n\
-                - {apiVersion: v1, kind: Pod, metadata: {name: a}, spec: {ports: 7}}\n\
-                - {kind: Pod, apiVersion: v1, metadata: {name: b}, spec: {ports: {}}}\n\
+                - {apiVersion: v1, kind: Job, metadata: {name: a}, spec: {ports: 7}}\n\
+                - {kind: Job, apiVersion: v1, metadata: {name: b}, spec: {ports: {}}}\n\
                 - {spec: {type: 5}, kind: Service, apiVersion: serving.knative.dev/v1}\n\
                 ---\napiVersion: v1\nkind: ConfigMap\ndata: {a: b}\n\
                 ---\n# nothing but a comment\n";
     let loaded = load(text);
     assert_eq!(
         loaded.ignored_line().unwrap(),
-        "ignored 4 objects of kinds that are not served here: Pod (2), ConfigMap (1), \
+        "ignored 4 objects of kinds that are not served here: Job (2), ConfigMap (1), \
          Service.serving.knative.dev (1)"
     );
     assert_eq!(

@@ -43,7 +43,7 @@ impl Outcome {
 }
 
 /// What was counted.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct Tally {
     /// Packets.
     pub packets: u64,
@@ -59,6 +59,20 @@ pub struct Tally {
     pub right: u64,
     /// Changed packets that came with a wrong checksum, or in fragments, and are wrong by as much.
     pub wrong_before: u64,
+}
+
+impl Default for Tally {
+    fn default() -> Self {
+        Self {
+            packets: 0,
+            events: 0,
+            too_short: 0,
+            outcomes: BTreeMap::new(),
+            reasons: [0; Reason::SLOTS as usize],
+            right: 0,
+            wrong_before: 0,
+        }
+    }
 }
 
 impl Tally {

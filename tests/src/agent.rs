@@ -29,6 +29,7 @@ pub struct AgentBuilder<'a> {
     node: Host,
     arguments: Vec<OsString>,
     capabilities: Option<Vec<String>>,
+    inside: bool,
 }
 
 impl<'a> AgentBuilder<'a> {
@@ -38,6 +39,7 @@ impl<'a> AgentBuilder<'a> {
             node,
             arguments: Vec::new(),
             capabilities: None,
+            inside: false,
         }
     }
 
@@ -57,6 +59,13 @@ impl<'a> AgentBuilder<'a> {
     /// about it.
     pub fn capabilities(mut self, names: &[String]) -> Self {
         self.capabilities = Some(names.to_owned());
+        self
+    }
+
+    /// In a cgroup below the node's, as on a node whose whole hierarchy is served: its programs see
+    /// the agent's own sockets.
+    pub fn in_the_nodes_cgroup(mut self) -> Self {
+        self.inside = true;
         self
     }
 
@@ -83,7 +92,11 @@ impl<'a> AgentBuilder<'a> {
         let directory = id.state_dir().join(self.node.name());
         create_dir(&directory)?;
         // Beside the node's cgroup, not in it: what the agent itself does is no pod's traffic.
-        let cgroup = id.cgroup()?.join(format!("{}-agent", self.node.name()));
+        let cgroup = if self.inside {
+            self.lab.node_cgroup(self.node.name()).join("agent")
+        } else {
+            id.cgroup()?.join(format!("{}-agent", self.node.name()))
+        };
         create_dir(&cgroup)?;
         Ok(Agent {
             program,

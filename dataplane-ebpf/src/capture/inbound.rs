@@ -7,14 +7,14 @@ use aya_ebpf::{
     helpers::generated::{bpf_map_lookup_elem, bpf_sk_assign, bpf_sk_release},
 };
 use dataplane_common::{
-    Addr, Reason,
-    capture::{self, Enrolled, ListenerKey, Local},
+    Addr, Port, Reason,
+    capture::{self, Enrolled, ListenerKey, Local, Tuple},
 };
 
 use super::{Live, config, origin::read_words};
 use crate::{
     select::count,
-    tables::{LISTENERS, LOCALS},
+    tables::{LISTENERS, LOCALS, ORIGINS},
 };
 
 /// Go on, with the socket that was assigned if one was.
@@ -36,7 +36,6 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
             read_volatile(&raw const (*ctx).local_port),
         )
     };
-    // The proxy's own connections to the application come by loopback, too.
     if protocol != TCP || interface <= LOOPBACK {
         return PASS;
     }
@@ -47,6 +46,27 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
     // SAFETY: a hash's element, freed after a grace period.
     let local: Local = unsafe { *found };
     if local.flags & Enrolled::INBOUND == 0 {
+        return PASS;
+    }
+    // The proxy's own connections to the application, and its own to itself. They come by loopback,
+    // but the kernel names the interface that has the address (`orig_oif` in
+    // `ip_route_output_key_hash_rcu`, `net/ipv4/route.c`).
+    let client = remote_addr(ctx);
+    if let Some(own) = LOCALS.get_ptr(client)
+        // SAFETY: as above.
+        && unsafe { (*own).netns } == local.netns
+    {
+        return PASS;
+    }
+    let tuple = Tuple {
+        netns: local.netns,
+        client,
+        proxy: addr,
+        client_port: remote_port(ctx),
+        proxy_port: Port::new(port as u16),
+        reserved: 0,
+    };
+    if ORIGINS.get_ptr(tuple).is_some() {
         return PASS;
     }
     let Some(config) = config() else { return PASS };
@@ -103,4 +123,25 @@ fn local_addr(ctx: *mut bpf_sk_lookup) -> Addr {
             Addr::from_words(v6)
         }
     }
+}
+
+#[inline(always)]
+fn remote_addr(ctx: *mut bpf_sk_lookup) -> Addr {
+    // SAFETY: fields of the context.
+    unsafe {
+        let v4 = read_volatile(&raw const (*ctx).remote_ip4);
+        let ip = (&raw const (*ctx).remote_ip6).cast::<u32>();
+        let v6 = read_words(ip);
+        if read_volatile(&raw const (*ctx).family) == AF_INET {
+            Addr::from_v4_word(v4)
+        } else {
+            Addr::from_words(v6)
+        }
+    }
+}
+
+#[inline(always)]
+fn remote_port(ctx: *mut bpf_sk_lookup) -> Port {
+    // SAFETY: a field of the context, in network order.
+    Port::from_be(unsafe { read_volatile(&raw const (*ctx).remote_port) })
 }

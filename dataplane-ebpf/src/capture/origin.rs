@@ -17,7 +17,7 @@ use aya_ebpf::{
 };
 use dataplane_common::{
     Addr, Port, Reason,
-    capture::{CaptureConfig, Enrolled, ListenerKey, Meter, Origin, Traffic, Tuple},
+    capture::{CaptureConfig, Enrolled, FROM_CLIENT, ListenerKey, Meter, Origin, Traffic, Tuple},
     tables::Peer,
 };
 
@@ -61,8 +61,17 @@ pub fn run(ctx: *mut bpf_sock_ops) -> u32 {
 #[inline(always)]
 fn connecting(ctx: *mut bpf_sock_ops) {
     let Some(config) = config() else { return };
-    if is_to_proxy(ctx, config) {
-        let mut tuple = tuple(ctx, config, true);
+    if is_from_client(ctx, config) {
+        let origin = Origin {
+            addr: Addr::UNSPECIFIED,
+            port: Port::ANY,
+            reserved: 0,
+        };
+        if ORIGINS.insert(tuple(ctx, true), origin, 0).is_ok() {
+            watch(ctx);
+        }
+    } else if is_to_proxy(ctx, config) {
+        let tuple = tuple(ctx, true);
         // SAFETY: the program's context.
         let cookie = unsafe { bpf_get_socket_cookie(ctx.cast()) };
         let mut kept = peers::place_of(cookie);
@@ -78,7 +87,6 @@ fn connecting(ctx: *mut bpf_sock_ops) {
         if peer.endpoint != tuple.proxy || peer.endpoint_port != tuple.proxy_port {
             return;
         }
-        tuple.reserved = 0;
         let origin = Origin {
             addr: peer.vip,
             port: peer.vip_port,
@@ -100,7 +108,7 @@ fn watch(ctx: *mut bpf_sock_ops) {
     // SAFETY: the program's context and a field of it.
     unsafe {
         let flags = read_volatile(&raw const (*ctx).bpf_sock_ops_cb_flags);
-        bpf_sock_ops_cb_flags_set(ctx, (flags | BPF_SOCK_OPS_STATE_CB_FLAG) as i32);
+        bpf_sock_ops_cb_flags_set(ctx, (flags | BPF_SOCK_OPS_STATE_CB_FLAG).cast_signed());
     }
 }
 
@@ -114,7 +122,7 @@ fn accepted(ctx: *mut bpf_sock_ops) {
     if port != u32::from(config.outbound.host()) {
         return;
     }
-    let tuple = tuple(ctx, config, false);
+    let tuple = tuple(ctx, false);
     let Some(found) = ORIGINS.get_ptr(tuple) else {
         return;
     };
@@ -164,8 +172,8 @@ fn changed(ctx: *mut bpf_sock_ops) {
         return;
     }
     let Some(config) = config() else { return };
-    if is_to_proxy(ctx, config) {
-        let _ = ORIGINS.remove(tuple(ctx, config, true));
+    if is_to_proxy(ctx, config) || is_from_client(ctx, config) {
+        let _ = ORIGINS.remove(tuple(ctx, true));
         return;
     }
     let meter = storage(ctx, from_ref(&METERS).cast(), 0).cast::<Meter>();
@@ -294,9 +302,21 @@ fn is_to_proxy(ctx: *mut bpf_sock_ops, config: &CaptureConfig) -> bool {
     remote_port(ctx) == config.outbound && remote(ctx).is_loopback()
 }
 
+/// Whether the socket is the agent's proxy's, and connects to the application from the client's
+/// address. `sk_lookup` could not tell such a connection from the client's: the kernel does not say
+/// that it comes by loopback, but by the interface that has the address.
+#[inline(always)]
+fn is_from_client(ctx: *mut bpf_sock_ops, config: &CaptureConfig) -> bool {
+    // SAFETY: a field of the context, which is checked, and one of the socket.
+    unsafe {
+        let sk = read_volatile(&raw const (*ctx).__bindgen_anon_2.sk);
+        !sk.is_null() && read_volatile(&raw const (*sk).mark) == config.mark | FROM_CLIENT
+    }
+}
+
 /// The connection, as the client sees it (`client`) or the proxy.
 #[inline(always)]
-fn tuple(ctx: *mut bpf_sock_ops, config: &CaptureConfig, client: bool) -> Tuple {
+fn tuple(ctx: *mut bpf_sock_ops, client: bool) -> Tuple {
     // SAFETY: the program's context and a field of it, in host order.
     let (netns, local_port) = unsafe {
         (
@@ -305,16 +325,13 @@ fn tuple(ctx: *mut bpf_sock_ops, config: &CaptureConfig, client: bool) -> Tuple 
         )
     };
     let (local, remote) = (local(ctx), remote(ctx));
+    let (local_port, remote_port) = (Port::new(local_port as u16), remote_port(ctx));
     Tuple {
         netns,
         client: if client { local } else { remote },
         proxy: if client { remote } else { local },
-        client_port: if client {
-            Port::new(local_port as u16)
-        } else {
-            remote_port(ctx)
-        },
-        proxy_port: config.outbound,
+        client_port: if client { local_port } else { remote_port },
+        proxy_port: if client { remote_port } else { local_port },
         reserved: 0,
     }
 }

@@ -11,7 +11,9 @@ use aya_ebpf::{
 };
 use dataplane_common::{
     Addr, Hook, Port, Protocol, Reason,
-    capture::{self, Enrolled, MESH_CGROUPS, MESH_GUARD, MESH_NAMESPACES, Meter, TrafficKey},
+    capture::{
+        self, Enrolled, FROM_CLIENT, MESH_CGROUPS, MESH_GUARD, MESH_NAMESPACES, Meter, TrafficKey,
+    },
     decide,
     tables::{Endpoint, Frontend},
 };
@@ -102,7 +104,7 @@ fn judge(ctx: *mut bpf_sock_addr, request: &Request, mesh: u64) -> Reason {
         let sk = read_volatile(&raw const (*ctx).__bindgen_anon_1.sk);
         read_volatile(&raw const (*sk).mark)
     };
-    if mark == config.mark && config.agent_cgroup != 0 {
+    if mark & !FROM_CLIENT == config.mark && config.agent_cgroup != 0 {
         // SAFETY: the helper has no preconditions.
         if unsafe { bpf_get_current_cgroup_id() } == config.agent_cgroup {
             return Reason::ProxysOwn;
@@ -171,7 +173,7 @@ fn by_cgroup(levels: u32) -> *const Enrolled {
             continue;
         }
         // SAFETY: the helper has no preconditions.
-        let id = unsafe { bpf_get_current_ancestor_cgroup_id(level as i32) };
+        let id = unsafe { bpf_get_current_ancestor_cgroup_id(level.cast_signed()) };
         if let Some(enrolled) = CGROUPS.get_ptr(id) {
             found = enrolled;
         }

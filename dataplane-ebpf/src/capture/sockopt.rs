@@ -70,31 +70,33 @@ fn answer(ctx: *mut bpf_sockopt) -> u32 {
     // SAFETY: what is written is within the answer's buffer, as the verifier wants it checked; a
     // `struct sockaddr_in` has 16 bytes, a `struct sockaddr_in6` 28.
     unsafe {
-        let start = read_volatile(&raw const (*ctx).__bindgen_anon_2.optval).cast::<u16>();
-        let end = read_volatile(&raw const (*ctx).__bindgen_anon_3.optval_end).cast::<u16>();
+        let start = read_volatile(&raw const (*ctx).__bindgen_anon_2.optval).cast::<u32>();
+        let end = read_volatile(&raw const (*ctx).__bindgen_anon_3.optval_end).cast::<u32>();
+        // Family and port share the first word.
+        let (family, port) = (start.cast::<u16>(), start.cast::<u16>().add(1));
         let words = origin.addr.words();
         if v4 {
-            if start.add(8) > end {
+            if start.add(4) > end {
                 return 0;
             }
-            start.write(AF_INET);
-            start.add(1).write(origin.port.be());
-            start.add(2).cast::<u32>().write(words[3]);
-            start.add(4).cast::<u32>().write(0);
-            start.add(6).cast::<u32>().write(0);
+            family.write(AF_INET);
+            port.write(origin.port.be());
+            start.add(1).write(words[3]);
+            start.add(2).write(0);
+            start.add(3).write(0);
             16
         } else {
-            if start.add(14) > end {
+            if start.add(7) > end {
                 return 0;
             }
-            start.write(AF_INET6);
-            start.add(1).write(origin.port.be());
-            start.add(2).cast::<u32>().write(0);
-            start.add(4).cast::<u32>().write(words[0]);
-            start.add(6).cast::<u32>().write(words[1]);
-            start.add(8).cast::<u32>().write(words[2]);
-            start.add(10).cast::<u32>().write(words[3]);
-            start.add(12).cast::<u32>().write(0);
+            family.write(AF_INET6);
+            port.write(origin.port.be());
+            start.add(1).write(0);
+            start.add(2).write(words[0]);
+            start.add(3).write(words[1]);
+            start.add(4).write(words[2]);
+            start.add(5).write(words[3]);
+            start.add(6).write(0);
             28
         }
     }

@@ -96,6 +96,7 @@ struct Known {
     unasked: Vec<Problem>,
     /// What is wrong with the packet path's programs and interfaces.
     network: Vec<api::Problem>,
+    mesh: Vec<api::Problem>,
 }
 
 /// Seconds since the epoch.
@@ -152,6 +153,7 @@ impl State {
                 sync_error: None,
                 unasked: Vec::new(),
                 network: Vec::new(),
+                mesh: Vec::new(),
             }),
             counters: Mutex::default(),
             given: Mutex::default(),
@@ -242,6 +244,15 @@ impl State {
         lock(&self.known).network = problems.iter().map(problem).collect();
     }
 
+    /// What is wrong with mesh capture now.
+    pub fn mesh_problems(&self, problems: &[String]) {
+        let problem = |text: &String| api::Problem {
+            place: "mesh".to_owned(),
+            text: text.clone(),
+        };
+        lock(&self.known).mesh = problems.iter().map(problem).collect();
+    }
+
     /// The source was read.
     pub fn source_read(&self) {
         let mut known = lock(&self.known);
@@ -302,7 +313,7 @@ impl State {
     /// packet path.
     pub fn problems(&self) -> usize {
         let known = lock(&self.known);
-        known.snapshot.problems.len() + known.unasked.len() + known.network.len()
+        known.snapshot.problems.len() + known.unasked.len() + known.network.len() + known.mesh.len()
     }
 
     /// How many services claim a frontend that another service serves.
@@ -323,6 +334,7 @@ impl State {
         problems.extend(known.snapshot.problems.iter().map(view::problem));
         problems.extend(known.unasked.iter().map(view::problem));
         problems.extend(known.network.iter().cloned());
+        problems.extend(known.mesh.iter().cloned());
         let node = &known.snapshot.node;
         api::AgentStatus {
             version: api::Version::own(),

@@ -5,8 +5,10 @@
 
 pub mod addresses;
 mod flows;
+mod foreign;
 mod input;
 pub mod interfaces;
+mod mesh;
 mod sync;
 mod waiter;
 
@@ -23,15 +25,18 @@ use tracing::info;
 
 use crate::{
     admin::{self, Listeners, State},
+    config,
     kernel::{self, Kernel},
     model::{Node, Snapshot},
     plan::{AdoptError, Planner},
+    proxy,
     source::{kubernetes::ConnectError, manifests, objects::NodeFacts},
 };
 use flows::Flows;
 pub use input::Source;
 use input::{Opened, Shown};
 use interfaces::PacketSettings;
+use mesh::Mesh;
 use sync::Sync;
 use waiter::Ready;
 
@@ -48,6 +53,8 @@ pub struct Settings {
     pub node: NodeSettings,
     /// Packets that no socket of ours decided on.
     pub packet: PacketSettings,
+    /// Whose connections go to a proxy; none: nobody's.
+    pub mesh: Option<config::Mesh>,
     /// Where to listen.
     pub listen: admin::Settings,
     /// Of which protocols to destroy the sockets that are connected to endpoints that went away.
@@ -141,6 +148,9 @@ pub enum Error {
     /// Nothing says how to reach the API.
     #[error("{0}")]
     Connect(#[from] ConnectError),
+    /// The proxy cannot run.
+    #[error(transparent)]
+    Proxy(proxy::Error),
     /// The API cannot be read, whether it answers or not.
     #[error("cannot start the thread that reads the Kubernetes API: {0}")]
     Kubernetes(#[source] io::Error),
@@ -196,8 +206,12 @@ pub fn run(settings: Settings) -> Result<(), Error> {
     let news = ready.news()?;
     let listeners = Listeners::open(&settings.listen)?;
 
-    let mut kernel =
-        Kernel::open_with(&settings.paths, settings.limits, settings.packet.options())?;
+    let mut kernel = Kernel::open_with(
+        &settings.paths,
+        settings.limits,
+        settings.packet.options(),
+        settings.mesh.as_ref().map(mesh::options),
+    )?;
     if kernel.adopted() {
         info!(
             "adopted the tables in {}: what they serve goes on",
@@ -230,6 +244,10 @@ pub fn run(settings: Settings) -> Result<(), Error> {
     let input = shown.start(&node, events).map_err(Error::Kubernetes)?;
     let flows = Flows::start(Arc::clone(&state), settings.destroy_stale.clone())?;
     let on_exit = settings.on_exit;
+    let mesh = match settings.mesh.clone() {
+        Some(config) => Some(Mesh::start(config, &kernel)?),
+        None => None,
+    };
     let mut sync = Sync::new(
         kernel,
         Arc::clone(&state),
@@ -238,11 +256,12 @@ pub fn run(settings: Settings) -> Result<(), Error> {
         flows,
         opened.snapshot,
         empty(),
+        mesh,
     );
     let result = sync.run(&happened);
     state.not_ready();
     waiter.stop();
-    let kernel = sync.into_kernel();
+    let kernel = sync.into_kernel(on_exit == OnExit::Detach);
     result?;
     match on_exit {
         OnExit::Keep => {

@@ -19,6 +19,7 @@ use super::{
     Error, Event, Settings, adopt,
     flows::{self, Flows},
     input::Input,
+    mesh::Mesh,
 };
 use crate::{
     admin::{State, lock},
@@ -59,9 +60,15 @@ pub struct Sync {
     interfaces: Option<usize>,
     /// What is wrong with the packet path.
     problems: Vec<String>,
+    /// Whose connections go to a proxy, and when to look for them again.
+    mesh: Option<(Mesh, Instant)>,
 }
 
 impl Sync {
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "called once, with what the agent has put together"
+    )]
     pub fn new(
         kernel: Kernel,
         state: Arc<State>,
@@ -70,6 +77,7 @@ impl Sync {
         flows: Flows,
         wanted: Option<Snapshot>,
         empty: Snapshot,
+        mesh: Option<Mesh>,
     ) -> Self {
         let now = Instant::now();
         let empty_tables = lock(&state.planner).frontends().is_empty();
@@ -91,12 +99,16 @@ impl Sync {
             tidied: now,
             interfaces: None,
             problems: Vec::new(),
+            mesh: mesh.map(|mesh| (mesh, now)),
         }
     }
 
     /// Ends the other threads that it works with.
-    pub fn into_kernel(self) -> Kernel {
+    pub fn into_kernel(self, detach: bool) -> Kernel {
         self.flows.stop();
+        if let Some((mesh, _)) = self.mesh {
+            mesh.stop(detach);
+        }
         self.kernel
     }
 
@@ -112,7 +124,10 @@ impl Sync {
             if self.retry.is_none() {
                 self.state.pulse.idle();
             }
-            let next = self.retry.map_or(self.look, |(at, _)| at.min(self.look));
+            let mut next = self.retry.map_or(self.look, |(at, _)| at.min(self.look));
+            if let Some((_, due)) = &self.mesh {
+                next = next.min(*due);
+            }
             let event = happened.recv_timeout(next.saturating_duration_since(Instant::now()));
             self.state.pulse.busy();
             match event {
@@ -127,6 +142,7 @@ impl Sync {
                 Ok(Event::Network) => {
                     debug!("interfaces, addresses or routes changed");
                     self.network();
+                    self.mesh();
                     if self.look() && self.known {
                         self.sync(None)?;
                     }
@@ -175,6 +191,9 @@ impl Sync {
     /// Does what is due.
     fn pass_time(&mut self) -> Result<(), Error> {
         let now = Instant::now();
+        if self.mesh.as_ref().is_some_and(|(_, due)| *due <= now) {
+            self.mesh();
+        }
         let again = self.retry.is_some_and(|(at, _)| at <= now);
         let due = self.look <= now;
         if due {
@@ -186,6 +205,22 @@ impl Sync {
             self.sync(None)?;
         }
         Ok(())
+    }
+
+    /// Brings capture in line with the workloads and network namespaces that there are.
+    fn mesh(&mut self) {
+        let Some((mesh, due)) = &mut self.mesh else {
+            return;
+        };
+        if !self.known {
+            *due = Instant::now() + RETRY;
+            return;
+        }
+        if let Err(error) = mesh.settle(&mut self.kernel, &self.wanted) {
+            error!("mesh: {error}; trying again in {:?}", mesh.patience());
+        }
+        *due = Instant::now() + mesh.patience();
+        self.state.mesh_problems(mesh.problems());
     }
 
     /// Brings the packet path in line with the interfaces that there are.
@@ -288,6 +323,8 @@ impl Sync {
         }
         match result.and_then(|()| self.grace()) {
             Ok(()) => {
+                // Services first, which a proxy's connections go by; ready is who has both.
+                self.mesh();
                 let changes = plan.writes.len();
                 self.state
                     .synced(&self.wanted, plan.demand.pools, changes, thinking, writing);

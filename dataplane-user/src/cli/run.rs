@@ -18,6 +18,7 @@ use crate::{
         self, NodeSettings, OnExit, Settings,
         interfaces::{Detector, PacketSettings, Pattern, Patterns},
     },
+    config::Mesh,
     kernel::{self, AttachOptions, Hook, Order, probe},
 };
 
@@ -79,6 +80,17 @@ pub struct RunArgs {
 
     #[command(flatten)]
     packet: PacketArgs,
+
+    /// Whose TCP connections go to a proxy: what a configuration file has below `mesh:`, in YAML
+    /// [default: nobody's]
+    #[arg(
+        long,
+        value_name = "YAML",
+        env = "DATAPLANE_MESH",
+        hide_env_values = true,
+        help_heading = "Mesh"
+    )]
+    mesh: Option<Mesh>,
 
     #[command(flatten)]
     paths: PathArgs,
@@ -455,6 +467,7 @@ impl RunArgs {
             source: self.source.source(),
             node: self.node.settings(),
             packet: self.packet.settings(),
+            mesh: self.mesh.clone(),
             listen: admin::Settings {
                 socket: self.socket.socket.clone(),
                 metrics: self.listen.metrics.0,

@@ -34,6 +34,7 @@ impl Config {
             log,
             listen,
             packets,
+            mesh,
             kernel,
             limits,
         } = self;
@@ -95,6 +96,9 @@ impl Config {
             "conntrack-flows",
             packets.conntrack_flows.map(|n| n.to_string()),
         );
+        // Nothing in it fails to be written.
+        let written = |mesh| serde_json::to_string(mesh).unwrap_or_default();
+        one("mesh", mesh.as_ref().map(written));
         one("bpffs", path(&kernel.bpffs));
         one("cgroup", path(&kernel.cgroup));
         one("max-frontends", limits.frontends.map(|n| n.to_string()));

@@ -5,10 +5,14 @@
 
 mod keys;
 mod kube_proxy;
+mod mesh;
 mod read;
 
 pub use keys::{Argument, schema};
 pub use kube_proxy::{Imported, NotImported, import};
+pub use mesh::{
+    Mesh, MeshEgress, MeshMode, MeshNamespace, MeshProxy, MeshRules, MeshWithoutProxy, MeshWorkload,
+};
 pub use read::{parse, read};
 
 use std::{net::SocketAddr, path::PathBuf, str::FromStr};
@@ -46,6 +50,9 @@ pub struct Config {
     /// that are VMs.
     #[serde(skip_serializing_if = "is_default")]
     pub packets: Packets,
+    /// Whose TCP connections go to a proxy. Default: nobody's.
+    #[serde(skip_serializing_if = "is_default")]
+    pub mesh: Option<Mesh>,
     /// Where the kernel's side of things is.
     #[serde(skip_serializing_if = "is_default")]
     pub kernel: Kernel,

@@ -227,6 +227,7 @@ fn contradictions(config: &Config, faults: &mut Vec<(String, String)>) {
             "both podCidrs and podsByInterface; expected one of them".into(),
         ));
     }
+    faults.extend(config.mesh.iter().flat_map(super::Mesh::faults));
     if let Some(flows) = config.packets.conntrack_flows
         && !(1024..=1 << 24).contains(&flows)
     {

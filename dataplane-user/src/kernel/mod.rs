@@ -1,6 +1,7 @@
 //! The kernel: loading, attaching, pinning and adopting our programs and tables, and writing the
 //! tables. The only room that names aya, and the only one in user space with `unsafe`.
 
+mod capture;
 pub mod conntrack;
 mod diag;
 mod error;
@@ -32,6 +33,10 @@ use std::{
 
 use nix::fcntl::Flock;
 
+pub use capture::{
+    Capture, CaptureOptions, CaptureTables, Listeners, Namespace, is_linked, open_listeners,
+    route_answers, route_answers_no_more, this_namespace,
+};
 pub use error::Error;
 pub use interfaces::{Interface, News, interfaces};
 pub use memory::give_back_freed_memory;
@@ -50,7 +55,7 @@ use self::{
     packet::PacketPath,
     pins::{MAPS, Pins},
 };
-use crate::plan::{Contents, Demand, Write};
+use crate::plan::{Captured, Contents, Demand, Write};
 
 /// Where one node's programs and tables are.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -71,6 +76,7 @@ pub struct Kernel {
     limits: Limits,
     tables: Tables,
     packet: PacketPath,
+    capture: Capture,
     adopted: bool,
     /// A hash element was freed, and may be reused by the next that is added: not before a grace
     /// period has passed.
@@ -81,12 +87,12 @@ pub struct Kernel {
 }
 
 impl Kernel {
-    /// [`Kernel::open_with`], without the packet path.
+    /// [`Kernel::open_with`], without the packet path and without capture.
     ///
     /// # Errors
     /// As there.
     pub fn open(paths: &Paths, limits: Limits) -> Result<Self, Error> {
-        Self::open_with(paths, limits, PacketOptions::default())
+        Self::open_with(paths, limits, PacketOptions::default(), None)
     }
 
     /// Takes over the node: adopts what an earlier agent pinned, or creates it; loads the programs,
@@ -98,7 +104,12 @@ impl Kernel {
     /// # Errors
     /// [`Error::Busy`] if another agent runs; [`Error::Foreign`] and [`Error::Damaged`] for pins
     /// that cannot be adopted, which are left as they are; otherwise the kernel's refusal.
-    pub fn open_with(paths: &Paths, limits: Limits, packet: PacketOptions) -> Result<Self, Error> {
+    pub fn open_with(
+        paths: &Paths,
+        limits: Limits,
+        packet: PacketOptions,
+        capture: Option<CaptureOptions>,
+    ) -> Result<Self, Error> {
         object::programs()?;
         let pins = Pins::new(&paths.bpffs);
         pins.create_directories()?;
@@ -107,19 +118,28 @@ impl Kernel {
         if !adopted {
             Tables::create(&pins)?;
         }
-        let mut ebpf = programs::load(&pins, packet.flows, packet.attach.is_some())?;
+        let mut ebpf = programs::load(
+            &pins,
+            packet.flows,
+            packet.attach.is_some(),
+            capture.is_some(),
+        )?;
         let mut tables = Tables::open_pins(&pins, true)?;
         let packet = PacketPath::open(&pins, &ebpf, packet)?;
         tables.rebuild_filter(&packet.masquerade())?;
         let netns = sys::netns_cookie()
             .doing(|| "cannot ask for this network namespace's cookie".to_owned())?;
         tables.set_config(netns);
-        programs::attach(&ebpf, &pins, &paths.cgroup)?;
+        let has_capture = capture.is_some();
+        let agent = programs::own_cgroup().unwrap_or_default();
+        let capture = Capture::open(&pins, &ebpf, &tables, capture, agent)?;
+        programs::attach(&ebpf, &pins, &paths.cgroup, has_capture)?;
         Ok(Self {
             pins,
             limits,
             tables,
             packet,
+            capture,
             adopted,
             freed: false,
             log: ProgramLog::new(&mut ebpf),
@@ -200,6 +220,33 @@ impl Kernel {
     /// The kernel's refusal of something that is no interface's.
     pub fn set_network(&mut self, network: &Network) -> Result<Vec<String>, Error> {
         self.packet.set(&self.pins, &mut self.tables, network)
+    }
+
+    /// Mesh capture, for reading and for handing over listening sockets.
+    pub fn capture(&self) -> &Capture {
+        &self.capture
+    }
+
+    /// Brings the tables of capture in line with `wanted`, and has inbound connections to
+    /// `namespaces`, and to no others, go by our program. `levels`: at which levels of the hierarchy
+    /// there are cgroups.
+    ///
+    /// # Errors
+    /// The kernel's refusal; what was written before it is in force.
+    pub fn set_captured(
+        &mut self,
+        wanted: &Captured,
+        levels: u32,
+        namespaces: &[&Namespace],
+    ) -> Result<(), Error> {
+        // Before anything is looked up by it, and after.
+        for namespace in namespaces {
+            self.capture.attach(&self.pins, namespace)?;
+        }
+        self.capture.apply(&self.tables, wanted, levels)?;
+        Capture::detach_others(&self.pins, |cookie| {
+            namespaces.iter().any(|known| known.cookie == cookie)
+        })
     }
 
     /// How the packet path's programs are put on interfaces; none if they are not.

@@ -4,7 +4,7 @@ use std::{
     collections::HashSet,
     fs::{self, File},
     io,
-    os::unix::fs::MetadataExt,
+    os::{fd::BorrowedFd, unix::fs::MetadataExt},
     path::{Path, PathBuf},
     thread,
 };
@@ -60,5 +60,25 @@ pub fn visit<T: Send>(
             })?
             .join()
             .map_err(|_| io::Error::other("the thread that visits network namespaces panicked"))
+    })
+}
+
+/// Does `work` in one namespace, on a thread of its own.
+///
+/// # Errors
+/// If it cannot be entered, or the thread cannot be made; otherwise what `work` answers.
+pub fn within<T: Send>(
+    namespace: BorrowedFd<'_>,
+    work: impl FnOnce() -> io::Result<T> + Send,
+) -> io::Result<T> {
+    thread::scope(|scope| {
+        thread::Builder::new()
+            .name("namespace".to_owned())
+            .spawn_scoped(scope, move || {
+                setns(namespace, CloneFlags::CLONE_NEWNET)?;
+                work()
+            })?
+            .join()
+            .map_err(|_| io::Error::other("the thread in a network namespace panicked"))?
     })
 }

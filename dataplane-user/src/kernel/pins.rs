@@ -16,10 +16,14 @@ use std::{
 use aya_obj::generated::bpf_map_type::{
     self, BPF_MAP_TYPE_ARRAY_OF_MAPS, BPF_MAP_TYPE_HASH, BPF_MAP_TYPE_LPM_TRIE,
     BPF_MAP_TYPE_LRU_HASH, BPF_MAP_TYPE_PERCPU_ARRAY, BPF_MAP_TYPE_RINGBUF,
-    BPF_MAP_TYPE_SK_STORAGE,
+    BPF_MAP_TYPE_SK_STORAGE, BPF_MAP_TYPE_SOCKHASH,
 };
 use dataplane_common::{
     Addr, LAYOUT, Reason, VIP_ELEMENTS, VipWords,
+    capture::{
+        CaptureConfig, Enrolled, KNOWN, ListenerKey, Local, Meter, ORIGINS, Origin, RULES,
+        RangeKey, RuleKey, TRAFFIC, Traffic, TrafficKey, Tuple, WORKLOADS,
+    },
     packet::{
         FRAGMENTS, FlowKey, Forward, Fragment, FragmentKey, IFACES, Iface, Masqueraded, NODE_ADDRS,
         PacketConfig, PortKey, Reply, SOURCES, SourceKey,
@@ -39,7 +43,7 @@ use nix::{
 use super::{
     error::{Doing, Error},
     map::{Hash, Mapped, Plain},
-    programs::{PROGRAMS, REPLACEMENT},
+    programs::PROGRAMS,
     sys::{self, LinkInfo, LinkTarget, MapInfo, ObjectKind, Shape},
     tc,
 };
@@ -115,7 +119,7 @@ const fn storage<T>(name: &'static str) -> MapSpec {
 }
 
 /// Every map that is pinned.
-pub const MAPS: [MapSpec; 20] = [
+pub const MAPS: [MapSpec; 32] = [
     outer("FRONTENDS"),
     outer("POOLS"),
     outer("ENDPOINTS"),
@@ -174,6 +178,29 @@ pub const MAPS: [MapSpec; 20] = [
     lru::<FlowKey, Reply>("REPLY", None),
     lru::<PortKey, Masqueraded>("MASQUERADE", None),
     lru::<FragmentKey, Fragment>("FRAGMENTS", Some(FRAGMENTS)),
+    MapSpec {
+        name: "CAPTURE",
+        shape: Mapped::<CaptureConfig>::shape(false),
+        max_entries: Some(1),
+    },
+    on_demand::<u64, Enrolled>("NAMESPACES", BPF_MAP_TYPE_HASH, WORKLOADS),
+    on_demand::<u64, Enrolled>("CGROUPS", BPF_MAP_TYPE_HASH, WORKLOADS),
+    on_demand::<Addr, Local>("LOCALS", BPF_MAP_TYPE_HASH, WORKLOADS * 4),
+    on_demand::<RuleKey, u32>("RULES", BPF_MAP_TYPE_HASH, RULES),
+    on_demand::<RangeKey, u32>("RANGES", BPF_MAP_TYPE_LPM_TRIE, RULES),
+    on_demand::<Addr, u32>("KNOWN", BPF_MAP_TYPE_HASH, KNOWN),
+    on_demand::<Tuple, Origin>("ORIGINS", BPF_MAP_TYPE_HASH, ORIGINS),
+    storage::<Origin>("ACCEPTED"),
+    MapSpec {
+        name: "LISTENERS",
+        shape: Shape {
+            flags: 0,
+            ..Hash::<ListenerKey, u32>::shape(BPF_MAP_TYPE_SOCKHASH)
+        },
+        max_entries: Some(WORKLOADS * 2),
+    },
+    storage::<Meter>("METERS"),
+    on_demand::<TrafficKey, Traffic>("TRAFFIC", BPF_MAP_TYPE_HASH, TRAFFIC),
 ];
 
 /// The spec of a map that [`MAPS`] has.
@@ -577,7 +604,8 @@ fn remove_directory(
 /// the name of the pin. (Other layouts' shapes are not known here.)
 fn classify(path: &Path, wanted: ObjectKind) -> (String, bool) {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let name = name.strip_suffix(REPLACEMENT).unwrap_or(&name);
+    // Links that replace another, or are of one namespace of several, have more after a hyphen.
+    let name = name.split('-').next().unwrap_or(&name);
     let fd = match sys::obj_get(path) {
         Ok(fd) => fd,
         Err(error) => return (format!("not a BPF object ({error})"), false),

@@ -16,11 +16,16 @@ use aya::{
 };
 use aya_obj::generated::{
     bpf_attach_type::{
-        self, BPF_CGROUP_INET_SOCK_RELEASE, BPF_CGROUP_INET4_CONNECT, BPF_CGROUP_INET4_GETPEERNAME,
-        BPF_CGROUP_INET6_CONNECT, BPF_CGROUP_INET6_GETPEERNAME, BPF_CGROUP_UDP4_RECVMSG,
-        BPF_CGROUP_UDP4_SENDMSG, BPF_CGROUP_UDP6_RECVMSG, BPF_CGROUP_UDP6_SENDMSG,
+        self, BPF_CGROUP_GETSOCKOPT, BPF_CGROUP_INET_SOCK_RELEASE, BPF_CGROUP_INET4_CONNECT,
+        BPF_CGROUP_INET4_GETPEERNAME, BPF_CGROUP_INET4_GETSOCKNAME, BPF_CGROUP_INET6_CONNECT,
+        BPF_CGROUP_INET6_GETPEERNAME, BPF_CGROUP_INET6_GETSOCKNAME, BPF_CGROUP_SOCK_OPS,
+        BPF_CGROUP_UDP4_RECVMSG, BPF_CGROUP_UDP4_SENDMSG, BPF_CGROUP_UDP6_RECVMSG,
+        BPF_CGROUP_UDP6_SENDMSG,
     },
-    bpf_prog_type::{self, BPF_PROG_TYPE_CGROUP_SOCK, BPF_PROG_TYPE_CGROUP_SOCK_ADDR},
+    bpf_prog_type::{
+        self, BPF_PROG_TYPE_CGROUP_SOCK, BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
+        BPF_PROG_TYPE_CGROUP_SOCKOPT, BPF_PROG_TYPE_SOCK_OPS,
+    },
 };
 
 use super::{
@@ -68,15 +73,37 @@ pub const PROGRAMS: [Spec; 9] = [
     sock_addr("connect6", BPF_CGROUP_INET6_CONNECT),
 ];
 
+/// The programs of mesh capture, which are attached only where there is a mesh, and before those
+/// above: what they leave alone, and what goes direct, is then a service's or not.
+pub const CAPTURE_PROGRAMS: [Spec; 6] = [
+    Spec {
+        name: "tcp_events",
+        kind: BPF_PROG_TYPE_SOCK_OPS,
+        hook: BPF_CGROUP_SOCK_OPS,
+    },
+    Spec {
+        name: "getsockopt",
+        kind: BPF_PROG_TYPE_CGROUP_SOCKOPT,
+        hook: BPF_CGROUP_GETSOCKOPT,
+    },
+    sock_addr("getsockname4", BPF_CGROUP_INET4_GETSOCKNAME),
+    sock_addr("getsockname6", BPF_CGROUP_INET6_GETSOCKNAME),
+    sock_addr("capture4", BPF_CGROUP_INET4_CONNECT),
+    sock_addr("capture6", BPF_CGROUP_INET6_CONNECT),
+];
+
+/// The program that is attached to workloads' network namespaces.
+pub const INBOUND: &str = "inbound_lookup";
+
 /// What the name of a link's pin ends with while it replaces another.
 pub const REPLACEMENT: &str = "-new";
 
 /// Loads the programs. Maps that are pinned are used; those that are not are created and pinned.
 ///
 /// `flows`: how many the tables of conntrack have room for, if they are created; `packet`: whether
-/// the packet path's programs are loaded too.
-pub fn load(pins: &Pins, flows: u32, packet: bool) -> Result<Ebpf, Error> {
-    let load = |level| load_logging(pins, flows, packet, level);
+/// the packet path's programs are loaded too; `capture`: those of mesh capture.
+pub fn load(pins: &Pins, flows: u32, packet: bool, capture: bool) -> Result<Ebpf, Error> {
+    let load = |level| load_logging(pins, flows, packet, capture, level);
     // Writing the verifier's log takes most of the time of a load: only where there is something to
     // read in it, and then the path that led to the refusal, without all those that did not.
     load(VerifierLogLevel::DISABLE).or_else(|error| match error {
@@ -89,6 +116,7 @@ fn load_logging(
     pins: &Pins,
     flows: u32,
     packet: bool,
+    capture: bool,
     level: VerifierLogLevel,
 ) -> Result<Ebpf, Error> {
     let mut loader = EbpfLoader::new();
@@ -100,13 +128,23 @@ fn load_logging(
         loader.map_pin_path(map.name, pins.map(map.name));
     }
     let mut ebpf = loader.load(object::programs()?).map_err(Box::new)?;
-    for spec in &PROGRAMS {
+    for spec in wanted(capture) {
         let result = match ebpf.program_mut(spec.name) {
             Some(Program::CgroupSockAddr(program)) => program.load(),
             Some(Program::CgroupSock(program)) => program.load(),
+            Some(Program::CgroupSockopt(program)) => program.load(),
+            Some(Program::SockOps(program)) => program.load(),
             _ => return Err(absent(spec.name)),
         };
         result.map_err(|source| load_error(spec.name, source))?;
+    }
+    if capture {
+        let Some(Program::SkLookup(program)) = ebpf.program_mut(INBOUND) else {
+            return Err(absent(INBOUND));
+        };
+        program
+            .load()
+            .map_err(|source| load_error(INBOUND, source))?;
     }
     if packet {
         for direction in Direction::ALL {
@@ -118,6 +156,23 @@ fn load_logging(
         }
     }
     Ok(ebpf)
+}
+
+/// The programs that are attached to the cgroup, in the order in which they are.
+fn wanted(capture: bool) -> impl Iterator<Item = &'static Spec> {
+    let capturing = CAPTURE_PROGRAMS.iter().filter(move |_| capture);
+    capturing.chain(&PROGRAMS)
+}
+
+/// A descriptor of its own of the loaded program for workloads' network namespaces.
+pub fn inbound_program(ebpf: &Ebpf) -> Result<OwnedFd, Error> {
+    let Some(Program::SkLookup(program)) = ebpf.program(INBOUND) else {
+        return Err(absent(INBOUND));
+    };
+    let fd = program.fd().map_err(|source| load_error(INBOUND, source))?;
+    fd.as_fd()
+        .try_clone_to_owned()
+        .doing(|| format!("cannot keep program {INBOUND}"))
 }
 
 /// A descriptor of its own of a loaded program of the packet path.
@@ -137,6 +192,8 @@ fn descriptor<'a>(ebpf: &'a Ebpf, spec: &Spec) -> Result<BorrowedFd<'a>, Error> 
     let fd = match ebpf.program(spec.name) {
         Some(Program::CgroupSockAddr(program)) => program.fd(),
         Some(Program::CgroupSock(program)) => program.fd(),
+        Some(Program::CgroupSockopt(program)) => program.fd(),
+        Some(Program::SockOps(program)) => program.fd(),
         _ => return Err(absent(spec.name)),
     };
     Ok(fd.map_err(|source| load_error(spec.name, source))?.as_fd())
@@ -158,20 +215,53 @@ fn load_error(program: &'static str, source: ProgramError) -> Error {
 
 /// Attaches every program to a cgroup, or, where its link is there already, swaps the program in
 /// place: no moment without one.
-pub fn attach(ebpf: &Ebpf, pins: &Pins, cgroup: &Path) -> Result<(), Error> {
+///
+/// The kernel runs programs of a cgroup in the order in which they were attached. So where those of
+/// capture are new, those for services that have the same hook are attached anew after them, and
+/// only then lose the link they had: for a moment they run twice, and the second time find
+/// nothing to translate.
+pub fn attach(ebpf: &Ebpf, pins: &Pins, cgroup: &Path, capture: bool) -> Result<(), Error> {
     let directory =
         File::open(cgroup).doing(|| format!("cannot open the cgroup {}", cgroup.display()))?;
     let id = cgroup_id(&directory, cgroup)?;
-    for spec in &PROGRAMS {
+    if !capture {
+        detach_capture(pins)?;
+    }
+    let mut before_us = false;
+    for spec in wanted(capture) {
         let fd = descriptor(ebpf, spec)?;
+        let is_capture = CAPTURE_PROGRAMS.iter().any(|other| other.name == spec.name);
+        let after = !is_capture && before_us && is_connect(spec);
         match pins.open_link(spec)? {
-            Some((link, info)) if info.target == LinkTarget::Cgroup(id) => {
+            Some((link, info)) if info.target == LinkTarget::Cgroup(id) && !after => {
                 sys::link_update(link.as_fd(), fd)
                     .doing(|| format!("cannot swap program {}", spec.name))?;
             }
             // On another cgroup, or on one that is gone: attached anew, then the pin is replaced.
             Some(_) => create(spec, fd, &directory, &pins.link(spec.name), true)?,
-            None => create(spec, fd, &directory, &pins.link(spec.name), false)?,
+            None => {
+                before_us |= is_capture && is_connect(spec);
+                create(spec, fd, &directory, &pins.link(spec.name), false)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn is_connect(spec: &Spec) -> bool {
+    matches!(
+        spec.hook,
+        BPF_CGROUP_INET4_CONNECT | BPF_CGROUP_INET6_CONNECT
+    )
+}
+
+/// Detaches what an earlier agent attached for a mesh.
+fn detach_capture(pins: &Pins) -> Result<(), Error> {
+    for spec in CAPTURE_PROGRAMS.iter().rev() {
+        if let Some((link, _)) = pins.open_link(spec)? {
+            let path = pins.link(spec.name);
+            sys::link_detach(link.as_fd()).doing(|| format!("cannot detach {}", path.display()))?;
+            fs::remove_file(&path).doing(|| format!("cannot remove {}", path.display()))?;
         }
     }
     Ok(())
@@ -230,6 +320,14 @@ fn cgroup2_mount(line: &str) -> Option<PathBuf> {
     Some(before.split(' ').nth(4)?.replace("\\040", " ").into())
 }
 
+/// The id of the cgroup that this process is in; `None` if that is not to be found out.
+pub fn own_cgroup() -> Option<u64> {
+    let own = fs::read_to_string("/proc/self/cgroup").ok()?;
+    let path = own.lines().find_map(|line| line.strip_prefix("0::/"))?;
+    let directory = cgroup2_root().ok()?.join(path);
+    fs::metadata(directory).ok().map(|found| found.ino())
+}
+
 /// How a program is attached, as the kernel says now.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Attachment {
@@ -255,8 +353,9 @@ pub fn attachments(pins: &Pins, cgroup: &Path) -> Result<Vec<Attachment>, Error>
     let directory =
         File::open(cgroup).doing(|| format!("cannot open the cgroup {}", cgroup.display()))?;
     let id = cgroup_id(&directory, cgroup)?;
-    Ok(PROGRAMS
-        .iter()
+    // A mesh is not everywhere: without its first pin, there is none.
+    let capture = pins.link(CAPTURE_PROGRAMS[0].name).exists();
+    Ok(wanted(capture)
         .map(|spec| attachment(pins, spec, &directory, id))
         .collect())
 }

@@ -71,7 +71,7 @@ impl Rig {
         let pins = Pins::new(bpffs);
         pins.create_directories()?;
         Tables::create(&pins)?;
-        let ebpf = programs::load(&pins, flows, true)?;
+        let ebpf = programs::load(&pins, flows, true, false)?;
         let options = PacketOptions {
             flows,
             attach: None,

@@ -47,6 +47,13 @@ impl Netlink {
         ))
     }
 
+    /// What is answered to a question that is no list.
+    pub fn ask(&mut self, question: RouteNetlinkMessage) -> io::Result<Vec<RouteNetlinkMessage>> {
+        let mut answers = Vec::new();
+        self.exchange(question, NLM_F_ACK, |m| answers.push(m))?;
+        Ok(answers)
+    }
+
     /// Has something done; `flags` besides that it is a request with an answer.
     pub fn request(&mut self, what: RouteNetlinkMessage, flags: u16) -> io::Result<()> {
         self.exchange(what, NLM_F_ACK | flags, |_| {}).map(|_| ())

@@ -291,6 +291,14 @@ pub fn link_create_cgroup(
     }
 }
 
+/// Attaches an `sk_lookup` program to a network namespace by a link.
+pub fn link_create_netns(
+    program: BorrowedFd<'_>,
+    namespace: BorrowedFd<'_>,
+) -> io::Result<OwnedFd> {
+    link_create_cgroup(program, namespace, bpf_attach_type::BPF_SK_LOOKUP)
+}
+
 /// Attaches a program to an interface by a link (TCX, Linux 6.6): before all others, or after them.
 pub fn link_create_tcx(
     program: BorrowedFd<'_>,
@@ -483,6 +491,8 @@ pub enum LinkTarget {
     Cgroup(u64),
     /// An interface, by its number, in TCX; 0 once it is gone.
     Tcx(u32),
+    /// A network namespace, by its number (its file's inode); 0 once it is gone.
+    Netns(u32),
     /// Something else.
     Other,
 }
@@ -503,21 +513,27 @@ pub struct LinkInfo {
 impl LinkInfo {
     /// Whether what it was attached to is there still.
     pub fn is_attached(&self) -> bool {
-        !matches!(self.target, LinkTarget::Cgroup(0) | LinkTarget::Tcx(0))
+        !matches!(
+            self.target,
+            LinkTarget::Cgroup(0) | LinkTarget::Tcx(0) | LinkTarget::Netns(0)
+        )
     }
 }
 
 /// Asks what a link is. The descriptor must be a link's.
 pub fn link_info(link: BorrowedFd<'_>) -> io::Result<LinkInfo> {
     const CGROUP: u32 = 3; // BPF_LINK_TYPE_CGROUP
+    const NETNS: u32 = 5; // BPF_LINK_TYPE_NETNS
     const TCX: u32 = 11; // BPF_LINK_TYPE_TCX
     // SAFETY: see `map_info`.
     let info: bpf_link_info = unsafe { info(link) }?;
+    let union = &info.__bindgen_anon_1;
     // SAFETY: every variant of the union is plain integers; used only as the type says.
-    let (cgroup, tcx) = unsafe { (info.__bindgen_anon_1.cgroup, info.__bindgen_anon_1.tcx) };
+    let (cgroup, tcx, netns) = unsafe { (union.cgroup, union.tcx, union.netns) };
     let (target, attach_type) = match info.type_ {
         CGROUP => (LinkTarget::Cgroup(cgroup.cgroup_id), cgroup.attach_type),
         TCX => (LinkTarget::Tcx(tcx.ifindex), tcx.attach_type),
+        NETNS => (LinkTarget::Netns(netns.netns_ino), netns.attach_type),
         _ => (LinkTarget::Other, 0),
     };
     Ok(LinkInfo {

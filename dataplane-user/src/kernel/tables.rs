@@ -61,6 +61,8 @@ const SMALLEST: Demand = Demand {
 const CLIENTS_PER_GROUP: u32 = 256;
 /// The word of a [`Pool`] with its affinity; word 0 is the block.
 const AFFINITY_WORD: usize = 1;
+/// The word of [`Config`] that says whether anything is captured.
+const MESH_WORD: usize = 2;
 /// The word with what only the packet path asks.
 const PACKET_WORD: usize = 2;
 
@@ -434,6 +436,13 @@ impl Tables {
     pub(super) fn set_config(&self, host_netns: u64) {
         if let Some(word) = self.config.word(0, 0) {
             word.store(host_netns, Ordering::Relaxed);
+        }
+    }
+
+    /// Tells the programs whether anything is captured, and by which port.
+    pub(super) fn set_mesh(&self, mesh: u64) {
+        if let Some(word) = self.config.word(0, MESH_WORD) {
+            word.store(mesh, Ordering::Release);
         }
     }
 

@@ -10,7 +10,9 @@ mod workload;
 pub use name::ServiceName;
 pub use service::{Endpoint, Protocol, Service, ServicePort, ServiceType, TrafficPolicy};
 pub use topology::{Hints, Reach};
-pub use workload::{Egress, Identity, Mode, Place, Policy, WithoutProxy, Workload, WorkloadName};
+pub use workload::{
+    Egress, Identity, Mode, Place, Policy, Rules, WithoutProxy, Workload, WorkloadName, is_reserved,
+};
 
 use std::{net::IpAddr, sync::Arc};
 

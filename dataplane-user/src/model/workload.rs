@@ -11,6 +11,16 @@ use std::{
 use ipnet::IpNet;
 use smallvec::SmallVec;
 
+/// Ports that a mesh's proxies have: no rule can name them.
+const RESERVED: [u16; 12] = [
+    15000, 15001, 15003, 15006, 15008, 15010, 15020, 15021, 15053, 15901, 15902, 15903,
+];
+
+/// Whether a port is one that a mesh's proxies have.
+pub fn is_reserved(port: u16) -> bool {
+    RESERVED.contains(&port)
+}
+
 /// A workload's namespace and name, as `namespace/name`: of a pod, or as the configuration file
 /// names processes that are in none.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -63,6 +73,8 @@ pub struct Workload {
     pub place: Place,
     /// What metrics and logs call it.
     pub identity: Identity,
+    /// What it and its namespace ask for.
+    pub rules: Arc<Rules>,
     /// By which rules its connections are captured; `None`: they are not.
     pub capture: Option<Arc<Policy>>,
 }
@@ -165,6 +177,97 @@ pub enum WithoutProxy {
     Refuse,
     /// They go direct, as if the workload were not captured.
     Pass,
+}
+
+/// What the configuration, a namespace or a workload says of capture: what it does not say is said
+/// by whoever is less specific.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Rules {
+    /// Whether connections are captured at all.
+    pub captured: Option<bool>,
+    /// Who relays.
+    pub mode: Option<Mode>,
+    /// Unknown destinations.
+    pub egress: Option<Egress>,
+    /// While the proxy does not listen.
+    pub without_proxy: Option<WithoutProxy>,
+    /// Outbound destination ranges: whether they are captured. A list of what is included is the
+    /// range 0.0.0.0/0 or ::/0 that is not, and the ranges of the list that are.
+    pub outbound_ranges: BTreeMap<IpNet, bool>,
+    /// Outbound destination ports: whether they are captured.
+    pub outbound_ports: BTreeMap<u16, bool>,
+    /// Inbound ports: whether they are captured.
+    pub inbound_ports: BTreeMap<u16, bool>,
+    /// Whether inbound ports are captured that are not listed.
+    pub inbound_others: Option<bool>,
+    /// Users whose connections are not captured.
+    pub excluded_uids: BTreeSet<u32>,
+    /// Groups whose connections are not captured.
+    pub excluded_gids: BTreeSet<u32>,
+    /// Interfaces by which nothing is captured that comes in.
+    pub excluded_interfaces: BTreeSet<Box<str>>,
+}
+
+impl Rules {
+    /// These, and where they say nothing, what is said by less specific ones. Of two that say
+    /// something of the same range, port or setting, these win; users, groups and interfaces are
+    /// excluded if either says so.
+    #[must_use]
+    pub fn over(&self, general: &Self) -> Self {
+        fn maps<K: Ord + Clone>(
+            specific: &BTreeMap<K, bool>,
+            general: &BTreeMap<K, bool>,
+        ) -> BTreeMap<K, bool> {
+            let mut all = general.clone();
+            all.extend(specific.iter().map(|(key, said)| (key.clone(), *said)));
+            all
+        }
+        fn sets<K: Ord + Clone>(a: &BTreeSet<K>, b: &BTreeSet<K>) -> BTreeSet<K> {
+            a.union(b).cloned().collect()
+        }
+        Self {
+            captured: self.captured.or(general.captured),
+            mode: self.mode.or(general.mode),
+            egress: self.egress.or(general.egress),
+            without_proxy: self.without_proxy.or(general.without_proxy),
+            outbound_ranges: maps(&self.outbound_ranges, &general.outbound_ranges),
+            outbound_ports: maps(&self.outbound_ports, &general.outbound_ports),
+            inbound_ports: maps(&self.inbound_ports, &general.inbound_ports),
+            inbound_others: self.inbound_others.or(general.inbound_others),
+            excluded_uids: sets(&self.excluded_uids, &general.excluded_uids),
+            excluded_gids: sets(&self.excluded_gids, &general.excluded_gids),
+            excluded_interfaces: sets(&self.excluded_interfaces, &general.excluded_interfaces),
+        }
+    }
+
+    /// What they come to; `None` if nothing is captured.
+    pub fn policy(&self) -> Option<Policy> {
+        self.captured.unwrap_or_default().then(|| Policy {
+            mode: self.mode.unwrap_or_default(),
+            egress: self.egress.unwrap_or_default(),
+            without_proxy: self.without_proxy.unwrap_or_default(),
+            outbound_ranges: self.outbound_ranges.clone(),
+            outbound_ports: self.outbound_ports.clone(),
+            inbound_ports: self.inbound_ports.clone(),
+            inbound_others: self.inbound_others.unwrap_or(true),
+            excluded_uids: self.excluded_uids.clone(),
+            excluded_gids: self.excluded_gids.clone(),
+            excluded_interfaces: self.excluded_interfaces.clone(),
+        })
+    }
+
+    /// Includes destination ranges only: all others are excluded, unless something more specific
+    /// says otherwise.
+    pub fn include_ranges(&mut self, ranges: impl IntoIterator<Item = IpNet>) {
+        for all in [
+            IpNet::V4(ipnet::Ipv4Net::default()),
+            IpNet::V6(ipnet::Ipv6Net::default()),
+        ] {
+            self.outbound_ranges.entry(all).or_insert(false);
+        }
+        let included = ranges.into_iter().map(|range| (range.trunc(), true));
+        self.outbound_ranges.extend(included);
+    }
 }
 
 /// By which rules a workload's connections are captured: what the configuration says for all, for

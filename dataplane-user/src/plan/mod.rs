@@ -28,6 +28,7 @@
 
 mod adopt;
 mod blocks;
+mod capture;
 mod claims;
 mod departures;
 mod diff;
@@ -37,6 +38,7 @@ mod settle;
 mod wanted;
 
 pub use adopt::AdoptError;
+pub use capture::{Captured, Policies};
 pub use departures::{Departed, Departures};
 pub use diff::{Answer, Change, Empty, changes, key_text};
 pub use planner::Planner;

@@ -229,6 +229,7 @@ mod tests {
             addresses: smallvec::smallvec![],
             place: Place::Elsewhere,
             identity: Identity::default(),
+            rules: Arc::default(),
             capture: None,
         };
         let attachment = Attachment {

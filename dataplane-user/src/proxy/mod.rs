@@ -67,6 +67,9 @@ pub struct Settings {
     /// A mark on every socket that connects further (`SO_MARK`), by which the capture knows its own
     /// connections and leaves them alone. Takes `CAP_NET_ADMIN`.
     pub mark: Option<u32>,
+    /// The mark of those that connect from a client's address, by which answers find their way back;
+    /// `None`: the same.
+    pub transparent_mark: Option<u32>,
     /// Whether inbound connections are made from the client's address (`IP_TRANSPARENT`). Takes
     /// `CAP_NET_ADMIN`, and routes by which the answers come back.
     pub transparent: bool,
@@ -91,6 +94,7 @@ impl Default for Settings {
         Self {
             workers: 0,
             mark: None,
+            transparent_mark: None,
             transparent: false,
             attempts: 3,
             connect_timeout: Duration::from_secs(5),

@@ -64,6 +64,7 @@ fn workload() -> Arc<Workload> {
         addresses: smallvec![],
         place: Place::Elsewhere,
         identity: Identity::default(),
+        rules: Arc::default(),
         capture: None,
     })
 }

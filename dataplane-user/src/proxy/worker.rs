@@ -489,7 +489,10 @@ impl Worker {
             let settings = &self.shared.settings;
             let transparent = settings.transparent && connection.direction == Direction::Inbound;
             let manner = Manner {
-                mark: settings.mark,
+                mark: settings
+                    .transparent_mark
+                    .filter(|_| transparent)
+                    .or(settings.mark),
                 from: transparent.then_some(client),
             };
             let made = self

@@ -18,6 +18,7 @@ macro_rules! scenarios {
     };
 }
 
+mod capture;
 mod churn;
 mod cluster;
 mod commands;
@@ -94,6 +95,7 @@ fn main() -> ExitCode {
     }
     let scenarios = [
         smoke::SCENARIOS,
+        capture::SCENARIOS,
         netfilter::SCENARIOS,
         kernel::SCENARIOS,
         kubernetes::SCENARIOS,

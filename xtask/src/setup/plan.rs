@@ -364,7 +364,7 @@ mod tests {
             ..complete()
         };
         let steps = steps(&foreign, Purpose::Bench);
-        assert_eq!(steps.len(), 4);
+        assert_eq!(steps.len(), 6, "{steps:?}");
         assert!(
             steps.iter().all(|step| matches!(step, Step::ByHand(_))),
             "{steps:?}"

@@ -222,6 +222,7 @@ impl ProxyArgs {
     fn settings(&self) -> Settings {
         let limits = &self.limits;
         Settings {
+            transparent_mark: None,
             workers: self.workers.map_or(0, Into::into),
             mark: self.mark,
             transparent: self.transparent,
@@ -257,6 +258,7 @@ impl ProxyArgs {
             name,
             addresses: smallvec::SmallVec::new(),
             place: Place::Elsewhere,
+            rules: Arc::default(),
             capture: None,
         }))
     }

@@ -20,8 +20,8 @@ use serde::de::{
 use serde_json::{Map, Value};
 
 use crate::{
-    model::{Node, Service, ServiceName},
-    source::objects::{self, Findings, NodeFacts, Outcome, Slice},
+    model::{Node, Service, ServiceName, Workload},
+    source::objects::{self, Findings, NamespaceRules, NodeFacts, Outcome, Slice},
 };
 
 const CORE: &str = "v1";
@@ -49,8 +49,10 @@ pub enum Body {
     Slice(Outcome<Slice>),
     /// A Node: this one or another.
     Node(NodeFacts),
-    /// A Pod: its host ports.
-    Pod(Vec<Service>),
+    /// A Pod: its host ports, and itself unless it has no connections of its own.
+    Pod(Vec<Service>, Option<Box<Workload>>),
+    /// A Namespace.
+    Namespace(Box<NamespaceRules>),
     /// An object of a kind that is not served here.
     Ignored(String),
     /// An object whose kind nothing tells.
@@ -67,7 +69,10 @@ impl Entry {
             Body::Node(node) => {
                 return (!node.name.is_empty()).then(|| format!("Node {}", node.name));
             }
-            Body::Pod(_) => "Pod",
+            Body::Pod(..) => "Pod",
+            Body::Namespace(found) => {
+                return (!found.name.is_empty()).then(|| format!("Namespace {}", found.name));
+            }
             Body::Ignored(kind) => kind,
             Body::Unknown => return None,
         };
@@ -108,6 +113,7 @@ enum Sort {
     Slice,
     Node,
     Pod,
+    Namespace,
     Other,
     NotKnownYet,
 }
@@ -137,8 +143,9 @@ impl Object {
             (Some("Service"), Some(CORE)) => Sort::Service,
             (Some("Node"), Some(CORE)) => Sort::Node,
             (Some("Pod"), Some(CORE)) => Sort::Pod,
+            (Some("Namespace"), Some(CORE)) => Sort::Namespace,
             (Some("EndpointSlice") | None, Some(DISCOVERY)) => Sort::Slice,
-            (Some("Service" | "EndpointSlice" | "Node" | "Pod") | None, None)
+            (Some("Service" | "EndpointSlice" | "Node" | "Pod" | "Namespace") | None, None)
             | (None, Some(CORE)) => Sort::NotKnownYet,
             _ => Sort::Other,
         }
@@ -147,7 +154,14 @@ impl Object {
     fn is_list(&self) -> bool {
         matches!(
             self.kind.as_deref(),
-            Some("List" | "ServiceList" | "EndpointSliceList" | "NodeList" | "PodList")
+            Some(
+                "List"
+                    | "ServiceList"
+                    | "EndpointSliceList"
+                    | "NodeList"
+                    | "PodList"
+                    | "NamespaceList"
+            )
         )
     }
 
@@ -225,7 +239,11 @@ impl Object {
                         .or_else(|| early(fields, "status", &mut findings)),
                     metadata: self.metadata,
                 };
-                Body::Pod(objects::host_ports(&object, node, &mut findings))
+                let workload = objects::pod(&object, node, &mut findings).map(Box::new);
+                Body::Pod(objects::host_ports(&object, node, &mut findings), workload)
+            }
+            Sort::Namespace => {
+                Body::Namespace(Box::new(objects::namespace(&self.metadata, &mut findings)))
             }
             Sort::Other => self.other(&mut findings),
             Sort::Slice | Sort::NotKnownYet => {
@@ -252,7 +270,7 @@ impl Object {
         let version = self.api_version.as_deref().unwrap_or_default();
         let kind = self.kind.as_deref().unwrap_or_default();
         let expected = match kind {
-            "Service" | "Node" | "Pod" if !version.contains('/') => CORE,
+            "Service" | "Node" | "Pod" | "Namespace" if !version.contains('/') => CORE,
             "EndpointSlice" if version.starts_with("discovery.k8s.io/") => DISCOVERY,
             _ => "",
         };
@@ -271,7 +289,7 @@ impl Object {
         }
         // A kind of the same name in another group is another kind.
         Body::Ignored(match (kind, version.split_once('/')) {
-            ("Service" | "EndpointSlice" | "Node" | "Pod", Some((group, _))) => {
+            ("Service" | "EndpointSlice" | "Node" | "Pod" | "Namespace", Some((group, _))) => {
                 format!("{kind}.{group}")
             }
             _ => kind.to_owned(),

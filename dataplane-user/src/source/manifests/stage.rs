@@ -16,8 +16,8 @@ use super::{
     parse::{self, Format},
 };
 use crate::{
-    model::{Node, Problem, Service, ServiceName, Snapshot},
-    source::objects::{self, NodeFacts, Outcome, Slice},
+    model::{Node, Problem, Service, ServiceName, Snapshot, Workload, WorkloadName},
+    source::objects::{self, NamespaceRules, NodeFacts, Outcome, Slice},
 };
 
 /// What was read so far.
@@ -34,6 +34,8 @@ pub struct Stage<'a> {
     pods: HashMap<ServiceName, Origin>,
     /// Those of the pods on this node, with their endpoints.
     host_ports: BTreeMap<ServiceName, Arc<Service>>,
+    workloads: BTreeMap<WorkloadName, Workload>,
+    namespaces: HashMap<Arc<str>, (NamespaceRules, Origin)>,
     ignored: BTreeMap<String, usize>,
     left_alone: usize,
     problems: Vec<Problem>,
@@ -52,6 +54,8 @@ impl<'a> Stage<'a> {
             node_object: None,
             pods: HashMap::new(),
             host_ports: BTreeMap::new(),
+            workloads: BTreeMap::new(),
+            namespaces: HashMap::new(),
             ignored: BTreeMap::new(),
             left_alone: 0,
             problems: Vec::new(),
@@ -148,7 +152,7 @@ impl<'a> Stage<'a> {
                 Some((_, first)) if named => self.faults.twice(origin, object, *first),
                 Some(_) => {}
             },
-            Body::Pod(services) => {
+            Body::Pod(services, workload) => {
                 if let Some(first) = self.pods.insert(entry.name, origin)
                     && named
                 {
@@ -157,6 +161,17 @@ impl<'a> Stage<'a> {
                 let services = services.into_iter();
                 let services = services.map(|service| (service.name.clone(), Arc::new(service)));
                 self.host_ports.extend(services);
+                if let Some(workload) = workload {
+                    self.workloads.insert(workload.name.clone(), *workload);
+                }
+            }
+            Body::Namespace(found) => {
+                let name = Arc::clone(&found.name);
+                if let Some((_, first)) = self.namespaces.insert(name, (*found, origin))
+                    && named
+                {
+                    self.faults.twice(origin, object, first);
+                }
             }
             Body::Ignored(kind) => *self.ignored.entry(kind).or_default() += 1,
             // Other nodes are no concern of this one.
@@ -211,9 +226,22 @@ impl<'a> Stage<'a> {
             }
         }
         self.problems.sort();
+        let mut workloads = previous.workloads.clone();
+        let gone = |name: &&WorkloadName| !self.workloads.contains_key(*name);
+        for name in previous.workloads.keys().filter(gone) {
+            workloads.remove(name);
+        }
+        for (name, mut workload) in self.workloads {
+            if let Some((namespace, _)) = self.namespaces.get(name.namespace()) {
+                workload.rules = Arc::new(workload.rules.over(&namespace.rules));
+            }
+            if workloads.get(&name).is_none_or(|known| **known != workload) {
+                workloads.insert(name, Arc::new(workload));
+            }
+        }
         let snapshot = Snapshot {
             services,
-            workloads: previous.workloads.clone(),
+            workloads,
             node: kept(&previous.node, node, || Arc::new(node.clone())),
             problems: kept(&previous.problems, &*self.problems, || {
                 self.problems.as_slice().into()

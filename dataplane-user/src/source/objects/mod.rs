@@ -11,12 +11,14 @@ mod address;
 mod host_ports;
 mod join;
 mod node;
+mod pod;
 mod service;
 mod slice;
 
 pub use host_ports::host_ports;
 pub use join::join;
 pub use node::{NodeFacts, node};
+pub use pod::{NamespaceRules, namespace, pod};
 pub use service::service;
 pub use slice::{Slice, slice};
 

@@ -40,18 +40,28 @@ impl Comparison<'_> {
             let proxied = world(Worker::KubeProxy(mode))?;
             let mut there = proxied.see(&self.cases, Tries::FEW)?;
             for tries in [Tries::MANY, Tries::PATIENT] {
-                let doubtful: Vec<usize> = (0..self.cases.len())
-                    .filter(|number| {
-                        let (expected, _) = self.expect(mode, *number, &there[*number]);
-                        expected != here[*number]
-                    })
-                    .collect();
+                let (doubtful, cases) = self.doubtful(mode, &there, &here);
                 if doubtful.is_empty() {
                     break;
                 }
-                let cases: Vec<Case> = doubtful.iter().map(|n| self.cases[*n].clone()).collect();
                 again(&ours, &cases, tries, &doubtful, &mut here)?;
                 again(&proxied, &cases, tries, &doubtful, &mut there)?;
+            }
+            // What differs for good does so in another lab, too. What does not was this one's: one
+            // flow among thousands whose endpoint a busy machine never let answer.
+            let (doubtful, cases) = self.doubtful(mode, &there, &here);
+            if !doubtful.is_empty() {
+                drop(proxied);
+                let (ours, proxied) = (world(Worker::Dataplane)?, world(Worker::KubeProxy(mode))?);
+                for (world, seen) in [(&ours, &mut here), (&proxied, &mut there)] {
+                    for (number, now) in doubtful.iter().zip(world.see(&cases, Tries::PATIENT)?) {
+                        println!(
+                            "again: {mode}: {}: {} -> {now}",
+                            self.cases[*number], seen[*number]
+                        );
+                        seen[*number] = now;
+                    }
+                }
             }
             seen.insert(mode, there);
         }
@@ -87,6 +97,14 @@ impl Comparison<'_> {
             wrong.join("\n")
         );
         Ok(())
+    }
+
+    /// The cases that were not seen as they should be, by number.
+    fn doubtful(&self, mode: Mode, there: &[Seen], here: &[Seen]) -> (Vec<usize>, Vec<Case>) {
+        (0..self.cases.len())
+            .filter(|number| self.expect(mode, *number, &there[*number]).0 != here[*number])
+            .map(|number| (number, self.cases[number].clone()))
+            .unzip()
     }
 
     /// What should be seen here where `there` was seen with kube-proxy, and which differences make it

@@ -1,0 +1,554 @@
+//! Mesh capture: whose connections are captured now, the proxy's sockets in their network
+//! namespaces, and the tables that say so.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    fs, io,
+    net::{IpAddr, TcpListener},
+    os::fd::{AsFd, OwnedFd},
+    os::unix::fs::MetadataExt,
+    path::Path,
+    sync::Arc,
+    time::Duration,
+};
+
+use dataplane_common::capture::{EXCLUDED, Enrolled, FROM_CLIENT, Local, RuleKey};
+use tracing::{debug, error, info, warn};
+
+use super::foreign;
+use crate::{
+    config,
+    kernel::{self, CaptureOptions, Kernel, Namespace, namespaces},
+    model::{Egress, Identity, Place, Policy, Rules, Snapshot, Workload, WorkloadName},
+    plan::{Captured, Policies},
+    proxy::{self, Attachment, Proxy},
+};
+
+/// How long the connections of a released workload may go on.
+const DRAIN: Duration = Duration::from_secs(30);
+
+/// What the kernel is told of a mesh.
+pub fn options(mesh: &config::Mesh) -> CaptureOptions {
+    CaptureOptions {
+        outbound: mesh.outbound(),
+        inbound: mesh.inbound(),
+        mark: mesh.mark(),
+        foreign: mesh.proxy.uid.is_some(),
+        guard: mesh.guard,
+    }
+}
+
+/// Who is captured.
+pub struct Mesh {
+    config: config::Mesh,
+    options: CaptureOptions,
+    /// The agent's own proxy; none if it is another one.
+    proxy: Option<Proxy>,
+    policies: Policies,
+    /// Workloads by their numbers in the tables.
+    numbers: HashMap<WorkloadName, u32>,
+    last: u32,
+    /// Where the agent's proxy listens, by the namespace's cookie.
+    attached: BTreeMap<u64, Attached>,
+    /// What is wrong.
+    problems: Vec<String>,
+    own_cookie: u64,
+}
+
+/// A workload whose connections the agent's proxy takes.
+struct Attached {
+    name: WorkloadName,
+    namespace: OwnedFd,
+    egress: Egress,
+}
+
+/// A workload, and how it is captured.
+struct Member {
+    workload: Arc<Workload>,
+    policy: Policy,
+}
+
+impl Mesh {
+    /// Starts the proxy, if it is ours. Nothing is captured yet that was not before.
+    ///
+    /// # Errors
+    /// If the proxy cannot be started, or the tables not be read.
+    pub fn start(config: config::Mesh, kernel: &Kernel) -> Result<Self, super::Error> {
+        let options = options(&config);
+        let proxy = if options.foreign {
+            None
+        } else {
+            let settings = proxy::Settings {
+                mark: Some(options.mark),
+                transparent_mark: Some(options.mark | FROM_CLIENT),
+                transparent: config.proxy.keep_source.unwrap_or(true),
+                ..proxy::Settings::default()
+            };
+            Some(Proxy::start(settings).map_err(super::Error::Proxy)?)
+        };
+        let held = kernel.capture().held();
+        let enrolled = || held.namespaces.values().chain(held.cgroups.values());
+        let rules = held
+            .rules
+            .keys()
+            .filter(|key| key.kind != RuleKey::INTERFACE);
+        let policies = enrolled().map(|e| e.policy).chain(rules.map(|key| key.of));
+        let workloads = enrolled().map(|e| e.workload);
+        Ok(Self {
+            options,
+            proxy,
+            policies: Policies::after(policies.max().unwrap_or_default()),
+            numbers: HashMap::new(),
+            last: workloads.max().unwrap_or_default(),
+            attached: BTreeMap::new(),
+            problems: Vec::new(),
+            own_cookie: kernel::netns_cookie()?,
+            config,
+        })
+    }
+
+    /// How soon to look again at what nobody tells us of.
+    pub fn patience(&self) -> Duration {
+        if self.options.guard || !self.problems.is_empty() {
+            Duration::from_secs(1)
+        } else {
+            Duration::from_secs(10)
+        }
+    }
+
+    /// What is wrong.
+    pub fn problems(&self) -> &[String] {
+        &self.problems
+    }
+
+    /// Brings everything in line with a snapshot and with the network namespaces that there are.
+    ///
+    /// # Errors
+    /// The kernel's refusal; what was captured before is.
+    pub fn settle(
+        &mut self,
+        kernel: &mut Kernel,
+        snapshot: &Snapshot,
+    ) -> Result<(), kernel::Error> {
+        let mut problems = Vec::new();
+        if let Some(proxy) = &self.proxy {
+            proxy.set_snapshot(snapshot.clone());
+        }
+        let members = self.members(snapshot);
+        let found = self.namespaces();
+        let mut wanted = Captured::default();
+        let mut levels = 0;
+        let mut enrolled: Vec<(&Member, &Namespace, u32)> = Vec::new();
+        for member in &members {
+            match &member.workload.place {
+                Place::Elsewhere => {}
+                Place::Cgroup(path) => match cgroup(path) {
+                    Ok((id, level)) => {
+                        levels |= 1 << level;
+                        let entry = self.enrol(member, &mut wanted);
+                        wanted.cgroups.insert(id, entry);
+                    }
+                    Err(error) => problems.push(format!(
+                        "{}: cannot look at cgroup {}: {error}",
+                        member.workload.name,
+                        path.display()
+                    )),
+                },
+                Place::Address => {
+                    let addresses = &member.workload.addresses;
+                    let Some(namespace) = home(&found, addresses) else {
+                        debug!(workload = %member.workload.name, "no network namespace here has its address");
+                        continue;
+                    };
+                    if let Some((other, ..)) = enrolled
+                        .iter()
+                        .find(|(_, n, _)| n.cookie == namespace.cookie)
+                    {
+                        problems.push(format!(
+                            "{}: is in the network namespace of {}, and captured as that",
+                            member.workload.name, other.workload.name
+                        ));
+                        continue;
+                    }
+                    let entry = self.enrol_namespace(member, namespace, &mut wanted);
+                    enrolled.push((member, namespace, entry.flags));
+                }
+            }
+        }
+        if self.options.guard {
+            for namespace in &found {
+                wanted.namespaces.entry(namespace.cookie).or_default();
+            }
+        }
+        if !members.is_empty() {
+            known(snapshot, &members, &mut wanted);
+        }
+        self.listen(kernel, &enrolled, &mut problems);
+        let inbound: Vec<&Namespace> = enrolled
+            .iter()
+            .filter(|(_, _, flags)| flags & Enrolled::INBOUND != 0)
+            .map(|(_, namespace, _)| *namespace)
+            .collect();
+        kernel.set_captured(&wanted, levels, &inbound)?;
+        self.release(&enrolled);
+        let used: BTreeSet<u32> = wanted
+            .namespaces
+            .values()
+            .chain(wanted.cgroups.values())
+            .map(|entry| entry.policy)
+            .collect();
+        self.policies.keep(|number| used.contains(&number));
+        self.tell(problems);
+        Ok(())
+    }
+
+    fn tell(&mut self, problems: Vec<String>) {
+        for problem in &problems {
+            if !self.problems.contains(problem) {
+                error!("mesh: {problem}");
+            }
+        }
+        self.problems = problems;
+    }
+
+    /// Everybody who is to be captured, with all rules that there are for them.
+    fn members(&self, snapshot: &Snapshot) -> Vec<Member> {
+        let mut workloads: BTreeMap<&WorkloadName, Arc<Workload>> = snapshot
+            .workloads
+            .iter()
+            .map(|(name, workload)| (name, Arc::clone(workload)))
+            .collect();
+        let named: Vec<(WorkloadName, &config::MeshWorkload)> = self
+            .config
+            .workloads
+            .iter()
+            .filter_map(|given| {
+                let (namespace, name) = given.name.split_once('/')?;
+                Some((WorkloadName::new(namespace, name), given))
+            })
+            .collect();
+        for (name, given) in &named {
+            workloads
+                .entry(name)
+                .or_insert_with(|| Arc::new(described(name, given)));
+        }
+        let mut all = self.config.rules.rules();
+        all.excluded_uids.extend(self.config.proxy.uid);
+        workloads
+            .into_iter()
+            .filter_map(|(name, workload)| {
+                let own = named.iter().find(|(known, _)| known == name);
+                let own = own.map(|(_, given)| {
+                    let mut rules = given.rules.rules();
+                    // To be named is to be captured.
+                    rules.captured = rules.captured.or(Some(true));
+                    rules
+                });
+                let namespaces = self.config.namespaces.iter();
+                let mut namespace = namespaces.filter(|n| n.name == name.namespace());
+                let namespace = namespace.next().map(|n| n.rules.rules());
+                let rules = own.unwrap_or_default().over(
+                    &workload
+                        .rules
+                        .over(&namespace.unwrap_or_default().over(&all)),
+                );
+                let policy = rules.policy()?;
+                Some(Member { workload, policy })
+            })
+            .collect()
+    }
+
+    /// Every network namespace but our own.
+    fn namespaces(&self) -> Vec<Namespace> {
+        let paths = namespaces::all();
+        let look = |path: &Path, entered: io::Result<()>| {
+            let found = entered.and_then(|()| kernel::this_namespace());
+            found
+                .inspect_err(|error| debug!("cannot look into {}: {error}", path.display()))
+                .ok()
+        };
+        match namespaces::visit(&paths, look) {
+            Ok(found) => found
+                .into_iter()
+                .flatten()
+                .filter(|namespace| namespace.cookie != self.own_cookie)
+                .collect(),
+            Err(error) => {
+                warn!("cannot look into network namespaces: {error}");
+                Vec::new()
+            }
+        }
+    }
+
+    fn number(&mut self, name: &WorkloadName) -> u32 {
+        if let Some(number) = self.numbers.get(name) {
+            return *number;
+        }
+        self.last += 1;
+        self.numbers.insert(name.clone(), self.last);
+        self.last
+    }
+
+    fn enrol(&mut self, member: &Member, wanted: &mut Captured) -> Enrolled {
+        let (policy, flags) = self
+            .policies
+            .add(&member.policy, self.options.foreign, wanted);
+        Enrolled {
+            policy,
+            flags,
+            workload: self.number(&member.workload.name),
+            reserved: 0,
+        }
+    }
+
+    fn enrol_namespace(
+        &mut self,
+        member: &Member,
+        namespace: &Namespace,
+        wanted: &mut Captured,
+    ) -> Enrolled {
+        let mut entry = self.enrol(member, wanted);
+        for name in &member.policy.excluded_interfaces {
+            let Some(index) = namespace.interfaces.get(&**name) else {
+                continue;
+            };
+            entry.flags |= Enrolled::HAS_INTERFACES;
+            let key = RuleKey {
+                of: entry.workload,
+                kind: RuleKey::INTERFACE,
+                id: *index,
+            };
+            wanted.rules.insert(key, EXCLUDED);
+        }
+        wanted.namespaces.insert(namespace.cookie, entry);
+        for addr in &namespace.addresses {
+            let local = Local {
+                netns: namespace.cookie,
+                policy: entry.policy,
+                flags: entry.flags,
+                workload: entry.workload,
+                reserved: 0,
+            };
+            wanted.locals.insert((*addr).into(), local);
+        }
+        entry
+    }
+
+    /// Before a workload's connections are captured: has somebody take them.
+    fn listen(
+        &mut self,
+        kernel: &Kernel,
+        enrolled: &[(&Member, &Namespace, u32)],
+        problems: &mut Vec<String>,
+    ) {
+        for (member, namespace, flags) in enrolled {
+            if flags & Enrolled::PROXY == 0 {
+                continue;
+            }
+            let result = if self.options.foreign {
+                self.adopt(kernel, namespace)
+            } else if self.attached.contains_key(&namespace.cookie) {
+                Ok(())
+            } else {
+                self.attach(kernel, member, namespace)
+            };
+            if let Err(error) = result {
+                problems.push(format!("{}: {error}", member.workload.name));
+            }
+        }
+    }
+
+    fn attach(
+        &mut self,
+        kernel: &Kernel,
+        member: &Member,
+        namespace: &Namespace,
+    ) -> Result<(), String> {
+        let Some(proxy) = &self.proxy else {
+            return Ok(());
+        };
+        let transparent = self.config.proxy.keep_source.unwrap_or(true);
+        let options = self.options;
+        let listeners = namespaces::within(namespace.file.as_fd(), move || {
+            if transparent {
+                kernel::route_answers(options.mark | FROM_CLIENT)?;
+            }
+            kernel::open_listeners(&options)
+        })
+        .map_err(|error| {
+            let (a, b) = (options.outbound, options.inbound);
+            format!("cannot listen at ports {a} and {b} in its network namespace: {error}")
+        })?;
+        hand_over(kernel, namespace.cookie, &listeners.inbound)?;
+        let clone = || {
+            namespace
+                .file
+                .try_clone()
+                .map_err(|error| error.to_string())
+        };
+        let name = member.workload.name.clone();
+        proxy
+            .add(Attachment {
+                workload: Arc::new(Workload {
+                    capture: Some(Arc::new(member.policy.clone())),
+                    ..(*member.workload).clone()
+                }),
+                namespace: Some(clone()?),
+                outbound: listeners.outbound,
+                inbound: listeners.inbound,
+                egress: member.policy.egress,
+            })
+            .map_err(|error| error.to_string())?;
+        info!(workload = %name, "captured: the proxy listens in its network namespace");
+        let attached = Attached {
+            name,
+            namespace: clone()?,
+            egress: member.policy.egress,
+        };
+        self.attached.insert(namespace.cookie, attached);
+        Ok(())
+    }
+
+    /// Takes the listening socket of a proxy that is not ours: one that began to listen before it
+    /// was captured. Others are noticed by the kernel.
+    fn adopt(&self, kernel: &Kernel, namespace: &Namespace) -> Result<(), String> {
+        let known = kernel
+            .capture()
+            .listeners()
+            .map_err(|error| error.to_string())?;
+        let sockets = foreign::listeners(namespace, self.options.inbound, |family| {
+            !known.contains(&(namespace.cookie, family))
+        });
+        for (family, socket) in sockets {
+            kernel
+                .capture()
+                .listen(namespace.cookie, family, socket.as_fd())
+                .map_err(|error| error.to_string())?;
+        }
+        Ok(())
+    }
+
+    /// After workloads are captured no more: those that the proxy has go on for a while.
+    fn release(&mut self, enrolled: &[(&Member, &Namespace, u32)]) {
+        let kept = |cookie: u64, attached: &Attached| {
+            enrolled.iter().any(|(member, namespace, flags)| {
+                namespace.cookie == cookie
+                    && flags & Enrolled::PROXY != 0
+                    && member.workload.name == attached.name
+                    && member.policy.egress == attached.egress
+            })
+        };
+        let gone: Vec<u64> = self
+            .attached
+            .iter()
+            .filter(|(cookie, attached)| !kept(**cookie, attached))
+            .map(|(cookie, _)| *cookie)
+            .collect();
+        for cookie in gone {
+            if let Some(attached) = self.attached.remove(&cookie) {
+                self.detach(&attached, DRAIN);
+            }
+        }
+    }
+
+    fn detach(&self, attached: &Attached, deadline: Duration) {
+        if let Some(proxy) = &self.proxy {
+            proxy.remove(&attached.name, deadline);
+        }
+        info!(workload = %attached.name, "released");
+        if self.config.proxy.keep_source.unwrap_or(true) && deadline.is_zero() {
+            let mark = self.options.mark | FROM_CLIENT;
+            let routed = namespaces::within(attached.namespace.as_fd(), move || {
+                kernel::route_answers_no_more(mark)
+            });
+            if let Err(error) = routed {
+                debug!(
+                    "{}: cannot remove its rule and route: {error}",
+                    attached.name
+                );
+            }
+        }
+    }
+
+    /// When the agent ends and takes everything with it.
+    pub fn stop(self, detach: bool) {
+        if detach {
+            for attached in self.attached.values() {
+                self.detach(attached, Duration::ZERO);
+            }
+        }
+        if let Some(proxy) = self.proxy {
+            proxy.drain(Duration::ZERO);
+        }
+    }
+}
+
+/// The network namespace that has one of these addresses: of several, one that is linked with ours.
+/// (There may be other nodes' on this machine, which have the same.)
+fn home<'a>(found: &'a [Namespace], addresses: &[IpAddr]) -> Option<&'a Namespace> {
+    let mut there = found
+        .iter()
+        .filter(|namespace| addresses.iter().any(|a| namespace.addresses.contains(a)));
+    let first = there.next()?;
+    let Some(second) = there.next() else {
+        return Some(first);
+    };
+    [first, second]
+        .into_iter()
+        .chain(there)
+        .find(|namespace| kernel::is_linked(namespace).unwrap_or(false))
+}
+
+/// A workload that only the configuration knows.
+fn described(name: &WorkloadName, given: &config::MeshWorkload) -> Workload {
+    Workload {
+        name: name.clone(),
+        addresses: given.addresses.iter().copied().collect(),
+        place: match &given.cgroup {
+            Some(path) => Place::Cgroup(path.clone()),
+            None => Place::Address,
+        },
+        identity: Identity::new(name.name(), "", None),
+        rules: Arc::new(Rules::default()),
+        capture: None,
+    }
+}
+
+/// Says where a namespace's inbound connections go.
+fn hand_over(kernel: &Kernel, cookie: u64, sockets: &[TcpListener]) -> Result<(), String> {
+    for socket in sockets {
+        let v4 = socket.local_addr().is_ok_and(|addr| addr.is_ipv4());
+        kernel
+            .capture()
+            .listen(cookie, if v4 { 4 } else { 6 }, socket.as_fd())
+            .map_err(|error| error.to_string())?;
+    }
+    Ok(())
+}
+
+/// Whom connections may reach whose egress policy is deny; and whose addresses are worth a label.
+fn known(snapshot: &Snapshot, members: &[Member], wanted: &mut Captured) {
+    let workloads = snapshot.workloads.values().map(|w| &w.addresses);
+    let named = members.iter().map(|member| &member.workload.addresses);
+    for addr in workloads.chain(named).flatten() {
+        wanted.known.insert((*addr).into(), 1);
+    }
+    if members.iter().any(|m| m.policy.egress == Egress::Deny) {
+        let ports = snapshot.services.values().flat_map(|s| &s.ports);
+        for endpoint in ports.flat_map(|port| &port.endpoints) {
+            wanted.known.insert(endpoint.addr.into(), 1);
+        }
+    }
+}
+
+/// A cgroup's id and its level in the hierarchy.
+fn cgroup(path: &Path) -> Result<(u64, usize), String> {
+    let root = kernel::cgroup2_root().map_err(|error| error.to_string())?;
+    let relative = path.strip_prefix("/").unwrap_or(path);
+    let level = relative.components().count();
+    if level > 15 {
+        return Err("it is more than 15 levels deep".into());
+    }
+    let found = fs::metadata(root.join(relative)).map_err(|error| error.to_string())?;
+    Ok((found.ino(), level))
+}

@@ -1,0 +1,326 @@
+//! Mesh capture in the configuration file.
+
+use std::{net::IpAddr, path::PathBuf, str::FromStr};
+
+use dataplane_common::capture::FROM_CLIENT;
+use ipnet::IpNet;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::{Range, is_default, read};
+use crate::model::{self, Rules, is_reserved};
+
+/// Whose TCP connections go to a proxy, and by which rules.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+pub struct Mesh {
+    /// The proxy.
+    #[serde(skip_serializing_if = "is_default")]
+    pub proxy: MeshProxy,
+    /// Refuse what processes connect to before the agent has looked at their network namespace.
+    /// Default: false.
+    #[serde(skip_serializing_if = "is_default")]
+    pub guard: bool,
+    /// For all workloads.
+    #[serde(skip_serializing_if = "is_default")]
+    pub rules: MeshRules,
+    /// For the workloads of a namespace, besides what labels and annotations of the Namespace say.
+    #[serde(skip_serializing_if = "is_default")]
+    pub namespaces: Vec<MeshNamespace>,
+    /// Workloads that are no pods, and rules for pods besides their labels and annotations.
+    #[serde(skip_serializing_if = "is_default")]
+    pub workloads: Vec<MeshWorkload>,
+}
+
+/// The proxy that captured connections go to.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+pub struct MeshProxy {
+    /// Its port for outbound connections, at loopback in the workload's network namespace. Default:
+    /// 15001.
+    #[serde(skip_serializing_if = "is_default")]
+    #[schemars(range(min = 1))]
+    pub outbound: Option<u16>,
+    /// Its port for inbound connections. Default: 15006.
+    #[serde(skip_serializing_if = "is_default")]
+    #[schemars(range(min = 1))]
+    pub inbound: Option<u16>,
+    /// The user of a proxy that is not the agent's, such as 1500 (Open Service Mesh) or 1337 (Istio):
+    /// its own connections are not captured. Default: the proxy is the agent's.
+    #[serde(skip_serializing_if = "is_default")]
+    pub uid: Option<u32>,
+    /// The mark (SO_MARK) of the agent's proxy's sockets. Default: 15006.
+    #[serde(skip_serializing_if = "is_default")]
+    #[schemars(range(min = 1))]
+    pub mark: Option<u32>,
+    /// Whether the agent's proxy connects to the application from the client's address. Takes a rule
+    /// and a route in the workload's network namespace, which the agent makes. Default: true.
+    #[serde(skip_serializing_if = "is_default")]
+    pub keep_source: Option<bool>,
+}
+
+/// Rules; of two that say something of the same thing, the more specific ones win: a workload's over
+/// a namespace's over those for all.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+pub struct MeshRules {
+    /// Whether connections are captured at all. Default: where the label
+    /// `istio.io/dataplane-mode: ambient` says so.
+    #[serde(skip_serializing_if = "is_default")]
+    pub captured: Option<bool>,
+    /// Who relays captured connections. Default: auto.
+    #[serde(skip_serializing_if = "is_default")]
+    pub mode: Option<MeshMode>,
+    /// What becomes of connections to unknown destinations. Default: allow.
+    #[serde(skip_serializing_if = "is_default")]
+    pub egress: Option<MeshEgress>,
+    /// What becomes of captured connections while nobody listens at the proxy's port. Default:
+    /// refuse.
+    #[serde(skip_serializing_if = "is_default")]
+    pub without_proxy: Option<MeshWithoutProxy>,
+    /// Capture what goes to these ranges only.
+    #[serde(skip_serializing_if = "is_default")]
+    #[serde(rename = "includeOutboundIPRanges")]
+    pub include_outbound_ip_ranges: Vec<Range>,
+    /// Do not capture what goes to these ranges; of this list and the one before, the longest prefix
+    /// decides.
+    #[serde(skip_serializing_if = "is_default")]
+    #[serde(rename = "excludeOutboundIPRanges")]
+    pub exclude_outbound_ip_ranges: Vec<Range>,
+    /// Capture what goes to these ports, wherever they are.
+    #[serde(skip_serializing_if = "is_default")]
+    pub include_outbound_ports: Vec<u16>,
+    /// Do not capture what goes to these ports.
+    #[serde(skip_serializing_if = "is_default")]
+    pub exclude_outbound_ports: Vec<u16>,
+    /// Capture what comes to these ports only.
+    #[serde(skip_serializing_if = "is_default")]
+    pub include_inbound_ports: Vec<u16>,
+    /// Do not capture what comes to these ports.
+    #[serde(skip_serializing_if = "is_default")]
+    pub exclude_inbound_ports: Vec<u16>,
+    /// Do not capture what processes of these users connect to.
+    #[serde(skip_serializing_if = "is_default")]
+    #[serde(rename = "excludeUIDs")]
+    pub exclude_uids: Vec<u32>,
+    /// Do not capture what processes of these groups connect to.
+    #[serde(skip_serializing_if = "is_default")]
+    #[serde(rename = "excludeGIDs")]
+    pub exclude_gids: Vec<u32>,
+    /// Do not capture what comes in by these interfaces of the workload.
+    #[serde(skip_serializing_if = "is_default")]
+    pub exclude_interfaces: Vec<String>,
+}
+
+/// A namespace.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+pub struct MeshNamespace {
+    /// Its name.
+    pub name: String,
+    /// Its rules.
+    #[serde(skip_serializing_if = "is_default")]
+    pub rules: MeshRules,
+}
+
+/// A workload.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+pub struct MeshWorkload {
+    /// Its name: NAMESPACE/NAME.
+    pub name: String,
+    /// Its addresses: it is in the network namespace that has one of them.
+    #[serde(skip_serializing_if = "is_default")]
+    pub addresses: Vec<IpAddr>,
+    /// Its cgroup, relative to the root of the cgroup v2 hierarchy, if it is in the node's network
+    /// namespace. Only its outbound connections are captured.
+    #[serde(skip_serializing_if = "is_default")]
+    pub cgroup: Option<PathBuf>,
+    /// Its rules.
+    #[serde(skip_serializing_if = "is_default")]
+    pub rules: MeshRules,
+}
+
+/// Who relays.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum MeshMode {
+    /// The kernel where a proxy adds nothing, otherwise the proxy: the agent's adds nothing yet.
+    Auto,
+    /// The proxy.
+    Proxy,
+    /// The kernel: connections go direct, and are counted.
+    Kernel,
+}
+
+/// Unknown destinations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum MeshEgress {
+    /// They pass.
+    Allow,
+    /// They are refused (ECONNREFUSED).
+    Deny,
+}
+
+/// While nobody listens at the proxy's port.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum MeshWithoutProxy {
+    /// They are refused (ECONNREFUSED).
+    Refuse,
+    /// They go direct.
+    Pass,
+}
+
+impl MeshRules {
+    /// In the model's terms.
+    pub fn rules(&self) -> Rules {
+        let mut rules = Rules {
+            captured: self.captured,
+            mode: self.mode.map(|mode| match mode {
+                MeshMode::Auto => model::Mode::Auto,
+                MeshMode::Proxy => model::Mode::Proxy,
+                MeshMode::Kernel => model::Mode::Kernel,
+            }),
+            egress: self.egress.map(|egress| match egress {
+                MeshEgress::Allow => model::Egress::Allow,
+                MeshEgress::Deny => model::Egress::Deny,
+            }),
+            without_proxy: self.without_proxy.map(|without| match without {
+                MeshWithoutProxy::Refuse => model::WithoutProxy::Refuse,
+                MeshWithoutProxy::Pass => model::WithoutProxy::Pass,
+            }),
+            excluded_uids: self.exclude_uids.iter().copied().collect(),
+            excluded_gids: self.exclude_gids.iter().copied().collect(),
+            excluded_interfaces: self
+                .exclude_interfaces
+                .iter()
+                .map(|name| name.as_str().into())
+                .collect(),
+            ..Rules::default()
+        };
+        let ranges = |ranges: &[Range]| -> Vec<IpNet> {
+            ranges.iter().map(|range| range.0.trunc()).collect()
+        };
+        if !self.include_outbound_ip_ranges.is_empty() {
+            rules.include_ranges(ranges(&self.include_outbound_ip_ranges));
+        }
+        let excluded = ranges(&self.exclude_outbound_ip_ranges);
+        rules
+            .outbound_ranges
+            .extend(excluded.into_iter().map(|range| (range, false)));
+        let ports = |ports: &[u16], said| -> Vec<(u16, bool)> {
+            ports.iter().map(|port| (*port, said)).collect()
+        };
+        rules
+            .outbound_ports
+            .extend(ports(&self.include_outbound_ports, true));
+        rules
+            .outbound_ports
+            .extend(ports(&self.exclude_outbound_ports, false));
+        if !self.include_inbound_ports.is_empty() {
+            rules.inbound_others = Some(false);
+            rules
+                .inbound_ports
+                .extend(ports(&self.include_inbound_ports, true));
+        }
+        rules
+            .inbound_ports
+            .extend(ports(&self.exclude_inbound_ports, false));
+        rules
+    }
+
+    fn faults(&self, at: &str, faults: &mut Vec<(String, String)>) {
+        for (key, ports) in [
+            ("includeOutboundPorts", &self.include_outbound_ports),
+            ("excludeOutboundPorts", &self.exclude_outbound_ports),
+            ("includeInboundPorts", &self.include_inbound_ports),
+            ("excludeInboundPorts", &self.exclude_inbound_ports),
+        ] {
+            for port in ports {
+                let text = match port {
+                    0 => "0; expected a port from 1 to 65535".to_owned(),
+                    port if is_reserved(*port) => format!("{port} is reserved for proxies"),
+                    _ => continue,
+                };
+                faults.push((format!("{at}.{key}"), text));
+            }
+        }
+    }
+}
+
+impl Mesh {
+    /// What is well written and cannot be: key and what is wrong with it.
+    pub fn faults(&self) -> Vec<(String, String)> {
+        let mut faults = Vec::new();
+        self.rules.faults("mesh.rules", &mut faults);
+        for (index, namespace) in self.namespaces.iter().enumerate() {
+            let at = format!("mesh.namespaces[{index}]");
+            if namespace.name.is_empty() {
+                faults.push((at.clone(), "without a name".into()));
+            }
+            namespace.rules.faults(&format!("{at}.rules"), &mut faults);
+        }
+        for (index, workload) in self.workloads.iter().enumerate() {
+            let at = format!("mesh.workloads[{index}]");
+            let parts: Vec<&str> = workload.name.split('/').collect();
+            if parts.len() != 2 || parts.iter().any(|part| part.is_empty()) {
+                let name = &workload.name;
+                faults.push((
+                    format!("{at}.name"),
+                    format!("{name:?} is no NAMESPACE/NAME"),
+                ));
+            }
+            if workload.cgroup.is_some() && !workload.addresses.is_empty() {
+                faults.push((
+                    at.clone(),
+                    "both addresses and cgroup; expected one of them".into(),
+                ));
+            }
+            workload.rules.faults(&format!("{at}.rules"), &mut faults);
+        }
+        if self.mark() == 0 || self.mark() & FROM_CLIENT != 0 {
+            faults.push((
+                "mesh.proxy.mark".into(),
+                "expected a number from 1 to 2147483647".into(),
+            ));
+        }
+        if self.outbound() == self.inbound() {
+            faults.push((
+                "mesh.proxy".into(),
+                "outbound and inbound are the same port".into(),
+            ));
+        }
+        faults
+    }
+
+    /// The proxy's port for outbound connections.
+    pub fn outbound(&self) -> u16 {
+        self.proxy.outbound.unwrap_or(15001)
+    }
+
+    /// The proxy's port for inbound connections.
+    pub fn inbound(&self) -> u16 {
+        self.proxy.inbound.unwrap_or(15006)
+    }
+
+    /// The mark of the agent's proxy's sockets.
+    pub fn mark(&self) -> u32 {
+        self.proxy.mark.unwrap_or(15006)
+    }
+}
+
+impl FromStr for Mesh {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let value = read::yaml(text).map_err(|(_, text)| text)?;
+        let mesh: Self = serde_path_to_error::deserialize(value)
+            .map_err(|error| format!("{}: {}", error.path(), error.inner()))?;
+        match mesh.faults().first() {
+            Some((key, text)) => Err(format!("{key}: {text}")),
+            None => Ok(mesh),
+        }
+    }
+}

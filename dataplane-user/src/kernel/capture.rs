@@ -1,0 +1,631 @@
+//! Mesh capture: its tables, and its program in workloads' network namespaces.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    io::{self, Write as _},
+    net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener},
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+    path::{Path, PathBuf},
+};
+
+use aya::Ebpf;
+use dataplane_common::{
+    Addr, Port,
+    capture::{
+        CaptureConfig, Enrolled, ListenerKey, Local, MESH_CGROUPS, MESH_GUARD, MESH_NAMESPACES,
+        MESH_PORT, RangeKey, RuleKey, Traffic, TrafficKey,
+    },
+};
+use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL, NLM_F_REPLACE};
+use netlink_packet_route::{
+    AddressFamily, RouteNetlinkMessage,
+    nsid::{NsidAttribute, NsidMessage},
+    route::{RouteAttribute, RouteHeader, RouteMessage, RouteProtocol, RouteScope, RouteType},
+    rule::{RuleAction, RuleAttribute, RuleMessage},
+};
+use socket2::{Domain, Protocol, Socket, Type};
+use zerocopy::{FromBytes, IntoBytes};
+
+use super::{
+    error::{Doing, Error},
+    map::{Hash, Mapped, Plain},
+    pins::{Pins, spec},
+    programs::{self, INBOUND},
+    rtnetlink::Netlink,
+    sys,
+    tables::Tables,
+};
+use crate::plan::Captured;
+
+/// What all captured workloads have in common.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CaptureOptions {
+    /// The proxy's port for outbound connections, at loopback in the workload's namespace.
+    pub outbound: u16,
+    /// The proxy's port for inbound connections.
+    pub inbound: u16,
+    /// The mark of the agent's proxy's sockets.
+    pub mark: u32,
+    /// Whether the proxy is not the agent's.
+    pub foreign: bool,
+    /// Whether connections from namespaces are refused that the agent has not looked at.
+    pub guard: bool,
+}
+
+/// The routing table by which answers to a client's address come back to the proxy.
+const TABLE: u32 = 15_006;
+/// The backlog of the proxy's listeners; the kernel cuts it to `net.core.somaxconn`.
+const BACKLOG: i32 = 65_535;
+
+/// The tables of capture, and the program for namespaces; nothing of it if there is no mesh.
+#[derive(Debug)]
+pub struct Capture {
+    tables: CaptureTables,
+    /// What they hold.
+    held: Captured,
+    options: Option<CaptureOptions>,
+    program: Option<OwnedFd>,
+}
+
+/// The tables, for reading.
+#[derive(Debug)]
+pub struct CaptureTables {
+    config: Mapped<CaptureConfig>,
+    namespaces: Hash<u64, Enrolled>,
+    cgroups: Hash<u64, Enrolled>,
+    locals: Hash<Addr, Local>,
+    rules: Hash<RuleKey, u32>,
+    ranges: Hash<RangeKey, u32>,
+    known: Hash<Addr, u32>,
+    listeners: OwnedFd,
+    traffic: Hash<TrafficKey, Traffic>,
+}
+
+/// A network namespace of this machine.
+#[derive(Debug)]
+pub struct Namespace {
+    /// Keeps it.
+    pub file: OwnedFd,
+    /// Its number for programs (`SO_NETNS_COOKIE`).
+    pub cookie: u64,
+    /// Its addresses, but for loopback and link-local ones.
+    pub addresses: Vec<std::net::IpAddr>,
+    /// Its interfaces, by name.
+    pub interfaces: BTreeMap<String, u32>,
+}
+
+/// The proxy's listening sockets in one namespace.
+#[derive(Debug)]
+pub struct Listeners {
+    /// For what its workload connects to.
+    pub outbound: Vec<TcpListener>,
+    /// For what connects to it.
+    pub inbound: Vec<TcpListener>,
+}
+
+impl CaptureTables {
+    /// Opens the pinned tables for reading.
+    ///
+    /// # Errors
+    /// If they are not there, or not ours.
+    pub fn open(bpffs: &Path) -> Result<Self, Error> {
+        Self::open_pins(&Pins::new(bpffs), false)
+    }
+
+    fn open_pins(pins: &Pins, writable: bool) -> Result<Self, Error> {
+        let open = |name| -> Result<(OwnedFd, u32), Error> {
+            let (fd, info) = pins.open_map(spec(name))?.ok_or_else(|| Error::Io {
+                what: format!("{} is not there", pins.map(name).display()),
+                source: io::ErrorKind::NotFound.into(),
+            })?;
+            Ok((fd, info.max_entries))
+        };
+        Ok(Self {
+            config: Mapped::map(open("CAPTURE")?.0, 1, writable)
+                .doing(|| "cannot map table CAPTURE".to_owned())?,
+            namespaces: hash(open("NAMESPACES")?),
+            cgroups: hash(open("CGROUPS")?),
+            locals: hash(open("LOCALS")?),
+            rules: hash(open("RULES")?),
+            ranges: hash(open("RANGES")?),
+            known: hash(open("KNOWN")?),
+            listeners: open("LISTENERS")?.0,
+            traffic: hash(open("TRAFFIC")?),
+        })
+    }
+
+    /// What they hold.
+    ///
+    /// # Errors
+    /// If the kernel does not let it be read.
+    pub fn contents(&self) -> Result<Captured, Error> {
+        Ok(Captured {
+            namespaces: all("NAMESPACES", &self.namespaces)?,
+            cgroups: all("CGROUPS", &self.cgroups)?,
+            locals: all("LOCALS", &self.locals)?,
+            rules: all("RULES", &self.rules)?,
+            ranges: all("RANGES", &self.ranges)?,
+            known: all("KNOWN", &self.known)?,
+        })
+    }
+
+    /// What all captured workloads have in common.
+    pub fn config(&self) -> CaptureConfig {
+        self.config.get(0).unwrap_or_default()
+    }
+
+    /// What connections that went direct have come to.
+    ///
+    /// # Errors
+    /// If the kernel does not let it be read.
+    pub fn traffic(&self) -> Result<Vec<(TrafficKey, Traffic)>, Error> {
+        self.traffic
+            .entries()
+            .doing(|| "cannot read table TRAFFIC".to_owned())
+    }
+}
+
+fn hash<K: Plain, V: Plain>((fd, entries): (OwnedFd, u32)) -> Hash<K, V> {
+    Hash::from_fd(fd, entries)
+}
+
+/// Everything in a table, key by key: tries know no batches everywhere.
+fn all<K: Plain + Ord, V: Plain>(name: &str, table: &Hash<K, V>) -> Result<BTreeMap<K, V>, Error> {
+    let doing = || format!("cannot read table {name}");
+    let mut entries = BTreeMap::new();
+    let mut before: Option<K> = None;
+    let mut bytes = vec![0; size_of::<K>()];
+    loop {
+        let from = before.as_ref().map(IntoBytes::as_bytes);
+        let more = sys::map_next_key(table.fd().as_fd(), from, &mut bytes).doing(doing)?;
+        let Some(key) = more.then(|| K::read_from_bytes(&bytes).ok()).flatten() else {
+            return Ok(entries);
+        };
+        if let Some(value) = table.get(&key).doing(doing)? {
+            entries.insert(key, value);
+        }
+        before = Some(key);
+    }
+}
+
+impl Capture {
+    /// Opens the tables, and takes what is left of an earlier agent: what it captured goes on being
+    /// captured until [`Capture::apply`] says otherwise. Without `options`, nothing is captured from
+    /// here on.
+    pub(super) fn open(
+        pins: &Pins,
+        ebpf: &Ebpf,
+        tables: &Tables,
+        options: Option<CaptureOptions>,
+        agent_cgroup: u64,
+    ) -> Result<Self, Error> {
+        let own = CaptureTables::open_pins(pins, true)?;
+        let program = match options {
+            Some(_) => Some(programs::inbound_program(ebpf)?),
+            None => None,
+        };
+        let mut capture = Self {
+            held: own.contents()?,
+            tables: own,
+            options,
+            program,
+        };
+        if let Some(options) = options {
+            let levels = capture.tables.config().levels;
+            capture.set_config(options, agent_cgroup, levels);
+            // Whose they are, only the earlier agent knew.
+            for (key, _) in capture.tables.traffic()? {
+                let _ = capture.tables.traffic.remove(&key);
+            }
+        } else {
+            tables.set_mesh(0);
+            capture.write(&Captured::default())?;
+            for (path, _) in links(pins) {
+                detach(&path)?;
+            }
+        }
+        Ok(capture)
+    }
+
+    fn set_config(&self, options: CaptureOptions, agent_cgroup: u64, levels: u32) {
+        self.tables.config.set(
+            0,
+            CaptureConfig {
+                agent_cgroup,
+                mark: options.mark,
+                levels,
+                outbound: Port::new(options.outbound),
+                inbound: Port::new(options.inbound),
+                foreign: u32::from(options.foreign),
+            },
+        );
+    }
+
+    /// What the tables hold.
+    pub fn held(&self) -> &Captured {
+        &self.held
+    }
+
+    /// The tables, for reading.
+    pub fn tables(&self) -> &CaptureTables {
+        &self.tables
+    }
+
+    /// Brings the tables in line with `wanted`: new rules first, then the workloads that refer to
+    /// them, each in one write, then what nobody refers to any more goes. `levels`: at which levels
+    /// of the hierarchy there are cgroups.
+    pub(super) fn apply(
+        &mut self,
+        tables: &Tables,
+        wanted: &Captured,
+        levels: u32,
+    ) -> Result<(), Error> {
+        let Some(options) = self.options else {
+            return Ok(());
+        };
+        let config = self.tables.config();
+        // Levels only ever say where to look: more of them before, fewer after.
+        self.set_config(options, config.agent_cgroup, config.levels | levels);
+        self.write(wanted)?;
+        self.set_config(options, config.agent_cgroup, levels);
+        let mut mesh = 0;
+        if !wanted.namespaces.is_empty() {
+            mesh |= MESH_NAMESPACES;
+        }
+        if !wanted.cgroups.is_empty() {
+            mesh |= MESH_CGROUPS;
+        }
+        if options.guard {
+            mesh |= MESH_GUARD | MESH_NAMESPACES;
+        }
+        if mesh != 0 {
+            mesh |= u64::from(Port::new(options.outbound).be()) << MESH_PORT;
+        }
+        tables.set_mesh(mesh);
+        Ok(())
+    }
+
+    fn write(&mut self, wanted: &Captured) -> Result<(), Error> {
+        let held = &mut self.held;
+        let tables = &self.tables;
+        add("RULES", &tables.rules, &mut held.rules, &wanted.rules)?;
+        add("RANGES", &tables.ranges, &mut held.ranges, &wanted.ranges)?;
+        add("KNOWN", &tables.known, &mut held.known, &wanted.known)?;
+        add("LOCALS", &tables.locals, &mut held.locals, &wanted.locals)?;
+        let namespaces = &mut held.namespaces;
+        add(
+            "NAMESPACES",
+            &tables.namespaces,
+            namespaces,
+            &wanted.namespaces,
+        )?;
+        add(
+            "CGROUPS",
+            &tables.cgroups,
+            &mut held.cgroups,
+            &wanted.cgroups,
+        )?;
+        remove(
+            "NAMESPACES",
+            &tables.namespaces,
+            namespaces,
+            &wanted.namespaces,
+        )?;
+        remove(
+            "CGROUPS",
+            &tables.cgroups,
+            &mut held.cgroups,
+            &wanted.cgroups,
+        )?;
+        remove("LOCALS", &tables.locals, &mut held.locals, &wanted.locals)?;
+        remove("KNOWN", &tables.known, &mut held.known, &wanted.known)?;
+        remove("RULES", &tables.rules, &mut held.rules, &wanted.rules)?;
+        remove("RANGES", &tables.ranges, &mut held.ranges, &wanted.ranges)
+    }
+
+    /// Has inbound connections to a namespace go by our program: attached, or swapped in place.
+    pub(super) fn attach(&self, pins: &Pins, namespace: &Namespace) -> Result<(), Error> {
+        let Some(program) = &self.program else {
+            return Ok(());
+        };
+        let path = pin(pins, namespace.cookie);
+        let doing = || format!("cannot attach program {INBOUND} to a network namespace");
+        if let Ok(link) = sys::obj_get(&path) {
+            let there = sys::link_info(link.as_fd()).doing(doing)?;
+            if there.is_attached() {
+                return sys::link_update(link.as_fd(), program.as_fd()).doing(doing);
+            }
+            fs::remove_file(&path).doing(|| format!("cannot remove {}", path.display()))?;
+        }
+        let link = sys::link_create_netns(program.as_fd(), namespace.file.as_fd()).doing(doing)?;
+        sys::obj_pin(link.as_fd(), &path).doing(|| format!("cannot pin {}", path.display()))
+    }
+
+    /// Detaches our program from all namespaces but those of `wanted`.
+    pub(super) fn detach_others(pins: &Pins, wanted: impl Fn(u64) -> bool) -> Result<(), Error> {
+        for (path, cookie) in links(pins) {
+            if !wanted(cookie) {
+                detach(&path)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Says where inbound connections of a namespace go.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
+    pub fn listen(&self, cookie: u64, family: u32, socket: BorrowedFd<'_>) -> Result<(), Error> {
+        let key = ListenerKey {
+            netns: cookie,
+            family,
+            reserved: 0,
+        };
+        sys::map_update(
+            self.tables.listeners.as_fd(),
+            key.as_bytes(),
+            &socket.as_raw_fd().to_ne_bytes(),
+            0,
+        )
+        .doing(|| "cannot hand a listening socket to the kernel".to_owned())
+    }
+
+    /// Which namespaces have somebody who takes inbound connections of a family.
+    ///
+    /// # Errors
+    /// If the kernel does not let it be read.
+    pub fn listeners(&self) -> Result<BTreeSet<(u64, u32)>, Error> {
+        // Sockets that were closed are gone by themselves. What is in it the kernel does not tell,
+        // but what there is.
+        let mut found = BTreeSet::new();
+        let mut before: Option<ListenerKey> = None;
+        let mut bytes = [0; size_of::<ListenerKey>()];
+        loop {
+            let from = before.as_ref().map(IntoBytes::as_bytes);
+            let more = sys::map_next_key(self.tables.listeners.as_fd(), from, &mut bytes)
+                .doing(|| "cannot read table LISTENERS".to_owned())?;
+            let Some(key) = more
+                .then(|| ListenerKey::read_from_bytes(&bytes).ok())
+                .flatten()
+            else {
+                return Ok(found);
+            };
+            found.insert((key.netns, key.family));
+            before = Some(key);
+        }
+    }
+}
+
+fn add<K: Plain + Ord, V: Plain + PartialEq>(
+    name: &str,
+    table: &Hash<K, V>,
+    held: &mut BTreeMap<K, V>,
+    wanted: &BTreeMap<K, V>,
+) -> Result<(), Error> {
+    for (key, value) in wanted {
+        if held.get(key) != Some(value) {
+            table.set(key, value).doing(|| {
+                format!(
+                    "cannot add to {name}, which has room for {} entries",
+                    table.capacity()
+                )
+            })?;
+            held.insert(*key, *value);
+        }
+    }
+    Ok(())
+}
+
+fn remove<K: Plain + Ord, V: Plain>(
+    name: &str,
+    table: &Hash<K, V>,
+    held: &mut BTreeMap<K, V>,
+    wanted: &BTreeMap<K, V>,
+) -> Result<(), Error> {
+    let gone: Vec<K> = held
+        .keys()
+        .filter(|key| !wanted.contains_key(key))
+        .copied()
+        .collect();
+    for key in gone {
+        table
+            .remove(&key)
+            .doing(|| format!("cannot remove from {name}"))?;
+        held.remove(&key);
+    }
+    Ok(())
+}
+
+fn pin(pins: &Pins, cookie: u64) -> PathBuf {
+    pins.link(&format!("{INBOUND}-{cookie}"))
+}
+
+/// The pinned links of namespaces, with their cookies.
+fn links(pins: &Pins) -> Vec<(PathBuf, u64)> {
+    let Ok(entries) = fs::read_dir(pins.layout().join("links")) else {
+        return Vec::new();
+    };
+    entries
+        .filter_map(|entry| {
+            let entry = entry.ok()?;
+            let name = entry.file_name();
+            let cookie = name.to_str()?.strip_prefix(INBOUND)?.strip_prefix('-')?;
+            Some((entry.path(), cookie.parse().ok()?))
+        })
+        .collect()
+}
+
+fn detach(path: &Path) -> Result<(), Error> {
+    sys::obj_get(path)
+        .and_then(|link| sys::link_detach(link.as_fd()))
+        .doing(|| format!("cannot detach {}", path.display()))?;
+    fs::remove_file(path).doing(|| format!("cannot remove {}", path.display()))
+}
+
+/// What is known of the network namespace that this thread is in.
+///
+/// # Errors
+/// The kernel's refusal.
+pub fn this_namespace() -> io::Result<Namespace> {
+    let file = fs::File::open("/proc/thread-self/ns/net")?;
+    let mut addresses = Vec::new();
+    let mut interfaces = BTreeMap::new();
+    for interface in nix::ifaddrs::getifaddrs()? {
+        let name = interface.interface_name;
+        if !interfaces.contains_key(&name) {
+            interfaces.insert(name.clone(), nix::net::if_::if_nametoindex(name.as_str())?);
+        }
+        let Some(address) = interface.address else {
+            continue;
+        };
+        if let Some(v4) = address.as_sockaddr_in() {
+            addresses.push(std::net::IpAddr::V4(v4.ip()));
+        } else if let Some(v6) = address.as_sockaddr_in6() {
+            addresses.push(std::net::IpAddr::V6(v6.ip()));
+        }
+    }
+    addresses.retain(|addr| match addr {
+        std::net::IpAddr::V4(v4) => !v4.is_loopback() && !v4.is_link_local(),
+        std::net::IpAddr::V6(v6) => !v6.is_loopback() && !v6.is_unicast_link_local(),
+    });
+    Ok(Namespace {
+        file: file.into(),
+        cookie: sys::netns_cookie()?,
+        addresses,
+        interfaces,
+    })
+}
+
+/// Whether a network namespace is at the other end of some link of this thread's: the kernel gave it
+/// a number here then.
+///
+/// # Errors
+/// The kernel's refusal.
+pub fn is_linked(namespace: &Namespace) -> io::Result<bool> {
+    let mut message = NsidMessage::default();
+    let fd = u32::try_from(namespace.file.as_raw_fd()).unwrap_or(u32::MAX);
+    message.attributes = vec![NsidAttribute::Fd(fd)];
+    let answers = Netlink::open()?.ask(RouteNetlinkMessage::GetNsId(message))?;
+    Ok(answers.iter().any(|answer| match answer {
+        RouteNetlinkMessage::NewNsId(found) => found
+            .attributes
+            .iter()
+            .any(|attribute| matches!(attribute, NsidAttribute::Id(id) if *id >= 0)),
+        _ => false,
+    }))
+}
+
+/// Opens the proxy's listening sockets in the network namespace that this thread is in.
+///
+/// # Errors
+/// The kernel's refusal: most likely, somebody else listens there.
+pub fn open_listeners(options: &CaptureOptions) -> io::Result<Listeners> {
+    Ok(Listeners {
+        outbound: listen_at(options.outbound)?,
+        inbound: listen_at(options.inbound)?,
+    })
+}
+
+/// At loopback of both families: nobody reaches them from elsewhere, but by capture.
+fn listen_at(port: u16) -> io::Result<Vec<TcpListener>> {
+    let mut sockets = vec![listen_on((Ipv4Addr::LOCALHOST, port).into())?];
+    match listen_on((Ipv6Addr::LOCALHOST, port).into()) {
+        Ok(socket) => sockets.push(socket),
+        // IPv6 is off in this namespace.
+        Err(error)
+            if matches!(
+                error.raw_os_error(),
+                Some(libc::EADDRNOTAVAIL | libc::EAFNOSUPPORT)
+            ) => {}
+        Err(error) => return Err(error),
+    }
+    Ok(sockets)
+}
+
+fn listen_on(addr: SocketAddr) -> io::Result<TcpListener> {
+    let socket = Socket::new(Domain::for_address(addr), Type::STREAM, Some(Protocol::TCP))?;
+    socket.set_reuse_address(true)?;
+    if addr.is_ipv6() {
+        socket.set_only_v6(true)?;
+    }
+    socket.set_nonblocking(true)?;
+    socket.bind(&addr.into())?;
+    socket.listen(BACKLOG)?;
+    Ok(socket.into())
+}
+
+/// In the network namespace that this thread is in: has packets that answer the proxy, which has
+/// connected from a client's address, come back to it. They have the mark of the connection that
+/// they answer (`net.ipv4.tcp_fwmark_accept`, which is set here), and a route of their own.
+///
+/// # Errors
+/// The kernel's refusal.
+pub fn route_answers(mark: u32) -> io::Result<()> {
+    let mut netlink = Netlink::open()?;
+    for family in [AddressFamily::Inet, AddressFamily::Inet6] {
+        for (message, flags) in [
+            (
+                RouteNetlinkMessage::NewRoute(answers_route(family)),
+                NLM_F_CREATE | NLM_F_REPLACE,
+            ),
+            (
+                RouteNetlinkMessage::NewRule(answers_rule(family, mark)),
+                NLM_F_CREATE | NLM_F_EXCL,
+            ),
+        ] {
+            match netlink.request(message, flags) {
+                Ok(()) => {}
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+                // IPv6 is off in this namespace.
+                Err(_) if family == AddressFamily::Inet6 => break,
+                Err(error) => return Err(error),
+            }
+        }
+    }
+    // It is IPv6's too.
+    fs::OpenOptions::new()
+        .write(true)
+        .open("/proc/sys/net/ipv4/tcp_fwmark_accept")?
+        .write_all(b"1")
+}
+
+/// The inverse of [`route_answers`], but for the setting, which somebody else may rely on by now.
+///
+/// # Errors
+/// The kernel's refusal.
+pub fn route_answers_no_more(mark: u32) -> io::Result<()> {
+    let mut netlink = Netlink::open()?;
+    for family in [AddressFamily::Inet, AddressFamily::Inet6] {
+        let rule = RouteNetlinkMessage::DelRule(answers_rule(family, mark));
+        let route = RouteNetlinkMessage::DelRoute(answers_route(family));
+        for message in [rule, route] {
+            // What is not there is gone.
+            let _ = netlink.request(message, 0);
+        }
+    }
+    Ok(())
+}
+
+fn answers_rule(family: AddressFamily, mark: u32) -> RuleMessage {
+    let mut rule = RuleMessage::default();
+    rule.header.family = family;
+    rule.header.action = RuleAction::ToTable;
+    rule.attributes = vec![RuleAttribute::FwMark(mark), RuleAttribute::Table(TABLE)];
+    rule
+}
+
+fn answers_route(family: AddressFamily) -> RouteMessage {
+    let mut route = RouteMessage::default();
+    route.header = RouteHeader {
+        address_family: family,
+        table: RouteHeader::RT_TABLE_UNSPEC,
+        protocol: RouteProtocol::Static,
+        scope: RouteScope::Host,
+        kind: RouteType::Local,
+        ..RouteHeader::default()
+    };
+    // Loopback is number 1 in every namespace.
+    route.attributes = vec![RouteAttribute::Table(TABLE), RouteAttribute::Oif(1)];
+    route
+}

@@ -1,0 +1,247 @@
+//! From policies of capture to the tables that hold them.
+
+use std::collections::{BTreeMap, HashMap};
+
+use dataplane_common::{
+    Addr,
+    capture::{CAPTURED, EXCLUDED, Enrolled, Local, RangeKey, RuleKey},
+};
+use ipnet::IpNet;
+
+use crate::model::{Egress, Mode, Policy, WithoutProxy};
+
+/// What the tables of capture hold, or should.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Captured {
+    /// Workloads with a network namespace of their own, by its cookie.
+    pub namespaces: BTreeMap<u64, Enrolled>,
+    /// Workloads in the node's namespace, by their cgroup's id.
+    pub cgroups: BTreeMap<u64, Enrolled>,
+    /// Workloads' own addresses.
+    pub locals: BTreeMap<Addr, Local>,
+    /// Ports, users, interfaces.
+    pub rules: BTreeMap<RuleKey, u32>,
+    /// Destination ranges.
+    pub ranges: BTreeMap<RangeKey, u32>,
+    /// Addresses that are a workload's or an endpoint's.
+    pub known: BTreeMap<Addr, u32>,
+}
+
+/// Policies by their numbers. Those that say the same are one; a number is not used twice.
+#[derive(Debug, Default)]
+pub struct Policies {
+    numbers: HashMap<Policy, u32>,
+    last: u32,
+}
+
+impl Policies {
+    /// Numbers begin after `last`, the highest that an earlier agent used.
+    pub fn after(last: u32) -> Self {
+        Self {
+            numbers: HashMap::new(),
+            last,
+        }
+    }
+
+    /// Adds what a policy says to the tables, unless it is there; answers its number and flags.
+    ///
+    /// `proxied`: whether `auto` means the proxy.
+    pub fn add(&mut self, policy: &Policy, proxied: bool, tables: &mut Captured) -> (u32, u32) {
+        let number = if let Some(number) = self.numbers.get(policy) {
+            *number
+        } else {
+            self.last += 1;
+            self.numbers.insert(policy.clone(), self.last);
+            self.last
+        };
+        let verdict = |captured: bool| if captured { CAPTURED } else { EXCLUDED };
+        let mut rule = |kind, id, said| {
+            let of = number;
+            tables.rules.insert(RuleKey { of, kind, id }, said);
+        };
+        for (port, captured) in &policy.outbound_ports {
+            rule(RuleKey::OUTBOUND_PORT, u32::from(*port), verdict(*captured));
+        }
+        for (port, captured) in &policy.inbound_ports {
+            rule(RuleKey::INBOUND_PORT, u32::from(*port), verdict(*captured));
+        }
+        for uid in &policy.excluded_uids {
+            rule(RuleKey::USER, *uid, EXCLUDED);
+        }
+        for gid in &policy.excluded_gids {
+            rule(RuleKey::GROUP, *gid, EXCLUDED);
+        }
+        for (range, captured) in &policy.outbound_ranges {
+            let key = range_key(number, range);
+            tables.ranges.insert(key, verdict(*captured));
+        }
+        (number, flags(policy, proxied))
+    }
+
+    /// Forgets policies that are not in use any more.
+    pub fn keep(&mut self, used: impl Fn(u32) -> bool) {
+        self.numbers.retain(|_, number| used(*number));
+    }
+}
+
+/// A range of a policy, as a key.
+fn range_key(policy: u32, range: &IpNet) -> RangeKey {
+    let before = if range.addr().is_ipv4() { 96 } else { 0 };
+    RangeKey {
+        bits: 32 + before + u32::from(range.prefix_len()),
+        policy,
+        addr: range.network().into(),
+    }
+}
+
+fn flags(policy: &Policy, proxied: bool) -> u32 {
+    let proxied = match policy.mode {
+        Mode::Auto => proxied,
+        Mode::Proxy => true,
+        Mode::Kernel => false,
+    };
+    let users = !policy.excluded_uids.is_empty() || !policy.excluded_gids.is_empty();
+    [
+        (Enrolled::CAPTURED, true),
+        (Enrolled::PROXY, proxied),
+        (Enrolled::INBOUND, proxied),
+        (Enrolled::EGRESS_DENY, policy.egress == Egress::Deny),
+        (
+            Enrolled::FAIL_OPEN,
+            policy.without_proxy == WithoutProxy::Pass,
+        ),
+        (Enrolled::INBOUND_OTHERS, policy.inbound_others),
+        (Enrolled::HAS_RANGES, !policy.outbound_ranges.is_empty()),
+        (
+            Enrolled::HAS_OUTBOUND_PORTS,
+            !policy.outbound_ports.is_empty(),
+        ),
+        (
+            Enrolled::HAS_INBOUND_PORTS,
+            !policy.inbound_ports.is_empty(),
+        ),
+        (Enrolled::HAS_USERS, users),
+    ]
+    .into_iter()
+    .filter(|(_, set)| *set)
+    .fold(0, |flags, (flag, _)| flags | flag)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::IpAddr;
+
+    use dataplane_common::{Port, Reason, capture};
+
+    use super::*;
+    use crate::model::Rules;
+
+    /// The tables, looked at as the programs do.
+    impl capture::Rules for Captured {
+        fn rule(&self, key: &RuleKey) -> u32 {
+            self.rules.get(key).copied().unwrap_or_default()
+        }
+
+        fn range(&self, policy: u32, addr: Addr) -> u32 {
+            let contains = |key: &RangeKey| {
+                let bits = 128 - (key.bits - 32);
+                let number = |addr: Addr| u128::from_be_bytes(addr.octets());
+                key.policy == policy
+                    && (number(key.addr) ^ number(addr))
+                        .checked_shr(bits)
+                        .unwrap_or(0)
+                        == 0
+            };
+            let found = self.ranges.iter().filter(|(key, _)| contains(key));
+            found
+                .max_by_key(|(key, _)| key.bits)
+                .map_or(0, |(_, said)| *said)
+        }
+    }
+
+    fn said(rules: &Rules, addr: &str, port: u16, user: u32) -> Reason {
+        let mut tables = Captured::default();
+        let policy = rules.policy().expect("captured");
+        let (policy, flags) = Policies::after(7).add(&policy, true, &mut tables);
+        let enrolled = Enrolled {
+            policy,
+            flags,
+            ..Enrolled::default()
+        };
+        let addr: IpAddr = addr.parse().unwrap();
+        capture::outbound(&tables, &enrolled, addr.into(), Port::new(port), user, 0)
+    }
+
+    fn rules(edit: impl FnOnce(&mut Rules)) -> Rules {
+        let mut rules = Rules {
+            captured: Some(true),
+            ..Rules::default()
+        };
+        edit(&mut rules);
+        rules
+    }
+
+    #[test]
+    fn the_longest_prefix_decides_and_the_more_specific_layer_of_the_same() {
+        let all = rules(|r| {
+            r.outbound_ranges
+                .insert("10.0.0.0/8".parse().unwrap(), false);
+            r.outbound_ranges.insert("fd00::/8".parse().unwrap(), false);
+        });
+        let own = rules(|r| {
+            r.outbound_ranges
+                .insert("10.1.0.0/16".parse().unwrap(), true);
+            r.outbound_ranges.insert("fd00::/8".parse().unwrap(), true);
+        });
+        let both = own.over(&all);
+        assert_eq!(said(&both, "10.2.0.1", 80, 0), Reason::ExcludedRange);
+        assert_eq!(said(&both, "10.1.0.1", 80, 0), Reason::Captured);
+        assert_eq!(said(&both, "11.1.0.1", 80, 0), Reason::Captured);
+        assert_eq!(said(&both, "fd00::1", 80, 0), Reason::Captured);
+        assert_eq!(said(&all, "fd00::1", 80, 0), Reason::ExcludedRange);
+    }
+
+    #[test]
+    fn what_is_included_excludes_everything_else() {
+        let only = rules(|r| r.include_ranges(["10.1.0.0/16".parse().unwrap()]));
+        assert_eq!(said(&only, "10.1.0.1", 80, 0), Reason::Captured);
+        assert_eq!(said(&only, "10.2.0.1", 80, 0), Reason::ExcludedRange);
+        assert_eq!(said(&only, "2001:db8::1", 80, 0), Reason::ExcludedRange);
+        let ports = rules(|r| {
+            r.include_ranges([]);
+            r.outbound_ports.insert(443, true);
+        });
+        assert_eq!(said(&ports, "10.2.0.1", 443, 0), Reason::Captured);
+        assert_eq!(said(&ports, "10.2.0.1", 80, 0), Reason::ExcludedRange);
+    }
+
+    #[test]
+    fn users_loopback_and_ports_come_before_ranges() {
+        let all = rules(|r| {
+            r.excluded_uids.insert(1500);
+            r.outbound_ports.insert(22, false);
+        });
+        assert_eq!(said(&all, "192.0.2.1", 80, 1500), Reason::ExcludedUser);
+        assert_eq!(said(&all, "127.0.0.1", 80, 0), Reason::ExcludedLoopback);
+        assert_eq!(said(&all, "::1", 80, 0), Reason::ExcludedLoopback);
+        assert_eq!(said(&all, "192.0.2.1", 22, 0), Reason::ExcludedPort);
+        assert_eq!(said(&all, "192.0.2.1", 80, 0), Reason::Captured);
+    }
+
+    #[test]
+    fn equal_policies_share_a_number_and_others_do_not() {
+        let mut tables = Captured::default();
+        let mut policies = Policies::after(3);
+        let one = rules(|_| {}).policy().unwrap();
+        let other = rules(|r| {
+            r.outbound_ports.insert(22, false);
+        });
+        let other = other.policy().unwrap();
+        let (a, _) = policies.add(&one, true, &mut tables);
+        let (b, _) = policies.add(&other, true, &mut tables);
+        assert_eq!((a, b), (4, 5));
+        assert_eq!(policies.add(&one, true, &mut tables).0, 4);
+        policies.keep(|number| number != 4);
+        assert_eq!(policies.add(&one, true, &mut tables).0, 6);
+    }
+}

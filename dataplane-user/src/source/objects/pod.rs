@@ -1,0 +1,269 @@
+//! Pods and namespaces: who is captured, and what they ask for.
+//!
+//! The names are those that people already have: Istio's and Open Service Mesh's.
+
+use std::{collections::BTreeMap, net::IpAddr, sync::Arc};
+
+use ipnet::IpNet;
+use k8s_openapi::{api::core::v1 as api, apimachinery::pkg::apis::meta::v1::ObjectMeta};
+use smallvec::SmallVec;
+
+use super::{Findings, check_name, label, object_name};
+use crate::model::{
+    Egress, Identity, Mode, Node, Place, Rules, WithoutProxy, Workload, WorkloadName, is_reserved,
+};
+
+/// A label: `ambient` captures, `none` does not. Of a namespace for all its pods, or of a pod.
+const LABEL_MODE: &str = "istio.io/dataplane-mode";
+/// What ours begin with.
+const OURS: &str = "dataplane.io/";
+const ISTIO: &str = "traffic.sidecar.istio.io/";
+const OSM: &str = "openservicemesh.io/";
+
+/// What a namespace says.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NamespaceRules {
+    /// Its name.
+    pub name: Arc<str>,
+    /// What it asks for, for its pods.
+    pub rules: Rules,
+}
+
+/// Turns a Namespace into what is needed of it.
+pub fn namespace(metadata: &ObjectMeta, findings: &mut Findings) -> NamespaceRules {
+    check_name(metadata, findings);
+    NamespaceRules {
+        name: metadata.name.as_deref().unwrap_or_default().into(),
+        rules: rules(metadata, findings),
+    }
+}
+
+/// Turns a Pod into a workload; none if it is no more, or has no address of its own.
+pub fn pod(object: &api::Pod, node: &Node, findings: &mut Findings) -> Option<Workload> {
+    check_name(&object.metadata, findings);
+    let rules = rules(&object.metadata, findings);
+    let spec = object.spec.as_ref()?;
+    let status = object.status.as_ref();
+    let phase = status.and_then(|status| status.phase.as_deref());
+    if matches!(phase, Some("Succeeded" | "Failed")) || spec.host_network == Some(true) {
+        return None;
+    }
+    let name = object_name(&object.metadata);
+    Some(Workload {
+        name: WorkloadName::new(name.namespace(), name.name()),
+        addresses: addresses(status, findings),
+        place: match spec.node_name.as_deref() {
+            Some(there) if !there.is_empty() && there != &*node.name => Place::Elsewhere,
+            _ => Place::Address,
+        },
+        identity: Identity::new(
+            &owner(&object.metadata),
+            spec.service_account_name.as_deref().unwrap_or_default(),
+            object.metadata.labels.as_ref(),
+        ),
+        rules: Arc::new(rules),
+        capture: None,
+    })
+}
+
+fn addresses(status: Option<&api::PodStatus>, findings: &mut Findings) -> SmallVec<[IpAddr; 2]> {
+    let Some(status) = status else {
+        return SmallVec::new();
+    };
+    let all = status.pod_ips.iter().flatten().map(|ip| &ip.ip);
+    let mut found = SmallVec::<[IpAddr; 2]>::new();
+    for text in all.chain(&status.pod_ip).filter(|text| !text.is_empty()) {
+        match text.parse() {
+            Ok(addr) if found.contains(&addr) => {}
+            Ok(addr) => found.push(addr),
+            Err(_) => findings.fault("status.podIPs", format!("{text:?} is no address")),
+        }
+    }
+    found
+}
+
+/// The name of what made a pod: of a Deployment's, not its `ReplicaSet`'s.
+fn owner(metadata: &ObjectMeta) -> String {
+    let own = metadata.name.clone().unwrap_or_default();
+    let owners = metadata.owner_references.iter().flatten();
+    let Some(owner) = owners.into_iter().find(|o| o.controller == Some(true)) else {
+        return own;
+    };
+    let hash = label(metadata.labels.as_ref(), "pod-template-hash");
+    hash.filter(|_| owner.kind == "ReplicaSet")
+        .and_then(|hash| owner.name.strip_suffix(hash)?.strip_suffix('-'))
+        .unwrap_or(&owner.name)
+        .to_owned()
+}
+
+/// What labels and annotations ask for.
+fn rules(metadata: &ObjectMeta, findings: &mut Findings) -> Rules {
+    let mut rules = Rules::default();
+    if let Some(mode) = label(metadata.labels.as_ref(), LABEL_MODE) {
+        match mode {
+            "ambient" => rules.captured = Some(true),
+            "none" => rules.captured = Some(false),
+            other => findings.fault(
+                format!("metadata.labels[\"{LABEL_MODE}\"]"),
+                format!("{other:?}; expected ambient or none"),
+            ),
+        }
+    }
+    let mut asked = Asked {
+        annotations: metadata.annotations.as_ref(),
+        findings,
+    };
+    asked.all(&mut rules);
+    rules
+}
+
+/// Reads annotations.
+struct Asked<'a> {
+    annotations: Option<&'a BTreeMap<String, String>>,
+    findings: &'a mut Findings,
+}
+
+impl Asked<'_> {
+    fn all(&mut self, rules: &mut Rules) {
+        let names = |a: &str, b: &str| [format!("{ISTIO}{a}"), format!("{OSM}{b}")];
+        for name in names(
+            "includeOutboundIPRanges",
+            "outbound-ip-range-inclusion-list",
+        ) {
+            if let Some(items) = self.list(&name) {
+                if items == ["*"] {
+                    rules.include_ranges([]);
+                    rules
+                        .outbound_ranges
+                        .values_mut()
+                        .for_each(|said| *said = true);
+                } else {
+                    let ranges = self.parsed(&name, &items, range);
+                    rules.include_ranges(ranges);
+                }
+            }
+        }
+        for name in names(
+            "excludeOutboundIPRanges",
+            "outbound-ip-range-exclusion-list",
+        ) {
+            for range in self.parsed_list(&name, range) {
+                rules.outbound_ranges.insert(range, false);
+            }
+        }
+        for port in self.parsed_list(&format!("{ISTIO}includeOutboundPorts"), port) {
+            rules.outbound_ports.insert(port, true);
+        }
+        for name in names("excludeOutboundPorts", "outbound-port-exclusion-list") {
+            for port in self.parsed_list(&name, port) {
+                rules.outbound_ports.insert(port, false);
+            }
+        }
+        let name = format!("{ISTIO}includeInboundPorts");
+        if let Some(items) = self.list(&name) {
+            rules.inbound_others = Some(items == ["*"]);
+            if items != ["*"] {
+                for port in self.parsed(&name, &items, port) {
+                    rules.inbound_ports.insert(port, true);
+                }
+            }
+        }
+        for name in names("excludeInboundPorts", "inbound-port-exclusion-list") {
+            for port in self.parsed_list(&name, port) {
+                rules.inbound_ports.insert(port, false);
+            }
+        }
+        let interfaces = self.list(&format!("{ISTIO}excludeInterfaces"));
+        rules
+            .excluded_interfaces
+            .extend(interfaces.into_iter().flatten().map(Into::into));
+        rules.mode = self.word(
+            "mode",
+            &[
+                ("auto", Mode::Auto),
+                ("proxy", Mode::Proxy),
+                ("kernel", Mode::Kernel),
+            ],
+        );
+        rules.egress = self.word(
+            "egress",
+            &[("allow", Egress::Allow), ("deny", Egress::Deny)],
+        );
+        rules.without_proxy = self.word(
+            "without-proxy",
+            &[
+                ("refuse", WithoutProxy::Refuse),
+                ("pass", WithoutProxy::Pass),
+            ],
+        );
+    }
+
+    /// A list with commas; `None` if it is not there.
+    fn list(&self, name: &str) -> Option<Vec<String>> {
+        let text = self.annotations?.get(name)?;
+        let items = text.split(',').map(str::trim);
+        Some(
+            items
+                .filter(|item| !item.is_empty())
+                .map(Into::into)
+                .collect(),
+        )
+    }
+
+    fn parsed_list<T>(&mut self, name: &str, read: fn(&str) -> Result<T, String>) -> Vec<T> {
+        let items = self.list(name).unwrap_or_default();
+        self.parsed(name, &items, read)
+    }
+
+    fn parsed<T>(
+        &mut self,
+        name: &str,
+        items: &[String],
+        read: fn(&str) -> Result<T, String>,
+    ) -> Vec<T> {
+        let mut found = Vec::new();
+        for item in items {
+            match read(item) {
+                Ok(item) => found.push(item),
+                Err(text) => self.fault(name, text),
+            }
+        }
+        found
+    }
+
+    /// One of some words, in an annotation of ours.
+    fn word<T: Copy>(&mut self, name: &str, words: &[(&str, T)]) -> Option<T> {
+        let name = format!("{OURS}{name}");
+        let said = self.annotations?.get(&name)?;
+        let found = words.iter().find(|(word, _)| word == said);
+        if found.is_none() {
+            let words: Vec<&str> = words.iter().map(|(word, _)| *word).collect();
+            self.fault(&name, format!("{said:?}; expected {}", words.join(" or ")));
+        }
+        found.map(|(_, value)| *value)
+    }
+
+    fn fault(&mut self, name: &str, text: String) {
+        self.findings
+            .fault(format!("metadata.annotations[\"{name}\"]"), text);
+    }
+}
+
+fn range(text: &str) -> Result<IpNet, String> {
+    text.parse()
+        .or_else(|_| text.parse::<IpAddr>().map(IpNet::from))
+        .map(|range: IpNet| range.trunc())
+        .map_err(|_| format!("{text:?} is no range such as 10.0.0.0/8"))
+}
+
+fn port(text: &str) -> Result<u16, String> {
+    let port = text
+        .parse()
+        .ok()
+        .filter(|&port| port != 0)
+        .ok_or_else(|| format!("{text:?} is no port; expected a number from 1 to 65535"))?;
+    if is_reserved(port) {
+        return Err(format!("{port} is reserved for proxies"));
+    }
+    Ok(port)
+}
