@@ -62,13 +62,7 @@ impl Target {
         }
         let limit = Duration::from_millis(self.timeout_ms.max(1));
         // Where every packet takes ten times as long, who waits no longer takes the slow for the lost.
-        // But a SYN is sent again after a second, and who asked for less wants to see one.
-        let again = Duration::from_millis(950);
-        let limit = Some(if limit < again {
-            patience(limit).min(again)
-        } else {
-            patience(limit)
-        });
+        let limit = Some(patience(limit));
         // connect(2) obeys the limit for sending.
         socket.set_write_timeout(limit)?;
         socket.set_read_timeout(limit)?;
