@@ -22,6 +22,7 @@ const PROGRAMS: &[&str] = &[
     "bash",
     "conntrack",
     "curl",
+    "haproxy",
     "ip",
     "ip6tables",
     "ip6tables-legacy",
