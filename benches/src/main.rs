@@ -84,11 +84,7 @@ fn main() -> anyhow::Result<ExitCode> {
 type Bench = fn(quick: bool) -> anyhow::Result<(Vec<Row>, Vec<Target>)>;
 
 fn socket(quick: bool) -> anyhow::Result<(Vec<Row>, Vec<Target>)> {
-    let extent = if quick {
-        socket::Extent::QUICK
-    } else {
-        socket::Extent::FULL
-    };
+    let extent = if quick { socket::QUICK } else { socket::FULL };
     let of_tables = tables::run(quick)?;
     let mut rows = socket::run(&extent)?;
     print_paths(&rows, &socket::CASE_NAMES);
@@ -107,11 +103,7 @@ fn sync(quick: bool) -> anyhow::Result<(Vec<Row>, Vec<Target>)> {
 }
 
 fn packet(quick: bool) -> anyhow::Result<(Vec<Row>, Vec<Target>)> {
-    let extent = if quick {
-        packet::Extent::QUICK
-    } else {
-        packet::Extent::FULL
-    };
+    let extent = if quick { packet::QUICK } else { packet::FULL };
     let rows = packet::run(&extent)?;
     print_paths(&rows, &packet::CASE_NAMES);
     let targets = packet::targets(&rows);

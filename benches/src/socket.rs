@@ -6,6 +6,7 @@ use anyhow::ensure;
 use dataplane_peers::Mode;
 
 use crate::{
+    extent::Extent,
     rows::{Row, Target, find, thousands},
     say,
     stage::{NodePlan, Stage, Worker},
@@ -29,64 +30,45 @@ const CASES: [(&str, Transport, bool); 4] = [
 /// The cases' names, in order.
 pub const CASE_NAMES: [&str; 4] = [CASES[0].0, CASES[1].0, CASES[2].0, CASES[3].0];
 
-/// How much to measure.
-#[derive(Clone, Copy, Debug)]
-pub struct Extent {
-    /// Sizes of our tables.
-    ours: &'static [u32],
-    /// Sizes of the peers' rules.
-    theirs: &'static [u32],
-    /// At least so many rounds,
-    at_least: usize,
-    /// at most so many,
-    at_most: usize,
-    /// and, between the two, none that begins after this time.
-    budget: Duration,
-    /// Samples per measurement, as a divisor.
-    fraction: u32,
-}
+/// All of it.
+pub const FULL: Extent = Extent {
+    ours: &[1, 1_000, 10_000, MOST],
+    theirs: &[1, 1_000, 10_000],
+    at_least: 7,
+    at_most: 15,
+    budget: Duration::from_mins(5),
+    fraction: 1,
+};
+/// What fits into half a minute.
+pub const QUICK: Extent = Extent {
+    ours: &[1, MOST],
+    theirs: &[1, 1_000],
+    at_least: 3,
+    at_most: 5,
+    budget: Duration::from_secs(10),
+    fraction: 4,
+};
 
-impl Extent {
-    /// All of it.
-    pub const FULL: Self = Self {
-        ours: &[1, 1_000, 10_000, MOST],
-        theirs: &[1, 1_000, 10_000],
-        at_least: 7,
-        at_most: 15,
-        budget: Duration::from_mins(5),
-        fraction: 1,
-    };
-    /// What fits into half a minute.
-    pub const QUICK: Self = Self {
-        ours: &[1, MOST],
-        theirs: &[1, 1_000],
-        at_least: 3,
-        at_most: 5,
-        budget: Duration::from_secs(10),
-        fraction: 4,
-    };
-
-    fn nodes(&self) -> Vec<NodePlan> {
-        let mut nodes = vec![NodePlan {
-            worker: Worker::Plain,
-            services: 0,
-            direct: false,
-        }];
-        let last = self.ours.last();
-        nodes.extend(self.ours.iter().map(|services| NodePlan {
-            worker: Worker::Dataplane,
+fn nodes(extent: &Extent) -> Vec<NodePlan> {
+    let mut nodes = vec![NodePlan {
+        worker: Worker::Plain,
+        services: 0,
+        direct: false,
+    }];
+    let last = extent.ours.last();
+    nodes.extend(extent.ours.iter().map(|services| NodePlan {
+        worker: Worker::Dataplane,
+        services: *services,
+        direct: Some(services) == last,
+    }));
+    for mode in Mode::ALL {
+        nodes.extend(extent.theirs.iter().map(|services| NodePlan {
+            worker: Worker::Peer(mode),
             services: *services,
-            direct: Some(services) == last,
+            direct: false,
         }));
-        for mode in Mode::ALL {
-            nodes.extend(self.theirs.iter().map(|services| NodePlan {
-                worker: Worker::Peer(mode),
-                services: *services,
-                direct: false,
-            }));
-        }
-        nodes
     }
+    nodes
 }
 
 #[derive(Clone, Copy)]
@@ -142,13 +124,13 @@ fn job(metric: usize, transport: Transport, fraction: u32) -> Job {
 /// If the machine lacks something, or a path does not work.
 pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
     say!("building the lab: a node for each path, loading its rules or tables");
-    let mut stage = Stage::build(&extent.nodes())?;
+    let mut stage = Stage::build(&nodes(extent))?;
     let lanes = stage.lanes.len();
     let mut samples = vec![vec![]; lanes * CASES.len() * METRICS.len()];
     let index = |lane, case, metric| (metric * CASES.len() + case) * lanes + lane;
     let start = Instant::now();
     let mut rounds = 0;
-    while rounds < extent.at_least || rounds < extent.at_most && start.elapsed() < extent.budget {
+    while extent.has_another(rounds, start) {
         for (case, (name, transport, v4)) in CASES.into_iter().enumerate() {
             for (metric, Metric { name: what, .. }) in METRICS.iter().enumerate() {
                 for step in 0..lanes {
@@ -261,7 +243,7 @@ pub fn targets(rows: &[Row]) -> Vec<Target> {
     add("throughput: direct / ours".into(), NOISE, &|case| {
         over(direct(case, bulk), ours(MOST, case, bulk))
     });
-    for services in Extent::FULL.theirs {
+    for services in FULL.theirs {
         let with = thousands(*services);
         add(
             format!("connect, {with}: ours / kube-proxy's best mode"),

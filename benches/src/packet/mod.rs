@@ -8,6 +8,7 @@ use anyhow::ensure;
 use dataplane_peers::Mode;
 
 use crate::{
+    extent::Extent,
     rows::{Row, Target, find, thousands},
     say,
     socket::{MOST, MUCH, NOISE},
@@ -27,53 +28,34 @@ pub const CASE_NAMES: [&str; 4] = [CASES[0].0, CASES[1].0, CASES[2].0, FLOW];
 /// A datagram's way to a node port with local endpoints, as the first of its flow and as a later one.
 const FLOW: &str = "flow";
 
-/// How much to measure.
-#[derive(Clone, Copy, Debug)]
-pub struct Extent {
-    /// Sizes of our tables.
-    ours: &'static [u32],
-    /// Sizes of the peers' rules.
-    theirs: &'static [u32],
-    /// At least so many rounds,
-    at_least: usize,
-    /// at most so many,
-    at_most: usize,
-    /// and, between the two, none that begins after this time.
-    budget: Duration,
-    /// Samples per measurement, as a divisor.
-    fraction: u32,
-}
+/// All of it.
+pub const FULL: Extent = Extent {
+    ours: &[1, 1_000, 10_000, MOST],
+    theirs: &[1, 1_000, 10_000],
+    at_least: 7,
+    at_most: 15,
+    budget: Duration::from_mins(3),
+    fraction: 1,
+};
+/// What fits into half a minute.
+pub const QUICK: Extent = Extent {
+    ours: &[1, MOST],
+    theirs: &[1, 1_000],
+    at_least: 3,
+    at_most: 7,
+    budget: Duration::from_secs(10),
+    fraction: 4,
+};
 
-impl Extent {
-    /// All of it.
-    pub const FULL: Self = Self {
-        ours: &[1, 1_000, 10_000, MOST],
-        theirs: &[1, 1_000, 10_000],
-        at_least: 7,
-        at_most: 15,
-        budget: Duration::from_mins(3),
-        fraction: 1,
-    };
-    /// What fits into half a minute.
-    pub const QUICK: Self = Self {
-        ours: &[1, MOST],
-        theirs: &[1, 1_000],
-        at_least: 3,
-        at_most: 7,
-        budget: Duration::from_secs(10),
-        fraction: 4,
-    };
-
-    fn lanes(&self) -> Vec<Lane> {
-        let lane = |worker, services| Lane { worker, services };
-        let mut lanes = vec![lane(Worker::Plain, 0), lane(Worker::Conntrack, 0)];
-        lanes.extend(self.ours.iter().map(|of| lane(Worker::Dataplane, *of)));
-        for mode in Mode::ALL {
-            let worker = Worker::Peer(mode);
-            lanes.extend(self.theirs.iter().map(|of| lane(worker, *of)));
-        }
-        lanes
+fn lanes(extent: &Extent) -> Vec<Lane> {
+    let lane = |worker, services| Lane { worker, services };
+    let mut lanes = vec![lane(Worker::Plain, 0), lane(Worker::Conntrack, 0)];
+    lanes.extend(extent.ours.iter().map(|of| lane(Worker::Dataplane, *of)));
+    for mode in Mode::ALL {
+        let worker = Worker::Peer(mode);
+        lanes.extend(extent.theirs.iter().map(|of| lane(worker, *of)));
     }
+    lanes
 }
 
 /// Something to measure: its name and unit, of which case, by what.
@@ -125,13 +107,13 @@ fn measurements(fraction: u32) -> Vec<Measurement> {
 /// If the machine lacks something, or a path does not work.
 pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
     say!("building the lab: a node for each path, loading its rules or tables");
-    let mut stage = Stage::build(&extent.lanes())?;
+    let mut stage = Stage::build(&lanes(extent))?;
     let lanes = stage.lanes.len();
     let measurements = measurements(extent.fraction);
     let mut samples = vec![vec![vec![]; lanes]; measurements.len()];
     let start = Instant::now();
     let mut rounds = 0;
-    while rounds < extent.at_least || rounds < extent.at_most && start.elapsed() < extent.budget {
+    while extent.has_another(rounds, start) {
         for (what, samples) in measurements.iter().zip(&mut samples) {
             for step in 0..lanes {
                 // Another lane is first in each round, so that no lane always follows the same.
@@ -253,7 +235,7 @@ pub fn targets(rows: &[Row]) -> Vec<Target> {
                 1.05,
                 over(ours(MOST, case, metric), ours(1, case, metric)),
             );
-            for services in Extent::FULL.theirs {
+            for services in FULL.theirs {
                 let mine = ours(*services, case, metric).or(ours(MOST, case, metric));
                 let with = thousands(*services);
                 add(

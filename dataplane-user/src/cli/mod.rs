@@ -28,6 +28,7 @@ use std::{
 use clap::{Args, Parser, Subcommand};
 use dataplane_common::Protocol;
 use nix::time::{ClockId, clock_gettime};
+use tracing_subscriber::EnvFilter;
 
 use crate::{admin::client, kernel};
 
@@ -246,6 +247,17 @@ fn monotonic_ns() -> u64 {
     clock_gettime(ClockId::CLOCK_MONOTONIC)
         .map(|now| u64::try_from(std::time::Duration::from(now).as_nanos()).unwrap_or(u64::MAX))
         .unwrap_or_default()
+}
+
+/// What is logged, after so many `--verbose`; `RUST_LOG` is finer.
+fn log_filter(verbose: u8) -> EnvFilter {
+    let level = match verbose {
+        0 => "info",
+        // What libraries have to say is of use to few.
+        1 => "info,dataplane=debug",
+        _ => "debug,dataplane=trace",
+    };
+    EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level))
 }
 
 #[cfg(test)]

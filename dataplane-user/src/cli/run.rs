@@ -9,7 +9,6 @@ use std::{
 use clap::{Args, ValueEnum};
 use dataplane_common::{Protocol, packet::DEFAULT_FLOWS};
 use ipnet::IpNet;
-use tracing_subscriber::EnvFilter;
 
 use super::{Listen, PathArgs, SocketArgs, exit, source::SourceArgs};
 use crate::{
@@ -489,13 +488,7 @@ impl RunArgs {
     }
 
     fn start_log(&self) {
-        let level = match self.verbose {
-            0 => "info",
-            // What libraries have to say is of use to few.
-            1 => "info,dataplane=debug",
-            _ => "debug,dataplane=trace",
-        };
-        let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
+        let filter = super::log_filter(self.verbose);
         let log = tracing_subscriber::fmt()
             .with_env_filter(filter)
             .with_writer(io::stderr);

@@ -7,11 +7,11 @@ mod service;
 mod topology;
 mod workload;
 
-pub use name::ServiceName;
+pub use name::{ServiceName, WorkloadName};
 pub use service::{Endpoint, Protocol, Service, ServicePort, ServiceType, TrafficPolicy};
 pub use topology::{Hints, Reach};
 pub use workload::{
-    Egress, Identity, Mode, Place, Policy, Rules, WithoutProxy, Workload, WorkloadName, is_reserved,
+    Egress, Identity, Mode, Place, Policy, Rules, WithoutProxy, Workload, is_reserved,
 };
 
 use std::{net::IpAddr, sync::Arc};

@@ -2,7 +2,6 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    fmt,
     net::IpAddr,
     path::PathBuf,
     sync::Arc,
@@ -10,6 +9,8 @@ use std::{
 
 use ipnet::IpNet;
 use smallvec::SmallVec;
+
+use super::WorkloadName;
 
 /// Ports that a mesh's proxies have: no rule can name them.
 const RESERVED: [u16; 12] = [
@@ -19,47 +20,6 @@ const RESERVED: [u16; 12] = [
 /// Whether a port is one that a mesh's proxies have.
 pub fn is_reserved(port: u16) -> bool {
     RESERVED.contains(&port)
-}
-
-/// A workload's namespace and name, as `namespace/name`: of a pod, or as the configuration file
-/// names processes that are in none.
-#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct WorkloadName(Arc<str>);
-
-impl WorkloadName {
-    /// From its two parts. Neither contains a `/` (Kubernetes names are DNS labels).
-    pub fn new(namespace: &str, name: &str) -> Self {
-        Self(format!("{namespace}/{name}").into())
-    }
-
-    /// The namespace.
-    pub fn namespace(&self) -> &str {
-        self.0
-            .split_once('/')
-            .map_or("", |(namespace, _)| namespace)
-    }
-
-    /// The name within the namespace.
-    pub fn name(&self) -> &str {
-        self.0.split_once('/').map_or(&self.0, |(_, name)| name)
-    }
-
-    /// Both, as `namespace/name`.
-    pub fn as_str(&self) -> &str {
-        &self.0
-    }
-}
-
-impl fmt::Display for WorkloadName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(&self.0)
-    }
-}
-
-impl fmt::Debug for WorkloadName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
 }
 
 /// Somebody who makes and takes connections: a pod, or processes of a plain Linux node.

@@ -18,7 +18,7 @@ scenarios! {
     what_clients_see_is_what_kube_proxy_shows_them,
 }
 
-const SERVICES: &str = include_str!("../../data/kube-proxy-1.36/services.yaml");
+pub const SERVICES: &str = include_str!("../../data/kube-proxy-1.36/services.yaml");
 const SLICES: &str = include_str!("../../data/kube-proxy-1.36/endpointslices.json");
 const IPTABLES: &str = include_str!("../../data/kube-proxy-1.36/probe-iptables.txt");
 const NFTABLES: &str = include_str!("../../data/kube-proxy-1.36/probe-nftables.txt");
@@ -103,9 +103,10 @@ fn seen_by(client: &str, outcome: &str) -> Option<Seen> {
 }
 
 /// The recording's network, with the lab's addresses: node1's pods are in 10.244.1.0/24 here, and
-/// node2's not in the same network. The recording's objects have no status.
-fn manifests() -> Result<TempDir> {
-    let mut services = SERVICES.to_owned();
+/// node2's not in the same network. The recording's objects have no status: `services` are
+/// [`SERVICES`], perhaps with other addresses.
+pub fn manifests(services: &str) -> Result<TempDir> {
+    let mut services = services.to_owned();
     for (name, ip) in [
         ("lb-ranges", "203.0.113.10"),
         ("lb-local", "203.0.113.11"),
@@ -128,7 +129,8 @@ fn manifests() -> Result<TempDir> {
     Ok(directory)
 }
 
-fn endpoint(lab: &Lab, name: &str) -> Result<Process> {
+/// A server of both of the recording's ports.
+pub fn endpoint(lab: &Lab, name: &str) -> Result<Process> {
     let pod = lab.pod(name);
     let (tcp, udp) = (
         format!("{}:8080", pod.ipv4()),
@@ -174,7 +176,7 @@ fn what_clients_see_is_what_kube_proxy_shows_them() -> Result<()> {
         .build()?;
     let servers = ["b1", "b2", "b3"].map(|name| endpoint(&lab, name));
     let _servers = servers.into_iter().collect::<Result<Vec<_>>>()?;
-    let manifests = manifests()?;
+    let manifests = manifests(SERVICES)?;
     let _agent = lab
         .agent("node1")
         .manifests(manifests.path())

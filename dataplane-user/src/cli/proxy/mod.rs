@@ -265,13 +265,7 @@ impl ProxyArgs {
 
     /// Starts to log, and says how to change what is logged.
     fn start_log(&self) -> Logging {
-        let level = match self.verbose {
-            0 => "info",
-            // What libraries have to say is of use to few.
-            1 => "info,dataplane=debug",
-            _ => "debug,dataplane=trace",
-        };
-        let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
+        let filter = super::log_filter(self.verbose);
         let log = tracing_subscriber::fmt()
             .with_env_filter(filter)
             .with_writer(io::stderr);

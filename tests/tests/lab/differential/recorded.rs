@@ -1,12 +1,13 @@
 //! What real clients saw with the real kube-proxy (`tests/data/kube-proxy-1.36`): the same is seen
 //! with the rules that the other scenarios take for kube-proxy's.
 
-use std::{collections::BTreeSet, fmt, fs, path::Path};
+use std::{collections::BTreeSet, fmt, path::Path};
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_peers::Mode;
-use dataplane_tests::{Lab, Process};
-use tempfile::TempDir;
+use dataplane_tests::Lab;
+
+use crate::kube_proxy::{SERVICES, endpoint, manifests};
 
 use super::{
     case::{Case, Seen},
@@ -19,8 +20,6 @@ scenarios! {
     the_nftables_rules_do_what_kube_proxys_did,
 }
 
-const SERVICES: &str = include_str!("../../../data/kube-proxy-1.36/services.yaml");
-const SLICES: &str = include_str!("../../../data/kube-proxy-1.36/endpointslices.json");
 const IPTABLES: &str = include_str!("../../../data/kube-proxy-1.36/probe-iptables.txt");
 const NFTABLES: &str = include_str!("../../../data/kube-proxy-1.36/probe-nftables.txt");
 
@@ -119,42 +118,6 @@ fn shown(client: &str, outcome: &str) -> Option<Shown> {
     (!endpoints.is_empty()).then_some(Shown::Answered(endpoints))
 }
 
-/// The recording's network with the lab's addresses: node1's pods are in 10.244.1.0/24 here, node2's
-/// not in the same network, and the outside host has another address. The recording's objects have
-/// no status.
-fn manifests() -> Result<TempDir> {
-    let mut services = SERVICES.replace("192.168.77.2/32", "192.168.77.201/32");
-    for (name, ip) in [
-        ("lb-ranges", "203.0.113.10"),
-        ("lb-local", "203.0.113.11"),
-        ("lb-local-remote", "203.0.113.12"),
-    ] {
-        let metadata = format!("metadata: {{name: {name}, namespace: bench}}\n");
-        ensure!(
-            services.contains(&metadata),
-            "{name} is not in the recording"
-        );
-        let status = format!("status: {{loadBalancer: {{ingress: [{{ip: {ip}}}]}}}}\n");
-        services = services.replace(&metadata, &format!("{metadata}{status}"));
-    }
-    let slices = SLICES
-        .replace("10.244.0.102", "10.244.2.102")
-        .replace("10.244.0.", "10.244.1.");
-    let directory = tempfile::tempdir()?;
-    fs::write(directory.path().join("services.yaml"), services)?;
-    fs::write(directory.path().join("endpointslices.json"), slices)?;
-    Ok(directory)
-}
-
-fn endpoint(lab: &Lab, name: &str) -> Result<Process> {
-    let pod = lab.pod(name);
-    let (tcp, udp) = (
-        format!("{}:8080", pod.ipv4()),
-        format!("{}:8053", pod.ipv4()),
-    );
-    Ok(pod.serve(&["--tcp", &tcp, "--udp", &udp])?)
-}
-
 fn world(worker: Worker, manifests: &Path) -> Result<World> {
     let lab = Lab::builder()
         .node("node1")
@@ -183,7 +146,9 @@ fn world(worker: Worker, manifests: &Path) -> Result<World> {
 }
 
 fn compare(mode: Mode, recording: &str) -> Result<()> {
-    let manifests = manifests()?;
+    // The outside host has another address here.
+    let services = SERVICES.replace("192.168.77.2/32", "192.168.77.201/32");
+    let manifests = manifests(&services)?;
     let rows = rows(recording)?;
     let world = world(Worker::KubeProxy(mode), manifests.path())?;
     let cases: Vec<Case> = rows.iter().map(|row| row.case.clone()).collect();
