@@ -1,7 +1,8 @@
 //! The scenarios: real clients and servers in labs.
 //!
 //! A scenario is a function that builds the lab it needs and returns an error when what it saw is
-//! not what it should see. Scenarios run in parallel and do not touch each other. On a machine that
+//! not what it should see. Scenarios run in parallel and do not touch each other; those that measure
+//! run alone. On a machine that
 //! cannot run them they are skipped, and why is printed; with `DATAPLANE_REQUIRE_PRIVILEGES=1`, as
 //! in CI, that is a failure. `DATAPLANE_SCENARIOS='kernel life'` leaves out all other modules.
 
@@ -65,11 +66,19 @@ mod policies;
 mod socket_tcp;
 mod socket_udp;
 
-use std::process::ExitCode;
+use std::{
+    process::ExitCode,
+    sync::{PoisonError, RwLock},
+};
 
 use anyhow::Result;
 use dataplane_tests::{Programs, Requirement, missing, whole_machine};
 use libtest_mimic::{Arguments, Failed, Trial};
+
+/// Written by scenarios that measure, so that nothing runs beside them. An emulated processor stands
+/// still while another's code is changed, as by every program that is loaded there, and counts that
+/// as time which it worked.
+static ALONE: RwLock<()> = RwLock::new(());
 
 /// A scenario, and what it needs.
 #[derive(Clone, Copy)]
@@ -184,11 +193,19 @@ fn trial(
     arguments: &Arguments,
 ) -> Trial {
     let Scenario { name, run, .. } = scenario;
+    let measures = scenario.module() == "verifier";
     // `lab::smoke::x`: the first word is this program.
     let name = name.split_once("::").map_or(name, |(_, rest)| rest);
     match missing {
         None => Trial::test(name, move || {
-            run().map_err(|error| format!("{error:#}").into())
+            let done = if measures {
+                let _alone = ALONE.write().unwrap_or_else(PoisonError::into_inner);
+                run()
+            } else {
+                let _among_others = ALONE.read().unwrap_or_else(PoisonError::into_inner);
+                run()
+            };
+            done.map_err(|error| format!("{error:#}").into())
         }),
         Some(reason) if required => Trial::test(name, move || {
             Err(Failed::from(format!(
