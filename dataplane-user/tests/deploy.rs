@@ -301,11 +301,10 @@ fn the_charts_values_arrive() {
     assert_eq!(subject["namespace"], "mesh");
 }
 
-#[test]
-fn it_may_read_what_is_watched_and_write_nothing() {
-    let base = base();
+/// What a role allows: to read, and nothing else.
+fn allowed(role: &Value) -> Vec<String> {
     let mut may = Vec::new();
-    for rule in base["ClusterRole dataplane"]["rules"].as_array().unwrap() {
+    for rule in role["rules"].as_array().unwrap() {
         assert_eq!(rule["verbs"], json!(["get", "list", "watch"]));
         for resource in rule["resources"].as_array().unwrap() {
             may.push(format!(
@@ -315,9 +314,47 @@ fn it_may_read_what_is_watched_and_write_nothing() {
             ));
         }
     }
+    may
+}
+
+/// Namespaces are read where there is a mesh, and only there.
+#[test]
+fn a_mesh_may_read_namespaces_too() {
+    let values = json!({ "config": { "mesh": { "rules": { "captured": true } } } });
+    let chart = chart::render("kube-system", &values);
+    assert!(configured(&chart).mesh.is_some());
+    let may = allowed(&chart["ClusterRole dataplane"]);
+    assert!(may.contains(&"/namespaces".to_owned()), "{may:?}");
+
+    let directory = deploy().join("kustomize/mesh");
+    let read = |name: &str| fs::read_to_string(directory.join(name)).unwrap();
     assert_eq!(
-        may,
-        ["/services", "/nodes", "discovery.k8s.io/endpointslices"]
+        yaml(&read("kustomization.yaml"))["resources"],
+        json!(["rbac.yaml"])
+    );
+    let component = objects([&*read("rbac.yaml")]);
+    all_known(&component);
+    assert_eq!(
+        allowed(&component["ClusterRole dataplane-mesh"]),
+        ["/namespaces"]
+    );
+    let binding = &component["ClusterRoleBinding dataplane-mesh"];
+    assert_eq!(binding["roleRef"]["name"], "dataplane-mesh");
+    let of_base = &base()["ClusterRoleBinding dataplane"]["subjects"];
+    assert_eq!(binding["subjects"], *of_base);
+}
+
+#[test]
+fn it_may_read_what_is_watched_and_write_nothing() {
+    let base = base();
+    assert_eq!(
+        allowed(&base["ClusterRole dataplane"]),
+        [
+            "/services",
+            "/nodes",
+            "/pods",
+            "discovery.k8s.io/endpointslices"
+        ]
     );
     let binding = &base["ClusterRoleBinding dataplane"];
     assert_eq!(binding["roleRef"]["name"], "dataplane");

@@ -183,6 +183,7 @@ impl Input {
             }
         }
         wanted.services = view.services.clone();
+        wanted.workloads = view.workloads.clone();
         if !Arc::ptr_eq(&wanted.problems, &view.problems) {
             log(&view.problems, &wanted.problems);
             wanted.problems = Arc::clone(&view.problems);

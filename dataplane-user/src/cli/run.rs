@@ -19,6 +19,7 @@ use crate::{
     },
     config::Mesh,
     kernel::{self, AttachOptions, Hook, Order, probe},
+    source::kubernetes::Scope,
 };
 
 /// Run the agent on this node.
@@ -463,7 +464,11 @@ impl RunArgs {
         Settings {
             paths,
             limits: self.limits.limits(),
-            source: self.source.source(),
+            source: self.source.source(if self.mesh.is_some() {
+                Scope::Mesh
+            } else {
+                Scope::HostPorts
+            }),
             node: self.node.settings(),
             packet: self.packet.settings(),
             mesh: self.mesh.clone(),

@@ -68,7 +68,8 @@ pub(super) struct SourceArgs {
 }
 
 impl SourceArgs {
-    pub(super) fn source(&self) -> Source {
+    /// As it is given; of the API, no more is read than `scope`.
+    pub(super) fn source(&self, scope: kubernetes::Scope) -> Source {
         if !self.manifests.is_empty() {
             return Source::Manifests(self.manifests.clone());
         }
@@ -82,6 +83,7 @@ impl SourceArgs {
                 server: self.api_server.clone(),
                 ..kubernetes::Target::default()
             },
+            scope,
             patience: kubernetes::Patience::default(),
         })
     }
@@ -92,7 +94,7 @@ impl SourceArgs {
     pub(super) fn snapshot(&self, settings: &NodeSettings) -> anyhow::Result<Snapshot> {
         let asking = "cannot find out this node's name and addresses";
         let node = settings.node().context(asking)?;
-        let kubernetes = match self.source() {
+        let kubernetes = match self.source(kubernetes::Scope::HostPorts) {
             Source::Manifests(paths) => return Ok(manifests::load(&paths, &node)?.snapshot),
             Source::Kubernetes(kubernetes) => kubernetes,
         };
@@ -156,7 +158,7 @@ mod tests {
     fn parse(arguments: &[&str]) -> Result<Source, String> {
         let arguments = [&["dataplane"], arguments].concat();
         let command = Command::try_parse_from(arguments).map_err(|e| e.to_string())?;
-        Ok(command.source.source())
+        Ok(command.source.source(kubernetes::Scope::Services))
     }
 
     #[test]

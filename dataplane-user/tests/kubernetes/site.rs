@@ -8,7 +8,7 @@ use std::{
 
 use dataplane::{
     model::{Node, Service, ServiceName},
-    source::kubernetes::{Health, Kind, Latest, Patience, Reader, Settings, Target, View},
+    source::kubernetes::{Health, Kind, Latest, Patience, Reader, Scope, Settings, Target, View},
 };
 use dataplane_tests::api::{ApiServer, Cluster, Options, Resource, objects};
 use serde_json::Value;
@@ -51,13 +51,19 @@ pub fn patience() -> Patience {
         idle: Duration::from_secs(10),
         retry: Duration::from_millis(5),
         retry_max: Duration::from_millis(50),
+        forbidden: Duration::from_millis(100),
     }
 }
 
 impl Site {
     /// Reads a server by its kubeconfig.
     pub fn new(server: ApiServer) -> Self {
-        Self::with(server, patience(), |target, directory, server| {
+        Self::of(server, Scope::Services)
+    }
+
+    /// Likewise, and what is in this scope.
+    pub fn of(server: ApiServer, scope: Scope) -> Self {
+        Self::start(server, scope, patience(), |target, directory, server| {
             target.kubeconfig = Some(server.kubeconfig(directory.path()).unwrap());
         })
     }
@@ -68,9 +74,19 @@ impl Site {
         patience: Patience,
         target: impl FnOnce(&mut Target, &TempDir, &ApiServer),
     ) -> Self {
+        Self::start(server, Scope::Services, patience, target)
+    }
+
+    fn start(
+        server: ApiServer,
+        scope: Scope,
+        patience: Patience,
+        target: impl FnOnce(&mut Target, &TempDir, &ApiServer),
+    ) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let mut settings = Settings {
             target: Target::default(),
+            scope,
             patience,
         };
         target(&mut settings.target, &directory, &server);
@@ -147,7 +163,7 @@ impl Site {
 
     /// How often each kind was listed: services, slices, nodes.
     pub fn lists(&self) -> [u64; 3] {
-        Kind::ALL.map(|kind| self.health.of(kind).lists())
+        [Kind::Service, Kind::Slice, Kind::Node].map(|kind| self.health.of(kind).lists())
     }
 
     /// Watches that were asked for, of one resource, by version.

@@ -19,6 +19,10 @@ pub enum Resource {
     EndpointSlices,
     /// Nodes.
     Nodes,
+    /// Pods.
+    Pods,
+    /// Namespaces.
+    Namespaces,
 }
 
 impl Resource {
@@ -28,6 +32,8 @@ impl Resource {
             "/api/v1/services" => Some(Self::Services),
             "/apis/discovery.k8s.io/v1/endpointslices" => Some(Self::EndpointSlices),
             "/api/v1/nodes" => Some(Self::Nodes),
+            "/api/v1/pods" => Some(Self::Pods),
+            "/api/v1/namespaces" => Some(Self::Namespaces),
             _ => None,
         }
     }
@@ -38,6 +44,8 @@ impl Resource {
             "Service" => Some(Self::Services),
             "EndpointSlice" => Some(Self::EndpointSlices),
             "Node" => Some(Self::Nodes),
+            "Pod" => Some(Self::Pods),
+            "Namespace" => Some(Self::Namespaces),
             _ => None,
         }
     }
@@ -48,6 +56,8 @@ impl Resource {
             Self::Services => ("Service", "v1"),
             Self::EndpointSlices => ("EndpointSlice", "discovery.k8s.io/v1"),
             Self::Nodes => ("Node", "v1"),
+            Self::Pods => ("Pod", "v1"),
+            Self::Namespaces => ("Namespace", "v1"),
         }
     }
 }
@@ -58,6 +68,8 @@ pub struct Object {
     pub namespace: String,
     pub name: String,
     pub labels: BTreeMap<String, String>,
+    /// `spec.nodeName` of a pod; empty if it has none.
+    pub node: String,
     /// As JSON, without `kind` and `apiVersion`: lists leave them out.
     pub text: String,
 }
@@ -144,7 +156,7 @@ impl Cluster {
         let name = text(&metadata["name"]);
         assert!(!name.is_empty(), "an object has a name");
         let namespace = match resource {
-            Resource::Nodes => String::new(),
+            Resource::Nodes | Resource::Namespaces => String::new(),
             _ if metadata["namespace"].is_null() => {
                 metadata["namespace"] = json!("default");
                 "default".to_owned()
@@ -159,7 +171,9 @@ impl Cluster {
         if metadata["creationTimestamp"].is_null() {
             metadata["creationTimestamp"] = json!("2026-01-01T00:00:00Z");
         }
+        let node = text(&object["spec"]["nodeName"]);
         let object = Arc::new(Object {
+            node,
             namespace: namespace.clone(),
             name: name.clone(),
             labels,
@@ -191,6 +205,7 @@ impl Cluster {
             namespace: before.namespace.clone(),
             name: before.name.clone(),
             labels: before.labels.clone(),
+            node: before.node.clone(),
             text: last.to_string(),
         });
         state.history.push_back(Arc::new(Change {
@@ -294,7 +309,7 @@ impl Cluster {
             .take_while(|((of, ..), _)| *of == resource)
             .filter(|(key, _)| after.is_none() || **key != from)
             .map(|(_, object)| object)
-            .filter(|o| selector.has(&o.namespace, &o.name, &o.labels))
+            .filter(|object| selector.has(object))
             .take(if limit > 0 { limit } else { usize::MAX })
             .cloned()
             .collect();

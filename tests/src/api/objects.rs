@@ -96,6 +96,41 @@ pub fn node(name: &str, zone: &str, addresses: &[IpAddr]) -> Value {
     })
 }
 
+/// A pod on a node, which runs, with these addresses.
+pub fn pod(name: &str, node: &str, addresses: &[IpAddr]) -> Value {
+    let addresses: Vec<Value> = addresses.iter().map(|ip| json!({ "ip": ip })).collect();
+    json!({
+        "apiVersion": "v1", "kind": "Pod",
+        "metadata": {
+            "name": name, "namespace": "default",
+            "uid": "00000000-0000-4000-8000-000000000004",
+            "labels": { "app": name },
+            "managedFields": managed_fields("kubelet"),
+        },
+        "spec": {
+            "nodeName": node, "serviceAccountName": "default", "restartPolicy": "Always",
+            "containers": [{ "name": name, "image": name, "resources": {},
+                "ports": [{ "containerPort": 8080, "protocol": "TCP" }],
+                "volumeMounts": [{ "name": "token", "mountPath": "/var/run/secrets" }] }],
+            "volumes": [{ "name": "token", "emptyDir": {} }],
+        },
+        "status": {
+            "phase": "Running", "hostIP": "192.0.2.1",
+            "podIP": addresses.first().map(|ip| &ip["ip"]), "podIPs": addresses,
+            "conditions": [{ "type": "Ready", "status": "True" }],
+        },
+    })
+}
+
+/// A namespace with labels.
+pub fn namespace(name: &str, labels: &Value) -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "Namespace",
+        "metadata": { "name": name, "labels": labels },
+        "spec": { "finalizers": ["kubernetes"] }, "status": { "phase": "Active" },
+    })
+}
+
 fn family(ip: IpAddr) -> &'static str {
     if ip.is_ipv4() { "IPv4" } else { "IPv6" }
 }

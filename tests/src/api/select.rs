@@ -1,6 +1,6 @@
 //! Label and field selectors.
 
-use std::collections::BTreeMap;
+use super::cluster::Object;
 
 /// What a list or watch is restricted to.
 #[derive(Clone, Debug, Default)]
@@ -10,6 +10,8 @@ pub struct Selector {
     name: Option<String>,
     /// `metadata.namespace`.
     namespace: Option<String>,
+    /// `spec.nodeName`.
+    node: Option<String>,
 }
 
 #[derive(Clone, Debug)]
@@ -48,6 +50,7 @@ impl Selector {
             match term.split_once('=') {
                 Some(("metadata.name", name)) => selector.name = Some(name.to_owned()),
                 Some(("metadata.namespace", name)) => selector.namespace = Some(name.to_owned()),
+                Some(("spec.nodeName", name)) => selector.node = Some(name.to_owned()),
                 _ => return Err(format!("field label not supported: {term}")),
             }
         }
@@ -55,12 +58,13 @@ impl Selector {
     }
 
     /// Whether it has an object.
-    pub fn has(&self, namespace: &str, name: &str, labels: &BTreeMap<String, String>) -> bool {
-        self.name.as_ref().is_none_or(|wanted| wanted == name)
-            && self
-                .namespace
-                .as_ref()
-                .is_none_or(|wanted| wanted == namespace)
+    pub fn has(&self, object: &Object) -> bool {
+        let is =
+            |wanted: &Option<String>, value: &String| wanted.as_ref().is_none_or(|w| w == value);
+        let labels = &object.labels;
+        is(&self.name, &object.name)
+            && is(&self.namespace, &object.namespace)
+            && is(&self.node, &object.node)
             && self.labels.iter().all(|term| match term {
                 Term::Has(key) => labels.contains_key(key),
                 Term::HasNot(key) => !labels.contains_key(key),

@@ -299,7 +299,7 @@ impl Watcher {
             if change.resource != self.resource {
                 continue;
             }
-            let has = |o: &Arc<Object>| self.selector.has(&o.namespace, &o.name, &o.labels);
+            let has = |object: &Arc<Object>| self.selector.has(object);
             let before = change.before.as_ref().is_some_and(has);
             let after = !change.gone && has(&change.after);
             let word = match (before, after) {

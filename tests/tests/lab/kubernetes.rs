@@ -2,22 +2,23 @@
 
 use std::{
     fs,
-    net::SocketAddr,
+    net::{IpAddr, SocketAddr},
     thread,
     time::{Duration, Instant},
 };
 
 use anyhow::{Result, ensure};
+use dataplane_common::Reason;
 use dataplane_tests::{
-    Agent, Lab, Process,
+    Agent, AgentBuilder, Lab, Process,
     api::{ApiServer, Churn, Cluster as Objects, Options, Resource, objects},
-    report::LoadReport,
+    report::{LoadReport, Report},
 };
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::{
-    cluster::{Cluster, TCP, eventually, fails, reaches, serve},
+    cluster::{Cluster, TCP, eventually, fails, reaches, refused, serve},
     outcome::run,
 };
 
@@ -29,6 +30,9 @@ scenarios! {
     nothing_is_written_before_everything_was_listed,
     node_ports_are_answered_on_the_addresses_of_the_node_object,
     without_a_server_or_rights_the_agent_says_so,
+    host_ports_of_pods_are_served,
+    without_the_right_to_read_pods_the_rest_is_served,
+    labels_of_pods_and_namespaces_capture_and_release,
     a_restless_cluster,
 }
 
@@ -47,6 +51,14 @@ struct Site {
 impl Site {
     /// With objects, and an agent that has not been started.
     fn prepare(objects: impl FnOnce(&Lab) -> Vec<Value>) -> Result<Self> {
+        Self::prepare_with(objects, |agent| agent)
+    }
+
+    /// Likewise, with an agent that is made otherwise.
+    fn prepare_with(
+        objects: impl FnOnce(&Lab) -> Vec<Value>,
+        otherwise: impl FnOnce(AgentBuilder) -> AgentBuilder,
+    ) -> Result<Self> {
         let lab = Cluster::lab()?;
         let cluster = Objects::default();
         let node = lab.node("node2");
@@ -63,8 +75,8 @@ impl Site {
         let kubeconfig = server.kubeconfig(directory.path())?;
         let agent = lab
             .agent("node2")
-            .args(["--kubeconfig".as_ref(), kubeconfig.as_os_str()])
-            .prepare()?;
+            .args(["--kubeconfig".as_ref(), kubeconfig.as_os_str()]);
+        let agent = otherwise(agent).prepare()?;
         let servers = ["far", "near", "near2"].map(|name| serve(lab.pod(name)));
         Ok(Self {
             agent,
@@ -338,6 +350,168 @@ fn without_a_server_or_rights_the_agent_says_so() -> Result<()> {
     site.server.accept_tokens(&["secret"]);
     site.agent.wait_until_ready()?;
     site.reaches(&["far", "near"])
+}
+
+/// Where the host port of the pod `near` is.
+const EXPOSED: u16 = 8480;
+
+/// The pod of this name, with a host port.
+fn exposed(lab: &Lab, name: &str) -> Value {
+    let pod = lab.pod(name);
+    let mut object = objects::pod(name, pod.node().unwrap_or_default(), &pod.addresses());
+    object["spec"]["containers"][0]["ports"] =
+        json!([{ "containerPort": TCP, "hostPort": EXPOSED }]);
+    object
+}
+
+/// A pod is scheduled, gets an address, is replaced by another, and ends: its host port is where it
+/// is.
+fn host_ports_of_pods_are_served() -> Result<()> {
+    let mut site = Site::start(web)?;
+    let (lab, cluster) = (&site.lab, site.server.cluster());
+    let outside = lab.external("ext");
+    let to = SocketAddr::from((lab.node("node2").ipv4(), EXPOSED)).to_string();
+    let served_by = |name: &str| {
+        eventually(|| {
+            let report = reaches(outside, &to, "connect --count 3", &[name])?;
+            let sources: Vec<_> = report.endpoints[name].sources.keys().collect();
+            ensure!(
+                sources == [&IpAddr::from(outside.ipv4())],
+                "{name} saw {sources:?}"
+            );
+            Ok(())
+        })
+    };
+    // Somebody else's.
+    cluster.apply(exposed(lab, "far"));
+    let mut pod = exposed(lab, "near");
+    pod["status"] = json!({ "phase": "Pending" });
+    cluster.apply(pod);
+    refused(outside, &to, "connect")?;
+    cluster.apply(exposed(lab, "near"));
+    served_by("near")?;
+    run(&site.agent, "services")?
+        .exits(0)?
+        .says(&["default/hostport:near"])?;
+    // The agent and the server are away, and it goes on.
+    site.agent.kill();
+    served_by("near")?;
+    site.server.go_away();
+    site.agent.launch()?;
+    eventually(|| {
+        let findings = site.findings()?;
+        ensure!(findings.contains("an earlier agent"), "{findings}");
+        Ok(())
+    })?;
+    let (lab, cluster) = (&site.lab, site.server.cluster());
+    let outside = lab.external("ext");
+    reaches(outside, &to, "connect", &["near"])?;
+    let mut over = exposed(lab, "near");
+    over["status"]["phase"] = json!("Failed");
+    cluster.apply_all([over, exposed(lab, "near2")]);
+    site.server.come_back()?;
+    eventually(|| reaches(outside, &to, "connect --count 3", &["near2"]).map(drop))?;
+    site.agent.wait_until_ready()?;
+    let (lab, cluster) = (&site.lab, site.server.cluster());
+    let outside = lab.external("ext");
+    cluster.delete(Resource::Pods, "default", "near2");
+    eventually(|| refused(outside, &to, "connect"))?;
+    site.reaches(&["far", "near"])
+}
+
+/// Without the permission of pods, `status` says what is not served, and services are.
+fn without_the_right_to_read_pods_the_rest_is_served() -> Result<()> {
+    let mut site = Site::prepare(web)?;
+    site.server.cluster().apply(exposed(&site.lab, "near"));
+    site.server.faults().withhold(Some((Resource::Pods, 403)));
+    site.agent.start()?;
+    site.reaches(&["far", "near"])?;
+    run(&site.agent, "status")?.exits(0)?.says(&[
+        "pods cannot be read",
+        "hostPort",
+        "403",
+        "RBAC",
+    ])?;
+    site.endpoints(&["near2"]);
+    eventually(|| site.reaches(&["near2"]))?;
+    site.server.faults().withhold(None);
+    // Sooner than the agent asks again by itself.
+    site.agent.kill();
+    site.agent.start()?;
+    let outside = site.lab.external("ext");
+    let to = SocketAddr::from((site.lab.node("node2").ipv4(), EXPOSED)).to_string();
+    reaches(outside, &to, "connect", &["near"])?;
+    let findings = site.findings()?;
+    ensure!(findings.is_empty(), "{findings}");
+    Ok(())
+}
+
+/// A pod is captured because of its label, then because of its namespace's, then no more; a
+/// connection lives through it all.
+fn labels_of_pods_and_namespaces_capture_and_release() -> Result<()> {
+    let mesh = json!({ "rules": { "mode": "proxy" } }).to_string();
+    let mut site = Site::prepare_with(web, |agent| {
+        agent.in_the_nodes_cgroup().args(["--mesh", &mesh])
+    })?;
+    let (client, cluster) = (site.lab.pod("sleep").clone(), site.server.cluster().clone());
+    let pod = |label: Value| {
+        let mut object = objects::pod("sleep", "node2", &client.addresses());
+        object["metadata"]["labels"] = label;
+        cluster.apply(object)
+    };
+    let ambient = json!({ "istio.io/dataplane-mode": "ambient" });
+    pod(json!({}));
+    site.agent.start()?;
+    let site = site;
+    let captured = |wanted: bool| {
+        let count = || -> Result<u64> {
+            let status = site.status()?;
+            Ok(status["verdicts"][Reason::Captured.word()]
+                .as_u64()
+                .unwrap_or_default())
+        };
+        eventually(|| {
+            let before = count()?;
+            reaches(&client, "10.244.2.10:7", "connect --count 3", &["near"])?;
+            let counted = count()? - before;
+            ensure!(
+                counted == if wanted { 3 } else { 0 },
+                "captured {counted} of 3, wanted: {wanted}"
+            );
+            Ok(())
+        })
+    };
+    let connection = || -> Result<Process> {
+        let probe = client.probe("hold").args(["--to", "10.244.2.10:7"]);
+        let mut process = probe.stdin_piped().stdout_piped().spawn()?;
+        process.wait_for_line()?;
+        Ok(process)
+    };
+    captured(false)?;
+    let mut connections = vec![connection()?];
+    pod(ambient.clone());
+    captured(true)?;
+    connections.push(connection()?);
+    pod(json!({}));
+    captured(false)?;
+    cluster.apply(objects::namespace("default", &ambient));
+    captured(true)?;
+    // The pod's own word counts for more.
+    pod(json!({ "istio.io/dataplane-mode": "none" }));
+    captured(false)?;
+    pod(json!({}));
+    captured(true)?;
+    cluster.delete(Resource::Namespaces, "", "default");
+    captured(false)?;
+    for mut connection in connections {
+        connection.close_stdin();
+        let report: Report = connection.wait_json()?;
+        ensure!(
+            report.errors.is_empty() && report.answered > 100,
+            "a connection that was there before: {report:?}"
+        );
+    }
+    Ok(())
 }
 
 /// Many services and many changes, watches that break every other second: at the end the tables are

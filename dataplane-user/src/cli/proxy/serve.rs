@@ -31,7 +31,7 @@ use crate::{
         handover::{self, Named},
     },
     source::{
-        kubernetes::{Latest, Reader},
+        kubernetes::{Latest, Reader, Scope},
         manifests::{self, Watcher},
     },
 };
@@ -50,7 +50,8 @@ pub fn run(arguments: &ProxyArgs, logging: Logging) -> anyhow::Result<ExitCode> 
     let runtime = Builder::new_current_thread().enable_all().build()?;
     let _inside = runtime.enter();
     let node = arguments.node.settings();
-    let mut services = Services::open(arguments.source.source(), node)?;
+    let source = arguments.source.source(Scope::Services);
+    let mut services = Services::open(source, node)?;
     let mut signals = Signals::new()?;
     // Before there are sockets: nobody shall be answered before it is known where they go.
     let first = runtime.block_on(async {

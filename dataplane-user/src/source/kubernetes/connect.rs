@@ -12,7 +12,7 @@ use kube::{
     },
 };
 
-use super::{Patience, failure};
+use super::{Patience, Scope, failure};
 
 /// Where a pod finds what it needs to talk to the API server.
 const SERVICE_ACCOUNT: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
@@ -22,6 +22,8 @@ const SERVICE_ACCOUNT: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
 pub struct Settings {
     /// Where the API server is.
     pub target: Target,
+    /// What to read it for.
+    pub scope: Scope,
     /// How long to wait for what.
     pub patience: Patience,
 }

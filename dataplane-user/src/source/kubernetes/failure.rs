@@ -40,10 +40,7 @@ pub enum Failure {
 fn hint(code: u16) -> &'static str {
     match code {
         401 => " (it does not accept our token or certificate)",
-        403 => {
-            " (its RBAC rules must allow get, list and watch on services, nodes and \
-                endpointslices.discovery.k8s.io)"
-        }
+        403 => " (its RBAC rules must allow us get, list and watch on that: deploy/ has them)",
         _ => "",
     }
 }
@@ -61,6 +58,11 @@ impl Failure {
             },
             _ => false,
         }
+    }
+
+    /// Whether we may not read this.
+    pub(super) fn is_forbidden(&self) -> bool {
+        matches!(self, Self::Refused { code: 403, .. })
     }
 
     /// Whether another connection, with what the files say now, may help.

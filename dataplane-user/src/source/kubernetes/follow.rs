@@ -37,6 +37,9 @@ pub enum Message {
     Gone(Kind, Object, Instant),
     /// The list is at its end.
     End(Kind),
+    /// The API server does not let it be read, as it says, and the rest goes on without; or, with
+    /// nothing, lets it be read again.
+    Refused(Kind, Option<String>),
 }
 
 /// Follows one kind.
@@ -106,6 +109,7 @@ impl Follower {
         let mut backoff = Backoff::new(self.patience);
         let mut connection = None;
         let mut version = None;
+        let mut forbidden: Option<Instant> = None;
         loop {
             let node = if self.kind == Kind::Slice {
                 let Ok(node) = eyes.wait_for(Option::is_some).await else {
@@ -123,6 +127,18 @@ impl Follower {
             let result = step.take(&mut connection, &mut version, &mut eyes, &mut backoff);
             let ended = result.await;
             step.health.unwatch();
+            forbidden = match &ended {
+                Ended::Failed(failure) if failure.is_forbidden() => {
+                    let since = forbidden.unwrap_or_else(Instant::now);
+                    if since.elapsed() >= self.patience.forbidden
+                        && step.refused(failure).await.is_err()
+                    {
+                        return;
+                    }
+                    Some(since)
+                }
+                _ => None,
+            };
             match ended {
                 Ended::Unwanted => return,
                 Ended::Otherwise => {
@@ -194,6 +210,12 @@ impl Step<'_> {
             Err(failure) => return failure.into(),
         };
         self.health.watch();
+        if self.health.refuse(false) {
+            let allowed = Message::Refused(self.follower.kind, None);
+            if let Err(ended) = self.send(allowed).await {
+                return ended;
+            }
+        }
         let began = Instant::now();
         let mut told = false;
         let ended = tokio::select! {
@@ -313,6 +335,16 @@ impl Step<'_> {
     async fn send(&self, message: Message) -> Result<(), Ended> {
         let sent = self.follower.messages.send(message).await;
         sent.map_err(|_| Ended::Unwanted)
+    }
+
+    /// What can be done without is done without.
+    async fn refused(&self, failure: &Failure) -> Result<(), Ended> {
+        let kind = self.follower.kind;
+        if kind.without().is_none() || self.health.refuse(true) {
+            return Ok(());
+        }
+        self.send(Message::Refused(kind, Some(failure.to_string())))
+            .await
     }
 
     /// Tells that something did not work, and has the next attempt make its own connection if that

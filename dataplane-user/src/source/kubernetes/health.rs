@@ -8,7 +8,7 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-use super::Kind;
+use super::{Kind, Scope};
 
 /// How reading the API goes: written by those who read, read by whoever asks.
 #[derive(Debug, Default)]
@@ -19,6 +19,10 @@ pub struct Health {
 /// How reading one kind goes. Times are seconds since the epoch.
 #[derive(Debug, Default)]
 pub struct KindHealth {
+    /// Whether it is read at all.
+    wanted: AtomicBool,
+    /// Whether the API server does not let it be read, and the rest is served without it.
+    refused: AtomicBool,
     /// When the server last said something about it, if only that there is nothing new.
     heard: AtomicU64,
     /// Whether it was ever listed to its end.
@@ -39,6 +43,20 @@ impl Health {
         &self.kinds[kind as usize]
     }
 
+    /// What is in this scope is read from now on.
+    pub(super) fn want(&self, scope: Scope) {
+        for kind in Kind::ALL.into_iter().filter(|kind| kind.scope() <= scope) {
+            self.of(kind).wanted.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Those that are read, but for those that we may not read.
+    fn read(&self) -> impl Iterator<Item = &KindHealth> {
+        self.kinds
+            .iter()
+            .filter(|kind| kind.wanted.load(Ordering::Relaxed) && !kind.is_refused())
+    }
+
     /// When everything that we know was last known to be so: the server sends word of each kind
     /// at least every minute or so. 0: not everything was listed yet.
     pub fn heard(&self) -> u64 {
@@ -49,19 +67,18 @@ impl Health {
                 0
             }
         };
-        self.kinds.iter().map(listed).min().unwrap_or_default()
+        self.read().map(listed).min().unwrap_or_default()
     }
 
     /// Whether every kind is being watched.
     pub fn is_watching(&self) -> bool {
-        self.kinds
-            .iter()
-            .all(|kind| kind.watching.load(Ordering::Relaxed))
+        let mut kinds = self.read().peekable();
+        kinds.peek().is_some() && kinds.all(|kind| kind.watching.load(Ordering::Relaxed))
     }
 
     /// Since when something does not work, in seconds since the epoch, and what: the oldest.
     pub fn failure(&self) -> Option<(u64, String)> {
-        self.kinds.iter().filter_map(KindHealth::failure).min()
+        self.read().filter_map(KindHealth::failure).min()
     }
 }
 
@@ -84,6 +101,11 @@ impl KindHealth {
     /// Lists and watches that did not work.
     pub fn failures(&self) -> u64 {
         self.failures.load(Ordering::Relaxed)
+    }
+
+    /// Whether the API server does not let it be read, and the rest is served without it.
+    pub fn is_refused(&self) -> bool {
+        self.refused.load(Ordering::Relaxed)
     }
 
     fn failure(&self) -> Option<(u64, String)> {
@@ -111,6 +133,11 @@ impl KindHealth {
         self.watches.fetch_add(1, Ordering::Relaxed);
         self.watching.store(true, Ordering::Relaxed);
         *self.failure.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
+    /// The rest is served without it, or not any more; what it was before.
+    pub(super) fn refuse(&self, refused: bool) -> bool {
+        self.refused.swap(refused, Ordering::Relaxed)
     }
 
     /// A watch has ended.

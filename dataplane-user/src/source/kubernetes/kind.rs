@@ -1,10 +1,10 @@
 //! The kinds that are read, and one object of each in the model's terms.
 
-use std::fmt;
+use std::{collections::BTreeMap, fmt};
 
 use k8s_openapi::{
     api::{core::v1 as core, discovery::v1 as discovery},
-    apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time},
+    apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference, Time},
 };
 use kube::core::params::{ListParams, WatchParams};
 use serde::{
@@ -13,8 +13,8 @@ use serde::{
 };
 
 use crate::{
-    model::{Node, Service, ServiceName},
-    source::objects::{self, Findings, NodeFacts, Outcome, Slice},
+    model::{Node, Service, ServiceName, Workload},
+    source::objects::{self, Findings, NamespaceRules, NodeFacts, Outcome, Slice},
 };
 
 /// What kube-proxy asks for, too: neither what belongs to another proxy nor what is headless.
@@ -31,11 +31,54 @@ pub enum Kind {
     Slice,
     /// This node's own object.
     Node,
+    /// The Pods on this node.
+    Pod,
+    /// Namespaces.
+    Namespace,
+}
+
+/// What the API is read for: each with what is before it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Scope {
+    /// Services, their endpoints, and this node.
+    #[default]
+    Services,
+    /// The host ports of this node's pods.
+    HostPorts,
+    /// Which of this node's pods are captured, and by which rules.
+    Mesh,
 }
 
 impl Kind {
     /// All of them.
-    pub const ALL: [Self; 3] = [Self::Service, Self::Slice, Self::Node];
+    pub const ALL: [Self; 5] = [
+        Self::Service,
+        Self::Slice,
+        Self::Node,
+        Self::Pod,
+        Self::Namespace,
+    ];
+
+    /// What it is read for.
+    pub const fn scope(self) -> Scope {
+        match self {
+            Self::Service | Self::Slice | Self::Node => Scope::Services,
+            Self::Pod => Scope::HostPorts,
+            Self::Namespace => Scope::Mesh,
+        }
+    }
+
+    /// What becomes of the rest of the node if the API server does not let it be read: it is
+    /// served. `None`: nothing is, of what is new.
+    pub(super) const fn without(self) -> Option<&'static str> {
+        match self {
+            Self::Service | Self::Slice | Self::Node => None,
+            Self::Pod => Some(
+                "host ports of pods (hostPort) are not served, and no pod is captured by its labels",
+            ),
+            Self::Namespace => Some("no pod is captured by the labels of its namespace"),
+        }
+    }
 
     /// As the API's paths, RBAC rules and metrics have it.
     pub const fn resource(self) -> &'static str {
@@ -43,6 +86,8 @@ impl Kind {
             Self::Service => "services",
             Self::Slice => "endpointslices",
             Self::Node => "nodes",
+            Self::Pod => "pods",
+            Self::Namespace => "namespaces",
         }
     }
 
@@ -52,6 +97,8 @@ impl Kind {
             Self::Service => "Service",
             Self::Slice => "EndpointSlice",
             Self::Node => "Node",
+            Self::Pod => "Pod",
+            Self::Namespace => "Namespace",
         }
     }
 
@@ -61,7 +108,14 @@ impl Kind {
             Self::Service => "/api/v1/services",
             Self::Slice => "/apis/discovery.k8s.io/v1/endpointslices",
             Self::Node => "/api/v1/nodes",
+            Self::Pod => "/api/v1/pods",
+            Self::Namespace => "/api/v1/namespaces",
         }
+    }
+
+    /// Whether its objects are in no namespace.
+    pub(super) const fn is_of_the_cluster(self) -> bool {
+        matches!(self, Self::Node | Self::Namespace)
     }
 
     /// What to ask for in a list.
@@ -69,7 +123,8 @@ impl Kind {
         let all = ListParams::default().limit(PAGE);
         match self {
             Self::Service | Self::Slice => all.labels(OURS),
-            Self::Node => all.fields(&own(node)),
+            Self::Node | Self::Pod => all.fields(&self.here(node)),
+            Self::Namespace => all,
         }
     }
 
@@ -78,8 +133,18 @@ impl Kind {
         let all = WatchParams::default();
         match self {
             Self::Service | Self::Slice => all.labels(OURS),
-            Self::Node => all.fields(&own(node)),
+            Self::Node | Self::Pod => all.fields(&self.here(node)),
+            Self::Namespace => all,
         }
+    }
+
+    /// Those of this node: a cluster's others are no concern of ours, and many.
+    fn here(self, node: &Node) -> String {
+        let field = match self {
+            Self::Pod => "spec.nodeName",
+            _ => "metadata.name",
+        };
+        format!("{field}={}", node.name)
     }
 
     /// An object in the model's terms, as `node` sees it.
@@ -89,12 +154,14 @@ impl Kind {
             findings.faults.push(self.explain(text));
             let metadata = from_json::<Named>(text).unwrap_or_default().metadata;
             Object {
-                name: objects::object_name(&metadata.clone().into()),
-                version: metadata.resource_version,
+                version: metadata.resource_version.clone(),
+                name: objects::object_name(&metadata.into()),
                 body: match self {
                     Self::Service => Body::Service(None),
                     Self::Slice => Body::Slice(None),
                     Self::Node => Body::Node(NodeFacts::default()),
+                    Self::Pod => Body::Pod(None),
+                    Self::Namespace => Body::Namespace(NamespaceRules::default()),
                 },
                 findings,
             }
@@ -102,25 +169,28 @@ impl Kind {
     }
 
     fn try_read(self, text: &str, node: &Node) -> Result<Object, serde_json::Error> {
+        fn key(metadata: &ObjectMeta) -> (ServiceName, String) {
+            let version = metadata.resource_version.clone();
+            (objects::object_name(metadata), version.unwrap_or_default())
+        }
         let mut findings = Findings::default();
-        let (metadata, body) = match self {
+        let ((name, version), body) = match self {
             Self::Service => {
                 let object: ServiceObject = from_json(text)?;
-                let metadata = object.metadata.clone();
                 let service = core::Service {
                     metadata: object.metadata.into(),
                     spec: object.spec,
                     status: object.status,
                 };
+                let key = key(&service.metadata);
                 let body = match objects::service(service, &mut findings) {
                     Outcome::Served(service) => Some(service),
                     Outcome::LeftAlone => None,
                 };
-                (metadata, Body::Service(body))
+                (key, Body::Service(body))
             }
             Self::Slice => {
                 let object: SliceObject = from_json(text)?;
-                let metadata = object.metadata.clone();
                 let slice = discovery::EndpointSlice {
                     metadata: object.metadata.into(),
                     address_type: object.address_type,
@@ -131,22 +201,32 @@ impl Kind {
                     Outcome::Served(slice) => Some(slice),
                     Outcome::LeftAlone => None,
                 };
-                (metadata, Body::Slice(body))
+                (key(&slice.metadata), Body::Slice(body))
             }
             Self::Node => {
                 let object: NodeObject = from_json(text)?;
-                let metadata = object.metadata.clone();
                 let node = core::Node {
                     metadata: object.metadata.into(),
                     spec: object.spec,
                     status: object.status.map(Into::into),
                 };
-                (metadata, Body::Node(objects::node(&node, &mut findings)))
+                let facts = objects::node(&node, &mut findings);
+                (key(&node.metadata), Body::Node(facts))
+            }
+            Self::Pod => {
+                let pod: core::Pod = from_json::<PodObject>(text)?.into();
+                let body = Pod::new(&pod, node, &mut findings);
+                (key(&pod.metadata), Body::Pod(Some(body)))
+            }
+            Self::Namespace => {
+                let metadata = from_json::<NamespaceObject>(text)?.metadata.into();
+                let rules = objects::namespace(&metadata, &mut findings);
+                (key(&metadata), Body::Namespace(rules))
             }
         };
         Ok(Object {
-            name: objects::object_name(&metadata.clone().into()),
-            version: metadata.resource_version,
+            name,
+            version,
             body,
             findings,
         })
@@ -163,6 +243,8 @@ impl Kind {
             Self::Service => why::<ServiceObject>(text),
             Self::Slice => why::<SliceObject>(text),
             Self::Node => why::<NodeObject>(text),
+            Self::Pod => why::<PodObject>(text),
+            Self::Namespace => why::<NamespaceObject>(text),
         }
         .unwrap_or_default()
     }
@@ -174,8 +256,12 @@ impl fmt::Display for Kind {
     }
 }
 
-fn own(node: &Node) -> String {
-    format!("metadata.name={}", node.name)
+/// By what an object is known that is in no namespace.
+pub(super) fn of_the_cluster(name: &str) -> ServiceName {
+    objects::object_name(&ObjectMeta {
+        name: Some(name.to_owned()),
+        ..ObjectMeta::default()
+    })
 }
 
 fn from_json<T: DeserializeOwned>(text: &str) -> Result<T, serde_json::Error> {
@@ -195,12 +281,47 @@ pub(super) struct Object {
     pub findings: Findings,
 }
 
-/// What an object came to; nothing if it is left alone.
+/// What an object came to; nothing if it is left alone, or if nothing can be made of it.
 #[derive(Debug)]
 pub(super) enum Body {
     Service(Option<Service>),
     Slice(Option<Slice>),
     Node(NodeFacts),
+    Pod(Option<Pod>),
+    Namespace(NamespaceRules),
+}
+
+/// What there is to know of a pod on this node.
+#[derive(Debug)]
+pub(super) struct Pod {
+    /// Its host ports; `None` if they make no sense, and stay what they were.
+    pub host_ports: Option<Vec<Service>>,
+    /// Itself, by its own rules; `None` if it has no connections of its own (any more).
+    pub workload: Option<Workload>,
+    /// Whether its rules make no sense, and stay what they were.
+    pub faulty: bool,
+}
+
+impl Pod {
+    /// One is not left out for the other's faults.
+    fn new(pod: &core::Pod, node: &Node, findings: &mut Findings) -> Self {
+        let mut of_ports = Findings::default();
+        let host_ports = objects::host_ports(pod, node, &mut of_ports);
+        let host_ports = of_ports.faults.is_empty().then_some(host_ports);
+        let workload = objects::pod(pod, node, findings);
+        let faulty = !findings.faults.is_empty();
+        for fault in of_ports.faults {
+            if !findings.faults.contains(&fault) {
+                findings.faults.push(fault);
+            }
+        }
+        findings.notes.extend(of_ports.notes);
+        Self {
+            host_ports,
+            workload,
+            faulty,
+        }
+    }
 }
 
 // What is read of objects. The rest, above all `managedFields`, which is as large as everything else
@@ -253,7 +374,113 @@ impl From<NodeStatus> for core::NodeStatus {
     }
 }
 
-#[derive(Clone, Deserialize, Default)]
+#[derive(Deserialize, Default)]
+#[serde(default)]
+struct NamespaceObject {
+    metadata: Marked,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(default)]
+struct PodObject {
+    metadata: Marked,
+    spec: Option<PodSpec>,
+    status: Option<PodStatus>,
+}
+
+/// Without volumes, environments and whatever else a container needs to run.
+#[derive(Deserialize, Default)]
+#[serde(default, rename_all = "camelCase")]
+struct PodSpec {
+    node_name: Option<String>,
+    host_network: Option<bool>,
+    service_account_name: Option<String>,
+    containers: Vec<Container>,
+    init_containers: Option<Vec<Container>>,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(default, rename_all = "camelCase")]
+struct Container {
+    ports: Option<Vec<core::ContainerPort>>,
+    restart_policy: Option<String>,
+}
+
+/// Without conditions and the states of its containers, which change the most.
+#[derive(Deserialize, Default)]
+#[serde(default, rename_all = "camelCase")]
+struct PodStatus {
+    phase: Option<String>,
+    #[serde(rename = "podIP")]
+    pod_ip: Option<String>,
+    #[serde(rename = "podIPs")]
+    pod_ips: Option<Vec<core::PodIP>>,
+}
+
+impl From<PodObject> for core::Pod {
+    fn from(object: PodObject) -> Self {
+        let containers = |all: Vec<Container>| -> Vec<core::Container> {
+            all.into_iter().map(Into::into).collect()
+        };
+        Self {
+            metadata: object.metadata.into(),
+            spec: object.spec.map(|spec| core::PodSpec {
+                node_name: spec.node_name,
+                host_network: spec.host_network,
+                service_account_name: spec.service_account_name,
+                containers: containers(spec.containers),
+                init_containers: spec.init_containers.map(containers),
+                ..core::PodSpec::default()
+            }),
+            status: object.status.map(|status| core::PodStatus {
+                phase: status.phase,
+                pod_ip: status.pod_ip,
+                pod_ips: status.pod_ips,
+                ..core::PodStatus::default()
+            }),
+        }
+    }
+}
+
+impl From<Container> for core::Container {
+    fn from(container: Container) -> Self {
+        Self {
+            ports: container.ports,
+            restart_policy: container.restart_policy,
+            ..Self::default()
+        }
+    }
+}
+
+/// With all labels and annotations, by which pods and namespaces say what they want.
+#[derive(Deserialize, Default)]
+#[serde(default, rename_all = "camelCase")]
+struct Marked {
+    name: Option<String>,
+    namespace: Option<String>,
+    resource_version: Option<String>,
+    creation_timestamp: Option<Time>,
+    labels: Option<BTreeMap<String, String>>,
+    annotations: Option<BTreeMap<String, String>>,
+    owner_references: Option<Vec<OwnerReference>>,
+}
+
+impl From<Marked> for ObjectMeta {
+    fn from(metadata: Marked) -> Self {
+        Self {
+            name: metadata.name,
+            namespace: metadata.namespace,
+            resource_version: metadata.resource_version,
+            creation_timestamp: metadata.creation_timestamp,
+            labels: metadata.labels,
+            annotations: metadata.annotations,
+            owner_references: metadata.owner_references,
+            ..Self::default()
+        }
+    }
+}
+
+#[derive(Deserialize, Default)]
 #[serde(default, rename_all = "camelCase")]
 struct Metadata {
     name: Option<String>,
@@ -271,6 +498,7 @@ impl From<Metadata> for ObjectMeta {
         Self {
             name: metadata.name,
             namespace: metadata.namespace,
+            resource_version: Some(metadata.resource_version),
             creation_timestamp: metadata.creation_timestamp,
             deletion_timestamp: metadata.deletion_timestamp,
             labels: Some(labels.map(|(key, value)| (key.to_owned(), value)).collect()),

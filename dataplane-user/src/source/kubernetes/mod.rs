@@ -1,4 +1,5 @@
-//! The Kubernetes API as a source: Services, EndpointSlices, and this node's own Node object.
+//! The Kubernetes API as a source: Services, EndpointSlices, and this node's own Node object;
+//! where they are asked for ([`Scope`]), the Pods on this node, and Namespaces.
 //!
 //! Each kind is listed once, page by page, and watched from there on (`follow`). What was seen is
 //! kept in the model's terms only, and put together into views (`store`): the first when every
@@ -14,12 +15,13 @@ mod fetch;
 mod follow;
 mod health;
 mod kind;
+mod pods;
 mod store;
 
 pub use connect::{ConnectError, Settings, Target};
 pub use failure::Failure;
 pub use health::{Health, KindHealth};
-pub use kind::Kind;
+pub use kind::{Kind, Scope};
 pub use store::View;
 
 use std::{
@@ -55,6 +57,9 @@ pub struct Patience {
     pub retry: Duration,
     /// The longest time before what did not work is tried again.
     pub retry_max: Duration,
+    /// How long we may be refused what can be done without, before it is. An API server that has
+    /// just started refuses for some seconds what it allows once it knows its own rules.
+    pub forbidden: Duration,
 }
 
 impl Default for Patience {
@@ -64,6 +69,7 @@ impl Default for Patience {
             idle: Duration::from_secs(150),
             retry: Duration::from_millis(100),
             retry_max: Duration::from_secs(15),
+            forbidden: Duration::from_secs(5),
         }
     }
 }
@@ -119,14 +125,14 @@ impl Reader {
             .enable_all()
             .max_blocking_threads(2)
             .build()?;
-        let patience = settings.patience;
+        let (patience, scope) = (settings.patience, settings.scope);
         let (stop, stopped) = oneshot::channel();
         let thread = thread::Builder::new()
             .name("kubernetes".to_owned())
             .spawn(move || {
                 runtime.block_on(async {
                     tokio::select! {
-                        () = read(connector, patience, node, health, &latest, changed) => {}
+                        () = read(connector, patience, scope, node, health, &latest, changed) => {}
                         _ = stopped => {}
                     }
                 });
@@ -156,6 +162,7 @@ impl Drop for Reader {
 async fn read(
     connector: Arc<Connector>,
     patience: Patience,
+    scope: Scope,
     node: Arc<Node>,
     health: Arc<Health>,
     latest: &Latest,
@@ -165,7 +172,8 @@ async fn read(
     // How EndpointSlices look depends on the node's zone, so they are read when that is known.
     let (eyes, seen) = watch::channel(None);
     let mut followers = JoinSet::new();
-    for kind in Kind::ALL {
+    health.want(scope);
+    for kind in Kind::ALL.into_iter().filter(|kind| kind.scope() <= scope) {
         let follower = Follower {
             kind,
             connector: Arc::clone(&connector),
@@ -177,7 +185,7 @@ async fn read(
         followers.spawn(follower.run(seen.clone()));
     }
     drop(messages);
-    let mut store = Store::new(node);
+    let mut store = Store::new(node, scope);
     let mut batch = Vec::new();
     while taken.recv_many(&mut batch, QUEUE).await > 0 {
         for message in batch.drain(..) {

@@ -9,20 +9,24 @@ use smallvec::SmallVec;
 use tokio::time::Instant;
 
 use super::{
-    Kind,
+    Kind, Scope,
     follow::Message,
     kind::{Body, Object},
+    pods::{self, Pods},
 };
 use crate::{
-    model::{Node, Problem, Service, ServiceName},
+    model::{Node, Problem, Service, ServiceName, Workload, WorkloadName},
     source::objects::{self, Findings, NodeFacts, Slice},
 };
 
 /// What there is to serve, as the API has it.
 #[derive(Clone, Debug)]
 pub struct View {
-    /// Every service; shares with the view before what did not change.
+    /// Every service, host ports of pods among them; shares with the view before what did not
+    /// change.
     pub services: imbl::OrdMap<ServiceName, Arc<Service>>,
+    /// The pods of this node, if they are read for [`Scope::Mesh`].
+    pub workloads: imbl::OrdMap<WorkloadName, Arc<Workload>>,
     /// What this node's own object tells.
     pub node: NodeFacts,
     /// What was not served as written.
@@ -46,6 +50,7 @@ impl View {
 pub struct Store {
     /// This node, without what its object says.
     base: Arc<Node>,
+    scope: Scope,
     facts: NodeFacts,
     /// As in the last view.
     services: imbl::OrdMap<ServiceName, Arc<Service>>,
@@ -55,12 +60,15 @@ pub struct Store {
     slices: HashMap<ServiceName, SmallVec<[Slice; 1]>>,
     /// The service that each slice names.
     named: HashMap<ServiceName, ServiceName>,
+    pods: Pods,
     problems: BTreeMap<(Kind, ServiceName), Vec<Problem>>,
     problems_seen: Arc<[Problem]>,
     /// What the list that is being read has had so far.
     listing: HashMap<Kind, HashSet<ServiceName>>,
     /// Kinds that were listed to their end.
     listed: BTreeSet<Kind>,
+    /// Kinds that we may not read, and that the rest goes on without.
+    refused: BTreeSet<Kind>,
     changed: bool,
     since: Option<Instant>,
 }
@@ -69,6 +77,8 @@ pub struct Store {
 enum Change {
     /// This one takes its place; it has no endpoints yet.
     Put(Arc<Service>),
+    /// This one takes its place, and needs no slices.
+    Whole(Arc<Service>),
     /// It stays, with other endpoints.
     Join,
     /// It goes.
@@ -77,18 +87,21 @@ enum Change {
 
 impl Store {
     /// Nothing yet.
-    pub fn new(base: Arc<Node>) -> Self {
+    pub fn new(base: Arc<Node>, scope: Scope) -> Self {
         Self {
             base,
+            scope,
             facts: NodeFacts::default(),
             services: imbl::OrdMap::new(),
             pending: BTreeMap::new(),
             slices: HashMap::new(),
             named: HashMap::new(),
+            pods: Pods::default(),
             problems: BTreeMap::new(),
             problems_seen: Arc::default(),
             listing: HashMap::new(),
             listed: BTreeSet::new(),
+            refused: BTreeSet::new(),
             changed: false,
             since: None,
         }
@@ -116,6 +129,7 @@ impl Store {
                 }
                 self.changed |= self.listed.insert(kind);
             }
+            Message::Refused(kind, why) => self.refuse(kind, why),
         }
     }
 
@@ -132,13 +146,19 @@ impl Store {
 
     /// A view, if there is anything new, and everything was seen once.
     pub fn view(&mut self) -> Option<View> {
-        if !self.changed || Kind::ALL.iter().any(|kind| !self.listed.contains(kind)) {
+        let mut kinds = Kind::ALL.iter().filter(|kind| kind.scope() <= self.scope);
+        let known = |kind| self.listed.contains(kind) || self.refused.contains(kind);
+        if !self.changed || !kinds.all(known) {
             return None;
         }
         self.changed = false;
         for (name, change) in std::mem::take(&mut self.pending) {
             let service = match change {
                 Change::Put(service) => Some(service),
+                Change::Whole(service) => {
+                    self.serve(&name, service);
+                    None
+                }
                 Change::Join => self.services.get(&name).cloned(),
                 Change::Remove => {
                     self.services.remove(&name);
@@ -148,13 +168,7 @@ impl Store {
             let Some(mut service) = service else { continue };
             let slices = self.slices.get(&name).map_or(&[][..], SmallVec::as_slice);
             objects::join(Arc::make_mut(&mut service), slices);
-            if self
-                .services
-                .get(&name)
-                .is_none_or(|known| *known != service)
-            {
-                self.services.insert(name, service);
-            }
+            self.serve(&name, service);
         }
         let problems = self.problems.values().flatten();
         if !self.problems_seen.iter().eq(problems.clone()) {
@@ -162,10 +176,50 @@ impl Store {
         }
         Some(View {
             services: self.services.clone(),
+            workloads: self.pods.workloads(),
             node: self.facts.clone(),
             problems: Arc::clone(&self.problems_seen),
             since: self.since.take(),
         })
+    }
+
+    fn serve(&mut self, name: &ServiceName, service: Arc<Service>) {
+        let known = self.services.get(name);
+        if known.is_none_or(|known| *known != service) {
+            self.services.insert(name.clone(), service);
+        }
+    }
+
+    /// What becomes of the services that are host ports.
+    fn host_ports(&mut self, changes: Vec<pods::Change>) {
+        let changes = changes.into_iter();
+        self.pending.extend(changes.map(|(name, service)| {
+            let change = service.map_or(Change::Remove, Change::Whole);
+            (name, change)
+        }));
+    }
+
+    /// A kind can be read no more (or was never), or can be again.
+    fn refuse(&mut self, kind: Kind, why: Option<String>) {
+        self.changed = true;
+        // Of no object of its kind.
+        let key = (kind, ServiceName::new("", ""));
+        let Some(why) = why else {
+            self.refused.remove(&kind);
+            self.problems.remove(&key);
+            return;
+        };
+        self.refused.insert(kind);
+        let without = if self.listed.contains(&kind) {
+            "what was read before is served, and later changes are not"
+        } else {
+            kind.without().unwrap_or_default()
+        };
+        let problem = Problem {
+            place: "the Kubernetes API".to_owned(),
+            text: format!("{kind} cannot be read, so that {without}: {why}"),
+        };
+        self.problems.insert(key, vec![problem]);
     }
 
     fn put(&mut self, kind: Kind, object: Object) {
@@ -178,8 +232,9 @@ impl Store {
         self.changed = true;
         let faulty = !findings.faults.is_empty();
         self.found(kind, &name, &findings);
-        // Of an object that makes no sense, what was there before stays.
-        if faulty {
+        // Of an object that makes no sense, what was there before stays; a pod says itself which
+        // half of it does.
+        if faulty && kind != Kind::Pod {
             return;
         }
         match body {
@@ -197,6 +252,15 @@ impl Store {
                 }
             }
             Body::Node(facts) => self.facts = facts,
+            Body::Pod(Some(mut pod)) => {
+                if self.scope < Scope::Mesh {
+                    pod.workload = None;
+                }
+                let changes = self.pods.put(&name, pod);
+                self.host_ports(changes);
+            }
+            Body::Pod(None) => {}
+            Body::Namespace(namespace) => self.pods.put_namespace(namespace),
             Body::Service(None) | Body::Slice(None) => self.forget(kind, &name),
         }
     }
@@ -213,6 +277,11 @@ impl Store {
             Kind::Service => _ = self.pending.insert(name.clone(), Change::Remove),
             Kind::Slice => self.forget_slice(name, None),
             Kind::Node => self.facts = NodeFacts::of_no_object(),
+            Kind::Pod => {
+                let changes = self.pods.remove(name);
+                self.host_ports(changes);
+            }
+            Kind::Namespace => self.pods.remove_namespace(name.name()),
         }
     }
 
@@ -247,9 +316,13 @@ impl Store {
                     matches!(change, Change::Put(_)).then(|| name.clone())
                 };
                 let pending = self.pending.iter().filter_map(put);
-                self.services.keys().cloned().chain(pending).collect()
+                let served = self.services.keys();
+                let served = served.filter(|name| !objects::is_of_host_ports(name));
+                served.cloned().chain(pending).collect()
             }
             Kind::Slice => self.named.keys().cloned().collect(),
+            Kind::Pod => self.pods.names(),
+            Kind::Namespace => self.pods.namespaces(),
             Kind::Node => {
                 if seen.is_empty() {
                     self.facts = NodeFacts::of_no_object();
@@ -290,9 +363,12 @@ impl Store {
         });
         let notes = findings.notes.iter();
         let notes = notes.map(|(field, text)| format!("{field}: {text}"));
-        let place = || match kind {
-            Kind::Node => format!("Node {}", name.name()),
-            _ => format!("{} {name}", kind.word()),
+        let place = || {
+            if kind.is_of_the_cluster() {
+                format!("{} {}", kind.word(), name.name())
+            } else {
+                format!("{} {name}", kind.word())
+            }
         };
         let problems: Vec<Problem> = faults
             .chain(notes)

@@ -18,6 +18,11 @@ use crate::model::{
 /// What the names of such services begin with: no name of an object has a colon.
 const PREFIX: &str = "hostport:";
 
+/// Whether a service is made of a pod's host ports.
+pub fn is_of_host_ports(service: &ServiceName) -> bool {
+    service.name().starts_with(PREFIX)
+}
+
 /// The host ports of a pod on this node, as services; none of a pod that has ended, that has no
 /// address yet, or that is on another node. A pod on the host's network has its ports itself.
 pub fn host_ports(object: &api::Pod, node: &Node, findings: &mut Findings) -> Vec<Service> {

@@ -15,7 +15,7 @@ mod pod;
 mod service;
 mod slice;
 
-pub use host_ports::host_ports;
+pub use host_ports::{host_ports, is_of_host_ports};
 pub use join::join;
 pub use node::{NodeFacts, node};
 pub use pod::{NamespaceRules, namespace, pod};

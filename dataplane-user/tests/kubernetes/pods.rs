@@ -1,0 +1,233 @@
+//! The pods of this node: their host ports, and what they and their namespaces ask of a mesh.
+
+use std::net::IpAddr;
+
+use dataplane::{
+    model::{Rules, ServiceName, WorkloadName},
+    source::kubernetes::{Scope, View},
+};
+use dataplane_tests::api::{Resource, objects};
+use serde_json::{Value, json};
+
+use crate::site::{NODE, Site, endpoints, has, pod, server, slice_of, web};
+
+/// A pod on this node with a host port.
+fn exposed(name: &str, number: u16) -> Value {
+    let mut object = objects::pod(name, NODE, &[pod(number)]);
+    object["spec"]["containers"][0]["ports"][0]["hostPort"] = json!(8480);
+    object
+}
+
+/// Whom the pod's host port leads to.
+fn exposes(view: &View, name: &str) -> Vec<u16> {
+    endpoints(view, &format!("hostport:{name}"))
+}
+
+fn rules(view: &View, name: &str) -> Option<Rules> {
+    let workload = view.workloads.get(&WorkloadName::new("default", name))?;
+    Some((*workload.rules).clone())
+}
+
+fn captured(view: &View, name: &str) -> Option<bool> {
+    rules(view, name)?.captured
+}
+
+fn labelled(mut object: Value, label: &str) -> Value {
+    object["metadata"]["labels"]["istio.io/dataplane-mode"] = json!(label);
+    object
+}
+
+#[test]
+fn host_ports_come_and_go_with_their_pods() {
+    let mut waiting = exposed("late", 7);
+    waiting["status"] = json!({ "phase": "Pending" });
+    let elsewhere = objects::pod("other", "node2", &[pod(9)]);
+    let objects = web(1, &[1]).into_iter();
+    let site = Site::of(
+        server(objects.chain([exposed("first", 6), waiting, elsewhere])),
+        Scope::HostPorts,
+    );
+    let view = site.view(|_| true);
+    assert_eq!(endpoints(&view, "web-1"), [1]);
+    assert_eq!(exposes(&view, "first"), [6]);
+    assert!(!has(&view, "hostport:late"), "it has no address yet");
+    assert!(view.workloads.is_empty(), "nobody asked for them");
+    let asked = site.server.faults().asked();
+    let pods = asked.iter().find(|a| a.resource == Some(Resource::Pods));
+    let query = &pods.unwrap().query;
+    assert!(query.contains("spec.nodeName%3Dnode1"), "{query}");
+    assert!(
+        asked
+            .iter()
+            .all(|a| a.resource != Some(Resource::Namespaces))
+    );
+
+    // The kubelet tells its address.
+    site.cluster().apply(exposed("late", 7));
+    site.view(|view| exposes(view, "late") == [7]);
+    // It is over, and its object stays for a while.
+    let mut over = exposed("late", 7);
+    over["status"]["phase"] = json!("Succeeded");
+    site.cluster().apply(over);
+    site.view(|view| !has(view, "hostport:late"));
+    // Services' lists and changes leave them alone.
+    site.cluster().apply(slice_of("web-1", "web-1-a", &[2]));
+    let view = site.view(|view| endpoints(view, "web-1") == [2]);
+    assert_eq!(exposes(&view, "first"), [6]);
+    site.cluster().delete(Resource::Pods, "default", "first");
+    let view = site.view(|view| !has(view, "hostport:first"));
+    assert_eq!(view.services.len(), 1);
+}
+
+#[test]
+fn everything_listed_anew_forgets_what_is_gone_and_no_more() {
+    let mut site = Site::of(server([exposed("one", 1), exposed("two", 2)]), Scope::Mesh);
+    site.view(|view| view.workloads.len() == 2);
+    site.watching();
+    site.server.go_away();
+    let cluster = site.cluster();
+    cluster.delete(Resource::Pods, "default", "one");
+    cluster.apply_all(web(1, &[1]));
+    cluster.compact();
+    site.server.come_back().unwrap();
+    let view = site.view(|view| !has(view, "hostport:one") && has(view, "web-1"));
+    assert_eq!(exposes(&view, "two"), [2]);
+    assert_eq!(view.workloads.len(), 1);
+}
+
+#[test]
+fn labels_of_pods_and_namespaces_are_rules() {
+    let object = |name: &str| objects::pod(name, NODE, &[pod(1)]);
+    let mut of_host = object("host");
+    of_host["spec"]["hostNetwork"] = json!(true);
+    let site = Site::of(
+        server([object("plain"), of_host, labelled(object("own"), "ambient")]),
+        Scope::Mesh,
+    );
+    let view = site.view(|_| true);
+    assert_eq!(captured(&view, "plain"), None);
+    assert_eq!(captured(&view, "own"), Some(true));
+    assert_eq!(rules(&view, "host"), None, "it shares the node's network");
+    let plain = &view.workloads[&WorkloadName::new("default", "plain")];
+    assert_eq!(plain.addresses.as_slice(), [pod(1)] as [IpAddr; 1]);
+    assert_eq!(&*plain.identity.canonical_service, "plain");
+
+    // The namespace is enrolled, but for a pod that is exempt.
+    let cluster = site.cluster();
+    let mark = json!({ "istio.io/dataplane-mode": "ambient" });
+    cluster.apply(objects::namespace("default", &mark));
+    cluster.apply(labelled(object("own"), "none"));
+    site.view(|view| captured(view, "plain") == Some(true) && captured(view, "own") == Some(false));
+    // And released.
+    cluster.apply(objects::namespace("default", &json!({})));
+    site.view(|view| captured(view, "plain").is_none());
+    cluster.apply(objects::namespace("default", &mark));
+    site.view(|view| captured(view, "plain") == Some(true));
+    cluster.delete(Resource::Namespaces, "", "default");
+    site.view(|view| captured(view, "plain").is_none());
+    cluster.delete(Resource::Pods, "default", "plain");
+    site.view(|view| rules(view, "plain").is_none());
+}
+
+/// Rules that make no sense stay what they were; the pod's addresses and ports do not.
+#[test]
+fn one_half_of_a_pod_is_not_left_out_for_the_other() {
+    let sense = labelled(exposed("web", 1), "ambient");
+    let site = Site::of(server([sense.clone()]), Scope::Mesh);
+    site.view(|view| captured(view, "web") == Some(true) && exposes(view, "web") == [1]);
+    let mut wrong = labelled(exposed("web", 2), "ambeint");
+    wrong["metadata"]["annotations"] = json!({ "dataplane.io/egress": "perhaps" });
+    site.cluster().apply(wrong);
+    let view = site.view(|view| exposes(view, "web") == [2]);
+    assert_eq!(captured(&view, "web"), Some(true));
+    let workload = &view.workloads[&WorkloadName::new("default", "web")];
+    assert_eq!(workload.addresses.as_slice(), [pod(2)]);
+    let problems: Vec<_> = view.problems.iter().map(|p| format!("{p:?}")).collect();
+    assert!(
+        problems.len() == 2 && problems.iter().all(|p| p.contains("Pod default/web")),
+        "{problems:?}"
+    );
+    let mut wrong = labelled(exposed("web", 3), "none");
+    wrong["spec"]["containers"][0]["ports"][0]["hostPort"] = json!(70_000);
+    site.cluster().apply(wrong);
+    let view = site.view(|view| captured(view, "web") == Some(false));
+    assert_eq!(exposes(&view, "web"), [2]);
+    // Nothing can be made of it.
+    let mut wrong = sense.clone();
+    wrong["spec"]["containers"] = json!("none");
+    site.cluster().apply(wrong);
+    let view = site.view(|view| {
+        view.problems
+            .iter()
+            .any(|p| p.text.contains("spec.containers"))
+    });
+    assert_eq!(captured(&view, "web"), Some(false));
+    assert_eq!(exposes(&view, "web"), [2]);
+    site.cluster().apply(sense);
+    let view = site.view(|view| captured(view, "web") == Some(true));
+    assert_eq!(exposes(&view, "web"), [1]);
+    assert!(view.problems.is_empty());
+}
+
+/// What we may not read is done without, and said; services do not wait for it for long.
+#[test]
+fn without_the_right_to_read_pods_services_are_served() {
+    let server = server(web(1, &[1]).into_iter().chain([exposed("web", 2)]));
+    server.faults().withhold(Some((Resource::Pods, 403)));
+    let site = Site::of(server, Scope::HostPorts);
+    let view = site.view(|_| true);
+    assert_eq!(endpoints(&view, "web-1"), [1]);
+    assert!(!has(&view, "hostport:web"));
+    let [problem] = &*view.problems else {
+        panic!("{:?}", view.problems)
+    };
+    for word in ["pods", "403", "RBAC", "hostPort"] {
+        assert!(problem.text.contains(word), "{problem:?}");
+    }
+    site.watching();
+    assert_eq!(
+        site.health.failure(),
+        None,
+        "that is no failure of the rest"
+    );
+    assert!(site.health.heard() > 0);
+    site.cluster().apply(slice_of("web-1", "web-1-a", &[3]));
+    site.view(|view| endpoints(view, "web-1") == [3]);
+    // The right is given.
+    site.server.faults().withhold(None);
+    let view = site.view(|view| exposes(view, "web") == [2] && view.problems.is_empty());
+    assert!(has(&view, "web-1"));
+    // And taken again: what was read stays, and that it is old is said.
+    site.watching();
+    site.server.faults().withhold(Some((Resource::Pods, 403)));
+    site.server.faults().break_watches();
+    let view = site.view(|view| !view.problems.is_empty());
+    assert_eq!(exposes(&view, "web"), [2]);
+    assert!(
+        view.problems[0].text.contains("read before"),
+        "{:?}",
+        view.problems
+    );
+    assert!(
+        view.services
+            .contains_key(&ServiceName::new("default", "web-1"))
+    );
+}
+
+/// Other troubles are waited for: an earlier agent's host ports are not taken away for them.
+#[test]
+fn pods_that_cannot_be_read_just_now_are_waited_for() {
+    let server = server([exposed("web", 2)]);
+    server.faults().withhold(Some((Resource::Pods, 500)));
+    let site = Site::of(server, Scope::HostPorts);
+    site.wait("it was tried often", |site| {
+        site.health
+            .of(dataplane::source::kubernetes::Kind::Pod)
+            .failures()
+            > 8
+    });
+    assert!(site.untaken().is_none());
+    assert!(site.health.failure().is_some());
+    site.server.faults().withhold(None);
+    site.view(|view| exposes(view, "web") == [2]);
+}
