@@ -344,6 +344,61 @@ pub fn outbound<T: Rules>(
     Reason::Captured
 }
 
+/// What a decision asks besides rules, if it gets so far.
+pub trait Circumstances: Rules {
+    /// Whether the destination is an address of the workload itself.
+    fn is_own(&self) -> bool;
+    /// Whether the destination is a service's, a workload's or an endpoint's.
+    fn is_known(&self) -> bool;
+    /// Whether somebody listens at the proxy's outbound port, at loopback in the workload's network
+    /// namespace.
+    fn listens(&self) -> bool;
+}
+
+/// What becomes of an outbound connection of a workload, but for one of its proxy's own.
+#[inline(always)]
+pub fn decide_outbound<T: Circumstances>(
+    asked: &T,
+    config: &CaptureConfig,
+    enrolled: &Enrolled,
+    (addr, port): (Addr, Port),
+    (user, group): (u32, u32),
+) -> Reason {
+    let reason = outbound(asked, enrolled, addr, port, user, group);
+    let proxy = enrolled.flags & Enrolled::PROXY != 0;
+    if reason != Reason::ExcludedUser
+        && proxy
+        && (port == config.outbound || port == config.inbound)
+        && (addr.is_loopback() || asked.is_own())
+    {
+        return Reason::Recursive;
+    }
+    if reason != Reason::Captured {
+        return reason;
+    }
+    if enrolled.flags & Enrolled::EGRESS_DENY != 0 && !asked.is_known() {
+        return Reason::EgressDenied;
+    }
+    if !proxy {
+        return Reason::Direct;
+    }
+    if asked.listens() {
+        return Reason::Captured;
+    }
+    without_proxy(enrolled.flags)
+}
+
+/// What becomes of a connection that is to go to a proxy which does not listen; `flags`: as
+/// [`Enrolled::flags`].
+#[inline(always)]
+pub const fn without_proxy(flags: u32) -> Reason {
+    if flags & Enrolled::FAIL_OPEN != 0 {
+        Reason::ProxyBypassed
+    } else {
+        Reason::ProxyDown
+    }
+}
+
 /// Whether an inbound connection of a workload is captured ([`Reason::CapturedInbound`]), or by
 /// which kind of rule not.
 #[inline(always)]

@@ -33,6 +33,8 @@ pub struct Command {
     arguments: Vec<OsString>,
     /// `None`: all.
     capabilities: Option<String>,
+    /// `None`: this process's.
+    user: Option<u32>,
     variables: Vec<(OsString, OsString)>,
     stdin: Option<Stdio>,
     stdout: Option<Stdio>,
@@ -48,6 +50,7 @@ impl Command {
             program: program.map(OsStr::to_owned),
             arguments: Vec::new(),
             capabilities: None,
+            user: None,
             variables: Vec::new(),
             stdin: None,
             stdout: None,
@@ -99,6 +102,12 @@ impl Command {
         self
     }
 
+    /// Runs the program as this user, and the group with the same number.
+    pub fn user(mut self, id: u32) -> Self {
+        self.user = Some(id);
+        self
+    }
+
     /// Gives the program a pipe to read from; [`Process::close_stdin`] ends it.
     pub fn stdin_piped(mut self) -> Self {
         self.stdin = Some(Stdio::piped());
@@ -142,6 +151,11 @@ impl Command {
             .arg("--cgroup")
             .arg(&self.cgroup)
             .args(self.capabilities.iter().flat_map(|c| ["--capabilities", c]))
+            .args(
+                self.user
+                    .iter()
+                    .flat_map(|id| ["--user".to_owned(), id.to_string()]),
+            )
             .arg("--")
             .arg(self.program.as_deref().unwrap_or(self.probe.as_os_str()))
             .args(&self.arguments)

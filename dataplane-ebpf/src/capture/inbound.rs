@@ -100,13 +100,9 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
         count(Reason::CapturedInbound);
         return PASS;
     }
-    if local.flags & Enrolled::FAIL_OPEN != 0 {
-        count(Reason::ProxyBypassed);
-        PASS
-    } else {
-        count(Reason::ProxyDown);
-        DROP
-    }
+    let reason = capture::without_proxy(local.flags);
+    count(reason);
+    if reason.is_refusal() { DROP } else { PASS }
 }
 
 /// All fields are read, whatever the family: see `origin::read_words`.

@@ -12,7 +12,8 @@ use aya_ebpf::{
 use dataplane_common::{
     Addr, Hook, Port, Protocol, Reason,
     capture::{
-        self, Enrolled, FROM_CLIENT, MESH_CGROUPS, MESH_GUARD, MESH_NAMESPACES, Meter, TrafficKey,
+        self, Enrolled, FROM_CLIENT, MESH_CGROUPS, MESH_GUARD, MESH_NAMESPACES, Meter, RuleKey,
+        TrafficKey,
     },
     decide,
     tables::{Endpoint, Frontend},
@@ -112,39 +113,52 @@ fn judge(ctx: *mut bpf_sock_addr, request: &Request, mesh: u64) -> Reason {
     }
     // SAFETY: the helper has no preconditions.
     let user = unsafe { bpf_get_current_uid_gid() };
-    let reason = capture::outbound(
-        &Live,
+    let reason = capture::decide_outbound(
+        &Call { ctx, request },
+        config,
         &enrolled,
-        request.addr,
-        request.port,
-        user as u32,
-        (user >> 32) as u32,
+        (request.addr, request.port),
+        (user as u32, (user >> 32) as u32),
     );
-    let proxy = enrolled.flags & Enrolled::PROXY != 0;
-    if reason != Reason::ExcludedUser
-        && proxy
-        && (request.port == config.outbound || request.port == config.inbound)
-        && (request.addr.is_loopback() || is_own(request))
-    {
-        return Reason::Recursive;
-    }
-    if reason != Reason::Captured {
-        return reason;
-    }
-    if enrolled.flags & Enrolled::EGRESS_DENY != 0 && !is_known(request) {
-        return Reason::EgressDenied;
-    }
-    if !proxy {
+    if reason == Reason::Direct {
         measure(ctx, enrolled.workload, frontend(request).pool());
-        return Reason::Direct;
     }
-    if listens(ctx, request.addr.is_v4(), config.outbound) {
-        return Reason::Captured;
+    reason
+}
+
+/// A call of `connect()`, for what the decision asks.
+struct Call<'a> {
+    ctx: *mut bpf_sock_addr,
+    request: &'a Request,
+}
+
+impl capture::Rules for Call<'_> {
+    #[inline(always)]
+    fn rule(&self, key: &RuleKey) -> u32 {
+        Live.rule(key)
     }
-    if enrolled.flags & Enrolled::FAIL_OPEN != 0 {
-        Reason::ProxyBypassed
-    } else {
-        Reason::ProxyDown
+
+    #[inline(always)]
+    fn range(&self, policy: u32, addr: Addr) -> u32 {
+        Live.range(policy, addr)
+    }
+}
+
+impl capture::Circumstances for Call<'_> {
+    #[inline(always)]
+    fn is_own(&self) -> bool {
+        is_own(self.request)
+    }
+
+    #[inline(always)]
+    fn is_known(&self) -> bool {
+        is_known(self.request)
+    }
+
+    #[inline(always)]
+    fn listens(&self) -> bool {
+        let port = config().map_or(Port::ANY, |config| config.outbound);
+        listens(self.ctx, self.request.addr.is_v4(), port)
     }
 }
 
@@ -199,7 +213,8 @@ fn is_known(request: &Request) -> bool {
     !frontend(request).is_none()
 }
 
-#[inline(always)]
+/// Once for both who ask: the programs are smaller by it.
+#[inline(never)]
 fn frontend(request: &Request) -> Frontend {
     decide::find_frontend(
         &select::Live,

@@ -60,6 +60,48 @@ pub struct AgentStatus {
     pub conflicts: Vec<Conflict>,
     /// What was not served as written.
     pub problems: Vec<Problem>,
+    /// Whose connections are captured; without rules.
+    #[serde(default)]
+    pub mesh: Vec<MeshWorkload>,
+}
+
+/// A workload whose connections are captured: what `GET /mesh` lists. The tables in the kernel hold
+/// numbers instead of names.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct MeshWorkload {
+    /// Its number there ([`dataplane_common::capture::Enrolled::workload`]).
+    pub number: u32,
+    /// Its namespace.
+    pub namespace: String,
+    /// Its name.
+    pub name: String,
+    /// Why it is not captured as it should be.
+    pub problem: Option<String>,
+    /// What is said of it. Of two that say something of the same thing, only the one that counts.
+    /// Not in `GET /status`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub rules: Vec<MeshRule>,
+}
+
+impl MeshWorkload {
+    /// Namespace and name.
+    pub fn full_name(&self) -> String {
+        format!("{}/{}", self.namespace, self.name)
+    }
+}
+
+/// A rule by which a workload's connections are captured or not.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MeshRule {
+    /// What it is about: `outbound-range`, `outbound-port`, `inbound-port`, `inbound-others`, `user`,
+    /// `group`, `interface`, `mode`, `egress` or `without-proxy`.
+    pub about: String,
+    /// Which range, port, user, group or interface; empty for a setting.
+    pub of: String,
+    /// `captured` or `excluded`; of a setting, its value.
+    pub says: String,
+    /// Who says so, such as `mesh.rules` or `Pod default/web`.
+    pub by: String,
 }
 
 /// Where the services come from.

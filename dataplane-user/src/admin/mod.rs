@@ -14,3 +14,4 @@ mod view;
 
 pub use server::{Error as ListenError, Listeners, Settings, serve, who_answers};
 pub use state::{Source, State, lock, now};
+pub use view::mesh_rules;

@@ -242,12 +242,13 @@ fn admin_routes(context: &Arc<Context>) -> Router {
     Router::new()
         .route(
             "/",
-            get(|| async { "/status /services /pools /metrics /version /healthz/ready\n" }),
+            get(|| async { "/status /services /pools /mesh /metrics /version /healthz/ready\n" }),
         )
         .route("/version", get(|| async { Json(Version::own()) }))
         .route("/status", get(get_status))
         .route("/services", get(get_services))
         .route("/pools", get(get_pools))
+        .route("/mesh", get(get_mesh))
         .with_state(Arc::clone(context))
         .merge(metrics_routes(context))
         .merge(health_routes(context))
@@ -285,6 +286,10 @@ async fn get_status(Shared(context): Shared<Arc<Context>>) -> Response {
         )))
     })
     .await
+}
+
+async fn get_mesh(Shared(context): Shared<Arc<Context>>) -> Response {
+    aside(move || Ok(Json(context.state.mesh()))).await
 }
 
 /// Which services.

@@ -96,7 +96,9 @@ struct Known {
     unasked: Vec<Problem>,
     /// What is wrong with the packet path's programs and interfaces.
     network: Vec<api::Problem>,
-    mesh: Vec<api::Problem>,
+    /// Why capture is not in line with the source.
+    mesh_failure: Option<String>,
+    captured: Arc<[api::MeshWorkload]>,
 }
 
 /// Seconds since the epoch.
@@ -153,7 +155,8 @@ impl State {
                 sync_error: None,
                 unasked: Vec::new(),
                 network: Vec::new(),
-                mesh: Vec::new(),
+                mesh_failure: None,
+                captured: Arc::default(),
             }),
             counters: Mutex::default(),
             given: Mutex::default(),
@@ -244,13 +247,25 @@ impl State {
         lock(&self.known).network = problems.iter().map(problem).collect();
     }
 
-    /// What is wrong with mesh capture now.
-    pub fn mesh_problems(&self, problems: &[String]) {
-        let problem = |text: &String| api::Problem {
-            place: "mesh".to_owned(),
-            text: text.clone(),
-        };
-        lock(&self.known).mesh = problems.iter().map(problem).collect();
+    /// Whose connections are captured now.
+    pub fn captured(&self, workloads: Arc<[api::MeshWorkload]>) {
+        let mut known = lock(&self.known);
+        known.mesh_failure = None;
+        known.captured = workloads;
+    }
+
+    /// Capture could not be brought in line with the source.
+    pub fn capture_failed(&self, text: String) {
+        lock(&self.known).mesh_failure = Some(text);
+    }
+
+    /// For `GET /mesh`.
+    pub fn mesh(&self) -> api::Page<api::MeshWorkload> {
+        let workloads = Arc::clone(&lock(&self.known).captured);
+        api::Page {
+            items: workloads.to_vec(),
+            next: None,
+        }
     }
 
     /// The source was read.
@@ -313,7 +328,10 @@ impl State {
     /// packet path.
     pub fn problems(&self) -> usize {
         let known = lock(&self.known);
-        known.snapshot.problems.len() + known.unasked.len() + known.network.len() + known.mesh.len()
+        known.snapshot.problems.len()
+            + known.unasked.len()
+            + known.network.len()
+            + mesh_problems(&known).count()
     }
 
     /// How many services claim a frontend that another service serves.
@@ -334,7 +352,7 @@ impl State {
         problems.extend(known.snapshot.problems.iter().map(view::problem));
         problems.extend(known.unasked.iter().map(view::problem));
         problems.extend(known.network.iter().cloned());
-        problems.extend(known.mesh.iter().cloned());
+        problems.extend(mesh_problems(&known));
         let node = &known.snapshot.node;
         api::AgentStatus {
             version: api::Version::own(),
@@ -351,6 +369,7 @@ impl State {
             sync_error: known.sync_error.clone(),
             conflicts,
             problems,
+            mesh: known.captured.iter().map(without_rules).collect(),
         }
     }
 
@@ -447,6 +466,34 @@ impl State {
             run.filter_map(|pool| Some((pool, owner(&planner, pool)?, stats(pool))))
                 .collect::<Vec<_>>()
         }));
+    }
+}
+
+/// What is wrong with capture.
+fn mesh_problems(known: &Known) -> impl Iterator<Item = api::Problem> {
+    let problem = |text: String| api::Problem {
+        place: "mesh".to_owned(),
+        text,
+    };
+    let workloads = known.captured.iter().filter_map(|workload| {
+        let text = workload.problem.as_ref()?;
+        Some(format!("{}: {text}", workload.full_name()))
+    });
+    known
+        .mesh_failure
+        .iter()
+        .cloned()
+        .chain(workloads)
+        .map(problem)
+}
+
+fn without_rules(workload: &api::MeshWorkload) -> api::MeshWorkload {
+    api::MeshWorkload {
+        number: workload.number,
+        namespace: workload.namespace.clone(),
+        name: workload.name.clone(),
+        problem: workload.problem.clone(),
+        rules: Vec::new(),
     }
 }
 

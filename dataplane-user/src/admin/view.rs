@@ -7,7 +7,7 @@ use super::{
     counters::{self, Counters, PortKey},
 };
 use crate::{
-    model::{self, Problem, ServiceType, TrafficPolicy},
+    model::{self, Egress, Mode, Problem, Rules, ServiceType, TrafficPolicy, WithoutProxy},
     plan,
 };
 
@@ -26,6 +26,55 @@ pub fn problem(problem: &Problem) -> api::Problem {
         place: problem.place.clone(),
         text: problem.text.clone(),
     }
+}
+
+/// For `GET /mesh`. `layers`: who says what, the most specific first.
+pub fn mesh_rules(layers: &[(String, Rules)]) -> Vec<api::MeshRule> {
+    let mut all: Vec<api::MeshRule> = Vec::new();
+    for (by, rules) in layers {
+        for (about, of, says) in statements(rules) {
+            if all.iter().any(|rule| rule.about == about && rule.of == of) {
+                continue;
+            }
+            all.push(api::MeshRule {
+                about: about.to_owned(),
+                of,
+                says: says.to_owned(),
+                by: by.clone(),
+            });
+        }
+    }
+    all
+}
+
+/// What rules say: about what, of which, and what.
+fn statements(rules: &Rules) -> Vec<(&'static str, String, &'static str)> {
+    const EXCLUDED: &str = "excluded";
+    let word = |captured: bool| if captured { "captured" } else { EXCLUDED };
+    let mut said = Vec::new();
+    let ranges = rules.outbound_ranges.iter();
+    said.extend(ranges.map(|(range, is)| ("outbound-range", range.to_string(), word(*is))));
+    let ports = rules.outbound_ports.iter();
+    said.extend(ports.map(|(port, is)| ("outbound-port", port.to_string(), word(*is))));
+    let ports = rules.inbound_ports.iter();
+    said.extend(ports.map(|(port, is)| ("inbound-port", port.to_string(), word(*is))));
+    let users = rules.excluded_uids.iter();
+    said.extend(users.map(|uid| ("user", uid.to_string(), EXCLUDED)));
+    let groups = rules.excluded_gids.iter();
+    said.extend(groups.map(|gid| ("group", gid.to_string(), EXCLUDED)));
+    let interfaces = rules.excluded_interfaces.iter();
+    said.extend(interfaces.map(|name| ("interface", name.to_string(), EXCLUDED)));
+    let settings = [
+        ("inbound-others", rules.inbound_others.map(word)),
+        ("mode", rules.mode.map(Mode::word)),
+        ("egress", rules.egress.map(Egress::word)),
+        ("without-proxy", rules.without_proxy.map(WithoutProxy::word)),
+    ];
+    let given = settings
+        .into_iter()
+        .filter_map(|(about, says)| Some((about, String::new(), says?)));
+    said.extend(given);
+    said
 }
 
 fn policy(policy: TrafficPolicy) -> String {

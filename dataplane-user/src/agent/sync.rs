@@ -216,11 +216,14 @@ impl Sync {
             *due = Instant::now() + RETRY;
             return;
         }
-        if let Err(error) = mesh.settle(&mut self.kernel, &self.wanted) {
-            error!("mesh: {error}; trying again in {:?}", mesh.patience());
+        match mesh.settle(&mut self.kernel, &self.wanted) {
+            Ok(workloads) => self.state.captured(workloads),
+            Err(error) => {
+                error!("mesh: {error}; trying again in {:?}", mesh.patience());
+                self.state.capture_failed(error.to_string());
+            }
         }
         *due = Instant::now() + mesh.patience();
-        self.state.mesh_problems(mesh.problems());
     }
 
     /// Brings the packet path in line with the interfaces that there are.

@@ -1,20 +1,20 @@
 //! Which network namespace a client is in.
 
 use std::{
-    collections::BTreeSet,
     fmt,
-    fs::{self, File},
+    fs::File,
     io,
     net::IpAddr,
-    os::unix::fs::MetadataExt,
+    os::fd::AsFd,
     path::{Path, PathBuf},
-    thread,
 };
 
 use anyhow::Context;
-use nix::sched::{CloneFlags, setns};
 
-use crate::{agent::addresses, kernel};
+use crate::{
+    agent::addresses,
+    kernel::{self, namespaces},
+};
 
 /// A network namespace.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -23,6 +23,18 @@ pub struct Namespace {
     pub cookie: u64,
     /// Where it was found.
     pub place: String,
+    /// The file to enter it by; `None`: it is this process's own.
+    pub path: Option<PathBuf>,
+}
+
+impl Namespace {
+    /// Does something in it, on a thread of its own.
+    pub fn inside<T: Send>(&self, work: impl FnOnce() -> io::Result<T> + Send) -> io::Result<T> {
+        match &self.path {
+            Some(path) => inside(path, work),
+            None => work(),
+        }
+    }
 }
 
 impl fmt::Display for Namespace {
@@ -37,6 +49,7 @@ pub fn own() -> anyhow::Result<Namespace> {
     Ok(Namespace {
         cookie,
         place: "this command's own".to_owned(),
+        path: None,
     })
 }
 
@@ -61,53 +74,33 @@ pub fn with_address(addr: IpAddr) -> anyhow::Result<Option<Namespace>> {
     if addr.is_loopback() || addresses::of_interfaces()?.iter().any(|i| i.addr == addr) {
         return own().map(Some);
     }
-    let mut seen = BTreeSet::new();
-    let processes = paths_in("/proc")
-        .into_iter()
-        .map(|path| path.join("ns/net"));
-    for path in paths_in("/run/netns").into_iter().chain(processes) {
-        // Not a namespace, or a process that just ended.
-        let Ok(metadata) = fs::metadata(&path) else {
-            continue;
-        };
-        if !seen.insert((metadata.dev(), metadata.ino())) {
-            continue;
-        }
-        let has_address = inside(&path, addresses::of_interfaces)
-            .is_ok_and(|all| all.is_ok_and(|all| all.iter().any(|i| i.addr == addr)));
-        if has_address {
-            return at(&path).map(Some);
-        }
-    }
-    Ok(None)
+    find(|| Ok(addresses::of_interfaces()?.iter().any(|i| i.addr == addr)))
 }
 
-fn paths_in(dir: &str) -> Vec<PathBuf> {
-    // Missing if `ip netns` was never used.
-    fs::read_dir(dir).map_or_else(
-        |_| Vec::new(),
-        |all| all.flatten().map(|entry| entry.path()).collect(),
-    )
+/// The one with this cookie.
+pub fn with_cookie(cookie: u64) -> anyhow::Result<Option<Namespace>> {
+    find(|| Ok(kernel::netns_cookie().map_err(io::Error::other)? == cookie))
+}
+
+/// The first of all namespaces in which this is so. Those that cannot be looked into, such as of
+/// processes that have just ended, are passed over.
+fn find(is: impl Fn() -> io::Result<bool> + Sync) -> anyhow::Result<Option<Namespace>> {
+    let found = namespaces::all().into_iter();
+    let mut found = found.filter(|path| inside(path, &is).unwrap_or(false));
+    found.next().map(|path| at(&path)).transpose()
 }
 
 fn at(path: &Path) -> anyhow::Result<Namespace> {
-    let cookie = inside(path, kernel::netns_cookie)
-        .and_then(|cookie| cookie.map_err(io::Error::other))
+    let cookie = inside(path, || kernel::netns_cookie().map_err(io::Error::other))
         .with_context(|| format!("{}: cannot enter this network namespace", path.display()))?;
     Ok(Namespace {
         cookie,
         place: path.display().to_string(),
+        path: Some(path.to_owned()),
     })
 }
 
-/// Runs `work` on a thread of its own, in the namespace at `path`.
-fn inside<T: Send + 'static>(path: &Path, work: fn() -> T) -> io::Result<T> {
-    let file = File::open(path)?;
-    let worker = thread::spawn(move || {
-        setns(file, CloneFlags::CLONE_NEWNET)?;
-        Ok(work())
-    });
-    worker
-        .join()
-        .unwrap_or_else(|_| Err(io::Error::other("the thread panicked")))
+/// Does something in the namespace at `path`, on a thread of its own.
+fn inside<T: Send>(path: &Path, work: impl FnOnce() -> io::Result<T> + Send) -> io::Result<T> {
+    namespaces::within(File::open(path)?.as_fd(), work)
 }

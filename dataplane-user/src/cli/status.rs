@@ -133,6 +133,8 @@ fn text(out: &mut dyn Write, report: &Report, now: u64) -> std::io::Result<()> {
         writeln!(out)?;
     }
 
+    mesh(out, report)?;
+
     let mut table = Table::new(&["TABLE", "USED", "ROOM", "LIMIT", "OF LIMIT", "MEMORY"]);
     for t in &report.tables {
         let percent = (t.used * 100).checked_div(t.limit).unwrap_or_default();
@@ -168,6 +170,40 @@ fn text(out: &mut dyn Write, report: &Report, now: u64) -> std::io::Result<()> {
         versions.layout,
         versions.kernel,
     )
+}
+
+/// Whose connections are captured.
+fn mesh(out: &mut dyn Write, report: &Report) -> std::io::Result<()> {
+    if report.mesh.is_empty() {
+        return Ok(());
+    }
+    let mut table = Table::new(&[
+        "WORKLOAD",
+        "IN",
+        "MODE",
+        "EGRESS",
+        "PROXY",
+        "WITHOUT IT",
+        "PROBLEM",
+    ]);
+    for workload in &report.mesh {
+        let proxy = match &*workload.proxy {
+            "-" => "-".into(),
+            "ready" => Cell::new("ready", GOOD),
+            other => Cell::new(other.to_owned(), WARN),
+        };
+        table.row([
+            workload.name.as_deref().unwrap_or("?").into(),
+            workload.place.as_str().into(),
+            workload.mode.as_str().into(),
+            workload.egress.as_str().into(),
+            proxy,
+            workload.without_proxy.as_str().into(),
+            workload.problem.as_deref().unwrap_or("-").into(),
+        ]);
+    }
+    table.write(out)?;
+    writeln!(out)
 }
 
 fn agent(out: &mut dyn Write, status: &AgentStatus, now: u64) -> std::io::Result<()> {

@@ -164,6 +164,31 @@ impl CaptureTables {
             .entries()
             .doing(|| "cannot read table TRAFFIC".to_owned())
     }
+
+    /// Which namespaces have somebody who takes inbound connections of a family.
+    ///
+    /// # Errors
+    /// If the kernel does not let it be read.
+    pub fn listeners(&self) -> Result<BTreeSet<(u64, u32)>, Error> {
+        // Sockets that were closed are gone by themselves. What is in it the kernel does not tell,
+        // but what there is.
+        let mut found = BTreeSet::new();
+        let mut before: Option<ListenerKey> = None;
+        let mut bytes = [0; size_of::<ListenerKey>()];
+        loop {
+            let from = before.as_ref().map(IntoBytes::as_bytes);
+            let more = sys::map_next_key(self.listeners.as_fd(), from, &mut bytes)
+                .doing(|| "cannot read table LISTENERS".to_owned())?;
+            let Some(key) = more
+                .then(|| ListenerKey::read_from_bytes(&bytes).ok())
+                .flatten()
+            else {
+                return Ok(found);
+            };
+            found.insert((key.netns, key.family));
+            before = Some(key);
+        }
+    }
 }
 
 fn hash<K: Plain, V: Plain>((fd, entries): (OwnedFd, u32)) -> Hash<K, V> {
@@ -369,31 +394,6 @@ impl Capture {
             0,
         )
         .doing(|| "cannot hand a listening socket to the kernel".to_owned())
-    }
-
-    /// Which namespaces have somebody who takes inbound connections of a family.
-    ///
-    /// # Errors
-    /// If the kernel does not let it be read.
-    pub fn listeners(&self) -> Result<BTreeSet<(u64, u32)>, Error> {
-        // Sockets that were closed are gone by themselves. What is in it the kernel does not tell,
-        // but what there is.
-        let mut found = BTreeSet::new();
-        let mut before: Option<ListenerKey> = None;
-        let mut bytes = [0; size_of::<ListenerKey>()];
-        loop {
-            let from = before.as_ref().map(IntoBytes::as_bytes);
-            let more = sys::map_next_key(self.tables.listeners.as_fd(), from, &mut bytes)
-                .doing(|| "cannot read table LISTENERS".to_owned())?;
-            let Some(key) = more
-                .then(|| ListenerKey::read_from_bytes(&bytes).ok())
-                .flatten()
-            else {
-                return Ok(found);
-            };
-            found.insert((key.netns, key.family));
-            before = Some(key);
-        }
     }
 }
 

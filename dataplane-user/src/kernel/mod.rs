@@ -6,6 +6,7 @@ pub mod conntrack;
 mod diag;
 mod error;
 mod interfaces;
+mod listening;
 mod log;
 mod map;
 mod memory;
@@ -39,6 +40,7 @@ pub use capture::{
 };
 pub use error::Error;
 pub use interfaces::{Interface, News, interfaces};
+pub use listening::{Listening, listening};
 pub use memory::give_back_freed_memory;
 pub use monitor::Monitor;
 pub use packet::{

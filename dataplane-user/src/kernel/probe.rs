@@ -3,9 +3,18 @@
 use std::{fs, io, path::Path};
 
 use aya_obj::generated::{
-    bpf_attach_type::{self, BPF_CGROUP_INET_INGRESS, BPF_CGROUP_INET4_CONNECT, BPF_TCX_INGRESS},
-    bpf_map_type::{self, BPF_MAP_TYPE_ARRAY, BPF_MAP_TYPE_LRU_HASH, BPF_MAP_TYPE_RINGBUF},
-    bpf_prog_type::{self, BPF_PROG_TYPE_CGROUP_SOCK_ADDR, BPF_PROG_TYPE_SCHED_CLS},
+    bpf_attach_type::{
+        self, BPF_CGROUP_GETSOCKOPT, BPF_CGROUP_INET_INGRESS, BPF_CGROUP_INET4_CONNECT,
+        BPF_CGROUP_INET4_GETSOCKNAME, BPF_CGROUP_SOCK_OPS, BPF_SK_LOOKUP, BPF_TCX_INGRESS,
+    },
+    bpf_map_type::{
+        self, BPF_MAP_TYPE_ARRAY, BPF_MAP_TYPE_LRU_HASH, BPF_MAP_TYPE_RINGBUF,
+        BPF_MAP_TYPE_SOCKHASH,
+    },
+    bpf_prog_type::{
+        self, BPF_PROG_TYPE_CGROUP_SOCK_ADDR, BPF_PROG_TYPE_CGROUP_SOCKOPT,
+        BPF_PROG_TYPE_SCHED_CLS, BPF_PROG_TYPE_SK_LOOKUP, BPF_PROG_TYPE_SOCK_OPS,
+    },
 };
 
 use super::{
@@ -166,6 +175,56 @@ pub fn features(paths: &Paths) -> Vec<Feature> {
             ),
             OLD_KERNEL,
         ),
+        Feature::required(
+            "socket storage",
+            "what is kept for a socket",
+            sys::socket_storage_create()
+                .map(|_| "yes".into())
+                .map_err(word),
+            OLD_KERNEL,
+        ),
+        mesh(
+            "sockops",
+            "mesh: the original destination, from the client's socket to the proxy's",
+            load(
+                BPF_PROG_TYPE_SOCK_OPS,
+                BPF_CGROUP_SOCK_OPS,
+                &[CALL | GET_NETNS_COOKIE << 32, SET_RESULT, EXIT],
+            ),
+        ),
+        mesh(
+            "cgroup/getsockopt",
+            "mesh: proxies that ask for SO_ORIGINAL_DST",
+            load(
+                BPF_PROG_TYPE_CGROUP_SOCKOPT,
+                BPF_CGROUP_GETSOCKOPT,
+                &[SET_RESULT, EXIT],
+            ),
+        ),
+        mesh(
+            "cgroup/getsockname",
+            "mesh: proxies that ask for their socket's own address",
+            load(
+                BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
+                BPF_CGROUP_INET4_GETSOCKNAME,
+                &[SET_RESULT, EXIT],
+            ),
+        ),
+        mesh(
+            "sk_lookup",
+            "mesh: inbound connections to the proxy",
+            load(BPF_PROG_TYPE_SK_LOOKUP, BPF_SK_LOOKUP, &[SET_RESULT, EXIT]),
+        ),
+        mesh(
+            "sockhash",
+            "mesh: the proxy's listening sockets",
+            map(BPF_MAP_TYPE_SOCKHASH, 16, 4, 0, 1),
+        ),
+        mesh(
+            "tcp_fwmark_accept",
+            "mesh: applications that see the client's address (keepSource)",
+            exists("/proc/sys/net/ipv4/tcp_fwmark_accept"),
+        ),
         Feature::useful(
             "TCX",
             "programs on interfaces, in an order among other people's, by links",
@@ -192,6 +251,12 @@ pub fn features(paths: &Paths) -> Vec<Feature> {
         ),
     ]);
     features
+}
+
+/// What only a node with a mesh needs.
+fn mesh(name: &'static str, needed_for: &'static str, found: Result<String, String>) -> Feature {
+    let without = "no connections can be captured: leave `mesh` out of the configuration";
+    Feature::useful(name, needed_for, found, without, OLD_KERNEL)
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "for map_err")]
@@ -281,10 +346,13 @@ fn map(
 /// `r0 = 1; exit`, or with a helper: `r1 = 0; call helper; r0 = 1; exit`.
 const SET_RESULT: u64 = 0x0000_0001_0000_00b7;
 const EXIT: u64 = 0x95;
+/// A call; the helper's number is in the upper half.
+const CALL: u64 = 0x85;
+const GET_NETNS_COOKIE: u64 = 122;
 
 fn helper(hook: bpf_attach_type, number: u32) -> Result<String, String> {
     const CLEAR_ARGUMENT: u64 = 0x0000_0000_0000_01b7;
-    let call = 0x85 | u64::from(number) << 32;
+    let call = CALL | u64::from(number) << 32;
     load(
         BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
         hook,

@@ -81,6 +81,54 @@ pub fn map_create(name: &str, shape: &Shape, max_entries: u32) -> io::Result<Own
     create(name, shape, max_entries, None)
 }
 
+/// Creates a table of what is kept for sockets, one word each: for probing. The kernel wants its
+/// types described (`bpf_local_storage_map_alloc_check`).
+pub fn socket_storage_create() -> io::Result<OwnedFd> {
+    let described = btf_load(&[
+        // Header (`struct btf_header`): magic, version 1, length; types and strings after it.
+        0x0001_eb9f,
+        24,
+        0,
+        16,
+        16,
+        5,
+        // Type 1 is "int": of four bytes, signed.
+        1,
+        0x0100_0000,
+        4,
+        0x0100_0020,
+        // Strings: "", "int".
+        u32::from_ne_bytes(*b"\0int"),
+        0,
+    ])?;
+    let mut attr = attr();
+    // SAFETY: no pointers in this command's attributes; a union field of plain integers.
+    unsafe {
+        let create = &mut attr.__bindgen_anon_1;
+        create.map_type = bpf_map_type::BPF_MAP_TYPE_SK_STORAGE as u32;
+        create.key_size = 4;
+        create.value_size = 4;
+        create.map_flags = 1; // BPF_F_NO_PREALLOC
+        create.btf_fd = raw(described.as_fd());
+        create.btf_key_type_id = 1;
+        create.btf_value_type_id = 1;
+        bpf_fd(bpf_cmd::BPF_MAP_CREATE, &mut attr)
+    }
+}
+
+/// Loads the description of types; `words` is padded, and as long as its header says.
+fn btf_load(words: &[u32]) -> io::Result<OwnedFd> {
+    let length = words[1] + words[4] + words[5];
+    let mut attr = attr();
+    // SAFETY: the words live until the call is over and are at least as long; only read.
+    unsafe {
+        let load = &mut attr.__bindgen_anon_7;
+        load.btf = words.as_ptr() as u64;
+        load.btf_size = length;
+        bpf_fd(bpf_cmd::BPF_BTF_LOAD, &mut attr)
+    }
+}
+
 /// Creates a map of maps that are like `inner`.
 pub fn map_of_maps_create(
     name: &str,

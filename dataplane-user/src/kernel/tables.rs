@@ -272,6 +272,13 @@ impl Tables {
         self.config.get(0).map_or(0, |config| config.host_netns)
     }
 
+    /// What there is of a mesh (`MESH_NAMESPACES` and so on); 0: nothing.
+    pub fn mesh(&self) -> u64 {
+        self.config
+            .word(0, MESH_WORD)
+            .map_or(0, |word| word.load(Ordering::Acquire))
+    }
+
     /// How full the tables are.
     ///
     /// # Errors

@@ -34,7 +34,7 @@ pub struct Workload {
     /// What metrics and logs call it.
     pub identity: Identity,
     /// What it and its namespace ask for.
-    pub rules: Arc<Rules>,
+    pub rules: Arc<Layers>,
     /// By which rules its connections are captured; `None`: they are not.
     pub capture: Option<Arc<Policy>>,
 }
@@ -117,6 +117,16 @@ pub enum Egress {
     Deny,
 }
 
+impl Egress {
+    /// As in configurations.
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::Allow => "allow",
+            Self::Deny => "deny",
+        }
+    }
+}
+
 /// Who relays a captured connection.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Mode {
@@ -129,6 +139,17 @@ pub enum Mode {
     Kernel,
 }
 
+impl Mode {
+    /// As in configurations.
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Proxy => "proxy",
+            Self::Kernel => "kernel",
+        }
+    }
+}
+
 /// What becomes of captured connections while the proxy does not listen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum WithoutProxy {
@@ -137,6 +158,16 @@ pub enum WithoutProxy {
     Refuse,
     /// They go direct, as if the workload were not captured.
     Pass,
+}
+
+impl WithoutProxy {
+    /// As in configurations.
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::Refuse => "refuse",
+            Self::Pass => "pass",
+        }
+    }
 }
 
 /// What the configuration, a namespace or a workload says of capture: what it does not say is said
@@ -227,6 +258,23 @@ impl Rules {
         }
         let included = ranges.into_iter().map(|range| (range.trunc(), true));
         self.outbound_ranges.extend(included);
+    }
+}
+
+/// What labels and annotations ask for.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Layers {
+    /// Those of the workload.
+    pub own: Rules,
+    /// Those of its Namespace.
+    pub namespace: Rules,
+}
+
+impl Layers {
+    /// Both in one.
+    #[must_use]
+    pub fn merged(&self) -> Rules {
+        self.own.over(&self.namespace)
     }
 }
 

@@ -4,9 +4,9 @@ use std::collections::{BTreeMap, HashMap};
 
 use dataplane_common::{
     Addr,
-    capture::{CAPTURED, EXCLUDED, Enrolled, Local, RangeKey, RuleKey},
+    capture::{self, CAPTURED, EXCLUDED, Enrolled, Local, RangeKey, RuleKey},
 };
-use ipnet::IpNet;
+use ipnet::{IpNet, Ipv4Net};
 
 use crate::model::{Egress, Mode, Policy, WithoutProxy};
 
@@ -25,6 +25,34 @@ pub struct Captured {
     pub ranges: BTreeMap<RangeKey, u32>,
     /// Addresses that are a workload's or an endpoint's.
     pub known: BTreeMap<Addr, u32>,
+}
+
+impl Captured {
+    /// The range of a policy that decides on an address, the one with the longest prefix, and what
+    /// it says.
+    pub fn longest_range(&self, policy: u32, addr: Addr) -> Option<(IpNet, u32)> {
+        let number = |addr: Addr| u128::from_be_bytes(addr.octets());
+        let contains = |key: &RangeKey| {
+            let others = 160_u32.checked_sub(key.bits);
+            let differs = number(key.addr) ^ number(addr);
+            others.is_some_and(|others| differs.checked_shr(others).unwrap_or(0) == 0)
+        };
+        let ranges = self.ranges.iter();
+        let matching = ranges.filter(|(key, _)| key.policy == policy && contains(key));
+        let (key, said) = matching.max_by_key(|(key, _)| key.bits)?;
+        Some((range(key)?, *said))
+    }
+}
+
+/// The tables, looked at as the programs do.
+impl capture::Rules for Captured {
+    fn rule(&self, key: &RuleKey) -> u32 {
+        self.rules.get(key).copied().unwrap_or_default()
+    }
+
+    fn range(&self, policy: u32, addr: Addr) -> u32 {
+        self.longest_range(policy, addr).map_or(0, |(_, said)| said)
+    }
 }
 
 /// Policies by their numbers. Those that say the same are one; a number is not used twice.
@@ -71,6 +99,11 @@ impl Policies {
         for gid in &policy.excluded_gids {
             rule(RuleKey::GROUP, *gid, EXCLUDED);
         }
+        // IPv4 is in the table as v4-mapped IPv6, of which ranges such as ::/0 say nothing.
+        if policy.outbound_ranges.keys().any(|r| r.addr().is_ipv6()) {
+            let all = IpNet::V4(Ipv4Net::default());
+            tables.ranges.insert(range_key(number, &all), CAPTURED);
+        }
         for (range, captured) in &policy.outbound_ranges {
             let key = range_key(number, range);
             tables.ranges.insert(key, verdict(*captured));
@@ -92,6 +125,14 @@ fn range_key(policy: u32, range: &IpNet) -> RangeKey {
         policy,
         addr: range.network().into(),
     }
+}
+
+/// The inverse of [`range_key`]; `None` for what is none of its keys.
+fn range(key: &RangeKey) -> Option<IpNet> {
+    let addr = key.addr.ip();
+    let before = if addr.is_ipv4() { 96 } else { 0 };
+    let bits = key.bits.checked_sub(32 + before)?;
+    IpNet::new(addr, u8::try_from(bits).ok()?).ok()
 }
 
 fn flags(policy: &Policy, proxied: bool) -> u32 {
@@ -131,33 +172,10 @@ fn flags(policy: &Policy, proxied: bool) -> u32 {
 mod tests {
     use std::net::IpAddr;
 
-    use dataplane_common::{Port, Reason, capture};
+    use dataplane_common::{Port, Reason};
 
     use super::*;
     use crate::model::Rules;
-
-    /// The tables, looked at as the programs do.
-    impl capture::Rules for Captured {
-        fn rule(&self, key: &RuleKey) -> u32 {
-            self.rules.get(key).copied().unwrap_or_default()
-        }
-
-        fn range(&self, policy: u32, addr: Addr) -> u32 {
-            let contains = |key: &RangeKey| {
-                let bits = 128 - (key.bits - 32);
-                let number = |addr: Addr| u128::from_be_bytes(addr.octets());
-                key.policy == policy
-                    && (number(key.addr) ^ number(addr))
-                        .checked_shr(bits)
-                        .unwrap_or(0)
-                        == 0
-            };
-            let found = self.ranges.iter().filter(|(key, _)| contains(key));
-            found
-                .max_by_key(|(key, _)| key.bits)
-                .map_or(0, |(_, said)| *said)
-        }
-    }
 
     fn said(rules: &Rules, addr: &str, port: u16, user: u32) -> Reason {
         let mut tables = Captured::default();
@@ -199,6 +217,21 @@ mod tests {
         assert_eq!(said(&both, "11.1.0.1", 80, 0), Reason::Captured);
         assert_eq!(said(&both, "fd00::1", 80, 0), Reason::Captured);
         assert_eq!(said(&all, "fd00::1", 80, 0), Reason::ExcludedRange);
+    }
+
+    #[test]
+    fn all_of_one_family_is_nothing_of_the_other() {
+        let six = rules(|r| {
+            r.outbound_ranges.insert("::/0".parse().unwrap(), false);
+        });
+        assert_eq!(said(&six, "2001:db8::1", 80, 0), Reason::ExcludedRange);
+        assert_eq!(said(&six, "192.0.2.1", 80, 0), Reason::Captured);
+        let four = rules(|r| {
+            r.outbound_ranges
+                .insert("0.0.0.0/0".parse().unwrap(), false);
+        });
+        assert_eq!(said(&four, "2001:db8::1", 80, 0), Reason::Captured);
+        assert_eq!(said(&four, "192.0.2.1", 80, 0), Reason::ExcludedRange);
     }
 
     #[test]

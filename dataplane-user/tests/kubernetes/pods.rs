@@ -25,7 +25,7 @@ fn exposes(view: &View, name: &str) -> Vec<u16> {
 
 fn rules(view: &View, name: &str) -> Option<Rules> {
     let workload = view.workloads.get(&WorkloadName::new("default", name))?;
-    Some((*workload.rules).clone())
+    Some(workload.rules.merged())
 }
 
 fn captured(view: &View, name: &str) -> Option<bool> {

@@ -112,6 +112,7 @@ fn main() -> ExitCode {
     let scenarios = [
         smoke::SCENARIOS,
         capture::SCENARIOS,
+        capture::EXPLAIN,
         netfilter::SCENARIOS,
         kernel::SCENARIOS,
         kubernetes::SCENARIOS,

@@ -11,7 +11,7 @@ use dataplane_common::{
 };
 use serde::Serialize;
 
-use super::{Destination, Namespace};
+use super::{Destination, Namespace, capture::Told};
 use crate::{cli::monotonic_ns, kernel::Tables};
 
 /// What would happen.
@@ -19,7 +19,7 @@ use crate::{cli::monotonic_ns, kernel::Tables};
 pub struct Explanation {
     pub source: String,
     pub destination: String,
-    /// `translated`, `refused` or `left-alone`.
+    /// `translated`, `refused` or `left-alone`; of a workload's connection also `captured`.
     pub verdict: &'static str,
     /// The word of the [`Reason`].
     pub reason: &'static str,
@@ -31,6 +31,40 @@ pub struct Explanation {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pool: Option<u32>,
     pub endpoints: Vec<Choice>,
+    /// What capture makes of it, where there is a mesh: on its way out of a workload, and into one.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub capture: Vec<Told>,
+}
+
+impl Explanation {
+    /// Adds what capture makes of it. Out of a workload, it decides before services do; into one,
+    /// after.
+    pub fn capture(&mut self, outbound: Option<Told>, inbound: Option<Told>) {
+        let went_on = self.verdict == "left-alone";
+        if let Some(mut told) = outbound {
+            let stays = matches!(told.verdict, "captured" | "refused");
+            if stays {
+                // Where the client is, which services want to know as well.
+                self.steps.truncate(1);
+                self.endpoints.clear();
+                (self.service, self.kind, self.pool) = (None, None, None);
+            }
+            if stays || went_on {
+                (self.verdict, self.reason) = (told.verdict, told.reason);
+            }
+            let steps = std::mem::take(&mut told.steps);
+            self.steps.splice(1..1, steps);
+            self.capture.push(told);
+            if stays {
+                return;
+            }
+        }
+        if let Some(mut told) = inbound.filter(|_| went_on) {
+            (self.verdict, self.reason) = (told.verdict, told.reason);
+            self.steps.append(&mut told.steps);
+            self.capture.push(told);
+        }
+    }
 }
 
 /// An endpoint that could be chosen.
@@ -138,6 +172,7 @@ pub fn decide<T: decide::Tables + AffinityTable>(
         kind: None,
         pool: None,
         endpoints: Vec::new(),
+        capture: Vec::new(),
     };
     if frontend.is_none() {
         if (addr.is_loopback() || addr.is_unspecified()) && !own_loopback {
@@ -405,6 +440,7 @@ mod tests {
         let client = cookie.map(|cookie| Namespace {
             cookie,
             place: "test".to_owned(),
+            path: None,
         });
         decide(fake, |_| None, client.as_ref(), HOST, to.parse().unwrap())
     }

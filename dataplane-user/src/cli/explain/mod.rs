@@ -1,5 +1,6 @@
 //! `dataplane explain`.
 
+mod capture;
 mod decision;
 mod packet;
 
@@ -21,6 +22,7 @@ use super::{
     output::{self, BOLD, Cell, DIM, Format, GOOD, Table, WARN},
 };
 use crate::kernel::{PacketTables, Tables, conntrack::Conntrack};
+use capture::{Client, Mesh, Place};
 use decision::{Explanation, decide};
 
 /// Say what happens to a connection, and why.
@@ -33,14 +35,17 @@ Examples:
   dataplane explain 10.244.2.8 10.96.130.105:8000
   dataplane explain node 10.96.0.10:53/udp
   dataplane explain netns:blue 127.0.0.1:30080
+  dataplane explain shop/web-7c9f 192.0.2.80:443    a captured workload, by its name
+  dataplane explain pid:4711 192.0.2.80:443         with the process's user and cgroup
+  dataplane explain 192.0.2.7 10.244.2.8:8080       inbound, where 10.244.2.8 is captured
   dataplane explain --iface eth0 192.0.2.7:40112 198.51.100.2:30080/tcp")]
 pub struct ExplainArgs {
-    /// Who connects: an address of a pod or of this node, `node`, `netns:NAME`, `netns:/PATH` or
-    /// `pid:NUMBER`
+    /// Who connects: an address of a pod or of this node, `node`, `netns:NAME`, `netns:/PATH`,
+    /// `pid:NUMBER`, or a captured workload as `NAMESPACE/NAME`
     ///
-    /// It matters where the destination is a loopback address (node ports are answered on the
-    /// node's own, not on a pod's), and where the service has session affinity (remembered by
-    /// network namespace). With --iface, ADDRESS:PORT.
+    /// It matters where the client's connections are captured, where the destination is a loopback
+    /// address (node ports are answered on the node's own, not on a pod's), and where the service
+    /// has session affinity (remembered by network namespace). With --iface, ADDRESS:PORT.
     #[arg(value_name = "SRC")]
     source: Source,
 
@@ -52,6 +57,15 @@ pub struct ExplainArgs {
     /// socket on this node
     #[arg(long, value_name = "NAME")]
     iface: Option<String>,
+
+    /// The user of the process that connects, where users are excluded from capture [default: the
+    /// process's, with `pid:`; else nobody that a rule is about]
+    #[arg(long, value_name = "UID")]
+    user: Option<u32>,
+
+    /// The group, likewise
+    #[arg(long, value_name = "GID")]
+    group: Option<u32>,
 
     /// How to print it
     #[arg(short, long, value_enum, default_value_t)]
@@ -72,20 +86,30 @@ enum Source {
     Socket(SocketAddr),
     Namespace(String),
     Process(u32),
+    /// `NAMESPACE/NAME`.
+    Workload(String),
 }
 
 impl Source {
     /// The network namespace that it is in; none if nobody here has the address.
-    fn namespace(&self, host_netns: u64) -> anyhow::Result<Option<Namespace>> {
+    fn namespace(&self, host_netns: u64, mesh: Option<&Mesh>) -> anyhow::Result<Option<Namespace>> {
         match self {
             Self::Node => Ok(Some(Namespace {
                 cookie: host_netns,
                 place: "the agent's".to_owned(),
+                path: None,
             })),
             Self::Namespace(name) => netns::named(name).map(Some),
             Self::Process(pid) => netns::of_process(*pid).map(Some),
             Self::Address(addr) => netns::with_address(*addr),
             Self::Socket(socket) => netns::with_address(socket.ip()),
+            Self::Workload(name) => match mesh {
+                Some(mesh) => match mesh.find(name)? {
+                    Place::Namespace(namespace) => Ok(Some(namespace)),
+                    Place::Cgroup(_) => Self::Node.namespace(host_netns, None),
+                },
+                None => anyhow::bail!("there is no mesh on this node, so that {name} is nobody"),
+            },
         }
     }
 }
@@ -98,6 +122,7 @@ impl fmt::Display for Source {
             Self::Socket(socket) => socket.fmt(f),
             Self::Namespace(name) => write!(f, "netns:{name}"),
             Self::Process(pid) => write!(f, "pid:{pid}"),
+            Self::Workload(name) => f.write_str(name),
         }
     }
 }
@@ -121,11 +146,18 @@ impl FromStr for Source {
         if let Ok(socket) = text.parse() {
             return Ok(Self::Socket(socket));
         }
-        text.parse().map(Self::Address).map_err(|_| {
-            format!(
-                "`{text}` is no address, nor `node`, `netns:NAME`, `netns:/PATH` or `pid:NUMBER`"
-            )
-        })
+        if let Ok(address) = text.parse() {
+            return Ok(Self::Address(address));
+        }
+        match text.split('/').collect::<Vec<_>>()[..] {
+            [namespace, name] if !namespace.is_empty() && !name.is_empty() => {
+                Ok(Self::Workload(text.to_owned()))
+            }
+            _ => Err(format!(
+                "`{text}` is no address, nor `node`, `netns:NAME`, `netns:/PATH`, `pid:NUMBER` or \
+                 `NAMESPACE/NAME`"
+            )),
+        }
     }
 }
 
@@ -137,17 +169,7 @@ impl ExplainArgs {
         let told = if let Some(iface) = &self.iface {
             self.packet(&tables, iface, owner)?
         } else {
-            let host_netns = tables.host_netns();
-            let client = self.source.namespace(host_netns)?;
-            let mut told = decide(
-                &tables,
-                owner,
-                client.as_ref(),
-                host_netns,
-                self.destination,
-            );
-            told.source = self.source.to_string();
-            told
+            self.connection(&tables, owner)?
         };
         let mut out = output::stdout();
         match self.output {
@@ -159,6 +181,48 @@ impl ExplainArgs {
 }
 
 impl ExplainArgs {
+    fn connection(
+        &self,
+        tables: &Tables,
+        owner: impl Fn(u32) -> Option<String>,
+    ) -> anyhow::Result<Explanation> {
+        let host_netns = tables.host_netns();
+        let mesh = Mesh::open(tables, &self.paths.bpffs(), &self.socket.client())?;
+        let namespace = self.source.namespace(host_netns, mesh.as_ref())?;
+        let namespace = namespace.as_ref();
+        let to = self.destination;
+        let mut told = decide(tables, owner, namespace, host_netns, to);
+        told.source = self.source.to_string();
+        if let Some(mesh) = &mesh {
+            let mut client = Client {
+                namespace,
+                own: namespace.is_some_and(|namespace| namespace.cookie == host_netns),
+                user: self.user,
+                group: self.group,
+                cgroups: Vec::new(),
+            };
+            match &self.source {
+                Source::Process(pid) => {
+                    let (user, group) = capture::ids_of(*pid)?;
+                    client.user.get_or_insert(user);
+                    client.group.get_or_insert(group);
+                    client.cgroups = capture::cgroups_of(*pid)?;
+                }
+                Source::Workload(name) => {
+                    if let Place::Cgroup(id) = mesh.find(name)? {
+                        client.cgroups = vec![(id, format!("with id {id}").into())];
+                    }
+                }
+                _ => {}
+            }
+            told.capture(
+                mesh.outbound(tables, &client, to),
+                mesh.inbound(&client, to),
+            );
+        }
+        Ok(told)
+    }
+
     fn packet(
         &self,
         tables: &Tables,
@@ -238,6 +302,11 @@ mod tests {
             Ok(Source::Socket("10.244.2.8:4000".parse().unwrap()))
         );
         assert_eq!("pid:42".parse(), Ok(Source::Process(42)));
+        assert_eq!(
+            "shop/web-7c9f".parse(),
+            Ok(Source::Workload("shop/web-7c9f".to_owned()))
+        );
+        assert!("10.0.0.0/".parse::<Source>().is_err());
         assert!("pid:x".parse::<Source>().is_err());
         assert!(
             "sleep"

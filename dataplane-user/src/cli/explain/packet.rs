@@ -62,6 +62,7 @@ pub fn explain(
         kind: None,
         pool: None,
         endpoints: Vec::new(),
+        capture: Vec::new(),
     };
     let Some(iface) = live
         .packet

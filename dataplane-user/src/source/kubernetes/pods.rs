@@ -105,7 +105,7 @@ impl Pods {
                 gone.retain(|name| *name != workload.name);
                 let mut workload = workload.clone();
                 if let Some(general) = self.namespaces.get(workload.name.namespace()) {
-                    workload.rules = Arc::new(workload.rules.over(general));
+                    Arc::make_mut(&mut workload.rules).namespace = general.clone();
                 }
                 let known = self.workloads.get(&workload.name);
                 if known.is_none_or(|known| **known != workload) {

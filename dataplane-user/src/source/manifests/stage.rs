@@ -233,7 +233,7 @@ impl<'a> Stage<'a> {
         }
         for (name, mut workload) in self.workloads {
             if let Some((namespace, _)) = self.namespaces.get(name.namespace()) {
-                workload.rules = Arc::new(workload.rules.over(&namespace.rules));
+                Arc::make_mut(&mut workload.rules).namespace = namespace.rules.clone();
             }
             if workloads.get(&name).is_none_or(|known| **known != workload) {
                 workloads.insert(name, Arc::new(workload));

@@ -10,7 +10,8 @@ use smallvec::SmallVec;
 
 use super::{Findings, check_name, label, object_name};
 use crate::model::{
-    Egress, Identity, Mode, Node, Place, Rules, WithoutProxy, Workload, WorkloadName, is_reserved,
+    Egress, Identity, Layers, Mode, Node, Place, Rules, WithoutProxy, Workload, WorkloadName,
+    is_reserved,
 };
 
 /// A label: `ambient` captures, `none` does not. Of a namespace for all its pods, or of a pod.
@@ -61,7 +62,10 @@ pub fn pod(object: &api::Pod, node: &Node, findings: &mut Findings) -> Option<Wo
             spec.service_account_name.as_deref().unwrap_or_default(),
             object.metadata.labels.as_ref(),
         ),
-        rules: Arc::new(rules),
+        rules: Arc::new(Layers {
+            own: rules,
+            ..Layers::default()
+        }),
         capture: None,
     })
 }

@@ -31,6 +31,9 @@ pub struct Arguments {
     /// Keep only these capabilities: `NET_ADMIN,BPF`
     #[arg(long, value_delimiter = ',', value_name = "NAME")]
     capabilities: Option<Vec<String>>,
+    /// Run the program as this user and group
+    #[arg(long, value_name = "ID")]
+    user: Option<u32>,
     /// The program and its arguments
     #[arg(last = true, required = true, value_name = "PROGRAM")]
     program: Vec<OsString>,
@@ -58,7 +61,11 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         .program
         .split_first()
         .expect("clap requires a program");
-    let error = Command::new(program).args(rest).exec();
+    let mut command = Command::new(program);
+    if let Some(id) = arguments.user {
+        command.uid(id).gid(id);
+    }
+    let error = command.args(rest).exec();
     Err(error).with_context(|| format!("run {}", program.display()))
 }
 

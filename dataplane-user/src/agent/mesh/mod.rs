@@ -1,6 +1,8 @@
 //! Mesh capture: whose connections are captured now, the proxy's sockets in their network
 //! namespaces, and the tables that say so.
 
+mod members;
+
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     fs, io,
@@ -15,11 +17,13 @@ use std::{
 use dataplane_common::capture::{EXCLUDED, Enrolled, FROM_CLIENT, Local, RuleKey};
 use tracing::{debug, error, info, warn};
 
+use self::members::Member;
 use super::foreign;
 use crate::{
+    admin::api,
     config,
     kernel::{self, CaptureOptions, Kernel, Namespace, namespaces},
-    model::{Egress, Identity, Place, Policy, Rules, Snapshot, Workload, WorkloadName},
+    model::{Egress, Place, Snapshot, Workload, WorkloadName},
     plan::{Captured, Policies},
     proxy::{self, Attachment, Proxy},
 };
@@ -50,8 +54,8 @@ pub struct Mesh {
     last: u32,
     /// Where the agent's proxy listens, by the namespace's cookie.
     attached: BTreeMap<u64, Attached>,
-    /// What is wrong.
-    problems: Vec<String>,
+    /// What is wrong, and with whom.
+    problems: Vec<(WorkloadName, String)>,
     own_cookie: u64,
 }
 
@@ -60,12 +64,6 @@ struct Attached {
     name: WorkloadName,
     namespace: OwnedFd,
     egress: Egress,
-}
-
-/// A workload, and how it is captured.
-struct Member {
-    workload: Arc<Workload>,
-    policy: Policy,
 }
 
 impl Mesh {
@@ -116,12 +114,9 @@ impl Mesh {
         }
     }
 
-    /// What is wrong.
-    pub fn problems(&self) -> &[String] {
-        &self.problems
-    }
-
     /// Brings everything in line with a snapshot and with the network namespaces that there are.
+    ///
+    /// Answers who is to be captured, for those who ask.
     ///
     /// # Errors
     /// The kernel's refusal; what was captured before is.
@@ -129,12 +124,12 @@ impl Mesh {
         &mut self,
         kernel: &mut Kernel,
         snapshot: &Snapshot,
-    ) -> Result<(), kernel::Error> {
+    ) -> Result<Arc<[api::MeshWorkload]>, kernel::Error> {
         let mut problems = Vec::new();
         if let Some(proxy) = &self.proxy {
             proxy.set_snapshot(snapshot.clone());
         }
-        let members = self.members(snapshot);
+        let members = members::members(&self.config, snapshot);
         let found = self.namespaces();
         let mut wanted = Captured::default();
         let mut levels = 0;
@@ -148,10 +143,9 @@ impl Mesh {
                         let entry = self.enrol(member, &mut wanted);
                         wanted.cgroups.insert(id, entry);
                     }
-                    Err(error) => problems.push(format!(
-                        "{}: cannot look at cgroup {}: {error}",
-                        member.workload.name,
-                        path.display()
+                    Err(error) => problems.push((
+                        member.workload.name.clone(),
+                        format!("cannot look at cgroup {}: {error}", path.display()),
                     )),
                 },
                 Place::Address => {
@@ -164,9 +158,12 @@ impl Mesh {
                         .iter()
                         .find(|(_, n, _)| n.cookie == namespace.cookie)
                     {
-                        problems.push(format!(
-                            "{}: is in the network namespace of {}, and captured as that",
-                            member.workload.name, other.workload.name
+                        problems.push((
+                            member.workload.name.clone(),
+                            format!(
+                                "is in the network namespace of {}, and captured as that",
+                                other.workload.name
+                            ),
                         ));
                         continue;
                     }
@@ -199,63 +196,28 @@ impl Mesh {
             .collect();
         self.policies.keep(|number| used.contains(&number));
         self.tell(problems);
-        Ok(())
+        Ok(members.iter().map(|member| self.shown(member)).collect())
     }
 
-    fn tell(&mut self, problems: Vec<String>) {
+    fn tell(&mut self, problems: Vec<(WorkloadName, String)>) {
         for problem in &problems {
             if !self.problems.contains(problem) {
-                error!("mesh: {problem}");
+                error!("mesh: {}: {}", problem.0, problem.1);
             }
         }
         self.problems = problems;
     }
 
-    /// Everybody who is to be captured, with all rules that there are for them.
-    fn members(&self, snapshot: &Snapshot) -> Vec<Member> {
-        let mut workloads: BTreeMap<&WorkloadName, Arc<Workload>> = snapshot
-            .workloads
-            .iter()
-            .map(|(name, workload)| (name, Arc::clone(workload)))
-            .collect();
-        let named: Vec<(WorkloadName, &config::MeshWorkload)> = self
-            .config
-            .workloads
-            .iter()
-            .filter_map(|given| {
-                let (namespace, name) = given.name.split_once('/')?;
-                Some((WorkloadName::new(namespace, name), given))
-            })
-            .collect();
-        for (name, given) in &named {
-            workloads
-                .entry(name)
-                .or_insert_with(|| Arc::new(described(name, given)));
+    fn shown(&mut self, member: &Member) -> api::MeshWorkload {
+        let name = &member.workload.name;
+        let problem = self.problems.iter().find(|(whose, _)| whose == name);
+        api::MeshWorkload {
+            problem: problem.map(|(_, text)| text.clone()),
+            number: self.number(name),
+            namespace: name.namespace().to_owned(),
+            name: name.name().to_owned(),
+            rules: member.rules.clone(),
         }
-        let mut all = self.config.rules.rules();
-        all.excluded_uids.extend(self.config.proxy.uid);
-        workloads
-            .into_iter()
-            .filter_map(|(name, workload)| {
-                let own = named.iter().find(|(known, _)| known == name);
-                let own = own.map(|(_, given)| {
-                    let mut rules = given.rules.rules();
-                    // To be named is to be captured.
-                    rules.captured = rules.captured.or(Some(true));
-                    rules
-                });
-                let namespaces = self.config.namespaces.iter();
-                let mut namespace = namespaces.filter(|n| n.name == name.namespace());
-                let namespace = namespace.next().map(|n| n.rules.rules());
-                let rules = own.unwrap_or_default().over(
-                    &workload
-                        .rules
-                        .over(&namespace.unwrap_or_default().over(&all)),
-                );
-                let policy = rules.policy()?;
-                Some(Member { workload, policy })
-            })
-            .collect()
     }
 
     /// Every network namespace but our own.
@@ -339,7 +301,7 @@ impl Mesh {
         &mut self,
         kernel: &Kernel,
         enrolled: &[(&Member, &Namespace, u32)],
-        problems: &mut Vec<String>,
+        problems: &mut Vec<(WorkloadName, String)>,
     ) {
         for (member, namespace, flags) in enrolled {
             if flags & Enrolled::PROXY == 0 {
@@ -353,7 +315,7 @@ impl Mesh {
                 self.attach(kernel, member, namespace)
             };
             if let Err(error) = result {
-                problems.push(format!("{}: {error}", member.workload.name));
+                problems.push((member.workload.name.clone(), error));
             }
         }
     }
@@ -414,6 +376,7 @@ impl Mesh {
     fn adopt(&self, kernel: &Kernel, namespace: &Namespace) -> Result<(), String> {
         let known = kernel
             .capture()
+            .tables()
             .listeners()
             .map_err(|error| error.to_string())?;
         let sockets = foreign::listeners(namespace, self.options.inbound, |family| {
@@ -497,21 +460,6 @@ fn home<'a>(found: &'a [Namespace], addresses: &[IpAddr]) -> Option<&'a Namespac
         .into_iter()
         .chain(there)
         .find(|namespace| kernel::is_linked(namespace).unwrap_or(false))
-}
-
-/// A workload that only the configuration knows.
-fn described(name: &WorkloadName, given: &config::MeshWorkload) -> Workload {
-    Workload {
-        name: name.clone(),
-        addresses: given.addresses.iter().copied().collect(),
-        place: match &given.cgroup {
-            Some(path) => Place::Cgroup(path.clone()),
-            None => Place::Address,
-        },
-        identity: Identity::new(name.name(), "", None),
-        rules: Arc::new(Rules::default()),
-        capture: None,
-    }
 }
 
 /// Says where a namespace's inbound connections go.

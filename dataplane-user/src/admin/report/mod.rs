@@ -1,5 +1,7 @@
 //! Health, as it is: everything that can be asked of the kernel is asked each time.
 
+mod mesh;
+
 use std::{collections::BTreeMap, fmt, fs};
 
 use dataplane_common::{Reason, packet::Iface};
@@ -13,6 +15,7 @@ use crate::{
     kernel::{self, conntrack::Conntrack},
     plan,
 };
+pub use mesh::Workload;
 
 /// `GET /status`, and what `dataplane status` prints.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -28,6 +31,9 @@ pub struct Report {
     /// The interfaces that the packet path's programs belong on; none if it is off.
     #[serde(default)]
     pub interfaces: Vec<Interface>,
+    /// Workloads whose connections are captured; none if there is no mesh.
+    #[serde(default)]
+    pub mesh: Vec<Workload>,
     /// How full the tables are.
     pub tables: Vec<Table>,
     /// Verdicts since the tables were made, by reason.
@@ -263,6 +269,28 @@ pub fn examine(
     if !interfaces.is_empty() {
         findings.extend(forwarding());
     }
+    let named = agent.as_ref().map_or(&[][..], |agent| &agent.mesh);
+    let mesh = match mesh::workloads(paths, named) {
+        Ok(mesh) => mesh,
+        Err(e) => {
+            findings.push(Finding {
+                severity: Severity::Error,
+                text: format!("cannot read whose connections are captured: {e}"),
+            });
+            Vec::new()
+        }
+    };
+    for workload in mesh.iter().filter(|w| !matches!(&*w.proxy, "ready" | "-")) {
+        let name = workload.name.as_ref().unwrap_or(&workload.place);
+        findings.push(Finding {
+            severity: Severity::Warning,
+            text: format!(
+                "mesh: the proxy of {name} does not listen ({}): until it does, withoutProxy says \
+                 what becomes of connections ({})",
+                workload.proxy, workload.without_proxy
+            ),
+        });
+    }
     if verdicts
         .get(Reason::Dangling.word())
         .is_some_and(|&n| n > 0)
@@ -287,6 +315,7 @@ pub fn examine(
         agent,
         programs,
         interfaces,
+        mesh,
         tables,
         verdicts,
     }
@@ -380,7 +409,7 @@ fn judge(agent: &AgentStatus, findings: &mut Vec<Finding>) {
         );
     }
     if agent.source.kind == "kubernetes" {
-        if let Some((severity, text)) = kubernetes(&agent.source, super::now()) {
+        if let Some((severity, text)) = kubernetes(&agent.source, crate::admin::now()) {
             add(severity, text);
         }
     } else if let Some(failure) = &agent.source.error {
@@ -480,6 +509,7 @@ mod tests {
             sync_error: None,
             conflicts: Vec::new(),
             problems: Vec::new(),
+            mesh: Vec::new(),
         }
     }
 

@@ -2,6 +2,10 @@
 //! which learns where they were to go; by an unmodified HAProxy, with Open Service Mesh's iptables
 //! rules and with ours, and by our own proxy.
 
+mod explain;
+
+pub use explain::SCENARIOS as EXPLAIN;
+
 use std::{fs, path::PathBuf};
 
 use anyhow::{Context as _, Result, bail, ensure};

@@ -1,0 +1,112 @@
+//! Whose connections are captured.
+
+use std::{collections::BTreeSet, io, path::Path};
+
+use dataplane_common::capture::{CaptureConfig, Enrolled};
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    admin::api::MeshWorkload,
+    kernel::{self, CaptureTables, namespaces},
+    plan::Captured,
+};
+
+/// A workload whose connections are captured, as the kernel's tables have it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Workload {
+    /// Namespace and name; none if only an agent that does not answer knows them.
+    pub name: Option<String>,
+    /// How it is told: `netns` and the cookie, or `cgroup` and the id.
+    pub place: String,
+    /// `proxy` or `kernel`: what `auto` comes to is one of them.
+    pub mode: String,
+    /// Unknown destinations: `allow` or `deny`.
+    pub egress: String,
+    /// What becomes of connections while the proxy does not listen: `refuse` or `pass`.
+    pub without_proxy: String,
+    /// Whether the proxy listens, now: `ready`, `down`, `no-outbound` or `no-inbound` (it listens for
+    /// the other direction only); `-` if it needs none.
+    pub proxy: String,
+    /// Why it is not captured as it should be.
+    pub problem: Option<String>,
+}
+
+/// Whose connections are captured, and whether their proxies listen.
+pub fn workloads(
+    paths: &kernel::Paths,
+    named: &[MeshWorkload],
+) -> Result<Vec<Workload>, kernel::Error> {
+    if !kernel::Tables::exist(&paths.bpffs)? || kernel::Tables::open(&paths.bpffs)?.mesh() == 0 {
+        return Ok(Vec::new());
+    }
+    let tables = CaptureTables::open(&paths.bpffs)?;
+    let (config, held) = (tables.config(), tables.contents()?);
+    let inbound = tables.listeners()?;
+    let outbound = outbound_listeners(config, &held);
+    let row = |entry: &Enrolled, place: String, listens: [bool; 2]| {
+        let known = named.iter().find(|w| w.number == entry.workload);
+        let flag = |flag: u32, set: &str, unset: &str| {
+            if entry.flags & flag != 0 { set } else { unset }.to_owned()
+        };
+        Workload {
+            name: known.map(MeshWorkload::full_name),
+            place,
+            mode: flag(Enrolled::PROXY, "proxy", "kernel"),
+            egress: flag(Enrolled::EGRESS_DENY, "deny", "allow"),
+            without_proxy: flag(Enrolled::FAIL_OPEN, "pass", "refuse"),
+            proxy: match (entry.flags & Enrolled::PROXY != 0, listens) {
+                (false, _) => "-",
+                (true, [true, true]) => "ready",
+                (true, [false, true]) => "no-outbound",
+                (true, [true, false]) => "no-inbound",
+                (true, [false, false]) => "down",
+            }
+            .to_owned(),
+            problem: known.and_then(|w| w.problem.clone()),
+        }
+    };
+    let captured = |entry: &&Enrolled| entry.flags & Enrolled::CAPTURED != 0;
+    let namespaces = held.namespaces.iter().filter(|(_, e)| captured(e));
+    let in_namespaces = namespaces.map(|(cookie, entry)| {
+        let takes = entry.flags & Enrolled::INBOUND == 0
+            || [4, 6]
+                .iter()
+                .any(|family| inbound.contains(&(*cookie, *family)));
+        let listens = [outbound.contains(cookie), takes];
+        row(entry, format!("netns {cookie}"), listens)
+    });
+    // Of these only outbound connections are captured, in the node's own namespace.
+    let own = kernel::Tables::open(&paths.bpffs)?.host_netns();
+    let in_cgroups = held.cgroups.iter().map(|(id, entry)| {
+        let listens = outbound.contains(&own);
+        row(entry, format!("cgroup {id}"), [listens, listens])
+    });
+    let mut all: Vec<Workload> = in_namespaces.chain(in_cgroups).collect();
+    all.sort_by(|a, b| (&a.name, &a.place).cmp(&(&b.name, &b.place)));
+    Ok(all)
+}
+
+/// Namespaces, by their cookies, in which somebody listens where captured connections go.
+fn outbound_listeners(config: CaptureConfig, held: &Captured) -> BTreeSet<u64> {
+    let wanted = |entry: &Enrolled| entry.flags & Enrolled::PROXY != 0;
+    if !held
+        .namespaces
+        .values()
+        .chain(held.cgroups.values())
+        .any(wanted)
+    {
+        return BTreeSet::new();
+    }
+    let port = config.outbound.host();
+    let look = |_: &Path, entered: io::Result<()>| {
+        entered?;
+        let sockets = kernel::listening(port)?;
+        let takes = |v4| sockets.iter().any(|socket| socket.takes_loopback(v4));
+        let cookie = kernel::netns_cookie().map_err(io::Error::other)?;
+        Ok((takes(true) || takes(false)).then_some(cookie))
+    };
+    // Those that cannot be entered have ended.
+    let found: io::Result<Vec<io::Result<Option<u64>>>> =
+        namespaces::visit(&namespaces::all(), look);
+    found.into_iter().flatten().flatten().flatten().collect()
+}

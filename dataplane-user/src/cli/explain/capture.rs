@@ -1,0 +1,500 @@
+//! Whether a connection goes to a workload's proxy, told step by step: by the code that the kernel's
+//! programs run, on the tables as they are now.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+};
+
+use anyhow::Context as _;
+use dataplane_common::{
+    Addr, Port, Protocol, Reason,
+    capture::{
+        self, CAPTURED, CaptureConfig, Enrolled, Local, MESH_CGROUPS, MESH_GUARD, MESH_NAMESPACES,
+        RuleKey,
+    },
+    decide,
+};
+use serde::Serialize;
+
+use super::{Destination, Namespace};
+use crate::{
+    admin::{api, client::Client as Agent},
+    agent::addresses,
+    cli::netns,
+    kernel::{self, CaptureTables, Tables},
+    plan::Captured,
+};
+
+/// What becomes of a connection on its way out of a workload, or into one.
+#[derive(Debug, Serialize)]
+pub struct Told {
+    /// `outbound` or `inbound`.
+    pub direction: &'static str,
+    /// Whose connection; none if only a running agent knows.
+    pub workload: Option<String>,
+    /// `captured`, `direct`, `left-alone` or `refused`.
+    pub verdict: &'static str,
+    /// The word of the [`Reason`].
+    pub reason: &'static str,
+    /// The rule that decided; none if it was no rule.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rule: Option<Rule>,
+    /// For a person.
+    #[serde(skip)]
+    pub steps: Vec<String>,
+}
+
+/// A rule, and who says so; unless a running agent knows that, nobody does.
+#[derive(Debug, Serialize)]
+pub struct Rule {
+    /// As [`api::MeshRule::about`].
+    pub about: &'static str,
+    /// As [`api::MeshRule::of`].
+    pub of: String,
+    /// As [`api::MeshRule::says`].
+    pub says: String,
+    /// As [`api::MeshRule::by`].
+    pub by: Option<String>,
+}
+
+/// Who connects.
+#[derive(Debug, Default)]
+pub struct Client<'a> {
+    /// The network namespace, if it is known.
+    pub namespace: Option<&'a Namespace>,
+    /// Whether that is the node's own.
+    pub own: bool,
+    /// The process's cgroups, the innermost first; empty if they are not known.
+    pub cgroups: Vec<(u64, PathBuf)>,
+    /// The process's user and group; `None`: nobody that rules are about.
+    pub user: Option<u32>,
+    /// As `user`.
+    pub group: Option<u32>,
+}
+
+/// A mesh, as its tables are now.
+#[derive(Debug)]
+pub struct Mesh {
+    word: u64,
+    config: CaptureConfig,
+    held: Captured,
+    listeners: BTreeSet<(u64, u32)>,
+    /// What the agent says; none if it does not answer.
+    workloads: Option<Vec<api::MeshWorkload>>,
+}
+
+impl Mesh {
+    /// Reads the tables; none if there is no mesh on this node.
+    pub fn open(tables: &Tables, bpffs: &Path, agent: &Agent) -> anyhow::Result<Option<Self>> {
+        let word = tables.mesh();
+        if word == 0 {
+            return Ok(None);
+        }
+        let open = CaptureTables::open(bpffs)?;
+        Ok(Some(Self {
+            word,
+            config: open.config(),
+            held: open.contents()?,
+            listeners: open.listeners()?,
+            workloads: agent.list("/mesh").ok(),
+        }))
+    }
+
+    /// The network namespace or the cgroup of a workload, by its name.
+    pub fn find(&self, name: &str) -> anyhow::Result<Place> {
+        let workloads = self.workloads.as_ref().with_context(|| {
+            format!(
+                "only a running agent knows what {name} is, and none answers; give its address \
+                 instead, or netns:NAME"
+            )
+        })?;
+        let mut workloads = workloads.iter();
+        let workload = workloads
+            .find(|w| w.full_name() == name)
+            .with_context(|| format!("no workload {name} is captured on this node"))?;
+        let is = |entry: &&Enrolled| entry.workload == workload.number;
+        if let Some((cookie, _)) = self.held.namespaces.iter().find(|(_, e)| is(e)) {
+            let found = netns::with_cookie(*cookie)?;
+            return found
+                .map(Place::Namespace)
+                .with_context(|| format!("the network namespace of {name} is gone"));
+        }
+        if let Some((id, _)) = self.held.cgroups.iter().find(|(_, e)| is(e)) {
+            return Ok(Place::Cgroup(*id));
+        }
+        anyhow::bail!("{name} is to be captured, and no network namespace on this node is its own")
+    }
+
+    /// What becomes of a connection that a client makes; none if it is not captured's business.
+    pub fn outbound(&self, tables: &Tables, client: &Client<'_>, to: Destination) -> Option<Told> {
+        if to.protocol != Protocol::TCP {
+            return None;
+        }
+        let (enrolled, how) = match self.whose(client) {
+            Whose::Workload(enrolled, how) => (enrolled, how),
+            Whose::Guarded => {
+                let mut told = self.told("outbound", 0, Reason::Guarded);
+                self.close(&mut told, Reason::Guarded);
+                return Some(told);
+            }
+            Whose::Nobody => return None,
+        };
+        if enrolled.flags & Enrolled::CAPTURED == 0 {
+            return None;
+        }
+        let call = Call {
+            mesh: self,
+            tables,
+            client,
+            to: (to.addr.into(), Port::new(to.port)),
+        };
+        // No process has these.
+        let (user, group) = (
+            client.user.unwrap_or(u32::MAX),
+            client.group.unwrap_or(u32::MAX),
+        );
+        let ids = (user, group);
+        let reason = capture::decide_outbound(&call, &self.config, &enrolled, call.to, ids);
+        let mut told = self.told("outbound", enrolled.workload, reason);
+        told.steps.push(format!("{how} is {}", whose(&told)));
+        if enrolled.flags & Enrolled::HAS_USERS != 0 && client.user.is_none() {
+            told.steps.push(
+                "some users are excluded, and whose process this is was not said (--user, or \
+                 pid:NUMBER): taken for somebody else's"
+                    .to_owned(),
+            );
+        }
+        told.rule = self.outbound_rule(reason, &enrolled, call.to, ids);
+        self.close(&mut told, reason);
+        Some(told)
+    }
+
+    /// What becomes of a connection when it arrives at an address of a workload's; none if it is no
+    /// such address, or nothing that comes in there is captured.
+    pub fn inbound(&self, client: &Client<'_>, to: Destination) -> Option<Told> {
+        let local = self.held.locals.get(&to.addr.into())?;
+        let from_itself = client.namespace.is_some_and(|n| n.cookie == local.netns);
+        if to.protocol != Protocol::TCP || local.flags & Enrolled::INBOUND == 0 || from_itself {
+            return None;
+        }
+        let interface = interface_of(local.netns, to);
+        let number = interface.as_ref().map_or(0, |(_, number)| *number);
+        let own = [self.config.inbound, self.config.outbound].contains(&Port::new(to.port));
+        let mut reason = if own {
+            Reason::Recursive
+        } else {
+            capture::inbound(&self.held, local, to.port.into(), number)
+        };
+        let family = if to.addr.is_ipv4() { 4 } else { 6 };
+        let listens = self.listeners.contains(&(local.netns, family));
+        if reason == Reason::CapturedInbound && !listens {
+            reason = capture::without_proxy(local.flags);
+        }
+        let mut told = self.told("inbound", local.workload, reason);
+        told.steps
+            .push(format!("{} is an address of {}", to.addr, whose(&told)));
+        if let Some((name, _)) = &interface
+            && local.flags & Enrolled::HAS_INTERFACES != 0
+        {
+            told.steps
+                .push(format!("taken to come in by {name}, which has the address"));
+        }
+        let interface = interface.map(|(name, _)| name);
+        told.rule = self.inbound_rule(reason, local, to.port, interface.as_deref());
+        self.close(&mut told, reason);
+        Some(told)
+    }
+
+    /// Who a client is.
+    fn whose(&self, client: &Client<'_>) -> Whose {
+        let namespace = client.namespace;
+        if self.word & MESH_NAMESPACES != 0
+            && let Some(namespace) = namespace
+            && let Some(enrolled) = self.held.namespaces.get(&namespace.cookie)
+        {
+            return Whose::Workload(*enrolled, "this network namespace".to_owned());
+        }
+        if client.own && self.word & MESH_CGROUPS != 0 {
+            let mut cgroups = client.cgroups.iter();
+            let found = cgroups.find_map(|(id, path)| {
+                let enrolled = self.held.cgroups.get(id)?;
+                let how = format!("cgroup {}", path.display());
+                Some(Whose::Workload(*enrolled, how))
+            });
+            return found.unwrap_or(Whose::Nobody);
+        }
+        if self.word & MESH_GUARD != 0 && !client.own && namespace.is_some() {
+            return Whose::Guarded;
+        }
+        Whose::Nobody
+    }
+
+    fn told(&self, direction: &'static str, workload: u32, reason: Reason) -> Told {
+        Told {
+            direction,
+            workload: self.workload(workload).map(api::MeshWorkload::full_name),
+            verdict: match reason {
+                Reason::Captured | Reason::CapturedInbound => "captured",
+                Reason::Direct => "direct",
+                reason if reason.is_refusal() => "refused",
+                _ => "left-alone",
+            },
+            reason: reason.word(),
+            rule: None,
+            steps: Vec::new(),
+        }
+    }
+
+    /// The steps that say by what it was decided.
+    fn close(&self, told: &mut Told, reason: Reason) {
+        if let Some(Rule {
+            about,
+            of,
+            says,
+            by,
+        }) = &told.rule
+        {
+            let what = [about, of.as_str()].join(" ");
+            let by = by.as_deref().map_or_else(
+                || "whose rule it is only a running agent knows".to_owned(),
+                |by| format!("says {by}"),
+            );
+            told.steps
+                .push(format!("rule: {} {says}, {by}", what.trim()));
+        } else if matches!(reason, Reason::Captured | Reason::CapturedInbound) {
+            told.steps.push("no rule excludes it".to_owned());
+        }
+        let port = self.config.outbound;
+        told.steps.push(match reason {
+            Reason::Captured => format!(
+                "somebody listens at loopback's port {} in its network namespace: {}",
+                port.host(),
+                reason.text()
+            ),
+            Reason::ProxyDown | Reason::ProxyBypassed if told.direction == "outbound" => format!(
+                "nobody listens at loopback's port {} in its network namespace: {}",
+                port.host(),
+                reason.text()
+            ),
+            reason => reason.text().to_owned(),
+        });
+    }
+
+    fn workload(&self, number: u32) -> Option<&api::MeshWorkload> {
+        let mut workloads = self.workloads.iter().flatten();
+        workloads.find(|workload| workload.number == number)
+    }
+
+    fn outbound_rule(
+        &self,
+        reason: Reason,
+        enrolled: &Enrolled,
+        (addr, port): (Addr, Port),
+        (user, group): (u32, u32),
+    ) -> Option<Rule> {
+        let held = |kind, id| {
+            let of = enrolled.policy;
+            let said = capture::Rules::rule(&self.held, &RuleKey { of, kind, id });
+            (said != 0).then_some(said)
+        };
+        let (about, of, says) = match reason {
+            Reason::ExcludedUser if held(RuleKey::USER, user).is_some() => {
+                ("user", user.to_string(), "excluded")
+            }
+            Reason::ExcludedUser => ("group", group.to_string(), "excluded"),
+            Reason::ExcludedPort => ("outbound-port", port.host().to_string(), "excluded"),
+            Reason::ExcludedRange | Reason::Captured => {
+                let port = port.host();
+                if held(RuleKey::OUTBOUND_PORT, port.into()) == Some(CAPTURED) {
+                    ("outbound-port", port.to_string(), "captured")
+                } else {
+                    let (range, said) = self.held.longest_range(enrolled.policy, addr)?;
+                    // That everything is captured which no rule excludes goes without saying.
+                    if said == CAPTURED && range.prefix_len() == 0 {
+                        return None;
+                    }
+                    let says = if said == CAPTURED {
+                        "captured"
+                    } else {
+                        "excluded"
+                    };
+                    ("outbound-range", range.to_string(), says)
+                }
+            }
+            Reason::EgressDenied => ("egress", String::new(), "deny"),
+            _ => return self.setting(reason, enrolled.workload),
+        };
+        let by = self.said_by(enrolled.workload, about, &of);
+        Some(Rule {
+            about,
+            of,
+            says: says.to_owned(),
+            by,
+        })
+    }
+
+    fn inbound_rule(
+        &self,
+        reason: Reason,
+        local: &Local,
+        port: u16,
+        interface: Option<&str>,
+    ) -> Option<Rule> {
+        let key = RuleKey {
+            of: local.policy,
+            kind: RuleKey::INBOUND_PORT,
+            id: port.into(),
+        };
+        let listed = capture::Rules::rule(&self.held, &key) != 0;
+        let (about, of, says) = match reason {
+            Reason::ExcludedInterface => ("interface", interface?.to_owned(), "excluded"),
+            Reason::ExcludedPort if listed => ("inbound-port", port.to_string(), "excluded"),
+            Reason::ExcludedPort => ("inbound-others", String::new(), "excluded"),
+            Reason::CapturedInbound if listed => ("inbound-port", port.to_string(), "captured"),
+            _ => return self.setting(reason, local.workload),
+        };
+        let by = self.said_by(local.workload, about, &of);
+        Some(Rule {
+            about,
+            of,
+            says: says.to_owned(),
+            by,
+        })
+    }
+
+    /// The setting that decides where no rule does.
+    fn setting(&self, reason: Reason, workload: u32) -> Option<Rule> {
+        let (about, says) = match reason {
+            Reason::Direct => ("mode", "kernel"),
+            Reason::ProxyDown => ("without-proxy", "refuse"),
+            Reason::ProxyBypassed => ("without-proxy", "pass"),
+            _ => return None,
+        };
+        let said = self.workload(workload).and_then(|w| {
+            let mut rules = w.rules.iter();
+            rules.find(|rule| rule.about == about)
+        });
+        Some(Rule {
+            about,
+            of: String::new(),
+            // Such as auto, which comes to the same.
+            says: said.map_or(says, |rule| &rule.says).to_owned(),
+            by: self.said_by(workload, about, ""),
+        })
+    }
+
+    fn said_by(&self, workload: u32, about: &str, of: &str) -> Option<String> {
+        let mut rules = self.workload(workload)?.rules.iter();
+        let rule = rules.find(|rule| rule.about == about && rule.of == of);
+        Some(rule.map_or_else(|| "the default".to_owned(), |rule| rule.by.clone()))
+    }
+}
+
+/// Whose connection it is.
+enum Whose {
+    /// A workload's; and how that is known.
+    Workload(Enrolled, String),
+    /// It is refused, since the agent has not looked at its namespace.
+    Guarded,
+    Nobody,
+}
+
+/// Where a workload is.
+#[derive(Debug)]
+pub enum Place {
+    /// It has a network namespace of its own.
+    Namespace(Namespace),
+    /// In the node's, in the cgroup with this id.
+    Cgroup(u64),
+}
+
+/// A connection, for what the decision asks.
+struct Call<'a> {
+    mesh: &'a Mesh,
+    tables: &'a Tables,
+    client: &'a Client<'a>,
+    to: (Addr, Port),
+}
+
+impl capture::Rules for Call<'_> {
+    fn rule(&self, key: &RuleKey) -> u32 {
+        self.mesh.held.rule(key)
+    }
+
+    fn range(&self, policy: u32, addr: Addr) -> u32 {
+        self.mesh.held.range(policy, addr)
+    }
+}
+
+impl capture::Circumstances for Call<'_> {
+    fn is_own(&self) -> bool {
+        let local = self.mesh.held.locals.get(&self.to.0);
+        let own = self.client.namespace.map(|namespace| namespace.cookie);
+        local.is_some_and(|local| Some(local.netns) == own)
+    }
+
+    fn is_known(&self) -> bool {
+        let (addr, port) = self.to;
+        self.mesh.held.known.contains_key(&addr)
+            || !decide::find_frontend(self.tables, addr, port, Protocol::TCP, self.client.own)
+                .is_none()
+    }
+
+    fn listens(&self) -> bool {
+        let port = self.mesh.config.outbound.host();
+        let v4 = self.to.0.is_v4();
+        self.client.namespace.is_some_and(|namespace| {
+            let found = namespace.inside(move || kernel::listening(port));
+            found.is_ok_and(|all| all.iter().any(|socket| socket.takes_loopback(v4)))
+        })
+    }
+}
+
+fn whose(told: &Told) -> String {
+    told.workload.as_deref().map_or_else(
+        || "a workload whose name only a running agent knows".to_owned(),
+        |name| format!("workload {name}"),
+    )
+}
+
+/// The interface of a namespace that has an address: its name and number.
+fn interface_of(cookie: u64, to: Destination) -> Option<(String, u32)> {
+    let look = move || {
+        let all = addresses::of_interfaces()?;
+        let found = all.into_iter().find(|address| address.addr == to.addr);
+        let name = found.map(|address| address.interface).unwrap_or_default();
+        let number = nix::net::if_::if_nametoindex(name.as_str())?;
+        Ok((name, number))
+    };
+    netns::with_cookie(cookie).ok()??.inside(look).ok()
+}
+
+/// A process's cgroups, the innermost first, with the numbers by which programs know them.
+pub fn cgroups_of(pid: u32) -> anyhow::Result<Vec<(u64, PathBuf)>> {
+    let file = format!("/proc/{pid}/cgroup");
+    let text = fs::read_to_string(&file).with_context(|| format!("cannot read {file}"))?;
+    let path = text.lines().find_map(|line| line.strip_prefix("0::/"));
+    let path = PathBuf::from(path.unwrap_or_default());
+    let root = kernel::cgroup2_root()?;
+    let all = path.ancestors().filter_map(|path| {
+        let id = fs::metadata(root.join(path)).ok()?.ino();
+        Some((id, Path::new("/").join(path)))
+    });
+    Ok(all.collect())
+}
+
+/// A process's user and group, as programs are told them: the real ones.
+pub fn ids_of(pid: u32) -> anyhow::Result<(u32, u32)> {
+    let file = format!("/proc/{pid}/status");
+    let text = fs::read_to_string(&file).with_context(|| format!("cannot read {file}"))?;
+    let first = |what: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(what))?;
+        line.split_whitespace().next()?.parse().ok()
+    };
+    first("Uid:")
+        .zip(first("Gid:"))
+        .with_context(|| format!("{file} does not tell the process's user"))
+}

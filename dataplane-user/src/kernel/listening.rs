@@ -1,0 +1,121 @@
+//! Who listens in a network namespace.
+
+use std::{
+    fs, io,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+};
+
+/// `TCP_LISTEN` in `/proc/net/tcp`.
+const LISTEN: &str = "0A";
+
+/// A TCP socket that listens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Listening {
+    /// Where; unspecified: at all addresses. An IPv6 socket may take IPv4 too: the kernel does not
+    /// say here.
+    pub addr: IpAddr,
+    /// The socket's inode, by which processes' descriptors name it.
+    pub inode: u64,
+}
+
+impl Listening {
+    /// Whether it takes what is connected to loopback in a family, as far as is known.
+    pub fn takes_loopback(&self, v4: bool) -> bool {
+        match self.addr {
+            IpAddr::V4(addr) => v4 && (addr == Ipv4Addr::LOCALHOST || addr.is_unspecified()),
+            IpAddr::V6(addr) => {
+                addr.is_unspecified()
+                    || !v4 && addr == Ipv6Addr::LOCALHOST
+                    || v4 && addr == Ipv4Addr::LOCALHOST.to_ipv6_mapped()
+            }
+        }
+    }
+}
+
+/// The sockets that listen at a port in the network namespace that this thread is in.
+///
+/// # Errors
+/// If the kernel does not tell.
+pub fn listening(port: u16) -> io::Result<Vec<Listening>> {
+    // "thread-self": the namespace of whoever asks.
+    let mut found = of_port(&fs::read_to_string("/proc/thread-self/net/tcp")?, port);
+    // Missing without IPv6.
+    if let Ok(v6) = fs::read_to_string("/proc/thread-self/net/tcp6") {
+        found.extend(of_port(&v6, port));
+    }
+    Ok(found)
+}
+
+/// Those in a table as `/proc/net/tcp` and `tcp6` have it.
+fn of_port(table: &str, port: u16) -> Vec<Listening> {
+    let suffix = format!(":{port:04X}");
+    let read = |line: &str| {
+        let mut fields = line.split_whitespace();
+        let local = fields.nth(1)?.strip_suffix(&suffix)?;
+        let state = fields.nth(1)?;
+        let inode = fields.nth(5)?.parse().ok()?;
+        Some(Listening {
+            addr: address(local)?,
+            inode,
+        })
+        .filter(|_| state == LISTEN)
+    };
+    table.lines().skip(1).filter_map(read).collect()
+}
+
+/// An address as there: words of four bytes, each as the machine's own number.
+fn address(hex: &str) -> Option<IpAddr> {
+    let word = |at: usize| {
+        let digits = hex.get(at * 8..at * 8 + 8)?;
+        Some(u32::from_str_radix(digits, 16).ok()?.to_ne_bytes())
+    };
+    match hex.len() {
+        8 => Some(IpAddr::from(word(0)?)),
+        32 => {
+            let mut bytes = [0; 16];
+            for (at, four) in bytes.chunks_exact_mut(4).enumerate() {
+                four.copy_from_slice(&word(at)?);
+            }
+            Some(IpAddr::from(bytes))
+        }
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn finds_listening_sockets_by_their_port() {
+        let table = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   \
+                     uid  timeout inode\n   0: 0100007F:3A9E 00000000:0000 0A 00000000:00000000 \
+                     00:00000000 00000000     0        0 4711 1 0000000000000000 100 0 0 10 0\n   \
+                     1: 0100007F:3A9E 0100007F:D431 01 00000000:00000000 00:00000000 00000000     \
+                     0        0 4712 1 0000000000000000 20 4 30 10 -1\n";
+        let found = of_port(table, 15006);
+        assert_eq!(
+            found,
+            [Listening {
+                addr: Ipv4Addr::LOCALHOST.into(),
+                inode: 4711
+            }]
+        );
+        assert!(found[0].takes_loopback(true) && !found[0].takes_loopback(false));
+        assert!(of_port(table, 15001).is_empty());
+    }
+
+    #[test]
+    fn reads_addresses_of_both_families() {
+        let v6 = "00000000000000000000000001000000";
+        assert_eq!(address(v6), Some(Ipv6Addr::LOCALHOST.into()));
+        let mapped = "0000000000000000FFFF00000100007F";
+        let mapped = address(mapped).unwrap();
+        assert_eq!(mapped, Ipv4Addr::LOCALHOST.to_ipv6_mapped());
+        assert_eq!(address("0100"), None);
+        let takes = |addr, v4| Listening { addr, inode: 1 }.takes_loopback(v4);
+        assert!(takes(mapped, true) && !takes(mapped, false));
+        let any = Ipv6Addr::UNSPECIFIED.into();
+        assert!(takes(any, true) && takes(any, false));
+    }
+}
