@@ -325,7 +325,16 @@ fn tables_in_kernel(
     let Ok(mut usage) = tables.usage(state.limits) else {
         return Ok(());
     };
-    if let Ok(Some(conntrack)) = Conntrack::open(&state.paths.bpffs) {
+    let conntrack = Conntrack::open(&state.paths.bpffs).unwrap_or_default();
+    encoder
+        .encode_descriptor(
+            "dataplane_packet_path",
+            "Whether the packet path is on: 0 if not, and then there are no flows",
+            None,
+            MetricType::Gauge,
+        )?
+        .encode_gauge(&i64::from(conntrack.is_some()))?;
+    if let Some(conntrack) = conntrack {
         usage.extend(conntrack.usage().into_iter().flatten());
     }
     let columns: [(&str, &str, Column); 4] = [

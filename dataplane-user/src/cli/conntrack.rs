@@ -260,7 +260,8 @@ impl Open {
         let tables = Tables::open(&bpffs)?;
         let conntrack = Conntrack::open(&bpffs)?.with_context(|| {
             format!(
-                "there are no tables for flows in {}: no agent with a packet path has run on it",
+                "the packet path is off (--packet-path off, `packets.enabled: false`), so that there \
+                 are no flows: no tables for them in {}",
                 bpffs.display()
             )
         })?;

@@ -117,6 +117,9 @@ impl Kernel {
         pins.create_directories()?;
         let lock = pins.lock()?;
         let adopted = prepare(&pins)?;
+        if adopted {
+            prepare_flows(&pins, packet.attach.is_some())?;
+        }
         if !adopted {
             Tables::create(&pins)?;
         }
@@ -332,7 +335,7 @@ fn prepare(pins: &Pins) -> Result<bool, Error> {
     let attached = pins.any_link()?;
     let mut there = 0;
     let mut absent = None;
-    for map in &MAPS {
+    for map in MAPS.iter().filter(|map| !map.is_of_flows()) {
         match pins.open_map(map)? {
             Some(_) => there += 1,
             None => absent = Some(map.name),
@@ -351,6 +354,30 @@ fn prepare(pins: &Pins) -> Result<bool, Error> {
             }
             Ok(false)
         }
+    }
+}
+
+/// Flows' tables are there as long as the packet path is on. Where it is not any more, they go; where
+/// it is new, what is left of an agent that died while it made them goes.
+fn prepare_flows(pins: &Pins, on: bool) -> Result<(), Error> {
+    if !on {
+        // What cannot be detached now is tried again with every change of interfaces, and told.
+        let _ = tc::keep_none(pins)?;
+        return pins.remove_flow_maps();
+    }
+    let mut absent = None;
+    for map in MAPS.iter().filter(|map| map.is_of_flows()) {
+        if pins.open_map(map)?.is_none() {
+            absent = Some(map.name);
+        }
+    }
+    match absent {
+        None => Ok(()),
+        Some(name) if tc::any(pins)? => Err(Error::Damaged {
+            path: pins.map(name),
+            what: "it is not there".into(),
+        }),
+        Some(_) => pins.remove_flow_maps(),
     }
 }
 

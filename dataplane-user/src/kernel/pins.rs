@@ -203,6 +203,9 @@ pub const MAPS: [MapSpec; 32] = [
     on_demand::<TrafficKey, Traffic>("TRAFFIC", BPF_MAP_TYPE_HASH, TRAFFIC),
 ];
 
+/// Those of them that only the packet path needs, and that take memory: they are there where it is.
+pub const FLOW_MAPS: [&str; 4] = ["FORWARD", "REPLY", "MASQUERADE", "FRAGMENTS"];
+
 /// The spec of a map that [`MAPS`] has.
 pub fn spec(name: &str) -> &'static MapSpec {
     let found = MAPS.iter().find(|spec| spec.name == name);
@@ -210,6 +213,16 @@ pub fn spec(name: &str) -> &'static MapSpec {
 }
 
 impl MapSpec {
+    /// Whether it is as large as the agent was told.
+    pub fn is_sized_by_the_agent(&self) -> bool {
+        self.is_of_flows() && self.max_entries.is_none()
+    }
+
+    /// Whether it is one of [`FLOW_MAPS`].
+    pub fn is_of_flows(&self) -> bool {
+        FLOW_MAPS.contains(&self.name)
+    }
+
     /// A map whose capacity is chosen when it is made.
     pub const fn of_any_size(name: &'static str, shape: Shape) -> Self {
         Self {
@@ -375,6 +388,17 @@ impl Pins {
             sys::map_info(fd.as_fd()).doing(|| format!("cannot ask what {} is", path.display()))?;
         spec.check(&path, &info)?;
         Ok(Some((fd, info)))
+    }
+
+    /// Removes the pins of [`FLOW_MAPS`], as far as they are there and ours.
+    pub fn remove_flow_maps(&self) -> Result<(), Error> {
+        for name in FLOW_MAPS {
+            if self.open_map(spec(name))?.is_some() {
+                let path = self.map(name);
+                fs::remove_file(&path).doing(|| format!("cannot remove {}", path.display()))?;
+            }
+        }
+        Ok(())
     }
 
     /// Creates and pins a map of maps that are like `inner`.

@@ -101,7 +101,7 @@ pub const REPLACEMENT: &str = "-new";
 /// Loads the programs. Maps that are pinned are used; those that are not are created and pinned.
 ///
 /// `flows`: how many the tables of conntrack have room for, if they are created; `packet`: whether
-/// the packet path's programs are loaded too; `capture`: those of mesh capture.
+/// the packet path's programs are loaded too, and its tables made; `capture`: those of mesh capture.
 pub fn load(pins: &Pins, flows: u32, packet: bool, capture: bool) -> Result<Ebpf, Error> {
     let load = |level| load_logging(pins, flows, packet, capture, level);
     // Writing the verifier's log takes most of the time of a load: only where there is something to
@@ -121,10 +121,16 @@ fn load_logging(
 ) -> Result<Ebpf, Error> {
     let mut loader = EbpfLoader::new();
     loader.verifier_log_level(level);
-    for table in ["FORWARD", "REPLY", "MASQUERADE"] {
-        loader.map_max_entries(table, flows);
-    }
     for map in &MAPS {
+        if map.is_of_flows() && !packet {
+            // The loader makes every map of the object. Those that no loaded program uses are gone
+            // with it; until then, they are as small as can be.
+            loader.map_max_entries(map.name, 1);
+            continue;
+        }
+        if map.is_sized_by_the_agent() {
+            loader.map_max_entries(map.name, flows);
+        }
         loader.map_pin_path(map.name, pins.map(map.name));
     }
     let mut ebpf = loader.load(object::programs()?).map_err(Box::new)?;

@@ -4,12 +4,14 @@ use std::fs;
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_common::LAYOUT;
-use dataplane_tests::{Host, Lab};
-use serde_json::Value;
+use dataplane_tests::{Host, Lab, report::LoadReport};
+use serde_json::{Value, json};
+use tempfile::TempDir;
 
 use crate::{
-    cluster::{Cluster, eventually},
+    cluster::{Cluster, eventually, reaches, refused},
     commands::services,
+    metrics::Metrics,
     outcome::run,
 };
 
@@ -20,7 +22,7 @@ scenarios! {
     programs_that_somebody_removed_are_missed_and_come_back,
     other_peoples_filters_stay,
     patterns_choose_interfaces,
-    off_means_none,
+    off_and_on_again,
 }
 
 /// What `status` says of the interfaces, by name: their kind, and how programs are on them.
@@ -209,10 +211,63 @@ fn patterns_choose_interfaces() -> Result<()> {
     Ok(())
 }
 
-fn off_means_none() -> Result<()> {
+/// The packet path is switched on and off by restarts, with pins in place: its programs and tables
+/// are there as long as it is on, and pods' sockets are served all the time.
+fn off_and_on_again() -> Result<()> {
     let lab = Cluster::lab()?;
-    let cluster = Cluster::start_in(lab, &["far", "near"], services, &["--packet-path", "off"])?;
-    ensure!(interfaces(&cluster)?.is_empty());
-    run(&cluster.agent, "status")?.exits(0)?;
+    let directory = TempDir::new()?;
+    let file = directory.path().join("config.json");
+    let set = |packets: Value| fs::write(&file, json!({ "packets": packets }).to_string());
+    set(json!({ "enabled": false }))?;
+    let arguments = ["--config", file.to_str().context("a path in UTF-8")?];
+    let mut cluster = Cluster::start_in(lab, &["far", "near"], services, &arguments)?;
+    let load = ["--to", "10.96.0.10:80", "--threads", "1", "--pause-us", "2000"];
+    let load = cluster.client().load(&load)?;
+    let is = |cluster: &Cluster, on: bool, room: u64| -> Result<()> {
+        ensure!(interfaces(cluster)?.is_empty() != on);
+        for name in ["FORWARD", "REPLY", "MASQUERADE", "FRAGMENTS"] {
+            let pin = cluster.agent.bpffs().join(format!("v{LAYOUT}/maps/{name}"));
+            ensure!(pin.exists() == on, "on: {on}; {}", pin.display());
+        }
+        let count = run(&cluster.agent, "conntrack count")?;
+        let node = cluster.lab.node("node2");
+        let metrics = Metrics::scrape(cluster.client(), node)?;
+        let path = metrics.sum("dataplane_packet_path", &[]);
+        let (outside, door) = (cluster.lab.external("ext"), format!("{}:30080", node.ipv4()));
+        let status = cluster.status()?;
+        let tables = status["tables"].as_array().context("tables")?;
+        let flows = tables.iter().find(|table| table["name"] == "FORWARD");
+        if on {
+            count.exits(0)?;
+            ensure!(path > 0.5);
+            let room_there = flows.and_then(|table| table["capacity"].as_u64());
+            ensure!(room_there == Some(room), "room for {room_there:?}, not {room}");
+            reaches(outside, &door, "connect --count 3", &["near"])?;
+        } else {
+            count.exits(1)?.says(&["the packet path is off"])?;
+            ensure!(path < 0.5 && flows.is_none(), "{flows:?}");
+            refused(outside, &door, "connect")?;
+        }
+        Ok(())
+    };
+    is(&cluster, false, 0)?;
+    for (packets, on, room) in [
+        (json!({ "conntrackFlows": 4096 }), true, 4096),
+        (json!({ "enabled": false }), false, 0),
+        (json!({}), true, 65_536),
+        // Tables that are there keep their size.
+        (json!({ "conntrackFlows": 4096 }), true, 65_536),
+        (json!({ "enabled": false }), false, 0),
+    ] {
+        set(packets.clone())?;
+        cluster.agent.kill();
+        cluster.agent.start()?;
+        is(&cluster, on, room).with_context(|| packets.to_string())?;
+    }
+    let report: LoadReport = load.wait_json()?;
+    ensure!(
+        report.errors.is_empty() && report.answered > 100,
+        "{report:?}"
+    );
     Ok(())
 }

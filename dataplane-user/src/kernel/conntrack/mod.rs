@@ -68,8 +68,8 @@ pub fn now() -> Tick {
 }
 
 impl Conntrack {
-    /// Opens the pinned tables; `None` if there are none: what is pinned is of an agent without a
-    /// packet path, or nothing is.
+    /// Opens the pinned tables; `None` if there are none: the packet path is off, or nothing is
+    /// pinned at all.
     ///
     /// # Errors
     /// If what is there is not ours, or may not be opened.

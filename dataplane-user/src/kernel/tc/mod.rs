@@ -265,6 +265,16 @@ pub fn keep_none(pins: &Pins) -> Result<Vec<String>, Error> {
     remove_elsewhere(pins, &mut clsact, &filters, |_| false)
 }
 
+/// Whether a program of ours is on any interface.
+pub fn any(pins: &Pins) -> Result<bool, Error> {
+    for (path, direction, _) in links(&pins.layout()) {
+        if ours(&path, direction)?.is_some_and(|(_, link)| link.is_attached()) {
+            return Ok(true);
+        }
+    }
+    Ok(!Clsact::open(&pins.layout())?.ours()?.is_empty())
+}
+
 fn remove_elsewhere(
     pins: &Pins,
     clsact: &mut Clsact,
