@@ -63,6 +63,21 @@ pub struct AgentStatus {
     /// Whose connections are captured; without rules.
     #[serde(default)]
     pub mesh: Vec<MeshWorkload>,
+    /// The flows of the packet path; none before they were counted, or without one.
+    #[serde(default)]
+    pub flows: Option<Flows>,
+}
+
+/// The flows of the packet path, as they were counted last: the agent looks at all of them every ten
+/// seconds or some more.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Flows {
+    /// When.
+    pub at: u64,
+    /// How many there were.
+    pub total: u64,
+    /// How many entries the tables had: FORWARD, REPLY, MASQUERADE.
+    pub entries: [u64; 3],
 }
 
 /// A workload whose connections are captured: what `GET /mesh` lists. The tables in the kernel hold

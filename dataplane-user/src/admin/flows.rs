@@ -13,11 +13,21 @@ use dataplane_common::{Protocol, tables::Peer};
 use super::state::lock;
 use crate::kernel::conntrack::Census;
 
+/// A walk through all flows.
+#[derive(Clone, Debug)]
+pub struct Walk {
+    /// What it found.
+    pub census: Census,
+    /// How long it took, rests not counted.
+    pub took: Duration,
+    /// When it was at its end, in seconds since the epoch.
+    pub at: u64,
+}
+
 /// What became of flows and sockets since the agent started.
 #[derive(Debug, Default)]
 pub struct FlowFigures {
-    /// The last walk through all flows, and how long it took.
-    last: Mutex<Option<(Census, Duration)>>,
+    last: Mutex<Option<Walk>>,
     idle: AtomicU64,
     halves: AtomicU64,
     departed: AtomicU64,
@@ -30,7 +40,11 @@ impl FlowFigures {
     pub fn walked(&self, census: Census, took: Duration) {
         self.idle.fetch_add(census.removed, Ordering::Relaxed);
         self.halves.fetch_add(census.halves, Ordering::Relaxed);
-        *lock(&self.last) = Some((census, took));
+        *lock(&self.last) = Some(Walk {
+            census,
+            took,
+            at: super::now(),
+        });
     }
 
     /// Flows were ended, since their endpoint went away.
@@ -51,7 +65,7 @@ impl FlowFigures {
     }
 
     /// What the last walk found; none before the first, or without a packet path.
-    pub fn last(&self) -> Option<(Census, Duration)> {
+    pub fn last(&self) -> Option<Walk> {
         lock(&self.last).clone()
     }
 

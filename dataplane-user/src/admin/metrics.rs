@@ -14,6 +14,7 @@ use prometheus_client::{
 
 use super::{
     counters::{self, PortKey},
+    flows::Walk,
     state::{self, Source, State},
 };
 use crate::{
@@ -232,7 +233,7 @@ fn services(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
 /// What became of flows and sockets. How many flows there are is what the last walk through all of
 /// them found, some seconds ago: to count a million at each scrape would be dear.
 fn flows(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
-    if let Some((census, took)) = state.flows.last() {
+    if let Some(Walk { census, took, at }) = state.flows.last() {
         let mut metric = encoder.encode_descriptor(
             "dataplane_flows",
             "Flows of the packet path, by protocol and state, when they were last looked at",
@@ -255,6 +256,14 @@ fn flows(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
                 MetricType::Gauge,
             )?
             .encode_gauge(&took.as_secs_f64())?;
+        encoder
+            .encode_descriptor(
+                "dataplane_flows_walked_timestamp_seconds",
+                "When all flows were last looked at",
+                None,
+                MetricType::Gauge,
+            )?
+            .encode_gauge(&signed(at))?;
     }
     let mut metric = encoder.encode_descriptor(
         "dataplane_flows_removed",
@@ -322,7 +331,7 @@ fn tables_in_kernel(
             )?;
         }
     }
-    let Ok(mut usage) = tables.usage(state.limits) else {
+    let Ok(usage) = tables.usage(state.limits) else {
         return Ok(());
     };
     let conntrack = Conntrack::open(&state.paths.bpffs).unwrap_or_default();
@@ -334,9 +343,8 @@ fn tables_in_kernel(
             MetricType::Gauge,
         )?
         .encode_gauge(&i64::from(conntrack.is_some()))?;
-    if let Some(conntrack) = conntrack {
-        usage.extend(conntrack.usage().into_iter().flatten());
-    }
+    let counted = state.flows.last().map(|walk| walk.census.entries);
+    let flows = conntrack.map(|conntrack| conntrack.usage(counted.unwrap_or_default()));
     let columns: [(&str, &str, Column); 4] = [
         (
             "dataplane_table_entries",
@@ -361,7 +369,10 @@ fn tables_in_kernel(
     ];
     for (name, help, value) in columns {
         let mut metric = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
-        for table in &usage {
+        // Not known is not none.
+        let is_known = counted.is_some() || name != "dataplane_table_entries";
+        let flows = flows.iter().flatten().filter(|_| is_known);
+        for table in usage.iter().chain(flows) {
             metric
                 .encode_family(&[("table", table.table)])?
                 .encode_gauge(&signed(value(table)))?;

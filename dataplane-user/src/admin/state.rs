@@ -370,6 +370,11 @@ impl State {
             conflicts,
             problems,
             mesh: known.captured.iter().map(without_rules).collect(),
+            flows: self.flows.last().map(|walk| api::Flows {
+                at: walk.at,
+                total: walk.census.total(),
+                entries: walk.census.entries,
+            }),
         }
     }
 

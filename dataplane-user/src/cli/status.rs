@@ -238,6 +238,10 @@ fn agent(out: &mut dyn Write, status: &AgentStatus, now: u64) -> std::io::Result
             }
         ),
     )?;
+    if let Some(flows) = &status.flows {
+        let counted = format!("{}, counted {} ago", flows.total, ago(flows.at));
+        line("Flows", counted)?;
+    }
     line(
         "Last sync",
         status

@@ -221,7 +221,14 @@ fn off_and_on_again() -> Result<()> {
     set(json!({ "enabled": false }))?;
     let arguments = ["--config", file.to_str().context("a path in UTF-8")?];
     let mut cluster = Cluster::start_in(lab, &["far", "near"], services, &arguments)?;
-    let load = ["--to", "10.96.0.10:80", "--threads", "1", "--pause-us", "2000"];
+    let load = [
+        "--to",
+        "10.96.0.10:80",
+        "--threads",
+        "1",
+        "--pause-us",
+        "2000",
+    ];
     let load = cluster.client().load(&load)?;
     let is = |cluster: &Cluster, on: bool, room: u64| -> Result<()> {
         ensure!(interfaces(cluster)?.is_empty() != on);
@@ -233,7 +240,10 @@ fn off_and_on_again() -> Result<()> {
         let node = cluster.lab.node("node2");
         let metrics = Metrics::scrape(cluster.client(), node)?;
         let path = metrics.sum("dataplane_packet_path", &[]);
-        let (outside, door) = (cluster.lab.external("ext"), format!("{}:30080", node.ipv4()));
+        let (outside, door) = (
+            cluster.lab.external("ext"),
+            format!("{}:30080", node.ipv4()),
+        );
         let status = cluster.status()?;
         let tables = status["tables"].as_array().context("tables")?;
         let flows = tables.iter().find(|table| table["name"] == "FORWARD");
@@ -241,7 +251,10 @@ fn off_and_on_again() -> Result<()> {
             count.exits(0)?;
             ensure!(path > 0.5);
             let room_there = flows.and_then(|table| table["capacity"].as_u64());
-            ensure!(room_there == Some(room), "room for {room_there:?}, not {room}");
+            ensure!(
+                room_there == Some(room),
+                "room for {room_there:?}, not {room}"
+            );
             reaches(outside, &door, "connect --count 3", &["near"])?;
         } else {
             count.exits(1)?.says(&["the packet path is off"])?;

@@ -207,8 +207,15 @@ pub fn examine(
     let mut verdicts = BTreeMap::new();
     match kernel::Tables::open(&paths.bpffs) {
         Ok(open) => {
+            // The agent has counted them. Without it, nobody asks often.
+            let counted = agent.as_ref().ok().and_then(|agent| agent.flows.as_ref());
             let flows = Conntrack::open(&paths.bpffs).and_then(|conntrack| {
-                conntrack.map_or_else(|| Ok(Vec::new()), |all| all.usage().map(Vec::from))
+                let Some(conntrack) = conntrack else {
+                    return Ok(Vec::new());
+                };
+                let entries =
+                    counted.map_or_else(|| conntrack.count(), |flows| Ok(flows.entries))?;
+                Ok(conntrack.usage(entries).to_vec())
             });
             match open
                 .usage(limits)
@@ -510,6 +517,7 @@ mod tests {
             conflicts: Vec::new(),
             problems: Vec::new(),
             mesh: Vec::new(),
+            flows: None,
         }
     }
 

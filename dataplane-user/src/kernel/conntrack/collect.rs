@@ -7,7 +7,7 @@ use dataplane_common::{
     packet::{FlowKey, Masqueraded, PortKey, Reply, Tick, seen, timeout},
 };
 
-use super::{Conntrack, Flow, Flows, State, flow, now, removing};
+use super::{Conntrack, Entries, Flow, Flows, State, flow, now, removing};
 use crate::kernel::{
     error::{Doing, Error},
     map::{Batches, Hash, Plain},
@@ -22,6 +22,8 @@ pub struct Census {
     pub removed: u64,
     /// Entries of replies whose flow had been pushed out of a full table, and that were removed.
     pub halves: u64,
+    /// How many entries the tables have.
+    pub entries: Entries,
 }
 
 impl Census {
@@ -90,7 +92,10 @@ impl<'a> Collector<'a> {
                     is_old(key.protocol, reply.seen, reply.used, now).then_some(flow)
                 };
                 match orphans(&conntrack.reply, batches, conntrack, orphan)? {
-                    Some(removed) => self.census.halves += removed,
+                    Some(looked) => {
+                        self.census.halves += looked.removed;
+                        self.census.entries[1] += looked.left;
+                    }
                     None => self.phase = Phase::Masquerade(conntrack.masquerade.batches()),
                 }
             }
@@ -101,7 +106,10 @@ impl<'a> Collector<'a> {
                     is_old(key.protocol, masqueraded.seen, masqueraded.used, now).then_some(flow)
                 };
                 match orphans(&conntrack.masquerade, batches, conntrack, orphan)? {
-                    Some(removed) => self.census.halves += removed,
+                    Some(looked) => {
+                        self.census.halves += looked.removed;
+                        self.census.entries[2] += looked.left;
+                    }
                     None => self.phase = Phase::Done,
                 }
             }
@@ -130,6 +138,7 @@ impl<'a> Collector<'a> {
             } else {
                 let kind = (flow.protocol(), flow.state());
                 *self.census.flows.entry(kind).or_default() += 1;
+                self.census.entries[0] += 1;
             }
         }
         Ok(())
@@ -151,19 +160,26 @@ fn is_old(protocol: Protocol, what: u8, used: Tick, now: Tick) -> bool {
     used.age_seconds(now) > seconds
 }
 
-/// Removes entries of the next batch that `old` finds to be old, and whose flow is gone; how many,
-/// and `None` if there was no next batch.
+/// What became of a batch of entries.
+struct Looked {
+    removed: u64,
+    left: u64,
+}
+
+/// Removes entries of the next batch that `old` finds to be old, and whose flow is gone; `None` if
+/// there was no next batch.
 fn orphans<K: Plain, V: Plain>(
     hash: &Hash<K, V>,
     batches: &mut Batches<'_, K, V>,
     conntrack: &Conntrack,
     old: impl Fn(&K, &V) -> Option<FlowKey>,
-) -> Result<Option<u64>, Error> {
+) -> Result<Option<Looked>, Error> {
     let read = || "cannot read the tables REPLY and MASQUERADE".to_owned();
     let mut entries = Vec::new();
     if !batches.read(&mut entries).doing(read)? {
         return Ok(None);
     }
+    let all = entries.len() as u64;
     let mut removed = 0;
     for (key, value) in entries {
         let Some(flow) = old(&key, &value) else {
@@ -184,5 +200,8 @@ fn orphans<K: Plain, V: Plain>(
             hash.add(&key, &taken).doing(removing)?;
         }
     }
-    Ok(Some(removed))
+    Ok(Some(Looked {
+        removed,
+        left: all - removed,
+    }))
 }

@@ -23,7 +23,7 @@ pub use flow::{Back, Flow, State};
 
 use super::{
     error::{Doing, Error},
-    map::{Batches, Hash, Mapped},
+    map::{Batches, Hash, Mapped, Plain},
     pins::{MapSpec, Pins},
     sys::Shape,
     tables::Usage,
@@ -48,6 +48,9 @@ const ADDRESSES: MapSpec = MapSpec::of_any_size(
         ..Mapped::<Addr>::shape(false)
     },
 );
+
+/// How many entries the tables have: FORWARD, REPLY, MASQUERADE.
+pub type Entries = [u64; 3];
 
 /// The flows of one node.
 #[derive(Debug)]
@@ -277,40 +280,52 @@ impl Conntrack {
         })
     }
 
-    /// How full the tables are: reads all of them.
+    /// Counts all entries, by reading them: about a second for a million flows. The agent does so all
+    /// the time, in steps ([`Census::entries`]).
     ///
     /// # Errors
     /// If the kernel does not let them be read.
-    pub fn usage(&self) -> Result<[Usage; 3], Error> {
+    pub fn count(&self) -> Result<Entries, Error> {
         Ok([
-            usage(&FORWARD, &self.forward)?,
-            usage(&REPLY, &self.reply)?,
-            usage(&MASQUERADE, &self.masquerade)?,
+            count(&FORWARD, &self.forward)?,
+            count(&REPLY, &self.reply)?,
+            count(&MASQUERADE, &self.masquerade)?,
         ])
+    }
+
+    /// How full the tables are, with so many entries.
+    pub fn usage(&self, entries: Entries) -> [Usage; 3] {
+        let [forward, reply, masquerade] = entries;
+        [
+            usage(&FORWARD, &self.forward, forward),
+            usage(&REPLY, &self.reply, reply),
+            usage(&MASQUERADE, &self.masquerade, masquerade),
+        ]
     }
 }
 
-fn usage<K: super::map::Plain, V: super::map::Plain>(
-    spec: &MapSpec,
-    hash: &Hash<K, V>,
-) -> Result<Usage, Error> {
-    let mut used = 0;
+fn count<K: Plain, V: Plain>(spec: &MapSpec, hash: &Hash<K, V>) -> Result<u64, Error> {
+    let mut count = 0;
     let mut entries = Vec::new();
     let mut batches = hash.batches();
     while batches.read(&mut entries).doing(reading(spec))? {
-        used += entries.len();
+        count += entries.len() as u64;
         entries.clear();
     }
+    Ok(count)
+}
+
+fn usage<K: Plain, V: Plain>(spec: &MapSpec, hash: &Hash<K, V>, used: u64) -> Usage {
     // An element: 48 bytes of `struct htab_elem` and a node of the LRU list of 24, then key and
     // value, each rounded up to eight; and a bucket of 16 for each.
     let element = 48 + size_of::<K>().next_multiple_of(8) + size_of::<V>().next_multiple_of(8) + 16;
-    Ok(Usage {
+    Usage {
         table: spec.name,
         used: u32::try_from(used).unwrap_or(u32::MAX),
         capacity: hash.capacity(),
         limit: hash.capacity(),
         bytes: u64::from(hash.capacity()) * element as u64,
-    })
+    }
 }
 
 fn reading(spec: &MapSpec) -> impl FnOnce() -> String {

@@ -91,13 +91,15 @@ fn collect(conntrack: &Conntrack, foreign: &[FlowKey]) -> Census {
     loop {
         let known = || foreign.iter().copied().collect::<HashSet<_>>();
         if let Some(census) = collector.step(known).unwrap() {
+            assert_eq!(census.entries, conntrack.count().unwrap());
             return census;
         }
     }
 }
 
 fn used(conntrack: &Conntrack) -> [u32; 3] {
-    conntrack.usage().unwrap().map(|table| table.used)
+    let counted = conntrack.count().unwrap();
+    conntrack.usage(counted).map(|table| table.used)
 }
 
 #[test]
