@@ -2,7 +2,7 @@
 //!
 //! What the kernel counts is read when somebody scrapes, and not kept up to date in between.
 
-use std::{fmt, sync::Arc};
+use std::{fmt, sync::Arc, time::Duration};
 
 use dataplane_common::Reason;
 use prometheus_client::{
@@ -19,6 +19,7 @@ use super::{
 };
 use crate::{
     kernel::{self, conntrack::Conntrack},
+    proxy::{self, Observer},
     source::kubernetes::{Kind, KindHealth},
 };
 
@@ -55,6 +56,7 @@ impl Collector for Scrape {
         source(state, &mut encoder)?;
         services(state, &mut encoder)?;
         flows(state, &mut encoder)?;
+        mesh(state, &mut encoder)?;
         in_kernel(state, &mut encoder)
     }
 }
@@ -285,6 +287,37 @@ fn flows(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         count(&mut metric, &[("protocol", protocol)], number)?;
     }
     Ok(())
+}
+
+/// Captured connections, whether the proxy relayed them or they went direct: by the same names.
+fn mesh(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+    let direct = state.direct();
+    let proxy = state.proxy.get();
+    if direct.is_idle() && proxy.is_none() {
+        return Ok(());
+    }
+    let mut all = proxy.map(Observer::connections).unwrap_or_default();
+    for (labels, totals) in direct.connections() {
+        *all.entry(labels.clone()).or_default() += *totals;
+    }
+    proxy::encode_connections(&all, encoder)?;
+    let mut metric = encoder.encode_descriptor(
+        "dataplane_direct_connection_seconds",
+        "How long captured connections that went direct, without the proxy, were open",
+        None,
+        MetricType::Counter,
+    )?;
+    for (labels, nanoseconds) in direct.durations() {
+        let seconds = Duration::from_nanos(*nanoseconds).as_secs_f64();
+        metric
+            .encode_family(labels)?
+            .encode_counter::<[(&str, &str); 0], f64, f64>(&seconds, None)?;
+    }
+    drop(direct);
+    match proxy {
+        Some(proxy) => proxy.encode(encoder),
+        None => Ok(()),
+    }
 }
 
 /// What cannot be read is not shown: an absent series can be alerted on, a wrong one misleads.

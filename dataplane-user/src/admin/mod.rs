@@ -3,6 +3,7 @@
 pub mod api;
 pub mod client;
 mod counters;
+mod direct;
 mod flows;
 mod load_balancers;
 mod metrics;

@@ -1,29 +1,32 @@
 //! What the agent knows, for its endpoints to show: written by the sync, read by everyone.
 
 use std::{
+    collections::HashMap,
     ops::Bound,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-use dataplane_common::tables::PoolStats;
+use dataplane_common::{Addr, tables::PoolStats};
 use prometheus_client::metrics::{counter::Counter, histogram::Histogram};
 use tokio::sync::Notify;
 
 use super::{
     api,
     counters::{Counters, PortKey},
+    direct::Direct,
     flows::FlowFigures,
     pulse::Pulse,
     view,
 };
 use crate::{
     kernel,
-    model::{Problem, ServiceName, Snapshot},
+    model::{Problem, ServiceName, Snapshot, Workload},
     plan::{Plan, Planner, Write},
+    proxy::Observer,
     source::kubernetes::{Health, Kind},
 };
 
@@ -53,6 +56,9 @@ pub struct State {
     pub flows: FlowFigures,
     /// Where the services come from.
     pub source: Source,
+    /// The agent's own proxy, if there is one.
+    pub proxy: OnceLock<Observer>,
+    direct: Mutex<Direct>,
     /// Times that the manifests could not be read.
     manifest_errors: Counter,
     ready: AtomicBool,
@@ -142,6 +148,8 @@ impl State {
             change_duration: Histogram::new(buckets),
             flows: FlowFigures::default(),
             source,
+            proxy: OnceLock::new(),
+            direct: Mutex::default(),
             manifest_errors: Counter::default(),
             ready: AtomicBool::new(false),
             started: now(),
@@ -248,10 +256,47 @@ impl State {
     }
 
     /// Whose connections are captured now.
-    pub fn captured(&self, workloads: Arc<[api::MeshWorkload]>) {
+    pub fn captured(&self, workloads: Vec<(Arc<Workload>, api::MeshWorkload)>) {
+        let mut direct = lock(&self.direct);
+        for (workload, shown) in &workloads {
+            direct.name(shown.number, workload);
+        }
+        drop(direct);
         let mut known = lock(&self.known);
         known.mesh_failure = None;
-        known.captured = workloads;
+        known.captured = workloads.into_iter().map(|(_, shown)| shown).collect();
+        drop(known);
+        // Not only when somebody asks: pools may be other services' by then.
+        drop(self.direct());
+    }
+
+    /// What connections have come to that went direct.
+    pub fn direct(&self) -> MutexGuard<'_, Direct> {
+        let mut direct = lock(&self.direct);
+        if direct.is_idle() {
+            return direct;
+        }
+        let tables = kernel::CaptureTables::open(&self.paths.bpffs);
+        // Without it nothing is counted, and what was counted stays.
+        let Ok(traffic) = tables.and_then(|tables| tables.traffic()) else {
+            return direct;
+        };
+        let snapshot = self.snapshot();
+        let all = snapshot.workloads.values().chain(direct.workloads());
+        let by_address: HashMap<Addr, Arc<Workload>> = all
+            .flat_map(|workload| {
+                let addresses = workload.addresses.iter();
+                addresses.map(|addr| ((*addr).into(), Arc::clone(workload)))
+            })
+            .collect();
+        let planner = lock(&self.planner);
+        direct.update(
+            traffic,
+            |pool| owner(&planner, pool).map(|key| key.service),
+            |addr| by_address.get(&addr).cloned(),
+        );
+        drop(planner);
+        direct
     }
 
     /// Capture could not be brought in line with the source.

@@ -248,6 +248,10 @@ pub fn run(settings: Settings) -> Result<(), Error> {
         Some(config) => Some(Mesh::start(config, &kernel)?),
         None => None,
     };
+    if let Some(observer) = mesh.as_ref().and_then(Mesh::observer) {
+        // There is one mesh, and it starts once.
+        let _ = state.proxy.set(observer);
+    }
     let mut sync = Sync::new(
         kernel,
         Arc::clone(&state),

@@ -231,6 +231,18 @@ impl MeshRules {
         rules
     }
 
+    /// The keys for inbound connections that it says something for.
+    fn inbound_keys(&self) -> impl Iterator<Item = &'static str> {
+        let given = [
+            ("includeInboundPorts", self.include_inbound_ports.is_empty()),
+            ("excludeInboundPorts", self.exclude_inbound_ports.is_empty()),
+            ("excludeInterfaces", self.exclude_interfaces.is_empty()),
+        ];
+        given
+            .into_iter()
+            .filter_map(|(key, empty)| (!empty).then_some(key))
+    }
+
     fn faults(&self, at: &str, faults: &mut Vec<(String, String)>) {
         for (key, ports) in [
             ("includeOutboundPorts", &self.include_outbound_ports),
@@ -277,6 +289,17 @@ impl Mesh {
                     at.clone(),
                     "both addresses and cgroup; expected one of them".into(),
                 ));
+            }
+            if workload.cgroup.is_some() {
+                for key in workload.rules.inbound_keys() {
+                    faults.push((
+                        format!("{at}.rules.{key}"),
+                        "has no effect: of processes in a cgroup only outbound connections are \
+                         captured, since the kernel looks for the socket of an inbound one by its \
+                         address, which is the node's"
+                            .into(),
+                    ));
+                }
             }
             workload.rules.faults(&format!("{at}.rules"), &mut faults);
         }

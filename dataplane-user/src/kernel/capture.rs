@@ -516,14 +516,19 @@ pub fn is_linked(namespace: &Namespace) -> io::Result<bool> {
     }))
 }
 
-/// Opens the proxy's listening sockets in the network namespace that this thread is in.
+/// Opens the proxy's listening sockets in the network namespace that this thread is in; `inbound`:
+/// also those for what connects to the workload.
 ///
 /// # Errors
 /// The kernel's refusal: most likely, somebody else listens there.
-pub fn open_listeners(options: &CaptureOptions) -> io::Result<Listeners> {
+pub fn open_listeners(options: &CaptureOptions, inbound: bool) -> io::Result<Listeners> {
     Ok(Listeners {
         outbound: listen_at(options.outbound)?,
-        inbound: listen_at(options.inbound)?,
+        inbound: if inbound {
+            listen_at(options.inbound)?
+        } else {
+            Vec::new()
+        },
     })
 }
 

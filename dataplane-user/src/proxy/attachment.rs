@@ -14,7 +14,7 @@ use smallvec::SmallVec;
 
 use super::{
     index::Target,
-    metrics::{Counters, CountersKey},
+    metrics::{Counters, CountersKey, Party},
     outcome::Flag,
 };
 use crate::model::{Egress, Workload};
@@ -138,11 +138,13 @@ impl Attached {
         &self,
         direction: Direction,
         target: Option<&Target>,
+        peer: Option<&Arc<Workload>>,
         flag: Flag,
     ) -> Arc<Counters> {
         let key = CountersKey {
             direction,
             service: target.map(|target| target.service().clone()),
+            peer: peer.map(|peer| Party(Arc::clone(peer))),
             flag,
         };
         let mut counters = self.counters.lock().unwrap_or_else(PoisonError::into_inner);

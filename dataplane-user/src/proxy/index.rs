@@ -11,7 +11,9 @@ use imbl::ordmap::DiffItem;
 use rand::seq::IteratorRandom;
 use smallvec::SmallVec;
 
-use crate::model::{Protocol, Service, ServiceName, ServicePort, Snapshot, TrafficPolicy};
+use crate::model::{
+    Protocol, Service, ServiceName, ServicePort, Snapshot, TrafficPolicy, Workload,
+};
 
 /// A snapshot, arranged for looking up destinations. A change costs what changed: the maps share
 /// the rest with the index before.
@@ -23,6 +25,8 @@ pub struct Index {
     vips: imbl::HashMap<IpAddr, u32>,
     /// Addresses of endpoints and workloads, and how many have each: what "registry only" lets pass.
     known: imbl::HashMap<IpAddr, u32>,
+    /// Workloads by their addresses, for metrics.
+    workloads: imbl::HashMap<IpAddr, Arc<Workload>>,
     snapshot: Snapshot,
 }
 
@@ -96,11 +100,21 @@ impl Index {
                     new: (_, new),
                 } => (Some(old), Some(new)),
             };
-            for addr in old.iter().flat_map(|workload| &workload.addresses) {
-                release(&mut index.known, *addr);
+            if let Some(old) = old {
+                for addr in &old.addresses {
+                    release(&mut index.known, *addr);
+                    // A new pod may have the address before the old one is gone.
+                    let known = index.workloads.get(addr);
+                    if known.is_some_and(|known| known.name == old.name) {
+                        index.workloads.remove(addr);
+                    }
+                }
             }
-            for addr in new.iter().flat_map(|workload| &workload.addresses) {
-                *index.known.entry(*addr).or_default() += 1;
+            if let Some(new) = new {
+                for addr in &new.addresses {
+                    *index.known.entry(*addr).or_default() += 1;
+                    index.workloads.insert(*addr, Arc::clone(new));
+                }
             }
         }
         index.snapshot = snapshot;
@@ -110,6 +124,11 @@ impl Index {
     /// The snapshot that this is the index of.
     pub fn snapshot(&self) -> &Snapshot {
         &self.snapshot
+    }
+
+    /// The workload that has an address.
+    pub fn workload(&self, addr: IpAddr) -> Option<&Arc<Workload>> {
+        self.workloads.get(&addr)
     }
 
     /// What a destination is. An exact VIP and port comes first, whatever else has the address.

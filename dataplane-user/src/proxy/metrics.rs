@@ -1,7 +1,10 @@
 //! What the proxy counts, by Istio's names.
 
 use std::{
+    collections::BTreeMap,
     fmt,
+    hash::{Hash, Hasher},
+    ops::AddAssign,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -10,28 +13,84 @@ use std::{
 
 use prometheus_client::{
     collector::Collector,
-    encoding::{DescriptorEncoder, EncodeLabelSet},
+    encoding::{DescriptorEncoder, EncodeLabel as _, EncodeLabelSet, EncodeMetric as _},
     metrics::{MetricType, counter::ConstCounter, gauge::ConstGauge},
     registry::Registry,
 };
 
-use super::{
-    Shared,
-    attachment::{Attached, Direction},
-    outcome::Flag,
-};
-use crate::model::ServiceName;
+use super::{Shared, attachment::Direction, outcome::Flag};
+use crate::model::{ServiceName, Workload};
 
-/// What is counted apart.
+/// What is counted apart, of a workload's connections.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct CountersKey {
     /// Out of the workload or into it.
     pub direction: Direction,
     /// The service that the client named by its address.
     pub service: Option<ServiceName>,
+    /// The other side, if it is a workload that is known.
+    pub peer: Option<Party>,
     /// Of connections that got nowhere: why.
     pub flag: Flag,
 }
+
+/// A workload, which is the same if its name is.
+#[derive(Clone, Debug)]
+pub struct Party(pub Arc<Workload>);
+
+impl PartialEq for Party {
+    fn eq(&self, other: &Self) -> bool {
+        self.0.name == other.0.name
+    }
+}
+
+impl Eq for Party {}
+
+impl PartialOrd for Party {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Party {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        self.0.name.cmp(&other.0.name)
+    }
+}
+
+impl Hash for Party {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.0.name.hash(state);
+    }
+}
+
+/// What connections have come to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Totals {
+    /// Connections that reached an endpoint.
+    pub opened: u64,
+    /// Of these, those that ended.
+    pub closed: u64,
+    /// Connections that were refused, or that no endpoint took.
+    pub failed: u64,
+    /// Bytes from clients.
+    pub received: u64,
+    /// Bytes to clients.
+    pub sent: u64,
+}
+
+impl AddAssign for Totals {
+    fn add_assign(&mut self, more: Self) {
+        self.opened += more.opened;
+        self.closed += more.closed;
+        self.failed += more.failed;
+        self.received += more.received;
+        self.sent += more.sent;
+    }
+}
+
+/// Totals, by whose connections they are of.
+pub type Connections = BTreeMap<Labels, Totals>;
 
 /// Counters of one kind of connection.
 #[derive(Debug, Default)]
@@ -48,6 +107,19 @@ pub struct Counters {
     pub sent: AtomicU64,
 }
 
+impl Counters {
+    fn totals(&self) -> Totals {
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        Totals {
+            opened: read(&self.opened),
+            closed: read(&self.closed),
+            failed: read(&self.failed),
+            received: read(&self.received),
+            sent: read(&self.sent),
+        }
+    }
+}
+
 /// Adds the proxy's metrics to a registry.
 pub(super) fn register(registry: &mut Registry, shared: &Arc<Shared>) {
     registry.register_collector(Box::new(Scrape(Arc::clone(shared))));
@@ -59,10 +131,12 @@ struct Scrape(Arc<Shared>);
 
 /// Istio's labels, as far as an L4 proxy without identities knows them; the others are `unknown`,
 /// as Istio's own are then.
-#[derive(Clone, Debug)]
-struct Labels {
-    attached: Arc<Attached>,
-    key: CountersKey,
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Labels {
+    /// Whose connections these are.
+    pub workload: Party,
+    /// Which of them.
+    pub key: CountersKey,
 }
 
 impl EncodeLabelSet for Labels {
@@ -70,27 +144,31 @@ impl EncodeLabelSet for Labels {
         &self,
         encoder: &mut prometheus_client::encoding::LabelSetEncoder<'_>,
     ) -> Result<(), fmt::Error> {
-        let workload = &self.attached.workload;
-        let identity = &workload.identity;
         let outbound = self.key.direction == Direction::Outbound;
         let reporter = if outbound { "source" } else { "destination" };
         ("reporter", reporter).encode(encoder.encode_label())?;
-        for (prefix, own) in [("source", outbound), ("destination", !outbound)] {
-            let known = |value: &str| {
-                if own && !value.is_empty() {
-                    value.to_owned()
-                } else {
-                    "unknown".to_owned()
-                }
+        let (own, peer) = (Some(&self.workload), self.key.peer.as_ref());
+        let (source, destination) = if outbound { (own, peer) } else { (peer, own) };
+        for (prefix, party) in [("source", source), ("destination", destination)] {
+            let known = |value: fn(&Workload) -> &str| {
+                let value = party.map(|Party(workload)| value(workload));
+                let value = value.filter(|value| !value.is_empty());
+                value.unwrap_or("unknown").to_owned()
             };
             let labels = [
-                ("workload", known(&identity.workload)),
-                ("canonical_service", known(&identity.canonical_service)),
-                ("canonical_revision", known(&identity.canonical_revision)),
-                ("workload_namespace", known(workload.name.namespace())),
-                ("app", known(&identity.app)),
-                ("version", known(&identity.version)),
-                ("principal", known("")),
+                ("workload", known(|w| &w.identity.workload)),
+                (
+                    "canonical_service",
+                    known(|w| &w.identity.canonical_service),
+                ),
+                (
+                    "canonical_revision",
+                    known(|w| &w.identity.canonical_revision),
+                ),
+                ("workload_namespace", known(|w| w.name.namespace())),
+                ("app", known(|w| &w.identity.app)),
+                ("version", known(|w| &w.identity.version)),
+                ("principal", known(|_| "")),
             ];
             for (name, value) in labels {
                 (format!("{prefix}_{name}"), value).encode(encoder.encode_label())?;
@@ -121,101 +199,111 @@ impl EncodeLabelSet for Labels {
     }
 }
 
-use prometheus_client::encoding::EncodeLabel as _;
-
-type Reading = fn(&Counters) -> &AtomicU64;
+type Reading = fn(&Totals) -> u64;
 
 const FAMILIES: [(&str, &str, Reading); 5] = [
     (
         "istio_tcp_connections_opened",
         "Connections that reached their destination",
-        |counters| &counters.opened,
+        |totals| totals.opened,
     ),
     (
         "istio_tcp_connections_closed",
         "Connections that ended, of those that reached their destination",
-        |counters| &counters.closed,
+        |totals| totals.closed,
     ),
     (
         "istio_tcp_connections_failed",
         "Connections that were refused or that no endpoint took; response_flags says why",
-        |counters| &counters.failed,
+        |totals| totals.failed,
     ),
     (
         "istio_tcp_received_bytes",
         "Bytes from clients, as requests",
-        |counters| &counters.received,
+        |totals| totals.received,
     ),
     (
         "istio_tcp_sent_bytes",
         "Bytes to clients, as responses",
-        |counters| &counters.sent,
+        |totals| totals.sent,
     ),
 ];
 
+/// What a proxy's connections have come to.
+pub(super) fn connections(shared: &Shared) -> Connections {
+    let mut all = Connections::new();
+    for attached in shared.attachments() {
+        for (key, counters) in attached.all_counters() {
+            let workload = Party(Arc::clone(&attached.workload));
+            *all.entry(Labels { workload, key }).or_default() += counters.totals();
+        }
+    }
+    all
+}
+
+/// Writes what connections have come to, whoever relayed them.
+///
+/// # Errors
+/// The encoder's.
+pub fn encode_connections(all: &Connections, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+    for (name, help, read) in FAMILIES {
+        let mut family = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
+        let seen = all.iter().filter(|(_, t)| **t != Totals::default());
+        for (labels, totals) in seen {
+            let value = read(totals);
+            // Of kinds of connections that only fail there is nothing else to say.
+            if value == 0 && name != "istio_tcp_connections_opened" {
+                continue;
+            }
+            let metric = family.encode_family(labels)?;
+            ConstCounter::new(value).encode(metric)?;
+        }
+    }
+    Ok(())
+}
+
 impl Collector for Scrape {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let shared = &self.0;
-        let counters: Vec<(Labels, Arc<Counters>)> = shared
-            .attachments()
-            .into_iter()
-            .flat_map(|attached| {
-                let all = attached.all_counters().into_iter();
-                all.map(move |(key, counters)| {
-                    let attached = Arc::clone(&attached);
-                    (Labels { attached, key }, counters)
-                })
-            })
-            .collect();
-        for (name, help, read) in FAMILIES {
-            let mut family = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
-            for (labels, counters) in &counters {
-                let value = read(counters).load(Ordering::Relaxed);
-                // Of kinds of connections that only fail there is nothing else to say.
-                if value == 0 && name != "istio_tcp_connections_opened" {
-                    continue;
-                }
-                let metric = family.encode_family(labels)?;
-                prometheus_client::encoding::EncodeMetric::encode(
-                    &ConstCounter::new(value),
-                    metric,
-                )?;
-            }
-        }
-        let gauges = [
-            (
-                "dataplane_proxy_connections",
-                "Connections that the proxy has now",
-                shared.limits.open(),
-            ),
-            (
-                "dataplane_proxy_connections_max",
-                "Connections that the proxy takes at most; more wait to be accepted",
-                shared.limits.max(),
-            ),
-            (
-                "dataplane_proxy_workloads",
-                "Workloads whose connections are relayed",
-                shared.attachments().len(),
-            ),
-            (
-                "dataplane_proxy_held_bytes",
-                "Bytes that are held for readers that do not keep up",
-                shared.held(),
-            ),
-        ];
-        for (name, help, value) in gauges {
-            let value = i64::try_from(value).unwrap_or(i64::MAX);
-            let metric = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
-            prometheus_client::encoding::EncodeMetric::encode(&ConstGauge::new(value), metric)?;
-        }
-        let lost = shared.log.lost();
-        let metric = encoder.encode_descriptor(
-            "dataplane_proxy_access_log_lost",
-            "Lines of the access log that were left out, because it could not be written as fast",
-            None,
-            MetricType::Counter,
-        )?;
-        prometheus_client::encoding::EncodeMetric::encode(&ConstCounter::new(lost), metric)
+        encode_connections(&connections(&self.0), &mut encoder)?;
+        encode_proxy(&self.0, &mut encoder)
     }
+}
+
+/// Writes what is the proxy's own.
+pub(super) fn encode_proxy(shared: &Shared, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+    let gauges = [
+        (
+            "dataplane_proxy_connections",
+            "Connections that the proxy has now",
+            shared.limits.open(),
+        ),
+        (
+            "dataplane_proxy_connections_max",
+            "Connections that the proxy takes at most; more wait to be accepted",
+            shared.limits.max(),
+        ),
+        (
+            "dataplane_proxy_workloads",
+            "Workloads whose connections are relayed",
+            shared.attachments().len(),
+        ),
+        (
+            "dataplane_proxy_held_bytes",
+            "Bytes that are held for readers that do not keep up",
+            shared.held(),
+        ),
+    ];
+    for (name, help, value) in gauges {
+        let value = i64::try_from(value).unwrap_or(i64::MAX);
+        let metric = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
+        ConstGauge::new(value).encode(metric)?;
+    }
+    let lost = shared.log.lost();
+    let metric = encoder.encode_descriptor(
+        "dataplane_proxy_access_log_lost",
+        "Lines of the access log that were left out, because it could not be written as fast",
+        None,
+        MetricType::Counter,
+    )?;
+    ConstCounter::new(lost).encode(metric)
 }

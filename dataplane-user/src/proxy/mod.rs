@@ -32,6 +32,7 @@ pub use access::AccessLog;
 pub use attachment::{Attachment, Direction};
 pub use dump::Dump;
 pub use index::{Found, Index, Target};
+pub use metrics::{Connections, CountersKey, Labels, Party, Totals, encode_connections};
 pub use outcome::Flag;
 
 use std::{
@@ -48,7 +49,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use prometheus_client::registry::Registry;
+use prometheus_client::{encoding::DescriptorEncoder, registry::Registry};
 use rustix::event::{EventfdFlags, eventfd};
 
 use self::{
@@ -316,6 +317,19 @@ impl Observer {
     /// Adds what the proxy counts to a registry.
     pub fn register(&self, registry: &mut Registry) {
         metrics::register(registry, &self.0);
+    }
+
+    /// What its connections have come to.
+    pub fn connections(&self) -> Connections {
+        metrics::connections(&self.0)
+    }
+
+    /// Writes what else it counts.
+    ///
+    /// # Errors
+    /// The encoder's.
+    pub fn encode(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        metrics::encode_proxy(&self.0, encoder)
     }
 
     /// What it knows and does now.

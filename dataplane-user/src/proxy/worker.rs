@@ -415,7 +415,14 @@ impl Worker {
             Route::Straight => (None, None),
             Route::Refused(flag, target) => (target, Some(flag)),
         };
-        let counters = attached.counters(direction, target.as_deref(), refused.unwrap_or_default());
+        // Whom a service leads to is known when somebody has taken the connection.
+        let peer = match (direction, &target) {
+            (Direction::Inbound, _) => self.index.workload(client.ip()),
+            (Direction::Outbound, None) => self.index.workload(destination.ip()),
+            (Direction::Outbound, Some(_)) => None,
+        };
+        let flag = refused.unwrap_or_default();
+        let counters = attached.counters(direction, target.as_deref(), peer, flag);
         let mut connection =
             Connection::new(socket, attached, direction, addresses, counters, self.now);
         connection.target = target;
@@ -586,6 +593,12 @@ impl Worker {
             self.dial(key);
         } else if flags.contains(EventFlags::OUT) {
             connection.dial = None;
+            if let Some(target) = &connection.target {
+                let peer = self.index.workload(connection.endpoint.ip());
+                let (direction, flag) = (connection.direction, Flag::None);
+                connection.counters =
+                    (connection.attached).counters(direction, Some(target), peer, flag);
+            }
             connection.counters.opened.fetch_add(1, Ordering::Relaxed);
             self.drive(key);
         }
@@ -635,7 +648,7 @@ impl Worker {
             let target = connection.target.as_deref();
             let counters = connection
                 .attached
-                .counters(connection.direction, target, flag);
+                .counters(connection.direction, target, None, flag);
             counters.failed.fetch_add(1, Ordering::Relaxed);
         }
         if self.shared.log.is_on() {

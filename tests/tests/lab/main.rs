@@ -113,6 +113,8 @@ fn main() -> ExitCode {
         smoke::SCENARIOS,
         capture::SCENARIOS,
         capture::EXPLAIN,
+        capture::METRICS,
+        capture::PROXIES,
         netfilter::SCENARIOS,
         kernel::SCENARIOS,
         kubernetes::SCENARIOS,

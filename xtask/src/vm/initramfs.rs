@@ -44,6 +44,7 @@ const PROGRAMS: &[&str] = &[
     "iptables-save",
     "mountpoint",
     "nft",
+    "nginx",
     "nsenter",
     "ss",
     "tc",

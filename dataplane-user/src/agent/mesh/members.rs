@@ -74,6 +74,23 @@ pub fn members(config: &config::Mesh, snapshot: &Snapshot) -> Vec<Member> {
         .collect()
 }
 
+/// The node itself, whose own processes have the network namespace in common.
+pub fn of_node(snapshot: &Snapshot) -> Member {
+    let name = &*snapshot.node.name;
+    Member {
+        workload: Arc::new(Workload {
+            name: WorkloadName::new("", name),
+            addresses: snapshot.node.addresses.iter().copied().collect(),
+            place: Place::Address,
+            identity: Identity::new(name, "", None),
+            rules: Arc::default(),
+            capture: None,
+        }),
+        policy: Policy::default(),
+        rules: Vec::new(),
+    }
+}
+
 /// A workload that only the configuration knows.
 fn described(name: &WorkloadName, given: &config::MeshWorkload) -> Workload {
     Workload {

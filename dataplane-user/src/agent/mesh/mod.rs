@@ -25,7 +25,7 @@ use crate::{
     kernel::{self, CaptureOptions, Kernel, Namespace, namespaces},
     model::{Egress, Place, Snapshot, Workload, WorkloadName},
     plan::{Captured, Policies},
-    proxy::{self, Attachment, Proxy},
+    proxy::{self, Attachment, Observer, Proxy},
 };
 
 /// How long the connections of a released workload may go on.
@@ -105,6 +105,11 @@ impl Mesh {
         })
     }
 
+    /// Looks at the agent's own proxy, if there is one.
+    pub fn observer(&self) -> Option<Observer> {
+        self.proxy.as_ref().map(Proxy::observer)
+    }
+
     /// How soon to look again at what nobody tells us of.
     pub fn patience(&self) -> Duration {
         if self.options.guard || !self.problems.is_empty() {
@@ -124,7 +129,7 @@ impl Mesh {
         &mut self,
         kernel: &mut Kernel,
         snapshot: &Snapshot,
-    ) -> Result<Arc<[api::MeshWorkload]>, kernel::Error> {
+    ) -> Result<Vec<(Arc<Workload>, api::MeshWorkload)>, kernel::Error> {
         let mut problems = Vec::new();
         if let Some(proxy) = &self.proxy {
             proxy.set_snapshot(snapshot.clone());
@@ -172,6 +177,18 @@ impl Mesh {
                 }
             }
         }
+        // Of those in the node's own namespace the kernel tells whose is whose, and the proxy does
+        // not: to it they are the node.
+        let of_node = members::of_node(snapshot);
+        let node_namespace = kernel::this_namespace().ok();
+        if let Some(own) = &node_namespace
+            && wanted
+                .cgroups
+                .values()
+                .any(|e| e.flags & Enrolled::PROXY != 0)
+        {
+            enrolled.push((&of_node, own, Enrolled::CAPTURED | Enrolled::PROXY));
+        }
         if self.options.guard {
             for namespace in &found {
                 wanted.namespaces.entry(namespace.cookie).or_default();
@@ -196,7 +213,11 @@ impl Mesh {
             .collect();
         self.policies.keep(|number| used.contains(&number));
         self.tell(problems);
-        Ok(members.iter().map(|member| self.shown(member)).collect())
+        let shown = |member: Member| {
+            let shown = self.shown(&member);
+            (member.workload, shown)
+        };
+        Ok(members.into_iter().map(shown).collect())
     }
 
     fn tell(&mut self, problems: Vec<(WorkloadName, String)>) {
@@ -312,7 +333,8 @@ impl Mesh {
             } else if self.attached.contains_key(&namespace.cookie) {
                 Ok(())
             } else {
-                self.attach(kernel, member, namespace)
+                let inbound = flags & Enrolled::INBOUND != 0;
+                self.attach(kernel, member, namespace, inbound)
             };
             if let Err(error) = result {
                 problems.push((member.workload.name.clone(), error));
@@ -325,6 +347,7 @@ impl Mesh {
         kernel: &Kernel,
         member: &Member,
         namespace: &Namespace,
+        inbound: bool,
     ) -> Result<(), String> {
         let Some(proxy) = &self.proxy else {
             return Ok(());
@@ -332,10 +355,10 @@ impl Mesh {
         let transparent = self.config.proxy.keep_source.unwrap_or(true);
         let options = self.options;
         let listeners = namespaces::within(namespace.file.as_fd(), move || {
-            if transparent {
+            if transparent && inbound {
                 kernel::route_answers(options.mark | FROM_CLIENT)?;
             }
-            kernel::open_listeners(&options)
+            kernel::open_listeners(&options, inbound)
         })
         .map_err(|error| {
             let (a, b) = (options.outbound, options.inbound);

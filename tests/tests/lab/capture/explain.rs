@@ -5,7 +5,7 @@ use dataplane_common::Reason;
 use dataplane_tests::Host;
 use serde_json::{Value, json};
 
-use super::{World, foreign};
+use super::{World, foreign, relay::Relay};
 use crate::{
     cluster::{ask, eventually, reaches},
     outcome::run_args,
@@ -319,7 +319,7 @@ fn status_shows_who_is_captured() -> Result<()> {
             && findings.contains("default/twin: is in the network namespace of default/one"),
         "{findings}"
     );
-    let _proxy = world.haproxy()?;
+    let _proxy = Relay::haproxy(&world)?;
     eventually(|| {
         let told = status(&world)?;
         ensure!(told["mesh"][0]["proxy"] == "ready", "{told:#}");

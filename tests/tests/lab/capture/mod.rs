@@ -1,10 +1,14 @@
 //! Mesh capture: outbound and inbound connections of a pod go to a proxy in its network namespace,
-//! which learns where they were to go; by an unmodified HAProxy, with Open Service Mesh's iptables
-//! rules and with ours, and by our own proxy.
+//! which learns where they were to go.
 
 mod explain;
+mod metrics;
+mod proxies;
+mod relay;
 
 pub use explain::SCENARIOS as EXPLAIN;
+pub use metrics::SCENARIOS as METRICS;
+pub use proxies::SCENARIOS as PROXIES;
 
 use std::{fs, path::PathBuf};
 
@@ -15,14 +19,14 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::{
-    cluster::{ask, eventually, fails, peer_is, reaches, refused, serve},
+    cluster::{eventually, peer_is, reaches, refused, serve},
     manifest::{Manifests, Service},
+    outcome::{cannot_run, run_args},
 };
+use relay::Relay;
 
 scenarios! {
     Dataplane:
-    haproxy_sees_what_it_sees_behind_open_service_meshs_rules,
-    haproxy_takes_inbound_connections,
     the_original_destination_is_right_in_thousands_of_connections,
     our_proxy_takes_both_directions_and_keeps_the_clients_address,
     rules_change_while_connections_live,
@@ -32,6 +36,7 @@ scenarios! {
     a_guarded_namespace_waits_for_the_agent,
     what_goes_direct_is_decided_in_the_kernel,
     cleanup_leaves_nothing_of_a_mesh,
+    processes_of_a_cgroup_are_captured_in_the_nodes_own_namespace,
 }
 
 /// Open Service Mesh's user.
@@ -102,36 +107,6 @@ impl World {
         self.agent.as_ref().context("an agent")
     }
 
-    /// Starts an unmodified HAProxy in the pod of `app`, as its user.
-    fn haproxy(&self) -> Result<Haproxy> {
-        let log = self.state.path().join("haproxy.log");
-        let config = self.state.path().join("haproxy.cfg");
-        fs::write(&config, HAPROXY)?;
-        let file = fs::File::create(&log)?;
-        let process = self
-            .app()
-            .command("haproxy")
-            .args(["-db", "-f"])
-            .arg(&config)
-            .stdout(file)
-            .spawn()?;
-        let proxy = Haproxy {
-            log,
-            _process: process,
-        };
-        eventually(|| {
-            let listening = self.app().command("ss").args(["-Hltn"]).run()?;
-            for port in ["127.0.0.1:15001", "[::1]:15001", ":15003"] {
-                ensure!(
-                    listening.contains(port),
-                    "HAProxy does not listen: {listening}"
-                );
-            }
-            Ok(())
-        })?;
-        Ok(proxy)
-    }
-
     fn verdicts(&self, reason: Reason) -> Result<u64> {
         // Not healthy while manifests are wrong, and says all of this nevertheless.
         let output = self.agent()?.dataplane(["status", "-o", "json"]).output()?;
@@ -169,220 +144,6 @@ fn foreign() -> Value {
     json!({ "uid": UID, "inbound": 15003 })
 }
 
-struct Haproxy {
-    log: PathBuf,
-    _process: Process,
-}
-
-impl Haproxy {
-    /// What it logged: frontend, original destination, client.
-    fn lines(&self) -> Result<Vec<[String; 3]>> {
-        let text = fs::read_to_string(&self.log)?;
-        let mut lines = Vec::new();
-        for line in text.lines() {
-            // Where the file was emptied, zeros take the place of what it had.
-            let words: Vec<&str> = line.trim_start_matches('\0').split(' ').collect();
-            if let ["seen", frontend, destination, client] = words[..] {
-                lines.push([frontend, destination, client].map(str::to_owned));
-            }
-        }
-        Ok(lines)
-    }
-
-    /// The original destinations of so many connections to a frontend, once they are over.
-    fn saw(&self, frontend: &str, count: usize) -> Result<Vec<String>> {
-        let mut seen = Vec::new();
-        eventually(|| {
-            seen = self.lines()?;
-            seen.retain(|[name, ..]| name == frontend);
-            ensure!(seen.len() >= count, "HAProxy has logged {seen:?} so far");
-            Ok(())
-        })?;
-        ensure!(
-            seen.len() == count,
-            "HAProxy saw {count} and more: {seen:?}"
-        );
-        Ok(seen
-            .into_iter()
-            .map(|[_, destination, _]| destination)
-            .collect())
-    }
-
-    fn forget(&self) -> Result<()> {
-        Ok(fs::File::options()
-            .write(true)
-            .open(&self.log)?
-            .set_len(0)?)
-    }
-}
-
-/// A transparent relay: what comes goes on to where it was to go.
-const HAPROXY: &str = "\
-global
-    uid 1500
-    gid 1500
-    log stdout format raw daemon
-defaults
-    mode tcp
-    log global
-    timeout connect 5s
-    timeout client 30s
-    timeout server 30s
-    log-format \"seen %f %[dst]:%[dst_port] %ci\"
-frontend outbound
-    bind 127.0.0.1:15001
-    bind ::1:15001
-    default_backend on
-frontend inbound
-    bind 0.0.0.0:15003
-    bind :::15003 v6only
-    default_backend on
-backend on
-    server destination 0.0.0.0
-";
-
-/// The chains that Open Service Mesh's init container makes, for what is told apart here.
-const OSM: &str = "\
-*nat
-:PROXY_INBOUND - [0:0]
-:PROXY_IN_REDIRECT - [0:0]
-:PROXY_OUTPUT - [0:0]
-:PROXY_REDIRECT - [0:0]
--A PROXY_IN_REDIRECT -p tcp -j REDIRECT --to-port 15003
--A PREROUTING -p tcp -j PROXY_INBOUND
--A PROXY_INBOUND -p tcp --dport 15010 -j RETURN
--A PROXY_INBOUND -p tcp --dport 15901 -j RETURN
--A PROXY_INBOUND -p tcp -m multiport --dports 80 -j RETURN
--A PROXY_INBOUND -p tcp -j PROXY_IN_REDIRECT
--A PROXY_REDIRECT -p tcp -j REDIRECT --to-port 15001
--A OUTPUT -p tcp -j PROXY_OUTPUT
--A PROXY_OUTPUT -d 10.244.1.6/32 -j RETURN
--A PROXY_OUTPUT -p tcp -m multiport --dports 80 -j RETURN
--A PROXY_OUTPUT -o lo ! -d 127.0.0.1/32 -m owner --uid-owner 1500 -j PROXY_IN_REDIRECT
--A PROXY_OUTPUT -o lo -m owner ! --uid-owner 1500 -j RETURN
--A PROXY_OUTPUT -m owner --uid-owner 1500 -j RETURN
--A PROXY_OUTPUT -d 127.0.0.1/32 -j RETURN
--A PROXY_OUTPUT -j PROXY_REDIRECT
-COMMIT
-";
-
-/// The same, in our words.
-fn osm() -> Value {
-    json!({
-        "excludeOutboundIPRanges": ["10.244.1.6/32", "fd00:10:244:1::6/128"],
-        "excludeOutboundPorts": [80],
-        "excludeInboundPorts": [80],
-    })
-}
-
-/// What client, proxy and servers see.
-#[derive(Debug, PartialEq, Eq)]
-struct Seen {
-    client: Vec<(u64, Vec<String>, Vec<String>)>,
-    proxy: Vec<String>,
-}
-
-fn seen(report: &Report) -> (u64, Vec<String>, Vec<String>) {
-    let servers = report.endpoints.iter().map(|(name, endpoint)| {
-        let sources: Vec<_> = endpoint.sources.keys().collect();
-        format!("{name} saw {sources:?}")
-    });
-    let peers = report.peers.iter().map(ToString::to_string);
-    (report.answered, servers.collect(), peers.collect())
-}
-
-/// Connections of `app` that are captured, that are excluded by range, port and loopback.
-fn outbound(world: &World, proxy: &Haproxy) -> Result<Seen> {
-    proxy.forget()?;
-    let app = world.app();
-    let mut client = Vec::new();
-    for (to, how) in [
-        ("10.244.1.5:7", "connect --count 3"),
-        ("10.244.2.5:7", "connect --count 2"),
-        ("10.244.1.5:7", "connect --v4-mapped --count 2"),
-        ("10.244.1.6:7", "connect --count 2"),
-        ("10.244.2.5:80", "http --count 2"),
-    ] {
-        client.push(seen(&ask(app, to, how)?));
-    }
-    let mut saw = proxy.saw("outbound", 7)?;
-    saw.sort();
-    Ok(Seen { client, proxy: saw })
-}
-
-fn haproxy_sees_what_it_sees_behind_open_service_meshs_rules() -> Result<()> {
-    let mut world = World::new()?;
-    let proxy = world.haproxy()?;
-    let rules = world.state.path().join("rules");
-    fs::write(&rules, OSM)?;
-    let load = format!("iptables-legacy-restore < {}", rules.display());
-    world.app().command("sh").args(["-c", &load]).run()?;
-    let theirs = outbound(&world, &proxy)?;
-    world
-        .app()
-        .command("iptables-legacy")
-        .args(["-t", "nat", "-F"])
-        .run()?;
-    world.capture(foreign(), osm())?;
-    let ours = outbound(&world, &proxy)?;
-    ensure!(
-        ours == theirs,
-        "not the same:\nwith iptables {theirs:#?}\nwith ours {ours:#?}"
-    );
-    // And what iptables' rules for IPv4 do not show.
-    let six = "[fd00:10:244:1::5]:7";
-    peer_is(
-        &reaches(world.app(), six, "connect --count 3", &["one"])?,
-        six,
-    )?;
-    ensure!(
-        world.verdicts(Reason::Captured)? == 10,
-        "not 10 were captured"
-    );
-    fails(world.app(), "127.0.0.1:15001", "connect", "ECONNREFUSED")?;
-    ensure!(
-        world.verdicts(Reason::Recursive)? == 1,
-        "not refused as recursive"
-    );
-    // Excluded by its port, and a service all the same.
-    reaches(world.app(), "10.96.0.10:80", "connect", &["far"])?;
-    Ok(())
-}
-
-fn haproxy_takes_inbound_connections() -> Result<()> {
-    let mut world = World::new()?;
-    let one = world.lab.pod("one").clone();
-    let far = world.lab.pod("far").clone();
-    // It listens before it is known to be a workload's: its socket is taken over.
-    let proxy = world.haproxy()?;
-    world.capture(foreign(), osm())?;
-    for (client, to) in [
-        (&one, "10.244.1.8:7"),
-        (&far, "10.244.1.8:7"),
-        (&one, "[fd00:10:244:1::8]:7"),
-    ] {
-        reaches(client, to, "connect", &["app"])?;
-    }
-    reaches(&one, "10.244.1.8:80", "http", &["app"])?;
-    let saw = proxy.saw("inbound", 3)?;
-    ensure!(
-        saw == ["10.244.1.8:7", "10.244.1.8:7", "fd00:10:244:1::8:7"],
-        "{saw:?}"
-    );
-    // Nobody serves the port: HAProxy accepts, and finds nobody.
-    let report = ask(&one, "10.244.1.8:9", "connect")?;
-    ensure!(report.answered == 0, "{report:?}");
-    // It is killed: refused, and not the application's.
-    drop(proxy);
-    refused(&one, "10.244.1.8:7", "connect")?;
-    reaches(&one, "10.244.1.8:80", "http", &["app"])?;
-    // It is started: the kernel notices that it listens.
-    let proxy = world.haproxy()?;
-    eventually(|| reaches(&one, "10.244.1.8:7", "connect", &["app"]).map(|_| ()))?;
-    drop(proxy);
-    Ok(())
-}
-
 /// Few ports, so that each is used again and again, by captured and by other connections.
 fn the_original_destination_is_right_in_thousands_of_connections() -> Result<()> {
     let mut world = World::new()?;
@@ -392,7 +153,7 @@ fn the_original_destination_is_right_in_thousands_of_connections() -> Result<()>
     let reuse = "echo 1 > /proc/sys/net/ipv4/tcp_tw_reuse";
     app.command("sh").args(["-c", &narrow]).run()?;
     app.command("sh").args(["-c", reuse]).run()?;
-    let _proxy = world.haproxy()?;
+    let _proxy = Relay::haproxy(&world)?;
     let rules = json!({ "excludeOutboundIPRanges": ["10.244.2.0/24"] });
     world.capture(foreign(), rules)?;
     let run = |to: &str, count: usize| {
@@ -688,5 +449,52 @@ fn cleanup_leaves_nothing_of_a_mesh() -> Result<()> {
     if fs::read_dir(agent.bpffs()).is_ok_and(|mut left| left.next().is_some()) {
         bail!("something is left in {}", agent.bpffs().display());
     }
+    Ok(())
+}
+
+fn processes_of_a_cgroup_are_captured_in_the_nodes_own_namespace() -> Result<()> {
+    let mut world = World::new()?;
+    let node = world.lab.node("node1").clone();
+    let mounted = dataplane_tests::cgroup2_mount()?;
+    let cgroup = node.cgroup().strip_prefix(&mounted)?.to_owned();
+    let config = |proxy: Value, rules: Value| {
+        json!({ "proxy": proxy, "workloads": [
+            { "name": "node/daemon", "cgroup": cgroup, "rules": rules },
+        ]})
+    };
+    world.agent_with(&config(json!({}), json!({ "mode": "proxy" })), &[])?;
+    for (to, name) in [("10.244.1.5:7", "one"), ("10.244.2.5:7", "far")] {
+        let (report, counted) = world.counted(Reason::Captured, || {
+            reaches(&node, to, "connect --count 5", &[name])
+        })?;
+        ensure!(counted == 5, "{counted} of 5 were captured");
+        peer_is(&report, to)?;
+    }
+    // Somebody else's, in the same place.
+    let (_, counted) = world.counted(Reason::Captured, || {
+        reaches(world.app(), "10.244.1.5:7", "connect", &["one"])
+    })?;
+    ensure!(counted == 0, "a pod was captured");
+    let told = run_args(
+        world.agent()?,
+        ["explain", "node/daemon", "10.244.1.5:7", "-o", "json"],
+    )?;
+    let told = told.exits(0)?.json()?;
+    ensure!(told["verdict"] == "captured", "{told:#}");
+    // What cannot be is said before anything is changed.
+    let wrong = config(json!({}), json!({ "excludeInboundPorts": [80] }));
+    let said = cannot_run(
+        world.agent()?,
+        [
+            "--manifests",
+            &world.manifests.path().to_string_lossy(),
+            "--mesh",
+            &wrong.to_string(),
+        ],
+    )?;
+    said.exits(64)?.says(&[
+        "mesh.workloads[0].rules.excludeInboundPorts",
+        "only outbound connections are captured",
+    ])?;
     Ok(())
 }

@@ -1,0 +1,100 @@
+//! What captured connections are counted as.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context as _, Result, ensure};
+use serde_json::{Value, json};
+
+use super::{World, pod};
+use crate::{
+    cluster::{ask, eventually, reaches},
+    outcome::http,
+};
+
+scenarios! {
+    Dataplane:
+    both_modes_count_the_same,
+}
+
+/// The agent's metrics of captured connections: series with value.
+fn series(world: &World) -> Result<BTreeMap<String, String>> {
+    let (_, text) = http(world.lab.node("node1"), "http://127.0.0.1:15020/metrics")?;
+    let lines = text.lines().filter(|line| line.starts_with("istio_tcp_"));
+    lines
+        .map(|line| {
+            let (series, value) = line.rsplit_once(' ').context("a value")?;
+            Ok((series.to_owned(), value.to_owned()))
+        })
+        .collect()
+}
+
+/// The same connections by the kernel alone and by the proxy: the same series have the same values,
+/// bytes included.
+fn both_modes_count_the_same() -> Result<()> {
+    let mut world = World::new()?;
+    let pods = world.state.path().join("pods.yaml");
+    let named = |name: &str, addresses: [&str; 2], mode: &str| {
+        let mut object = pod(mode, json!({}));
+        object["metadata"]["name"] = name.into();
+        object["metadata"]["labels"]["app"] = name.into();
+        object["metadata"]["labels"]["version"] = "v2".into();
+        object["status"]["podIPs"] = addresses
+            .map(|ip| json!({ "ip": ip }))
+            .into_iter()
+            .collect();
+        object
+    };
+    let items = [
+        named("app", ["10.244.1.8", "fd00:10:244:1::8"], "ambient"),
+        named("one", ["10.244.1.5", "fd00:10:244:1::5"], "none"),
+        named("far", ["10.244.2.5", "fd00:10:244:2::5"], "none"),
+    ];
+    let list = json!({ "apiVersion": "v1", "kind": "List", "items": items });
+    std::fs::write(&pods, list.to_string())?;
+    let mut seen = Vec::new();
+    for mode in ["kernel", "proxy"] {
+        let config: Value = json!({ "rules": { "mode": mode } });
+        world.agent_with(&config, std::slice::from_ref(&pods))?;
+        let app = world.app();
+        reaches(app, "10.244.1.5:7", "connect --count 5", &["one"])?;
+        reaches(app, "10.244.1.5:80", "http --count 3", &["one"])?;
+        reaches(app, "[fd00:10:244:1::5]:80", "http --count 2", &["one"])?;
+        reaches(app, "10.96.0.10:80", "connect --count 4", &["far"])?;
+        // Nobody that is known, and a port that nobody has.
+        reaches(app, "10.244.1.6:7", "connect --count 2", &["two"])?;
+        let report = ask(app, "10.244.1.5:9", "connect")?;
+        ensure!(report.answered == 0, "{report:?}");
+        let mut all = BTreeMap::new();
+        eventually(|| {
+            all = series(&world)?;
+            let sum = |family: &str| -> u32 {
+                let of = all.iter().filter(|(series, _)| series.starts_with(family));
+                of.filter_map(|(_, value)| value.parse::<u32>().ok()).sum()
+            };
+            let closed = sum("istio_tcp_connections_closed_total");
+            let failed = sum("istio_tcp_connections_failed_total");
+            ensure!((closed, failed) == (16, 1), "{closed}, {failed}: {all:#?}");
+            Ok(())
+        })?;
+        seen.push(all);
+    }
+    ensure!(
+        seen[0] == seen[1],
+        "not the same:\nby the kernel {:#?}\nby the proxy {:#?}",
+        seen[0],
+        seen[1]
+    );
+    let web = seen[0].iter().find(|(series, _)| {
+        let labels = [
+            "destination_service_name=\"web\"",
+            "destination_workload=\"far\"",
+            "destination_version=\"v2\"",
+            "source_workload=\"app\"",
+        ];
+        series.starts_with("istio_tcp_connections_opened_total")
+            && labels.iter().all(|label| series.contains(label))
+    });
+    let (_, opened) = web.with_context(|| format!("{:#?}", seen[0]))?;
+    ensure!(opened == "4", "{opened} of 4");
+    Ok(())
+}
