@@ -17,7 +17,8 @@ use crate::{
 /// Remove everything that the dataplane left in the kernel.
 ///
 /// Detaches the programs and removes the tables, of every version of the layout: services are not
-/// served any more. Touches nothing that is not the dataplane's. Refuses while an agent runs.
+/// served any more. Removes the filters and qdiscs on interfaces, and a mesh's rules and routes in
+/// workloads' network namespaces. Touches nothing that is not the dataplane's. Refuses while an agent runs.
 #[derive(Debug, Args)]
 pub struct CleanupArgs {
     /// Only list what would be removed

@@ -54,7 +54,7 @@ pub struct CaptureOptions {
 }
 
 /// The routing table by which answers to a client's address come back to the proxy.
-const TABLE: u32 = 15_006;
+pub(super) const TABLE: u32 = 15_006;
 /// The backlog of the proxy's listeners; the kernel cuts it to `net.core.somaxconn`.
 const BACKLOG: i32 = 65_535;
 
@@ -612,7 +612,7 @@ pub fn route_answers_no_more(mark: u32) -> io::Result<()> {
     Ok(())
 }
 
-fn answers_rule(family: AddressFamily, mark: u32) -> RuleMessage {
+pub(super) fn answers_rule(family: AddressFamily, mark: u32) -> RuleMessage {
     let mut rule = RuleMessage::default();
     rule.header.family = family;
     rule.header.action = RuleAction::ToTable;
@@ -620,7 +620,7 @@ fn answers_rule(family: AddressFamily, mark: u32) -> RuleMessage {
     rule
 }
 
-fn answers_route(family: AddressFamily) -> RouteMessage {
+pub(super) fn answers_route(family: AddressFamily) -> RouteMessage {
     let mut route = RouteMessage::default();
     route.header = RouteHeader {
         address_family: family,

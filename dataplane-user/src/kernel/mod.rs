@@ -1,6 +1,7 @@
 //! The kernel: loading, attaching, pinning and adopting our programs and tables, and writing the
 //! tables. The only room that names aya, and the only one in user space with `unsafe`.
 
+mod answers;
 mod capture;
 pub mod conntrack;
 mod diag;

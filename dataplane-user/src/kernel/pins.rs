@@ -41,6 +41,7 @@ use nix::{
 };
 
 use super::{
+    answers,
     error::{Doing, Error},
     map::{Hash, Mapped, Plain},
     programs::PROGRAMS,
@@ -529,7 +530,8 @@ fn holder(file: &Metadata) -> Option<u32> {
 /// What `cleanup` found.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CleanupItem {
-    /// The pin, or the directory.
+    /// The pin, or the directory; `tc:INTERFACE` for filters and qdiscs, `netns:PATH` for rules and
+    /// routes of a workload's network namespace.
     pub path: PathBuf,
     /// What it is.
     pub what: String,
@@ -537,8 +539,8 @@ pub struct CleanupItem {
     pub ours: bool,
 }
 
-/// Removes everything of ours below `bpffs` and only that: links first, which detaches the
-/// programs. With `dry_run`, says what it would remove.
+/// Removes everything of ours below `bpffs`, on interfaces and in workloads' network namespaces, and
+/// only that: links first, which detaches the programs. With `dry_run`, says what it would remove.
 ///
 /// # Errors
 /// [`Error::Busy`] while an agent runs; otherwise if a pin cannot be looked at or removed.
@@ -552,7 +554,8 @@ pub fn cleanup(bpffs: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
     }
     // Looking is allowed while an agent runs.
     let _lock = if dry_run { None } else { Some(pins.lock()?) };
-    let mut items = Vec::new();
+    // First: the tables tell where there may be something.
+    let mut items = answers::remove(&pins, dry_run)?;
     for layout in layouts(bpffs) {
         items.extend(remove_layout(&layout, dry_run)?);
     }

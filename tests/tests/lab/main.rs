@@ -21,6 +21,7 @@ macro_rules! scenarios {
 
 mod capture;
 mod churn;
+mod cleanup;
 mod cluster;
 mod commands;
 mod configured;
@@ -123,6 +124,7 @@ fn main() -> ExitCode {
         neighbours::SCENARIOS,
         services::SCENARIOS,
         life::SCENARIOS,
+        cleanup::SCENARIOS,
         machine::SCENARIOS,
         churn::SCENARIOS,
         commands::SCENARIOS,

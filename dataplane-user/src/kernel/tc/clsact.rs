@@ -272,27 +272,60 @@ impl Clsact {
         }
     }
 
+    /// Whether anybody but us has a filter on an interface.
+    fn is_shared(&mut self, ifindex: u32) -> Result<bool, Error> {
+        for direction in Direction::ALL {
+            let wanted = self.filter_name(direction);
+            let filters = self.filters(ifindex, direction)?;
+            let is_ours = |f: &&TcMessage| program(f).is_some_and(|(name, _)| name == wanted);
+            // A list has each preference once more, without a program.
+            let ours: Vec<u32> = filters
+                .iter()
+                .filter(is_ours)
+                .map(|f| f.header.info)
+                .collect();
+            if filters.iter().any(|f| !ours.contains(&f.header.info)) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// The qdiscs that we made and that are there, and whether they go (`true`) when our filters
+    /// do, or stay for others' that are there now.
+    pub fn made(&mut self) -> Result<Vec<(u32, bool)>, Error> {
+        let there = self.qdiscs()?;
+        let mut found = Vec::new();
+        for ifindex in self.markers() {
+            if there.get(&ifindex).is_some_and(|kind| kind == CLSACT) {
+                found.push((ifindex, !self.is_shared(ifindex)?));
+            }
+        }
+        Ok(found)
+    }
+
+    /// The interfaces on which we noted that we made a qdisc.
+    fn markers(&self) -> Vec<u32> {
+        let entries = fs::read_dir(self.layout.join("qdiscs"));
+        let names = entries.into_iter().flatten().filter_map(Result::ok);
+        let mut found: Vec<u32> = names
+            .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+            .collect();
+        found.sort_unstable();
+        found
+    }
+
     /// Removes the qdiscs that we made, on the interfaces that are `given_up`, unless somebody else
     /// has a filter there now.
     pub fn remove_qdiscs(&mut self, given_up: impl Fn(u32) -> bool) -> Result<(), Error> {
-        let directory = self.layout.join("qdiscs");
-        let Ok(entries) = fs::read_dir(&directory) else {
-            return Ok(());
-        };
-        let made: Vec<u32> = entries
-            .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
-            .filter(|ifindex| given_up(*ifindex))
-            .collect();
+        let mut made = self.markers();
+        made.retain(|ifindex| given_up(*ifindex));
         if made.is_empty() {
             return Ok(());
         }
         let there = self.qdiscs()?;
         for ifindex in made {
-            let mut used = false;
-            for direction in Direction::ALL {
-                used |= !self.filters(ifindex, direction)?.is_empty();
-            }
-            if !used && there.get(&ifindex).is_some_and(|kind| kind == CLSACT) {
+            if there.get(&ifindex).is_some_and(|kind| kind == CLSACT) && !self.is_shared(ifindex)? {
                 let request = RouteNetlinkMessage::DelQueueDiscipline(qdisc(ifindex));
                 match self.netlink.request(request, 0) {
                     Err(error) if !is_gone(&error) => {
@@ -308,7 +341,7 @@ impl Clsact {
             fs::remove_dir(&marker).doing(|| format!("cannot remove {}", marker.display()))?;
         }
         // Fails while there are others.
-        let _ = fs::remove_dir(&directory);
+        let _ = fs::remove_dir(self.layout.join("qdiscs"));
         Ok(())
     }
 }

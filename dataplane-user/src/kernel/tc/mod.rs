@@ -489,6 +489,26 @@ pub fn remove(layout: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
             ours: true,
         });
     }
+    for (ifindex, goes) in clsact.made()? {
+        items.push(CleanupItem {
+            path: format!("tc:{}", name(ifindex)).into(),
+            what: if goes {
+                "clsact qdisc"
+            } else {
+                "clsact qdisc, with filters of others"
+            }
+            .to_owned(),
+            ours: goes,
+        });
+    }
+    let notes = layout.join("qdiscs");
+    if notes.exists() {
+        items.push(CleanupItem {
+            path: notes,
+            what: "directory".to_owned(),
+            ours: true,
+        });
+    }
     if !dry_run {
         clsact.remove_qdiscs(|_| true)?;
     }
