@@ -176,6 +176,10 @@ fn go(skb: Skb, s: &mut Scratch, now: Tick, chosen: Reason) -> i32 {
     // Two VIPs with a common endpoint, asked from one port at a time: the replies of both cannot be
     // told apart unless one comes from elsewhere.
     masquerade = masquerade || s.flow.replies_taken(now);
+    if masquerade && s.way.answer == route::STACK {
+        // See `forward`.
+        return refuse(skb, s, index, Reason::NoRoute);
+    }
     let reason = enter(&s.packet, &mut s.flow, s.way.iface, masquerade, now);
     if reason.is_refusal() {
         return refuse(skb, s, index, reason);

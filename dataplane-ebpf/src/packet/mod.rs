@@ -166,7 +166,11 @@ pub fn egress(ctx: &TcContext) -> i32 {
 #[inline(always)]
 fn forward(skb: Skb, s: &mut Scratch) -> i32 {
     route::find(skb, &s.packet, &s.ends.dst, &mut s.way);
-    if s.way.answer == route::NOWHERE {
+    // The stack does not take in what has one of its own addresses as its source: so what is given
+    // another source cannot be left to it.
+    if s.way.answer == route::NOWHERE
+        || (s.way.answer == route::STACK && s.ends.src != s.packet.key.src)
+    {
         count(Reason::NoRoute);
         return DROP;
     }
@@ -181,7 +185,7 @@ fn forward(skb: Skb, s: &mut Scratch) -> i32 {
 #[inline(never)]
 fn deliver(skb: Skb, s: &mut Scratch) -> i32 {
     let hops = s.packet.hops;
-    if s.way.answer == route::LOCAL {
+    if s.way.answer == route::LOCAL || s.way.answer == route::STACK {
         return if rewrite(skb, &s.packet, &s.ends, hops) {
             LEAVE_ALONE
         } else {

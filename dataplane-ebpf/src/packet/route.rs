@@ -5,7 +5,8 @@ use core::{mem::size_of, ptr::from_mut};
 use aya_ebpf::{
     bindings::{
         BPF_FIB_LKUP_RET_FRAG_NEEDED, BPF_FIB_LKUP_RET_NO_NEIGH, BPF_FIB_LKUP_RET_NOT_FWDED,
-        BPF_FIB_LKUP_RET_SUCCESS, bpf_fib_lookup as Lookup, bpf_redir_neigh,
+        BPF_FIB_LKUP_RET_SUCCESS, BPF_FIB_LKUP_RET_UNSUPP_LWT, bpf_fib_lookup as Lookup,
+        bpf_redir_neigh,
     },
     helpers::generated::{bpf_fib_lookup, bpf_redirect, bpf_redirect_neigh, bpf_redirect_peer},
 };
@@ -35,8 +36,10 @@ pub const ONWARD: Answer = 0;
 pub const LOCAL: Answer = 1;
 /// On, but the packet is too large: [`Route::mtu`].
 pub const TOO_BIG: Answer = 2;
-/// Nowhere, or a way that cannot be taken from here (encapsulation by route, a prohibited one).
+/// Nowhere: no route, or one that says no.
 pub const NOWHERE: Answer = 3;
+/// On, by a route that encapsulates (LWT), which only the stack can do.
+pub const STACK: Answer = 4;
 
 /// A way to a destination.
 #[repr(C)]
@@ -124,6 +127,8 @@ pub fn find(skb: Skb, packet: &Packet, dst: &Addr, route: &mut Route) {
         route.answer = ONWARD;
     } else if code == BPF_FIB_LKUP_RET_NOT_FWDED {
         route.answer = LOCAL;
+    } else if code == BPF_FIB_LKUP_RET_UNSUPP_LWT {
+        route.answer = STACK;
     } else if code == BPF_FIB_LKUP_RET_FRAG_NEEDED {
         route.answer = TOO_BIG;
         // SAFETY: plain data, written by the helper.

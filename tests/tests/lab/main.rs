@@ -52,6 +52,7 @@ mod netfilter;
 mod outcome;
 mod proxy;
 mod reload;
+mod routes;
 mod services;
 mod smoke;
 mod sockets;
@@ -154,6 +155,7 @@ fn main() -> ExitCode {
         policies::SCENARIOS,
         nodeport::SCENARIOS,
         host_ports::SCENARIOS,
+        routes::SCENARIOS,
         kube_proxy::SCENARIOS,
         many_flows::SCENARIOS,
         differential::RECORDED,
