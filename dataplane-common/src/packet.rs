@@ -214,6 +214,8 @@ impl Iface {
     pub const LOCAL: u16 = 2;
     /// Our programs belong on it: what `status` compares with. The programs do not ask.
     pub const ATTACHED: u16 = 4;
+    /// Its packets have no link-layer header: a tunnel's, WireGuard's, a tun's.
+    pub const BARE: u16 = 8;
 }
 
 impl SourceKey {
@@ -373,7 +375,7 @@ layout! {
     #[repr(C)]
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
     pub struct PacketConfig {
-        /// Flags: [`PacketConfig::DETECT_BY_ADDRESS`] and so on.
+        /// Flags: [`PacketConfig::DETECT_BY_ADDRESS`] and so on; and [`PacketConfig::bare`].
         pub flags: u32,
         /// The first port of the host's own ephemeral range (`net.ipv4.ip_local_port_range`), host
         /// byte order: never chosen for a masqueraded flow.
@@ -394,6 +396,13 @@ impl PacketConfig {
     pub const MASQUERADE_ALL: u32 = 4;
     /// The first port that masqueraded flows are given, host byte order.
     pub const FIRST_PORT: u16 = 1024;
+
+    /// The flag that says: an interface with [`Iface::BARE`] may be this one. So that packets of
+    /// all others, which on most nodes are all, need no look at `IFACES` to tell.
+    #[inline(always)]
+    pub const fn bare(ifindex: u32) -> u32 {
+        1 << (16 + ifindex % 16)
+    }
 }
 
 /// How many interfaces `IFACES` has room for.

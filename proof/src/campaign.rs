@@ -52,8 +52,16 @@ impl Scene {
     /// # Errors
     /// If this machine cannot.
     pub fn new() -> Result<Self> {
+        Self::with_flows(FLOWS)
+    }
+
+    /// The same, with room for so many flows.
+    ///
+    /// # Errors
+    /// If this machine cannot.
+    pub fn with_flows(flows: u32) -> Result<Self> {
         let lab = world::lab()?;
-        let mut rig = Rig::new(&lab.bpffs()?.join("rig"), FLOWS)?;
+        let mut rig = Rig::new(&lab.bpffs()?.join("rig"), flows)?;
         let world = World::new(&lab, &mut rig)?;
         Ok(Self { rig, world, lab })
     }

@@ -6,9 +6,11 @@
 //! * `model`: what ought to happen.
 //! * `generate`: packets of all kinds, from a seed.
 //! * [`campaign`]: many of them, compared; what was found, made short.
+//! * [`cost`]: how long the programs take.
 
 pub mod campaign;
 mod compare;
+pub mod cost;
 mod generate;
 mod model;
 mod tally;

@@ -4,7 +4,8 @@ use std::{process::ExitCode, time::Instant};
 
 use anyhow::Result;
 use clap::Parser;
-use dataplane_proof::{Tally, campaign::Scene};
+use dataplane_common::packet::DEFAULT_FLOWS;
+use dataplane_proof::{Tally, campaign::Scene, cost};
 use indicatif::{ProgressBar, ProgressStyle};
 
 /// Throw packets at the packet path's programs, as this kernel has loaded them, and compare verdict,
@@ -21,17 +22,44 @@ struct Arguments {
     /// Where to begin; the same seed throws the same packets (but endpoints and ports are drawn anew)
     #[arg(long, default_value_t = 1)]
     seed: u64,
+    /// Instead of comparing, measure what so many new flows cost the programs
+    #[arg(long, value_name = "FLOWS", conflicts_with_all = ["packets", "seed"])]
+    costs: Option<u32>,
+    /// With `--costs`: how many flows there is room for
+    #[arg(long, value_name = "FLOWS", default_value_t = DEFAULT_FLOWS, requires = "costs")]
+    room: u32,
 }
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    match fuzz(&arguments) {
+    let outcome = match arguments.costs {
+        Some(flows) => costs(flows, arguments.room),
+        None => fuzz(&arguments),
+    };
+    match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             anstream::eprintln!("error: {error:#}");
             ExitCode::FAILURE
         }
     }
+}
+
+fn costs(flows: u32, room: u32) -> Result<()> {
+    let mut scene = Scene::with_flows(room)?;
+    println!("ns, medians: {flows} flows, room for {room}");
+    println!(
+        "{:<18} {:>8} {:>8} {:>8} {:>8}",
+        "", "new", "(mean)", "again", "known"
+    );
+    for case in cost::CASES {
+        let costs = cost::measure(&mut scene, case, flows)?;
+        println!(
+            "{:<18} {:>8} {:>8.0} {:>8} {:>8}",
+            case.name, costs.new, costs.new_mean, costs.again, costs.known
+        );
+    }
+    Ok(())
 }
 
 fn fuzz(arguments: &Arguments) -> Result<()> {

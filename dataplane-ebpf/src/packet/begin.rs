@@ -146,7 +146,13 @@ fn find_pool(skb: Skb, s: &mut Scratch) -> i32 {
 fn go(skb: Skb, s: &mut Scratch, now: Tick, chosen: Reason) -> i32 {
     let index = s.index;
     let mut masquerade = s.masquerade != 0;
-    route::find(skb, &s.packet, &s.endpoint.addr, &mut s.way);
+    route::find(
+        skb,
+        &s.packet,
+        &s.endpoint.addr,
+        s.endpoint.port,
+        &mut s.way,
+    );
     if s.way.answer == route::NOWHERE {
         return refuse(skb, s, index, Reason::NoRoute);
     }

@@ -121,7 +121,7 @@ fn send_v4<const WORDS: usize>(skb: Skb, packet: &Packet, complaint: Complaint) 
     if !skb.store::<_, true>(packet.l3, &ip) || !skb.store::<_, true>(packet.l3 + 20, &icmp) {
         return DROP;
     }
-    skb.send_back()
+    skb.send_back(packet.l3)
 }
 
 #[inline(never)]
@@ -160,5 +160,5 @@ fn send_v6<const WORDS: usize>(skb: Skb, packet: &Packet, complaint: Complaint) 
     if !skb.store::<_, true>(packet.l3, &ip) || !skb.store::<_, true>(packet.l3 + 40, &icmp) {
         return DROP;
     }
-    skb.send_back()
+    skb.send_back(packet.l3)
 }

@@ -84,7 +84,7 @@ pub fn translate<const LEAVING: bool>(skb: Skb, s: &mut Scratch, now: Tick) -> i
     let mut hops = s.packet.hops;
     let mut local = true;
     if !LEAVING {
-        route::find(skb, &s.packet, &s.ends.dst, &mut s.way);
+        route::find(skb, &s.packet, &s.ends.dst, s.ends.dst_port, &mut s.way);
         local = s.way.answer == route::LOCAL;
         if !local {
             if s.way.answer != route::ONWARD || hops <= 1 {
@@ -101,7 +101,7 @@ pub fn translate<const LEAVING: bool>(skb: Skb, s: &mut Scratch, now: Tick) -> i
     if local {
         LEAVE_ALONE
     } else {
-        route::send(skb, &s.way)
+        route::send(skb, &s.packet, &s.way)
     }
 }
 

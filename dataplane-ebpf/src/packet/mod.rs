@@ -69,7 +69,7 @@ pub fn ingress(ctx: &TcContext) -> i32 {
         return LEAVE_ALONE;
     };
     s.packet.clear();
-    let outcome = s.packet.read(skb);
+    let outcome = s.packet.read(skb, route::link_length(skb.ifindex()));
     if outcome == ICMP {
         return icmp::translate::<false>(skb, s, conntrack::now());
     }
@@ -144,7 +144,7 @@ pub fn egress(ctx: &TcContext) -> i32 {
         return LEAVE_ALONE;
     };
     s.packet.clear();
-    let outcome = s.packet.read(skb);
+    let outcome = s.packet.read(skb, route::link_length(skb.ifindex()));
     let now = conntrack::now();
     if outcome == ICMP {
         return icmp::translate::<true>(skb, s, now);
@@ -165,7 +165,7 @@ pub fn egress(ctx: &TcContext) -> i32 {
 /// Sends a packet of a known flow to its new ends, where the routes say.
 #[inline(always)]
 fn forward(skb: Skb, s: &mut Scratch) -> i32 {
-    route::find(skb, &s.packet, &s.ends.dst, &mut s.way);
+    route::find(skb, &s.packet, &s.ends.dst, s.ends.dst_port, &mut s.way);
     // The stack does not take in what has one of its own addresses as its source: so what is given
     // another source cannot be left to it.
     if s.way.answer == route::NOWHERE
@@ -197,7 +197,7 @@ fn deliver(skb: Skb, s: &mut Scratch) -> i32 {
         return complain(s, Complaint::TIME_EXCEEDED);
     }
     if rewrite(skb, &s.packet, &s.ends, hops - 1) {
-        route::send(skb, &s.way)
+        route::send(skb, &s.packet, &s.way)
     } else {
         DROP
     }

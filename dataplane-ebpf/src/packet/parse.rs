@@ -7,9 +7,9 @@ use dataplane_common::{Addr, Port, Protocol, packet::FlowKey};
 use super::skb::Skb;
 
 /// Ethernet's header.
-const LINK: u32 = 14;
-const ETHERTYPE_V4: u16 = 0x0800_u16.to_be();
-const ETHERTYPE_V6: u16 = 0x86dd_u16.to_be();
+pub const LINK: u32 = 14;
+pub const ETHERTYPE_V4: u16 = 0x0800_u16.to_be();
+pub const ETHERTYPE_V6: u16 = 0x86dd_u16.to_be();
 /// Protocol numbers (IANA) of IPv6's extension headers.
 const HOP_BY_HOP: u8 = 0;
 const ROUTING: u8 = 43;
@@ -50,7 +50,8 @@ pub struct Packet {
     pub key: FlowKey,
     /// Whether it is IPv4: 1 or 0.
     pub v4: u32,
-    /// Where the IP header begins.
+    /// Where the IP header begins: behind Ethernet's, or at 0 where there is none
+    /// ([`Iface::BARE`](dataplane_common::packet::Iface::BARE)).
     pub l3: u32,
     /// Where the transport header begins.
     pub l4: u32,
@@ -99,15 +100,15 @@ impl Packet {
         self.tcp_flags & (SYN | ACK) == SYN
     }
 
-    /// Reads the frame's headers.
+    /// Reads the headers of a frame whose IP header begins at `l3`.
     #[inline(never)]
-    pub fn read(&mut self, skb: Skb) -> Outcome {
-        let mut ethertype = 0_u16;
-        if !skb.load(LINK - 2, &mut ethertype) {
+    pub fn read(&mut self, skb: Skb, l3: u32) -> Outcome {
+        let mut ethertype = skb.ethertype();
+        if l3 != 0 && !skb.load(LINK - 2, &mut ethertype) {
             return OTHER;
         }
-        self.l3 = LINK;
-        let len = skb.len().wrapping_sub(LINK);
+        self.l3 = l3;
+        let len = skb.len().wrapping_sub(l3);
         if ethertype == ETHERTYPE_V4 {
             self.read_v4(skb, len)
         } else if ethertype == ETHERTYPE_V6 {

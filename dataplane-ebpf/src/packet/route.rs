@@ -10,14 +10,17 @@ use aya_ebpf::{
     },
     helpers::generated::{bpf_fib_lookup, bpf_redirect, bpf_redirect_neigh, bpf_redirect_peer},
 };
-use dataplane_common::{Addr, packet::Iface};
+use dataplane_common::{
+    Addr, Port,
+    packet::{Iface, PacketConfig},
+};
 
 use super::{
     DROP,
-    parse::Packet,
+    parse::{LINK, Packet},
     skb::{Link, PACKET_HOST, Skb},
 };
-use crate::tables::IFACES;
+use crate::tables::{IFACES, PACKET_CONFIG};
 
 /// `AF_INET` and `AF_INET6` (`include/linux/socket.h`).
 const INET: u8 = 2;
@@ -75,15 +78,40 @@ pub fn interface(ifindex: u32) -> Iface {
     }
 }
 
-/// Asks for the way of `packet`, which arrived at this interface, to `dst`, by the rules for what
-/// comes from its source (`bpf_ipv4_fib_lookup` in `net/core/filter.c`: policy routing included).
+/// Where the IP header of what this interface has begins.
+#[inline(always)]
+pub fn link_length(ifindex: u32) -> u32 {
+    let flags = match PACKET_CONFIG.get(0) {
+        Some(config) => config.flags,
+        None => 0,
+    };
+    if flags & PacketConfig::bare(ifindex) != 0 && interface(ifindex).flags & Iface::BARE != 0 {
+        0
+    } else {
+        LINK
+    }
+}
+
+/// `BPF_FIB_LOOKUP_MARK` (`include/uapi/linux/bpf.h`): the rules are asked for the packet's mark,
+/// too. Since Linux 6.10; older ones know no such flag.
+const BY_MARK: u32 = 32;
+
+#[inline(always)]
+fn ask(skb: Skb, lookup: &mut Lookup, flags: u32) -> i64 {
+    // SAFETY: the structure has the size that the helper is told.
+    unsafe { bpf_fib_lookup(skb.0.cast(), from_mut(lookup), LOOKUP_SIZE, flags) }
+}
+
+/// Asks for the way of `packet`, which arrived at this interface, to its new destination, by the
+/// rules for what comes from its source (`bpf_ipv4_fib_lookup` in `net/core/filter.c`: policy
+/// routing included), as the stack would ask after it has translated a packet's destination.
 #[inline(never)]
-pub fn find(skb: Skb, packet: &Packet, dst: &Addr, route: &mut Route) {
+pub fn find(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, route: &mut Route) {
     // Whatever the helper reads without flags is written.
     let lookup = &mut route.lookup;
     lookup.l4_protocol = packet.key.protocol.number();
     lookup.sport = packet.key.src_port.be();
-    lookup.dport = packet.key.dst_port.be();
+    lookup.dport = dst_port.be();
     // The length is compared to the route's MTU; what will be segmented is compared by segment,
     // to the interface's (`is_skb_forwardable`).
     lookup.__bindgen_anon_1.tot_len = if skb.is_gso() {
@@ -104,8 +132,17 @@ pub fn find(skb: Skb, packet: &Packet, dst: &Addr, route: &mut Route) {
         lookup.__bindgen_anon_3.ipv6_src = packet.key.src.words();
         lookup.__bindgen_anon_4.ipv6_dst = dst.words();
     }
-    // SAFETY: the structure has the size that the helper is told.
-    let code = unsafe { bpf_fib_lookup(skb.0.cast(), from_mut(lookup), LOOKUP_SIZE, 0) };
+    let mark = skb.mark();
+    let mut code = -1;
+    if mark != 0 {
+        // Where the answer's link-layer address will be.
+        let [a, b, c, d] = mark.to_ne_bytes();
+        lookup.smac = [a, b, c, d, 0, 0];
+        code = ask(skb, lookup, BY_MARK);
+    }
+    if code < 0 {
+        code = ask(skb, lookup, 0);
+    }
     // Errors of the call itself are negative: they match nothing below.
     let code = u32::try_from(code).unwrap_or(u32::MAX);
     route.answer = NOWHERE;
@@ -139,7 +176,13 @@ pub fn find(skb: Skb, packet: &Packet, dst: &Addr, route: &mut Route) {
 /// Sends the packet that way: into the pod at once, past its interface's queues, where the other
 /// end is a pod's; else by the interface, with the neighbour that the kernel knows or finds.
 #[inline(always)]
-pub fn send(skb: Skb, route: &Route) -> i32 {
+pub fn send(skb: Skb, packet: &Packet, route: &Route) -> i32 {
+    if packet.l3 == 0 && !skb.add_link() {
+        return DROP;
+    }
+    if route.iface.flags & Iface::BARE != 0 {
+        return skb.send_bare(route.ifindex);
+    }
     if route.neighbour != 0 {
         if !skb.store::<_, false>(0, &route.link) {
             return DROP;

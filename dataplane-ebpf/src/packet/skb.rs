@@ -3,7 +3,7 @@
 
 use core::{
     mem::{MaybeUninit, size_of},
-    ptr::{from_mut, from_ref, read_volatile},
+    ptr::{from_mut, from_ref, null_mut, read_volatile},
 };
 
 use aya_ebpf::{
@@ -12,10 +12,13 @@ use aya_ebpf::{
         bpf_adj_room_mode::BPF_ADJ_ROOM_MAC,
     },
     helpers::generated::{
-        bpf_l4_csum_replace, bpf_redirect, bpf_skb_adjust_room, bpf_skb_change_tail,
-        bpf_skb_change_type, bpf_skb_load_bytes, bpf_skb_store_bytes,
+        bpf_l4_csum_replace, bpf_redirect, bpf_redirect_neigh, bpf_skb_adjust_room,
+        bpf_skb_change_head, bpf_skb_change_tail, bpf_skb_change_type, bpf_skb_load_bytes,
+        bpf_skb_store_bytes,
     },
 };
+
+use super::parse::LINK;
 
 /// `PACKET_HOST` and `PACKET_OTHERHOST` (`include/uapi/linux/if_packet.h`): addressed to this
 /// interface; to somebody else's.
@@ -53,6 +56,20 @@ impl Skb {
     pub fn is_tagged(self) -> bool {
         // SAFETY: see `len`.
         unsafe { read_volatile(&raw const (*self.0).vlan_present) != 0 }
+    }
+
+    /// The protocol that the stack takes it for, as Ethernet's header has it.
+    #[inline(always)]
+    pub fn ethertype(self) -> u16 {
+        // SAFETY: see `len`.
+        unsafe { read_volatile(&raw const (*self.0).protocol) as u16 }
+    }
+
+    /// The mark that somebody before us gave it.
+    #[inline(always)]
+    pub fn mark(self) -> u32 {
+        // SAFETY: see `len`.
+        unsafe { read_volatile(&raw const (*self.0).mark) }
     }
 
     /// Whether it is several packets, yet to be segmented.
@@ -154,6 +171,15 @@ impl Skb {
         unsafe { bpf_skb_adjust_room(self.0, len, BPF_ADJ_ROOM_MAC, 0) == 0 }
     }
 
+    /// Gives a packet that has none an Ethernet header, without addresses yet.
+    #[inline(always)]
+    pub fn add_link(self) -> bool {
+        let ethertype = self.ethertype();
+        // SAFETY: no memory of ours is involved.
+        let added = unsafe { bpf_skb_change_head(self.0, LINK, 0) == 0 };
+        added && self.store::<_, false>(LINK - 2, &ethertype)
+    }
+
     /// Says that the packet is for whoever gets it now.
     #[inline(always)]
     pub fn address_to_host(self) {
@@ -161,9 +187,26 @@ impl Skb {
         unsafe { bpf_skb_change_type(self.0, PACKET_HOST) };
     }
 
-    /// Exchanges the two link-layer addresses and sends the packet back where it came from.
+    /// Sends the packet by an interface without link-layer headers, to where the routes by it lead:
+    /// a tunnel with many ends (Calico's `tunl0`) asks the route for the other end.
     #[inline(always)]
-    pub fn send_back(self) -> i32 {
+    pub fn send_bare(self, ifindex: u32) -> i32 {
+        // SAFETY: no memory of ours is involved.
+        unsafe { bpf_redirect_neigh(ifindex, null_mut(), 0, 0) as i32 }
+    }
+
+    /// Sends the packet, whose IP header begins at `l3`, back where it came from: exchanges the two
+    /// link-layer addresses, if it has them.
+    #[inline(always)]
+    pub fn send_back(self, l3: u32) -> i32 {
+        if l3 == 0 {
+            // The helper takes an Ethernet header off.
+            return if self.add_link() {
+                self.send_bare(self.ifindex())
+            } else {
+                super::DROP
+            };
+        }
         let mut link = Link {
             to: [0; 6],
             from: [0; 6],

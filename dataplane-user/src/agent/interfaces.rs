@@ -14,7 +14,7 @@ use dataplane_common::{
 use ipnet::IpNet;
 
 use crate::{
-    kernel::{AttachOptions, Interface, Network, NetworkInterface, PacketOptions},
+    kernel::{AttachOptions, Interface, Link, Network, NetworkInterface, PacketOptions},
     plan::source_key,
 };
 
@@ -75,6 +75,10 @@ impl PacketSettings {
             if role == Role::Pod && is_pair(interface) {
                 flags |= Iface::POD;
             }
+            if interface.link == Link::Bare {
+                flags |= Iface::BARE;
+                network.config.flags |= PacketConfig::bare(interface.index);
+            }
             let masquerade = [true, false].map(|v4| source(interface, interfaces, v4));
             network
                 .interfaces
@@ -107,6 +111,31 @@ impl PacketSettings {
 
     /// What an interface is.
     pub fn role(&self, interface: &Interface) -> Role {
+        match interface.link {
+            Link::Other(_) => Role::Other,
+            Link::Ethernet | Link::Bare => self.chosen(interface),
+        }
+    }
+
+    /// What is said of interfaces that ought to have programs, which cannot read their packets.
+    pub fn left_out(&self, interfaces: &[Interface]) -> Vec<String> {
+        let all = interfaces.iter().filter(|i| i.up && !i.loopback);
+        let unreadable = all.filter_map(|interface| match interface.link {
+            Link::Other(kind) if self.chosen(interface) != Role::Other => {
+                let name = &interface.name;
+                Some(format!(
+                    "{name}: its packets have a link-layer header that the packet path cannot read \
+                     (hardware type {kind}), so services are not served there; if they need not be, \
+                     leave it out: --uplink '!{name}'"
+                ))
+            }
+            _ => None,
+        });
+        unreadable.collect()
+    }
+
+    /// What an interface is by patterns and by default.
+    fn chosen(&self, interface: &Interface) -> Role {
         let by_default = Role::of(interface);
         let Interface { name, .. } = interface;
         if self.pods.select(name, by_default == Role::Pod) {
@@ -303,6 +332,26 @@ mod tests {
             ..interface(4, "br0", "bridge", &["192.0.2.1/24"])
         };
         assert_eq!(of(bridge), Role::Uplink, "hardware is its port");
+    }
+
+    #[test]
+    fn headers_before_ip() {
+        let of = |link| Interface {
+            link,
+            ..interface(18, "tun0", "tun", &["10.8.0.1/24"])
+        };
+        let network = settings().network(&[of(Link::Bare)]).unwrap();
+        assert_eq!(network.interfaces[&18].flags, Iface::ATTACHED | Iface::BARE);
+        assert_eq!(network.config.flags, PacketConfig::bare(18));
+        let ppp = of(Link::Other(512));
+        let network = settings().network(std::slice::from_ref(&ppp)).unwrap();
+        assert_eq!(network.interfaces[&18].flags, 0);
+        assert_eq!(settings().left_out(std::slice::from_ref(&ppp)).len(), 1);
+        let settings = PacketSettings {
+            uplinks: Patterns::new(vec!["!tun0".parse().unwrap()]),
+            ..settings()
+        };
+        assert_eq!(settings.left_out(&[ppp]), Vec::<String>::new());
     }
 
     #[test]

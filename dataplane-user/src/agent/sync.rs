@@ -234,7 +234,8 @@ impl Sync {
                 what: "cannot find out the host's ephemeral ports".to_owned(),
                 source,
             })?;
-            let problems = self.kernel.set_network(&network)?;
+            let mut problems = self.kernel.set_network(&network)?;
+            problems.extend(settings.left_out(&all));
             Ok((network, problems))
         });
         let problems = match result {

@@ -6,7 +6,7 @@ use ipnet::IpNet;
 use netlink_packet_route::{
     AddressFamily, RouteNetlinkMessage,
     address::{AddressAttribute, AddressHeaderFlags, AddressMessage, AddressScope},
-    link::{LinkAttribute, LinkFlags, LinkInfo, LinkMessage},
+    link::{LinkAttribute, LinkFlags, LinkInfo, LinkLayerType, LinkMessage},
     route::{RouteAttribute, RouteHeader, RouteMessage, RouteType},
 };
 use netlink_sys::{AsyncSocket, AsyncSocketExt, SocketAddr, TokioSocket, protocols::NETLINK_ROUTE};
@@ -26,6 +26,8 @@ pub struct Interface {
     pub name: String,
     /// What made it: `veth`, `bridge`, `vxlan` and so on; empty for a piece of hardware.
     pub kind: String,
+    /// What its packets have before the IP header.
+    pub link: Link,
     /// Whether it is up.
     pub up: bool,
     /// Whether it is the loopback interface.
@@ -38,6 +40,34 @@ pub struct Interface {
     /// in, in the kernel's order; secondary and deprecated ones, and those that are not usable yet,
     /// are left out.
     pub addresses: Vec<IpNet>,
+}
+
+/// What packets have before the IP header at an interface.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Link {
+    /// Ethernet's header.
+    #[default]
+    Ethernet,
+    /// Nothing: WireGuard, tun, tunnels of IP in IP.
+    Bare,
+    /// Something else: PPP, GRE, InfiniBand; the number of `include/uapi/linux/if_arp.h`.
+    Other(u16),
+}
+
+impl From<LinkLayerType> for Link {
+    fn from(kind: LinkLayerType) -> Self {
+        match kind {
+            LinkLayerType::Ether | LinkLayerType::Loopback => Self::Ethernet,
+            // Those of `dev_is_mac_header_xmit` in `include/linux/if_arp.h` that show programs no
+            // outer header: GRE's may.
+            LinkLayerType::None
+            | LinkLayerType::Rawip
+            | LinkLayerType::Tunnel
+            | LinkLayerType::Tunnel6
+            | LinkLayerType::Sit => Self::Bare,
+            other => Self::Other(other.into()),
+        }
+    }
 }
 
 /// Every interface, in the order of the numbers.
@@ -85,6 +115,7 @@ fn interface(link: LinkMessage) -> Interface {
     let flags = link.header.flags;
     let mut interface = Interface {
         index: link.header.index,
+        link: link.header.link_layer_type.into(),
         up: flags.contains(LinkFlags::Up),
         loopback: flags.contains(LinkFlags::Loopback),
         ..Interface::default()

@@ -40,7 +40,7 @@ pub use capture::{
     route_answers, route_answers_no_more, this_namespace,
 };
 pub use error::Error;
-pub use interfaces::{Interface, News, interfaces};
+pub use interfaces::{Interface, Link, News, interfaces};
 pub use listening::{Listening, listening};
 pub use memory::give_back_freed_memory;
 pub use monitor::Monitor;

@@ -59,6 +59,8 @@ pub struct Ran {
     pub verdict: i32,
     /// How long the frame is afterwards.
     pub len: usize,
+    /// How long it took, in nanoseconds, the kernel's look at the clock included.
+    pub ns: u32,
 }
 
 impl Rig {
@@ -146,10 +148,11 @@ impl Rig {
             Direction::Ingress => &self.ingress,
             Direction::Egress => &self.egress,
         };
-        let (verdict, len) = sys::prog_test_run_packet(program.as_fd(), context, frame, out)?;
+        let (verdict, len, ns) = sys::prog_test_run_packet(program.as_fd(), context, frame, out)?;
         Ok(Ran {
             verdict: verdict.cast_signed(),
             len,
+            ns,
         })
     }
 }

@@ -670,7 +670,9 @@ pub fn prog_test_run(program: BorrowedFd<'_>) -> io::Result<u32> {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SkbContext {
-    before: [u32; 10],
+    before: [u32; 2],
+    mark: u32,
+    after_mark: [u32; 7],
     ifindex: u32,
     between: [u32; 29],
     wire_len: u32,
@@ -691,20 +693,27 @@ impl SkbContext {
             ..Self::default()
         }
     }
+
+    /// The same packet with a mark that somebody gave it.
+    #[must_use]
+    pub fn marked(self, mark: u32) -> Self {
+        Self { mark, ..self }
+    }
 }
 
+const _: () = assert!(std::mem::offset_of!(SkbContext, mark) == 8);
 const _: () = assert!(std::mem::offset_of!(SkbContext, ifindex) == 40);
 const _: () = assert!(std::mem::offset_of!(SkbContext, gso_segs) == 164);
 const _: () = assert!(std::mem::offset_of!(SkbContext, gso_size) == 176);
 
 /// Runs a program for packets once, on a frame that is sent nowhere. Answers what the program
-/// returned, and how many bytes of `out` the frame then has.
+/// returned, how many bytes of `out` the frame then has, and how many nanoseconds it took.
 pub fn prog_test_run_packet(
     program: BorrowedFd<'_>,
     context: &SkbContext,
     frame: &[u8],
     out: &mut [u8],
-) -> io::Result<(u32, usize)> {
+) -> io::Result<(u32, usize, u32)> {
     let mut attr = attr();
     attr.test.prog_fd = raw(program);
     attr.test.repeat = 1;
@@ -718,18 +727,18 @@ pub fn prog_test_run_packet(
     // given, but not asked for.
     unsafe {
         bpf(bpf_cmd::BPF_PROG_TEST_RUN, &mut attr)?;
-        Ok((attr.test.retval, attr.test.data_size_out as usize))
+        Ok((
+            attr.test.retval,
+            attr.test.data_size_out as usize,
+            attr.test.duration,
+        ))
     }
 }
 
 /// Sets one of a network device's values (`struct ethtool_value` in `include/uapi/linux/ethtool.h`).
 pub fn ethtool_set(interface: &str, command: u32, value: u32) -> io::Result<()> {
     let mut request = [command, value];
-    // SAFETY: plain data, for which zero is a value.
-    let mut ifreq: libc::ifreq = unsafe { zeroed() };
-    for (to, from) in ifreq.ifr_name.iter_mut().zip(interface.bytes().take(15)) {
-        *to = from.cast_signed();
-    }
+    let mut ifreq = ifreq(interface);
     ifreq.ifr_ifru.ifru_data = request.as_mut_ptr().cast();
     let socket = std::net::UdpSocket::bind((std::net::Ipv4Addr::UNSPECIFIED, 0))?;
     // SAFETY: the request lives until the call is over, and has the two words that such a command
@@ -741,6 +750,29 @@ pub fn ethtool_set(interface: &str, command: u32, value: u32) -> io::Result<()> 
             &raw mut ifreq,
         )
     };
+    checked(result)
+}
+
+/// Makes a network device whose packets, bare of any link-layer header, are read from and written to
+/// `tun`, an open `/dev/net/tun`. It lives as long as that is open.
+pub fn tun_make(tun: BorrowedFd<'_>, interface: &str) -> io::Result<()> {
+    let mut ifreq = ifreq(interface);
+    ifreq.ifr_ifru.ifru_flags = (libc::IFF_TUN | libc::IFF_NO_PI) as i16;
+    // SAFETY: the structure lives until the call is over.
+    checked(unsafe { libc::ioctl(tun.as_raw_fd(), libc::TUNSETIFF as _, &raw mut ifreq) })
+}
+
+/// A request about a network device.
+fn ifreq(interface: &str) -> libc::ifreq {
+    // SAFETY: plain data, for which zero is a value.
+    let mut ifreq: libc::ifreq = unsafe { zeroed() };
+    for (to, from) in ifreq.ifr_name.iter_mut().zip(interface.bytes().take(15)) {
+        *to = from.cast_signed();
+    }
+    ifreq
+}
+
+fn checked(result: libc::c_int) -> io::Result<()> {
     if result < 0 {
         Err(io::Error::last_os_error())
     } else {

@@ -3,8 +3,12 @@
 //! nothing of this runs.
 
 use std::{
+    fs::{File, OpenOptions},
     io,
-    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+    os::{
+        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+        unix::fs::OpenOptionsExt as _,
+    },
     path::Path,
 };
 
@@ -162,6 +166,21 @@ pub enum Offload {
     Segments,
     /// Putting segments together that arrive.
     Receive,
+}
+
+/// Makes a tun device in this thread's network namespace: what is read from the file left by the
+/// device, what is written to it arrives there. Until the file is closed.
+///
+/// # Errors
+/// The kernel's refusal, such as that it has no tun devices.
+pub fn tun(interface: &str) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true);
+    let tun = options
+        .custom_flags(libc::O_NONBLOCK)
+        .open("/dev/net/tun")?;
+    sys::tun_make(tun.as_fd(), interface)?;
+    Ok(tun)
 }
 
 /// Says whether a device of this thread's network namespace does something for the stack.

@@ -1,17 +1,39 @@
 //! Ways that the packet path cannot send packets on by itself.
 
-use anyhow::{Result, ensure};
+use std::{
+    fs::{self, File},
+    io::{ErrorKind, Read as _, Write as _},
+    net::{IpAddr, SocketAddr},
+    os::fd::AsFd as _,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread::{self, JoinHandle},
+};
+
+use anyhow::{Context as _, Result, ensure};
+use dataplane::kernel::{Direction, rig::SkbContext, trial};
 use dataplane_common::Reason;
-use dataplane_tests::Lab;
+use dataplane_proof::{
+    campaign::{Scene, plain_config},
+    wire::{Packet, Payload, flags},
+};
+use dataplane_tests::{Host, Lab};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use crate::{
-    cluster::{Cluster, TCP, UDP, fails, peer_is, reaches, sources_are},
+    cluster::{Cluster, TCP, UDP, fails, peer_is, reaches, refused, sources_are},
+    features::on,
     manifest::Service,
+    sockets::{ask, bytes, tcp, transfer, udp},
 };
 
 scenarios! {
     Dataplane:
     the_stack_encapsulates_what_a_route_says,
+    interfaces_without_a_link_layer_are_ways_too,
+    rules_of_routing_count,
 }
 
 const TUNNEL: &str = "type vxlan dstport 4789 external";
@@ -68,4 +90,212 @@ fn the_stack_encapsulates_what_a_route_says() -> Result<()> {
         "what would be masqueraded was not refused"
     );
     Ok(())
+}
+
+/// A cable between two hosts, of which each has an end without any link-layer header, as WireGuard's
+/// and other tunnels' are: `tun0`.
+struct Cable {
+    cut: Arc<AtomicBool>,
+    carrier: Option<JoinHandle<()>>,
+}
+
+impl Cable {
+    fn lay(hosts: [&Host; 2]) -> Result<Self> {
+        let [mut a, mut b] = [
+            on(hosts[0], |_| Ok(trial::tun("tun0")?))?,
+            on(hosts[1], |_| Ok(trial::tun("tun0")?))?,
+        ];
+        let cut = Arc::new(AtomicBool::new(false));
+        let until = Arc::clone(&cut);
+        let carrier = thread::spawn(move || {
+            while !until.load(Ordering::Relaxed) {
+                let mut ends = [&a, &b].map(|end| PollFd::new(end.as_fd(), PollFlags::POLLIN));
+                if poll(&mut ends, PollTimeout::from(20_u8)).is_err() {
+                    return;
+                }
+                carry(&mut a, &mut b);
+                carry(&mut b, &mut a);
+            }
+        });
+        Ok(Self {
+            cut,
+            carrier: Some(carrier),
+        })
+    }
+}
+
+impl Drop for Cable {
+    fn drop(&mut self) {
+        self.cut.store(true, Ordering::Relaxed);
+        if let Some(carrier) = self.carrier.take() {
+            let _ = carrier.join();
+        }
+    }
+}
+
+/// Carries what there is to the other end. What that does not take is lost, as on any cable.
+fn carry(from: &mut File, to: &mut File) {
+    let mut packet = [0; 65_536];
+    loop {
+        match from.read(&mut packet) {
+            Ok(length) => drop(to.write(&packet[..length])),
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(_) => return,
+        }
+    }
+}
+
+/// Nodes that reach each other by a tunnel: endpoints behind it, clients that come by it, and refusals
+/// that go back by it.
+fn interfaces_without_a_link_layer_are_ways_too() -> Result<()> {
+    let lab = Lab::builder()
+        .node("node1")
+        .node("node2")
+        .pod("node1", "far", "10.244.1.5")
+        .pod("node2", "near", "10.244.2.10")
+        .vm("node2", "sleep", "10.244.2.8")
+        .external("ext")
+        .build()?;
+    let nodes = [lab.node("node1"), lab.node("node2")];
+    let _cable = match Cable::lay(nodes) {
+        Ok(cable) => cable,
+        Err(error) => {
+            println!("skipped routes::interfaces_without_a_link_layer_are_ways_too: {error:#}");
+            return Ok(());
+        }
+    };
+    for (node, number, other) in [(nodes[0], 1, 2), (nodes[1], 2, 1)] {
+        node.ip(&format!("addr add 10.99.0.{number}/24 dev tun0"))?;
+        node.ip(&format!("-6 addr add fd99::{number}/64 dev tun0 nodad"))?;
+        node.ip("link set tun0 up")?;
+        node.ip(&format!("route replace 10.244.{other}.0/24 dev tun0"))?;
+        node.ip(&format!(
+            "-6 route replace fd00:10:244:{other}::/64 dev tun0"
+        ))?;
+    }
+    let services = |lab: &Lab| {
+        let service = |name: &str, number: u16| {
+            let vips = [format!("10.96.0.{number}"), format!("fd00:96::{number}")];
+            let [v4, v6] = vips.each_ref().map(String::as_str);
+            Service::new(name, &[v4, v6])
+                .node_port("tcp", 80, TCP, 30070 + number)
+                .node_port("udp", 53, UDP, 30040 + number)
+        };
+        vec![
+            service("near", 10).endpoints(&[lab.pod("near")]),
+            service("far", 11).endpoints(&[lab.pod("far")]),
+            service("nobody", 12),
+        ]
+    };
+    let arguments = [
+        "--pod-cidr",
+        "10.244.0.0/16,fd00:10:244::/48",
+        "--nodeport-addresses",
+        "10.99.0.0/24,fd99::/64,192.168.77.0/24,fd77::/64",
+    ];
+    let cluster = Cluster::start_in(lab, &["near", "far"], services, &arguments)?;
+    let status = cluster.status()?;
+    let tun0 = status["interfaces"].as_array().into_iter().flatten();
+    let tun0: Vec<_> = tun0.filter(|i| i["name"] == "tun0").collect();
+    ensure!(
+        tun0.len() == 1 && tun0[0]["role"] == "uplink",
+        "{:#}",
+        status["interfaces"]
+    );
+
+    // From a pod whose sockets nobody sees, through the tunnel.
+    for vip in ["10.96.0.11", "[fd00:96::11]"] {
+        let client = cluster.client();
+        let report = reaches(client, &format!("{vip}:80"), "connect --count 5", &["far"])?;
+        sources_are(&report, &client.addresses())?;
+        reaches(client, &format!("{vip}:53"), "udp --count 5", &["far"])?;
+    }
+    // From the tunnel's other end, and from outside: to a pod, and (back) through the tunnel.
+    let (there, ext) = (cluster.lab.node("node1"), cluster.lab.external("ext"));
+    for (client, node, unspecified) in [
+        (there, "10.99.0.2", "0.0.0.0"),
+        (there, "fd99::2", "::"),
+        (ext, "192.168.77.2", "0.0.0.0"),
+        (ext, "fd77::2", "::"),
+    ] {
+        let node: IpAddr = node.parse()?;
+        let unspecified: IpAddr = unspecified.parse()?;
+        for (number, endpoint) in [(10, "near"), (11, "far")] {
+            let to: SocketAddr = (node, 30070 + number).into();
+            let stream = tcp(client, to)?;
+            ensure!(transfer(&stream, &bytes(200_000, 3))? == endpoint, "{to}");
+            let to: SocketAddr = (node, 30040 + number).into();
+            let socket = udp(client, (unspecified, 0))?;
+            ensure!(ask(&socket, to, &bytes(4000, 4))? == endpoint, "{to}");
+        }
+        let nobody = SocketAddr::from((node, 30082));
+        refused(client, &nobody.to_string(), "connect")?;
+    }
+    Ok(())
+}
+
+/// Rules of routing are asked as the stack would ask them once the destination is translated; by the
+/// packet's mark where the kernel lets programs ask so.
+fn rules_of_routing_count() -> Result<()> {
+    let release = fs::read_to_string("/proc/sys/kernel/osrelease")?;
+    let numbers = release.split(['.', '-']).map(str::parse::<u32>);
+    let [major, minor] = numbers.take(2).collect::<Result<Vec<_>, _>>()?[..] else {
+        anyhow::bail!("no release: {release}");
+    };
+    let by_mark = (major, minor) >= (6, 10);
+    Scene::new()?.inside(|scene| {
+        scene.world.configure(&mut scene.rig, plain_config())?;
+        let node = scene.lab.node("node1");
+        for (rule, matches) in [
+            ("from 192.168.77.201", true),
+            ("from 192.168.77.202", false),
+            ("iif eth0", true),
+            ("iif veth-near", false),
+            // The endpoint's port, not the service's.
+            ("ipproto tcp dport 80", true),
+            ("ipproto tcp dport 30013", false),
+            ("fwmark 7", by_mark),
+            ("fwmark 8", false),
+        ] {
+            // 2 is `TC_ACT_SHOT`, 7 `TC_ACT_REDIRECT`.
+            let is = |wanted: i32| -> Result<()> {
+                let verdict = syn(scene)?;
+                ensure!(verdict == wanted, "{rule}: {verdict}, not {wanted}");
+                Ok(())
+            };
+            is(7)?;
+            let refused = scene.rig.reasons()?[Reason::NoRoute as usize];
+            let rule = format!("pref 100 {rule} to 10.244.1.12 prohibit");
+            node.ip(&format!("rule add {rule}"))?;
+            is(if matches { 2 } else { 7 })?;
+            let counted = scene.rig.reasons()?[Reason::NoRoute as usize] - refused;
+            ensure!(counted == u64::from(matches), "{rule}: counted {counted}");
+            node.ip(&format!("rule del {rule}"))?;
+        }
+        Ok(())
+    })
+}
+
+/// A client outside begins a flow to the one pod of a node port; what the program says of its SYN,
+/// which bears a mark.
+fn syn(scene: &Scene) -> Result<i32> {
+    scene.forget()?;
+    let (ifindex, mac) = scene.world.interface("eth0");
+    let payload = Payload::Tcp {
+        ports: [20_000, 30_013],
+        flags: flags::SYN,
+        options: Vec::new(),
+        data: Vec::new(),
+    };
+    let packet = Packet::new("192.168.77.201".parse()?, "192.168.77.1".parse()?, payload);
+    let packet = Packet {
+        link: [mac, [2, 8, 8, 8, 8, 8]],
+        ..packet
+    };
+    let context = SkbContext::new(ifindex, 0).marked(7);
+    let ran = scene
+        .rig
+        .run(Direction::Ingress, &context, &packet.frame(), &mut [0; 256])
+        .context("run the program")?;
+    Ok(ran.verdict)
 }
