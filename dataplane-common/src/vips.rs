@@ -88,6 +88,12 @@ impl VipPlace {
         (words.prefixes >> self.prefix_bit | words.addresses >> self.address_bit) & 1 != 0
     }
 
+    /// Whether a cluster IP may have the address.
+    #[inline(always)]
+    pub const fn may_be_cluster(self, words: VipWords) -> bool {
+        words.prefixes >> self.prefix_bit & 1 != 0
+    }
+
     /// The bit that stands for a frontend of `kind` with this address: 0-63 in the element's first
     /// word, 64-127 in its second.
     pub const fn bit(self, kind: Kind) -> u32 {

@@ -1,14 +1,14 @@
 //! How long the programs take for a packet, by the kernel's own measurement of a run by hand: what
 //! the making of a flow costs, without the noise of sockets and queues.
 
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::IpAddr;
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane::kernel::{Direction, rig::SkbContext};
 
 use crate::{
     campaign::{Scene, plain_config},
-    wire::{Packet, Payload, flags},
+    wire::{LINK, Packet, Payload, flags},
 };
 
 /// Whose flows, to what.
@@ -22,6 +22,8 @@ pub struct Case {
     clients: [u8; 3],
     /// What they connect to.
     to: ([u8; 4], u16),
+    /// The interface that the answers arrive at.
+    answers_at: &'static str,
 }
 
 /// One of each way that flows go: to a pod of the node and masqueraded, likewise to elsewhere, and
@@ -32,18 +34,21 @@ pub const CASES: [Case; 3] = [
         at: "eth0",
         clients: [192, 168, 77],
         to: ([192, 168, 77, 1], 30013),
+        answers_at: "veth-small",
     },
     Case {
         name: "nodeport-remote",
         at: "eth0",
         clients: [192, 168, 77],
         to: ([10, 96, 0, 4], 80),
+        answers_at: "eth0",
     },
     Case {
         name: "clusterip-packet",
         at: "veth-near",
         clients: [10, 244, 1],
         to: ([10, 96, 0, 13], 80),
+        answers_at: "veth-small",
     },
 ];
 
@@ -55,13 +60,18 @@ pub struct Costs {
     pub new: f64,
     /// The mean of that.
     pub new_mean: f64,
+    /// The endpoint's answer to it.
+    pub answer: f64,
     /// The same SYN again.
     pub again: f64,
     /// A later packet.
     pub known: f64,
 }
 
-/// Has so many new flows come, each with its SYN, the SYN again, and a packet.
+/// Who sends to whom.
+type Ends = [(IpAddr, u16); 2];
+
+/// Has so many new flows come, each with its SYN, an answer, the SYN again, and a later packet.
 ///
 /// # Errors
 /// If the programs cannot be run, or leave a packet alone.
@@ -70,45 +80,59 @@ pub fn measure(scene: &mut Scene, case: Case, flows: u32) -> Result<Costs> {
         scene.forget()?;
         let Scene { rig, world, .. } = scene;
         world.configure(rig, plain_config())?;
-        let (ifindex, mac) = world.interface(case.at);
-        let context = SkbContext::new(ifindex, 0);
         let mut out = vec![0; 256];
-        let mut run = |client: u8, port: u16, flags: u8| -> Result<u32> {
-            let [a, b, c] = case.clients;
+        // Answers the time, and between whom the packet then is.
+        let mut run = |at: &str, [from, to]: Ends, flags: u8| -> Result<(u32, Ends)> {
+            let (ifindex, mac) = world.interface(at);
+            let payload = Payload::Tcp {
+                ports: [from.1, to.1],
+                flags,
+                options: vec![2, 4, 5, 0xb4],
+                data: Vec::new(),
+            };
             let packet = Packet {
                 link: [mac, [2, 8, 8, 8, 8, 8]],
-                ..Packet::new(
-                    IpAddr::from(Ipv4Addr::new(a, b, c, client)),
-                    IpAddr::from(Ipv4Addr::from(case.to.0)),
-                    Payload::Tcp {
-                        ports: [port, case.to.1],
-                        flags,
-                        options: vec![2, 4, 5, 0xb4],
-                        data: Vec::new(),
-                    },
-                )
+                ..Packet::new(from.0, to.0, payload)
             };
+            let context = SkbContext::new(ifindex, 0);
             let ran = rig
                 .run(Direction::Ingress, &context, &packet.frame(), &mut out)
                 .context("run the program")?;
             ensure!(ran.verdict == 7, "{}: verdict {}", case.name, ran.verdict);
-            Ok(ran.ns)
+            let end = |addr: usize, port: usize| -> Result<(IpAddr, u16)> {
+                let addr: [u8; 4] = out[LINK + addr..][..4].try_into()?;
+                let port = u16::from_be_bytes(out[LINK + port..][..2].try_into()?);
+                Ok((IpAddr::from(addr), port))
+            };
+            Ok((ran.ns, [end(12, 20)?, end(16, 22)?]))
         };
-        let (mut new, mut again, mut known) = (Vec::new(), Vec::new(), Vec::new());
+        let mut times: [Vec<u32>; 4] = Default::default();
         for flow in 0..flows {
             // Ports as clients choose them, on many hosts.
-            let client = 20 + u8::try_from(flow % 100)?;
+            let [a, b, c] = case.clients;
+            let client = [a, b, c, 20 + u8::try_from(flow % 100)?];
             let port = 32768 + u16::try_from(flow / 100 % 28000)?;
-            new.push(run(client, port, flags::SYN)?);
-            again.push(run(client, port, flags::SYN)?);
-            known.push(run(client, port, flags::ACK)?);
+            let ends = [
+                (IpAddr::from(client), port),
+                (IpAddr::from(case.to.0), case.to.1),
+            ];
+            let (new, [seen, endpoint]) = run(case.at, ends, flags::SYN)?;
+            let syn_ack = flags::SYN | flags::ACK;
+            let (answer, _) = run(case.answers_at, [endpoint, seen], syn_ack)?;
+            let (again, _) = run(case.at, ends, flags::SYN)?;
+            let (known, _) = run(case.at, ends, flags::ACK)?;
+            for (times, ns) in times.iter_mut().zip([new, answer, again, known]) {
+                times.push(ns);
+            }
         }
-        let sum: f64 = new.iter().copied().map(f64::from).sum();
+        let sum: f64 = times[0].iter().copied().map(f64::from).sum();
+        let [new, answer, again, known] = times.each_mut().map(|times| median(times));
         Ok(Costs {
+            new,
             new_mean: sum / f64::from(flows),
-            new: median(&mut new),
-            again: median(&mut again),
-            known: median(&mut known),
+            answer,
+            again,
+            known,
         })
     })
 }

@@ -179,9 +179,11 @@ fn go(skb: Skb, s: &mut Scratch, now: Tick, chosen: Reason) -> i32 {
         // of the host's own addresses as its source would not be let in (`fib_validate_source`).
         masquerade = false;
     }
-    // Two VIPs with a common endpoint, asked from one port at a time: the replies of both cannot be
-    // told apart unless one comes from elsewhere.
-    masquerade = masquerade || s.flow.replies_taken(now);
+    s.masquerade = u32::from(masquerade);
+    if !claim_replies(s, now) {
+        return refuse(skb, s, index, Reason::ConntrackFull);
+    }
+    let masquerade = s.masquerade != 0;
     if masquerade && s.way.answer == route::STACK {
         // See `forward`.
         return refuse(skb, s, index, Reason::NoRoute);
@@ -202,8 +204,24 @@ fn go(skb: Skb, s: &mut Scratch, now: Tick, chosen: Reason) -> i32 {
     super::deliver(skb, s)
 }
 
-/// Enters the flow into conntrack. The reason is a refusal if that failed, and
-/// [`Reason::Masqueraded`] if it was given an address and a port of the node's.
+/// Makes the entry for replies of a flow that is not to be masqueraded, or says that it is:
+/// two VIPs with a common endpoint may be asked from one port at a time, and the replies of both cannot
+/// be told apart unless one comes from elsewhere. `false` if there is no memory.
+#[inline(never)]
+fn claim_replies(s: &mut Scratch, now: Tick) -> bool {
+    if s.masquerade != 0 || s.flow.add_reply(now) {
+        return true;
+    }
+    if s.flow.replies_taken(now) {
+        s.masquerade = 1;
+        return true;
+    }
+    s.flow.add_reply(now)
+}
+
+/// Enters the flow into conntrack, with its replies if it is to be masqueraded (those of others are
+/// there already). The reason is a refusal if that failed, and [`Reason::Masqueraded`] if it was given
+/// an address and a port of the node's.
 #[inline(never)]
 fn enter(packet: &Packet, flow: &mut Flow, iface: Iface, masquerade: bool, now: Tick) -> Reason {
     let mut reason = Reason::Translated;
@@ -220,8 +238,6 @@ fn enter(packet: &Packet, flow: &mut Flow, iface: Iface, masquerade: bool, now: 
             return Reason::PortsExhausted;
         }
         reason = Reason::Masqueraded;
-    } else if !flow.add_reply(now) {
-        return Reason::ConntrackFull;
     }
     if flow.add_requests(now, conntrack::seen_in(packet)) {
         reason

@@ -16,6 +16,7 @@ mod fragments;
 mod icmp;
 mod masquerade;
 mod parse;
+mod plain;
 mod rewrite;
 mod route;
 pub mod scratch;
@@ -23,14 +24,14 @@ mod skb;
 
 use aya_ebpf::{EbpfContext, bindings::TC_ACT_SHOT, programs::TcContext};
 use dataplane_common::{
-    Reason, decide,
-    packet::{Iface, Tick, seen as flags},
+    Reason, VipPlace, decide,
+    packet::{Iface, PacketConfig, Tick, seen as flags},
 };
 
 use crate::select::{Live, count};
 use conntrack::{ANSWER, FOREIGN, MISSING, NEW, REQUEST};
 use error::Complaint;
-use parse::{FLOW, ICMP, MALFORMED};
+use parse::{FLOW, ICMP, MALFORMED, Packet};
 use rewrite::rewrite;
 use scratch::{Scratch, scratch};
 use skb::{PACKET_HOST, PACKET_OTHERHOST, Skb};
@@ -68,12 +69,11 @@ pub fn ingress(ctx: &TcContext) -> i32 {
     let Some(s) = scratch() else {
         return LEAVE_ALONE;
     };
-    s.packet.clear();
     let outcome = s.packet.read(skb, route::link_length(skb.ifindex()));
     if outcome == ICMP {
         return icmp::translate::<false>(skb, s, conntrack::now());
     }
-    if outcome == MALFORMED || (outcome == FLOW && !s.packet.read_tcp_flags(skb)) {
+    if outcome == MALFORMED {
         count(Reason::Malformed);
         return LEAVE_ALONE;
     }
@@ -87,20 +87,44 @@ pub fn ingress(ctx: &TcContext) -> i32 {
     action
 }
 
+/// Whether a packet to one of the node's addresses, or a load balancer's, is likelier an answer to
+/// the node than a client's request, which goes to a node port as Kubernetes gives them, or to a
+/// well-known port. `cluster`: it may be for a cluster IP.
+#[inline(always)]
+fn answers_node(packet: &Packet, cluster: bool) -> bool {
+    let port = packet.key.dst_port.host();
+    let of_node = port >= PacketConfig::FIRST_PORT && !(30_000..=32_767).contains(&port);
+    packet.is_syn_ack() || (!cluster && of_node && !packet.is_syn())
+}
+
 /// A packet of TCP or UDP that arrives.
 #[inline(always)]
 fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     let has_ports = fragments::follow(&mut s.packet);
     let mut known = NEW;
     let seen = conntrack::seen_in(&s.packet);
-    let may_be_ours = decide::may_be_vip(&Live, s.packet.key.dst);
+    let place = VipPlace::of(s.packet.key.dst);
+    let words = decide::Tables::vips(&Live, place.index());
+    let may_be_ours = place.is_set(words);
     if has_ports {
         if may_be_ours {
-            known = conntrack::request(&s.packet.key, seen, &mut s.flow, now);
-            // A SYN on its own never answers anything.
-            if known == NEW && !s.packet.is_syn() {
-                known = conntrack::masqueraded_answer(&s.packet.key, seen, &mut s.flow, now);
-            }
+            known = if answers_node(&s.packet, place.may_be_cluster(words)) {
+                // What is likelier is looked for first: a lookup in vain is one elsewhere in memory.
+                let known = conntrack::masqueraded_answer(&s.packet.key, seen, &mut s.flow, now);
+                if known == NEW {
+                    conntrack::request(&s.packet.key, seen, &mut s.flow, now)
+                } else {
+                    known
+                }
+            } else {
+                let known = conntrack::request(&s.packet.key, seen, &mut s.flow, now);
+                // A SYN on its own never answers anything.
+                if known == NEW && !s.packet.is_syn() {
+                    conntrack::masqueraded_answer(&s.packet.key, seen, &mut s.flow, now)
+                } else {
+                    known
+                }
+            };
         }
         if known == NEW && !s.packet.is_syn() {
             known = conntrack::answer(&s.packet.key, seen, &mut s.flow, now);
@@ -143,13 +167,12 @@ pub fn egress(ctx: &TcContext) -> i32 {
     let Some(s) = scratch() else {
         return LEAVE_ALONE;
     };
-    s.packet.clear();
     let outcome = s.packet.read(skb, route::link_length(skb.ifindex()));
     let now = conntrack::now();
     if outcome == ICMP {
         return icmp::translate::<true>(skb, s, now);
     }
-    if outcome != FLOW || !s.packet.read_tcp_flags(skb) || !fragments::follow(&mut s.packet) {
+    if outcome != FLOW || !fragments::follow(&mut s.packet) {
         return LEAVE_ALONE;
     }
     let seen = conntrack::seen_in(&s.packet);

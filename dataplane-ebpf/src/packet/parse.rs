@@ -100,9 +100,28 @@ impl Packet {
         self.tcp_flags & (SYN | ACK) == SYN
     }
 
-    /// Reads the headers of a frame whose IP header begins at `l3`.
-    #[inline(never)]
+    /// Whether it agrees to begin one.
+    #[inline(always)]
+    pub fn is_syn_ack(&self) -> bool {
+        self.tcp_flags & (SYN | ACK) == SYN | ACK
+    }
+
+    /// Reads the headers of a frame whose IP header begins at `l3`, TCP's flags included.
+    #[inline(always)]
     pub fn read(&mut self, skb: Skb, l3: u32) -> Outcome {
+        self.clear();
+        if l3 == LINK && self.read_plain(skb) {
+            return FLOW;
+        }
+        let outcome = self.read_any(skb, l3);
+        if outcome == FLOW && !self.read_tcp_flags(skb) {
+            return MALFORMED;
+        }
+        outcome
+    }
+
+    #[inline(never)]
+    fn read_any(&mut self, skb: Skb, l3: u32) -> Outcome {
         let mut ethertype = skb.ethertype();
         if l3 != 0 && !skb.load(LINK - 2, &mut ethertype) {
             return OTHER;
@@ -248,7 +267,7 @@ impl Packet {
 
     /// Reads what a TCP packet has after its ports; `false` if it is not there.
     #[inline(always)]
-    pub fn read_tcp_flags(&mut self, skb: Skb) -> bool {
+    fn read_tcp_flags(&mut self, skb: Skb) -> bool {
         if !self.is_tcp() || self.fragment == LATER {
             return true;
         }

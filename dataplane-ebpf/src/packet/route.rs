@@ -18,7 +18,7 @@ use dataplane_common::{
 use super::{
     DROP,
     parse::{LINK, Packet},
-    skb::{Link, PACKET_HOST, Skb},
+    skb::{Link, PACKET_HOST, Skb, send_bare},
 };
 use crate::tables::{IFACES, PACKET_CONFIG};
 
@@ -181,7 +181,7 @@ pub fn send(skb: Skb, packet: &Packet, route: &Route) -> i32 {
         return DROP;
     }
     if route.iface.flags & Iface::BARE != 0 {
-        return skb.send_bare(route.ifindex);
+        return send_bare(route.ifindex);
     }
     if route.neighbour != 0 {
         if !skb.store::<_, false>(0, &route.link) {

@@ -44,6 +44,18 @@ impl Skb {
         unsafe { read_volatile(&raw const (*self.0).len) }
     }
 
+    /// Where the part of it begins and ends that can be read without a helper.
+    #[inline(always)]
+    pub fn linear(self) -> (usize, usize) {
+        // SAFETY: see `len`.
+        unsafe {
+            (
+                read_volatile(&raw const (*self.0).data) as usize,
+                read_volatile(&raw const (*self.0).data_end) as usize,
+            )
+        }
+    }
+
     /// `PACKET_HOST` and so on.
     #[inline(always)]
     pub fn kind(self) -> u32 {
@@ -187,14 +199,6 @@ impl Skb {
         unsafe { bpf_skb_change_type(self.0, PACKET_HOST) };
     }
 
-    /// Sends the packet by an interface without link-layer headers, to where the routes by it lead:
-    /// a tunnel with many ends (Calico's `tunl0`) asks the route for the other end.
-    #[inline(always)]
-    pub fn send_bare(self, ifindex: u32) -> i32 {
-        // SAFETY: no memory of ours is involved.
-        unsafe { bpf_redirect_neigh(ifindex, null_mut(), 0, 0) as i32 }
-    }
-
     /// Sends the packet, whose IP header begins at `l3`, back where it came from: exchanges the two
     /// link-layer addresses, if it has them.
     #[inline(always)]
@@ -202,7 +206,7 @@ impl Skb {
         if l3 == 0 {
             // The helper takes an Ethernet header off.
             return if self.add_link() {
-                self.send_bare(self.ifindex())
+                send_bare(self.ifindex())
             } else {
                 super::DROP
             };
@@ -224,6 +228,14 @@ impl Skb {
         // SAFETY: no memory of ours is involved.
         unsafe { bpf_redirect(self.ifindex(), 0) as i32 }
     }
+}
+
+/// Sends the packet by an interface without link-layer headers, to where the routes by it lead: a
+/// tunnel with many ends (Calico's `tunl0`) asks the route for the other end.
+#[inline(always)]
+pub fn send_bare(ifindex: u32) -> i32 {
+    // SAFETY: no memory of ours is involved.
+    unsafe { bpf_redirect_neigh(ifindex, null_mut(), 0, 0) as i32 }
 }
 
 /// Folds a sum of 32-bit words to 32 bits, as `bpf_l4_csum_replace` takes it (ones' complement,

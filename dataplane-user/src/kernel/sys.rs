@@ -757,7 +757,8 @@ pub fn ethtool_set(interface: &str, command: u32, value: u32) -> io::Result<()> 
 /// `tun`, an open `/dev/net/tun`. It lives as long as that is open.
 pub fn tun_make(tun: BorrowedFd<'_>, interface: &str) -> io::Result<()> {
     let mut ifreq = ifreq(interface);
-    ifreq.ifr_ifru.ifru_flags = (libc::IFF_TUN | libc::IFF_NO_PI) as i16;
+    let flags = i16::try_from(libc::IFF_TUN | libc::IFF_NO_PI);
+    ifreq.ifr_ifru.ifru_flags = flags.map_err(io::Error::other)?;
     // SAFETY: the structure lives until the call is over.
     checked(unsafe { libc::ioctl(tun.as_raw_fd(), libc::TUNSETIFF as _, &raw mut ifreq) })
 }

@@ -254,9 +254,14 @@ impl<'a> Model<'a> {
         let mut known = Known::No;
         if self.follow(&mut headers) {
             let (key, packet) = (headers.key(), seen_in(&headers));
-            known = self.request(&key, packet, at.tick);
-            // A SYN on its own never answers anything.
+            // A SYN on its own never answers anything, and one with an ACK does before all else.
             let may_answer = !headers.is_syn();
+            if headers.is_syn_ack() {
+                known = self.answer(&key, packet, at.tick, true);
+            }
+            if matches!(known, Known::No) {
+                known = self.request(&key, packet, at.tick);
+            }
             if may_answer && matches!(known, Known::No) {
                 known = self.answer(&key, packet, at.tick, true);
             }

@@ -66,6 +66,12 @@ impl Headers {
         self.is_tcp() && self.flags.is_some_and(|flags| flags & wanted == flags::SYN)
     }
 
+    /// Whether it agrees to begin one.
+    pub fn is_syn_ack(&self) -> bool {
+        let wanted = flags::SYN | flags::ACK;
+        self.is_tcp() && self.flags.is_some_and(|flags| flags & wanted == wanted)
+    }
+
     /// The packet's length, as its header says.
     pub fn length(&self) -> usize {
         self.end - self.l3

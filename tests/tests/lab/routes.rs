@@ -135,7 +135,8 @@ impl Drop for Cable {
 
 /// Carries what there is to the other end. What that does not take is lost, as on any cable.
 fn carry(from: &mut File, to: &mut File) {
-    let mut packet = [0; 65_536];
+    // More than the devices' MTU.
+    let mut packet = [0; 2048];
     loop {
         match from.read(&mut packet) {
             Ok(length) => drop(to.write(&packet[..length])),

@@ -1,0 +1,137 @@
+//! The headers of almost all packets: Ethernet, IP without options or extensions, TCP or UDP, whole and
+//! not a fragment, and in the buffer's linear part. They are read from where they lie, without a
+//! helper's call for each.
+
+use core::ptr::read_volatile;
+
+use dataplane_common::{Addr, Port, Protocol};
+
+use super::{
+    parse::{ETHERTYPE_V4, ETHERTYPE_V6, LINK, Packet},
+    skb::Skb,
+};
+
+/// Where the transport header begins, by family.
+const L4_V4: usize = LINK as usize + 20;
+const L4_V6: usize = LINK as usize + 40;
+/// UDP's header, and TCP's without options.
+const UDP: usize = 8;
+const TCP: usize = 20;
+
+/// The linear part of a packet.
+#[derive(Clone, Copy)]
+struct Linear {
+    start: usize,
+    end: usize,
+}
+
+impl Linear {
+    #[inline(always)]
+    fn has(self, length: usize) -> bool {
+        self.start + length <= self.end
+    }
+
+    /// Whatever of the packet lies at `offset`, which the caller has seen to be there.
+    ///
+    /// `T` is aligned as far as machines ask for: the IP header begins at a multiple of four where
+    /// they do (`NET_IP_ALIGN` in `include/linux/skbuff.h`), and the verifier of their kernels sees
+    /// to it; the others read words from anywhere.
+    #[inline(always)]
+    fn read<T: Copy>(self, offset: usize) -> T {
+        // SAFETY: the verifier does not load a program that reads behind `end`.
+        unsafe { read_volatile((self.start + offset) as *const T) }
+    }
+}
+
+impl Packet {
+    /// Reads the headers of a packet such as they almost all are; `false` if it is not such a one, and
+    /// must be read step by step. What is wrong with a packet is said there, too.
+    #[inline(never)]
+    pub fn read_plain(&mut self, skb: Skb) -> bool {
+        let (start, end) = skb.linear();
+        let linear = Linear { start, end };
+        if !linear.has(L4_V4 + UDP) {
+            return false;
+        }
+        let available = skb.len().wrapping_sub(LINK);
+        match linear.read::<u16>(12) {
+            ETHERTYPE_V4 => self.read_plain_v4(linear, available),
+            ETHERTYPE_V6 => self.read_plain_v6(linear, available),
+            _ => false,
+        }
+    }
+
+    #[inline(always)]
+    fn read_plain_v4(&mut self, linear: Linear, available: u32) -> bool {
+        let [version, tos, high, low] = linear.read::<u32>(14).to_ne_bytes();
+        let [_, _, fragment0, fragment1] = linear.read::<u32>(18).to_ne_bytes();
+        let [hops, protocol, sum0, sum1] = linear.read::<u32>(22).to_ne_bytes();
+        let length = u32::from(u16::from_be_bytes([high, low]));
+        // "Don't fragment" may be set.
+        if version != 0x45 || fragment0 & 0xbf != 0 || fragment1 != 0 || length > available {
+            return false;
+        }
+        if !self.read_plain_l4::<L4_V4>(linear, protocol, length) {
+            return false;
+        }
+        self.v4 = 1;
+        self.tos = tos;
+        self.hops = hops;
+        self.checksum = u16::from_ne_bytes([sum0, sum1]);
+        self.key.src = Addr::from_v4_word(linear.read(26));
+        self.key.dst = Addr::from_v4_word(linear.read(30));
+        true
+    }
+
+    #[inline(always)]
+    fn read_plain_v6(&mut self, linear: Linear, available: u32) -> bool {
+        if !linear.has(L4_V6 + UDP) {
+            return false;
+        }
+        let [version, class, ..] = linear.read::<u32>(14).to_ne_bytes();
+        let [high, low, next, hops] = linear.read::<u32>(18).to_ne_bytes();
+        let payload = u32::from(u16::from_be_bytes([high, low]));
+        let src = Addr::from_words([22, 26, 30, 34].map(|at| linear.read(at)));
+        let dst = Addr::from_words([38, 42, 46, 50].map(|at| linear.read(at)));
+        let length = payload + 40;
+        if version >> 4 != 6 || length > available || src.is_v4() || dst.is_v4() {
+            return false;
+        }
+        if !self.read_plain_l4::<L4_V6>(linear, next, length) {
+            return false;
+        }
+        self.v4 = 0;
+        self.tos = version << 4 | class >> 4;
+        self.hops = hops;
+        self.key.src = src;
+        self.key.dst = dst;
+        true
+    }
+
+    /// Ports and flags; `length` is from the IP header on.
+    #[inline(always)]
+    fn read_plain_l4<const L4: usize>(
+        &mut self,
+        linear: Linear,
+        protocol: u8,
+        length: u32,
+    ) -> bool {
+        let protocol = Protocol::from_number(protocol);
+        let l4 = L4 as u32;
+        if protocol == Protocol::TCP {
+            if !linear.has(L4 + TCP) || length < l4 - LINK + TCP as u32 {
+                return false;
+            }
+            self.tcp_flags = linear.read(L4 + 13);
+        } else if protocol != Protocol::UDP || length < l4 - LINK + UDP as u32 {
+            return false;
+        }
+        self.key.protocol = protocol;
+        self.key.src_port = Port::from_be(linear.read(L4));
+        self.key.dst_port = Port::from_be(linear.read(L4 + 2));
+        self.l3 = LINK;
+        self.l4 = l4;
+        self.length = length;
+        true
+    }
+}
