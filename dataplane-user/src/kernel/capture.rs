@@ -589,10 +589,16 @@ pub fn route_answers(mark: u32) -> io::Result<()> {
         }
     }
     // It is IPv6's too.
-    fs::OpenOptions::new()
-        .write(true)
-        .open("/proc/sys/net/ipv4/tcp_fwmark_accept")?
-        .write_all(b"1")
+    let setting = "/proc/sys/net/ipv4/tcp_fwmark_accept";
+    let file = fs::OpenOptions::new().write(true).open(setting);
+    file.and_then(|mut file| file.write_all(b"1"))
+        .map_err(|error| {
+            let text = format!(
+                "{setting}: {error}; in a container that is not privileged it is read-only: set \
+                 mesh.proxy.keepSource to false"
+            );
+            io::Error::new(error.kind(), text)
+        })
 }
 
 /// The inverse of [`route_answers`], but for the setting, which somebody else may rely on by now.

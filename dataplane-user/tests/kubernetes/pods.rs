@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use dataplane::{
     model::{Rules, ServiceName, WorkloadName},
-    source::kubernetes::{Scope, View},
+    source::kubernetes::{Kind, Scope, View},
 };
 use dataplane_tests::api::{Resource, objects};
 use serde_json::{Value, json};
@@ -65,6 +65,22 @@ fn host_ports_come_and_go_with_their_pods() {
     // The kubelet tells its address.
     site.cluster().apply(exposed("late", 7));
     site.view(|view| exposes(view, "late") == [7]);
+    // What changes all the time is no reason to look at everything again.
+    let events = || site.health.of(Kind::Pod).events();
+    let before = events();
+    let mut busy = exposed("late", 7);
+    busy["status"]["conditions"][0]["status"] = json!("False");
+    busy["metadata"]["annotations"] = json!({ "example.com/restarted": "now" });
+    site.cluster().apply(busy);
+    site.wait("the change was told", |_| events() > before);
+    site.cluster().apply_all(web(2, &[1]));
+    let view = site.view(|view| endpoints(view, "web-2") == [1]);
+    assert!(view.since.is_some());
+    site.watching();
+    site.cluster().apply(exposed("late", 7));
+    site.wait("the change was told", |_| events() > before + 1);
+    std::thread::sleep(std::time::Duration::from_millis(50));
+    assert!(site.untaken().is_none());
     // It is over, and its object stays for a while.
     let mut over = exposed("late", 7);
     over["status"]["phase"] = json!("Succeeded");
@@ -76,7 +92,7 @@ fn host_ports_come_and_go_with_their_pods() {
     assert_eq!(exposes(&view, "first"), [6]);
     site.cluster().delete(Resource::Pods, "default", "first");
     let view = site.view(|view| !has(view, "hostport:first"));
-    assert_eq!(view.services.len(), 1);
+    assert_eq!(view.services.len(), 2);
 }
 
 #[test]
@@ -221,10 +237,7 @@ fn pods_that_cannot_be_read_just_now_are_waited_for() {
     server.faults().withhold(Some((Resource::Pods, 500)));
     let site = Site::of(server, Scope::HostPorts);
     site.wait("it was tried often", |site| {
-        site.health
-            .of(dataplane::source::kubernetes::Kind::Pod)
-            .failures()
-            > 8
+        site.health.of(Kind::Pod).failures() > 8
     });
     assert!(site.untaken().is_none());
     assert!(site.health.failure().is_some());

@@ -23,10 +23,10 @@ pub struct Pods {
 }
 
 /// A pod.
-#[derive(Default)]
+#[derive(Default, PartialEq)]
 struct Seen {
     /// The services that its host ports are.
-    host_ports: Vec<ServiceName>,
+    host_ports: Vec<Arc<Service>>,
     /// Itself, by its own rules.
     workload: Option<Workload>,
 }
@@ -35,31 +35,37 @@ struct Seen {
 pub type Change = (ServiceName, Option<Arc<Service>>);
 
 impl Pods {
-    /// A pod came or changed: what becomes of its host ports.
-    pub fn put(&mut self, name: &ServiceName, pod: Pod) -> Vec<Change> {
+    /// A pod came or changed: what becomes of its host ports. `None`: nothing that matters here has
+    /// changed, as is the rule, since a pod's status changes all the time.
+    pub fn put(&mut self, name: &ServiceName, pod: Pod) -> Option<Vec<Change>> {
         let seen = self.seen.entry(name.clone()).or_default();
-        let earlier = seen.workload.take();
-        seen.workload = pod.workload.map(|workload| match earlier {
+        let earlier = seen.workload.as_ref();
+        let workload = pod.workload.map(|workload| match earlier {
             Some(earlier) if pod.faulty => Workload {
-                rules: earlier.rules,
+                rules: Arc::clone(&earlier.rules),
                 ..workload
             },
             _ => workload,
         });
-        self.changed = true;
-        let Some(services) = pod.host_ports else {
-            return Vec::new();
+        let host_ports = match pod.host_ports {
+            Some(services) => services.into_iter().map(Arc::new).collect(),
+            None => seen.host_ports.clone(),
         };
-        let now = services.iter().map(|service| service.name.clone());
-        let before = std::mem::replace(&mut seen.host_ports, now.collect());
-        let gone = before
-            .into_iter()
-            .filter(|name| !seen.host_ports.contains(name))
-            .map(|name| (name, None))
-            .collect::<Vec<_>>();
-        let put = services.into_iter();
-        let put = put.map(|service| (service.name.clone(), Some(Arc::new(service))));
-        gone.into_iter().chain(put).collect()
+        let now = Seen {
+            host_ports,
+            workload,
+        };
+        if *seen == now {
+            return None;
+        }
+        let before = std::mem::replace(seen, now);
+        self.changed = true;
+        let now = &seen.host_ports;
+        let gone = before.host_ports.iter().map(|service| &service.name);
+        let gone = gone.filter(|name| now.iter().all(|service| service.name != **name));
+        let put = now.iter();
+        let put = put.map(|service| (service.name.clone(), Some(Arc::clone(service))));
+        Some(gone.map(|name| (name.clone(), None)).chain(put).collect())
     }
 
     /// A pod is gone: so are its host ports.
@@ -68,8 +74,8 @@ impl Pods {
             return Vec::new();
         };
         self.changed = true;
-        let gone = seen.host_ports.into_iter();
-        gone.map(|name| (name, None)).collect()
+        let gone = seen.host_ports.iter();
+        gone.map(|service| (service.name.clone(), None)).collect()
     }
 
     /// A namespace came or changed.

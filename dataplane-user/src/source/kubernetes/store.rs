@@ -112,12 +112,14 @@ impl Store {
         match message {
             Message::Begin(kind) => _ = self.listing.insert(kind, HashSet::new()),
             Message::Put(kind, object, at) => {
-                if let Some(listing) = self.listing.get_mut(&kind) {
-                    listing.insert(object.name.clone());
-                } else {
-                    self.since.get_or_insert(at);
+                let listing = self.listing.get_mut(&kind);
+                let listed = listing.map(|listing| listing.insert(object.name.clone()));
+                if self.put(kind, object) {
+                    self.changed = true;
+                    if listed.is_none() {
+                        self.since.get_or_insert(at);
+                    }
                 }
-                self.put(kind, object);
             }
             Message::Gone(kind, object, at) => {
                 self.since.get_or_insert(at);
@@ -202,8 +204,7 @@ impl Store {
     /// A kind can be read no more (or was never), or can be again.
     fn refuse(&mut self, kind: Kind, why: Option<String>) {
         self.changed = true;
-        // Of no object of its kind.
-        let key = (kind, ServiceName::new("", ""));
+        let key = (kind, no_object());
         let Some(why) = why else {
             self.refused.remove(&kind);
             self.problems.remove(&key);
@@ -222,20 +223,20 @@ impl Store {
         self.problems.insert(key, vec![problem]);
     }
 
-    fn put(&mut self, kind: Kind, object: Object) {
+    /// Takes in an object; whether anything may be otherwise than before.
+    fn put(&mut self, kind: Kind, object: Object) -> bool {
         let Object {
             name,
             body,
             findings,
             ..
         } = object;
-        self.changed = true;
         let faulty = !findings.faults.is_empty();
-        self.found(kind, &name, &findings);
+        let told = self.found(kind, &name, &findings);
         // Of an object that makes no sense, what was there before stays; a pod says itself which
         // half of it does.
         if faulty && kind != Kind::Pod {
-            return;
+            return told;
         }
         match body {
             Body::Service(Some(service)) => {
@@ -256,13 +257,16 @@ impl Store {
                 if self.scope < Scope::Mesh {
                     pod.workload = None;
                 }
-                let changes = self.pods.put(&name, pod);
+                let Some(changes) = self.pods.put(&name, pod) else {
+                    return told;
+                };
                 self.host_ports(changes);
             }
-            Body::Pod(None) => {}
+            Body::Pod(None) => return told,
             Body::Namespace(namespace) => self.pods.put_namespace(namespace),
             Body::Service(None) | Body::Slice(None) => self.forget(kind, &name),
         }
+        true
     }
 
     fn remove(&mut self, kind: Kind, name: &ServiceName) {
@@ -331,7 +335,8 @@ impl Store {
                 return;
             }
         };
-        let faulty = self.problems.keys().filter(|(of, _)| *of == kind);
+        let faulty = self.problems.keys();
+        let faulty = faulty.filter(|(of, name)| *of == kind && *name != no_object());
         let faulty: Vec<_> = faulty.map(|(_, name)| name.clone()).collect();
         for name in known.into_iter().chain(faulty) {
             if !seen.contains(&name) {
@@ -353,8 +358,8 @@ impl Store {
         self.changed = true;
     }
 
-    /// Notes what is wrong with an object.
-    fn found(&mut self, kind: Kind, name: &ServiceName, findings: &Findings) {
+    /// Notes what is wrong with an object; whether that is news.
+    fn found(&mut self, kind: Kind, name: &ServiceName, findings: &Findings) -> bool {
         if kind == Kind::Node {
             self.problems.retain(|(of, _), _| *of != Kind::Node);
         }
@@ -378,10 +383,21 @@ impl Store {
             })
             .collect();
         let key = (kind, name.clone());
+        if self.problems.get(&key).is_none_or(Vec::is_empty) && problems.is_empty()
+            || self.problems.get(&key) == Some(&problems)
+        {
+            return false;
+        }
         if problems.is_empty() {
             self.problems.remove(&key);
         } else {
             self.problems.insert(key, problems);
         }
+        true
     }
+}
+
+/// In the place of an object's name, for problems of a kind as such.
+fn no_object() -> ServiceName {
+    ServiceName::new("", "")
 }
