@@ -57,6 +57,15 @@ pub struct MeshProxy {
     /// and a route in the workload's network namespace, which the agent makes. Default: true.
     #[serde(skip_serializing_if = "is_default")]
     pub keep_source: Option<bool>,
+    /// Connections that the agent's proxy relays at the same time; more wait in the kernel. Default:
+    /// what the limit of open files allows.
+    #[serde(skip_serializing_if = "is_default")]
+    #[schemars(range(min = 1))]
+    pub max_connections: Option<u32>,
+    /// Of these, one workload's. Default: all.
+    #[serde(skip_serializing_if = "is_default")]
+    #[schemars(range(min = 1))]
+    pub max_connections_per_workload: Option<u32>,
 }
 
 /// Rules; of two that say something of the same thing, the more specific ones win: a workload's over
@@ -308,6 +317,18 @@ impl Mesh {
                 "mesh.proxy.mark".into(),
                 "expected a number from 1 to 2147483647".into(),
             ));
+        }
+        for (key, max) in [
+            ("maxConnections", self.proxy.max_connections),
+            (
+                "maxConnectionsPerWorkload",
+                self.proxy.max_connections_per_workload,
+            ),
+        ] {
+            if max == Some(0) {
+                let at = format!("mesh.proxy.{key}");
+                faults.push((at, "expected a number from 1".into()));
+            }
         }
         if self.outbound() == self.inbound() {
             faults.push((

@@ -80,6 +80,11 @@ impl Mesh {
                 mark: Some(options.mark),
                 transparent_mark: Some(options.mark | FROM_CLIENT),
                 transparent: config.proxy.keep_source.unwrap_or(true),
+                max_connections: config.proxy.max_connections.map(|max| max as usize),
+                max_per_workload: config
+                    .proxy
+                    .max_connections_per_workload
+                    .map(|max| max as usize),
                 ..proxy::Settings::default()
             };
             Some(Proxy::start(settings).map_err(super::Error::Proxy)?)

@@ -29,6 +29,7 @@ scenarios! {
     Dataplane:
     the_original_destination_is_right_in_thousands_of_connections,
     our_proxy_takes_both_directions_and_keeps_the_clients_address,
+    a_workloads_connections_beyond_its_limit_wait,
     rules_change_while_connections_live,
     pods_ask_by_label_and_annotation,
     without_a_proxy_it_is_refused_or_passes,
@@ -236,6 +237,32 @@ fn our_proxy_takes_both_directions_and_keeps_the_clients_address() -> Result<()>
         );
     }
     Ok(())
+}
+
+fn a_workloads_connections_beyond_its_limit_wait() -> Result<()> {
+    let mut world = World::new()?;
+    let proxy = json!({ "maxConnectionsPerWorkload": 2 });
+    world.capture(proxy, json!({ "mode": "proxy" }))?;
+    let hold = || {
+        world
+            .app()
+            .probe("hold")
+            .args(["--to", "10.244.1.5:7"])
+            .stdin_piped()
+            .stdout_piped()
+            .spawn()
+    };
+    let mut two = [hold()?, hold()?];
+    for process in &mut two {
+        process.wait_for_line()?;
+    }
+    let third = world.app().probe("connect");
+    let third = third.args(["--to", "10.244.1.5:7", "--timeout-ms", "500"]);
+    let report: Report = third.json()?;
+    ensure!(report.answered == 0, "three at the same time: {report:?}");
+    // They go, and others are served.
+    drop(two);
+    eventually(|| reaches(world.app(), "10.244.1.5:7", "connect", &["one"]).map(drop))
 }
 
 fn rules_change_while_connections_live() -> Result<()> {
