@@ -9,6 +9,7 @@
 //! kernel programs, `dataplane explain` and the property tests run the same code.
 #![no_std]
 
+pub mod accelerate;
 mod addr;
 pub mod capture;
 pub mod decide;

@@ -11,6 +11,7 @@
     reason = "the kernel hands over ports, protocols and sizes in wider words than they fill"
 )]
 
+mod accelerate;
 mod atomic;
 mod capture;
 mod events;
@@ -20,12 +21,16 @@ mod socket;
 mod tables;
 
 use aya_ebpf::{
-    macros::{cgroup_sock, cgroup_sock_addr, cgroup_sockopt, classifier, sk_lookup, sock_ops},
+    macros::{
+        cgroup_sock, cgroup_sock_addr, cgroup_sockopt, classifier, sk_lookup, sk_msg, sock_ops,
+    },
     programs::{
-        SkLookupContext, SockAddrContext, SockContext, SockOpsContext, SockoptContext, TcContext,
+        SkLookupContext, SkMsgContext, SockAddrContext, SockContext, SockOpsContext,
+        SockoptContext, TcContext,
     },
 };
 
+use crate::accelerate::{legs, message};
 use crate::capture::{inbound, origin, outbound, sockopt};
 use crate::socket::{SockAddr, V4, V6, connect, getpeername, peers, recvmsg, sendmsg};
 
@@ -120,6 +125,21 @@ fn getsockopt(ctx: SockoptContext) -> i32 {
 #[expect(clippy::needless_pass_by_value, reason = "the macro hands it over so")]
 fn tcp_events(ctx: SockOpsContext) -> u32 {
     origin::run(ctx.ops)
+}
+
+/// A TCP socket is established or closed: whether it is an end of a connection to a proxy that is
+/// accelerated.
+#[sock_ops]
+#[expect(clippy::needless_pass_by_value, reason = "the macro hands it over so")]
+fn accelerate_legs(ctx: SockOpsContext) -> u32 {
+    legs::run(ctx.ops)
+}
+
+/// An application sends something to its proxy.
+#[sk_msg]
+#[expect(clippy::needless_pass_by_value, reason = "the macro hands it over so")]
+fn accelerate_send(ctx: SkMsgContext) -> u32 {
+    message::run(ctx.msg)
 }
 
 /// Which socket takes a connection that comes into a workload's network namespace.

@@ -15,6 +15,7 @@ use aya_ebpf::{
 };
 use dataplane_common::{
     Addr, Event, Reason, VIP_ELEMENTS, VipWords,
+    accelerate::{CONNECTIONS, PROXIES as PROXIES_CAPACITY, ProxyKey, Sender},
     capture::{
         CaptureConfig, Enrolled, KNOWN as KNOWN_CAPACITY, ListenerKey, Local, Meter,
         ORIGINS as ORIGINS_CAPACITY, Origin, RULES as RULES_CAPACITY, RuleKey,
@@ -167,3 +168,22 @@ pub static METERS: SkStorage<Meter> = SkStorage::new();
 #[btf_map]
 pub static TRAFFIC: HashMap<TrafficKey, Traffic, { TRAFFIC_CAPACITY as usize }, ON_DEMAND> =
     HashMap::new();
+
+// Between applications and their proxy: `dataplane_common::accelerate`. Not pinned: they are there
+// while the proxy is.
+
+#[btf_map]
+pub static PROXIES: HashMap<ProxyKey, u32, { PROXIES_CAPACITY as usize }, ON_DEMAND> =
+    HashMap::new();
+
+#[btf_map]
+pub static SENDERS: SockHash<Tuple, { CONNECTIONS as usize }> = SockHash::new();
+
+#[btf_map]
+pub static SENDING: SkStorage<Sender> = SkStorage::new();
+
+#[btf_map]
+pub static RECEIVERS: SockHash<Tuple, { CONNECTIONS as usize }> = SockHash::new();
+
+#[btf_map]
+pub static GRANTS: HashMap<Tuple, u64, { CONNECTIONS as usize }, ON_DEMAND> = HashMap::new();

@@ -70,6 +70,19 @@ pub struct Report {
     pub each: Vec<Attempt>,
 }
 
+/// `probe talk`.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, PartialEq, Eq)]
+pub struct TalkReport {
+    /// Connections on which everything was said, and came back.
+    pub answered: u64,
+    /// How many bytes were said on them.
+    pub bytes: u64,
+    /// How often a read that should have waited did not (EAGAIN), and was tried again.
+    pub impatient: u64,
+    /// Why others failed, and what they were at.
+    pub errors: Errors,
+}
+
 /// A distribution, in nanoseconds; zeros when there is no sample.
 #[derive(Debug, Clone, Copy, Default, Serialize, Deserialize, PartialEq, Eq)]
 pub struct Quantiles {

@@ -30,7 +30,7 @@ use crate::{
 };
 
 /// `BPF_SK_STORAGE_GET_F_CREATE`.
-const CREATE: u64 = 1;
+pub const CREATE: u64 = 1;
 /// `BPF_NOEXIST`.
 const NEW: u64 = 1;
 const AF_INET6: u32 = 10;
@@ -104,7 +104,7 @@ fn connecting(ctx: *mut bpf_sock_ops) {
 
 /// Asks to be told of the socket's states.
 #[inline(always)]
-fn watch(ctx: *mut bpf_sock_ops) {
+pub fn watch(ctx: *mut bpf_sock_ops) {
     // SAFETY: the program's context and a field of it.
     unsafe {
         let flags = read_volatile(&raw const (*ctx).bpf_sock_ops_cb_flags);
@@ -264,7 +264,7 @@ fn traffic(meter: *const Meter) -> *mut Traffic {
 
 /// The storage of the program's socket in a table, or null.
 #[inline(always)]
-fn storage(
+pub fn storage(
     ctx: *mut bpf_sock_ops,
     table: *const core::ffi::c_void,
     flags: u64,
@@ -316,7 +316,7 @@ fn is_from_client(ctx: *mut bpf_sock_ops, config: &CaptureConfig) -> bool {
 
 /// The connection, as the client sees it (`client`) or the proxy.
 #[inline(always)]
-fn tuple(ctx: *mut bpf_sock_ops, client: bool) -> Tuple {
+pub fn tuple(ctx: *mut bpf_sock_ops, client: bool) -> Tuple {
     // SAFETY: the program's context and a field of it, in host order.
     let (netns, local_port) = unsafe {
         (

@@ -206,6 +206,7 @@ pub fn run(settings: Settings) -> Result<(), Error> {
     let news = ready.news()?;
     let listeners = Listeners::open(&settings.listen)?;
 
+    let cgroup = settings.paths.cgroup.clone();
     let mut kernel = Kernel::open_with(
         &settings.paths,
         settings.limits,
@@ -245,7 +246,7 @@ pub fn run(settings: Settings) -> Result<(), Error> {
     let flows = Flows::start(Arc::clone(&state), settings.destroy_stale.clone())?;
     let on_exit = settings.on_exit;
     let mesh = match settings.mesh.clone() {
-        Some(config) => Some(Mesh::start(config, &kernel)?),
+        Some(config) => Some(Mesh::start(config, &kernel, &cgroup)?),
         None => None,
     };
     if let Some(observer) = mesh.as_ref().and_then(Mesh::observer) {

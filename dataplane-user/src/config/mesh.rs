@@ -87,6 +87,9 @@ pub struct MeshRules {
     /// refuse.
     #[serde(skip_serializing_if = "is_default")]
     pub without_proxy: Option<MeshWithoutProxy>,
+    /// Whether what the workload says to the agent's proxy goes past the TCP stack. Default: off.
+    #[serde(skip_serializing_if = "is_default")]
+    pub acceleration: Option<MeshAcceleration>,
     /// Capture what goes to these ranges only.
     #[serde(skip_serializing_if = "is_default")]
     #[serde(rename = "includeOutboundIPRanges")]
@@ -182,6 +185,16 @@ pub enum MeshWithoutProxy {
     Pass,
 }
 
+/// Between a workload and the agent's proxy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum MeshAcceleration {
+    /// By TCP.
+    Off,
+    /// From socket to socket: see docs/proxy.md for what that does to applications.
+    Sockmap,
+}
+
 impl MeshRules {
     /// In the model's terms.
     pub fn rules(&self) -> Rules {
@@ -199,6 +212,10 @@ impl MeshRules {
             without_proxy: self.without_proxy.map(|without| match without {
                 MeshWithoutProxy::Refuse => model::WithoutProxy::Refuse,
                 MeshWithoutProxy::Pass => model::WithoutProxy::Pass,
+            }),
+            acceleration: self.acceleration.map(|acceleration| match acceleration {
+                MeshAcceleration::Off => model::Acceleration::Off,
+                MeshAcceleration::Sockmap => model::Acceleration::Sockmap,
             }),
             excluded_uids: self.exclude_uids.iter().copied().collect(),
             excluded_gids: self.exclude_gids.iter().copied().collect(),

@@ -11,7 +11,8 @@ mod read;
 pub use keys::{Argument, schema};
 pub use kube_proxy::{Imported, NotImported, import};
 pub use mesh::{
-    Mesh, MeshEgress, MeshMode, MeshNamespace, MeshProxy, MeshRules, MeshWithoutProxy, MeshWorkload,
+    Mesh, MeshAcceleration, MeshEgress, MeshMode, MeshNamespace, MeshProxy, MeshRules,
+    MeshWithoutProxy, MeshWorkload,
 };
 pub use read::{parse, read};
 

@@ -1,6 +1,7 @@
 //! The kernel: loading, attaching, pinning and adopting our programs and tables, and writing the
 //! tables. The only room that names aya, and the only one in user space with `unsafe`.
 
+mod accelerate;
 mod answers;
 mod capture;
 pub mod conntrack;
@@ -35,6 +36,7 @@ use std::{
 
 use nix::fcntl::Flock;
 
+pub use accelerate::Accelerator;
 pub use capture::{
     Capture, CaptureOptions, CaptureTables, Listeners, Namespace, is_linked, open_listeners,
     route_answers, route_answers_no_more, this_namespace,

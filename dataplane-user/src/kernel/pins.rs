@@ -224,6 +224,11 @@ impl MapSpec {
         FLOW_MAPS.contains(&self.name)
     }
 
+    /// Whether it takes memory for as many entries as it has room for.
+    pub fn is_hash(&self) -> bool {
+        matches!(self.shape.kind, BPF_MAP_TYPE_HASH | BPF_MAP_TYPE_LRU_HASH)
+    }
+
     /// A map whose capacity is chosen when it is made.
     pub const fn of_any_size(name: &'static str, shape: Shape) -> Self {
         Self {

@@ -205,14 +205,14 @@ fn descriptor<'a>(ebpf: &'a Ebpf, spec: &Spec) -> Result<BorrowedFd<'a>, Error> 
     Ok(fd.map_err(|source| load_error(spec.name, source))?.as_fd())
 }
 
-fn absent(program: &str) -> Error {
+pub fn absent(program: &str) -> Error {
     Error::Io {
         what: format!("the object has no program {program}"),
         source: std::io::ErrorKind::NotFound.into(),
     }
 }
 
-fn load_error(program: &'static str, source: ProgramError) -> Error {
+pub fn load_error(program: &'static str, source: ProgramError) -> Error {
     Error::Load {
         program,
         source: Box::new(source),

@@ -15,13 +15,15 @@ use aya_obj::{
     generated::{
         BPF_ADD, BPF_ALU64, BPF_AND, BPF_CALL, BPF_DW, BPF_EXIT, BPF_JGT, BPF_JMP, BPF_K, BPF_LDX,
         BPF_MEM, BPF_MOV, BPF_STX,
-        bpf_attach_type::{self, BPF_CGROUP_INET_INGRESS, BPF_CGROUP_SOCK_OPS, BPF_SK_LOOKUP},
+        bpf_attach_type::{
+            self, BPF_CGROUP_INET_INGRESS, BPF_CGROUP_SOCK_OPS, BPF_SK_LOOKUP, BPF_SK_MSG_VERDICT,
+        },
         bpf_func_id::BPF_FUNC_get_prandom_u32,
         bpf_insn,
         bpf_prog_type::{
             self, BPF_PROG_TYPE_CGROUP_SOCK, BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
             BPF_PROG_TYPE_CGROUP_SOCKOPT, BPF_PROG_TYPE_SCHED_CLS, BPF_PROG_TYPE_SK_LOOKUP,
-            BPF_PROG_TYPE_SOCK_OPS,
+            BPF_PROG_TYPE_SK_MSG, BPF_PROG_TYPE_SOCK_OPS,
         },
     },
 };
@@ -49,6 +51,7 @@ fn type_and_hook(section: &ProgramSection) -> Option<(bpf_prog_type, bpf_attach_
         // Where it is attached is said then; 0, which is this, to load it.
         ProgramSection::SchedClassifier => (BPF_PROG_TYPE_SCHED_CLS, BPF_CGROUP_INET_INGRESS),
         ProgramSection::SkLookup => (BPF_PROG_TYPE_SK_LOOKUP, BPF_SK_LOOKUP),
+        ProgramSection::SkMsg => (BPF_PROG_TYPE_SK_MSG, BPF_SK_MSG_VERDICT),
         ProgramSection::SockOps => (BPF_PROG_TYPE_SOCK_OPS, BPF_CGROUP_SOCK_OPS),
         _ => return None,
     })
@@ -200,6 +203,7 @@ fn refusal(ebpf: &mut Ebpf, name: &str) -> Option<String> {
         Some(Program::CgroupSockopt(program)) => program.load(),
         Some(Program::SchedClassifier(program)) => program.load(),
         Some(Program::SkLookup(program)) => program.load(),
+        Some(Program::SkMsg(program)) => program.load(),
         Some(Program::SockOps(program)) => program.load(),
         _ => return None,
     };

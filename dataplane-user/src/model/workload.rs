@@ -170,6 +170,16 @@ impl WithoutProxy {
     }
 }
 
+/// Whether what a workload says to the agent's proxy goes past the TCP stack.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Acceleration {
+    /// It goes by TCP.
+    #[default]
+    Off,
+    /// From socket to socket, by a sockmap.
+    Sockmap,
+}
+
 /// What the configuration, a namespace or a workload says of capture: what it does not say is said
 /// by whoever is less specific.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -182,6 +192,8 @@ pub struct Rules {
     pub egress: Option<Egress>,
     /// While the proxy does not listen.
     pub without_proxy: Option<WithoutProxy>,
+    /// Between the workload and the agent's proxy.
+    pub acceleration: Option<Acceleration>,
     /// Outbound destination ranges: whether they are captured. A list of what is included is the
     /// range 0.0.0.0/0 or ::/0 that is not, and the ranges of the list that are.
     pub outbound_ranges: BTreeMap<IpNet, bool>,
@@ -221,6 +233,7 @@ impl Rules {
             mode: self.mode.or(general.mode),
             egress: self.egress.or(general.egress),
             without_proxy: self.without_proxy.or(general.without_proxy),
+            acceleration: self.acceleration.or(general.acceleration),
             outbound_ranges: maps(&self.outbound_ranges, &general.outbound_ranges),
             outbound_ports: maps(&self.outbound_ports, &general.outbound_ports),
             inbound_ports: maps(&self.inbound_ports, &general.inbound_ports),
@@ -237,6 +250,7 @@ impl Rules {
             mode: self.mode.unwrap_or_default(),
             egress: self.egress.unwrap_or_default(),
             without_proxy: self.without_proxy.unwrap_or_default(),
+            acceleration: self.acceleration.unwrap_or_default(),
             outbound_ranges: self.outbound_ranges.clone(),
             outbound_ports: self.outbound_ports.clone(),
             inbound_ports: self.inbound_ports.clone(),
@@ -288,6 +302,8 @@ pub struct Policy {
     pub egress: Egress,
     /// While the proxy does not listen.
     pub without_proxy: WithoutProxy,
+    /// Between the workload and the agent's proxy.
+    pub acceleration: Acceleration,
     /// Outbound destination ranges: whether they are captured. The longest prefix decides; what is
     /// in none is captured.
     pub outbound_ranges: BTreeMap<IpNet, bool>,

@@ -238,6 +238,7 @@ mod tests {
             outbound: vec![],
             inbound: vec![],
             egress: Egress::Allow,
+            acceleration: None,
         };
         let (attached, _) = Attached::new(0, attachment, Box::default()).unwrap();
         let at = |port| SocketAddrV4::new(Ipv4Addr::LOCALHOST, port).into();

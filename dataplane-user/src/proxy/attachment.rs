@@ -2,6 +2,7 @@
 
 use std::{
     collections::HashMap,
+    fmt,
     net::{IpAddr, SocketAddr, TcpListener},
     os::fd::OwnedFd,
     sync::{
@@ -10,6 +11,7 @@ use std::{
     },
 };
 
+use dataplane_common::capture::Tuple;
 use smallvec::SmallVec;
 
 use super::{
@@ -32,6 +34,29 @@ pub struct Attachment {
     pub inbound: Vec<TcpListener>,
     /// What becomes of connections that it makes to destinations that nobody knows.
     pub egress: Egress,
+    /// Whether bytes may come past the TCP stack.
+    pub acceleration: Option<Acceleration>,
+}
+
+/// Whom to tell how far the proxy is with what comes past the TCP stack: without that, it comes by TCP
+/// after the first [`dataplane_common::accelerate::WINDOW`] bytes.
+#[derive(Clone)]
+pub struct Acceleration {
+    /// The network namespace's cookie.
+    pub netns: u64,
+    /// How many bytes may have come by a connection, in all.
+    pub grant: Arc<Grant>,
+}
+
+/// Says how many bytes may have come by a connection.
+pub type Grant = dyn Fn(&Tuple, u64) + Send + Sync;
+
+impl fmt::Debug for Acceleration {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Acceleration")
+            .field("netns", &self.netns)
+            .finish_non_exhaustive()
+    }
 }
 
 /// Which way a connection goes.
@@ -75,6 +100,8 @@ pub struct Attached {
     pub namespace: Option<OwnedFd>,
     /// Unknown destinations.
     pub egress: Egress,
+    /// Whom to tell how far the proxy is.
+    pub acceleration: Option<Acceleration>,
     /// Where the proxy itself listens for this workload.
     pub own: SmallVec<[SocketAddr; 4]>,
     /// Addresses of the machine that it is on, besides the workload's.
@@ -112,12 +139,19 @@ impl Attached {
             workload: attachment.workload,
             namespace: attachment.namespace,
             egress: attachment.egress,
+            acceleration: attachment.acceleration,
             here,
             own: listeners.iter().map(|listener| listener.address).collect(),
             open: AtomicUsize::new(0),
             counters: Mutex::default(),
         };
         Ok((Arc::new(attached), listeners))
+    }
+
+    /// Whether a connection that arrived at this address was not redirected to it: none of the
+    /// listening sockets has its port.
+    pub fn is_elsewhere(&self, address: SocketAddr) -> bool {
+        self.own.iter().all(|own| own.port() != address.port())
     }
 
     /// Whether a connection to this address would come back to the proxy.
@@ -131,6 +165,12 @@ impl Attached {
             own.port() == destination.port()
                 && (own.ip() == ip || (here && (own.ip().is_unspecified() || ip.is_unspecified())))
         })
+    }
+
+    /// Where the proxy listens for this workload, if that is one address of the family.
+    pub fn listener(&self, v4: bool) -> Option<SocketAddr> {
+        let own = self.own.iter().filter(|own| own.is_ipv4() == v4);
+        own.copied().find(|own| !own.ip().is_unspecified())
     }
 
     /// The counters of a kind of connection.

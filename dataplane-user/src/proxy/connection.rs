@@ -7,13 +7,19 @@ use std::{
     time::{Duration, Instant},
 };
 
+use dataplane_common::{
+    Port,
+    accelerate::{STEP, WINDOW},
+    capture::Tuple,
+};
+
 use super::{
     attachment::{Attached, Direction},
     buffers::Buffers,
     index::Target,
     metrics::Counters,
     outcome::Flag,
-    pump::{Broken, End, Flow, Step},
+    pump::{Broken, End, Flow, Haste, Step},
     socket,
 };
 
@@ -40,6 +46,8 @@ pub struct Connection {
     pub active: u32,
     /// What the counters know of already: sent by the client, and to it.
     pub counted: [u64; 2],
+    /// Up to where senders past the TCP stack were told to go on: from the client, and to it.
+    granted: [u64; 2],
     /// Whether its sockets are kept alive: not from the start, since most connections have ended
     /// before that would matter.
     pub kept_alive: bool,
@@ -84,6 +92,7 @@ impl Connection {
         now: Instant,
     ) -> Self {
         let [client, destination] = addresses;
+        let accelerated = attached.acceleration.is_some();
         Self {
             attached,
             direction,
@@ -95,10 +104,12 @@ impl Connection {
             opened: now,
             active: 0,
             counted: [0; 2],
+            granted: [0; 2],
             kept_alive: false,
             queued: false,
             dial: None,
-            near: End::new(socket),
+            // As the listening socket.
+            near: End::new(socket, Haste::Ensured, accelerated),
             far: None,
             up: Flow::default(),
             down: Flow::default(),
@@ -112,7 +123,8 @@ impl Connection {
 
     /// Takes another socket for the endpoint's; the one before is closed.
     pub fn set_endpoint_socket(&mut self, socket: Option<OwnedFd>) {
-        self.far = socket.map(End::new);
+        let accelerated = self.attached.acceleration.is_some();
+        self.far = socket.map(|socket| End::new(socket, Haste::Unsent, accelerated));
     }
 
     /// What is known of one of the sockets.
@@ -163,6 +175,40 @@ impl Connection {
                 let _ = self.up.pump(near, far, buffers);
                 Err(Flag::ClientReset)
             }
+        }
+    }
+
+    /// Tells those who send past the TCP stack how far their bytes have come, every so often.
+    pub fn grant(&mut self) {
+        let Some(acceleration) = &self.attached.acceleration else {
+            return;
+        };
+        for (way, bytes) in self.bytes().into_iter().enumerate() {
+            if bytes < self.granted[way] + STEP {
+                continue;
+            }
+            self.granted[way] = bytes;
+            let ends = if way == 0 {
+                let listener = self.attached.listener(self.client.is_ipv4());
+                let proxy = listener.map_or_else(|| socket::own_address(&self.near.socket), Ok);
+                proxy.map(|proxy| (self.client, proxy))
+            } else {
+                match &self.far {
+                    Some(far) => socket::own_address(&far.socket).map(|own| (own, self.endpoint)),
+                    None => continue,
+                }
+            };
+            // It may be gone.
+            let Ok((client, proxy)) = ends else { continue };
+            let tuple = Tuple {
+                netns: acceleration.netns,
+                client: client.ip().into(),
+                proxy: proxy.ip().into(),
+                client_port: Port::new(client.port()),
+                proxy_port: Port::new(proxy.port()),
+                reserved: 0,
+            };
+            (acceleration.grant)(&tuple, bytes + WINDOW);
         }
     }
 

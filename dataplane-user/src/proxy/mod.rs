@@ -29,7 +29,7 @@ mod tests;
 mod worker;
 
 pub use access::AccessLog;
-pub use attachment::{Attachment, Direction};
+pub use attachment::{Acceleration, Attachment, Direction};
 pub use dump::Dump;
 pub use index::{Found, Index, Target};
 pub use metrics::{Connections, CountersKey, Labels, Party, Totals, encode_connections};

@@ -31,17 +31,40 @@ pub struct End {
     pub closing: bool,
     /// The connection was reset, or has broken.
     pub broken: bool,
+    /// Whether little is sent at once.
+    pub haste: Haste,
+    /// What comes past the TCP stack and what comes by TCP are two queues, and one read takes of one
+    /// of them: that it was not filled does not mean that there is no more.
+    pub two_queues: bool,
 }
+
+/// Whether the kernel holds back little until the peer has acknowledged what was sent before
+/// (Nagle's algorithm). The first little never waits: many connections have ended before it would
+/// matter, and save a system call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Haste {
+    /// It would, and nothing was sent yet.
+    Unsent,
+    /// It would.
+    Sent,
+    /// It does not (`TCP_NODELAY`).
+    Ensured,
+}
+
+/// So much fits a segment of any connection: nothing of it is left to be held back.
+const SEGMENT: usize = 512;
 
 impl End {
     /// A socket of which nothing is known yet.
-    pub fn new(socket: OwnedFd) -> Self {
+    pub fn new(socket: OwnedFd, haste: Haste, two_queues: bool) -> Self {
         Self {
             socket,
             readable: false,
             writable: false,
             closing: false,
             broken: false,
+            haste,
+            two_queues,
         }
     }
 }
@@ -142,7 +165,9 @@ impl Flow {
                 &mut buffers.shared()[..size],
                 RecvFlags::empty(),
             ) {
-                Ok((0, _)) if from.broken => return Err(Broken::Sender),
+                // Nothing more comes from a connection that has broken; that it was reset was told
+                // before, or a socket in a sockmap does not say it.
+                Ok((0, _)) | Err(Errno::AGAIN) if from.broken => return Err(Broken::Sender),
                 Ok((0, _)) => {
                     self.ended = true;
                     continue;
@@ -156,7 +181,7 @@ impl Flow {
                 Err(_) => return Err(Broken::Sender),
             };
             // What comes from now on will be told.
-            from.readable = read == size || from.closing;
+            from.readable = read == size || from.closing || from.two_queues;
             to.writable = true;
             let written = write(to, &buffers.shared()[..read])?;
             self.bytes += written as u64;
@@ -187,6 +212,14 @@ impl Flow {
 
 /// Writes what the socket takes.
 fn write(to: &mut End, bytes: &[u8]) -> Result<usize, Broken> {
+    match to.haste {
+        Haste::Unsent if bytes.len() <= SEGMENT => to.haste = Haste::Sent,
+        Haste::Unsent | Haste::Sent => {
+            super::socket::send_at_once(&to.socket);
+            to.haste = Haste::Ensured;
+        }
+        Haste::Ensured => {}
+    }
     loop {
         match net::send(&to.socket, bytes, SendFlags::NOSIGNAL) {
             Ok(written) => {

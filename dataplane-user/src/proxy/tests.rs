@@ -89,6 +89,7 @@ fn proxy(settings: &Settings, endpoints: &[SocketAddr], egress: Egress) -> (Prox
         outbound: vec![listener],
         inbound: vec![],
         egress,
+        acceleration: None,
     };
     proxy.add(attachment).unwrap();
     (proxy, SocketAddr::new(VIP, port))
@@ -292,6 +293,7 @@ fn a_removed_workload_can_be_attached_again() {
         outbound: vec![],
         inbound: vec![],
         egress: Egress::Allow,
+        acceleration: None,
     };
     assert!(matches!(proxy.add(again()), Err(Error::Attached(_))));
     let client = connect(vip);

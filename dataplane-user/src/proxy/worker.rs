@@ -29,7 +29,7 @@ use super::{
     attachment::{Attached, Direction, Listener},
     buffers::Buffers,
     connection::{Connection, Dial, Side},
-    index::Index,
+    index::{Found, Index},
     namespace::Namespaces,
     outcome::Flag,
     pump::Step,
@@ -402,7 +402,11 @@ impl Worker {
             direction,
         } = accepted;
         self.shared.loads[self.number].add();
-        let Ok(destination) = socket::original_destination(&socket, client) else {
+        // A connection that was redirected arrives at the proxy's own address, not at a service's.
+        let is_meant = |address| {
+            attached.is_elsewhere(address) || matches!(self.index.find(address), Found::Service(_))
+        };
+        let Ok(destination) = socket::original_destination(&socket, client, is_meant) else {
             // It was reset already: there is nobody to serve, and nothing to say of it.
             self.shared.loads[self.number].sub();
             self.shared.limits.give_back(&attached.open);
@@ -441,11 +445,10 @@ impl Worker {
         }
         let key = self.table.insert(Box::new(connection));
         self.wake_by(self.next_look);
+        self.dial(key);
         if let Err(error) = self.watch(key, Side::Client) {
             self.fail(key, error);
-            return;
         }
-        self.dial(key);
     }
 
     /// Has the kernel tell what happens to a connection's socket.
@@ -614,7 +617,9 @@ impl Worker {
             return;
         }
         connection.active = clock;
-        match connection.pump(&mut self.buffers) {
+        let step = connection.pump(&mut self.buffers);
+        connection.grant();
+        match step {
             Ok(Step::Waiting) => {}
             Ok(Step::More) => {
                 if !connection.queued {

@@ -19,6 +19,7 @@ macro_rules! scenarios {
     };
 }
 
+mod accelerate;
 mod capture;
 mod churn;
 mod cleanup;
@@ -51,6 +52,7 @@ mod neighbours;
 mod netfilter;
 mod outcome;
 mod proxy;
+mod proxy_flood;
 mod reload;
 mod routes;
 mod services;
@@ -113,6 +115,7 @@ fn main() -> ExitCode {
     }
     let scenarios = [
         smoke::SCENARIOS,
+        accelerate::SCENARIOS,
         capture::SCENARIOS,
         capture::EXPLAIN,
         capture::METRICS,
@@ -142,6 +145,7 @@ fn main() -> ExitCode {
         monitor::SCENARIOS,
         reload::SCENARIOS,
         proxy::SCENARIOS,
+        proxy_flood::SCENARIOS,
         // What a service means, line by line.
         socket_tcp::SCENARIOS,
         socket_udp::SCENARIOS,

@@ -49,17 +49,26 @@ const MARK: &str = "0x539";
 const VIP: &str = "10.96.0.10";
 const VIP6: &str = "fd00:96::10";
 
-struct World {
-    proxy: Process,
+pub struct World {
+    pub proxy: Process,
     arguments: Vec<String>,
     manifests: Manifests,
     _servers: Vec<Process>,
-    lab: Lab,
+    pub lab: Lab,
 }
 
 impl World {
     /// A proxy in the pod `app`, which redirects what the pod connects to.
-    fn start(services: impl FnOnce(&Lab) -> Vec<Service>, arguments: &[&str]) -> Result<Self> {
+    pub fn start(services: impl FnOnce(&Lab) -> Vec<Service>, arguments: &[&str]) -> Result<Self> {
+        Self::start_with_files(services, arguments, None)
+    }
+
+    /// Likewise, with so many open files.
+    pub fn start_with_files(
+        services: impl FnOnce(&Lab) -> Vec<Service>,
+        arguments: &[&str],
+        files: Option<usize>,
+    ) -> Result<Self> {
         let lab = Lab::builder()
             .node("node1")
             .pod("node1", "app", "10.244.1.8")
@@ -94,7 +103,7 @@ impl World {
         let servers = servers.into_iter().collect::<Result<_>>()?;
         let manifests = Manifests::new(&services(&lab))?;
         let arguments: Vec<String> = arguments.iter().map(ToString::to_string).collect();
-        let proxy = start(&lab, &manifests, &arguments)?;
+        let proxy = start(&lab, &manifests, &arguments, files)?;
         Ok(Self {
             proxy,
             arguments,
@@ -104,17 +113,17 @@ impl World {
         })
     }
 
-    fn app(&self) -> &Host {
+    pub fn app(&self) -> &Host {
         self.lab.pod("app")
     }
 
     /// Starts another proxy with the same arguments.
     fn another(&self) -> Result<Process> {
-        start(&self.lab, &self.manifests, &self.arguments)
+        start(&self.lab, &self.manifests, &self.arguments, None)
     }
 
     /// Connects from the pod.
-    fn connect(&self, to: &str) -> Result<TcpStream> {
+    pub fn connect(&self, to: &str) -> Result<TcpStream> {
         let to: SocketAddr = to.parse()?;
         let stream = inside(self.app(), move || TcpStream::connect(to))?;
         stream.set_read_timeout(Some(patience(Duration::from_secs(20))))?;
@@ -139,7 +148,7 @@ impl World {
     }
 
     /// A metric, summed over its labels as far as they contain `labels`.
-    fn metric(&self, name: &str, labels: &str) -> Result<f64> {
+    pub fn metric(&self, name: &str, labels: &str) -> Result<f64> {
         let text = self.get("/metrics")?;
         let lines = text.lines().filter(|line| {
             let rest = line.strip_prefix(name);
@@ -156,19 +165,32 @@ fn get(app: &Host, path: &str) -> Result<String> {
     Ok(curl.arg(url).run()?)
 }
 
-fn start(lab: &Lab, manifests: &Manifests, arguments: &[String]) -> Result<Process> {
+fn start(
+    lab: &Lab,
+    manifests: &Manifests,
+    arguments: &[String],
+    files: Option<usize>,
+) -> Result<Process> {
     let app = lab.pod("app");
-    let proxy = app
-        .command(lab.programs().dataplane()?)
+    let program = lab.programs().dataplane()?;
+    let own_log = arguments.iter().any(|argument| argument == "--access-log");
+    let log: &[&str] = if own_log {
+        &[]
+    } else {
+        &["--access-log", "json"]
+    };
+    let proxy = match files {
+        None => app.command(program),
+        Some(files) => app
+            .command("sh")
+            .args(["-c", &format!("ulimit -n {files}; exec \"$0\" \"$@\"")])
+            .arg(program),
+    };
+    let proxy = proxy
         .args(["proxy", "--mark", MARK, "--workload", "default/app"])
-        .args([
-            "--access-log",
-            "json",
-            "--node-name",
-            "node1",
-            "--manifests",
-        ])
+        .args(["--node-name", "node1", "--manifests"])
         .arg(manifests.path())
+        .args(log)
         .args(arguments)
         .stdout_piped()
         .spawn()?;
@@ -193,7 +215,7 @@ impl Feed for Command {
 }
 
 /// Does something in a host's network namespace, on a thread of its own.
-fn inside<T: Send + 'static, E: Into<anyhow::Error> + Send + 'static>(
+pub fn inside<T: Send + 'static, E: Into<anyhow::Error> + Send + 'static>(
     host: &Host,
     work: impl FnOnce() -> std::result::Result<T, E> + Send + 'static,
 ) -> Result<T> {
@@ -208,14 +230,14 @@ fn inside<T: Send + 'static, E: Into<anyhow::Error> + Send + 'static>(
 }
 
 /// Takes a connection of a server's.
-fn accept(listener: &TcpListener) -> Result<TcpStream> {
+pub fn accept(listener: &TcpListener) -> Result<TcpStream> {
     let (stream, _) = listener.accept()?;
     stream.set_read_timeout(Some(patience(Duration::from_secs(20))))?;
     Ok(stream)
 }
 
 /// What reading to the end comes to.
-fn ending(mut stream: &TcpStream) -> Result<Vec<u8>, ErrorKind> {
+pub fn ending(mut stream: &TcpStream) -> Result<Vec<u8>, ErrorKind> {
     let mut read = Vec::new();
     match stream.read_to_end(&mut read) {
         Ok(_) => Ok(read),
@@ -245,7 +267,7 @@ fn reset(stream: TcpStream) -> Result<()> {
 }
 
 /// The service `web`, of both pods; and `own`, of a port in the pod `near` that the scenario serves.
-fn services(lab: &Lab) -> Vec<Service> {
+pub fn services(lab: &Lab) -> Vec<Service> {
     vec![
         Service::new("web", &[VIP, VIP6])
             .port("tcp", 80, TCP)
@@ -260,7 +282,7 @@ fn services(lab: &Lab) -> Vec<Service> {
 const OWN: u16 = 9000;
 
 /// A listening socket in the pod `near`, behind the service `own`.
-fn own(world: &World, v6: bool) -> Result<TcpListener> {
+pub fn own(world: &World, v6: bool) -> Result<TcpListener> {
     let near = world.lab.pod("near");
     let ip: IpAddr = if v6 {
         near.ipv6().into()
@@ -474,7 +496,7 @@ fn low(number: u64) -> u8 {
 }
 
 /// Resident memory that no file backs, in KiB.
-fn memory(process: &Process) -> Result<u64> {
+pub fn memory(process: &Process) -> Result<u64> {
     let status = fs::read_to_string(format!("/proc/{}/status", process.id()))?;
     let line = status
         .lines()

@@ -9,7 +9,7 @@ use std::{
     net::{IpAddr, TcpListener},
     os::fd::{AsFd, OwnedFd},
     os::unix::fs::MetadataExt,
-    path::Path,
+    path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
 };
@@ -22,8 +22,8 @@ use super::foreign;
 use crate::{
     admin::api,
     config,
-    kernel::{self, CaptureOptions, Kernel, Namespace, namespaces},
-    model::{Egress, Place, Snapshot, Workload, WorkloadName},
+    kernel::{self, Accelerator, CaptureOptions, Kernel, Namespace, namespaces},
+    model::{Acceleration, Egress, Place, Snapshot, Workload, WorkloadName},
     plan::{Captured, Policies},
     proxy::{self, Attachment, Observer, Proxy},
 };
@@ -57,6 +57,10 @@ pub struct Mesh {
     /// What is wrong, and with whom.
     problems: Vec<(WorkloadName, String)>,
     own_cookie: u64,
+    /// The cgroup whose processes are captured.
+    cgroup: PathBuf,
+    /// Once a workload has asked for it.
+    accelerator: Option<Arc<Accelerator>>,
 }
 
 /// A workload whose connections the agent's proxy takes.
@@ -64,6 +68,7 @@ struct Attached {
     name: WorkloadName,
     namespace: OwnedFd,
     egress: Egress,
+    acceleration: Acceleration,
 }
 
 impl Mesh {
@@ -71,7 +76,11 @@ impl Mesh {
     ///
     /// # Errors
     /// If the proxy cannot be started, or the tables not be read.
-    pub fn start(config: config::Mesh, kernel: &Kernel) -> Result<Self, super::Error> {
+    pub fn start(
+        config: config::Mesh,
+        kernel: &Kernel,
+        cgroup: &Path,
+    ) -> Result<Self, super::Error> {
         let options = options(&config);
         let proxy = if options.foreign {
             None
@@ -106,6 +115,8 @@ impl Mesh {
             attached: BTreeMap::new(),
             problems: Vec::new(),
             own_cookie: kernel::netns_cookie()?,
+            cgroup: cgroup.to_owned(),
+            accelerator: None,
             config,
         })
     }
@@ -354,9 +365,6 @@ impl Mesh {
         namespace: &Namespace,
         inbound: bool,
     ) -> Result<(), String> {
-        let Some(proxy) = &self.proxy else {
-            return Ok(());
-        };
         let transparent = self.config.proxy.keep_source.unwrap_or(true);
         let options = self.options;
         let listeners = namespaces::within(namespace.file.as_fd(), move || {
@@ -370,6 +378,10 @@ impl Mesh {
             format!("cannot listen at ports {a} and {b} in its network namespace: {error}")
         })?;
         hand_over(kernel, namespace.cookie, &listeners.inbound)?;
+        let acceleration = self.accelerate(member, namespace)?;
+        let Some(proxy) = &self.proxy else {
+            return Ok(());
+        };
         let clone = || {
             namespace
                 .file
@@ -387,6 +399,7 @@ impl Mesh {
                 outbound: listeners.outbound,
                 inbound: listeners.inbound,
                 egress: member.policy.egress,
+                acceleration,
             })
             .map_err(|error| error.to_string())?;
         info!(workload = %name, "captured: the proxy listens in its network namespace");
@@ -394,9 +407,36 @@ impl Mesh {
             name,
             namespace: clone()?,
             egress: member.policy.egress,
+            acceleration: member.policy.acceleration,
         };
         self.attached.insert(namespace.cookie, attached);
         Ok(())
+    }
+
+    /// Has what a workload says to the proxy go past the TCP stack, if that is wanted.
+    fn accelerate(
+        &mut self,
+        member: &Member,
+        namespace: &Namespace,
+    ) -> Result<Option<proxy::Acceleration>, String> {
+        if member.policy.acceleration == Acceleration::Off {
+            return Ok(None);
+        }
+        let told = |error: kernel::Error| format!("cannot accelerate it: {error}");
+        let accelerator = if let Some(accelerator) = &self.accelerator {
+            Arc::clone(accelerator)
+        } else {
+            let started = Arc::new(Accelerator::start(&self.cgroup).map_err(told)?);
+            Arc::clone(self.accelerator.insert(started))
+        };
+        let CaptureOptions { outbound, mark, .. } = self.options;
+        accelerator
+            .add(namespace.cookie, &[outbound], Some(mark))
+            .map_err(told)?;
+        Ok(Some(proxy::Acceleration {
+            netns: namespace.cookie,
+            grant: Arc::new(move |connection, bytes| accelerator.grant(connection, bytes)),
+        }))
     }
 
     /// Takes the listening socket of a proxy that is not ours: one that began to listen before it
@@ -427,6 +467,7 @@ impl Mesh {
                     && flags & Enrolled::PROXY != 0
                     && member.workload.name == attached.name
                     && member.policy.egress == attached.egress
+                    && member.policy.acceleration == attached.acceleration
             })
         };
         let gone: Vec<u64> = self
@@ -437,6 +478,12 @@ impl Mesh {
             .collect();
         for cookie in gone {
             if let Some(attached) = self.attached.remove(&cookie) {
+                if attached.acceleration != Acceleration::Off
+                    && let Some(accelerator) = &self.accelerator
+                    && let Err(error) = accelerator.remove(cookie, &[self.options.outbound])
+                {
+                    debug!("{}: {error}", attached.name);
+                }
                 self.detach(&attached, DRAIN);
             }
         }

@@ -6,7 +6,7 @@ mod sockets;
 use std::{
     env,
     io::{self, IsTerminal},
-    net::SocketAddr,
+    net::{SocketAddr, TcpListener},
     path::PathBuf,
     process::ExitCode,
     sync::Arc,
@@ -24,8 +24,9 @@ use super::{
     source::SourceArgs,
 };
 use crate::{
+    kernel::{self, Accelerator},
     model::{Egress, Identity, Place, Workload, WorkloadName},
-    proxy::{AccessLog, Settings, admin::Logging},
+    proxy::{Acceleration, AccessLog, Settings, admin::Logging},
 };
 
 /// Run the L4 proxy alone, in this network namespace.
@@ -93,6 +94,21 @@ pub struct ProxyArgs {
     /// How to write the access log: a line for each connection, at its end
     #[arg(long, value_enum, default_value_t)]
     access_log: AccessLog,
+
+    /// Whether what is said to the proxy in this network namespace goes past the TCP stack; takes
+    /// CAP_BPF and CAP_NET_ADMIN, and what docs/proxy.md says it does to applications
+    #[arg(long, value_enum, default_value_t)]
+    acceleration: AccelerationArg,
+
+    /// Directory of the cgroup v2 whose processes are accelerated [default: the root, wherever it is
+    /// mounted]
+    #[arg(
+        long,
+        value_name = "DIR",
+        env = "DATAPLANE_CGROUP",
+        hide_env_values = true
+    )]
+    cgroup: Option<PathBuf>,
 
     #[command(flatten)]
     limits: LimitArgs,
@@ -185,6 +201,15 @@ enum EgressArg {
     Deny,
 }
 
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+enum AccelerationArg {
+    /// By TCP
+    #[default]
+    Off,
+    /// From socket to socket
+    Sockmap,
+}
+
 fn duration(text: &str) -> Result<Duration, String> {
     let parsed: SignedDuration = text
         .parse()
@@ -241,6 +266,25 @@ impl ProxyArgs {
             EgressArg::Allow => Egress::Allow,
             EgressArg::Deny => Egress::Deny,
         }
+    }
+
+    /// Has what applications say to these sockets go past the TCP stack, if that is wanted.
+    fn acceleration(&self, outbound: &[TcpListener]) -> anyhow::Result<Option<Acceleration>> {
+        if self.acceleration == AccelerationArg::Off {
+            return Ok(None);
+        }
+        let cgroup = self.cgroup.clone().map_or_else(kernel::cgroup2_root, Ok)?;
+        let accelerator = Accelerator::start(&cgroup)?;
+        let netns = kernel::netns_cookie()?;
+        let ports: Vec<u16> = outbound
+            .iter()
+            .map(|socket| Ok(socket.local_addr()?.port()))
+            .collect::<io::Result<_>>()?;
+        accelerator.add(netns, &ports, self.mark)?;
+        Ok(Some(Acceleration {
+            netns,
+            grant: Arc::new(move |connection, bytes| accelerator.grant(connection, bytes)),
+        }))
     }
 
     fn workload(&self) -> anyhow::Result<Arc<Workload>> {

@@ -10,8 +10,8 @@ use smallvec::SmallVec;
 
 use super::{Findings, check_name, label, object_name};
 use crate::model::{
-    Egress, Identity, Layers, Mode, Node, Place, Rules, WithoutProxy, Workload, WorkloadName,
-    is_reserved,
+    Acceleration, Egress, Identity, Layers, Mode, Node, Place, Rules, WithoutProxy, Workload,
+    WorkloadName, is_reserved,
 };
 
 /// A label: `ambient` captures, `none` does not. Of a namespace for all its pods, or of a pod.
@@ -198,6 +198,13 @@ impl Asked<'_> {
             &[
                 ("refuse", WithoutProxy::Refuse),
                 ("pass", WithoutProxy::Pass),
+            ],
+        );
+        rules.acceleration = self.word(
+            "acceleration",
+            &[
+                ("off", Acceleration::Off),
+                ("sockmap", Acceleration::Sockmap),
             ],
         );
     }

@@ -9,6 +9,7 @@ mod hold;
 mod keep;
 mod load;
 mod serve;
+mod talk;
 mod udp;
 
 use std::process::ExitCode;
@@ -47,6 +48,8 @@ enum Command {
     Flows(flows::Arguments),
     /// Make connections and keep them; a line on stdin asks each for a sign of life
     Keep(keep::Arguments),
+    /// Talk as applications do, with whoever says back what is said, and report
+    Talk(talk::Arguments),
     /// Connect all the time, from several threads, and report what happened
     Load(load::Arguments),
 }
@@ -61,6 +64,7 @@ fn main() -> ExitCode {
         Command::Udp(arguments) => udp::run(&arguments),
         Command::Flows(arguments) => flows::run(&arguments),
         Command::Keep(arguments) => keep::run(&arguments),
+        Command::Talk(arguments) => talk::run(&arguments),
         Command::Load(arguments) => load::run(&arguments),
     };
     match result {

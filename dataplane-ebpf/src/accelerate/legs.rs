@@ -1,0 +1,149 @@
+//! `sockops`: which sockets are the two ends of a connection between an application and its proxy.
+
+use core::ptr::{from_ref, read_volatile};
+
+use aya_ebpf::{
+    bindings::{
+        BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB, BPF_SOCK_OPS_PASSIVE_ESTABLISHED_CB,
+        BPF_SOCK_OPS_STATE_CB, bpf_sock_ops,
+    },
+    helpers::generated::{bpf_map_delete_elem, bpf_sk_storage_get, bpf_sock_hash_update},
+};
+use dataplane_common::{
+    accelerate::{ProxyKey, Sender, WINDOW},
+    capture::{FROM_CLIENT, Tuple},
+};
+
+use crate::{
+    capture::origin::{CREATE, storage, tuple, watch},
+    tables::{GRANTS, PROXIES, RECEIVERS, SENDERS, SENDING},
+};
+
+// States of a TCP socket (`include/net/tcp_states.h`).
+const FIN_WAIT1: u32 = 4;
+const CLOSE: u32 = 7;
+
+#[inline(always)]
+pub fn run(ctx: *mut bpf_sock_ops) -> u32 {
+    // SAFETY: a field of the context.
+    match unsafe { read_volatile(&raw const (*ctx).op) } {
+        BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB => connected(ctx),
+        BPF_SOCK_OPS_PASSIVE_ESTABLISHED_CB => accepted(ctx),
+        BPF_SOCK_OPS_STATE_CB => changed(ctx),
+        _ => {}
+    }
+    1
+}
+
+/// The side that connected: an application to its proxy, or the proxy to an application.
+#[inline(always)]
+fn connected(ctx: *mut bpf_sock_ops) {
+    let tuple = tuple(ctx, true);
+    if listens(tuple.netns, u32::from(tuple.proxy_port.host())) != 0 {
+        send(ctx, tuple);
+        return;
+    }
+    let mark = listens(tuple.netns, 0);
+    if mark == 0 {
+        return;
+    }
+    // SAFETY: a field of the context, which is checked, and one of the socket.
+    let own = unsafe {
+        let sk = read_volatile(&raw const (*ctx).__bindgen_anon_2.sk);
+        !sk.is_null() && read_volatile(&raw const (*sk).mark) & !FROM_CLIENT == mark
+    };
+    if own {
+        receive(ctx, tuple);
+    }
+}
+
+/// The side that was connected to. The other one was told first: by what it left, an application
+/// knows that its peer is the proxy.
+#[inline(always)]
+fn accepted(ctx: *mut bpf_sock_ops) {
+    let tuple = tuple(ctx, false);
+    if listens(tuple.netns, u32::from(tuple.proxy_port.host())) != 0 {
+        receive(ctx, tuple);
+    } else if GRANTS.get_ptr(tuple).is_some() {
+        send(ctx, tuple);
+    }
+}
+
+/// An application's socket.
+#[inline(always)]
+fn send(ctx: *mut bpf_sock_ops, mut tuple: Tuple) {
+    let sender = Sender {
+        tuple,
+        sent: 0,
+        granted: WINDOW,
+        by_tcp: 0,
+    };
+    // SAFETY: the program's context, its socket, which is checked, a storage as large as the value,
+    // and a sockhash with a key of it.
+    unsafe {
+        let sk = read_volatile(&raw const (*ctx).__bindgen_anon_2.sk);
+        if sk.is_null() {
+            return;
+        }
+        let value = (&raw const sender).cast_mut().cast();
+        let table = from_ref(&SENDING).cast_mut().cast();
+        if bpf_sk_storage_get(table, sk.cast(), value, CREATE).is_null() {
+            return;
+        }
+        let table = from_ref(&SENDERS).cast_mut().cast();
+        if bpf_sock_hash_update(ctx, table, (&raw mut tuple).cast(), 0) == 0 {
+            watch(ctx);
+        }
+    }
+}
+
+/// The proxy's socket.
+#[inline(always)]
+fn receive(ctx: *mut bpf_sock_ops, mut tuple: Tuple) {
+    if GRANTS.insert(tuple, WINDOW, 0).is_err() {
+        return;
+    }
+    // SAFETY: the program's context, and a sockhash with a key of it.
+    unsafe {
+        let table = from_ref(&RECEIVERS).cast_mut().cast();
+        bpf_sock_hash_update(ctx, table, (&raw mut tuple).cast(), 0);
+    }
+    watch(ctx);
+}
+
+/// An application that has said its last word is no sender any more: while it waits for the answer,
+/// it reads as any socket does. And what was kept for a socket that is closed goes.
+#[inline(always)]
+fn changed(ctx: *mut bpf_sock_ops) {
+    // SAFETY: a field of the context.
+    let now = unsafe { read_volatile(&raw const (*ctx).__bindgen_anon_1.args[1]) };
+    if now != FIN_WAIT1 && now != CLOSE {
+        return;
+    }
+    let sender = storage(ctx, from_ref(&SENDING).cast(), 0).cast::<Sender>();
+    if !sender.is_null() {
+        // SAFETY: a sockhash, and a key of it in the socket's storage.
+        unsafe {
+            let table = from_ref(&SENDERS).cast_mut().cast();
+            bpf_map_delete_elem(table, (&raw mut (*sender).tuple).cast());
+        }
+    } else if now == CLOSE {
+        // The socket does not say any more which side it was.
+        let _ = GRANTS.remove(tuple(ctx, true));
+        let _ = GRANTS.remove(tuple(ctx, false));
+    }
+}
+
+/// What is said of a port of a network namespace; 0: nothing.
+#[inline(always)]
+fn listens(netns: u64, port: u32) -> u32 {
+    let key = ProxyKey {
+        netns,
+        port,
+        reserved: 0,
+    };
+    PROXIES.get_ptr(key).map_or(0, |said| {
+        // SAFETY: one aligned word.
+        unsafe { read_volatile(said) }
+    })
+}

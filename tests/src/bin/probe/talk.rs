@@ -1,0 +1,213 @@
+//! Applications as they are: blocking sockets, which know of nothing between them. What one says,
+//! the other says back; every byte is checked.
+
+use std::{
+    io::{self, Read, Write},
+    net::{Shutdown, SocketAddr, TcpListener, TcpStream},
+    thread,
+    time::Duration,
+};
+
+use anyhow::{Result, ensure};
+use clap::Args;
+use dataplane_tests::report::TalkReport;
+use rand::{RngExt as _, SeedableRng as _, rngs::StdRng};
+use socket2::SockRef;
+
+use crate::client::name;
+
+/// More in one go than a socket takes at once.
+const LARGE: usize = 150_000;
+
+#[derive(Args)]
+pub struct Arguments {
+    /// Say back what others say here
+    #[arg(long, value_name = "ADDR", conflicts_with = "to")]
+    serve: Option<SocketAddr>,
+    /// Talk with whoever listens here
+    #[arg(long, value_name = "ADDR", required_unless_present = "serve")]
+    to: Option<SocketAddr>,
+    /// How many connections, one after the other
+    #[arg(long, default_value_t = 1)]
+    count: u64,
+    /// What sizes and bytes are drawn from
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Say so much and be answered, so many times, on one connection; then wait for a line on stdin
+    #[arg(long, value_name = "TIMES")]
+    ask: Option<u32>,
+    /// Say something nobody reads, until no more is taken or it is so much; then wait for a line on
+    /// stdin
+    #[arg(long, value_name = "BYTES")]
+    fill: Option<u64>,
+}
+
+pub fn run(arguments: &Arguments) -> Result<()> {
+    if let Some(at) = arguments.serve {
+        return serve(at);
+    }
+    let Some(to) = arguments.to else {
+        return Ok(());
+    };
+    let mut report = TalkReport::default();
+    if let Some(times) = arguments.ask {
+        let mut stream = TcpStream::connect(to)?;
+        let question = [7; 100];
+        for _ in 0..times {
+            stream.write_all(&question)?;
+            let mut answer = [0; 100];
+            stream.read_exact(&mut answer)?;
+            ensure!(answer == question, "another answer");
+        }
+        println!("asked from port {}", stream.local_addr()?.port());
+        io::stdin().read_line(&mut String::new())?;
+        return Ok(());
+    }
+    if let Some(most) = arguments.fill {
+        return fill(to, most);
+    }
+    for number in 0..arguments.count {
+        let mut dice = StdRng::seed_from_u64(arguments.seed.wrapping_add(number));
+        let kind = number % 4;
+        match talk(to, kind, &mut dice, &mut report.impatient) {
+            Ok(bytes) => {
+                report.answered += 1;
+                report.bytes += bytes;
+            }
+            Err(error) => {
+                let error = format!("{} of {}", name(&error), KINDS[kind as usize]);
+                *report.errors.entry(error).or_default() += 1;
+            }
+        }
+    }
+    serde_json::to_writer(io::stdout().lock(), &report)?;
+    Ok(())
+}
+
+const KINDS: [&str; 4] = ["exchange", "questions", "half-close", "reset"];
+
+fn talk(to: SocketAddr, kind: u64, dice: &mut StdRng, impatient: &mut u64) -> io::Result<u64> {
+    let mut stream = TcpStream::connect(to)?;
+    stream.set_nodelay(true)?;
+    // Nothing takes as long here; what it does is to find what hangs.
+    stream.set_read_timeout(None)?;
+    let total = if dice.random_ratio(1, 3) {
+        dice.random_range(0..2_000_000)
+    } else {
+        dice.random_range(0..20_000)
+    };
+    let mut bytes = vec![0; total];
+    dice.fill(&mut bytes[..]);
+    let mut pieces = Vec::new();
+    let mut at = 0;
+    while at < total {
+        let most = if dice.random() { LARGE } else { 300 };
+        let next = total.min(at + dice.random_range(1..=most));
+        pieces.push(at..next);
+        at = next;
+    }
+    let same = |back: &[u8]| {
+        let same = back == bytes;
+        same.then_some(())
+            .ok_or_else(|| io::Error::other("other bytes came back"))
+    };
+    match kind {
+        // Both directions at once, by two threads.
+        0 => {
+            let mut writer = stream.try_clone()?;
+            let mut back = Vec::with_capacity(total);
+            let (wrote, read) = thread::scope(|scope| {
+                let writing = scope.spawn(|| {
+                    for piece in &pieces {
+                        writer.write_all(&bytes[piece.clone()])?;
+                    }
+                    writer.shutdown(Shutdown::Write)
+                });
+                // What it has read so far stays.
+                let read = loop {
+                    match stream.read_to_end(&mut back) {
+                        Err(error) if error.kind() == io::ErrorKind::WouldBlock => *impatient += 1,
+                        read => break read,
+                    }
+                };
+                (writing.join(), read)
+            });
+            wrote.map_err(|_| io::Error::other("a writer panicked"))??;
+            read?;
+            same(&back)?;
+        }
+        // One after the other.
+        1 => {
+            let mut back = Vec::with_capacity(total);
+            for piece in &pieces {
+                // No more than the sockets hold: whoever is answered does not read meanwhile.
+                for part in bytes[piece.clone()].chunks(30_000) {
+                    stream.write_all(part)?;
+                    let start = back.len();
+                    back.resize(start + part.len(), 0);
+                    stream.read_exact(&mut back[start..])?;
+                }
+            }
+            same(&back)?;
+            stream.shutdown(Shutdown::Write)?;
+            if stream.read(&mut [0])? != 0 {
+                return Err(io::Error::other("more came back"));
+            }
+        }
+        // All of it, the end, and then what comes back.
+        2 => {
+            let bytes = &bytes[..total.min(50_000)];
+            stream.write_all(bytes)?;
+            stream.shutdown(Shutdown::Write)?;
+            thread::sleep(Duration::from_millis(dice.random_range(0..3)));
+            let mut back = Vec::new();
+            stream.read_to_end(&mut back)?;
+            if back != bytes {
+                return Err(io::Error::other("other bytes came back"));
+            }
+        }
+        // Something, and no end.
+        _ => {
+            stream.write_all(&bytes[..total.min(50_000)])?;
+            SockRef::from(&stream).set_linger(Some(Duration::ZERO))?;
+        }
+    }
+    Ok(total as u64)
+}
+
+/// Says as much as is taken. Byte `n` is `n % 251`.
+fn fill(to: SocketAddr, most: u64) -> Result<()> {
+    let mut stream = TcpStream::connect(to)?;
+    stream.set_write_timeout(Some(Duration::from_secs(2)))?;
+    let bytes: Vec<u8> = (0..251u8).cycle().take(251 * 262).collect();
+    let mut taken = 0_u64;
+    while taken < most {
+        let start = (taken % 251) as usize;
+        match stream.write(&bytes[start..]) {
+            Ok(count) => taken += count as u64,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+            Err(error) => return Err(error.into()),
+        }
+    }
+    println!("taken {taken}");
+    io::stdin().read_line(&mut String::new())?;
+    Ok(())
+}
+
+fn serve(at: SocketAddr) -> Result<()> {
+    let listener = TcpListener::bind(at)?;
+    println!("ready");
+    loop {
+        let (mut stream, _) = listener.accept()?;
+        thread::spawn(move || -> io::Result<()> {
+            stream.set_nodelay(true)?;
+            let mut buffer = vec![0; 64 << 10];
+            loop {
+                match stream.read(&mut buffer)? {
+                    0 => return Ok(()),
+                    read => stream.write_all(&buffer[..read])?,
+                }
+            }
+        });
+    }
+}

@@ -1,0 +1,268 @@
+//! `acceleration: sockmap`: what applications say to the proxy in their pod goes past the TCP stack,
+//! and they notice nothing of it.
+
+use std::{
+    io::Read as _,
+    net::{SocketAddr, TcpListener, TcpStream},
+    time::Duration,
+};
+
+use anyhow::{Context as _, Result, ensure};
+use dataplane_tests::{Host, Lab, Process, patience, report::TalkReport};
+use serde_json::json;
+
+use crate::{
+    cluster::{eventually, reaches, serve},
+    manifest::{Manifests, Service},
+};
+
+scenarios! {
+    Dataplane:
+    applications_do_not_notice,
+    what_is_asked_goes_past_the_tcp_stack,
+    a_stalled_reader_holds_up_its_sender,
+    a_captured_pod_asks_for_it,
+}
+
+/// Where the applications that say back what is said listen.
+const ECHO: u16 = 9100;
+/// Where the scenario itself listens.
+const OWN: u16 = 9101;
+
+/// A pod with the VIPs, at which its proxy listens.
+struct World {
+    _proxy: Process,
+    _servers: Vec<Process>,
+    _manifests: Manifests,
+    lab: Lab,
+}
+
+impl World {
+    fn start(acceleration: &str) -> Result<Self> {
+        let lab = Lab::builder()
+            .node("node1")
+            .pod("node1", "app", "10.244.1.8")
+            .pod("node1", "near", "10.244.1.10")
+            .build()?;
+        let (app, near) = (lab.pod("app"), lab.pod("near"));
+        for vip in [
+            "10.96.0.10/32",
+            "10.96.0.11/32",
+            "10.96.0.12/32",
+            "fd00:96::10/128",
+        ] {
+            app.ip(&format!("address add {vip} dev lo"))?;
+        }
+        // `here` is in the same pod: what the server answers goes past the TCP stack, too.
+        let services = [
+            Service::new("there", &["10.96.0.10", "fd00:96::10"])
+                .port("tcp", 80, ECHO)
+                .endpoints(&[near]),
+            Service::new("here", &["10.96.0.11"])
+                .port("tcp", 80, ECHO)
+                .endpoints(&[app]),
+            Service::new("own", &["10.96.0.12"])
+                .port("tcp", 80, OWN)
+                .endpoints(&[near]),
+        ];
+        let manifests = Manifests::new(&services)?;
+        let mut servers = vec![];
+        for (pod, at) in [
+            (near, SocketAddr::new(near.ipv4().into(), ECHO)),
+            (near, SocketAddr::new(near.ipv6().into(), ECHO)),
+            (app, SocketAddr::new(app.ipv4().into(), ECHO)),
+        ] {
+            let server = pod.probe("talk").args(["--serve", &at.to_string()]);
+            let mut server = server.stdout_piped().spawn()?;
+            server.wait_for_line()?;
+            servers.push(server);
+        }
+        let proxy = app
+            .command(lab.programs().dataplane()?)
+            .args([
+                "proxy",
+                "--mark",
+                "1337",
+                "--outbound",
+                "0.0.0.0:80,[::]:80",
+            ])
+            .args(["--acceleration", acceleration, "--cgroup"])
+            .arg(lab.node_cgroup("node1"))
+            .args(["--access-log", "off", "--node-name", "node1", "--manifests"])
+            .arg(manifests.path())
+            .spawn()?;
+        eventually(|| {
+            let curl = app.command("curl").args(["-fsS", "--max-time", "20"]);
+            curl.arg("http://127.0.0.1:15000/healthz/ready").run()?;
+            Ok(())
+        })?;
+        Ok(Self {
+            _proxy: proxy,
+            _servers: servers,
+            _manifests: manifests,
+            lab,
+        })
+    }
+
+    fn app(&self) -> &Host {
+        self.lab.pod("app")
+    }
+}
+
+fn applications_do_not_notice() -> Result<()> {
+    let world = World::start("sockmap")?;
+    let count = if dataplane_tests::emulated() { 20 } else { 200 };
+    let clients: Vec<Process> = ["10.96.0.10:80", "10.96.0.11:80", "[fd00:96::10]:80"]
+        .into_iter()
+        .enumerate()
+        .map(|(seed, to)| {
+            let client = world.app().probe("talk").args(["--to", to]);
+            let client = client.args(["--count", &count.to_string()]);
+            let client = client.args(["--seed", &(seed * 100_000).to_string()]);
+            client.stdout_piped().spawn()
+        })
+        .collect::<dataplane_tests::Result<_>>()?;
+    for client in clients {
+        let report: TalkReport = client.wait_json()?;
+        println!("{report:?}");
+        ensure!(
+            report.answered == count && report.errors.is_empty(),
+            "{report:?}"
+        );
+    }
+    Ok(())
+}
+
+/// Asks `times` times in 100 bytes, and returns how many bytes TCP knows to have sent for it.
+fn asked(app: &Host, to: &str, times: u32) -> Result<u64> {
+    let client = app.probe("talk").args(["--to", to]);
+    let client = client.args(["--ask", &times.to_string()]);
+    let mut client = client.stdin_piped().stdout_piped().spawn()?;
+    let line = client.wait_for_line()?;
+    let port = line.trim_end().rsplit(' ').next().context("a port")?;
+    let sockets = app
+        .command("ss")
+        .args(["-Htin", &format!("sport = :{port}")])
+        .run()?;
+    // Without it: nothing was sent, but the SYN.
+    let sent = sockets
+        .split_whitespace()
+        .find_map(|word| word.strip_prefix("bytes_sent:"));
+    let sent = sent.map_or(Ok(0), str::parse)?;
+    client.send_line("enough")?;
+    client.wait()?;
+    Ok(sent)
+}
+
+fn what_is_asked_goes_past_the_tcp_stack() -> Result<()> {
+    // 400 000 bytes: more than may wait at once.
+    const TIMES: u32 = 4000;
+    for (acceleration, most) in [("off", u64::MAX), ("sockmap", 0)] {
+        let world = World::start(acceleration)?;
+        for to in ["10.96.0.10:80", "10.96.0.11:80", "[fd00:96::10]:80"] {
+            let sent = asked(world.app(), to, TIMES)?;
+            println!("{acceleration}: {to}: {sent} bytes by TCP");
+            ensure!(
+                sent <= most && (most == 0 || sent >= u64::from(TIMES) * 100),
+                "{acceleration}: {to}: {sent} bytes by TCP"
+            );
+        }
+    }
+    Ok(())
+}
+
+fn a_stalled_reader_holds_up_its_sender() -> Result<()> {
+    /// What the two connections' sockets may hold by TCP (`tcp_rmem`, `tcp_wmem`), and more.
+    const HELD: u64 = 64 << 20;
+    let world = World::start("sockmap")?;
+    let near = world.lab.pod("near");
+    let listener: TcpListener = near.listen(SocketAddr::new(near.ipv4().into(), OWN))?;
+    let client = world.app().probe("talk").args(["--to", "10.96.0.12:80"]);
+    let client = client.args(["--fill", "268435456"]);
+    let mut client = client.stdin_piped().stdout_piped().spawn()?;
+    let (mut server, _): (TcpStream, _) = listener.accept()?;
+    server.set_read_timeout(Some(patience(Duration::from_secs(20))))?;
+    let line = client.wait_for_line()?;
+    let taken: u64 = line
+        .trim_end()
+        .rsplit(' ')
+        .next()
+        .context("a number")?
+        .parse()?;
+    println!("a stalled reader: {taken} bytes were taken");
+    ensure!(taken < HELD, "{taken} bytes were taken");
+    // And then all of it, in order.
+    client.send_line("the end")?;
+    let (mut seen, mut buffer) = (0_u64, vec![0; 1 << 20]);
+    loop {
+        let read = server.read(&mut buffer)?;
+        if read == 0 {
+            break;
+        }
+        for byte in &buffer[..read] {
+            ensure!(*byte == pattern(seen), "byte {seen} is another");
+            seen += 1;
+        }
+    }
+    ensure!(seen == taken, "{seen} of {taken} bytes");
+    client.wait()?;
+    Ok(())
+}
+
+/// As `probe talk --fill` has it.
+fn pattern(at: u64) -> u8 {
+    (at % 251).to_le_bytes()[0]
+}
+
+/// By the agent's own proxy: the pod's connections are captured, and the proxy is told how far it is
+/// allowed to fall behind.
+fn a_captured_pod_asks_for_it() -> Result<()> {
+    for acceleration in ["off", "sockmap"] {
+        let lab = Lab::builder()
+            .node("node1")
+            .pod("node1", "app", "10.244.1.8")
+            .pod("node1", "near", "10.244.1.10")
+            .build()?;
+        let (app, near) = (lab.pod("app"), lab.pod("near"));
+        let there = Service::new("there", &["10.96.0.10", "fd00:96::10"])
+            .port("tcp", 80, ECHO)
+            .endpoints(&[near]);
+        let manifests = Manifests::new(&[there])?;
+        let mut servers = vec![serve(app)?];
+        for at in near.addresses() {
+            let at = SocketAddr::new(at, ECHO);
+            let server = near.probe("talk").args(["--serve", &at.to_string()]);
+            let mut server = server.stdout_piped().spawn()?;
+            server.wait_for_line()?;
+            servers.push(server);
+        }
+        let mesh = json!({"workloads": [{
+            "name": "default/app",
+            "addresses": ["10.244.1.8", "fd00:10:244:1::8"],
+            "rules": { "mode": "proxy", "acceleration": acceleration },
+        }]});
+        let _agent = lab
+            .agent("node1")
+            .in_the_nodes_cgroup()
+            .manifests(manifests.path())
+            .args(["--mesh", &mesh.to_string()])
+            .start()?;
+        for to in ["10.96.0.10:80", "[fd00:96::10]:80"] {
+            let sent = asked(app, to, 4000)?;
+            println!("{acceleration}: {to}: {sent} bytes by TCP");
+            ensure!(
+                (sent == 0) == (acceleration == "sockmap"),
+                "{acceleration}: {to}: {sent} bytes by TCP"
+            );
+            let client = app.probe("talk").args(["--to", to, "--count", "60"]);
+            let report: TalkReport = client.json()?;
+            ensure!(
+                report.answered == 60 && report.errors.is_empty(),
+                "{acceleration}: {report:?}"
+            );
+        }
+        // What comes in: the proxy connects to the application, whose answers are accelerated.
+        reaches(near, "10.244.1.8:7", "connect --count 20", &["app"])?;
+    }
+    Ok(())
+}

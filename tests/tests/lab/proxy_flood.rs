@@ -1,0 +1,256 @@
+//! The L4 proxy with more connections than it can have: many at once that are slow, many in a row that
+//! are refused, and many that do nothing.
+
+use std::{
+    io::{Read as _, Write as _},
+    net::{SocketAddr, TcpStream},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread,
+    time::Duration,
+};
+
+use anyhow::{Context as _, Result, ensure};
+use dataplane_tests::{Lab, patience, report::KeepReport, whole_machine};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use socket2::{Domain, SockRef, Socket, Type};
+
+use crate::{
+    cluster::{TCP, eventually, reaches},
+    manifest::Service,
+    proxy::{World, accept, ending, inside, memory, own, services},
+};
+
+scenarios! {
+    Lab:
+    more_than_it_can_have_are_refused_or_wait,
+    idle_connections_take_little_memory,
+}
+
+/// A number that the environment may say: the full one takes a while.
+fn number(variable: &str, usual: u32) -> Result<u32> {
+    match std::env::var(variable) {
+        Ok(number) => Ok(number.parse()?),
+        Err(_) => Ok(usual),
+    }
+}
+
+/// Raises this process's limit of open files, which what it starts inherits, as far as it goes.
+fn raise_files() -> Result<u32> {
+    let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
+    let wanted = hard.max(100_000);
+    // Beyond the hard limit only with CAP_SYS_RESOURCE, as in the guest.
+    let reached = setrlimit(Resource::RLIMIT_NOFILE, wanted, wanted).map_or(hard, |()| wanted);
+    setrlimit(Resource::RLIMIT_NOFILE, reached, reached)?;
+    Ok(u32::try_from(reached).unwrap_or(u32::MAX))
+}
+
+/// Open files of a process.
+fn files(process: u32) -> Result<usize> {
+    Ok(std::fs::read_dir(format!("/proc/{process}/fd"))?.count())
+}
+
+/// Processor time of a process, in ticks.
+fn ticks(process: u32) -> Result<u64> {
+    let stat = std::fs::read_to_string(format!("/proc/{process}/stat"))?;
+    let fields = stat.rsplit(')').next().context("a name")?;
+    let fields: Vec<&str> = fields.split_whitespace().collect();
+    Ok(fields[11].parse::<u64>()? + fields[12].parse::<u64>()?)
+}
+
+/// 500 connections are what the proxy's open files allow.
+const FILES: usize = 1256;
+const MOST: u32 = 500;
+
+fn more_than_it_can_have_are_refused_or_wait() -> Result<()> {
+    let slow = number("DATAPLANE_SLOW_CONNECTIONS", 3_000)?;
+    let refused = number("DATAPLANE_REFUSED_CONNECTIONS", 5_000)?;
+    raise_files()?;
+    let services = |lab: &Lab| {
+        let mut all = services(lab);
+        all.push(
+            Service::new("closed", &["10.96.0.13"])
+                .port("tcp", 80, 4444)
+                .endpoints(&[lab.pod("near")]),
+        );
+        all
+    };
+    let arguments = ["--access-log", "off"];
+    let world = World::start_with_files(services, &arguments, Some(FILES))?;
+    let proxy = world.proxy.id();
+    let before = memory(&world.proxy)?;
+
+    // One that is there from the beginning, and is used all along.
+    let listener = own(&world, false)?;
+    let mut kept = world.connect("10.96.0.11:80")?;
+    let mut server = accept(&listener)?;
+    let mut talk = || -> Result<()> {
+        let mut seen = [0; 4];
+        kept.write_all(b"ping")?;
+        server.read_exact(&mut seen)?;
+        server.write_all(&seen)?;
+        kept.read_exact(&mut seen)?;
+        ensure!(&seen == b"ping", "{seen:?}");
+        Ok(())
+    };
+    talk()?;
+
+    // Slow ones: they connect, and nothing else. The server takes them, and says nothing either.
+    let app = world.app().clone();
+    let sockets = inside(&app, move || -> Result<Vec<Socket>> {
+        let vip: SocketAddr = "10.96.0.11:80".parse()?;
+        (0..slow)
+            .map(|_| {
+                let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
+                socket.set_nonblocking(true)?;
+                // Which connects in time, and which waits for a place in the queue, is all the same.
+                let _ = socket.connect(&vip.into());
+                Ok(socket)
+            })
+            .collect()
+    })?;
+    eventually(|| {
+        let now = world.metric("dataplane_proxy_connections", "")?;
+        ensure!((now - f64::from(MOST)).abs() < 0.5, "{now} connections");
+        Ok(())
+    })?;
+    let at_first = ticks(proxy)?;
+    thread::sleep(Duration::from_secs(2));
+    let spent = ticks(proxy)? - at_first;
+    println!(
+        "{slow} slow connections: {} open files, {} KiB more, {spent} ticks in 2 s",
+        files(proxy)?,
+        memory(&world.proxy)?.saturating_sub(before),
+    );
+    talk()?;
+    ensure!(files(proxy)? <= FILES, "{} open files", files(proxy)?);
+    let grown = memory(&world.proxy)?.saturating_sub(before);
+    ensure!(grown < 32 << 10, "{grown} KiB more");
+    // It does not spin for what it cannot have: half of one processor would be 100 ticks.
+    ensure!(spent < 100, "{spent} ticks in 2 s");
+    // And others on the node do not notice.
+    let near2 = format!("{}:{TCP}", world.lab.pod("near2").ipv4());
+    reaches(
+        world.lab.pod("near"),
+        &near2,
+        "connect --count 20",
+        &["near2"],
+    )?;
+    for socket in &sockets {
+        SockRef::from(socket).set_linger(Some(Duration::ZERO))?;
+    }
+    drop(sockets);
+    // Those that waited are accepted, found to be gone, and make room.
+    eventually(|| {
+        let now = world.metric("dataplane_proxy_connections", "")?;
+        ensure!(now < 1.5, "{now} connections");
+        Ok(())
+    })?;
+    talk()?;
+
+    let failed = || world.metric("istio_tcp_connections_failed_total", "");
+    // Of the slow ones that were reset before they had been connected.
+    let failed_before = failed()?;
+
+    // Refused ones, each of which must be told so: there is no endpoint, or it does not listen.
+    let left = Arc::new(AtomicU64::new(refused.into()));
+    let clients: Vec<_> = (0..4)
+        .map(|_| {
+            let (app, left) = (app.clone(), Arc::clone(&left));
+            thread::spawn(move || {
+                inside(&app, move || -> Result<()> {
+                    let take = |left: u64| left.checked_sub(1);
+                    while let Ok(number) =
+                        left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take)
+                    {
+                        let vip = if number % 2 == 0 { 12 } else { 13 };
+                        let to = SocketAddr::from(([10, 96, 0, vip], 80));
+                        let Ok(stream) = TcpStream::connect(to) else {
+                            continue;
+                        };
+                        stream.set_read_timeout(Some(patience(Duration::from_secs(20))))?;
+                        let seen = ending(&stream);
+                        ensure!(
+                            seen == Err(std::io::ErrorKind::ConnectionReset),
+                            "{seen:?}, not a reset"
+                        );
+                    }
+                    Ok(())
+                })
+            })
+        })
+        .collect();
+    for client in clients {
+        let result = client.join();
+        result.map_err(|_| anyhow::anyhow!("a client panicked"))??;
+    }
+    talk()?;
+    eventually(|| {
+        let now = world.metric("dataplane_proxy_connections", "")?;
+        ensure!(now < 1.5, "{now} connections");
+        Ok(())
+    })?;
+    let failed = failed()? - failed_before;
+    println!(
+        "{refused} refused connections: {failed} counted, {} open files, {} KiB more",
+        files(proxy)?,
+        memory(&world.proxy)?.saturating_sub(before),
+    );
+    ensure!(
+        (failed - f64::from(refused)).abs() < 0.5,
+        "{failed} were refused"
+    );
+    // As before.
+    reaches(
+        world.app(),
+        "10.96.0.10:80",
+        "connect --count 20",
+        &["near", "near2"],
+    )?;
+    Ok(())
+}
+
+/// In full where the limit of open files can be raised, as in the guest; elsewhere as many as it
+/// allows, with `DATAPLANE_IDLE_CONNECTIONS`.
+fn idle_connections_take_little_memory() -> Result<()> {
+    const BYTES: u64 = 3584;
+    let usual = if whole_machine() { 20_000 } else { 2_000 };
+    let wanted = number("DATAPLANE_IDLE_CONNECTIONS", usual)?;
+    // The proxy has two for each; clients and servers are processes of their own.
+    let possible = (raise_files()?).saturating_sub(500) / 2;
+    let count = wanted.min(possible);
+    let world = World::start(services, &["--access-log", "off"])?;
+    let app = world.app();
+    app.sysctl("ipv4/ip_local_port_range", "2000 65000")?;
+    let proxy = &world.proxy;
+    // What it takes once and for all.
+    reaches(
+        app,
+        "10.96.0.10:80",
+        "connect --count 50",
+        &["near", "near2"],
+    )?;
+    let before = memory(proxy)?;
+    let client = app.probe("keep").args(["--to", "10.96.0.10:80"]);
+    let client = client.args(["--count", &count.to_string()]);
+    let mut client = client.stdin_piped().stdout_piped().spawn()?;
+    let report: KeepReport = serde_json::from_str(&client.wait_for_line()?)?;
+    ensure!(report.errors.is_empty(), "{report:?}");
+    let now = world.metric("dataplane_proxy_connections", "")?;
+    ensure!((now - f64::from(count)).abs() < 0.5, "{now} connections");
+    thread::sleep(Duration::from_secs(6));
+    let each = memory(proxy)?.saturating_sub(before) * 1024 / u64::from(count);
+    println!("{count} idle connections (of {wanted}): {each} bytes each");
+    ensure!(
+        each <= BYTES,
+        "{each} bytes for each of {count} connections"
+    );
+    // And each of them is alive.
+    client.send_line("alive?")?;
+    let report: KeepReport = serde_json::from_str(&client.wait_for_line()?)?;
+    ensure!(report.errors.is_empty(), "{report:?}");
+    drop(client);
+    Ok(())
+}
