@@ -186,7 +186,7 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
                 match stage.measure(relay, job) {
                     Ok(rate) => {
                         rates.push(rate);
-                        if let (Some(cost), true) = (&case.cost, relay != Relay::Direct) {
+                        if let (Some(cost), true) = (&case.cost, relay.is_process()) {
                             costs.push((stage.cpu(relay) - before) / amount(job) * cost.scale);
                         }
                     }
@@ -245,7 +245,7 @@ fn idle(stage: &mut Stage, extent: &Extent) -> anyhow::Result<Vec<Row>> {
             "this user's limit of open files (ulimit -Hn) is for {possible} connections, not {most}"
         );
     }
-    for relay in Relay::ALL.into_iter().filter(|r| *r != Relay::Direct) {
+    for relay in Relay::ALL.into_iter().filter(|relay| relay.is_process()) {
         let before = stage.memory(relay)?;
         let mut held = 0;
         for (case, count) in IDLE
@@ -327,6 +327,22 @@ pub fn targets(rows: &[Row]) -> Vec<Target> {
         value("dataplane", "conn", "conn_per_s"),
         1.0 / 1.1,
     );
+    for case in &CASES {
+        let (metric, _) = case.rate;
+        let [direct, kernel] =
+            ["direct", "dataplane-kernel"].map(|path| value(path, case.name, metric));
+        let (over, under, what) = if metric == ROUND_TRIP.0 {
+            (kernel, direct, "mode: kernel / direct")
+        } else {
+            (direct, kernel, "direct / mode: kernel")
+        };
+        add(
+            &format!("{metric}, {}: {what}", case.name),
+            over,
+            under,
+            1.0 / 0.97,
+        );
+    }
     for (case, count) in IDLE {
         if let Some(row) = value("dataplane", case, "kib_per_conn") {
             targets.push(Target {

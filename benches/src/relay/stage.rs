@@ -1,17 +1,21 @@
 //! A pod in which everything runs: the client, the proxies, and the server. Between them is nothing
 //! but loopback, so that what a proxy costs is not lost in what a network costs.
+//!
+//! Two more pods on nodes of their own are alike, with a client and a server each: in one connections
+//! are captured, in the other they are accelerated. Programs that see every socket are so in nobody
+//! else's way.
 
 use std::{
     fmt::Write as _,
     fs,
-    net::SocketAddr,
-    path::Path,
+    net::{Ipv4Addr, SocketAddr},
+    path::{Path, PathBuf},
     thread,
     time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, bail};
-use dataplane_tests::{Command, Host, Lab, Process};
+use dataplane_tests::{Agent, Command, Host, Lab, Process};
 use nix::{
     sched::{CpuSet, sched_setaffinity},
     sys::resource::{Resource, getrlimit, setrlimit},
@@ -32,6 +36,10 @@ pub enum Relay {
     /// `dataplane proxy`, with as many workers as there are CPUs. It looks up the original
     /// destination and draws an endpoint, which the others do not.
     Dataplane,
+    /// Nobody: the client is captured, `mode: kernel`, and dials a VIP.
+    Kernel,
+    /// `dataplane proxy --acceleration sockmap`.
+    Sockmap,
     /// HAProxy with one thread.
     Haproxy,
     /// HAProxy with two threads and `splice-auto`.
@@ -44,9 +52,11 @@ pub enum Relay {
 
 impl Relay {
     /// All of them.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 8] = [
         Self::Direct,
         Self::Dataplane,
+        Self::Kernel,
+        Self::Sockmap,
         Self::Haproxy,
         Self::Haproxy2,
         Self::Nginx,
@@ -58,6 +68,8 @@ impl Relay {
         match self {
             Self::Direct => "direct",
             Self::Dataplane => "dataplane",
+            Self::Kernel => "dataplane-kernel",
+            Self::Sockmap => "dataplane-sockmap",
             Self::Haproxy => "haproxy",
             Self::Haproxy2 => "haproxy-2",
             Self::Nginx => "nginx",
@@ -65,29 +77,51 @@ impl Relay {
         }
     }
 
+    /// Whether there is a process of its own that relays.
+    pub const fn is_process(self) -> bool {
+        !matches!(self, Self::Direct | Self::Kernel)
+    }
+
+    /// In which pod.
+    const fn seat(self) -> usize {
+        match self {
+            Self::Kernel => 1,
+            Self::Sockmap => 2,
+            _ => 0,
+        }
+    }
+
     /// Where it listens.
     fn address(self) -> SocketAddr {
         let port = match self {
-            Self::Direct => return SERVER,
-            Self::Dataplane => return VIP,
+            Self::Direct => return server(self.seat()),
+            Self::Dataplane | Self::Kernel | Self::Sockmap => return VIP,
             Self::Haproxy => 15_011,
             Self::Haproxy2 => 15_012,
             Self::Nginx => 15_013,
             Self::Tokio => 15_014,
         };
-        SocketAddr::new(SERVER.ip(), port)
+        SocketAddr::new(server(self.seat()).ip(), port)
     }
 }
 
-/// The service; the pod has its VIP.
-const VIP: SocketAddr = SocketAddr::new(
-    std::net::IpAddr::V4(std::net::Ipv4Addr::new(10, 96, 0, 1)),
-    15_001,
-);
-const SERVER: SocketAddr = SocketAddr::new(
-    std::net::IpAddr::V4(std::net::Ipv4Addr::new(10, 244, 1, 10)),
-    8_080,
-);
+/// The pods, each on the node after it.
+const SEATS: [(&str, &str); 3] = [
+    ("bench", "node1"),
+    ("captured", "node2"),
+    ("sockmap", "node3"),
+];
+/// The service; where a proxy listens at its VIP, the pod has it.
+const VIP: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::new(10, 96, 0, 1)), 15_001);
+/// The server of a pod.
+fn server(seat: usize) -> SocketAddr {
+    let node = [1, 2, 3][seat];
+    (Ipv4Addr::new(10, 244, node, 10), 8_080).into()
+}
+
+/// What is said of the pod that is captured.
+const MESH: &str =
+    "{workloads: [{name: default/captured, addresses: [10.244.2.10], rules: {mode: kernel}}]}";
 /// Open files of each process: two for each of 20 000 connections, and some.
 const FILES: u64 = 100_000;
 /// Connections at the same time that the server serves.
@@ -95,15 +129,31 @@ const SERVED: u32 = 32;
 /// A proxy that has not begun to listen by then does not.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// The pod with its processes.
+/// The pods with their processes.
 pub struct Stage {
-    client: Process,
-    server: Process,
+    seats: Vec<Seat>,
     relays: Vec<(Relay, Process)>,
+    _agent: Agent,
     lab: Lab,
     /// Connections at the same time that the limit of open files allows.
     pub connections: u64,
     files: tempfile::TempDir,
+}
+
+/// A pod's client and server.
+struct Seat {
+    client: Process,
+    server: Process,
+}
+
+impl Seat {
+    fn start(pod: &Host, at: SocketAddr) -> anyhow::Result<Self> {
+        let server = start_server(pod, at)?;
+        Ok(Self {
+            client: start_client(pod)?,
+            server,
+        })
+    }
 }
 
 impl Stage {
@@ -116,33 +166,52 @@ impl Stage {
         let hard = getrlimit(Resource::RLIMIT_NOFILE)?.1;
         let files = setrlimit(Resource::RLIMIT_NOFILE, FILES, FILES).map_or(hard, |()| FILES);
         setrlimit(Resource::RLIMIT_NOFILE, files, files)?;
-        let builder = Lab::builder()
-            .node("node1")
-            .pod("node1", "bench", "10.244.1.10");
+        let mut builder = Lab::builder();
+        for (number, (name, node)) in SEATS.into_iter().enumerate() {
+            let address = server(number).ip().to_string();
+            builder = builder.node(node).pod(node, name, &address);
+        }
         let lab = builder.build()?;
-        let pod = lab.pod("bench");
-        pod.ip(&format!("address add {}/32 dev lo", VIP.ip()))?;
-        pod.sysctl("ipv4/ip_local_port_range", "2000 65000")?;
-        // 20 000 connections in a few seconds are no attack here.
-        pod.sysctl("ipv4/tcp_max_syn_backlog", "8192")?;
-        pod.sysctl("core/somaxconn", "8192")
-            .or_else(|_| anyhow::Ok(()))?;
-        let server = start_server(pod)?;
-        let client = start_client(pod)?;
+        let mut seats = vec![];
+        for (number, (name, _)) in SEATS.into_iter().enumerate() {
+            let pod = lab.pod(name);
+            if number != Relay::Kernel.seat() {
+                pod.ip(&format!("address add {}/32 dev lo", VIP.ip()))?;
+            }
+            pod.sysctl("ipv4/ip_local_port_range", "2000 65000")?;
+            // 20 000 connections in a few seconds are no attack here.
+            pod.sysctl("ipv4/tcp_max_syn_backlog", "8192")?;
+            pod.sysctl("core/somaxconn", "8192")
+                .or_else(|_| anyhow::Ok(()))?;
+            seats.push(Seat::start(pod, server(number))?);
+        }
+        let files_of_ours = tempfile::tempdir()?;
+        for number in 0..SEATS.len() {
+            fs::write(
+                manifest(files_of_ours.path(), number),
+                manifests(server(number)),
+            )?;
+        }
+        let captured = Relay::Kernel.seat();
+        let agent = lab
+            .agent(SEATS[captured].1)
+            .manifests(manifest(files_of_ours.path(), captured))
+            .args(["--mesh", MESH])
+            .start()?;
         let mut stage = Self {
-            client,
-            server,
+            seats,
             relays: vec![],
             connections: files.saturating_sub(500) / 2,
-            files: tempfile::tempdir()?,
+            files: files_of_ours,
+            _agent: agent,
             lab,
         };
         stage.start_relays()?;
         Ok(stage)
     }
 
-    fn pod(&self) -> &Host {
-        self.lab.pod("bench")
+    fn pod(&self, relay: Relay) -> &Host {
+        self.lab.pod(SEATS[relay.seat()].0)
     }
 
     fn start_relays(&mut self) -> anyhow::Result<()> {
@@ -168,33 +237,41 @@ impl Stage {
             process.signal(Signal::SIGTERM)?;
             let _ = process.wait();
         }
-        self.client.kill();
-        self.server.kill();
-        self.server = start_server(self.pod())?;
-        self.client = start_client(self.pod())?;
+        for (number, seat) in self.seats.iter_mut().enumerate() {
+            seat.client.kill();
+            seat.server.kill();
+            *seat = Seat::start(self.lab.pod(SEATS[number].0), server(number))?;
+        }
         self.start_relays()
     }
 
     fn command(&self, relay: Relay) -> anyhow::Result<Option<Command>> {
-        let pod = self.pod();
-        let file = |name: &str, text: &str| -> anyhow::Result<std::path::PathBuf> {
+        let pod = self.pod(relay);
+        let file = |name: &str, text: &str| -> anyhow::Result<PathBuf> {
             let path = self.files.path().join(name);
             fs::write(&path, text)?;
             Ok(path)
         };
-        let at = relay.address();
+        let (at, to) = (relay.address(), server(relay.seat()));
         let connections = self.connections;
         let command = match relay {
-            Relay::Direct => return Ok(None),
-            Relay::Dataplane => {
-                let manifests = file("service.yaml", &manifests())?;
-                pod.command(self.lab.programs().dataplane()?)
+            Relay::Direct | Relay::Kernel => return Ok(None),
+            Relay::Dataplane | Relay::Sockmap => {
+                let mut command = pod
+                    .command(self.lab.programs().dataplane()?)
                     .args(["proxy", "--access-log", "off", "--admin-addr", "off"])
                     .args(["--metrics-addr", "off", "--node-name", "node1"])
                     .args(["--outbound", &format!("0.0.0.0:{}", at.port())])
                     .arg("--manifests")
-                    .arg(manifests)
-                    .env("RUST_LOG", "warn")
+                    .arg(manifest(self.files.path(), relay.seat()))
+                    .env("RUST_LOG", "warn");
+                if relay == Relay::Sockmap {
+                    let (_, node) = SEATS[relay.seat()];
+                    command = command
+                        .args(["--acceleration", "sockmap", "--mark", "1337", "--cgroup"])
+                        .arg(self.lab.node_cgroup(node));
+                }
+                command
             }
             Relay::Haproxy | Relay::Haproxy2 => {
                 let (threads, options) = if relay == Relay::Haproxy {
@@ -208,7 +285,7 @@ impl Stage {
                         "global\n    nbthread {threads}\n    maxconn {connections}\n    maxpipes 50\n\
                          defaults\n    mode tcp\n    timeout connect 5s\n    timeout client 1h\n    \
                          timeout server 1h\n{options}\
-                         listen relay\n    bind {at} backlog 4096\n    server one {SERVER}\n"
+                         listen relay\n    bind {at} backlog 4096\n    server one {to}\n"
                     ),
                 )?;
                 pod.command("haproxy").args(["-db", "-q", "-f"]).arg(config)
@@ -228,7 +305,7 @@ impl Stage {
                     &format!(
                         "{load}daemon off;\nworker_processes 2;\npid {directory}/nginx.pid;\n\
                          error_log stderr crit;\nevents {{ worker_connections {worker}; }}\n\
-                         stream {{ server {{ listen {at} backlog=4096; proxy_pass {SERVER}; \
+                         stream {{ server {{ listen {at} backlog=4096; proxy_pass {to}; \
                          proxy_half_close on; tcp_nodelay on; }} }}\n"
                     ),
                 )?;
@@ -239,7 +316,7 @@ impl Stage {
             Relay::Tokio => pod
                 .command(std::env::current_exe()?)
                 .args(["worker", "relay", "--listen", &at.to_string()])
-                .args(["--to", &SERVER.to_string()])
+                .args(["--to", &to.to_string()])
                 .stdout_piped(),
         };
         Ok(Some(command))
@@ -269,7 +346,7 @@ impl Stage {
             transport: Transport::Tcp,
             job,
         };
-        carry_out(&mut self.client, &order)
+        carry_out(&mut self.seats[relay.seat()].client, &order)
     }
 
     /// Keeps everything on one CPU, or lets it run on all.
@@ -283,7 +360,10 @@ impl Stage {
         for cpu in if one { count - 1..count } else { 0..count } {
             set.set(cpu)?;
         }
-        let own = [&self.client, &self.server].map(Process::id);
+        let own = self
+            .seats
+            .iter()
+            .flat_map(|seat| [seat.client.id(), seat.server.id()]);
         let relays = self.relays.iter().map(|(_, process)| process.id());
         for process in own.into_iter().chain(relays).flat_map(with_children) {
             for thread in threads(process) {
@@ -331,17 +411,12 @@ impl Stage {
     }
 }
 
-fn start_server(pod: &Host) -> anyhow::Result<Process> {
+fn start_server(pod: &Host, at: SocketAddr) -> anyhow::Result<Process> {
     let mut process = pod
         .command(std::env::current_exe()?)
         .args(["worker", "server", "--threads", &SERVED.to_string()])
-        .args([
-            "--port",
-            &SERVER.port().to_string(),
-            "--connect-port",
-            "8081",
-        ])
-        .arg(SERVER.ip().to_string())
+        .args(["--port", &at.port().to_string(), "--connect-port", "8081"])
+        .arg(at.ip().to_string())
         .stdin_piped()
         .stdout_piped()
         .spawn()?;
@@ -374,7 +449,12 @@ fn with_children(process: u32) -> Vec<u32> {
     all
 }
 
-fn manifests() -> String {
+/// Where a pod's services are described.
+fn manifest(directory: &Path, seat: usize) -> PathBuf {
+    directory.join(format!("services-{seat}.yaml"))
+}
+
+fn manifests(server: SocketAddr) -> String {
     let mut text = String::new();
     let _ = write!(
         text,
@@ -386,8 +466,8 @@ fn manifests() -> String {
          ports: [{{port: {to}}}]\nendpoints: [{{addresses: [\"{ip}\"]}}]\n",
         vip = VIP.ip(),
         port = VIP.port(),
-        to = SERVER.port(),
-        ip = SERVER.ip(),
+        to = server.port(),
+        ip = server.ip(),
     );
     text
 }
