@@ -28,8 +28,11 @@ use crate::{
     proxy::{self, Attachment, Observer, Proxy},
 };
 
-/// How long the connections of a released workload may go on.
+/// How long the connections of a workload that is gone may go on: it may be that nobody ends them.
 const DRAIN: Duration = Duration::from_secs(30);
+/// How long those of a workload may that is there and captured no more: as they like. (A time that is
+/// never over, and that clocks can still count.)
+const RELEASED: Duration = Duration::from_hours(365 * 24);
 
 /// What the kernel is told of a mesh.
 pub fn options(mesh: &config::Mesh) -> CaptureOptions {
@@ -220,7 +223,7 @@ impl Mesh {
             .map(|(_, namespace, _)| *namespace)
             .collect();
         kernel.set_captured(&wanted, levels, &inbound)?;
-        self.release(&enrolled);
+        self.release(&enrolled, &found);
         let used: BTreeSet<u32> = wanted
             .namespaces
             .values()
@@ -459,8 +462,8 @@ impl Mesh {
         Ok(())
     }
 
-    /// After workloads are captured no more: those that the proxy has go on for a while.
-    fn release(&mut self, enrolled: &[(&Member, &Namespace, u32)]) {
+    /// After workloads are captured no more: the connections that the proxy has go on.
+    fn release(&mut self, enrolled: &[(&Member, &Namespace, u32)], found: &[Namespace]) {
         let kept = |cookie: u64, attached: &Attached| {
             enrolled.iter().any(|(member, namespace, flags)| {
                 namespace.cookie == cookie
@@ -484,7 +487,8 @@ impl Mesh {
                 {
                     debug!("{}: {error}", attached.name);
                 }
-                self.detach(&attached, DRAIN);
+                let is_there = found.iter().any(|namespace| namespace.cookie == cookie);
+                self.detach(&attached, if is_there { RELEASED } else { DRAIN });
             }
         }
     }
