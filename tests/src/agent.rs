@@ -191,12 +191,31 @@ impl Agent {
         self.wait_until_ready()
     }
 
+    /// Starts another agent in the place of the one that runs, and waits until it is ready. Answers the
+    /// one before, which ends by itself.
+    ///
+    /// # Errors
+    /// When it ends or is not ready in time: the error holds its log.
+    pub fn replace(&mut self) -> Result<Process> {
+        let before = self.process.take().ok_or_else(|| Error::Io {
+            doing: "replace an agent".into(),
+            source: std::io::ErrorKind::NotFound.into(),
+        })?;
+        self.spawn(&["--replace"])?;
+        self.wait_until_ready()?;
+        Ok(before)
+    }
+
     /// Starts the agent (again) and does not wait.
     ///
     /// # Errors
     /// When it cannot be started.
     pub fn launch(&mut self) -> Result<()> {
         self.process = None;
+        self.spawn(&[])
+    }
+
+    fn spawn(&mut self, more: &[&str]) -> Result<()> {
         let log = self.log_file();
         let file = File::options().create(true).append(true).open(&log);
         let file = file.doing(|| format!("create {}", log.display()))?;
@@ -206,6 +225,7 @@ impl Agent {
         let process = self
             .dataplane(["run", "--node-name", self.node.name()])
             .args(&self.arguments)
+            .args(more)
             .stdout(file)
             .stderr(second)
             .spawn()?;
@@ -229,7 +249,10 @@ impl Agent {
             // The socket is a cheap sign that asking is worth while.
             let reason = if self.socket().exists() {
                 let output = self.dataplane(["status"]).output()?;
-                if output.status.success() {
+                // Another one that it replaces answers until then.
+                let own = format!("process {},", self.id());
+                let is_own = String::from_utf8_lossy(&output.stdout).contains(&own);
+                if output.status.success() && is_own {
                     return Ok(());
                 }
                 let said = [output.stdout, output.stderr].concat();

@@ -6,6 +6,7 @@
 pub mod addresses;
 mod flows;
 mod foreign;
+mod handover;
 mod input;
 pub mod interfaces;
 mod mesh;
@@ -15,8 +16,10 @@ mod waiter;
 use std::{
     io,
     net::IpAddr,
+    os::unix::net::UnixStream,
     path::PathBuf,
     sync::{Arc, mpsc},
+    time::Duration,
 };
 
 use dataplane_common::Protocol;
@@ -29,7 +32,7 @@ use crate::{
     kernel::{self, Kernel},
     model::{Node, Snapshot},
     plan::{AdoptError, Planner},
-    proxy,
+    proxy::{self, handover::Named},
     source::{kubernetes::ConnectError, manifests, objects::NodeFacts},
 };
 use flows::Flows;
@@ -61,6 +64,8 @@ pub struct Settings {
     pub destroy_stale: Vec<Protocol>,
     /// What becomes of the programs when the agent ends.
     pub on_exit: OnExit,
+    /// Whether to take the place of an agent that runs on this node.
+    pub replace: bool,
 }
 
 /// What to take this node for.
@@ -151,6 +156,9 @@ pub enum Error {
     /// The proxy cannot run.
     #[error(transparent)]
     Proxy(proxy::Error),
+    /// The agent that runs cannot be replaced.
+    #[error("cannot take the place of the agent that runs here: {0}; it goes on as it was")]
+    Replace(#[source] io::Error),
     /// The API cannot be read, whether it answers or not.
     #[error("cannot start the thread that reads the Kubernetes API: {0}")]
     Kubernetes(#[source] io::Error),
@@ -181,9 +189,24 @@ enum Event {
     Changed,
     /// Interfaces, addresses or routes changed.
     Network,
+    /// Somebody asks to take our place.
+    Replace(UnixStream),
     /// The other thread cannot go on.
     Failed(io::Error),
 }
+
+/// Why the agent ends.
+#[derive(Debug)]
+enum End {
+    /// A signal.
+    Told,
+    /// Another one has our sockets, and wants to know when everything else is free.
+    Replaced(UnixStream),
+}
+
+/// How long connections that the proxy relays may go on after a signal, and after another agent has
+/// taken over.
+const DRAIN: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(30)];
 
 /// Runs until it is told to end. Nothing is changed before everything that was given turned out
 /// to be usable.
@@ -194,6 +217,11 @@ enum Event {
 pub fn run(settings: Settings) -> Result<(), Error> {
     let node = settings.node.node().map_err(Error::Node)?;
     let opened = Opened::new(&settings.source, &node)?;
+    let given = if settings.replace {
+        handover::take(&settings.listen.socket).map_err(Error::Replace)?
+    } else {
+        Named::new()
+    };
     // Asked before the ports, which the other agent has too: who runs is the better answer.
     if let Some(pid) = kernel::writer(&settings.paths.bpffs) {
         return Err(Error::Kernel(kernel::Error::Busy {
@@ -233,6 +261,8 @@ pub fn run(settings: Settings) -> Result<(), Error> {
         shown.source(),
     ));
     let (events, happened) = mpsc::channel();
+    let place =
+        handover::Place::open(&settings.listen.socket, events.clone()).map_err(Error::Replace)?;
     let waiter = ready
         .start(
             listeners,
@@ -246,7 +276,7 @@ pub fn run(settings: Settings) -> Result<(), Error> {
     let flows = Flows::start(Arc::clone(&state), settings.destroy_stale.clone())?;
     let on_exit = settings.on_exit;
     let mesh = match settings.mesh.clone() {
-        Some(config) => Some(Mesh::start(config, &kernel, &cgroup)?),
+        Some(config) => Some(Mesh::start(config, &kernel, &cgroup, given)?),
         None => None,
     };
     if let Some(observer) = mesh.as_ref().and_then(Mesh::observer) {
@@ -266,15 +296,31 @@ pub fn run(settings: Settings) -> Result<(), Error> {
     let result = sync.run(&happened);
     state.not_ready();
     waiter.stop();
-    let kernel = sync.into_kernel(on_exit == OnExit::Detach);
-    result?;
-    match on_exit {
-        OnExit::Keep => {
-            info!("ended; the programs go on serving from the tables as they are");
+    let (kernel, mesh) = sync.end();
+    match result? {
+        End::Replaced(stream) => {
+            // What has our place keeps our sockets, so that closing ours closes nobody's.
+            place.leave();
+            drop(kernel);
+            proxy::handover::gone(stream);
+            info!("another agent has taken this one's place");
+            if let Some(mesh) = mesh {
+                handover::finish(move || mesh.stop(DRAIN[1], false));
+            }
         }
-        OnExit::Detach => {
-            kernel.detach()?;
-            info!("ended; the programs are detached");
+        End::Told => {
+            drop(place);
+            let detach = on_exit == OnExit::Detach;
+            if detach {
+                kernel.detach()?;
+                info!("ended; the programs are detached");
+            } else {
+                drop(kernel);
+                info!("ended; the programs go on serving from the tables as they are");
+            }
+            if let Some(mesh) = mesh {
+                handover::finish(move || mesh.stop(DRAIN[0], detach));
+            }
         }
     }
     Ok(())

@@ -16,7 +16,7 @@ use dataplane_common::{
 use tracing::{debug, error, info, warn};
 
 use super::{
-    Error, Event, Settings, adopt,
+    End, Error, Event, Settings, adopt,
     flows::{self, Flows},
     input::Input,
     mesh::Mesh,
@@ -26,6 +26,7 @@ use crate::{
     kernel::{self, Kernel},
     model::{Node, Snapshot},
     plan::{Departures, Plan, Planner},
+    proxy,
 };
 
 /// How often to look whether the node's addresses changed.
@@ -103,17 +104,14 @@ impl Sync {
         }
     }
 
-    /// Ends the other threads that it works with.
-    pub fn into_kernel(self, detach: bool) -> Kernel {
+    /// Ends the other threads that it works with, but for the proxy's.
+    pub fn end(self) -> (Kernel, Option<Mesh>) {
         self.flows.stop();
-        if let Some((mesh, _)) = self.mesh {
-            mesh.stop(detach);
-        }
-        self.kernel
+        (self.kernel, self.mesh.map(|(mesh, _)| mesh))
     }
 
     /// Until told to end.
-    pub fn run(&mut self, happened: &Receiver<Event>) -> Result<(), Error> {
+    pub fn run(&mut self, happened: &Receiver<Event>) -> Result<End, Error> {
         self.state.pulse.busy();
         self.network();
         if self.known {
@@ -133,7 +131,18 @@ impl Sync {
             match event {
                 Ok(Event::Stop(signal)) => {
                     info!("{signal}: ending");
-                    return Ok(());
+                    return Ok(End::Told);
+                }
+                Ok(Event::Replace(stream)) => {
+                    let sockets = self.mesh.iter().flat_map(|(mesh, _)| mesh.sockets());
+                    match proxy::handover::offer(stream, &sockets.collect::<Vec<_>>()) {
+                        Ok(stream) => return Ok(End::Replaced(stream)),
+                        Err(error) => {
+                            warn!(
+                                "another agent asked for our place, and did not take it: {error}"
+                            );
+                        }
+                    }
                 }
                 Ok(Event::Reload(why)) => self.reload(why)?,
                 Ok(Event::Changed) => self.take()?,

@@ -43,6 +43,14 @@ pub struct RunArgs {
     )]
     on_exit: OnExit,
 
+    /// Take the place of the agent that runs on this node, if one does
+    ///
+    /// It gives its place away when this one has read its source, ends, and relays what its proxy has
+    /// for at most 30 s. The proxy's listening sockets are handed over, with the connections that wait
+    /// in them: none is refused. Without this, a second agent ends and says who runs.
+    #[arg(long, env = "DATAPLANE_REPLACE", hide_env_values = true)]
+    replace: bool,
+
     /// Destroy sockets that are connected through a service to an endpoint that is gone, so that
     /// their processes connect anew at once
     ///
@@ -489,6 +497,7 @@ impl RunArgs {
                 })
                 .collect(),
             on_exit: self.on_exit,
+            replace: self.replace,
         }
     }
 

@@ -25,14 +25,16 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 
-/// How many sockets may be handed over. The kernel takes up to 253 at a time.
+/// How many sockets are sent at a time. The kernel takes up to 253.
 const SOCKETS: usize = 64;
-/// How long their names may be in all.
+/// How long their names may be, of those that are sent at a time.
 const NAMES: usize = 16 << 10;
 /// How long each side waits for the other.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// "I accept from them", and "I do not any more".
 const TAKEN: [u8; 1] = [1];
+/// "I have those, go on".
+const NEXT: [u8; 1] = [2];
 
 /// Sockets by name, such as `outbound 127.0.0.1:15001`.
 pub type Named = Vec<(String, OwnedFd)>;
@@ -61,24 +63,20 @@ pub fn offer(stream: UnixStream, sockets: &[(String, BorrowedFd<'_>)]) -> io::Re
     stream.set_nonblocking(false)?;
     stream.set_read_timeout(Some(PATIENCE))?;
     stream.set_write_timeout(Some(PATIENCE))?;
-    if sockets.len() > SOCKETS {
-        return Err(io::Error::other("too many sockets to be handed over"));
+    let mut left = sockets.len();
+    loop {
+        let (portion, rest) = sockets[sockets.len() - left..].split_at(left.min(SOCKETS));
+        left = rest.len();
+        send(&stream, portion, left)?;
+        if left == 0 {
+            break;
+        }
+        let mut answer = [0];
+        (&stream).read_exact(&mut answer)?;
+        if answer != NEXT {
+            return Err(io::Error::other("an answer that makes no sense"));
+        }
     }
-    let names: Vec<&str> = sockets.iter().map(|(name, _)| name.as_str()).collect();
-    let names = format!("{}\n", names.join("\n"));
-    if names.len() > NAMES {
-        return Err(io::Error::other("the sockets' names are too long"));
-    }
-    let fds: Vec<BorrowedFd<'_>> = sockets.iter().map(|(_, fd)| *fd).collect();
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(SOCKETS))];
-    let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    ancillary.push(SendAncillaryMessage::ScmRights(&fds));
-    sendmsg(
-        &stream,
-        &[IoSlice::new(names.as_bytes())],
-        &mut ancillary,
-        SendFlags::NOSIGNAL,
-    )?;
     let mut answer = [0];
     (&stream).read_exact(&mut answer)?;
     if answer == TAKEN {
@@ -86,6 +84,28 @@ pub fn offer(stream: UnixStream, sockets: &[(String, BorrowedFd<'_>)]) -> io::Re
     } else {
         Err(io::Error::other("an answer that makes no sense"))
     }
+}
+
+/// Sends some of the sockets, with how many are left and their names.
+fn send(stream: &UnixStream, sockets: &[(String, BorrowedFd<'_>)], left: usize) -> io::Result<()> {
+    let names: Vec<&str> = sockets.iter().map(|(name, _)| name.as_str()).collect();
+    let text = format!("{left}\n{}\n", names.join("\n"));
+    if text.len() > NAMES {
+        return Err(io::Error::other("the sockets' names are too long"));
+    }
+    let fds: Vec<BorrowedFd<'_>> = sockets.iter().map(|(_, fd)| *fd).collect();
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(SOCKETS))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() {
+        ancillary.push(SendAncillaryMessage::ScmRights(&fds));
+    }
+    sendmsg(
+        stream,
+        &[IoSlice::new(text.as_bytes())],
+        &mut ancillary,
+        SendFlags::NOSIGNAL,
+    )?;
+    Ok(())
 }
 
 /// Tells the one that took the sockets that nobody else accepts from them any more.
@@ -114,12 +134,25 @@ pub fn ask(path: &Path) -> io::Result<Option<(UnixStream, Named)>> {
     };
     stream.set_read_timeout(Some(PATIENCE))?;
     stream.set_write_timeout(Some(PATIENCE))?;
-    let mut names = vec![0; NAMES];
+    let mut named = Named::new();
+    loop {
+        let (portion, left) = receive(&stream)?;
+        named.extend(portion);
+        if left == 0 {
+            return Ok(Some((stream, named)));
+        }
+        (&stream).write_all(&NEXT)?;
+    }
+}
+
+/// Takes what [`send`] sent.
+fn receive(stream: &UnixStream) -> io::Result<(Named, usize)> {
+    let mut text = vec![0; NAMES];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(SOCKETS))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let received = recvmsg(
         stream.as_fd(),
-        &mut [IoSliceMut::new(&mut names)],
+        &mut [IoSliceMut::new(&mut text)],
         &mut ancillary,
         RecvFlags::CMSG_CLOEXEC,
     )?;
@@ -129,15 +162,17 @@ pub fn ask(path: &Path) -> io::Result<Option<(UnixStream, Named)>> {
             sockets.extend(fds);
         }
     }
-    let names = String::from_utf8_lossy(&names[..received.bytes]);
-    let names: Vec<&str> = names.lines().collect();
-    if names.len() != sockets.len() {
+    let text = String::from_utf8_lossy(&text[..received.bytes]);
+    let mut lines = text.lines();
+    let left = lines.next().and_then(|line| line.parse().ok());
+    let names: Vec<&str> = lines.filter(|line| !line.is_empty()).collect();
+    let Some(left) = left.filter(|_| names.len() == sockets.len()) else {
         return Err(io::Error::other(
             "what waits there does not hand over sockets as this version does",
         ));
-    }
-    let sockets = names.into_iter().map(str::to_owned).zip(sockets);
-    Ok(Some((stream, sockets.collect())))
+    };
+    let pairs = names.into_iter().map(str::to_owned).zip(sockets);
+    Ok((pairs.collect(), left))
 }
 
 /// Tells the older proxy that the sockets are accepted from, and waits until it does not any more.
@@ -181,6 +216,29 @@ mod tests {
             ask(&path).unwrap().is_none(),
             "a file that nobody listens at"
         );
+    }
+
+    #[test]
+    fn any_number_is_handed_over() {
+        for count in [0, 1, SOCKETS, SOCKETS + 1, 3 * SOCKETS - 1] {
+            let directory = tempfile::tempdir().unwrap();
+            let path = directory.path().join("handover.sock");
+            let waiting = listen(&path).unwrap();
+            let socket = TcpListener::bind("127.0.0.1:0").unwrap();
+            let other = thread::spawn(move || {
+                let (stream, _) = waiting.accept().unwrap();
+                let all: Vec<_> = (0..count)
+                    .map(|n| (format!("socket {n}"), socket.as_fd()))
+                    .collect();
+                gone(offer(stream, &all).unwrap());
+            });
+            let (stream, sockets) = ask(&path).unwrap().unwrap();
+            taken(stream).unwrap();
+            other.join().unwrap();
+            let names: Vec<_> = sockets.iter().map(|(name, _)| name.as_str()).collect();
+            let wanted: Vec<_> = (0..count).map(|n| format!("socket {n}")).collect();
+            assert_eq!(names, wanted);
+        }
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use std::{
     io,
     net::{IpAddr, SocketAddr},
+    ops::RangeInclusive,
     os::fd::{AsFd, OwnedFd},
     time::Duration,
 };
@@ -92,11 +93,35 @@ pub struct Manner {
     pub from: Option<IpAddr>,
 }
 
+/// The ports of connections from a client's address. Clients' own are not among them, as long as they
+/// have the kernel choose (`ip_local_port_range` ends before): a connection with the same ports as one of
+/// the client's, in the same namespace, would get that one's packets.
+const PORTS: RangeInclusive<u16> = 61_000..=65_535;
+/// How many of them are tried before the kernel chooses any.
+const TRIES: usize = 8;
+
 /// A socket of the calling thread's network namespace that is connecting.
 ///
 /// # Errors
 /// The kernel's.
 pub fn connect(to: SocketAddr, manner: Manner) -> io::Result<OwnedFd> {
+    if manner.from.is_some() {
+        for _ in 0..TRIES {
+            match connect_by(to, manner, rand::random_range(PORTS)) {
+                Err(error)
+                    if matches!(
+                        error.kind(),
+                        io::ErrorKind::AddrInUse | io::ErrorKind::AddrNotAvailable
+                    ) => {}
+                connecting => return connecting,
+            }
+        }
+    }
+    connect_by(to, manner, 0)
+}
+
+/// The same, from this port; 0: from any.
+fn connect_by(to: SocketAddr, manner: Manner, port: u16) -> io::Result<OwnedFd> {
     let family = if to.is_ipv4() {
         AddressFamily::INET
     } else {
@@ -114,9 +139,13 @@ pub fn connect(to: SocketAddr, manner: Manner) -> io::Result<OwnedFd> {
         } else {
             options.set_ip_transparent_v6(true)?;
         }
-        // The port is drawn when the whole connection is known: others may have the same one.
-        setsockopt(&socket, sockopt::IpBindAddressNoPort, &true)?;
-        net::bind(&socket, &SocketAddr::new(from, 0))?;
+        // Others may have the same port, if the whole connection is another.
+        if port == 0 {
+            setsockopt(&socket, sockopt::IpBindAddressNoPort, &true)?;
+        } else {
+            options.set_reuse_address(true)?;
+        }
+        net::bind(&socket, &SocketAddr::new(from, port))?;
     }
     match net::connect(&socket, &to) {
         Ok(()) | Err(Errno::INPROGRESS) => Ok(socket),

@@ -324,12 +324,42 @@ impl Worker {
         }
     }
 
+    /// Stops accepting. Another process may go on with the same sockets: of connections for which the
+    /// kernel has woken this worker it told nobody else, so that they are taken still.
     fn close_doors(&mut self, which: impl Fn(&Door) -> bool) {
-        for slot in &mut self.doors {
-            if let Some(door) = slot.take_if(|door| which(door)) {
-                let _ = epoll::delete(&self.epoll, &door.listeners[door.which].socket);
+        for number in 0..self.doors.len() {
+            let Some(door) = self.doors[number].take_if(|door| which(door)) else {
+                continue;
+            };
+            let _ = epoll::delete(&self.epoll, &door.listeners[door.which].socket);
+            while self.shared.limits.take(&door.attached.open) {
+                match self.accept(&door) {
+                    Ok(Some(accepted)) => self.begin(accepted),
+                    Ok(None) => {}
+                    Err(_) => break,
+                }
             }
         }
+    }
+
+    /// Takes a connection that waits, within the limits already; `None` if its client has given up.
+    fn accept(&self, door: &Door) -> Result<Option<Accepted>, Errno> {
+        let listener = &door.listeners[door.which];
+        let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+        let accepted = net::acceptfrom_with(&listener.socket, flags);
+        let found = accepted.map(|(socket, client)| {
+            let client = client.and_then(|client| socket::address(client).ok())?;
+            Some(Accepted {
+                socket,
+                client,
+                attached: Arc::clone(&door.attached),
+                direction: listener.direction,
+            })
+        });
+        if !matches!(found, Ok(Some(_))) {
+            self.shared.limits.give_back(&door.attached.open);
+        }
+        found
     }
 
     /// Accepts from a listening socket.
@@ -344,41 +374,20 @@ impl Worker {
             let Some(Some(door)) = self.doors.get(number) else {
                 return;
             };
-            let listener = &door.listeners[door.which];
-            let (attached, direction) = (Arc::clone(&door.attached), listener.direction);
-            if !self.shared.limits.take(&attached.open) {
+            if !self.shared.limits.take(&door.attached.open) {
                 self.rest(number);
                 return;
             }
-            let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
-            let accepted = net::acceptfrom_with(&listener.socket, flags);
-            let client = match accepted {
-                Ok((socket, client)) => client
-                    .and_then(|client| socket::address(client).ok())
-                    .map(|client| (socket, client)),
-                Err(error) => {
-                    self.shared.limits.give_back(&attached.open);
-                    match error {
-                        Errno::AGAIN => return,
-                        Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM => {
-                            self.shared.complain(error);
-                            self.rest(number);
-                            return;
-                        }
-                        // The client has given up in the meantime.
-                        _ => continue,
-                    }
+            let accepted = match self.accept(door) {
+                Ok(Some(accepted)) => accepted,
+                Err(Errno::AGAIN) => return,
+                Err(error @ (Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM)) => {
+                    self.shared.complain(error);
+                    self.rest(number);
+                    return;
                 }
-            };
-            let Some((socket, client)) = client else {
-                self.shared.limits.give_back(&attached.open);
-                continue;
-            };
-            let accepted = Accepted {
-                socket,
-                client,
-                attached,
-                direction,
+                // The client has given up in the meantime.
+                Ok(None) | Err(_) => continue,
             };
             match self.shared.less_busy(self.number, LEAD) {
                 Some(other) => {

@@ -120,6 +120,7 @@ fn main() -> ExitCode {
         capture::EXPLAIN,
         capture::METRICS,
         capture::PROXIES,
+        capture::RESTART,
         netfilter::SCENARIOS,
         kernel::SCENARIOS,
         kubernetes::SCENARIOS,

@@ -7,7 +7,7 @@ use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     fs, io,
     net::{IpAddr, TcpListener},
-    os::fd::{AsFd, OwnedFd},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
     sync::Arc,
@@ -22,10 +22,10 @@ use super::foreign;
 use crate::{
     admin::api,
     config,
-    kernel::{self, Accelerator, CaptureOptions, Kernel, Namespace, namespaces},
+    kernel::{self, Accelerator, CaptureOptions, Kernel, Listeners, Namespace, namespaces},
     model::{Acceleration, Egress, Place, Snapshot, Workload, WorkloadName},
     plan::{Captured, Policies},
-    proxy::{self, Attachment, Observer, Proxy},
+    proxy::{self, Attachment, Observer, Proxy, handover::Named},
 };
 
 /// How long the connections of a workload that is gone may go on: it may be that nobody ends them.
@@ -57,6 +57,8 @@ pub struct Mesh {
     last: u32,
     /// Where the agent's proxy listens, by the namespace's cookie.
     attached: BTreeMap<u64, Attached>,
+    /// An earlier agent's listening sockets, until they were looked through.
+    given: HashMap<String, OwnedFd>,
     /// What is wrong, and with whom.
     problems: Vec<(WorkloadName, String)>,
     own_cookie: u64,
@@ -72,10 +74,13 @@ struct Attached {
     namespace: OwnedFd,
     egress: Egress,
     acceleration: Acceleration,
+    /// Its listening sockets, for the agent that takes this one's place.
+    sockets: Named,
 }
 
 impl Mesh {
-    /// Starts the proxy, if it is ours. Nothing is captured yet that was not before.
+    /// Starts the proxy, if it is ours. Nothing is captured yet that was not before. `given`: an
+    /// earlier agent's listening sockets.
     ///
     /// # Errors
     /// If the proxy cannot be started, or the tables not be read.
@@ -83,6 +88,7 @@ impl Mesh {
         config: config::Mesh,
         kernel: &Kernel,
         cgroup: &Path,
+        given: Named,
     ) -> Result<Self, super::Error> {
         let options = options(&config);
         let proxy = if options.foreign {
@@ -116,6 +122,7 @@ impl Mesh {
             numbers: HashMap::new(),
             last: workloads.max().unwrap_or_default(),
             attached: BTreeMap::new(),
+            given: given.into_iter().collect(),
             problems: Vec::new(),
             own_cookie: kernel::netns_cookie()?,
             cgroup: cgroup.to_owned(),
@@ -224,6 +231,8 @@ impl Mesh {
             .collect();
         kernel.set_captured(&wanted, levels, &inbound)?;
         self.release(&enrolled, &found);
+        // Whose they were is captured no more.
+        self.given.clear();
         let used: BTreeSet<u32> = wanted
             .namespaces
             .values()
@@ -361,6 +370,33 @@ impl Mesh {
         }
     }
 
+    /// An earlier agent's sockets for a namespace, if they are at the ports where they should be.
+    fn given(&mut self, cookie: u64, inbound: bool) -> Option<Listeners> {
+        let mut take = |direction: &str, port: u16| -> Vec<TcpListener> {
+            let names = ["v4", "v6"].map(|family| socket_name(direction, cookie, family));
+            let sockets = names.iter().filter_map(|name| self.given.remove(name));
+            sockets
+                .map(TcpListener::from)
+                .filter(|socket| socket.local_addr().is_ok_and(|addr| addr.port() == port))
+                .collect()
+        };
+        let listeners = Listeners {
+            outbound: take(OUTBOUND, self.options.outbound),
+            inbound: take(INBOUND, self.options.inbound),
+        };
+        let complete = !listeners.outbound.is_empty() && inbound != listeners.inbound.is_empty();
+        complete.then_some(listeners)
+    }
+
+    /// The proxy's listening sockets, for an agent that takes this one's place.
+    pub fn sockets(&self) -> impl Iterator<Item = (String, BorrowedFd<'_>)> {
+        let sockets = self
+            .attached
+            .values()
+            .flat_map(|attached| &attached.sockets);
+        sockets.map(|(name, socket)| (name.clone(), socket.as_fd()))
+    }
+
     fn attach(
         &mut self,
         kernel: &Kernel,
@@ -370,11 +406,15 @@ impl Mesh {
     ) -> Result<(), String> {
         let transparent = self.config.proxy.keep_source.unwrap_or(true);
         let options = self.options;
+        let given = self.given(namespace.cookie, inbound);
         let listeners = namespaces::within(namespace.file.as_fd(), move || {
             if transparent && inbound {
                 kernel::route_answers(options.mark | FROM_CLIENT)?;
             }
-            kernel::open_listeners(&options, inbound)
+            match given {
+                Some(listeners) => Ok(listeners),
+                None => kernel::open_listeners(&options, inbound),
+            }
         })
         .map_err(|error| {
             let (a, b) = (options.outbound, options.inbound);
@@ -382,16 +422,17 @@ impl Mesh {
         })?;
         hand_over(kernel, namespace.cookie, &listeners.inbound)?;
         let acceleration = self.accelerate(member, namespace)?;
-        let Some(proxy) = &self.proxy else {
-            return Ok(());
-        };
         let clone = || {
             namespace
                 .file
                 .try_clone()
                 .map_err(|error| error.to_string())
         };
+        let sockets = named(namespace.cookie, &listeners).map_err(|error| error.to_string())?;
         let name = member.workload.name.clone();
+        let Some(proxy) = &self.proxy else {
+            return Ok(());
+        };
         proxy
             .add(Attachment {
                 workload: Arc::new(Workload {
@@ -411,6 +452,7 @@ impl Mesh {
             namespace: clone()?,
             egress: member.policy.egress,
             acceleration: member.policy.acceleration,
+            sockets,
         };
         self.attached.insert(namespace.cookie, attached);
         Ok(())
@@ -498,31 +540,58 @@ impl Mesh {
             proxy.remove(&attached.name, deadline);
         }
         info!(workload = %attached.name, "released");
-        if self.config.proxy.keep_source.unwrap_or(true) && deadline.is_zero() {
-            let mark = self.options.mark | FROM_CLIENT;
-            let routed = namespaces::within(attached.namespace.as_fd(), move || {
+    }
+
+    /// When the agent ends: what the proxy relays may go on until then. `detach`: everything of ours
+    /// goes.
+    pub fn stop(self, deadline: Duration, detach: bool) {
+        let Self {
+            proxy,
+            attached,
+            options,
+            config,
+            ..
+        } = self;
+        let namespaces: Vec<_> = attached
+            .into_values()
+            .map(|attached| (attached.name, attached.namespace))
+            .collect();
+        if let Some(proxy) = proxy {
+            proxy.drain(deadline);
+        }
+        if !detach || !config.proxy.keep_source.unwrap_or(true) {
+            return;
+        }
+        let mark = options.mark | FROM_CLIENT;
+        for (name, namespace) in namespaces {
+            let routed = namespaces::within(namespace.as_fd(), move || {
                 kernel::route_answers_no_more(mark)
             });
             if let Err(error) = routed {
-                debug!(
-                    "{}: cannot remove its rule and route: {error}",
-                    attached.name
-                );
+                debug!("{name}: cannot remove its rule and route: {error}");
             }
         }
     }
+}
 
-    /// When the agent ends and takes everything with it.
-    pub fn stop(self, detach: bool) {
-        if detach {
-            for attached in self.attached.values() {
-                self.detach(attached, Duration::ZERO);
-            }
-        }
-        if let Some(proxy) = self.proxy {
-            proxy.drain(Duration::ZERO);
-        }
-    }
+const OUTBOUND: &str = "outbound";
+const INBOUND: &str = "inbound";
+
+/// What a listening socket is called when it is handed over.
+fn socket_name(direction: &str, cookie: u64, family: &str) -> String {
+    format!("{direction} {cookie} {family}")
+}
+
+/// Copies of listening sockets, to be handed over.
+fn named(cookie: u64, listeners: &Listeners) -> io::Result<Named> {
+    let outbound = listeners.outbound.iter().map(|socket| (OUTBOUND, socket));
+    let inbound = listeners.inbound.iter().map(|socket| (INBOUND, socket));
+    let copy = |(direction, socket): (&str, &TcpListener)| {
+        let v4 = socket.local_addr()?.is_ipv4();
+        let name = socket_name(direction, cookie, if v4 { "v4" } else { "v6" });
+        Ok((name, socket.try_clone()?.into()))
+    };
+    outbound.chain(inbound).map(copy).collect()
 }
 
 /// The network namespace that has one of these addresses: of several, one that is linked with ours.

@@ -5,10 +5,12 @@ mod explain;
 mod metrics;
 mod proxies;
 mod relay;
+mod restart;
 
 pub use explain::SCENARIOS as EXPLAIN;
 pub use metrics::SCENARIOS as METRICS;
 pub use proxies::SCENARIOS as PROXIES;
+pub use restart::SCENARIOS as RESTART;
 
 use std::{fs, path::PathBuf};
 

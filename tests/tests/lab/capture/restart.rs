@@ -1,0 +1,107 @@
+//! Agents that take each other's place, that end and that are killed, under load.
+
+use std::{thread, time::Duration};
+
+use anyhow::{Context as _, Result, ensure};
+use dataplane_common::Reason;
+use dataplane_tests::report::LoadReport;
+use serde_json::json;
+
+use super::World;
+use crate::cluster::{eventually, reaches, refused};
+
+scenarios! {
+    Dataplane:
+    agents_take_each_others_place_and_refuse_nobody,
+    a_killed_agent_leaves_no_connection_hanging,
+}
+
+fn agents_take_each_others_place_and_refuse_nobody() -> Result<()> {
+    let mut world = World::new()?;
+    world.capture(json!({}), json!({ "mode": "proxy" }))?;
+    let (app, one) = (world.app().clone(), world.lab.pod("one").clone());
+    // Connections that live through all of it, in both directions, each by its own agent's proxy.
+    let mut kept = Vec::new();
+    for (from, to) in [(&app, "10.244.1.5:7"), (&one, "10.244.1.8:7")] {
+        let mut process = from
+            .probe("hold")
+            .args(["--to", to])
+            .stdin_piped()
+            .stdout_piped()
+            .spawn()?;
+        process.wait_for_line()?;
+        kept.push(process);
+    }
+    let loads = [
+        app.load(&["--to", "10.244.2.5:7", "--threads", "2"])?,
+        app.load(&["--to", "10.96.0.10:80", "--threads", "1"])?,
+        one.load(&["--to", "10.244.1.8:7", "--threads", "1"])?,
+    ];
+    let before = world.verdicts(Reason::Captured)?;
+    let agent = world.agent.as_mut().context("an agent")?;
+    let mut replaced = Vec::new();
+    for _ in 0..3 {
+        thread::sleep(Duration::from_millis(200));
+        let old = agent.id();
+        replaced.push(agent.replace()?);
+        ensure!(agent.id() != old, "it is the same");
+        thread::sleep(Duration::from_millis(200));
+    }
+    for load in loads {
+        let report: LoadReport = load.wait_json()?;
+        println!("{} connections through three restarts", report.answered);
+        ensure!(
+            report.errors.is_empty() && report.answered > 20,
+            "{} answered, errors {:?}",
+            report.answered,
+            report.errors
+        );
+    }
+    ensure!(
+        world.verdicts(Reason::Captured)? > before + 40,
+        "captured no more"
+    );
+    for reason in [Reason::ProxyDown, Reason::ProxyBypassed, Reason::OriginLost] {
+        let count = world.verdicts(reason)?;
+        ensure!(count == 0, "{count} times {}", reason.word());
+    }
+    for mut process in kept {
+        process.close_stdin();
+        process.wait().context("a connection from before")?;
+    }
+    // With nothing left to relay, those before end.
+    for process in replaced {
+        process.wait().context("an agent that was replaced")?;
+    }
+    Ok(())
+}
+
+/// Killed, and started anew: refused or passed in between, as configured, and at once.
+fn a_killed_agent_leaves_no_connection_hanging() -> Result<()> {
+    for (rule, passes) in [("refuse", false), ("pass", true)] {
+        let mut world = World::new()?;
+        let rules = json!({ "mode": "proxy", "withoutProxy": rule });
+        world.capture(json!({}), rules)?;
+        let (app, one) = (world.app().clone(), world.lab.pod("one").clone());
+        let agent = world.agent.as_mut().context("an agent")?;
+        agent.kill();
+        let both = [(&app, "10.244.1.5:7", "one"), (&one, "10.244.1.8:7", "app")];
+        for (from, to, name) in both {
+            if passes {
+                reaches(from, to, "connect --count 3", &[name])?;
+            } else {
+                refused(from, to, "connect --count 3")?;
+            }
+        }
+        agent.start()?;
+        let before = world.verdicts(Reason::Captured)?;
+        for (from, to, name) in both {
+            eventually(|| reaches(from, to, "connect --count 3", &[name]).map(drop))?;
+        }
+        ensure!(
+            world.verdicts(Reason::Captured)? >= before + 3,
+            "not captured"
+        );
+    }
+    Ok(())
+}
