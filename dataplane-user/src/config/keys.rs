@@ -30,6 +30,7 @@ impl Config {
             source,
             node,
             on_exit,
+            replace,
             destroy_stale,
             log,
             listen,
@@ -147,6 +148,7 @@ impl Config {
         for (flag, given) in [
             ("pods-by-interface", packets.pods_by_interface),
             ("masquerade-all", packets.masquerade_all),
+            ("replace", *replace),
         ] {
             if given {
                 add(flag, Vec::new());

@@ -37,6 +37,10 @@ pub struct Config {
     /// What becomes of the programs when the agent ends. Default: keep.
     #[serde(skip_serializing_if = "is_default")]
     pub on_exit: Option<OnExit>,
+    /// Take the place of the agent that runs on this node, if one does, instead of saying that it
+    /// runs. Default: false.
+    #[serde(skip_serializing_if = "is_default")]
+    pub replace: bool,
     /// Of which protocols to destroy sockets that are connected through a service to an endpoint
     /// that is gone, so that their processes connect anew at once. Default: udp.
     #[serde(skip_serializing_if = "is_default")]
