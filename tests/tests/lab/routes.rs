@@ -252,9 +252,9 @@ fn rules_of_routing_count() -> Result<()> {
             ("from 192.168.77.202", false),
             ("iif eth0", true),
             ("iif veth-near", false),
-            // The endpoint's port, not the service's.
-            ("ipproto tcp dport 80", true),
-            ("ipproto tcp dport 30013", false),
+            // The endpoint's port, not the service's. 6 is TCP: its name takes an /etc/protocols.
+            ("ipproto 6 dport 80", true),
+            ("ipproto 6 dport 30013", false),
             ("fwmark 7", by_mark),
             ("fwmark 8", false),
         ] {
