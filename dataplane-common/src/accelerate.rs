@@ -25,26 +25,19 @@ pub const CONNECTIONS: u32 = 65_536;
 /// The most network namespaces, times the ports of a proxy.
 pub const PROXIES: u32 = 65_536;
 
-/// Where a proxy listens; or, for port 0, the network namespace that it connects from, and the value
-/// is the mark of its sockets.
-#[repr(C, align(8))]
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[cfg_attr(
-    feature = "user",
-    derive(
-        zerocopy::FromBytes,
-        zerocopy::IntoBytes,
-        zerocopy::Immutable,
-        zerocopy::KnownLayout
-    )
-)]
-pub struct ProxyKey {
-    /// The network namespace's cookie.
-    pub netns: u64,
-    /// The port, in host order.
-    pub port: u32,
-    /// Zero.
-    pub reserved: u32,
+layout! {
+    /// Where a proxy listens; or, for port 0, the network namespace that it connects from, and the value
+    /// is the mark of its sockets.
+    #[repr(C, align(8))]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    pub struct ProxyKey {
+        /// The network namespace's cookie.
+        pub netns: u64,
+        /// The port, in host order.
+        pub port: u32,
+        /// Zero.
+        pub reserved: u32,
+    }
 }
 
 /// An application's socket.

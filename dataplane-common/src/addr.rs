@@ -4,25 +4,18 @@ use core::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use network_types::ip::IpProto;
 
-/// An IP address of either family: 16 bytes in network order, IPv4 as v4-mapped
-/// (`::ffff:a.b.c.d`, RFC 4291 section 2.5.5.2).
-///
-/// One type for both families means one code path: a v4-mapped address in `connect6` and the same
-/// address in `connect4` are the same key. Held as four words, each with the bytes of the address
-/// in memory order, since that is how `bpf_sock_addr::user_ip6` hands it over and what the
-/// programs compare fastest.
-#[repr(C)]
-#[cfg_attr(
-    feature = "user",
-    derive(
-        zerocopy::FromBytes,
-        zerocopy::IntoBytes,
-        zerocopy::Immutable,
-        zerocopy::KnownLayout
-    )
-)]
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Addr([u32; 4]);
+layout! {
+    /// An IP address of either family: 16 bytes in network order, IPv4 as v4-mapped
+    /// (`::ffff:a.b.c.d`, RFC 4291 section 2.5.5.2).
+    ///
+    /// One type for both families means one code path: a v4-mapped address in `connect6` and the same
+    /// address in `connect4` are the same key. Held as four words, each with the bytes of the address
+    /// in memory order, since that is how `bpf_sock_addr::user_ip6` hands it over and what the
+    /// programs compare fastest.
+    #[repr(C)]
+    #[derive(Clone, Copy, PartialEq, Eq, Hash)]
+    pub struct Addr([u32; 4]);
+}
 
 /// The third word of a v4-mapped address.
 const MAPPED: u32 = u32::from_ne_bytes([0, 0, 0xff, 0xff]);
@@ -200,19 +193,12 @@ impl core::fmt::Debug for Addr {
     }
 }
 
-/// A port, in network order, as on the wire and in `bpf_sock_addr::user_port`.
-#[repr(C)]
-#[cfg_attr(
-    feature = "user",
-    derive(
-        zerocopy::FromBytes,
-        zerocopy::IntoBytes,
-        zerocopy::Immutable,
-        zerocopy::KnownLayout
-    )
-)]
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub struct Port(u16);
+layout! {
+    /// A port, in network order, as on the wire and in `bpf_sock_addr::user_port`.
+    #[repr(C)]
+    #[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
+    pub struct Port(u16);
+}
 
 impl Port {
     /// Port 0, which stands for "any port" in a key.
@@ -268,19 +254,12 @@ impl core::fmt::Debug for Port {
     }
 }
 
-/// An IP protocol number (IANA). Only TCP and UDP are ever in a table's key.
-#[repr(C)]
-#[cfg_attr(
-    feature = "user",
-    derive(
-        zerocopy::FromBytes,
-        zerocopy::IntoBytes,
-        zerocopy::Immutable,
-        zerocopy::KnownLayout
-    )
-)]
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Protocol(u8);
+layout! {
+    /// An IP protocol number (IANA). Only TCP and UDP are ever in a table's key.
+    #[repr(C)]
+    #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+    pub struct Protocol(u8);
+}
 
 impl Protocol {
     /// Stands for "any protocol" in a key.

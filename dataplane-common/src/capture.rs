@@ -32,21 +32,6 @@
 
 use crate::{Addr, Port, Reason};
 
-macro_rules! layout {
-    ($($item:item)*) => {$(
-        #[cfg_attr(
-            feature = "user",
-            derive(
-                zerocopy::FromBytes,
-                zerocopy::IntoBytes,
-                zerocopy::Immutable,
-                zerocopy::KnownLayout
-            )
-        )]
-        $item
-    )*};
-}
-
 layout! {
     /// What all captured workloads have in common.
     #[repr(C, align(8))]

@@ -9,6 +9,22 @@
 //! kernel programs, `dataplane explain` and the property tests run the same code.
 #![no_std]
 
+/// What stands in a table: user space reads and writes its bytes.
+macro_rules! layout {
+    ($($item:item)*) => {$(
+        #[cfg_attr(
+            feature = "user",
+            derive(
+                zerocopy::FromBytes,
+                zerocopy::IntoBytes,
+                zerocopy::Immutable,
+                zerocopy::KnownLayout
+            )
+        )]
+        $item
+    )*};
+}
+
 pub mod accelerate;
 mod addr;
 pub mod capture;

@@ -31,21 +31,6 @@
 
 use crate::{Addr, Port, Protocol};
 
-macro_rules! layout {
-    ($($item:item)*) => {$(
-        #[cfg_attr(
-            feature = "user",
-            derive(
-                zerocopy::FromBytes,
-                zerocopy::IntoBytes,
-                zerocopy::Immutable,
-                zerocopy::KnownLayout
-            )
-        )]
-        $item
-    )*};
-}
-
 layout! {
     /// What an interface with our programs on it is.
     #[repr(C)]

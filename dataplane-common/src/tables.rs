@@ -24,34 +24,27 @@
 
 use crate::{Addr, Port, Protocol};
 
-/// What a connection's destination is looked up by.
-///
-/// Three kinds of key share the table:
-/// * a VIP's port: address, port, protocol;
-/// * an address as such: port and protocol *any* ([`FrontendKey::address`]), which says what to do
-///   with a port that has no key of its own;
-/// * a node port: address *unspecified* ([`FrontendKey::node_port`]), reached over an address
-///   whose own entry is [`Kind::NODE_ADDRESS`].
-#[repr(C)]
-#[cfg_attr(
-    feature = "user",
-    derive(
-        zerocopy::FromBytes,
-        zerocopy::IntoBytes,
-        zerocopy::Immutable,
-        zerocopy::KnownLayout
-    )
-)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct FrontendKey {
-    /// The destination address.
-    pub addr: Addr,
-    /// The destination port.
-    pub port: Port,
-    /// TCP or UDP.
-    pub protocol: Protocol,
-    /// Zero.
-    pub reserved: u8,
+layout! {
+    /// What a connection's destination is looked up by.
+    ///
+    /// Three kinds of key share the table:
+    /// * a VIP's port: address, port, protocol;
+    /// * an address as such: port and protocol *any* ([`FrontendKey::address`]), which says what to do
+    ///   with a port that has no key of its own;
+    /// * a node port: address *unspecified* ([`FrontendKey::node_port`]), reached over an address
+    ///   whose own entry is [`Kind::NODE_ADDRESS`].
+    #[repr(C)]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+    pub struct FrontendKey {
+        /// The destination address.
+        pub addr: Addr,
+        /// The destination port.
+        pub port: Port,
+        /// TCP or UDP.
+        pub protocol: Protocol,
+        /// Zero.
+        pub reserved: u8,
+    }
 }
 
 impl FrontendKey {
@@ -84,19 +77,12 @@ impl FrontendKey {
     }
 }
 
-/// What kind of address a frontend is.
-#[repr(C)]
-#[cfg_attr(
-    feature = "user",
-    derive(
-        zerocopy::FromBytes,
-        zerocopy::IntoBytes,
-        zerocopy::Immutable,
-        zerocopy::KnownLayout
-    )
-)]
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Kind(u8);
+layout! {
+    /// What kind of address a frontend is.
+    #[repr(C)]
+    #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+    pub struct Kind(u8);
+}
 
 impl Kind {
     /// A port of a service's cluster IP.
@@ -137,23 +123,16 @@ impl core::fmt::Debug for Kind {
     }
 }
 
-/// What answers a [`FrontendKey`], in one word. Never changes while the key belongs to one service:
-/// what changes is the pool.
-///
-/// Bits 0-31: index into `POOLS`, 0 (which is never a pool) for [`Kind::NODE_ADDRESS`]; 32-39: the
-/// kind.
-#[repr(C)]
-#[cfg_attr(
-    feature = "user",
-    derive(
-        zerocopy::FromBytes,
-        zerocopy::IntoBytes,
-        zerocopy::Immutable,
-        zerocopy::KnownLayout
-    )
-)]
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Frontend(u64);
+layout! {
+    /// What answers a [`FrontendKey`], in one word. Never changes while the key belongs to one service:
+    /// what changes is the pool.
+    ///
+    /// Bits 0-31: index into `POOLS`, 0 (which is never a pool) for [`Kind::NODE_ADDRESS`]; 32-39: the
+    /// kind.
+    #[repr(C)]
+    #[derive(Clone, Copy, PartialEq, Eq, Hash)]
+    pub struct Frontend(u64);
+}
 
 impl Frontend {
     /// No frontend: what a lookup answers for a key that is not there.
@@ -200,22 +179,15 @@ impl core::fmt::Debug for Frontend {
     }
 }
 
-/// Where a pool's endpoints are, in one word: read and written as a whole, so that a reader sees
-/// the old endpoints or the new ones and never a mixture.
-///
-/// Bits 0-31: first slot in `ENDPOINTS`; 32-47: how many; 48-63: flags.
-#[repr(C)]
-#[cfg_attr(
-    feature = "user",
-    derive(
-        zerocopy::FromBytes,
-        zerocopy::IntoBytes,
-        zerocopy::Immutable,
-        zerocopy::KnownLayout
-    )
-)]
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub struct Block(u64);
+layout! {
+    /// Where a pool's endpoints are, in one word: read and written as a whole, so that a reader sees
+    /// the old endpoints or the new ones and never a mixture.
+    ///
+    /// Bits 0-31: first slot in `ENDPOINTS`; 32-47: how many; 48-63: flags.
+    #[repr(C)]
+    #[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
+    pub struct Block(u64);
+}
 
 impl Block {
     /// Flag: the pool is empty because of a traffic policy, not for want of endpoints.
@@ -279,56 +251,42 @@ impl core::fmt::Debug for Block {
     }
 }
 
-/// The endpoints that may answer for a service's port, in one family and by one traffic policy.
-#[repr(C, align(8))]
-#[cfg_attr(
-    feature = "user",
-    derive(
-        zerocopy::FromBytes,
-        zerocopy::IntoBytes,
-        zerocopy::Immutable,
-        zerocopy::KnownLayout
-    )
-)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
-pub struct Pool {
-    /// Where its endpoints are. Flipped by one 8-byte store.
-    pub block: Block,
-    /// Session affinity's timeout in seconds; 0: no affinity. At most 86 400 (Kubernetes' limit).
-    pub affinity_seconds: u32,
-    /// Whose affinity entries it shares: the index of a pool of the same service port and family
-    /// (ClusterIP and NodePort share, as in kube-proxy).
-    pub affinity_group: u32,
-    /// Which pool answers clients from outside of the cluster on node ports, external IPs and load
-    /// balancers: the endpoints on this node, if `externalTrafficPolicy` is Local, and then the
-    /// flow is not masqueraded; 0: this one.
-    pub external: u32,
-    /// Whether the load balancer's addresses are open to a part of the clients only
-    /// (`loadBalancerSourceRanges`): 1, and they are the set of `SOURCES` with this pool's index;
-    /// otherwise 0.
-    pub ranged: u32,
+layout! {
+    /// The endpoints that may answer for a service's port, in one family and by one traffic policy.
+    #[repr(C, align(8))]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+    pub struct Pool {
+        /// Where its endpoints are. Flipped by one 8-byte store.
+        pub block: Block,
+        /// Session affinity's timeout in seconds; 0: no affinity. At most 86 400 (Kubernetes' limit).
+        pub affinity_seconds: u32,
+        /// Whose affinity entries it shares: the index of a pool of the same service port and family
+        /// (ClusterIP and NodePort share, as in kube-proxy).
+        pub affinity_group: u32,
+        /// Which pool answers clients from outside of the cluster on node ports, external IPs and load
+        /// balancers: the endpoints on this node, if `externalTrafficPolicy` is Local, and then the
+        /// flow is not masqueraded; 0: this one.
+        pub external: u32,
+        /// Whether the load balancer's addresses are open to a part of the clients only
+        /// (`loadBalancerSourceRanges`): 1, and they are the set of `SOURCES` with this pool's index;
+        /// otherwise 0.
+        pub ranged: u32,
+    }
 }
 
-/// A slot of `ENDPOINTS`. Blocks are sorted by address, then port, so that membership is a binary
-/// search.
-#[repr(C, align(8))]
-#[cfg_attr(
-    feature = "user",
-    derive(
-        zerocopy::FromBytes,
-        zerocopy::IntoBytes,
-        zerocopy::Immutable,
-        zerocopy::KnownLayout
-    )
-)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Endpoint {
-    /// Its address.
-    pub addr: Addr,
-    /// Its port.
-    pub port: Port,
-    /// Zero.
-    pub reserved: [u8; 6],
+layout! {
+    /// A slot of `ENDPOINTS`. Blocks are sorted by address, then port, so that membership is a binary
+    /// search.
+    #[repr(C, align(8))]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+    pub struct Endpoint {
+        /// Its address.
+        pub addr: Addr,
+        /// Its port.
+        pub port: Port,
+        /// Zero.
+        pub reserved: [u8; 6],
+    }
 }
 
 impl Endpoint {
@@ -352,110 +310,75 @@ impl Endpoint {
     }
 }
 
-/// What a pool has seen on one CPU, in connections and datagrams of unconnected sockets.
-#[repr(C, align(8))]
-#[cfg_attr(
-    feature = "user",
-    derive(
-        zerocopy::FromBytes,
-        zerocopy::IntoBytes,
-        zerocopy::Immutable,
-        zerocopy::KnownLayout
-    )
-)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub struct PoolStats {
-    /// Translated to an endpoint.
-    pub translated: u64,
-    /// Refused for want of endpoints ([`crate::Reason::NoEndpoints`]).
-    pub no_endpoints: u64,
-    /// Refused by policy ([`crate::Reason::NoLocalEndpoint`]).
-    pub no_local: u64,
-    /// Refused since the service does not have the port ([`crate::Reason::PortNotServed`]).
-    pub no_such_port: u64,
+layout! {
+    /// What a pool has seen on one CPU, in connections and datagrams of unconnected sockets.
+    #[repr(C, align(8))]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+    pub struct PoolStats {
+        /// Translated to an endpoint.
+        pub translated: u64,
+        /// Refused for want of endpoints ([`crate::Reason::NoEndpoints`]).
+        pub no_endpoints: u64,
+        /// Refused by policy ([`crate::Reason::NoLocalEndpoint`]).
+        pub no_local: u64,
+        /// Refused since the service does not have the port ([`crate::Reason::PortNotServed`]).
+        pub no_such_port: u64,
+    }
 }
 
-/// Element 0 of `STATS`. The element of pool `p` (from 1) on CPU `c` is `c * stride + p`: each CPU
-/// has its own run of elements, so that CPUs do not share cache lines. Counters are added to
-/// atomically all the same, since a program can be preempted.
-#[repr(C, align(8))]
-#[cfg_attr(
-    feature = "user",
-    derive(
-        zerocopy::FromBytes,
-        zerocopy::IntoBytes,
-        zerocopy::Immutable,
-        zerocopy::KnownLayout
-    )
-)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub struct StatsHeader {
-    /// Elements per CPU.
-    pub stride: u64,
-    /// Zero.
-    pub reserved: [u64; 3],
+layout! {
+    /// Element 0 of `STATS`. The element of pool `p` (from 1) on CPU `c` is `c * stride + p`: each CPU
+    /// has its own run of elements, so that CPUs do not share cache lines. Counters are added to
+    /// atomically all the same, since a program can be preempted.
+    #[repr(C, align(8))]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+    pub struct StatsHeader {
+        /// Elements per CPU.
+        pub stride: u64,
+        /// Zero.
+        pub reserved: [u64; 3],
+    }
 }
 
-/// Whose endpoint [`Affinity`] remembers.
-#[repr(C)]
-#[cfg_attr(
-    feature = "user",
-    derive(
-        zerocopy::FromBytes,
-        zerocopy::IntoBytes,
-        zerocopy::Immutable,
-        zerocopy::KnownLayout
-    )
-)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct AffinityKey {
-    /// The client: its address, or for a local socket its network namespace
-    /// ([`Addr::from_netns_cookie`]).
-    pub client: Addr,
-    /// [`Pool::affinity_group`].
-    pub group: u32,
+layout! {
+    /// Whose endpoint [`Affinity`] remembers.
+    #[repr(C)]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    pub struct AffinityKey {
+        /// The client: its address, or for a local socket its network namespace
+        /// ([`Addr::from_netns_cookie`]).
+        pub client: Addr,
+        /// [`Pool::affinity_group`].
+        pub group: u32,
+    }
 }
 
-/// Which endpoint a client used last.
-#[repr(C, align(8))]
-#[cfg_attr(
-    feature = "user",
-    derive(
-        zerocopy::FromBytes,
-        zerocopy::IntoBytes,
-        zerocopy::Immutable,
-        zerocopy::KnownLayout
-    )
-)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Affinity {
-    /// The endpoint.
-    pub endpoint: Endpoint,
-    /// When, in nanoseconds since boot (CLOCK_MONOTONIC): refreshed by use.
-    pub used_at: u64,
+layout! {
+    /// Which endpoint a client used last.
+    #[repr(C, align(8))]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct Affinity {
+        /// The endpoint.
+        pub endpoint: Endpoint,
+        /// When, in nanoseconds since boot (CLOCK_MONOTONIC): refreshed by use.
+        pub used_at: u64,
+    }
 }
 
-/// The VIP that a connected socket was connected to.
-#[repr(C)]
-#[cfg_attr(
-    feature = "user",
-    derive(
-        zerocopy::FromBytes,
-        zerocopy::IntoBytes,
-        zerocopy::Immutable,
-        zerocopy::KnownLayout
-    )
-)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Peer {
-    /// The VIP.
-    pub vip: Addr,
-    /// The endpoint chosen for it: what the kernel thinks the peer is.
-    pub endpoint: Addr,
-    /// The VIP's port.
-    pub vip_port: Port,
-    /// The endpoint's port.
-    pub endpoint_port: Port,
+layout! {
+    /// The VIP that a connected socket was connected to.
+    #[repr(C)]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct Peer {
+        /// The VIP.
+        pub vip: Addr,
+        /// The endpoint chosen for it: what the kernel thinks the peer is.
+        pub endpoint: Addr,
+        /// The VIP's port.
+        pub vip_port: Port,
+        /// The endpoint's port.
+        pub endpoint_port: Port,
+    }
 }
 
 /// How many sets of sockets there are in `PEERS`: a power of two.
@@ -464,28 +387,21 @@ pub const PEER_SETS: u32 = 4096;
 /// How many sockets there are in a set.
 pub const PEER_WAYS: usize = 4;
 
-/// Sockets and the VIPs that they were connected to: a set of a set-associative table, in which
-/// a socket has a few places and is found without a hash, a lock or an allocation.
-///
-/// The kernel numbers sockets one after the other, so successive ones are in successive sets, and a
-/// set is full only where the sockets of several rounds live on.
-#[repr(C, align(8))]
-#[cfg_attr(
-    feature = "user",
-    derive(
-        zerocopy::FromBytes,
-        zerocopy::IntoBytes,
-        zerocopy::Immutable,
-        zerocopy::KnownLayout
-    )
-)]
-#[derive(Clone, Copy, Debug)]
-pub struct PeerSet {
-    /// Whose the places are: socket cookies; 0, which is nobody's, for one that is free. A place is
-    /// taken by an atomic exchange, and from then on is its socket's alone.
-    pub sockets: [u64; PEER_WAYS],
-    /// What is kept for them.
-    pub peers: [Peer; PEER_WAYS],
+layout! {
+    /// Sockets and the VIPs that they were connected to: a set of a set-associative table, in which
+    /// a socket has a few places and is found without a hash, a lock or an allocation.
+    ///
+    /// The kernel numbers sockets one after the other, so successive ones are in successive sets, and a
+    /// set is full only where the sockets of several rounds live on.
+    #[repr(C, align(8))]
+    #[derive(Clone, Copy, Debug)]
+    pub struct PeerSet {
+        /// Whose the places are: socket cookies; 0, which is nobody's, for one that is free. A place is
+        /// taken by an atomic exchange, and from then on is its socket's alone.
+        pub sockets: [u64; PEER_WAYS],
+        /// What is kept for them.
+        pub peers: [Peer; PEER_WAYS],
+    }
 }
 
 impl PeerSet {
@@ -500,53 +416,39 @@ impl PeerSet {
 /// How many flows an unconnected UDP socket remembers: a power of two.
 pub const UDP_FLOWS: usize = 16;
 
-/// The VIPs that an unconnected UDP socket talks to, the newest written over the oldest.
-///
-/// In the socket's own storage, so that it lives exactly as long as the socket: no shared LRU in
-/// which busy sockets push out quiet ones.
-#[repr(C, align(8))]
-#[cfg_attr(
-    feature = "user",
-    derive(
-        zerocopy::FromBytes,
-        zerocopy::IntoBytes,
-        zerocopy::Immutable,
-        zerocopy::KnownLayout
-    )
-)]
-#[derive(Clone, Copy, Debug)]
-pub struct UdpFlows {
-    /// How many flows were ever written; the next goes to this modulo [`UDP_FLOWS`].
-    pub written: u32,
-    /// The flow that was sent to last: where two VIPs share an endpoint, its replies are taken to
-    /// come from the VIP that was asked last.
-    pub recent: u32,
-    /// The flows; one whose `endpoint_port` is 0 is not there (yet).
-    pub flows: [Peer; UDP_FLOWS],
+layout! {
+    /// The VIPs that an unconnected UDP socket talks to, the newest written over the oldest.
+    ///
+    /// In the socket's own storage, so that it lives exactly as long as the socket: no shared LRU in
+    /// which busy sockets push out quiet ones.
+    #[repr(C, align(8))]
+    #[derive(Clone, Copy, Debug)]
+    pub struct UdpFlows {
+        /// How many flows were ever written; the next goes to this modulo [`UDP_FLOWS`].
+        pub written: u32,
+        /// The flow that was sent to last: where two VIPs share an endpoint, its replies are taken to
+        /// come from the VIP that was asked last.
+        pub recent: u32,
+        /// The flows; one whose `endpoint_port` is 0 is not there (yet).
+        pub flows: [Peer; UDP_FLOWS],
+    }
 }
 
-/// What user space tells the programs. Written by plain stores into the mapped table.
-#[repr(C, align(8))]
-#[cfg_attr(
-    feature = "user",
-    derive(
-        zerocopy::FromBytes,
-        zerocopy::IntoBytes,
-        zerocopy::Immutable,
-        zerocopy::KnownLayout
-    )
-)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub struct Config {
-    /// The node's own network namespace (`SO_NETNS_COOKIE`): only there are loopback addresses
-    /// the node's. 0 until known.
-    pub host_netns: u64,
-    /// Events are written until then (CLOCK_MONOTONIC, nanoseconds): a lease, so that a listener
-    /// that was killed costs nothing for long. 0: nobody listens.
-    pub listen_until: u64,
-    /// Whether anything is captured at all ([`crate::capture::MESH_NAMESPACES`] and so on): all that
-    /// a connection looks at on a node without a mesh.
-    pub mesh: u64,
+layout! {
+    /// What user space tells the programs. Written by plain stores into the mapped table.
+    #[repr(C, align(8))]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+    pub struct Config {
+        /// The node's own network namespace (`SO_NETNS_COOKIE`): only there are loopback addresses
+        /// the node's. 0 until known.
+        pub host_netns: u64,
+        /// Events are written until then (CLOCK_MONOTONIC, nanoseconds): a lease, so that a listener
+        /// that was killed costs nothing for long. 0: nobody listens.
+        pub listen_until: u64,
+        /// Whether anything is captured at all ([`crate::capture::MESH_NAMESPACES`] and so on): all that
+        /// a connection looks at on a node without a mesh.
+        pub mesh: u64,
+    }
 }
 
 const _: () = assert!(size_of::<FrontendKey>() == 20 && align_of::<FrontendKey>() == 4);

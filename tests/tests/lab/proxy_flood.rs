@@ -240,6 +240,7 @@ fn idle_connections_take_little_memory() -> Result<()> {
     ensure!(report.errors.is_empty(), "{report:?}");
     let now = world.metric("dataplane_proxy_connections", "")?;
     ensure!((now - f64::from(count)).abs() < 0.5, "{now} connections");
+    // Of connections that last the proxy thinks again every five seconds, keepalive and all.
     thread::sleep(Duration::from_secs(6));
     let each = memory(proxy)?.saturating_sub(before) * 1024 / u64::from(count);
     println!("{count} idle connections (of {wanted}): {each} bytes each");
