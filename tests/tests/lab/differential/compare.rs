@@ -1,7 +1,5 @@
 //! Runs the same flows in the same cluster with different workers, and finds where they differ.
 
-use std::collections::BTreeMap;
-
 use anyhow::{Result, ensure};
 use dataplane_peers::Mode;
 use dataplane_tests::Lab;
@@ -32,45 +30,49 @@ pub struct Comparison<'a> {
 impl Comparison<'_> {
     /// Makes it.
     pub fn run(&self) -> Result<()> {
-        let world = |worker| World::start(worker, &self.settings, self.services);
-        let ours = world(Worker::Dataplane)?;
-        let mut here = ours.see(&self.cases, Tries::FEW)?;
-        let mut seen = BTreeMap::new();
-        for mode in MODES {
-            let proxied = world(Worker::KubeProxy(mode))?;
-            let mut there = proxied.see(&self.cases, Tries::FEW)?;
-            for tries in [Tries::MANY, Tries::PATIENT] {
-                let (doubtful, cases) = self.doubtful(mode, &there, &here);
-                if doubtful.is_empty() {
-                    break;
-                }
-                again(&ours, &cases, tries, &doubtful, &mut here)?;
-                again(&proxied, &cases, tries, &doubtful, &mut there)?;
+        // Ours is the first of them. All are at work at the same time: a case that is tried again is
+        // tried by everybody, or one mode would be held against what was seen for another one's sake.
+        let worlds = || -> Result<Vec<World>> {
+            let modes = MODES.into_iter().map(Worker::KubeProxy);
+            std::iter::once(Worker::Dataplane)
+                .chain(modes)
+                .map(|worker| World::start(worker, &self.settings, self.services))
+                .collect()
+        };
+        let first = worlds()?;
+        let mut seen = first
+            .iter()
+            .map(|world| world.see(&self.cases, Tries::FEW))
+            .collect::<Result<Vec<_>>>()?;
+        for tries in [Tries::MANY, Tries::PATIENT] {
+            let (doubtful, cases) = self.doubtful(&seen);
+            if doubtful.is_empty() {
+                break;
             }
-            // What differs for good does so in another lab, too. What does not was this one's: one
-            // flow among thousands whose endpoint a busy machine never let answer.
-            let (doubtful, cases) = self.doubtful(mode, &there, &here);
-            if !doubtful.is_empty() {
-                drop(proxied);
-                let (ours, proxied) = (world(Worker::Dataplane)?, world(Worker::KubeProxy(mode))?);
-                for (world, seen) in [(&ours, &mut here), (&proxied, &mut there)] {
-                    for (number, now) in doubtful.iter().zip(world.see(&cases, Tries::PATIENT)?) {
-                        println!(
-                            "again: {mode}: {}: {} -> {now}",
-                            self.cases[*number], seen[*number]
-                        );
-                        seen[*number] = now;
-                    }
+            for (world, seen) in first.iter().zip(&mut seen) {
+                again(world, &cases, tries, &doubtful, seen)?;
+            }
+        }
+        drop(first);
+        // What differs for good does so in another lab, too. What does not was this one's: one flow
+        // among thousands whose endpoint a busy machine never let answer.
+        let (doubtful, cases) = self.doubtful(&seen);
+        if !doubtful.is_empty() {
+            for (world, seen) in worlds()?.iter().zip(&mut seen) {
+                for (number, now) in doubtful.iter().zip(world.see(&cases, Tries::PATIENT)?) {
+                    let case = &self.cases[*number];
+                    println!("again: {case}: {} -> {now}", seen[*number]);
+                    seen[*number] = now;
                 }
             }
-            seen.insert(mode, there);
         }
 
         let mut used = vec![0; self.differences.len()];
         let mut wrong = vec![];
-        for (mode, there) in &seen {
+        let (here, there) = seen.split_first().expect("ours");
+        for (mode, there) in MODES.into_iter().zip(there) {
             for (number, case) in self.cases.iter().enumerate() {
-                let (expected, applied) = self.expect(*mode, number, &there[number]);
+                let (expected, applied) = self.expect(mode, number, &there[number]);
                 for index in applied {
                     used[index] += 1;
                 }
@@ -99,10 +101,18 @@ impl Comparison<'_> {
         Ok(())
     }
 
-    /// The cases that were not seen as they should be, by number.
-    fn doubtful(&self, mode: Mode, there: &[Seen], here: &[Seen]) -> (Vec<usize>, Vec<Case>) {
+    /// The cases that were not seen as they should be with any of the modes, by number. What was seen
+    /// here comes first.
+    fn doubtful(&self, seen: &[Vec<Seen>]) -> (Vec<usize>, Vec<Case>) {
+        let (here, there) = seen.split_first().expect("ours");
+        let as_it_should_be = |number: &usize| {
+            MODES
+                .into_iter()
+                .zip(there)
+                .all(|(mode, there)| self.expect(mode, *number, &there[*number]).0 == here[*number])
+        };
         (0..self.cases.len())
-            .filter(|number| self.expect(mode, *number, &there[*number]).0 != here[*number])
+            .filter(|number| !as_it_should_be(number))
             .map(|number| (number, self.cases[number].clone()))
             .unzip()
     }
