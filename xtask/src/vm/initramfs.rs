@@ -54,6 +54,9 @@ const PROGRAMS: &[&str] = &[
 /// Where the guest keeps its own programs.
 pub const PROGRAM_DIRECTORY: &str = "/usr/bin";
 
+/// Where Debian's nginx looks for its modules: relaying connections is one.
+const NGINX_MODULES: &str = "/usr/lib/nginx/modules";
+
 /// Packs the guest's files. `programs` are copied under their names to [`PROGRAM_DIRECTORY`], with
 /// the shared libraries that they load; `task` is the shell script that the guest is for.
 pub fn build(
@@ -86,6 +89,7 @@ pub fn build(
         }
     }
     files.iptables_extensions()?;
+    files.loadable(Path::new(NGINX_MODULES))?;
     let mut archive = files.finish()?;
 
     let modules = match &kernel.modules {
@@ -151,13 +155,20 @@ impl Files {
         };
         let library =
             fs::canonicalize(library).with_context(|| format!("cannot look for {library}"))?;
-        let directory = library.parent().unwrap_or(Path::new("/")).join("xtables");
-        let entries = fs::read_dir(&directory)
+        self.loadable(&library.parent().unwrap_or(Path::new("/")).join("xtables"))
+    }
+
+    /// What programs load by themselves from a directory, if there is one.
+    fn loadable(&mut self, directory: &Path) -> Result<()> {
+        if !directory.exists() {
+            return Ok(());
+        }
+        let entries = fs::read_dir(directory)
             .with_context(|| format!("cannot look into {}", directory.display()))?;
         for entry in entries {
             let path = entry?.path();
             if let Some(name) = path.to_str() {
-                self.archive.file(inside(name), 0o755, &read(&path)?);
+                self.program(name, &path)?;
             }
         }
         Ok(())

@@ -17,6 +17,8 @@ const WANTED: &[&str] = &[
     "bridge",
     "dummy",
     "8021q",
+    // And links without a link-layer header.
+    "tun",
     // Programs at TC, where the kernel has no TCX, and what others attach there.
     "sch_ingress",
     "cls_bpf",
