@@ -1,6 +1,7 @@
 //! A connection through the proxy.
 
 use std::{
+    io,
     net::SocketAddr,
     os::fd::OwnedFd,
     sync::{Arc, atomic::Ordering},
@@ -67,7 +68,7 @@ pub struct Dial {
     /// Endpoints that were tried in vain.
     pub tried: Vec<SocketAddr>,
     /// What the last of them said.
-    pub error: Option<std::io::Error>,
+    pub error: Option<io::Error>,
     /// How many attempts are left.
     pub left: usize,
 }
@@ -109,7 +110,10 @@ impl Connection {
             queued: false,
             dial: None,
             // As the listening socket.
-            near: End::new(socket, Haste::Ensured, accelerated),
+            near: End {
+                writable: true,
+                ..End::new(socket, Haste::Ensured, accelerated)
+            },
             far: None,
             up: Flow::default(),
             down: Flow::default(),
@@ -125,6 +129,35 @@ impl Connection {
     pub fn set_endpoint_socket(&mut self, socket: Option<OwnedFd>) {
         let accelerated = self.attached.acceleration.is_some();
         self.far = socket.map(|socket| End::new(socket, Haste::Unsent, accelerated));
+    }
+
+    /// Reads what the client has said already, into the shared buffer: how much.
+    ///
+    /// # Errors
+    /// If the client is gone.
+    pub fn first_words(&mut self, buffers: &mut Buffers) -> Result<usize, Flag> {
+        Flow::first_words(&mut self.near, buffers).map_err(|_| {
+            // The kernel says so once.
+            self.near.broken = true;
+            Flag::ClientReset
+        })
+    }
+
+    /// Passes on what [`Connection::first_words`] has read; what the endpoint does not take yet is
+    /// held. Whether the endpoint is connected.
+    ///
+    /// # Errors
+    /// Why it can not be connected.
+    pub fn begin(&mut self, buffers: &mut Buffers, count: usize) -> io::Result<bool> {
+        match &mut self.far {
+            Some(far) if count > 0 => Ok(self.up.begin(far, buffers, count)?),
+            _ => Ok(false),
+        }
+    }
+
+    /// Whether there is something to say to the endpoint.
+    pub fn has_words(&self) -> bool {
+        self.up.holds()
     }
 
     /// What is known of one of the sockets.

@@ -26,6 +26,9 @@ pub struct End {
     pub readable: bool,
     /// There may be space to write.
     pub writable: bool,
+    /// Whether the kernel tells when there is: it need not before there was none for once, and to be
+    /// told of all that there is from the start would be a wait in vain.
+    pub asks_for_space: bool,
     /// The peer has sent its last byte, which may be unread still. No edge will tell of it again,
     /// so that it must be read to the end.
     pub closing: bool,
@@ -61,6 +64,7 @@ impl End {
             socket,
             readable: false,
             writable: false,
+            asks_for_space: false,
             closing: false,
             broken: false,
             haste,
@@ -117,6 +121,55 @@ pub enum Step {
 }
 
 impl Flow {
+    /// Reads what the sender has said already, before there is anybody to say it to, into the shared
+    /// buffer: how much of that is [`Flow::begin`]'s.
+    ///
+    /// # Errors
+    /// If the sender's socket broke.
+    pub fn first_words(from: &mut End, buffers: &mut Buffers) -> Result<usize, Broken> {
+        loop {
+            match net::recv(
+                &from.socket,
+                &mut buffers.shared()[..SMALL],
+                RecvFlags::empty(),
+            ) {
+                Ok((read, _)) => {
+                    // That it has ended is found out once more.
+                    from.readable = read == SMALL || read == 0 || from.two_queues;
+                    return Ok(read);
+                }
+                Err(Errno::AGAIN) => return Ok(0),
+                Err(Errno::INTR) => {}
+                Err(_) => return Err(Broken::Sender),
+            }
+        }
+    }
+
+    /// Writes the first `count` bytes of the shared buffer to a socket that may be connecting still;
+    /// what it does not take is held. Whether it is connected.
+    ///
+    /// # Errors
+    /// Why it is not.
+    pub fn begin(
+        &mut self,
+        to: &mut End,
+        buffers: &mut Buffers,
+        count: usize,
+    ) -> Result<bool, Errno> {
+        let sent = send(to, &buffers.shared()[..count]);
+        let written = *sent.as_ref().unwrap_or(&0);
+        self.bytes += written as u64;
+        if written < count {
+            self.held = Some(buffers.hold(written, count));
+        }
+        sent.map(|written| written > 0)
+    }
+
+    /// Whether there is something that the receiver has not taken.
+    pub fn holds(&self) -> bool {
+        self.held.is_some()
+    }
+
     /// Carries what there is.
     ///
     /// # Errors
@@ -212,17 +265,22 @@ impl Flow {
 
 /// Writes what the socket takes.
 fn write(to: &mut End, bytes: &[u8]) -> Result<usize, Broken> {
-    match to.haste {
-        Haste::Unsent if bytes.len() <= SEGMENT => to.haste = Haste::Sent,
-        Haste::Unsent | Haste::Sent => {
-            super::socket::send_at_once(&to.socket);
-            to.haste = Haste::Ensured;
-        }
-        Haste::Ensured => {}
+    send(to, bytes).map_err(|_| Broken::Receiver)
+}
+
+/// The same, with the kernel's word for it if it takes nothing any more.
+fn send(to: &mut End, bytes: &[u8]) -> Result<usize, Errno> {
+    let little = to.haste == Haste::Unsent && bytes.len() <= SEGMENT;
+    if !little && to.haste != Haste::Ensured {
+        super::socket::send_at_once(&to.socket);
+        to.haste = Haste::Ensured;
     }
     loop {
         match net::send(&to.socket, bytes, SendFlags::NOSIGNAL) {
             Ok(written) => {
+                if little {
+                    to.haste = Haste::Sent;
+                }
                 to.writable = written == bytes.len();
                 return Ok(written);
             }
@@ -231,7 +289,7 @@ fn write(to: &mut End, bytes: &[u8]) -> Result<usize, Broken> {
                 return Ok(0);
             }
             Err(Errno::INTR) => {}
-            Err(_) => return Err(Broken::Receiver),
+            Err(error) => return Err(error),
         }
     }
 }

@@ -8,12 +8,22 @@ use std::{
     time::Duration,
 };
 
-use nix::sys::socket::{setsockopt, sockopt};
+use nix::{
+    setsockopt_impl, sockopt_impl,
+    sys::socket::{setsockopt, sockopt},
+};
 use rustix::{
     io::Errno,
     net::{self, AddressFamily, SocketAddrAny, SocketFlags, SocketType, sockopt as option},
 };
 use socket2::SockRef;
+
+sockopt_impl!(
+    /// `TCP_DEFER_ACCEPT`. Of a listening socket it puts off `accept()`; of one that connects, the
+    /// acknowledgement that nothing rides on (`tcp_rcv_synsent_state_process` in
+    /// `net/ipv4/tcp_input.c`): for at most 200 ms.
+    DeferAccept, SetOnly, libc::IPPROTO_TCP, libc::TCP_DEFER_ACCEPT, i32
+);
 
 /// Probes before a peer that does not answer is given up.
 const KEEPALIVE_PROBES: u32 = 5;
@@ -91,6 +101,9 @@ pub struct Manner {
     pub mark: Option<u32>,
     /// From this address, which need not be one of the machine's.
     pub from: Option<IpAddr>,
+    /// Whether there is something to send at once: the packet that completes the handshake waits for
+    /// it then, and whoever accepts is not woken twice.
+    pub speaks: bool,
 }
 
 /// The ports of connections from a client's address. Clients' own are not among them, as long as they
@@ -131,6 +144,10 @@ fn connect_by(to: SocketAddr, manner: Manner, port: u16) -> io::Result<OwnedFd> 
     let socket = net::socket_with(family, SocketType::STREAM, flags, None)?;
     if let Some(mark) = manner.mark {
         SockRef::from(&socket).set_mark(mark)?;
+    }
+    if manner.speaks {
+        // It fails only for what is no socket of TCP.
+        let _ = setsockopt(&socket, DeferAccept, &1);
     }
     if let Some(from) = manner.from {
         let options = SockRef::from(&socket);

@@ -71,6 +71,16 @@ fn workload() -> Arc<Workload> {
 
 /// A proxy with one service, whose VIP and port is returned.
 fn proxy(settings: &Settings, endpoints: &[SocketAddr], egress: Egress) -> (Proxy, SocketAddr) {
+    proxy_after(settings, endpoints, egress, |_| {})
+}
+
+/// The same, for clients that are there before the proxy: what they say waits in their sockets.
+fn proxy_after(
+    settings: &Settings,
+    endpoints: &[SocketAddr],
+    egress: Egress,
+    before: impl FnOnce(SocketAddr),
+) -> (Proxy, SocketAddr) {
     let proxy = Proxy::start(Settings {
         access_log: AccessLog::Off,
         workers: 2,
@@ -91,8 +101,15 @@ fn proxy(settings: &Settings, endpoints: &[SocketAddr], egress: Egress) -> (Prox
         egress,
         acceleration: None,
     };
+    let vip = SocketAddr::new(VIP, port);
+    before(vip);
     proxy.add(attachment).unwrap();
-    (proxy, SocketAddr::new(VIP, port))
+    (proxy, vip)
+}
+
+/// The lowest byte.
+fn low(number: usize) -> u8 {
+    number.to_le_bytes()[0]
 }
 
 /// A listening socket of an endpoint.
@@ -194,6 +211,59 @@ fn an_endpoint_that_refuses_is_not_the_end() {
     }
     let (_other, vip) = proxy(&Settings::default(), &gone, Egress::Allow);
     assert_eq!(ending(&connect(vip)), Err(ErrorKind::ConnectionReset));
+}
+
+#[test]
+fn what_was_said_before_it_was_accepted_gets_there() {
+    let (listener, at) = endpoint();
+    let gone: Vec<SocketAddr> = (0..2).map(|_| endpoint().1).collect();
+    let settings = Settings {
+        connect_timeout: PATIENCE,
+        ..Settings::default()
+    };
+    // From what fits one packet to more than one read takes.
+    let said = |number: usize| vec![low(number); [1, 512, 16 << 10, 100_000][number % 4]];
+    let mut clients = vec![];
+    let (proxy, _) = proxy_after(&settings, &[gone[0], at, gone[1]], Egress::Allow, |vip| {
+        clients = (0..40)
+            .map(|number| {
+                let mut client = connect(vip);
+                client.write_all(&said(number)).unwrap();
+                if number % 3 == 0 {
+                    client.shutdown(Shutdown::Write).unwrap();
+                }
+                client
+            })
+            .collect();
+        for _ in 0..10 {
+            let mut client = connect(vip);
+            client.write_all(b"never mind").unwrap();
+            let client = SockRef::from(&client);
+            client.set_linger(Some(Duration::ZERO)).unwrap();
+        }
+    });
+    thread::spawn(move || {
+        loop {
+            let mut stream = accept(&listener);
+            thread::spawn(move || {
+                // Who has reset may come this far.
+                let _ = io::copy(&mut stream.try_clone().unwrap(), &mut stream);
+            });
+        }
+    });
+    for (number, mut client) in clients.into_iter().enumerate() {
+        let wanted = said(number);
+        let mut seen = vec![0; wanted.len()];
+        client.read_exact(&mut seen).unwrap();
+        assert!(seen == wanted, "{number}: other bytes");
+        if number % 3 != 0 {
+            client.shutdown(Shutdown::Write).unwrap();
+        }
+        assert_eq!(ending(&client).unwrap(), b"", "{number}");
+    }
+    while proxy.connections() > 0 {
+        thread::yield_now();
+    }
 }
 
 #[test]

@@ -32,7 +32,7 @@ use super::{
     index::{Found, Index},
     namespace::Namespaces,
     outcome::Flag,
-    pump::Step,
+    pump::{End, Step},
     route::{self, Route},
     socket::{self, Manner},
     table::{Key, Table},
@@ -138,6 +138,16 @@ fn key_of(token: u64) -> (Key, Side) {
         Side::Endpoint
     };
     (key, side)
+}
+
+/// What the kernel is to tell of a connection's socket.
+fn flags(end: &End) -> EventFlags {
+    let flags = EventFlags::IN | EventFlags::RDHUP | EventFlags::ET;
+    if end.asks_for_space {
+        flags | EventFlags::OUT
+    } else {
+        flags
+    }
 }
 
 impl Worker {
@@ -452,9 +462,16 @@ impl Worker {
             // There was nothing to look at for a while.
             self.next_look = self.now + self.period();
         }
+        let first = match connection.first_words(&mut self.buffers) {
+            Ok(first) => first,
+            Err(flag) => {
+                self.end(connection, flag, true);
+                return;
+            }
+        };
         let key = self.table.insert(Box::new(connection));
         self.wake_by(self.next_look);
-        self.dial(key);
+        self.dial(key, first);
         if let Err(error) = self.watch(key, Side::Client) {
             self.fail(key, error);
         }
@@ -468,17 +485,14 @@ impl Worker {
         let Some(end) = connection.end_mut(side) else {
             return Ok(());
         };
-        let flags = EventFlags::IN | EventFlags::OUT | EventFlags::RDHUP | EventFlags::ET;
-        Ok(epoll::add(
-            &self.epoll,
-            &end.socket,
-            token(key, side),
-            flags,
-        )?)
+        end.asks_for_space = !end.writable;
+        let (token, flags) = (token(key, side), flags(end));
+        Ok(epoll::add(&self.epoll, &end.socket, token, flags)?)
     }
 
-    /// Starts to connect to the next endpoint; refuses the client if there is none.
-    fn dial(&mut self, key: Key) {
+    /// Starts to connect to the next endpoint; refuses the client if there is none. What the client has
+    /// said already are the first bytes of the shared buffer, `first` of them.
+    fn dial(&mut self, key: Key, mut first: usize) {
         loop {
             let Some(connection) = self.table.get_mut(key) else {
                 return;
@@ -486,6 +500,7 @@ impl Worker {
             connection.set_endpoint_socket(None);
             let client = connection.client.ip();
             let v4 = connection.destination.is_ipv4();
+            let speaks = first > 0 || connection.has_words();
             let Some(dial) = &mut connection.dial else {
                 return;
             };
@@ -513,6 +528,7 @@ impl Worker {
                     .filter(|_| transparent)
                     .or(settings.mark),
                 from: transparent.then_some(client),
+                speaks,
             };
             let made = self
                 .namespaces
@@ -522,10 +538,29 @@ impl Worker {
             match made {
                 Ok(socket) => {
                     connection.set_endpoint_socket(Some(socket));
-                    let until = self.now + settings.connect_timeout;
-                    self.expect(until, key, attempt);
+                    let begun = connection.begin(&mut self.buffers, first);
+                    first = 0;
+                    let reached = match begun {
+                        // Those on the same machine are, by now.
+                        Ok(reached) => reached,
+                        Err(error) => {
+                            self.missed(key, error);
+                            continue;
+                        }
+                    };
+                    if reached {
+                        self.reached(key);
+                    } else {
+                        let until = self.now + settings.connect_timeout;
+                        self.expect(until, key, attempt);
+                    }
                     match self.watch(key, Side::Endpoint) {
                         Ok(()) => return,
+                        // What was said to this one cannot be said to another.
+                        Err(_) if reached => {
+                            self.finish(key, Flag::ConnectFailure, true);
+                            return;
+                        }
                         Err(error) => self.missed(key, error),
                     }
                 }
@@ -602,8 +637,18 @@ impl Worker {
             };
             self.missed(key, error);
             self.now = Instant::now();
-            self.dial(key);
+            self.dial(key, 0);
         } else if flags.contains(EventFlags::OUT) {
+            self.reached(key);
+            self.drive(key);
+        }
+    }
+
+    /// The endpoint has taken the connection.
+    fn reached(&mut self, key: Key) {
+        let clock = self.clock();
+        if let Some(connection) = self.table.get_mut(key) {
+            connection.active = clock;
             connection.dial = None;
             if let Some(target) = &connection.target {
                 let peer = self.index.workload(connection.endpoint.ip());
@@ -612,7 +657,6 @@ impl Worker {
                     (connection.attached).counters(direction, Some(target), peer, flag);
             }
             connection.counters.opened.fetch_add(1, Ordering::Relaxed);
-            self.drive(key);
         }
     }
 
@@ -628,6 +672,16 @@ impl Worker {
         connection.active = clock;
         let step = connection.pump(&mut self.buffers);
         connection.grant();
+        for side in [Side::Client, Side::Endpoint] {
+            if let Some(end) = connection
+                .end_mut(side)
+                .filter(|end| !end.writable && !end.asks_for_space)
+            {
+                end.asks_for_space = true;
+                // It tells at once if there is some by now. It fails only for want of memory.
+                let _ = epoll::modify(&self.epoll, &end.socket, token(key, side), flags(end));
+            }
+        }
         match step {
             Ok(Step::Waiting) => {}
             Ok(Step::More) => {
@@ -698,7 +752,7 @@ impl Worker {
             self.dialing.pop_front();
             if current {
                 self.missed(key, io::ErrorKind::TimedOut.into());
-                self.dial(key);
+                self.dial(key, 0);
             }
         }
         for number in 0..self.doors.len() {
