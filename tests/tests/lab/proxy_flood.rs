@@ -15,7 +15,6 @@ use std::{
 use anyhow::{Context as _, Result, ensure};
 use dataplane_tests::{Lab, patience, report::KeepReport, whole_machine};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use socket2::{Domain, SockRef, Socket, Type};
 
 use crate::{
     cluster::{TCP, eventually, reaches},
@@ -67,7 +66,7 @@ const MOST: u32 = 500;
 fn more_than_it_can_have_are_refused_or_wait() -> Result<()> {
     let slow = number("DATAPLANE_SLOW_CONNECTIONS", 3_000)?;
     let refused = number("DATAPLANE_REFUSED_CONNECTIONS", 5_000)?;
-    raise_files()?;
+    let each = raise_files()?.saturating_sub(500);
     let services = |lab: &Lab| {
         let mut all = services(lab);
         all.push(
@@ -84,6 +83,7 @@ fn more_than_it_can_have_are_refused_or_wait() -> Result<()> {
 
     // One that is there from the beginning, and is used all along.
     let listener = own(&world, false)?;
+    let _v6 = own(&world, true)?;
     let mut kept = world.connect("10.96.0.11:80")?;
     let mut server = accept(&listener)?;
     let mut talk = || -> Result<()> {
@@ -98,19 +98,23 @@ fn more_than_it_can_have_are_refused_or_wait() -> Result<()> {
     talk()?;
 
     // Slow ones: they connect, and nothing else. The server takes them, and says nothing either.
+    // Which connects in time, and which waits for a place in the queue, is all the same. Of each family
+    // there are as many ports as one address has.
     let app = world.app().clone();
-    let sockets = inside(&app, move || -> Result<Vec<Socket>> {
-        let vip: SocketAddr = "10.96.0.11:80".parse()?;
-        (0..slow)
-            .map(|_| {
-                let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
-                socket.set_nonblocking(true)?;
-                // Which connects in time, and which waits for a place in the queue, is all the same.
-                let _ = socket.connect(&vip.into());
-                Ok(socket)
-            })
-            .collect()
-    })?;
+    app.sysctl("ipv4/ip_local_port_range", "2000 65000")?;
+    let mut clients = Vec::new();
+    let mut left = slow;
+    while left > 0 {
+        let count = left.min(each);
+        left -= count;
+        let client = app.probe("keep").args(["--slow", "--count"]);
+        let client = client.arg(count.to_string());
+        let client = client.args(["--to", "10.96.0.11:80", "--to", "[fd00:96::11]:80"]);
+        let mut client = client.stdin_piped().stdout_piped().spawn()?;
+        let report: KeepReport = serde_json::from_str(&client.wait_for_line()?)?;
+        ensure!(report.alive == u64::from(count), "{report:?}");
+        clients.push(client);
+    }
     eventually(|| {
         let now = world.metric("dataplane_proxy_connections", "")?;
         ensure!((now - f64::from(MOST)).abs() < 0.5, "{now} connections");
@@ -138,10 +142,7 @@ fn more_than_it_can_have_are_refused_or_wait() -> Result<()> {
         "connect --count 20",
         &["near2"],
     )?;
-    for socket in &sockets {
-        SockRef::from(socket).set_linger(Some(Duration::ZERO))?;
-    }
-    drop(sockets);
+    drop(clients);
     // Those that waited are accepted, found to be gone, and make room.
     eventually(|| {
         let now = world.metric("dataplane_proxy_connections", "")?;

@@ -3,14 +3,17 @@
 use std::{
     fs,
     io::{self, BufRead as _, Read as _, Write as _},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, Result};
 use clap::Args;
 use dataplane_tests::report::{Errors, KeepReport};
-use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use socket2::Socket;
+use nix::{
+    errno::Errno,
+    sys::resource::{Resource, getrlimit, setrlimit},
+};
+use socket2::{Domain, Socket, Type};
 
 use crate::client::{Connect, Target, name, ns, read_greeting};
 
@@ -21,6 +24,9 @@ pub struct Arguments {
     /// How many connections to make and to keep
     #[arg(long)]
     count: usize,
+    /// Only begin to connect, and neither say nor wait for anything; they are reset in the end
+    #[arg(long)]
+    slow: bool,
     /// From how many threads
     #[arg(long, default_value_t = 2)]
     threads: usize,
@@ -34,7 +40,13 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         let workers: Vec<_> = (0..threads)
             .map(|thread| {
                 let share = (arguments.count + threads - 1 - thread) / threads;
-                scope.spawn(move || open(&arguments.target, share))
+                scope.spawn(move || {
+                    if arguments.slow {
+                        begin_to_open(&arguments.target, share)
+                    } else {
+                        open(&arguments.target, share)
+                    }
+                })
             })
             .collect();
         workers
@@ -78,6 +90,27 @@ fn open(target: &Target, count: usize) -> (Vec<Socket>, Errors) {
     for to in target.addresses().take(count) {
         let Connect { socket, .. } = target.connect(to);
         match socket.and_then(|socket| read_greeting(&socket).map(|_| socket)) {
+            Ok(socket) => held.push(socket),
+            Err(error) => *errors.entry(name(&error)).or_default() += 1,
+        }
+    }
+    (held, errors)
+}
+
+fn begin_to_open(target: &Target, count: usize) -> (Vec<Socket>, Errors) {
+    let mut held = Vec::with_capacity(count);
+    let mut errors = Errors::new();
+    for to in target.addresses().take(count) {
+        let begin = || {
+            let socket = Socket::new(Domain::for_address(to), Type::STREAM, None)?;
+            socket.set_nonblocking(true)?;
+            socket.set_linger(Some(Duration::ZERO))?;
+            match socket.connect(&to.into()) {
+                Err(error) if error.raw_os_error() != Some(Errno::EINPROGRESS as i32) => Err(error),
+                _ => Ok(socket),
+            }
+        };
+        match begin() {
             Ok(socket) => held.push(socket),
             Err(error) => *errors.entry(name(&error)).or_default() += 1,
         }
