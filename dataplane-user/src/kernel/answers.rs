@@ -58,7 +58,11 @@ pub fn remove(pins: &Pins, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
         let entries = map
             .entries()
             .doing(|| "cannot read table NAMESPACES".to_owned())?;
-        enrolled.extend(entries.into_iter().map(|(cookie, _)| cookie));
+        // The guard notes the others as well, with nothing to capture of them.
+        let captured = entries
+            .into_iter()
+            .filter(|(_, enrolled)| enrolled.flags != 0);
+        enrolled.extend(captured.map(|(cookie, _)| cookie));
     }
     let own = sys::netns_cookie()
         .doing(|| "cannot ask for this network namespace's cookie".to_owned())?;

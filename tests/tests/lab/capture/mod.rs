@@ -39,6 +39,7 @@ scenarios! {
     a_guarded_namespace_waits_for_the_agent,
     what_goes_direct_is_decided_in_the_kernel,
     cleanup_leaves_nothing_of_a_mesh,
+    cleanup_leaves_other_nodes_namespaces_alone,
     processes_of_a_cgroup_are_captured_in_the_nodes_own_namespace,
 }
 
@@ -480,6 +481,30 @@ fn cleanup_leaves_nothing_of_a_mesh() -> Result<()> {
     if fs::read_dir(agent.bpffs()).is_ok_and(|mut left| left.next().is_some()) {
         bail!("something is left in {}", agent.bpffs().display());
     }
+    Ok(())
+}
+
+/// The guard knows every network namespace of the machine, those of another node's pods among them.
+fn cleanup_leaves_other_nodes_namespaces_alone() -> Result<()> {
+    let elsewhere = World::new()?;
+    let others = elsewhere.app();
+    let rule = "rule add fwmark 0x80003a9e lookup 15006";
+    others.ip(rule)?;
+    others.ip("route add local default dev lo table 15006")?;
+    let mut world = World::new()?;
+    let mut config = mesh(json!({}), json!({ "mode": "proxy" }));
+    config["guard"] = json!(true);
+    world.agent_with(&config, &[])?;
+    let rules = |of: &Host| of.command("ip").args(["rule"]).run();
+    let ours = rules(world.app())?;
+    ensure!(ours.contains("lookup 15006"), "{ours}");
+    let agent = world.agent.as_mut().context("an agent")?;
+    agent.kill();
+    let said = agent.dataplane(["cleanup"]).run()?;
+    ensure!(said.contains("lookup 15006"), "{said}");
+    let (ours, theirs) = (rules(world.app())?, rules(others)?);
+    ensure!(!ours.contains("lookup 15006"), "{ours}");
+    ensure!(theirs.contains("lookup 15006"), "{theirs}\n{said}");
     Ok(())
 }
 
