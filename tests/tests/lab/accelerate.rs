@@ -3,11 +3,13 @@
 
 use std::{
     io::Read as _,
-    net::{SocketAddr, TcpListener, TcpStream},
+    net::{Shutdown, SocketAddr, TcpListener, TcpStream},
+    thread,
     time::Duration,
 };
 
 use anyhow::{Context as _, Result, ensure};
+use dataplane_common::accelerate::WINDOW;
 use dataplane_tests::{Host, Lab, Process, patience, report::TalkReport};
 use serde_json::json;
 
@@ -21,6 +23,7 @@ scenarios! {
     applications_do_not_notice,
     what_is_asked_goes_past_the_tcp_stack,
     a_stalled_reader_holds_up_its_sender,
+    nothing_is_lost_when_the_reader_ends_first,
     a_captured_pod_asks_for_it,
 }
 
@@ -175,38 +178,74 @@ fn a_stalled_reader_holds_up_its_sender() -> Result<()> {
     /// What the two connections' sockets may hold by TCP (`tcp_rmem`, `tcp_wmem`), and more.
     const HELD: u64 = 64 << 20;
     let world = World::start("sockmap")?;
-    let near = world.lab.pod("near");
-    let listener: TcpListener = near.listen(SocketAddr::new(near.ipv4().into(), OWN))?;
-    let client = world.app().probe("talk").args(["--to", "10.96.0.12:80"]);
-    let client = client.args(["--fill", "268435456"]);
-    let mut client = client.stdin_piped().stdout_piped().spawn()?;
-    let (mut server, _): (TcpStream, _) = listener.accept()?;
-    server.set_read_timeout(Some(patience(Duration::from_secs(20))))?;
-    let line = client.wait_for_line()?;
-    let taken: u64 = line
-        .trim_end()
-        .rsplit(' ')
-        .next()
-        .context("a number")?
-        .parse()?;
-    println!("a stalled reader: {taken} bytes were taken");
-    ensure!(taken < HELD, "{taken} bytes were taken");
-    // And then all of it, in order.
-    client.send_line("the end")?;
-    let (mut seen, mut buffer) = (0_u64, vec![0; 1 << 20]);
-    loop {
-        let read = server.read(&mut buffer)?;
-        if read == 0 {
-            break;
-        }
-        for byte in &buffer[..read] {
-            ensure!(*byte == pattern(seen), "byte {seen} is another");
-            seen += 1;
-        }
+    let stalled = Stalled::start(&world, 256 << 20)?;
+    ensure!(stalled.taken < HELD, "{} bytes were taken", stalled.taken);
+    stalled.all_arrives()
+}
+
+/// What waits in a socket in a sockmap stays until its owner closes it, also when both sides have said
+/// their last word (before Linux 6.0 the kernel forgot it then).
+fn nothing_is_lost_when_the_reader_ends_first() -> Result<()> {
+    let world = World::start("sockmap")?;
+    // So that most of it waits in the proxy's socket.
+    for host in [world.app(), world.lab.pod("near")] {
+        host.sysctl("ipv4/tcp_wmem", "4096 4096 4096")?;
+        host.sysctl("ipv4/tcp_rmem", "4096 4096 4096")?;
     }
-    ensure!(seen == taken, "{seen} of {taken} bytes");
-    client.wait()?;
-    Ok(())
+    let stalled = Stalled::start(&world, 150_000)?;
+    ensure!(stalled.taken < WINDOW, "{} bytes were taken", stalled.taken);
+    stalled.server.shutdown(Shutdown::Write)?;
+    thread::sleep(Duration::from_millis(500));
+    stalled.all_arrives()
+}
+
+/// A client of a server that does not read.
+struct Stalled {
+    client: Process,
+    server: TcpStream,
+    /// Bytes that the client was rid of.
+    taken: u64,
+}
+
+impl Stalled {
+    fn start(world: &World, bytes: u64) -> Result<Self> {
+        let near = world.lab.pod("near");
+        let listener: TcpListener = near.listen(SocketAddr::new(near.ipv4().into(), OWN))?;
+        let client = world.app().probe("talk").args(["--to", "10.96.0.12:80"]);
+        let client = client.args(["--fill", &bytes.to_string()]);
+        let mut client = client.stdin_piped().stdout_piped().spawn()?;
+        let (server, _): (TcpStream, _) = listener.accept()?;
+        server.set_read_timeout(Some(patience(Duration::from_secs(20))))?;
+        let line = client.wait_for_line()?;
+        let taken = line.trim_end().rsplit(' ').next();
+        let taken: u64 = taken.context("a number")?.parse()?;
+        println!("a stalled reader: {taken} bytes were taken");
+        Ok(Self {
+            client,
+            server,
+            taken,
+        })
+    }
+
+    /// The client ends, and then the server reads: all of it, in order.
+    fn all_arrives(mut self) -> Result<()> {
+        self.client.send_line("the end")?;
+        thread::sleep(Duration::from_millis(500));
+        let (mut seen, mut buffer) = (0_u64, vec![0; 1 << 20]);
+        loop {
+            let read = self.server.read(&mut buffer)?;
+            if read == 0 {
+                break;
+            }
+            for byte in &buffer[..read] {
+                ensure!(*byte == pattern(seen), "byte {seen} is another");
+                seen += 1;
+            }
+        }
+        ensure!(seen == self.taken, "{seen} of {} bytes", self.taken);
+        self.client.wait()?;
+        Ok(())
+    }
 }
 
 /// As `probe talk --fill` has it.
@@ -241,7 +280,7 @@ fn a_captured_pod_asks_for_it() -> Result<()> {
             "addresses": ["10.244.1.8", "fd00:10:244:1::8"],
             "rules": { "mode": "proxy", "acceleration": acceleration },
         }]});
-        let _agent = lab
+        let agent = lab
             .agent("node1")
             .in_the_nodes_cgroup()
             .manifests(manifests.path())
@@ -262,7 +301,8 @@ fn a_captured_pod_asks_for_it() -> Result<()> {
             );
         }
         // What comes in: the proxy connects to the application, whose answers are accelerated.
-        reaches(near, "10.244.1.8:7", "connect --count 20", &["app"])?;
+        reaches(near, "10.244.1.8:7", "connect --count 20", &["app"])
+            .with_context(|| format!("{acceleration}: {}", agent.log()))?;
     }
     Ok(())
 }

@@ -2,7 +2,7 @@
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_common::Reason;
-use dataplane_tests::Host;
+use dataplane_tests::{Host, emulated};
 use serde_json::{Value, json};
 
 use super::{World, foreign, relay::Relay};
@@ -95,7 +95,13 @@ impl<'a> Case<'a> {
             let report: dataplane_tests::report::Report = probe.json()?;
             Ok(report)
         })?;
-        ensure!(counted == 1, "counted {counted} times: {}", what());
+        // A slow machine sends its SYN again before it was answered.
+        let most = if emulated() { 3 } else { 1 };
+        ensure!(
+            (1..=most).contains(&counted),
+            "counted {counted} times: {}",
+            what()
+        );
         let refused = seen.errors.contains_key("ECONNREFUSED");
         ensure!(
             refused == (self.verdict == "refused") || self.to.starts_with("127.0.0.1"),

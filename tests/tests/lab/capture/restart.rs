@@ -52,9 +52,12 @@ fn agents_take_each_others_place_and_refuse_nobody() -> Result<()> {
         println!("{} connections through three restarts", report.answered);
         ensure!(
             report.errors.is_empty() && report.answered > 20,
-            "{} answered, errors {:?}",
+            "{} answered from {} to {} ns, and then {:?}\n{}",
             report.answered,
-            report.errors
+            report.started_at_ns,
+            report.ended_at_ns,
+            report.failures,
+            world.agent.as_ref().context("an agent")?.log()
         );
     }
     ensure!(
