@@ -11,7 +11,8 @@
 //! KNOWN      hash    Addr        -> u32            workloads' and endpoints' addresses, for egress
 //! ORIGINS    hash    Tuple       -> Origin         connections on their way to a proxy
 //! ACCEPTED   sk      socket      -> Origin         connections that a proxy has accepted
-//! LISTENERS  sockhash ListenerKey-> socket         where a workload's inbound connections go
+//! LISTENERS  sockhash ListenerKey-> socket         where a workload's inbound connections go, and the
+//!                                                 outbound ones of one that is captured by packets
 //! METERS     sk      socket      -> Meter          connections that go direct, and are measured
 //! TRAFFIC    hash    TrafficKey  -> Traffic        what they came to
 //! ```
@@ -71,7 +72,7 @@ layout! {
     #[repr(C, align(8))]
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct Local {
-        /// Its network namespace.
+        /// Its network namespace; 0 if it is captured by its packets ([`Enrolled::PACKETS`]).
         pub netns: u64,
         /// As [`Enrolled::policy`].
         pub policy: u32,
@@ -137,16 +138,17 @@ layout! {
         pub reserved: u16,
     }
 
-    /// A proxy's listener for inbound connections.
+    /// A proxy's listener for inbound connections of a network namespace, or for outbound ones of a
+    /// workload that is captured by its packets.
     #[repr(C, align(8))]
-    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
     pub struct ListenerKey {
-        /// Its network namespace.
+        /// The network namespace; 0 if it is for a workload's packets.
         pub netns: u64,
         /// 4 or 6: the family of connections that it can accept.
         pub family: u32,
-        /// Zero.
-        pub reserved: u32,
+        /// [`Enrolled::workload`]; 0 if it is for a network namespace.
+        pub workload: u32,
     }
 
     /// A connection that goes direct, while it lives.
@@ -211,8 +213,48 @@ impl Enrolled {
     pub const HAS_USERS: u32 = 1 << 8;
     /// See [`Enrolled::HAS_RANGES`].
     pub const HAS_INTERFACES: u32 = 1 << 9;
+    /// Its connections are captured by the packets that it sends. Without [`Enrolled::CAPTURED`]: they
+    /// were, and those that its proxy still has go on.
+    pub const PACKETS: u32 = 1 << 10;
     /// It is a workload, if only one whose connections go direct.
     pub const CAPTURED: u32 = 1 << 31;
+}
+
+impl Local {
+    /// Whether its connections are captured by its packets, or were.
+    pub const fn is_by_packets(&self) -> bool {
+        self.flags & Enrolled::PACKETS != 0
+    }
+
+    /// The workload, as it is enrolled.
+    pub const fn enrolled(&self) -> Enrolled {
+        Enrolled {
+            policy: self.policy,
+            flags: self.flags,
+            workload: self.workload,
+            reserved: 0,
+        }
+    }
+}
+
+impl ListenerKey {
+    /// For inbound connections to a network namespace.
+    pub const fn of_namespace(netns: u64, v4: bool) -> Self {
+        Self {
+            netns,
+            family: if v4 { 4 } else { 6 },
+            workload: 0,
+        }
+    }
+
+    /// For outbound connections of a workload that is captured by its packets.
+    pub const fn of_packets(workload: u32, v4: bool) -> Self {
+        Self {
+            netns: 0,
+            family: if v4 { 4 } else { 6 },
+            workload,
+        }
+    }
 }
 
 impl RuleKey {
@@ -240,6 +282,9 @@ pub const MESH_CGROUPS: u64 = 1 << 1;
 /// Connections from namespaces that are not in `NAMESPACES` are refused, but for the node's own.
 pub const MESH_GUARD: u64 = 1 << 2;
 
+/// There is something in `LOCALS` with [`Enrolled::PACKETS`].
+pub const MESH_PACKETS: u64 = 1 << 3;
+
 /// The first of the bits with the proxy's outbound port, in network order.
 pub const MESH_PORT: u32 = 32;
 
@@ -252,7 +297,8 @@ pub fn is_proxy(mesh: u64, addr: Addr, port: Port) -> bool {
 }
 
 /// What the mark of the agent's proxy's sockets has besides where they connect from a client's
-/// address: by which the answers, and nothing else, come back to the proxy.
+/// address: by which the answers, and nothing else, come back to the proxy. Likewise, on the node, that
+/// of packets which were given to the proxy's socket, and of no socket.
 pub const FROM_CLIENT: u32 = 1 << 31;
 
 /// The most workloads on one node.

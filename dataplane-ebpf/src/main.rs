@@ -31,7 +31,7 @@ use aya_ebpf::{
 };
 
 use crate::accelerate::{legs, message};
-use crate::capture::{inbound, origin, outbound, sockopt};
+use crate::capture::{assign, inbound, origin, outbound, sockopt};
 use crate::socket::{SockAddr, V4, V6, connect, getpeername, peers, recvmsg, sendmsg};
 
 /// TCP and UDP `connect()` to an IPv4 address.
@@ -147,6 +147,13 @@ fn accelerate_send(ctx: SkMsgContext) -> u32 {
 #[expect(clippy::needless_pass_by_value, reason = "the macro hands it over so")]
 fn inbound_lookup(ctx: SkLookupContext) -> u32 {
     inbound::run(ctx.lookup)
+}
+
+/// A packet that a workload sends whose sockets are elsewhere: whether it goes to its proxy.
+#[classifier]
+#[expect(clippy::needless_pass_by_value, reason = "the macro hands it over so")]
+fn packet_capture(ctx: TcContext) -> i32 {
+    assign::run(&ctx)
 }
 
 /// A packet that arrives: at an uplink from elsewhere, at a pod's interface from the pod.

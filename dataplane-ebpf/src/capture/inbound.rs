@@ -79,11 +79,7 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
         count(reason);
         return PASS;
     }
-    let key = ListenerKey {
-        netns: local.netns,
-        family: if addr.is_v4() { 4 } else { 6 },
-        reserved: 0,
-    };
+    let key = ListenerKey::of_namespace(local.netns, addr.is_v4());
     // SAFETY: a sockhash and a key of it; a socket that was found is released.
     let assigned = unsafe {
         let table = from_ref(&LISTENERS).cast_mut().cast();

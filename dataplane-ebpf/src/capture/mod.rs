@@ -1,5 +1,6 @@
 //! Mesh capture: a workload's connections go to its proxy, which learns where they were to go.
 
+pub mod assign;
 pub mod inbound;
 pub mod origin;
 pub mod outbound;

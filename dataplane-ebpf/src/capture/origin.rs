@@ -237,12 +237,7 @@ fn listening(ctx: *mut bpf_sock_ops) {
     if unsafe { (*enrolled).flags } & Enrolled::INBOUND == 0 {
         return;
     }
-    let v6 = family == AF_INET6;
-    let mut key = ListenerKey {
-        netns,
-        family: if v6 { 6 } else { 4 },
-        reserved: 0,
-    };
+    let mut key = ListenerKey::of_namespace(netns, family != AF_INET6);
     // SAFETY: the program's context, a sockhash and a key of it.
     unsafe {
         let table = from_ref(&LISTENERS).cast_mut().cast();

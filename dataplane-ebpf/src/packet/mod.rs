@@ -10,17 +10,17 @@
 
 mod begin;
 mod conntrack;
-mod error;
-mod events;
+pub mod error;
+pub mod events;
 mod fragments;
 mod icmp;
 mod masquerade;
-mod parse;
+pub mod parse;
 mod plain;
 mod rewrite;
-mod route;
+pub mod route;
 pub mod scratch;
-mod skb;
+pub mod skb;
 
 use aya_ebpf::{EbpfContext, bindings::TC_ACT_SHOT, programs::TcContext};
 use dataplane_common::{
@@ -38,9 +38,9 @@ use skb::{PACKET_HOST, PACKET_OTHERHOST, Skb};
 
 /// The next program of the interface decides, or the stack (`TCX_NEXT` in
 /// `include/uapi/linux/bpf.h`; for a clsact filter `TC_ACT_UNSPEC`, the same number).
-const LEAVE_ALONE: i32 = -1;
+pub const LEAVE_ALONE: i32 = -1;
 /// The packet is dropped.
-const DROP: i32 = TC_ACT_SHOT;
+pub const DROP: i32 = TC_ACT_SHOT;
 
 /// The packet is sent back as the error in [`Scratch::complaint`].
 const COMPLAIN: i32 = 256;

@@ -7,7 +7,9 @@ use super::{
     counters::{self, Counters, PortKey},
 };
 use crate::{
-    model::{self, Egress, Mode, Problem, Rules, ServiceType, TrafficPolicy, WithoutProxy},
+    model::{
+        self, CapturedBy, Egress, Mode, Problem, Rules, ServiceType, TrafficPolicy, WithoutProxy,
+    },
     plan,
 };
 
@@ -66,6 +68,7 @@ fn statements(rules: &Rules) -> Vec<(&'static str, String, &'static str)> {
     said.extend(interfaces.map(|name| ("interface", name.to_string(), EXCLUDED)));
     let settings = [
         ("inbound-others", rules.inbound_others.map(word)),
+        ("captured-by", rules.captured_by.map(CapturedBy::word)),
         ("mode", rules.mode.map(Mode::word)),
         ("egress", rules.egress.map(Egress::word)),
         ("without-proxy", rules.without_proxy.map(WithoutProxy::word)),

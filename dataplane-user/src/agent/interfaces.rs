@@ -163,7 +163,8 @@ pub enum Role {
 }
 
 impl Role {
-    fn of(interface: &Interface) -> Self {
+    /// What it is by default.
+    pub fn of(interface: &Interface) -> Self {
         if interface.default_route {
             return Self::Uplink;
         }

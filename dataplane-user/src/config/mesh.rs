@@ -77,6 +77,9 @@ pub struct MeshRules {
     /// `istio.io/dataplane-mode: ambient` says so.
     #[serde(skip_serializing_if = "is_default")]
     pub captured: Option<bool>,
+    /// By what outbound connections are captured. Default: sockets.
+    #[serde(skip_serializing_if = "is_default")]
+    pub captured_by: Option<MeshCapturedBy>,
     /// Who relays captured connections. Default: auto.
     #[serde(skip_serializing_if = "is_default")]
     pub mode: Option<MeshMode>,
@@ -165,6 +168,17 @@ pub enum MeshMode {
     Kernel,
 }
 
+/// What connections are captured by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum MeshCapturedBy {
+    /// The sockets of the workload's processes.
+    Sockets,
+    /// The packets that it sends, where its sockets are in a virtual machine: outbound connections
+    /// only, by the proxy's sockets on the node.
+    Packets,
+}
+
 /// Unknown destinations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
@@ -200,6 +214,10 @@ impl MeshRules {
     pub fn rules(&self) -> Rules {
         let mut rules = Rules {
             captured: self.captured,
+            captured_by: self.captured_by.map(|by| match by {
+                MeshCapturedBy::Sockets => model::CapturedBy::Sockets,
+                MeshCapturedBy::Packets => model::CapturedBy::Packets,
+            }),
             mode: self.mode.map(|mode| match mode {
                 MeshMode::Auto => model::Mode::Auto,
                 MeshMode::Proxy => model::Mode::Proxy,

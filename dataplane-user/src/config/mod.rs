@@ -11,8 +11,8 @@ mod read;
 pub use keys::{Argument, schema};
 pub use kube_proxy::{Imported, NotImported, import};
 pub use mesh::{
-    Mesh, MeshAcceleration, MeshEgress, MeshMode, MeshNamespace, MeshProxy, MeshRules,
-    MeshWithoutProxy, MeshWorkload,
+    Mesh, MeshAcceleration, MeshCapturedBy, MeshEgress, MeshMode, MeshNamespace, MeshProxy,
+    MeshRules, MeshWithoutProxy, MeshWorkload,
 };
 pub use read::{parse, read};
 

@@ -1,5 +1,6 @@
-//! What a mesh leaves in workloads' network namespaces besides a program: the rules and routes by
-//! which answers to a client's address come back to the proxy (`route_answers`).
+//! What a mesh leaves in workloads' network namespaces besides a program, and in the node's: the rules
+//! and routes by which answers to a client's address come back to the proxy (`route_answers`), and
+//! packets to sockets that they were given to (`route_to_sockets`).
 
 use std::{io, os::fd::AsFd, path::PathBuf};
 
@@ -80,9 +81,11 @@ pub fn remove(pins: &Pins, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
     let mut items = Vec::new();
     for left in found.into_iter().flatten() {
         let cookie = left.namespace.cookie;
-        let ours =
-            enrolled.contains(&cookie) || capture::is_linked(&left.namespace).unwrap_or(false);
-        if cookie == own || !ours {
+        // Our own has them for workloads that are captured by their packets.
+        let ours = cookie == own
+            || enrolled.contains(&cookie)
+            || capture::is_linked(&left.namespace).unwrap_or(false);
+        if !ours {
             continue;
         }
         if !dry_run {
@@ -108,16 +111,8 @@ fn list() -> io::Result<Vec<(AddressFamily, What)>> {
     let mut netlink = Netlink::open()?;
     let mut found = Vec::new();
     for family in [AddressFamily::Inet, AddressFamily::Inet6] {
-        let mut question = RuleMessage::default();
-        question.header.family = family;
-        for answer in netlink.list(&RouteNetlinkMessage::GetRule(question))? {
-            if let RouteNetlinkMessage::NewRule(rule) = answer
-                && rule.header.family == family
-                && let Some(mark) = our_mark(&rule)
-            {
-                found.push((family, What::Rule(mark)));
-            }
-        }
+        let marks = rules(&mut netlink, family)?;
+        found.extend(marks.into_iter().map(|mark| (family, What::Rule(mark))));
         let mut question = RouteMessage::default();
         question.header.address_family = family;
         let answers = netlink.list(&RouteNetlinkMessage::GetRoute(question))?;
@@ -126,6 +121,19 @@ fn list() -> io::Result<Vec<(AddressFamily, What)>> {
         }
     }
     Ok(found)
+}
+
+/// The marks of our rules: one that is there is not to be made again, since the kernel takes two rules
+/// of which nobody said the preference for different ones.
+pub fn rules(netlink: &mut Netlink, family: AddressFamily) -> io::Result<Vec<u32>> {
+    let mut question = RuleMessage::default();
+    question.header.family = family;
+    let answers = netlink.list(&RouteNetlinkMessage::GetRule(question))?;
+    let ours = answers.into_iter().filter_map(|answer| match answer {
+        RouteNetlinkMessage::NewRule(rule) if rule.header.family == family => our_mark(&rule),
+        _ => None,
+    });
+    Ok(ours.collect())
 }
 
 /// Nobody else's rule has this table and this bit.

@@ -13,8 +13,8 @@ use aya::Ebpf;
 use dataplane_common::{
     Addr, Port,
     capture::{
-        CaptureConfig, Enrolled, ListenerKey, Local, MESH_CGROUPS, MESH_GUARD, MESH_NAMESPACES,
-        MESH_PORT, RangeKey, RuleKey, Traffic, TrafficKey,
+        CaptureConfig, Enrolled, FROM_CLIENT, ListenerKey, Local, MESH_CGROUPS, MESH_GUARD,
+        MESH_NAMESPACES, MESH_PACKETS, MESH_PORT, RangeKey, RuleKey, Traffic, TrafficKey,
     },
 };
 use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL, NLM_F_REPLACE};
@@ -24,10 +24,11 @@ use netlink_packet_route::{
     route::{RouteAttribute, RouteHeader, RouteMessage, RouteProtocol, RouteScope, RouteType},
     rule::{RuleAction, RuleAttribute, RuleMessage},
 };
-use socket2::{Domain, Protocol, Socket, Type};
+use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::{
+    answers,
     error::{Doing, Error},
     map::{Hash, Mapped, Plain},
     pins::{Pins, spec},
@@ -35,6 +36,7 @@ use super::{
     rtnetlink::Netlink,
     sys,
     tables::Tables,
+    tc::{self, CaptureProgram, Hook},
 };
 use crate::plan::Captured;
 
@@ -66,6 +68,8 @@ pub struct Capture {
     held: Captured,
     options: Option<CaptureOptions>,
     program: Option<OwnedFd>,
+    /// For the interfaces of workloads that are captured by their packets.
+    packets: Option<CaptureProgram>,
 }
 
 /// The tables, for reading.
@@ -165,11 +169,12 @@ impl CaptureTables {
             .doing(|| "cannot read table TRAFFIC".to_owned())
     }
 
-    /// Which namespaces have somebody who takes inbound connections of a family.
+    /// For whom there is somebody who takes connections: of a family, to a network namespace or from
+    /// a workload that is captured by its packets.
     ///
     /// # Errors
     /// If the kernel does not let it be read.
-    pub fn listeners(&self) -> Result<BTreeSet<(u64, u32)>, Error> {
+    pub fn listeners(&self) -> Result<BTreeSet<ListenerKey>, Error> {
         // Sockets that were closed are gone by themselves. What is in it the kernel does not tell,
         // but what there is.
         let mut found = BTreeSet::new();
@@ -185,7 +190,7 @@ impl CaptureTables {
             else {
                 return Ok(found);
             };
-            found.insert((key.netns, key.family));
+            found.insert(key);
             before = Some(key);
         }
     }
@@ -224,17 +229,21 @@ impl Capture {
         tables: &Tables,
         options: Option<CaptureOptions>,
         agent_cgroup: u64,
+        hook: Option<Hook>,
     ) -> Result<Self, Error> {
         let own = CaptureTables::open_pins(pins, true)?;
-        let program = match options {
-            Some(_) => Some(programs::inbound_program(ebpf)?),
-            None => None,
-        };
+        let (mut program, mut packets) = (None, None);
+        if options.is_some() {
+            program = Some(programs::inbound_program(ebpf)?);
+            let on_interfaces = programs::packet_program(ebpf, tc::Direction::Capture)?;
+            packets = Some(CaptureProgram::new(on_interfaces, hook)?);
+        }
         let mut capture = Self {
             held: own.contents()?,
             tables: own,
             options,
             program,
+            packets,
         };
         if let Some(options) = options {
             let levels = capture.tables.config().levels;
@@ -246,6 +255,13 @@ impl Capture {
         } else {
             tables.set_mesh(0);
             capture.write(&Captured::default())?;
+            // What cannot be detached is listed by `cleanup`; without tables it does nothing.
+            let _ = tc::keep_no_capture(pins)?;
+            let mark = capture.tables.config().mark;
+            if mark != 0 {
+                // Where there is no such rule, there is nothing to remove.
+                let _ = route_answers_no_more(mark | FROM_CLIENT);
+            }
             for (path, _) in links(pins) {
                 detach(&path)?;
             }
@@ -303,6 +319,9 @@ impl Capture {
         }
         if options.guard {
             mesh |= MESH_GUARD | MESH_NAMESPACES;
+        }
+        if wanted.locals.values().any(Local::is_by_packets) {
+            mesh |= MESH_PACKETS;
         }
         if mesh != 0 {
             mesh |= u64::from(Port::new(options.outbound).be()) << MESH_PORT;
@@ -377,16 +396,28 @@ impl Capture {
         Ok(())
     }
 
-    /// Says where inbound connections of a namespace go.
+    /// Has the packets of captured workloads on these interfaces go by our program, and on no others.
+    /// Answers where that is not possible, and why.
+    ///
+    /// # Errors
+    /// If the kernel cannot be asked what there is.
+    pub(super) fn attach_interfaces(
+        &self,
+        pins: &Pins,
+        wanted: &BTreeSet<u32>,
+    ) -> Result<BTreeMap<u32, String>, Error> {
+        match &self.packets {
+            Some(program) => program.attach(pins, wanted),
+            None => Ok(BTreeMap::new()),
+        }
+    }
+
+    /// Says where connections go: inbound ones of a namespace, or those of a workload that is captured
+    /// by its packets.
     ///
     /// # Errors
     /// The kernel's refusal.
-    pub fn listen(&self, cookie: u64, family: u32, socket: BorrowedFd<'_>) -> Result<(), Error> {
-        let key = ListenerKey {
-            netns: cookie,
-            family,
-            reserved: 0,
-        };
+    pub fn listen(&self, key: ListenerKey, socket: BorrowedFd<'_>) -> Result<(), Error> {
         sys::map_update(
             self.tables.listeners.as_fd(),
             key.as_bytes(),
@@ -394,6 +425,16 @@ impl Capture {
             0,
         )
         .doing(|| "cannot hand a listening socket to the kernel".to_owned())
+    }
+
+    /// The inverse of [`Capture::listen`].
+    ///
+    /// # Errors
+    /// The kernel's refusal.
+    pub fn listen_no_more(&self, key: ListenerKey) -> Result<(), Error> {
+        sys::map_delete(self.tables.listeners.as_fd(), key.as_bytes())
+            .doing(|| "cannot take a listening socket back from the kernel".to_owned())
+            .map(|_| ())
     }
 }
 
@@ -532,6 +573,25 @@ pub fn open_listeners(options: &CaptureOptions, inbound: bool) -> io::Result<Lis
     })
 }
 
+/// Opens the proxy's listening sockets for a workload that is captured by its packets, in the network
+/// namespace that this thread is in: at ports that the kernel chooses, and taking connections to any
+/// address (`IP_TRANSPARENT`), since nobody is led to them but by capture.
+///
+/// # Errors
+/// The kernel's refusal.
+pub fn open_transparent_listeners() -> io::Result<Vec<TcpListener>> {
+    let sockets = listen_at(0)?;
+    for socket in &sockets {
+        let options = SockRef::from(socket);
+        if socket.local_addr()?.is_ipv4() {
+            options.set_ip_transparent_v4(true)?;
+        } else {
+            options.set_ip_transparent_v6(true)?;
+        }
+    }
+    Ok(sockets)
+}
+
 /// At loopback of both families: nobody reaches them from elsewhere, but by capture.
 fn listen_at(port: u16) -> io::Result<Vec<TcpListener>> {
     let mut sockets = vec![listen_on((Ipv4Addr::LOCALHOST, port).into())?];
@@ -567,27 +627,7 @@ fn listen_on(addr: SocketAddr) -> io::Result<TcpListener> {
 /// # Errors
 /// The kernel's refusal.
 pub fn route_answers(mark: u32) -> io::Result<()> {
-    let mut netlink = Netlink::open()?;
-    for family in [AddressFamily::Inet, AddressFamily::Inet6] {
-        for (message, flags) in [
-            (
-                RouteNetlinkMessage::NewRoute(answers_route(family)),
-                NLM_F_CREATE | NLM_F_REPLACE,
-            ),
-            (
-                RouteNetlinkMessage::NewRule(answers_rule(family, mark)),
-                NLM_F_CREATE | NLM_F_EXCL,
-            ),
-        ] {
-            match netlink.request(message, flags) {
-                Ok(()) => {}
-                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-                // IPv6 is off in this namespace.
-                Err(_) if family == AddressFamily::Inet6 => break,
-                Err(error) => return Err(error),
-            }
-        }
-    }
+    route_to_sockets(mark)?;
     // It is IPv6's too.
     let setting = "/proc/sys/net/ipv4/tcp_fwmark_accept";
     let file = fs::OpenOptions::new().write(true).open(setting);
@@ -601,19 +641,48 @@ pub fn route_answers(mark: u32) -> io::Result<()> {
         })
 }
 
-/// The inverse of [`route_answers`], but for the setting, which somebody else may rely on by now.
+/// In the network namespace that this thread is in: has packets with this mark go to sockets here,
+/// whatever their destination.
+///
+/// # Errors
+/// The kernel's refusal.
+pub fn route_to_sockets(mark: u32) -> io::Result<()> {
+    let mut netlink = Netlink::open()?;
+    for family in [AddressFamily::Inet, AddressFamily::Inet6] {
+        match route_family(&mut netlink, family, mark) {
+            // IPv6 is off in this namespace.
+            Err(_) if family == AddressFamily::Inet6 => {}
+            done => done?,
+        }
+    }
+    Ok(())
+}
+
+fn route_family(netlink: &mut Netlink, family: AddressFamily, mark: u32) -> io::Result<()> {
+    let route = RouteNetlinkMessage::NewRoute(answers_route(family));
+    netlink.request(route, NLM_F_CREATE | NLM_F_REPLACE)?;
+    if answers::rules(netlink, family)?.contains(&mark) {
+        return Ok(());
+    }
+    let rule = RouteNetlinkMessage::NewRule(answers_rule(family, mark));
+    netlink.request(rule, NLM_F_CREATE | NLM_F_EXCL)
+}
+
+/// The inverse of [`route_answers`] and [`route_to_sockets`], but for the setting, which somebody else may rely on by now.
 ///
 /// # Errors
 /// The kernel's refusal.
 pub fn route_answers_no_more(mark: u32) -> io::Result<()> {
     let mut netlink = Netlink::open()?;
     for family in [AddressFamily::Inet, AddressFamily::Inet6] {
-        let rule = RouteNetlinkMessage::DelRule(answers_rule(family, mark));
-        let route = RouteNetlinkMessage::DelRoute(answers_route(family));
-        for message in [rule, route] {
-            // What is not there is gone.
-            let _ = netlink.request(message, 0);
+        // Several, of agents that did not look. What is not there is gone.
+        let rules = answers::rules(&mut netlink, family).unwrap_or_default();
+        for _ in rules.iter().filter(|known| **known == mark) {
+            let rule = RouteNetlinkMessage::DelRule(answers_rule(family, mark));
+            let _ = netlink.request(rule, 0);
         }
+        let route = RouteNetlinkMessage::DelRoute(answers_route(family));
+        let _ = netlink.request(route, 0);
     }
     Ok(())
 }

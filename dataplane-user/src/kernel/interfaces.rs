@@ -1,6 +1,6 @@
 //! The interfaces of this network namespace and their addresses, and news of them.
 
-use std::{collections::BTreeMap, io};
+use std::{collections::BTreeMap, io, net::IpAddr};
 
 use ipnet::IpNet;
 use netlink_packet_route::{
@@ -76,6 +76,49 @@ impl From<LinkLayerType> for Link {
 /// If the kernel does not tell.
 pub fn interfaces() -> Result<Vec<Interface>, Error> {
     list().doing(|| "cannot ask for the network interfaces".to_owned())
+}
+
+/// By which interface an address is reached without another hop: its number; none if it is reached
+/// otherwise, or not at all.
+///
+/// # Errors
+/// If the kernel does not tell.
+pub fn way_to(addr: IpAddr) -> io::Result<Option<u32>> {
+    let mut question = RouteMessage::default();
+    question.header.address_family = match addr {
+        IpAddr::V4(_) => AddressFamily::Inet,
+        IpAddr::V6(_) => AddressFamily::Inet6,
+    };
+    question.header.destination_prefix_length = if addr.is_ipv4() { 32 } else { 128 };
+    question.attributes = vec![RouteAttribute::Destination(addr.into())];
+    let answers = match Netlink::open()?.ask(RouteNetlinkMessage::GetRoute(question)) {
+        Ok(answers) => answers,
+        Err(error)
+            if matches!(
+                error.kind(),
+                io::ErrorKind::NetworkUnreachable | io::ErrorKind::HostUnreachable
+            ) =>
+        {
+            return Ok(None);
+        }
+        Err(error) => return Err(error),
+    };
+    let found = answers.into_iter().find_map(|answer| match answer {
+        RouteNetlinkMessage::NewRoute(route) => Some(route),
+        _ => None,
+    });
+    let Some(route) = found.filter(|route| route.header.kind == RouteType::Unicast) else {
+        return Ok(None);
+    };
+    let mut out = None;
+    for attribute in route.attributes {
+        match attribute {
+            RouteAttribute::Gateway(_) | RouteAttribute::Via(_) => return Ok(None),
+            RouteAttribute::Oif(index) => out = Some(index),
+            _ => {}
+        }
+    }
+    Ok(out)
 }
 
 fn list() -> io::Result<Vec<Interface>> {

@@ -30,6 +30,7 @@ pub mod trial;
 pub mod verifier;
 
 use std::{
+    collections::{BTreeMap, BTreeSet},
     fs::File,
     path::{Path, PathBuf},
 };
@@ -39,10 +40,11 @@ use nix::fcntl::Flock;
 pub use accelerate::Accelerator;
 pub use capture::{
     Capture, CaptureOptions, CaptureTables, Listeners, Namespace, is_linked, open_listeners,
-    route_answers, route_answers_no_more, this_namespace,
+    open_transparent_listeners, route_answers, route_answers_no_more, route_to_sockets,
+    this_namespace,
 };
 pub use error::Error;
-pub use interfaces::{Interface, Link, News, interfaces};
+pub use interfaces::{Interface, Link, News, interfaces, way_to};
 pub use listening::{Listening, listening};
 pub use memory::give_back_freed_memory;
 pub use monitor::Monitor;
@@ -133,6 +135,7 @@ impl Kernel {
             capture.is_some(),
         )?;
         let mut tables = Tables::open_pins(&pins, true)?;
+        let hook = packet.attach.and_then(|attach| attach.hook);
         let packet = PacketPath::open(&pins, &ebpf, packet)?;
         tables.rebuild_filter(&packet.masquerade())?;
         let netns = sys::netns_cookie()
@@ -140,7 +143,7 @@ impl Kernel {
         tables.set_config(netns);
         let has_capture = capture.is_some();
         let agent = programs::own_cgroup().unwrap_or_default();
-        let capture = Capture::open(&pins, &ebpf, &tables, capture, agent)?;
+        let capture = Capture::open(&pins, &ebpf, &tables, capture, agent, hook)?;
         programs::attach(&ebpf, &pins, &paths.cgroup, has_capture)?;
         Ok(Self {
             pins,
@@ -255,6 +258,19 @@ impl Kernel {
         Capture::detach_others(&self.pins, |cookie| {
             namespaces.iter().any(|known| known.cookie == cookie)
         })
+    }
+
+    /// Has the packets of workloads on these interfaces go by capture's program, and on no others:
+    /// before [`Kernel::set_captured`] says whose they are. Answers where that is not possible, and
+    /// why.
+    ///
+    /// # Errors
+    /// If the kernel cannot be asked what there is.
+    pub fn attach_capture(
+        &self,
+        interfaces: &BTreeSet<u32>,
+    ) -> Result<BTreeMap<u32, String>, Error> {
+        self.capture.attach_interfaces(&self.pins, interfaces)
     }
 
     /// How the packet path's programs are put on interfaces; none if they are not.

@@ -152,14 +152,14 @@ fn load_logging(
             .load()
             .map_err(|source| load_error(INBOUND, source))?;
     }
-    if packet {
-        for direction in Direction::ALL {
-            let name = direction.program();
-            let Some(Program::SchedClassifier(program)) = ebpf.program_mut(name) else {
-                return Err(absent(name));
-            };
-            program.load().map_err(|source| load_error(name, source))?;
-        }
+    let packet = Direction::ALL.into_iter().filter(|_| packet);
+    let capture = Direction::CAPTURE.into_iter().filter(|_| capture);
+    for direction in packet.chain(capture) {
+        let name = direction.program();
+        let Some(Program::SchedClassifier(program)) = ebpf.program_mut(name) else {
+            return Err(absent(name));
+        };
+        program.load().map_err(|source| load_error(name, source))?;
     }
     Ok(ebpf)
 }
@@ -181,7 +181,7 @@ pub fn inbound_program(ebpf: &Ebpf) -> Result<OwnedFd, Error> {
         .doing(|| format!("cannot keep program {INBOUND}"))
 }
 
-/// A descriptor of its own of a loaded program of the packet path.
+/// A descriptor of its own of a loaded program for interfaces.
 pub fn packet_program(ebpf: &Ebpf, direction: Direction) -> Result<OwnedFd, Error> {
     let name = direction.program();
     let Some(Program::SchedClassifier(program)) = ebpf.program(name) else {

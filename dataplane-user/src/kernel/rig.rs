@@ -145,7 +145,7 @@ impl Rig {
         out: &mut [u8],
     ) -> io::Result<Ran> {
         let program = match direction {
-            Direction::Ingress => &self.ingress,
+            Direction::Ingress | Direction::Capture => &self.ingress,
             Direction::Egress => &self.egress,
         };
         let (verdict, len, ns) = sys::prog_test_run_packet(program.as_fd(), context, frame, out)?;

@@ -180,12 +180,34 @@ pub enum Acceleration {
     Sockmap,
 }
 
+/// By what a workload's outbound connections are captured.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum CapturedBy {
+    /// By its sockets, as they are connected: those of processes on this node.
+    #[default]
+    Sockets,
+    /// By the packets that it sends: those of a virtual machine.
+    Packets,
+}
+
+impl CapturedBy {
+    /// As in configurations.
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::Sockets => "sockets",
+            Self::Packets => "packets",
+        }
+    }
+}
+
 /// What the configuration, a namespace or a workload says of capture: what it does not say is said
 /// by whoever is less specific.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Rules {
     /// Whether connections are captured at all.
     pub captured: Option<bool>,
+    /// By what.
+    pub captured_by: Option<CapturedBy>,
     /// Who relays.
     pub mode: Option<Mode>,
     /// Unknown destinations.
@@ -230,6 +252,7 @@ impl Rules {
         }
         Self {
             captured: self.captured.or(general.captured),
+            captured_by: self.captured_by.or(general.captured_by),
             mode: self.mode.or(general.mode),
             egress: self.egress.or(general.egress),
             without_proxy: self.without_proxy.or(general.without_proxy),
@@ -247,6 +270,7 @@ impl Rules {
     /// What they come to; `None` if nothing is captured.
     pub fn policy(&self) -> Option<Policy> {
         self.captured.unwrap_or_default().then(|| Policy {
+            captured_by: self.captured_by.unwrap_or_default(),
             mode: self.mode.unwrap_or_default(),
             egress: self.egress.unwrap_or_default(),
             without_proxy: self.without_proxy.unwrap_or_default(),
@@ -296,6 +320,8 @@ impl Layers {
 /// its namespace and for it, in one.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Policy {
+    /// By what connections are captured.
+    pub captured_by: CapturedBy,
     /// Who relays.
     pub mode: Mode,
     /// Unknown destinations.

@@ -280,6 +280,12 @@ impl Proxy {
         self.stop(deadline);
     }
 
+    /// Whether it accepts connections of a workload, or has some still.
+    pub fn serves(&self, workload: &WorkloadName) -> bool {
+        let mut attachments = self.shared.attachments().into_iter();
+        attachments.any(|attached| attached.workload.name == *workload)
+    }
+
     /// For those who only look.
     pub fn observer(&self) -> Observer {
         Observer(Arc::clone(&self.shared))

@@ -119,6 +119,7 @@ fn main() -> ExitCode {
         capture::SCENARIOS,
         capture::EXPLAIN,
         capture::METRICS,
+        capture::PACKETS,
         capture::PROXIES,
         capture::RESTART,
         netfilter::SCENARIOS,

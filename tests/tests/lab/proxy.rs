@@ -124,10 +124,7 @@ impl World {
 
     /// Connects from the pod.
     pub fn connect(&self, to: &str) -> Result<TcpStream> {
-        let to: SocketAddr = to.parse()?;
-        let stream = inside(self.app(), move || TcpStream::connect(to))?;
-        stream.set_read_timeout(Some(patience(Duration::from_secs(20))))?;
-        Ok(stream)
+        connect(self.app(), to)
     }
 
     /// Connects and is reset: at once, which `connect()` says if it has not come back yet.
@@ -227,6 +224,14 @@ pub fn inside<T: Send + 'static, E: Into<anyhow::Error> + Send + 'static>(
     thread
         .join()
         .map_err(|_| anyhow::anyhow!("a client panicked"))?
+}
+
+/// Connects from a host.
+pub fn connect(host: &Host, to: &str) -> Result<TcpStream> {
+    let to: SocketAddr = to.parse()?;
+    let stream = inside(host, move || TcpStream::connect(to))?;
+    stream.set_read_timeout(Some(patience(Duration::from_secs(20))))?;
+    Ok(stream)
 }
 
 /// Takes a connection of a server's.
@@ -355,41 +360,47 @@ fn log(world: World) -> Result<Vec<Value>> {
     Ok(lines.collect::<serde_json::Result<_>>()?)
 }
 
+/// Ends connections from both sides, softly and hard, and wants the other side to see it so.
+pub fn each_end(connect: impl Fn() -> Result<TcpStream>, listener: &TcpListener) -> Result<()> {
+    // The client ends first.
+    let mut client = connect()?;
+    let mut server = accept(listener)?;
+    client.write_all(b"question")?;
+    client.shutdown(Shutdown::Write)?;
+    ends_with(&server, b"question")?;
+    server.write_all(b"answer")?;
+    drop(server);
+    ends_with(&client, b"answer")?;
+    // The server ends first.
+    let mut client = connect()?;
+    let mut server = accept(listener)?;
+    server.write_all(b"greeting")?;
+    server.shutdown(Shutdown::Write)?;
+    ends_with(&client, b"greeting")?;
+    client.write_all(b"thanks")?;
+    drop(client);
+    ends_with(&server, b"thanks")?;
+    // The client resets.
+    let client = connect()?;
+    let server = accept(listener)?;
+    reset(client)?;
+    is_reset(&server)?;
+    // The server resets, also before the client has said anything.
+    let client = connect()?;
+    let mut server = accept(listener)?;
+    server.write_all(b"last words")?;
+    let mut words = [0; 10];
+    (&client).read_exact(&mut words)?;
+    reset(server)?;
+    is_reset(&client)?;
+    Ok(())
+}
+
 fn each_direction_ends_for_itself_and_resets_stay_resets() -> Result<()> {
     let world = World::start(services, &[])?;
     for (vip, v6) in [("10.96.0.11:80", false), ("[fd00:96::11]:80", true)] {
         let listener = own(&world, v6)?;
-        // The client ends first.
-        let mut client = world.connect(vip)?;
-        let mut server = accept(&listener)?;
-        client.write_all(b"question")?;
-        client.shutdown(Shutdown::Write)?;
-        ends_with(&server, b"question")?;
-        server.write_all(b"answer")?;
-        drop(server);
-        ends_with(&client, b"answer")?;
-        // The server ends first.
-        let mut client = world.connect(vip)?;
-        let mut server = accept(&listener)?;
-        server.write_all(b"greeting")?;
-        server.shutdown(Shutdown::Write)?;
-        ends_with(&client, b"greeting")?;
-        client.write_all(b"thanks")?;
-        drop(client);
-        ends_with(&server, b"thanks")?;
-        // The client resets.
-        let client = world.connect(vip)?;
-        let server = accept(&listener)?;
-        reset(client)?;
-        is_reset(&server)?;
-        // The server resets, also before the client has said anything.
-        let client = world.connect(vip)?;
-        let mut server = accept(&listener)?;
-        server.write_all(b"last words")?;
-        let mut words = [0; 10];
-        (&client).read_exact(&mut words)?;
-        reset(server)?;
-        is_reset(&client)?;
+        each_end(|| world.connect(vip), &listener)?;
     }
     let lines = log(world)?;
     let flags = |flag: &str| lines.iter().filter(|l| l["response_flags"] == flag).count();

@@ -1,8 +1,15 @@
 //! Whose connections are captured.
 
-use std::{collections::BTreeSet, io, path::Path};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    io,
+    path::Path,
+};
 
-use dataplane_common::capture::{CaptureConfig, Enrolled};
+use dataplane_common::{
+    Addr,
+    capture::{CaptureConfig, Enrolled, ListenerKey},
+};
 use serde::{Deserialize, Serialize};
 
 use crate::{
@@ -16,7 +23,7 @@ use crate::{
 pub struct Workload {
     /// Namespace and name; none if only an agent that does not answer knows them.
     pub name: Option<String>,
-    /// How it is told: `netns` and the cookie, or `cgroup` and the id.
+    /// How it is told: `netns` and the cookie, `cgroup` and the id, or `packets` and its addresses.
     pub place: String,
     /// `proxy` or `kernel`: what `auto` comes to is one of them.
     pub mode: String,
@@ -41,7 +48,7 @@ pub fn workloads(
     }
     let tables = CaptureTables::open(&paths.bpffs)?;
     let (config, held) = (tables.config(), tables.contents()?);
-    let inbound = tables.listeners()?;
+    let listening = tables.listeners()?;
     let outbound = outbound_listeners(config, &held);
     let row = |entry: &Enrolled, place: String, listens: [bool; 2]| {
         let known = named.iter().find(|w| w.number == entry.workload);
@@ -69,9 +76,9 @@ pub fn workloads(
     let namespaces = held.namespaces.iter().filter(|(_, e)| captured(e));
     let in_namespaces = namespaces.map(|(cookie, entry)| {
         let takes = entry.flags & Enrolled::INBOUND == 0
-            || [4, 6]
+            || [true, false]
                 .iter()
-                .any(|family| inbound.contains(&(*cookie, *family)));
+                .any(|v4| listening.contains(&ListenerKey::of_namespace(*cookie, *v4)));
         let listens = [outbound.contains(cookie), takes];
         row(entry, format!("netns {cookie}"), listens)
     });
@@ -81,7 +88,23 @@ pub fn workloads(
         let listens = outbound.contains(&own);
         row(entry, format!("cgroup {id}"), [listens, listens])
     });
-    let mut all: Vec<Workload> = in_namespaces.chain(in_cgroups).collect();
+    // Likewise, by their packets.
+    let mut addresses: BTreeMap<u32, (Enrolled, Vec<&Addr>)> = BTreeMap::new();
+    for (addr, local) in held.locals.iter().filter(|(_, l)| l.is_by_packets()) {
+        let entry = local.enrolled();
+        let found = addresses.entry(entry.workload);
+        found.or_insert((entry, Vec::new())).1.push(addr);
+    }
+    let guests = addresses.values().filter(|(entry, _)| captured(&entry));
+    let by_packets = guests.map(|(entry, addresses)| {
+        let keys = [true, false].map(|v4| ListenerKey::of_packets(entry.workload, v4));
+        let listens = keys.iter().any(|key| listening.contains(key));
+        let addresses: Vec<_> = addresses.iter().map(ToString::to_string).collect();
+        let place = format!("packets {}", addresses.join(","));
+        row(entry, place, [listens, listens])
+    });
+    let all = in_namespaces.chain(in_cgroups).chain(by_packets);
+    let mut all: Vec<Workload> = all.collect();
     all.sort_by(|a, b| (&a.name, &a.place).cmp(&(&b.name, &b.place)));
     Ok(all)
 }

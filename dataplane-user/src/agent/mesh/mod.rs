@@ -2,6 +2,7 @@
 //! namespaces, and the tables that say so.
 
 mod members;
+mod packets;
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -14,10 +15,10 @@ use std::{
     time::Duration,
 };
 
-use dataplane_common::capture::{EXCLUDED, Enrolled, FROM_CLIENT, Local, RuleKey};
+use dataplane_common::capture::{EXCLUDED, Enrolled, FROM_CLIENT, ListenerKey, Local, RuleKey};
 use tracing::{debug, error, info, warn};
 
-use self::members::Member;
+use self::{members::Member, packets::Packets};
 use super::foreign;
 use crate::{
     admin::api,
@@ -57,6 +58,8 @@ pub struct Mesh {
     last: u32,
     /// Where the agent's proxy listens, by the namespace's cookie.
     attached: BTreeMap<u64, Attached>,
+    /// Those that are captured by the packets that they send.
+    packets: Packets,
     /// An earlier agent's listening sockets, until they were looked through.
     given: HashMap<String, OwnedFd>,
     /// What is wrong, and with whom.
@@ -113,8 +116,11 @@ impl Mesh {
             .rules
             .keys()
             .filter(|key| key.kind != RuleKey::INTERFACE);
+        let locals = || held.locals.values();
         let policies = enrolled().map(|e| e.policy).chain(rules.map(|key| key.of));
+        let policies = policies.chain(locals().map(|local| local.policy));
         let workloads = enrolled().map(|e| e.workload);
+        let workloads = workloads.chain(locals().map(|local| local.workload));
         Ok(Self {
             options,
             proxy,
@@ -122,6 +128,7 @@ impl Mesh {
             numbers: HashMap::new(),
             last: workloads.max().unwrap_or_default(),
             attached: BTreeMap::new(),
+            packets: Packets::after(held),
             given: given.into_iter().collect(),
             problems: Vec::new(),
             own_cookie: kernel::netns_cookie()?,
@@ -165,9 +172,11 @@ impl Mesh {
         let mut wanted = Captured::default();
         let mut levels = 0;
         let mut enrolled: Vec<(&Member, &Namespace, u32)> = Vec::new();
+        let by_packets: Vec<&Member> = members.iter().filter(|m| m.is_by_packets()).collect();
         for member in &members {
             match &member.workload.place {
                 Place::Elsewhere => {}
+                Place::Address if member.is_by_packets() => {}
                 Place::Cgroup(path) => match cgroup(path) {
                     Ok((id, level)) => {
                         levels |= 1 << level;
@@ -224,6 +233,8 @@ impl Mesh {
             known(snapshot, &members, &mut wanted);
         }
         self.listen(kernel, &enrolled, &mut problems);
+        self.remember_packets(kernel.capture().held(), &members);
+        self.settle_packets(kernel, &by_packets, &mut wanted, &mut problems)?;
         let inbound: Vec<&Namespace> = enrolled
             .iter()
             .filter(|(_, _, flags)| flags & Enrolled::INBOUND != 0)
@@ -238,6 +249,7 @@ impl Mesh {
             .values()
             .chain(wanted.cgroups.values())
             .map(|entry| entry.policy)
+            .chain(wanted.locals.values().map(|local| local.policy))
             .collect();
         self.policies.keep(|number| used.contains(&number));
         self.tell(problems);
@@ -394,7 +406,8 @@ impl Mesh {
             .attached
             .values()
             .flat_map(|attached| &attached.sockets);
-        sockets.map(|(name, socket)| (name.clone(), socket.as_fd()))
+        let sockets = sockets.map(|(name, socket)| (name.clone(), socket.as_fd()));
+        sockets.chain(self.packets.sockets())
     }
 
     fn attach(
@@ -493,12 +506,15 @@ impl Mesh {
             .listeners()
             .map_err(|error| error.to_string())?;
         let sockets = foreign::listeners(namespace, self.options.inbound, |family| {
-            !known.contains(&(namespace.cookie, family))
+            !known.contains(&ListenerKey::of_namespace(namespace.cookie, family == 4))
         });
         for (family, socket) in sockets {
             kernel
                 .capture()
-                .listen(namespace.cookie, family, socket.as_fd())
+                .listen(
+                    ListenerKey::of_namespace(namespace.cookie, family == 4),
+                    socket.as_fd(),
+                )
                 .map_err(|error| error.to_string())?;
         }
         Ok(())
@@ -616,7 +632,7 @@ fn hand_over(kernel: &Kernel, cookie: u64, sockets: &[TcpListener]) -> Result<()
         let v4 = socket.local_addr().is_ok_and(|addr| addr.is_ipv4());
         kernel
             .capture()
-            .listen(cookie, if v4 { 4 } else { 6 }, socket.as_fd())
+            .listen(ListenerKey::of_namespace(cookie, v4), socket.as_fd())
             .map_err(|error| error.to_string())?;
     }
     Ok(())

@@ -4,6 +4,7 @@
 use std::{
     collections::BTreeSet,
     fs,
+    net::IpAddr,
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
 };
@@ -12,8 +13,8 @@ use anyhow::Context as _;
 use dataplane_common::{
     Addr, Port, Protocol, Reason,
     capture::{
-        self, CAPTURED, CaptureConfig, Enrolled, Local, MESH_CGROUPS, MESH_GUARD, MESH_NAMESPACES,
-        RuleKey,
+        self, CAPTURED, CaptureConfig, Enrolled, ListenerKey, Local, MESH_CGROUPS, MESH_GUARD,
+        MESH_NAMESPACES, RuleKey,
     },
     decide,
 };
@@ -67,6 +68,8 @@ pub struct Client<'a> {
     pub namespace: Option<&'a Namespace>,
     /// Whether that is the node's own.
     pub own: bool,
+    /// Its address, if it is known.
+    pub address: Option<IpAddr>,
     /// The process's cgroups, the innermost first; empty if they are not known.
     pub cgroups: Vec<(u64, PathBuf)>,
     /// The process's user and group; `None`: nobody that rules are about.
@@ -81,7 +84,9 @@ pub struct Mesh {
     word: u64,
     config: CaptureConfig,
     held: Captured,
-    listeners: BTreeSet<(u64, u32)>,
+    listeners: BTreeSet<ListenerKey>,
+    /// The node's network namespace.
+    host_netns: u64,
     /// What the agent says; none if it does not answer.
     workloads: Option<Vec<api::MeshWorkload>>,
 }
@@ -99,6 +104,7 @@ impl Mesh {
             config: open.config(),
             held: open.contents()?,
             listeners: open.listeners()?,
+            host_netns: tables.host_netns(),
             workloads: agent.list("/mesh").ok(),
         }))
     }
@@ -125,6 +131,11 @@ impl Mesh {
         if let Some((id, _)) = self.held.cgroups.iter().find(|(_, e)| is(e)) {
             return Ok(Place::Cgroup(*id));
         }
+        let mut locals = self.held.locals.iter();
+        let of_packets = |local: &Local| local.is_by_packets() && is(&&local.enrolled());
+        if let Some((addr, _)) = locals.find(|(_, local)| of_packets(local)) {
+            return Ok(Place::Packets(addr.ip()));
+        }
         anyhow::bail!("{name} is to be captured, and no network namespace on this node is its own")
     }
 
@@ -137,7 +148,7 @@ impl Mesh {
             Whose::Workload(enrolled, how) => (enrolled, how),
             Whose::Guarded => {
                 let mut told = self.told("outbound", 0, Reason::Guarded);
-                self.close(&mut told, Reason::Guarded);
+                self.close(&mut told, Reason::Guarded, false);
                 return Some(told);
             }
             Whose::Nobody => return None,
@@ -149,6 +160,7 @@ impl Mesh {
             mesh: self,
             tables,
             client,
+            enrolled: &enrolled,
             to: (to.addr.into(), Port::new(to.port)),
         };
         // No process has these.
@@ -168,7 +180,7 @@ impl Mesh {
             );
         }
         told.rule = self.outbound_rule(reason, &enrolled, call.to, ids);
-        self.close(&mut told, reason);
+        self.close(&mut told, reason, call.is_by_packets());
         Some(told)
     }
 
@@ -188,8 +200,8 @@ impl Mesh {
         } else {
             capture::inbound(&self.held, local, to.port.into(), number)
         };
-        let family = if to.addr.is_ipv4() { 4 } else { 6 };
-        let listens = self.listeners.contains(&(local.netns, family));
+        let key = ListenerKey::of_namespace(local.netns, to.addr.is_ipv4());
+        let listens = self.listeners.contains(&key);
         if reason == Reason::CapturedInbound && !listens {
             reason = capture::without_proxy(local.flags);
         }
@@ -204,12 +216,19 @@ impl Mesh {
         }
         let interface = interface.map(|(name, _)| name);
         told.rule = self.inbound_rule(reason, local, to.port, interface.as_deref());
-        self.close(&mut told, reason);
+        self.close(&mut told, reason, false);
         Some(told)
     }
 
     /// Who a client is.
     fn whose(&self, client: &Client<'_>) -> Whose {
+        if let Some(address) = client.address
+            && let Some(local) = self.held.locals.get(&address.into())
+            && local.is_by_packets()
+        {
+            let how = format!("what comes from {address}, seen by its packets,");
+            return Whose::Workload(local.enrolled(), how);
+        }
         let namespace = client.namespace;
         if self.word & MESH_NAMESPACES != 0
             && let Some(namespace) = namespace
@@ -249,7 +268,7 @@ impl Mesh {
     }
 
     /// The steps that say by what it was decided.
-    fn close(&self, told: &mut Told, reason: Reason) {
+    fn close(&self, told: &mut Told, reason: Reason, by_packets: bool) {
         if let Some(Rule {
             about,
             of,
@@ -269,6 +288,15 @@ impl Mesh {
         }
         let port = self.config.outbound;
         told.steps.push(match reason {
+            Reason::Captured | Reason::ProxyDown | Reason::ProxyBypassed if by_packets => format!(
+                "{} listens for it on the node: {}",
+                if reason == Reason::Captured {
+                    "its proxy"
+                } else {
+                    "no proxy"
+                },
+                reason.text()
+            ),
             Reason::Captured => format!(
                 "somebody listens at loopback's port {} in its network namespace: {}",
                 port.host(),
@@ -409,6 +437,8 @@ pub enum Place {
     Namespace(Namespace),
     /// In the node's, in the cgroup with this id.
     Cgroup(u64),
+    /// Where its sockets are nobody here knows; its packets have this address.
+    Packets(IpAddr),
 }
 
 /// A connection, for what the decision asks.
@@ -416,6 +446,7 @@ struct Call<'a> {
     mesh: &'a Mesh,
     tables: &'a Tables,
     client: &'a Client<'a>,
+    enrolled: &'a Enrolled,
     to: (Addr, Port),
 }
 
@@ -432,7 +463,12 @@ impl capture::Rules for Call<'_> {
 impl capture::Circumstances for Call<'_> {
     fn is_own(&self) -> bool {
         let local = self.mesh.held.locals.get(&self.to.0);
-        let own = self.client.namespace.map(|namespace| namespace.cookie);
+        let own = if self.is_by_packets() {
+            // The proxy is on the node.
+            Some(self.mesh.host_netns)
+        } else {
+            self.client.namespace.map(|namespace| namespace.cookie)
+        };
         local.is_some_and(|local| Some(local.netns) == own)
     }
 
@@ -446,10 +482,20 @@ impl capture::Circumstances for Call<'_> {
     fn listens(&self) -> bool {
         let port = self.mesh.config.outbound.host();
         let v4 = self.to.0.is_v4();
+        if self.is_by_packets() {
+            let key = ListenerKey::of_packets(self.enrolled.workload, v4);
+            return self.mesh.listeners.contains(&key);
+        }
         self.client.namespace.is_some_and(|namespace| {
             let found = namespace.inside(move || kernel::listening(port));
             found.is_ok_and(|all| all.iter().any(|socket| socket.takes_loopback(v4)))
         })
+    }
+}
+
+impl Call<'_> {
+    fn is_by_packets(&self) -> bool {
+        self.enrolled.flags & Enrolled::PACKETS != 0
     }
 }
 

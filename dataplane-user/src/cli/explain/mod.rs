@@ -107,6 +107,7 @@ impl Source {
                 Some(mesh) => match mesh.find(name)? {
                     Place::Namespace(namespace) => Ok(Some(namespace)),
                     Place::Cgroup(_) => Self::Node.namespace(host_netns, None),
+                    Place::Packets(addr) => netns::with_address(addr),
                 },
                 None => anyhow::bail!("there is no mesh on this node, so that {name} is nobody"),
             },
@@ -199,6 +200,7 @@ impl ExplainArgs {
                 own: namespace.is_some_and(|namespace| namespace.cookie == host_netns),
                 user: self.user,
                 group: self.group,
+                address: None,
                 cgroups: Vec::new(),
             };
             match &self.source {
@@ -208,11 +210,15 @@ impl ExplainArgs {
                     client.group.get_or_insert(group);
                     client.cgroups = capture::cgroups_of(*pid)?;
                 }
-                Source::Workload(name) => {
-                    if let Place::Cgroup(id) = mesh.find(name)? {
+                Source::Workload(name) => match mesh.find(name)? {
+                    Place::Cgroup(id) => {
                         client.cgroups = vec![(id, format!("with id {id}").into())];
                     }
-                }
+                    Place::Packets(addr) => client.address = Some(addr),
+                    Place::Namespace(_) => {}
+                },
+                Source::Address(addr) => client.address = Some(*addr),
+                Source::Socket(socket) => client.address = Some(socket.ip()),
                 _ => {}
             }
             told.capture(

@@ -140,7 +140,7 @@ impl Clsact {
         let mut found = BTreeMap::new();
         let with_clsact = self.qdiscs()?;
         for (ifindex, _) in with_clsact.into_iter().filter(|(_, kind)| kind == CLSACT) {
-            for direction in Direction::ALL {
+            for direction in Direction::EVERY {
                 let wanted = self.filter_name(direction);
                 for message in self.filters(ifindex, direction)? {
                     let Some((name, program)) = program(&message) else {
@@ -190,11 +190,17 @@ impl Clsact {
             .map(|message| message.header.info >> 16)
             .collect();
         // One preference, one filter: those that share one must be of one kind.
-        let mut preferences: Box<dyn Iterator<Item = u32>> = match order {
+        let preferences: Box<dyn Iterator<Item = u32>> = match order {
             Order::First => Box::new(1..=0xffff),
             Order::Last => Box::new((1..=0xffff).rev()),
         };
-        let preference = preferences.find(|p| !taken.contains(p)).unwrap_or(1);
+        let mut free = preferences.filter(|p| !taken.contains(p));
+        let preference = match (direction, order) {
+            // Room is left for capture's, which has to be before it.
+            (Direction::Ingress, Order::First) => free.nth(1),
+            _ => free.next(),
+        };
+        let preference = preference.unwrap_or(1);
         let mut header = header(ifindex, direction);
         header.info = preference << 16 | EVERY_PROTOCOL;
         header.handle = TcHandle::from(1);
@@ -274,10 +280,11 @@ impl Clsact {
 
     /// Whether anybody but us has a filter on an interface.
     fn is_shared(&mut self, ifindex: u32) -> Result<bool, Error> {
+        let ours = Direction::EVERY.map(|direction| self.filter_name(direction));
         for direction in Direction::ALL {
-            let wanted = self.filter_name(direction);
             let filters = self.filters(ifindex, direction)?;
-            let is_ours = |f: &&TcMessage| program(f).is_some_and(|(name, _)| name == wanted);
+            let is_ours =
+                |f: &&TcMessage| program(f).is_some_and(|(name, _)| ours.iter().any(|o| o == name));
             // A list has each preference once more, without a program.
             let ours: Vec<u32> = filters
                 .iter()
@@ -356,7 +363,7 @@ fn header(ifindex: u32, direction: Direction) -> TcHeader {
         parent: TcHandle {
             major: 0xffff,
             minor: match direction {
-                Direction::Ingress => TcHandle::MIN_INGRESS,
+                Direction::Ingress | Direction::Capture => TcHandle::MIN_INGRESS,
                 Direction::Egress => TcHandle::MIN_EGRESS,
             },
         },

@@ -12,6 +12,8 @@ use std::{
 
 use aya_obj::generated::bpf_attach_type::{self, BPF_TCX_EGRESS, BPF_TCX_INGRESS};
 
+use tracing::warn;
+
 use self::clsact::{Clsact, Filter};
 use super::{
     error::{Doing, Error},
@@ -58,71 +60,63 @@ pub enum Order {
     Last,
 }
 
-/// Which way packets go.
+/// Which way packets go, and so which of our programs sees them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Direction {
     /// They arrive.
     Ingress,
     /// They leave.
     Egress,
+    /// They arrive from a workload that is captured by its packets, before [`Direction::Ingress`].
+    Capture,
 }
 
 impl Direction {
-    /// Both; replies' first, so that no flow begins whose replies are not seen.
+    /// Those of the packet path; replies' first, so that no flow begins whose replies are not seen.
     pub const ALL: [Self; 2] = [Self::Egress, Self::Ingress];
+    /// Those of mesh capture.
+    pub const CAPTURE: [Self; 1] = [Self::Capture];
+    /// Those of both.
+    pub const EVERY: [Self; 3] = [Self::Egress, Self::Ingress, Self::Capture];
 
     /// The program's name, in the object, in the kernel and in its links' pins.
     pub const fn program(self) -> &'static str {
         match self {
             Self::Ingress => "packet_ingress",
             Self::Egress => "packet_egress",
+            Self::Capture => "packet_capture",
         }
     }
 
     /// The word that a person reads.
     pub const fn word(self) -> &'static str {
         match self {
-            Self::Ingress => "ingress",
+            Self::Ingress | Self::Capture => "ingress",
             Self::Egress => "egress",
         }
     }
 
     const fn tcx(self) -> bpf_attach_type {
         match self {
-            Self::Ingress => BPF_TCX_INGRESS,
+            Self::Ingress | Self::Capture => BPF_TCX_INGRESS,
             Self::Egress => BPF_TCX_EGRESS,
         }
     }
 
     /// The program and the interface that a pin's name tells.
     fn of_pin(name: &str) -> Option<(Self, u32)> {
-        Self::ALL.into_iter().find_map(|direction| {
+        Self::EVERY.into_iter().find_map(|direction| {
             let ifindex = name.strip_prefix(direction.program())?.strip_prefix('-')?;
             Some((direction, ifindex.parse().ok()?))
         })
     }
 }
 
-/// The loaded programs, to be put on interfaces.
+/// The packet path's loaded programs, to be put on interfaces.
 #[derive(Debug)]
 pub struct PacketPrograms {
     ingress: Program,
     egress: Program,
-    hook: Hook,
-    order: Order,
-}
-
-#[derive(Debug)]
-struct Program {
-    fd: OwnedFd,
-    id: u32,
-}
-
-impl Program {
-    fn new(fd: OwnedFd) -> io::Result<Self> {
-        let id = sys::prog_info(fd.as_fd())?.id;
-        Ok(Self { fd, id })
-    }
 }
 
 impl PacketPrograms {
@@ -133,25 +127,16 @@ impl PacketPrograms {
         hook: Option<Hook>,
         order: Order,
     ) -> Result<Self, Error> {
-        let doing = || "cannot ask for a loaded program's number".to_owned();
+        let hook = hook.unwrap_or_else(Hook::of_kernel);
         Ok(Self {
-            ingress: Program::new(ingress).doing(doing)?,
-            egress: Program::new(egress).doing(doing)?,
-            hook: hook.unwrap_or_else(Hook::of_kernel),
-            order,
+            ingress: Program::new(ingress, Direction::Ingress, hook, order)?,
+            egress: Program::new(egress, Direction::Egress, hook, order)?,
         })
     }
 
     /// How they are put on interfaces.
     pub fn hook(&self) -> Hook {
-        self.hook
-    }
-
-    fn program(&self, direction: Direction) -> &Program {
-        match direction {
-            Direction::Ingress => &self.ingress,
-            Direction::Egress => &self.egress,
-        }
+        self.ingress.hook
     }
 
     /// Lets the programs be on exactly these interfaces. Where older ones of ours are, they are
@@ -163,9 +148,11 @@ impl PacketPrograms {
         let mut failed = Vec::new();
         for &ifindex in wanted {
             for direction in Direction::ALL {
-                let filter = filters.get(&(ifindex, direction));
-                let done = self.attach_one(pins, &mut clsact, ifindex, direction, filter);
-                if let Err(error) = done {
+                let program = match direction {
+                    Direction::Egress => &self.egress,
+                    _ => &self.ingress,
+                };
+                if let Err(error) = program.attach(pins, &mut clsact, ifindex, &filters) {
                     failed.push(error.to_string());
                     break;
                 }
@@ -173,27 +160,95 @@ impl PacketPrograms {
         }
         // Those of the other kind are removed above, where ours are then twice.
         let kept = |ifindex: u32| wanted.contains(&ifindex);
-        failed.extend(remove_elsewhere(pins, &mut clsact, &filters, kept)?);
-        if self.hook == Hook::Tcx {
-            clsact.remove_qdiscs(|_| true)?;
+        failed.extend(remove_elsewhere(
+            pins,
+            &mut clsact,
+            &filters,
+            &Direction::ALL,
+            kept,
+        )?);
+        if self.hook() == Hook::Tcx {
+            clsact.remove_qdiscs(|ifindex| !is_used(&filters, &Direction::CAPTURE, ifindex))?;
         }
         Ok(failed)
     }
+}
 
-    fn attach_one(
+/// The loaded program for workloads that are captured by their packets, to be put on their
+/// interfaces.
+#[derive(Debug)]
+pub struct CaptureProgram(Program);
+
+impl CaptureProgram {
+    /// Takes a loaded program; `hook`: none for what this kernel has.
+    pub fn new(program: OwnedFd, hook: Option<Hook>) -> Result<Self, Error> {
+        let hook = hook.unwrap_or_else(Hook::of_kernel);
+        // Whatever the packet path's order: it has to be before that one.
+        let program = Program::new(program, Direction::Capture, hook, Order::First)?;
+        Ok(Self(program))
+    }
+
+    /// Lets the program be on exactly these interfaces, before the packet path's. Answers where it
+    /// could not be put, and why.
+    pub fn attach(
+        &self,
+        pins: &Pins,
+        wanted: &BTreeSet<u32>,
+    ) -> Result<BTreeMap<u32, String>, Error> {
+        let mut clsact = Clsact::open(&pins.layout())?;
+        let filters = clsact.ours()?;
+        let mut failed = BTreeMap::new();
+        for &ifindex in wanted {
+            if let Err(error) = self.0.attach(pins, &mut clsact, ifindex, &filters) {
+                failed.insert(ifindex, error.to_string());
+            }
+        }
+        let kept = |ifindex: u32| wanted.contains(&ifindex);
+        let of = &Direction::CAPTURE;
+        for text in remove_elsewhere(pins, &mut clsact, &filters, of, kept)? {
+            warn!("{text}");
+        }
+        Ok(failed)
+    }
+}
+
+#[derive(Debug)]
+struct Program {
+    fd: OwnedFd,
+    id: u32,
+    direction: Direction,
+    hook: Hook,
+    order: Order,
+}
+
+impl Program {
+    fn new(fd: OwnedFd, direction: Direction, hook: Hook, order: Order) -> Result<Self, Error> {
+        let id = sys::prog_info(fd.as_fd())
+            .doing(|| "cannot ask for a loaded program's number".to_owned())?
+            .id;
+        Ok(Self {
+            fd,
+            id,
+            direction,
+            hook,
+            order,
+        })
+    }
+
+    fn attach(
         &self,
         pins: &Pins,
         clsact: &mut Clsact,
         ifindex: u32,
-        direction: Direction,
-        filter: Option<&Filter>,
+        filters: &Filters,
     ) -> Result<(), Error> {
-        let program = self.program(direction);
+        let direction = self.direction;
+        let filter = filters.get(&(ifindex, direction));
         let path = pin(pins, direction, ifindex);
         match self.hook {
             Hook::Tcx => {
                 let link = ours(&path, direction)?;
-                self.attach_tcx(&path, ifindex, direction, link)?;
+                self.attach_tcx(pins, &path, ifindex, link)?;
                 match filter {
                     Some(filter) => clsact.remove(filter),
                     None => Ok(()),
@@ -201,9 +256,9 @@ impl PacketPrograms {
             }
             Hook::Clsact => {
                 match filter {
-                    Some(filter) if filter.program == program.id => {}
-                    Some(filter) => clsact.replace(filter, program.fd.as_fd())?,
-                    None => clsact.add(ifindex, direction, program.fd.as_fd(), self.order)?,
+                    Some(filter) if filter.program == self.id => {}
+                    Some(filter) => clsact.replace(filter, self.fd.as_fd())?,
+                    None => clsact.add(ifindex, direction, self.fd.as_fd(), self.order)?,
                 }
                 match ours(&path, direction)? {
                     Some(_) => detach(&path),
@@ -215,87 +270,128 @@ impl PacketPrograms {
 
     fn attach_tcx(
         &self,
+        pins: &Pins,
         path: &Path,
         ifindex: u32,
-        direction: Direction,
         link: Option<(OwnedFd, LinkInfo)>,
     ) -> Result<(), Error> {
-        let program = self.program(direction);
+        let name = self.direction.program();
         match link {
-            Some((_, info))
-                if info.target == LinkTarget::Tcx(ifindex) && info.program == program.id =>
+            Some((link, info))
+                if info.target == LinkTarget::Tcx(ifindex) && !self.is_late(pins, &info) =>
             {
-                Ok(())
-            }
-            Some((link, info)) if info.target == LinkTarget::Tcx(ifindex) => {
-                sys::link_update(link.as_fd(), program.fd.as_fd()).doing(|| {
-                    format!(
-                        "cannot swap program {} on {}",
-                        direction.program(),
-                        name(ifindex)
-                    )
-                })
+                if info.program == self.id {
+                    return Ok(());
+                }
+                sys::link_update(link.as_fd(), self.fd.as_fd())
+                    .doing(|| format!("cannot swap program {name} on {}", self::name(ifindex)))
             }
             // There is none, or somebody detached it, or its interface is gone and this is another
-            // one with the same number.
+            // one with the same number; or the packet path's would see packets first.
             link => {
-                let new = sys::link_create_tcx(
-                    program.fd.as_fd(),
-                    ifindex,
-                    direction.tcx(),
-                    self.order == Order::First,
-                )
-                .doing(|| {
-                    format!(
-                        "cannot attach program {} to {}",
-                        direction.program(),
-                        name(ifindex)
-                    )
-                })?;
+                let first = self.order == Order::First;
+                let new =
+                    sys::link_create_tcx(self.fd.as_fd(), ifindex, self.direction.tcx(), first)
+                        .doing(|| {
+                            format!("cannot attach program {name} to {}", self::name(ifindex))
+                        })?;
                 pin_link(new.as_fd(), path, link.is_some())
             }
         }
     }
+
+    /// Whether it is to be before the packet path's program, and is not.
+    fn is_late(&self, pins: &Pins, own: &LinkInfo) -> bool {
+        let LinkTarget::Tcx(ifindex) = own.target else {
+            return false;
+        };
+        if self.direction != Direction::Capture {
+            return false;
+        }
+        let other = pin(pins, Direction::Ingress, ifindex);
+        let Ok(Some((_, other))) = ours(&other, Direction::Ingress) else {
+            return false;
+        };
+        let order = sys::tcx_programs(ifindex, self.direction.tcx()).unwrap_or_default();
+        let place = |program: u32| order.iter().position(|id| *id == program);
+        match (place(own.program), place(other.program)) {
+            (Some(own), Some(other)) => own > other,
+            _ => false,
+        }
+    }
 }
 
-/// Removes our programs from every interface, as [`PacketPrograms::attach`] with none.
+/// Our filters, by interface and program.
+type Filters = BTreeMap<(u32, Direction), Filter>;
+
+/// Whether a filter of these programs is on an interface.
+fn is_used(filters: &Filters, of: &[Direction], ifindex: u32) -> bool {
+    of.iter()
+        .any(|direction| filters.contains_key(&(ifindex, *direction)))
+}
+
+/// Removes the packet path's programs from every interface, as [`PacketPrograms::attach`] with none.
 pub fn keep_none(pins: &Pins) -> Result<Vec<String>, Error> {
+    keep_none_of(pins, &Direction::ALL)
+}
+
+/// Likewise, that of mesh capture.
+pub fn keep_no_capture(pins: &Pins) -> Result<Vec<String>, Error> {
+    keep_none_of(pins, &Direction::CAPTURE)
+}
+
+fn keep_none_of(pins: &Pins, directions: &[Direction]) -> Result<Vec<String>, Error> {
     let mut clsact = Clsact::open(&pins.layout())?;
     let filters = clsact.ours()?;
-    remove_elsewhere(pins, &mut clsact, &filters, |_| false)
+    remove_elsewhere(pins, &mut clsact, &filters, directions, |_| false)
 }
 
-/// Whether a program of ours is on any interface.
+/// Whether a program of the packet path is on any interface.
 pub fn any(pins: &Pins) -> Result<bool, Error> {
     for (path, direction, _) in links(&pins.layout()) {
-        if ours(&path, direction)?.is_some_and(|(_, link)| link.is_attached()) {
+        if Direction::ALL.contains(&direction)
+            && ours(&path, direction)?.is_some_and(|(_, link)| link.is_attached())
+        {
             return Ok(true);
         }
     }
-    Ok(!Clsact::open(&pins.layout())?.ours()?.is_empty())
+    let filters = Clsact::open(&pins.layout())?.ours()?;
+    Ok(filters
+        .keys()
+        .any(|(_, direction)| Direction::ALL.contains(direction)))
 }
 
+/// Removes some of our programs from where they are not to be.
 fn remove_elsewhere(
     pins: &Pins,
     clsact: &mut Clsact,
-    filters: &BTreeMap<(u32, Direction), Filter>,
+    filters: &Filters,
+    directions: &[Direction],
     kept: impl Fn(u32) -> bool,
 ) -> Result<Vec<String>, Error> {
     let mut failed = Vec::new();
     for (path, direction, ifindex) in links(&pins.layout()) {
-        if !kept(ifindex)
+        if directions.contains(&direction)
+            && !kept(ifindex)
             && ours(&path, direction)?.is_some()
             && let Err(error) = detach(&path)
         {
             failed.push(error.to_string());
         }
     }
-    for filter in filters.values().filter(|filter| !kept(filter.ifindex)) {
-        if let Err(error) = clsact.remove(filter) {
+    for filter in filters.values() {
+        if directions.contains(&filter.direction)
+            && !kept(filter.ifindex)
+            && let Err(error) = clsact.remove(filter)
+        {
             failed.push(error.to_string());
         }
     }
-    clsact.remove_qdiscs(|ifindex| !kept(ifindex))?;
+    let others: Vec<Direction> = Direction::EVERY
+        .into_iter()
+        .filter(|direction| !directions.contains(direction))
+        .collect();
+    clsact.remove_qdiscs(|ifindex| !kept(ifindex) && !is_used(filters, &others, ifindex))?;
     Ok(failed)
 }
 

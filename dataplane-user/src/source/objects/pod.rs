@@ -10,8 +10,8 @@ use smallvec::SmallVec;
 
 use super::{Findings, check_name, label, object_name};
 use crate::model::{
-    Acceleration, Egress, Identity, Layers, Mode, Node, Place, Rules, WithoutProxy, Workload,
-    WorkloadName, is_reserved,
+    Acceleration, CapturedBy, Egress, Identity, Layers, Mode, Node, Place, Rules, WithoutProxy,
+    Workload, WorkloadName, is_reserved,
 };
 
 /// A label: `ambient` captures, `none` does not. Of a namespace for all its pods, or of a pod.
@@ -187,6 +187,13 @@ impl Asked<'_> {
                 ("auto", Mode::Auto),
                 ("proxy", Mode::Proxy),
                 ("kernel", Mode::Kernel),
+            ],
+        );
+        rules.captured_by = self.word(
+            "captured-by",
+            &[
+                ("sockets", CapturedBy::Sockets),
+                ("packets", CapturedBy::Packets),
             ],
         );
         rules.egress = self.word(

@@ -3,12 +3,14 @@
 
 mod explain;
 mod metrics;
+mod packets;
 mod proxies;
 mod relay;
 mod restart;
 
 pub use explain::SCENARIOS as EXPLAIN;
 pub use metrics::SCENARIOS as METRICS;
+pub use packets::SCENARIOS as PACKETS;
 pub use proxies::SCENARIOS as PROXIES;
 pub use restart::SCENARIOS as RESTART;
 
@@ -16,7 +18,7 @@ use std::{fs, path::PathBuf};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use dataplane_common::Reason;
-use dataplane_tests::{Agent, Host, Lab, Process, report::Report};
+use dataplane_tests::{Agent, Host, Lab, LabBuilder, Process, report::Report};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -57,10 +59,12 @@ struct World {
 
 impl World {
     fn new() -> Result<Self> {
-        let lab = Lab::builder()
-            .node("node1")
-            .node("node2")
-            .pod("node1", "app", "10.244.1.8")
+        Self::with(|lab| lab.pod("node1", "app", "10.244.1.8"))
+    }
+
+    /// Likewise, with an `app` of another kind.
+    fn with(app: impl FnOnce(LabBuilder) -> LabBuilder) -> Result<Self> {
+        let lab = app(Lab::builder().node("node1").node("node2"))
             .pod("node1", "one", "10.244.1.5")
             .pod("node1", "two", "10.244.1.6")
             .pod("node2", "far", "10.244.2.5")
@@ -93,13 +97,18 @@ impl World {
     }
 
     fn agent_with(&mut self, mesh: &Value, more: &[PathBuf]) -> Result<()> {
+        self.agent_with_args(mesh, more, &[])
+    }
+
+    fn agent_with_args(&mut self, mesh: &Value, more: &[PathBuf], args: &[&str]) -> Result<()> {
         self.agent = None;
         let mut agent = self
             .lab
             .agent("node1")
             .in_the_nodes_cgroup()
             .manifests(self.manifests.path())
-            .args(["--mesh", &mesh.to_string()]);
+            .args(["--mesh", &mesh.to_string()])
+            .args(args);
         for path in more {
             agent = agent.manifests(path);
         }

@@ -1,4 +1,4 @@
-//! Proxies that are not the agent's, in the pod of `app`, as Open Service Mesh's user.
+//! Proxies that are not the agent's, in the pod of `app` or on its node, as Open Service Mesh's user.
 
 use std::{
     fs::{self, Permissions},
@@ -7,7 +7,7 @@ use std::{
 };
 
 use anyhow::{Result, ensure};
-use dataplane_tests::{Command, Process};
+use dataplane_tests::{Command, Host, Process};
 use serde_json::Value;
 
 use super::{UID, World};
@@ -22,14 +22,24 @@ pub struct Relay {
 impl Relay {
     /// An unmodified HAProxy.
     pub fn haproxy(world: &World) -> Result<Self> {
+        Self::haproxy_on(world, world.app())
+    }
+
+    /// Likewise, elsewhere.
+    pub fn haproxy_on(world: &World, host: &Host) -> Result<Self> {
         let config = world.state.path().join("haproxy.cfg");
         fs::write(&config, HAPROXY)?;
-        let command = world.app().command("haproxy").args(["-db", "-f"]);
-        Self::start(world, "haproxy.log", command.arg(&config))
+        let command = host.command("haproxy").args(["-db", "-f"]);
+        Self::start(world, host, "haproxy.log", command.arg(&config))
     }
 
     /// An unmodified nginx.
     pub fn nginx(world: &World) -> Result<Self> {
+        Self::nginx_on(world, world.app())
+    }
+
+    /// Likewise, elsewhere.
+    pub fn nginx_on(world: &World, host: &Host) -> Result<Self> {
         let directory = world.state.path().join("nginx");
         let config = directory.join("nginx.conf");
         if !directory.exists() {
@@ -50,10 +60,10 @@ impl Relay {
             .replace("DIRECTORY", &directory.display().to_string())
             .replace("LOG", &log.display().to_string());
         fs::write(&config, load + &text)?;
-        let command = world.app().command("nginx").user(UID);
+        let command = host.command("nginx").user(UID);
         let command = command.args(["-e", "stderr", "-c"]).arg(&config);
         // One process: with a master, workers would outlive it when it is killed.
-        Self::start(world, "nginx/access.log", command)
+        Self::start(world, host, "nginx/access.log", command)
     }
 
     /// Our own, alone, as if it were somebody else's.
@@ -69,11 +79,11 @@ impl Relay {
             .args(["--metrics-addr", "off", "--admin-addr", "off"])
             .args(["--node-name", "node1", "--manifests"])
             .arg(world.manifests.path());
-        Self::start(world, "proxy.log", command)
+        Self::start(world, world.app(), "proxy.log", command)
     }
 
     /// Starts it, with its standard output in a file, and waits until it listens.
-    fn start(world: &World, log: &str, command: Command) -> Result<Self> {
+    fn start(world: &World, host: &Host, log: &str, command: Command) -> Result<Self> {
         let log = world.state.path().join(log);
         let process = if log.starts_with(world.state.path().join("nginx")) {
             // It writes its log itself.
@@ -86,7 +96,7 @@ impl Relay {
             _process: process,
         };
         eventually(|| {
-            let listening = world.app().command("ss").args(["-Hltn"]).run()?;
+            let listening = host.command("ss").args(["-Hltn"]).run()?;
             let at = |host: &str| listening.contains(&format!("{host}:15001"));
             let v4 = at("127.0.0.1") || at("0.0.0.0") || at("*");
             let v6 = at("[::1]") || at("[::]");
@@ -154,6 +164,7 @@ const HAPROXY: &str = "\
 global
     uid 1500
     gid 1500
+    noreuseport
     log stdout format raw daemon
 defaults
     mode tcp

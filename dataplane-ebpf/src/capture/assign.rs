@@ -1,0 +1,266 @@
+//! Packets of workloads whose sockets are elsewhere, such as virtual machines: the first one of a
+//! connection is given to the proxy's listening socket on the node, those that follow to the socket
+//! which that made of it. Nothing is rewritten: the proxy's socket has the original destination for its
+//! own address (`IP_TRANSPARENT`).
+//!
+//! A program of its own, before `packet_ingress`, on the interfaces of such workloads only: what it
+//! leaves alone, that program finds as it was, and what it gives to a socket it never sees.
+
+use core::ptr::{from_ref, read_volatile, write_volatile};
+
+use aya_ebpf::{
+    EbpfContext,
+    bindings::{BPF_TCP_LISTEN, BPF_TCP_TIME_WAIT, TC_ACT_OK, bpf_sock, bpf_sock_tuple},
+    helpers::generated::{
+        bpf_map_lookup_elem, bpf_sk_assign, bpf_sk_release, bpf_skc_lookup_tcp,
+        bpf_tcp_check_syncookie,
+    },
+    programs::TcContext,
+};
+use dataplane_common::{
+    Addr, Protocol, Reason,
+    capture::{self, Enrolled, FROM_CLIENT, ListenerKey, Local, RuleKey},
+    decide,
+    packet::FlowKey,
+    tables::Endpoint,
+};
+
+use super::{Live, config};
+use crate::{
+    packet::{
+        DROP, LEAVE_ALONE,
+        error::{self, Complaint},
+        events,
+        parse::{FLOW, Packet, WHOLE},
+        route,
+        scratch::scratch,
+        skb::Skb,
+    },
+    select::{self, count},
+    socket,
+    tables::{KNOWN, LISTENERS, LOCALS},
+};
+
+/// No process has these: rules for users are about those of whom we see the sockets.
+const NOBODY: u32 = u32::MAX;
+/// The network namespace of the interface (`BPF_F_CURRENT_NETNS`).
+const CURRENT_NETNS: u64 = u64::MAX;
+
+/// A packet that comes from a workload, if the interface is its own.
+#[inline(always)]
+pub fn run(ctx: &TcContext) -> i32 {
+    let skb = Skb(ctx.as_ptr().cast());
+    if skb.is_tagged() {
+        return LEAVE_ALONE;
+    }
+    let Some(s) = scratch() else {
+        return LEAVE_ALONE;
+    };
+    let packet = &mut s.packet;
+    let outcome = packet.read(skb, route::link_length(skb.ifindex()));
+    // Fragments of TCP nobody sends who finds out how large packets may be.
+    if outcome != FLOW || !packet.is_tcp() || packet.fragment != WHOLE {
+        return LEAVE_ALONE;
+    }
+    let Some(found) = LOCALS.get_ptr(packet.key.src) else {
+        return LEAVE_ALONE;
+    };
+    // SAFETY: a hash's element, freed after a grace period.
+    let local: Local = unsafe { *found };
+    if !local.is_by_packets() {
+        return LEAVE_ALONE;
+    }
+    if to_its_socket(skb, packet) {
+        return taken(skb);
+    }
+    if local.flags & Enrolled::CAPTURED == 0 {
+        return LEAVE_ALONE;
+    }
+    if packet.is_syn() {
+        return begin(skb, packet, &local);
+    }
+    let key = ListenerKey::of_packets(local.workload, packet.is_v4());
+    if local.flags & Enrolled::PROXY != 0 && to_listener::<true>(skb, packet, &key) {
+        return taken(skb);
+    }
+    // What is in its middle was not captured when it began.
+    LEAVE_ALONE
+}
+
+/// The first packet of a connection.
+#[inline(always)]
+fn begin(skb: Skb, packet: &Packet, local: &Local) -> i32 {
+    let Some(config) = config() else {
+        return LEAVE_ALONE;
+    };
+    let enrolled = local.enrolled();
+    let key = ListenerKey::of_packets(local.workload, packet.is_v4());
+    let to = (packet.key.dst, packet.key.dst_port);
+    let asked = Asked {
+        key: &packet.key,
+        listener: &key,
+    };
+    let mut reason = capture::decide_outbound(&asked, config, &enrolled, to, (NOBODY, NOBODY));
+    if reason == Reason::Captured && !to_listener::<false>(skb, packet, &key) {
+        // It has gone just now.
+        reason = capture::without_proxy(enrolled.flags);
+    }
+    count(reason);
+    if reason == Reason::Captured || reason.is_refusal() {
+        events::report(skb, packet, reason, 0, &Endpoint::NONE);
+    }
+    if reason == Reason::Captured {
+        return taken(skb);
+    }
+    if reason.is_refusal() {
+        return error::send(skb, packet, Complaint::PORT_UNREACHABLE);
+    }
+    LEAVE_ALONE
+}
+
+/// The packet goes up the stack, to the socket that it was given: by the agent's rule for the mark,
+/// since by its destination it would go elsewhere. The socket is forgotten by whoever sends it on.
+#[inline(always)]
+fn taken(skb: Skb) -> i32 {
+    let Some(config) = config() else {
+        return DROP;
+    };
+    // SAFETY: a field of the context.
+    unsafe { write_volatile(&raw mut (*skb.0).mark, config.mark | FROM_CLIENT) };
+    TC_ACT_OK
+}
+
+/// Gives the packet to the socket of its connection, if there is one here. (Its addresses are those
+/// on the wire: what is translated on its way to a socket is not found.)
+#[inline(never)]
+fn to_its_socket(skb: Skb, packet: &Packet) -> bool {
+    // As `struct bpf_sock_tuple`: source, destination, ports.
+    let mut tuple = [0_u32; 9];
+    let key = &packet.key;
+    let (src, dst) = (key.src.words(), key.dst.words());
+    let [a, b] = key.src_port.be().to_ne_bytes();
+    let [c, d] = key.dst_port.be().to_ne_bytes();
+    let ports = u32::from_ne_bytes([a, b, c, d]);
+    let size = if packet.is_v4() {
+        tuple[0] = src[3];
+        tuple[1] = dst[3];
+        tuple[2] = ports;
+        12
+    } else {
+        tuple = [
+            src[0], src[1], src[2], src[3], dst[0], dst[1], dst[2], dst[3], ports,
+        ];
+        36
+    };
+    let is_syn = packet.is_syn();
+    // SAFETY: the program's context, as much of the stack as we say, and a socket that is released.
+    unsafe {
+        let tuple = (&raw mut tuple).cast::<bpf_sock_tuple>();
+        // Also what is not a full socket yet, or any more: the kernel's stack wants those.
+        let sk = bpf_skc_lookup_tcp(skb.0.cast(), tuple, size, CURRENT_NETNS, 0);
+        if sk.is_null() {
+            return false;
+        }
+        let state = read_volatile(&raw const (*sk).state);
+        // The proxy has ended the one before: a new one begins.
+        let again = is_syn && state == BPF_TCP_TIME_WAIT;
+        let mut given = -1;
+        if state != BPF_TCP_LISTEN && !again {
+            given = bpf_sk_assign(skb.0.cast(), sk.cast(), 0);
+        }
+        bpf_sk_release(sk.cast());
+        given == 0
+    }
+}
+
+/// Gives the packet to the proxy's listening socket. `COOKIE`: only if it ends a handshake of which that
+/// socket remembers nothing, but that it sent a cookie (`net.ipv4.tcp_syncookies`).
+#[inline(never)]
+fn to_listener<const COOKIE: bool>(skb: Skb, packet: &Packet, key: &ListenerKey) -> bool {
+    // As long as the longer of the two IP headers: TCP's is behind it, which is as long as the rest.
+    let mut ip = [0_u32; 10];
+    let mut tcp = [0_u32; 5];
+    if COOKIE && (!skb.load(packet.l3, &mut ip) || !skb.load(packet.l4, &mut tcp)) {
+        return false;
+    }
+    let length = if packet.is_v4() { 20 } else { 40 };
+    // SAFETY: a socket that is released, and as much of the stack as we say.
+    unsafe {
+        let sk = listener(key);
+        if sk.is_null() {
+            return false;
+        }
+        let mut given = 0;
+        if COOKIE {
+            let (ip, tcp) = ((&raw mut ip).cast(), (&raw mut tcp).cast());
+            given = bpf_tcp_check_syncookie(sk.cast(), ip, length, tcp, 20);
+        }
+        if given == 0 {
+            given = bpf_sk_assign(skb.0.cast(), sk.cast(), 0);
+        }
+        bpf_sk_release(sk.cast());
+        given == 0
+    }
+}
+
+/// The proxy's listening socket, which is to be released.
+#[inline(always)]
+fn listener(key: &ListenerKey) -> *mut bpf_sock {
+    // SAFETY: a sockhash and a key of it.
+    unsafe {
+        bpf_map_lookup_elem(from_ref(&LISTENERS).cast_mut().cast(), from_ref(key).cast()).cast()
+    }
+}
+
+/// A connection, for what the decision asks.
+struct Asked<'a> {
+    key: &'a FlowKey,
+    listener: &'a ListenerKey,
+}
+
+impl capture::Rules for Asked<'_> {
+    #[inline(always)]
+    fn rule(&self, key: &RuleKey) -> u32 {
+        Live.rule(key)
+    }
+
+    #[inline(always)]
+    fn range(&self, policy: u32, addr: Addr) -> u32 {
+        Live.range(policy, addr)
+    }
+}
+
+impl capture::Circumstances for Asked<'_> {
+    /// The proxy is on the node.
+    #[inline(always)]
+    fn is_own(&self) -> bool {
+        let node = socket::config().map_or(0, |config| config.host_netns);
+        LOCALS.get_ptr(self.key.dst).is_some_and(|local| {
+            // SAFETY: a hash's element, freed after a grace period.
+            unsafe { (*local).netns == node }
+        })
+    }
+
+    #[inline(always)]
+    fn is_known(&self) -> bool {
+        is_known(self.key)
+    }
+
+    #[inline(always)]
+    fn listens(&self) -> bool {
+        let sk = listener(self.listener);
+        if sk.is_null() {
+            return false;
+        }
+        // SAFETY: the socket that was found.
+        unsafe { bpf_sk_release(sk.cast()) };
+        true
+    }
+}
+
+#[inline(never)]
+fn is_known(key: &FlowKey) -> bool {
+    KNOWN.get_ptr(key.dst).is_some()
+        || !decide::find_frontend(&select::Live, key.dst, key.dst_port, Protocol::TCP, false)
+            .is_none()
+}
