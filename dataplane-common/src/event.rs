@@ -39,55 +39,48 @@ impl Hook {
     }
 }
 
-/// One decision, as the ring buffer carries it.
-#[repr(C)]
-#[cfg_attr(
-    feature = "user",
-    derive(
-        zerocopy::FromBytes,
-        zerocopy::IntoBytes,
-        zerocopy::Immutable,
-        zerocopy::KnownLayout
-    )
-)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Event {
-    /// Nanoseconds since boot (`bpf_ktime_get_ns`, CLOCK_MONOTONIC).
-    pub at: u64,
-    /// The client's network namespace (`SO_NETNS_COOKIE`); 0 of a packet.
-    pub netns: u64,
-    /// The client's socket (`SO_COOKIE`); 0 of a packet.
-    pub socket: u64,
-    /// The packet's source; unspecified at the socket, where there is none yet.
-    pub source: Addr,
-    /// What the client asked for: the VIP, if it is one.
-    pub destination: Addr,
-    /// The endpoint; unspecified if none was chosen.
-    pub endpoint: Addr,
-    /// The destination's port.
-    pub destination_port: Port,
-    /// The endpoint's port.
-    pub endpoint_port: Port,
-    /// The pool, 0 if none matched.
-    pub pool: u32,
-    /// The client's process (tgid in the initial pid namespace); 0 of a packet.
-    pub pid: u32,
-    /// The packet's interface; 0 at the socket.
-    pub ifindex: u32,
-    /// The packet's source port.
-    pub source_port: Port,
-    /// Zero.
-    pub reserved: u16,
-    /// A [`crate::Reason`].
-    pub reason: u8,
-    /// A [`Hook`].
-    pub hook: u8,
-    /// TCP or UDP.
-    pub protocol: Protocol,
-    /// Zero.
-    pub padding: u8,
-    /// The client's command name, padded with zeros (`TASK_COMM_LEN`).
-    pub comm: [u8; 16],
+layout! {
+    /// One decision, as the ring buffer carries it.
+    #[repr(C)]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct Event {
+        /// Nanoseconds since boot (`bpf_ktime_get_ns`, CLOCK_MONOTONIC).
+        pub at: u64,
+        /// The client's network namespace (`SO_NETNS_COOKIE`); 0 of a packet.
+        pub netns: u64,
+        /// The client's socket (`SO_COOKIE`); 0 of a packet.
+        pub socket: u64,
+        /// The packet's source; unspecified at the socket, where there is none yet.
+        pub source: Addr,
+        /// What the client asked for: the VIP, if it is one.
+        pub destination: Addr,
+        /// The endpoint; unspecified if none was chosen.
+        pub endpoint: Addr,
+        /// The destination's port.
+        pub destination_port: Port,
+        /// The endpoint's port.
+        pub endpoint_port: Port,
+        /// The pool, 0 if none matched.
+        pub pool: u32,
+        /// The client's process (tgid in the initial pid namespace); 0 of a packet.
+        pub pid: u32,
+        /// The packet's interface; 0 at the socket.
+        pub ifindex: u32,
+        /// The packet's source port.
+        pub source_port: Port,
+        /// Zero.
+        pub reserved: u16,
+        /// A [`crate::Reason`].
+        pub reason: u8,
+        /// A [`Hook`].
+        pub hook: u8,
+        /// TCP or UDP.
+        pub protocol: Protocol,
+        /// Zero.
+        pub padding: u8,
+        /// The client's command name, padded with zeros (`TASK_COMM_LEN`).
+        pub comm: [u8; 16],
+    }
 }
 
 const _: () = assert!(size_of::<Event>() == 112 && align_of::<Event>() == 8);

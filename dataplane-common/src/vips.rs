@@ -22,23 +22,16 @@ use crate::{Addr, tables::Kind};
 /// How many elements `VIPS` has: a power of two.
 pub const VIP_ELEMENTS: u32 = 1024;
 
-/// An element of `VIPS`. Each word is set and cleared by atomic stores, while programs read it.
-#[repr(C, align(8))]
-#[cfg_attr(
-    feature = "user",
-    derive(
-        zerocopy::FromBytes,
-        zerocopy::IntoBytes,
-        zerocopy::Immutable,
-        zerocopy::KnownLayout
-    )
-)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub struct VipWords {
-    /// Prefixes that have cluster IPs.
-    pub prefixes: u64,
-    /// Addresses that other frontends have.
-    pub addresses: u64,
+layout! {
+    /// An element of `VIPS`. Each word is set and cleared by atomic stores, while programs read it.
+    #[repr(C, align(8))]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+    pub struct VipWords {
+        /// Prefixes that have cluster IPs.
+        pub prefixes: u64,
+        /// Addresses that other frontends have.
+        pub addresses: u64,
+    }
 }
 
 impl VipWords {

@@ -434,6 +434,18 @@ impl Host {
         Ok(load)
     }
 
+    /// Makes a connection that lives until the process's input is closed; it fails if the connection
+    /// broke before.
+    ///
+    /// # Errors
+    /// When it cannot be made.
+    pub fn hold(&self, to: &str) -> Result<Process> {
+        let probe = self.probe("hold").args(["--to", to]);
+        let mut held = probe.stdin_piped().stdout_piped().spawn()?;
+        held.wait_for_line()?;
+        Ok(held)
+    }
+
     /// Runs `ip` on this host: `host.ip("route add 10.96.0.0/12 via 192.168.77.1")`.
     ///
     /// # Errors

@@ -51,10 +51,7 @@ fn sender(from: &Host, to: SocketAddr) -> Result<Process> {
 
 /// One TCP connection that is used until it is ended.
 fn connection(from: &Host, to: SocketAddr) -> Result<Process> {
-    let probe = from.probe("hold").args(["--to", &to.to_string()]);
-    let mut process = probe.stdin_piped().stdout_piped().spawn()?;
-    process.wait_for_line()?;
-    Ok(process)
+    Ok(from.hold(&to.to_string())?)
 }
 
 /// What `dataplane conntrack list` says.

@@ -481,12 +481,7 @@ fn labels_of_pods_and_namespaces_capture_and_release() -> Result<()> {
             Ok(())
         })
     };
-    let connection = || -> Result<Process> {
-        let probe = client.probe("hold").args(["--to", "10.244.2.10:7"]);
-        let mut process = probe.stdin_piped().stdout_piped().spawn()?;
-        process.wait_for_line()?;
-        Ok(process)
-    };
+    let connection = || -> Result<Process> { Ok(client.hold("10.244.2.10:7")?) };
     captured(false)?;
     let mut connections = vec![connection()?];
     pod(ambient.clone());

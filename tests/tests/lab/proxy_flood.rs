@@ -120,6 +120,7 @@ fn more_than_it_can_have_are_refused_or_wait() -> Result<()> {
         ensure!((now - f64::from(MOST)).abs() < 0.5, "{now} connections");
         Ok(())
     })?;
+    // What it works in two seconds of being full.
     let at_first = ticks(proxy)?;
     thread::sleep(Duration::from_secs(2));
     let spent = ticks(proxy)? - at_first;

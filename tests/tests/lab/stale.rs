@@ -58,10 +58,7 @@ fn resolver(cluster: &Cluster, to: &str, how: &[&str]) -> Result<Process> {
 }
 
 fn connection(cluster: &Cluster, to: &str) -> Result<Process> {
-    let probe = cluster.client().probe("hold").args(["--to", to]);
-    let mut process = probe.stdin_piped().stdout_piped().spawn()?;
-    process.wait_for_line()?;
-    Ok(process)
+    Ok(cluster.client().hold(to)?)
 }
 
 fn answers(report: &Report) -> Vec<Option<&str>> {

@@ -299,14 +299,7 @@ fn rules_change_while_connections_live() -> Result<()> {
     // Connections that live through all of it.
     let mut busy = Vec::new();
     for to in ["10.244.1.5:7", "10.244.1.6:7"] {
-        let mut process = app
-            .probe("hold")
-            .args(["--to", to])
-            .stdin_piped()
-            .stdout_piped()
-            .spawn()?;
-        process.wait_for_line()?;
-        busy.push(process);
+        busy.push(app.hold(to)?);
     }
     let excluded = json!({
         "traffic.sidecar.istio.io/excludeOutboundIPRanges": "10.244.1.5/32",

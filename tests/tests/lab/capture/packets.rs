@@ -10,7 +10,7 @@ use anyhow::{Context as _, Result, ensure};
 use dataplane::kernel::Hook;
 use dataplane_common::Reason;
 use dataplane_tests::{
-    Host, Process,
+    Process,
     report::{LoadReport, Report},
 };
 use serde_json::{Value, json};
@@ -75,13 +75,6 @@ fn left_alone(world: &World, reason: Reason, to: &str, how: &str, by: &str) -> R
         reason.word()
     );
     sources_are(&report, &world.app().addresses())
-}
-
-fn hold(host: &Host, to: &str) -> Result<Process> {
-    let held = host.probe("hold").args(["--to", to]);
-    let mut process = held.stdin_piped().stdout_piped().spawn()?;
-    process.wait_for_line()?;
-    Ok(process)
 }
 
 fn lived(mut held: Process) -> Result<()> {
@@ -281,7 +274,7 @@ fn without_a_proxy_it_is_refused_or_passes() -> Result<()> {
         let rules = json!({ "mode": "proxy", "withoutProxy": rule });
         capture(&mut world, rules, &[])?;
         let app = world.app().clone();
-        let held = hold(&app, "10.244.1.5:7")?;
+        let held = app.hold("10.244.1.5:7")?;
         let agent = world.agent.as_mut().context("an agent")?;
         // Killed: its proxy is gone with it.
         agent.kill();
@@ -312,10 +305,10 @@ fn connections_outlive_capture_and_its_end() -> Result<()> {
     world.agent_with(&config, std::slice::from_ref(&pods))?;
     let app = world.app().clone();
     let both = ["10.244.1.5:7", "10.96.0.10:80"];
-    let before = [hold(&app, both[0])?, hold(&app, both[1])?];
+    let before = [app.hold(both[0])?, app.hold(both[1])?];
     write("ambient")?;
     eventually(|| captured(&world, "10.244.1.5:7", "connect", "one"))?;
-    let during = [hold(&app, both[0])?, hold(&app, both[1])?];
+    let during = [app.hold(both[0])?, app.hold(both[1])?];
     for held in before {
         lived(held)?;
     }
@@ -341,7 +334,7 @@ fn agents_take_each_others_place() -> Result<()> {
     let mut world = world()?;
     capture(&mut world, json!({ "mode": "proxy" }), &[])?;
     let app = world.app().clone();
-    let held = hold(&app, "10.244.1.5:7")?;
+    let held = app.hold("10.244.1.5:7")?;
     let load = app.load(&["--to", "10.96.0.10:80", "--threads", "1"])?;
     let agent = world.agent.as_mut().context("an agent")?;
     let replaced = [agent.replace()?, agent.replace()?];

@@ -23,14 +23,7 @@ fn agents_take_each_others_place_and_refuse_nobody() -> Result<()> {
     // Connections that live through all of it, in both directions, each by its own agent's proxy.
     let mut kept = Vec::new();
     for (from, to) in [(&app, "10.244.1.5:7"), (&one, "10.244.1.8:7")] {
-        let mut process = from
-            .probe("hold")
-            .args(["--to", to])
-            .stdin_piped()
-            .stdout_piped()
-            .spawn()?;
-        process.wait_for_line()?;
-        kept.push(process);
+        kept.push(from.hold(to)?);
     }
     let loads = [
         app.load(&["--to", "10.244.2.5:7", "--threads", "2"])?,
