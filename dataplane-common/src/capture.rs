@@ -48,9 +48,8 @@ layout! {
         pub outbound: Port,
         /// The port of the proxy's listeners for inbound connections.
         pub inbound: Port,
-        /// Whether the proxy is not the agent's: 1 or 0. Whoever listens at `inbound` in a workload's
-        /// namespace is it.
-        pub foreign: u32,
+        /// [`CaptureConfig::FOREIGN`] and so on.
+        pub flags: u32,
     }
 
     /// A workload whose connections are captured.
@@ -165,11 +164,12 @@ layout! {
     #[repr(C, align(8))]
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
     pub struct TrafficKey {
-        /// [`Enrolled::workload`] of who connects.
+        /// [`Enrolled::workload`] of who connects, or of who is connected to.
         pub workload: u32,
-        /// The pool of the service that it asked for; 0: none.
+        /// The pool of the service that it asked for; 0: none. [`TrafficKey::INBOUND`] if it was
+        /// connected to.
         pub pool: u32,
-        /// Whom it reached: the address if it is a known one, else unspecified.
+        /// The other side: the address if it is a known one, else unspecified.
         pub addr: Addr,
     }
 
@@ -190,6 +190,14 @@ layout! {
         /// How long those that were closed were open, in nanoseconds.
         pub nanoseconds: u64,
     }
+}
+
+impl CaptureConfig {
+    /// The proxy is not the agent's: whoever listens at `inbound` in a workload's namespace is it.
+    pub const FOREIGN: u32 = 1;
+    /// There is somebody in `LOCALS` whose inbound connections go direct, and are measured. Without it,
+    /// connections that arrive are nobody's business.
+    pub const ARRIVALS: u32 = 1 << 1;
 }
 
 impl Enrolled {
@@ -226,6 +234,14 @@ impl Local {
         self.flags & Enrolled::PACKETS != 0
     }
 
+    /// Whether connections to it are measured where they arrive: nobody stands between it and its
+    /// clients.
+    #[inline(always)]
+    pub const fn is_measured(&self) -> bool {
+        let flags = Enrolled::CAPTURED | Enrolled::INBOUND | Enrolled::PACKETS;
+        self.flags & flags == Enrolled::CAPTURED
+    }
+
     /// The workload, as it is enrolled.
     pub const fn enrolled(&self) -> Enrolled {
         Enrolled {
@@ -235,6 +251,11 @@ impl Local {
             reserved: 0,
         }
     }
+}
+
+impl TrafficKey {
+    /// As a pool: connections that were made to the workload.
+    pub const INBOUND: u32 = u32::MAX;
 }
 
 impl ListenerKey {

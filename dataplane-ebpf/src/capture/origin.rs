@@ -11,36 +11,29 @@ use aya_ebpf::{
         BPF_SOCK_OPS_TCP_LISTEN_CB, bpf_sock_ops,
     },
     helpers::generated::{
-        bpf_get_netns_cookie, bpf_get_socket_cookie, bpf_ktime_get_ns, bpf_sk_storage_get,
-        bpf_sock_hash_update, bpf_sock_ops_cb_flags_set,
+        bpf_get_netns_cookie, bpf_get_socket_cookie, bpf_sk_storage_get, bpf_sock_hash_update,
+        bpf_sock_ops_cb_flags_set,
     },
 };
 use dataplane_common::{
     Addr, Port, Reason,
-    capture::{CaptureConfig, Enrolled, FROM_CLIENT, ListenerKey, Meter, Origin, Traffic, Tuple},
+    capture::{self, CaptureConfig, Enrolled, FROM_CLIENT, ListenerKey, Local, Origin, Tuple},
     tables::Peer,
 };
 
-use super::config;
+use super::{Live, config, meters};
 use crate::{
-    atomic,
     select::count,
     socket::peers,
-    tables::{ACCEPTED, KNOWN, LISTENERS, METERS, MORE_PEERS, NAMESPACES, ORIGINS, TRAFFIC},
+    tables::{ACCEPTED, LISTENERS, LOCALS, MORE_PEERS, NAMESPACES, ORIGINS},
 };
 
 /// `BPF_SK_STORAGE_GET_F_CREATE`.
 pub const CREATE: u64 = 1;
-/// `BPF_NOEXIST`.
-const NEW: u64 = 1;
 const AF_INET6: u32 = 10;
 
-// States of a TCP socket (`include/net/tcp_states.h`).
-const FIN_WAIT2: u32 = 5;
+/// A state of a TCP socket (`include/net/tcp_states.h`).
 const CLOSE: u32 = 7;
-const CLOSE_WAIT: u32 = 8;
-const LAST_ACK: u32 = 9;
-const CLOSING: u32 = 11;
 
 /// Everything that `sockops` is asked.
 #[inline(always)]
@@ -97,7 +90,7 @@ fn connecting(ctx: *mut bpf_sock_ops) {
             return;
         }
         watch(ctx);
-    } else if !storage(ctx, from_ref(&METERS).cast(), 0).is_null() {
+    } else if !meters::of(ctx).is_null() {
         watch(ctx);
     }
 }
@@ -120,6 +113,9 @@ fn accepted(ctx: *mut bpf_sock_ops) {
     // SAFETY: a field of the context; in host order.
     let port = unsafe { read_volatile(&raw const (*ctx).local_port) };
     if port != u32::from(config.outbound.host()) {
+        if config.flags & CaptureConfig::ARRIVALS != 0 {
+            arrived(ctx, config, port);
+        }
         return;
     }
     let tuple = tuple(ctx, false);
@@ -135,30 +131,53 @@ fn accepted(ctx: *mut bpf_sock_ops) {
     let _ = ORIGINS.remove(tuple);
 }
 
-/// A connection that is measured is established.
+/// A connection to a workload between whom and its clients nobody stands is measured where it
+/// arrives: what a proxy would take, by the same rules.
 #[inline(always)]
-fn connected(ctx: *mut bpf_sock_ops) {
-    let meter = storage(ctx, from_ref(&METERS).cast(), 0).cast::<Meter>();
-    if meter.is_null() {
+fn arrived(ctx: *mut bpf_sock_ops, config: &CaptureConfig, port: u32) {
+    let (addr, client) = (local(ctx), remote(ctx));
+    // What a workload says to itself is no proxy's either. That this comes before the table makes
+    // it nothing for connections by loopback.
+    if addr == client {
         return;
     }
-    let reached = remote(ctx);
-    let known = KNOWN.get_ptr(reached).is_some();
-    // SAFETY: the socket's storage; the helper has no preconditions.
-    unsafe {
-        (*meter).opened_at = bpf_ktime_get_ns();
-        if known {
-            (*meter).key.addr = reached;
-        }
+    let Some(found) = LOCALS.get_ptr(addr) else {
+        return;
+    };
+    // SAFETY: a hash's element, freed after a grace period.
+    let found: Local = unsafe { *found };
+    // SAFETY: the program's context.
+    if !found.is_measured() || found.netns != unsafe { bpf_get_netns_cookie(ctx.cast()) } {
+        return;
     }
-    let traffic = traffic(meter);
-    if !traffic.is_null() {
-        // SAFETY: an element of the hash.
-        unsafe { atomic::add(&raw mut (*traffic).opened, 1) };
+    if let Some(own) = LOCALS.get_ptr(client)
+        // SAFETY: as above.
+        && unsafe { (*own).netns } == found.netns
+    {
+        return;
+    }
+    // What the proxy took while there was one, it counts.
+    if is_from_client(ctx, config) {
+        return;
+    }
+    // The kernel does not say by which interface it came.
+    if capture::inbound(&Live, &found, port, 0) == Reason::CapturedInbound
+        && meters::arrived(ctx, found.workload, client)
+    {
+        watch(ctx);
     }
 }
 
-/// The client's socket is closed.
+/// A connection that is measured is established.
+#[inline(always)]
+fn connected(ctx: *mut bpf_sock_ops) {
+    let meter = meters::of(ctx);
+    if !meter.is_null() {
+        meters::established(meter, remote(ctx));
+    }
+}
+
+/// A socket that is watched is closed: a client's, or one that is measured.
 #[inline(always)]
 fn changed(ctx: *mut bpf_sock_ops) {
     // SAFETY: fields of the context.
@@ -176,37 +195,9 @@ fn changed(ctx: *mut bpf_sock_ops) {
         let _ = ORIGINS.remove(tuple(ctx, true));
         return;
     }
-    let meter = storage(ctx, from_ref(&METERS).cast(), 0).cast::<Meter>();
-    if meter.is_null() {
-        return;
-    }
-    let traffic = traffic(meter);
-    if traffic.is_null() {
-        return;
-    }
-    // SAFETY: the socket's storage, an element of the hash, and fields of the context.
-    unsafe {
-        let opened_at = (*meter).opened_at;
-        if opened_at == 0 {
-            atomic::add(&raw mut (*traffic).failed, 1);
-            return;
-        }
-        (*meter).opened_at = 0;
-        // A SYN and a FIN count as a byte each.
-        let acked = read_volatile(&raw const (*ctx).bytes_acked);
-        let ended = u64::from(before == FIN_WAIT2 || before == LAST_ACK || before == CLOSING);
-        let received = read_volatile(&raw const (*ctx).bytes_received);
-        let other_ended = u64::from(
-            before == FIN_WAIT2 || before == CLOSE_WAIT || before == LAST_ACK || before == CLOSING,
-        );
-        atomic::add(&raw mut (*traffic).sent, acked.saturating_sub(1 + ended));
-        atomic::add(
-            &raw mut (*traffic).received,
-            received.saturating_sub(other_ended),
-        );
-        let lasted = bpf_ktime_get_ns().wrapping_sub(opened_at);
-        atomic::add(&raw mut (*traffic).nanoseconds, lasted);
-        atomic::add(&raw mut (*traffic).closed, 1);
+    let meter = meters::of(ctx);
+    if !meter.is_null() {
+        meters::closed(ctx, meter, before);
     }
 }
 
@@ -215,7 +206,7 @@ fn changed(ctx: *mut bpf_sock_ops) {
 #[inline(always)]
 fn listening(ctx: *mut bpf_sock_ops) {
     let Some(config) = config() else { return };
-    if config.foreign == 0 {
+    if config.flags & CaptureConfig::FOREIGN == 0 {
         return;
     }
     // SAFETY: fields of the context.
@@ -245,18 +236,6 @@ fn listening(ctx: *mut bpf_sock_ops) {
     }
 }
 
-/// What the connections that a meter is for have come to so far, or null.
-#[inline(always)]
-fn traffic(meter: *const Meter) -> *mut Traffic {
-    // SAFETY: the socket's storage.
-    let key = unsafe { (*meter).key };
-    if let Some(found) = TRAFFIC.get_ptr_mut(key) {
-        return found;
-    }
-    let _ = TRAFFIC.insert(key, Traffic::default(), NEW);
-    TRAFFIC.get_ptr_mut(key).unwrap_or(null_mut())
-}
-
 /// The storage of the program's socket in a table, or null.
 #[inline(always)]
 pub fn storage(
@@ -274,12 +253,12 @@ pub fn storage(
     }
 }
 
-/// The same, made from `origin` if it is not there.
+/// The same, made from `value` if it is not there; the value is of the table's type.
 #[inline(always)]
-fn storage_with(
+pub fn storage_with<V>(
     ctx: *mut bpf_sock_ops,
     table: *const core::ffi::c_void,
-    origin: *mut Origin,
+    value: *mut V,
 ) -> *mut core::ffi::c_void {
     // SAFETY: as above; the value is as large as the table's.
     unsafe {
@@ -287,7 +266,7 @@ fn storage_with(
         if sk.is_null() {
             return null_mut();
         }
-        bpf_sk_storage_get(table.cast_mut(), sk.cast(), origin.cast(), CREATE)
+        bpf_sk_storage_get(table.cast_mut(), sk.cast(), value.cast(), CREATE)
     }
 }
 

@@ -6,32 +6,27 @@ use aya_ebpf::{
     bindings::{bpf_sock_addr, bpf_sock_tuple},
     helpers::generated::{
         bpf_get_current_ancestor_cgroup_id, bpf_get_current_cgroup_id, bpf_get_current_uid_gid,
-        bpf_sk_lookup_tcp, bpf_sk_release, bpf_sk_storage_delete, bpf_sk_storage_get,
+        bpf_sk_lookup_tcp, bpf_sk_release,
     },
 };
 use dataplane_common::{
     Addr, Hook, Port, Protocol, Reason,
-    capture::{
-        self, Enrolled, FROM_CLIENT, MESH_CGROUPS, MESH_GUARD, MESH_NAMESPACES, Meter, RuleKey,
-        TrafficKey,
-    },
+    capture::{self, Enrolled, FROM_CLIENT, MESH_CGROUPS, MESH_GUARD, MESH_NAMESPACES, RuleKey},
     decide,
     tables::{Endpoint, Frontend},
 };
 
-use super::{Live, config};
+use super::{Live, config, meters};
 use crate::{
     select::{self, Request, Verdict, count},
     socket::{self, Family, GO_ON, SockAddr, events, peers, refuse},
-    tables::{CGROUPS, KNOWN, LOCALS, METERS, NAMESPACES},
+    tables::{CGROUPS, KNOWN, LOCALS, NAMESPACES},
 };
 
 /// How deep in the hierarchy cgroups are looked for.
 const LEVELS: u32 = 16;
 /// The network namespace of the socket (`BPF_F_CURRENT_NETNS`).
 const CURRENT_NETNS: u64 = u64::MAX;
-/// `BPF_SK_STORAGE_GET_F_CREATE`.
-const CREATE: u64 = 1;
 
 /// Decides, and carries it out. A program of its own, which is attached before the services' where
 /// there is a mesh: what it leaves alone, and what goes direct, the services' program finds as it
@@ -67,7 +62,7 @@ pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
     if !captured {
         return refuse();
     }
-    measure_not(ctx);
+    meters::forget(ctx);
     peers::remember(call, &request.peer(&verdict.endpoint));
     call.set(verdict.endpoint.addr, verdict.endpoint.port);
     GO_ON
@@ -121,7 +116,7 @@ fn judge(ctx: *mut bpf_sock_addr, request: &Request, mesh: u64) -> Reason {
         (user as u32, (user >> 32) as u32),
     );
     if reason == Reason::Direct {
-        measure(ctx, enrolled.workload, frontend(request).pool());
+        meters::begin(ctx, enrolled.workload, frontend(request).pool());
     }
     reason
 }
@@ -257,40 +252,4 @@ fn listens(ctx: *mut bpf_sock_addr, v4: bool, port: Port) -> bool {
 fn port_word(port: Port) -> u32 {
     let [a, b] = port.be().to_ne_bytes();
     u32::from_ne_bytes([0, 0, a, b])
-}
-
-/// Has a connection measured that goes direct. Whom it reaches is known when it is established.
-#[inline(always)]
-fn measure(ctx: *mut bpf_sock_addr, workload: u32, pool: u32) {
-    let meter = Meter {
-        key: TrafficKey {
-            workload,
-            pool,
-            addr: Addr::UNSPECIFIED,
-        },
-        opened_at: 0,
-    };
-    // SAFETY: `sk` of a connect hook is a full socket; the storage is as large as a meter.
-    unsafe {
-        let sk = read_volatile(&raw const (*ctx).__bindgen_anon_1.sk);
-        let place = bpf_sk_storage_get(
-            core::ptr::from_ref(&METERS).cast_mut().cast(),
-            sk.cast(),
-            (&raw const meter).cast_mut().cast(),
-            CREATE,
-        );
-        if !place.is_null() {
-            *place.cast::<Meter>() = meter;
-        }
-    }
-}
-
-/// A socket that was measured, and now goes elsewhere, is measured no more.
-#[inline(always)]
-fn measure_not(ctx: *mut bpf_sock_addr) {
-    // SAFETY: as in `measure`.
-    unsafe {
-        let sk = read_volatile(&raw const (*ctx).__bindgen_anon_1.sk);
-        bpf_sk_storage_delete(core::ptr::from_ref(&METERS).cast_mut().cast(), sk.cast());
-    }
 }

@@ -69,11 +69,15 @@ impl Direct {
             let Some(workload) = self.workloads.get(&key.workload) else {
                 continue;
             };
+            let (direction, service) = match key.pool {
+                TrafficKey::INBOUND => (Direction::Inbound, None),
+                pool => (Direction::Outbound, service(pool)),
+            };
             let labels = |flag| Labels {
                 workload: Party(Arc::clone(workload)),
                 key: CountersKey {
-                    direction: Direction::Outbound,
-                    service: service(key.pool),
+                    direction,
+                    service: service.clone(),
                     peer: peer(key.addr).map(Party),
                     flag,
                 },
@@ -89,12 +93,17 @@ impl Direct {
                 *self.connections.entry(labels).or_default() += totals;
             }
             // From the client and to it, as a proxy between them has it.
+            let (sent, received) = (since(|t| t.sent), since(|t| t.received));
+            let (from_client, to_client) = match direction {
+                Direction::Outbound => (sent, received),
+                Direction::Inbound => (received, sent),
+            };
             let totals = Totals {
                 opened: since(|traffic| traffic.opened),
                 closed: since(|traffic| traffic.closed),
                 failed: 0,
-                received: since(|traffic| traffic.sent),
-                sent: since(|traffic| traffic.received),
+                received: from_client,
+                sent: to_client,
             };
             if totals != Totals::default() {
                 let labels = labels(Flag::None);
@@ -167,5 +176,37 @@ mod tests {
             ]
         );
         assert_eq!(direct.durations.values().sum::<u64>(), 50);
+    }
+
+    #[test]
+    fn bytes_are_from_the_client_and_to_it_whichever_side_is_ours() {
+        let mut direct = Direct::default();
+        direct.name(1, &workload("app"));
+        for pool in [3, TrafficKey::INBOUND] {
+            let key = TrafficKey {
+                workload: 1,
+                pool,
+                addr: Addr::UNSPECIFIED,
+            };
+            let traffic = Traffic {
+                sent: 7,
+                received: 100,
+                ..Traffic::default()
+            };
+            let service = |pool| (pool == 3).then(|| ServiceName::new("default", "web"));
+            direct.update([(key, traffic)], service, |_| None);
+        }
+        let all = direct.connections.iter();
+        let seen: Vec<_> = all
+            .map(|(labels, t)| (labels.key.direction, labels.key.service.is_some(), t))
+            .map(|(direction, service, t)| (direction, service, t.received, t.sent))
+            .collect();
+        assert_eq!(
+            seen,
+            [
+                (Direction::Outbound, true, 7, 100),
+                (Direction::Inbound, false, 100, 7),
+            ]
+        );
     }
 }

@@ -247,7 +247,7 @@ impl Capture {
         };
         if let Some(options) = options {
             let levels = capture.tables.config().levels;
-            capture.set_config(options, agent_cgroup, levels);
+            capture.set_config(options, agent_cgroup, levels, &capture.held);
             // Whose they are, only the earlier agent knew.
             for (key, _) in capture.tables.traffic()? {
                 let _ = capture.tables.traffic.remove(&key);
@@ -269,7 +269,21 @@ impl Capture {
         Ok(capture)
     }
 
-    fn set_config(&self, options: CaptureOptions, agent_cgroup: u64, levels: u32) {
+    /// `captured`: what the tables hold, or are about to.
+    fn set_config(
+        &self,
+        options: CaptureOptions,
+        agent_cgroup: u64,
+        levels: u32,
+        captured: &Captured,
+    ) {
+        let mut flags = 0;
+        if options.foreign {
+            flags |= CaptureConfig::FOREIGN;
+        }
+        if captured.locals.values().any(Local::is_measured) {
+            flags |= CaptureConfig::ARRIVALS;
+        }
         self.tables.config.set(
             0,
             CaptureConfig {
@@ -278,7 +292,7 @@ impl Capture {
                 levels,
                 outbound: Port::new(options.outbound),
                 inbound: Port::new(options.inbound),
-                foreign: u32::from(options.foreign),
+                flags,
             },
         );
     }
@@ -307,9 +321,10 @@ impl Capture {
         };
         let config = self.tables.config();
         // Levels only ever say where to look: more of them before, fewer after.
-        self.set_config(options, config.agent_cgroup, config.levels | levels);
+        let before = config.levels | levels;
+        self.set_config(options, config.agent_cgroup, before, wanted);
         self.write(wanted)?;
-        self.set_config(options, config.agent_cgroup, levels);
+        self.set_config(options, config.agent_cgroup, levels, wanted);
         let mut mesh = 0;
         if !wanted.namespaces.is_empty() {
             mesh |= MESH_NAMESPACES;

@@ -64,6 +64,17 @@ fn both_modes_count_the_same() -> Result<()> {
         reaches(app, "10.244.1.6:7", "connect --count 2", &["two"])?;
         let report = ask(app, "10.244.1.5:9", "connect")?;
         ensure!(report.answered == 0, "{report:?}");
+        // And the other way: from somebody who is known, here and elsewhere, from somebody who is not, and
+        // from itself, which is outbound alone.
+        let (one, two, far) = (
+            world.lab.pod("one"),
+            world.lab.pod("two"),
+            world.lab.pod("far"),
+        );
+        reaches(one, "10.244.1.8:7", "connect --count 3", &["app"])?;
+        reaches(far, "[fd00:10:244:1::8]:80", "http --count 2", &["app"])?;
+        reaches(two, "10.244.1.8:80", "http", &["app"])?;
+        reaches(app, "10.244.1.8:7", "connect", &["app"])?;
         let mut all = BTreeMap::new();
         eventually(|| {
             all = series(&world)?;
@@ -73,7 +84,7 @@ fn both_modes_count_the_same() -> Result<()> {
             };
             let closed = sum("istio_tcp_connections_closed_total");
             let failed = sum("istio_tcp_connections_failed_total");
-            ensure!((closed, failed) == (16, 1), "{closed}, {failed}: {all:#?}");
+            ensure!((closed, failed) == (23, 1), "{closed}, {failed}: {all:#?}");
             Ok(())
         })?;
         seen.push(all);
@@ -96,5 +107,16 @@ fn both_modes_count_the_same() -> Result<()> {
     });
     let (_, opened) = web.with_context(|| format!("{:#?}", seen[0]))?;
     ensure!(opened == "4", "{opened} of 4");
+    let arrived = seen[0].iter().find(|(series, _)| {
+        let labels = [
+            "reporter=\"destination\"",
+            "source_workload=\"one\"",
+            "destination_workload=\"app\"",
+        ];
+        series.starts_with("istio_tcp_connections_closed_total")
+            && labels.iter().all(|label| series.contains(label))
+    });
+    let (_, arrived) = arrived.with_context(|| format!("{:#?}", seen[0]))?;
+    ensure!(arrived == "3", "{arrived} of 3");
     Ok(())
 }
