@@ -92,6 +92,13 @@ pub struct MeshWorkload {
     pub name: String,
     /// Why it is not captured as it should be.
     pub problem: Option<String>,
+    /// What it says to the agent's proxy: `sockmap` if that goes past the TCP stack, else `off`. None
+    /// from an agent that does not tell.
+    #[serde(default)]
+    pub acceleration: Option<String>,
+    /// Why it is `off` though `sockmap` was asked for.
+    #[serde(default)]
+    pub not_accelerated: Option<String>,
     /// What is said of it. Of two that say something of the same thing, only the one that counts.
     /// Not in `GET /status`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -109,7 +116,7 @@ impl MeshWorkload {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MeshRule {
     /// What it is about: `outbound-range`, `outbound-port`, `inbound-port`, `inbound-others`, `user`,
-    /// `group`, `interface`, `mode`, `egress` or `without-proxy`.
+    /// `group`, `interface`, `captured-by`, `mode`, `egress`, `without-proxy` or `acceleration`.
     pub about: String,
     /// Which range, port, user, group or interface; empty for a setting.
     pub of: String,

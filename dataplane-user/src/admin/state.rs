@@ -539,11 +539,8 @@ fn mesh_problems(known: &Known) -> impl Iterator<Item = api::Problem> {
 
 fn without_rules(workload: &api::MeshWorkload) -> api::MeshWorkload {
     api::MeshWorkload {
-        number: workload.number,
-        namespace: workload.namespace.clone(),
-        name: workload.name.clone(),
-        problem: workload.problem.clone(),
         rules: Vec::new(),
+        ..workload.clone()
     }
 }
 

@@ -8,7 +8,8 @@ use super::{
 };
 use crate::{
     model::{
-        self, CapturedBy, Egress, Mode, Problem, Rules, ServiceType, TrafficPolicy, WithoutProxy,
+        self, Acceleration, CapturedBy, Egress, Mode, Problem, Rules, ServiceType, TrafficPolicy,
+        WithoutProxy,
     },
     plan,
 };
@@ -72,6 +73,7 @@ fn statements(rules: &Rules) -> Vec<(&'static str, String, &'static str)> {
         ("mode", rules.mode.map(Mode::word)),
         ("egress", rules.egress.map(Egress::word)),
         ("without-proxy", rules.without_proxy.map(WithoutProxy::word)),
+        ("acceleration", rules.acceleration.map(Acceleration::word)),
     ];
     let given = settings
         .into_iter()

@@ -148,6 +148,15 @@ impl Mode {
             Self::Kernel => "kernel",
         }
     }
+
+    /// Whether connections go to the proxy; `foreign`: whether that is another one than the agent's.
+    pub const fn is_proxied(self, foreign: bool) -> bool {
+        match self {
+            Self::Auto => foreign,
+            Self::Proxy => true,
+            Self::Kernel => false,
+        }
+    }
 }
 
 /// What becomes of captured connections while the proxy does not listen.
@@ -178,6 +187,16 @@ pub enum Acceleration {
     Off,
     /// From socket to socket, by a sockmap.
     Sockmap,
+}
+
+impl Acceleration {
+    /// As in configurations.
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::Off => "off",
+            Self::Sockmap => "sockmap",
+        }
+    }
 }
 
 /// By what a workload's outbound connections are captured.

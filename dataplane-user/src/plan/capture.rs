@@ -8,7 +8,7 @@ use dataplane_common::{
 };
 use ipnet::{IpNet, Ipv4Net};
 
-use crate::model::{Egress, Mode, Policy, WithoutProxy};
+use crate::model::{Egress, Policy, WithoutProxy};
 
 /// What the tables of capture hold, or should.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -73,8 +73,8 @@ impl Policies {
 
     /// Adds what a policy says to the tables, unless it is there; answers its number and flags.
     ///
-    /// `proxied`: whether `auto` means the proxy.
-    pub fn add(&mut self, policy: &Policy, proxied: bool, tables: &mut Captured) -> (u32, u32) {
+    /// `foreign`: as [`crate::model::Mode::is_proxied`] wants to know it.
+    pub fn add(&mut self, policy: &Policy, foreign: bool, tables: &mut Captured) -> (u32, u32) {
         let number = if let Some(number) = self.numbers.get(policy) {
             *number
         } else {
@@ -108,7 +108,7 @@ impl Policies {
             let key = range_key(number, range);
             tables.ranges.insert(key, verdict(*captured));
         }
-        (number, flags(policy, proxied))
+        (number, flags(policy, foreign))
     }
 
     /// Forgets policies that are not in use any more.
@@ -135,12 +135,8 @@ fn range(key: &RangeKey) -> Option<IpNet> {
     IpNet::new(addr, u8::try_from(bits).ok()?).ok()
 }
 
-fn flags(policy: &Policy, proxied: bool) -> u32 {
-    let proxied = match policy.mode {
-        Mode::Auto => proxied,
-        Mode::Proxy => true,
-        Mode::Kernel => false,
-    };
+fn flags(policy: &Policy, foreign: bool) -> u32 {
+    let proxied = policy.mode.is_proxied(foreign);
     let users = !policy.excluded_uids.is_empty() || !policy.excluded_gids.is_empty();
     [
         (Enrolled::CAPTURED, true),

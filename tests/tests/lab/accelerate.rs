@@ -10,12 +10,13 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_common::accelerate::WINDOW;
-use dataplane_tests::{Host, Lab, Process, patience, report::TalkReport};
-use serde_json::json;
+use dataplane_tests::{Agent, Host, Lab, Process, patience, report::TalkReport};
+use serde_json::{Value, json};
 
 use crate::{
     cluster::{eventually, reaches, serve},
     manifest::{Manifests, Service},
+    outcome::run_args,
 };
 
 scenarios! {
@@ -275,11 +276,19 @@ fn a_captured_pod_asks_for_it() -> Result<()> {
             server.wait_for_line()?;
             servers.push(server);
         }
-        let mesh = json!({"workloads": [{
-            "name": "default/app",
-            "addresses": ["10.244.1.8", "fd00:10:244:1::8"],
-            "rules": { "mode": "proxy", "acceleration": acceleration },
-        }]});
+        let mesh = json!({
+            "rules": { "acceleration": acceleration },
+            "workloads": [{
+                "name": "default/app",
+                "addresses": ["10.244.1.8", "fd00:10:244:1::8"],
+                "rules": { "mode": "proxy" },
+            }, {
+                // It is asked for, and there is nothing to accelerate.
+                "name": "default/near",
+                "addresses": ["10.244.1.10"],
+                "rules": { "mode": "kernel" },
+            }],
+        });
         let agent = lab
             .agent("node1")
             .in_the_nodes_cgroup()
@@ -303,6 +312,63 @@ fn a_captured_pod_asks_for_it() -> Result<()> {
         // What comes in: the proxy connects to the application, whose answers are accelerated.
         reaches(near, "10.244.1.8:7", "connect --count 20", &["app"])
             .with_context(|| format!("{acceleration}: {}", agent.log()))?;
+        said_to_be(acceleration, &agent)
+            .with_context(|| format!("{acceleration}: what is said of it"))?;
     }
+    Ok(())
+}
+
+/// What `status` and `explain` say of `default/app`, whose acceleration this is, and `default/near`.
+fn said_to_be(acceleration: &str, agent: &Agent) -> Result<()> {
+    let json = |args: &[&str]| -> Result<Value> {
+        let args = [args, &["-o", "json"]].concat();
+        run_args(agent, args)?.exits(0)?.json()
+    };
+    let status = json(&["status"])?;
+    let row = |n: usize| {
+        let row = &status["mesh"][n];
+        ["name", "acceleration", "not_accelerated"].map(|field| row[field].as_str())
+    };
+    let is_on = acceleration == "sockmap";
+    let direct = "its connections go direct";
+    ensure!(
+        row(0) == [Some("default/app"), Some(acceleration), None]
+            && row(1) == [Some("default/near"), Some("off"), is_on.then_some(direct)],
+        "{status:#}"
+    );
+    let text = run_args(agent, ["status"])?.exits(0)?;
+    let off = format!("off: {direct}");
+    text.says(&["ACCELERATION", if is_on { &off } else { "off" }])?;
+    // To a service, by what it answers to its proxy; to itself; and into it.
+    let elsewhere = "it is not in the workload's network namespace";
+    for (from, to, legs) in [
+        ("default/app", "10.96.0.10:80", [true, false]),
+        ("default/app", "10.244.1.8:7", [true, true]),
+        ("10.244.1.10", "10.244.1.8:7", [false, true]),
+    ] {
+        let told = json(&["explain", from, to])?;
+        let last = told["capture"].as_array().and_then(|all| all.last());
+        let said = &last.with_context(|| format!("{told:#}"))?["acceleration"];
+        for (leg, here) in ["client", "destination"].into_iter().zip(legs) {
+            let why = match (is_on, here) {
+                (true, true) => None,
+                (true, false) => Some(elsewhere),
+                (false, _) => Some("acceleration is off, says mesh.rules"),
+            };
+            ensure!(
+                said[leg]["accelerated"] == (is_on && here) && said[leg]["why"].as_str() == why,
+                "{from} to {to}: {told:#}"
+            );
+        }
+    }
+    let told = run_args(agent, ["explain", "default/app", "10.244.1.10:7"])?.exits(0)?;
+    told.says(&[if is_on {
+        "what the client says goes to the proxy past the TCP stack"
+    } else {
+        "not accelerated: acceleration is off, says mesh.rules"
+    }])?;
+    // What goes direct has no proxy.
+    let told = json(&["explain", "default/near", "10.244.1.8:9"])?;
+    ensure!(told["capture"][0]["acceleration"].is_null(), "{told:#}");
     Ok(())
 }

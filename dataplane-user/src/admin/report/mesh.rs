@@ -34,6 +34,11 @@ pub struct Workload {
     /// Whether the proxy listens, now: `ready`, `down`, `no-outbound` or `no-inbound` (it listens for
     /// the other direction only); `-` if it needs none.
     pub proxy: String,
+    /// Whether what it says to the agent's proxy goes past the TCP stack: `sockmap` or `off`; none if
+    /// only an agent that does not answer knows.
+    pub acceleration: Option<String>,
+    /// Why it is `off` though `sockmap` was asked for.
+    pub not_accelerated: Option<String>,
     /// Why it is not captured as it should be.
     pub problem: Option<String>,
 }
@@ -69,6 +74,8 @@ pub fn workloads(
                 (true, [false, false]) => "down",
             }
             .to_owned(),
+            acceleration: known.and_then(|w| w.acceleration.clone()),
+            not_accelerated: known.and_then(|w| w.not_accelerated.clone()),
             problem: known.and_then(|w| w.problem.clone()),
         }
     };

@@ -272,12 +272,40 @@ impl Mesh {
     fn shown(&mut self, member: &Member) -> api::MeshWorkload {
         let name = &member.workload.name;
         let problem = self.problems.iter().find(|(whose, _)| whose == name);
+        let (acceleration, not_accelerated) = match self.accelerated(member) {
+            Ok(acceleration) => (acceleration, None),
+            Err(why) => (Acceleration::Off, Some(why.to_owned())),
+        };
         api::MeshWorkload {
             problem: problem.map(|(_, text)| text.clone()),
+            acceleration: Some(acceleration.word().to_owned()),
+            not_accelerated,
             number: self.number(name),
             namespace: name.namespace().to_owned(),
             name: name.name().to_owned(),
             rules: member.rules.clone(),
+        }
+    }
+
+    /// Whether what a workload says to the proxy goes past the TCP stack; or why it does not, though it
+    /// is to.
+    fn accelerated(&self, member: &Member) -> Result<Acceleration, &'static str> {
+        let mut attached = self.attached.values();
+        let (policy, name) = (&member.policy, &member.workload.name);
+        if policy.acceleration == Acceleration::Off {
+            Ok(Acceleration::Off)
+        } else if !policy.mode.is_proxied(self.options.foreign) {
+            Err("its connections go direct")
+        } else if self.options.foreign {
+            Err("its proxy is not the agent's")
+        } else if member.is_by_packets() {
+            Err("it is captured by its packets, and its sockets are elsewhere")
+        } else if matches!(member.workload.place, Place::Cgroup(_)) {
+            Err("it has no network namespace of its own")
+        } else if attached.any(|a| a.name == *name && a.acceleration == policy.acceleration) {
+            Ok(policy.acceleration)
+        } else {
+            Err("the proxy does not listen for it")
         }
     }
 

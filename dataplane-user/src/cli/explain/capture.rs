@@ -43,6 +43,9 @@ pub struct Told {
     /// The rule that decided; none if it was no rule.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rule: Option<Rule>,
+    /// What goes past the TCP stack; none of a connection that is not captured.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub acceleration: Option<Acceleration>,
     /// For a person.
     #[serde(skip)]
     pub steps: Vec<String>,
@@ -59,6 +62,25 @@ pub struct Rule {
     pub says: String,
     /// As [`api::MeshRule::by`].
     pub by: Option<String>,
+}
+
+/// What is said to the proxy on a captured connection. What the proxy says goes by TCP always.
+#[derive(Debug, Serialize)]
+pub struct Acceleration {
+    /// By who connects.
+    pub client: Leg,
+    /// By whom the proxy connects to.
+    pub destination: Leg,
+}
+
+/// How something gets to the proxy.
+#[derive(Clone, Debug, Serialize)]
+pub struct Leg {
+    /// Whether it goes past the TCP stack; none if only a running agent knows.
+    pub accelerated: Option<bool>,
+    /// Why it does not.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub why: Option<String>,
 }
 
 /// Who connects.
@@ -181,6 +203,8 @@ impl Mesh {
         }
         told.rule = self.outbound_rule(reason, &enrolled, call.to, ids);
         self.close(&mut told, reason, call.is_by_packets());
+        let to_itself = capture::Circumstances::is_own(&call);
+        self.accelerate(&mut told, enrolled.workload, [true, to_itself]);
         Some(told)
     }
 
@@ -217,6 +241,7 @@ impl Mesh {
         let interface = interface.map(|(name, _)| name);
         told.rule = self.inbound_rule(reason, local, to.port, interface.as_deref());
         self.close(&mut told, reason, false);
+        self.accelerate(&mut told, local.workload, [false, true]);
         Some(told)
     }
 
@@ -263,6 +288,7 @@ impl Mesh {
             },
             reason: reason.word(),
             rule: None,
+            acceleration: None,
             steps: Vec::new(),
         }
     }
@@ -309,6 +335,66 @@ impl Mesh {
             ),
             reason => reason.text().to_owned(),
         });
+    }
+
+    /// What goes past the TCP stack. `here`: whether client and destination are sockets in the
+    /// workload's network namespace.
+    fn accelerate(&self, told: &mut Told, workload: u32, here: [bool; 2]) {
+        if told.verdict != "captured" {
+            return;
+        }
+        let legs = if let Some(leg) = self.unaccelerated(workload) {
+            let why = leg.why.as_deref().unwrap_or_default();
+            told.steps.push(match leg.accelerated {
+                Some(_) => format!("not accelerated: {why}"),
+                None => format!("whether it is accelerated {why}"),
+            });
+            [leg.clone(), leg]
+        } else {
+            let elsewhere = "it is not in the workload's network namespace";
+            let legs = here.map(|here| Leg {
+                accelerated: Some(here),
+                why: (!here).then(|| elsewhere.to_owned()),
+            });
+            for (whose, leg) in ["client", "destination"].iter().zip(&legs) {
+                let how = match &leg.why {
+                    None => "past the TCP stack (acceleration sockmap)".to_owned(),
+                    Some(why) => format!("by TCP, since {why}"),
+                };
+                let step = format!("what the {whose} says goes to the proxy {how}");
+                told.steps.push(step);
+            }
+            legs
+        };
+        let [client, destination] = legs;
+        told.acceleration = Some(Acceleration {
+            client,
+            destination,
+        });
+    }
+
+    /// Why nothing that is said to a workload's proxy is accelerated; none if something is.
+    fn unaccelerated(&self, workload: u32) -> Option<Leg> {
+        let known = self.workload(workload);
+        let foreign = self.config.flags & CaptureConfig::FOREIGN != 0;
+        let not = |why: String| Leg {
+            accelerated: Some(false),
+            why: Some(why),
+        };
+        match known.map(|w| (w.acceleration.as_deref(), &w.not_accelerated)) {
+            Some((Some("sockmap"), _)) => None,
+            Some((Some(_), Some(why))) => Some(not(why.clone())),
+            Some((Some(_), None)) => {
+                let by = self.said_by(workload, "acceleration", "");
+                let by = by.unwrap_or_default();
+                Some(not(format!("acceleration is off, says {by}")))
+            }
+            _ if foreign => Some(not("its proxy is not the agent's".to_owned())),
+            _ => Some(Leg {
+                accelerated: None,
+                why: Some("only a running agent knows".to_owned()),
+            }),
+        }
     }
 
     fn workload(&self, number: u32) -> Option<&api::MeshWorkload> {
