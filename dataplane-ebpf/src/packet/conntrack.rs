@@ -1,6 +1,6 @@
 //! Flows that are known: `dataplane_common::packet` says what their entries mean.
 
-use core::ptr::{read_volatile, write_volatile};
+use core::ptr::write_volatile;
 
 use aya_ebpf::helpers::generated::bpf_ktime_get_coarse_ns;
 use dataplane_common::{
@@ -112,9 +112,10 @@ impl Flow {
         )
     }
 
-    /// What was seen of replies; [`MISSING`] if their entry is not there or is another flow's.
+    /// What was seen of replies, whose entry is marked as used; [`MISSING`] if it is not there or is
+    /// another flow's.
     #[inline(never)]
-    pub fn seen_of_replies(&self) -> u32 {
+    pub fn seen_of_replies(&self, now: Tick) -> u32 {
         if self.is_masqueraded() {
             let Some(entry) = MASQUERADE.get_ptr_mut(self.port_key()) else {
                 return MISSING;
@@ -136,6 +137,8 @@ impl Flow {
             {
                 return MISSING;
             }
+            // SAFETY: an aligned field of the element.
+            unsafe { write_volatile(&raw mut (*entry).used, now) };
             u32::from(seen)
         } else {
             let Some(entry) = REPLY.get_ptr_mut(self.reply_key()) else {
@@ -146,6 +149,8 @@ impl Flow {
             if vip != self.forward.dst || vip_port != self.forward.dst_port {
                 return MISSING;
             }
+            // SAFETY: an aligned field of the element.
+            unsafe { write_volatile(&raw mut (*entry).used, now) };
             u32::from(seen)
         }
     }
@@ -291,7 +296,7 @@ pub fn request(key: &FlowKey, seen_now: u8, flow: &mut Flow, now: Tick) -> Known
     if value.used != now {
         // SAFETY: an aligned field of the element.
         unsafe { write_volatile(&raw mut (*entry).used, now) };
-        let replies = flow.seen_of_replies();
+        let replies = flow.seen_of_replies(now);
         if replies == MISSING {
             // Pushed out of its table. If somebody else has the port by now, the flow is lost: it
             // begins anew, or is told by a reset.
@@ -381,13 +386,13 @@ pub fn answer(key: &FlowKey, seen_now: u8, flow: &mut Flow, now: Tick) -> Known 
     ANSWER
 }
 
-/// Looks after the entry for requests: a lookup marks it used for the LRU. One that was pushed out
-/// is made again.
+/// Looks after the entry for requests, which is in use as long as the flow's replies are (a client may
+/// listen for long and say nothing). One that was pushed out is made again.
 #[inline(always)]
 fn keep_requests(flow: &Flow, now: Tick) {
     if let Some(entry) = FORWARD.get_ptr_mut(flow.forward) {
-        // SAFETY: an aligned field of the element, read only so that the lookup is not in vain.
-        let _ = unsafe { read_volatile(&raw const (*entry).seen) };
+        // SAFETY: an aligned field of the element.
+        unsafe { write_volatile(&raw mut (*entry).used, now) };
     } else {
         let _ = flow.add_requests(now, seen::PACKET);
     }

@@ -140,7 +140,7 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
             s.flow.toward_endpoint(&mut s.ends);
             return forward(skb, s);
         }
-        let replies = s.flow.seen_of_replies();
+        let replies = s.flow.seen_of_replies(now);
         let closing = (u32::from(s.flow.seen) | replies) & u32::from(flags::FIN | flags::RST) != 0;
         if replies == MISSING || closing {
             s.flow.remove();

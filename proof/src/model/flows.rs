@@ -104,20 +104,31 @@ impl Model<'_> {
         }
     }
 
-    /// What was seen of a flow's replies; `None` if their entry is gone, or another flow's.
-    pub(super) fn seen_of_replies(&self, flow: &Flow) -> Option<u8> {
+    /// What was seen of a flow's replies, whose entry is then used; `None` if it is gone, or another
+    /// flow's.
+    pub(super) fn seen_of_replies(&mut self, flow: &Flow, now: Tick) -> Option<u8> {
         let (client, vip) = (
             (flow.key.src, flow.key.src_port),
             (flow.key.dst, flow.key.dst_port),
         );
         if flow.node_addr == 0 {
             let entry = self.state.reply.get(&flow.reply_key())?;
-            ((entry.vip, entry.vip_port) == vip).then_some(entry.seen)
+            if (entry.vip, entry.vip_port) != vip {
+                return None;
+            }
+            let used = |entry: &mut Reply| entry.used = now;
+            self.state.reply.change(&flow.reply_key(), used);
+            Some(entry.seen)
         } else {
             let entry = self.state.masquerade.get(&flow.port_key())?;
             let ours =
                 (entry.vip, entry.vip_port) == vip && (entry.client, entry.client_port) == client;
-            ours.then_some(entry.seen)
+            if !ours {
+                return None;
+            }
+            let used = |entry: &mut Masqueraded| entry.used = now;
+            self.state.masquerade.change(&flow.port_key(), used);
+            Some(entry.seen)
         }
     }
 
@@ -179,8 +190,8 @@ impl Model<'_> {
 
     /// The flow of a packet from a client to a VIP.
     ///
-    /// With the first packet in a tick, the other direction's entry is looked after: made anew if
-    /// it was pushed out; and a UDP flow that was over is forgotten.
+    /// With the first packet in a tick, the other direction's entry is looked after: used, too, or made
+    /// anew if it was pushed out; and a UDP flow that was over is forgotten.
     pub(super) fn request(&mut self, key: &FlowKey, packet: u8, now: Tick) -> Known {
         let Some(entry) = self.state.forward.get(key) else {
             return Known::No;
@@ -204,7 +215,7 @@ impl Model<'_> {
         if entry.used == now {
             return Known::Request(flow);
         }
-        match self.seen_of_replies(&flow) {
+        match self.seen_of_replies(&flow, now) {
             None if !self.add_replies(&flow, now) => {
                 self.state.forward.remove(key);
                 Known::No
@@ -276,8 +287,13 @@ impl Model<'_> {
             });
             entry.used
         };
-        if used != now && !self.state.forward.has(&flow.key) {
-            self.add_requests(&flow, now, seen::PACKET);
+        if used != now {
+            if self.state.forward.has(&flow.key) {
+                let used = |entry: &mut Forward| entry.used = now;
+                self.state.forward.change(&flow.key, used);
+            } else {
+                self.add_requests(&flow, now, seen::PACKET);
+            }
         }
         Known::Answer(flow)
     }

@@ -280,7 +280,7 @@ impl<'a> Model<'a> {
             // A SYN on a flow that is known: the same again, unless one side has closed.
             Known::Request(flow) => {
                 let closing = seen::FIN | seen::RST;
-                match self.seen_of_replies(&flow) {
+                match self.seen_of_replies(&flow, at.tick) {
                     Some(replies) if (flow.seen | replies) & closing == 0 => again = Some(flow),
                     _ => self.remove(&flow),
                 }

@@ -4,13 +4,18 @@
 use std::net::IpAddr;
 
 use anyhow::{Context as _, Result, ensure};
-use dataplane_common::{Addr, Port, Protocol, Reason, packet::FlowKey};
+use dataplane::kernel::rig::{Hash, Plain};
+use dataplane_common::{
+    Addr, Port, Protocol, Reason,
+    packet::{FlowKey, Tick, timeout},
+};
 use dataplane_proof::{
     Output, Verdict,
     campaign::{Scene, plain_config},
     wire::{LINK, Packet, Part, Payload, flags, protocol},
     world::{self, To},
 };
+use nix::time::{ClockId, clock_gettime};
 
 scenarios! {
     Dataplane:
@@ -22,6 +27,7 @@ scenarios! {
     refusals_are_told_as_reject_tells_them,
     affinity_and_hairpins,
     a_syn_again_is_of_the_same_flow,
+    whoever_only_listens_keeps_the_flow,
 }
 
 /// What becomes of a packet.
@@ -986,6 +992,92 @@ fn a_syn_again_is_of_the_same_flow() -> Result<()> {
                         "{first:?} became {:?}, {counted:?}, {output:?}; {:?}",
                         flow()?,
                         scene.rig.reply.entries()?
+                    );
+                }
+            }
+        }
+        Ok(())
+    })
+}
+
+/// The clock of conntrack, now.
+fn now() -> Result<Tick> {
+    let now = clock_gettime(ClockId::CLOCK_MONOTONIC)?;
+    let seconds = u64::try_from(now.tv_sec())?;
+    Ok(Tick::from_ns(seconds * 1_000_000_000))
+}
+
+/// How many seconds ago each entry was used; and makes it another time, if one is given.
+fn ages<K: Plain, V: Plain>(
+    table: &Hash<K, V>,
+    used: fn(&mut V) -> &mut Tick,
+    to: Option<Tick>,
+) -> Result<Vec<u32>> {
+    let mut ages = Vec::new();
+    for (key, mut entry) in table.entries()? {
+        ages.push(used(&mut entry).age_seconds(now()?));
+        if let Some(to) = to {
+            *used(&mut entry) = to;
+            table.set(&key, &entry)?;
+        }
+    }
+    Ok(ages)
+}
+
+/// By UDP a client may listen for minutes without a word, and an endpoint may be told things for minutes
+/// and not answer: the flow is one as long as either of them speaks.
+fn whoever_only_listens_keeps_the_flow() -> Result<()> {
+    scene(|scene| {
+        for v4 in [true, false] {
+            for (at, client, vip) in [
+                // Masqueraded, and not.
+                ("eth0", ip(v4, OUTSIDE[0], OUTSIDE[1]), vip(v4, "node", 13)),
+                (
+                    "veth-near",
+                    ip(v4, NEAR[0], NEAR[1]),
+                    vip(v4, "cluster", 13),
+                ),
+            ] {
+                scene.forget()?;
+                let client = (client, 20_000);
+                let asked = packet(false, client, vip, 0).frame();
+                let (output, _) = scene.throw(at, false, &asked)?;
+                let reads = |frame: &[u8], at: usize, length: usize| -> Result<Vec<u8>> {
+                    let part = frame.get(LINK + at..LINK + at + length);
+                    Ok(part.context("a short packet")?.to_vec())
+                };
+                let seen = output.frame.context("it was not sent on")?;
+                let (addr_at, length, ports) = if v4 { (12, 4, 20) } else { (8, 16, 40) };
+                let from = reads(&seen, addr_at, length)?;
+                let from = match <[u8; 4]>::try_from(from.as_slice()) {
+                    Ok(v4) => IpAddr::from(v4),
+                    Err(_) => IpAddr::from(<[u8; 16]>::try_from(from.as_slice())?),
+                };
+                let port = reads(&seen, ports, 2)?;
+                let from = (from, u16::from_be_bytes([port[0], port[1]]));
+                let endpoint = (ip(v4, SMALL[0], SMALL[1]), 80);
+                let answer = packet(false, endpoint, from, 0).frame();
+
+                let rig = &scene.rig;
+                let all = |to: Option<Tick>| -> Result<Vec<u32>> {
+                    let mut ages = ages(&rig.forward, |entry| &mut entry.used, to)?;
+                    ages.extend(self::ages(&rig.reply, |entry| &mut entry.used, to)?);
+                    ages.extend(self::ages(&rig.masquerade, |entry| &mut entry.used, to)?);
+                    Ok(ages)
+                };
+                for (what, at, frame) in [
+                    ("an answer", "veth-small", &answer),
+                    ("a request", at, &asked),
+                ] {
+                    // Neither has spoken for almost as long as an answered flow is kept.
+                    let ticks = timeout::UDP_ANSWERED / 4 - 3;
+                    let old = u64::from(now()?.number().wrapping_sub(u16::try_from(ticks)?));
+                    all(Some(Tick::from_ns(old << 32)))?;
+                    scene.throw(at, false, frame)?;
+                    let ages = all(None)?;
+                    ensure!(
+                        ages.len() == 2 && ages.iter().all(|age| *age < timeout::UDP_ANSWERED / 4),
+                        "{client:?} to {vip:?}: {what} leaves entries as old as {ages:?} s"
                     );
                 }
             }
