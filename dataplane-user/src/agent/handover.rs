@@ -3,6 +3,7 @@
 
 use std::{
     io,
+    os::unix::net::UnixStream,
     path::{Path, PathBuf},
     sync::mpsc::Sender,
     thread,
@@ -23,21 +24,30 @@ fn path(socket: &Path) -> PathBuf {
     socket.with_extension("handover")
 }
 
-/// Takes the place of the agent that runs, if one does: its sockets, and when this returns nothing else
-/// is its any more.
+/// What an agent has from the one before.
+#[derive(Debug, Default)]
+pub struct Given {
+    /// Its listening sockets.
+    pub sockets: Named,
+    /// As long as this is there, that one accepts from them, too.
+    pub before: Option<UnixStream>,
+}
+
+/// Takes the place of the agent that runs, if one does: when this returns nothing is its any more, but
+/// that it accepts connections.
 ///
 /// # Errors
 /// If it does not give its place away; then it goes on.
-pub fn take(socket: &Path) -> io::Result<Named> {
-    let Some((stream, given)) = handover::ask(&path(socket))? else {
-        return Ok(Named::new());
+pub fn take(socket: &Path) -> io::Result<Given> {
+    let Some((stream, sockets)) = handover::ask(&path(socket))? else {
+        return Ok(Given::default());
     };
     info!(
-        sockets = given.len(),
+        sockets = sockets.len(),
         "taking the place of the agent that runs"
     );
-    handover::taken(stream)?;
-    Ok(given)
+    let before = Some(handover::taken(stream)?);
+    Ok(Given { sockets, before })
 }
 
 /// Waits for the one that will take this one's place. Dropped, nobody can any more.

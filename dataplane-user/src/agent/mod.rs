@@ -32,7 +32,7 @@ use crate::{
     kernel::{self, Kernel},
     model::{Node, Snapshot},
     plan::{AdoptError, Planner},
-    proxy::{self, handover::Named},
+    proxy,
     source::{kubernetes::ConnectError, manifests, objects::NodeFacts},
 };
 use flows::Flows;
@@ -207,6 +207,8 @@ enum End {
 /// How long connections that the proxy relays may go on after a signal, and after another agent has
 /// taken over.
 const DRAIN: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(30)];
+/// How long an agent whose place was taken accepts connections at most.
+const LOADING: Duration = Duration::from_mins(1);
 
 /// Runs until it is told to end. Nothing is changed before everything that was given turned out
 /// to be usable.
@@ -220,7 +222,7 @@ pub fn run(settings: Settings) -> Result<(), Error> {
     let given = if settings.replace {
         handover::take(&settings.listen.socket).map_err(Error::Replace)?
     } else {
-        Named::new()
+        handover::Given::default()
     };
     // Asked before the ports, which the other agent has too: who runs is the better answer.
     if let Some(pid) = kernel::writer(&settings.paths.bpffs) {
@@ -302,10 +304,14 @@ pub fn run(settings: Settings) -> Result<(), Error> {
             // What has our place keeps our sockets, so that closing ours closes nobody's.
             place.leave();
             drop(kernel);
-            proxy::handover::gone(stream);
+            proxy::handover::gone(&stream);
             info!("another agent has taken this one's place");
             if let Some(mesh) = mesh {
-                handover::finish(move || mesh.stop(DRAIN[1], false));
+                handover::finish(move || {
+                    // It loads its programs now: until it accepts, connections would wait for that.
+                    proxy::handover::accepts(stream, LOADING);
+                    mesh.stop(DRAIN[1], false);
+                });
             }
         }
         End::Told => {

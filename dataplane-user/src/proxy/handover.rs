@@ -2,8 +2,9 @@
 //! with the connections that wait in them, so that none is refused in between.
 //!
 //! The older one listens on a Unix socket. The newer one connects, and is sent the sockets with
-//! their names. When it accepts from them it says so, and the older one stops accepting, says that
-//! it has, and drains.
+//! their names. When it takes the older one's place it says so, the older one leaves it, and says that
+//! it has. A proxy accepts by then, and the older one drains at once; an agent has its programs to load
+//! first, and the older one goes on accepting until the newer one closes the connection ([`accepts`]).
 
 use std::{
     fs,
@@ -31,7 +32,7 @@ const SOCKETS: usize = 64;
 const NAMES: usize = 16 << 10;
 /// How long each side waits for the other.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// "I accept from them", and "I do not any more".
+/// "I take your place", and "it is yours".
 const TAKEN: [u8; 1] = [1];
 /// "I have those, go on".
 const NEXT: [u8; 1] = [2];
@@ -54,8 +55,8 @@ pub fn listen(path: &Path) -> io::Result<UnixListener> {
     Ok(listener)
 }
 
-/// Offers sockets to whoever has connected, and returns when they were taken: the time to stop
-/// accepting. What is returned is to be given to [`gone`] then.
+/// Offers sockets to whoever has connected, and returns when they were taken: the time to leave.
+/// What is returned is to be given to [`gone`] then.
 ///
 /// # Errors
 /// If they were not taken; then nothing has changed.
@@ -108,14 +109,21 @@ fn send(stream: &UnixStream, sockets: &[(String, BorrowedFd<'_>)], left: usize) 
     Ok(())
 }
 
-/// Tells the one that took the sockets that nobody else accepts from them any more.
-pub fn gone(mut stream: UnixStream) {
+/// Tells the one that took the sockets that the place is its own.
+pub fn gone(mut stream: &UnixStream) {
     // If it is not there, it has no use for it.
     let _ = stream.write_all(&TAKEN);
 }
 
+/// Waits, for so long at most, until the one that took the sockets accepts from them, or is no more.
+pub fn accepts(mut stream: UnixStream, at_most: Duration) {
+    // It says nothing any more, so an answer is the end; and an error, of time or otherwise, is too.
+    let _ = stream.set_read_timeout(Some(at_most));
+    let _ = stream.read(&mut [0]);
+}
+
 /// Asks the proxy that waits at `path`, if there is one, for its sockets. To be given to
-/// [`taken`] when they are accepted from; dropped before, nothing has changed.
+/// [`taken`]; dropped before, nothing has changed.
 ///
 /// # Errors
 /// If there is one, and it does not give any.
@@ -175,13 +183,15 @@ fn receive(stream: &UnixStream) -> io::Result<(Named, usize)> {
     Ok((pairs.collect(), left))
 }
 
-/// Tells the older proxy that the sockets are accepted from, and waits until it does not any more.
+/// Tells the older one that its place is taken, and waits until it has left it. What is returned is
+/// dropped when the sockets are accepted from (see [`accepts`]).
 ///
 /// # Errors
 /// If it does not answer.
-pub fn taken(mut stream: UnixStream) -> io::Result<()> {
+pub fn taken(mut stream: UnixStream) -> io::Result<UnixStream> {
     stream.write_all(&TAKEN)?;
-    stream.read_exact(&mut [0])
+    stream.read_exact(&mut [0])?;
+    Ok(stream)
 }
 
 #[cfg(test)]
@@ -203,7 +213,7 @@ mod tests {
             let (stream, _) = waiting.accept().unwrap();
             let stream = offer(stream, &[("outbound x".to_owned(), old.as_fd())]).unwrap();
             drop(old);
-            gone(stream);
+            gone(&stream);
         });
         let (stream, mut named) = ask(&path).unwrap().unwrap();
         let (name, socket) = named.pop().unwrap();
@@ -230,7 +240,7 @@ mod tests {
                 let all: Vec<_> = (0..count)
                     .map(|n| (format!("socket {n}"), socket.as_fd()))
                     .collect();
-                gone(offer(stream, &all).unwrap());
+                gone(&offer(stream, &all).unwrap());
             });
             let (stream, sockets) = ask(&path).unwrap().unwrap();
             taken(stream).unwrap();

@@ -10,6 +10,7 @@ use std::{
     net::{IpAddr, TcpListener},
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     os::unix::fs::MetadataExt,
+    os::unix::net::UnixStream,
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
@@ -19,7 +20,7 @@ use dataplane_common::capture::{EXCLUDED, Enrolled, FROM_CLIENT, ListenerKey, Lo
 use tracing::{debug, error, info, warn};
 
 use self::{members::Member, packets::Packets};
-use super::foreign;
+use super::{foreign, handover::Given};
 use crate::{
     admin::api,
     config,
@@ -62,6 +63,8 @@ pub struct Mesh {
     packets: Packets,
     /// An earlier agent's listening sockets, until they were looked through.
     given: HashMap<String, OwnedFd>,
+    /// And what has it accept from them until then.
+    before: Option<UnixStream>,
     /// What is wrong, and with whom.
     problems: Vec<(WorkloadName, String)>,
     own_cookie: u64,
@@ -82,8 +85,8 @@ struct Attached {
 }
 
 impl Mesh {
-    /// Starts the proxy, if it is ours. Nothing is captured yet that was not before. `given`: an
-    /// earlier agent's listening sockets.
+    /// Starts the proxy, if it is ours. Nothing is captured yet that was not before. `given`: what an
+    /// earlier agent left.
     ///
     /// # Errors
     /// If the proxy cannot be started, or the tables not be read.
@@ -91,7 +94,7 @@ impl Mesh {
         config: config::Mesh,
         kernel: &Kernel,
         cgroup: &Path,
-        given: Named,
+        given: Given,
     ) -> Result<Self, super::Error> {
         let options = options(&config);
         let proxy = if options.foreign {
@@ -129,7 +132,8 @@ impl Mesh {
             last: workloads.max().unwrap_or_default(),
             attached: BTreeMap::new(),
             packets: Packets::after(held),
-            given: given.into_iter().collect(),
+            given: given.sockets.into_iter().collect(),
+            before: given.before,
             problems: Vec::new(),
             own_cookie: kernel::netns_cookie()?,
             cgroup: cgroup.to_owned(),
@@ -244,6 +248,7 @@ impl Mesh {
         self.release(&enrolled, &found);
         // Whose they were is captured no more.
         self.given.clear();
+        self.before = None;
         let used: BTreeSet<u32> = wanted
             .namespaces
             .values()

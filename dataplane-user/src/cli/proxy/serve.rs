@@ -147,7 +147,7 @@ pub fn run(arguments: &ProxyArgs, logging: Logging) -> anyhow::Result<ExitCode> 
     let handed_over = other.is_some();
     if let Some(stream) = other {
         http.abort_all();
-        handover::gone(stream);
+        handover::gone(&stream);
     }
     runtime.block_on(async {
         loop {
@@ -186,7 +186,7 @@ fn take_place(
     if let Some(before) = sockets.before.take() {
         // Both accept until it has stopped. If it does not say so, that may go on for a while.
         match handover::taken(before) {
-            Ok(()) => info!("took the place of the proxy before"),
+            Ok(_) => info!("took the place of the proxy before"),
             Err(error) => warn!("the proxy before does not say that it has stopped: {error}"),
         }
     }

@@ -10,7 +10,7 @@ use anyhow::{Context as _, Result, ensure};
 use dataplane::kernel::Hook;
 use dataplane_common::Reason;
 use dataplane_tests::{
-    Process,
+    Process, emulated,
     report::{LoadReport, Report},
 };
 use serde_json::{Value, json};
@@ -337,8 +337,13 @@ fn agents_take_each_others_place() -> Result<()> {
     let held = app.hold("10.244.1.5:7")?;
     let load = app.load(&["--to", "10.96.0.10:80", "--threads", "1"])?;
     let agent = world.agent.as_mut().context("an agent")?;
-    let replaced = [agent.replace()?, agent.replace()?];
+    let mut replaced = vec![agent.replace()?];
+    if !emulated() {
+        // There a change takes most of the time that an agent gives to the connections that it leaves.
+        replaced.push(agent.replace()?);
+    }
     std::thread::sleep(std::time::Duration::from_millis(200));
+    lived(held)?;
     let report: LoadReport = load.wait_json()?;
     ensure!(
         report.errors.is_empty() && report.answered > 20,
@@ -348,7 +353,6 @@ fn agents_take_each_others_place() -> Result<()> {
         let count = world.verdicts(reason)?;
         ensure!(count == 0, "{count} times {}", reason.word());
     }
-    lived(held)?;
     for process in replaced {
         process.wait().context("an agent that was replaced")?;
     }

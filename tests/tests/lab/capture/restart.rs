@@ -4,7 +4,7 @@ use std::{thread, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_common::Reason;
-use dataplane_tests::report::LoadReport;
+use dataplane_tests::{emulated, report::LoadReport};
 use serde_json::json;
 
 use super::World;
@@ -33,16 +33,26 @@ fn agents_take_each_others_place_and_refuse_nobody() -> Result<()> {
     let before = world.verdicts(Reason::Captured)?;
     let agent = world.agent.as_mut().context("an agent")?;
     let mut replaced = Vec::new();
-    for _ in 0..3 {
+    // On an emulated machine one takes most of the time that an agent gives to the connections that it
+    // leaves.
+    for _ in 0..if emulated() { 1 } else { 3 } {
         thread::sleep(Duration::from_millis(200));
         let old = agent.id();
         replaced.push(agent.replace()?);
         ensure!(agent.id() != old, "it is the same");
         thread::sleep(Duration::from_millis(200));
     }
+    for mut process in kept {
+        process.close_stdin();
+        process.wait().context("a connection from before")?;
+    }
     for load in loads {
         let report: LoadReport = load.wait_json()?;
-        println!("{} connections through three restarts", report.answered);
+        println!(
+            "{} connections through {} restarts",
+            report.answered,
+            replaced.len()
+        );
         ensure!(
             report.errors.is_empty() && report.answered > 20,
             "{} answered from {} to {} ns, and then {:?}\n{}",
@@ -60,10 +70,6 @@ fn agents_take_each_others_place_and_refuse_nobody() -> Result<()> {
     for reason in [Reason::ProxyDown, Reason::ProxyBypassed, Reason::OriginLost] {
         let count = world.verdicts(reason)?;
         ensure!(count == 0, "{count} times {}", reason.word());
-    }
-    for mut process in kept {
-        process.close_stdin();
-        process.wait().context("a connection from before")?;
     }
     // With nothing left to relay, those before end.
     for process in replaced {
