@@ -37,9 +37,8 @@ fn nothing_is_known_before_everything_was_listed() {
         let (_, text) = site.health.failure().unwrap();
         assert!(text.contains("403") && text.contains("RBAC"), "{text}");
         site.server.faults().withhold(None);
-        let view = site.view(|_| true);
+        let view = site.view(|view| endpoints(view, "web-2") == [2]);
         assert_eq!(endpoints(&view, "web-1"), [1]);
-        assert_eq!(endpoints(&view, "web-2"), [2]);
         site.watching();
         assert_eq!(site.health.failure(), None);
         assert!(site.health.heard() > 0);
@@ -143,7 +142,7 @@ fn bookmarks_carry_a_watch_over_what_is_forgotten() {
     // since the first may have been on its way.
     for _ in 0..2 {
         let heard = site.cluster().version();
-        thread::sleep(Duration::from_millis(120));
+        thread::sleep(Duration::from_millis(500));
         assert_eq!(site.cluster().version(), heard);
     }
     site.cluster().compact();

@@ -178,7 +178,7 @@ fn a_connection_on_which_nothing_comes_is_given_up() {
     site.view(|_| true);
     site.watching();
     // The server is known to send bookmarks.
-    thread::sleep(Duration::from_millis(200));
+    thread::sleep(Duration::from_millis(600));
     let watches = site.health.of(Kind::Slice).watches();
     site.server.faults().mute(true);
     site.cluster().apply(slice_of("web-1", "web-1-a", &[2]));

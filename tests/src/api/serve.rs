@@ -14,7 +14,10 @@ use axum::{
 };
 use http_body_util::channel::{Channel, Sender};
 use serde_json::json;
-use tokio::time::{Interval, MissedTickBehavior, interval_at, sleep, sleep_until};
+use tokio::{
+    sync::watch::Receiver,
+    time::{Interval, MissedTickBehavior, interval_at, sleep, sleep_until},
+};
 
 use super::{
     Cluster, Resource,
@@ -217,6 +220,10 @@ fn watch(site: &Arc<Site>, resource: Resource, parameters: &Parameters) -> Respo
     let (sender, body) = Channel::<Bytes, Broken>::new(16);
     let watcher = Watcher {
         site: Arc::clone(site),
+        // From here on, not from when the task begins: whoever has the answer knows that it watches, and
+        // what happens to watches after that happens to this one.
+        breaks: site.faults.breaks(),
+        muted: site.faults.muted(),
         resource,
         selector,
         sender,
@@ -235,6 +242,8 @@ fn watch(site: &Arc<Site>, resource: Resource, parameters: &Parameters) -> Respo
 /// A watch that goes on.
 struct Watcher {
     site: Arc<Site>,
+    breaks: Receiver<(u64, Break)>,
+    muted: Receiver<bool>,
     resource: Resource,
     selector: Selector,
     sender: Sender<Bytes, Broken>,
@@ -247,14 +256,11 @@ struct Watcher {
 impl Watcher {
     async fn run(mut self) {
         let mut versions = self.site.cluster.subscribe();
-        let mut breaks = self.site.faults.breaks();
-        let mut muted = self.site.faults.muted();
-        breaks.mark_unchanged();
         loop {
-            if *muted.borrow_and_update() {
+            if *self.muted.borrow_and_update() {
                 tokio::select! {
-                    _ = muted.changed() => continue,
-                    _ = breaks.changed() => {}
+                    _ = self.muted.changed() => continue,
+                    _ = self.breaks.changed() => {}
                 }
             } else {
                 versions.mark_unchanged();
@@ -272,7 +278,7 @@ impl Watcher {
                 }
                 tokio::select! {
                     _ = versions.changed() => continue,
-                    _ = muted.changed() => continue,
+                    _ = self.muted.changed() => continue,
                     () = tick(&mut self.bookmarks) => {
                         if self.bookmark().await.is_err() {
                             return;
@@ -280,10 +286,10 @@ impl Watcher {
                         continue;
                     }
                     () = sleep_until(self.end) => return,
-                    _ = breaks.changed() => {}
+                    _ = self.breaks.changed() => {}
                 }
             }
-            let (_, how) = *breaks.borrow_and_update();
+            let (_, how) = *self.breaks.borrow_and_update();
             if how == Break::Abrupt {
                 self.sender.abort(Broken);
             }
