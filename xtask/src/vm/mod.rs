@@ -101,21 +101,22 @@ impl Guest {
 /// The guest's task as a shell reads it.
 fn script(task: &Task<'_>, accelerator: Accelerator) -> String {
     let path = |name: &str| format!("{}/{name}", initramfs::PROGRAM_DIRECTORY);
-    let emulated = u8::from(accelerator == Accelerator::Tcg);
+    let emulated = accelerator == Accelerator::Tcg;
     // The kernel patches the way of every packet when the first filter comes and when the last one goes
     // (`ingress_needed_key`), and an emulated processor may then hang for good in what it has translated
     // of the breakpoint that stood there meanwhile: seen with qemu 7.2, after a thousand such changes.
     // So there is always one. (By its path: the shell would take busybox's own `tc`.)
-    let keep = if emulated == 1 {
+    let keep = if emulated {
         "\"$(which tc)\" qdisc add dev lo clsact || echo 'no clsact: this guest may hang' >&2\n"
     } else {
         ""
     };
     format!(
         "{keep}export DATAPLANE_BIN={} DATAPLANE_PROBE_BIN={} DATAPLANE_REQUIRE_PRIVILEGES=1 \
-         DATAPLANE_EMULATED={emulated}\n{}\n",
+         DATAPLANE_EMULATED={}\n{}\n",
         path("dataplane"),
         path("probe"),
+        u8::from(emulated),
         task.script
     )
 }

@@ -95,28 +95,31 @@ fn both_modes_count_the_same() -> Result<()> {
         seen[0],
         seen[1]
     );
-    let web = seen[0].iter().find(|(series, _)| {
-        let labels = [
+    let of = |name: &str, labels: &[&str]| {
+        let found = seen[0].iter().find(|(series, _)| {
+            series.starts_with(name) && labels.iter().all(|label| series.contains(label))
+        });
+        let (_, count) = found.with_context(|| format!("no {name}{labels:?}: {:#?}", seen[0]))?;
+        anyhow::Ok(count.clone())
+    };
+    let opened = of(
+        "istio_tcp_connections_opened_total",
+        &[
             "destination_service_name=\"web\"",
             "destination_workload=\"far\"",
             "destination_version=\"v2\"",
             "source_workload=\"app\"",
-        ];
-        series.starts_with("istio_tcp_connections_opened_total")
-            && labels.iter().all(|label| series.contains(label))
-    });
-    let (_, opened) = web.with_context(|| format!("{:#?}", seen[0]))?;
+        ],
+    )?;
     ensure!(opened == "4", "{opened} of 4");
-    let arrived = seen[0].iter().find(|(series, _)| {
-        let labels = [
+    let arrived = of(
+        "istio_tcp_connections_closed_total",
+        &[
             "reporter=\"destination\"",
             "source_workload=\"one\"",
             "destination_workload=\"app\"",
-        ];
-        series.starts_with("istio_tcp_connections_closed_total")
-            && labels.iter().all(|label| series.contains(label))
-    });
-    let (_, arrived) = arrived.with_context(|| format!("{:#?}", seen[0]))?;
+        ],
+    )?;
     ensure!(arrived == "3", "{arrived} of 3");
     Ok(())
 }
