@@ -472,10 +472,10 @@ impl RunArgs {
         Settings {
             paths,
             limits: self.limits.limits(),
-            source: self.source.source(if self.mesh.is_some() {
-                Scope::Mesh
-            } else {
-                Scope::HostPorts
+            source: self.source.source(match &self.mesh {
+                Some(mesh) if mesh.denies() => Scope::Registry,
+                Some(_) => Scope::Mesh,
+                None => Scope::HostPorts,
             }),
             node: self.node.settings(),
             packet: self.packet.settings(),

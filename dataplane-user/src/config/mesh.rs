@@ -307,6 +307,16 @@ impl MeshRules {
 }
 
 impl Mesh {
+    /// Whether there is an egress policy in it that needs to know whom there is.
+    pub fn denies(&self) -> bool {
+        let namespaces = self.namespaces.iter().map(|namespace| &namespace.rules);
+        let workloads = self.workloads.iter().map(|workload| &workload.rules);
+        let mut all = std::iter::once(&self.rules)
+            .chain(namespaces)
+            .chain(workloads);
+        all.any(|rules| rules.egress == Some(MeshEgress::Deny))
+    }
+
     /// What is well written and cannot be: key and what is wrong with it.
     pub fn faults(&self) -> Vec<(String, String)> {
         let mut faults = Vec::new();

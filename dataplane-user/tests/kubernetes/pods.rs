@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 
 use dataplane::{
-    model::{Rules, ServiceName, WorkloadName},
+    model::{Layers, Place, Rules, ServiceName, WorkloadName},
     source::kubernetes::{Kind, Scope, View},
 };
 use dataplane_tests::api::{Resource, objects};
@@ -143,6 +143,55 @@ fn labels_of_pods_and_namespaces_are_rules() {
     site.view(|view| captured(view, "plain").is_none());
     cluster.delete(Resource::Pods, "default", "plain");
     site.view(|view| rules(view, "plain").is_none());
+}
+
+/// The pods of other nodes are read while somebody's egress policy asks whom there is, and no longer.
+#[test]
+fn pods_of_all_nodes_are_known_to_whom_they_matter() {
+    let object = |name: &str, egress: &str| {
+        let mut object = labelled(objects::pod(name, NODE, &[pod(1)]), "ambient");
+        object["metadata"]["annotations"] = json!({ "dataplane.io/egress": egress });
+        object
+    };
+    // What it asks for itself is its own node's business, and so is what is wrong with it.
+    let mut other = labelled(objects::pod("other", "node2", &[pod(2)]), "ambeint");
+    other["metadata"]["annotations"] = json!({ "dataplane.io/egress": "deny" });
+    other["spec"]["containers"][0]["ports"][0]["hostPort"] = json!(8480);
+    let elsewhere = |view: &View| {
+        let other = view.workloads.get(&WorkloadName::new("default", "other"))?;
+        assert_eq!(other.place, Place::Elsewhere);
+        assert_eq!(other.addresses.as_slice(), [pod(2)]);
+        assert_eq!(*other.rules, Layers::default());
+        assert!(!has(view, "hostport:other"));
+        assert!(view.problems.is_empty(), "{:?}", view.problems);
+        Some(())
+    };
+    let server = server([object("one", "allow"), other]);
+    let site = Site::of(server, Scope::Mesh);
+    assert_eq!(elsewhere(&site.view(|_| true)), None);
+    site.cluster().apply(object("one", "deny"));
+    site.view(|view| elsewhere(view).is_some());
+    site.cluster().apply(object("one", "allow"));
+    site.view(|view| elsewhere(view).is_none());
+    // The namespace says so, to those who have no word of their own.
+    let mark = json!({ "istio.io/dataplane-mode": "ambient" });
+    let mut namespace = objects::namespace("default", &mark);
+    namespace["metadata"]["annotations"] = json!({ "dataplane.io/egress": "deny" });
+    site.cluster().apply(namespace);
+    site.cluster()
+        .apply(labelled(objects::pod("two", NODE, &[pod(3)]), "ambient"));
+    site.view(|view| elsewhere(view).is_some());
+    // One that starts has them from its first view on, and only that has the namespace's rules.
+    let again = Site::of(site.server, Scope::Mesh);
+    let view = again.view(|_| true);
+    assert!(elsewhere(&view).is_some());
+    assert_eq!(captured(&view, "two"), Some(true));
+    again.watching();
+    again.cluster().delete(Resource::Pods, "default", "two");
+    again.view(|view| elsewhere(view).is_none());
+    // Or the configuration does.
+    let always = Site::of(again.server, Scope::Registry);
+    assert!(elsewhere(&always.view(|_| true)).is_some());
 }
 
 /// Rules that make no sense stay what they were; the pod's addresses and ports do not.

@@ -2,7 +2,10 @@
 
 use std::sync::Arc;
 
-use dataplane::model::{ServiceName, ServiceType};
+use dataplane::{
+    model::{ServiceName, ServiceType},
+    source::kubernetes::Kind,
+};
 use dataplane_tests::api::{Resource, objects};
 use serde_json::json;
 
@@ -167,6 +170,19 @@ fn hints_are_read_with_the_eyes_of_the_nodes_zone() {
     site.cluster().apply(objects::node("node1", "zone-b", &[]));
     let view = site.view(|view| here(view) == [false, true]);
     assert_eq!(&*view.node.zone, "zone-b");
+    // It changes while slices are not being watched.
+    site.watching();
+    site.server
+        .faults()
+        .withhold(Some((Resource::EndpointSlices, 500)));
+    site.server.faults().break_watches();
+    site.wait("slices are refused", |site| {
+        site.health.of(Kind::Slice).failures() > 0
+    });
+    site.cluster().apply(objects::node("node1", "zone-a", &[]));
+    site.view(|view| &*view.node.zone == "zone-a");
+    site.server.faults().withhold(None);
+    site.view(|view| here(view) == [true, false]);
 }
 
 #[test]

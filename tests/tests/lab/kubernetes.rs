@@ -33,6 +33,7 @@ scenarios! {
     host_ports_of_pods_are_served,
     without_the_right_to_read_pods_the_rest_is_served,
     labels_of_pods_and_namespaces_capture_and_release,
+    who_may_reach_what_is_known_reaches_pods_elsewhere,
     a_restless_cluster,
 }
 
@@ -507,6 +508,56 @@ fn labels_of_pods_and_namespaces_capture_and_release() -> Result<()> {
         );
     }
     Ok(())
+}
+
+/// Whoever may only reach what is known may reach a pod of another node, with no service before it: those
+/// are read as soon as somebody's egress policy asks for it, and not forgotten while an agent starts.
+fn who_may_reach_what_is_known_reaches_pods_elsewhere() -> Result<()> {
+    let mesh = json!({ "rules": { "mode": "kernel" } }).to_string();
+    let objects = |lab: &Lab| {
+        let service = objects::service("web", "10.96.0.10".parse().expect("an address"));
+        vec![service, slice(lab, "web", &["near"])]
+    };
+    let mut site = Site::prepare_with(objects, |agent| {
+        agent.in_the_nodes_cgroup().args(["--mesh", &mesh])
+    })?;
+    let (client, cluster) = (site.lab.pod("sleep").clone(), site.server.cluster().clone());
+    let known = |name: &str| {
+        let pod = site.lab.pod(name);
+        let node = pod.node().unwrap_or_default();
+        cluster.apply(objects::pod(name, node, &pod.addresses()));
+        format!("{}:7", pod.ipv4())
+    };
+    let far = known("far");
+    let unknown = format!("{}:7", site.lab.pod("near2").ipv4());
+    let asks = |egress: &str| {
+        let mut object = objects::pod("sleep", "node2", &client.addresses());
+        object["metadata"]["labels"] = json!({ "istio.io/dataplane-mode": "ambient" });
+        object["metadata"]["annotations"] = json!({ "dataplane.io/egress": egress });
+        cluster.apply(object);
+    };
+    asks("allow");
+    site.agent.start()?;
+    reaches(&client, &unknown, "connect", &["near2"])?;
+    asks("deny");
+    eventually(|| refused(&client, &unknown, "connect"))?;
+    eventually(|| reaches(&client, &far, "connect --count 3", &["far"]).map(drop))?;
+    let load = client.load(&["--to", &far, "--threads", "1"])?;
+    let before = site.agent.replace()?;
+    thread::sleep(Duration::from_millis(300));
+    let report: LoadReport = load.wait_json()?;
+    ensure!(
+        report.errors.is_empty() && report.answered > 20,
+        "{report:?}"
+    );
+    before.wait()?;
+    refused(&client, &unknown, "connect")?;
+    known("near2");
+    eventually(|| reaches(&client, &unknown, "connect", &["near2"]).map(drop))?;
+    // Nobody asks any more.
+    asks("allow");
+    cluster.delete(Resource::Pods, "default", "near2");
+    eventually(|| reaches(&client, &unknown, "connect", &["near2"]).map(drop))
 }
 
 /// Many services and many changes, watches that break every other second: at the end the tables are

@@ -17,7 +17,7 @@ pub struct Member {
     pub rules: Vec<api::MeshRule>,
 }
 
-/// Everybody who is to be captured, with all rules that there are for them.
+/// Everybody on this node who is to be captured, with all rules that there are for them.
 pub fn members(config: &config::Mesh, snapshot: &Snapshot) -> Vec<Member> {
     let mut workloads: BTreeMap<&WorkloadName, Arc<Workload>> = snapshot
         .workloads
@@ -44,6 +44,7 @@ pub fn members(config: &config::Mesh, snapshot: &Snapshot) -> Vec<Member> {
     };
     workloads
         .into_iter()
+        .filter(|(_, workload)| workload.place != Place::Elsewhere)
         .filter_map(|(name, workload)| {
             // Who says what, the most specific first.
             let mut layers = Vec::new();

@@ -35,11 +35,29 @@ pub enum Message {
     Put(Kind, Object, Instant),
     /// An object that is gone.
     Gone(Kind, Object, Instant),
-    /// The list is at its end.
-    End(Kind),
+    /// The list is at its end; as it was seen.
+    End(Kind, Sight),
     /// The API server does not let it be read, as it says, and the rest goes on without; or, with
     /// nothing, lets it be read again.
     Refused(Kind, Option<String>),
+}
+
+/// What decides how things look, and which of them are looked at.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Eyes {
+    /// This node as its object has it; none: that is not known yet.
+    pub node: Option<Arc<Node>>,
+    /// Whether the pods of all nodes are wanted, rather than those of this one.
+    pub everywhere: bool,
+}
+
+/// The same, as far as it concerns one kind.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Sight {
+    /// This node: for slices, as its object has it.
+    pub node: Arc<Node>,
+    /// Whether the pods of all nodes are looked at.
+    pub everywhere: bool,
 }
 
 /// Follows one kind.
@@ -57,7 +75,7 @@ pub struct Follower {
 enum Ended {
     /// Whoever takes messages is gone: nobody wants to know any more.
     Unwanted,
-    /// The node is seen otherwise: everything is to be read with other eyes.
+    /// Things look otherwise: everything is to be read with other eyes.
     Otherwise,
     /// The server ended it, as it does after a time.
     ByServer,
@@ -104,25 +122,28 @@ struct Bookmark {
 }
 
 impl Follower {
-    /// Follows until nobody takes the messages any more. `eyes` is this node as its object has it.
-    pub async fn run(self, mut eyes: watch::Receiver<Option<Arc<Node>>>) {
+    /// Follows until nobody takes the messages any more.
+    pub async fn run(self, mut eyes: watch::Receiver<Eyes>) {
         let mut backoff = Backoff::new(self.patience);
         let mut connection = None;
         let mut version = None;
+        let mut before = None;
         let mut forbidden: Option<Instant> = None;
         loop {
-            let node = if self.kind == Kind::Slice {
-                let Ok(node) = eyes.wait_for(Option::is_some).await else {
-                    return;
-                };
-                node.clone().unwrap_or_default()
-            } else {
-                Arc::clone(&self.node)
+            let seen = eyes.wait_for(|eyes| self.sight(eyes).is_some()).await;
+            let Ok(sight) = seen.map(|eyes| self.sight(&eyes)) else {
+                return;
             };
+            let Some(sight) = sight else { continue };
+            // It may have changed while nothing was watched.
+            if before.is_some_and(|before| before != sight) {
+                version = None;
+            }
+            before = Some(sight.clone());
             let step = Step {
                 follower: &self,
                 health: self.health.of(self.kind),
-                node: &node,
+                sight: &sight,
             };
             let result = step.take(&mut connection, &mut version, &mut eyes, &mut backoff);
             let ended = result.await;
@@ -161,13 +182,26 @@ impl Follower {
             sleep(backoff.next()).await;
         }
     }
+
+    /// How its objects are looked at; `None`: that is not known yet.
+    fn sight(&self, eyes: &Eyes) -> Option<Sight> {
+        let (node, everywhere) = match self.kind {
+            Kind::Slice => (eyes.node.as_ref()?, false),
+            Kind::Pod => (&self.node, eyes.everywhere),
+            Kind::Service | Kind::Node | Kind::Namespace => (&self.node, false),
+        };
+        Some(Sight {
+            node: Arc::clone(node),
+            everywhere,
+        })
+    }
 }
 
 /// What is done again and again.
 struct Step<'a> {
     follower: &'a Follower,
     health: &'a KindHealth,
-    node: &'a Node,
+    sight: &'a Sight,
 }
 
 impl Step<'_> {
@@ -176,7 +210,7 @@ impl Step<'_> {
         &self,
         connection: &mut Option<Connection>,
         version: &mut Option<String>,
-        eyes: &mut watch::Receiver<Option<Arc<Node>>>,
+        eyes: &mut watch::Receiver<Eyes>,
         backoff: &mut Backoff,
     ) -> Ended {
         let client = match connection {
@@ -202,7 +236,7 @@ impl Step<'_> {
         let mut watch = self
             .follower
             .kind
-            .watch(self.node)
+            .watch(self.sight)
             .timeout(rand::random_range(WATCH_SECONDS));
         watch.bookmarks = true;
         let mut lines = match fetch.watch(&watch, from).await {
@@ -236,31 +270,29 @@ impl Step<'_> {
         }
     }
 
-    /// Waits until this node is seen otherwise than now; for ever, where that does not matter.
-    async fn seen_otherwise(&self, eyes: &mut watch::Receiver<Option<Arc<Node>>>) -> bool {
-        if self.follower.kind != Kind::Slice {
-            return std::future::pending().await;
-        }
-        let other = |node: &Option<Arc<Node>>| node.as_deref().is_some_and(|n| n != self.node);
+    /// Waits until things look otherwise than now; for ever, where they never do.
+    async fn seen_otherwise(&self, eyes: &mut watch::Receiver<Eyes>) -> bool {
+        let sight = |eyes: &Eyes| self.follower.sight(eyes);
+        let other = |eyes: &Eyes| sight(eyes).is_some_and(|sight| sight != *self.sight);
         eyes.wait_for(other).await.is_ok()
     }
 
     /// Lists all of it; the version that it is of.
     async fn list(&self, fetch: &Fetch<'_>) -> Result<String, Ended> {
         let kind = self.follower.kind;
-        let mut what = kind.list(self.node);
+        let mut what = kind.list(self.sight);
         self.send(Message::Begin(kind)).await?;
         loop {
             let text = fetch.page(&what).await?;
             let page: Page<'_> = serde_json::from_slice(&text).map_err(Failure::from)?;
             for item in page.items.into_iter().flatten() {
-                let object = kind.read(item.get(), self.node);
+                let object = kind.read(item.get(), &self.sight.node);
                 self.send(Message::Put(kind, object, Instant::now()))
                     .await?;
             }
             what.continue_token = page.metadata.rest.filter(|rest| !rest.is_empty());
             if what.continue_token.is_none() {
-                self.send(Message::End(kind)).await?;
+                self.send(Message::End(kind, self.sight.clone())).await?;
                 self.health.list();
                 return Ok(page.metadata.resource_version);
             }
@@ -315,7 +347,7 @@ impl Step<'_> {
                     continue;
                 }
             };
-            let object = kind.read(event.object.get(), self.node);
+            let object = kind.read(event.object.get(), &self.sight.node);
             if object.version.is_empty() {
                 warn!(
                     "{kind}: an event without resourceVersion, of {}",

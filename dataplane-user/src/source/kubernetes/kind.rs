@@ -1,6 +1,6 @@
 //! The kinds that are read, and one object of each in the model's terms.
 
-use std::{collections::BTreeMap, fmt};
+use std::{collections::BTreeMap, fmt, sync::Arc};
 
 use k8s_openapi::{
     api::{core::v1 as core, discovery::v1 as discovery},
@@ -12,8 +12,9 @@ use serde::{
     de::{DeserializeOwned, IgnoredAny, MapAccess, Visitor},
 };
 
+use super::follow::Sight;
 use crate::{
-    model::{Node, Service, ServiceName, Workload},
+    model::{Node, Place, Service, ServiceName, Workload},
     source::objects::{self, Findings, NamespaceRules, NodeFacts, Outcome, Slice},
 };
 
@@ -31,7 +32,7 @@ pub enum Kind {
     Slice,
     /// This node's own object.
     Node,
-    /// The Pods on this node.
+    /// The Pods on this node, or on all of them.
     Pod,
     /// Namespaces.
     Namespace,
@@ -45,8 +46,11 @@ pub enum Scope {
     Services,
     /// The host ports of this node's pods.
     HostPorts,
-    /// Which of this node's pods are captured, and by which rules.
+    /// Which of this node's pods are captured, and by which rules; and the pods of all nodes while
+    /// one of these says that it may only reach what is known (`dataplane.io/egress: deny`).
     Mesh,
+    /// Likewise, and the pods of all nodes in any case.
+    Registry,
 }
 
 impl Kind {
@@ -119,26 +123,28 @@ impl Kind {
     }
 
     /// What to ask for in a list.
-    pub(super) fn list(self, node: &Node) -> ListParams {
+    pub(super) fn list(self, sight: &Sight) -> ListParams {
         let all = ListParams::default().limit(PAGE);
         match self {
             Self::Service | Self::Slice => all.labels(OURS),
-            Self::Node | Self::Pod => all.fields(&self.here(node)),
+            Self::Pod if sight.everywhere => all,
+            Self::Node | Self::Pod => all.fields(&self.here(&sight.node)),
             Self::Namespace => all,
         }
     }
 
     /// What to ask for in a watch.
-    pub(super) fn watch(self, node: &Node) -> WatchParams {
+    pub(super) fn watch(self, sight: &Sight) -> WatchParams {
         let all = WatchParams::default();
         match self {
             Self::Service | Self::Slice => all.labels(OURS),
-            Self::Node | Self::Pod => all.fields(&self.here(node)),
+            Self::Pod if sight.everywhere => all,
+            Self::Node | Self::Pod => all.fields(&self.here(&sight.node)),
             Self::Namespace => all,
         }
     }
 
-    /// Those of this node: a cluster's others are no concern of ours, and many.
+    /// Those of this node: a cluster's others are many.
     fn here(self, node: &Node) -> String {
         let field = match self {
             Self::Pod => "spec.nodeName",
@@ -291,7 +297,7 @@ pub(super) enum Body {
     Namespace(NamespaceRules),
 }
 
-/// What there is to know of a pod on this node.
+/// What there is to know of a pod.
 #[derive(Debug)]
 pub(super) struct Pod {
     /// Its host ports; `None` if they make no sense, and stay what they were.
@@ -305,6 +311,10 @@ pub(super) struct Pod {
 impl Pod {
     /// One is not left out for the other's faults.
     fn new(pod: &core::Pod, node: &Node, findings: &mut Findings) -> Self {
+        let of = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref());
+        if of != Some(&*node.name) {
+            return Self::elsewhere(pod, node);
+        }
         let mut of_ports = Findings::default();
         let host_ports = objects::host_ports(pod, node, &mut of_ports);
         let host_ports = of_ports.faults.is_empty().then_some(host_ports);
@@ -320,6 +330,20 @@ impl Pod {
             host_ports,
             workload,
             faulty,
+        }
+    }
+
+    /// Of one on another node only who it is matters here; what is wrong with it is told there.
+    fn elsewhere(pod: &core::Pod, node: &Node) -> Self {
+        let workload = objects::pod(pod, node, &mut Findings::default());
+        Self {
+            host_ports: Some(Vec::new()),
+            workload: workload.map(|workload| Workload {
+                place: Place::Elsewhere,
+                rules: Arc::default(),
+                ..workload
+            }),
+            faulty: false,
         }
     }
 }

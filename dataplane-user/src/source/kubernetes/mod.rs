@@ -1,5 +1,5 @@
 //! The Kubernetes API as a source: Services, EndpointSlices, and this node's own Node object;
-//! where they are asked for ([`Scope`]), the Pods on this node, and Namespaces.
+//! where they are asked for ([`Scope`]), the Pods on this node or on all of them, and Namespaces.
 //!
 //! Each kind is listed once, page by page, and watched from there on (`follow`). What was seen is
 //! kept in the model's terms only, and put together into views (`store`): the first when every
@@ -39,7 +39,7 @@ use tokio::{
 
 use crate::model::Node;
 use connect::Connector;
-use follow::Follower;
+use follow::{Eyes, Follower};
 use store::Store;
 
 /// Messages that may wait to be taken in: beyond that, reading waits.
@@ -170,7 +170,7 @@ async fn read(
 ) {
     let (messages, mut taken) = mpsc::channel(QUEUE);
     // How EndpointSlices look depends on the node's zone, so they are read when that is known.
-    let (eyes, seen) = watch::channel(None);
+    let (eyes, seen) = watch::channel(Eyes::default());
     let mut followers = JoinSet::new();
     health.want(scope);
     for kind in Kind::ALL.into_iter().filter(|kind| kind.scope() <= scope) {
@@ -192,7 +192,7 @@ async fn read(
             store.take(message);
         }
         eyes.send_if_modified(|eyes| {
-            let now = store.node_as_seen();
+            let now = store.eyes();
             let other = *eyes != now;
             *eyes = now;
             other

@@ -1,13 +1,14 @@
-//! The pods of this node, and what their namespaces say of them.
+//! The pods of this node, and what their namespaces say of them; and those of other nodes, if they are
+//! to be known.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
     sync::Arc,
 };
 
 use super::kind::Pod;
 use crate::{
-    model::{Rules, Service, ServiceName, Workload, WorkloadName},
+    model::{Egress, Place, Rules, Service, ServiceName, Workload, WorkloadName},
     source::objects::NamespaceRules,
 };
 
@@ -18,8 +19,10 @@ pub struct Pods {
     namespaces: HashMap<Arc<str>, Rules>,
     /// As in the last view.
     workloads: imbl::OrdMap<WorkloadName, Arc<Workload>>,
-    /// Whether they may be others in the next.
-    changed: bool,
+    /// Those that may be others in the next.
+    changed: BTreeSet<ServiceName>,
+    /// Whether one of this node's may only reach what is known; none: to be found out.
+    denies: Option<bool>,
 }
 
 /// A pod.
@@ -29,6 +32,14 @@ struct Seen {
     host_ports: Vec<Arc<Service>>,
     /// Itself, by its own rules.
     workload: Option<Workload>,
+}
+
+impl Seen {
+    /// Whether it is a workload on this node.
+    fn is_here(&self) -> bool {
+        let workload = self.workload.as_ref();
+        workload.is_some_and(|workload| workload.place != Place::Elsewhere)
+    }
 }
 
 /// A service that takes the place of what was there; or none does.
@@ -59,7 +70,10 @@ impl Pods {
             return None;
         }
         let before = std::mem::replace(seen, now);
-        self.changed = true;
+        if before.is_here() || seen.is_here() {
+            self.denies = None;
+        }
+        self.changed.insert(name.clone());
         let now = &seen.host_ports;
         let gone = before.host_ports.iter().map(|service| &service.name);
         let gone = gone.filter(|name| now.iter().all(|service| service.name != **name));
@@ -73,21 +87,52 @@ impl Pods {
         let Some(seen) = self.seen.remove(name) else {
             return Vec::new();
         };
-        self.changed = true;
+        if seen.is_here() {
+            self.denies = None;
+        }
+        self.changed.insert(name.clone());
         let gone = seen.host_ports.iter();
         gone.map(|service| (service.name.clone(), None)).collect()
     }
 
     /// A namespace came or changed.
     pub fn put_namespace(&mut self, namespace: NamespaceRules) {
-        self.namespaces.insert(namespace.name, namespace.rules);
-        self.changed = true;
+        let name = Arc::clone(&namespace.name);
+        let before = self.namespaces.insert(namespace.name, namespace.rules);
+        if before.unwrap_or_default() != self.namespaces[&name] {
+            self.changed_in(&name);
+        }
     }
 
     /// A namespace is gone.
     pub fn remove_namespace(&mut self, name: &str) {
-        self.namespaces.remove(name);
-        self.changed = true;
+        if self.namespaces.remove(name).is_some() {
+            self.changed_in(name);
+        }
+    }
+
+    /// The rules of a namespace are others.
+    fn changed_in(&mut self, namespace: &str) {
+        self.denies = None;
+        let those = self.seen.range(ServiceName::new(namespace, "")..);
+        let those = those.take_while(|(name, _)| name.namespace() == namespace);
+        self.changed.extend(those.map(|(name, _)| name.clone()));
+    }
+
+    /// Whether one of this node's may only reach what is known.
+    pub fn denies(&mut self) -> bool {
+        let rules =
+            |name: &ServiceName, workload: &Workload| match self.namespaces.get(name.namespace()) {
+                Some(general) => workload.rules.own.over(general),
+                None => workload.rules.own.clone(),
+            };
+        *self.denies.get_or_insert_with(|| {
+            let mut here = self.seen.iter().filter(|(_, seen)| seen.is_here());
+            here.any(|(name, seen)| {
+                let workload = seen.workload.as_ref();
+                workload.is_some_and(|workload| rules(name, workload).egress == Some(Egress::Deny))
+            })
+        })
     }
 
     /// Those that there are.
@@ -103,24 +148,25 @@ impl Pods {
             .collect()
     }
 
-    /// Who can be captured, each by its own rules over those of its namespace.
+    /// Who there is; who can be captured, by its own rules over those of its namespace.
     pub fn workloads(&mut self) -> imbl::OrdMap<WorkloadName, Arc<Workload>> {
-        if std::mem::take(&mut self.changed) {
-            let mut gone: Vec<WorkloadName> = self.workloads.keys().cloned().collect();
-            for workload in self.seen.values().filter_map(|seen| seen.workload.as_ref()) {
-                gone.retain(|name| *name != workload.name);
-                let mut workload = workload.clone();
-                if let Some(general) = self.namespaces.get(workload.name.namespace()) {
-                    Arc::make_mut(&mut workload.rules).namespace = general.clone();
-                }
-                let known = self.workloads.get(&workload.name);
-                if known.is_none_or(|known| **known != workload) {
-                    self.workloads
-                        .insert(workload.name.clone(), Arc::new(workload));
-                }
-            }
-            for name in gone {
+        for name in std::mem::take(&mut self.changed) {
+            let seen = self.seen.get(&name);
+            let Some(workload) = seen.and_then(|seen| seen.workload.as_ref()) else {
+                let name = WorkloadName::new(name.namespace(), name.name());
                 self.workloads.remove(&name);
+                continue;
+            };
+            let mut workload = workload.clone();
+            if workload.place != Place::Elsewhere
+                && let Some(general) = self.namespaces.get(name.namespace())
+            {
+                Arc::make_mut(&mut workload.rules).namespace = general.clone();
+            }
+            let known = self.workloads.get(&workload.name);
+            if known.is_none_or(|known| **known != workload) {
+                self.workloads
+                    .insert(workload.name.clone(), Arc::new(workload));
             }
         }
         self.workloads.clone()

@@ -10,7 +10,7 @@ use tokio::time::Instant;
 
 use super::{
     Kind, Scope,
-    follow::Message,
+    follow::{Eyes, Message},
     kind::{Body, Object},
     pods::{self, Pods},
 };
@@ -25,7 +25,8 @@ pub struct View {
     /// Every service, host ports of pods among them; shares with the view before what did not
     /// change.
     pub services: imbl::OrdMap<ServiceName, Arc<Service>>,
-    /// The pods of this node, if they are read for [`Scope::Mesh`].
+    /// The pods of this node, if they are read for [`Scope::Mesh`], and of others where they are
+    /// to be known.
     pub workloads: imbl::OrdMap<WorkloadName, Arc<Workload>>,
     /// What this node's own object tells.
     pub node: NodeFacts,
@@ -67,6 +68,10 @@ pub struct Store {
     listing: HashMap<Kind, HashSet<ServiceName>>,
     /// Kinds that were listed to their end.
     listed: BTreeSet<Kind>,
+    /// Whether the pods of all nodes were listed.
+    everywhere: bool,
+    /// Whether a view was given.
+    told: bool,
     /// Kinds that we may not read, and that the rest goes on without.
     refused: BTreeSet<Kind>,
     changed: bool,
@@ -101,6 +106,8 @@ impl Store {
             problems_seen: Arc::default(),
             listing: HashMap::new(),
             listed: BTreeSet::new(),
+            everywhere: false,
+            told: false,
             refused: BTreeSet::new(),
             changed: false,
             since: None,
@@ -125,25 +132,36 @@ impl Store {
                 self.since.get_or_insert(at);
                 self.remove(kind, &object.name);
             }
-            Message::End(kind) => {
+            Message::End(kind, sight) => {
                 if let Some(seen) = self.listing.remove(&kind) {
                     self.keep(kind, &seen);
                 }
                 self.changed |= self.listed.insert(kind);
+                if kind == Kind::Pod {
+                    self.changed |= self.everywhere != sight.everywhere;
+                    self.everywhere = sight.everywhere;
+                }
             }
             Message::Refused(kind, why) => self.refuse(kind, why),
         }
     }
 
-    /// This node as its object has it, once that is known: as far as it decides how slices are
-    /// read.
-    pub fn node_as_seen(&self) -> Option<Arc<Node>> {
-        self.listed.contains(&Kind::Node).then(|| {
-            Arc::new(Node {
-                leaving: false,
-                ..self.facts.applied_to(&self.base)
-            })
-        })
+    /// This node as its object has it, once that is known, as far as it decides how slices are
+    /// read; and whose pods are.
+    pub fn eyes(&mut self) -> Eyes {
+        let node = || Node {
+            leaving: false,
+            ..self.facts.applied_to(&self.base)
+        };
+        Eyes {
+            node: self.listed.contains(&Kind::Node).then(|| Arc::new(node())),
+            everywhere: self.wants_everywhere(),
+        }
+    }
+
+    /// Whether the pods of all nodes are to be known.
+    fn wants_everywhere(&mut self) -> bool {
+        self.scope >= Scope::Registry || self.scope >= Scope::Mesh && self.pods.denies()
     }
 
     /// A view, if there is anything new, and everything was seen once.
@@ -153,6 +171,16 @@ impl Store {
         if !self.changed || !kinds.all(known) {
             return None;
         }
+        // Of what an earlier agent let its pods reach, nothing is taken away for not being read yet.
+        // Later, services do not wait for the pods of all nodes.
+        if !self.told
+            && !self.refused.contains(&Kind::Pod)
+            && self.wants_everywhere()
+            && !self.everywhere
+        {
+            return None;
+        }
+        self.told = true;
         self.changed = false;
         for (name, change) in std::mem::take(&mut self.pending) {
             let service = match change {
