@@ -1,5 +1,6 @@
 //! `bench packet`: services reached by packets: from outside, and by pods whose sockets nobody sees.
 
+mod programs;
 mod stage;
 
 use std::time::{Duration, Instant};
@@ -13,8 +14,9 @@ use crate::{
     say,
     socket::{MOST, MUCH, NOISE},
     stats::{median, spread},
-    worker::{Job, Transport},
+    worker::{Job, Transport, WARM_UP},
 };
+use programs::Taken;
 use stage::{Case, Lane, Stage, Worker};
 
 /// The cases, in order.
@@ -165,6 +167,8 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
             });
         }
     }
+    say!("what the programs take of it");
+    rows.extend(programs(&mut stage)?);
     for metric in ["connect_p50", "rtt_p50", "gbit_per_s", "first_p50"] {
         let of_metric = rows.iter().filter(|row| row.metric == metric);
         let differ = median(&mut of_metric.map(|row| row.spread).collect::<Vec<_>>());
@@ -175,6 +179,58 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
                 differ * 100.0
             );
         }
+    }
+    Ok(rows)
+}
+
+/// What our programs take of a connection from its SYN to its RST, of a round trip, and of a datagram and
+/// its answer, with one service.
+fn programs(stage: &mut Stage) -> anyhow::Result<Vec<Row>> {
+    const COUNT: u32 = 2_000;
+    const ROUNDS: usize = 5;
+    let ours = |lane: &Lane| lane.worker == Worker::Dataplane && lane.services == 1;
+    let Some(lane) = stage.lanes.iter().position(ours) else {
+        return Ok(vec![]);
+    };
+    let (connect, trip) = (
+        Job::Connect { count: COUNT },
+        Job::RoundTrip { count: COUNT },
+    );
+    let tcp = [("programs_connection", connect), ("programs_rtt", trip)];
+    let tcp = tcp.map(|(metric, job)| (metric, Transport::Tcp, job));
+    let udp = [("programs_first", connect), ("programs_later", trip)];
+    let udp = udp.map(|(metric, job)| (metric, Transport::Udp, job));
+    let of_tcp = CASES.iter().flat_map(|case| tcp.map(|what| (*case, what)));
+    let of_udp = udp.map(|what| ((FLOW, Case::NodePortLocal), what));
+    let _counting = programs::counting()?;
+    let mut rows = vec![];
+    for ((case, of), (metric, transport, job)) in of_tcp.chain(of_udp) {
+        let (mut times, mut calls) = (vec![], vec![]);
+        for _ in 0..ROUNDS {
+            let before = Taken::now()?;
+            stage.measure(lane, of, transport, job)?;
+            let (time, called) = Taken::now()?.since(before, COUNT + WARM_UP);
+            times.push(time);
+            calls.push(called);
+        }
+        let value = median(&mut times);
+        say!(
+            "{case} {metric}: {value:.0} ns in {:.1} calls",
+            median(&mut calls)
+        );
+        rows.push(Row {
+            bench: "packet",
+            path: "dataplane",
+            case,
+            services: 1,
+            metric,
+            unit: "ns",
+            value,
+            baseline: None,
+            ratio: None,
+            spread: spread(&mut times),
+            rounds: ROUNDS,
+        });
     }
     Ok(rows)
 }

@@ -12,15 +12,13 @@ use rand::seq::IndexedRandom as _;
 use socket2::{SockAddr, Socket};
 
 use super::{
-    ANSWERED, Answer, DATAGRAM, ECHO, HOLD, Job, Order, SILENT, STREAM, Transport, WINDOW, socket,
+    ANSWERED, Answer, DATAGRAM, ECHO, HOLD, Job, Order, SILENT, STREAM, Transport, WARM_UP, WINDOW,
+    socket,
 };
 use crate::stats::median;
 
 /// An answer that takes longer is a fault of the path, not a slow path.
 const TIMEOUT: Duration = Duration::from_secs(2);
-/// Measurements at the start of a job that do not count: caches, neighbour tables, branch
-/// predictors.
-const WARM_UP: usize = 20;
 /// Parts that a rate is measured in.
 const SLICES: u32 = 5;
 
@@ -95,7 +93,7 @@ const fn byte_for(transport: Transport) -> u8 {
 
 #[expect(clippy::cast_precision_loss, reason = "below 2^52 ns")]
 fn median_us(samples: &mut [u64]) -> f64 {
-    let mut samples: Vec<f64> = samples[WARM_UP..]
+    let mut samples: Vec<f64> = samples[WARM_UP as usize..]
         .iter()
         .map(|ns| *ns as f64 / 1e3)
         .collect();
@@ -107,8 +105,8 @@ fn nanos(since: Instant) -> u64 {
 }
 
 fn connects(order: &Order, count: usize) -> anyhow::Result<f64> {
-    let mut samples = Vec::with_capacity(count + WARM_UP);
-    for _ in 0..count + WARM_UP {
+    let mut samples = Vec::with_capacity(count + WARM_UP as usize);
+    for _ in 0..count + WARM_UP as usize {
         let (mut socket, to) = fresh(order)?;
         let start = Instant::now();
         socket.connect(&to)?;
@@ -124,8 +122,8 @@ fn round_trips(order: &Order, count: usize) -> anyhow::Result<f64> {
     let (mut socket, to) = fresh(order)?;
     socket.connect(&to)?;
     let byte = byte_for(order.transport);
-    let mut samples = Vec::with_capacity(count + WARM_UP);
-    for _ in 0..count + WARM_UP {
+    let mut samples = Vec::with_capacity(count + WARM_UP as usize);
+    for _ in 0..count + WARM_UP as usize {
         let start = Instant::now();
         exchange(&mut socket, byte)?;
         samples.push(nanos(start));

@@ -83,6 +83,9 @@ pub enum Answer {
     Error(String),
 }
 
+/// Measurements at the start of a job that do not count: caches, neighbour tables, branch
+/// predictors.
+pub const WARM_UP: u32 = 20;
 /// Threads of [`Job::Churn`] where nothing else is said.
 pub const CHURN_THREADS: u32 = 2;
 /// Payload of a bulk datagram: below the MTU of an overlay network.
