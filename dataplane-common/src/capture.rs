@@ -224,6 +224,9 @@ impl Enrolled {
     /// Its connections are captured by the packets that it sends. Without [`Enrolled::CAPTURED`]: they
     /// were, and those that its proxy still has go on.
     pub const PACKETS: u32 = 1 << 10;
+    /// Of a [`Local`]: its connections were captured by its packets, and are by its sockets now. Those
+    /// that its proxy still has go on.
+    pub const PACKETS_BEFORE: u32 = 1 << 11;
     /// It is a workload, if only one whose connections go direct.
     pub const CAPTURED: u32 = 1 << 31;
 }
@@ -232,6 +235,12 @@ impl Local {
     /// Whether its connections are captured by its packets, or were.
     pub const fn is_by_packets(&self) -> bool {
         self.flags & Enrolled::PACKETS != 0
+    }
+
+    /// Whether there are, or may be, connections that are captured by its packets.
+    #[inline(always)]
+    pub const fn has_packets(&self) -> bool {
+        self.flags & (Enrolled::PACKETS | Enrolled::PACKETS_BEFORE) != 0
     }
 
     /// Whether connections to it are measured where they arrive: nobody stands between it and its

@@ -67,13 +67,13 @@ pub fn run(ctx: &TcContext) -> i32 {
     };
     // SAFETY: a hash's element, freed after a grace period.
     let local: Local = unsafe { *found };
-    if !local.is_by_packets() {
+    if !local.has_packets() {
         return LEAVE_ALONE;
     }
     if to_its_socket(skb, packet) {
         return taken(skb);
     }
-    if local.flags & Enrolled::CAPTURED == 0 {
+    if !local.is_by_packets() || local.flags & Enrolled::CAPTURED == 0 {
         return LEAVE_ALONE;
     }
     if packet.is_syn() {

@@ -280,10 +280,13 @@ impl Proxy {
         self.stop(deadline);
     }
 
-    /// Whether it accepts connections of a workload, or has some still.
-    pub fn serves(&self, workload: &WorkloadName) -> bool {
-        let mut attachments = self.shared.attachments().into_iter();
-        attachments.any(|attached| attached.workload.name == *workload)
+    /// Whether it has connections of a workload by an attachment that was removed.
+    pub fn drains(&self, workload: &WorkloadName) -> bool {
+        self.shared.lock_attachments().iter().any(|entry| {
+            entry.listeners.is_none()
+                && entry.attached.workload.name == *workload
+                && entry.attached.open() > 0
+        })
     }
 
     /// For those who only look.

@@ -236,6 +236,7 @@ impl Mesh {
         if !members.is_empty() {
             known(snapshot, &members, &mut wanted);
         }
+        self.change_over(&enrolled, &by_packets);
         self.listen(kernel, &enrolled, &mut problems);
         self.remember_packets(kernel.capture().held(), &members);
         self.settle_packets(kernel, &by_packets, &mut wanted, &mut problems)?;
@@ -571,20 +572,37 @@ impl Mesh {
             .map(|(cookie, _)| *cookie)
             .collect();
         for cookie in gone {
-            if let Some(attached) = self.attached.remove(&cookie) {
-                if attached.acceleration != Acceleration::Off
-                    && let Some(accelerator) = &self.accelerator
-                    && let Err(error) = accelerator.remove(cookie, &[self.options.outbound])
-                {
-                    debug!("{}: {error}", attached.name);
-                }
-                let is_there = found.iter().any(|namespace| namespace.cookie == cookie);
-                self.detach(&attached, if is_there { RELEASED } else { DRAIN });
+            let is_there = found.iter().any(|namespace| namespace.cookie == cookie);
+            self.let_go(cookie, if is_there { RELEASED } else { DRAIN });
+        }
+    }
+
+    /// Whoever is to be captured otherwise than before is released first: the proxy tells workloads by
+    /// their names.
+    fn change_over(&mut self, enrolled: &[(&Member, &Namespace, u32)], by_packets: &[&Member]) {
+        for (member, ..) in enrolled {
+            self.let_go_of_packets(&member.workload.name);
+        }
+        for member in by_packets {
+            let mut attached = self.attached.iter();
+            let before = attached.find(|(_, attached)| attached.name == member.workload.name);
+            if let Some(cookie) = before.map(|(cookie, _)| *cookie) {
+                self.let_go(cookie, RELEASED);
             }
         }
     }
 
-    fn detach(&self, attached: &Attached, deadline: Duration) {
+    /// Takes no more connections of the workload in a network namespace.
+    fn let_go(&mut self, cookie: u64, deadline: Duration) {
+        let Some(attached) = self.attached.remove(&cookie) else {
+            return;
+        };
+        if attached.acceleration != Acceleration::Off
+            && let Some(accelerator) = &self.accelerator
+            && let Err(error) = accelerator.remove(cookie, &[self.options.outbound])
+        {
+            debug!("{}: {error}", attached.name);
+        }
         if let Some(proxy) = &self.proxy {
             proxy.remove(&attached.name, deadline);
         }

@@ -60,10 +60,7 @@ struct Guest<'a> {
 impl Packets {
     /// After an earlier agent: what it had captured may go on for a while.
     pub fn after(held: &Captured) -> Self {
-        let by_packets = held
-            .locals
-            .iter()
-            .filter(|(_, local)| local.is_by_packets());
+        let by_packets = held.locals.iter().filter(|(_, local)| local.has_packets());
         // Who that was, only the earlier agent knew.
         let nobody = WorkloadName::new("", "");
         let released = by_packets.map(|(addr, _)| (addr.ip(), (nobody.clone(), Instant::now())));
@@ -178,7 +175,7 @@ impl Mesh {
         packets.released.retain(|addr, (name, since)| {
             let mut has_ended = since.elapsed() > DRAIN;
             // Of another's proxy nobody knows.
-            has_ended &= proxy.as_ref().is_none_or(|proxy| !proxy.serves(name));
+            has_ended &= proxy.as_ref().is_none_or(|proxy| !proxy.drains(name));
             has_ended &= proxy.is_some();
             let ways = ways_of.remove(addr).unwrap_or_default();
             if has_ended || ways.is_empty() {
@@ -189,9 +186,11 @@ impl Mesh {
                 flags: Enrolled::PACKETS,
                 ..Enrolled::default()
             };
-            // It may have become somebody's who is captured otherwise.
-            let locals = &mut wanted.locals;
-            locals.entry((*addr).into()).or_insert(local(0, &entry));
+            // It may have become somebody's who is captured otherwise, or be that already.
+            let found = wanted.locals.entry((*addr).into());
+            found
+                .and_modify(|local| local.flags |= Enrolled::PACKETS_BEFORE)
+                .or_insert(local(0, &entry));
             true
         });
         Ok(on)
@@ -323,12 +322,19 @@ impl Mesh {
         };
         let gone: Vec<WorkloadName> = self.packets.attached.keys().cloned().collect();
         for name in gone.into_iter().filter(|name| !kept(name)) {
-            self.packets.attached.remove(&name);
-            if let Some(proxy) = &self.proxy {
-                proxy.remove(&name, RELEASED);
-            }
-            info!(workload = %name, "released");
+            self.let_go_of_packets(&name);
         }
+    }
+
+    /// Takes no more connections of a workload that is captured by its packets, if it is.
+    pub(super) fn let_go_of_packets(&mut self, name: &WorkloadName) {
+        if self.packets.attached.remove(name).is_none() {
+            return;
+        }
+        if let Some(proxy) = &self.proxy {
+            proxy.remove(name, RELEASED);
+        }
+        info!(workload = %name, "released");
     }
 
     /// Remembers whose connections are to go on when they are captured no more; `held`: what the

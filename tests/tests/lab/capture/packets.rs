@@ -30,6 +30,7 @@ scenarios! {
     unknown_destinations_are_refused_at_once,
     without_a_proxy_it_is_refused_or_passes,
     connections_outlive_capture_and_its_end,
+    connections_outlive_a_change_of_what_captures_them,
     agents_take_each_others_place,
     other_peoples_proxies_on_the_node,
     nothing_is_left_behind,
@@ -328,6 +329,43 @@ fn connections_outlive_capture_and_its_end() -> Result<()> {
     // And once more.
     write("ambient")?;
     eventually(|| captured(&world, "10.244.1.5:7", "connect", "one"))
+}
+
+/// A pod whose sockets are here after all.
+fn connections_outlive_a_change_of_what_captures_them() -> Result<()> {
+    let mut world = World::new()?;
+    let pods = world.state.path().join("pods.yaml");
+    let write = |by: &str| {
+        let annotations = json!({ "dataplane.io/captured-by": by });
+        fs::write(&pods, pod("ambient", annotations).to_string())
+    };
+    write("packets")?;
+    let config = json!({ "rules": { "mode": "proxy" } });
+    world.agent_with(&config, std::slice::from_ref(&pods))?;
+    let app = world.app().clone();
+    let hold = || -> Result<_> { Ok([app.hold("10.244.1.5:7")?, app.hold("10.96.0.10:80")?]) };
+    let mut kept = Vec::new();
+    for by in ["packets", "sockets", "packets", "sockets"] {
+        write(by)?;
+        eventually(|| {
+            if by == "packets" {
+                return captured(&world, "10.244.1.5:7", "connect", "one");
+            }
+            let (report, counted) = world.counted(Reason::Captured, || {
+                reaches(&app, "10.244.1.5:7", "connect", &["one"])
+            })?;
+            ensure!(counted == 1, "{counted} were captured");
+            sources_are(&report, &app.addresses())
+        })?;
+        // What the kernel remembers of a socket's route brings it packets that nobody gave to it, until
+        // some route changes.
+        world.lab.node("node1").ip("route flush cache")?;
+        kept.extend(hold()?);
+    }
+    for connection in kept {
+        lived(connection)?;
+    }
+    Ok(())
 }
 
 fn agents_take_each_others_place() -> Result<()> {
