@@ -11,10 +11,11 @@ use crate::{
 
 scenarios! {
     Dataplane:
+    // The longest first: emulated, it takes a minute, in which the others are done.
+    refusals_have_their_reason,
     endpoints_are_drawn_uniformly,
     a_port_is_a_port_of_one_protocol,
     endpoints_see_the_pods_own_address,
-    refusals_have_their_reason,
 }
 
 const SIX: [&str; 6] = ["far", "far2", "far3", "near", "near2", "near3"];
