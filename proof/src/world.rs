@@ -521,6 +521,13 @@ impl World {
         }
     }
 
+    /// Whether a service has this port, at this address or as a node port.
+    pub(crate) fn is_served(&self, addr: Addr, port: Port, protocol: Protocol) -> bool {
+        let node_port = FrontendKey::node_port(addr.is_v4(), port, protocol);
+        let exact = FrontendKey::new(addr, port, protocol);
+        self.frontends.contains_key(&node_port) || self.frontends.contains_key(&exact)
+    }
+
     /// Whether a set has a network with this address.
     pub fn contains(&self, set: u32, addr: Addr) -> bool {
         let bits = |addr: Addr| u128::from_be_bytes(addr.octets());

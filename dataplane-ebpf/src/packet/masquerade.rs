@@ -2,17 +2,38 @@
 
 use aya_ebpf::helpers::generated::bpf_get_prandom_u32;
 use dataplane_common::{
-    Port,
+    Port, Protocol, decide,
     packet::{PacketConfig, Tick},
+    tables::FrontendKey,
 };
 
-use super::conntrack::Flow;
-use crate::tables::PACKET_CONFIG;
+use super::conntrack::{Flow, node_addr};
+use crate::{select::Live, tables::PACKET_CONFIG};
 
 /// How many ports are tried. With nine ports in ten taken, one flow in 30 finds none.
 const TRIES: u32 = 32;
 
-/// Gives the flow a port that no other flow to its endpoint has, and makes its entry for replies:
+/// Makes the flow's entry for replies with the port that it has, if no other flow to its endpoint has that.
+///
+/// And if no service has it, unless the protocol is TCP: what an endpoint's socket answers by a call of its
+/// own (`sendto`) goes to that service, since the call is seen before its packet is (`sendmsg`). (Node ports
+/// are looked at whether the address has them or not: it is one lookup less.)
+#[inline(never)]
+fn claim(flow: &Flow, now: Tick) -> bool {
+    let protocol = flow.forward.protocol;
+    if protocol != Protocol::TCP {
+        let (addr, port) = (node_addr(flow.node_addr), flow.node_port);
+        let is_served = |key| !decide::Tables::frontend(&Live, &key).is_none();
+        if is_served(FrontendKey::node_port(addr.is_v4(), port, protocol))
+            || is_served(FrontendKey::new(addr, port, protocol))
+        {
+            return false;
+        }
+    }
+    flow.add_masqueraded(now)
+}
+
+/// Gives the flow a port that no other flow to its endpoint has ([`claim`]), and makes its entry for replies:
 /// the client's own port if it is free and cannot be one that the host gives to a connection of its
 /// own, else any that cannot. `false` if none was found.
 #[inline(never)]
@@ -26,7 +47,7 @@ pub fn take_port(flow: &mut Flow, now: Tick) -> bool {
     let own = u32::from(flow.forward.src_port.host());
     if own >= lowest && !(first <= own && own <= last) {
         flow.node_port = flow.forward.src_port;
-        if flow.add_masqueraded(now) {
+        if claim(flow, now) {
             return true;
         }
     }
@@ -42,7 +63,7 @@ pub fn take_port(flow: &mut Flow, now: Tick) -> bool {
             port = port - (lowest + below) + last + 1;
         }
         flow.node_port = Port::new(port as u16);
-        if flow.add_masqueraded(now) {
+        if claim(flow, now) {
             return true;
         }
     }

@@ -2,7 +2,7 @@
 //! the client.
 
 use dataplane_common::{
-    Addr, Port, Reason,
+    Addr, Port, Protocol, Reason,
     packet::{PortKey, Tick, seen},
     tables::{Affinity, AffinityKey, Block, Endpoint, Kind},
 };
@@ -182,8 +182,14 @@ impl Model<'_> {
 
     /// Which port of the node's it is, or `None` if there is none left.
     fn port(&self, flow: &Flow, drawn: &dyn Drawn) -> Result<Option<Port>, String> {
+        // What an endpoint's socket sends to a service is that one's; TCP's answers are no calls.
+        let (to, protocol) = (self.world.node_addr(flow.node_addr), flow.key.protocol);
+        let served = |port| protocol != Protocol::TCP && self.world.is_served(to, port, protocol);
         let free = |port: u16| {
             let port = Port::new(port);
+            if served(port) {
+                return false;
+            }
             let key = PortKey::new(flow.endpoint, flow.endpoint_port, port, flow.key.protocol);
             !self.state.masquerade.has(&key)
         };
@@ -209,7 +215,7 @@ impl Model<'_> {
             return Err(format!("port {port} may not be given to a flow"));
         }
         if !free(port) {
-            return Err(format!("port {port} is another flow's"));
+            return Err(format!("port {port} is another flow's, or a service's"));
         }
         Ok(Some(entered.node_port))
     }

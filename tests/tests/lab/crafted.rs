@@ -28,6 +28,7 @@ scenarios! {
     affinity_and_hairpins,
     a_syn_again_is_of_the_same_flow,
     whoever_only_listens_keeps_the_flow,
+    no_answer_goes_to_a_service,
 }
 
 /// What becomes of a packet.
@@ -1072,6 +1073,24 @@ fn whoever_only_listens_keeps_the_flow() -> Result<()> {
                     );
                 }
             }
+        }
+        Ok(())
+    })
+}
+
+/// What an endpoint's socket sends to a service's port goes to that service before anything sees its packet:
+/// so no client is given such a port, be it its own. (TCP's answers are no calls.)
+fn no_answer_goes_to_a_service() -> Result<()> {
+    scene(|scene| {
+        for (v4, tcp) in ALL {
+            scene.forget()?;
+            let vip = vip(v4, "node", 13);
+            let client = (ip(v4, OUTSIDE[0], OUTSIDE[1]), vip.1);
+            scene.throw("eth0", false, &packet(tcp, client, vip, flags::SYN).frame())?;
+            let entries = scene.rig.masquerade.entries()?;
+            let (key, _) = entries.first().context("it was not masqueraded")?;
+            let port = key.node_port.host();
+            ensure!((port == vip.1) == tcp, "v4: {v4}, tcp: {tcp}: port {port}");
         }
         Ok(())
     })
