@@ -202,14 +202,15 @@ fn programs(stage: &mut Stage) -> anyhow::Result<Vec<Row>> {
     let udp = udp.map(|(metric, job)| (metric, Transport::Udp, job));
     let of_tcp = CASES.iter().flat_map(|case| tcp.map(|what| (*case, what)));
     let of_udp = udp.map(|what| ((FLOW, Case::NodePortLocal), what));
+    let numbers = stage.programs(lane)?;
     let _counting = programs::counting()?;
     let mut rows = vec![];
     for ((case, of), (metric, transport, job)) in of_tcp.chain(of_udp) {
         let (mut times, mut calls) = (vec![], vec![]);
         for _ in 0..ROUNDS {
-            let before = Taken::now()?;
+            let before = Taken::now(&numbers)?;
             stage.measure(lane, of, transport, job)?;
-            let (time, called) = Taken::now()?.since(before, COUNT + WARM_UP);
+            let (time, called) = Taken::now(&numbers)?.since(before, COUNT + WARM_UP);
             times.push(time);
             calls.push(called);
         }

@@ -1,8 +1,12 @@
 //! The lab of `bench packet`: for each path a node like the others, with a client pod and three
 //! server pods on it; one more node with three server pods; and one client outside.
 
-use std::net::{IpAddr, SocketAddr};
+use std::{
+    collections::BTreeSet,
+    net::{IpAddr, SocketAddr},
+};
 
+use anyhow::ensure;
 use dataplane_peers::Mode;
 use dataplane_tests::{Agent, Host, Lab, Process};
 use tempfile::TempDir;
@@ -74,7 +78,7 @@ pub struct Stage {
     clients: Vec<Process>,
     // Dropped in this order: processes, then the lab with what is pinned.
     _servers: Vec<Process>,
-    _agents: Vec<(Agent, TempDir)>,
+    agents: Vec<(Agent, TempDir)>,
     _lab: Lab,
 }
 
@@ -148,9 +152,26 @@ impl Stage {
             outside,
             clients,
             _servers: servers,
-            _agents: agents,
+            agents,
             _lab: lab,
         })
+    }
+
+    /// The kernel's numbers of the programs on the interfaces of a lane's node, which is one of ours.
+    ///
+    /// # Errors
+    /// If its agent does not tell.
+    pub fn programs(&self, lane: usize) -> anyhow::Result<BTreeSet<u32>> {
+        let ours = |lane: &&Lane| lane.worker == Worker::Dataplane;
+        let (agent, _) = &self.agents[self.lanes[..lane].iter().filter(ours).count()];
+        let status = agent.dataplane(["status", "-o", "json"]).run()?;
+        let status: serde_json::Value = serde_json::from_str(&status)?;
+        let interfaces = status["interfaces"].as_array().into_iter().flatten();
+        let ways = interfaces.flat_map(|interface| [&interface["ingress"], &interface["egress"]]);
+        let numbers = ways.filter_map(|way| way["program_id"].as_u64());
+        let numbers: BTreeSet<u32> = numbers.filter_map(|id| u32::try_from(id).ok()).collect();
+        ensure!(!numbers.is_empty(), "no interface has a program: {status}");
+        Ok(numbers)
     }
 
     /// Whether a case goes by way of a lane's node: what is not translated reaches the other node's

@@ -121,16 +121,13 @@ impl Pods {
 
     /// Whether one of this node's may only reach what is known.
     pub fn denies(&mut self) -> bool {
-        let rules =
-            |name: &ServiceName, workload: &Workload| match self.namespaces.get(name.namespace()) {
-                Some(general) => workload.rules.own.over(general),
-                None => workload.rules.own.clone(),
-            };
         *self.denies.get_or_insert_with(|| {
-            let mut here = self.seen.iter().filter(|(_, seen)| seen.is_here());
-            here.any(|(name, seen)| {
-                let workload = seen.workload.as_ref();
-                workload.is_some_and(|workload| rules(name, workload).egress == Some(Egress::Deny))
+            let here = self.seen.values().filter(|seen| seen.is_here());
+            let mut workloads = here.filter_map(|seen| seen.workload.as_ref());
+            workloads.any(|workload| {
+                let general = self.namespaces.get(workload.name.namespace());
+                let general = general.and_then(|rules| rules.egress);
+                workload.rules.own.egress.or(general) == Some(Egress::Deny)
             })
         })
     }
