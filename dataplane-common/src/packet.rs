@@ -29,6 +29,8 @@
 //! writes a new tick also looks whether the other direction's entry is there still, and marks it
 //! used for the LRU, so that one is not pushed out without the other.
 
+use core::ops::RangeInclusive;
+
 use crate::{Addr, Port, Protocol};
 
 layout! {
@@ -379,8 +381,14 @@ impl PacketConfig {
     pub const DETECT_BY_INTERFACE: u32 = 2;
     /// Whatever goes to a cluster IP is masqueraded (`--masquerade-all`).
     pub const MASQUERADE_ALL: u32 = 4;
+    /// Which way a packet goes does not depend on its ports: no rule asks for them, and none of several
+    /// paths is chosen by them.
+    pub const WAYS_BY_ADDRESS: u32 = 8;
     /// The first port that masqueraded flows are given, host byte order.
     pub const FIRST_PORT: u16 = 1024;
+    /// Node ports as Kubernetes gives them, unless told otherwise (`--service-node-port-range`), host byte
+    /// order: no masqueraded UDP flow is given one.
+    pub const NODE_PORTS: RangeInclusive<u16> = 30_000..=32_767;
 
     /// The flag that says: an interface with [`Iface::BARE`] may be this one. So that packets of
     /// all others, which on most nodes are all, need no look at `IFACES` to tell.

@@ -5,7 +5,10 @@
 //! map are the same (`bpf_map_meta_equal` in `kernel/bpf/map_in_map.c`; for arrays that takes
 //! `BPF_F_INNER_MAP`).
 
-use crate::packet::scratch::Scratch;
+use crate::packet::{
+    route::{WAYS_KEPT, Way},
+    scratch::Scratch,
+};
 use aya_ebpf::{
     bindings::{BPF_F_INNER_MAP, BPF_F_MMAPABLE, BPF_F_NO_PREALLOC},
     btf_maps::{
@@ -119,6 +122,9 @@ pub static FRAGMENTS: LruHashMap<FragmentKey, Fragment, { FRAGMENTS_CAPACITY as 
 
 #[btf_map]
 pub static SCRATCH: PerCpuArray<Scratch, 1> = PerCpuArray::new();
+
+#[btf_map]
+pub static WAYS: PerCpuArray<Way, WAYS_KEPT> = PerCpuArray::new();
 
 // Mesh capture: `dataplane_common::capture`. Elements are made as they come: a node without a mesh
 // pays for none.

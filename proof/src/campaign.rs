@@ -300,7 +300,7 @@ impl Scene {
 /// What the programs are told unless a test says otherwise.
 pub fn plain_config() -> PacketConfig {
     PacketConfig {
-        flags: PacketConfig::DETECT_BY_ADDRESS,
+        flags: PacketConfig::DETECT_BY_ADDRESS | PacketConfig::WAYS_BY_ADDRESS,
         ephemeral_first: *world::EPHEMERAL.start(),
         ephemeral_last: *world::EPHEMERAL.end(),
     }

@@ -83,7 +83,7 @@ pub fn config(seed: u64) -> PacketConfig {
         EPHEMERAL
     };
     PacketConfig {
-        flags: rng.random_range(0..8),
+        flags: rng.random_range(0..16),
         ephemeral_first: *range.start(),
         ephemeral_last: *range.end(),
     }

@@ -8,7 +8,9 @@ use aya_ebpf::{
         BPF_FIB_LKUP_RET_SUCCESS, BPF_FIB_LKUP_RET_UNSUPP_LWT, bpf_fib_lookup as Lookup,
         bpf_redir_neigh,
     },
-    helpers::generated::{bpf_fib_lookup, bpf_redirect, bpf_redirect_neigh, bpf_redirect_peer},
+    helpers::generated::{
+        bpf_fib_lookup, bpf_jiffies64, bpf_redirect, bpf_redirect_neigh, bpf_redirect_peer,
+    },
 };
 use dataplane_common::{
     Addr, Port,
@@ -20,7 +22,7 @@ use super::{
     parse::{LINK, Packet},
     skb::{Link, PACKET_HOST, Skb, send_bare},
 };
-use crate::tables::{IFACES, PACKET_CONFIG};
+use crate::tables::{IFACES, PACKET_CONFIG, WAYS};
 
 /// `AF_INET` and `AF_INET6` (`include/linux/socket.h`).
 const INET: u8 = 2;
@@ -63,6 +65,50 @@ pub struct Route {
     lookup: Lookup,
 }
 
+/// A way that was found a moment ago, and what for. Half of what a packet of a known flow costs is the
+/// kernel's search for it.
+///
+/// Nobody tells when routes, neighbours or MTUs change, so what is kept is kept for a moment only, too short
+/// for anybody to notice; and everything that the kernel goes by is part of the question, except ports: the
+/// agent says whether they matter ([`PacketConfig::WAYS_BY_ADDRESS`]).
+#[repr(C)]
+pub struct Way {
+    src: Addr,
+    dst: Addr,
+    /// Where packets arrive that go this way.
+    from: u32,
+    /// [`moment`] and DSCP.
+    when: u32,
+    /// Where to, with which link-layer addresses.
+    ifindex: u32,
+    iface: Iface,
+    /// The longest packet, from the IP header on, that may go.
+    mtu: u32,
+    link: Link,
+}
+
+const _: () = assert!(size_of::<Way>() == 64);
+
+/// How many ways are kept, by a hash of the question: a power of two.
+pub const WAYS_KEPT: usize = 512;
+
+/// The time in units of 16 jiffies, that is 16 to 160 ms, and the part of `tos` that routes may ask for.
+#[inline(always)]
+fn moment(tos: u8) -> u32 {
+    // SAFETY: the helper has no preconditions.
+    let jiffies = unsafe { bpf_jiffies64() };
+    ((jiffies >> 4) as u32) << 6 | u32::from(tos >> 2)
+}
+
+/// Where a question's answer is kept.
+#[inline(always)]
+fn place(src: &Addr, dst: &Addr, from: u32) -> u32 {
+    let ((a, b), (c, d)) = (src.halves(), dst.halves());
+    // As `VipPlace::of`; an odd factor for one of them, so that both directions do not meet.
+    let mixed = (a ^ b).wrapping_mul(3) ^ c ^ d ^ u64::from(from) << 32;
+    (mixed.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) as u32 % WAYS_KEPT as u32
+}
+
 /// What an interface is; all zero if nobody told.
 #[inline(always)]
 pub fn interface(ifindex: u32) -> Iface {
@@ -102,11 +148,56 @@ fn ask(skb: Skb, lookup: &mut Lookup, flags: u32) -> i64 {
     unsafe { bpf_fib_lookup(skb.0.cast(), from_mut(lookup), LOOKUP_SIZE, flags) }
 }
 
+/// Finds the way of `packet` to its new destination: [`search`]es, unless that was done a moment ago.
+#[inline(never)]
+pub fn find(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, route: &mut Route) {
+    let from = skb.ifindex();
+    let src = &packet.key.src;
+    let by_address = match PACKET_CONFIG.get(0) {
+        Some(config) => config.flags & PacketConfig::WAYS_BY_ADDRESS != 0,
+        None => false,
+    };
+    let way = if by_address && skb.mark() == 0 {
+        WAYS.get_ptr_mut(place(src, dst, from))
+    } else {
+        None
+    };
+    let when = moment(packet.tos);
+    if let Some(way) = way {
+        // SAFETY: this CPU's own element, which no other program of ours uses meanwhile (`scratch`).
+        let way = unsafe { &*way };
+        let fits = packet.length <= way.mtu || skb.is_gso();
+        if way.when == when && way.from == from && way.dst == *dst && way.src == *src && fits {
+            route.answer = ONWARD;
+            route.ifindex = way.ifindex;
+            route.iface = way.iface;
+            route.neighbour = 1;
+            route.link = way.link;
+            return;
+        }
+    }
+    search(skb, packet, dst, dst_port, route);
+    if let Some(way) = way
+        && route.neighbour != 0
+    {
+        // SAFETY: as above.
+        let way = unsafe { &mut *way };
+        way.src = *src;
+        way.dst = *dst;
+        way.from = from;
+        way.when = when;
+        way.ifindex = route.ifindex;
+        way.iface = route.iface;
+        way.link = route.link;
+        way.mtu = route.mtu;
+    }
+}
+
 /// Asks for the way of `packet`, which arrived at this interface, to its new destination, by the
 /// rules for what comes from its source (`bpf_ipv4_fib_lookup` in `net/core/filter.c`: policy
 /// routing included), as the stack would ask after it has translated a packet's destination.
 #[inline(never)]
-pub fn find(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, route: &mut Route) {
+fn search(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, route: &mut Route) {
     // Whatever the helper reads without flags is written.
     let lookup = &mut route.lookup;
     lookup.l4_protocol = packet.key.protocol.number();
@@ -147,7 +238,13 @@ pub fn find(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, route: &mut R
     let code = u32::try_from(code).unwrap_or(u32::MAX);
     route.answer = NOWHERE;
     route.ifindex = lookup.ifindex;
-    route.mtu = 0;
+    // Of what will be segmented nothing was compared to the route's.
+    route.mtu = if skb.is_gso() {
+        0
+    } else {
+        // SAFETY: plain data, written by the helper (`bpf_fib_set_fwd_params` in `net/core/filter.c`) or above.
+        u32::from(unsafe { lookup.__bindgen_anon_1.mtu_result })
+    };
     route.iface = interface(lookup.ifindex);
     route.neighbour = 0;
     route.family = u32::from(lookup.family);
@@ -168,7 +265,7 @@ pub fn find(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, route: &mut R
         route.answer = STACK;
     } else if code == BPF_FIB_LKUP_RET_FRAG_NEEDED {
         route.answer = TOO_BIG;
-        // SAFETY: plain data, written by the helper.
+        // SAFETY: as above.
         route.mtu = u32::from(unsafe { lookup.__bindgen_anon_1.mtu_result });
     }
 }

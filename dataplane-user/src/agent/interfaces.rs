@@ -55,16 +55,20 @@ impl PacketSettings {
         }
     }
 
-    /// What the packet path is to take these interfaces for.
+    /// What the packet path is to take these interfaces for; `by_address` as
+    /// [`ways_by_address`](crate::kernel::ways_by_address).
     ///
     /// # Errors
     /// If the kernel does not tell its ephemeral ports.
-    pub fn network(&self, interfaces: &[Interface]) -> io::Result<Network> {
+    pub fn network(&self, interfaces: &[Interface], by_address: bool) -> io::Result<Network> {
         let mut network = Network::default();
         if self.attach.is_none() {
             return Ok(network);
         }
         (network.config, network.pods) = self.config(ephemeral_ports()?);
+        if by_address {
+            network.config.flags |= PacketConfig::WAYS_BY_ADDRESS;
+        }
         for interface in interfaces.iter().filter(|i| i.up && !i.loopback) {
             let role = self.role(interface);
             let mut flags = match role {
@@ -341,12 +345,15 @@ mod tests {
             link,
             ..interface(18, "tun0", "tun", &["10.8.0.1/24"])
         };
-        let network = settings().network(&[of(Link::Bare)]).unwrap();
+        let network = settings().network(&[of(Link::Bare)], false).unwrap();
         assert_eq!(network.interfaces[&18].flags, Iface::ATTACHED | Iface::BARE);
         assert_eq!(network.config.flags, PacketConfig::bare(18));
         let ppp = of(Link::Other(512));
-        let network = settings().network(std::slice::from_ref(&ppp)).unwrap();
+        let network = settings()
+            .network(std::slice::from_ref(&ppp), true)
+            .unwrap();
         assert_eq!(network.interfaces[&18].flags, 0);
+        assert_eq!(network.config.flags, PacketConfig::WAYS_BY_ADDRESS);
         assert_eq!(settings().left_out(std::slice::from_ref(&ppp)).len(), 1);
         let settings = PacketSettings {
             uplinks: Patterns::new(vec!["!tun0".parse().unwrap()]),
@@ -385,7 +392,7 @@ mod tests {
             pair(5, "veth5", &[]),
             pair(6, "veth6", &["10.244.1.1/32"]),
         ];
-        let network = settings().network(&all).unwrap();
+        let network = settings().network(&all, true).unwrap();
         let addr = |text: &str| Some(Addr::from(text.parse::<std::net::IpAddr>().unwrap()));
         let of = |index| network.interfaces[&index].masquerade;
         assert_eq!(of(2), [addr("192.0.2.1"), addr("2001:db8::1")]);

@@ -239,7 +239,8 @@ impl Sync {
     fn network(&mut self) {
         let settings = &self.settings.packet;
         let result = kernel::interfaces().and_then(|all| {
-            let network = settings.network(&all).map_err(|source| kernel::Error::Io {
+            let network = settings.network(&all, kernel::ways_by_address());
+            let network = network.map_err(|source| kernel::Error::Io {
                 what: "cannot find out the host's ephemeral ports".to_owned(),
                 source,
             })?;

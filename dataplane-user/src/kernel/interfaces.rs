@@ -1,6 +1,6 @@
 //! The interfaces of this network namespace and their addresses, and news of them.
 
-use std::{collections::BTreeMap, io, net::IpAddr};
+use std::{collections::BTreeMap, fs, io, net::IpAddr};
 
 use ipnet::IpNet;
 use netlink_packet_route::{
@@ -8,6 +8,7 @@ use netlink_packet_route::{
     address::{AddressAttribute, AddressHeaderFlags, AddressMessage, AddressScope},
     link::{LinkAttribute, LinkFlags, LinkInfo, LinkLayerType, LinkMessage},
     route::{RouteAttribute, RouteHeader, RouteMessage, RouteType},
+    rule::{RuleAttribute, RuleMessage},
 };
 use netlink_sys::{AsyncSocket, AsyncSocketExt, SocketAddr, TokioSocket, protocols::NETLINK_ROUTE};
 
@@ -230,7 +231,44 @@ fn ways_out(route: &RouteMessage) -> Vec<u32> {
     ways
 }
 
-/// Tells when interfaces, addresses or routes change.
+/// Whether the way of a packet depends on its addresses, its mark, its class and where it arrived, but not on
+/// its ports: no rule (`ip rule`) asks for ports or a protocol, and of several next hops none is chosen by ports
+/// (`fib_multipath_hash_policy` in `Documentation/networking/ip-sysctl.rst`). `false` if the kernel does not
+/// tell.
+pub fn ways_by_address() -> bool {
+    let by_ports = |rule: &RuleMessage| {
+        rule.attributes.iter().any(|attribute| {
+            matches!(
+                attribute,
+                RuleAttribute::IpProtocol(_)
+                    | RuleAttribute::SourcePortRange(_)
+                    | RuleAttribute::DestinationPortRange(_)
+            )
+        })
+    };
+    let rules = || -> io::Result<bool> {
+        let mut netlink = Netlink::open()?;
+        for family in [AddressFamily::Inet, AddressFamily::Inet6] {
+            let mut question = RuleMessage::default();
+            question.header.family = family;
+            let rules = netlink.list(&RouteNetlinkMessage::GetRule(question))?;
+            if rules.iter().any(
+                |answer| matches!(answer, RouteNetlinkMessage::NewRule(rule) if by_ports(rule)),
+            ) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    };
+    let hops = ["ipv4", "ipv6"].iter().all(|family| {
+        let policy = format!("/proc/sys/net/{family}/fib_multipath_hash_policy");
+        // Not there: a kernel that does not choose, or not of this family.
+        fs::read_to_string(policy).map_or(true, |policy| policy.trim() == "0")
+    });
+    hops && rules().unwrap_or(false)
+}
+
+/// Tells when interfaces, addresses, routes or their rules change.
 pub struct News {
     socket: TokioSocket,
 }
@@ -239,8 +277,10 @@ pub struct News {
 const RTNLGRP_LINK: u32 = 1;
 const RTNLGRP_IPV4_IFADDR: u32 = 5;
 const RTNLGRP_IPV4_ROUTE: u32 = 7;
+const RTNLGRP_IPV4_RULE: u32 = 8;
 const RTNLGRP_IPV6_IFADDR: u32 = 9;
 const RTNLGRP_IPV6_ROUTE: u32 = 11;
+const RTNLGRP_IPV6_RULE: u32 = 19;
 
 impl News {
     /// Hears what happens in this thread's network namespace from now on. Must be called within a
@@ -256,8 +296,10 @@ impl News {
                 RTNLGRP_LINK,
                 RTNLGRP_IPV4_IFADDR,
                 RTNLGRP_IPV4_ROUTE,
+                RTNLGRP_IPV4_RULE,
                 RTNLGRP_IPV6_IFADDR,
                 RTNLGRP_IPV6_ROUTE,
+                RTNLGRP_IPV6_RULE,
             ] {
                 socket.socket_mut().add_membership(group)?;
             }

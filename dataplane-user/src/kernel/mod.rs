@@ -44,7 +44,7 @@ pub use capture::{
     this_namespace,
 };
 pub use error::Error;
-pub use interfaces::{Interface, Link, News, interfaces, way_to};
+pub use interfaces::{Interface, Link, News, interfaces, way_to, ways_by_address};
 pub use listening::{Listening, listening};
 pub use memory::give_back_freed_memory;
 pub use monitor::Monitor;

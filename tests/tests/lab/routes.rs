@@ -13,8 +13,8 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use dataplane::kernel::{Direction, rig::SkbContext, trial};
-use dataplane_common::Reason;
+use dataplane::kernel::{Direction, PacketTables, rig::SkbContext, trial};
+use dataplane_common::{Reason, packet::PacketConfig};
 use dataplane_proof::{
     campaign::{Scene, plain_config},
     wire::{Packet, Payload, flags},
@@ -23,7 +23,7 @@ use dataplane_tests::{Host, Lab};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use crate::{
-    cluster::{Cluster, TCP, UDP, fails, peer_is, reaches, refused, sources_are},
+    cluster::{Cluster, TCP, UDP, eventually, fails, peer_is, reaches, refused, sources_are},
     features::on,
     manifest::Service,
     sockets::{ask, bytes, tcp, transfer, udp},
@@ -34,6 +34,8 @@ scenarios! {
     the_stack_encapsulates_what_a_route_says,
     interfaces_without_a_link_layer_are_ways_too,
     rules_of_routing_count,
+    ways_are_kept_for_a_moment,
+    ports_in_rules_are_noticed,
 }
 
 const TUNNEL: &str = "type vxlan dstport 4789 external";
@@ -260,7 +262,7 @@ fn rules_of_routing_count() -> Result<()> {
         ] {
             // 2 is `TC_ACT_SHOT`, 7 `TC_ACT_REDIRECT`.
             let is = |wanted: i32| -> Result<()> {
-                let verdict = syn(scene)?;
+                let (verdict, _) = syn(scene, 7)?;
                 ensure!(verdict == wanted, "{rule}: {verdict}, not {wanted}");
                 Ok(())
             };
@@ -277,9 +279,97 @@ fn rules_of_routing_count() -> Result<()> {
     })
 }
 
+/// What was found for a packet's addresses is found for the next ones, and what has changed is noticed within
+/// moments, though nobody told: rules, neighbours, MTUs.
+fn ways_are_kept_for_a_moment() -> Result<()> {
+    const MARK: u32 = 0;
+    Scene::new()?.inside(|scene| {
+        scene.world.configure(&mut scene.rig, plain_config())?;
+        let node = scene.lab.node("node1");
+        let becomes = |wanted: i32, link: Option<[u8; 6]>| {
+            eventually(|| {
+                let (verdict, to) = syn(scene, MARK)?;
+                ensure!(verdict == wanted, "{verdict}, not {wanted}");
+                ensure!(link.is_none_or(|link| link == to), "to {to:02x?}");
+                Ok(())
+            })
+        };
+        let (first, before) = syn(scene, MARK)?;
+        ensure!(first == 7, "{first}");
+        for rule in ["", "from 192.168.77.201", "iif eth0"] {
+            let rule = format!("pref 100 {rule} to 10.244.1.12 prohibit");
+            node.ip(&format!("rule add {rule}"))?;
+            becomes(2, None)?;
+            node.ip(&format!("rule del {rule}"))?;
+            becomes(7, Some(before))?;
+        }
+        let neighbour = |link: &str, state: &str| {
+            let to = "10.244.1.12 dev veth-small";
+            node.ip(&format!("neigh replace {to} lladdr {link} nud {state}"))
+        };
+        neighbour("02:00:00:00:00:99", "permanent")?;
+        becomes(7, Some([2, 0, 0, 0, 0, 0x99]))?;
+        let link = before.map(|byte| format!("{byte:02x}")).join(":");
+        neighbour(&link, "reachable")?;
+        becomes(7, Some(before))
+    })
+}
+
+/// The agent hears of rules that ask for ports, and of next hops that are chosen by them: ways are not
+/// kept by addresses alone then.
+fn ports_in_rules_are_noticed() -> Result<()> {
+    let lab = Lab::builder()
+        .node("node1")
+        .node("node2")
+        .pod("node2", "near", "10.244.2.10")
+        .vm("node2", "sleep", "10.244.2.8")
+        .build()?;
+    let services = |lab: &Lab| {
+        vec![
+            Service::new("web", &["10.96.0.10"])
+                .node_port("tcp", 80, TCP, 30080)
+                .endpoints(&[lab.pod("near")]),
+        ]
+    };
+    let cluster = Cluster::start_in(lab, &["near"], services, &[])?;
+    let (node, client) = (cluster.lab.node("node2"), cluster.client());
+    let by_address = |wanted: bool| {
+        eventually(|| {
+            let flags = PacketTables::open(cluster.agent.bpffs())?.config().flags;
+            ensure!(
+                (flags & PacketConfig::WAYS_BY_ADDRESS != 0) == wanted,
+                "{flags}"
+            );
+            Ok(())
+        })
+    };
+    by_address(true)?;
+    reaches(client, "10.96.0.10:80", "connect --count 5", &["near"])?;
+    // 6 is TCP: its name takes an /etc/protocols. The endpoint's port.
+    for (family, to) in [("", "10.244.2.10"), ("-6 ", "fd00:10:244:2::10")] {
+        let rule = format!("pref 100 ipproto 6 dport {TCP} to {to} prohibit");
+        node.ip(&format!("{family}rule add {rule}"))?;
+        by_address(false)?;
+        if family.is_empty() {
+            fails(client, "10.96.0.10:80", "connect", "TIMEOUT")?;
+        }
+        node.ip(&format!("{family}rule del {rule}"))?;
+        by_address(true)?;
+    }
+    reaches(client, "10.96.0.10:80", "connect --count 5", &["near"])?;
+    for (family, policy) in [("ipv4", "1"), ("ipv6", "1"), ("ipv4", "0"), ("ipv6", "0")] {
+        node.sysctl(&format!("{family}/fib_multipath_hash_policy"), policy)?;
+        // Nobody tells of that: it is looked at with whatever else happens.
+        node.ip("link add other type veth peer name another")?;
+        by_address(family == "ipv6" && policy == "0")?;
+        node.ip("link del other")?;
+    }
+    Ok(())
+}
+
 /// A client outside begins a flow to the one pod of a node port; what the program says of its SYN,
-/// which bears a mark.
-fn syn(scene: &Scene) -> Result<i32> {
+/// which bears a mark, and where on the link it goes.
+fn syn(scene: &Scene, mark: u32) -> Result<(i32, [u8; 6])> {
     scene.forget()?;
     let (ifindex, mac) = scene.world.interface("eth0");
     let payload = Payload::Tcp {
@@ -293,10 +383,11 @@ fn syn(scene: &Scene) -> Result<i32> {
         link: [mac, [2, 8, 8, 8, 8, 8]],
         ..packet
     };
-    let context = SkbContext::new(ifindex, 0).marked(7);
+    let mut out = [0; 256];
+    let context = SkbContext::new(ifindex, 0).marked(mark);
     let ran = scene
         .rig
-        .run(Direction::Ingress, &context, &packet.frame(), &mut [0; 256])
+        .run(Direction::Ingress, &context, &packet.frame(), &mut out)
         .context("run the program")?;
-    Ok(ran.verdict)
+    Ok((ran.verdict, *out.first_chunk().context("no frame")?))
 }
