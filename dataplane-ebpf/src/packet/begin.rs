@@ -40,7 +40,7 @@ fn contains(set: u32, packet: &Packet) -> bool {
 /// Which frontend a packet is for. (Not inlined, like others here: what has its own frame gives its
 /// stack back.)
 #[inline(never)]
-fn frontend(key: &FlowKey) -> Frontend {
+pub fn frontend(key: &FlowKey) -> Frontend {
     decide::find_frontend(&Live, key.dst, key.dst_port, key.protocol, false)
 }
 
@@ -61,8 +61,8 @@ fn is_from_pod(skb: Skb, packet: &Packet, config: u32) -> bool {
         || (config & PacketConfig::DETECT_BY_ADDRESS != 0 && contains(SourceKey::PODS, packet))
 }
 
-/// A packet that no flow is known of; or, if [`Scratch::keep`], a SYN again on the flow that is in
-/// `s`, whose endpoint is kept if it is still one.
+/// A packet to the service of [`Scratch::frontend`] that no flow is known of; or, if [`Scratch::keep`], a
+/// SYN again on the flow that is in `s`, whose endpoint is kept if it is still one.
 ///
 /// In three steps, one after the other rather than one within the other: the frames of all would
 /// not fit the stack at once.
@@ -91,7 +91,7 @@ const CHOOSE: i32 = 257;
 #[inline(never)]
 fn find_pool(skb: Skb, s: &mut Scratch) -> i32 {
     let key = &s.packet.key;
-    let frontend = frontend(key);
+    let frontend = s.frontend;
     if frontend.is_none() || key.src.is_nobody() {
         return LEAVE_ALONE;
     }

@@ -22,6 +22,10 @@ const TRIES: u32 = 32;
 fn claim(flow: &Flow, now: Tick) -> bool {
     let protocol = flow.forward.protocol;
     if protocol != Protocol::TCP {
+        // See `answers_node`.
+        if PacketConfig::NODE_PORTS.contains(&flow.node_port.host()) {
+            return false;
+        }
         let (addr, port) = (node_addr(flow.node_addr), flow.node_port);
         let is_served = |key| !decide::Tables::frontend(&Live, &key).is_none();
         if is_served(FrontendKey::node_port(addr.is_v4(), port, protocol))

@@ -26,6 +26,7 @@ use aya_ebpf::{EbpfContext, bindings::TC_ACT_SHOT, programs::TcContext};
 use dataplane_common::{
     Reason, VipPlace, decide,
     packet::{Iface, PacketConfig, Tick, seen as flags},
+    tables::Frontend,
 };
 
 use crate::select::{Live, count};
@@ -93,7 +94,7 @@ pub fn ingress(ctx: &TcContext) -> i32 {
 #[inline(always)]
 fn answers_node(packet: &Packet, cluster: bool) -> bool {
     let port = packet.key.dst_port.host();
-    let of_node = port >= PacketConfig::FIRST_PORT && !(30_000..=32_767).contains(&port);
+    let of_node = port >= PacketConfig::FIRST_PORT && !PacketConfig::NODE_PORTS.contains(&port);
     packet.is_syn_ack() || (!cluster && of_node && !packet.is_syn())
 }
 
@@ -106,29 +107,34 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     let place = VipPlace::of(s.packet.key.dst);
     let words = decide::Tables::vips(&Live, place.index());
     let may_be_ours = place.is_set(words);
-    if has_ports {
-        if may_be_ours {
-            known = if answers_node(&s.packet, place.may_be_cluster(words)) {
-                // What is likelier is looked for first: a lookup in vain is one elsewhere in memory.
-                let known = conntrack::masqueraded_answer(&s.packet.key, seen, &mut s.flow, now);
-                if known == NEW {
-                    conntrack::request(&s.packet.key, seen, &mut s.flow, now)
-                } else {
-                    known
-                }
-            } else {
-                let known = conntrack::request(&s.packet.key, seen, &mut s.flow, now);
-                // A SYN on its own never answers anything.
-                if known == NEW && !s.packet.is_syn() {
-                    conntrack::masqueraded_answer(&s.packet.key, seen, &mut s.flow, now)
-                } else {
-                    known
-                }
-            };
+    if has_ports && may_be_ours {
+        let cluster = place.may_be_cluster(words);
+        // What is likelier is looked for first: a lookup in vain is one elsewhere in memory.
+        if answers_node(&s.packet, cluster) {
+            known = conntrack::masqueraded_answer(&s.packet.key, seen, &mut s.flow, now);
+            if known == NEW {
+                known = conntrack::request(&s.packet.key, seen, &mut s.flow, now);
+            }
+        } else {
+            known = conntrack::request(&s.packet.key, seen, &mut s.flow, now);
+            // A SYN on its own never answers anything; and no flow of datagrams is given a port that
+            // `answers_node` takes for a service's.
+            let answers = !s.packet.is_syn() && (cluster || s.packet.is_tcp());
+            if known == NEW && answers {
+                known = conntrack::masqueraded_answer(&s.packet.key, seen, &mut s.flow, now);
+            }
         }
-        if known == NEW && !s.packet.is_syn() {
-            known = conntrack::answer(&s.packet.key, seen, &mut s.flow, now);
-        }
+    }
+    s.frontend = Frontend::NONE;
+    // A TCP connection in its middle is the kernel's own conntrack's, from before we came, or
+    // nobody's.
+    let begins = s.packet.is_syn() || (known == NEW && !s.packet.is_tcp());
+    if may_be_ours && begins && known != FOREIGN {
+        s.frontend = begin::frontend(&s.packet.key);
+    }
+    // Neither does a datagram to a service.
+    if has_ports && known == NEW && !s.packet.is_syn() && s.frontend.is_none() {
+        known = conntrack::answer(&s.packet.key, seen, &mut s.flow, now);
     }
     if known == ANSWER {
         s.flow.toward_client(&mut s.ends);
@@ -148,9 +154,7 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
             s.keep = 1;
         }
     }
-    // A TCP connection in its middle is the kernel's own conntrack's, from before we came, or
-    // nobody's.
-    if known == FOREIGN || !may_be_ours || (s.packet.is_tcp() && !s.packet.is_syn()) {
+    if s.frontend.is_none() {
         return LEAVE_ALONE;
     }
     begin::begin(skb, s, now)

@@ -7,7 +7,7 @@
 //! No other program of ours runs on the CPU meanwhile: they all run with softirqs off
 //! (`sch_handle_ingress`, `sch_handle_egress` in `net/core/dev.c`).
 
-use dataplane_common::tables::{Endpoint, Pool};
+use dataplane_common::tables::{Endpoint, Frontend, Pool};
 
 use super::{conntrack::Flow, error::Complaint, parse::Packet, rewrite::Ends, route::Route};
 use crate::tables::SCRATCH;
@@ -20,6 +20,8 @@ pub struct Scratch {
     pub quoted: Packet,
     pub flow: Flow,
     pub ends: Ends,
+    /// Which frontend the packet is for.
+    pub frontend: Frontend,
     /// The pool that answers, and its index.
     pub pool: Pool,
     pub index: u32,

@@ -3,7 +3,7 @@
 
 use dataplane_common::{
     Addr, Port, Protocol, Reason,
-    packet::{PortKey, Tick, seen},
+    packet::{PacketConfig, PortKey, Tick, seen},
     tables::{Affinity, AffinityKey, Block, Endpoint, Kind},
 };
 
@@ -184,7 +184,11 @@ impl Model<'_> {
     fn port(&self, flow: &Flow, drawn: &dyn Drawn) -> Result<Option<Port>, String> {
         // What an endpoint's socket sends to a service is that one's; TCP's answers are no calls.
         let (to, protocol) = (self.world.node_addr(flow.node_addr), flow.key.protocol);
-        let served = |port| protocol != Protocol::TCP && self.world.is_served(to, port, protocol);
+        let served = |port: Port| {
+            protocol != Protocol::TCP
+                && (PacketConfig::NODE_PORTS.contains(&port.host())
+                    || self.world.is_served(to, port, protocol))
+        };
         let free = |port: u16| {
             let port = Port::new(port);
             if served(port) {

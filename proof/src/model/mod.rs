@@ -256,6 +256,7 @@ impl<'a> Model<'a> {
             let (key, packet) = (headers.key(), seen_in(&headers));
             // A SYN on its own never answers anything, and one with an ACK does before all else.
             let may_answer = !headers.is_syn();
+            let to_service = !headers.is_tcp() && self.world.frontend(&headers).is_some();
             if headers.is_syn_ack() {
                 known = self.answer(&key, packet, at.tick, true);
             }
@@ -265,7 +266,8 @@ impl<'a> Model<'a> {
             if may_answer && matches!(known, Known::No) {
                 known = self.answer(&key, packet, at.tick, true);
             }
-            if may_answer && matches!(known, Known::No) {
+            // A datagram to a service is nobody's own answer.
+            if may_answer && !to_service && matches!(known, Known::No) {
                 known = self.answer(&key, packet, at.tick, false);
             }
         }
