@@ -37,7 +37,7 @@ pub fn may_be_served<T: Tables>(tables: &T, addr: Addr) -> bool {
 ///
 /// `own_loopback` says that a loopback address is the node's own, that is, that the client is in
 /// the node's network namespace. A look at the filter where the destination is no service's, and
-/// one lookup more where it is a VIP's port, three for a node port; never more, whatever the number
+/// one lookup more where it is a VIP's port, two for a node port; never more than three, whatever the number
 /// of services.
 #[inline(always)]
 pub fn find_frontend<T: Tables>(
@@ -53,12 +53,16 @@ pub fn find_frontend<T: Tables>(
             return Frontend::NONE;
         }
     } else {
-        if !may_be_vip(tables, addr) {
+        let place = VipPlace::of(addr);
+        let words = tables.vips(place.index());
+        if !place.is_set(words) {
             return Frontend::NONE;
         }
-        let exact = tables.frontend(&FrontendKey::new(addr, port, protocol));
-        if !exact.is_none() {
-            return exact;
+        if place.may_have_ports(words) {
+            let exact = tables.frontend(&FrontendKey::new(addr, port, protocol));
+            if !exact.is_none() {
+                return exact;
+            }
         }
         let address = tables.frontend(&FrontendKey::address(addr));
         if address.kind() != Kind::NODE_ADDRESS {

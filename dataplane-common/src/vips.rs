@@ -7,13 +7,15 @@
 //! frontend has the address; one that is set, that some frontend may.
 //!
 //! Addresses are hashed by all but their last byte (an IPv4 /24, an IPv6 /120) to an element, and
-//! there to two bits, one in each word:
+//! there to three bits, one in each word:
 //!
 //! * [`VipWords::prefixes`]: a cluster IP is in this prefix. Cluster IPs are many and lie close
 //!   together, where nothing else is: 100 000 in a /12 are in 4 096 prefixes, 6 % of the bits.
 //! * [`VipWords::addresses`]: this very address (its prefix and, modulo 64, its last byte) is one
-//!   of the node, of a load balancer, or an external IP. Those are few and lie among addresses that
-//!   are no service's: the node's own beside its pods' and the other nodes'.
+//!   of a load balancer, an external IP, or one of the node's with a host port of its own.
+//! * [`VipWords::nodes`]: this very address is one of the node's. Those are, as the ones before, few and lie
+//!   among addresses that are no service's: the node's own beside its pods' and the other nodes'. They have a
+//!   word of their own since no frontend has such an address and a port, mostly: so that is not looked for.
 //!
 //! Node ports' keys have no address, and so no bit.
 
@@ -29,8 +31,10 @@ layout! {
     pub struct VipWords {
         /// Prefixes that have cluster IPs.
         pub prefixes: u64,
-        /// Addresses that other frontends have.
+        /// Addresses that other frontends have, with a port.
         pub addresses: u64,
+        /// Addresses of the node.
+        pub nodes: u64,
     }
 }
 
@@ -39,7 +43,18 @@ impl VipWords {
     pub const ALL: Self = Self {
         prefixes: u64::MAX,
         addresses: u64::MAX,
+        nodes: u64::MAX,
     };
+
+    /// Sets a bit ([`VipPlace::bit`]).
+    pub const fn set(&mut self, bit: u32) {
+        let mask = 1 << (bit % 64);
+        match bit / 64 {
+            0 => self.prefixes |= mask,
+            1 => self.addresses |= mask,
+            _ => self.nodes |= mask,
+        }
+    }
 }
 
 /// Where an address is in `VIPS`.
@@ -78,6 +93,13 @@ impl VipPlace {
     /// Whether a frontend may have the address, by its element.
     #[inline(always)]
     pub const fn is_set(self, words: VipWords) -> bool {
+        let of_address = words.addresses | words.nodes;
+        (words.prefixes >> self.prefix_bit | of_address >> self.address_bit) & 1 != 0
+    }
+
+    /// Whether a frontend may have the address and a port.
+    #[inline(always)]
+    pub const fn may_have_ports(self, words: VipWords) -> bool {
         (words.prefixes >> self.prefix_bit | words.addresses >> self.address_bit) & 1 != 0
     }
 
@@ -88,16 +110,17 @@ impl VipPlace {
     }
 
     /// The bit that stands for a frontend of `kind` with this address: 0-63 in the element's first
-    /// word, 64-127 in its second.
+    /// word, 64-127 in its second, 128-191 in its third.
     pub const fn bit(self, kind: Kind) -> u32 {
         match kind {
             Kind::CLUSTER_IP | Kind::CLUSTER_ADDRESS => self.prefix_bit,
+            Kind::NODE_ADDRESS => 128 + self.address_bit,
             _ => 64 + self.address_bit,
         }
     }
 }
 
-const _: () = assert!(size_of::<VipWords>() == 16);
+const _: () = assert!(size_of::<VipWords>() == 24);
 const _: () = assert!(VIP_ELEMENTS == 1 << (64 - 54));
 
 #[cfg(test)]
@@ -129,10 +152,7 @@ mod tests {
         for addr in addrs {
             let place = VipPlace::of(addr);
             let words = filter.entry(place.index()).or_default();
-            match place.bit(kind) {
-                bit @ 0..64 => words.prefixes |= 1 << bit,
-                bit => words.addresses |= 1 << (bit - 64),
-            }
+            words.set(place.bit(kind));
         }
         filter
     }

@@ -33,6 +33,7 @@ impl decide::Tables for Live {
             VipWords {
                 prefixes: read_volatile(&raw const (*words).prefixes),
                 addresses: read_volatile(&raw const (*words).addresses),
+                nodes: read_volatile(&raw const (*words).nodes),
             }
         }
     }

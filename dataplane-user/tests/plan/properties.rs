@@ -343,7 +343,12 @@ fn is_between(now: Option<&Resolved>, allowed: &[Option<Resolved>]) -> bool {
 
 /// A destination that is a cluster IP's port is never refused on its way in or out.
 fn destination(sim: &Sim, key: &FrontendKey) -> Option<Resolved> {
-    let frontend = decide::find_frontend(sim, key.addr, key.port, key.protocol, false);
+    // Nobody asks for an address as such: its key stands for ports without an entry.
+    let protocol = match key.protocol {
+        dataplane_common::Protocol::ANY => dataplane_common::Protocol::TCP,
+        of => of,
+    };
+    let frontend = decide::find_frontend(sim, key.addr, key.port, protocol, false);
     (!frontend.is_none()).then(|| sim.resolve(frontend))
 }
 

@@ -60,10 +60,7 @@ impl Tables for Sim {
         for (key, frontend) in &self.keys {
             let place = VipPlace::of(key.addr);
             if place.index() == index {
-                match place.bit(frontend.kind()) {
-                    bit @ 0..64 => words.prefixes |= 1 << bit,
-                    bit => words.addresses |= 1 << (bit - 64),
-                }
+                words.set(place.bit(frontend.kind()));
             }
         }
         words

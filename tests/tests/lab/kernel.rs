@@ -599,14 +599,14 @@ fn the_filter_follows_the_frontends() -> Result<()> {
     // As an agent leaves it that dies between a bit and its frontend, or worse.
     drop(kernel);
     let vips = Map::Array(MapData::from_pin(place.map("VIPS"))?);
-    let mut vips = Array::<MapData, [u64; 2]>::try_from(vips)?;
-    for (left, what) in [([u64::MAX; 2], "every bit"), ([0; 2], "no bit")] {
+    let mut vips = Array::<MapData, [u64; 3]>::try_from(vips)?;
+    for (left, what) in [([u64::MAX; 3], "every bit"), ([0; 3], "no bit")] {
         for index in 0..VIP_ELEMENTS {
             vips.set(index, left, 0)?;
         }
         let missed = Tables::open(&place.paths.bpffs)?.filtered_out()?;
         ensure!(
-            missed.len() == if left == [0; 2] { 2 } else { 0 },
+            missed.len() == if left == [0; 3] { 2 } else { 0 },
             "{what} is set: {missed:?}"
         );
         let kernel = place.open()?;

@@ -14,8 +14,9 @@ use dataplane_common::{
 
 use super::super::map::Mapped;
 
-/// Bits in an element.
-const BITS: usize = 8 * size_of::<VipWords>();
+/// Words in an element, and bits.
+const WORDS: usize = size_of::<VipWords>() / size_of::<u64>();
+const BITS: usize = 64 * WORDS;
 
 /// The filter.
 #[derive(Debug)]
@@ -36,10 +37,11 @@ impl Vips {
     /// An element.
     pub fn get(&self, index: u32) -> VipWords {
         let word = |word| Some(self.table.word(index, word)?.load(Ordering::Acquire));
-        match (word(0), word(1)) {
-            (Some(prefixes), Some(addresses)) => VipWords {
+        match (word(0), word(1), word(2)) {
+            (Some(prefixes), Some(addresses), Some(nodes)) => VipWords {
                 prefixes,
                 addresses,
+                nodes,
             },
             _ => VipWords::ALL,
         }
@@ -60,7 +62,7 @@ impl Vips {
         }
         let mut wrong = 0;
         for index in 0..VIP_ELEMENTS {
-            for word in 0..2 {
+            for word in 0..WORDS {
                 let Some(stored) = self.table.word(index, word) else {
                     continue;
                 };
@@ -176,7 +178,7 @@ mod tests {
 
     fn words(counts: &Counts) -> Vec<u64> {
         (0..VIP_ELEMENTS)
-            .flat_map(|index| [0, 1].map(|word| counts.word(index, word)))
+            .flat_map(|index| (0..WORDS).map(move |word| counts.word(index, word)))
             .collect()
     }
 
@@ -200,7 +202,7 @@ mod tests {
             let mut counts = counted(&stay);
             let before = words(&counts);
             let mut table = before.clone();
-            let place = |bit: Bit| bit.index as usize * 2 + bit.word;
+            let place = |bit: Bit| bit.index as usize * WORDS + bit.word;
             for (key, frontend) in &go {
                 if let Some(bit) = counts.add(key, *frontend) {
                     table[place(bit)] |= bit.mask;
