@@ -37,8 +37,8 @@ pub fn may_be_served<T: Tables>(tables: &T, addr: Addr) -> bool {
 ///
 /// `own_loopback` says that a loopback address is the node's own, that is, that the client is in
 /// the node's network namespace. A look at the filter where the destination is no service's, and
-/// one lookup more where it is a VIP's port, two for a node port; never more than three, whatever the number
-/// of services.
+/// one lookup more where it is a VIP's port, two for a node port; never more than three, whatever
+/// the number of services.
 #[inline(always)]
 pub fn find_frontend<T: Tables>(
     tables: &T,

@@ -19,7 +19,10 @@
 //!
 //! Node ports' keys have no address, and so no bit.
 
-use crate::{Addr, tables::Kind};
+use crate::{
+    Addr, Port,
+    tables::{FrontendKey, Kind},
+};
 
 /// How many elements `VIPS` has: a power of two.
 pub const VIP_ELEMENTS: u32 = 1024;
@@ -101,6 +104,16 @@ impl VipPlace {
     #[inline(always)]
     pub const fn may_have_ports(self, words: VipWords) -> bool {
         (words.prefixes >> self.prefix_bit | words.addresses >> self.address_bit) & 1 != 0
+    }
+
+    /// Whether what is asked of the filter first lets the frontend with this key be found, if it has
+    /// the address: what user space checks the filter by.
+    pub fn finds(self, words: VipWords, key: &FrontendKey) -> bool {
+        if key.port == Port::ANY {
+            self.is_set(words)
+        } else {
+            self.may_have_ports(words)
+        }
     }
 
     /// Whether a cluster IP may have the address.

@@ -111,6 +111,11 @@ pub const EPHEMERAL: RangeInclusive<u16> = 32768..=60999;
 /// Another such range, which leaves five to flows.
 pub const NEARLY_ALL: RangeInclusive<u16> = 1024..=65530;
 
+/// A node port of service 13, besides 30013.
+pub const NODE_PORT_ELSEWHERE: u16 = 20013;
+/// A port of service 13 at the node's address towards its pods, as an external IP.
+pub const EXTERNAL_PORT: u16 = 8013;
+
 /// From the number of IPv4's pools to that of IPv6's.
 const V6: u32 = 64;
 /// No pool has this number.
@@ -429,7 +434,19 @@ impl World {
                 }
                 self.vips.push((at("192.168.77.1", "fd77::1"), port));
             }
-            let node = FrontendKey::address(at("192.168.77.1", "fd77::1"));
+            // A node port that is not of Kubernetes' usual range, and an external IP that is the address which
+            // pods see masqueraded flows come from.
+            let node = at("192.168.77.1", "fd77::1");
+            let external = at("10.244.1.1", "fd00:10:244:1::1");
+            for protocol in [Protocol::TCP, Protocol::UDP] {
+                let key = FrontendKey::node_port(v4, Port::new(NODE_PORT_ELSEWHERE), protocol);
+                self.frontends.insert(key, (shift + 13, Kind::NODE_PORT));
+                let key = FrontendKey::new(external, Port::new(EXTERNAL_PORT), protocol);
+                self.frontends.insert(key, (shift + 13, Kind::EXTERNAL_IP));
+            }
+            self.vips.push((node, NODE_PORT_ELSEWHERE));
+            self.vips.push((external, EXTERNAL_PORT));
+            let node = FrontendKey::address(node);
             self.frontends.insert(node, (0, Kind::NODE_ADDRESS));
             for (v4_text, v6_text) in [
                 ("192.168.77.201", "fd77::201"),

@@ -91,11 +91,10 @@ const CHOOSE: i32 = 257;
 #[inline(never)]
 fn find_pool(skb: Skb, s: &mut Scratch) -> i32 {
     let key = &s.packet.key;
-    let frontend = s.frontend;
-    if frontend.is_none() || key.src.is_nobody() {
+    if key.src.is_nobody() {
         return LEAVE_ALONE;
     }
-    let kind = frontend.kind();
+    let kind = s.frontend.kind();
     if s.packet.fragment == LATER && key.dst_port == Port::ANY {
         // Of a node's address it may be anybody's; a cluster IP is nobody else's.
         if kind != Kind::CLUSTER_ADDRESS {
@@ -104,7 +103,7 @@ fn find_pool(skb: Skb, s: &mut Scratch) -> i32 {
         count(Reason::UnknownFragment);
         return DROP;
     }
-    let mut index = frontend.pool();
+    let mut index = s.frontend.pool();
     let Some(pool) = decide::Tables::pool(&Live, index) else {
         count(Reason::Dangling);
         return DROP;

@@ -132,7 +132,7 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     if may_be_ours && begins && known != FOREIGN {
         s.frontend = begin::frontend(&s.packet.key);
     }
-    // Neither does a datagram to a service.
+    // A SYN answers nothing, and neither does a datagram to a service.
     if has_ports && known == NEW && !s.packet.is_syn() && s.frontend.is_none() {
         known = conntrack::answer(&s.packet.key, seen, &mut s.flow, now);
     }

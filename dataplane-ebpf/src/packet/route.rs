@@ -92,7 +92,8 @@ const _: () = assert!(size_of::<Way>() == 64);
 /// How many ways are kept, by a hash of the question: a power of two.
 pub const WAYS_KEPT: usize = 512;
 
-/// The time in units of 16 jiffies, that is 16 to 160 ms, and the part of `tos` that routes may ask for.
+/// The time in units of 16 jiffies, that is 16 to 160 ms, and the part of `tos` that routes may ask for. It
+/// comes again after 2^30 jiffies, 12 days at the least: for what was last used in just that moment.
 #[inline(always)]
 fn moment(tos: u8) -> u32 {
     // SAFETY: the helper has no preconditions.
@@ -238,13 +239,7 @@ fn search(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, route: &mut Rou
     let code = u32::try_from(code).unwrap_or(u32::MAX);
     route.answer = NOWHERE;
     route.ifindex = lookup.ifindex;
-    // Of what will be segmented nothing was compared to the route's.
-    route.mtu = if skb.is_gso() {
-        0
-    } else {
-        // SAFETY: plain data, written by the helper (`bpf_fib_set_fwd_params` in `net/core/filter.c`) or above.
-        u32::from(unsafe { lookup.__bindgen_anon_1.mtu_result })
-    };
+    route.mtu = 0;
     route.iface = interface(lookup.ifindex);
     route.neighbour = 0;
     route.family = u32::from(lookup.family);
@@ -257,6 +252,11 @@ fn search(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, route: &mut Rou
             to: lookup.dmac,
             from: lookup.smac,
         };
+        // What will be segmented was compared to the interface's.
+        if !skb.is_gso() {
+            // SAFETY: plain data, written by the helper (`bpf_fib_set_fwd_params` in `net/core/filter.c`).
+            route.mtu = u32::from(unsafe { lookup.__bindgen_anon_1.mtu_result });
+        }
     } else if code == BPF_FIB_LKUP_RET_NO_NEIGH {
         route.answer = ONWARD;
     } else if code == BPF_FIB_LKUP_RET_NOT_FWDED {
@@ -265,7 +265,7 @@ fn search(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, route: &mut Rou
         route.answer = STACK;
     } else if code == BPF_FIB_LKUP_RET_FRAG_NEEDED {
         route.answer = TOO_BIG;
-        // SAFETY: as above.
+        // SAFETY: plain data, written by the helper.
         route.mtu = u32::from(unsafe { lookup.__bindgen_anon_1.mtu_result });
     }
 }

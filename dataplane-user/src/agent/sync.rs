@@ -10,7 +10,7 @@ use std::{
 
 use dataplane_common::{
     Addr, Port, Protocol,
-    packet::Iface,
+    packet::{Iface, PacketConfig},
     tables::{Frontend, FrontendKey, Kind},
 };
 use tracing::{debug, error, info, warn};
@@ -57,8 +57,9 @@ pub struct Sync {
     look: Instant,
     /// When freed memory was last given back.
     tidied: Instant,
-    /// On how many interfaces the packet path's programs belong, since it was last looked.
-    interfaces: Option<usize>,
+    /// On how many interfaces the packet path's programs belong, since it was last looked, and whether
+    /// they keep ways.
+    interfaces: Option<(usize, bool)>,
     /// What is wrong with the packet path.
     problems: Vec<String>,
     /// Whose connections go to a proxy, and when to look for them again.
@@ -239,7 +240,8 @@ impl Sync {
     fn network(&mut self) {
         let settings = &self.settings.packet;
         let result = kernel::interfaces().and_then(|all| {
-            let network = settings.network(&all, kernel::ways_by_address());
+            let by_address = settings.attach.is_some() && kernel::ways_by_address();
+            let network = settings.network(&all, by_address);
             let network = network.map_err(|source| kernel::Error::Io {
                 what: "cannot find out the host's ephemeral ports".to_owned(),
                 source,
@@ -252,12 +254,14 @@ impl Sync {
             Ok((network, problems)) => {
                 let on = |i: &&kernel::NetworkInterface| i.flags & Iface::ATTACHED != 0;
                 let on = network.interfaces.values().filter(on).count();
-                if self.interfaces.replace(on) != Some(on)
+                let kept = network.config.flags & PacketConfig::WAYS_BY_ADDRESS != 0;
+                if self.interfaces.replace((on, kept)) != Some((on, kept))
                     && let Some(hook) = self.kernel.hook()
                 {
                     info!(
                         interfaces = on,
                         by = hook.word(),
+                        ways_kept = kept,
                         "the packet path's interfaces"
                     );
                 }

@@ -13,7 +13,7 @@ use dataplane_proof::{
     Output, Verdict,
     campaign::{Scene, plain_config},
     wire::{LINK, Packet, Part, Payload, flags, protocol},
-    world::{self, To},
+    world::{self, EXTERNAL_PORT, NODE_PORT_ELSEWHERE, To},
 };
 use nix::time::{ClockId, clock_gettime};
 
@@ -1079,18 +1079,30 @@ fn whoever_only_listens_keeps_the_flow() -> Result<()> {
 }
 
 /// What an endpoint's socket sends to a service's port goes to that service before anything sees its packet:
-/// so no client is given such a port, be it its own. (TCP's answers are no calls.)
+/// so no client is given such a port, be it its own: neither one that node ports have, usually or here, nor one
+/// of the node's own address. (TCP's answers are no calls.)
 fn no_answer_goes_to_a_service() -> Result<()> {
     scene(|scene| {
         for (v4, tcp) in ALL {
-            scene.forget()?;
-            let vip = vip(v4, "node", 13);
-            let client = (ip(v4, OUTSIDE[0], OUTSIDE[1]), vip.1);
-            scene.throw("eth0", false, &packet(tcp, client, vip, flags::SYN).frame())?;
-            let entries = scene.rig.masquerade.entries()?;
-            let (key, _) = entries.first().context("it was not masqueraded")?;
-            let port = key.node_port.host();
-            ensure!((port == vip.1) == tcp, "v4: {v4}, tcp: {tcp}: port {port}");
+            let usual = vip(v4, "node", 13);
+            let pods_side = ip(v4, "10.244.1.1", "fd00:10:244:1::1");
+            for (addr, served) in [
+                usual,
+                (usual.0, NODE_PORT_ELSEWHERE),
+                (pods_side, EXTERNAL_PORT),
+            ] {
+                scene.forget()?;
+                let client = (ip(v4, OUTSIDE[0], OUTSIDE[1]), served);
+                let first = packet(tcp, client, (addr, served), flags::SYN);
+                scene.throw("eth0", false, &first.frame())?;
+                let entries = scene.rig.masquerade.entries()?;
+                let (key, _) = entries.first().context("it was not masqueraded")?;
+                let port = key.node_port.host();
+                ensure!(
+                    (port == served) == tcp,
+                    "v4: {v4}, tcp: {tcp}: port {port} of {served}"
+                );
+            }
         }
         Ok(())
     })

@@ -600,15 +600,17 @@ fn the_filter_follows_the_frontends() -> Result<()> {
     drop(kernel);
     let vips = Map::Array(MapData::from_pin(place.map("VIPS"))?);
     let mut vips = Array::<MapData, [u64; 3]>::try_from(vips)?;
-    for (left, what) in [([u64::MAX; 3], "every bit"), ([0; 3], "no bit")] {
+    for (left, missing, what) in [
+        ([u64::MAX; 3], 0, "every bit"),
+        ([0; 3], 2, "no bit"),
+        // As if they were the node's, and had no ports of their own.
+        ([0, 0, u64::MAX], 2, "every node's"),
+    ] {
         for index in 0..VIP_ELEMENTS {
             vips.set(index, left, 0)?;
         }
         let missed = Tables::open(&place.paths.bpffs)?.filtered_out()?;
-        ensure!(
-            missed.len() == if left == [0; 3] { 2 } else { 0 },
-            "{what} is set: {missed:?}"
-        );
+        ensure!(missed.len() == missing, "{what} is set: {missed:?}");
         let kernel = place.open()?;
         ensure!(kernel.adopted(), "not adopted");
         ensure!(seen(&kernel) == [true, false, true], "{what} was set");

@@ -279,10 +279,16 @@ fn rules_of_routing_count() -> Result<()> {
     })
 }
 
-/// What was found for a packet's addresses is found for the next ones, and what has changed is noticed within
-/// moments, though nobody told: rules, neighbours, MTUs.
+/// What was found for a packet's addresses is kept for the next ones, unless the agent forbids it or they bear
+/// a mark; and what has changed is noticed within moments, though nobody told.
 fn ways_are_kept_for_a_moment() -> Result<()> {
     const MARK: u32 = 0;
+    let forwarding = |on: bool| {
+        fs::write(
+            "/proc/sys/net/ipv4/conf/eth0/forwarding",
+            if on { "1" } else { "0" },
+        )
+    };
     Scene::new()?.inside(|scene| {
         scene.world.configure(&mut scene.rig, plain_config())?;
         let node = scene.lab.node("node1");
@@ -296,6 +302,25 @@ fn ways_are_kept_for_a_moment() -> Result<()> {
         };
         let (first, before) = syn(scene, MARK)?;
         ensure!(first == 7, "{first}");
+        // The kernel finds no way for what arrives where it does not forward.
+        let is_kept = |mark: u32| -> Result<bool> {
+            syn(scene, mark)?;
+            forwarding(false)?;
+            let (verdict, _) = syn(scene, mark)?;
+            becomes(2, None)?;
+            forwarding(true)?;
+            becomes(7, Some(before))?;
+            Ok(verdict == 7)
+        };
+        // A moment may have ended in between.
+        let mut several = (0..5).map(|_| is_kept(MARK));
+        ensure!(
+            several.any(|kept| kept.is_ok_and(|kept| kept)),
+            "no way was kept"
+        );
+        for _ in 0..5 {
+            ensure!(!is_kept(7)?, "the way of a marked packet was kept");
+        }
         for rule in ["", "from 192.168.77.201", "iif eth0"] {
             let rule = format!("pref 100 {rule} to 10.244.1.12 prohibit");
             node.ip(&format!("rule add {rule}"))?;

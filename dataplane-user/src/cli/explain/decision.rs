@@ -143,21 +143,22 @@ pub fn decide<T: decide::Tables + AffinityTable>(
     };
     let (addr, port) = (Addr::from(to.addr), Port::new(to.port));
     let frontend = decide::find_frontend(&recorded, addr, port, to.protocol, own_loopback);
-    if !VipPlace::of(addr).is_set(recorded.filter.get()) {
+    let (place, filter) = (VipPlace::of(addr), recorded.filter.get());
+    if !place.is_set(filter) {
         steps.push(format!(
             "no service and not this node has an address like {addr}, says the filter VIPS: \
              nothing is looked up"
         ));
-        let key = FrontendKey::new(addr, port, to.protocol);
-        for key in [key, FrontendKey::address(addr)] {
-            let missed = tables.frontend(&key);
-            if !missed.is_none() {
-                steps.push(format!(
-                    "the filter is wrong, {} (a bug: please report it); starting the agent anew \
-                     mends it",
-                    lookup(&key, missed)
-                ));
-            }
+    }
+    let key = FrontendKey::new(addr, port, to.protocol);
+    for key in [key, FrontendKey::address(addr)] {
+        let found = tables.frontend(&key);
+        if !place.finds(filter, &key) && !found.is_none() {
+            steps.push(format!(
+                "the filter is wrong, {} (a bug: please report it); starting the agent anew \
+                 mends it",
+                lookup(&key, found)
+            ));
         }
     }
     let lookups = recorded.lookups.into_inner();

@@ -47,10 +47,10 @@ impl Vips {
         }
     }
 
-    /// Whether it lets a frontend through.
+    /// Whether it lets a frontend be found.
     pub fn passes(&self, key: &FrontendKey) -> bool {
         let place = VipPlace::of(key.addr);
-        key.addr.is_unspecified() || place.is_set(self.get(place.index()))
+        key.addr.is_unspecified() || place.finds(self.get(place.index()), key)
     }
 
     /// Counts from what `FRONTENDS` holds, and sets every bit as it should be. Each word changes in
