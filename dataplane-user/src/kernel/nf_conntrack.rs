@@ -1,7 +1,11 @@
 //! What the kernel's own conntrack translates: asked for by netlink, never changed
 //! (`include/uapi/linux/netfilter/nfnetlink_conntrack.h`).
 
-use std::{io, path::Path};
+use std::{
+    io,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket},
+    path::Path,
+};
 
 use dataplane_common::{Addr, Port, Protocol, packet::FlowKey};
 use nix::sys::socket::SockProtocol;
@@ -18,37 +22,104 @@ pub struct Translated {
     pub endpoint: (Addr, Port),
 }
 
+/// A flow that the kernel lists.
+#[derive(Clone, Copy, Debug)]
+struct Listed {
+    original: FlowKey,
+    /// Where answers come from.
+    from: (Addr, Port),
+    /// `IPS_…` (`include/uapi/linux/netfilter/nf_conntrack_common.h`).
+    status: u32,
+}
+
+/// A datagram of our own, by which is seen whether the kernel translates at all: the last NAT rule
+/// takes the hooks with it, while flows from before stay listed until they age (`nf_nat_unregister_fn`,
+/// `nf_ct_netns_put`). A flow that begins while they are there is marked, even where no rule is for
+/// it. Where loopback is exempt (`NOTRACK`) it is not, and flows begin anew that need not.
+struct Probe {
+    key: FlowKey,
+    /// Nobody else has its ports while it is looked for.
+    _sockets: [UdpSocket; 2],
+}
+
+impl Probe {
+    /// From this thread's network namespace to itself, by its loopback interface.
+    fn send(loopback: IpAddr) -> io::Result<Self> {
+        let sockets = [
+            UdpSocket::bind((loopback, 0))?,
+            UdpSocket::bind((loopback, 0))?,
+        ];
+        let [from, to] = [sockets[0].local_addr()?, sockets[1].local_addr()?];
+        sockets[0].send_to(&[], to)?;
+        let (addr, port) = (Addr::from, |at: u16| Port::new(at));
+        let key = FlowKey::new(
+            addr(from.ip()),
+            port(from.port()),
+            addr(to.ip()),
+            port(to.port()),
+            Protocol::UDP,
+        );
+        Ok(Self {
+            key,
+            _sockets: sockets,
+        })
+    }
+
+    /// Whether the kernel translated it, to what it was already.
+    fn was_translated(&self, flows: &[Listed]) -> bool {
+        const DONE: u32 = 1 << 7 | 1 << 8; // IPS_SRC_NAT_DONE, IPS_DST_NAT_DONE
+        let own = flows.iter().find(|flow| flow.original == self.key);
+        own.is_some_and(|flow| flow.status & DONE == DONE)
+    }
+}
+
 /// The UDP flows whose destination the kernel's own conntrack translates, in the network namespace
-/// that this thread is in; none if it has no conntrack.
+/// that this thread is in; none if it has no conntrack, and none that it only lists still.
 ///
 /// # Errors
 /// If the kernel does not answer.
 pub fn translated_udp() -> io::Result<Vec<Translated>> {
     const GET: u16 = 1 << 8 | 1; // NFNL_SUBSYS_CTNETLINK, IPCTNL_MSG_CT_GET
     const ANY_FAMILY: [u8; 4] = [0; 4]; // struct nfgenmsg
-    let mut flows = Vec::new();
     // To ask would load the module, which some machines have left out on purpose.
     if !Path::new("/proc/sys/net/netfilter/nf_conntrack_count").exists() {
-        return Ok(flows);
+        return Ok(Vec::new());
     }
+    // Without loopback nothing can be said of a family: its flows count as translated.
+    let v4 = Probe::send(Ipv4Addr::LOCALHOST.into());
+    let v6 = Probe::send(Ipv6Addr::LOCALHOST.into());
+    let mut flows = Vec::new();
     Netlink::open(SockProtocol::NetlinkNetFilter)?.dump(GET, &ANY_FAMILY, |answer| {
         flows.extend(answer.get(4..).and_then(parse));
     })?;
-    Ok(flows)
+    let translates = [v4, v6].map(|probe| probe.map_or(true, |sent| sent.was_translated(&flows)));
+    let is_translated = |flow: &Listed| {
+        let key = flow.original;
+        flow.from != (key.dst, key.dst_port) && translates[usize::from(!key.dst.is_v4())]
+    };
+    Ok(flows
+        .into_iter()
+        .filter(is_translated)
+        .map(|flow| Translated {
+            key: flow.original,
+            endpoint: flow.from,
+        })
+        .collect())
 }
 
-/// A flow, if it is UDP and its destination is translated.
-fn parse(answer: &[u8]) -> Option<Translated> {
+/// A flow, if it is UDP.
+fn parse(answer: &[u8]) -> Option<Listed> {
     const ORIGINAL: u16 = 1; // CTA_TUPLE_ORIG
     const REPLY: u16 = 2; // CTA_TUPLE_REPLY
+    const STATUS: u16 = 3; // CTA_STATUS, in network order
     let tuple = |kind| tuple(inside(answer, kind)?);
     let original = tuple(ORIGINAL)?;
     let reply = tuple(REPLY)?;
-    let endpoint = (reply.src, reply.src_port);
-    let translated = endpoint != (original.dst, original.dst_port);
-    (translated && original.protocol == Protocol::UDP).then_some(Translated {
-        key: original,
-        endpoint,
+    let status = <[u8; 4]>::read_from_bytes(inside(answer, STATUS)?).ok()?;
+    (original.protocol == Protocol::UDP).then_some(Listed {
+        original,
+        from: (reply.src, reply.src_port),
+        status: u32::from_be_bytes(status),
     })
 }
 
@@ -102,18 +173,19 @@ mod tests {
     const ENDPOINT: [u8; 4] = [10, 244, 1, 5];
 
     #[test]
-    fn a_translated_destination_is_told_from_the_reply() {
-        let message = |number, from| {
+    fn a_flow_is_read_from_both_its_directions() {
+        let message = |number| {
             [
                 attribute(1, &tuple(CLIENT, 4000, VIP, 53, number)),
-                attribute(2, &tuple(from, 5353, CLIENT, 4000, number)),
+                attribute(2, &tuple(ENDPOINT, 5353, CLIENT, 4000, number)),
+                attribute(3, &0x1b8_u32.to_be_bytes()),
             ]
             .concat()
         };
-        let flow = parse(&message(17, ENDPOINT)).unwrap();
-        assert_eq!(flow.endpoint, (Addr::from_v4(ENDPOINT), Port::new(5353)));
+        let flow = parse(&message(17)).unwrap();
+        assert_eq!(flow.from, (Addr::from_v4(ENDPOINT), Port::new(5353)));
         assert_eq!(
-            flow.key,
+            flow.original,
             FlowKey::new(
                 Addr::from_v4(CLIENT),
                 Port::new(4000),
@@ -122,13 +194,8 @@ mod tests {
                 Protocol::UDP
             )
         );
-        assert_eq!(parse(&message(6, ENDPOINT)), None, "TCP");
-        let plain = [
-            attribute(1, &tuple(CLIENT, 4000, VIP, 53, 17)),
-            attribute(2, &tuple(VIP, 53, CLIENT, 4000, 17)),
-        ]
-        .concat();
-        assert_eq!(parse(&plain), None, "not translated");
-        assert_eq!(parse(&message(17, ENDPOINT)[..40]), None, "cut off");
+        assert_eq!(flow.status, 0x1b8);
+        assert!(parse(&message(6)).is_none(), "TCP");
+        assert!(parse(&message(17)[..40]).is_none(), "cut off");
     }
 }

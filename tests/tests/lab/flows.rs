@@ -1,7 +1,7 @@
 //! Flows of clients outside of the node: listed, forgotten, ended with their endpoint, and taken over
 //! from the kernel's own conntrack.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane::kernel::Hook;
@@ -16,6 +16,7 @@ scenarios! {
     Dataplane:
     udp_flows_move_when_their_endpoint_goes,
     established_flows_survive_the_takeover,
+    flows_that_nobody_translates_any_more_begin_anew,
 }
 
 const UDP_PORT: u16 = 30053;
@@ -23,7 +24,7 @@ const TCP_PORT: u16 = 30007;
 
 fn service(lab: &Lab, endpoints: &[&str]) -> Service {
     let pods: Vec<_> = endpoints.iter().map(|name| lab.pod(name)).collect();
-    Service::new("flows", &["10.96.0.50"])
+    Service::new("flows", &["10.96.0.50", "fd00:10:96::50"])
         .node_port("udp", 53, UDP, UDP_PORT)
         .node_port("tcp", 80, TCP, TCP_PORT)
         .endpoints(&pods)
@@ -241,6 +242,75 @@ fn established_flows_survive_the_takeover() -> Result<()> {
                 .filter_map(|(at, attempt)| Some((at, attempt.error.as_deref()?)))
                 .collect::<Vec<_>>(),
             report.each.len()
+        );
+    }
+    Ok(())
+}
+
+/// Rules like kube-proxy's have gone before the agent starts, and with the last of them the kernel has
+/// stopped translating, but it still lists its flows: sockets that go on are served by us at once.
+fn flows_that_nobody_translates_any_more_begin_anew() -> Result<()> {
+    let lab = Cluster::lab()?;
+    let node = lab.node("node2").clone();
+    let nat = |command: &str, rule: &str| -> Result<()> {
+        let rule = rule.split_whitespace();
+        let iptables = node.command(command).args(["-w", "-t", "nat"]);
+        iptables.args(rule).run()?;
+        Ok(())
+    };
+    for (command, target) in [
+        ("iptables", "10.244.2.10"),
+        ("ip6tables", "[fd00:10:244:2::10]"),
+    ] {
+        nat(
+            command,
+            &format!(
+                "-A PREROUTING -p udp --dport {UDP_PORT} -j DNAT --to-destination {target}:{UDP}"
+            ),
+        )?;
+    }
+    let addresses: [IpAddr; 2] = [node.ipv4().into(), node.ipv6().into()];
+    let mut flows = Vec::new();
+    let cluster = Cluster::start_in(
+        lab,
+        &["near"],
+        |lab| {
+            for address in addresses {
+                flows.push(sender(lab.external("ext"), (address, UDP_PORT).into()));
+            }
+            std::thread::sleep(std::time::Duration::from_millis(100));
+            // IPv4's goes while IPv6's stays: each is asked about for itself.
+            let _ = nat("iptables", "-F");
+            let _ = nat("iptables", "-X");
+            vec![service(lab, &["near"])]
+        },
+        &[],
+    )?;
+    let foreign = list(&cluster, &["--state", "foreign"])?;
+    ensure!(
+        foreign.len() == 1
+            && foreign[0]["vip"] == SocketAddr::from((node.ipv6(), UDP_PORT)).to_string(),
+        "{foreign:?}\n{}",
+        cluster.agent.log()
+    );
+    // While nobody translated, it was refused until the node said no more of it (its ICMP is limited);
+    // then it waits for an answer, for two seconds.
+    eventually(|| {
+        let answered = list(&cluster, &["--protocol", "udp", "--state", "answered"])?;
+        ensure!(answered.len() == 1, "{answered:?}");
+        Ok(())
+    })?;
+    std::thread::sleep(std::time::Duration::from_millis(300));
+    for process in flows {
+        let report: Report = process?.wait_json()?;
+        // What it met with while nobody translated is over.
+        let last = report.each.iter().rev().take(20);
+        ensure!(
+            report.answered > 20 && last.clone().all(|attempt| attempt.error.is_none()),
+            "{:?} {:?}, at last {:?}",
+            report.endpoints,
+            report.errors,
+            last.collect::<Vec<_>>()
         );
     }
     Ok(())
