@@ -7,7 +7,10 @@ use rustix::{
     net::{self, RecvFlags, SendFlags, Shutdown},
 };
 
-use super::buffers::{Buffers, Held, LARGE, SMALL};
+use super::{
+    buffers::{Buffers, Held, LARGE, SMALL},
+    socket,
+};
 
 /// Reads for one connection in a row, before others have their turn.
 const TURNS: usize = 8;
@@ -36,6 +39,8 @@ pub struct End {
     pub broken: bool,
     /// Whether little is sent at once.
     pub haste: Haste,
+    /// Whether it was looked at how much may be on its way to the peer ([`socket::bound_if_near`]).
+    pub weighed: bool,
     /// What comes past the TCP stack and what comes by TCP are two queues, and one read takes of one
     /// of them: that it was not filled does not mean that there is no more.
     pub two_queues: bool,
@@ -68,6 +73,7 @@ impl End {
             closing: false,
             broken: false,
             haste,
+            weighed: false,
             two_queues,
         }
     }
@@ -240,9 +246,13 @@ impl Flow {
             self.bytes += written as u64;
             if written < read {
                 self.held = Some(buffers.hold(written, read));
-                self.resize(SMALL);
+                self.resize((size / 2).max(SMALL));
             } else if read == size {
                 self.resize((size * 2).min(LARGE));
+                if size == LARGE && !to.weighed {
+                    to.weighed = true;
+                    socket::bound_if_near(&to.socket);
+                }
             } else if read < size / 4 {
                 self.resize((size / 2).max(SMALL));
             }
@@ -272,7 +282,7 @@ fn write(to: &mut End, bytes: &[u8]) -> Result<usize, Broken> {
 fn send(to: &mut End, bytes: &[u8]) -> Result<usize, Errno> {
     let little = to.haste == Haste::Unsent && bytes.len() <= SEGMENT;
     if !little && to.haste != Haste::Ensured {
-        super::socket::send_at_once(&to.socket);
+        socket::send_at_once(&to.socket);
         to.haste = Haste::Ensured;
     }
     loop {
