@@ -103,6 +103,7 @@ fn job(metric: usize, transport: Transport, fraction: u32) -> Job {
         },
         1 => Job::RoundTrip {
             count: 1000 / fraction,
+            connections: 1,
         },
         2 => Job::Churn {
             count: 1200 / fraction,

@@ -76,7 +76,14 @@ fn measurements(fraction: u32) -> Vec<Measurement> {
     let mut all = vec![];
     for (metric, unit, job) in [
         ("connect_p50", "µs", Job::Connect { count: connect }),
-        ("rtt_p50", "µs", Job::RoundTrip { count: trips }),
+        (
+            "rtt_p50",
+            "µs",
+            Job::RoundTrip {
+                count: trips,
+                connections: 1,
+            },
+        ),
         ("gbit_per_s", "Gbit/s", Job::Bulk { bytes }),
     ] {
         all.extend(CASES.map(|case| Measurement {
@@ -89,7 +96,13 @@ fn measurements(fraction: u32) -> Vec<Measurement> {
     }
     for (metric, job) in [
         ("first_p50", Job::Connect { count: connect }),
-        ("later_p50", Job::RoundTrip { count: trips }),
+        (
+            "later_p50",
+            Job::RoundTrip {
+                count: trips,
+                connections: 1,
+            },
+        ),
     ] {
         all.push(Measurement {
             metric,
@@ -194,7 +207,10 @@ fn programs(stage: &mut Stage) -> anyhow::Result<Vec<Row>> {
     };
     let (connect, trip) = (
         Job::Connect { count: COUNT },
-        Job::RoundTrip { count: COUNT },
+        Job::RoundTrip {
+            count: COUNT,
+            connections: 1,
+        },
     );
     let tcp = [("programs_connection", connect), ("programs_rtt", trip)];
     let tcp = tcp.map(|(metric, job)| (metric, Transport::Tcp, job));

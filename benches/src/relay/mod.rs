@@ -41,7 +41,8 @@ const BULK: fn(u32) -> Job = |divisor| Job::Bulk {
     bytes: (2 << 30) / u64::from(divisor),
 };
 const RTT: fn(u32) -> Job = |divisor| Job::RoundTrip {
-    count: 8000 / divisor,
+    count: 400,
+    connections: 20 / divisor.min(10),
 };
 const PER_GB: Cost = Cost {
     metric: "cpu_s_per_gb",
@@ -134,7 +135,7 @@ impl Extent {
     pub const FULL: Self = Self {
         at_least: 5,
         at_most: 11,
-        budget: Duration::from_secs(150),
+        budget: Duration::from_secs(300),
         divisor: 1,
         idle: 20_000,
     };
@@ -152,10 +153,8 @@ impl Extent {
 fn amount(job: Job) -> f64 {
     match job {
         Job::Bulk { bytes } => bytes as f64,
-        Job::Connect { count }
-        | Job::RoundTrip { count }
-        | Job::Churn { count, .. }
-        | Job::Hold { count } => f64::from(count),
+        Job::Connect { count } | Job::Churn { count, .. } | Job::Hold { count } => f64::from(count),
+        Job::RoundTrip { count, connections } => f64::from(count) * f64::from(connections),
     }
 }
 

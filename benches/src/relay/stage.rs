@@ -329,7 +329,13 @@ impl Stage {
     fn wait_for(&mut self, relay: Relay) -> anyhow::Result<()> {
         let start = Instant::now();
         loop {
-            match self.measure(relay, Job::RoundTrip { count: 1 }) {
+            match self.measure(
+                relay,
+                Job::RoundTrip {
+                    count: 1,
+                    connections: 1,
+                },
+            ) {
                 Ok(_) => return Ok(()),
                 Err(error) if start.elapsed() > PATIENCE => {
                     return Err(error.context(format!("{} does not relay", relay.word())));

@@ -39,7 +39,11 @@ pub fn run() -> anyhow::Result<()> {
 fn carry_out(order: &Order, held: &mut Vec<Socket>) -> anyhow::Result<f64> {
     match order.job {
         Job::Connect { count } => connects(order, count as usize),
-        Job::RoundTrip { count } => round_trips(order, count as usize),
+        Job::RoundTrip { count, connections } => {
+            let medians = (0..connections).map(|_| round_trips(order, count as usize));
+            let sum: f64 = medians.sum::<anyhow::Result<f64>>()?;
+            Ok(sum / f64::from(connections))
+        }
         Job::Churn { count, threads } => slices(|| churn(order, count / SLICES, threads)),
         Job::Hold { count } => hold(order, count, held),
         Job::Bulk { bytes } => slices(|| match order.transport {

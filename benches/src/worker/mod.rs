@@ -47,10 +47,14 @@ pub enum Job {
         /// How many.
         count: u32,
     },
-    /// Median time in µs of a round trip of one byte on one connection.
+    /// Median time in µs of a round trip of one byte on a connection: of several connections, one
+    /// after the other, their mean. Where the system puts whom on which CPU it decides anew for each,
+    /// and a median of all would be that of either kind.
     RoundTrip {
-        /// How many.
+        /// How many on each.
         count: u32,
+        /// On so many connections.
+        connections: u32,
     },
     /// Sockets per second that connect, exchange one byte and close, from several threads.
     Churn {
