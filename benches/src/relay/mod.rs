@@ -135,7 +135,7 @@ impl Extent {
     pub const FULL: Self = Self {
         at_least: 5,
         at_most: 11,
-        budget: Duration::from_secs(300),
+        budget: Duration::from_mins(5),
         divisor: 1,
         idle: 20_000,
     };
