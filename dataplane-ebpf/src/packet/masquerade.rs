@@ -15,9 +15,9 @@ const TRIES: u32 = 32;
 
 /// Makes the flow's entry for replies with the port that it has, if no other flow to its endpoint has that.
 ///
-/// And if no service has it, or may have it some day, unless the protocol is TCP: what an endpoint's socket answers by a call of its
-/// own (`sendto`) goes to that service, since the call is seen before its packet is (`sendmsg`). (Node ports
-/// are looked at whether the address has them or not: it is one lookup less.)
+/// And if no service has it, or may have it some day, unless the protocol is TCP: what an endpoint's socket
+/// answers by a call of its own (`sendto`) goes to that service, since the call is seen before its packet is
+/// (`sendmsg`). (Node ports are looked at whether the address has them or not: it is one lookup less.)
 #[inline(never)]
 fn claim(flow: &Flow, now: Tick) -> bool {
     let protocol = flow.forward.protocol;

@@ -1,9 +1,9 @@
 //! What the kernel's own conntrack translates: asked for by netlink, never changed
-//! (`include/uapi/linux/netfilter/nfnetlink_conntrack.h`).
+//! (`include/uapi/linux/netfilter/nfnetlink_conntrack.h`), but for a flow of our own.
 
 use std::{
     io,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket},
     path::Path,
 };
 
@@ -51,25 +51,12 @@ impl Probe {
         ];
         let [from, to] = [sockets[0].local_addr()?, sockets[1].local_addr()?];
         sockets[0].send_to(&[], to)?;
-        let (addr, port) = (Addr::from, |at: u16| Port::new(at));
-        let key = FlowKey::new(
-            addr(from.ip()),
-            port(from.port()),
-            addr(to.ip()),
-            port(to.port()),
-            Protocol::UDP,
-        );
+        let end = |at: SocketAddr| (Addr::from(at.ip()), Port::new(at.port()));
+        let ((src, src_port), (dst, dst_port)) = (end(from), end(to));
         Ok(Self {
-            key,
+            key: FlowKey::new(src, src_port, dst, dst_port, Protocol::UDP),
             _sockets: sockets,
         })
-    }
-
-    /// Whether the kernel translated it, to what it was already.
-    fn was_translated(&self, flows: &[Listed]) -> bool {
-        const DONE: u32 = 1 << 7 | 1 << 8; // IPS_SRC_NAT_DONE, IPS_DST_NAT_DONE
-        let own = flows.iter().find(|flow| flow.original == self.key);
-        own.is_some_and(|flow| flow.status & DONE == DONE)
     }
 }
 
@@ -81,30 +68,31 @@ impl Probe {
 pub fn translated_udp() -> io::Result<Vec<Translated>> {
     const GET: u16 = 1 << 8 | 1; // NFNL_SUBSYS_CTNETLINK, IPCTNL_MSG_CT_GET
     const ANY_FAMILY: [u8; 4] = [0; 4]; // struct nfgenmsg
+    const NAT_DONE: u32 = 1 << 7 | 1 << 8; // IPS_SRC_NAT_DONE, IPS_DST_NAT_DONE
     // To ask would load the module, which some machines have left out on purpose.
     if !Path::new("/proc/sys/net/netfilter/nf_conntrack_count").exists() {
         return Ok(Vec::new());
     }
+    let family = |key: &FlowKey| usize::from(!key.dst.is_v4());
+    let loopback: [IpAddr; 2] = [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
+    let probes = loopback.map(Probe::send);
     // Without loopback nothing can be said of a family: its flows count as translated.
-    let v4 = Probe::send(Ipv4Addr::LOCALHOST.into());
-    let v6 = Probe::send(Ipv6Addr::LOCALHOST.into());
+    let mut translates = probes.each_ref().map(Result::is_err);
     let mut flows = Vec::new();
     Netlink::open(SockProtocol::NetlinkNetFilter)?.dump(GET, &ANY_FAMILY, |answer| {
-        flows.extend(answer.get(4..).and_then(parse));
+        let Some(flow) = answer.get(4..).and_then(parse) else {
+            return;
+        };
+        let (key, endpoint) = (flow.original, flow.from);
+        let number = family(&key);
+        if endpoint != (key.dst, key.dst_port) {
+            flows.push(Translated { key, endpoint });
+        } else if probes[number].as_ref().is_ok_and(|own| own.key == key) {
+            translates[number] = flow.status & NAT_DONE == NAT_DONE;
+        }
     })?;
-    let translates = [v4, v6].map(|probe| probe.map_or(true, |sent| sent.was_translated(&flows)));
-    let is_translated = |flow: &Listed| {
-        let key = flow.original;
-        flow.from != (key.dst, key.dst_port) && translates[usize::from(!key.dst.is_v4())]
-    };
-    Ok(flows
-        .into_iter()
-        .filter(is_translated)
-        .map(|flow| Translated {
-            key: flow.original,
-            endpoint: flow.from,
-        })
-        .collect())
+    flows.retain(|flow| translates[family(&flow.key)]);
+    Ok(flows)
 }
 
 /// A flow, if it is UDP.

@@ -158,18 +158,19 @@ fn udp_flows_move_when_their_endpoint_goes() -> Result<()> {
     Ok(())
 }
 
+/// Changes a node's NAT rules, by `iptables` or `ip6tables`.
+fn nat(node: &Host, command: &str, rule: &str) -> Result<()> {
+    let iptables = node.command(command).args(["-w", "-t", "nat"]);
+    iptables.args(rule.split_whitespace()).run()?;
+    Ok(())
+}
+
 /// Rules like kube-proxy's translate what comes to the node ports; then an agent starts, then the
 /// rules go.
 fn established_flows_survive_the_takeover() -> Result<()> {
     let lab = Cluster::lab()?;
     let node = lab.node("node2").clone();
-    let iptables = |rule: &str| -> Result<()> {
-        node.command("iptables")
-            .args(["-w", "-t", "nat"])
-            .args(rule.split_whitespace())
-            .run()?;
-        Ok(())
-    };
+    let iptables = |rule: &str| nat(&node, "iptables", rule);
     let rules: Vec<String> = [("udp", UDP_PORT, UDP), ("tcp", TCP_PORT, TCP)]
         .into_iter()
         .flat_map(|(protocol, port, target)| {
@@ -252,17 +253,12 @@ fn established_flows_survive_the_takeover() -> Result<()> {
 fn flows_that_nobody_translates_any_more_begin_anew() -> Result<()> {
     let lab = Cluster::lab()?;
     let node = lab.node("node2").clone();
-    let nat = |command: &str, rule: &str| -> Result<()> {
-        let rule = rule.split_whitespace();
-        let iptables = node.command(command).args(["-w", "-t", "nat"]);
-        iptables.args(rule).run()?;
-        Ok(())
-    };
     for (command, target) in [
         ("iptables", "10.244.2.10"),
         ("ip6tables", "[fd00:10:244:2::10]"),
     ] {
         nat(
+            &node,
             command,
             &format!(
                 "-A PREROUTING -p udp --dport {UDP_PORT} -j DNAT --to-destination {target}:{UDP}"
@@ -280,8 +276,8 @@ fn flows_that_nobody_translates_any_more_begin_anew() -> Result<()> {
             }
             std::thread::sleep(std::time::Duration::from_millis(100));
             // IPv4's goes while IPv6's stays: each is asked about for itself.
-            let _ = nat("iptables", "-F");
-            let _ = nat("iptables", "-X");
+            let _ = nat(&node, "iptables", "-F");
+            let _ = nat(&node, "iptables", "-X");
             vec![service(lab, &["near"])]
         },
         &[],

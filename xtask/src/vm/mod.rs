@@ -111,8 +111,13 @@ fn script(task: &Task<'_>, accelerator: Accelerator) -> String {
     } else {
         ""
     };
+    // How many connections or flows a scenario is to make is said here, and meant there.
+    let numbers: String = std::env::vars()
+        .filter(|(name, value)| name.starts_with("DATAPLANE_") && value.parse::<u64>().is_ok())
+        .map(|(name, value)| format!("export {name}={value}\n"))
+        .collect();
     format!(
-        "{keep}export DATAPLANE_BIN={} DATAPLANE_PROBE_BIN={} DATAPLANE_REQUIRE_PRIVILEGES=1 \
+        "{keep}{numbers}export DATAPLANE_BIN={} DATAPLANE_PROBE_BIN={} DATAPLANE_REQUIRE_PRIVILEGES=1 \
          DATAPLANE_EMULATED={}\n{}\n",
         path("dataplane"),
         path("probe"),
