@@ -112,10 +112,12 @@ fn script(task: &Task<'_>, accelerator: Accelerator) -> String {
         ""
     };
     // How many connections or flows a scenario is to make is said here, and meant there.
-    let numbers: String = std::env::vars()
-        .filter(|(name, value)| name.starts_with("DATAPLANE_") && value.parse::<u64>().is_ok())
-        .map(|(name, value)| format!("export {name}={value}\n"))
-        .collect();
+    let mut numbers = String::new();
+    for (name, value) in std::env::vars() {
+        if name.starts_with("DATAPLANE_") && value.parse::<u64>().is_ok() {
+            numbers += &["export ", &name, "=", &value, "\n"].concat();
+        }
+    }
     format!(
         "{keep}{numbers}export DATAPLANE_BIN={} DATAPLANE_PROBE_BIN={} DATAPLANE_REQUIRE_PRIVILEGES=1 \
          DATAPLANE_EMULATED={}\n{}\n",
