@@ -13,13 +13,9 @@ use aya::{Ebpf, EbpfLoader, VerifierLogLevel, maps::Map, programs::Program};
 use aya_obj::{
     Object, ProgramSection,
     generated::{
-        BPF_ADD, BPF_ALU64, BPF_AND, BPF_CALL, BPF_DW, BPF_EXIT, BPF_JGT, BPF_JMP, BPF_K, BPF_LDX,
-        BPF_MEM, BPF_MOV, BPF_STX,
         bpf_attach_type::{
             self, BPF_CGROUP_INET_INGRESS, BPF_CGROUP_SOCK_OPS, BPF_SK_LOOKUP, BPF_SK_MSG_VERDICT,
         },
-        bpf_func_id::BPF_FUNC_get_prandom_u32,
-        bpf_insn,
         bpf_prog_type::{
             self, BPF_PROG_TYPE_CGROUP_SOCK, BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
             BPF_PROG_TYPE_CGROUP_SOCKOPT, BPF_PROG_TYPE_SCHED_CLS, BPF_PROG_TYPE_SK_LOOKUP,
@@ -77,7 +73,7 @@ pub struct Cost {
     /// Bytes of machine code; 0 if the kernel interprets programs.
     pub jited: u32,
     /// How long the processor was at it, on this machine, now: verifying, and making machine code.
-    /// To be compared with [`Verifier::yardstick`] and with nothing else.
+    /// To be compared with other programs' on the same machine, and with nothing else.
     pub time: Duration,
 }
 
@@ -127,21 +123,6 @@ impl Verifier {
             outcome,
         }
     }
-
-    /// How long the verifier takes for a program that never changes: the unit in which times of
-    /// different machines, and of one machine at different times, can be compared.
-    ///
-    /// # Errors
-    /// If it is refused.
-    pub fn yardstick() -> Result<Duration, Error> {
-        let (kind, hook) = (BPF_PROG_TYPE_SCHED_CLS, BPF_CGROUP_INET_INGRESS);
-        let program = yardstick();
-        let (taken, time) = timed(|| sys::prog_verify(kind, hook, &program));
-        taken
-            .map_err(|(error, _)| error)
-            .doing(|| "cannot have a program verified to compare times with".to_owned())?;
-        Ok(time)
-    }
 }
 
 /// How long this thread was on a processor for it. By the clock on the wall it takes as long as
@@ -154,32 +135,6 @@ fn timed<T>(what: impl FnOnce() -> T) -> (T, Duration) {
     let before = now();
     let done = what();
     (done, now().saturating_sub(before))
-}
-
-/// A program that is all that verifiers do at every turn: calls, arithmetic on what is not known,
-/// the stack, branches that are forgotten again.
-fn yardstick() -> Vec<bpf_insn> {
-    const ROUNDS: usize = 1_500;
-    let insn = |code: u32, dst: u8, src: u8, off: i16, imm: i32| bpf_insn {
-        code: u8::try_from(code).expect("operation codes are bytes"),
-        _bitfield_align_1: [],
-        _bitfield_1: bpf_insn::new_bitfield_1(dst, src),
-        off,
-        imm,
-    };
-    let number = BPF_FUNC_get_prandom_u32 as i32;
-    let round = [
-        insn(BPF_JMP | BPF_CALL, 0, 0, 0, number),
-        insn(BPF_ALU64 | BPF_AND | BPF_K, 0, 0, 0, 0xff),
-        insn(BPF_STX | BPF_MEM | BPF_DW, 10, 0, -8, 0),
-        insn(BPF_LDX | BPF_MEM | BPF_DW, 1, 10, -8, 0),
-        insn(BPF_JMP | BPF_JGT | BPF_K, 1, 0, 1, 7),
-        insn(BPF_ALU64 | BPF_ADD | BPF_K, 1, 0, 0, 1),
-    ];
-    let mut program = round.repeat(ROUNDS);
-    program.push(insn(BPF_ALU64 | BPF_MOV | BPF_K, 0, 0, 0, 0));
-    program.push(insn(BPF_JMP | BPF_EXIT, 0, 0, 0, 0));
-    program
 }
 
 /// Loads a program by itself. Returns it with the verifier's statistics, or what the kernel said.
