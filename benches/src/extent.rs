@@ -2,6 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+use rand::seq::SliceRandom as _;
+
 /// Sizes, rounds, samples.
 #[derive(Clone, Copy, Debug)]
 pub struct Extent {
@@ -24,4 +26,12 @@ impl Extent {
     pub fn has_another(&self, rounds: usize, start: Instant) -> bool {
         rounds < self.at_least || rounds < self.at_most && start.elapsed() < self.budget
     }
+}
+
+/// In which order things are measured in a round: by chance. What always came after the same would always
+/// take over what the kernel still has to clear away after that, as memory of thousands of sockets.
+pub fn order(of: usize) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..of).collect();
+    order.shuffle(&mut rand::rng());
+    order
 }

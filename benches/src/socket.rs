@@ -6,7 +6,7 @@ use anyhow::ensure;
 use dataplane_peers::Mode;
 
 use crate::{
-    extent::Extent,
+    extent::{Extent, order},
     rows::{Row, Target, find, thousands},
     say,
     stage::{NodePlan, Stage, Worker},
@@ -134,9 +134,7 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
     while extent.has_another(rounds, start) {
         for (case, (name, transport, v4)) in CASES.into_iter().enumerate() {
             for (metric, Metric { name: what, .. }) in METRICS.iter().enumerate() {
-                for step in 0..lanes {
-                    // Another lane is first in each round, so that no lane always follows the same.
-                    let lane = (step + rounds) % lanes;
+                for lane in order(lanes) {
                     let job = job(metric, transport, extent.fraction);
                     match stage.measure(lane, v4, transport, job) {
                         Ok(value) => samples[index(lane, case, metric)].push(value),

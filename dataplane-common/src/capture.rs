@@ -13,7 +13,8 @@
 //! ACCEPTED   sk      socket      -> Origin         connections that a proxy has accepted
 //! LISTENERS  sockhash ListenerKey-> socket         where a workload's inbound connections go, and the
 //!                                                 outbound ones of one that is captured by packets
-//! METERS     sk      socket      -> Meter          connections that go direct, and are measured
+//! METERS     array   SocketSet   -> MeterSets      connections that go direct, and are measured
+//! MORE_METERS sk     socket      -> Meter          the same, for sockets whose set is full
 //! TRAFFIC    hash    TrafficKey  -> Traffic        what they came to
 //! ```
 //!
@@ -31,7 +32,10 @@
 //! was used or when the client's socket is closed, whichever is first: a port that is used again finds
 //! nothing of a stranger's.
 
-use crate::{Addr, Port, Reason};
+use crate::{
+    Addr, Port, Reason,
+    tables::{Owners, SOCKET_SETS, SOCKET_WAYS},
+};
 
 layout! {
     /// What all captured workloads have in common.
@@ -158,6 +162,17 @@ layout! {
         pub key: TrafficKey,
         /// When it was made (CLOCK_MONOTONIC, nanoseconds); 0 until it is established.
         pub opened_at: u64,
+    }
+
+    /// Sockets and what is measured of them.
+    #[repr(C, align(8))]
+    #[derive(Clone, Copy, Debug)]
+    pub struct MeterSets {
+        /// Whose the places are: a socket's until the connection is closed, which is later than the socket
+        /// is.
+        pub owners: Owners,
+        /// What is kept for them.
+        pub meters: [[Meter; SOCKET_SETS]; SOCKET_WAYS],
     }
 
     /// What connections that go direct are counted by.
@@ -352,6 +367,7 @@ const _: () = assert!(size_of::<Origin>() == 20);
 const _: () = assert!(size_of::<ListenerKey>() == 16);
 const _: () = assert!(size_of::<TrafficKey>() == 24);
 const _: () = assert!(size_of::<Meter>() == 32);
+const _: () = assert!(size_of::<MeterSets>() == 16 * 160);
 const _: () = assert!(size_of::<Traffic>() == 48);
 
 /// Where the rules are: the kernel's own tables, or those read from user space.

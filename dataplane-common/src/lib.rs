@@ -45,4 +45,4 @@ pub use vips::{VIP_ELEMENTS, VipPlace, VipWords};
 /// It is part of the pin directory's name. Raise it with any change to [`tables`], [`packet`], [`Event`] or
 /// the numbers of [`Reason`]; the agent then builds a new directory beside the old one and swaps
 /// once.
-pub const LAYOUT: u32 = 3;
+pub const LAYOUT: u32 = 4;

@@ -6,7 +6,7 @@
 //! ENDPOINTS  array  slot        -> Endpoint          blocks of endpoints, sorted
 //! STATS      array  see StatsHeader                  connections and refusals by pool and CPU
 //! AFFINITY   lru    AffinityKey -> Affinity          which endpoint a client used last
-//! PEERS      array  PeerSet::of -> PeerSet           connected sockets' VIPs
+//! PEERS      array  SocketSet   -> PeerSets          connected sockets' VIPs
 //! MORE_PEERS sk     socket      -> Peer              the same, for sockets whose set is full
 //! UDP_FLOWS  sk     socket      -> UdpFlows          the VIPs an unconnected UDP socket talks to
 //! REASONS    percpu Reason      -> u64               verdicts by reason
@@ -381,35 +381,55 @@ layout! {
     }
 }
 
-/// How many sets of sockets there are in `PEERS`: a power of two.
-pub const PEER_SETS: u32 = 4096;
+/// How many elements a table of sockets has: a power of two.
+pub const SOCKET_ELEMENTS: u32 = 256;
+
+/// How many sets there are in an element: a power of two. Their first places lie next to each other, and so
+/// do the second ones: what a socket looks at is then in the caches, since the sockets before it have
+/// brought it there.
+pub const SOCKET_SETS: usize = 16;
 
 /// How many sockets there are in a set.
-pub const PEER_WAYS: usize = 4;
+pub const SOCKET_WAYS: usize = 4;
 
-layout! {
-    /// Sockets and the VIPs that they were connected to: a set of a set-associative table, in which
-    /// a socket has a few places and is found without a hash, a lock or an allocation.
-    ///
-    /// The kernel numbers sockets one after the other, so successive ones are in successive sets, and a
-    /// set is full only where the sockets of several rounds live on.
-    #[repr(C, align(8))]
-    #[derive(Clone, Copy, Debug)]
-    pub struct PeerSet {
-        /// Whose the places are: socket cookies; 0, which is nobody's, for one that is free. A place is
-        /// taken by an atomic exchange, and from then on is its socket's alone.
-        pub sockets: [u64; PEER_WAYS],
-        /// What is kept for them.
-        pub peers: [Peer; PEER_WAYS],
+/// Whose the places of an element are, the first ones of all sets, then the second: socket cookies; 0, which is nobody's, for one that is free. A
+/// place is taken by an atomic exchange, and from then on is its socket's alone.
+pub type Owners = [[u64; SOCKET_SETS]; SOCKET_WAYS];
+
+/// The set of a socket in a table of them, in which a socket has a few places and is found without a
+/// hash, a lock or an allocation.
+///
+/// The kernel numbers sockets one after the other, so successive ones are in successive sets, and a
+/// set is full only where the sockets of several rounds live on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SocketSet {
+    /// In which element.
+    pub element: u32,
+    /// Which of its sets.
+    pub set: usize,
+}
+
+impl SocketSet {
+    /// By the socket's cookie.
+    #[inline(always)]
+    #[expect(clippy::cast_possible_truncation, reason = "its low bits are wanted")]
+    pub const fn of(cookie: u64) -> Self {
+        Self {
+            element: (cookie / SOCKET_SETS as u64) as u32 % SOCKET_ELEMENTS,
+            set: cookie as usize % SOCKET_SETS,
+        }
     }
 }
 
-impl PeerSet {
-    /// The set of a socket.
-    #[inline(always)]
-    #[expect(clippy::cast_possible_truncation, reason = "its low bits are wanted")]
-    pub const fn of(cookie: u64) -> u32 {
-        cookie as u32 & (PEER_SETS - 1)
+layout! {
+    /// Sockets and the VIPs that they were connected to.
+    #[repr(C, align(8))]
+    #[derive(Clone, Copy, Debug)]
+    pub struct PeerSets {
+        /// Whose the places are.
+        pub owners: Owners,
+        /// What is kept for them.
+        pub peers: [[Peer; SOCKET_SETS]; SOCKET_WAYS],
     }
 }
 
@@ -460,8 +480,8 @@ const _: () = assert!(size_of::<StatsHeader>() == size_of::<PoolStats>());
 const _: () = assert!(size_of::<AffinityKey>() == 20);
 const _: () = assert!(size_of::<Affinity>() == 32);
 const _: () = assert!(size_of::<Peer>() == 36);
-const _: () = assert!(size_of::<PeerSet>() == 176);
-const _: () = assert!(PEER_SETS.is_power_of_two());
+const _: () = assert!(size_of::<PeerSets>() == 16 * 176);
+const _: () = assert!(SOCKET_ELEMENTS.is_power_of_two() && SOCKET_SETS.is_power_of_two());
 const _: () = assert!(size_of::<UdpFlows>() == 8 + 36 * UDP_FLOWS);
 const _: () = assert!(UDP_FLOWS.is_power_of_two());
 const _: () = assert!(size_of::<Config>() == 24);

@@ -17,6 +17,7 @@ mod capture;
 mod events;
 mod packet;
 mod select;
+mod sets;
 mod socket;
 mod tables;
 
@@ -32,7 +33,7 @@ use aya_ebpf::{
 
 use crate::accelerate::{legs, message};
 use crate::capture::{assign, inbound, origin, outbound, sockopt};
-use crate::socket::{SockAddr, V4, V6, connect, getpeername, peers, recvmsg, sendmsg};
+use crate::socket::{SockAddr, V4, V6, connect, getpeername, recvmsg, release, sendmsg};
 
 /// TCP and UDP `connect()` to an IPv4 address.
 #[cgroup_sock_addr(connect4)]
@@ -86,7 +87,7 @@ fn getpeername6(ctx: SockAddrContext) -> i32 {
 #[cgroup_sock(sock_release)]
 #[expect(clippy::needless_pass_by_value, reason = "the macro hands it over so")]
 fn sock_release(ctx: SockContext) -> i32 {
-    peers::release(&ctx)
+    release::run(&ctx)
 }
 
 /// TCP `connect()` of a workload to an IPv4 address: whether it goes to the proxy.

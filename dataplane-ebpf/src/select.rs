@@ -80,7 +80,7 @@ impl decide::Tables for Live {
 pub struct Verdict {
     /// Why.
     pub reason: Reason,
-    /// Which pool answered; 0 if none did.
+    /// Whose destination it is, whoever answers there; 0: nobody's.
     pub pool: u32,
     /// Where to go; [`Endpoint::NONE`] to leave the destination alone or to refuse it.
     pub endpoint: Endpoint,
@@ -143,7 +143,7 @@ pub fn decide(request: &Request, used: &Endpoint) -> Verdict {
     };
     // Who the client is in the network shows on the packet, not yet at the socket.
     if frontend.kind() == Kind::LOAD_BALANCER && pool.ranged != 0 {
-        return Verdict::without_endpoint(Reason::NotService, 0);
+        return Verdict::without_endpoint(Reason::NotService, index);
     }
     if pool.block.is_empty() {
         return Verdict::without_endpoint(decide::refusal(pool.block), index);

@@ -20,7 +20,7 @@ use dataplane_common::{
     Addr, Event, Reason, VIP_ELEMENTS, VipWords,
     accelerate::{CONNECTIONS, PROXIES as PROXIES_CAPACITY, ProxyKey, Sender},
     capture::{
-        CaptureConfig, Enrolled, KNOWN as KNOWN_CAPACITY, ListenerKey, Local, Meter,
+        CaptureConfig, Enrolled, KNOWN as KNOWN_CAPACITY, ListenerKey, Local, Meter, MeterSets,
         ORIGINS as ORIGINS_CAPACITY, Origin, RULES as RULES_CAPACITY, RuleKey,
         TRAFFIC as TRAFFIC_CAPACITY, Traffic, TrafficKey, Tuple, WORKLOADS,
     },
@@ -29,8 +29,8 @@ use dataplane_common::{
         Iface, Masqueraded, NODE_ADDRS as NODE_ADDRS_CAPACITY, PacketConfig, PortKey, Reply,
     },
     tables::{
-        Affinity, AffinityKey, Config, Endpoint, Frontend, FrontendKey, PEER_SETS, Peer, PeerSet,
-        Pool, PoolStats, UdpFlows,
+        Affinity, AffinityKey, Config, Endpoint, Frontend, FrontendKey, Peer, PeerSets, Pool,
+        PoolStats, SOCKET_ELEMENTS, UdpFlows,
     },
 };
 
@@ -74,7 +74,7 @@ pub static CONFIG: Array<Config, 1, MAPPED> = Array::new();
 pub static VIPS: Array<VipWords, { VIP_ELEMENTS as usize }, MAPPED> = Array::new();
 
 #[btf_map]
-pub static PEERS: Array<PeerSet, { PEER_SETS as usize }, MAPPED> = Array::new();
+pub static PEERS: Array<PeerSets, { SOCKET_ELEMENTS as usize }, MAPPED> = Array::new();
 
 #[btf_map]
 pub static MORE_PEERS: SkStorage<Peer> = SkStorage::new();
@@ -169,7 +169,10 @@ pub static ACCEPTED: SkStorage<Origin> = SkStorage::new();
 pub static LISTENERS: SockHash<ListenerKey, { WORKLOADS as usize * 2 }> = SockHash::new();
 
 #[btf_map]
-pub static METERS: SkStorage<Meter> = SkStorage::new();
+pub static METERS: Array<MeterSets, { SOCKET_ELEMENTS as usize }, MAPPED> = Array::new();
+
+#[btf_map]
+pub static MORE_METERS: SkStorage<Meter> = SkStorage::new();
 
 #[btf_map]
 pub static TRAFFIC: HashMap<TrafficKey, Traffic, { TRAFFIC_CAPACITY as usize }, ON_DEMAND> =

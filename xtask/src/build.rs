@@ -94,6 +94,10 @@ fn ebpf_cargo(subcommand: &str, tools: &Tools) -> std::process::Command {
         // Types of the maps and programs, which the kernel wants and its tools show.
         "-C",
         "link-arg=--btf",
+        // Else LLVM for BPF calls a loop of bytes to clear or copy a few words. (The option is for
+        // programs that the compiler of C made, and keeps the order of their accesses to packets.)
+        "-C",
+        "link-arg=--disable-expand-memcpy-in-order",
         // 32-bit registers and atomic operations that order memory: Linux 5.12.
         "-C",
         "target-cpu=v3",

@@ -9,7 +9,7 @@ use anyhow::ensure;
 use dataplane_peers::Mode;
 
 use crate::{
-    extent::Extent,
+    extent::{Extent, order},
     rows::{Row, Target, find, thousands},
     say,
     socket::{MOST, MUCH, NOISE},
@@ -130,9 +130,7 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
     let mut rounds = 0;
     while extent.has_another(rounds, start) {
         for (what, samples) in measurements.iter().zip(&mut samples) {
-            for step in 0..lanes {
-                // Another lane is first in each round, so that no lane always follows the same.
-                let lane = (step + rounds) % lanes;
+            for lane in order(lanes) {
                 let (name, case) = what.case;
                 if !stage.measures(lane, case) {
                     continue;

@@ -11,6 +11,7 @@ pub use plain::Plain;
 
 use self::stage::{Relay, Stage};
 use crate::{
+    extent::order,
     rows::{Row, Target, find},
     say,
     stats::{median, spread},
@@ -176,9 +177,7 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
         for (number, case) in CASES.iter().enumerate() {
             stage.pin(case.one_cpu)?;
             let job = (case.job)(extent.divisor);
-            for step in 0..Relay::ALL.len() {
-                // Another one is first in each round, so that none always follows the same.
-                let which = (step + rounds) % Relay::ALL.len();
+            for which in order(Relay::ALL.len()) {
                 let relay = Relay::ALL[which];
                 let (rates, costs) = &mut samples[number * Relay::ALL.len() + which];
                 let before = stage.cpu(relay);

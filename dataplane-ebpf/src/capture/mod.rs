@@ -2,7 +2,7 @@
 
 pub mod assign;
 pub mod inbound;
-mod meters;
+pub mod meters;
 pub mod origin;
 pub mod outbound;
 pub mod sockopt;

@@ -18,22 +18,22 @@ use aya_ebpf::{
 use dataplane_common::{
     Addr, Port, Reason,
     capture::{self, CaptureConfig, Enrolled, FROM_CLIENT, ListenerKey, Local, Origin, Tuple},
-    tables::Peer,
+    tables::{Peer, PeerSets},
 };
 
-use super::{Live, config, meters};
+use super::{
+    Live, config,
+    meters::{self, CLOSE},
+};
 use crate::{
     select::count,
-    socket::peers,
+    sets::place_of,
     tables::{ACCEPTED, LISTENERS, LOCALS, MORE_PEERS, NAMESPACES, ORIGINS},
 };
 
 /// `BPF_SK_STORAGE_GET_F_CREATE`.
 pub const CREATE: u64 = 1;
 const AF_INET6: u32 = 10;
-
-/// A state of a TCP socket (`include/net/tcp_states.h`).
-const CLOSE: u32 = 7;
 
 /// Everything that `sockops` is asked.
 #[inline(always)]
@@ -67,7 +67,7 @@ fn connecting(ctx: *mut bpf_sock_ops) {
         let tuple = tuple(ctx, true);
         // SAFETY: the program's context.
         let cookie = unsafe { bpf_get_socket_cookie(ctx.cast()) };
-        let mut kept = peers::place_of(cookie);
+        let mut kept = place_of::<PeerSets>(cookie);
         if kept.is_null() {
             kept = storage(ctx, from_ref(&MORE_PEERS).cast(), 0).cast::<Peer>();
         }

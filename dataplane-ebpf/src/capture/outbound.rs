@@ -44,11 +44,14 @@ pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
         return GO_ON;
     }
     let ctx = call.ctx.sock_addr;
-    let reason = judge(ctx, &request, mesh);
+    let (reason, workload) = judge(ctx, &request, mesh);
     if reason == Reason::NotService {
         return GO_ON;
     }
     count(reason);
+    if reason == Reason::Direct {
+        meters::begin(ctx, workload);
+    }
     let captured = reason == Reason::Captured;
     if !captured && !reason.is_refusal() {
         return GO_ON;
@@ -68,10 +71,11 @@ pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
     GO_ON
 }
 
+/// The reason, and whose connection it is.
 #[inline(always)]
-fn judge(ctx: *mut bpf_sock_addr, request: &Request, mesh: u64) -> Reason {
+fn judge(ctx: *mut bpf_sock_addr, request: &Request, mesh: u64) -> (Reason, u32) {
     let Some(config) = config() else {
-        return Reason::NotService;
+        return (Reason::NotService, 0);
     };
     let mut enrolled = core::ptr::null::<Enrolled>();
     if mesh & MESH_NAMESPACES != 0
@@ -84,16 +88,16 @@ fn judge(ctx: *mut bpf_sock_addr, request: &Request, mesh: u64) -> Reason {
     }
     if enrolled.is_null() {
         return if mesh & MESH_GUARD != 0 && !request.own_loopback {
-            Reason::Guarded
+            (Reason::Guarded, 0)
         } else {
-            Reason::NotService
+            (Reason::NotService, 0)
         };
     }
     // SAFETY: a hash's element, which is not reused while this program runs: elements are made on
     // demand, and freed after a grace period.
     let enrolled = unsafe { *enrolled };
     if enrolled.flags & Enrolled::CAPTURED == 0 {
-        return Reason::NotService;
+        return (Reason::NotService, 0);
     }
     // SAFETY: fields of the context and of the socket.
     let mark = unsafe {
@@ -103,7 +107,7 @@ fn judge(ctx: *mut bpf_sock_addr, request: &Request, mesh: u64) -> Reason {
     if mark & !FROM_CLIENT == config.mark && config.agent_cgroup != 0 {
         // SAFETY: the helper has no preconditions.
         if unsafe { bpf_get_current_cgroup_id() } == config.agent_cgroup {
-            return Reason::ProxysOwn;
+            return (Reason::ProxysOwn, 0);
         }
     }
     // SAFETY: the helper has no preconditions.
@@ -115,10 +119,7 @@ fn judge(ctx: *mut bpf_sock_addr, request: &Request, mesh: u64) -> Reason {
         (request.addr, request.port),
         (user as u32, (user >> 32) as u32),
     );
-    if reason == Reason::Direct {
-        meters::begin(ctx, enrolled.workload, frontend(request).pool());
-    }
-    reason
+    (reason, enrolled.workload)
 }
 
 /// A call of `connect()`, for what the decision asks.
@@ -208,8 +209,7 @@ fn is_known(request: &Request) -> bool {
     !frontend(request).is_none()
 }
 
-/// Once for both who ask: the programs are smaller by it.
-#[inline(never)]
+#[inline(always)]
 fn frontend(request: &Request) -> Frontend {
     decide::find_frontend(
         &select::Live,

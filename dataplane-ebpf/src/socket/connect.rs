@@ -3,7 +3,7 @@
 use dataplane_common::{Hook, Protocol, Reason, capture::is_proxy, tables::Endpoint};
 
 use super::{Family, GO_ON, SockAddr, config, events, flows, peers};
-use crate::select::decide;
+use crate::{capture::meters, select::decide};
 
 #[inline(always)]
 pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
@@ -12,9 +12,12 @@ pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
     };
     let verdict = decide(&request, &Endpoint::NONE);
     events::report(call, Hook::Connect, &request, &verdict);
+    // What is counted before something is kept need not wait for that to be in the caches: an atomic operation
+    // waits for every store before it.
+    let answer = call.carry_out(&verdict);
+    let mesh = config().map_or(0, |config| config.mesh);
     if verdict.reason == Reason::NotService {
         // Of a captured connection, what the capturing program before this one has kept is true.
-        let mesh = config().map_or(0, |config| config.mesh);
         if mesh == 0 || !is_proxy(mesh, request.addr, request.port) {
             peers::forget(call);
         }
@@ -24,5 +27,8 @@ pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
     } else if !verdict.endpoint.is_none() {
         peers::remember(call, &request.peer(&verdict.endpoint));
     }
-    call.carry_out(&verdict)
+    if mesh != 0 && verdict.pool != 0 && request.protocol == Protocol::TCP {
+        meters::ask_for(call.ctx.sock_addr, verdict.pool);
+    }
+    answer
 }

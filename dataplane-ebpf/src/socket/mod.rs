@@ -7,6 +7,7 @@ mod flows;
 pub mod getpeername;
 pub mod peers;
 pub mod recvmsg;
+pub mod release;
 pub mod sendmsg;
 
 use core::{

@@ -1,15 +1,12 @@
 //! The VIPs that connected sockets were connected to.
 //!
-//! In a table of sets by socket cookie, whose places are freed when their sockets are closed
+//! In a table of [sets](crate::sets), whose places are freed when their sockets are closed
 //! ([`release`]): nothing is pushed out, and nothing is left behind. If a socket's set is full, its
 //! VIP is in the socket's own storage, which is never full but takes two allocations and as many RCU
 //! callbacks: 0.6 µs of a `connect()` of 15 (`cargo xtask bench socket`).
 //!
 //! A socket that has a place is not looked for in its storage. All calls here but [`release`] hold
-//! the socket's lock, and nobody else has the socket when it is released: so only the taking of
-//! a free place is a race, with other sockets.
-
-use core::ptr::{self, read_volatile, write_volatile};
+//! the socket's lock, and nobody else has the socket when it is released.
 
 use aya_ebpf::{
     EbpfContext,
@@ -18,23 +15,23 @@ use aya_ebpf::{
 };
 use dataplane_common::{
     Addr, Port, Reason,
-    tables::{PEER_WAYS, Peer, PeerSet},
+    tables::{Peer, PeerSets},
 };
 
-use super::{Family, GO_ON, SockAddr};
+use super::{Family, SockAddr};
 use crate::{
-    atomic,
     select::count,
-    tables::{MORE_PEERS, PEERS},
+    sets::{free_place, place_of, take_place},
+    tables::MORE_PEERS,
 };
 
 /// Keeps the VIP of a socket that is being connected.
 #[inline(always)]
 pub fn remember<F: Family>(call: &SockAddr<F>, peer: &Peer) {
     let cookie = cookie(&call.ctx);
-    let mut kept = place_of(cookie);
+    let mut kept = place_of::<PeerSets>(cookie);
     if kept.is_null() {
-        kept = take_place(cookie);
+        kept = take_place::<PeerSets>(cookie);
     }
     if kept.is_null() {
         // SAFETY: `sk` of a connect hook is a full socket.
@@ -81,22 +78,8 @@ pub fn translate<F: Family>(call: &SockAddr<F>, addr: Addr, port: Port) -> bool 
 
 /// A socket is closed for good: its place is free.
 #[inline(always)]
-pub fn release(ctx: &SockContext) -> i32 {
-    let cookie = cookie(ctx);
-    let set = set_of(cookie);
-    if set.is_null() {
-        return GO_ON;
-    }
-    for way in 0..PEER_WAYS {
-        let owner = owner(set, way);
-        // SAFETY: within the set.
-        unsafe {
-            if read_volatile(owner) == cookie {
-                write_volatile(owner, 0);
-            }
-        }
-    }
-    GO_ON
+pub fn release(ctx: &SockContext) {
+    free_place::<PeerSets>(cookie(ctx));
 }
 
 #[inline(always)]
@@ -107,66 +90,10 @@ fn cookie(ctx: &impl EbpfContext) -> u64 {
 
 #[inline(always)]
 fn find(ctx: &SockAddrContext) -> *mut Peer {
-    let kept = place_of(cookie(ctx));
+    let kept = place_of::<PeerSets>(cookie(ctx));
     if !kept.is_null() {
         return kept;
     }
     // SAFETY: `sk` of our hooks is a full socket.
     unsafe { MORE_PEERS.get_ptr_mut(ctx) }
-}
-
-/// The place of a socket, or null.
-#[inline(always)]
-pub fn place_of(cookie: u64) -> *mut Peer {
-    let set = set_of(cookie);
-    if set.is_null() {
-        return ptr::null_mut();
-    }
-    for way in 0..PEER_WAYS {
-        // SAFETY: within the set.
-        if unsafe { read_volatile(owner(set, way)) } == cookie {
-            return place(set, way);
-        }
-    }
-    ptr::null_mut()
-}
-
-/// A free place for a socket that has none, or null.
-#[inline(always)]
-fn take_place(cookie: u64) -> *mut Peer {
-    let set = set_of(cookie);
-    if set.is_null() {
-        return ptr::null_mut();
-    }
-    for way in 0..PEER_WAYS {
-        let owner = owner(set, way);
-        // SAFETY: within the set, aligned to eight bytes.
-        unsafe {
-            if read_volatile(owner) == 0 && atomic::compare_exchange(owner, 0, cookie) == 0 {
-                return place(set, way);
-            }
-        }
-    }
-    ptr::null_mut()
-}
-
-#[inline(always)]
-fn set_of(cookie: u64) -> *mut PeerSet {
-    PEERS
-        .get_ptr_mut(PeerSet::of(cookie))
-        .unwrap_or(ptr::null_mut())
-}
-
-/// Whose a place is. `way` is below [`PEER_WAYS`].
-#[inline(always)]
-fn owner(set: *mut PeerSet, way: usize) -> *mut u64 {
-    // SAFETY: within the set; only an address is computed.
-    unsafe { (&raw mut (*set).sockets).cast::<u64>().add(way) }
-}
-
-/// What is kept there. `way` is below [`PEER_WAYS`].
-#[inline(always)]
-fn place(set: *mut PeerSet, way: usize) -> *mut Peer {
-    // SAFETY: within the set; only an address is computed.
-    unsafe { (&raw mut (*set).peers).cast::<Peer>().add(way) }
 }

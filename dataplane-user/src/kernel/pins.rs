@@ -21,14 +21,14 @@ use aya_obj::generated::bpf_map_type::{
 use dataplane_common::{
     Addr, LAYOUT, Reason, VIP_ELEMENTS, VipWords,
     capture::{
-        CaptureConfig, Enrolled, KNOWN, ListenerKey, Local, Meter, ORIGINS, Origin, RULES,
-        RangeKey, RuleKey, TRAFFIC, Traffic, TrafficKey, Tuple, WORKLOADS,
+        CaptureConfig, Enrolled, KNOWN, ListenerKey, Local, Meter, MeterSets, ORIGINS, Origin,
+        RULES, RangeKey, RuleKey, TRAFFIC, Traffic, TrafficKey, Tuple, WORKLOADS,
     },
     packet::{
         FRAGMENTS, FlowKey, Forward, Fragment, FragmentKey, IFACES, Iface, Masqueraded, NODE_ADDRS,
         PacketConfig, PortKey, Reply, SOURCES, SourceKey,
     },
-    tables::{Config, PEER_SETS, Peer, PeerSet, UdpFlows},
+    tables::{Config, Peer, PeerSets, SOCKET_ELEMENTS, UdpFlows},
 };
 use nix::{
     errno::Errno,
@@ -120,7 +120,7 @@ const fn storage<T>(name: &'static str) -> MapSpec {
 }
 
 /// Every map that is pinned.
-pub const MAPS: [MapSpec; 32] = [
+pub const MAPS: [MapSpec; 33] = [
     outer("FRONTENDS"),
     outer("POOLS"),
     outer("ENDPOINTS"),
@@ -153,8 +153,8 @@ pub const MAPS: [MapSpec; 32] = [
     },
     MapSpec {
         name: "PEERS",
-        shape: Mapped::<PeerSet>::shape(false),
-        max_entries: Some(PEER_SETS),
+        shape: Mapped::<PeerSets>::shape(false),
+        max_entries: Some(SOCKET_ELEMENTS),
     },
     storage::<Peer>("MORE_PEERS"),
     storage::<UdpFlows>("FLOWS"),
@@ -200,7 +200,12 @@ pub const MAPS: [MapSpec; 32] = [
         },
         max_entries: Some(WORKLOADS * 2),
     },
-    storage::<Meter>("METERS"),
+    MapSpec {
+        name: "METERS",
+        shape: Mapped::<MeterSets>::shape(false),
+        max_entries: Some(SOCKET_ELEMENTS),
+    },
+    storage::<Meter>("MORE_METERS"),
     on_demand::<TrafficKey, Traffic>("TRAFFIC", BPF_MAP_TYPE_HASH, TRAFFIC),
 ];
 

@@ -27,11 +27,14 @@ use aya_obj::generated::{
         BPF_PROG_TYPE_CGROUP_SOCKOPT, BPF_PROG_TYPE_SOCK_OPS,
     },
 };
+use dataplane_common::capture::MeterSets;
+use zerocopy::FromZeros as _;
 
 use super::{
     error::{Doing, Error},
+    map::Mapped,
     object,
-    pins::{MAPS, Pins},
+    pins::{MAPS, Pins, spec},
     sys::{self, LinkTarget},
     tc::Direction,
 };
@@ -77,7 +80,7 @@ pub const PROGRAMS: [Spec; 9] = [
 /// above: what they leave alone, and what goes direct, is then a service's or not.
 pub const CAPTURE_PROGRAMS: [Spec; 6] = [
     Spec {
-        name: "tcp_events",
+        name: TCP_EVENTS,
         kind: BPF_PROG_TYPE_SOCK_OPS,
         hook: BPF_CGROUP_SOCK_OPS,
     },
@@ -91,6 +94,9 @@ pub const CAPTURE_PROGRAMS: [Spec; 6] = [
     sock_addr("capture4", BPF_CGROUP_INET4_CONNECT),
     sock_addr("capture6", BPF_CGROUP_INET6_CONNECT),
 ];
+
+/// The program that is told of connections' states.
+const TCP_EVENTS: &str = "tcp_events";
 
 /// The program that is attached to workloads' network namespaces.
 pub const INBOUND: &str = "inbound_lookup";
@@ -246,10 +252,26 @@ pub fn attach(ebpf: &Ebpf, pins: &Pins, cgroup: &Path, capture: bool) -> Result<
             // On another cgroup, or on one that is gone: attached anew, then the pin is replaced.
             Some(_) => create(spec, fd, &directory, &pins.link(spec.name), true)?,
             None => {
+                if spec.name == TCP_EVENTS {
+                    forget_meters(pins)?;
+                }
                 before_us |= is_capture && is_connect(spec);
                 create(spec, fd, &directory, &pins.link(spec.name), false)?;
             }
         }
+    }
+    Ok(())
+}
+
+/// Frees the places of connections that were closed while no program was told of it.
+fn forget_meters(pins: &Pins) -> Result<(), Error> {
+    let what = || "cannot clear table METERS".to_owned();
+    let Some((table, info)) = pins.open_map(spec("METERS"))? else {
+        return Ok(());
+    };
+    let meters = Mapped::<MeterSets>::map(table, info.max_entries, true).doing(what)?;
+    for element in 0..meters.capacity() {
+        meters.set(element, MeterSets::new_zeroed());
     }
     Ok(())
 }

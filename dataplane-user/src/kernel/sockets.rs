@@ -18,7 +18,7 @@ use std::{
 
 use dataplane_common::{
     Addr, Port, Protocol,
-    tables::{PEER_SETS, Peer, PeerSet},
+    tables::{Peer, PeerSets, SOCKET_ELEMENTS},
 };
 use nix::sys::socket::SockProtocol;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
@@ -111,7 +111,7 @@ impl Listed {
 /// What was noted for connected sockets.
 #[derive(Debug)]
 pub struct Peers {
-    noted: Mapped<PeerSet>,
+    noted: Mapped<PeerSets>,
     /// The map whose values are in sockets' own storage.
     stored: OwnedFd,
 }
@@ -145,7 +145,7 @@ impl Peers {
             return Ok(None);
         };
         Ok(Some(Self {
-            noted: Mapped::map(noted, PEER_SETS, false)
+            noted: Mapped::map(noted, SOCKET_ELEMENTS, false)
                 .doing(|| "cannot map table PEERS".to_owned())?,
             stored,
         }))
@@ -154,8 +154,9 @@ impl Peers {
     /// What is in the table, by cookie. A place that is taken or freed just now may be read half
     /// and half: nothing is destroyed that the kernel does not list with that very peer.
     fn in_sets(&self) -> impl Iterator<Item = (u64, Peer)> {
-        let sets = (0..PEER_SETS).filter_map(|index| self.noted.get(index));
-        sets.flat_map(|set| set.sockets.into_iter().zip(set.peers))
+        let sets = (0..SOCKET_ELEMENTS).filter_map(|index| self.noted.get(index));
+        sets.flat_map(|sets| sets.owners.into_iter().zip(sets.peers))
+            .flat_map(|(owners, peers)| owners.into_iter().zip(peers))
             // Free, or connected again since, and not through a VIP.
             .filter(|(cookie, peer)| *cookie != 0 && peer.endpoint_port != Port::ANY)
     }

@@ -16,7 +16,10 @@ use dataplane::{
 use dataplane_common::{
     Addr, LAYOUT, Port, Protocol, Reason, VIP_ELEMENTS,
     decide::may_be_vip,
-    tables::{Block, Endpoint, Frontend, FrontendKey, Kind, PEER_SETS, PEER_WAYS, PeerSet, Pool},
+    tables::{
+        Block, Endpoint, Frontend, FrontendKey, Kind, PeerSets, Pool, SOCKET_ELEMENTS, SOCKET_SETS,
+        SOCKET_WAYS,
+    },
 };
 use dataplane_tests::{Lab, report::Report};
 
@@ -534,14 +537,14 @@ pub fn what_is_kept_for_a_socket_goes_with_it() -> Result<()> {
         ensure!(report.peers == ["10.96.0.1:80".parse()?], "{report:?}");
         Ok(())
     };
-    // A set as words: first whose its places are, then what is kept there.
+    // An element as words: first whose its places are, then what is kept there.
     let peers = Map::Array(MapData::from_pin(place.map("PEERS"))?);
-    let mut peers = Array::<MapData, [u64; size_of::<PeerSet>() / 8]>::try_from(peers)?;
+    let mut peers = Array::<MapData, [u64; size_of::<PeerSets>() / 8]>::try_from(peers)?;
     connect()?;
     let left: Vec<u64> = peers
         .iter()
-        .flat_map(|set| {
-            set.map(|words| words[..PEER_WAYS].to_vec())
+        .flat_map(|sets| {
+            sets.map(|words| words[..SOCKET_SETS * SOCKET_WAYS].to_vec())
                 .unwrap_or_default()
         })
         .filter(|owner| *owner != 0)
@@ -551,9 +554,9 @@ pub fn what_is_kept_for_a_socket_goes_with_it() -> Result<()> {
         "sockets {left:?} are closed and still there"
     );
     // Cookies count up from 1: these are nobody's.
-    let mut full = [0; size_of::<PeerSet>() / 8];
-    full[..PEER_WAYS].fill(u64::MAX);
-    for set in 0..PEER_SETS {
+    let mut full = [0; size_of::<PeerSets>() / 8];
+    full[..SOCKET_SETS * SOCKET_WAYS].fill(u64::MAX);
+    for set in 0..SOCKET_ELEMENTS {
         peers.set(set, full, 0)?;
     }
     connect()?;

@@ -4,7 +4,7 @@ use anyhow::{Result, ensure};
 use aya::maps::{Array, Map, MapData};
 use dataplane_common::{
     LAYOUT,
-    tables::{PEER_SETS, PEER_WAYS, PeerSet},
+    tables::{PeerSets, SOCKET_ELEMENTS, SOCKET_SETS, SOCKET_WAYS},
 };
 use dataplane_tests::{Process, report::Report};
 
@@ -199,11 +199,11 @@ fn sockets_beyond_the_table_are_found_too() -> Result<()> {
     let cluster = start(&["--destroy-stale", "tcp"])?;
     let pin = cluster.agent.bpffs().join(format!("v{LAYOUT}/maps/PEERS"));
     let peers = Map::Array(MapData::from_pin(pin)?);
-    let mut peers = Array::<MapData, [u64; size_of::<PeerSet>() / 8]>::try_from(peers)?;
+    let mut peers = Array::<MapData, [u64; size_of::<PeerSets>() / 8]>::try_from(peers)?;
     // A cookie that is nobody's.
-    let mut full = [0; size_of::<PeerSet>() / 8];
-    full[..PEER_WAYS].fill(u64::MAX);
-    for set in 0..PEER_SETS {
+    let mut full = [0; size_of::<PeerSets>() / 8];
+    full[..SOCKET_SETS * SOCKET_WAYS].fill(u64::MAX);
+    for set in 0..SOCKET_ELEMENTS {
         peers.set(set, full, 0)?;
     }
     let connection = connection(&cluster, "10.96.0.40:80")?;

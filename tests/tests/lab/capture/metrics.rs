@@ -3,6 +3,12 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Context as _, Result, ensure};
+use aya::maps::{Array, Map, MapData};
+use dataplane_common::{
+    LAYOUT,
+    capture::MeterSets,
+    tables::{SOCKET_ELEMENTS, SOCKET_SETS, SOCKET_WAYS},
+};
 use serde_json::{Value, json};
 
 use super::{World, pod};
@@ -14,6 +20,7 @@ use crate::{
 scenarios! {
     Dataplane:
     both_modes_count_the_same,
+    what_is_measured_leaves_nothing_and_fits_always,
 }
 
 /// The agent's metrics of captured connections: series with value.
@@ -122,4 +129,67 @@ fn both_modes_count_the_same() -> Result<()> {
     )?;
     ensure!(arrived == "3", "{arrived} of 3");
     Ok(())
+}
+
+/// A connection that is measured has a place in a table until it is closed, also one that failed, or never
+/// left; and where there is no place it is measured all the same.
+fn what_is_measured_leaves_nothing_and_fits_always() -> Result<()> {
+    const OWNERS: usize = SOCKET_SETS * SOCKET_WAYS;
+    let mut world = World::new()?;
+    world.capture(json!({}), json!({ "mode": "kernel" }))?;
+    let app = world.app().clone();
+    app.ip("route add unreachable 192.0.2.0/24")?;
+    let agent = world.agent.as_ref().context("an agent")?;
+    let pin = agent.bpffs().join(format!("v{LAYOUT}/maps/METERS"));
+    let meters = Map::Array(MapData::from_pin(pin)?);
+    // As words: first whose the places are, then what is kept there.
+    let mut meters = Array::<MapData, [u64; size_of::<MeterSets>() / 8]>::try_from(meters)?;
+    let count = |family: &str| -> Result<u32> {
+        let all = series(&world)?;
+        let of = all.iter().filter(|(series, _)| series.starts_with(family));
+        Ok(of.filter_map(|(_, value)| value.parse::<u32>().ok()).sum())
+    };
+    let connect = || -> Result<()> {
+        reaches(&app, "10.96.0.10:80", "connect --count 20", &["far"])?;
+        reaches(&app, "10.244.1.5:7", "connect --count 20", &["one"])?;
+        for to in ["10.244.1.5:9", "192.0.2.1:80"] {
+            let report = ask(&app, to, "connect")?;
+            ensure!(report.answered == 0, "{to}: {report:?}");
+        }
+        Ok(())
+    };
+    let all = |closed: u32, failed: u32| {
+        eventually(|| {
+            let now = (
+                count("istio_tcp_connections_closed_total")?,
+                count("istio_tcp_connections_failed_total")?,
+            );
+            ensure!(now == (closed, failed), "{now:?}");
+            Ok(())
+        })
+    };
+    connect()?;
+    all(40, 1)?;
+    let mut left = Vec::new();
+    for element in meters.iter() {
+        left.extend(
+            element?[..OWNERS]
+                .iter()
+                .copied()
+                .filter(|owner| *owner != 0),
+        );
+    }
+    ensure!(
+        left.is_empty(),
+        "connections {left:?} are closed and still there"
+    );
+
+    // Cookies count up from 1: these are nobody's.
+    let mut full = [0; size_of::<MeterSets>() / 8];
+    full[..OWNERS].fill(u64::MAX);
+    for element in 0..SOCKET_ELEMENTS {
+        meters.set(element, full, 0)?;
+    }
+    connect()?;
+    all(80, 2)
 }

@@ -1,0 +1,35 @@
+//! `close()`, of the last who had the socket: what was kept for it goes.
+
+use core::ptr::read_volatile;
+
+use aya_ebpf::programs::SockContext;
+use dataplane_common::Protocol;
+
+use super::{GO_ON, config, peers};
+use crate::capture::meters;
+
+#[inline(always)]
+pub fn run(ctx: &SockContext) -> i32 {
+    peers::release(ctx);
+    if config().is_some_and(|config| config.mesh != 0) && was_never_connected(ctx) {
+        meters::release(ctx);
+    }
+    GO_ON
+}
+
+/// Whether it is a TCP socket that was never connected: a `connect()` that failed leaves it without a peer
+/// (`tcp_v4_connect`). A connection outlives its socket, and what is measured of it goes when it is closed
+/// (`capture::origin`).
+#[inline(always)]
+fn was_never_connected(ctx: &SockContext) -> bool {
+    // SAFETY: fields of the context.
+    let (protocol, state, port) = unsafe {
+        (
+            read_volatile(&raw const (*ctx.sock).protocol),
+            read_volatile(&raw const (*ctx.sock).state),
+            read_volatile(&raw const (*ctx.sock).dst_port),
+        )
+    };
+    let tcp = Protocol::from_number(protocol as u8) == Protocol::TCP;
+    tcp && state == meters::CLOSE && port == 0
+}
