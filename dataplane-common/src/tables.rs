@@ -7,6 +7,7 @@
 //! STATS      array  see StatsHeader                  connections and refusals by pool and CPU
 //! AFFINITY   lru    AffinityKey -> Affinity          which endpoint a client used last
 //! PEERS      array  SocketSet   -> PeerSets          connected sockets' VIPs
+//! PEER_PORTS array  port / 64   -> bits              which ports the endpoints of PEERS have had
 //! MORE_PEERS sk     socket      -> Peer              the same, for sockets whose set is full
 //! UDP_FLOWS  sk     socket      -> UdpFlows          the VIPs an unconnected UDP socket talks to
 //! REASONS    percpu Reason      -> u64               verdicts by reason
@@ -420,6 +421,9 @@ impl SocketSet {
         }
     }
 }
+
+/// How many elements `PEER_PORTS` has: a bit for each port.
+pub const PEER_PORTS: u32 = 65_536 / 64;
 
 layout! {
     /// Sockets and the VIPs that they were connected to.

@@ -13,6 +13,16 @@ pub unsafe fn add(counter: *mut u64, amount: u64) {
     unsafe { asm!("lock *(u64 *)({0} + 0) += {1}", in(reg) counter, in(reg) amount) };
 }
 
+/// Sets bits of a word in which other CPUs may set others. Orders nothing else.
+///
+/// # Safety
+/// `word` must point to eight aligned bytes that the program may write.
+#[inline(always)]
+pub unsafe fn set(word: *mut u64, bits: u64) {
+    // SAFETY: the caller's promise.
+    unsafe { asm!("lock *(u64 *)({0} + 0) |= {1}", in(reg) word, in(reg) bits) };
+}
+
 /// Stores `new` if `word` holds `expected`; what it held before. A full barrier if it did.
 ///
 /// # Safety

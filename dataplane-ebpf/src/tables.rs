@@ -29,8 +29,9 @@ use dataplane_common::{
         Iface, Masqueraded, NODE_ADDRS as NODE_ADDRS_CAPACITY, PacketConfig, PortKey, Reply,
     },
     tables::{
-        Affinity, AffinityKey, Config, Endpoint, Frontend, FrontendKey, Peer, PeerSets, Pool,
-        PoolStats, SOCKET_ELEMENTS, UdpFlows,
+        Affinity, AffinityKey, Config, Endpoint, Frontend, FrontendKey,
+        PEER_PORTS as PEER_PORTS_CAPACITY, Peer, PeerSets, Pool, PoolStats, SOCKET_ELEMENTS,
+        UdpFlows,
     },
 };
 
@@ -75,6 +76,9 @@ pub static VIPS: Array<VipWords, { VIP_ELEMENTS as usize }, MAPPED> = Array::new
 
 #[btf_map]
 pub static PEERS: Array<PeerSets, { SOCKET_ELEMENTS as usize }, MAPPED> = Array::new();
+
+#[btf_map]
+pub static PEER_PORTS: Array<u64, { PEER_PORTS_CAPACITY as usize }, MAPPED> = Array::new();
 
 #[btf_map]
 pub static MORE_PEERS: SkStorage<Peer> = SkStorage::new();

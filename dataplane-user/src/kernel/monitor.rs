@@ -21,7 +21,7 @@ use zerocopy::FromBytes;
 use super::{
     error::{Doing, Error},
     map::Mapped,
-    pins::{MAPS, Pins},
+    pins::{Pins, spec},
 };
 
 /// How long the programs write events after the listener last said that it listens.
@@ -42,17 +42,17 @@ impl Monitor {
     /// [`Error::Busy`] if somebody else listens; otherwise if the pins are not there.
     pub fn open(bpffs: &Path) -> Result<Self, Error> {
         let pins = Pins::new(bpffs);
-        let open = |index: usize| {
-            pins.open_map(&MAPS[index])?.ok_or_else(|| Error::Io {
+        let open = |name: &str| {
+            pins.open_map(spec(name))?.ok_or_else(|| Error::Io {
                 what: format!(
                     "{} is not there: no agent has run on it",
-                    pins.map(MAPS[index].name).display()
+                    pins.map(name).display()
                 ),
                 source: std::io::ErrorKind::NotFound.into(),
             })
         };
-        let (events, _) = open(6)?;
-        let (config, _) = open(7)?;
+        let (events, _) = open("EVENTS")?;
+        let (config, _) = open("CONFIG")?;
         let directory = pins.layout().join("maps");
         let lock =
             File::open(&directory).doing(|| format!("cannot open {}", directory.display()))?;

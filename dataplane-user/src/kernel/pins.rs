@@ -28,7 +28,7 @@ use dataplane_common::{
         FRAGMENTS, FlowKey, Forward, Fragment, FragmentKey, IFACES, Iface, Masqueraded, NODE_ADDRS,
         PacketConfig, PortKey, Reply, SOURCES, SourceKey,
     },
-    tables::{Config, Peer, PeerSets, SOCKET_ELEMENTS, UdpFlows},
+    tables::{Config, PEER_PORTS, Peer, PeerSets, SOCKET_ELEMENTS, UdpFlows},
 };
 use nix::{
     errno::Errno,
@@ -120,7 +120,7 @@ const fn storage<T>(name: &'static str) -> MapSpec {
 }
 
 /// Every map that is pinned.
-pub const MAPS: [MapSpec; 33] = [
+pub const MAPS: [MapSpec; 34] = [
     outer("FRONTENDS"),
     outer("POOLS"),
     outer("ENDPOINTS"),
@@ -155,6 +155,11 @@ pub const MAPS: [MapSpec; 33] = [
         name: "PEERS",
         shape: Mapped::<PeerSets>::shape(false),
         max_entries: Some(SOCKET_ELEMENTS),
+    },
+    MapSpec {
+        name: "PEER_PORTS",
+        shape: Mapped::<u64>::shape(false),
+        max_entries: Some(PEER_PORTS),
     },
     storage::<Peer>("MORE_PEERS"),
     storage::<UdpFlows>("FLOWS"),

@@ -160,10 +160,10 @@ impl Tables {
             endpoints: Mapped::map(endpoints, endpoints_capacity, writable).doing(mapped)?,
             stats: Stats::open(stats, stats_capacity, cpus, used).doing(mapped)?,
             affinity: Hash::from_fd(affinity, affinity_capacity),
-            reasons: open(&MAPS[5])?,
-            config: Mapped::map(open(&MAPS[7])?, 1, writable).doing(mapped)?,
+            reasons: open(spec("REASONS"))?,
+            config: Mapped::map(open(spec("CONFIG"))?, 1, writable).doing(mapped)?,
             sources: Sources::new(open(spec("SOURCES"))?),
-            vips: Vips::open(open(&MAPS[11])?, writable).doing(mapped)?,
+            vips: Vips::open(open(spec("VIPS"))?, writable).doing(mapped)?,
             outer,
             cpus,
         })

@@ -505,7 +505,14 @@ pub fn what_is_kept_for_a_socket_goes_with_it() -> Result<()> {
     let place = Place::new()?;
     let mut kernel = place.open()?;
     let node = place.lab.node("node1");
-    let _server = node.serve(&["--tcp", "127.0.0.1:7"])?;
+    let _server = node.serve(&[
+        "--tcp",
+        "127.0.0.1:7",
+        "--udp",
+        "127.0.0.1:7",
+        "--udp",
+        "127.0.0.1:8",
+    ])?;
     let key = FrontendKey::new(Addr::from_v4([10, 96, 0, 1]), Port::new(80), Protocol::TCP);
     let endpoint = Endpoint::new(Addr::from_v4([127, 0, 0, 1]), Port::new(7));
     kernel.apply(&[
@@ -527,6 +534,10 @@ pub fn what_is_kept_for_a_socket_goes_with_it() -> Result<()> {
             key,
             frontend: Frontend::new(1, Kind::CLUSTER_IP),
         },
+        Write::Insert {
+            key: FrontendKey::new(key.addr, key.port, Protocol::UDP),
+            frontend: Frontend::new(1, Kind::CLUSTER_IP),
+        },
     ])?;
     let connect = || -> Result<()> {
         let report: Report = node
@@ -541,6 +552,28 @@ pub fn what_is_kept_for_a_socket_goes_with_it() -> Result<()> {
     let peers = Map::Array(MapData::from_pin(place.map("PEERS"))?);
     let mut peers = Array::<MapData, [u64; size_of::<PeerSets>() / 8]>::try_from(peers)?;
     connect()?;
+    // One that is closed when it is connected to something else, at a port that no endpoint has.
+    let report: Report = node
+        .probe("udp")
+        .args([
+            "--to",
+            "10.96.0.1:80",
+            "--to",
+            "127.0.0.1:8",
+            "--count",
+            "2",
+        ])
+        .args(["--one-socket", "--reconnect", "--each"])
+        .json()?;
+    let peers_seen: Vec<_> = report
+        .each
+        .iter()
+        .filter_map(|attempt| attempt.peer)
+        .collect();
+    ensure!(
+        report.answered == 2 && peers_seen == ["10.96.0.1:80".parse()?, "127.0.0.1:8".parse()?],
+        "{report:?}"
+    );
     let left: Vec<u64> = peers
         .iter()
         .flat_map(|sets| {
