@@ -393,8 +393,9 @@ pub const SOCKET_SETS: usize = 16;
 /// How many sockets there are in a set.
 pub const SOCKET_WAYS: usize = 4;
 
-/// Whose the places of an element are, the first ones of all sets, then the second: socket cookies; 0, which is nobody's, for one that is free. A
-/// place is taken by an atomic exchange, and from then on is its socket's alone.
+/// Whose the places of an element are, the first ones of all sets, then the second: socket cookies; 0, which
+/// is nobody's, for one that is free. A place is taken by an atomic exchange, and from then on is its
+/// socket's alone.
 pub type Owners = [[u64; SOCKET_SETS]; SOCKET_WAYS];
 
 /// The set of a socket in a table of them, in which a socket has a few places and is found without a
