@@ -160,7 +160,7 @@ layout! {
     pub struct Meter {
         /// What it counts for.
         pub key: TrafficKey,
-        /// When it was made (CLOCK_MONOTONIC, nanoseconds); 0 until it is established.
+        /// When it was made (CLOCK_MONOTONIC_COARSE, nanoseconds); 0 until it is established.
         pub opened_at: u64,
     }
 
@@ -202,7 +202,8 @@ layout! {
         pub sent: u64,
         /// Bytes that the other side has sent, of those that were closed.
         pub received: u64,
-        /// How long those that were closed were open, in nanoseconds.
+        /// How long those that were closed were open, in nanoseconds. Each is some ticks of the kernel's (1 to 10 ms);
+        /// the sum is right, since one that is shorter than a tick is as likely to see one end as it is long.
         pub nanoseconds: u64,
     }
 }

@@ -118,6 +118,9 @@ reasons! {
     Guarded = 37, "guarded", "from a network namespace that the agent has not looked at yet; refused";
     /// Capture: the original destination could not be kept for the proxy.
     OriginLost = 38, "origin-lost", "no room to keep the original destination for the proxy";
+    /// The packet path: a connection to an endpoint itself, from a port from which a live one goes to it by way of
+    /// a VIP: whose answers were whose could not be told.
+    PortTaken = 39, "port-taken", "the client has a connection to this endpoint from the same port by way of a service; refused";
 }
 
 impl Reason {
@@ -143,6 +146,7 @@ impl Reason {
                 | Self::EgressDenied
                 | Self::ProxyDown
                 | Self::Guarded
+                | Self::PortTaken
         )
     }
 }

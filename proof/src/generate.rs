@@ -43,6 +43,8 @@ pub enum Kind {
     Known,
     /// Of a flow that is known, from its endpoint.
     Answer,
+    /// From the client of a flow that is known, from the same port, to its endpoint itself.
+    Beside,
     /// An ICMP error.
     Error,
     /// Anything else that is a packet.
@@ -58,6 +60,7 @@ impl Kind {
             Self::Request => "to a service",
             Self::Known => "request of a known flow",
             Self::Answer => "answer of a known flow",
+            Self::Beside => "beside a known flow",
             Self::Error => "ICMP error",
             Self::Other => "other protocols",
             Self::Raw => "raw bytes",
@@ -159,12 +162,13 @@ impl Maker<'_> {
         let kind = match self.rng.random_range(0..100) {
             0..34 => Kind::Request,
             34..56 => Kind::Known,
-            56..76 => Kind::Answer,
+            56..73 => Kind::Answer,
+            73..76 => Kind::Beside,
             76..88 => Kind::Error,
             88..92 => Kind::Other,
             _ => Kind::Raw,
         };
-        let known = matches!(kind, Kind::Known | Kind::Answer);
+        let known = matches!(kind, Kind::Known | Kind::Answer | Kind::Beside);
         let kind = if known && self.state.forward.len() == 0 {
             Kind::Request
         } else {
@@ -249,6 +253,11 @@ impl Maker<'_> {
             match kind {
                 Kind::Known => return request,
                 Kind::Answer => return answer,
+                Kind::Beside => {
+                    let (client, from, ..) = request;
+                    let (endpoint, to, .., protocol) = answer;
+                    return (client, from, endpoint, to, protocol);
+                }
                 // Errors are about what was sent on: to the endpoint, or to the client.
                 Kind::Error if self.rng.random_ratio(3, 4) => {
                     let (about, back) = if self.rng.random() {

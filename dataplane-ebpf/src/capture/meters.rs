@@ -13,7 +13,7 @@ use aya_ebpf::{
     EbpfContext as _,
     bindings::{bpf_sock_addr, bpf_sock_ops},
     helpers::generated::{
-        bpf_get_socket_cookie, bpf_ktime_get_ns, bpf_sk_storage_delete, bpf_sk_storage_get,
+        bpf_get_socket_cookie, bpf_ktime_get_coarse_ns, bpf_sk_storage_delete, bpf_sk_storage_get,
     },
     programs::SockContext,
 };
@@ -128,10 +128,14 @@ pub fn of(ctx: *mut bpf_sock_ops) -> *mut Meter {
 /// A connection that was begun is established.
 #[inline(always)]
 pub fn established(meter: *mut Meter, reached: Addr) {
-    let known = KNOWN.get_ptr(reached).is_some();
-    // SAFETY: the socket's storage; the helper has no preconditions.
+    // SAFETY: the socket's place or storage.
+    let pool = unsafe { (*meter).key.pool };
+    // Who asked for a service has reached one of its endpoints.
+    let of_service = pool != 0 && pool != TrafficKey::INBOUND;
+    let known = of_service || KNOWN.get_ptr(reached).is_some();
+    // SAFETY: as above; the helper has no preconditions.
     unsafe {
-        (*meter).opened_at = bpf_ktime_get_ns();
+        (*meter).opened_at = bpf_ktime_get_coarse_ns();
         if known {
             (*meter).key.addr = reached;
         }
@@ -200,7 +204,7 @@ fn add_up(ctx: *mut bpf_sock_ops, meter: *mut Meter, before: u32) {
         atomic::add(&raw mut (*traffic).sent, sent);
         let received = received.saturating_sub(u64::from(other_ended));
         atomic::add(&raw mut (*traffic).received, received);
-        let lasted = bpf_ktime_get_ns().wrapping_sub(opened_at);
+        let lasted = bpf_ktime_get_coarse_ns().wrapping_sub(opened_at);
         atomic::add(&raw mut (*traffic).nanoseconds, lasted);
         atomic::add(&raw mut (*traffic).closed, 1);
     }

@@ -245,6 +245,12 @@ fn enter(packet: &Packet, flow: &mut Flow, iface: Iface, masquerade: bool, now: 
     }
 }
 
+/// Refuses a connection to an endpoint itself ([`conntrack::is_taken`]).
+#[inline(never)]
+pub fn refuse_port(skb: Skb, s: &mut Scratch) -> i32 {
+    refuse(skb, s, 0, Reason::PortTaken)
+}
+
 /// Refuses a packet: says so to whoever sent it where iptables' `REJECT` would, else drops it.
 #[inline(always)]
 fn refuse(skb: Skb, s: &mut Scratch, pool: u32, reason: Reason) -> i32 {
@@ -257,7 +263,10 @@ fn refuse(skb: Skb, s: &mut Scratch, pool: u32, reason: Reason) -> i32 {
         count_pool(pool, reason);
     }
     events::report(skb, &s.packet, reason, pool, &Endpoint::NONE);
-    if reason == Reason::NoEndpoints || reason == Reason::PortNotServed {
+    if reason == Reason::NoEndpoints
+        || reason == Reason::PortNotServed
+        || reason == Reason::PortTaken
+    {
         super::complain(s, Complaint::PORT_UNREACHABLE)
     } else {
         DROP

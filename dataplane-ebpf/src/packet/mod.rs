@@ -155,6 +155,10 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
         }
     }
     if s.frontend.is_none() {
+        let begins = s.packet.is_syn() && has_ports && known == NEW;
+        if begins && conntrack::is_taken(&s.packet.key, &mut s.flow, now) {
+            return begin::refuse_port(skb, s);
+        }
         return LEAVE_ALONE;
     }
     begin::begin(skb, s, now)

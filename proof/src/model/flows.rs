@@ -232,6 +232,34 @@ impl Model<'_> {
         }
     }
 
+    /// Whether a flow by way of a VIP lives whose answers would be those to a connection from the client to the
+    /// endpoint itself, too. One that does not live is forgotten.
+    pub(super) fn is_taken(&mut self, key: &FlowKey, now: Tick) -> bool {
+        let back = FlowKey::new(key.dst, key.dst_port, key.src, key.src_port, key.protocol);
+        let Some(replies) = self.state.reply.get(&back) else {
+            return false;
+        };
+        let vip = (replies.vip, replies.vip_port);
+        let way = FlowKey::new(key.src, key.src_port, vip.0, vip.1, key.protocol);
+        let requests = self.state.forward.get(&way);
+        let elsewhere = |entry: &Forward| {
+            (entry.endpoint, entry.endpoint_port) != (key.dst, key.dst_port) || entry.node_addr != 0
+        };
+        if requests.as_ref().is_some_and(elsewhere) {
+            self.state.reply.remove(&back);
+            return false;
+        }
+        let seen = requests.map_or(seen::PACKET, |entry| entry.seen);
+        let closed = (seen | replies.seen) & seen::RST != 0 || seen & replies.seen & seen::FIN != 0;
+        let keep = keep_seconds(key.protocol, seen, replies.seen);
+        if closed || replies.used.age_seconds(now) > keep {
+            self.state.reply.remove(&back);
+            self.state.forward.remove(&way);
+            return false;
+        }
+        true
+    }
+
     /// The flow of a packet from an endpoint to an address of the node's, or to the client itself.
     pub(super) fn answer(
         &mut self,

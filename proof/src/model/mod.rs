@@ -252,7 +252,8 @@ impl<'a> Model<'a> {
         drawn: &dyn Drawn,
     ) -> Answer {
         let mut known = Known::No;
-        if self.follow(&mut headers) {
+        let has_ports = self.follow(&mut headers);
+        if has_ports {
             let (key, packet) = (headers.key(), seen_in(&headers));
             // A SYN on its own never answers anything, and one with an ACK does before all else.
             let may_answer = !headers.is_syn();
@@ -272,6 +273,7 @@ impl<'a> Model<'a> {
             }
         }
         let mut again = None;
+        let nobodys = has_ports && matches!(known, Known::No);
         match known {
             Known::Foreign => return Ok(NEXT),
             Known::Answer(flow) => return Ok(self.onward(input, &headers, &flow.toward_client())),
@@ -291,6 +293,10 @@ impl<'a> Model<'a> {
         }
         if headers.is_tcp() && !headers.is_syn() {
             return Ok(NEXT);
+        }
+        let direct = headers.is_syn() && self.world.frontend(&headers).is_none();
+        if direct && nobodys && self.is_taken(&headers.key(), at.tick) {
+            return Ok(self.refuse(input, &headers, Reason::PortTaken));
         }
         self.begin(input, &headers, again, at, drawn)
     }
@@ -343,7 +349,12 @@ impl<'a> Model<'a> {
 
     fn refuse(&mut self, input: &Input, headers: &Headers, reason: Reason) -> Output {
         self.count(reason);
-        if reason == Reason::NoEndpoints || reason == Reason::PortNotServed {
+        let told = [
+            Reason::NoEndpoints,
+            Reason::PortNotServed,
+            Reason::PortTaken,
+        ];
+        if told.contains(&reason) {
             complain(input, headers, Complaint::PortUnreachable)
         } else {
             DROP

@@ -27,6 +27,7 @@ scenarios! {
     refusals_are_told_as_reject_tells_them,
     affinity_and_hairpins,
     a_syn_again_is_of_the_same_flow,
+    who_dials_an_endpoint_itself_hears_from_it,
     whoever_only_listens_keeps_the_flow,
     no_answer_goes_to_a_service,
 }
@@ -996,6 +997,106 @@ fn a_syn_again_is_of_the_same_flow() -> Result<()> {
                     );
                 }
             }
+        }
+        Ok(())
+    })
+}
+
+/// From the port of a connection by way of a VIP, its client dials the endpoint itself. While the first one lives the
+/// endpoint's answers could be either's; when it is over they are the second one's, at once.
+fn who_dials_an_endpoint_itself_hears_from_it() -> Result<()> {
+    scene(|scene| {
+        for v4 in [true, false] {
+            let client = (ip(v4, NEAR[0], NEAR[1]), 20_000);
+            let endpoint = (ip(v4, SMALL[0], SMALL[1]), 80);
+            let vip = vip(v4, "cluster", 13);
+            let at = ("veth-near", false);
+            let direct = packet(true, client, endpoint, flags::SYN);
+            let answer = packet(true, endpoint, client, flags::SYN | flags::ACK);
+            let refused = {
+                let mut data = direct.ip();
+                data.truncate(if v4 { 40 } else { 60 });
+                let (kind, rest) = (if v4 { [3, 3] } else { [1, 4] }, [0; 4]);
+                Packet {
+                    link: [SENDER, scene.world.interface("veth-near").1],
+                    identification: 0,
+                    whole: true,
+                    ..Packet::new(endpoint.0, client.0, Payload::Icmp { kind, rest, data })
+                }
+            };
+            let passes = |what: &str| -> Result<()> {
+                check(scene, what, at, &direct.frame(), &Then::Alone, &[])?;
+                let left = scene.rig.reply.entries()?.len() + scene.rig.forward.entries()?.len();
+                ensure!(left == 0, "{what}: {left} entries are left");
+                let from = ("veth-small", false);
+                check(scene, what, from, &answer.frame(), &Then::Alone, &[])
+            };
+            let begin = || -> Result<()> {
+                scene.forget()?;
+                let syn = packet(true, client, vip, flags::SYN);
+                scene.throw("veth-near", false, &syn.frame())?;
+                scene.throw("veth-small", false, &answer.frame())?;
+                Ok(())
+            };
+            let end = |by_client: bool, with: u8| -> Result<()> {
+                let ended = if by_client {
+                    packet(true, client, vip, with | flags::ACK)
+                } else {
+                    packet(true, endpoint, client, with | flags::ACK)
+                };
+                let at = if by_client { "veth-near" } else { "veth-small" };
+                scene.throw(at, false, &ended.frame())?;
+                Ok(())
+            };
+            let lives = |what: &str| {
+                let then = Then::Sent(refused.frame());
+                check(
+                    scene,
+                    what,
+                    at,
+                    &direct.frame(),
+                    &then,
+                    &[Reason::PortTaken],
+                )
+            };
+            scene.forget()?;
+            passes("alone")?;
+            begin()?;
+            lives("beside another")?;
+            end(true, flags::FIN)?;
+            lives("beside half of another")?;
+            end(false, flags::FIN)?;
+            passes("after another's FINs")?;
+            for by_client in [true, false] {
+                begin()?;
+                end(by_client, flags::RST)?;
+                passes("after another's RST")?;
+            }
+            begin()?;
+            let seconds = timeout::TCP_ESTABLISHED + 10;
+            let old = u64::from(now()?.number().wrapping_sub(u16::try_from(seconds / 4)?));
+            let old = Some(Tick::from_ns(old << 32));
+            ages(&scene.rig.forward, |entry| &mut entry.used, old)?;
+            ages(&scene.rig.reply, |entry| &mut entry.used, old)?;
+            passes("after another that nobody ended")?;
+            // The client's port goes to another endpoint by that VIP: what is left of the first is nobody's.
+            begin()?;
+            for (key, mut entry) in scene.rig.forward.entries()? {
+                entry.endpoint_port = Port::new(81);
+                scene.rig.forward.set(&key, &entry)?;
+            }
+            check(
+                scene,
+                "what is left",
+                at,
+                &direct.frame(),
+                &Then::Alone,
+                &[],
+            )?;
+            ensure!(
+                scene.rig.reply.entries()?.is_empty() && scene.rig.forward.entries()?.len() == 1,
+                "the flow to another endpoint is gone, or what was left is not"
+            );
         }
         Ok(())
     })

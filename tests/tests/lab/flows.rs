@@ -5,7 +5,11 @@ use std::net::{IpAddr, SocketAddr};
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane::kernel::Hook;
-use dataplane_tests::{Host, Lab, Process, report::Report};
+use dataplane_common::Reason;
+use dataplane_tests::{
+    Host, Lab, Process,
+    report::{Flow, Report},
+};
 
 use crate::{
     cluster::{Cluster, TCP, UDP, eventually, reaches},
@@ -15,6 +19,7 @@ use crate::{
 scenarios! {
     Dataplane:
     udp_flows_move_when_their_endpoint_goes,
+    a_port_that_was_a_services_is_an_endpoints_next,
     established_flows_survive_the_takeover,
     flows_that_nobody_translates_any_more_begin_anew,
 }
@@ -155,6 +160,75 @@ fn udp_flows_move_when_their_endpoint_goes() -> Result<()> {
     );
     let refused = cluster.agent.dataplane(["conntrack", "flush"]).output()?;
     ensure!(!refused.status.success(), "flushed without a filter");
+    Ok(())
+}
+
+/// A client whose packets are translated asks a service, and then the service's endpoint itself, from the same
+/// port: the kernel gives ports to connections by their destination, so that happens by itself.
+fn a_port_that_was_a_services_is_an_endpoints_next() -> Result<()> {
+    let lab = Lab::builder()
+        .node("node1")
+        .node("node2")
+        .pod("node1", "far", "10.244.1.5")
+        .pod("node2", "near", "10.244.2.10")
+        .vm("node2", "sleep", "10.244.2.8")
+        .external("ext")
+        .build()?;
+    let one = |lab: &Lab, name: &str, number: u8| {
+        let ips = [format!("10.96.0.{number}"), format!("fd00:10:96::{number}")];
+        Service::new(name, &[&ips[0], &ips[1]])
+            .port("tcp", 80, TCP)
+            .endpoints(&[lab.pod(name)])
+    };
+    let cluster = Cluster::start_in(
+        lab,
+        &["far", "near"],
+        |lab| vec![one(lab, "near", 51), one(lab, "far", 52)],
+        &[],
+    )?;
+    let mut flows = Vec::new();
+    let mut expected = Vec::new();
+    for (name, number) in [("near", 51), ("far", 52)] {
+        for address in cluster.lab.pod(name).addresses() {
+            let vip: IpAddr = if address.is_ipv4() {
+                format!("10.96.0.{number}").parse()?
+            } else {
+                format!("fd00:10:96::{number}").parse()?
+            };
+            for (to, port) in [(vip, 80), (address, TCP), (vip, 80), (address, TCP)] {
+                flows.push(Flow {
+                    to: (to, port).into(),
+                    udp: false,
+                    count: 1,
+                    timeout_ms: 1_000,
+                    timeouts: 1,
+                    from_port: Some(40_000),
+                });
+                expected.push(name);
+            }
+        }
+    }
+    let client = cluster.lab.pod("sleep");
+    let mut process = client.probe("flows").stdin_piped().stdout_piped().spawn()?;
+    process.send_line(&serde_json::to_string(&flows)?)?;
+    process.close_stdin();
+    let reports: Vec<Report> = process.wait_json()?;
+    for ((flow, report), name) in flows.iter().zip(&reports).zip(&expected) {
+        ensure!(
+            report.errors.is_empty() && report.endpoints.keys().eq([name]),
+            "{} from the port of the one before: {:?} {:?}",
+            flow.to,
+            report.endpoints,
+            report.errors
+        );
+    }
+    ensure!(flows.len() == 16 && reports.len() == flows.len());
+    // By its packets, or nothing was tried.
+    ensure!(
+        cluster.verdicts(Reason::Translated)? >= 8,
+        "not by packets: {}",
+        cluster.status()?
+    );
     Ok(())
 }
 

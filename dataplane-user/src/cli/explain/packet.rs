@@ -21,7 +21,7 @@ use crate::{
     cli::output::duration,
     kernel::{
         PacketTables, Tables,
-        conntrack::{Back, Conntrack, Flow, now},
+        conntrack::{Back, Conntrack, Flow, State, now},
     },
 };
 
@@ -175,6 +175,28 @@ fn known(
     });
 }
 
+/// A packet to no service: what it asks may answer a flow's questions.
+fn beside(live: &Live<'_>, key: &FlowKey, told: &mut Explanation) -> anyhow::Result<()> {
+    let back = FlowKey::new(key.dst, key.dst_port, key.src, key.src_port, key.protocol);
+    let rival = live.conntrack.find_by_reply(&back)?;
+    let rival = rival.filter(|flow| {
+        let live = [State::Syn, State::Established, State::HalfClosed].contains(&flow.state());
+        live && !flow.is_masqueraded() && !flow.is_over(now())
+    });
+    if let Some(flow) = rival {
+        told.steps.push(format!(
+            "a flow from the same port goes to this endpoint by way of {}, {}: what the endpoint \
+             answers could be either's",
+            flow.vip(),
+            flow.state(),
+        ));
+        refuse(told, Reason::PortTaken);
+    } else {
+        told.steps.push(Reason::NotService.text().to_owned());
+    }
+    Ok(())
+}
+
 /// The first packet of a flow.
 fn begin(
     live: &Live<'_>,
@@ -194,7 +216,7 @@ fn begin(
     told.steps
         .extend(lookups.iter().map(|(key, found)| lookup(key, *found)));
     if frontend.is_none() {
-        told.steps.push(Reason::NotService.text().to_owned());
+        beside(live, key, told)?;
         return Ok(());
     }
     let kind = frontend.kind();
@@ -364,7 +386,7 @@ fn refuse(told: &mut Explanation, reason: Reason) {
     told.verdict = "refused";
     told.reason = reason.word();
     let how = match reason {
-        Reason::NoEndpoints | Reason::PortNotServed => {
+        Reason::NoEndpoints | Reason::PortNotServed | Reason::PortTaken => {
             ", by a TCP reset or an ICMP port unreachable"
         }
         _ => "",
