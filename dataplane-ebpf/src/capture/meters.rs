@@ -3,8 +3,8 @@
 //!
 //! In a table of [sets](crate::sets), and where a socket's set is full in its own storage, as the VIPs of
 //! connected sockets are. A place is free when the connection is closed, which the kernel tells of every
-//! one that [`watch`](super::origin::watch) was called for; or, if it was never begun, when its socket
-//! is ([`release`]). With all of them in their sockets' storage a node made 4 % fewer connections a
+//! one that [`watch`](super::origin::watch) was called for; or, if it was never established, when its socket
+//! is ([`release`]) or is connected again: it has failed then. With all of them in their sockets' storage a node made 4 % fewer connections a
 //! second (`cargo xtask bench relay`).
 
 use core::ptr::{from_ref, null_mut, read_volatile};
@@ -33,6 +33,7 @@ use crate::{
 const NEW: u64 = 1;
 
 // States of a TCP socket (`include/net/tcp_states.h`).
+pub const SYN_SENT: u32 = 2;
 const FIN_WAIT2: u32 = 5;
 pub const CLOSE: u32 = 7;
 const CLOSE_WAIT: u32 = 8;
@@ -53,9 +54,11 @@ pub fn begin(ctx: *mut bpf_sock_addr, workload: u32) {
     };
     // SAFETY: the program's context.
     let cookie = unsafe { bpf_get_socket_cookie(ctx.cast()) };
-    let mut place = place_of::<MeterSets>(cookie);
+    let mut place = kept(ctx, cookie);
     if place.is_null() {
         place = take_place::<MeterSets>(cookie);
+    } else {
+        failed(place);
     }
     if place.is_null() {
         // SAFETY: `sk` of a connect hook is a full socket; the storage is as large as a meter.
@@ -76,20 +79,29 @@ pub fn begin(ctx: *mut bpf_sock_addr, workload: u32) {
     }
 }
 
+/// What is kept of the socket of a connect hook, or null.
+#[inline(always)]
+fn kept(ctx: *mut bpf_sock_addr, cookie: u64) -> *mut Meter {
+    let place = place_of::<MeterSets>(cookie);
+    if !place.is_null() {
+        return place;
+    }
+    // SAFETY: as in `begin`.
+    unsafe {
+        let sk = read_volatile(&raw const (*ctx).__bindgen_anon_1.sk);
+        let table = from_ref(&MORE_METERS).cast_mut().cast();
+        bpf_sk_storage_get(table, sk.cast(), null_mut(), 0).cast()
+    }
+}
+
 /// A connection that is being made asks for a service. If it is measured, it is so as one to that pool.
 #[inline(always)]
 pub fn ask_for(ctx: *mut bpf_sock_addr, pool: u32) {
-    // SAFETY: as in `begin`.
-    unsafe {
-        let mut place = place_of::<MeterSets>(bpf_get_socket_cookie(ctx.cast()));
-        if place.is_null() {
-            let sk = read_volatile(&raw const (*ctx).__bindgen_anon_1.sk);
-            let table = from_ref(&MORE_METERS).cast_mut().cast();
-            place = bpf_sk_storage_get(table, sk.cast(), null_mut(), 0).cast();
-        }
-        if !place.is_null() {
-            (*place).key.pool = pool;
-        }
+    // SAFETY: the program's context.
+    let place = kept(ctx, unsafe { bpf_get_socket_cookie(ctx.cast()) });
+    if !place.is_null() {
+        // SAFETY: the socket's own place or storage.
+        unsafe { (*place).key.pool = pool };
     }
 }
 
@@ -106,11 +118,39 @@ pub fn forget(ctx: *mut bpf_sock_addr) {
     }
 }
 
-/// A socket is closed for good that has no connection: one that was to be measured was never begun.
+/// A socket is closed for good that has no connection: if one was to be measured, it has failed.
 #[inline(always)]
 pub fn release(ctx: &SockContext) {
     // SAFETY: the program's context.
-    free_place::<MeterSets>(unsafe { bpf_get_socket_cookie(ctx.as_ptr()) });
+    let cookie = unsafe { bpf_get_socket_cookie(ctx.as_ptr()) };
+    let mut place = place_of::<MeterSets>(cookie);
+    if place.is_null() {
+        // SAFETY: the context of the program is the socket, which is a full one.
+        place = unsafe {
+            let table = from_ref(&MORE_METERS).cast_mut().cast();
+            bpf_sk_storage_get(table, ctx.as_ptr(), null_mut(), 0).cast()
+        };
+    }
+    if !place.is_null() {
+        failed(place);
+        free_place::<MeterSets>(cookie);
+    }
+}
+
+/// A connection that was to be measured is given up. One that was established is not: that it is over has been
+/// counted.
+#[inline(always)]
+fn failed(meter: *mut Meter) {
+    // SAFETY: a socket's place or storage, an element of the hash.
+    unsafe {
+        if (*meter).opened_at != 0 {
+            return;
+        }
+        let traffic = traffic(meter);
+        if !traffic.is_null() {
+            atomic::add(&raw mut (*traffic).failed, 1);
+        }
+    }
 }
 
 /// What is kept of the program's socket, or null.
@@ -172,12 +212,20 @@ pub fn arrived(ctx: *mut bpf_sock_ops, workload: u32, client: Addr) -> bool {
     true
 }
 
-/// A connection is closed, or was never established: its place is free.
+/// A connection is closed: what was kept of it goes.
 #[inline(always)]
 pub fn closed(ctx: *mut bpf_sock_ops, meter: *mut Meter, before: u32) {
     add_up(ctx, meter, before);
-    // SAFETY: the program's context.
-    free_place::<MeterSets>(unsafe { bpf_get_socket_cookie(ctx.cast()) });
+    // SAFETY: the program's context and a field of it, which is checked.
+    unsafe {
+        if free_place::<MeterSets>(bpf_get_socket_cookie(ctx.cast())) {
+            return;
+        }
+        let sk = read_volatile(&raw const (*ctx).__bindgen_anon_2.sk);
+        if !sk.is_null() {
+            bpf_sk_storage_delete(from_ref(&MORE_METERS).cast_mut().cast(), sk.cast());
+        }
+    }
 }
 
 #[inline(always)]
@@ -190,10 +238,10 @@ fn add_up(ctx: *mut bpf_sock_ops, meter: *mut Meter, before: u32) {
     unsafe {
         let opened_at = (*meter).opened_at;
         if opened_at == 0 {
+            // Somebody else had the kernel tell of all states.
             atomic::add(&raw mut (*traffic).failed, 1);
             return;
         }
-        (*meter).opened_at = 0;
         // A FIN counts as a byte each, and so does the SYN of who connects.
         let syn = u64::from((*meter).key.pool != TrafficKey::INBOUND);
         let acked = read_volatile(&raw const (*ctx).bytes_acked);

@@ -90,8 +90,6 @@ fn connecting(ctx: *mut bpf_sock_ops) {
             return;
         }
         watch(ctx);
-    } else if !meters::of(ctx).is_null() {
-        watch(ctx);
     }
 }
 
@@ -171,15 +169,12 @@ fn arrived(ctx: *mut bpf_sock_ops, config: &CaptureConfig, port: u32) {
 /// A connection that is measured is established.
 #[inline(always)]
 fn connected(ctx: *mut bpf_sock_ops) {
-    // Nobody asked to be told of it when it was begun.
-    // SAFETY: a field of the context.
-    let flags = unsafe { read_volatile(&raw const (*ctx).bpf_sock_ops_cb_flags) };
-    if flags & BPF_SOCK_OPS_STATE_CB_FLAG == 0 {
-        return;
-    }
     let meter = meters::of(ctx);
     if !meter.is_null() {
         meters::established(meter, remote(ctx));
+        // Not before: to be told of this state, too, would be a call more for each connection. That one failed its
+        // socket tells.
+        watch(ctx);
     }
 }
 

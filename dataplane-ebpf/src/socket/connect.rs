@@ -28,7 +28,11 @@ pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
         peers::remember(call, &request.peer(&verdict.endpoint));
     }
     if mesh != 0 && verdict.pool != 0 && request.protocol == Protocol::TCP {
-        meters::ask_for(call.ctx.sock_addr, verdict.pool);
+        if verdict.endpoint.is_none() {
+            meters::forget(call.ctx.sock_addr);
+        } else {
+            meters::ask_for(call.ctx.sock_addr, verdict.pool);
+        }
     }
     answer
 }

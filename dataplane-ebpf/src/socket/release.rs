@@ -11,25 +11,23 @@ use crate::capture::meters;
 #[inline(always)]
 pub fn run(ctx: &SockContext) -> i32 {
     peers::release(ctx);
-    if config().is_some_and(|config| config.mesh != 0) && was_never_connected(ctx) {
+    if config().is_some_and(|config| config.mesh != 0) && is_not_connected(ctx) {
         meters::release(ctx);
     }
     GO_ON
 }
 
-/// Whether it is a TCP socket that was never connected: a `connect()` that failed leaves it without a peer
-/// (`tcp_v4_connect`). A connection outlives its socket, and what is measured of it goes when it is closed
-/// (`capture::origin`).
+/// Whether it is a TCP socket without a connection, or with one that is not established and now never will be. One
+/// that is outlives its socket, and what is measured of it goes when it is closed (`capture::origin`).
 #[inline(always)]
-fn was_never_connected(ctx: &SockContext) -> bool {
+fn is_not_connected(ctx: &SockContext) -> bool {
     // SAFETY: fields of the context.
-    let (protocol, state, port) = unsafe {
+    let (protocol, state) = unsafe {
         (
             read_volatile(&raw const (*ctx.sock).protocol),
             read_volatile(&raw const (*ctx.sock).state),
-            read_volatile(&raw const (*ctx.sock).dst_port),
         )
     };
     let tcp = Protocol::from_number(protocol as u8) == Protocol::TCP;
-    tcp && state == meters::CLOSE && port == 0
+    tcp && (state == meters::CLOSE || state == meters::SYN_SENT)
 }

@@ -58,6 +58,7 @@ fn both_modes_count_the_same() -> Result<()> {
     ];
     let list = json!({ "apiVersion": "v1", "kind": "List", "items": items });
     std::fs::write(&pods, list.to_string())?;
+    world.app().ip("route add unreachable 192.0.2.0/24")?;
     let mut seen = Vec::new();
     for mode in ["kernel", "proxy"] {
         let config: Value = json!({ "rules": { "mode": mode } });
@@ -67,10 +68,12 @@ fn both_modes_count_the_same() -> Result<()> {
         reaches(app, "10.244.1.5:80", "http --count 3", &["one"])?;
         reaches(app, "[fd00:10:244:1::5]:80", "http --count 2", &["one"])?;
         reaches(app, "10.96.0.10:80", "connect --count 4", &["far"])?;
-        // Nobody that is known, and a port that nobody has.
+        // Nobody that is known, a port that nobody has, and where no way leads.
         reaches(app, "10.244.1.6:7", "connect --count 2", &["two"])?;
-        let report = ask(app, "10.244.1.5:9", "connect")?;
-        ensure!(report.answered == 0, "{report:?}");
+        for to in ["10.244.1.5:9", "192.0.2.1:80"] {
+            let report = ask(app, to, "connect")?;
+            ensure!(report.answered == 0, "{to}: {report:?}");
+        }
         // And the other way: from somebody who is known, here and elsewhere, from somebody who is not, and
         // from itself, which is outbound alone.
         let (one, two, far) = (
@@ -91,7 +94,7 @@ fn both_modes_count_the_same() -> Result<()> {
             };
             let closed = sum("istio_tcp_connections_closed_total");
             let failed = sum("istio_tcp_connections_failed_total");
-            ensure!((closed, failed) == (23, 1), "{closed}, {failed}: {all:#?}");
+            ensure!((closed, failed) == (23, 2), "{closed}, {failed}: {all:#?}");
             Ok(())
         })?;
         seen.push(all);
@@ -169,7 +172,7 @@ fn what_is_measured_leaves_nothing_and_fits_always() -> Result<()> {
         })
     };
     connect()?;
-    all(40, 1)?;
+    all(40, 2)?;
     let mut left = Vec::new();
     for element in meters.iter() {
         left.extend(
@@ -191,5 +194,5 @@ fn what_is_measured_leaves_nothing_and_fits_always() -> Result<()> {
         meters.set(element, full, 0)?;
     }
     connect()?;
-    all(80, 2)
+    all(80, 4)
 }
