@@ -82,6 +82,7 @@ impl Tally {
         let errors = [
             Reason::NoEndpoints,
             Reason::PortNotServed,
+            Reason::PortTaken,
             Reason::TooBig,
             Reason::TimeExceeded,
         ];
