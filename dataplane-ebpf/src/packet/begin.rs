@@ -245,10 +245,17 @@ fn enter(packet: &Packet, flow: &mut Flow, iface: Iface, masquerade: bool, now: 
     }
 }
 
-/// Refuses a connection to an endpoint itself ([`conntrack::is_taken`]).
+/// A connection to no service is left alone. If it is to an endpoint itself, from a port from which a live flow by
+/// way of a VIP goes to it, it is refused: what the endpoint answered would be taken for that flow's.
 #[inline(never)]
-pub fn refuse_port(skb: Skb, s: &mut Scratch) -> i32 {
-    refuse(skb, s, 0, Reason::PortTaken)
+pub fn pass(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
+    s.flow.forward = s.packet.key;
+    s.flow.endpoint = s.packet.key.dst;
+    s.flow.endpoint_port = s.packet.key.dst_port;
+    if s.flow.replies_taken(now) {
+        return refuse(skb, s, 0, Reason::PortTaken);
+    }
+    LEAVE_ALONE
 }
 
 /// Refuses a packet: says so to whoever sent it where iptables' `REJECT` would, else drops it.

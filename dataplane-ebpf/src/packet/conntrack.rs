@@ -225,7 +225,8 @@ impl Flow {
         };
     }
 
-    /// Whether somebody else's live flow has the reply key of this one, which is not masqueraded.
+    /// Whether another live flow has the reply key of this one, which is not masqueraded. What is left of one that
+    /// is over is removed: the endpoint's answers are this one's.
     #[inline(never)]
     pub fn replies_taken(&self, now: Tick) -> bool {
         let key = self.reply_key();
@@ -234,7 +235,7 @@ impl Flow {
         };
         // SAFETY: an LRU's element may be reused while it is read: at worst a free key counts as
         // taken, or a flow that begins at this moment loses it.
-        let (vip, vip_port, used, flags) = unsafe {
+        let (vip, vip_port, used, replies) = unsafe {
             (
                 (*entry).vip,
                 (*entry).vip_port,
@@ -242,64 +243,42 @@ impl Flow {
                 (*entry).seen,
             )
         };
-        let ours = vip == self.forward.dst && vip_port == self.forward.dst_port;
-        let keep = keep_seconds(self.forward.protocol, seen::PACKET, flags);
-        if !ours && flags & (seen::FIN | seen::RST) == 0 && used.age_seconds(now) <= keep {
-            return true;
+        let other = FlowKey::new(
+            self.forward.src,
+            self.forward.src_port,
+            vip,
+            vip_port,
+            self.forward.protocol,
+        );
+        // One that was pushed out is made again by what the endpoint says.
+        let mut requests = seen::PACKET;
+        let mut nobodys = vip == self.forward.dst && vip_port == self.forward.dst_port;
+        if let Some(entry) = FORWARD.get_ptr_mut(other) {
+            // SAFETY: as above.
+            let (endpoint, port, node_addr) = unsafe {
+                (
+                    (*entry).endpoint,
+                    (*entry).endpoint_port,
+                    (*entry).node_addr,
+                )
+            };
+            // SAFETY: as above.
+            requests = unsafe { (*entry).seen };
+            nobodys |= endpoint != self.endpoint || port != self.endpoint_port || node_addr != 0;
         }
-        let _ = REPLY.remove(key);
-        false
-    }
-}
-
-/// Whether a connection to an endpoint itself cannot be begun, since a live flow by way of a VIP goes from the
-/// same port to the same endpoint: what the endpoint answered would be taken for that flow's. One that is over is
-/// removed, for its answers would be taken so, too, until it is forgotten. `flow` is that flow then.
-#[inline(never)]
-pub fn is_taken(key: &FlowKey, flow: &mut Flow, now: Tick) -> bool {
-    let back = FlowKey::new(key.dst, key.dst_port, key.src, key.src_port, key.protocol);
-    let Some(entry) = REPLY.get_ptr_mut(back) else {
-        return false;
-    };
-    // SAFETY: as in `replies_taken`.
-    let (vip, vip_port, used, replies) = unsafe {
-        (
-            (*entry).vip,
-            (*entry).vip_port,
-            (*entry).used,
-            (*entry).seen,
-        )
-    };
-    flow.forward = FlowKey::new(key.src, key.src_port, vip, vip_port, key.protocol);
-    flow.endpoint = key.dst;
-    flow.endpoint_port = key.dst_port;
-    flow.node_port = Port::ANY;
-    flow.node_addr = 0;
-    // One that was pushed out is made again by what the endpoint says.
-    let mut requests = seen::PACKET;
-    if let Some(entry) = FORWARD.get_ptr_mut(flow.forward) {
-        // SAFETY: as above.
-        let (endpoint, port, node_addr, packets) = unsafe {
-            (
-                (*entry).endpoint,
-                (*entry).endpoint_port,
-                (*entry).node_addr,
-                (*entry).seen,
-            )
-        };
-        if endpoint != key.dst || port != key.dst_port || node_addr != 0 {
-            // The client's port goes elsewhere by now, and these replies are nobody's.
-            flow.remove_replies();
+        if nobodys {
+            let _ = REPLY.remove(key);
             return false;
         }
-        requests = packets;
+        let ended = (requests | replies) & seen::RST != 0 || requests & replies & seen::FIN != 0;
+        let keep = keep_seconds(self.forward.protocol, requests, replies);
+        if ended || used.age_seconds(now) > keep {
+            let _ = REPLY.remove(key);
+            let _ = FORWARD.remove(other);
+            return false;
+        }
+        true
     }
-    let ended = (requests | replies) & seen::RST != 0 || requests & replies & seen::FIN != 0;
-    if ended || used.age_seconds(now) > keep_seconds(key.protocol, requests, replies) {
-        flow.remove();
-        return false;
-    }
-    true
 }
 
 /// [`Flow::seen_of_replies`]: there is no such entry.

@@ -155,9 +155,8 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
         }
     }
     if s.frontend.is_none() {
-        let begins = s.packet.is_syn() && has_ports && known == NEW;
-        if begins && conntrack::is_taken(&s.packet.key, &mut s.flow, now) {
-            return begin::refuse_port(skb, s);
+        if s.packet.is_syn() && has_ports && known == NEW {
+            return begin::pass(skb, s, now);
         }
         return LEAVE_ALONE;
     }

@@ -3,7 +3,7 @@
 
 use dataplane_common::{
     Addr, Port, Protocol, Reason,
-    packet::{PacketConfig, PortKey, Tick, seen},
+    packet::{FlowKey, PacketConfig, PortKey, Tick, seen},
     tables::{Affinity, AffinityKey, Block, Endpoint, Kind},
 };
 
@@ -226,18 +226,32 @@ impl Model<'_> {
 
     /// Whether another flow that lives has the key that this one's replies would be known by; one
     /// that does not live loses it.
-    fn replies_taken(&mut self, flow: &Flow, now: Tick) -> bool {
-        let Some(entry) = self.state.reply.get(&flow.reply_key()) else {
+    pub(super) fn replies_taken(&mut self, flow: &Flow, now: Tick) -> bool {
+        let back = flow.reply_key();
+        let Some(replies) = self.state.reply.get(&back) else {
             return false;
         };
-        let ours = (entry.vip, entry.vip_port) == (flow.key.dst, flow.key.dst_port);
-        let closing = entry.seen & (seen::FIN | seen::RST) != 0;
-        let keep = keep_seconds(flow.key.protocol, seen::PACKET, entry.seen);
-        if !ours && !closing && entry.used.age_seconds(now) <= keep {
-            return true;
+        let client = (flow.key.src, flow.key.src_port);
+        let vip = (replies.vip, replies.vip_port);
+        let other = FlowKey::new(client.0, client.1, vip.0, vip.1, flow.key.protocol);
+        let requests = self.state.forward.get(&other);
+        let elsewhere = requests.as_ref().is_some_and(|entry| {
+            (entry.endpoint, entry.endpoint_port) != (flow.endpoint, flow.endpoint_port)
+                || entry.node_addr != 0
+        });
+        if elsewhere || other == flow.key {
+            self.state.reply.remove(&back);
+            return false;
         }
-        self.state.reply.remove(&flow.reply_key());
-        false
+        let seen = requests.map_or(seen::PACKET, |entry| entry.seen);
+        let closed = (seen | replies.seen) & seen::RST != 0 || seen & replies.seen & seen::FIN != 0;
+        let keep = keep_seconds(flow.key.protocol, seen, replies.seen);
+        if closed || replies.used.age_seconds(now) > keep {
+            self.state.reply.remove(&back);
+            self.state.forward.remove(&other);
+            return false;
+        }
+        true
     }
 }
 

@@ -33,6 +33,18 @@ pub enum Known {
 }
 
 impl Flow {
+    /// A connection to an endpoint itself, as if that were its own VIP.
+    pub fn direct(key: FlowKey) -> Self {
+        Self {
+            key,
+            endpoint: key.dst,
+            endpoint_port: key.dst_port,
+            node_addr: 0,
+            node_port: Port::ANY,
+            seen: 0,
+        }
+    }
+
     pub fn reply_key(&self) -> FlowKey {
         FlowKey::new(
             self.endpoint,
@@ -230,34 +242,6 @@ impl Model<'_> {
             }
             _ => Known::Request(flow),
         }
-    }
-
-    /// Whether a flow by way of a VIP lives whose answers would be those to a connection from the client to the
-    /// endpoint itself, too. One that does not live is forgotten.
-    pub(super) fn is_taken(&mut self, key: &FlowKey, now: Tick) -> bool {
-        let back = FlowKey::new(key.dst, key.dst_port, key.src, key.src_port, key.protocol);
-        let Some(replies) = self.state.reply.get(&back) else {
-            return false;
-        };
-        let vip = (replies.vip, replies.vip_port);
-        let way = FlowKey::new(key.src, key.src_port, vip.0, vip.1, key.protocol);
-        let requests = self.state.forward.get(&way);
-        let elsewhere = |entry: &Forward| {
-            (entry.endpoint, entry.endpoint_port) != (key.dst, key.dst_port) || entry.node_addr != 0
-        };
-        if requests.as_ref().is_some_and(elsewhere) {
-            self.state.reply.remove(&back);
-            return false;
-        }
-        let seen = requests.map_or(seen::PACKET, |entry| entry.seen);
-        let closed = (seen | replies.seen) & seen::RST != 0 || seen & replies.seen & seen::FIN != 0;
-        let keep = keep_seconds(key.protocol, seen, replies.seen);
-        if closed || replies.used.age_seconds(now) > keep {
-            self.state.reply.remove(&back);
-            self.state.forward.remove(&way);
-            return false;
-        }
-        true
     }
 
     /// The flow of a packet from an endpoint to an address of the node's, or to the client itself.

@@ -26,7 +26,7 @@ use crate::{
     world::{To, Way, World},
 };
 use begin::is_nobody;
-use flows::Known;
+use flows::{Flow, Known};
 use read::{Fragment, Headers, Read};
 use state::State;
 use write::{Complaint, Ends};
@@ -295,8 +295,11 @@ impl<'a> Model<'a> {
             return Ok(NEXT);
         }
         let direct = headers.is_syn() && self.world.frontend(&headers).is_none();
-        if direct && nobodys && self.is_taken(&headers.key(), at.tick) {
-            return Ok(self.refuse(input, &headers, Reason::PortTaken));
+        if direct && nobodys {
+            let itself = Flow::direct(headers.key());
+            if self.replies_taken(&itself, at.tick) {
+                return Ok(self.refuse(input, &headers, Reason::PortTaken));
+            }
         }
         self.begin(input, &headers, again, at, drawn)
     }

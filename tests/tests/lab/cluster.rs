@@ -40,6 +40,19 @@ impl Cluster {
             .build()?)
     }
 
+    /// A lab whose client's sockets nobody sees: `far` on node1, `near` and the virtual machine `sleep` on
+    /// node2, and `ext` outside.
+    pub fn lab_of_packets() -> Result<Lab> {
+        Ok(Lab::builder()
+            .node("node1")
+            .node("node2")
+            .pod("node1", "far", "10.244.1.5")
+            .pod("node2", "near", "10.244.2.10")
+            .vm("node2", "sleep", "10.244.2.8")
+            .external("ext")
+            .build()?)
+    }
+
     /// Builds the lab and starts endpoints and agent with the services that `services` makes for
     /// it.
     pub fn start(services: impl FnOnce(&Lab) -> Vec<Service>) -> Result<Self> {

@@ -166,14 +166,6 @@ fn udp_flows_move_when_their_endpoint_goes() -> Result<()> {
 /// A client whose packets are translated asks a service, and then the service's endpoint itself, from the same
 /// port: the kernel gives ports to connections by their destination, so that happens by itself.
 fn a_port_that_was_a_services_is_an_endpoints_next() -> Result<()> {
-    let lab = Lab::builder()
-        .node("node1")
-        .node("node2")
-        .pod("node1", "far", "10.244.1.5")
-        .pod("node2", "near", "10.244.2.10")
-        .vm("node2", "sleep", "10.244.2.8")
-        .external("ext")
-        .build()?;
     let one = |lab: &Lab, name: &str, number: u8| {
         let ips = [format!("10.96.0.{number}"), format!("fd00:10:96::{number}")];
         Service::new(name, &[&ips[0], &ips[1]])
@@ -181,7 +173,7 @@ fn a_port_that_was_a_services_is_an_endpoints_next() -> Result<()> {
             .endpoints(&[lab.pod(name)])
     };
     let cluster = Cluster::start_in(
-        lab,
+        Cluster::lab_of_packets()?,
         &["far", "near"],
         |lab| vec![one(lab, "near", 51), one(lab, "far", 52)],
         &[],
@@ -223,6 +215,23 @@ fn a_port_that_was_a_services_is_an_endpoints_next() -> Result<()> {
         );
     }
     ensure!(flows.len() == 16 && reports.len() == flows.len());
+    // While a connection lives, its port is not another's, and `explain` says so.
+    let held = connection(client, "10.96.0.51:80".parse()?)?;
+    eventually(|| {
+        let flows = list(&cluster, &["--state", "established"])?;
+        ensure!(flows.len() == 1, "{flows:?}");
+        Ok(())
+    })?;
+    let flow = list(&cluster, &["--state", "established"])?.remove(0);
+    let from = flow["client"].as_str().context("a client")?;
+    let to = format!("{}/tcp", flow["endpoint"].as_str().context("an endpoint")?);
+    let explain = ["explain", "--iface", "eth0", "-o", "json", from, &to];
+    let told: serde_json::Value = cluster.agent.dataplane(explain).json()?;
+    ensure!(
+        told["verdict"] == "refused" && told["reason"] == Reason::PortTaken.word(),
+        "{told}"
+    );
+    drop(held);
     // By its packets, or nothing was tried.
     ensure!(
         cluster.verdicts(Reason::Translated)? >= 8,

@@ -151,14 +151,7 @@ fn carry(from: &mut File, to: &mut File) {
 /// Nodes that reach each other by a tunnel: endpoints behind it, clients that come by it, and refusals
 /// that go back by it.
 fn interfaces_without_a_link_layer_are_ways_too() -> Result<()> {
-    let lab = Lab::builder()
-        .node("node1")
-        .node("node2")
-        .pod("node1", "far", "10.244.1.5")
-        .pod("node2", "near", "10.244.2.10")
-        .vm("node2", "sleep", "10.244.2.8")
-        .external("ext")
-        .build()?;
+    let lab = Cluster::lab_of_packets()?;
     let nodes = [lab.node("node1"), lab.node("node2")];
     let _cable = match Cable::lay(nodes) {
         Ok(cable) => cable,

@@ -175,7 +175,7 @@ fn known(
     });
 }
 
-/// A packet to no service: what it asks may answer a flow's questions.
+/// A packet to no service. A connection to an endpoint itself may be refused for a flow to that endpoint.
 fn beside(live: &Live<'_>, key: &FlowKey, told: &mut Explanation) -> anyhow::Result<()> {
     let back = FlowKey::new(key.dst, key.dst_port, key.src, key.src_port, key.protocol);
     let rival = live.conntrack.find_by_reply(&back)?;

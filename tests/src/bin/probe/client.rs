@@ -23,6 +23,9 @@ pub struct Target {
     /// Use an IPv6 socket to reach an IPv4 address (as ::ffff:a.b.c.d), as Java and Go servers do
     #[arg(long)]
     pub v4_mapped: bool,
+    /// Connect each TCP socket to this address first, whether that succeeds or not
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    first: Option<SocketAddr>,
     /// Give up after so many milliseconds without an answer
     #[arg(long, value_name = "MS", default_value_t = 3000)]
     pub timeout_ms: u64,
@@ -35,6 +38,7 @@ impl Target {
             to: vec![to],
             local: None,
             v4_mapped: false,
+            first: None,
             timeout_ms,
         }
     }
@@ -84,6 +88,9 @@ impl Target {
                 };
             }
         };
+        if let Some(first) = self.first {
+            let _ = socket.connect(&first.into());
+        }
         let address = SockAddr::from(to);
         let started_at_ns = now_ns();
         let result = socket.connect(&address);
