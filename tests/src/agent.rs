@@ -286,6 +286,17 @@ impl Agent {
         self.process = None;
     }
 
+    /// What an agent of one layout has pinned becomes what one of another layout has: such agents have another
+    /// directory.
+    ///
+    /// # Errors
+    /// When there is nothing, or the directory cannot be moved.
+    pub fn change_layout(&self, from: u32, to: u32) -> Result<()> {
+        let directory = |layout: u32| self.bpffs.join(format!("v{layout}"));
+        fs::rename(directory(from), directory(to))
+            .doing(|| format!("move the pins in {}", self.bpffs.display()))
+    }
+
     /// Its process id; 0 when it does not run.
     pub fn id(&self) -> u32 {
         self.process.as_ref().map_or(0, Process::id)

@@ -312,7 +312,14 @@ impl Sync {
     /// can go.
     fn settle(&mut self) -> Result<(), Error> {
         self.settled = true;
-        for item in self.kernel.retire_other_layouts()? {
+        let waited = self.kernel.waits();
+        let removed = self.kernel.replace_other_layouts()?;
+        if waited {
+            info!("of another version: its programs are replaced");
+            self.network();
+            self.mesh();
+        }
+        for item in removed {
             info!(
                 "of another version: removed {} ({})",
                 item.path.display(),

@@ -35,7 +35,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use aya::Ebpf;
 use nix::fcntl::Flock;
+use tracing::info;
 
 pub use accelerate::Accelerator;
 pub use capture::{
@@ -60,7 +62,7 @@ use self::{
     error::Doing,
     log::ProgramLog,
     packet::PacketPath,
-    pins::{MAPS, Pins},
+    pins::{FLOW_MAPS, MAPS, Pins},
 };
 use crate::plan::{Captured, Contents, Demand, Write};
 
@@ -90,7 +92,17 @@ pub struct Kernel {
     freed: bool,
     /// What the programs say of themselves; `None` if the kernel does not let us read it.
     log: Option<ProgramLog>,
+    /// The programs, until they are attached: those of another layout serve.
+    waiting: Option<Waiting>,
     _lock: Flock<File>,
+}
+
+/// What it takes to attach the programs.
+#[derive(Debug)]
+struct Waiting {
+    ebpf: Ebpf,
+    cgroup: PathBuf,
+    capture: bool,
 }
 
 impl Kernel {
@@ -106,7 +118,8 @@ impl Kernel {
     /// and attaches them or swaps them in place.
     ///
     /// Programs attached to empty tables leave everything alone, so nothing is served before the
-    /// first [`Kernel::apply`], and nothing is refused.
+    /// first [`Kernel::apply`], and nothing is refused. Where another layout's programs serve, they go
+    /// on until [`Kernel::replace_other_layouts`].
     ///
     /// # Errors
     /// [`Error::Busy`] if another agent runs; [`Error::Foreign`] and [`Error::Damaged`] for pins
@@ -124,6 +137,14 @@ impl Kernel {
         let adopted = prepare(&pins)?;
         if adopted {
             prepare_flows(&pins, packet.attach.is_some())?;
+        }
+        let waits = !adopted && pins.is_another_attached();
+        if waits {
+            let tables = pins.take_connections(packet.attach.is_some())?;
+            info!(
+                ?tables,
+                "another version's programs serve until the tables are filled; these are taken over"
+            );
         }
         if !adopted {
             Tables::create(&pins)?;
@@ -144,7 +165,17 @@ impl Kernel {
         let has_capture = capture.is_some();
         let agent = programs::own_cgroup().unwrap_or_default();
         let capture = Capture::open(&pins, &ebpf, &tables, capture, agent, hook)?;
-        programs::attach(&ebpf, &pins, &paths.cgroup, has_capture)?;
+        let log = ProgramLog::new(&mut ebpf);
+        let mut waiting = None;
+        if waits {
+            waiting = Some(Waiting {
+                ebpf,
+                cgroup: paths.cgroup.clone(),
+                capture: has_capture,
+            });
+        } else {
+            programs::attach(&ebpf, &pins, &paths.cgroup, has_capture)?;
+        }
         Ok(Self {
             pins,
             limits,
@@ -153,7 +184,8 @@ impl Kernel {
             capture,
             adopted,
             freed: false,
-            log: ProgramLog::new(&mut ebpf),
+            log,
+            waiting,
             _lock: lock,
         })
     }
@@ -161,6 +193,11 @@ impl Kernel {
     /// Whether tables of an earlier agent were adopted.
     pub fn adopted(&self) -> bool {
         self.adopted
+    }
+
+    /// Whether another layout's programs serve, until [`Kernel::replace_other_layouts`].
+    pub fn waits(&self) -> bool {
+        self.waiting.is_some()
     }
 
     /// The tables, for reading.
@@ -230,7 +267,9 @@ impl Kernel {
     /// # Errors
     /// The kernel's refusal of something that is no interface's.
     pub fn set_network(&mut self, network: &Network) -> Result<Vec<String>, Error> {
-        self.packet.set(&self.pins, &mut self.tables, network)
+        let attach = self.waiting.is_none();
+        self.packet
+            .set(&self.pins, &mut self.tables, network, attach)
     }
 
     /// Mesh capture, for reading and for handing over listening sockets.
@@ -251,7 +290,7 @@ impl Kernel {
         namespaces: &[&Namespace],
     ) -> Result<(), Error> {
         // Before anything is looked up by it, and after.
-        for namespace in namespaces {
+        for namespace in namespaces.iter().filter(|_| self.waiting.is_none()) {
             self.capture.attach(&self.pins, namespace)?;
         }
         self.capture.apply(&self.tables, wanted, levels)?;
@@ -270,6 +309,9 @@ impl Kernel {
         &self,
         interfaces: &BTreeSet<u32>,
     ) -> Result<BTreeMap<u32, String>, Error> {
+        if self.waits() {
+            return Ok(BTreeMap::new());
+        }
         self.capture.attach_interfaces(&self.pins, interfaces)
     }
 
@@ -286,12 +328,26 @@ impl Kernel {
         }
     }
 
-    /// Removes what an agent of another layout left pinned, once this one serves: until then both
-    /// are attached, and the later finds nothing left to translate.
+    /// Has the programs serve in place of those of another layout, once the tables say what: the ones in
+    /// its links are swapped for ours, so that no packet and no call finds both or none. What is left of it is
+    /// removed. To be followed by [`Kernel::set_network`], and what settles capture: until then, interfaces and
+    /// network namespaces have the other layout's programs.
     ///
     /// # Errors
-    /// If a pin cannot be removed.
-    pub fn retire_other_layouts(&self) -> Result<Vec<CleanupItem>, Error> {
+    /// If a link cannot be taken over or a pin not be removed. What was not reached serves as before; the
+    /// next agent goes on from there.
+    pub fn replace_other_layouts(&mut self) -> Result<Vec<CleanupItem>, Error> {
+        if let Some(waiting) = &self.waiting {
+            let Waiting {
+                ebpf,
+                cgroup,
+                capture,
+            } = waiting;
+            self.pins
+                .take_links(|name| programs::is_link(name, *capture))?;
+            programs::attach(ebpf, &self.pins, cgroup, *capture)?;
+            self.waiting = None;
+        }
         let mut removed = Vec::new();
         for layout in self.pins.other_layouts() {
             removed.extend(pins::remove_layout(&layout, false)?);
@@ -367,7 +423,7 @@ fn prepare(pins: &Pins) -> Result<bool, Error> {
         }),
         (None, true) => Ok(true),
         (_, false) => {
-            if there > 0 {
+            if there > 0 || FLOW_MAPS.iter().any(|name| pins.map(name).exists()) {
                 pins::remove_layout(&pins.layout(), false)?;
                 pins.create_directories()?;
             }

@@ -114,13 +114,14 @@ impl PacketPath {
         self.node_addrs.slots.iter().flatten().copied().collect()
     }
 
-    /// Brings tables and programs in line with `network`. What programs rely on is there before
-    /// they are, and goes after them.
+    /// Brings tables and, if `to_attach`, programs in line with `network`. What programs rely
+    /// on is there before they are, and goes after them.
     pub fn set(
         &mut self,
         pins: &Pins,
         all: &mut Tables,
         network: &Network,
+        to_attach: bool,
     ) -> Result<Vec<String>, Error> {
         let mut problems = Vec::new();
         if self.tables.config() != network.config {
@@ -172,7 +173,8 @@ impl PacketPath {
             }
         }
         problems.extend(match &self.programs {
-            Some(programs) => programs.attach(pins, &attach)?,
+            Some(programs) if to_attach => programs.attach(pins, &attach)?,
+            Some(_) => Vec::new(),
             None => tc::keep_none(pins)?,
         });
         for ifindex in before.keys() {

@@ -263,6 +263,17 @@ pub fn attach(ebpf: &Ebpf, pins: &Pins, cgroup: &Path, capture: bool) -> Result<
     Ok(())
 }
 
+/// Whether a link's pin has the name of one that an agent looks after, with capture or without.
+pub fn is_link(name: &str, capture: bool) -> bool {
+    let of_namespace = name
+        .strip_prefix(INBOUND)
+        .is_some_and(|cookie| cookie.starts_with('-') && !cookie.ends_with(REPLACEMENT));
+    wanted(capture).any(|spec| spec.name == name)
+        || (capture && of_namespace)
+        || Direction::of_pin(name)
+            .is_some_and(|(direction, _)| capture || Direction::ALL.contains(&direction))
+}
+
 /// Frees the places of connections that were closed while no program was told of it.
 fn forget_meters(pins: &Pins) -> Result<(), Error> {
     let what = || "cannot clear table METERS".to_owned();

@@ -105,7 +105,7 @@ impl Rig {
     /// # Errors
     /// The kernel's refusal.
     pub fn set_network(&mut self, network: &Network) -> Result<Vec<String>, Error> {
-        self.packet.set(&self.pins, &mut self.tables, network)
+        self.packet.set(&self.pins, &mut self.tables, network, true)
     }
 
     /// The index of an address that flows are masqueraded to.

@@ -411,14 +411,18 @@ fn an_older_layout_is_retired() -> Result<()> {
     let layout = |version: u32| place.paths.bpffs.join(format!("v{version}"));
     fs::rename(layout(LAYOUT), layout(LAYOUT + 1))?;
     fs::create_dir(place.paths.bpffs.join("vault"))?;
-    let kernel = place.open()?;
+    let mut kernel = place.open()?;
     ensure!(!kernel.adopted(), "adopted another layout");
+    ensure!(
+        kernel.waits() && !place.link("connect4").exists(),
+        "attached before there is anything to serve"
+    );
+    let removed = kernel.replace_other_layouts()?;
     place.assert_attached()?;
-    let removed = kernel.retire_other_layouts()?;
     ensure!(
         removed
             .iter()
-            .any(|item| item.path.ends_with("links/connect4") && item.ours)
+            .any(|item| item.path.ends_with("maps/PEERS") && item.ours)
     );
     ensure!(!layout(LAYOUT + 1).exists(), "still there: {removed:?}");
     ensure!(

@@ -61,6 +61,7 @@ mod sockets;
 mod stale;
 mod status;
 mod topology;
+mod upgrade;
 mod verifier;
 
 mod differential;
@@ -142,6 +143,7 @@ fn main() -> ExitCode {
         daemonset::SCENARIOS,
         moving::SCENARIOS,
         topology::SCENARIOS,
+        upgrade::SCENARIOS,
         configured::SCENARIOS,
         metrics::SCENARIOS,
         monitor::SCENARIOS,

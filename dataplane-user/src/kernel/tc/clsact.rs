@@ -1,7 +1,8 @@
 //! Filters of clsact qdiscs, for kernels without TCX: by netlink, as `tc filter` does it.
 //!
 //! A filter is ours by its name, which tells the directory of our pins and the program. A qdisc is
-//! nobody's by itself: that we made one is noted by a directory, `qdiscs/IFINDEX`, beside our pins.
+//! nobody's by itself: that we made one is noted by a directory, `qdiscs/IFINDEX`, beside those of our layouts:
+//! which layout's program is in a filter is nothing that the filter, or the qdisc, would have to do with.
 
 use std::{
     collections::BTreeMap,
@@ -66,27 +67,43 @@ impl fmt::Display for Filter {
     }
 }
 
-/// The clsact qdiscs of this network namespace, on behalf of one layout.
+/// The clsact qdiscs of this network namespace, on behalf of one agent.
 pub struct Clsact {
     netlink: Netlink,
-    layout: PathBuf,
+    root: PathBuf,
 }
 
 impl Clsact {
-    pub fn open(layout: &Path) -> Result<Self, Error> {
+    /// For the agent that has its pins below `root`.
+    pub fn open(root: &Path) -> Result<Self, Error> {
         Ok(Self {
             netlink: Netlink::open().doing(|| "cannot open a netlink socket".to_owned())?,
-            layout: layout.into(),
+            root: root.into(),
         })
     }
 
     /// The name of our filters.
     fn filter_name(&self, direction: Direction) -> String {
-        format!("{}:{}", self.layout.display(), direction.program())
+        format!("{}:{}", self.root.display(), direction.program())
+    }
+
+    /// Whether a filter is ours by its name. Before layout 5 the directory of the layout was in it: such ones are swapped,
+    /// too, and get the name that they should have.
+    fn is_ours(&self, direction: Direction, name: &str) -> bool {
+        let root = self.root.display().to_string();
+        let rest = name.strip_prefix(&root).unwrap_or_default();
+        let layout = rest.strip_suffix(direction.program());
+        let layout = layout.and_then(|layout| layout.strip_suffix(':'));
+        layout.is_some_and(|layout| {
+            let version = layout
+                .strip_prefix("/v")
+                .and_then(|v| v.parse::<u32>().ok());
+            layout.is_empty() || version.is_some()
+        })
     }
 
     fn marker(&self, ifindex: u32) -> PathBuf {
-        self.layout.join("qdiscs").join(ifindex.to_string())
+        self.root.join("qdiscs").join(ifindex.to_string())
     }
 
     /// The kind of the ingress qdisc (clsact is one) of every interface that has one.
@@ -141,12 +158,11 @@ impl Clsact {
         let with_clsact = self.qdiscs()?;
         for (ifindex, _) in with_clsact.into_iter().filter(|(_, kind)| kind == CLSACT) {
             for direction in Direction::EVERY {
-                let wanted = self.filter_name(direction);
                 for message in self.filters(ifindex, direction)? {
                     let Some((name, program)) = program(&message) else {
                         continue;
                     };
-                    if name == wanted {
+                    if self.is_ours(direction, name) {
                         let filter = Filter {
                             ifindex,
                             direction,
@@ -280,11 +296,12 @@ impl Clsact {
 
     /// Whether anybody but us has a filter on an interface.
     fn is_shared(&mut self, ifindex: u32) -> Result<bool, Error> {
-        let ours = Direction::EVERY.map(|direction| self.filter_name(direction));
         for direction in Direction::ALL {
             let filters = self.filters(ifindex, direction)?;
-            let is_ours =
-                |f: &&TcMessage| program(f).is_some_and(|(name, _)| ours.iter().any(|o| o == name));
+            let is_ours = |f: &&TcMessage| {
+                let named = |name| Direction::EVERY.iter().any(|of| self.is_ours(*of, name));
+                program(f).is_some_and(|(name, _)| named(name))
+            };
             // A list has each preference once more, without a program.
             let ours: Vec<u32> = filters
                 .iter()
@@ -313,7 +330,7 @@ impl Clsact {
 
     /// The interfaces on which we noted that we made a qdisc.
     fn markers(&self) -> Vec<u32> {
-        let entries = fs::read_dir(self.layout.join("qdiscs"));
+        let entries = fs::read_dir(self.root.join("qdiscs"));
         let names = entries.into_iter().flatten().filter_map(Result::ok);
         let mut found: Vec<u32> = names
             .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
@@ -348,7 +365,7 @@ impl Clsact {
             fs::remove_dir(&marker).doing(|| format!("cannot remove {}", marker.display()))?;
         }
         // Fails while there are others.
-        let _ = fs::remove_dir(self.layout.join("qdiscs"));
+        let _ = fs::remove_dir(self.root.join("qdiscs"));
         Ok(())
     }
 }

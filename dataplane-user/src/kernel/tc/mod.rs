@@ -104,7 +104,7 @@ impl Direction {
     }
 
     /// The program and the interface that a pin's name tells.
-    fn of_pin(name: &str) -> Option<(Self, u32)> {
+    pub fn of_pin(name: &str) -> Option<(Self, u32)> {
         Self::EVERY.into_iter().find_map(|direction| {
             let ifindex = name.strip_prefix(direction.program())?.strip_prefix('-')?;
             Some((direction, ifindex.parse().ok()?))
@@ -143,7 +143,7 @@ impl PacketPrograms {
     /// swapped in place; where somebody removed ours, they are put back. Answers what did not work,
     /// which does not keep the rest from being done.
     pub fn attach(&self, pins: &Pins, wanted: &BTreeSet<u32>) -> Result<Vec<String>, Error> {
-        let mut clsact = Clsact::open(&pins.layout())?;
+        let mut clsact = Clsact::open(pins.root())?;
         let filters = clsact.ours()?;
         let mut failed = Vec::new();
         for &ifindex in wanted {
@@ -195,7 +195,7 @@ impl CaptureProgram {
         pins: &Pins,
         wanted: &BTreeSet<u32>,
     ) -> Result<BTreeMap<u32, String>, Error> {
-        let mut clsact = Clsact::open(&pins.layout())?;
+        let mut clsact = Clsact::open(pins.root())?;
         let filters = clsact.ours()?;
         let mut failed = BTreeMap::new();
         for &ifindex in wanted {
@@ -341,7 +341,7 @@ pub fn keep_no_capture(pins: &Pins) -> Result<Vec<String>, Error> {
 }
 
 fn keep_none_of(pins: &Pins, directions: &[Direction]) -> Result<Vec<String>, Error> {
-    let mut clsact = Clsact::open(&pins.layout())?;
+    let mut clsact = Clsact::open(pins.root())?;
     let filters = clsact.ours()?;
     remove_elsewhere(pins, &mut clsact, &filters, directions, |_| false)
 }
@@ -355,7 +355,7 @@ pub fn any(pins: &Pins) -> Result<bool, Error> {
             return Ok(true);
         }
     }
-    let filters = Clsact::open(&pins.layout())?.ours()?;
+    let filters = Clsact::open(pins.root())?.ours()?;
     Ok(filters
         .keys()
         .any(|(_, direction)| Direction::ALL.contains(direction)))
@@ -492,7 +492,7 @@ pub struct InterfaceAttachment {
 /// If the kernel cannot be asked. What is wrong on one interface is in its
 /// [`InterfaceAttachment::problem`].
 pub fn attachments(pins: &Pins, wanted: &[u32]) -> Result<Vec<InterfaceAttachment>, Error> {
-    let filters = Clsact::open(&pins.layout())?.ours()?;
+    let filters = Clsact::open(pins.root())?.ours()?;
     let mut all = Vec::new();
     for &ifindex in wanted {
         for direction in Direction::ALL.into_iter().rev() {
@@ -548,9 +548,8 @@ fn attachment(
     found
 }
 
-/// Removes what is on interfaces of one layout: its TCX links, its filters, and qdiscs that were
-/// made for them and have nothing else. With `dry_run`, says what it would remove.
-pub fn remove(layout: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
+/// Removes the TCX links of one layout. With `dry_run`, says what it would remove.
+pub fn remove_links(layout: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
     let mut items = Vec::new();
     for (path, direction, ifindex) in links(layout) {
         // What is not ours is named by whoever lists the other pins.
@@ -574,7 +573,14 @@ pub fn remove(layout: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
             });
         }
     }
-    let mut clsact = Clsact::open(layout)?;
+    Ok(items)
+}
+
+/// Removes our filters, and qdiscs that were made for them and have nothing else. With `dry_run`, says what it would
+/// remove.
+pub fn remove_filters(root: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
+    let mut items = Vec::new();
+    let mut clsact = Clsact::open(root)?;
     for filter in clsact.ours()?.values() {
         if !dry_run {
             clsact.remove(filter)?;
@@ -597,7 +603,7 @@ pub fn remove(layout: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
             ours: goes,
         });
     }
-    let notes = layout.join("qdiscs");
+    let notes = root.join("qdiscs");
     if notes.exists() {
         items.push(CleanupItem {
             path: notes,

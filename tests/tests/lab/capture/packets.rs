@@ -8,9 +8,9 @@ use std::{fs, net::SocketAddr};
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane::kernel::Hook;
-use dataplane_common::Reason;
+use dataplane_common::{LAYOUT, Reason};
 use dataplane_tests::{
-    Process, emulated,
+    Agent, Process, emulated,
     report::{LoadReport, Report},
 };
 use serde_json::{Value, json};
@@ -32,6 +32,7 @@ scenarios! {
     connections_outlive_capture_and_its_end,
     connections_outlive_a_change_of_what_captures_them,
     agents_take_each_others_place,
+    agents_of_another_layout_too,
     other_peoples_proxies_on_the_node,
     nothing_is_left_behind,
 }
@@ -369,17 +370,36 @@ fn connections_outlive_a_change_of_what_captures_them() -> Result<()> {
 }
 
 fn agents_take_each_others_place() -> Result<()> {
+    take_places(false, &[])
+}
+
+fn agents_of_another_layout_too() -> Result<()> {
+    for hook in ["tcx", "clsact"] {
+        if hook == "clsact" || Hook::of_kernel().word() == hook {
+            take_places(true, &["--tc-hook", hook]).context(hook)?;
+        }
+    }
+    Ok(())
+}
+
+fn take_places(of_other_layouts: bool, args: &[&str]) -> Result<()> {
     let mut world = world()?;
-    capture(&mut world, json!({ "mode": "proxy" }), &[])?;
+    capture(&mut world, json!({ "mode": "proxy" }), args)?;
     let app = world.app().clone();
     let held = app.hold("10.244.1.5:7")?;
     let load = app.load(&["--to", "10.96.0.10:80", "--threads", "1"])?;
     let agent = world.agent.as_mut().context("an agent")?;
-    let mut replaced = vec![agent.replace()?];
+    let replace = |agent: &mut Agent| {
+        if of_other_layouts {
+            agent.change_layout(LAYOUT, LAYOUT - 1)?;
+        }
+        agent.replace()
+    };
+    let mut replaced = vec![replace(agent)?];
     // On an emulated machine one change takes most of the time that an agent gives to the connections that
     // it leaves.
     if !emulated() {
-        replaced.push(agent.replace()?);
+        replaced.push(replace(agent)?);
     }
     std::thread::sleep(std::time::Duration::from_millis(200));
     let report: LoadReport = load.wait_json()?;

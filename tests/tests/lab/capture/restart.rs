@@ -3,7 +3,7 @@
 use std::{fs::File, thread, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
-use dataplane_common::Reason;
+use dataplane_common::{LAYOUT, Reason};
 use dataplane_tests::{emulated, report::LoadReport};
 use serde_json::json;
 
@@ -13,11 +13,20 @@ use crate::cluster::{eventually, reaches, refused};
 scenarios! {
     Dataplane:
     agents_take_each_others_place_and_refuse_nobody,
+    agents_of_another_layout_too,
     nobody_waits_for_an_agent_that_takes_long,
     a_killed_agent_leaves_no_connection_hanging,
 }
 
 fn agents_take_each_others_place_and_refuse_nobody() -> Result<()> {
+    take_places(None)
+}
+
+fn agents_of_another_layout_too() -> Result<()> {
+    take_places(Some(LAYOUT - 1))
+}
+
+fn take_places(before_layout: Option<u32>) -> Result<()> {
     let mut world = World::new()?;
     world.capture(json!({}), json!({ "mode": "proxy" }))?;
     let (app, one) = (world.app().clone(), world.lab.pod("one").clone());
@@ -31,7 +40,11 @@ fn agents_take_each_others_place_and_refuse_nobody() -> Result<()> {
         app.load(&["--to", "10.96.0.10:80", "--threads", "1"])?,
         one.load(&["--to", "10.244.1.8:7", "--threads", "1"])?,
     ];
-    let before = world.verdicts(Reason::Captured)?;
+    // An agent of another layout begins to count anew.
+    let before = match before_layout {
+        Some(_) => 0,
+        None => world.verdicts(Reason::Captured)?,
+    };
     let agent = world.agent.as_mut().context("an agent")?;
     let mut replaced = Vec::new();
     // On an emulated machine one takes most of the time that an agent gives to the connections that it
@@ -39,6 +52,9 @@ fn agents_take_each_others_place_and_refuse_nobody() -> Result<()> {
     for _ in 0..if emulated() { 1 } else { 3 } {
         thread::sleep(Duration::from_millis(200));
         let old = agent.id();
+        if let Some(layout) = before_layout {
+            agent.change_layout(LAYOUT, layout)?;
+        }
         replaced.push(agent.replace()?);
         ensure!(agent.id() != old, "it is the same");
         thread::sleep(Duration::from_millis(200));

@@ -1,0 +1,135 @@
+//! An agent takes over from one of another layout: what it knows of connections goes on, and nobody is left
+//! without programs in between.
+
+use std::{fs, net::SocketAddr, time::Duration};
+
+use anyhow::{Context as _, Result, ensure};
+use dataplane_common::LAYOUT;
+use dataplane_tests::{
+    Host, Lab, Process,
+    report::{LoadReport, Report},
+};
+
+use crate::{
+    cluster::{Cluster, TCP, UDP, reaches},
+    manifest::Service,
+};
+
+scenarios! {
+    Dataplane:
+    connections_outlive_a_layout,
+    connections_outlive_a_layout_by_filters,
+    connections_outlive_layouts_with_other_tables_of_sockets,
+}
+
+const TCP_PORT: u16 = 30_080;
+const UDP_PORT: u16 = 30_053;
+const VIP: &str = "10.96.0.60:80";
+const VIP_UDP: &str = "10.96.0.60:53";
+
+fn service(lab: &Lab) -> Service {
+    let pods = ["far", "near", "near2"].map(|name| lab.pod(name));
+    Service::new("web", &["10.96.0.60"])
+        .node_port("tcp", 80, TCP, TCP_PORT)
+        .node_port("udp", 53, UDP, UDP_PORT)
+        .endpoints(&pods)
+}
+
+/// One UDP socket that sends until it is ended.
+fn sender(from: &Host, to: SocketAddr) -> Result<Process> {
+    let how = "--one-socket --each --until-stdin-closes --to";
+    let mut process = from
+        .probe("udp")
+        .args(how.split(' '))
+        .arg(to.to_string())
+        .stdin_piped()
+        .stdout_piped()
+        .spawn()?;
+    process.wait_for_line()?;
+    Ok(process)
+}
+
+fn connections_outlive_a_layout() -> Result<()> {
+    outlive(&[], LAYOUT - 1)
+}
+
+fn connections_outlive_a_layout_by_filters() -> Result<()> {
+    outlive(&["--tc-hook", "clsact"], LAYOUT - 1)
+}
+
+/// What is known of sockets is not taken from this one (`CONNECTIONS` of the agent's `kernel/pins.rs`).
+fn connections_outlive_layouts_with_other_tables_of_sockets() -> Result<()> {
+    outlive(&[], 3)
+}
+
+/// Clients have connections, and make new ones all the time, by sockets and by packets.
+fn outlive(arguments: &[&str], before: u32) -> Result<()> {
+    let mut cluster = Cluster::start_with(|lab| vec![service(lab)], arguments)?;
+    let lab = &cluster.lab;
+    let (ext, client, node) = (
+        lab.external("ext"),
+        lab.pod("sleep"),
+        lab.node("node2").ipv4(),
+    );
+    let node_port = SocketAddr::from((node, TCP_PORT));
+    // Enough that each endpoint has some: those elsewhere and those here go different ways.
+    let mut held = Vec::new();
+    for _ in 0..8 {
+        held.push(("held from outside", ext.hold(&node_port.to_string())?));
+        held.push(("held by a pod", client.hold(VIP)?));
+        held.push(("datagrams", sender(ext, (node, UDP_PORT).into())?));
+        // Whose endpoint is kept for its socket, or is drawn anew.
+        if before == LAYOUT - 1 {
+            held.push(("datagrams of a pod", sender(client, VIP_UDP.parse()?)?));
+        }
+    }
+    let load =
+        |from: &Host, to: &str| from.load(&["--to", to, "--threads", "2", "--pause-us", "1000"]);
+    let loads = [load(ext, &node_port.to_string())?, load(client, VIP)?];
+    std::thread::sleep(Duration::from_millis(300));
+    let command = ["conntrack", "list", "--state", "established", "-o", "json"];
+    let flows: serde_json::Value = cluster.agent.dataplane(command).json()?;
+    let flows = flows.as_array().context("an array")?.len();
+    ensure!(flows >= 8, "of 8 connections, {flows} are known");
+
+    cluster.agent.kill();
+    cluster.agent.change_layout(LAYOUT, before)?;
+    cluster.agent.start()?;
+    std::thread::sleep(Duration::from_millis(300));
+    let log = cluster.agent.log();
+    let layouts: Vec<_> = fs::read_dir(cluster.agent.bpffs())?.collect::<Result<_, _>>()?;
+    ensure!(
+        log.contains("its programs are replaced")
+            && layouts
+                .iter()
+                .any(|entry| entry.path().ends_with(format!("v{LAYOUT}")))
+            && !layouts
+                .iter()
+                .any(|entry| entry.path().ends_with(format!("v{}", LAYOUT - 1))),
+        "the other layout's programs were not replaced: {layouts:?}\n{log}"
+    );
+    for load in loads {
+        let report: LoadReport = load.wait_json()?;
+        ensure!(
+            report.errors.is_empty() && report.answered > 300,
+            "{} answered, {:?} {:?}\n{log}",
+            report.answered,
+            report.errors,
+            report.failures
+        );
+    }
+    for (what, process) in held {
+        let report: Report = process.wait_json()?;
+        ensure!(
+            report.errors.is_empty() && report.endpoints.len() == 1 && report.answered > 10,
+            "{what}: {:?} {:?} {}\n{log}",
+            report.endpoints,
+            report.errors,
+            report.answered
+        );
+    }
+    let all = ["far", "near", "near2"];
+    reaches(ext, &node_port.to_string(), "connect --count 60", &all)?;
+    reaches(client, VIP, "connect --count 60", &all)?;
+    Ok(())
+}
