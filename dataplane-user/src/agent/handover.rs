@@ -3,10 +3,11 @@
 
 use std::{
     io,
-    os::unix::net::UnixStream,
+    os::{fd::BorrowedFd, unix::net::UnixStream},
     path::{Path, PathBuf},
-    sync::mpsc::Sender,
+    sync::mpsc::{self, Receiver, Sender},
     thread,
+    time::{Duration, Instant},
 };
 
 use tokio::{
@@ -16,8 +17,11 @@ use tokio::{
 };
 use tracing::{info, warn};
 
-use super::Event;
+use super::{Event, LOADING, mesh::Mesh};
 use crate::proxy::handover::{self, Named};
+
+/// Longer than anything is relayed. (A time that is never over, and that clocks can still count.)
+const FOR_GOOD: Duration = Duration::from_hours(365 * 24);
 
 /// Where an agent waits for the one that will take its place: beside its socket.
 fn path(socket: &Path) -> PathBuf {
@@ -29,8 +33,45 @@ fn path(socket: &Path) -> PathBuf {
 pub struct Given {
     /// Its listening sockets.
     pub sockets: Named,
-    /// As long as this is there, that one accepts from them, too.
+    /// As long as this is there, that one accepts from them, too. It is to be told when this one serves
+    /// ([`handover::serves`]); if this one ends before, that one takes its place back.
     pub before: Option<UnixStream>,
+}
+
+/// What proxies of this process relay that have no listening sockets any more: one for each time that the agent
+/// took its place back.
+#[derive(Debug, Default)]
+pub struct Left(Vec<Receiver<()>>);
+
+impl Left {
+    /// What an agent that takes its place back has from itself. Its proxy goes on accepting until the next one does, and
+    /// relaying for as long as the process lives.
+    pub fn behind(&mut self, mesh: Mesh) -> Given {
+        let copy = |(name, socket): (String, BorrowedFd<'_>)| {
+            Some((name, socket.try_clone_to_owned().ok()?))
+        };
+        let sockets = mesh.sockets().filter_map(copy).collect();
+        let pair = UnixStream::pair().ok();
+        let (before, next) = pair.map_or((None, None), |(a, b)| (Some(a), Some(b)));
+        let (relaying, done) = mpsc::channel();
+        self.0.push(done);
+        thread::spawn(move || {
+            if let Some(next) = next {
+                handover::outcome(next, LOADING);
+            }
+            mesh.stop(FOR_GOOD, false);
+            drop(relaying);
+        });
+        Given { sockets, before }
+    }
+
+    /// Waits until that is over.
+    pub fn end(self, deadline: Instant) {
+        for relaying in self.0 {
+            // Nothing is ever sent.
+            let _ = relaying.recv_timeout(deadline.saturating_duration_since(Instant::now()));
+        }
+    }
 }
 
 /// Takes the place of the agent that runs, if one does: when this returns nothing is its any more, but
@@ -93,28 +134,33 @@ impl Drop for Place {
 }
 
 /// Does what is left to do at the end, unless a signal comes first: then it is left at that.
-pub fn finish(work: impl FnOnce() + Send + 'static) {
+pub fn finish<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Option<T> {
     let (done, finished) = oneshot::channel();
     thread::spawn(move || {
-        work();
         // Nobody waits any more if a signal came.
-        let _ = done.send(());
+        let _ = done.send(work());
     });
     let wait = async {
         let mut terminate = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
-        tokio::select! {
-            _ = finished => {}
-            _ = terminate.recv() => warn!("SIGTERM again: not waiting any more"),
-            _ = interrupt.recv() => warn!("SIGINT again: not waiting any more"),
-        }
-        Ok(())
+        Ok(tokio::select! {
+            done = finished => done.ok(),
+            _ = terminate.recv() => {
+                warn!("SIGTERM: not waiting any more");
+                None
+            }
+            _ = interrupt.recv() => {
+                warn!("SIGINT: not waiting any more");
+                None
+            }
+        })
     };
-    let waited: io::Result<()> = Builder::new_current_thread()
+    let waited: io::Result<Option<T>> = Builder::new_current_thread()
         .enable_all()
         .build()
         .and_then(|runtime| runtime.block_on(wait));
-    if let Err(error) = waited {
-        warn!("not waiting for what the proxy relays: {error}");
-    }
+    waited.unwrap_or_else(|error| {
+        warn!("not waiting for what is left to do: {error}");
+        None
+    })
 }

@@ -17,14 +17,15 @@ use std::{
     io,
     net::IpAddr,
     os::unix::net::UnixStream,
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::{Arc, mpsc},
-    time::Duration,
+    thread,
+    time::{Duration, Instant},
 };
 
 use dataplane_common::Protocol;
 use ipnet::IpNet;
-use tracing::info;
+use tracing::{info, warn};
 
 use crate::{
     admin::{self, Listeners, State},
@@ -32,10 +33,11 @@ use crate::{
     kernel::{self, Kernel},
     model::{Node, Snapshot},
     plan::{AdoptError, Planner},
-    proxy,
+    proxy::{self, handover::Outcome},
     source::{kubernetes::ConnectError, manifests, objects::NodeFacts},
 };
 use flows::Flows;
+use handover::{Given, Left};
 pub use input::Source;
 use input::{Opened, Shown};
 use interfaces::PacketSettings;
@@ -209,6 +211,8 @@ enum End {
 const DRAIN: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(30)];
 /// How long an agent whose place was taken accepts connections at most.
 const LOADING: Duration = Duration::from_mins(1);
+/// How long the kernel may take to close what a process had that is no more.
+const DYING: Duration = Duration::from_secs(2);
 
 /// Runs until it is told to end. Nothing is changed before everything that was given turned out
 /// to be usable.
@@ -216,13 +220,31 @@ const LOADING: Duration = Duration::from_mins(1);
 /// # Errors
 ///
 /// If it cannot start, or cannot go on. What it had written before goes on being served.
-pub fn run(settings: Settings) -> Result<(), Error> {
+pub fn run(settings: &Settings) -> Result<(), Error> {
+    let mut back = None;
+    loop {
+        back = serve(settings.clone(), back)?;
+        if back.is_none() {
+            return Ok(());
+        }
+    }
+}
+
+/// What an agent has that takes its place back.
+type Back = (Given, Left);
+
+/// [`run`], once: with what the same process had before if the agent that took its place is gone. Answers that
+/// if it happens.
+fn serve(settings: Settings, back: Option<Back>) -> Result<Option<Back>, Error> {
     let node = settings.node.node().map_err(Error::Node)?;
     let opened = Opened::new(&settings.source, &node)?;
-    let given = if settings.replace {
-        handover::take(&settings.listen.socket).map_err(Error::Replace)?
-    } else {
-        handover::Given::default()
+    let (given, mut left) = match back {
+        Some(back) => back,
+        None if settings.replace => {
+            let given = handover::take(&settings.listen.socket).map_err(Error::Replace)?;
+            (given, Left::default())
+        }
+        None => Back::default(),
     };
     // Asked before the ports, which the other agent has too: who runs is the better answer.
     if let Some(pid) = kernel::writer(&settings.paths.bpffs) {
@@ -277,9 +299,10 @@ pub fn run(settings: Settings) -> Result<(), Error> {
     let input = shown.start(&node, events).map_err(Error::Kubernetes)?;
     let flows = Flows::start(Arc::clone(&state), settings.destroy_stale.clone())?;
     let on_exit = settings.on_exit;
-    let mesh = match settings.mesh.clone() {
-        Some(config) => Some(Mesh::start(config, &kernel, &cgroup, given)?),
-        None => None,
+    let bpffs = settings.paths.bpffs.clone();
+    let (mesh, before) = match settings.mesh.clone() {
+        Some(config) => (Some(Mesh::start(config, &kernel, &cgroup, given)?), None),
+        None => (None, given.before),
     };
     if let Some(observer) = mesh.as_ref().and_then(Mesh::observer) {
         // There is one mesh, and it starts once.
@@ -294,6 +317,7 @@ pub fn run(settings: Settings) -> Result<(), Error> {
         opened.snapshot,
         empty(),
         mesh,
+        before,
     );
     let result = sync.run(&happened);
     state.not_ready();
@@ -306,13 +330,19 @@ pub fn run(settings: Settings) -> Result<(), Error> {
             drop(kernel);
             proxy::handover::gone(&stream);
             info!("another agent has taken this one's place");
-            if let Some(mesh) = mesh {
-                handover::finish(move || {
-                    // It loads its programs now: until it accepts, connections would wait for that.
-                    proxy::handover::accepts(stream, LOADING);
-                    mesh.stop(DRAIN[1], false);
-                });
+            // It loads its programs now: until it accepts, connections would wait for that.
+            let outcome = handover::finish(|| proxy::handover::outcome(stream, LOADING));
+            let Some(outcome) = outcome else {
+                return Ok(None);
+            };
+            if outcome == Outcome::Gone && is_given_up(&bpffs) {
+                warn!(
+                    "the agent that took this one's place has ended before it served: taking it back"
+                );
+                let given = mesh.map(|mesh| left.behind(mesh));
+                return Ok(Some((given.unwrap_or_default(), left)));
             }
+            finish(mesh, left, DRAIN[1], false);
         }
         End::Told => {
             drop(place);
@@ -324,12 +354,33 @@ pub fn run(settings: Settings) -> Result<(), Error> {
                 drop(kernel);
                 info!("ended; the programs go on serving from the tables as they are");
             }
-            if let Some(mesh) = mesh {
-                handover::finish(move || mesh.stop(DRAIN[0], detach));
-            }
+            finish(mesh, left, DRAIN[0], detach);
         }
     }
-    Ok(())
+    Ok(None)
+}
+
+/// Whether nobody writes the tables: not at once, of a process that is killed.
+fn is_given_up(bpffs: &Path) -> bool {
+    let deadline = Instant::now() + DYING;
+    while kernel::writer(bpffs).is_some() {
+        if Instant::now() > deadline {
+            return false;
+        }
+        thread::sleep(DYING / 100);
+    }
+    true
+}
+
+/// Lets what proxies relay come to its end, for so long at most.
+fn finish(mesh: Option<Mesh>, left: Left, at_most: Duration, detach: bool) {
+    let deadline = Instant::now() + at_most;
+    handover::finish(move || {
+        if let Some(mesh) = mesh {
+            mesh.stop(at_most, detach);
+        }
+        left.end(deadline);
+    });
 }
 
 /// A planner that knows what the kernel holds.

@@ -1,6 +1,7 @@
 //! Brings the kernel's tables in line with the source, again and again.
 
 use std::{
+    os::unix::net::UnixStream,
     sync::{
         Arc,
         mpsc::{Receiver, RecvTimeoutError},
@@ -64,6 +65,8 @@ pub struct Sync {
     problems: Vec<String>,
     /// Whose connections go to a proxy, and when to look for them again.
     mesh: Option<(Mesh, Instant)>,
+    /// The agent whose place this one has taken, until this one serves: where there is a mesh, that knows when.
+    before: Option<UnixStream>,
 }
 
 impl Sync {
@@ -80,6 +83,7 @@ impl Sync {
         wanted: Option<Snapshot>,
         empty: Snapshot,
         mesh: Option<Mesh>,
+        before: Option<UnixStream>,
     ) -> Self {
         let now = Instant::now();
         let empty_tables = lock(&state.planner).frontends().is_empty();
@@ -102,6 +106,7 @@ impl Sync {
             interfaces: None,
             problems: Vec::new(),
             mesh: mesh.map(|mesh| (mesh, now)),
+            before,
         }
     }
 
@@ -325,6 +330,9 @@ impl Sync {
                 item.path.display(),
                 item.what
             );
+        }
+        if let Some(before) = self.before.take() {
+            proxy::handover::serves(before);
         }
         self.tidy();
         Ok(())

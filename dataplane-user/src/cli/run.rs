@@ -45,9 +45,10 @@ pub struct RunArgs {
 
     /// Take the place of the agent that runs on this node, if one does
     ///
-    /// It gives its place away when this one has read its source, ends, and relays what its proxy has
-    /// for at most 30 s. The proxy's listening sockets are handed over, with the connections that wait
-    /// in them: none is refused. Without this, a second agent ends and says who runs.
+    /// It gives its place away when this one has read its source, and ends when this one serves; what its
+    /// proxy has it relays for at most 30 s more. The proxy's listening sockets are handed over, with the
+    /// connections that wait in them: none is refused. If this one ends before it serves, the other takes
+    /// its place back. Without this, a second agent ends and says who runs.
     #[arg(long, env = "DATAPLANE_REPLACE", hide_env_values = true)]
     replace: bool,
 
@@ -434,7 +435,7 @@ impl RunArgs {
             Ok(paths) => self.settings(paths),
             Err(error) => return Ok(self.cannot_run(&error)),
         };
-        match agent::run(settings) {
+        match agent::run(&settings) {
             Ok(()) => Ok(ExitCode::SUCCESS),
             Err(error) if error.is_busy() => {
                 eprintln!("dataplane: {error}");

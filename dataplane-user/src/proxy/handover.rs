@@ -4,7 +4,8 @@
 //! The older one listens on a Unix socket. The newer one connects, and is sent the sockets with
 //! their names. When it takes the older one's place it says so, the older one leaves it, and says that
 //! it has. A proxy accepts by then, and the older one drains at once; an agent has its programs to load
-//! first, and the older one goes on accepting until the newer one closes the connection ([`accepts`]).
+//! first, and the older one goes on accepting until the newer one says that it serves ([`outcome`]). If that
+//! one ends without, the older one can take its place back.
 
 use std::{
     fs,
@@ -36,6 +37,17 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const TAKEN: [u8; 1] = [1];
 /// "I have those, go on".
 const NEXT: [u8; 1] = [2];
+/// "I serve".
+const SERVING: [u8; 1] = [3];
+
+/// What becomes of one that took another's place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// It serves; or it is there and has not said so in time.
+    Stays,
+    /// It ended without having served.
+    Gone,
+}
 
 /// Sockets by name, such as `outbound 127.0.0.1:15001`.
 pub type Named = Vec<(String, OwnedFd)>;
@@ -115,11 +127,20 @@ pub fn gone(mut stream: &UnixStream) {
     let _ = stream.write_all(&TAKEN);
 }
 
-/// Waits, for so long at most, until the one that took the sockets accepts from them, or is no more.
-pub fn accepts(mut stream: UnixStream, at_most: Duration) {
-    // It says nothing any more, so an answer is the end; and an error, of time or otherwise, is too.
-    let _ = stream.set_read_timeout(Some(at_most));
-    let _ = stream.read(&mut [0]);
+/// Waits, for so long at most, until the one that took the sockets serves, or is no more.
+pub fn outcome(mut stream: UnixStream, at_most: Duration) -> Outcome {
+    let limited = stream.set_read_timeout(Some(at_most));
+    match limited.and_then(|()| stream.read(&mut [0])) {
+        Ok(0) => Outcome::Gone,
+        Err(error) if error.kind() == io::ErrorKind::ConnectionReset => Outcome::Gone,
+        Ok(_) | Err(_) => Outcome::Stays,
+    }
+}
+
+/// Tells the one before that this one serves.
+pub fn serves(mut stream: UnixStream) {
+    // If it is not there, it has no use for it.
+    let _ = stream.write_all(&SERVING);
 }
 
 /// Asks the proxy that waits at `path`, if there is one, for its sockets. To be given to
@@ -183,8 +204,8 @@ fn receive(stream: &UnixStream) -> io::Result<(Named, usize)> {
     Ok((pairs.collect(), left))
 }
 
-/// Tells the older one that its place is taken, and waits until it has left it. What is returned is
-/// dropped when the sockets are accepted from (see [`accepts`]).
+/// Tells the older one that its place is taken, and waits until it has left it. What is returned is for
+/// [`serves`]; dropped before, the older one comes back if it can.
 ///
 /// # Errors
 /// If it does not answer.
@@ -249,6 +270,24 @@ mod tests {
             let wanted: Vec<_> = (0..count).map(|n| format!("socket {n}")).collect();
             assert_eq!(names, wanted);
         }
+    }
+
+    #[test]
+    fn one_that_does_not_get_so_far_is_noticed() {
+        let long = Duration::from_secs(10);
+        let (old, new) = UnixStream::pair().unwrap();
+        serves(new);
+        assert_eq!(outcome(old, long), Outcome::Stays);
+        let (old, new) = UnixStream::pair().unwrap();
+        drop(new);
+        assert_eq!(outcome(old, long), Outcome::Gone);
+        let (old, _new) = UnixStream::pair().unwrap();
+        assert_eq!(outcome(old, Duration::from_millis(1)), Outcome::Stays);
+        // With something unread: the kernel says "reset" then.
+        let (old, new) = UnixStream::pair().unwrap();
+        gone(&old);
+        drop(new);
+        assert_eq!(outcome(old, long), Outcome::Gone);
     }
 
     #[test]

@@ -30,6 +30,7 @@ scenarios! {
     a_new_agent_catches_up,
     only_what_changed_meanwhile_is_written,
     a_second_agent_says_who_runs_and_ends,
+    an_agent_takes_its_place_back,
     cleanup_waits_for_the_agents_end,
     cleanup_removes_what_the_agent_left,
     a_foreign_pin_stops_the_start_and_stays,
@@ -214,6 +215,55 @@ fn a_second_agent_says_who_runs_and_ends() -> Result<()> {
         "it does not say who runs: {said}"
     );
     reaches(cluster.client(), TO, "connect --count 20", &["far", "near"]).map(drop)
+}
+
+/// An agent that takes the place of the one that runs and cannot go on then, because it wants one port twice.
+fn an_agent_takes_its_place_back() -> Result<()> {
+    let mut cluster = Cluster::start(|lab| vec![web(lab)])?;
+    let load = cluster
+        .client()
+        .load(&["--to", TO, "--threads", "2", "--pause-us", "200"])?;
+    let process = cluster.agent.id();
+    let next = cluster
+        .agent
+        .dataplane(["run", "--replace", "--node-name", "node2", "--manifests"])
+        .arg(cluster.manifests.path())
+        .args(["--metrics-addr", "0.0.0.0:15021"])
+        .output()?;
+    let said = String::from_utf8_lossy(&next.stderr);
+    ensure!(!next.status.success() && said.contains("15021"), "{said}");
+    cluster.agent.wait_until_ready()?;
+    let log = cluster.agent.log();
+    ensure!(
+        cluster.agent.id() == process && log.contains("taking it back"),
+        "{log}"
+    );
+    // It follows its source, and gives its place to one that can have it.
+    let other = Service::new("other", &["10.96.0.11"]).port("tcp", 80, TCP);
+    cluster.manifests.write(&[
+        web(&cluster.lab),
+        other.endpoints(&[cluster.lab.pod("near")]),
+    ])?;
+    eventually(|| {
+        reaches(
+            cluster.client(),
+            "10.96.0.11:80",
+            "connect --count 5",
+            &["near"],
+        )
+        .map(drop)
+    })?;
+    let before = cluster.agent.replace()?;
+    before.wait().context("the agent that was replaced")?;
+    ensure!(cluster.agent.id() != process);
+    let report: LoadReport = load.wait_json()?;
+    ensure!(
+        report.errors.is_empty() && report.answered > 300,
+        "{} answered, {:?}",
+        report.answered,
+        report.failures
+    );
+    Ok(())
 }
 
 /// While an agent runs, `cleanup` refuses, also when it cannot find the agent's socket.

@@ -27,7 +27,10 @@ use crate::{
     kernel::{self, Accelerator, CaptureOptions, Kernel, Listeners, Namespace, namespaces},
     model::{Acceleration, Egress, Place, Snapshot, Workload, WorkloadName},
     plan::{Captured, Policies},
-    proxy::{self, Attachment, Observer, Proxy, handover::Named},
+    proxy::{
+        self, Attachment, Observer, Proxy,
+        handover::{self, Named},
+    },
 };
 
 /// How long the connections of a workload that is gone may go on: it may be that nobody ends them.
@@ -63,7 +66,7 @@ pub struct Mesh {
     packets: Packets,
     /// An earlier agent's listening sockets, until they were looked through.
     given: HashMap<String, OwnedFd>,
-    /// And what has it accept from them until then.
+    /// And itself, which accepts from them until this one does.
     before: Option<UnixStream>,
     /// What is wrong, and with whom.
     problems: Vec<(WorkloadName, String)>,
@@ -249,7 +252,9 @@ impl Mesh {
         self.release(&enrolled, &found);
         // Whose they were is captured no more.
         self.given.clear();
-        self.before = None;
+        if let Some(before) = self.before.take_if(|_| !kernel.waits()) {
+            handover::serves(before);
+        }
         let used: BTreeSet<u32> = wanted
             .namespaces
             .values()

@@ -4,7 +4,10 @@ use std::{fs::File, thread, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_common::{LAYOUT, Reason};
-use dataplane_tests::{emulated, report::LoadReport};
+use dataplane_tests::{
+    emulated,
+    report::{LoadReport, Report},
+};
 use serde_json::json;
 
 use super::World;
@@ -15,6 +18,7 @@ scenarios! {
     agents_take_each_others_place_and_refuse_nobody,
     agents_of_another_layout_too,
     nobody_waits_for_an_agent_that_takes_long,
+    an_agent_that_fails_gives_the_place_back,
     a_killed_agent_leaves_no_connection_hanging,
 }
 
@@ -120,7 +124,71 @@ fn nobody_waits_for_an_agent_that_takes_long() -> Result<()> {
         world.verdicts(Reason::Captured)? >= before + 20,
         "not captured"
     );
+    // Killed, it has not served.
     drop(next);
+    world
+        .agent
+        .as_mut()
+        .context("an agent")?
+        .wait_until_ready()?;
+    let log = world.agent()?.log();
+    ensure!(log.contains("taking it back"), "{log}");
+    reaches(&app, "10.244.1.5:7", "connect --count 20", &["one"])?;
+    reaches(&one, "10.244.1.8:7", "connect --count 20", &["app"])?;
+    Ok(())
+}
+
+/// One that has taken the place and then cannot go on, here because it wants one port twice: the one before
+/// comes back, and no connection has noticed.
+fn an_agent_that_fails_gives_the_place_back() -> Result<()> {
+    let mut world = World::new()?;
+    let rules = json!({ "mode": "proxy" });
+    world.capture(json!({}), rules.clone())?;
+    let (app, one) = (world.app().clone(), world.lab.pod("one").clone());
+    let kept = app.hold("10.244.1.5:7")?;
+    let loads = [
+        app.load(&["--to", "10.96.0.10:80", "--threads", "1"])?,
+        one.load(&["--to", "10.244.1.8:7", "--threads", "1"])?,
+    ];
+    let agent = world.agent.as_mut().context("an agent")?;
+    let process = agent.id();
+    for round in 1..=2 {
+        let next = agent.dataplane(["run", "--node-name", "node1", "--replace"]);
+        let config = super::mesh(json!({}), rules.clone()).to_string();
+        let next = next.args(["--mesh", &config, "--manifests"]);
+        let next = next.arg(world.manifests.path());
+        let next = next.args(["--metrics-addr", "0.0.0.0:15021"]).output()?;
+        let said = String::from_utf8_lossy(&next.stderr);
+        ensure!(!next.status.success() && said.contains("15021"), "{said}");
+        agent.wait_until_ready()?;
+        let log = agent.log();
+        ensure!(
+            log.matches("taking it back").count() == round && agent.id() == process,
+            "{log}"
+        );
+    }
+    for load in loads {
+        let report: LoadReport = load.wait_json()?;
+        ensure!(
+            report.errors.is_empty() && report.answered > 20,
+            "{} answered, then {:?}\n{}",
+            report.answered,
+            report.failures,
+            agent.log()
+        );
+    }
+    // It is an agent like any other: another one can take its place.
+    let before = agent.replace()?;
+    reaches(&app, "10.244.1.5:7", "connect --count 5", &["one"])?;
+    let report: Report = kept.wait_json()?;
+    ensure!(
+        report.errors.is_empty() && report.answered > 20,
+        "{:?} of {}",
+        report.errors,
+        report.attempts
+    );
+    // With nothing left to relay, it ends.
+    before.wait().context("an agent that was replaced")?;
     Ok(())
 }
 
