@@ -528,14 +528,10 @@ impl Pins {
     /// What is there, but not as it should be, is left where it is.
     pub fn take_connections(&self, with_flows: bool) -> Result<Vec<&'static str>, Error> {
         let mut taken = Vec::new();
+        let older = layouts(&self.root);
+        let older = older.iter().filter_map(|directory| version(directory));
         // The newest first: there are several only after agents that died early.
-        let mut older: Vec<u32> = layouts(&self.root)
-            .iter()
-            .filter_map(|directory| version(directory))
-            .collect();
-        older.retain(|version| *version < LAYOUT);
-        older.sort_unstable();
-        for version in older.into_iter().rev() {
+        for version in older.filter(|version| *version < LAYOUT).rev() {
             let other = Self::of_layout(&self.root, version);
             for (since, names) in CONNECTIONS {
                 let wanted = |name: &&str| with_flows || !spec(name).is_of_flows();
@@ -577,6 +573,7 @@ impl Pins {
     }
 }
 
+/// The directories of all layouts, the oldest first.
 fn layouts(root: &Path) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(root) else {
         return Vec::new();
@@ -586,7 +583,7 @@ fn layouts(root: &Path) -> Vec<PathBuf> {
         .map(|entry| entry.path())
         .filter(|path| version(path).is_some())
         .collect();
-    found.sort();
+    found.sort_by_key(|path| version(path));
     found
 }
 

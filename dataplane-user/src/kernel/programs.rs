@@ -450,6 +450,29 @@ mod tests {
     use super::*;
 
     #[test]
+    fn pins_tell_which_links_an_agent_looks_after() {
+        for name in ["connect4", "sock_release", "packet_egress-3"] {
+            assert!(is_link(name, false) && is_link(name, true), "{name}");
+        }
+        for name in [
+            "capture6",
+            "tcp_events",
+            "packet_capture-3",
+            "inbound_lookup-7",
+        ] {
+            assert!(!is_link(name, false) && is_link(name, true), "{name}");
+        }
+        for name in [
+            "connect4-new",
+            "packet_egress-3-new",
+            "inbound_lookup-7-new",
+            "connect5",
+        ] {
+            assert!(!is_link(name, true), "{name}");
+        }
+    }
+
+    #[test]
     fn finds_cgroup2_wherever_it_is_mounted() {
         let hybrid =
             "40 32 0:36 / /sys/fs/cgroup/unified rw,relatime shared:9 - cgroup2 cgroup2 rw";

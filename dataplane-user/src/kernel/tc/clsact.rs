@@ -87,21 +87,6 @@ impl Clsact {
         format!("{}:{}", self.root.display(), direction.program())
     }
 
-    /// Whether a filter is ours by its name. Before layout 5 the directory of the layout was in it: such ones are swapped,
-    /// too, and get the name that they should have.
-    fn is_ours(&self, direction: Direction, name: &str) -> bool {
-        let root = self.root.display().to_string();
-        let rest = name.strip_prefix(&root).unwrap_or_default();
-        let layout = rest.strip_suffix(direction.program());
-        let layout = layout.and_then(|layout| layout.strip_suffix(':'));
-        layout.is_some_and(|layout| {
-            let version = layout
-                .strip_prefix("/v")
-                .and_then(|v| v.parse::<u32>().ok());
-            layout.is_empty() || version.is_some()
-        })
-    }
-
     fn marker(&self, ifindex: u32) -> PathBuf {
         self.root.join("qdiscs").join(ifindex.to_string())
     }
@@ -162,7 +147,7 @@ impl Clsact {
                     let Some((name, program)) = program(&message) else {
                         continue;
                     };
-                    if self.is_ours(direction, name) {
+                    if is_ours(&self.root, direction, name) {
                         let filter = Filter {
                             ifindex,
                             direction,
@@ -299,7 +284,11 @@ impl Clsact {
         for direction in Direction::ALL {
             let filters = self.filters(ifindex, direction)?;
             let is_ours = |f: &&TcMessage| {
-                let named = |name| Direction::EVERY.iter().any(|of| self.is_ours(*of, name));
+                let named = |name| {
+                    Direction::EVERY
+                        .iter()
+                        .any(|of| is_ours(&self.root, *of, name))
+                };
                 program(f).is_some_and(|(name, _)| named(name))
             };
             // A list has each preference once more, without a program.
@@ -370,6 +359,20 @@ impl Clsact {
     }
 }
 
+/// Whether a filter is ours by its name. Before layout 5 the directory of the layout was in it: such ones are swapped,
+/// too, and get the name that they should have.
+fn is_ours(root: &Path, direction: Direction, name: &str) -> bool {
+    let root = root.display().to_string();
+    let layout = name
+        .strip_prefix(&root)
+        .and_then(|rest| rest.strip_suffix(direction.program()))
+        .and_then(|rest| rest.strip_suffix(':'));
+    layout.is_some_and(|layout| {
+        let version = layout.strip_prefix("/v").map(str::parse::<u32>);
+        layout.is_empty() || version.is_some_and(|version| version.is_ok())
+    })
+}
+
 fn message(header: TcHeader) -> TcMessage {
     TcMessage::from_parts(header, Vec::new())
 }
@@ -421,4 +424,26 @@ fn program(message: &TcMessage) -> Option<(&str, u32)> {
         }
     }
     found.0.zip(found.1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_tell_whose_filters_are() {
+        let is_ours = |name| is_ours(Path::new("/bpf/dp"), Direction::Ingress, name);
+        assert!(is_ours("/bpf/dp:packet_ingress"));
+        assert!(is_ours("/bpf/dp/v4:packet_ingress"));
+        for other in [
+            "/bpf/dp:packet_egress",
+            "/bpf/dp2:packet_ingress",
+            "/bpf/dp/vault:packet_ingress",
+            "/bpf/dp/v4packet_ingress",
+            "packet_ingress",
+            "",
+        ] {
+            assert!(!is_ours(other), "{other}");
+        }
+    }
 }
