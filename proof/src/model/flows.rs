@@ -244,6 +244,14 @@ impl Model<'_> {
         }
     }
 
+    /// Whether a packet may be a request of one flow and, from an endpoint, an answer of another that is masqueraded.
+    pub(super) fn is_either(&self, key: &FlowKey) -> bool {
+        let port = PortKey::new(key.src, key.src_port, key.dst_port, key.protocol);
+        let masqueraded = self.state.masquerade.get(&port);
+        self.state.forward.has(key)
+            && masqueraded.is_some_and(|entry| self.world.node_addr(entry.node_addr) == key.dst)
+    }
+
     /// The flow of a packet from an endpoint to an address of the node's, or to the client itself.
     pub(super) fn answer(
         &mut self,

@@ -131,8 +131,8 @@ impl<'a> Model<'a> {
     }
 
     /// What ought to become of a packet. `guess`: of several endpoints that may have been drawn
-    /// without leaving a trace (the packet was refused), which one to assume; [`Model::guesses`]
-    /// says how many there are. Changes what is remembered: then [`Model::keep`] or
+    /// without leaving a trace (the packet was refused), which one to assume, or of two flows that a packet
+    /// may be of; [`Model::guesses`] says how many there are. Changes what is remembered: then [`Model::keep`] or
     /// [`Model::take_back`].
     ///
     /// # Errors
@@ -258,7 +258,14 @@ impl<'a> Model<'a> {
             // A SYN on its own never answers anything, and one with an ACK does before all else.
             let may_answer = !headers.is_syn();
             let to_service = !headers.is_tcp() && self.world.frontend(&headers).is_some();
-            if headers.is_syn_ack() {
+            // Of one that could be either, nothing in it tells which it is: somebody connects from the very port at which it
+            // is an endpoint, to a port of a service's that a masqueraded flow to that endpoint has. The programs look first
+            // for what is likelier, by the filter of VIPs.
+            let either = may_answer && !headers.is_syn_ack() && self.is_either(&key);
+            if either {
+                self.guesses = 2;
+            }
+            if headers.is_syn_ack() || (either && self.guess == 1) {
                 known = self.answer(&key, packet, at.tick, true);
             }
             if matches!(known, Known::No) {
