@@ -42,8 +42,12 @@ layout! {
     #[repr(C, align(8))]
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
     pub struct CaptureConfig {
-        /// The cgroup of the agent, whose proxy's connections are not captured; 0: it has none.
+        /// The cgroup of the agent, whose proxy's connections are not captured; 0: it has none. The first
+        /// word in every layout.
         pub agent_cgroup: u64,
+        /// The cgroup of the agent before it, if that was another one: its proxy goes on for a while. (On
+        /// Kubernetes each has its pod's.)
+        pub before_cgroup: u64,
         /// The mark of the sockets of the agent's proxy (`SO_MARK`).
         pub mark: u32,
         /// At which levels of the hierarchy there are entries of `CGROUPS`, one bit each.
@@ -358,7 +362,7 @@ pub const ORIGINS: u32 = 1 << 17;
 /// The most pairs of workload and destination that are told apart.
 pub const TRAFFIC: u32 = 65_536;
 
-const _: () = assert!(size_of::<CaptureConfig>() == 24);
+const _: () = assert!(size_of::<CaptureConfig>() == 32);
 const _: () = assert!(size_of::<Enrolled>() == 16);
 const _: () = assert!(size_of::<Local>() == 24);
 const _: () = assert!(size_of::<RuleKey>() == 12);

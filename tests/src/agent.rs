@@ -297,6 +297,15 @@ impl Agent {
             .doing(|| format!("move the pins in {}", self.bpffs.display()))
     }
 
+    /// From here on it starts in a cgroup of its own beside the one that it had, as another pod has.
+    ///
+    /// # Errors
+    /// When it cannot be made.
+    pub fn move_to_cgroup(&mut self, name: &str) -> Result<()> {
+        self.cgroup.set_file_name(name);
+        create_dir(&self.cgroup)
+    }
+
     /// Its process id; 0 when it does not run.
     pub fn id(&self) -> u32 {
         self.process.as_ref().map_or(0, Process::id)

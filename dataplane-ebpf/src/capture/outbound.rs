@@ -106,7 +106,8 @@ fn judge(ctx: *mut bpf_sock_addr, request: &Request, mesh: u64) -> (Reason, u32)
     };
     if mark & !FROM_CLIENT == config.mark && config.agent_cgroup != 0 {
         // SAFETY: the helper has no preconditions.
-        if unsafe { bpf_get_current_cgroup_id() } == config.agent_cgroup {
+        let cgroup = unsafe { bpf_get_current_cgroup_id() };
+        if cgroup == config.agent_cgroup || cgroup == config.before_cgroup {
             return (Reason::ProxysOwn, 0);
         }
     }

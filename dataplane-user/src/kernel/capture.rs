@@ -196,6 +196,20 @@ impl CaptureTables {
     }
 }
 
+/// The cgroup of an agent of another layout, as its CAPTURE tells; 0 if there is none.
+fn cgroup_of_another_layout(pins: &Pins) -> u64 {
+    let read = |layout: &PathBuf| {
+        let map = sys::obj_get(&layout.join("maps").join("CAPTURE")).ok()?;
+        let info = sys::map_info(map.as_fd()).ok()?;
+        let mut value = vec![0; info.value_size as usize];
+        let there = sys::map_lookup(map.as_fd(), 0u32.as_bytes(), &mut value).ok()?;
+        let (cgroup, _) = u64::read_from_prefix(&value).ok()?;
+        there.then_some(cgroup)
+    };
+    let layouts = pins.other_layouts();
+    layouts.iter().rev().find_map(read).unwrap_or_default()
+}
+
 fn hash<K: Plain, V: Plain>((fd, entries): (OwnedFd, u32)) -> Hash<K, V> {
     Hash::from_fd(fd, entries)
 }
@@ -246,8 +260,14 @@ impl Capture {
             packets,
         };
         if let Some(options) = options {
-            let levels = capture.tables.config().levels;
-            capture.set_config(options, agent_cgroup, levels, &capture.held);
+            let earlier = capture.tables.config();
+            let before = match earlier.agent_cgroup {
+                0 => cgroup_of_another_layout(pins),
+                own if own == agent_cgroup => earlier.before_cgroup,
+                other => other,
+            };
+            let cgroups = [agent_cgroup, before];
+            capture.set_config(options, cgroups, earlier.levels, &capture.held);
             // Whose they are, only the earlier agent knew.
             for (key, _) in capture.tables.traffic()? {
                 let _ = capture.tables.traffic.remove(&key);
@@ -269,11 +289,11 @@ impl Capture {
         Ok(capture)
     }
 
-    /// `captured`: what the tables hold, or are about to.
+    /// The cgroups are this agent's and the one's before it; `captured`: what the tables hold, or are about to.
     fn set_config(
         &self,
         options: CaptureOptions,
-        agent_cgroup: u64,
+        [agent_cgroup, before_cgroup]: [u64; 2],
         levels: u32,
         captured: &Captured,
     ) {
@@ -288,6 +308,7 @@ impl Capture {
             0,
             CaptureConfig {
                 agent_cgroup,
+                before_cgroup,
                 mark: options.mark,
                 levels,
                 outbound: Port::new(options.outbound),
@@ -320,11 +341,12 @@ impl Capture {
             return Ok(());
         };
         let config = self.tables.config();
+        let cgroups = [config.agent_cgroup, config.before_cgroup];
         // Levels only ever say where to look: more of them before, fewer after.
         let before = config.levels | levels;
-        self.set_config(options, config.agent_cgroup, before, wanted);
+        self.set_config(options, cgroups, before, wanted);
         self.write(wanted)?;
-        self.set_config(options, config.agent_cgroup, levels, wanted);
+        self.set_config(options, cgroups, levels, wanted);
         let mut mesh = 0;
         if !wanted.namespaces.is_empty() {
             mesh |= MESH_NAMESPACES;

@@ -240,7 +240,12 @@ impl Mesh {
             known(snapshot, &members, &mut wanted);
         }
         self.change_over(&enrolled, &by_packets);
-        self.listen(kernel, &enrolled, &mut problems);
+        // While another layout's programs serve, so does the proxy before this one: for those, connections of this one
+        // would be anybody's.
+        let waits = kernel.waits();
+        if !waits {
+            self.listen(kernel, &enrolled, &mut problems);
+        }
         self.remember_packets(kernel.capture().held(), &members);
         self.settle_packets(kernel, &by_packets, &mut wanted, &mut problems)?;
         let inbound: Vec<&Namespace> = enrolled
@@ -250,10 +255,12 @@ impl Mesh {
             .collect();
         kernel.set_captured(&wanted, levels, &inbound)?;
         self.release(&enrolled, &found);
-        // Whose they were is captured no more.
-        self.given.clear();
-        if let Some(before) = self.before.take_if(|_| !kernel.waits()) {
-            handover::serves(before);
+        if !waits {
+            // Whose they were is captured no more.
+            self.given.clear();
+            if let Some(before) = self.before.take() {
+                handover::serves(before);
+            }
         }
         let used: BTreeSet<u32> = wanted
             .namespaces

@@ -389,17 +389,19 @@ fn take_places(of_other_layouts: bool, args: &[&str]) -> Result<()> {
     let held = app.hold("10.244.1.5:7")?;
     let load = app.load(&["--to", "10.96.0.10:80", "--threads", "1"])?;
     let agent = world.agent.as_mut().context("an agent")?;
-    let replace = |agent: &mut Agent| {
+    let replace = |agent: &mut Agent, cgroup: &str| {
+        // Another pod's.
+        agent.move_to_cgroup(cgroup)?;
         if of_other_layouts {
             agent.change_layout(LAYOUT, LAYOUT - 1)?;
         }
         agent.replace()
     };
-    let mut replaced = vec![replace(agent)?];
+    let mut replaced = vec![replace(agent, "agent-1")?];
     // On an emulated machine one change takes most of the time that an agent gives to the connections that
     // it leaves.
     if !emulated() {
-        replaced.push(replace(agent)?);
+        replaced.push(replace(agent, "agent-2")?);
     }
     std::thread::sleep(std::time::Duration::from_millis(200));
     let report: LoadReport = load.wait_json()?;

@@ -53,9 +53,11 @@ fn take_places(before_layout: Option<u32>) -> Result<()> {
     let mut replaced = Vec::new();
     // On an emulated machine one takes most of the time that an agent gives to the connections that it
     // leaves.
-    for _ in 0..if emulated() { 1 } else { 3 } {
+    for round in 0..if emulated() { 1 } else { 3 } {
         thread::sleep(Duration::from_millis(200));
         let old = agent.id();
+        // Another pod's.
+        agent.move_to_cgroup(&format!("agent-{round}"))?;
         if let Some(layout) = before_layout {
             agent.change_layout(LAYOUT, layout)?;
         }
