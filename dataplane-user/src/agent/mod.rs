@@ -68,6 +68,8 @@ pub struct Settings {
     pub on_exit: OnExit,
     /// Whether to take the place of an agent that runs on this node.
     pub replace: bool,
+    /// Whether to be there, and do nothing, after another one has taken this one's place.
+    pub stay: bool,
 }
 
 /// What to take this node for.
@@ -299,6 +301,7 @@ fn serve(settings: Settings, back: Option<Back>) -> Result<Option<Back>, Error> 
     let input = shown.start(&node, events).map_err(Error::Kubernetes)?;
     let flows = Flows::start(Arc::clone(&state), settings.destroy_stale.clone())?;
     let on_exit = settings.on_exit;
+    let stay = settings.stay;
     let bpffs = settings.paths.bpffs.clone();
     let (mesh, before) = match settings.mesh.clone() {
         Some(config) => (Some(Mesh::start(config, &kernel, &cgroup, given)?), None),
@@ -342,7 +345,14 @@ fn serve(settings: Settings, back: Option<Back>) -> Result<Option<Back>, Error> 
                 let given = mesh.map(|mesh| left.behind(mesh));
                 return Ok(Some((given.unwrap_or_default(), left)));
             }
-            finish(mesh, left, DRAIN[1], false);
+            if finish(mesh, left, DRAIN[1], false) && stay {
+                info!("another agent serves: idle until told to end");
+                handover::finish(|| -> () {
+                    loop {
+                        thread::park();
+                    }
+                });
+            }
         }
         End::Told => {
             drop(place);
@@ -372,15 +382,16 @@ fn is_given_up(bpffs: &Path) -> bool {
     true
 }
 
-/// Lets what proxies relay come to its end, for so long at most.
-fn finish(mesh: Option<Mesh>, left: Left, at_most: Duration, detach: bool) {
+/// Lets what proxies relay come to its end, for so long at most. `false`: a signal came before.
+fn finish(mesh: Option<Mesh>, left: Left, at_most: Duration, detach: bool) -> bool {
     let deadline = Instant::now() + at_most;
     handover::finish(move || {
         if let Some(mesh) = mesh {
             mesh.stop(at_most, detach);
         }
         left.end(deadline);
-    });
+    })
+    .is_some()
 }
 
 /// A planner that knows what the kernel holds.

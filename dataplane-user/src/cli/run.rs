@@ -52,6 +52,13 @@ pub struct RunArgs {
     #[arg(long, env = "DATAPLANE_REPLACE", hide_env_values = true)]
     replace: bool,
 
+    /// Stay, idle, when another agent has taken this one's place, until told to end
+    ///
+    /// For those who start again whatever ends, as Kubernetes does: it would take the place back from the
+    /// other.
+    #[arg(long, env = "DATAPLANE_STAY", hide_env_values = true)]
+    stay: bool,
+
     /// Destroy sockets that are connected through a service to an endpoint that is gone, so that
     /// their processes connect anew at once
     ///
@@ -499,6 +506,7 @@ impl RunArgs {
                 .collect(),
             on_exit: self.on_exit,
             replace: self.replace,
+            stay: self.stay,
         }
     }
 

@@ -31,6 +31,7 @@ impl Config {
             node,
             on_exit,
             replace,
+            stay,
             destroy_stale,
             log,
             listen,
@@ -149,6 +150,7 @@ impl Config {
             ("pods-by-interface", packets.pods_by_interface),
             ("masquerade-all", packets.masquerade_all),
             ("replace", *replace),
+            ("stay", *stay),
         ] {
             if given {
                 add(flag, Vec::new());

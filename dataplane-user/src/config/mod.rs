@@ -41,6 +41,10 @@ pub struct Config {
     /// runs. Default: false.
     #[serde(skip_serializing_if = "is_default")]
     pub replace: bool,
+    /// Stay, idle, when another agent has taken this one's place, until it is told to end: for those who start
+    /// again whatever ends. Default: false.
+    #[serde(skip_serializing_if = "is_default")]
+    pub stay: bool,
     /// Of which protocols to destroy sockets that are connected through a service to an endpoint
     /// that is gone, so that their processes connect anew at once. Default: udp.
     #[serde(skip_serializing_if = "is_default")]

@@ -15,6 +15,7 @@ use dataplane_tests::{
     Agent, Lab,
     report::{LoadReport, Report},
 };
+use nix::sys::signal::Signal;
 use serde_json::Value;
 
 use crate::{
@@ -31,6 +32,7 @@ scenarios! {
     only_what_changed_meanwhile_is_written,
     a_second_agent_says_who_runs_and_ends,
     an_agent_takes_its_place_back,
+    a_replaced_agent_stays_if_it_is_to,
     cleanup_waits_for_the_agents_end,
     cleanup_removes_what_the_agent_left,
     a_foreign_pin_stops_the_start_and_stays,
@@ -264,6 +266,23 @@ fn an_agent_takes_its_place_back() -> Result<()> {
         report.failures
     );
     Ok(())
+}
+
+/// Who starts again whatever ends, as Kubernetes does, has it idle then.
+fn a_replaced_agent_stays_if_it_is_to() -> Result<()> {
+    let mut cluster = Cluster::start_with(|lab| vec![web(lab)], &["--stay"])?;
+    let mut before = cluster.agent.replace()?;
+    eventually(|| {
+        let log = cluster.agent.log();
+        ensure!(log.contains("idle until told to end"), "{log}");
+        Ok(())
+    })?;
+    std::thread::sleep(Duration::from_millis(300));
+    ensure!(before.try_wait()?.is_none(), "it ended");
+    reaches(cluster.client(), TO, "connect --count 20", &["far", "near"])?;
+    before.signal(Signal::SIGTERM)?;
+    before.wait().context("the agent that was replaced")?;
+    reaches(cluster.client(), TO, "connect --count 20", &["far", "near"]).map(drop)
 }
 
 /// While an agent runs, `cleanup` refuses, also when it cannot find the agent's socket.
