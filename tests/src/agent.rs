@@ -222,15 +222,23 @@ impl Agent {
         let second = file
             .try_clone()
             .doing(|| format!("use {} twice", log.display()))?;
-        let process = self
-            .dataplane(["run", "--node-name", self.node.name()])
-            .args(&self.arguments)
-            .args(more)
-            .stdout(file)
-            .stderr(second)
-            .spawn()?;
-        self.process = Some(process);
+        self.process = Some(self.run(more).stdout(file).stderr(second).spawn()?);
         Ok(())
+    }
+
+    fn run(&self, more: &[&str]) -> Command {
+        let run = self.dataplane(["run", "--node-name", self.node.name()]);
+        run.args(&self.arguments).args(more)
+    }
+
+    /// Has another agent take the place of the one that runs, which cannot go on then: it is to listen at one port
+    /// twice. Answers what it says of that.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub fn replace_in_vain(&self) -> Result<Output> {
+        self.run(&["--replace", "--metrics-addr", "0.0.0.0:15021"])
+            .output()
     }
 
     /// Waits until `dataplane status` calls it healthy.

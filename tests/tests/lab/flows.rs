@@ -36,7 +36,7 @@ fn service(lab: &Lab, endpoints: &[&str]) -> Service {
 }
 
 /// One UDP socket that sends until it is ended.
-fn sender(from: &Host, to: SocketAddr) -> Result<Process> {
+pub fn sender(from: &Host, to: SocketAddr) -> Result<Process> {
     let to = to.to_string();
     let how = [
         "--one-socket",

@@ -226,12 +226,7 @@ fn an_agent_takes_its_place_back() -> Result<()> {
         .client()
         .load(&["--to", TO, "--threads", "2", "--pause-us", "200"])?;
     let process = cluster.agent.id();
-    let next = cluster
-        .agent
-        .dataplane(["run", "--replace", "--node-name", "node2", "--manifests"])
-        .arg(cluster.manifests.path())
-        .args(["--metrics-addr", "0.0.0.0:15021"])
-        .output()?;
+    let next = cluster.agent.replace_in_vain()?;
     let said = String::from_utf8_lossy(&next.stderr);
     ensure!(!next.status.success() && said.contains("15021"), "{said}");
     cluster.agent.wait_until_ready()?;

@@ -6,12 +6,13 @@ use std::{fs, net::SocketAddr, time::Duration};
 use anyhow::{Context as _, Result, ensure};
 use dataplane_common::LAYOUT;
 use dataplane_tests::{
-    Host, Lab, Process,
+    Host, Lab,
     report::{LoadReport, Report},
 };
 
 use crate::{
     cluster::{Cluster, TCP, UDP, reaches},
+    flows::sender,
     manifest::Service,
 };
 
@@ -33,20 +34,6 @@ fn service(lab: &Lab) -> Service {
         .node_port("tcp", 80, TCP, TCP_PORT)
         .node_port("udp", 53, UDP, UDP_PORT)
         .endpoints(&pods)
-}
-
-/// One UDP socket that sends until it is ended.
-fn sender(from: &Host, to: SocketAddr) -> Result<Process> {
-    let how = "--one-socket --each --until-stdin-closes --to";
-    let mut process = from
-        .probe("udp")
-        .args(how.split(' '))
-        .arg(to.to_string())
-        .stdin_piped()
-        .stdout_piped()
-        .spawn()?;
-    process.wait_for_line()?;
-    Ok(process)
 }
 
 fn connections_outlive_a_layout() -> Result<()> {
@@ -105,7 +92,7 @@ fn outlive(arguments: &[&str], before: u32) -> Result<()> {
                 .any(|entry| entry.path().ends_with(format!("v{LAYOUT}")))
             && !layouts
                 .iter()
-                .any(|entry| entry.path().ends_with(format!("v{}", LAYOUT - 1))),
+                .any(|entry| entry.path().ends_with(format!("v{before}"))),
         "the other layout's programs were not replaced: {layouts:?}\n{log}"
     );
     for load in loads {

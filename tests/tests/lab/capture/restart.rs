@@ -144,8 +144,7 @@ fn nobody_waits_for_an_agent_that_takes_long() -> Result<()> {
 /// comes back, and no connection has noticed.
 fn an_agent_that_fails_gives_the_place_back() -> Result<()> {
     let mut world = World::new()?;
-    let rules = json!({ "mode": "proxy" });
-    world.capture(json!({}), rules.clone())?;
+    world.capture(json!({}), json!({ "mode": "proxy" }))?;
     let (app, one) = (world.app().clone(), world.lab.pod("one").clone());
     let kept = app.hold("10.244.1.5:7")?;
     let loads = [
@@ -155,11 +154,7 @@ fn an_agent_that_fails_gives_the_place_back() -> Result<()> {
     let agent = world.agent.as_mut().context("an agent")?;
     let process = agent.id();
     for round in 1..=2 {
-        let next = agent.dataplane(["run", "--node-name", "node1", "--replace"]);
-        let config = super::mesh(json!({}), rules.clone()).to_string();
-        let next = next.args(["--mesh", &config, "--manifests"]);
-        let next = next.arg(world.manifests.path());
-        let next = next.args(["--metrics-addr", "0.0.0.0:15021"]).output()?;
+        let next = agent.replace_in_vain()?;
         let said = String::from_utf8_lossy(&next.stderr);
         ensure!(!next.status.success() && said.contains("15021"), "{said}");
         agent.wait_until_ready()?;
