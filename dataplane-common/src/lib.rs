@@ -44,6 +44,6 @@ pub use vips::{VIP_ELEMENTS, VipPlace, VipWords};
 ///
 /// It is part of the pin directory's name. Raise it with any change to [`tables`], [`packet`], [`Event`] or
 /// the numbers of [`Reason`]; the agent then builds a new directory beside the old one and swaps
-/// once. What it takes along then is in `CONNECTIONS` of the agent's `kernel/pins.rs`: see there whether one of
+/// once. What it takes along then is in `CONNECTIONS` of the agent's `kernel/layouts.rs`: see there whether one of
 /// those tables has changed.
 pub const LAYOUT: u32 = 5;

@@ -8,6 +8,7 @@ pub mod conntrack;
 mod diag;
 mod error;
 mod interfaces;
+mod layouts;
 mod listening;
 mod log;
 mod map;

@@ -43,6 +43,7 @@ use nix::{
 use super::{
     answers,
     error::{Doing, Error},
+    layouts::layouts,
     map::{Hash, Mapped, Plain},
     programs::PROGRAMS,
     sys::{self, LinkInfo, LinkTarget, MapInfo, ObjectKind, Shape},
@@ -217,28 +218,6 @@ pub const MAPS: [MapSpec; 34] = [
 /// Those of them that only the packet path needs, and that take memory: they are there where it is.
 pub const FLOW_MAPS: [&str; 4] = ["FORWARD", "REPLY", "MASQUERADE", "FRAGMENTS"];
 
-/// Tables of connections that exist, each with the layout since which it is as it is now: an agent of a later
-/// layout takes over what one of that layout has in it. Those in one line refer to each other, and go together.
-/// What they hold must mean the same to every agent that takes them: addresses, ports and places in each other,
-/// no numbers of pools or workloads, which each layout gives anew.
-const CONNECTIONS: [(u32, &[&str]); 2] = [
-    (
-        2,
-        &["FORWARD", "REPLY", "MASQUERADE", "FRAGMENTS", "NODE_ADDRS"],
-    ),
-    (
-        4,
-        &[
-            "PEERS",
-            "PEER_PORTS",
-            "MORE_PEERS",
-            "FLOWS",
-            "ORIGINS",
-            "ACCEPTED",
-        ],
-    ),
-];
-
 /// The spec of a map that [`MAPS`] has.
 pub fn spec(name: &str) -> &'static MapSpec {
     let found = MAPS.iter().find(|spec| spec.name == name);
@@ -321,7 +300,8 @@ impl Pins {
         Self::of_layout(root, LAYOUT)
     }
 
-    fn of_layout(root: &Path, version: u32) -> Self {
+    /// Those of a layout, this one's or another.
+    pub fn of_layout(root: &Path, version: u32) -> Self {
         Self {
             root: root.into(),
             version,
@@ -506,91 +486,6 @@ impl Pins {
         }
         Ok(false)
     }
-
-    /// The directories of other layouts, older or newer.
-    pub fn other_layouts(&self) -> Vec<PathBuf> {
-        let mine = self.layout();
-        layouts(&self.root)
-            .into_iter()
-            .filter(|directory| *directory != mine)
-            .collect()
-    }
-
-    /// Whether programs of another layout are attached.
-    pub fn is_another_attached(&self) -> bool {
-        let links = |layout: PathBuf| fs::read_dir(layout.join("links")).into_iter().flatten();
-        self.other_layouts().into_iter().flat_map(links).count() > 0
-    }
-
-    /// Pins here what an older layout knows of connections that exist ([`CONNECTIONS`]), as far as it means the
-    /// same here: both layouts' programs have it until the older one's pins go. Answers which tables.
-    ///
-    /// What is there, but not as it should be, is left where it is.
-    pub fn take_connections(&self, with_flows: bool) -> Result<Vec<&'static str>, Error> {
-        let mut taken = Vec::new();
-        let older = layouts(&self.root);
-        let older = older.iter().filter_map(|directory| version(directory));
-        // The newest first: there are several only after agents that died early.
-        for version in older.filter(|version| *version < LAYOUT).rev() {
-            let other = Self::of_layout(&self.root, version);
-            for (since, names) in CONNECTIONS {
-                let wanted = |name: &&str| with_flows || !spec(name).is_of_flows();
-                if version < since || !names.iter().all(wanted) || taken.contains(&names[0]) {
-                    continue;
-                }
-                let open = |name: &&str| other.open_map(spec(name)).ok().flatten();
-                let Some(maps) = names.iter().map(open).collect::<Option<Vec<_>>>() else {
-                    continue;
-                };
-                for (name, (map, _)) in names.iter().zip(maps) {
-                    let path = self.map(name);
-                    sys::obj_pin(map.as_fd(), &path)
-                        .doing(|| format!("cannot pin {}", path.display()))?;
-                    taken.push(name);
-                }
-            }
-        }
-        Ok(taken)
-    }
-
-    /// Moves pins of links that are `wanted` by their names from other layouts' directories here, unless there is
-    /// such a one here: whoever attaches that program finds it, and swaps the program in place.
-    pub fn take_links(&self, wanted: impl Fn(&str) -> bool) -> Result<(), Error> {
-        for layout in self.other_layouts().into_iter().rev() {
-            let entries = fs::read_dir(layout.join("links")).into_iter().flatten();
-            for from in entries.flatten().map(|entry| entry.path()) {
-                let Some(name) = from.file_name().and_then(|name| name.to_str()) else {
-                    continue;
-                };
-                let to = self.link(name);
-                if wanted(name) && !to.exists() {
-                    fs::rename(&from, &to)
-                        .doing(|| format!("cannot move {} to {}", from.display(), to.display()))?;
-                }
-            }
-        }
-        Ok(())
-    }
-}
-
-/// The directories of all layouts, the oldest first.
-fn layouts(root: &Path) -> Vec<PathBuf> {
-    let Ok(entries) = fs::read_dir(root) else {
-        return Vec::new();
-    };
-    let mut found: Vec<PathBuf> = entries
-        .filter_map(Result::ok)
-        .map(|entry| entry.path())
-        .filter(|path| version(path).is_some())
-        .collect();
-    found.sort_by_key(|path| version(path));
-    found
-}
-
-/// Which layout's a directory is.
-fn version(directory: &Path) -> Option<u32> {
-    let name = directory.file_name()?.to_str()?;
-    name.strip_prefix('v')?.parse().ok()
 }
 
 fn get(path: &Path) -> Result<Option<OwnedFd>, Error> {

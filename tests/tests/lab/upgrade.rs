@@ -44,7 +44,7 @@ fn connections_outlive_a_layout_by_filters() -> Result<()> {
     outlive(&["--tc-hook", "clsact"], LAYOUT - 1)
 }
 
-/// What is known of sockets is not taken from this one (`CONNECTIONS` of the agent's `kernel/pins.rs`).
+/// What is known of sockets is not taken from this one (`CONNECTIONS` of the agent's `kernel/layouts.rs`).
 fn connections_outlive_layouts_with_other_tables_of_sockets() -> Result<()> {
     outlive(&[], 3)
 }
