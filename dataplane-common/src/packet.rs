@@ -4,9 +4,10 @@
 //! IFACES     hash  ifindex    -> Iface        what an interface is: pods' side or uplink
 //! SOURCES    lpm   SourceKey  -> u32          who may use a load balancer; which addresses are pods
 //! NODE_ADDRS array index      -> Addr         the node's addresses that flows are masqueraded to
-//! FORWARD    lru   FlowKey    -> Forward      conntrack, client to VIP
-//! REPLY      lru   FlowKey    -> Reply        conntrack, endpoint to client
-//! MASQUERADE lru   PortKey    -> Masqueraded  conntrack, endpoint to a masqueraded client
+//! FORWARD    cells FlowKey    -> Forward      conntrack, client to VIP
+//! REPLY      cells FlowKey    -> Reply        conntrack, endpoint to client
+//! MASQUERADE cells PortKey    -> Masqueraded  conntrack, endpoint to a masqueraded client
+//! MORE_…     lru   the same                   what of these three found its cell taken
 //! FRAGMENTS  lru   FragmentKey-> Fragment     the ports of a datagram whose later fragments come
 //! ```
 //!
@@ -20,14 +21,14 @@
 //! * `REPLY`, by (endpoint, client), says which VIP the reply must come from; or, if the flow is
 //!   masqueraded, `MASQUERADE`, by (endpoint, the node's port), says that and who the client is.
 //!
-//! Key and value of an entry are 64 bytes: 128 for the flow.
+//! Key and value of an entry are 64 bytes: 128 for the flow. Where an entry is: [`cells`](crate::cells).
 //!
 //! # Time
 //!
 //! Entries say when they were last used in [`Tick`]s of 2^32 ns (4.3 s), and are written to only
 //! when the tick or a flag changes: a packet of a flow in use costs a lookup and no store. Whoever
 //! writes a new tick also looks whether the other direction's entry is there still, and marks it
-//! used for the LRU, so that one is not pushed out without the other.
+//! used, so that one is not pushed out of its hash, or collected, without the other.
 
 use core::ops::RangeInclusive;
 
@@ -60,8 +61,8 @@ layout! {
         pub addr: Addr,
     }
 
-    /// What a packet of a known flow carries.
-    #[repr(C)]
+    /// What a packet of a known flow carries. Aligned to eight bytes, since it is compared by them.
+    #[repr(C, align(8))]
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
     pub struct FlowKey {
         /// Source address.
@@ -120,7 +121,7 @@ layout! {
 
     /// What replies to a masqueraded flow carry: an endpoint sees a port of the node's used once,
     /// whatever the address.
-    #[repr(C)]
+    #[repr(C, align(8))]
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
     pub struct PortKey {
         /// The endpoint.
@@ -369,6 +370,11 @@ layout! {
         pub ephemeral_first: u16,
         /// The last port of that range.
         pub ephemeral_last: u16,
+        /// Which bits of a key's place count: how many cells each of `FORWARD`, `REPLY` and `MASQUERADE` has, a power of
+        /// two, less one.
+        pub cells: u32,
+        /// Zero.
+        pub reserved: u32,
     }
 }
 
@@ -406,8 +412,8 @@ pub const SOURCES: u32 = 1 << 20;
 pub const NODE_ADDRS: u32 = 256;
 /// How many fragmented datagrams are remembered at a time.
 pub const FRAGMENTS: u32 = 4096;
-/// How many flows there is room for unless told otherwise, in each of `FORWARD`, `REPLY` and
-/// `MASQUERADE`.
+/// How many flows there is room for unless told otherwise: so many cells in each of `FORWARD`, `REPLY` and
+/// `MASQUERADE`, and room for half as many entries in each hash beside.
 pub const DEFAULT_FLOWS: u32 = 65_536;
 
 const _: () = assert!(size_of::<Iface>() == 4);
@@ -416,7 +422,7 @@ const _: () = assert!(size_of::<FlowKey>() == 40 && size_of::<Forward>() == 24);
 const _: () = assert!(size_of::<Reply>() == 24);
 const _: () = assert!(size_of::<PortKey>() == 24 && size_of::<Masqueraded>() == 40);
 const _: () = assert!(size_of::<FragmentKey>() == 40 && size_of::<Fragment>() == 4);
-const _: () = assert!(size_of::<PacketConfig>() == 8);
+const _: () = assert!(size_of::<PacketConfig>() == 16);
 
 #[cfg(test)]
 mod tests {

@@ -42,15 +42,31 @@ pub unsafe fn compare_exchange(word: *mut u64, expected: u64, new: u64) -> u64 {
     before
 }
 
-/// Orders every access before it against every access after it, on every architecture: an atomic
-/// operation that returns the old value is a full barrier.
+/// Adds to a word; what it held before. A full barrier on every architecture
+/// (`Documentation/core-api/wrappers/atomic_t.rst`: operations that return a value).
+///
+/// # Safety
+/// `word` must point to eight aligned bytes that the program may write.
+#[inline(always)]
+pub unsafe fn fetch_add(word: *mut u64, amount: u64) -> u64 {
+    let before;
+    // SAFETY: the caller's promise.
+    unsafe {
+        asm!(
+            "{1} = atomic_fetch_add((u64 *)({0} + 0), {1})",
+            in(reg) word,
+            inout(reg) amount => before,
+        );
+    }
+    before
+}
+
+/// Orders every access before it against every access after it: a full barrier.
 ///
 /// # Safety
 /// `any` must point to eight aligned bytes that the program may write; they are left as they are.
 #[inline(always)]
 pub unsafe fn fence(any: *mut u64) {
     // SAFETY: the caller's promise.
-    unsafe {
-        asm!("{1} = atomic_fetch_add((u64 *)({0} + 0), {1})", in(reg) any, inout(reg) 0u64 => _);
-    }
+    unsafe { fetch_add(any, 0) };
 }

@@ -24,6 +24,7 @@ use dataplane_common::{
         ORIGINS as ORIGINS_CAPACITY, Origin, RULES as RULES_CAPACITY, RuleKey,
         TRAFFIC as TRAFFIC_CAPACITY, Traffic, TrafficKey, Tuple, WORKLOADS,
     },
+    cells::Cell,
     packet::{
         DEFAULT_FLOWS, FRAGMENTS as FRAGMENTS_CAPACITY, FlowKey, Forward, Fragment, FragmentKey,
         Iface, Masqueraded, NODE_ADDRS as NODE_ADDRS_CAPACITY, PacketConfig, PortKey, Reply,
@@ -86,7 +87,7 @@ pub static MORE_PEERS: SkStorage<Peer> = SkStorage::new();
 #[btf_map]
 pub static FLOWS: SkStorage<UdpFlows> = SkStorage::new();
 
-// The packet path: `dataplane_common::packet`. The agent makes the three of conntrack, in the size
+// The packet path: `dataplane_common::packet`. The agent makes the tables of conntrack, in the size
 // that it is told.
 
 /// A set and an address in it: `SourceKey` without the prefix length, which the map type has as a
@@ -110,15 +111,28 @@ pub static NODE_ADDRS: Array<Addr, { NODE_ADDRS_CAPACITY as usize }, MAPPED> = A
 #[btf_map]
 pub static PACKET_CONFIG: Array<PacketConfig, 1, MAPPED> = Array::new();
 
-#[btf_map]
-pub static FORWARD: LruHashMap<FlowKey, Forward, { DEFAULT_FLOWS as usize }> = LruHashMap::new();
+/// Entries of flows, by their key's place: `dataplane_common::cells`.
+pub type Cells = Array<Cell, { DEFAULT_FLOWS as usize }, MAPPED>;
+/// Those whose cell another entry has.
+pub type More<K, V> = LruHashMap<K, V, { DEFAULT_FLOWS as usize / 2 }>;
 
 #[btf_map]
-pub static REPLY: LruHashMap<FlowKey, Reply, { DEFAULT_FLOWS as usize }> = LruHashMap::new();
+pub static FORWARD: Cells = Cells::new();
 
 #[btf_map]
-pub static MASQUERADE: LruHashMap<PortKey, Masqueraded, { DEFAULT_FLOWS as usize }> =
-    LruHashMap::new();
+pub static REPLY: Cells = Cells::new();
+
+#[btf_map]
+pub static MASQUERADE: Cells = Cells::new();
+
+#[btf_map]
+pub static MORE_FORWARD: More<FlowKey, Forward> = More::new();
+
+#[btf_map]
+pub static MORE_REPLY: More<FlowKey, Reply> = More::new();
+
+#[btf_map]
+pub static MORE_MASQUERADE: More<PortKey, Masqueraded> = More::new();
 
 #[btf_map]
 pub static FRAGMENTS: LruHashMap<FragmentKey, Fragment, { FRAGMENTS_CAPACITY as usize }> =

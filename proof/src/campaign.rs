@@ -26,6 +26,8 @@ use crate::{
 const EPOCH: usize = 1024;
 /// How many flows there is room for: more than an epoch can make.
 const FLOWS: u32 = 8192;
+/// How many cells there are: so few that many an entry finds its own taken.
+const CELLS: u32 = 128;
 
 /// The programs and the node, ready for packets.
 pub struct Scene {
@@ -52,7 +54,7 @@ impl Scene {
     /// # Errors
     /// If this machine cannot.
     pub fn new() -> Result<Self> {
-        Self::with_flows(FLOWS)
+        Self::with_cells(FLOWS, CELLS)
     }
 
     /// The same, with room for so many flows.
@@ -60,8 +62,12 @@ impl Scene {
     /// # Errors
     /// If this machine cannot.
     pub fn with_flows(flows: u32) -> Result<Self> {
+        Self::with_cells(flows, flows.next_power_of_two())
+    }
+
+    fn with_cells(flows: u32, cells: u32) -> Result<Self> {
         let lab = world::lab()?;
-        let mut rig = Rig::new(&lab.bpffs()?.join("rig"), flows)?;
+        let mut rig = Rig::new(&lab.bpffs()?.join("rig"), flows, cells)?;
         let world = World::new(&lab, &mut rig)?;
         Ok(Self { rig, world, lab })
     }
@@ -303,5 +309,6 @@ pub fn plain_config() -> PacketConfig {
         flags: PacketConfig::DETECT_BY_ADDRESS | PacketConfig::WAYS_BY_ADDRESS,
         ephemeral_first: *world::EPHEMERAL.start(),
         ephemeral_last: *world::EPHEMERAL.end(),
+        ..PacketConfig::default()
     }
 }

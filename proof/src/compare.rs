@@ -1,14 +1,15 @@
 //! One packet through the programs and through the model, and what differs.
 
-use std::fmt;
+use std::{fmt, io};
 
 use anyhow::{Context as _, Result};
 use dataplane::kernel::{
     Direction,
-    rig::{Hash, Plain, Rig, SkbContext},
+    rig::{Hash, Plain, Rig, SkbContext, Table as Cells},
 };
 use dataplane_common::{
     Addr, Port, Reason,
+    cells::CellKey,
     packet::{FlowKey, Forward, PortKey, Tick, seen},
     tables::{Affinity, AffinityKey},
 };
@@ -28,6 +29,39 @@ impl fmt::Display for Bytes<'_> {
         self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
     }
 }
+
+/// A table of the kernel's, whatever it is made of.
+pub trait Kernel<K, V> {
+    fn get(&self, key: &K) -> io::Result<Option<V>>;
+    fn set(&self, key: &K, value: &V) -> io::Result<()>;
+    fn remove(&self, key: &K) -> io::Result<bool>;
+    fn entries(&self) -> io::Result<Vec<(K, V)>>;
+}
+
+macro_rules! kernel {
+    ($table:ident, $($key:tt)+) => {
+        impl<K: $($key)+, V: Plain> Kernel<K, V> for $table<K, V> {
+            fn get(&self, key: &K) -> io::Result<Option<V>> {
+                self.get(key)
+            }
+
+            fn set(&self, key: &K, value: &V) -> io::Result<()> {
+                self.set(key, value)
+            }
+
+            fn remove(&self, key: &K) -> io::Result<bool> {
+                self.remove(key)
+            }
+
+            fn entries(&self) -> io::Result<Vec<(K, V)>> {
+                self.entries()
+            }
+        }
+    };
+}
+
+kernel!(Hash, Plain);
+kernel!(Cells, CellKey + Plain);
 
 /// What the programs drew by lot.
 struct Tables<'a>(&'a Rig);
@@ -229,13 +263,13 @@ fn compare(
 /// Whether what a packet touched is in the kernel as the model has it.
 fn touched<K, V>(
     name: &str,
-    kernel: &Hash<K, V>,
+    kernel: &impl Kernel<K, V>,
     model: &mut Table<K, V>,
     adapt: impl Fn(&mut V, &V),
 ) -> Result<Option<String>>
 where
-    K: Copy + Eq + std::hash::Hash + fmt::Debug + Plain,
-    V: Copy + PartialEq + fmt::Debug + Plain,
+    K: Copy + Eq + std::hash::Hash + fmt::Debug,
+    V: Copy + PartialEq + fmt::Debug,
 {
     let keys: Vec<K> = model.touched().copied().collect();
     for key in keys {
@@ -255,10 +289,14 @@ where
 }
 
 /// Whether a table is the same in the kernel as in the model.
-pub fn differs<K, V>(name: &str, kernel: &Hash<K, V>, model: &Table<K, V>) -> Result<Option<String>>
+pub fn differs<K, V>(
+    name: &str,
+    kernel: &impl Kernel<K, V>,
+    model: &Table<K, V>,
+) -> Result<Option<String>>
 where
-    K: Copy + Eq + std::hash::Hash + fmt::Debug + Plain,
-    V: Copy + PartialEq + fmt::Debug + Plain,
+    K: Copy + Eq + std::hash::Hash + fmt::Debug,
+    V: Copy + PartialEq + fmt::Debug,
 {
     let entries = kernel.entries()?;
     for (key, theirs) in &entries {
@@ -280,7 +318,7 @@ where
     Ok(None)
 }
 
-pub fn empty<K: Plain, V: Plain>(table: &Hash<K, V>) -> Result<()> {
+pub fn empty<K, V>(table: &impl Kernel<K, V>) -> Result<()> {
     for (key, _) in table.entries()? {
         table.remove(&key)?;
     }
@@ -355,10 +393,10 @@ pub fn event(rig: &Rig, model: &mut Model<'_>, op: &Op) -> Result<()> {
 }
 
 /// What the model changed, into the kernel.
-fn push<K, V>(kernel: &Hash<K, V>, model: &Table<K, V>) -> Result<()>
+fn push<K, V>(kernel: &impl Kernel<K, V>, model: &Table<K, V>) -> Result<()>
 where
-    K: Copy + Eq + std::hash::Hash + Plain,
-    V: Copy + Plain,
+    K: Copy + Eq + std::hash::Hash,
+    V: Copy,
 {
     for key in model.touched() {
         match model.get(key) {

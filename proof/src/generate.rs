@@ -89,6 +89,7 @@ pub fn config(seed: u64) -> PacketConfig {
         flags: rng.random_range(0..16),
         ephemeral_first: *range.start(),
         ephemeral_last: *range.end(),
+        ..PacketConfig::default()
     }
 }
 

@@ -11,12 +11,9 @@ use dataplane_common::{
 use super::{
     parse::{FIN, Packet, RST},
     rewrite::Ends,
+    table::{FORWARD, MASQUERADE, REPLY},
 };
-use crate::tables::{FORWARD, MASQUERADE, NODE_ADDRS, REPLY};
-
-/// `BPF_ANY` and `BPF_NOEXIST`.
-const ANY: u64 = 0;
-const NOEXIST: u64 = 1;
+use crate::tables::NODE_ADDRS;
 
 #[inline(always)]
 pub fn now() -> Tick {
@@ -117,10 +114,10 @@ impl Flow {
     #[inline(never)]
     pub fn seen_of_replies(&self, now: Tick) -> u32 {
         if self.is_masqueraded() {
-            let Some(entry) = MASQUERADE.get_ptr_mut(self.port_key()) else {
+            let Some(entry) = MASQUERADE.get_ptr_mut(&self.port_key()) else {
                 return MISSING;
             };
-            // SAFETY: an LRU's element may be reused while it is read: what is read is compared.
+            // SAFETY: an entry may become another's while it is read: what is read is compared.
             let (client, port, vip, vip_port, seen) = unsafe {
                 (
                     (*entry).client,
@@ -141,7 +138,7 @@ impl Flow {
             unsafe { write_volatile(&raw mut (*entry).used, now) };
             u32::from(seen)
         } else {
-            let Some(entry) = REPLY.get_ptr_mut(self.reply_key()) else {
+            let Some(entry) = REPLY.get_ptr_mut(&self.reply_key()) else {
                 return MISSING;
             };
             // SAFETY: as above.
@@ -177,7 +174,7 @@ impl Flow {
             seen: 0,
             node_addr: self.node_addr,
         };
-        MASQUERADE.insert(self.port_key(), value, NOEXIST).is_ok()
+        MASQUERADE.insert(&self.port_key(), &value)
     }
 
     /// Makes the entry for replies to a client that is not masqueraded.
@@ -191,7 +188,7 @@ impl Flow {
             padding: 0,
             reserved: 0,
         };
-        REPLY.insert(self.reply_key(), value, NOEXIST).is_ok()
+        REPLY.insert(&self.reply_key(), &value)
     }
 
     /// Makes the entry for requests.
@@ -205,24 +202,24 @@ impl Flow {
             seen: packet,
             node_addr: self.node_addr,
         };
-        FORWARD.insert(self.forward, value, ANY).is_ok()
+        FORWARD.insert(&self.forward, &value)
     }
 
     /// Removes both entries.
     #[inline(never)]
     pub fn remove(&self) {
         self.remove_replies();
-        let _ = FORWARD.remove(self.forward);
+        FORWARD.remove(&self.forward);
     }
 
     /// Removes the entry for replies.
     #[inline(never)]
     pub fn remove_replies(&self) {
-        let _ = if self.is_masqueraded() {
-            MASQUERADE.remove(self.port_key())
+        if self.is_masqueraded() {
+            MASQUERADE.remove(&self.port_key());
         } else {
-            REPLY.remove(self.reply_key())
-        };
+            REPLY.remove(&self.reply_key());
+        }
     }
 
     /// Whether another live flow has the reply key of this one, which is not masqueraded. What is left of one that
@@ -230,10 +227,10 @@ impl Flow {
     #[inline(never)]
     pub fn replies_taken(&self, now: Tick) -> bool {
         let key = self.reply_key();
-        let Some(entry) = REPLY.get_ptr_mut(key) else {
+        let Some(entry) = REPLY.get_ptr_mut(&key) else {
             return false;
         };
-        // SAFETY: an LRU's element may be reused while it is read: at worst a free key counts as
+        // SAFETY: an entry may become another's while it is read: at worst a free key counts as
         // taken, or a flow that begins at this moment loses it.
         let (vip, vip_port, used, replies) = unsafe {
             (
@@ -253,7 +250,7 @@ impl Flow {
         // One that was pushed out is made again by what the endpoint says.
         let mut requests = seen::PACKET;
         let mut nobodys = vip == self.forward.dst && vip_port == self.forward.dst_port;
-        if let Some(entry) = FORWARD.get_ptr_mut(other) {
+        if let Some(entry) = FORWARD.get_ptr_mut(&other) {
             // SAFETY: as above.
             let (endpoint, port, node_addr) = unsafe {
                 (
@@ -267,14 +264,14 @@ impl Flow {
             nobodys |= endpoint != self.endpoint || port != self.endpoint_port || node_addr != 0;
         }
         if nobodys {
-            let _ = REPLY.remove(key);
+            REPLY.remove(&key);
             return false;
         }
         let ended = (requests | replies) & seen::RST != 0 || requests & replies & seen::FIN != 0;
         let keep = keep_seconds(self.forward.protocol, requests, replies);
         if ended || used.age_seconds(now) > keep {
-            let _ = REPLY.remove(key);
-            let _ = FORWARD.remove(other);
+            REPLY.remove(&key);
+            FORWARD.remove(&other);
             return false;
         }
         true
@@ -303,7 +300,7 @@ pub fn request(key: &FlowKey, seen_now: u8, flow: &mut Flow, now: Tick) -> Known
     let Some(entry) = FORWARD.get_ptr_mut(key) else {
         return NEW;
     };
-    // SAFETY: an LRU's element may be reused while it is read; a packet that is translated for
+    // SAFETY: an entry may become another's while it is read; a packet that is translated for
     // another flow by that has a wrong checksum or finds no socket.
     let value = unsafe { *entry };
     if value.seen & seen::FOREIGN != 0 {
@@ -330,7 +327,7 @@ pub fn request(key: &FlowKey, seen_now: u8, flow: &mut Flow, now: Tick) -> Known
             // Pushed out of its table. If somebody else has the port by now, the flow is lost: it
             // begins anew, or is told by a reset.
             if !flow.add_replies(now) {
-                let _ = FORWARD.remove(key);
+                FORWARD.remove(key);
                 return NEW;
             }
         } else if key.protocol != Protocol::TCP {
@@ -338,7 +335,7 @@ pub fn request(key: &FlowKey, seen_now: u8, flow: &mut Flow, now: Tick) -> Known
             if value.used.age_seconds(now) > keep {
                 // Timed out, but not yet collected.
                 flow.remove_replies();
-                let _ = FORWARD.remove(key);
+                FORWARD.remove(key);
                 return NEW;
             }
         }
@@ -350,7 +347,7 @@ pub fn request(key: &FlowKey, seen_now: u8, flow: &mut Flow, now: Tick) -> Known
 #[inline(never)]
 pub fn masqueraded_answer(key: &FlowKey, seen_now: u8, flow: &mut Flow, now: Tick) -> Known {
     let port_key = PortKey::new(key.src, key.src_port, key.dst_port, key.protocol);
-    let Some(entry) = MASQUERADE.get_ptr_mut(port_key) else {
+    let Some(entry) = MASQUERADE.get_ptr_mut(&port_key) else {
         return NEW;
     };
     // SAFETY: see `request`. Read field by field: a copy of the whole would take its stack.
@@ -419,7 +416,7 @@ pub fn answer(key: &FlowKey, seen_now: u8, flow: &mut Flow, now: Tick) -> Known 
 /// listen for long and say nothing). One that was pushed out is made again.
 #[inline(always)]
 fn keep_requests(flow: &Flow, now: Tick) {
-    if let Some(entry) = FORWARD.get_ptr_mut(flow.forward) {
+    if let Some(entry) = FORWARD.get_ptr_mut(&flow.forward) {
         // SAFETY: an aligned field of the element.
         unsafe { write_volatile(&raw mut (*entry).used, now) };
     } else {

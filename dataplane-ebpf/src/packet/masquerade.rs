@@ -2,7 +2,7 @@
 
 use aya_ebpf::helpers::generated::bpf_get_prandom_u32;
 use dataplane_common::{
-    Port, Protocol, decide,
+    Port, Protocol, VipPlace, decide,
     packet::{PacketConfig, Tick},
     tables::FrontendKey,
 };
@@ -28,8 +28,10 @@ fn claim(flow: &Flow, now: Tick) -> bool {
         }
         let (addr, port) = (node_addr(flow.node_addr), flow.node_port);
         let is_served = |key| !decide::Tables::frontend(&Live, &key).is_none();
+        let place = VipPlace::of(addr);
+        let words = decide::Tables::vips(&Live, place.index());
         if is_served(FrontendKey::node_port(addr.is_v4(), port, protocol))
-            || is_served(FrontendKey::new(addr, port, protocol))
+            || (place.may_have_ports(words) && is_served(FrontendKey::new(addr, port, protocol)))
         {
             return false;
         }
@@ -39,7 +41,7 @@ fn claim(flow: &Flow, now: Tick) -> bool {
 
 /// Gives the flow a port that no other flow to its endpoint has ([`claim`]), and makes its entry for replies:
 /// the client's own port if it is free and cannot be one that the host gives to a connection of its
-/// own, else any that cannot. `false` if none was found.
+/// own, else one that cannot. `false` if none was found.
 #[inline(never)]
 pub fn take_port(flow: &mut Flow, now: Tick) -> bool {
     let Some(config) = PACKET_CONFIG.get(0) else {
@@ -58,11 +60,16 @@ pub fn take_port(flow: &mut Flow, now: Tick) -> bool {
     // The ports from `lowest` on without the host's own range.
     let below = first.max(lowest) - lowest;
     let above = 0xffff - last.min(0xffff);
-    let count = u64::from(below + above);
+    let count = below + above;
+    // First the one that the client's own port leads to: its next flow has the next, and the cell beside
+    // (`dataplane_common::cells`). Who does not know the client's port does not know this one.
+    let (high, low) = flow.forward.src.halves();
+    let spread = ((high ^ low).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as u32;
+    let Some(mut nth) = (own + spread).checked_rem(count) else {
+        return false;
+    };
     for _ in 0..TRIES {
-        // SAFETY: the helper has no preconditions.
-        let random = u64::from(unsafe { bpf_get_prandom_u32() });
-        let mut port = lowest + ((random * count) >> 32) as u32;
+        let mut port = lowest + nth;
         if port >= lowest + below {
             port = port - (lowest + below) + last + 1;
         }
@@ -70,6 +77,9 @@ pub fn take_port(flow: &mut Flow, now: Tick) -> bool {
         if claim(flow, now) {
             return true;
         }
+        // SAFETY: the helper has no preconditions.
+        let random = u64::from(unsafe { bpf_get_prandom_u32() });
+        nth = ((random * u64::from(count)) >> 32) as u32;
     }
     false
 }

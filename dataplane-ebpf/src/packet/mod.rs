@@ -21,6 +21,7 @@ mod rewrite;
 pub mod route;
 pub mod scratch;
 pub mod skb;
+mod table;
 
 use aya_ebpf::{EbpfContext, bindings::TC_ACT_SHOT, programs::TcContext};
 use dataplane_common::{

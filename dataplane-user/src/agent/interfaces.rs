@@ -109,6 +109,7 @@ impl PacketSettings {
             flags,
             ephemeral_first: first,
             ephemeral_last: last,
+            ..PacketConfig::default()
         };
         (config, pods)
     }

@@ -266,8 +266,9 @@ struct PacketArgs {
     tc_hook: TcHook,
 
     /// How many flows conntrack has room for, of each kind: 384 bytes of kernel memory each, 24 MiB by
-    /// default. Taken when the tables are made; those of an earlier agent keep their size until
-    /// `dataplane cleanup`, or until an agent runs with --packet-path off
+    /// default; half of it is for as many as the next power of two. Taken when the tables are made; those of
+    /// an earlier agent keep their size until `dataplane cleanup`, or until an agent runs with
+    /// --packet-path off
     #[arg(
         long,
         value_name = "N",

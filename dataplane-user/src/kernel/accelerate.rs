@@ -55,7 +55,7 @@ impl Accelerator {
     pub fn start(cgroup: &Path) -> Result<Self, Error> {
         let mut loader = EbpfLoader::new();
         // The object's other tables: nobody uses these.
-        for map in MAPS.iter().filter(|map| map.is_hash()) {
+        for map in MAPS.iter().filter(|map| map.is_hash() || map.is_of_flows()) {
             loader.map_max_entries(map.name, 1);
         }
         let mut ebpf = loader.load(object::programs()?).map_err(Box::new)?;

@@ -20,8 +20,18 @@ use super::{
 /// no numbers of pools or workloads, which each layout gives anew.
 const CONNECTIONS: [(u32, &[&str]); 2] = [
     (
+        // Before 6 entries were in hashes only, and are not taken for cells: FORWARD is of another kind.
         2,
-        &["FORWARD", "REPLY", "MASQUERADE", "FRAGMENTS", "NODE_ADDRS"],
+        &[
+            "FORWARD",
+            "MORE_FORWARD",
+            "REPLY",
+            "MORE_REPLY",
+            "MASQUERADE",
+            "MORE_MASQUERADE",
+            "FRAGMENTS",
+            "NODE_ADDRS",
+        ],
     ),
     (
         4,

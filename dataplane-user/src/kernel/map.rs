@@ -98,11 +98,11 @@ impl<K: Plain, V: Plain> Hash<K, V> {
         sys::map_update(self.fd.as_fd(), key.as_bytes(), value.as_bytes(), 0)
     }
 
-    /// Adds a key unless it is there.
+    /// Adds a key unless it is there; `false` if it was.
     ///
     /// # Errors
     /// The kernel's refusal.
-    pub fn add(&self, key: &K, value: &V) -> io::Result<()> {
+    pub fn add(&self, key: &K, value: &V) -> io::Result<bool> {
         const BPF_NOEXIST: u64 = 1;
         match sys::map_update(
             self.fd.as_fd(),
@@ -110,8 +110,8 @@ impl<K: Plain, V: Plain> Hash<K, V> {
             value.as_bytes(),
             BPF_NOEXIST,
         ) {
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
-            result => result,
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(false),
+            result => result.map(|()| true),
         }
     }
 

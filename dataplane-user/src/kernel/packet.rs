@@ -60,7 +60,7 @@ pub struct Network {
     pub interfaces: BTreeMap<u32, NetworkInterface>,
     /// The networks that pods' addresses are in ([`SourceKey::PODS`]).
     pub pods: BTreeSet<SourceKey>,
-    /// The rest.
+    /// The rest, but for [`PacketConfig::cells`]: that is what the tables are.
     pub config: PacketConfig,
 }
 
@@ -79,6 +79,8 @@ pub struct PacketPath {
     tables: PacketTables,
     programs: Option<PacketPrograms>,
     node_addrs: NodeAddrs,
+    /// [`PacketConfig::cells`], as the tables of flows are: those that are there keep their size.
+    cells: u32,
 }
 
 impl PacketPath {
@@ -93,10 +95,14 @@ impl PacketPath {
                 order,
             )?),
         };
+        // Without the packet path there are none.
+        let forward = pins.open_map(spec("FORWARD"))?;
+        let cells = forward.map_or(0, |(_, info)| info.max_entries.saturating_sub(1));
         Ok(Self {
             node_addrs: NodeAddrs::adopt(|index| tables.node_addr(index)),
             tables,
             programs,
+            cells,
         })
     }
 
@@ -124,8 +130,12 @@ impl PacketPath {
         to_attach: bool,
     ) -> Result<Vec<String>, Error> {
         let mut problems = Vec::new();
-        if self.tables.config() != network.config {
-            self.tables.set_config(network.config);
+        let config = PacketConfig {
+            cells: self.cells,
+            ..network.config
+        };
+        if self.tables.config() != config {
+            self.tables.set_config(config);
         }
         let networks: BTreeSet<SourceKey> = self.tables.sources().of_pods()?;
         for key in network.pods.difference(&networks) {
@@ -365,9 +375,11 @@ impl PacketTables {
     }
 
     pub(super) fn set_config(&self, config: PacketConfig) {
-        if let Some(word) = self.config.word(0, 0) {
-            let word_now: u64 = zerocopy::transmute!(config);
-            word.store(word_now, Ordering::Relaxed);
+        let words: [u64; 2] = zerocopy::transmute!(config);
+        for (index, now) in words.into_iter().enumerate() {
+            if let Some(word) = self.config.word(0, index) {
+                word.store(now, Ordering::Relaxed);
+            }
         }
     }
 

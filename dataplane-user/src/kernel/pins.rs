@@ -24,6 +24,7 @@ use dataplane_common::{
         CaptureConfig, Enrolled, KNOWN, ListenerKey, Local, Meter, MeterSets, ORIGINS, Origin,
         RULES, RangeKey, RuleKey, TRAFFIC, Traffic, TrafficKey, Tuple, WORKLOADS,
     },
+    cells::Cell,
     packet::{
         FRAGMENTS, FlowKey, Forward, Fragment, FragmentKey, IFACES, Iface, Masqueraded, NODE_ADDRS,
         PacketConfig, PortKey, Reply, SOURCES, SourceKey,
@@ -96,12 +97,21 @@ const fn on_demand<K: Plain, V: Plain>(
 }
 
 /// A table in which the least recently used entry makes room for a new one; without
-/// `max_entries`, as large as the agent was told.
+/// `max_entries`, as large as the agent was told ([`MapSpec::entries`]).
 const fn lru<K: Plain, V: Plain>(name: &'static str, max_entries: Option<u32>) -> MapSpec {
     MapSpec {
         name,
         shape: Hash::<K, V>::shape(BPF_MAP_TYPE_LRU_HASH),
         max_entries,
+    }
+}
+
+/// Cells of flows' entries ([`dataplane_common::cells`]), as many as the agent was told.
+const fn cells(name: &'static str) -> MapSpec {
+    MapSpec {
+        name,
+        shape: Mapped::<Cell>::shape(false),
+        max_entries: None,
     }
 }
 
@@ -121,7 +131,7 @@ const fn storage<T>(name: &'static str) -> MapSpec {
 }
 
 /// Every map that is pinned.
-pub const MAPS: [MapSpec; 34] = [
+pub const MAPS: [MapSpec; 37] = [
     outer("FRONTENDS"),
     outer("POOLS"),
     outer("ENDPOINTS"),
@@ -181,9 +191,12 @@ pub const MAPS: [MapSpec; 34] = [
         shape: Mapped::<PacketConfig>::shape(false),
         max_entries: Some(1),
     },
-    lru::<FlowKey, Forward>("FORWARD", None),
-    lru::<FlowKey, Reply>("REPLY", None),
-    lru::<PortKey, Masqueraded>("MASQUERADE", None),
+    cells("FORWARD"),
+    lru::<FlowKey, Forward>("MORE_FORWARD", None),
+    cells("REPLY"),
+    lru::<FlowKey, Reply>("MORE_REPLY", None),
+    cells("MASQUERADE"),
+    lru::<PortKey, Masqueraded>("MORE_MASQUERADE", None),
     lru::<FragmentKey, Fragment>("FRAGMENTS", Some(FRAGMENTS)),
     MapSpec {
         name: "CAPTURE",
@@ -216,7 +229,15 @@ pub const MAPS: [MapSpec; 34] = [
 ];
 
 /// Those of them that only the packet path needs, and that take memory: they are there where it is.
-pub const FLOW_MAPS: [&str; 4] = ["FORWARD", "REPLY", "MASQUERADE", "FRAGMENTS"];
+pub const FLOW_MAPS: [&str; 7] = [
+    "FORWARD",
+    "MORE_FORWARD",
+    "REPLY",
+    "MORE_REPLY",
+    "MASQUERADE",
+    "MORE_MASQUERADE",
+    "FRAGMENTS",
+];
 
 /// The spec of a map that [`MAPS`] has.
 pub fn spec(name: &str) -> &'static MapSpec {
@@ -225,9 +246,19 @@ pub fn spec(name: &str) -> &'static MapSpec {
 }
 
 impl MapSpec {
-    /// Whether it is as large as the agent was told.
-    pub fn is_sized_by_the_agent(&self) -> bool {
-        self.is_of_flows() && self.max_entries.is_none()
+    /// How many entries it has room for if there are to be so many flows; `None` where that makes no difference.
+    ///
+    /// Cells there are as many, and a power of two. Of as many flows 37 of 100 find theirs taken: the hash beside
+    /// has room for half.
+    pub fn entries(&self, flows: u32) -> Option<u32> {
+        if !self.is_of_flows() || self.max_entries.is_some() {
+            return None;
+        }
+        Some(if self.is_hash() {
+            (flows / 2).max(1)
+        } else {
+            flows.next_power_of_two()
+        })
     }
 
     /// Whether it is one of [`FLOW_MAPS`].
@@ -238,15 +269,6 @@ impl MapSpec {
     /// Whether it takes memory for as many entries as it has room for.
     pub fn is_hash(&self) -> bool {
         matches!(self.shape.kind, BPF_MAP_TYPE_HASH | BPF_MAP_TYPE_LRU_HASH)
-    }
-
-    /// A map whose capacity is chosen when it is made.
-    pub const fn of_any_size(name: &'static str, shape: Shape) -> Self {
-        Self {
-            name,
-            shape,
-            max_entries: None,
-        }
     }
 
     fn describe(kind: u32, key: u32, value: u32, flags: u32) -> String {

@@ -134,8 +134,8 @@ fn load_logging(
             loader.map_max_entries(map.name, 1);
             continue;
         }
-        if map.is_sized_by_the_agent() {
-            loader.map_max_entries(map.name, flows);
+        if let Some(entries) = map.entries(flows) {
+            loader.map_max_entries(map.name, entries);
         }
         loader.map_pin_path(map.name, pins.map(map.name));
     }

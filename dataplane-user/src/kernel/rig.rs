@@ -13,13 +13,15 @@ use std::{
 
 use dataplane_common::{
     Addr, Reason,
+    cells::{Cell, CellKey},
     packet::{FlowKey, Forward, Fragment, FragmentKey, Masqueraded, PortKey, Reply},
     tables::{Affinity, AffinityKey, PoolStats},
 };
 
 use super::{
-    Network, PacketOptions, Tables,
-    error::Error,
+    Network, PacketOptions, Tables, conntrack,
+    error::{Doing, Error},
+    map::Mapped,
     packet::PacketPath,
     pins::{Pins, spec},
     programs, sys,
@@ -29,6 +31,7 @@ use super::{
 use crate::plan::Write;
 
 pub use super::{
+    conntrack::Table,
     map::{Hash, Plain},
     sys::SkbContext,
 };
@@ -43,11 +46,11 @@ pub struct Rig {
     packet: PacketPath,
     freed: bool,
     /// Conntrack, client to VIP.
-    pub forward: Hash<FlowKey, Forward>,
+    pub forward: Table<FlowKey, Forward>,
     /// Conntrack, endpoint to client.
-    pub reply: Hash<FlowKey, Reply>,
+    pub reply: Table<FlowKey, Reply>,
     /// Conntrack, endpoint to a masqueraded client.
-    pub masquerade: Hash<PortKey, Masqueraded>,
+    pub masquerade: Table<PortKey, Masqueraded>,
     /// The ports of first fragments.
     pub fragments: Hash<FragmentKey, Fragment>,
 }
@@ -65,13 +68,18 @@ pub struct Ran {
 
 impl Rig {
     /// Loads the programs with empty tables, pinned below `bpffs` while nobody else is there.
-    /// `flows`: how many each table of conntrack has room for.
+    /// `flows`: how many conntrack has room for; `cells`: how many cells each of its tables has, a power of two.
     ///
     /// # Errors
     /// The kernel's refusal.
-    pub fn new(bpffs: &Path, flows: u32) -> Result<Self, Error> {
+    pub fn new(bpffs: &Path, flows: u32, cells: u32) -> Result<Self, Error> {
         let pins = Pins::new(bpffs);
         pins.create_directories()?;
+        for [name, _] in [conntrack::FORWARD, conntrack::REPLY, conntrack::MASQUERADE] {
+            let doing = || format!("cannot make table {name}");
+            let map = sys::map_create(name, &Mapped::<Cell>::shape(false), cells).doing(doing)?;
+            sys::obj_pin(map.as_fd(), &pins.map(name)).doing(doing)?;
+        }
         Tables::create(&pins)?;
         let ebpf = programs::load(&pins, flows, true, false)?;
         let options = PacketOptions {
@@ -84,9 +92,9 @@ impl Rig {
             tables: Tables::open_pins(&pins, true)?,
             packet: PacketPath::open(&pins, &ebpf, options)?,
             freed: false,
-            forward: hash(&pins, "FORWARD")?,
-            reply: hash(&pins, "REPLY")?,
-            masquerade: hash(&pins, "MASQUERADE")?,
+            forward: table(&pins, conntrack::FORWARD)?,
+            reply: table(&pins, conntrack::REPLY)?,
+            masquerade: table(&pins, conntrack::MASQUERADE)?,
             fragments: hash(&pins, "FRAGMENTS")?,
             pins,
         })
@@ -159,9 +167,20 @@ impl Rig {
 
 fn hash<K: Plain, V: Plain>(pins: &Pins, name: &str) -> Result<Hash<K, V>, Error> {
     let found = pins.open_map(spec(name))?;
-    let (fd, info) = found.ok_or_else(|| Error::Io {
+    let (fd, info) = found.ok_or_else(|| absent(pins, name))?;
+    Ok(Hash::from_fd(fd, info.max_entries))
+}
+
+fn table<K: CellKey + Plain, V: Plain>(
+    pins: &Pins,
+    names: [&'static str; 2],
+) -> Result<Table<K, V>, Error> {
+    Table::open(pins, names)?.ok_or_else(|| absent(pins, names[0]))
+}
+
+fn absent(pins: &Pins, name: &str) -> Error {
+    Error::Io {
         what: format!("{} is not there", pins.map(name).display()),
         source: io::ErrorKind::NotFound.into(),
-    })?;
-    Ok(Hash::from_fd(fd, info.max_entries))
+    }
 }

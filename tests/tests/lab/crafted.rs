@@ -4,9 +4,10 @@
 use std::net::IpAddr;
 
 use anyhow::{Context as _, Result, ensure};
-use dataplane::kernel::rig::{Hash, Plain};
+use dataplane::kernel::rig::{Plain, Table};
 use dataplane_common::{
     Addr, Port, Protocol, Reason,
+    cells::CellKey,
     packet::{FlowKey, Tick, timeout},
 };
 use dataplane_proof::{
@@ -50,13 +51,13 @@ const ALL: [(bool, bool); 4] = [(true, true), (true, false), (false, true), (fal
 /// The link-layer address of whoever sends.
 const SENDER: [u8; 6] = [2, 8, 8, 8, 8, 8];
 
-fn ip(v4: bool, text4: &str, text6: &str) -> IpAddr {
+pub fn ip(v4: bool, text4: &str, text6: &str) -> IpAddr {
     let text = if v4 { text4 } else { text6 };
     text.parse().expect("an address of this file")
 }
 
 /// The addresses of service `n` (see the world's list): what is in front of it, and its port.
-fn vip(v4: bool, kind: &str, n: u16) -> (IpAddr, u16) {
+pub fn vip(v4: bool, kind: &str, n: u16) -> (IpAddr, u16) {
     match kind {
         "cluster" => (
             ip(v4, &format!("10.96.0.{n}"), &format!("fd00:96::{n}")),
@@ -87,7 +88,7 @@ fn payload(tcp: bool, ports: [u16; 2], tcp_flags: u8, data: &[u8]) -> Payload {
 
 type End = (IpAddr, u16);
 
-fn packet(tcp: bool, from: End, to: End, tcp_flags: u8) -> Packet {
+pub fn packet(tcp: bool, from: End, to: End, tcp_flags: u8) -> Packet {
     let payload = payload(tcp, [from.1, to.1], tcp_flags, b"seven b");
     Packet {
         link: [[0; 6], SENDER],
@@ -157,7 +158,7 @@ fn check(
     Ok(())
 }
 
-fn scene(work: impl FnOnce(&Scene) -> Result<()> + Send) -> Result<()> {
+pub fn scene(work: impl FnOnce(&Scene) -> Result<()> + Send) -> Result<()> {
     let mut scene = Scene::new()?;
     scene.inside(|scene| {
         scene.world.configure(&mut scene.rig, plain_config())?;
@@ -179,8 +180,8 @@ struct Way {
     masqueraded: Option<[&'static str; 2]>,
 }
 
-const OUTSIDE: [&str; 2] = ["192.168.77.201", "fd77::201"];
-const NEAR: [&str; 2] = ["10.244.1.10", "fd00:10:244:1::10"];
+pub const OUTSIDE: [&str; 2] = ["192.168.77.201", "fd77::201"];
+pub const NEAR: [&str; 2] = ["10.244.1.10", "fd00:10:244:1::10"];
 const SMALL: [&str; 2] = ["10.244.1.12", "fd00:10:244:1::12"];
 const FAR: [&str; 2] = ["10.244.2.10", "fd00:10:244:2::10"];
 const NODE: [&str; 2] = ["192.168.77.1", "fd77::1"];
@@ -1110,8 +1111,8 @@ fn now() -> Result<Tick> {
 }
 
 /// How many seconds ago each entry was used; and makes it another time, if one is given.
-fn ages<K: Plain, V: Plain>(
-    table: &Hash<K, V>,
+fn ages<K: CellKey + Plain, V: Plain>(
+    table: &Table<K, V>,
     used: fn(&mut V) -> &mut Tick,
     to: Option<Tick>,
 ) -> Result<Vec<u32>> {

@@ -232,7 +232,15 @@ fn off_and_on_again() -> Result<()> {
     let load = cluster.client().load(&load)?;
     let is = |cluster: &Cluster, on: bool, room: u64| -> Result<()> {
         ensure!(interfaces(cluster)?.is_empty() != on);
-        for name in ["FORWARD", "REPLY", "MASQUERADE", "FRAGMENTS"] {
+        for name in [
+            "FORWARD",
+            "MORE_FORWARD",
+            "REPLY",
+            "MORE_REPLY",
+            "MASQUERADE",
+            "MORE_MASQUERADE",
+            "FRAGMENTS",
+        ] {
             let pin = cluster.agent.bpffs().join(format!("v{LAYOUT}/maps/{name}"));
             ensure!(pin.exists() == on, "on: {on}; {}", pin.display());
         }

@@ -21,6 +21,7 @@ macro_rules! scenarios {
 
 mod accelerate;
 mod capture;
+mod cells;
 mod churn;
 mod cleanup;
 mod cluster;
@@ -118,6 +119,7 @@ fn main() -> ExitCode {
         smoke::SCENARIOS,
         accelerate::SCENARIOS,
         capture::SCENARIOS,
+        cells::SCENARIOS,
         capture::EXPLAIN,
         capture::METRICS,
         capture::PACKETS,

@@ -1,16 +1,17 @@
-//! Removes flows that are over, a batch at a time: whoever calls decides how fast.
+//! Removes flows that are over, a few thousand at a time: whoever calls decides how fast.
 
 use std::collections::{BTreeMap, HashSet};
 
 use dataplane_common::{
     Protocol,
+    cells::CellKey,
     packet::{FlowKey, Masqueraded, PortKey, Reply, Tick, seen, timeout},
 };
 
-use super::{Conntrack, Entries, Flow, Flows, State, flow, now, removing};
+use super::{Conntrack, Entries, Flow, Flows, State, Table, Walk, flow, now, removing};
 use crate::kernel::{
     error::{Doing, Error},
-    map::{Batches, Hash, Plain},
+    map::Plain,
 };
 
 /// What a walk through all flows found.
@@ -47,8 +48,8 @@ pub struct Collector<'a> {
 #[derive(Debug)]
 enum Phase<'a> {
     Forward(Flows<'a>),
-    Reply(Batches<'a, FlowKey, Reply>),
-    Masquerade(Batches<'a, PortKey, Masqueraded>),
+    Reply(Walk<'a, FlowKey, Reply>),
+    Masquerade(Walk<'a, PortKey, Masqueraded>),
     Done,
 }
 
@@ -82,30 +83,30 @@ impl<'a> Collector<'a> {
                 if flows.read(&mut self.flows)? {
                     self.forward(now, foreign)?;
                 } else {
-                    self.phase = Phase::Reply(self.conntrack.reply.batches());
+                    self.phase = Phase::Reply(self.conntrack.reply.walk());
                 }
             }
-            Phase::Reply(batches) => {
+            Phase::Reply(walk) => {
                 let conntrack = self.conntrack;
                 let orphan = |key: &FlowKey, reply: &Reply| {
                     let flow = flow::of_reply(key, reply);
                     is_old(key.protocol, reply.seen, reply.used, now).then_some(flow)
                 };
-                match orphans(&conntrack.reply, batches, conntrack, orphan)? {
+                match orphans(&conntrack.reply, walk, conntrack, orphan)? {
                     Some(looked) => {
                         self.census.halves += looked.removed;
                         self.census.entries[1] += looked.left;
                     }
-                    None => self.phase = Phase::Masquerade(conntrack.masquerade.batches()),
+                    None => self.phase = Phase::Masquerade(conntrack.masquerade.walk()),
                 }
             }
-            Phase::Masquerade(batches) => {
+            Phase::Masquerade(walk) => {
                 let conntrack = self.conntrack;
                 let orphan = |key: &PortKey, masqueraded: &Masqueraded| {
                     let flow = flow::of_masqueraded(key, masqueraded);
                     is_old(key.protocol, masqueraded.seen, masqueraded.used, now).then_some(flow)
                 };
-                match orphans(&conntrack.masquerade, batches, conntrack, orphan)? {
+                match orphans(&conntrack.masquerade, walk, conntrack, orphan)? {
                     Some(looked) => {
                         self.census.halves += looked.removed;
                         self.census.entries[2] += looked.left;
@@ -160,23 +161,23 @@ fn is_old(protocol: Protocol, what: u8, used: Tick, now: Tick) -> bool {
     used.age_seconds(now) > seconds
 }
 
-/// What became of a batch of entries.
+/// What became of the entries of a step.
 struct Looked {
     removed: u64,
     left: u64,
 }
 
-/// Removes entries of the next batch that `old` finds to be old, and whose flow is gone; `None` if
-/// there was no next batch.
-fn orphans<K: Plain, V: Plain>(
-    hash: &Hash<K, V>,
-    batches: &mut Batches<'_, K, V>,
+/// Removes those of the next entries that `old` finds to be old, and whose flow is gone; `None` if there were no
+/// more.
+fn orphans<K: CellKey + Plain, V: Plain>(
+    table: &Table<K, V>,
+    walk: &mut Walk<'_, K, V>,
     conntrack: &Conntrack,
     old: impl Fn(&K, &V) -> Option<FlowKey>,
 ) -> Result<Option<Looked>, Error> {
     let read = || "cannot read the tables REPLY and MASQUERADE".to_owned();
     let mut entries = Vec::new();
-    if !batches.read(&mut entries).doing(read)? {
+    if !walk.read(&mut entries).doing(read)? {
         return Ok(None);
     }
     let all = entries.len() as u64;
@@ -191,13 +192,13 @@ fn orphans<K: Plain, V: Plain>(
         {
             continue;
         }
-        let Some(taken) = hash.take(&key).doing(removing)? else {
+        let Some(taken) = table.take(&key).doing(removing)? else {
             continue;
         };
         if old(&key, &taken).is_some() {
             removed += 1;
         } else {
-            hash.add(&key, &taken).doing(removing)?;
+            table.add(&key, &taken).doing(removing)?;
         }
     }
     Ok(Some(Looked {

@@ -6,48 +6,34 @@
 
 mod collect;
 mod flow;
+mod table;
 #[cfg(test)]
 mod tests;
 
-use std::{os::fd::OwnedFd, path::Path};
+use std::path::Path;
 
-use aya_obj::generated::bpf_map_type::{BPF_MAP_TYPE_ARRAY, BPF_MAP_TYPE_LRU_HASH};
 use dataplane_common::{
     Addr,
+    cells::CellKey,
     packet::{FlowKey, Forward, Masqueraded, NODE_ADDRS, PortKey, Reply, Tick, seen},
 };
 use nix::time::{ClockId, clock_gettime};
 
 pub use collect::{Census, Collector};
 pub use flow::{Back, Flow, State};
+pub use table::{Table, Walk};
 
 use super::{
     error::{Doing, Error},
-    map::{Batches, Hash, Mapped, Plain},
-    pins::{MapSpec, Pins},
-    sys::Shape,
+    map::{Mapped, Plain},
+    pins::{Pins, spec},
     tables::Usage,
 };
 
-const FORWARD: MapSpec = MapSpec::of_any_size(
-    "FORWARD",
-    Hash::<FlowKey, Forward>::shape(BPF_MAP_TYPE_LRU_HASH),
-);
-const REPLY: MapSpec = MapSpec::of_any_size(
-    "REPLY",
-    Hash::<FlowKey, Reply>::shape(BPF_MAP_TYPE_LRU_HASH),
-);
-const MASQUERADE: MapSpec = MapSpec::of_any_size(
-    "MASQUERADE",
-    Hash::<PortKey, Masqueraded>::shape(BPF_MAP_TYPE_LRU_HASH),
-);
-const ADDRESSES: MapSpec = MapSpec::of_any_size(
-    "NODE_ADDRS",
-    Shape {
-        kind: BPF_MAP_TYPE_ARRAY,
-        ..Mapped::<Addr>::shape(false)
-    },
-);
+/// Each table's cells, and the hash beside them.
+pub(super) const FORWARD: [&str; 2] = ["FORWARD", "MORE_FORWARD"];
+pub(super) const REPLY: [&str; 2] = ["REPLY", "MORE_REPLY"];
+pub(super) const MASQUERADE: [&str; 2] = ["MASQUERADE", "MORE_MASQUERADE"];
 
 /// How many entries the tables have: FORWARD, REPLY, MASQUERADE.
 pub type Entries = [u64; 3];
@@ -55,9 +41,9 @@ pub type Entries = [u64; 3];
 /// The flows of one node.
 #[derive(Debug)]
 pub struct Conntrack {
-    forward: Hash<FlowKey, Forward>,
-    reply: Hash<FlowKey, Reply>,
-    masquerade: Hash<PortKey, Masqueraded>,
+    forward: Table<FlowKey, Forward>,
+    reply: Table<FlowKey, Reply>,
+    masquerade: Table<PortKey, Masqueraded>,
     /// What [`Forward::node_addr`] refers to.
     node_addrs: Mapped<Addr>,
 }
@@ -78,52 +64,42 @@ impl Conntrack {
     /// If what is there is not ours, or may not be opened.
     pub fn open(bpffs: &Path) -> Result<Option<Self>, Error> {
         let pins = Pins::new(bpffs);
-        let open = |spec: &MapSpec| pins.open_map(spec);
         let (Some(forward), Some(reply), Some(masquerade), Some(addresses)) = (
-            open(&FORWARD)?,
-            open(&REPLY)?,
-            open(&MASQUERADE)?,
-            open(&ADDRESSES)?,
+            Table::open(&pins, FORWARD)?,
+            Table::open(&pins, REPLY)?,
+            Table::open(&pins, MASQUERADE)?,
+            pins.open_map(spec("NODE_ADDRS"))?,
         ) else {
             return Ok(None);
         };
-        let addresses = Mapped::map(addresses.0, NODE_ADDRS.min(addresses.1.max_entries), false)
+        let node_addrs = Mapped::map(addresses.0, NODE_ADDRS, false)
             .doing(|| "cannot map table NODE_ADDRS".to_owned())?;
         Ok(Some(Self {
-            forward: Hash::from_fd(forward.0, forward.1.max_entries),
-            reply: Hash::from_fd(reply.0, reply.1.max_entries),
-            masquerade: Hash::from_fd(masquerade.0, masquerade.1.max_entries),
-            node_addrs: addresses,
+            forward,
+            reply,
+            masquerade,
+            node_addrs,
         }))
     }
 
-    /// Tables that are pinned nowhere and that no program knows, for tests and measurements.
+    /// Tables that are pinned nowhere and that no program knows, with room for so many flows, for tests and
+    /// measurements.
     ///
     /// # Errors
     /// If the kernel does not make them.
-    pub fn unpinned(capacity: u32) -> Result<Self, Error> {
+    pub fn unpinned(flows: u32) -> Result<Self, Error> {
         let doing = || "cannot make tables for flows".to_owned();
-        let kind = BPF_MAP_TYPE_LRU_HASH;
         Ok(Self {
-            forward: Hash::create("FORWARD", kind, capacity).doing(doing)?,
-            reply: Hash::create("REPLY", kind, capacity).doing(doing)?,
-            masquerade: Hash::create("MASQUERADE", kind, capacity).doing(doing)?,
+            forward: Table::unpinned(FORWARD, flows).doing(doing)?,
+            reply: Table::unpinned(REPLY, flows).doing(doing)?,
+            masquerade: Table::unpinned(MASQUERADE, flows).doing(doing)?,
             node_addrs: Mapped::create("NODE_ADDRS", NODE_ADDRS).doing(doing)?,
         })
     }
 
-    /// How many flows there is room for.
+    /// How many flows there is room for: the number that the agent was told, rounded up to a power of two.
     pub fn capacity(&self) -> u32 {
         self.forward.capacity()
-    }
-
-    /// The tables' descriptors, with their names.
-    pub fn descriptors(&self) -> [(&'static str, &OwnedFd); 3] {
-        [
-            (FORWARD.name, self.forward.fd()),
-            (REPLY.name, self.reply.fd()),
-            (MASQUERADE.name, self.masquerade.fd()),
-        ]
     }
 
     /// The address that an endpoint sees the client of a masqueraded flow come from.
@@ -138,7 +114,7 @@ impl Conntrack {
     pub fn flows(&self) -> Flows<'_> {
         Flows {
             conntrack: self,
-            batches: self.forward.batches(),
+            walk: self.forward.walk(),
             forward: Vec::new(),
         }
     }
@@ -148,7 +124,7 @@ impl Conntrack {
     /// # Errors
     /// If the kernel does not let it be read.
     pub fn find(&self, key: &FlowKey) -> Result<Option<Flow>, Error> {
-        let forward = self.forward.get(key).doing(reading(&FORWARD))?;
+        let forward = self.forward.get(key).doing(reading(&self.forward))?;
         forward.map(|forward| self.join(*key, forward)).transpose()
     }
 
@@ -157,11 +133,15 @@ impl Conntrack {
     /// # Errors
     /// If the kernel does not let it be read.
     pub fn find_by_reply(&self, key: &FlowKey) -> Result<Option<Flow>, Error> {
-        if let Some(reply) = self.reply.get(key).doing(reading(&REPLY))? {
+        if let Some(reply) = self.reply.get(key).doing(reading(&self.reply))? {
             return self.find(&flow::of_reply(key, &reply));
         }
         let port = PortKey::new(key.src, key.src_port, key.dst_port, key.protocol);
-        match self.masquerade.get(&port).doing(reading(&MASQUERADE))? {
+        match self
+            .masquerade
+            .get(&port)
+            .doing(reading(&self.masquerade))?
+        {
             Some(masqueraded) if self.node_addr(masqueraded.node_addr) == Some(key.dst) => {
                 self.find(&flow::of_masqueraded(&port, &masqueraded))
             }
@@ -181,14 +161,14 @@ impl Conntrack {
         // An entry may belong to another flow that shares the endpoint and the client's port.
         if flow.is_masqueraded() {
             let back = self.masquerade.get(&flow.port_key());
-            if let Some(back) = back.doing(reading(&MASQUERADE))?
+            if let Some(back) = back.doing(reading(&self.masquerade))?
                 && flow::of_masqueraded(&flow.port_key(), &back) == key
             {
                 flow.back = Back::Masqueraded(back);
             }
         } else {
             let back = self.reply.get(&flow.reply_key());
-            if let Some(back) = back.doing(reading(&REPLY))?
+            if let Some(back) = back.doing(reading(&self.reply))?
                 && flow::of_reply(&flow.reply_key(), &back) == key
             {
                 flow.back = Back::Reply(back);
@@ -248,13 +228,16 @@ impl Conntrack {
         let adding = || "cannot add a flow".to_owned();
         match &flow.back {
             Back::Missing => {}
-            Back::Reply(back) => self.reply.add(&flow.reply_key(), back).doing(adding)?,
+            Back::Reply(back) => {
+                self.reply.add(&flow.reply_key(), back).doing(adding)?;
+            }
             Back::Masqueraded(back) => {
                 self.masquerade.add(&flow.port_key(), back).doing(adding)?;
             }
         }
         // Last: who finds it finds the other.
-        self.forward.add(&flow.key, &flow.forward).doing(adding)
+        self.forward.add(&flow.key, &flow.forward).doing(adding)?;
+        Ok(())
     }
 
     /// Adds a flow that the kernel's own conntrack translates, so that its packets are left alone.
@@ -287,9 +270,9 @@ impl Conntrack {
     /// If the kernel does not let them be read.
     pub fn count(&self) -> Result<Entries, Error> {
         Ok([
-            count(&FORWARD, &self.forward)?,
-            count(&REPLY, &self.reply)?,
-            count(&MASQUERADE, &self.masquerade)?,
+            count(&self.forward)?,
+            count(&self.reply)?,
+            count(&self.masquerade)?,
         ])
     }
 
@@ -297,39 +280,38 @@ impl Conntrack {
     pub fn usage(&self, entries: Entries) -> [Usage; 3] {
         let [forward, reply, masquerade] = entries;
         [
-            usage(&FORWARD, &self.forward, forward),
-            usage(&REPLY, &self.reply, reply),
-            usage(&MASQUERADE, &self.masquerade, masquerade),
+            usage(&self.forward, forward),
+            usage(&self.reply, reply),
+            usage(&self.masquerade, masquerade),
         ]
     }
 }
 
-fn count<K: Plain, V: Plain>(spec: &MapSpec, hash: &Hash<K, V>) -> Result<u64, Error> {
+fn count<K: CellKey + Plain, V: Plain>(table: &Table<K, V>) -> Result<u64, Error> {
     let mut count = 0;
     let mut entries = Vec::new();
-    let mut batches = hash.batches();
-    while batches.read(&mut entries).doing(reading(spec))? {
+    let mut walk = table.walk();
+    while walk.read(&mut entries).doing(reading(table))? {
         count += entries.len() as u64;
         entries.clear();
     }
     Ok(count)
 }
 
-fn usage<K: Plain, V: Plain>(spec: &MapSpec, hash: &Hash<K, V>, used: u64) -> Usage {
-    // An element: 48 bytes of `struct htab_elem` and a node of the LRU list of 24, then key and
-    // value, each rounded up to eight; and a bucket of 16 for each.
-    let element = 48 + size_of::<K>().next_multiple_of(8) + size_of::<V>().next_multiple_of(8) + 16;
+fn usage<K: CellKey + Plain, V: Plain>(table: &Table<K, V>, used: u64) -> Usage {
     Usage {
-        table: spec.name,
+        table: table.name(),
         used: u32::try_from(used).unwrap_or(u32::MAX),
-        capacity: hash.capacity(),
-        limit: hash.capacity(),
-        bytes: u64::from(hash.capacity()) * element as u64,
+        capacity: table.capacity(),
+        limit: table.capacity(),
+        bytes: table.bytes(),
     }
 }
 
-fn reading(spec: &MapSpec) -> impl FnOnce() -> String {
-    let name = spec.name;
+fn reading<K: CellKey + Plain, V: Plain>(
+    table: &Table<K, V>,
+) -> impl FnOnce() -> String + use<K, V> {
+    let name = table.name();
     move || format!("cannot read table {name}")
 }
 
@@ -341,23 +323,20 @@ fn removing() -> String {
 #[derive(Debug)]
 pub struct Flows<'a> {
     conntrack: &'a Conntrack,
-    batches: Batches<'a, FlowKey, Forward>,
+    walk: Walk<'a, FlowKey, Forward>,
     forward: Vec<(FlowKey, Forward)>,
 }
 
 impl Flows<'_> {
-    /// The next flows, in no order, instead of what is in `flows`; `false` if there were no more.
+    /// The next flows, in no order and perhaps none, instead of what is in `flows`; `false` if there were no more.
     ///
     /// # Errors
     /// If the kernel does not let them be read.
     pub fn read(&mut self, flows: &mut Vec<Flow>) -> Result<bool, Error> {
         self.forward.clear();
         flows.clear();
-        if !self
-            .batches
-            .read(&mut self.forward)
-            .doing(reading(&FORWARD))?
-        {
+        let reading = reading(&self.conntrack.forward);
+        if !self.walk.read(&mut self.forward).doing(reading)? {
             return Ok(false);
         }
         for (key, forward) in &self.forward {

@@ -11,9 +11,13 @@ use zerocopy::FromZeros as _;
 
 use super::{Back, Census, Collector, Conntrack, Flow, State, now};
 
-/// `None`, and why is printed, where this process may not make maps.
 fn conntrack() -> Option<Conntrack> {
-    match Conntrack::unpinned(1024) {
+    conntrack_for(1024)
+}
+
+/// With room for so many flows; `None`, and why is printed, where this process may not make maps.
+pub fn conntrack_for(flows: u32) -> Option<Conntrack> {
+    match Conntrack::unpinned(flows) {
         Ok(conntrack) => Some(conntrack),
         Err(error)
             if error.is_permission()
@@ -266,6 +270,20 @@ fn foreign_flows_live_elsewhere() {
         .add_foreign(there.key, (VIP, Port::new(1)))
         .unwrap();
     assert_eq!(conntrack.find(&there.key).unwrap(), Some(there));
+}
+
+#[test]
+fn tables_are_as_large_as_the_agent_is_told() {
+    for (flows, cells, beside) in [(1024, 1024, 512), (1025, 2048, 512), (1, 1, 1)] {
+        let Some(conntrack) = conntrack_for(flows) else {
+            return;
+        };
+        assert_eq!(conntrack.capacity(), cells);
+        for table in conntrack.usage([0; 3]) {
+            assert_eq!((table.capacity, table.limit), (cells, cells));
+            assert_eq!(table.bytes, u64::from(cells * 64 + beside * 128));
+        }
+    }
 }
 
 /// `cargo test --release -p dataplane-user --lib -- --ignored --nocapture a_million`: what a walk
