@@ -17,10 +17,12 @@
 //!   among addresses that are no service's: the node's own beside its pods' and the other nodes'. They have a
 //!   word of their own since no frontend has such an address and a port, mostly: so that is not looked for.
 //!
-//! Node ports' keys have no address, and so no bit.
+//! Node ports' keys have no address. Those where Kubernetes gives none ([`PacketConfig::NODE_PORTS`]) have the bit of
+//! the unspecified address, by which a masqueraded flow is given another port than theirs; the others have none.
 
 use crate::{
     Addr, Port,
+    packet::PacketConfig,
     tables::{FrontendKey, Kind},
 };
 
@@ -85,6 +87,11 @@ impl VipPlace {
             prefix_bit,
             address_bit: prefix_bit.wrapping_add(low as u32) & 63,
         }
+    }
+
+    /// Whether a frontend with this key has a bit.
+    pub fn has_one(key: &FrontendKey) -> bool {
+        !key.addr.is_unspecified() || !PacketConfig::NODE_PORTS.contains(&key.port.host())
     }
 
     /// Which element of `VIPS`.

@@ -13,6 +13,14 @@ use crate::{select::Live, tables::PACKET_CONFIG};
 /// How many ports are tried. With nine ports in ten taken, one flow in 30 finds none.
 const TRIES: u32 = 32;
 
+/// Whether a service has the port, which is none of [`PacketConfig::NODE_PORTS`].
+#[inline(always)]
+fn is_served(key: &FrontendKey) -> bool {
+    let place = VipPlace::of(key.addr);
+    let words = decide::Tables::vips(&Live, place.index());
+    place.may_have_ports(words) && !decide::Tables::frontend(&Live, key).is_none()
+}
+
 /// Makes the flow's entry for replies with the port that it has, if no other flow to its endpoint has that.
 ///
 /// And if no service has it, or may have it some day, unless the protocol is TCP: what an endpoint's socket
@@ -27,11 +35,8 @@ fn claim(flow: &Flow, now: Tick) -> bool {
             return false;
         }
         let (addr, port) = (node_addr(flow.node_addr), flow.node_port);
-        let is_served = |key| !decide::Tables::frontend(&Live, &key).is_none();
-        let place = VipPlace::of(addr);
-        let words = decide::Tables::vips(&Live, place.index());
-        if is_served(FrontendKey::node_port(addr.is_v4(), port, protocol))
-            || (place.may_have_ports(words) && is_served(FrontendKey::new(addr, port, protocol)))
+        if is_served(&FrontendKey::node_port(addr.is_v4(), port, protocol))
+            || is_served(&FrontendKey::new(addr, port, protocol))
         {
             return false;
         }

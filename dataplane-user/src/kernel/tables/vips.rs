@@ -129,8 +129,7 @@ impl Counts {
     }
 
     fn at(&mut self, key: &FrontendKey, frontend: Frontend) -> Option<(&mut u32, Bit)> {
-        // A node port: it has no address of its own.
-        if key.addr.is_unspecified() {
+        if !VipPlace::has_one(key) {
             return None;
         }
         let place = VipPlace::of(key.addr);
@@ -220,11 +219,27 @@ mod tests {
     }
 
     #[test]
-    fn node_ports_have_no_bit() {
+    fn node_ports_have_a_bit_where_nobody_expects_one() {
         for v4 in [true, false] {
-            let key = FrontendKey::node_port(v4, Port::new(30080), Protocol::TCP);
-            let counts = counted(&[(key, Frontend::new(1, Kind::NODE_PORT))]);
-            assert!(words(&counts).iter().all(|word| *word == 0));
+            for (port, has_bit) in [
+                (29_999, true),
+                (30_000, false),
+                (32_767, false),
+                (32_768, true),
+            ] {
+                let key = FrontendKey::node_port(v4, Port::new(port), Protocol::UDP);
+                let counts = counted(&[(key, Frontend::new(1, Kind::NODE_PORT))]);
+                let any = words(&counts).iter().any(|word| *word != 0);
+                assert_eq!(any, has_bit, "{port}");
+                let place = VipPlace::of(key.addr);
+                let word = |word| counts.word(place.index(), word);
+                let filter = VipWords {
+                    prefixes: word(0),
+                    addresses: word(1),
+                    nodes: word(2),
+                };
+                assert_eq!(place.may_have_ports(filter), has_bit, "{port}");
+            }
         }
     }
 }
