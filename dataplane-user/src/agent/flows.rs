@@ -4,6 +4,7 @@
 use std::{
     cell::Cell,
     collections::HashSet,
+    convert::Infallible,
     io,
     path::{Path, PathBuf},
     sync::{
@@ -59,11 +60,12 @@ impl Flows {
     /// If what is pinned is not ours, or the thread cannot be made.
     pub fn start(state: Arc<State>, destroy: Vec<Protocol>) -> Result<Self, kernel::Error> {
         let bpffs = state.paths.bpffs.clone();
-        let conntrack = Conntrack::open(&bpffs)?;
+        let has_flows = Conntrack::open(&bpffs)?.is_some();
         let peers = Peers::open(&bpffs)?;
         let (jobs, received) = mpsc::channel();
         let worker = Worker {
             bpffs,
+            has_flows,
             state,
             peers,
             destroy,
@@ -71,9 +73,8 @@ impl Flows {
         };
         let thread = thread::Builder::new()
             .name("flows".to_owned())
-            .spawn(move || match conntrack {
-                Some(conntrack) => worker.collect(&conntrack, &received),
-                None => worker.wait(None, &received, None).unwrap_or_default(),
+            .spawn(move || {
+                let Err(Stopped) = worker.run(&received);
             })
             .map_err(|source| kernel::Error::Io {
                 what: "cannot start the thread that ends flows".to_owned(),
@@ -131,6 +132,8 @@ pub fn import(
 
 struct Worker {
     bpffs: PathBuf,
+    /// Whether there is a packet path.
+    has_flows: bool,
     state: Arc<State>,
     peers: Option<Peers>,
     destroy: Vec<Protocol>,
@@ -142,52 +145,58 @@ struct Worker {
 struct Stopped;
 
 impl Worker {
-    /// Walks through all flows, again and again.
-    fn collect(&self, conntrack: &Conntrack, jobs: &Receiver<Job>) {
+    /// Walks through all flows, if there are any, again and again; and does what it is asked to.
+    fn run(&self, jobs: &Receiver<Job>) -> Result<Infallible, Stopped> {
         loop {
-            let mut collector = Collector::new(conntrack);
-            let mut took = Duration::ZERO;
-            let census = loop {
-                let start = Instant::now();
-                let step = collector.step(foreign);
-                let step_took = start.elapsed();
-                took += step_took;
-                match step {
-                    Ok(None) => {}
-                    Ok(Some(census)) => break Some(census),
-                    Err(error) => {
-                        warn!("cannot collect flows that are over; trying again: {error}");
-                        break None;
-                    }
-                }
-                let rest = step_took * SHARE;
-                if self.wait(Some(conntrack), jobs, Some(rest)).is_err() {
-                    return;
-                }
-            };
-            if let Some(census) = census {
-                debug!(
-                    flows = census.total(),
-                    removed = census.removed,
-                    halves = census.halves,
-                    ?took,
-                    "walked through all flows"
-                );
-                self.state.flows.walked(census, took);
+            if self.has_flows {
+                self.collect(jobs)?;
             }
-            if self.wait(Some(conntrack), jobs, Some(REST)).is_err() {
-                return;
-            }
+            self.wait(jobs, self.has_flows.then_some(REST))?;
         }
     }
 
+    /// Walks through all flows.
+    fn collect(&self, jobs: &Receiver<Job>) -> Result<(), Stopped> {
+        let failed = |error| warn!("cannot collect flows that are over; trying again: {error}");
+        // Opened for each walk: as long as its cells are mapped they count as the agent's memory.
+        let conntrack = match Conntrack::open(&self.bpffs) {
+            Ok(Some(conntrack)) => conntrack,
+            Ok(None) => return Ok(()),
+            Err(error) => {
+                failed(error);
+                return Ok(());
+            }
+        };
+        let mut collector = Collector::new(&conntrack);
+        let mut took = Duration::ZERO;
+        let census = loop {
+            let start = Instant::now();
+            let step = collector.step(foreign);
+            let step_took = start.elapsed();
+            took += step_took;
+            match step {
+                Ok(None) => {}
+                Ok(Some(census)) => break census,
+                Err(error) => {
+                    failed(error);
+                    return Ok(());
+                }
+            }
+            self.wait(jobs, Some(step_took * SHARE))?;
+        };
+        debug!(
+            flows = census.total(),
+            removed = census.removed,
+            halves = census.halves,
+            ?took,
+            "walked through all flows"
+        );
+        self.state.flows.walked(census, took);
+        Ok(())
+    }
+
     /// Does what is asked, for at least so long; without a limit, until it is to end.
-    fn wait(
-        &self,
-        conntrack: Option<&Conntrack>,
-        jobs: &Receiver<Job>,
-        limit: Option<Duration>,
-    ) -> Result<(), Stopped> {
+    fn wait(&self, jobs: &Receiver<Job>, limit: Option<Duration>) -> Result<(), Stopped> {
         let end = limit.map(|limit| Instant::now() + limit);
         // What to look for again, and when.
         let mut again: Option<(Departed, Instant)> = None;
@@ -218,7 +227,7 @@ impl Worker {
                         departed.extend(newer);
                     }
                     let start = Instant::now();
-                    if !self.end(conntrack, &departed, true) {
+                    if !self.end(&departed, true) {
                         again = Some((departed, Instant::now() + AGAIN));
                     }
                     self.next.set(Some(Instant::now() + start.elapsed() * 4));
@@ -226,7 +235,7 @@ impl Worker {
                 Ok(Job::Stop) | Err(RecvTimeoutError::Disconnected) => return Err(Stopped),
                 Err(RecvTimeoutError::Timeout) => match again.take() {
                     Some((departed, _)) => {
-                        self.end(conntrack, &departed, false);
+                        self.end(&departed, false);
                     }
                     None => return Ok(()),
                 },
@@ -235,7 +244,7 @@ impl Worker {
     }
 
     /// Ends what leads to endpoints that went away; whether all sockets of these were found.
-    fn end(&self, conntrack: Option<&Conntrack>, departed: &Departed, first: bool) -> bool {
+    fn end(&self, departed: &Departed, first: bool) -> bool {
         // Opened each time: a table that has grown is another one.
         let tables = match Tables::open(&self.bpffs) {
             Ok(tables) => tables,
@@ -245,15 +254,17 @@ impl Worker {
             }
         };
         let is_frontend = |key: &FrontendKey| !tables.frontend(key).is_none();
-        if let Some(conntrack) = conntrack {
-            match end_flows(conntrack, departed, is_frontend) {
-                Ok(0) => {}
-                Ok(ended) => {
-                    info!(ended, "ended UDP flows to endpoints that went away");
-                    self.state.flows.ended(ended);
-                }
-                Err(error) => warn!("cannot end flows to endpoints that went away: {error}"),
+        let ended = Conntrack::open(&self.bpffs).and_then(|conntrack| match conntrack {
+            Some(conntrack) => end_flows(&conntrack, departed, is_frontend),
+            None => Ok(0),
+        });
+        match ended {
+            Ok(0) => {}
+            Ok(ended) => {
+                info!(ended, "ended UDP flows to endpoints that went away");
+                self.state.flows.ended(ended);
             }
+            Err(error) => warn!("cannot end flows to endpoints that went away: {error}"),
         }
         let Some(peers) = self.peers.as_ref().filter(|_| !self.destroy.is_empty()) else {
             return true;
