@@ -7,9 +7,8 @@
 //! read one line.
 //!
 //! Ports that follow each other have cells that follow each other: a client counts its ports up, so the next flow's
-//! cells are in pages that the last one's were in, and in lines that the processor fetches ahead. Cells scattered
-//! as a hash scatters them are no faster than the kernel's hashes: what takes long is memory that was not used
-//! lately.
+//! cells are in pages that the last one's were in. Cells scattered as a hash scatters them are hardly faster than the
+//! kernel's hashes (`docs/performance.md`): what takes long is memory that was not used lately.
 //!
 //! # Who may do what
 //!

@@ -409,7 +409,8 @@ where
     Ok(())
 }
 
-fn reply_key(key: &FlowKey, entry: &Forward) -> FlowKey {
+/// Where the flow's entry for replies is, if it is not masqueraded.
+pub fn reply_key(key: &FlowKey, entry: &Forward) -> FlowKey {
     FlowKey::new(
         entry.endpoint,
         entry.endpoint_port,
@@ -419,7 +420,8 @@ fn reply_key(key: &FlowKey, entry: &Forward) -> FlowKey {
     )
 }
 
-fn port_key(key: &FlowKey, entry: &Forward) -> PortKey {
+/// Where the flow's entry for replies is, if it is masqueraded.
+pub fn port_key(key: &FlowKey, entry: &Forward) -> PortKey {
     PortKey::new(
         entry.endpoint,
         entry.endpoint_port,

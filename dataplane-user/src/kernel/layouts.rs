@@ -10,7 +10,7 @@ use dataplane_common::LAYOUT;
 
 use super::{
     error::{Doing, Error},
-    pins::{Pins, spec},
+    pins::{FLOW_MAPS, Pins, spec},
     sys,
 };
 
@@ -18,31 +18,19 @@ use super::{
 /// layout takes over what one of that layout has in it. Those in one line refer to each other, and go together.
 /// What they hold must mean the same to every agent that takes them: addresses, ports and places in each other,
 /// no numbers of pools or workloads, which each layout gives anew.
-const CONNECTIONS: [(u32, &[&str]); 2] = [
-    (
-        // Before 6 entries were in hashes only, and are not taken for cells: FORWARD is of another kind.
-        2,
-        &[
-            "FORWARD",
-            "MORE_FORWARD",
-            "REPLY",
-            "MORE_REPLY",
-            "MASQUERADE",
-            "MORE_MASQUERADE",
-            "FRAGMENTS",
-            "NODE_ADDRS",
-        ],
-    ),
+const CONNECTIONS: [(u32, &[&[&str]]); 2] = [
+    // Before 6 entries were in hashes only, and are not taken for cells: FORWARD is of another kind.
+    (2, &[&FLOW_MAPS, &["NODE_ADDRS"]]),
     (
         4,
-        &[
+        &[&[
             "PEERS",
             "PEER_PORTS",
             "MORE_PEERS",
             "FLOWS",
             "ORIGINS",
             "ACCEPTED",
-        ],
+        ]],
     ),
 ];
 
@@ -74,6 +62,7 @@ impl Pins {
         for version in older.filter(|version| *version < LAYOUT).rev() {
             let other = Self::of_layout(self.root(), version);
             for (since, names) in CONNECTIONS {
+                let names = names.concat();
                 let wanted = |name: &&str| with_flows || !spec(name).is_of_flows();
                 if version < since || !names.iter().all(wanted) || taken.contains(&names[0]) {
                     continue;
@@ -82,7 +71,7 @@ impl Pins {
                 let Some(maps) = names.iter().map(open).collect::<Option<Vec<_>>>() else {
                     continue;
                 };
-                for (name, (map, _)) in names.iter().zip(maps) {
+                for (name, (map, _)) in names.into_iter().zip(maps) {
                     let path = self.map(name);
                     sys::obj_pin(map.as_fd(), &path)
                         .doing(|| format!("cannot pin {}", path.display()))?;

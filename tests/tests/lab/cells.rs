@@ -4,18 +4,15 @@ use std::{
     collections::HashSet,
     fmt,
     hash::Hash,
+    net::IpAddr,
     sync::atomic::{AtomicBool, Ordering},
     thread,
 };
 
 use anyhow::{Context as _, Result, anyhow, ensure};
 use dataplane::kernel::rig::{Plain, Table};
-use dataplane_common::{
-    Addr, Port, Protocol,
-    cells::CellKey,
-    packet::{FlowKey, PortKey},
-};
-use dataplane_proof::{campaign::Scene, wire::flags};
+use dataplane_common::{Addr, Port, Protocol, cells::CellKey, packet::FlowKey};
+use dataplane_proof::{campaign::Scene, port_key, reply_key, wire::flags};
 use rand::{RngExt as _, SeedableRng as _, rngs::SmallRng};
 
 use super::crafted::{NEAR, OUTSIDE, ip, packet, scene, vip};
@@ -53,12 +50,21 @@ impl Client {
         })
     }
 
+    /// Its address and port, and those that it dials.
+    fn ends(self) -> [(IpAddr, u16); 2] {
+        let ([a, b], kind) = if self.outside {
+            (OUTSIDE, "node")
+        } else {
+            (NEAR, "cluster")
+        };
+        [(ip(self.v4, a, b), self.port), vip(self.v4, kind, 13)]
+    }
+
     fn key(self) -> FlowKey {
-        let [a, b] = if self.outside { OUTSIDE } else { NEAR };
-        let vip = vip(self.v4, if self.outside { "node" } else { "cluster" }, 13);
+        let [client, vip] = self.ends();
         FlowKey::new(
-            Addr::from(ip(self.v4, a, b)),
-            Port::new(self.port),
+            Addr::from(client.0),
+            Port::new(client.1),
             Addr::from(vip.0),
             Port::new(vip.1),
             Protocol::TCP,
@@ -66,9 +72,8 @@ impl Client {
     }
 
     fn send(self, scene: &Scene, tcp_flags: u8) -> Result<()> {
-        let [a, b] = if self.outside { OUTSIDE } else { NEAR };
-        let vip = vip(self.v4, if self.outside { "node" } else { "cluster" }, 13);
-        let packet = packet(true, (ip(self.v4, a, b), self.port), vip, tcp_flags);
+        let [client, vip] = self.ends();
+        let packet = packet(true, client, vip, tcp_flags);
         let at = if self.outside { "eth0" } else { "veth-near" };
         scene.throw(at, false, &packet.frame())?;
         Ok(())
@@ -174,25 +179,12 @@ fn leads_back(scene: &Scene, client: Client) -> Result<bool> {
     let key = client.key();
     let entry = scene.rig.forward.get(&key)?.context("no flow")?;
     if entry.node_addr == 0 {
-        let reply = FlowKey::new(
-            entry.endpoint,
-            entry.endpoint_port,
-            key.src,
-            key.src_port,
-            key.protocol,
-        );
-        let reply = scene.rig.reply.get(&reply)?;
+        let reply = scene.rig.reply.get(&reply_key(&key, &entry))?;
         return Ok(
             reply.is_some_and(|reply| (reply.vip, reply.vip_port) == (key.dst, key.dst_port))
         );
     }
-    let port = PortKey::new(
-        entry.endpoint,
-        entry.endpoint_port,
-        entry.node_port,
-        key.protocol,
-    );
-    let back = scene.rig.masquerade.get(&port)?;
+    let back = scene.rig.masquerade.get(&port_key(&key, &entry))?;
     Ok(back.is_some_and(|back| {
         (back.client, back.client_port, back.vip, back.vip_port)
             == (key.src, key.src_port, key.dst, key.dst_port)

@@ -1,7 +1,7 @@
 //! On real maps, which no program knows.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     fmt::Debug,
     sync::atomic::{AtomicBool, Ordering},
     thread,
@@ -12,6 +12,7 @@ use dataplane_common::{
     cells::{Cell, CellKey, Head},
     packet::{FlowKey, Forward, Masqueraded, PortKey, Tick, seen},
 };
+use rand::{RngExt as _, SeedableRng as _, rngs::SmallRng};
 
 use super::{COUNT, ENTRIES, Plain, Table, cell, entry};
 use crate::kernel::conntrack::{Conntrack, tests::conntrack_for};
@@ -293,14 +294,6 @@ fn every_cell_is_read() {
     assert_eq!((table.entries().unwrap().len(), beside(table)), (4, 0));
 }
 
-/// No two alike (`splitmix64`).
-fn random(number: u64) -> u64 {
-    let mut z = number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
-}
-
 #[test]
 fn three_quarters_full_everything_is_found() {
     const CAPACITY: u32 = 1 << 15;
@@ -308,20 +301,18 @@ fn three_quarters_full_everything_is_found() {
         return;
     };
     let table = &conntrack.forward;
-    let keys: Vec<FlowKey> = (0..u64::from(CAPACITY) * 76 / 100)
-        .map(|number| {
-            let bytes = random(number).to_be_bytes();
-            let (client, rest) = bytes.split_first_chunk().unwrap();
-            let (port, vip) = rest.split_first_chunk().unwrap();
-            FlowKey::new(
-                Addr::from_v4(*client),
-                Port::new(u16::from_be_bytes(*port)),
-                Addr::from_v4([10, 96, vip[0], vip[1]]),
-                Port::new(443),
-                Protocol::TCP,
-            )
-        })
-        .collect();
+    let mut random = SmallRng::seed_from_u64(76);
+    let mut keys = HashSet::new();
+    while keys.len() < CAPACITY as usize * 76 / 100 {
+        let [c, d]: [u8; 2] = random.random();
+        keys.insert(FlowKey::new(
+            Addr::from_v4(random.random()),
+            Port::new(random.random()),
+            Addr::from_v4([10, 96, c, d]),
+            Port::new(443),
+            Protocol::TCP,
+        ));
+    }
     for key in &keys {
         assert!(table.add(key, &forward(key)).unwrap());
     }
