@@ -36,8 +36,9 @@ pub enum Worker {
     Peer(Mode),
 }
 
-/// A path that is compared with others: a worker, and for how many services.
-#[derive(Clone, Copy, Debug)]
+/// A path that is compared with others: a worker, and for how many services. Those that are equal are the same
+/// thing measured at several places.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lane {
     /// Who works on its node.
     pub worker: Worker,
