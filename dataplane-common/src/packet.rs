@@ -323,7 +323,7 @@ pub mod timeout {
     pub const TCP_ESTABLISHED: u32 = 86_400;
     /// TCP: a FIN in one direction.
     pub const TCP_HALF_CLOSED: u32 = 3_600;
-    /// TCP: a FIN in each direction.
+    /// TCP: a FIN in each direction. The agent does not wait for it where room is short.
     pub const TCP_CLOSED: u32 = 120;
     /// TCP: a RST.
     pub const TCP_RESET: u32 = 10;

@@ -35,6 +35,10 @@ use crate::{
 const REST: Duration = Duration::from_secs(10);
 /// A walk rests between its steps, so that it takes at most one part in so many of one CPU.
 const SHARE: u32 = 20;
+/// Where more than one part in so many of a table is in use, flows that both sides have closed are kept for seconds
+/// rather than two minutes: else a few hundred connections a second fill the default room with them, and then new flows
+/// push out the least recently used ones, dead or alive.
+const CROWDED: u64 = 2;
 /// How soon to look again for sockets that were not found: `connect()` notes the endpoint shortly
 /// before the socket has it.
 const AGAIN: Duration = Duration::from_secs(1);
@@ -69,6 +73,7 @@ impl Flows {
             state,
             peers,
             destroy,
+            crowded: Cell::new(false),
             next: Cell::new(None),
         };
         let thread = thread::Builder::new()
@@ -137,6 +142,8 @@ struct Worker {
     state: Arc<State>,
     peers: Option<Peers>,
     destroy: Vec<Protocol>,
+    /// Whether tables were more than half full when they were last walked through ([`CROWDED`]).
+    crowded: Cell<bool>,
     /// Not before: where endpoints come and go all the time, this takes its share and no more.
     next: Cell<Option<Instant>>,
 }
@@ -167,7 +174,8 @@ impl Worker {
                 return Ok(());
             }
         };
-        let mut collector = Collector::new(&conntrack);
+        let crowded = self.crowded.get();
+        let mut collector = Collector::new(&conntrack, crowded);
         let mut took = Duration::ZERO;
         let census = loop {
             let start = Instant::now();
@@ -188,9 +196,13 @@ impl Worker {
             flows = census.total(),
             removed = census.removed,
             halves = census.halves,
+            crowded,
             ?took,
             "walked through all flows"
         );
+        let room = u64::from(conntrack.capacity()) / CROWDED;
+        self.crowded
+            .set(census.entries.iter().any(|entries| *entries > room));
         self.state.flows.walked(census, took);
         Ok(())
     }

@@ -41,6 +41,8 @@ pub struct Collector<'a> {
     phase: Phase<'a>,
     flows: Vec<Flow>,
     census: Census,
+    /// Whether room is short ([`Flow::gives_way`]).
+    crowded: bool,
     /// What the kernel's own conntrack translates; asked once, if there is reason to.
     foreign: Option<HashSet<FlowKey>>,
 }
@@ -54,13 +56,15 @@ enum Phase<'a> {
 }
 
 impl<'a> Collector<'a> {
-    /// Begins a walk.
-    pub fn new(conntrack: &'a Conntrack) -> Self {
+    /// Begins a walk. `crowded`: room is short, so that flows which both sides have closed are removed sooner
+    /// ([`Flow::gives_way`]).
+    pub fn new(conntrack: &'a Conntrack, crowded: bool) -> Self {
         Self {
             phase: Phase::Forward(conntrack.flows()),
             conntrack,
             flows: Vec::new(),
             census: Census::default(),
+            crowded,
             foreign: None,
         }
     }
@@ -124,7 +128,8 @@ impl<'a> Collector<'a> {
         now: Tick,
         ask_foreign: impl FnOnce() -> HashSet<FlowKey>,
     ) -> Result<(), Error> {
-        let over = |flow: &Flow| flow.is_over(now);
+        let crowded = self.crowded;
+        let over = |flow: &Flow| flow.is_over(now) || crowded && flow.gives_way(now);
         if self.foreign.is_none() && self.flows.iter().any(|f| f.is_foreign() && over(f)) {
             self.foreign = Some(ask_foreign());
         }

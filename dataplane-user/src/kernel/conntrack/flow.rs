@@ -179,6 +179,12 @@ impl Flow {
         self.idle(now) > self.keep()
     }
 
+    /// Whether others may have its room where that is short: both sides have closed it, and their last packets have
+    /// had time to arrive.
+    pub fn gives_way(&self, now: Tick) -> bool {
+        self.state() == State::Closed && self.idle(now) > timeout::TCP_RESET
+    }
+
     /// Where its entry in `REPLY` is, if it is not masqueraded.
     pub fn reply_key(&self) -> FlowKey {
         FlowKey::new(

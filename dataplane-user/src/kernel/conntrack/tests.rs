@@ -91,7 +91,11 @@ fn masqueraded(client: u16, protocol: Protocol, used: Tick) -> Flow {
 }
 
 fn collect(conntrack: &Conntrack, foreign: &[FlowKey]) -> Census {
-    let mut collector = Collector::new(conntrack);
+    collect_in(conntrack, foreign, false)
+}
+
+fn collect_in(conntrack: &Conntrack, foreign: &[FlowKey], crowded: bool) -> Census {
+    let mut collector = Collector::new(conntrack, crowded);
     loop {
         let known = || foreign.iter().copied().collect::<HashSet<_>>();
         if let Some(census) = collector.step(known).unwrap() {
@@ -200,6 +204,30 @@ fn what_is_over_is_removed_and_nothing_else() {
         assert_eq!(conntrack.find(&flow.key).unwrap(), Some(flow));
     }
     assert_eq!(used(&conntrack), [6, 5, 1]);
+}
+
+/// Where room is short, what both sides have closed goes sooner; what one of them may still use does not.
+#[test]
+fn closed_flows_give_way_to_others() {
+    let Some(conntrack) = conntrack() else { return };
+    let (both, fin) = (seen::PACKET, seen::PACKET | seen::FIN);
+    let closed = flow(1, Protocol::TCP, ago(20), fin, fin);
+    let kept = [
+        flow(2, Protocol::TCP, now(), fin, fin),
+        flow(3, Protocol::TCP, ago(60), fin, both),
+        flow(4, Protocol::TCP, ago(60), both, both),
+        flow(5, Protocol::TCP, ago(60), both, 0),
+        flow(6, Protocol::UDP, ago(20), both, 0),
+    ];
+    for flow in kept.iter().chain([&closed]) {
+        conntrack.add(flow).unwrap();
+    }
+    assert_eq!(collect_in(&conntrack, &[], false).removed, 0);
+    assert_eq!(collect_in(&conntrack, &[], true).removed, 1);
+    assert_eq!(conntrack.find(&closed.key).unwrap(), None);
+    for flow in kept {
+        assert_eq!(conntrack.find(&flow.key).unwrap(), Some(flow));
+    }
 }
 
 #[test]
