@@ -31,8 +31,7 @@ pub const CASE_NAMES: [&str; 4] = [CASES[0].0, CASES[1].0, CASES[2].0, FLOW];
 const FLOW: &str = "flow";
 
 /// All of it. Several agents have one service, and count as one: where the kernel puts a program's code makes up to
-/// 5 % of what a connection costs, more than what is compared. (A branch predictor that goes by an address's low bits
-/// takes one branch for another: `docs/performance.md`.)
+/// 5 % of what a connection costs, more than what is compared (`docs/performance.md`, "Where code lies").
 pub const FULL: Extent = Extent {
     ours: &[1, 1, 1, 1_000, 10_000, MOST],
     theirs: &[1, 1_000, 10_000],
@@ -207,12 +206,12 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
 fn programs(stage: &mut Stage) -> anyhow::Result<Vec<Row>> {
     const COUNT: u32 = 2_000;
     const ROUNDS: usize = 2;
-    let ours = |lane: &usize| stage.lanes[*lane].worker == Worker::Dataplane;
-    let with_one = |lane: &usize| stage.lanes[*lane].services == 1;
-    let lanes: Vec<usize> = (0..stage.lanes.len())
-        .filter(ours)
-        .filter(with_one)
-        .collect();
+    let with_one = Lane {
+        worker: Worker::Dataplane,
+        services: 1,
+    };
+    let lanes = (0..stage.lanes.len()).filter(|lane| stage.lanes[*lane] == with_one);
+    let lanes: Vec<usize> = lanes.collect();
     let (connect, trip) = (
         Job::Connect { count: COUNT },
         Job::RoundTrip {
