@@ -1,38 +1,142 @@
-//! Cells: where an entry of a flow is found by one look.
+//! Cells: where a flow is found by one look, from either end.
 //!
-//! `FORWARD`, `REPLY` and `MASQUERADE` are arrays of cells of 64 bytes, one line of a cache: an entry's key and
-//! value. Each key has one cell that may have it ([`CellKey::place`]), and if another key has that, the entry is in
-//! a hash beside the array (`MORE_FORWARD` and so on), whose least recently used entry makes room for a new one.
-//! The cell says whether any of its keys is there: where none is, which is nearly always, a search in vain has
-//! read one line.
+//! `CONNTRACK` is an array of cells of 64 bytes, one line of a cache: a flow's key and what its packets are turned
+//! into, for both directions. Requests carry the key: a key has one cell that is its home ([`CellKey::place`]), and
+//! sixteen others, the one beside it and then any, of which the first free one has the flow if another flow has its
+//! home. The home says whether flows of its keys are elsewhere: where none is, which is nearly always, a search in vain
+//! has read one line.
 //!
-//! Ports that follow each other have cells that follow each other: a client counts its ports up, so the next flow's
-//! cells are in pages that the last one's were in. Cells scattered as a hash scatters them are hardly faster than the
-//! kernel's hashes (`docs/performance.md`): what takes long is memory that was not used lately.
+//! Replies carry something else: `ANSWERS` has for each cell two slots of 32 bits, and what a reply carries
+//! has a slot that is its home, which says which cell its flow is in. Sixteen slots are in one line; and of those that
+//! a flow may have, one is free even if no cell is.
+//!
+//! Ports that follow each other have cells and slots that follow each other: a client counts its ports up, so the
+//! next flow's are near the last one's. What takes long is memory that was not used lately (`docs/performance.md`).
+//!
+//! # Room
+//!
+//! There are twice as many cells as flows were asked for, so that with half of them taken one flow in 130 000 finds
+//! all its seventeen taken. A flow that is over gives way to a new one that would have its cell or its slot
+//! ([`State::gives_way`]). If none does, of the seventeen one goes that nobody has answered, and if all were answered,
+//! that which was used longest ago.
 //!
 //! # Who may do what
 //!
-//! The word behind the addresses, the [`Head`], says whether the cell is free. Who takes it does so by
-//! compare-and-exchange, writes the rest, and then the head again, now with ports and protocol. Who frees it does so by
-//! compare-and-exchange of what was read: a head has a number that is another for each entry.
+//! The word behind the addresses, the [`Head`], says whether a cell is free. Who makes a flow takes a free cell by
+//! compare-and-exchange, writes the rest, has a slot lead to it, and then writes the head again, now with ports and
+//! protocol. Who removes one takes the cell from its flow likewise: then it is nobody's, and the slot and the counts
+//! can be given back before it is free. A cell that somebody holds is held for a microsecond. Whoever meets
+//! one where the flow might be gives up: who holds it may be making the same flow.
+//!
+//! The programs and the agent run what is here ([`Memory`] is where they differ), and so do the tests, on threads.
+
+#![expect(
+    clippy::cast_possible_truncation,
+    reason = "words are taken apart: what is cut off is another field"
+)]
 
 use crate::{
-    Addr, Port,
-    packet::{FlowKey, PortKey},
+    Addr, Port, Protocol,
+    packet::{FlowKey, PortKey, Tick, Translation, keep_seconds, seen},
 };
 
-/// A cell: the key's addresses, the [`Head`], the value.
+/// A cell: the flow's addresses (client, VIP), the [`Head`], the value ([`Translation`]).
 pub type Cell = [u64; 8];
+/// Sixteen slots.
+pub type Slots = [u32; 16];
 
-/// A key whose entry may be in a cell: addresses, then a word of ports and protocol.
+/// Which word of a cell is the head.
+pub const HEAD: usize = 4;
+/// Which words are the value.
+const VALUE: usize = HEAD + 1;
+/// The word that changes while the flow is there.
+pub const STATE: usize = 7;
+
+/// How many other cells a flow may have whose home is taken, and how many other slots.
+const OTHERS: u32 = 16;
+
+/// A flow's cell or slot, among those it may have: its home, the one beside it, which is read with it, and others anywhere.
+#[inline(always)]
+const fn candidate(place: u32, nth: u32) -> u32 {
+    if nth < 2 {
+        return place ^ nth;
+    }
+    // Any odd numbers.
+    let mixed = (place ^ nth.wrapping_mul(0x9e37_79b9)) as u64;
+    (mixed.wrapping_mul(0x6a09_e667_f3bc_c909) >> 29) as u32
+}
+
+/// Cells for so many flows.
+pub const fn cells_for(flows: u32) -> u32 {
+    // A slot's number has room for no more.
+    let cells = flows.next_power_of_two() << 1;
+    if cells > Slot::CELLS {
+        Slot::CELLS
+    } else {
+        cells
+    }
+}
+
+/// One cell, in memory that others change meanwhile.
+pub trait Line: Copy {
+    /// Reads a word.
+    fn load(self, word: usize) -> u64;
+    /// Writes a word.
+    fn store(self, word: usize, value: u64);
+    /// Writes a word if it is `before`; whether it was. If so, a full barrier.
+    fn exchange(self, word: usize, before: u64, new: u64) -> bool;
+    /// Adds to a word; what it was before. A full barrier.
+    fn add(self, word: usize, amount: u64) -> u64;
+}
+
+/// One slot, likewise.
+pub trait Entry: Copy {
+    /// Reads it.
+    fn load(self) -> Slot;
+    /// Writes it if it is `before`; whether it was. If so, a full barrier.
+    fn exchange(self, before: Slot, new: Slot) -> bool;
+    /// Adds to it.
+    fn add(self, amount: u32);
+}
+
+/// Where cells and slots are.
+pub trait Memory {
+    /// A cell.
+    type Line: Line;
+    /// A slot.
+    type Entry: Entry;
+    /// Which bits of a place count: how many cells there are, a power of two, less one.
+    fn mask(&self) -> u32;
+    /// A cell, of those that there are.
+    fn cell(&self, index: u32) -> Option<Self::Line>;
+    /// A slot, of twice as many.
+    fn slot(&self, index: u32) -> Option<Self::Entry>;
+
+    /// Which bits of a place count among slots.
+    #[inline(always)]
+    fn slots(&self) -> u32 {
+        self.mask() << 1 | 1
+    }
+
+    /// [`remove`]: programs have it once, with a stack of its own.
+    #[inline(always)]
+    fn remove(&self, index: u32, head: Head) -> bool
+    where
+        Self: Sized,
+    {
+        remove(self, index, head)
+    }
+}
+
+/// A key that has a home: addresses, then a word of ports and protocol.
 pub trait CellKey: Copy {
-    /// Which word is the head: how many words the addresses are.
-    const HEAD: usize;
+    /// How many words the addresses are.
+    const WORDS: usize;
 
-    /// A word of the addresses, as it lies in memory; and the last, as the head has it.
+    /// A word of the addresses, as it lies in memory; and the last, as a head has it.
     fn word(&self, index: usize) -> u64;
 
-    /// Which cell may have it, of 2^32.
+    /// Which cell or slot is its home, of 2^32.
     #[inline(always)]
     fn place(&self) -> u32 {
         // Odd numbers of which nothing else is asked (fractions of square roots).
@@ -43,10 +147,10 @@ pub trait CellKey: Copy {
             0xa54f_f53a_5f1d_36f1,
             0x9e37_79b9_7f4a_7c15,
         ];
-        let head = self.word(Self::HEAD);
+        let head = self.word(Self::WORDS);
         let mut mixed = (head >> 32).wrapping_mul(FACTORS[4]);
         let mut index = 0;
-        while index < Self::HEAD {
+        while index < Self::WORDS {
             mixed ^= self.word(index).wrapping_mul(FACTORS[index]);
             index += 1;
         }
@@ -67,12 +171,22 @@ const fn half(addr: Addr, index: usize) -> u64 {
 }
 
 #[inline(always)]
+const fn addr(first: u64, second: u64) -> Addr {
+    Addr::from_words([
+        first as u32,
+        (first >> 32) as u32,
+        second as u32,
+        (second >> 32) as u32,
+    ])
+}
+
+#[inline(always)]
 const fn head(first: Port, second: Port, protocol: u8) -> u64 {
     first.be() as u64 | (second.be() as u64) << 16 | (protocol as u64) << 32
 }
 
 impl CellKey for FlowKey {
-    const HEAD: usize = 4;
+    const WORDS: usize = HEAD;
 
     #[inline(always)]
     fn word(&self, index: usize) -> u64 {
@@ -85,7 +199,7 @@ impl CellKey for FlowKey {
 }
 
 impl CellKey for PortKey {
-    const HEAD: usize = 2;
+    const WORDS: usize = 2;
 
     #[inline(always)]
     fn word(&self, index: usize) -> u64 {
@@ -97,150 +211,632 @@ impl CellKey for PortKey {
 }
 
 /// The word of a cell that says what it is: ports and protocol as the key has them (40 bits, 0: free), how many
-/// entries of this cell's keys are in the hash beside (8 bits), and a number (16 bits).
+/// flows whose home this is are elsewhere (8 bits), and a number (16 bits), another for each flow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub struct Head(pub u64);
 
 impl Head {
     const KEY: u64 = (1 << 40) - 1;
-    /// No protocol of ours: the entry is being written.
-    const TAKEN: u64 = 0xff << 32;
-    /// One more entry in the hash beside.
-    pub const ONE_MORE: u64 = 1 << 40;
-    /// With so many or more nobody counts any longer: an entry is looked for in the hash for good.
+    /// No protocol of ours: somebody holds the cell.
+    const HELD: u64 = 0xff << 32;
+    const ONE_MORE: u64 = 1 << 40;
+    const MORE: u64 = 0xff << 40;
+    /// With so many or more nobody counts any longer: flows are looked for elsewhere for good.
     const MANY: u64 = 1 << 47;
     const NUMBER: u64 = 1 << 48;
 
-    /// Whether the cell has no entry.
+    /// Whether nobody has the cell.
     #[inline(always)]
     pub const fn is_free(self) -> bool {
         self.0 & Self::KEY == 0
     }
 
-    /// Whether the cell's entry has these ports and this protocol ([`CellKey::word`]).
+    /// Whether somebody is making or removing its flow.
+    #[inline(always)]
+    pub const fn is_held(self) -> bool {
+        self.0 & Self::KEY == Self::HELD
+    }
+
+    /// Whether its flow has these ports and this protocol ([`CellKey::word`]).
     #[inline(always)]
     pub const fn has(self, ports_and_protocol: u64) -> bool {
         self.0 & Self::KEY == ports_and_protocol
     }
 
-    /// The ports and the protocol; `None` if the cell is free or being written.
+    /// Its flow's ports and protocol; `None` if it has no flow.
     #[inline(always)]
     pub const fn key(self) -> Option<u64> {
-        match self.0 & Self::KEY {
-            0 | Self::TAKEN => None,
-            key => Some(key),
+        if self.is_free() || self.is_held() {
+            None
+        } else {
+            Some(self.0 & Self::KEY)
         }
     }
 
-    /// Whether an entry of one of this cell's keys is in the hash beside.
+    /// Its flow's protocol, if it has one.
     #[inline(always)]
-    pub const fn has_more(self) -> bool {
-        self.0 & (0xff << 40) != 0
+    const fn protocol(self) -> Protocol {
+        Protocol::from_number((self.0 >> 32) as u8)
     }
 
-    /// Whether entries in the hash beside are counted.
+    /// Whether flows whose home this is are elsewhere.
     #[inline(always)]
-    pub const fn counts(self) -> bool {
+    pub const fn has_more(self) -> bool {
+        self.0 & Self::MORE != 0
+    }
+
+    const fn counts(self) -> bool {
         self.0 & Self::MANY == 0
     }
 
-    /// That with one entry less in the hash beside, of which there is one.
-    #[inline(always)]
-    pub const fn one_less(self) -> Self {
-        Self(self.0.wrapping_sub(Self::ONE_MORE))
+    /// That once somebody holds the cell.
+    const fn held(self) -> Self {
+        Self(self.0 & !Self::KEY | Self::HELD)
     }
 
-    /// That of a free cell, once somebody has taken it.
-    #[inline(always)]
-    pub const fn taken(self) -> Self {
-        Self(self.0 | Self::TAKEN)
-    }
-
-    /// What is added to a taken cell's when its entry is written.
-    #[inline(always)]
-    pub const fn written(ports_and_protocol: u64) -> u64 {
+    /// What is added to a held cell's when its flow is there.
+    const fn made(ports_and_protocol: u64) -> u64 {
         ports_and_protocol
-            .wrapping_sub(Self::TAKEN)
+            .wrapping_sub(Self::HELD)
             .wrapping_add(Self::NUMBER)
     }
 
-    /// That of a cell with an entry, once that is removed.
-    #[inline(always)]
-    pub const fn freed(self) -> Self {
-        Self(self.0 & !Self::KEY)
+    /// What is added to a held cell's when it has none.
+    const FREED: u64 = Self::HELD.wrapping_neg();
+
+    /// Whether another is of the same flow, whatever is elsewhere.
+    pub const fn is_same(self, other: Self) -> bool {
+        (self.0 ^ other.0) & !Self::MORE == 0
     }
+}
+
+/// A slot: which cell (25 bits, 0: none, else the cell's index and one), and how many whose home this is are
+/// in other slots (7 bits).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub struct Slot(pub u32);
+
+impl Slot {
+    const NUMBER: u32 = (1 << 25) - 1;
+    const ONE_MORE: u32 = 1 << 25;
+    const MANY: u32 = 1 << 31;
+    /// So many cells have numbers.
+    const CELLS: u32 = 1 << 24;
+
+    /// Which cell it leads to.
+    #[inline(always)]
+    pub const fn cell(self) -> Option<u32> {
+        (self.0 & Self::NUMBER).checked_sub(1)
+    }
+
+    #[inline(always)]
+    const fn leads_to(self, cell: u32) -> bool {
+        self.0 & Self::NUMBER == cell + 1
+    }
+
+    /// Whether some whose home this is are in other slots.
+    #[inline(always)]
+    pub const fn has_more(self) -> bool {
+        self.0 & !Self::NUMBER != 0
+    }
+
+    const fn leading_to(self, cell: u32) -> Self {
+        Self(self.0 & !Self::NUMBER | (cell + 1))
+    }
+
+    const fn counts(self) -> bool {
+        self.0 & Self::MANY == 0
+    }
+}
+
+/// The last word of a cell: ports, when last used, what was seen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub struct State(pub u64);
+
+impl State {
+    /// Where it says when it was last used: which 16 bits.
+    pub const USED: usize = 2;
+
+    /// What adds flags of [`seen`].
+    #[inline(always)]
+    pub const fn bits(flags: u8) -> u64 {
+        (flags as u64) << 48
+    }
+
+    /// That, used at another time.
+    #[inline(always)]
+    pub const fn used_at(self, now: Tick) -> Self {
+        Self(self.0 & !(0xffff << 32) | (now.number() as u64) << 32)
+    }
+
+    #[inline(always)]
+    const fn used(self) -> Tick {
+        Tick::from_number((self.0 >> 32) as u16)
+    }
+
+    #[inline(always)]
+    const fn seen(self) -> u8 {
+        (self.0 >> 48) as u8
+    }
+
+    /// Whether the flow has been over for so long that a new one may have its room: reset or closed by both sides,
+    /// and quiet for 4 to 9 seconds, in which the last packets were sent again if they were lost; or idle for longer
+    /// than it is kept. How long the kernel's own conntrack keeps what is its, only the agent can ask.
+    #[inline(always)]
+    pub const fn gives_way(self, protocol: Protocol, now: Tick) -> bool {
+        let (requests, replies) = (
+            seen::of_requests(self.seen()),
+            seen::of_replies(self.seen()),
+        );
+        if requests & seen::FOREIGN != 0 {
+            return false;
+        }
+        if seen::is_ended(requests, replies) && self.used().ticks_before(now) >= 2 {
+            return true;
+        }
+        self.used().age_seconds(now) > keep_seconds(protocol, requests, replies)
+    }
+
+    /// The rank of a flow that gives way.
+    const GIVES_WAY: u32 = u32::MAX;
+
+    /// Which of several flows goes if one must: that of the highest rank, never 0. First one that gives way; then those
+    /// that nobody has answered, so that a flood of SYNs pushes out none that lives; then those used longest ago.
+    #[inline(always)]
+    const fn rank(self, protocol: Protocol, now: Tick) -> u32 {
+        if self.gives_way(protocol, now) {
+            return Self::GIVES_WAY;
+        }
+        let rank = self.used().ticks_before(now) + 1;
+        // What the kernel's conntrack translates was answered before we came.
+        if self.seen() & (seen::in_replies(seen::PACKET) | seen::FOREIGN) == 0 {
+            rank + (1 << 16)
+        } else {
+            rank
+        }
+    }
+}
+
+/// A flow's value, as the words of a cell.
+#[inline(always)]
+fn words(value: &Translation) -> [u64; 3] {
+    [
+        half(value.endpoint, 0),
+        half(value.endpoint, 1),
+        u64::from(value.endpoint_port.be())
+            | u64::from(value.node_port.be()) << 16
+            | u64::from(value.used.number()) << 32
+            | State::bits(value.seen)
+            | u64::from(value.node_addr) << 56,
+    ]
+}
+
+/// What a cell holds: the value of the flow that it has, or had.
+#[inline(always)]
+pub fn value<L: Line>(line: L) -> Translation {
+    let state = line.load(STATE);
+    Translation {
+        endpoint: addr(line.load(VALUE), line.load(VALUE + 1)),
+        endpoint_port: Port::from_be(state as u16),
+        node_port: Port::from_be((state >> 16) as u16),
+        used: State(state).used(),
+        seen: State(state).seen(),
+        node_addr: (state >> 56) as u8,
+    }
+}
+
+/// What a cell holds: the key, given the head's part of it ([`Head::key`]).
+#[inline(always)]
+pub fn key<L: Line>(line: L, ports_and_protocol: u64) -> FlowKey {
+    FlowKey::new(
+        addr(line.load(0), line.load(1)),
+        Port::from_be(ports_and_protocol as u16),
+        addr(line.load(2), line.load(3)),
+        Port::from_be((ports_and_protocol >> 16) as u16),
+        Protocol::from_number((ports_and_protocol >> 32) as u8),
+    )
+}
+
+/// Whether the cell, whose head was read, has the key's flow.
+#[inline(always)]
+pub fn has<L: Line>(line: L, head: Head, key: &FlowKey) -> bool {
+    let mut differ = 0;
+    let mut index = 0;
+    while index < HEAD {
+        differ |= line.load(index) ^ key.word(index);
+        index += 1;
+    }
+    head.has(key.word(HEAD)) && differ == 0
+}
+
+/// No cell.
+pub const NOWHERE: u32 = u32::MAX;
+
+/// Which cell has the key's flow, other than its home; [`NOWHERE`] if none has.
+#[inline(always)]
+pub fn find_elsewhere<M: Memory>(memory: &M, key: &FlowKey) -> u32 {
+    let place = key.place();
+    let mut nth = 1;
+    while nth <= OTHERS {
+        let index = candidate(place, nth) & memory.mask();
+        if let Some(line) = memory.cell(index)
+            && has(line, Head(line.load(HEAD)), key)
+        {
+            return index;
+        }
+        nth += 1;
+    }
+    NOWHERE
+}
+
+/// Takes a cell for the key, which has no flow: then it is held. [`NOWHERE`] if somebody else has just made the same
+/// flow, or does so at this moment.
+///
+/// If none is free, a flow goes ("Room", above).
+#[inline(always)]
+pub fn hold<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
+    let place = key.place();
+    let mask = memory.mask();
+    let mut goes = NOWHERE;
+    let mut first = 0;
+    let mut nth = 0;
+    while nth <= OTHERS {
+        let index = candidate(place, nth) & mask;
+        let Some(line) = memory.cell(index) else {
+            return NOWHERE;
+        };
+        let head = Head(line.load(HEAD));
+        if head.is_held() || has(line, head, key) {
+            return NOWHERE;
+        }
+        if head.is_free() {
+            return take(memory, key, index, head);
+        }
+        let rank = State(line.load(STATE)).rank(head.protocol(), now);
+        if rank > first {
+            first = rank;
+            goes = index;
+        }
+        if rank == State::GIVES_WAY {
+            break;
+        }
+        nth += 1;
+    }
+    let Some(line) = memory.cell(goes) else {
+        return NOWHERE;
+    };
+    let head = Head(line.load(HEAD));
+    if head.key().is_none() || !memory.remove(goes, head) {
+        return NOWHERE;
+    }
+    take(memory, key, goes, Head(line.load(HEAD)))
+}
+
+/// Takes a free cell, and counts it at the key's home if it is not that.
+#[inline(always)]
+fn take<M: Memory>(memory: &M, key: &FlowKey, index: u32, head: Head) -> u32 {
+    let place = key.place();
+    let Some(line) = memory.cell(index) else {
+        return NOWHERE;
+    };
+    if !head.is_free() || !line.exchange(HEAD, head.0, head.held().0) {
+        return NOWHERE;
+    }
+    let is_home = index == place & memory.mask();
+    // Before the flow is there: who sees the count without it looks in vain, who saw it without the count would not
+    // look.
+    if !is_home
+        && let Some(home) = memory.cell(place & memory.mask())
+        && Head(home.load(HEAD)).counts()
+    {
+        home.add(HEAD, Head::ONE_MORE);
+    }
+    // Cells before this one may have become free meanwhile, and somebody else have one of them for the same flow. Who
+    // comes second sees the other, and gives up; or both do. (Who has the home, with nothing elsewhere, was first, or is
+    // seen by whoever counts there later.)
+    if (!is_home || head.has_more()) && is_wanted(memory, place, index, key) {
+        give_back(memory, index, key);
+        return NOWHERE;
+    }
+    index
+}
+
+/// Whether another of the key's cells has its flow, or is held, perhaps for it.
+#[inline(always)]
+fn is_wanted<M: Memory>(memory: &M, place: u32, except: u32, key: &FlowKey) -> bool {
+    let mut nth = 0;
+    while nth <= OTHERS {
+        let index = candidate(place, nth) & memory.mask();
+        if index != except
+            && let Some(line) = memory.cell(index)
+        {
+            let head = Head(line.load(HEAD));
+            if head.is_held() || has(line, head, key) {
+                return true;
+            }
+        }
+        nth += 1;
+    }
+    false
+}
+
+/// Writes what a held cell is to have.
+#[inline(always)]
+pub fn write<L: Line>(line: L, key: &FlowKey, value: &Translation) {
+    let mut index = 0;
+    while index < HEAD {
+        line.store(index, key.word(index));
+        index += 1;
+    }
+    let words = words(value);
+    line.store(VALUE, words[0]);
+    line.store(VALUE + 1, words[1]);
+    line.store(STATE, words[2]);
+}
+
+/// The flow of a held cell is there.
+#[inline(always)]
+pub fn publish<L: Line>(line: L, key: &FlowKey) {
+    line.add(HEAD, Head::made(key.word(HEAD)));
+}
+
+/// Gives back a held cell that no slot leads to.
+#[inline(always)]
+pub fn give_back<M: Memory>(memory: &M, index: u32, key: &FlowKey) {
+    if let Some(line) = memory.cell(index) {
+        let home = key.place() & memory.mask();
+        if index != home
+            && let Some(home) = memory.cell(home)
+        {
+            one_less(home);
+        }
+        line.add(HEAD, Head::FREED);
+    }
+}
+
+/// How often an exchange is tried: it fails only if another CPU did something with the word meanwhile.
+const TRIES: u32 = 3;
+
+/// A flow whose home this is has left where it was.
+#[inline(always)]
+fn one_less<L: Line>(home: L) {
+    let mut tries = 0;
+    while tries < TRIES {
+        let head = Head(home.load(HEAD));
+        // With one too many, a search in vain takes longer.
+        if !head.has_more()
+            || !head.counts()
+            || home.exchange(HEAD, head.0, head.0.wrapping_sub(Head::ONE_MORE))
+        {
+            return;
+        }
+        tries += 1;
+    }
+}
+
+/// Which slot is the home of a flow's replies.
+#[inline(always)]
+pub fn place_of_replies(key: &FlowKey, value: &Translation) -> u32 {
+    if value.node_addr == 0 {
+        FlowKey::new(
+            value.endpoint,
+            value.endpoint_port,
+            key.src,
+            key.src_port,
+            key.protocol,
+        )
+        .place()
+    } else {
+        PortKey::new(
+            value.endpoint,
+            value.endpoint_port,
+            value.node_port,
+            key.protocol,
+        )
+        .place()
+    }
+}
+
+/// Has a slot lead to a held cell; `false` if there is none, or, with `only_home`, if the home leads elsewhere.
+#[inline(always)]
+pub fn lead<M: Memory>(memory: &M, place: u32, index: u32, only_home: bool, now: Tick) -> bool {
+    let mask = memory.slots();
+    let Some(home) = memory.slot(place & mask) else {
+        return false;
+    };
+    if let Some(other) = home.load().cell()
+        && let Some(line) = memory.cell(other)
+    {
+        let head = Head(line.load(HEAD));
+        if head.key().is_some() && State(line.load(STATE)).gives_way(head.protocol(), now) {
+            memory.remove(other, head);
+        }
+    }
+    let slot = home.load();
+    if slot.cell().is_none() {
+        return home.exchange(slot, slot.leading_to(index));
+    }
+    if only_home {
+        return false;
+    }
+    if slot.counts() {
+        home.add(Slot::ONE_MORE);
+    }
+    let mut nth = 1;
+    while nth <= OTHERS {
+        if let Some(entry) = memory.slot(candidate(place, nth) & mask) {
+            let slot = entry.load();
+            if slot.cell().is_none() && entry.exchange(slot, slot.leading_to(index)) {
+                return true;
+            }
+        }
+        nth += 1;
+    }
+    one_slot_less(home);
+    false
+}
+
+#[inline(always)]
+fn one_slot_less<E: Entry>(home: E) {
+    let mut tries = 0;
+    while tries < TRIES {
+        let slot = home.load();
+        if !slot.has_more() || !slot.counts() || home.exchange(slot, Slot(slot.0 - Slot::ONE_MORE))
+        {
+            return;
+        }
+        tries += 1;
+    }
+}
+
+/// No slot leads to a held cell any longer.
+#[inline(always)]
+fn mislead<M: Memory>(memory: &M, place: u32, index: u32) {
+    let mask = memory.slots();
+    let mut nth = 0;
+    while nth <= OTHERS {
+        if let Some(entry) = memory.slot(candidate(place, nth) & mask)
+            && entry.load().leads_to(index)
+        {
+            // Nobody else frees it; others may be counted in it.
+            entry.add((index + 1).wrapping_neg());
+            if nth != 0
+                && let Some(home) = memory.slot(place & mask)
+            {
+                one_slot_less(home);
+            }
+            return;
+        }
+        nth += 1;
+    }
+}
+
+/// Removes the flow of a cell whose head was read; `false` if somebody else did something with it.
+#[inline(always)]
+pub fn remove<M: Memory>(memory: &M, index: u32, head: Head) -> bool {
+    let Some(line) = memory.cell(index) else {
+        return false;
+    };
+    let Some(ports_and_protocol) = head.key() else {
+        return false;
+    };
+    if !hold_flow(line, head) {
+        return false;
+    }
+    forget(memory, index, ports_and_protocol);
+    true
+}
+
+/// Takes a cell from its flow, whose head was read: then it is held. `false` if somebody else did something with it.
+///
+/// Who holds it may [`forget`] the flow, or [`publish`] it again.
+#[inline(always)]
+pub fn hold_flow<L: Line>(line: L, head: Head) -> bool {
+    head.key().is_some() && line.exchange(HEAD, head.0, head.held().0)
+}
+
+/// Frees a cell that was held when its head was read and that nobody will give back, as whoever held it is dead; and
+/// what slot leads to it. `false` if it is not held like that any longer.
+///
+/// Whose flow it was to be is not known: where it was counted, it stays so, and searches in vain take longer.
+pub fn free_held<M: Memory>(memory: &M, index: u32, head: Head) -> bool {
+    let Some(line) = memory.cell(index) else {
+        return false;
+    };
+    let now = Head(line.load(HEAD));
+    if !head.is_held() || !now.is_same(head) {
+        return false;
+    }
+    for place in 0..=memory.slots() {
+        if let Some(entry) = memory.slot(place)
+            && entry.load().leads_to(index)
+        {
+            entry.add((index + 1).wrapping_neg());
+        }
+    }
+    line.add(HEAD, Head::FREED);
+    true
+}
+
+/// Gives back a held cell that has a flow, and its slot.
+#[inline(always)]
+pub fn forget<M: Memory>(memory: &M, index: u32, ports_and_protocol: u64) {
+    let Some(line) = memory.cell(index) else {
+        return;
+    };
+    let (key, value) = (key(line, ports_and_protocol), value(line));
+    if value.seen & seen::FOREIGN == 0 {
+        mislead(memory, place_of_replies(&key, &value), index);
+    }
+    give_back(memory, index, &key);
+}
+
+/// Whether a slot leads to the flow of a reply to a client; which cell that is, or [`NOWHERE`].
+#[inline(always)]
+pub fn led_to_client<M: Memory>(memory: &M, slot: Slot, reply: &FlowKey) -> u32 {
+    let Some(index) = slot.cell() else {
+        return NOWHERE;
+    };
+    let Some(line) = memory.cell(index & memory.mask()) else {
+        return NOWHERE;
+    };
+    let head = line.load(HEAD);
+    let state = line.load(STATE);
+    let differ = (line.load(0) ^ reply.word(2))
+        | (line.load(1) ^ reply.word(3))
+        | (line.load(VALUE) ^ reply.word(0))
+        | (line.load(VALUE + 1) ^ reply.word(1))
+        | (head ^ u64::from(reply.dst_port.be())) & 0xffff
+        | (head >> 32 ^ u64::from(reply.protocol.number())) & 0xff
+        | (state ^ u64::from(reply.src_port.be())) & 0xffff
+        // Masqueraded.
+        | state >> 56;
+    if differ == 0 { index } else { NOWHERE }
+}
+
+/// The same, of a reply to one of the node's ports: at whatever address of the node's.
+#[inline(always)]
+pub fn led_to_node<M: Memory>(memory: &M, slot: Slot, reply: &PortKey) -> u32 {
+    let Some(index) = slot.cell() else {
+        return NOWHERE;
+    };
+    let Some(line) = memory.cell(index & memory.mask()) else {
+        return NOWHERE;
+    };
+    let head = line.load(HEAD);
+    let state = line.load(STATE);
+    let ports = u64::from(reply.endpoint_port.be()) | u64::from(reply.node_port.be()) << 16;
+    let differ = (line.load(VALUE) ^ reply.word(0))
+        | (line.load(VALUE + 1) ^ reply.word(1))
+        | (head >> 32 ^ u64::from(reply.protocol.number())) & 0xff
+        | (state ^ ports) & 0xffff_ffff;
+    if differ == 0 && state >> 56 != 0 {
+        index
+    } else {
+        NOWHERE
+    }
+}
+
+/// Which cell has the flow of a reply to a client, if its home slot does not lead there; or [`NOWHERE`].
+#[inline(always)]
+pub fn find_led_elsewhere<M: Memory>(memory: &M, reply: &FlowKey) -> u32 {
+    let place = reply.place();
+    let mut nth = 1;
+    while nth <= OTHERS {
+        if let Some(entry) = memory.slot(candidate(place, nth) & memory.slots()) {
+            let index = led_to_client(memory, entry.load(), reply);
+            if index != NOWHERE {
+                return index;
+            }
+        }
+        nth += 1;
+    }
+    NOWHERE
 }
 
 const _: () = assert!(size_of::<Cell>() == 64);
 
 #[cfg(test)]
-mod tests {
-    extern crate std;
-    use std::{collections::HashSet, vec::Vec};
-
-    use super::*;
-    use crate::Protocol;
-
-    fn key(client: u16) -> FlowKey {
-        FlowKey::new(
-            Addr::from_v4([192, 0, 2, 7]),
-            Port::new(client),
-            Addr::from_v4([10, 96, 0, 10]),
-            Port::new(443),
-            Protocol::TCP,
-        )
-    }
-
-    #[test]
-    fn ports_that_a_client_takes_one_after_the_other_have_cells_one_after_the_other() {
-        let first = key(32_768 - 443).place();
-        for step in 0..1000_u16 {
-            let next = key(32_768 - 443 + 2 * step).place();
-            assert_eq!(next, first.wrapping_add(u32::from(step)));
-        }
-        let back = |port| PortKey::new(key(1).dst, Port::new(80), Port::new(port), Protocol::UDP);
-        let first = back(40_000).place();
-        assert_eq!(back(40_002).place(), first.wrapping_add(1));
-    }
-
-    #[test]
-    fn all_ports_have_cells_of_their_own() {
-        let mut places: Vec<u32> = (0..=u16::MAX).map(|port| key(port).place()).collect();
-        places.sort_unstable();
-        places.dedup();
-        assert_eq!(places.len(), 1 << 16);
-    }
-
-    #[test]
-    fn every_part_of_an_address_tells() {
-        let bases: HashSet<u32> = (0..=255_u8)
-            .flat_map(|n| {
-                [[n, 0, 2, 7], [192, n, 2, 7], [192, 0, n, 7], [192, 0, 2, n]].map(|src| {
-                    let src = Addr::from_v4(src);
-                    FlowKey { src, ..key(1) }.place() & 0xffff
-                })
-            })
-            .collect();
-        // Of 1021 different ones; by chance 8 meet.
-        assert!(bases.len() > 980, "{}", bases.len());
-    }
-
-    #[test]
-    fn a_head_goes_round() {
-        let key = key(1000).word(FlowKey::HEAD);
-        let free = Head(7 * Head::ONE_MORE + 3 * Head::NUMBER);
-        assert!(free.is_free() && free.has_more() && free.key().is_none());
-        let taken = free.taken();
-        assert!(!taken.is_free() && taken.key().is_none());
-        // Somebody counts one more meanwhile.
-        let counted = Head(taken.0 + Head::ONE_MORE);
-        let full = Head(counted.0.wrapping_add(Head::written(key)));
-        assert!(full.has(key) && full.key() == Some(key));
-        assert_eq!(full.freed(), Head(8 * Head::ONE_MORE + 4 * Head::NUMBER));
-        assert_eq!(full.one_less().0 + Head::ONE_MORE, full.0);
-        let last = Head(u64::MAX << 48);
-        let full = Head(last.taken().0.wrapping_add(Head::written(key)));
-        assert_eq!(full, Head(key), "the number begins anew");
-    }
-}
+mod tests;

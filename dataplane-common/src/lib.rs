@@ -47,4 +47,4 @@ pub use vips::{VIP_ELEMENTS, VipPlace, VipWords};
 /// the numbers of [`Reason`]; the agent then builds a new directory beside the old one and swaps
 /// once. What it takes along then is in `CONNECTIONS` of the agent's `kernel/layouts.rs`: see there whether one of
 /// those tables has changed.
-pub const LAYOUT: u32 = 6;
+pub const LAYOUT: u32 = 7;

@@ -4,31 +4,23 @@
 //! IFACES     hash  ifindex    -> Iface        what an interface is: pods' side or uplink
 //! SOURCES    lpm   SourceKey  -> u32          who may use a load balancer; which addresses are pods
 //! NODE_ADDRS array index      -> Addr         the node's addresses that flows are masqueraded to
-//! FORWARD    cells FlowKey    -> Forward      conntrack, client to VIP
-//! REPLY      cells FlowKey    -> Reply        conntrack, endpoint to client
-//! MASQUERADE cells PortKey    -> Masqueraded  conntrack, endpoint to a masqueraded client
-//! MORE_…     lru   the same                   what of these three found its cell taken
+//! CONNTRACK  cells FlowKey    -> Translation  flows, by what their requests carry
+//! ANSWERS    slots FlowKey, PortKey -> cell   the same, by what their replies carry
 //! FRAGMENTS  lru   FragmentKey-> Fragment     the ports of a datagram whose later fragments come
 //! ```
 //!
 //! # A flow
 //!
-//! A flow has two entries that are made and removed together, one for each direction, each found
-//! by what the packets of that direction carry:
-//!
-//! * `FORWARD`, by (client, VIP), says which endpoint answers and, if the flow is masqueraded, from
-//!   which of the node's addresses and ports it sees the client come;
-//! * `REPLY`, by (endpoint, client), says which VIP the reply must come from; or, if the flow is
-//!   masqueraded, `MASQUERADE`, by (endpoint, the node's port), says that and who the client is.
-//!
-//! Key and value of an entry are 64 bytes: 128 for the flow. Where an entry is: [`cells`](crate::cells).
+//! A flow has one entry of 64 bytes, for both directions, and a slot of four that leads to it. Packets from the client
+//! find it by (client, VIP), which is its key: it says which endpoint answers and, if the flow is masqueraded, from
+//! which of the node's addresses and ports that sees the client come. Packets from the endpoint find it by the slot,
+//! by (endpoint, client) or, if the flow is masqueraded, by (endpoint, the node's port). Where an entry is, and who may
+//! do what with it: [`cells`](crate::cells).
 //!
 //! # Time
 //!
 //! Entries say when they were last used in [`Tick`]s of 2^32 ns (4.3 s), and are written to only
-//! when the tick or a flag changes: a packet of a flow in use costs a lookup and no store. Whoever
-//! writes a new tick also looks whether the other direction's entry is there still, and marks it
-//! used, so that one is not pushed out of its hash, or collected, without the other.
+//! when the tick or a flag changes: a packet of a flow in use costs a lookup and no store.
 
 use core::ops::RangeInclusive;
 
@@ -81,10 +73,10 @@ layout! {
         pub reserved: u16,
     }
 
-    /// Where packets from a client to a VIP go.
+    /// What a flow's packets are turned into, and what was seen of them.
     #[repr(C)]
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub struct Forward {
+    pub struct Translation {
         /// The endpoint.
         pub endpoint: Addr,
         /// The endpoint's port.
@@ -92,31 +84,13 @@ layout! {
         /// The port that the endpoint sees the client come from, if the flow is masqueraded;
         /// otherwise [`Port::ANY`].
         pub node_port: Port,
-        /// When last used.
+        /// When last used, by either direction.
         pub used: Tick,
-        /// Flags of [`seen`].
+        /// Flags of [`seen`], of requests and of replies.
         pub seen: u8,
         /// Index into `NODE_ADDRS` of the address that the endpoint sees the client come from; 0:
         /// the flow is not masqueraded.
         pub node_addr: u8,
-    }
-
-    /// What replies of a flow that is not masqueraded are turned into.
-    #[repr(C)]
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub struct Reply {
-        /// The VIP that the client talks to.
-        pub vip: Addr,
-        /// The VIP's port.
-        pub vip_port: Port,
-        /// When last used.
-        pub used: Tick,
-        /// Flags of [`seen`].
-        pub seen: u8,
-        /// Zero.
-        pub padding: u8,
-        /// Zero.
-        pub reserved: u16,
     }
 
     /// What replies to a masqueraded flow carry: an endpoint sees a port of the node's used once,
@@ -136,26 +110,6 @@ layout! {
         pub padding: u8,
         /// Zero.
         pub reserved: u16,
-    }
-
-    /// What replies to a masqueraded flow are turned into.
-    #[repr(C)]
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub struct Masqueraded {
-        /// The VIP that the client talks to.
-        pub vip: Addr,
-        /// The client.
-        pub client: Addr,
-        /// The VIP's port.
-        pub vip_port: Port,
-        /// The client's own port.
-        pub client_port: Port,
-        /// When last used.
-        pub used: Tick,
-        /// Flags of [`seen`].
-        pub seen: u8,
-        /// Index into `NODE_ADDRS` of the address that the endpoint sees the client come from.
-        pub node_addr: u8,
     }
 
     /// What the fragments of one datagram have in common (RFC 791 section 3.2, RFC 8200 section
@@ -280,10 +234,23 @@ impl Tick {
         Self((ns >> 32) as u16)
     }
 
+    /// From the number in the table.
+    #[inline(always)]
+    pub const fn from_number(number: u16) -> Self {
+        Self(number)
+    }
+
     /// The number in the table.
     #[inline(always)]
     pub const fn number(self) -> u16 {
         self.0
+    }
+
+    /// How many ticks before `now` this was; 0 also for the next one, by which somebody else is ahead.
+    #[inline(always)]
+    pub const fn ticks_before(self, now: Self) -> u32 {
+        let ticks = now.0.wrapping_sub(self.0);
+        if ticks == u16::MAX { 0 } else { ticks as u32 }
     }
 
     /// How many seconds before `now` this was, rounded up. What is later than `now` (by a tick
@@ -291,25 +258,46 @@ impl Tick {
     #[inline(always)]
     #[expect(clippy::cast_possible_truncation, reason = "at most 2^48 ns")]
     pub const fn age_seconds(self, now: Self) -> u32 {
-        let ticks = now.0.wrapping_sub(self.0);
-        if ticks == u16::MAX {
-            return 0;
-        }
-        ((ticks as u64 * (1 << 32)).div_ceil(1_000_000_000)) as u32
+        ((self.ticks_before(now) as u64 * (1 << 32)).div_ceil(1_000_000_000)) as u32
     }
 }
 
-/// What was seen of a flow, in the direction of the entry: bits of `seen`.
+/// What was seen of a flow: bits of `seen`. Those of requests are the lower four, those of replies the same four bits
+/// higher ([`in_replies`](seen::in_replies)).
 pub mod seen {
-    /// A packet at all. An entry for replies is made with its flow, before there is one.
+    /// A packet at all.
     pub const PACKET: u8 = 1;
     /// TCP: a FIN.
     pub const FIN: u8 = 2;
     /// TCP: a RST.
     pub const RST: u8 = 4;
     /// The flow belongs to the kernel's own conntrack, which translated it before we came: packets
-    /// are left alone. `FORWARD` only.
+    /// are left alone. Of requests only.
     pub const FOREIGN: u8 = 8;
+
+    /// What was seen of requests.
+    #[inline(always)]
+    pub const fn of_requests(seen: u8) -> u8 {
+        seen & 0xf
+    }
+
+    /// What was seen of replies, as if it were of requests.
+    #[inline(always)]
+    pub const fn of_replies(seen: u8) -> u8 {
+        seen >> 4
+    }
+
+    /// The inverse of [`of_replies`].
+    #[inline(always)]
+    pub const fn in_replies(seen: u8) -> u8 {
+        seen << 4
+    }
+
+    /// Whether neither side will say anything new: one has reset the connection, or both have closed it.
+    #[inline(always)]
+    pub const fn is_ended(requests: u8, replies: u8) -> bool {
+        (requests | replies) & RST != 0 || requests & replies & FIN != 0
+    }
 }
 
 /// How long a flow that nothing is heard of is kept, in seconds. The kernel's own defaults
@@ -323,9 +311,9 @@ pub mod timeout {
     pub const TCP_ESTABLISHED: u32 = 86_400;
     /// TCP: a FIN in one direction.
     pub const TCP_HALF_CLOSED: u32 = 3_600;
-    /// TCP: a FIN in each direction. The agent does not wait for it where room is short.
+    /// TCP: a FIN in each direction. Where a new flow would have its room, it goes after a few seconds.
     pub const TCP_CLOSED: u32 = 120;
-    /// TCP: a RST.
+    /// TCP: a RST. Likewise.
     pub const TCP_RESET: u32 = 10;
     /// UDP: nobody answered.
     pub const UDP_UNANSWERED: u32 = 30;
@@ -370,8 +358,8 @@ layout! {
         pub ephemeral_first: u16,
         /// The last port of that range.
         pub ephemeral_last: u16,
-        /// Which bits of a key's place count: how many cells each of `FORWARD`, `REPLY` and `MASQUERADE` has, a power of
-        /// two, less one.
+        /// Which bits of a place count: how many cells `CONNTRACK` has, and how many slots `ANSWERS`, a power of two, less
+        /// one.
         pub cells: u32,
         /// Zero.
         pub reserved: u32,
@@ -412,15 +400,13 @@ pub const SOURCES: u32 = 1 << 20;
 pub const NODE_ADDRS: u32 = 256;
 /// How many fragmented datagrams are remembered at a time.
 pub const FRAGMENTS: u32 = 4096;
-/// How many flows there is room for unless told otherwise: so many cells in each of `FORWARD`, `REPLY` and
-/// `MASQUERADE`, and room for half as many entries in each hash beside.
+/// How many flows there is room for unless told otherwise ([`cells::cells_for`](crate::cells::cells_for)).
 pub const DEFAULT_FLOWS: u32 = 65_536;
 
 const _: () = assert!(size_of::<Iface>() == 4);
 const _: () = assert!(size_of::<SourceKey>() == 24);
-const _: () = assert!(size_of::<FlowKey>() == 40 && size_of::<Forward>() == 24);
-const _: () = assert!(size_of::<Reply>() == 24);
-const _: () = assert!(size_of::<PortKey>() == 24 && size_of::<Masqueraded>() == 40);
+const _: () = assert!(size_of::<FlowKey>() == 40 && size_of::<Translation>() == 24);
+const _: () = assert!(size_of::<PortKey>() == 24);
 const _: () = assert!(size_of::<FragmentKey>() == 40 && size_of::<Fragment>() == 4);
 const _: () = assert!(size_of::<PacketConfig>() == 16);
 

@@ -13,6 +13,16 @@ pub unsafe fn add(counter: *mut u64, amount: u64) {
     unsafe { asm!("lock *(u64 *)({0} + 0) += {1}", in(reg) counter, in(reg) amount) };
 }
 
+/// Adds to a word of 32 bits. Orders nothing else.
+///
+/// # Safety
+/// `word` must point to four aligned bytes that the program may write.
+#[inline(always)]
+pub unsafe fn add32(word: *mut u32, amount: u32) {
+    // SAFETY: the caller's promise.
+    unsafe { asm!("lock *(u32 *)({0} + 0) += {1}", in(reg) word, in(wreg) amount) };
+}
+
 /// Sets bits of a word in which other CPUs may set others. Orders nothing else.
 ///
 /// # Safety
@@ -37,6 +47,25 @@ pub unsafe fn compare_exchange(word: *mut u64, expected: u64, new: u64) -> u64 {
             in(reg) word,
             in(reg) new,
             inout("r0") expected => before,
+        );
+    }
+    before
+}
+
+/// The same of a word of 32 bits.
+///
+/// # Safety
+/// `word` must point to four aligned bytes that the program may write.
+#[inline(always)]
+pub unsafe fn compare_exchange32(word: *mut u32, expected: u32, new: u32) -> u32 {
+    let before;
+    // SAFETY: the caller's promise. The instruction's operand and result are in w0.
+    unsafe {
+        asm!(
+            "w0 = cmpxchg32_32({0} + 0, w0, {1})",
+            in(reg) word,
+            in(wreg) new,
+            inout("w0") expected => before,
         );
     }
     before

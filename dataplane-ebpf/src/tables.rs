@@ -24,10 +24,10 @@ use dataplane_common::{
         ORIGINS as ORIGINS_CAPACITY, Origin, RULES as RULES_CAPACITY, RuleKey,
         TRAFFIC as TRAFFIC_CAPACITY, Traffic, TrafficKey, Tuple, WORKLOADS,
     },
-    cells::Cell,
+    cells::{Cell, Slots, cells_for},
     packet::{
-        DEFAULT_FLOWS, FRAGMENTS as FRAGMENTS_CAPACITY, FlowKey, Forward, Fragment, FragmentKey,
-        Iface, Masqueraded, NODE_ADDRS as NODE_ADDRS_CAPACITY, PacketConfig, PortKey, Reply,
+        DEFAULT_FLOWS, FRAGMENTS as FRAGMENTS_CAPACITY, Fragment, FragmentKey, Iface,
+        NODE_ADDRS as NODE_ADDRS_CAPACITY, PacketConfig,
     },
     tables::{
         Affinity, AffinityKey, Config, Endpoint, Frontend, FrontendKey,
@@ -111,28 +111,11 @@ pub static NODE_ADDRS: Array<Addr, { NODE_ADDRS_CAPACITY as usize }, MAPPED> = A
 #[btf_map]
 pub static PACKET_CONFIG: Array<PacketConfig, 1, MAPPED> = Array::new();
 
-/// Entries of flows, by their key's place: `dataplane_common::cells`.
-pub type Cells = Array<Cell, { DEFAULT_FLOWS as usize }, MAPPED>;
-/// Those whose cell another entry has.
-pub type More<K, V> = LruHashMap<K, V, { DEFAULT_FLOWS as usize / 2 }>;
+#[btf_map]
+pub static CONNTRACK: Array<Cell, { cells_for(DEFAULT_FLOWS) as usize }, MAPPED> = Array::new();
 
 #[btf_map]
-pub static FORWARD: Cells = Cells::new();
-
-#[btf_map]
-pub static REPLY: Cells = Cells::new();
-
-#[btf_map]
-pub static MASQUERADE: Cells = Cells::new();
-
-#[btf_map]
-pub static MORE_FORWARD: More<FlowKey, Forward> = More::new();
-
-#[btf_map]
-pub static MORE_REPLY: More<FlowKey, Reply> = More::new();
-
-#[btf_map]
-pub static MORE_MASQUERADE: More<PortKey, Masqueraded> = More::new();
+pub static ANSWERS: Array<Slots, { cells_for(DEFAULT_FLOWS) as usize / 8 }, MAPPED> = Array::new();
 
 #[btf_map]
 pub static FRAGMENTS: LruHashMap<FragmentKey, Fragment, { FRAGMENTS_CAPACITY as usize }> =

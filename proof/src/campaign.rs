@@ -7,15 +7,15 @@
 
 use std::{fmt::Write as _, fs::File, os::fd::AsFd as _, path::Path, thread};
 
-use anyhow::{Context as _, Result, anyhow, bail};
+use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use dataplane::kernel::rig::Rig;
-use dataplane_common::{Reason, packet::PacketConfig};
+use dataplane_common::{Reason, cells::cells_for, packet::PacketConfig};
 use dataplane_tests::Lab;
 use nix::sched::{CloneFlags, setns};
 use rand::{Rng as _, SeedableRng as _, rngs::SmallRng};
 
 use crate::{
-    compare::{Bytes, differs, empty, event, packet, run, too_short},
+    compare::{Bytes, differs, empty, event, flows_differ, packet, run, too_short},
     generate::{self, Op},
     model::{Input, Model, Output, read},
     tally::Tally,
@@ -24,10 +24,9 @@ use crate::{
 
 /// How many things happen in an epoch.
 const EPOCH: usize = 1024;
-/// How many flows there is room for: more than an epoch can make.
-const FLOWS: u32 = 8192;
-/// How many cells there are: so few that many an entry finds its own taken.
-const CELLS: u32 = 128;
+/// How many flows there is room for: so few that many a flow finds its cell taken, and more than an epoch makes, so that
+/// none finds all taken that it may have.
+const FLOWS: u32 = 512;
 
 /// The programs and the node, ready for packets.
 pub struct Scene {
@@ -35,6 +34,8 @@ pub struct Scene {
     pub rig: Rig,
     /// The node.
     pub world: World,
+    /// How many cells there are for flows.
+    cells: u32,
     /// The namespace; dropped last.
     pub lab: Lab,
 }
@@ -54,7 +55,7 @@ impl Scene {
     /// # Errors
     /// If this machine cannot.
     pub fn new() -> Result<Self> {
-        Self::with_cells(FLOWS, CELLS)
+        Self::with_flows(FLOWS)
     }
 
     /// The same, with room for so many flows.
@@ -62,14 +63,16 @@ impl Scene {
     /// # Errors
     /// If this machine cannot.
     pub fn with_flows(flows: u32) -> Result<Self> {
-        Self::with_cells(flows, flows.next_power_of_two())
-    }
-
-    fn with_cells(flows: u32, cells: u32) -> Result<Self> {
         let lab = world::lab()?;
+        let cells = cells_for(flows);
         let mut rig = Rig::new(&lab.bpffs()?.join("rig"), flows, cells)?;
         let world = World::new(&lab, &mut rig)?;
-        Ok(Self { rig, world, lab })
+        Ok(Self {
+            rig,
+            world,
+            cells,
+            lab,
+        })
     }
 
     /// Does something in the node's network namespace, where the programs' routes are.
@@ -141,6 +144,11 @@ impl Scene {
                 }
                 progress(tally.packets);
             }
+            ensure!(
+                tally.elsewhere.iter().all(|flows| *flows > 0),
+                "no flow found its cell taken, or its slot: {:?}",
+                tally.elsewhere
+            );
             Ok(tally)
         })
     }
@@ -155,10 +163,12 @@ impl Scene {
         closely: bool,
     ) -> Result<Result<(), Failure>> {
         self.forget()?;
-        let Self { rig, world, .. } = self;
+        let Self {
+            rig, world, cells, ..
+        } = self;
         world.configure(rig, generate::config(config))?;
         let before = rig.reasons()?;
-        let mut model = Model::new(world);
+        let mut model = Model::new(world, *cells);
         for (at, seed) in ops.iter().enumerate() {
             let (op, sort) = generate::op(*seed, world, &model.state);
             let difference = match (&op, sort) {
@@ -193,9 +203,7 @@ impl Scene {
         };
         let state = &model.state;
         let all = [
-            differs("FORWARD", &rig.forward, &state.forward)?,
-            differs("REPLY", &rig.reply, &state.reply)?,
-            differs("MASQUERADE", &rig.masquerade, &state.masquerade)?,
+            flows_differ(&rig.conntrack, &state.flows)?,
             differs("FRAGMENTS", &rig.fragments, &state.fragments)?,
             differs("AFFINITY", rig.affinity(), &state.affinity)?,
         ];
@@ -214,6 +222,10 @@ impl Scene {
         for (sum, count) in tally.reasons.iter_mut().zip(model.reasons) {
             *sum += count;
         }
+        for (sum, count) in tally.elsewhere.iter_mut().zip(state.flows.elsewhere()) {
+            *sum += count;
+        }
+        tally.gave_way += state.flows.gave_way();
         Ok(Ok(()))
     }
 
@@ -222,9 +234,7 @@ impl Scene {
     /// # Errors
     /// The kernel's refusal.
     pub fn forget(&self) -> Result<()> {
-        empty(&self.rig.forward)?;
-        empty(&self.rig.reply)?;
-        empty(&self.rig.masquerade)?;
+        empty(&self.rig.conntrack)?;
         empty(&self.rig.fragments)?;
         empty(self.rig.affinity())
     }
@@ -270,10 +280,12 @@ impl Scene {
             generate::config(config)
         );
         self.forget()?;
-        let Self { rig, world, .. } = self;
+        let Self {
+            rig, world, cells, ..
+        } = self;
         world.configure(rig, generate::config(config))?;
         let before = rig.reasons()?;
-        let mut model = Model::new(world);
+        let mut model = Model::new(world, *cells);
         for seed in ops {
             let (op, _) = generate::op(*seed, world, &model.state);
             match &op {

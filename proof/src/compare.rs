@@ -5,19 +5,18 @@ use std::{fmt, io};
 use anyhow::{Context as _, Result};
 use dataplane::kernel::{
     Direction,
-    rig::{Hash, Plain, Rig, SkbContext, Table as Cells},
+    rig::{Hash, Plain, Rig, SkbContext, Table as Conntrack},
 };
 use dataplane_common::{
     Addr, Port, Reason,
-    cells::CellKey,
-    packet::{FlowKey, Forward, PortKey, Tick, seen},
+    packet::{FlowKey, Tick, Translation, seen},
     tables::{Affinity, AffinityKey},
 };
 use nix::time::{ClockId, clock_gettime};
 
 use crate::{
     generate::Op,
-    model::{Drawn, Input, Model, Moment, Output, Verdict, state::Table},
+    model::{Drawn, Input, Model, Moment, Output, Verdict, flows::Flow, room::Flows, state::Table},
     wire::LINK,
 };
 
@@ -38,37 +37,52 @@ pub trait Kernel<K, V> {
     fn entries(&self) -> io::Result<Vec<(K, V)>>;
 }
 
-macro_rules! kernel {
-    ($table:ident, $($key:tt)+) => {
-        impl<K: $($key)+, V: Plain> Kernel<K, V> for $table<K, V> {
-            fn get(&self, key: &K) -> io::Result<Option<V>> {
-                self.get(key)
-            }
+impl<K: Plain, V: Plain> Kernel<K, V> for Hash<K, V> {
+    fn get(&self, key: &K) -> io::Result<Option<V>> {
+        self.get(key)
+    }
 
-            fn set(&self, key: &K, value: &V) -> io::Result<()> {
-                self.set(key, value)
-            }
+    fn set(&self, key: &K, value: &V) -> io::Result<()> {
+        self.set(key, value)
+    }
 
-            fn remove(&self, key: &K) -> io::Result<bool> {
-                self.remove(key)
-            }
+    fn remove(&self, key: &K) -> io::Result<bool> {
+        self.remove(key)
+    }
 
-            fn entries(&self) -> io::Result<Vec<(K, V)>> {
-                self.entries()
-            }
-        }
-    };
+    fn entries(&self) -> io::Result<Vec<(K, V)>> {
+        self.entries()
+    }
 }
 
-kernel!(Hash, Plain);
-kernel!(Cells, CellKey + Plain);
+impl Kernel<FlowKey, Translation> for Conntrack {
+    fn get(&self, key: &FlowKey) -> io::Result<Option<Translation>> {
+        Ok(self.get(key))
+    }
+
+    fn set(&self, key: &FlowKey, value: &Translation) -> io::Result<()> {
+        if self.set(key, value) {
+            Ok(())
+        } else {
+            Err(io::Error::other(format!("there is no room for {key:?}")))
+        }
+    }
+
+    fn remove(&self, key: &FlowKey) -> io::Result<bool> {
+        Ok(self.remove(key))
+    }
+
+    fn entries(&self) -> io::Result<Vec<(FlowKey, Translation)>> {
+        Ok(self.entries())
+    }
+}
 
 /// What the programs drew by lot.
 struct Tables<'a>(&'a Rig);
 
 impl Drawn for Tables<'_> {
-    fn forward(&self, key: &FlowKey) -> Option<Forward> {
-        self.0.forward.get(key).ok().flatten()
+    fn flow(&self, key: &FlowKey) -> Option<Translation> {
+        self.0.conntrack.get(key)
     }
 
     fn affinity(&self, key: &AffinityKey) -> Option<Affinity> {
@@ -236,14 +250,7 @@ fn compare(
     }
     let state = &mut model.state;
     let all = [
-        touched("FORWARD", &rig.forward, &mut state.forward, |_, _| {})?,
-        touched("REPLY", &rig.reply, &mut state.reply, |_, _| {})?,
-        touched(
-            "MASQUERADE",
-            &rig.masquerade,
-            &mut state.masquerade,
-            |_, _| {},
-        )?,
+        flows_touched(&rig.conntrack, &state.flows),
         touched("FRAGMENTS", &rig.fragments, &mut state.fragments, |_, _| {})?,
         touched(
             "AFFINITY",
@@ -260,6 +267,47 @@ fn compare(
     Ok(all.into_iter().flatten().next())
 }
 
+/// Whether the flows that a packet touched are in the kernel as the model has them, and are found by their replies;
+/// or by those of others, where they are gone.
+fn flows_touched(kernel: &Conntrack, model: &Flows) -> Option<String> {
+    let touched = model.table().touched();
+    touched.into_iter().find_map(|(key, before)| {
+        let (ours, theirs) = (model.get(key), kernel.get(key));
+        if theirs != ours {
+            return Some(format!("CONNTRACK has {theirs:?} at {key:?}, not {ours:?}"));
+        }
+        let versions = [before, ours].into_iter().flatten();
+        versions
+            .map(|to| Flow { key: *key, to })
+            .find_map(|flow| replies_differ(kernel, model, &flow))
+    })
+}
+
+/// Whether the replies of a flow are another's in the kernel than in the model.
+fn replies_differ(kernel: &Conntrack, model: &Flows, flow: &Flow) -> Option<String> {
+    let (ours, theirs) = if flow.to.seen & seen::FOREIGN != 0 {
+        return None;
+    } else if flow.to.node_addr == 0 {
+        let reply = flow.reply_key();
+        (model.by_client(&reply), kernel.by_client(&reply))
+    } else {
+        let port = flow.port_key();
+        (model.by_node(&port), kernel.by_node(&port))
+    };
+    let ours = ours.map(|flow| flow.key);
+    (theirs != ours).then(|| format!("the replies of {flow:?} lead to {theirs:?}, not to {ours:?}"))
+}
+
+/// Whether the flows are the same in the kernel as in the model, and found by their replies.
+pub fn flows_differ(kernel: &Conntrack, model: &Flows) -> Result<Option<String>> {
+    if let Some(what) = differs("CONNTRACK", kernel, model.table())? {
+        return Ok(Some(what));
+    }
+    let flows = model.table().iter();
+    let mut flows = flows.map(|(key, to)| Flow { key: *key, to: *to });
+    Ok(flows.find_map(|flow| replies_differ(kernel, model, &flow)))
+}
+
 /// Whether what a packet touched is in the kernel as the model has it.
 fn touched<K, V>(
     name: &str,
@@ -271,7 +319,7 @@ where
     K: Copy + Eq + std::hash::Hash + fmt::Debug,
     V: Copy + PartialEq + fmt::Debug,
 {
-    let keys: Vec<K> = model.touched().copied().collect();
+    let keys: Vec<K> = model.touched().map(|(key, _)| *key).collect();
     for key in keys {
         let theirs = kernel.get(&key)?;
         let mut ours = model.get(&key);
@@ -334,40 +382,14 @@ pub fn event(rig: &Rig, model: &mut Model<'_>, op: &Op) -> Result<()> {
     };
     match op {
         Op::Packet(_) => {}
-        Op::Age(key, [requests, replies], ticks) => {
-            let Some(entry) = state.forward.get(key) else {
-                return Ok(());
-            };
-            let (reply, port) = (reply_key(key, &entry), port_key(key, &entry));
-            if *requests {
-                state
-                    .forward
-                    .change(key, |e| e.used = older(e.used, *ticks));
-            }
-            if *replies {
-                state
-                    .reply
-                    .change(&reply, |e| e.used = older(e.used, *ticks));
-                state
-                    .masquerade
-                    .change(&port, |e| e.used = older(e.used, *ticks));
-            }
+        Op::Age(key, ticks) => {
+            let older = |to: &mut Translation| to.used = older(to.used, *ticks);
+            state.flows.change(key, older);
         }
-        Op::Forget(key, requests) => {
-            let Some(entry) = state.forward.get(key) else {
-                return Ok(());
-            };
-            if *requests {
-                state.forward.remove(key);
-            } else if entry.node_addr == 0 {
-                state.reply.remove(&reply_key(key, &entry));
-            } else {
-                state.masquerade.remove(&port_key(key, &entry));
-            }
-        }
+        Op::Forget(key) => state.flows.remove(key),
         Op::Foreign(key) => {
-            if !state.forward.has(key) {
-                let entry = Forward {
+            if !state.flows.has(key) {
+                let to = Translation {
                     endpoint: Addr::UNSPECIFIED,
                     endpoint_port: Port::ANY,
                     node_port: Port::ANY,
@@ -375,7 +397,7 @@ pub fn event(rig: &Rig, model: &mut Model<'_>, op: &Op) -> Result<()> {
                     seen: seen::FOREIGN,
                     node_addr: 0,
                 };
-                state.forward.set(*key, entry);
+                state.flows.enter_foreign(&Flow { key: *key, to });
             }
         }
         Op::AgeClient(key, seconds) => {
@@ -384,9 +406,7 @@ pub fn event(rig: &Rig, model: &mut Model<'_>, op: &Op) -> Result<()> {
             });
         }
     }
-    push(&rig.forward, &state.forward)?;
-    push(&rig.reply, &state.reply)?;
-    push(&rig.masquerade, &state.masquerade)?;
+    push(&rig.conntrack, state.flows.table())?;
     push(rig.affinity(), &state.affinity)?;
     state.keep();
     Ok(())
@@ -398,7 +418,7 @@ where
     K: Copy + Eq + std::hash::Hash,
     V: Copy,
 {
-    for key in model.touched() {
+    for (key, _) in model.touched() {
         match model.get(key) {
             Some(value) => kernel.set(key, &value)?,
             None => {
@@ -407,25 +427,4 @@ where
         }
     }
     Ok(())
-}
-
-/// Where the flow's entry for replies is, if it is not masqueraded.
-pub fn reply_key(key: &FlowKey, entry: &Forward) -> FlowKey {
-    FlowKey::new(
-        entry.endpoint,
-        entry.endpoint_port,
-        key.src,
-        key.src_port,
-        key.protocol,
-    )
-}
-
-/// Where the flow's entry for replies is, if it is masqueraded.
-pub fn port_key(key: &FlowKey, entry: &Forward) -> PortKey {
-    PortKey::new(
-        entry.endpoint,
-        entry.endpoint_port,
-        entry.node_port,
-        key.protocol,
-    )
 }

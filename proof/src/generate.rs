@@ -24,10 +24,10 @@ const LONGEST: usize = 3400;
 pub enum Op {
     /// A packet comes, or leaves.
     Packet(Input),
-    /// A flow was last used so many ticks earlier: its entry for requests, that for replies, or both.
-    Age(FlowKey, [bool; 2], u16),
-    /// One of a flow's two entries is pushed out: that for requests, or that for replies.
-    Forget(FlowKey, bool),
+    /// A flow was last used so many ticks earlier.
+    Age(FlowKey, u16),
+    /// A flow is removed.
+    Forget(FlowKey),
     /// The kernel's own conntrack has had a flow since before.
     Foreign(FlowKey),
     /// A client used its endpoint so many seconds earlier.
@@ -117,14 +117,12 @@ fn any<'a, T>(rng: &mut impl Rng, all: impl Iterator<Item = T> + 'a, count: usiz
 }
 
 fn event(rng: &mut SmallRng, world: &World, state: &State) -> Option<Op> {
-    let flow = any(rng, state.forward.iter(), state.forward.len()).map(|(key, _)| *key);
+    let flows = state.flows.table();
+    let flow = any(rng, flows.iter(), flows.len()).map(|(key, _)| *key);
     Some(match rng.random_range(0..8) {
-        0..4 => {
-            let which = *[[true, true], [true, false], [false, true]].choose(rng)?;
-            // 4.3 s each: some of every timeout of UDP.
-            Op::Age(flow?, which, rng.random_range(1..40))
-        }
-        4..6 => Op::Forget(flow?, rng.random()),
+        // 4.3 s each: some of every timeout of UDP.
+        0..5 => Op::Age(flow?, rng.random_range(1..40)),
+        5 => Op::Forget(flow?),
         6 => {
             let (client, (vip, port)) = (*world.clients.choose(rng)?, *world.vips.choose(rng)?);
             let protocol = *[Protocol::TCP, Protocol::UDP].choose(rng)?;
@@ -170,7 +168,8 @@ impl Maker<'_> {
             _ => Kind::Raw,
         };
         let known = matches!(kind, Kind::Known | Kind::Answer | Kind::Beside);
-        let kind = if known && self.state.forward.len() == 0 {
+        let flows = self.state.flows.table();
+        let kind = if known && flows.len() == 0 {
             Kind::Request
         } else {
             kind
@@ -223,11 +222,8 @@ impl Maker<'_> {
         } else {
             Protocol::UDP
         };
-        let flow = any(
-            &mut self.rng,
-            self.state.forward.iter(),
-            self.state.forward.len(),
-        );
+        let flows = self.state.flows.table();
+        let flow = any(&mut self.rng, flows.iter(), flows.len());
         if let Some((key, value)) = flow {
             let request = (
                 key.src,

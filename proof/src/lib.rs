@@ -17,7 +17,6 @@ mod tally;
 pub mod wire;
 pub mod world;
 
-pub use compare::{port_key, reply_key};
 pub use generate::{Kind, Sort};
 pub use model::{Input, Output, Verdict};
 pub use tally::{Outcome, Tally};

@@ -106,8 +106,13 @@ fn print(tally: &Tally) {
             println!("{:<20} {count:>10}", reason.word());
         }
     }
+    let [cells, slots] = tally.elsewhere;
     println!(
-        "\nchanged packets: checksums right {}, wrong by as much as before {}\nother events: {}; \
+        "\nflows in other cells than their homes: {cells}, led to by other slots: {slots}; that were over and gave way: {}",
+        tally.gave_way
+    );
+    println!(
+        "changed packets: checksums right {}, wrong by as much as before {}\nother events: {}; \
          packets too short to be run: {}",
         tally.right, tally.wrong_before, tally.events, tally.too_short
     );

@@ -47,7 +47,7 @@ impl Outcome {
 pub struct Tally {
     /// Packets.
     pub packets: u64,
-    /// Other events: entries that aged, that were pushed out.
+    /// Other events: flows that aged, that were removed.
     pub events: u64,
     /// Packets without a whole IP header, which newer kernels do not run programs on by hand.
     pub too_short: u64,
@@ -59,6 +59,10 @@ pub struct Tally {
     pub right: u64,
     /// Changed packets that came with a wrong checksum, or in fragments, and are wrong by as much.
     pub wrong_before: u64,
+    /// Flows that were in the end, of each epoch, in other cells than their homes; and that other slots led to.
+    pub elsewhere: [u64; 2],
+    /// Flows that were over and gave way to new ones.
+    pub gave_way: u64,
 }
 
 impl Default for Tally {
@@ -71,6 +75,8 @@ impl Default for Tally {
             reasons: [0; Reason::SLOTS as usize],
             right: 0,
             wrong_before: 0,
+            elsewhere: [0; 2],
+            gave_way: 0,
         }
     }
 }

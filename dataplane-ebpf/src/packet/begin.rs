@@ -2,7 +2,9 @@
 //! see of the client.
 
 use dataplane_common::{
-    Addr, Port, Reason, decide,
+    Addr, Port, Reason,
+    cells::NOWHERE,
+    decide,
     packet::{FlowKey, Iface, PacketConfig, SourceKey, Tick},
     tables::{Endpoint, Frontend, Kind, Pool},
 };
@@ -16,6 +18,7 @@ use super::{
     route,
     scratch::Scratch,
     skb::Skb,
+    table,
 };
 use crate::{
     select::{Live, choose, count, count_pool},
@@ -179,8 +182,10 @@ fn go(skb: Skb, s: &mut Scratch, now: Tick, chosen: Reason) -> i32 {
         masquerade = false;
     }
     s.masquerade = u32::from(masquerade);
-    if !claim_replies(s, now) {
-        return refuse(skb, s, index, Reason::ConntrackFull);
+    // Two VIPs with a common endpoint may be asked from one port at a time, and the replies of both cannot be told
+    // apart unless one comes from elsewhere.
+    if s.masquerade == 0 && s.flow.replies_taken(now) {
+        s.masquerade = 1;
     }
     let masquerade = s.masquerade != 0;
     if masquerade && s.way.answer == route::STACK {
@@ -203,23 +208,7 @@ fn go(skb: Skb, s: &mut Scratch, now: Tick, chosen: Reason) -> i32 {
     super::deliver(skb, s)
 }
 
-/// Makes the entry for replies of a flow that is not to be masqueraded, or says that it is:
-/// two VIPs with a common endpoint may be asked from one port at a time, and the replies of both cannot
-/// be told apart unless one comes from elsewhere. `false` if there is no memory.
-#[inline(never)]
-fn claim_replies(s: &mut Scratch, now: Tick) -> bool {
-    if s.masquerade != 0 || s.flow.add_reply(now) {
-        return true;
-    }
-    if s.flow.replies_taken(now) {
-        s.masquerade = 1;
-        return true;
-    }
-    s.flow.add_reply(now)
-}
-
-/// Enters the flow into conntrack, with its replies if it is to be masqueraded (those of others are
-/// there already). The reason is a refusal if that failed, and [`Reason::Masqueraded`] if it was given
+/// Enters the flow into conntrack. The reason is a refusal if that failed, and [`Reason::Masqueraded`] if it was given
 /// an address and a port of the node's.
 #[inline(never)]
 fn enter(packet: &Packet, flow: &mut Flow, iface: Iface, masquerade: bool, now: Tick) -> Reason {
@@ -233,16 +222,27 @@ fn enter(packet: &Packet, flow: &mut Flow, iface: Iface, masquerade: bool, now: 
         if conntrack::node_addr(flow.node_addr).is_unspecified() {
             return Reason::NoNodeAddress;
         }
-        if !masquerade::take_port(flow, now) {
-            return Reason::PortsExhausted;
-        }
         reason = Reason::Masqueraded;
     }
-    if flow.add_requests(now, conntrack::seen_in(packet)) {
-        reason
-    } else {
-        Reason::ConntrackFull
+    let index = table::hold(&flow.forward, now);
+    if index == NOWHERE {
+        return Reason::ConntrackFull;
     }
+    let led = if masquerade {
+        masquerade::take_port(flow, index, now)
+    } else {
+        flow.lead(index, now)
+    };
+    if !led {
+        table::give_back(index, &flow.forward);
+        return if masquerade {
+            Reason::PortsExhausted
+        } else {
+            Reason::ConntrackFull
+        };
+    }
+    flow.publish(index, now, conntrack::seen_in(packet));
+    reason
 }
 
 /// A connection to no service is left alone. If it is to an endpoint itself, from a port from which a live flow by

@@ -21,13 +21,13 @@ fn is_served(key: &FrontendKey) -> bool {
     place.may_have_ports(words) && !decide::Tables::frontend(&Live, key).is_none()
 }
 
-/// Makes the flow's entry for replies with the port that it has, if no other flow to its endpoint has that.
+/// Has the port that the flow has lead to its cell, which is held, if no other flow to its endpoint has that port.
 ///
 /// And if no service has it, or may have it some day, unless the protocol is TCP: what an endpoint's socket
 /// answers by a call of its own (`sendto`) goes to that service, since the call is seen before its packet is
 /// (`sendmsg`). (Node ports are looked at whether the address has them or not: it is one lookup less.)
 #[inline(never)]
-fn claim(flow: &Flow, now: Tick) -> bool {
+fn claim(flow: &Flow, index: u32, now: Tick) -> bool {
     let protocol = flow.forward.protocol;
     if protocol != Protocol::TCP {
         // What comes to one is not looked for among answers (`arrived`).
@@ -41,14 +41,13 @@ fn claim(flow: &Flow, now: Tick) -> bool {
             return false;
         }
     }
-    flow.add_masqueraded(now)
+    flow.lead(index, now)
 }
 
-/// Gives the flow a port that no other flow to its endpoint has ([`claim`]), and makes its entry for replies:
-/// the client's own port if it is free and cannot be one that the host gives to a connection of its
+/// Gives the flow a port that no other flow to its endpoint has ([`claim`]): the client's own port if it is free and cannot be one that the host gives to a connection of its
 /// own, else one that cannot. `false` if none was found.
 #[inline(never)]
-pub fn take_port(flow: &mut Flow, now: Tick) -> bool {
+pub fn take_port(flow: &mut Flow, index: u32, now: Tick) -> bool {
     let Some(config) = PACKET_CONFIG.get(0) else {
         return false;
     };
@@ -58,7 +57,7 @@ pub fn take_port(flow: &mut Flow, now: Tick) -> bool {
     let own = u32::from(flow.forward.src_port.host());
     if own >= lowest && !(first <= own && own <= last) {
         flow.node_port = flow.forward.src_port;
-        if claim(flow, now) {
+        if claim(flow, index, now) {
             return true;
         }
     }
@@ -79,7 +78,7 @@ pub fn take_port(flow: &mut Flow, now: Tick) -> bool {
             port = port - (lowest + below) + last + 1;
         }
         flow.node_port = Port::new(port as u16);
-        if claim(flow, now) {
+        if claim(flow, index, now) {
             return true;
         }
         // SAFETY: the helper has no preconditions.

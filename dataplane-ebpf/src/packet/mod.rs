@@ -31,7 +31,7 @@ use dataplane_common::{
 };
 
 use crate::select::{Live, count};
-use conntrack::{ANSWER, FOREIGN, MISSING, NEW, REQUEST};
+use conntrack::{ANSWER, FOREIGN, NEW, REQUEST};
 use error::Complaint;
 use parse::{FLOW, ICMP, MALFORMED, Packet};
 use rewrite::rewrite;
@@ -147,9 +147,8 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
             s.flow.toward_endpoint(&mut s.ends);
             return forward(skb, s);
         }
-        let replies = s.flow.seen_of_replies(now);
-        let closing = (u32::from(s.flow.seen) | replies) & u32::from(flags::FIN | flags::RST) != 0;
-        if replies == MISSING || closing {
+        let seen = flags::of_requests(s.flow.seen) | flags::of_replies(s.flow.seen);
+        if seen & (flags::FIN | flags::RST) != 0 {
             s.flow.remove();
         } else {
             s.keep = 1;

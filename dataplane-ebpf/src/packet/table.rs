@@ -1,210 +1,303 @@
-//! The tables of conntrack: `dataplane_common::cells` says how they work.
+//! The table of conntrack in the programs' memory: `dataplane_common::cells` says how it works.
+//!
+//! What looks at more cells than one has external linkage: the verifier looks at such functions once, each by itself, and
+//! not wherever they are called (`do_check_subprogs` in `kernel/bpf/verifier.c`, Linux 5.6), which would be four times as
+//! much work for it. They take numbers, and pointers that may be null as far as it knows.
 
 use core::ptr::{read_volatile, write_volatile};
 
 use dataplane_common::{
-    cells::{Cell, CellKey, Head},
-    packet::{FlowKey, Forward, Masqueraded, PortKey, Reply},
+    cells::{self, CellKey as _, Entry, HEAD, Head, Line, Memory, NOWHERE, STATE, Slot, State},
+    packet::{FlowKey, PortKey, Tick, Translation},
 };
 
 use crate::{
     atomic,
-    tables::{self, Cells, More, PACKET_CONFIG},
+    tables::{ANSWERS, CONNTRACK, PACKET_CONFIG},
 };
 
-/// `BPF_NOEXIST`.
-const NOEXIST: u64 = 1;
-
-/// How often an exchange is tried: it fails only if another CPU did something with the cell meanwhile.
-const TRIES: u32 = 3;
-
-/// Client to VIP.
-pub const FORWARD: Table<FlowKey, Forward> = Table {
-    cells: &tables::FORWARD,
-    more: &tables::MORE_FORWARD,
-};
-/// Endpoint to client.
-pub const REPLY: Table<FlowKey, Reply> = Table {
-    cells: &tables::REPLY,
-    more: &tables::MORE_REPLY,
-};
-/// Endpoint to a masqueraded client.
-pub const MASQUERADE: Table<PortKey, Masqueraded> = Table {
-    cells: &tables::MASQUERADE,
-    more: &tables::MORE_MASQUERADE,
-};
-
-/// Entries in cells, and those whose cell another entry has.
-pub struct Table<K: 'static, V: 'static> {
-    cells: &'static Cells,
-    more: &'static More<K, V>,
-}
-
-/// A key's cell.
+/// A flow's cell.
 #[derive(Clone, Copy)]
-struct Place(*mut u64);
+pub struct Place(*mut u64);
+
+impl Line for Place {
+    #[inline(always)]
+    fn load(self, word: usize) -> u64 {
+        // SAFETY: an aligned word of the array's element, which stays.
+        unsafe { read_volatile(self.0.add(word)) }
+    }
+
+    #[inline(always)]
+    fn store(self, word: usize, value: u64) {
+        // SAFETY: as above.
+        unsafe { write_volatile(self.0.add(word), value) };
+    }
+
+    #[inline(always)]
+    fn exchange(self, word: usize, before: u64, new: u64) -> bool {
+        // SAFETY: as above.
+        unsafe { atomic::compare_exchange(self.0.add(word), before, new) == before }
+    }
+
+    #[inline(always)]
+    fn add(self, word: usize, amount: u64) -> u64 {
+        // SAFETY: as above.
+        unsafe { atomic::fetch_add(self.0.add(word), amount) }
+    }
+}
 
 impl Place {
+    /// Adds flags of `seen`. Another CPU may add others.
     #[inline(always)]
-    fn head_at<K: CellKey>(self) -> *mut u64 {
-        // SAFETY: within the cell.
-        unsafe { self.0.add(K::HEAD) }
+    pub fn add_seen(self, flags: u8) {
+        // SAFETY: an aligned word of the array's element.
+        unsafe { atomic::set(self.0.add(STATE), State::bits(flags)) };
     }
 
+    /// Says when it was last used, and writes nothing else of the word, in which another CPU may add flags.
     #[inline(always)]
-    fn head<K: CellKey>(self) -> Head {
+    pub fn use_now(self, now: Tick) {
+        // SAFETY: aligned bytes of the array's element.
+        unsafe {
+            let word: *mut u16 = self.0.add(STATE).cast();
+            write_volatile(word.add(State::USED), now.number());
+        }
+    }
+}
+
+/// A slot.
+#[derive(Clone, Copy)]
+struct Word(*mut u32);
+
+impl Entry for Word {
+    #[inline(always)]
+    fn load(self) -> Slot {
         // SAFETY: an aligned word of the array's element, which stays.
-        Head(unsafe { read_volatile(self.head_at::<K>()) })
-    }
-
-    /// Whether the cell, whose head was read, has the key's entry.
-    #[inline(always)]
-    fn has<K: CellKey>(self, head: Head, key: &K) -> bool {
-        let mut differ = 0;
-        let mut index = 0;
-        while index < K::HEAD {
-            // SAFETY: within the cell.
-            differ |= unsafe { read_volatile(self.0.add(index)) } ^ key.word(index);
-            index += 1;
-        }
-        head.has(key.word(K::HEAD)) && differ == 0
+        Slot(unsafe { read_volatile(self.0) })
     }
 
     #[inline(always)]
-    fn value<K: CellKey, V>(self) -> *mut V {
-        const { assert!((K::HEAD + 1) * 8 + size_of::<V>() == size_of::<Cell>()) };
-        // SAFETY: within the cell: the assertion.
-        unsafe { self.0.add(K::HEAD + 1).cast() }
+    fn exchange(self, before: Slot, new: Slot) -> bool {
+        // SAFETY: as above.
+        unsafe { atomic::compare_exchange32(self.0, before.0, new.0) == before.0 }
     }
 
-    /// Frees the cell, if it has the key's entry; whether it had.
     #[inline(always)]
-    fn remove<K: CellKey>(self, key: &K) -> bool {
-        let word = self.head_at::<K>();
-        let mut tries = 0;
-        while tries < TRIES {
-            let head = self.head::<K>();
-            if !self.has(head, key) {
-                return tries != 0;
-            }
-            if exchange(word, head, head.freed()) {
-                return true;
-            }
-            tries += 1;
-        }
-        true
+    fn add(self, amount: u32) {
+        // SAFETY: as above.
+        unsafe { atomic::add32(self.0, amount) };
     }
 }
 
-/// Stores `new` if the word still holds what was read of it.
-#[inline(always)]
-fn exchange(word: *mut u64, before: Head, new: Head) -> bool {
-    // SAFETY: an aligned word of an array's element.
-    unsafe { atomic::compare_exchange(word, before.0, new.0) == before.0 }
+/// Cells and slots.
+struct Maps {
+    mask: u32,
 }
 
-/// An entry of one of the cell's keys has left the hash.
+impl Maps {
+    #[inline(always)]
+    fn get() -> Self {
+        let mask = match PACKET_CONFIG.get(0) {
+            Some(config) => config.cells,
+            None => 0,
+        };
+        Self { mask }
+    }
+}
+
+impl Memory for Maps {
+    type Line = Place;
+    type Entry = Word;
+
+    #[inline(always)]
+    fn mask(&self) -> u32 {
+        self.mask
+    }
+
+    #[inline(always)]
+    fn cell(&self, index: u32) -> Option<Place> {
+        CONNTRACK.get_ptr_mut(index).map(|cell| Place(cell.cast()))
+    }
+
+    #[inline(always)]
+    fn slot(&self, index: u32) -> Option<Word> {
+        let slots: *mut u32 = ANSWERS.get_ptr_mut(index / 16)?.cast();
+        // SAFETY: within the element.
+        Some(Word(unsafe { slots.add(index as usize % 16) }))
+    }
+
+    #[inline(always)]
+    fn remove(&self, index: u32, head: Head) -> bool {
+        remove_at(index, head)
+    }
+}
+
+/// [`cells::remove`].
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
 #[inline(never)]
-fn one_less(word: *mut u64) {
-    let mut tries = 0;
-    while tries < TRIES {
-        // SAFETY: an aligned word of an array's element.
-        let head = Head(unsafe { read_volatile(word) });
-        // With one too many, a search in vain takes longer.
-        if !head.has_more() || !head.counts() || exchange(word, head, head.one_less()) {
-            return;
-        }
-        tries += 1;
+extern "C" fn conntrack_remove(index: u32, head: u64) -> u32 {
+    u32::from(cells::remove(&Maps::get(), index, Head(head)))
+}
+
+#[inline(always)]
+fn remove_at(index: u32, head: Head) -> bool {
+    conntrack_remove(index, head.0) != 0
+}
+
+/// [`cells::find_elsewhere`].
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn conntrack_find_elsewhere(key: *const FlowKey) -> u32 {
+    // SAFETY: a key, or null: the verifier sees to it where it is called.
+    match unsafe { key.as_ref() } {
+        Some(key) => cells::find_elsewhere(&Maps::get(), key),
+        None => NOWHERE,
     }
 }
 
-impl<K: CellKey, V: Copy> Table<K, V> {
-    #[inline(always)]
-    fn place(&self, key: &K) -> Option<Place> {
-        let mask = PACKET_CONFIG.get(0)?.cells;
-        let cell = self.cells.get_ptr_mut(key.place() & mask)?;
-        Some(Place(cell.cast()))
+/// [`cells::find_led_elsewhere`].
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn conntrack_find_led_elsewhere(reply: *const FlowKey) -> u32 {
+    // SAFETY: a key, or null: the verifier sees to it where it is called.
+    match unsafe { reply.as_ref() } {
+        Some(reply) => cells::find_led_elsewhere(&Maps::get(), reply),
+        None => NOWHERE,
     }
+}
 
-    /// The entry's value. It may become another entry's while it is read: what is translated by that has a wrong
-    /// checksum or finds no socket.
-    #[inline(always)]
-    pub fn get_ptr_mut(&self, key: &K) -> Option<*mut V> {
-        let place = self.place(key)?;
-        let head = place.head::<K>();
-        if place.has(head, key) {
-            return Some(place.value::<K, V>());
-        }
-        if head.has_more() {
-            return self.more.get_ptr_mut(key);
-        }
-        None
+/// The cell of the key's flow. It may become another flow's while it is read: what is translated by that has a wrong
+/// checksum or finds no socket.
+#[inline(always)]
+pub fn find(key: &FlowKey) -> Option<Place> {
+    let maps = Maps::get();
+    let home = maps.cell(key.place() & maps.mask)?;
+    let head = Head(home.load(HEAD));
+    if cells::has(home, head, key) {
+        return Some(home);
     }
-
-    /// Makes an entry; `false` if there is one, or there is no memory, or another CPU makes one of that key.
-    #[inline(always)]
-    pub fn insert(&self, key: &K, value: &V) -> bool {
-        let Some(place) = self.place(key) else {
-            return false;
-        };
-        let word = place.head_at::<K>();
-        let head = place.head::<K>();
-        if place.has(head, key) || (head.has_more() && self.more.get_ptr(key).is_some()) {
-            return false;
-        }
-        if !head.is_free() || !exchange(word, head, head.taken()) {
-            return self.insert_beside(place, key, value);
-        }
-        let mut index = 0;
-        while index < K::HEAD {
-            // SAFETY: within the cell, which is ours.
-            unsafe { write_volatile(place.0.add(index), key.word(index)) };
-            index += 1;
-        }
-        // SAFETY: likewise.
-        unsafe { place.value::<K, V>().write(*value) };
-        // SAFETY: an aligned word of an array's element. A full barrier: what was written is seen first.
-        let before = Head(unsafe { atomic::fetch_add(word, Head::written(key.word(K::HEAD))) });
-        // Another CPU that found the cell taken may have made an entry of this key. It looks here after that, as
-        // we look there after this: at least one of the two sees the other, and gives way. (If both do, the key
-        // has no entry, and the next packet tries again.)
-        if before.has_more() && self.more.get_ptr(key).is_some() {
-            place.remove(key);
-            return false;
-        }
-        true
+    if head.has_more() {
+        return maps.cell(conntrack_find_elsewhere(key));
     }
+    None
+}
 
-    /// The same, where another entry has the cell.
-    #[inline(always)]
-    fn insert_beside(&self, place: Place, key: &K, value: &V) -> bool {
-        let word = place.head_at::<K>();
-        if place.head::<K>().counts() {
-            // SAFETY: an aligned word of an array's element. A full barrier: it is counted before it is there.
-            unsafe { atomic::fetch_add(word, Head::ONE_MORE) };
-        }
-        if self.more.insert(key, value, NOEXIST).is_err() {
-            one_less(word);
-            return false;
-        }
-        if place.has(place.head::<K>(), key) {
-            // Unless somebody else has removed it already, and counted that.
-            if self.more.remove(key).is_ok() {
-                one_less(word);
-            }
-            return false;
-        }
-        true
+/// Which cell has the flow of a reply to a client that is not masqueraded, or [`NOWHERE`].
+#[inline(always)]
+pub fn index_by_client(reply: &FlowKey) -> u32 {
+    let maps = Maps::get();
+    let Some(slot) = maps.slot(reply.place() & maps.slots()) else {
+        return NOWHERE;
+    };
+    let slot = slot.load();
+    let index = cells::led_to_client(&maps, slot, reply);
+    if index == NOWHERE && slot.has_more() {
+        return conntrack_find_led_elsewhere(reply);
     }
+    index
+}
 
-    /// Removes the entry, if there is one.
-    #[inline(always)]
-    pub fn remove(&self, key: &K) {
-        let Some(place) = self.place(key) else {
+/// The cell of that flow.
+#[inline(always)]
+pub fn find_by_client(reply: &FlowKey) -> Option<Place> {
+    Maps::get().cell(index_by_client(reply))
+}
+
+/// The cell of the flow of a reply to one of the node's ports, at whatever address.
+#[inline(always)]
+pub fn find_by_node(reply: &PortKey) -> Option<Place> {
+    let maps = Maps::get();
+    let slot = maps.slot(reply.place() & maps.slots())?.load();
+    maps.cell(cells::led_to_node(&maps, slot, reply))
+}
+
+/// [`cells::hold`].
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn conntrack_hold(key: *const FlowKey, now: u32) -> u32 {
+    // SAFETY: a key, or null: the verifier sees to it where it is called.
+    match unsafe { key.as_ref() } {
+        Some(key) => cells::hold(&Maps::get(), key, Tick::from_number(now as u16)),
+        None => NOWHERE,
+    }
+}
+
+/// Takes a cell for a flow that there is not: [`cells::hold`].
+#[inline(always)]
+pub fn hold(key: &FlowKey, now: Tick) -> u32 {
+    conntrack_hold(key, u32::from(now.number()))
+}
+
+/// [`cells::lead`].
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn conntrack_lead(place: u32, index: u32, only_home: u32, now: u32) -> u32 {
+    let now = Tick::from_number(now as u16);
+    u32::from(cells::lead(&Maps::get(), place, index, only_home != 0, now))
+}
+
+/// Has the home slot of a masqueraded flow's replies, or another if it is not masqueraded, lead to a held cell;
+/// `false` if there is none.
+#[inline(always)]
+pub fn lead(place: u32, index: u32, only_home: bool, now: Tick) -> bool {
+    conntrack_lead(place, index, u32::from(only_home), u32::from(now.number())) != 0
+}
+
+/// Gives a held cell its flow.
+#[inline(always)]
+pub fn publish(index: u32, key: &FlowKey, value: &Translation) {
+    if let Some(line) = Maps::get().cell(index) {
+        cells::write(line, key, value);
+        cells::publish(line, key);
+    }
+}
+
+/// Gives back a held cell to which nothing leads.
+#[inline(never)]
+pub fn give_back(index: u32, key: &FlowKey) {
+    cells::give_back(&Maps::get(), index, key);
+}
+
+/// Removes the key's flow, if there is one.
+#[inline(never)]
+pub fn remove(key: &FlowKey) {
+    let maps = Maps::get();
+    let mut index = key.place() & maps.mask;
+    let Some(home) = maps.cell(index) else {
+        return;
+    };
+    let mut head = Head(home.load(HEAD));
+    if !cells::has(home, head, key) {
+        if !head.has_more() {
+            return;
+        }
+        index = conntrack_find_elsewhere(key);
+        let Some(line) = maps.cell(index) else {
             return;
         };
-        if !place.remove(key) && place.head::<K>().has_more() && self.more.remove(key).is_ok() {
-            one_less(place.head_at::<K>());
+        head = Head(line.load(HEAD));
+        if !cells::has(line, head, key) {
+            return;
         }
     }
+    remove_at(index, head);
+}
+
+/// Removes the flow of a cell in which one was found to be over.
+#[inline(always)]
+pub fn remove_index(index: u32) {
+    if let Some(line) = Maps::get().cell(index) {
+        remove_at(index, Head(line.load(HEAD)));
+    }
+}
+
+/// The cell at an index that was found.
+#[inline(always)]
+pub fn at(index: u32) -> Option<Place> {
+    Maps::get().cell(index)
 }

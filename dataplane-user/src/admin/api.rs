@@ -76,8 +76,6 @@ pub struct Flows {
     pub at: u64,
     /// How many there were.
     pub total: u64,
-    /// How many entries the tables had: FORWARD, REPLY, MASQUERADE.
-    pub entries: [u64; 3],
 }
 
 /// A workload whose connections are captured: what `GET /mesh` lists. The tables in the kernel hold

@@ -29,7 +29,6 @@ pub struct Walk {
 pub struct FlowFigures {
     last: Mutex<Option<Walk>>,
     idle: AtomicU64,
-    halves: AtomicU64,
     departed: AtomicU64,
     tcp_sockets: AtomicU64,
     udp_sockets: AtomicU64,
@@ -39,7 +38,6 @@ impl FlowFigures {
     /// All flows were looked at.
     pub fn walked(&self, census: Census, took: Duration) {
         self.idle.fetch_add(census.removed, Ordering::Relaxed);
-        self.halves.fetch_add(census.halves, Ordering::Relaxed);
         *lock(&self.last) = Some(Walk {
             census,
             took,
@@ -70,10 +68,9 @@ impl FlowFigures {
     }
 
     /// Flows that were removed, by why.
-    pub fn removed(&self) -> [(&'static str, u64); 3] {
+    pub fn removed(&self) -> [(&'static str, u64); 2] {
         [
             ("idle", self.idle.load(Ordering::Relaxed)),
-            ("half", self.halves.load(Ordering::Relaxed)),
             ("endpoint-gone", self.departed.load(Ordering::Relaxed)),
         ]
     }

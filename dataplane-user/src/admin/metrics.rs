@@ -269,8 +269,8 @@ fn flows(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     }
     let mut metric = encoder.encode_descriptor(
         "dataplane_flows_removed",
-        "Flows that the agent removed: idle for longer than they are kept, half pushed out of a \
-         full table, or leading to an endpoint that went away",
+        "Flows that the agent removed: idle for longer than they are kept, or leading to an \
+         endpoint that went away",
         None,
         MetricType::Counter,
     )?;
@@ -376,7 +376,7 @@ fn tables_in_kernel(
             MetricType::Gauge,
         )?
         .encode_gauge(&i64::from(conntrack.is_some()))?;
-    let counted = state.flows.last().map(|walk| walk.census.entries);
+    let counted = state.flows.last().map(|walk| walk.census.total());
     let flows = conntrack.map(|conntrack| conntrack.usage(counted.unwrap_or_default()));
     let columns: [(&str, &str, Column); 4] = [
         (
@@ -404,7 +404,7 @@ fn tables_in_kernel(
         let mut metric = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
         // Not known is not none.
         let is_known = counted.is_some() || name != "dataplane_table_entries";
-        let flows = flows.iter().flatten().filter(|_| is_known);
+        let flows = flows.iter().filter(|_| is_known);
         for table in usage.iter().chain(flows) {
             metric
                 .encode_family(&[("table", table.table)])?

@@ -418,7 +418,6 @@ impl State {
             flows: self.flows.last().map(|walk| api::Flows {
                 at: walk.at,
                 total: walk.census.total(),
-                entries: walk.census.entries,
             }),
         }
     }

@@ -24,7 +24,7 @@ use crate::{
     admin::State,
     kernel::{
         self, Tables,
-        conntrack::{Collector, Conntrack},
+        conntrack::{Collector, Conntrack, Held},
         nf_conntrack,
         sockets::Peers,
     },
@@ -35,10 +35,6 @@ use crate::{
 const REST: Duration = Duration::from_secs(10);
 /// A walk rests between its steps, so that it takes at most one part in so many of one CPU.
 const SHARE: u32 = 20;
-/// Where more than one part in so many of a table is in use, flows that both sides have closed are kept for seconds
-/// rather than two minutes: else a few hundred connections a second fill the default room with them, and then new flows
-/// push out the least recently used ones, dead or alive.
-const CROWDED: u64 = 2;
 /// How soon to look again for sockets that were not found: `connect()` notes the endpoint shortly
 /// before the socket has it.
 const AGAIN: Duration = Duration::from_secs(1);
@@ -73,7 +69,7 @@ impl Flows {
             state,
             peers,
             destroy,
-            crowded: Cell::new(false),
+            held: Cell::default(),
             next: Cell::new(None),
         };
         let thread = thread::Builder::new()
@@ -107,7 +103,7 @@ impl Flows {
 /// path leaves them alone: returns how many.
 ///
 /// # Errors
-/// If the kernel does not tell them, or a table does not take them.
+/// If the kernel does not tell them.
 pub fn import(
     bpffs: &Path,
     is_vip: impl Fn(Addr, Port, Protocol) -> bool,
@@ -127,8 +123,7 @@ pub fn import(
             protocol,
             ..
         } = flow.key;
-        if is_vip(dst, dst_port, protocol) {
-            conntrack.add_foreign(flow.key, flow.endpoint)?;
+        if is_vip(dst, dst_port, protocol) && conntrack.add_foreign(flow.key, flow.endpoint) {
             imported += 1;
         }
     }
@@ -142,8 +137,8 @@ struct Worker {
     state: Arc<State>,
     peers: Option<Peers>,
     destroy: Vec<Protocol>,
-    /// Whether tables were more than half full when they were last walked through ([`CROWDED`]).
-    crowded: Cell<bool>,
+    /// Cells that were held when flows were last walked through.
+    held: Cell<Held>,
     /// Not before: where endpoints come and go all the time, this takes its share and no more.
     next: Cell<Option<Instant>>,
 }
@@ -164,45 +159,40 @@ impl Worker {
 
     /// Walks through all flows.
     fn collect(&self, jobs: &Receiver<Job>) -> Result<(), Stopped> {
-        let failed = |error| warn!("cannot collect flows that are over; trying again: {error}");
         // Opened for each walk: as long as its cells are mapped they count as the agent's memory.
         let conntrack = match Conntrack::open(&self.bpffs) {
             Ok(Some(conntrack)) => conntrack,
             Ok(None) => return Ok(()),
             Err(error) => {
-                failed(error);
+                warn!("cannot collect flows that are over; trying again: {error}");
                 return Ok(());
             }
         };
-        let crowded = self.crowded.get();
-        let mut collector = Collector::new(&conntrack, crowded);
+        let mut collector = Collector::new(&conntrack, self.held.take());
         let mut took = Duration::ZERO;
         let census = loop {
             let start = Instant::now();
             let step = collector.step(foreign);
             let step_took = start.elapsed();
             took += step_took;
-            match step {
-                Ok(None) => {}
-                Ok(Some(census)) => break census,
-                Err(error) => {
-                    failed(error);
-                    return Ok(());
-                }
+            if let Some(census) = step {
+                break census;
             }
             self.wait(jobs, Some(step_took * SHARE))?;
         };
         debug!(
             flows = census.total(),
             removed = census.removed,
-            halves = census.halves,
-            crowded,
             ?took,
             "walked through all flows"
         );
-        let room = u64::from(conntrack.capacity()) / CROWDED;
-        self.crowded
-            .set(census.entries.iter().any(|entries| *entries > room));
+        if census.freed > 0 {
+            info!(
+                cells = census.freed,
+                "freed cells of the table of flows: whoever held them has died"
+            );
+        }
+        self.held.set(census.held.clone());
         self.state.flows.walked(census, took);
         Ok(())
     }
@@ -266,15 +256,14 @@ impl Worker {
             }
         };
         let is_frontend = |key: &FrontendKey| !tables.frontend(key).is_none();
-        let ended = Conntrack::open(&self.bpffs).and_then(|conntrack| match conntrack {
-            Some(conntrack) => end_flows(&conntrack, departed, is_frontend),
-            None => Ok(0),
-        });
-        match ended {
-            Ok(0) => {}
-            Ok(ended) => {
-                info!(ended, "ended UDP flows to endpoints that went away");
-                self.state.flows.ended(ended);
+        match Conntrack::open(&self.bpffs) {
+            Ok(None) => {}
+            Ok(Some(conntrack)) => {
+                let ended = end_flows(&conntrack, departed, is_frontend);
+                if ended > 0 {
+                    info!(ended, "ended UDP flows to endpoints that went away");
+                    self.state.flows.ended(ended);
+                }
             }
             Err(error) => warn!("cannot end flows to endpoints that went away: {error}"),
         }
@@ -328,29 +317,28 @@ fn end_flows(
     conntrack: &Conntrack,
     departed: &Departed,
     is_frontend: impl Fn(&FrontendKey) -> bool,
-) -> Result<u64, kernel::Error> {
+) -> u64 {
     let mut flows = conntrack.flows();
     let mut batch = Vec::new();
     let mut ended = 0;
-    while flows.read(&mut batch)? {
+    while flows.read(&mut batch) {
         for flow in batch.iter().filter(|f| f.protocol() == Protocol::UDP) {
             let stale = departed.is_stale(
                 (flow.key.dst, flow.key.dst_port),
                 flow.protocol(),
-                (flow.forward.endpoint, flow.forward.endpoint_port),
+                (flow.to.endpoint, flow.to.endpoint_port),
                 &is_frontend,
             );
             // A packet that comes now would go there as well.
             let same = |now: &kernel::conntrack::Flow| {
-                (now.forward.endpoint, now.forward.endpoint_port)
-                    == (flow.forward.endpoint, flow.forward.endpoint_port)
+                (now.to.endpoint, now.to.endpoint_port) == (flow.to.endpoint, flow.to.endpoint_port)
             };
-            if stale && conntrack.remove_if(flow, same)? {
+            if stale && conntrack.remove_if(flow, same) {
                 ended += 1;
             }
         }
     }
-    Ok(ended)
+    ended
 }
 
 /// What the kernel's own conntrack translates. If it does not tell, then nothing: flows that nobody

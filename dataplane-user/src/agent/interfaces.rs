@@ -23,7 +23,7 @@ use crate::{
 pub struct PacketSettings {
     /// How to put the programs on interfaces; none: not at all.
     pub attach: Option<AttachOptions>,
-    /// How many flows each table of conntrack has room for.
+    /// How many flows conntrack has room for.
     pub flows: u32,
     /// Which interfaces are uplinks; empty: see [`Role`].
     pub uplinks: Patterns,

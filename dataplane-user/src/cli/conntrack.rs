@@ -288,7 +288,7 @@ impl Open {
         let mut flows = self.conntrack.flows();
         let mut batch = Vec::new();
         let mut progress = Progress::new();
-        while flows.read(&mut batch)? {
+        while flows.read(&mut batch) {
             for flow in &batch {
                 if filter.passes(flow, || self.service(&flow.key)) {
                     work(flow)?;
@@ -302,8 +302,8 @@ impl Open {
     fn line(&self, flow: &Flow, now: Tick) -> Line {
         let idle = flow.idle(now);
         let masqueraded_as = flow.is_masqueraded().then(|| {
-            let port = flow.forward.node_port;
-            match self.conntrack.node_addr(flow.forward.node_addr) {
+            let port = flow.to.node_port;
+            match self.conntrack.node_addr(flow.to.node_addr) {
                 Some(addr) => SocketAddr::new(addr.ip(), port.host()).to_string(),
                 None => format!("an address that the node no longer has, port {port}"),
             }
@@ -433,7 +433,7 @@ fn flush(filter: &Filter, common: &Common) -> anyhow::Result<()> {
     let open = Open::new(filter, common)?;
     let mut removed = 0;
     open.each(filter, |flow| {
-        if open.conntrack.remove_if(flow, |_| true)? {
+        if open.conntrack.remove_if(flow, |_| true) {
             removed += 1;
         }
         Ok(())
@@ -486,36 +486,26 @@ impl Drop for Progress {
 mod tests {
     use dataplane_common::{
         Addr, Port,
-        packet::{Forward, Reply, seen},
+        packet::{Translation, seen},
     };
-    use zerocopy::FromZeros as _;
 
     use super::*;
-    use crate::kernel::conntrack::Back;
 
     fn flow() -> Flow {
         let (client, vip) = (
             Addr::from_v4([192, 0, 2, 7]),
             Addr::from_v4([10, 96, 0, 10]),
         );
-        let used = now();
         Flow {
             key: FlowKey::new(client, Port::new(4000), vip, Port::new(53), Protocol::UDP),
-            forward: Forward {
+            to: Translation {
                 endpoint: Addr::from_v4([10, 244, 1, 5]),
                 endpoint_port: Port::new(5353),
                 node_port: Port::ANY,
-                used,
-                seen: seen::PACKET,
+                used: now(),
+                seen: seen::PACKET | seen::in_replies(seen::PACKET),
                 node_addr: 0,
             },
-            back: Back::Reply(Reply {
-                vip,
-                vip_port: Port::new(53),
-                used,
-                seen: seen::PACKET,
-                ..Reply::new_zeroed()
-            }),
         }
     }
 

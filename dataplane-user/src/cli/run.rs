@@ -265,17 +265,16 @@ struct PacketArgs {
     )]
     tc_hook: TcHook,
 
-    /// How many flows conntrack has room for, of each kind: 384 bytes of kernel memory each, 24 MiB by
-    /// default; half of it is for as many as the next power of two. Taken when the tables are made; those of
-    /// an earlier agent keep their size until `dataplane cleanup`, or until an agent runs with
-    /// --packet-path off
+    /// How many flows conntrack has room for, rounded up to a power of two: 144 bytes of kernel memory each,
+    /// 9 MiB by default. Taken when the tables are made; those of an earlier agent keep their size until
+    /// `dataplane cleanup`, or until an agent runs with --packet-path off
     #[arg(
         long,
         value_name = "N",
         env = "DATAPLANE_CONNTRACK_FLOWS",
         hide_env_values = true,
         default_value_t = DEFAULT_FLOWS,
-        value_parser = clap::value_parser!(u32).range(1024..=16_777_216)
+        value_parser = clap::value_parser!(u32).range(1024..=8_388_608)
     )]
     conntrack_flows: u32,
 }

@@ -225,7 +225,7 @@ pub struct Packets {
     pub hook: Option<Hook>,
     /// How many flows conntrack has room for. Default: 65536.
     #[serde(skip_serializing_if = "is_default")]
-    #[schemars(range(min = 1024, max = 16_777_216))]
+    #[schemars(range(min = 1024, max = 8_388_608))]
     pub conntrack_flows: Option<u32>,
 }
 

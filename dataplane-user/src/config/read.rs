@@ -229,11 +229,11 @@ fn contradictions(config: &Config, faults: &mut Vec<(String, String)>) {
     }
     faults.extend(config.mesh.iter().flat_map(super::Mesh::faults));
     if let Some(flows) = config.packets.conntrack_flows
-        && !(1024..=1 << 24).contains(&flows)
+        && !(1024..=1 << 23).contains(&flows)
     {
         faults.push((
             "packets.conntrackFlows".into(),
-            format!("{flows}; expected a number from 1024 to 16777216"),
+            format!("{flows}; expected a number from 1024 to 8388608"),
         ));
     }
     for (key, limit) in [

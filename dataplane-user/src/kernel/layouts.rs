@@ -19,7 +19,7 @@ use super::{
 /// What they hold must mean the same to every agent that takes them: addresses, ports and places in each other,
 /// no numbers of pools or workloads, which each layout gives anew.
 const CONNECTIONS: [(u32, &[&[&str]]); 2] = [
-    // Before 6 entries were in hashes only, and are not taken for cells: FORWARD is of another kind.
+    // Before 7 a flow had two entries, in tables of their own: there is no CONNTRACK, and nothing is taken.
     (2, &[&FLOW_MAPS, &["NODE_ADDRS"]]),
     (
         4,

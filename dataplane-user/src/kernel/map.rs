@@ -6,7 +6,7 @@ use std::{
     num::NonZeroUsize,
     os::fd::{AsFd, OwnedFd},
     ptr::NonNull,
-    sync::atomic::{AtomicU64, Ordering},
+    sync::atomic::{AtomicU32, AtomicU64, Ordering},
 };
 
 use aya_obj::generated::bpf_map_type;
@@ -136,18 +136,6 @@ impl<K: Plain, V: Plain> Hash<K, V> {
         Ok(())
     }
 
-    /// Removes a key; answers what it was.
-    ///
-    /// # Errors
-    /// The kernel's refusal.
-    pub fn take(&self, key: &K) -> io::Result<Option<V>> {
-        let mut value = V::new_zeroed_bytes();
-        if !sys::map_take(self.fd.as_fd(), key.as_bytes(), &mut value)? {
-            return Ok(None);
-        }
-        Ok(V::read_from_bytes(&value).ok())
-    }
-
     /// Everything, in no order.
     ///
     /// # Errors
@@ -250,7 +238,7 @@ pub struct Mapped<T> {
 }
 
 // SAFETY: the memory is shared with the kernel anyway; every access goes through volatile or atomic
-// loads and stores, and there is one writer.
+// loads and stores, and where there are several writers, all are atomic.
 unsafe impl<T: Send> Send for Mapped<T> {}
 // SAFETY: as above.
 unsafe impl<T: Sync> Sync for Mapped<T> {}
@@ -361,6 +349,32 @@ impl<T: Plain> Mapped<T> {
         if let Some(word) = self.word(index, word) {
             word.fetch_add(amount, Ordering::Relaxed);
         }
+    }
+}
+
+impl<const N: usize> Mapped<[u64; N]>
+where
+    [u64; N]: Plain,
+{
+    /// The words of an element, for atomic access.
+    pub fn words(&self, index: u32) -> Option<&[AtomicU64; N]> {
+        let element = self.at(index)?;
+        // SAFETY: in bounds by the check in `at`; aligned to eight bytes, which is what the atomic type asks for,
+        // which is otherwise laid out as a word is; lives as long as `self`; whoever changes a word meanwhile does
+        // so by an atomic access, too.
+        Some(unsafe { element.cast::<[AtomicU64; N]>().as_ref() })
+    }
+}
+
+impl<const N: usize> Mapped<[u32; N]>
+where
+    [u32; N]: Plain,
+{
+    /// The words of an element, for atomic access.
+    pub fn words(&self, index: u32) -> Option<&[AtomicU32; N]> {
+        let element = self.at(index)?;
+        // SAFETY: as above; four bytes are what is asked for.
+        Some(unsafe { element.cast::<[AtomicU32; N]>().as_ref() })
     }
 }
 

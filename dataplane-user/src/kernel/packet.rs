@@ -29,7 +29,7 @@ use super::{
 /// How to run the packet path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PacketOptions {
-    /// How many flows each table of conntrack has room for, if it is created.
+    /// How many flows conntrack has room for, if its tables are created.
     pub flows: u32,
     /// How to put the programs on interfaces; `None`: not at all.
     pub attach: Option<AttachOptions>,
@@ -96,8 +96,8 @@ impl PacketPath {
             )?),
         };
         // Without the packet path there are none.
-        let forward = pins.open_map(spec("FORWARD"))?;
-        let cells = forward.map_or(0, |(_, info)| info.max_entries.saturating_sub(1));
+        let cells = pins.open_map(spec("CONNTRACK"))?;
+        let cells = cells.map_or(0, |(_, info)| info.max_entries.saturating_sub(1));
         Ok(Self {
             node_addrs: NodeAddrs::adopt(|index| tables.node_addr(index)),
             tables,

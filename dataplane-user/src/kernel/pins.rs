@@ -24,10 +24,10 @@ use dataplane_common::{
         CaptureConfig, Enrolled, KNOWN, ListenerKey, Local, Meter, MeterSets, ORIGINS, Origin,
         RULES, RangeKey, RuleKey, TRAFFIC, Traffic, TrafficKey, Tuple, WORKLOADS,
     },
-    cells::Cell,
+    cells::{Cell, Slots, cells_for},
     packet::{
-        FRAGMENTS, FlowKey, Forward, Fragment, FragmentKey, IFACES, Iface, Masqueraded, NODE_ADDRS,
-        PacketConfig, PortKey, Reply, SOURCES, SourceKey,
+        FRAGMENTS, Fragment, FragmentKey, IFACES, Iface, NODE_ADDRS, PacketConfig, SOURCES,
+        SourceKey,
     },
     tables::{Config, PEER_PORTS, Peer, PeerSets, SOCKET_ELEMENTS, UdpFlows},
 };
@@ -96,21 +96,12 @@ const fn on_demand<K: Plain, V: Plain>(
     }
 }
 
-/// A table in which the least recently used entry makes room for a new one; without
-/// `max_entries`, as large as the agent was told ([`MapSpec::entries`]).
-const fn lru<K: Plain, V: Plain>(name: &'static str, max_entries: Option<u32>) -> MapSpec {
+/// An array that is as large as the agent was told ([`MapSpec::entries`]): one of those of flows
+/// ([`dataplane_common::cells`]).
+const fn as_told<T: Plain>(name: &'static str) -> MapSpec {
     MapSpec {
         name,
-        shape: Hash::<K, V>::shape(BPF_MAP_TYPE_LRU_HASH),
-        max_entries,
-    }
-}
-
-/// Cells of flows' entries ([`dataplane_common::cells`]), as many as the agent was told.
-const fn cells(name: &'static str) -> MapSpec {
-    MapSpec {
-        name,
-        shape: Mapped::<Cell>::shape(false),
+        shape: Mapped::<T>::shape(false),
         max_entries: None,
     }
 }
@@ -131,7 +122,7 @@ const fn storage<T>(name: &'static str) -> MapSpec {
 }
 
 /// Every map that is pinned.
-pub const MAPS: [MapSpec; 37] = [
+pub const MAPS: [MapSpec; 33] = [
     outer("FRONTENDS"),
     outer("POOLS"),
     outer("ENDPOINTS"),
@@ -191,13 +182,14 @@ pub const MAPS: [MapSpec; 37] = [
         shape: Mapped::<PacketConfig>::shape(false),
         max_entries: Some(1),
     },
-    cells("FORWARD"),
-    lru::<FlowKey, Forward>("MORE_FORWARD", None),
-    cells("REPLY"),
-    lru::<FlowKey, Reply>("MORE_REPLY", None),
-    cells("MASQUERADE"),
-    lru::<PortKey, Masqueraded>("MORE_MASQUERADE", None),
-    lru::<FragmentKey, Fragment>("FRAGMENTS", Some(FRAGMENTS)),
+    as_told::<Cell>("CONNTRACK"),
+    as_told::<Slots>("ANSWERS"),
+    // The least recently used entry makes room for a new one.
+    MapSpec {
+        name: "FRAGMENTS",
+        shape: Hash::<FragmentKey, Fragment>::shape(BPF_MAP_TYPE_LRU_HASH),
+        max_entries: Some(FRAGMENTS),
+    },
     MapSpec {
         name: "CAPTURE",
         shape: Mapped::<CaptureConfig>::shape(false),
@@ -229,15 +221,12 @@ pub const MAPS: [MapSpec; 37] = [
 ];
 
 /// Those of them that only the packet path needs, and that take memory: they are there where it is.
-pub const FLOW_MAPS: [&str; 7] = [
-    "FORWARD",
-    "MORE_FORWARD",
-    "REPLY",
-    "MORE_REPLY",
-    "MASQUERADE",
-    "MORE_MASQUERADE",
-    "FRAGMENTS",
-];
+pub const FLOW_MAPS: [&str; 3] = ["CONNTRACK", "ANSWERS", "FRAGMENTS"];
+
+/// How many elements of `ANSWERS` there are for so many cells: two slots for each, sixteen in an element.
+pub fn slots_for(cells: u32) -> u32 {
+    (cells / 8).max(1)
+}
 
 /// The spec of a map that [`MAPS`] has.
 pub fn spec(name: &str) -> &'static MapSpec {
@@ -246,19 +235,13 @@ pub fn spec(name: &str) -> &'static MapSpec {
 }
 
 impl MapSpec {
-    /// How many entries it has room for if there are to be so many flows; `None` where that makes no difference.
-    ///
-    /// Cells there are as many, and a power of two. Of as many flows 37 of 100 find theirs taken: the hash beside
-    /// has room for half.
+    /// How many elements it has if there is to be room for so many flows; `None` where that makes no difference.
     pub fn entries(&self, flows: u32) -> Option<u32> {
-        if !self.is_of_flows() || self.max_entries.is_some() {
-            return None;
+        match self.name {
+            "CONNTRACK" => Some(cells_for(flows)),
+            "ANSWERS" => Some(slots_for(cells_for(flows))),
+            _ => None,
         }
-        Some(if self.is_hash() {
-            (flows / 2).max(1)
-        } else {
-            flows.next_power_of_two()
-        })
     }
 
     /// Whether it is one of [`FLOW_MAPS`].

@@ -13,17 +13,17 @@ use std::{
 
 use dataplane_common::{
     Addr, Reason,
-    cells::{Cell, CellKey},
-    packet::{FlowKey, Forward, Fragment, FragmentKey, Masqueraded, PortKey, Reply},
+    cells::{Cell, Slots},
+    packet::{Fragment, FragmentKey},
     tables::{Affinity, AffinityKey, PoolStats},
 };
 
 use super::{
-    Network, PacketOptions, Tables, conntrack,
+    Network, PacketOptions, Tables,
     error::{Doing, Error},
     map::Mapped,
     packet::PacketPath,
-    pins::{Pins, spec},
+    pins::{Pins, slots_for, spec},
     programs, sys,
     tc::Direction,
     write,
@@ -45,12 +45,8 @@ pub struct Rig {
     tables: Tables,
     packet: PacketPath,
     freed: bool,
-    /// Conntrack, client to VIP.
-    pub forward: Table<FlowKey, Forward>,
-    /// Conntrack, endpoint to client.
-    pub reply: Table<FlowKey, Reply>,
-    /// Conntrack, endpoint to a masqueraded client.
-    pub masquerade: Table<PortKey, Masqueraded>,
+    /// The flows.
+    pub conntrack: Table,
     /// The ports of first fragments.
     pub fragments: Hash<FragmentKey, Fragment>,
 }
@@ -68,16 +64,19 @@ pub struct Ran {
 
 impl Rig {
     /// Loads the programs with empty tables, pinned below `bpffs` while nobody else is there.
-    /// `flows`: how many conntrack has room for; `cells`: how many cells each of its tables has, a power of two.
+    /// `flows`: how many the agent would make room for; `cells`: how many cells there are instead, a power of two.
     ///
     /// # Errors
     /// The kernel's refusal.
     pub fn new(bpffs: &Path, flows: u32, cells: u32) -> Result<Self, Error> {
         let pins = Pins::new(bpffs);
         pins.create_directories()?;
-        for [name, _] in [conntrack::FORWARD, conntrack::REPLY, conntrack::MASQUERADE] {
+        for (name, shape, elements) in [
+            ("CONNTRACK", Mapped::<Cell>::shape(false), cells),
+            ("ANSWERS", Mapped::<Slots>::shape(false), slots_for(cells)),
+        ] {
             let doing = || format!("cannot make table {name}");
-            let map = sys::map_create(name, &Mapped::<Cell>::shape(false), cells).doing(doing)?;
+            let map = sys::map_create(name, &shape, elements).doing(doing)?;
             sys::obj_pin(map.as_fd(), &pins.map(name)).doing(doing)?;
         }
         Tables::create(&pins)?;
@@ -92,9 +91,7 @@ impl Rig {
             tables: Tables::open_pins(&pins, true)?,
             packet: PacketPath::open(&pins, &ebpf, options)?,
             freed: false,
-            forward: table(&pins, conntrack::FORWARD)?,
-            reply: table(&pins, conntrack::REPLY)?,
-            masquerade: table(&pins, conntrack::MASQUERADE)?,
+            conntrack: Table::open(&pins)?.ok_or_else(|| absent(&pins, "CONNTRACK"))?,
             fragments: hash(&pins, "FRAGMENTS")?,
             pins,
         })
@@ -169,13 +166,6 @@ fn hash<K: Plain, V: Plain>(pins: &Pins, name: &str) -> Result<Hash<K, V>, Error
     let found = pins.open_map(spec(name))?;
     let (fd, info) = found.ok_or_else(|| absent(pins, name))?;
     Ok(Hash::from_fd(fd, info.max_entries))
-}
-
-fn table<K: CellKey + Plain, V: Plain>(
-    pins: &Pins,
-    names: [&'static str; 2],
-) -> Result<Table<K, V>, Error> {
-    Table::open(pins, names)?.ok_or_else(|| absent(pins, names[0]))
 }
 
 fn absent(pins: &Pins, name: &str) -> Error {

@@ -164,15 +164,6 @@ fn create(
 
 /// Looks a key up; `false` if it is not there.
 pub fn map_lookup(map: BorrowedFd<'_>, key: &[u8], value: &mut [u8]) -> io::Result<bool> {
-    lookup(bpf_cmd::BPF_MAP_LOOKUP_ELEM, map, key, value)
-}
-
-/// Removes a key and reads what it was, in one step; `false` if it was not there.
-pub fn map_take(map: BorrowedFd<'_>, key: &[u8], value: &mut [u8]) -> io::Result<bool> {
-    lookup(bpf_cmd::BPF_MAP_LOOKUP_AND_DELETE_ELEM, map, key, value)
-}
-
-fn lookup(cmd: bpf_cmd, map: BorrowedFd<'_>, key: &[u8], value: &mut [u8]) -> io::Result<bool> {
     let mut attr = attr();
     // SAFETY: key and value are as long as the map's, by the module's contract.
     let result = unsafe {
@@ -180,7 +171,7 @@ fn lookup(cmd: bpf_cmd, map: BorrowedFd<'_>, key: &[u8], value: &mut [u8]) -> io
         elem.map_fd = raw(map);
         elem.key = key.as_ptr() as u64;
         elem.__bindgen_anon_1.value = value.as_mut_ptr() as u64;
-        bpf(cmd, &mut attr)
+        bpf(bpf_cmd::BPF_MAP_LOOKUP_ELEM, &mut attr)
     };
     found(result.map(|_| ()))
 }
@@ -312,6 +303,11 @@ pub fn map_by_id(id: u32) -> io::Result<OwnedFd> {
 /// Opens a program by its id.
 pub fn prog_by_id(id: u32) -> io::Result<OwnedFd> {
     by_id(bpf_cmd::BPF_PROG_GET_FD_BY_ID, id)
+}
+
+/// Opens the types of an object that is loaded, by their id.
+pub fn btf_by_id(id: u32) -> io::Result<OwnedFd> {
+    by_id(bpf_cmd::BPF_BTF_GET_FD_BY_ID, id)
 }
 
 fn by_id(cmd: bpf_cmd, id: u32) -> io::Result<OwnedFd> {
@@ -620,17 +616,29 @@ pub fn prog_load(
     }
 }
 
+/// The types that a program is loaded with.
+pub struct Types<'a> {
+    /// The object's types.
+    pub btf: BorrowedFd<'a>,
+    /// Which function begins where, and its type: `struct bpf_func_info`.
+    pub functions: &'a [u8],
+    /// Bytes of one of those.
+    pub size: usize,
+}
+
 /// Loads a program with the verifier's statistics, which are returned; with an error, so is what
 /// the verifier said.
 pub fn prog_verify(
     kind: bpf_prog_type,
     attach_type: bpf_attach_type,
     instructions: &[bpf_insn],
+    types: Option<&Types<'_>>,
 ) -> Result<(OwnedFd, String), (io::Error, String)> {
     const STATISTICS: u32 = 4; // BPF_LOG_STATS in include/linux/bpf_verifier.h
     let mut log = vec![0u8; 64 * 1024];
     let mut attr = attr();
-    // SAFETY: instructions, licence and log live until the call is over; the log is as long as we
+    let number = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
+    // SAFETY: instructions, types, licence and log live until the call is over; types and log are as long as we
     // say.
     let loaded = unsafe {
         let load = &mut attr.__bindgen_anon_3;
@@ -639,6 +647,12 @@ pub fn prog_verify(
         load.insns = instructions.as_ptr() as u64;
         load.insn_cnt = u32::try_from(instructions.len()).unwrap_or(u32::MAX);
         load.license = c"GPL".as_ptr() as u64;
+        if let Some(types) = types {
+            load.prog_btf_fd = raw(types.btf);
+            load.func_info = types.functions.as_ptr() as u64;
+            load.func_info_rec_size = number(types.size);
+            load.func_info_cnt = number(types.functions.len() / types.size);
+        }
         load.log_level = STATISTICS;
         load.log_buf = log.as_mut_ptr() as u64;
         load.log_size = u32::try_from(log.len()).unwrap_or(u32::MAX);

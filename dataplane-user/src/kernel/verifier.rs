@@ -82,6 +82,9 @@ pub struct Cost {
 pub struct Verifier {
     ebpf: Ebpf,
     object: Object,
+    /// The object's types. With them the verifier looks at functions with external linkage once, as when the agent
+    /// loads them. `None` on kernels that have none.
+    btf: Option<OwnedFd>,
 }
 
 impl Verifier {
@@ -92,7 +95,7 @@ impl Verifier {
     pub fn new() -> Result<Self, Error> {
         let bytes = object::programs()?;
         // Parsed twice: aya does not give away what it parsed, and does create the maps.
-        let ebpf = EbpfLoader::new()
+        let mut ebpf = EbpfLoader::new()
             // Of a program that is refused, the path that led there; with more, all those that did
             // not.
             .verifier_log_level(VerifierLogLevel::DEBUG | VerifierLogLevel::STATS)
@@ -101,7 +104,8 @@ impl Verifier {
         let object = relocated(bytes, &ebpf)
             .map_err(std::io::Error::other)
             .doing(|| "cannot prepare the kernel programs".to_owned())?;
-        Ok(Self { ebpf, object })
+        let btf = btf(&mut ebpf);
+        Ok(Self { ebpf, object, btf })
     }
 
     /// The programs' names, sorted.
@@ -113,7 +117,7 @@ impl Verifier {
 
     /// Has a program verified. Changes nothing. That it is refused is in [`Verified::outcome`].
     pub fn verify(&mut self, program: &str) -> Verified {
-        let (loaded, time) = timed(|| load(&self.object, program));
+        let (loaded, time) = timed(|| load(&self.object, self.btf.as_ref(), program));
         let outcome = match loaded {
             Ok((program, log)) => cost(&log, program.as_fd(), time),
             Err(said) => Err(end(&refusal(&mut self.ebpf, program).unwrap_or(said))),
@@ -138,16 +142,40 @@ fn timed<T>(what: impl FnOnce() -> T) -> (T, Duration) {
 }
 
 /// Loads a program by itself. Returns it with the verifier's statistics, or what the kernel said.
-fn load(object: &Object, name: &str) -> Result<(OwnedFd, String), String> {
+fn load(object: &Object, btf: Option<&OwnedFd>, name: &str) -> Result<(OwnedFd, String), String> {
     let program = &object.programs[name];
     let (kind, hook) = type_and_hook(&program.section)
         .ok_or_else(|| format!("verifier.rs does not know the type {:?}", program.section))?;
-    let instructions = object
+    let function = object
         .functions
         .get(&program.function_key())
-        .map_or(&[][..], |function| &function.instructions);
-    sys::prog_verify(kind, hook, instructions).map_err(|(error, log)| format!("{error}\n{log}"))
+        .ok_or("the object has no such function")?;
+    let functions = function.func_info.func_info_bytes();
+    let size = function.func_info_rec_size;
+    let types = btf.filter(|_| size != 0).map(|btf| sys::Types {
+        btf: btf.as_fd(),
+        functions: &functions,
+        size,
+    });
+    sys::prog_verify(kind, hook, &function.instructions, types.as_ref())
+        .map_err(|(error, log)| format!("{error}\n{log}"))
 }
+
+/// The object's types, as aya has loaded them: what it does not give away, a program that it has loaded knows.
+fn btf(ebpf: &mut Ebpf) -> Option<OwnedFd> {
+    let Some(Program::CgroupSockAddr(program)) = ebpf.program_mut(SMALL) else {
+        return None;
+    };
+    program.load().ok()?;
+    let btf = program.info().ok().and_then(|info| info.btf_id());
+    let btf = btf.and_then(|id| sys::btf_by_id(id).ok());
+    // Else it could not be loaded once more if it is refused.
+    program.unload().ok()?;
+    btf
+}
+
+/// One of the smallest programs.
+const SMALL: &str = "getsockname4";
 
 /// Loads a program that was refused once more, as the agent would: then it has its source's lines,
 /// which the verifier quotes. `None` if it is taken now.

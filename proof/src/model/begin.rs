@@ -3,13 +3,13 @@
 
 use dataplane_common::{
     Addr, Port, Protocol, Reason,
-    packet::{FlowKey, PacketConfig, PortKey, Tick, seen},
+    packet::{PacketConfig, Tick, Translation},
     tables::{Affinity, AffinityKey, Block, Endpoint, Kind},
 };
 
 use super::{
     Answer, DROP, Drawn, Input, Model, Moment, NEXT,
-    flows::{Flow, keep_seconds},
+    flows::Flow,
     read::{Fragment, Headers},
     seen_in,
 };
@@ -81,19 +81,23 @@ impl Model<'_> {
             return Ok(output);
         }
         if let Some(flow) = again {
-            if (flow.endpoint, flow.endpoint_port) == (endpoint.addr, endpoint.port) {
+            if endpoint_of(&flow.to) == endpoint {
                 let ends = self.toward_endpoint(&flow);
                 return Ok(self.deliver(input, headers, &ends, &to));
             }
-            self.remove(&flow);
+            self.state.flows.remove(&flow.key);
         }
-        let mut flow = Flow {
-            key: headers.key(),
+        let translation = Translation {
             endpoint: endpoint.addr,
             endpoint_port: endpoint.port,
-            node_addr: 0,
             node_port: Port::ANY,
-            seen: 0,
+            used: at.tick,
+            seen: seen_in(headers),
+            node_addr: 0,
+        };
+        let mut flow = Flow {
+            key: headers.key(),
+            to: translation,
         };
         masquerade |= headers.src == endpoint.addr;
         masquerade &= to != To::Here;
@@ -105,16 +109,16 @@ impl Model<'_> {
             if index == 0 {
                 return Ok(self.refuse(input, headers, Reason::NoNodeAddress));
             }
-            flow.node_addr = index;
-            match self.port(&flow, drawn)? {
-                Some(port) => flow.node_port = port,
+            flow.to.node_addr = index;
+        }
+        let cell = self.state.flows.cell_for(&flow.key, at.tick)?;
+        if masquerade {
+            match self.port(&flow, at.tick, drawn)? {
+                Some(port) => flow.to.node_port = port,
                 None => return Ok(self.refuse(input, headers, Reason::PortsExhausted)),
             }
         }
-        if !self.add_replies(&flow, at.tick) {
-            return Err(format!("the entry for replies of {flow:?} was taken"));
-        }
-        self.add_requests(&flow, at.tick, seen_in(headers));
+        self.state.flows.enter(cell, &flow, at.tick)?;
         self.count(reason);
         let ends = self.toward_endpoint(&flow);
         Ok(self.deliver(input, headers, &ends, &to))
@@ -136,7 +140,7 @@ impl Model<'_> {
         let affine = pool.affinity_seconds != 0;
         let entry = self.state.affinity.get(&client).filter(|_| affine);
         let timeout = u64::from(pool.affinity_seconds) * 1_000_000_000;
-        let used = again.map(|flow| Endpoint::new(flow.endpoint, flow.endpoint_port));
+        let used = again.map(|flow| endpoint_of(&flow.to));
         let earlier = used.or(entry
             .filter(|entry| at.ns.saturating_sub(entry.used_at) <= timeout)
             .map(|entry| entry.endpoint));
@@ -150,17 +154,12 @@ impl Model<'_> {
             }
             return Ok((earlier, Reason::Kept));
         }
-        // Drawn by lot. The flow's entry says which; if it was refused, the client's; else it is
-        // one of them.
-        let entered = drawn.forward(&headers.key());
-        let before = self.state.forward.get(&headers.key());
-        let fresh = entered.filter(|now| {
-            before.is_none_or(|before| {
-                (before.endpoint, before.endpoint_port) != (now.endpoint, now.endpoint_port)
-            })
-        });
-        let endpoint = if let Some(now) = fresh {
-            Endpoint::new(now.endpoint, now.endpoint_port)
+        // Drawn by lot. The flow says which; if it was refused, the client's; else it is one of them.
+        let entered = drawn.flow(&headers.key()).map(|to| endpoint_of(&to));
+        let before = self.state.flows.get(&headers.key());
+        let before = before.map(|to| endpoint_of(&to));
+        let endpoint = if let Some(now) = entered.filter(|now| before != Some(*now)) {
+            now
         } else if let (true, Some(now)) = (affine, drawn.affinity(&client)) {
             now.endpoint
         } else {
@@ -181,29 +180,26 @@ impl Model<'_> {
     }
 
     /// Which port of the node's it is, or `None` if there is none left.
-    fn port(&self, flow: &Flow, drawn: &dyn Drawn) -> Result<Option<Port>, String> {
+    fn port(&self, flow: &Flow, now: Tick, drawn: &dyn Drawn) -> Result<Option<Port>, String> {
         // What an endpoint's socket sends to a service is that one's; TCP's answers are no calls.
-        let (to, protocol) = (self.world.node_addr(flow.node_addr), flow.key.protocol);
+        let (addr, protocol) = (self.world.node_addr(flow.to.node_addr), flow.key.protocol);
         let served = |port: Port| {
             protocol != Protocol::TCP
                 && (PacketConfig::NODE_PORTS.contains(&port.host())
-                    || self.world.is_served(to, port, protocol))
+                    || self.world.is_served(addr, port, protocol))
         };
+        // The same port to the same endpoint has the same slot, and others may have it, too.
         let free = |port: u16| {
-            let port = Port::new(port);
-            if served(port) {
-                return false;
-            }
-            let key = PortKey::new(flow.endpoint, flow.endpoint_port, port, flow.key.protocol);
-            !self.state.masquerade.has(&key)
+            let mut flow = *flow;
+            flow.to.node_port = Port::new(port);
+            !served(flow.to.node_port) && self.state.flows.has_slot(&flow, now)
         };
         let own = flow.key.src_port.host();
         if self.world.may_be_given(own) && free(own) {
             return Ok(Some(flow.key.src_port));
         }
-        let entered = drawn.forward(&flow.key).filter(|now| {
-            (now.endpoint, now.endpoint_port) == (flow.endpoint, flow.endpoint_port)
-                && now.node_addr == flow.node_addr
+        let entered = drawn.flow(&flow.key).filter(|to| {
+            endpoint_of(to) == endpoint_of(&flow.to) && to.node_addr == flow.to.node_addr
         });
         let Some(entered) = entered else {
             // Thirty-two attempts may all fail where few ports are free, and only there.
@@ -219,40 +215,29 @@ impl Model<'_> {
             return Err(format!("port {port} may not be given to a flow"));
         }
         if !free(port) {
-            return Err(format!("port {port} is another flow's, or a service's"));
+            return Err(format!(
+                "port {port} has another flow's slot, or is a service's"
+            ));
         }
         Ok(Some(entered.node_port))
     }
 
-    /// Whether another flow that lives has the key that this one's replies would be known by; one
-    /// that does not live loses it.
+    /// Whether another flow that lives is known by the replies of this one, which is not masqueraded. One that does
+    /// not live is forgotten.
     pub(super) fn replies_taken(&mut self, flow: &Flow, now: Tick) -> bool {
-        let back = flow.reply_key();
-        let Some(replies) = self.state.reply.get(&back) else {
+        let Some(other) = self.state.flows.by_client(&flow.reply_key()) else {
             return false;
         };
-        let client = (flow.key.src, flow.key.src_port);
-        let vip = (replies.vip, replies.vip_port);
-        let other = FlowKey::new(client.0, client.1, vip.0, vip.1, flow.key.protocol);
-        let requests = self.state.forward.get(&other);
-        let elsewhere = requests.as_ref().is_some_and(|entry| {
-            (entry.endpoint, entry.endpoint_port) != (flow.endpoint, flow.endpoint_port)
-                || entry.node_addr != 0
-        });
-        if elsewhere || other == flow.key {
-            self.state.reply.remove(&back);
-            return false;
+        let over = other.is_ended() || other.is_timed_out(now);
+        if over {
+            self.state.flows.remove(&other.key);
         }
-        let seen = requests.map_or(seen::PACKET, |entry| entry.seen);
-        let closed = (seen | replies.seen) & seen::RST != 0 || seen & replies.seen & seen::FIN != 0;
-        let keep = keep_seconds(flow.key.protocol, seen, replies.seen);
-        if closed || replies.used.age_seconds(now) > keep {
-            self.state.reply.remove(&back);
-            self.state.forward.remove(&other);
-            return false;
-        }
-        true
+        !over
     }
+}
+
+fn endpoint_of(to: &Translation) -> Endpoint {
+    Endpoint::new(to.endpoint, to.endpoint_port)
 }
 
 /// Whether an address is never a single host's on a network: "this host", loopback, multicast and

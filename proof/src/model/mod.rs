@@ -3,13 +3,14 @@
 //! is remembered then.
 //!
 //! Small and slow, on purpose: it parses by slices, computes checksums over whole packets, and looks
-//! services up in maps. It shares with the programs the types of the tables and nothing else. Where
-//! the programs draw by lot (an endpoint, a port), the model asks what was drawn and checks that it
-//! was among the choices.
+//! services up in maps. It shares with the programs the types of the tables, and which cells and slots a
+//! flow may have, and nothing else. Where the programs draw by lot (an endpoint, a port), the model asks
+//! what was drawn and checks that it was among the choices.
 
 mod begin;
-mod flows;
+pub mod flows;
 pub mod read;
+pub mod room;
 pub mod state;
 pub mod write;
 
@@ -17,7 +18,7 @@ use std::collections::BTreeSet;
 
 use dataplane_common::{
     Protocol, Reason,
-    packet::{FlowKey, Forward, Fragment as FirstFragment, FragmentKey, Tick, seen},
+    packet::{FlowKey, Fragment as FirstFragment, FragmentKey, Tick, Translation, seen},
     tables::{Affinity, AffinityKey},
 };
 
@@ -78,8 +79,8 @@ pub struct Output {
 
 /// What was drawn by lot: read from the tables after the program has run.
 pub trait Drawn {
-    /// A flow's entry now.
-    fn forward(&self, key: &FlowKey) -> Option<Forward>;
+    /// What a flow's packets are turned into now.
+    fn flow(&self, key: &FlowKey) -> Option<Translation>;
     /// The endpoint that is remembered for a client now.
     fn affinity(&self, key: &AffinityKey) -> Option<Affinity>;
 }
@@ -118,11 +119,11 @@ const DROP: Output = Output {
 };
 
 impl<'a> Model<'a> {
-    /// A node that remembers nothing.
-    pub fn new(world: &'a World) -> Self {
+    /// A node that remembers nothing, with so many cells for flows.
+    pub fn new(world: &'a World, cells: u32) -> Self {
         Self {
             world,
-            state: State::new(),
+            state: State::new(cells),
             reasons: [0; Reason::SLOTS as usize],
             counted: Vec::new(),
             guess: 0,
@@ -280,7 +281,7 @@ impl<'a> Model<'a> {
             }
         }
         let mut again = None;
-        let nobodys = has_ports && matches!(known, Known::No);
+        let unknown = has_ports && matches!(known, Known::No);
         match known {
             Known::Foreign => return Ok(NEXT),
             Known::Answer(flow) => return Ok(self.onward(input, &headers, &flow.toward_client())),
@@ -289,20 +290,15 @@ impl<'a> Model<'a> {
                 return Ok(self.onward(input, &headers, &ends));
             }
             // A SYN on a flow that is known: the same again, unless one side has closed.
-            Known::Request(flow) => {
-                let closing = seen::FIN | seen::RST;
-                match self.seen_of_replies(&flow, at.tick) {
-                    Some(replies) if (flow.seen | replies) & closing == 0 => again = Some(flow),
-                    _ => self.remove(&flow),
-                }
-            }
+            Known::Request(flow) if flow.is_closing() => self.state.flows.remove(&flow.key),
+            Known::Request(flow) => again = Some(flow),
             Known::No => {}
         }
         if headers.is_tcp() && !headers.is_syn() {
             return Ok(NEXT);
         }
         let direct = headers.is_syn() && self.world.frontend(&headers).is_none();
-        if direct && nobodys {
+        if direct && unknown {
             let itself = Flow::direct(headers.key());
             if self.replies_taken(&itself, at.tick) {
                 return Ok(self.refuse(input, &headers, Reason::PortTaken));

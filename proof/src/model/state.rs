@@ -6,9 +6,11 @@ use std::{
 };
 
 use dataplane_common::{
-    packet::{FlowKey, Forward, Fragment, FragmentKey, Masqueraded, PortKey, Reply},
+    packet::{Fragment, FragmentKey},
     tables::{Affinity, AffinityKey},
 };
+
+use super::room::Flows;
 
 /// A table that can take back what was done to it since the last [`Table::keep`].
 #[derive(Clone, Debug)]
@@ -19,7 +21,7 @@ pub struct Table<K, V> {
 }
 
 impl<K: Copy + Eq + Hash, V: Copy> Table<K, V> {
-    fn new() -> Self {
+    pub fn new() -> Self {
         Self {
             entries: HashMap::default(),
             before: Vec::new(),
@@ -57,9 +59,9 @@ impl<K: Copy + Eq + Hash, V: Copy> Table<K, V> {
         self.entries.insert(*key, value);
     }
 
-    /// The keys that were written to or removed since the last `keep`.
-    pub fn touched(&self) -> impl Iterator<Item = &K> {
-        self.before.iter().map(|(key, _)| key)
+    /// The keys that were written to or removed since the last `keep`, and what they had before.
+    pub fn touched(&self) -> impl Iterator<Item = (&K, Option<V>)> {
+        self.before.iter().map(|(key, before)| (key, *before))
     }
 
     pub fn keep(&mut self) {
@@ -84,39 +86,32 @@ impl<K: Copy + Eq + Hash, V: Copy> Table<K, V> {
     }
 }
 
-/// Every table that programs write to.
+/// Everything that programs write to.
 #[derive(Clone, Debug)]
 pub struct State {
-    pub forward: Table<FlowKey, Forward>,
-    pub reply: Table<FlowKey, Reply>,
-    pub masquerade: Table<PortKey, Masqueraded>,
+    pub flows: Flows,
     pub fragments: Table<FragmentKey, Fragment>,
     pub affinity: Table<AffinityKey, Affinity>,
 }
 
 impl State {
-    pub fn new() -> Self {
+    /// Nothing, with so many cells for flows.
+    pub fn new(cells: u32) -> Self {
         Self {
-            forward: Table::new(),
-            reply: Table::new(),
-            masquerade: Table::new(),
+            flows: Flows::new(cells),
             fragments: Table::new(),
             affinity: Table::new(),
         }
     }
 
     pub fn keep(&mut self) {
-        self.forward.keep();
-        self.reply.keep();
-        self.masquerade.keep();
+        self.flows.keep();
         self.fragments.keep();
         self.affinity.keep();
     }
 
     pub fn take_back(&mut self) {
-        self.forward.take_back();
-        self.reply.take_back();
-        self.masquerade.take_back();
+        self.flows.take_back();
         self.fragments.take_back();
         self.affinity.take_back();
     }

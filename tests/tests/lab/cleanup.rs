@@ -103,7 +103,7 @@ fn a_dry_run_lists_what_is_removed() -> Result<()> {
         "IPv6 rule: fwmark 0x8",
         "IPv4 route: local default dev lo table 15006",
         "IPv6 route: local default dev lo table 15006",
-        "map FORWARD",
+        "map CONNTRACK",
         "directory",
     ] {
         ensure!(all.contains(word), "{word:?} is not listed: {planned:#?}");

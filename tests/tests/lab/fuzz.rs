@@ -22,5 +22,9 @@ fn the_packet_programs_do_what_the_model_does() -> Result<()> {
         tally.packets >= packets && tally.right > packets / 10,
         "{tally:?}"
     );
+    ensure!(
+        tally.gave_way > 0,
+        "no flow that was over gave way to another"
+    );
     Ok(())
 }

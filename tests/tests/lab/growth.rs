@@ -74,7 +74,7 @@ fn status(agent: &Agent) -> Result<Value> {
 /// The memory that the tables which grow take in the kernel: conntrack's have the size that the agent
 /// was told.
 fn table_bytes(status: &Value) -> u64 {
-    let fixed = ["FORWARD", "REPLY", "MASQUERADE", "FRAGMENTS"];
+    let fixed = ["CONNTRACK", "ANSWERS", "FRAGMENTS"];
     let tables = status["tables"].as_array().into_iter().flatten();
     let grow = tables.filter(|table| fixed.iter().all(|name| table["name"] != *name));
     grow.filter_map(|table| table["bytes"].as_u64()).sum()

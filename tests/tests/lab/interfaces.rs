@@ -232,15 +232,7 @@ fn off_and_on_again() -> Result<()> {
     let load = cluster.client().load(&load)?;
     let is = |cluster: &Cluster, on: bool, room: u64| -> Result<()> {
         ensure!(interfaces(cluster)?.is_empty() != on);
-        for name in [
-            "FORWARD",
-            "MORE_FORWARD",
-            "REPLY",
-            "MORE_REPLY",
-            "MASQUERADE",
-            "MORE_MASQUERADE",
-            "FRAGMENTS",
-        ] {
+        for name in ["CONNTRACK", "ANSWERS", "FRAGMENTS"] {
             let pin = cluster.agent.bpffs().join(format!("v{LAYOUT}/maps/{name}"));
             ensure!(pin.exists() == on, "on: {on}; {}", pin.display());
         }
@@ -254,7 +246,7 @@ fn off_and_on_again() -> Result<()> {
         );
         let status = cluster.status()?;
         let tables = status["tables"].as_array().context("tables")?;
-        let flows = tables.iter().find(|table| table["name"] == "FORWARD");
+        let flows = tables.iter().find(|table| table["name"] == "CONNTRACK");
         if on {
             count.exits(0)?;
             ensure!(path > 0.5);

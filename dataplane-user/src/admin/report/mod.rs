@@ -209,25 +209,21 @@ pub fn examine(
         Ok(open) => {
             // The agent has counted them. Without it, nobody asks often.
             let counted = agent.as_ref().ok().and_then(|agent| agent.flows.as_ref());
-            let flows = Conntrack::open(&paths.bpffs).and_then(|conntrack| {
-                let Some(conntrack) = conntrack else {
-                    return Ok(Vec::new());
-                };
-                let entries =
-                    counted.map_or_else(|| conntrack.count(), |flows| Ok(flows.entries))?;
-                Ok(conntrack.usage(entries).to_vec())
+            let flows = Conntrack::open(&paths.bpffs).map(|conntrack| {
+                let conntrack = conntrack?;
+                let flows = counted.map_or_else(|| conntrack.count(), |flows| flows.total);
+                Some(conntrack.usage(flows))
             });
-            match open
-                .usage(limits)
-                .and_then(|usage| Ok([usage, flows?].concat()))
-            {
-                Ok(usage) => tables.extend(usage.into_iter().map(|t| Table {
-                    name: t.table.to_owned(),
-                    used: t.used.into(),
-                    capacity: t.capacity.into(),
-                    limit: t.limit.into(),
-                    bytes: t.bytes,
-                })),
+            match open.usage(limits).and_then(|usage| Ok((usage, flows?))) {
+                Ok((usage, flows)) => {
+                    tables.extend(usage.into_iter().chain(flows).map(|t| Table {
+                        name: t.table.to_owned(),
+                        used: t.used.into(),
+                        capacity: t.capacity.into(),
+                        limit: t.limit.into(),
+                        bytes: t.bytes,
+                    }));
+                }
                 Err(e) => error(format!("cannot read how full the tables are: {e}")),
             }
             match open.filtered_out() {

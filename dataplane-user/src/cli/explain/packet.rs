@@ -21,7 +21,7 @@ use crate::{
     cli::output::duration,
     kernel::{
         PacketTables, Tables,
-        conntrack::{Back, Conntrack, Flow, State, now},
+        conntrack::{Conntrack, Flow, State, now},
     },
 };
 
@@ -92,11 +92,11 @@ pub fn explain(
         Port::new(to.port),
         to.protocol,
     );
-    if let Some(flow) = live.conntrack.find(&key)? {
+    if let Some(flow) = live.conntrack.find(&key) {
         known(live, &owner, &flow, &mut told);
         return Ok(told);
     }
-    if let Some(flow) = live.conntrack.find_by_reply(&key)? {
+    if let Some(flow) = live.conntrack.find_by_reply(&key) {
         told.steps.push(format!(
             "a reply of the known flow of {} through {}, {}, last used {} ago",
             flow.client(),
@@ -129,12 +129,11 @@ fn known(
     flow: &Flow,
     told: &mut Explanation,
 ) {
-    let now = now();
     told.steps.push(format!(
-        "FORWARD knows the flow: to {}, {}, used {} ago, kept for {} after its last packet",
+        "CONNTRACK knows the flow: to {}, {}, last used {} ago, kept for {} after its last packet",
         flow.endpoint(),
         flow.state(),
-        duration(flow.forward.used.age_seconds(now).into()),
+        duration(flow.idle(now()).into()),
         duration(flow.keep().into()),
     ));
     let frontend = decide::find_frontend(
@@ -150,22 +149,14 @@ fn known(
         told.steps.push(Reason::ForeignFlow.text().to_owned());
         return;
     }
-    told.steps.push(match flow.back {
-        Back::Missing => {
-            "the entry for its replies was pushed out of its table, and is made again".to_owned()
-        }
-        Back::Reply(reply) => format!(
-            "REPLY has the other direction, used {} ago; the endpoint sees the client's own address",
-            duration(reply.used.age_seconds(now).into())
-        ),
-        Back::Masqueraded(back) => format!(
-            "MASQUERADE has the other direction, used {} ago; the endpoint sees {}",
-            duration(back.used.age_seconds(now).into()),
-            live.conntrack.node_addr(flow.forward.node_addr).map_or_else(
-                || "an address that the node no longer has".to_owned(),
-                |addr| SocketAddr::new(addr.ip(), flow.forward.node_port.host()).to_string()
-            )
-        ),
+    told.steps.push(if flow.is_masqueraded() {
+        let node = live.conntrack.node_addr(flow.to.node_addr).map_or_else(
+            || "an address that the node no longer has".to_owned(),
+            |addr| SocketAddr::new(addr.ip(), flow.to.node_port.host()).to_string(),
+        );
+        format!("the endpoint sees {node}")
+    } else {
+        "the endpoint sees the client's own address".to_owned()
     });
     told.verdict = "translated";
     told.reason = Reason::Kept.word();
@@ -176,9 +167,9 @@ fn known(
 }
 
 /// A packet to no service. A connection to an endpoint itself may be refused for a flow to that endpoint.
-fn beside(live: &Live<'_>, key: &FlowKey, told: &mut Explanation) -> anyhow::Result<()> {
+fn beside(live: &Live<'_>, key: &FlowKey, told: &mut Explanation) {
     let back = FlowKey::new(key.dst, key.dst_port, key.src, key.src_port, key.protocol);
-    let rival = live.conntrack.find_by_reply(&back)?;
+    let rival = live.conntrack.find_by_reply(&back);
     let rival = rival.filter(|flow| {
         let live = [State::Syn, State::Established, State::HalfClosed].contains(&flow.state());
         live && !flow.is_masqueraded() && !flow.is_over(now())
@@ -194,7 +185,6 @@ fn beside(live: &Live<'_>, key: &FlowKey, told: &mut Explanation) -> anyhow::Res
     } else {
         told.steps.push(Reason::NotService.text().to_owned());
     }
-    Ok(())
 }
 
 /// The first packet of a flow.
@@ -216,7 +206,7 @@ fn begin(
     told.steps
         .extend(lookups.iter().map(|(key, found)| lookup(key, *found)));
     if frontend.is_none() {
-        beside(live, key, told)?;
+        beside(live, key, told);
         return Ok(());
     }
     let kind = frontend.kind();

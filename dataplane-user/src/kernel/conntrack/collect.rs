@@ -4,15 +4,10 @@ use std::collections::{BTreeMap, HashSet};
 
 use dataplane_common::{
     Protocol,
-    cells::CellKey,
-    packet::{FlowKey, Masqueraded, PortKey, Reply, Tick, seen, timeout},
+    packet::{FlowKey, Tick},
 };
 
-use super::{Conntrack, Entries, Flow, Flows, State, Table, Walk, flow, now, removing};
-use crate::kernel::{
-    error::{Doing, Error},
-    map::Plain,
-};
+use super::{Conntrack, Flow, Flows, Held, State, now};
 
 /// What a walk through all flows found.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -21,10 +16,10 @@ pub struct Census {
     pub flows: BTreeMap<(Protocol, State), u64>,
     /// Flows that were over, and removed.
     pub removed: u64,
-    /// Entries of replies whose flow had been pushed out of a full table, and that were removed.
-    pub halves: u64,
-    /// How many entries the tables have.
-    pub entries: Entries,
+    /// Cells that somebody had held who died meanwhile, and that were freed.
+    pub freed: u64,
+    /// Cells that were held, for the next walk.
+    pub held: Held,
 }
 
 impl Census {
@@ -38,176 +33,63 @@ impl Census {
 #[derive(Debug)]
 pub struct Collector<'a> {
     conntrack: &'a Conntrack,
-    phase: Phase<'a>,
-    flows: Vec<Flow>,
+    flows: Flows<'a>,
+    batch: Vec<Flow>,
     census: Census,
-    /// Whether room is short ([`Flow::gives_way`]).
-    crowded: bool,
+    /// Cells that were held when the walk before this came by.
+    held: Held,
     /// What the kernel's own conntrack translates; asked once, if there is reason to.
     foreign: Option<HashSet<FlowKey>>,
 }
 
-#[derive(Debug)]
-enum Phase<'a> {
-    Forward(Flows<'a>),
-    Reply(Walk<'a, FlowKey, Reply>),
-    Masquerade(Walk<'a, PortKey, Masqueraded>),
-    Done,
-}
-
 impl<'a> Collector<'a> {
-    /// Begins a walk. `crowded`: room is short, so that flows which both sides have closed are removed sooner
-    /// ([`Flow::gives_way`]).
-    pub fn new(conntrack: &'a Conntrack, crowded: bool) -> Self {
+    /// Begins a walk. `held`: what the walk before found held ([`Census::held`]).
+    pub fn new(conntrack: &'a Conntrack, held: Held) -> Self {
         Self {
-            phase: Phase::Forward(conntrack.flows()),
             conntrack,
-            flows: Vec::new(),
+            flows: conntrack.flows(),
+            batch: Vec::new(),
             census: Census::default(),
-            crowded,
+            held,
             foreign: None,
         }
     }
 
-    /// Looks at the next few thousand entries, and removes those that are over. Answers what was
+    /// Looks at the next few thousand flows, and removes those that are over. Answers what was
     /// found, when there are no more.
     ///
     /// `foreign` asks which flows the kernel's own conntrack has; an error of it means that it has
     /// none.
-    ///
-    /// # Errors
-    /// If the kernel does not let the tables be read or written.
-    pub fn step(
-        &mut self,
-        foreign: impl FnOnce() -> HashSet<FlowKey>,
-    ) -> Result<Option<Census>, Error> {
-        let now = now();
-        match &mut self.phase {
-            Phase::Forward(flows) => {
-                if flows.read(&mut self.flows)? {
-                    self.forward(now, foreign)?;
-                } else {
-                    self.phase = Phase::Reply(self.conntrack.reply.walk());
-                }
-            }
-            Phase::Reply(walk) => {
-                let conntrack = self.conntrack;
-                let orphan = |key: &FlowKey, reply: &Reply| {
-                    let flow = flow::of_reply(key, reply);
-                    is_old(key.protocol, reply.seen, reply.used, now).then_some(flow)
-                };
-                match orphans(&conntrack.reply, walk, conntrack, orphan)? {
-                    Some(looked) => {
-                        self.census.halves += looked.removed;
-                        self.census.entries[1] += looked.left;
-                    }
-                    None => self.phase = Phase::Masquerade(conntrack.masquerade.walk()),
-                }
-            }
-            Phase::Masquerade(walk) => {
-                let conntrack = self.conntrack;
-                let orphan = |key: &PortKey, masqueraded: &Masqueraded| {
-                    let flow = flow::of_masqueraded(key, masqueraded);
-                    is_old(key.protocol, masqueraded.seen, masqueraded.used, now).then_some(flow)
-                };
-                match orphans(&conntrack.masquerade, walk, conntrack, orphan)? {
-                    Some(looked) => {
-                        self.census.halves += looked.removed;
-                        self.census.entries[2] += looked.left;
-                    }
-                    None => self.phase = Phase::Done,
-                }
-            }
-            Phase::Done => return Ok(Some(self.census.clone())),
+    pub fn step(&mut self, foreign: impl FnOnce() -> HashSet<FlowKey>) -> Option<Census> {
+        if self.flows.read(&mut self.batch) {
+            self.remove(now(), foreign);
+            return None;
         }
-        Ok(None)
+        let held = self.flows.held();
+        Some(Census {
+            freed: self.conntrack.table.free_stuck(&self.held, held),
+            held: held.clone(),
+            ..self.census.clone()
+        })
     }
 
-    fn forward(
-        &mut self,
-        now: Tick,
-        ask_foreign: impl FnOnce() -> HashSet<FlowKey>,
-    ) -> Result<(), Error> {
-        let crowded = self.crowded;
-        let over = |flow: &Flow| flow.is_over(now) || crowded && flow.gives_way(now);
-        if self.foreign.is_none() && self.flows.iter().any(|f| f.is_foreign() && over(f)) {
+    fn remove(&mut self, now: Tick, ask_foreign: impl FnOnce() -> HashSet<FlowKey>) {
+        let over = |flow: &Flow| flow.is_over(now);
+        if self.foreign.is_none() && self.batch.iter().any(|f| f.is_foreign() && over(f)) {
             self.foreign = Some(ask_foreign());
         }
-        for flow in &self.flows {
+        for flow in &self.batch {
             let lives_elsewhere = flow.is_foreign()
                 && self
                     .foreign
                     .as_ref()
                     .is_some_and(|foreign| foreign.contains(&flow.key));
-            if over(flow) && !lives_elsewhere && self.conntrack.remove_if(flow, over)? {
+            if over(flow) && !lives_elsewhere && self.conntrack.remove_if(flow, over) {
                 self.census.removed += 1;
             } else {
                 let kind = (flow.protocol(), flow.state());
                 *self.census.flows.entry(kind).or_default() += 1;
-                self.census.entries[0] += 1;
             }
         }
-        Ok(())
     }
-}
-
-/// Whether an entry of replies was used so long ago that it is worth a look whether its flow is
-/// there still. A flow in use mends itself: the programs look after the other entry with each tick.
-fn is_old(protocol: Protocol, what: u8, used: Tick, now: Tick) -> bool {
-    let seconds = if protocol != Protocol::TCP {
-        timeout::UDP_ANSWERED
-    } else if what & seen::RST != 0 {
-        timeout::TCP_RESET
-    } else if what & seen::FIN != 0 {
-        timeout::TCP_CLOSED
-    } else {
-        timeout::TCP_HALF_CLOSED
-    };
-    used.age_seconds(now) > seconds
-}
-
-/// What became of the entries of a step.
-struct Looked {
-    removed: u64,
-    left: u64,
-}
-
-/// Removes those of the next entries that `old` finds to be old, and whose flow is gone; `None` if there were no
-/// more.
-fn orphans<K: CellKey + Plain, V: Plain>(
-    table: &Table<K, V>,
-    walk: &mut Walk<'_, K, V>,
-    conntrack: &Conntrack,
-    old: impl Fn(&K, &V) -> Option<FlowKey>,
-) -> Result<Option<Looked>, Error> {
-    let read = || "cannot read the tables REPLY and MASQUERADE".to_owned();
-    let mut entries = Vec::new();
-    if !walk.read(&mut entries).doing(read)? {
-        return Ok(None);
-    }
-    let all = entries.len() as u64;
-    let mut removed = 0;
-    for (key, value) in entries {
-        let Some(flow) = old(&key, &value) else {
-            continue;
-        };
-        // Its flow is there only if that one leads back here.
-        if let Some(found) = conntrack.find(&flow)?
-            && found.back.used().is_some()
-        {
-            continue;
-        }
-        let Some(taken) = table.take(&key).doing(removing)? else {
-            continue;
-        };
-        if old(&key, &taken).is_some() {
-            removed += 1;
-        } else {
-            table.add(&key, &taken).doing(removing)?;
-        }
-    }
-    Ok(Some(Looked {
-        removed,
-        left: all - removed,
-    }))
 }

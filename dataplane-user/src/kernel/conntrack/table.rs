@@ -1,384 +1,393 @@
-//! A table of flows' entries: an array of cells, and a hash beside it for what finds its cell taken. What is
-//! where, and who may do what, is in [`dataplane_common::cells`].
+//! The table of flows in this process's memory: [`dataplane_common::cells`] says how it works.
 
 use std::{
     io,
-    sync::atomic::{AtomicU64, Ordering, fence},
+    sync::atomic::{AtomicU32, AtomicU64, Ordering},
 };
 
-use aya_obj::generated::bpf_map_type::BPF_MAP_TYPE_LRU_HASH;
-use dataplane_common::cells::{Cell, CellKey, Head};
-use zerocopy::IntoBytes as _;
+use dataplane_common::{
+    cells::{self, Cell, CellKey as _, Entry, HEAD, Head, Line, Memory, NOWHERE, Slot, Slots},
+    packet::{FlowKey, PortKey, Translation, seen},
+};
 
 use crate::kernel::{
     error::{Doing, Error},
-    map::{Batches, Hash, Mapped, Plain},
+    map::Mapped,
     pins::{Pins, spec},
 };
 
-/// How often a cell is looked at again that changes while it is looked at. Each time a packet of another flow has
-/// come in between.
+use super::{flow::Flow, now};
+
+/// How often a cell is looked at again that changes while it is looked at. Each time another flow has come in
+/// between, or has been counted.
 const TRIES: u32 = 16;
 
 /// How many cells a walk looks at in one step: a megabyte, which is read in less than a millisecond.
 const CELLS: u32 = 16_384;
 
-/// After how many entries a step ends.
+/// After how many flows a step ends.
 const ENTRIES: usize = 4096;
 
-/// Which bits of a head say how many entries are in the hash: they change while the cell's entry stays.
-const COUNT: u64 = 0xff * Head::ONE_MORE;
-
-/// Cells, and the hash beside them. Programs may read, add and remove at the same time.
+/// Cells and slots. Programs may find, make and remove flows at the same time.
 #[derive(Debug)]
-pub struct Table<K, V> {
-    name: &'static str,
+pub struct Table {
     cells: Mapped<Cell>,
-    more: Hash<K, V>,
+    slots: Mapped<Slots>,
 }
 
-impl<K: CellKey + Plain, V: Plain> Table<K, V> {
-    /// A cell is key and value: only its head is not the key's last word.
-    const FITS: () = assert!(
-        size_of::<K>() == (K::HEAD + 1) * 8 && size_of::<K>() + size_of::<V>() == size_of::<Cell>()
-    );
+/// A cell.
+#[derive(Clone, Copy)]
+pub struct Words<'a>(&'a [AtomicU64; 8]);
 
-    /// Opens the pinned maps of these names, cells and hash; `None` if one of them is not there.
+impl Line for Words<'_> {
+    fn load(self, word: usize) -> u64 {
+        self.0[word].load(Ordering::Acquire)
+    }
+
+    // Who reads it sees what was written before, first of all that the cell is held.
+    fn store(self, word: usize, value: u64) {
+        self.0[word].store(value, Ordering::Release);
+    }
+
+    fn exchange(self, word: usize, before: u64, new: u64) -> bool {
+        let (done, not) = (Ordering::SeqCst, Ordering::SeqCst);
+        self.0[word]
+            .compare_exchange(before, new, done, not)
+            .is_ok()
+    }
+
+    fn add(self, word: usize, amount: u64) -> u64 {
+        self.0[word].fetch_add(amount, Ordering::SeqCst)
+    }
+}
+
+/// A slot.
+#[derive(Clone, Copy)]
+pub struct Word<'a>(&'a AtomicU32);
+
+impl Entry for Word<'_> {
+    fn load(self) -> Slot {
+        Slot(self.0.load(Ordering::Acquire))
+    }
+
+    fn exchange(self, before: Slot, new: Slot) -> bool {
+        let (done, not) = (Ordering::SeqCst, Ordering::SeqCst);
+        self.0.compare_exchange(before.0, new.0, done, not).is_ok()
+    }
+
+    fn add(self, amount: u32) {
+        self.0.fetch_add(amount, Ordering::SeqCst);
+    }
+}
+
+impl<'a> Memory for &'a Table {
+    type Line = Words<'a>;
+    type Entry = Word<'a>;
+
+    fn mask(&self) -> u32 {
+        self.cells.capacity() - 1
+    }
+
+    fn cell(&self, index: u32) -> Option<Self::Line> {
+        self.cells.words(index).map(Words)
+    }
+
+    fn slot(&self, index: u32) -> Option<Self::Entry> {
+        let slots = self.slots.words(index / 16)?;
+        Some(Word(&slots[index as usize % 16]))
+    }
+}
+
+/// A flow as it was found.
+struct Found {
+    /// In which cell.
+    index: u32,
+    head: Head,
+    key: FlowKey,
+    to: Translation,
+}
+
+/// Cells that were held when a walk came by. Who holds one gives it back within microseconds; one that the next walk
+/// finds held as well was left by somebody who died meanwhile.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Held(Vec<(u32, Head)>);
+
+impl Table {
+    /// Opens the pinned one; `None` if there is none.
     ///
     /// # Errors
     /// If what is there is not ours, or may not be opened.
-    pub(in crate::kernel) fn open(
-        pins: &Pins,
-        [name, more]: [&'static str; 2],
-    ) -> Result<Option<Self>, Error> {
-        let (Some((cells, of_cells)), Some((more, of_more))) =
-            (pins.open_map(spec(name))?, pins.open_map(spec(more))?)
-        else {
+    pub(in crate::kernel) fn open(pins: &Pins) -> Result<Option<Self>, Error> {
+        let (Some((cells, of_cells)), Some((slots, of_slots))) = (
+            pins.open_map(spec("CONNTRACK"))?,
+            pins.open_map(spec("ANSWERS"))?,
+        ) else {
             return Ok(None);
         };
-        let cells = Mapped::map(cells, of_cells.max_entries, true)
-            .doing(|| format!("cannot map table {name}"))?;
-        Ok(Some(Self::new(
-            name,
-            cells,
-            Hash::from_fd(more, of_more.max_entries),
-        )))
+        Ok(Some(Self {
+            cells: Mapped::map(cells, of_cells.max_entries, true)
+                .doing(|| "cannot map table CONNTRACK".to_owned())?,
+            slots: Mapped::map(slots, of_slots.max_entries, true)
+                .doing(|| "cannot map table ANSWERS".to_owned())?,
+        }))
     }
 
     /// Makes one that is pinned nowhere, with room for so many flows.
     ///
     /// # Errors
     /// The kernel's refusal.
-    pub(super) fn unpinned([name, more]: [&'static str; 2], flows: u32) -> io::Result<Self> {
-        let entries = |name| spec(name).entries(flows).unwrap_or(flows);
-        let cells = Mapped::create(name, entries(name))?;
-        let hash = Hash::create(more, BPF_MAP_TYPE_LRU_HASH, entries(more))?;
-        Ok(Self::new(name, cells, hash))
-    }
-
-    fn new(name: &'static str, cells: Mapped<Cell>, more: Hash<K, V>) -> Self {
-        let () = Self::FITS;
-        Self { name, cells, more }
+    pub(super) fn unpinned(flows: u32) -> io::Result<Self> {
+        let elements = |name| spec(name).entries(flows).unwrap_or(flows);
+        Ok(Self {
+            cells: Mapped::create("CONNTRACK", elements("CONNTRACK"))?,
+            slots: Mapped::create("ANSWERS", elements("ANSWERS"))?,
+        })
     }
 
     /// Its name: that of the cells.
     pub fn name(&self) -> &'static str {
-        self.name
+        "CONNTRACK"
     }
 
-    /// How many cells it has. There is room for more entries than that, but then most of them push others out.
+    /// How many flows there is room for: half as many as there are cells, so that each finds one that is free. With
+    /// more than that, some push others out.
     pub fn capacity(&self) -> u32 {
-        self.cells.capacity()
+        self.cells.capacity() / 2
     }
 
     /// The memory of the kernel that it takes, in bytes.
     pub fn bytes(&self) -> u64 {
-        // An element: 48 bytes of `struct htab_elem` and a node of the LRU list of 24, then key and
-        // value, each rounded up to eight; and a bucket of 16 for each.
-        let element =
-            48 + size_of::<K>().next_multiple_of(8) + size_of::<V>().next_multiple_of(8) + 16;
         u64::from(self.cells.capacity()) * size_of::<Cell>() as u64
-            + u64::from(self.more.capacity()) * element as u64
+            + u64::from(self.slots.capacity()) * size_of::<Slots>() as u64
     }
 
-    /// The value of a key, if it is there.
-    ///
-    /// # Errors
-    /// The kernel's refusal.
-    pub fn get(&self, key: &K) -> io::Result<Option<V>> {
-        let (head, value) = self.look(key);
-        if value.is_none() && head.has_more() {
-            return self.more.get(key);
+    /// What a flow's packets are turned into, if it is there.
+    pub fn get(&self, key: &FlowKey) -> Option<Translation> {
+        self.find(key).map(|found| found.to)
+    }
+
+    /// The flow, not masqueraded, whose replies carry this.
+    pub fn by_client(&self, reply: &FlowKey) -> Option<FlowKey> {
+        let home = self.home_of_replies(reply.place())?;
+        let mut index = cells::led_to_client(&self, home, reply);
+        if index == NOWHERE && home.has_more() {
+            index = cells::find_led_elsewhere(&self, reply);
         }
-        Ok(value)
+        // The cell may have become another's since.
+        let flow = self.led_to(index)?;
+        (!flow.is_masqueraded() && flow.reply_key() == *reply).then_some(flow.key)
     }
 
-    /// Adds a key unless it is there; `false` if it was.
+    /// The masqueraded flow whose replies carry this, at whatever address of the node's.
+    pub fn by_node(&self, reply: &PortKey) -> Option<FlowKey> {
+        let home = self.home_of_replies(reply.place())?;
+        let flow = self.led_to(cells::led_to_node(&self, home, reply))?;
+        (flow.is_masqueraded() && flow.port_key() == *reply).then_some(flow.key)
+    }
+
+    /// Adds a flow; `false` if it is there, if its replies lead to another, if it is masqueraded and the slot of its
+    /// port is another's, or if somebody else does something with its cells at this moment. Where there is no room,
+    /// another flow goes.
+    pub fn add(&self, key: &FlowKey, to: &Translation) -> bool {
+        let flow = Flow { key: *key, to: *to };
+        if self.find(key).is_some() {
+            return false;
+        }
+        let has_replies = !flow.is_foreign();
+        if has_replies && !flow.is_masqueraded() && self.by_client(&flow.reply_key()).is_some() {
+            return false;
+        }
+        let now = now();
+        let index = cells::hold(&self, key, now);
+        let Some(line) = self.cell(index) else {
+            return false;
+        };
+        cells::write(line, key, to);
+        let home = cells::place_of_replies(key, to);
+        if has_replies && !cells::lead(&self, home, index, flow.is_masqueraded(), now) {
+            cells::give_back(&self, index, key);
+            return false;
+        }
+        cells::publish(line, key);
+        true
+    }
+
+    /// Gives a flow another value, or adds it if it is not there: only while nobody else changes any. `false` if it
+    /// is not there afterwards.
+    pub fn set(&self, key: &FlowKey, to: &Translation) -> bool {
+        if let Some(found) = self.find(key)
+            && let Some(line) = self.cell(found.index)
+        {
+            let same = Translation {
+                used: to.used,
+                seen: to.seen,
+                ..found.to
+            };
+            if same == *to && (found.to.seen ^ to.seen) & seen::FOREIGN == 0 {
+                cells::write(line, key, to);
+                return true;
+            }
+            // Its replies carry something else now.
+            self.remove(key);
+        }
+        self.add(key, to)
+    }
+
+    /// Removes a flow; `false` if it was not there.
+    pub fn remove(&self, key: &FlowKey) -> bool {
+        self.take(key).is_some()
+    }
+
+    /// Removes a flow; answers what it was.
+    pub fn take(&self, key: &FlowKey) -> Option<Translation> {
+        self.take_if(key, |_| true)
+    }
+
+    /// Removes a flow, if `still` holds of it as it is in the end; answers what it was.
     ///
-    /// # Errors
-    /// The kernel's refusal.
-    pub fn add(&self, key: &K, value: &V) -> io::Result<bool> {
-        let place = self.place(key);
+    /// Meanwhile its cell is held: a packet that comes finds no flow, and none is begun for it.
+    pub fn take_if(
+        &self,
+        key: &FlowKey,
+        still: impl Fn(&Translation) -> bool,
+    ) -> Option<Translation> {
         for _ in 0..TRIES {
-            let (head, found) = self.look(key);
-            if found.is_some() {
-                return Ok(false);
-            }
-            if !head.is_free() {
-                break;
-            }
-            if head.has_more() && self.more.get(key)?.is_some() {
-                return Ok(false);
-            }
-            if !self.exchange(place, head, head.taken()) {
+            let found = self.find(key)?;
+            let line = self.cell(found.index)?;
+            if !cells::hold_flow(line, found.head) {
                 continue;
             }
-            // Who reads one of these words sees that the cell is taken.
-            fence(Ordering::Release);
-            self.write(place, key, value);
-            let written = Head::written(key.word(K::HEAD));
-            let before = self.head(place).fetch_add(written, Ordering::AcqRel);
-            // Somebody may have found the cell taken, by us, and added the same key to the hash: of the two, we
-            // leave.
-            if Head(before).has_more() && self.more.get(key)?.is_some() {
-                self.free(key);
-                return Ok(false);
+            // Only a packet that had found the flow before may use it still.
+            let to = cells::value(line);
+            if still(&to) {
+                cells::forget(&self, found.index, key.word(HEAD));
+                return Some(to);
             }
-            return Ok(true);
-        }
-        self.add_beside(key, value)
-    }
-
-    /// Adds a key whose cell is another's to the hash, unless it is there; `false` if it was.
-    fn add_beside(&self, key: &K, value: &V) -> io::Result<bool> {
-        let place = self.place(key);
-        let head = self.head(place);
-        // Before it is there: who sees the count without it looks in vain, who sees it without the count would not
-        // look.
-        if Head(head.load(Ordering::Acquire)).counts() {
-            head.fetch_add(Head::ONE_MORE, Ordering::AcqRel);
-        }
-        let added = self.more.add(key, value);
-        if !matches!(added, Ok(true)) {
-            self.count_back(place);
-            return added;
-        }
-        // The cell may have become free meanwhile, and somebody have added the same key there.
-        if self.look(key).1.is_some() {
-            if self.more.remove(key)? {
-                self.count_back(place);
-            }
-            return Ok(false);
-        }
-        Ok(true)
-    }
-
-    /// Adds a key, or gives it another value where it is: only while nobody else removes or adds any.
-    ///
-    /// # Errors
-    /// The kernel's refusal.
-    pub fn set(&self, key: &K, value: &V) -> io::Result<()> {
-        let (head, found) = self.look(key);
-        if found.is_some() {
-            self.write(self.place(key), key, value);
-        } else if head.has_more() && self.more.get(key)?.is_some() {
-            self.more.set(key, value)?;
-        } else {
-            self.add(key, value)?;
-        }
-        Ok(())
-    }
-
-    /// Removes a key; `false` if it was not there.
-    ///
-    /// # Errors
-    /// The kernel's refusal.
-    pub fn remove(&self, key: &K) -> io::Result<bool> {
-        Ok(self.take(key)?.is_some())
-    }
-
-    /// Removes a key; answers what it was.
-    ///
-    /// # Errors
-    /// The kernel's refusal.
-    pub fn take(&self, key: &K) -> io::Result<Option<V>> {
-        if let Some(value) = self.free(key) {
-            return Ok(Some(value));
-        }
-        let place = self.place(key);
-        if !Head(self.head(place).load(Ordering::Acquire)).has_more() {
-            return Ok(None);
-        }
-        let taken = self.more.take(key)?;
-        if taken.is_some() {
-            self.count_back(place);
-        }
-        Ok(taken)
-    }
-
-    /// Everything, in no order.
-    ///
-    /// # Errors
-    /// The kernel's refusal.
-    pub fn entries(&self) -> io::Result<Vec<(K, V)>> {
-        let mut entries = Vec::new();
-        let mut walk = self.walk();
-        while walk.read(&mut entries)? {}
-        Ok(entries)
-    }
-
-    /// Everything, a few thousand entries at a time.
-    ///
-    /// What is added or removed meanwhile may or may not be among them, or, if it is removed and added again, twice;
-    /// what is there all the time is, and once. To be read is not to be used.
-    pub fn walk(&self) -> Walk<'_, K, V> {
-        Walk {
-            table: self,
-            next: 0,
-            more: self.more.batches(),
-        }
-    }
-
-    fn place(&self, key: &K) -> u32 {
-        key.place() & (self.cells.capacity() - 1)
-    }
-
-    fn word(&self, place: u32, index: usize) -> &AtomicU64 {
-        self.cells
-            .word(place, index)
-            .expect("a key's place is among the cells")
-    }
-
-    fn head(&self, place: u32) -> &AtomicU64 {
-        self.word(place, K::HEAD)
-    }
-
-    /// Whether a cell's head was `from`: it is `to` now.
-    fn exchange(&self, place: u32, from: Head, to: Head) -> bool {
-        self.head(place)
-            .compare_exchange(from.0, to.0, Ordering::AcqRel, Ordering::Acquire)
-            .is_ok()
-    }
-
-    /// A cell's head; and all of it, with the key's last word in the place of the head, if it has an entry.
-    fn read(&self, place: u32) -> (Head, Option<Cell>) {
-        let load = |head: &AtomicU64| Head(head.load(Ordering::Acquire));
-        let mut head = load(self.head(place));
-        for _ in 0..TRIES {
-            let Some(ports_and_protocol) = head.key() else {
-                break;
-            };
-            let (mut cell, after) = self.read_all(place);
-            if is_one_entry(head, after) {
-                cell[K::HEAD] = ports_and_protocol;
-                return (after, Some(cell));
-            }
-            head = load(self.head(place));
-        }
-        (head, None)
-    }
-
-    /// The words of a cell, and what its head is after they were read.
-    fn read_all(&self, place: u32) -> (Cell, Head) {
-        let cell = std::array::from_fn(|index| self.word(place, index).load(Ordering::Relaxed));
-        fence(Ordering::Acquire);
-        (cell, Head(self.head(place).load(Ordering::Relaxed)))
-    }
-
-    /// The head of a key's cell, and the key's value if it is there.
-    fn look(&self, key: &K) -> (Head, Option<V>) {
-        let (head, cell) = self.read(self.place(key));
-        let is_here =
-            |cell: &Cell| (0..=K::HEAD).all(|index| cell[index] == CellKey::word(key, index));
-        let found = cell.filter(is_here).and_then(|cell| entry::<K, V>(&cell));
-        (head, found.map(|(_, value)| value))
-    }
-
-    /// Writes what is before and behind the head.
-    fn write(&self, place: u32, key: &K, value: &V) {
-        for (index, word) in cell(key, value).into_iter().enumerate() {
-            if index != K::HEAD {
-                self.word(place, index).store(word, Ordering::Relaxed);
-            }
-        }
-    }
-
-    /// Frees a key's cell if it has the key; answers the value.
-    fn free(&self, key: &K) -> Option<V> {
-        let place = self.place(key);
-        for _ in 0..TRIES {
-            let (head, found) = self.look(key);
-            let value = found?;
-            if self.exchange(place, head, head.freed()) {
-                // A packet may have used the entry since it was read. What is in a cell that nobody has taken
-                // since is what the entry was in the end.
-                let (cell, after) = self.read_all(place);
-                let last = is_one_entry(head.freed(), after).then(|| entry::<K, V>(&cell));
-                return Some(last.flatten().map_or(value, |(_, value)| value));
-            }
+            cells::publish(line, key);
+            return None;
         }
         None
     }
 
-    /// One entry less is in the hash beside a cell.
-    fn count_back(&self, place: u32) {
-        for _ in 0..TRIES {
-            let head = Head(self.head(place).load(Ordering::Acquire));
-            // If it is never taken back, entries are looked for in vain.
-            if !head.has_more() || !head.counts() || self.exchange(place, head, head.one_less()) {
-                return;
-            }
+    /// Every flow, in no order.
+    pub fn entries(&self) -> Vec<(FlowKey, Translation)> {
+        let mut entries = Vec::new();
+        let mut walk = self.walk();
+        while walk.read(&mut entries) {}
+        entries
+    }
+
+    /// Every flow, a few thousand at a time.
+    ///
+    /// What is added or removed meanwhile may or may not be among them, or, if it is removed and added again, twice;
+    /// what is there all the time is, and once. To be read is not to be used.
+    pub fn walk(&self) -> Walk<'_> {
+        Walk {
+            table: self,
+            next: 0,
+            held: Held::default(),
         }
     }
-}
 
-/// Whether a head is that of the same entry still, or of the same cell without one.
-fn is_one_entry(before: Head, after: Head) -> bool {
-    (before.0 ^ after.0) & !COUNT == 0
-}
+    /// Frees the cells that two walks, the one after the other, found held, and nobody gave back in between; how
+    /// many.
+    pub fn free_stuck(&self, before: &Held, now: &Held) -> u64 {
+        let mut freed = 0;
+        for (index, head) in &now.0 {
+            let is_same = |(other, was): &(u32, Head)| other == index && was.is_same(*head);
+            if before.0.iter().any(is_same) && cells::free_held(&self, *index, *head) {
+                freed += 1;
+            }
+        }
+        freed
+    }
 
-/// Key and value as they are in a cell; the head is the key's last word.
-fn cell<K: Plain, V: Plain>(key: &K, value: &V) -> Cell {
-    let mut cell = Cell::default();
-    let (first, second) = cell.as_mut_bytes().split_at_mut(size_of::<K>());
-    first.copy_from_slice(key.as_bytes());
-    second.copy_from_slice(value.as_bytes());
-    cell
-}
+    /// A flow, and where it is.
+    fn find(&self, key: &FlowKey) -> Option<Found> {
+        let home = key.place() & self.mask();
+        let at = |index| self.read(index).filter(|found| found.key == *key);
+        at(home).or_else(|| {
+            let head = Head(self.cell(home)?.load(HEAD));
+            if !head.has_more() {
+                return None;
+            }
+            at(cells::find_elsewhere(&self, key))
+        })
+    }
 
-/// The inverse of [`cell`].
-fn entry<K: Plain, V: Plain>(cell: &Cell) -> Option<(K, V)> {
-    let (key, value) = K::read_from_prefix(cell.as_bytes()).ok()?;
-    Some((key, V::read_from_bytes(value).ok()?))
+    /// The flow of a cell, all of it as it was at one moment.
+    fn read(&self, index: u32) -> Option<Found> {
+        let line = self.cell(index)?;
+        let mut head = Head(line.load(HEAD));
+        for _ in 0..TRIES {
+            let key = cells::key(line, head.key()?);
+            let to = cells::value(line);
+            let after = Head(line.load(HEAD));
+            if head.is_same(after) {
+                return Some(Found {
+                    index,
+                    head: after,
+                    key,
+                    to,
+                });
+            }
+            head = after;
+        }
+        None
+    }
+
+    fn led_to(&self, index: u32) -> Option<Flow> {
+        let Found { key, to, .. } = self.read(index)?;
+        Some(Flow { key, to })
+    }
+
+    fn home_of_replies(&self, place: u32) -> Option<Slot> {
+        let slot = self.slot(place & Memory::slots(&self))?;
+        Some(slot.load())
+    }
 }
 
 /// A reader of a whole table.
 #[derive(Debug)]
-pub struct Walk<'a, K, V> {
-    table: &'a Table<K, V>,
+pub struct Walk<'a> {
+    table: &'a Table,
     /// The cell that is to be read next.
     next: u32,
-    more: Batches<'a, K, V>,
+    held: Held,
 }
 
-impl<K: CellKey + Plain, V: Plain> Walk<'_, K, V> {
-    /// Adds the next entries to `entries`, which may be none; `false` if there were no more.
-    ///
-    /// # Errors
-    /// The kernel's refusal.
-    pub fn read(&mut self, entries: &mut Vec<(K, V)>) -> io::Result<bool> {
-        let cells = self.table.cells.capacity();
+impl Walk<'_> {
+    /// Adds the next flows to `entries`, which may be none; `false` if there were no more.
+    pub fn read(&mut self, entries: &mut Vec<(FlowKey, Translation)>) -> bool {
+        let table = self.table;
+        let cells = table.cells.capacity();
         if self.next == cells {
-            return self.more.read(entries);
+            return false;
         }
         let end = cells.min(self.next + CELLS);
         let full = entries.len() + ENTRIES;
         while self.next < end && entries.len() < full {
-            let (_, cell) = self.table.read(self.next);
-            entries.extend(cell.and_then(|cell| entry::<K, V>(&cell)));
+            match table.read(self.next) {
+                Some(found) => entries.push((found.key, found.to)),
+                None => self.note_if_held(),
+            }
             self.next += 1;
         }
-        Ok(true)
+        true
+    }
+
+    /// The cells that were held when it came by.
+    pub fn held(&self) -> &Held {
+        &self.held
+    }
+
+    fn note_if_held(&mut self) {
+        if let Some(line) = self.table.cell(self.next) {
+            let head = Head(line.load(HEAD));
+            if head.is_held() {
+                self.held.0.push((self.next, head));
+            }
+        }
     }
 }
 

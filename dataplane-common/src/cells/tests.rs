@@ -1,0 +1,517 @@
+#![expect(clippy::cast_possible_truncation, reason = "small numbers")]
+
+extern crate std;
+use std::{
+    collections::HashSet,
+    sync::atomic::{AtomicU32, AtomicU64, Ordering},
+    thread,
+    vec::Vec,
+};
+
+use super::*;
+
+/// Cells and slots, as every CPU and the agent see them.
+struct Shared {
+    cells: Vec<[AtomicU64; 8]>,
+    slots: Vec<AtomicU32>,
+}
+
+#[derive(Clone, Copy)]
+struct Ref<'a>(&'a [AtomicU64; 8]);
+
+impl Line for Ref<'_> {
+    fn load(self, word: usize) -> u64 {
+        self.0[word].load(Ordering::Acquire)
+    }
+
+    fn store(self, word: usize, value: u64) {
+        self.0[word].store(value, Ordering::Release);
+    }
+
+    fn exchange(self, word: usize, before: u64, new: u64) -> bool {
+        let order = (Ordering::SeqCst, Ordering::SeqCst);
+        self.0[word]
+            .compare_exchange(before, new, order.0, order.1)
+            .is_ok()
+    }
+
+    fn add(self, word: usize, amount: u64) -> u64 {
+        self.0[word].fetch_add(amount, Ordering::SeqCst)
+    }
+}
+
+#[derive(Clone, Copy)]
+struct SlotRef<'a>(&'a AtomicU32);
+
+impl Entry for SlotRef<'_> {
+    fn load(self) -> Slot {
+        Slot(self.0.load(Ordering::Acquire))
+    }
+
+    fn exchange(self, before: Slot, new: Slot) -> bool {
+        let order = (Ordering::SeqCst, Ordering::SeqCst);
+        self.0
+            .compare_exchange(before.0, new.0, order.0, order.1)
+            .is_ok()
+    }
+
+    fn add(self, amount: u32) {
+        self.0.fetch_add(amount, Ordering::SeqCst);
+    }
+}
+
+impl<'a> Memory for &'a Shared {
+    type Line = Ref<'a>;
+    type Entry = SlotRef<'a>;
+
+    fn mask(&self) -> u32 {
+        self.cells.len() as u32 - 1
+    }
+
+    fn cell(&self, index: u32) -> Option<Self::Line> {
+        self.cells.get(index as usize).map(Ref)
+    }
+
+    fn slot(&self, index: u32) -> Option<Self::Entry> {
+        self.slots.get(index as usize).map(SlotRef)
+    }
+}
+
+impl Shared {
+    fn new(cells: usize) -> Self {
+        Self {
+            cells: (0..cells).map(|_| Default::default()).collect(),
+            slots: (0..cells * 2).map(|_| AtomicU32::default()).collect(),
+        }
+    }
+
+    fn find(&self, key: &FlowKey) -> Option<u32> {
+        let memory = self;
+        let home = key.place() & memory.mask();
+        let line = memory.cell(home).unwrap();
+        let head = Head(line.load(HEAD));
+        if has(line, head, key) {
+            return Some(home);
+        }
+        Some(find_elsewhere(&memory, key)).filter(|at| head.has_more() && *at != NOWHERE)
+    }
+
+    fn find_reply(&self, key: &FlowKey, value: &Translation) -> Option<u32> {
+        let memory = self;
+        let slot = |place| memory.slot(place & memory.slots()).unwrap().load();
+        let found = if value.node_addr == 0 {
+            let reply = reply(key, value);
+            let home = slot(reply.place());
+            match led_to_client(&memory, home, &reply) {
+                NOWHERE if home.has_more() => find_led_elsewhere(&memory, &reply),
+                found => found,
+            }
+        } else {
+            let reply = port(key, value);
+            led_to_node(&memory, slot(reply.place()), &reply)
+        };
+        Some(found).filter(|at| *at != NOWHERE)
+    }
+
+    /// Makes a flow, as a program does.
+    fn make(&self, key: &FlowKey, value: &Translation, now: Tick) -> bool {
+        let memory = self;
+        let index = hold(&memory, key, now);
+        if index == NOWHERE {
+            return false;
+        }
+        let line = memory.cell(index).unwrap();
+        write(line, key, value);
+        let masqueraded = value.node_addr != 0;
+        if !lead(
+            &memory,
+            place_of_replies(key, value),
+            index,
+            masqueraded,
+            now,
+        ) {
+            give_back(&memory, index, key);
+            return false;
+        }
+        publish(line, key);
+        true
+    }
+
+    fn unmake(&self, key: &FlowKey) -> bool {
+        let Some(index) = self.find(key) else {
+            return false;
+        };
+        let line = (&self).cell(index).unwrap();
+        let head = Head(line.load(HEAD));
+        // Else somebody else has it by now.
+        has(line, head, key) && remove(&self, index, head)
+    }
+
+    /// Every flow.
+    fn flows(&self) -> Vec<(FlowKey, Translation)> {
+        let cells = self.cells.iter().map(Ref);
+        let flow = |line: Ref| Some((super::key(line, Head(line.load(HEAD)).key()?), value(line)));
+        cells.filter_map(flow).collect()
+    }
+
+    /// Every flow is there once, found from both ends, and nothing else is taken.
+    fn is_sound(&self) -> usize {
+        let flows = self.flows();
+        let mut seen = HashSet::new();
+        for (key, value) in &flows {
+            assert!(seen.insert(*key), "{key:?} is there twice");
+            let at = self.find(key);
+            assert!(at.is_some(), "{key:?} is not found");
+            assert_eq!(self.find_reply(key, value), at, "{key:?} {value:?}");
+        }
+        let taken = self
+            .cells
+            .iter()
+            .filter(|cell| !Head(Ref(cell).load(HEAD)).is_free());
+        assert_eq!(taken.count(), flows.len(), "cells");
+        let led = self
+            .slots
+            .iter()
+            .filter(|slot| SlotRef(slot).load().cell().is_some());
+        assert_eq!(led.count(), flows.len(), "slots");
+        flows.len()
+    }
+
+    /// Nothing is there, and nothing counted.
+    fn is_empty(&self) {
+        for cell in &self.cells {
+            let head = Head(Ref(cell).load(HEAD));
+            assert!(head.is_free() && !head.has_more(), "{head:?}");
+        }
+        for slot in &self.slots {
+            assert_eq!(slot.load(Ordering::Relaxed), 0);
+        }
+    }
+}
+
+fn key(client: u16) -> FlowKey {
+    FlowKey::new(
+        Addr::from_v4([192, 0, 2, 7]),
+        Port::new(client),
+        Addr::from_v4([10, 96, 0, 10]),
+        Port::new(443),
+        Protocol::TCP,
+    )
+}
+
+fn to(key: &FlowKey, node_addr: u8) -> Translation {
+    Translation {
+        endpoint: Addr::from_v4([10, 244, 1, 2]),
+        endpoint_port: Port::new(8443),
+        node_port: if node_addr == 0 {
+            Port::ANY
+        } else {
+            key.src_port
+        },
+        used: Tick::default(),
+        seen: seen::PACKET,
+        node_addr,
+    }
+}
+
+fn reply(key: &FlowKey, to: &Translation) -> FlowKey {
+    FlowKey::new(
+        to.endpoint,
+        to.endpoint_port,
+        key.src,
+        key.src_port,
+        key.protocol,
+    )
+}
+
+fn port(key: &FlowKey, to: &Translation) -> PortKey {
+    PortKey::new(to.endpoint, to.endpoint_port, to.node_port, key.protocol)
+}
+
+fn at(seconds: u64) -> Tick {
+    Tick::from_ns(seconds * 1_000_000_000)
+}
+
+#[test]
+fn ports_that_a_client_takes_one_after_the_other_have_cells_one_after_the_other() {
+    let first = key(32_768 - 443).place();
+    for step in 0..1000_u16 {
+        let next = key(32_768 - 443 + 2 * step).place();
+        assert_eq!(next, first.wrapping_add(u32::from(step)));
+    }
+    let back = |port| PortKey::new(key(1).dst, Port::new(80), Port::new(port), Protocol::UDP);
+    let first = back(40_000).place();
+    assert_eq!(back(40_002).place(), first.wrapping_add(1));
+}
+
+#[test]
+fn all_ports_have_cells_of_their_own() {
+    let mut places: Vec<u32> = (0..=u16::MAX).map(|port| key(port).place()).collect();
+    places.sort_unstable();
+    places.dedup();
+    assert_eq!(places.len(), 1 << 16);
+}
+
+#[test]
+fn every_part_of_an_address_tells() {
+    let bases: HashSet<u32> = (0..=255_u8)
+        .flat_map(|n| {
+            [[n, 0, 2, 7], [192, n, 2, 7], [192, 0, n, 7], [192, 0, 2, n]].map(|src| {
+                let src = Addr::from_v4(src);
+                FlowKey { src, ..key(1) }.place() & 0xffff
+            })
+        })
+        .collect();
+    // Of 1021 different ones; by chance 8 meet.
+    assert!(bases.len() > 980, "{}", bases.len());
+}
+
+#[test]
+fn others_of_neighbours_are_scattered() {
+    let mut seen = HashSet::new();
+    for place in 1000..2000 {
+        for nth in 2..=OTHERS {
+            seen.insert(candidate(place, nth) & 0xf_ffff);
+        }
+    }
+    // Of 15 000, by chance 107 meet.
+    assert!(seen.len() > 14_700, "{}", seen.len());
+}
+
+#[test]
+fn a_head_goes_round() {
+    let ports = key(1000).word(HEAD);
+    let free = Head(7 * Head::ONE_MORE + 3 * Head::NUMBER);
+    assert!(free.is_free() && free.has_more() && free.key().is_none());
+    let held = free.held();
+    assert!(!held.is_free() && held.is_held() && held.key().is_none());
+    // Somebody counts one more meanwhile.
+    let counted = Head(held.0 + Head::ONE_MORE);
+    let made = Head(counted.0.wrapping_add(Head::made(ports)));
+    assert!(made.has(ports) && made.key() == Some(ports));
+    let freed = Head(made.held().0.wrapping_add(Head::FREED));
+    assert_eq!(freed, Head(8 * Head::ONE_MORE + 4 * Head::NUMBER));
+    let last = Head(u64::MAX << 48);
+    let made = Head(last.held().0.wrapping_add(Head::made(ports)));
+    assert_eq!(made, Head(ports), "the number begins anew");
+}
+
+#[test]
+fn what_is_written_is_read() {
+    let shared = Shared::new(16);
+    let key = FlowKey {
+        src: Addr::from_v6(core::array::from_fn(|n| n as u8 + 1)),
+        ..key(40_000)
+    };
+    let value = Translation {
+        endpoint: Addr::from_v6([9; 16]),
+        endpoint_port: Port::new(0x1234),
+        node_port: Port::new(0x5678),
+        used: Tick::from_number(0x9abc),
+        seen: 0x35,
+        node_addr: 0xef,
+    };
+    let line = Ref(&shared.cells[3]);
+    write(line, &key, &value);
+    assert_eq!(super::key(line, key.word(HEAD)), key);
+    assert_eq!(super::value(line), value);
+    let state = State(line.load(STATE));
+    assert_eq!(state.used(), value.used);
+    assert_eq!(
+        State(state.used_at(at(100)).0 | State::bits(0x42)).seen(),
+        0x77
+    );
+}
+
+#[test]
+fn a_full_table_keeps_what_was_used_last() {
+    let shared = Shared::new(1024);
+    for client in 0..=u16::MAX {
+        let key = key(client);
+        let used = at(u64::from(client));
+        let value = Translation {
+            used,
+            seen: seen::PACKET | seen::in_replies(1),
+            ..to(&key, 0)
+        };
+        let _ = shared.make(&key, &value, used);
+    }
+    let left = shared.is_sound();
+    assert!(left > 1000, "{left}");
+    let oldest = shared
+        .flows()
+        .iter()
+        .map(|(key, _)| key.src_port.host())
+        .min()
+        .unwrap();
+    // A thousand seconds a table: the oldest of seventeen goes each time.
+    assert!(oldest > u16::MAX - 4000, "{oldest}");
+    for (key, _) in shared.flows() {
+        assert!(shared.unmake(&key));
+    }
+    shared.is_empty();
+}
+
+#[test]
+fn half_of_the_cells_are_enough_for_all() {
+    // Eight clients, as many flows as were asked for.
+    let flows: u16 = 8192;
+    let shared = Shared::new(cells_for(flows.into()) as usize);
+    for client in 0..8_u8 {
+        for port in 0..flows / 8 {
+            let src = Addr::from_v4([192, 0, 2, client]);
+            let key = FlowKey {
+                src,
+                ..key(32_768 + 2 * port)
+            };
+            assert!(shared.make(&key, &to(&key, 0), Tick::default()));
+        }
+    }
+    assert_eq!(shared.is_sound(), flows.into());
+}
+
+#[test]
+fn a_flow_that_is_over_gives_way() {
+    let (first, mut second) = (key(40_000), key(40_001));
+    let shared = Shared::new(1);
+    // The home of both; and there is no other.
+    let over = Translation {
+        seen: seen::PACKET | seen::in_replies(seen::RST),
+        ..to(&first, 0)
+    };
+    assert!(shared.make(&first, &over, at(0)));
+    second.dst_port = Port::new(80);
+    assert!(shared.make(&second, &to(&second, 0), at(9)));
+    assert_eq!(shared.is_sound(), 1);
+    assert!(shared.find(&first).is_none() && shared.find(&second).is_some());
+
+    let gives_way = |requests, replies, after| {
+        let seen = requests | seen::in_replies(replies);
+        State(words(&Translation { seen, ..over })[2]).gives_way(Protocol::TCP, at(after))
+    };
+    let (packet, fin, rst) = (seen::PACKET, seen::FIN, seen::RST);
+    assert!(gives_way(rst, packet, 9) && !gives_way(rst, packet, 4));
+    assert!(gives_way(fin, fin, 9) && !gives_way(fin, fin, 4) && !gives_way(fin, packet, 9));
+    assert!(!gives_way(packet, 0, 110) && gives_way(packet, 0, 130));
+    assert!(!gives_way(packet | seen::FOREIGN, 0, 100_000));
+}
+
+/// A flood of SYNs that nobody answers pushes out no flow that was answered, however long ago that was.
+#[test]
+fn what_nobody_answered_goes_first() {
+    let shared = Shared::new(256);
+    let answered = |port| {
+        let key = key(port);
+        let seen = seen::PACKET | seen::in_replies(seen::PACKET);
+        (
+            key,
+            Translation {
+                seen,
+                ..to(&key, 0)
+            },
+        )
+    };
+    for port in 0..128 {
+        let (key, value) = answered(port);
+        assert!(shared.make(&key, &value, at(0)));
+    }
+    for port in 1000..20_000 {
+        let key = key(port);
+        let used = at(100);
+        let _ = shared.make(
+            &key,
+            &Translation {
+                used,
+                ..to(&key, 0)
+            },
+            used,
+        );
+    }
+    assert!(shared.is_sound() > 250);
+    for port in 0..128 {
+        assert!(shared.find(&answered(port).0).is_some(), "{port}");
+    }
+}
+
+/// A port of the node's that a masqueraded flow has to an endpoint is another's only once that is gone.
+#[test]
+fn a_port_of_the_nodes_is_one_flows() {
+    let shared = Shared::new(64);
+    let (first, second) = (
+        key(40_000),
+        FlowKey {
+            src: Addr::from_v4([1, 2, 3, 4]),
+            ..key(40_000)
+        },
+    );
+    assert!(shared.make(&first, &to(&first, 1), at(0)));
+    assert!(!shared.make(&second, &to(&second, 1), at(0)));
+    assert_eq!(shared.is_sound(), 1);
+    assert!(shared.unmake(&first));
+    shared.is_empty();
+    assert!(shared.make(&second, &to(&second, 1), at(0)));
+}
+
+/// The home of a flow becomes free while somebody makes that flow elsewhere: nobody else makes it there too.
+#[test]
+fn a_flow_is_not_made_twice() {
+    let shared = Shared::new(1024);
+    let memory = &shared;
+    let key = key(40_000);
+    // Another with the same home.
+    let rival = (0..=u8::MAX)
+        .flat_map(|n| (0..=u16::MAX).map(move |port| (n, port)))
+        .map(|(n, port)| FlowKey {
+            src: Addr::from_v4([198, 51, 100, n]),
+            src_port: Port::new(port),
+            ..key
+        })
+        .find(|rival| (rival.place() ^ key.place()) & memory.mask() == 0)
+        .unwrap();
+    assert!(shared.make(&rival, &to(&rival, 0), at(0)));
+    let elsewhere = hold(&memory, &key, at(0));
+    assert_eq!(elsewhere, key.place() & memory.mask() ^ 1);
+    assert!(shared.unmake(&rival));
+    assert_eq!(hold(&memory, &key, at(0)), NOWHERE, "held elsewhere");
+    let line = memory.cell(elsewhere).unwrap();
+    write(line, &key, &to(&key, 0));
+    publish(line, &key);
+    assert_eq!(hold(&memory, &key, at(0)), NOWHERE, "there elsewhere");
+    assert_eq!(shared.find(&key), Some(elsewhere));
+    assert!(shared.unmake(&key));
+    shared.is_empty();
+}
+
+/// Threads make and remove the same flows in few cells: none is there twice or half, ever, and nothing is left behind.
+#[test]
+fn many_at_once_leave_whole_flows() {
+    for round in 0..20_u64 {
+        let shared = Shared::new(128);
+        thread::scope(|scope| {
+            for number in 0..4_u64 {
+                let shared = &shared;
+                scope.spawn(move || {
+                    // Marsaglia's xorshift.
+                    let mut random = 1 + number + round * 7919;
+                    for _ in 0..20_000 {
+                        random ^= random << 13;
+                        random ^= random >> 7;
+                        random ^= random << 17;
+                        let key = key(40_000 + (random >> 20) as u16 % 96);
+                        let node_addr = key.src_port.host() as u8 & 1;
+                        if random >> 40 & 1 == 0 {
+                            shared.unmake(&key);
+                        } else if shared.find(&key).is_none() {
+                            shared.make(&key, &to(&key, node_addr), Tick::default());
+                        }
+                    }
+                });
+            }
+        });
+        assert!(shared.is_sound() > 16);
+        for (key, _) in shared.flows() {
+            assert!(shared.unmake(&key));
+        }
+        shared.is_empty();
+    }
+}

@@ -1,0 +1,297 @@
+//! What room flows have in the tables: which of them have to give it up for a new one, and which ports of the node's
+//! cannot be had for want of it.
+//!
+//! Each flow has a cell, and a slot which leads there from what its replies carry. Which ones it may have is
+//! `dataplane_common::cells`' business ([`cells_of`], [`slots_of`]); here they are looked at in that order, in maps.
+
+use std::cell::RefCell;
+
+use dataplane_common::{
+    cells::{CellKey as _, Entry, Line, Memory, Slot, find_elsewhere, find_led_elsewhere},
+    packet::{FlowKey, PortKey, Tick, Translation, seen},
+};
+
+use super::{
+    flows::{Flow, gives_way},
+    state::Table,
+};
+
+/// The flows, by their keys, and where they are.
+#[derive(Clone, Debug)]
+pub struct Flows {
+    table: Table<FlowKey, Translation>,
+    cells: Table<u32, FlowKey>,
+    slots: Table<u32, FlowKey>,
+    /// How many cells there are, less one.
+    mask: u32,
+    /// How many flows gave way, and how many of them to what happened last.
+    gave_way: [u64; 2],
+}
+
+impl Flows {
+    /// None, in so many cells.
+    pub fn new(cells: u32) -> Self {
+        Self {
+            table: Table::new(),
+            cells: Table::new(),
+            slots: Table::new(),
+            mask: cells - 1,
+            gave_way: [0; 2],
+        }
+    }
+
+    pub fn table(&self) -> &Table<FlowKey, Translation> {
+        &self.table
+    }
+
+    pub fn get(&self, key: &FlowKey) -> Option<Translation> {
+        self.table.get(key)
+    }
+
+    pub fn has(&self, key: &FlowKey) -> bool {
+        self.table.has(key)
+    }
+
+    /// The flow, not masqueraded, whose replies carry this.
+    pub fn by_client(&self, reply: &FlowKey) -> Option<Flow> {
+        self.find(|flow| flow.to.node_addr == 0 && flow.reply_key() == *reply)
+    }
+
+    /// The masqueraded flow whose replies carry this, at whatever address of the node's.
+    pub fn by_node(&self, reply: &PortKey) -> Option<Flow> {
+        self.find(|flow| flow.to.node_addr != 0 && flow.port_key() == *reply)
+    }
+
+    fn find(&self, is_it: impl Fn(&Flow) -> bool) -> Option<Flow> {
+        let flows = self
+            .table
+            .iter()
+            .map(|(key, to)| Flow { key: *key, to: *to });
+        let mut found = flows.filter(|flow| flow.to.seen & seen::FOREIGN == 0 && is_it(flow));
+        found.next()
+    }
+
+    /// A flow was used, or seen: nothing by which it is found changes.
+    pub fn change(&mut self, key: &FlowKey, change: impl FnOnce(&mut Translation)) {
+        self.table.change(key, change);
+    }
+
+    pub fn remove(&mut self, key: &FlowKey) {
+        let Some(to) = self.get(key) else {
+            return;
+        };
+        let flow = Flow { key: *key, to };
+        let has = |table: &Table<u32, FlowKey>, at: &u32| table.get(at) == Some(*key);
+        if let Some(cell) = cells_of(self.mask, key)
+            .into_iter()
+            .find(|at| has(&self.cells, at))
+        {
+            self.cells.remove(&cell);
+        }
+        if let Some(slot) = slots_of(self.mask, &flow)
+            .into_iter()
+            .find(|at| has(&self.slots, at))
+        {
+            self.slots.remove(&slot);
+        }
+        self.table.remove(key);
+    }
+
+    /// The cell that a new flow is given. If another flow has it, that gives way.
+    ///
+    /// # Errors
+    /// None is free, and no flow that has one gives way: somebody is pushed out who lives.
+    pub fn cell_for(&mut self, key: &FlowKey, now: Tick) -> Result<u32, String> {
+        for cell in cells_of(self.mask, key) {
+            if self.make_way(self.cells.get(&cell), now) {
+                return Ok(cell);
+            }
+        }
+        Err(format!(
+            "{} cells are too few for {} flows",
+            self.mask + 1,
+            self.table.len()
+        ))
+    }
+
+    /// Whether what the replies of a masqueraded flow carry can lead to it: it has one slot.
+    pub fn has_slot(&self, flow: &Flow, now: Tick) -> bool {
+        let home = slots_of(self.mask, flow)[0];
+        self.slots
+            .get(&home)
+            .is_none_or(|other| self.gives_way(&other, now))
+    }
+
+    /// Enters a flow that was given a cell, and a port of the node's if it is masqueraded.
+    ///
+    /// # Errors
+    /// There is no slot.
+    pub fn enter(&mut self, cell: u32, flow: &Flow, now: Tick) -> Result<(), String> {
+        let slots = slots_of(self.mask, flow);
+        self.make_way(self.slots.get(&slots[0]), now);
+        let free = slots.into_iter().find(|slot| !self.slots.has(slot));
+        let slot = free.ok_or_else(|| format!("no slot is left for {flow:?}"))?;
+        self.slots.set(slot, flow.key);
+        self.cells.set(cell, flow.key);
+        self.table.set(flow.key, flow.to);
+        Ok(())
+    }
+
+    /// Enters a flow of the kernel's own conntrack, whose replies we do not look for; not if another would give way,
+    /// now or in the next tick: who enters it in the kernel's table looks at another clock.
+    pub fn enter_foreign(&mut self, flow: &Flow) {
+        let now = flow.to.used;
+        let next = Tick::from_number(now.number().wrapping_add(1));
+        for cell in cells_of(self.mask, &flow.key) {
+            let Some(other) = self.cells.get(&cell) else {
+                self.cells.set(cell, flow.key);
+                self.table.set(flow.key, flow.to);
+                return;
+            };
+            if self.gives_way(&other, now) || self.gives_way(&other, next) {
+                return;
+            }
+        }
+    }
+
+    /// Removes the flow that is somewhere if it gives way; whether nobody is there then.
+    fn make_way(&mut self, other: Option<FlowKey>, now: Tick) -> bool {
+        let Some(other) = other else {
+            return true;
+        };
+        let gives_way = self.gives_way(&other, now);
+        if gives_way {
+            self.remove(&other);
+            self.gave_way[1] += 1;
+        }
+        gives_way
+    }
+
+    fn gives_way(&self, key: &FlowKey, now: Tick) -> bool {
+        self.get(key)
+            .is_some_and(|to| gives_way(&Flow { key: *key, to }, now))
+    }
+
+    pub fn keep(&mut self) {
+        self.table.keep();
+        self.cells.keep();
+        self.slots.keep();
+        self.gave_way = [self.gave_way.iter().sum(), 0];
+    }
+
+    pub fn take_back(&mut self) {
+        self.table.take_back();
+        self.cells.take_back();
+        self.slots.take_back();
+        self.gave_way[1] = 0;
+    }
+
+    /// How many flows gave way to others.
+    pub fn gave_way(&self) -> u64 {
+        self.gave_way[0]
+    }
+
+    /// How many flows are in other cells than their homes, and how many are led to by other slots than theirs.
+    pub fn elsewhere(&self) -> [u64; 2] {
+        let cells = self
+            .cells
+            .iter()
+            .filter(|(at, key)| cells_of(self.mask, key)[0] != **at);
+        let slots = self.slots.iter().filter(|(at, key)| {
+            let flow = self.get(key).map(|to| Flow { key: **key, to });
+            flow.is_some_and(|flow| slots_of(self.mask, &flow)[0] != **at)
+        });
+        [cells.count() as u64, slots.count() as u64]
+    }
+}
+
+/// The cells that a flow may have, its home first.
+fn cells_of(mask: u32, key: &FlowKey) -> Vec<u32> {
+    let asked = Asked::new(mask, key.place() & mask);
+    find_elsewhere(&asked, key);
+    asked.all.into_inner()
+}
+
+/// The slots that may lead to a flow, their home first. A masqueraded one has no other.
+fn slots_of(mask: u32, flow: &Flow) -> Vec<u32> {
+    let slots = mask << 1 | 1;
+    if flow.to.node_addr != 0 {
+        return vec![flow.port_key().place() & slots];
+    }
+    let asked = Asked::new(mask, flow.reply_key().place() & slots);
+    find_led_elsewhere(&asked, &flow.reply_key());
+    asked.all.into_inner()
+}
+
+/// Takes down where somebody looks, and has nothing there.
+struct Asked {
+    mask: u32,
+    all: RefCell<Vec<u32>>,
+}
+
+/// What it has.
+#[derive(Clone, Copy)]
+enum Nothing {}
+
+impl Asked {
+    fn new(mask: u32, home: u32) -> Self {
+        Self {
+            mask,
+            all: RefCell::new(vec![home]),
+        }
+    }
+
+    fn look(&self, index: u32) -> Option<Nothing> {
+        self.all.borrow_mut().push(index);
+        None
+    }
+}
+
+impl Memory for Asked {
+    type Line = Nothing;
+    type Entry = Nothing;
+
+    fn mask(&self) -> u32 {
+        self.mask
+    }
+
+    fn cell(&self, index: u32) -> Option<Nothing> {
+        self.look(index)
+    }
+
+    fn slot(&self, index: u32) -> Option<Nothing> {
+        self.look(index)
+    }
+}
+
+impl Line for Nothing {
+    fn load(self, _: usize) -> u64 {
+        match self {}
+    }
+
+    fn store(self, _: usize, _: u64) {
+        match self {}
+    }
+
+    fn exchange(self, _: usize, _: u64, _: u64) -> bool {
+        match self {}
+    }
+
+    fn add(self, _: usize, _: u64) -> u64 {
+        match self {}
+    }
+}
+
+impl Entry for Nothing {
+    fn load(self) -> Slot {
+        match self {}
+    }
+
+    fn exchange(self, _: Slot, _: Slot) -> bool {
+        match self {}
+    }
+
+    fn add(self, _: u32) {
+        match self {}
+    }
+}
