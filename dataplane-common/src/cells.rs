@@ -8,7 +8,7 @@
 //!
 //! Replies carry something else: `ANSWERS` has for each cell two slots of 32 bits, and what a reply carries
 //! has a slot that is its home, which says which cell its flow is in. Sixteen slots are in one line; and of those that
-//! a flow may have, one is free even if no cell is.
+//! a flow may have, one is nearly always free even if no cell is.
 //!
 //! Ports that follow each other have cells and slots that follow each other: a client counts its ports up, so the
 //! next flow's are near the last one's. What takes long is memory that was not used lately (`docs/performance.md`).
@@ -524,19 +524,25 @@ fn take<M: Memory>(memory: &M, key: &FlowKey, index: u32, head: Head) -> u32 {
     if !head.is_free() || !line.exchange(HEAD, head.0, head.held().0) {
         return NOWHERE;
     }
-    let is_home = index == place & memory.mask();
-    // Before the flow is there: who sees the count without it looks in vain, who saw it without the count would not
-    // look.
-    if !is_home
-        && let Some(home) = memory.cell(place & memory.mask())
-        && Head(home.load(HEAD)).counts()
-    {
-        home.add(HEAD, Head::ONE_MORE);
-    }
-    // Cells before this one may have become free meanwhile, and somebody else have one of them for the same flow. Who
-    // comes second sees the other, and gives up; or both do. (Who has the home, with nothing elsewhere, was first, or is
-    // seen by whoever counts there later.)
-    if (!is_home || head.has_more()) && is_wanted(memory, place, index, key) {
+    let home = place & memory.mask();
+    let Some(line) = memory.cell(home) else {
+        return NOWHERE;
+    };
+    // Counted before the flow is there: who sees the count without it looks in vain, who saw it without the count would
+    // not look.
+    let before = if index == home {
+        head
+    } else if Head(line.load(HEAD)).counts() {
+        Head(line.add(HEAD, Head::ONE_MORE))
+    } else {
+        Head(line.load(HEAD))
+    };
+    // Of two that make the same flow in different cells, as one of those that the other passed has become free, at least
+    // one sees the other here, and gives up. Both count at the home, or one has it: whoever comes second sees
+    // that, as it was in the same instruction.
+    let second = before.has_more() && is_wanted(memory, place, index, key);
+    let has_home = index != home && (before.is_held() || has(line, before, key));
+    if second || has_home {
         give_back(memory, index, key);
         return NOWHERE;
     }
