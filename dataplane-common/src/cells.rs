@@ -53,11 +53,11 @@ const VALUE: usize = HEAD + 1;
 pub const STATE: usize = 7;
 
 /// How many other cells a flow may have whose home is taken, and how many other slots.
-const OTHERS: u32 = 16;
+pub const OTHERS: u32 = 16;
 
 /// A flow's cell or slot, among those it may have: its home, the one beside it, which is read with it, and others anywhere.
 #[inline(always)]
-const fn candidate(place: u32, nth: u32) -> u32 {
+pub const fn candidate(place: u32, nth: u32) -> u32 {
     if nth < 2 {
         return place ^ nth;
     }
@@ -383,7 +383,7 @@ impl State {
     const GIVES_WAY: u32 = u32::MAX;
 
     /// Which of several flows goes if one must: that of the highest rank, never 0. First one that gives way; then those
-    /// that nobody has answered, so that a flood of SYNs pushes out none that lives; then those used longest ago.
+    /// that nobody has answered, so that a flood of SYNs pushes out hardly any that lives; then those used longest ago.
     #[inline(always)]
     const fn rank(self, protocol: Protocol, now: Tick) -> u32 {
         if self.gives_way(protocol, now) {
@@ -844,5 +844,9 @@ pub fn find_led_elsewhere<M: Memory>(memory: &M, reply: &FlowKey) -> u32 {
 
 const _: () = assert!(size_of::<Cell>() == 64);
 
+#[cfg(any(test, feature = "user"))]
+mod atomics;
+#[cfg(any(test, feature = "user"))]
+pub use atomics::AtomicSlot;
 #[cfg(test)]
 mod tests;

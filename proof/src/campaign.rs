@@ -65,7 +65,7 @@ impl Scene {
     pub fn with_flows(flows: u32) -> Result<Self> {
         let lab = world::lab()?;
         let cells = cells_for(flows);
-        let mut rig = Rig::new(&lab.bpffs()?.join("rig"), flows, cells)?;
+        let mut rig = Rig::new(&lab.bpffs()?.join("rig"), cells)?;
         let world = World::new(&lab, &mut rig)?;
         Ok(Self {
             rig,

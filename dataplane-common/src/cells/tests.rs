@@ -2,6 +2,8 @@
 
 extern crate std;
 use std::{
+    boxed::Box,
+    cell::RefCell,
     collections::HashSet,
     sync::atomic::{AtomicU32, AtomicU64, Ordering},
     thread,
@@ -16,64 +18,20 @@ struct Shared {
     slots: Vec<AtomicU32>,
 }
 
-#[derive(Clone, Copy)]
-struct Ref<'a>(&'a [AtomicU64; 8]);
-
-impl Line for Ref<'_> {
-    fn load(self, word: usize) -> u64 {
-        self.0[word].load(Ordering::Acquire)
-    }
-
-    fn store(self, word: usize, value: u64) {
-        self.0[word].store(value, Ordering::Release);
-    }
-
-    fn exchange(self, word: usize, before: u64, new: u64) -> bool {
-        let order = (Ordering::SeqCst, Ordering::SeqCst);
-        self.0[word]
-            .compare_exchange(before, new, order.0, order.1)
-            .is_ok()
-    }
-
-    fn add(self, word: usize, amount: u64) -> u64 {
-        self.0[word].fetch_add(amount, Ordering::SeqCst)
-    }
-}
-
-#[derive(Clone, Copy)]
-struct SlotRef<'a>(&'a AtomicU32);
-
-impl Entry for SlotRef<'_> {
-    fn load(self) -> Slot {
-        Slot(self.0.load(Ordering::Acquire))
-    }
-
-    fn exchange(self, before: Slot, new: Slot) -> bool {
-        let order = (Ordering::SeqCst, Ordering::SeqCst);
-        self.0
-            .compare_exchange(before.0, new.0, order.0, order.1)
-            .is_ok()
-    }
-
-    fn add(self, amount: u32) {
-        self.0.fetch_add(amount, Ordering::SeqCst);
-    }
-}
-
 impl<'a> Memory for &'a Shared {
-    type Line = Ref<'a>;
-    type Entry = SlotRef<'a>;
+    type Line = &'a [AtomicU64; 8];
+    type Entry = AtomicSlot<'a>;
 
     fn mask(&self) -> u32 {
         self.cells.len() as u32 - 1
     }
 
     fn cell(&self, index: u32) -> Option<Self::Line> {
-        self.cells.get(index as usize).map(Ref)
+        self.cells.get(index as usize)
     }
 
     fn slot(&self, index: u32) -> Option<Self::Entry> {
-        self.slots.get(index as usize).map(SlotRef)
+        self.slots.get(index as usize).map(AtomicSlot)
     }
 }
 
@@ -149,8 +107,10 @@ impl Shared {
 
     /// Every flow.
     fn flows(&self) -> Vec<(FlowKey, Translation)> {
-        let cells = self.cells.iter().map(Ref);
-        let flow = |line: Ref| Some((super::key(line, Head(line.load(HEAD)).key()?), value(line)));
+        let cells = self.cells.iter();
+        let flow = |line: &[AtomicU64; 8]| {
+            Some((super::key(line, Head(line.load(HEAD)).key()?), value(line)))
+        };
         cells.filter_map(flow).collect()
     }
 
@@ -167,12 +127,12 @@ impl Shared {
         let taken = self
             .cells
             .iter()
-            .filter(|cell| !Head(Ref(cell).load(HEAD)).is_free());
+            .filter(|cell| !Head(Line::load(*cell, HEAD)).is_free());
         assert_eq!(taken.count(), flows.len(), "cells");
         let led = self
             .slots
             .iter()
-            .filter(|slot| SlotRef(slot).load().cell().is_some());
+            .filter(|slot| AtomicSlot(slot).load().cell().is_some());
         assert_eq!(led.count(), flows.len(), "slots");
         flows.len()
     }
@@ -180,7 +140,7 @@ impl Shared {
     /// Nothing is there, and nothing counted.
     fn is_empty(&self) {
         for cell in &self.cells {
-            let head = Head(Ref(cell).load(HEAD));
+            let head = Head(Line::load(cell, HEAD));
             assert!(head.is_free() && !head.has_more(), "{head:?}");
         }
         for slot in &self.slots {
@@ -311,7 +271,7 @@ fn what_is_written_is_read() {
         seen: 0x35,
         node_addr: 0xef,
     };
-    let line = Ref(&shared.cells[3]);
+    let line = &shared.cells[3];
     write(line, &key, &value);
     assert_eq!(super::key(line, key.word(HEAD)), key);
     assert_eq!(super::value(line), value);
@@ -452,22 +412,26 @@ fn a_port_of_the_nodes_is_one_flows() {
     assert!(shared.make(&second, &to(&second, 1), at(0)));
 }
 
+/// Another flow with the same home.
+fn rival(key: &FlowKey, mask: u32) -> FlowKey {
+    (0..=u8::MAX)
+        .flat_map(|n| (0..=u16::MAX).map(move |port| (n, port)))
+        .map(|(n, port)| FlowKey {
+            src: Addr::from_v4([198, 51, 100, n]),
+            src_port: Port::new(port),
+            ..*key
+        })
+        .find(|rival| (rival.place() ^ key.place()) & mask == 0)
+        .unwrap()
+}
+
 /// The home of a flow becomes free while somebody makes that flow elsewhere: nobody else makes it there too.
 #[test]
 fn a_flow_is_not_made_twice() {
     let shared = Shared::new(1024);
     let memory = &shared;
     let key = key(40_000);
-    // Another with the same home.
-    let rival = (0..=u8::MAX)
-        .flat_map(|n| (0..=u16::MAX).map(move |port| (n, port)))
-        .map(|(n, port)| FlowKey {
-            src: Addr::from_v4([198, 51, 100, n]),
-            src_port: Port::new(port),
-            ..key
-        })
-        .find(|rival| (rival.place() ^ key.place()) & memory.mask() == 0)
-        .unwrap();
+    let rival = rival(&key, memory.mask());
     assert!(shared.make(&rival, &to(&rival, 0), at(0)));
     let elsewhere = hold(&memory, &key, at(0));
     assert_eq!(elsewhere, key.place() & memory.mask() ^ 1);
@@ -480,6 +444,65 @@ fn a_flow_is_not_made_twice() {
     assert_eq!(shared.find(&key), Some(elsewhere));
     assert!(shared.unmake(&key));
     shared.is_empty();
+}
+
+/// The same, where the home becomes free, and somebody makes the flow there, between one's look at it and at the next cell.
+#[test]
+fn a_flow_is_not_made_twice_beside_its_home() {
+    struct Hooked<'a> {
+        memory: &'a Shared,
+        at: u32,
+        hook: RefCell<Option<Box<dyn FnOnce() + 'a>>>,
+    }
+
+    impl<'a> Memory for Hooked<'a> {
+        type Line = &'a [AtomicU64; 8];
+        type Entry = AtomicSlot<'a>;
+
+        fn mask(&self) -> u32 {
+            self.memory.mask()
+        }
+
+        fn cell(&self, index: u32) -> Option<Self::Line> {
+            if index == self.at
+                && let Some(hook) = self.hook.take()
+            {
+                hook();
+            }
+            self.memory.cell(index)
+        }
+
+        fn slot(&self, index: u32) -> Option<Self::Entry> {
+            self.memory.slot(index)
+        }
+    }
+
+    for published in [false, true] {
+        let shared = Shared::new(1024);
+        let memory = &shared;
+        let key = key(40_000);
+        let rival = rival(&key, memory.mask());
+        assert!(shared.make(&rival, &to(&rival, 0), at(0)));
+        let home = key.place() & memory.mask();
+        let late = Hooked {
+            memory,
+            at: home ^ 1,
+            hook: RefCell::new(Some(Box::new(|| {
+                assert!(shared.unmake(&rival));
+                if published {
+                    assert!(shared.make(&key, &to(&key, 0), at(0)));
+                } else {
+                    assert_eq!(hold(&memory, &key, at(0)), home);
+                }
+            }))),
+        };
+        assert_eq!(hold(&late, &key, at(0)), NOWHERE);
+        if !published {
+            give_back(&memory, home, &key);
+        }
+        assert_eq!(shared.unmake(&key), published);
+        shared.is_empty();
+    }
 }
 
 /// Threads make and remove the same flows in few cells: none is there twice or half, ever, and nothing is left behind.

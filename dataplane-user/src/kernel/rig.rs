@@ -64,11 +64,11 @@ pub struct Ran {
 
 impl Rig {
     /// Loads the programs with empty tables, pinned below `bpffs` while nobody else is there.
-    /// `flows`: how many the agent would make room for; `cells`: how many cells there are instead, a power of two.
+    /// `cells`: how many cells there are for flows, a power of two.
     ///
     /// # Errors
     /// The kernel's refusal.
-    pub fn new(bpffs: &Path, flows: u32, cells: u32) -> Result<Self, Error> {
+    pub fn new(bpffs: &Path, cells: u32) -> Result<Self, Error> {
         let pins = Pins::new(bpffs);
         pins.create_directories()?;
         for (name, shape, elements) in [
@@ -80,6 +80,8 @@ impl Rig {
             sys::obj_pin(map.as_fd(), &pins.map(name)).doing(doing)?;
         }
         Tables::create(&pins)?;
+        // Its tables are there already.
+        let flows = cells / 2;
         let ebpf = programs::load(&pins, flows, true, false)?;
         let options = PacketOptions {
             flows,

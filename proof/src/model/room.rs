@@ -4,10 +4,8 @@
 //! Each flow has a cell, and a slot which leads there from what its replies carry. Which ones it may have is
 //! `dataplane_common::cells`' business ([`cells_of`], [`slots_of`]); here they are looked at in that order, in maps.
 
-use std::cell::RefCell;
-
 use dataplane_common::{
-    cells::{CellKey as _, Entry, Line, Memory, Slot, find_elsewhere, find_led_elsewhere},
+    cells::{CellKey as _, OTHERS, candidate},
     packet::{FlowKey, PortKey, Tick, Translation, seen},
 };
 
@@ -207,9 +205,8 @@ impl Flows {
 
 /// The cells that a flow may have, its home first.
 fn cells_of(mask: u32, key: &FlowKey) -> Vec<u32> {
-    let asked = Asked::new(mask, key.place() & mask);
-    find_elsewhere(&asked, key);
-    asked.all.into_inner()
+    let nth = |nth| candidate(key.place(), nth) & mask;
+    (0..=OTHERS).map(nth).collect()
 }
 
 /// The slots that may lead to a flow, their home first. A masqueraded one has no other.
@@ -218,80 +215,6 @@ fn slots_of(mask: u32, flow: &Flow) -> Vec<u32> {
     if flow.to.node_addr != 0 {
         return vec![flow.port_key().place() & slots];
     }
-    let asked = Asked::new(mask, flow.reply_key().place() & slots);
-    find_led_elsewhere(&asked, &flow.reply_key());
-    asked.all.into_inner()
-}
-
-/// Takes down where somebody looks, and has nothing there.
-struct Asked {
-    mask: u32,
-    all: RefCell<Vec<u32>>,
-}
-
-/// What it has.
-#[derive(Clone, Copy)]
-enum Nothing {}
-
-impl Asked {
-    fn new(mask: u32, home: u32) -> Self {
-        Self {
-            mask,
-            all: RefCell::new(vec![home]),
-        }
-    }
-
-    fn look(&self, index: u32) -> Option<Nothing> {
-        self.all.borrow_mut().push(index);
-        None
-    }
-}
-
-impl Memory for Asked {
-    type Line = Nothing;
-    type Entry = Nothing;
-
-    fn mask(&self) -> u32 {
-        self.mask
-    }
-
-    fn cell(&self, index: u32) -> Option<Nothing> {
-        self.look(index)
-    }
-
-    fn slot(&self, index: u32) -> Option<Nothing> {
-        self.look(index)
-    }
-}
-
-impl Line for Nothing {
-    fn load(self, _: usize) -> u64 {
-        match self {}
-    }
-
-    fn store(self, _: usize, _: u64) {
-        match self {}
-    }
-
-    fn exchange(self, _: usize, _: u64, _: u64) -> bool {
-        match self {}
-    }
-
-    fn add(self, _: usize, _: u64) -> u64 {
-        match self {}
-    }
-}
-
-impl Entry for Nothing {
-    fn load(self) -> Slot {
-        match self {}
-    }
-
-    fn exchange(self, _: Slot, _: Slot) -> bool {
-        match self {}
-    }
-
-    fn add(self, _: u32) {
-        match self {}
-    }
+    let nth = |nth| candidate(flow.reply_key().place(), nth) & slots;
+    (0..=OTHERS).map(nth).collect()
 }

@@ -1,12 +1,12 @@
 //! The table of flows in this process's memory: [`dataplane_common::cells`] says how it works.
 
-use std::{
-    io,
-    sync::atomic::{AtomicU32, AtomicU64, Ordering},
-};
+use std::{io, sync::atomic::AtomicU64};
 
 use dataplane_common::{
-    cells::{self, Cell, CellKey as _, Entry, HEAD, Head, Line, Memory, NOWHERE, Slot, Slots},
+    cells::{
+        self, AtomicSlot, Cell, CellKey as _, Entry as _, HEAD, Head, Line as _, Memory, NOWHERE,
+        Slot, Slots,
+    },
     packet::{FlowKey, PortKey, Translation, seen},
 };
 
@@ -35,66 +35,21 @@ pub struct Table {
     slots: Mapped<Slots>,
 }
 
-/// A cell.
-#[derive(Clone, Copy)]
-pub struct Words<'a>(&'a [AtomicU64; 8]);
-
-impl Line for Words<'_> {
-    fn load(self, word: usize) -> u64 {
-        self.0[word].load(Ordering::Acquire)
-    }
-
-    // Who reads it sees what was written before, first of all that the cell is held.
-    fn store(self, word: usize, value: u64) {
-        self.0[word].store(value, Ordering::Release);
-    }
-
-    fn exchange(self, word: usize, before: u64, new: u64) -> bool {
-        let (done, not) = (Ordering::SeqCst, Ordering::SeqCst);
-        self.0[word]
-            .compare_exchange(before, new, done, not)
-            .is_ok()
-    }
-
-    fn add(self, word: usize, amount: u64) -> u64 {
-        self.0[word].fetch_add(amount, Ordering::SeqCst)
-    }
-}
-
-/// A slot.
-#[derive(Clone, Copy)]
-pub struct Word<'a>(&'a AtomicU32);
-
-impl Entry for Word<'_> {
-    fn load(self) -> Slot {
-        Slot(self.0.load(Ordering::Acquire))
-    }
-
-    fn exchange(self, before: Slot, new: Slot) -> bool {
-        let (done, not) = (Ordering::SeqCst, Ordering::SeqCst);
-        self.0.compare_exchange(before.0, new.0, done, not).is_ok()
-    }
-
-    fn add(self, amount: u32) {
-        self.0.fetch_add(amount, Ordering::SeqCst);
-    }
-}
-
 impl<'a> Memory for &'a Table {
-    type Line = Words<'a>;
-    type Entry = Word<'a>;
+    type Line = &'a [AtomicU64; 8];
+    type Entry = AtomicSlot<'a>;
 
     fn mask(&self) -> u32 {
         self.cells.capacity() - 1
     }
 
     fn cell(&self, index: u32) -> Option<Self::Line> {
-        self.cells.words(index).map(Words)
+        self.cells.words(index)
     }
 
     fn slot(&self, index: u32) -> Option<Self::Entry> {
         let slots = self.slots.words(index / 16)?;
-        Some(Word(&slots[index as usize % 16]))
+        Some(AtomicSlot(&slots[index as usize % 16]))
     }
 }
 

@@ -1,0 +1,44 @@
+//! Cells and slots in user space: mapped, or a test's own.
+
+use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use super::{Entry, Line, Slot};
+
+impl Line for &[AtomicU64; 8] {
+    fn load(self, word: usize) -> u64 {
+        self[word].load(Ordering::Acquire)
+    }
+
+    // Who reads it sees what was written before, first of all that the cell is held.
+    fn store(self, word: usize, value: u64) {
+        self[word].store(value, Ordering::Release);
+    }
+
+    fn exchange(self, word: usize, before: u64, new: u64) -> bool {
+        let (done, not) = (Ordering::SeqCst, Ordering::SeqCst);
+        self[word].compare_exchange(before, new, done, not).is_ok()
+    }
+
+    fn add(self, word: usize, amount: u64) -> u64 {
+        self[word].fetch_add(amount, Ordering::SeqCst)
+    }
+}
+
+/// A slot. (By itself the word has operations of these names already.)
+#[derive(Clone, Copy, Debug)]
+pub struct AtomicSlot<'a>(pub &'a AtomicU32);
+
+impl Entry for AtomicSlot<'_> {
+    fn load(self) -> Slot {
+        Slot(self.0.load(Ordering::Acquire))
+    }
+
+    fn exchange(self, before: Slot, new: Slot) -> bool {
+        let (done, not) = (Ordering::SeqCst, Ordering::SeqCst);
+        self.0.compare_exchange(before.0, new.0, done, not).is_ok()
+    }
+
+    fn add(self, amount: u32) {
+        self.0.fetch_add(amount, Ordering::SeqCst);
+    }
+}
