@@ -3,6 +3,11 @@
 use anstyle::{AnsiColor, Style};
 use serde::Serialize;
 
+use crate::stats::{median, spread};
+
+/// What was measured, round by round.
+pub type Rounds = Vec<Vec<f64>>;
+
 /// One figure.
 #[derive(Clone, Debug, Serialize)]
 pub struct Row {
@@ -24,23 +29,52 @@ pub struct Row {
     pub baseline: Option<&'static str>,
     /// `value` over that of `baseline`.
     pub ratio: Option<f64>,
-    /// How much the rounds differ: half the distance between the quartiles, over the median.
+    /// What was measured in each round: several values, of equal things at several places or times; none, if it failed.
     #[serde(skip)]
-    pub spread: f64,
-    /// How many rounds.
-    #[serde(skip)]
-    pub rounds: usize,
+    pub rounds: Rounds,
 }
 
 impl Row {
-    /// How far, as a share, the true median may well be from `value`: its standard error, were the
-    /// rounds spread as normal distributions are.
-    #[expect(clippy::cast_precision_loss, reason = "rounds are few")]
-    pub fn uncertainty(&self) -> f64 {
-        // Half the distance between quartiles is 0.67 standard deviations, and the error of a
-        // median is 1.25 times that of a mean.
-        1.25 * self.spread / 0.67 / (self.rounds.max(1) as f64).sqrt()
+    /// All that was measured.
+    fn values(&self) -> Vec<f64> {
+        self.rounds.concat()
     }
+
+    /// The median of each round; `None` of one that failed.
+    pub fn by_round(&self) -> impl Iterator<Item = Option<f64>> {
+        let medians = |values: &Vec<f64>| (!values.is_empty()).then(|| median(&mut values.clone()));
+        self.rounds.iter().map(medians)
+    }
+
+    /// How much the rounds differ: half the distance between the quartiles, over the median.
+    pub fn spread(&self) -> f64 {
+        spread(&mut self.values())
+    }
+
+    /// How far, as a share, the true median may well be from `value`.
+    pub fn uncertainty(&self) -> f64 {
+        uncertainty(&mut self.values())
+    }
+
+    /// This over another, in each round: what makes a machine slow for a while makes both slow. Beside the median, how
+    /// far, as a share, the true one may well be from it.
+    pub fn over(&self, other: &Self) -> (f64, f64) {
+        let rounds = self.by_round().zip(other.by_round());
+        let mut ratios: Vec<f64> = rounds.filter_map(|(a, b)| Some(a? / b?)).collect();
+        if ratios.is_empty() {
+            return (self.value / other.value, 0.0);
+        }
+        let uncertainty = uncertainty(&mut ratios);
+        (median(&mut ratios), uncertainty)
+    }
+}
+
+/// The standard error, as a share, of a median, were the values spread as normal distributions are.
+#[expect(clippy::cast_precision_loss, reason = "rounds are few")]
+pub fn uncertainty(values: &mut [f64]) -> f64 {
+    // Half the distance between quartiles is 0.67 standard deviations, and the error of a
+    // median is 1.25 times that of a mean.
+    1.25 * spread(values) / 0.67 / (values.len().max(1) as f64).sqrt()
 }
 
 /// Looks up a figure.
@@ -98,7 +132,7 @@ pub fn print_paths(rows: &[Row], cases: &[&str]) {
                         let ratio = row
                             .ratio
                             .map_or(String::new(), |ratio| format!("{ratio:.2}×"));
-                        let spread = format!("±{:.0}%", row.spread * 100.0);
+                        let spread = format!("±{:.0}%", row.spread() * 100.0);
                         let value = figure(row.value);
                         anstream::print!(
                             " {value:>9} {dim}{spread:>5}{dim:#} {ours}{ratio:>6}{ours:#}"
@@ -193,6 +227,39 @@ pub fn thousands(number: u32) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn row(rounds: &[&[f64]]) -> Row {
+        let rounds: Vec<_> = rounds.iter().map(|values| values.to_vec()).collect();
+        Row {
+            bench: "test",
+            path: "dataplane",
+            case: "tcp4",
+            services: 1,
+            metric: "rtt_p50",
+            unit: "µs",
+            value: median(&mut rounds.concat()),
+            baseline: None,
+            ratio: None,
+            rounds,
+        }
+    }
+
+    #[test]
+    fn rows_are_compared_round_by_round() {
+        // Twice as slow in each second round, both; and one round that failed.
+        let (ours, theirs) = (
+            row(&[&[8.0, 12.0], &[20.0], &[11.0], &[18.0, 22.0]]),
+            row(&[&[10.0], &[20.0], &[], &[20.0, 20.0]]),
+        );
+        let (ratio, uncertainty) = ours.over(&theirs);
+        assert!((ratio - 1.0).abs() < 1e-9);
+        assert!(
+            uncertainty < 0.01 && ours.uncertainty() > 0.1,
+            "{uncertainty}"
+        );
+        let once = row(&[]);
+        assert!(once.over(&theirs).1.abs() < 1e-9);
+    }
 
     #[test]
     fn figures() {

@@ -7,10 +7,10 @@ use dataplane_peers::Mode;
 
 use crate::{
     extent::{Extent, order},
-    rows::{Row, Target, find, thousands},
+    rows::{Rounds, Row, Target, find, thousands},
     say,
     stage::{NodePlan, Stage, Worker},
-    stats::{median, spread},
+    stats::median,
     worker::{CHURN_THREADS, Job, Transport},
 };
 
@@ -127,7 +127,8 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
     say!("building the lab: a node for each path, loading its rules or tables");
     let mut stage = Stage::build(&nodes(extent))?;
     let lanes = stage.lanes.len();
-    let mut samples = vec![vec![]; lanes * CASES.len() * METRICS.len()];
+    // By lane, case, metric and round; nothing of one that failed.
+    let mut samples: Vec<Rounds> = vec![vec![]; lanes * CASES.len() * METRICS.len()];
     let index = |lane, case, metric| (metric * CASES.len() + case) * lanes + lane;
     let start = Instant::now();
     let mut rounds = 0;
@@ -136,14 +137,13 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
             for (metric, Metric { name: what, .. }) in METRICS.iter().enumerate() {
                 for lane in order(lanes) {
                     let job = job(metric, transport, extent.fraction);
-                    match stage.measure(lane, v4, transport, job) {
-                        Ok(value) => samples[index(lane, case, metric)].push(value),
-                        Err(error) => {
-                            let lane = &stage.lanes[lane];
-                            let of = thousands(lane.services);
-                            say!("{}, {of} services: {name} {what}: {error:#}", lane.path);
-                        }
+                    let value = stage.measure(lane, v4, transport, job);
+                    if let Err(error) = &value {
+                        let lane = &stage.lanes[lane];
+                        let of = thousands(lane.services);
+                        say!("{}, {of} services: {name} {what}: {error:#}", lane.path);
                     }
+                    samples[index(lane, case, metric)].push(value.into_iter().collect());
                 }
             }
         }
@@ -154,16 +154,17 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
     let mut rows = vec![];
     for (metric, Metric { name, unit }) in METRICS.into_iter().enumerate() {
         for (case, case_name) in CASE_NAMES.into_iter().enumerate() {
-            let plain = median(&mut samples[index(0, case, metric)].clone());
+            let plain = median(&mut samples[index(0, case, metric)].concat());
             for (lane, about) in stage.lanes.iter().enumerate() {
-                let values = &mut samples[index(lane, case, metric)];
+                let by_round = &samples[index(lane, case, metric)];
+                let mut values = by_round.concat();
                 ensure!(
                     values.len() * 2 > rounds,
                     "{} with {} services: {case_name} {name} failed in most rounds; see above",
                     about.path,
                     about.services,
                 );
-                let value = median(values);
+                let value = median(&mut values);
                 rows.push(Row {
                     bench: "socket",
                     path: about.path,
@@ -174,15 +175,14 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
                     value,
                     baseline: Some("plain"),
                     ratio: Some(value / plain),
-                    spread: spread(values),
-                    rounds: values.len(),
+                    rounds: by_round.clone(),
                 });
             }
         }
     }
     for Metric { name, .. } in METRICS {
         let of_metric = rows.iter().filter(|row| row.metric == name);
-        let differ = median(&mut of_metric.map(|row| row.spread).collect::<Vec<_>>());
+        let differ = median(&mut of_metric.map(Row::spread).collect::<Vec<_>>());
         if differ > MUCH {
             say!(
                 "{name} differs by ±{:.0}% between rounds: something else kept the machine busy, and \
@@ -210,7 +210,7 @@ pub fn targets(rows: &[Row]) -> Vec<Target> {
     let by_value = |a: &&Row, b: &&Row| a.value.total_cmp(&b.value);
     let over = |a: Option<&Row>, b: Option<&Row>| {
         let (a, b) = (a?, b?);
-        Some((a.value / b.value, a.uncertainty().hypot(b.uncertainty())))
+        Some(a.over(b))
     };
     let (connect, rtt, rate, bulk) = ("connect_p50", "rtt_p50", "conn_per_s", "gbit_per_s");
 

@@ -24,7 +24,7 @@ use crate::{
     rows::{Row, Target, find, thousands},
     say,
     socket::MOST,
-    stats::{median, spread},
+    stats::median,
 };
 
 /// The size of a small node.
@@ -62,8 +62,7 @@ pub fn run(quick: bool) -> anyhow::Result<Vec<Row>> {
             value: median(&mut values),
             baseline: None,
             ratio: None,
-            spread: spread(&mut values),
-            rounds: values.len(),
+            rounds: vec![values],
         });
     };
 

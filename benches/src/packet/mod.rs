@@ -10,10 +10,10 @@ use dataplane_peers::Mode;
 
 use crate::{
     extent::{Extent, order},
-    rows::{Row, Target, find, thousands},
+    rows::{Rounds, Row, Target, find, thousands, uncertainty},
     say,
     socket::{MOST, MUCH, NOISE},
-    stats::{median, spread},
+    stats::median,
     worker::{Job, Transport, WARM_UP},
 };
 use programs::Taken;
@@ -31,12 +31,13 @@ pub const CASE_NAMES: [&str; 4] = [CASES[0].0, CASES[1].0, CASES[2].0, FLOW];
 const FLOW: &str = "flow";
 
 /// All of it. Several agents have one service, and count as one: where the kernel puts a program's code makes up to
-/// 5 % of what a connection costs, more than what is compared (`docs/performance.md`, "Where code lies").
+/// 5 % of what a connection costs, more than what is compared (`docs/performance.md`, "Where code lies"). They start in
+/// any order, for what is loaded first lies elsewhere.
 pub const FULL: Extent = Extent {
-    ours: &[1, 1, 1, 1_000, 10_000, MOST],
+    ours: &[1, 1, 1, 1, 1, 1_000, 10_000, MOST],
     theirs: &[1, 1_000, 10_000],
     at_least: 7,
-    at_most: 15,
+    at_most: 25,
     budget: Duration::from_mins(3),
     fraction: 1,
 };
@@ -72,7 +73,7 @@ struct Measurement {
 }
 
 fn measurements(fraction: u32) -> Vec<Measurement> {
-    let bytes = (64 << 20) / u64::from(fraction);
+    let bytes = (128 << 20) / u64::from(fraction);
     let (connect, trips) = (600 / fraction, 1000 / fraction);
     let mut all = vec![];
     for (metric, unit, job) in [
@@ -85,7 +86,7 @@ fn measurements(fraction: u32) -> Vec<Measurement> {
                 connections: 1,
             },
         ),
-        ("gbit_per_s", "Gbit/s", Job::Bulk { bytes }),
+        ("gbit_per_s", "Gbit/s", Job::Steady { bytes }),
     ] {
         all.extend(CASES.map(|case| Measurement {
             metric,
@@ -126,7 +127,8 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
     let mut stage = Stage::build(&lanes(extent))?;
     let lanes = stage.lanes.len();
     let measurements = measurements(extent.fraction);
-    let mut samples = vec![vec![vec![]; lanes]; measurements.len()];
+    // By measurement, lane and round; nothing of one that failed.
+    let mut samples: Vec<Vec<Rounds>> = vec![vec![vec![]; lanes]; measurements.len()];
     let start = Instant::now();
     let mut rounds = 0;
     while extent.has_another(rounds, start) {
@@ -136,14 +138,13 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
                 if !stage.measures(lane, case) {
                     continue;
                 }
-                match stage.measure(lane, case, what.transport, what.job) {
-                    Ok(value) => samples[lane].push(value),
-                    Err(error) => {
-                        let lane = stage.lanes[lane];
-                        let (path, of) = (lane.path(), thousands(lane.services));
-                        say!("{path}, {of} services: {name} {}: {error:#}", what.metric);
-                    }
+                let value = stage.measure(lane, case, what.transport, what.job);
+                if let Err(error) = &value {
+                    let lane = stage.lanes[lane];
+                    let (path, of) = (lane.path(), thousands(lane.services));
+                    say!("{path}, {of} services: {name} {}: {error:#}", what.metric);
                 }
+                samples[lane].push(value.into_iter().collect());
             }
         }
         rounds += 1;
@@ -152,19 +153,22 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
 
     let mut rows = vec![];
     for (what, samples) in measurements.iter().zip(&samples) {
-        let plain = median(&mut samples[0].clone());
+        let plain = median(&mut samples[0].concat());
         for (number, lane) in stage.lanes.iter().enumerate() {
             let alike = |other: &usize| stage.lanes[*other] == *lane;
             if (0..number).any(|other| alike(&other)) {
                 continue;
             }
             let alike: Vec<usize> = (number..lanes).filter(alike).collect();
-            let mut values: Vec<f64> = alike.iter().flat_map(|i| &samples[*i]).copied().collect();
-            let (path, services) = (lane.path(), lane.services);
-            let (case, metric) = (what.case.0, what.metric);
-            if values.is_empty() && lane.worker == Worker::Conntrack {
+            if alike.iter().all(|i| samples[*i].is_empty()) {
                 continue;
             }
+            let of_round =
+                |round: usize| alike.iter().flat_map(move |i| samples[*i][round].clone());
+            let by_round: Rounds = (0..rounds).map(|r| of_round(r).collect()).collect();
+            let mut values = by_round.concat();
+            let (path, services) = (lane.path(), lane.services);
+            let (case, metric) = (what.case.0, what.metric);
             ensure!(
                 values.len() * 2 > rounds * alike.len(),
                 "{path} with {services} services: {case} {metric} failed in most rounds; see above"
@@ -180,8 +184,7 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
                 value,
                 baseline: Some("plain"),
                 ratio: Some(value / plain),
-                spread: spread(&mut values),
-                rounds: values.len(),
+                rounds: by_round,
             });
         }
     }
@@ -189,7 +192,7 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
     rows.extend(programs(&mut stage)?);
     for metric in ["connect_p50", "rtt_p50", "gbit_per_s", "first_p50"] {
         let of_metric = rows.iter().filter(|row| row.metric == metric);
-        let differ = median(&mut of_metric.map(|row| row.spread).collect::<Vec<_>>());
+        let differ = median(&mut of_metric.map(Row::spread).collect::<Vec<_>>());
         if differ > MUCH {
             say!(
                 "{metric} differs by ±{:.0}% between rounds: something else kept the machine busy, and \
@@ -255,8 +258,7 @@ fn programs(stage: &mut Stage) -> anyhow::Result<Vec<Row>> {
             value,
             baseline: None,
             ratio: None,
-            spread: spread(&mut times),
-            rounds: times.len(),
+            rounds: vec![times],
         });
     }
     Ok(rows)
@@ -279,11 +281,10 @@ pub fn targets(rows: &[Row]) -> Vec<Target> {
     // Of what is better the more, the inverse.
     let over = |a: Option<&Row>, b: Option<&Row>| {
         let (a, b) = (a?, b?);
-        let ratio = match a.metric {
-            "gbit_per_s" => b.value / a.value,
-            _ => a.value / b.value,
-        };
-        Some((ratio, a.uncertainty().hypot(b.uncertainty())))
+        Some(match a.metric {
+            "gbit_per_s" => b.over(a),
+            _ => a.over(b),
+        })
     };
     let mut targets = vec![];
     let mut add = |what: String, at_most, ratio: Option<(f64, f64)>| {
@@ -333,9 +334,8 @@ pub fn targets(rows: &[Row]) -> Vec<Target> {
     let added = |path, services| {
         let first = value(path, services, FLOW, "first_p50")?;
         let later = value(path, services, FLOW, "later_p50")?;
-        let uncertainty =
-            (first.value * first.uncertainty()).hypot(later.value * later.uncertainty());
-        Some((first.value - later.value, uncertainty))
+        let rounds = first.by_round().zip(later.by_round());
+        Some(rounds.map(|(first, later)| Some(first? - later?)))
     };
     if let (Some(ours), Some(plain), Some(theirs)) = (
         added("dataplane", 1),
@@ -343,11 +343,15 @@ pub fn targets(rows: &[Row]) -> Vec<Target> {
         added("conntrack", 0),
     ) {
         // What a fresh socket costs without either is in both.
-        let (mine, kernels) = (ours.0 - plain.0, theirs.0 - plain.0);
+        let rounds = ours.zip(theirs).zip(plain);
+        let rounds = rounds.filter_map(|((a, b), plain)| Some((a? - plain?, b? - plain?)));
+        let (mut ours, mut theirs): (Vec<f64>, Vec<f64>) = rounds.unzip();
+        let uncertainty = uncertainty(&mut ours).hypot(uncertainty(&mut theirs));
+        let (mine, kernels) = (median(&mut ours), median(&mut theirs));
         add(
             format!("making a flow: ours {mine:.2} µs / the kernel's conntrack {kernels:.2} µs"),
             NOISE,
-            Some((mine / kernels, ours.1.hypot(theirs.1) / kernels.abs())),
+            Some((mine / kernels, uncertainty)),
         );
     }
     targets

@@ -12,6 +12,7 @@ use dataplane_tests::{Agent, Host, Lab, Process};
 use tempfile::TempDir;
 
 use crate::{
+    extent::order,
     fleet::{
         CONNECT_PORT, CONNECT_TARGET_PORT, ENDPOINTS, Fleet, NODE_PORTS, PORT, REMOTE_NODE_PORTS,
         TARGET_PORT,
@@ -137,14 +138,18 @@ impl Stage {
         });
         load_peers(&lab, peers)?;
         let mut agents = vec![];
-        for (index, lane) in lanes.iter().enumerate() {
+        for index in order(lanes.len()) {
             let node = lab.node(&node_name(index)).clone();
-            match lane.worker {
-                Worker::Dataplane => agents.push(start_agent(&lab, &node, &fleets[index])?),
+            match lanes[index].worker {
+                Worker::Dataplane => {
+                    agents.push((index, start_agent(&lab, &node, &fleets[index])?));
+                }
                 Worker::Conntrack => track(&node)?,
                 _ => {}
             }
         }
+        agents.sort_by_key(|(index, _)| *index);
+        let agents = agents.into_iter().map(|(_, agent)| agent).collect();
         let nodes = (0..far).map(|index| lab.node(&node_name(index)).ipv4().into());
         Ok(Self {
             lanes: lanes.to_vec(),

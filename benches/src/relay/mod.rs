@@ -12,9 +12,9 @@ pub use plain::Plain;
 use self::stage::{Relay, Stage};
 use crate::{
     extent::order,
-    rows::{Row, Target, find},
+    rows::{Rounds, Row, Target, find},
     say,
-    stats::{median, spread},
+    stats::median,
     worker::Job,
 };
 
@@ -167,7 +167,7 @@ impl Extent {
 #[expect(clippy::cast_precision_loss, reason = "below 2^52")]
 fn amount(job: Job) -> f64 {
     match job {
-        Job::Bulk { bytes } => bytes as f64,
+        Job::Bulk { bytes } | Job::Steady { bytes } => bytes as f64,
         Job::Connect { count } | Job::Churn { count, .. } | Job::Hold { count } => f64::from(count),
         Job::RoundTrip { count, connections } => f64::from(count) * f64::from(connections),
     }
@@ -182,8 +182,8 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
     let mut stage = Stage::build()?;
     let mut rows = idle(&mut stage, extent)?;
 
-    // By case and relay: rates and costs.
-    let mut samples = vec![(vec![], vec![]); CASES.len() * Relay::ALL.len()];
+    // By case and relay: rates and costs, of each part of each round.
+    let mut samples: Vec<(Rounds, Rounds)> = vec![(vec![], vec![]); CASES.len() * Relay::ALL.len()];
     let start = Instant::now();
     let mut rounds = 0;
     while rounds < extent.at_least || rounds < extent.at_most && start.elapsed() < extent.budget {
@@ -197,15 +197,18 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
                 let relay = Relay::ALL[which];
                 let (rates, costs) = &mut samples[number * Relay::ALL.len() + which];
                 let before = stage.cpu(relay);
+                let (mut rate, mut cost) = (vec![], vec![]);
                 match stage.measure(relay, job) {
-                    Ok(rate) => {
-                        rates.push(rate);
-                        if let (Some(cost), true) = (&case.cost, relay.is_process()) {
-                            costs.push((stage.cpu(relay) - before) / amount(job) * cost.scale);
+                    Ok(value) => {
+                        rate.push(value);
+                        if let (Some(of), true) = (&case.cost, relay.is_process()) {
+                            cost.push((stage.cpu(relay) - before) / amount(job) * of.scale);
                         }
                     }
                     Err(error) => say!("{}: {}: {error:#}", relay.word(), case.name),
                 }
+                rates.push(rate);
+                costs.push(cost);
             }
         }
         rounds += 1;
@@ -216,17 +219,17 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
         let parts = case.parts(extent) as usize;
         let of_case = &mut samples[number * Relay::ALL.len()..][..Relay::ALL.len()];
         let baseline = |relay: Relay| Relay::ALL.iter().position(|other| *other == relay);
-        let direct = baseline(Relay::Direct).map_or(0.0, |i| median(&mut of_case[i].0.clone()));
-        let haproxy = baseline(Relay::Haproxy).map_or(0.0, |i| median(&mut of_case[i].1.clone()));
+        let direct = baseline(Relay::Direct).map_or(0.0, |i| median(&mut of_case[i].0.concat()));
+        let haproxy = baseline(Relay::Haproxy).map_or(0.0, |i| median(&mut of_case[i].1.concat()));
         for (relay, (rates, costs)) in Relay::ALL.into_iter().zip(of_case) {
             ensure!(
-                rates.len() * 2 > rounds * parts,
+                rates.concat().len() * 2 > rounds * parts,
                 "{}: {} failed mostly; see above",
                 relay.word(),
                 case.name
             );
-            let mut row = |(metric, unit), values: &mut Vec<f64>, baseline, against: f64| {
-                let value = median(values);
+            let mut row = |(metric, unit), rounds: &[Vec<f64>], baseline, against: f64| {
+                let value = median(&mut rounds.concat());
                 rows.push(Row {
                     bench: "relay",
                     path: relay.word(),
@@ -237,12 +240,11 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
                     value,
                     baseline: Some(baseline),
                     ratio: Some(value / against),
-                    spread: spread(values),
-                    rounds: values.len(),
+                    rounds: rounds.to_vec(),
                 });
             };
             row(case.rate, rates, "direct", direct);
-            if let (Some(cost), false) = (&case.cost, costs.is_empty()) {
+            if let (Some(cost), false) = (&case.cost, costs.concat().is_empty()) {
                 row((cost.metric, cost.unit), costs, "haproxy", haproxy);
             }
         }
@@ -289,8 +291,7 @@ fn idle(stage: &mut Stage, extent: &Extent) -> anyhow::Result<Vec<Row>> {
                 value: (stage.memory(relay)? - before) / f64::from(count),
                 baseline: None,
                 ratio: None,
-                spread: 0.0,
-                rounds: 1,
+                rounds: vec![],
             });
         }
         stage.measure(relay, Job::Hold { count: 0 })?;
@@ -305,11 +306,12 @@ pub fn targets(rows: &[Row]) -> Vec<Target> {
     let mut targets = vec![];
     let mut add = |what: &str, over: Option<&Row>, under: Option<&Row>, at_most: f64| {
         if let (Some(over), Some(under)) = (over, under) {
+            let (value, uncertainty) = over.over(under);
             targets.push(Target {
                 what: what.to_owned(),
-                value: over.value / under.value,
+                value,
                 at_most,
-                uncertainty: over.uncertainty().hypot(under.uncertainty()),
+                uncertainty,
             });
         }
     };

@@ -19,7 +19,7 @@ use dataplane_tests::api::Churn;
 use crate::{
     rows::{Row, Target, find, thousands},
     say,
-    stats::{median, percentile, spread},
+    stats::{median, percentile},
 };
 use seen::Seen;
 use site::Site;
@@ -81,8 +81,7 @@ fn measure(extent: &Extent, services: u32, rows: &mut Vec<Row>) -> anyhow::Resul
             value: value.unwrap_or_else(|| median(&mut values)),
             baseline: None,
             ratio: None,
-            spread: spread(&mut values),
-            rounds: values.len(),
+            rounds: vec![values],
         });
     };
     say!("{} services: making them", thousands(services));

@@ -12,8 +12,8 @@ use rand::seq::IndexedRandom as _;
 use socket2::{SockAddr, Socket};
 
 use super::{
-    ANSWERED, Answer, DATAGRAM, ECHO, HOLD, Job, Order, SILENT, STREAM, Transport, WARM_UP, WINDOW,
-    socket,
+    ANSWERED, Answer, DATAGRAM, ECHO, HOLD, Job, Kept, Order, SILENT, STEADY, STEADY_SEND, STREAM,
+    Transport, WARM_UP, WINDOW, socket,
 };
 use crate::stats::median;
 
@@ -50,6 +50,7 @@ fn carry_out(order: &Order, held: &mut Vec<Socket>) -> anyhow::Result<f64> {
             Transport::Tcp => stream(order, bytes / u64::from(SLICES)),
             Transport::Udp => datagrams(order, bytes / u64::from(SLICES)),
         }),
+        Job::Steady { bytes } => steady(order, bytes),
     }
 }
 
@@ -199,6 +200,33 @@ fn stream(order: &Order, bytes: u64) -> anyhow::Result<f64> {
     }
     stream.read_exact(&mut [0])?;
     Ok(gbit_per_s(bytes, start))
+}
+
+/// See [`Job::Steady`].
+fn steady(order: &Order, bytes: u64) -> anyhow::Result<f64> {
+    const PARTS: u8 = 16;
+    let _kept = Kept::to_first()?;
+    let (socket, to) = fresh(order)?;
+    socket.set_tcp_congestion(b"reno")?;
+    socket.set_send_buffer_size(STEADY_SEND)?;
+    socket.connect(&to)?;
+    let mut stream = TcpStream::from(socket);
+    let chunk = vec![0; 64 << 10];
+    let chunks = bytes / u64::from(PARTS) / chunk.len() as u64;
+    let of_part = chunks * chunk.len() as u64;
+    stream.write_all(&[STEADY])?;
+    stream.write_all(&(of_part * u64::from(PARTS)).to_be_bytes())?;
+    let mut rates = vec![];
+    for _ in 0..PARTS {
+        let start = Instant::now();
+        for _ in 0..chunks {
+            stream.write_all(&chunk)?;
+        }
+        rates.push(gbit_per_s(of_part, start));
+    }
+    stream.read_exact(&mut [0])?;
+    // The first quarter gets it under way.
+    Ok(median(&mut rates[usize::from(PARTS / 4)..]))
 }
 
 fn datagrams(order: &Order, bytes: u64) -> anyhow::Result<f64> {

@@ -8,8 +8,9 @@ use std::{
 };
 
 use anyhow::Context as _;
+use socket2::SockRef;
 
-use super::{ANSWERED, ECHO, HOLD, STREAM, Transport, socket};
+use super::{ANSWERED, ECHO, HOLD, Kept, STEADY, STEADY_RECEIVE, STREAM, Transport, socket};
 
 /// Serves until stdin closes; says `ready` when it listens.
 pub fn run(addresses: &[IpAddr], port: u16, connect_port: u16, threads: u32) -> anyhow::Result<()> {
@@ -82,7 +83,12 @@ fn serve(
             held.push(stream);
             Ok(())
         }
-        STREAM => {
+        kind @ (STREAM | STEADY) => {
+            let steady = kind == STEADY;
+            let _kept = steady.then(Kept::to_first).transpose()?;
+            if steady {
+                SockRef::from(&stream).set_recv_buffer_size(STEADY_RECEIVE)?;
+            }
             let mut length = [0; 8];
             stream.read_exact(&mut length)?;
             let mut left = u64::from_be_bytes(length);
