@@ -18,7 +18,7 @@
 //! There are twice as many cells as flows were asked for, so that with half of them taken one flow in 130 000 finds
 //! all its seventeen taken. A flow that is over gives way to a new one that would have its cell or its slot
 //! ([`State::gives_way`]). If none does, of the seventeen one goes that nobody has answered, and if all were answered,
-//! that which was used longest ago.
+//! that which was used longest ago; it is counted ([`Memory::pushed_out`]).
 //!
 //! # Who may do what
 //!
@@ -126,6 +126,10 @@ pub trait Memory {
     {
         remove(self, index, head)
     }
+
+    /// A flow that is not over has gone for want of room.
+    #[inline(always)]
+    fn pushed_out(&self) {}
 }
 
 /// A key that has a home: addresses, then a word of ports and protocol.
@@ -510,6 +514,9 @@ pub fn hold<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
     let head = Head(line.load(HEAD));
     if head.key().is_none() || !memory.remove(goes, head) {
         return NOWHERE;
+    }
+    if first != State::GIVES_WAY {
+        memory.pushed_out();
     }
     take(memory, key, goes, Head(line.load(HEAD)))
 }

@@ -121,6 +121,8 @@ reasons! {
     /// The packet path: a connection to an endpoint itself, from a port from which a live one goes to it by way of
     /// a VIP: whose answers were whose could not be told.
     PortTaken = 39, "port-taken", "the client has a connection to this endpoint from the same port by way of a service; refused";
+    /// The packet path: a flow that is not over went, since all cells, or slots, of a new one were taken.
+    FlowPushedOut = 40, "flow-pushed-out", "too little room in conntrack: a flow that was not over was forgotten for a new one";
 }
 
 impl Reason {

@@ -7,12 +7,14 @@
 use core::ptr::{read_volatile, write_volatile};
 
 use dataplane_common::{
+    Reason,
     cells::{self, CellKey as _, Entry, HEAD, Head, Line, Memory, NOWHERE, STATE, Slot, State},
     packet::{FlowKey, PortKey, Tick, Translation},
 };
 
 use crate::{
     atomic,
+    select::count,
     tables::{ANSWERS, CONNTRACK, PACKET_CONFIG},
 };
 
@@ -129,6 +131,11 @@ impl Memory for Maps {
     #[inline(always)]
     fn remove(&self, index: u32, head: Head) -> bool {
         remove_at(index, head)
+    }
+
+    #[inline(always)]
+    fn pushed_out(&self) {
+        count(Reason::FlowPushedOut);
     }
 }
 
