@@ -12,7 +12,7 @@ use rand::seq::IndexedRandom as _;
 use socket2::{SockAddr, Socket};
 
 use super::{
-    ANSWERED, Answer, DATAGRAM, ECHO, HOLD, Job, Kept, Order, SILENT, STEADY, STEADY_SEND, STREAM,
+    ANSWERED, Answer, DATAGRAM, ECHO, HOLD, Job, Order, SILENT, STEADY, STEADY_SEND, STREAM,
     Transport, WARM_UP, WINDOW, socket,
 };
 use crate::stats::median;
@@ -205,7 +205,6 @@ fn stream(order: &Order, bytes: u64) -> anyhow::Result<f64> {
 /// See [`Job::Steady`].
 fn steady(order: &Order, bytes: u64) -> anyhow::Result<f64> {
     const PARTS: u8 = 16;
-    let _kept = Kept::to_first()?;
     let (socket, to) = fresh(order)?;
     socket.set_tcp_congestion(b"reno")?;
     socket.set_send_buffer_size(STEADY_SEND)?;

@@ -10,7 +10,7 @@ use std::net::{IpAddr, SocketAddr};
 use anyhow::Context as _;
 use clap::{Args, Subcommand};
 use nix::{
-    sched::{CpuSet, sched_getaffinity, sched_setaffinity},
+    sched::{CpuSet, sched_setaffinity},
     unistd::Pid,
 };
 use serde::{Deserialize, Serialize};
@@ -69,11 +69,11 @@ pub enum Job {
         /// How many bytes.
         bytes: u64,
     },
-    /// Gbit/s of payload to the server on one TCP connection, from when it is under way: what its packets cost. Its
-    /// ends share a CPU, for where the system puts whom makes more of a difference than most paths. So does what is in
-    /// flight, once it is more than caches hold: buffers do not grow. And so does CUBIC, which takes a busy CPU for a
-    /// full queue and ends its slow start by chance (`hystart_update` in `net/ipv4/tcp_cubic.c`), from when on it sends
-    /// small packets: the sender's congestion control is Reno.
+    /// Gbit/s of payload to the server on one TCP connection, from when it is under way: what its packets cost. What
+    /// makes more of a difference than most paths is left out: what is in flight, once it is more than caches hold,
+    /// by buffers that do not grow; and CUBIC, which takes a busy CPU for a full queue and ends its slow start by chance
+    /// (`hystart_update` in `net/ipv4/tcp_cubic.c`), from when on it sends small packets: the sender's congestion control
+    /// is Reno.
     Steady {
         /// How many bytes.
         bytes: u64,
@@ -112,7 +112,7 @@ const ECHO: u8 = b'e';
 const HOLD: u8 = b'h';
 /// First byte of a TCP connection that carries a stream: its length follows as 8 bytes, big-endian.
 const STREAM: u8 = b's';
-/// Likewise, on the client's CPU and with [`STEADY_RECEIVE`].
+/// Likewise, with [`STEADY_RECEIVE`].
 const STEADY: u8 = b'S';
 /// Buffers of both ends of a steady stream, in bytes: the kernel doubles them.
 const STEADY_SEND: usize = 256 << 10;
@@ -193,28 +193,6 @@ fn pin(cpu: Option<usize>) -> anyhow::Result<()> {
     let mut set = CpuSet::new();
     set.set(cpu)?;
     sched_setaffinity(Pid::from_raw(0), &set).with_context(|| format!("cannot run on CPU {cpu}"))
-}
-
-/// A thread that keeps to the first of the CPUs that it may run on, until this is dropped.
-struct Kept(CpuSet);
-
-impl Kept {
-    fn to_first() -> nix::Result<Self> {
-        let this = Pid::from_raw(0);
-        let all = sched_getaffinity(this)?;
-        let first = (0..CpuSet::count()).find(|cpu| all.is_set(*cpu).unwrap_or(false));
-        let mut one = CpuSet::new();
-        one.set(first.unwrap_or(0))?;
-        sched_setaffinity(this, &one)?;
-        Ok(Self(all))
-    }
-}
-
-impl Drop for Kept {
-    fn drop(&mut self) {
-        // The CPUs that it had before: it may run on them.
-        let _ = sched_setaffinity(Pid::from_raw(0), &self.0);
-    }
 }
 
 fn socket(addr: IpAddr, transport: Transport) -> std::io::Result<Socket> {

@@ -10,7 +10,7 @@ use std::{
 use anyhow::Context as _;
 use socket2::SockRef;
 
-use super::{ANSWERED, ECHO, HOLD, Kept, STEADY, STEADY_RECEIVE, STREAM, Transport, socket};
+use super::{ANSWERED, ECHO, HOLD, STEADY, STEADY_RECEIVE, STREAM, Transport, socket};
 
 /// Serves until stdin closes; says `ready` when it listens.
 pub fn run(addresses: &[IpAddr], port: u16, connect_port: u16, threads: u32) -> anyhow::Result<()> {
@@ -84,9 +84,7 @@ fn serve(
             Ok(())
         }
         kind @ (STREAM | STEADY) => {
-            let steady = kind == STEADY;
-            let _kept = steady.then(Kept::to_first).transpose()?;
-            if steady {
+            if kind == STEADY {
                 SockRef::from(&stream).set_recv_buffer_size(STEADY_RECEIVE)?;
             }
             let mut length = [0; 8];
