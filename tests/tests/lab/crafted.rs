@@ -30,6 +30,7 @@ scenarios! {
     who_dials_an_endpoint_itself_hears_from_it,
     whoever_only_listens_keeps_the_flow,
     no_answer_goes_to_a_service,
+    what_is_pushed_out_is_counted,
 }
 
 /// What becomes of a packet.
@@ -1191,6 +1192,32 @@ fn no_answer_goes_to_a_service() -> Result<()> {
                 );
             }
         }
+        Ok(())
+    })
+}
+
+/// A flow that is not over and goes, as another wants its room, is counted.
+fn what_is_pushed_out_is_counted() -> Result<()> {
+    const FLOWS: usize = 200;
+    let mut scene = Scene::with_flows(32)?;
+    scene.inside(|scene| {
+        let client = ip(true, NEAR[0], NEAR[1]);
+        let vip = vip(true, "cluster", 13);
+        let mut pushed_out = 0;
+        for port in (20_000..).take(FLOWS) {
+            let asked = packet(true, (client, port), vip, flags::SYN);
+            let (output, reasons) = scene.throw("veth-near", false, &asked.frame())?;
+            ensure!(
+                output.verdict == Verdict::Redirect && reasons.contains(&Reason::Translated),
+                "{port}: {output:?}, {reasons:?}"
+            );
+            pushed_out += usize::from(reasons.contains(&Reason::FlowPushedOut));
+        }
+        let left = scene.rig.conntrack.entries().len();
+        ensure!(
+            left > 32 && pushed_out == FLOWS - left,
+            "{left} are left, {pushed_out} were pushed out"
+        );
         Ok(())
     })
 }
