@@ -65,7 +65,7 @@ const ROUND_TRIP: (&str, &str) = ("rtt_p50", "µs");
 const CASES: [Case; 5] = [
     Case {
         name: "bulk",
-        parts: 1,
+        parts: 4,
         one_cpu: false,
         job: BULK,
         rate: THROUGHPUT,
@@ -81,7 +81,7 @@ const CASES: [Case; 5] = [
     },
     Case {
         name: "rtt",
-        parts: 1,
+        parts: 2,
         one_cpu: false,
         job: RTT,
         rate: ROUND_TRIP,
@@ -164,6 +164,21 @@ impl Extent {
     };
 }
 
+/// In which order the relays have their turns: by chance, but `mode: kernel` and `direct`, between which the difference
+/// is smallest, one right after the other. What the machine does from one second to the next, and what proxies have
+/// left it to clear away, is then the same for both.
+fn turns() -> Vec<Relay> {
+    let others: Vec<Relay> = Relay::ALL
+        .into_iter()
+        .filter(|relay| *relay != Relay::Kernel)
+        .collect();
+    let mut turns: Vec<Relay> = order(others.len()).iter().map(|at| others[*at]).collect();
+    let direct = turns.iter().position(|relay| *relay == Relay::Direct);
+    let after_it = order(2)[0];
+    turns.insert(direct.unwrap_or_default() + after_it, Relay::Kernel);
+    turns
+}
+
 #[expect(clippy::cast_precision_loss, reason = "below 2^52")]
 fn amount(job: Job) -> f64 {
     match job {
@@ -193,9 +208,8 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
             stage.pin(case.one_cpu)?;
             let parts = case.parts(extent);
             let job = (case.job)(extent.divisor * parts);
-            for which in (0..parts).flat_map(|_| order(Relay::ALL.len())) {
-                let relay = Relay::ALL[which];
-                let (rates, costs) = &mut samples[number * Relay::ALL.len() + which];
+            for relay in (0..parts).flat_map(|_| turns()) {
+                let (rates, costs) = &mut samples[number * Relay::ALL.len() + relay as usize];
                 let before = stage.cpu(relay);
                 let (mut rate, mut cost) = (vec![], vec![]);
                 match stage.measure(relay, job) {
@@ -371,4 +385,38 @@ pub fn targets(rows: &[Row]) -> Vec<Target> {
         }
     }
     targets
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_have_a_turn_and_those_that_differ_least_are_neighbours() {
+        let (mut before, mut after) = (0, 0);
+        for _ in 0..200 {
+            let turns = turns();
+            let at = |relay: Relay| {
+                let found = turns.iter().position(|other| *other == relay);
+                found.unwrap_or_else(|| panic!("{} has no turn", relay.word()))
+            };
+            assert_eq!(turns.len(), Relay::ALL.len());
+            assert!(Relay::ALL.into_iter().all(|relay| at(relay) < turns.len()));
+            let (direct, kernel) = (at(Relay::Direct), at(Relay::Kernel));
+            assert_eq!(direct.abs_diff(kernel), 1, "{turns:?}");
+            if kernel < direct {
+                before += 1;
+            } else {
+                after += 1;
+            }
+        }
+        assert!(before > 50 && after > 50, "{before} and {after}");
+    }
+
+    #[test]
+    fn relays_are_numbered_as_listed() {
+        for (number, relay) in Relay::ALL.into_iter().enumerate() {
+            assert_eq!(relay as usize, number);
+        }
+    }
 }

@@ -1,9 +1,10 @@
 //! A pod in which everything runs: the client, the proxies, and the server. Between them is nothing
 //! but loopback, so that what a proxy costs is not lost in what a network costs.
 //!
-//! Two more pods on nodes of their own are alike, with a client and a server each: in one connections
-//! are captured, in the other they are accelerated. Programs that see every socket are so in nobody
-//! else's way.
+//! Three more pods on nodes of their own are alike, with a client and a server each: in one connections
+//! are captured, in one they are accelerated, in one they are left alone. Programs that see every socket
+//! are so in nobody else's way; and who dials directly has as little to do between its turns as who is
+//! captured.
 
 use std::{
     fmt::Write as _,
@@ -51,7 +52,7 @@ pub enum Relay {
 }
 
 impl Relay {
-    /// All of them.
+    /// All of them, as declared.
     pub const ALL: [Self; 8] = [
         Self::Direct,
         Self::Dataplane,
@@ -85,8 +86,9 @@ impl Relay {
     /// In which pod.
     const fn seat(self) -> usize {
         match self {
-            Self::Kernel => 1,
-            Self::Sockmap => 2,
+            Self::Direct => 1,
+            Self::Kernel => 2,
+            Self::Sockmap => 3,
             _ => 0,
         }
     }
@@ -106,22 +108,23 @@ impl Relay {
 }
 
 /// The pods, each on the node after it.
-const SEATS: [(&str, &str); 3] = [
+const SEATS: [(&str, &str); 4] = [
     ("bench", "node1"),
-    ("captured", "node2"),
-    ("sockmap", "node3"),
+    ("direct", "node2"),
+    ("captured", "node3"),
+    ("sockmap", "node4"),
 ];
 /// The service; where a proxy listens at its VIP, the pod has it.
 const VIP: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::new(10, 96, 0, 1)), 15_001);
 /// The server of a pod.
 fn server(seat: usize) -> SocketAddr {
-    let node = [1, 2, 3][seat];
+    let node = [1, 2, 3, 4][seat];
     (Ipv4Addr::new(10, 244, node, 10), 8_080).into()
 }
 
 /// What is said of the pod that is captured.
 const MESH: &str =
-    "{workloads: [{name: default/captured, addresses: [10.244.2.10], rules: {mode: kernel}}]}";
+    "{workloads: [{name: default/captured, addresses: [10.244.3.10], rules: {mode: kernel}}]}";
 /// Open files of each process: two for each of 20 000 connections, and some.
 const FILES: u64 = 100_000;
 /// Connections at the same time that the server serves.
