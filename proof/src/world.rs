@@ -604,7 +604,8 @@ impl World {
         let beside = if dst.is_v4() {
             octets[12..15] == [192, 168, 77] && octets[15] != 254
         } else {
-            octets[..8] == [0xfd, 0x77, 0, 0, 0, 0, 0, 0] && octets[14..] != [2, 0x54]
+            octets[..8] == [0xfd, 0x77, 0, 0, 0, 0, 0, 0]
+                && octets[8..] != [0, 0, 0, 0, 0, 0, 2, 0x54]
         };
         let uplink = (self.uplink, (!beside).then_some(router));
         let to = match self.places.get(&dst) {
