@@ -232,9 +232,8 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
     for (number, case) in CASES.iter().enumerate() {
         let parts = case.parts(extent) as usize;
         let of_case = &mut samples[number * Relay::ALL.len()..][..Relay::ALL.len()];
-        let baseline = |relay: Relay| Relay::ALL.iter().position(|other| *other == relay);
-        let direct = baseline(Relay::Direct).map_or(0.0, |i| median(&mut of_case[i].0.concat()));
-        let haproxy = baseline(Relay::Haproxy).map_or(0.0, |i| median(&mut of_case[i].1.concat()));
+        let direct = median(&mut of_case[Relay::Direct as usize].0.concat());
+        let haproxy = median(&mut of_case[Relay::Haproxy as usize].1.concat());
         for (relay, (rates, costs)) in Relay::ALL.into_iter().zip(of_case) {
             ensure!(
                 rates.concat().len() * 2 > rounds * parts,
