@@ -164,7 +164,7 @@ layout! {
     pub struct Meter {
         /// What it counts for.
         pub key: TrafficKey,
-        /// When it was made (CLOCK_MONOTONIC_COARSE, nanoseconds); 0 until it is established.
+        /// When it was made (CLOCK_MONOTONIC, nanoseconds); 0 until it is established.
         pub opened_at: u64,
     }
 
@@ -206,8 +206,7 @@ layout! {
         pub sent: u64,
         /// Bytes that the other side has sent, of those that were closed.
         pub received: u64,
-        /// How long those that were closed were open, in nanoseconds. Each is some ticks of the kernel's (1 to 10 ms);
-        /// the sum is right, since one that is shorter than a tick is as likely to see one end as it is long.
+        /// How long those that were closed were open, in nanoseconds.
         pub nanoseconds: u64,
     }
 }
@@ -350,6 +349,73 @@ pub fn is_proxy(mesh: u64, addr: Addr, port: Port) -> bool {
 /// address: by which the answers, and nothing else, come back to the proxy. Likewise, on the node, that
 /// of packets which were given to the proxy's socket, and of no socket.
 pub const FROM_CLIENT: u32 = 1 << 31;
+
+/// What the programs read of the kernel's own structures, which differ from kernel to kernel. Where it is, in bytes
+/// from the start of a socket, the agent finds in the kernel's BTF, and says in the programs' constant `FIELDS`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(usize)]
+pub enum Field {
+    /// Of `struct sock`: its cookie, 0 as long as nobody has asked for it.
+    Cookie,
+    /// `AF_INET` or `AF_INET6`, two bytes.
+    Family,
+    /// Its local port, two bytes in host order.
+    Port,
+    /// Its own IPv4 address, in network order.
+    V4,
+    /// The other side's.
+    RemoteV4,
+    /// Its own IPv6 address.
+    V6,
+    /// The other side's.
+    RemoteV6,
+    /// `SO_MARK`.
+    Mark,
+    /// A pointer to its network namespace.
+    Net,
+    /// Of `struct net`, from its start: its cookie.
+    NetCookie,
+    /// Of `struct tcp_sock`: what the other side has acknowledged, in bytes.
+    Acked,
+    /// What has been received.
+    Received,
+}
+
+impl Field {
+    /// All of them, in the order of the constant.
+    pub const ALL: [Self; 12] = [
+        Self::Cookie,
+        Self::Family,
+        Self::Port,
+        Self::V4,
+        Self::RemoteV4,
+        Self::V6,
+        Self::RemoteV6,
+        Self::Mark,
+        Self::Net,
+        Self::NetCookie,
+        Self::Acked,
+        Self::Received,
+    ];
+
+    /// The structure, and the way to the field in it, as in C.
+    pub const fn place(self) -> (&'static str, &'static str) {
+        match self {
+            Self::Cookie => ("sock", "__sk_common.skc_cookie"),
+            Self::Family => ("sock", "__sk_common.skc_family"),
+            Self::Port => ("sock", "__sk_common.skc_num"),
+            Self::V4 => ("sock", "__sk_common.skc_rcv_saddr"),
+            Self::RemoteV4 => ("sock", "__sk_common.skc_daddr"),
+            Self::V6 => ("sock", "__sk_common.skc_v6_rcv_saddr"),
+            Self::RemoteV6 => ("sock", "__sk_common.skc_v6_daddr"),
+            Self::Mark => ("sock", "sk_mark"),
+            Self::Net => ("sock", "__sk_common.skc_net.net"),
+            Self::NetCookie => ("net", "net_cookie"),
+            Self::Acked => ("tcp_sock", "bytes_acked"),
+            Self::Received => ("tcp_sock", "bytes_received"),
+        }
+    }
+}
 
 /// The most workloads on one node.
 pub const WORKLOADS: u32 = 16_384;

@@ -23,16 +23,17 @@ mod tables;
 
 use aya_ebpf::{
     macros::{
-        cgroup_sock, cgroup_sock_addr, cgroup_sockopt, classifier, sk_lookup, sk_msg, sock_ops,
+        btf_tracepoint, cgroup_sock, cgroup_sock_addr, cgroup_sockopt, classifier, sk_lookup,
+        sk_msg, sock_ops,
     },
     programs::{
-        SkLookupContext, SkMsgContext, SockAddrContext, SockContext, SockOpsContext,
-        SockoptContext, TcContext,
+        BtfTracePointContext, SkLookupContext, SkMsgContext, SockAddrContext, SockContext,
+        SockOpsContext, SockoptContext, TcContext,
     },
 };
 
 use crate::accelerate::{legs, message};
-use crate::capture::{assign, inbound, origin, outbound, sockopt};
+use crate::capture::{assign, inbound, origin, outbound, sockopt, states};
 use crate::socket::{SockAddr, V4, V6, connect, getpeername, recvmsg, release, sendmsg};
 
 /// TCP and UDP `connect()` to an IPv4 address.
@@ -121,7 +122,23 @@ fn getsockopt(ctx: SockoptContext) -> i32 {
     sockopt::getsockopt(ctx.sockopt)
 }
 
-/// A TCP socket is being connected, established, closed or begins to listen.
+/// The state of a socket is about to change: whether a connection that is measured is established or closed.
+#[btf_tracepoint(function = "inet_sock_set_state")]
+#[expect(clippy::needless_pass_by_value, reason = "the macro hands it over so")]
+fn tcp_states(ctx: BtfTracePointContext) -> i32 {
+    states::changed(&ctx);
+    0
+}
+
+/// A TCP socket is gone, and what was measured of it.
+#[btf_tracepoint(function = "tcp_destroy_sock")]
+#[expect(clippy::needless_pass_by_value, reason = "the macro hands it over so")]
+fn tcp_gone(ctx: BtfTracePointContext) -> i32 {
+    states::gone(&ctx);
+    0
+}
+
+/// A TCP socket is being connected to a proxy, accepted by one, closed or begins to listen.
 #[sock_ops]
 #[expect(clippy::needless_pass_by_value, reason = "the macro hands it over so")]
 fn tcp_events(ctx: SockOpsContext) -> u32 {

@@ -2,9 +2,9 @@
 //! but loopback, so that what a proxy costs is not lost in what a network costs.
 //!
 //! Three more pods on nodes of their own are alike, with a client and a server each: in one connections
-//! are captured, in one they are accelerated, in one they are left alone. Programs that see every socket
-//! are so in nobody else's way; and who dials directly has as little to do between its turns as who is
-//! captured.
+//! are captured, in one they are accelerated, in one they are left alone. Programs that see every socket of a
+//! cgroup are so in nobody else's way; those that see every socket of the machine are attached for the turn of who is
+//! captured. And who dials directly has as little to do between its turns as who is captured.
 
 use std::{
     fmt::Write as _,
@@ -16,6 +16,7 @@ use std::{
 };
 
 use anyhow::{Context as _, bail};
+use dataplane::kernel::rig::Traced;
 use dataplane_tests::{Agent, Command, Host, Lab, Process};
 use nix::{
     sched::{CpuSet, sched_setaffinity},
@@ -129,6 +130,8 @@ const MESH: &str =
 const FILES: u64 = 100_000;
 /// Connections at the same time that the server serves.
 const SERVED: u32 = 32;
+/// Until then the kernel has settled that a tracepoint has other programs.
+const SETTLED: Duration = Duration::from_millis(20);
 /// A proxy that has not begun to listen by then does not.
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -137,6 +140,7 @@ pub struct Stage {
     seats: Vec<Seat>,
     relays: Vec<(Relay, Process)>,
     _agent: Agent,
+    traced: Traced,
     lab: Lab,
     /// Connections at the same time that the limit of open files allows.
     pub connections: u64,
@@ -204,12 +208,15 @@ impl Stage {
             .manifests(manifest(files_of_ours.path(), captured))
             .args(["--mesh", MESH])
             .start()?;
+        let traced = Traced::of(agent.bpffs())?;
+        traced.detach()?;
         let mut stage = Self {
             seats,
             relays: vec![],
             connections: files.saturating_sub(500) / 2,
             files: files_of_ours,
             _agent: agent,
+            traced,
             lab,
         };
         stage.start_relays()?;
@@ -358,7 +365,16 @@ impl Stage {
             transport: Transport::Tcp,
             job,
         };
-        carry_out(&mut self.seats[relay.seat()].client, &order)
+        if relay == Relay::Kernel {
+            self.traced.attach()?;
+        }
+        // Everybody's turn begins with the same rest.
+        thread::sleep(SETTLED);
+        let result = carry_out(&mut self.seats[relay.seat()].client, &order);
+        if relay == Relay::Kernel {
+            self.traced.detach()?;
+        }
+        result
     }
 
     /// Keeps everything on one CPU, or lets it run on all.

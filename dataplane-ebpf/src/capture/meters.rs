@@ -2,10 +2,9 @@
 //! when they arrive, counted when they are established and when they are closed.
 //!
 //! In a table of [sets](crate::sets), and where a socket's set is full in its own storage, as the VIPs of
-//! connected sockets are. A place is free when the connection is closed, which the kernel tells of every
-//! one that [`watch`](super::origin::watch) was called for; or, if it was never established, when its socket
-//! is ([`release`]) or is connected again: it has failed then. With all of them in their sockets' storage a
-//! node made 4 % fewer connections a second (`cargo xtask bench relay`).
+//! connected sockets are. A place is free when the connection is closed, or its socket is, of which
+//! [`states`](super::states) tell, or when the socket is connected again: what was not established has failed. With
+//! all of them in their sockets' storage a node made 4 % fewer connections a second (`cargo xtask bench relay`).
 
 use core::{
     ffi::c_void,
@@ -13,19 +12,17 @@ use core::{
 };
 
 use aya_ebpf::{
-    EbpfContext as _,
-    bindings::{bpf_sock_addr, bpf_sock_ops},
+    bindings::bpf_sock_addr,
     helpers::generated::{
-        bpf_get_socket_cookie, bpf_ktime_get_coarse_ns, bpf_sk_storage_delete, bpf_sk_storage_get,
+        bpf_get_socket_cookie, bpf_ktime_get_ns, bpf_sk_storage_delete, bpf_sk_storage_get,
     },
-    programs::SockContext,
 };
 use dataplane_common::{
     Addr,
     capture::{Meter, MeterSets, Traffic, TrafficKey},
 };
 
-use super::origin::{CREATE, storage, storage_with};
+use super::{origin::CREATE, states::Socket};
 use crate::{
     atomic,
     sets::{free_place, place_of, take_place},
@@ -34,14 +31,6 @@ use crate::{
 
 /// `BPF_NOEXIST`.
 const NEW: u64 = 1;
-
-// States of a TCP socket (`include/net/tcp_states.h`).
-pub const SYN_SENT: u32 = 2;
-const FIN_WAIT2: u32 = 5;
-pub const CLOSE: u32 = 7;
-const CLOSE_WAIT: u32 = 8;
-const LAST_ACK: u32 = 9;
-const CLOSING: u32 = 11;
 
 /// Has a connection measured that is being made. Which service it asks for the program says that looks for
 /// it next ([`ask_for`]); whom it reaches is known when it is established.
@@ -122,21 +111,8 @@ pub fn forget(ctx: *mut bpf_sock_addr) {
     }
 }
 
-/// A socket is closed for good that has no connection: if one was to be measured, it has failed.
-#[inline(always)]
-pub fn release(ctx: &SockContext) {
-    // SAFETY: the program's context.
-    let cookie = unsafe { bpf_get_socket_cookie(ctx.as_ptr()) };
-    // The context of the program is the socket, which is a full one.
-    let place = kept(cookie, ctx.as_ptr());
-    if !place.is_null() {
-        failed(place);
-        free_place::<MeterSets>(cookie);
-    }
-}
-
-/// A connection that was to be measured is given up. One that was established is not: that it is over has been
-/// counted.
+/// A connection that was to be measured is given up. One that was established is not: that it is over is counted
+/// when it is.
 #[inline(always)]
 fn failed(meter: *mut Meter) {
     // SAFETY: a socket's place or storage, an element of the hash.
@@ -151,29 +127,30 @@ fn failed(meter: *mut Meter) {
     }
 }
 
-/// What is kept of the program's socket, or null.
+/// What is kept of a socket with this cookie, or null.
 #[inline(always)]
-pub fn of(ctx: *mut bpf_sock_ops) -> *mut Meter {
-    // SAFETY: the program's context.
-    let place = place_of::<MeterSets>(unsafe { bpf_get_socket_cookie(ctx.cast()) });
-    if place.is_null() {
-        storage(ctx, from_ref(&MORE_METERS).cast(), 0).cast()
+pub fn kept_of(socket: Socket, cookie: u64) -> *mut Meter {
+    if cookie == 0 {
+        null_mut()
     } else {
-        place
+        kept(cookie, socket.as_ptr())
     }
 }
 
-/// A connection that was begun is established.
+/// A connection that was begun is established: once, also where two agents' programs tell of it.
 #[inline(always)]
 pub fn established(meter: *mut Meter, reached: Addr) {
     // SAFETY: the socket's place or storage.
-    let pool = unsafe { (*meter).key.pool };
+    let Meter { key, opened_at } = unsafe { *meter };
+    if opened_at != 0 {
+        return;
+    }
     // Who asked for a service has reached one of its endpoints.
-    let of_service = pool != 0 && pool != TrafficKey::INBOUND;
+    let of_service = key.pool != 0 && key.pool != TrafficKey::INBOUND;
     let known = of_service || KNOWN.get_ptr(reached).is_some();
     // SAFETY: as above; the helper has no preconditions.
     unsafe {
-        (*meter).opened_at = bpf_ktime_get_coarse_ns();
+        (*meter).opened_at = bpf_ktime_get_ns();
         if known {
             (*meter).key.addr = reached;
         }
@@ -185,9 +162,9 @@ pub fn established(meter: *mut Meter, reached: Addr) {
     }
 }
 
-/// A connection has arrived from a client. Answers whether it is measured.
+/// A connection has arrived from a client.
 #[inline(always)]
-pub fn arrived(ctx: *mut bpf_sock_ops, workload: u32, client: Addr) -> bool {
+pub fn arrived(socket: Socket, workload: u32, client: Addr) {
     let mut meter = Meter {
         key: TrafficKey {
             workload,
@@ -196,62 +173,62 @@ pub fn arrived(ctx: *mut bpf_sock_ops, workload: u32, client: Addr) -> bool {
         },
         opened_at: 0,
     };
-    // SAFETY: the program's context.
-    let mut place = take_place::<MeterSets>(unsafe { bpf_get_socket_cookie(ctx.cast()) });
+    // SAFETY: a full socket.
+    let cookie = unsafe { bpf_get_socket_cookie(socket.as_ptr()) };
+    let mut place = take_place::<MeterSets>(cookie);
     if place.is_null() {
-        place = storage_with(ctx, from_ref(&MORE_METERS).cast(), &raw mut meter).cast();
+        let table = from_ref(&MORE_METERS).cast_mut().cast();
+        // SAFETY: a full socket; the storage is as large as a meter.
+        unsafe {
+            place =
+                bpf_sk_storage_get(table, socket.as_ptr(), (&raw mut meter).cast(), CREATE).cast();
+        }
     }
     if place.is_null() {
-        return false;
+        return;
     }
     // SAFETY: the socket's own place or storage.
     unsafe { *place = meter };
     established(place, client);
-    true
 }
 
-/// A connection is closed: what was kept of it goes.
+/// A connection is closed: what was kept of it goes. `ended`: our FIN was acknowledged; `other_ended`: there was one
+/// of the other side.
 #[inline(always)]
-pub fn closed(ctx: *mut bpf_sock_ops, meter: *mut Meter, before: u32) {
+pub fn closed(socket: Socket, cookie: u64, meter: *mut Meter, ended: bool, other_ended: bool) {
+    let (acked, received) = socket.bytes();
     // SAFETY: the socket's place or storage.
+    if unsafe { (*meter).opened_at } == 0 && acked != 0 {
+        // Nobody has told that it was: see `states`.
+        established(meter, socket.remote());
+    }
+    // SAFETY: as above.
     if unsafe { (*meter).opened_at } == 0 {
-        // Somebody else had the kernel tell of all states.
         failed(meter);
     } else {
-        add_up(ctx, meter, before);
+        let received = received.saturating_sub(u64::from(other_ended));
+        add_up(meter, acked.saturating_sub(u64::from(ended)), received);
     }
-    // SAFETY: the program's context and a field of it, which is checked.
-    unsafe {
-        if free_place::<MeterSets>(bpf_get_socket_cookie(ctx.cast())) {
-            return;
-        }
-        let sk = read_volatile(&raw const (*ctx).__bindgen_anon_2.sk);
-        if !sk.is_null() {
-            bpf_sk_storage_delete(from_ref(&MORE_METERS).cast_mut().cast(), sk.cast());
-        }
+    if free_place::<MeterSets>(cookie) {
+        return;
     }
+    // SAFETY: a table of meters, and a full socket.
+    unsafe { bpf_sk_storage_delete(from_ref(&MORE_METERS).cast_mut().cast(), socket.as_ptr()) };
 }
 
+/// `acked`: with the SYN of who connects.
 #[inline(always)]
-fn add_up(ctx: *mut bpf_sock_ops, meter: *mut Meter, before: u32) {
+fn add_up(meter: *mut Meter, acked: u64, received: u64) {
     let traffic = traffic(meter);
     if traffic.is_null() {
         return;
     }
-    // SAFETY: the socket's place or storage, an element of the hash, and fields of the context.
+    // SAFETY: the socket's place or storage, and an element of the hash.
     unsafe {
-        let opened_at = (*meter).opened_at;
-        // A FIN counts as a byte each, and so does the SYN of who connects.
         let syn = u64::from((*meter).key.pool != TrafficKey::INBOUND);
-        let acked = read_volatile(&raw const (*ctx).bytes_acked);
-        let ended = before == FIN_WAIT2 || before == LAST_ACK || before == CLOSING;
-        let received = read_volatile(&raw const (*ctx).bytes_received);
-        let other_ended = ended || before == CLOSE_WAIT;
-        let sent = acked.saturating_sub(syn + u64::from(ended));
-        atomic::add(&raw mut (*traffic).sent, sent);
-        let received = received.saturating_sub(u64::from(other_ended));
+        atomic::add(&raw mut (*traffic).sent, acked.saturating_sub(syn));
         atomic::add(&raw mut (*traffic).received, received);
-        let lasted = bpf_ktime_get_coarse_ns().wrapping_sub(opened_at);
+        let lasted = bpf_ktime_get_ns().wrapping_sub((*meter).opened_at);
         atomic::add(&raw mut (*traffic).nanoseconds, lasted);
         atomic::add(&raw mut (*traffic).closed, 1);
     }

@@ -6,6 +6,7 @@ pub mod meters;
 pub mod origin;
 pub mod outbound;
 pub mod sockopt;
+pub mod states;
 
 use aya_ebpf::maps::lpm_trie::Key;
 use dataplane_common::{

@@ -1,14 +1,12 @@
-//! A connection's life, as `sockops` sees it: the original destination is passed from the client's
-//! socket to the proxy's, a proxy that begins to listen is noticed, and connections that go direct
-//! are measured.
+//! Connections to a proxy, as `sockops` sees them: the original destination is passed from the client's
+//! socket to the proxy's, and a proxy that begins to listen is noticed. Attached only where there is one.
 
 use core::ptr::{from_ref, null_mut, read_volatile};
 
 use aya_ebpf::{
     bindings::{
-        BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB, BPF_SOCK_OPS_PASSIVE_ESTABLISHED_CB,
-        BPF_SOCK_OPS_STATE_CB, BPF_SOCK_OPS_STATE_CB_FLAG, BPF_SOCK_OPS_TCP_CONNECT_CB,
-        BPF_SOCK_OPS_TCP_LISTEN_CB, bpf_sock_ops,
+        BPF_SOCK_OPS_PASSIVE_ESTABLISHED_CB, BPF_SOCK_OPS_STATE_CB, BPF_SOCK_OPS_STATE_CB_FLAG,
+        BPF_SOCK_OPS_TCP_CONNECT_CB, BPF_SOCK_OPS_TCP_LISTEN_CB, bpf_sock_ops,
     },
     helpers::generated::{
         bpf_get_netns_cookie, bpf_get_socket_cookie, bpf_sk_storage_get, bpf_sock_hash_update,
@@ -17,18 +15,15 @@ use aya_ebpf::{
 };
 use dataplane_common::{
     Addr, Port, Reason,
-    capture::{self, CaptureConfig, Enrolled, FROM_CLIENT, ListenerKey, Local, Origin, Tuple},
+    capture::{CaptureConfig, Enrolled, FROM_CLIENT, ListenerKey, Origin, Tuple},
     tables::{Peer, PeerSets},
 };
 
-use super::{
-    Live, config,
-    meters::{self, CLOSE},
-};
+use super::{config, states::CLOSE};
 use crate::{
     select::count,
     sets::place_of,
-    tables::{ACCEPTED, LISTENERS, LOCALS, MORE_PEERS, NAMESPACES, ORIGINS},
+    tables::{ACCEPTED, LISTENERS, MORE_PEERS, NAMESPACES, ORIGINS},
 };
 
 /// `BPF_SK_STORAGE_GET_F_CREATE`.
@@ -41,7 +36,6 @@ pub fn run(ctx: *mut bpf_sock_ops) -> u32 {
     // SAFETY: a field of the context.
     match unsafe { read_volatile(&raw const (*ctx).op) } {
         BPF_SOCK_OPS_TCP_CONNECT_CB => connecting(ctx),
-        BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB => connected(ctx),
         BPF_SOCK_OPS_PASSIVE_ESTABLISHED_CB => accepted(ctx),
         BPF_SOCK_OPS_STATE_CB => changed(ctx),
         BPF_SOCK_OPS_TCP_LISTEN_CB => listening(ctx),
@@ -111,9 +105,6 @@ fn accepted(ctx: *mut bpf_sock_ops) {
     // SAFETY: a field of the context; in host order.
     let port = unsafe { read_volatile(&raw const (*ctx).local_port) };
     if port != u32::from(config.outbound.host()) {
-        if config.flags & CaptureConfig::ARRIVALS != 0 {
-            arrived(ctx, config, port);
-        }
         return;
     }
     let tuple = tuple(ctx, false);
@@ -129,76 +120,17 @@ fn accepted(ctx: *mut bpf_sock_ops) {
     let _ = ORIGINS.remove(tuple);
 }
 
-/// A connection to a workload between whom and its clients nobody stands is measured where it
-/// arrives: what a proxy would take, by the same rules.
-#[inline(always)]
-fn arrived(ctx: *mut bpf_sock_ops, config: &CaptureConfig, port: u32) {
-    let (addr, client) = (local(ctx), remote(ctx));
-    // What a workload says to itself is no proxy's either. That this comes before the table makes
-    // it nothing for connections by loopback.
-    if addr == client {
-        return;
-    }
-    let Some(found) = LOCALS.get_ptr(addr) else {
-        return;
-    };
-    // SAFETY: a hash's element, freed after a grace period.
-    let found: Local = unsafe { *found };
-    // SAFETY: the program's context.
-    if !found.is_measured() || found.netns != unsafe { bpf_get_netns_cookie(ctx.cast()) } {
-        return;
-    }
-    if let Some(own) = LOCALS.get_ptr(client)
-        // SAFETY: as above.
-        && unsafe { (*own).netns } == found.netns
-    {
-        return;
-    }
-    // What the proxy took while there was one, it counts.
-    if is_from_client(ctx, config) {
-        return;
-    }
-    // The kernel does not say by which interface it came.
-    if capture::inbound(&Live, &found, port, 0) == Reason::CapturedInbound
-        && meters::arrived(ctx, found.workload, client)
-    {
-        watch(ctx);
-    }
-}
-
-/// A connection that is measured is established.
-#[inline(always)]
-fn connected(ctx: *mut bpf_sock_ops) {
-    let meter = meters::of(ctx);
-    if !meter.is_null() {
-        meters::established(meter, remote(ctx));
-        // Not before: to be told of this state, too, would be a call more for each connection. That one failed its
-        // socket tells.
-        watch(ctx);
-    }
-}
-
-/// A socket that is watched is closed: a client's, or one that is measured.
+/// A client's socket is closed.
 #[inline(always)]
 fn changed(ctx: *mut bpf_sock_ops) {
-    // SAFETY: fields of the context.
-    let (before, now) = unsafe {
-        (
-            read_volatile(&raw const (*ctx).__bindgen_anon_1.args[0]),
-            read_volatile(&raw const (*ctx).__bindgen_anon_1.args[1]),
-        )
-    };
+    // SAFETY: a field of the context.
+    let now = unsafe { read_volatile(&raw const (*ctx).__bindgen_anon_1.args[1]) };
     if now != CLOSE {
         return;
     }
     let Some(config) = config() else { return };
     if is_to_proxy(ctx, config) || is_from_client(ctx, config) {
         let _ = ORIGINS.remove(tuple(ctx, true));
-        return;
-    }
-    let meter = meters::of(ctx);
-    if !meter.is_null() {
-        meters::closed(ctx, meter, before);
     }
 }
 

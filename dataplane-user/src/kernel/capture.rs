@@ -31,7 +31,7 @@ use super::{
     answers,
     error::{Doing, Error},
     map::{Hash, Mapped, Plain},
-    pins::{Pins, spec},
+    pins::{self, Pins, spec},
     programs::{self, INBOUND},
     rtnetlink::Netlink,
     sys,
@@ -68,6 +68,8 @@ pub struct Capture {
     held: Captured,
     options: Option<CaptureOptions>,
     program: Option<OwnedFd>,
+    /// For connections to a proxy.
+    events: Option<OwnedFd>,
     /// For the interfaces of workloads that are captured by their packets.
     packets: Option<CaptureProgram>,
 }
@@ -246,9 +248,10 @@ impl Capture {
         hook: Option<Hook>,
     ) -> Result<Self, Error> {
         let own = CaptureTables::open_pins(pins, true)?;
-        let (mut program, mut packets) = (None, None);
+        let (mut program, mut events, mut packets) = (None, None, None);
         if options.is_some() {
             program = Some(programs::inbound_program(ebpf)?);
+            events = Some(programs::events_program(ebpf)?);
             let on_interfaces = programs::packet_program(ebpf, tc::Direction::Capture)?;
             packets = Some(CaptureProgram::new(on_interfaces, hook)?);
         }
@@ -257,6 +260,7 @@ impl Capture {
             tables: own,
             options,
             program,
+            events,
             packets,
         };
         if let Some(options) = options {
@@ -326,6 +330,23 @@ impl Capture {
     /// The tables, for reading.
     pub fn tables(&self) -> &CaptureTables {
         &self.tables
+    }
+
+    /// Has a program be told of connections to a proxy if `wanted` has one, or anybody may be one: before the first of
+    /// them is made.
+    pub(super) fn attach_events(
+        &self,
+        pins: &Pins,
+        cgroup: &Path,
+        wanted: &Captured,
+    ) -> Result<(), Error> {
+        let (Some(options), Some(program)) = (self.options, &self.events) else {
+            return Ok(());
+        };
+        if options.foreign || has_proxy(wanted) {
+            programs::attach_events(program.as_fd(), pins, cgroup)?;
+        }
+        Ok(())
     }
 
     /// Brings the tables in line with `wanted`: new rules first, then the workloads that refer to
@@ -534,11 +555,22 @@ fn links(pins: &Pins) -> Vec<(PathBuf, u64)> {
         .collect()
 }
 
+/// Whether anybody's connections go to a proxy.
+fn has_proxy(captured: &Captured) -> bool {
+    let enrolled = captured
+        .namespaces
+        .values()
+        .chain(captured.cgroups.values());
+    let flags = enrolled.map(|enrolled| enrolled.flags);
+    let of_addresses = captured.locals.values().map(|local| local.flags);
+    flags
+        .chain(of_addresses)
+        .any(|flags| flags & (Enrolled::PROXY | Enrolled::INBOUND | Enrolled::PACKETS) != 0)
+}
+
 fn detach(path: &Path) -> Result<(), Error> {
-    sys::obj_get(path)
-        .and_then(|link| sys::link_detach(link.as_fd()))
-        .doing(|| format!("cannot detach {}", path.display()))?;
-    fs::remove_file(path).doing(|| format!("cannot remove {}", path.display()))
+    let link = sys::obj_get(path).doing(|| format!("cannot open {}", path.display()))?;
+    pins::remove_link(&link, path)
 }
 
 /// What is known of the network namespace that this thread is in.

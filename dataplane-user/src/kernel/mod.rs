@@ -7,6 +7,7 @@ mod capture;
 pub mod conntrack;
 mod diag;
 mod error;
+mod fields;
 mod interfaces;
 mod layouts;
 mod listening;
@@ -83,6 +84,7 @@ pub const DEFAULT_BPFFS: &str = "/sys/fs/bpf/dataplane";
 #[derive(Debug)]
 pub struct Kernel {
     pins: Pins,
+    cgroup: PathBuf,
     limits: Limits,
     tables: Tables,
     packet: PacketPath,
@@ -102,7 +104,6 @@ pub struct Kernel {
 #[derive(Debug)]
 struct Waiting {
     ebpf: Ebpf,
-    cgroup: PathBuf,
     capture: bool,
 }
 
@@ -171,14 +172,15 @@ impl Kernel {
         if waits {
             waiting = Some(Waiting {
                 ebpf,
-                cgroup: paths.cgroup.clone(),
                 capture: has_capture,
             });
         } else {
             programs::attach(&ebpf, &pins, &paths.cgroup, has_capture)?;
+            capture.attach_events(&pins, &paths.cgroup, capture.held())?;
         }
         Ok(Self {
             pins,
+            cgroup: paths.cgroup.clone(),
             limits,
             tables,
             packet,
@@ -290,6 +292,10 @@ impl Kernel {
         levels: u32,
         namespaces: &[&Namespace],
     ) -> Result<(), Error> {
+        if self.waiting.is_none() {
+            self.capture
+                .attach_events(&self.pins, &self.cgroup, wanted)?;
+        }
         // Before anything is looked up by it, and after.
         for namespace in namespaces.iter().filter(|_| self.waiting.is_none()) {
             self.capture.attach(&self.pins, namespace)?;
@@ -339,14 +345,12 @@ impl Kernel {
     /// next agent goes on from there.
     pub fn replace_other_layouts(&mut self) -> Result<Vec<CleanupItem>, Error> {
         if let Some(waiting) = &self.waiting {
-            let Waiting {
-                ebpf,
-                cgroup,
-                capture,
-            } = waiting;
+            let Waiting { ebpf, capture } = waiting;
             self.pins
                 .take_links(|name| programs::is_link(name, *capture))?;
-            programs::attach(ebpf, &self.pins, cgroup, *capture)?;
+            programs::attach(ebpf, &self.pins, &self.cgroup, *capture)?;
+            self.capture
+                .attach_events(&self.pins, &self.cgroup, self.capture.held())?;
             self.waiting = None;
         }
         let mut removed = Vec::new();

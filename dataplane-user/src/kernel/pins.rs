@@ -458,7 +458,7 @@ impl Pins {
         let foreign = |found: String| Error::Foreign {
             path: path.clone(),
             found,
-            wanted: format!("the cgroup link of program {}", program.name),
+            wanted: format!("the link of program {}", program.name),
         };
         let kind = kind(&path, &fd)?;
         if kind != ObjectKind::Link {
@@ -466,8 +466,12 @@ impl Pins {
         }
         let info = sys::link_info(fd.as_fd())
             .doing(|| format!("cannot ask what {} is", path.display()))?;
-        let is_cgroup = matches!(info.target, LinkTarget::Cgroup(_));
-        if !is_cgroup || info.attach_type != program.hook as u32 {
+        let is_like_it = match info.target {
+            LinkTarget::Cgroup(_) => info.attach_type == program.hook as u32,
+            LinkTarget::Tracepoint => program.is_traced(),
+            _ => false,
+        };
+        if !is_like_it {
             return Err(foreign("a link of another kind".into()));
         }
         let loaded = sys::prog_by_id(info.program)
@@ -588,12 +592,12 @@ pub fn remove_layout(layout: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, E
             let (what, ours) = classify(&path, wanted);
             if ours && !dry_run {
                 if wanted == ObjectKind::Link {
-                    // Removing the last pin of a link detaches it too, but some time later.
-                    sys::obj_get(&path)
-                        .and_then(|link| sys::link_detach(link.as_fd()))
-                        .doing(|| format!("cannot detach {}", path.display()))?;
+                    let link =
+                        sys::obj_get(&path).doing(|| format!("cannot open {}", path.display()))?;
+                    remove_link(&link, &path)?;
+                } else {
+                    fs::remove_file(&path).doing(|| format!("cannot remove {}", path.display()))?;
                 }
-                fs::remove_file(&path).doing(|| format!("cannot remove {}", path.display()))?;
             }
             items.push(CleanupItem { path, what, ours });
         }
@@ -601,6 +605,16 @@ pub fn remove_layout(layout: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, E
     }
     remove_directory(layout, dry_run, &mut items)?;
     Ok(items)
+}
+
+/// Detaches a link's program, and removes its pin: whose last one is removed is detached too, but some time later.
+pub fn remove_link(link: &OwnedFd, path: &Path) -> Result<(), Error> {
+    match sys::link_detach(link.as_fd()) {
+        // Of a tracepoint, which cannot be detached in another way.
+        Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => {}
+        result => result.doing(|| format!("cannot detach {}", path.display()))?,
+    }
+    fs::remove_file(path).doing(|| format!("cannot remove {}", path.display()))
 }
 
 fn remove_directory(

@@ -6,6 +6,7 @@ use aya_obj::generated::{
     bpf_attach_type::{
         self, BPF_CGROUP_GETSOCKOPT, BPF_CGROUP_INET_INGRESS, BPF_CGROUP_INET4_CONNECT,
         BPF_CGROUP_INET4_GETSOCKNAME, BPF_CGROUP_SOCK_OPS, BPF_SK_LOOKUP, BPF_TCX_INGRESS,
+        BPF_TRACE_RAW_TP,
     },
     bpf_map_type::{
         self, BPF_MAP_TYPE_ARRAY, BPF_MAP_TYPE_LRU_HASH, BPF_MAP_TYPE_RINGBUF,
@@ -14,13 +15,16 @@ use aya_obj::generated::{
     bpf_prog_type::{
         self, BPF_PROG_TYPE_CGROUP_SOCK_ADDR, BPF_PROG_TYPE_CGROUP_SOCKOPT,
         BPF_PROG_TYPE_SCHED_CLS, BPF_PROG_TYPE_SK_LOOKUP, BPF_PROG_TYPE_SOCK_OPS,
+        BPF_PROG_TYPE_TRACING,
     },
 };
 
 use super::{
-    Paths, cgroup2_root, object,
+    Paths, cgroup2_root,
+    fields::Types,
+    object,
     pins::Pins,
-    programs::PROGRAMS,
+    programs::{self, CAPTURE_PROGRAMS, PROGRAMS},
     sockets,
     sys::{self, Shape},
 };
@@ -193,6 +197,11 @@ pub fn features(paths: &Paths) -> Vec<Feature> {
             ),
         ),
         mesh(
+            "tracepoints",
+            "mesh: what connections that go direct come to",
+            traced(),
+        ),
+        mesh(
             "cgroup/getsockopt",
             "mesh: proxies that ask for SO_ORIGINAL_DST",
             load(
@@ -246,7 +255,7 @@ pub fn features(paths: &Paths) -> Vec<Feature> {
             "BTF of the kernel",
             "readable maps and programs in bpftool",
             exists("/sys/kernel/btf/vmlinux"),
-            "numbers instead of names there, nothing else",
+            "numbers instead of names there, and no mesh",
             "a kernel with CONFIG_DEBUG_INFO_BTF",
         ),
     ]);
@@ -358,6 +367,21 @@ fn helper(hook: bpf_attach_type, number: u32) -> Result<String, String> {
         hook,
         &[CLEAR_ARGUMENT, call, SET_RESULT, EXIT],
     )
+}
+
+/// Whether programs for all tracepoints that ours are for can be loaded.
+fn traced() -> Result<String, String> {
+    let types = Types::read().map_err(|error| error.to_string())?;
+    for tracepoint in CAPTURE_PROGRAMS
+        .iter()
+        .filter_map(|spec| programs::tracepoint(spec.name))
+    {
+        let id = types.tracepoint(tracepoint)?;
+        let program = &[SET_RESULT, EXIT];
+        sys::prog_load_traced(BPF_PROG_TYPE_TRACING, BPF_TRACE_RAW_TP, program, id)
+            .map_err(|error| format!("{tracepoint}: {error}"))?;
+    }
+    Ok("yes".into())
 }
 
 fn load(

@@ -20,11 +20,11 @@ use aya_obj::generated::{
         BPF_CGROUP_INET4_GETPEERNAME, BPF_CGROUP_INET4_GETSOCKNAME, BPF_CGROUP_INET6_CONNECT,
         BPF_CGROUP_INET6_GETPEERNAME, BPF_CGROUP_INET6_GETSOCKNAME, BPF_CGROUP_SOCK_OPS,
         BPF_CGROUP_UDP4_RECVMSG, BPF_CGROUP_UDP4_SENDMSG, BPF_CGROUP_UDP6_RECVMSG,
-        BPF_CGROUP_UDP6_SENDMSG,
+        BPF_CGROUP_UDP6_SENDMSG, BPF_TRACE_RAW_TP,
     },
     bpf_prog_type::{
         self, BPF_PROG_TYPE_CGROUP_SOCK, BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
-        BPF_PROG_TYPE_CGROUP_SOCKOPT, BPF_PROG_TYPE_SOCK_OPS,
+        BPF_PROG_TYPE_CGROUP_SOCKOPT, BPF_PROG_TYPE_SOCK_OPS, BPF_PROG_TYPE_TRACING,
     },
 };
 use dataplane_common::capture::MeterSets;
@@ -32,9 +32,10 @@ use zerocopy::FromZeros as _;
 
 use super::{
     error::{Doing, Error},
+    fields::Types,
     map::Mapped,
     object,
-    pins::{MAPS, Pins, spec},
+    pins::{self, MAPS, Pins, spec},
     sys::{self, LinkTarget},
     tc::Direction,
 };
@@ -77,13 +78,12 @@ pub const PROGRAMS: [Spec; 9] = [
 ];
 
 /// The programs of mesh capture, which are attached only where there is a mesh, and before those
-/// above: what they leave alone, and what goes direct, is then a service's or not.
-pub const CAPTURE_PROGRAMS: [Spec; 6] = [
-    Spec {
-        name: TCP_EVENTS,
-        kind: BPF_PROG_TYPE_SOCK_OPS,
-        hook: BPF_CGROUP_SOCK_OPS,
-    },
+/// above: what they leave alone, and what goes direct, is then a service's or not. Those come first that are told when
+/// what the others begin is over.
+pub const CAPTURE_PROGRAMS: [Spec; 8] = [
+    traced("tcp_states"),
+    traced("tcp_gone"),
+    TCP_EVENTS,
     Spec {
         name: "getsockopt",
         kind: BPF_PROG_TYPE_CGROUP_SOCKOPT,
@@ -95,8 +95,37 @@ pub const CAPTURE_PROGRAMS: [Spec; 6] = [
     sock_addr("capture6", BPF_CGROUP_INET6_CONNECT),
 ];
 
-/// The program that is told of connections' states.
-const TCP_EVENTS: &str = "tcp_events";
+/// The program that is told of connections to a proxy. The kernel asks it ten times for every connection, so it is
+/// attached when there is somebody with a proxy ([`attach_events`]), and stays from then on.
+const TCP_EVENTS: Spec = Spec {
+    name: "tcp_events",
+    kind: BPF_PROG_TYPE_SOCK_OPS,
+    hook: BPF_CGROUP_SOCK_OPS,
+};
+
+const fn traced(name: &'static str) -> Spec {
+    Spec {
+        name,
+        kind: BPF_PROG_TYPE_TRACING,
+        hook: BPF_TRACE_RAW_TP,
+    }
+}
+
+/// The kernel's tracepoint of a program that is attached to one.
+pub fn tracepoint(program: &str) -> Option<&'static str> {
+    match program {
+        "tcp_states" => Some("inet_sock_set_state"),
+        "tcp_gone" => Some("tcp_destroy_sock"),
+        _ => None,
+    }
+}
+
+impl Spec {
+    /// Whether it is attached to a tracepoint, and not to a cgroup.
+    pub fn is_traced(&self) -> bool {
+        self.kind == BPF_PROG_TYPE_TRACING
+    }
+}
 
 /// The program that is attached to workloads' network namespaces.
 pub const INBOUND: &str = "inbound_lookup";
@@ -109,7 +138,8 @@ pub const REPLACEMENT: &str = "-new";
 /// `flows`: how many the tables of conntrack have room for, if they are created; `packet`: whether
 /// the packet path's programs are loaded too, and its tables made; `capture`: those of mesh capture.
 pub fn load(pins: &Pins, flows: u32, packet: bool, capture: bool) -> Result<Ebpf, Error> {
-    let load = |level| load_logging(pins, flows, packet, capture, level);
+    let types = if capture { Some(Types::read()?) } else { None };
+    let load = |level| load_logging(pins, flows, packet, types.as_ref(), level);
     // Writing the verifier's log takes most of the time of a load: only where there is something to
     // read in it, and then the path that led to the refusal, without all those that did not.
     load(VerifierLogLevel::DISABLE).or_else(|error| match error {
@@ -122,11 +152,15 @@ fn load_logging(
     pins: &Pins,
     flows: u32,
     packet: bool,
-    capture: bool,
+    types: Option<&Types>,
     level: VerifierLogLevel,
 ) -> Result<Ebpf, Error> {
+    let capture = types.is_some();
     let mut loader = EbpfLoader::new();
     loader.verifier_log_level(level);
+    if let Some(types) = types {
+        loader.override_global("FIELDS", &types.fields[..], true);
+    }
     for map in &MAPS {
         if map.is_of_flows() && !packet {
             // The loader makes every map of the object. Those that no loaded program uses are gone
@@ -146,6 +180,12 @@ fn load_logging(
             Some(Program::CgroupSock(program)) => program.load(),
             Some(Program::CgroupSockopt(program)) => program.load(),
             Some(Program::SockOps(program)) => program.load(),
+            Some(Program::BtfTracePoint(program)) => {
+                let (Some(tracepoint), Some(types)) = (tracepoint(spec.name), types) else {
+                    return Err(absent(spec.name));
+                };
+                program.load(tracepoint, &types.btf)
+            }
             _ => return Err(absent(spec.name)),
         };
         result.map_err(|source| load_error(spec.name, source))?;
@@ -170,10 +210,17 @@ fn load_logging(
     Ok(ebpf)
 }
 
-/// The programs that are attached to the cgroup, in the order in which they are.
+/// The programs that are attached to the cgroup or to tracepoints, in the order in which they are.
 fn wanted(capture: bool) -> impl Iterator<Item = &'static Spec> {
     let capturing = CAPTURE_PROGRAMS.iter().filter(move |_| capture);
     capturing.chain(&PROGRAMS)
+}
+
+/// A descriptor of its own of the loaded program that is told of connections to a proxy.
+pub fn events_program(ebpf: &Ebpf) -> Result<OwnedFd, Error> {
+    descriptor(ebpf, &TCP_EVENTS)?
+        .try_clone_to_owned()
+        .doing(|| format!("cannot keep program {}", TCP_EVENTS.name))
 }
 
 /// A descriptor of its own of the loaded program for workloads' network namespaces.
@@ -206,6 +253,7 @@ fn descriptor<'a>(ebpf: &'a Ebpf, spec: &Spec) -> Result<BorrowedFd<'a>, Error> 
         Some(Program::CgroupSock(program)) => program.fd(),
         Some(Program::CgroupSockopt(program)) => program.fd(),
         Some(Program::SockOps(program)) => program.fd(),
+        Some(Program::BtfTracePoint(program)) => program.fd(),
         _ => return Err(absent(spec.name)),
     };
     Ok(fd.map_err(|source| load_error(spec.name, source))?.as_fd())
@@ -225,8 +273,8 @@ pub fn load_error(program: &'static str, source: ProgramError) -> Error {
     }
 }
 
-/// Attaches every program to a cgroup, or, where its link is there already, swaps the program in
-/// place: no moment without one.
+/// Attaches every program to a cgroup or its tracepoint, or, where its link is there already, swaps the program in
+/// place: no moment without one. The one that is told of connections to a proxy is only swapped.
 ///
 /// The kernel runs programs of a cgroup in the order in which they were attached. So where those of
 /// capture are new, those for services that have the same hook are attached anew after them, and
@@ -245,14 +293,16 @@ pub fn attach(ebpf: &Ebpf, pins: &Pins, cgroup: &Path, capture: bool) -> Result<
         let is_capture = CAPTURE_PROGRAMS.iter().any(|other| other.name == spec.name);
         let after = !is_capture && before_us && is_connect(spec);
         match pins.open_link(spec)? {
+            None if spec.name == TCP_EVENTS.name => {}
             Some((link, info)) if info.target == LinkTarget::Cgroup(id) && !after => {
                 sys::link_update(link.as_fd(), fd)
                     .doing(|| format!("cannot swap program {}", spec.name))?;
             }
-            // On another cgroup, or on one that is gone: attached anew, then the pin is replaced.
+            // On another cgroup, or on one that is gone, or on a tracepoint, whose links know no other program: attached
+            // anew, then the pin is replaced. For a moment both are told.
             Some(_) => create(spec, fd, &directory, &pins.link(spec.name), true)?,
             None => {
-                if spec.name == TCP_EVENTS {
+                if spec.is_traced() {
                     forget_meters(pins)?;
                 }
                 before_us |= is_capture && is_connect(spec);
@@ -261,6 +311,17 @@ pub fn attach(ebpf: &Ebpf, pins: &Pins, cgroup: &Path, capture: bool) -> Result<
         }
     }
     Ok(())
+}
+
+/// Has a program be told of connections to a proxy, from now on; nothing if one is.
+pub fn attach_events(program: BorrowedFd<'_>, pins: &Pins, cgroup: &Path) -> Result<(), Error> {
+    if pins.open_link(&TCP_EVENTS)?.is_some() {
+        return Ok(());
+    }
+    let directory =
+        File::open(cgroup).doing(|| format!("cannot open the cgroup {}", cgroup.display()))?;
+    let path = pins.link(TCP_EVENTS.name);
+    create(&TCP_EVENTS, program, &directory, &path, false)
 }
 
 /// Whether a link's pin has the name of one that an agent looks after, with capture or without.
@@ -298,9 +359,7 @@ fn is_connect(spec: &Spec) -> bool {
 fn detach_capture(pins: &Pins) -> Result<(), Error> {
     for spec in CAPTURE_PROGRAMS.iter().rev() {
         if let Some((link, _)) = pins.open_link(spec)? {
-            let path = pins.link(spec.name);
-            sys::link_detach(link.as_fd()).doing(|| format!("cannot detach {}", path.display()))?;
-            fs::remove_file(&path).doing(|| format!("cannot remove {}", path.display()))?;
+            pins::remove_link(&link, &pins.link(spec.name))?;
         }
     }
     Ok(())
@@ -313,8 +372,13 @@ fn create(
     path: &Path,
     replace: bool,
 ) -> Result<(), Error> {
-    let link = sys::link_create_cgroup(program, cgroup.as_fd(), spec.hook)
-        .doing(|| format!("cannot attach program {} to the cgroup", spec.name))?;
+    let link = if spec.is_traced() {
+        sys::link_create_traced(program)
+            .doing(|| format!("cannot attach program {} to its tracepoint", spec.name))?
+    } else {
+        sys::link_create_cgroup(program, cgroup.as_fd(), spec.hook)
+            .doing(|| format!("cannot attach program {} to the cgroup", spec.name))?
+    };
     if !replace {
         return sys::obj_pin(link.as_fd(), path).doing(|| format!("cannot pin {}", path.display()));
     }
@@ -392,9 +456,11 @@ pub fn attachments(pins: &Pins, cgroup: &Path) -> Result<Vec<Attachment>, Error>
     let directory =
         File::open(cgroup).doing(|| format!("cannot open the cgroup {}", cgroup.display()))?;
     let id = cgroup_id(&directory, cgroup)?;
-    // A mesh is not everywhere: without its first pin, there is none.
+    // A mesh is not everywhere: without its first pin, there is none. And one without a proxy has nobody that is told
+    // of connections to it.
     let capture = pins.link(CAPTURE_PROGRAMS[0].name).exists();
     Ok(wanted(capture)
+        .filter(|spec| spec.name != TCP_EVENTS.name || pins.link(spec.name).exists())
         .map(|spec| attachment(pins, spec, &directory, id))
         .collect())
 }
@@ -435,6 +501,9 @@ fn attachment(pins: &Pins, spec: &Spec, cgroup: &File, cgroup_id: u64) -> Attach
         Some(format!(
             "attached to another cgroup (id {other}, not {cgroup_id})"
         ))
+    } else if spec.is_traced() {
+        // A tracepoint runs whatever has a link.
+        None
     } else {
         match sys::cgroup_programs(cgroup.as_fd(), spec.hook) {
             Ok(ids) if ids.contains(&link.program) => None,
@@ -457,6 +526,7 @@ mod tests {
         for name in [
             "capture6",
             "tcp_events",
+            "tcp_gone",
             "packet_capture-3",
             "inbound_lookup-7",
         ] {

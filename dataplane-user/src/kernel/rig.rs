@@ -6,9 +6,9 @@
 //! packet goes nowhere, but where it would go is looked up.
 
 use std::{
-    io,
+    fs, io,
     os::fd::{AsFd, OwnedFd},
-    path::Path,
+    path::{Path, PathBuf},
 };
 
 use dataplane_common::{
@@ -24,7 +24,8 @@ use super::{
     map::Mapped,
     packet::PacketPath,
     pins::{Pins, slots_for, spec},
-    programs, sys,
+    programs::{self, CAPTURE_PROGRAMS},
+    sys,
     tc::Direction,
     write,
 };
@@ -174,5 +175,53 @@ fn absent(pins: &Pins, name: &str) -> Error {
     Error::Io {
         what: format!("{} is not there", pins.map(name).display()),
         source: io::ErrorKind::NotFound.into(),
+    }
+}
+
+/// The programs of an agent's mesh that are told of all of the machine's sockets. For benchmarks, in which others are
+/// to be measured without them.
+#[derive(Debug)]
+pub struct Traced(Vec<(PathBuf, OwnedFd)>);
+
+impl Traced {
+    /// Those that are pinned below `bpffs`, and attached.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
+    pub fn of(bpffs: &Path) -> Result<Self, Error> {
+        let pins = Pins::new(bpffs);
+        let mut found = Vec::new();
+        for spec in CAPTURE_PROGRAMS.iter().filter(|spec| spec.is_traced()) {
+            let link = pins.open_link(spec)?.map(|(_, link)| link.program);
+            let program = link.map(sys::prog_by_id).transpose();
+            if let Some(program) = program.doing(|| format!("cannot keep program {}", spec.name))? {
+                found.push((pins.link(spec.name), program));
+            }
+        }
+        Ok(Self(found))
+    }
+
+    /// Has them told of nothing.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
+    pub fn detach(&self) -> Result<(), Error> {
+        for (path, _) in &self.0 {
+            fs::remove_file(path).doing(|| format!("cannot remove {}", path.display()))?;
+        }
+        Ok(())
+    }
+
+    /// Has them told as before.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
+    pub fn attach(&self) -> Result<(), Error> {
+        for (path, program) in &self.0 {
+            let link = sys::link_create_traced(program.as_fd());
+            link.and_then(|link| sys::obj_pin(link.as_fd(), path))
+                .doing(|| format!("cannot attach {}", path.display()))?;
+        }
+        Ok(())
     }
 }

@@ -343,6 +343,17 @@ pub fn link_create_netns(
     link_create_cgroup(program, namespace, bpf_attach_type::BPF_SK_LOOKUP)
 }
 
+/// Attaches a program to the tracepoint that it was loaded for. Its link knows no other program, and no detaching but
+/// by being closed (`bpf_raw_tp_link_lops` in `kernel/bpf/syscall.c`).
+pub fn link_create_traced(program: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    let mut attr = attr();
+    // SAFETY: no name is given: the program knows its tracepoint.
+    unsafe {
+        attr.raw_tracepoint.prog_fd = raw(program);
+        bpf_fd(bpf_cmd::BPF_RAW_TRACEPOINT_OPEN, &mut attr)
+    }
+}
+
 /// Attaches a program to an interface by a link (TCX, Linux 6.6): before all others, or after them.
 pub fn link_create_tcx(
     program: BorrowedFd<'_>,
@@ -537,6 +548,8 @@ pub enum LinkTarget {
     Tcx(u32),
     /// A network namespace, by its number (its file's inode); 0 once it is gone.
     Netns(u32),
+    /// A tracepoint.
+    Tracepoint,
     /// Something else.
     Other,
 }
@@ -550,7 +563,7 @@ pub struct LinkInfo {
     pub target: LinkTarget,
     /// Its program.
     pub program: u32,
-    /// The hook, as the kernel numbers it; 0 of [`LinkTarget::Other`].
+    /// The hook, as the kernel numbers it; 0 of [`LinkTarget::Tracepoint`] and [`LinkTarget::Other`].
     pub attach_type: u32,
 }
 
@@ -566,6 +579,7 @@ impl LinkInfo {
 
 /// Asks what a link is. The descriptor must be a link's.
 pub fn link_info(link: BorrowedFd<'_>) -> io::Result<LinkInfo> {
+    const RAW_TRACEPOINT: u32 = 1; // BPF_LINK_TYPE_RAW_TRACEPOINT
     const CGROUP: u32 = 3; // BPF_LINK_TYPE_CGROUP
     const NETNS: u32 = 5; // BPF_LINK_TYPE_NETNS
     const TCX: u32 = 11; // BPF_LINK_TYPE_TCX
@@ -578,6 +592,7 @@ pub fn link_info(link: BorrowedFd<'_>) -> io::Result<LinkInfo> {
         CGROUP => (LinkTarget::Cgroup(cgroup.cgroup_id), cgroup.attach_type),
         TCX => (LinkTarget::Tcx(tcx.ifindex), tcx.attach_type),
         NETNS => (LinkTarget::Netns(netns.netns_ino), netns.attach_type),
+        RAW_TRACEPOINT => (LinkTarget::Tracepoint, 0),
         _ => (LinkTarget::Other, 0),
     };
     Ok(LinkInfo {
@@ -603,6 +618,16 @@ pub fn prog_load(
     attach_type: bpf_attach_type,
     instructions: &[u64],
 ) -> io::Result<OwnedFd> {
+    prog_load_traced(kind, attach_type, instructions, 0)
+}
+
+/// The same of a program for a tracepoint, whose type in the kernel's BTF is `traced`.
+pub fn prog_load_traced(
+    kind: bpf_prog_type,
+    attach_type: bpf_attach_type,
+    instructions: &[u64],
+    traced: u32,
+) -> io::Result<OwnedFd> {
     let mut attr = attr();
     // SAFETY: instructions and licence live until the call is over; only read.
     unsafe {
@@ -612,6 +637,7 @@ pub fn prog_load(
         load.insns = instructions.as_ptr() as u64;
         load.insn_cnt = u32::try_from(instructions.len()).unwrap_or(u32::MAX);
         load.license = c"GPL".as_ptr() as u64;
+        load.attach_btf_id = traced;
         bpf_fd(bpf_cmd::BPF_PROG_LOAD, &mut attr)
     }
 }
@@ -627,12 +653,13 @@ pub struct Types<'a> {
 }
 
 /// Loads a program with the verifier's statistics, which are returned; with an error, so is what
-/// the verifier said.
+/// the verifier said. `traced`: of a program for a tracepoint, that one's type in the kernel's BTF.
 pub fn prog_verify(
     kind: bpf_prog_type,
     attach_type: bpf_attach_type,
     instructions: &[bpf_insn],
     types: Option<&Types<'_>>,
+    traced: u32,
 ) -> Result<(OwnedFd, String), (io::Error, String)> {
     const STATISTICS: u32 = 4; // BPF_LOG_STATS in include/linux/bpf_verifier.h
     let mut log = vec![0u8; 64 * 1024];
@@ -647,6 +674,7 @@ pub fn prog_verify(
         load.insns = instructions.as_ptr() as u64;
         load.insn_cnt = u32::try_from(instructions.len()).unwrap_or(u32::MAX);
         load.license = c"GPL".as_ptr() as u64;
+        load.attach_btf_id = traced;
         if let Some(types) = types {
             load.prog_btf_fd = raw(types.btf);
             load.func_info = types.functions.as_ptr() as u64;

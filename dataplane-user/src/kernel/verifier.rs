@@ -15,11 +15,12 @@ use aya_obj::{
     generated::{
         bpf_attach_type::{
             self, BPF_CGROUP_INET_INGRESS, BPF_CGROUP_SOCK_OPS, BPF_SK_LOOKUP, BPF_SK_MSG_VERDICT,
+            BPF_TRACE_RAW_TP,
         },
         bpf_prog_type::{
             self, BPF_PROG_TYPE_CGROUP_SOCK, BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
             BPF_PROG_TYPE_CGROUP_SOCKOPT, BPF_PROG_TYPE_SCHED_CLS, BPF_PROG_TYPE_SK_LOOKUP,
-            BPF_PROG_TYPE_SK_MSG, BPF_PROG_TYPE_SOCK_OPS,
+            BPF_PROG_TYPE_SK_MSG, BPF_PROG_TYPE_SOCK_OPS, BPF_PROG_TYPE_TRACING,
         },
     },
 };
@@ -28,7 +29,8 @@ use nix::time::{ClockId, clock_gettime};
 
 use super::{
     error::{Doing, Error},
-    object, sys,
+    fields::Types,
+    object, programs, sys,
 };
 
 /// A program's type and its hook, as the kernel wants them to verify it; `None` for types that no
@@ -49,6 +51,7 @@ fn type_and_hook(section: &ProgramSection) -> Option<(bpf_prog_type, bpf_attach_
         ProgramSection::SkLookup => (BPF_PROG_TYPE_SK_LOOKUP, BPF_SK_LOOKUP),
         ProgramSection::SkMsg => (BPF_PROG_TYPE_SK_MSG, BPF_SK_MSG_VERDICT),
         ProgramSection::SockOps => (BPF_PROG_TYPE_SOCK_OPS, BPF_CGROUP_SOCK_OPS),
+        ProgramSection::BtfTracePoint => (BPF_PROG_TYPE_TRACING, BPF_TRACE_RAW_TP),
         _ => return None,
     })
 }
@@ -85,6 +88,8 @@ pub struct Verifier {
     /// The object's types. With them the verifier looks at functions with external linkage once, as when the agent
     /// loads them. `None` on kernels that have none.
     btf: Option<OwnedFd>,
+    /// The kernel's own types; `None` on kernels that have none.
+    types: Option<Types>,
 }
 
 impl Verifier {
@@ -95,7 +100,12 @@ impl Verifier {
     pub fn new() -> Result<Self, Error> {
         let bytes = object::programs()?;
         // Parsed twice: aya does not give away what it parsed, and does create the maps.
-        let mut ebpf = EbpfLoader::new()
+        let types = Types::read().ok();
+        let mut loader = EbpfLoader::new();
+        if let Some(types) = &types {
+            loader.override_global("FIELDS", &types.fields[..], true);
+        }
+        let mut ebpf = loader
             // Of a program that is refused, the path that led there; with more, all those that did
             // not.
             .verifier_log_level(VerifierLogLevel::DEBUG | VerifierLogLevel::STATS)
@@ -105,7 +115,12 @@ impl Verifier {
             .map_err(std::io::Error::other)
             .doing(|| "cannot prepare the kernel programs".to_owned())?;
         let btf = btf(&mut ebpf);
-        Ok(Self { ebpf, object, btf })
+        Ok(Self {
+            ebpf,
+            object,
+            btf,
+            types,
+        })
     }
 
     /// The programs' names, sorted.
@@ -117,15 +132,30 @@ impl Verifier {
 
     /// Has a program verified. Changes nothing. That it is refused is in [`Verified::outcome`].
     pub fn verify(&mut self, program: &str) -> Verified {
-        let (loaded, time) = timed(|| load(&self.object, self.btf.as_ref(), program));
+        let (loaded, time) = match self.traced(program) {
+            Ok(traced) => timed(|| load(&self.object, self.btf.as_ref(), program, traced)),
+            Err(said) => (Err(said), Duration::ZERO),
+        };
         let outcome = match loaded {
             Ok((program, log)) => cost(&log, program.as_fd(), time),
-            Err(said) => Err(end(&refusal(&mut self.ebpf, program).unwrap_or(said))),
+            Err(said) => {
+                let types = self.types.as_ref();
+                Err(end(&refusal(&mut self.ebpf, types, program).unwrap_or(said)))
+            }
         };
         Verified {
             program: program.to_owned(),
             outcome,
         }
+    }
+
+    /// The kernel's own type of the tracepoint that a program is for; 0 if it is for none.
+    fn traced(&self, program: &str) -> Result<u32, String> {
+        let Some(tracepoint) = programs::tracepoint(program) else {
+            return Ok(0);
+        };
+        let types = self.types.as_ref().ok_or("this kernel has no BTF")?;
+        types.tracepoint(tracepoint)
     }
 }
 
@@ -142,7 +172,12 @@ fn timed<T>(what: impl FnOnce() -> T) -> (T, Duration) {
 }
 
 /// Loads a program by itself. Returns it with the verifier's statistics, or what the kernel said.
-fn load(object: &Object, btf: Option<&OwnedFd>, name: &str) -> Result<(OwnedFd, String), String> {
+fn load(
+    object: &Object,
+    btf: Option<&OwnedFd>,
+    name: &str,
+    traced: u32,
+) -> Result<(OwnedFd, String), String> {
     let program = &object.programs[name];
     let (kind, hook) = type_and_hook(&program.section)
         .ok_or_else(|| format!("verifier.rs does not know the type {:?}", program.section))?;
@@ -157,7 +192,7 @@ fn load(object: &Object, btf: Option<&OwnedFd>, name: &str) -> Result<(OwnedFd, 
         functions: &functions,
         size,
     });
-    sys::prog_verify(kind, hook, &function.instructions, types.as_ref())
+    sys::prog_verify(kind, hook, &function.instructions, types.as_ref(), traced)
         .map_err(|(error, log)| format!("{error}\n{log}"))
 }
 
@@ -179,7 +214,7 @@ const SMALL: &str = "getsockname4";
 
 /// Loads a program that was refused once more, as the agent would: then it has its source's lines,
 /// which the verifier quotes. `None` if it is taken now.
-fn refusal(ebpf: &mut Ebpf, name: &str) -> Option<String> {
+fn refusal(ebpf: &mut Ebpf, types: Option<&Types>, name: &str) -> Option<String> {
     let loaded = match ebpf.program_mut(name) {
         Some(Program::CgroupSockAddr(program)) => program.load(),
         Some(Program::CgroupSock(program)) => program.load(),
@@ -188,6 +223,9 @@ fn refusal(ebpf: &mut Ebpf, name: &str) -> Option<String> {
         Some(Program::SkLookup(program)) => program.load(),
         Some(Program::SkMsg(program)) => program.load(),
         Some(Program::SockOps(program)) => program.load(),
+        Some(Program::BtfTracePoint(program)) => {
+            program.load(programs::tracepoint(name)?, &types?.btf)
+        }
         _ => return None,
     };
     loaded.err().map(|error| error.to_string())

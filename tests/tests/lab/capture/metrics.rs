@@ -1,11 +1,15 @@
 //! What captured connections are counted as.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, fs};
 
 use anyhow::{Context as _, Result, ensure};
-use aya::maps::{Array, Map, MapData};
+use aya::{
+    maps::{Array, Map, MapData},
+    programs::loaded_programs,
+};
+use dataplane::kernel::{self, Attachment, Paths};
 use dataplane_common::{
-    LAYOUT,
+    LAYOUT, Reason,
     capture::MeterSets,
     tables::{SOCKET_ELEMENTS, SOCKET_SETS, SOCKET_WAYS},
 };
@@ -21,6 +25,8 @@ scenarios! {
     Dataplane:
     both_modes_count_the_same,
     what_is_measured_leaves_nothing_and_fits_always,
+    what_the_kernel_does_not_tell_is_made_up_for,
+    nobody_is_told_of_connections_to_a_proxy_before_there_is_one,
 }
 
 /// The agent's metrics of captured connections: series with value.
@@ -57,7 +63,7 @@ fn both_modes_count_the_same() -> Result<()> {
         named("far", ["10.244.2.5", "fd00:10:244:2::5"], "none"),
     ];
     let list = json!({ "apiVersion": "v1", "kind": "List", "items": items });
-    std::fs::write(&pods, list.to_string())?;
+    fs::write(&pods, list.to_string())?;
     world.app().ip("route add unreachable 192.0.2.0/24")?;
     let mut seen = Vec::new();
     for mode in ["kernel", "proxy"] {
@@ -202,4 +208,113 @@ fn what_is_measured_leaves_nothing_and_fits_always() -> Result<()> {
     }
     connect()?;
     all(82, 6)
+}
+
+/// The programs of an agent, as the kernel has them.
+fn attachments(world: &World) -> Result<Vec<Attachment>> {
+    Ok(kernel::attachments(&Paths {
+        bpffs: world.agent()?.bpffs().into(),
+        cgroup: world.lab.node_cgroup("node1"),
+    })?)
+}
+
+/// The kernel runs no program of a tracepoint inside of itself, and does not tell it later. Without the one that is told
+/// when connections are established and closed, that one is whom their end is told.
+fn what_the_kernel_does_not_tell_is_made_up_for() -> Result<()> {
+    const FAMILIES: [&str; 5] = [
+        "connections_opened",
+        "connections_closed",
+        "connections_failed",
+        "sent_bytes",
+        "received_bytes",
+    ];
+    let mut world = World::new()?;
+    world.capture(json!({}), json!({ "mode": "kernel" }))?;
+    let counted = || -> Result<[u64; FAMILIES.len()]> {
+        let all = series(&world)?;
+        Ok(FAMILIES.map(|family| {
+            let of = all
+                .iter()
+                .filter(|(series, _)| series.starts_with(&format!("istio_tcp_{family}_total")));
+            of.filter_map(|(_, value)| value.parse::<u64>().ok()).sum()
+        }))
+    };
+    // Those that are reset tell a socket that is gone nothing of what they came to.
+    let connect = || -> Result<()> {
+        reaches(world.app(), "10.244.1.5:80", "http --count 20", &["one"])?;
+        let report = ask(world.app(), "10.244.1.5:9", "connect")?;
+        ensure!(report.answered == 0, "{report:?}");
+        Ok(())
+    };
+    let mut told = [0; FAMILIES.len()];
+    connect()?;
+    eventually(|| {
+        told = counted()?;
+        ensure!(told[..3] == [20, 20, 1], "{told:?}");
+        Ok(())
+    })?;
+    let attached = attachments(&world)?;
+    let states = attached.iter().find(|one| one.program == "tcp_states");
+    let program = states
+        .and_then(|one| one.program_id)
+        .context("tcp_states")?;
+    let pin = format!("v{LAYOUT}/links/tcp_states");
+    fs::remove_file(world.agent()?.bpffs().join(pin))?;
+    eventually(|| {
+        let mut loaded = loaded_programs().flatten();
+        ensure!(!loaded.any(|one| one.id() == program), "still there");
+        Ok(())
+    })?;
+    connect()?;
+    eventually(|| {
+        let all = counted()?;
+        ensure!(all == told.map(|of| of * 2), "{all:?}, and {told:?} before");
+        Ok(())
+    })
+}
+
+/// The kernel asks who is told of connections to a proxy ten times for every connection.
+fn nobody_is_told_of_connections_to_a_proxy_before_there_is_one() -> Result<()> {
+    let mut world = World::new()?;
+    let pods = world.state.path().join("pods.yaml");
+    let write = |mode: &str| -> Result<()> {
+        let new = pods.with_extension("new");
+        fs::write(
+            &new,
+            pod("ambient", json!({ "dataplane.io/mode": mode })).to_string(),
+        )?;
+        Ok(fs::rename(new, &pods)?)
+    };
+    write("kernel")?;
+    world.agent_with(&json!({}), std::slice::from_ref(&pods))?;
+    let app = world.app().clone();
+    let attached = |world: &World| -> Result<bool> {
+        let attached = attachments(world)?;
+        for one in &attached {
+            ensure!(one.problem.is_none(), "{one:?}");
+        }
+        Ok(attached.iter().any(|one| one.program == "tcp_events"))
+    };
+    let captured = |world: &World, wanted: Reason| {
+        eventually(|| {
+            let (_, counted) = world.counted(wanted, || {
+                reaches(&app, "10.244.1.5:7", "connect", &["one"])
+            })?;
+            ensure!(counted == 1, "not {wanted:?}");
+            Ok(())
+        })
+    };
+    captured(&world, Reason::Direct)?;
+    ensure!(!attached(&world)?, "attached without a proxy");
+    write("proxy")?;
+    captured(&world, Reason::Captured)?;
+    ensure!(attached(&world)?, "not attached with a proxy");
+    // What connections there are to the one that was, nobody knows any more.
+    write("kernel")?;
+    captured(&world, Reason::Direct)?;
+    world.agent.as_mut().context("an agent")?.kill();
+    world.agent.as_mut().context("an agent")?.start()?;
+    captured(&world, Reason::Direct)?;
+    ensure!(attached(&world)?, "not attached any more");
+    Ok(())
 }
