@@ -196,10 +196,12 @@ pub fn features(paths: &Paths) -> Vec<Feature> {
                 &[CALL | GET_NETNS_COOKIE << 32, SET_RESULT, EXIT],
             ),
         ),
-        mesh(
+        Feature::useful(
             "tracepoints",
             "mesh: what connections that go direct come to",
             traced(),
+            NO_MESH,
+            "a kernel with CONFIG_DEBUG_INFO_BTF and CONFIG_BPF_EVENTS",
         ),
         mesh(
             "cgroup/getsockopt",
@@ -262,10 +264,12 @@ pub fn features(paths: &Paths) -> Vec<Feature> {
     features
 }
 
+/// What is done without it.
+const NO_MESH: &str = "no connections can be captured: leave `mesh` out of the configuration";
+
 /// What only a node with a mesh needs.
 fn mesh(name: &'static str, needed_for: &'static str, found: Result<String, String>) -> Feature {
-    let without = "no connections can be captured: leave `mesh` out of the configuration";
-    Feature::useful(name, needed_for, found, without, OLD_KERNEL)
+    Feature::useful(name, needed_for, found, NO_MESH, OLD_KERNEL)
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "for map_err")]
