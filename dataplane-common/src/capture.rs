@@ -397,25 +397,15 @@ impl Field {
         Self::Acked,
         Self::Received,
     ];
-
-    /// The structure, and the way to the field in it, as in C.
-    pub const fn place(self) -> (&'static str, &'static str) {
-        match self {
-            Self::Cookie => ("sock", "__sk_common.skc_cookie"),
-            Self::Family => ("sock", "__sk_common.skc_family"),
-            Self::Port => ("sock", "__sk_common.skc_num"),
-            Self::V4 => ("sock", "__sk_common.skc_rcv_saddr"),
-            Self::RemoteV4 => ("sock", "__sk_common.skc_daddr"),
-            Self::V6 => ("sock", "__sk_common.skc_v6_rcv_saddr"),
-            Self::RemoteV6 => ("sock", "__sk_common.skc_v6_daddr"),
-            Self::Mark => ("sock", "sk_mark"),
-            Self::Net => ("sock", "__sk_common.skc_net.net"),
-            Self::NetCookie => ("net", "net_cookie"),
-            Self::Acked => ("tcp_sock", "bytes_acked"),
-            Self::Received => ("tcp_sock", "bytes_received"),
-        }
-    }
 }
+
+const _: () = {
+    let mut number = 0;
+    while number < Field::ALL.len() {
+        assert!(Field::ALL[number] as usize == number);
+        number += 1;
+    }
+};
 
 /// The most workloads on one node.
 pub const WORKLOADS: u32 = 16_384;

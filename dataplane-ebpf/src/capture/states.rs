@@ -20,7 +20,7 @@ use dataplane_common::{
     capture::{self, CaptureConfig, FROM_CLIENT, Field, Local},
 };
 
-use super::{Live, config, meters};
+use super::{Live, config, meters, origin::read_words};
 use crate::tables::LOCALS;
 
 // States of a TCP socket (`include/net/tcp_states.h`).
@@ -156,15 +156,7 @@ impl Socket {
             return Addr::from_v4_word(self.read(v4));
         }
         // SAFETY: as in `read`; four words are an address.
-        unsafe {
-            let words = self.0.byte_add(at(v6)).cast::<u32>();
-            Addr::from_words([
-                read_volatile(words),
-                read_volatile(words.add(1)),
-                read_volatile(words.add(2)),
-                read_volatile(words.add(3)),
-            ])
-        }
+        unsafe { Addr::from_words(read_words(self.0.byte_add(at(v6)).cast())) }
     }
 
     /// Its network namespace's cookie.

@@ -24,6 +24,7 @@ use aya_ebpf::{
 use dataplane_common::{Addr, Port, Protocol, Reason, tables::Config};
 
 use crate::{
+    capture::origin::read_words,
     select::{Request, Verdict, count, count_pool},
     tables::CONFIG,
 };
@@ -75,15 +76,7 @@ impl Family for V6 {
     #[inline(always)]
     unsafe fn addr(ctx: *const bpf_sock_addr) -> Addr {
         // SAFETY: fields of the context.
-        unsafe {
-            let ip = (&raw const (*ctx).user_ip6).cast::<u32>();
-            Addr::from_words([
-                read_volatile(ip),
-                read_volatile(ip.add(1)),
-                read_volatile(ip.add(2)),
-                read_volatile(ip.add(3)),
-            ])
-        }
+        unsafe { Addr::from_words(read_words((&raw const (*ctx).user_ip6).cast())) }
     }
 
     #[inline(always)]

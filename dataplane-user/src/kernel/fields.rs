@@ -2,7 +2,7 @@
 
 use std::{fs, io::ErrorKind};
 
-use aya::Btf;
+use aya::{Btf, Endianness};
 use aya_obj::btf::BtfKind;
 use btfparse::{Offset, Readable, TypeInformation};
 use dataplane_common::capture::Field;
@@ -22,7 +22,7 @@ pub struct Types {
 }
 
 impl Types {
-    /// Asks this kernel. That takes a fifth of a second.
+    /// Asks this kernel, which has some megabytes to say.
     ///
     /// # Errors
     /// If it has no BTF (`CONFIG_DEBUG_INFO_BTF`), or no such field.
@@ -32,10 +32,10 @@ impl Types {
                 "a mesh needs a kernel with CONFIG_DEBUG_INFO_BTF: cannot use its types in {PATH}"
             )
         };
-        let btf = Btf::from_sys_fs()
+        let bytes = fs::read(PATH).doing(what)?;
+        let btf = Btf::parse(&bytes, Endianness::default())
             .map_err(std::io::Error::other)
             .doing(what)?;
-        let bytes = fs::read(PATH).doing(what)?;
         let fields = find(bytes).map_err(std::io::Error::other).doing(what)?;
         Ok(Self { btf, fields })
     }
@@ -56,7 +56,7 @@ fn find(btf: Vec<u8>) -> Result<[u32; Field::ALL.len()], String> {
     let types = TypeInformation::new(&Bytes(btf)).map_err(|error| error.message().to_owned())?;
     let mut found = [0; Field::ALL.len()];
     for (at, field) in found.iter_mut().zip(Field::ALL) {
-        let (of, name) = field.place();
+        let (of, name) = place(field);
         let id = types.id_of(of).ok_or_else(|| format!("no struct {of}"))?;
         let offset = types.offset_of(id, name);
         *at = match offset {
@@ -68,6 +68,24 @@ fn find(btf: Vec<u8>) -> Result<[u32; Field::ALL.len()], String> {
         };
     }
     Ok(found)
+}
+
+/// The structure, and the way to the field in it, as in C.
+const fn place(field: Field) -> (&'static str, &'static str) {
+    match field {
+        Field::Cookie => ("sock", "__sk_common.skc_cookie"),
+        Field::Family => ("sock", "__sk_common.skc_family"),
+        Field::Port => ("sock", "__sk_common.skc_num"),
+        Field::V4 => ("sock", "__sk_common.skc_rcv_saddr"),
+        Field::RemoteV4 => ("sock", "__sk_common.skc_daddr"),
+        Field::V6 => ("sock", "__sk_common.skc_v6_rcv_saddr"),
+        Field::RemoteV6 => ("sock", "__sk_common.skc_v6_daddr"),
+        Field::Mark => ("sock", "sk_mark"),
+        Field::Net => ("sock", "__sk_common.skc_net.net"),
+        Field::NetCookie => ("net", "net_cookie"),
+        Field::Acked => ("tcp_sock", "bytes_acked"),
+        Field::Received => ("tcp_sock", "bytes_received"),
+    }
 }
 
 /// A file that was read.
