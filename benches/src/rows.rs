@@ -205,7 +205,7 @@ pub fn figure(value: f64) -> String {
     match value.abs() {
         v if v >= 1000.0 => format!("{value:.0}"),
         v if v >= 100.0 => format!("{value:.1}"),
-        v if v >= 1.0 => format!("{value:.2}"),
+        v if v >= 10.0 => format!("{value:.2}"),
         v if v >= 0.1 => format!("{value:.3}"),
         _ => format!("{value:.5}"),
     }
@@ -266,6 +266,7 @@ mod tests {
         assert_eq!(figure(18_234.6), "18235");
         assert_eq!(figure(123.46), "123.5");
         assert_eq!(figure(20.226), "20.23");
+        assert_eq!(figure(1.0273), "1.027");
         assert_eq!(figure(0.0123), "0.01230");
         assert_eq!(thousands(100_000), "100\u{202f}000");
         assert_eq!(thousands(10), "10");

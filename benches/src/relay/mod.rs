@@ -24,6 +24,9 @@ struct Case {
     /// In how many parts it is measured in a round, each path in turn: where a path differs from another by less than
     /// the machine does from one second to the next.
     parts: u32,
+    /// In how many more `direct` and `mode: kernel` are, which differ by less than all others, and from one part to the
+    /// next by several times as much.
+    pairs: u32,
     /// Whether client, proxy and server share one CPU: what a proxy costs is then all that is
     /// measured, without the time to wake another CPU, which varies most.
     one_cpu: bool,
@@ -37,6 +40,10 @@ struct Case {
 impl Case {
     fn parts(&self, extent: &Extent) -> u32 {
         if extent.divisor == 1 { self.parts } else { 1 }
+    }
+
+    fn pairs(&self, extent: &Extent) -> u32 {
+        if extent.divisor == 1 { self.pairs } else { 0 }
     }
 }
 
@@ -66,6 +73,7 @@ const CASES: [Case; 5] = [
     Case {
         name: "bulk",
         parts: 4,
+        pairs: 8,
         one_cpu: false,
         job: BULK,
         rate: THROUGHPUT,
@@ -74,6 +82,7 @@ const CASES: [Case; 5] = [
     Case {
         name: "bulk-1cpu",
         parts: 1,
+        pairs: 0,
         one_cpu: true,
         job: BULK,
         rate: THROUGHPUT,
@@ -82,6 +91,7 @@ const CASES: [Case; 5] = [
     Case {
         name: "rtt",
         parts: 2,
+        pairs: 0,
         one_cpu: false,
         job: RTT,
         rate: ROUND_TRIP,
@@ -90,6 +100,7 @@ const CASES: [Case; 5] = [
     Case {
         name: "rtt-1cpu",
         parts: 1,
+        pairs: 0,
         one_cpu: true,
         job: RTT,
         rate: ROUND_TRIP,
@@ -98,6 +109,7 @@ const CASES: [Case; 5] = [
     Case {
         name: "conn",
         parts: 8,
+        pairs: 64,
         one_cpu: false,
         job: |divisor| Job::Churn {
             count: 8000 / divisor,
@@ -179,6 +191,12 @@ fn turns() -> Vec<Relay> {
     turns
 }
 
+/// The turns of those two alone.
+fn pair() -> impl Iterator<Item = Relay> {
+    let pair = [Relay::Direct, Relay::Kernel];
+    order(pair.len()).into_iter().map(move |at| pair[at])
+}
+
 #[expect(clippy::cast_precision_loss, reason = "below 2^52")]
 fn amount(job: Job) -> f64 {
     match job {
@@ -208,7 +226,8 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
             stage.pin(case.one_cpu)?;
             let parts = case.parts(extent);
             let job = (case.job)(extent.divisor * parts);
-            for relay in (0..parts).flat_map(|_| turns()) {
+            let pairs = (0..case.pairs(extent)).flat_map(|_| pair());
+            for relay in (0..parts).flat_map(|_| turns()).chain(pairs) {
                 let (rates, costs) = &mut samples[number * Relay::ALL.len() + relay as usize];
                 let before = stage.cpu(relay);
                 let (mut rate, mut cost) = (vec![], vec![]);
@@ -230,13 +249,12 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
     }
 
     for (number, case) in CASES.iter().enumerate() {
-        let parts = case.parts(extent) as usize;
         let of_case = &mut samples[number * Relay::ALL.len()..][..Relay::ALL.len()];
         let direct = median(&mut of_case[Relay::Direct as usize].0.concat());
         let haproxy = median(&mut of_case[Relay::Haproxy as usize].1.concat());
         for (relay, (rates, costs)) in Relay::ALL.into_iter().zip(of_case) {
             ensure!(
-                rates.concat().len() * 2 > rounds * parts,
+                rates.concat().len() * 2 > rates.len(),
                 "{}: {} failed mostly; see above",
                 relay.word(),
                 case.name

@@ -111,8 +111,13 @@ fn judge(ctx: *mut bpf_sock_addr, request: &Request, mesh: u64) -> (Reason, u32)
             return (Reason::ProxysOwn, 0);
         }
     }
-    // SAFETY: the helper has no preconditions.
-    let user = unsafe { bpf_get_current_uid_gid() };
+    let user = if enrolled.flags & Enrolled::HAS_USERS == 0 {
+        // Nobody asks.
+        0
+    } else {
+        // SAFETY: the helper has no preconditions.
+        unsafe { bpf_get_current_uid_gid() }
+    };
     let reason = capture::decide_outbound(
         &Call { ctx, request },
         config,
