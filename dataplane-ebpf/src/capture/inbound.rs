@@ -11,9 +11,10 @@ use dataplane_common::{
     capture::{self, Enrolled, ListenerKey, Local, Tuple},
 };
 
-use super::{Live, config, origin::read_words};
+use super::{Live, config};
 use crate::{
     select::count,
+    socket::read_words,
     tables::{LISTENERS, LOCALS, ORIGINS},
 };
 
@@ -101,7 +102,7 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
     if reason.is_refusal() { DROP } else { PASS }
 }
 
-/// All fields are read, whatever the family: see `origin::read_words`.
+/// All fields are read, whatever the family: see `read_words`.
 #[inline(always)]
 fn local_addr(ctx: *mut bpf_sk_lookup) -> Addr {
     // SAFETY: fields of the context.

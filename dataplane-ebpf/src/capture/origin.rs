@@ -23,6 +23,7 @@ use super::{config, states::CLOSE};
 use crate::{
     select::count,
     sets::place_of,
+    socket::read_words,
     tables::{ACCEPTED, LISTENERS, MORE_PEERS, NAMESPACES, ORIGINS},
 };
 
@@ -268,24 +269,6 @@ fn local(ctx: *mut bpf_sock_ops) -> Addr {
         let ip = (&raw const (*ctx).local_ip6).cast::<u32>();
         let v4 = read_volatile(&raw const (*ctx).local_ip4);
         choose(ctx, v4, read_words(ip))
-    }
-}
-
-/// All fields are read, whatever the family: of two reads in two branches the compiler makes one at
-/// a computed place, and the verifier wants fields of the context read by themselves.
-///
-/// # Safety
-/// `ip` must be a field of the context.
-#[inline(always)]
-pub unsafe fn read_words(ip: *const u32) -> [u32; 4] {
-    // SAFETY: the caller's promise.
-    unsafe {
-        [
-            read_volatile(ip),
-            read_volatile(ip.add(1)),
-            read_volatile(ip.add(2)),
-            read_volatile(ip.add(3)),
-        ]
     }
 }
 

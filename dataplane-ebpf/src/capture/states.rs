@@ -20,8 +20,8 @@ use dataplane_common::{
     capture::{self, CaptureConfig, FROM_CLIENT, Field, Local},
 };
 
-use super::{Live, config, meters, origin::read_words};
-use crate::tables::LOCALS;
+use super::{Live, config, meters};
+use crate::{socket::read_words, tables::LOCALS};
 
 // States of a TCP socket (`include/net/tcp_states.h`).
 const ESTABLISHED: u32 = 1;

@@ -24,7 +24,6 @@ use aya_ebpf::{
 use dataplane_common::{Addr, Port, Protocol, Reason, tables::Config};
 
 use crate::{
-    capture::origin::read_words,
     select::{Request, Verdict, count, count_pool},
     tables::CONFIG,
 };
@@ -90,6 +89,25 @@ impl Family for V6 {
             write_volatile(ip.add(2), c);
             write_volatile(ip.add(3), d);
         }
+    }
+}
+
+/// The four words of an IPv6 address. Where either family's may be wanted, all are read, whatever the family: of two
+/// reads in two branches the compiler makes one at a computed place, and the verifier wants fields of the context read
+/// by themselves.
+///
+/// # Safety
+/// `ip` must be such a field of the context, or of a socket.
+#[inline(always)]
+pub unsafe fn read_words(ip: *const u32) -> [u32; 4] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        [
+            read_volatile(ip),
+            read_volatile(ip.add(1)),
+            read_volatile(ip.add(2)),
+            read_volatile(ip.add(3)),
+        ]
     }
 }
 
