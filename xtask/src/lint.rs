@@ -7,6 +7,7 @@ use anyhow::Result;
 use crate::{
     build,
     command::{cargo, check},
+    links,
     progress::note,
     setup::{self, Purpose},
 };
@@ -20,6 +21,8 @@ pub struct Arguments {}
 pub fn main(no_install: bool) -> Result<ExitCode> {
     note("lint: formatting");
     check(cargo().args(["fmt", "--all", "--check"]))?;
+    note("lint: links of the pages");
+    links::check()?;
     note("lint: kernel programs");
     build::lint_programs(&setup::ensure(Purpose::Build, no_install)?)?;
     note("lint: everything else");

@@ -7,6 +7,7 @@ mod command;
 mod fuzz;
 mod kernels;
 mod lab;
+mod links;
 mod lint;
 mod practice;
 mod progress;

@@ -31,7 +31,7 @@ pub const CASE_NAMES: [&str; 4] = [CASES[0].0, CASES[1].0, CASES[2].0, FLOW];
 const FLOW: &str = "flow";
 
 /// All of it. Several agents have one service, and count as one: where the kernel puts a program's code makes up to
-/// 5 % of what a connection costs, more than what is compared (`docs/performance.md`, "Where code lies"). They start in
+/// 5 % of what a connection costs, more than what is compared (`docs/measurements/code-placement.md`). They start in
 /// any order, for what is loaded first lies elsewhere.
 pub const FULL: Extent = Extent {
     ours: &[1, 1, 1, 1, 1, 1_000, 10_000, MOST],

@@ -199,7 +199,7 @@ pub fn send_at_once(socket: impl AsFd) {
 
 /// Bounds what is on its way to a peer that is near. Left to itself the kernel has up to 4 MiB of it
 /// (`net.ipv4.tcp_wmem`), which no CPU's own cache holds: bytes are then fetched from memory each time
-/// that they are touched (docs/performance.md). The bound is for some 40 Gbit/s at a round
+/// that they are touched (docs/measurements/relay-changes.md). The bound is for some 40 Gbit/s at a round
 /// trip of [`NEAR`]; whoever is farther away is left alone.
 pub fn bound_if_near(socket: impl AsFd) {
     let is_near = getsockopt(&socket, Info).is_ok_and(|info| info.min_rtt <= NEAR);
