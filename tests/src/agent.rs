@@ -32,6 +32,16 @@ pub struct AgentBuilder<'a> {
     inside: bool,
 }
 
+impl Lab {
+    /// An agent to be started on a node.
+    ///
+    /// # Panics
+    /// When the lab has no such node.
+    pub fn agent(&self, node: &str) -> AgentBuilder<'_> {
+        AgentBuilder::new(self, self.node(node).clone())
+    }
+}
+
 impl<'a> AgentBuilder<'a> {
     pub(crate) fn new(lab: &'a Lab, node: Host) -> Self {
         Self {

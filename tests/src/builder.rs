@@ -5,7 +5,7 @@ use std::{collections::BTreeSet, net::Ipv4Addr, sync::Once};
 use crate::{
     error::{Error, Result},
     identity::{self, LabId},
-    lab::{Host, Lab, Role},
+    lab::{Host, Lab, Planned, Role},
     network,
     programs::Programs,
     requirements::{Requirement, missing},
@@ -24,18 +24,11 @@ pub struct LabBuilder {
     programs: Option<Programs>,
 }
 
-/// A host to be.
-#[derive(Debug)]
-pub(crate) struct Planned {
-    pub name: String,
-    pub role: Role,
-    /// The number of the node (its own, or the pod's), or that of the outside client.
-    pub number: u8,
-    /// A pod's node.
-    pub node: Option<String>,
-    pub ipv4: Ipv4Addr,
-    /// Whether its processes are outside of its node's cgroup.
-    pub apart: bool,
+impl Lab {
+    /// Describes a lab.
+    pub fn builder() -> LabBuilder {
+        LabBuilder::default()
+    }
 }
 
 impl LabBuilder {

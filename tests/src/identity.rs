@@ -18,13 +18,11 @@ use nix::mount::{MntFlags, umount2};
 
 use crate::{
     error::{Doing, Error, Result},
-    network,
+    netns::{self, NETNS_DIR},
     patience::patience,
     requirements::cgroup2_mount,
 };
 
-/// Where `ip netns` keeps the names of namespaces.
-pub(crate) const NETNS_DIR: &str = "/run/netns";
 const STATE_DIR: &str = "/run/dataplane-lab";
 const CGROUP: &str = "dataplane-lab";
 const NETNS_PREFIX: &str = "dplab-";
@@ -142,7 +140,7 @@ impl LabId {
             .into_iter()
             .filter(|name| name.starts_with(&prefix))
             .collect();
-        note(network::delete_namespaces(&namespaces));
+        note(netns::delete(&namespaces));
         if let Ok(cgroup) = &cgroup {
             note(remove_tree(cgroup));
             let _ = cgroup.parent().map(fs::remove_dir);

@@ -15,11 +15,10 @@ use nix::{
 };
 
 use crate::{
-    agent::AgentBuilder,
-    builder::{LabBuilder, Planned},
     command::{Command, Process},
     error::{Doing, Error, Result},
-    identity::{LabId, NETNS_DIR, create_dir},
+    identity::{LabId, create_dir},
+    netns::NETNS_DIR,
     programs::Programs,
 };
 
@@ -31,6 +30,20 @@ pub struct Lab {
     hosts: Vec<Host>,
     /// Whether the lab's BPF file system is mounted.
     bpffs_mounted: Mutex<bool>,
+}
+
+/// A host to be.
+#[derive(Debug)]
+pub(crate) struct Planned {
+    pub name: String,
+    pub role: Role,
+    /// The number of the node (its own, or the pod's), or that of the outside client.
+    pub number: u8,
+    /// A pod's node.
+    pub node: Option<String>,
+    pub ipv4: Ipv4Addr,
+    /// Whether its processes are outside of its node's cgroup.
+    pub apart: bool,
 }
 
 /// What a host of a lab stands for.
@@ -70,11 +83,6 @@ struct Inner {
 }
 
 impl Lab {
-    /// Describes a lab.
-    pub fn builder() -> LabBuilder {
-        LabBuilder::default()
-    }
-
     pub(crate) fn new(id: LabId, programs: Programs, hosts: Vec<Host>) -> Self {
         Self {
             id,
@@ -128,14 +136,6 @@ impl Lab {
             .iter()
             .find(|host| host.name() == name && host.role() == role)
             .unwrap_or_else(|| panic!("this lab has no {role:?} named {name}"))
-    }
-
-    /// An agent to be started on a node.
-    ///
-    /// # Panics
-    /// When the lab has no such node.
-    pub fn agent(&self, node: &str) -> AgentBuilder<'_> {
-        AgentBuilder::new(self, self.node(node).clone())
     }
 
     /// The cgroup of a node, which holds those of its pods and of its own processes: where a

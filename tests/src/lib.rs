@@ -28,6 +28,7 @@ mod command;
 mod error;
 mod identity;
 mod lab;
+mod netns;
 mod network;
 mod patience;
 mod programs;

@@ -3,68 +3,20 @@
 use std::{
     fmt::Write as _,
     fs::{self, File},
-    io::Write as _,
     path::Path,
-    process::{Command, Stdio},
 };
 
 use nix::sched::{CloneFlags, setns};
 
 use crate::{
-    error::{Doing, Error, Result},
-    identity::NETNS_DIR,
+    error::{Doing, Result},
     lab::{Host, Role},
+    netns::{NETNS_DIR, ip_batch, lines},
 };
-
-/// Runs `ip -batch -` in a namespace (`None`: this process's own).
-fn ip_batch(netns: Option<&str>, script: &str) -> Result<()> {
-    if script.is_empty() {
-        return Ok(());
-    }
-    let mut command = Command::new("ip");
-    if let Some(netns) = netns {
-        command.args(["-netns", netns]);
-    }
-    let mut child = command
-        .args(["-batch", "-"])
-        .stdin(Stdio::piped())
-        .stdout(Stdio::null())
-        .stderr(Stdio::piped())
-        .spawn()
-        .doing(|| "run `ip` (is iproute2 installed?)".into())?;
-    let mut stdin = child.stdin.take().expect("stdin is piped");
-    // A broken pipe means that `ip` gave up; its stderr says why.
-    let _ = stdin.write_all(script.as_bytes());
-    drop(stdin);
-    let output = child.wait_with_output().doing(|| "wait for `ip`".into())?;
-    if output.status.success() {
-        return Ok(());
-    }
-    Err(Error::Failed {
-        program: format!(
-            "ip -batch in {}",
-            netns.unwrap_or("the machine's own namespace")
-        ),
-        status: output.status,
-        stderr: format!("{}of\n{script}", String::from_utf8_lossy(&output.stderr)),
-    })
-}
 
 /// Creates named namespaces.
 pub(crate) fn create_namespaces(names: &[&str]) -> Result<()> {
     ip_batch(None, &lines("netns add", names))
-}
-
-/// Removes named namespaces, and with them their links.
-pub(crate) fn delete_namespaces(names: &[impl AsRef<str>]) -> Result<()> {
-    ip_batch(None, &lines("netns delete", names))
-}
-
-fn lines(verb: &str, names: &[impl AsRef<str>]) -> String {
-    names.iter().fold(String::new(), |mut script, name| {
-        let _ = writeln!(script, "{verb} {}", name.as_ref());
-        script
-    })
 }
 
 /// What differs from the kernel's defaults inside a host's namespace.

@@ -1,14 +1,14 @@
 //! The objects of a cluster, and the history of their changes.
 
 use std::{
-    collections::{BTreeMap, HashMap, VecDeque},
+    collections::{HashMap, VecDeque},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
-use super::select::Selector;
+use super::{select::Selector, stored::Object};
 
 /// What the server knows of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -60,18 +60,6 @@ impl Resource {
             Self::Namespaces => ("Namespace", "v1"),
         }
     }
-}
-
-/// An object at a version.
-#[derive(Debug)]
-pub struct Object {
-    pub namespace: String,
-    pub name: String,
-    pub labels: BTreeMap<String, String>,
-    /// `spec.nodeName` of a pod; empty if it has none.
-    pub node: String,
-    /// As JSON, without `kind` and `apiVersion`: lists leave them out.
-    pub text: String,
 }
 
 /// What became of an object.

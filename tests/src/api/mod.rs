@@ -16,6 +16,7 @@ mod life;
 pub mod objects;
 mod select;
 mod serve;
+mod stored;
 mod tls;
 
 pub use churn::Churn;

@@ -1,6 +1,6 @@
 //! Label and field selectors.
 
-use super::cluster::Object;
+use super::stored::Object;
 
 /// What a list or watch is restricted to.
 #[derive(Clone, Debug, Default)]

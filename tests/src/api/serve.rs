@@ -21,9 +21,10 @@ use tokio::{
 
 use super::{
     Cluster, Resource,
-    cluster::{Change, Object},
+    cluster::Change,
     faults::{Asked, Break, Faults},
     select::Selector,
+    stored::Object,
 };
 
 /// What is served, and how.

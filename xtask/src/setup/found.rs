@@ -1,17 +1,14 @@
 //! What this machine has.
 
-use std::{
-    collections::BTreeSet,
-    env, fs,
-    os::unix::fs::PermissionsExt,
-    path::{Path, PathBuf},
-};
+use std::{collections::BTreeSet, fs, path::Path};
 
 use anyhow::Result;
 
+use crate::command::on_path;
+
 use super::{
     linker::{self, Foreign, Linker, Llvm},
-    plan::PROGRAMS,
+    program::PROGRAMS,
     rustc::Toolchain,
 };
 
@@ -69,18 +66,6 @@ impl Found {
             rustc: toolchain.version,
         })
     }
-}
-
-/// Where a program is, also one that only root has on the search path.
-pub fn on_path(name: &str) -> Option<PathBuf> {
-    let path = env::var_os("PATH").unwrap_or_default();
-    let system = ["/usr/sbin", "/sbin"].map(PathBuf::from);
-    env::split_paths(&path)
-        .chain(system)
-        .map(|directory| directory.join(name))
-        .find(|program| {
-            fs::metadata(program).is_ok_and(|m| m.is_file() && m.permissions().mode() & 0o111 != 0)
-        })
 }
 
 fn system_llvms(libraries: &Path) -> BTreeSet<u32> {

@@ -16,7 +16,7 @@ use anyhow::{Context, Result, bail};
 
 use super::rustc::Toolchain;
 use crate::{
-    command::{cargo, quoted},
+    command::{cargo, on_path, quoted},
     progress,
 };
 
@@ -250,7 +250,7 @@ pub struct Foreign {
 impl Foreign {
     /// The first one on the search path.
     pub fn find() -> Option<Self> {
-        let program = super::found::on_path("bpf-linker")?;
+        let program = on_path("bpf-linker")?;
         // The dynamic linker then lists what it would load, instead of starting the program.
         let listed = Command::new(&program)
             .env("LD_TRACE_LOADED_OBJECTS", "1")

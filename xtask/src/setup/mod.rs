@@ -3,6 +3,7 @@
 mod found;
 mod linker;
 mod plan;
+mod program;
 mod rustc;
 
 use std::{
@@ -22,7 +23,7 @@ use crate::{
     style::{BOLD, RESET},
 };
 
-pub use self::{found::on_path, linker::cache, plan::Purpose};
+pub use self::{linker::cache, program::Purpose};
 
 /// Find and install the tools that the other chores need
 ///

@@ -3,78 +3,8 @@
 use super::{
     found::Found,
     linker::{self, Llvm},
+    program::{PROGRAMS, Purpose},
 };
-
-/// A program of the distribution, run by name.
-#[derive(Debug)]
-pub struct Program {
-    pub name: &'static str,
-    /// Debian's and Ubuntu's package.
-    pub package: &'static str,
-    pub needed_for: &'static str,
-    /// The least of the purposes that need it.
-    least: Purpose,
-}
-
-/// What the chores run.
-pub const PROGRAMS: [Program; 7] = [
-    Program {
-        name: "ip",
-        package: "iproute2",
-        needed_for: "builds the lab's network namespaces, links and routes",
-        least: Purpose::Lab,
-    },
-    Program {
-        name: "iptables-legacy-restore",
-        package: "iptables",
-        needed_for: "loads rules as kube-proxy's, which tests and benchmarks compare with",
-        least: Purpose::Bench,
-    },
-    Program {
-        name: "iptables-nft-restore",
-        package: "iptables",
-        needed_for: "loads rules as kube-proxy's, which tests and benchmarks compare with",
-        least: Purpose::Bench,
-    },
-    Program {
-        name: "nft",
-        package: "nftables",
-        needed_for: "loads rules as kube-proxy's, which tests and benchmarks compare with",
-        least: Purpose::Bench,
-    },
-    Program {
-        name: "haproxy",
-        package: "haproxy",
-        needed_for: "relays beside our proxy, in tests and benchmarks",
-        least: Purpose::Bench,
-    },
-    Program {
-        name: "nginx",
-        // Brings nginx itself, too.
-        package: "libnginx-mod-stream",
-        needed_for: "relays beside our proxy, in tests and benchmarks",
-        least: Purpose::Bench,
-    },
-    Program {
-        name: "qemu-system-x86_64",
-        package: "qemu-system-x86",
-        needed_for: "boots a guest with another kernel",
-        least: Purpose::Guest,
-    },
-];
-
-/// What the tools are for; each needs those of the ones before it too.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Purpose {
-    /// Compiling.
-    Build,
-    /// Network namespaces that stand for nodes and pods: run, test, lab.
-    Lab,
-    /// Comparing with kube-proxy's rules, and with other proxies.
-    Bench,
-    /// Scenarios on other kernels.
-    Guest,
-}
 
 /// Something to do.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -14,7 +14,7 @@ use super::{
     kernel::{self, Kernel},
     modules,
 };
-use crate::{command::output, setup};
+use crate::command::{on_path, output};
 
 /// Programs of this machine's that scenarios run; those that are not here are left out, and the
 /// scenarios say so.
@@ -84,7 +84,7 @@ pub fn build(
         files.program(&format!("{PROGRAM_DIRECTORY}/{name}"), path)?;
     }
     for name in PROGRAMS {
-        if let Some(path) = setup::on_path(name) {
+        if let Some(path) = on_path(name) {
             files.named(name, &path)?;
         }
     }
