@@ -1,7 +1,7 @@
 //! What fields mean: Kubernetes' defaults, and kube-proxy's reading of them.
 
 use dataplane::{
-    model::{Endpoint, Node, Service, ServiceName, TrafficPolicy},
+    model::{Endpoint, Gravity, Node, Service, ServiceName, TrafficPolicy},
     source::manifests::{self, Loaded},
 };
 
@@ -300,4 +300,28 @@ fn the_order_of_keys_does_not_matter() {
             "{text}"
         );
     }
+}
+
+/// A dump of a whole cluster has such slices: they stop nothing.
+#[test]
+fn a_slice_of_no_service_is_a_warning_and_one_without_the_label_is_nothing() {
+    let orphan = slice("gone-1", &["addresses: [10.0.0.9]"], "{port: 8080}")
+        .replace("service-name: web", "service-name: gone");
+    let stray = slice("stray-1", &["addresses: [10.0.0.8]"], "{port: 8080}")
+        .replace("kubernetes.io/service-name: web", "a: b");
+    let own = slice("web-1", &["addresses: [10.0.0.1]"], "{port: 8080}");
+    let loaded = load(&(service(PORT_80) + &own + &orphan + &stray));
+    assert_eq!(endpoints(web(&loaded), 0), ["10.0.0.1:8080 -rs-"]);
+    let [problem] = &loaded.snapshot.problems[..] else {
+        panic!("{:?}", loaded.snapshot.problems)
+    };
+    assert_eq!(problem.gravity, Gravity::Warning);
+    let place = &problem.place;
+    assert!(place.ends_with("EndpointSlice default/gone-1"), "{place}");
+    let text = &problem.text;
+    assert!(text.contains("there is no Service default/gone"), "{text}");
+    // The Service may be deleted first.
+    let loaded = load(&(own + &orphan));
+    assert!(loaded.snapshot.services.is_empty());
+    assert_eq!(loaded.snapshot.problems.len(), 2);
 }

@@ -26,7 +26,8 @@ fn this_node() -> Node {
         name: "here".into(),
         addresses: vec![IpAddr::V4(Ipv4Addr::new(192, 0, 2, 1))],
         zone: "z1".into(),
-        leaving: false,
+        leaving: None,
+        name_given: true,
     }
 }
 

@@ -4,7 +4,7 @@
 use std::fmt::Write;
 
 use dataplane::{
-    model::{Node, ServiceName, Snapshot, TrafficPolicy},
+    model::{Gravity, Node, ServiceName, Snapshot, TrafficPolicy},
     source::manifests,
 };
 
@@ -325,7 +325,7 @@ fn the_node_object_tells_the_zone_wherever_it_is() {
     ] {
         let snapshot = load(&text, &here(""));
         assert_eq!(&*snapshot.node.zone, "a");
-        assert!(!snapshot.node.leaving);
+        assert_eq!(snapshot.node.leaving, None);
         assert_eq!(used(&snapshot, TrafficPolicy::Cluster), "3");
         // What was said by hand is not overruled.
         let snapshot = load(&text, &here("b"));
@@ -367,7 +367,7 @@ fn a_node_that_is_about_to_go() {
         ),
     ] {
         let text = NODE.replacen(from, to, 1);
-        assert!(load(&text, &here("")).node.leaving, "{text}");
+        assert!(load(&text, &here("")).node.leaving.is_some(), "{text}");
     }
     let cordoned = NODE.replacen(
         "spec: {",
@@ -375,7 +375,7 @@ fn a_node_that_is_about_to_go() {
          NoSchedule}], ",
         1,
     );
-    assert!(!load(&cordoned, &here("")).node.leaving);
+    assert_eq!(load(&cordoned, &here("")).node.leaving, None);
 }
 
 #[test]
@@ -387,5 +387,46 @@ fn a_node_twice_is_a_fault() {
     assert!(
         text.contains("Node here: metadata.name: defined twice, first in"),
         "{text}"
+    );
+}
+
+#[test]
+fn a_name_that_the_manifests_do_not_know_is_told() {
+    let given = |name_given| Node {
+        name: "here".into(),
+        name_given,
+        ..Node::default()
+    };
+    let problems = |text: &str, node: &Node| load(text, node).problems.to_vec();
+    let elsewhere = format!(
+        "{SERVICE}{}",
+        slice(1, &["3"]).replace("addresses:", "nodeName: there, addresses:")
+    );
+    // The operator's word is taken for it, unless the Nodes are there.
+    assert_eq!(problems(&elsewhere, &given(true)), []);
+    let [problem] = &problems(&elsewhere, &given(false))[..] else {
+        panic!("{:?}", problems(&elsewhere, &given(false)))
+    };
+    assert_eq!(problem.gravity, Gravity::Place);
+    assert_eq!(problem.place, "Node here");
+    assert!(
+        problem.text.contains("there") && problem.text.contains("--node-name"),
+        "{problem:?}"
+    );
+    let other = NODE.replace("name: here,", "name: there,");
+    let with_nodes = format!("{elsewhere}---\n{other}");
+    assert_eq!(problems(&with_nodes, &given(true)).len(), 1);
+    let known = format!("{with_nodes}---\n{NODE}");
+    assert_eq!(problems(&known, &given(false)), []);
+    let here = slice(2, &["4 local"]);
+    assert_eq!(problems(&format!("{elsewhere}{here}"), &given(false)), []);
+    // It matters to whom it matters.
+    let snapshot = load(&elsewhere, &given(false));
+    assert_eq!(snapshot.depends_on_place(), None);
+    let local = elsewhere.replacen("spec: {", "spec: {internalTrafficPolicy: Local, ", 1);
+    let snapshot = load(&local, &given(false));
+    assert_eq!(
+        snapshot.depends_on_place(),
+        Some(&ServiceName::new("default", "web"))
     );
 }

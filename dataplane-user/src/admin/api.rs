@@ -42,6 +42,12 @@ pub struct AgentStatus {
     pub node: String,
     /// The addresses on which node ports are answered, besides loopback.
     pub node_addresses: Vec<String>,
+    /// Why load balancers are told to send this node nothing new (`/healthz`); none: they are not.
+    #[serde(default)]
+    pub leaving: Option<String>,
+    /// For how many seconds a change has been waiting to be written, if that is too long (`/livez`).
+    #[serde(default)]
+    pub late_seconds: Option<u64>,
     /// Where the services come from.
     pub source: Source,
     /// How many services there are, also those without a VIP.
@@ -174,10 +180,26 @@ pub struct Conflict {
 /// Something that was not served as written.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Problem {
+    /// How bad it is.
+    #[serde(default)]
+    pub gravity: Gravity,
     /// A file with line, or an object.
     pub place: String,
     /// What happened, and what to do.
     pub text: String,
+}
+
+/// How bad a [`Problem`] is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Gravity {
+    /// An object is not followed: an error that its author has to mend. The node is healthy.
+    Object,
+    /// An error of the node or its configuration.
+    Node,
+    /// Worth a look.
+    #[default]
+    Warning,
 }
 
 /// A page of a list: what `GET /services` and `GET /pools` answer with.

@@ -27,9 +27,10 @@ impl Pulse {
         *lock(&self.0) = None;
     }
 
-    /// Whether the agent does what it is told, as seen at `now`.
-    pub fn keeps_up(&self, now: Instant) -> bool {
-        lock(&self.0).is_none_or(|since| now.saturating_duration_since(since) < LATE)
+    /// How long something has been waiting, as seen at `now`, if that is too long.
+    pub fn late(&self, now: Instant) -> Option<Duration> {
+        let waited = now.saturating_duration_since((*lock(&self.0))?);
+        (waited >= LATE).then_some(waited)
     }
 }
 
@@ -49,13 +50,13 @@ mod tests {
     fn what_waits_too_long_is_late() {
         let pulse = Pulse::default();
         let start = Instant::now();
-        assert!(pulse.keeps_up(start + 10 * LATE), "nothing to do");
+        assert_eq!(pulse.late(start + 10 * LATE), None, "nothing to do");
         pulse.busy();
-        assert!(pulse.keeps_up(start + LATE / 2));
+        assert_eq!(pulse.late(start + LATE / 2), None);
         // A second change does not make the first one younger.
         pulse.busy();
-        assert!(!pulse.keeps_up(Instant::now() + LATE));
+        assert!(pulse.late(Instant::now() + LATE).is_some());
         pulse.idle();
-        assert!(pulse.keeps_up(start + 10 * LATE));
+        assert_eq!(pulse.late(start + 10 * LATE), None);
     }
 }

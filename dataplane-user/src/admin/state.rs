@@ -7,7 +7,7 @@ use std::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
-    time::{Duration, SystemTime, UNIX_EPOCH},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use dataplane_common::{Addr, tables::PoolStats};
@@ -24,7 +24,7 @@ use super::{
 };
 use crate::{
     kernel,
-    model::{Problem, ServiceName, Snapshot, Workload},
+    model::{Leaving, Problem, ServiceName, Snapshot, Workload},
     plan::{Plan, Planner, Write},
     proxy::Observer,
     source::kubernetes::{Health, Kind},
@@ -249,6 +249,7 @@ impl State {
     /// What is wrong with the packet path now.
     pub fn network_problems(&self, problems: &[String]) {
         let problem = |text: &String| api::Problem {
+            gravity: api::Gravity::Warning,
             place: "packet path".to_owned(),
             text: text.clone(),
         };
@@ -359,6 +360,11 @@ impl State {
         lock(&self.known).snapshot.clone()
     }
 
+    /// Why load balancers are told to send this node nothing new.
+    pub fn leaving(&self) -> Option<Leaving> {
+        lock(&self.known).snapshot.node.leaving
+    }
+
     /// When the last sync that worked ended.
     pub fn last_sync(&self) -> Option<u64> {
         lock(&self.known).last_sync.as_ref().map(|sync| sync.at)
@@ -390,12 +396,15 @@ impl State {
         let conflicts = planner.conflicts().iter().map(view::conflict).collect();
         let mut problems: Vec<_> = planner
             .problems()
-            .map(|(_, problem)| view::problem(problem))
+            .map(|(_, problem)| view::problem(problem, || false))
             .collect();
         drop(planner);
         let known = lock(&self.known);
-        problems.extend(known.snapshot.problems.iter().map(view::problem));
-        problems.extend(known.unasked.iter().map(view::problem));
+        let place_matters = || known.snapshot.depends_on_place().is_some();
+        let of_source = known.snapshot.problems.iter();
+        problems.extend(of_source.map(|problem| view::problem(problem, place_matters)));
+        let unasked = known.unasked.iter();
+        problems.extend(unasked.map(|problem| view::problem(problem, || false)));
         problems.extend(known.network.iter().cloned());
         problems.extend(mesh_problems(&known));
         let node = &known.snapshot.node;
@@ -405,6 +414,8 @@ impl State {
             ready: self.is_ready(),
             node: node.name.to_string(),
             node_addresses: node.addresses.iter().map(ToString::to_string).collect(),
+            leaving: node.leaving.map(|why| why.text().to_owned()),
+            late_seconds: self.pulse.late(Instant::now()).map(|late| late.as_secs()),
             source: self.source(&known),
             services: known.snapshot.services.len() as u64,
             endpoints: endpoints(&known.snapshot),
@@ -521,6 +532,7 @@ impl State {
 /// What is wrong with capture.
 fn mesh_problems(known: &Known) -> impl Iterator<Item = api::Problem> {
     let problem = |text: String| api::Problem {
+        gravity: api::Gravity::Warning,
         place: "mesh".to_owned(),
         text,
     };

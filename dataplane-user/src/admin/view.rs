@@ -8,8 +8,8 @@ use super::{
 };
 use crate::{
     model::{
-        self, Acceleration, CapturedBy, Egress, Mode, Problem, Rules, ServiceType, TrafficPolicy,
-        WithoutProxy,
+        self, Acceleration, CapturedBy, Egress, Gravity, Mode, Problem, Rules, ServiceType,
+        TrafficPolicy, WithoutProxy,
     },
     plan,
 };
@@ -23,9 +23,15 @@ pub fn conflict(conflict: &plan::Conflict) -> api::Conflict {
     }
 }
 
-/// For `GET /status`.
-pub fn problem(problem: &Problem) -> api::Problem {
+/// For `GET /status`. `place_matters`: whether a service's policy depends on which endpoints are on this
+/// node; asked only if that is in doubt.
+pub fn problem(problem: &Problem, place_matters: impl FnOnce() -> bool) -> api::Problem {
     api::Problem {
+        gravity: match problem.gravity {
+            Gravity::NotFollowed => api::Gravity::Object,
+            Gravity::Place if place_matters() => api::Gravity::Node,
+            Gravity::Place | Gravity::Warning => api::Gravity::Warning,
+        },
         place: problem.place.clone(),
         text: problem.text.clone(),
     }

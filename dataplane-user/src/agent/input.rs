@@ -1,6 +1,7 @@
 //! Where the agent reads what to serve, and what it has read.
 
 use std::{
+    collections::HashSet,
     io,
     path::PathBuf,
     sync::{Arc, mpsc::Sender},
@@ -151,7 +152,7 @@ impl Input {
         };
         match manifests::load_reusing(wanted, paths, own) {
             Ok(loaded) => {
-                log(&loaded.snapshot.problems, &[]);
+                log(&loaded.snapshot.problems, &wanted.problems);
                 *wanted = loaded.snapshot;
                 state.source_read();
                 true
@@ -200,10 +201,9 @@ impl Input {
     }
 }
 
-/// Logs problems that were not there before. `before` is sorted as `problems` is, or empty.
+/// Logs problems that were not there before, and those that are over.
 fn log(problems: &[Problem], before: &[Problem]) {
-    let known: std::collections::HashSet<(&str, &str)> =
-        before.iter().map(|p| (&*p.place, &*p.text)).collect();
+    let known: HashSet<(&str, &str)> = before.iter().map(|p| (&*p.place, &*p.text)).collect();
     let mut news = problems
         .iter()
         .filter(|p| !known.contains(&(&*p.place, &*p.text)));
@@ -213,5 +213,16 @@ fn log(problems: &[Problem], before: &[Problem]) {
     let more = news.count();
     if more > 0 {
         warn!("and {more} more; `dataplane status` names them all");
+    }
+    let now: HashSet<(&str, &str)> = problems.iter().map(|p| (&*p.place, &*p.text)).collect();
+    let mut over = before
+        .iter()
+        .filter(|p| !now.contains(&(&*p.place, &*p.text)));
+    for problem in over.by_ref().take(LOGGED) {
+        info!("{}: no longer so: {}", problem.place, problem.text);
+    }
+    let more = over.count();
+    if more > 0 {
+        info!("and {more} more problems are over");
     }
 }

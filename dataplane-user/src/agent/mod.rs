@@ -113,7 +113,8 @@ impl NodeSettings {
             name: name.into(),
             addresses: addresses::for_node_ports(&self.nodeport_addresses, told)?,
             zone: self.zone.as_str().into(),
-            leaving: false,
+            leaving: None,
+            name_given: !self.name.is_empty(),
         })
     }
 }

@@ -175,7 +175,7 @@ impl Sync {
         self.look();
         let own = Node {
             zone: self.settings.node.zone.as_str().into(),
-            leaving: false,
+            leaving: None,
             ..(*self.wanted.node).clone()
         };
         if self.input.read(&mut self.wanted, &own, &self.state) {

@@ -27,19 +27,62 @@ pub struct Node {
     /// Its zone (label `topology.kubernetes.io/zone`), to which endpoints may be hinted; empty if
     /// it is not known.
     pub zone: Arc<str>,
-    /// Whether it is about to go: being deleted, or chosen for it by the cluster autoscaler. It
-    /// then asks load balancers for no more connections.
-    pub leaving: bool,
+    /// Why it is about to go, or gone; none: it stays. A node that leaves asks load balancers for no
+    /// more connections.
+    pub leaving: Option<Leaving>,
+    /// Whether the operator gave its name, rather than the machine.
+    pub name_given: bool,
+}
+
+/// Why a node gets no more connections from load balancers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Leaving {
+    /// Its Node object is being deleted.
+    Deleted,
+    /// The cluster autoscaler has chosen it for deletion, by a taint.
+    Tainted,
+    /// The cluster has no Node of its name, or none any more.
+    Unknown,
+}
+
+impl Leaving {
+    /// The reason, as a clause about the Node.
+    pub fn text(self) -> &'static str {
+        match self {
+            Self::Deleted => "it is being deleted from the cluster",
+            Self::Tainted => {
+                "it has the taint ToBeDeletedByClusterAutoscaler, by which the cluster autoscaler \
+                 marks the nodes that it deletes next"
+            }
+            Self::Unknown => "the cluster has no Node of this name",
+        }
+    }
 }
 
 /// Something in a source that was not served, or not served as written, and that a person should
 /// know of. It does not keep the rest from being served.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Problem {
+    /// How bad it is.
+    pub gravity: Gravity,
     /// Where: a file with line, or an object.
     pub place: String,
     /// What happened, and what to do.
     pub text: String,
+}
+
+/// How bad a [`Problem`] is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Gravity {
+    /// An object is not followed: what it was before stays served, if it ever was. Its author has to act;
+    /// the node is healthy.
+    NotFollowed,
+    /// The node does not know which endpoints are its own. An error of the node if a service's policy
+    /// depends on that ([`Snapshot::depends_on_place`]); else worth a look.
+    Place,
+    /// Something is left out, or worth a look.
+    #[default]
+    Warning,
 }
 
 /// A whole, consistent view of what to serve: immutable, cheap to clone.
@@ -57,4 +100,16 @@ pub struct Snapshot {
     pub node: Arc<Node>,
     /// What the source could not make sense of.
     pub problems: Arc<[Problem]>,
+}
+
+impl Snapshot {
+    /// The first service for which it matters which endpoints are on this node. Looks at all of them.
+    pub fn depends_on_place(&self) -> Option<&ServiceName> {
+        let mut services = self.services.values();
+        let found = services.find(|service| {
+            [service.internal_policy, service.external_policy].contains(&TrafficPolicy::Local)
+                && !service.name.name().contains(':')
+        });
+        found.map(|service| &service.name)
+    }
 }

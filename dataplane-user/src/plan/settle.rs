@@ -11,7 +11,7 @@ use super::{
     mirror::{self, Mirror, Writes},
     wanted::{self, WantedKey},
 };
-use crate::model::{Problem, Protocol, Service, ServicePort, TrafficPolicy};
+use crate::model::{Gravity, Problem, Protocol, Service, ServicePort, TrafficPolicy};
 
 /// The pools that a service has.
 #[derive(Debug, Default)]
@@ -251,6 +251,7 @@ impl Settle<'_> {
 
     fn problem(&mut self, service: &Service, text: String) {
         self.problems.push(Problem {
+            gravity: Gravity::Warning,
             place: format!("service {}", service.name),
             text,
         });

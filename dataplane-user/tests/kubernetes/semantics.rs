@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use dataplane::{
-    model::{ServiceName, ServiceType},
+    model::{Gravity, Leaving, ServiceName, ServiceType},
     source::kubernetes::Kind,
 };
 use dataplane_tests::api::{Resource, objects};
@@ -138,6 +138,7 @@ fn an_object_that_makes_no_sense_is_a_problem_and_the_rest_is_served() {
     assert!(!has(&view, "nonsense"));
     let problem = &view.problems[0];
     assert_eq!(problem.place, "Service default/nonsense");
+    assert_eq!(problem.gravity, Gravity::NotFollowed);
     assert!(problem.text.contains("spec.ports[0].port"), "{problem:?}");
     // What was served before still is.
     let [mut service, _] = web(1, &[]);
@@ -203,13 +204,66 @@ fn a_node_that_the_cluster_does_not_know_is_told() {
     );
     assert_eq!(&*view.node.zone, "");
     // As for kube-proxy: load balancers are told to look elsewhere.
-    assert!(view.node.leaving);
+    assert_eq!(view.node.leaving, Some(Leaving::Unknown));
     let address = "192.0.2.1".parse().unwrap();
     site.cluster()
         .apply(objects::node("node1", "zone-a", &[address]));
     let view = site.view(|view| view.problems.is_empty());
     assert_eq!(view.node.addresses, [address]);
-    assert!(!view.node.leaving);
+    assert_eq!(view.node.leaving, None);
     site.cluster().delete(Resource::Nodes, "", "node1");
-    site.view(|view| view.node.addresses.is_empty() && view.node.leaving);
+    site.view(|view| view.node.addresses.is_empty() && view.node.leaving.is_some());
+}
+
+/// The API server takes and returns such a condition, and Kubernetes' own client cannot be made to write
+/// it: a cloud's controller did.
+#[test]
+fn what_is_not_needed_of_a_service_may_be_anything() {
+    let [mut service, slice] = web(1, &[1]);
+    service["status"]["conditions"] =
+        json!([{ "type": "LoadBalancerReady", "status": "True", "lastTransitionTime": null }]);
+    let site = Site::new(server([service, slice]));
+    let view = site.view(|view| endpoints(view, "web-1") == [1]);
+    assert!(view.problems.is_empty(), "{:?}", view.problems);
+}
+
+#[test]
+fn a_slice_whose_service_is_missing_for_long_is_told_until_it_comes() {
+    let slices = [
+        slice_of("web-1", "web-1-a", &[1]),
+        slice_of("", "nobody-a", &[2]),
+    ];
+    let site = Site::new(server(slices));
+    site.view(|view| view.services.is_empty());
+    let view = site.view(|view| !view.problems.is_empty());
+    let [problem] = &view.problems[..] else {
+        panic!("{:?}", view.problems)
+    };
+    assert_eq!(problem.gravity, Gravity::Warning);
+    assert_eq!(problem.place, "EndpointSlice default/web-1-a");
+    let [service, _] = web(1, &[]);
+    site.cluster().apply(service);
+    site.view(|view| view.problems.is_empty() && endpoints(view, "web-1") == [1]);
+}
+
+#[test]
+fn a_node_that_goes_while_it_is_watched_is_told_with_the_reason() {
+    let site = Site::new(server(web(1, &[2])));
+    site.view(|view| view.node.leaving.is_none());
+    let mut node = objects::node("node1", "zone-a", &[]);
+    node["spec"]["taints"] =
+        json!([{ "key": "ToBeDeletedByClusterAutoscaler", "effect": "NoSchedule" }]);
+    site.cluster().apply(node);
+    site.view(|view| view.node.leaving == Some(Leaving::Tainted));
+    site.cluster().delete(Resource::Nodes, "", "node1");
+    let view = site.view(|view| view.node.leaving == Some(Leaving::Unknown));
+    let [problem] = &view.problems[..] else {
+        panic!("{:?}", view.problems)
+    };
+    assert_eq!(problem.gravity, Gravity::Place);
+    assert!(problem.text.contains("was deleted"), "{problem:?}");
+    // What it serves goes on.
+    assert_eq!(endpoints(&view, "web-1"), [2]);
+    site.cluster().apply(objects::node("node1", "zone-a", &[]));
+    site.view(|view| view.problems.is_empty() && view.node.leaving.is_none());
 }

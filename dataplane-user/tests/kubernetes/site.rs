@@ -52,6 +52,7 @@ pub fn patience() -> Patience {
         retry: Duration::from_millis(5),
         retry_max: Duration::from_millis(50),
         forbidden: Duration::from_millis(100),
+        orphan: Duration::from_millis(50),
     }
 }
 

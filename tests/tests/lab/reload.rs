@@ -42,15 +42,11 @@ fn faults_at_the_start_attach_nothing() -> Result<()> {
     let agent = lab.agent("node2").prepare()?;
     let file = manifests.path();
     let path = file.to_string_lossy().into_owned();
-    let orphan = r#"{"apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "metadata":
-        {"name": "a", "labels": {"kubernetes.io/service-name": "gone"}}, "addressType": "IPv4",
-        "endpoints": []}"#;
     let ports = r#"{"apiVersion": "v1", "kind": "Service", "metadata": {"name": "a"}, "spec":
         {"clusterIP": "10.96.0.1", "ports": [{"port": 0}, {"port": 70000, "name": "b"}]}}"#;
     for (nonsense, words) in [
         ("{\n\n]", [":3", ""]),
         ("", ["empty", ""]),
-        (orphan, ["default/gone", "service-name"]),
         (
             ports,
             ["spec.ports[0].port: 0", "spec.ports[1].port: 70000"],

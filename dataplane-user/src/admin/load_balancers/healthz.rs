@@ -53,7 +53,7 @@ pub(super) fn routes(state: &Arc<State>) -> Router {
 }
 
 async fn healthz(Shared(state): Shared<Arc<State>>) -> Response {
-    answer(&state, Some(!state.snapshot().node.leaving))
+    answer(&state, Some(state.leaving().is_none()))
 }
 
 /// A node that is about to go needs no new connections, and no restart either.
@@ -62,7 +62,7 @@ async fn livez(Shared(state): Shared<Arc<State>>) -> Response {
 }
 
 fn answer(state: &State, node_eligible: Option<bool>) -> Response {
-    let healthy = state.pulse.keeps_up(Instant::now());
+    let healthy = state.pulse.late(Instant::now()).is_none();
     let good = healthy && node_eligible.unwrap_or(true);
     let now = Timestamp::now();
     let synced = state
@@ -104,13 +104,13 @@ mod tests {
     use crate::{
         admin::Source,
         kernel,
-        model::{Node, Snapshot},
+        model::{Leaving, Node, Snapshot},
         plan::{Contents, Planner},
     };
 
     fn state(leaving: bool) -> State {
         let node = Node {
-            leaving,
+            leaving: leaving.then_some(Leaving::Deleted),
             ..Node::default()
         };
         let snapshot = Snapshot {

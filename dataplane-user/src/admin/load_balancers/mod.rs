@@ -29,7 +29,7 @@ use tokio::{
 use tracing::{info, warn};
 
 use super::State;
-use crate::model::{Problem, ServiceName, Snapshot};
+use crate::model::{Gravity, Problem, ServiceName, Snapshot};
 use services::Checks;
 
 /// How soon a port that could not be had is tried again.
@@ -160,6 +160,7 @@ impl Desk {
             }
         }
         problems.extend(self.refused.values().map(|refusal| Problem {
+            gravity: Gravity::Warning,
             place: refusal.topic.to_string(),
             text: refusal.why.clone(),
         }));
@@ -179,6 +180,7 @@ impl Desk {
                 match wanted.entry(SocketAddr::new(addr, check.port)) {
                     Entry::Vacant(free) => _ = free.insert((topic, count)),
                     Entry::Occupied(taken) => problems.push(Problem {
+                        gravity: Gravity::Warning,
                         place: topic.to_string(),
                         text: format!("{} is taken by {}", taken.key(), taken.get().0),
                     }),

@@ -86,7 +86,7 @@ fn local(service: &Service, v4: bool) -> usize {
 pub(super) fn routes(state: &Arc<State>, name: &ServiceName, count: &Arc<AtomicUsize>) -> Router {
     let (state, name, count) = (Arc::clone(state), name.clone(), Arc::clone(count));
     Router::new().fallback(move || async move {
-        let healthy = state.pulse.keeps_up(Instant::now());
+        let healthy = state.pulse.late(Instant::now()).is_none();
         answer(&name, count.load(Ordering::Relaxed), healthy)
     })
 }

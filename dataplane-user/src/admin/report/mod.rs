@@ -8,7 +8,7 @@ use dataplane_common::{Reason, packet::Iface};
 use serde::{Deserialize, Serialize};
 
 use super::{
-    api::{AgentStatus, Source, Version},
+    api::{AgentStatus, Gravity, Source, Version},
     client,
 };
 use crate::{
@@ -20,7 +20,7 @@ pub use mesh::Workload;
 /// `GET /status`, and what `dataplane status` prints.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Report {
-    /// Whether there is no [`Finding`] that is an error.
+    /// Whether there is no [`Finding`] that is an error, but for those of objects.
     pub healthy: bool,
     /// What is wrong or worth a look; the worst first.
     pub findings: Vec<Finding>,
@@ -68,6 +68,19 @@ pub struct Finding {
     pub severity: Severity,
     /// What, and what to do.
     pub text: String,
+    /// The object, if it is an object's own: its author has to act, and the node is healthy.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub object: Option<String>,
+}
+
+impl Finding {
+    fn new(severity: Severity, text: String) -> Self {
+        Self {
+            severity,
+            text,
+            object: None,
+        }
+    }
 }
 
 /// A program at its hook.
@@ -150,12 +163,7 @@ pub fn examine(
     agent: Result<AgentStatus, client::Error>,
 ) -> Report {
     let mut findings = Vec::new();
-    let mut error = |text: String| {
-        findings.push(Finding {
-            severity: Severity::Error,
-            text,
-        });
-    };
+    let mut error = |text: String| findings.push(Finding::new(Severity::Error, text));
 
     let programs: Vec<Program> = kernel::attachments(paths).map_or_else(
         |e| {
@@ -276,36 +284,36 @@ pub fn examine(
     let mesh = match mesh::workloads(paths, named) {
         Ok(mesh) => mesh,
         Err(e) => {
-            findings.push(Finding {
-                severity: Severity::Error,
-                text: format!("cannot read whose connections are captured: {e}"),
-            });
+            findings.push(Finding::new(
+                Severity::Error,
+                format!("cannot read whose connections are captured: {e}"),
+            ));
             Vec::new()
         }
     };
     for workload in mesh.iter().filter(|w| !matches!(&*w.proxy, "ready" | "-")) {
         let name = workload.name.as_ref().unwrap_or(&workload.place);
-        findings.push(Finding {
-            severity: Severity::Warning,
-            text: format!(
+        findings.push(Finding::new(
+            Severity::Warning,
+            format!(
                 "mesh: the proxy of {name} does not listen ({}): until it does, withoutProxy says \
                  what becomes of connections ({})",
                 workload.proxy, workload.without_proxy
             ),
-        });
+        ));
     }
     if verdicts
         .get(Reason::Dangling.word())
         .is_some_and(|&n| n > 0)
     {
-        findings.push(Finding {
-            severity: Severity::Warning,
-            text: Reason::Dangling.text().to_owned(),
-        });
+        findings.push(Finding::new(
+            Severity::Warning,
+            Reason::Dangling.text().to_owned(),
+        ));
     }
     findings.sort();
     Report {
-        healthy: findings.iter().all(|f| f.severity != Severity::Error),
+        healthy: healthy(&findings),
         findings,
         versions: Versions {
             agent: agent.as_ref().map(|a| a.version.version.clone()),
@@ -322,6 +330,13 @@ pub fn examine(
         tables,
         verdicts,
     }
+}
+
+/// Whether no error is the node's own.
+fn healthy(findings: &[Finding]) -> bool {
+    findings
+        .iter()
+        .all(|finding| finding.severity != Severity::Error || finding.object.is_some())
 }
 
 /// The interfaces that the packet path's programs belong on, and whether they run there.
@@ -384,19 +399,51 @@ fn forwarding() -> Vec<Finding> {
         // A kernel without the family has no such setting, and none of its packets.
         fs::read_to_string(format!("/proc/sys/net/{file}")).is_ok_and(|value| value.trim() == "0")
     })
-    .map(|(name, _)| Finding {
-        severity: Severity::Warning,
-        text: format!(
-            "{name} is 0: packets for endpoints that are not on this node's own addresses are not \
-             sent on (`sysctl -w {name}=1`)"
-        ),
+    .map(|(name, _)| {
+        Finding::new(
+            Severity::Warning,
+            format!(
+                "{name} is 0: packets for endpoints that are not on this node's own addresses are \
+                 not sent on (`sysctl -w {name}=1`)"
+            ),
+        )
     })
     .collect()
 }
 
 /// What is wrong in what the agent says of itself.
 fn judge(agent: &AgentStatus, findings: &mut Vec<Finding>) {
-    let mut add = |severity, text| findings.push(Finding { severity, text });
+    for problem in &agent.problems {
+        let text = format!("{}: {}", problem.place, problem.text);
+        findings.push(match problem.gravity {
+            Gravity::Object => Finding {
+                object: Some(problem.place.clone()),
+                ..Finding::new(Severity::Error, text)
+            },
+            Gravity::Node => Finding::new(Severity::Error, text),
+            Gravity::Warning => Finding::new(Severity::Warning, text),
+        });
+    }
+    let mut add = |severity, text| findings.push(Finding::new(severity, text));
+    if let Some(seconds) = agent.late_seconds {
+        add(
+            Severity::Error,
+            format!(
+                "a change has been waiting for {seconds} s to be written to the kernel, so /healthz \
+                 and /livez answer 503; the log says what the agent does instead"
+            ),
+        );
+    }
+    if let Some(why) = &agent.leaving {
+        add(
+            Severity::Warning,
+            format!(
+                "Node {}: {why}, so /healthz answers 503 and load balancers send new connections \
+                 elsewhere; existing connections go on",
+                agent.node
+            ),
+        );
+    }
     if let Some(failure) = &agent.sync_error {
         add(
             Severity::Error,
@@ -433,12 +480,6 @@ fn judge(agent: &AgentStatus, findings: &mut Vec<Finding>) {
                 conflict.winner,
                 conflict.losers.join(", "),
             ),
-        );
-    }
-    for problem in &agent.problems {
-        add(
-            Severity::Warning,
-            format!("{}: {}", problem.place, problem.text),
         );
     }
 }
@@ -489,7 +530,7 @@ fn kubernetes(source: &Source, now: u64) -> Option<(Severity, String)> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::admin::api::{Conflict, Failure};
+    use crate::admin::api::{Conflict, Failure, Problem};
 
     fn agent() -> AgentStatus {
         AgentStatus {
@@ -498,6 +539,8 @@ mod tests {
             ready: true,
             node: "node".to_owned(),
             node_addresses: Vec::new(),
+            leaving: None,
+            late_seconds: None,
             source: Source {
                 kind: "manifests".to_owned(),
                 paths: Vec::new(),
@@ -550,6 +593,44 @@ mod tests {
         assert!(found[0].1.contains("it broke"));
         assert_eq!(found[2].0, Severity::Warning);
         assert!(found[2].1.contains("a/b serves it, c/d not"));
+    }
+
+    #[test]
+    fn an_objects_error_is_named_and_the_node_is_healthy() {
+        let mut agent = agent();
+        let problem = |gravity, place: &str| Problem {
+            gravity,
+            place: place.to_owned(),
+            text: "spec: no".to_owned(),
+        };
+        agent.problems = vec![
+            problem(Gravity::Object, "Service shop/web"),
+            problem(Gravity::Warning, "Service shop/db"),
+        ];
+        let mut findings = Vec::new();
+        judge(&agent, &mut findings);
+        assert_eq!(findings[0].severity, Severity::Error);
+        assert_eq!(findings[0].object.as_deref(), Some("Service shop/web"));
+        assert_eq!(findings[1].severity, Severity::Warning);
+        assert!(healthy(&findings));
+        // The name of the node is the operator's.
+        agent.problems = vec![problem(Gravity::Node, "Node here")];
+        findings.clear();
+        judge(&agent, &mut findings);
+        assert!(!healthy(&findings));
+    }
+
+    #[test]
+    fn what_healthz_says_has_its_reason_in_status() {
+        let mut agent = agent();
+        agent.leaving = Some("it is being deleted from the cluster".to_owned());
+        let [(severity, text)] = &judged(&agent)[..] else {
+            panic!("{:?}", judged(&agent))
+        };
+        assert_eq!(*severity, Severity::Warning);
+        assert!(text.contains("Node node") && text.contains("503"), "{text}");
+        agent.late_seconds = Some(61);
+        assert_eq!(judged(&agent)[0].0, Severity::Error);
     }
 
     #[test]

@@ -1,21 +1,17 @@
 //! The kinds that are read, and one object of each in the model's terms.
 
-use std::{collections::BTreeMap, fmt, sync::Arc};
+use std::{fmt, sync::Arc};
 
-use k8s_openapi::{
-    api::{core::v1 as core, discovery::v1 as discovery},
-    apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference, Time},
-};
 use kube::core::params::{ListParams, WatchParams};
-use serde::{
-    Deserialize, Deserializer,
-    de::{DeserializeOwned, IgnoredAny, MapAccess, Visitor},
-};
+use serde::de::DeserializeOwned;
 
 use super::follow::Sight;
 use crate::{
     model::{Node, Place, Service, ServiceName, Workload},
-    source::objects::{self, Findings, NamespaceRules, NodeFacts, Outcome, Slice},
+    source::objects::{
+        self, Findings, NamespaceRules, NodeFacts, Outcome, Slice,
+        wire::{self, Metadata, Named},
+    },
 };
 
 /// What kube-proxy asks for, too: neither what belongs to another proxy nor what is headless.
@@ -158,10 +154,15 @@ impl Kind {
         self.try_read(text, node).unwrap_or_else(|_| {
             let mut findings = Findings::default();
             findings.faults.push(self.explain(text));
-            let metadata = from_json::<Named>(text).unwrap_or_default().metadata;
+            let name = from_json::<Named>(text).unwrap_or_default().metadata;
+            let metadata = Metadata {
+                name: name.name,
+                namespace: name.namespace,
+                ..Metadata::default()
+            };
             Object {
-                version: metadata.resource_version.clone(),
-                name: objects::object_name(&metadata.into()),
+                version: name.resource_version.unwrap_or_default(),
+                name: objects::object_name(&metadata),
                 body: match self {
                     Self::Service => Body::Service(None),
                     Self::Slice => Body::Slice(None),
@@ -175,19 +176,14 @@ impl Kind {
     }
 
     fn try_read(self, text: &str, node: &Node) -> Result<Object, serde_json::Error> {
-        fn key(metadata: &ObjectMeta) -> (ServiceName, String) {
+        fn key(metadata: &Metadata) -> (ServiceName, String) {
             let version = metadata.resource_version.clone();
             (objects::object_name(metadata), version.unwrap_or_default())
         }
         let mut findings = Findings::default();
         let ((name, version), body) = match self {
             Self::Service => {
-                let object: ServiceObject = from_json(text)?;
-                let service = core::Service {
-                    metadata: object.metadata.into(),
-                    spec: object.spec,
-                    status: object.status,
-                };
+                let service: wire::Service = from_json(text)?;
                 let key = key(&service.metadata);
                 let body = match objects::service(service, &mut findings) {
                     Outcome::Served(service) => Some(service),
@@ -196,13 +192,7 @@ impl Kind {
                 (key, Body::Service(body))
             }
             Self::Slice => {
-                let object: SliceObject = from_json(text)?;
-                let slice = discovery::EndpointSlice {
-                    metadata: object.metadata.into(),
-                    address_type: object.address_type,
-                    endpoints: object.endpoints,
-                    ports: object.ports,
-                };
+                let slice: wire::EndpointSlice = from_json(text)?;
                 let body = match objects::slice(&slice, node, &mut findings) {
                     Outcome::Served(slice) => Some(slice),
                     Outcome::LeftAlone => None,
@@ -210,22 +200,17 @@ impl Kind {
                 (key(&slice.metadata), Body::Slice(body))
             }
             Self::Node => {
-                let object: NodeObject = from_json(text)?;
-                let node = core::Node {
-                    metadata: object.metadata.into(),
-                    spec: object.spec,
-                    status: object.status.map(Into::into),
-                };
+                let node: wire::Node = from_json(text)?;
                 let facts = objects::node(&node, &mut findings);
                 (key(&node.metadata), Body::Node(facts))
             }
             Self::Pod => {
-                let pod: core::Pod = from_json::<PodObject>(text)?.into();
+                let pod: wire::Pod = from_json(text)?;
                 let body = Pod::new(&pod, node, &mut findings);
                 (key(&pod.metadata), Body::Pod(Some(body)))
             }
             Self::Namespace => {
-                let metadata = from_json::<NamespaceObject>(text)?.metadata.into();
+                let metadata = from_json::<wire::Namespace>(text)?.metadata;
                 let rules = objects::namespace(&metadata, &mut findings);
                 (key(&metadata), Body::Namespace(rules))
             }
@@ -246,11 +231,11 @@ impl Kind {
             Some((error.path().to_string(), error.inner().to_string()))
         }
         match self {
-            Self::Service => why::<ServiceObject>(text),
-            Self::Slice => why::<SliceObject>(text),
-            Self::Node => why::<NodeObject>(text),
-            Self::Pod => why::<PodObject>(text),
-            Self::Namespace => why::<NamespaceObject>(text),
+            Self::Service => why::<wire::Service>(text),
+            Self::Slice => why::<wire::EndpointSlice>(text),
+            Self::Node => why::<wire::Node>(text),
+            Self::Pod => why::<wire::Pod>(text),
+            Self::Namespace => why::<wire::Namespace>(text),
         }
         .unwrap_or_default()
     }
@@ -264,9 +249,9 @@ impl fmt::Display for Kind {
 
 /// By what an object is known that is in no namespace.
 pub(super) fn of_the_cluster(name: &str) -> ServiceName {
-    objects::object_name(&ObjectMeta {
+    objects::object_name(&Metadata {
         name: Some(name.to_owned()),
-        ..ObjectMeta::default()
+        ..Metadata::default()
     })
 }
 
@@ -310,7 +295,7 @@ pub(super) struct Pod {
 
 impl Pod {
     /// One is not left out for the other's faults.
-    fn new(pod: &core::Pod, node: &Node, findings: &mut Findings) -> Self {
+    fn new(pod: &wire::Pod, node: &Node, findings: &mut Findings) -> Self {
         let of = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref());
         if of != Some(&*node.name) {
             return Self::elsewhere(pod, node);
@@ -334,7 +319,7 @@ impl Pod {
     }
 
     /// Of one on another node only who it is matters here; what is wrong with it is told there.
-    fn elsewhere(pod: &core::Pod, node: &Node) -> Self {
+    fn elsewhere(pod: &wire::Pod, node: &Node) -> Self {
         let workload = objects::pod(pod, node, &mut Findings::default());
         Self {
             host_ports: Some(Vec::new()),
@@ -346,217 +331,4 @@ impl Pod {
             faulty: false,
         }
     }
-}
-
-// What is read of objects. The rest, above all `managedFields`, which is as large as everything else
-// together, is skipped over and never lies in memory but as text.
-
-#[derive(Deserialize, Default)]
-#[serde(default)]
-struct Named {
-    metadata: Metadata,
-}
-
-#[derive(Deserialize, Default)]
-#[serde(default)]
-struct ServiceObject {
-    metadata: Metadata,
-    spec: Option<core::ServiceSpec>,
-    status: Option<core::ServiceStatus>,
-}
-
-#[derive(Deserialize, Default)]
-#[serde(default, rename_all = "camelCase")]
-struct SliceObject {
-    metadata: Metadata,
-    address_type: String,
-    endpoints: Option<Vec<discovery::Endpoint>>,
-    ports: Option<Vec<discovery::EndpointPort>>,
-}
-
-#[derive(Deserialize, Default)]
-#[serde(default)]
-struct NodeObject {
-    metadata: Metadata,
-    spec: Option<core::NodeSpec>,
-    status: Option<NodeStatus>,
-}
-
-/// Without the images on the node and its conditions, which change every few seconds.
-#[derive(Deserialize, Default)]
-#[serde(default)]
-struct NodeStatus {
-    addresses: Option<Vec<core::NodeAddress>>,
-}
-
-impl From<NodeStatus> for core::NodeStatus {
-    fn from(status: NodeStatus) -> Self {
-        Self {
-            addresses: status.addresses,
-            ..Self::default()
-        }
-    }
-}
-
-#[derive(Deserialize, Default)]
-#[serde(default)]
-struct NamespaceObject {
-    metadata: Marked,
-}
-
-#[derive(Deserialize, Default)]
-#[serde(default)]
-struct PodObject {
-    metadata: Marked,
-    spec: Option<PodSpec>,
-    status: Option<PodStatus>,
-}
-
-/// Without volumes, environments and whatever else a container needs to run.
-#[derive(Deserialize, Default)]
-#[serde(default, rename_all = "camelCase")]
-struct PodSpec {
-    node_name: Option<String>,
-    host_network: Option<bool>,
-    service_account_name: Option<String>,
-    containers: Vec<Container>,
-    init_containers: Option<Vec<Container>>,
-}
-
-#[derive(Deserialize, Default)]
-#[serde(default, rename_all = "camelCase")]
-struct Container {
-    ports: Option<Vec<core::ContainerPort>>,
-    restart_policy: Option<String>,
-}
-
-/// Without conditions and the states of its containers, which change the most.
-#[derive(Deserialize, Default)]
-#[serde(default, rename_all = "camelCase")]
-struct PodStatus {
-    phase: Option<String>,
-    #[serde(rename = "podIP")]
-    pod_ip: Option<String>,
-    #[serde(rename = "podIPs")]
-    pod_ips: Option<Vec<core::PodIP>>,
-}
-
-impl From<PodObject> for core::Pod {
-    fn from(object: PodObject) -> Self {
-        let containers = |all: Vec<Container>| -> Vec<core::Container> {
-            all.into_iter().map(Into::into).collect()
-        };
-        Self {
-            metadata: object.metadata.into(),
-            spec: object.spec.map(|spec| core::PodSpec {
-                node_name: spec.node_name,
-                host_network: spec.host_network,
-                service_account_name: spec.service_account_name,
-                containers: containers(spec.containers),
-                init_containers: spec.init_containers.map(containers),
-                ..core::PodSpec::default()
-            }),
-            status: object.status.map(|status| core::PodStatus {
-                phase: status.phase,
-                pod_ip: status.pod_ip,
-                pod_ips: status.pod_ips,
-                ..core::PodStatus::default()
-            }),
-        }
-    }
-}
-
-impl From<Container> for core::Container {
-    fn from(container: Container) -> Self {
-        Self {
-            ports: container.ports,
-            restart_policy: container.restart_policy,
-            ..Self::default()
-        }
-    }
-}
-
-/// With all labels and annotations, by which pods and namespaces say what they want.
-#[derive(Deserialize, Default)]
-#[serde(default, rename_all = "camelCase")]
-struct Marked {
-    name: Option<String>,
-    namespace: Option<String>,
-    resource_version: Option<String>,
-    creation_timestamp: Option<Time>,
-    labels: Option<BTreeMap<String, String>>,
-    annotations: Option<BTreeMap<String, String>>,
-    owner_references: Option<Vec<OwnerReference>>,
-}
-
-impl From<Marked> for ObjectMeta {
-    fn from(metadata: Marked) -> Self {
-        Self {
-            name: metadata.name,
-            namespace: metadata.namespace,
-            resource_version: metadata.resource_version,
-            creation_timestamp: metadata.creation_timestamp,
-            labels: metadata.labels,
-            annotations: metadata.annotations,
-            owner_references: metadata.owner_references,
-            ..Self::default()
-        }
-    }
-}
-
-#[derive(Deserialize, Default)]
-#[serde(default, rename_all = "camelCase")]
-struct Metadata {
-    name: Option<String>,
-    namespace: Option<String>,
-    resource_version: String,
-    creation_timestamp: Option<Time>,
-    deletion_timestamp: Option<Time>,
-    #[serde(deserialize_with = "known_labels")]
-    labels: Vec<(&'static str, String)>,
-}
-
-impl From<Metadata> for ObjectMeta {
-    fn from(metadata: Metadata) -> Self {
-        let labels = metadata.labels.into_iter();
-        Self {
-            name: metadata.name,
-            namespace: metadata.namespace,
-            resource_version: Some(metadata.resource_version),
-            creation_timestamp: metadata.creation_timestamp,
-            deletion_timestamp: metadata.deletion_timestamp,
-            labels: Some(labels.map(|(key, value)| (key.to_owned(), value)).collect()),
-            ..Self::default()
-        }
-    }
-}
-
-/// The labels that mean something to us.
-fn known_labels<'de, D: Deserializer<'de>>(
-    deserializer: D,
-) -> Result<Vec<(&'static str, String)>, D::Error> {
-    struct Labels;
-    impl<'de> Visitor<'de> for Labels {
-        type Value = Vec<(&'static str, String)>;
-
-        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            f.write_str("labels")
-        }
-
-        fn visit_unit<E>(self) -> Result<Self::Value, E> {
-            Ok(Vec::new())
-        }
-
-        fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-            let mut labels = Vec::new();
-            while let Some(key) = map.next_key::<std::borrow::Cow<'_, str>>()? {
-                match objects::LABELS.iter().find(|known| **known == key) {
-                    Some(known) => labels.push((*known, map.next_value()?)),
-                    None => _ = map.next_value::<IgnoredAny>()?,
-                }
-            }
-            Ok(labels)
-        }
-    }
-    deserializer.deserialize_any(Labels)
 }

@@ -15,6 +15,7 @@ mod fetch;
 mod follow;
 mod health;
 mod kind;
+mod orphans;
 mod pods;
 mod store;
 
@@ -35,6 +36,7 @@ use tokio::{
     runtime::Builder,
     sync::{mpsc, oneshot, watch},
     task::JoinSet,
+    time::timeout_at,
 };
 
 use crate::model::Node;
@@ -60,6 +62,9 @@ pub struct Patience {
     /// How long we may be refused what can be done without, before it is. An API server that has
     /// just started refuses for some seconds what it allows once it knows its own rules.
     pub forbidden: Duration,
+    /// How long the Service of an EndpointSlice may be missing before that is said: controllers make
+    /// and delete the two one after the other.
+    pub orphan: Duration,
 }
 
 impl Default for Patience {
@@ -70,6 +75,7 @@ impl Default for Patience {
             retry: Duration::from_millis(100),
             retry_max: Duration::from_secs(15),
             forbidden: Duration::from_secs(5),
+            orphan: Duration::from_secs(30),
         }
     }
 }
@@ -185,9 +191,18 @@ async fn read(
         followers.spawn(follower.run(seen.clone()));
     }
     drop(messages);
-    let mut store = Store::new(node, scope);
+    let mut store = Store::new(node, scope, patience);
     let mut batch = Vec::new();
-    while taken.recv_many(&mut batch, QUEUE).await > 0 {
+    loop {
+        let received = match store.due() {
+            Some(due) => timeout_at(due, taken.recv_many(&mut batch, QUEUE)).await,
+            None => Ok(taken.recv_many(&mut batch, QUEUE).await),
+        };
+        match received {
+            Ok(0) => return,
+            Ok(_) => {}
+            Err(_) => store.pass_time(),
+        }
         for message in batch.drain(..) {
             store.take(message);
         }

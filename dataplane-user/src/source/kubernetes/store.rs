@@ -9,13 +9,14 @@ use smallvec::SmallVec;
 use tokio::time::Instant;
 
 use super::{
-    Kind, Scope,
+    Kind, Patience, Scope,
     follow::{Eyes, Message},
     kind::{Body, Object},
+    orphans::Orphans,
     pods::{self, Pods},
 };
 use crate::{
-    model::{Node, Problem, Service, ServiceName, Workload, WorkloadName},
+    model::{Gravity, Node, Problem, Service, ServiceName, Workload, WorkloadName},
     source::objects::{self, Findings, NodeFacts, Slice},
 };
 
@@ -48,6 +49,10 @@ impl View {
 }
 
 /// What was seen so far.
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "each is a fact of its own, and all of their combinations can be"
+)]
 pub struct Store {
     /// This node, without what its object says.
     base: Arc<Node>,
@@ -64,6 +69,9 @@ pub struct Store {
     pods: Pods,
     problems: BTreeMap<(Kind, ServiceName), Vec<Problem>>,
     problems_seen: Arc<[Problem]>,
+    orphans: Orphans,
+    /// Whether this node's own object was ever there.
+    node_seen: bool,
     /// What the list that is being read has had so far.
     listing: HashMap<Kind, HashSet<ServiceName>>,
     /// Kinds that were listed to their end.
@@ -92,7 +100,7 @@ enum Change {
 
 impl Store {
     /// Nothing yet.
-    pub fn new(base: Arc<Node>, scope: Scope) -> Self {
+    pub fn new(base: Arc<Node>, scope: Scope, patience: Patience) -> Self {
         Self {
             base,
             scope,
@@ -104,6 +112,8 @@ impl Store {
             pods: Pods::default(),
             problems: BTreeMap::new(),
             problems_seen: Arc::default(),
+            orphans: Orphans::new(patience.orphan),
+            node_seen: false,
             listing: HashMap::new(),
             listed: BTreeSet::new(),
             everywhere: false,
@@ -150,7 +160,7 @@ impl Store {
     /// read; and whose pods are.
     pub fn eyes(&mut self) -> Eyes {
         let node = || Node {
-            leaving: false,
+            leaving: None,
             ..self.facts.applied_to(&self.base)
         };
         Eyes {
@@ -183,26 +193,31 @@ impl Store {
         self.told = true;
         self.changed = false;
         for (name, change) in std::mem::take(&mut self.pending) {
-            let service = match change {
-                Change::Put(service) => Some(service),
-                Change::Whole(service) => {
-                    self.serve(&name, service);
-                    None
-                }
-                Change::Join => self.services.get(&name).cloned(),
-                Change::Remove => {
-                    self.services.remove(&name);
-                    None
-                }
-            };
-            let Some(mut service) = service else { continue };
-            let slices = self.slices.get(&name).map_or(&[][..], SmallVec::as_slice);
-            objects::join(Arc::make_mut(&mut service), slices);
-            self.serve(&name, service);
+            self.settle(&name, change);
+            let alone = self.slices.contains_key(&name) && !self.services.contains_key(&name);
+            self.orphans.note(name, alone);
         }
-        let problems = self.problems.values().flatten();
-        if !self.problems_seen.iter().eq(problems.clone()) {
-            self.problems_seen = problems.cloned().collect();
+        let orphans = self.orphans.told().filter(|service| {
+            // What cannot be read is there.
+            !self
+                .problems
+                .contains_key(&(Kind::Service, (*service).clone()))
+        });
+        let orphans = orphans.filter_map(|service| self.slices.get(service));
+        let orphans = orphans.flatten().map(|slice| Problem {
+            gravity: Gravity::Warning,
+            place: format!("{} {}", Kind::Slice.word(), slice.name),
+            text: slice.orphan(),
+        });
+        let problems: Vec<Problem> = self
+            .problems
+            .values()
+            .flatten()
+            .cloned()
+            .chain(orphans)
+            .collect();
+        if *self.problems_seen != *problems {
+            self.problems_seen = problems.into();
         }
         Some(View {
             services: self.services.clone(),
@@ -211,6 +226,34 @@ impl Store {
             problems: Arc::clone(&self.problems_seen),
             since: self.since.take(),
         })
+    }
+
+    fn settle(&mut self, name: &ServiceName, change: Change) {
+        let mut service = match change {
+            Change::Put(service) => service,
+            Change::Whole(service) => return self.serve(name, service),
+            Change::Join => match self.services.get(name) {
+                Some(service) => Arc::clone(service),
+                None => return,
+            },
+            Change::Remove => {
+                self.services.remove(name);
+                return;
+            }
+        };
+        let slices = self.slices.get(name).map_or(&[][..], SmallVec::as_slice);
+        objects::join(Arc::make_mut(&mut service), slices);
+        self.serve(name, service);
+    }
+
+    /// When a slice's service has been missing for long enough to say so; none: none is.
+    pub fn due(&self) -> Option<Instant> {
+        self.orphans.due()
+    }
+
+    /// It is that time.
+    pub fn pass_time(&mut self) {
+        self.changed |= self.orphans.tell(Instant::now());
     }
 
     fn serve(&mut self, name: &ServiceName, service: Arc<Service>) {
@@ -245,6 +288,7 @@ impl Store {
             kind.without().unwrap_or_default()
         };
         let problem = Problem {
+            gravity: Gravity::Warning,
             place: "the Kubernetes API".to_owned(),
             text: format!("{kind} cannot be read, so that {without}: {why}"),
         };
@@ -280,7 +324,10 @@ impl Store {
                     None => slices.push(slice),
                 }
             }
-            Body::Node(facts) => self.facts = facts,
+            Body::Node(facts) => {
+                self.facts = facts;
+                self.node_seen = true;
+            }
             Body::Pod(Some(mut pod)) => {
                 if self.scope < Scope::Mesh {
                     pod.workload = None;
@@ -308,7 +355,7 @@ impl Store {
         match kind {
             Kind::Service => _ = self.pending.insert(name.clone(), Change::Remove),
             Kind::Slice => self.forget_slice(name, None),
-            Kind::Node => self.facts = NodeFacts::of_no_object(),
+            Kind::Node => self.missing_node(),
             Kind::Pod => {
                 let changes = self.pods.remove(name);
                 self.host_ports(changes);
@@ -357,7 +404,7 @@ impl Store {
             Kind::Namespace => self.pods.namespaces(),
             Kind::Node => {
                 if seen.is_empty() {
-                    self.facts = NodeFacts::of_no_object();
+                    self.changed = true;
                     self.missing_node();
                 }
                 return;
@@ -373,17 +420,27 @@ impl Store {
         }
     }
 
+    /// This node's own object is not there, or not any more.
     fn missing_node(&mut self) {
-        let name = ServiceName::new("", &self.base.name);
-        let problem = Problem {
-            place: format!("Node {}", self.base.name),
-            text:
-                "there is no such Node in the cluster, so its zone is not known, and no endpoint \
-                   is taken for local; --node-name gives its name"
-                    .to_owned(),
+        self.facts = NodeFacts::of_no_object();
+        let text = if self.node_seen {
+            "the Node was deleted from the cluster while the agent runs: services are served on, \
+             without its zone, and no new endpoint counts as local"
+        } else if self.base.name_given {
+            "the cluster has no Node of this name, so its zone is not known and no endpoint counts \
+             as local: either the kubelet has not registered it yet, or --node-name is not its name"
+        } else {
+            "the cluster has no Node of this name, which is the machine's host name, so its zone is \
+             not known and no endpoint counts as local: give the Node's name with --node-name, \
+             unless the kubelet is about to register it"
         };
+        let problem = Problem {
+            gravity: Gravity::Place,
+            place: format!("Node {}", self.base.name),
+            text: text.to_owned(),
+        };
+        let name = ServiceName::new("", &self.base.name);
         self.problems.insert((Kind::Node, name), vec![problem]);
-        self.changed = true;
     }
 
     /// Notes what is wrong with an object; whether that is news.
@@ -392,10 +449,11 @@ impl Store {
             self.problems.retain(|(of, _), _| *of != Kind::Node);
         }
         let faults = findings.faults.iter().map(|(field, text)| {
-            format!("{field}: {text}; not served as it is now, but as it was, if ever")
+            let text = format!("{field}: {text}; it stays as it was before, if it was ever served");
+            (Gravity::NotFollowed, text)
         });
         let notes = findings.notes.iter();
-        let notes = notes.map(|(field, text)| format!("{field}: {text}"));
+        let notes = notes.map(|(field, text)| (Gravity::Warning, format!("{field}: {text}")));
         let place = || {
             if kind.is_of_the_cluster() {
                 format!("{} {}", kind.word(), name.name())
@@ -405,7 +463,8 @@ impl Store {
         };
         let problems: Vec<Problem> = faults
             .chain(notes)
-            .map(|text| Problem {
+            .map(|(gravity, text)| Problem {
+                gravity,
                 place: place(),
                 text,
             })

@@ -10,10 +10,6 @@
 
 use std::fmt;
 
-use k8s_openapi::{
-    api::{core::v1 as core, discovery::v1 as discovery},
-    apimachinery::pkg::apis::meta::v1::ObjectMeta,
-};
 use serde::de::{
     DeserializeOwned, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor,
 };
@@ -21,7 +17,10 @@ use serde_json::{Map, Value};
 
 use crate::{
     model::{Node, Service, ServiceName, Workload},
-    source::objects::{self, Findings, NamespaceRules, NodeFacts, Outcome, Slice},
+    source::objects::{
+        self, Findings, NamespaceRules, NodeFacts, Outcome, Slice,
+        wire::{self, Metadata},
+    },
 };
 
 const CORE: &str = "v1";
@@ -45,8 +44,8 @@ pub struct Entry {
 pub enum Body {
     /// A Service.
     Service(Outcome<Service>),
-    /// An EndpointSlice.
-    Slice(Outcome<Slice>),
+    /// An EndpointSlice, and another node than this one that an endpoint of it is on.
+    Slice(Outcome<Slice>, Option<String>),
     /// A Node: this one or another.
     Node(NodeFacts),
     /// A Pod: its host ports, and itself unless it has no connections of its own.
@@ -64,7 +63,7 @@ impl Entry {
     pub fn label(&self) -> Option<String> {
         let kind = match &self.body {
             Body::Service(_) => "Service",
-            Body::Slice(_) => "EndpointSlice",
+            Body::Slice(..) => "EndpointSlice",
             // A node is in no namespace.
             Body::Node(node) => {
                 return (!node.name.is_empty()).then(|| format!("Node {}", node.name));
@@ -124,15 +123,15 @@ struct Object {
     item: Option<usize>,
     api_version: Option<String>,
     kind: Option<String>,
-    metadata: ObjectMeta,
-    spec: Option<core::ServiceSpec>,
-    node_spec: Option<core::NodeSpec>,
-    pod_spec: Option<core::PodSpec>,
-    pod_status: Option<core::PodStatus>,
-    status: Option<core::ServiceStatus>,
+    metadata: Metadata,
+    spec: Option<wire::ServiceSpec>,
+    node_spec: Option<wire::NodeSpec>,
+    pod_spec: Option<wire::PodSpec>,
+    pod_status: Option<wire::PodStatus>,
+    status: Option<wire::ServiceStatus>,
     address_type: Option<String>,
-    endpoints: Option<Vec<discovery::Endpoint>>,
-    ports: Option<Vec<discovery::EndpointPort>>,
+    endpoints: Option<Vec<wire::Endpoint>>,
+    ports: Option<Vec<wire::EndpointPort>>,
     /// Fields that were met before the kind was known.
     early: Map<String, Value>,
 }
@@ -183,7 +182,7 @@ impl Object {
         let name = objects::object_name(&self.metadata);
         let body = match self.sort() {
             Sort::Service => {
-                let object = core::Service {
+                let object = wire::Service {
                     spec: self
                         .spec
                         .or_else(|| early(&mut self.early, "spec", &mut findings)),
@@ -201,7 +200,7 @@ impl Object {
             }
             Sort::Slice if self.kind.is_some() => {
                 let fields = &mut self.early;
-                let object = discovery::EndpointSlice {
+                let object = wire::EndpointSlice {
                     address_type: self
                         .address_type
                         .or_else(|| early(fields, "addressType", &mut findings))
@@ -213,13 +212,16 @@ impl Object {
                     metadata: self.metadata,
                 };
                 if findings.faults.is_empty() {
-                    Body::Slice(objects::slice(&object, node, &mut findings))
+                    let outcome = objects::slice(&object, node, &mut findings);
+                    let endpoints = object.endpoints.into_iter().flatten();
+                    let mut nodes = endpoints.filter_map(|endpoint| endpoint.node_name);
+                    Body::Slice(outcome, nodes.find(|name| **name != *node.name))
                 } else {
-                    Body::Slice(Outcome::LeftAlone)
+                    Body::Slice(Outcome::LeftAlone, None)
                 }
             }
             Sort::Node => {
-                let object = core::Node {
+                let object = wire::Node {
                     spec: self
                         .node_spec
                         .or_else(|| early(&mut self.early, "spec", &mut findings)),
@@ -230,7 +232,7 @@ impl Object {
             }
             Sort::Pod => {
                 let fields = &mut self.early;
-                let object = core::Pod {
+                let object = wire::Pod {
                     spec: self
                         .pod_spec
                         .or_else(|| early(fields, "spec", &mut findings)),

@@ -15,6 +15,7 @@ mod locate;
 mod parse;
 mod stage;
 mod watch;
+mod whereabouts;
 
 pub use error::{Errors, FAULTS_LISTED, Fault};
 pub use files::FILE_SIZE_MAX;

@@ -14,9 +14,10 @@ use super::{
     faults::{Faults, Origin},
     files,
     parse::{self, Format},
+    whereabouts::Whereabouts,
 };
 use crate::{
-    model::{Node, Problem, Service, ServiceName, Snapshot, Workload, WorkloadName},
+    model::{Gravity, Node, Problem, Service, ServiceName, Snapshot, Workload, WorkloadName},
     source::objects::{self, NamespaceRules, NodeFacts, Outcome, Slice},
 };
 
@@ -29,6 +30,7 @@ pub struct Stage<'a> {
     services: BTreeMap<ServiceName, (Option<Arc<Service>>, Origin)>,
     slices: Vec<Slice>,
     slice_origins: HashMap<ServiceName, Origin>,
+    whereabouts: Whereabouts,
     /// This node's own object.
     node_object: Option<(NodeFacts, Origin)>,
     pods: HashMap<ServiceName, Origin>,
@@ -51,6 +53,7 @@ impl<'a> Stage<'a> {
             services: BTreeMap::new(),
             slices: Vec::new(),
             slice_origins: HashMap::new(),
+            whereabouts: Whereabouts::default(),
             node_object: None,
             pods: HashMap::new(),
             host_ports: BTreeMap::new(),
@@ -113,6 +116,7 @@ impl<'a> Stage<'a> {
                 .as_ref()
                 .map_or_else(|| file.to_string(), |o| format!("{file}: {o}"));
             self.problems.push(Problem {
+                gravity: Gravity::Warning,
                 place,
                 text: format!("{field}: {text}"),
             });
@@ -136,7 +140,8 @@ impl<'a> Stage<'a> {
                     btree_map::Entry::Occupied(_) => {}
                 }
             }
-            Body::Slice(outcome) => {
+            Body::Slice(outcome, elsewhere) => {
+                self.whereabouts.slice(&outcome, elsewhere);
                 if let Some(first) = self.slice_origins.insert(entry.name, origin)
                     && named
                 {
@@ -158,6 +163,7 @@ impl<'a> Stage<'a> {
                 {
                     self.faults.twice(origin, object, first);
                 }
+                self.whereabouts.here |= !services.is_empty();
                 let services = services.into_iter();
                 let services = services.map(|service| (service.name.clone(), Arc::new(service)));
                 self.host_ports.extend(services);
@@ -174,8 +180,9 @@ impl<'a> Stage<'a> {
                 }
             }
             Body::Ignored(kind) => *self.ignored.entry(kind).or_default() += 1,
-            // Other nodes are no concern of this one.
-            Body::Node(_) | Body::Unknown => {}
+            // What other nodes are like is no concern of this one.
+            Body::Node(other) => self.whereabouts.node(&other.name),
+            Body::Unknown => {}
         }
     }
 
@@ -193,13 +200,13 @@ impl<'a> Stage<'a> {
     pub fn finish(mut self, previous: &Snapshot, node: &Node) -> Result<Loaded, Errors> {
         self.slices
             .sort_unstable_by(|a, b| (&a.service, &a.name).cmp(&(&b.service, &b.name)));
-        // An object that could not be read may be the one that is missing.
-        if self.faults.is_empty() {
-            self.orphans();
-        }
         if !self.faults.is_empty() {
             return Err(self.faults.place(&self.files));
         }
+        self.orphans();
+        let unknown = self.whereabouts.problem(self.node);
+        self.problems
+            .extend(unknown.filter(|_| self.node_object.is_none()));
         let mut services = previous.services.clone();
         let gone: Vec<_> = previous
             .services
@@ -259,18 +266,17 @@ impl<'a> Stage<'a> {
         matches!(self.services.get(name), Some((Some(_), _))) || self.host_ports.contains_key(name)
     }
 
-    /// Finds slices without a service.
+    /// Leaves out slices without a service.
     fn orphans(&mut self) {
-        for Slice { name, service, .. } in &self.slices {
-            if let Some(&origin) = self.slice_origins.get(name)
-                && !self.services.contains_key(service)
-            {
-                self.faults.field(
-                    origin,
-                    "metadata.labels[\"kubernetes.io/service-name\"]",
-                    Some(format!("EndpointSlice {name}")),
-                    format!("there is no Service {service} in these manifests"),
-                );
+        let is_orphan = |slice: &mut Slice| !self.services.contains_key(&slice.service);
+        for slice in self.slices.extract_if(.., is_orphan) {
+            if let Some(origin) = self.slice_origins.get(&slice.name) {
+                let file = self.files[origin.file as usize].display();
+                self.problems.push(Problem {
+                    gravity: Gravity::Warning,
+                    place: format!("{file}: EndpointSlice {}", slice.name),
+                    text: slice.orphan(),
+                });
             }
         }
     }

@@ -7,10 +7,9 @@
 
 use std::{collections::BTreeMap, net::IpAddr};
 
-use k8s_openapi::api::core::v1 as api;
 use smallvec::SmallVec;
 
-use super::{Findings, address, object_name};
+use super::{Findings, address, object_name, wire as api};
 use crate::model::{
     Endpoint, Hints, Node, Service, ServiceName, ServicePort, ServiceType, TrafficPolicy,
 };

@@ -14,6 +14,7 @@ mod node;
 mod pod;
 mod service;
 mod slice;
+pub mod wire;
 
 pub use host_ports::{host_ports, is_of_host_ports};
 pub use join::join;
@@ -24,9 +25,8 @@ pub use slice::{Slice, slice};
 
 use std::collections::BTreeMap;
 
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
-
 use crate::model::{Protocol, ServiceName};
+use wire::Metadata;
 
 /// A label that gives a service, and its slices, to another proxy.
 const LABEL_PROXY: &str = "service.kubernetes.io/service-proxy-name";
@@ -35,15 +35,12 @@ const LABEL_HEADLESS: &str = "service.kubernetes.io/headless";
 /// The label by which a slice names its service.
 const LABEL_SERVICE: &str = "kubernetes.io/service-name";
 
-/// The labels that mean something here: the others need not be kept.
-pub const LABELS: [&str; 4] = [LABEL_PROXY, LABEL_HEADLESS, LABEL_SERVICE, node::LABEL_ZONE];
-
 /// What an object came to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome<T> {
     /// Something to serve.
     Served(T),
-    /// Left to others, on purpose: another proxy's, or of a headless service.
+    /// Left to others, on purpose: another proxy's, of a headless service, or a slice of no service.
     LeftAlone,
 }
 
@@ -67,7 +64,7 @@ impl Findings {
 }
 
 /// An object's name, with the namespace that kubectl would give it if it has none.
-pub fn object_name(metadata: &ObjectMeta) -> ServiceName {
+pub fn object_name(metadata: &Metadata) -> ServiceName {
     let namespace = metadata
         .namespace
         .as_deref()
@@ -76,7 +73,7 @@ pub fn object_name(metadata: &ObjectMeta) -> ServiceName {
     ServiceName::new(namespace, metadata.name.as_deref().unwrap_or_default())
 }
 
-fn check_name(metadata: &ObjectMeta, findings: &mut Findings) {
+fn check_name(metadata: &Metadata, findings: &mut Findings) {
     let name = metadata.name.as_deref().unwrap_or_default();
     let namespace = metadata.namespace.as_deref().unwrap_or_default();
     if name.is_empty() {
@@ -92,8 +89,8 @@ fn check_name(metadata: &ObjectMeta, findings: &mut Findings) {
     }
 }
 
-fn label<'a>(labels: Option<&'a BTreeMap<String, String>>, key: &str) -> Option<&'a str> {
-    labels?.get(key).map(String::as_str)
+fn label<'a>(labels: &'a BTreeMap<String, String>, key: &str) -> Option<&'a str> {
+    labels.get(key).map(String::as_str)
 }
 
 /// A port number, or what is wrong with it.

@@ -2,10 +2,8 @@
 
 use std::{net::IpAddr, sync::Arc};
 
-use k8s_openapi::api::core::v1 as api;
-
-use super::{Findings, address, check_name, label};
-use crate::model::Node;
+use super::{Findings, address, check_name, label, wire as api};
+use crate::model::{Leaving, Node};
 
 /// The label that tells a node's zone.
 pub const LABEL_ZONE: &str = "topology.kubernetes.io/zone";
@@ -19,8 +17,8 @@ pub struct NodeFacts {
     pub name: Arc<str>,
     /// Its zone; empty if it has none.
     pub zone: Arc<str>,
-    /// Whether it is being deleted, or chosen for it by the cluster autoscaler.
-    pub leaving: bool,
+    /// Why it is about to go; none: it stays.
+    pub leaving: Option<Leaving>,
     /// Its own addresses, at most one of each family: internal ones before external ones.
     pub addresses: Vec<IpAddr>,
 }
@@ -29,7 +27,7 @@ impl NodeFacts {
     /// Of a node that the cluster does not know, or not any more: nothing new should come to it.
     pub fn of_no_object() -> Self {
         Self {
-            leaving: true,
+            leaving: Some(Leaving::Unknown),
             ..Self::default()
         }
     }
@@ -51,16 +49,19 @@ impl NodeFacts {
 /// Turns a Node into what is needed of it.
 pub fn node(object: &api::Node, findings: &mut Findings) -> NodeFacts {
     check_name(&object.metadata, findings);
-    let taints = object.spec.iter().flat_map(|spec| &spec.taints).flatten();
+    let mut taints = object.spec.iter().flat_map(|spec| &spec.taints).flatten();
+    let leaving = if object.metadata.deletion_timestamp.is_some() {
+        Some(Leaving::Deleted)
+    } else {
+        let chosen = taints.any(|taint| taint.key == TAINT_TO_BE_DELETED);
+        chosen.then_some(Leaving::Tainted)
+    };
     NodeFacts {
         name: object.metadata.name.as_deref().unwrap_or_default().into(),
-        zone: label(object.metadata.labels.as_ref(), LABEL_ZONE)
+        zone: label(&object.metadata.labels, LABEL_ZONE)
             .unwrap_or_default()
             .into(),
-        leaving: object.metadata.deletion_timestamp.is_some()
-            || taints
-                .into_iter()
-                .any(|taint| taint.key == TAINT_TO_BE_DELETED),
+        leaving,
         addresses: addresses(object),
     }
 }

@@ -5,10 +5,12 @@
 use std::{collections::BTreeMap, net::IpAddr, sync::Arc};
 
 use ipnet::IpNet;
-use k8s_openapi::{api::core::v1 as api, apimachinery::pkg::apis::meta::v1::ObjectMeta};
 use smallvec::SmallVec;
 
-use super::{Findings, check_name, label, object_name};
+use super::{
+    Findings, check_name, label, object_name,
+    wire::{self as api, Metadata},
+};
 use crate::model::{
     Acceleration, CapturedBy, Egress, Identity, Layers, Mode, Node, Place, Rules, WithoutProxy,
     Workload, WorkloadName, is_reserved,
@@ -31,7 +33,7 @@ pub struct NamespaceRules {
 }
 
 /// Turns a Namespace into what is needed of it.
-pub fn namespace(metadata: &ObjectMeta, findings: &mut Findings) -> NamespaceRules {
+pub fn namespace(metadata: &Metadata, findings: &mut Findings) -> NamespaceRules {
     check_name(metadata, findings);
     NamespaceRules {
         name: metadata.name.as_deref().unwrap_or_default().into(),
@@ -60,7 +62,7 @@ pub fn pod(object: &api::Pod, node: &Node, findings: &mut Findings) -> Option<Wo
         identity: Identity::new(
             &owner(&object.metadata),
             spec.service_account_name.as_deref().unwrap_or_default(),
-            object.metadata.labels.as_ref(),
+            Some(&object.metadata.labels),
         ),
         rules: Arc::new(Layers {
             own: rules,
@@ -87,13 +89,13 @@ fn addresses(status: Option<&api::PodStatus>, findings: &mut Findings) -> SmallV
 }
 
 /// The name of what made a pod: of a Deployment's, not its `ReplicaSet`'s.
-fn owner(metadata: &ObjectMeta) -> String {
+fn owner(metadata: &Metadata) -> String {
     let own = metadata.name.clone().unwrap_or_default();
     let owners = metadata.owner_references.iter().flatten();
     let Some(owner) = owners.into_iter().find(|o| o.controller == Some(true)) else {
         return own;
     };
-    let hash = label(metadata.labels.as_ref(), "pod-template-hash");
+    let hash = label(&metadata.labels, "pod-template-hash");
     hash.filter(|_| owner.kind == "ReplicaSet")
         .and_then(|hash| owner.name.strip_suffix(hash)?.strip_suffix('-'))
         .unwrap_or(&owner.name)
@@ -101,9 +103,9 @@ fn owner(metadata: &ObjectMeta) -> String {
 }
 
 /// What labels and annotations ask for.
-fn rules(metadata: &ObjectMeta, findings: &mut Findings) -> Rules {
+fn rules(metadata: &Metadata, findings: &mut Findings) -> Rules {
     let mut rules = Rules::default();
-    if let Some(mode) = label(metadata.labels.as_ref(), LABEL_MODE) {
+    if let Some(mode) = label(&metadata.labels, LABEL_MODE) {
         match mode {
             "ambient" => rules.captured = Some(true),
             "none" => rules.captured = Some(false),
@@ -114,7 +116,7 @@ fn rules(metadata: &ObjectMeta, findings: &mut Findings) -> Rules {
         }
     }
     let mut asked = Asked {
-        annotations: metadata.annotations.as_ref(),
+        annotations: &metadata.annotations,
         findings,
     };
     asked.all(&mut rules);
@@ -123,7 +125,7 @@ fn rules(metadata: &ObjectMeta, findings: &mut Findings) -> Rules {
 
 /// Reads annotations.
 struct Asked<'a> {
-    annotations: Option<&'a BTreeMap<String, String>>,
+    annotations: &'a BTreeMap<String, String>,
     findings: &'a mut Findings,
 }
 
@@ -218,7 +220,7 @@ impl Asked<'_> {
 
     /// A list with commas; `None` if it is not there.
     fn list(&self, name: &str) -> Option<Vec<String>> {
-        let text = self.annotations?.get(name)?;
+        let text = self.annotations.get(name)?;
         let items = text.split(',').map(str::trim);
         Some(
             items
@@ -252,7 +254,7 @@ impl Asked<'_> {
     /// One of some words, in an annotation of ours.
     fn word<T: Copy>(&mut self, name: &str, words: &[(&str, T)]) -> Option<T> {
         let name = format!("{OURS}{name}");
-        let said = self.annotations?.get(&name)?;
+        let said = self.annotations.get(&name)?;
         let found = words.iter().find(|(word, _)| word == said);
         if found.is_none() {
             let words: Vec<&str> = words.iter().map(|(word, _)| *word).collect();

@@ -2,11 +2,11 @@
 
 use std::{net::IpAddr, time::Duration};
 
-use k8s_openapi::api::core::v1::{self as api, LoadBalancerIngress, ServiceSpec};
 use smallvec::SmallVec;
 
 use super::{
     Findings, LABEL_HEADLESS, LABEL_PROXY, Outcome, address, check_name, label, object_name,
+    wire::{self as api, LoadBalancerIngress, ServiceSpec},
 };
 use crate::model::{Service, ServicePort, ServiceType, TrafficPolicy};
 
@@ -19,7 +19,7 @@ const AFFINITY_SECONDS_MAX: i32 = 86_400;
 /// `findings` has no faults.
 pub fn service(object: api::Service, findings: &mut Findings) -> Outcome<Service> {
     check_name(&object.metadata, findings);
-    let labels = object.metadata.labels.as_ref();
+    let labels = &object.metadata.labels;
     if label(labels, LABEL_PROXY).is_some() || label(labels, LABEL_HEADLESS).is_some() {
         return Outcome::LeftAlone;
     }

@@ -2,14 +2,12 @@
 
 use std::net::IpAddr;
 
-use k8s_openapi::api::discovery::v1::{
-    self as api, EndpointConditions, EndpointHints, EndpointPort,
-};
 use smallvec::SmallVec;
 
 use super::{
     Findings, LABEL_HEADLESS, LABEL_PROXY, LABEL_SERVICE, Outcome, address, check_name, label,
     object_name,
+    wire::{self as api, EndpointConditions, EndpointHints, EndpointPort},
 };
 use crate::model::{Endpoint, Hints, Node, Protocol, ServiceName};
 
@@ -27,11 +25,22 @@ pub struct Slice {
     pub endpoints: Box<[Endpoint]>,
 }
 
+impl Slice {
+    /// What a person is told while there is no Service that a slice names.
+    pub fn orphan(&self) -> String {
+        format!(
+            "metadata.labels[\"{LABEL_SERVICE}\"]: there is no Service {}, so nothing leads to its \
+             endpoints",
+            self.service
+        )
+    }
+}
+
 /// Turns an EndpointSlice into the model, as `node` sees it: which endpoints are on it, and which
 /// are hinted to it or its zone. What it returns is only of use if `findings` has no faults.
 pub fn slice(object: &api::EndpointSlice, node: &Node, findings: &mut Findings) -> Outcome<Slice> {
     check_name(&object.metadata, findings);
-    let labels = object.metadata.labels.as_ref();
+    let labels = &object.metadata.labels;
     if label(labels, LABEL_PROXY).is_some() || label(labels, LABEL_HEADLESS).is_some() {
         return Outcome::LeftAlone;
     }
@@ -57,16 +66,16 @@ pub fn slice(object: &api::EndpointSlice, node: &Node, findings: &mut Findings) 
             true
         }
     };
-    let service = match label(labels, LABEL_SERVICE) {
-        Some(name) if !name.is_empty() && !name.contains('/') => name,
-        _ => {
-            findings.fault(
-                format!("metadata.labels[\"{LABEL_SERVICE}\"]"),
-                "missing; expected the name of the service that the endpoints are of",
-            );
-            ""
-        }
+    // Somebody else's: no controller of Kubernetes makes a slice without the label.
+    let Some(service) = label(labels, LABEL_SERVICE).filter(|name| !name.is_empty()) else {
+        return Outcome::LeftAlone;
     };
+    if service.contains('/') {
+        findings.fault(
+            format!("metadata.labels[\"{LABEL_SERVICE}\"]"),
+            format!("{service:?} is no name; expected the name of a Service in the same namespace"),
+        );
+    }
     let name = object_name(&object.metadata);
     Outcome::Served(Slice {
         service: ServiceName::new(name.namespace(), service),

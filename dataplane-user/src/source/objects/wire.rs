@@ -1,0 +1,302 @@
+//! The fields of Kubernetes' objects that are read, as the API and manifests have them.
+//!
+//! Every other field is skipped, whatever is in it. The API server lets much through that its published
+//! types do not have, such as a condition with `lastTransitionTime: null`: a field that nobody needs must
+//! not keep an object from being read. As for Kubernetes itself, `null` is the same as a field that is not
+//! there.
+
+#![expect(
+    missing_docs,
+    reason = "Kubernetes' API reference describes its fields"
+)]
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use serde::{Deserialize, Deserializer, de::IgnoredAny};
+
+/// `metadata` of every kind.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct Metadata {
+    pub name: Option<String>,
+    pub namespace: Option<String>,
+    pub resource_version: Option<String>,
+    pub creation_timestamp: Option<Time>,
+    /// Only whether there is one counts.
+    pub deletion_timestamp: Option<IgnoredAny>,
+    #[serde(deserialize_with = "words")]
+    pub labels: BTreeMap<String, String>,
+    #[serde(deserialize_with = "words")]
+    pub annotations: BTreeMap<String, String>,
+    pub owner_references: Option<Vec<OwnerReference>>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct OwnerReference {
+    #[serde(deserialize_with = "or_default")]
+    pub kind: String,
+    #[serde(deserialize_with = "or_default")]
+    pub name: String,
+    pub controller: Option<bool>,
+}
+
+/// What is read of an object of which nothing else can be read.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct Named {
+    pub metadata: Name,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct Name {
+    pub name: Option<String>,
+    pub namespace: Option<String>,
+    pub resource_version: Option<String>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct Service {
+    #[serde(deserialize_with = "or_default")]
+    pub metadata: Metadata,
+    pub spec: Option<ServiceSpec>,
+    pub status: Option<ServiceStatus>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct ServiceSpec {
+    #[serde(rename = "type")]
+    pub type_: Option<String>,
+    #[serde(rename = "clusterIP")]
+    pub cluster_ip: Option<String>,
+    #[serde(rename = "clusterIPs")]
+    pub cluster_ips: Option<Vec<String>>,
+    #[serde(rename = "externalIPs")]
+    pub external_ips: Option<Vec<String>>,
+    pub ip_families: Option<Vec<String>>,
+    pub load_balancer_source_ranges: Option<Vec<String>>,
+    pub session_affinity: Option<String>,
+    pub session_affinity_config: Option<SessionAffinityConfig>,
+    pub internal_traffic_policy: Option<String>,
+    pub external_traffic_policy: Option<String>,
+    pub health_check_node_port: Option<i32>,
+    pub ports: Option<Vec<ServicePort>>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct SessionAffinityConfig {
+    #[serde(rename = "clientIP")]
+    pub client_ip: Option<ClientIpConfig>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct ClientIpConfig {
+    pub timeout_seconds: Option<i32>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct ServicePort {
+    pub name: Option<String>,
+    pub protocol: Option<String>,
+    #[serde(deserialize_with = "or_default")]
+    pub port: i32,
+    pub node_port: Option<i32>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct ServiceStatus {
+    pub load_balancer: Option<LoadBalancerStatus>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct LoadBalancerStatus {
+    pub ingress: Option<Vec<LoadBalancerIngress>>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct LoadBalancerIngress {
+    pub ip: Option<String>,
+    pub ip_mode: Option<String>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct EndpointSlice {
+    #[serde(deserialize_with = "or_default")]
+    pub metadata: Metadata,
+    #[serde(deserialize_with = "or_default")]
+    pub address_type: String,
+    pub endpoints: Option<Vec<Endpoint>>,
+    pub ports: Option<Vec<EndpointPort>>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct Endpoint {
+    #[serde(deserialize_with = "or_default")]
+    pub addresses: Vec<String>,
+    pub conditions: Option<EndpointConditions>,
+    pub hints: Option<EndpointHints>,
+    pub node_name: Option<String>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct EndpointConditions {
+    pub ready: Option<bool>,
+    pub serving: Option<bool>,
+    pub terminating: Option<bool>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct EndpointHints {
+    pub for_zones: Option<Vec<Hint>>,
+    pub for_nodes: Option<Vec<Hint>>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct Hint {
+    #[serde(deserialize_with = "or_default")]
+    pub name: String,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct EndpointPort {
+    pub name: Option<String>,
+    pub protocol: Option<String>,
+    pub port: Option<i32>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct Node {
+    #[serde(deserialize_with = "or_default")]
+    pub metadata: Metadata,
+    pub spec: Option<NodeSpec>,
+    pub status: Option<NodeStatus>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct NodeSpec {
+    pub taints: Option<Vec<Taint>>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct Taint {
+    #[serde(deserialize_with = "or_default")]
+    pub key: String,
+}
+
+/// Without the images on the node and its conditions, which change every few seconds.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct NodeStatus {
+    pub addresses: Option<Vec<NodeAddress>>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct NodeAddress {
+    #[serde(rename = "type", deserialize_with = "or_default")]
+    pub type_: String,
+    #[serde(deserialize_with = "or_default")]
+    pub address: String,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct Namespace {
+    #[serde(deserialize_with = "or_default")]
+    pub metadata: Metadata,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct Pod {
+    #[serde(deserialize_with = "or_default")]
+    pub metadata: Metadata,
+    pub spec: Option<PodSpec>,
+    pub status: Option<PodStatus>,
+}
+
+/// Without volumes, environments and whatever else a container needs to run.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct PodSpec {
+    pub node_name: Option<String>,
+    pub host_network: Option<bool>,
+    pub service_account_name: Option<String>,
+    #[serde(deserialize_with = "or_default")]
+    pub containers: Vec<Container>,
+    pub init_containers: Option<Vec<Container>>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct Container {
+    pub ports: Option<Vec<ContainerPort>>,
+    pub restart_policy: Option<String>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct ContainerPort {
+    pub name: Option<String>,
+    pub protocol: Option<String>,
+    #[serde(deserialize_with = "or_default")]
+    pub container_port: i32,
+    pub host_port: Option<i32>,
+    #[serde(rename = "hostIP")]
+    pub host_ip: Option<String>,
+}
+
+/// Without conditions and the states of its containers, which change the most.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct PodStatus {
+    pub phase: Option<String>,
+    #[serde(rename = "podIP")]
+    pub pod_ip: Option<String>,
+    #[serde(rename = "podIPs")]
+    pub pod_ips: Option<Vec<PodIp>>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct PodIp {
+    #[serde(deserialize_with = "or_default")]
+    pub ip: String,
+}
+
+/// `null` is the field's default.
+fn or_default<'de, D, T>(deserializer: D) -> Result<T, D::Error>
+where
+    D: Deserializer<'de>,
+    T: Deserialize<'de> + Default,
+{
+    Ok(Option::deserialize(deserializer)?.unwrap_or_default())
+}
+
+/// Labels or annotations; a value of `null` is an empty one.
+fn words<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<String, String>, D::Error> {
+    let given: Option<BTreeMap<String, Option<String>>> = Option::deserialize(deserializer)?;
+    let words = given.into_iter().flatten();
+    Ok(words
+        .map(|(key, value)| (key, value.unwrap_or_default()))
+        .collect())
+}
