@@ -637,7 +637,7 @@ pub fn place_of_replies(key: &FlowKey, value: &Translation) -> u32 {
             value.endpoint,
             value.endpoint_port,
             key.src,
-            key.src_port,
+            value.seen_port(key),
             key.protocol,
         )
         .place()
@@ -797,11 +797,14 @@ pub fn led_to_client<M: Memory>(memory: &M, slot: Slot, reply: &FlowKey) -> u32 
     };
     let head = line.load(HEAD);
     let state = line.load(STATE);
+    // `Translation::seen_port`, without a branch: the client's own port counts if no other is given.
+    let given = state >> 16 & 0xffff;
+    let port = given | (head & 0xffff) * (given.wrapping_sub(1) >> 63);
     let differ = (line.load(0) ^ reply.word(2))
         | (line.load(1) ^ reply.word(3))
         | (line.load(VALUE) ^ reply.word(0))
         | (line.load(VALUE + 1) ^ reply.word(1))
-        | (head ^ u64::from(reply.dst_port.be())) & 0xffff
+        | port ^ u64::from(reply.dst_port.be())
         | (head >> 32 ^ u64::from(reply.protocol.number())) & 0xff
         | (state ^ u64::from(reply.src_port.be())) & 0xffff
         // Masqueraded.

@@ -17,6 +17,10 @@
 //! by (endpoint, client) or, if the flow is masqueraded, by (endpoint, the node's port). Where an entry is, and who may
 //! do what with it: [`cells`](crate::cells).
 //!
+//! A client may reach one endpoint through two VIPs from one port at the same time. The second flow then has another
+//! port of the client's ([`Translation::seen_port`]), because replies carry only the endpoint's and the client's
+//! address and port.
+//!
 //! # Time
 //!
 //! Entries say when they were last used in [`Tick`]s of 2^32 ns (4.3 s), and are written to only
@@ -81,8 +85,7 @@ layout! {
         pub endpoint: Addr,
         /// The endpoint's port.
         pub endpoint_port: Port,
-        /// The port that the endpoint sees the client come from, if the flow is masqueraded;
-        /// otherwise [`Port::ANY`].
+        /// The port that the endpoint sees the client come from. [`Port::ANY`]: the client's own.
         pub node_port: Port,
         /// When last used, by either direction.
         pub used: Tick,
@@ -206,6 +209,18 @@ impl FlowKey {
     }
 }
 
+impl Translation {
+    /// Returns the port that the endpoint sees the client of the flow `key` come from.
+    #[inline(always)]
+    pub fn seen_port(&self, key: &FlowKey) -> Port {
+        if self.node_port == Port::ANY {
+            key.src_port
+        } else {
+            self.node_port
+        }
+    }
+}
+
 impl PortKey {
     /// A port of the node's, as an endpoint sees it.
     #[inline(always)]
@@ -297,6 +312,18 @@ pub mod seen {
     #[inline(always)]
     pub const fn is_ended(requests: u8, replies: u8) -> bool {
         (requests | replies) & RST != 0 || requests & replies & FIN != 0
+    }
+}
+
+/// Returns the first and the last port, host byte order, of the range from which a client's flow is given another port
+/// than its own. The ranges are netfilter's (`nf_nat_l4proto_unique_tuple` in `net/netfilter/nf_nat_core.c`), because
+/// some servers trust ports below 1024.
+#[inline(always)]
+pub const fn client_ports(own: Port) -> (u16, u16) {
+    match own.host() {
+        0..512 => (1, 511),
+        512..1024 => (600, 1023),
+        _ => (1024, u16::MAX),
     }
 }
 

@@ -65,8 +65,9 @@ reasons! {
     Masqueraded = 11, "masqueraded", "an endpoint was chosen; it sees an address of this node";
     /// The packet path: `loadBalancerSourceRanges` do not contain the client.
     SourceDenied = 12, "source-denied", "the load balancer's source ranges do not contain the client; dropped";
-    /// The packet path: every port of the node's towards this endpoint is in use.
-    PortsExhausted = 13, "ports-exhausted", "no free port to masquerade another flow to this endpoint; dropped";
+    /// The packet path: every port of the node's, or of the client's if its address is kept, towards this endpoint is in
+    /// use.
+    PortsExhausted = 13, "ports-exhausted", "no free port for another flow to this endpoint; dropped";
     /// The packet path: the kernel has no route to the endpoint or back to the client, or one that
     /// cannot be taken from here.
     NoRoute = 14, "no-route", "the kernel's routes do not lead to the endpoint or the client; dropped";

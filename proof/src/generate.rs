@@ -233,7 +233,7 @@ impl Maker<'_> {
                 key.protocol,
             );
             let (client, port) = if value.node_addr == 0 {
-                (key.src, key.src_port.host())
+                (key.src, value.seen_port(key).host())
             } else {
                 (
                     self.world.node_addr(value.node_addr),
@@ -251,8 +251,9 @@ impl Maker<'_> {
                 Kind::Known => return request,
                 Kind::Answer => return answer,
                 Kind::Beside => {
-                    let (client, from, ..) = request;
-                    let (endpoint, to, .., protocol) = answer;
+                    let (client, own, ..) = request;
+                    let (endpoint, to, seen, port, protocol) = answer;
+                    let from = if seen == client { port } else { own };
                     return (client, from, endpoint, to, protocol);
                 }
                 // Errors are about what was sent on: to the endpoint, or to the client.

@@ -10,7 +10,7 @@ use dataplane_common::{
 };
 
 use super::{
-    DROP, LEAVE_ALONE,
+    DROP, LEAVE_ALONE, client_port,
     conntrack::{self, Flow},
     error::Complaint,
     events, masquerade,
@@ -181,13 +181,6 @@ fn go(skb: Skb, s: &mut Scratch, now: Tick, chosen: Reason) -> i32 {
         // of the host's own addresses as its source would not be let in (`fib_validate_source`).
         masquerade = false;
     }
-    s.masquerade = u32::from(masquerade);
-    // Two VIPs with a common endpoint may be asked from one port at a time, and the replies of both cannot be told
-    // apart unless one comes from elsewhere.
-    if s.masquerade == 0 && s.flow.replies_taken(now) {
-        s.masquerade = 1;
-    }
-    let masquerade = s.masquerade != 0;
     if masquerade && s.way.answer == route::STACK {
         // See `forward`.
         return refuse(skb, s, index, Reason::NoRoute);
@@ -228,18 +221,14 @@ fn enter(packet: &Packet, flow: &mut Flow, iface: Iface, masquerade: bool, now: 
     if index == NOWHERE {
         return Reason::ConntrackFull;
     }
-    let led = if masquerade {
-        masquerade::take_port(flow, index, now)
-    } else {
-        flow.lead(index, now)
-    };
-    if !led {
+    if !masquerade {
+        reason = client_port::take(flow, index, now);
+    } else if !masquerade::take_port(flow, index, now) {
+        reason = Reason::PortsExhausted;
+    }
+    if reason.is_refusal() {
         table::give_back(index, &flow.forward);
-        return if masquerade {
-            Reason::PortsExhausted
-        } else {
-            Reason::ConntrackFull
-        };
+        return reason;
     }
     flow.publish(index, now, conntrack::seen_in(packet));
     reason
@@ -252,6 +241,7 @@ pub fn pass(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     s.flow.forward = s.packet.key;
     s.flow.endpoint = s.packet.key.dst;
     s.flow.endpoint_port = s.packet.key.dst_port;
+    s.flow.node_port = Port::ANY;
     if s.flow.replies_taken(now) {
         return refuse(skb, s, 0, Reason::PortTaken);
     }

@@ -50,7 +50,7 @@ pub struct Flow {
     pub forward: FlowKey,
     pub endpoint: Addr,
     pub endpoint_port: Port,
-    /// Set if the flow is masqueraded.
+    /// [`Translation::node_port`].
     pub node_port: Port,
     pub node_addr: u8,
     /// What had been seen of it before this packet, of both directions.
@@ -69,13 +69,14 @@ impl Flow {
     pub fn toward_endpoint(&self, ends: &mut Ends) {
         ends.dst = self.endpoint;
         ends.dst_port = self.endpoint_port;
-        if self.is_masqueraded() {
-            ends.src = node_addr(self.node_addr);
-            ends.src_port = self.node_port;
+        ends.src = if self.is_masqueraded() {
+            node_addr(self.node_addr)
         } else {
-            ends.src = self.forward.src;
-            ends.src_port = self.forward.src_port;
-        }
+            self.forward.src
+        };
+        ends.src_port = self
+            .translation(Tick::default(), 0)
+            .seen_port(&self.forward);
     }
 
     /// What the client sees of its replies.
@@ -93,7 +94,8 @@ impl Flow {
             self.endpoint,
             self.endpoint_port,
             self.forward.src,
-            self.forward.src_port,
+            self.translation(Tick::default(), 0)
+                .seen_port(&self.forward),
             self.forward.protocol,
         )
     }

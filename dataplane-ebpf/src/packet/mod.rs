@@ -9,6 +9,7 @@
 //! A packet that leaves is only looked at for replies of endpoints that are sockets of this host.
 
 mod begin;
+mod client_port;
 mod conntrack;
 pub mod error;
 pub mod events;

@@ -301,13 +301,16 @@ impl Open {
 
     fn line(&self, flow: &Flow, now: Tick) -> Line {
         let idle = flow.idle(now);
-        let masqueraded_as = flow.is_masqueraded().then(|| {
-            let port = flow.to.node_port;
-            match self.conntrack.node_addr(flow.to.node_addr) {
+        let port = flow.to.seen_port(&flow.key);
+        let masqueraded_as = if flow.is_masqueraded() {
+            Some(match self.conntrack.node_addr(flow.to.node_addr) {
                 Some(addr) => SocketAddr::new(addr.ip(), port.host()).to_string(),
                 None => format!("an address that the node no longer has, port {port}"),
-            }
-        });
+            })
+        } else {
+            flow.has_another_port()
+                .then(|| SocketAddr::new(flow.key.src.ip(), port.host()).to_string())
+        };
         Line {
             protocol: flow.protocol().to_string(),
             state: flow.state().word(),

@@ -101,7 +101,6 @@ impl Model<'_> {
         };
         masquerade |= headers.src == endpoint.addr;
         masquerade &= to != To::Here;
-        masquerade = masquerade || self.replies_taken(&flow, at.tick);
         let mut reason = chosen;
         if masquerade {
             reason = Reason::Masqueraded;
@@ -114,6 +113,11 @@ impl Model<'_> {
         let cell = self.state.flows.cell_for(&flow.key, at.tick)?;
         if masquerade {
             match self.port(&flow, at.tick, drawn)? {
+                Some(port) => flow.to.node_port = port,
+                None => return Ok(self.refuse(input, headers, Reason::PortsExhausted)),
+            }
+        } else if self.replies_taken(&flow, at.tick) {
+            match self.another_port(&flow, at.tick, drawn)? {
                 Some(port) => flow.to.node_port = port,
                 None => return Ok(self.refuse(input, headers, Reason::PortsExhausted)),
             }
@@ -218,6 +222,37 @@ impl Model<'_> {
             return Err(format!(
                 "port {port} has another flow's slot, or is a service's"
             ));
+        }
+        Ok(Some(entered.node_port))
+    }
+
+    /// Which other port the endpoint sees of a client whose own port to it is taken: one that no other flow of the
+    /// client to the endpoint has, privileged if the client's is. `None` if none was found.
+    fn another_port(
+        &mut self,
+        flow: &Flow,
+        now: Tick,
+        drawn: &dyn Drawn,
+    ) -> Result<Option<Port>, String> {
+        let Some(entered) = drawn
+            .flow(&flow.key)
+            .filter(|to| endpoint_of(to) == endpoint_of(&flow.to) && to.node_addr == 0)
+        else {
+            return Err(format!("no other port was found for {flow:?}"));
+        };
+        let (port, own) = (entered.node_port.host(), flow.key.src_port.host());
+        let range = match own {
+            ..512 => 1..=511,
+            512..1024 => 600..=1023,
+            1024.. => 1024..=u16::MAX,
+        };
+        if port == own || !range.contains(&port) {
+            return Err(format!("port {port} is given to a client at port {own}"));
+        }
+        let mut given = *flow;
+        given.to.node_port = entered.node_port;
+        if self.replies_taken(&given, now) {
+            return Err(format!("port {port} is another flow's"));
         }
         Ok(Some(entered.node_port))
     }

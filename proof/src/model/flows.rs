@@ -41,13 +41,21 @@ impl Flow {
         Self { key, to }
     }
 
+    /// The port that the endpoint sees the client come from.
+    pub fn seen_port(&self) -> Port {
+        match self.to.node_port {
+            Port::ANY => self.key.src_port,
+            given => given,
+        }
+    }
+
     /// What its replies carry, if it is not masqueraded.
     pub fn reply_key(&self) -> FlowKey {
         FlowKey::new(
             self.to.endpoint,
             self.to.endpoint_port,
             self.key.src,
-            self.key.src_port,
+            self.seen_port(),
             self.key.protocol,
         )
     }
@@ -139,11 +147,7 @@ impl Model<'_> {
             } else {
                 key.src
             },
-            src_port: if masqueraded {
-                to.node_port
-            } else {
-                key.src_port
-            },
+            src_port: flow.seen_port(),
             dst: to.endpoint,
             dst_port: to.endpoint_port,
         }

@@ -62,6 +62,7 @@ mod sockets;
 mod stale;
 mod status;
 mod topology;
+mod two_vips;
 mod upgrade;
 mod verifier;
 
@@ -156,6 +157,7 @@ fn main() -> ExitCode {
         socket_tcp::SCENARIOS,
         socket_udp::SCENARIOS,
         stale::SCENARIOS,
+        two_vips::SCENARIOS,
         flows::SCENARIOS,
         fuzz::SCENARIOS,
         crafted::SCENARIOS,

@@ -155,6 +155,12 @@ fn known(
             |addr| SocketAddr::new(addr.ip(), flow.to.node_port.host()).to_string(),
         );
         format!("the endpoint sees {node}")
+    } else if flow.has_another_port() {
+        let seen = SocketAddr::new(flow.key.src.ip(), flow.to.seen_port(&flow.key).host());
+        format!(
+            "the endpoint sees {seen}: another flow from the client's own port goes to it through \
+             another VIP"
+        )
     } else {
         "the endpoint sees the client's own address".to_owned()
     });

@@ -102,6 +102,11 @@ impl Flow {
         self.to.seen & seen::FOREIGN != 0
     }
 
+    /// Whether the endpoint sees another port of the client's than that from which it sends.
+    pub fn has_another_port(&self) -> bool {
+        !self.is_masqueraded() && self.to.seen_port(&self.key) != self.key.src_port
+    }
+
     /// Whether the endpoint sees an address of the node's in place of the client's.
     pub fn is_masqueraded(&self) -> bool {
         self.to.node_addr != 0
@@ -159,7 +164,7 @@ impl Flow {
             self.to.endpoint,
             self.to.endpoint_port,
             self.key.src,
-            self.key.src_port,
+            self.to.seen_port(&self.key),
             self.key.protocol,
         )
     }

@@ -2,7 +2,7 @@
 
 use std::{
     io::{self, Read as _},
-    net::{IpAddr, SocketAddr, SocketAddrV6},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6},
     time::Duration,
 };
 
@@ -20,6 +20,9 @@ pub struct Target {
     /// Bind the client to this address first
     #[arg(long, value_name = "ADDRESS")]
     pub local: Option<IpAddr>,
+    /// Bind each socket to this port first; several sockets may have it
+    #[arg(long, value_name = "PORT")]
+    local_port: Option<u16>,
     /// Use an IPv6 socket to reach an IPv4 address (as ::ffff:a.b.c.d), as Java and Go servers do
     #[arg(long)]
     pub v4_mapped: bool,
@@ -37,6 +40,7 @@ impl Target {
         Self {
             to: vec![to],
             local: None,
+            local_port: None,
             v4_mapped: false,
             first: None,
             timeout_ms,
@@ -70,8 +74,17 @@ impl Target {
         // connect(2) obeys the limit for sending.
         socket.set_write_timeout(limit)?;
         socket.set_read_timeout(limit)?;
-        if let Some(local) = self.local {
-            socket.bind(&self.map(SocketAddr::new(local, 0)).into())?;
+        if self.local.is_some() || self.local_port.is_some() {
+            let any: IpAddr = match to {
+                SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+                SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+            };
+            let local = self
+                .local
+                .map_or(any, |local| self.map(SocketAddr::new(local, 0)).ip());
+            socket.set_reuse_address(self.local_port.is_some())?;
+            let port = self.local_port.unwrap_or_default();
+            socket.bind(&SocketAddr::new(local, port).into())?;
         }
         Ok(socket)
     }

@@ -1,0 +1,45 @@
+//! Which port an endpoint sees of a client whose address it sees.
+
+use aya_ebpf::helpers::generated::bpf_get_prandom_u32;
+use dataplane_common::{
+    Port, Reason,
+    packet::{Tick, client_ports},
+};
+
+use super::conntrack::Flow;
+
+/// How many other ports are tried. All of them are taken only if the client has thousands of flows to the endpoint.
+const TRIES: u32 = 16;
+
+/// Has the replies of a flow that is not masqueraded lead to its cell, which is held. The flow keeps the client's
+/// port, or has another one if a live flow of the same client and port to the same endpoint goes through another VIP:
+/// the endpoint's replies to both would be the same. The reason is a refusal if that failed.
+#[inline(never)]
+pub fn take(flow: &mut Flow, index: u32, now: Tick) -> Reason {
+    flow.node_port = Port::ANY;
+    if flow.replies_taken(now) && !find_another(flow, now) {
+        return Reason::PortsExhausted;
+    }
+    if flow.lead(index, now) {
+        Reason::Translated
+    } else {
+        Reason::ConntrackFull
+    }
+}
+
+/// Gives the flow a port at random from the range of the client's own port, which no live flow of the client to the
+/// endpoint has. `false` if none was found.
+#[inline(always)]
+fn find_another(flow: &mut Flow, now: Tick) -> bool {
+    let (first, last) = client_ports(flow.forward.src_port);
+    let count = u64::from(last - first) + 1;
+    for _ in 0..TRIES {
+        // SAFETY: the helper has no preconditions.
+        let random = u64::from(unsafe { bpf_get_prandom_u32() });
+        flow.node_port = Port::new(first.wrapping_add(((random * count) >> 32) as u16));
+        if flow.node_port != flow.forward.src_port && !flow.replies_taken(now) {
+            return true;
+        }
+    }
+    false
+}

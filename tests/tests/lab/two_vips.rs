@@ -1,0 +1,119 @@
+//! A client reaches one endpoint through two VIPs from one port at the same time. The endpoint tells
+//! the two flows apart by the client's port, and sees the client's address in both.
+
+use std::collections::BTreeSet;
+
+use anyhow::{Context as _, Result, ensure};
+use dataplane_tests::{Host, Lab, Process, report::Report};
+
+use crate::{
+    cluster::{TCP, UDP, serve},
+    manifest::{Manifests, Service},
+};
+
+scenarios! {
+    Dataplane:
+    two_vips_of_one_endpoint_see_the_clients_address,
+}
+
+/// The client's port.
+const PORT: &str = "40000";
+
+/// A service whose load balancer's addresses are reached from outside, and whose endpoint sees the
+/// client.
+fn local(name: &str, number: u8, endpoint: &Host) -> Service {
+    Service::new(
+        name,
+        &[&format!("10.96.0.{number}"), &format!("fd00:96::{number}")],
+    )
+    .port("tcp", 80, TCP)
+    .port("udp", 53, UDP)
+    .set("externalTrafficPolicy", "Local")
+    .set(
+        "externalIPs",
+        [4, 6].map(|family| address(family, number)).to_vec(),
+    )
+    .endpoints(&[endpoint])
+}
+
+fn address(family: u8, number: u8) -> String {
+    if family == 4 {
+        format!("203.0.113.{number}")
+    } else {
+        format!("fd99::{number}")
+    }
+}
+
+/// A client that asks again and again, from [`PORT`], until it is ended.
+fn client(from: &Host, udp: bool, to: &str) -> Result<Process> {
+    let probe = if udp {
+        let how = ["--one-socket", "--each", "--until-stdin-closes"];
+        from.probe("udp").args(how)
+    } else {
+        from.probe("hold")
+    };
+    let probe = probe.args(["--local-port", PORT, "--to", to]);
+    let mut process = probe.stdin_piped().stdout_piped().spawn()?;
+    process.wait_for_line()?;
+    Ok(process)
+}
+
+/// Behind `externalTrafficPolicy: Local`, with an endpoint in a pod and one on the host.
+fn two_vips_of_one_endpoint_see_the_clients_address() -> Result<()> {
+    let lab = Lab::builder()
+        .node("node1")
+        .pod("node1", "e1", "10.244.1.101")
+        .external("ext")
+        .build()?;
+    let (node, pod, ext) = (lab.node("node1"), lab.pod("e1"), lab.external("ext"));
+    ext.ip(&format!("route add 203.0.113.0/24 via {}", node.ipv4()))?;
+    ext.ip(&format!("route add fd99::/64 via {}", node.ipv6()))?;
+    let _servers = [serve(pod)?, serve(node)?];
+    let manifests = Manifests::new(&[
+        local("a", 1, pod),
+        local("b", 2, pod),
+        local("c", 3, node),
+        local("d", 4, node),
+    ])?;
+    let agent = lab.agent("node1").manifests(manifests.path()).start()?;
+    for family in [4, 6] {
+        for udp in [false, true] {
+            for (what, numbers) in [("a pod", [1, 2]), ("the host", [3, 4])] {
+                let what = format!("IPv{family}, UDP: {udp}, endpoint in {what}");
+                let port = if udp { 53 } else { 80 };
+                let to = numbers.map(|number| match family {
+                    4 => format!("{}:{port}", address(family, number)),
+                    _ => format!("[{}]:{port}", address(family, number)),
+                });
+                let clients = to
+                    .iter()
+                    .map(|to| client(ext, udp, to))
+                    .collect::<Result<Vec<_>>>()?;
+                std::thread::sleep(std::time::Duration::from_millis(200));
+                let flows: serde_json::Value = agent
+                    .dataplane(["conntrack", "list", "-o", "json"])
+                    .json()?;
+                let mut ports = BTreeSet::new();
+                for process in clients {
+                    let report: Report = process.wait_json()?;
+                    let seen: BTreeSet<_> = report
+                        .each
+                        .iter()
+                        .filter_map(|attempt| attempt.source)
+                        .collect();
+                    ensure!(
+                        report.errors.is_empty() && report.answered > 0 && seen.len() == 1,
+                        "{what}: {:?}, seen as {seen:?}; {flows:#}",
+                        report.errors
+                    );
+                    let seen = seen.first().context("one address")?;
+                    ensure!(
+                        ext.addresses().contains(&seen.ip()) && ports.insert(seen.port()),
+                        "{what}: seen as {seen}, beside {ports:?}; {flows:#}"
+                    );
+                }
+            }
+        }
+    }
+    Ok(())
+}
