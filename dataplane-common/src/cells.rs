@@ -11,7 +11,7 @@
 //! a flow may have, one is nearly always free even if no cell is.
 //!
 //! Ports that follow each other have cells and slots that follow each other: a client counts its ports up, so the
-//! next flow's are near the last one's. What takes long is memory that was not used lately (`docs/performance.md`).
+//! next flow's are near the last one's. What takes long is memory that was not used lately (`docs/measurements/flow-cells.md`).
 //!
 //! # Room
 //!
