@@ -38,6 +38,7 @@
 use crate::{
     Addr, Port, Protocol,
     packet::{FlowKey, PortKey, Tick, Translation, keep_seconds, seen},
+    tcp::{self, Sequences},
 };
 
 /// A cell: the flow's addresses (client, VIP), the [`Head`], the value ([`Translation`]).
@@ -105,12 +106,16 @@ pub trait Memory {
     type Line: Line;
     /// A slot.
     type Entry: Entry;
+    /// A cell's element of `SEQUENCES` ([`tcp`]).
+    type Sequences: Line;
     /// Which bits of a place count: how many cells there are, a power of two, less one.
     fn mask(&self) -> u32;
     /// A cell, of those that there are.
     fn cell(&self, index: u32) -> Option<Self::Line>;
     /// A slot, of twice as many.
     fn slot(&self, index: u32) -> Option<Self::Entry>;
+    /// What is known of the sequence numbers of the flow in a cell.
+    fn sequences(&self, index: u32) -> Option<Self::Sequences>;
 
     /// Which bits of a place count among slots.
     #[inline(always)]
@@ -587,6 +592,15 @@ pub fn write<L: Line>(line: L, key: &FlowKey, value: &Translation) {
     line.store(VALUE, words[0]);
     line.store(VALUE + 1, words[1]);
     line.store(STATE, words[2]);
+}
+
+/// Writes how far a held cell's flow has got ([`tcp::begin`]; [`Sequences::default`] if nothing is known).
+#[inline(always)]
+pub fn write_sequences<M: Memory>(memory: &M, index: u32, sequences: &Sequences) {
+    if let Some(line) = memory.sequences(index) {
+        line.store(tcp::POSITIONS, sequences[tcp::POSITIONS]);
+        line.store(tcp::OPENING, sequences[tcp::OPENING]);
+    }
 }
 
 /// The flow of a held cell is there.

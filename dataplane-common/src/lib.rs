@@ -34,6 +34,7 @@ mod event;
 pub mod packet;
 mod reason;
 pub mod tables;
+pub mod tcp;
 mod vips;
 
 pub use addr::{Addr, Port, Protocol};
@@ -43,8 +44,8 @@ pub use vips::{VIP_ELEMENTS, VipPlace, VipWords};
 
 /// Version of everything that is pinned: table layouts, their names and what the flags mean.
 ///
-/// It is part of the pin directory's name. Raise it with any change to [`tables`], [`packet`], [`Event`] or
+/// It is part of the pin directory's name. Raise it with any change to [`tables`], [`packet`], [`tcp`], [`Event`] or
 /// the numbers of [`Reason`]; the agent then builds a new directory beside the old one and swaps
 /// once. What it takes along then is in `CONNECTIONS` of the agent's `kernel/layouts.rs`: see there whether one of
 /// those tables has changed.
-pub const LAYOUT: u32 = 7;
+pub const LAYOUT: u32 = 8;

@@ -6,6 +6,7 @@
 //! NODE_ADDRS array index      -> Addr         the node's addresses that flows are masqueraded to
 //! CONNTRACK  cells FlowKey    -> Translation  flows, by what their requests carry
 //! ANSWERS    slots FlowKey, PortKey -> cell   the same, by what their replies carry
+//! SEQUENCES  array cell       -> Sequences    how far a TCP flow's directions have got (`tcp`)
 //! FRAGMENTS  lru   FragmentKey-> Fragment     the ports of a datagram whose later fragments come
 //! ```
 //!

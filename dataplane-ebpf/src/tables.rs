@@ -34,6 +34,7 @@ use dataplane_common::{
         PEER_PORTS as PEER_PORTS_CAPACITY, Peer, PeerSets, Pool, PoolStats, SOCKET_ELEMENTS,
         UdpFlows,
     },
+    tcp::Sequences,
 };
 
 /// User space writes these by plain stores into the mapped memory: that is what makes a flip one
@@ -116,6 +117,10 @@ pub static CONNTRACK: Array<Cell, { cells_for(DEFAULT_FLOWS) as usize }, MAPPED>
 
 #[btf_map]
 pub static ANSWERS: Array<Slots, { cells_for(DEFAULT_FLOWS) as usize / 8 }, MAPPED> = Array::new();
+
+#[btf_map]
+pub static SEQUENCES: Array<Sequences, { cells_for(DEFAULT_FLOWS) as usize }, MAPPED> =
+    Array::new();
 
 #[btf_map]
 pub static FRAGMENTS: LruHashMap<FragmentKey, Fragment, { FRAGMENTS_CAPACITY as usize }> =

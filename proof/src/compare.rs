@@ -16,7 +16,10 @@ use nix::time::{ClockId, clock_gettime};
 
 use crate::{
     generate::Op,
-    model::{Drawn, Input, Model, Moment, Output, Verdict, flows::Flow, room::Flows, state::Table},
+    model::{
+        Drawn, Input, Model, Moment, Output, Verdict, flows::Flow, room::Flows, sequences::Numbers,
+        state::Table,
+    },
     wire::LINK,
 };
 
@@ -276,11 +279,21 @@ fn flows_touched(kernel: &Conntrack, model: &Flows) -> Option<String> {
         if theirs != ours {
             return Some(format!("CONNTRACK has {theirs:?} at {key:?}, not {ours:?}"));
         }
+        if let Some(what) = numbers_differ(kernel, model, key) {
+            return Some(what);
+        }
         let versions = [before, ours].into_iter().flatten();
         versions
             .map(|to| Flow { key: *key, to })
             .find_map(|flow| replies_differ(kernel, model, &flow))
     })
+}
+
+/// Whether the sequence numbers of a flow are others in the kernel than in the model.
+fn numbers_differ(kernel: &Conntrack, model: &Flows, key: &FlowKey) -> Option<String> {
+    let theirs = Numbers::read(kernel.sequences(key)?);
+    let ours = model.numbers(key);
+    (theirs != ours).then(|| format!("SEQUENCES has {theirs:?} at {key:?}, not {ours:?}"))
 }
 
 /// Whether the replies of a flow are another's in the kernel than in the model.
@@ -301,6 +314,10 @@ fn replies_differ(kernel: &Conntrack, model: &Flows, flow: &Flow) -> Option<Stri
 /// Whether the flows are the same in the kernel as in the model, and found by their replies.
 pub fn flows_differ(kernel: &Conntrack, model: &Flows) -> Result<Option<String>> {
     if let Some(what) = differs("CONNTRACK", kernel, model.table())? {
+        return Ok(Some(what));
+    }
+    let mut keys = model.table().iter().map(|(key, _)| key);
+    if let Some(what) = keys.find_map(|key| numbers_differ(kernel, model, key)) {
         return Ok(Some(what));
     }
     let flows = model.table().iter();

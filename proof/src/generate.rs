@@ -7,11 +7,12 @@ use dataplane_common::{
     Addr, Protocol,
     packet::{FlowKey, PacketConfig},
     tables::AffinityKey,
+    tcp::{FAR, NEAR},
 };
 use rand::{Rng, RngExt as _, SeedableRng as _, rngs::SmallRng, seq::IndexedRandom as _};
 
 use crate::{
-    model::{Input, state::State},
+    model::{Input, sequences::Numbers, state::State},
     wire::{LINK, Packet, Part, Payload, flags, protocol},
     world::{EPHEMERAL, NEARLY_ALL, World},
 };
@@ -101,7 +102,12 @@ pub fn op(seed: u64, world: &World, state: &State) -> (Op, Option<Sort>) {
     {
         return (op, None);
     }
-    let mut maker = Maker { rng, world, state };
+    let mut maker = Maker {
+        rng,
+        world,
+        state,
+        about: None,
+    };
     let (input, sort) = maker.packet();
     (Op::Packet(input), Some(sort))
 }
@@ -151,6 +157,8 @@ struct Maker<'a> {
     rng: SmallRng,
     world: &'a World,
     state: &'a State,
+    /// The flow that the next packet is about, and whether it is of its replies.
+    about: Option<(FlowKey, bool)>,
 }
 
 /// Both ends of a packet.
@@ -222,6 +230,7 @@ impl Maker<'_> {
         } else {
             Protocol::UDP
         };
+        self.about = None;
         let flows = self.state.flows.table();
         let flow = any(&mut self.rng, flows.iter(), flows.len());
         if let Some((key, value)) = flow {
@@ -247,6 +256,7 @@ impl Maker<'_> {
                 port,
                 key.protocol,
             );
+            self.about = Some((*key, kind == Kind::Answer));
             match kind {
                 Kind::Known => return request,
                 Kind::Answer => return answer,
@@ -304,6 +314,28 @@ impl Maker<'_> {
         (client, port_number(&mut self.rng), to.0, to.1, protocol)
     }
 
+    /// TCP's sequence and acknowledgement numbers: the connection's own, or at the limits of what counts, or others.
+    fn numbers(&mut self) -> [u32; 2] {
+        let known = self.about.map(|(key, replies)| {
+            let Numbers { positions, syn } = self.state.flows.numbers(&key);
+            let [own, other] = [replies, !replies].map(|side| positions[usize::from(side)]);
+            (own, if self.rng.random() { other } else { syn })
+        });
+        let (own, other) = known.unwrap_or_default();
+        [own, other].map(|number| {
+            let around = number.unwrap_or_else(|| self.rng.random());
+            let limit = *[0, 0, 0, 0, NEAR, FAR, 1 << 31]
+                .choose(&mut self.rng)
+                .unwrap_or(&0);
+            let by = self.rng.random_range(0..3_u32).wrapping_sub(1);
+            if self.rng.random() {
+                around.wrapping_add(limit).wrapping_add(by)
+            } else {
+                around.wrapping_sub(limit).wrapping_add(by)
+            }
+        })
+    }
+
     /// A packet of TCP or UDP between two ends.
     fn between(&mut self, (src, from, dst, to, protocol): Ends) -> Packet {
         let length = match self.rng.random_range(0..40) {
@@ -339,12 +371,14 @@ impl Maker<'_> {
         };
         // One family's addresses both ways, whatever a mutation made of them.
         let (src, dst) = (src.ip(), dst.ip());
-        match (src, dst) {
+        let numbers = self.numbers();
+        let packet = match (src, dst) {
             (IpAddr::V4(_), IpAddr::V4(_)) | (IpAddr::V6(_), IpAddr::V6(_)) => {
                 Packet::new(src, dst, payload)
             }
             (_, dst) => Packet::new(dst, dst, payload),
-        }
+        };
+        Packet { numbers, ..packet }
     }
 
     fn shape(&mut self, kind: Kind) -> Packet {

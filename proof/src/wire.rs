@@ -139,6 +139,8 @@ pub struct Packet {
     pub payload: Payload,
     /// Which part of the payload is carried; `None`: all of it, and no fragment header.
     pub part: Option<Part>,
+    /// TCP's sequence and acknowledgement numbers.
+    pub numbers: [u32; 2],
 }
 
 impl Packet {
@@ -156,6 +158,7 @@ impl Packet {
             extensions: Vec::new(),
             payload,
             part: None,
+            numbers: [1, 2],
         }
     }
 
@@ -183,7 +186,9 @@ impl Packet {
                 for port in ports {
                     bytes.extend(port.to_be_bytes());
                 }
-                bytes.extend([0, 0, 0, 1, 0, 0, 0, 2]);
+                for number in self.numbers {
+                    bytes.extend(number.to_be_bytes());
+                }
                 let words = u8::try_from(5 + options.len() / 4).unwrap_or(5);
                 bytes.extend([words << 4, *flags, 0x20, 0, 0, 0, 0, 0]);
                 bytes.extend(options);

@@ -4,7 +4,7 @@ use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use super::{Entry, Line, Slot};
 
-impl Line for &[AtomicU64; 8] {
+impl<const WORDS: usize> Line for &[AtomicU64; WORDS] {
     fn load(self, word: usize) -> u64 {
         self[word].load(Ordering::Acquire)
     }

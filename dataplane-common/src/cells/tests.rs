@@ -16,15 +16,21 @@ use super::*;
 struct Shared {
     cells: Vec<[AtomicU64; 8]>,
     slots: Vec<AtomicU32>,
+    sequences: Vec<[AtomicU64; 2]>,
     pushed_out: AtomicU32,
 }
 
 impl<'a> Memory for &'a Shared {
     type Line = &'a [AtomicU64; 8];
     type Entry = AtomicSlot<'a>;
+    type Sequences = &'a [AtomicU64; 2];
 
     fn mask(&self) -> u32 {
         self.cells.len() as u32 - 1
+    }
+
+    fn sequences(&self, index: u32) -> Option<Self::Sequences> {
+        self.sequences.get(index as usize)
     }
 
     fn cell(&self, index: u32) -> Option<Self::Line> {
@@ -45,6 +51,7 @@ impl Shared {
         Self {
             cells: (0..cells).map(|_| Default::default()).collect(),
             slots: (0..cells * 2).map(|_| AtomicU32::default()).collect(),
+            sequences: (0..cells).map(|_| Default::default()).collect(),
             pushed_out: AtomicU32::new(0),
         }
     }
@@ -469,9 +476,14 @@ fn a_flow_is_not_made_twice_beside_its_home() {
     impl<'a> Memory for Hooked<'a> {
         type Line = &'a [AtomicU64; 8];
         type Entry = AtomicSlot<'a>;
+        type Sequences = &'a [AtomicU64; 2];
 
         fn mask(&self) -> u32 {
             self.memory.mask()
+        }
+
+        fn sequences(&self, index: u32) -> Option<Self::Sequences> {
+            self.memory.sequences(index)
         }
 
         fn cell(&self, index: u32) -> Option<Self::Line> {

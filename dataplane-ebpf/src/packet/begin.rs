@@ -230,7 +230,7 @@ fn enter(packet: &Packet, flow: &mut Flow, iface: Iface, masquerade: bool, now: 
         table::give_back(index, &flow.forward);
         return reason;
     }
-    flow.publish(index, now, conntrack::seen_in(packet));
+    flow.publish(index, now, &packet.segment);
     reason
 }
 

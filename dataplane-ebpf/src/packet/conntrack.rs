@@ -5,10 +5,13 @@ use dataplane_common::{
     Addr, Port, Protocol,
     cells::{self, HEAD, Line as _},
     packet::{FlowKey, PortKey, Tick, Translation, keep_seconds, seen},
+    tcp::{
+        POSITIONS, Positions, Segment,
+        flags::{FIN, RST, SYN},
+    },
 };
 
 use super::{
-    parse::{FIN, Packet, RST},
     rewrite::Ends,
     table::{self, Place},
 };
@@ -27,19 +30,6 @@ pub fn node_addr(index: u8) -> Addr {
         Some(addr) if index != 0 => *addr,
         _ => Addr::UNSPECIFIED,
     }
-}
-
-/// What a packet adds to `seen`.
-#[inline(always)]
-pub fn seen_in(packet: &Packet) -> u8 {
-    let mut flags = seen::PACKET;
-    if packet.tcp_flags & FIN != 0 {
-        flags |= seen::FIN;
-    }
-    if packet.tcp_flags & RST != 0 {
-        flags |= seen::RST;
-    }
-    flags
 }
 
 /// A flow.
@@ -120,10 +110,11 @@ impl Flow {
         table::lead(place, index, self.is_masqueraded(), now)
     }
 
-    /// Gives a held cell this flow, of whose requests `packet` was seen.
+    /// Gives a held cell this flow, whose first packet has come.
     #[inline(never)]
-    pub fn publish(&self, index: u32, now: Tick, packet: u8) {
-        table::publish(index, &self.forward, &self.translation(now, packet));
+    pub fn publish(&self, index: u32, now: Tick, first: &Segment) {
+        let value = self.translation(now, seen::PACKET);
+        table::publish(index, &self.forward, &value, first);
     }
 
     /// Removes it.
@@ -162,9 +153,35 @@ pub const ANSWER: Known = 2;
 /// It is translated by the kernel's own conntrack.
 pub const FOREIGN: Known = 3;
 
+/// What a packet of a known flow adds to `seen`; 0 if it does not count. Of a datagram the packet itself tells, of
+/// almost all segments one word beside the flow's cell.
+#[inline(always)]
+fn seen_in(entry: Place, replies: bool, segment: &Segment) -> u8 {
+    if segment.flags == 0 {
+        return seen::PACKET;
+    }
+    if !segment.has(FIN | SYN | RST)
+        && let Some(sequences) = table::sequences(entry.index)
+        && Positions(sequences.load(POSITIONS)).is_near(replies, segment.end)
+    {
+        return seen::PACKET;
+    }
+    table::judge(entry.index, replies, segment)
+}
+
 /// Marks an entry as used by a packet. It is written to only if something changed.
 #[inline(always)]
-fn mark(entry: Place, value: &Translation, seen_now: u8, now: Tick) {
+fn mark(entry: Place, value: &Translation, replies: bool, segment: &Segment, now: Tick) {
+    let mut seen_now = 0;
+    if !segment.is_quoted() {
+        seen_now = seen_in(entry, replies, segment);
+        if seen_now == 0 {
+            return;
+        }
+        if replies {
+            seen_now = seen::in_replies(seen_now);
+        }
+    }
     if value.seen | seen_now != value.seen {
         entry.add_seen(seen_now);
     }
@@ -175,7 +192,7 @@ fn mark(entry: Place, value: &Translation, seen_now: u8, now: Tick) {
 
 /// Looks for the flow of a request, by (client, VIP).
 #[inline(never)]
-pub fn request(key: &FlowKey, seen_now: u8, flow: &mut Flow, now: Tick) -> Known {
+pub fn request(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> Known {
     let Some(entry) = table::find(key) else {
         return NEW;
     };
@@ -198,13 +215,13 @@ pub fn request(key: &FlowKey, seen_now: u8, flow: &mut Flow, now: Tick) -> Known
             return NEW;
         }
     }
-    mark(entry, &value, seen_now, now);
+    mark(entry, &value, false, segment, now);
     REQUEST
 }
 
 /// Looks for the flow of a reply to a masqueraded client, by (endpoint, the node's port).
 #[inline(never)]
-pub fn masqueraded_answer(key: &FlowKey, seen_now: u8, flow: &mut Flow, now: Tick) -> Known {
+pub fn masqueraded_answer(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> Known {
     let port_key = PortKey::new(key.src, key.src_port, key.dst_port, key.protocol);
     let Some(entry) = table::find_by_node(&port_key) else {
         return NEW;
@@ -213,17 +230,17 @@ pub fn masqueraded_answer(key: &FlowKey, seen_now: u8, flow: &mut Flow, now: Tic
     if node_addr(value.node_addr) != key.dst {
         return NEW;
     }
-    answered(entry, &value, key, seen_now, flow, now)
+    answered(entry, &value, key, segment, flow, now)
 }
 
 /// Looks for the flow of a reply to a client that is not masqueraded, by (endpoint, client).
 #[inline(never)]
-pub fn answer(key: &FlowKey, seen_now: u8, flow: &mut Flow, now: Tick) -> Known {
+pub fn answer(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> Known {
     let Some(entry) = table::find_by_client(key) else {
         return NEW;
     };
     let value = cells::value(entry);
-    answered(entry, &value, key, seen_now, flow, now)
+    answered(entry, &value, key, segment, flow, now)
 }
 
 #[inline(always)]
@@ -231,7 +248,7 @@ fn answered(
     entry: Place,
     value: &Translation,
     key: &FlowKey,
-    seen_now: u8,
+    segment: &Segment,
     flow: &mut Flow,
     now: Tick,
 ) -> Known {
@@ -240,6 +257,6 @@ fn answered(
     flow.endpoint_port = key.src_port;
     flow.node_port = value.node_port;
     flow.node_addr = value.node_addr;
-    mark(entry, value, seen::in_replies(seen_now), now);
+    mark(entry, value, true, segment, now);
     ANSWER
 }

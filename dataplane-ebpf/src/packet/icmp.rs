@@ -4,6 +4,7 @@
 use dataplane_common::{
     Reason,
     packet::{FlowKey, Tick},
+    tcp::Segment,
 };
 
 use super::{
@@ -64,13 +65,13 @@ pub fn translate<const LEAVING: bool>(skb: Skb, s: &mut Scratch, now: Tick) -> i
     );
     let mut known = NEW;
     if !LEAVING {
-        known = conntrack::request(&back, 0, &mut s.flow, now);
+        known = conntrack::request(&back, &Segment::QUOTED, &mut s.flow, now);
         if known == NEW {
-            known = conntrack::masqueraded_answer(&back, 0, &mut s.flow, now);
+            known = conntrack::masqueraded_answer(&back, &Segment::QUOTED, &mut s.flow, now);
         }
     }
     if known == NEW {
-        known = conntrack::answer(&back, 0, &mut s.flow, now);
+        known = conntrack::answer(&back, &Segment::QUOTED, &mut s.flow, now);
     }
     // The ends of a packet the other way round, after translation.
     if known == ANSWER {

@@ -105,7 +105,6 @@ fn answers_node(packet: &Packet, cluster: bool) -> bool {
 fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     let has_ports = fragments::follow(&mut s.packet);
     let mut known = NEW;
-    let seen = conntrack::seen_in(&s.packet);
     let place = VipPlace::of(s.packet.key.dst);
     let words = decide::Tables::vips(&Live, place.index());
     let may_be_ours = place.is_set(words);
@@ -113,17 +112,23 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
         let cluster = place.may_be_cluster(words);
         // What is likelier is looked for first: a lookup in vain is one elsewhere in memory.
         if answers_node(&s.packet, cluster) {
-            known = conntrack::masqueraded_answer(&s.packet.key, seen, &mut s.flow, now);
+            known =
+                conntrack::masqueraded_answer(&s.packet.key, &s.packet.segment, &mut s.flow, now);
             if known == NEW {
-                known = conntrack::request(&s.packet.key, seen, &mut s.flow, now);
+                known = conntrack::request(&s.packet.key, &s.packet.segment, &mut s.flow, now);
             }
         } else {
-            known = conntrack::request(&s.packet.key, seen, &mut s.flow, now);
+            known = conntrack::request(&s.packet.key, &s.packet.segment, &mut s.flow, now);
             // A SYN on its own never answers anything; and no flow of datagrams is given a port that
             // `answers_node` takes for a service's.
             let answers = !s.packet.is_syn() && (cluster || s.packet.is_tcp());
             if known == NEW && answers {
-                known = conntrack::masqueraded_answer(&s.packet.key, seen, &mut s.flow, now);
+                known = conntrack::masqueraded_answer(
+                    &s.packet.key,
+                    &s.packet.segment,
+                    &mut s.flow,
+                    now,
+                );
             }
         }
     }
@@ -136,7 +141,7 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     }
     // A SYN answers nothing, and neither does a datagram to a service.
     if has_ports && known == NEW && !s.packet.is_syn() && s.frontend.is_none() {
-        known = conntrack::answer(&s.packet.key, seen, &mut s.flow, now);
+        known = conntrack::answer(&s.packet.key, &s.packet.segment, &mut s.flow, now);
     }
     if known == ANSWER {
         s.flow.toward_client(&mut s.ends);
@@ -183,8 +188,7 @@ pub fn egress(ctx: &TcContext) -> i32 {
     if outcome != FLOW || !fragments::follow(&mut s.packet) {
         return LEAVE_ALONE;
     }
-    let seen = conntrack::seen_in(&s.packet);
-    if conntrack::answer(&s.packet.key, seen, &mut s.flow, now) == ANSWER {
+    if conntrack::answer(&s.packet.key, &s.packet.segment, &mut s.flow, now) == ANSWER {
         s.flow.toward_client(&mut s.ends);
         if !rewrite(skb, &s.packet, &s.ends, s.packet.hops) {
             return DROP;

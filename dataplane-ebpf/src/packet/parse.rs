@@ -2,7 +2,14 @@
 
 use core::mem::MaybeUninit;
 
-use dataplane_common::{Addr, Port, Protocol, packet::FlowKey};
+use dataplane_common::{
+    Addr, Port, Protocol,
+    packet::FlowKey,
+    tcp::{
+        Segment,
+        flags::{ACK, SYN},
+    },
+};
 
 use super::skb::Skb;
 
@@ -36,12 +43,6 @@ pub const FIRST: u32 = 1;
 /// Another fragment: without ports.
 pub const LATER: u32 = 2;
 
-/// TCP's flags (RFC 9293 section 3.1), in its 14th byte.
-pub const FIN: u8 = 1;
-pub const SYN: u8 = 2;
-pub const RST: u8 = 4;
-pub const ACK: u8 = 16;
-
 /// A packet's headers.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -59,8 +60,6 @@ pub struct Packet {
     pub fragment: u32,
     /// The identification, of a fragment only.
     pub identification: [u8; 4],
-    /// TCP's flags; 0 of others.
-    pub tcp_flags: u8,
     /// Time to live, hop limit.
     pub hops: u8,
     /// Type of service, traffic class.
@@ -69,6 +68,8 @@ pub struct Packet {
     pub checksum: u16,
     /// Length from the IP header on, as it says itself.
     pub length: u32,
+    /// What TCP's header says; nothing of others.
+    pub segment: Segment,
 }
 
 impl Packet {
@@ -81,7 +82,7 @@ impl Packet {
         self.key.padding = 0;
         self.key.reserved = 0;
         self.fragment = WHOLE;
-        self.tcp_flags = 0;
+        self.segment.flags = 0;
     }
 
     #[inline(always)]
@@ -97,13 +98,13 @@ impl Packet {
     /// Whether it wants to begin a TCP connection.
     #[inline(always)]
     pub fn is_syn(&self) -> bool {
-        self.tcp_flags & (SYN | ACK) == SYN
+        self.segment.flags & u32::from(SYN | ACK) == u32::from(SYN)
     }
 
     /// Whether it agrees to begin one.
     #[inline(always)]
     pub fn is_syn_ack(&self) -> bool {
-        self.tcp_flags & (SYN | ACK) == SYN | ACK
+        self.segment.flags & u32::from(SYN | ACK) == u32::from(SYN | ACK)
     }
 
     /// Reads the headers of a frame whose IP header begins at `l3`, TCP's flags included.
@@ -114,7 +115,7 @@ impl Packet {
             return FLOW;
         }
         let outcome = self.read_any(skb, l3);
-        if outcome == FLOW && !self.read_tcp_flags(skb) {
+        if outcome == FLOW && !self.read_segment(skb) {
             return MALFORMED;
         }
         outcome
@@ -267,13 +268,31 @@ impl Packet {
 
     /// Reads what a TCP packet has after its ports; `false` if it is not there.
     #[inline(always)]
-    fn read_tcp_flags(&mut self, skb: Skb) -> bool {
+    fn read_segment(&mut self, skb: Skb) -> bool {
         if !self.is_tcp() || self.fragment == LATER {
             return true;
         }
+        let carried = self.length.wrapping_sub(self.l4 - self.l3);
         if self.length < self.l4 - self.l3 + 20 {
             return false;
         }
-        skb.load(self.l4 + 13, &mut self.tcp_flags)
+        let mut words = MaybeUninit::<[u32; 3]>::uninit();
+        if !skb.load_new(self.l4 + 4, &mut words) {
+            return false;
+        }
+        // SAFETY: just loaded.
+        let [sequence, ack, rest] = unsafe { words.assume_init() };
+        self.set_segment(carried, sequence, ack, rest);
+        true
+    }
+
+    /// Takes three words of TCP's header as they lie in the packet, of which `carried` bytes are TCP's.
+    #[inline(always)]
+    pub fn set_segment(&mut self, carried: u32, sequence: u32, ack: u32, rest: u32) {
+        let [offset, flags, ..] = rest.to_ne_bytes();
+        let data = carried.wrapping_sub(u32::from(offset >> 4) * 4);
+        self.segment.end = u32::from_be(sequence).wrapping_add(data);
+        self.segment.ack = u32::from_be(ack);
+        self.segment.flags = u32::from(flags);
     }
 }

@@ -122,7 +122,12 @@ impl Packet {
             if !linear.has(L4 + TCP) || length < l4 - LINK + TCP as u32 {
                 return false;
             }
-            self.tcp_flags = linear.read(L4 + 13);
+            self.set_segment(
+                length - (l4 - LINK),
+                linear.read(L4 + 4),
+                linear.read(L4 + 8),
+                linear.read(L4 + 12),
+            );
         } else if protocol != Protocol::UDP || length < l4 - LINK + UDP as u32 {
             return false;
         }

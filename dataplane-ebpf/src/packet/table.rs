@@ -10,19 +10,27 @@ use dataplane_common::{
     Reason,
     cells::{self, CellKey as _, Entry, HEAD, Head, Line, Memory, NOWHERE, STATE, Slot, State},
     packet::{FlowKey, PortKey, Tick, Translation},
+    tcp::{self, Segment},
 };
 
 use crate::{
     atomic,
     select::count,
-    tables::{ANSWERS, CONNTRACK, PACKET_CONFIG},
+    tables::{ANSWERS, CONNTRACK, PACKET_CONFIG, SEQUENCES},
 };
 
-/// A flow's cell.
+/// A flow's cell, and which one that is.
 #[derive(Clone, Copy)]
-pub struct Place(*mut u64);
+pub struct Place {
+    words: Words,
+    pub index: u32,
+}
 
-impl Line for Place {
+/// Words that other CPUs, and the agent, change meanwhile.
+#[derive(Clone, Copy)]
+pub struct Words(*mut u64);
+
+impl Line for Words {
     #[inline(always)]
     fn load(self, word: usize) -> u64 {
         // SAFETY: an aligned word of the array's element, which stays.
@@ -48,12 +56,34 @@ impl Line for Place {
     }
 }
 
+impl Line for Place {
+    #[inline(always)]
+    fn load(self, word: usize) -> u64 {
+        self.words.load(word)
+    }
+
+    #[inline(always)]
+    fn store(self, word: usize, value: u64) {
+        self.words.store(word, value);
+    }
+
+    #[inline(always)]
+    fn exchange(self, word: usize, before: u64, new: u64) -> bool {
+        self.words.exchange(word, before, new)
+    }
+
+    #[inline(always)]
+    fn add(self, word: usize, amount: u64) -> u64 {
+        self.words.add(word, amount)
+    }
+}
+
 impl Place {
     /// Adds flags of `seen`. Another CPU may add others.
     #[inline(always)]
     pub fn add_seen(self, flags: u8) {
         // SAFETY: an aligned word of the array's element.
-        unsafe { atomic::set(self.0.add(STATE), State::bits(flags)) };
+        unsafe { atomic::set(self.words.0.add(STATE), State::bits(flags)) };
     }
 
     /// Says when it was last used, and writes nothing else of the word, in which another CPU may add flags.
@@ -61,7 +91,7 @@ impl Place {
     pub fn use_now(self, now: Tick) {
         // SAFETY: aligned bytes of the array's element.
         unsafe {
-            let word: *mut u16 = self.0.add(STATE).cast();
+            let word: *mut u16 = self.words.0.add(STATE).cast();
             write_volatile(word.add(State::USED), now.number());
         }
     }
@@ -110,6 +140,7 @@ impl Maps {
 impl Memory for Maps {
     type Line = Place;
     type Entry = Word;
+    type Sequences = Words;
 
     #[inline(always)]
     fn mask(&self) -> u32 {
@@ -118,7 +149,13 @@ impl Memory for Maps {
 
     #[inline(always)]
     fn cell(&self, index: u32) -> Option<Place> {
-        CONNTRACK.get_ptr_mut(index).map(|cell| Place(cell.cast()))
+        let words = Words(CONNTRACK.get_ptr_mut(index)?.cast());
+        Some(Place { words, index })
+    }
+
+    #[inline(always)]
+    fn sequences(&self, index: u32) -> Option<Words> {
+        sequences(index)
     }
 
     #[inline(always)]
@@ -255,11 +292,39 @@ pub fn lead(place: u32, index: u32, only_home: bool, now: Tick) -> bool {
     conntrack_lead(place, index, u32::from(only_home), u32::from(now.number())) != 0
 }
 
-/// Gives a held cell its flow.
+/// What is known of the sequence numbers of the flow in a cell.
 #[inline(always)]
-pub fn publish(index: u32, key: &FlowKey, value: &Translation) {
-    if let Some(line) = Maps::get().cell(index) {
+pub fn sequences(index: u32) -> Option<Words> {
+    SEQUENCES
+        .get_ptr_mut(index)
+        .map(|words| Words(words.cast()))
+}
+
+/// [`tcp::judge`].
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn conntrack_judge(index: u32, replies: u32, segment: *const Segment) -> u32 {
+    // SAFETY: a segment, or null: the verifier sees to it where it is called.
+    match (sequences(index), unsafe { segment.as_ref() }) {
+        (Some(sequences), Some(segment)) => u32::from(tcp::judge(sequences, replies != 0, segment)),
+        _ => 0,
+    }
+}
+
+/// What a segment means for the flow in a cell: [`tcp::judge`].
+#[inline(always)]
+pub fn judge(index: u32, replies: bool, segment: &Segment) -> u8 {
+    conntrack_judge(index, u32::from(replies), segment) as u8
+}
+
+/// Gives a held cell its flow, whose first packet has come.
+#[inline(always)]
+pub fn publish(index: u32, key: &FlowKey, value: &Translation, first: &Segment) {
+    let maps = Maps::get();
+    if let Some(line) = maps.cell(index) {
         cells::write(line, key, value);
+        cells::write_sequences(&maps, index, &tcp::begin(first));
         cells::publish(line, key);
     }
 }

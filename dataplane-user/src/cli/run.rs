@@ -265,8 +265,8 @@ struct PacketArgs {
     )]
     tc_hook: TcHook,
 
-    /// How many flows conntrack has room for, rounded up to a power of two: 144 bytes of kernel memory each,
-    /// 9 MiB by default. Taken when the tables are made; those of an earlier agent keep their size until
+    /// How many flows conntrack has room for, rounded up to a power of two: 176 bytes of kernel memory each,
+    /// 11 MiB by default. Taken when the tables are made; those of an earlier agent keep their size until
     /// `dataplane cleanup`, or until an agent runs with --packet-path off
     #[arg(
         long,

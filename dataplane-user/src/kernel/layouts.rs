@@ -18,9 +18,11 @@ use super::{
 /// layout takes over what one of that layout has in it. Those in one line refer to each other, and go together.
 /// What they hold must mean the same to every agent that takes them: addresses, ports and places in each other,
 /// no numbers of pools or workloads, which each layout gives anew.
-const CONNECTIONS: [(u32, &[&[&str]]); 2] = [
-    // Before 7 a flow had two entries, in tables of their own: there is no CONNTRACK, and nothing is taken.
-    (2, &[&FLOW_MAPS, &["NODE_ADDRS"]]),
+const CONNECTIONS: [(u32, &[&[&str]]); 3] = [
+    (8, &[&FLOW_MAPS, &["NODE_ADDRS"]]),
+    // Without SEQUENCES: how far a flow has got is not known at first, and its next packets tell. Before 7 a flow had two
+    // entries, in tables of their own: there is no CONNTRACK, and nothing is taken.
+    (2, &[&["CONNTRACK", "ANSWERS", "FRAGMENTS", "NODE_ADDRS"]]),
     (
         4,
         &[&[

@@ -30,6 +30,7 @@ use dataplane_common::{
         SourceKey,
     },
     tables::{Config, PEER_PORTS, Peer, PeerSets, SOCKET_ELEMENTS, UdpFlows},
+    tcp::Sequences,
 };
 use nix::{
     errno::Errno,
@@ -122,7 +123,7 @@ const fn storage<T>(name: &'static str) -> MapSpec {
 }
 
 /// Every map that is pinned.
-pub const MAPS: [MapSpec; 33] = [
+pub const MAPS: [MapSpec; 34] = [
     outer("FRONTENDS"),
     outer("POOLS"),
     outer("ENDPOINTS"),
@@ -184,6 +185,7 @@ pub const MAPS: [MapSpec; 33] = [
     },
     as_told::<Cell>("CONNTRACK"),
     as_told::<Slots>("ANSWERS"),
+    as_told::<Sequences>("SEQUENCES"),
     // The least recently used entry makes room for a new one.
     MapSpec {
         name: "FRAGMENTS",
@@ -221,7 +223,7 @@ pub const MAPS: [MapSpec; 33] = [
 ];
 
 /// Those of them that only the packet path needs, and that take memory: they are there where it is.
-pub const FLOW_MAPS: [&str; 3] = ["CONNTRACK", "ANSWERS", "FRAGMENTS"];
+pub const FLOW_MAPS: [&str; 4] = ["CONNTRACK", "ANSWERS", "FRAGMENTS", "SEQUENCES"];
 
 /// How many elements of `ANSWERS` there are for so many cells: two slots for each, sixteen in an element.
 pub fn slots_for(cells: u32) -> u32 {
@@ -238,7 +240,7 @@ impl MapSpec {
     /// How many elements it has if there is to be room for so many flows; `None` where that makes no difference.
     pub fn entries(&self, flows: u32) -> Option<u32> {
         match self.name {
-            "CONNTRACK" => Some(cells_for(flows)),
+            "CONNTRACK" | "SEQUENCES" => Some(cells_for(flows)),
             "ANSWERS" => Some(slots_for(cells_for(flows))),
             _ => None,
         }

@@ -16,6 +16,7 @@ use dataplane_common::{
     cells::{Cell, Slots},
     packet::{Fragment, FragmentKey},
     tables::{Affinity, AffinityKey, PoolStats},
+    tcp::Sequences,
 };
 
 use super::{
@@ -75,6 +76,7 @@ impl Rig {
         for (name, shape, elements) in [
             ("CONNTRACK", Mapped::<Cell>::shape(false), cells),
             ("ANSWERS", Mapped::<Slots>::shape(false), slots_for(cells)),
+            ("SEQUENCES", Mapped::<Sequences>::shape(false), cells),
         ] {
             let doing = || format!("cannot make table {name}");
             let map = sys::map_create(name, &shape, elements).doing(doing)?;

@@ -3,7 +3,7 @@
 
 use dataplane_common::{
     Addr, Port, Protocol, Reason,
-    packet::{PacketConfig, Tick, Translation},
+    packet::{PacketConfig, Tick, Translation, seen},
     tables::{Affinity, AffinityKey, Block, Endpoint, Kind},
 };
 
@@ -11,7 +11,7 @@ use super::{
     Answer, DROP, Drawn, Input, Model, Moment, NEXT,
     flows::Flow,
     read::{Fragment, Headers},
-    seen_in,
+    sequences::Numbers,
 };
 use crate::world::{Pool, To};
 
@@ -92,7 +92,7 @@ impl Model<'_> {
             endpoint_port: endpoint.port,
             node_port: Port::ANY,
             used: at.tick,
-            seen: seen_in(headers),
+            seen: seen::PACKET,
             node_addr: 0,
         };
         let mut flow = Flow {
@@ -122,7 +122,8 @@ impl Model<'_> {
                 None => return Ok(self.refuse(input, headers, Reason::PortsExhausted)),
             }
         }
-        self.state.flows.enter(cell, &flow, at.tick)?;
+        let numbers = Numbers::begun(headers);
+        self.state.flows.enter(cell, &flow, numbers, at.tick)?;
         self.count(reason);
         let ends = self.toward_endpoint(&flow);
         Ok(self.deliver(input, headers, &ends, &to))

@@ -5,7 +5,7 @@ use dataplane_common::{
     packet::{FlowKey, PortKey, Tick, Translation, seen, timeout},
 };
 
-use super::{Model, write::Ends};
+use super::{Model, read::Headers, write::Ends};
 
 /// A flow, as it was before the packet.
 #[derive(Clone, Copy, Debug)]
@@ -153,21 +153,36 @@ impl Model<'_> {
         }
     }
 
-    /// The flow is used by a packet, which adds to what was seen of it.
-    fn seen_now(&mut self, key: &FlowKey, packet: u8, now: Tick) {
+    /// The flow is used by a packet, which adds to what was seen of it, if it counts; by one that an ICMP error quotes,
+    /// if there is none.
+    fn seen_now(&mut self, key: &FlowKey, packet: Option<&Headers>, replies: bool, now: Tick) {
+        let mut added = 0;
+        if let Some(packet) = packet {
+            let mut numbers = self.state.flows.numbers(key);
+            let counted = numbers.see(packet, replies);
+            if counted == 0 {
+                return;
+            }
+            self.state.flows.set_numbers(key, numbers);
+            added = if replies {
+                seen::in_replies(counted)
+            } else {
+                counted
+            };
+        }
         self.state.flows.change(key, |to| {
-            to.seen |= packet;
+            to.seen |= added;
             to.used = now;
         });
     }
 
     /// The flow of a packet from a client to a VIP. One by UDP that has timed out is forgotten.
-    pub(super) fn request(&mut self, key: &FlowKey, packet: u8, now: Tick) -> Known {
+    pub(super) fn request(&mut self, key: &FlowKey, packet: Option<&Headers>, now: Tick) -> Known {
         let Some(to) = self.state.flows.get(key) else {
             return Known::No;
         };
         if to.seen & seen::FOREIGN != 0 {
-            self.seen_now(key, 0, now);
+            self.seen_now(key, None, false, now);
             return Known::Foreign;
         }
         let flow = Flow { key: *key, to };
@@ -175,7 +190,7 @@ impl Model<'_> {
             self.state.flows.remove(key);
             return Known::No;
         }
-        self.seen_now(key, packet, now);
+        self.seen_now(key, packet, false, now);
         Known::Request(flow)
     }
 
@@ -195,7 +210,7 @@ impl Model<'_> {
     pub(super) fn answer(
         &mut self,
         key: &FlowKey,
-        packet: u8,
+        packet: Option<&Headers>,
         now: Tick,
         masqueraded: bool,
     ) -> Known {
@@ -207,7 +222,7 @@ impl Model<'_> {
         let Some(flow) = flow else {
             return Known::No;
         };
-        self.seen_now(&flow.key, seen::in_replies(packet), now);
+        self.seen_now(&flow.key, packet, true, now);
         Known::Answer(flow)
     }
 }

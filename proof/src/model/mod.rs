@@ -11,6 +11,7 @@ mod begin;
 pub mod flows;
 pub mod read;
 pub mod room;
+pub mod sequences;
 pub mod state;
 pub mod write;
 
@@ -18,14 +19,11 @@ use std::collections::BTreeSet;
 
 use dataplane_common::{
     Protocol, Reason,
-    packet::{FlowKey, Fragment as FirstFragment, FragmentKey, Tick, Translation, seen},
+    packet::{FlowKey, Fragment as FirstFragment, FragmentKey, Tick, Translation},
     tables::{Affinity, AffinityKey},
 };
 
-use crate::{
-    wire::flags,
-    world::{To, Way, World},
-};
+use crate::world::{To, Way, World};
 use begin::is_nobody;
 use flows::{Flow, Known};
 use read::{Fragment, Headers, Read};
@@ -205,7 +203,7 @@ impl<'a> Model<'a> {
                 if !self.follow(&mut headers) {
                     return NEXT;
                 }
-                let known = self.answer(&headers.key(), seen_in(&headers), at.tick, false);
+                let known = self.answer(&headers.key(), Some(&headers), at.tick, false);
                 let Known::Answer(flow) = known else {
                     return NEXT;
                 };
@@ -255,7 +253,7 @@ impl<'a> Model<'a> {
         let mut known = Known::No;
         let has_ports = self.follow(&mut headers);
         if has_ports {
-            let (key, packet) = (headers.key(), seen_in(&headers));
+            let (key, packet) = (headers.key(), Some(&headers));
             // A SYN on its own never answers anything, and one with an ACK does before all else.
             let may_answer = !headers.is_syn();
             let to_service = !headers.is_tcp() && self.world.frontend(&headers).is_some();
@@ -407,13 +405,13 @@ impl<'a> Model<'a> {
         );
         let mut known = Known::No;
         if !input.leaves {
-            known = self.request(&back, 0, at.tick);
+            known = self.request(&back, None, at.tick);
             if matches!(known, Known::No) {
-                known = self.answer(&back, 0, at.tick, true);
+                known = self.answer(&back, None, at.tick, true);
             }
         }
         if matches!(known, Known::No) {
-            known = self.answer(&back, 0, at.tick, false);
+            known = self.answer(&back, None, at.tick, false);
         }
         let ends = match known {
             Known::No | Known::Foreign => return NEXT,
@@ -473,19 +471,6 @@ fn complain(input: &Input, headers: &Headers, complaint: Complaint) -> Output {
 /// Whether a TCP packet's flags are there, where it ought to have some.
 fn has_flags(headers: &Headers) -> bool {
     !headers.is_tcp() || headers.fragment == Fragment::Later || headers.flags.is_some()
-}
-
-/// What a packet adds to what was seen of its flow.
-fn seen_in(headers: &Headers) -> u8 {
-    let mut all = seen::PACKET;
-    let tcp = headers.flags.unwrap_or_default();
-    if tcp & flags::FIN != 0 {
-        all |= seen::FIN;
-    }
-    if tcp & flags::RST != 0 {
-        all |= seen::RST;
-    }
-    all
 }
 
 /// The ports from `first` on that are not in a range.

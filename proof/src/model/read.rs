@@ -47,6 +47,8 @@ pub struct Headers {
     pub hops: u8,
     /// TCP's flags, if they are there.
     pub flags: Option<u8>,
+    /// The sequence number behind a segment's data, and the one that it acknowledges.
+    pub numbers: Option<[u32; 2]>,
 }
 
 impl Headers {
@@ -131,6 +133,7 @@ pub fn v4(bytes: &[u8], l3: usize, limit: Option<usize>) -> Option<Read> {
         identification: [header[4], header[5], 0, 0],
         hops: header[8],
         flags: None,
+        numbers: None,
     };
     transport(bytes, headers, protocol::ICMP)
 }
@@ -158,6 +161,7 @@ pub fn v6(bytes: &[u8], l3: usize, limit: Option<usize>) -> Option<Read> {
         identification: [0; 4],
         hops: header[7],
         flags: None,
+        numbers: None,
     };
     // No such address is ever on the wire; in our tables it would be another family's.
     if headers.src.is_v4() || headers.dst.is_v4() {
@@ -195,6 +199,16 @@ pub fn v6(bytes: &[u8], l3: usize, limit: Option<usize>) -> Option<Read> {
     transport(bytes, headers, protocol::ICMP6)
 }
 
+fn numbers(bytes: &[u8], headers: &Headers) -> Option<[u32; 2]> {
+    let number = |at: usize| Some(u32::from_be_bytes(bytes.get(at..at + 4)?.try_into().ok()?));
+    let (sequence, ack) = (number(headers.l4 + 4)?, number(headers.l4 + 8)?);
+    let header = u32::from(bytes.get(headers.l4 + 12)? >> 4) * 4;
+    let carried = u32::try_from(headers.end - headers.l4).ok()?;
+    // A header that is said to be longer than what is there takes numbers away.
+    let end = sequence.wrapping_add(carried).wrapping_sub(header);
+    Some([end, ack])
+}
+
 fn transport(bytes: &[u8], mut headers: Headers, icmp: u8) -> Option<Read> {
     if headers.protocol != protocol::TCP && headers.protocol != protocol::UDP {
         let whole = headers.fragment == Fragment::Whole;
@@ -214,6 +228,7 @@ fn transport(bytes: &[u8], mut headers: Headers, icmp: u8) -> Option<Read> {
     headers.ports = [port(headers.l4)?, port(headers.l4 + 2)?];
     if headers.is_tcp() && headers.end >= headers.l4 + 20 {
         headers.flags = bytes.get(headers.l4 + 13).copied();
+        headers.numbers = numbers(bytes, &headers);
     }
     Some(Read::Flow(headers))
 }

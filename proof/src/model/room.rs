@@ -11,6 +11,7 @@ use dataplane_common::{
 
 use super::{
     flows::{Flow, gives_way},
+    sequences::Numbers,
     state::Table,
 };
 
@@ -18,6 +19,7 @@ use super::{
 #[derive(Clone, Debug)]
 pub struct Flows {
     table: Table<FlowKey, Translation>,
+    numbers: Table<FlowKey, Numbers>,
     cells: Table<u32, FlowKey>,
     slots: Table<u32, FlowKey>,
     /// How many cells there are, less one.
@@ -31,6 +33,7 @@ impl Flows {
     pub fn new(cells: u32) -> Self {
         Self {
             table: Table::new(),
+            numbers: Table::new(),
             cells: Table::new(),
             slots: Table::new(),
             mask: cells - 1,
@@ -74,6 +77,16 @@ impl Flows {
         self.table.change(key, change);
     }
 
+    /// How far a flow's directions have got.
+    pub fn numbers(&self, key: &FlowKey) -> Numbers {
+        self.numbers.get(key).unwrap_or_default()
+    }
+
+    /// A segment was seen.
+    pub fn set_numbers(&mut self, key: &FlowKey, numbers: Numbers) {
+        self.numbers.set(*key, numbers);
+    }
+
     pub fn remove(&mut self, key: &FlowKey) {
         let Some(to) = self.get(key) else {
             return;
@@ -93,6 +106,7 @@ impl Flows {
             self.slots.remove(&slot);
         }
         self.table.remove(key);
+        self.numbers.remove(key);
     }
 
     /// The cell that a new flow is given. If another flow has it, that gives way.
@@ -124,7 +138,13 @@ impl Flows {
     ///
     /// # Errors
     /// There is no slot.
-    pub fn enter(&mut self, cell: u32, flow: &Flow, now: Tick) -> Result<(), String> {
+    pub fn enter(
+        &mut self,
+        cell: u32,
+        flow: &Flow,
+        numbers: Numbers,
+        now: Tick,
+    ) -> Result<(), String> {
         let slots = slots_of(self.mask, flow);
         self.make_way(self.slots.get(&slots[0]), now);
         let free = slots.into_iter().find(|slot| !self.slots.has(slot));
@@ -132,6 +152,7 @@ impl Flows {
         self.slots.set(slot, flow.key);
         self.cells.set(cell, flow.key);
         self.table.set(flow.key, flow.to);
+        self.numbers.set(flow.key, numbers);
         Ok(())
     }
 
@@ -172,6 +193,7 @@ impl Flows {
 
     pub fn keep(&mut self) {
         self.table.keep();
+        self.numbers.keep();
         self.cells.keep();
         self.slots.keep();
         self.gave_way = [self.gave_way.iter().sum(), 0];
@@ -179,6 +201,7 @@ impl Flows {
 
     pub fn take_back(&mut self) {
         self.table.take_back();
+        self.numbers.take_back();
         self.cells.take_back();
         self.slots.take_back();
         self.gave_way[1] = 0;

@@ -232,7 +232,7 @@ fn off_and_on_again() -> Result<()> {
     let load = cluster.client().load(&load)?;
     let is = |cluster: &Cluster, on: bool, room: u64| -> Result<()> {
         ensure!(interfaces(cluster)?.is_empty() != on);
-        for name in ["CONNTRACK", "ANSWERS", "FRAGMENTS"] {
+        for name in ["CONNTRACK", "ANSWERS", "SEQUENCES", "FRAGMENTS"] {
             let pin = cluster.agent.bpffs().join(format!("v{LAYOUT}/maps/{name}"));
             ensure!(pin.exists() == on, "on: {on}; {}", pin.display());
         }

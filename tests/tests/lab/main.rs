@@ -55,6 +55,7 @@ mod outcome;
 mod proxy;
 mod proxy_flood;
 mod reload;
+mod resets;
 mod routes;
 mod services;
 mod smoke;
@@ -151,6 +152,7 @@ fn main() -> ExitCode {
         metrics::SCENARIOS,
         monitor::SCENARIOS,
         reload::SCENARIOS,
+        resets::SCENARIOS,
         proxy::SCENARIOS,
         proxy_flood::SCENARIOS,
         // What a service means, line by line.

@@ -8,6 +8,7 @@ use dataplane_common::{
         Slot, Slots,
     },
     packet::{FlowKey, PortKey, Translation, seen},
+    tcp::{OPENING, POSITIONS, Sequences},
 };
 
 use crate::kernel::{
@@ -33,11 +34,13 @@ const ENTRIES: usize = 4096;
 pub struct Table {
     cells: Mapped<Cell>,
     slots: Mapped<Slots>,
+    sequences: Mapped<Sequences>,
 }
 
 impl<'a> Memory for &'a Table {
     type Line = &'a [AtomicU64; 8];
     type Entry = AtomicSlot<'a>;
+    type Sequences = &'a [AtomicU64; 2];
 
     fn mask(&self) -> u32 {
         self.cells.capacity() - 1
@@ -50,6 +53,10 @@ impl<'a> Memory for &'a Table {
     fn slot(&self, index: u32) -> Option<Self::Entry> {
         let slots = self.slots.words(index / 16)?;
         Some(AtomicSlot(&slots[index as usize % 16]))
+    }
+
+    fn sequences(&self, index: u32) -> Option<Self::Sequences> {
+        self.sequences.words(index)
     }
 }
 
@@ -73,9 +80,10 @@ impl Table {
     /// # Errors
     /// If what is there is not ours, or may not be opened.
     pub(in crate::kernel) fn open(pins: &Pins) -> Result<Option<Self>, Error> {
-        let (Some((cells, of_cells)), Some((slots, of_slots))) = (
+        let (Some((cells, of_cells)), Some((slots, of_slots)), Some((sequences, of_sequences))) = (
             pins.open_map(spec("CONNTRACK"))?,
             pins.open_map(spec("ANSWERS"))?,
+            pins.open_map(spec("SEQUENCES"))?,
         ) else {
             return Ok(None);
         };
@@ -84,6 +92,8 @@ impl Table {
                 .doing(|| "cannot map table CONNTRACK".to_owned())?,
             slots: Mapped::map(slots, of_slots.max_entries, true)
                 .doing(|| "cannot map table ANSWERS".to_owned())?,
+            sequences: Mapped::map(sequences, of_sequences.max_entries, true)
+                .doing(|| "cannot map table SEQUENCES".to_owned())?,
         }))
     }
 
@@ -96,6 +106,7 @@ impl Table {
         Ok(Self {
             cells: Mapped::create("CONNTRACK", elements("CONNTRACK"))?,
             slots: Mapped::create("ANSWERS", elements("ANSWERS"))?,
+            sequences: Mapped::create("SEQUENCES", elements("SEQUENCES"))?,
         })
     }
 
@@ -114,11 +125,18 @@ impl Table {
     pub fn bytes(&self) -> u64 {
         u64::from(self.cells.capacity()) * size_of::<Cell>() as u64
             + u64::from(self.slots.capacity()) * size_of::<Slots>() as u64
+            + u64::from(self.sequences.capacity()) * size_of::<Sequences>() as u64
     }
 
     /// What a flow's packets are turned into, if it is there.
     pub fn get(&self, key: &FlowKey) -> Option<Translation> {
         self.find(key).map(|found| found.to)
+    }
+
+    /// How far a flow's directions have got, if it is there.
+    pub fn sequences(&self, key: &FlowKey) -> Option<Sequences> {
+        let words = self.sequences.words(self.find(key)?.index)?;
+        Some([POSITIONS, OPENING].map(|word| words.load(word)))
     }
 
     /// The flow, not masqueraded, whose replies carry this.
@@ -158,6 +176,7 @@ impl Table {
             return false;
         };
         cells::write(line, key, to);
+        cells::write_sequences(&self, index, &Sequences::default());
         let home = cells::place_of_replies(key, to);
         if has_replies && !cells::lead(&self, home, index, flow.is_masqueraded(), now) {
             cells::give_back(&self, index, key);

@@ -303,7 +303,7 @@ fn tables_are_as_large_as_the_agent_is_told() {
         assert_eq!(conntrack.capacity(), room);
         let usage = conntrack.usage(0);
         assert_eq!((usage.capacity, usage.limit), (room, room));
-        assert_eq!(usage.bytes, u64::from(2 * room * 64 + slots * 4));
+        assert_eq!(usage.bytes, u64::from(2 * room * (64 + 16) + slots * 4));
     }
 }
 

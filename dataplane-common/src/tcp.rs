@@ -1,0 +1,229 @@
+//! TCP flows: how far each direction has got, so that only the connection's own segments can end its flow.
+//!
+//! `SEQUENCES` has two words for each cell of `CONNTRACK`. The first holds a position for each direction: a sequence
+//! number that lies at most [`NEAR`] bytes before the end of the latest segment. A program writes a position only
+//! when a segment lies farther ahead than that, so a packet of a known flow costs a look at one more word and no store.
+//! The second word holds the sequence number of the last SYN; the rest of it is free ([`Opening`]).
+//!
+//! # Which segments count
+//!
+//! * A **RST** ends the flow if its sequence number is within [`NEAR`] bytes of its direction's position, or if it
+//!   acknowledges the last SYN (RFC 9293, section 3.10.7.3). An attacker who knows the addresses and ports hits a window
+//!   of 64 KiB, one in 65 536 of all sequence numbers. Any other RST is translated and forwarded, and changes nothing:
+//!   the receiver judges it by its exact number (RFC 5961).
+//! * A **FIN**, and any segment that moves a position, must be plausible in two numbers: its end lies less than [`FAR`]
+//!   bytes ahead of its direction's position, and its acknowledgement within [`FAR`] bytes of the other direction's.
+//!   One in 2^15 of all pairs of numbers is. Otherwise an attacker would move the position first, and then reset.
+//! * A **SYN** with an ACK begins both directions anew if it acknowledges the last SYN: the endpoint has forgotten the
+//!   connection and accepts another one from the same port.
+//!
+//! A direction whose position is not known (0: nothing was seen of it since the flow was made or taken over from an
+//! older agent) takes the first segment that comes.
+//!
+//! A connection that loses more than [`FAR`] bytes in a row before they reach this node, and never sends them again one by one, is
+//! no longer followed. Its packets are translated as before, and its flow ends by being idle.
+
+#![expect(
+    clippy::cast_possible_truncation,
+    reason = "words are taken apart: what is cut off is another field"
+)]
+
+use crate::{cells::Line, packet::seen};
+
+/// The element of `SEQUENCES` that belongs to a cell: [`Positions`], then [`Opening`].
+pub type Sequences = [u64; 2];
+
+/// Which word holds the [`Positions`].
+pub const POSITIONS: usize = 0;
+/// Which word holds the [`Opening`].
+pub const OPENING: usize = 1;
+
+/// How many bytes a position may lie behind: half the window in which a RST counts.
+pub const NEAR: u32 = 1 << 15;
+/// How many bytes a plausible segment may lie away from a position: more than a window that Linux opens by default.
+pub const FAR: u32 = 1 << 24;
+
+/// TCP's flags (RFC 9293, section 3.1), in its 14th byte.
+pub mod flags {
+    /// The sender has no more data.
+    pub const FIN: u8 = 1;
+    /// The sender begins a connection.
+    pub const SYN: u8 = 2;
+    /// The sender knows no such connection, or gives it up.
+    pub const RST: u8 = 4;
+    /// The acknowledgement number is valid.
+    pub const ACK: u8 = 16;
+}
+
+/// What a packet says of its connection.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Segment {
+    /// The sequence number behind its last byte, SYN and FIN not counted.
+    pub end: u32,
+    /// The acknowledgement number.
+    pub ack: u32,
+    /// Its [`flags`]; 0 for packets that carry none: datagrams, and all fragments but the first.
+    pub flags: u32,
+}
+
+impl Segment {
+    /// A packet that an ICMP error quotes: somebody sent it some time ago.
+    pub const QUOTED: Self = Self {
+        end: 0,
+        ack: 0,
+        flags: 1 << 8,
+    };
+
+    /// Whether it is such a packet.
+    #[inline(always)]
+    pub const fn is_quoted(&self) -> bool {
+        self.flags == Self::QUOTED.flags
+    }
+
+    /// Whether it has one of these [`flags`].
+    #[inline(always)]
+    pub const fn has(&self, flags: u8) -> bool {
+        self.flags & flags as u32 != 0
+    }
+}
+
+/// Where both directions are: requests in the lower half, replies in the upper one. 0 stands for unknown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[must_use]
+pub struct Positions(pub u64);
+
+impl Positions {
+    /// Nothing is known.
+    pub const UNKNOWN: Self = Self(0);
+
+    #[inline(always)]
+    const fn of(self, replies: bool) -> u32 {
+        if replies {
+            (self.0 >> 32) as u32
+        } else {
+            self.0 as u32
+        }
+    }
+
+    #[inline(always)]
+    const fn with(self, replies: bool, position: u32) -> Self {
+        // Never "unknown".
+        let position = if position == 0 { 1 } else { position } as u64;
+        if replies {
+            Self(self.0 & 0xffff_ffff | position << 32)
+        } else {
+            Self(self.0 & !0xffff_ffff | position)
+        }
+    }
+
+    /// Whether a segment without SYN, FIN and RST changes nothing: it is where its direction is.
+    #[inline(always)]
+    pub const fn is_near(self, replies: bool, end: u32) -> bool {
+        let position = self.of(replies);
+        position != 0 && is_within(end, position, NEAR, NEAR)
+    }
+
+    /// Whether a segment that carries data or a FIN is one of the connection's own.
+    #[inline(always)]
+    const fn is_plausible(self, replies: bool, segment: &Segment) -> bool {
+        let (own, other) = (self.of(replies), self.of(!replies));
+        (own == 0 || is_within(segment.end, own, NEAR, FAR))
+            && (other == 0 || segment.has(flags::ACK) && is_within(segment.ack, other, FAR, FAR))
+    }
+}
+
+/// Whether a sequence number lies at most so many bytes before or behind another one. Sequence numbers wrap.
+#[inline(always)]
+const fn is_within(number: u32, of: u32, before: u32, behind: u32) -> bool {
+    number.wrapping_sub(of).wrapping_add(before) <= before + behind
+}
+
+/// The number of the last SYN, in the lower half; 0 stands for unknown. The upper half is zero: it is reserved for who
+/// made the flow, by which a flood of one source will be kept from taking the room of others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[must_use]
+pub struct Opening(pub u64);
+
+impl Opening {
+    /// That of a SYN.
+    #[inline(always)]
+    const fn of(self, syn: &Segment) -> Self {
+        let number = if syn.end == 0 { 1 } else { syn.end };
+        Self(self.0 & !0xffff_ffff | number as u64)
+    }
+
+    /// Whether the segment answers that SYN. (The SYN itself counts as one, and what it carried may be acknowledged or
+    /// not: TCP Fast Open.)
+    #[inline(always)]
+    const fn is_answered_by(self, segment: &Segment) -> bool {
+        let number = self.0 as u32;
+        number != 0 && segment.has(flags::ACK) && is_within(segment.ack, number, NEAR, 1)
+    }
+}
+
+/// What the packet that makes a flow leaves in `SEQUENCES`.
+#[inline(always)]
+pub const fn begin(first: &Segment) -> Sequences {
+    if !first.has(flags::SYN) {
+        return [0, 0];
+    }
+    let positions = Positions::UNKNOWN.with(false, first.end);
+    [positions.0, Opening(0).of(first).0]
+}
+
+/// How often a position is tried to be written: it fails only if another CPU wrote the other direction's meanwhile.
+const TRIES: u32 = 3;
+
+/// What a segment other than most of them ([`Positions::is_near`]) means for its flow: answers what it adds to
+/// [`seen`], 0 if it does not count at all, and writes the positions that it changes.
+#[inline(always)]
+pub fn judge<L: Line>(sequences: L, replies: bool, segment: &Segment) -> u8 {
+    let opening = Opening(sequences.load(OPENING));
+    if segment.has(flags::SYN) && !segment.has(flags::ACK | flags::RST) {
+        if !replies && opening.of(segment) != opening {
+            sequences.exchange(OPENING, opening.0, opening.of(segment).0);
+        }
+        return seen::PACKET;
+    }
+    let mut tries = 0;
+    while tries < TRIES {
+        let before = Positions(sequences.load(POSITIONS));
+        let own = before.of(replies);
+        if segment.has(flags::RST) {
+            let answers = replies && opening.is_answered_by(segment);
+            // Nothing is known that it could be compared with.
+            let anything = own == 0 && (!replies || opening.0 as u32 == 0);
+            return if answers || anything || before.is_near(replies, segment.end) {
+                seen::PACKET | seen::RST
+            } else {
+                0
+            };
+        }
+        let anew = replies && segment.has(flags::SYN) && opening.is_answered_by(segment);
+        if !anew && !before.is_plausible(replies, segment) {
+            return seen::PACKET;
+        }
+        let mut after = before;
+        if !before.is_near(replies, segment.end) {
+            after = before.with(replies, segment.end);
+        }
+        if anew && !after.is_near(false, segment.ack) {
+            after = after.with(false, segment.ack);
+        }
+        if after == before || sequences.exchange(POSITIONS, before.0, after.0) {
+            break;
+        }
+        tries += 1;
+    }
+    if segment.has(flags::FIN) {
+        seen::PACKET | seen::FIN
+    } else {
+        seen::PACKET
+    }
+}
+
+const _: () = assert!(size_of::<Segment>() == 12 && size_of::<Sequences>() == 16);
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,246 @@
+use core::sync::atomic::AtomicU64;
+
+use proptest::{prelude::*, test_runner::TestCaseResult};
+
+use super::{
+    flags::{ACK, FIN, RST, SYN},
+    *,
+};
+use crate::packet::seen::{FIN as CLOSED, PACKET, RST as RESET};
+
+const REQUESTS: bool = false;
+const REPLIES: bool = true;
+
+/// A flow's two words.
+struct Flow([AtomicU64; 2]);
+
+impl Flow {
+    /// Of which nothing is known.
+    fn unknown() -> Self {
+        Self(Default::default())
+    }
+
+    /// Made by a SYN.
+    fn opened(syn: u32) -> Self {
+        Self(begin(&segment(SYN, syn, 0)).map(AtomicU64::new))
+    }
+
+    /// Whose handshake is over.
+    fn established(client: u32, server: u32) -> Self {
+        let flow = Self::opened(client);
+        let seen = flow.see(REPLIES, SYN | ACK, server, client.wrapping_add(1));
+        assert_eq!(seen, PACKET);
+        let [client, server] = [client, server].map(|number| number.wrapping_add(1));
+        assert_eq!(flow.see(REQUESTS, ACK, client, server), PACKET);
+        flow
+    }
+
+    /// As the programs do.
+    fn see(&self, replies: bool, flags: u8, end: u32, ack: u32) -> u8 {
+        let segment = segment(flags, end, ack);
+        if flags & (SYN | FIN | RST) == 0 && self.positions().is_near(replies, end) {
+            return PACKET;
+        }
+        judge(&self.0, replies, &segment)
+    }
+
+    fn positions(&self) -> Positions {
+        Positions((&self.0).load(POSITIONS))
+    }
+}
+
+fn segment(flags: u8, end: u32, ack: u32) -> Segment {
+    let flags = flags.into();
+    Segment { end, ack, flags }
+}
+
+#[test]
+fn a_reset_counts_where_its_direction_is() {
+    for client in [1000, u32::MAX - 5, 0] {
+        let server = client.wrapping_mul(7).wrapping_add(0x8000_0000);
+        for (replies, own, other) in [(REQUESTS, client, server), (REPLIES, server, client)] {
+            for (flags, by, counts) in [
+                (RST, 1, true),
+                (RST | ACK, 1, true),
+                (RST, 20_000, true),
+                (RST, -20_000, true),
+                (RST, 40_000, false),
+                (RST, -40_000, false),
+                (RST | ACK, i32::MIN, false),
+            ] {
+                let flow = Flow::established(client, server);
+                let before = flow.positions();
+                let ack = other.wrapping_add(9000);
+                let seen = flow.see(replies, flags, own.wrapping_add_signed(by), ack);
+                assert_eq!(seen, if counts { PACKET | RESET } else { 0 }, "{own} {by}");
+                assert_eq!(flow.positions(), before);
+            }
+        }
+    }
+}
+
+/// A closed port answers with sequence number 0, and acknowledges the SYN: with or without its data.
+#[test]
+fn a_refusal_counts_if_it_acknowledges_the_syn() {
+    for (ack, counts) in [(90_001, true), (90_201, true), (91_000, false), (0, false)] {
+        let flow = Flow(begin(&segment(SYN, 90_200, 0)).map(AtomicU64::new));
+        let seen = flow.see(REPLIES, RST | ACK, 0, ack);
+        assert_eq!(seen != 0, counts, "{ack}");
+    }
+    let flow = Flow::opened(1_000_000);
+    assert_eq!(flow.see(REPLIES, RST | ACK, 0, 0), 0);
+    assert_eq!(
+        flow.see(REPLIES, RST, 0, 1_000_001),
+        0,
+        "it acknowledges nothing"
+    );
+    // The client's own, to an answer that it does not expect.
+    assert_eq!(flow.see(REQUESTS, RST, 1_000_001, 0), PACKET | RESET);
+}
+
+/// A connection that an older agent has known: whatever comes first tells where it is.
+#[test]
+fn what_is_not_known_is_learnt() {
+    assert_eq!(Flow::unknown().see(REPLIES, RST, 77, 0), PACKET | RESET);
+    let flow = Flow::unknown();
+    assert_eq!(flow.see(REPLIES, ACK, 5_000_000, 900), PACKET);
+    assert_eq!(flow.see(REQUESTS, ACK, 1000, 5_000_000), PACKET);
+    assert_eq!(flow.see(REPLIES, RST, 77, 0), 0);
+    assert_eq!(flow.see(REQUESTS, RST, 770_000, 0), 0);
+    let fin = flow.see(REQUESTS, ACK | FIN, 1000, 5_000_000);
+    assert_eq!(fin, PACKET | CLOSED);
+}
+
+#[test]
+fn a_fin_counts_if_both_numbers_are_plausible() {
+    let (client, server) = (50, 3_000_000_000);
+    for (end, ack, counts) in [
+        (51, 3_000_000_001, true),
+        (1_000_000, 3_000_000_001, true),
+        (1_000_000_000, 3_000_000_001, false),
+        (51, 1_000_000_000, false),
+        (51, 3_000_000_001 - FAR, true),
+    ] {
+        let flow = Flow::established(client, server);
+        let seen = flow.see(REQUESTS, ACK | FIN, end, ack);
+        let wanted = if counts { PACKET | CLOSED } else { PACKET };
+        assert_eq!(seen, wanted, "{end} {ack}");
+    }
+    let flow = Flow::established(client, server);
+    assert_eq!(
+        flow.see(REQUESTS, FIN, 51, 0),
+        PACKET,
+        "no endpoint takes it without an ACK"
+    );
+}
+
+/// Who does not know the numbers can neither move a position to one that it knows, nor begin anew.
+#[test]
+fn strangers_move_no_position() {
+    let (client, server) = (0x1000_0000, 0x9000_0000);
+    let flow = Flow::established(client, server);
+    let before = flow.positions();
+    for step in 0..1000_u32 {
+        let number = step.wrapping_mul(0x0041_5926).wrapping_add(0x5000_0000);
+        if is_within(number, client, NEAR, FAR) {
+            continue;
+        }
+        for (flags, counted) in [(ACK, PACKET), (ACK | FIN, PACKET), (SYN, PACKET), (RST, 0)] {
+            assert_eq!(flow.see(REQUESTS, flags, number, 0x1234_5678), counted);
+            assert_eq!(flow.positions(), before);
+        }
+    }
+}
+
+/// The endpoint has lost the connection, and takes another one from the same port.
+#[test]
+fn a_connection_begins_anew() {
+    let flow = Flow::established(1000, 2_000_000_000);
+    assert_eq!(flow.see(REQUESTS, SYN, 4_000_000_000, 0), PACKET);
+    assert_eq!(
+        flow.see(REQUESTS, RST, 4_000_000_000, 0),
+        0,
+        "nobody has answered yet"
+    );
+    assert_eq!(flow.see(REPLIES, SYN | ACK, 77, 1001), PACKET);
+    assert_eq!(flow.see(REPLIES, RST, 77, 0), 0, "it answered another SYN");
+    assert_eq!(flow.see(REPLIES, SYN | ACK, 77, 4_000_000_001), PACKET);
+    assert_eq!(flow.see(REQUESTS, ACK, 4_000_000_001, 78), PACKET);
+    assert_eq!(flow.see(REQUESTS, RST, 1001, 0), 0);
+    assert_eq!(flow.see(REPLIES, RST, 2_000_000_001, 0), 0);
+    assert_eq!(flow.see(REPLIES, RST, 78, 0), PACKET | RESET);
+    assert_eq!(flow.see(REQUESTS, RST, 4_000_000_001, 0), PACKET | RESET);
+}
+
+/// What a sender does next.
+#[derive(Clone, Debug)]
+enum Step {
+    /// So many bytes in one segment (those of GSO and BIG TCP are large), acknowledging all but so many; what went
+    /// before may be lost.
+    Send {
+        replies: bool,
+        bytes: u32,
+        unacknowledged: u32,
+    },
+    /// Something that was sent before, so far back.
+    Again { replies: bool, back: u32 },
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let send = (any::<bool>(), 0_u32..8_000_000, 0_u32..8_000_000);
+    let again = (any::<bool>(), 0_u32..10_000_000);
+    prop_oneof![
+        4 => send.prop_map(|(replies, bytes, unacknowledged)| Step::Send {
+            replies,
+            bytes,
+            unacknowledged,
+        }),
+        1 => again.prop_map(|(replies, back)| Step::Again { replies, back }),
+    ]
+}
+
+fn follows(start: [u32; 2], steps: &[Step]) -> TestCaseResult {
+    let flow = Flow::established(start[0], start[1]);
+    let mut sent = start.map(|number| number.wrapping_add(1));
+    for step in steps {
+        match *step {
+            Step::Send {
+                replies,
+                bytes,
+                unacknowledged,
+            } => {
+                let own = usize::from(replies);
+                sent[own] = sent[own].wrapping_add(bytes);
+                let ack = sent[1 - own].wrapping_sub(unacknowledged);
+                prop_assert_eq!(flow.see(replies, ACK, sent[own], ack), PACKET);
+            }
+            Step::Again { replies, back } => {
+                let own = usize::from(replies);
+                let end = sent[own].wrapping_sub(back);
+                prop_assert_eq!(flow.see(replies, ACK, end, sent[1 - own]), PACKET);
+            }
+        }
+        for (own, replies) in [REQUESTS, REPLIES].into_iter().enumerate() {
+            let position = flow.positions().of(replies);
+            prop_assert!(
+                is_within(sent[own], position, NEAR, NEAR),
+                "{sent:?} {position}"
+            );
+        }
+    }
+    // Either side can end it at any time, in any way.
+    for (own, replies) in [REQUESTS, REPLIES].into_iter().enumerate() {
+        prop_assert_eq!(flow.see(replies, RST, sent[own], 0), PACKET | RESET);
+        let fin = flow.see(replies, FIN | ACK, sent[own], sent[1 - own]);
+        prop_assert_eq!(fin, PACKET | CLOSED);
+    }
+    Ok(())
+}
+
+proptest! {
+    /// Whatever a connection does, wherever its numbers begin: its positions follow it, and its end counts.
+    #[test]
+    fn positions_follow(start: [u32; 2], steps in prop::collection::vec(step(), 0..60)) {
+        follows(start, &steps)?;
+    }
+}

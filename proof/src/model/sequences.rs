@@ -1,0 +1,128 @@
+//! How far a TCP flow's directions have got, and which segments count.
+
+use dataplane_common::{
+    packet::seen,
+    tcp::{FAR, NEAR, Sequences},
+};
+
+use super::read::Headers;
+use crate::wire::flags;
+
+/// Sequence numbers of a flow: of requests, of replies, and of the last SYN.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Numbers {
+    pub positions: [Option<u32>; 2],
+    pub syn: Option<u32>,
+}
+
+/// What a TCP segment says.
+#[derive(Clone, Copy, Debug)]
+struct Segment {
+    flags: u8,
+    end: u32,
+    /// Only if it has the flag.
+    ack: Option<u32>,
+}
+
+impl Segment {
+    fn of(headers: &Headers) -> Option<Self> {
+        let (flags, [end, ack]) = (headers.flags?, headers.numbers?);
+        (flags != 0).then_some(Self {
+            flags,
+            end,
+            ack: (flags & flags::ACK != 0).then_some(ack),
+        })
+    }
+
+    fn has(self, flag: u8) -> bool {
+        self.flags & flag != 0
+    }
+}
+
+/// How far a number is ahead of another one, on the shorter way round.
+fn ahead(number: u32, of: u32) -> i64 {
+    i64::from(number.wrapping_sub(of).cast_signed())
+}
+
+fn near(number: u32, position: Option<u32>) -> bool {
+    position.is_some_and(|position| ahead(number, position).unsigned_abs() <= u64::from(NEAR))
+}
+
+/// 0 stands for "unknown" in the table.
+fn known(number: u32) -> Option<u32> {
+    Some(number.max(1))
+}
+
+impl Numbers {
+    /// Those that the first packet of a flow leaves.
+    pub fn begun(first: &Headers) -> Self {
+        match Segment::of(first) {
+            Some(segment) if segment.has(flags::SYN) => Self {
+                positions: [known(segment.end), None],
+                syn: known(segment.end),
+            },
+            _ => Self::default(),
+        }
+    }
+
+    /// As the table has them.
+    pub fn read([positions, opening]: Sequences) -> Self {
+        let number = |word: u64| u32::try_from(word & 0xffff_ffff).ok().filter(|n| *n != 0);
+        Self {
+            positions: [number(positions), number(positions >> 32)],
+            syn: number(opening),
+        }
+    }
+
+    /// What a packet adds to what was seen of its direction (0: it does not count), and changes here.
+    pub fn see(&mut self, headers: &Headers, replies: bool) -> u8 {
+        let Some(segment) = Segment::of(headers) else {
+            return seen::PACKET;
+        };
+        let (own, other) = (usize::from(replies), usize::from(!replies));
+        let answered = self.syn.zip(segment.ack).is_some_and(|(syn, ack)| {
+            let ahead = ahead(ack, syn);
+            replies && ahead <= 1 && ahead >= -i64::from(NEAR)
+        });
+        if segment.has(flags::RST) {
+            let anything = self.positions[own].is_none() && (!replies || self.syn.is_none());
+            let counts = answered || anything || near(segment.end, self.positions[own]);
+            return if counts { seen::PACKET | seen::RST } else { 0 };
+        }
+        if segment.has(flags::SYN) && segment.ack.is_none() {
+            if !replies {
+                self.syn = known(segment.end);
+            }
+            return seen::PACKET;
+        }
+        let anew = answered && segment.has(flags::SYN);
+        let far = i64::from(FAR);
+        let placed = self.positions[own].is_none_or(|position| {
+            let ahead = ahead(segment.end, position);
+            ahead >= -i64::from(NEAR) && ahead <= far
+        });
+        let acknowledges = self.positions[other].is_none_or(|position| {
+            let ack = segment.ack;
+            ack.is_some_and(|ack| ahead(ack, position).abs() <= far)
+        });
+        // Most segments are where their direction is, and nobody asks what they acknowledge.
+        let plain = near(segment.end, self.positions[own]) && !segment.has(flags::SYN | flags::FIN);
+        if plain || !(anew || placed && acknowledges) {
+            return seen::PACKET;
+        }
+        if !near(segment.end, self.positions[own]) {
+            self.positions[own] = known(segment.end);
+        }
+        if let Some(ack) = segment.ack
+            && anew
+            && !near(ack, self.positions[other])
+        {
+            self.positions[other] = known(ack);
+        }
+        if segment.has(flags::FIN) {
+            seen::PACKET | seen::FIN
+        } else {
+            seen::PACKET
+        }
+    }
+}

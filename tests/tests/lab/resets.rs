@@ -1,0 +1,189 @@
+//! Which segments end a TCP flow: those of the connection itself, and no stranger's (`dataplane_common::tcp`).
+
+use std::net::IpAddr;
+
+use anyhow::{Context as _, Result, ensure};
+use dataplane::kernel::conntrack::{Flow, State};
+use dataplane_common::{Addr, Port, Protocol, packet::FlowKey};
+use dataplane_proof::{
+    Verdict,
+    campaign::Scene,
+    wire::{Packet, flags},
+};
+
+use super::crafted::{NEAR, OUTSIDE, ip, on, packet, vip};
+
+scenarios! {
+    Dataplane:
+    strangers_end_no_flow,
+    each_side_ends_its_flow,
+    a_refused_connection_is_over,
+}
+
+const CLIENT: u32 = 0x1000_0000;
+const SERVER: u32 = 0xffff_ff00;
+const SMALL: [&str; 2] = ["10.244.1.12", "fd00:10:244:1::12"];
+const GATEWAY: [&str; 2] = ["10.244.1.1", "fd00:10:244:1::1"];
+
+/// A connection to a service with one endpoint.
+struct Connection<'a> {
+    scene: &'a Scene,
+    /// Where requests arrive, from whom, to whom.
+    request: (&'static str, [(IpAddr, u16); 2]),
+    /// The same of replies.
+    reply: (&'static str, [(IpAddr, u16); 2]),
+}
+
+impl<'a> Connection<'a> {
+    /// Of a pod, or, masqueraded, from outside. Nothing is sent yet.
+    fn new(scene: &'a Scene, v4: bool, outside: bool) -> Self {
+        let of = |[a, b]: [&str; 2], port| (ip(v4, a, b), port);
+        let endpoint = of(SMALL, 80);
+        let (at, client, kind, seen) = if outside {
+            ("eth0", OUTSIDE, "node", GATEWAY)
+        } else {
+            ("veth-near", NEAR, "cluster", NEAR)
+        };
+        Self {
+            scene,
+            request: (at, [of(client, 20_000), vip(v4, kind, 13)]),
+            reply: ("veth-small", [endpoint, of(seen, 20_000)]),
+        }
+    }
+
+    /// Sends a segment. It is translated and forwarded, whatever it says.
+    fn send(&self, replies: bool, flags: u8, [sequence, ack]: [u32; 2]) -> Result<()> {
+        let (at, [from, to]) = if replies { self.reply } else { self.request };
+        let segment = Packet {
+            numbers: [sequence, ack],
+            ..packet(true, from, to, flags)
+        };
+        let (output, counted) = self.scene.throw(at, false, &segment.frame())?;
+        ensure!(
+            output.verdict == Verdict::Redirect,
+            "{segment:?} became {output:?}, {counted:?}"
+        );
+        Ok(())
+    }
+
+    /// Opens it, and has some bytes sent both ways.
+    fn open(&self) -> Result<()> {
+        self.scene.forget()?;
+        self.send(false, flags::SYN, [CLIENT, 0])?;
+        self.send(true, flags::SYN | flags::ACK, [SERVER, CLIENT + 1])?;
+        let (client, server) = (CLIENT + 1, SERVER + 1);
+        self.send(false, flags::ACK, [client, server])?;
+        for byte in [0, 200, 5000] {
+            let numbers = [client + byte, server.wrapping_add(byte)];
+            self.send(false, flags::ACK, numbers)?;
+            self.send(true, flags::ACK, [numbers[1], numbers[0]])?;
+        }
+        ensure!(self.state()? == State::Established);
+        Ok(())
+    }
+
+    fn state(&self) -> Result<State> {
+        let [client, vip] = self.request.1;
+        let key = FlowKey::new(
+            Addr::from(client.0),
+            Port::new(client.1),
+            Addr::from(vip.0),
+            Port::new(vip.1),
+            Protocol::TCP,
+        );
+        let to = self.scene.rig.conntrack.get(&key).context("no flow")?;
+        Ok(Flow { key, to }.state())
+    }
+}
+
+fn connections(work: impl Fn(&Connection) -> Result<()> + Send + Sync) -> Result<()> {
+    on(Scene::new()?, |scene| {
+        for v4 in [true, false] {
+            for outside in [true, false] {
+                work(&Connection::new(scene, v4, outside))?;
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Who guesses addresses and ports, but not the numbers.
+fn strangers_end_no_flow() -> Result<()> {
+    connections(|connection| {
+        connection.open()?;
+        for guess in 1..60_u32 {
+            let (number, other) = (guess << 26, guess.wrapping_mul(0x0303_0303) ^ 0x5000_0000);
+            // One of them is where the connection is.
+            if number.abs_diff(CLIENT) < 1 << 25 || number.abs_diff(SERVER) < 1 << 25 {
+                continue;
+            }
+            for replies in [false, true] {
+                for bits in [
+                    flags::RST,
+                    flags::RST | flags::ACK,
+                    flags::FIN | flags::ACK,
+                    // A segment, or a SYN, by which the next guess would be right.
+                    flags::ACK,
+                    flags::SYN,
+                    flags::RST,
+                    flags::FIN | flags::ACK,
+                ] {
+                    // A SYN from where the endpoint is begins a connection of its own.
+                    if !(replies && bits == flags::SYN) {
+                        connection.send(replies, bits, [number, other])?;
+                    }
+                    let state = connection.state()?;
+                    ensure!(
+                        state == State::Established,
+                        "{state} by {bits} at {number:#x}, {other:#x}; replies: {replies}"
+                    );
+                }
+            }
+        }
+        Ok(())
+    })
+}
+
+fn each_side_ends_its_flow() -> Result<()> {
+    connections(|connection| {
+        let (client, server) = (CLIENT + 5008, SERVER.wrapping_add(5008));
+        for (replies, bits, numbers) in [
+            (false, flags::RST | flags::ACK, [client, server]),
+            (true, flags::RST | flags::ACK, [server, client]),
+            // From where nobody knows of the connection any more.
+            (false, flags::RST, [client, 0]),
+            (true, flags::RST, [server, 0]),
+            // With data that this node has not seen.
+            (
+                true,
+                flags::RST | flags::ACK,
+                [server.wrapping_add(20_000), client],
+            ),
+        ] {
+            connection.open()?;
+            connection.send(replies, bits, numbers)?;
+            let state = connection.state()?;
+            ensure!(state == State::Reset, "{state} by {bits} {numbers:#x?}");
+        }
+        connection.open()?;
+        connection.send(false, flags::FIN | flags::ACK, [client, server])?;
+        ensure!(connection.state()? == State::HalfClosed);
+        connection.send(true, flags::FIN | flags::ACK, [server, client + 1])?;
+        ensure!(connection.state()? == State::Closed);
+        Ok(())
+    })
+}
+
+fn a_refused_connection_is_over() -> Result<()> {
+    connections(|connection| {
+        connection.scene.forget()?;
+        connection.send(false, flags::SYN, [CLIENT, 0])?;
+        let refusal = flags::RST | flags::ACK;
+        connection.send(true, refusal, [0, CLIENT + 0x10_0000])?;
+        ensure!(connection.state()? == State::Syn, "another SYN was refused");
+        // `packet` has seven bytes, and who listens to nothing acknowledges none of them.
+        connection.send(true, refusal, [0, CLIENT + 1])?;
+        ensure!(connection.state()? == State::Reset);
+        Ok(())
+    })
+}
