@@ -6,6 +6,7 @@ mod config;
 mod conntrack;
 mod doctor;
 mod explain;
+mod keep_nat;
 mod monitor;
 mod names;
 mod netns;
@@ -89,6 +90,7 @@ enum Command {
     Conntrack(conntrack::ConntrackArgs),
     Doctor(doctor::DoctorArgs),
     Config(config::ConfigArgs),
+    KeepNat(keep_nat::KeepNatArgs),
     Cleanup(cleanup::CleanupArgs),
     Completions(completions::CompletionsArgs),
 }
@@ -111,6 +113,7 @@ impl Cli {
             Command::Conntrack(args) => args.run(),
             Command::Doctor(args) => args.run(),
             Command::Config(args) => args.run(),
+            Command::KeepNat(args) => args.run(),
             Command::Cleanup(args) => args.run(),
             Command::Completions(args) => args.run(),
         }

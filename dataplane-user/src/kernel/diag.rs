@@ -87,8 +87,32 @@ impl Netlink {
         self.answers(&mut |_| {})
     }
 
+    /// Asks a netfilter subsystem for several things, all of which are done or none
+    /// (`nfnetlink_rcv_batch`). A request is its kind, flags and content.
+    pub fn batch(&mut self, subsystem: u16, requests: &[(u16, u16, Vec<u8>)]) -> io::Result<()> {
+        const BEGIN: u16 = 0x10; // NFNL_MSG_BATCH_BEGIN
+        const END: u16 = 0x11; // NFNL_MSG_BATCH_END
+        self.sequence += 1;
+        // struct nfgenmsg: any family, version 0, the subsystem in network order.
+        let about = [&[0, 0][..], &subsystem.to_be_bytes()].concat();
+        let mut bytes = self.message(BEGIN, REQUEST, &about)?;
+        for (kind, flags, content) in requests {
+            bytes.extend(self.message(*kind, REQUEST | ACK | flags, content)?);
+        }
+        bytes.extend(self.message(END, REQUEST, &about)?);
+        send(self.socket.as_raw_fd(), &bytes, MsgFlags::empty())?;
+        // Each request is answered, and the batch as a whole where the kernel could not commit it.
+        requests.iter().try_for_each(|_| self.answers(&mut |_| {}))
+    }
+
     fn send(&mut self, kind: u16, flags: u16, request: &[u8]) -> io::Result<()> {
         self.sequence += 1;
+        let message = self.message(kind, flags, request)?;
+        send(self.socket.as_raw_fd(), &message, MsgFlags::empty())?;
+        Ok(())
+    }
+
+    fn message(&self, kind: u16, flags: u16, request: &[u8]) -> io::Result<Vec<u8>> {
         let length = size_of::<Header>() + request.len();
         let header = Header {
             length: u32::try_from(length).map_err(io::Error::other)?,
@@ -97,9 +121,9 @@ impl Netlink {
             sequence: self.sequence,
             port: 0,
         };
-        let message = [header.as_bytes(), request].concat();
-        send(self.socket.as_raw_fd(), &message, MsgFlags::empty())?;
-        Ok(())
+        let mut message = [header.as_bytes(), request].concat();
+        message.resize(message.len().next_multiple_of(4), 0);
+        Ok(message)
     }
 
     fn answers(&mut self, each: &mut dyn FnMut(&[u8])) -> io::Result<()> {

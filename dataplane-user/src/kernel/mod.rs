@@ -9,6 +9,7 @@ mod diag;
 mod error;
 mod fields;
 mod interfaces;
+pub mod keep_nat;
 mod layouts;
 mod listening;
 mod log;

@@ -13,6 +13,11 @@ use zerocopy::FromBytes;
 
 use super::diag::{Netlink, attributes};
 
+/// `NFNL_SUBSYS_CTNETLINK`, `IPCTNL_MSG_CT_GET`.
+const GET: u16 = 1 << 8 | 1;
+/// `struct nfgenmsg`.
+const ANY_FAMILY: [u8; 4] = [0; 4];
+
 /// A flow whose destination the kernel translates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Translated {
@@ -60,17 +65,39 @@ impl Probe {
     }
 }
 
+/// Whether the kernel has conntrack loaded. To ask conntrack itself would load it, which some machines
+/// have left out on purpose.
+pub fn is_loaded() -> bool {
+    Path::new("/proc/sys/net/netfilter/nf_conntrack_count").exists()
+}
+
+/// The number of connections that the kernel's own conntrack translates, of every protocol, in the
+/// network namespace that this thread is in. Connections count until conntrack forgets them: TCP ones
+/// two minutes after their end.
+///
+/// # Errors
+/// If the kernel does not answer.
+pub fn translated() -> io::Result<usize> {
+    const NAT: u32 = 1 << 4 | 1 << 5; // IPS_SRC_NAT, IPS_DST_NAT
+    if !is_loaded() {
+        return Ok(0);
+    }
+    let mut count = 0;
+    Netlink::open(SockProtocol::NetlinkNetFilter)?.dump(GET, &ANY_FAMILY, |answer| {
+        let status = answer.get(4..).and_then(status);
+        count += usize::from(status.is_some_and(|status| status & NAT != 0));
+    })?;
+    Ok(count)
+}
+
 /// The UDP flows whose destination the kernel's own conntrack translates, in the network namespace
 /// that this thread is in; none if it has no conntrack, and none that it only lists still.
 ///
 /// # Errors
 /// If the kernel does not answer.
 pub fn translated_udp() -> io::Result<Vec<Translated>> {
-    const GET: u16 = 1 << 8 | 1; // NFNL_SUBSYS_CTNETLINK, IPCTNL_MSG_CT_GET
-    const ANY_FAMILY: [u8; 4] = [0; 4]; // struct nfgenmsg
     const NAT_DONE: u32 = 1 << 7 | 1 << 8; // IPS_SRC_NAT_DONE, IPS_DST_NAT_DONE
-    // To ask would load the module, which some machines have left out on purpose.
-    if !Path::new("/proc/sys/net/netfilter/nf_conntrack_count").exists() {
+    if !is_loaded() {
         return Ok(Vec::new());
     }
     let family = |key: &FlowKey| usize::from(!key.dst.is_v4());
@@ -99,16 +126,21 @@ pub fn translated_udp() -> io::Result<Vec<Translated>> {
 fn parse(answer: &[u8]) -> Option<Listed> {
     const ORIGINAL: u16 = 1; // CTA_TUPLE_ORIG
     const REPLY: u16 = 2; // CTA_TUPLE_REPLY
-    const STATUS: u16 = 3; // CTA_STATUS, in network order
     let tuple = |kind| tuple(inside(answer, kind)?);
     let original = tuple(ORIGINAL)?;
     let reply = tuple(REPLY)?;
-    let status = <[u8; 4]>::read_from_bytes(inside(answer, STATUS)?).ok()?;
     (original.protocol == Protocol::UDP).then_some(Listed {
         original,
         from: (reply.src, reply.src_port),
-        status: u32::from_be_bytes(status),
+        status: status(answer)?,
     })
+}
+
+/// A flow's `IPS_…` bits.
+fn status(answer: &[u8]) -> Option<u32> {
+    const STATUS: u16 = 3; // CTA_STATUS, in network order
+    let status = <[u8; 4]>::read_from_bytes(inside(answer, STATUS)?).ok()?;
+    Some(u32::from_be_bytes(status))
 }
 
 /// The packets of one direction.

@@ -45,6 +45,7 @@ use nix::{
 use super::{
     answers,
     error::{Doing, Error},
+    keep_nat,
     layouts::layouts,
     map::{Hash, Mapped, Plain},
     programs::PROGRAMS,
@@ -540,7 +541,7 @@ fn holder(file: &Metadata) -> Option<u32> {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CleanupItem {
     /// The pin, or the directory; `tc:INTERFACE` for filters and qdiscs, `netns:PATH` for rules and
-    /// routes of a workload's network namespace.
+    /// routes of a workload's network namespace, `nft:TABLE` for a table of nf_tables.
     pub path: PathBuf,
     /// What it is.
     pub what: String,
@@ -556,21 +557,38 @@ pub struct CleanupItem {
 pub fn cleanup(bpffs: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
     let pins = Pins::new(bpffs);
     if !bpffs.exists() {
-        return Ok(Vec::new());
+        return remove_keep_nat(dry_run);
     }
     if !pins.is_on_bpffs()? {
         return Err(Error::NotBpffs { path: bpffs.into() });
     }
     // Looking is allowed while an agent runs.
     let _lock = if dry_run { None } else { Some(pins.lock()?) };
-    // First: the tables tell where there may be something.
-    let mut items = answers::remove(&pins, dry_run)?;
+    let mut items = remove_keep_nat(dry_run)?;
+    // First of the pins: the tables tell where there may be something.
+    items.extend(answers::remove(&pins, dry_run)?);
     for layout in layouts(bpffs) {
         items.extend(remove_layout(&layout, dry_run)?);
     }
     items.extend(tc::remove_filters(bpffs, dry_run)?);
     remove_directory(bpffs, dry_run, &mut items)?;
     Ok(items)
+}
+
+/// Removes the table of `dataplane keep-nat`.
+fn remove_keep_nat(dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
+    let result = if dry_run {
+        keep_nat::is_there()
+    } else {
+        keep_nat::remove()
+    };
+    let name = format!("inet {}", keep_nat::TABLE);
+    let found = result.doing(|| format!("cannot remove nftables table {name}"))?;
+    Ok(Vec::from_iter(found.then(|| CleanupItem {
+        path: format!("nft:{name}").into(),
+        what: "table of `dataplane keep-nat`".to_owned(),
+        ours: true,
+    })))
 }
 
 /// Removes what is ours in one layout's directory.

@@ -41,6 +41,7 @@ mod host_ports;
 mod interfaces;
 mod kernel;
 mod kubernetes;
+mod leaving;
 mod life;
 mod load_balancers;
 mod machine;
@@ -146,6 +147,7 @@ fn main() -> ExitCode {
         load_balancers::SCENARIOS,
         daemonset::SCENARIOS,
         moving::SCENARIOS,
+        leaving::SCENARIOS,
         topology::SCENARIOS,
         upgrade::SCENARIOS,
         configured::SCENARIOS,

@@ -22,10 +22,10 @@ scenarios! {
 const TO: &str = "10.96.0.10:80";
 
 /// kube-proxy's rules on a node, without kube-proxy: it only writes them.
-struct Rules(Vec<Load>);
+pub struct Rules(Vec<Load>);
 
 impl Rules {
-    fn of(lab: &Lab, manifests: &Manifests) -> Result<Self> {
+    pub fn of(lab: &Lab, manifests: &Manifests) -> Result<Self> {
         let node = Node {
             name: "node2".into(),
             addresses: vec![lab.node("node2").ipv4().into()],
@@ -43,7 +43,7 @@ impl Rules {
         )))
     }
 
-    fn write(&self, node: &Host) -> Result<()> {
+    pub fn write(&self, node: &Host) -> Result<()> {
         let file = tempfile::NamedTempFile::new()?;
         for load in &self.0 {
             fs::write(file.path(), &load.input)?;
@@ -54,7 +54,7 @@ impl Rules {
     }
 
     /// As `kube-proxy --cleanup` does it.
-    fn remove(node: &Host) -> Result<()> {
+    pub fn remove(node: &Host) -> Result<()> {
         for family in ["ip", "ip6"] {
             let table = ["delete", "table", family, "kube-proxy"];
             node.command("nft").args(table).run()?;
@@ -79,17 +79,13 @@ fn a_node_moves_and_returns_without_a_failed_connection() -> Result<()> {
             .map(drop)
     };
 
-    let source_ports = |range: &str| client.sysctl("ipv4/ip_local_port_range", range);
-    source_ports("20000 39999")?;
     rules.write(node)?;
     served("kube-proxy")?;
     let load = client.load(&["--to", TO, "--threads", "2", "--pause-us", "200"])?;
     let mut agent = lab.agent("node2").manifests(manifests.path()).start()?;
-    // A connection with the source port of an earlier one through kube-proxy is given another port by the
-    // kernel, which forgets that when kube-proxy's rules go: those that are being made in that moment hang,
-    // also where they are dialled directly and nobody but kube-proxy has ever been. So there are none.
-    source_ports("40000 59999")?;
     served("the agent beside kube-proxy")?;
+    // What happens without it: `leaving`.
+    run(&agent, "keep-nat")?.exits(0)?;
     Rules::remove(node)?;
     served("the agent")?;
     // And back: kube-proxy first, then the agent ends, then what it left is removed.

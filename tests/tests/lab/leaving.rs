@@ -1,0 +1,173 @@
+//! kube-proxy's rules are removed from a node that has no other NAT rules (docs/kubernetes.md, "From
+//! kube-proxy, node by node"): what hangs and ends then, and that `dataplane keep-nat` prevents it.
+
+use std::{thread, time::Duration};
+
+use anyhow::{Context as _, Result, ensure};
+use dataplane_tests::{
+    Host, Process, patience,
+    report::{LoadReport, Report},
+};
+
+use crate::{
+    cluster::{Cluster, TCP, eventually, serve},
+    manifest::{Manifests, Service},
+    moving::Rules,
+    outcome::run,
+};
+
+scenarios! {
+    Dataplane:
+    kube_proxys_rules_go_without_a_hang,
+    connections_hang_where_nothing_keeps_nat,
+}
+
+const TO: &str = "10.96.0.10:80";
+/// Longer than a connection takes on a busy machine, and shorter than TCP's first retransmission.
+const HANG: Duration = Duration::from_millis(900);
+
+/// What a client noticed while the rules went.
+#[derive(Debug)]
+struct Noticed {
+    /// Connections that failed, or whose first packet was lost.
+    hung: bool,
+    /// The connection that kube-proxy translated ended.
+    ended: bool,
+}
+
+/// Another user of conntrack, as any firewall is.
+const FIREWALL: &str = "add table ip firewall; \
+    add chain ip firewall forward { type filter hook forward priority 10; }; \
+    add rule ip firewall forward ct state invalid counter";
+
+fn nft(node: &Host, rules: &str) -> Result<String> {
+    Ok(node.command("nft").args([rules]).run()?)
+}
+
+/// Has clients connect through kube-proxy's rules, then through the agent beside them, then removes
+/// the rules. `keep`: as docs/kubernetes.md says it. `firewall`: where others use conntrack, too.
+fn leave(keep: bool, firewall: bool) -> Result<Noticed> {
+    let lab = Cluster::lab()?;
+    let _server = serve(lab.pod("far"))?;
+    let web = Service::new("web", &["10.96.0.10"])
+        .port("tcp", 80, TCP)
+        .endpoints(&[lab.pod("far")]);
+    let manifests = Manifests::new(&[web])?;
+    let (client, node) = (lab.pod("sleep"), lab.node("node2"));
+    // So few source ports that each is used again soon.
+    client.sysctl("ipv4/ip_local_port_range", "20000 23999")?;
+    client.sysctl("ipv4/tcp_tw_reuse", "1")?;
+    if firewall {
+        nft(node, FIREWALL)?;
+    }
+    Rules::of(&lab, &manifests)?.write(node)?;
+    // Translated connections are forgotten soon after their end.
+    node.sysctl("netfilter/nf_conntrack_tcp_timeout_time_wait", "8")?;
+    let held = client.hold(TO)?;
+    let start = || client.load(&["--to", TO, "--threads", "2", "--pause-us", "2000"]);
+    let load = start()?;
+    thread::sleep(Duration::from_secs(2));
+    fine(load).context("served by kube-proxy")?;
+
+    let mut agent = lab.agent("node2").manifests(manifests.path()).start()?;
+    if keep {
+        let said = run(&agent, "keep-nat")?.exits(0)?;
+        said.says(&["inet dataplane-keep-nat: added", "translated connections"])?;
+        let again = run(&agent, "keep-nat")?.exits(0)?;
+        again.says(&["inet dataplane-keep-nat: is there"])?;
+        let table = nft(node, "list table inet dataplane-keep-nat")?;
+        for words in [
+            "type nat hook postrouting priority srcnat; policy accept;",
+            "ct state new counter",
+            "comment \"keeps conntrack and NAT on: dataplane keep-nat\"",
+        ] {
+            ensure!(table.contains(words), "no {words:?} in {table}");
+        }
+    }
+    let load = start()?;
+    thread::sleep(Duration::from_millis(300));
+    Rules::remove(node)?;
+    thread::sleep(Duration::from_secs(2));
+    let noticed = Noticed {
+        hung: fine(load).is_err(),
+        ended: ended(held)?,
+    };
+    if !keep || noticed.hung || noticed.ended {
+        return Ok(noticed);
+    }
+
+    // The table goes when no translated connection is left, and nobody notices.
+    let early = run(&agent, "keep-nat --release")?.exits(1)?;
+    early.says(&["still translates", "--now"])?;
+    thread::sleep(patience(Duration::from_secs(9)));
+    let held = client.hold(TO)?;
+    let load = start()?;
+    eventually(|| run(&agent, "keep-nat --release")?.exits(0).map(drop))?;
+    ensure!(!nft(node, "list tables")?.contains("keep-nat"));
+    thread::sleep(Duration::from_secs(1));
+    fine(load).context("after the release")?;
+    ensure!(!ended(held)?, "a connection ended at the release");
+
+    // What nobody has released, `cleanup` removes.
+    run(&agent, "keep-nat")?.exits(0)?;
+    run(&agent, "keep-nat --release --now")?
+        .exits(0)?
+        .says(&["removed"])?;
+    run(&agent, "keep-nat --release")?
+        .exits(0)?
+        .says(&["is not there"])?;
+    run(&agent, "keep-nat")?.exits(0)?;
+    agent.stop()?;
+    let table = "nft:inet dataplane-keep-nat";
+    run(&agent, "cleanup --dry-run")?.exits(0)?.says(&[table])?;
+    run(&agent, "cleanup -o json")?.exits(0)?.says(&[table])?;
+    ensure!(!nft(node, "list tables")?.contains("keep-nat"));
+    run(&agent, "keep-nat")?.exits(0)?;
+    // Also where nothing else of the dataplane's is left.
+    run(&agent, "cleanup -o json")?.exits(0)?.says(&[table])?;
+    run(&agent, "cleanup")?.exits(0)?.says(&["Nothing"])?;
+    Ok(noticed)
+}
+
+/// Wants a client's connections made, all and at once.
+fn fine(load: Process) -> Result<()> {
+    let report: LoadReport = load.wait_json()?;
+    let slowest = Duration::from_nanos(report.connect_ns.max);
+    ensure!(
+        report.errors.is_empty() && slowest < patience(HANG) && report.answered > 100,
+        "{} answered, the slowest in {slowest:?}, {:?}",
+        report.answered,
+        report.errors
+    );
+    Ok(())
+}
+
+/// Whether a connection broke.
+fn ended(held: Process) -> Result<bool> {
+    let report: Report = held.wait_json()?;
+    ensure!(
+        report.answered > 10,
+        "too little to mean anything: {report:?}"
+    );
+    Ok(!report.errors.is_empty())
+}
+
+fn kube_proxys_rules_go_without_a_hang() -> Result<()> {
+    for firewall in [false, true] {
+        let noticed = leave(true, firewall)?;
+        ensure!(
+            !noticed.hung && !noticed.ended,
+            "another user of conntrack: {firewall}: {noticed:?}"
+        );
+    }
+    Ok(())
+}
+
+/// What the other scenario prevents: without it, that one would show nothing.
+fn connections_hang_where_nothing_keeps_nat() -> Result<()> {
+    let noticed = leave(false, true)?;
+    ensure!(noticed.hung && noticed.ended, "{noticed:?}");
+    let noticed = leave(false, false)?;
+    ensure!(noticed.ended, "{noticed:?}");
+    Ok(())
+}
