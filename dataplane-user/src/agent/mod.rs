@@ -10,6 +10,7 @@ mod handover;
 mod input;
 pub mod interfaces;
 mod mesh;
+mod supervisor;
 mod sync;
 mod waiter;
 

@@ -21,6 +21,7 @@ use super::{
     flows::{self, Flows},
     input::Input,
     mesh::Mesh,
+    supervisor::Supervisor,
 };
 use crate::{
     admin::{State, lock},
@@ -67,6 +68,7 @@ pub struct Sync {
     mesh: Option<(Mesh, Instant)>,
     /// The agent whose place this one has taken, until this one serves: where there is a mesh, that knows when.
     before: Option<UnixStream>,
+    supervisor: Supervisor,
 }
 
 impl Sync {
@@ -107,6 +109,7 @@ impl Sync {
             problems: Vec::new(),
             mesh: mesh.map(|mesh| (mesh, now)),
             before,
+            supervisor: Supervisor::from_env(),
         }
     }
 
@@ -125,6 +128,7 @@ impl Sync {
         }
         loop {
             self.kernel.pass_on_log();
+            self.supervisor.alive();
             if self.retry.is_none() {
                 self.state.pulse.idle();
             }
@@ -137,6 +141,7 @@ impl Sync {
             match event {
                 Ok(Event::Stop(signal)) => {
                     info!("{signal}: ending");
+                    self.supervisor.stopping();
                     return Ok(End::Told);
                 }
                 Ok(Event::Replace(stream)) => {
@@ -150,7 +155,11 @@ impl Sync {
                         }
                     }
                 }
-                Ok(Event::Reload(why)) => self.reload(why)?,
+                Ok(Event::Reload(why)) => {
+                    self.supervisor.reloading();
+                    self.reload(why)?;
+                    self.supervisor.reloaded();
+                }
                 Ok(Event::Changed) => self.take()?,
                 Ok(Event::Failed(error)) => return Err(Error::Waiter(error)),
                 Err(RecvTimeoutError::Timeout) => self.pass_time()?,
@@ -334,6 +343,7 @@ impl Sync {
         if let Some(before) = self.before.take() {
             proxy::handover::serves(before);
         }
+        self.supervisor.ready();
         self.tidy();
         Ok(())
     }

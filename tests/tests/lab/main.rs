@@ -63,6 +63,7 @@ mod smoke;
 mod sockets;
 mod stale;
 mod status;
+mod supervisor;
 mod topology;
 mod two_vips;
 mod upgrade;
@@ -147,6 +148,7 @@ fn main() -> ExitCode {
         load_balancers::SCENARIOS,
         daemonset::SCENARIOS,
         moving::SCENARIOS,
+        supervisor::SCENARIOS,
         leaving::SCENARIOS,
         topology::SCENARIOS,
         upgrade::SCENARIOS,
