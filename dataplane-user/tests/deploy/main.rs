@@ -1,24 +1,38 @@
 //! The manifests in `deploy/`: Kubernetes' types know every field of them, the chart renders what
 //! the kustomize base is, and what they say of each other is true.
 //!
-//! The base is rendered by `kubectl kustomize` too, where there is a kubectl. The chart is rendered
-//! by an engine for Go's templates with the two functions of Helm's that it uses; Helm itself is
-//! not asked.
+//! Base and components are rendered by `kubectl kustomize` too, where there is a kubectl. The chart is
+//! rendered by an engine for Go's templates; Helm itself is not asked.
+
+mod chart;
+mod components;
+mod monitoring;
+mod unit;
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::BTreeMap,
     fs,
     path::{Path, PathBuf},
     process::Command,
 };
 
-use dataplane::config::{self, Config};
+use clap::CommandFactory as _;
+use dataplane::{
+    cli::Cli,
+    config::{self, Config},
+};
 use k8s_openapi::api::{apps::v1 as apps, batch::v1 as batch, core::v1 as core, rbac::v1 as rbac};
 use serde::{Serialize, de::DeserializeOwned};
 use serde_json::{Value, json};
 
 fn deploy() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy")
+}
+
+/// A file of the project's.
+fn read(path: &str) -> String {
+    let path = deploy().join("..").join(path);
+    fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
 fn yaml(text: &str) -> Value {
@@ -32,6 +46,10 @@ fn objects<'a>(texts: impl IntoIterator<Item = &'a str>) -> Objects {
     let mut objects = Objects::new();
     for document in texts.into_iter().flat_map(|text| text.split("\n---\n")) {
         let object = yaml(document);
+        // What the chart's values leave out.
+        if object.is_null() {
+            continue;
+        }
         let name = object["metadata"]["name"].as_str();
         let (kind, name) = (object["kind"].as_str().unwrap(), name.unwrap());
         let twice = objects.insert(format!("{kind} {name}"), object.clone());
@@ -50,103 +68,6 @@ fn base() -> Objects {
     let files = kustomization["resources"].as_array().unwrap();
     let texts: Vec<String> = files.iter().map(|f| read(f.as_str().unwrap())).collect();
     objects(texts.iter().map(String::as_str))
-}
-
-mod chart {
-    use gtmpl_ng::{FuncError, Template, Value as Go};
-
-    use super::*;
-
-    /// Renders the chart, with `values` laid over its own.
-    pub fn render(namespace: &str, values: &Value) -> Objects {
-        let directory = deploy().join("helm/dataplane");
-        let read = |path: &Path| fs::read_to_string(path).unwrap();
-        let about = yaml(&read(&directory.join("Chart.yaml")));
-        let mut all = yaml(&read(&directory.join("values.yaml")));
-        lay_over(&mut all, values);
-        let context = json!({
-            "Values": all,
-            "Release": { "Name": "dataplane", "Namespace": namespace },
-            "Chart": { "AppVersion": about["appVersion"] },
-        });
-        let mut texts = Vec::new();
-        for entry in fs::read_dir(directory.join("templates")).unwrap() {
-            let path = entry.unwrap().path();
-            let mut template = Template::default();
-            template.add_func("toYaml", to_yaml);
-            template.add_func("nindent", nindent);
-            let result = template.parse(read(&path));
-            result.unwrap_or_else(|error| panic!("{}: {error}", path.display()));
-            let text = template.render(&gtmpl_ng::Context::from(to_go(&context)));
-            let text = text.unwrap_or_else(|error| panic!("{}: {error}", path.display()));
-            assert!(!text.contains("<no value>"), "{}: {text}", path.display());
-            if path
-                .extension()
-                .is_some_and(|extension| extension == "yaml")
-            {
-                texts.push(text);
-            }
-        }
-        objects(texts.iter().map(String::as_str))
-    }
-
-    fn lay_over(below: &mut Value, above: &Value) {
-        match (below, above) {
-            (Value::Object(below), Value::Object(above)) => {
-                for (key, value) in above {
-                    lay_over(below.entry(key).or_insert(Value::Null), value);
-                }
-            }
-            (below, above) => *below = above.clone(),
-        }
-    }
-
-    fn to_go(value: &Value) -> Go {
-        match value {
-            Value::Null => Go::Nil,
-            Value::Bool(is) => Go::from(*is),
-            Value::Number(number) => Go::from(number.as_i64().unwrap()),
-            Value::String(text) => Go::from(text),
-            Value::Array(items) => Go::Array(items.iter().map(to_go).collect()),
-            Value::Object(fields) => {
-                let fields = fields
-                    .iter()
-                    .map(|(key, value)| (key.clone(), to_go(value)));
-                Go::Map(fields.collect::<HashMap<_, _>>())
-            }
-        }
-    }
-
-    fn from_go(value: &Go) -> Value {
-        match value {
-            Go::Bool(is) => (*is).into(),
-            Go::String(text) => text.clone().into(),
-            Go::Number(number) => number.as_i64().into(),
-            Go::Array(items) => items.iter().map(from_go).collect(),
-            Go::Map(fields) | Go::Object(fields) => {
-                let fields = fields
-                    .iter()
-                    .map(|(key, value)| (key.clone(), from_go(value)));
-                Value::Object(fields.collect())
-            }
-            _ => Value::Null,
-        }
-    }
-
-    fn to_yaml(arguments: &[Go]) -> Result<Go, FuncError> {
-        let text = serde_saphyr::to_string(&from_go(&arguments[0]))
-            .map_err(|error| FuncError::Generic(error.to_string()))?;
-        Ok(Go::from(text.trim_end()))
-    }
-
-    fn nindent(arguments: &[Go]) -> Result<Go, FuncError> {
-        let [Go::Number(spaces), Go::String(text)] = arguments else {
-            return Err(FuncError::Generic("nindent: a number and a text".into()));
-        };
-        let spaces = usize::try_from(spaces.as_i64().unwrap_or_default()).unwrap_or_default();
-        let indent = format!("\n{}", " ".repeat(spaces));
-        Ok(Go::from(format!("{indent}{}", text.replace('\n', &indent))))
-    }
 }
 
 /// Every field is one that Kubernetes knows, of the right type: what a type does not know is gone
@@ -170,6 +91,8 @@ fn all_known(objects: &Objects) {
             "ClusterRoleBinding" => is_known::<rbac::ClusterRoleBinding>(object),
             "DaemonSet" => is_known::<apps::DaemonSet>(object),
             "Job" => is_known::<batch::Job>(object),
+            "PodMonitor" => is_known::<monitoring::PodMonitor>(object),
+            "PrometheusRule" => is_known::<monitoring::PrometheusRule>(object),
             other => panic!("a {other}?"),
         }
     }
@@ -179,6 +102,18 @@ fn all_known(objects: &Objects) {
 fn meaning(mut objects: Objects) -> Objects {
     let config = &mut objects.get_mut("ConfigMap dataplane").unwrap()["data"]["config.yaml"];
     *config = yaml(config.as_str().unwrap());
+    objects
+}
+
+/// Without what the chart's agents are restarted by when the configuration changes.
+fn without_checksum(mut objects: Objects) -> Objects {
+    let daemon_set = objects.get_mut("DaemonSet dataplane").unwrap();
+    let metadata = &mut daemon_set["spec"]["template"]["metadata"];
+    let annotations = metadata.as_object_mut().unwrap().remove("annotations");
+    let sum = annotations
+        .as_ref()
+        .and_then(|all| all["checksum/config"].as_str());
+    assert_eq!(sum.map(str::len), Some(64), "{annotations:?}");
     objects
 }
 
@@ -197,11 +132,10 @@ fn kubernetes_knows_every_field() {
 /// The clean-up runs where the agent ran, with what the agent had.
 #[test]
 fn the_cleanup_is_of_the_same_places() {
-    let text = fs::read_to_string(deploy().join("cleanup.yaml")).unwrap();
-    let jobs = objects([&*text]);
+    let jobs = objects([&*read("deploy/kustomize/cleanup/job.yaml")]);
     all_known(&jobs);
     let base = base();
-    let job = &jobs["Job dataplane-cleanup-NODE"]["spec"]["template"]["spec"];
+    let job = &jobs["Job dataplane-cleanup"]["spec"]["template"]["spec"];
     let agent = &base["DaemonSet dataplane"]["spec"]["template"]["spec"];
     let (cleanup, run) = (&job["containers"][0], &agent["containers"][0]);
     assert_eq!(cleanup["image"], run["image"]);
@@ -257,7 +191,7 @@ fn kustomize_puts_the_same_together() {
 
 #[test]
 fn the_chart_renders_what_the_base_is() {
-    let chart = meaning(chart::render("kube-system", &json!({})));
+    let chart = meaning(without_checksum(chart::render("kube-system", &json!({}))));
     let base = meaning(base());
     assert!(chart.keys().eq(base.keys()), "{:?}", chart.keys());
     for (name, object) in &base {
@@ -273,6 +207,10 @@ fn the_charts_values_arrive() {
         "config": { "source": { "kubernetes": { "apiServer": "https://192.0.2.10:6443" } } },
         "nodeSelector": { "dataplane": "on" },
         "tolerations": [],
+        "affinity": { "nodeAffinity": { "requiredDuringSchedulingIgnoredDuringExecution": {
+            "nodeSelectorTerms": [{ "matchExpressions": [{ "key": "dataplane", "operator": "Exists" }] }],
+        } } },
+        "terminationGracePeriodSeconds": 60,
         "resources": { "requests": null, "limits": { "memory": "1Gi" } },
         "updateStrategy": { "type": "OnDelete", "rollingUpdate": null },
     });
@@ -293,6 +231,9 @@ fn the_charts_values_arrive() {
         json!({ "kubernetes.io/os": "linux", "dataplane": "on" })
     );
     assert!(pod.get("tolerations").is_none());
+    assert_eq!(pod["affinity"], values["affinity"]);
+    assert_eq!(pod["terminationGracePeriodSeconds"], 60);
+    all_known(&objects);
     assert_eq!(spec["updateStrategy"]["type"], "OnDelete");
     let account = &objects["ServiceAccount dataplane"];
     assert_eq!(account["imagePullSecrets"][0]["name"], "secret");

@@ -1,0 +1,200 @@
+//! What can be added to the base: kustomize components, and the chart's values that do the same.
+
+use super::*;
+
+/// The base with a component of kustomize's: its files, its patches, and the files that it makes a
+/// `ConfigMap` of.
+fn with(component: &str) -> Objects {
+    let directory = deploy().join("kustomize").join(component);
+    let read = |name: &Value| fs::read_to_string(directory.join(name.as_str().unwrap())).unwrap();
+    let kustomization = yaml(&read(&"kustomization.yaml".into()));
+    assert_eq!(kustomization["kind"], "Component");
+    let list = |field: &str| kustomization[field].as_array().cloned().unwrap_or_default();
+    let texts: Vec<String> = list("resources").iter().map(read).collect();
+    let mut all = base();
+    all.extend(objects(texts.iter().map(String::as_str)));
+    for patch in list("patches") {
+        let target = &patch["target"];
+        let (kind, name) = (target["kind"].as_str(), target["name"].as_str());
+        let object = all.get_mut(&format!("{} {}", kind.unwrap(), name.unwrap()));
+        let object = object.unwrap_or_else(|| panic!("there is no {target}"));
+        for change in yaml(patch["patch"].as_str().unwrap()).as_array().unwrap() {
+            apply(object, change);
+        }
+    }
+    for generated in list("configMapGenerator") {
+        assert_eq!(generated["options"]["disableNameSuffixHash"], true);
+        let name = generated["name"].as_str().unwrap();
+        let files = generated["files"].as_array().unwrap();
+        let data = files
+            .iter()
+            .map(|file| (file.as_str().unwrap().to_owned(), read(file).into()));
+        let object = json!({
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {
+                "name": name,
+                "namespace": generated["namespace"],
+                "labels": generated["options"]["labels"],
+            },
+            "data": data.collect::<serde_json::Map<_, _>>(),
+        });
+        all.insert(format!("ConfigMap {name}"), object);
+    }
+    all
+}
+
+/// One change of a JSON patch (RFC 6902), of the kinds that are used here.
+fn apply(object: &mut Value, change: &Value) {
+    let path = change["path"].as_str().unwrap();
+    let (parent, key) = path.rsplit_once('/').unwrap();
+    let parent = object
+        .pointer_mut(parent)
+        .unwrap_or_else(|| panic!("there is no {parent}"));
+    match (change["op"].as_str().unwrap(), parent) {
+        ("add", Value::Array(items)) if key == "-" => items.push(change["value"].clone()),
+        ("add", Value::Object(fields)) => {
+            fields.insert(key.to_owned(), change["value"].clone());
+        }
+        ("replace", Value::Object(fields)) => {
+            let field = fields
+                .get_mut(key)
+                .unwrap_or_else(|| panic!("there is no {path}"));
+            *field = change["value"].clone();
+        }
+        ("remove", Value::Object(fields)) => {
+            fields
+                .remove(key)
+                .unwrap_or_else(|| panic!("there is no {path}"));
+        }
+        (op, parent) => panic!("{op} {path} of {parent}"),
+    }
+}
+
+/// Components, and the chart's values that do the same.
+fn pairs() -> [(&'static str, Value); 4] {
+    [
+        ("surge", json!({ "surge": true })),
+        ("selinux", json!({ "seLinuxOptions": { "type": "spc_t" } })),
+        ("foreign-proxy", json!({ "foreignProxy": true })),
+        ("monitoring", json!({ "monitoring": { "enabled": true } })),
+    ]
+}
+
+#[test]
+fn the_charts_values_do_what_the_components_do() {
+    for (component, values) in pairs() {
+        let chart = without_checksum(chart::render("kube-system", &values));
+        all_known(&chart);
+        let (chart, component) = (meaning(chart), meaning(with(component)));
+        assert!(chart.keys().eq(component.keys()), "{:?}", chart.keys());
+        for (name, object) in &component {
+            assert_eq!(
+                chart[name], *object,
+                "{values}: {name}: the chart's, and the component's"
+            );
+        }
+    }
+}
+
+#[test]
+fn kustomize_adds_the_same() {
+    for component in pairs().map(|(component, _)| component) {
+        let overlay = deploy()
+            .join("kustomize")
+            .join(format!("test-{}", std::process::id()));
+        fs::create_dir(&overlay).unwrap();
+        let text = format!("resources: [../base]\ncomponents: [../{component}]\n");
+        fs::write(overlay.join("kustomization.yaml"), text).unwrap();
+        let output = Command::new("kubectl")
+            .arg("kustomize")
+            .arg(&overlay)
+            .output();
+        fs::remove_dir_all(&overlay).unwrap();
+        let Ok(output) = output else {
+            println!("skipped kustomize_adds_the_same: there is no kubectl");
+            return;
+        };
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{component}: {error}");
+        let rendered = objects([str::from_utf8(&output.stdout).unwrap()]);
+        assert_eq!(rendered, with(component), "{component}");
+    }
+}
+
+/// A pod in the host's network that names ports keeps other pods of the node from having them, also
+/// its successor. And the agents know what they are to do.
+#[test]
+fn agents_that_take_each_others_place_can_be_on_one_node() {
+    let objects = with("surge");
+    let spec = &objects["DaemonSet dataplane"]["spec"];
+    assert_eq!(
+        spec["updateStrategy"]["rollingUpdate"],
+        json!({ "maxSurge": 1, "maxUnavailable": 0 })
+    );
+    assert_eq!(spec["minReadySeconds"], 30);
+    let agent = &spec["template"]["spec"]["containers"][0];
+    assert!(agent.get("ports").is_none(), "{agent:#}");
+    let run = Cli::command().find_subcommand("run").unwrap().clone();
+    for (variable, option) in [("DATAPLANE_REPLACE", "replace"), ("DATAPLANE_STAY", "stay")] {
+        let set = json!({ "name": variable, "value": "true" });
+        assert!(
+            agent["env"].as_array().unwrap().contains(&set),
+            "{variable}"
+        );
+        let option = run
+            .get_arguments()
+            .find(|argument| argument.get_id() == option)
+            .unwrap();
+        assert_eq!(
+            option.get_env().and_then(|name| name.to_str()),
+            Some(variable)
+        );
+    }
+}
+
+/// The pod is the same where nothing but the configuration changed, so that only this restarts agents.
+#[test]
+fn a_changed_configuration_restarts_the_agents() {
+    let sum = |values: &Value| {
+        let objects = chart::render("kube-system", values);
+        objects["DaemonSet dataplane"]["spec"]["template"]["metadata"]["annotations"].clone()
+    };
+    let before = sum(&json!({}));
+    assert_eq!(before, sum(&json!({ "surge": true })));
+    let after = sum(&json!({ "config": { "onExit": "detach" } }));
+    assert_ne!(before, after);
+}
+
+/// Clean-up by the chart is what the Job is, for each node that is named.
+#[test]
+fn the_chart_cleans_up_nodes() {
+    let long = "ip-10-0-0-1.".repeat(20) + "ec2.internal";
+    let nodes = ["worker-1", &long, &format!("{long}.example")];
+    let values = json!({ "cleanup": { "nodes": nodes }, "image": { "tag": "0.1.0" } });
+    let chart = chart::render("kube-system", &values);
+    all_known(&chart);
+    let mut jobs: Vec<Value> = chart
+        .values()
+        .filter(|o| o["kind"] == "Job")
+        .cloned()
+        .collect();
+    assert_eq!(jobs.len(), nodes.len(), "one each: {jobs:#?}");
+    let wanted = &objects([&*read("deploy/kustomize/cleanup/job.yaml")])["Job dataplane-cleanup"];
+    for job in &mut jobs {
+        let name = job["metadata"]["name"].as_str().unwrap();
+        let fits = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+        assert!(name.len() <= 63 && name.chars().all(fits), "{name}");
+        // A release's history: Helm makes the Job anew at each upgrade, and waits for it.
+        let hook = &job["metadata"]["annotations"]["helm.sh/hook"];
+        assert_eq!(hook, "post-install,post-upgrade");
+        let node = job["spec"]["template"]["spec"]["nodeName"].take();
+        assert!(nodes.contains(&node.as_str().unwrap()), "{node}");
+        let mut spec = wanted["spec"].clone();
+        assert_eq!(spec["template"]["spec"]["nodeName"].take(), "NODE");
+        spec.as_object_mut()
+            .unwrap()
+            .remove("ttlSecondsAfterFinished");
+        assert_eq!(job["spec"], spec);
+    }
+}
