@@ -196,8 +196,8 @@ fn table(services: &[api::Service], wide: bool) -> Table {
 }
 
 fn row(service: &api::Service, port: &api::ServicePort) -> [Cell; 7] {
-    let total = port.endpoints.len();
-    let style = match port.ready {
+    let (ready, total) = endpoints(service, port);
+    let style = match ready {
         0 => BAD,
         ready if ready < total => WARN,
         _ => GOOD,
@@ -210,17 +210,45 @@ fn row(service: &api::Service, port: &api::ServicePort) -> [Cell; 7] {
                 None => Cell::from(vip),
             }
         }
-        None => Cell::new(format!("headless:{}/{}", port.port, port.protocol), DIM),
+        None => without_vip(service, port),
     };
     [
         Cell::from(format!("{}/{}", service.namespace, service.name)),
         vip,
         service.kind.as_str().into(),
-        Cell::new(format!("{}/{total}", port.ready), style),
+        Cell::new(format!("{ready}/{total}"), style),
         policy(service).into(),
         affinity(service.affinity_seconds).into(),
         port.connections.to_string().into(),
     ]
+}
+
+/// What the VIP's column shows of a service without a cluster IP.
+fn without_vip(service: &api::Service, port: &api::ServicePort) -> Cell {
+    match (service.external_ips.first(), port.node_port) {
+        // A pod's host port, on one of the node's addresses or on all of them.
+        (Some(ip), _) => vip(ip, port).into(),
+        (None, Some(host)) => format!("host:{host}/{}", port.protocol).into(),
+        (None, None) => Cell::new(format!("headless:{}/{}", port.port, port.protocol), DIM),
+    }
+}
+
+/// Ready and all endpoints of the family of the first cluster IP. A pod of a dual-stack cluster is an
+/// endpoint of each family, and counts once. Without a cluster IP: of the family that has more.
+fn endpoints(service: &api::Service, port: &api::ServicePort) -> (usize, usize) {
+    let is_v4 = |text: &str| text.parse::<IpAddr>().is_ok_and(|ip| ip.is_ipv4());
+    let of = |v4: bool| {
+        let all = port.endpoints.iter().filter(|e| is_v4(&e.address) == v4);
+        let (ready, total) = (all.clone().filter(|e| e.ready).count(), all.count());
+        (ready, total)
+    };
+    match service.cluster_ips.first() {
+        Some(ip) => of(is_v4(ip)),
+        None => [of(true), of(false)]
+            .into_iter()
+            .max_by_key(|(_, total)| *total)
+            .unwrap_or_default(),
+    }
 }
 
 fn wide_row(service: &api::Service, port: &api::ServicePort) -> [Cell; 4] {
@@ -378,11 +406,15 @@ mod tests {
                 port: 8000,
                 protocol: "tcp".to_owned(),
                 node_port: Some(30_080),
-                ready: 1,
+                ready: 3,
                 endpoints: vec![
                     endpoint(5, true, false),
                     endpoint(6, false, true),
                     endpoint(7, true, false),
+                    api::Endpoint {
+                        address: "fd00:10:244:1::5".to_owned(),
+                        ..endpoint(5, true, false)
+                    },
                 ],
                 connections: 12,
                 refused: BTreeMap::from([("no-endpoints".to_owned(), 3)]),
@@ -411,7 +443,7 @@ mod tests {
                 "default/web",
                 "10.96.0.1:8000/tcp",
                 "NodePort",
-                "1/3",
+                "2/3",
                 "Cluster, external Local",
                 "ClientIP 3h0m",
                 "12"
@@ -442,6 +474,25 @@ mod tests {
         });
         let [_, vip, ..] = row(&service, &service.ports[0]);
         assert!(format!("{vip:?}").contains("10.96.0.1:8000/tcp (of default/older)"));
+    }
+
+    #[test]
+    fn a_host_port_is_no_headless_service() {
+        let mut service = service();
+        service.cluster_ips.clear();
+        let shown = |service: &api::Service| {
+            let [_, vip, _, endpoints, ..] = row(service, &service.ports[0]);
+            format!("{vip:?} {endpoints:?}")
+        };
+        assert!(shown(&service).contains("192.0.2.10:8000/tcp"));
+        service.external_ips.clear();
+        let text = shown(&service);
+        assert!(
+            text.contains("host:30080/tcp") && text.contains("2/3"),
+            "{text}"
+        );
+        service.ports[0].node_port = None;
+        assert!(shown(&service).contains("headless:8000/tcp"));
     }
 
     #[test]

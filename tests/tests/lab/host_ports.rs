@@ -141,7 +141,8 @@ fn host_ports_are_as_portmap_has_them() -> Result<()> {
         by_us.values().all(|said| said.starts_with("{} web 3")),
         "{by_us:#?}"
     );
-    run(&agent, "services")?.exits(0)?.says(&["hostport:web"])?;
+    let listed = run(&agent, "services")?.exits(0)?;
+    listed.says(&["hostport:web", "host:8480/tcp", "192.168.77.1:8481/tcp"])?;
     let explained = "explain --iface eth0 192.168.77.201:4000 192.168.77.1:8480/tcp";
     run(&agent, explained)?.says(&["hostport:web", "10.244.1.10"])?;
     Ok(())
