@@ -2,8 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    fs,
-    io::{self, Write as _},
+    fs, io,
     net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener},
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
     path::{Path, PathBuf},
@@ -34,7 +33,7 @@ use super::{
     pins::{self, Pins, spec},
     programs::{self, INBOUND},
     rtnetlink::Netlink,
-    sys,
+    settings, sys,
     tables::Tables,
     tc::{self, CaptureProgram, Hook},
 };
@@ -698,16 +697,7 @@ fn listen_on(addr: SocketAddr) -> io::Result<TcpListener> {
 pub fn route_answers(mark: u32) -> io::Result<()> {
     route_to_sockets(mark)?;
     // It is IPv6's too.
-    let setting = "/proc/sys/net/ipv4/tcp_fwmark_accept";
-    let file = fs::OpenOptions::new().write(true).open(setting);
-    file.and_then(|mut file| file.write_all(b"1"))
-        .map_err(|error| {
-            let text = format!(
-                "{setting}: {error}; in a container that is not privileged it is read-only: set \
-                 mesh.proxy.keepSource to false"
-            );
-            io::Error::new(error.kind(), text)
-        })
+    settings::set("ipv4/tcp_fwmark_accept", "1")
 }
 
 /// In the network namespace that this thread is in: has packets with this mark go to sockets here,

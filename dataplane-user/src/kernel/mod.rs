@@ -25,6 +25,7 @@ pub mod probe;
 mod programs;
 pub mod rig;
 mod rtnetlink;
+mod settings;
 pub mod sockets;
 mod sys;
 mod tables;

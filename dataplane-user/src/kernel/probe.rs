@@ -25,7 +25,7 @@ use super::{
     object,
     pins::Pins,
     programs::{self, CAPTURE_PROGRAMS, PROGRAMS},
-    sockets,
+    settings, sockets,
     sys::{self, Shape},
 };
 
@@ -234,7 +234,9 @@ pub fn features(paths: &Paths) -> Vec<Feature> {
         mesh(
             "tcp_fwmark_accept",
             "mesh: applications that see the client's address (keepSource)",
-            exists("/proc/sys/net/ipv4/tcp_fwmark_accept"),
+            settings::open("ipv4/tcp_fwmark_accept")
+                .map(|_| "/proc/sys/net/ipv4/tcp_fwmark_accept".into())
+                .map_err(word),
         ),
         Feature::useful(
             "TCX",

@@ -273,6 +273,13 @@ fn a_mesh_may_read_namespaces_too() {
         yaml(&read("kustomization.yaml"))["resources"],
         json!(["rbac.yaml"])
     );
+    // And the settings of pods' network namespaces can be written to.
+    let pod =
+        |objects: &Objects| objects["DaemonSet dataplane"]["spec"]["template"]["spec"].clone();
+    assert_eq!(pod(&chart), pod(&components::with("mesh")));
+    let mounts = pod(&chart)["containers"][0]["volumeMounts"].to_string();
+    assert!(mounts.contains("/host/proc/sys/net"), "{mounts}");
+    all_known(&chart);
     let component = objects([&*read("rbac.yaml")]);
     all_known(&component);
     assert_eq!(

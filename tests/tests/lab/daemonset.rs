@@ -16,6 +16,7 @@ scenarios! {
     Dataplane:
     its_capabilities_are_enough,
     bpf_and_perfmon_are_not_enough,
+    it_can_set_what_a_mesh_needs,
 }
 
 const DAEMON_SET: &str = include_str!("../../../deploy/kustomize/base/daemonset.yaml");
@@ -125,5 +126,40 @@ fn bpf_and_perfmon_are_not_enough() -> Result<()> {
     cannot_run(&agent, ["--manifests", path])?
         .exits(1)?
         .says(&["missing CAP_SYS_ADMIN", "What to do: run as root"])?;
+    Ok(())
+}
+
+/// In a container that is not privileged, /proc/sys is read-only; kustomize's component `mesh` mounts
+/// the node's /proc/sys/net elsewhere.
+fn it_can_set_what_a_mesh_needs() -> Result<()> {
+    let lab = Cluster::lab()?;
+    let directory = tempfile::tempdir()?;
+    let found = |mount: &str| -> Result<Value> {
+        let script = format!(
+            "mount --make-rprivate / && {mount} && mount --bind /proc/sys /proc/sys && \
+             mount -o remount,bind,ro /proc/sys && exec \"$0\" doctor -o json"
+        );
+        let program = lab.programs().dataplane()?;
+        let doctor = lab.node("node2").command("unshare");
+        let doctor = doctor.args(["--mount", "sh", "-c", &script]).arg(program);
+        let output = doctor.capabilities(&capabilities()?).output()?;
+        let rows: Vec<Value> = serde_json::from_slice(&output.stdout)
+            .with_context(|| String::from_utf8_lossy(&output.stderr).into_owned())?;
+        let row = rows
+            .into_iter()
+            .find(|row| row["feature"] == "tcp_fwmark_accept");
+        row.context("tcp_fwmark_accept")
+    };
+    let without = found("true")?;
+    let detail = without["detail"].as_str().unwrap_or_default();
+    ensure!(
+        without["present"] == false
+            && detail.contains("cannot set /proc/sys/net/ipv4/tcp_fwmark_accept: Read-only")
+            && detail.contains("component `mesh`"),
+        "{without:#}"
+    );
+    let place = directory.path().display();
+    let with = found(&format!("mount --bind /proc/sys/net {place}"))?;
+    ensure!(with["present"] == true, "{with:#}");
     Ok(())
 }
