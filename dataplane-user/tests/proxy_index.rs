@@ -26,6 +26,7 @@ fn this_node() -> Node {
         name: "here".into(),
         addresses: vec![IpAddr::V4(Ipv4Addr::new(192, 0, 2, 1))],
         zone: "z1".into(),
+        addresses_from: Vec::new(),
         leaving: None,
         name_given: true,
     }

@@ -4,6 +4,7 @@
 //! measured is seen from outside: in the server, when the first byte of an answer went out and when
 //! an event did; in the kernel, when the tables had it.
 
+mod restless;
 mod seen;
 mod site;
 pub mod soak;
@@ -66,7 +67,39 @@ pub fn run(quick: bool) -> anyhow::Result<Vec<Row>> {
     for &services in extent.sizes {
         measure(&extent, services, &mut rows)?;
     }
+    rows.extend(restless(&extent)?);
     Ok(rows)
+}
+
+/// One change after the other, while pods and interfaces change a hundred times a second each. The
+/// agent has a mesh whose pods may only reach what is known, so it knows the pods of all nodes.
+fn restless(extent: &Extent) -> anyhow::Result<Vec<Row>> {
+    let services = 1_000;
+    say!("a restless node, with {} pods", thousands(restless::PODS));
+    let mut site = Site::with_pods(services)?;
+    site.start_from_nothing()?;
+    let mut seen = Seen::new(&site.bpffs)?;
+    let restless = restless::Restless::start(&site)?;
+    thread::sleep(Duration::from_secs(2));
+    let mut changes = changes(extent, &site, services, &mut seen)?;
+    restless.stop()?;
+    let p99 = percentile(&mut changes, 0.99);
+    let row = |metric, value| Row {
+        bench: "sync",
+        path: "dataplane",
+        case: "restless",
+        services,
+        metric,
+        unit: "ms",
+        value,
+        baseline: None,
+        ratio: None,
+        rounds: vec![changes.clone()],
+    };
+    Ok(vec![
+        row("change_p50_ms", median(&mut changes.clone())),
+        row("change_p99_ms", p99),
+    ])
 }
 
 fn measure(extent: &Extent, services: u32, rows: &mut Vec<Row>) -> anyhow::Result<()> {
@@ -195,7 +228,14 @@ fn bursts(
 
 /// What we promise, beside what was measured.
 pub fn targets(rows: &[Row]) -> Vec<Target> {
-    [
+    let restless = find(rows, "dataplane", 1_000, "restless", "change_p99_ms");
+    let restless = restless.map(|row| Target {
+        what: "one change while 100 pods and 100 interfaces change a second, p99, ms".into(),
+        value: row.value,
+        at_most: 10.0,
+        uncertainty: 0.0,
+    });
+    let tables = [
         (
             MANY,
             "full_sync_s",
@@ -236,6 +276,6 @@ pub fn targets(rows: &[Row]) -> Vec<Target> {
                 row.uncertainty()
             },
         })
-    })
-    .collect()
+    });
+    tables.chain(restless).collect()
 }

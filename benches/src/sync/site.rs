@@ -17,6 +17,8 @@ use dataplane_tests::{
 use serde_json::Value;
 use tempfile::TempDir;
 
+use super::restless;
+
 /// The port that the server listens on.
 const PORT: u16 = 6443;
 /// The nodes' own addresses are not to be in their tables, which are compared.
@@ -41,6 +43,20 @@ pub struct Site {
 impl Site {
     /// With so many services. The agent has not been started.
     pub fn new(services: u32) -> anyhow::Result<Self> {
+        Self::with(services, |_| (), &[])
+    }
+
+    /// Likewise, and with many pods; the agent captures none of them, and wants to know all.
+    pub fn with_pods(services: u32) -> anyhow::Result<Self> {
+        let mesh = r#"{"rules": {"mode": "proxy", "egress": "deny"}}"#;
+        Self::with(services, restless::pods, &["--mesh", mesh])
+    }
+
+    fn with(
+        services: u32,
+        more: impl FnOnce(&Cluster),
+        arguments: &[&str],
+    ) -> anyhow::Result<Self> {
         let lab = Lab::builder()
             .node("agent")
             .node("fresh")
@@ -50,6 +66,7 @@ impl Site {
         cluster.apply(objects::node("agent", "zone-a", &[]));
         cluster.apply(objects::node("fresh", "zone-a", &[]));
         let churn = Churn::new(cluster.clone(), services, 7);
+        more(&cluster);
         let outside = lab.external("api").clone();
         let address = SocketAddr::from((outside.ipv4(), PORT));
         let options = Options {
@@ -63,6 +80,7 @@ impl Site {
             .agent("agent")
             .args(["--kubeconfig".as_ref(), kubeconfig.as_os_str()])
             .args(NO_ADDRESSES)
+            .args(arguments)
             .prepare()?;
         Ok(Self {
             bpffs: agent.bpffs().to_owned(),
@@ -73,6 +91,11 @@ impl Site {
             _directory: directory,
             lab,
         })
+    }
+
+    /// The nodes.
+    pub fn lab(&self) -> &Lab {
+        &self.lab
     }
 
     /// What the server has.

@@ -42,6 +42,15 @@ pub struct AgentStatus {
     pub node: String,
     /// The addresses on which node ports are answered, besides loopback.
     pub node_addresses: Vec<String>,
+    /// The same, each with where it was learnt from.
+    #[serde(default)]
+    pub node_port_addresses: Vec<Learnt>,
+    /// Who counts as a pod, and is not masqueraded on the way to a cluster IP; empty: nobody is.
+    #[serde(default)]
+    pub pod_networks: Vec<Learnt>,
+    /// The cgroup whose processes are served.
+    #[serde(default)]
+    pub cgroup: Learnt,
     /// Why load balancers are told to send this node nothing new (`/healthz`); none: they are not.
     #[serde(default)]
     pub leaving: Option<String>,
@@ -72,6 +81,16 @@ pub struct AgentStatus {
     /// The flows of the packet path; none before they were counted, or without one.
     #[serde(default)]
     pub flows: Option<Flows>,
+}
+
+/// Something that the agent goes by.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Learnt {
+    /// What.
+    pub value: String,
+    /// Where it was learnt from: an option (of the command line, the environment or the configuration
+    /// file), or what was looked at.
+    pub from: String,
 }
 
 /// The flows of the packet path, as they were counted last: the agent looks at all of them every ten

@@ -1,6 +1,7 @@
 //! What the agent shows of itself: metrics, health, and JSON for the command line.
 
 pub mod api;
+mod beats;
 pub mod client;
 mod counters;
 mod direct;
@@ -14,5 +15,5 @@ mod state;
 mod view;
 
 pub use server::{Error as ListenError, Listeners, Settings, serve, who_answers};
-pub use state::{Source, State, lock, now};
+pub use state::{Learnt, Source, State, lock, now};
 pub use view::mesh_rules;

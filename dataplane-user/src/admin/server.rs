@@ -6,6 +6,7 @@ use std::{
     os::unix::{fs::PermissionsExt, net::UnixListener},
     path::{Path, PathBuf},
     sync::Arc,
+    time::Instant,
 };
 
 use axum::{
@@ -233,8 +234,7 @@ fn metrics_routes(context: &Arc<Context>) -> Router {
 fn health_routes(context: &Arc<Context>) -> Router {
     Router::new()
         .route("/healthz/ready", get(get_ready))
-        // The agent answers, so it lives: whether it works is readiness.
-        .route("/healthz/live", get(|| async { "alive\n" }))
+        .route("/healthz/live", get(get_live))
         .with_state(Arc::clone(context))
 }
 
@@ -252,6 +252,20 @@ fn admin_routes(context: &Arc<Context>) -> Router {
         .with_state(Arc::clone(context))
         .merge(metrics_routes(context))
         .merge(health_routes(context))
+}
+
+/// The agent answers, and none of its threads hangs: whether it works is readiness.
+async fn get_live(Shared(context): Shared<Arc<Context>>) -> (StatusCode, String) {
+    match context.state.beats.stuck(Instant::now()) {
+        None => (StatusCode::OK, "alive\n".to_owned()),
+        Some((thread, busy)) => (
+            StatusCode::SERVICE_UNAVAILABLE,
+            format!(
+                "the agent's thread `{thread}` has been at one piece of work for {} s\n",
+                busy.as_secs()
+            ),
+        ),
+    }
 }
 
 async fn get_ready(Shared(context): Shared<Arc<Context>>) -> (StatusCode, &'static str) {

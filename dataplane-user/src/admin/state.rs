@@ -16,6 +16,7 @@ use tokio::sync::Notify;
 
 use super::{
     api,
+    beats::Beats,
     counters::{Counters, PortKey},
     direct::Direct,
     flows::FlowFigures,
@@ -48,6 +49,8 @@ pub struct State {
     pub sync_errors: Counter,
     /// Whether what is to be written is written.
     pub pulse: Pulse,
+    /// Whether the threads that write it go on.
+    pub beats: Beats,
     /// Whoever shows what is served may look again.
     pub synced_again: Notify,
     /// How long it takes from the arrival of a change to the tables, in seconds.
@@ -56,6 +59,7 @@ pub struct State {
     pub flows: FlowFigures,
     /// Where the services come from.
     pub source: Source,
+    learnt: Learnt,
     /// The agent's own proxy, if there is one.
     pub proxy: OnceLock<Observer>,
     direct: Mutex<Direct>,
@@ -70,6 +74,15 @@ pub struct State {
     given: Mutex<Vec<u32>>,
     /// Held while tables grow, and while they are opened for counting.
     growing: Mutex<()>,
+}
+
+/// What the agent goes by, and where it was learnt from.
+#[derive(Debug, Default)]
+pub struct Learnt {
+    /// Who counts as a pod.
+    pub pod_networks: Vec<api::Learnt>,
+    /// The cgroup whose processes are served.
+    pub cgroup: api::Learnt,
 }
 
 /// Where the services come from.
@@ -132,6 +145,7 @@ impl State {
         planner: Planner,
         snapshot: Snapshot,
         source: Source,
+        learnt: Learnt,
     ) -> Self {
         // From what one endpoint costs among few services to a full load of very many.
         let buckets = [
@@ -144,10 +158,12 @@ impl State {
             sync_duration: Histogram::new(buckets),
             sync_errors: Counter::default(),
             pulse: Pulse::default(),
+            beats: Beats::default(),
             synced_again: Notify::new(),
             change_duration: Histogram::new(buckets),
             flows: FlowFigures::default(),
             source,
+            learnt,
             proxy: OnceLock::new(),
             direct: Mutex::default(),
             manifest_errors: Counter::default(),
@@ -414,6 +430,17 @@ impl State {
             ready: self.is_ready(),
             node: node.name.to_string(),
             node_addresses: node.addresses.iter().map(ToString::to_string).collect(),
+            node_port_addresses: node
+                .addresses
+                .iter()
+                .zip(&node.addresses_from)
+                .map(|(address, from)| api::Learnt {
+                    value: address.to_string(),
+                    from: from.text().to_owned(),
+                })
+                .collect(),
+            pod_networks: self.learnt.pod_networks.clone(),
+            cgroup: self.learnt.cgroup.clone(),
             leaving: node.leaving.map(|why| why.text().to_owned()),
             late_seconds: self.pulse.late(Instant::now()).map(|late| late.as_secs()),
             source: self.source(&known),

@@ -1,9 +1,11 @@
 //! The node's own addresses: on which of them node ports are answered.
 
-use std::{collections::BTreeSet, fs, io, net::IpAddr};
+use std::{collections::BTreeMap, fs, io, net::IpAddr};
 
 use ipnet::IpNet;
 use nix::{ifaddrs::getifaddrs, net::if_::InterfaceFlags};
+
+use crate::model::AddressFrom;
 
 /// An address of an interface that is up.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -51,6 +53,32 @@ pub fn of_interfaces() -> io::Result<Vec<Address>> {
     Ok(addresses)
 }
 
+/// What decides which addresses node ports are answered on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Seen {
+    all: Vec<Address>,
+    /// The interface of each family's default route.
+    default: [Option<String>; 2],
+}
+
+/// Looks at the node's addresses.
+///
+/// # Errors
+///
+/// If the kernel does not tell.
+pub fn look() -> io::Result<Seen> {
+    // "thread-self": the namespace of whoever asks, not of the process's first thread.
+    let v4 = fs::read_to_string("/proc/thread-self/net/route").unwrap_or_default();
+    let v6 = fs::read_to_string("/proc/thread-self/net/ipv6_route").unwrap_or_default();
+    Ok(Seen {
+        all: of_interfaces()?,
+        default: [
+            default_interface_v4(&v4).map(str::to_owned),
+            default_interface_v6(&v6).map(str::to_owned),
+        ],
+    })
+}
+
 /// The addresses on which node ports are answered, sorted: those in `wanted`, or if that is empty
 /// the node's primary ones, which are what kube-proxy's nftables mode answers on: in each family
 /// the one that its Node object has (`told`), if the node has that too.
@@ -58,32 +86,36 @@ pub fn of_interfaces() -> io::Result<Vec<Address>> {
 /// # Errors
 ///
 /// If the kernel does not tell.
-pub fn for_node_ports(wanted: &[IpNet], told: &[IpAddr]) -> io::Result<Vec<IpAddr>> {
-    let all = of_interfaces()?;
-    let chosen: BTreeSet<IpAddr> = if wanted.is_empty() {
-        // "thread-self": the namespace of whoever asks, not of the process's first thread.
-        let v4 = fs::read_to_string("/proc/thread-self/net/route").unwrap_or_default();
-        let v6 = fs::read_to_string("/proc/thread-self/net/ipv6_route").unwrap_or_default();
-        let interfaces = [default_interface_v4(&v4), default_interface_v6(&v6)];
-        primary(&all, told, interfaces)
+pub fn for_node_ports(
+    wanted: &[IpNet],
+    told: &[IpAddr],
+) -> io::Result<BTreeMap<IpAddr, AddressFrom>> {
+    let Seen { all, default } = look()?;
+    Ok(if wanted.is_empty() {
+        let [v4, v6] = &default;
+        primary(&all, told, [v4.as_deref(), v6.as_deref()])
     } else {
         all.iter()
             .map(|a| a.addr)
             .filter(|a| wanted.iter().any(|net| net.contains(a)))
+            .map(|a| (a, AddressFrom::Given))
             .collect()
-    };
-    Ok(chosen.into_iter().collect())
+    })
 }
 
 /// In each family: the address that we are told, if it is here. Otherwise the first address of the
 /// interface that has the default route (v4, v6). Without one: every address that is not the
 /// loopback interface's.
-fn primary(all: &[Address], told: &[IpAddr], default: [Option<&str>; 2]) -> BTreeSet<IpAddr> {
-    let mut chosen = BTreeSet::new();
+fn primary(
+    all: &[Address],
+    told: &[IpAddr],
+    default: [Option<&str>; 2],
+) -> BTreeMap<IpAddr, AddressFrom> {
+    let mut chosen = BTreeMap::new();
     for (is_v4, interface) in [(true, default[0]), (false, default[1])] {
         let here = |told: &&IpAddr| all.iter().any(|a| a.addr == **told);
         if let Some(told) = told.iter().filter(|t| t.is_ipv4() == is_v4).find(here) {
-            chosen.insert(*told);
+            chosen.insert(*told, AddressFrom::NodeObject);
             continue;
         }
         let mut family = all
@@ -91,9 +123,10 @@ fn primary(all: &[Address], told: &[IpAddr], default: [Option<&str>; 2]) -> BTre
             .filter(|a| a.addr.is_ipv4() == is_v4 && !a.on_loopback);
         match interface {
             Some(interface) => {
-                chosen.extend(family.find(|a| a.interface == interface).map(|a| a.addr));
+                let first = family.find(|a| a.interface == interface);
+                chosen.extend(first.map(|a| (a.addr, AddressFrom::DefaultRoute)));
             }
-            None => chosen.extend(family.map(|a| a.addr)),
+            None => chosen.extend(family.map(|a| (a.addr, AddressFrom::All))),
         }
     }
     chosen
@@ -181,8 +214,8 @@ eth0\t000200C0\t00000000\t0001\t0\t0\t100\t00FFFFFF\t0\t0\t0
             address("cni0", "fd00::1"),
             address("eth1", "2001:db8::1"),
         ];
-        let ips = |set: BTreeSet<IpAddr>| -> Vec<String> {
-            set.iter().map(ToString::to_string).collect()
+        let ips = |map: BTreeMap<IpAddr, AddressFrom>| -> Vec<String> {
+            map.keys().map(ToString::to_string).collect()
         };
         assert_eq!(
             ips(primary(&all, &[], [Some("eth0"), Some("eth1")])),
@@ -196,6 +229,10 @@ eth0\t000200C0\t00000000\t0001\t0\t0\t100\t00FFFFFF\t0\t0\t0
         // The cluster knows better, unless it has an address that is not this machine's: that of a
         // NAT before it, say.
         let told = ["192.0.2.7", "2001:db8::99"].map(|a| a.parse().unwrap());
+        let from: Vec<AddressFrom> = primary(&all, &told, [Some("eth0"), Some("eth1")])
+            .into_values()
+            .collect();
+        assert_eq!(from, [AddressFrom::NodeObject, AddressFrom::DefaultRoute]);
         assert_eq!(
             ips(primary(&all, &told, [Some("eth0"), Some("eth1")])),
             ["192.0.2.7", "2001:db8::1"]

@@ -20,6 +20,7 @@ use dataplane_common::{
 };
 use tracing::{debug, info, warn};
 
+use super::{Event, threads};
 use crate::{
     admin::State,
     kernel::{
@@ -43,7 +44,7 @@ const AGAIN: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub struct Flows {
     jobs: Sender<Job>,
-    thread: JoinHandle<()>,
+    thread: JoinHandle<Option<()>>,
 }
 
 #[derive(Debug)]
@@ -58,7 +59,11 @@ impl Flows {
     ///
     /// # Errors
     /// If what is pinned is not ours, or the thread cannot be made.
-    pub fn start(state: Arc<State>, destroy: Vec<Protocol>) -> Result<Self, kernel::Error> {
+    pub fn start(
+        state: Arc<State>,
+        destroy: Vec<Protocol>,
+        events: Sender<Event>,
+    ) -> Result<Self, kernel::Error> {
         let bpffs = state.paths.bpffs.clone();
         let has_flows = Conntrack::open(&bpffs)?.is_some();
         let peers = Peers::open(&bpffs)?;
@@ -72,15 +77,13 @@ impl Flows {
             held: Cell::default(),
             next: Cell::new(None),
         };
-        let thread = thread::Builder::new()
-            .name("flows".to_owned())
-            .spawn(move || {
-                let Err(Stopped) = worker.run(&received);
-            })
-            .map_err(|source| kernel::Error::Io {
-                what: "cannot start the thread that ends flows".to_owned(),
-                source,
-            })?;
+        let thread = threads::start("flows", events, move || {
+            let Err(Stopped) = worker.run(&received);
+        });
+        let thread = thread.map_err(|source| kernel::Error::Io {
+            what: "cannot start the thread that ends flows".to_owned(),
+            source,
+        })?;
         Ok(Self { jobs, thread })
     }
 

@@ -127,13 +127,18 @@ impl Shown {
             Self::Manifests(paths) => Input::Manifests(paths),
             Self::Kubernetes(settings, health) => {
                 let latest = Arc::new(Latest::default());
+                let died = events.clone();
                 let changed = move || {
                     // Fails only if the other side ends anyway.
                     let _ = events.send(Event::Changed);
                 };
+                let ended = move |why| {
+                    let _ = died.send(Event::Died("kubernetes", why));
+                };
                 let node = Arc::new(node.clone());
                 info!("reading {}", settings.target.server_text());
-                let reader = Reader::start(settings, node, health, Arc::clone(&latest), changed)?;
+                let reader =
+                    Reader::start(settings, node, health, Arc::clone(&latest), changed, ended)?;
                 Input::Kubernetes {
                     latest,
                     facts: NodeFacts::default(),

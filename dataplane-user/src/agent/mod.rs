@@ -1,9 +1,12 @@
 //! The agent: wires the source, the plan and the kernel together.
 //!
-//! Two threads: one brings the kernel's tables in line with the source, one waits (for signals,
-//! changed files, and whoever asks the endpoints), so that neither holds up the other.
+//! One thread writes the tables of services (`sync`), one keeps programs on interfaces and capture in network
+//! namespaces (`attacher`), one ends what is over (`flows`), one reads the API, and one waits for signals,
+//! changed files and whoever asks the endpoints (`waiter`): so none holds up another. If one dies, the agent
+//! ends with an error (`threads`).
 
 pub mod addresses;
+mod attacher;
 mod flows;
 mod foreign;
 mod handover;
@@ -12,6 +15,7 @@ pub mod interfaces;
 mod mesh;
 mod supervisor;
 mod sync;
+mod threads;
 mod waiter;
 
 use std::{
@@ -29,14 +33,15 @@ use ipnet::IpNet;
 use tracing::{info, warn};
 
 use crate::{
-    admin::{self, Listeners, State},
+    admin::{self, Listeners, State, api},
     config,
-    kernel::{self, Kernel},
+    kernel::{self, Kernel, ServiceTables},
     model::{Node, Snapshot},
     plan::{AdoptError, Planner},
     proxy::{self, handover::Outcome},
     source::{kubernetes::ConnectError, manifests, objects::NodeFacts},
 };
+use attacher::{Attacher, Means};
 use flows::Flows;
 use handover::{Given, Left};
 pub use input::Source;
@@ -44,7 +49,7 @@ use input::{Opened, Shown};
 use interfaces::PacketSettings;
 use mesh::Mesh;
 use sync::Sync;
-use waiter::Ready;
+use waiter::{Network, Ready};
 
 /// What the agent should do.
 #[derive(Clone, Debug)]
@@ -59,6 +64,8 @@ pub struct Settings {
     pub node: NodeSettings,
     /// Packets that no socket of ours decided on.
     pub packet: PacketSettings,
+    /// Whether the operator said which cgroup is served.
+    pub cgroup_given: bool,
     /// Whose connections go to a proxy; none: nobody's.
     pub mesh: Option<config::Mesh>,
     /// Where to listen.
@@ -110,9 +117,12 @@ impl NodeSettings {
         } else {
             self.name.clone()
         };
+        let addresses = addresses::for_node_ports(&self.nodeport_addresses, told)?;
+        let (addresses, addresses_from) = addresses.into_iter().unzip();
         Ok(Node {
             name: name.into(),
-            addresses: addresses::for_node_ports(&self.nodeport_addresses, told)?,
+            addresses,
+            addresses_from,
             zone: self.zone.as_str().into(),
             leaving: None,
             name_given: !self.name.is_empty(),
@@ -165,12 +175,26 @@ pub enum Error {
     /// The agent that runs cannot be replaced.
     #[error("cannot take the place of the agent that runs here: {0}; it goes on as it was")]
     Replace(#[source] io::Error),
+    /// A thread cannot be started.
+    #[error("cannot start a thread: {0}")]
+    Thread(#[source] io::Error),
     /// The API cannot be read, whether it answers or not.
     #[error("cannot start the thread that reads the Kubernetes API: {0}")]
     Kubernetes(#[source] io::Error),
-    /// The other thread ended.
+    /// The thread that waits ended.
     #[error("the agent's endpoints or signals failed: {0}")]
     Waiter(#[source] io::Error),
+    /// A thread ended that should not have.
+    #[error(
+        "the agent's thread `{thread}` has died ({why}): start the agent anew; what it had written goes on \
+         being served. Please report this"
+    )]
+    Died {
+        /// Which.
+        thread: &'static str,
+        /// What it said.
+        why: String,
+    },
 }
 
 impl Error {
@@ -193,12 +217,16 @@ enum Event {
     Reload(&'static str),
     /// There is a new view of the API.
     Changed,
-    /// Interfaces, addresses or routes changed.
-    Network,
+    /// The node's addresses may be others.
+    Addresses,
     /// Somebody asks to take our place.
     Replace(UnixStream),
-    /// The other thread cannot go on.
+    /// Somebody has our place and our sockets.
+    Replaced(UnixStream),
+    /// The thread that waits cannot go on.
     Failed(io::Error),
+    /// A thread has died, and why.
+    Died(&'static str, String),
 }
 
 /// Why the agent ends.
@@ -210,6 +238,10 @@ enum End {
     Replaced(UnixStream),
 }
 
+/// How often to look at what nobody may have told.
+const LOOK: Duration = Duration::from_secs(30);
+/// How soon to try again what did not work; doubled each time, up to [`LOOK`].
+const RETRY: Duration = Duration::from_secs(1);
 /// How long connections that the proxy relays may go on after a signal, and after another agent has
 /// taken over.
 const DRAIN: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(30)];
@@ -263,7 +295,7 @@ fn serve(settings: Settings, back: Option<Back>) -> Result<Option<Back>, Error> 
     let listeners = Listeners::open(&settings.listen)?;
 
     let cgroup = settings.paths.cgroup.clone();
-    let mut kernel = Kernel::open_with(
+    let kernel = Kernel::open_with(
         &settings.paths,
         settings.limits,
         settings.packet.options(),
@@ -275,7 +307,8 @@ fn serve(settings: Settings, back: Option<Back>) -> Result<Option<Back>, Error> 
             settings.paths.bpffs.display()
         );
     }
-    let planner = adopt(&mut kernel, &settings.paths)?;
+    let tables = kernel.services();
+    let planner = adopt(&tables, &settings.paths)?;
     let shown = Shown::new(&settings.source);
     let empty = || Snapshot {
         node: Arc::new(node.clone()),
@@ -287,8 +320,10 @@ fn serve(settings: Settings, back: Option<Back>) -> Result<Option<Back>, Error> 
         planner,
         opened.snapshot.clone().unwrap_or_else(empty),
         shown.source(),
+        learnt(&settings),
     ));
     let (events, happened) = mpsc::channel();
+    let (jobs, todo) = mpsc::channel();
     let place =
         handover::Place::open(&settings.listen.socket, events.clone()).map_err(Error::Replace)?;
     let waiter = ready
@@ -296,12 +331,18 @@ fn serve(settings: Settings, back: Option<Back>) -> Result<Option<Back>, Error> 
             listeners,
             Arc::clone(&state),
             opened.watcher,
-            news,
+            Network {
+                news,
+                jobs: jobs.clone(),
+            },
             events.clone(),
         )
         .map_err(Error::Waiter)?;
-    let input = shown.start(&node, events).map_err(Error::Kubernetes)?;
-    let flows = Flows::start(Arc::clone(&state), settings.destroy_stale.clone())?;
+    let input = shown
+        .start(&node, events.clone())
+        .map_err(Error::Kubernetes)?;
+    let destroy = settings.destroy_stale.clone();
+    let flows = Flows::start(Arc::clone(&state), destroy, events.clone())?;
     let on_exit = settings.on_exit;
     let stay = settings.stay;
     let bpffs = settings.paths.bpffs.clone();
@@ -313,22 +354,36 @@ fn serve(settings: Settings, back: Option<Back>) -> Result<Option<Back>, Error> 
         // There is one mesh, and it starts once.
         let _ = state.proxy.set(observer);
     }
-    let mut sync = Sync::new(
+    let means = Means {
         kernel,
+        state: Arc::clone(&state),
+        packet: settings.packet.clone(),
+        mesh,
+        before,
+    };
+    let attacher = Attacher::start(means, events, jobs, todo).map_err(Error::Thread)?;
+    let mut sync = Sync::new(
+        tables,
         Arc::clone(&state),
         settings,
         input,
         flows,
+        attacher,
         opened.snapshot,
         empty(),
-        mesh,
-        before,
     );
     let result = sync.run(&happened);
     state.not_ready();
     waiter.stop();
-    let (kernel, mesh) = sync.end();
-    match result? {
+    let means = sync.end();
+    let end = result?;
+    let Some((kernel, mesh)) = means else {
+        return Err(Error::Died {
+            thread: "attacher",
+            why: "it ended while the agent did".to_owned(),
+        });
+    };
+    match end {
         End::Replaced(stream) => {
             // What has our place keeps our sockets, so that closing ours closes nobody's.
             place.leave();
@@ -372,6 +427,32 @@ fn serve(settings: Settings, back: Option<Back>) -> Result<Option<Back>, Error> 
     Ok(None)
 }
 
+/// What `status` shows of the settings, and where it was learnt from.
+fn learnt(settings: &Settings) -> admin::Learnt {
+    let from = |value: String, from: &str| api::Learnt {
+        value,
+        from: from.to_owned(),
+    };
+    let detector = &settings.packet.detector;
+    let networks = detector.networks.iter().map(ToString::to_string);
+    let mut pod_networks: Vec<_> = networks.map(|net| from(net, "--pod-cidr")).collect();
+    if detector.interface {
+        let any = "whatever arrives at a pod's interface".to_owned();
+        pod_networks.push(from(any, "--pods-by-interface"));
+    }
+    admin::Learnt {
+        pod_networks,
+        cgroup: from(
+            settings.paths.cgroup.display().to_string(),
+            if settings.cgroup_given {
+                "--cgroup"
+            } else {
+                "the mount table"
+            },
+        ),
+    }
+}
+
 /// Whether nobody writes the tables: not at once, of a process that is killed.
 fn is_given_up(bpffs: &Path) -> bool {
     let deadline = Instant::now() + DYING;
@@ -397,10 +478,10 @@ fn finish(mesh: Option<Mesh>, left: Left, at_most: Duration, detach: bool) -> bo
 }
 
 /// A planner that knows what the kernel holds.
-fn adopt(kernel: &mut Kernel, paths: &kernel::Paths) -> Result<Planner, Error> {
-    let contents = kernel.contents()?;
+fn adopt(tables: &ServiceTables, paths: &kernel::Paths) -> Result<Planner, Error> {
+    let contents = tables.contents()?;
     // What the earlier agent freed last may still be read by a program that runs just now.
-    kernel.grace()?;
+    tables.grace()?;
     Planner::adopt(contents).map_err(|error| Error::Adopt {
         bpffs: paths.bpffs.clone(),
         error,

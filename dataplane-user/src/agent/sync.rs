@@ -1,7 +1,6 @@
 //! Brings the kernel's tables in line with the source, again and again.
 
 use std::{
-    os::unix::net::UnixStream,
     sync::{
         Arc,
         mpsc::{Receiver, RecvTimeoutError},
@@ -11,13 +10,13 @@ use std::{
 
 use dataplane_common::{
     Addr, Port, Protocol,
-    packet::{Iface, PacketConfig},
     tables::{Frontend, FrontendKey, Kind},
 };
 use tracing::{debug, error, info, warn};
 
 use super::{
-    End, Error, Event, Settings, adopt,
+    End, Error, Event, LOOK, RETRY, Settings, adopt,
+    attacher::{Attacher, Job},
     flows::{self, Flows},
     input::Input,
     mesh::Mesh,
@@ -25,25 +24,21 @@ use super::{
 };
 use crate::{
     admin::{State, lock},
-    kernel::{self, Kernel},
+    kernel::{self, Kernel, ServiceTables},
     model::{Node, Snapshot},
     plan::{Departures, Plan, Planner},
-    proxy,
 };
 
-/// How often to look whether the node's addresses changed.
-const LOOK: Duration = Duration::from_secs(30);
-/// How soon to try again what did not work; doubled each time, up to [`LOOK`].
-const RETRY: Duration = Duration::from_secs(1);
-
-/// The one who writes to the kernel's tables.
+/// Writes to the tables of services.
 pub struct Sync {
-    kernel: Kernel,
+    tables: ServiceTables,
     state: Arc<State>,
     settings: Settings,
     input: Input,
     /// Ends what leads to endpoints that go away.
     flows: Flows,
+    /// Does what takes longer: interfaces and network namespaces.
+    attacher: Attacher,
     departures: Departures,
     /// What should be served.
     wanted: Snapshot,
@@ -59,15 +54,6 @@ pub struct Sync {
     look: Instant,
     /// When freed memory was last given back.
     tidied: Instant,
-    /// On how many interfaces the packet path's programs belong, since it was last looked, and whether
-    /// they keep ways.
-    interfaces: Option<(usize, bool)>,
-    /// What is wrong with the packet path.
-    problems: Vec<String>,
-    /// Whose connections go to a proxy, and when to look for them again.
-    mesh: Option<(Mesh, Instant)>,
-    /// The agent whose place this one has taken, until this one serves: where there is a mesh, that knows when.
-    before: Option<UnixStream>,
     supervisor: Supervisor,
 }
 
@@ -77,26 +63,26 @@ impl Sync {
         reason = "called once, with what the agent has put together"
     )]
     pub fn new(
-        kernel: Kernel,
+        tables: ServiceTables,
         state: Arc<State>,
         settings: Settings,
         input: Input,
         flows: Flows,
+        attacher: Attacher,
         wanted: Option<Snapshot>,
         empty: Snapshot,
-        mesh: Option<Mesh>,
-        before: Option<UnixStream>,
     ) -> Self {
         let now = Instant::now();
         let empty_tables = lock(&state.planner).frontends().is_empty();
         let protocols = [&[Protocol::UDP], &settings.destroy_stale[..]].concat();
         let departures = Departures::new(&protocols);
         Self {
-            kernel,
+            tables,
             state,
             settings,
             input,
             flows,
+            attacher,
             departures,
             known: wanted.is_some(),
             wanted: wanted.unwrap_or(empty),
@@ -105,38 +91,33 @@ impl Sync {
             empty_tables,
             look: now + LOOK,
             tidied: now,
-            interfaces: None,
-            problems: Vec::new(),
-            mesh: mesh.map(|mesh| (mesh, now)),
-            before,
             supervisor: Supervisor::from_env(),
         }
     }
 
-    /// Ends the other threads that it works with, but for the proxy's.
-    pub fn end(self) -> (Kernel, Option<Mesh>) {
+    /// Ends the other threads that it works with, but for the proxy's. None if one of them has died, of which
+    /// [`Sync::run`] has told.
+    pub fn end(self) -> Option<(Kernel, Option<Mesh>)> {
         self.flows.stop();
-        (self.kernel, self.mesh.map(|(mesh, _)| mesh))
+        self.attacher.stop().ok()
     }
 
     /// Until told to end.
     pub fn run(&mut self, happened: &Receiver<Event>) -> Result<End, Error> {
         self.state.pulse.busy();
-        self.network();
+        let state = Arc::clone(&self.state);
         if self.known {
+            let _busy = state.beats.tables.begin();
             self.sync(None)?;
         }
         loop {
-            self.kernel.pass_on_log();
             self.supervisor.alive();
             if self.retry.is_none() {
                 self.state.pulse.idle();
             }
-            let mut next = self.retry.map_or(self.look, |(at, _)| at.min(self.look));
-            if let Some((_, due)) = &self.mesh {
-                next = next.min(*due);
-            }
+            let next = self.retry.map_or(self.look, |(at, _)| at.min(self.look));
             let event = happened.recv_timeout(next.saturating_duration_since(Instant::now()));
+            let _busy = state.beats.tables.begin();
             self.state.pulse.busy();
             match event {
                 Ok(Event::Stop(signal)) => {
@@ -144,17 +125,8 @@ impl Sync {
                     self.supervisor.stopping();
                     return Ok(End::Told);
                 }
-                Ok(Event::Replace(stream)) => {
-                    let sockets = self.mesh.iter().flat_map(|(mesh, _)| mesh.sockets());
-                    match proxy::handover::offer(stream, &sockets.collect::<Vec<_>>()) {
-                        Ok(stream) => return Ok(End::Replaced(stream)),
-                        Err(error) => {
-                            warn!(
-                                "another agent asked for our place, and did not take it: {error}"
-                            );
-                        }
-                    }
-                }
+                Ok(Event::Replace(stream)) => self.attacher.send(Job::Replace(stream)),
+                Ok(Event::Replaced(stream)) => return Ok(End::Replaced(stream)),
                 Ok(Event::Reload(why)) => {
                     self.supervisor.reloading();
                     self.reload(why)?;
@@ -162,11 +134,9 @@ impl Sync {
                 }
                 Ok(Event::Changed) => self.take()?,
                 Ok(Event::Failed(error)) => return Err(Error::Waiter(error)),
+                Ok(Event::Died(thread, why)) => return Err(Error::Died { thread, why }),
                 Err(RecvTimeoutError::Timeout) => self.pass_time()?,
-                Ok(Event::Network) => {
-                    debug!("interfaces, addresses or routes changed");
-                    self.network();
-                    self.mesh();
+                Ok(Event::Addresses) => {
                     if self.look() && self.known {
                         self.sync(None)?;
                     }
@@ -215,81 +185,12 @@ impl Sync {
     /// Does what is due.
     fn pass_time(&mut self) -> Result<(), Error> {
         let now = Instant::now();
-        if self.mesh.as_ref().is_some_and(|(_, due)| *due <= now) {
-            self.mesh();
-        }
         let again = self.retry.is_some_and(|(at, _)| at <= now);
-        let due = self.look <= now;
-        if due {
-            // Nothing may have told us that somebody removed a program of ours.
-            self.network();
-        }
-        let moved = due && self.look();
+        let moved = self.look <= now && self.look();
         if self.known && (again || moved) {
             self.sync(None)?;
         }
         Ok(())
-    }
-
-    /// Brings capture in line with the workloads and network namespaces that there are.
-    fn mesh(&mut self) {
-        let Some((mesh, due)) = &mut self.mesh else {
-            return;
-        };
-        if !self.known {
-            *due = Instant::now() + RETRY;
-            return;
-        }
-        match mesh.settle(&mut self.kernel, &self.wanted) {
-            Ok(workloads) => self.state.captured(workloads),
-            Err(error) => {
-                error!("mesh: {error}; trying again in {:?}", mesh.patience());
-                self.state.capture_failed(error.to_string());
-            }
-        }
-        *due = Instant::now() + mesh.patience();
-    }
-
-    /// Brings the packet path in line with the interfaces that there are.
-    fn network(&mut self) {
-        let settings = &self.settings.packet;
-        let result = kernel::interfaces().and_then(|all| {
-            let by_address = settings.attach.is_some() && kernel::ways_by_address();
-            let network = settings.network(&all, by_address);
-            let network = network.map_err(|source| kernel::Error::Io {
-                what: "cannot find out the host's ephemeral ports".to_owned(),
-                source,
-            })?;
-            let mut problems = self.kernel.set_network(&network)?;
-            problems.extend(settings.left_out(&all));
-            Ok((network, problems))
-        });
-        let problems = match result {
-            Ok((network, problems)) => {
-                let on = |i: &&kernel::NetworkInterface| i.flags & Iface::ATTACHED != 0;
-                let on = network.interfaces.values().filter(on).count();
-                let kept = network.config.flags & PacketConfig::WAYS_BY_ADDRESS != 0;
-                if self.interfaces.replace((on, kept)) != Some((on, kept))
-                    && let Some(hook) = self.kernel.hook()
-                {
-                    info!(
-                        interfaces = on,
-                        by = hook.word(),
-                        ways_kept = kept,
-                        "the packet path's interfaces"
-                    );
-                }
-                problems
-            }
-            Err(error) => vec![error.to_string()],
-        };
-        if problems != self.problems {
-            for problem in &problems {
-                error!("packet path: {problem}");
-            }
-            self.state.network_problems(&problems);
-            self.problems = problems;
-        }
     }
 
     /// Looks at the node's addresses; whether they changed.
@@ -305,6 +206,7 @@ impl Sync {
                 info!(addresses = ?node.addresses, "the node's addresses changed");
                 self.wanted.node = Arc::new(Node {
                     addresses: node.addresses,
+                    addresses_from: node.addresses_from,
                     ..(*self.wanted.node).clone()
                 });
                 true
@@ -326,26 +228,17 @@ impl Sync {
     /// can go.
     fn settle(&mut self) -> Result<(), Error> {
         self.settled = true;
-        let waited = self.kernel.waits();
-        let removed = self.kernel.replace_other_layouts()?;
-        if waited {
-            info!("of another version: its programs are replaced");
-            self.network();
-            self.mesh();
-        }
-        for item in removed {
-            info!(
-                "of another version: removed {} ({})",
-                item.path.display(),
-                item.what
-            );
-        }
-        if let Some(before) = self.before.take() {
-            proxy::handover::serves(before);
-        }
+        self.attacher.ask(Job::Settle).map_err(|_| self.died())??;
         self.supervisor.ready();
         self.tidy();
         Ok(())
+    }
+
+    fn died(&self) -> Error {
+        Error::Died {
+            thread: "attacher",
+            why: "it does not answer".to_owned(),
+        }
     }
 
     /// Writes what changed. What does not work is tried again later, and only that the tables
@@ -367,7 +260,13 @@ impl Sync {
         match result.and_then(|()| self.grace()) {
             Ok(()) => {
                 // Services first, which a proxy's connections go by; ready is who has both.
-                self.mesh();
+                let served = self.wanted.clone();
+                if self.settled {
+                    self.attacher.send(Job::Served(served));
+                } else {
+                    let first = self.attacher.ask(|answer| Job::First(served, answer));
+                    first.map_err(|_| self.died())?;
+                }
                 let changes = plan.writes.len();
                 self.state
                     .synced(&self.wanted, plan.demand.pools, changes, thinking, writing);
@@ -386,7 +285,7 @@ impl Sync {
                 self.state.sync_failed(why.to_string());
                 self.retry = Some((Instant::now() + next, next));
                 // The plan was written in part, or not at all: only the kernel knows.
-                let planner = adopt(&mut self.kernel, &self.settings.paths)?;
+                let planner = adopt(&self.tables, &self.settings.paths)?;
                 *lock(&self.state.planner) = planner;
                 Ok(())
             }
@@ -420,7 +319,7 @@ impl Sync {
             self.take_over();
         }
         let state = Arc::clone(&self.state);
-        for growth in state.grow(|| self.kernel.reserve(&plan.demand))? {
+        for growth in state.grow(|| self.tables.reserve(&plan.demand))? {
             info!(
                 table = growth.table,
                 from = growth.from,
@@ -428,7 +327,7 @@ impl Sync {
                 "made a table larger"
             );
         }
-        self.kernel.apply(&plan.writes)
+        self.tables.apply(&plan.writes)
     }
 
     /// Before anything is served for the first time: what the kernel's own conntrack translates for
@@ -454,7 +353,7 @@ impl Sync {
     /// After the flips: lets what they freed be used again.
     fn grace(&mut self) -> Result<(), kernel::Error> {
         if lock(&self.state.planner).wants_grace() {
-            self.kernel.grace()?;
+            self.tables.grace()?;
             lock(&self.state.planner).grace_passed();
         }
         Ok(())

@@ -3,7 +3,7 @@
 use std::{
     io,
     sync::{Arc, mpsc::Sender},
-    thread::{self, JoinHandle},
+    thread::JoinHandle,
     time::Duration,
 };
 
@@ -13,7 +13,7 @@ use tokio::{
     sync::oneshot,
 };
 
-use super::Event;
+use super::{Event, attacher::Job, threads};
 use crate::{
     admin::{self, Listeners, State},
     kernel::{self, News},
@@ -26,7 +26,13 @@ const SETTLE: Duration = Duration::from_millis(50);
 /// The running thread.
 pub struct Waiter {
     stop: oneshot::Sender<()>,
-    thread: JoinHandle<()>,
+    thread: JoinHandle<Option<()>>,
+}
+
+/// What the kernel tells of interfaces, and who is to know.
+pub struct Network {
+    pub news: News,
+    pub jobs: Sender<Job>,
 }
 
 /// Signals are taken, and nobody waits for them yet: one that comes while the agent starts is heeded
@@ -62,30 +68,28 @@ impl Ready {
         listeners: Listeners,
         state: Arc<State>,
         watcher: Option<Watcher>,
-        news: News,
+        network: Network,
         events: Sender<Event>,
     ) -> io::Result<Waiter> {
         let Self { runtime, signals } = self;
         let (stop, stopped) = oneshot::channel();
-        let thread = thread::Builder::new()
-            .name("waiter".to_owned())
-            .spawn(move || {
-                let result = runtime.block_on(async {
-                    tokio::select! {
-                        result = admin::serve(listeners, state) => result,
-                        () = signals.pass_on(events.clone()) => Ok(()),
-                        () = changes(watcher, events.clone()) => Ok(()),
-                        result = network(news, events.clone()) => result,
-                        _ = stopped => Ok(()),
-                    }
-                });
-                if let Err(error) = result {
-                    // Fails only if the other side ends anyway.
-                    let _ = events.send(Event::Failed(error));
+        let thread = threads::start("waiter", events.clone(), move || {
+            let result = runtime.block_on(async {
+                tokio::select! {
+                    result = admin::serve(listeners, state) => result,
+                    () = signals.pass_on(events.clone()) => Ok(()),
+                    () = changes(watcher, events.clone()) => Ok(()),
+                    result = network.pass_on() => result,
+                    _ = stopped => Ok(()),
                 }
-                // Whoever was just asking does not hold up the end.
-                runtime.shutdown_background();
-            })?;
+            });
+            if let Err(error) = result {
+                // Fails only if the other side ends anyway.
+                let _ = events.send(Event::Failed(error));
+            }
+            // Whoever was just asking does not hold up the end.
+            runtime.shutdown_background();
+        })?;
         Ok(Waiter { stop, thread })
     }
 }
@@ -143,22 +147,24 @@ async fn changes(watcher: Option<Watcher>, events: Sender<Event>) {
     }
 }
 
-/// Tells of changed interfaces and addresses, for ever. A pod's start is a handful of changes within
-/// milliseconds: they are told once.
-async fn network(mut news: News, events: Sender<Event>) -> io::Result<()> {
-    loop {
-        news.changed().await?;
-        let more = async {
-            loop {
-                news.changed().await?;
+impl Network {
+    /// Tells of changed interfaces and addresses, for ever. A pod's start is a handful of changes within
+    /// milliseconds: they are told once.
+    async fn pass_on(mut self) -> io::Result<()> {
+        loop {
+            self.news.changed().await?;
+            let more = async {
+                loop {
+                    self.news.changed().await?;
+                }
+            };
+            match tokio::time::timeout(SETTLE, more).await {
+                Err(_) => {}
+                Ok(result) => return result,
             }
-        };
-        match tokio::time::timeout(SETTLE, more).await {
-            Err(_) => {}
-            Ok(result) => return result,
-        }
-        if events.send(Event::Network).is_err() {
-            return Ok(());
+            if self.jobs.send(Job::Network).is_err() {
+                return Ok(());
+            }
         }
     }
 }

@@ -28,6 +28,7 @@ use std::{
 
 use clap::{Args, Parser, Subcommand};
 use dataplane_common::Protocol;
+use ipnet::IpNet;
 use nix::time::{ClockId, clock_gettime};
 use tracing_subscriber::EnvFilter;
 
@@ -35,7 +36,7 @@ use crate::{admin::client, kernel};
 
 pub use settled::{Refusal, parse};
 
-use crate::config::Listen;
+use crate::config::{Listen, Range};
 
 /// What a command ends with, besides 0 (done, healthy, no change) and 1 (it did not work, not
 /// healthy).
@@ -244,6 +245,11 @@ impl std::fmt::Display for Destination {
     }
 }
 
+/// A range of addresses; an address stands for itself alone.
+fn range(text: &str) -> Result<IpNet, String> {
+    Range::try_from(text.to_owned()).map(|range| range.0)
+}
+
 /// Nanoseconds since boot, on the programs' clock.
 fn monotonic_ns() -> u64 {
     // This clock is always there.
@@ -272,6 +278,18 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn an_address_is_a_range() {
+        for (text, wanted) in [
+            ("fd00:77::1", "fd00:77::1/128"),
+            ("192.0.2.1", "192.0.2.1/32"),
+            ("10.0.0.0/8", "10.0.0.0/8"),
+        ] {
+            assert_eq!(range(text).unwrap().to_string(), wanted);
+        }
+        assert!(range("fd00:77::1/").unwrap_err().contains("`fd00:77::1/`"));
     }
 
     #[test]

@@ -10,7 +10,7 @@ use clap::{Args, ValueEnum};
 use dataplane_common::{Protocol, packet::DEFAULT_FLOWS};
 use ipnet::IpNet;
 
-use super::{Listen, PathArgs, SocketArgs, exit, source::SourceArgs};
+use super::{Listen, PathArgs, SocketArgs, exit, range, source::SourceArgs};
 use crate::{
     admin,
     agent::{
@@ -143,6 +143,7 @@ pub(super) struct NodeArgs {
         value_name = "CIDR",
         num_args = 1..,
         value_delimiter = ',',
+        value_parser = range,
         env = "DATAPLANE_NODEPORT_ADDRESSES", hide_env_values = true
     )]
     nodeport_addresses: Vec<IpNet>,
@@ -226,6 +227,7 @@ struct PacketArgs {
         value_delimiter = ',',
         env = "DATAPLANE_POD_CIDR",
         hide_env_values = true,
+        value_parser = range,
         conflicts_with = "pods_by_interface"
     )]
     pod_cidr: Vec<IpNet>,
@@ -487,6 +489,7 @@ impl RunArgs {
             }),
             node: self.node.settings(),
             packet: self.packet.settings(),
+            cgroup_given: self.paths.cgroup.is_some(),
             mesh: self.mesh.clone(),
             listen: admin::Settings {
                 socket: self.socket.socket.clone(),

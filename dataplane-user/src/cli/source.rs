@@ -120,7 +120,9 @@ fn view(
     // Fails only when nobody waits any more.
     let tell = move || sender.send(()).unwrap_or_default();
     let reading = Arc::clone(&health);
-    let _reader = kubernetes::Reader::start(settings, node, reading, Arc::clone(&latest), tell)?;
+    let ended = |why| eprintln!("error: the API is read no more: {why}");
+    let taken = Arc::clone(&latest);
+    let _reader = kubernetes::Reader::start(settings, node, reading, taken, tell, ended)?;
     let start = Instant::now();
     let mut said = false;
     loop {

@@ -11,7 +11,7 @@ use super::{
 use crate::{
     admin::{
         self,
-        api::{AgentStatus, Sync},
+        api::{AgentStatus, Learnt, Sync},
         client,
         report::{self, OnInterface, Report, Severity},
     },
@@ -220,14 +220,27 @@ fn agent(out: &mut dyn Write, status: &AgentStatus, now: u64) -> std::io::Result
         "Agent",
         format!("process {}, up {}", status.version.pid, ago(status.started)),
     )?;
-    let addresses = match &status.node_addresses[..] {
-        [] => "loopback only".to_owned(),
-        some => some.join(", "),
+    let addresses = match (&status.node_port_addresses[..], &status.node_addresses[..]) {
+        ([], []) => "loopback only".to_owned(),
+        // An agent of an earlier version.
+        ([], some) => some.join(", "),
+        (some, _) => learnt(some),
     };
     line(
         "Node",
         format!("{}; node ports on {addresses}", status.node),
     )?;
+    line(
+        "Pods",
+        match &status.pod_networks[..] {
+            [] => {
+                "not told apart (no --pod-cidr): nobody is masqueraded on the way to a cluster IP"
+                    .to_owned()
+            }
+            some => learnt(some),
+        },
+    )?;
+    line("Cgroup", learnt(std::slice::from_ref(&status.cgroup)))?;
     line(
         "Services",
         format!("{}, with {} endpoints", status.services, status.endpoints),
@@ -256,6 +269,17 @@ fn agent(out: &mut dyn Write, status: &AgentStatus, now: u64) -> std::io::Result
             .as_ref()
             .map_or_else(|| "never".to_owned(), |sync| last_sync(sync, &ago(sync.at))),
     )
+}
+
+/// Values, each with where it was learnt from, which is said once for those that follow each other.
+fn learnt(all: &[Learnt]) -> String {
+    let groups = all.chunk_by(|a, b| a.from == b.from);
+    let groups = groups.map(|group| {
+        let values: Vec<&str> = group.iter().map(|learnt| &*learnt.value).collect();
+        let from = group.first().map_or("", |learnt| &*learnt.from);
+        format!("{} ({from})", values.join(", "))
+    });
+    groups.collect::<Vec<_>>().join(", ")
 }
 
 fn last_sync(sync: &Sync, ago: &str) -> String {

@@ -16,7 +16,11 @@ pub use mesh::{
 };
 pub use read::{parse, read};
 
-use std::{net::SocketAddr, path::PathBuf, str::FromStr};
+use std::{
+    net::{IpAddr, SocketAddr},
+    path::PathBuf,
+    str::FromStr,
+};
 
 use ipnet::IpNet;
 use schemars::JsonSchema;
@@ -332,8 +336,13 @@ impl TryFrom<String> for Range {
     type Error = String;
 
     fn try_from(text: String) -> Result<Self, String> {
-        text.parse().map(Self).map_err(|_| {
-            format!("`{text}` is no range of addresses such as 10.0.0.0/8 or fd00::/64")
+        let range = text
+            .parse()
+            .or_else(|_| text.parse::<IpAddr>().map(IpNet::from));
+        range.map(Self).map_err(|_| {
+            format!(
+                "`{text}` is no range of addresses such as 10.0.0.0/8 or fd00::/64, and no address"
+            )
         })
     }
 }

@@ -350,15 +350,11 @@ impl Capture {
 
     /// Brings the tables in line with `wanted`: new rules first, then the workloads that refer to
     /// them, each in one write, then what nobody refers to any more goes. `levels`: at which levels
-    /// of the hierarchy there are cgroups.
-    pub(super) fn apply(
-        &mut self,
-        tables: &Tables,
-        wanted: &Captured,
-        levels: u32,
-    ) -> Result<(), Error> {
+    /// of the hierarchy there are cgroups. Answers what the programs are then to be told of it
+    /// ([`Tables::set_mesh`]).
+    pub(super) fn apply(&mut self, wanted: &Captured, levels: u32) -> Result<Option<u64>, Error> {
         let Some(options) = self.options else {
-            return Ok(());
+            return Ok(None);
         };
         let config = self.tables.config();
         let cgroups = [config.agent_cgroup, config.before_cgroup];
@@ -383,8 +379,7 @@ impl Capture {
         if mesh != 0 {
             mesh |= u64::from(Port::new(options.outbound).be()) << MESH_PORT;
         }
-        tables.set_mesh(mesh);
-        Ok(())
+        Ok(Some(mesh))
     }
 
     fn write(&mut self, wanted: &Captured) -> Result<(), Error> {

@@ -1,6 +1,9 @@
 //! What can go wrong between us and the kernel, in words that say what to do.
 
-use std::{io, path::PathBuf};
+use std::{
+    io,
+    path::{Path, PathBuf},
+};
 
 /// An error of the kernel room.
 #[derive(Debug, thiserror::Error)]
@@ -30,11 +33,23 @@ pub enum Error {
         path: PathBuf,
     },
     /// No cgroup v2 is mounted.
+    #[error("no cgroup v2 is mounted here: {}", mount_advice(hidden.as_deref()))]
+    NoCgroup2 {
+        /// Where process 1 sees one, if it does.
+        hidden: Option<PathBuf>,
+    },
+    /// What was given as a cgroup is none of version 2.
     #[error(
-        "no cgroup v2 is mounted here: mount one (`mount -t cgroup2 none /sys/fs/cgroup`), or \
-             boot with systemd.unified_cgroup_hierarchy=1"
+        "{path} is no directory of a cgroup v2 file system{}; nothing was changed",
+        root.as_ref().map(|root| format!(": give --cgroup one at or below {}", root.display()))
+            .unwrap_or_default()
     )]
-    NoCgroup2,
+    NotCgroup2 {
+        /// The directory.
+        path: PathBuf,
+        /// Where a cgroup v2 is mounted.
+        root: Option<PathBuf>,
+    },
     /// A pin is there that is not ours.
     #[error(
         "{path} is not ours: {found}, where {wanted} was expected. It was left alone; move it \
@@ -117,6 +132,21 @@ pub enum Error {
         /// The kernel's word.
         source: io::Error,
     },
+}
+
+/// What to do where no cgroup v2 is mounted; `hidden`: where process 1 sees one.
+fn mount_advice(hidden: Option<&Path>) -> String {
+    match hidden {
+        Some(path) => format!(
+            "process 1 has one at {}, which the mount namespace of this process hides, as `ip netns \
+             exec` does with a /sys of its own; enter the network namespace with `nsenter \
+             --net=/run/netns/NAME` instead",
+            path.display()
+        ),
+        None => "mount one (`mount -t cgroup2 none /sys/fs/cgroup`), or boot with \
+                 systemd.unified_cgroup_hierarchy=1"
+            .to_owned(),
+    }
 }
 
 impl Error {

@@ -25,6 +25,7 @@ pub mod probe;
 mod programs;
 pub mod rig;
 mod rtnetlink;
+mod services;
 mod settings;
 pub mod sockets;
 mod sys;
@@ -36,6 +37,7 @@ pub mod verifier;
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs::File,
+    ops::Deref,
     path::{Path, PathBuf},
 };
 
@@ -59,6 +61,7 @@ pub use packet::{
 };
 pub use pins::{CleanupItem, cleanup};
 pub use programs::{Attachment, cgroup2_root};
+pub use services::ServiceTables;
 pub use tables::{Growth, Limits, Tables, Usage};
 pub use tc::{Direction, Hook, InterfaceAttachment, Order, name as interface_name};
 
@@ -87,14 +90,10 @@ pub const DEFAULT_BPFFS: &str = "/sys/fs/bpf/dataplane";
 pub struct Kernel {
     pins: Pins,
     cgroup: PathBuf,
-    limits: Limits,
-    tables: Tables,
+    services: ServiceTables,
     packet: PacketPath,
     capture: Capture,
     adopted: bool,
-    /// A hash element was freed, and may be reused by the next that is added: not before a grace
-    /// period has passed.
-    freed: bool,
     /// What the programs say of themselves; `None` if the kernel does not let us read it.
     log: Option<ProgramLog>,
     /// The programs, until they are attached: those of another layout serve.
@@ -135,6 +134,7 @@ impl Kernel {
         capture: Option<CaptureOptions>,
     ) -> Result<Self, Error> {
         object::programs()?;
+        programs::check_cgroup(&paths.cgroup)?;
         let pins = Pins::new(&paths.bpffs);
         pins.create_directories()?;
         let lock = pins.lock()?;
@@ -183,12 +183,10 @@ impl Kernel {
         Ok(Self {
             pins,
             cgroup: paths.cgroup.clone(),
-            limits,
-            tables,
+            services: ServiceTables::new(tables, limits, packet.masquerade()),
             packet,
             capture,
             adopted,
-            freed: false,
             log,
             waiting,
             _lock: lock,
@@ -205,14 +203,14 @@ impl Kernel {
         self.waiting.is_some()
     }
 
-    /// The tables, for reading.
-    pub fn tables(&self) -> &Tables {
-        &self.tables
+    /// The tables of services, for a writer that waits for nothing else that is done here.
+    pub fn services(&self) -> ServiceTables {
+        self.services.clone()
     }
 
-    /// The limits that it was opened with.
-    pub fn limits(&self) -> Limits {
-        self.limits
+    /// The tables, for reading. Their writer waits meanwhile.
+    pub fn tables(&self) -> impl Deref<Target = Tables> {
+        self.services.read()
     }
 
     /// What the tables hold.
@@ -220,7 +218,7 @@ impl Kernel {
     /// # Errors
     /// If the kernel does not let it be read.
     pub fn contents(&self) -> Result<Contents, Error> {
-        self.tables.contents()
+        self.services.contents()
     }
 
     /// The packet path's tables, for reading.
@@ -233,7 +231,7 @@ impl Kernel {
     /// # Errors
     /// [`Error::TableFull`] or [`Error::Grow`]; nothing that is served has changed.
     pub fn reserve(&mut self, demand: &Demand) -> Result<Vec<Growth>, Error> {
-        self.tables.reserve(demand, self.limits)
+        self.services.reserve(demand)
     }
 
     /// Carries out a plan's writes, in their order, after [`Kernel::reserve`].
@@ -242,17 +240,7 @@ impl Kernel {
     /// The kernel's refusal of a write; those before it are done, and the planner must be made
     /// anew from [`Kernel::contents`].
     pub fn apply(&mut self, writes: &[Write]) -> Result<(), Error> {
-        let result = self.write(writes);
-        if result.is_err() {
-            // Which of the keys were added before the error only the kernel knows. If it does not
-            // say, the filter lets through more than it need, and nothing less than it must.
-            let _ = self.tables.rebuild_filter(&self.packet.masquerade());
-        }
-        result
-    }
-
-    fn write(&mut self, writes: &[Write]) -> Result<(), Error> {
-        write(&mut self.tables, &mut self.freed, writes)
+        self.services.apply(writes)
     }
 
     /// Waits until no program that runs now can still see what was removed.
@@ -260,9 +248,7 @@ impl Kernel {
     /// # Errors
     /// The kernel's refusal.
     pub fn grace(&mut self) -> Result<(), Error> {
-        self.tables.grace()?;
-        self.freed = false;
-        Ok(())
+        self.services.grace()
     }
 
     /// Tells the packet path what it is to take interfaces and networks for, and lets its programs
@@ -274,7 +260,7 @@ impl Kernel {
     pub fn set_network(&mut self, network: &Network) -> Result<Vec<String>, Error> {
         let attach = self.waiting.is_none();
         self.packet
-            .set(&self.pins, &mut self.tables, network, attach)
+            .set(&self.pins, &mut self.services, network, attach)
     }
 
     /// Mesh capture, for reading and for handing over listening sockets.
@@ -302,7 +288,10 @@ impl Kernel {
         for namespace in namespaces.iter().filter(|_| self.waiting.is_none()) {
             self.capture.attach(&self.pins, namespace)?;
         }
-        self.capture.apply(&self.tables, wanted, levels)?;
+        let mesh = self.capture.apply(wanted, levels)?;
+        if let Some(mesh) = mesh {
+            self.services.read().set_mesh(mesh);
+        }
         Capture::detach_others(&self.pins, |cookie| {
             namespaces.iter().any(|known| known.cookie == cookie)
         })
@@ -371,44 +360,6 @@ impl Kernel {
         drop(self);
         cleanup(&root, false)
     }
-}
-
-/// Carries out writes, in their order. `freed`: whether a hash element was freed since the last
-/// grace period.
-fn write(tables: &mut Tables, freed: &mut bool, writes: &[Write]) -> Result<(), Error> {
-    let mut keys = Vec::new();
-    let mut values = Vec::new();
-    let mut writes = writes.iter().peekable();
-    while let Some(write) = writes.next() {
-        if *freed && matches!(write, Write::Insert { .. } | Write::Replace { .. }) {
-            tables.grace()?;
-            *freed = false;
-        }
-        match write {
-            Write::Endpoints { base, endpoints } => tables.set_endpoints(*base, endpoints),
-            Write::AddSource { key } => tables.sources().add(key)?,
-            Write::RemoveSource { key } => tables.sources().remove(key)?,
-            Write::Pool { index, pool, fresh } => tables.set_pool(*index, pool, *fresh)?,
-            Write::Insert { key, frontend } => {
-                keys.push(*key);
-                values.push(*frontend);
-                if !matches!(writes.peek(), Some(Write::Insert { .. })) {
-                    tables.insert_frontends(&keys, &values)?;
-                    keys.clear();
-                    values.clear();
-                }
-            }
-            Write::Replace { key, frontend } => {
-                tables.replace_frontend(key, *frontend)?;
-                *freed = true;
-            }
-            Write::Remove { key } => {
-                tables.remove_frontend(key)?;
-                *freed = true;
-            }
-        }
-    }
-    Ok(())
 }
 
 /// Whether there is something to adopt. Pins that are incomplete, with no program attached, serve

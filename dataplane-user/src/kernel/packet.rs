@@ -73,6 +73,24 @@ pub struct NetworkInterface {
     pub masquerade: [Option<Addr>; 2],
 }
 
+/// The filter in front of `FRONTENDS`, which has to let the addresses through that flows are masqueraded to.
+pub trait Filter {
+    /// Before an address is masqueraded to.
+    fn let_through(&mut self, addr: Addr);
+    /// After an address was masqueraded to for the last time.
+    fn let_through_no_more(&mut self, addr: Addr);
+}
+
+impl Filter for Tables {
+    fn let_through(&mut self, addr: Addr) {
+        Self::let_through(self, addr);
+    }
+
+    fn let_through_no_more(&mut self, addr: Addr) {
+        Self::let_through_no_more(self, addr);
+    }
+}
+
 /// The packet path of a node, for its one writer.
 #[derive(Debug)]
 pub struct PacketPath {
@@ -125,7 +143,7 @@ impl PacketPath {
     pub fn set(
         &mut self,
         pins: &Pins,
-        all: &mut Tables,
+        filter: &mut impl Filter,
         network: &Network,
         to_attach: bool,
     ) -> Result<Vec<String>, Error> {
@@ -148,10 +166,10 @@ impl PacketPath {
         let wanted = network.interfaces.values().flat_map(|i| i.masquerade);
         let wanted: BTreeSet<Addr> = wanted.flatten().collect();
         for change in self.node_addrs.want(&wanted) {
-            all.let_through(change.addr);
+            filter.let_through(change.addr);
             self.tables.set_node_addr(change.index, change.addr);
             if let Some(before) = change.before {
-                all.let_through_no_more(before);
+                filter.let_through_no_more(before);
             }
         }
         let index = |addr: Option<Addr>| addr.map_or(Some(0), |addr| self.node_addrs.index(addr));

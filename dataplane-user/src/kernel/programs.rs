@@ -28,6 +28,7 @@ use aya_obj::generated::{
     },
 };
 use dataplane_common::capture::MeterSets;
+use nix::sys::statfs::{CGROUP2_SUPER_MAGIC, statfs};
 use zerocopy::FromZeros as _;
 
 use super::{
@@ -408,10 +409,28 @@ fn cgroup_id(directory: &File, path: &Path) -> Result<u64, Error> {
 pub fn cgroup2_root() -> Result<PathBuf, Error> {
     let mounts = fs::read_to_string("/proc/self/mountinfo")
         .doing(|| "cannot read /proc/self/mountinfo".into())?;
-    mounts
-        .lines()
-        .find_map(cgroup2_mount)
-        .ok_or(Error::NoCgroup2)
+    mounts.lines().find_map(cgroup2_mount).ok_or_else(|| {
+        // Not to be read without privilege, and then not said.
+        let of_init = fs::read_to_string("/proc/1/mountinfo").unwrap_or_default();
+        Error::NoCgroup2 {
+            hidden: of_init.lines().find_map(cgroup2_mount),
+        }
+    })
+}
+
+/// Refuses what is no directory of a cgroup v2 file system: the kernel would only say `EBADF`.
+///
+/// # Errors
+/// [`Error::NotCgroup2`]; or the directory cannot be opened.
+pub fn check_cgroup(path: &Path) -> Result<(), Error> {
+    let found = statfs(path).doing(|| format!("cannot open the cgroup {}", path.display()))?;
+    if found.filesystem_type() == CGROUP2_SUPER_MAGIC {
+        return Ok(());
+    }
+    Err(Error::NotCgroup2 {
+        path: path.to_owned(),
+        root: cgroup2_root().ok(),
+    })
 }
 
 fn cgroup2_mount(line: &str) -> Option<PathBuf> {

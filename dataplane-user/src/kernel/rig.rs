@@ -26,9 +26,9 @@ use super::{
     packet::PacketPath,
     pins::{Pins, slots_for, spec},
     programs::{self, CAPTURE_PROGRAMS},
+    services::write,
     sys,
     tc::Direction,
-    write,
 };
 use crate::plan::Write;
 

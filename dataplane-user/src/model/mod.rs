@@ -24,6 +24,8 @@ pub struct Node {
     pub name: Arc<str>,
     /// Addresses on which node ports are answered, besides loopback; sorted, without duplicates.
     pub addresses: Vec<IpAddr>,
+    /// Where each of them was learnt from, in the same order.
+    pub addresses_from: Vec<AddressFrom>,
     /// Its zone (label `topology.kubernetes.io/zone`), to which endpoints may be hinted; empty if
     /// it is not known.
     pub zone: Arc<str>,
@@ -32,6 +34,31 @@ pub struct Node {
     pub leaving: Option<Leaving>,
     /// Whether the operator gave its name, rather than the machine.
     pub name_given: bool,
+}
+
+/// Where it was learnt from that node ports are answered on an address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum AddressFrom {
+    /// It is in a range that was given.
+    Given,
+    /// The Node object has it.
+    NodeObject,
+    /// The interface with the default route has it first.
+    DefaultRoute,
+    /// There is no default route: all addresses are taken.
+    All,
+}
+
+impl AddressFrom {
+    /// As a person reads it.
+    pub fn text(self) -> &'static str {
+        match self {
+            Self::Given => "--nodeport-addresses",
+            Self::NodeObject => "the Node object",
+            Self::DefaultRoute => "the interface with the default route",
+            Self::All => "there is no default route, so every address",
+        }
+    }
 }
 
 /// Why a node gets no more connections from load balancers.

@@ -104,6 +104,7 @@ impl Site {
             Arc::clone(&health),
             Arc::clone(&latest),
             changed_sender,
+            |why| panic!("{why}"),
         );
         Self {
             server,

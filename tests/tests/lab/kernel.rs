@@ -613,7 +613,7 @@ fn the_filter_follows_the_frontends() -> Result<()> {
         frontend: Frontend::new(1, kind),
     };
     let remove = |last| Write::Remove { key: key(last) };
-    let seen = |kernel: &Kernel| [1, 2, 3].map(|last| may_be_vip(kernel.tables(), addr(last)));
+    let seen = |kernel: &Kernel| [1, 2, 3].map(|last| may_be_vip(&*kernel.tables(), addr(last)));
 
     ensure!(seen(&kernel) == [false; 3], "an empty table");
     kernel.apply(&[insert(1, Kind::CLUSTER_IP), insert(2, Kind::CLUSTER_IP)])?;

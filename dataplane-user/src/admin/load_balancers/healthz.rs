@@ -102,7 +102,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        admin::Source,
+        admin::{Learnt, Source},
         kernel,
         model::{Leaving, Node, Snapshot},
         plan::{Contents, Planner},
@@ -126,6 +126,7 @@ mod tests {
             Planner::adopt(Contents::default()).unwrap(),
             snapshot,
             Source::Manifests(Vec::new()),
+            Learnt::default(),
         )
     }
 

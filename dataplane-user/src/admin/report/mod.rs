@@ -530,7 +530,7 @@ fn kubernetes(source: &Source, now: u64) -> Option<(Severity, String)> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::admin::api::{Conflict, Failure, Problem};
+    use crate::admin::api::{Conflict, Failure, Learnt, Problem};
 
     fn agent() -> AgentStatus {
         AgentStatus {
@@ -539,6 +539,9 @@ mod tests {
             ready: true,
             node: "node".to_owned(),
             node_addresses: Vec::new(),
+            node_port_addresses: Vec::new(),
+            pod_networks: Vec::new(),
+            cgroup: Learnt::default(),
             leaving: None,
             late_seconds: None,
             source: Source {

@@ -333,6 +333,7 @@ impl Services {
                     Arc::default(),
                     Arc::clone(&latest),
                     move || tell.notify_one(),
+                    |why| tracing::error!("the API is read no more: {why}"),
                 )?;
                 Ok(Self {
                     wanted: Snapshot {

@@ -36,7 +36,7 @@ use tokio::{
     runtime::Builder,
     sync::{mpsc, oneshot, watch},
     task::JoinSet,
-    time::timeout_at,
+    time::{Instant, timeout_at},
 };
 
 use crate::model::Node;
@@ -114,7 +114,8 @@ pub struct Reader {
 
 impl Reader {
     /// Starts to read, for this node. `changed` is called when there is a new view in `latest`
-    /// after the one before was taken.
+    /// after the one before was taken; `ended` if nothing is read any more, with the reason, which is a fault
+    /// of ours.
     ///
     /// # Errors
     ///
@@ -125,6 +126,7 @@ impl Reader {
         health: Arc<Health>,
         latest: Arc<Latest>,
         changed: impl Fn() + Send + 'static,
+        ended: impl FnOnce(String) + Send + 'static,
     ) -> io::Result<Self> {
         let connector = Arc::new(Connector::new(settings.target));
         let runtime = Builder::new_current_thread()
@@ -138,7 +140,7 @@ impl Reader {
             .spawn(move || {
                 runtime.block_on(async {
                     tokio::select! {
-                        () = read(connector, patience, scope, node, health, &latest, changed) => {}
+                        why = read(connector, patience, scope, node, health, &latest, changed) => ended(why),
                         _ = stopped => {}
                     }
                 });
@@ -164,7 +166,7 @@ impl Drop for Reader {
     }
 }
 
-/// Reads for ever.
+/// Reads for ever; or until a task dies, and why.
 async fn read(
     connector: Arc<Connector>,
     patience: Patience,
@@ -173,7 +175,7 @@ async fn read(
     health: Arc<Health>,
     latest: &Latest,
     changed: impl Fn(),
-) {
+) -> String {
     let (messages, mut taken) = mpsc::channel(QUEUE);
     // How EndpointSlices look depends on the node's zone, so they are read when that is known.
     let (eyes, seen) = watch::channel(Eyes::default());
@@ -194,14 +196,19 @@ async fn read(
     let mut store = Store::new(node, scope, patience);
     let mut batch = Vec::new();
     loop {
-        let received = match store.due() {
-            Some(due) => timeout_at(due, taken.recv_many(&mut batch, QUEUE)).await,
-            None => Ok(taken.recv_many(&mut batch, QUEUE).await),
-        };
-        match received {
-            Ok(0) => return,
-            Ok(_) => {}
-            Err(_) => store.pass_time(),
+        let far = || Instant::now() + Duration::from_hours(1);
+        let received = timeout_at(
+            store.due().unwrap_or_else(far),
+            taken.recv_many(&mut batch, QUEUE),
+        );
+        tokio::select! {
+            received = received => match received {
+                Ok(0) => return "nobody reads any more".to_owned(),
+                Ok(_) => {}
+                Err(_) => store.pass_time(),
+            },
+            // They go on for as long as their messages are taken.
+            Some(Err(died)) = followers.join_next() => return died.to_string(),
         }
         for message in batch.drain(..) {
             store.take(message);

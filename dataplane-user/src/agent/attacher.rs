@@ -1,0 +1,382 @@
+//! Keeps the packet path's programs on interfaces, and capture in network namespaces.
+//!
+//! To attach or detach a program takes the kernel some 10 ms, and there may be hundreds of interfaces; to find
+//! out what there is takes a walk through all interfaces and all network namespaces. So this is done on a thread
+//! of its own: changes of services do not wait for it. What happens meanwhile is gathered, and after each
+//! piece of work the thread rests for a multiple of what that took.
+
+use std::{
+    os::unix::net::UnixStream,
+    sync::{
+        Arc,
+        mpsc::{self, Receiver, RecvTimeoutError, Sender, SyncSender},
+    },
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+use dataplane_common::packet::{Iface, PacketConfig};
+use tracing::{debug, error, info, warn};
+
+use super::{
+    Event, LOOK, RETRY,
+    addresses::{self, Seen},
+    interfaces::PacketSettings,
+    mesh::Mesh,
+    threads,
+};
+use crate::{
+    admin::State,
+    kernel::{self, Kernel},
+    model::Snapshot,
+    proxy,
+};
+
+/// After a piece of work the thread rests this many times as long as that took.
+const REST: u32 = 4;
+
+/// The running thread.
+pub struct Attacher {
+    jobs: Sender<Job>,
+    thread: JoinHandle<Option<Worker>>,
+}
+
+/// What there is to do.
+pub enum Job {
+    /// Interfaces, addresses, routes or their rules changed.
+    Network,
+    /// The tables of services are in line with this.
+    Served(Snapshot),
+    /// Likewise for the first time: capture is to be in line, too, when this is answered.
+    First(Snapshot, SyncSender<()>),
+    /// What another layout left can go.
+    Settle(SyncSender<Result<(), kernel::Error>>),
+    /// Somebody asks to take our place.
+    Replace(UnixStream),
+    /// The thread is to end.
+    Stop,
+}
+
+/// The thread has ended, which the agent was told.
+#[derive(Debug)]
+pub struct Died;
+
+/// What the thread does its work with.
+pub struct Means {
+    pub kernel: Kernel,
+    pub state: Arc<State>,
+    pub packet: PacketSettings,
+    pub mesh: Option<Mesh>,
+    /// The agent whose place this one has taken, until this one serves: where there is a mesh, that knows when.
+    pub before: Option<UnixStream>,
+}
+
+impl Attacher {
+    /// Starts the thread, which brings the packet path in line at once. `jobs` is the other end of `todo`.
+    ///
+    /// # Errors
+    /// If no thread can be started.
+    pub fn start(
+        means: Means,
+        events: Sender<Event>,
+        jobs: Sender<Job>,
+        todo: Receiver<Job>,
+    ) -> std::io::Result<Self> {
+        let Means {
+            kernel,
+            state,
+            packet,
+            mesh,
+            before,
+        } = means;
+        let now = Instant::now();
+        let mut worker = Worker {
+            kernel,
+            state,
+            packet,
+            mesh,
+            before,
+            events: events.clone(),
+            snapshot: None,
+            network: Due::at(now),
+            capture: Due::at(now),
+            interfaces: None,
+            addresses: None,
+            problems: Vec::new(),
+        };
+        let thread = threads::start("attacher", events, move || {
+            worker.run(&todo);
+            worker
+        })?;
+        Ok(Self { jobs, thread })
+    }
+
+    /// Has something done, soon.
+    pub fn send(&self, job: Job) {
+        // Fails only if the thread has died, which the agent is told.
+        let _ = self.jobs.send(job);
+    }
+
+    /// Has something done, and waits until it is.
+    pub fn ask<T>(&self, job: impl FnOnce(SyncSender<T>) -> Job) -> Result<T, Died> {
+        let (answer, answered) = mpsc::sync_channel(1);
+        self.send(job(answer));
+        answered.recv().map_err(|_| Died)
+    }
+
+    /// Ends the thread; what it had.
+    pub fn stop(self) -> Result<(Kernel, Option<Mesh>), Died> {
+        self.send(Job::Stop);
+        let worker = self.thread.join().ok().flatten().ok_or(Died)?;
+        Ok((worker.kernel, worker.mesh))
+    }
+}
+
+/// When a kind of work is due.
+struct Due {
+    at: Instant,
+    /// Not before: whatever happens, the thread rests.
+    rested: Instant,
+}
+
+impl Due {
+    fn at(at: Instant) -> Self {
+        Self { at, rested: at }
+    }
+
+    /// As soon as the thread has rested.
+    fn soon(&mut self) {
+        self.at = self.at.min(self.rested);
+    }
+
+    /// It was done since `start`, and is to be done again after `patience` at the latest.
+    fn done(&mut self, start: Instant, patience: Duration) {
+        let end = Instant::now();
+        self.rested = end + (end - start) * REST;
+        self.at = self.rested.max(end + patience);
+    }
+}
+
+struct Worker {
+    kernel: Kernel,
+    state: Arc<State>,
+    packet: PacketSettings,
+    mesh: Option<Mesh>,
+    before: Option<UnixStream>,
+    events: Sender<Event>,
+    /// What the tables of services are in line with; none: nothing yet.
+    snapshot: Option<Snapshot>,
+    /// The packet path.
+    network: Due,
+    /// Capture.
+    capture: Due,
+    /// On how many interfaces the packet path's programs belong, since it was last looked, and whether
+    /// they keep ways.
+    interfaces: Option<(usize, bool)>,
+    /// The node's addresses, as they were told last.
+    addresses: Option<Seen>,
+    /// What is wrong with the packet path.
+    problems: Vec<String>,
+}
+
+impl Worker {
+    /// Until it is told to end, or another agent has its place.
+    fn run(&mut self, todo: &Receiver<Job>) {
+        let state = Arc::clone(&self.state);
+        loop {
+            let now = Instant::now();
+            if self.network.at <= now {
+                let _busy = state.beats.attacher.begin();
+                self.network();
+            }
+            if self.mesh.is_some() && self.capture.at <= Instant::now() {
+                let _busy = state.beats.attacher.begin();
+                self.capture();
+            }
+            self.kernel.pass_on_log();
+            let mut next = self.network.at;
+            if self.mesh.is_some() {
+                next = next.min(self.capture.at);
+            }
+            let rest = next.saturating_duration_since(Instant::now());
+            let mut job = todo.recv_timeout(rest);
+            let _busy = state.beats.attacher.begin();
+            loop {
+                match job {
+                    Ok(Job::Stop) | Err(RecvTimeoutError::Disconnected) => return,
+                    Ok(Job::Replace(stream)) => {
+                        if self.is_replaced(stream) {
+                            return;
+                        }
+                    }
+                    Ok(job) => self.take(job),
+                    Err(RecvTimeoutError::Timeout) => break,
+                }
+                job = todo.try_recv().map_err(|error| match error {
+                    mpsc::TryRecvError::Empty => RecvTimeoutError::Timeout,
+                    mpsc::TryRecvError::Disconnected => RecvTimeoutError::Disconnected,
+                });
+            }
+        }
+    }
+
+    fn take(&mut self, job: Job) {
+        match job {
+            Job::Network => {
+                debug!("interfaces, addresses or routes changed");
+                self.network.soon();
+                self.capture.soon();
+            }
+            Job::Served(snapshot) => {
+                self.snapshot = Some(snapshot);
+                self.capture.soon();
+            }
+            Job::First(snapshot, answer) => {
+                self.snapshot = Some(snapshot);
+                self.capture();
+                // Fails only if the agent ends.
+                let _ = answer.send(());
+            }
+            Job::Settle(answer) => {
+                let settled = self.settle();
+                let _ = answer.send(settled);
+            }
+            Job::Replace(_) | Job::Stop => {}
+        }
+    }
+
+    /// Offers our place; whether it was taken.
+    fn is_replaced(&self, stream: UnixStream) -> bool {
+        let sockets = self.mesh.iter().flat_map(Mesh::sockets);
+        match proxy::handover::offer(stream, &sockets.collect::<Vec<_>>()) {
+            Ok(stream) => {
+                let _ = self.events.send(Event::Replaced(stream));
+                true
+            }
+            Err(error) => {
+                warn!("another agent asked for our place, and did not take it: {error}");
+                false
+            }
+        }
+    }
+
+    /// The tables of services are in line with the source for the first time: what was in their place before
+    /// can go.
+    fn settle(&mut self) -> Result<(), kernel::Error> {
+        let waited = self.kernel.waits();
+        let removed = self.kernel.replace_other_layouts()?;
+        if waited {
+            info!("of another version: its programs are replaced");
+            self.network();
+            self.capture();
+        }
+        for item in removed {
+            info!(
+                "of another version: removed {} ({})",
+                item.path.display(),
+                item.what
+            );
+        }
+        if let Some(before) = self.before.take() {
+            proxy::handover::serves(before);
+        }
+        Ok(())
+    }
+
+    /// Brings capture in line with the workloads and network namespaces that there are.
+    fn capture(&mut self) {
+        let start = Instant::now();
+        let Some(mesh) = &mut self.mesh else { return };
+        let Some(snapshot) = &self.snapshot else {
+            self.capture.done(start, RETRY);
+            return;
+        };
+        match mesh.settle(&mut self.kernel, snapshot) {
+            Ok(workloads) => self.state.captured(workloads),
+            Err(error) => {
+                error!("mesh: {error}; trying again in {:?}", mesh.patience());
+                self.state.capture_failed(error.to_string());
+            }
+        }
+        self.capture.done(start, mesh.patience());
+    }
+
+    /// Brings the packet path in line with the interfaces that there are, and tells if the node's addresses
+    /// are others.
+    fn network(&mut self) {
+        let start = Instant::now();
+        let settings = &self.packet;
+        let result = kernel::interfaces().and_then(|all| {
+            let by_address = settings.attach.is_some() && kernel::ways_by_address();
+            let network = settings.network(&all, by_address);
+            let network = network.map_err(|source| kernel::Error::Io {
+                what: "cannot find out the host's ephemeral ports".to_owned(),
+                source,
+            })?;
+            let mut problems = self.kernel.set_network(&network)?;
+            problems.extend(settings.left_out(&all));
+            Ok((network, problems))
+        });
+        let problems = match result {
+            Ok((network, problems)) => {
+                let on = |i: &&kernel::NetworkInterface| i.flags & Iface::ATTACHED != 0;
+                let on = network.interfaces.values().filter(on).count();
+                let kept = network.config.flags & PacketConfig::WAYS_BY_ADDRESS != 0;
+                if self.interfaces.replace((on, kept)) != Some((on, kept))
+                    && let Some(hook) = self.kernel.hook()
+                {
+                    info!(
+                        interfaces = on,
+                        by = hook.word(),
+                        ways_kept = kept,
+                        "the packet path's interfaces"
+                    );
+                }
+                problems
+            }
+            Err(error) => vec![error.to_string()],
+        };
+        if problems != self.problems {
+            for problem in &problems {
+                error!("packet path: {problem}");
+            }
+            self.state.network_problems(&problems);
+            self.problems = problems;
+        }
+        match addresses::look() {
+            Ok(seen) => {
+                if self.addresses.as_ref().is_some_and(|known| *known != seen) {
+                    // Fails only if the agent ends anyway.
+                    let _ = self.events.send(Event::Addresses);
+                }
+                self.addresses = Some(seen);
+            }
+            Err(error) => warn!("cannot find out the node's addresses: {error}"),
+        }
+        // Nothing may have told us that somebody removed a program of ours.
+        self.network.done(start, LOOK);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_thread_rests_whatever_happens() {
+        let start = Instant::now();
+        let mut due = Due::at(start);
+        std::thread::sleep(Duration::from_millis(2));
+        due.done(start, LOOK);
+        let took = Instant::now() - start;
+        assert!(due.at >= start + LOOK, "nothing happens: later");
+        due.soon();
+        assert_eq!(due.at, due.rested);
+        assert!(
+            due.rested >= start + 4 * Duration::from_millis(2) && due.rested <= start + 6 * took
+        );
+        // A second change asks for nothing sooner.
+        due.soon();
+        assert_eq!(due.at, due.rested);
+    }
+}

@@ -1,0 +1,103 @@
+//! The token of a file, as requests carry it.
+
+use std::{
+    fs,
+    path::PathBuf,
+    sync::Mutex,
+    time::{Duration, Instant},
+};
+
+use http::HeaderValue;
+
+use super::connect::ConnectError;
+
+/// How long a token is used before its file is read again: the kubelet writes a new one long before the
+/// old one expires.
+const FRESH: Duration = Duration::from_mins(1);
+
+/// A file with a token. White space around the token, such as an editor's last line break, is no part of it.
+#[derive(Debug)]
+pub struct TokenFile {
+    path: PathBuf,
+    last: Mutex<Option<(Instant, HeaderValue)>>,
+}
+
+impl TokenFile {
+    /// The one at this path, which is read when it is needed.
+    pub fn new(path: PathBuf) -> Self {
+        Self {
+            path,
+            last: Mutex::default(),
+        }
+    }
+
+    /// The value of the header `Authorization`.
+    ///
+    /// # Errors
+    /// If there is no token in the file, and none was read before.
+    pub fn header(&self) -> Result<HeaderValue, ConnectError> {
+        let mut last = self
+            .last
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
+        if let Some((at, header)) = &*last
+            && at.elapsed() < FRESH
+        {
+            return Ok(header.clone());
+        }
+        let header = match (self.read(), &*last) {
+            (Ok(header), _) => header,
+            // Some remove the file once they think that it was read.
+            (Err(_), Some((_, header))) => header.clone(),
+            (Err(text), None) => {
+                return Err(ConnectError::Token {
+                    path: self.path.clone(),
+                    text,
+                });
+            }
+        };
+        *last = Some((Instant::now(), header.clone()));
+        Ok(header)
+    }
+
+    fn read(&self) -> Result<HeaderValue, String> {
+        let text = fs::read_to_string(&self.path).map_err(|error| error.to_string())?;
+        let token = text.trim();
+        if token.is_empty() {
+            return Err("it is empty".to_owned());
+        }
+        let mut header = HeaderValue::from_str(&format!("Bearer {token}"))
+            .map_err(|_| "it has characters that a header cannot carry".to_owned())?;
+        header.set_sensitive(true);
+        Ok(header)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn white_space_is_no_part_of_a_token() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("token");
+        let file = TokenFile::new(path.clone());
+        let missing = file.header().unwrap_err().to_string();
+        assert!(missing.contains("token"), "{missing}");
+        for (text, wanted) in [
+            ("\n", Err("it is empty")),
+            (" a\nb \n", Err("it has")),
+            ("abc\r\n", Ok("Bearer abc")),
+        ] {
+            fs::write(&path, text).unwrap();
+            match (file.header(), wanted) {
+                (Ok(header), Ok(wanted)) => assert_eq!(header, wanted),
+                (Err(error), Err(wanted)) => assert!(error.to_string().contains(wanted), "{error}"),
+                (got, wanted) => panic!("{got:?}, not {wanted:?}"),
+            }
+        }
+        // Once it was read, it is used on.
+        fs::remove_file(&path).unwrap();
+        assert_eq!(file.header().unwrap(), "Bearer abc");
+    }
+}
