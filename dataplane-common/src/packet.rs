@@ -52,7 +52,7 @@ layout! {
     pub struct SourceKey {
         /// How many bits count, [`SourceKey::SET_BITS`] included.
         pub prefix: u32,
-        /// Which set: [`SourceKey::PODS`], or the pool whose load balancer's addresses it is for.
+        /// Which set: [`SourceKey::PODS`], [`SourceKey::HOST`], or the pool whose load balancer's addresses it is for.
         pub set: u32,
         /// The address.
         pub addr: Addr,
@@ -167,8 +167,15 @@ impl Iface {
 impl SourceKey {
     /// The set of pods' addresses (a pool's index is never 0).
     pub const PODS: u32 = 0;
+    /// The set of the node's own addresses: destinations of its routes of type `local` (no pool has this index).
+    pub const HOST: u32 = u32::MAX;
     /// How many bits of the key tell the set.
     pub const SET_BITS: u32 = 32;
+
+    /// Whether the network is of pods or of the node, and not a load balancer's source range.
+    pub const fn is_of_node(&self) -> bool {
+        self.set == Self::PODS || self.set == Self::HOST
+    }
 
     /// A whole address, for looking up.
     #[inline(always)]

@@ -6,6 +6,7 @@
 //! `BPF_F_INNER_MAP`).
 
 use crate::packet::{
+    neighbours::NEIGHBOURS_KEPT,
     route::{WAYS_KEPT, Way},
     scratch::Scratch,
 };
@@ -131,6 +132,9 @@ pub static SCRATCH: PerCpuArray<Scratch, 1> = PerCpuArray::new();
 
 #[btf_map]
 pub static WAYS: PerCpuArray<Way, WAYS_KEPT> = PerCpuArray::new();
+
+#[btf_map]
+pub static NEIGHBOURS: PerCpuArray<u32, NEIGHBOURS_KEPT> = PerCpuArray::new();
 
 // Mesh capture: `dataplane_common::capture`. Elements are made as they come: a node without a mesh
 // pays for none.

@@ -164,8 +164,13 @@ impl Scene {
     ) -> Result<Result<(), Failure>> {
         self.forget()?;
         let Self {
-            rig, world, cells, ..
+            rig,
+            world,
+            cells,
+            lab,
         } = self;
+        world.route(lab, true)?;
+        rig.forget_ways()?;
         world.configure(rig, generate::config(config))?;
         let before = rig.reasons()?;
         let mut model = Model::new(world, *cells);
@@ -186,7 +191,7 @@ impl Scene {
                     }
                 }
                 _ => {
-                    event(rig, &mut model, &op)?;
+                    event(rig, lab, &mut model, &op)?;
                     tally.events += 1;
                     None
                 }
@@ -281,8 +286,13 @@ impl Scene {
         );
         self.forget()?;
         let Self {
-            rig, world, cells, ..
+            rig,
+            world,
+            cells,
+            lab,
         } = self;
+        world.route(lab, true)?;
+        rig.forget_ways()?;
         world.configure(rig, generate::config(config))?;
         let before = rig.reasons()?;
         let mut model = Model::new(world, *cells);
@@ -300,14 +310,14 @@ impl Scene {
                     let segmented = if input.segmented { ", segmented" } else { "" };
                     let frame = Bytes(&input.frame);
                     writeln!(text, "{way} {name}{segmented}: {frame}")?;
-                    writeln!(text, "    {:?}", read::frame(&input.frame))?;
+                    writeln!(text, "    {:?}", read::frame(&input.frame, input.segmented))?;
                     if packet(rig, &mut model, input, &before, true)?.is_err() {
                         break;
                     }
                 }
                 op => {
                     writeln!(text, "{op:?}")?;
-                    event(rig, &mut model, op)?;
+                    event(rig, lab, &mut model, op)?;
                 }
             }
         }

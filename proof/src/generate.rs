@@ -33,6 +33,8 @@ pub enum Op {
     Foreign(FlowKey),
     /// A client used its endpoint so many seconds earlier.
     AgeClient(AffinityKey, u64),
+    /// The default routes come, or go.
+    Route(bool),
 }
 
 /// What kind of packet it is, for the count.
@@ -97,6 +99,10 @@ pub fn config(seed: u64) -> PacketConfig {
 /// What happens next, from a seed and what is known by now.
 pub fn op(seed: u64, world: &World, state: &State) -> (Op, Option<Sort>) {
     let mut rng = SmallRng::seed_from_u64(seed);
+    // Rarely: it takes some milliseconds.
+    if rng.random_ratio(1, 512) {
+        return (Op::Route(rng.random_ratio(2, 3)), None);
+    }
     if rng.random_ratio(1, 24)
         && let Some(op) = event(&mut rng, world, state)
     {

@@ -103,7 +103,7 @@ impl Tally {
         };
         *self.outcomes.entry((sort, outcome)).or_default() += 1;
         if let Some(frame) = changed {
-            match read::frame(frame) {
+            match read::frame(frame, input.segmented) {
                 Read::Flow(headers) | Read::Icmp(headers) => {
                     if write::is_right(frame, &headers) {
                         self.right += 1;

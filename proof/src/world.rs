@@ -6,6 +6,7 @@ use std::{
     fmt::Write as _,
     net::IpAddr,
     ops::RangeInclusive,
+    sync::atomic::{AtomicBool, Ordering},
 };
 
 use anyhow::{Context as _, Result, ensure};
@@ -52,9 +53,9 @@ pub struct Way {
 /// Where a destination is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum To {
-    /// This host itself, or where only the stack knows.
+    /// This host itself.
     Here,
-    /// A route forbids to go there.
+    /// No route leads there, or one forbids to go there.
     Nowhere,
     /// Elsewhere.
     Onward(Way),
@@ -77,15 +78,24 @@ pub struct Pool {
     pub ranged: bool,
 }
 
-/// Where an address is, and what is known of it.
-#[derive(Clone, Copy, Debug)]
-struct Place {
-    to: Option<(u32, Option<[u8; 6]>)>,
-    nowhere: bool,
-}
+/// Where an address is: behind which interface, with which link-layer address if the kernel knows it.
+type Place = (u32, Option<[u8; 6]>);
+
+/// The destinations of the node's routes of type `local` (`ip route show table local`), with the length of the
+/// prefix as a 16-byte address's.
+const HOST: [(&str, u32); 8] = [
+    ("127.0.0.0", 104),
+    ("192.168.77.1", 128),
+    ("10.244.1.1", 128),
+    ("10.13.0.0", 112),
+    ("::1", 128),
+    ("fd77::1", 128),
+    ("fd00:10:244:1::1", 128),
+    ("fd13::", 16),
+];
 
 /// The node.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct World {
     /// By number.
     pub interfaces: BTreeMap<u32, Interface>,
@@ -98,6 +108,8 @@ pub struct World {
     places: HashMap<Addr, Place>,
     /// The interface of the default route.
     uplink: u32,
+    /// Whether there is a default route now.
+    routed: AtomicBool,
     /// What the programs are told.
     pub config: PacketConfig,
     /// Addresses that clients have.
@@ -147,6 +159,12 @@ pub fn lab() -> Result<Lab> {
          -6 route add blackhole fd09::/16
          route add prohibit 10.10.0.0/16
          -6 route add prohibit fd10::/16
+         route add unreachable 10.11.0.0/16
+         -6 route add unreachable fd11::/16
+         route add throw 10.12.0.0/16
+         -6 route add throw fd12::/16
+         route add local 10.13.0.0/16 dev lo
+         -6 route add local fd13::/16 dev lo
          neigh replace 192.168.77.254 lladdr 02:00:00:00:fe:fe dev eth0 nud permanent
          -6 neigh replace fd77::254 lladdr 02:00:00:00:fe:fe dev eth0 nud permanent\n",
     );
@@ -225,6 +243,7 @@ impl World {
         };
         let mut world = Self {
             uplink: find("eth0"),
+            routed: AtomicBool::new(true),
             places: HashMap::new(),
             pools: BTreeMap::new(),
             frontends: HashMap::new(),
@@ -240,41 +259,18 @@ impl World {
         };
         let near = |name, number| (find(name), Some([2, 0, 0, 0, 1, number]));
         for (v4, v6, to) in [
-            (
-                "10.244.1.10",
-                "fd00:10:244:1::10",
-                Some(near("veth-near", 0x10)),
-            ),
-            (
-                "10.244.1.11",
-                "fd00:10:244:1::11",
-                Some(near("veth-near2", 0x11)),
-            ),
-            (
-                "10.244.1.12",
-                "fd00:10:244:1::12",
-                Some(near("veth-small", 0x12)),
-            ),
+            ("10.244.1.10", "fd00:10:244:1::10", near("veth-near", 0x10)),
+            ("10.244.1.11", "fd00:10:244:1::11", near("veth-near2", 0x11)),
+            ("10.244.1.12", "fd00:10:244:1::12", near("veth-small", 0x12)),
             (
                 "10.244.1.13",
                 "fd00:10:244:1::13",
-                Some((find("veth-quiet"), None)),
+                (find("veth-quiet"), None),
             ),
-            ("192.168.77.1", "fd77::1", None),
-            ("10.244.1.1", "fd00:10:244:1::1", None),
-            ("192.168.77.255", "fd77::", None),
         ] {
             for address in [v4, v6] {
-                let place = Place { to, nowhere: false };
-                world.places.insert(addr(address), place);
+                world.places.insert(addr(address), to);
             }
-        }
-        for address in ["10.9.0.1", "fd09::1", "10.10.0.1", "fd10::1"] {
-            let place = Place {
-                to: None,
-                nowhere: true,
-            };
-            world.places.insert(addr(address), place);
         }
         world.interfaces = interfaces;
         world.serve();
@@ -318,6 +314,9 @@ impl World {
             .filter(|(set, ..)| *set == SourceKey::PODS);
         Network {
             interfaces: interfaces.collect(),
+            host: HOST
+                .map(|(of, bits)| SourceKey::network(SourceKey::HOST, addr(of), bits))
+                .into(),
             pods: pods
                 .map(|(set, addr, length)| SourceKey::network(*set, *addr, *length))
                 .collect(),
@@ -349,8 +348,11 @@ impl World {
             let host = endpoint(at("192.168.77.1", "fd77::1"), 9090);
             let lost = endpoint(at("10.9.0.1", "fd09::1"), 8080);
             let forbidden = endpoint(at("10.10.0.1", "fd10::1"), 8080);
+            let unreached = endpoint(at("10.11.0.1", "fd11::1"), 8080);
+            let thrown = endpoint(at("10.12.0.1", "fd12::1"), 8080);
+            let anycast = endpoint(at("10.13.0.1", "fd13::1"), 9090);
             let pools: [(u32, &[Endpoint], u16); 15] = [
-                (1, &[near, near2, small, quiet, far, host], 0),
+                (1, &[near, near2, small, quiet, far, host, anycast], 0),
                 (2, &[near, far], 0),
                 (3, &[near], 0),
                 (4, &[far], 0),
@@ -358,7 +360,7 @@ impl World {
                 (6, &[], 0),
                 (7, &[near, near2, far], 0),
                 (8, &[host], 0),
-                (9, &[lost, forbidden], 0),
+                (9, &[lost, forbidden, unreached, thrown], 0),
                 (10, &[lost, near], 0),
                 (11, &[], Block::NO_SUCH_PORT),
                 (12, &[], Block::NO_LOCAL),
@@ -547,10 +549,8 @@ impl World {
 
     /// Whether a set has a network with this address.
     pub fn contains(&self, set: u32, addr: Addr) -> bool {
-        let bits = |addr: Addr| u128::from_be_bytes(addr.octets());
-        self.sources.iter().any(|(of, network, length)| {
-            *of == set && (bits(*network) ^ bits(addr)).leading_zeros() >= *length
-        })
+        let mut sources = self.sources.iter();
+        sources.any(|(of, network, length)| *of == set && within(addr, *network, *length))
     }
 
     /// Whether anybody told how pods are known.
@@ -585,9 +585,26 @@ impl World {
         ports_without(1024, self.ephemeral())
     }
 
+    /// Adds the default routes to the node of [`lab`], or removes them.
+    ///
+    /// # Errors
+    /// If `ip` fails.
+    pub fn route(&self, lab: &Lab, routed: bool) -> Result<()> {
+        if self.routed.swap(routed, Ordering::Relaxed) != routed {
+            let verb = if routed { "add" } else { "del" };
+            let node = lab.node("node1");
+            node.ip(&format!("route {verb} default via 192.168.77.254"))?;
+            node.ip(&format!("-6 route {verb} default via fd77::254"))?;
+        }
+        Ok(())
+    }
+
     /// Where the routes lead, and by which interface; by that of the packet where they do not lead
     /// elsewhere.
     pub fn way(&self, src: Addr, dst: Addr, ifindex: u32) -> (To, u32) {
+        if HOST.iter().any(|(of, bits)| within(dst, addr(of), *bits)) {
+            return (To::Here, ifindex);
+        }
         // Addresses of a link are never forwarded (`rt6_need_strict` in `net/ipv6/route.c`).
         let of_a_link = |addr: Addr| {
             let octets = addr.octets();
@@ -595,31 +612,36 @@ impl World {
             let link_local = octets[0] == 0xfe && octets[1] & 0xc0 == 0x80;
             !addr.is_v4() && (multicast || link_local || addr.is_loopback())
         };
-        if of_a_link(src) || of_a_link(dst) {
-            return (To::Here, ifindex);
+        let refused = [
+            ("10.9.0.0", 112),
+            ("10.10.0.0", 112),
+            ("10.11.0.0", 112),
+            ("10.12.0.0", 112),
+            ("fd09::", 16),
+            ("fd10::", 16),
+            ("fd11::", 16),
+            ("fd12::", 16),
+            // A broadcast address and the anycast address of a network's routers.
+            ("192.168.77.255", 128),
+            ("192.168.77.0", 128),
+            ("fd77::", 128),
+        ];
+        let refused = refused
+            .iter()
+            .any(|(of, bits)| within(dst, addr(of), *bits));
+        if refused || of_a_link(src) || of_a_link(dst) {
+            return (To::Nowhere, ifindex);
         }
-        let octets = dst.octets();
-        // By the router, whose link-layer address is known. That of no host beside it is.
-        let router = [2, 0, 0, 0, 0xfe, 0xfe];
-        let beside = if dst.is_v4() {
-            octets[12..15] == [192, 168, 77] && octets[15] != 254
+        let (ifindex, neighbour) = if let Some(place) = self.places.get(&dst) {
+            *place
+        } else if within(dst, addr("192.168.77.0"), 120) || within(dst, addr("fd77::"), 64) {
+            // The router's link-layer address is known. That of no host beside it is.
+            let router = dst == addr("192.168.77.254") || dst == addr("fd77::254");
+            (self.uplink, router.then_some(ROUTER))
+        } else if self.routed.load(Ordering::Relaxed) {
+            (self.uplink, Some(ROUTER))
         } else {
-            octets[..8] == [0xfd, 0x77, 0, 0, 0, 0, 0, 0]
-                && octets[8..] != [0, 0, 0, 0, 0, 0, 2, 0x54]
-        };
-        let uplink = (self.uplink, (!beside).then_some(router));
-        let to = match self.places.get(&dst) {
-            Some(Place { nowhere: true, .. }) => return (To::Nowhere, ifindex),
-            Some(place) => place.to,
-            None if dst.is_v4() && octets[12..14] == [10, 9] => return (To::Nowhere, ifindex),
-            None if dst.is_v4() && octets[12..14] == [10, 10] => return (To::Nowhere, ifindex),
-            None if !dst.is_v4() && octets[..2] == [0xfd, 9] => return (To::Nowhere, ifindex),
-            None if !dst.is_v4() && octets[..2] == [0xfd, 0x10] => return (To::Nowhere, ifindex),
-            None if dst.is_loopback() => None,
-            None => Some(uplink),
-        };
-        let Some((ifindex, neighbour)) = to else {
-            return (To::Here, ifindex);
+            return (To::Nowhere, ifindex);
         };
         let mtu = self.interfaces[&ifindex].mtu;
         let way = Way {
@@ -629,4 +651,13 @@ impl World {
         };
         (To::Onward(way), ifindex)
     }
+}
+
+/// The link-layer address of the router.
+const ROUTER: [u8; 6] = [2, 0, 0, 0, 0xfe, 0xfe];
+
+/// Whether a network contains an address; `bits` counts those of a 16-byte address.
+fn within(inner: Addr, network: Addr, bits: u32) -> bool {
+    let number = |addr: Addr| u128::from_be_bytes(addr.octets());
+    (number(network) ^ number(inner)).leading_zeros() >= bits
 }

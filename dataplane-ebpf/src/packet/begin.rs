@@ -18,26 +18,17 @@ use super::{
     route,
     scratch::Scratch,
     skb::Skb,
-    table,
+    sources, table,
 };
 use crate::{
     select::{Live, choose, count, count_pool},
-    tables::{PACKET_CONFIG, SOURCES, Source},
+    tables::PACKET_CONFIG,
 };
-use aya_ebpf::btf_maps::lpm_trie::Key;
 
-/// Whether the set contains the address.
+/// Whether the set contains the packet's source.
 #[inline(always)]
 fn contains(set: u32, packet: &Packet) -> bool {
-    let key = SourceKey::host(set, packet.key.src);
-    let key = Key::new(
-        key.prefix,
-        Source {
-            set: key.set,
-            addr: key.addr,
-        },
-    );
-    SOURCES.get(&key).is_some()
+    sources::contains(set, packet.key.src)
 }
 
 /// Which frontend a packet is for. (Not inlined, like others here: what has its own frame gives its
@@ -182,7 +173,12 @@ fn go(skb: Skb, s: &mut Scratch, now: Tick, chosen: Reason) -> i32 {
         masquerade = false;
     }
     if masquerade && s.way.answer == route::STACK {
-        // See `forward`.
+        // See `deliver`.
+        s.way.keep_from_stack();
+        if s.way.answer == route::TOO_BIG {
+            count(Reason::TooBig);
+            return super::complain(s, Complaint::too_big(s.way.mtu));
+        }
         return refuse(skb, s, index, Reason::NoRoute);
     }
     let reason = enter(&s.packet, &mut s.flow, s.way.iface, masquerade, now);

@@ -51,11 +51,12 @@ const UDP: usize = 8;
 const HOPS: u8 = 64;
 
 /// Sends the packet back as an error, from the address that it was for. Whatever cannot be answered
-/// so (later fragments, options, what hardware is yet to segment) is dropped. First fragments are
-/// answered: their sender makes smaller ones then.
+/// so (later fragments, options) is dropped. First fragments are answered: their sender makes smaller ones
+/// then; and so is what is yet to be segmented: cut off, it is one packet (`__bpf_skb_change_tail` in
+/// `net/core/filter.c`).
 #[inline(never)]
 pub fn send(skb: Skb, packet: &Packet, complaint: Complaint) -> i32 {
-    if packet.fragment == LATER || skb.is_gso() {
+    if packet.fragment == LATER {
         return DROP;
     }
     if packet.is_v4() {

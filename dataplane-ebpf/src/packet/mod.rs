@@ -16,12 +16,14 @@ pub mod events;
 mod fragments;
 mod icmp;
 mod masquerade;
+pub mod neighbours;
 pub mod parse;
 mod plain;
 mod rewrite;
 pub mod route;
 pub mod scratch;
 pub mod skb;
+mod sources;
 mod table;
 
 use aya_ebpf::{EbpfContext, bindings::TC_ACT_SHOT, programs::TcContext};
@@ -201,11 +203,18 @@ pub fn egress(ctx: &TcContext) -> i32 {
 #[inline(always)]
 fn forward(skb: Skb, s: &mut Scratch) -> i32 {
     route::find(skb, &s.packet, &s.ends.dst, s.ends.dst_port, &mut s.way);
+    deliver(skb, s)
+}
+
+/// Translates a packet and sends it on its way, if there is one: up the stack or on.
+#[inline(never)]
+fn deliver(skb: Skb, s: &mut Scratch) -> i32 {
     // The stack does not take in what has one of its own addresses as its source: so what is given
     // another source cannot be left to it.
-    if s.way.answer == route::NOWHERE
-        || (s.way.answer == route::STACK && s.ends.src != s.packet.key.src)
-    {
+    if s.way.answer == route::STACK && s.ends.src != s.packet.key.src {
+        s.way.keep_from_stack();
+    }
+    if s.way.answer == route::NOWHERE {
         count(Reason::NoRoute);
         return DROP;
     }
@@ -213,12 +222,6 @@ fn forward(skb: Skb, s: &mut Scratch) -> i32 {
         count(Reason::TooBig);
         return complain(s, Complaint::too_big(s.way.mtu));
     }
-    deliver(skb, s)
-}
-
-/// Translates a packet and sends it on its way: up the stack or on.
-#[inline(never)]
-fn deliver(skb: Skb, s: &mut Scratch) -> i32 {
     let hops = s.packet.hops;
     if s.way.answer == route::LOCAL || s.way.answer == route::STACK {
         return if rewrite(skb, &s.packet, &s.ends, hops) {

@@ -43,6 +43,19 @@ pub const FIRST: u32 = 1;
 /// Another fragment: without ports.
 pub const LATER: u32 = 2;
 
+/// The longest packet that IPv6's header can tell the length of.
+const LONGEST: u32 = 0xffff + 40;
+/// TCP's protocol number.
+const TCP: u8 = 6;
+
+/// Whether a packet whose length field is 0 is one of BIG TCP: longer than the field holds, and only so between
+/// the hosts' stacks, for it is yet to be segmented (`iph_totlen` in `include/linux/ip.h`). `available`: as
+/// [`Packet::read_v4`] has it; what an ICMP error quotes is never such a one.
+#[inline(always)]
+fn is_big(skb: Skb, available: u32) -> bool {
+    available != u32::MAX && skb.gso_size() != 0
+}
+
 /// A packet's headers.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -66,7 +79,8 @@ pub struct Packet {
     pub tos: u8,
     /// IPv4's header checksum.
     pub checksum: u16,
-    /// Length from the IP header on, as it says itself.
+    /// Length from the IP header on, as it says itself; the length of the whole buffer if that is more than the
+    /// field holds ([`is_big`]).
     pub length: u32,
     /// What TCP's header says; nothing of others.
     pub segment: Segment,
@@ -152,10 +166,14 @@ impl Packet {
         self.v4 = 1;
         self.tos = tos;
         self.length = u32::from(u16::from_be_bytes([high, low]));
-        if version >> 4 != 4 || header_length < 20 || self.length < header_length {
+        if version >> 4 != 4 || header_length < 20 {
             return MALFORMED;
         }
-        if self.length > available {
+        let big = self.length == 0 && is_big(skb, available);
+        if big {
+            self.length = available;
+        }
+        if self.length < header_length || self.length > available {
             return MALFORMED;
         }
         let [id0, id1, fragment0, fragment1] = header[1].to_ne_bytes();
@@ -171,6 +189,9 @@ impl Packet {
             self.fragment = LATER;
         } else if fragment & 0x2000 != 0 {
             self.fragment = FIRST;
+        }
+        if big && protocol != TCP {
+            return MALFORMED;
         }
         // IPPROTO_ICMP
         self.read_transport(skb, protocol, 1, self.length - header_length)
@@ -192,8 +213,14 @@ impl Packet {
         self.tos = version << 4 | class >> 4;
         self.hops = hops;
         self.length = payload + 40;
-        // A payload of 0 is a jumbogram (RFC 2675) or nothing at all.
-        if version >> 4 != 6 || payload == 0 || self.length > available {
+        // A payload of 0 is a jumbogram (RFC 2675), which no link carries that we know; or nothing at all.
+        let big = payload == 0 && is_big(skb, available);
+        if big {
+            self.length = available;
+        } else if payload == 0 {
+            return MALFORMED;
+        }
+        if version >> 4 != 6 || self.length > available {
             return MALFORMED;
         }
         self.key.src = Addr::from_words([header[2], header[3], header[4], header[5]]);
@@ -234,7 +261,7 @@ impl Packet {
                 break;
             }
         }
-        if offset > self.length {
+        if offset > self.length || (big && next != TCP) {
             return MALFORMED;
         }
         self.l4 = self.l3 + offset;
@@ -264,6 +291,37 @@ impl Packet {
         self.key.src_port = Port::from_be(ports[0]);
         self.key.dst_port = Port::from_be(ports[1]);
         FLOW
+    }
+
+    /// Length of the longest packet on the wire, from the IP header on: of a segment, if the packet is yet to be
+    /// segmented. (A datagram that is yet to be fragmented, UFO, is taken for eight bytes longer than its
+    /// fragments are.)
+    #[inline(always)]
+    pub fn longest(&self, skb: Skb) -> u32 {
+        let size = skb.gso_size();
+        if size == 0 {
+            return self.length;
+        }
+        let mut network = self.l4 - self.l3;
+        // The option that says how long it is goes when it is segmented (`ipv6_hopopt_jumbo_remove` in
+        // `include/net/ipv6.h`).
+        if !self.is_v4() && self.length > LONGEST && network > 40 {
+            network -= 8;
+        }
+        let mut transport = 8;
+        if self.is_tcp() {
+            let mut offset = 0_u8;
+            skb.load(self.l4 + 12, &mut offset);
+            transport = u32::from(offset >> 4) * 4;
+        }
+        network + transport + size
+    }
+
+    /// Whether a router may send it on in fragments.
+    #[inline(always)]
+    pub fn may_be_fragmented(&self, skb: Skb) -> bool {
+        let mut flags = 0xff_u8;
+        self.is_v4() && skb.load(self.l3 + 6, &mut flags) && flags & 0x40 == 0
     }
 
     /// Reads what a TCP packet has after its ports; `false` if it is not there.

@@ -4,9 +4,9 @@ use core::{mem::size_of, ptr::from_mut};
 
 use aya_ebpf::{
     bindings::{
-        BPF_FIB_LKUP_RET_FRAG_NEEDED, BPF_FIB_LKUP_RET_NO_NEIGH, BPF_FIB_LKUP_RET_NOT_FWDED,
-        BPF_FIB_LKUP_RET_SUCCESS, BPF_FIB_LKUP_RET_UNSUPP_LWT, bpf_fib_lookup as Lookup,
-        bpf_redir_neigh,
+        BPF_FIB_LKUP_RET_FRAG_NEEDED, BPF_FIB_LKUP_RET_FWD_DISABLED, BPF_FIB_LKUP_RET_NO_NEIGH,
+        BPF_FIB_LKUP_RET_NOT_FWDED, BPF_FIB_LKUP_RET_SUCCESS, BPF_FIB_LKUP_RET_UNSUPP_LWT,
+        bpf_fib_lookup as Lookup, bpf_redir_neigh,
     },
     helpers::generated::{
         bpf_fib_lookup, bpf_jiffies64, bpf_redirect, bpf_redirect_neigh, bpf_redirect_peer,
@@ -18,14 +18,15 @@ use dataplane_common::{
 };
 
 use super::{
-    DROP,
+    DROP, neighbours,
     parse::{LINK, Packet},
     skb::{Link, PACKET_HOST, Skb, send_bare},
+    sources,
 };
 use crate::tables::{IFACES, PACKET_CONFIG, WAYS};
 
 /// `AF_INET` and `AF_INET6` (`include/linux/socket.h`).
-const INET: u8 = 2;
+pub const INET: u8 = 2;
 const INET6: u8 = 10;
 
 #[expect(clippy::cast_possible_wrap, reason = "small")]
@@ -43,7 +44,8 @@ pub const LOCAL: Answer = 1;
 pub const TOO_BIG: Answer = 2;
 /// Nowhere: no route, or one that says no.
 pub const NOWHERE: Answer = 3;
-/// On, by a route that encapsulates (LWT), which only the stack can do.
+/// On, but only the stack can send it: by a route that encapsulates (LWT), or in fragments, and then
+/// [`Route::mtu`] is not 0.
 pub const STACK: Answer = 4;
 
 /// A way to a destination.
@@ -53,16 +55,26 @@ pub struct Route {
     pub answer: Answer,
     pub ifindex: u32,
     pub mtu: u32,
+    /// [`Packet::longest`] of the packet.
+    longest: u32,
     /// What the interface is.
     pub iface: Iface,
     /// Whether `source` and `destination` are known: 1 or 0.
     neighbour: u32,
-    /// The next hop's family, and itself.
-    family: u32,
-    next_hop: [u32; 4],
+    /// The next hop's family, and itself; IPv4's in the first word.
+    pub family: u32,
+    pub next_hop: [u32; 4],
     link: Link,
     /// The kernel's question and answer: here, so that its 64 bytes need not be cleared first.
     lookup: Lookup,
+}
+
+impl Route {
+    /// The answer for a packet that the stack would not take in, instead of [`STACK`].
+    #[inline(always)]
+    pub fn keep_from_stack(&mut self) {
+        self.answer = if self.mtu == 0 { NOWHERE } else { TOO_BIG };
+    }
 }
 
 /// A way that was found a moment ago, and what for. Half of what a packet of a known flow costs is the
@@ -79,7 +91,7 @@ pub struct Way {
     from: u32,
     /// [`moment`] and DSCP.
     when: u32,
-    /// Where to, with which link-layer addresses.
+    /// Where to, with which link-layer addresses; 0: up the stack of this host.
     ifindex: u32,
     iface: Iface,
     /// The longest packet, from the IP header on, that may go.
@@ -164,12 +176,13 @@ pub fn find(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, route: &mut R
         None
     };
     let when = moment(packet.tos);
+    route.longest = packet.longest(skb);
     if let Some(way) = way {
         // SAFETY: this CPU's own element, which no other program of ours uses meanwhile (`scratch`).
         let way = unsafe { &*way };
-        let fits = packet.length <= way.mtu || skb.is_gso();
+        let fits = route.longest <= way.mtu;
         if way.when == when && way.from == from && way.dst == *dst && way.src == *src && fits {
-            route.answer = ONWARD;
+            route.answer = if way.ifindex == 0 { LOCAL } else { ONWARD };
             route.ifindex = way.ifindex;
             route.iface = way.iface;
             route.neighbour = 1;
@@ -179,7 +192,7 @@ pub fn find(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, route: &mut R
     }
     search(skb, packet, dst, dst_port, route);
     if let Some(way) = way
-        && route.neighbour != 0
+        && (route.neighbour != 0 || route.answer == LOCAL)
     {
         // SAFETY: as above.
         let way = unsafe { &mut *way };
@@ -191,6 +204,10 @@ pub fn find(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, route: &mut R
         way.iface = route.iface;
         way.link = route.link;
         way.mtu = route.mtu;
+    }
+    // Into a pod packets go without looking at who is there (`bpf_redirect_peer`).
+    if route.neighbour != 0 && route.iface.flags & Iface::POD == 0 && neighbours::is_due(route) {
+        route.neighbour = 0;
     }
 }
 
@@ -204,12 +221,11 @@ fn search(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, route: &mut Rou
     lookup.l4_protocol = packet.key.protocol.number();
     lookup.sport = packet.key.src_port.be();
     lookup.dport = dst_port.be();
-    // The length is compared to the route's MTU; what will be segmented is compared by segment,
-    // to the interface's (`is_skb_forwardable`).
-    lookup.__bindgen_anon_1.tot_len = if skb.is_gso() {
-        0
+    // It is compared to the route's MTU.
+    lookup.__bindgen_anon_1.tot_len = if route.longest > 0xffff {
+        0xffff
     } else {
-        packet.length as u16
+        route.longest as u16
     };
     lookup.ifindex = skb.ifindex();
     if packet.is_v4() {
@@ -252,19 +268,25 @@ fn search(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, route: &mut Rou
             to: lookup.dmac,
             from: lookup.smac,
         };
-        // What will be segmented was compared to the interface's.
-        if !skb.is_gso() {
-            // SAFETY: plain data, written by the helper (`bpf_fib_set_fwd_params` in `net/core/filter.c`).
-            route.mtu = u32::from(unsafe { lookup.__bindgen_anon_1.mtu_result });
-        }
+        // SAFETY: plain data, written by the helper (`bpf_fib_set_fwd_params` in `net/core/filter.c`).
+        route.mtu = u32::from(unsafe { lookup.__bindgen_anon_1.mtu_result });
     } else if code == BPF_FIB_LKUP_RET_NO_NEIGH {
         route.answer = ONWARD;
-    } else if code == BPF_FIB_LKUP_RET_NOT_FWDED {
-        route.answer = LOCAL;
+    } else if code == BPF_FIB_LKUP_RET_NOT_FWDED || code == BPF_FIB_LKUP_RET_FWD_DISABLED {
+        // The kernel says so of addresses of this host, and of those that no route leads to.
+        if sources::is_host(dst) {
+            route.answer = LOCAL;
+            route.ifindex = 0;
+            route.mtu = u32::MAX;
+        }
     } else if code == BPF_FIB_LKUP_RET_UNSUPP_LWT {
         route.answer = STACK;
     } else if code == BPF_FIB_LKUP_RET_FRAG_NEEDED {
-        route.answer = TOO_BIG;
+        route.answer = if packet.may_be_fragmented(skb) {
+            STACK
+        } else {
+            TOO_BIG
+        };
         // SAFETY: plain data, written by the helper.
         route.mtu = u32::from(unsafe { lookup.__bindgen_anon_1.mtu_result });
     }

@@ -84,11 +84,11 @@ impl Skb {
         unsafe { read_volatile(&raw const (*self.0).mark) }
     }
 
-    /// Whether it is several packets, yet to be segmented.
+    /// How much data each of the packets carries that it is yet to be segmented to; 0: it is one packet.
     #[inline(always)]
-    pub fn is_gso(self) -> bool {
+    pub fn gso_size(self) -> u32 {
         // SAFETY: see `len`.
-        unsafe { read_volatile(&raw const (*self.0).gso_size) != 0 }
+        unsafe { read_volatile(&raw const (*self.0).gso_size) }
     }
 
     /// Whether it came to this host by an interface: what the host itself sends did not.

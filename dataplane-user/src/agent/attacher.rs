@@ -23,6 +23,7 @@ use super::{
     addresses::{self, Seen},
     interfaces::PacketSettings,
     mesh::Mesh,
+    network::network,
     threads,
 };
 use crate::{
@@ -307,12 +308,7 @@ impl Worker {
         let start = Instant::now();
         let settings = &self.packet;
         let result = kernel::interfaces().and_then(|all| {
-            let by_address = settings.attach.is_some() && kernel::ways_by_address();
-            let network = settings.network(&all, by_address);
-            let network = network.map_err(|source| kernel::Error::Io {
-                what: "cannot find out the host's ephemeral ports".to_owned(),
-                source,
-            })?;
+            let network = network(settings, &all)?;
             let mut problems = self.kernel.set_network(&network)?;
             problems.extend(settings.left_out(&all));
             Ok((network, problems))

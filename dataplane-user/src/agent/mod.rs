@@ -13,6 +13,7 @@ mod handover;
 mod input;
 pub mod interfaces;
 mod mesh;
+mod network;
 mod supervisor;
 mod sync;
 mod threads;

@@ -333,15 +333,18 @@ impl News {
 }
 
 /// Whether a datagram of news can concern us. Routes come and go by the thousands on some nodes,
-/// and only default routes count; the kernel also says that a link has sent something.
+/// and only default routes count, and those to the host itself; the kernel also says that a link has sent something.
 fn matters(datagram: &[u8]) -> bool {
     const RTM_NEWROUTE: u16 = 24;
     const RTM_DELROUTE: u16 = 25;
     const HEADER: usize = 16;
+    const RTN_LOCAL: u8 = 2;
     let kind = datagram.get(4..6).map(|b| u16::from_ne_bytes([b[0], b[1]]));
     match kind {
-        // struct rtmsg: family, length of the destination's prefix.
-        Some(RTM_NEWROUTE | RTM_DELROUTE) => datagram.get(HEADER + 1) == Some(&0),
+        // struct rtmsg: family, length of the destination's prefix, and so on; the eighth byte is the type.
+        Some(RTM_NEWROUTE | RTM_DELROUTE) => {
+            datagram.get(HEADER + 1) == Some(&0) || datagram.get(HEADER + 7) == Some(&RTN_LOCAL)
+        }
         _ => true,
     }
 }
@@ -359,12 +362,15 @@ mod tests {
     }
 
     #[test]
-    fn only_default_routes_matter() {
+    fn only_default_routes_and_those_to_the_host_matter() {
         let mut news = vec![0; 32];
         news[4] = 24;
         assert!(matters(&news));
         news[17] = 32;
+        news[23] = 1;
         assert!(!matters(&news));
+        news[23] = 2;
+        assert!(matters(&news));
         news[4] = 16;
         assert!(matters(&news));
     }

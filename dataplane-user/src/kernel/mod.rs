@@ -8,6 +8,7 @@ pub mod conntrack;
 mod diag;
 mod error;
 mod fields;
+mod host_networks;
 mod interfaces;
 pub mod keep_nat;
 mod layouts;
@@ -52,6 +53,7 @@ pub use capture::{
     this_namespace,
 };
 pub use error::Error;
+pub use host_networks::host_networks;
 pub use interfaces::{Interface, Link, News, interfaces, way_to, ways_by_address};
 pub use listening::{Listening, listening};
 pub use memory::give_back_freed_memory;

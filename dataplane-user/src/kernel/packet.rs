@@ -60,6 +60,8 @@ pub struct Network {
     pub interfaces: BTreeMap<u32, NetworkInterface>,
     /// The networks that pods' addresses are in ([`SourceKey::PODS`]).
     pub pods: BTreeSet<SourceKey>,
+    /// The node's own addresses ([`SourceKey::HOST`]).
+    pub host: BTreeSet<SourceKey>,
     /// The rest, but for [`PacketConfig::cells`]: that is what the tables are.
     pub config: PacketConfig,
 }
@@ -155,12 +157,14 @@ impl PacketPath {
         if self.tables.config() != config {
             self.tables.set_config(config);
         }
-        let networks: BTreeSet<SourceKey> = self.tables.sources().of_pods()?;
-        for key in network.pods.difference(&networks) {
-            self.tables.sources().add(key)?;
+        let sources = self.tables.sources();
+        let wanted: BTreeSet<SourceKey> = network.pods.union(&network.host).copied().collect();
+        let networks = sources.of_node()?;
+        for key in wanted.difference(&networks) {
+            sources.add(key)?;
         }
-        for key in networks.difference(&network.pods) {
-            self.tables.sources().remove(key)?;
+        for key in networks.difference(&wanted) {
+            sources.remove(key)?;
         }
 
         let wanted = network.interfaces.values().flat_map(|i| i.masquerade);
@@ -407,7 +411,7 @@ impl PacketTables {
     }
 }
 
-/// The networks that `SOURCES` has.
+/// The networks that `SOURCES` has, by set.
 #[derive(Debug)]
 pub struct Sources {
     fd: OwnedFd,
@@ -461,14 +465,14 @@ impl Sources {
     /// The source ranges of load balancers.
     pub(super) fn of_pools(&self) -> Result<Vec<SourceKey>, Error> {
         let mut all = self.all()?;
-        all.retain(|key| key.set != SourceKey::PODS);
+        all.retain(|key| !key.is_of_node());
         Ok(all)
     }
 
-    /// The networks of pods.
-    fn of_pods(&self) -> Result<BTreeSet<SourceKey>, Error> {
+    /// The networks of pods and of the node itself.
+    fn of_node(&self) -> Result<BTreeSet<SourceKey>, Error> {
         let all = self.all()?.into_iter();
-        Ok(all.filter(|key| key.set == SourceKey::PODS).collect())
+        Ok(all.filter(SourceKey::is_of_node).collect())
     }
 
     pub(super) fn add(&self, key: &SourceKey) -> Result<(), Error> {

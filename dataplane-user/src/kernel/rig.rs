@@ -11,6 +11,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use aya::{Ebpf, maps::Map};
 use dataplane_common::{
     Addr, Reason,
     cells::{Cell, Slots},
@@ -18,6 +19,7 @@ use dataplane_common::{
     tables::{Affinity, AffinityKey, PoolStats},
     tcp::Sequences,
 };
+use zerocopy::IntoBytes as _;
 
 use super::{
     Network, PacketOptions, Tables,
@@ -47,6 +49,7 @@ pub struct Rig {
     tables: Tables,
     packet: PacketPath,
     freed: bool,
+    ways: OwnedFd,
     /// The flows.
     pub conntrack: Table,
     /// The ports of first fragments.
@@ -96,6 +99,7 @@ impl Rig {
             tables: Tables::open_pins(&pins, true)?,
             packet: PacketPath::open(&pins, &ebpf, options)?,
             freed: false,
+            ways: unpinned(&ebpf, "WAYS")?,
             conntrack: Table::open(&pins)?.ok_or_else(|| absent(&pins, "CONNTRACK"))?,
             fragments: hash(&pins, "FRAGMENTS")?,
             pins,
@@ -141,6 +145,17 @@ impl Rig {
         self.tables.affinity_table()
     }
 
+    /// Forgets the ways that the programs keep for a moment: a change of the routes shows in the next packet.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
+    pub fn forget_ways(&self) -> io::Result<()> {
+        let info = sys::map_info(self.ways.as_fd())?;
+        let nothing = vec![0; info.value_size as usize * self.tables.cpus()];
+        (0..info.max_entries)
+            .try_for_each(|at| sys::map_update(self.ways.as_fd(), at.as_bytes(), &nothing, 0))
+    }
+
     /// Runs a program on a frame, and puts what it made of it into `out`, which must have room for
     /// it. The thread must be in the network namespace of `context.ifindex`.
     ///
@@ -165,6 +180,17 @@ impl Rig {
             ns,
         })
     }
+}
+
+/// A map of the object's that is pinned nowhere.
+fn unpinned(ebpf: &Ebpf, name: &str) -> Result<OwnedFd, Error> {
+    let Some(Map::PerCpuArray(map)) = ebpf.map(name) else {
+        let what = format!("the object has no per-CPU array {name}");
+        let source = io::ErrorKind::NotFound.into();
+        return Err(Error::Io { what, source });
+    };
+    let doing = || format!("cannot keep table {name}");
+    map.fd().as_fd().try_clone_to_owned().doing(doing)
 }
 
 fn hash<K: Plain, V: Plain>(pins: &Pins, name: &str) -> Result<Hash<K, V>, Error> {

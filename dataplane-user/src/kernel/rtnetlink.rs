@@ -33,6 +33,12 @@ impl Netlink {
         })
     }
 
+    /// Has the kernel answer [`Netlink::list`] with what matches all of a question (`NETLINK_GET_STRICT_CHK`), and not
+    /// with everything of its kind.
+    pub fn filter(&self) -> io::Result<()> {
+        self.socket.set_netlink_get_strict_chk(true)
+    }
+
     /// Everything of the kind that `question` asks for.
     pub fn list(&mut self, question: &RouteNetlinkMessage) -> io::Result<Vec<RouteNetlinkMessage>> {
         for _ in ATTEMPTS {

@@ -725,13 +725,16 @@ pub struct SkbContext {
 }
 
 impl SkbContext {
+    /// How many bytes of data each segment has of a packet that is to be segmented.
+    pub const SEGMENT: u32 = 1380;
+
     /// A packet at an interface of this thread's network namespace; `segments`: how many packets
     /// it will be segmented to, 0 if it will not.
     pub fn new(ifindex: u32, segments: u32) -> Self {
         Self {
             ifindex,
             gso_segs: segments,
-            gso_size: if segments == 0 { 0 } else { 1000 },
+            gso_size: if segments == 0 { 0 } else { Self::SEGMENT },
             ..Self::default()
         }
     }

@@ -234,6 +234,11 @@ impl Tables {
         self.stats.pool(pool)
     }
 
+    /// How many values an element of a per-CPU map has.
+    pub(super) fn cpus(&self) -> usize {
+        self.cpus as usize
+    }
+
     /// Verdicts by reason, on all CPUs, indexed by [`Reason`].
     ///
     /// # Errors

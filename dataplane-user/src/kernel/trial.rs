@@ -18,7 +18,15 @@ use aya_obj::generated::{
     bpf_prog_type::{BPF_PROG_TYPE_SCHED_CLS, BPF_PROG_TYPE_SK_LOOKUP},
 };
 
-use super::sys::{self, Shape};
+use netlink_packet_route::{
+    RouteNetlinkMessage,
+    link::{LinkAttribute, LinkMessage},
+};
+
+use super::{
+    rtnetlink::Netlink,
+    sys::{self, Shape},
+};
 
 /// Helpers by number (`___BPF_FUNC_MAPPER` in `include/uapi/linux/bpf.h`).
 const MAP_LOOKUP_ELEM: i32 = 1;
@@ -202,4 +210,22 @@ pub fn set_offload(interface: &str, what: Offload, on: bool) -> io::Result<()> {
         sys::ethtool_set(interface, *command, on.into())?;
     }
     Ok(())
+}
+
+/// Lets a device of this thread's network namespace have packets of so many bytes that are yet to be segmented, of
+/// both families, to send and when it merges what it receives (`IFLA_GSO_MAX_SIZE` and so on): BIG TCP, where that is
+/// more than 64 KiB.
+///
+/// # Errors
+/// The kernel's refusal.
+pub fn set_big(interface: &str, size: u32) -> io::Result<()> {
+    let mut link = LinkMessage::default();
+    link.header.index = nix::net::if_::if_nametoindex(interface)?;
+    link.attributes = vec![
+        LinkAttribute::GsoMaxSize(size),
+        LinkAttribute::GroMaxSize(size),
+        LinkAttribute::GsoIpv4MaxSize(size),
+        LinkAttribute::GroIpv4MaxSize(size),
+    ];
+    Netlink::open()?.request(RouteNetlinkMessage::SetLink(link), 0)
 }

@@ -8,7 +8,7 @@ use dataplane_common::{
 };
 
 use super::{
-    Answer, DROP, Drawn, Input, Model, Moment, NEXT,
+    Answer, DROP, Drawn, Fit, Input, Model, Moment, NEXT,
     flows::Flow,
     read::{Fragment, Headers},
     sequences::Numbers,
@@ -77,7 +77,9 @@ impl Model<'_> {
         if to == To::Nowhere {
             return Ok(self.refuse(input, headers, Reason::NoRoute));
         }
-        if let Some(output) = self.too_big(input, headers, &to) {
+        if !headers.may_be_fragmented
+            && let Some(Fit::Told(output)) = self.too_big(input, headers, &to, false)
+        {
             return Ok(output);
         }
         if let Some(flow) = again {
@@ -101,6 +103,9 @@ impl Model<'_> {
         };
         masquerade |= headers.src == endpoint.addr;
         masquerade &= to != To::Here;
+        if masquerade && let Some(Fit::Told(output)) = self.too_big(input, headers, &to, false) {
+            return Ok(output);
+        }
         let mut reason = chosen;
         if masquerade {
             reason = Reason::Masqueraded;

@@ -17,6 +17,7 @@ pub mod write;
 
 use std::collections::BTreeSet;
 
+use dataplane::kernel::rig::SkbContext;
 use dataplane_common::{
     Protocol, Reason,
     packet::{FlowKey, Fragment as FirstFragment, FragmentKey, Tick, Translation},
@@ -26,7 +27,7 @@ use dataplane_common::{
 use crate::world::{To, Way, World};
 use begin::is_nobody;
 use flows::{Flow, Known};
-use read::{Fragment, Headers, Read};
+use read::{Fragment, Headers, Limit, Read};
 use state::State;
 use write::{Complaint, Ends};
 
@@ -53,6 +54,9 @@ impl Verdict {
     }
 }
 
+/// How much data each segment has of a packet that is yet to be segmented.
+const SEGMENT: usize = SkbContext::SEGMENT as usize;
+
 /// A packet at an interface.
 #[derive(Clone, Debug)]
 pub struct Input {
@@ -73,6 +77,9 @@ pub struct Output {
     pub verdict: Verdict,
     /// The packet then; of a dropped one nobody sees it.
     pub frame: Option<Vec<u8>>,
+    /// The same without the link-layer addresses of its way, if it may be left to the kernel to write them: so now
+    /// and then the kernel learns that a neighbour is in use.
+    pub unaddressed: Option<Vec<u8>>,
 }
 
 /// What was drawn by lot: read from the tables after the program has run.
@@ -110,10 +117,12 @@ type Answer = Result<Output, String>;
 const NEXT: Output = Output {
     verdict: Verdict::Next,
     frame: None,
+    unaddressed: None,
 };
 const DROP: Output = Output {
     verdict: Verdict::Drop,
     frame: None,
+    unaddressed: None,
 };
 
 impl<'a> Model<'a> {
@@ -185,7 +194,7 @@ impl<'a> Model<'a> {
         if to != interface.mac && (to[0] & 1 != 0 || !interface.pod) {
             return Ok(NEXT);
         }
-        match read::frame(&input.frame) {
+        match read::frame(&input.frame, input.segmented) {
             Read::Other => Ok(NEXT),
             Read::Icmp(headers) => Ok(self.error(input, &headers, at)),
             Read::Flow(headers) if has_flags(&headers) => self.arrived(input, headers, at, drawn),
@@ -197,7 +206,7 @@ impl<'a> Model<'a> {
     }
 
     fn egress(&mut self, input: &Input, at: Moment) -> Output {
-        match read::frame(&input.frame) {
+        match read::frame(&input.frame, input.segmented) {
             Read::Icmp(headers) => self.error(input, &headers, at),
             Read::Flow(mut headers) if has_flags(&headers) => {
                 if !self.follow(&mut headers) {
@@ -305,15 +314,21 @@ impl<'a> Model<'a> {
         self.begin(input, &headers, again, at, drawn)
     }
 
-    fn too_big(&mut self, input: &Input, headers: &Headers, to: &To) -> Option<Output> {
+    /// What becomes of a packet that is too long for its way. Without "don't fragment" the stack sends it in fragments,
+    /// if it takes it in; what has one of the node's own addresses as its source it does not.
+    fn too_big(&mut self, input: &Input, headers: &Headers, to: &To, stack: bool) -> Option<Fit> {
         let To::Onward(Way { mtu, .. }) = to else {
             return None;
         };
-        if input.segmented || headers.length() <= usize::from(*mtu) {
+        if !is_longer(input, headers, *mtu) {
             return None;
         }
+        if headers.may_be_fragmented && stack {
+            return Some(Fit::Fragments);
+        }
         self.count(Reason::TooBig);
-        Some(complain(input, headers, Complaint::TooBig(*mtu)))
+        let told = complain(input, headers, Complaint::TooBig(*mtu));
+        Some(Fit::Told(told))
     }
 
     /// A packet of a known flow.
@@ -323,11 +338,15 @@ impl<'a> Model<'a> {
             self.count(Reason::NoRoute);
             return DROP;
         }
-        self.too_big(input, headers, &to)
-            .unwrap_or_else(|| self.deliver(input, headers, ends, &to))
+        self.deliver(input, headers, ends, &to)
     }
 
     fn deliver(&mut self, input: &Input, headers: &Headers, ends: &Ends, to: &To) -> Output {
+        match self.too_big(input, headers, to, ends.src == headers.src) {
+            Some(Fit::Told(output)) => return output,
+            Some(Fit::Fragments) => return up(input, headers, ends),
+            None => {}
+        }
         let To::Onward(way) = to else {
             return up(input, headers, ends);
         };
@@ -341,13 +360,17 @@ impl<'a> Model<'a> {
 
     fn send(&self, mut frame: Vec<u8>, way: &Way) -> Output {
         let interface = &self.world.interfaces[&way.ifindex];
+        let mut unaddressed = None;
         // Otherwise the kernel finds the neighbour, and writes its address, on the way out.
         if let Some(neighbour) = way.neighbour {
+            // Into a pod packets go past the neighbours.
+            unaddressed = (!interface.pod).then(|| frame.clone());
             write::link(&mut frame, neighbour, interface.mac);
         }
         Output {
             verdict: Verdict::Redirect,
             frame: Some(frame),
+            unaddressed,
         }
     }
 
@@ -384,9 +407,9 @@ impl<'a> Model<'a> {
             return NEXT;
         }
         let quoted = if outer.v4 {
-            read::v4(packet, outer.l4 + 8, None)
+            read::v4(packet, outer.l4 + 8, Limit::None)
         } else {
-            read::v6(packet, outer.l4 + 8, None)
+            read::v6(packet, outer.l4 + 8, Limit::None)
         };
         let Some(Read::Flow(quoted)) = quoted else {
             return NEXT;
@@ -424,9 +447,7 @@ impl<'a> Model<'a> {
         if !input.leaves {
             match self.world.way(outer.src, ends.dst, input.ifindex).0 {
                 To::Here => {}
-                To::Onward(way)
-                    if hops > 1 && (input.segmented || outer.length() <= usize::from(way.mtu)) =>
-                {
+                To::Onward(way) if hops > 1 && !is_longer(input, outer, way.mtu) => {
                     hops -= 1;
                     onward = Some(way);
                 }
@@ -443,9 +464,24 @@ impl<'a> Model<'a> {
             None => Output {
                 verdict: Verdict::Next,
                 frame: Some(frame),
+                unaddressed: None,
             },
         }
     }
+}
+
+/// How a packet is sent on that is too long for its way.
+enum Fit {
+    /// By the stack.
+    Fragments,
+    /// Not at all: its sender is told.
+    Told(Output),
+}
+
+/// Whether a packet, or a segment of it, is longer than this.
+fn is_longer(input: &Input, headers: &Headers, mtu: u16) -> bool {
+    let segments_of = input.segmented.then_some(SEGMENT);
+    headers.longest(&input.frame, segments_of) > usize::from(mtu)
 }
 
 /// Translated, and up the stack.
@@ -454,17 +490,19 @@ fn up(input: &Input, headers: &Headers, ends: &Ends) -> Output {
     Output {
         verdict: Verdict::Next,
         frame: Some(write::translated(&input.frame, headers, ends, hops)),
+        unaddressed: None,
     }
 }
 
 /// Tells whoever sent a packet what is wrong with it, if that can be told.
 fn complain(input: &Input, headers: &Headers, complaint: Complaint) -> Output {
-    if input.segmented || !headers.is_plain() {
+    if !headers.is_plain() {
         return DROP;
     }
     Output {
         verdict: Verdict::Redirect,
         frame: Some(write::complaint(&input.frame, headers, complaint)),
+        unaddressed: None,
     }
 }
 

@@ -45,6 +45,8 @@ pub struct Headers {
     pub fragment: Fragment,
     pub identification: [u8; 4],
     pub hops: u8,
+    /// Whether a router may send it on in fragments: IPv4 without "don't fragment".
+    pub may_be_fragmented: bool,
     /// TCP's flags, if they are there.
     pub flags: Option<u8>,
     /// The sequence number behind a segment's data, and the one that it acknowledges.
@@ -79,6 +81,16 @@ impl Headers {
         self.end - self.l3
     }
 
+    /// The length of the longest packet that it becomes on the wire, if it is yet to be segmented, with so much data
+    /// in each; else its own.
+    pub fn longest(&self, bytes: &[u8], segments_of: Option<usize>) -> usize {
+        let transport = match self.protocol {
+            protocol::TCP => usize::from(bytes.get(self.l4 + 12).unwrap_or(&0) >> 4) * 4,
+            _ => 8,
+        };
+        segments_of.map_or(self.length(), |size| self.l4 - self.l3 + transport + size)
+    }
+
     /// Whether it can be answered by an ICMP error: no later fragment, and nothing unusual between
     /// the IP header and what it carries (IPv6's fragment header is usual, of UDP).
     pub fn is_plain(&self) -> bool {
@@ -96,23 +108,60 @@ fn word(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_be_bytes(bytes.get(at..at + 2)?.try_into().ok()?))
 }
 
-/// Reads a frame.
-pub fn frame(bytes: &[u8]) -> Read {
-    match word(bytes, 12) {
-        Some(0x0800) => v4(bytes, LINK, Some(bytes.len())).unwrap_or(Read::Malformed),
-        Some(0x86dd) => v6(bytes, LINK, Some(bytes.len())).unwrap_or(Read::Malformed),
-        _ => Read::Other,
+/// Reads a frame. `segmented`: it is yet to be, and so may be longer than its header can tell.
+pub fn frame(bytes: &[u8], segmented: bool) -> Read {
+    let limit = Limit::Frame {
+        end: bytes.len(),
+        segmented,
+    };
+    let read = match word(bytes, 12) {
+        Some(0x0800) => v4(bytes, LINK, limit),
+        Some(0x86dd) => v6(bytes, LINK, limit),
+        _ => Some(Read::Other),
+    };
+    read.unwrap_or(Read::Malformed)
+}
+
+/// Where a packet must have ended.
+#[derive(Clone, Copy, Debug)]
+pub enum Limit {
+    /// Where the frame does, of which it is all; whether it is yet to be segmented.
+    Frame { end: usize, segmented: bool },
+    /// Anywhere: an ICMP error quotes its beginning.
+    None,
+}
+
+impl Limit {
+    /// Where a packet ends whose header says that it has no length: BIG TCP.
+    fn end_of_big(self) -> Option<usize> {
+        match self {
+            Self::Frame {
+                end,
+                segmented: true,
+            } => Some(end),
+            _ => None,
+        }
+    }
+
+    fn allows(self, last: usize) -> bool {
+        match self {
+            Self::Frame { end, .. } => last <= end,
+            Self::None => true,
+        }
     }
 }
 
-/// Reads an IPv4 packet at `l3`. `limit`: where the packet must have ended; `None` for one that an
-/// ICMP error quotes, of which only the beginning is there. `None` if its headers are not all there.
-pub fn v4(bytes: &[u8], l3: usize, limit: Option<usize>) -> Option<Read> {
+/// Reads an IPv4 packet at `l3`. `None` if its headers are not all there.
+pub fn v4(bytes: &[u8], l3: usize, limit: Limit) -> Option<Read> {
     let header = bytes.get(l3..l3 + 20)?;
     let header_length = usize::from(header[0] & 15) * 4;
-    let end = l3 + usize::from(word(header, 2)?);
+    let big = limit.end_of_big().filter(|_| header[2..4] == [0, 0]);
+    let end = big.unwrap_or(l3 + usize::from(word(header, 2)?));
     let l4 = l3 + header_length;
-    if header[0] >> 4 != 4 || header_length < 20 || end < l4 || limit.is_some_and(|l| end > l) {
+    if header[0] >> 4 != 4 || header_length < 20 || end < l4 || !limit.allows(end) {
+        return None;
+    }
+    if big.is_some() && header[9] != protocol::TCP {
         return None;
     }
     let fragment = word(header, 6)?;
@@ -132,6 +181,7 @@ pub fn v4(bytes: &[u8], l3: usize, limit: Option<usize>) -> Option<Read> {
         },
         identification: [header[4], header[5], 0, 0],
         hops: header[8],
+        may_be_fragmented: fragment & 0x4000 == 0,
         flags: None,
         numbers: None,
     };
@@ -139,12 +189,13 @@ pub fn v4(bytes: &[u8], l3: usize, limit: Option<usize>) -> Option<Read> {
 }
 
 /// Likewise IPv6.
-pub fn v6(bytes: &[u8], l3: usize, limit: Option<usize>) -> Option<Read> {
+pub fn v6(bytes: &[u8], l3: usize, limit: Limit) -> Option<Read> {
     let header = bytes.get(l3..l3 + 40)?;
     let payload = usize::from(word(header, 4)?);
-    let end = l3 + 40 + payload;
+    let big = limit.end_of_big().filter(|_| payload == 0);
+    let end = big.unwrap_or(l3 + 40 + payload);
     // No payload: nothing, or a jumbogram, which no link here carries.
-    if header[0] >> 4 != 6 || payload == 0 || limit.is_some_and(|limit| end > limit) {
+    if header[0] >> 4 != 6 || (payload == 0 && big.is_none()) || !limit.allows(end) {
         return None;
     }
     let address = |at: usize| Some(Addr::from_v6(header[at..at + 16].try_into().ok()?));
@@ -160,6 +211,7 @@ pub fn v6(bytes: &[u8], l3: usize, limit: Option<usize>) -> Option<Read> {
         fragment: Fragment::Whole,
         identification: [0; 4],
         hops: header[7],
+        may_be_fragmented: false,
         flags: None,
         numbers: None,
     };
@@ -193,7 +245,7 @@ pub fn v6(bytes: &[u8], l3: usize, limit: Option<usize>) -> Option<Read> {
             _ => break,
         }
     }
-    if headers.l4 > end {
+    if headers.l4 > end || (big.is_some() && headers.protocol != protocol::TCP) {
         return None;
     }
     transport(bytes, headers, protocol::ICMP6)

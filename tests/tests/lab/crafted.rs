@@ -41,6 +41,8 @@ enum Then {
     Dropped,
     /// This, sent on or back.
     Sent(Vec<u8>),
+    /// The first, sent on; or the second, which leaves the link-layer addresses to the kernel.
+    Either(Vec<u8>, Vec<u8>),
     /// This, up the stack.
     Up(Vec<u8>),
 }
@@ -114,14 +116,22 @@ fn sent(scene: &Scene, at: &str, out: &str, packet: &Packet) -> Then {
     let mut packet = packet.clone();
     let (at, mac) = scene.world.interface(at);
     let (src, dst) = (Addr::from(packet.src), Addr::from(packet.dst));
-    packet.link = match scene.world.way(src, dst, at).0 {
-        To::Onward(world::Way {
-            neighbour: Some(to),
-            ..
-        }) => [to, scene.world.interface(out).1],
-        _ => [mac, SENDER],
+    packet.link = [mac, SENDER];
+    let unaddressed = packet.frame();
+    let To::Onward(world::Way {
+        neighbour: Some(to),
+        ifindex,
+        ..
+    }) = scene.world.way(src, dst, at).0
+    else {
+        return Then::Sent(unaddressed);
     };
-    Then::Sent(packet.frame())
+    packet.link = [to, scene.world.interface(out).1];
+    if scene.world.interfaces[&ifindex].pod {
+        Then::Sent(packet.frame())
+    } else {
+        Then::Either(packet.frame(), unaddressed)
+    }
 }
 
 /// Has a frame arrive (or leave), and wants this to become of it, for these reasons.
@@ -139,10 +149,13 @@ fn check(
     let wanted = match then {
         Then::Alone => Some((Verdict::Next, &input)),
         Then::Dropped => None,
-        Then::Sent(frame) => Some((Verdict::Redirect, frame)),
+        Then::Either(_, frame) if output.frame.as_ref() == Some(frame) => {
+            Some((Verdict::Redirect, frame))
+        }
+        Then::Sent(frame) | Then::Either(frame, _) => Some((Verdict::Redirect, frame)),
         Then::Up(frame) => Some((Verdict::Next, frame)),
     };
-    let Output { verdict, frame } = &output;
+    let Output { verdict, frame, .. } = &output;
     let same = match wanted {
         None => *verdict == Verdict::Drop,
         Some((wanted, bytes)) => *verdict == wanted && frame.as_ref() == Some(bytes),

@@ -68,6 +68,7 @@ mod topology;
 mod two_vips;
 mod upgrade;
 mod verifier;
+mod ways;
 
 mod differential;
 mod kube_proxy;
@@ -174,6 +175,7 @@ fn main() -> ExitCode {
         nodeport::SCENARIOS,
         host_ports::SCENARIOS,
         routes::SCENARIOS,
+        ways::SCENARIOS,
         kube_proxy::SCENARIOS,
         many_flows::SCENARIOS,
         differential::RECORDED,

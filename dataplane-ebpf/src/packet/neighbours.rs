@@ -1,0 +1,43 @@
+//! Which next hops the kernel is to look after.
+//!
+//! A packet that is sent with the link-layer address from the kernel's table of neighbours does not tell the
+//! kernel that the neighbour is in use. So a stale entry stays stale: nobody asks whether the neighbour still
+//! has this address. Now and then a packet is therefore left to the kernel (`bpf_redirect_neigh`), which sends
+//! it as one of its own, and asks the neighbour if the entry is stale (`neigh_event_send` in
+//! `include/net/neighbour.h`).
+
+use aya_ebpf::helpers::generated::bpf_jiffies64;
+
+use super::route::{INET, Route};
+use crate::tables::NEIGHBOURS;
+
+/// How many next hops are remembered, by a hash: a power of two.
+pub const NEIGHBOURS_KEPT: usize = 256;
+
+/// Whether the next packet by this next hop is to be left to the kernel: on each CPU the first in 256 jiffies,
+/// a quarter of a second to 2.6 s.
+#[inline(always)]
+pub fn is_due(route: &Route) -> bool {
+    let [mut hop, b, c, d] = route.next_hop;
+    if route.family != u32::from(INET) {
+        hop ^= b ^ c ^ d;
+    }
+    let key = u64::from(hop) << 32 | u64::from(route.ifindex);
+    // As `VipPlace::of`.
+    let hash = (key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) as u32;
+    let Some(last) = NEIGHBOURS.get_ptr_mut(hash % NEIGHBOURS_KEPT as u32) else {
+        return false;
+    };
+    // SAFETY: the helper has no preconditions.
+    let jiffies = unsafe { bpf_jiffies64() };
+    // With some bits of the hash that did not choose the place: two next hops with one place are told apart.
+    let now = ((jiffies >> 8) as u32) << 12 | hash >> 20;
+    // SAFETY: this CPU's own four bytes.
+    unsafe {
+        if *last == now {
+            return false;
+        }
+        *last = now;
+    }
+    true
+}

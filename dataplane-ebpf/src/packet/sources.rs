@@ -1,0 +1,26 @@
+//! Sets of networks: who may use a load balancer, who is a pod, what is the node itself.
+
+use aya_ebpf::btf_maps::lpm_trie::Key;
+use dataplane_common::{Addr, packet::SourceKey};
+
+use crate::tables::{SOURCES, Source};
+
+/// Whether a set contains an address.
+#[inline(always)]
+pub fn contains(set: u32, addr: Addr) -> bool {
+    let key = SourceKey::host(set, addr);
+    let key = Key::new(
+        key.prefix,
+        Source {
+            set: key.set,
+            addr: key.addr,
+        },
+    );
+    SOURCES.get(&key).is_some()
+}
+
+/// Whether the node's routes say that an address is its own. (Not inlined: the key's stack is given back.)
+#[inline(never)]
+pub fn is_host(addr: &Addr) -> bool {
+    contains(SourceKey::HOST, *addr)
+}
