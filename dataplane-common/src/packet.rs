@@ -398,7 +398,41 @@ layout! {
         pub cells: u32,
         /// Zero.
         pub reserved: u32,
+        /// How many ICMP errors may be sent.
+        pub errors: ErrorLimits,
     }
+
+    /// How many ICMP errors the programs may send: what the kernel's own limits are, by its sysctls.
+    #[repr(C)]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+    pub struct ErrorLimits {
+        /// Which kinds of errors are limited: [`ErrorLimits::UNREACHABLE_V4`] and so on.
+        pub kinds: u32,
+        /// One error in so many milliseconds to each IPv4 address (`net.ipv4.icmp_ratelimit`), after a first
+        /// [`ErrorLimits::BURST`]; 0: any number.
+        pub v4_ms: u32,
+        /// The same for IPv6 (`net.ipv6.icmp.ratelimit`).
+        pub v6_ms: u32,
+        /// Errors in a second to all addresses (`net.ipv4.icmp_msgs_per_sec`, which is for both families).
+        pub per_second: u32,
+        /// How many more at once (`net.ipv4.icmp_msgs_burst`).
+        pub burst: u32,
+        /// Zero.
+        pub reserved: u32,
+    }
+}
+
+impl ErrorLimits {
+    /// Destination unreachable, as refusals are (`net.ipv4.icmp_ratemask`).
+    pub const UNREACHABLE_V4: u32 = 1;
+    /// Time exceeded.
+    pub const EXCEEDED_V4: u32 = 2;
+    /// The same for ICMPv6 (`net.ipv6.icmp.ratemask`).
+    pub const UNREACHABLE_V6: u32 = 4;
+    /// The same for ICMPv6.
+    pub const EXCEEDED_V6: u32 = 8;
+    /// How many errors one address gets at once (`XRLIM_BURST_FACTOR` in `net/ipv4/inetpeer.c`).
+    pub const BURST: u32 = 6;
 }
 
 impl PacketConfig {
@@ -413,6 +447,8 @@ impl PacketConfig {
     /// Which way a packet goes does not depend on its ports: no rule asks for them, and none of several
     /// paths is chosen by them.
     pub const WAYS_BY_ADDRESS: u32 = 8;
+    /// A program may be preempted by another on its CPU, in its middle (`PREEMPT_RT`).
+    pub const PREEMPTIBLE: u32 = 1 << 15;
     /// The first port that masqueraded flows are given, host byte order.
     pub const FIRST_PORT: u16 = 1024;
     /// Node ports as Kubernetes gives them, unless told otherwise (`--service-node-port-range`), host byte
@@ -427,8 +463,21 @@ impl PacketConfig {
     }
 }
 
+/// A bucket of tokens: the time at which it was empty, if tokens come one in `interval`. Answers that time after
+/// one more is taken `now`; `None` if there is none. It holds `burst` tokens (`inet_peer_xrlim_allow` in
+/// `net/ipv4/inetpeer.c`).
+#[inline(always)]
+pub const fn take_token(empty_at: u64, now: u64, interval: u64, burst: u32) -> Option<u64> {
+    let full = now.saturating_sub(interval * burst as u64);
+    let empty_at = if empty_at > full { empty_at } else { full };
+    let taken = empty_at + interval;
+    if taken > now { None } else { Some(taken) }
+}
+
 /// How many interfaces `IFACES` has room for.
 pub const IFACES: u32 = 4096;
+/// How many addresses are known that ICMP errors were sent to lately.
+pub const ERROR_BUCKETS: u32 = 4096;
 /// How many networks `SOURCES` has room for.
 pub const SOURCES: u32 = 1 << 20;
 /// How many addresses `NODE_ADDRS` has room for; element 0 is never one.
@@ -443,11 +492,30 @@ const _: () = assert!(size_of::<SourceKey>() == 24);
 const _: () = assert!(size_of::<FlowKey>() == 40 && size_of::<Translation>() == 24);
 const _: () = assert!(size_of::<PortKey>() == 24);
 const _: () = assert!(size_of::<FragmentKey>() == 40 && size_of::<Fragment>() == 4);
-const _: () = assert!(size_of::<PacketConfig>() == 16);
+const _: () = assert!(size_of::<PacketConfig>() == 40);
+const _: () = assert!(size_of::<ErrorLimits>() == 24);
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn tokens_come_back_one_by_one() {
+        const SECOND: u64 = 1_000_000_000;
+        let mut empty_at = 0;
+        let mut take = |now| {
+            let after = take_token(empty_at, now, SECOND, 6);
+            empty_at = after.unwrap_or(empty_at);
+            after.is_some()
+        };
+        let now = 1000 * SECOND;
+        assert_eq!((0..10).filter(|_| take(now)).count(), 6, "all at once");
+        assert!(!take(now + SECOND - 1));
+        assert!(take(now + SECOND) && !take(now + SECOND), "one a second");
+        let later = now + 60 * SECOND;
+        assert_eq!((0..10).filter(|_| take(later)).count(), 6, "no more");
+        assert!(!take(later - SECOND), "another CPU is behind");
+    }
 
     #[test]
     fn ticks_wrap() {

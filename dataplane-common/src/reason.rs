@@ -124,6 +124,10 @@ reasons! {
     PortTaken = 39, "port-taken", "the client has a connection to this endpoint from the same port by way of a service; refused";
     /// The packet path: a flow that is not over went, since all cells, or slots, of a new one were taken.
     FlowPushedOut = 40, "flow-pushed-out", "too little room in conntrack: a flow that was not over was forgotten for a new one";
+    /// The packet path: an ICMP error, such as a refusal, was not sent.
+    ErrorLimited = 41, "error-limited", "an ICMP error was not sent: the limits of net.ipv4.icmp_ratelimit, net.ipv6.icmp.ratelimit or net.ipv4.icmp_msgs_per_sec";
+    /// The packet path, with `PREEMPT_RT`: more programs were preempted on a CPU than there are places for.
+    Preempted = 42, "preempted", "too many programs were preempted on one CPU (PREEMPT_RT); dropped";
 }
 
 impl Reason {

@@ -8,7 +8,7 @@
 use crate::packet::{
     neighbours::NEIGHBOURS_KEPT,
     route::{WAYS_KEPT, Way},
-    scratch::Scratch,
+    scratch::{SCRATCHES, Scratch},
 };
 use aya_ebpf::{
     bindings::{BPF_F_INNER_MAP, BPF_F_MMAPABLE, BPF_F_NO_PREALLOC},
@@ -27,8 +27,8 @@ use dataplane_common::{
     },
     cells::{Cell, Slots, cells_for},
     packet::{
-        DEFAULT_FLOWS, FRAGMENTS as FRAGMENTS_CAPACITY, Fragment, FragmentKey, Iface,
-        NODE_ADDRS as NODE_ADDRS_CAPACITY, PacketConfig,
+        DEFAULT_FLOWS, ERROR_BUCKETS, FRAGMENTS as FRAGMENTS_CAPACITY, Fragment, FragmentKey,
+        Iface, NODE_ADDRS as NODE_ADDRS_CAPACITY, PacketConfig,
     },
     tables::{
         Affinity, AffinityKey, Config, Endpoint, Frontend, FrontendKey,
@@ -128,13 +128,19 @@ pub static FRAGMENTS: LruHashMap<FragmentKey, Fragment, { FRAGMENTS_CAPACITY as 
     LruHashMap::new();
 
 #[btf_map]
-pub static SCRATCH: PerCpuArray<Scratch, 1> = PerCpuArray::new();
+pub static SCRATCH: PerCpuArray<Scratch, SCRATCHES> = PerCpuArray::new();
 
 #[btf_map]
 pub static WAYS: PerCpuArray<Way, WAYS_KEPT> = PerCpuArray::new();
 
 #[btf_map]
 pub static NEIGHBOURS: PerCpuArray<u32, NEIGHBOURS_KEPT> = PerCpuArray::new();
+
+#[btf_map]
+pub static ERRORS: LruHashMap<Addr, u64, { ERROR_BUCKETS as usize }> = LruHashMap::new();
+
+#[btf_map]
+pub static ALL_ERRORS: Array<u64, 1> = Array::new();
 
 // Mesh capture: `dataplane_common::capture`. Elements are made as they come: a node without a mesh
 // pays for none.

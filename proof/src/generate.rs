@@ -88,8 +88,13 @@ pub fn config(seed: u64) -> PacketConfig {
     } else {
         EPHEMERAL
     };
+    let preemptible = if rng.random() {
+        PacketConfig::PREEMPTIBLE
+    } else {
+        0
+    };
     PacketConfig {
-        flags: rng.random_range(0..16),
+        flags: rng.random_range(0..16) | preemptible,
         ephemeral_first: *range.start(),
         ephemeral_last: *range.end(),
         ..PacketConfig::default()

@@ -30,6 +30,9 @@ fn sysctls(role: Role) -> Vec<(&'static str, &'static str)> {
         // Inherited from the machine otherwise.
         ("ipv4/conf/all/rp_filter", "0"),
         ("ipv4/conf/default/rp_filter", "0"),
+        // Scenarios refuse a client more often than it would be told otherwise.
+        ("ipv4/icmp_ratelimit", "0"),
+        ("ipv6/icmp/ratelimit", "0"),
     ];
     match role {
         Role::Node => {

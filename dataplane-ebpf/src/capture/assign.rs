@@ -54,9 +54,16 @@ pub fn run(ctx: &TcContext) -> i32 {
         return LEAVE_ALONE;
     }
     let Some(s) = scratch() else {
-        return LEAVE_ALONE;
+        return DROP;
     };
-    let packet = &mut s.packet;
+    let action = arrived(skb, &mut s.packet);
+    s.leave();
+    action
+}
+
+/// The same, with a place for its headers.
+#[inline(always)]
+fn arrived(skb: Skb, packet: &mut Packet) -> i32 {
     let outcome = packet.read(skb, route::link_length(skb.ifindex()));
     // Fragments of TCP nobody sends who finds out how large packets may be.
     if outcome != FLOW || !packet.is_tcp() || packet.fragment != WHOLE {

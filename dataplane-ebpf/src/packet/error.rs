@@ -1,10 +1,13 @@
 //! ICMP errors that this node sends: built from the packet that they answer, in its place.
 
+use dataplane_common::{Reason, packet::ErrorLimits};
+
 use super::{
-    DROP,
+    DROP, limits,
     parse::{FIRST, LATER, Packet},
     skb::{Skb, fold16},
 };
+use crate::select::count;
 
 /// What is wrong with a packet.
 #[repr(C)]
@@ -15,6 +18,9 @@ pub struct Complaint {
     v6: [u8; 2],
     /// The MTU of the way on; 0 of others.
     mtu: u32,
+    /// Which of [`ErrorLimits::kinds`] it is, for IPv4 and for IPv6; 0: it is never limited, as discovering the MTU of
+    /// a path depends on it.
+    limited: [u32; 2],
 }
 
 impl Complaint {
@@ -24,12 +30,14 @@ impl Complaint {
         v4: [3, 3],
         v6: [1, 4],
         mtu: 0,
+        limited: [ErrorLimits::UNREACHABLE_V4, ErrorLimits::UNREACHABLE_V6],
     };
     /// The time to live, or hop limit, ran out.
     pub const TIME_EXCEEDED: Self = Self {
         v4: [11, 0],
         v6: [3, 0],
         mtu: 0,
+        limited: [ErrorLimits::EXCEEDED_V4, ErrorLimits::EXCEEDED_V6],
     };
 
     /// Larger than the way on allows (RFC 1191, RFC 8201).
@@ -39,6 +47,7 @@ impl Complaint {
             v4: [3, 4],
             v6: [2, 0],
             mtu,
+            limited: [0; 2],
         }
     }
 }
@@ -56,30 +65,35 @@ const HOPS: u8 = 64;
 /// `net/core/filter.c`).
 #[inline(never)]
 pub fn send(skb: Skb, packet: &Packet, complaint: Complaint) -> i32 {
-    if packet.fragment == LATER {
+    let network = packet.l4 - packet.l3;
+    let plain = if packet.is_v4() {
+        20
+    } else if packet.fragment == FIRST && !packet.is_tcp() {
+        48
+    } else {
+        40
+    };
+    if packet.fragment == LATER || network != plain {
+        return DROP;
+    }
+    let [v4, v6] = complaint.limited;
+    let kind = if packet.is_v4() { v4 } else { v6 };
+    if kind != 0 && !limits::allow(&packet.key.src, kind) {
+        count(Reason::ErrorLimited);
         return DROP;
     }
     if packet.is_v4() {
-        if packet.l4 != packet.l3 + 20 {
-            return DROP;
-        }
         if packet.is_tcp() {
             send_v4::<{ (20 + TCP) / 4 }>(skb, packet, complaint)
         } else {
             send_v4::<{ (20 + UDP) / 4 }>(skb, packet, complaint)
         }
+    } else if network == 48 {
+        send_v6::<{ (48 + UDP) / 4 }>(skb, packet, complaint)
+    } else if packet.is_tcp() {
+        send_v6::<{ (40 + TCP) / 4 }>(skb, packet, complaint)
     } else {
-        if packet.fragment == FIRST && packet.l4 == packet.l3 + 48 && !packet.is_tcp() {
-            return send_v6::<{ (48 + UDP) / 4 }>(skb, packet, complaint);
-        }
-        if packet.l4 != packet.l3 + 40 {
-            return DROP;
-        }
-        if packet.is_tcp() {
-            send_v6::<{ (40 + TCP) / 4 }>(skb, packet, complaint)
-        } else {
-            send_v6::<{ (40 + UDP) / 4 }>(skb, packet, complaint)
-        }
+        send_v6::<{ (40 + UDP) / 4 }>(skb, packet, complaint)
     }
 }
 

@@ -15,6 +15,7 @@ pub mod error;
 pub mod events;
 mod fragments;
 mod icmp;
+mod limits;
 mod masquerade;
 pub mod neighbours;
 pub mod parse;
@@ -72,8 +73,16 @@ pub fn ingress(ctx: &TcContext) -> i32 {
         }
     }
     let Some(s) = scratch() else {
-        return LEAVE_ALONE;
+        return DROP;
     };
+    let action = read(skb, s);
+    s.leave();
+    action
+}
+
+/// The same, with a place for what is known of it.
+#[inline(always)]
+fn read(skb: Skb, s: &mut Scratch) -> i32 {
     let outcome = s.packet.read(skb, route::link_length(skb.ifindex()));
     if outcome == ICMP {
         return icmp::translate::<false>(skb, s, conntrack::now());
@@ -180,8 +189,16 @@ pub fn egress(ctx: &TcContext) -> i32 {
         return LEAVE_ALONE;
     }
     let Some(s) = scratch() else {
-        return LEAVE_ALONE;
+        return DROP;
     };
+    let action = leaves(skb, s);
+    s.leave();
+    action
+}
+
+/// The same, with a place for what is known of it.
+#[inline(always)]
+fn leaves(skb: Skb, s: &mut Scratch) -> i32 {
     let outcome = s.packet.read(skb, route::link_length(skb.ifindex()));
     let now = conntrack::now();
     if outcome == ICMP {

@@ -1,20 +1,38 @@
-//! Where a packet's program keeps what it knows while it runs: one place per CPU.
+//! Where a packet's program keeps what it knows while it runs: a place of its CPU's.
 //!
 //! The stack has 512 bytes, functions included. And what lies on the stack the verifier remembers
 //! by value, on every path; what lies in a table it does not, so that paths that differ in a
 //! packet's words only are one to it.
 //!
 //! No other program of ours runs on the CPU meanwhile: they all run with softirqs off
-//! (`sch_handle_ingress`, `sch_handle_egress` in `net/core/dev.c`).
+//! (`sch_handle_ingress`, `sch_handle_egress` in `net/core/dev.c`). On a kernel with `PREEMPT_RT` that only holds if
+//! softirqs being off is a lock of the CPU's (`__local_bh_disable_ip` in `kernel/softirq.c`, and since Linux 6.18
+//! `CONFIG_PREEMPT_RT_NEEDS_BH_LOCK`); without it a program may be preempted by another in its middle. So there, as
+//! the agent says ([`PacketConfig::PREEMPTIBLE`]), a program takes one of several places and gives it back.
 
-use dataplane_common::tables::{Endpoint, Frontend, Pool};
+use core::ptr::write_volatile;
+
+use dataplane_common::{
+    Reason,
+    packet::PacketConfig,
+    tables::{Endpoint, Frontend, Pool},
+};
 
 use super::{conntrack::Flow, error::Complaint, parse::Packet, rewrite::Ends, route::Route};
-use crate::tables::SCRATCH;
+use crate::{
+    atomic,
+    select::count,
+    tables::{PACKET_CONFIG, SCRATCH},
+};
+
+/// How many places a CPU has: one for each program that may have been preempted by the next.
+pub const SCRATCHES: usize = 4;
 
 /// What is known.
 #[repr(C)]
 pub struct Scratch {
+    /// Whether a program has it: 1 or 0. Nobody asks where programs are not preempted.
+    taken: u64,
     pub packet: Packet,
     /// The packet that an ICMP error quotes.
     pub quoted: Packet,
@@ -37,10 +55,37 @@ pub struct Scratch {
     pub complaint: Complaint,
 }
 
-/// This CPU's place, with whatever the last packet left there.
+impl Scratch {
+    /// Gives the place back.
+    #[inline(always)]
+    pub fn leave(&mut self) {
+        // SAFETY: a field of ours.
+        unsafe { write_volatile(&raw mut self.taken, 0) };
+    }
+}
+
+/// A place of this CPU's, with whatever the last packet left there, until [`Scratch::leave`]. `None` if all are
+/// taken: packets are dropped then, as they are wherever a queue is full.
 #[inline(always)]
 pub fn scratch() -> Option<&'static mut Scratch> {
-    let place = SCRATCH.get_ptr_mut(0)?;
-    // SAFETY: nobody else has it while this program runs: see above.
-    Some(unsafe { &mut *place })
+    let preemptible = match PACKET_CONFIG.get(0) {
+        Some(config) => config.flags & PacketConfig::PREEMPTIBLE != 0,
+        None => false,
+    };
+    if !preemptible {
+        let place = SCRATCH.get_ptr_mut(0)?;
+        // SAFETY: nobody else has it while this program runs: see above.
+        return Some(unsafe { &mut *place });
+    }
+    for index in 0..SCRATCHES as u32 {
+        let place = SCRATCH.get_ptr_mut(index)?;
+        // SAFETY: eight aligned bytes of the element's.
+        let before = unsafe { atomic::compare_exchange(&raw mut (*place).taken, 0, 1) };
+        if before == 0 {
+            // SAFETY: nobody else has it until it is given back.
+            return Some(unsafe { &mut *place });
+        }
+    }
+    count(Reason::Preempted);
+    None
 }

@@ -1,6 +1,9 @@
 //! What the packet path is told of the node's network.
 
-use dataplane_common::packet::SourceKey;
+use std::io;
+
+use dataplane_common::packet::{PacketConfig, SourceKey};
+use nix::sys::utsname::uname;
 
 use super::interfaces::PacketSettings;
 use crate::{
@@ -19,12 +22,30 @@ pub fn network(
     if settings.attach.is_none() {
         return Ok(Network::default());
     }
-    let network = settings.network(interfaces, kernel::ways_by_address());
+    let preemptible = is_preemptible()?;
+    // Ways are kept for each CPU, and no program has its CPU to itself there.
+    let by_address = !preemptible && kernel::ways_by_address();
+    let network = settings.network(interfaces, by_address);
     let mut network = network.map_err(|source| kernel::Error::Io {
         what: "cannot find out the host's ephemeral ports".to_owned(),
         source,
     })?;
+    if preemptible {
+        network.config.flags |= PacketConfig::PREEMPTIBLE;
+    }
+    network.config.errors = kernel::error_limits();
     let host = kernel::host_networks()?.into_iter();
     network.host = host.map(|net| source_key(SourceKey::HOST, &net)).collect();
     Ok(network)
+}
+
+/// Whether the kernel preempts programs in their middle: one with `PREEMPT_RT`, as it says in its version
+/// (`UTS_VERSION` in `init/Makefile`), unless softirqs being off is a lock, which it does not tell.
+fn is_preemptible() -> Result<bool, kernel::Error> {
+    let name = uname().map_err(|source| kernel::Error::Io {
+        what: "cannot ask for the kernel's version".to_owned(),
+        source: io::Error::from(source),
+    })?;
+    let version = name.version().to_string_lossy();
+    Ok(version.split_whitespace().any(|word| word == "PREEMPT_RT"))
 }

@@ -12,6 +12,7 @@ mod host_networks;
 mod interfaces;
 pub mod keep_nat;
 mod layouts;
+mod limits;
 mod listening;
 mod log;
 mod map;
@@ -55,6 +56,7 @@ pub use capture::{
 pub use error::Error;
 pub use host_networks::host_networks;
 pub use interfaces::{Interface, Link, News, interfaces, way_to, ways_by_address};
+pub use limits::error_limits;
 pub use listening::{Listening, listening};
 pub use memory::give_back_freed_memory;
 pub use monitor::Monitor;

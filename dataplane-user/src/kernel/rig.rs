@@ -50,6 +50,7 @@ pub struct Rig {
     packet: PacketPath,
     freed: bool,
     ways: OwnedFd,
+    scratch: OwnedFd,
     /// The flows.
     pub conntrack: Table,
     /// The ports of first fragments.
@@ -100,6 +101,7 @@ impl Rig {
             packet: PacketPath::open(&pins, &ebpf, options)?,
             freed: false,
             ways: unpinned(&ebpf, "WAYS")?,
+            scratch: unpinned(&ebpf, "SCRATCH")?,
             conntrack: Table::open(&pins)?.ok_or_else(|| absent(&pins, "CONNTRACK"))?,
             fragments: hash(&pins, "FRAGMENTS")?,
             pins,
@@ -154,6 +156,43 @@ impl Rig {
         let nothing = vec![0; info.value_size as usize * self.tables.cpus()];
         (0..info.max_entries)
             .try_for_each(|at| sys::map_update(self.ways.as_fd(), at.as_bytes(), &nothing, 0))
+    }
+
+    /// Takes the first places of every CPU's, as programs that were preempted in their middle have them, and gives the
+    /// others back.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
+    pub fn take_scratch(&self, places: u32) -> io::Result<()> {
+        let info = sys::map_info(self.scratch.as_fd())?;
+        let size = info.value_size.next_multiple_of(8) as usize;
+        let mut all = vec![0; size * self.tables.cpus()];
+        for at in 0..info.max_entries {
+            for place in all.chunks_mut(size) {
+                place[..8].copy_from_slice(&u64::from(at < places).to_ne_bytes());
+            }
+            sys::map_update(self.scratch.as_fd(), at.as_bytes(), &all, 0)?;
+        }
+        Ok(())
+    }
+
+    /// How many of all CPUs' places are taken.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
+    pub fn scratch_taken(&self) -> io::Result<usize> {
+        let info = sys::map_info(self.scratch.as_fd())?;
+        let size = info.value_size.next_multiple_of(8) as usize;
+        let mut all = vec![0; size * self.tables.cpus()];
+        let mut taken = 0;
+        for at in 0..info.max_entries {
+            sys::map_lookup(self.scratch.as_fd(), at.as_bytes(), &mut all)?;
+            taken += all
+                .chunks(size)
+                .filter(|place| place[..8] != [0; 8])
+                .count();
+        }
+        Ok(taken)
     }
 
     /// Runs a program on a frame, and puts what it made of it into `out`, which must have room for

@@ -7,7 +7,7 @@ use anyhow::{Context as _, Result, ensure};
 use dataplane::kernel::rig::Table;
 use dataplane_common::{
     Addr, Port, Protocol, Reason,
-    packet::{FlowKey, Tick, timeout},
+    packet::{ErrorLimits, FlowKey, PacketConfig, Tick, timeout},
 };
 use dataplane_proof::{
     Output, Verdict,
@@ -31,6 +31,8 @@ scenarios! {
     whoever_only_listens_keeps_the_flow,
     no_answer_goes_to_a_service,
     what_is_pushed_out_is_counted,
+    errors_are_limited,
+    a_program_that_was_preempted_keeps_its_place,
 }
 
 /// What becomes of a packet.
@@ -1231,6 +1233,135 @@ fn what_is_pushed_out_is_counted() -> Result<()> {
             left > 32 && pushed_out == FLOWS - left,
             "{left} are left, {pushed_out} were pushed out"
         );
+        Ok(())
+    })
+}
+
+/// Errors to one address and to all are limited as the agent says; errors that tell an MTU never are.
+fn errors_are_limited() -> Result<()> {
+    let limits = ErrorLimits {
+        kinds: ErrorLimits::UNREACHABLE_V4 | ErrorLimits::UNREACHABLE_V6 | ErrorLimits::EXCEEDED_V6,
+        // So long that none comes back while this runs.
+        v4_ms: 600_000,
+        v6_ms: 600_000,
+        per_second: 1,
+        burst: 50,
+        ..ErrorLimits::default()
+    };
+    Scene::new()?.inside(|scene| {
+        let configure = |scene: &mut Scene, errors| {
+            let config = PacketConfig {
+                errors,
+                ..plain_config()
+            };
+            scene.world.configure(&mut scene.rig, config)
+        };
+        // How many of so many packets are answered by an error, and how many are counted as not answered.
+        let told =
+            |scene: &Scene, from: End, to: End, hops: u8, packets: u32| -> Result<(u32, u32)> {
+                let mut counts = (0, 0);
+                for _ in 0..packets {
+                    let mut packet = packet(false, from, to, 0);
+                    packet.hops = hops;
+                    let (output, reasons) = scene.throw("eth0", false, &packet.frame())?;
+                    counts.0 += u32::from(output.verdict == Verdict::Redirect);
+                    counts.1 += u32::from(reasons.contains(&Reason::ErrorLimited));
+                    ensure!(
+                        (output.verdict == Verdict::Drop)
+                            == reasons.contains(&Reason::ErrorLimited),
+                        "{:?} for {reasons:?}",
+                        output.verdict
+                    );
+                }
+                Ok(counts)
+            };
+        configure(scene, limits)?;
+        for v4 in [true, false] {
+            let client = (ip(v4, OUTSIDE[0], OUTSIDE[1]), 2000);
+            let other = (ip(v4, FAR[0], FAR[1]), 2000);
+            let nobody = vip(v4, "cluster", 6);
+            let counts = told(scene, client, nobody, 64, 10)?;
+            ensure!(counts == (6, 4), "one client: {counts:?}");
+            let counts = told(scene, other, nobody, 64, 5)?;
+            ensure!(counts == (5, 0), "another client: {counts:?}");
+            let counts = told(scene, client, vip(v4, "cluster", 13), 1, 10)?;
+            let wanted = if v4 { (10, 0) } else { (0, 10) };
+            ensure!(counts == wanted, "time exceeded, IPv4 {v4}: {counts:?}");
+            let mut large = packet(false, client, vip(v4, "cluster", 13), 0);
+            large.whole = true;
+            large.payload = payload(false, [2001, 80], 0, &[7; 1400]);
+            for _ in 0..10 {
+                let (output, reasons) = scene.throw("eth0", false, &large.frame())?;
+                ensure!(
+                    output.verdict == Verdict::Redirect && reasons == [Reason::TooBig],
+                    "an MTU: {:?}, {reasons:?}",
+                    output.verdict
+                );
+            }
+        }
+        // All clients together: what others have used is gone.
+        let few = ErrorLimits {
+            burst: 3,
+            v4_ms: 0,
+            ..limits
+        };
+        configure(scene, few)?;
+        let nobody = vip(true, "cluster", 6);
+        let clients = (1..=10).map(|n| (IpAddr::from([203, 0, 113, 100 + n]), 2000));
+        let mut all = 0;
+        for client in clients {
+            all += told(scene, client, nobody, 64, 1)?.0;
+        }
+        // One comes back each second.
+        ensure!((3..10).contains(&all), "all clients: {all}");
+        configure(scene, ErrorLimits::default())?;
+        let counts = told(scene, (ip(true, OUTSIDE[0], ""), 2000), nobody, 64, 20)?;
+        ensure!(counts == (20, 0), "without limits: {counts:?}");
+        Ok(())
+    })
+}
+
+/// Where programs may be preempted, each takes a place of its own and gives it back; if none is left, the packet
+/// is dropped, and nobody's place is used twice.
+fn a_program_that_was_preempted_keeps_its_place() -> Result<()> {
+    const PLACES: u32 = 4;
+    Scene::new()?.inside(|scene| {
+        let preemptible = PacketConfig {
+            flags: plain_config().flags | PacketConfig::PREEMPTIBLE,
+            ..plain_config()
+        };
+        scene.world.configure(&mut scene.rig, preemptible)?;
+        let client = (ip(true, OUTSIDE[0], OUTSIDE[1]), 2000);
+        let frame = packet(false, client, vip(true, "node", 13), 0).frame();
+        for taken in 0..=PLACES {
+            scene.forget()?;
+            scene.rig.take_scratch(taken)?;
+            let before = scene.rig.scratch_taken()?;
+            let (output, reasons) = scene.throw("eth0", false, &frame)?;
+            let wanted = if taken == PLACES {
+                (Verdict::Drop, vec![Reason::Preempted])
+            } else {
+                (Verdict::Redirect, vec![Reason::Masqueraded])
+            };
+            ensure!(
+                (output.verdict, &reasons) == (wanted.0, &wanted.1),
+                "{taken} taken: {:?}, {reasons:?}",
+                output.verdict
+            );
+            let after = scene.rig.scratch_taken()?;
+            ensure!(after == before, "{after} are taken, not {before}");
+            let (left, _) = scene.throw("eth0", true, &frame)?;
+            ensure!(
+                (left.verdict == Verdict::Drop) == (taken == PLACES),
+                "{taken} taken, leaving: {:?}",
+                left.verdict
+            );
+        }
+        // Elsewhere nobody asks.
+        scene.world.configure(&mut scene.rig, plain_config())?;
+        scene.forget()?;
+        let (output, _) = scene.throw("eth0", false, &frame)?;
+        ensure!(output.verdict == Verdict::Redirect, "{:?}", output.verdict);
         Ok(())
     })
 }

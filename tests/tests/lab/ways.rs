@@ -37,6 +37,7 @@ scenarios! {
     segments_are_compared_to_the_mtu,
     what_may_be_fragmented_is,
     big_tcp_passes,
+    refusals_are_limited_as_the_kernel_limits_them,
 }
 
 /// Services at a cluster IP and node ports, for the virtual machine `sleep` and for `ext`.
@@ -379,4 +380,52 @@ fn longest(host: &Host, done: &AtomicBool) -> Result<usize> {
         }
         Ok(longest)
     })
+}
+
+/// The agent reads the kernel's limits, and the programs keep them: six errors at once to a client, then one a second.
+/// Without them each datagram is refused.
+fn refusals_are_limited_as_the_kernel_limits_them() -> Result<()> {
+    const DATAGRAMS: u64 = 30;
+    let lab = Cluster::lab_of_packets()?;
+    let limit = |node: &Host, value: &str| -> Result<()> {
+        node.sysctl("ipv4/icmp_ratelimit", value)?;
+        node.sysctl("ipv6/icmp/ratelimit", value)?;
+        Ok(())
+    };
+    limit(lab.node("node2"), "60000")?;
+    let cluster = Cluster::start_in(lab, &["near", "far"], services, &[])?;
+    let (node, ext) = (cluster.lab.node("node2"), cluster.lab.external("ext"));
+    let refuse = |v4: bool| -> Result<u64> {
+        let limited = cluster.verdicts(Reason::ErrorLimited)?;
+        let refused = cluster.verdicts(Reason::NoEndpoints)?;
+        for _ in 0..DATAGRAMS {
+            let socket = udp(ext, (address(ext, v4), 0))?;
+            socket.send_to(b"anybody?", (address(node, v4), 30052))?;
+        }
+        eventually(|| {
+            let counted = cluster.verdicts(Reason::NoEndpoints)? - refused;
+            ensure!(counted == DATAGRAMS, "{counted} were refused");
+            Ok(())
+        })?;
+        Ok(cluster.verdicts(Reason::ErrorLimited)? - limited)
+    };
+    for v4 in [true, false] {
+        let limited = refuse(v4)?;
+        ensure!(
+            limited == DATAGRAMS - 6,
+            "IPv4 {v4}: {limited} of {DATAGRAMS}"
+        );
+    }
+    limit(node, "0")?;
+    // Nobody tells of that: it is looked at with whatever else happens.
+    node.ip("link add other type veth peer name another")?;
+    eventually(|| {
+        let errors = PacketTables::open(cluster.agent.bpffs())?.config().errors;
+        ensure!(errors.v4_ms == 0 && errors.v6_ms == 0, "{errors:?}");
+        Ok(())
+    })?;
+    for v4 in [true, false] {
+        ensure!(refuse(v4)? == 0, "IPv4 {v4}: limited without a limit");
+    }
+    Ok(())
 }
