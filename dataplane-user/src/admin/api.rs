@@ -57,6 +57,9 @@ pub struct AgentStatus {
     /// For how many seconds a change has been waiting to be written, if that is too long (`/livez`).
     #[serde(default)]
     pub late_seconds: Option<u64>,
+    /// Whether an earlier agent left something that was served when this one started.
+    #[serde(default = "yes")]
+    pub inherited: bool,
     /// Where the services come from.
     pub source: Source,
     /// How many services there are, also those without a VIP.
@@ -81,6 +84,11 @@ pub struct AgentStatus {
     /// The flows of the packet path; none before they were counted, or without one.
     #[serde(default)]
     pub flows: Option<Flows>,
+}
+
+/// Of an agent that does not tell.
+fn yes() -> bool {
+    true
 }
 
 /// Something that the agent goes by.

@@ -60,6 +60,8 @@ pub struct State {
     /// Where the services come from.
     pub source: Source,
     learnt: Learnt,
+    /// Whether there was something in the tables at the start.
+    inherited: bool,
     /// The agent's own proxy, if there is one.
     pub proxy: OnceLock<Observer>,
     direct: Mutex<Direct>,
@@ -151,6 +153,7 @@ impl State {
         let buckets = [
             0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0,
         ];
+        let inherited = !planner.frontends().is_empty();
         Self {
             paths,
             limits,
@@ -164,6 +167,7 @@ impl State {
             flows: FlowFigures::default(),
             source,
             learnt,
+            inherited,
             proxy: OnceLock::new(),
             direct: Mutex::default(),
             manifest_errors: Counter::default(),
@@ -443,6 +447,7 @@ impl State {
             cgroup: self.learnt.cgroup.clone(),
             leaving: node.leaving.map(|why| why.text().to_owned()),
             late_seconds: self.pulse.late(Instant::now()).map(|late| late.as_secs()),
+            inherited: self.inherited,
             source: self.source(&known),
             services: known.snapshot.services.len() as u64,
             endpoints: endpoints(&known.snapshot),

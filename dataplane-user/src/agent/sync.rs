@@ -295,7 +295,8 @@ impl Sync {
     /// Logs a sync. Changes of the API come by the hundred in a second.
     fn tell(&self, writes: usize, planned: Duration, written: Duration, is_change: bool) {
         let services = self.wanted.services.len();
-        if is_change {
+        // One line for what a person did, and none for a look that found nothing.
+        if is_change || writes == 0 && self.settled {
             debug!(
                 services,
                 writes,

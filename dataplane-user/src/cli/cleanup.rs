@@ -1,6 +1,6 @@
 //! `dataplane cleanup`.
 
-use std::process::ExitCode;
+use std::{io::Write as _, process::ExitCode};
 
 use clap::Args;
 use serde::Serialize;
@@ -24,6 +24,10 @@ pub struct CleanupArgs {
     /// Only list what would be removed
     #[arg(long)]
     dry_run: bool,
+
+    /// List everything, rather than say how much there was
+    #[arg(short, long)]
+    verbose: bool,
 
     /// How to print it
     #[arg(short, long, value_enum, default_value_t)]
@@ -93,10 +97,18 @@ impl CleanupArgs {
             ]);
         }
         if table.is_empty() {
-            use std::io::Write;
             writeln!(out, "Nothing of the dataplane's in {}.", bpffs.display())?;
-        } else {
+        } else if self.verbose || self.dry_run {
             table.write(&mut out)?;
+        } else {
+            let removed = rows.iter().filter(|row| row.removed).count();
+            writeln!(
+                out,
+                "Removed {removed} pins, filters, rules and routes of the dataplane's (-v lists them)."
+            )?;
+            for row in rows.iter().filter(|row| !row.removed) {
+                writeln!(out, "{}: {}, not ours: left alone", row.path, row.what)?;
+            }
         }
         Ok(ExitCode::SUCCESS)
     }

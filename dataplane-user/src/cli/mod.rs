@@ -261,9 +261,9 @@ fn monotonic_ns() -> u64 {
 /// What is logged, after so many `--verbose`; `RUST_LOG` is finer.
 fn log_filter(verbose: u8) -> EnvFilter {
     let level = match verbose {
-        0 => "info",
-        // What libraries have to say is of use to few.
-        1 => "info,dataplane=debug",
+        // What libraries have to say is of use to few; of requests that fail we tell ourselves.
+        0 => "info,kube_client=off",
+        1 => "info,kube_client=off,dataplane=debug",
         _ => "debug,dataplane=trace",
     };
     EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level))

@@ -76,6 +76,8 @@ fn as_a_pod_with_a_token_that_changes() {
         patience(),
         |target, directory, server| {
             server.service_account(directory.path(), "secret").unwrap();
+            // As an editor leaves it.
+            fs::write(directory.path().join("token"), "secret\n").unwrap();
             target.service_account = directory.path().to_owned();
             target.server = Some(server.url());
         },
@@ -93,7 +95,7 @@ fn as_a_pod_with_a_token_that_changes() {
             .failure()
             .is_some_and(|(_, text)| text.contains("401") && text.contains("token"))
     });
-    fs::write(site.directory.path().join("token"), "newer").unwrap();
+    fs::write(site.directory.path().join("token"), "newer\n").unwrap();
     site.view(|view| endpoints(view, "web-2") == [2]);
     assert_eq!(site.lists(), [1, 1, 1]);
 }

@@ -1,15 +1,18 @@
 //! The pods of this node: their host ports, and what they and their namespaces ask of a mesh.
 
-use std::net::IpAddr;
+use std::{
+    net::IpAddr,
+    time::{Duration, Instant},
+};
 
 use dataplane::{
     model::{Layers, Place, Rules, ServiceName, WorkloadName},
-    source::kubernetes::{Kind, Scope, View},
+    source::kubernetes::{Kind, Patience, Scope, View},
 };
 use dataplane_tests::api::{Resource, objects};
 use serde_json::{Value, json};
 
-use crate::site::{NODE, Site, endpoints, has, pod, server, slice_of, web};
+use crate::site::{NODE, Site, endpoints, has, patience, pod, server, slice_of, web};
 
 /// A pod on this node with a host port.
 fn exposed(name: &str, number: u16) -> Value {
@@ -79,7 +82,7 @@ fn host_ports_come_and_go_with_their_pods() {
     site.watching();
     site.cluster().apply(exposed("late", 7));
     site.wait("the change was told", |_| events() > before + 1);
-    std::thread::sleep(std::time::Duration::from_millis(50));
+    std::thread::sleep(Duration::from_millis(50));
     assert!(site.untaken().is_none());
     // It is over, and its object stays for a while.
     let mut over = exposed("late", 7);
@@ -292,4 +295,26 @@ fn pods_that_cannot_be_read_just_now_are_waited_for() {
     assert!(site.health.failure().is_some());
     site.server.faults().withhold(None);
     site.view(|view| exposes(view, "web") == [2]);
+}
+
+#[test]
+fn what_may_not_be_read_is_done_without_when_patience_ends() {
+    let server = server(web(1, &[1]));
+    server.faults().withhold(Some((Resource::Pods, 403)));
+    let patient = Patience {
+        retry: Duration::from_millis(400),
+        retry_max: Duration::from_mins(1),
+        forbidden: Duration::from_millis(1_500),
+        ..patience()
+    };
+    let start = Instant::now();
+    let site = Site::patient(server, Scope::HostPorts, patient);
+    site.view(|view| endpoints(view, "web-1") == [1]);
+    // The attempts are at 0.4 to 0.8 s, at 1.2 to 2.4 s, and at twice that: without that one at the end of
+    // patience.
+    let took = start.elapsed();
+    assert!(
+        took >= Duration::from_millis(1_500) && took < Duration::from_millis(2_300),
+        "{took:?}"
+    );
 }

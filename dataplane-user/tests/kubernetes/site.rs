@@ -64,7 +64,12 @@ impl Site {
 
     /// Likewise, and what is in this scope.
     pub fn of(server: ApiServer, scope: Scope) -> Self {
-        Self::start(server, scope, patience(), |target, directory, server| {
+        Self::patient(server, scope, patience())
+    }
+
+    /// Likewise, with other patience.
+    pub fn patient(server: ApiServer, scope: Scope, patience: Patience) -> Self {
+        Self::start(server, scope, patience, |target, directory, server| {
             target.kubeconfig = Some(server.kubeconfig(directory.path()).unwrap());
         })
     }

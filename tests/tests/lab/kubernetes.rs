@@ -26,6 +26,7 @@ scenarios! {
     Dataplane:
     what_the_api_has_is_served,
     a_server_that_is_away_costs_no_connection,
+    a_connection_that_is_cut_without_a_word_is_noticed,
     an_agent_that_starts_while_the_server_is_away_serves_on,
     nothing_is_written_before_everything_was_listed,
     node_ports_are_answered_on_the_addresses_of_the_node_object,
@@ -226,6 +227,41 @@ fn a_server_that_is_away_costs_no_connection() -> Result<()> {
         writes.is_some_and(|writes| writes <= 6) && status["agent"]["syncs"] != before,
         "{status}"
     );
+    Ok(())
+}
+
+/// No packet says that the way to the server is gone: what a firewall does, or a machine that lost power.
+fn a_connection_that_is_cut_without_a_word_is_noticed() -> Result<()> {
+    let site = Site::start(web)?;
+    let (node, server) = (site.lab.node("node2"), site.lab.external("ext"));
+    let cut = |what: &str| -> Result<()> {
+        node.ip(&format!(
+            "rule {what} to {} blackhole pref 1",
+            server.ipv4()
+        ))?;
+        Ok(server.ip(&format!("rule {what} to {} blackhole pref 1", node.ipv4()))?)
+    };
+    let start = Instant::now();
+    cut("add")?;
+    let limit = Duration::from_secs(28);
+    loop {
+        let findings = site.findings()?;
+        if findings.contains("cannot be read") {
+            break;
+        }
+        ensure!(
+            start.elapsed() < limit,
+            "not noticed within {limit:?}: {findings}"
+        );
+        thread::sleep(Duration::from_millis(500));
+    }
+    site.reaches(&["far", "near"])?;
+    cut("del")?;
+    site.endpoints(&["near2"]);
+    let start = Instant::now();
+    while site.reaches(&["near2"]).is_err() {
+        ensure!(start.elapsed() < limit, "not read again within {limit:?}");
+    }
     Ok(())
 }
 

@@ -459,7 +459,9 @@ fn judge(agent: &AgentStatus, findings: &mut Vec<Finding>) {
         );
     }
     if agent.source.kind == "kubernetes" {
-        if let Some((severity, text)) = kubernetes(&agent.source, crate::admin::now()) {
+        if let Some((severity, text)) =
+            kubernetes(&agent.source, agent.inherited, crate::admin::now())
+        {
             add(severity, text);
         }
     } else if let Some(failure) = &agent.source.error {
@@ -491,14 +493,18 @@ const AWAY: u64 = 60;
 const STALE: u64 = 360;
 
 /// What is wrong with reading the API.
-fn kubernetes(source: &Source, now: u64) -> Option<(Severity, String)> {
+fn kubernetes(source: &Source, inherited: bool, now: u64) -> Option<(Severity, String)> {
     let age = |at: u64| now.saturating_sub(at);
     match (&source.error, source.read) {
         (Some(failure), 0) => Some((
             Severity::Error,
             format!(
-                "not everything was read from the Kubernetes API yet, so what an earlier agent \
-                 left is what is served: {}",
+                "not everything was read from the Kubernetes API yet, so {} is what is served: {}",
+                if inherited {
+                    "what an earlier agent left"
+                } else {
+                    "nothing"
+                },
                 failure.text
             ),
         )),
@@ -544,6 +550,7 @@ mod tests {
             cgroup: Learnt::default(),
             leaving: None,
             late_seconds: None,
+            inherited: true,
             source: Source {
                 kind: "manifests".to_owned(),
                 paths: Vec::new(),
@@ -644,23 +651,25 @@ mod tests {
             read: 1_000,
             error: None,
         };
-        assert_eq!(kubernetes(&source, 1_070), None);
-        assert_eq!(kubernetes(&source, 1_400).unwrap().0, Severity::Error);
+        assert_eq!(kubernetes(&source, true, 1_070), None);
+        assert_eq!(kubernetes(&source, true, 1_400).unwrap().0, Severity::Error);
         source.error = Some(Failure {
             at: 1_010,
             text: "it is away".to_owned(),
         });
-        let (severity, text) = kubernetes(&source, 1_020).unwrap();
+        let (severity, text) = kubernetes(&source, true, 1_020).unwrap();
         assert_eq!(severity, Severity::Warning);
         assert!(
             text.contains("for 10 s") && text.contains("read 20 s ago") && text.contains("it is"),
             "{text}"
         );
-        assert_eq!(kubernetes(&source, 1_100).unwrap().0, Severity::Error);
+        assert_eq!(kubernetes(&source, true, 1_100).unwrap().0, Severity::Error);
         source.read = 0;
-        let (severity, text) = kubernetes(&source, 1_020).unwrap();
+        let (severity, text) = kubernetes(&source, true, 1_020).unwrap();
         assert_eq!(severity, Severity::Error);
         assert!(text.contains("an earlier agent"), "{text}");
+        let (_, text) = kubernetes(&source, false, 1_020).unwrap();
+        assert!(text.contains("nothing is what is served"), "{text}");
     }
 
     #[test]

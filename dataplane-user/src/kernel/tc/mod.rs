@@ -153,7 +153,10 @@ impl PacketPrograms {
                     _ => &self.ingress,
                 };
                 if let Err(error) = program.attach(pins, &mut clsact, ifindex, &filters) {
-                    failed.push(error.to_string());
+                    // Pods go while we are at it, and their interfaces with them.
+                    if known_name(ifindex).is_some() {
+                        failed.push(error.to_string());
+                    }
                     break;
                 }
             }
@@ -199,7 +202,9 @@ impl CaptureProgram {
         let filters = clsact.ours()?;
         let mut failed = BTreeMap::new();
         for &ifindex in wanted {
-            if let Err(error) = self.0.attach(pins, &mut clsact, ifindex, &filters) {
+            if let Err(error) = self.0.attach(pins, &mut clsact, ifindex, &filters)
+                && known_name(ifindex).is_some()
+            {
                 failed.insert(ifindex, error.to_string());
             }
         }
@@ -463,10 +468,14 @@ fn detach(path: &Path) -> Result<(), Error> {
 
 /// An interface's name, for people; its number if it is gone.
 pub fn name(ifindex: u32) -> String {
-    nix::net::if_::if_indextoname(ifindex).map_or_else(
-        |_| format!("interface {ifindex}"),
-        |name| name.to_string_lossy().into_owned(),
-    )
+    known_name(ifindex).unwrap_or_else(|| format!("interface {ifindex}"))
+}
+
+/// An interface's name; none if it is gone. (nix's function answers an empty name then, and no error.)
+fn known_name(ifindex: u32) -> Option<String> {
+    let name = nix::net::if_::if_indextoname(ifindex).ok()?;
+    let name = name.to_string_lossy().into_owned();
+    (!name.is_empty()).then_some(name)
 }
 
 /// How one of our programs is on an interface, as the kernel says now.

@@ -1,18 +1,35 @@
 //! The way to the API server: where it is, whom it must be, and who we are.
 
-use std::{env, fs, path::PathBuf};
+use std::{env, fs, path::PathBuf, sync::Arc, time::Duration};
 
-use hyper_util::client::proxy::matcher::Matcher;
+use hyper_util::{
+    client::{
+        legacy::{self, connect::HttpConnector},
+        proxy::matcher::Matcher,
+    },
+    rt::TokioExecutor,
+};
 use kube::{
     Client, Config,
-    client::ClientBuilder,
+    client::{ClientBuilder, ConfigExt as _},
     config::{
         AuthInfo, Cluster, Context, KubeConfigOptions, Kubeconfig, KubeconfigError, NamedAuthInfo,
         NamedCluster, NamedContext,
     },
 };
 
-use super::{Patience, Scope, failure};
+use tower::{BoxError, ServiceBuilder};
+
+use super::{Patience, Scope, failure, token::TokenFile};
+
+/// How long a connection may take to be made.
+const CONNECT: Duration = Duration::from_secs(5);
+/// When nothing was heard for so long, the kernel asks whether the other side is there, and again in these
+/// intervals; and it gives a connection up on which nothing was acknowledged for so long. So one that was cut
+/// without a word ends after some 15 s.
+const KEEPALIVE: Duration = Duration::from_secs(9);
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(3);
+const UNHEARD: Duration = Duration::from_secs(12);
 
 /// Where a pod finds what it needs to talk to the API server.
 const SERVICE_ACCOUNT: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
@@ -50,6 +67,11 @@ impl Default for Target {
 }
 
 impl Target {
+    /// Whether only the environment of a pod says where it is: at the address of a service.
+    pub fn is_a_service(&self) -> bool {
+        self.kubeconfig.is_none() && self.server.is_none()
+    }
+
     /// The server as a person knows it, also if there is no way to it.
     pub fn server_text(&self) -> String {
         match (&self.server, &self.kubeconfig) {
@@ -107,6 +129,14 @@ pub enum ConnectError {
         /// As given.
         url: String,
     },
+    /// There is no token in the file that has it.
+    #[error("the token in {}: {text}", path.display())]
+    Token {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        text: String,
+    },
     /// Keys, certificates or a proxy are of no use.
     #[error("cannot make a connection: {0}")]
     Client(String),
@@ -126,6 +156,8 @@ pub struct Connection {
     pub client: Client,
     /// Its URL.
     pub server: String,
+    /// What proves who we are, if that is in a file.
+    pub token: Option<Arc<TokenFile>>,
 }
 
 impl Connector {
@@ -140,11 +172,13 @@ impl Connector {
     ///
     /// If files or variables are of no use. The server is not asked.
     pub async fn connect(&self) -> Result<Connection, ConnectError> {
-        let (kubeconfig, bundle) = match &self.target.kubeconfig {
+        let (mut kubeconfig, bundle) = match &self.target.kubeconfig {
             Some(path) => (self.kubeconfig(path)?, None),
             None => self.service_account()?,
         };
         let proxy = proxy_of(&kubeconfig);
+        let token = take_token_file(&mut kubeconfig);
+        let token = token.map(|path| Arc::new(TokenFile::new(path.into())));
         let path = self
             .target
             .kubeconfig
@@ -169,13 +203,14 @@ impl Connector {
         };
         // We have our own patience, which tells what goes wrong meanwhile.
         config.default_retry = false;
+        config.connect_timeout = Some(CONNECT);
         let server = config.cluster_url.to_string();
-        let client = ClientBuilder::try_from(config)
-            .map_err(|error| ConnectError::Client(failure::chain(&error)))?
-            .build();
+        let client =
+            client(config).map_err(|error| ConnectError::Client(failure::chain(&error)))?;
         Ok(Connection {
             client,
             server: server.trim_end_matches('/').to_owned(),
+            token,
         })
     }
 
@@ -247,6 +282,41 @@ impl Connector {
         };
         Ok((kubeconfig, (!plain).then_some(bundle)))
     }
+}
+
+/// A client. Its connections are looked after by TCP: a watch may be silent for minutes, and a connection
+/// that was cut without a word would be as silent.
+fn client(config: Config) -> kube::Result<Client> {
+    if config.proxy_url.is_some() {
+        return Ok(ClientBuilder::try_from(config)?.build());
+    }
+    let mut connector = HttpConnector::new();
+    connector.enforce_http(false);
+    connector.set_connect_timeout(Some(CONNECT));
+    connector.set_keepalive(Some(KEEPALIVE));
+    connector.set_keepalive_interval(Some(KEEPALIVE_INTERVAL));
+    connector.set_tcp_user_timeout(Some(UNHEARD));
+    let connector = config.rustls_https_connector_with_connector(connector)?;
+    let service = ServiceBuilder::new()
+        .layer(config.base_uri_layer())
+        .option_layer(config.auth_layer()?)
+        .layer(config.extra_headers_layer()?)
+        .map_err(BoxError::from)
+        .service(legacy::Client::builder(TokioExecutor::new()).build(connector));
+    Ok(Client::new(service, config.default_namespace))
+}
+
+/// Takes the file with the token out of a kubeconfig: we read it ourselves.
+fn take_token_file(kubeconfig: &mut Kubeconfig) -> Option<String> {
+    let name = kubeconfig.current_context.as_ref()?;
+    let context = kubeconfig.contexts.iter().find(|c| c.name == *name)?;
+    let user = context.context.as_ref()?.user.as_ref()?;
+    let mut users = kubeconfig.auth_infos.iter_mut();
+    let user = users.find(|u| u.name == *user)?.auth_info.as_mut()?;
+    let file = user.token_file.take()?;
+    // As kubectl has it, the file is the one that counts.
+    user.token = None;
+    Some(file)
 }
 
 /// The API server that Kubernetes tells a pod.

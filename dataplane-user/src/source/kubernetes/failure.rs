@@ -70,6 +70,11 @@ impl Failure {
         !matches!(self, Self::Refused { code, .. } if *code != 401)
     }
 
+    /// Whether the server was not reached, or is silent.
+    pub(super) fn is_of_network(&self) -> bool {
+        matches!(self, Self::Unreachable(_) | Self::Silent(_))
+    }
+
     /// How long the server wants to be left alone.
     pub(super) fn retry_after(&self) -> Option<Duration> {
         match self {

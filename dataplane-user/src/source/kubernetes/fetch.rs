@@ -1,7 +1,8 @@
 //! Requests and their answers, in pieces as they come.
 
-use std::{future::Future, time::Duration};
+use std::{future::Future, sync::LazyLock, time::Duration};
 
+use http::{HeaderValue, header};
 use http_body_util::BodyExt;
 use kube::{
     Client,
@@ -17,14 +18,22 @@ use super::{
     Failure, Kind, Patience,
     failure::{Status, chain},
     health::KindHealth,
+    token::TokenFile,
 };
 
+/// Who we are, for the server's log and its audit.
+static USER_AGENT: LazyLock<HeaderValue> = LazyLock::new(|| {
+    let (version, arch) = (env!("CARGO_PKG_VERSION"), std::env::consts::ARCH);
+    let text = format!("dataplane/{version} (linux/{arch})");
+    HeaderValue::from_str(&text).unwrap_or_else(|_| HeaderValue::from_static("dataplane"))
+});
 /// More than that of an error is of no use to anybody.
 const ERROR_MAX: usize = 64 * 1024;
 
 /// Asks the API server for objects of a kind.
 pub struct Fetch<'a> {
     pub client: &'a Client,
+    pub token: Option<&'a TokenFile>,
     pub kind: Kind,
     pub patience: Patience,
     pub health: &'a KindHealth,
@@ -61,9 +70,14 @@ impl<'a> Fetch<'a> {
         request: Result<http::Request<Vec<u8>>, kube::core::request::Error>,
     ) -> Result<Body, Failure> {
         let unreachable = |error: &dyn std::error::Error| Failure::Unreachable(chain(error));
-        let request = request
+        let mut request = request
             .map_err(|error| unreachable(&error))?
             .map(Body::from);
+        let headers = request.headers_mut();
+        headers.insert(header::USER_AGENT, USER_AGENT.clone());
+        if let Some(token) = self.token {
+            headers.insert(header::AUTHORIZATION, token.header()?);
+        }
         let answer = in_time(self.patience.answer, self.client.send(request)).await?;
         let answer = answer.map_err(|error| unreachable(&error))?;
         let code = answer.status();

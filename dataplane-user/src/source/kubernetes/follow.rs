@@ -23,6 +23,10 @@ use crate::model::Node;
 /// How long a watch may last, in seconds: each one some time in between, so that the watches of a
 /// cluster's nodes do not all end at once.
 const WATCH_SECONDS: std::ops::RangeInclusive<u32> = 230..=290;
+/// What may be wrong if the API server cannot be reached at the address that pods are told.
+const AT_A_SERVICE: &str = ". That is the address of a service (KUBERNETES_SERVICE_HOST), which nothing serves on a \
+     node whose only service proxy is this agent: give the server's own address, or that of a load balancer before \
+     it, with --api-server (apiServer in the manifests and the chart)";
 /// A watch that lasted that long was no failure, even if nothing came.
 const LASTED: Duration = Duration::from_secs(5);
 
@@ -179,7 +183,12 @@ impl Follower {
                     backoff.at_least(failure.retry_after());
                 }
             }
-            sleep(backoff.next()).await;
+            let mut rest = backoff.next();
+            if let Some(since) = forbidden.filter(|_| !step.health.is_refused()) {
+                // What can be done without is done without from then on, not from the attempt after.
+                rest = rest.min((since + self.patience.forbidden).duration_since(Instant::now()));
+            }
+            sleep(rest).await;
         }
     }
 
@@ -213,15 +222,16 @@ impl Step<'_> {
         eyes: &mut watch::Receiver<Eyes>,
         backoff: &mut Backoff,
     ) -> Ended {
-        let client = match connection {
-            Some(connection) => &connection.client,
+        let connected = match connection {
+            Some(connection) => connection,
             None => match self.follower.connector.connect().await {
-                Ok(new) => &connection.insert(new).client,
+                Ok(new) => connection.insert(new),
                 Err(error) => return Ended::Failed(error.into()),
             },
         };
         let fetch = Fetch {
-            client,
+            client: &connected.client,
+            token: connected.token.as_deref(),
             kind: self.follower.kind,
             patience: self.follower.patience,
             health: self.health,
@@ -243,7 +253,12 @@ impl Step<'_> {
             Ok(lines) => lines,
             Err(failure) => return failure.into(),
         };
-        self.health.watch();
+        if let Some(failed) = self.health.watch() {
+            info!(
+                "{}: they can be read again, after {failed} s",
+                self.follower.kind
+            );
+        }
         if self.health.refuse(false) {
             let allowed = Message::Refused(self.follower.kind, None);
             if let Err(ended) = self.send(allowed).await {
@@ -386,7 +401,10 @@ impl Step<'_> {
             Some(connection) => connection.server.clone(),
             None => self.follower.connector.target.server_text(),
         };
-        let text = failure.told(&server, doing, self.follower.kind);
+        let mut text = failure.told(&server, doing, self.follower.kind);
+        if failure.is_of_network() && self.follower.connector.target.is_a_service() {
+            text += AT_A_SERVICE;
+        }
         if self.health.fail(&text) {
             warn!("{text}");
         } else {

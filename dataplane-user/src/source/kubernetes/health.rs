@@ -127,12 +127,14 @@ impl KindHealth {
         self.listed.store(true, Ordering::Release);
     }
 
-    /// A watch begins.
-    pub(super) fn watch(&self) {
+    /// A watch begins; for how many seconds something did not work before, if so.
+    pub(super) fn watch(&self) -> Option<u64> {
         self.hear();
         self.watches.fetch_add(1, Ordering::Relaxed);
         self.watching.store(true, Ordering::Relaxed);
-        *self.failure.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        let mut failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
+        let (since, _) = failure.take()?;
+        Some(now().saturating_sub(since))
     }
 
     /// The rest is served without it, or not any more; what it was before.

@@ -18,6 +18,7 @@ mod kind;
 mod orphans;
 mod pods;
 mod store;
+mod token;
 
 pub use connect::{ConnectError, Settings, Target};
 pub use failure::Failure;
