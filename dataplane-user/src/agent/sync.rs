@@ -111,7 +111,10 @@ impl Sync {
             self.sync(None)?;
         }
         loop {
-            self.supervisor.alive();
+            // What hangs elsewhere is not made up for by this thread's being well.
+            if state.beats.stuck(Instant::now()).is_none() {
+                self.supervisor.alive();
+            }
             if self.retry.is_none() {
                 self.state.pulse.idle();
             }
