@@ -123,6 +123,38 @@ fn kustomize_adds_the_same() {
     }
 }
 
+#[test]
+fn helm_renders_the_same() {
+    let mut all = json!({ "config": { "mesh": { "rules": { "captured": true } } } });
+    for (_, values) in pairs() {
+        all.as_object_mut()
+            .unwrap()
+            .extend(values.as_object().unwrap().clone());
+    }
+    for values in [json!({}), all] {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("values.yaml");
+        fs::write(&file, values.to_string()).unwrap();
+        let mut helm = Command::new("helm");
+        helm.args(["template", "--namespace", "kube-system", "--values"])
+            .arg(&file);
+        let output = helm
+            .arg("dataplane")
+            .arg(deploy().join("helm/dataplane"))
+            .output();
+        let Ok(output) = output else {
+            println!("skipped helm_renders_the_same: there is no helm");
+            return;
+        };
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{error}");
+        let rendered = objects([str::from_utf8(&output.stdout).unwrap()]);
+        let ours = chart::render("kube-system", &values);
+        let [rendered, ours] = [rendered, ours].map(|it| meaning(without_checksum(it)));
+        assert_eq!(rendered, ours, "{values}");
+    }
+}
+
 /// A pod in the host's network that names ports keeps other pods of the node from having them, also
 /// its successor. And the agents know what they are to do.
 #[test]

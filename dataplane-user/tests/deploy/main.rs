@@ -2,7 +2,7 @@
 //! the kustomize base is, and what they say of each other is true.
 //!
 //! Base and components are rendered by `kubectl kustomize` too, where there is a kubectl. The chart is
-//! rendered by an engine for Go's templates; Helm itself is not asked.
+//! rendered by an engine for Go's templates, and by Helm too, where there is a helm.
 
 mod chart;
 mod components;

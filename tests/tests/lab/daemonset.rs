@@ -21,8 +21,11 @@ scenarios! {
 
 const DAEMON_SET: &str = include_str!("../../../deploy/kustomize/base/daemonset.yaml");
 
+const FOREIGN_PROXY: &str =
+    include_str!("../../../deploy/kustomize/foreign-proxy/kustomization.yaml");
+
 /// What the DaemonSet adds to nothing.
-fn capabilities() -> Result<Vec<String>> {
+pub fn capabilities() -> Result<Vec<String>> {
     let object: Value = serde_saphyr::from_str(DAEMON_SET)?;
     let capabilities =
         &object["spec"]["template"]["spec"]["containers"][0]["securityContext"]["capabilities"];
@@ -31,6 +34,22 @@ fn capabilities() -> Result<Vec<String>> {
     names
         .iter()
         .map(|name| Ok(name.as_str().context("a name")?.to_owned()))
+        .collect()
+}
+
+/// What kustomize's component `foreign-proxy` adds to these.
+pub fn for_foreign_proxies() -> Result<Vec<String>> {
+    let component: Value = serde_saphyr::from_str(FOREIGN_PROXY)?;
+    let patch = component["patches"][0]["patch"]
+        .as_str()
+        .context("a patch")?;
+    let changes: Vec<Value> = serde_saphyr::from_str(patch)?;
+    let added = changes.iter().filter(|change| {
+        let path = change["path"].as_str();
+        path.is_some_and(|path| path.ends_with("/capabilities/add/-"))
+    });
+    added
+        .map(|change| Ok(change["value"].as_str().context("a name")?.to_owned()))
         .collect()
 }
 

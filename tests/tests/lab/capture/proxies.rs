@@ -8,13 +8,17 @@ use dataplane_common::Reason;
 use dataplane_tests::report::Report;
 use serde_json::{Value, json};
 
-use super::{World, foreign, relay::Relay};
-use crate::cluster::{ask, eventually, fails, peer_is, reaches, refused};
+use super::{World, foreign, mesh, relay::Relay};
+use crate::{
+    cluster::{ask, eventually, fails, peer_is, reaches, refused},
+    daemonset,
+};
 
 scenarios! {
     Dataplane:
     haproxy_sees_what_it_sees_behind_open_service_meshs_rules,
     haproxy_takes_inbound_connections,
+    a_listening_proxys_socket_takes_capabilities,
     nginx_takes_both_directions_as_haproxy_does,
     our_proxy_sees_what_it_sees_behind_open_service_meshs_rules,
 }
@@ -171,6 +175,31 @@ fn haproxy_takes_inbound_connections() -> Result<()> {
     eventually(|| reaches(&one, "10.244.1.8:7", "connect", &["app"]).map(|_| ()))?;
     drop(proxy);
     Ok(())
+}
+
+/// With the DaemonSet's capabilities, and those that a component of kustomize's adds, no less: nginx is
+/// another user's process. (HAProxy begins as root's, whose descriptors may be listed.)
+fn a_listening_proxys_socket_takes_capabilities() -> Result<()> {
+    let world = World::new()?;
+    let one = world.lab.pod("one");
+    let _proxy = Relay::nginx(&world)?;
+    let mesh = mesh(foreign(), osm()).to_string();
+    let mut capabilities = daemonset::capabilities()?;
+    let start = |capabilities: &[String]| {
+        let agent = world.lab.agent("node1").in_the_nodes_cgroup();
+        let agent = agent.manifests(world.manifests.path());
+        agent
+            .args(["--mesh", &mesh])
+            .capabilities(capabilities)
+            .start()
+    };
+    for more in daemonset::for_foreign_proxies()? {
+        let _agent = start(&capabilities)?;
+        eventually(|| refused(one, "10.244.1.8:7", "connect"))?;
+        capabilities.push(more);
+    }
+    let _agent = start(&capabilities)?;
+    eventually(|| reaches(one, "10.244.1.8:7", "connect", &["app"]).map(drop))
 }
 
 /// It takes the socket's own address for the destination, as behind `TPROXY`; iptables has nothing by
