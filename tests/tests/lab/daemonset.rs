@@ -45,8 +45,8 @@ pub fn for_foreign_proxies() -> Result<Vec<String>> {
         .context("a patch")?;
     let changes: Vec<Value> = serde_saphyr::from_str(patch)?;
     let added = changes.iter().filter(|change| {
-        let path = change["path"].as_str();
-        path.is_some_and(|path| path.ends_with("/capabilities/add/-"))
+        let place = change["path"].as_str();
+        place.is_some_and(|place| place.ends_with("/capabilities/add/-"))
     });
     added
         .map(|change| Ok(change["value"].as_str().context("a name")?.to_owned()))
