@@ -65,7 +65,7 @@ source:
         "7:11: listen.health: `localhost:9101` is no ADDRESS:PORT",
         "8:10: listen.admin: 0.0.0.0:9102 is listen.healthz, too",
         "10:11: listen.colour: unknown key; expected one of admin, health, healthz, metrics, \
-         socket",
+         proxyMode, socket",
         "11:21: limits.frontends: invalid value: integer `-1`, expected a whole number from 0",
         "11:36: limits.endpoints: 0; expected a number from 1",
         "12:9: onExit: unknown variant `stop`, expected `keep` or `detach`",

@@ -41,6 +41,8 @@ pub struct Settings {
     pub health: Option<SocketAddr>,
     /// kube-proxy's `/healthz` and `/livez`.
     pub healthz: Option<SocketAddr>,
+    /// kube-proxy's `/proxyMode`.
+    pub proxy_mode: Option<SocketAddr>,
     /// What the socket has, over TCP.
     pub admin: Option<SocketAddr>,
 }
@@ -88,6 +90,7 @@ pub struct Listeners {
     metrics: Option<TcpListener>,
     health: Option<TcpListener>,
     healthz: Option<SocketAddr>,
+    proxy_mode: Option<SocketAddr>,
     admin: Option<TcpListener>,
     path: SocketFile,
 }
@@ -134,6 +137,10 @@ impl Listeners {
             health: tcp(settings.health, "health checks", "--health-addr")?,
             // Opened later, since it may be had later: kube-proxy has it until it is gone.
             healthz: settings.healthz,
+            // kube-proxy has both at one port; so has the agent if it is told to.
+            proxy_mode: settings
+                .proxy_mode
+                .filter(|at| settings.metrics != Some(*at)),
             admin: tcp(settings.admin, "the admin endpoint", "--admin-addr")?,
             path,
         })
@@ -201,6 +208,7 @@ pub async fn serve(listeners: Listeners, state: Arc<State>) -> io::Result<()> {
         metrics,
         health,
         healthz,
+        proxy_mode,
         admin,
         path: _path,
     } = listeners;
@@ -211,7 +219,7 @@ pub async fn serve(listeners: Listeners, state: Arc<State>) -> io::Result<()> {
         tcp(health, health_routes(&context)),
         tcp(admin, admin_routes(&context)),
         async {
-            load_balancers::serve(healthz, state).await;
+            load_balancers::serve(healthz, proxy_mode, state).await;
             Ok(())
         },
     )?;
@@ -229,6 +237,7 @@ fn metrics_routes(context: &Arc<Context>) -> Router {
     Router::new()
         .route("/metrics", get(get_metrics))
         .with_state(Arc::clone(context))
+        .merge(load_balancers::proxy_mode())
 }
 
 fn health_routes(context: &Arc<Context>) -> Router {
@@ -380,6 +389,7 @@ mod tests {
             metrics: None,
             health: None,
             healthz: None,
+            proxy_mode: None,
             admin: None,
         }
     }

@@ -231,13 +231,13 @@ impl Sync {
     /// can go.
     fn settle(&mut self) -> Result<(), Error> {
         self.settled = true;
-        self.attacher.ask(Job::Settle).map_err(|_| self.died())??;
+        self.attacher.ask(Job::Settle).map_err(|_| Self::died())??;
         self.supervisor.ready();
         self.tidy();
         Ok(())
     }
 
-    fn died(&self) -> Error {
+    fn died() -> Error {
         Error::Died {
             thread: "attacher",
             why: "it does not answer".to_owned(),
@@ -268,7 +268,7 @@ impl Sync {
                     self.attacher.send(Job::Served(served));
                 } else {
                     let first = self.attacher.ask(|answer| Job::First(served, answer));
-                    first.map_err(|_| self.died())?;
+                    first.map_err(|_| Self::died())?;
                 }
                 let changes = plan.writes.len();
                 self.state

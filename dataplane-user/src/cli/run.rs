@@ -373,6 +373,19 @@ struct ListenArgs {
     )]
     healthz: Listen,
 
+    /// The mode of kube-proxy that services are served like, for tools that ask it: /proxyMode
+    ///
+    /// While another process (kube-proxy) has the port, that is a warning in `dataplane status` and tried
+    /// again.
+    #[arg(
+        long = "proxy-mode-addr",
+        value_name = "ADDR",
+        env = "DATAPLANE_PROXY_MODE_ADDR",
+        hide_env_values = true,
+        default_value = "127.0.0.1:10249"
+    )]
+    proxy_mode: Listen,
+
     /// What the Unix socket shows, over TCP: /status, /services, /pools
     #[arg(
         long = "admin-addr",
@@ -496,6 +509,7 @@ impl RunArgs {
                 metrics: self.listen.metrics.0,
                 health: self.listen.health.0,
                 healthz: self.listen.healthz.0,
+                proxy_mode: self.listen.proxy_mode.0,
                 admin: self.listen.admin.0,
             },
             destroy_stale: self

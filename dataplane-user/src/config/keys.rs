@@ -66,6 +66,7 @@ impl Config {
         one("metrics-addr", listen.metrics.map(Into::into));
         one("health-addr", listen.health.map(Into::into));
         one("healthz-addr", listen.healthz.map(Into::into));
+        one("proxy-mode-addr", listen.proxy_mode.map(Into::into));
         one("admin-addr", listen.admin.map(Into::into));
         one(
             "packet-path",

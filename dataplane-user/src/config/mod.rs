@@ -192,6 +192,9 @@ pub struct Listeners {
     /// 0.0.0.0:10256.
     #[serde(skip_serializing_if = "is_default")]
     pub healthz: Option<Listen>,
+    /// What tools ask kube-proxy to find out its mode: /proxyMode. Default: 127.0.0.1:10249.
+    #[serde(skip_serializing_if = "is_default")]
+    pub proxy_mode: Option<Listen>,
     /// What the Unix socket shows, over TCP. Default: 127.0.0.1:15000.
     #[serde(skip_serializing_if = "is_default")]
     pub admin: Option<Listen>,

@@ -15,6 +15,7 @@ scenarios! {
     a_service_is_asked_about_at_its_own_port,
     each_family_has_its_own_answer,
     a_port_that_another_process_has_is_waited_for,
+    tools_learn_the_proxys_mode,
 }
 
 /// An answer: status, headers in lower case, body.
@@ -107,6 +108,13 @@ fn healthz_and_livez_answer_as_kube_proxys_do() -> Result<()> {
         Ok(())
     })?;
     ensure!(ask("livez")?.status == 200);
+    // And `status` says why, from the same fact.
+    let status = cluster.status()?;
+    let findings = status["findings"].to_string();
+    ensure!(
+        findings.contains("ToBeDeletedByClusterAutoscaler") && status["healthy"] == true,
+        "{status:#}"
+    );
     // It still says what it has.
     ensure!(get(ext, &format!("http://{addr}:30999/"))?.status == 200);
     cluster
@@ -196,6 +204,25 @@ fn each_family_has_its_own_answer() -> Result<()> {
     ensure!(get(ext, &format!("http://[{v6}]:30999/")).is_err());
     // As with kube-proxy, `0.0.0.0` is both families.
     ensure!(get(ext, &format!("http://[{v6}]:10256/healthz"))?.status == 200);
+    Ok(())
+}
+
+/// Tools ask kube-proxy for its mode on the node, and nobody can elsewhere.
+fn tools_learn_the_proxys_mode() -> Result<()> {
+    let cluster = Cluster::start(|lab| vec![web(lab, Condition::Ready, 30_999)])?;
+    let node = cluster.lab.node("node2");
+    eventually(|| {
+        let answer = get(node, "http://127.0.0.1:10249/proxyMode")?;
+        ensure!(
+            answer.status == 200 && answer.body == "nftables",
+            "{answer:?}"
+        );
+        Ok(())
+    })?;
+    let elsewhere = format!("http://{}:10249/proxyMode", node.ipv4());
+    ensure!(get(cluster.lab.external("ext"), &elsewhere).is_err());
+    let metrics = get(node, "http://127.0.0.1:15020/proxyMode")?;
+    ensure!(metrics.body == "nftables", "{metrics:?}");
     Ok(())
 }
 

@@ -21,7 +21,7 @@ use std::{
     time::Duration,
 };
 
-use axum::Router;
+use axum::{Router, routing::any};
 use tokio::{
     sync::oneshot,
     time::{Instant, sleep, sleep_until},
@@ -49,6 +49,8 @@ const HEADERS: [(&str, &str); 2] = [
 enum Topic {
     /// `/healthz` and `/livez`.
     Node,
+    /// `/proxyMode`.
+    ProxyMode,
     /// Endpoints of a service.
     Service(ServiceName),
 }
@@ -57,6 +59,7 @@ impl fmt::Display for Topic {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Node => f.write_str("/healthz and /livez"),
+            Self::ProxyMode => f.write_str("/proxyMode"),
             Self::Service(name) => write!(f, "the health check of Service {name}"),
         }
     }
@@ -70,10 +73,20 @@ struct Door {
     _close: oneshot::Sender<()>,
 }
 
-/// Opens and closes ports as services change, for ever. `healthz`: where `/healthz` is answered.
-pub async fn serve(healthz: Option<SocketAddr>, state: Arc<State>) {
+/// The mode of kube-proxy that services are served like: above all, where node ports are answered.
+const PROXY_MODE: &str = "nftables";
+
+/// What tools ask kube-proxy for.
+pub fn proxy_mode() -> Router {
+    Router::new().route("/proxyMode", any(|| async { PROXY_MODE }))
+}
+
+/// Opens and closes ports as services change, for ever. `healthz` and `proxy_mode`: where `/healthz` and
+/// `/proxyMode` are answered.
+pub async fn serve(healthz: Option<SocketAddr>, proxy_mode: Option<SocketAddr>, state: Arc<State>) {
     let mut desk = Desk {
         healthz,
+        proxy_mode,
         state: Arc::clone(&state),
         checks: Checks::default(),
         open: BTreeMap::new(),
@@ -109,6 +122,7 @@ struct Refusal {
 
 struct Desk {
     healthz: Option<SocketAddr>,
+    proxy_mode: Option<SocketAddr>,
     state: Arc<State>,
     checks: Checks,
     open: BTreeMap<SocketAddr, Door>,
@@ -172,6 +186,7 @@ impl Desk {
         let mut wanted = BTreeMap::new();
         let mut problems = Vec::new();
         wanted.extend(self.healthz.map(|at| (at, (Topic::Node, 0))));
+        wanted.extend(self.proxy_mode.map(|at| (at, (Topic::ProxyMode, 0))));
         for (name, check) in &self.checks.by_service {
             for &addr in node {
                 let count = if addr.is_ipv4() { check.v4 } else { check.v6 };
@@ -197,6 +212,7 @@ impl Desk {
         let count = Arc::new(AtomicUsize::new(count));
         let routes: Router = match &topic {
             Topic::Node => healthz::routes(&self.state),
+            Topic::ProxyMode => proxy_mode(),
             Topic::Service(name) => services::routes(&self.state, name, &count),
         };
         let (close, closed) = oneshot::channel::<()>();
