@@ -484,8 +484,11 @@ pub fn outbound<T: Rules>(
 
 /// What a decision asks besides rules, if it gets so far.
 pub trait Circumstances: Rules {
-    /// Whether the destination is an address of the workload itself.
+    /// Whether the destination is an address that the proxy has: with capture by sockets, one of the
+    /// workload itself.
     fn is_own(&self) -> bool;
+    /// Whether the destination is an address of the workload itself.
+    fn is_itself(&self) -> bool;
     /// Whether the destination is a service's, a workload's or an endpoint's.
     fn is_known(&self) -> bool;
     /// Whether somebody listens at the proxy's outbound port, at loopback in the workload's network
@@ -513,6 +516,10 @@ pub fn decide_outbound<T: Circumstances>(
     }
     if reason != Reason::Captured {
         return reason;
+    }
+    // What stays in the workload is no proxy's business: `inbound` leaves it alone, too.
+    if asked.is_itself() {
+        return Reason::ExcludedLoopback;
     }
     if enrolled.flags & Enrolled::EGRESS_DENY != 0 && !asked.is_known() {
         return Reason::EgressDenied;

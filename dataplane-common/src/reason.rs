@@ -98,7 +98,7 @@ reasons! {
     /// Capture: the proxy's own connection.
     ProxysOwn = 27, "proxys-own", "a connection of the proxy itself; not captured";
     /// Capture: the destination is loopback.
-    ExcludedLoopback = 28, "excluded-loopback", "to loopback; not captured";
+    ExcludedLoopback = 28, "excluded-loopback", "to loopback, or to an address of the workload itself; not captured";
     /// Capture: by port.
     ExcludedPort = 29, "excluded-port", "its port is excluded; not captured";
     /// Capture: by destination range.

@@ -9,8 +9,8 @@ use std::{
 
 use dataplane::{
     model::{
-        Endpoint, Hints, Node, Protocol, Service, ServiceName, ServicePort, ServiceType, Snapshot,
-        TrafficPolicy,
+        Endpoint, Hints, Identity, Node, Place, Protocol, Service, ServiceName, ServicePort,
+        ServiceType, Snapshot, TrafficPolicy, Workload, WorkloadName,
     },
     proxy::{Found, Index, Target},
 };
@@ -292,4 +292,50 @@ fn endpoints_are_drawn_uniformly() {
             "{chi_squared:.1}: {counts:?}"
         );
     }
+}
+
+/// An address tells who somebody is only as long as one workload has it, and the node does not.
+#[test]
+fn an_address_that_several_have_or_the_node_is_nobodys() {
+    let workload = |name: &str, addresses: &[IpAddr]| {
+        Arc::new(Workload {
+            name: WorkloadName::new("default", name),
+            addresses: addresses.iter().copied().collect(),
+            place: Place::Elsewhere,
+            identity: Identity::new(name, "", None),
+            rules: Arc::default(),
+            capture: None,
+        })
+    };
+    let mut snapshot = Snapshot {
+        node: Arc::new(this_node()),
+        ..Snapshot::default()
+    };
+    let node = this_node().addresses[0];
+    let mut index = Index::default();
+    let mut step = |add: &[Arc<Workload>], remove: &[&str]| {
+        for new in add {
+            snapshot.workloads.insert(new.name.clone(), Arc::clone(new));
+        }
+        for name in remove {
+            let name = WorkloadName::new("default", name);
+            snapshot.workloads.remove(&name);
+        }
+        index = index.updated(snapshot.clone());
+        [ip(1), ip(2), node].map(|addr| {
+            let known = index.workload(addr);
+            known.map(|workload| workload.name.name().to_owned())
+        })
+    };
+    let some = |name: &str| Some(name.to_owned());
+    let before = [workload("a", &[ip(1)]), workload("host", &[node, ip(2)])];
+    assert_eq!(step(&before, &[]), [some("a"), some("host"), None]);
+    // A new pod has the address already.
+    let b = [workload("b", &[ip(1)])];
+    assert_eq!(step(&b, &[]), [None, some("host"), None]);
+    assert_eq!(step(&[], &["a"]), [some("b"), some("host"), None]);
+    // It changes its address.
+    let b = [workload("b", &[ip(2)])];
+    assert_eq!(step(&b, &[]), [None, None, None]);
+    assert_eq!(step(&[], &["host"]), [None, some("b"), None]);
 }

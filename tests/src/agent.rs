@@ -29,6 +29,7 @@ pub struct AgentBuilder<'a> {
     node: Host,
     arguments: Vec<OsString>,
     capabilities: Option<Vec<String>>,
+    files: Option<[usize; 2]>,
     inside: bool,
 }
 
@@ -49,6 +50,7 @@ impl<'a> AgentBuilder<'a> {
             node,
             arguments: Vec::new(),
             capabilities: None,
+            files: None,
             inside: false,
         }
     }
@@ -69,6 +71,12 @@ impl<'a> AgentBuilder<'a> {
     /// about it.
     pub fn capabilities(mut self, names: &[String]) -> Self {
         self.capabilities = Some(names.to_owned());
+        self
+    }
+
+    /// With so many open files at most: the soft limit and the hard one.
+    pub fn open_files(mut self, soft: usize, hard: usize) -> Self {
+        self.files = Some([soft, hard]);
         self
     }
 
@@ -118,6 +126,7 @@ impl<'a> AgentBuilder<'a> {
             node: self.node,
             arguments: self.arguments,
             capabilities: self.capabilities,
+            files: self.files,
             process: None,
         })
     }
@@ -135,6 +144,7 @@ pub struct Agent {
     directory: PathBuf,
     arguments: Vec<OsString>,
     capabilities: Option<Vec<String>>,
+    files: Option<[usize; 2]>,
     process: Option<Process>,
 }
 
@@ -180,7 +190,12 @@ impl Agent {
 
     /// A `dataplane` command about this agent, to be run on its node.
     pub fn dataplane(&self, arguments: impl IntoIterator<Item = impl AsRef<OsStr>>) -> Command {
-        let program = Some(self.program.as_os_str());
+        self.program(self.program.as_os_str()).args(arguments)
+    }
+
+    /// A program that is told where this agent is.
+    fn program(&self, program: &OsStr) -> Command {
+        let program = Some(program);
         let mut command = Command::new(&self.probe, self.node.netns(), &self.cgroup, program);
         for (name, value) in self.environment() {
             command = command.env(name, value);
@@ -188,7 +203,7 @@ impl Agent {
         if let Some(names) = &self.capabilities {
             command = command.capabilities(names);
         }
-        command.args(arguments)
+        command
     }
 
     /// Starts the agent (again, after [`Agent::kill`] or [`Agent::stop`]) and waits until it is
@@ -237,7 +252,14 @@ impl Agent {
     }
 
     fn run(&self, more: &[&str]) -> Command {
-        let run = self.dataplane(["run", "--node-name", self.node.name()]);
+        let run = match self.files {
+            None => self.program(self.program.as_os_str()),
+            Some([soft, hard]) => self
+                .program(OsStr::new("prlimit"))
+                .arg(format!("--nofile={soft}:{hard}"))
+                .arg(&self.program),
+        };
+        let run = run.args(["run", "--node-name", self.node.name()]);
         run.args(&self.arguments).args(more)
     }
 

@@ -30,6 +30,7 @@ mod identity;
 mod lab;
 mod netns;
 mod network;
+pub mod openmetrics;
 mod patience;
 mod programs;
 pub mod report;

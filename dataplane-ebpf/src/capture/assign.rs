@@ -248,6 +248,12 @@ impl capture::Circumstances for Asked<'_> {
         })
     }
 
+    /// What a virtual machine sends to itself does not come out of it.
+    #[inline(always)]
+    fn is_itself(&self) -> bool {
+        false
+    }
+
     #[inline(always)]
     fn is_known(&self) -> bool {
         is_known(self.key)

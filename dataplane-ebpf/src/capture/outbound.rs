@@ -153,6 +153,11 @@ impl capture::Circumstances for Call<'_> {
     }
 
     #[inline(always)]
+    fn is_itself(&self) -> bool {
+        is_own(self.request)
+    }
+
+    #[inline(always)]
     fn is_known(&self) -> bool {
         is_known(self.request)
     }

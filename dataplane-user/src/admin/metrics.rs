@@ -2,9 +2,10 @@
 //!
 //! What the kernel counts is read when somebody scrapes, and not kept up to date in between.
 
-use std::{fmt, sync::Arc, time::Duration};
+use std::{fmt, fs, sync::Arc};
 
 use dataplane_common::Reason;
+use nix::sys::resource::{Resource, getrlimit};
 use prometheus_client::{
     collector::Collector,
     encoding::{DescriptorEncoder, EncodeLabelSet, MetricEncoder},
@@ -15,11 +16,11 @@ use prometheus_client::{
 use super::{
     counters::{self, PortKey},
     flows::Walk,
+    mesh,
     state::{self, Source, State},
 };
 use crate::{
     kernel::{self, conntrack::Conntrack},
-    proxy::{self, Observer},
     source::kubernetes::{Kind, KindHealth},
 };
 
@@ -56,7 +57,7 @@ impl Collector for Scrape {
         source(state, &mut encoder)?;
         services(state, &mut encoder)?;
         flows(state, &mut encoder)?;
-        mesh(state, &mut encoder)?;
+        mesh::encode(state, &mut encoder)?;
         in_kernel(state, &mut encoder)
     }
 }
@@ -103,6 +104,21 @@ fn agent(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         "When the agent started",
         signed(state.started()),
     )?;
+    // Without a file to ask by, nothing is said.
+    if let Ok(entries) = fs::read_dir("/proc/self/fd") {
+        number(
+            "dataplane_open_files",
+            "Open files of the agent",
+            signed(entries.count()),
+        )?;
+    }
+    if let Ok((soft, _)) = getrlimit(Resource::RLIMIT_NOFILE) {
+        number(
+            "dataplane_open_files_max",
+            "Open files that the agent may have",
+            signed(soft),
+        )?;
+    }
     encoder
         .encode_descriptor(
             "dataplane_build_info",
@@ -287,37 +303,6 @@ fn flows(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         count(&mut metric, &[("protocol", protocol)], number)?;
     }
     Ok(())
-}
-
-/// Captured connections, whether the proxy relayed them or they went direct: by the same names.
-fn mesh(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
-    let direct = state.direct();
-    let proxy = state.proxy.get();
-    if direct.is_idle() && proxy.is_none() {
-        return Ok(());
-    }
-    let mut all = proxy.map(Observer::connections).unwrap_or_default();
-    for (labels, totals) in direct.connections() {
-        *all.entry(labels.clone()).or_default() += *totals;
-    }
-    proxy::encode_connections(&all, encoder)?;
-    let mut metric = encoder.encode_descriptor(
-        "dataplane_direct_connection_seconds",
-        "How long captured connections that went direct, without the proxy, were open",
-        None,
-        MetricType::Counter,
-    )?;
-    for (labels, nanoseconds) in direct.durations() {
-        let seconds = Duration::from_nanos(*nanoseconds).as_secs_f64();
-        metric
-            .encode_family(labels)?
-            .encode_counter::<[(&str, &str); 0], f64, f64>(&seconds, None)?;
-    }
-    drop(direct);
-    match proxy {
-        Some(proxy) => proxy.encode(encoder),
-        None => Ok(()),
-    }
 }
 
 /// What cannot be read is not shown: an absent series can be alerted on, a wrong one misleads.

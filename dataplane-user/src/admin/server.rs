@@ -18,10 +18,12 @@ use axum::{
 };
 use prometheus_client::{encoding::text, registry::Registry};
 use serde::Deserialize;
+use tokio::sync::Semaphore;
 
 use super::{
     api::{Page, Version},
     client::{self, Client},
+    limits::Limited,
     load_balancers, metrics, report,
     state::State,
 };
@@ -29,6 +31,9 @@ use crate::model::ServiceName;
 
 /// Items in a page of a list, unless asked for fewer.
 const PAGE: usize = 2000;
+
+/// Answers that are made at the same time.
+const BODIES: usize = 4;
 
 /// Where to listen; none: do not.
 #[derive(Clone, Debug)]
@@ -228,7 +233,10 @@ pub async fn serve(listeners: Listeners, state: Arc<State>) -> io::Result<()> {
 
 async fn tcp(listener: Option<TcpListener>, routes: Router) -> io::Result<()> {
     match listener {
-        Some(listener) => axum::serve(tokio::net::TcpListener::from_std(listener)?, routes).await,
+        Some(listener) => {
+            let listener = tokio::net::TcpListener::from_std(listener)?;
+            axum::serve(Limited::new(listener), routes).await
+        }
         None => Ok(()),
     }
 }
@@ -369,9 +377,14 @@ async fn get_pools(
 
 /// Answers from a thread of its own: what reads tables of many services must not keep a readiness
 /// probe waiting.
+///
+/// Only so many are made at once: each takes memory, and time of the CPU. The others wait.
 async fn aside<R: IntoResponse + Send + 'static>(
     work: impl FnOnce() -> Result<R, String> + Send + 'static,
 ) -> Response {
+    static FREE: Semaphore = Semaphore::const_new(BODIES);
+    // It is never closed, so this never fails.
+    let _place = FREE.acquire().await.ok();
     match tokio::task::spawn_blocking(work).await {
         Ok(Ok(answer)) => answer.into_response(),
         Ok(Err(wrong)) => (StatusCode::BAD_REQUEST, wrong).into_response(),

@@ -1,7 +1,7 @@
 //! What the agent knows, for its endpoints to show: written by the sync, read by everyone.
 
 use std::{
-    collections::HashMap,
+    collections::HashSet,
     ops::Bound,
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError,
@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
-use dataplane_common::{Addr, tables::PoolStats};
+use dataplane_common::{capture::TrafficKey, tables::PoolStats};
 use prometheus_client::metrics::{counter::Counter, histogram::Histogram};
 use tokio::sync::Notify;
 
@@ -18,16 +18,16 @@ use super::{
     api,
     beats::Beats,
     counters::{Counters, PortKey},
-    direct::Direct,
+    direct::{Direct, by_address},
     flows::FlowFigures,
     pulse::Pulse,
     view,
 };
 use crate::{
     kernel,
-    model::{Leaving, Problem, ServiceName, Snapshot, Workload},
+    model::{Leaving, Problem, ServiceName, Snapshot, Workload, WorkloadName},
     plan::{Plan, Planner, Write},
-    proxy::Observer,
+    proxy::{Observer, Party},
     source::kubernetes::{Health, Kind},
 };
 
@@ -276,19 +276,35 @@ impl State {
         lock(&self.known).network = problems.iter().map(problem).collect();
     }
 
-    /// Whose connections are captured now.
-    pub fn captured(&self, workloads: Vec<(Arc<Workload>, api::MeshWorkload)>) {
+    /// Whose connections are captured now. `trouble`: why it may not be so of all of them. Answers what
+    /// the kernel need not count any more.
+    pub fn captured(
+        &self,
+        workloads: Vec<(Arc<Workload>, api::MeshWorkload)>,
+        trouble: Option<String>,
+    ) -> Vec<TrafficKey> {
         let mut direct = lock(&self.direct);
         for (workload, shown) in &workloads {
             direct.name(shown.number, workload);
         }
         drop(direct);
+        let names: HashSet<WorkloadName> = workloads.iter().map(|(w, _)| w.name.clone()).collect();
         let mut known = lock(&self.known);
-        known.mesh_failure = None;
+        known.mesh_failure = trouble;
         known.captured = workloads.into_iter().map(|(_, shown)| shown).collect();
+        let snapshot = known.snapshot.clone();
         drop(known);
         // Not only when somebody asks: pools may be other services' by then.
-        drop(self.direct());
+        let mut direct = self.direct();
+        let captured: Vec<_> = direct.workloads().map(Party::of).collect();
+        direct.forget(
+            |name| names.contains(name) || snapshot.workloads.contains_key(name),
+            || {
+                let all = snapshot.workloads.values().map(Party::of);
+                all.chain(captured).collect()
+            },
+            Instant::now(),
+        )
     }
 
     /// What connections have come to that went direct.
@@ -303,18 +319,14 @@ impl State {
             return direct;
         };
         let snapshot = self.snapshot();
-        let all = snapshot.workloads.values().chain(direct.workloads());
-        let by_address: HashMap<Addr, Arc<Workload>> = all
-            .flat_map(|workload| {
-                let addresses = workload.addresses.iter();
-                addresses.map(|addr| ((*addr).into(), Arc::clone(workload)))
-            })
-            .collect();
+        let all = direct.workloads().chain(snapshot.workloads.values());
+        let by_address = by_address(all, &snapshot.node);
         let planner = lock(&self.planner);
         direct.update(
             traffic,
             |pool| owner(&planner, pool).map(|key| key.service),
-            |addr| by_address.get(&addr).cloned(),
+            |addr| by_address.get(&addr).cloned().flatten(),
+            Instant::now(),
         );
         drop(planner);
         direct

@@ -6,6 +6,7 @@
 //! piece of work the thread rests for a multiple of what that took.
 
 use std::{
+    io,
     os::unix::net::UnixStream,
     sync::{
         Arc,
@@ -21,6 +22,7 @@ use tracing::{debug, error, info, warn};
 use super::{
     Event, LOOK, RETRY,
     addresses::{self, Seen},
+    handover::Offers,
     interfaces::PacketSettings,
     mesh::Mesh,
     network::network,
@@ -54,6 +56,8 @@ pub enum Job {
     Settle(SyncSender<Result<(), kernel::Error>>),
     /// Somebody asks to take our place.
     Replace(UnixStream),
+    /// Somebody has our sockets, or did not take them.
+    Offered(io::Result<UnixStream>),
     /// The thread is to end.
     Stop,
 }
@@ -82,7 +86,7 @@ impl Attacher {
         events: Sender<Event>,
         jobs: Sender<Job>,
         todo: Receiver<Job>,
-    ) -> std::io::Result<Self> {
+    ) -> io::Result<Self> {
         let Means {
             kernel,
             state,
@@ -91,12 +95,18 @@ impl Attacher {
             before,
         } = means;
         let now = Instant::now();
+        let offered = jobs.clone();
+        let offers = Offers::new(move |outcome| {
+            // Fails only if the thread has ended.
+            let _ = offered.send(Job::Offered(outcome));
+        });
         let mut worker = Worker {
             kernel,
             state,
             packet,
             mesh,
             before,
+            offers,
             events: events.clone(),
             snapshot: None,
             network: Due::at(now),
@@ -164,6 +174,7 @@ struct Worker {
     packet: PacketSettings,
     mesh: Option<Mesh>,
     before: Option<UnixStream>,
+    offers: Offers,
     events: Sender<Event>,
     /// What the tables of services are in line with; none: nothing yet.
     snapshot: Option<Snapshot>,
@@ -205,10 +216,9 @@ impl Worker {
             loop {
                 match job {
                     Ok(Job::Stop) | Err(RecvTimeoutError::Disconnected) => return,
-                    Ok(Job::Replace(stream)) => {
-                        if self.is_replaced(stream) {
-                            return;
-                        }
+                    Ok(Job::Offered(Ok(stream))) => {
+                        let _ = self.events.send(Event::Replaced(stream));
+                        return;
                     }
                     Ok(job) => self.take(job),
                     Err(RecvTimeoutError::Timeout) => break,
@@ -242,22 +252,14 @@ impl Worker {
                 let settled = self.settle();
                 let _ = answer.send(settled);
             }
-            Job::Replace(_) | Job::Stop => {}
-        }
-    }
-
-    /// Offers our place; whether it was taken.
-    fn is_replaced(&self, stream: UnixStream) -> bool {
-        let sockets = self.mesh.iter().flat_map(Mesh::sockets);
-        match proxy::handover::offer(stream, &sockets.collect::<Vec<_>>()) {
-            Ok(stream) => {
-                let _ = self.events.send(Event::Replaced(stream));
-                true
+            Job::Replace(stream) => {
+                let sockets = self.mesh.iter().flat_map(Mesh::sockets);
+                self.offers.offer(stream, sockets);
             }
-            Err(error) => {
+            Job::Offered(Err(error)) => {
                 warn!("another agent asked for our place, and did not take it: {error}");
-                false
             }
+            Job::Offered(Ok(_)) | Job::Stop => {}
         }
     }
 
@@ -293,7 +295,10 @@ impl Worker {
             return;
         };
         match mesh.settle(&mut self.kernel, snapshot) {
-            Ok(workloads) => self.state.captured(workloads),
+            Ok(settled) => {
+                let over = self.state.captured(settled.workloads, settled.trouble);
+                self.kernel.capture().forget_traffic(&over);
+            }
             Err(error) => {
                 error!("mesh: {error}; trying again in {:?}", mesh.patience());
                 self.state.capture_failed(error.to_string());

@@ -282,13 +282,6 @@ impl Worker {
                 is_frontend,
             )
         });
-        let destroyed = match destroyed {
-            Ok(destroyed) => destroyed,
-            Err(error) => {
-                warn!("cannot destroy sockets to endpoints that went away: {error}");
-                return true;
-            }
-        };
         debug!(
             namespaces = destroyed.namespaces,
             took = ?start.elapsed(),

@@ -2,7 +2,7 @@
 
 use std::{
     collections::HashMap,
-    fs,
+    fs, io,
     os::fd::{AsFd, OwnedFd},
 };
 
@@ -13,18 +13,20 @@ use crate::kernel::{self, Namespace, namespaces};
 
 /// The sockets that listen at a port in a namespace, with the family of connections that they take;
 /// only of those families that are `wanted`.
+///
+/// # Errors
+/// If that cannot be read: nobody knows whether there is one.
 pub fn listeners(
     namespace: &Namespace,
     port: u16,
     wanted: impl Fn(u32) -> bool,
-) -> Vec<(u32, OwnedFd)> {
+) -> Result<Vec<(u32, OwnedFd)>, String> {
     if !wanted(4) && !wanted(6) {
-        return Vec::new();
+        return Ok(Vec::new());
     }
     let read = || kernel::listening(port);
-    let Ok(sockets) = namespaces::within(namespace.file.as_fd(), read) else {
-        return Vec::new();
-    };
+    let told = |error: io::Error| format!("cannot look for its proxy's listening socket: {error}");
+    let sockets = namespaces::within(namespace.file.as_fd(), read).map_err(told)?;
     // One of IPv6 takes both, unless it says that it does not, which is asked when it is there.
     let mut inodes: HashMap<u64, &[u32]> = HashMap::new();
     for socket in sockets {
@@ -33,7 +35,7 @@ pub fn listeners(
     }
     inodes.retain(|_, families| families.iter().any(|family| wanted(*family)));
     let mut found = Vec::new();
-    for (inode, socket) in taken(&inodes) {
+    for (inode, socket) in taken(&inodes).map_err(told)? {
         let only_v6 = rustix::net::sockopt::ipv6_v6only(&socket).unwrap_or(false);
         for family in inodes[&inode] {
             if *family == 4 && only_v6 || !wanted(*family) {
@@ -45,16 +47,17 @@ pub fn listeners(
             }
         }
     }
-    found
+    Ok(found)
 }
 
 /// Descriptors of our own for sockets of other processes.
-fn taken(inodes: &HashMap<u64, &[u32]>) -> Vec<(u64, OwnedFd)> {
+fn taken(inodes: &HashMap<u64, &[u32]>) -> io::Result<Vec<(u64, OwnedFd)>> {
     let mut found: Vec<(u64, OwnedFd)> = Vec::new();
     if inodes.is_empty() {
-        return found;
+        return Ok(found);
     }
-    for process in fs::read_dir("/proc").into_iter().flatten().flatten() {
+    for process in fs::read_dir("/proc")? {
+        let process = process?;
         let Some(pid) = process.file_name().to_str().and_then(|n| n.parse().ok()) else {
             continue;
         };
@@ -85,5 +88,5 @@ fn taken(inodes: &HashMap<u64, &[u32]>) -> Vec<(u64, OwnedFd)> {
             }
         }
     }
-    found
+    Ok(found)
 }

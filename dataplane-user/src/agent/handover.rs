@@ -3,9 +3,16 @@
 
 use std::{
     io,
-    os::{fd::BorrowedFd, unix::net::UnixStream},
+    os::{
+        fd::{AsFd, BorrowedFd},
+        unix::net::UnixStream,
+    },
     path::{Path, PathBuf},
-    sync::mpsc::{self, Receiver, Sender},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+        mpsc::{self, Receiver, Sender},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -91,6 +98,75 @@ pub fn take(socket: &Path) -> io::Result<Given> {
     Ok(Given { sockets, before })
 }
 
+/// Who is told whether somebody has this one's sockets, or why not.
+type Tell = dyn Fn(io::Result<UnixStream>) + Send + Sync;
+
+/// Gives listening sockets to the one that asks for this one's place, on a thread of its own: it may
+/// take its time, and whatever is served changes meanwhile.
+pub struct Offers {
+    tell: Arc<Tell>,
+    /// Whether somebody is being given some.
+    busy: Arc<AtomicBool>,
+}
+
+impl Offers {
+    /// `tell` is called for each that asks.
+    pub fn new(tell: impl Fn(io::Result<UnixStream>) + Send + Sync + 'static) -> Self {
+        Self {
+            tell: Arc::new(tell),
+            busy: Arc::default(),
+        }
+    }
+
+    /// Begins to. Who asks while another is being served is turned away.
+    pub fn offer<'a>(
+        &self,
+        stream: UnixStream,
+        sockets: impl Iterator<Item = (String, BorrowedFd<'a>)>,
+    ) {
+        if let Err(error) = self.begin(stream, sockets) {
+            (self.tell)(Err(error));
+        }
+    }
+
+    fn begin<'a>(
+        &self,
+        stream: UnixStream,
+        sockets: impl Iterator<Item = (String, BorrowedFd<'a>)>,
+    ) -> io::Result<()> {
+        if self.busy.swap(true, Ordering::Acquire) {
+            return Err(io::Error::other("another one is asking for it"));
+        }
+        // Given back when it is over, in whichever way.
+        let busy = Busy(Arc::clone(&self.busy));
+        let copy = |(name, socket): (String, BorrowedFd<'_>)| {
+            socket.try_clone_to_owned().map(|socket| (name, socket))
+        };
+        let sockets: Named = sockets.map(copy).collect::<io::Result<_>>()?;
+        let tell = Arc::clone(&self.tell);
+        let give = move || {
+            let sockets = sockets.iter().map(|(name, fd)| (name.clone(), fd.as_fd()));
+            let given = handover::offer(stream, &sockets.collect::<Vec<_>>());
+            drop(busy);
+            tell(given);
+        };
+        thread::Builder::new()
+            .name("offer".to_owned())
+            .spawn(give)
+            .map(drop)
+    }
+}
+
+/// While somebody is being given sockets.
+#[derive(Debug)]
+struct Busy(Arc<AtomicBool>);
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Release);
+    }
+}
+
 /// Waits for the one that will take this one's place. Dropped, nobody can any more.
 #[derive(Debug)]
 pub struct Place(Option<PathBuf>);
@@ -163,4 +239,40 @@ pub fn finish<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> O
         warn!("not waiting for what is left to do: {error}");
         None
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use super::*;
+
+    /// Longer than anything here takes, and shorter than it waits for an answer that never comes.
+    const SOON: Duration = Duration::from_secs(5);
+
+    #[test]
+    fn who_asks_and_says_nothing_holds_up_nobody() {
+        let (told, happened) = mpsc::channel();
+        let offers = Offers::new(move |outcome| told.send(outcome).unwrap());
+        let socket = TcpListener::bind("127.0.0.1:0").unwrap();
+        let sockets = || [("outbound x".to_owned(), socket.as_fd())].into_iter();
+        let pair = || UnixStream::pair().unwrap();
+        let next = || happened.recv_timeout(SOON).unwrap();
+        let started = Instant::now();
+        let (silent, old) = pair();
+        offers.offer(old, sockets());
+        assert!(started.elapsed() < SOON);
+        // Another one is turned away at once, and may come again when that is over.
+        let (_second, old) = pair();
+        offers.offer(old, sockets());
+        assert!(next().is_err());
+        drop(silent);
+        assert!(next().is_err());
+        let (third, old) = pair();
+        offers.offer(old, sockets());
+        let third = thread::spawn(move || handover::taken(third).unwrap());
+        let stream = next().unwrap();
+        handover::gone(&stream);
+        third.join().unwrap();
+    }
 }

@@ -273,6 +273,10 @@ type Back = (Given, Left);
 /// [`run`], once: with what the same process had before if the agent that took its place is gone. Answers that
 /// if it happens.
 fn serve(settings: Settings, back: Option<Back>) -> Result<Option<Back>, Error> {
+    match proxy::raise_open_files() {
+        Ok(files) => info!(files, "may have so many files open"),
+        Err(error) => warn!("cannot raise the limit of open files: {error}"),
+    }
     let node = settings.node.node().map_err(Error::Node)?;
     let opened = Opened::new(&settings.source, &node)?;
     let (given, mut left) = match back {

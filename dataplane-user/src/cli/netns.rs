@@ -85,9 +85,14 @@ pub fn with_cookie(cookie: u64) -> anyhow::Result<Option<Namespace>> {
 /// The first of all namespaces in which this is so. Those that cannot be looked into, such as of
 /// processes that have just ended, are passed over.
 fn find(is: impl Fn() -> io::Result<bool> + Sync) -> anyhow::Result<Option<Namespace>> {
-    let found = namespaces::all().into_iter();
-    let mut found = found.filter(|path| inside(path, &is).unwrap_or(false));
-    found.next().map(|path| at(&path)).transpose()
+    let mut found = None;
+    namespaces::visit(|path| {
+        if found.is_none() && is()? {
+            found = Some(path.to_owned());
+        }
+        Ok(())
+    });
+    found.map(|path| at(&path)).transpose()
 }
 
 fn at(path: &Path) -> anyhow::Result<Namespace> {

@@ -8,7 +8,10 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::{Range, is_default, read};
-use crate::model::{self, Rules, is_reserved};
+use crate::{
+    model::{self, Rules, is_reserved},
+    proxy::AccessLog,
+};
 
 /// Whose TCP connections go to a proxy, and by which rules.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -66,6 +69,33 @@ pub struct MeshProxy {
     #[serde(skip_serializing_if = "is_default")]
     #[schemars(range(min = 1))]
     pub max_connections_per_workload: Option<u32>,
+    /// The access log of the agent's proxy, on standard output: one line for each connection, at its
+    /// end. Default: text.
+    #[serde(skip_serializing_if = "is_default")]
+    pub access_log: Option<MeshAccessLog>,
+}
+
+/// How the access log is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum MeshAccessLog {
+    /// `key=value` pairs, for people.
+    Text,
+    /// One JSON object a line.
+    Json,
+    /// None.
+    Off,
+}
+
+impl MeshProxy {
+    /// How the access log is written.
+    pub fn access_log(&self) -> AccessLog {
+        match self.access_log {
+            None | Some(MeshAccessLog::Text) => AccessLog::Text,
+            Some(MeshAccessLog::Json) => AccessLog::Json,
+            Some(MeshAccessLog::Off) => AccessLog::Off,
+        }
+    }
 }
 
 /// Rules; of two that say something of the same thing, the more specific ones win: a workload's over
@@ -147,8 +177,7 @@ pub struct MeshWorkload {
     /// Its addresses: it is in the network namespace that has one of them.
     #[serde(skip_serializing_if = "is_default")]
     pub addresses: Vec<IpAddr>,
-    /// Its cgroup, relative to the root of the cgroup v2 hierarchy, if it is in the node's network
-    /// namespace. Only its outbound connections are captured.
+    /// Its cgroup, relative to `kernel.cgroup`, if it is in the node's network namespace. Only its outbound connections are captured.
     #[serde(skip_serializing_if = "is_default")]
     pub cgroup: Option<PathBuf>,
     /// Its rules.

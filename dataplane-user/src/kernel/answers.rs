@@ -67,19 +67,18 @@ pub fn remove(pins: &Pins, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
     }
     let own = sys::netns_cookie()
         .doing(|| "cannot ask for this network namespace's cookie".to_owned())?;
-    let found = namespaces::visit(&namespaces::all(), |path, entered| {
-        // One that has just gone has nothing left.
-        entered.ok()?;
-        let what = list().ok().filter(|what| !what.is_empty())?;
-        Some(Left {
+    let visited = namespaces::visit(|path| {
+        let Some(what) = list().ok().filter(|what| !what.is_empty()) else {
+            return Ok(None);
+        };
+        Ok(Some(Left {
             path: path.into(),
-            namespace: capture::this_namespace().ok()?,
+            namespace: capture::this_namespace()?,
             what,
-        })
-    })
-    .doing(|| "cannot look into network namespaces".to_owned())?;
+        }))
+    });
     let mut items = Vec::new();
-    for left in found.into_iter().flatten() {
+    for left in visited.found.into_iter().flatten() {
         let cookie = left.namespace.cookie;
         // Our own has them for workloads that are captured by their packets.
         let ours = cookie == own

@@ -420,6 +420,14 @@ impl Capture {
         remove("RANGES", &tables.ranges, &mut held.ranges, &wanted.ranges)
     }
 
+    /// Has connections of workloads that have gone counted no more: there is room for others.
+    pub fn forget_traffic(&self, keys: &[TrafficKey]) {
+        for key in keys {
+            // If it is not there, it is as it should be.
+            let _ = self.tables.traffic.remove(key);
+        }
+    }
+
     /// Has inbound connections to a namespace go by our program: attached, or swapped in place.
     pub(super) fn attach(&self, pins: &Pins, namespace: &Namespace) -> Result<(), Error> {
         let Some(program) = &self.program else {
@@ -578,7 +586,12 @@ pub fn this_namespace() -> io::Result<Namespace> {
     for interface in nix::ifaddrs::getifaddrs()? {
         let name = interface.interface_name;
         if !interfaces.contains_key(&name) {
-            interfaces.insert(name.clone(), nix::net::if_::if_nametoindex(name.as_str())?);
+            match nix::net::if_::if_nametoindex(name.as_str()) {
+                Ok(index) => interfaces.insert(name.clone(), index),
+                // The interface has gone since, and its addresses with it.
+                Err(nix::errno::Errno::ENODEV | nix::errno::Errno::ENXIO) => continue,
+                Err(error) => return Err(error.into()),
+            };
         }
         let Some(address) = interface.address else {
             continue;

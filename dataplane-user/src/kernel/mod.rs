@@ -44,6 +44,7 @@ use std::{
 };
 
 use aya::Ebpf;
+use dataplane_common::capture::Enrolled;
 use nix::fcntl::Flock;
 use tracing::info;
 
@@ -283,22 +284,27 @@ impl Kernel {
         wanted: &Captured,
         levels: u32,
         namespaces: &[&Namespace],
-    ) -> Result<(), Error> {
+    ) -> Result<BTreeMap<u64, Error>, Error> {
+        let mut failed = BTreeMap::new();
         if self.waiting.is_none() {
             self.capture
                 .attach_events(&self.pins, &self.cgroup, wanted)?;
         }
         // Before anything is looked up by it, and after.
         for namespace in namespaces.iter().filter(|_| self.waiting.is_none()) {
-            self.capture.attach(&self.pins, namespace)?;
+            if let Err(error) = self.capture.attach(&self.pins, namespace) {
+                failed.insert(namespace.cookie, error);
+            }
         }
         let mesh = self.capture.apply(wanted, levels)?;
         if let Some(mesh) = mesh {
             self.services.read().set_mesh(mesh);
         }
         Capture::detach_others(&self.pins, |cookie| {
-            namespaces.iter().any(|known| known.cookie == cookie)
-        })
+            let entry = wanted.namespaces.get(&cookie);
+            entry.is_some_and(|entry| entry.flags & Enrolled::INBOUND != 0)
+        })?;
+        Ok(failed)
     }
 
     /// Has the packets of workloads on these interfaces go by capture's program, and on no others:

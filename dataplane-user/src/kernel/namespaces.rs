@@ -11,56 +11,102 @@ use std::{
 
 use nix::sched::{CloneFlags, setns};
 
-/// A path to every network namespace that has a name (`ip netns`) or that a process is in, each
-/// once.
+/// Where namespaces with a name are (`ip netns`, container runtimes).
+const NAMED: &str = "/run/netns";
+const PROCESSES: &str = "/proc";
+
+/// The results of a visit to every network namespace.
+#[derive(Debug)]
+pub struct Visited<T> {
+    /// One result for each namespace that could be read.
+    pub found: Vec<T>,
+    /// Directories that could not be listed, and namespaces that could not be read. While this is not
+    /// empty, a namespace that is missing from `found` may exist.
+    pub unread: Vec<(PathBuf, io::Error)>,
+}
+
+/// Does `work` in every network namespace that has a name or that a process is in, in each once, on a
+/// thread of its own. `work` gets the path by which the thread entered the namespace.
 ///
 /// Processes are those of the PID namespace that `/proc` shows: an agent in a pod needs the host's
-/// (`hostPID`) to see the others.
-pub fn all() -> Vec<PathBuf> {
-    let mut seen = HashSet::new();
-    let processes = entries("/proc").filter(|path| {
+/// (`hostPID`) to see the others. A process that ends during the visit is no error: its namespace is
+/// entered by the next process in it.
+pub fn visit<T: Send>(work: impl FnMut(&Path) -> io::Result<T> + Send) -> Visited<T> {
+    let visited = on_a_thread("namespaces", move || Ok(visit_here(candidates(), work)));
+    visited.unwrap_or_else(|error| Visited {
+        found: Vec::new(),
+        unread: vec![(PROCESSES.into(), error)],
+    })
+}
+
+/// Paths that may lead to network namespaces, those with a name first; and directories that could not
+/// be listed.
+fn candidates() -> (Vec<PathBuf>, Vec<(PathBuf, io::Error)>) {
+    let mut paths = Vec::new();
+    let mut unread = Vec::new();
+    match entries(NAMED) {
+        Ok(named) => paths.extend(named),
+        // `ip netns` was never used.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        Err(error) => unread.push((NAMED.into(), error)),
+    }
+    let is_process = |path: &PathBuf| {
         let name = path.file_name().unwrap_or_default().as_encoded_bytes();
         name.iter().all(u8::is_ascii_digit)
-    });
-    entries("/run/netns")
-        .chain(processes.map(|path| path.join("ns/net")))
-        // Not a namespace, or a process that just ended.
-        .filter(|path| fs::metadata(path).is_ok_and(|m| seen.insert((m.dev(), m.ino()))))
+    };
+    match entries(PROCESSES) {
+        Ok(all) => paths.extend(
+            all.into_iter()
+                .filter(is_process)
+                .map(|path| path.join("ns/net")),
+        ),
+        Err(error) => unread.push((PROCESSES.into(), error)),
+    }
+    (paths, unread)
+}
+
+fn entries(directory: &str) -> io::Result<Vec<PathBuf>> {
+    fs::read_dir(directory)?
+        .map(|entry| Ok(entry?.path()))
         .collect()
 }
 
-fn entries(directory: &str) -> impl Iterator<Item = PathBuf> {
-    // Missing if `ip netns` was never used.
-    fs::read_dir(directory)
-        .into_iter()
-        .flatten()
-        .flatten()
-        .map(|entry| entry.path())
+/// [`visit`], on the thread that calls it: afterwards it is in one of the namespaces.
+fn visit_here<T>(
+    (paths, mut unread): (Vec<PathBuf>, Vec<(PathBuf, io::Error)>),
+    mut work: impl FnMut(&Path) -> io::Result<T>,
+) -> Visited<T> {
+    let mut seen = HashSet::new();
+    let mut found = Vec::new();
+    for path in paths {
+        let file = match fs::metadata(&path) {
+            Ok(metadata) if seen.contains(&(metadata.dev(), metadata.ino())) => continue,
+            Ok(metadata) => (metadata.dev(), metadata.ino()),
+            Err(error) if has_gone(&error) => continue,
+            Err(error) => {
+                unread.push((path, error));
+                continue;
+            }
+        };
+        match File::open(&path).and_then(|file| Ok(setns(file, CloneFlags::CLONE_NEWNET)?)) {
+            // Another process may be in it.
+            Err(error) if has_gone(&error) => continue,
+            // A file that is no network namespace.
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
+            Err(error) => unread.push((path, error)),
+            Ok(()) => match work(&path) {
+                Ok(result) => found.push(result),
+                Err(error) => unread.push((path, error)),
+            },
+        }
+        seen.insert(file);
+    }
+    Visited { found, unread }
 }
 
-/// Does `work` in each of these namespaces, one after the other, on a thread of its own. What could
-/// not be entered (a process that has ended since) is an error, for `work` to judge.
-///
-/// # Errors
-/// If the thread cannot be made.
-pub fn visit<T: Send>(
-    namespaces: &[PathBuf],
-    mut work: impl FnMut(&Path, io::Result<()>) -> T + Send,
-) -> io::Result<Vec<T>> {
-    thread::scope(|scope| {
-        thread::Builder::new()
-            .name("namespaces".to_owned())
-            .spawn_scoped(scope, move || {
-                let visit = |path: &PathBuf| {
-                    let entered = File::open(path)
-                        .and_then(|file| Ok(setns(file, CloneFlags::CLONE_NEWNET)?));
-                    work(path, entered)
-                };
-                namespaces.iter().map(visit).collect()
-            })?
-            .join()
-            .map_err(|_| io::Error::other("the thread that visits network namespaces panicked"))
-    })
+/// Whether the process, or the name, is there no more.
+fn has_gone(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH))
 }
 
 /// Does `work` in one namespace, on a thread of its own.
@@ -71,14 +117,49 @@ pub fn within<T: Send>(
     namespace: BorrowedFd<'_>,
     work: impl FnOnce() -> io::Result<T> + Send,
 ) -> io::Result<T> {
+    on_a_thread("namespace", move || {
+        setns(namespace, CloneFlags::CLONE_NEWNET)?;
+        work()
+    })
+}
+
+fn on_a_thread<T: Send>(name: &str, work: impl FnOnce() -> io::Result<T> + Send) -> io::Result<T> {
     thread::scope(|scope| {
         thread::Builder::new()
-            .name("namespace".to_owned())
-            .spawn_scoped(scope, move || {
-                setns(namespace, CloneFlags::CLONE_NEWNET)?;
-                work()
-            })?
+            .name(name.to_owned())
+            .spawn_scoped(scope, work)?
             .join()
             .map_err(|_| io::Error::other("the thread in a network namespace panicked"))?
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[test]
+    fn a_process_that_ends_does_not_hide_a_namespace_and_an_error_is_no_absence() {
+        let directory = tempfile::tempdir().unwrap();
+        let own = directory.path().join("own");
+        symlink("/proc/self/ns/net", &own).unwrap();
+        let gone = directory.path().join("gone");
+        let plain = directory.path().join("plain");
+        fs::write(&plain, "").unwrap();
+        // Longer than a name may be: an error that says nothing about existence.
+        let broken = directory.path().join("x".repeat(300));
+        let paths = vec![gone, plain, broken.clone(), own.clone()];
+        let visited =
+            thread::spawn(move || visit_here((paths, Vec::new()), |path| Ok(path.to_owned())));
+        let visited = visited.join().unwrap();
+        let unread: Vec<_> = visited.unread.into_iter().map(|(path, _)| path).collect();
+        if nix::unistd::geteuid().is_root() {
+            assert_eq!(visited.found, [own]);
+            assert_eq!(unread, [broken]);
+        } else {
+            // Nobody else may enter even his own.
+            assert_eq!(unread, [broken, own]);
+        }
+    }
 }

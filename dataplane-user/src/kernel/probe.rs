@@ -18,6 +18,7 @@ use aya_obj::generated::{
         BPF_PROG_TYPE_TRACING,
     },
 };
+use nix::sys::resource::{Resource, getrlimit};
 
 use super::{
     Paths, cgroup2_root,
@@ -249,6 +250,13 @@ pub fn features(paths: &Paths) -> Vec<Feature> {
             "use Linux 6.6 or newer",
         ),
         Feature::useful(
+            "open files",
+            "mesh: many pods and connections",
+            open_files(),
+            "the agent's proxy takes few connections at the same time",
+            "raise the hard limit of open files (LimitNOFILE=, `ulimit -Hn`)",
+        ),
+        Feature::useful(
             "JIT compiler",
             "speed",
             jit(),
@@ -398,6 +406,19 @@ fn load(
     sys::prog_load(kind, hook, instructions)
         .map(|_| "yes".into())
         .map_err(word)
+}
+
+/// What the agent raises its limit to: enough for as many pods as a node has as a rule, and some
+/// thousand connections.
+fn open_files() -> Result<String, String> {
+    const ENOUGH: u64 = 16_384;
+    let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).map_err(|error| error.to_string())?;
+    if hard < ENOUGH {
+        return Err(format!(
+            "at most {hard}; {ENOUGH} are enough for most nodes"
+        ));
+    }
+    Ok(format!("at most {hard}"))
 }
 
 fn jit() -> Result<String, String> {

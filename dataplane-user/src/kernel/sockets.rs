@@ -163,52 +163,38 @@ impl Peers {
 
     /// Destroys the connected sockets, in every network namespace, for which `stale` holds of what
     /// was noted for them.
-    ///
-    /// # Errors
-    /// If the tables cannot be read, or no namespace can be looked into. Else what went wrong is in
-    /// [`Destroyed::errors`].
     pub fn destroy(
         &self,
         protocols: &[Protocol],
         stale: impl Fn(Protocol, &Peer) -> bool + Sync,
-    ) -> Result<Destroyed, Error> {
+    ) -> Destroyed {
         let mut wanted: HashMap<u64, Peer> = self
             .in_sets()
             .filter(|(_, peer)| protocols.iter().any(|protocol| stale(*protocol, peer)))
             .collect();
-        let paths = namespaces::all();
-        let mut destroyed = Destroyed {
-            namespaces: paths.len(),
-            ..Destroyed::default()
-        };
-        let found = namespaces::visit(&paths, |path, entered| {
-            let result = entered.and_then(|()| {
-                let mut here = Here {
-                    netlink: Netlink::open(SockProtocol::NetlinkSockDiag)?,
-                    stored: &self.stored,
-                    wanted: &mut wanted,
-                    destroyed: Vec::new(),
-                };
-                for protocol in protocols {
-                    for family in FAMILIES {
-                        here.destroy(*protocol, family, &stale)?;
-                    }
+        let visited = namespaces::visit(|_| {
+            let mut here = Here {
+                netlink: Netlink::open(SockProtocol::NetlinkSockDiag)?,
+                stored: &self.stored,
+                wanted: &mut wanted,
+                destroyed: Vec::new(),
+            };
+            for protocol in protocols {
+                for family in FAMILIES {
+                    here.destroy(*protocol, family, &stale)?;
                 }
-                Ok(here.destroyed)
-            });
-            result.map_err(|error| (path.to_owned(), error))
-        })
-        .doing(|| "cannot look into network namespaces".to_owned())?;
-        for result in found {
-            match result {
-                Ok(sockets) => destroyed.sockets.extend(sockets),
-                // The process that had it has ended.
-                Err((_, error)) if error.kind() == io::ErrorKind::NotFound => {}
-                Err(error) => destroyed.errors.push(error),
             }
+            Ok(here.destroyed)
+        });
+        let mut errors = visited.unread;
+        // A process whose namespace this agent may not see: the namespace is entered by its name.
+        errors.retain(|(_, error)| error.kind() != io::ErrorKind::PermissionDenied);
+        Destroyed {
+            namespaces: visited.found.len() + errors.len(),
+            sockets: visited.found.into_iter().flatten().collect(),
+            not_found: wanted.len(),
+            errors,
         }
-        destroyed.not_found = wanted.len();
-        Ok(destroyed)
     }
 }
 

@@ -11,8 +11,8 @@ pub use name::{ServiceName, WorkloadName};
 pub use service::{Endpoint, Protocol, Service, ServicePort, ServiceType, TrafficPolicy};
 pub use topology::{Hints, Reach};
 pub use workload::{
-    Acceleration, CapturedBy, Egress, Identity, Layers, Mode, Place, Policy, Rules, WithoutProxy,
-    Workload, is_reserved,
+    Acceleration, CapturedBy, Egress, Exempt, Identity, Layers, Mode, Place, Policy, Rules,
+    WithoutProxy, Workload, is_reserved,
 };
 
 use std::{net::IpAddr, sync::Arc};

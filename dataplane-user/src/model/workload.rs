@@ -44,11 +44,36 @@ pub struct Workload {
 pub enum Place {
     /// In the network namespace on this node that has one of its addresses.
     Address,
-    /// In this directory of the cgroup v2 hierarchy, relative to its root, and below it; they are
-    /// in the node's network namespace.
+    /// In this directory of the cgroup v2 hierarchy, relative to the cgroup that the agent serves, and
+    /// below it; they are in the node's network namespace.
     Cgroup(PathBuf),
     /// On another node: nothing of it is captured here.
     Elsewhere,
+    /// On this node, and never captured, whatever rules say.
+    Exempt(Exempt),
+}
+
+/// Why a workload is never captured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Exempt {
+    /// It has a mesh's proxy beside it already.
+    Sidecar,
+    /// It has the node's network namespace.
+    HostNetwork,
+}
+
+impl Exempt {
+    /// For people.
+    pub const fn text(self) -> &'static str {
+        match self {
+            Self::Sidecar => {
+                "is not captured: its annotation sidecar.istio.io/status says that it has a proxy of its own"
+            }
+            Self::HostNetwork => {
+                "is not captured: it has the node's network namespace (hostNetwork: true); name its cgroup in mesh.workloads to capture its processes"
+            }
+        }
+    }
 }
 
 /// What metrics and access logs call a workload: Istio's names, and its rules to find them.

@@ -1,6 +1,6 @@
 //! From policies of capture to the tables that hold them.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use dataplane_common::{
     Addr,
@@ -28,6 +28,50 @@ pub struct Captured {
 }
 
 impl Captured {
+    /// Takes over from `held` the entries of workloads that could not be looked at, with all rules that
+    /// they refer to. `keep` says for which numbers of workloads ([`Enrolled::workload`]), and for which
+    /// network namespaces (0: for none of its own), that is so. Entries of this table decide before
+    /// those of `held`.
+    pub fn keep(&mut self, held: &Self, keep: impl Fn(u32, u64) -> bool) {
+        let mut kept = BTreeSet::new();
+        let mut policies = BTreeSet::new();
+        for (cookie, entry) in &held.namespaces {
+            if keep(entry.workload, *cookie) && !self.namespaces.contains_key(cookie) {
+                self.namespaces.insert(*cookie, *entry);
+                kept.insert(entry.workload);
+                policies.insert(entry.policy);
+            }
+        }
+        for (id, entry) in &held.cgroups {
+            if keep(entry.workload, 0) && !self.cgroups.contains_key(id) {
+                self.cgroups.insert(*id, *entry);
+                kept.insert(entry.workload);
+                policies.insert(entry.policy);
+            }
+        }
+        for (addr, local) in &held.locals {
+            if keep(local.workload, local.netns) && !self.locals.contains_key(addr) {
+                self.locals.insert(*addr, *local);
+                kept.insert(local.workload);
+                policies.insert(local.policy);
+            }
+        }
+        for (key, said) in &held.rules {
+            let of = match key.kind {
+                RuleKey::INTERFACE => &kept,
+                _ => &policies,
+            };
+            if of.contains(&key.of) {
+                self.rules.entry(*key).or_insert(*said);
+            }
+        }
+        for (key, said) in &held.ranges {
+            if policies.contains(&key.policy) {
+                self.ranges.entry(*key).or_insert(*said);
+            }
+        }
+    }
+
     /// The range of a policy that decides on an address, the one with the longest prefix, and what
     /// it says.
     pub fn longest_range(&self, policy: u32, addr: Addr) -> Option<(IpNet, u32)> {
@@ -255,6 +299,66 @@ mod tests {
         assert_eq!(said(&all, "::1", 80, 0), Reason::ExcludedLoopback);
         assert_eq!(said(&all, "192.0.2.1", 22, 0), Reason::ExcludedPort);
         assert_eq!(said(&all, "192.0.2.1", 80, 0), Reason::Captured);
+    }
+
+    #[test]
+    fn a_workload_that_cannot_be_looked_at_keeps_all_its_entries_and_rules() {
+        let mut held = Captured::default();
+        let mut policies = Policies::default();
+        let with_port = |port| {
+            rules(|r| {
+                r.outbound_ports.insert(port, false);
+                r.outbound_ranges
+                    .insert("10.0.0.0/8".parse().unwrap(), false);
+            })
+        };
+        let mut enrol = |workload, cookie: u64, port, addr: &str| {
+            let policy = with_port(port).policy().unwrap();
+            let (policy, flags) = policies.add(&policy, true, &mut held);
+            let entry = Enrolled {
+                policy,
+                flags,
+                workload,
+                reserved: 0,
+            };
+            let local = Local {
+                netns: cookie,
+                policy,
+                flags,
+                workload,
+                reserved: 0,
+            };
+            match cookie {
+                0 => _ = held.cgroups.insert(workload.into(), entry),
+                _ => _ = held.namespaces.insert(cookie, entry),
+            }
+            let addr: IpAddr = addr.parse().unwrap();
+            held.locals.insert(addr.into(), local);
+            let key = RuleKey {
+                of: workload,
+                kind: RuleKey::INTERFACE,
+                id: 3,
+            };
+            held.rules.insert(key, EXCLUDED);
+        };
+        enrol(1, 11, 22, "10.0.0.1");
+        enrol(2, 12, 23, "10.0.0.2");
+        enrol(3, 0, 24, "10.0.0.3");
+        let mut all = Captured::default();
+        all.keep(&held, |_, _| true);
+        assert_eq!(all, held);
+        let mut none = Captured::default();
+        none.keep(&held, |_, _| false);
+        assert_eq!(none, Captured::default());
+        // What is known anew decides.
+        let mut one = Captured::default();
+        one.namespaces.insert(12, Enrolled::default());
+        one.keep(&held, |workload, _| workload != 1);
+        assert_eq!(one.namespaces[&12], Enrolled::default());
+        assert_eq!(one.cgroups, held.cgroups);
+        assert!(one.rules.keys().all(|key| key.id != 22 && key.of != 1));
+        assert!(one.rules.keys().any(|key| key.id == 24));
+        assert!(one.ranges.keys().any(|key| key.policy == 3));
     }
 
     #[test]

@@ -7,8 +7,9 @@ use std::{
     os::fd::OwnedFd,
     sync::{
         Arc, Mutex, PoisonError,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicUsize, Ordering, fence},
     },
+    time::Instant,
 };
 
 use dataplane_common::capture::Tuple;
@@ -16,7 +17,8 @@ use smallvec::SmallVec;
 
 use super::{
     index::Target,
-    metrics::{Counters, CountersKey, Party},
+    ledger::Ledger,
+    metrics::{Counters, CountersKey, Labels, Party},
     outcome::Flag,
 };
 use crate::model::{Egress, Workload};
@@ -184,22 +186,32 @@ impl Attached {
         let key = CountersKey {
             direction,
             service: target.map(|target| target.service().clone()),
-            peer: peer.map(|peer| Party(Arc::clone(peer))),
+            peer: peer.map_or_else(Party::nobody, Party::of),
             flag,
         };
         let mut counters = self.counters.lock().unwrap_or_else(PoisonError::into_inner);
         Arc::clone(counters.entry(key).or_default())
     }
 
-    /// All counters.
-    pub fn all_counters(&self) -> Vec<(CountersKey, Arc<Counters>)> {
-        let counters = self.counters.lock().unwrap_or_else(PoisonError::into_inner);
-        let all = counters.iter().map(|(k, c)| (k.clone(), Arc::clone(c)));
-        all.collect()
+    /// Moves what was counted to a ledger. Counters that no connection has any more are forgotten.
+    pub fn count(&self, ledger: &mut Ledger, now: Instant) {
+        let mut counters = self.counters.lock().unwrap_or_else(PoisonError::into_inner);
+        counters.retain(|key, counters| {
+            // Asked first: nobody gets them while the lock is held, and who had them has counted.
+            let in_use = Arc::strong_count(counters) > 1;
+            fence(Ordering::Acquire);
+            let labels = Labels {
+                workload: Party::of(&self.workload),
+                key: key.clone(),
+            };
+            ledger.add(&labels, counters.take(), 0, now);
+            in_use
+        });
     }
 
     /// How many connections it has.
     pub fn open(&self) -> usize {
-        self.open.load(Ordering::Relaxed)
+        // What its last connection counted was counted before.
+        self.open.load(Ordering::Acquire)
     }
 }

@@ -26,7 +26,7 @@ pub struct Index {
     /// Addresses of endpoints and workloads, and how many have each: what "registry only" lets pass.
     known: imbl::HashMap<IpAddr, u32>,
     /// Workloads by their addresses, for metrics.
-    workloads: imbl::HashMap<IpAddr, Arc<Workload>>,
+    workloads: imbl::HashMap<IpAddr, SmallVec<[Arc<Workload>; 1]>>,
     snapshot: Snapshot,
 }
 
@@ -103,17 +103,19 @@ impl Index {
             if let Some(old) = old {
                 for addr in &old.addresses {
                     release(&mut index.known, *addr);
-                    // A new pod may have the address before the old one is gone.
-                    let known = index.workloads.get(addr);
-                    if known.is_some_and(|known| known.name == old.name) {
-                        index.workloads.remove(addr);
+                    if let Some(known) = index.workloads.get_mut(addr) {
+                        known.retain(|known| known.name != old.name);
+                        if known.is_empty() {
+                            index.workloads.remove(addr);
+                        }
                     }
                 }
             }
             if let Some(new) = new {
                 for addr in &new.addresses {
                     *index.known.entry(*addr).or_default() += 1;
-                    index.workloads.insert(*addr, Arc::clone(new));
+                    let known = index.workloads.entry(*addr).or_default();
+                    known.push(Arc::clone(new));
                 }
             }
         }
@@ -126,9 +128,13 @@ impl Index {
         &self.snapshot
     }
 
-    /// The workload that has an address.
+    /// The workload that has an address, and that nobody else has: a new pod may have the address before
+    /// the old one is gone. An address of the node is no workload's.
     pub fn workload(&self, addr: IpAddr) -> Option<&Arc<Workload>> {
-        self.workloads.get(&addr)
+        match self.workloads.get(&addr)?.as_slice() {
+            [workload] if !self.snapshot.node.addresses.contains(&addr) => Some(workload),
+            _ => None,
+        }
     }
 
     /// What a destination is. An exact VIP and port comes first, whatever else has the address.

@@ -18,6 +18,8 @@ use prometheus_client::{
     registry::Registry,
 };
 
+use smallvec::SmallVec;
+
 use super::{Shared, attachment::Direction, outcome::Flag};
 use crate::model::{ServiceName, Workload};
 
@@ -28,19 +30,67 @@ pub struct CountersKey {
     pub direction: Direction,
     /// The service that the client named by its address.
     pub service: Option<ServiceName>,
-    /// The other side, if it is a workload that is known.
-    pub peer: Option<Party>,
+    /// The other side.
+    pub peer: Party,
     /// Of connections that got nowhere: why.
     pub flag: Flag,
 }
 
-/// A workload, which is the same if its name is.
+/// A side of a connection, as metrics name it: Istio's labels of a workload. Two are the same if their
+/// labels are, whichever pods they are.
 #[derive(Clone, Debug)]
-pub struct Party(pub Arc<Workload>);
+pub struct Party(Option<Arc<Workload>>);
+
+impl Party {
+    /// A workload.
+    pub fn of(workload: &Arc<Workload>) -> Self {
+        Self(Some(Arc::clone(workload)))
+    }
+
+    /// Somebody who is not known.
+    pub fn nobody() -> Self {
+        Self(None)
+    }
+
+    /// Whether no workload is known that this may be.
+    pub fn is_nobody(&self) -> bool {
+        self.0.is_none()
+    }
+
+    /// What is shown: workload, canonical service and revision, namespace, app and version.
+    fn shown(&self) -> [&str; 6] {
+        let Some(workload) = &self.0 else {
+            return ["unknown"; 6];
+        };
+        let identity = &workload.identity;
+        [
+            &*identity.workload,
+            &*identity.canonical_service,
+            &*identity.canonical_revision,
+            workload.name.namespace(),
+            &*identity.app,
+            &*identity.version,
+        ]
+        .map(|value| if value.is_empty() { "unknown" } else { value })
+    }
+
+    /// The same without what is not shown: to be kept for long.
+    fn alone(&self) -> Self {
+        let alone = |workload: &Arc<Workload>| {
+            Arc::new(Workload {
+                addresses: SmallVec::new(),
+                rules: Arc::default(),
+                capture: None,
+                ..(**workload).clone()
+            })
+        };
+        Self(self.0.as_ref().map(alone))
+    }
+}
 
 impl PartialEq for Party {
     fn eq(&self, other: &Self) -> bool {
-        self.0.name == other.0.name
+        self.shown() == other.shown()
     }
 }
 
@@ -54,13 +104,13 @@ impl PartialOrd for Party {
 
 impl Ord for Party {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        self.0.name.cmp(&other.0.name)
+        self.shown().cmp(&other.shown())
     }
 }
 
 impl Hash for Party {
     fn hash<H: Hasher>(&self, state: &mut H) {
-        self.0.name.hash(state);
+        self.shown().hash(state);
     }
 }
 
@@ -108,8 +158,9 @@ pub struct Counters {
 }
 
 impl Counters {
-    fn totals(&self) -> Totals {
-        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+    /// What they came to since the last time.
+    pub(super) fn take(&self) -> Totals {
+        let read = |counter: &AtomicU64| counter.swap(0, Ordering::Relaxed);
         Totals {
             opened: read(&self.opened),
             closed: read(&self.closed),
@@ -144,33 +195,22 @@ impl EncodeLabelSet for Labels {
         &self,
         encoder: &mut prometheus_client::encoding::LabelSetEncoder<'_>,
     ) -> Result<(), fmt::Error> {
+        const NAMES: [&str; 6] = [
+            "workload",
+            "canonical_service",
+            "canonical_revision",
+            "workload_namespace",
+            "app",
+            "version",
+        ];
         let outbound = self.key.direction == Direction::Outbound;
         let reporter = if outbound { "source" } else { "destination" };
         ("reporter", reporter).encode(encoder.encode_label())?;
-        let (own, peer) = (Some(&self.workload), self.key.peer.as_ref());
+        let (own, peer) = (&self.workload, &self.key.peer);
         let (source, destination) = if outbound { (own, peer) } else { (peer, own) };
         for (prefix, party) in [("source", source), ("destination", destination)] {
-            let known = |value: fn(&Workload) -> &str| {
-                let value = party.map(|Party(workload)| value(workload));
-                let value = value.filter(|value| !value.is_empty());
-                value.unwrap_or("unknown").to_owned()
-            };
-            let labels = [
-                ("workload", known(|w| &w.identity.workload)),
-                (
-                    "canonical_service",
-                    known(|w| &w.identity.canonical_service),
-                ),
-                (
-                    "canonical_revision",
-                    known(|w| &w.identity.canonical_revision),
-                ),
-                ("workload_namespace", known(|w| w.name.namespace())),
-                ("app", known(|w| &w.identity.app)),
-                ("version", known(|w| &w.identity.version)),
-                ("principal", known(|_| "")),
-            ];
-            for (name, value) in labels {
+            let labels = NAMES.into_iter().zip(party.shown());
+            for (name, value) in labels.chain([("principal", "unknown")]) {
                 (format!("{prefix}_{name}"), value).encode(encoder.encode_label())?;
             }
         }
@@ -196,6 +236,19 @@ impl EncodeLabelSet for Labels {
             label.encode(encoder.encode_label())?;
         }
         Ok(())
+    }
+}
+
+impl Labels {
+    /// The same without what is not shown: to be kept for long.
+    pub(super) fn alone(&self) -> Self {
+        Self {
+            workload: self.workload.alone(),
+            key: CountersKey {
+                peer: self.key.peer.alone(),
+                ..self.key.clone()
+            },
+        }
     }
 }
 
@@ -231,14 +284,10 @@ const FAMILIES: [(&str, &str, Reading); 5] = [
 
 /// What a proxy's connections have come to.
 pub(super) fn connections(shared: &Shared) -> Connections {
-    let mut all = Connections::new();
-    for attached in shared.attachments() {
-        for (key, counters) in attached.all_counters() {
-            let workload = Party(Arc::clone(&attached.workload));
-            *all.entry(Labels { workload, key }).or_default() += counters.totals();
-        }
-    }
-    all
+    let ledger = shared.count();
+    let all = ledger.iter();
+    all.map(|(labels, series)| (labels.clone(), series.totals))
+        .collect()
 }
 
 /// Writes what connections have come to, whoever relayed them.

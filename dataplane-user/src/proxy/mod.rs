@@ -16,6 +16,7 @@ mod connection;
 mod dump;
 pub mod handover;
 mod index;
+mod ledger;
 mod limits;
 mod metrics;
 mod namespace;
@@ -32,10 +33,13 @@ pub use access::AccessLog;
 pub use attachment::{Acceleration, Attachment, Direction};
 pub use dump::Dump;
 pub use index::{Found, Index, Target};
+pub use ledger::Ledger;
+pub use limits::raise_open_files;
 pub use metrics::{Connections, CountersKey, Labels, Party, Totals, encode_connections};
 pub use outcome::Flag;
 
 use std::{
+    collections::HashSet,
     fmt,
     io::{self, Write},
     net::IpAddr,
@@ -165,13 +169,13 @@ impl Proxy {
         settings: Settings,
         log: impl Write + Send + 'static,
     ) -> Result<Self, Error> {
-        let files = limits::raise_open_files().map_err(Error::Start)?;
-        let possible = limits::connections(files);
-        let max = settings.max_connections.unwrap_or(possible);
-        if max > possible {
+        let files = raise_open_files().map_err(Error::Start)?;
+        if let Some(wanted) = settings.max_connections
+            && wanted > limits::connections(files, 1)
+        {
             return Err(Error::Files {
-                wanted: max,
-                needed: limits::files(max),
+                wanted,
+                needed: limits::files(wanted),
                 allowed: files,
             });
         }
@@ -189,13 +193,14 @@ impl Proxy {
             receivers.push(receiver);
         }
         let shared = Arc::new(Shared {
-            limits: Limits::new(max, settings.max_per_workload.unwrap_or(max)),
+            limits: Limits::new(settings.max_connections, settings.max_per_workload, files),
             log,
             index: Mutex::default(),
             version: AtomicU64::new(0),
             loads: (0..count).map(|_| Load::default()).collect(),
             mailboxes: mailboxes.into(),
             attachments: Mutex::default(),
+            ledger: Mutex::default(),
             complained: AtomicBool::new(false),
             settings,
         });
@@ -217,6 +222,7 @@ impl Proxy {
 
     /// What to decide by from now on. Connections that exist stay where they are.
     pub fn set_snapshot(&self, snapshot: Snapshot) {
+        self.shared.forget(&snapshot);
         let mut current = self.shared.lock_index();
         *current = Arc::new(current.updated(snapshot));
         self.shared.version.fetch_add(1, Ordering::Release);
@@ -253,6 +259,7 @@ impl Proxy {
             attached: Arc::clone(&attached),
             listeners: Some(Arc::clone(&listeners)),
         });
+        self.shared.limits.reserve(attachments.len());
         drop(attachments);
         self.shared
             .tell_all(|| Command::Open(Arc::clone(&attached), Arc::clone(&listeners)));
@@ -287,6 +294,12 @@ impl Proxy {
                 && entry.attached.workload.name == *workload
                 && entry.attached.open() > 0
         })
+    }
+
+    /// What is missing for as many connections as were asked for.
+    pub fn shortage(&self) -> Option<String> {
+        let workloads = self.shared.lock_attachments().len();
+        self.shared.limits.shortage(workloads)
     }
 
     /// For those who only look.
@@ -376,6 +389,8 @@ struct Shared {
     loads: Box<[Load]>,
     mailboxes: Box<[Mailbox]>,
     attachments: Mutex<Vec<Entry>>,
+    /// What was counted, by attachments that there are and that there were.
+    ledger: Mutex<Ledger>,
     /// Whether the want of files was told.
     complained: AtomicBool,
 }
@@ -393,6 +408,13 @@ impl fmt::Debug for Shared {
 struct Entry {
     attached: Arc<Attached>,
     listeners: Option<Arc<[Listener]>>,
+}
+
+impl Entry {
+    /// Whether it has connections, or may have some.
+    fn is_in_use(&self) -> bool {
+        self.listeners.is_some() || self.attached.open() > 0
+    }
 }
 
 /// How busy a worker is. Each in a cache line of its own, since each is written to by another CPU.
@@ -447,12 +469,44 @@ impl Shared {
 
     /// Attachments that are served, or have connections still.
     fn attachments(&self) -> Vec<Arc<Attached>> {
-        let mut attachments = self.lock_attachments();
-        attachments.retain(|entry| entry.listeners.is_some() || entry.attached.open() > 0);
+        let attachments = self.lock_attachments();
         attachments
             .iter()
+            .filter(|entry| entry.is_in_use())
             .map(|entry| Arc::clone(&entry.attached))
             .collect()
+    }
+
+    /// Brings the ledger up to date, and forgets attachments that are over.
+    fn count(&self) -> MutexGuard<'_, Ledger> {
+        let mut ledger = self.ledger.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = Instant::now();
+        let mut attachments = self.lock_attachments();
+        attachments.retain(|entry| {
+            // What is counted after that, of one that is over, there is not.
+            let in_use = entry.is_in_use();
+            entry.attached.count(&mut ledger, now);
+            in_use
+        });
+        self.limits.reserve(attachments.len());
+        ledger
+    }
+
+    /// Forgets what was counted for workloads that there are no more.
+    fn forget(&self, snapshot: &Snapshot) {
+        let now = Instant::now();
+        let mut ledger = self.count();
+        if !ledger.is_due(now) {
+            return;
+        }
+        let attached = self.attachments();
+        let mut there: HashSet<Party> = snapshot.workloads.values().map(Party::of).collect();
+        there.extend(
+            attached
+                .iter()
+                .map(|attached| Party::of(&attached.workload)),
+        );
+        ledger.prune(|party| there.contains(party), now);
     }
 
     /// Bytes that are held for readers that do not keep up.

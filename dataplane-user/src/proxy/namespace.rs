@@ -36,4 +36,19 @@ impl Namespaces {
         }
         Ok(())
     }
+
+    /// Goes home if it is in the namespace of this attachment: a thread keeps the namespace alive that it
+    /// is in, and with it the interfaces of a pod that has gone.
+    pub fn leave(&mut self, attachment: u64) {
+        if self.current != Some(attachment) {
+            return;
+        }
+        let Some(home) = &self.home else {
+            return;
+        };
+        match setns(home, CloneFlags::CLONE_NEWNET) {
+            Ok(()) => self.current = None,
+            Err(error) => tracing::warn!("cannot leave a workload's network namespace: {error}"),
+        }
+    }
 }

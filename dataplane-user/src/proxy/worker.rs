@@ -5,7 +5,7 @@
 //! calls (wait, read, write).
 
 use std::{
-    collections::VecDeque,
+    collections::{HashSet, VecDeque},
     io,
     net::SocketAddr,
     os::fd::{AsFd, OwnedFd},
@@ -283,6 +283,8 @@ impl Worker {
                 }
                 Command::Shut(id, at) => {
                     self.close_doors(|door| door.attached.id == id);
+                    self.namespaces.leave(id);
+                    self.forget_cuts();
                     self.cuts.push((id, at));
                     self.wake_by(at);
                 }
@@ -737,6 +739,10 @@ impl Worker {
         }
         self.shared.limits.give_back(&connection.attached.open);
         self.shared.loads[self.number].sub();
+        let id = connection.attached.id;
+        if self.cuts.iter().any(|(shut, _)| *shut == id) {
+            self.namespaces.leave(id);
+        }
     }
 
     /// Does what it is time for, and sets the timer for what is next.
@@ -823,6 +829,14 @@ impl Worker {
         while let Some(place) = self.cuts.iter().position(|(_, at)| *at <= now) {
             let (id, _) = self.cuts.swap_remove(place);
             self.finish_all(Flag::Cut, |connection| connection.attached.id == id);
+        }
+    }
+
+    /// Forgets attachments that are over: none of their connections is left here.
+    fn forget_cuts(&mut self) {
+        if !self.cuts.is_empty() {
+            let open: HashSet<u64> = self.table.iter().map(|(_, c)| c.attached.id).collect();
+            self.cuts.retain(|(id, _)| open.contains(id));
         }
     }
 

@@ -6,7 +6,7 @@ use std::{
 };
 
 use dataplane::{
-    model::{Layers, Place, Rules, ServiceName, WorkloadName},
+    model::{Exempt, Layers, Place, Rules, ServiceName, WorkloadName},
     source::kubernetes::{Kind, Patience, Scope, View},
 };
 use dataplane_tests::api::{Resource, objects};
@@ -119,14 +119,23 @@ fn labels_of_pods_and_namespaces_are_rules() {
     let object = |name: &str| objects::pod(name, NODE, &[pod(1)]);
     let mut of_host = object("host");
     of_host["spec"]["hostNetwork"] = json!(true);
-    let site = Site::of(
-        server([object("plain"), of_host, labelled(object("own"), "ambient")]),
-        Scope::Mesh,
-    );
+    // One that asks for what it cannot have is named.
+    let mut asks = labelled(object("asks"), "ambient");
+    asks["spec"]["hostNetwork"] = json!(true);
+    let mut sidecar = labelled(object("sidecar"), "ambient");
+    sidecar["metadata"]["annotations"] = json!({ "sidecar.istio.io/status": "{}" });
+    let own = labelled(object("own"), "ambient");
+    let all = [object("plain"), of_host, asks, sidecar, own];
+    let site = Site::of(server(all), Scope::Mesh);
     let view = site.view(|_| true);
     assert_eq!(captured(&view, "plain"), None);
     assert_eq!(captured(&view, "own"), Some(true));
     assert_eq!(rules(&view, "host"), None, "it shares the node's network");
+    let workload = |name: &str| view.workloads[&WorkloadName::new("default", name)].clone();
+    assert_eq!(workload("asks").place, Place::Exempt(Exempt::HostNetwork));
+    assert!(workload("asks").addresses.is_empty(), "they are the node's");
+    assert_eq!(workload("sidecar").place, Place::Exempt(Exempt::Sidecar));
+    assert_eq!(workload("sidecar").addresses.as_slice(), [pod(1)]);
     let plain = &view.workloads[&WorkloadName::new("default", "plain")];
     assert_eq!(plain.addresses.as_slice(), [pod(1)] as [IpAddr; 1]);
     assert_eq!(&*plain.identity.canonical_service, "plain");

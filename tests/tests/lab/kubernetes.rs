@@ -19,6 +19,7 @@ use tempfile::TempDir;
 
 use crate::{
     cluster::{Cluster, TCP, eventually, fails, reaches, refused, serve},
+    metrics::Metrics,
     outcome::run,
 };
 
@@ -185,6 +186,7 @@ fn what_the_api_has_is_served() -> Result<()> {
     let metrics = metrics
         .args(["-s", "http://127.0.0.1:15020/metrics"])
         .run()?;
+    Metrics::read(&metrics)?;
     for line in [
         "dataplane_source_watching 1",
         "dataplane_source_lists_total{resource=\"services\"} 1",

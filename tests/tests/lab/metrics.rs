@@ -1,9 +1,10 @@
 //! Metrics, health and the admin endpoint, as Prometheus, the kubelet and a person see them.
 
-use std::collections::BTreeMap;
-
-use anyhow::{Context as _, Result, bail, ensure};
-use dataplane_tests::{Host, Lab};
+use anyhow::{Result, anyhow, bail, ensure};
+use dataplane_tests::{
+    Host, Lab,
+    openmetrics::{self, Sample},
+};
 
 use crate::{
     cluster::{Cluster, TCP, UDP, ask, eventually, fails, reaches, refused},
@@ -21,27 +22,37 @@ scenarios! {
     a_port_in_use_is_named_before_anything_is_touched,
 }
 
-/// The metrics of a node, by name and labels.
+/// The metrics of a node.
 #[derive(Debug)]
-pub struct Metrics(Vec<(String, BTreeMap<String, String>, f64)>);
+pub struct Metrics(Vec<Sample>);
 
 impl Metrics {
-    /// Scrapes them as Prometheus does, from outside of the node.
+    /// Scrapes them as Prometheus does, from outside of the node, and refuses what is not valid.
     pub fn scrape(from: &Host, node: &Host) -> Result<Self> {
         let (status, body) = http(from, &format!("http://{}:15020/metrics", node.ipv4()))?;
         ensure!(status == 200, "{status} {body}");
-        ensure!(body.ends_with("# EOF\n"), "cut off: {body}");
-        let samples = body.lines().filter(|line| !line.starts_with('#'));
-        samples.map(sample).collect::<Result<_>>().map(Self)
+        Self::read(&body)
+    }
+
+    /// Likewise, of what was scraped.
+    pub fn read(text: &str) -> Result<Self> {
+        let samples = openmetrics::parse(text);
+        Ok(Self(samples.map_err(|error| anyhow!("{error}"))?))
+    }
+
+    /// All series.
+    pub fn samples(&self) -> &[Sample] {
+        &self.0
     }
 
     /// The sum over the series of this name with these labels, and perhaps more.
     pub fn sum(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
-        let series = self.0.iter().filter(|(series, with, _)| {
-            let has = |(key, value): &(&str, &str)| with.get(*key).is_some_and(|v| v == value);
-            series == name && labels.iter().all(has)
+        let series = self.0.iter().filter(|sample| {
+            let has =
+                |(key, value): &(&str, &str)| sample.labels.get(*key).is_some_and(|v| v == value);
+            sample.name == name && labels.iter().all(has)
         });
-        series.map(|(_, _, value)| value).sum()
+        series.map(|sample| sample.value).sum()
     }
 
     /// How many connections were counted for a service.
@@ -54,31 +65,10 @@ impl Metrics {
         ensure!(
             (found - wanted).abs() < 0.5,
             "{name} with {labels:?} is {found}, not {wanted}: {:#?}",
-            self.0.iter().filter(|s| s.0 == name).collect::<Vec<_>>()
+            self.0.iter().filter(|s| s.name == name).collect::<Vec<_>>()
         );
         Ok(())
     }
-}
-
-/// `name{label="value",…} number`.
-fn sample(line: &str) -> Result<(String, BTreeMap<String, String>, f64)> {
-    let (series, value) = line.rsplit_once(' ').context("a value")?;
-    let (name, labels) = series
-        .strip_suffix('}')
-        .and_then(|series| series.split_once('{'))
-        .unwrap_or((series, ""));
-    let mut found = BTreeMap::new();
-    // No label here has a comma or a quote in it.
-    for label in labels.split(',').filter(|label| !label.is_empty()) {
-        let (key, value) = label
-            .split_once('=')
-            .with_context(|| format!("no label: {line}"))?;
-        found.insert(key.to_owned(), value.trim_matches('"').to_owned());
-    }
-    let value = value
-        .parse()
-        .with_context(|| format!("no number: {line}"))?;
-    Ok((name.to_owned(), found, value))
 }
 
 const WEB: &str = "10.96.0.10:80";

@@ -28,6 +28,7 @@ use socket2::SockRef;
 use crate::{
     cluster::{TCP, ask, eventually, reaches, serve},
     manifest::{Manifests, Service},
+    metrics::Metrics,
 };
 
 scenarios! {
@@ -147,6 +148,7 @@ impl World {
     /// A metric, summed over its labels as far as they contain `labels`.
     pub fn metric(&self, name: &str, labels: &str) -> Result<f64> {
         let text = self.get("/metrics")?;
+        Metrics::read(&text)?;
         let lines = text.lines().filter(|line| {
             let rest = line.strip_prefix(name);
             rest.is_some_and(|rest| rest.starts_with(['{', ' '])) && line.contains(labels)

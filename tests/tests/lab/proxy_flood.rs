@@ -59,8 +59,8 @@ fn ticks(process: u32) -> Result<u64> {
     Ok(fields[11].parse::<u64>()? + fields[12].parse::<u64>()?)
 }
 
-/// 500 connections are what the proxy's open files allow.
-const FILES: usize = 1256;
+/// 500 connections are what the proxy's open files allow, beside one workload.
+const FILES: usize = 1272;
 const MOST: u32 = 500;
 
 fn more_than_it_can_have_are_refused_or_wait() -> Result<()> {

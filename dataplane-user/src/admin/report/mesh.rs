@@ -128,15 +128,15 @@ fn outbound_listeners(config: CaptureConfig, held: &Captured) -> BTreeSet<u64> {
         return BTreeSet::new();
     }
     let port = config.outbound.host();
-    let look = |_: &Path, entered: io::Result<()>| {
-        entered?;
+    let look = |_: &Path| {
         let sockets = kernel::listening(port)?;
         let takes = |v4| sockets.iter().any(|socket| socket.takes_loopback(v4));
         let cookie = kernel::netns_cookie().map_err(io::Error::other)?;
         Ok((takes(true) || takes(false)).then_some(cookie))
     };
-    // Those that cannot be entered have ended.
-    let found: io::Result<Vec<io::Result<Option<u64>>>> =
-        namespaces::visit(&namespaces::all(), look);
-    found.into_iter().flatten().flatten().flatten().collect()
+    namespaces::visit(look)
+        .found
+        .into_iter()
+        .flatten()
+        .collect()
 }

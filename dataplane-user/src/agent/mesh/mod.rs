@@ -1,43 +1,96 @@
 //! Mesh capture: whose connections are captured now, the proxy's sockets in their network
 //! namespaces, and the tables that say so.
 
+mod attach;
+mod discover;
 mod members;
 mod packets;
+mod problems;
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
-    fs, io,
-    net::{IpAddr, TcpListener},
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
-    os::unix::fs::MetadataExt,
+    os::fd::{AsFd, OwnedFd},
     os::unix::net::UnixStream,
     path::{Path, PathBuf},
     sync::Arc,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
-use dataplane_common::capture::{EXCLUDED, Enrolled, FROM_CLIENT, ListenerKey, Local, RuleKey};
-use tracing::{debug, error, info, warn};
+use dataplane_common::capture::{EXCLUDED, Enrolled, FROM_CLIENT, Local, RuleKey};
+use tracing::{debug, error};
 
-use self::{members::Member, packets::Packets};
-use super::{foreign, handover::Given};
+use self::{
+    attach::Attached,
+    discover::{Found, Missing},
+    members::Member,
+    packets::Packets,
+    problems::Problems,
+};
+use super::handover::Given;
 use crate::{
     admin::api,
     config,
-    kernel::{self, Accelerator, CaptureOptions, Kernel, Listeners, Namespace, namespaces},
+    kernel::{self, Accelerator, CaptureOptions, Kernel, Namespace, namespaces},
     model::{Acceleration, Egress, Place, Snapshot, Workload, WorkloadName},
     plan::{Captured, Policies},
-    proxy::{
-        self, Attachment, Observer, Proxy,
-        handover::{self, Named},
-    },
+    proxy::{self, Observer, Proxy, handover},
 };
 
-/// How long the connections of a workload that is gone may go on: it may be that nobody ends them.
-const DRAIN: Duration = Duration::from_secs(30);
 /// How long those of a workload may that is there and captured no more: as they like. (A time that is
 /// never over, and that clocks can still count.)
 const RELEASED: Duration = Duration::from_hours(365 * 24);
+
+/// How long a workload may be announced before it is here, or after it has gone, without a problem
+/// being made of it.
+const ARRIVING: Duration = Duration::from_secs(5);
+
+/// What is said of a workload that may be here.
+const AS_BEFORE: &str = "if it was captured before, it still is, by the rules that it had then";
+
+/// Where a workload may be that could not be looked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Unknown {
+    Namespace,
+    Cgroup,
+    Packets,
+}
+
+/// Which entries of the tables stay because what they are about could not be looked at.
+struct Kept<'a> {
+    /// Network namespaces that could be read, but for the agent's own.
+    seen: &'a BTreeSet<u64>,
+    own_cookie: u64,
+    /// As [`Mesh::earlier`].
+    earlier: u32,
+    /// Whether there is a guard, and namespaces that it has let go may not have been read.
+    guarded_unread: bool,
+    /// Workloads that were not found and may be here, by their numbers.
+    unknown: &'a BTreeMap<u32, Unknown>,
+}
+
+impl Kept<'_> {
+    /// `workload`: its number, 0 for a namespace that the guard has let go. `cookie`: of its network
+    /// namespace, 0 if it has none of its own.
+    fn has(&self, workload: u32, cookie: u64) -> bool {
+        if self.seen.contains(&cookie) || cookie == self.own_cookie {
+            return false;
+        }
+        match workload {
+            0 => cookie != 0 && self.guarded_unread,
+            // Nobody knows whose it is.
+            number if number <= self.earlier => !self.unknown.is_empty(),
+            number => self.unknown.contains_key(&number),
+        }
+    }
+}
+
+/// Who is to be captured, after [`Mesh::settle`].
+pub struct Settled {
+    /// The workloads, for those who ask.
+    pub workloads: Vec<(Arc<Workload>, api::MeshWorkload)>,
+    /// Why it may not be so of all of them: what could not be read.
+    pub trouble: Option<String>,
+}
 
 /// What the kernel is told of a mesh.
 pub fn options(mesh: &config::Mesh) -> CaptureOptions {
@@ -69,22 +122,18 @@ pub struct Mesh {
     /// And itself, which accepts from them until this one does.
     before: Option<UnixStream>,
     /// What is wrong, and with whom.
-    problems: Vec<(WorkloadName, String)>,
+    problems: Problems,
+    /// What is wrong, and no workload's fault.
+    trouble: Option<String>,
+    /// Numbers up to this one are an earlier agent's, and only that one knew whose.
+    earlier: u32,
+    /// Workloads that should be here and are not, and since when.
+    absent: HashMap<WorkloadName, Instant>,
     own_cookie: u64,
-    /// The cgroup whose processes are captured.
+    /// The cgroup whose processes the programs see.
     cgroup: PathBuf,
     /// Once a workload has asked for it.
     accelerator: Option<Arc<Accelerator>>,
-}
-
-/// A workload whose connections the agent's proxy takes.
-struct Attached {
-    name: WorkloadName,
-    namespace: OwnedFd,
-    egress: Egress,
-    acceleration: Acceleration,
-    /// Its listening sockets, for the agent that takes this one's place.
-    sockets: Named,
 }
 
 impl Mesh {
@@ -107,6 +156,7 @@ impl Mesh {
                 mark: Some(options.mark),
                 transparent_mark: Some(options.mark | FROM_CLIENT),
                 transparent: config.proxy.keep_source.unwrap_or(true),
+                access_log: config.proxy.access_log(),
                 max_connections: config.proxy.max_connections.map(|max| max as usize),
                 max_per_workload: config
                     .proxy
@@ -127,17 +177,21 @@ impl Mesh {
         let policies = policies.chain(locals().map(|local| local.policy));
         let workloads = enrolled().map(|e| e.workload);
         let workloads = workloads.chain(locals().map(|local| local.workload));
+        let last = workloads.max().unwrap_or_default();
         Ok(Self {
             options,
             proxy,
             policies: Policies::after(policies.max().unwrap_or_default()),
             numbers: HashMap::new(),
-            last: workloads.max().unwrap_or_default(),
+            last,
             attached: BTreeMap::new(),
             packets: Packets::after(held),
             given: given.sockets.into_iter().collect(),
             before: given.before,
-            problems: Vec::new(),
+            problems: Problems::default(),
+            trouble: None,
+            earlier: last,
+            absent: HashMap::new(),
             own_cookie: kernel::netns_cookie()?,
             cgroup: cgroup.to_owned(),
             accelerator: None,
@@ -152,92 +206,51 @@ impl Mesh {
 
     /// How soon to look again at what nobody tells us of.
     pub fn patience(&self) -> Duration {
-        if self.options.guard || !self.problems.is_empty() {
+        if self.options.guard || !self.problems.is_empty() || !self.absent.is_empty() {
             Duration::from_secs(1)
         } else {
             Duration::from_secs(10)
         }
     }
 
-    /// Brings everything in line with a snapshot and with the network namespaces that there are.
-    ///
-    /// Answers who is to be captured, for those who ask.
+    /// Brings everything in line with a snapshot and with the network namespaces that there are. A
+    /// workload that cannot be found or attached holds up no other: it has a problem. What cannot be
+    /// read leaves what was.
     ///
     /// # Errors
-    /// The kernel's refusal; what was captured before is.
+    /// The kernel's refusal of tables or programs; what was captured before is.
     pub fn settle(
         &mut self,
         kernel: &mut Kernel,
         snapshot: &Snapshot,
-    ) -> Result<Vec<(Arc<Workload>, api::MeshWorkload)>, kernel::Error> {
-        let mut problems = Vec::new();
+    ) -> Result<Settled, kernel::Error> {
+        let mut problems = Problems::default();
         if let Some(proxy) = &self.proxy {
             proxy.set_snapshot(snapshot.clone());
         }
         let members = members::members(&self.config, snapshot);
-        let found = self.namespaces();
-        let mut wanted = Captured::default();
-        let mut levels = 0;
-        let mut enrolled: Vec<(&Member, &Namespace, u32)> = Vec::new();
         let by_packets: Vec<&Member> = members.iter().filter(|m| m.is_by_packets()).collect();
-        for member in &members {
-            match &member.workload.place {
-                Place::Elsewhere => {}
-                Place::Address if member.is_by_packets() => {}
-                Place::Cgroup(path) => match cgroup(path) {
-                    Ok((id, level)) => {
-                        levels |= 1 << level;
-                        let entry = self.enrol(member, &mut wanted);
-                        wanted.cgroups.insert(id, entry);
-                    }
-                    Err(error) => problems.push((
-                        member.workload.name.clone(),
-                        format!("cannot look at cgroup {}: {error}", path.display()),
-                    )),
-                },
-                Place::Address => {
-                    let addresses = &member.workload.addresses;
-                    let Some(namespace) = home(&found, addresses) else {
-                        debug!(workload = %member.workload.name, "no network namespace here has its address");
-                        continue;
-                    };
-                    if let Some((other, ..)) = enrolled
-                        .iter()
-                        .find(|(_, n, _)| n.cookie == namespace.cookie)
-                    {
-                        problems.push((
-                            member.workload.name.clone(),
-                            format!(
-                                "is in the network namespace of {}, and captured as that",
-                                other.workload.name
-                            ),
-                        ));
-                        continue;
-                    }
-                    let entry = self.enrol_namespace(member, namespace, &mut wanted);
-                    enrolled.push((member, namespace, entry.flags));
-                }
-            }
-        }
+        let addresses = members.iter().flat_map(|m| &m.workload.addresses);
+        let found = Found::look(&addresses.copied().collect(), self.own_cookie);
+        let mut wanted = Captured::default();
+        let (mut enrolled, mut levels, mut unknown) =
+            self.enrol_all(&members, &found, &mut wanted, &mut problems);
         // Of those in the node's own namespace the kernel tells whose is whose, and the proxy does
         // not: to it they are the node.
         let of_node = members::of_node(snapshot);
-        let node_namespace = kernel::this_namespace().ok();
-        if let Some(own) = &node_namespace
-            && wanted
-                .cgroups
-                .values()
-                .any(|e| e.flags & Enrolled::PROXY != 0)
+        let by_cgroup = |wanted: &Captured| {
+            let mut entries = wanted.cgroups.values();
+            entries.any(|e| e.flags & Enrolled::PROXY != 0)
+        };
+        if let Ok(own) = &found.own
+            && by_cgroup(&wanted)
         {
             enrolled.push((&of_node, own, Enrolled::CAPTURED | Enrolled::PROXY));
         }
         if self.options.guard {
-            for namespace in &found {
-                wanted.namespaces.entry(namespace.cookie).or_default();
+            for cookie in &found.seen {
+                wanted.namespaces.entry(*cookie).or_default();
             }
-        }
-        if !members.is_empty() {
-            known(snapshot, &members, &mut wanted);
         }
         self.change_over(&enrolled, &by_packets);
         // While another layout's programs serve, so does the proxy before this one: for those, connections of this one
@@ -247,17 +260,48 @@ impl Mesh {
             self.listen(kernel, &enrolled, &mut problems);
         }
         self.remember_packets(kernel.capture().held(), &members);
-        self.settle_packets(kernel, &by_packets, &mut wanted, &mut problems)?;
+        let mut trouble = found.trouble();
+        let packets = self.settle_packets(kernel, &by_packets, &found, &mut wanted, &mut problems);
+        unknown.extend(packets.unknown);
+        trouble = trouble.or(packets.trouble);
+        let kept = Kept {
+            seen: &found.seen,
+            own_cookie: self.own_cookie,
+            earlier: self.earlier,
+            guarded_unread: self.options.guard && found.trouble().is_some(),
+            unknown: &unknown,
+        };
+        wanted.keep(kernel.capture().held(), |workload, cookie| {
+            kept.has(workload, cookie)
+        });
+        if unknown.values().any(|place| *place == Unknown::Cgroup) {
+            levels |= kernel.capture().tables().config().levels;
+        }
+        if !members.is_empty() {
+            known(snapshot, &members, &mut wanted);
+        }
         let inbound: Vec<&Namespace> = enrolled
             .iter()
             .filter(|(_, _, flags)| flags & Enrolled::INBOUND != 0)
             .map(|(_, namespace, _)| *namespace)
             .collect();
-        kernel.set_captured(&wanted, levels, &inbound)?;
-        self.release(&enrolled, &found);
+        let failed = kernel.set_captured(&wanted, levels, &inbound)?;
+        for (member, namespace, _) in &enrolled {
+            if let Some(error) = failed.get(&namespace.cookie) {
+                problems.add(&member.workload.name, error.to_string());
+            }
+        }
+        let own_unread = found.own.is_err() && by_cgroup(&wanted);
+        let own_cookie = self.own_cookie;
+        self.release(&enrolled, &found, |cookie| {
+            let is_kept = !found.seen.contains(&cookie) && wanted.namespaces.contains_key(&cookie);
+            is_kept || cookie == own_cookie && own_unread
+        });
         if !waits {
-            // Whose they were is captured no more.
-            self.given.clear();
+            if trouble.is_none() {
+                // Whose they were is captured no more.
+                self.given.clear();
+            }
             if let Some(before) = self.before.take() {
                 handover::serves(before);
             }
@@ -270,32 +314,107 @@ impl Mesh {
             .chain(wanted.locals.values().map(|local| local.policy))
             .collect();
         self.policies.keep(|number| used.contains(&number));
-        self.tell(problems);
+        problems.tell(&self.problems);
+        self.problems = problems;
         let shown = |member: Member| {
             let shown = self.shown(&member);
             (member.workload, shown)
         };
-        Ok(members.into_iter().map(shown).collect())
+        let workloads: Vec<_> = members.into_iter().map(shown).collect();
+        let short = || self.proxy.as_ref().and_then(Proxy::shortage);
+        let trouble = trouble.or_else(short);
+        if let Some(text) = &trouble
+            && self.trouble.as_ref() != Some(text)
+        {
+            error!("mesh: {text}");
+        }
+        self.trouble.clone_from(&trouble);
+        self.forget_numbers(&workloads);
+        Ok(Settled { workloads, trouble })
     }
 
-    fn tell(&mut self, problems: Vec<(WorkloadName, String)>) {
-        for problem in &problems {
-            if !self.problems.contains(problem) {
-                error!("mesh: {}: {}", problem.0, problem.1);
+    /// Enrols all workloads that are found, but for those that are captured by their packets. Answers
+    /// where they are, at which levels of the hierarchy there are cgroups, and which workloads nobody
+    /// can tell of whether they are here: by their numbers.
+    #[expect(
+        clippy::type_complexity,
+        reason = "the three parts are taken apart where it is called"
+    )]
+    fn enrol_all<'a>(
+        &mut self,
+        members: &'a [Member],
+        found: &'a Found,
+        wanted: &mut Captured,
+        problems: &mut Problems,
+    ) -> (
+        Vec<(&'a Member, &'a Namespace, u32)>,
+        u32,
+        BTreeMap<u32, Unknown>,
+    ) {
+        let mut enrolled: Vec<(&Member, &Namespace, u32)> = Vec::new();
+        let (mut levels, mut unknown) = (0, BTreeMap::new());
+        let mut absent = HashMap::new();
+        for member in members {
+            let name = &member.workload.name;
+            let result = match &member.workload.place {
+                Place::Elsewhere => Ok(()),
+                Place::Exempt(why) => Err(Missing::Wrong(why.text().to_owned())),
+                Place::Address if member.is_by_packets() => Ok(()),
+                Place::Cgroup(path) => discover::cgroup(&self.cgroup, path).map(|(id, level)| {
+                    levels |= 1 << level;
+                    let entry = self.enrol(member, wanted);
+                    wanted.cgroups.insert(id, entry);
+                }),
+                Place::Address => found.home(&member.workload.addresses).map(|namespace| {
+                    let mut others = enrolled.iter();
+                    if let Some((other, ..)) = others.find(|(_, n, _)| n.cookie == namespace.cookie)
+                    {
+                        let other = &other.workload.name;
+                        let text =
+                            format!("is in the network namespace of {other}, and captured as that");
+                        problems.add(name, text);
+                        return;
+                    }
+                    let entry = self.enrol_namespace(member, namespace, wanted);
+                    enrolled.push((member, namespace, entry.flags));
+                }),
+            };
+            match result {
+                Ok(()) => {}
+                Err(Missing::Absent { hidden }) => {
+                    if hidden {
+                        unknown.insert(self.number(name), Unknown::Namespace);
+                    }
+                    let since = self.absent.get(name).copied().unwrap_or_else(Instant::now);
+                    absent.insert(name.clone(), since);
+                    if since.elapsed() > ARRIVING {
+                        problems.add(name, not_found(member, hidden));
+                    }
+                }
+                Err(Missing::Wrong(text)) => problems.add(name, text),
+                Err(Missing::Unknown(text)) => {
+                    let place = match member.workload.place {
+                        Place::Cgroup(_) => Unknown::Cgroup,
+                        _ => Unknown::Namespace,
+                    };
+                    unknown.insert(self.number(name), place);
+                    problems.add(name, format!("{text}; {AS_BEFORE}"));
+                }
             }
         }
-        self.problems = problems;
+        self.absent = absent;
+        (enrolled, levels, unknown)
     }
 
     fn shown(&mut self, member: &Member) -> api::MeshWorkload {
         let name = &member.workload.name;
-        let problem = self.problems.iter().find(|(whose, _)| whose == name);
+        let problem = self.problems.of(name);
         let (acceleration, not_accelerated) = match self.accelerated(member) {
             Ok(acceleration) => (acceleration, None),
-            Err(why) => (Acceleration::Off, Some(why.to_owned())),
+            Err(why) => (Acceleration::Off, Some(why)),
         };
         api::MeshWorkload {
-            problem: problem.map(|(_, text)| text.clone()),
+            problem,
             acceleration: Some(acceleration.word().to_owned()),
             not_accelerated,
             number: self.number(name),
@@ -307,46 +426,32 @@ impl Mesh {
 
     /// Whether what a workload says to the proxy goes past the TCP stack; or why it does not, though it
     /// is to.
-    fn accelerated(&self, member: &Member) -> Result<Acceleration, &'static str> {
-        let mut attached = self.attached.values();
+    fn accelerated(&self, member: &Member) -> Result<Acceleration, String> {
         let (policy, name) = (&member.policy, &member.workload.name);
-        if policy.acceleration == Acceleration::Off {
-            Ok(Acceleration::Off)
+        let why = if policy.acceleration == Acceleration::Off {
+            return Ok(Acceleration::Off);
         } else if !policy.mode.is_proxied(self.options.foreign) {
-            Err("its connections go direct")
+            "its connections go direct"
         } else if self.options.foreign {
-            Err("its proxy is not the agent's")
+            "its proxy is not the agent's"
         } else if member.is_by_packets() {
-            Err("it is captured by its packets, and its sockets are elsewhere")
+            "it is captured by its packets, and its sockets are elsewhere"
         } else if matches!(member.workload.place, Place::Cgroup(_)) {
-            Err("it has no network namespace of its own")
-        } else if attached.any(|a| a.name == *name && a.acceleration == policy.acceleration) {
-            Ok(policy.acceleration)
+            "it has no network namespace of its own"
+        } else if let Some(attached) = self.attached.values().find(|a| a.name == *name) {
+            let why = attached.not_accelerated.clone();
+            return why.map_or(Ok(policy.acceleration), Err);
         } else {
-            Err("the proxy does not listen for it")
-        }
+            "the proxy does not listen for it"
+        };
+        Err(why.to_owned())
     }
 
-    /// Every network namespace but our own.
-    fn namespaces(&self) -> Vec<Namespace> {
-        let paths = namespaces::all();
-        let look = |path: &Path, entered: io::Result<()>| {
-            let found = entered.and_then(|()| kernel::this_namespace());
-            found
-                .inspect_err(|error| debug!("cannot look into {}: {error}", path.display()))
-                .ok()
-        };
-        match namespaces::visit(&paths, look) {
-            Ok(found) => found
-                .into_iter()
-                .flatten()
-                .filter(|namespace| namespace.cookie != self.own_cookie)
-                .collect(),
-            Err(error) => {
-                warn!("cannot look into network namespaces: {error}");
-                Vec::new()
-            }
-        }
+    /// Forgets the numbers of those that are wanted no more. Where entries of the tables have them still,
+    /// they are those of connections that go on.
+    fn forget_numbers(&mut self, workloads: &[(Arc<Workload>, api::MeshWorkload)]) {
+        let wanted: BTreeSet<u32> = workloads.iter().map(|(_, shown)| shown.number).collect();
+        self.numbers.retain(|_, number| wanted.contains(number));
     }
 
     fn number(&mut self, name: &WorkloadName) -> u32 {
@@ -403,224 +508,6 @@ impl Mesh {
         entry
     }
 
-    /// Before a workload's connections are captured: has somebody take them.
-    fn listen(
-        &mut self,
-        kernel: &Kernel,
-        enrolled: &[(&Member, &Namespace, u32)],
-        problems: &mut Vec<(WorkloadName, String)>,
-    ) {
-        for (member, namespace, flags) in enrolled {
-            if flags & Enrolled::PROXY == 0 {
-                continue;
-            }
-            let result = if self.options.foreign {
-                self.adopt(kernel, namespace)
-            } else if self.attached.contains_key(&namespace.cookie) {
-                Ok(())
-            } else {
-                let inbound = flags & Enrolled::INBOUND != 0;
-                self.attach(kernel, member, namespace, inbound)
-            };
-            if let Err(error) = result {
-                problems.push((member.workload.name.clone(), error));
-            }
-        }
-    }
-
-    /// An earlier agent's sockets for a namespace, if they are at the ports where they should be.
-    fn given(&mut self, cookie: u64, inbound: bool) -> Option<Listeners> {
-        let mut take = |direction: &str, port: u16| -> Vec<TcpListener> {
-            let names = ["v4", "v6"].map(|family| socket_name(direction, cookie, family));
-            let sockets = names.iter().filter_map(|name| self.given.remove(name));
-            sockets
-                .map(TcpListener::from)
-                .filter(|socket| socket.local_addr().is_ok_and(|addr| addr.port() == port))
-                .collect()
-        };
-        let listeners = Listeners {
-            outbound: take(OUTBOUND, self.options.outbound),
-            inbound: take(INBOUND, self.options.inbound),
-        };
-        let complete = !listeners.outbound.is_empty() && inbound != listeners.inbound.is_empty();
-        complete.then_some(listeners)
-    }
-
-    /// The proxy's listening sockets, for an agent that takes this one's place.
-    pub fn sockets(&self) -> impl Iterator<Item = (String, BorrowedFd<'_>)> {
-        let sockets = self
-            .attached
-            .values()
-            .flat_map(|attached| &attached.sockets);
-        let sockets = sockets.map(|(name, socket)| (name.clone(), socket.as_fd()));
-        sockets.chain(self.packets.sockets())
-    }
-
-    fn attach(
-        &mut self,
-        kernel: &Kernel,
-        member: &Member,
-        namespace: &Namespace,
-        inbound: bool,
-    ) -> Result<(), String> {
-        let transparent = self.config.proxy.keep_source.unwrap_or(true);
-        let options = self.options;
-        let given = self.given(namespace.cookie, inbound);
-        let listeners = namespaces::within(namespace.file.as_fd(), move || {
-            if transparent && inbound {
-                kernel::route_answers(options.mark | FROM_CLIENT)?;
-            }
-            match given {
-                Some(listeners) => Ok(listeners),
-                None => kernel::open_listeners(&options, inbound),
-            }
-        })
-        .map_err(|error| {
-            let (a, b) = (options.outbound, options.inbound);
-            format!("cannot listen at ports {a} and {b} in its network namespace: {error}")
-        })?;
-        hand_over(kernel, namespace.cookie, &listeners.inbound)?;
-        let acceleration = self.accelerate(member, namespace)?;
-        let clone = || {
-            namespace
-                .file
-                .try_clone()
-                .map_err(|error| error.to_string())
-        };
-        let sockets = named(namespace.cookie, &listeners).map_err(|error| error.to_string())?;
-        let name = member.workload.name.clone();
-        let Some(proxy) = &self.proxy else {
-            return Ok(());
-        };
-        proxy
-            .add(Attachment {
-                workload: Arc::new(Workload {
-                    capture: Some(Arc::new(member.policy.clone())),
-                    ..(*member.workload).clone()
-                }),
-                namespace: Some(clone()?),
-                outbound: listeners.outbound,
-                inbound: listeners.inbound,
-                egress: member.policy.egress,
-                acceleration,
-            })
-            .map_err(|error| error.to_string())?;
-        info!(workload = %name, "captured: the proxy listens in its network namespace");
-        let attached = Attached {
-            name,
-            namespace: clone()?,
-            egress: member.policy.egress,
-            acceleration: member.policy.acceleration,
-            sockets,
-        };
-        self.attached.insert(namespace.cookie, attached);
-        Ok(())
-    }
-
-    /// Has what a workload says to the proxy go past the TCP stack, if that is wanted.
-    fn accelerate(
-        &mut self,
-        member: &Member,
-        namespace: &Namespace,
-    ) -> Result<Option<proxy::Acceleration>, String> {
-        if member.policy.acceleration == Acceleration::Off {
-            return Ok(None);
-        }
-        let told = |error: kernel::Error| format!("cannot accelerate it: {error}");
-        let accelerator = if let Some(accelerator) = &self.accelerator {
-            Arc::clone(accelerator)
-        } else {
-            let started = Arc::new(Accelerator::start(&self.cgroup).map_err(told)?);
-            Arc::clone(self.accelerator.insert(started))
-        };
-        let CaptureOptions { outbound, mark, .. } = self.options;
-        accelerator
-            .add(namespace.cookie, &[outbound], Some(mark))
-            .map_err(told)?;
-        Ok(Some(proxy::Acceleration {
-            netns: namespace.cookie,
-            grant: Arc::new(move |connection, bytes| accelerator.grant(connection, bytes)),
-        }))
-    }
-
-    /// Takes the listening socket of a proxy that is not ours: one that began to listen before it
-    /// was captured. Others are noticed by the kernel.
-    fn adopt(&self, kernel: &Kernel, namespace: &Namespace) -> Result<(), String> {
-        let known = kernel
-            .capture()
-            .tables()
-            .listeners()
-            .map_err(|error| error.to_string())?;
-        let sockets = foreign::listeners(namespace, self.options.inbound, |family| {
-            !known.contains(&ListenerKey::of_namespace(namespace.cookie, family == 4))
-        });
-        for (family, socket) in sockets {
-            kernel
-                .capture()
-                .listen(
-                    ListenerKey::of_namespace(namespace.cookie, family == 4),
-                    socket.as_fd(),
-                )
-                .map_err(|error| error.to_string())?;
-        }
-        Ok(())
-    }
-
-    /// After workloads are captured no more: the connections that the proxy has go on.
-    fn release(&mut self, enrolled: &[(&Member, &Namespace, u32)], found: &[Namespace]) {
-        let kept = |cookie: u64, attached: &Attached| {
-            enrolled.iter().any(|(member, namespace, flags)| {
-                namespace.cookie == cookie
-                    && flags & Enrolled::PROXY != 0
-                    && member.workload.name == attached.name
-                    && member.policy.egress == attached.egress
-                    && member.policy.acceleration == attached.acceleration
-            })
-        };
-        let gone: Vec<u64> = self
-            .attached
-            .iter()
-            .filter(|(cookie, attached)| !kept(**cookie, attached))
-            .map(|(cookie, _)| *cookie)
-            .collect();
-        for cookie in gone {
-            let is_there = found.iter().any(|namespace| namespace.cookie == cookie);
-            self.let_go(cookie, if is_there { RELEASED } else { DRAIN });
-        }
-    }
-
-    /// Whoever is to be captured otherwise than before is released first: the proxy tells workloads by
-    /// their names.
-    fn change_over(&mut self, enrolled: &[(&Member, &Namespace, u32)], by_packets: &[&Member]) {
-        for (member, ..) in enrolled {
-            self.let_go_of_packets(&member.workload.name);
-        }
-        for member in by_packets {
-            let mut attached = self.attached.iter();
-            let before = attached.find(|(_, attached)| attached.name == member.workload.name);
-            if let Some(cookie) = before.map(|(cookie, _)| *cookie) {
-                self.let_go(cookie, RELEASED);
-            }
-        }
-    }
-
-    /// Takes no more connections of the workload in a network namespace.
-    fn let_go(&mut self, cookie: u64, deadline: Duration) {
-        let Some(attached) = self.attached.remove(&cookie) else {
-            return;
-        };
-        if attached.acceleration != Acceleration::Off
-            && let Some(accelerator) = &self.accelerator
-            && let Err(error) = accelerator.remove(cookie, &[self.options.outbound])
-        {
-            debug!("{}: {error}", attached.name);
-        }
-        if let Some(proxy) = &self.proxy {
-            proxy.remove(&attached.name, deadline);
-        }
-        info!(workload = %attached.name, "released");
-    }
-
     /// When the agent ends: what the proxy relays may go on until then. `detach`: everything of ours
     /// goes.
     pub fn stop(self, deadline: Duration, detach: bool) {
@@ -653,54 +540,6 @@ impl Mesh {
     }
 }
 
-const OUTBOUND: &str = "outbound";
-const INBOUND: &str = "inbound";
-
-/// What a listening socket is called when it is handed over.
-fn socket_name(direction: &str, cookie: u64, family: &str) -> String {
-    format!("{direction} {cookie} {family}")
-}
-
-/// Copies of listening sockets, to be handed over.
-fn named(cookie: u64, listeners: &Listeners) -> io::Result<Named> {
-    let outbound = listeners.outbound.iter().map(|socket| (OUTBOUND, socket));
-    let inbound = listeners.inbound.iter().map(|socket| (INBOUND, socket));
-    let copy = |(direction, socket): (&str, &TcpListener)| {
-        let v4 = socket.local_addr()?.is_ipv4();
-        let name = socket_name(direction, cookie, if v4 { "v4" } else { "v6" });
-        Ok((name, socket.try_clone()?.into()))
-    };
-    outbound.chain(inbound).map(copy).collect()
-}
-
-/// The network namespace that has one of these addresses: of several, one that is linked with ours.
-/// (There may be other nodes' on this machine, which have the same.)
-fn home<'a>(found: &'a [Namespace], addresses: &[IpAddr]) -> Option<&'a Namespace> {
-    let mut there = found
-        .iter()
-        .filter(|namespace| addresses.iter().any(|a| namespace.addresses.contains(a)));
-    let first = there.next()?;
-    let Some(second) = there.next() else {
-        return Some(first);
-    };
-    [first, second]
-        .into_iter()
-        .chain(there)
-        .find(|namespace| kernel::is_linked(namespace).unwrap_or(false))
-}
-
-/// Says where a namespace's inbound connections go.
-fn hand_over(kernel: &Kernel, cookie: u64, sockets: &[TcpListener]) -> Result<(), String> {
-    for socket in sockets {
-        let v4 = socket.local_addr().is_ok_and(|addr| addr.is_ipv4());
-        kernel
-            .capture()
-            .listen(ListenerKey::of_namespace(cookie, v4), socket.as_fd())
-            .map_err(|error| error.to_string())?;
-    }
-    Ok(())
-}
-
 /// Whom connections may reach whose egress policy is deny; and whose addresses are worth a label.
 fn known(snapshot: &Snapshot, members: &[Member], wanted: &mut Captured) {
     let workloads = snapshot.workloads.values().map(|w| &w.addresses);
@@ -716,14 +555,58 @@ fn known(snapshot: &Snapshot, members: &[Member], wanted: &mut Captured) {
     }
 }
 
-/// A cgroup's id and its level in the hierarchy.
-fn cgroup(path: &Path) -> Result<(u64, usize), String> {
-    let root = kernel::cgroup2_root().map_err(|error| error.to_string())?;
-    let relative = path.strip_prefix("/").unwrap_or(path);
-    let level = relative.components().count();
-    if level > 15 {
-        return Err("it is more than 15 levels deep".into());
+/// What is said of a workload that no network namespace has the addresses of. `hidden`: there are
+/// network namespaces that this agent is not permitted to see.
+fn not_found(member: &Member, hidden: bool) -> String {
+    let addresses = member.workload.addresses.iter();
+    let addresses: Vec<_> = addresses.map(ToString::to_string).collect();
+    let mut text = format!(
+        "is not captured: no network namespace on this node has its address {}",
+        addresses.join(" or ")
+    );
+    if hidden {
+        text += ", of those that the agent is permitted to see (CAP_SYS_PTRACE shows all)";
     }
-    let found = fs::metadata(root.join(relative)).map_err(|error| error.to_string())?;
-    Ok((found.ino(), level))
+    if member.policy.egress == Egress::Deny {
+        text += "; `egress: deny` is not in force for it (`mesh.guard: true` refuses it until it is found)";
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_nobody_could_look_at_is_kept_and_nothing_else() {
+        let seen = BTreeSet::from([11, 12]);
+        let mut unknown = BTreeMap::from([(7, Unknown::Namespace), (8, Unknown::Cgroup)]);
+        let kept = |guarded_unread, unknown: &BTreeMap<u32, Unknown>, workload, cookie| {
+            let kept = Kept {
+                seen: &seen,
+                own_cookie: 1,
+                earlier: 5,
+                guarded_unread,
+                unknown,
+            };
+            kept.has(workload, cookie)
+        };
+        // Those that were not found, where they may be.
+        assert!(kept(false, &unknown, 7, 13));
+        assert!(kept(false, &unknown, 8, 0));
+        assert!(!kept(false, &unknown, 7, 11), "it was read");
+        assert!(
+            !kept(false, &unknown, 9, 13),
+            "it was found, or is wanted no more"
+        );
+        // An earlier agent's, which may be any of those.
+        assert!(kept(false, &unknown, 5, 13));
+        assert!(!kept(false, &unknown, 5, 12));
+        // What the guard has let go, and the node's own addresses.
+        assert!(kept(true, &unknown, 0, 13));
+        assert!(!kept(false, &unknown, 0, 13));
+        assert!(!kept(true, &unknown, 0, 0) && !kept(true, &unknown, 0, 1));
+        unknown.clear();
+        assert!(!kept(false, &unknown, 5, 13));
+    }
 }

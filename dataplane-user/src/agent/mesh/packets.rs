@@ -14,7 +14,9 @@ use dataplane_common::capture::{Enrolled, FROM_CLIENT, ListenerKey, Local};
 use socket2::{Domain, SockRef};
 use tracing::{debug, info};
 
-use super::{DRAIN, Mesh, RELEASED, members::Member};
+use super::{
+    AS_BEFORE, Mesh, Problems, RELEASED, Unknown, attach::DRAIN, discover::Found, members::Member,
+};
 use crate::{
     agent::{foreign, interfaces::Role},
     kernel::{self, Hook, Interface, Kernel, Namespace},
@@ -38,6 +40,8 @@ pub struct Packets {
     attached: BTreeMap<WorkloadName, Attached>,
     /// Addresses whose new connections are captured no more, and since when: those that there are go on.
     released: BTreeMap<IpAddr, (WorkloadName, Instant)>,
+    /// By which interfaces the packets of those come that were found last.
+    ways: BTreeMap<WorkloadName, BTreeSet<u32>>,
     /// Whether the rule and the route are there; `None` until it is known.
     routed: Option<bool>,
 }
@@ -55,6 +59,15 @@ struct Guest<'a> {
     member: &'a Member,
     entry: Enrolled,
     interfaces: BTreeSet<u32>,
+}
+
+/// What [`Mesh::settle_packets`] could not do.
+#[derive(Default)]
+pub struct Settled {
+    /// Workloads that may be here, and could not be looked for: by their numbers.
+    pub unknown: BTreeMap<u32, Unknown>,
+    /// What no workload can be blamed for.
+    pub trouble: Option<String>,
 }
 
 impl Packets {
@@ -84,61 +97,60 @@ impl Mesh {
         &mut self,
         kernel: &Kernel,
         guests: &[&Member],
+        found: &Found,
         wanted: &mut Captured,
-        problems: &mut Vec<(WorkloadName, String)>,
-    ) -> Result<(), kernel::Error> {
+        problems: &mut Problems,
+    ) -> Settled {
+        let mut settled = Settled::default();
         if guests.is_empty()
             && self.packets.released.is_empty()
             && self.packets.routed == Some(false)
         {
-            return Ok(());
+            return settled;
         }
-        let interfaces = kernel::interfaces()?;
-        let mut here = Vec::new();
-        for member in guests {
-            match ways(&member.workload.addresses, &interfaces)? {
-                Ok(ways) if ways.is_empty() => {
+        let places = self.find(guests, found, wanted, problems, &mut settled);
+        let (here, own, mut on) = match places {
+            Ok(places) => places,
+            Err(error) => {
+                for member in guests {
                     let name = &member.workload.name;
-                    debug!(workload = %name, "no interface here leads to it");
+                    problems.add(name, format!("{error}; {AS_BEFORE}"));
+                    settled.unknown.insert(self.number(name), Unknown::Packets);
                 }
-                Ok(interfaces) => {
-                    let mut entry = self.enrol(member, wanted);
-                    entry.flags = entry.flags & !NOT_THERE | Enrolled::PACKETS;
-                    here.push(Guest {
-                        member,
-                        entry,
-                        interfaces,
-                    });
-                }
-                Err(error) => problems.push((member.workload.name.clone(), error)),
+                settled.trouble = Some(error);
+                return settled;
             }
-        }
-        let mut on: BTreeSet<u32> = here.iter().flat_map(|g| &g.interfaces).copied().collect();
-        on.extend(self.go_on(&here, &interfaces, wanted)?);
-        self.route(!on.is_empty())
-            .map_err(|source| kernel::Error::Io {
-                what: "cannot route captured packets to the proxy's sockets".to_owned(),
-                source,
-            })?;
-        let failed = kernel.attach_capture(&on)?;
-        let own = kernel::this_namespace().map_err(|source| kernel::Error::Io {
-            what: "cannot look at the node's network namespace".to_owned(),
-            source,
-        })?;
+        };
+        on.extend(here.iter().flat_map(|g| &g.interfaces));
+        let routed = self.route(!on.is_empty()).map_err(|error| {
+            format!("cannot route captured packets to the proxy's sockets: {error}")
+        });
+        let attached = kernel
+            .attach_capture(&on)
+            .map_err(|error| error.to_string());
+        let common = routed
+            .err()
+            .into_iter()
+            .chain(attached.as_ref().err().cloned());
+        let common: Vec<String> = common.collect();
+        settled.trouble = common.first().cloned();
+        let failed = attached.unwrap_or_default();
         for guest in &here {
             let name = &guest.member.workload.name;
             let unattached = guest.interfaces.iter().filter_map(|i| failed.get(i));
-            let mut said: Vec<String> = unattached.cloned().collect();
+            let mut said: Vec<String> = unattached.chain(&common).cloned().collect();
             if guest.entry.flags & Enrolled::PROXY != 0 {
                 let listening = if self.options.foreign {
-                    self.adopt_for_packets(kernel, &own, guest.entry.workload)
+                    self.adopt_for_packets(kernel, own, guest.entry.workload)
                 } else {
                     self.listen_for_packets(kernel, guest)
                 };
                 said.extend(listening.err());
                 said.extend(unroutable());
             }
-            problems.extend(said.into_iter().map(|text| (name.clone(), text)));
+            for text in said {
+                problems.add(name, text);
+            }
             for addr in &guest.member.workload.addresses {
                 wanted.locals.insert((*addr).into(), local(0, &guest.entry));
             }
@@ -149,28 +161,92 @@ impl Mesh {
             let node = local(own.cookie, &Enrolled::default());
             wanted.locals.entry((*addr).into()).or_insert(node);
         }
-        self.release_packets(&here);
-        forget_listeners(kernel, wanted)
+        self.release_packets(&here, guests);
+        if let Err(error) = forget_listeners(kernel, wanted) {
+            settled.trouble = Some(error.to_string());
+        }
+        settled
+    }
+
+    /// The workloads that are here, with their interfaces; the node's network namespace; and interfaces
+    /// at which there is more to be seen.
+    ///
+    /// # Errors
+    /// If the kernel does not tell: then everything is to stay as it is.
+    fn find<'a>(
+        &mut self,
+        guests: &[&'a Member],
+        found: &'a Found,
+        wanted: &mut Captured,
+        problems: &mut Problems,
+        settled: &mut Settled,
+    ) -> Result<(Vec<Guest<'a>>, &'a Namespace, BTreeSet<u32>), String> {
+        let own = found
+            .own
+            .as_ref()
+            .map_err(|error| format!("cannot look at the node's network namespace: {error}"))?;
+        let interfaces = kernel::interfaces().map_err(|error| error.to_string())?;
+        let ways: Vec<_> = guests
+            .iter()
+            .map(|member| ways(&member.workload.addresses, &interfaces))
+            .collect();
+        let mut on = self.go_on(guests, &interfaces, wanted)?;
+        let mut here = Vec::new();
+        let mut known = BTreeMap::new();
+        for (member, ways) in guests.iter().zip(ways) {
+            let name = &member.workload.name;
+            match ways {
+                Ok(ways) if ways.is_empty() => {
+                    debug!(workload = %name, "no interface here leads to it");
+                }
+                Ok(interfaces) => {
+                    known.insert(name.clone(), interfaces.clone());
+                    let mut entry = self.enrol(member, wanted);
+                    entry.flags = entry.flags & !NOT_THERE | Enrolled::PACKETS;
+                    here.push(Guest {
+                        member,
+                        entry,
+                        interfaces,
+                    });
+                }
+                Err(NoWay::Bridge(text)) => problems.add(name, text),
+                Err(NoWay::Unknown(text)) => {
+                    // As far as it is known.
+                    let Some(before) = self.packets.ways.get(name) else {
+                        return Err(text);
+                    };
+                    on.extend(before);
+                    known.insert(name.clone(), before.clone());
+                    settled.unknown.insert(self.number(name), Unknown::Packets);
+                    problems.add(name, format!("{text}; {AS_BEFORE}"));
+                }
+            }
+        }
+        self.packets.ways = known;
+        Ok((here, own, on))
     }
 
     /// What is to be seen still of those that are captured no more: interfaces.
     fn go_on(
         &mut self,
-        here: &[Guest<'_>],
+        guests: &[&Member],
         interfaces: &[Interface],
         wanted: &mut Captured,
-    ) -> Result<BTreeSet<u32>, kernel::Error> {
+    ) -> Result<BTreeSet<u32>, String> {
         let Self { packets, proxy, .. } = self;
-        for guest in here {
-            for addr in &guest.member.workload.addresses {
-                packets.released.remove(addr);
-            }
+        for addr in guests.iter().flat_map(|member| &member.workload.addresses) {
+            packets.released.remove(addr);
         }
         let mut on = BTreeSet::new();
         let mut ways_of = BTreeMap::new();
         for addr in packets.released.keys() {
-            // What has moved to a bridge is not what it was.
-            ways_of.insert(*addr, ways(&[*addr], interfaces)?.unwrap_or_default());
+            let ways = match ways(&[*addr], interfaces) {
+                Ok(ways) => ways,
+                // What has moved to a bridge is not what it was.
+                Err(NoWay::Bridge(_)) => BTreeSet::new(),
+                Err(NoWay::Unknown(text)) => return Err(text),
+            };
+            ways_of.insert(*addr, ways);
         }
         packets.released.retain(|addr, (name, since)| {
             let mut has_ended = since.elapsed() > DRAIN;
@@ -284,7 +360,7 @@ impl Mesh {
         let known = tables.listeners().map_err(|error| error.to_string())?;
         let key = |v4| ListenerKey::of_packets(workload, v4);
         let port = self.options.outbound;
-        let sockets = foreign::listeners(own, port, |family| !known.contains(&key(family == 4)));
+        let sockets = foreign::listeners(own, port, |family| !known.contains(&key(family == 4)))?;
         let is_new = !sockets.is_empty();
         for (family, socket) in sockets {
             // As it would have to be behind `TPROXY`; of its proxy's settings, few have that.
@@ -315,13 +391,26 @@ impl Mesh {
     }
 
     /// After workloads are captured by their packets no more: the connections that the proxy has go on.
-    fn release_packets(&mut self, here: &[Guest<'_>]) {
+    /// So do workloads that may be here: their ways are known from before.
+    fn release_packets(&mut self, here: &[Guest<'_>], guests: &[&Member]) {
         let kept = |name: &WorkloadName| {
-            let mut here = here.iter();
-            here.any(|g| g.member.workload.name == *name && g.entry.flags & Enrolled::PROXY != 0)
+            let mut found = here.iter().filter(|g| g.member.workload.name == *name);
+            match found.next() {
+                Some(guest) => guest.entry.flags & Enrolled::PROXY != 0,
+                None => {
+                    self.packets.ways.contains_key(name)
+                        && guests.iter().any(|member| member.workload.name == *name)
+                }
+            }
         };
-        let gone: Vec<WorkloadName> = self.packets.attached.keys().cloned().collect();
-        for name in gone.into_iter().filter(|name| !kept(name)) {
+        let gone: Vec<WorkloadName> = self
+            .packets
+            .attached
+            .keys()
+            .filter(|name| !kept(name))
+            .cloned()
+            .collect();
+        for name in gone {
             self.let_go_of_packets(&name);
         }
     }
@@ -375,17 +464,23 @@ impl Member {
     }
 }
 
+/// Why it is not known by which interfaces a workload's packets come.
+enum NoWay {
+    /// They pass a bridge.
+    Bridge(String),
+    /// The kernel does not tell.
+    Unknown(String),
+}
+
 /// By which interfaces the packets of a workload with these addresses come; none if it is not on this
 /// node.
-fn ways(
-    addresses: &[IpAddr],
-    interfaces: &[Interface],
-) -> Result<Result<BTreeSet<u32>, String>, kernel::Error> {
+fn ways(addresses: &[IpAddr], interfaces: &[Interface]) -> Result<BTreeSet<u32>, NoWay> {
     let mut found = BTreeSet::new();
     for addr in addresses {
-        let way = kernel::way_to(*addr).map_err(|source| kernel::Error::Io {
-            what: format!("cannot find out which interface leads to {addr}"),
-            source,
+        let way = kernel::way_to(*addr).map_err(|error| {
+            NoWay::Unknown(format!(
+                "cannot find out which interface leads to {addr}: {error}"
+            ))
         })?;
         let Some(interface) = interfaces.iter().find(|i| Some(i.index) == way) else {
             continue;
@@ -395,7 +490,7 @@ fn ways(
                 found.insert(interface.index);
             }
             ("bridge", _) => {
-                return Ok(Err(format!(
+                return Err(NoWay::Bridge(format!(
                     "is at the bridge {}, and its packets to others there are seen by nobody else: \
                      only what has an interface of its own is captured by its packets",
                     interface.name
@@ -404,7 +499,7 @@ fn ways(
             _ => {}
         }
     }
-    Ok(Ok(found))
+    Ok(found)
 }
 
 /// Removes listening sockets of workloads that the tables neither have nor are to have.

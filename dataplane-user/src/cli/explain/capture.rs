@@ -558,6 +558,10 @@ impl capture::Circumstances for Call<'_> {
         local.is_some_and(|local| Some(local.netns) == own)
     }
 
+    fn is_itself(&self) -> bool {
+        !self.is_by_packets() && self.is_own()
+    }
+
     fn is_known(&self) -> bool {
         let (addr, port) = self.to;
         self.mesh.held.known.contains_key(&addr)

@@ -296,6 +296,13 @@ impl Step<'_> {
     async fn list(&self, fetch: &Fetch<'_>) -> Result<String, Ended> {
         let kind = self.follower.kind;
         let mut what = kind.list(self.sight);
+        if self.health.lists() == 0 {
+            // What the API server has in memory will do to begin with, and the watch brings what is newer.
+            // Later it must not: that may be older than what was seen already. In one piece, which is how
+            // servers answer it.
+            what.limit = None;
+            what = what.match_any();
+        }
         self.send(Message::Begin(kind)).await?;
         loop {
             let text = fetch.page(&what).await?;
@@ -306,6 +313,8 @@ impl Step<'_> {
                     .await?;
             }
             what.continue_token = page.metadata.rest.filter(|rest| !rest.is_empty());
+            // The token says of which version the rest is.
+            (what.version_match, what.resource_version) = (None, None);
             if what.continue_token.is_none() {
                 self.send(Message::End(kind, self.sight.clone())).await?;
                 self.health.list();

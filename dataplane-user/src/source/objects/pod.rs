@@ -12,12 +12,14 @@ use super::{
     wire::{self as api, Metadata},
 };
 use crate::model::{
-    Acceleration, CapturedBy, Egress, Identity, Layers, Mode, Node, Place, Rules, WithoutProxy,
-    Workload, WorkloadName, is_reserved,
+    Acceleration, CapturedBy, Egress, Exempt, Identity, Layers, Mode, Node, Place, Rules,
+    WithoutProxy, Workload, WorkloadName, is_reserved,
 };
 
 /// A label: `ambient` captures, `none` does not. Of a namespace for all its pods, or of a pod.
 const LABEL_MODE: &str = "istio.io/dataplane-mode";
+/// An annotation of pods with a mesh's proxy in them: whoever put it there, or asked for it.
+const SIDECAR: &str = "sidecar.istio.io/status";
 /// What ours begin with.
 const OURS: &str = "dataplane.io/";
 const ISTIO: &str = "traffic.sidecar.istio.io/";
@@ -41,24 +43,37 @@ pub fn namespace(metadata: &Metadata, findings: &mut Findings) -> NamespaceRules
     }
 }
 
-/// Turns a Pod into a workload; none if it is no more, or has no address of its own.
+/// Turns a Pod into a workload; none if it is no more, or has no address of its own and does not ask to be
+/// captured.
 pub fn pod(object: &api::Pod, node: &Node, findings: &mut Findings) -> Option<Workload> {
     check_name(&object.metadata, findings);
     let rules = rules(&object.metadata, findings);
     let spec = object.spec.as_ref()?;
     let status = object.status.as_ref();
     let phase = status.and_then(|status| status.phase.as_deref());
-    if matches!(phase, Some("Succeeded" | "Failed")) || spec.host_network == Some(true) {
+    if matches!(phase, Some("Succeeded" | "Failed")) {
         return None;
+    }
+    let mut place = match spec.node_name.as_deref() {
+        Some(there) if !there.is_empty() && there != &*node.name => Place::Elsewhere,
+        _ if has_sidecar(&object.metadata) => Place::Exempt(Exempt::Sidecar),
+        _ => Place::Address,
+    };
+    let mut addresses = addresses(status, findings);
+    if spec.host_network == Some(true) {
+        // Only for who asked for what it cannot have.
+        if rules.captured != Some(true) || place == Place::Elsewhere {
+            return None;
+        }
+        place = Place::Exempt(Exempt::HostNetwork);
+        // They are the node's.
+        addresses.clear();
     }
     let name = object_name(&object.metadata);
     Some(Workload {
         name: WorkloadName::new(name.namespace(), name.name()),
-        addresses: addresses(status, findings),
-        place: match spec.node_name.as_deref() {
-            Some(there) if !there.is_empty() && there != &*node.name => Place::Elsewhere,
-            _ => Place::Address,
-        },
+        addresses,
+        place,
         identity: Identity::new(
             &owner(&object.metadata),
             spec.service_account_name.as_deref().unwrap_or_default(),
@@ -70,6 +85,10 @@ pub fn pod(object: &api::Pod, node: &Node, findings: &mut Findings) -> Option<Wo
         }),
         capture: None,
     })
+}
+
+fn has_sidecar(metadata: &Metadata) -> bool {
+    metadata.annotations.contains_key(SIDECAR)
 }
 
 fn addresses(status: Option<&api::PodStatus>, findings: &mut Findings) -> SmallVec<[IpAddr; 2]> {

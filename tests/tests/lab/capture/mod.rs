@@ -2,17 +2,21 @@
 //! which learns where they were to go.
 
 mod explain;
+mod many;
 mod metrics;
 mod packets;
 mod proxies;
 mod relay;
 mod restart;
+mod trouble;
 
 pub use explain::SCENARIOS as EXPLAIN;
+pub use many::SCENARIOS as MANY;
 pub use metrics::SCENARIOS as METRICS;
 pub use packets::SCENARIOS as PACKETS;
 pub use proxies::SCENARIOS as PROXIES;
 pub use restart::SCENARIOS as RESTART;
+pub use trouble::SCENARIOS as TROUBLE;
 
 use std::{fs, path::PathBuf};
 
@@ -43,6 +47,8 @@ scenarios! {
     cleanup_leaves_nothing_of_a_mesh,
     cleanup_leaves_other_nodes_namespaces_alone,
     processes_of_a_cgroup_are_captured_in_the_nodes_own_namespace,
+    what_stays_in_a_workload_is_left_alone,
+    pods_that_have_a_proxy_or_the_nodes_network_are_named,
 }
 
 /// Open Service Mesh's user.
@@ -513,8 +519,9 @@ fn cleanup_leaves_other_nodes_namespaces_alone() -> Result<()> {
 fn processes_of_a_cgroup_are_captured_in_the_nodes_own_namespace() -> Result<()> {
     let mut world = World::new()?;
     let node = world.lab.node("node1").clone();
-    let mounted = dataplane_tests::cgroup2_mount()?;
-    let cgroup = node.cgroup().strip_prefix(&mounted)?.to_owned();
+    // Relative to the agent's, which is neither the hierarchy's root nor where that is mounted as a rule.
+    let cgroup = node.cgroup().strip_prefix(world.lab.node_cgroup("node1"))?;
+    let cgroup = cgroup.to_owned();
     let config = |proxy: Value, rules: Value| {
         json!({ "proxy": proxy, "workloads": [
             { "name": "node/daemon", "cgroup": cgroup, "rules": rules },
@@ -553,6 +560,65 @@ fn processes_of_a_cgroup_are_captured_in_the_nodes_own_namespace() -> Result<()>
     said.exits(64)?.says(&[
         "mesh.workloads[0].rules.excludeInboundPorts",
         "only outbound connections are captured",
+    ])?;
+    Ok(())
+}
+
+/// To its own address, of either family, and back: neither direction is captured, also where the port is
+/// to be captured wherever it is, and where unknown destinations are denied.
+fn what_stays_in_a_workload_is_left_alone() -> Result<()> {
+    for (mode, others) in [("proxy", "captured"), ("kernel", "direct")] {
+        let mut world = World::new()?;
+        let rules = json!({ "mode": mode, "egress": "deny", "includeOutboundPorts": [7] });
+        world.capture(json!({}), rules)?;
+        let app = world.app().clone();
+        for to in ["10.244.1.8:7", "[fd00:10:244:1::8]:7"] {
+            let before = world.verdicts(Reason::CapturedInbound)?;
+            let (report, counted) = world.counted(Reason::ExcludedLoopback, || {
+                reaches(&app, to, "connect --count 3", &["app"])
+            })?;
+            ensure!(counted == 3, "{mode}, {to}: {counted} of 3 were left alone");
+            ensure!(world.verdicts(Reason::CapturedInbound)? == before, "{to}");
+            peer_is(&report, to)?;
+        }
+        let others = match others {
+            "captured" => Reason::Captured,
+            _ => Reason::Direct,
+        };
+        let (_, counted) = world.counted(others, || {
+            reaches(&app, "10.244.2.5:7", "connect --count 3", &["far"])
+        })?;
+        ensure!(counted == 3, "{mode}: {counted} of 3");
+    }
+    Ok(())
+}
+
+/// One has a proxy of its own, by the annotation that whoever put it there leaves; the other has no
+/// network namespace of its own.
+fn pods_that_have_a_proxy_or_the_nodes_network_are_named() -> Result<()> {
+    let mut world = World::new()?;
+    let pods = world.state.path().join("pods.yaml");
+    let sidecar = pod("ambient", json!({ "sidecar.istio.io/status": "{}" }));
+    let mut of_host = pod("ambient", json!({}));
+    of_host["metadata"]["name"] = "daemon".into();
+    of_host["spec"]["hostNetwork"] = true.into();
+    let list = json!({ "apiVersion": "v1", "kind": "List", "items": [sidecar, of_host] });
+    fs::write(&pods, list.to_string())?;
+    let config = json!({ "rules": { "mode": "proxy" } });
+    world.agent_with(&config, &[pods])?;
+    let app = world.app().clone();
+    let (_, counted) = world.counted(Reason::Captured, || {
+        reaches(&app, "10.244.1.5:7", "connect --count 3", &["one"])
+    })?;
+    ensure!(
+        counted == 0,
+        "{counted} of a pod with a proxy were captured"
+    );
+    run_args(world.agent()?, ["status"])?.exits(0)?.says(&[
+        "default/app",
+        "sidecar.istio.io/status",
+        "default/daemon",
+        "hostNetwork",
     ])?;
     Ok(())
 }

@@ -1,0 +1,320 @@
+//! The proxy's sockets in workloads' network namespaces: opened, taken over, handed over and closed.
+
+use std::{
+    io,
+    net::TcpListener,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::Arc,
+    time::Duration,
+};
+
+use dataplane_common::capture::{Enrolled, FROM_CLIENT, ListenerKey};
+use tracing::{debug, info, warn};
+
+use super::{Mesh, Problems, RELEASED, discover::Found, members::Member};
+use crate::{
+    agent::foreign,
+    kernel::{self, Accelerator, CaptureOptions, Kernel, Listeners, Namespace, namespaces},
+    model::{Acceleration, Egress, Workload, WorkloadName},
+    proxy::{self, Attachment, handover::Named},
+};
+
+/// How long the connections of a workload that is gone may go on: it may be that nobody ends them.
+pub(super) const DRAIN: Duration = Duration::from_secs(30);
+
+/// A workload whose connections the agent's proxy takes.
+pub(super) struct Attached {
+    pub name: WorkloadName,
+    pub namespace: OwnedFd,
+    egress: Egress,
+    acceleration: Acceleration,
+    /// Why what it says to the proxy goes by TCP, though acceleration was asked for.
+    pub not_accelerated: Option<String>,
+    /// Its listening sockets, for the agent that takes this one's place.
+    sockets: Named,
+}
+
+impl Mesh {
+    /// Before a workload's connections are captured: has somebody take them.
+    pub(super) fn listen(
+        &mut self,
+        kernel: &Kernel,
+        enrolled: &[(&Member, &Namespace, u32)],
+        problems: &mut Problems,
+    ) {
+        for (member, namespace, flags) in enrolled {
+            if flags & Enrolled::PROXY == 0 {
+                continue;
+            }
+            let result = if self.options.foreign {
+                self.adopt(kernel, namespace)
+            } else if self.is_attached(member, namespace.cookie) {
+                Ok(())
+            } else {
+                let inbound = flags & Enrolled::INBOUND != 0;
+                self.take_back(namespace.cookie);
+                self.attach(kernel, member, namespace, inbound)
+            };
+            if let Err(error) = result {
+                problems.add(&member.workload.name, error);
+            }
+        }
+    }
+
+    /// Whether a workload's connections are taken already, by the rules that it has now.
+    fn is_attached(&self, member: &Member, cookie: u64) -> bool {
+        self.attached.get(&cookie).is_some_and(|attached| {
+            member.workload.name == attached.name
+                && member.policy.egress == attached.egress
+                && member.policy.acceleration == attached.acceleration
+        })
+    }
+
+    /// Takes no more connections by earlier rules, or of an earlier pod, in a network namespace. The
+    /// listening sockets stay, for those who come next: no connection is refused in between.
+    fn take_back(&mut self, cookie: u64) {
+        if let Some(attached) = self.attached.get_mut(&cookie) {
+            let sockets = std::mem::take(&mut attached.sockets);
+            self.given.extend(sockets);
+            self.let_go(cookie, RELEASED);
+        }
+    }
+
+    /// An earlier agent's sockets for a namespace, if they are at the ports where they should be.
+    fn given(&mut self, cookie: u64, inbound: bool) -> Option<Listeners> {
+        let mut take = |direction: &str, port: u16| -> Vec<TcpListener> {
+            let names = ["v4", "v6"].map(|family| socket_name(direction, cookie, family));
+            let sockets = names.iter().filter_map(|name| self.given.remove(name));
+            sockets
+                .map(TcpListener::from)
+                .filter(|socket| socket.local_addr().is_ok_and(|addr| addr.port() == port))
+                .collect()
+        };
+        let listeners = Listeners {
+            outbound: take(OUTBOUND, self.options.outbound),
+            inbound: take(INBOUND, self.options.inbound),
+        };
+        let complete = !listeners.outbound.is_empty() && inbound != listeners.inbound.is_empty();
+        complete.then_some(listeners)
+    }
+
+    /// The proxy's listening sockets, for an agent that takes this one's place.
+    pub fn sockets(&self) -> impl Iterator<Item = (String, BorrowedFd<'_>)> {
+        let sockets = self
+            .attached
+            .values()
+            .flat_map(|attached| &attached.sockets);
+        let sockets = sockets.map(|(name, socket)| (name.clone(), socket.as_fd()));
+        sockets.chain(self.packets.sockets())
+    }
+
+    fn attach(
+        &mut self,
+        kernel: &Kernel,
+        member: &Member,
+        namespace: &Namespace,
+        inbound: bool,
+    ) -> Result<(), String> {
+        let transparent = self.config.proxy.keep_source.unwrap_or(true);
+        let options = self.options;
+        let given = self.given(namespace.cookie, inbound);
+        let listeners = namespaces::within(namespace.file.as_fd(), move || {
+            if transparent && inbound {
+                kernel::route_answers(options.mark | FROM_CLIENT)?;
+            }
+            match given {
+                Some(listeners) => Ok(listeners),
+                None => kernel::open_listeners(&options, inbound),
+            }
+        })
+        .map_err(|error| {
+            let (a, b) = (options.outbound, options.inbound);
+            format!("cannot listen at ports {a} and {b} in its network namespace: {error}")
+        })?;
+        hand_over(kernel, namespace.cookie, &listeners.inbound)?;
+        let (acceleration, not_accelerated) = match self.accelerate(member, namespace) {
+            Ok(acceleration) => (acceleration, None),
+            // By TCP all the same.
+            Err(error) => {
+                warn!("mesh: {}: {error}", member.workload.name);
+                (None, Some(error))
+            }
+        };
+        let clone = || {
+            namespace
+                .file
+                .try_clone()
+                .map_err(|error| error.to_string())
+        };
+        let sockets = named(namespace.cookie, &listeners).map_err(|error| error.to_string())?;
+        let name = member.workload.name.clone();
+        let Some(proxy) = &self.proxy else {
+            return Ok(());
+        };
+        proxy
+            .add(Attachment {
+                workload: Arc::new(Workload {
+                    capture: Some(Arc::new(member.policy.clone())),
+                    ..(*member.workload).clone()
+                }),
+                namespace: Some(clone()?),
+                outbound: listeners.outbound,
+                inbound: listeners.inbound,
+                egress: member.policy.egress,
+                acceleration,
+            })
+            .map_err(|error| error.to_string())?;
+        info!(workload = %name, "captured: the proxy listens in its network namespace");
+        let attached = Attached {
+            name,
+            namespace: clone()?,
+            egress: member.policy.egress,
+            acceleration: member.policy.acceleration,
+            not_accelerated,
+            sockets,
+        };
+        self.attached.insert(namespace.cookie, attached);
+        Ok(())
+    }
+
+    /// Has what a workload says to the proxy go past the TCP stack, if that is wanted.
+    fn accelerate(
+        &mut self,
+        member: &Member,
+        namespace: &Namespace,
+    ) -> Result<Option<proxy::Acceleration>, String> {
+        if member.policy.acceleration == Acceleration::Off {
+            return Ok(None);
+        }
+        let told = |error: kernel::Error| format!("cannot accelerate it: {error}");
+        let accelerator = if let Some(accelerator) = &self.accelerator {
+            Arc::clone(accelerator)
+        } else {
+            let started = Arc::new(Accelerator::start(&self.cgroup).map_err(told)?);
+            Arc::clone(self.accelerator.insert(started))
+        };
+        let CaptureOptions { outbound, mark, .. } = self.options;
+        accelerator
+            .add(namespace.cookie, &[outbound], Some(mark))
+            .map_err(told)?;
+        Ok(Some(proxy::Acceleration {
+            netns: namespace.cookie,
+            grant: Arc::new(move |connection, bytes| accelerator.grant(connection, bytes)),
+        }))
+    }
+
+    /// Takes the listening socket of a proxy that is not ours: one that began to listen before it
+    /// was captured. Others are noticed by the kernel.
+    fn adopt(&self, kernel: &Kernel, namespace: &Namespace) -> Result<(), String> {
+        let known = kernel
+            .capture()
+            .tables()
+            .listeners()
+            .map_err(|error| error.to_string())?;
+        let sockets = foreign::listeners(namespace, self.options.inbound, |family| {
+            !known.contains(&ListenerKey::of_namespace(namespace.cookie, family == 4))
+        })?;
+        for (family, socket) in sockets {
+            kernel
+                .capture()
+                .listen(
+                    ListenerKey::of_namespace(namespace.cookie, family == 4),
+                    socket.as_fd(),
+                )
+                .map_err(|error| error.to_string())?;
+        }
+        Ok(())
+    }
+
+    /// After workloads are captured no more: the connections that the proxy has go on. `unread`: whether
+    /// a network namespace was captured before and could not be looked at now.
+    pub(super) fn release(
+        &mut self,
+        enrolled: &[(&Member, &Namespace, u32)],
+        found: &Found,
+        unread: impl Fn(u64) -> bool,
+    ) {
+        let kept = |cookie: u64| {
+            unread(cookie)
+                || enrolled.iter().any(|(member, namespace, flags)| {
+                    namespace.cookie == cookie
+                        && flags & Enrolled::PROXY != 0
+                        && self.is_attached(member, cookie)
+                })
+        };
+        let attached = self.attached.keys().copied();
+        let gone: Vec<u64> = attached.filter(|cookie| !kept(*cookie)).collect();
+        for cookie in gone {
+            let is_there = found.seen.contains(&cookie) || cookie == self.own_cookie;
+            self.let_go(cookie, if is_there { RELEASED } else { DRAIN });
+        }
+    }
+
+    /// Whoever is to be captured otherwise than before is released first: the proxy tells workloads by
+    /// their names.
+    pub(super) fn change_over(
+        &mut self,
+        enrolled: &[(&Member, &Namespace, u32)],
+        by_packets: &[&Member],
+    ) {
+        for (member, ..) in enrolled {
+            self.let_go_of_packets(&member.workload.name);
+        }
+        for member in by_packets {
+            let mut attached = self.attached.iter();
+            let before = attached.find(|(_, attached)| attached.name == member.workload.name);
+            if let Some(cookie) = before.map(|(cookie, _)| *cookie) {
+                self.let_go(cookie, RELEASED);
+            }
+        }
+    }
+
+    /// Takes no more connections of the workload in a network namespace.
+    fn let_go(&mut self, cookie: u64, deadline: Duration) {
+        let Some(attached) = self.attached.remove(&cookie) else {
+            return;
+        };
+        if attached.acceleration != Acceleration::Off
+            && let Some(accelerator) = &self.accelerator
+            && let Err(error) = accelerator.remove(cookie, &[self.options.outbound])
+        {
+            debug!("{}: {error}", attached.name);
+        }
+        if let Some(proxy) = &self.proxy {
+            proxy.remove(&attached.name, deadline);
+        }
+        info!(workload = %attached.name, "released");
+    }
+}
+
+const OUTBOUND: &str = "outbound";
+const INBOUND: &str = "inbound";
+
+/// What a listening socket is called when it is handed over.
+fn socket_name(direction: &str, cookie: u64, family: &str) -> String {
+    format!("{direction} {cookie} {family}")
+}
+
+/// Copies of listening sockets, to be handed over.
+fn named(cookie: u64, listeners: &Listeners) -> io::Result<Named> {
+    let outbound = listeners.outbound.iter().map(|socket| (OUTBOUND, socket));
+    let inbound = listeners.inbound.iter().map(|socket| (INBOUND, socket));
+    let copy = |(direction, socket): (&str, &TcpListener)| {
+        let v4 = socket.local_addr()?.is_ipv4();
+        let name = socket_name(direction, cookie, if v4 { "v4" } else { "v6" });
+        Ok((name, socket.try_clone()?.into()))
+    };
+    outbound.chain(inbound).map(copy).collect()
+}
+
+/// Says where a namespace's inbound connections go.
+fn hand_over(kernel: &Kernel, cookie: u64, sockets: &[TcpListener]) -> Result<(), String> {
+    for socket in sockets {
+        let v4 = socket.local_addr().is_ok_and(|addr| addr.is_ipv4());
+        kernel
+            .capture()
+            .listen(ListenerKey::of_namespace(cookie, v4), socket.as_fd())
+            .map_err(|error| error.to_string())?;
+    }
+    Ok(())
+}

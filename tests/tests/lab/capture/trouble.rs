@@ -1,0 +1,221 @@
+//! What becomes of captured workloads when the agent cannot read, find or attach something.
+
+use std::{collections::BTreeSet, fs, path::Path, thread, time::Duration};
+
+use anyhow::{Context as _, Result, ensure};
+use dataplane_common::{LAYOUT, Reason};
+use dataplane_tests::{Agent, report::Report};
+use serde_json::{Value, json};
+
+use super::World;
+use crate::{
+    cluster::{eventually, reaches, refused},
+    metrics::Metrics,
+};
+
+scenarios! {
+    Dataplane:
+    what_cannot_be_read_stays_captured,
+    one_that_cannot_be_attached_holds_up_no_other,
+}
+
+/// Longer than the agent waits until it looks again, when there is a problem.
+const LOOKS: Duration = Duration::from_secs(4);
+
+/// Gives a process so many more open files than it has; none: as many as it may have.
+fn free_files(agent: &Agent, free: Option<usize>) -> Result<()> {
+    let soft = match free {
+        None => hard_limit(agent)?,
+        Some(free) => {
+            let mut open = BTreeSet::new();
+            for entry in fs::read_dir(format!("/proc/{}/fd", agent.id()))? {
+                open.insert(entry?.file_name().to_string_lossy().parse::<usize>()?);
+            }
+            let mut unused = (0..).filter(|number| !open.contains(number));
+            let first_refused = unused.nth(free).context("a number")?;
+            first_refused.to_string()
+        }
+    };
+    agent
+        .node()
+        .command("prlimit")
+        .args(["--pid", &agent.id().to_string()])
+        .arg(format!("--nofile={soft}:"))
+        .run()?;
+    Ok(())
+}
+
+fn hard_limit(agent: &Agent) -> Result<String> {
+    let limits = fs::read_to_string(format!("/proc/{}/limits", agent.id()))?;
+    let line = limits
+        .lines()
+        .find(|line| line.starts_with("Max open files"));
+    let hard = line.and_then(|line| line.split_whitespace().nth(4));
+    Ok(hard.context("a limit")?.to_owned())
+}
+
+/// Has the agent look at the network again.
+fn disturb(world: &World, number: u32) -> Result<()> {
+    let node = world.lab.node("node1");
+    Ok(node.ip(&format!(
+        "link add disturb{number} type veth peer name disturbed{number}"
+    ))?)
+}
+
+fn status(world: &World) -> Result<Value> {
+    let output = world
+        .agent()?
+        .dataplane(["status", "-o", "json"])
+        .output()?;
+    Ok(serde_json::from_slice(&output.stdout)?)
+}
+
+/// Everything that `status` complains of.
+fn complaints(world: &World) -> Result<String> {
+    Ok(status(world)?["findings"].to_string())
+}
+
+fn what_cannot_be_read_stays_captured() -> Result<()> {
+    // Nobody that is known.
+    const STRANGER: &str = "192.0.2.1:80";
+    for captured_by in ["sockets", "packets"] {
+        let mut world = World::new()?;
+        let names = ["app", "one", "two"];
+        let workloads: Vec<Value> = names
+            .iter()
+            .map(|name| {
+                let addresses = world.lab.pod(name).addresses();
+                json!({ "name": format!("default/{name}"), "addresses": addresses })
+            })
+            .collect();
+        let rules = json!({ "mode": "proxy", "egress": "deny", "capturedBy": captured_by });
+        let config = json!({ "rules": rules, "workloads": workloads });
+        world.agent_with(&config, &[])?;
+        let denied = |world: &World| {
+            names
+                .iter()
+                .try_for_each(|name| refused(world.lab.pod(name), STRANGER, "connect"))
+        };
+        denied(&world)?;
+        let app = world.app().clone();
+        let mut held = app.hold("10.244.2.5:7")?;
+        // Two files: enough to list processes and to look at the first of the pods. None: not even that.
+        for (number, free) in [(1, 2), (2, 1), (3, 0)] {
+            free_files(world.agent()?, Some(free))?;
+            disturb(&world, number)?;
+            thread::sleep(LOOKS);
+            denied(&world).with_context(|| format!("{captured_by}, with {free} files"))?;
+        }
+        free_files(world.agent()?, None)?;
+        disturb(&world, 4)?;
+        eventually(|| {
+            let said = complaints(&world)?;
+            ensure!(!said.contains("Too many open files"), "{said}");
+            Ok(())
+        })?;
+        let log = world.agent()?.log();
+        ensure!(!log.contains("released"), "{captured_by}: {log}");
+        ensure!(
+            log.contains("ERROR mesh: ") && log.contains("Too many open files"),
+            "{captured_by}: {log}"
+        );
+        held.close_stdin();
+        let report: Report = held.wait_json()?;
+        ensure!(
+            report.errors.is_empty() && report.answered > 0,
+            "{captured_by}: {report:?}"
+        );
+        reaches(&app, "10.244.2.5:7", "connect --count 3", &["far"])?;
+        denied(&world)?;
+    }
+    Ok(())
+}
+
+/// `one` cannot be attached, `app` can, and `gone` is nowhere.
+fn one_that_cannot_be_attached_holds_up_no_other() -> Result<()> {
+    let mut world = World::new()?;
+    let workload = |name: &str, address: &str| {
+        json!({
+            "name": format!("default/{name}"),
+            "addresses": [address],
+            "rules": { "mode": "proxy", "egress": "deny" },
+        })
+    };
+    let all = [
+        ("one", "10.244.1.5"),
+        ("app", "10.244.1.8"),
+        ("gone", "192.0.2.7"),
+    ];
+    let all: Vec<Value> = all.map(|(name, addr)| workload(name, addr)).to_vec();
+    let mut config = json!({ "workloads": all });
+    config["workloads"]
+        .as_array_mut()
+        .context("a list")?
+        .push(json!({ "name": "node/none", "cgroup": "/there/is/none" }));
+    world.agent_with(&config, &[])?;
+    let found = status(&world)?;
+    let place = found["mesh"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .find(|row| row["name"] == "default/one")
+        .and_then(|row| row["place"].as_str()?.strip_prefix("netns "))
+        .with_context(|| format!("{found:#}"))?
+        .to_owned();
+    // Where its program is to be pinned there is something else.
+    let agent = world.agent.as_mut().context("an agent")?;
+    agent.kill();
+    let links = agent.bpffs().join(format!("v{LAYOUT}/links"));
+    let pin = pinned(&links, &place)?;
+    fs::remove_file(&pin)?;
+    fs::create_dir(&pin)?;
+    agent.start()?;
+    let (app, one) = (world.app().clone(), world.lab.pod("one").clone());
+    eventually(|| {
+        let said = complaints(&world)?;
+        for word in [
+            "default/one",
+            "cannot pin",
+            "default/gone",
+            "192.0.2.7",
+            "egress: deny",
+            "node/none",
+        ] {
+            ensure!(said.contains(word), "no {word} in {said}");
+        }
+        Ok(())
+    })?;
+    // Its own connections are still decided on, and the other has all that it should.
+    refused(&one, "10.244.1.6:7", "connect")?;
+    refused(&app, "10.244.1.6:7", "connect")?;
+    let (_, counted) = world.counted(Reason::Captured, || {
+        reaches(&app, "10.96.0.10:80", "connect --count 3", &["far"])
+    })?;
+    ensure!(counted == 3, "{counted} of 3");
+    let (_, counted) = world.counted(Reason::CapturedInbound, || {
+        reaches(world.lab.pod("two"), "10.244.1.8:7", "connect", &["app"])
+    })?;
+    ensure!(counted == 1, "{counted} of 1");
+    let metrics = Metrics::scrape(world.lab.pod("two"), world.lab.node("node1"))?;
+    for (name, wanted) in [("one", 1.0), ("app", 0.0), ("gone", 1.0)] {
+        let labels = [("namespace", "default"), ("workload", name)];
+        let failed = metrics.sum("dataplane_mesh_workload_problem", &labels);
+        ensure!((failed - wanted).abs() < 0.5, "{name}: {failed}");
+    }
+    fs::remove_dir(&pin)?;
+    eventually(|| {
+        let said = complaints(&world)?;
+        ensure!(!said.contains("default/one"), "{said}");
+        Ok(())
+    })
+}
+
+/// The pin that ends with the namespace's cookie.
+fn pinned(links: &Path, cookie: &str) -> Result<std::path::PathBuf> {
+    let mut entries = fs::read_dir(links)?.flatten();
+    let found = entries.find(|entry| {
+        let name = entry.file_name();
+        name.to_string_lossy().ends_with(&format!("-{cookie}"))
+    });
+    Ok(found.context("a pin")?.path())
+}
