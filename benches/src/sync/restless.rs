@@ -106,7 +106,7 @@ impl Drop for Restless {
 fn interfaces_change(mut ip: Process, stop: &AtomicBool) -> anyhow::Result<()> {
     paced(stop, |turn| {
         let number = turn % INTERFACES;
-        let to = if turn / INTERFACES % 2 == 0 {
+        let to = if (turn / INTERFACES).is_multiple_of(2) {
             "down"
         } else {
             "up"
