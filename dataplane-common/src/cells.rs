@@ -26,7 +26,28 @@
 //! compare-and-exchange, writes the rest, has a slot lead to it, and then writes the head again, now with ports and
 //! protocol. Who removes one takes the cell from its flow likewise: then it is nobody's, and the slot and the counts
 //! can be given back before it is free. A cell that somebody holds is held for a microsecond. Whoever meets
-//! one where the flow might be gives up: who holds it may be making the same flow.
+//! one where the flow might be is told so ([`BUSY`]): who holds it may be making the same flow, and the entry that it makes
+//! is the one to use.
+//!
+//! # Reading while others write
+//!
+//! A cell may become another flow's while it is read. So a reader takes a [`Snapshot`]: it reads the head, then the other words, then
+//! the head again, whose number is another one if a flow was made in between. On processors that exchange loads
+//! (arm64, riscv64) each step must be kept behind the one before it, and so must the writer's stores:
+//!
+//! | who | what | kept in order by |
+//! |---|---|---|
+//! | writer | holds the cell, then writes its words | the exchange that holds it, a full barrier |
+//! | writer | writes the words, then the head | the addition that publishes it, a full barrier |
+//! | reader | reads the head, then the words | [`Line::load_after`] |
+//! | reader | reads the words, then the head again | [`Line::load_after`] |
+//!
+//! In user space loads acquire, and what follows an acquiring load stays behind it. BPF has no such load, and its full barriers are
+//! read-modify-writes, which would take the line from the other CPUs for each packet. There the address of the
+//! second load depends on what the first one found: every processor keeps these in order, at the cost of an addition.
+//! `cells/model.rs` has loom try all orders that the memory model admits, by both ways.
+//!
+//! (The number has 16 bits: 65 536 flows made in one cell while somebody reads eight words would pass for none.)
 //!
 //! The programs and the agent run what is here ([`Memory`] is where they differ), and so do the tests, on threads.
 
@@ -82,6 +103,10 @@ pub const fn cells_for(flows: u32) -> u32 {
 pub trait Line: Copy {
     /// Reads a word.
     fn load(self, word: usize) -> u64;
+    /// Reads a word after others were read, from which `seen` was made ([`Line::both`]).
+    fn load_after(self, word: usize, seen: u64) -> u64;
+    /// Something made from two numbers that were read.
+    fn both(one: u64, other: u64) -> u64;
     /// Writes a word.
     fn store(self, word: usize, value: u64);
     /// Writes a word if it is `before`; whether it was. If so, a full barrier.
@@ -123,13 +148,40 @@ pub trait Memory {
         self.mask() << 1 | 1
     }
 
-    /// [`remove`]: programs have it once, with a stack of its own.
+    /// [`remove`]: programs have it once, with a stack of its own, as they have those below.
     #[inline(always)]
     fn remove(&self, index: u32, head: Head) -> bool
     where
         Self: Sized,
     {
         remove(self, index, head)
+    }
+
+    /// [`find_elsewhere`].
+    #[inline(always)]
+    fn find_elsewhere(&self, key: &FlowKey) -> u32
+    where
+        Self: Sized,
+    {
+        find_elsewhere(self, key)
+    }
+
+    /// [`find_led_elsewhere`].
+    #[inline(always)]
+    fn find_led_elsewhere(&self, reply: &FlowKey) -> u32
+    where
+        Self: Sized,
+    {
+        find_led_elsewhere(self, reply)
+    }
+
+    /// [`hold`].
+    #[inline(always)]
+    fn hold(&self, key: &FlowKey, now: Tick) -> u32
+    where
+        Self: Sized,
+    {
+        hold(self, key, now)
     }
 
     /// A flow that is not over has gone for want of room.
@@ -167,8 +219,8 @@ pub trait CellKey: Copy {
         let base = (mixed.wrapping_mul(FACTORS[4]) >> 32) as u32;
         // One of the two is the client's, and the other the same for many. Clients take every second port
         // (`__inet_hash_connect` in `net/ipv4/inet_hashtables.c`): these follow each other, too.
-        let [a, b, c, d, ..] = head.to_le_bytes();
-        let ports = u16::from_be_bytes([a, b]).wrapping_add(u16::from_be_bytes([c, d]));
+        let [first, second] = [head as u16, (head >> 16) as u16].map(Port::from_be);
+        let ports = first.host().wrapping_add(second.host());
         base.wrapping_add(u32::from(ports.rotate_right(1)))
     }
 }
@@ -345,9 +397,6 @@ impl Slot {
 pub struct State(pub u64);
 
 impl State {
-    /// Where it says when it was last used: which 16 bits.
-    pub const USED: usize = 2;
-
     /// What adds flags of [`seen`].
     #[inline(always)]
     pub const fn bits(flags: u8) -> u64 {
@@ -358,6 +407,12 @@ impl State {
     #[inline(always)]
     pub const fn used_at(self, now: Tick) -> Self {
         Self(self.0 & !(0xffff << 32) | (now.number() as u64) << 32)
+    }
+
+    /// That, of a flow that begins anew: of requests a packet was seen, and nothing else.
+    #[inline(always)]
+    pub const fn anew(self, now: Tick) -> Self {
+        Self(self.used_at(now).0 & !Self::bits(0xff) | Self::bits(seen::PACKET))
     }
 
     #[inline(always)]
@@ -425,9 +480,13 @@ fn words(value: &Translation) -> [u64; 3] {
 /// What a cell holds: the value of the flow that it has, or had.
 #[inline(always)]
 pub fn value<L: Line>(line: L) -> Translation {
-    let state = line.load(STATE);
+    value_of([VALUE, VALUE + 1, STATE].map(|word| line.load(word)))
+}
+
+#[inline(always)]
+const fn value_of([first, second, state]: [u64; 3]) -> Translation {
     Translation {
-        endpoint: addr(line.load(VALUE), line.load(VALUE + 1)),
+        endpoint: addr(first, second),
         endpoint_port: Port::from_be(state as u16),
         node_port: Port::from_be((state >> 16) as u16),
         used: State(state).used(),
@@ -439,13 +498,85 @@ pub fn value<L: Line>(line: L) -> Translation {
 /// What a cell holds: the key, given the head's part of it ([`Head::key`]).
 #[inline(always)]
 pub fn key<L: Line>(line: L, ports_and_protocol: u64) -> FlowKey {
+    key_of([0, 1, 2, 3].map(|word| line.load(word)), ports_and_protocol)
+}
+
+#[inline(always)]
+const fn key_of(words: [u64; 4], ports_and_protocol: u64) -> FlowKey {
     FlowKey::new(
-        addr(line.load(0), line.load(1)),
+        addr(words[0], words[1]),
         Port::from_be(ports_and_protocol as u16),
-        addr(line.load(2), line.load(3)),
+        addr(words[2], words[3]),
         Port::from_be((ports_and_protocol >> 16) as u16),
         Protocol::from_number((ports_and_protocol >> 32) as u8),
     )
+}
+
+/// A flow as its cell had it at one moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub struct Snapshot {
+    words: Cell,
+}
+
+/// Reads a cell; `None` if it has no flow, or becomes another's meanwhile ("Reading while others write", above).
+#[inline(always)]
+pub fn read<L: Line>(line: L) -> Option<Snapshot> {
+    let head = Head(line.load(HEAD));
+    head.key()?;
+    let mut words = [0; 8];
+    let mut seen = head.0;
+    let mut index = 0;
+    while index < words.len() {
+        if index != HEAD {
+            words[index] = line.load_after(index, head.0);
+            seen = L::both(seen, words[index]);
+        }
+        index += 1;
+    }
+    let after = Head(line.load_after(HEAD, seen));
+    words[HEAD] = after.0;
+    head.is_same(after).then_some(Snapshot { words })
+}
+
+impl Snapshot {
+    /// The head.
+    #[inline(always)]
+    pub const fn head(&self) -> Head {
+        Head(self.words[HEAD])
+    }
+
+    /// The state.
+    #[inline(always)]
+    pub const fn state(&self) -> State {
+        State(self.words[STATE])
+    }
+
+    /// The flow's key.
+    #[inline(always)]
+    pub const fn key(&self) -> FlowKey {
+        let [a, b, c, d, head, ..] = self.words;
+        key_of([a, b, c, d], head & Head::KEY)
+    }
+
+    /// The flow's value.
+    #[inline(always)]
+    pub const fn value(&self) -> Translation {
+        let [.., first, second, state] = self.words;
+        value_of([first, second, state])
+    }
+
+    /// Whether it is the key's flow.
+    #[inline(always)]
+    pub fn is_of(&self, key: &FlowKey) -> bool {
+        let mut differ = 0;
+        let mut index = 0;
+        while index < HEAD {
+            differ |= self.words[index] ^ key.word(index);
+            index += 1;
+        }
+        self.head().has(key.word(HEAD)) && differ == 0
+    }
 }
 
 /// Whether the cell, whose head was read, has the key's flow.
@@ -462,6 +593,28 @@ pub fn has<L: Line>(line: L, head: Head, key: &FlowKey) -> bool {
 
 /// No cell.
 pub const NOWHERE: u32 = u32::MAX;
+/// No cell yet: somebody else has just made the flow, or holds a cell that it might have.
+pub const BUSY: u32 = NOWHERE - 1;
+/// Added to a cell's index: somebody else has made the flow there.
+pub const MADE: u32 = 1 << 30;
+
+/// The cell of the key's flow, and what it holds.
+#[inline(always)]
+pub fn find<M: Memory>(memory: &M, key: &FlowKey) -> Option<(u32, Snapshot)> {
+    let home = key.place() & memory.mask();
+    let line = memory.cell(home)?;
+    if let Some(found) = read(line)
+        && found.is_of(key)
+    {
+        return Some((home, found));
+    }
+    if !Head(line.load(HEAD)).has_more() {
+        return None;
+    }
+    let index = memory.find_elsewhere(key);
+    let found = read(memory.cell(index)?)?;
+    found.is_of(key).then_some((index, found))
+}
 
 /// Which cell has the key's flow, other than its home; [`NOWHERE`] if none has.
 #[inline(always)]
@@ -480,10 +633,10 @@ pub fn find_elsewhere<M: Memory>(memory: &M, key: &FlowKey) -> u32 {
     NOWHERE
 }
 
-/// Takes a cell for the key, which has no flow: then it is held. [`NOWHERE`] if somebody else has just made the same
-/// flow, or does so at this moment.
+/// Takes a cell for the key, which has no flow: then it is held. [`BUSY`] if somebody else has just made the same
+/// flow, or does something at this moment with a cell that it might have. [`NOWHERE`] if there is no room at all.
 ///
-/// If none is free, a flow goes ("Room", above).
+/// If no cell is free, a flow goes ("Room", above).
 #[inline(always)]
 pub fn hold<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
     let place = key.place();
@@ -498,7 +651,7 @@ pub fn hold<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
         };
         let head = Head(line.load(HEAD));
         if head.is_held() || has(line, head, key) {
-            return NOWHERE;
+            return BUSY;
         }
         if head.is_free() {
             return take(memory, key, index, head);
@@ -518,12 +671,33 @@ pub fn hold<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
     };
     let head = Head(line.load(HEAD));
     if head.key().is_none() || !memory.remove(goes, head) {
-        return NOWHERE;
+        return BUSY;
     }
     if first != State::GIVES_WAY {
         memory.pushed_out();
     }
     take(memory, key, goes, Head(line.load(HEAD)))
+}
+
+/// How often a cell is tried to be held while somebody else holds it: some microseconds, where making a flow takes one.
+const PATIENCE: u32 = 256;
+
+/// Takes a cell for a flow that was not found: then it is held. If another CPU makes the same flow meanwhile, that
+/// one's cell, and [`MADE`]. [`BUSY`] if it has not come to an end for too long; [`NOWHERE`] if there is no room.
+#[inline(always)]
+pub fn hold_or_find<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
+    let mut tries = 0;
+    while tries < PATIENCE {
+        let index = memory.hold(key, now);
+        if index != BUSY {
+            return index;
+        }
+        if let Some((index, _)) = find(memory, key) {
+            return index | MADE;
+        }
+        tries += 1;
+    }
+    BUSY
 }
 
 /// Takes a free cell, and counts it at the key's home if it is not that.
@@ -534,7 +708,7 @@ fn take<M: Memory>(memory: &M, key: &FlowKey, index: u32, head: Head) -> u32 {
         return NOWHERE;
     };
     if !head.is_free() || !line.exchange(HEAD, head.0, head.held().0) {
-        return NOWHERE;
+        return BUSY;
     }
     let home = place & memory.mask();
     let Some(line) = memory.cell(home) else {
@@ -556,7 +730,7 @@ fn take<M: Memory>(memory: &M, key: &FlowKey, index: u32, head: Head) -> u32 {
     let has_home = index != home && (before.is_held() || has(line, before, key));
     if second || has_home {
         give_back(memory, index, key);
-        return NOWHERE;
+        return BUSY;
     }
     index
 }
@@ -682,8 +856,8 @@ pub fn lead<M: Memory>(memory: &M, place: u32, index: u32, only_home: bool, now:
         }
     }
     let slot = home.load();
-    if slot.cell().is_none() {
-        return home.exchange(slot, slot.leading_to(index));
+    if slot.cell().is_none() && home.exchange(slot, slot.leading_to(index)) {
+        return true;
     }
     if only_home {
         return false;
@@ -800,53 +974,68 @@ pub fn forget<M: Memory>(memory: &M, index: u32, ports_and_protocol: u64) {
     give_back(memory, index, &key);
 }
 
-/// Whether a slot leads to the flow of a reply to a client; which cell that is, or [`NOWHERE`].
-#[inline(always)]
-pub fn led_to_client<M: Memory>(memory: &M, slot: Slot, reply: &FlowKey) -> u32 {
-    let Some(index) = slot.cell() else {
-        return NOWHERE;
-    };
-    let Some(line) = memory.cell(index & memory.mask()) else {
-        return NOWHERE;
-    };
-    let head = line.load(HEAD);
-    let state = line.load(STATE);
-    // `Translation::seen_port`, without a branch: the client's own port counts if no other is given.
-    let given = state >> 16 & 0xffff;
-    let port = given | (head & 0xffff) * (given.wrapping_sub(1) >> 63);
-    let differ = (line.load(0) ^ reply.word(2))
-        | (line.load(1) ^ reply.word(3))
-        | (line.load(VALUE) ^ reply.word(0))
-        | (line.load(VALUE + 1) ^ reply.word(1))
-        | port ^ u64::from(reply.dst_port.be())
-        | (head >> 32 ^ u64::from(reply.protocol.number())) & 0xff
-        | (state ^ u64::from(reply.src_port.be())) & 0xffff
-        // Masqueraded.
-        | state >> 56;
-    if differ == 0 { index } else { NOWHERE }
+impl Snapshot {
+    /// Whether it is the flow of a reply to a client, which is not masqueraded.
+    #[inline(always)]
+    pub fn is_answered_by(&self, reply: &FlowKey) -> bool {
+        let [first, second, .., head, _, _, state] = self.words;
+        // `Translation::seen_port`, without a branch: the client's own port counts if no other is given.
+        let given = state >> 16 & 0xffff;
+        let port = given | ((head & 0xffff) * (given.wrapping_sub(1) >> 63));
+        let differ = (first ^ reply.word(2))
+            | (second ^ reply.word(3))
+            | (self.words[VALUE] ^ reply.word(0))
+            | (self.words[VALUE + 1] ^ reply.word(1))
+            | port ^ u64::from(reply.dst_port.be())
+            | (head >> 32 ^ u64::from(reply.protocol.number())) & 0xff
+            | (state ^ u64::from(reply.src_port.be())) & 0xffff
+            // Masqueraded.
+            | state >> 56;
+        differ == 0
+    }
+
+    /// Whether it is the flow of a reply to one of the node's ports: at whatever address of the node's.
+    #[inline(always)]
+    pub fn is_answered_by_port(&self, reply: &PortKey) -> bool {
+        let [.., head, _, _, state] = self.words;
+        let ports = u64::from(reply.endpoint_port.be()) | u64::from(reply.node_port.be()) << 16;
+        let differ = (self.words[VALUE] ^ reply.word(0))
+            | (self.words[VALUE + 1] ^ reply.word(1))
+            | (head >> 32 ^ u64::from(reply.protocol.number())) & 0xff
+            | (state ^ ports) & 0xffff_ffff;
+        differ == 0 && state >> 56 != 0
+    }
 }
 
-/// The same, of a reply to one of the node's ports: at whatever address of the node's.
+/// The cell that a slot leads to, if it has a flow, and what it holds.
 #[inline(always)]
-pub fn led_to_node<M: Memory>(memory: &M, slot: Slot, reply: &PortKey) -> u32 {
-    let Some(index) = slot.cell() else {
-        return NOWHERE;
-    };
-    let Some(line) = memory.cell(index & memory.mask()) else {
-        return NOWHERE;
-    };
-    let head = line.load(HEAD);
-    let state = line.load(STATE);
-    let ports = u64::from(reply.endpoint_port.be()) | u64::from(reply.node_port.be()) << 16;
-    let differ = (line.load(VALUE) ^ reply.word(0))
-        | (line.load(VALUE + 1) ^ reply.word(1))
-        | (head >> 32 ^ u64::from(reply.protocol.number())) & 0xff
-        | (state ^ ports) & 0xffff_ffff;
-    if differ == 0 && state >> 56 != 0 {
-        index
-    } else {
-        NOWHERE
+fn led_to<M: Memory>(memory: &M, slot: Slot) -> Option<(u32, Snapshot)> {
+    let index = slot.cell()? & memory.mask();
+    Some((index, read(memory.cell(index)?)?))
+}
+
+/// The cell of the flow of a reply to a client, which is not masqueraded, and what it holds.
+#[inline(always)]
+pub fn find_by_client<M: Memory>(memory: &M, reply: &FlowKey) -> Option<(u32, Snapshot)> {
+    let slot = memory.slot(reply.place() & memory.slots())?.load();
+    if let Some(found) = led_to(memory, slot)
+        && found.1.is_answered_by(reply)
+    {
+        return Some(found);
     }
+    if !slot.has_more() {
+        return None;
+    }
+    let index = memory.find_led_elsewhere(reply);
+    let found = read(memory.cell(index)?)?;
+    found.is_answered_by(reply).then_some((index, found))
+}
+
+/// The cell of the flow of a reply to one of the node's ports, at whatever address, and what it holds.
+#[inline(always)]
+pub fn find_by_node<M: Memory>(memory: &M, reply: &PortKey) -> Option<(u32, Snapshot)> {
+    let slot = memory.slot(reply.place() & memory.slots())?.load();
+    led_to(memory, slot).filter(|(_, found)| found.is_answered_by_port(reply))
 }
 
 /// Which cell has the flow of a reply to a client, if its home slot does not lead there; or [`NOWHERE`].
@@ -855,11 +1044,11 @@ pub fn find_led_elsewhere<M: Memory>(memory: &M, reply: &FlowKey) -> u32 {
     let place = reply.place();
     let mut nth = 1;
     while nth <= OTHERS {
-        if let Some(entry) = memory.slot(candidate(place, nth) & memory.slots()) {
-            let index = led_to_client(memory, entry.load(), reply);
-            if index != NOWHERE {
-                return index;
-            }
+        if let Some(entry) = memory.slot(candidate(place, nth) & memory.slots())
+            && let Some((index, found)) = led_to(memory, entry.load())
+            && found.is_answered_by(reply)
+        {
+            return index;
         }
         nth += 1;
     }
@@ -872,5 +1061,7 @@ const _: () = assert!(size_of::<Cell>() == 64);
 mod atomics;
 #[cfg(any(test, feature = "user"))]
 pub use atomics::AtomicSlot;
+#[cfg(test)]
+mod model;
 #[cfg(test)]
 mod tests;

@@ -128,6 +128,8 @@ reasons! {
     ErrorLimited = 41, "error-limited", "an ICMP error was not sent: the limits of net.ipv4.icmp_ratelimit, net.ipv6.icmp.ratelimit or net.ipv4.icmp_msgs_per_sec";
     /// The packet path, with `PREEMPT_RT`: more programs were preempted on a CPU than there are places for.
     Preempted = 42, "preempted", "too many programs were preempted on one CPU (PREEMPT_RT); dropped";
+    /// The packet path: another CPU had begun to make the flow, and had not come to an end after some microseconds.
+    FlowBusy = 43, "flow-busy", "another CPU was making the flow and took too long; dropped";
 }
 
 impl Reason {
@@ -154,6 +156,7 @@ impl Reason {
                 | Self::ProxyDown
                 | Self::Guarded
                 | Self::PortTaken
+                | Self::FlowBusy
         )
     }
 }

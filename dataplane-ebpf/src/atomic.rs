@@ -99,3 +99,23 @@ pub unsafe fn fence(any: *mut u64) {
     // SAFETY: the caller's promise.
     unsafe { fetch_add(any, 0) };
 }
+
+/// 0, made from a number so that the compiler does not see it: every processor has read that number before it reads
+/// from an address that this is added to (`Documentation/memory-barriers.txt`, "address-dependency barriers"; the
+/// kernel's JIT compilers leave the operation as it is).
+#[inline(always)]
+pub fn nothing_of(number: u64) -> usize {
+    let mut nothing = number;
+    // SAFETY: registers only.
+    unsafe { asm!("{0} &= 0", inout(reg) nothing, options(pure, nomem, nostack)) };
+    nothing as usize
+}
+
+/// A number made from two, for [`nothing_of`]: it stays so also where the compiler knows one of them.
+#[inline(always)]
+pub fn both(one: u64, other: u64) -> u64 {
+    let mut both = one;
+    // SAFETY: registers only.
+    unsafe { asm!("{0} |= {1}", inout(reg) both, in(reg) other, options(pure, nomem, nostack)) };
+    both
+}

@@ -11,6 +11,9 @@
     reason = "the kernel hands over ports, protocols and sizes in wider words than they fill"
 )]
 
+#[cfg(target_endian = "big")]
+compile_error!("nobody has run the programs on a big-endian machine");
+
 mod accelerate;
 mod atomic;
 mod capture;

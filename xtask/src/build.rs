@@ -78,9 +78,12 @@ pub fn programs(tools: &Tools) -> Result<()> {
             .args(["--profile", "bpf", "--target-dir"])
             .arg(&built),
     )?;
-    let object = built.join(target_triple()).join("bpf/dataplane-ebpf");
+    let object = built.join(TARGET).join("bpf/dataplane-ebpf");
     copy_if_different(&object, &workspace::object())
 }
+
+/// Little-endian: nobody has run the programs on another machine.
+const TARGET: &str = "bpfel-unknown-none";
 
 /// A cargo command on dataplane-ebpf, for the kernel's instruction set.
 fn ebpf_cargo(subcommand: &str, tools: &Tools) -> std::process::Command {
@@ -112,21 +115,13 @@ fn ebpf_cargo(subcommand: &str, tools: &Tools) -> std::process::Command {
             "build-std=core",
             "--target",
         ])
-        .arg(target_triple())
+        .arg(TARGET)
         // Replaces RUSTFLAGS and what the user's configuration says of this machine's linker.
         .env("CARGO_ENCODED_RUSTFLAGS", flags.join("\x1f"))
         // The target has no precompiled `core`; compiling it takes a stable rustc's word that we
         // know what `-Z` means.
         .env("RUSTC_BOOTSTRAP", "1");
     cargo
-}
-
-fn target_triple() -> &'static str {
-    if cfg!(target_endian = "big") {
-        "bpfeb-unknown-none"
-    } else {
-        "bpfel-unknown-none"
-    }
 }
 
 /// Copies, unless the destination already holds these bytes: its age decides what cargo compiles

@@ -9,6 +9,15 @@ impl<const WORDS: usize> Line for &[AtomicU64; WORDS] {
         self[word].load(Ordering::Acquire)
     }
 
+    // Every load keeps what follows it behind.
+    fn load_after(self, word: usize, _: u64) -> u64 {
+        self.load(word)
+    }
+
+    fn both(one: u64, other: u64) -> u64 {
+        one | other
+    }
+
     // Who reads it sees what was written before, first of all that the cell is held.
     fn store(self, word: usize, value: u64) {
         self[word].store(value, Ordering::Release);

@@ -57,40 +57,26 @@ impl Shared {
     }
 
     fn find(&self, key: &FlowKey) -> Option<u32> {
-        let memory = self;
-        let home = key.place() & memory.mask();
-        let line = memory.cell(home).unwrap();
-        let head = Head(line.load(HEAD));
-        if has(line, head, key) {
-            return Some(home);
-        }
-        Some(find_elsewhere(&memory, key)).filter(|at| head.has_more() && *at != NOWHERE)
+        Some(find(&self, key)?.0)
     }
 
     fn find_reply(&self, key: &FlowKey, value: &Translation) -> Option<u32> {
-        let memory = self;
-        let slot = |place| memory.slot(place & memory.slots()).unwrap().load();
         let found = if value.node_addr == 0 {
-            let reply = reply(key, value);
-            let home = slot(reply.place());
-            match led_to_client(&memory, home, &reply) {
-                NOWHERE if home.has_more() => find_led_elsewhere(&memory, &reply),
-                found => found,
-            }
+            find_by_client(&self, &reply(key, value))
         } else {
-            let reply = port(key, value);
-            led_to_node(&memory, slot(reply.place()), &reply)
+            find_by_node(&self, &port(key, value))
         };
-        Some(found).filter(|at| *at != NOWHERE)
+        Some(found?.0)
     }
 
-    /// Makes a flow, as a program does.
+    /// Makes a flow, as a program does; `false` if there is no room, or somebody else makes it.
     fn make(&self, key: &FlowKey, value: &Translation, now: Tick) -> bool {
+        let index = hold(&self, key, now);
+        index < BUSY && self.make_in(index, key, value, now)
+    }
+
+    fn make_in(&self, index: u32, key: &FlowKey, value: &Translation, now: Tick) -> bool {
         let memory = self;
-        let index = hold(&memory, key, now);
-        if index == NOWHERE {
-            return false;
-        }
         let line = memory.cell(index).unwrap();
         write(line, key, value);
         let masqueraded = value.node_addr != 0;
@@ -343,7 +329,7 @@ fn half_of_the_cells_are_enough_for_all() {
             assert!(shared.make(&key, &to(&key, 0), Tick::default()));
         }
     }
-    assert_eq!(shared.is_sound(), flows.into());
+    assert_eq!(shared.is_sound(), usize::from(flows));
     assert_eq!(shared.pushed_out.load(Ordering::Relaxed), 0);
 }
 
@@ -454,11 +440,11 @@ fn a_flow_is_not_made_twice() {
     let elsewhere = hold(&memory, &key, at(0));
     assert_eq!(elsewhere, key.place() & memory.mask() ^ 1);
     assert!(shared.unmake(&rival));
-    assert_eq!(hold(&memory, &key, at(0)), NOWHERE, "held elsewhere");
+    assert_eq!(hold(&memory, &key, at(0)), BUSY, "held elsewhere");
     let line = memory.cell(elsewhere).unwrap();
     write(line, &key, &to(&key, 0));
     publish(line, &key);
-    assert_eq!(hold(&memory, &key, at(0)), NOWHERE, "there elsewhere");
+    assert_eq!(hold(&memory, &key, at(0)), BUSY, "there elsewhere");
     assert_eq!(shared.find(&key), Some(elsewhere));
     assert!(shared.unmake(&key));
     shared.is_empty();
@@ -519,7 +505,7 @@ fn a_flow_is_not_made_twice_beside_its_home() {
                 }
             }))),
         };
-        assert_eq!(hold(&late, &key, at(0)), NOWHERE);
+        assert_eq!(hold(&late, &key, at(0)), BUSY);
         if !published {
             give_back(&memory, home, &key);
         }
@@ -560,4 +546,44 @@ fn many_at_once_leave_whole_flows() {
         }
         shared.is_empty();
     }
+}
+
+/// Several CPUs have the first packets of one flow at once: one makes it, and all use what that one has made.
+#[test]
+fn whoever_comes_second_finds_the_first_ones_flow() {
+    const CPUS: u16 = 3;
+    let shared = Shared::new(1024);
+    let memory = &shared;
+    let start = std::sync::Barrier::new(CPUS.into());
+    let chosen: Vec<Vec<_>> = thread::scope(|scope| {
+        let cpus: Vec<_> = (0..CPUS)
+            .map(|cpu| {
+                let start = &start;
+                scope.spawn(move || {
+                    let flow = |client| {
+                        let key = key(client);
+                        start.wait();
+                        // Each would have it go elsewhere.
+                        let value = Translation {
+                            endpoint_port: Port::new(cpu),
+                            ..to(&key, 0)
+                        };
+                        let index = hold_or_find(&memory, &key, at(0));
+                        assert!(index < BUSY, "{client}");
+                        if index & MADE == 0 {
+                            assert!(memory.make_in(index, &key, &value, at(0)));
+                        }
+                        let (_, found) = find(&memory, &key).unwrap();
+                        found.value().endpoint_port.host()
+                    };
+                    (0..300).map(|client| flow(2 * client)).collect()
+                })
+            })
+            .collect();
+        cpus.into_iter().map(|cpu| cpu.join().unwrap()).collect()
+    });
+    for others in &chosen[1..] {
+        assert_eq!(chosen[0], *others);
+    }
+    assert_eq!(shared.is_sound(), 300);
 }

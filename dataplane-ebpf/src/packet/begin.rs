@@ -3,7 +3,7 @@
 
 use dataplane_common::{
     Addr, Port, Reason,
-    cells::NOWHERE,
+    cells::{BUSY, MADE, NOWHERE},
     decide,
     packet::{FlowKey, Iface, PacketConfig, SourceKey, Tick},
     tables::{Endpoint, Frontend, Kind, Pool},
@@ -11,7 +11,7 @@ use dataplane_common::{
 
 use super::{
     DROP, LEAVE_ALONE, client_port,
-    conntrack::{self, Flow},
+    conntrack::{self, Flow, REQUEST},
     error::Complaint,
     events, masquerade,
     parse::{LATER, Packet},
@@ -55,8 +55,14 @@ fn is_from_pod(skb: Skb, packet: &Packet, config: u32) -> bool {
         || (config & PacketConfig::DETECT_BY_ADDRESS != 0 && contains(SourceKey::PODS, packet))
 }
 
+/// [`Scratch::keep`]: the SYN again of a flow that lives.
+pub const KEEP: u32 = 1;
+/// [`Scratch::keep`]: a SYN on a flow that was reset. It keeps its endpoint, so that who sends a RST and a SYN in another's
+/// name moves no connection that lives.
+pub const KEEP_RESET: u32 = 2;
+
 /// A packet to the service of [`Scratch::frontend`] that no flow is known of; or, if [`Scratch::keep`], a
-/// SYN again on the flow that is in `s`, whose endpoint is kept if it is still one.
+/// SYN on the flow that is in `s`, whose endpoint is kept if it is still one.
 ///
 /// In three steps, one after the other rather than one within the other: the frames of all would
 /// not fit the stack at once.
@@ -155,7 +161,9 @@ fn go(skb: Skb, s: &mut Scratch, now: Tick, chosen: Reason) -> i32 {
     }
     if s.keep != 0 {
         if s.endpoint.addr == s.flow.endpoint && s.endpoint.port == s.flow.endpoint_port {
-            // The SYN again: nothing new.
+            if s.keep == KEEP_RESET {
+                conntrack::begin_anew(&s.packet.key, &s.packet.segment, now);
+            }
             s.flow.toward_endpoint(&mut s.ends);
             return super::deliver(skb, s);
         }
@@ -182,6 +190,15 @@ fn go(skb: Skb, s: &mut Scratch, now: Tick, chosen: Reason) -> i32 {
         return refuse(skb, s, index, Reason::NoRoute);
     }
     let reason = enter(&s.packet, &mut s.flow, s.way.iface, masquerade, now);
+    if reason == Reason::Kept {
+        // Another CPU has the same flow's first packet, too, and was faster: its endpoint answers.
+        let known = conntrack::request(&s.packet.key, &s.packet.segment, &mut s.flow, now);
+        if known != REQUEST {
+            return refuse(skb, s, index, Reason::FlowBusy);
+        }
+        s.flow.toward_endpoint(&mut s.ends);
+        return super::FORWARD;
+    }
     if reason.is_refusal() {
         return refuse(skb, s, index, reason);
     }
@@ -197,8 +214,8 @@ fn go(skb: Skb, s: &mut Scratch, now: Tick, chosen: Reason) -> i32 {
     super::deliver(skb, s)
 }
 
-/// Enters the flow into conntrack. The reason is a refusal if that failed, and [`Reason::Masqueraded`] if it was given
-/// an address and a port of the node's.
+/// Enters the flow into conntrack. The reason is a refusal if that failed, [`Reason::Masqueraded`] if it was given
+/// an address and a port of the node's, and [`Reason::Kept`] if another CPU has entered it.
 #[inline(never)]
 fn enter(packet: &Packet, flow: &mut Flow, iface: Iface, masquerade: bool, now: Tick) -> Reason {
     let mut reason = Reason::Translated;
@@ -213,9 +230,15 @@ fn enter(packet: &Packet, flow: &mut Flow, iface: Iface, masquerade: bool, now: 
         }
         reason = Reason::Masqueraded;
     }
-    let index = table::hold(&flow.forward, now);
+    let index = table::hold_or_find(&flow.forward, now);
     if index == NOWHERE {
         return Reason::ConntrackFull;
+    }
+    if index == BUSY {
+        return Reason::FlowBusy;
+    }
+    if index & MADE != 0 {
+        return Reason::Kept;
     }
     if !masquerade {
         reason = client_port::take(flow, index, now);

@@ -3,7 +3,7 @@
 use aya_ebpf::helpers::generated::bpf_ktime_get_coarse_ns;
 use dataplane_common::{
     Addr, Port, Protocol,
-    cells::{self, HEAD, Line as _},
+    cells::{self, Line as _, STATE, Snapshot, State},
     packet::{FlowKey, PortKey, Tick, Translation, keep_seconds, seen},
     tcp::{
         POSITIONS, Positions, Segment,
@@ -125,21 +125,32 @@ impl Flow {
 
     /// Whether another live flow has the replies of this one, which is not masqueraded. One that is over is
     /// removed: the endpoint's answers are this one's.
-    #[inline(never)]
+    #[inline(always)]
     pub fn replies_taken(&self, now: Tick) -> bool {
-        let index = table::index_by_client(&self.reply_key());
-        let Some(entry) = table::at(index) else {
-            return false;
-        };
-        let other = cells::value(entry);
-        let (requests, replies) = (seen::of_requests(other.seen), seen::of_replies(other.seen));
-        let keep = keep_seconds(self.forward.protocol, requests, replies);
-        if seen::is_ended(requests, replies) || other.used.age_seconds(now) > keep {
-            table::remove_index(index);
-            return false;
-        }
-        true
+        conntrack_replies_taken(&self.reply_key(), u32::from(now.number())) != 0
     }
+}
+
+/// [`Flow::replies_taken`]. (The verifier looks at it once, and not at each of the tries to find a port.)
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn conntrack_replies_taken(reply: *const FlowKey, now: u32) -> u32 {
+    // SAFETY: a key, or null: the verifier sees to it where it is called.
+    let Some(reply) = (unsafe { reply.as_ref() }) else {
+        return 0;
+    };
+    let Some((entry, found)) = table::find_by_client(reply) else {
+        return 0;
+    };
+    let (other, now) = (found.value(), Tick::from_number(now as u16));
+    let (requests, replies) = (seen::of_requests(other.seen), seen::of_replies(other.seen));
+    let keep = keep_seconds(reply.protocol, requests, replies);
+    if seen::is_ended(requests, replies) || other.used.age_seconds(now) > keep {
+        table::remove_found(entry, &found);
+        return 0;
+    }
+    1
 }
 
 /// What is known of a packet's flow.
@@ -171,7 +182,8 @@ fn seen_in(entry: Place, replies: bool, segment: &Segment) -> u8 {
 
 /// Marks an entry as used by a packet. It is written to only if something changed.
 #[inline(always)]
-fn mark(entry: Place, value: &Translation, replies: bool, segment: &Segment, now: Tick) {
+fn mark(entry: Place, found: &Snapshot, replies: bool, segment: &Segment, now: Tick) {
+    let value = found.value();
     let mut seen_now = 0;
     if !segment.is_quoted() {
         seen_now = seen_in(entry, replies, segment);
@@ -186,19 +198,22 @@ fn mark(entry: Place, value: &Translation, replies: bool, segment: &Segment, now
         entry.add_seen(seen_now);
     }
     if value.used != now {
-        entry.use_now(now);
+        let flags = State::bits(seen_now);
+        entry.use_now(State(found.state().0 | flags), now);
     }
 }
 
 /// Looks for the flow of a request, by (client, VIP).
 #[inline(never)]
 pub fn request(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> Known {
-    let Some(entry) = table::find(key) else {
+    let Some((entry, found)) = table::find(key) else {
         return NEW;
     };
-    let value = cells::value(entry);
+    let value = found.value();
     if value.seen & seen::FOREIGN != 0 {
-        entry.use_now(now);
+        if value.used != now {
+            entry.use_now(found.state(), now);
+        }
         return FOREIGN;
     }
     flow.forward = *key;
@@ -211,52 +226,61 @@ pub fn request(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> 
         let (requests, replies) = (seen::of_requests(value.seen), seen::of_replies(value.seen));
         if value.used.age_seconds(now) > keep_seconds(key.protocol, requests, replies) {
             // Timed out, but not yet collected.
-            table::remove(key);
+            table::remove_found(entry, &found);
             return NEW;
         }
     }
-    mark(entry, &value, false, segment, now);
+    mark(entry, &found, false, segment, now);
     REQUEST
+}
+
+/// Has the flow of a request that was found begin anew by a SYN, to the same endpoint.
+#[inline(never)]
+pub fn begin_anew(key: &FlowKey, syn: &Segment, now: Tick) {
+    if let Some((entry, found)) = table::find(key) {
+        let before = found.state();
+        entry.exchange(STATE, before.0, before.anew(now).0);
+        table::write_sequences(entry.index, syn);
+    }
 }
 
 /// Looks for the flow of a reply to a masqueraded client, by (endpoint, the node's port).
 #[inline(never)]
 pub fn masqueraded_answer(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> Known {
     let port_key = PortKey::new(key.src, key.src_port, key.dst_port, key.protocol);
-    let Some(entry) = table::find_by_node(&port_key) else {
+    let Some((entry, found)) = table::find_by_node(&port_key) else {
         return NEW;
     };
-    let value = cells::value(entry);
-    if node_addr(value.node_addr) != key.dst {
+    if node_addr(found.value().node_addr) != key.dst {
         return NEW;
     }
-    answered(entry, &value, key, segment, flow, now)
+    answered(entry, &found, key, segment, flow, now)
 }
 
 /// Looks for the flow of a reply to a client that is not masqueraded, by (endpoint, client).
 #[inline(never)]
 pub fn answer(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> Known {
-    let Some(entry) = table::find_by_client(key) else {
+    let Some((entry, found)) = table::find_by_client(key) else {
         return NEW;
     };
-    let value = cells::value(entry);
-    answered(entry, &value, key, segment, flow, now)
+    answered(entry, &found, key, segment, flow, now)
 }
 
 #[inline(always)]
 fn answered(
     entry: Place,
-    value: &Translation,
+    found: &Snapshot,
     key: &FlowKey,
     segment: &Segment,
     flow: &mut Flow,
     now: Tick,
 ) -> Known {
-    flow.forward = cells::key(entry, entry.load(HEAD));
+    let value = found.value();
+    flow.forward = found.key();
     flow.endpoint = key.src;
     flow.endpoint_port = key.src_port;
     flow.node_port = value.node_port;
     flow.node_addr = value.node_addr;
-    mark(entry, value, true, segment, now);
+    mark(entry, found, true, segment, now);
     ANSWER
 }

@@ -50,6 +50,8 @@ pub const DROP: i32 = TC_ACT_SHOT;
 
 /// The packet is sent back as the error in [`Scratch::complaint`].
 const COMPLAIN: i32 = 256;
+/// The packet is of a known flow, and goes to [`Scratch::ends`] ([`forward`]).
+const FORWARD: i32 = 258;
 
 #[inline(always)]
 fn complain(s: &mut Scratch, complaint: Complaint) -> i32 {
@@ -94,7 +96,10 @@ fn read(skb: Skb, s: &mut Scratch) -> i32 {
     if outcome != FLOW {
         return LEAVE_ALONE;
     }
-    let action = arrived(skb, s, conntrack::now());
+    let mut action = arrived(skb, s, conntrack::now());
+    if action == FORWARD {
+        action = forward(skb, s);
+    }
     if action == COMPLAIN {
         return error::send(skb, &s.packet, s.complaint);
     }
@@ -156,19 +161,21 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     }
     if known == ANSWER {
         s.flow.toward_client(&mut s.ends);
-        return forward(skb, s);
+        return FORWARD;
     }
     s.keep = 0;
     if known == REQUEST {
         if !s.packet.is_syn() {
             s.flow.toward_endpoint(&mut s.ends);
-            return forward(skb, s);
+            return FORWARD;
         }
         let seen = flags::of_requests(s.flow.seen) | flags::of_replies(s.flow.seen);
-        if seen & (flags::FIN | flags::RST) != 0 {
+        if seen & flags::RST != 0 {
+            s.keep = begin::KEEP_RESET;
+        } else if seen & flags::FIN != 0 {
             s.flow.remove();
         } else {
-            s.keep = 1;
+            s.keep = begin::KEEP;
         }
     }
     if s.frontend.is_none() {

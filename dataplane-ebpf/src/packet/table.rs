@@ -8,7 +8,7 @@ use core::ptr::{read_volatile, write_volatile};
 
 use dataplane_common::{
     Reason,
-    cells::{self, CellKey as _, Entry, HEAD, Head, Line, Memory, NOWHERE, STATE, Slot, State},
+    cells::{self, Entry, Head, Line, Memory, NOWHERE, STATE, Slot, Snapshot, State},
     packet::{FlowKey, PortKey, Tick, Translation},
     tcp::{self, Segment},
 };
@@ -38,6 +38,17 @@ impl Line for Words {
     }
 
     #[inline(always)]
+    fn load_after(self, word: usize, seen: u64) -> u64 {
+        // SAFETY: as above; the number is 0.
+        unsafe { read_volatile(self.0.byte_add(atomic::nothing_of(seen)).add(word)) }
+    }
+
+    #[inline(always)]
+    fn both(one: u64, other: u64) -> u64 {
+        atomic::both(one, other)
+    }
+
+    #[inline(always)]
     fn store(self, word: usize, value: u64) {
         // SAFETY: as above.
         unsafe { write_volatile(self.0.add(word), value) };
@@ -60,6 +71,16 @@ impl Line for Place {
     #[inline(always)]
     fn load(self, word: usize) -> u64 {
         self.words.load(word)
+    }
+
+    #[inline(always)]
+    fn load_after(self, word: usize, seen: u64) -> u64 {
+        self.words.load_after(word, seen)
+    }
+
+    #[inline(always)]
+    fn both(one: u64, other: u64) -> u64 {
+        Words::both(one, other)
     }
 
     #[inline(always)]
@@ -86,14 +107,11 @@ impl Place {
         unsafe { atomic::set(self.words.0.add(STATE), State::bits(flags)) };
     }
 
-    /// Says when it was last used, and writes nothing else of the word, in which another CPU may add flags.
+    /// Says when it was last used, if nobody else has changed the word since it was read: then another packet will say
+    /// so.
     #[inline(always)]
-    pub fn use_now(self, now: Tick) {
-        // SAFETY: aligned bytes of the array's element.
-        unsafe {
-            let word: *mut u16 = self.words.0.add(STATE).cast();
-            write_volatile(word.add(State::USED), now.number());
-        }
+    pub fn use_now(self, before: State, now: Tick) {
+        self.exchange(STATE, before.0, before.used_at(now).0);
     }
 }
 
@@ -171,6 +189,21 @@ impl Memory for Maps {
     }
 
     #[inline(always)]
+    fn find_elsewhere(&self, key: &FlowKey) -> u32 {
+        conntrack_find_elsewhere(key)
+    }
+
+    #[inline(always)]
+    fn find_led_elsewhere(&self, reply: &FlowKey) -> u32 {
+        conntrack_find_led_elsewhere(reply)
+    }
+
+    #[inline(always)]
+    fn hold(&self, key: &FlowKey, now: Tick) -> u32 {
+        conntrack_hold(key, u32::from(now.number()))
+    }
+
+    #[inline(always)]
     fn pushed_out(&self) {
         count(Reason::FlowPushedOut);
     }
@@ -213,49 +246,28 @@ extern "C" fn conntrack_find_led_elsewhere(reply: *const FlowKey) -> u32 {
     }
 }
 
-/// The cell of the key's flow. It may become another flow's while it is read: what is translated by that has a wrong
-/// checksum or finds no socket.
 #[inline(always)]
-pub fn find(key: &FlowKey) -> Option<Place> {
-    let maps = Maps::get();
-    let home = maps.cell(key.place() & maps.mask)?;
-    let head = Head(home.load(HEAD));
-    if cells::has(home, head, key) {
-        return Some(home);
-    }
-    if head.has_more() {
-        return maps.cell(conntrack_find_elsewhere(key));
-    }
-    None
+fn place(found: Option<(u32, Snapshot)>) -> Option<(Place, Snapshot)> {
+    let (index, snapshot) = found?;
+    Some((Maps::get().cell(index)?, snapshot))
 }
 
-/// Which cell has the flow of a reply to a client that is not masqueraded, or [`NOWHERE`].
+/// The cell of the key's flow, and what it holds.
 #[inline(always)]
-pub fn index_by_client(reply: &FlowKey) -> u32 {
-    let maps = Maps::get();
-    let Some(slot) = maps.slot(reply.place() & maps.slots()) else {
-        return NOWHERE;
-    };
-    let slot = slot.load();
-    let index = cells::led_to_client(&maps, slot, reply);
-    if index == NOWHERE && slot.has_more() {
-        return conntrack_find_led_elsewhere(reply);
-    }
-    index
+pub fn find(key: &FlowKey) -> Option<(Place, Snapshot)> {
+    place(cells::find(&Maps::get(), key))
 }
 
-/// The cell of that flow.
+/// The cell of the flow of a reply to a client, which is not masqueraded, and what it holds.
 #[inline(always)]
-pub fn find_by_client(reply: &FlowKey) -> Option<Place> {
-    Maps::get().cell(index_by_client(reply))
+pub fn find_by_client(reply: &FlowKey) -> Option<(Place, Snapshot)> {
+    place(cells::find_by_client(&Maps::get(), reply))
 }
 
-/// The cell of the flow of a reply to one of the node's ports, at whatever address.
+/// The cell of the flow of a reply to one of the node's ports, at whatever address, and what it holds.
 #[inline(always)]
-pub fn find_by_node(reply: &PortKey) -> Option<Place> {
-    let maps = Maps::get();
-    let slot = maps.slot(reply.place() & maps.slots())?.load();
-    maps.cell(cells::led_to_node(&maps, slot, reply))
+pub fn find_by_node(reply: &PortKey) -> Option<(Place, Snapshot)> {
+    place(cells::find_by_node(&Maps::get(), reply))
 }
 
 /// [`cells::hold`].
@@ -270,10 +282,22 @@ extern "C" fn conntrack_hold(key: *const FlowKey, now: u32) -> u32 {
     }
 }
 
-/// Takes a cell for a flow that there is not: [`cells::hold`].
+/// [`cells::hold_or_find`].
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn conntrack_hold_or_find(key: *const FlowKey, now: u32) -> u32 {
+    // SAFETY: a key, or null: the verifier sees to it where it is called.
+    match unsafe { key.as_ref() } {
+        Some(key) => cells::hold_or_find(&Maps::get(), key, Tick::from_number(now as u16)),
+        None => NOWHERE,
+    }
+}
+
+/// Takes a cell for a flow that there is not, or finds the one in which another CPU makes it: [`cells::hold_or_find`].
 #[inline(always)]
-pub fn hold(key: &FlowKey, now: Tick) -> u32 {
-    conntrack_hold(key, u32::from(now.number()))
+pub fn hold_or_find(key: &FlowKey, now: Tick) -> u32 {
+    conntrack_hold_or_find(key, u32::from(now.number()))
 }
 
 /// [`cells::lead`].
@@ -318,6 +342,12 @@ pub fn judge(index: u32, replies: bool, segment: &Segment) -> u8 {
     conntrack_judge(index, u32::from(replies), segment) as u8
 }
 
+/// Has the sequence numbers of the flow in a cell begin with a SYN.
+#[inline(always)]
+pub fn write_sequences(index: u32, syn: &Segment) {
+    cells::write_sequences(&Maps::get(), index, &tcp::begin(syn));
+}
+
 /// Gives a held cell its flow, whose first packet has come.
 #[inline(always)]
 pub fn publish(index: u32, key: &FlowKey, value: &Translation, first: &Segment) {
@@ -338,38 +368,13 @@ pub fn give_back(index: u32, key: &FlowKey) {
 /// Removes the key's flow, if there is one.
 #[inline(never)]
 pub fn remove(key: &FlowKey) {
-    let maps = Maps::get();
-    let mut index = key.place() & maps.mask;
-    let Some(home) = maps.cell(index) else {
-        return;
-    };
-    let mut head = Head(home.load(HEAD));
-    if !cells::has(home, head, key) {
-        if !head.has_more() {
-            return;
-        }
-        index = conntrack_find_elsewhere(key);
-        let Some(line) = maps.cell(index) else {
-            return;
-        };
-        head = Head(line.load(HEAD));
-        if !cells::has(line, head, key) {
-            return;
-        }
-    }
-    remove_at(index, head);
-}
-
-/// Removes the flow of a cell in which one was found to be over.
-#[inline(always)]
-pub fn remove_index(index: u32) {
-    if let Some(line) = Maps::get().cell(index) {
-        remove_at(index, Head(line.load(HEAD)));
+    if let Some((place, found)) = find(key) {
+        remove_at(place.index, found.head());
     }
 }
 
-/// The cell at an index that was found.
+/// Removes the flow that was found in a cell.
 #[inline(always)]
-pub fn at(index: u32) -> Option<Place> {
-    Maps::get().cell(index)
+pub fn remove_found(place: Place, found: &Snapshot) {
+    remove_at(place.index, found.head());
 }

@@ -84,6 +84,9 @@ impl Model<'_> {
         }
         if let Some(flow) = again {
             if endpoint_of(&flow.to) == endpoint {
+                if flow.is_reset() {
+                    self.begin_anew(&flow, headers, at.tick);
+                }
                 let ends = self.toward_endpoint(&flow);
                 return Ok(self.deliver(input, headers, &ends, &to));
             }
@@ -132,6 +135,16 @@ impl Model<'_> {
         self.count(reason);
         let ends = self.toward_endpoint(&flow);
         Ok(self.deliver(input, headers, &ends, &to))
+    }
+
+    /// A flow begins anew, to the same endpoint.
+    fn begin_anew(&mut self, flow: &Flow, syn: &Headers, now: Tick) {
+        let flows = &mut self.state.flows;
+        flows.change(&flow.key, |to| {
+            to.seen = seen::PACKET;
+            to.used = now;
+        });
+        flows.set_numbers(&flow.key, Numbers::begun(syn));
     }
 
     /// Which endpoint it is, and why.

@@ -78,10 +78,16 @@ impl Flow {
         ]
     }
 
-    /// Whether a side has said that it ends it.
+    /// Whether a side has closed it.
     pub fn is_closing(&self) -> bool {
         let [requests, replies] = self.seen();
-        (requests | replies) & (seen::FIN | seen::RST) != 0
+        (requests | replies) & seen::FIN != 0
+    }
+
+    /// Whether a side has broken it off.
+    pub fn is_reset(&self) -> bool {
+        let [requests, replies] = self.seen();
+        (requests | replies) & seen::RST != 0
     }
 
     /// Whether both have, or one has broken it off.

@@ -296,8 +296,11 @@ impl<'a> Model<'a> {
                 let ends = self.toward_endpoint(&flow);
                 return Ok(self.onward(input, &headers, &ends));
             }
-            // A SYN on a flow that is known: the same again, unless one side has closed.
-            Known::Request(flow) if flow.is_closing() => self.state.flows.remove(&flow.key),
+            // A SYN on a flow that is known: the same again, unless one side has closed. If one has broken it off, the same
+            // endpoint.
+            Known::Request(flow) if flow.is_closing() && !flow.is_reset() => {
+                self.state.flows.remove(&flow.key);
+            }
             Known::Request(flow) => again = Some(flow),
             Known::No => {}
         }

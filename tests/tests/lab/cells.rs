@@ -121,9 +121,14 @@ fn fight(scene: &Scene, round: u64) -> Result<()> {
     thread::scope(|scope| {
         let senders: Vec<_> = (0..3)
             .map(|number| {
+                let sending = &sending;
                 scope.spawn(move || -> Result<()> {
                     let mut random = random(number);
-                    for _ in 0..4_000 {
+                    for sent in 0..4_000 {
+                        // On a busy machine the remover would go on alone for a while, and leave nothing.
+                        if sent == 3_900 {
+                            sending.store(false, Ordering::Relaxed);
+                        }
                         let ends = [flags::SYN, flags::SYN, flags::RST, flags::FIN | flags::ACK];
                         let tcp_flags = ends[random.random_range(0..ends.len())];
                         Client::any(&mut random).send(scene, tcp_flags)?;

@@ -978,7 +978,7 @@ fn affinity_and_hairpins() -> Result<()> {
     })
 }
 
-/// Who repeats a SYN reaches the same endpoint; after a FIN or a RST it is a new flow.
+/// Who repeats a SYN reaches the same endpoint.
 fn a_syn_again_is_of_the_same_flow() -> Result<()> {
     scene(|scene| {
         for v4 in [true, false] {

@@ -58,6 +58,7 @@ mod proxy_flood;
 mod reload;
 mod resets;
 mod routes;
+mod same_flow;
 mod services;
 mod smoke;
 mod sockets;
@@ -178,6 +179,7 @@ fn main() -> ExitCode {
         host_ports::SCENARIOS,
         routes::SCENARIOS,
         ways::SCENARIOS,
+        same_flow::SCENARIOS,
         kube_proxy::SCENARIOS,
         many_flows::SCENARIOS,
         differential::RECORDED,

@@ -11,13 +11,19 @@ use dataplane_proof::{
     wire::{Packet, flags},
 };
 
-use super::crafted::{NEAR, OUTSIDE, ip, on, packet, vip};
+use super::{
+    cluster::{Cluster, HTTP, TCP, eventually, reaches, refused},
+    crafted::{NEAR, OUTSIDE, ip, on, packet, vip},
+    manifest::Service,
+};
 
 scenarios! {
     Dataplane:
     strangers_end_no_flow,
     each_side_ends_its_flow,
     a_refused_connection_is_over,
+    a_reset_and_a_syn_keep_the_endpoint,
+    real_connections_end_as_they_do,
 }
 
 const CLIENT: u32 = 0x1000_0000;
@@ -186,4 +192,76 @@ fn a_refused_connection_is_over() -> Result<()> {
         ensure!(connection.state()? == State::Reset);
         Ok(())
     })
+}
+
+/// So who sends both in a client's name moves no connection to another endpoint.
+fn a_reset_and_a_syn_keep_the_endpoint() -> Result<()> {
+    on(Scene::new()?, |scene| {
+        for number in 0..60 {
+            let (client, vip) = (
+                (ip(true, NEAR[0], NEAR[1]), 20_000 + number),
+                vip(true, "cluster", 7),
+            );
+            let key = FlowKey::new(
+                Addr::from(client.0),
+                Port::new(client.1),
+                Addr::from(vip.0),
+                Port::new(vip.1),
+                Protocol::TCP,
+            );
+            let send = |bits| -> Result<Flow> {
+                scene.throw("veth-near", false, &packet(true, client, vip, bits).frame())?;
+                let to = scene.rig.conntrack.get(&key).context("no flow")?;
+                Ok(Flow { key, to })
+            };
+            let before = send(flags::SYN)?;
+            ensure!(send(flags::RST)?.state() == State::Reset);
+            let after = send(flags::SYN)?;
+            ensure!(
+                after.state() == State::Syn && after.endpoint() == before.endpoint(),
+                "{before:?} became {after:?}"
+            );
+        }
+        Ok(())
+    })
+}
+
+/// By sockets: clients that reset and that close, and a port to which nobody listens.
+fn real_connections_end_as_they_do() -> Result<()> {
+    const NOBODY: u16 = 9;
+    let cluster = Cluster::start(|lab| {
+        let service = Service::new("web", &["10.96.0.50"])
+            .node_port("tcp", 80, TCP, 30_080)
+            .node_port("http", 81, HTTP, 30_081)
+            .node_port("shut", 82, NOBODY, 30_082)
+            .endpoints(&[lab.pod("near")]);
+        vec![service]
+    })?;
+    let ext = cluster.lab.external("ext");
+    let node = cluster.lab.node("node2").ipv4();
+    let all = |vip: &str, state: &str, flows: usize| {
+        eventually(|| {
+            let list = [
+                "conntrack",
+                "list",
+                "-o",
+                "json",
+                "--vip",
+                vip,
+                "--state",
+                state,
+            ];
+            let list: serde_json::Value = cluster.agent.dataplane(list).json()?;
+            let found = list.as_array().context("an array")?.len();
+            ensure!(found == flows, "{found} {state}, not {flows}");
+            Ok(())
+        })
+    };
+    let [open, http, shut] = [30_080, 30_081, 30_082].map(|port| format!("{node}:{port}"));
+    reaches(ext, &open, "connect --count 5", &["near"])?;
+    all(&open, "reset", 5)?;
+    reaches(ext, &http, "http --count 3", &["near"])?;
+    all(&http, "closed", 3)?;
+    refused(ext, &shut, "connect --count 2")?;
+    all(&shut, "reset", 2)
 }

@@ -3,10 +3,7 @@
 use std::{io, sync::atomic::AtomicU64};
 
 use dataplane_common::{
-    cells::{
-        self, AtomicSlot, Cell, CellKey as _, Entry as _, HEAD, Head, Line as _, Memory, NOWHERE,
-        Slot, Slots,
-    },
+    cells::{self, AtomicSlot, Cell, CellKey as _, HEAD, Head, Line as _, Memory, Slots, Snapshot},
     packet::{FlowKey, PortKey, Translation, seen},
     tcp::{OPENING, POSITIONS, Sequences},
 };
@@ -58,15 +55,6 @@ impl<'a> Memory for &'a Table {
     fn sequences(&self, index: u32) -> Option<Self::Sequences> {
         self.sequences.words(index)
     }
-}
-
-/// A flow as it was found.
-struct Found {
-    /// In which cell.
-    index: u32,
-    head: Head,
-    key: FlowKey,
-    to: Translation,
 }
 
 /// Cells that were held when a walk came by. Who holds one gives it back within microseconds; one that the next walk
@@ -130,32 +118,23 @@ impl Table {
 
     /// What a flow's packets are turned into, if it is there.
     pub fn get(&self, key: &FlowKey) -> Option<Translation> {
-        self.find(key).map(|found| found.to)
+        self.find(key).map(|(_, found)| found.value())
     }
 
     /// How far a flow's directions have got, if it is there.
     pub fn sequences(&self, key: &FlowKey) -> Option<Sequences> {
-        let words = self.sequences.words(self.find(key)?.index)?;
+        let words = self.sequences.words(self.find(key)?.0)?;
         Some([POSITIONS, OPENING].map(|word| words.load(word)))
     }
 
     /// The flow, not masqueraded, whose replies carry this.
     pub fn by_client(&self, reply: &FlowKey) -> Option<FlowKey> {
-        let home = self.home_of_replies(reply.place())?;
-        let mut index = cells::led_to_client(&self, home, reply);
-        if index == NOWHERE && home.has_more() {
-            index = cells::find_led_elsewhere(&self, reply);
-        }
-        // The cell may have become another's since.
-        let flow = self.led_to(index)?;
-        (!flow.is_masqueraded() && flow.reply_key() == *reply).then_some(flow.key)
+        Some(cells::find_by_client(&self, reply)?.1.key())
     }
 
     /// The masqueraded flow whose replies carry this, at whatever address of the node's.
     pub fn by_node(&self, reply: &PortKey) -> Option<FlowKey> {
-        let home = self.home_of_replies(reply.place())?;
-        let flow = self.led_to(cells::led_to_node(&self, home, reply))?;
-        (flow.is_masqueraded() && flow.port_key() == *reply).then_some(flow.key)
+        Some(cells::find_by_node(&self, reply)?.1.key())
     }
 
     /// Adds a flow; `false` if it is there, if its replies lead to another, if it is masqueraded and the slot of its
@@ -189,15 +168,16 @@ impl Table {
     /// Gives a flow another value, or adds it if it is not there: only while nobody else changes any. `false` if it
     /// is not there afterwards.
     pub fn set(&self, key: &FlowKey, to: &Translation) -> bool {
-        if let Some(found) = self.find(key)
-            && let Some(line) = self.cell(found.index)
+        if let Some((index, found)) = self.find(key)
+            && let Some(line) = self.cell(index)
         {
+            let found = found.value();
             let same = Translation {
                 used: to.used,
                 seen: to.seen,
-                ..found.to
+                ..found
             };
-            if same == *to && (found.to.seen ^ to.seen) & seen::FOREIGN == 0 {
+            if same == *to && (found.seen ^ to.seen) & seen::FOREIGN == 0 {
                 cells::write(line, key, to);
                 return true;
             }
@@ -226,15 +206,15 @@ impl Table {
         still: impl Fn(&Translation) -> bool,
     ) -> Option<Translation> {
         for _ in 0..TRIES {
-            let found = self.find(key)?;
-            let line = self.cell(found.index)?;
-            if !cells::hold_flow(line, found.head) {
+            let (index, found) = self.find(key)?;
+            let line = self.cell(index)?;
+            if !cells::hold_flow(line, found.head()) {
                 continue;
             }
             // Only a packet that had found the flow before may use it still.
             let to = cells::value(line);
             if still(&to) {
-                cells::forget(&self, found.index, key.word(HEAD));
+                cells::forget(&self, index, key.word(HEAD));
                 return Some(to);
             }
             cells::publish(line, key);
@@ -277,47 +257,20 @@ impl Table {
     }
 
     /// A flow, and where it is.
-    fn find(&self, key: &FlowKey) -> Option<Found> {
-        let home = key.place() & self.mask();
-        let at = |index| self.read(index).filter(|found| found.key == *key);
-        at(home).or_else(|| {
-            let head = Head(self.cell(home)?.load(HEAD));
-            if !head.has_more() {
-                return None;
-            }
-            at(cells::find_elsewhere(&self, key))
-        })
+    fn find(&self, key: &FlowKey) -> Option<(u32, Snapshot)> {
+        cells::find(&self, key)
     }
 
     /// The flow of a cell, all of it as it was at one moment.
-    fn read(&self, index: u32) -> Option<Found> {
+    fn read(&self, index: u32) -> Option<Snapshot> {
         let line = self.cell(index)?;
-        let mut head = Head(line.load(HEAD));
         for _ in 0..TRIES {
-            let key = cells::key(line, head.key()?);
-            let to = cells::value(line);
-            let after = Head(line.load(HEAD));
-            if head.is_same(after) {
-                return Some(Found {
-                    index,
-                    head: after,
-                    key,
-                    to,
-                });
+            let found = cells::read(line);
+            if found.is_some() || Head(line.load(HEAD)).key().is_none() {
+                return found;
             }
-            head = after;
         }
         None
-    }
-
-    fn led_to(&self, index: u32) -> Option<Flow> {
-        let Found { key, to, .. } = self.read(index)?;
-        Some(Flow { key, to })
-    }
-
-    fn home_of_replies(&self, place: u32) -> Option<Slot> {
-        let slot = self.slot(place & Memory::slots(&self))?;
-        Some(slot.load())
     }
 }
 
@@ -342,7 +295,7 @@ impl Walk<'_> {
         let full = entries.len() + ENTRIES;
         while self.next < end && entries.len() < full {
             match table.read(self.next) {
-                Some(found) => entries.push((found.key, found.to)),
+                Some(found) => entries.push((found.key(), found.value())),
                 None => self.note_if_held(),
             }
             self.next += 1;

@@ -1,0 +1,186 @@
+//! Every order in which processors may see what others do to a cell, tried by loom: in each, a reader of the cell has
+//! one flow and no other's words.
+
+extern crate std;
+use std::vec::Vec;
+
+use loom::{
+    model::Builder,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering, fence},
+    },
+    thread,
+};
+
+use super::*;
+use crate::Addr;
+
+/// How the words of a cell are read and written.
+trait Processor: Copy + Send + Sync + 'static {
+    /// What orders a load behind those before it.
+    fn behind() {}
+    const LOAD: Ordering;
+    const STORE: Ordering;
+}
+
+/// By user space: `atomics.rs`.
+#[derive(Clone, Copy)]
+struct UserSpace;
+
+impl Processor for UserSpace {
+    const LOAD: Ordering = Ordering::Acquire;
+    const STORE: Ordering = Ordering::Release;
+}
+
+/// By the programs. The model knows no addresses that depend on what was read: the fence stands for them, which keeps
+/// no more than two loads in order.
+#[derive(Clone, Copy)]
+struct Programs;
+
+impl Processor for Programs {
+    fn behind() {
+        fence(Ordering::Acquire);
+    }
+    const LOAD: Ordering = Ordering::Relaxed;
+    const STORE: Ordering = Ordering::Relaxed;
+}
+
+/// By programs that leave the order to the processor: what is to be seen to fail.
+#[derive(Clone, Copy)]
+struct Careless;
+
+impl Processor for Careless {
+    const LOAD: Ordering = Ordering::Relaxed;
+    const STORE: Ordering = Ordering::Relaxed;
+}
+
+/// A cell, of which five words are there: the model takes long for each. Those that are not are zero.
+struct Shared {
+    words: [AtomicU64; 8],
+}
+
+#[derive(Clone, Copy)]
+struct Place<'a, P>(&'a Shared, P);
+
+/// The words that flows of this file differ in.
+const TOLD: [usize; 4] = [0, 2, VALUE, STATE];
+
+impl<P: Processor> Line for Place<'_, P> {
+    fn load(self, word: usize) -> u64 {
+        if word != HEAD && !TOLD.contains(&word) {
+            return 0;
+        }
+        self.0.words[word].load(P::LOAD)
+    }
+
+    fn load_after(self, word: usize, _: u64) -> u64 {
+        P::behind();
+        self.load(word)
+    }
+
+    fn both(one: u64, other: u64) -> u64 {
+        one | other
+    }
+
+    fn store(self, word: usize, value: u64) {
+        if TOLD.contains(&word) {
+            self.0.words[word].store(value, P::STORE);
+        }
+    }
+
+    // Full barriers, both of them (`Documentation/core-api/wrappers/atomic_t.rst`).
+    fn exchange(self, word: usize, before: u64, new: u64) -> bool {
+        fence(Ordering::SeqCst);
+        let (done, not) = (Ordering::SeqCst, Ordering::SeqCst);
+        let word = &self.0.words[word];
+        let done = word.compare_exchange(before, new, done, not).is_ok();
+        fence(Ordering::SeqCst);
+        done
+    }
+
+    fn add(self, word: usize, amount: u64) -> u64 {
+        fence(Ordering::SeqCst);
+        let before = self.0.words[word].fetch_add(amount, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        before
+    }
+}
+
+/// Addresses whose words are zero but for the first.
+fn addr_of(number: u32) -> Addr {
+    Addr::from_words([number, 0, 0, 0])
+}
+
+/// A flow in which every word that is there tells which one it is. Its ports are every flow's: the head tells nothing
+/// but its number.
+fn flow(number: u16) -> (FlowKey, Translation) {
+    let addr = addr_of(number.into());
+    let key = FlowKey::new(addr, Port::new(7), addr, Port::new(7), Protocol::UDP);
+    let value = Translation {
+        endpoint: addr,
+        endpoint_port: Port::new(number),
+        node_port: Port::ANY,
+        used: Tick::default(),
+        seen: seen::PACKET,
+        node_addr: 0,
+    };
+    (key, value)
+}
+
+/// Makes a flow in a free cell.
+fn make<W: Processor>(line: Place<W>, number: u16) {
+    let (key, value) = flow(number);
+    let head = Head(line.load(HEAD));
+    assert!(line.exchange(HEAD, head.0, head.held().0));
+    write(line, &key, &value);
+    publish(line, &key);
+}
+
+/// One CPU removes the flow of a cell and makes another there, while another one reads it.
+fn readers_have_one_flow<R: Processor, W: Processor>(reader: R, writer: W) {
+    let mut builder = Builder::new();
+    builder.preemption_bound = Some(3);
+    builder.check(move || {
+        let shared = Arc::new(Shared {
+            words: core::array::from_fn(|_| AtomicU64::new(0)),
+        });
+        make(Place(&shared, writer), 1);
+        let other = Arc::clone(&shared);
+        let change = move || {
+            let line = Place(&other, writer);
+            assert!(hold_flow(line, Head(line.load(HEAD))));
+            line.add(HEAD, Head::FREED);
+            make(line, 2);
+        };
+        let change = thread::spawn(change);
+        if let Some(found) = read(Place(&shared, reader)) {
+            let both: Vec<_> = [1, 2].map(flow).into();
+            let found = (found.key(), found.value());
+            assert!(both.contains(&found), "two flows' words: {found:?}");
+        }
+        change.join().unwrap();
+    });
+}
+
+#[test]
+fn user_space_reads_what_programs_write() {
+    readers_have_one_flow(UserSpace, Programs);
+}
+
+#[test]
+fn programs_read_what_user_space_writes() {
+    readers_have_one_flow(Programs, UserSpace);
+}
+
+#[test]
+fn programs_read_what_programs_write() {
+    readers_have_one_flow(Programs, Programs);
+}
+
+/// The model finds what is wrong with loads in any order, so it would find it with the others.
+#[test]
+#[should_panic(expected = "two flows' words")]
+fn loads_in_any_order_are_not_enough() {
+    readers_have_one_flow(Careless, Programs);
+}
