@@ -1,13 +1,15 @@
 //! What becomes of captured workloads when the agent cannot read, find or attach something.
 
-use std::{collections::BTreeSet, fs, path::Path, thread, time::Duration};
+use std::{
+    collections::BTreeSet, fs, os::unix::fs::MetadataExt as _, path::Path, thread, time::Duration,
+};
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_common::{LAYOUT, Reason};
 use dataplane_tests::{Agent, report::Report};
 use serde_json::{Value, json};
 
-use super::World;
+use super::{World, pod};
 use crate::{
     cluster::{eventually, reaches, refused},
     metrics::Metrics,
@@ -17,6 +19,7 @@ scenarios! {
     Dataplane:
     what_cannot_be_read_stays_captured,
     one_that_cannot_be_attached_holds_up_no_other,
+    no_thread_stays_in_the_namespace_of_a_pod_that_has_gone,
 }
 
 /// Longer than the agent waits until it looks again, when there is a problem.
@@ -206,6 +209,34 @@ fn one_that_cannot_be_attached_holds_up_no_other() -> Result<()> {
     eventually(|| {
         let said = complaints(&world)?;
         ensure!(!said.contains("default/one"), "{said}");
+        Ok(())
+    })
+}
+
+/// A thread keeps the namespace alive that it is in, and with it the pod's interfaces.
+fn no_thread_stays_in_the_namespace_of_a_pod_that_has_gone() -> Result<()> {
+    let mut world = World::new()?;
+    let pods = world.state.path().join("pods.yaml");
+    let write = |text: String| -> Result<()> {
+        let new = pods.with_extension("new");
+        fs::write(&new, text)?;
+        Ok(fs::rename(new, &pods)?)
+    };
+    write(pod("ambient", json!({})).to_string())?;
+    let config = json!({ "rules": { "mode": "proxy" } });
+    world.agent_with(&config, std::slice::from_ref(&pods))?;
+    let namespace = fs::metadata(Path::new("/run/netns").join(world.app().netns()))?.ino();
+    let inside = || -> Result<usize> {
+        let tasks = fs::read_dir(format!("/proc/{}/task", world.agent()?.id()))?.flatten();
+        let found = tasks.filter_map(|task| fs::metadata(task.path().join("ns/net")).ok());
+        Ok(found.filter(|found| found.ino() == namespace).count())
+    };
+    reaches(world.app(), "10.244.1.5:7", "connect --count 20", &["one"])?;
+    ensure!(inside()? > 0, "no thread is there to connect from");
+    write(json!({ "apiVersion": "v1", "kind": "List", "items": [] }).to_string())?;
+    eventually(|| {
+        let inside = inside()?;
+        ensure!(inside == 0, "{inside} threads are there");
         Ok(())
     })
 }
