@@ -451,6 +451,8 @@ impl PacketConfig {
     pub const PREEMPTIBLE: u32 = 1 << 15;
     /// The first port that masqueraded flows are given, host byte order.
     pub const FIRST_PORT: u16 = 1024;
+    /// How many masqueraded flows of a protocol an endpoint can have: one for each port from [`Self::FIRST_PORT`] on.
+    pub const PORTS: u32 = (1 << 16) - Self::FIRST_PORT as u32;
     /// Node ports as Kubernetes gives them, unless told otherwise (`--service-node-port-range`), host byte
     /// order: no masqueraded UDP flow is given one.
     pub const NODE_PORTS: RangeInclusive<u16> = 30_000..=32_767;

@@ -167,7 +167,7 @@ pub fn choose(pool: &Pool, index: u32, client: Addr, used: &Endpoint) -> Verdict
         now = unsafe { bpf_ktime_get_ns() };
         if let Some(entry) = AFFINITY.get_value_ptr_mut(0, &client) {
             affinity = entry;
-            // SAFETY: an LRU's element may be reused while it is read; what is read is then an
+            // SAFETY: an element may be removed and reused while it is read; what is read is then an
             // endpoint of another client, which the block contains or not like any other.
             let (endpoint, used_at) = unsafe { ((*entry).endpoint, (*entry).used_at) };
             let timeout = u64::from(pool.affinity_seconds) * 1_000_000_000;

@@ -48,7 +48,7 @@ type Frontends = HashMap<FrontendKey, Frontend, 1>;
 type Pools = Array<Pool, 1, GROWING>;
 type Endpoints = Array<Endpoint, 1, GROWING>;
 type Stats = Array<PoolStats, 1, GROWING>;
-type Affinities = LruHashMap<AffinityKey, Affinity, 1>;
+type Affinities = HashMap<AffinityKey, Affinity, 1, ON_DEMAND>;
 
 #[btf_map]
 pub static FRONTENDS: ArrayOfMaps<Frontends, 1> = ArrayOfMaps::new();

@@ -109,6 +109,23 @@ pub struct Flows {
     pub at: u64,
     /// How many there were.
     pub total: u64,
+    /// The endpoints that have the most ports of the node's, the one with most first. None from an agent that does
+    /// not tell.
+    #[serde(default)]
+    pub ports: Vec<Ports>,
+}
+
+/// How many of the node's ports masqueraded flows to an endpoint have.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ports {
+    /// `tcp` or `udp`.
+    pub protocol: String,
+    /// The endpoint.
+    pub endpoint: String,
+    /// How many.
+    pub used: u32,
+    /// How many there are.
+    pub limit: u32,
 }
 
 /// A workload whose connections are captured: what `GET /mesh` lists. The tables in the kernel hold

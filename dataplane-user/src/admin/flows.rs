@@ -1,17 +1,18 @@
 //! Figures of flows and sockets, for the metrics.
 
 use std::{
+    collections::HashSet,
     sync::{
         Mutex,
         atomic::{AtomicU64, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
-use dataplane_common::{Protocol, tables::Peer};
+use dataplane_common::{Addr, Protocol, packet::PacketConfig, tables::Peer};
 
-use super::state::lock;
-use crate::kernel::conntrack::Census;
+use super::{api, state::lock};
+use crate::kernel::conntrack::{Census, Ports};
 
 /// A walk through all flows.
 #[derive(Clone, Debug)]
@@ -24,10 +25,31 @@ pub struct Walk {
     pub at: u64,
 }
 
+/// The services' addresses that flows go to, as a walk through all flows found them.
+#[derive(Debug)]
+pub struct Vips {
+    /// When the walk began.
+    pub since: Instant,
+    /// The addresses.
+    pub addresses: HashSet<Addr>,
+}
+
+impl From<&Ports> for api::Ports {
+    fn from(ports: &Ports) -> Self {
+        Self {
+            protocol: ports.protocol.to_string(),
+            endpoint: ports.endpoint.to_string(),
+            used: ports.used,
+            limit: PacketConfig::PORTS,
+        }
+    }
+}
+
 /// What became of flows and sockets since the agent started.
 #[derive(Debug, Default)]
 pub struct FlowFigures {
     last: Mutex<Option<Walk>>,
+    vips: Mutex<Option<Vips>>,
     idle: AtomicU64,
     departed: AtomicU64,
     tcp_sockets: AtomicU64,
@@ -35,8 +57,12 @@ pub struct FlowFigures {
 }
 
 impl FlowFigures {
-    /// All flows were looked at.
-    pub fn walked(&self, census: Census, took: Duration) {
+    /// All flows were looked at, from `since` on.
+    pub fn walked(&self, mut census: Census, since: Instant, took: Duration) {
+        *lock(&self.vips) = Some(Vips {
+            since,
+            addresses: std::mem::take(&mut census.vips),
+        });
         self.idle.fetch_add(census.removed, Ordering::Relaxed);
         *lock(&self.last) = Some(Walk {
             census,
@@ -65,6 +91,11 @@ impl FlowFigures {
     /// What the last walk found; none before the first, or without a packet path.
     pub fn last(&self) -> Option<Walk> {
         lock(&self.last).clone()
+    }
+
+    /// Takes what the last walk found of services' addresses, once.
+    pub fn take_vips(&self) -> Option<Vips> {
+        lock(&self.vips).take()
     }
 
     /// Flows that were removed, by why.

@@ -4,7 +4,7 @@
 
 use std::{fmt, fs, sync::Arc};
 
-use dataplane_common::Reason;
+use dataplane_common::{Reason, packet::PacketConfig};
 use nix::sys::resource::{Resource, getrlimit};
 use prometheus_client::{
     collector::Collector,
@@ -282,6 +282,23 @@ fn flows(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
                 MetricType::Gauge,
             )?
             .encode_gauge(&signed(at))?;
+        let most = census.ports.iter().map(|ports| ports.used).max();
+        for (name, help, number) in [
+            (
+                "dataplane_masquerade_ports",
+                "Ports of the node's that masqueraded flows to one endpoint have: the most that any endpoint has",
+                most.unwrap_or_default(),
+            ),
+            (
+                "dataplane_masquerade_ports_limit",
+                "Ports of the node's that masqueraded flows to one endpoint may have",
+                PacketConfig::PORTS,
+            ),
+        ] {
+            encoder
+                .encode_descriptor(name, help, None, MetricType::Gauge)?
+                .encode_gauge(&signed(number))?;
+        }
     }
     let mut metric = encoder.encode_descriptor(
         "dataplane_flows_removed",

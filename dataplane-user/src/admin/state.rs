@@ -473,6 +473,7 @@ impl State {
             flows: self.flows.last().map(|walk| api::Flows {
                 at: walk.at,
                 total: walk.census.total(),
+                ports: walk.census.ports.iter().map(api::Ports::from).collect(),
             }),
         }
     }

@@ -18,6 +18,7 @@ use std::{
 use dataplane_common::{
     Addr, Port, Protocol, decide::Tables as _, packet::FlowKey, tables::FrontendKey,
 };
+use nix::time::{ClockId, clock_gettime};
 use tracing::{debug, info, warn};
 
 use super::{Event, threads};
@@ -156,7 +157,8 @@ impl Worker {
             if self.has_flows {
                 self.collect(jobs)?;
             }
-            self.wait(jobs, self.has_flows.then_some(REST))?;
+            self.expire();
+            self.wait(jobs, Some(REST))?;
         }
     }
 
@@ -171,6 +173,7 @@ impl Worker {
                 return Ok(());
             }
         };
+        let since = Instant::now();
         let mut collector = Collector::new(&conntrack, self.held.take());
         let mut took = Duration::ZERO;
         let census = loop {
@@ -196,8 +199,22 @@ impl Worker {
             );
         }
         self.held.set(census.held.clone());
-        self.state.flows.walked(census, took);
+        self.state.flows.walked(census, since, took);
         Ok(())
+    }
+
+    /// Removes the clients of services with session affinity whose time is over.
+    fn expire(&self) {
+        let expired = Tables::open(&self.bpffs).and_then(|tables| {
+            let now = clock_gettime(ClockId::CLOCK_MONOTONIC).map_or(0, |now| {
+                u64::try_from(Duration::from(now).as_nanos()).unwrap_or_default()
+            });
+            tables.expire_affinity(now)
+        });
+        match expired {
+            Ok(remembered) => debug!(?remembered, "looked at session affinity"),
+            Err(error) => warn!("cannot remove clients from session affinity: {error}"),
+        }
     }
 
     /// Does what is asked, for at least so long; without a limit, until it is to end.

@@ -111,6 +111,9 @@ impl Sync {
             self.sync(None)?;
         }
         loop {
+            if let Some(vips) = state.flows.take_vips() {
+                self.tables.keep_flows(&vips.addresses, vips.since);
+            }
             // What hangs elsewhere is not made up for by this thread's being well.
             if state.beats.stuck(Instant::now()).is_none() {
                 self.supervisor.alive();

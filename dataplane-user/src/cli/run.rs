@@ -7,7 +7,7 @@ use std::{
 };
 
 use clap::{Args, ValueEnum};
-use dataplane_common::{Protocol, packet::DEFAULT_FLOWS};
+use dataplane_common::Protocol;
 use ipnet::IpNet;
 
 use super::{Listen, PathArgs, SocketArgs, exit, range, source::SourceArgs};
@@ -18,7 +18,7 @@ use crate::{
         interfaces::{Detector, PacketSettings, Pattern, Patterns},
     },
     config::Mesh,
-    kernel::{self, AttachOptions, Hook, Order, probe},
+    kernel::{self, AttachOptions, Hook, Order, conntrack::room, probe},
     source::kubernetes::Scope,
 };
 
@@ -267,18 +267,18 @@ struct PacketArgs {
     )]
     tc_hook: TcHook,
 
-    /// How many flows conntrack has room for, rounded up to a power of two: 176 bytes of kernel memory each,
-    /// 11 MiB by default. Taken when the tables are made; those of an earlier agent keep their size until
-    /// `dataplane cleanup`, or until an agent runs with --packet-path off
+    /// How many flows conntrack has room for, rounded up to a power of two: 176 bytes of kernel memory each. Taken
+    /// when the tables are made; those of an earlier agent keep their size until `dataplane cleanup`, or until an
+    /// agent runs with --packet-path off [default: 32 768 for each of the node's cores, at least 131 072 (22 MiB),
+    /// but at most what takes a 64th of the node's memory]
     #[arg(
         long,
         value_name = "N",
         env = "DATAPLANE_CONNTRACK_FLOWS",
         hide_env_values = true,
-        default_value_t = DEFAULT_FLOWS,
         value_parser = clap::value_parser!(u32).range(1024..=8_388_608)
     )]
-    conntrack_flows: u32,
+    conntrack_flows: Option<u32>,
 }
 
 /// Whether something is done.
@@ -324,7 +324,7 @@ impl PacketArgs {
         };
         PacketSettings {
             attach: (self.packet_path == Switch::On).then_some(attach),
-            flows: self.conntrack_flows,
+            flows: self.conntrack_flows.unwrap_or_else(room::of_this_machine),
             uplinks: Patterns::new(self.uplink.clone()),
             pods: Patterns::new(self.pod_interface.clone()),
             detector: Detector {
@@ -418,6 +418,17 @@ struct LimitArgs {
         default_value_t = kernel::Limits::default().endpoints
     )]
     max_endpoints: u32,
+
+    /// Remember the endpoints of at most so many clients of services with session affinity: 16 bytes of kernel
+    /// memory for each once a service has affinity, and 128 more for each that is there
+    #[arg(
+        long,
+        value_name = "N",
+        env = "DATAPLANE_MAX_AFFINITY_CLIENTS", hide_env_values = true,
+        default_value_t = kernel::Limits::default().affinity,
+        value_parser = clap::value_parser!(u32).range(1024..=16_777_216)
+    )]
+    max_affinity_clients: u32,
 }
 
 impl LimitArgs {
@@ -425,6 +436,7 @@ impl LimitArgs {
         kernel::Limits {
             frontends: self.max_frontends,
             endpoints: self.max_endpoints,
+            affinity: self.max_affinity_clients,
         }
     }
 }

@@ -106,6 +106,10 @@ impl Config {
         one("cgroup", path(&kernel.cgroup));
         one("max-frontends", limits.frontends.map(|n| n.to_string()));
         one("max-endpoints", limits.endpoints.map(|n| n.to_string()));
+        one(
+            "max-affinity-clients",
+            limits.affinity_clients.map(|n| n.to_string()),
+        );
         if let Some(kubernetes) = &source.kubernetes {
             one("kubeconfig", path(&kubernetes.kubeconfig));
             one("api-server", kubernetes.api_server.clone());

@@ -230,7 +230,7 @@ pub struct Packets {
     /// How our programs are put on interfaces. Default: auto.
     #[serde(skip_serializing_if = "is_default")]
     pub hook: Option<Hook>,
-    /// How many flows conntrack has room for. Default: 65536.
+    /// How many flows conntrack has room for. Default: by the node's cores and memory.
     #[serde(skip_serializing_if = "is_default")]
     #[schemars(range(min = 1024, max = 8_388_608))]
     pub conntrack_flows: Option<u32>,
@@ -282,6 +282,10 @@ pub struct Limits {
     /// At most so many endpoint slots. Default: 4194304.
     #[serde(skip_serializing_if = "is_default")]
     pub endpoints: Option<u32>,
+    /// Remember the endpoints of at most so many clients of services with session affinity. Default: 131072.
+    #[serde(skip_serializing_if = "is_default")]
+    #[schemars(range(min = 1024, max = 16_777_216))]
+    pub affinity_clients: Option<u32>,
 }
 
 impl Config {

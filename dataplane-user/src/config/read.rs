@@ -236,6 +236,14 @@ fn contradictions(config: &Config, faults: &mut Vec<(String, String)>) {
             format!("{flows}; expected a number from 1024 to 8388608"),
         ));
     }
+    if let Some(clients) = config.limits.affinity_clients
+        && !(1024..=1 << 24).contains(&clients)
+    {
+        faults.push((
+            "limits.affinityClients".into(),
+            format!("{clients}; expected a number from 1024 to 16777216"),
+        ));
+    }
     for (key, limit) in [
         ("limits.frontends", config.limits.frontends),
         ("limits.endpoints", config.limits.endpoints),

@@ -27,7 +27,7 @@ const fn size<T>() -> u32 {
 /// How many elements one batch call carries: large enough that the call itself costs nothing.
 const BATCH: usize = 4096;
 
-/// A hash, or an LRU hash.
+/// A hash.
 #[derive(Debug)]
 pub struct Hash<K, V> {
     fd: OwnedFd,
@@ -46,12 +46,20 @@ impl<K: Plain, V: Plain> Hash<K, V> {
         }
     }
 
+    /// What a hash looks like whose elements take memory only while they are there (`BPF_F_NO_PREALLOC`).
+    pub const fn on_demand() -> Shape {
+        Shape {
+            flags: 1,
+            ..Self::shape(bpf_map_type::BPF_MAP_TYPE_HASH)
+        }
+    }
+
     /// Makes one that is pinned nowhere.
     ///
     /// # Errors
     /// The kernel's refusal.
-    pub fn create(name: &str, kind: bpf_map_type, capacity: u32) -> io::Result<Self> {
-        let fd = sys::map_create(name, &Self::shape(kind), capacity)?;
+    pub fn create(name: &str, shape: Shape, capacity: u32) -> io::Result<Self> {
+        let fd = sys::map_create(name, &shape, capacity)?;
         Ok(Self {
             fd,
             capacity,
@@ -150,8 +158,7 @@ impl<K: Plain, V: Plain> Hash<K, V> {
     /// Everything, a few thousand entries at a time.
     ///
     /// What is added or removed meanwhile may or may not be among them; what is there all the time
-    /// is, and not twice. To be read is not to be used: an LRU hash takes no notice of it
-    /// (`__htab_map_lookup_and_delete_batch` in kernel/bpf/hashtab.c).
+    /// is, and not twice.
     pub fn batches(&self) -> Batches<'_, K, V> {
         Batches {
             hash: self,

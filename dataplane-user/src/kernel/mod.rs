@@ -37,14 +37,14 @@ pub mod trial;
 pub mod verifier;
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, HashSet},
     fs::File,
     ops::Deref,
     path::{Path, PathBuf},
 };
 
 use aya::Ebpf;
-use dataplane_common::capture::Enrolled;
+use dataplane_common::{Addr, capture::Enrolled};
 use nix::fcntl::Flock;
 use tracing::info;
 
@@ -71,6 +71,7 @@ pub use tables::{Growth, Limits, Tables, Usage};
 pub use tc::{Direction, Hook, InterfaceAttachment, Order, name as interface_name};
 
 use self::{
+    conntrack::Conntrack,
     error::Doing,
     log::ProgramLog,
     packet::PacketPath,
@@ -167,7 +168,7 @@ impl Kernel {
         let mut tables = Tables::open_pins(&pins, true)?;
         let hook = packet.attach.and_then(|attach| attach.hook);
         let packet = PacketPath::open(&pins, &ebpf, packet)?;
-        tables.rebuild_filter(&packet.masquerade())?;
+        tables.rebuild_filter(&packet.masquerade(), flow_vips(&pins)?.as_ref())?;
         let netns = sys::netns_cookie()
             .doing(|| "cannot ask for this network namespace's cookie".to_owned())?;
         tables.set_config(netns);
@@ -370,6 +371,12 @@ impl Kernel {
         drop(self);
         cleanup(&root, false)
     }
+}
+
+/// The services' addresses that flows go to; `None` without a packet path.
+fn flow_vips(pins: &Pins) -> Result<Option<HashSet<Addr>>, Error> {
+    let conntrack = Conntrack::open(pins.root())?;
+    Ok(conntrack.map(|conntrack| conntrack.vips()))
 }
 
 /// Whether there is something to adopt. Pins that are incomplete, with no program attached, serve

@@ -2,9 +2,10 @@
 //! tens of milliseconds a piece, so these tables can be written meanwhile, by another thread.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeSet, HashSet},
     ops::Deref,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Instant,
 };
 
 use dataplane_common::Addr;
@@ -80,9 +81,15 @@ impl ServiceTables {
             // Which of the keys were added before the error only the kernel knows. If it does not
             // say, the filter lets through more than it need, and nothing less than it must.
             let masquerade: Vec<Addr> = inner.masquerade.iter().copied().collect();
-            let _ = inner.tables.rebuild_filter(&masquerade);
+            let _ = inner.tables.recount_filter(&masquerade);
         }
         result
+    }
+
+    /// Keeps the filter `VIPS` in line with the flows: `vips` are the addresses that a walk found, which began at
+    /// `since`. Flows to an address that no service has any longer go on until they end.
+    pub fn keep_flows(&self, vips: &HashSet<Addr>, since: Instant) {
+        self.lock().tables.keep_flows(vips, since);
     }
 
     /// Waits until no program that runs now can still see what was removed.

@@ -1,17 +1,20 @@
 //! The live tables: reading them, and replacing one by a larger copy while programs run.
 
+mod affinity;
 mod growth;
 mod stats;
 mod vips;
 
 use std::{
+    collections::HashSet,
     io,
     os::fd::{AsFd, AsRawFd, OwnedFd},
     path::Path,
     sync::atomic::Ordering,
+    time::Instant,
 };
 
-use aya_obj::generated::bpf_map_type::{BPF_MAP_TYPE_HASH, BPF_MAP_TYPE_LRU_HASH};
+use aya_obj::generated::bpf_map_type::BPF_MAP_TYPE_HASH;
 use dataplane_common::{
     Addr, Reason, VipWords, decide,
     tables::{
@@ -54,11 +57,11 @@ const SMALLEST: Demand = Demand {
     frontends: 256,
     pools: 256,
     endpoints: 512,
-    affinity_groups: 4,
+    affinity_groups: 0,
     sources: 0,
 };
-/// Affinity entries per group: clients are this node's pods, in the network namespace each.
-const CLIENTS_PER_GROUP: u32 = 256;
+/// Clients that AFFINITY has room for while no service has affinity.
+const FEW_CLIENTS: u32 = 1024;
 /// The word of a [`Pool`] with its affinity; word 0 is the block.
 const AFFINITY_WORD: usize = 1;
 /// The word of [`Config`] that says whether anything is captured.
@@ -146,10 +149,8 @@ impl Tables {
         let (endpoints, endpoints_capacity) =
             inner(Outer::Endpoints, Mapped::<Endpoint>::shape(true))?;
         let (stats, stats_capacity) = inner(Outer::Stats, Mapped::<PoolStats>::shape(true))?;
-        let (affinity, affinity_capacity) = inner(
-            Outer::Affinity,
-            Hash::<AffinityKey, Affinity>::shape(BPF_MAP_TYPE_LRU_HASH),
-        )?;
+        let (affinity, affinity_capacity) =
+            inner(Outer::Affinity, Hash::<AffinityKey, Affinity>::on_demand())?;
         let mapped = || "cannot map a table".to_owned();
         let cpus = cpus()?;
         let pools = Mapped::map(pools, pools_capacity, writable).doing(mapped)?;
@@ -181,7 +182,7 @@ impl Tables {
         let pools = Mapped::<Pool>::create("pools", SMALLEST.pools).doing(doing)?;
         let endpoints = Mapped::<Endpoint>::create("endpoints", SMALLEST.endpoints).doing(doing)?;
         let stats = Stats::create(SMALLEST.pools, cpus).doing(doing)?;
-        let affinity = new_affinity(affinity_capacity(0)).doing(doing)?;
+        let affinity = new_affinity(FEW_CLIENTS).doing(doing)?;
         let inner = [
             frontends.fd(),
             pools.fd(),
@@ -340,8 +341,8 @@ impl Tables {
                 table: "AFFINITY",
                 used: affinity,
                 capacity: self.affinity.capacity(),
-                limit: self.affinity.capacity(),
-                bytes: hash(self.affinity.capacity(), 32),
+                limit: limits.affinity.max(self.affinity.capacity()),
+                bytes: affinity::bytes(self.affinity.capacity(), affinity),
             },
         ]
     }
@@ -380,16 +381,52 @@ impl Tables {
         Ok(missed)
     }
 
-    /// Puts the filter in line with `FRONTENDS`, whatever it was, and lets the addresses that flows
-    /// are masqueraded to through as well, since replies come to them. Returns how many of its words
-    /// were wrong.
-    pub(super) fn rebuild_filter(&mut self, masquerade: &[Addr]) -> Result<usize, Error> {
+    /// Services' addresses of flows that the filter does not let through: none, unless somebody else wrote to our
+    /// tables. Requests of these flows are left alone.
+    pub fn filtered_flows(&self, vips: &HashSet<Addr>) -> Vec<Addr> {
+        let mut missed: Vec<Addr> = vips
+            .iter()
+            .filter(|vip| !decide::may_be_vip(self, **vip))
+            .copied()
+            .collect();
+        missed.sort_unstable();
+        missed
+    }
+
+    /// Puts the filter in line with `FRONTENDS`, whatever it was, and lets other addresses through as well: those that
+    /// flows are masqueraded to, because replies come to them, and those that flows go to. Without a packet path the
+    /// latter are `None`. Returns how many of its words were wrong.
+    pub(super) fn rebuild_filter(
+        &mut self,
+        masquerade: &[Addr],
+        flows: Option<&HashSet<Addr>>,
+    ) -> Result<usize, Error> {
+        let frontends = self.all_let_through(masquerade)?;
+        Ok(self.vips.rebuild(&frontends, flows))
+    }
+
+    /// Puts the filter in line with `FRONTENDS` and the addresses that flows are masqueraded to, after it is not known
+    /// any longer how many of them stand behind each bit. What flows go to is let through until a walk has found which
+    /// addresses those are.
+    pub(super) fn recount_filter(&mut self, masquerade: &[Addr]) -> Result<(), Error> {
+        let frontends = self.all_let_through(masquerade)?;
+        self.vips.recount(&frontends);
+        Ok(())
+    }
+
+    fn all_let_through(&self, masquerade: &[Addr]) -> Result<Vec<(FrontendKey, Frontend)>, Error> {
         let mut frontends = self
             .frontends
             .entries()
             .doing(|| "cannot read table FRONTENDS".to_owned())?;
         frontends.extend(masquerade.iter().map(|addr| node_address(*addr)));
-        Ok(self.vips.rebuild(&frontends))
+        Ok(frontends)
+    }
+
+    /// Lets the addresses through that flows go to, as a walk found them that began at `since`, and no longer those
+    /// that only earlier flows went to.
+    pub(super) fn keep_flows(&mut self, vips: &HashSet<Addr>, since: Instant) {
+        self.vips.keep_flows(vips, since);
     }
 
     /// Before an address is masqueraded to: lets it through the filter.
@@ -538,21 +575,17 @@ fn len(len: usize) -> u32 {
     u32::try_from(len).unwrap_or(u32::MAX)
 }
 
-fn affinity_capacity(groups: u32) -> u32 {
-    groups
-        .max(SMALLEST.affinity_groups)
-        .saturating_mul(CLIENTS_PER_GROUP)
-        .checked_next_power_of_two()
-        .unwrap_or(1 << 20)
-        .min(1 << 20)
-}
-
 fn new_frontends(capacity: u32) -> io::Result<Hash<FrontendKey, Frontend>> {
-    Hash::create("frontends", BPF_MAP_TYPE_HASH, capacity)
+    let shape = Hash::<FrontendKey, Frontend>::shape(BPF_MAP_TYPE_HASH);
+    Hash::create("frontends", shape, capacity)
 }
 
 fn new_affinity(capacity: u32) -> io::Result<Hash<AffinityKey, Affinity>> {
-    Hash::create("affinity", BPF_MAP_TYPE_LRU_HASH, capacity)
+    Hash::create(
+        "affinity",
+        Hash::<AffinityKey, Affinity>::on_demand(),
+        capacity,
+    )
 }
 
 /// One more than the highest pool that was ever in use.

@@ -371,6 +371,7 @@ fn a_full_table_names_its_knob() -> Result<()> {
     let limits = Limits {
         frontends: 300,
         endpoints: 2000,
+        ..Limits::default()
     };
     let mut kernel = Kernel::open(&place.paths, limits)?;
     let (demand, few) = writes(100);

@@ -36,6 +36,7 @@ mod flows;
 mod fragments;
 mod frames;
 mod fuzz;
+mod gone_vips;
 mod growth;
 mod host_ports;
 mod interfaces;
@@ -46,6 +47,7 @@ mod life;
 mod load_balancers;
 mod machine;
 mod manifest;
+mod many_clients;
 mod many_flows;
 mod metrics;
 mod monitor;
@@ -170,6 +172,8 @@ fn main() -> ExitCode {
         two_vips::SCENARIOS,
         flows::SCENARIOS,
         fuzz::SCENARIOS,
+        gone_vips::SCENARIOS,
+        many_clients::SCENARIOS,
         crafted::SCENARIOS,
         fragments::SCENARIOS,
         errors::SCENARIOS,

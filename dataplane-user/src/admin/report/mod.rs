@@ -1,6 +1,7 @@
 //! Health, as it is: everything that can be asked of the kernel is asked each time.
 
 mod mesh;
+mod room;
 
 use std::{collections::BTreeMap, fmt, fs};
 
@@ -211,6 +212,7 @@ pub fn examine(
         }
     }
 
+    let mut scarce = Vec::new();
     let mut tables = Vec::new();
     let mut verdicts = BTreeMap::new();
     match kernel::Tables::open(&paths.bpffs) {
@@ -224,6 +226,7 @@ pub fn examine(
             });
             match open.usage(limits).and_then(|usage| Ok((usage, flows?))) {
                 Ok((usage, flows)) => {
+                    scarce.extend(usage.iter().filter_map(room::of_clients));
                     tables.extend(usage.into_iter().chain(flows).map(|t| Table {
                         name: t.table.to_owned(),
                         used: t.used.into(),
@@ -244,6 +247,17 @@ pub fn examine(
                     plan::key_text(&missed[0]),
                 )),
                 Err(e) => error(format!("cannot check the filter: {e}")),
+            }
+            if let Ok(Some(conntrack)) = Conntrack::open(&paths.bpffs) {
+                let missed = open.filtered_flows(&conntrack.vips());
+                if let Some(vip) = missed.first() {
+                    error(format!(
+                        "the filter VIPS does not let {} of the addresses through that flows go to, for \
+                         example {vip}: requests of these flows are left alone; start the agent anew, \
+                         which mends it, and please report it",
+                        missed.len(),
+                    ));
+                }
             }
             match open.reasons() {
                 Ok(counts) => verdicts.extend(
@@ -277,6 +291,8 @@ pub fn examine(
             None
         }
     };
+    let flows = agent.as_ref().and_then(|agent| agent.flows.as_ref());
+    findings.extend(flows.and_then(room::of_ports));
     if !interfaces.is_empty() {
         findings.extend(forwarding());
     }
@@ -311,6 +327,7 @@ pub fn examine(
             Reason::Dangling.text().to_owned(),
         ));
     }
+    findings.extend(scarce);
     findings.sort();
     Report {
         healthy: healthy(&findings),

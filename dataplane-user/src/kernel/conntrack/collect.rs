@@ -1,9 +1,12 @@
 //! Removes flows that are over, a few thousand at a time: whoever calls decides how fast.
 
-use std::collections::{BTreeMap, HashSet};
+use std::{
+    collections::{BTreeMap, HashMap, HashSet},
+    net::SocketAddr,
+};
 
 use dataplane_common::{
-    Protocol,
+    Addr, Port, Protocol,
     packet::{FlowKey, Tick},
 };
 
@@ -20,6 +23,25 @@ pub struct Census {
     pub freed: u64,
     /// Cells that were held, for the next walk.
     pub held: Held,
+    /// The services' addresses that the flows go to ([`Flow::our_vip`]).
+    pub vips: HashSet<Addr>,
+    /// The endpoints that have the most ports of the node's, the one with most first: at most [`BUSIEST`].
+    pub ports: Vec<Ports>,
+}
+
+/// Of how many endpoints a census says how many ports they have.
+const BUSIEST: usize = 10;
+
+/// How many of the node's ports masqueraded flows to an endpoint have, of
+/// [`PacketConfig::PORTS`](dataplane_common::packet::PacketConfig::PORTS).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ports {
+    /// TCP or UDP.
+    pub protocol: Protocol,
+    /// The endpoint.
+    pub endpoint: SocketAddr,
+    /// How many ports.
+    pub used: u32,
 }
 
 impl Census {
@@ -36,6 +58,8 @@ pub struct Collector<'a> {
     flows: Flows<'a>,
     batch: Vec<Flow>,
     census: Census,
+    /// How many ports masqueraded flows to each endpoint have.
+    ports: HashMap<(Protocol, Addr, Port), u32>,
     /// Cells that were held when the walk before this came by.
     held: Held,
     /// What the kernel's own conntrack translates; asked once, if there is reason to.
@@ -50,6 +74,7 @@ impl<'a> Collector<'a> {
             flows: conntrack.flows(),
             batch: Vec::new(),
             census: Census::default(),
+            ports: HashMap::new(),
             held,
             foreign: None,
         }
@@ -69,7 +94,8 @@ impl<'a> Collector<'a> {
         Some(Census {
             freed: self.conntrack.table.free_stuck(&self.held, held),
             held: held.clone(),
-            ..self.census.clone()
+            ports: busiest(&self.ports),
+            ..std::mem::take(&mut self.census)
         })
     }
 
@@ -89,7 +115,26 @@ impl<'a> Collector<'a> {
             } else {
                 let kind = (flow.protocol(), flow.state());
                 *self.census.flows.entry(kind).or_default() += 1;
+                self.census.vips.extend(flow.our_vip());
+                if flow.is_masqueraded() {
+                    let endpoint = (flow.protocol(), flow.to.endpoint, flow.to.endpoint_port);
+                    *self.ports.entry(endpoint).or_default() += 1;
+                }
             }
         }
     }
+}
+
+fn busiest(ports: &HashMap<(Protocol, Addr, Port), u32>) -> Vec<Ports> {
+    let mut all: Vec<Ports> = ports
+        .iter()
+        .map(|(&(protocol, addr, port), &used)| Ports {
+            protocol,
+            endpoint: SocketAddr::new(addr.ip(), port.host()),
+            used,
+        })
+        .collect();
+    all.sort_unstable_by_key(|ports| (u32::MAX - ports.used, ports.endpoint, ports.protocol));
+    all.truncate(BUSIEST);
+    all
 }

@@ -92,6 +92,11 @@ impl Flow {
         socket(self.key.dst, self.key.dst_port)
     }
 
+    /// Returns the service's address, if the packet path translates the flow: the filter `VIPS` has to let it through.
+    pub fn our_vip(&self) -> Option<Addr> {
+        (!self.is_foreign()).then_some(self.key.dst)
+    }
+
     /// Who answers.
     pub fn endpoint(&self) -> SocketAddr {
         socket(self.to.endpoint, self.to.endpoint_port)

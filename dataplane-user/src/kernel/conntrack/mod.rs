@@ -5,11 +5,12 @@
 
 mod collect;
 mod flow;
+pub mod room;
 mod table;
 #[cfg(test)]
 mod tests;
 
-use std::path::Path;
+use std::{collections::HashSet, path::Path};
 
 use dataplane_common::{
     Addr, Port,
@@ -17,7 +18,7 @@ use dataplane_common::{
 };
 use nix::time::{ClockId, clock_gettime};
 
-pub use collect::{Census, Collector};
+pub use collect::{Census, Collector, Ports};
 pub use flow::{Flow, State};
 pub use table::{Held, Table, Walk};
 
@@ -159,6 +160,17 @@ impl Conntrack {
             count += batch.len() as u64;
         }
         count
+    }
+
+    /// Returns the services' addresses that flows of ours go to, by reading all flows ([`Conntrack::count`]).
+    pub fn vips(&self) -> HashSet<Addr> {
+        let mut vips = HashSet::new();
+        let mut flows = self.flows();
+        let mut batch = Vec::new();
+        while flows.read(&mut batch) {
+            vips.extend(batch.iter().filter_map(Flow::our_vip));
+        }
+        vips
     }
 
     /// How full the table is, with so many flows.

@@ -9,7 +9,7 @@ use super::{
         error::Error,
         map::{Mapped, Plain},
     },
-    Outer, Tables, affinity_capacity, new_affinity, new_frontends, put,
+    Outer, Tables, new_affinity, new_frontends, put,
 };
 use crate::plan::Demand;
 
@@ -22,6 +22,8 @@ pub struct Limits {
     /// Endpoint slots (`--max-endpoints`): pools' endpoints, each pool's rounded up to a power of
     /// two.
     pub endpoints: u32,
+    /// Clients of services with session affinity whose endpoints are remembered (`--max-affinity-clients`).
+    pub affinity: u32,
 }
 
 impl Default for Limits {
@@ -29,6 +31,7 @@ impl Default for Limits {
         Self {
             frontends: 1 << 21,
             endpoints: 1 << 22,
+            affinity: 1 << 17,
         }
     }
 }
@@ -114,8 +117,8 @@ impl Tables {
             note("POOLS", from, to);
         }
         let from = self.affinity.capacity();
-        let to = affinity_capacity(demand.affinity_groups);
-        if to > from {
+        let to = limits.affinity;
+        if demand.affinity_groups > 0 && to > from {
             self.grow_affinity(to)
                 .map_err(|e| grow_error("AFFINITY", to, e))?;
             note("AFFINITY", from, to);

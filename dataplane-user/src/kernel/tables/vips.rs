@@ -4,12 +4,21 @@
 //! `FRONTENDS`, and is counted anew whenever an agent starts. A bit is set before a frontend is
 //! added, and cleared after the last of its frontends was removed. So an agent that dies in between
 //! leaves bits that are set for nothing, which cost a lookup, and never one that is missing.
+//!
+//! A flow goes on until it ends, also if the last frontend with its address goes. So a bit without frontends stays
+//! until a walk through all flows, which began later, found no flow that needs it ([`Vips::keep_flows`]).
 
-use std::{io, os::fd::OwnedFd, sync::atomic::Ordering};
+use std::{
+    collections::{BTreeSet, HashSet},
+    io,
+    os::fd::OwnedFd,
+    sync::atomic::Ordering,
+    time::{Duration, Instant},
+};
 
 use dataplane_common::{
-    VIP_ELEMENTS, VipPlace, VipWords,
-    tables::{Frontend, FrontendKey},
+    Addr, VIP_ELEMENTS, VipPlace, VipWords,
+    tables::{Frontend, FrontendKey, Kind},
 };
 
 use super::super::map::Mapped;
@@ -18,11 +27,43 @@ use super::super::map::Mapped;
 const WORDS: usize = size_of::<VipWords>() / size_of::<u64>();
 const BITS: usize = 64 * WORDS;
 
+/// How much later than a frontend's removal a walk has to begin: a program that still saw the frontend has made its
+/// flow by then.
+const GRACE: Duration = Duration::from_secs(1);
+
 /// The filter.
 #[derive(Debug)]
 pub struct Vips {
     table: Mapped<VipWords>,
     counts: Counts,
+    kept: Kept,
+}
+
+/// Bits that are set although no frontend stands behind them.
+#[derive(Debug, Default)]
+struct Kept {
+    /// Whether there may be flows: there is a packet path.
+    any: bool,
+    /// Those whose last frontend went, and when.
+    left: Vec<(Bit, Instant)>,
+    /// Those that flows need which the last walk found.
+    flows: BTreeSet<Bit>,
+}
+
+impl Kept {
+    fn has(&self, bit: Bit) -> bool {
+        self.flows.contains(&bit) || self.left.iter().any(|(left, _)| *left == bit)
+    }
+
+    /// A walk that began at `since` found that flows need `flows`. Returns the bits that nothing needs any longer.
+    fn walked(&mut self, flows: BTreeSet<Bit>, since: Instant) -> Vec<Bit> {
+        let before = std::mem::replace(&mut self.flows, flows);
+        let is_over = |left: &(Bit, Instant)| left.1 + GRACE <= since;
+        let over = self.left.extract_if(.., |left| is_over(left));
+        let mut gone: Vec<Bit> = over.map(|(bit, _)| bit).chain(before).collect();
+        gone.retain(|bit| !self.has(*bit));
+        gone
+    }
 }
 
 impl Vips {
@@ -31,6 +72,7 @@ impl Vips {
         Ok(Self {
             table: Mapped::map(fd, VIP_ELEMENTS, writable)?,
             counts: Counts::default(),
+            kept: Kept::default(),
         })
     }
 
@@ -53,12 +95,25 @@ impl Vips {
         key.addr.is_unspecified() || place.finds(self.get(place.index()), key)
     }
 
-    /// Counts from what `FRONTENDS` holds, and sets every bit as it should be. Each word changes in
-    /// one store, so no frontend is missed meanwhile. Returns how many words were wrong.
-    pub fn rebuild(&mut self, frontends: &[(FrontendKey, Frontend)]) -> usize {
+    /// Counts from what `FRONTENDS` holds, and sets every bit as it should be for that and for the addresses that flows
+    /// go to. Each word changes in one store, so no frontend is missed meanwhile. Returns how many words were wrong.
+    pub fn rebuild(
+        &mut self,
+        frontends: &[(FrontendKey, Frontend)],
+        flows: Option<&HashSet<Addr>>,
+    ) -> usize {
         self.counts = Counts::default();
         for (key, frontend) in frontends {
             self.counts.add(key, *frontend);
+        }
+        self.kept = Kept {
+            any: flows.is_some(),
+            left: Vec::new(),
+            flows: self.counts.bits_of_flows(flows.into_iter().flatten()),
+        };
+        let mut kept = vec![0_u64; VIP_ELEMENTS as usize * WORDS];
+        for bit in &self.kept.flows {
+            kept[bit.index as usize * WORDS + bit.word] |= bit.mask;
         }
         let mut wrong = 0;
         for index in 0..VIP_ELEMENTS {
@@ -66,7 +121,7 @@ impl Vips {
                 let Some(stored) = self.table.word(index, word) else {
                     continue;
                 };
-                let wanted = self.counts.word(index, word);
+                let wanted = self.counts.word(index, word) | kept[index as usize * WORDS + word];
                 if stored.swap(wanted, Ordering::AcqRel) != wanted {
                     wrong += 1;
                 }
@@ -75,31 +130,100 @@ impl Vips {
         wrong
     }
 
+    /// Counts anew from what `FRONTENDS` holds. Bits that are set for nothing stay until a walk through all flows has
+    /// come by.
+    pub fn recount(&mut self, frontends: &[(FrontendKey, Frontend)]) {
+        self.counts = Counts::default();
+        for (key, frontend) in frontends {
+            if let Some(bit) = self.counts.add(key, *frontend) {
+                self.set(bit);
+            }
+        }
+        let now = Instant::now();
+        for index in 0..VIP_ELEMENTS {
+            for bit in (0..).take(BITS).map(|bit| Bit::of(index, bit)) {
+                let word = self.table.word(index, bit.word);
+                let is_set = word.is_some_and(|word| word.load(Ordering::Acquire) & bit.mask != 0);
+                if !is_set || self.counts.has(bit) || self.kept.has(bit) {
+                    continue;
+                }
+                if self.kept.any {
+                    self.kept.left.push((bit, now));
+                } else {
+                    self.clear(bit);
+                }
+            }
+        }
+    }
+
     /// Before a frontend is added.
     pub fn add(&mut self, key: &FrontendKey, frontend: Frontend) {
-        if let Some(bit) = self.counts.add(key, frontend)
-            && let Some(word) = self.table.word(bit.index, bit.word)
-        {
-            word.fetch_or(bit.mask, Ordering::AcqRel);
+        if let Some(bit) = self.counts.add(key, frontend) {
+            self.set(bit);
         }
     }
 
     /// After a frontend was removed.
     pub fn remove(&mut self, key: &FrontendKey, frontend: Frontend) {
-        if let Some(bit) = self.counts.remove(key, frontend)
-            && let Some(word) = self.table.word(bit.index, bit.word)
-        {
+        let Some(bit) = self.counts.remove(key, frontend) else {
+            return;
+        };
+        if self.kept.any {
+            self.kept.left.push((bit, Instant::now()));
+        } else {
+            self.clear(bit);
+        }
+    }
+
+    /// A walk through all flows, which began at `since`, found that they go to these addresses: lets them through, and
+    /// clears the bits that neither a frontend nor a flow needs any longer.
+    pub fn keep_flows(&mut self, vips: &HashSet<Addr>, since: Instant) {
+        let flows = self.counts.bits_of_flows(vips);
+        for bit in flows.difference(&self.kept.flows) {
+            self.set(*bit);
+        }
+        for bit in self.kept.walked(flows, since) {
+            if !self.counts.has(bit) {
+                self.clear(bit);
+            }
+        }
+    }
+
+    fn set(&self, bit: Bit) {
+        if let Some(word) = self.table.word(bit.index, bit.word) {
+            word.fetch_or(bit.mask, Ordering::AcqRel);
+        }
+    }
+
+    fn clear(&self, bit: Bit) {
+        if let Some(word) = self.table.word(bit.index, bit.word) {
             word.fetch_and(!bit.mask, Ordering::AcqRel);
         }
     }
 }
 
 /// A bit that changes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Bit {
     index: u32,
     word: usize,
     mask: u64,
+}
+
+impl Bit {
+    /// A bit of an element ([`VipPlace::bit`]).
+    fn of(index: u32, bit: u32) -> Self {
+        Self {
+            index,
+            word: bit as usize / 64,
+            mask: 1 << (bit % 64),
+        }
+    }
+
+    /// Which of an element's bits it is.
+    fn number(self) -> usize {
+        self.word * 64 + self.mask.trailing_zeros() as usize
+    }
 }
 
 /// How many frontends stand behind each bit.
@@ -133,14 +257,28 @@ impl Counts {
             return None;
         }
         let place = VipPlace::of(key.addr);
-        let bit = place.bit(frontend.kind()) as usize;
-        let count = self.0.get_mut(place.index() as usize * BITS + bit)?;
-        let bit = Bit {
-            index: place.index(),
-            word: bit / 64,
-            mask: 1 << (bit % 64),
-        };
+        let bit = Bit::of(place.index(), place.bit(frontend.kind()));
+        let count = self.0.get_mut(bit.index as usize * BITS + bit.number())?;
         Some((count, bit))
+    }
+
+    /// Whether a frontend stands behind a bit.
+    fn has(&self, bit: Bit) -> bool {
+        let count = self.0.get(bit.index as usize * BITS + bit.number());
+        count.is_some_and(|count| *count != 0)
+    }
+
+    /// The bits that let addresses through which flows go to and which no frontend lets through: those of very
+    /// addresses, by which fewest others pass.
+    fn bits_of_flows<'a>(&self, vips: impl IntoIterator<Item = &'a Addr>) -> BTreeSet<Bit> {
+        let needed = |addr: &Addr| {
+            let place = VipPlace::of(*addr);
+            let bit = |kind| Bit::of(place.index(), place.bit(kind));
+            let kinds = [Kind::CLUSTER_IP, Kind::EXTERNAL_IP, Kind::NODE_ADDRESS];
+            let passes = kinds.into_iter().any(|kind| self.has(bit(kind)));
+            (!passes).then(|| bit(Kind::EXTERNAL_IP))
+        };
+        vips.into_iter().filter_map(needed).collect()
     }
 
     /// What a word of the filter should be.
@@ -216,6 +354,34 @@ mod tests {
             }
             prop_assert_eq!(before, table);
         }
+    }
+
+    /// A bit whose last frontend went stays until a walk that began later finds no flow that needs it.
+    #[test]
+    fn bits_of_flows_stay() {
+        let vip = Addr::from_v4([10, 96, 0, 1]);
+        let key = FrontendKey::new(vip, Port::new(80), Protocol::TCP);
+        let cluster_ip = Frontend::new(1, Kind::CLUSTER_IP);
+        let mut counts = Counts::default();
+        let prefix = counts.add(&key, cluster_ip).expect("the first");
+        assert!(counts.bits_of_flows([&vip]).is_empty(), "it passes");
+        assert_eq!(counts.remove(&key, cluster_ip), Some(prefix));
+        let address = counts.bits_of_flows([&vip]);
+        assert_eq!(address.len(), 1);
+        let gone = Instant::now();
+        let mut kept = Kept {
+            any: true,
+            left: vec![(prefix, gone)],
+            flows: BTreeSet::new(),
+        };
+        // A walk that began before may have missed a flow.
+        assert!(kept.walked(BTreeSet::new(), gone).is_empty());
+        // Of one that began later, the flow's own bit takes over.
+        assert_eq!(kept.walked(address.clone(), gone + GRACE), [prefix]);
+        assert!(kept.walked(address.clone(), gone + 2 * GRACE).is_empty());
+        let over: Vec<Bit> = address.iter().copied().collect();
+        assert_eq!(kept.walked(BTreeSet::new(), gone + 3 * GRACE), over);
+        assert!(!kept.has(over[0]) && !kept.has(prefix));
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use std::{
     io::{self, Read as _},
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6},
+    sync::atomic::{AtomicU32, Ordering},
     time::Duration,
 };
 
@@ -20,6 +21,12 @@ pub struct Target {
     /// Bind the client to this address first
     #[arg(long, value_name = "ADDRESS")]
     pub local: Option<IpAddr>,
+    /// Bind each socket to the address after that of the socket before
+    #[arg(long, requires = "local")]
+    local_next: bool,
+    /// How many sockets were made
+    #[arg(skip)]
+    sockets: AtomicU32,
     /// Bind each socket to this port first; several sockets may have it
     #[arg(long, value_name = "PORT")]
     local_port: Option<u16>,
@@ -40,6 +47,8 @@ impl Target {
         Self {
             to: vec![to],
             local: None,
+            local_next: false,
+            sockets: AtomicU32::new(0),
             local_port: None,
             v4_mapped: false,
             first: None,
@@ -62,6 +71,19 @@ impl Target {
         }
     }
 
+    /// The address to bind the next socket to.
+    fn next_local(&self) -> Option<IpAddr> {
+        let step = if self.local_next {
+            self.sockets.fetch_add(1, Ordering::Relaxed)
+        } else {
+            0
+        };
+        Some(match self.local? {
+            IpAddr::V4(first) => Ipv4Addr::from_bits(first.to_bits() + step).into(),
+            IpAddr::V6(first) => Ipv6Addr::from_bits(first.to_bits() + u128::from(step)).into(),
+        })
+    }
+
     /// A socket that gives up after the time limit.
     pub fn socket(&self, to: SocketAddr, kind: Type) -> io::Result<Socket> {
         let socket = Socket::new(Domain::for_address(to), kind, None)?;
@@ -80,7 +102,7 @@ impl Target {
                 SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
             };
             let local = self
-                .local
+                .next_local()
                 .map_or(any, |local| self.map(SocketAddr::new(local, 0)).ip());
             socket.set_reuse_address(self.local_port.is_some())?;
             let port = self.local_port.unwrap_or_default();
