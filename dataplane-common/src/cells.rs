@@ -840,6 +840,22 @@ pub fn place_of_replies(key: &FlowKey, value: &Translation) -> u32 {
     }
 }
 
+/// Whether the home slot of replies leads to a flow that does not give way.
+#[inline(always)]
+pub fn is_home_taken<M: Memory>(memory: &M, place: u32, now: Tick) -> bool {
+    let Some(home) = memory.slot(place & memory.slots()) else {
+        return true;
+    };
+    let Some(other) = home.load().cell() else {
+        return false;
+    };
+    let Some(line) = memory.cell(other & memory.mask()) else {
+        return true;
+    };
+    let head = Head(line.load(HEAD));
+    head.key().is_none() || !State(line.load(STATE)).gives_way(head.protocol(), now)
+}
+
 /// Has a slot lead to a held cell; `false` if there is none, or, with `only_home`, if the home leads elsewhere.
 #[inline(always)]
 pub fn lead<M: Memory>(memory: &M, place: u32, index: u32, only_home: bool, now: Tick) -> bool {

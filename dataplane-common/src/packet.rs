@@ -389,7 +389,7 @@ layout! {
         /// Flags: [`PacketConfig::DETECT_BY_ADDRESS`] and so on; and [`PacketConfig::bare`].
         pub flags: u32,
         /// The first port of the host's own ephemeral range (`net.ipv4.ip_local_port_range`), host
-        /// byte order: never chosen for a masqueraded flow.
+        /// byte order: given to masqueraded flows only if few others are left ([`PacketConfig::avoids`]).
         pub ephemeral_first: u16,
         /// The last port of that range.
         pub ephemeral_last: u16,
@@ -454,8 +454,29 @@ impl PacketConfig {
     /// How many masqueraded flows of a protocol an endpoint can have: one for each port from [`Self::FIRST_PORT`] on.
     pub const PORTS: u32 = (1 << 16) - Self::FIRST_PORT as u32;
     /// Node ports as Kubernetes gives them, unless told otherwise (`--service-node-port-range`), host byte
-    /// order: no masqueraded UDP flow is given one.
+    /// order.
     pub const NODE_PORTS: RangeInclusive<u16> = 30_000..=32_767;
+
+    /// Returns whether masqueraded flows are given another port than this one (host byte order), as long as enough are
+    /// left. The fewer are left, the higher `need` is:
+    ///
+    /// * [`need::LITTLE`]: no port that the host's own sockets get. And by UDP no node port as Kubernetes gives them,
+    ///   because a service may have it some day, to which the datagrams of an endpoint's socket would go then.
+    /// * [`need::MORE`]: none that `connect()` tries first, which is every second one of the host's range
+    ///   (`__inet_hash_connect` in `net/ipv4/inet_hashtables.c`), and no such node port.
+    /// * [`need::ALL`]: every port from [`Self::FIRST_PORT`] on will do.
+    #[inline(always)]
+    pub const fn avoids(&self, port: u16, protocol: Protocol, need: u32) -> bool {
+        if port < Self::FIRST_PORT || need >= need::ALL {
+            return port < Self::FIRST_PORT;
+        }
+        let is_tcp = protocol.number() == Protocol::TCP.number();
+        if !is_tcp && *Self::NODE_PORTS.start() <= port && port <= *Self::NODE_PORTS.end() {
+            return true;
+        }
+        let of_host = self.ephemeral_first <= port && port <= self.ephemeral_last;
+        of_host && (need < need::MORE || (port - self.ephemeral_first) & 1 == 0)
+    }
 
     /// The flag that says: an interface with [`Iface::BARE`] may be this one. So that packets of
     /// all others, which on most nodes are all, need no look at `IFACES` to tell.
@@ -474,6 +495,16 @@ pub const fn take_token(empty_at: u64, now: u64, interval: u64, burst: u32) -> O
     let empty_at = if empty_at > full { empty_at } else { full };
     let taken = empty_at + interval;
     if taken > now { None } else { Some(taken) }
+}
+
+/// How much ports are needed: [`PacketConfig::avoids`].
+pub mod need {
+    /// There are enough that nobody else wants.
+    pub const LITTLE: u32 = 0;
+    /// There are not.
+    pub const MORE: u32 = 1;
+    /// Whatever is left.
+    pub const ALL: u32 = 2;
 }
 
 /// How many interfaces `IFACES` has room for.
@@ -526,6 +557,39 @@ mod tests {
         assert!(at(100).age_seconds(at(130)) >= 26);
         assert!(at(wrap - 5).age_seconds(at(wrap + 30)) <= 40);
         assert_eq!(at(100).age_seconds(at(95)), 0, "read in the tick before");
+    }
+
+    #[test]
+    fn ports_are_avoided_as_long_as_there_are_others() {
+        let usual = PacketConfig {
+            ephemeral_first: 32_768,
+            ephemeral_last: 60_999,
+            ..PacketConfig::default()
+        };
+        let all = PacketConfig {
+            ephemeral_first: 1024,
+            ephemeral_last: 65_535,
+            ..PacketConfig::default()
+        };
+        let left = |config: &PacketConfig, protocol, need| {
+            (0..=u16::MAX)
+                .filter(|port| !config.avoids(*port, protocol, need))
+                .count()
+        };
+        let (tcp, udp) = (Protocol::TCP, Protocol::UDP);
+        assert_eq!(left(&usual, tcp, need::LITTLE), 36_280);
+        assert_eq!(left(&usual, udp, need::LITTLE), 36_280 - 2768);
+        assert_eq!(left(&usual, tcp, need::MORE), 36_280 + 14_116);
+        assert_eq!(left(&all, tcp, need::LITTLE), 0);
+        assert_eq!(left(&all, tcp, need::MORE), 32_256);
+        for config in [usual, all] {
+            for protocol in [tcp, udp] {
+                assert_eq!(
+                    left(&config, protocol, need::ALL),
+                    PacketConfig::PORTS as usize
+                );
+            }
+        }
     }
 
     #[test]

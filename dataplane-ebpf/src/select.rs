@@ -193,22 +193,35 @@ pub fn choose(pool: &Pool, index: u32, client: Addr, used: &Endpoint) -> Verdict
         return Verdict::without_endpoint(Reason::Dangling, index);
     };
     if pool.affinity_seconds != 0 {
-        let entry = Affinity {
-            endpoint,
-            used_at: now,
-        };
-        let kept = AFFINITY
-            .get(0)
-            .is_some_and(|table| table.insert(client, entry, 0).is_ok());
-        if !kept {
-            count(Reason::AffinityFull);
-        }
+        remember_at(&client, endpoint, now);
     }
     Verdict {
         endpoint,
         reason: Reason::Translated,
         pool: index,
     }
+}
+
+#[inline(always)]
+fn remember_at(client: &AffinityKey, endpoint: Endpoint, now: u64) {
+    let entry = Affinity {
+        endpoint,
+        used_at: now,
+    };
+    let kept = AFFINITY
+        .get(0)
+        .is_some_and(|table| table.insert(*client, entry, 0).is_ok());
+    if !kept {
+        count(Reason::AffinityFull);
+    }
+}
+
+/// Remembers the endpoint of a client for session affinity.
+#[inline(never)]
+pub fn remember(client: Addr, group: u32, endpoint: Endpoint) {
+    // SAFETY: the helper has no preconditions.
+    let now = unsafe { bpf_ktime_get_ns() };
+    remember_at(&AffinityKey { client, group }, endpoint, now);
 }
 
 /// Counts a verdict by reason.

@@ -194,7 +194,7 @@ impl Maker<'_> {
             kind
         };
         let leaves = match kind {
-            Kind::Answer => self.rng.random_ratio(1, 3),
+            Kind::Answer | Kind::Beside => self.rng.random_ratio(1, 3),
             _ => self.rng.random_ratio(1, 12),
         };
         let ifindices: Vec<u32> = self.world.interfaces.keys().copied().collect();
@@ -275,6 +275,10 @@ impl Maker<'_> {
                     let (client, own, ..) = request;
                     let (endpoint, to, seen, port, protocol) = answer;
                     let from = if seen == client { port } else { own };
+                    // Or from a socket of the node's that has the flow's port.
+                    if seen != client && self.rng.random() {
+                        return (seen, port, endpoint, to, protocol);
+                    }
                     return (client, from, endpoint, to, protocol);
                 }
                 // Errors are about what was sent on: to the endpoint, or to the client.

@@ -21,7 +21,7 @@ use dataplane_common::{
 };
 use dataplane_tests::{Host, Lab};
 
-use crate::model::{ports_without, read::Headers};
+use crate::model::read::Headers;
 
 /// An interface of the node.
 #[derive(Clone, Debug, Default)]
@@ -575,14 +575,11 @@ impl World {
         self.config.ephemeral_first..=self.config.ephemeral_last
     }
 
-    /// Whether a masqueraded flow may have a port.
-    pub fn may_be_given(&self, port: u16) -> bool {
-        port >= 1024 && !self.ephemeral().contains(&port)
-    }
-
-    /// The ports that masqueraded flows may have.
-    pub fn ports(&self) -> BTreeSet<u16> {
-        ports_without(1024, self.ephemeral())
+    /// Whether nobody but a masqueraded flow wants a port: neither the host's own sockets nor, by UDP, a service that may
+    /// have a node port some day.
+    pub fn is_nobodys(&self, port: u16, protocol: Protocol) -> bool {
+        let node_port = protocol != Protocol::TCP && PacketConfig::NODE_PORTS.contains(&port);
+        port >= 1024 && !node_port && !self.ephemeral().contains(&port)
     }
 
     /// Adds the default routes to the node of [`lab`], or removes them.

@@ -11,7 +11,7 @@ use dataplane_common::{
 
 use super::{
     DROP, LEAVE_ALONE, client_port,
-    conntrack::{self, Flow, REQUEST},
+    conntrack::{self, REQUEST},
     error::Complaint,
     events, masquerade,
     parse::{LATER, Packet},
@@ -21,9 +21,10 @@ use super::{
     sources, table,
 };
 use crate::{
-    select::{Live, choose, count, count_pool},
+    select::{Live, choose, count, count_pool, remember},
     tables::PACKET_CONFIG,
 };
+use aya_ebpf::{bindings::__sk_buff, helpers::generated::bpf_get_prandom_u32};
 
 /// Whether the set contains the packet's source.
 #[inline(always)]
@@ -81,7 +82,51 @@ pub fn begin(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     if s.endpoint.is_none() {
         return refuse(skb, s, s.index, chosen);
     }
-    go(skb, s, now, chosen)
+    s.reason = chosen as u32;
+    let mut action = go(skb, s, now);
+    for _ in 0..OTHERS {
+        if action != ANOTHER || !another(s) {
+            break;
+        }
+        action = go(skb, s, now);
+    }
+    match action {
+        ANOTHER => refuse(skb, s, s.index, Reason::PortsExhausted),
+        DELIVER => super::deliver(skb, s),
+        action => action,
+    }
+}
+
+/// [`enter_flow`]: every port of the endpoint's is taken, as far as was looked.
+const ANOTHER: i32 = 260;
+/// [`enter_flow`]: the packet is to be sent on.
+const DELIVER: i32 = 259;
+
+/// How many other endpoints are tried if one has no port left.
+const OTHERS: u32 = 4;
+
+/// Takes the next endpoint of the pool, first after one at random, and remembers it for the client.
+#[inline(never)]
+fn another(s: &mut Scratch) -> bool {
+    let block = s.pool.block;
+    if s.reason == Reason::PortsExhausted as u32 {
+        s.slot = s.slot.wrapping_add(1);
+    } else {
+        s.reason = Reason::PortsExhausted as u32;
+        // SAFETY: the helper has no preconditions.
+        s.slot = decide::draw(block, unsafe { bpf_get_prandom_u32() });
+    }
+    if s.slot.wrapping_sub(block.base()) >= u32::from(block.len()) {
+        s.slot = block.base();
+    }
+    let Some(endpoint) = decide::Tables::endpoint(&Live, s.slot) else {
+        return false;
+    };
+    s.endpoint = endpoint;
+    if s.pool.affinity_seconds != 0 {
+        remember(s.packet.key.src, s.pool.affinity_group, endpoint);
+    }
+    true
 }
 
 /// [`find_pool`]: there is one, and it has endpoints.
@@ -140,9 +185,26 @@ fn find_pool(skb: Skb, s: &mut Scratch) -> i32 {
     CHOOSE
 }
 
-/// Enters the flow to the endpoint that was chosen, and sends its packet there.
+/// [`enter_flow`]. With external linkage, as in `table.rs`: the verifier looks at it once, not once for each endpoint.
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
 #[inline(never)]
-fn go(skb: Skb, s: &mut Scratch, now: Tick, chosen: Reason) -> i32 {
+extern "C" fn packet_enter_flow(skb: *mut __sk_buff, s: *mut Scratch, now: u32) -> i32 {
+    // SAFETY: the place of this CPU, or null: the verifier sees to it where it is called.
+    match unsafe { s.as_mut() } {
+        Some(s) => enter_flow(Skb(skb), s, Tick::from_number(now as u16)),
+        None => DROP,
+    }
+}
+
+#[inline(always)]
+fn go(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
+    packet_enter_flow(skb.0, s, u32::from(now.number()))
+}
+
+/// Enters the flow to the endpoint that was chosen.
+#[inline(always)]
+fn enter_flow(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     let index = s.index;
     let mut masquerade = s.masquerade != 0;
     route::find(
@@ -165,9 +227,10 @@ fn go(skb: Skb, s: &mut Scratch, now: Tick, chosen: Reason) -> i32 {
                 conntrack::begin_anew(&s.packet.key, &s.packet.segment, now);
             }
             s.flow.toward_endpoint(&mut s.ends);
-            return super::deliver(skb, s);
+            return DELIVER;
         }
         s.flow.remove();
+        s.keep = 0;
     }
     s.flow.forward = s.packet.key;
     s.flow.endpoint = s.endpoint.addr;
@@ -189,7 +252,7 @@ fn go(skb: Skb, s: &mut Scratch, now: Tick, chosen: Reason) -> i32 {
         }
         return refuse(skb, s, index, Reason::NoRoute);
     }
-    let reason = enter(&s.packet, &mut s.flow, s.way.iface, masquerade, now);
+    let reason = enter(skb, s, masquerade, now);
     if reason == Reason::Kept {
         // Another CPU has the same flow's first packet, too, and was faster: its endpoint answers.
         let known = conntrack::request(&s.packet.key, &s.packet.segment, &mut s.flow, now);
@@ -199,31 +262,35 @@ fn go(skb: Skb, s: &mut Scratch, now: Tick, chosen: Reason) -> i32 {
         s.flow.toward_endpoint(&mut s.ends);
         return super::FORWARD;
     }
+    if reason == Reason::PortsExhausted {
+        return ANOTHER;
+    }
     if reason.is_refusal() {
         return refuse(skb, s, index, reason);
     }
-    let reason = if reason == Reason::Masqueraded {
-        reason
+    let reason = if reason == Reason::Translated && s.reason == Reason::Kept as u32 {
+        Reason::Kept
     } else {
-        chosen
+        reason
     };
     count(reason);
     count_pool(index, reason);
     events::report(skb, &s.packet, reason, index, &s.endpoint);
     s.flow.toward_endpoint(&mut s.ends);
-    super::deliver(skb, s)
+    DELIVER
 }
 
 /// Enters the flow into conntrack. The reason is a refusal if that failed, [`Reason::Masqueraded`] if it was given
 /// an address and a port of the node's, and [`Reason::Kept`] if another CPU has entered it.
 #[inline(never)]
-fn enter(packet: &Packet, flow: &mut Flow, iface: Iface, masquerade: bool, now: Tick) -> Reason {
+fn enter(skb: Skb, s: &mut Scratch, masquerade: bool, now: Tick) -> Reason {
+    let flow = &mut s.flow;
     let mut reason = Reason::Translated;
     if masquerade {
-        flow.node_addr = if packet.is_v4() {
-            iface.masquerade_v4
+        flow.node_addr = if s.packet.is_v4() {
+            s.way.iface.masquerade_v4
         } else {
-            iface.masquerade_v6
+            s.way.iface.masquerade_v6
         };
         if conntrack::node_addr(flow.node_addr).is_unspecified() {
             return Reason::NoNodeAddress;
@@ -242,14 +309,14 @@ fn enter(packet: &Packet, flow: &mut Flow, iface: Iface, masquerade: bool, now: 
     }
     if !masquerade {
         reason = client_port::take(flow, index, now);
-    } else if !masquerade::take_port(flow, index, now) {
+    } else if !masquerade::take_port(skb, flow, index, now) {
         reason = Reason::PortsExhausted;
     }
     if reason.is_refusal() {
         table::give_back(index, &flow.forward);
         return reason;
     }
-    flow.publish(index, now, &packet.segment);
+    flow.publish(index, now, &s.packet.segment);
     reason
 }
 

@@ -102,6 +102,17 @@ impl Flow {
         }
     }
 
+    /// What its replies carry, if it is masqueraded.
+    #[inline(always)]
+    pub fn port_key(&self) -> PortKey {
+        PortKey::new(
+            self.endpoint,
+            self.endpoint_port,
+            self.node_port,
+            self.forward.protocol,
+        )
+    }
+
     /// Has a held cell be found by the replies of this flow, with the port of the node's that it has if it is
     /// masqueraded: `false` if another has that.
     #[inline(never)]
@@ -255,6 +266,17 @@ pub fn masqueraded_answer(key: &FlowKey, segment: &Segment, flow: &mut Flow, now
         return NEW;
     }
     answered(entry, &found, key, segment, flow, now)
+}
+
+/// Whether a masqueraded flow has the ends of a packet that a socket of the node sends: what the endpoint answered would
+/// be taken for that flow's.
+#[inline(never)]
+pub fn is_port_taken(key: &FlowKey) -> bool {
+    let port_key = PortKey::new(key.dst, key.dst_port, key.src_port, key.protocol);
+    let Some((_, found)) = table::find_by_node(&port_key) else {
+        return false;
+    };
+    node_addr(found.value().node_addr) == key.src
 }
 
 /// Looks for the flow of a reply to a client that is not masqueraded, by (endpoint, client).

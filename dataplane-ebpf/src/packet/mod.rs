@@ -24,6 +24,7 @@ mod rewrite;
 pub mod route;
 pub mod scratch;
 pub mod skb;
+mod sockets;
 mod sources;
 mod table;
 
@@ -31,7 +32,7 @@ use aya_ebpf::{EbpfContext, bindings::TC_ACT_SHOT, programs::TcContext};
 use dataplane_common::{
     Reason, VipPlace, decide,
     packet::{Iface, PacketConfig, Tick, seen as flags},
-    tables::Frontend,
+    tables::{Endpoint, Frontend},
 };
 
 use crate::select::{Live, count};
@@ -135,10 +136,8 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
             }
         } else {
             known = conntrack::request(&s.packet.key, &s.packet.segment, &mut s.flow, now);
-            // A SYN on its own never answers anything; and no flow of datagrams is given a port that
-            // `answers_node` takes for a service's.
-            let answers = !s.packet.is_syn() && (cluster || s.packet.is_tcp());
-            if known == NEW && answers {
+            // A SYN on its own never answers anything.
+            if known == NEW && !s.packet.is_syn() {
                 known = conntrack::masqueraded_answer(
                     &s.packet.key,
                     &s.packet.segment,
@@ -219,6 +218,17 @@ fn leaves(skb: Skb, s: &mut Scratch) -> i32 {
         if !rewrite(skb, &s.packet, &s.ends, s.packet.hops) {
             return DROP;
         }
+        return LEAVE_ALONE;
+    }
+    // A socket that has taken a flow's port since. Of a connection, its first packet tells.
+    let begins = s.packet.is_syn() || !s.packet.is_tcp();
+    if begins
+        && s.packet.key.src_port.host() >= PacketConfig::FIRST_PORT
+        && conntrack::is_port_taken(&s.packet.key)
+    {
+        count(Reason::PortTaken);
+        events::report(skb, &s.packet, Reason::PortTaken, 0, &Endpoint::NONE);
+        return DROP;
     }
     LEAVE_ALONE
 }

@@ -46,6 +46,10 @@ pub struct Scratch {
     /// Whether the endpoint is to see an address of the node's: 1 or 0.
     pub masquerade: u32,
     pub endpoint: Endpoint,
+    /// Why it is the one: a `Reason`. `PortsExhausted`: those before it have no port left.
+    pub reason: u32,
+    /// Then, which slot of `ENDPOINTS` it is in.
+    pub slot: u32,
     /// Whether the packet is a SYN on the flow that is in `flow`: 0, [`KEEP`](super::begin::KEEP) or
     /// [`KEEP_RESET`](super::begin::KEEP_RESET). Here, and not in a register: Linux 6.1's verifier would take two paths that differ in nothing else for one, and
     /// remove what only the second has.

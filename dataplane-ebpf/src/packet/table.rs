@@ -7,8 +7,8 @@
 use core::ptr::{read_volatile, write_volatile};
 
 use dataplane_common::{
-    Reason,
-    cells::{self, Entry, Head, Line, Memory, NOWHERE, STATE, Slot, Snapshot, State},
+    Port, Reason,
+    cells::{self, CellKey as _, Entry, Head, Line, Memory, NOWHERE, STATE, Slot, Snapshot, State},
     packet::{FlowKey, PortKey, Tick, Translation},
     tcp::{self, Segment},
 };
@@ -314,6 +314,48 @@ extern "C" fn conntrack_lead(place: u32, index: u32, only_home: u32, now: u32) -
 #[inline(always)]
 pub fn lead(place: u32, index: u32, only_home: bool, now: Tick) -> bool {
     conntrack_lead(place, index, u32::from(only_home), u32::from(now.number())) != 0
+}
+
+/// How many ports are looked at in one go: the slots of every second one are side by side, sixteen in a line.
+const NEAR: u32 = 16;
+
+/// The first port that is free of those from the key's on, every second one, and that is not avoided
+/// ([`PacketConfig::avoids`]); 0 if there is none.
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn conntrack_free_port(from: *const PortKey, need: u32, now: u32) -> u32 {
+    let maps = Maps::get();
+    // SAFETY: a key, or null: the verifier sees to it where it is called.
+    let (Some(from), Some(config)) = (unsafe { from.as_ref() }, PACKET_CONFIG.get(0)) else {
+        return 0;
+    };
+    let mut port = u32::from(from.node_port.host());
+    if config.avoids(port as u16, from.protocol, need) {
+        // Every second one of the others, then.
+        port ^= 1;
+    }
+    for _ in 0..NEAR {
+        if port > 0xffff {
+            break;
+        }
+        let key = PortKey {
+            node_port: Port::new(port as u16),
+            ..*from
+        };
+        let avoided = config.avoids(port as u16, from.protocol, need);
+        if !avoided && !cells::is_home_taken(&maps, key.place(), Tick::from_number(now as u16)) {
+            return port;
+        }
+        port += 2;
+    }
+    0
+}
+
+/// A port near the key's that no other flow to the endpoint has, or [`Port::ANY`].
+#[inline(always)]
+pub fn free_port(from: &PortKey, need: u32, now: Tick) -> Port {
+    Port::new(conntrack_free_port(from, need, u32::from(now.number())) as u16)
 }
 
 /// What is known of the sequence numbers of the flow in a cell.

@@ -400,6 +400,7 @@ struct ListenArgs {
 /// How far the tables may grow.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Limits (tables start small and grow while they serve)")]
+#[expect(clippy::struct_field_names, reason = "they are the options' names")]
 struct LimitArgs {
     /// At most so many VIP ports, cluster addresses and node ports together
     #[arg(

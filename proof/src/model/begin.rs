@@ -3,7 +3,7 @@
 
 use dataplane_common::{
     Addr, Port, Protocol, Reason,
-    packet::{PacketConfig, Tick, Translation, seen},
+    packet::{Tick, Translation, seen},
     tables::{Affinity, AffinityKey, Block, Endpoint, Kind},
 };
 
@@ -206,11 +206,8 @@ impl Model<'_> {
     fn port(&self, flow: &Flow, now: Tick, drawn: &dyn Drawn) -> Result<Option<Port>, String> {
         // What an endpoint's socket sends to a service is that one's; TCP's answers are no calls.
         let (addr, protocol) = (self.world.node_addr(flow.to.node_addr), flow.key.protocol);
-        let served = |port: Port| {
-            protocol != Protocol::TCP
-                && (PacketConfig::NODE_PORTS.contains(&port.host())
-                    || self.world.is_served(addr, port, protocol))
-        };
+        let served =
+            |port: Port| protocol != Protocol::TCP && self.world.is_served(addr, port, protocol);
         // The same port to the same endpoint has the same slot, and others may have it, too.
         let free = |port: u16| {
             let mut flow = *flow;
@@ -218,23 +215,22 @@ impl Model<'_> {
             !served(flow.to.node_port) && self.state.flows.has_slot(&flow, now)
         };
         let own = flow.key.src_port.host();
-        if self.world.may_be_given(own) && free(own) {
+        if self.world.is_nobodys(own, protocol) && free(own) {
             return Ok(Some(flow.key.src_port));
         }
         let entered = drawn.flow(&flow.key).filter(|to| {
             endpoint_of(to) == endpoint_of(&flow.to) && to.node_addr == flow.to.node_addr
         });
         let Some(entered) = entered else {
-            // Thirty-two attempts may all fail where few ports are free, and only there.
-            let ports = self.world.ports();
-            let left = ports.iter().filter(|port| free(**port)).count();
-            if left * 2 > ports.len() {
+            // All attempts may fail where few ports are free, and only there.
+            let left = (1024..=u16::MAX).filter(|port| free(*port)).count();
+            if left > 64_512 / 4 {
                 return Err(format!("no port was found, of {left} that were free"));
             }
             return Ok(None);
         };
         let port = entered.node_port.host();
-        if !self.world.may_be_given(port) {
+        if port < 1024 {
             return Err(format!("port {port} may not be given to a flow"));
         }
         if !free(port) {

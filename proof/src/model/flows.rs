@@ -207,6 +207,12 @@ impl Model<'_> {
         flow.filter(|flow| self.world.node_addr(flow.to.node_addr) == key.dst)
     }
 
+    /// Whether a packet that leaves has the ends of a masqueraded flow's.
+    pub(super) fn is_port_taken(&self, key: &FlowKey) -> bool {
+        let back = FlowKey::new(key.dst, key.dst_port, key.src, key.src_port, key.protocol);
+        key.src_port.host() >= 1024 && self.masqueraded(&back).is_some()
+    }
+
     /// Whether a packet may be a request of one flow and, from an endpoint, an answer of another that is masqueraded.
     pub(super) fn is_either(&self, key: &FlowKey) -> bool {
         self.state.flows.has(key) && self.masqueraded(key).is_some()

@@ -15,8 +15,6 @@ pub mod sequences;
 pub mod state;
 pub mod write;
 
-use std::collections::BTreeSet;
-
 use dataplane::kernel::rig::SkbContext;
 use dataplane_common::{
     Protocol, Reason,
@@ -213,10 +211,16 @@ impl<'a> Model<'a> {
                     return NEXT;
                 }
                 let known = self.answer(&headers.key(), Some(&headers), at.tick, false);
-                let Known::Answer(flow) = known else {
-                    return NEXT;
-                };
-                up(input, &headers, &flow.toward_client())
+                if let Known::Answer(flow) = known {
+                    return up(input, &headers, &flow.toward_client());
+                }
+                // A socket of the node's, from the port of a flow that is masqueraded to the same endpoint.
+                let begins = headers.is_syn() || !headers.is_tcp();
+                if begins && self.is_port_taken(&headers.key()) {
+                    self.count(Reason::PortTaken);
+                    return DROP;
+                }
+                NEXT
             }
             _ => NEXT,
         }
@@ -512,11 +516,4 @@ fn complain(input: &Input, headers: &Headers, complaint: Complaint) -> Output {
 /// Whether a TCP packet's flags are there, where it ought to have some.
 fn has_flags(headers: &Headers) -> bool {
     !headers.is_tcp() || headers.fragment == Fragment::Later || headers.flags.is_some()
-}
-
-/// The ports from `first` on that are not in a range.
-pub fn ports_without(first: u16, range: std::ops::RangeInclusive<u16>) -> BTreeSet<u16> {
-    (first..=u16::MAX)
-        .filter(|port| !range.contains(port))
-        .collect()
 }

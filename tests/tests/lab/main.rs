@@ -30,6 +30,7 @@ mod configured;
 mod crafted;
 mod daemonset;
 mod errors;
+mod exhausted;
 mod explain;
 mod features;
 mod flows;
@@ -55,6 +56,7 @@ mod moving;
 mod neighbours;
 mod netfilter;
 mod outcome;
+mod ports;
 mod proxy;
 mod proxy_flood;
 mod reload;
@@ -147,6 +149,7 @@ fn main() -> ExitCode {
         machine::SCENARIOS,
         churn::SCENARIOS,
         commands::SCENARIOS,
+        exhausted::SCENARIOS,
         explain::SCENARIOS,
         status::SCENARIOS,
         growth::SCENARIOS,
@@ -174,6 +177,7 @@ fn main() -> ExitCode {
         fuzz::SCENARIOS,
         gone_vips::SCENARIOS,
         many_clients::SCENARIOS,
+        ports::SCENARIOS,
         crafted::SCENARIOS,
         fragments::SCENARIOS,
         errors::SCENARIOS,

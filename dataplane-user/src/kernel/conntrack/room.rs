@@ -36,7 +36,7 @@ fn of(cores: u64, memory: u64) -> u32 {
         .next_power_of_two();
     let affordable = (memory / SHARE / BYTES).max(LEAST);
     let affordable = 1 << affordable.ilog2();
-    u32::try_from(wanted.min(affordable)).unwrap_or(AT_LEAST as u32)
+    u32::try_from(wanted.min(affordable)).unwrap_or(u32::MAX)
 }
 
 #[cfg(test)]

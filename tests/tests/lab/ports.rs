@@ -1,0 +1,129 @@
+//! Ports of the node's that masqueraded flows have.
+
+use anyhow::{Context as _, Result, ensure};
+use dataplane_common::Reason;
+use dataplane_tests::{Host, Lab, report::Report};
+
+use crate::{
+    cluster::reaches,
+    manifest::Service,
+    many_clients::{FIRST, cluster, each_asks},
+};
+
+scenarios! {
+    Dataplane:
+    flows_get_ports_with_any_range,
+    many_flows_to_one_endpoint_get_ports,
+    sockets_and_flows_never_share_a_port,
+}
+
+fn far(lab: &Lab, service: Service) -> Service {
+    service
+        .node_port("tcp", 80, crate::cluster::TCP, 30080)
+        .endpoints(&[lab.pod("far")])
+}
+
+/// The node's own sockets may have any port from 1024 on, as is often configured.
+fn flows_get_ports_with_any_range() -> Result<()> {
+    let cluster = cluster(far, &[])?;
+    let node = cluster.lab.node("node2");
+    node.sysctl("ipv4/ip_local_port_range", "1024 65535")?;
+    // The agent reads the range when it looks at interfaces.
+    node.ip("addr add 198.51.100.7/32 dev lo")?;
+    std::thread::sleep(std::time::Duration::from_millis(500));
+    let ext = cluster.lab.external("ext");
+    reaches(ext, "192.168.77.2:30080", "connect --count 50", &["far"])?;
+    let report = each_asks(ext, 50)?;
+    ensure!(report.answered == 50, "{:?}", report.errors);
+    // From the port of another client.
+    for local in [FIRST, "198.18.0.2", "198.18.0.3"] {
+        let how = [
+            "--local",
+            local,
+            "--local-port",
+            "40000",
+            "--to",
+            "192.168.77.2:30053",
+        ];
+        let report: Report = ext.probe("udp").args(how).json()?;
+        ensure!(report.answered == 1, "{local}: {:?}", report.errors);
+    }
+    Ok(())
+}
+
+/// How many: where the node has some thousand ports for them in the short form, and in the long form all that it has.
+fn many_flows_to_one_endpoint_get_ports() -> Result<()> {
+    let asked = std::env::var("DATAPLANE_PORTS").ok();
+    let asked: Option<usize> = asked.and_then(|count| count.parse().ok());
+    let cluster = cluster(far, &["--conntrack-flows", "131072"])?;
+    let node = cluster.lab.node("node2");
+    if asked.is_none() {
+        node.sysctl("ipv4/ip_local_port_range", "3072 65535")?;
+        node.ip("addr add 198.51.100.7/32 dev lo")?;
+        std::thread::sleep(std::time::Duration::from_millis(500));
+    }
+    let count = asked.unwrap_or(3000);
+    let report = each_asks(cluster.lab.external("ext"), count)?;
+    println!("{} of {count} answered", report.answered);
+    ensure!(report.errors.is_empty(), "{:?} of {count}", report.errors);
+    Ok(())
+}
+
+/// The port from which the endpoint sees a client that sends from this one.
+fn seen_port(ext: &Host, local: u16) -> Result<u16> {
+    let how = [
+        "--each",
+        "--local-port",
+        &local.to_string(),
+        "--to",
+        "192.168.77.2:30053",
+    ];
+    let report: Report = ext.probe("udp").args(how).json()?;
+    let source = report.each.first().and_then(|attempt| attempt.source);
+    Ok(source
+        .with_context(|| format!("{local}: {:?}", report.errors))?
+        .port())
+}
+
+/// A port at which a socket of the node receives is no flow's. A socket that takes a flow's port later is refused, and
+/// the flow goes on.
+fn sockets_and_flows_never_share_a_port() -> Result<()> {
+    let cluster = cluster(far, &[])?;
+    let (ext, node) = (cluster.lab.external("ext"), cluster.lab.node("node2"));
+    let _own = node.serve(&["--udp", "192.168.77.2:20000"])?;
+    ensure!(seen_port(ext, 20_001)? == 20_001, "nobody has it");
+    ensure!(seen_port(ext, 20_000)? != 20_000, "it is a socket's");
+
+    let held = ext
+        .probe("hold")
+        .args(["--local-port", "20004", "--to", "192.168.77.2:30080"]);
+    let mut held = held.stdin_piped().stdout_piped().spawn()?;
+    held.wait_for_line()?;
+    let endpoint = cluster.lab.pod("far").ipv4();
+    for (probe, port, to) in [("connect", "20004", 7), ("udp", "20001", 53)] {
+        let before = cluster.verdicts(Reason::PortTaken)?;
+        let how = [
+            "--local",
+            "192.168.77.2",
+            "--local-port",
+            port,
+            "--timeout-ms",
+            "300",
+        ];
+        let ask = |port: u16| -> Result<Report> {
+            let to = format!("{endpoint}:{port}");
+            Ok(node.probe(probe).args(how).args(["--to", &to]).json()?)
+        };
+        let report = ask(to)?;
+        ensure!(report.answered == 0, "{probe}: {report:?}");
+        ensure!(cluster.verdicts(Reason::PortTaken)? > before, "{probe}");
+    }
+    let report: Report = held.wait_json()?;
+    ensure!(
+        report.errors.is_empty() && report.answered > 0,
+        "{:?}",
+        report.errors
+    );
+    ensure!(seen_port(ext, 20_001)? == 20_001, "the flow is gone");
+    Ok(())
+}
