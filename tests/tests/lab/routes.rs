@@ -230,15 +230,20 @@ fn interfaces_without_a_link_layer_are_ways_too() -> Result<()> {
     Ok(())
 }
 
-/// Rules of routing are asked as the stack would ask them once the destination is translated; by the
-/// packet's mark where the kernel lets programs ask so.
-fn rules_of_routing_count() -> Result<()> {
+/// The kernel's version: two numbers of its release.
+pub fn release() -> Result<(u32, u32)> {
     let release = fs::read_to_string("/proc/sys/kernel/osrelease")?;
     let numbers = release.split(['.', '-']).map(str::parse::<u32>);
     let [major, minor] = numbers.take(2).collect::<Result<Vec<_>, _>>()?[..] else {
         anyhow::bail!("no release: {release}");
     };
-    let by_mark = (major, minor) >= (6, 10);
+    Ok((major, minor))
+}
+
+/// Rules of routing are asked as the stack would ask them once the destination is translated; by the
+/// packet's mark where the kernel lets programs ask so.
+fn rules_of_routing_count() -> Result<()> {
+    let by_mark = release()? >= (6, 10);
     Scene::new()?.inside(|scene| {
         scene.world.configure(&mut scene.rig, plain_config())?;
         let node = scene.lab.node("node1");
