@@ -18,6 +18,7 @@ use crate::{
 scenarios! {
     Dataplane:
     faults_at_the_start_attach_nothing,
+    a_wrong_cgroup_is_refused_before_anything_is_made,
     faults_in_one_file_change_nothing_of_the_others,
     a_config_map_is_swapped,
     files_of_a_directory_come_and_go,
@@ -71,6 +72,21 @@ fn faults_at_the_start_attach_nothing() -> Result<()> {
         .exits(1)?
         .says(&["the agent is not running", "none of the programs"])
         .map(drop)
+}
+
+/// What is no directory of a cgroup v2, such as one of version 1, is named; nothing is pinned for it.
+fn a_wrong_cgroup_is_refused_before_anything_is_made() -> Result<()> {
+    let lab = Cluster::lab()?;
+    let manifests = Manifests::new(&[])?;
+    let agent = lab.agent("node2").prepare()?;
+    let other = tempfile::tempdir()?;
+    let (path, cgroup) = (manifests.path(), other.path().to_string_lossy());
+    let arguments = ["--manifests", &path.to_string_lossy(), "--cgroup", &cgroup];
+    cannot_run(&agent, arguments)?
+        .exits(1)?
+        .says(&[&cgroup, "cgroup"])?;
+    ensure!(!agent.bpffs().exists(), "something was made on the bpffs");
+    Ok(())
 }
 
 /// A directory of manifests that an agent watches.
