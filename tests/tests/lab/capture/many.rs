@@ -67,14 +67,22 @@ fn pods_and_connections_share_the_open_files_that_there_are() -> Result<()> {
     // What the agent keeps for itself, and what a pod takes at most.
     let files = 256 + 16 * count + 2 * CONNECTIONS;
     let mesh = json!({ "rules": { "mode": "proxy" }, "proxy": { "accessLog": "off" } });
-    let agent = lab
+    let mut agent = lab
         .agent("node1")
         .in_the_nodes_cgroup()
         .open_files(256, files)
         .manifests(manifests.path())
         .manifests(&pods)
         .args(["--mesh", &mesh.to_string()])
-        .start()?;
+        .prepare()?;
+    agent.launch()?;
+    // As many pods as are ready in time as a rule, and then some.
+    for _ in 0..count / 30 {
+        if agent.wait_until_ready().is_ok() {
+            break;
+        }
+    }
+    agent.wait_until_ready()?;
     let (first, server) = (lab.pod("pod1"), lab.pod("server"));
     reaches(first, "10.244.1.254:7", "connect", &["server"])?;
     let flood = first.probe("keep").args(["--slow", "--count", "600"]);
