@@ -15,6 +15,9 @@ use crate::{
     tables::{ALL_ERRORS, ERRORS, PACKET_CONFIG},
 };
 
+/// The time at which the machine started, as buckets count: a bucket that is full now may have been empty before.
+const START: u64 = 1 << 62;
+
 /// Whether an error of this kind ([`ErrorLimits::kinds`]) may be sent to an address now. It is then counted.
 #[inline(never)]
 pub fn allow(to: &Addr, kind: u32) -> bool {
@@ -26,7 +29,7 @@ pub fn allow(to: &Addr, kind: u32) -> bool {
         return true;
     }
     // SAFETY: the helper has no preconditions.
-    let now = unsafe { bpf_ktime_get_ns() };
+    let now = START + unsafe { bpf_ktime_get_ns() };
     let milliseconds = if to.is_v4() {
         limits.v4_ms
     } else {
