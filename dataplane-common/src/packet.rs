@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! IFACES     hash  ifindex    -> Iface        what an interface is: pods' side or uplink
-//! SOURCES    lpm   SourceKey  -> u32          who may use a load balancer; which addresses are pods
+//! SOURCES    lpm   SourceKey  -> u32          who may use a load balancer; which addresses are pods; what IPsec protects
 //! NODE_ADDRS array index      -> Addr         the node's addresses that flows are masqueraded to
 //! CONNTRACK  cells FlowKey    -> Translation  flows, by what their requests carry
 //! ANSWERS    slots FlowKey, PortKey -> cell   the same, by what their replies carry
@@ -169,8 +169,20 @@ impl SourceKey {
     pub const PODS: u32 = 0;
     /// The set of the node's own addresses: destinations of its routes of type `local` (no pool has this index).
     pub const HOST: u32 = u32::MAX;
+    /// From this one on, sets are of IPsec policies' networks ([`PacketConfig::policies`]). No pool has such an index; [`SourceKey::HOST`] is
+    /// none of them.
+    pub const POLICIES: u32 = 1 << 31;
+    /// What IPsec policies say of packets between two networks: they are to be encrypted, or dropped.
+    pub const PROTECTED: u32 = 1;
+    /// The same: they may pass as they are.
+    pub const PASSED: u32 = 2;
     /// How many bits of the key tell the set.
     pub const SET_BITS: u32 = 32;
+
+    /// Whether the network is an IPsec policy's.
+    pub const fn is_of_policy(&self) -> bool {
+        self.set >= Self::POLICIES && self.set != Self::HOST
+    }
 
     /// Whether the network is of pods or of the node, and not a load balancer's source range.
     pub const fn is_of_node(&self) -> bool {
@@ -396,8 +408,10 @@ layout! {
         /// Which bits of a place count: how many cells `CONNTRACK` has, and how many slots `ANSWERS`, a power of two, less
         /// one.
         pub cells: u32,
-        /// Zero.
-        pub reserved: u32,
+        /// The set in `SOURCES` of the networks that IPsec policies' packets go to; 0: nothing is protected by a policy;
+        /// [`PacketConfig::ALL_PROTECTED`]: everything is. The set's values are sets of the networks that such packets
+        /// come from, whose values are [`SourceKey::PROTECTED`] and [`SourceKey::PASSED`].
+        pub policies: u32,
         /// How many ICMP errors may be sent.
         pub errors: ErrorLimits,
     }
@@ -436,6 +450,8 @@ impl ErrorLimits {
 }
 
 impl PacketConfig {
+    /// Every packet is taken for one that an IPsec policy covers.
+    pub const ALL_PROTECTED: u32 = u32::MAX;
     /// A pod is who has an address in the set [`SourceKey::PODS`] (kube-proxy's detectLocalMode
     /// ClusterCIDR and NodeCIDR).
     pub const DETECT_BY_ADDRESS: u32 = 1;

@@ -130,6 +130,8 @@ reasons! {
     Preempted = 42, "preempted", "too many programs were preempted on one CPU (PREEMPT_RT); dropped";
     /// The packet path: another CPU had begun to make the flow, and had not come to an end after some microseconds.
     FlowBusy = 43, "flow-busy", "another CPU was making the flow and took too long; dropped";
+    /// The packet path: an IPsec policy of the kernel covers the packet, and what is sent on from here is not encrypted.
+    IpsecPolicy = 44, "ipsec-policy", "an IPsec policy covers the packet, which the packet path cannot encrypt; dropped";
 }
 
 impl Reason {
@@ -157,6 +159,7 @@ impl Reason {
                 | Self::Guarded
                 | Self::PortTaken
                 | Self::FlowBusy
+                | Self::IpsecPolicy
         )
     }
 }

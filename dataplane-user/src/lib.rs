@@ -13,3 +13,4 @@ pub mod model;
 pub mod plan;
 pub mod proxy;
 pub mod source;
+pub mod takeover;

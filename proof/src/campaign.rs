@@ -171,7 +171,7 @@ impl Scene {
         } = self;
         world.route(lab, true)?;
         rig.forget_ways()?;
-        world.configure(rig, generate::config(config))?;
+        world.configure_with(rig, generate::config(config), generate::policies(config))?;
         let before = rig.reasons()?;
         let mut model = Model::new(world, *cells);
         for (at, seed) in ops.iter().enumerate() {
@@ -282,7 +282,7 @@ impl Scene {
         let mut text = format!(
             "the programs differ from the model: {}\nthe shortest way there, with {:?}:\n",
             failure.what,
-            generate::config(config)
+            (generate::config(config), generate::policies(config))
         );
         self.forget()?;
         let Self {
@@ -293,7 +293,7 @@ impl Scene {
         } = self;
         world.route(lab, true)?;
         rig.forget_ways()?;
-        world.configure(rig, generate::config(config))?;
+        world.configure_with(rig, generate::config(config), generate::policies(config))?;
         let before = rig.reasons()?;
         let mut model = Model::new(world, *cells);
         for seed in ops {

@@ -3,12 +3,14 @@
 
 use std::net::IpAddr;
 
+use dataplane::plan::ipsec::Policy;
 use dataplane_common::{
     Addr, Protocol,
     packet::{FlowKey, PacketConfig},
     tables::AffinityKey,
     tcp::{FAR, NEAR},
 };
+use ipnet::IpNet;
 use rand::{Rng, RngExt as _, SeedableRng as _, rngs::SmallRng, seq::IndexedRandom as _};
 
 use crate::{
@@ -99,6 +101,46 @@ pub fn config(seed: u64) -> PacketConfig {
         ephemeral_last: *range.end(),
         ..PacketConfig::default()
     }
+}
+
+/// The IPsec policies that there are, from a seed: mostly none. Between networks that packets come from and go to,
+/// before and after they are translated.
+pub fn policies(seed: u64) -> Vec<Policy> {
+    const NETWORKS: [&str; 14] = [
+        "0.0.0.0/0",
+        "::/0",
+        "10.244.0.0/16",
+        "10.244.1.10/32",
+        "10.244.2.0/24",
+        "fd00:10:244::/48",
+        "fd00:10:244:1::10/128",
+        "192.168.77.0/24",
+        "192.168.77.1/32",
+        "fd77::/64",
+        "10.96.0.0/29",
+        "fd00:96::/125",
+        "203.0.112.0/22",
+        "198.51.100.0/24",
+    ];
+    let mut rng = SmallRng::seed_from_u64(!seed);
+    if rng.random_ratio(3, 4) {
+        return Vec::new();
+    }
+    let network = |rng: &mut SmallRng| -> IpNet {
+        NETWORKS[rng.random_range(0..NETWORKS.len())]
+            .parse()
+            .expect("a network")
+    };
+    let several = rng.random_range(1..6);
+    let all = (0..several).map(|_| Policy {
+        kind: (rng.random_range(0..3), 0),
+        priority: rng.random_range(0..4),
+        src: network(&mut rng),
+        dst: network(&mut rng),
+        narrow: false,
+        protects: rng.random_ratio(2, 3),
+    });
+    all.collect()
 }
 
 /// What happens next, from a seed and what is known by now.

@@ -12,7 +12,7 @@ use std::{
 use anyhow::{Context as _, Result, ensure};
 use dataplane::{
     kernel::{Network, NetworkInterface, rig::Rig},
-    plan::Write,
+    plan::{Write, ipsec::Policy},
 };
 use dataplane_common::{
     Addr, Port, Protocol, decide,
@@ -112,6 +112,8 @@ pub struct World {
     routed: AtomicBool,
     /// What the programs are told.
     pub config: PacketConfig,
+    /// The IPsec policies.
+    pub policies: Vec<Policy>,
     /// Addresses that clients have.
     pub clients: Vec<Addr>,
     /// Addresses that services have, and ports that they serve there.
@@ -253,6 +255,7 @@ impl World {
             ],
             node_addrs: Vec::new(),
             config: PacketConfig::default(),
+            policies: Vec::new(),
             clients: Vec::new(),
             vips: Vec::new(),
             interfaces: BTreeMap::new(),
@@ -320,18 +323,48 @@ impl World {
             pods: pods
                 .map(|(set, addr, length)| SourceKey::network(*set, *addr, *length))
                 .collect(),
+            policies: self.policies.clone(),
             config: self.config,
         }
     }
 
-    /// Changes what the programs are told.
+    /// Changes what the programs are told; there are no IPsec policies then.
     ///
     /// # Errors
     /// The kernel's refusal.
     pub fn configure(&mut self, rig: &mut Rig, config: PacketConfig) -> Result<()> {
+        self.configure_with(rig, config, Vec::new())
+    }
+
+    /// The same, with IPsec policies.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
+    pub fn configure_with(
+        &mut self,
+        rig: &mut Rig,
+        config: PacketConfig,
+        policies: Vec<Policy>,
+    ) -> Result<()> {
         self.config = config;
-        rig.set_network(&self.network())?;
+        self.policies = policies;
+        let problems = rig.set_network(&self.network())?;
+        ensure!(problems.is_empty(), "{problems:?}");
         Ok(())
+    }
+
+    /// Whether an IPsec policy protects what goes from one address to another: in some direction, the first that covers
+    /// it.
+    pub fn protects(&self, src: Addr, dst: Addr) -> bool {
+        (0..3).any(|direction| {
+            let covering = self.policies.iter().filter(|policy| {
+                policy.kind.0 == direction
+                    && policy.src.contains(&src.ip())
+                    && policy.dst.contains(&dst.ip())
+            });
+            let first = covering.min_by_key(|policy| (policy.priority, !policy.protects));
+            first.is_some_and(|policy| policy.protects)
+        })
     }
 
     /// The services, in both families.

@@ -13,7 +13,7 @@ use super::{
     DROP, LEAVE_ALONE, client_port,
     conntrack::{self, REQUEST},
     error::Complaint,
-    events, masquerade,
+    events, ipsec, masquerade,
     parse::{LATER, Packet},
     route,
     scratch::Scratch,
@@ -207,6 +207,9 @@ fn go(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
 fn enter_flow(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     let index = s.index;
     let mut masquerade = s.masquerade != 0;
+    if ipsec::forbids_flow(&s.packet.key, &s.endpoint.addr) {
+        return refuse(skb, s, index, Reason::IpsecPolicy);
+    }
     route::find(
         skb,
         &s.packet,

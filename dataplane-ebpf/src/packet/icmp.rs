@@ -10,6 +10,7 @@ use dataplane_common::{
 use super::{
     DROP, LEAVE_ALONE,
     conntrack::{self, ANSWER, NEW, REQUEST},
+    ipsec,
     parse::{FLOW, LATER, Packet},
     rewrite::{Ends, addresses_difference, ports_word, write_addresses},
     route,
@@ -80,6 +81,9 @@ pub fn translate<const LEAVING: bool>(skb: Skb, s: &mut Scratch, now: Tick) -> i
         s.flow.toward_endpoint(&mut s.ends);
     } else {
         return LEAVE_ALONE;
+    }
+    if ipsec::forbids(&s.packet.key, &s.ends) {
+        return DROP;
     }
     count(Reason::ErrorTranslated);
     let mut hops = s.packet.hops;

@@ -15,6 +15,7 @@ pub mod error;
 pub mod events;
 mod fragments;
 mod icmp;
+mod ipsec;
 mod limits;
 mod masquerade;
 pub mod neighbours;
@@ -215,7 +216,9 @@ fn leaves(skb: Skb, s: &mut Scratch) -> i32 {
     }
     if conntrack::answer(&s.packet.key, &s.packet.segment, &mut s.flow, now) == ANSWER {
         s.flow.toward_client(&mut s.ends);
-        if !rewrite(skb, &s.packet, &s.ends, s.packet.hops) {
+        if ipsec::forbids(&s.packet.key, &s.ends)
+            || !rewrite(skb, &s.packet, &s.ends, s.packet.hops)
+        {
             return DROP;
         }
         return LEAVE_ALONE;
@@ -250,6 +253,9 @@ fn deliver(skb: Skb, s: &mut Scratch) -> i32 {
     }
     if s.way.answer == route::NOWHERE {
         count(Reason::NoRoute);
+        return DROP;
+    }
+    if ipsec::forbids(&s.packet.key, &s.ends) {
         return DROP;
     }
     if s.way.answer == route::TOO_BIG {

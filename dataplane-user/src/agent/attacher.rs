@@ -112,6 +112,7 @@ impl Attacher {
             network: Due::at(now),
             capture: Due::at(now),
             interfaces: None,
+            protecting: 0,
             addresses: None,
             problems: Vec::new(),
         };
@@ -185,6 +186,8 @@ struct Worker {
     /// On how many interfaces the packet path's programs belong, since it was last looked, and whether
     /// they keep ways.
     interfaces: Option<(usize, bool)>,
+    /// How many IPsec policies protect something.
+    protecting: usize,
     /// The node's addresses, as they were told last.
     addresses: Option<Seen>,
     /// What is wrong with the packet path.
@@ -323,6 +326,13 @@ impl Worker {
                 let on = |i: &&kernel::NetworkInterface| i.flags & Iface::ATTACHED != 0;
                 let on = network.interfaces.values().filter(on).count();
                 let kept = network.config.flags & PacketConfig::WAYS_BY_ADDRESS != 0;
+                let protecting = network.policies.iter().filter(|p| p.protects).count();
+                if std::mem::replace(&mut self.protecting, protecting) != protecting {
+                    warn!(
+                        policies = protecting,
+                        "IPsec: services' flows that the node's policies cover are refused"
+                    );
+                }
                 if self.interfaces.replace((on, kept)) != Some((on, kept))
                     && let Some(hook) = self.kernel.hook()
                 {

@@ -34,6 +34,7 @@ pub fn network(
         network.config.flags |= PacketConfig::PREEMPTIBLE;
     }
     network.config.errors = kernel::error_limits();
+    network.policies = kernel::ipsec_policies()?;
     let host = kernel::host_networks()?.into_iter();
     network.host = host.map(|net| source_key(SourceKey::HOST, &net)).collect();
     Ok(network)

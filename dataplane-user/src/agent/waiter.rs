@@ -16,7 +16,7 @@ use tokio::{
 use super::{Event, attacher::Job, threads};
 use crate::{
     admin::{self, Listeners, State},
-    kernel::{self, News},
+    kernel::{self, News, PolicyNews},
     source::manifests::Watcher,
 };
 
@@ -29,9 +29,9 @@ pub struct Waiter {
     thread: JoinHandle<Option<()>>,
 }
 
-/// What the kernel tells of interfaces, and who is to know.
+/// What the kernel tells of interfaces and of IPsec policies, and who is to know.
 pub struct Network {
-    pub news: News,
+    pub news: (News, PolicyNews),
     pub jobs: Sender<Job>,
 }
 
@@ -56,10 +56,10 @@ impl Ready {
         Ok(Self { runtime, signals })
     }
 
-    /// News of interfaces and addresses, from here on.
-    pub fn news(&self) -> Result<News, kernel::Error> {
+    /// News of interfaces and addresses, and of IPsec policies, from here on.
+    pub fn news(&self) -> Result<(News, PolicyNews), kernel::Error> {
         let _inside = self.runtime.enter();
-        News::new()
+        Ok((News::new()?, PolicyNews::new()?))
     }
 
     /// Starts to wait.
@@ -148,23 +148,46 @@ async fn changes(watcher: Option<Watcher>, events: Sender<Event>) {
 }
 
 impl Network {
-    /// Tells of changed interfaces and addresses, for ever. A pod's start is a handful of changes within
-    /// milliseconds: they are told once.
-    async fn pass_on(mut self) -> io::Result<()> {
-        loop {
-            self.news.changed().await?;
-            let more = async {
-                loop {
-                    self.news.changed().await?;
-                }
-            };
-            match tokio::time::timeout(SETTLE, more).await {
-                Err(_) => {}
-                Ok(result) => return result,
+    /// Tells of what changes, for ever.
+    async fn pass_on(self) -> io::Result<()> {
+        let Self {
+            news: (news, policies),
+            jobs,
+        } = self;
+        tokio::select! {
+            result = interfaces(news, &jobs) => result,
+            result = protection(policies, &jobs) => result,
+        }
+    }
+}
+
+/// Tells of changed interfaces and addresses. A pod's start is a handful of changes within milliseconds: they are told
+/// once.
+async fn interfaces(mut news: News, jobs: &Sender<Job>) -> io::Result<()> {
+    loop {
+        news.changed().await?;
+        let more = async {
+            loop {
+                news.changed().await?;
             }
-            if self.jobs.send(Job::Network).is_err() {
-                return Ok(());
-            }
+        };
+        match tokio::time::timeout(SETTLE, more).await {
+            Err(_) => {}
+            Ok(result) => return result,
+        }
+        if jobs.send(Job::Network).is_err() {
+            return Ok(());
+        }
+    }
+}
+
+/// Tells of changed IPsec policies, at once: until then their packets leave in clear. What follows, the thread that is
+/// told gathers.
+async fn protection(mut policies: PolicyNews, jobs: &Sender<Job>) -> io::Result<()> {
+    loop {
+        policies.changed().await?;
+        if jobs.send(Job::Network).is_err() {
+            return Ok(());
         }
     }
 }

@@ -9,7 +9,13 @@ use super::{
     PathArgs,
     output::{self, BAD, Cell, DIM, Format, GOOD, Table, WARN},
 };
-use crate::kernel::probe::{self, Feature};
+use crate::{
+    kernel::{
+        netfilter,
+        probe::{self, Feature},
+    },
+    takeover::forward,
+};
 
 /// Say what this machine has and lacks for running the dataplane.
 ///
@@ -38,7 +44,8 @@ struct Row<'a> {
 
 impl DoctorArgs {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
-        let features = probe::features(&self.paths.or_guess());
+        let mut features = probe::features(&self.paths.or_guess());
+        features.push(forward_hook());
         let mut out = output::stdout();
         match self.output {
             Format::Json => {
@@ -49,7 +56,7 @@ impl DoctorArgs {
                         needed_for: f.needed_for,
                         required: f.required,
                         present: f.present,
-                        without: f.without,
+                        without: &f.without,
                         detail: &f.detail,
                         remedy: f.remedy,
                     })
@@ -64,6 +71,27 @@ impl DoctorArgs {
         } else {
             ExitCode::SUCCESS
         })
+    }
+}
+
+/// Whether nobody relies on the forward hook, which services' packets pass by.
+fn forward_hook() -> Feature {
+    let found = match netfilter::forward_chains() {
+        Ok(chains) => forward::named(&chains),
+        Err(error) => Some(error.to_string()),
+    };
+    let (detail, without) = match found {
+        None => ("no rules there refuse packets", String::new()),
+        Some(named) => ("rules there refuse packets", named),
+    };
+    Feature {
+        name: "free forward hook",
+        needed_for: "services by packets",
+        present: without.is_empty(),
+        required: false,
+        without: without.into(),
+        detail: detail.to_owned(),
+        remedy: forward::REMEDY,
     }
 }
 

@@ -13,9 +13,10 @@ use super::{
     source::SourceArgs,
 };
 use crate::{
-    kernel::Tables,
+    kernel::{Tables, netfilter},
     model::ServiceName,
     plan::{self, Change, Contents, Planner},
+    takeover::forward,
 };
 
 /// Show what would change in the kernel's tables, without changing it.
@@ -80,7 +81,8 @@ impl PlanArgs {
         let problems = snapshot.problems.iter();
         let problems = problems
             .chain(planner.problems().map(|(_, problem)| problem))
-            .map(|p| format!("{}: {}", p.place, p.text));
+            .map(|p| format!("{}: {}", p.place, p.text))
+            .chain(forward_hook());
         let answer = Answer {
             changes: &changes,
             writes: plan.writes.len(),
@@ -97,6 +99,14 @@ impl PlanArgs {
         } else {
             ExitCode::from(exit::CHANGES)
         })
+    }
+}
+
+/// Rules that services' packets would pass by.
+fn forward_hook() -> Option<String> {
+    match netfilter::forward_chains() {
+        Ok(chains) => forward::warning(&chains),
+        Err(error) => Some(error.to_string()),
     }
 }
 

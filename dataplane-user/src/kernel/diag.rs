@@ -1,5 +1,5 @@
-//! Just enough netlink to ask `sock_diag(7)` and the kernel's own conntrack, whose messages no crate
-//! has whole (what to destroy, what is in a socket's storage): requests, dumps and attributes
+//! Just enough netlink to ask `sock_diag(7)`, the kernel's own conntrack, its IPsec policies and nf_tables, whose messages
+//! no crate has whole (what to destroy, what is in a socket's storage): requests, dumps and attributes
 //! (`netlink(7)`; `include/uapi/linux/netlink.h`).
 
 use std::{
@@ -57,6 +57,20 @@ impl Netlink {
             SockFlag::SOCK_CLOEXEC,
             protocol,
         )?;
+        Self::of(socket)
+    }
+
+    /// Likewise, to IPsec's.
+    pub fn open_xfrm() -> io::Result<Self> {
+        Self::of(rustix::net::socket_with(
+            rustix::net::AddressFamily::NETLINK,
+            rustix::net::SocketType::RAW,
+            rustix::net::SocketFlags::CLOEXEC,
+            Some(rustix::net::netlink::XFRM),
+        )?)
+    }
+
+    fn of(socket: OwnedFd) -> io::Result<Self> {
         setsockopt(
             &socket,
             sockopt::ReceiveTimeout,
@@ -103,6 +117,17 @@ impl Netlink {
         send(self.socket.as_raw_fd(), &bytes, MsgFlags::empty())?;
         // Each request is answered, and the batch as a whole where the kernel could not commit it.
         requests.iter().try_for_each(|_| self.answers(&mut |_| {}))
+    }
+
+    /// Asks for one thing; `each` is given it.
+    pub fn get(
+        &mut self,
+        kind: u16,
+        request: &[u8],
+        mut each: impl FnMut(&[u8]),
+    ) -> io::Result<()> {
+        self.send(kind, REQUEST | ACK, request)?;
+        self.answers(&mut each)
     }
 
     fn send(&mut self, kind: u16, flags: u16, request: &[u8]) -> io::Result<()> {

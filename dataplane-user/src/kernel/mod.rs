@@ -19,12 +19,14 @@ mod map;
 mod memory;
 mod monitor;
 pub mod namespaces;
+pub mod netfilter;
 pub mod nf_conntrack;
 mod object;
 mod packet;
 mod pins;
 pub mod probe;
 mod programs;
+mod protected;
 pub mod rig;
 mod rtnetlink;
 mod services;
@@ -35,6 +37,7 @@ mod tables;
 mod tc;
 pub mod trial;
 pub mod verifier;
+mod xfrm;
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashSet},
@@ -69,6 +72,7 @@ pub use programs::{Attachment, cgroup2_root};
 pub use services::ServiceTables;
 pub use tables::{Growth, Limits, Tables, Usage};
 pub use tc::{Direction, Hook, InterfaceAttachment, Order, name as interface_name};
+pub use xfrm::{PolicyNews, policies as ipsec_policies};
 
 use self::{
     conntrack::Conntrack,

@@ -21,10 +21,13 @@ use super::{
     error::{Doing, Error},
     map::{Hash, Mapped},
     pins::{Pins, spec},
-    programs, sys,
+    programs,
+    protected::{Change, Protected},
+    sys,
     tables::Tables,
     tc::{self, Direction, Hook, InterfaceAttachment, Order, PacketPrograms},
 };
+use crate::plan::ipsec::Policy;
 
 /// How to run the packet path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,7 +65,9 @@ pub struct Network {
     pub pods: BTreeSet<SourceKey>,
     /// The node's own addresses ([`SourceKey::HOST`]).
     pub host: BTreeSet<SourceKey>,
-    /// The rest, but for [`PacketConfig::cells`]: that is what the tables are.
+    /// The IPsec policies of the node.
+    pub policies: Vec<Policy>,
+    /// The rest, but for [`PacketConfig::cells`] and [`PacketConfig::policies`]: those are what the tables are.
     pub config: PacketConfig,
 }
 
@@ -99,6 +104,7 @@ pub struct PacketPath {
     tables: PacketTables,
     programs: Option<PacketPrograms>,
     node_addrs: NodeAddrs,
+    protected: Protected,
     /// [`PacketConfig::cells`], as the tables of flows are: those that are there keep their size.
     cells: u32,
 }
@@ -120,6 +126,7 @@ impl PacketPath {
         let cells = cells.map_or(0, |(_, info)| info.max_entries.saturating_sub(1));
         Ok(Self {
             node_addrs: NodeAddrs::adopt(|index| tables.node_addr(index)),
+            protected: Protected::adopt(tables.config()),
             tables,
             programs,
             cells,
@@ -150,12 +157,21 @@ impl PacketPath {
         to_attach: bool,
     ) -> Result<Vec<String>, Error> {
         let mut problems = Vec::new();
+        let sources = self.tables.sources();
+        let change = self
+            .protected
+            .write(sources, &network.policies, &mut problems)?;
         let config = PacketConfig {
             cells: self.cells,
+            policies: self.protected.first(),
             ..network.config
         };
         if self.tables.config() != config {
             self.tables.set_config(config);
+        }
+        if matches!(change, Change::Made) {
+            all.grace()?;
+            self.protected.remove_old(self.tables.sources())?;
         }
         let sources = self.tables.sources();
         let wanted: BTreeSet<SourceKey> = network.pods.union(&network.host).copied().collect();
@@ -417,7 +433,7 @@ pub struct Sources {
     fd: OwnedFd,
 }
 
-/// What the table has for each network: that it is there.
+/// What the table has for each network of pools and pods: that it is there.
 const PRESENT: u32 = 1;
 
 impl Sources {
@@ -426,13 +442,19 @@ impl Sources {
     /// # Errors
     /// If the kernel does not let it be read.
     pub fn contains(&self, set: u32, addr: Addr) -> Result<bool, Error> {
+        self.said(set, addr).map(|said| said.is_some())
+    }
+
+    /// What a set has for the longest of its networks that an address is in.
+    pub(super) fn said(&self, set: u32, addr: Addr) -> Result<Option<u32>, Error> {
         let mut value = [0; 4];
-        sys::map_lookup(
+        let found = sys::map_lookup(
             self.fd.as_fd(),
             SourceKey::host(set, addr).as_bytes(),
             &mut value,
         )
-        .doing(|| "cannot read table SOURCES".to_owned())
+        .doing(|| "cannot read table SOURCES".to_owned())?;
+        Ok(found.then(|| u32::from_ne_bytes(value)))
     }
 
     /// Every network, in no order.
@@ -465,7 +487,7 @@ impl Sources {
     /// The source ranges of load balancers.
     pub(super) fn of_pools(&self) -> Result<Vec<SourceKey>, Error> {
         let mut all = self.all()?;
-        all.retain(|key| !key.is_of_node());
+        all.retain(|key| !key.is_of_node() && !key.is_of_policy());
         Ok(all)
     }
 
@@ -476,7 +498,11 @@ impl Sources {
     }
 
     pub(super) fn add(&self, key: &SourceKey) -> Result<(), Error> {
-        sys::map_update(self.fd.as_fd(), key.as_bytes(), PRESENT.as_bytes(), 0)
+        self.put(key, PRESENT)
+    }
+
+    pub(super) fn put(&self, key: &SourceKey, value: u32) -> Result<(), Error> {
+        sys::map_update(self.fd.as_fd(), key.as_bytes(), value.as_bytes(), 0)
             .doing(|| format!("cannot add {key:?} to SOURCES"))
     }
 

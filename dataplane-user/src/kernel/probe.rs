@@ -1,6 +1,6 @@
 //! What this machine can do: asked of it by trying, not guessed from its version.
 
-use std::{fs, io, path::Path};
+use std::{borrow::Cow, fs, io, path::Path};
 
 use aya_obj::generated::{
     bpf_attach_type::{
@@ -42,7 +42,7 @@ pub struct Feature {
     /// Whether nothing works without it.
     pub required: bool,
     /// What is done without it, and what that costs.
-    pub without: &'static str,
+    pub without: Cow<'static, str>,
     /// What was found.
     pub detail: String,
     /// What to do if it is missing.
@@ -65,7 +65,7 @@ impl Feature {
             needed_for,
             present,
             required: true,
-            without: "the agent does not start",
+            without: "the agent does not start".into(),
             detail,
             remedy,
         }
@@ -80,7 +80,7 @@ impl Feature {
     ) -> Self {
         Self {
             required: false,
-            without,
+            without: without.into(),
             ..Self::required(name, needed_for, found, remedy)
         }
     }

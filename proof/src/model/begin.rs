@@ -73,7 +73,15 @@ impl Model<'_> {
         }
         let (endpoint, chosen) = self.choose(pool, headers, again.as_ref(), at, drawn)?;
 
-        let (to, iface) = self.world.way(headers.src, endpoint.addr, input.ifindex);
+        let world = self.world;
+        if world.protects(headers.src, headers.dst)
+            || world.protects(headers.src, endpoint.addr)
+            || world.protects(headers.dst, headers.src)
+            || world.protects(endpoint.addr, headers.src)
+        {
+            return Ok(self.refuse(input, headers, Reason::IpsecPolicy));
+        }
+        let (to, iface) = world.way(headers.src, endpoint.addr, input.ifindex);
         if to == To::Nowhere {
             return Ok(self.refuse(input, headers, Reason::NoRoute));
         }

@@ -17,7 +17,7 @@ pub mod write;
 
 use dataplane::kernel::rig::SkbContext;
 use dataplane_common::{
-    Protocol, Reason,
+    Addr, Protocol, Reason,
     packet::{FlowKey, Fragment as FirstFragment, FragmentKey, Tick, Translation},
     tables::{Affinity, AffinityKey},
 };
@@ -212,7 +212,11 @@ impl<'a> Model<'a> {
                 }
                 let known = self.answer(&headers.key(), Some(&headers), at.tick, false);
                 if let Known::Answer(flow) = known {
-                    return up(input, &headers, &flow.toward_client());
+                    let ends = flow.toward_client();
+                    if self.is_protected(&headers, &ends) {
+                        return DROP;
+                    }
+                    return up(input, &headers, &ends);
                 }
                 // A socket of the node's, from the port of a flow that is masqueraded to the same endpoint.
                 let begins = headers.is_syn() || !headers.is_tcp();
@@ -321,6 +325,21 @@ impl<'a> Model<'a> {
         self.begin(input, &headers, again, at, drawn)
     }
 
+    /// Whether an IPsec policy forbids that a packet goes on with these ends.
+    fn is_protected(&mut self, headers: &Headers, ends: &Ends) -> bool {
+        let pairs = [
+            (headers.src, headers.dst),
+            (headers.src, ends.dst),
+            (ends.src, ends.dst),
+        ];
+        let protects = |(src, dst): &(Addr, Addr)| self.world.protects(*src, *dst);
+        let is_protected = pairs.iter().any(protects);
+        if is_protected {
+            self.count(Reason::IpsecPolicy);
+        }
+        is_protected
+    }
+
     /// What becomes of a packet that is too long for its way. Without "don't fragment" the stack sends it in fragments,
     /// if it takes it in; what has one of the node's own addresses as its source it does not.
     fn too_big(&mut self, input: &Input, headers: &Headers, to: &To, stack: bool) -> Option<Fit> {
@@ -349,6 +368,9 @@ impl<'a> Model<'a> {
     }
 
     fn deliver(&mut self, input: &Input, headers: &Headers, ends: &Ends, to: &To) -> Output {
+        if self.is_protected(headers, ends) {
+            return DROP;
+        }
         match self.too_big(input, headers, to, ends.src == headers.src) {
             Some(Fit::Told(output)) => return output,
             Some(Fit::Fragments) => return up(input, headers, ends),
@@ -448,6 +470,9 @@ impl<'a> Model<'a> {
             Known::Answer(flow) => flow.toward_client(),
             Known::Request(flow) => self.toward_endpoint(&flow),
         };
+        if self.is_protected(outer, &ends) {
+            return DROP;
+        }
         self.count(Reason::ErrorTranslated);
         let mut hops = outer.hops;
         let mut onward = None;

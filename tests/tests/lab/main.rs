@@ -34,6 +34,7 @@ mod exhausted;
 mod explain;
 mod features;
 mod flows;
+mod forward_rules;
 mod fragments;
 mod frames;
 mod fuzz;
@@ -41,6 +42,7 @@ mod gone_vips;
 mod growth;
 mod host_ports;
 mod interfaces;
+mod ipsec;
 mod kernel;
 mod kubernetes;
 mod leaving;
@@ -188,6 +190,8 @@ fn main() -> ExitCode {
         routes::SCENARIOS,
         ways::SCENARIOS,
         same_flow::SCENARIOS,
+        ipsec::SCENARIOS,
+        forward_rules::SCENARIOS,
         kube_proxy::SCENARIOS,
         many_flows::SCENARIOS,
         differential::RECORDED,

@@ -1,6 +1,7 @@
 //! Health, as it is: everything that can be asked of the kernel is asked each time.
 
 mod mesh;
+mod others;
 mod room;
 
 use std::{collections::BTreeMap, fmt, fs};
@@ -328,6 +329,10 @@ pub fn examine(
         ));
     }
     findings.extend(scarce);
+    if !interfaces.is_empty() {
+        findings.extend(others::findings());
+    }
+
     findings.sort();
     Report {
         healthy: healthy(&findings),

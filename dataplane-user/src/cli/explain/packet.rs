@@ -282,7 +282,37 @@ fn begin(
     }
     choose(live, key, &pool, told);
     told.verdict = "translated";
+    if is_protected(live, key, told)? {
+        refuse(told, Reason::IpsecPolicy);
+        return Ok(());
+    }
     seen_as(live, key, masquerade, told)
+}
+
+/// Whether IPsec policies protect the flow, whichever endpoint it gets.
+fn is_protected(live: &Live<'_>, key: &FlowKey, told: &mut Explanation) -> anyhow::Result<bool> {
+    if !live.packet.protects_any() {
+        return Ok(false);
+    }
+    let with = |other: Addr| {
+        let there = live.packet.protects(key.src, other)?;
+        anyhow::Ok(there || live.packet.protects(other, key.src)?)
+    };
+    if with(key.dst)? {
+        return Ok(true);
+    }
+    let mut protected = 0;
+    for choice in &told.endpoints {
+        let endpoint: SocketAddr = choice.endpoint.parse()?;
+        protected += usize::from(with(endpoint.ip().into())?);
+    }
+    if protected > 0 {
+        told.steps.push(format!(
+            "IPsec policies protect what goes to, or comes from, {protected} of these endpoints: \
+             refused if one of them is chosen"
+        ));
+    }
+    Ok(protected > 0 && protected == told.endpoints.len())
 }
 
 /// Flags that say who is a pod.

@@ -1,0 +1,86 @@
+//! What others have set up on the node that the packet path does not go by.
+
+use super::{Finding, Severity};
+use crate::{
+    kernel::{self, netfilter},
+    plan::ipsec::Policy,
+    takeover::forward,
+};
+
+/// How many policies are named.
+const NAMED: usize = 3;
+
+/// What there is. The packet path is on.
+pub fn findings() -> Vec<Finding> {
+    let mut findings = Vec::new();
+    match kernel::ipsec_policies() {
+        Ok(policies) => findings.extend(ipsec(&policies)),
+        Err(error) => findings.push(error(error.to_string())),
+    }
+    match netfilter::forward_chains() {
+        Ok(chains) => findings.extend(forward::warning(&chains).map(warning)),
+        Err(error) => findings.push(warning(error.to_string())),
+    }
+    findings
+}
+
+fn error(text: String) -> Finding {
+    Finding::new(Severity::Error, text)
+}
+
+fn warning(text: String) -> Finding {
+    Finding::new(Severity::Warning, text)
+}
+
+fn ipsec(policies: &[Policy]) -> Option<Finding> {
+    let protecting: Vec<&Policy> = policies.iter().filter(|policy| policy.protects).collect();
+    if protecting.is_empty() {
+        return None;
+    }
+    let mut named: Vec<String> = protecting.iter().map(|policy| policy.to_string()).collect();
+    named.sort();
+    named.dedup();
+    let more = named.len().saturating_sub(NAMED);
+    named.truncate(NAMED);
+    let more = match more {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    Some(error(format!(
+        "IPsec policies protect packets that the packet path would send on without encryption: {}{more}; it \
+         refuses flows to services that they cover (ipsec-policy); have the packets encrypted by an \
+         interface (WireGuard, an XFRM interface), or run with --packet-path off beside kube-proxy",
+        named.join(", ")
+    )))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::ipsec;
+
+    #[test]
+    fn policies_are_named_once_each() {
+        assert_eq!(ipsec(&[]), None);
+        let block = ipsec::block_by_default(2);
+        let text = ipsec(&block).unwrap().text;
+        assert!(
+            text.contains("fwd 0.0.0.0/0 to 0.0.0.0/0, fwd ::/0 to ::/0;"),
+            "{text}"
+        );
+        let pass = block.clone().map(|policy| Policy {
+            protects: false,
+            ..policy
+        });
+        assert_eq!(ipsec(&pass), None);
+        let many: Vec<Policy> = (0..8)
+            .map(|n| Policy {
+                kind: (1, 0),
+                dst: format!("10.{n}.0.0/16").parse().unwrap(),
+                ..block[0].clone()
+            })
+            .collect();
+        let text = ipsec(&[many.clone(), many].concat()).unwrap().text;
+        assert!(text.contains("to 10.2.0.0/16 and 5 more;"), "{text}");
+    }
+}

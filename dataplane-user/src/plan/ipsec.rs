@@ -1,0 +1,236 @@
+//! IPsec policies of the kernel (XFRM), as the packet path's programs look them up: by a packet's destination, and then,
+//! in a set of that destination's network, by its source.
+//!
+//! By addresses the answer is exact: in each direction the kernel goes by the first policy that covers a packet. What
+//! else a policy asks for (ports, a protocol, an interface, a mark) the programs do not look at: such a policy covers all
+//! between its networks if it protects, and nothing if it lets pass. And what is covered in any direction is refused in
+//! all of them.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+};
+
+use ipnet::{IpNet, Ipv4Net, Ipv6Net};
+
+/// A policy.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Policy {
+    /// `XFRM_POLICY_IN` and so on, and the type (main or sub): policies are compared to those of the same kind.
+    pub kind: (u8, u8),
+    /// The lower comes first.
+    pub priority: u32,
+    /// Where packets come from.
+    pub src: IpNet,
+    /// Where they go.
+    pub dst: IpNet,
+    /// Whether it asks for more than addresses.
+    pub narrow: bool,
+    /// Whether its packets are to be encrypted, or dropped; otherwise they may pass as they are.
+    pub protects: bool,
+}
+
+impl fmt::Display for Policy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // `include/uapi/linux/xfrm.h`, as `ip xfrm policy` names them.
+        let direction = match self.kind.0 {
+            0 => "in",
+            1 => "out",
+            _ => "fwd",
+        };
+        write!(f, "{direction} {} to {}", self.src, self.dst)
+    }
+}
+
+/// For a network that packets go to, the networks that they come from, and whether those packets are refused. Of
+/// networks within each other, the longest counts.
+pub type Selectors = BTreeMap<IpNet, BTreeMap<IpNet, bool>>;
+
+/// How many networks there may be: beyond, everything is refused. A node with a policy to each of 10 000 others has
+/// some 40 000.
+const ENOUGH: usize = 1 << 18;
+
+/// What is refused; `None` if that is more than can be told, and so everything.
+pub fn selectors(policies: &[Policy]) -> Option<Selectors> {
+    let mut selectors = Selectors::new();
+    if !policies.iter().any(|policy| policy.protects) {
+        return Some(selectors);
+    }
+    let counted: Vec<&Policy> = policies
+        .iter()
+        .filter(|policy| policy.protects || !policy.narrow)
+        .collect();
+    let destinations: BTreeSet<IpNet> = counted.iter().map(|policy| policy.dst).collect();
+    let mut entries = 0;
+    for dst in destinations {
+        let here: Vec<&Policy> = counted
+            .iter()
+            .copied()
+            .filter(|policy| policy.dst.contains(&dst))
+            .collect();
+        let sources: BTreeSet<IpNet> = here.iter().map(|policy| policy.src).collect();
+        entries += 1 + sources.len();
+        if entries > ENOUGH {
+            return None;
+        }
+        let refused =
+            |src: &IpNet| is_refused(here.iter().filter(|policy| policy.src.contains(src)));
+        let sources = sources.into_iter().map(|src| (src, refused(&src)));
+        selectors.insert(dst, sources.collect());
+    }
+    Some(selectors)
+}
+
+/// Whether of policies that all cover a packet the first of any kind protects. Of two with the same priority that is
+/// the one which protects: the kernel goes by which was there first, and does not tell.
+fn is_refused<'a>(covering: impl Iterator<Item = &'a &'a Policy>) -> bool {
+    let mut first: BTreeMap<(u8, u8), &Policy> = BTreeMap::new();
+    for &policy in covering {
+        let order = |policy: &Policy| (policy.priority, !policy.protects);
+        let first = first.entry(policy.kind).or_insert(policy);
+        if order(policy) < order(first) {
+            *first = policy;
+        }
+    }
+    first.values().any(|policy| policy.protects)
+}
+
+/// Policies that block, for both families, what no other policy of a direction covers (`ip xfrm policy setdefault`).
+pub fn block_by_default(direction: u8) -> [Policy; 2] {
+    [IpNet::V4(Ipv4Net::default()), IpNet::V6(Ipv6Net::default())].map(|all| Policy {
+        kind: (direction, 0),
+        priority: u32::MAX,
+        src: all,
+        dst: all,
+        narrow: false,
+        protects: true,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{IpAddr, Ipv4Addr};
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn policy(direction: u8, priority: u32, src: &str, dst: &str, protects: bool) -> Policy {
+        Policy {
+            kind: (direction, 0),
+            priority,
+            src: src.parse().unwrap(),
+            dst: dst.parse().unwrap(),
+            narrow: false,
+            protects,
+        }
+    }
+
+    /// As the programs look it up.
+    fn looked_up(selectors: &Selectors, src: IpAddr, dst: IpAddr) -> bool {
+        fn longest<'a, T>(all: &'a BTreeMap<IpNet, T>, addr: &IpAddr) -> Option<&'a T> {
+            let containing = all.iter().filter(|(net, _)| net.contains(addr));
+            let longest = containing.max_by_key(|(net, _)| net.prefix_len());
+            longest.map(|(_, value)| value)
+        }
+        let sources = longest(selectors, &dst);
+        sources.and_then(|sources| longest(sources, &src)) == Some(&true)
+    }
+
+    fn is_looked_up(policies: &[Policy], src: &str, dst: &str) -> bool {
+        let selectors = selectors(policies).unwrap();
+        looked_up(&selectors, src.parse().unwrap(), dst.parse().unwrap())
+    }
+
+    #[test]
+    fn the_first_of_a_direction_counts() {
+        let mut policies = vec![
+            policy(1, 50, "0.0.0.0/0", "10.0.0.0/8", true),
+            policy(1, 10, "10.1.0.0/16", "10.2.0.0/16", false),
+        ];
+        assert!(is_looked_up(&policies, "10.3.0.1", "10.2.0.1"));
+        assert!(is_looked_up(&policies, "10.1.0.1", "10.3.0.1"));
+        assert!(!is_looked_up(&policies, "10.1.0.1", "10.2.0.1"));
+        assert!(!is_looked_up(&policies, "10.1.0.1", "11.0.0.1"));
+        assert!(!is_looked_up(&policies, "fd00::1", "fd00::2"));
+        // Another direction's is another's.
+        policies.push(policy(2, 90, "10.1.0.0/16", "10.2.9.0/24", true));
+        assert!(is_looked_up(&policies, "10.1.0.1", "10.2.9.1"));
+        assert!(!is_looked_up(&policies, "10.1.0.1", "10.2.8.1"));
+        // What asks for ports lets nothing pass for sure, and may protect anything.
+        policies[1].narrow = true;
+        assert!(is_looked_up(&policies, "10.1.0.1", "10.2.8.1"));
+    }
+
+    #[test]
+    fn nothing_is_asked_where_nothing_is_protected() {
+        let pass = policy(1, 10, "0.0.0.0/0", "0.0.0.0/0", false);
+        assert_eq!(selectors(&[pass]), Some(Selectors::new()));
+        let all = [
+            block_by_default(2).to_vec(),
+            vec![policy(2, 1, "::/0", "::/0", false)],
+        ]
+        .concat();
+        assert!(is_looked_up(&all, "10.0.0.1", "10.0.0.2"));
+        assert!(!is_looked_up(&all, "fd00::1", "fd00::2"));
+    }
+
+    #[test]
+    fn what_is_too_much_is_everything() {
+        let net = |high: u8, n: u16| {
+            let [a, b] = n.to_be_bytes();
+            format!("{high}.{a}.{b}.0/24")
+        };
+        let each = |n| policy(1, 1, &net(10, n), "0.0.0.0/0", true);
+        let mut policies: Vec<Policy> = (0..600).map(each).collect();
+        assert!(selectors(&policies).is_some());
+        policies.extend((0..600).map(|n| policy(1, 1, "0.0.0.0/0", &net(11, n), true)));
+        assert_eq!(selectors(&policies), None);
+    }
+
+    fn network() -> impl Strategy<Value = IpNet> {
+        // Few addresses, so that networks are within each other.
+        (0_u32..8, 29_u8..=32).prop_map(|(host, prefix)| {
+            let addr = Ipv4Addr::from(0x0a00_0000 | host);
+            IpNet::new(addr.into(), prefix).unwrap().trunc()
+        })
+    }
+
+    fn any_policy() -> impl Strategy<Value = Policy> {
+        let rest = (0_u8..3, 0_u32..4, any::<bool>(), any::<bool>());
+        (network(), network(), rest).prop_map(
+            |(src, dst, (direction, priority, narrow, protects))| Policy {
+                kind: (direction, 0),
+                priority,
+                src,
+                dst,
+                narrow,
+                protects,
+            },
+        )
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        /// Two lookups say for any addresses what all policies, one after the other, say.
+        #[test]
+        fn two_lookups_are_enough(policies in prop::collection::vec(any_policy(), 0..8)) {
+            let selectors = selectors(&policies).unwrap();
+            for (src, dst) in (0_u32..8).flat_map(|src| (0_u32..8).map(move |dst| (src, dst))) {
+                let [src, dst] = [src, dst].map(|n| IpAddr::V4(Ipv4Addr::from(0x0a00_0000 | n)));
+                let wanted = (0..3).any(|direction| {
+                    let covering = policies.iter().filter(|p| {
+                        p.kind.0 == direction
+                            && p.src.contains(&src)
+                            && p.dst.contains(&dst)
+                            && (p.protects || !p.narrow)
+                    });
+                    let first = covering.min_by_key(|p| (p.priority, !p.protects));
+                    first.is_some_and(|p| p.protects)
+                });
+                prop_assert_eq!(looked_up(&selectors, src, dst), wanted, "{} to {}", src, dst);
+            }
+        }
+    }
+}

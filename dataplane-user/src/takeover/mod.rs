@@ -1,0 +1,3 @@
+//! What others have on the node, and what the dataplane means for it.
+
+pub mod forward;

@@ -1,0 +1,169 @@
+//! Rules of others at netfilter's forward hook, which what the packet path sends on does not pass: whoever relies on them
+//! is told.
+
+use std::fs;
+
+use anyhow::{Context as _, Result, ensure};
+use dataplane_tests::Host;
+use serde_json::Value;
+
+use crate::{
+    cluster::{Cluster, TCP},
+    features::on,
+    manifest::Service,
+};
+
+scenarios! {
+    Dataplane:
+    rules_that_refuse_are_named_with_their_owner,
+}
+
+/// What there is, by whom it is loaded, and what is said of it; nothing where it is harmless.
+const RULES: [(&str, &str, &[&str]); 6] = [
+    (
+        "iptables-legacy-restore",
+        "*filter\n:FORWARD DROP [0:0]\n:DOCKER-USER - [0:0]\n:KUBE-FORWARD - [0:0]\n\
+         -A FORWARD -j KUBE-FORWARD\n-A FORWARD -j DOCKER-USER\n\
+         -A KUBE-FORWARD -m conntrack --ctstate INVALID -j DROP\nCOMMIT",
+        &["iptables-legacy filter FORWARD (Docker) drops what no rule accepts:"],
+    ),
+    (
+        "ip6tables-legacy-restore",
+        "*filter\n:FORWARD ACCEPT [0:0]\n:KUBE-POD-FW-X - [0:0]\n:UNUSED - [0:0]\n\
+         -A FORWARD -m comment --comment x\n-A FORWARD -j KUBE-POD-FW-X\n-A KUBE-POD-FW-X -p tcp -j REJECT\n\
+         -A UNUSED -j DROP\nCOMMIT",
+        &[
+            "ip6tables-legacy filter FORWARD (kube-router) has rules that refuse packets (KUBE-POD-FW-X):",
+        ],
+    ),
+    (
+        "iptables-nft-restore",
+        "*filter\n:FORWARD ACCEPT [0:0]\n:cali-FORWARD - [0:0]\n:cali-tw-1 - [0:0]\n:cali-tw-2 - [0:0]\n\
+         -A FORWARD -j cali-FORWARD\n-A cali-FORWARD -o cali1 -g cali-tw-1\n-A cali-FORWARD -o cali2 -g cali-tw-2\n\
+         -A cali-tw-1 -j DROP\n-A cali-tw-2 -j REJECT\nCOMMIT",
+        &["nft ip filter FORWARD (Calico) has rules that refuse packets (cali-tw-1, cali-tw-2):"],
+    ),
+    (
+        "nft -f -",
+        "table inet firewalld { chain filter_FORWARD { type filter hook forward priority 10; policy accept\n\
+         ct state established accept\njump reject_it; }\nchain reject_it { reject with icmpx admin-prohibited; }\n}\n\
+         table ip6 strict { chain all { type filter hook forward priority 0; policy drop; }\n}",
+        &[
+            "nft inet firewalld filter_FORWARD (firewalld) has rules",
+            "nft ip6 strict all (owner unknown) drops what no rule accepts:",
+        ],
+    ),
+    (
+        "nft -f -",
+        "table ip kube-proxy { map refused { type ipv4_addr : verdict; }\n\
+         chain filter-forward { type filter hook forward priority -1; policy accept\nip daddr vmap @refused; }\n\
+         chain reject-chain { reject; }\n}\n\
+         table inet others { chain output { type filter hook output priority 0; policy drop; }\n\
+         chain fwd { type filter hook forward priority 0; policy accept\ncounter accept; }\n}",
+        &[],
+    ),
+    (
+        "iptables-nft-restore",
+        "*filter\n:FORWARD ACCEPT [0:0]\nCOMMIT",
+        &[],
+    ),
+];
+
+fn rules_that_refuse_are_named_with_their_owner() -> Result<()> {
+    let cluster = Cluster::start_in(
+        Cluster::lab_of_packets()?,
+        &["near"],
+        |lab| {
+            vec![
+                Service::new("web", &["10.96.0.10"])
+                    .port("tcp", 80, TCP)
+                    .endpoints(&[lab.pod("near")]),
+            ]
+        },
+        &[],
+    )?;
+    let node = cluster.lab.node("node2");
+    let tables = legacy_tables(node)?;
+    let before = said(&cluster)?;
+    ensure!(before.is_empty(), "without any rules: {before:?}");
+    ensure!(
+        legacy_tables(node)? == tables,
+        "asking made a table: {tables:?}, then {:?}",
+        legacy_tables(node)?
+    );
+    for (load, rules, wanted) in RULES {
+        let script = format!("{load} <<'end'\n{rules}\nend");
+        node.command("sh")
+            .args(["-c", &script])
+            .run()
+            .with_context(|| load)?;
+        let found = said(&cluster)?;
+        ensure!(
+            found.len() == usize::from(!wanted.is_empty()),
+            "{rules}\n{found:?}"
+        );
+        for text in wanted {
+            ensure!(
+                found[0].contains(text),
+                "{text}\nis not said of\n{rules}\nbut {found:?}"
+            );
+        }
+        let plan = ["plan", "--node-name", "node2", "-o", "json", "--manifests"];
+        let plan = cluster
+            .agent
+            .dataplane(plan)
+            .args([cluster.manifests.path()])
+            .output()?;
+        let plan: Value = serde_json::from_slice(&plan.stdout)?;
+        let problems = plan["problems"].as_array().into_iter().flatten();
+        let problems = problems.filter(|text| {
+            text.as_str()
+                .is_some_and(|t| t.contains("pass the forward hook"))
+        });
+        ensure!(problems.count() == found.len(), "{plan:#}");
+        let doctor = cluster.agent.dataplane(["doctor", "-o", "json"]).output()?;
+        let doctor: Value = serde_json::from_slice(&doctor.stdout)?;
+        let mut rows = doctor.as_array().into_iter().flatten();
+        let row = rows
+            .find(|row| row["feature"] == "free forward hook")
+            .context("no row")?;
+        ensure!(row["present"] == wanted.is_empty(), "{row:#}");
+        for text in wanted {
+            ensure!(
+                row["without"]
+                    .as_str()
+                    .is_some_and(|without| without.contains(text)),
+                "{row:#}"
+            );
+        }
+        for tool in ["iptables-legacy", "ip6tables-legacy"] {
+            if legacy_tables(node)?.contains("filter") {
+                node.command(tool).args(["-P", "FORWARD", "ACCEPT"]).run()?;
+                node.command(tool).args(["-F"]).run()?;
+            }
+        }
+        node.command("nft").args(["flush", "ruleset"]).run()?;
+    }
+    Ok(())
+}
+
+/// Warnings of `dataplane status` about the forward hook.
+fn said(cluster: &Cluster) -> Result<Vec<String>> {
+    let status = cluster.status()?;
+    let findings = status["findings"].as_array().into_iter().flatten();
+    let warnings = findings.filter(|finding| finding["severity"] == "warning");
+    let texts = warnings.filter_map(|finding| finding["text"].as_str());
+    let of_this = texts.filter(|text| text.contains("--packet-path off"));
+    Ok(of_this.map(str::to_owned).collect())
+}
+
+/// The legacy tables that are in use.
+fn legacy_tables(node: &Host) -> Result<String> {
+    on(node, |_| {
+        let names = ["ip", "ip6"].map(|family| {
+            fs::read_to_string(format!("/proc/thread-self/net/{family}_tables_names"))
+                .unwrap_or_default()
+        });
+        Ok(names.concat())
+    })
+}

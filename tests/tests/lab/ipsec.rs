@@ -1,0 +1,221 @@
+//! IPsec policies of the node: what they cover never leaves in clear by the packet path.
+//!
+//! The policies have templates but no association, so the kernel itself sends nothing that they cover, whether or not it
+//! has ESP: whatever arrives left in clear.
+
+use std::net::SocketAddr;
+
+use anyhow::{Result, ensure};
+use dataplane_common::Reason;
+use dataplane_tests::Host;
+
+use crate::{
+    cluster::{Cluster, TCP, UDP, eventually, fails, reaches},
+    manifest::Service,
+    sockets::{address, ask, bytes, tcp, transfer, udp},
+};
+
+scenarios! {
+    Dataplane:
+    what_a_policy_covers_is_refused,
+    what_a_policy_lets_pass_is_served,
+}
+
+/// What a policy does: between which ends, and how its packets are to be encrypted.
+const TUNNEL: &str = "tmpl src 192.168.77.2 dst 192.168.77.1 proto esp mode tunnel";
+const TUNNEL6: &str = "tmpl src fd77::2 dst fd77::1 proto esp mode tunnel";
+
+fn cluster() -> Result<Cluster> {
+    let lab = Cluster::lab_of_packets()?;
+    let services = |lab: &dataplane_tests::Lab| {
+        let service = |name: &str, number: u16, pod: &str| {
+            let vips = [format!("10.96.0.{number}"), format!("fd00:96::{number}")];
+            let [v4, v6] = vips.each_ref().map(String::as_str);
+            Service::new(name, &[v4, v6])
+                .node_port("tcp", 80, TCP, 30070 + number)
+                .node_port("udp", 53, UDP, 30040 + number)
+                .endpoints(&[lab.pod(pod)])
+        };
+        vec![service("far", 10, "far"), service("near", 11, "near")]
+    };
+    Cluster::start_in(
+        lab,
+        &["far", "near"],
+        services,
+        &["--pod-cidr", "10.244.0.0/16"],
+    )
+}
+
+/// A node that can be told policies; why not, if it cannot.
+fn refusal(node: &Host) -> Option<String> {
+    let error = node.ip("xfrm policy").err()?;
+    Some(format!("this kernel takes no IPsec policies: {error:#}"))
+}
+
+/// Adds a policy, or deletes it.
+fn policy(node: &Host, what: &str, rest: &str) -> Result<()> {
+    node.ip(&format!("xfrm policy {what} {rest}"))?;
+    Ok(())
+}
+
+/// What `dataplane status` says, which need not be that all is well.
+fn status(cluster: &Cluster) -> Result<serde_json::Value> {
+    let output = cluster.agent.dataplane(["status", "-o", "json"]).output()?;
+    Ok(serde_json::from_slice(&output.stdout)?)
+}
+
+/// What `dataplane status` says of IPsec, as an error.
+fn said(cluster: &Cluster) -> Result<Vec<String>> {
+    let status = status(cluster)?;
+    let findings = status["findings"].as_array().into_iter().flatten();
+    let errors = findings.filter(|finding| finding["severity"] == "error");
+    let texts = errors.filter_map(|finding| finding["text"].as_str());
+    Ok(texts
+        .filter(|text| text.contains("IPsec"))
+        .map(str::to_owned)
+        .collect())
+}
+
+/// How many packets were refused so far.
+fn refused(cluster: &Cluster) -> Result<u64> {
+    let status = status(cluster)?;
+    Ok(status["verdicts"][Reason::IpsecPolicy.word()]
+        .as_u64()
+        .unwrap_or_default())
+}
+
+/// Flows that begin and flows that exist; by the endpoint's address, by that of the service in replies, and by the
+/// node's address that flows are masqueraded to; both families. What is not covered goes on.
+fn what_a_policy_covers_is_refused() -> Result<()> {
+    let cluster = cluster()?;
+    let node = cluster.lab.node("node2");
+    if let Some(why) = refusal(node) {
+        println!("skipped ipsec::what_a_policy_covers_is_refused: {why}");
+        return Ok(());
+    }
+    let (client, ext) = (cluster.client(), cluster.lab.external("ext"));
+    for (policy_of, template, vip, direct, unspecified) in [
+        (
+            "src 10.244.2.0/24 dst 10.244.1.0/24",
+            TUNNEL,
+            "10.96.0.10",
+            "10.244.1.5",
+            "0.0.0.0",
+        ),
+        (
+            "src fd00:10:244:2::/64 dst fd00:10:244:1::/64",
+            TUNNEL6,
+            "fd00:96::10",
+            "fd00:10:244:1::5",
+            "::",
+        ),
+    ] {
+        for direction in ["out", "fwd"] {
+            let what = format!("{policy_of} dir {direction}");
+            let at = |port| SocketAddr::new(vip.parse().expect("an address"), port);
+            let stream = tcp(client, at(80))?;
+            transfer(&stream, &bytes(1000, 1))?;
+            let socket = udp(client, SocketAddr::new(unspecified.parse()?, 0))?;
+            ask(&socket, at(53), b"before")?;
+            policy(node, "add", &format!("{what} {template}"))?;
+            // Whom nobody translates, the kernel itself refuses.
+            let direct = SocketAddr::new(direct.parse()?, TCP).to_string();
+            fails(client, &direct, "connect", "TIMEOUT")?;
+            let said = said(&cluster)?;
+            let named = policy_of.replace("src ", "").replace("dst", "to");
+            ensure!(
+                said.len() == 1 && said[0].contains(&format!("{direction} {named}")),
+                "{what}: {said:?}"
+            );
+            let source = SocketAddr::new(address(client, vip.contains('.')), 9);
+            let (source, to) = (source.to_string(), at(80).to_string());
+            let question = ["explain", "--iface", "eth0", &source, &to, "-o", "json"];
+            let told: serde_json::Value = cluster.agent.dataplane(question).json()?;
+            ensure!(told["reason"] == Reason::IpsecPolicy.word(), "{told:#}");
+            let before = refused(&cluster)?;
+            ensure!(
+                ask(&socket, at(53), b"after").is_err(),
+                "{what}: a flow that was there before goes on in clear"
+            );
+            ensure!(
+                transfer(&stream, &bytes(1000, 2)).is_err(),
+                "{what}: a connection that was there before goes on in clear"
+            );
+            fails(client, &at(80).to_string(), "connect", "TIMEOUT")?;
+            fails(client, &at(53).to_string(), "udp", "TIMEOUT")?;
+            ensure!(refused(&cluster)? > before, "{what}: nothing was counted");
+            // Another way, which it does not cover.
+            let near = vip
+                .replace("10.96.0.10", "10.96.0.11")
+                .replace("::10", "::11");
+            let near = SocketAddr::new(near.parse()?, 80).to_string();
+            reaches(client, &near, "connect --count 3", &["near"])?;
+            policy(node, "delete", &what)?;
+            eventually(|| reaches(client, &at(80).to_string(), "connect", &["far"]).map(drop))?;
+        }
+    }
+    let said = said(&cluster)?;
+    ensure!(said.is_empty(), "still: {said:?}");
+    // What only the replies match: the service's own address as their source; and what only the packets
+    // match that are masqueraded.
+    let to = "192.168.77.2:30081";
+    for covered in [
+        "src 192.168.77.2/32 dst 192.168.77.0/24 proto tcp dir out",
+        "src 10.244.2.1/32 dst 10.244.2.0/24 proto tcp dir out",
+    ] {
+        reaches(ext, to, "connect --count 3", &["near"])?;
+        policy(node, "add", &format!("{covered} {TUNNEL}"))?;
+        eventually(|| fails(ext, to, "connect", "TIMEOUT"))?;
+        policy(node, "delete", covered)?;
+        eventually(|| reaches(ext, to, "connect", &["near"]).map(drop))?;
+    }
+    Ok(())
+}
+
+/// A policy without templates lets pass what it covers, where it comes before those that have some.
+fn what_a_policy_lets_pass_is_served() -> Result<()> {
+    let cluster = cluster()?;
+    let node = cluster.lab.node("node2");
+    if let Some(why) = refusal(node) {
+        println!("skipped ipsec::what_a_policy_lets_pass_is_served: {why}");
+        return Ok(());
+    }
+    let client = cluster.client();
+    let all = "src 0.0.0.0/0 dst 0.0.0.0/0 dir out";
+    policy(node, "add", &format!("{all} priority 50 {TUNNEL}"))?;
+    for vip in ["10.96.0.10:80", "10.96.0.11:80"] {
+        eventually(|| fails(client, vip, "connect", "TIMEOUT"))?;
+    }
+    reaches(client, "[fd00:96::10]:80", "connect", &["far"])?;
+    // The flow's addresses: of the client, the service and the endpoint, there and back.
+    let pods = ["10.244.0.0/16", "10.96.0.0/12"];
+    for src in pods {
+        for dst in pods {
+            let pass = format!("src {src} dst {dst} dir out priority 10");
+            policy(node, "add", &pass)?;
+        }
+    }
+    for (vip, endpoint) in [("10.96.0.10:80", "far"), ("10.96.0.11:80", "near")] {
+        eventually(|| reaches(client, vip, "connect", &[endpoint]).map(drop))?;
+    }
+    // The kernel itself lets it pass, too.
+    reaches(client, "10.244.1.5:7", "connect", &["far"])?;
+    // A block among it.
+    let block = "src 10.244.2.0/24 dst 10.244.1.5/32 dir out";
+    policy(node, "add", &format!("{block} priority 5 action block"))?;
+    eventually(|| fails(client, "10.96.0.10:80", "connect", "TIMEOUT"))?;
+    reaches(client, "10.96.0.11:80", "connect", &["near"])?;
+    policy(node, "delete", block)?;
+    eventually(|| reaches(client, "10.96.0.10:80", "connect", &["far"]).map(drop))?;
+    // Without any policy: what is not allowed is blocked.
+    policy(node, "flush", "")?;
+    if node.ip("xfrm policy setdefault fwd block").is_ok() {
+        eventually(|| fails(client, "10.96.0.10:80", "connect", "TIMEOUT"))?;
+        eventually(|| fails(client, "[fd00:96::10]:80", "connect", "TIMEOUT"))?;
+        node.ip("xfrm policy setdefault fwd accept")?;
+        eventually(|| reaches(client, "10.96.0.10:80", "connect", &["far"]).map(drop))?;
+    } else {
+        println!("ipsec: this kernel has no default policies");
+    }
+    Ok(())
+}
