@@ -350,6 +350,13 @@ pub fn is_proxy(mesh: u64, addr: Addr, port: Port) -> bool {
 /// of packets which were given to the proxy's socket, and of no socket.
 pub const FROM_CLIENT: u32 = 1 << 31;
 
+/// Whether `found`, of a packet or of a socket, has every bit of a mark of ours. The others are other people's: they are
+/// neither asked for nor changed.
+#[inline(always)]
+pub const fn has_mark(found: u32, mark: u32) -> bool {
+    found & mark == mark
+}
+
 /// What the programs read of the kernel's own structures, which differ from kernel to kernel. Where it is, in bytes
 /// from the start of a socket, the agent finds in the kernel's BTF, and says in the programs' constant `FIELDS`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -11,7 +11,7 @@ use aya_ebpf::{
 };
 use dataplane_common::{
     accelerate::{ProxyKey, Sender, WINDOW},
-    capture::{FROM_CLIENT, Tuple},
+    capture::{Tuple, has_mark},
 };
 
 use crate::{
@@ -50,7 +50,7 @@ fn connected(ctx: *mut bpf_sock_ops) {
     // SAFETY: a field of the context, which is checked, and one of the socket.
     let own = unsafe {
         let sk = read_volatile(&raw const (*ctx).__bindgen_anon_2.sk);
-        !sk.is_null() && read_volatile(&raw const (*sk).mark) & !FROM_CLIENT == mark
+        !sk.is_null() && has_mark(read_volatile(&raw const (*sk).mark), mark)
     };
     if own {
         receive(ctx, tuple);

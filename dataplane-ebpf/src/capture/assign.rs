@@ -4,13 +4,13 @@
 //! own address (`IP_TRANSPARENT`).
 //!
 //! A program of its own, before `packet_ingress`, on the interfaces of such workloads only: what it
-//! leaves alone, that program finds as it was, and what it gives to a socket it never sees.
+//! leaves alone, that program finds as it was, and what it gives to a socket that program knows by the mark.
 
-use core::ptr::{from_ref, read_volatile, write_volatile};
+use core::ptr::{from_ref, read_volatile};
 
 use aya_ebpf::{
     EbpfContext,
-    bindings::{BPF_TCP_LISTEN, BPF_TCP_TIME_WAIT, TC_ACT_OK, bpf_sock, bpf_sock_tuple},
+    bindings::{BPF_TCP_LISTEN, BPF_TCP_TIME_WAIT, bpf_sock, bpf_sock_tuple},
     helpers::generated::{
         bpf_map_lookup_elem, bpf_sk_assign, bpf_sk_release, bpf_skc_lookup_tcp,
         bpf_tcp_check_syncookie,
@@ -19,7 +19,7 @@ use aya_ebpf::{
 };
 use dataplane_common::{
     Addr, Protocol, Reason,
-    capture::{self, Enrolled, FROM_CLIENT, ListenerKey, Local, RuleKey},
+    capture::{self, Enrolled, FROM_CLIENT, ListenerKey, Local, RuleKey, has_mark},
     decide,
     packet::FlowKey,
     tables::Endpoint,
@@ -126,15 +126,23 @@ fn begin(skb: Skb, packet: &Packet, local: &Local) -> i32 {
 }
 
 /// The packet goes up the stack, to the socket that it was given: by the agent's rule for the mark,
-/// since by its destination it would go elsewhere. The socket is forgotten by whoever sends it on.
+/// since by its destination it would go elsewhere. The socket is forgotten by whoever sends it on. Other people's
+/// programs see it first, with the bits of the mark that are theirs as they were.
 #[inline(always)]
 fn taken(skb: Skb) -> i32 {
     let Some(config) = config() else {
         return DROP;
     };
-    // SAFETY: a field of the context.
-    unsafe { write_volatile(&raw mut (*skb.0).mark, config.mark | FROM_CLIENT) };
-    TC_ACT_OK
+    skb.add_mark(config.mark | FROM_CLIENT);
+    LEAVE_ALONE
+}
+
+/// Whether the packet was given to a socket, by the mark that it has.
+#[inline(always)]
+pub fn is_taken(mark: u32) -> bool {
+    mark & FROM_CLIENT != 0
+        && config()
+            .is_some_and(|config| config.mark != 0 && has_mark(mark, config.mark | FROM_CLIENT))
 }
 
 /// Gives the packet to the socket of its connection, if there is one here. (Its addresses are those

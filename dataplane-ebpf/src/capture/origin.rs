@@ -15,7 +15,7 @@ use aya_ebpf::{
 };
 use dataplane_common::{
     Addr, Port, Reason,
-    capture::{CaptureConfig, Enrolled, FROM_CLIENT, ListenerKey, Origin, Tuple},
+    capture::{CaptureConfig, Enrolled, FROM_CLIENT, ListenerKey, Origin, Tuple, has_mark},
     tables::{Peer, PeerSets},
 };
 
@@ -218,7 +218,11 @@ fn is_from_client(ctx: *mut bpf_sock_ops, config: &CaptureConfig) -> bool {
     // SAFETY: a field of the context, which is checked, and one of the socket.
     unsafe {
         let sk = read_volatile(&raw const (*ctx).__bindgen_anon_2.sk);
-        !sk.is_null() && read_volatile(&raw const (*sk).mark) == config.mark | FROM_CLIENT
+        !sk.is_null()
+            && has_mark(
+                read_volatile(&raw const (*sk).mark),
+                config.mark | FROM_CLIENT,
+            )
     }
 }
 

@@ -11,7 +11,7 @@ use aya_ebpf::{
 };
 use dataplane_common::{
     Addr, Hook, Port, Protocol, Reason,
-    capture::{self, Enrolled, FROM_CLIENT, MESH_CGROUPS, MESH_GUARD, MESH_NAMESPACES, RuleKey},
+    capture::{self, Enrolled, MESH_CGROUPS, MESH_GUARD, MESH_NAMESPACES, RuleKey, has_mark},
     decide,
     tables::{Endpoint, Frontend},
 };
@@ -104,7 +104,7 @@ fn judge(ctx: *mut bpf_sock_addr, request: &Request, mesh: u64) -> (Reason, u32)
         let sk = read_volatile(&raw const (*ctx).__bindgen_anon_1.sk);
         read_volatile(&raw const (*sk).mark)
     };
-    if mark & !FROM_CLIENT == config.mark && config.agent_cgroup != 0 {
+    if has_mark(mark, config.mark) && config.agent_cgroup != 0 {
         // SAFETY: the helper has no preconditions.
         let cgroup = unsafe { bpf_get_current_cgroup_id() };
         if cgroup == config.agent_cgroup || cgroup == config.before_cgroup {

@@ -17,7 +17,7 @@ use core::{ffi::c_void, ptr::read_volatile};
 use aya_ebpf::{helpers::generated::bpf_skc_to_tcp_sock, programs::BtfTracePointContext};
 use dataplane_common::{
     Addr, Reason,
-    capture::{self, CaptureConfig, FROM_CLIENT, Field, Local},
+    capture::{self, CaptureConfig, FROM_CLIENT, Field, Local, has_mark},
 };
 
 use super::{Live, config, meters};
@@ -109,7 +109,7 @@ fn arrived(socket: Socket) {
         return;
     }
     // What the proxy took while there was one, it counts.
-    if socket.read::<u32>(Field::Mark) == config.mark | FROM_CLIENT {
+    if has_mark(socket.read::<u32>(Field::Mark), config.mark | FROM_CLIENT) {
         return;
     }
     let port = u32::from(socket.read::<u16>(Field::Port));

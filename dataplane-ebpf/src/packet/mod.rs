@@ -36,7 +36,10 @@ use dataplane_common::{
     tables::{Endpoint, Frontend},
 };
 
-use crate::select::{Live, count};
+use crate::{
+    capture::assign,
+    select::{Live, count},
+};
 use conntrack::{ANSWER, FOREIGN, NEW, REQUEST};
 use error::Complaint;
 use parse::{FLOW, ICMP, MALFORMED, Packet};
@@ -65,7 +68,7 @@ fn complain(s: &mut Scratch, complaint: Complaint) -> i32 {
 #[inline(always)]
 pub fn ingress(ctx: &TcContext) -> i32 {
     let skb = Skb(ctx.as_ptr().cast());
-    if skb.is_tagged() {
+    if skb.is_tagged() || assign::is_taken(skb.mark()) {
         return LEAVE_ALONE;
     }
     if skb.kind() != PACKET_HOST {

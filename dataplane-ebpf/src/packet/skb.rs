@@ -3,7 +3,7 @@
 
 use core::{
     mem::{MaybeUninit, size_of},
-    ptr::{from_mut, from_ref, null_mut, read_volatile},
+    ptr::{from_mut, from_ref, null_mut, read_volatile, write_volatile},
 };
 
 use aya_ebpf::{
@@ -82,6 +82,13 @@ impl Skb {
     pub fn mark(self) -> u32 {
         // SAFETY: see `len`.
         unsafe { read_volatile(&raw const (*self.0).mark) }
+    }
+
+    /// Adds bits to its mark.
+    #[inline(always)]
+    pub fn add_mark(self, bits: u32) {
+        // SAFETY: see `len`.
+        unsafe { write_volatile(&raw mut (*self.0).mark, self.mark() | bits) };
     }
 
     /// How much data each of the packets carries that it is yet to be segmented to; 0: it is one packet.

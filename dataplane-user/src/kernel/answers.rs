@@ -28,10 +28,29 @@ struct Left {
     what: Vec<(AddressFamily, What)>,
 }
 
+/// What a rule asks of a packet's mark.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mark {
+    /// The bits that are looked at.
+    pub mask: u32,
+    /// What they are.
+    pub value: u32,
+}
+
+impl Mark {
+    /// It has all these bits, whatever others it has, which are other people's.
+    pub const fn with(bits: u32) -> Self {
+        Self {
+            mask: bits,
+            value: bits,
+        }
+    }
+}
+
 #[derive(Clone, Copy)]
 enum What {
     /// Of packets with this mark.
-    Rule(u32),
+    Rule(Mark),
     Route,
 }
 
@@ -42,7 +61,9 @@ impl What {
             _ => "IPv4",
         };
         match self {
-            Self::Rule(mark) => format!("{family} rule: fwmark {mark:#x} lookup {TABLE}"),
+            Self::Rule(Mark { value, mask }) => {
+                format!("{family} rule: fwmark {value:#x}/{mask:#x} lookup {TABLE}")
+            }
             Self::Route => format!("{family} route: local default dev lo table {TABLE}"),
         }
     }
@@ -124,7 +145,7 @@ fn list() -> io::Result<Vec<(AddressFamily, What)>> {
 
 /// The marks of our rules: one that is there is not to be made again, since the kernel takes two rules
 /// of which nobody said the preference for different ones.
-pub fn rules(netlink: &mut Netlink, family: AddressFamily) -> io::Result<Vec<u32>> {
+pub fn rules(netlink: &mut Netlink, family: AddressFamily) -> io::Result<Vec<Mark>> {
     let mut question = RuleMessage::default();
     question.header.family = family;
     let answers = netlink.list(&RouteNetlinkMessage::GetRule(question))?;
@@ -136,17 +157,20 @@ pub fn rules(netlink: &mut Netlink, family: AddressFamily) -> io::Result<Vec<u32
 }
 
 /// Nobody else's rule has this table and this bit.
-fn our_mark(rule: &RuleMessage) -> Option<u32> {
+fn our_mark(rule: &RuleMessage) -> Option<Mark> {
     let table = RuleAttribute::Table(TABLE);
     if !rule.attributes.contains(&table) {
         return None;
     }
-    rule.attributes
-        .iter()
-        .find_map(|attribute| match attribute {
-            RuleAttribute::FwMark(mark) if mark & FROM_CLIENT != 0 => Some(*mark),
-            _ => None,
-        })
+    let (mut value, mut mask) = (0, u32::MAX);
+    for attribute in &rule.attributes {
+        match attribute {
+            RuleAttribute::FwMark(mark) => value = *mark,
+            RuleAttribute::FwMask(found) => mask = *found,
+            _ => {}
+        }
+    }
+    (value & FROM_CLIENT != 0).then_some(Mark { mask, value })
 }
 
 fn is_our_route(answer: &RouteNetlinkMessage, family: AddressFamily) -> bool {

@@ -27,7 +27,7 @@ use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::{
-    answers,
+    answers::{self, Mark},
     error::{Doing, Error},
     map::{Hash, Mapped, Plain},
     pins::{self, Pins, spec},
@@ -708,7 +708,7 @@ pub fn route_answers(mark: u32) -> io::Result<()> {
     settings::set("ipv4/tcp_fwmark_accept", "1")
 }
 
-/// In the network namespace that this thread is in: has packets with this mark go to sockets here,
+/// In the network namespace that this thread is in: has packets that have these bits in their mark go to sockets here,
 /// whatever their destination.
 ///
 /// # Errors
@@ -728,11 +728,21 @@ pub fn route_to_sockets(mark: u32) -> io::Result<()> {
 fn route_family(netlink: &mut Netlink, family: AddressFamily, mark: u32) -> io::Result<()> {
     let route = RouteNetlinkMessage::NewRoute(answers_route(family));
     netlink.request(route, NLM_F_CREATE | NLM_F_REPLACE)?;
-    if answers::rules(netlink, family)?.contains(&mark) {
-        return Ok(());
+    let wanted = Mark::with(mark);
+    let rules = answers::rules(netlink, family)?;
+    if !rules.contains(&wanted) {
+        let rule = RouteNetlinkMessage::NewRule(answers_rule(family, wanted));
+        netlink.request(rule, NLM_F_CREATE | NLM_F_EXCL)?;
     }
-    let rule = RouteNetlinkMessage::NewRule(answers_rule(family, mark));
-    netlink.request(rule, NLM_F_CREATE | NLM_F_EXCL)
+    // An earlier agent's, which asked for the whole mark.
+    for old in rules
+        .into_iter()
+        .filter(|rule| rule.value == mark && *rule != wanted)
+    {
+        let rule = RouteNetlinkMessage::DelRule(answers_rule(family, old));
+        let _ = netlink.request(rule, 0);
+    }
+    Ok(())
 }
 
 /// The inverse of [`route_answers`] and [`route_to_sockets`], but for the setting, which somebody else may rely on by now.
@@ -744,8 +754,8 @@ pub fn route_answers_no_more(mark: u32) -> io::Result<()> {
     for family in [AddressFamily::Inet, AddressFamily::Inet6] {
         // Several, of agents that did not look. What is not there is gone.
         let rules = answers::rules(&mut netlink, family).unwrap_or_default();
-        for _ in rules.iter().filter(|known| **known == mark) {
-            let rule = RouteNetlinkMessage::DelRule(answers_rule(family, mark));
+        for known in rules.into_iter().filter(|known| known.value == mark) {
+            let rule = RouteNetlinkMessage::DelRule(answers_rule(family, known));
             let _ = netlink.request(rule, 0);
         }
         let route = RouteNetlinkMessage::DelRoute(answers_route(family));
@@ -754,11 +764,15 @@ pub fn route_answers_no_more(mark: u32) -> io::Result<()> {
     Ok(())
 }
 
-pub(super) fn answers_rule(family: AddressFamily, mark: u32) -> RuleMessage {
+pub(super) fn answers_rule(family: AddressFamily, mark: Mark) -> RuleMessage {
     let mut rule = RuleMessage::default();
     rule.header.family = family;
     rule.header.action = RuleAction::ToTable;
-    rule.attributes = vec![RuleAttribute::FwMark(mark), RuleAttribute::Table(TABLE)];
+    rule.attributes = vec![
+        RuleAttribute::FwMark(mark.value),
+        RuleAttribute::FwMask(mark.mask),
+        RuleAttribute::Table(TABLE),
+    ];
     rule
 }
 

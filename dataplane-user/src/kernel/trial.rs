@@ -165,6 +165,25 @@ impl Bystander {
     }
 }
 
+/// Somebody else's program that adds bits to the mark of what arrives on an interface, before all that are there, and
+/// leaves it to whoever comes next. Until the link is dropped.
+///
+/// # Errors
+/// The kernel's refusal; those before Linux 6.6 know no TCX.
+pub fn mark(ifindex: u32, bits: i32) -> io::Result<OwnedFd> {
+    // `mark` of `struct __sk_buff`.
+    const MARK: i16 = 8;
+    let program = [
+        instruction(0x61, 2, 1, MARK, 0), // r2 = *(u32 *)(r1 + MARK)
+        instruction(0x47, 2, 0, 0, bits), // r2 |= bits
+        instruction(0x63, 1, 2, MARK, 0), // *(u32 *)(r1 + MARK) = r2
+        set(0, -1),                       // TCX_NEXT
+        EXIT,
+    ];
+    let program = sys::prog_load(BPF_PROG_TYPE_SCHED_CLS, BPF_CGROUP_INET_INGRESS, &program)?;
+    sys::link_create_tcx(program.as_fd(), ifindex, BPF_TCX_INGRESS, true)
+}
+
 /// What a network device may do for the stack, or leave to it (`ethtool -K`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Offload {

@@ -7,7 +7,7 @@
 use std::{fs, net::SocketAddr};
 
 use anyhow::{Context as _, Result, ensure};
-use dataplane::kernel::Hook;
+use dataplane::kernel::{Hook, trial};
 use dataplane_common::{LAYOUT, Reason};
 use dataplane_tests::{
     Agent, Process, emulated,
@@ -18,6 +18,7 @@ use serde_json::{Value, json};
 use super::{World, foreign, mesh, pod, relay::Relay};
 use crate::{
     cluster::{ask, eventually, reaches, refused, sources_are},
+    features::on,
     outcome::run_args,
     proxy::{connect, each_end},
 };
@@ -25,6 +26,7 @@ use crate::{
 scenarios! {
     Dataplane:
     our_proxy_learns_where_a_machines_packets_were_to_go,
+    other_peoples_programs_see_what_is_captured,
     each_direction_ends_for_itself,
     rules_are_the_same_as_for_sockets,
     unknown_destinations_are_refused_at_once,
@@ -163,6 +165,59 @@ fn our_proxy_learns_where_a_machines_packets_were_to_go() -> Result<()> {
             "{status}"
         );
     }
+    Ok(())
+}
+
+/// Programs of others at the same interface, one before ours and one after it: what is captured the second sees, and the
+/// bits of the mark that the first has set are still there when the stack gets it.
+fn other_peoples_programs_see_what_is_captured() -> Result<()> {
+    // Of no mark of ours.
+    const THEIRS: i32 = 0x40;
+    if Hook::of_kernel() != Hook::Tcx {
+        println!(
+            "skipped capture::packets::other_peoples_programs_see_what_is_captured: this kernel has no TCX"
+        );
+        return Ok(());
+    }
+    let mut world = world()?;
+    capture(&mut world, json!({ "mode": "proxy" }), &[])?;
+    captured(&world, "10.244.1.5:7", "connect --count 3", "one")?;
+    let node = world.lab.node("node1").clone();
+    let after = trial::Bystander::load()?;
+    let _links = on(&node, |_| {
+        let ifindex = nix::net::if_::if_nametoindex("veth-app")?;
+        Ok([
+            trial::mark(ifindex, THEIRS)?,
+            after.attach_tcx(ifindex, false)?,
+        ])
+    })?;
+    let rules = "table inet theirs { chain pre { type filter hook prerouting priority -300; policy accept\n\
+                 meta mark 0x80003ade counter\nmeta mark 0x80003a9e counter; }\n}";
+    let script = format!("nft -f - <<'end'\n{rules}\nend");
+    node.command("sh").args(["-c", &script]).run()?;
+    let before = after.seen()?;
+    captured(&world, "10.244.1.5:7", "connect --count 3", "one")?;
+    captured(&world, "[fd00:10:244:2::5]:7", "connect --count 3", "far")?;
+    captured(&world, "10.96.0.10:80", "connect --count 3", "far")?;
+    // Of each connection a SYN, an ACK and a FIN at the least.
+    let seen = after.seen()? - before;
+    ensure!(
+        seen >= 27,
+        "the program after ours saw {seen} packets of 27"
+    );
+    let counted = node
+        .command("nft")
+        .args(["list", "table", "inet", "theirs"])
+        .run()?;
+    let counts: Vec<u64> = counted
+        .split("packets ")
+        .skip(1)
+        .filter_map(|rest| rest.split(' ').next()?.parse().ok())
+        .collect();
+    ensure!(
+        counts.len() == 2 && counts[0] >= 27 && counts[1] == 0,
+        "{counted}"
+    );
     Ok(())
 }
 
