@@ -2,7 +2,7 @@
 //! that are over are collected; those that lead to an endpoint that went away end at once.
 
 use std::{
-    cell::Cell,
+    cell::{Cell, RefCell},
     collections::HashSet,
     convert::Infallible,
     io,
@@ -28,7 +28,7 @@ use crate::{
         self, Tables,
         conntrack::{Collector, Conntrack, Held},
         nf_conntrack,
-        sockets::Peers,
+        sockets::{Peers, Sweeper},
     },
     plan::Departed,
 };
@@ -37,6 +37,8 @@ use crate::{
 const REST: Duration = Duration::from_secs(10);
 /// A walk rests between its steps, so that it takes at most one part in so many of one CPU.
 const SHARE: u32 = 20;
+/// How long to rest between two searches for sockets that are gone though nobody told.
+const SWEEP: Duration = Duration::from_mins(10);
 /// How soon to look again for sockets that were not found: `connect()` notes the endpoint shortly
 /// before the socket has it.
 const AGAIN: Duration = Duration::from_secs(1);
@@ -68,6 +70,7 @@ impl Flows {
         let bpffs = state.paths.bpffs.clone();
         let has_flows = Conntrack::open(&bpffs)?.is_some();
         let peers = Peers::open(&bpffs)?;
+        let sweeper = Sweeper::open(&bpffs)?;
         let (jobs, received) = mpsc::channel();
         let worker = Worker {
             bpffs,
@@ -75,6 +78,8 @@ impl Flows {
             state,
             peers,
             destroy,
+            sweeper: RefCell::new(sweeper),
+            swept: Cell::new(Instant::now()),
             held: Cell::default(),
             next: Cell::new(None),
         };
@@ -141,6 +146,9 @@ struct Worker {
     state: Arc<State>,
     peers: Option<Peers>,
     destroy: Vec<Protocol>,
+    sweeper: RefCell<Option<Sweeper>>,
+    /// When that last looked.
+    swept: Cell<Instant>,
     /// Cells that were held when flows were last walked through.
     held: Cell<Held>,
     /// Not before: where endpoints come and go all the time, this takes its share and no more.
@@ -159,7 +167,27 @@ impl Worker {
             }
             self.expire();
             self.wait(jobs, Some(REST))?;
+            self.sweep();
         }
+    }
+
+    /// Frees the places of sockets that are gone though nobody told, if that is due.
+    fn sweep(&self) {
+        let mut sweeper = self.sweeper.borrow_mut();
+        let Some(sweeper) = sweeper.as_mut() else {
+            return;
+        };
+        if self.swept.get().elapsed() < SWEEP {
+            return;
+        }
+        let start = Instant::now();
+        match sweeper.sweep() {
+            Ok(freed) => {
+                debug!(freed, took = ?start.elapsed(), "looked for places of gone sockets")
+            }
+            Err(error) => debug!("cannot look for places of gone sockets: {error}"),
+        }
+        self.swept.set(Instant::now());
     }
 
     /// Walks through all flows.

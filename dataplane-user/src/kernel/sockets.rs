@@ -8,6 +8,8 @@
 //! does not add it to that of UDP sockets (`inet_sk_diag_fill` in net/ipv4/inet_diag.c), so those
 //! whose set is full are not found.
 
+mod sweep;
+
 use std::{
     collections::HashMap,
     io,
@@ -30,6 +32,8 @@ use super::{
     namespaces,
     pins::{MAPS, MapSpec, Pins},
 };
+
+pub use sweep::Sweeper;
 
 const SOCK_DIAG_BY_FAMILY: u16 = 20;
 const SOCK_DESTROY: u16 = 21;

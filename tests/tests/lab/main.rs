@@ -80,6 +80,7 @@ mod ways;
 mod differential;
 mod kube_proxy;
 mod nodeport;
+mod peers;
 mod policies;
 mod socket_tcp;
 mod socket_udp;
@@ -192,6 +193,7 @@ fn main() -> ExitCode {
         same_flow::SCENARIOS,
         ipsec::SCENARIOS,
         forward_rules::SCENARIOS,
+        peers::SCENARIOS,
         kube_proxy::SCENARIOS,
         many_flows::SCENARIOS,
         differential::RECORDED,

@@ -10,7 +10,7 @@ use std::{
 use clap::Args;
 use dataplane_tests::patience;
 use nix::{errno::Errno, time::ClockId};
-use socket2::{Domain, SockAddr, Socket, Type};
+use socket2::{Domain, Protocol, SockAddr, Socket, Type};
 
 /// Where to, and how.
 #[derive(Args)]
@@ -33,6 +33,9 @@ pub struct Target {
     /// Use an IPv6 socket to reach an IPv4 address (as ::ffff:a.b.c.d), as Java and Go servers do
     #[arg(long)]
     pub v4_mapped: bool,
+    /// Use MPTCP
+    #[arg(long)]
+    mptcp: bool,
     /// Connect each TCP socket to this address first, whether that succeeds or not
     #[arg(long, value_name = "ADDRESS:PORT")]
     first: Option<SocketAddr>,
@@ -51,6 +54,7 @@ impl Target {
             sockets: AtomicU32::new(0),
             local_port: None,
             v4_mapped: false,
+            mptcp: false,
             first: None,
             timeout_ms,
         }
@@ -86,7 +90,8 @@ impl Target {
 
     /// A socket that gives up after the time limit.
     pub fn socket(&self, to: SocketAddr, kind: Type) -> io::Result<Socket> {
-        let socket = Socket::new(Domain::for_address(to), kind, None)?;
+        let mptcp = self.mptcp.then_some(Protocol::MPTCP);
+        let socket = Socket::new(Domain::for_address(to), kind, mptcp)?;
         if self.v4_mapped {
             socket.set_only_v6(false)?;
         }

@@ -1,0 +1,153 @@
+//! Places in `PEERS` whose sockets are gone, and of which nobody told.
+//!
+//! The kernel tells the programs that a socket is closed, but not of its own (`inet_release` leaves out those with
+//! `sk_kern_sock`): NFS's, and the subflows of MPTCP, one for each socket that a process has. Their places are found by
+//! asking for all sockets that there are.
+
+use std::{
+    collections::HashSet, fs, io, os::unix::fs::MetadataExt as _, path::Path,
+    sync::atomic::Ordering,
+};
+
+use dataplane_common::{
+    Protocol,
+    tables::{PeerSets, SOCKET_ELEMENTS, SOCKET_SETS, SOCKET_WAYS},
+};
+use nix::sys::socket::SockProtocol;
+use zerocopy::FromBytes as _;
+
+use super::{FAMILIES, Listed, SOCK_DIAG_BY_FAMILY, list};
+use crate::kernel::{
+    diag::Netlink,
+    error::{Doing, Error},
+    map::Mapped,
+    namespaces,
+    pins::{Pins, spec},
+};
+
+/// The PID namespace of the machine (`PROC_PID_INIT_INO` in `include/linux/proc_ns.h`).
+const OF_THE_MACHINE: &str = "pid:[4026531836]";
+
+/// Looks for such places.
+#[derive(Debug)]
+pub struct Sweeper {
+    noted: Mapped<PeerSets>,
+    /// The sockets that were not there the last time.
+    missed: HashSet<u64>,
+}
+
+impl Sweeper {
+    /// Opens the pinned table; `None` if there is none, or if there may be sockets that this process does not get to
+    /// see: those of network namespaces that only processes outside of its PID namespace are in.
+    ///
+    /// # Errors
+    /// If what is there is not ours, or may not be opened.
+    pub fn open(bpffs: &Path) -> Result<Option<Self>, Error> {
+        let namespace = fs::read_link("/proc/self/ns/pid")
+            .doing(|| "cannot ask for this process's PID namespace".to_owned())?;
+        let Some((noted, _)) = Pins::new(bpffs).open_map(spec("PEERS"))? else {
+            return Ok(None);
+        };
+        if namespace != Path::new(OF_THE_MACHINE) {
+            return Ok(None);
+        }
+        Ok(Some(Self {
+            noted: Mapped::map(noted, SOCKET_ELEMENTS, true)
+                .doing(|| "cannot map table PEERS".to_owned())?,
+            missed: HashSet::new(),
+        }))
+    }
+
+    /// How many places are taken.
+    pub fn taken(&self) -> usize {
+        self.owners().count()
+    }
+
+    /// Frees the places of sockets that are not connected, now and the last time: `connect()` notes an endpoint shortly
+    /// before the socket has it. Answers how many places that were.
+    ///
+    /// # Errors
+    /// If there is a network namespace whose sockets the kernel does not tell. Nothing was freed then.
+    pub fn sweep(&mut self) -> io::Result<usize> {
+        let noted: HashSet<u64> = self.owners().map(|(_, cookie)| cookie).collect();
+        if noted.is_empty() {
+            self.missed.clear();
+            return Ok(0);
+        }
+        let living = living()?;
+        let mut missed: HashSet<u64> = noted.difference(&living).copied().collect();
+        let gone: HashSet<u64> = missed.intersection(&self.missed).copied().collect();
+        let mut freed = 0;
+        for ((element, word), cookie) in self.owners() {
+            if gone.contains(&cookie)
+                && let Some(owner) = self.noted.word(element, word)
+            {
+                // Unless it was freed since, and is another's by now.
+                let was = owner.compare_exchange(cookie, 0, Ordering::Relaxed, Ordering::Relaxed);
+                freed += usize::from(was.is_ok());
+            }
+        }
+        missed.retain(|cookie| !gone.contains(cookie));
+        self.missed = missed;
+        Ok(freed)
+    }
+
+    /// The places that are taken, as element and word, and whose they are.
+    fn owners(&self) -> impl Iterator<Item = ((u32, usize), u64)> {
+        let places = (0..SOCKET_ELEMENTS)
+            .flat_map(|element| (0..SOCKET_SETS * SOCKET_WAYS).map(move |word| (element, word)));
+        places.filter_map(|(element, word)| {
+            let cookie = self.noted.word(element, word)?.load(Ordering::Relaxed);
+            (cookie != 0).then_some(((element, word), cookie))
+        })
+    }
+}
+
+/// The cookies of the connected sockets of every network namespace.
+fn living() -> io::Result<HashSet<u64>> {
+    let paths = namespaces::all();
+    // It leaves out what it cannot read, which here would be taken for sockets that are gone.
+    let own = fs::metadata("/proc/self/ns/net")?;
+    let machine = fs::metadata("/proc/1/ns/net")?;
+    let mut seen = HashSet::new();
+    for path in &paths {
+        // One whose process has ended since is looked for below.
+        if let Ok(found) = fs::metadata(path) {
+            seen.insert((found.dev(), found.ino()));
+        }
+    }
+    if [own, machine]
+        .iter()
+        .any(|known| !seen.contains(&(known.dev(), known.ino())))
+    {
+        return Err(io::Error::other("not all network namespaces can be found"));
+    }
+    let found: Vec<io::Result<Vec<u64>>> = namespaces::visit(&paths, |_, entered| {
+        entered?;
+        let mut netlink = Netlink::open(SockProtocol::NetlinkSockDiag)?;
+        let mut cookies = Vec::new();
+        for protocol in [Protocol::TCP, Protocol::UDP] {
+            for family in FAMILIES {
+                let request = list(protocol, family, None);
+                netlink.dump(SOCK_DIAG_BY_FAMILY, &request, |answer| {
+                    if let Ok((socket, _)) = Listed::read_from_prefix(answer) {
+                        cookies.push(socket.id.cookie());
+                    }
+                })?;
+            }
+        }
+        Ok(cookies)
+    })?;
+    let mut all = HashSet::new();
+    for cookies in found {
+        match cookies {
+            Ok(cookies) => all.extend(cookies),
+            // The process that had it has ended, and its sockets with it.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(all)
+}
+
+const _: () = assert!(std::mem::offset_of!(PeerSets, owners) == 0);
