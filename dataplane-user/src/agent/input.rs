@@ -36,26 +36,30 @@ pub enum Source {
 pub struct Opened {
     /// What to serve; none if that is not known yet.
     pub snapshot: Option<Snapshot>,
+    /// What manifests say of this node.
+    pub facts: Option<NodeFacts>,
     /// Tells of changed files.
     pub watcher: Option<Watcher>,
 }
 
 impl Opened {
     /// Reads manifests. Of the API, nothing is read yet: it may be away, and is then waited for.
-    pub fn new(source: &Source, node: &Node) -> Result<Self, Error> {
+    pub fn new(source: &Source, settings: &NodeSettings, node: &Node) -> Result<Self, Error> {
         let paths = match source {
             Source::Manifests(paths) => paths,
             Source::Kubernetes(settings) => {
                 settings.target.check()?;
                 return Ok(Self {
                     snapshot: None,
+                    facts: None,
                     watcher: None,
                 });
             }
         };
         // Before the files are read, so that no change is missed in between.
         let watcher = Watcher::new(paths)?;
-        let loaded = manifests::load(paths, node)?;
+        let mut loaded = manifests::load(paths, node)?;
+        settings.tell(&mut loaded).map_err(Error::Node)?;
         info!(
             services = loaded.snapshot.services.len(),
             files = loaded.files,
@@ -68,6 +72,7 @@ impl Opened {
         log(&loaded.snapshot.problems, &[]);
         Ok(Self {
             snapshot: Some(loaded.snapshot),
+            facts: loaded.facts,
             watcher: Some(watcher),
         })
     }
@@ -76,7 +81,12 @@ impl Opened {
 /// The source of a running agent.
 pub enum Input {
     /// Files and directories.
-    Manifests(Vec<PathBuf>),
+    Manifests {
+        /// Where they are.
+        paths: Vec<PathBuf>,
+        /// What they said of this node last.
+        facts: Option<NodeFacts>,
+    },
     /// The API.
     Kubernetes {
         /// The newest that nobody took yet.
@@ -122,9 +132,14 @@ impl Shown {
     }
 
     /// Begins to read on.
-    pub fn start(self, node: &Node, events: Sender<Event>) -> Result<Input, io::Error> {
+    pub fn start(
+        self,
+        node: &Node,
+        facts: Option<NodeFacts>,
+        events: Sender<Event>,
+    ) -> Result<Input, io::Error> {
         Ok(match self {
-            Self::Manifests(paths) => Input::Manifests(paths),
+            Self::Manifests(paths) => Input::Manifests { paths, facts },
             Self::Kubernetes(settings, health) => {
                 let latest = Arc::new(Latest::default());
                 let died = events.clone();
@@ -151,12 +166,22 @@ impl Shown {
 
 impl Input {
     /// Reads the manifests; whether that worked. (The API is read all the time.)
-    pub fn read(&self, wanted: &mut Snapshot, own: &Node, state: &admin::State) -> bool {
-        let Self::Manifests(paths) = self else {
+    pub fn read(
+        &mut self,
+        wanted: &mut Snapshot,
+        settings: &NodeSettings,
+        own: &Node,
+        state: &admin::State,
+    ) -> bool {
+        let Self::Manifests { paths, facts } = self else {
             return false;
         };
         match manifests::load_reusing(wanted, paths, own) {
-            Ok(loaded) => {
+            Ok(mut loaded) => {
+                if let Err(error) = settings.tell(&mut loaded) {
+                    warn!("cannot find out the node's addresses, keeping the last ones: {error}");
+                }
+                facts.clone_from(&loaded.facts);
                 log(&loaded.snapshot.problems, &wanted.problems);
                 *wanted = loaded.snapshot;
                 state.source_read();
@@ -197,10 +222,10 @@ impl Input {
         Some(view)
     }
 
-    /// What the API says of this node.
+    /// What the source says of this node.
     pub fn facts(&self) -> Option<&NodeFacts> {
         match self {
-            Self::Manifests(_) => None,
+            Self::Manifests { facts, .. } => facts.as_ref(),
             Self::Kubernetes { facts, .. } => Some(facts),
         }
     }

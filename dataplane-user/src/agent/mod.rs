@@ -40,7 +40,11 @@ use crate::{
     model::{Node, Snapshot},
     plan::{AdoptError, Planner},
     proxy::{self, handover::Outcome},
-    source::{kubernetes::ConnectError, manifests, objects::NodeFacts},
+    source::{
+        kubernetes::ConnectError,
+        manifests::{self, Loaded},
+        objects::NodeFacts,
+    },
 };
 use attacher::{Attacher, Means};
 use flows::Flows;
@@ -109,6 +113,23 @@ impl NodeSettings {
     /// If the kernel does not tell its name or its addresses.
     pub fn node_with(&self, facts: &NodeFacts) -> io::Result<Node> {
         Ok(facts.applied_to(&self.primary(&facts.addresses)?))
+    }
+
+    /// Has node ports answered where this node's object among the manifests says, as the API's does.
+    ///
+    /// # Errors
+    ///
+    /// If the kernel does not tell its name or its addresses.
+    pub fn tell(&self, loaded: &mut Loaded) -> io::Result<()> {
+        let told = loaded.facts.as_ref().map(|facts| &facts.addresses[..]);
+        let addresses = self.primary(told.unwrap_or_default())?.addresses;
+        if loaded.snapshot.node.addresses != addresses {
+            loaded.snapshot.node = Arc::new(Node {
+                addresses,
+                ..(*loaded.snapshot.node).clone()
+            });
+        }
+        Ok(())
     }
 
     fn primary(&self, told: &[IpAddr]) -> io::Result<Node> {
@@ -278,7 +299,7 @@ fn serve(settings: Settings, back: Option<Back>) -> Result<Option<Back>, Error> 
         Err(error) => warn!("cannot raise the limit of open files: {error}"),
     }
     let node = settings.node.node().map_err(Error::Node)?;
-    let opened = Opened::new(&settings.source, &node)?;
+    let opened = Opened::new(&settings.source, &settings.node, &node)?;
     let (given, mut left) = match back {
         Some(back) => back,
         None if settings.replace => {
@@ -344,7 +365,7 @@ fn serve(settings: Settings, back: Option<Back>) -> Result<Option<Back>, Error> 
         )
         .map_err(Error::Waiter)?;
     let input = shown
-        .start(&node, events.clone())
+        .start(&node, opened.facts, events.clone())
         .map_err(Error::Kubernetes)?;
     let destroy = settings.destroy_stale.clone();
     let flows = Flows::start(Arc::clone(&state), destroy, events.clone())?;

@@ -163,7 +163,11 @@ impl Sync {
             leaving: None,
             ..(*self.wanted.node).clone()
         };
-        if self.input.read(&mut self.wanted, &own, &self.state) {
+        let settings = &self.settings.node;
+        if self
+            .input
+            .read(&mut self.wanted, settings, &own, &self.state)
+        {
             self.sync(None)?;
         }
         self.tidy();

@@ -95,7 +95,11 @@ impl SourceArgs {
         let asking = "cannot find out this node's name and addresses";
         let node = settings.node().context(asking)?;
         let kubernetes = match self.source(kubernetes::Scope::HostPorts) {
-            Source::Manifests(paths) => return Ok(manifests::load(&paths, &node)?.snapshot),
+            Source::Manifests(paths) => {
+                let mut loaded = manifests::load(&paths, &node)?;
+                settings.tell(&mut loaded).context(asking)?;
+                return Ok(loaded.snapshot);
+            }
             Source::Kubernetes(kubernetes) => kubernetes,
         };
         kubernetes.target.check()?;

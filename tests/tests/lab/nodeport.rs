@@ -3,15 +3,19 @@
 use anyhow::{Result, ensure};
 use dataplane_common::Reason;
 use dataplane_tests::{Host, Lab};
+use serde_json::json;
 
 use crate::{
-    cluster::{Cluster, TCP, UDP, fails, peer_is, reaches, refused, serve, sources_are},
+    cluster::{
+        Cluster, TCP, UDP, eventually, fails, peer_is, reaches, refused, serve, sources_are,
+    },
     manifest::Service,
 };
 
 scenarios! {
     Dataplane:
     node_ports_are_on_primary_addresses_and_the_nodes_loopback,
+    the_nodes_object_among_the_manifests_decides,
     a_pods_loopback_is_its_own,
     load_balancers_that_must_be_passed_and_source_ranges,
     other_ports_of_shared_addresses_are_left_alone,
@@ -80,6 +84,67 @@ fn node_ports_are_on_primary_addresses_and_the_nodes_loopback() -> Result<()> {
     sources_are(&report, &cluster.client().addresses())?;
     // Another node's address is that node's business, and node1 runs no dataplane.
     refused(cluster.client(), "192.168.77.1:30080", "connect")
+}
+
+/// The node's internal addresses are those of its Node object, in both families, as with the API; without the object,
+/// those of the default route.
+fn the_nodes_object_among_the_manifests_decides() -> Result<()> {
+    let lab = lab_with_addresses()?;
+    lab.node("node2")
+        .ip("addr add fd77::92/64 dev eth0 nodad")?;
+    let services = |lab: &Lab| vec![web(lab)];
+    let cluster = Cluster::start_in(lab, &ALL, services, &[])?;
+    let (client, service) = (cluster.client(), [web(&cluster.lab)]);
+    let own = ["192.168.77.2", "[fd77::2]"];
+    let told = ["192.168.77.92", "[fd77::92]"];
+    let addresses = ["192.168.77.92", "fd77::92"]
+        .map(|address| json!({ "type": "InternalIP", "address": address }));
+    let node = json!({
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": { "name": "node2" },
+        "status": { "addresses": addresses },
+    });
+    let only = |served: [&str; 2], not: [&str; 2]| {
+        eventually(|| {
+            for address in served {
+                reaches(
+                    client,
+                    &format!("{address}:30080"),
+                    "connect --count 60",
+                    &ALL,
+                )?;
+            }
+            for address in not {
+                refused(client, &format!("{address}:30080"), "connect")?;
+            }
+            Ok(())
+        })
+    };
+    only(own, told)?;
+    cluster
+        .manifests
+        .write_with(&service, std::slice::from_ref(&node))?;
+    only(told, own)?;
+    cluster.manifests.write(&service)?;
+    only(own, told)?;
+    // Another agent begins with it, and so does `plan`.
+    cluster.manifests.write_with(&service, &[node])?;
+    only(told, own)?;
+    let plan = ["plan", "--node-name", "node2", "--manifests"];
+    let plan = cluster
+        .agent
+        .dataplane(plan)
+        .args([cluster.manifests.path()])
+        .output()?;
+    ensure!(plan.status.code() == Some(0), "{plan:?}");
+    let mut cluster = cluster;
+    cluster.agent.kill();
+    cluster.agent.start()?;
+    let status = cluster.status()?;
+    let shown = &status["agent"]["node_addresses"];
+    ensure!(*shown == json!(["192.168.77.92", "fd77::92"]), "{shown}");
+    Ok(())
 }
 
 /// What a pod serves on its loopback is reached there, and nothing else is.

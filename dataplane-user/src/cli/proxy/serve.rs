@@ -309,7 +309,8 @@ impl Services {
             Source::Manifests(paths) => {
                 // Before the files are read, so that no change is missed in between.
                 let watcher = Watcher::new(&paths)?;
-                let loaded = manifests::load(&paths, &node)?;
+                let mut loaded = manifests::load(&paths, &node)?;
+                settings.tell(&mut loaded).context(asking)?;
                 let services = loaded.snapshot.services.len();
                 info!(services, files = loaded.files, "read the manifests");
                 if let Some(line) = loaded.ignored_line() {
@@ -398,7 +399,10 @@ impl Services {
             }
         };
         match manifests::load_reusing(&self.wanted, paths, &own) {
-            Ok(loaded) => {
+            Ok(mut loaded) => {
+                if let Err(error) = self.node.tell(&mut loaded) {
+                    warn!("cannot find out the node's addresses, keeping the last ones: {error}");
+                }
                 info!(
                     services = loaded.snapshot.services.len(),
                     "{why}: read the manifests"

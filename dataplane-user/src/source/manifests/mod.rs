@@ -27,13 +27,18 @@ pub use watch::{WatchError, Watcher};
 
 use std::{collections::BTreeMap, path::PathBuf};
 
-use crate::model::{Node, Snapshot};
+use crate::{
+    model::{Node, Snapshot},
+    source::objects::NodeFacts,
+};
 
 /// What manifests came to.
 #[derive(Clone, Debug, Default)]
 pub struct Loaded {
     /// What to serve.
     pub snapshot: Snapshot,
+    /// What this node's own object tells, if there is one.
+    pub facts: Option<NodeFacts>,
     /// How many objects there were of each kind that is not served here.
     pub ignored: BTreeMap<String, usize>,
     /// How many services and slices were left to other proxies, as their labels ask, or are of

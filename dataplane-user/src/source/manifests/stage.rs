@@ -256,6 +256,7 @@ impl<'a> Stage<'a> {
         };
         Ok(Loaded {
             snapshot,
+            facts: self.node_object.map(|(facts, _)| facts),
             ignored: self.ignored,
             left_alone: self.left_alone,
             files: self.files.len(),
