@@ -245,16 +245,16 @@ struct PacketArgs {
     ///
     /// First: a program that ends the chain, as most do for packets they let pass, hides no service.
     /// Last: others see, and may drop, what clients send to a service before it is translated.
-    /// Whoever comes later may still go before ours.
+    /// Whoever comes later may still go before ours. `before:NAME`, `after:NAME`: next to the program with that name, also
+    /// if it comes later (TCX only). `program:ID` or `link:ID` in place of the name: by the kernel's number.
     #[arg(
         long,
-        value_enum,
-        value_name = "WHERE",
+        value_name = "first|last|before:NAME|after:NAME",
         env = "DATAPLANE_TC_ORDER",
         hide_env_values = true,
         default_value_t
     )]
-    tc_order: TcOrder,
+    tc_order: Order,
 
     /// How our programs are put on interfaces
     #[arg(
@@ -289,14 +289,6 @@ enum Switch {
     Off,
 }
 
-/// Where among other people's programs.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-enum TcOrder {
-    #[default]
-    First,
-    Last,
-}
-
 /// How programs are put on interfaces.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 enum TcHook {
@@ -317,10 +309,7 @@ impl PacketArgs {
                 TcHook::Tcx => Some(Hook::Tcx),
                 TcHook::Clsact => Some(Hook::Clsact),
             },
-            order: match self.tc_order {
-                TcOrder::First => Order::First,
-                TcOrder::Last => Order::Last,
-            },
+            order: self.tc_order,
         };
         PacketSettings {
             attach: (self.packet_path == Switch::On).then_some(attach),

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::{Config, Hook, LogFormat, LogLevel, OnExit, Order, Stale};
+use super::{Config, Hook, LogFormat, LogLevel, OnExit, Stale};
 
 /// What a configuration says for one flag.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -74,16 +74,7 @@ impl Config {
                 .enabled
                 .map(|on| if on { "on" } else { "off" }.to_owned()),
         );
-        one(
-            "tc-order",
-            packets.order.map(|it| {
-                match it {
-                    Order::First => "first",
-                    Order::Last => "last",
-                }
-                .to_owned()
-            }),
-        );
+        one("tc-order", packets.order.clone());
         one(
             "tc-hook",
             packets.hook.map(|it| {

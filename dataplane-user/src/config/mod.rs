@@ -224,9 +224,9 @@ pub struct Packets {
     /// Masquerade whatever goes to a cluster IP. Default: false.
     #[serde(skip_serializing_if = "is_default")]
     pub masquerade_all: bool,
-    /// Where our programs go among other people's on an interface. Default: first.
+    /// Where our programs go among other people's on an interface: first, last, before:NAME or after:NAME. Default: first.
     #[serde(skip_serializing_if = "is_default")]
-    pub order: Option<Order>,
+    pub order: Option<String>,
     /// How our programs are put on interfaces. Default: auto.
     #[serde(skip_serializing_if = "is_default")]
     pub hook: Option<Hook>,
@@ -234,16 +234,6 @@ pub struct Packets {
     #[serde(skip_serializing_if = "is_default")]
     #[schemars(range(min = 1024, max = 8_388_608))]
     pub conntrack_flows: Option<u32>,
-}
-
-/// Where among other people's programs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum Order {
-    /// No program before ours can hide a service from it.
-    First,
-    /// Others see what clients send to a service before it is translated.
-    Last,
 }
 
 /// How programs are put on interfaces.

@@ -154,6 +154,14 @@ impl Bystander {
         sys::link_create_tcx(self.program.as_fd(), ifindex, BPF_TCX_INGRESS, first)
     }
 
+    /// The kernel's number of it.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
+    pub fn id(&self) -> io::Result<u32> {
+        Ok(sys::prog_info(self.program.as_fd())?.id)
+    }
+
     /// How many packets it has seen.
     ///
     /// # Errors
@@ -182,6 +190,14 @@ pub fn mark(ifindex: u32, bits: i32) -> io::Result<OwnedFd> {
     ];
     let program = sys::prog_load(BPF_PROG_TYPE_SCHED_CLS, BPF_CGROUP_INET_INGRESS, &program)?;
     sys::link_create_tcx(program.as_fd(), ifindex, BPF_TCX_INGRESS, true)
+}
+
+/// The programs that TCX runs on what arrives at an interface, by the kernel's numbers and in their order.
+///
+/// # Errors
+/// The kernel's refusal; those before Linux 6.6 know no TCX.
+pub fn tcx_ingress(ifindex: u32) -> io::Result<Vec<u32>> {
+    sys::tcx_programs(ifindex, BPF_TCX_INGRESS)
 }
 
 /// What a network device may do for the stack, or leave to it (`ethtool -K`).

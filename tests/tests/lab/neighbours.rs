@@ -5,11 +5,14 @@
 use std::{fs, path::PathBuf};
 
 use anyhow::{Context as _, Result, ensure};
-use dataplane::kernel::{Hook, trial::Bystander};
+use dataplane::kernel::{
+    Hook,
+    trial::{self, Bystander},
+};
 use dataplane_tests::{Agent, Host, Lab};
 
 use crate::{
-    cluster::{TCP, reaches, serve},
+    cluster::{TCP, eventually, reaches, serve},
     features::on,
     manifest::{Manifests, Service},
     outcome::run,
@@ -19,6 +22,7 @@ scenarios! {
     Dataplane:
     others_filters_and_ours_share_clsact,
     others_links_and_ours_share_tcx,
+    ours_stay_beside_an_others,
 }
 
 /// The node's interface that faces the others.
@@ -179,4 +183,75 @@ fn others_links_and_ours_share_tcx() -> Result<()> {
     drop(agent);
     scene.all_see(&all)?;
     scene.all_see(&[("filter", &filter)])
+}
+
+/// Where our program is among those that TCX runs on the uplink.
+fn places(scene: &Scene, others: &[&Bystander]) -> Result<(usize, Vec<usize>)> {
+    let ids = on(scene.node(), |_| {
+        let index = nix::net::if_::if_nametoindex(UPLINK)?;
+        Ok(trial::tcx_ingress(index)?)
+    })?;
+    let place = |id: u32| {
+        ids.iter()
+            .position(|known| *known == id)
+            .context("it is not there")
+    };
+    let others = others
+        .iter()
+        .map(|other| place(other.id()?))
+        .collect::<Result<Vec<_>>>()?;
+    let own = (0..ids.len())
+        .find(|at| !others.contains(at))
+        .context("ours is not there")?;
+    Ok((own, others))
+}
+
+/// Beside somebody else's program, from before or from later, also once that has gone to another place.
+fn ours_stay_beside_an_others() -> Result<()> {
+    if Hook::of_kernel() != Hook::Tcx {
+        println!(
+            "skipped neighbours::ours_stay_beside_an_others: this kernel has no TCX (Linux 6.6)"
+        );
+        return Ok(());
+    }
+    for side in ["before", "after"] {
+        let scene = Scene::new()?;
+        let attach = |bystander: &Bystander, first| {
+            on(scene.node(), |_| {
+                let index = nix::net::if_::if_nametoindex(UPLINK)?;
+                Ok(bystander.attach_tcx(index, first)?)
+            })
+        };
+        let [head, anchor, tail] = [Bystander::load()?, Bystander::load()?, Bystander::load()?];
+        let order = format!("{side}:program:{}", anchor.id()?);
+        let _head = attach(&head, true)?;
+        let link = attach(&anchor, false)?;
+        let _tail = attach(&tail, false)?;
+        let _agent = scene.agent(&["--tc-order", &order])?;
+        let beside = |wanted: [usize; 4]| {
+            eventually(|| {
+                let (own, others) = places(&scene, &[&head, &anchor, &tail])?;
+                let found = [others[0], own, others[1], others[2]];
+                ensure!(found == wanted, "{order}: {found:?}, not {wanted:?}");
+                Ok(())
+            })
+        };
+        beside(if side == "before" {
+            [0, 1, 2, 3]
+        } else {
+            [0, 2, 1, 3]
+        })?;
+        // It comes again, at the wrong side of ours. Whatever happens to interfaces, the chain is looked at.
+        drop(link);
+        let _link = attach(&anchor, side == "before")?;
+        scene
+            .node()
+            .ip("link add other type veth peer name another")?;
+        beside(if side == "before" {
+            [2, 0, 1, 3]
+        } else {
+            [0, 3, 2, 1]
+        })?;
+    }
+    Ok(())
 }

@@ -192,8 +192,8 @@ impl Clsact {
             .collect();
         // One preference, one filter: those that share one must be of one kind.
         let preferences: Box<dyn Iterator<Item = u32>> = match order {
-            Order::First => Box::new(1..=0xffff),
-            Order::Last => Box::new((1..=0xffff).rev()),
+            Order::First | Order::Before(_) => Box::new(1..=0xffff),
+            Order::Last | Order::After(_) => Box::new((1..=0xffff).rev()),
         };
         let mut free = preferences.filter(|p| !taken.contains(p));
         let preference = match (direction, order) {

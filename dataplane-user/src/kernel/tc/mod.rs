@@ -2,6 +2,7 @@
 //! filters of a clsact qdisc where it has not. What others have there is left alone.
 
 mod clsact;
+mod order;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,6 +16,7 @@ use aya_obj::generated::bpf_attach_type::{self, BPF_TCX_EGRESS, BPF_TCX_INGRESS}
 use tracing::warn;
 
 use self::clsact::{Clsact, Filter};
+pub use self::order::Order;
 use super::{
     error::{Doing, Error},
     pins::{CleanupItem, Pins},
@@ -48,16 +50,6 @@ impl Hook {
             Err(_) => Self::Clsact,
         }
     }
-}
-
-/// Where among other people's programs ours go.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Order {
-    /// Before them.
-    #[default]
-    First,
-    /// After them.
-    Last,
 }
 
 /// Which way packets go, and so which of our programs sees them.
@@ -128,6 +120,14 @@ impl PacketPrograms {
         order: Order,
     ) -> Result<Self, Error> {
         let hook = hook.unwrap_or_else(Hook::of_kernel);
+        if hook == Hook::Clsact && order.is_relative() {
+            return Err(io::Error::from(io::ErrorKind::Unsupported)).doing(|| {
+                format!(
+                    "cannot put programs at the place {order}: it takes TCX (Linux 6.6), and here they are \
+                     filters; use --tc-order first or last"
+                )
+            });
+        }
         Ok(Self {
             ingress: Program::new(ingress, Direction::Ingress, hook, order)?,
             egress: Program::new(egress, Direction::Egress, hook, order)?,
@@ -283,7 +283,7 @@ impl Program {
         let name = self.direction.program();
         match link {
             Some((link, info))
-                if info.target == LinkTarget::Tcx(ifindex) && !self.is_late(pins, &info) =>
+                if info.target == LinkTarget::Tcx(ifindex) && !self.is_misplaced(pins, &info) =>
             {
                 if info.program == self.id {
                     return Ok(());
@@ -292,26 +292,32 @@ impl Program {
                     .doing(|| format!("cannot swap program {name} on {}", self::name(ifindex)))
             }
             // There is none, or somebody detached it, or its interface is gone and this is another
-            // one with the same number; or the packet path's would see packets first.
+            // one with the same number; or it is at the wrong place.
             link => {
-                let first = self.order == Order::First;
-                let new =
-                    sys::link_create_tcx(self.fd.as_fd(), ifindex, self.direction.tcx(), first)
-                        .doing(|| {
-                            format!("cannot attach program {name} to {}", self::name(ifindex))
-                        })?;
+                if let Some((link, info)) = &link
+                    && info.program == self.id
+                {
+                    // An interface has a program once only.
+                    let _ = sys::link_detach(link.as_fd());
+                }
+                let attach = self.direction.tcx();
+                let new = self
+                    .order
+                    .attach(self.fd.as_fd(), ifindex, attach)
+                    .doing(|| format!("cannot attach program {name} to {}", self::name(ifindex)))?;
                 pin_link(new.as_fd(), path, link.is_some())
             }
         }
     }
 
-    /// Whether it is to be before the packet path's program, and is not.
-    fn is_late(&self, pins: &Pins, own: &LinkInfo) -> bool {
+    /// Whether it is to be before the packet path's program, and is not, or on another side of somebody else's.
+    fn is_misplaced(&self, pins: &Pins, own: &LinkInfo) -> bool {
         let LinkTarget::Tcx(ifindex) = own.target else {
             return false;
         };
         if self.direction != Direction::Capture {
-            return false;
+            let chain = || sys::tcx_chain(ifindex, self.direction.tcx()).unwrap_or_default();
+            return self.order.is_relative() && self.order.is_broken(own.program, &chain());
         }
         let other = pin(pins, Direction::Ingress, ifindex);
         let Ok(Some((_, other))) = ours(&other, Direction::Ingress) else {
