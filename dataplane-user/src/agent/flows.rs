@@ -70,7 +70,7 @@ impl Flows {
         let bpffs = state.paths.bpffs.clone();
         let has_flows = Conntrack::open(&bpffs)?.is_some();
         let peers = Peers::open(&bpffs)?;
-        let sweeper = Sweeper::open(&bpffs)?;
+        let sweeper = Sweeper::open(&bpffs, &state.paths.cgroup)?;
         let (jobs, received) = mpsc::channel();
         let worker = Worker {
             bpffs,

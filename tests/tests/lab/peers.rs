@@ -24,7 +24,7 @@ fn places_of_the_kernels_own_sockets_are_freed() -> Result<()> {
         ]
     })?;
     let (client, to) = (cluster.client(), "10.96.0.10:80");
-    let Some(mut sweeper) = Sweeper::open(cluster.agent.bpffs())? else {
+    let Some(mut sweeper) = Sweeper::open(cluster.agent.bpffs(), cluster.agent.cgroup())? else {
         println!(
             "skipped peers::places_of_the_kernels_own_sockets_are_freed: this is not the machine's PID namespace"
         );
@@ -36,6 +36,7 @@ fn places_of_the_kernels_own_sockets_are_freed() -> Result<()> {
         .stdin_piped()
         .stdout_piped()
         .spawn()?;
+    held.wait_for_line()?;
     eventually(|| {
         ensure!(sweeper.taken() == 1, "{} places are taken", sweeper.taken());
         Ok(())

@@ -5,7 +5,9 @@
 //! asking for all sockets that there are.
 
 use std::{
-    collections::HashSet, fs, io, os::unix::fs::MetadataExt as _, path::Path,
+    collections::HashSet,
+    fs, io,
+    path::{Path, PathBuf},
     sync::atomic::Ordering,
 };
 
@@ -18,6 +20,7 @@ use zerocopy::FromBytes as _;
 
 use super::{FAMILIES, Listed, SOCK_DIAG_BY_FAMILY, list};
 use crate::kernel::{
+    cgroup2_root,
     diag::Netlink,
     error::{Doing, Error},
     map::Mapped,
@@ -32,17 +35,19 @@ const OF_THE_MACHINE: &str = "pid:[4026531836]";
 #[derive(Debug)]
 pub struct Sweeper {
     noted: Mapped<PeerSets>,
+    /// Whose processes' sockets have places, as `/proc/PID/cgroup` has it.
+    cgroup: PathBuf,
     /// The sockets that were not there the last time.
     missed: HashSet<u64>,
 }
 
 impl Sweeper {
-    /// Opens the pinned table; `None` if there is none, or if there may be sockets that this process does not get to
+    /// Opens the pinned table of an agent that serves the processes of a cgroup; `None` if there is none, or if there may be sockets that this process does not get to
     /// see: those of network namespaces that only processes outside of its PID namespace are in.
     ///
     /// # Errors
     /// If what is there is not ours, or may not be opened.
-    pub fn open(bpffs: &Path) -> Result<Option<Self>, Error> {
+    pub fn open(bpffs: &Path, cgroup: &Path) -> Result<Option<Self>, Error> {
         let namespace = fs::read_link("/proc/self/ns/pid")
             .doing(|| "cannot ask for this process's PID namespace".to_owned())?;
         let Some((noted, _)) = Pins::new(bpffs).open_map(spec("PEERS"))? else {
@@ -54,6 +59,7 @@ impl Sweeper {
         Ok(Some(Self {
             noted: Mapped::map(noted, SOCKET_ELEMENTS, true)
                 .doing(|| "cannot map table PEERS".to_owned())?,
+            cgroup: Path::new("/").join(cgroup.strip_prefix(cgroup2_root()?).unwrap_or(cgroup)),
             missed: HashSet::new(),
         }))
     }
@@ -74,7 +80,7 @@ impl Sweeper {
             self.missed.clear();
             return Ok(0);
         }
-        let living = living()?;
+        let living = living(&self.cgroup)?;
         let mut missed: HashSet<u64> = noted.difference(&living).copied().collect();
         let gone: HashSet<u64> = missed.intersection(&self.missed).copied().collect();
         let mut freed = 0;
@@ -103,24 +109,24 @@ impl Sweeper {
     }
 }
 
-/// The cookies of the connected sockets of every network namespace.
-fn living() -> io::Result<HashSet<u64>> {
+/// The cookies of the connected sockets of every network namespace that a process in the cgroup may be in.
+fn living(cgroup: &Path) -> io::Result<HashSet<u64>> {
     let paths = namespaces::all();
-    // It leaves out what it cannot read, which here would be taken for sockets that are gone.
-    let own = fs::metadata("/proc/self/ns/net")?;
-    let machine = fs::metadata("/proc/1/ns/net")?;
-    let mut seen = HashSet::new();
-    for path in &paths {
-        // One whose process has ended since is looked for below.
-        if let Ok(found) = fs::metadata(path) {
-            seen.insert((found.dev(), found.ino()));
+    // It leaves out what it may not look at, which here would be taken for sockets that are gone.
+    for process in fs::read_dir("/proc")? {
+        let process = process?;
+        let is_process = process
+            .file_name()
+            .as_encoded_bytes()
+            .iter()
+            .all(u8::is_ascii_digit);
+        if let Err(error) = fs::metadata(process.path().join("ns/net"))
+            && is_process
+            && error.kind() != io::ErrorKind::NotFound
+            && is_in(&process.path(), cgroup)
+        {
+            return Err(error);
         }
-    }
-    if [own, machine]
-        .iter()
-        .any(|known| !seen.contains(&(known.dev(), known.ino())))
-    {
-        return Err(io::Error::other("not all network namespaces can be found"));
     }
     let found: Vec<io::Result<Vec<u64>>> = namespaces::visit(&paths, |_, entered| {
         entered?;
@@ -148,6 +154,15 @@ fn living() -> io::Result<HashSet<u64>> {
         }
     }
     Ok(all)
+}
+
+/// Whether a process is in a cgroup, which is given as `/proc/PID/cgroup` has it. One that has ended is nowhere.
+fn is_in(process: &Path, cgroup: &Path) -> bool {
+    let Ok(all) = fs::read_to_string(process.join("cgroup")) else {
+        return false;
+    };
+    let own = all.lines().find_map(|line| line.strip_prefix("0::"));
+    own.is_none_or(|own| Path::new(own).starts_with(cgroup))
 }
 
 const _: () = assert!(std::mem::offset_of!(PeerSets, owners) == 0);
