@@ -126,6 +126,7 @@ struct Object {
     metadata: Metadata,
     spec: Option<wire::ServiceSpec>,
     node_spec: Option<wire::NodeSpec>,
+    node_status: Option<wire::NodeStatus>,
     pod_spec: Option<wire::PodSpec>,
     pod_status: Option<wire::PodStatus>,
     status: Option<wire::ServiceStatus>,
@@ -225,7 +226,9 @@ impl Object {
                     spec: self
                         .node_spec
                         .or_else(|| early(&mut self.early, "spec", &mut findings)),
-                    status: None,
+                    status: self
+                        .node_status
+                        .or_else(|| early(&mut self.early, "status", &mut findings)),
                     metadata: self.metadata,
                 };
                 Body::Node(objects::node(&object, &mut findings))
@@ -370,6 +373,7 @@ impl<'de> Visitor<'de> for ObjectReader<'_> {
                     match (object.sort(), key.as_str()) {
                         (Sort::Service, "spec") => object.spec = map.next_value()?,
                         (Sort::Node, "spec") => object.node_spec = map.next_value()?,
+                        (Sort::Node, "status") => object.node_status = map.next_value()?,
                         (Sort::Pod, "spec") => object.pod_spec = map.next_value()?,
                         (Sort::Pod, "status") => object.pod_status = map.next_value()?,
                         (Sort::Service, "status") => object.status = map.next_value()?,
