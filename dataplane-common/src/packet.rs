@@ -408,7 +408,7 @@ layout! {
         /// Which bits of a place count: how many cells `CONNTRACK` has, and how many slots `ANSWERS`, a power of two, less
         /// one.
         pub cells: u32,
-        /// The set in `SOURCES` of the networks that IPsec policies' packets go to; 0: nothing is protected by a policy;
+        /// The set in `SOURCES` of the networks that IPsec policies' packets go to (a value of 0: none of them); 0: nothing is protected by a policy;
         /// [`PacketConfig::ALL_PROTECTED`]: everything is. The set's values are sets of the networks that such packets
         /// come from, whose values are [`SourceKey::PROTECTED`] and [`SourceKey::PASSED`].
         pub policies: u32,

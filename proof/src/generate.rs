@@ -132,13 +132,22 @@ pub fn policies(seed: u64) -> Vec<Policy> {
             .expect("a network")
     };
     let several = rng.random_range(1..6);
-    let all = (0..several).map(|_| Policy {
-        kind: (rng.random_range(0..3), 0),
-        priority: rng.random_range(0..4),
-        src: network(&mut rng),
-        dst: network(&mut rng),
-        narrow: false,
-        protects: rng.random_ratio(2, 3),
+    let all = (0..several).map(|_| {
+        let src = network(&mut rng);
+        let dst = loop {
+            let dst = network(&mut rng);
+            if src.addr().is_ipv4() == dst.addr().is_ipv4() {
+                break dst;
+            }
+        };
+        Policy {
+            kind: (rng.random_range(0..3), 0),
+            priority: rng.random_range(0..4),
+            src,
+            dst,
+            narrow: false,
+            protects: rng.random_ratio(2, 3),
+        }
     });
     all.collect()
 }

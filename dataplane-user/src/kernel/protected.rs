@@ -6,6 +6,8 @@ use dataplane_common::{
     packet::{PacketConfig, SourceKey},
 };
 
+use ipnet::{IpNet, Ipv4Net};
+
 use super::{
     error::Error,
     packet::{PacketTables, Sources},
@@ -116,7 +118,8 @@ impl PacketTables {
         if first == 0 || first == PacketConfig::ALL_PROTECTED {
             return Ok(first != 0);
         }
-        let Some(from) = self.sources().said(first, dst)? else {
+        let from = self.sources().said(first, dst)?;
+        let Some(from) = from.filter(|from| *from != 0) else {
             return Ok(false);
         };
         Ok(self.sources().said(from, src)? == Some(SourceKey::PROTECTED))
@@ -135,6 +138,11 @@ fn fill(sources: &Sources, selectors: &Selectors, first: u32) -> Result<bool, Er
             sources.put(&source_key(set, src), said)?;
         }
         sources.put(&source_key(first, dst), set)?;
+    }
+    // In the table's sixteen bytes `::/0` is IPv4's, too.
+    let v4 = IpNet::V4(Ipv4Net::default());
+    if !selectors.is_empty() && !selectors.contains_key(&v4) {
+        sources.put(&source_key(first, &v4), 0)?;
     }
     Ok(!selectors.is_empty())
 }

@@ -47,10 +47,10 @@ const RULES: [(&str, &str, &[&str]); 6] = [
         "nft -f -",
         "table inet firewalld { chain filter_FORWARD { type filter hook forward priority 10; policy accept\n\
          ct state established accept\njump reject_it; }\nchain reject_it { reject with icmpx admin-prohibited; }\n}\n\
-         table ip6 strict { chain all { type filter hook forward priority 0; policy drop; }\n}",
+         table ip6 strict { chain strict_fwd { type filter hook forward priority 0; policy drop; }\n}",
         &[
             "nft inet firewalld filter_FORWARD (firewalld) has rules",
-            "nft ip6 strict all (owner unknown) drops what no rule accepts:",
+            "nft ip6 strict strict_fwd (owner unknown) drops what no rule accepts:",
         ],
     ),
     (
@@ -59,7 +59,7 @@ const RULES: [(&str, &str, &[&str]); 6] = [
          chain filter-forward { type filter hook forward priority -1; policy accept\nip daddr vmap @refused; }\n\
          chain reject-chain { reject; }\n}\n\
          table inet others { chain output { type filter hook output priority 0; policy drop; }\n\
-         chain fwd { type filter hook forward priority 0; policy accept\ncounter accept; }\n}",
+         chain passing { type filter hook forward priority 0; policy accept\ncounter accept; }\n}",
         &[],
     ),
     (

@@ -187,6 +187,13 @@ fn what_a_policy_lets_pass_is_served() -> Result<()> {
         eventually(|| fails(client, vip, "connect", "TIMEOUT"))?;
     }
     reaches(client, "[fd00:96::10]:80", "connect", &["far"])?;
+    let all6 = format!("src ::/0 dst ::/0 dir out priority 50 {TUNNEL6}");
+    policy(node, "delete", all)?;
+    policy(node, "add", &all6)?;
+    eventually(|| fails(client, "[fd00:96::10]:80", "connect", "TIMEOUT"))?;
+    reaches(client, "10.96.0.10:80", "connect", &["far"])?;
+    policy(node, "add", &format!("{all} priority 50 {TUNNEL}"))?;
+    eventually(|| fails(client, "10.96.0.10:80", "connect", "TIMEOUT"))?;
     // The flow's addresses: of the client, the service and the endpoint, there and back.
     let pods = ["10.244.0.0/16", "10.96.0.0/12"];
     for src in pods {

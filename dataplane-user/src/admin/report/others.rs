@@ -15,11 +15,11 @@ pub fn findings() -> Vec<Finding> {
     let mut findings = Vec::new();
     match kernel::ipsec_policies() {
         Ok(policies) => findings.extend(ipsec(&policies)),
-        Err(error) => findings.push(error(error.to_string())),
+        Err(why) => findings.push(error(why.to_string())),
     }
     match netfilter::forward_chains() {
         Ok(chains) => findings.extend(forward::warning(&chains).map(warning)),
-        Err(error) => findings.push(warning(error.to_string())),
+        Err(why) => findings.push(warning(why.to_string())),
     }
     findings
 }
