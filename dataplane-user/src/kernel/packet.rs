@@ -86,6 +86,8 @@ pub trait Filter {
     fn let_through(&mut self, addr: Addr);
     /// After an address was masqueraded to for the last time.
     fn let_through_no_more(&mut self, addr: Addr);
+    /// Waits until no program that runs now can still see what was in use before.
+    fn wait_for_programs(&mut self) -> Result<(), Error>;
 }
 
 impl Filter for Tables {
@@ -95,6 +97,10 @@ impl Filter for Tables {
 
     fn let_through_no_more(&mut self, addr: Addr) {
         Self::let_through_no_more(self, addr);
+    }
+
+    fn wait_for_programs(&mut self) -> Result<(), Error> {
+        self.grace()
     }
 }
 
@@ -170,7 +176,7 @@ impl PacketPath {
             self.tables.set_config(config);
         }
         if matches!(change, Change::Made) {
-            all.grace()?;
+            filter.wait_for_programs()?;
             self.protected.remove_old(self.tables.sources())?;
         }
         let sources = self.tables.sources();

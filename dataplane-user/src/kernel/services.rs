@@ -116,6 +116,10 @@ impl Filter for ServiceTables {
         inner.masquerade.remove(&addr);
         inner.tables.let_through_no_more(addr);
     }
+
+    fn wait_for_programs(&mut self) -> Result<(), Error> {
+        self.grace()
+    }
 }
 
 /// The tables, while nobody else has them.
