@@ -111,25 +111,7 @@ impl Sweeper {
 
 /// The cookies of the connected sockets of every network namespace that a process in the cgroup may be in.
 fn living(cgroup: &Path) -> io::Result<HashSet<u64>> {
-    let paths = namespaces::all();
-    // It leaves out what it may not look at, which here would be taken for sockets that are gone.
-    for process in fs::read_dir("/proc")? {
-        let process = process?;
-        let is_process = process
-            .file_name()
-            .as_encoded_bytes()
-            .iter()
-            .all(u8::is_ascii_digit);
-        if let Err(error) = fs::metadata(process.path().join("ns/net"))
-            && is_process
-            && error.kind() != io::ErrorKind::NotFound
-            && is_in(&process.path(), cgroup)
-        {
-            return Err(error);
-        }
-    }
-    let found: Vec<io::Result<Vec<u64>>> = namespaces::visit(&paths, |_, entered| {
-        entered?;
+    let visited = namespaces::visit(|_| {
         let mut netlink = Netlink::open(SockProtocol::NetlinkSockDiag)?;
         let mut cookies = Vec::new();
         for protocol in [Protocol::TCP, Protocol::UDP] {
@@ -143,17 +125,16 @@ fn living(cgroup: &Path) -> io::Result<HashSet<u64>> {
             }
         }
         Ok(cookies)
-    })?;
-    let mut all = HashSet::new();
-    for cookies in found {
-        match cookies {
-            Ok(cookies) => all.extend(cookies),
-            // The process that had it has ended, and its sockets with it.
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => return Err(error),
+    });
+    for (path, error) in visited.unread {
+        // `/proc/PID/ns/net`: a process that may not be looked at, whose sockets have no places if it is not served.
+        let process = path.parent().and_then(Path::parent);
+        let is_process = path.starts_with("/proc") && path.ends_with("ns/net");
+        if !is_process || process.is_none_or(|process| is_in(process, cgroup)) {
+            return Err(error);
         }
     }
-    Ok(all)
+    Ok(visited.found.into_iter().flatten().collect())
 }
 
 /// Whether a process is in a cgroup, which is given as `/proc/PID/cgroup` has it. One that has ended is nowhere.
