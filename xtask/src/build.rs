@@ -10,6 +10,7 @@ use anyhow::{Context, Result};
 
 use crate::{
     command::{cargo, check},
+    progress::note,
     setup::{self, Purpose, Tools},
     workspace,
 };
@@ -68,6 +69,20 @@ pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
         )?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Tells a person who waits for the first build of a clone how long it takes. Later builds take seconds.
+pub fn announce(profile: Profile) {
+    let minutes = match profile {
+        Profile::Debug => 3,
+        Profile::Release => 6,
+    };
+    if !profile.binary("dataplane").exists() {
+        note(&format!(
+            "compiling the kernel programs, then `dataplane` and the crates that it uses: about {minutes} minutes on \
+             two cores, once in a clone"
+        ));
+    }
 }
 
 /// Compiles the kernel programs.

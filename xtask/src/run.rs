@@ -34,9 +34,6 @@ pub struct Arguments {
     /// Practice node: how to print the result
     #[arg(long, value_enum, default_value_t = Output::Text, conflicts_with = "agent")]
     output: Output,
-    /// Practice node: build quickly (target/debug) instead of fast (target/release)
-    #[arg(long, conflicts_with = "agent")]
-    debug: bool,
     /// The agent's own arguments; see `cargo xtask run -- --help`
     #[arg(last = true)]
     agent: Vec<OsString>,
@@ -66,11 +63,14 @@ pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
     if practice {
         practice::check()?;
     }
-    let profile = if arguments.debug {
+    // The tests use what the practice node is built from, and the kernel programs, which decide, are optimised in
+    // either profile. A node gets what is shipped.
+    let profile = if practice {
         Profile::Debug
     } else {
         Profile::Release
     };
+    build::announce(profile);
     build::programs(&tools)?;
     build::binaries(profile, &build::BINARIES)?;
     if practice {
@@ -83,7 +83,7 @@ pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
         });
     }
 
-    let mut agent = Command::new(Profile::Release.binary("dataplane"));
+    let mut agent = Command::new(profile.binary("dataplane"));
     agent.args(agent_arguments(&arguments.agent));
     if !nix::unistd::geteuid().is_root() {
         anstream::eprintln!(
