@@ -48,9 +48,9 @@ fn near(number: u32, position: Option<u32>) -> bool {
     position.is_some_and(|position| ahead(number, position).unsigned_abs() <= u64::from(NEAR))
 }
 
-/// 0 stands for "unknown" in the table.
-fn known(number: u32) -> Option<u32> {
-    Some(number.max(1))
+/// The number as the table has it, where 0 stands for "unknown".
+fn stored(number: u32) -> u32 {
+    number.max(1)
 }
 
 impl Numbers {
@@ -58,8 +58,8 @@ impl Numbers {
     pub fn begun(first: &Headers) -> Self {
         match Segment::of(first) {
             Some(segment) if segment.has(flags::SYN) => Self {
-                positions: [known(segment.end), None],
-                syn: known(segment.end),
+                positions: [Some(stored(segment.end)), None],
+                syn: Some(stored(segment.end)),
             },
             _ => Self::default(),
         }
@@ -91,7 +91,7 @@ impl Numbers {
         }
         if segment.has(flags::SYN) && segment.ack.is_none() {
             if !replies {
-                self.syn = known(segment.end);
+                self.syn = Some(stored(segment.end));
             }
             return seen::PACKET;
         }
@@ -111,13 +111,13 @@ impl Numbers {
             return seen::PACKET;
         }
         if !near(segment.end, self.positions[own]) {
-            self.positions[own] = known(segment.end);
+            self.positions[own] = Some(stored(segment.end));
         }
         if let Some(ack) = segment.ack
             && anew
             && !near(ack, self.positions[other])
         {
-            self.positions[other] = known(ack);
+            self.positions[other] = Some(stored(ack));
         }
         if segment.has(flags::FIN) {
             seen::PACKET | seen::FIN

@@ -1,5 +1,10 @@
 //! Many pods, at the same time and one after the other.
 
+#![expect(
+    clippy::cast_precision_loss,
+    reason = "counts of pods, files and connections are small; metrics are floating-point numbers"
+)]
+
 use std::{env, fs};
 
 use anyhow::{Context as _, Result, ensure};
