@@ -183,7 +183,7 @@ impl Worker {
         let start = Instant::now();
         match sweeper.sweep() {
             Ok(freed) => {
-                debug!(freed, took = ?start.elapsed(), "looked for places of gone sockets")
+                debug!(freed, took = ?start.elapsed(), "looked for places of gone sockets");
             }
             Err(error) => debug!("cannot look for places of gone sockets: {error}"),
         }

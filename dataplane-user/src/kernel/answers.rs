@@ -165,7 +165,7 @@ fn our_mark(rule: &RuleMessage) -> Option<Mark> {
     let (mut value, mut mask) = (0, u32::MAX);
     for attribute in &rule.attributes {
         match attribute {
-            RuleAttribute::FwMark(mark) => value = *mark,
+            RuleAttribute::FwMark(found) => value = *found,
             RuleAttribute::FwMask(found) => mask = *found,
             _ => {}
         }

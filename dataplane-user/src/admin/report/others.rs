@@ -37,7 +37,7 @@ fn ipsec(policies: &[Policy]) -> Option<Finding> {
     if protecting.is_empty() {
         return None;
     }
-    let mut named: Vec<String> = protecting.iter().map(|policy| policy.to_string()).collect();
+    let mut named: Vec<String> = protecting.iter().map(ToString::to_string).collect();
     named.sort();
     named.dedup();
     let more = named.len().saturating_sub(NAMED);

@@ -37,8 +37,8 @@ const NFTA_TARGET_NAME: u16 = 1;
 /// `NF_DROP` and `NF_ACCEPT`; and nf_tables' own verdicts, which are negative.
 const DROP: u32 = 0;
 const ACCEPT: u32 = 1;
-const JUMP: u32 = -3_i32 as u32;
-const GOTO: u32 = -4_i32 as u32;
+const JUMP: u32 = (-3_i32).cast_unsigned();
+const GOTO: u32 = (-4_i32).cast_unsigned();
 /// `NFT_REG_VERDICT`.
 const VERDICT: u32 = 0;
 
@@ -54,7 +54,7 @@ pub fn chains() -> io::Result<Vec<Chain>> {
     };
     let mut all: Vec<(TableName, Chain)> = Vec::new();
     let listed = netlink.dump(GET_CHAIN, &[0; HEADER], |message| {
-        all.extend(chain(message))
+        all.extend(chain(message));
     });
     match listed {
         // A kernel without nf_tables.
@@ -190,7 +190,7 @@ mod tests {
         assert_eq!(of(DROP), Some(Verdict::Refuse));
         assert_eq!(of(1 << 16), Some(Verdict::Refuse), "a drop with an error");
         assert_eq!(of(ACCEPT), None);
-        assert_eq!(of(-5_i32 as u32), None, "return");
+        assert_eq!(of((-5_i32).cast_unsigned()), None, "return");
         let jump = verdict("immediate", &immediate(JUMP, "other"));
         assert_eq!(jump, Some(Verdict::Jump("other".to_owned())));
         let target = |name: &str| verdict("target", &attribute(NFTA_TARGET_NAME, name.as_bytes()));

@@ -148,6 +148,9 @@ impl Order {
 
     /// Attaches a program there. A chain that changes meanwhile is looked at again: what was found is only true of the
     /// revision that it was found in.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
     pub fn attach(
         self,
         program: std::os::fd::BorrowedFd<'_>,
