@@ -285,7 +285,7 @@ fn enter_flow(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
 
 /// Enters the flow into conntrack. The reason is a refusal if that failed, [`Reason::Masqueraded`] if it was given
 /// an address and a port of the node's, and [`Reason::Kept`] if another CPU has entered it.
-#[inline(never)]
+#[inline(always)]
 fn enter(skb: Skb, s: &mut Scratch, masquerade: bool, now: Tick) -> Reason {
     let flow = &mut s.flow;
     let mut reason = Reason::Translated;

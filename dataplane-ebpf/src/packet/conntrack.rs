@@ -115,7 +115,7 @@ impl Flow {
 
     /// Has a held cell be found by the replies of this flow, with the port of the node's that it has if it is
     /// masqueraded: `false` if another has that.
-    #[inline(never)]
+    #[inline(always)]
     pub fn lead(&self, index: u32, now: Tick) -> bool {
         let place = cells::place_of_replies(&self.forward, &self.translation(now, 0));
         table::lead(place, index, self.is_masqueraded(), now)

@@ -76,12 +76,66 @@ fn claim(skb: Skb, flow: &Flow, index: u32, now: Tick) -> bool {
     masquerade_claim_port(skb.0, flow, index, u32::from(now.number())) != 0
 }
 
-/// Gives the flow a port that no other flow to its endpoint has, no service and no socket of the node ([`claim_port`]).
-/// `false` if none was found.
-///
-/// First those that nobody else wants ([`PacketConfig::avoids`]): the client's own, or one that it leads to, so that its
-/// next flow has the next, and the cell beside (`dataplane_common::cells`). Who does not know the client's port does not
-/// know this one. Then those at random places.
+/// Looks for a port at one of the places, and claims it. With external linkage likewise.
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn masquerade_try_place(
+    skb: *mut __sk_buff,
+    flow: *mut Flow,
+    index: u32,
+    place: u32,
+    now: u32,
+) -> u32 {
+    // SAFETY: a flow, or null: the verifier sees to it where it is called.
+    let (Some(flow), Some(config)) = (unsafe { flow.as_mut() }, PACKET_CONFIG.get(0)) else {
+        return 0;
+    };
+    let now = Tick::from_number(now as u16);
+    flow.node_port = port_at(flow, config, place);
+    flow.node_port = table::free_port(&flow.port_key(), need_at(place), now);
+    u32::from(flow.node_port != Port::ANY && claim(Skb(skb), flow, index, now))
+}
+
+/// How much a port is needed once it is looked for at a place.
+#[inline(always)]
+fn need_at(place: u32) -> u32 {
+    (place / FOR_EACH).min(need::ALL)
+}
+
+/// The port from which one is looked for at a place. First that to which the client's own port leads, so that its next
+/// flow has the next, and the cell beside (`dataplane_common::cells`): who does not know the client's port does not know
+/// this one. Then at random.
+#[inline(always)]
+fn port_at(flow: &Flow, config: &PacketConfig, place: u32) -> Port {
+    // The ports from the lowest on, at first without the host's own range.
+    let lowest = u32::from(PacketConfig::FIRST_PORT);
+    let last = u32::from(config.ephemeral_last);
+    let below = u32::from(config.ephemeral_first).max(lowest) - lowest;
+    let without = need_at(place) == need::LITTLE;
+    let count = if without {
+        below + (0xffff - last)
+    } else {
+        PacketConfig::PORTS
+    };
+    // SAFETY: the helper has no preconditions.
+    let random = u64::from(unsafe { bpf_get_prandom_u32() });
+    let mut nth = ((random * u64::from(count)) >> 32) as u32;
+    if place & (FOR_EACH - 1) == 0 {
+        let (high, low) = flow.forward.src.halves();
+        let spread = ((high ^ low).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as u32;
+        let own = u32::from(flow.forward.src_port.host());
+        nth = (own + spread).checked_rem(count).unwrap_or(0);
+    }
+    if without && nth >= below {
+        nth += last + 1 - lowest - below;
+    }
+    Port::new((lowest + nth) as u16)
+}
+
+/// Gives the flow a port that no other flow to its endpoint has, no service and no socket of the node ([`claim_port`]):
+/// the client's own, if nobody else wants that ([`PacketConfig::avoids`]), or one at one of the places. `false` if none
+/// was found.
 #[inline(never)]
 pub fn take_port(skb: Skb, flow: &mut Flow, index: u32, now: Tick) -> bool {
     let Some(config) = PACKET_CONFIG.get(0) else {
@@ -94,41 +148,12 @@ pub fn take_port(skb: Skb, flow: &mut Flow, index: u32, now: Tick) -> bool {
             return true;
         }
     }
-    // The ports from the lowest on without the host's own range.
-    let lowest = u32::from(PacketConfig::FIRST_PORT);
-    let last = u32::from(config.ephemeral_last);
-    let below = u32::from(config.ephemeral_first).max(lowest) - lowest;
-    let above = 0xffff - last;
-    let (high, low) = flow.forward.src.halves();
-    let spread = ((high ^ low).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as u32;
     for place in 0..PLACES {
-        let need = (place / FOR_EACH).min(need::ALL);
-        let count = if need == need::LITTLE {
-            below + above
-        } else {
-            PacketConfig::PORTS
-        };
-        if count == 0 {
-            continue;
-        }
-        // SAFETY: the helper has no preconditions.
-        let random = u64::from(unsafe { bpf_get_prandom_u32() });
-        let mut nth = ((random * u64::from(count)) >> 32) as u32;
-        if place.is_multiple_of(FOR_EACH) {
-            let Some(led) = (u32::from(own.host()) + spread).checked_rem(count) else {
-                continue;
-            };
-            nth = led;
-        }
-        let mut port = lowest + nth;
-        if need == need::LITTLE && nth >= below {
-            port = last + 1 + (nth - below);
-        }
-        flow.node_port = Port::new(port as u16);
-        flow.node_port = table::free_port(&flow.port_key(), need, now);
-        if flow.node_port != Port::ANY && claim(skb, flow, index, now) {
+        if masquerade_try_place(skb.0, flow, index, place, u32::from(now.number())) != 0 {
             return true;
         }
     }
     false
 }
+
+const _: () = assert!(FOR_EACH.is_power_of_two());

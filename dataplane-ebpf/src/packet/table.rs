@@ -319,13 +319,34 @@ pub fn lead(place: u32, index: u32, only_home: bool, now: Tick) -> bool {
 /// How many ports are looked at in one go: the slots of every second one are side by side, sixteen in a line.
 const NEAR: u32 = 16;
 
-/// The first port that is free of those from the key's on, every second one, and that is not avoided
-/// ([`PacketConfig::avoids`]); 0 if there is none.
+/// Whether a flow to the key's endpoint may have a port: it is not avoided ([`PacketConfig::avoids`]), and no other flow
+/// has its slot. A function of its own, because Linux 6.1's verifier would look at each of its ways again for each port.
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn conntrack_is_port_free(from: *const PortKey, port: u32, need: u32, now: u32) -> u32 {
+    // SAFETY: a key, or null: the verifier sees to it where it is called.
+    let (Some(from), Some(config)) = (unsafe { from.as_ref() }, PACKET_CONFIG.get(0)) else {
+        return 0;
+    };
+    let port = port as u16;
+    if config.avoids(port, from.protocol, need) {
+        return 0;
+    }
+    let key = PortKey {
+        node_port: Port::new(port),
+        ..*from
+    };
+    let now = Tick::from_number(now as u16);
+    u32::from(!cells::is_home_taken(&Maps::get(), key.place(), now))
+}
+
+/// The first port that a flow to the key's endpoint may have, of those from the key's on, every second one; 0 if there
+/// is none.
 // SAFETY: no other function of the programs has this name.
 #[unsafe(no_mangle)]
 #[inline(never)]
 extern "C" fn conntrack_free_port(from: *const PortKey, need: u32, now: u32) -> u32 {
-    let maps = Maps::get();
     // SAFETY: a key, or null: the verifier sees to it where it is called.
     let (Some(from), Some(config)) = (unsafe { from.as_ref() }, PACKET_CONFIG.get(0)) else {
         return 0;
@@ -339,12 +360,7 @@ extern "C" fn conntrack_free_port(from: *const PortKey, need: u32, now: u32) -> 
         if port > 0xffff {
             break;
         }
-        let key = PortKey {
-            node_port: Port::new(port as u16),
-            ..*from
-        };
-        let avoided = config.avoids(port as u16, from.protocol, need);
-        if !avoided && !cells::is_home_taken(&maps, key.place(), Tick::from_number(now as u16)) {
+        if conntrack_is_port_free(from, port, need, now) != 0 {
             return port;
         }
         port += 2;
