@@ -26,7 +26,9 @@ fn commands(help: &str) -> Vec<&str> {
     let list = help.split("Commands:\n").nth(1).unwrap_or_default();
     list.lines()
         .take_while(|line| !line.is_empty())
-        .filter_map(|line| line.split_whitespace().next())
+        // A description goes on further to the right.
+        .filter_map(|line| line.strip_prefix("  ")?.split(' ').next())
+        .filter(|name| !name.is_empty())
         .filter(|name| *name != "help")
         .collect()
 }

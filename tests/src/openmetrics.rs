@@ -299,7 +299,7 @@ took_bucket{le=\"+Inf\"} 2
             assert!(error.contains(says), "{error}");
         };
         wrong("404\",path=\"\"", "200\",path=\"/a,b\\\"\"", "twice");
-        wrong("code=\"200\",path", "path", "twice");
+        wrong("code=\"200\",path", "path=\"\",path", "twice");
         wrong("code=\"200\",path", "code=\"200\" path", "comma");
         wrong("# HELP up", "up 1\n# HELP up", "no sample of");
         wrong(

@@ -482,7 +482,7 @@ fn cleanup_leaves_nothing_of_a_mesh() -> Result<()> {
     // Its programs stay, and are as strict.
     refused(&app, "10.244.1.5:7", "connect")?;
     refused(&one, "10.244.1.8:7", "connect")?;
-    let said = agent.dataplane(["cleanup"]).run()?;
+    let said = agent.dataplane(["cleanup", "-v"]).run()?;
     ensure!(said.contains("inbound_lookup"), "{said}");
     reaches(&app, "10.244.1.5:7", "connect", &["one"])?;
     reaches(&one, "10.244.1.8:7", "connect", &["app"])?;
@@ -508,7 +508,7 @@ fn cleanup_leaves_other_nodes_namespaces_alone() -> Result<()> {
     ensure!(ours.contains("lookup 15006"), "{ours}");
     let agent = world.agent.as_mut().context("an agent")?;
     agent.kill();
-    let said = agent.dataplane(["cleanup"]).run()?;
+    let said = agent.dataplane(["cleanup", "-v"]).run()?;
     ensure!(said.contains("lookup 15006"), "{said}");
     let (ours, theirs) = (rules(world.app())?, rules(others)?);
     ensure!(!ours.contains("lookup 15006"), "{ours}");
