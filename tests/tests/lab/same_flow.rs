@@ -24,6 +24,9 @@ scenarios! {
 const CPUS: usize = 2;
 /// Of so many flows, half are made on both CPUs within the same fraction of a microsecond.
 const FLOWS: u32 = 500;
+/// Flows that may be refused as busy: an interrupt, or the hypervisor, stops the CPU that makes the flow for longer than
+/// the other CPU waits.
+const BUSY: u64 = 5;
 /// Where a frame of IPv4 has its destination, the ports included.
 const DESTINATION: std::ops::Range<usize> = 30..38;
 
@@ -47,23 +50,26 @@ fn two_cpus_begin_one_flow() -> Result<()> {
         let counted = scene.rig.reasons()?;
         let counts = |reason: Reason| counted[reason as usize] - before[reason as usize];
         for reason in Reason::ALL.iter().filter(|reason| reason.is_refusal()) {
-            ensure!(
-                counts(*reason) == 0,
-                "{} {}",
-                counts(*reason),
-                reason.word()
-            );
+            let most = if *reason == Reason::FlowBusy { BUSY } else { 0 };
+            let count = counts(*reason);
+            ensure!(count <= most, "{count} {}", reason.word());
         }
+        let mut busy = 0;
         for (flow, (one, other)) in iter::zip(&sent[0], &sent[1]).enumerate() {
             let [one, other] = [one, other].map(|output| {
                 let frame = output.frame.as_deref().unwrap_or_default();
                 (output.verdict, frame.get(DESTINATION).map(<[u8]>::to_vec))
             });
+            if one.0 == Verdict::Drop || other.0 == Verdict::Drop {
+                busy += 1;
+                continue;
+            }
             ensure!(
                 one.0 == Verdict::Redirect && one == other,
                 "flow {flow}: {one:02x?}, and {other:02x?}"
             );
         }
+        ensure!(busy <= counts(Reason::FlowBusy), "{busy} were dropped");
         Ok(())
     })
 }

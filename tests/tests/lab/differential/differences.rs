@@ -45,7 +45,7 @@ impl Case {
 
 /// Whom the node's programs see at the socket keeps its address.
 pub static OWN_ADDRESS: Difference = Difference {
-    what: "Source address that endpoints see, from a pod to a node port or an external IP",
+    what: "Source address that endpoints see, from a pod to a node port, an external IP or a load balancer's address",
     here: |case, _, there| {
         let own = own_address(case)?;
         (case.at_socket() && !case.is_ranged() && there.answered()).then(|| {
