@@ -25,7 +25,7 @@ pub struct Census {
     pub held: Held,
     /// The services' addresses that the flows go to ([`Flow::our_vip`]).
     pub vips: HashSet<Addr>,
-    /// The endpoints that have the most ports of the node's, the one with most first: at most [`BUSIEST`].
+    /// The endpoints that have the most ports of the node's, the one with most first: at most `BUSIEST`.
     pub ports: Vec<Ports>,
 }
 
