@@ -768,7 +768,7 @@ pub fn write<L: Line>(line: L, key: &FlowKey, value: &Translation) {
     line.store(STATE, words[2]);
 }
 
-/// Writes how far a held cell's flow has got ([`tcp::begin`]; [`Sequences::default`] if nothing is known).
+/// Writes how far a held cell's flow has got ([`tcp::begin`]; zeros if nothing is known).
 #[inline(always)]
 pub fn write_sequences<M: Memory>(memory: &M, index: u32, sequences: &Sequences) {
     if let Some(line) = memory.sequences(index) {
