@@ -24,6 +24,8 @@ mod agent;
 #[cfg(feature = "api")]
 pub mod api;
 mod builder;
+#[cfg(feature = "chart")]
+pub mod chart;
 mod command;
 mod error;
 mod identity;

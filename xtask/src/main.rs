@@ -3,6 +3,7 @@
 mod bench;
 mod build;
 mod clean;
+mod cluster;
 mod command;
 mod fuzz;
 mod kernels;
@@ -53,6 +54,7 @@ enum Chore {
     Kernels(kernels::Arguments),
     Lint(lint::Arguments),
     Lab(lab::Arguments),
+    Cluster(cluster::Arguments),
     Clean(clean::Arguments),
 }
 
@@ -69,6 +71,7 @@ fn main() -> ExitCode {
         Chore::Kernels(arguments) => kernels::main(&arguments, no_install),
         Chore::Lint(lint::Arguments {}) => lint::main(no_install),
         Chore::Lab(arguments) => lab::main(&arguments),
+        Chore::Cluster(arguments) => cluster::main(&arguments, no_install),
         Chore::Clean(arguments) => clean::main(&arguments),
     };
     match outcome {

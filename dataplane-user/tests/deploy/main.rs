@@ -129,6 +129,28 @@ fn kubernetes_knows_every_field() {
     all_known(&chart::render("kube-system", &json!({})));
 }
 
+/// What is mounted below the cgroups is read-only too, where the API has a field for it.
+#[test]
+fn the_cgroups_are_read_only_with_what_is_mounted_below() {
+    let field = |version: &str| {
+        let objects = chart::render_for(
+            version,
+            "kube-system",
+            &json!({"cleanup": {"nodes": ["a"]}}),
+        );
+        let mounts = objects.values().filter_map(|object| {
+            object["spec"]["template"]["spec"]["containers"][0]["volumeMounts"].as_array()
+        });
+        let cgroups = mounts.flatten().filter(|mount| mount["name"] == "cgroup");
+        let cgroups = cgroups.inspect(|mount| assert_eq!(mount["readOnly"], true));
+        cgroups
+            .map(|mount| mount["recursiveReadOnly"].clone())
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(field("v1.30.1"), [json!("IfPossible"), json!("IfPossible")]);
+    assert_eq!(field("v1.29.9"), [Value::Null, Value::Null]);
+}
+
 /// The clean-up runs where the agent ran, with what the agent had.
 #[test]
 fn the_cleanup_is_of_the_same_places() {

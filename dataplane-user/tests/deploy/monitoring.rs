@@ -115,7 +115,12 @@ fn rules() -> Vec<Value> {
 
 #[test]
 fn the_page_lists_the_metrics_of_the_code() {
-    let code = ["admin/metrics.rs", "admin/mesh.rs", "proxy/metrics.rs"];
+    let code = [
+        "admin/metrics.rs",
+        "admin/mesh.rs",
+        "proxy/metrics.rs",
+        "relay/metrics.rs",
+    ];
     let code = code
         .map(|file| read(&format!("dataplane-user/src/{file}")))
         .concat();

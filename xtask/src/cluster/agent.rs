@@ -1,0 +1,332 @@
+//! The dataplane in the cluster: as the DaemonSet of the kustomize base or of the chart, as shipped, or as a
+//! process of a node.
+
+use std::{
+    fs::{self, File},
+    process::{Child, Command, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, anyhow, bail, ensure};
+use dataplane_tests::{
+    chart,
+    openmetrics::{self, Sample},
+};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde_json::{Value, json};
+
+use super::{
+    Cluster, identity, images,
+    kubectl::eventually,
+    network, node,
+    place::{self, CONTROL, Node, POD_RANGES},
+};
+use crate::{
+    command::{check, on_path, output},
+    workspace,
+};
+
+/// Name of the DaemonSet.
+const DAEMON_SET: &str = "daemonset/dataplane";
+/// How long a rollout over all nodes may take.
+const ROLLOUT: &str = "--timeout=240s";
+
+/// What is to be deployed.
+#[derive(Debug, Clone)]
+pub struct Wanted {
+    /// The image's tag.
+    pub tag: &'static str,
+    /// What the configuration has besides what every cluster here needs.
+    pub config: Value,
+    /// Take each other's place (component `surge`).
+    pub surge: bool,
+}
+
+impl Default for Wanted {
+    fn default() -> Self {
+        Self {
+            tag: images::TAGS[0],
+            config: json!({}),
+            surge: false,
+        }
+    }
+}
+
+impl Wanted {
+    fn mesh(&self) -> bool {
+        self.config.get("mesh").is_some()
+    }
+
+    /// The configuration file.
+    fn configuration(&self) -> Result<Value> {
+        let mut config = json!({
+            "source": { "kubernetes": { "apiServer": place::api_server() } },
+            "packets": { "podCidrs": POD_RANGES },
+            "kernel": {
+                "bpffs": "/host/sys/fs/bpf/dataplane",
+                "cgroup": format!("/host{}", node::unified_mount()?),
+            },
+            "listen": { "health": "127.0.0.1:15021" },
+        });
+        for (key, value) in self.config.as_object().context("a configuration")? {
+            config[key] = value.clone();
+        }
+        Ok(config)
+    }
+}
+
+/// The base and the components in `deploy/kustomize`, as an operator's overlay puts them together.
+pub fn kustomize(cluster: &Cluster, wanted: &Wanted) -> Result<String> {
+    let overlay = place::directory().join("overlay");
+    if overlay.exists() {
+        fs::remove_dir_all(&overlay).context("cannot remove the overlay")?;
+    }
+    fs::create_dir_all(&overlay).context("cannot create the overlay")?;
+    check(
+        Command::new("cp")
+            .arg("--recursive")
+            .arg(workspace::root().join("deploy/kustomize"))
+            .arg(&overlay),
+    )?;
+    let mut components = Vec::new();
+    if wanted.mesh() {
+        components.push("kustomize/mesh");
+    }
+    if wanted.surge {
+        components.push("kustomize/surge");
+    }
+    let config = json!({
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": { "name": "dataplane", "namespace": "kube-system" },
+        "data": { "config.yaml": wanted.configuration()?.to_string() },
+    });
+    let kustomization = json!({
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": ["kustomize/base"],
+        "components": components,
+        "images": [{ "name": "dataplane", "newName": images::DATAPLANE, "newTag": wanted.tag }],
+        "patches": [{ "patch": config.to_string() }],
+    });
+    fs::write(
+        overlay.join("kustomization.yaml"),
+        kustomization.to_string(),
+    )
+    .context("cannot write the overlay")?;
+    output(cluster.kubectl.command().arg("kustomize").arg(&overlay))
+}
+
+/// The chart, rendered by Helm, or by the tests' engine if there is no Helm.
+pub fn chart(wanted: &Wanted) -> Result<String> {
+    let values = json!({
+        "image": { "repository": images::DATAPLANE, "tag": wanted.tag },
+        "config": wanted.configuration()?,
+        "surge": wanted.surge,
+    });
+    if let Some(helm) = on_path("helm") {
+        let file = place::directory().join("values.json");
+        fs::write(&file, values.to_string()).context("cannot write the chart's values")?;
+        return output(
+            Command::new(helm)
+                .args([
+                    "template",
+                    "dataplane",
+                    "--namespace=kube-system",
+                    "--values",
+                ])
+                .arg(file)
+                .arg(workspace::root().join("deploy/helm/dataplane")),
+        );
+    }
+    let documents =
+        chart::render("kube-system", &values).map_err(|error| anyhow!("the chart: {error}"))?;
+    Ok(documents.join("\n---\n"))
+}
+
+/// Deploys the base and waits until all pods are ready.
+pub fn deploy(cluster: &Cluster, wanted: &Wanted) -> Result<()> {
+    let text = kustomize(cluster, wanted)?;
+    let before = cluster
+        .kubectl
+        .get(&["-n", "kube-system", "configmap", "dataplane"]);
+    cluster.kubectl.apply_text(&text)?;
+    let after = cluster
+        .kubectl
+        .get(&["-n", "kube-system", "configmap", "dataplane"])?;
+    // As an operator does: agents read their configuration when they start.
+    if before.is_ok_and(|before| before["data"] != after["data"]) {
+        cluster
+            .kubectl
+            .run(&["-n", "kube-system", "rollout", "restart", DAEMON_SET])?;
+    }
+    wait(cluster)
+}
+
+/// Waits until the DaemonSet is rolled out, and every node's agent healthy.
+pub fn wait(cluster: &Cluster) -> Result<()> {
+    cluster.kubectl.run(&[
+        "-n",
+        "kube-system",
+        "rollout",
+        "status",
+        DAEMON_SET,
+        ROLLOUT,
+    ])?;
+    for node in &cluster.nodes {
+        eventually(Duration::from_secs(20), || healthy(cluster, *node))?;
+    }
+    Ok(())
+}
+
+/// `dataplane status` on the node must say so.
+pub fn healthy(cluster: &Cluster, node: Node) -> Result<()> {
+    output(node.command(&cluster.dataplane)?.arg("status"))
+        .with_context(|| format!("node {}", node.name()))?;
+    Ok(())
+}
+
+/// Takes away everything that the base has, and what the agents left on the nodes.
+pub fn remove(cluster: &Cluster) -> Result<()> {
+    remove_daemon_set(cluster)?;
+    for what in ["configmap/dataplane", "serviceaccount/dataplane"] {
+        cluster
+            .kubectl
+            .run(&["-n", "kube-system", "delete", "--ignore-not-found", what])?;
+    }
+    for name in ["dataplane", "dataplane-mesh"] {
+        let both = "clusterrole,clusterrolebinding";
+        cluster
+            .kubectl
+            .run(&["delete", "--ignore-not-found", both, name])?;
+    }
+    for node in &cluster.nodes {
+        cleanup(cluster, *node)?;
+    }
+    Ok(())
+}
+
+/// Takes the DaemonSet away. What its agents left on the nodes goes on serving.
+pub fn remove_daemon_set(cluster: &Cluster) -> Result<()> {
+    cluster.kubectl.run(&[
+        "-n",
+        "kube-system",
+        "delete",
+        "--ignore-not-found",
+        DAEMON_SET,
+    ])?;
+    eventually(Duration::from_mins(1), || {
+        let pods = pods(cluster)?;
+        ensure!(
+            pods.is_empty(),
+            "{} of the agent's pods are still there",
+            pods.len()
+        );
+        Ok(())
+    })
+}
+
+/// `dataplane cleanup` on the node.
+pub fn cleanup(cluster: &Cluster, node: Node) -> Result<()> {
+    let mut cleanup = node.command(&cluster.dataplane)?;
+    cleanup
+        .arg("cleanup")
+        .arg("--cgroup")
+        .arg(node::unified_mount()?);
+    output(&mut cleanup).map(drop)
+}
+
+/// The DaemonSet's pods.
+pub fn pods(cluster: &Cluster) -> Result<Vec<Value>> {
+    let label = "app.kubernetes.io/name=dataplane";
+    cluster
+        .kubectl
+        .list(&["-n", "kube-system", "pods", "-l", label])
+}
+
+/// An agent that is a process of the node. It ends when it is dropped.
+pub struct Process {
+    child: Child,
+    node: Node,
+}
+
+impl Process {
+    /// Starts an agent with this kubeconfig, and waits until it serves.
+    pub fn start(cluster: &Cluster, node: Node, kubeconfig: &std::path::Path) -> Result<Self> {
+        let log = node.directory().join("agent.log");
+        let log = File::options()
+            .create(true)
+            .append(true)
+            .open(log)
+            .context("cannot open a log")?;
+        let mut command = node.command(&cluster.dataplane)?;
+        command
+            .arg("run")
+            .arg("--kubeconfig")
+            .arg(kubeconfig)
+            .args(["--node-name", &node.name()])
+            .args(["--pod-cidr", &POD_RANGES.join(",")])
+            .args(["--cgroup", node::unified_mount()?])
+            .stdin(Stdio::null())
+            .stdout(log.try_clone()?)
+            .stderr(log);
+        let child = command.spawn().context("cannot start the agent")?;
+        let agent = Self { child, node };
+        eventually(Duration::from_secs(30), || healthy(cluster, node))?;
+        Ok(agent)
+    }
+
+    fn end(&mut self) -> Result<()> {
+        // `nsenter` is the child, and the agent is its child.
+        let Some(pid) = node::first_child(self.child.id()) else {
+            return Ok(());
+        };
+        kill(Pid::from_raw(pid.cast_signed()), Signal::SIGTERM).context("cannot end the agent")?;
+        let limit = Instant::now() + Duration::from_secs(20);
+        while self.child.try_wait()?.is_none() {
+            if Instant::now() > limit {
+                bail!("the agent on {} does not end", self.node.name());
+            }
+            thread::sleep(Duration::from_millis(50));
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        if let Err(error) = self.end() {
+            anstream::eprintln!("{error:#}");
+        }
+    }
+}
+
+/// The agent's metrics on a node.
+pub fn metrics(node: Node) -> Result<Vec<Sample>> {
+    let (status, text) = network::get(CONTROL, &format!("{}:15020", node.ipv4()), "/metrics")?;
+    ensure!(status == 200, "metrics of {}: {status}", node.name());
+    openmetrics::parse(&text).map_err(|error| anyhow!("metrics of {}: {error}", node.name()))
+}
+
+/// The sum of a metric's series whose labels have this value.
+pub fn sum(samples: &[Sample], name: &str, label: Option<(&str, &str)>) -> f64 {
+    let of = samples.iter().filter(|sample| {
+        sample.name == name
+            && label.is_none_or(|(key, value)| sample.labels.get(key).is_some_and(|is| is == value))
+    });
+    of.map(|sample| sample.value).sum()
+}
+
+/// The lines that the API server's audit log has of the agent.
+pub fn audited() -> Result<Vec<Value>> {
+    let path = identity::file(super::control::AUDIT_LOG);
+    let text =
+        fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    text.lines()
+        .map(|line| serde_json::from_str(line).context("a line of the audit log"))
+        .collect()
+}

@@ -1,0 +1,599 @@
+//! Kubernetes' own end-to-end tests.
+
+use std::{
+    collections::BTreeMap,
+    env,
+    fs::{self, File},
+    path::{Path, PathBuf},
+    process::{Child, Command, ExitCode, Stdio},
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use serde_json::{Value, json};
+
+use super::{
+    Cluster, Size,
+    agent::{self, Wanted},
+    identity,
+    images::{self, Image},
+    place::{self, CONTROL, POD_RANGES, in_netns},
+    programs::{Programs, VARIABLE},
+};
+use crate::{
+    command::{check, on_path, output, shown},
+    progress::{self, note},
+    workspace,
+};
+
+/// What cannot be run here, or is not about services, by a part of the name: NetworkPolicy and Ingress (others'),
+/// load balancers of a cloud, SCTP (this kernel has none), the Internet, ssh to nodes, CoreDNS's ConfigMap, measurements.
+const LEFT_OUT: [&str; 12] = [
+    "Netpol",
+    "LoadBalancer",
+    "Ingress",
+    "SCTP",
+    "sctp",
+    "PerformanceDNS",
+    "[Feature:Networking-",
+    "DNS configMap",
+    "KubeProxyDaemonSet",
+    "Disruptive",
+    "Service endpoints latency",
+    "IPerf2",
+];
+
+/// Run Kubernetes' own tests of its network ([sig-network])
+///
+/// The dataplane is deployed as its DaemonSet first; with `--with`, kube-proxy runs instead. Several processes of
+/// e2e.test share the specs, and serial ones come last. Results are kept in target/cluster/e2e/NAME.
+///
+/// Images come from $KUBERNETES_BIN/images/*.tar (`docker save`). If there are none, stand-ins are made of Debian's
+/// packages and Kubernetes' agnhost.
+#[derive(Debug, clap::Args)]
+pub struct Arguments {
+    /// Only specs whose name contains this, or one of these separated by |
+    #[arg(default_value = "")]
+    focus: String,
+    /// Who serves services
+    #[arg(long, value_enum, default_value_t = Proxy::Dataplane)]
+    with: Proxy,
+    /// How many processes share the specs
+    #[arg(long, default_value_t = 3)]
+    jobs: usize,
+    /// How many nodes
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(2..=6))]
+    nodes: u8,
+    /// Leave host ports to the dataplane, instead of to CNI's plug-in `portmap`
+    #[arg(long)]
+    no_portmap: bool,
+    /// Print the specs' names instead of running them
+    #[arg(long)]
+    list: bool,
+    /// The results' name, instead of who serves
+    #[arg(long)]
+    name: Option<String>,
+    /// Leave the cluster running
+    #[arg(long)]
+    keep: bool,
+}
+
+/// Who serves services.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Proxy {
+    Dataplane,
+    Nftables,
+    Iptables,
+}
+
+impl Proxy {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Dataplane => "dataplane",
+            Self::Nftables => "nftables",
+            Self::Iptables => "iptables",
+        }
+    }
+}
+
+/// What this takes besides a cluster's programs.
+pub fn programs(arguments: &Arguments) -> Vec<&'static str> {
+    let mut programs = vec!["e2e.test"];
+    let given = env::var_os(VARIABLE).map(PathBuf::from);
+    if given.is_none_or(|directory| !directory.join("images").is_dir()) {
+        // The stand-ins are made of it.
+        programs.push("agnhost");
+    }
+    if arguments.with != Proxy::Dataplane {
+        programs.push("kube-proxy");
+    }
+    programs
+}
+
+/// What is selected: everything about the network that can run here.
+const SUITE: &str = "[sig-network]";
+
+/// How a spec ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Outcome {
+    state: String,
+    seconds: u64,
+    message: String,
+}
+
+/// A spec to run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Spec {
+    name: String,
+    serial: bool,
+}
+
+/// Makes the cluster, runs the specs, prints what did not pass.
+pub fn main(arguments: &Arguments, programs: &Programs, no_install: bool) -> Result<ExitCode> {
+    let name = arguments.name.as_deref().unwrap_or(arguments.with.name());
+    let results = workspace::target().join("cluster/e2e").join(name);
+    if results.exists() {
+        fs::remove_dir_all(&results)
+            .with_context(|| format!("cannot remove {}", results.display()))?;
+    }
+    fs::create_dir_all(&results).with_context(|| format!("cannot create {}", results.display()))?;
+    if arguments.list {
+        // The tests only name themselves: no cluster is asked.
+        let mut dry = Command::new(programs.kubernetes("e2e.test"));
+        for spec in select(&mut dry, &results, &arguments.focus)? {
+            println!("{}", spec.name);
+        }
+        return Ok(ExitCode::SUCCESS);
+    }
+    let archives = archives(programs)?;
+    let size = Size {
+        nodes: arguments.nodes,
+        portmap: !arguments.no_portmap,
+    };
+    let cluster = Cluster::make_with(programs, size, no_install, &archives)?;
+    let specs = select(&mut tests(programs), &results, &arguments.focus)?;
+    ensure!(
+        !specs.is_empty(),
+        "no spec's name contains {:?}",
+        arguments.focus
+    );
+    let proxies = serve(&cluster, arguments.with)?;
+    note(&format!(
+        "{} specs with {name}, in {} processes",
+        specs.len(),
+        arguments.jobs
+    ));
+    let outcomes = run(programs, &results, &specs, arguments.jobs)?;
+    drop(proxies);
+    let failed = report(name, &specs, &outcomes);
+    note(&format!("logs and JUnit files: {}", results.display()));
+    if arguments.keep {
+        cluster.leave();
+    }
+    Ok(if failed == 0 {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
+}
+
+/// Has somebody serve services on every node.
+fn serve(cluster: &Cluster, with: Proxy) -> Result<Vec<KubeProxy>> {
+    if with == Proxy::Dataplane {
+        agent::deploy(cluster, &Wanted::default())?;
+        return Ok(Vec::new());
+    }
+    cluster
+        .nodes
+        .iter()
+        .map(|node| KubeProxy::start(cluster, *node, with))
+        .collect()
+}
+
+/// kube-proxy on a node. It ends when it is dropped.
+struct KubeProxy(Child);
+
+impl KubeProxy {
+    fn start(cluster: &Cluster, node: place::Node, mode: Proxy) -> Result<Self> {
+        let config = json!({
+            "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
+            "kind": "KubeProxyConfiguration",
+            "mode": mode.name(),
+            "clientConnection": { "kubeconfig": identity::file("proxy.conf") },
+            "hostnameOverride": node.name(),
+            "clusterCIDR": POD_RANGES.join(","),
+            "detectLocalMode": "ClusterCIDR",
+            "bindAddress": "0.0.0.0",
+            // Limits of the whole machine stay as they are.
+            "conntrack": { "maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "1h" },
+        });
+        let file = node.directory().join("kube-proxy.yaml");
+        fs::write(&file, config.to_string()).context("cannot write kube-proxy's configuration")?;
+        let log =
+            File::create(node.directory().join("kube-proxy.log")).context("cannot open a log")?;
+        let mut command = node.command(cluster.programs.kubernetes("kube-proxy"))?;
+        command
+            .arg(format!("--config={}", file.display()))
+            .stdin(Stdio::null())
+            .stdout(log.try_clone()?)
+            .stderr(log);
+        let child = command
+            .spawn()
+            .with_context(|| format!("cannot start {}", shown(&command)))?;
+        Ok(Self(child))
+    }
+}
+
+impl Drop for KubeProxy {
+    fn drop(&mut self) {
+        // What it entered the node by; the rest ends with the node.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// e2e.test in the control plane's network namespace.
+fn tests(programs: &Programs) -> Command {
+    in_netns(CONTROL, programs.kubernetes("e2e.test"))
+}
+
+fn common(command: &mut Command) -> &mut Command {
+    command.args([
+        "--provider=skeleton",
+        "--node-os-distro=custom",
+        "--ginkgo.no-color",
+        "--ginkgo.v",
+        "--minStartupPods=0",
+        "--num-nodes=-1",
+        "--prepull-images=false",
+    ])
+}
+
+/// The specs that are to be run.
+fn select(tests: &mut Command, results: &Path, focus: &str) -> Result<Vec<Spec>> {
+    let file = results.join("dry.json");
+    common(tests)
+        .args(["--ginkgo.dry-run", r"--ginkgo.focus=\[sig-network\]"])
+        .arg(format!("--ginkgo.json-report={}", file.display()))
+        .stdout(Stdio::null())
+        .stderr(Stdio::null());
+    check(tests)?;
+    let mut specs: Vec<Spec> = reports(&file)?
+        .iter()
+        .filter(|report| report["LeafNodeType"] == "It" && report["State"] == "passed")
+        .map(|report| {
+            let name = full_name(report);
+            let serial = report["IsSerial"] == true || name.contains("[Serial]");
+            Spec { name, serial }
+        })
+        .filter(|spec| wanted(&spec.name, focus))
+        .collect();
+    specs.sort_by(|a, b| a.name.cmp(&b.name));
+    Ok(specs)
+}
+
+fn wanted(name: &str, focus: &str) -> bool {
+    name.contains(SUITE)
+        && LEFT_OUT.iter().all(|part| !name.contains(part))
+        && focus.split('|').any(|part| name.contains(part))
+}
+
+/// What a report of Ginkgo's says of each spec. None if a process ended before it could write.
+fn reports(file: &Path) -> Result<Vec<Value>> {
+    let text =
+        fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
+    let report: Value =
+        serde_json::from_str(&text).with_context(|| format!("{}", file.display()))?;
+    Ok(report[0]["SpecReports"]
+        .as_array()
+        .cloned()
+        .unwrap_or_default())
+}
+
+fn full_name(report: &Value) -> String {
+    let containers = report["ContainerHierarchyTexts"]
+        .as_array()
+        .into_iter()
+        .flatten();
+    let mut words: Vec<&str> = containers.filter_map(Value::as_str).collect();
+    words.extend(report["LeafNodeText"].as_str());
+    words.join(" ")
+}
+
+/// Runs the specs: the serial ones after all others.
+fn run(
+    programs: &Programs,
+    results: &Path,
+    specs: &[Spec],
+    jobs: usize,
+) -> Result<BTreeMap<String, Outcome>> {
+    let (serial, parallel): (Vec<&Spec>, Vec<&Spec>) = specs.iter().partition(|spec| spec.serial);
+    let share =
+        |job: usize| -> Vec<&Spec> { parallel.iter().skip(job).step_by(jobs).copied().collect() };
+    let running = (0..jobs)
+        .map(|job| (format!("job-{job}"), share(job)))
+        .filter(|(_, share)| !share.is_empty())
+        .map(|(tag, share)| start(programs, results, &tag, &share).map(|child| (tag, child)))
+        .collect::<Result<Vec<_>>>()?;
+    let mut tags = Vec::new();
+    for (tag, mut child) in running {
+        // It fails if a spec does.
+        child.wait().context("lost e2e.test")?;
+        tags.push(tag);
+    }
+    if !serial.is_empty() {
+        start(programs, results, "serial", &serial)?
+            .wait()
+            .context("lost e2e.test")?;
+        tags.push("serial".into());
+    }
+    let mut outcomes = BTreeMap::new();
+    for tag in tags {
+        for report in reports(&results.join(format!("{tag}.json")))? {
+            let message = report["Failure"]["Message"]
+                .as_str()
+                .unwrap_or_default()
+                .trim()
+                .to_owned();
+            // Those of other shares are skipped without a word.
+            let counted = report["LeafNodeType"] == "It"
+                && (report["State"] != "skipped" || !message.is_empty());
+            if counted {
+                let outcome = Outcome {
+                    state: report["State"].as_str().unwrap_or_default().to_owned(),
+                    seconds: report["RunTime"].as_u64().unwrap_or_default() / 1_000_000_000,
+                    message,
+                };
+                outcomes.insert(full_name(&report), outcome);
+            }
+        }
+    }
+    Ok(outcomes)
+}
+
+fn start(programs: &Programs, results: &Path, tag: &str, specs: &[&Spec]) -> Result<Child> {
+    let names: Vec<String> = specs.iter().map(|spec| quoted(&spec.name)).collect();
+    let log = File::create(results.join(format!("{tag}.log"))).context("cannot open a log")?;
+    let mut tests = tests(programs);
+    common(&mut tests)
+        .arg(format!("--kubeconfig={}", place::admin_config().display()))
+        .arg(format!(
+            "--kubectl-path={}",
+            programs.kubernetes("kubectl").display()
+        ))
+        // Ginkgo matches against the suite's name and the spec's.
+        .arg(format!("--ginkgo.focus=suite ({})$", names.join("|")))
+        .arg("--ginkgo.timeout=100m")
+        .arg(format!(
+            "--ginkgo.json-report={}",
+            results.join(format!("{tag}.json")).display()
+        ))
+        .arg(format!(
+            "--ginkgo.junit-report={}",
+            results.join(format!("{tag}.xml")).display()
+        ))
+        .stdin(Stdio::null())
+        .stdout(log.try_clone()?)
+        .stderr(log);
+    tests
+        .spawn()
+        .with_context(|| format!("cannot start {}", shown(&tests)))
+}
+
+/// A name, for a regular expression.
+fn quoted(name: &str) -> String {
+    let mut quoted = String::new();
+    for letter in name.chars() {
+        if r"\.^$|?*+()[]{}".contains(letter) {
+            quoted.push('\\');
+        }
+        quoted.push(letter);
+    }
+    quoted
+}
+
+/// Prints what did not pass and what took long, and returns how many failed.
+fn report(name: &str, specs: &[Spec], outcomes: &BTreeMap<String, Outcome>) -> usize {
+    let mut counts = BTreeMap::<&str, usize>::new();
+    for spec in specs {
+        let short = spec.name.replace("[sig-network] ", "");
+        let Some(outcome) = outcomes.get(&spec.name) else {
+            *counts.entry("lost").or_default() += 1;
+            println!("lost {short}");
+            continue;
+        };
+        *counts.entry(&outcome.state).or_default() += 1;
+        if outcome.state != "passed" {
+            let message: String = outcome.message.chars().take(300).collect();
+            println!(
+                "{} after {} s: {short}\n    {}",
+                outcome.state,
+                outcome.seconds,
+                message.replace('\n', "\n    ")
+            );
+        }
+    }
+    let conformance = |passed: bool| {
+        let of = specs
+            .iter()
+            .filter(|spec| spec.name.contains("[Conformance]"));
+        of.filter(|spec| {
+            !passed
+                || outcomes
+                    .get(&spec.name)
+                    .is_some_and(|is| is.state == "passed")
+        })
+        .count()
+    };
+    let counted: Vec<String> = counts
+        .iter()
+        .map(|(state, count)| format!("{count} {state}"))
+        .collect();
+    println!(
+        "{name}: {} specs, {}; conformance: {} of {} passed",
+        specs.len(),
+        counted.join(", "),
+        conformance(true),
+        conformance(false)
+    );
+    let passed = counts.get("passed").copied().unwrap_or_default();
+    let skipped = counts.get("skipped").copied().unwrap_or_default();
+    specs.len() - passed - skipped
+}
+
+/// The images' archives that the tests need: those that are given, or stand-ins.
+fn archives(programs: &Programs) -> Result<Vec<PathBuf>> {
+    let given = programs.kubernetes.join("images");
+    let here = if given.is_dir() {
+        given
+    } else {
+        stand_ins(programs)?
+    };
+    images::archives_in(&here)
+}
+
+/// Makes stand-ins for the images, once: they are kept beside the programs of other guests.
+fn stand_ins(programs: &Programs) -> Result<PathBuf> {
+    let kept = crate::setup::cache()?.join("cluster-images");
+    if kept.join("done").is_file() {
+        return Ok(kept);
+    }
+    for (program, package) in [("mmdebstrap", "mmdebstrap"), ("busybox", "busybox")] {
+        if on_path(program).is_none() {
+            bail!(
+                "there are no images in {}/images, and {program} is missing for stand-ins: apt-get install {package}",
+                programs.kubernetes.display()
+            );
+        }
+    }
+    fs::create_dir_all(&kept).with_context(|| format!("cannot create {}", kept.display()))?;
+    let listed = output(Command::new(programs.kubernetes("e2e.test")).arg("--list-images"))?;
+    // The name by which the tests ask for an image: the newest.
+    let named = |part: &str| -> Result<String> {
+        let names = listed
+            .lines()
+            .filter(|line| line.contains(&format!("/{part}:")));
+        names
+            .max()
+            .map(str::to_owned)
+            .with_context(|| format!("e2e.test lists no image {part}"))
+    };
+
+    let mut image = Image::new_in(&kept, "agnhost")?;
+    let mut debian = Command::new("mmdebstrap");
+    debian
+        .args(["--variant=essential", "--mode=root"])
+        .arg(
+            "--include=bash,curl,netcat-openbsd,iproute2,iperf,bind9-dnsutils,bind9-host,procps,conntrack,iputils-ping,\
+             net-tools,ca-certificates,wget",
+        )
+        .args(["doc", "man", "locale"].map(|part| format!("--dpkgopt=path-exclude=/usr/share/{part}/*")))
+        .arg(debian_release()?)
+        .arg(image.root());
+    progress::run("making a stand-in for agnhost's image", &mut debian)?;
+    check(
+        Command::new("find")
+            .arg(image.root().join("dev"))
+            .args(["-mindepth", "1", "-delete"]),
+    )?;
+    let agnhost = programs.kubernetes("agnhost");
+    image.program(&agnhost, "agnhost")?;
+    image.program(&agnhost, "agnhost-2")?;
+    // As BusyBox's, which tries once.
+    image.write("etc/wgetrc", "tries = 1\n")?;
+    image.directory("uploads")?;
+    image.entrypoint = vec!["/agnhost".into()];
+    image.command = vec!["pause".into()];
+    image.names = vec![named("agnhost")?];
+    image.names.extend(named("glibc-dns-testing"));
+    image.names.extend(named("distroless-iptables"));
+    image.pack()?;
+
+    let busybox = on_path("busybox").context("busybox")?;
+    let with_busybox = |name: &str| -> Result<Image> {
+        let image = Image::new_in(&kept, name)?;
+        image.program(&busybox, "bin/busybox")?;
+        for applet in output(Command::new(&busybox).arg("--list"))?.lines() {
+            let link = image.root().join("bin").join(applet);
+            if !link.exists() {
+                std::os::unix::fs::symlink("busybox", &link)
+                    .with_context(|| format!("cannot create {}", link.display()))?;
+            }
+        }
+        image.write("etc/passwd", "root:x:0:0:root:/root:/bin/sh\n")?;
+        image.write("etc/nsswitch.conf", "hosts: files dns\n")?;
+        image.directory("tmp")?;
+        image.directory("root")?;
+        Ok(image)
+    };
+    let mut image = with_busybox("busybox")?;
+    image.command = vec!["sh".into()];
+    image.names = vec![named("busybox")?];
+    image.pack()?;
+    // It serves port 80.
+    let mut image = with_busybox("nginx")?;
+    image.entrypoint = ["/bin/busybox", "httpd", "-f", "-p", "80", "-h", "/tmp"]
+        .map(Into::into)
+        .to_vec();
+    image.names = listed
+        .lines()
+        .filter(|line| line.contains("/nginx:"))
+        .map(str::to_owned)
+        .collect();
+    image.pack()?;
+    let mut image = with_busybox("pause")?;
+    image.entrypoint = ["/bin/busybox", "sleep", "2147483647"]
+        .map(Into::into)
+        .to_vec();
+    image.names = vec![named("pause")?];
+    image.pack()?;
+    let regression = programs.kubernetes("regression-issue-74839");
+    if regression.is_file() {
+        let mut image = Image::new_in(&kept, "regression")?;
+        image.program(&regression, "regression-issue-74839")?;
+        image.entrypoint = vec!["/regression-issue-74839".into()];
+        image.names = vec![named("regression-issue-74839")?];
+        image.pack()?;
+    }
+    fs::write(kept.join("done"), "").context("cannot finish the images")?;
+    Ok(kept)
+}
+
+/// The code name of this machine's release of Debian, or bookworm.
+fn debian_release() -> Result<String> {
+    let text = fs::read_to_string("/etc/os-release").context("cannot read /etc/os-release")?;
+    let of = |key: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(key));
+        line.map(|value| value.trim_matches('"').to_owned())
+    };
+    Ok(match (of("ID=").as_deref(), of("VERSION_CODENAME=")) {
+        (Some("debian"), Some(name)) => name,
+        _ => "bookworm".into(),
+    })
+}
+
+#[cfg(test)]
+mod tests_of_names {
+    use super::*;
+
+    #[test]
+    fn specs_are_chosen_by_name() {
+        let hairpin = "[sig-network] Services should allow hairpin";
+        assert!(wanted(hairpin, ""));
+        assert!(wanted(hairpin, "affinity|hairpin"));
+        assert!(!wanted(hairpin, "affinity"));
+        assert!(!wanted("[sig-network] Netpol should", ""));
+        assert!(!wanted("[sig-node] Pods should", ""));
+    }
+
+    #[test]
+    fn a_name_is_quoted_for_a_regular_expression() {
+        assert_eq!(quoted("a (b) [c] x.y"), r"a \(b\) \[c\] x\.y");
+    }
+
+    #[test]
+    fn a_spec_is_named_by_its_containers() {
+        let report =
+            json!({ "ContainerHierarchyTexts": ["[sig-network] DNS", "a"], "LeafNodeText": "b" });
+        assert_eq!(full_name(&report), "[sig-network] DNS a b");
+    }
+}

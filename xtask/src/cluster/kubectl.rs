@@ -1,0 +1,122 @@
+//! kubectl, as the cluster's administrator.
+
+use std::{
+    io::Write as _,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail};
+use serde_json::Value;
+
+use super::{
+    place::{self, CONTROL, in_netns},
+    programs::Programs,
+};
+use crate::command::{output, shown};
+
+/// Asks the cluster's API server.
+#[derive(Debug, Clone)]
+pub struct Kubectl {
+    program: PathBuf,
+}
+
+impl Kubectl {
+    pub fn new(programs: &Programs) -> Self {
+        Self {
+            program: programs.kubernetes("kubectl"),
+        }
+    }
+
+    /// kubectl among these programs.
+    pub fn in_directory(directory: &Path) -> Self {
+        Self {
+            program: directory.join("kubectl"),
+        }
+    }
+
+    /// kubectl, which takes its arguments next.
+    pub fn command(&self) -> Command {
+        let mut command = in_netns(CONTROL, &self.program);
+        command
+            .env("KUBECONFIG", place::admin_config())
+            .env("KUBECACHEDIR", place::control_directory().join("cache"));
+        command
+    }
+
+    /// Runs it and returns what it prints.
+    pub fn run(&self, arguments: &[&str]) -> Result<String> {
+        output(self.command().args(arguments))
+    }
+
+    /// An object, or a list.
+    pub fn get(&self, arguments: &[&str]) -> Result<Value> {
+        let text = self.run(&[&["get", "--output=json"], arguments].concat())?;
+        serde_json::from_str(&text).context("kubectl printed no JSON")
+    }
+
+    /// The items of a list.
+    pub fn list(&self, arguments: &[&str]) -> Result<Vec<Value>> {
+        let list = self.get(arguments)?;
+        list["items"].as_array().cloned().context("a list")
+    }
+
+    /// Creates or changes an object, or each of a list.
+    pub fn apply(&self, object: &Value) -> Result<()> {
+        self.feed(
+            &["apply", "--server-side", "--force-conflicts", "-f", "-"],
+            &object.to_string(),
+        )
+    }
+
+    /// Likewise, from YAML.
+    pub fn apply_text(&self, text: &str) -> Result<()> {
+        self.feed(
+            &["apply", "--server-side", "--force-conflicts", "-f", "-"],
+            text,
+        )
+    }
+
+    /// Runs it with something to read.
+    pub fn feed(&self, arguments: &[&str], text: &str) -> Result<()> {
+        let mut command = self.command();
+        command
+            .args(arguments)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        let mut child = command
+            .spawn()
+            .with_context(|| format!("cannot start {}", shown(&command)))?;
+        let mut stdin = child.stdin.take().expect("was asked for");
+        stdin
+            .write_all(text.as_bytes())
+            .context("cannot write to kubectl")?;
+        drop(stdin);
+        let output = child.wait_with_output().context("lost kubectl")?;
+        if !output.status.success() {
+            let complaint = String::from_utf8_lossy(&output.stderr);
+            bail!("kubectl {}: {}", arguments.join(" "), complaint.trim());
+        }
+        Ok(())
+    }
+}
+
+/// Asks again and again until it is well.
+///
+/// # Errors
+/// The last one, after `limit`.
+pub fn eventually<T>(limit: Duration, mut ask: impl FnMut() -> Result<T>) -> Result<T> {
+    let end = Instant::now() + limit;
+    loop {
+        match ask() {
+            Ok(answer) => return Ok(answer),
+            Err(error) if Instant::now() > end => {
+                return Err(error.context(format!("still so after {} s", limit.as_secs())));
+            }
+            Err(_) => thread::sleep(Duration::from_millis(200)),
+        }
+    }
+}

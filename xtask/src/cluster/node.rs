@@ -1,0 +1,415 @@
+//! A node: containerd and a kubelet in namespaces and cgroups of their own.
+//!
+//! [`start`] makes the namespaces. The node's first process is this program again ([`main`]): it makes the
+//! mounts and sees to containerd and the kubelet.
+
+use std::{
+    env,
+    fs::{self, File},
+    os::unix::{fs::symlink, process::CommandExt as _},
+    path::{Path, PathBuf},
+    process::{Child, Command, ExitCode, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail};
+use nix::{
+    errno::Errno,
+    mount::{MntFlags, MsFlags, mount, umount2},
+    sched::{CloneFlags, unshare},
+    sys::wait::{WaitStatus, waitpid},
+    unistd::sethostname,
+};
+use serde_json::json;
+
+use super::{
+    cgroups, identity, images,
+    place::{self, DNS_SERVICE, Node, SYSTEM},
+    programs::Programs,
+};
+use crate::command::{check, shown};
+
+/// Where a node finds its directory, whatever is mounted over the machine's.
+const HOME: &str = "/run/node";
+/// Where the node's cgroup v2 hierarchy is mounted on a machine that has hierarchies of cgroup v1, too.
+const UNIFIED: &str = "/sys/fs/cgroup/unified";
+
+/// What the node's first process is told.
+#[derive(Debug, clap::Args)]
+pub struct Arguments {
+    name: String,
+    /// The directory with Kubernetes' programs
+    #[arg(long)]
+    kubernetes: PathBuf,
+    /// The directory with CNI plug-ins
+    #[arg(long)]
+    cni: PathBuf,
+    /// Have CNI's plug-in `portmap` serve host ports
+    #[arg(long)]
+    portmap: bool,
+}
+
+/// Whether the machine also has hierarchies of cgroup v1.
+pub fn hybrid() -> Result<bool> {
+    Ok(cgroups::hierarchies()?
+        .iter()
+        .any(|one| !one.controllers.is_empty()))
+}
+
+/// Where cgroup v2 is mounted on a node.
+pub fn unified_mount() -> Result<&'static str> {
+    Ok(if hybrid()? { UNIFIED } else { "/sys/fs/cgroup" })
+}
+
+/// Starts a node. The node is ready some seconds later.
+pub fn start(programs: &Programs, node: Node, portmap: bool) -> Result<()> {
+    let directory = node.directory();
+    for part in ["cni", "lib", "log", "containerd", "kubelet", "settings"] {
+        let part = directory.join(part);
+        fs::create_dir_all(&part).with_context(|| format!("cannot create {}", part.display()))?;
+    }
+    configure(programs, node, portmap)?;
+    cgroups::create(&node.cgroup(SYSTEM))?;
+
+    let own = env::current_exe().context("cannot find this program's own path")?;
+    let log = File::create(directory.join("init.log")).context("cannot create a log")?;
+    let mut command = cgroups::joining(&node.cgroup(SYSTEM))?;
+    command
+        .arg("nsenter")
+        .arg(format!("--net={}", place::netns(&node.name()).display()))
+        .args(["unshare", "--mount", "--pid", "--uts"])
+        .args([
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+            "--propagation=private",
+        ])
+        .arg(own)
+        .args(["cluster", "node", &node.name()])
+        .arg(format!("--kubernetes={}", programs.kubernetes.display()))
+        .arg(format!("--cni={}", programs.cni.display()))
+        .args(portmap.then_some("--portmap"))
+        .stdin(Stdio::null())
+        .stdout(log.try_clone()?)
+        .stderr(log)
+        .process_group(0);
+    let child = command
+        .spawn()
+        .with_context(|| format!("cannot start {}", shown(&command)))?;
+    let limit = Instant::now() + Duration::from_secs(20);
+    // `unshare` forks: its child is the node's first process.
+    let init = loop {
+        if let Some(init) = first_child(child.id()) {
+            break init;
+        }
+        if Instant::now() > limit {
+            let log = directory.join("init.log");
+            bail!("node {} does not start; see {}", node.name(), log.display());
+        }
+        thread::sleep(Duration::from_millis(20));
+    };
+    node.note_init(init)
+}
+
+/// The first child of a process.
+pub fn first_child(pid: u32) -> Option<u32> {
+    let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?;
+    children.split_whitespace().next()?.parse().ok()
+}
+
+fn write(path: &Path, value: &serde_json::Value) -> Result<()> {
+    // JSON is YAML.
+    fs::write(path, serde_json::to_string_pretty(value)?)
+        .with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// Writes the configurations of kubelet, containerd and CNI.
+fn configure(programs: &Programs, node: Node, portmap: bool) -> Result<()> {
+    let directory = node.directory();
+    let file = |name: &str| identity::file(&format!("{}.{name}", node.name()));
+    let kubelet = json!({
+        "apiVersion": "kubelet.config.k8s.io/v1beta1",
+        "kind": "KubeletConfiguration",
+        "address": node.ipv4(),
+        "authentication": {
+            "anonymous": { "enabled": false },
+            "webhook": { "enabled": true },
+            "x509": { "clientCAFile": identity::file("ca.crt") },
+        },
+        "authorization": { "mode": "Webhook" },
+        "tlsCertFile": file("crt"),
+        "tlsPrivateKeyFile": file("key"),
+        "cgroupDriver": "cgroupfs",
+        "failCgroupV1": false,
+        "containerRuntimeEndpoint": "unix:///run/containerd/containerd.sock",
+        "volumePluginDir": format!("{HOME}/volumes"),
+        "failSwapOn": false,
+        "enforceNodeAllocatable": [],
+        "clusterDNS": [DNS_SERVICE],
+        "clusterDomain": "cluster.local",
+        // The machine's resolver is not the cluster's.
+        "resolvConf": "",
+        "evictionHard": { "memory.available": "100Mi" },
+        "imageGCHighThresholdPercent": 99,
+        "oomScoreAdj": 0,
+    });
+    write(&directory.join("kubelet.yaml"), &kubelet)?;
+
+    // containerd wants TOML.
+    let containerd = format!(
+        r#"version = 2
+root = "{HOME}/containerd"
+state = "/run/containerd"
+[grpc]
+  address = "/run/containerd/containerd.sock"
+[plugins."io.containerd.internal.v1.opt"]
+  path = "{HOME}/opt"
+[plugins."io.containerd.grpc.v1.cri"]
+  sandbox_image = "{}"
+  tolerate_missing_hugetlb_controller = true
+  disable_hugetlb_controller = true
+  restrict_oom_score_adj = true
+  [plugins."io.containerd.grpc.v1.cri".cni]
+    bin_dir = "{}"
+    conf_dir = "{HOME}/cni"
+"#,
+        images::PAUSE,
+        programs.cni.display()
+    );
+    let path = directory.join("containerd.toml");
+    fs::write(&path, containerd).with_context(|| format!("cannot write {}", path.display()))?;
+
+    let ranges = node.pod_ranges().map(|range| json!([{ "subnet": range }]));
+    let mut plugins = vec![json!({
+        "type": "ptp",
+        "mtu": 1500,
+        "ipMasq": false,
+        "ipam": {
+            "type": "host-local",
+            "dataDir": "/run/cni",
+            "ranges": ranges,
+            "routes": [{ "dst": "0.0.0.0/0" }, { "dst": "::/0" }],
+        },
+    })];
+    if portmap {
+        plugins.push(json!({ "type": "portmap", "capabilities": { "portMappings": true } }));
+    }
+    let cni = json!({ "cniVersion": "0.4.0", "name": "cluster", "plugins": plugins });
+    write(&directory.join("cni/10-cluster.conflist"), &cni)
+}
+
+/// The node's first process: never returns while the node runs.
+pub fn main(arguments: &Arguments) -> Result<ExitCode> {
+    let node = Node::named(&arguments.name)?;
+    sethostname(&arguments.name).context("cannot set the host name")?;
+    // In the node's cgroup when the namespace is made: that becomes the root of what the node sees.
+    for hierarchy in cgroups::hierarchies()? {
+        join(&hierarchy.mount.join(node.cgroup("")))?;
+    }
+    unshare(CloneFlags::CLONE_NEWCGROUP).context("cannot make a cgroup namespace")?;
+    mounts(node)?;
+    let path = env::var("PATH").unwrap_or_default();
+    let path = format!("{}:{path}:/usr/sbin:/sbin", arguments.kubernetes.display());
+    let start = |program: &str, log: &str, arguments: &[String]| -> Result<Child> {
+        let log = File::options()
+            .create(true)
+            .append(true)
+            .open(Path::new(HOME).join(log))?;
+        let mut command = Command::new(program);
+        command
+            .args(arguments)
+            .env("PATH", &path)
+            .stdin(Stdio::null())
+            .stdout(log.try_clone()?)
+            .stderr(log);
+        command
+            .spawn()
+            .with_context(|| format!("cannot start {}", shown(&command)))
+    };
+    let containerd = start(
+        "containerd",
+        "containerd.log",
+        &[format!("--config={HOME}/containerd.toml")],
+    )?;
+    wait_for_containerd()?;
+    for image in images::archives()? {
+        images::import(&image)?;
+    }
+    let addresses = node
+        .addresses()
+        .map(|address| address.to_string())
+        .join(",");
+    let kubelet = [
+        format!("--config={HOME}/kubelet.yaml"),
+        format!(
+            "--kubeconfig={}",
+            identity::file(&format!("{}.conf", node.name())).display()
+        ),
+        format!("--root-dir={HOME}/kubelet"),
+        format!("--hostname-override={}", node.name()),
+        format!("--node-ip={addresses}"),
+        format!(
+            "--node-labels=topology.kubernetes.io/zone=z{}",
+            node.number()
+        ),
+        "--v=2".into(),
+    ];
+    let program = arguments.kubernetes.join("kubelet").display().to_string();
+    let mut running = start(&program, "kubelet.log", &kubelet)?;
+    // Orphans of the whole node come here when they end.
+    loop {
+        let ended = match waitpid(None, None) {
+            Ok(WaitStatus::Exited(pid, _) | WaitStatus::Signaled(pid, ..)) => {
+                pid.as_raw().cast_unsigned()
+            }
+            Ok(_) | Err(Errno::EINTR) => continue,
+            Err(error) => return Err(error).context("cannot wait for the node's processes"),
+        };
+        if ended == containerd.id() {
+            bail!("containerd ended; see containerd.log");
+        }
+        if ended == running.id() {
+            thread::sleep(Duration::from_secs(1));
+            running = start(&program, "kubelet.log", &kubelet)?;
+        }
+    }
+}
+
+fn wait_for_containerd() -> Result<()> {
+    let limit = Instant::now() + Duration::from_mins(1);
+    loop {
+        match crate::command::output(Command::new("ctr").arg("version")) {
+            Ok(_) => return Ok(()),
+            Err(error) if Instant::now() > limit => {
+                return Err(error.context("containerd is not ready; see containerd.log"));
+            }
+            Err(_) => thread::sleep(Duration::from_millis(200)),
+        }
+    }
+}
+
+/// Makes the node's view of the file system: its own /run, /sys, cgroups and places to write to.
+fn mounts(node: Node) -> Result<()> {
+    let tmpfs = |place: &str| mounted(Some("tmpfs"), place, Some("tmpfs"), MsFlags::empty(), "");
+    let bind = |from: &Path, to: &str| mounted(from.to_str(), to, None, MsFlags::MS_BIND, "");
+    let create =
+        |place: &str| fs::create_dir_all(place).with_context(|| format!("cannot create {place}"));
+    // Hierarchies of the machine, seen from the node's cgroup namespace, have roots that runc does not understand.
+    // And a copy of a mounted network namespace keeps it alive, whosever it is.
+    let hierarchies = cgroups::hierarchies()?;
+    let mounts = fs::read_to_string("/proc/mounts").context("cannot read /proc/mounts")?;
+    let places = mounts.lines().filter_map(|line| line.split(' ').nth(1));
+    for place in places.rev().filter(|place| {
+        Path::new(place).starts_with("/run") || Path::new(place).starts_with("/sys")
+    }) {
+        umount2(place, MntFlags::MNT_DETACH).with_context(|| format!("cannot unmount {place}"))?;
+    }
+    tmpfs("/run")?;
+    for place in ["/run/netns", "/run/lock", "/run/containerd", HOME] {
+        create(place)?;
+    }
+    bind(&node.directory(), HOME)?;
+
+    // Seen from the node's network namespace: its interfaces in /sys/class/net.
+    let hybrid = hierarchies.iter().any(|one| !one.controllers.is_empty());
+    mounted(Some("sysfs"), "/sys", Some("sysfs"), MsFlags::empty(), "")?;
+    mounted(
+        Some("bpf"),
+        "/sys/fs/bpf",
+        Some("bpf"),
+        MsFlags::empty(),
+        "",
+    )?;
+    if hybrid {
+        tmpfs("/sys/fs/cgroup")?;
+        create(UNIFIED)?;
+        mounted(
+            Some("cgroup2"),
+            UNIFIED,
+            Some("cgroup2"),
+            MsFlags::empty(),
+            "",
+        )?;
+        for one in hierarchies.iter().filter(|one| !one.controllers.is_empty()) {
+            let name = one.mount.file_name().context("a mount's name")?;
+            let place = format!("/sys/fs/cgroup/{}", name.display());
+            create(&place)?;
+            mounted(
+                Some("cgroup"),
+                &place,
+                Some("cgroup"),
+                MsFlags::empty(),
+                &one.controllers,
+            )?;
+        }
+    } else {
+        mounted(
+            Some("cgroup2"),
+            "/sys/fs/cgroup",
+            Some("cgroup2"),
+            MsFlags::empty(),
+            "",
+        )?;
+    }
+    for hierarchy in cgroups::hierarchies()? {
+        join(&hierarchy.mount.join(SYSTEM))?;
+        if hierarchy.controllers.is_empty() {
+            cgroups::enable_controllers(&hierarchy.mount)?;
+        }
+    }
+
+    // What a kubelet sets for the machine stays with the node.
+    for (setting, value) in [
+        ("vm/overcommit_memory", "1"),
+        ("vm/panic_on_oom", "0"),
+        ("kernel/panic", "10"),
+        ("kernel/panic_on_oops", "1"),
+        ("kernel/keys/root_maxkeys", "1000000"),
+        ("kernel/keys/root_maxbytes", "25000000"),
+    ] {
+        let file = Path::new(HOME)
+            .join("settings")
+            .join(setting.replace('/', "_"));
+        fs::write(&file, format!("{value}\n")).context("cannot write a setting")?;
+        bind(&file, &format!("/proc/sys/{setting}"))?;
+    }
+    // What kubelet, containerd and CNI keep in places of their own choice.
+    for (name, place) in [("lib", "/var/lib"), ("log", "/var/log")] {
+        bind(&Path::new(HOME).join(name), place)?;
+    }
+    if !Path::new("/var/run").is_symlink() {
+        symlink("/run", "/var/run").ok();
+    }
+    mounted(None, "/", None, MsFlags::MS_SHARED | MsFlags::MS_REC, "")
+}
+
+fn join(cgroup: &Path) -> Result<()> {
+    let file = cgroup.join("cgroup.procs");
+    // 0 is the writer.
+    fs::write(&file, "0").with_context(|| format!("cannot write {}", file.display()))
+}
+
+fn mounted(
+    from: Option<&str>,
+    place: &str,
+    kind: Option<&str>,
+    flags: MsFlags,
+    options: &str,
+) -> Result<()> {
+    mount(from, place, kind, flags, Some(options)).with_context(|| {
+        format!(
+            "cannot mount {} at {place}",
+            kind.or(from).unwrap_or("what is there")
+        )
+    })
+}
+
+/// Has a node import an image.
+pub fn import(node: Node, archive: &Path) -> Result<()> {
+    let mut ctr = node.command("ctr")?;
+    ctr.args(["--namespace=k8s.io", "images", "import"])
+        .arg(archive)
+        .stdout(Stdio::null());
+    check(&mut ctr)
+}

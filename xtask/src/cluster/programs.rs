@@ -1,0 +1,113 @@
+//! The programs that a cluster is made of: Kubernetes' from `KUBERNETES_BIN`, the others from the distribution.
+
+use std::{env, path::PathBuf};
+
+use crate::command::on_path;
+
+/// Names the directory with Kubernetes' programs.
+pub const VARIABLE: &str = "KUBERNETES_BIN";
+
+/// Kubernetes' own, which every cluster needs.
+const KUBERNETES: [&str; 5] = [
+    "kube-apiserver",
+    "kube-controller-manager",
+    "kube-scheduler",
+    "kubelet",
+    "kubectl",
+];
+
+/// The distribution's: program, Debian's package, what for.
+const OTHERS: [(&str, &str, &str); 8] = [
+    ("etcd", "etcd-server", "keeps the API server's objects"),
+    ("containerd", "containerd", "runs pods' containers"),
+    ("ctr", "containerd", "imports images"),
+    ("runc", "runc", "makes containers"),
+    (
+        "conntrack",
+        "conntrack",
+        "kubelets and kube-proxy look for it",
+    ),
+    ("nft", "nftables", "kube-proxy's rules"),
+    (
+        "ip",
+        "iproute2",
+        "makes network namespaces, links and routes",
+    ),
+    ("nsenter", "util-linux", "enters nodes"),
+];
+
+/// Where distributions put CNI plug-ins.
+const CNI: [&str; 3] = ["/usr/lib/cni", "/opt/cni/bin", "/usr/libexec/cni"];
+
+/// The programs of a cluster.
+#[derive(Debug, Clone)]
+pub struct Programs {
+    /// The directory with Kubernetes'.
+    pub kubernetes: PathBuf,
+    /// The directory with CNI plug-ins.
+    pub cni: PathBuf,
+}
+
+/// Why there are no programs.
+#[derive(Debug)]
+pub enum Missing {
+    /// Nobody named a directory: the chore is skipped.
+    NotAsked,
+    /// Something is missing, line by line.
+    Programs(Vec<String>),
+}
+
+/// How to get Kubernetes' programs.
+pub const HOW: &str = "\
+Set KUBERNETES_BIN to a directory with kube-apiserver, kube-controller-manager, kube-scheduler, kubelet and
+kubectl, of one release of Kubernetes. Official releases have them (kubernetes-server-linux-amd64.tar.gz, its
+directory kubernetes/server/bin). `e2e` also needs e2e.test (kubernetes-test-linux-amd64.tar.gz) and agnhost. etcd,
+containerd, runc and CNI plug-ins come from the distribution:
+    apt-get install etcd-server containerd runc containernetworking-plugins conntrack nftables
+docs/development.md, \"A real cluster\", says more.";
+
+impl Programs {
+    /// Finds all programs, and these of Kubernetes' besides.
+    ///
+    /// # Errors
+    /// Says what is missing.
+    pub fn find(besides: &[&str]) -> Result<Self, Missing> {
+        let Some(kubernetes) = env::var_os(VARIABLE).filter(|value| !value.is_empty()) else {
+            return Err(Missing::NotAsked);
+        };
+        let kubernetes = PathBuf::from(kubernetes);
+        let mut missing = Vec::new();
+        for name in KUBERNETES.iter().chain(besides) {
+            if !kubernetes.join(name).is_file() {
+                let directory = kubernetes.display();
+                missing.push(format!("{name}: not in {VARIABLE}={directory}"));
+            }
+        }
+        for (name, package, purpose) in OTHERS {
+            if on_path(name).is_none() {
+                missing.push(format!("{name} ({purpose}): apt-get install {package}"));
+            }
+        }
+        let cni = CNI.iter().map(PathBuf::from).find(|directory| {
+            ["ptp", "host-local", "loopback", "portmap"]
+                .iter()
+                .all(|plugin| directory.join(plugin).is_file())
+        });
+        match cni {
+            Some(cni) if missing.is_empty() => Ok(Self { kubernetes, cni }),
+            Some(_) => Err(Missing::Programs(missing)),
+            None => {
+                missing.push(format!(
+                    "CNI plug-ins (in none of {}): apt-get install containernetworking-plugins",
+                    CNI.join(", ")
+                ));
+                Err(Missing::Programs(missing))
+            }
+        }
+    }
+
+    /// One of Kubernetes' programs.
+    pub fn kubernetes(&self, name: &str) -> PathBuf {
+        self.kubernetes.join(name)
+    }
+}

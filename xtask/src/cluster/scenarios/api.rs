@@ -1,0 +1,228 @@
+//! What becomes of services when the API server is away, forgets, or refuses.
+
+use std::{fs, thread, time::Duration};
+
+use anyhow::{Context as _, Result, ensure};
+use serde_json::{Value, json};
+
+use super::pods::{From, Load, SHORT, Space, at};
+use crate::cluster::{
+    Cluster, agent,
+    control::{self, ETCD, Part},
+    identity,
+    kubectl::eventually,
+    network,
+    place::{CONTROL, Node},
+};
+use crate::command::output;
+
+const CONNECT: &str = "connect --count 40 --timeout-ms 2000";
+/// How long the agent may take to hear of an API server that is back: it asks again every 15 to 30 s at the latest.
+const BACK: Duration = Duration::from_mins(1);
+
+/// The agent reads its token every minute, and by then one that lasts a minute has expired.
+const READ: Duration = Duration::from_secs(65);
+
+pub fn killed(cluster: &Cluster) -> Result<String> {
+    agent::deploy(cluster, &agent::Wanted::default())?;
+    let space = Space::new(cluster, "api-server", &json!({}))?;
+    space.servers("web", 2, None)?;
+    space.service("web", "web", &json!({}))?;
+    let to = at(&space.cluster_ips("web")?[0], 80);
+    let clients = [
+        space.client("client", cluster.nodes[0])?,
+        From::Node(cluster.nodes[1]),
+    ];
+    let web = space.pods("web")?;
+    for from in &clients {
+        eventually(SHORT, || from.reaches(cluster, CONNECT, &to, &web))?;
+    }
+    let loads = clients
+        .iter()
+        .map(|from| Load::start(cluster, from, &to))
+        .collect::<Result<Vec<_>>>()?;
+    Part::ApiServer.kill()?;
+    thread::sleep(Duration::from_secs(20));
+    for node in &cluster.nodes {
+        let (status, body) =
+            network::get(CONTROL, &at(&node.ipv4().to_string(), 15020), "/metrics")?;
+        ensure!(status == 200, "{status} {body}");
+        let said = output(node.command(&cluster.dataplane)?.args(["status"]))?;
+        ensure!(
+            said.contains("Kubernetes API cannot be read"),
+            "status says nothing of it: {said}"
+        );
+    }
+    Part::ApiServer.start(&cluster.programs)?;
+    control::wait_for_api_server(&cluster.kubectl)?;
+    // What changes from now on arrives.
+    space.kubectl(&["scale", "deployment/web", "--replicas=4"])?;
+    space.rolled_out("web")?;
+    let web = space.pods("web")?;
+    for from in &clients {
+        eventually(BACK, || from.reaches(cluster, CONNECT, &to, &web))?;
+    }
+    let mut answered = 0;
+    for load in loads {
+        answered += load.none_failed()?;
+    }
+    for node in &cluster.nodes {
+        eventually(SHORT, || agent::healthy(cluster, *node))?;
+    }
+    Ok(format!(
+        "none of {answered} connections failed with the API server away for 20 s; changes arrived when it was back"
+    ))
+}
+
+pub fn compaction(cluster: &Cluster) -> Result<String> {
+    agent::deploy(cluster, &agent::Wanted::default())?;
+    let node = cluster.nodes[0];
+    let space = Space::new(cluster, "compaction", &json!({}))?;
+    // Both where they are seen from: the node is cut off meanwhile.
+    space.servers("web", 1, Some(node))?;
+    for name in ["stays", "goes"] {
+        space.service(name, "web", &json!({}))?;
+    }
+    let web = space.pods("web")?;
+    let (stays, goes) = (
+        at(&space.cluster_ips("stays")?[0], 80),
+        at(&space.cluster_ips("goes")?[0], 80),
+    );
+    let from = From::Node(node);
+    for to in [&stays, &goes] {
+        eventually(SHORT, || from.reaches(cluster, CONNECT, to, &web))?;
+    }
+    let lists = |node: Node| -> Result<f64> {
+        let metrics = agent::metrics(node)?;
+        Ok(agent::sum(
+            &metrics,
+            "dataplane_source_lists_total",
+            Some(("resource", "services")),
+        ))
+    };
+    let before = lists(node)?;
+    let load = Load::start(cluster, &from, &stays)?;
+    network::plug(&node.name(), false)?;
+    let forgotten = forget(cluster, &space);
+    network::plug(&node.name(), true)?;
+    let comes = forgotten?;
+    eventually(BACK, || {
+        from.fails(
+            cluster,
+            "connect --count 2 --timeout-ms 500",
+            &goes,
+            &["TIMEOUT", "EHOSTUNREACH", "ENETUNREACH", "ECONNREFUSED"],
+        )
+    })?;
+    eventually(BACK, || from.reaches(cluster, CONNECT, &comes, &web))?;
+    let listed = lists(node)? - before;
+    ensure!(
+        listed >= 1.0,
+        "the agent did not list services anew: the API server had not forgotten"
+    );
+    let answered = load.none_failed()?;
+    eventually(SHORT, || agent::healthy(cluster, node))?;
+    Ok(format!(
+        "services listed anew {listed} times after the version had gone; none of {answered} connections failed meanwhile"
+    ))
+}
+
+/// Changes services, compacts etcd, and restarts the API server, which then knows nothing older. Returns where a new
+/// service is.
+fn forget(cluster: &Cluster, space: &Space<'_>) -> Result<String> {
+    space.kubectl(&["delete", "service", "goes"])?;
+    space.service("comes", "web", &json!({}))?;
+    let newest: Value = serde_json::from_str(&cluster.kubectl.run(&[
+        "get",
+        "--raw",
+        "/api/v1/services?limit=1",
+    ])?)?;
+    let revision = newest["metadata"]["resourceVersion"]
+        .as_str()
+        .context("a version")?;
+    let body = json!({ "revision": revision, "physical": true }).to_string();
+    let (status, answer) = network::post(CONTROL, ETCD, "/v3/kv/compaction", &body)?;
+    ensure!(status == 200, "etcd does not compact: {status} {answer}");
+    Part::ApiServer.kill()?;
+    Part::ApiServer.start(&cluster.programs)?;
+    control::wait_for_api_server(&cluster.kubectl)?;
+    // The node's connections are given up before it is back.
+    thread::sleep(Duration::from_secs(20));
+    Ok(at(&space.cluster_ips("comes")?[0], 80))
+}
+
+pub fn tokens(cluster: &Cluster) -> Result<String> {
+    // The account and its rights stay; an agent that is a process takes the place of the DaemonSet's.
+    agent::deploy(cluster, &agent::Wanted::default())?;
+    let account = cluster
+        .kubectl
+        .get(&["-n", "kube-system", "serviceaccount", "dataplane"])?;
+    let uid = account["metadata"]["uid"].as_str().context("a uid")?;
+    agent::remove_daemon_set(cluster)?;
+    let outcome = with_tokens(cluster, uid);
+    agent::deploy(cluster, &agent::Wanted::default())?;
+    outcome
+}
+
+fn with_tokens(cluster: &Cluster, uid: &str) -> Result<String> {
+    let node = cluster.nodes[0];
+    let (token, config) = (identity::file("agent.token"), identity::file("agent.conf"));
+    // The newline is one that editors leave.
+    let renew = |life: u64| -> Result<()> {
+        let text = identity::token("kube-system", "dataplane", uid, Duration::from_secs(life))?;
+        fs::write(&token, format!("{text}\n")).context("cannot write a token")
+    };
+    identity::write_config(&config, &json!({ "tokenFile": token }))?;
+    renew(60)?;
+    let space = Space::new(cluster, "tokens", &json!({}))?;
+    space.servers("web", 1, Some(node))?;
+    space.service("web", "web", &json!({}))?;
+    let web = space.pods("web")?;
+    let from = From::Node(node);
+    let _agent = agent::Process::start(cluster, node, &config)?;
+    let reaches = |name: &str, limit: Duration| -> Result<()> {
+        let to = at(&space.cluster_ips(name)?[0], 80);
+        eventually(limit, || from.reaches(cluster, CONNECT, &to, &web)).map(drop)
+    };
+    reaches("web", SHORT)?;
+    let restart = || -> Result<()> {
+        Part::ApiServer.kill()?;
+        Part::ApiServer.start(&cluster.programs)?;
+        control::wait_for_api_server(&cluster.kubectl)
+    };
+    let refused = || -> Result<bool> {
+        let log =
+            fs::read_to_string(node.directory().join("agent.log")).context("the agent's log")?;
+        Ok(log.contains("answered 401"))
+    };
+    // Renewed in time: the next connection has the new one.
+    renew(3600)?;
+    thread::sleep(READ);
+    restart()?;
+    space.service("renewed", "web", &json!({}))?;
+    reaches("renewed", BACK)?;
+    ensure!(
+        !refused()?,
+        "the agent used a token that had expired though it was renewed"
+    );
+    // Not renewed: what is there is served, and status says why no more comes.
+    renew(1)?;
+    thread::sleep(READ);
+    restart()?;
+    space.service("late", "web", &json!({}))?;
+    eventually(BACK + BACK, || {
+        let said = node.command(&cluster.dataplane)?.arg("status").output()?;
+        let said = String::from_utf8_lossy(&said.stdout).into_owned();
+        ensure!(
+            said.contains("answered 401"),
+            "status says nothing of the token: {said}"
+        );
+        Ok(())
+    })?;
+    ensure!(refused()?, "the agent's log says nothing of the token");
+    reaches("renewed", SHORT)?;
+    renew(3600)?;
+    reaches("late", BACK + BACK)?;
+    eventually(SHORT, || agent::healthy(cluster, node))?;
+    Ok("renewed in time: no 401; expired: served on, named in status, and caught up with a new token".into())
+}

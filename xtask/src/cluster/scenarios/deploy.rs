@@ -1,0 +1,412 @@
+//! The DaemonSet as shipped: what it may read, how it is upgraded, with a mesh, by the chart, and how it goes.
+
+use std::{collections::BTreeSet, thread, time::Duration};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use serde_json::{Value, json};
+
+use super::pods::{From, Load, SHORT, Space, at};
+use crate::{
+    cluster::{
+        Cluster,
+        agent::{self, Wanted},
+        images,
+        kubectl::eventually,
+        node, place,
+    },
+    command::{check, output},
+    workspace,
+};
+
+const CONNECT: &str = "connect --count 30 --timeout-ms 2000";
+
+pub fn rbac(cluster: &Cluster) -> Result<String> {
+    agent::deploy(cluster, &Wanted::default())?;
+    let account = "--as=system:serviceaccount:kube-system:dataplane";
+    for (wanted, question) in [
+        ("yes", "list services --all-namespaces"),
+        (
+            "yes",
+            "watch endpointslices.discovery.k8s.io --all-namespaces",
+        ),
+        ("no", "get secrets --all-namespaces"),
+        ("no", "list namespaces"),
+        ("no", "update services/status --all-namespaces"),
+        ("no", "create events --all-namespaces"),
+    ] {
+        let mut ask = cluster.kubectl.command();
+        ask.args(["auth", "can-i", account])
+            .args(question.split(' '));
+        // It exits with 1 for a no.
+        let said = String::from_utf8_lossy(&ask.output()?.stdout)
+            .trim()
+            .to_owned();
+        ensure!(
+            said == wanted,
+            "may the agent {question}? {said}, where {wanted} was expected"
+        );
+    }
+    // What it did ask for, since the API server started.
+    let allowed = allowed(cluster)?;
+    let requests = agent::audited()?;
+    let mut used = BTreeSet::new();
+    for request in &requests {
+        let code = request["responseStatus"]["code"].as_u64();
+        let object = &request["objectRef"];
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        let what = (
+            text(&object["apiGroup"]),
+            text(&object["resource"]),
+            text(&request["verb"]),
+        );
+        ensure!(
+            code.is_some_and(|code| code < 400),
+            "a request of the agent's was answered with {code:?}: {request}"
+        );
+        ensure!(
+            allowed.contains(&what),
+            "the agent asks for what our ClusterRole does not name: {request}"
+        );
+        used.insert((what.0, what.1));
+    }
+    let granted: BTreeSet<_> = allowed
+        .into_iter()
+        .map(|(group, resource, _)| (group, resource))
+        .collect();
+    ensure!(
+        used == granted,
+        "the agent used {used:?}, and may read {granted:?}"
+    );
+    let agent = requests
+        .iter()
+        .find_map(|request| request["userAgent"].as_str());
+    Ok(format!(
+        "{} requests, none forbidden, of every kind that the ClusterRole names and no other; User-Agent {:?}",
+        requests.len(),
+        agent.unwrap_or_default()
+    ))
+}
+
+/// Group, resource and verb of all that our ClusterRole allows.
+fn allowed(cluster: &Cluster) -> Result<BTreeSet<(String, String, String)>> {
+    let role = cluster.kubectl.get(&["clusterrole", "dataplane"])?;
+    let words = |value: &Value| -> Vec<String> {
+        let words = value.as_array().into_iter().flatten();
+        words.filter_map(Value::as_str).map(str::to_owned).collect()
+    };
+    let mut all = BTreeSet::new();
+    for rule in role["rules"].as_array().context("rules")? {
+        for group in words(&rule["apiGroups"]) {
+            for resource in words(&rule["resources"]) {
+                for verb in words(&rule["verbs"]) {
+                    all.insert((group.clone(), resource.clone(), verb));
+                }
+            }
+        }
+    }
+    Ok(all)
+}
+
+/// Clients of a service with two servers: a pod, a node, and one outside.
+struct Busy<'a> {
+    space: Space<'a>,
+    clients: Vec<(From, String)>,
+    web: BTreeSet<String>,
+}
+
+impl<'a> Busy<'a> {
+    fn new(cluster: &'a Cluster, name: &str, labels: &Value) -> Result<Self> {
+        let space = Space::new(cluster, name, labels)?;
+        space.servers("web", 2, None)?;
+        space.service("web", "web", &json!({ "type": "NodePort" }))?;
+        let node_port = space.service_object("web")?["spec"]["ports"][0]["nodePort"].as_u64();
+        let node_port = node_port.context("a node port")?.try_into()?;
+        let address = space.cluster_ips("web")?.remove(0);
+        let (first, second) = (cluster.nodes[0], cluster.nodes[1]);
+        let clients = vec![
+            (space.client("client", first)?, at(&address, 80)),
+            (From::Node(second), at(&address, 80)),
+            (From::Outside, at(&first.ipv4().to_string(), node_port)),
+        ];
+        let web = space.pods("web")?;
+        let busy = Self {
+            space,
+            clients,
+            web,
+        };
+        busy.all_reach()?;
+        Ok(busy)
+    }
+
+    fn all_reach(&self) -> Result<()> {
+        for (from, to) in &self.clients {
+            eventually(SHORT, || {
+                from.reaches(self.space.cluster, CONNECT, to, &self.web)
+            })?;
+        }
+        Ok(())
+    }
+
+    fn loads(&self) -> Result<Vec<Load>> {
+        let start = |(from, to): &(From, String)| Load::start(self.space.cluster, from, to);
+        self.clients.iter().map(start).collect()
+    }
+}
+
+pub fn upgrade(cluster: &Cluster) -> Result<String> {
+    agent::deploy(cluster, &Wanted::default())?;
+    let busy = Busy::new(cluster, "upgrade", &json!({}))?;
+    let mut seen = Vec::new();
+    for surge in [false, true] {
+        // From one image to the other, by the strategy that is there already.
+        agent::deploy(
+            cluster,
+            &Wanted {
+                surge,
+                ..Wanted::default()
+            },
+        )?;
+        let loads = busy.loads()?;
+        thread::sleep(Duration::from_secs(2));
+        agent::deploy(
+            cluster,
+            &Wanted {
+                surge,
+                tag: images::TAGS[1],
+                ..Wanted::default()
+            },
+        )?;
+        thread::sleep(Duration::from_secs(3));
+        let mut answered = 0;
+        for load in loads {
+            answered += load
+                .none_failed()
+                .with_context(|| format!("with surge: {surge}"))?;
+        }
+        busy.all_reach()?;
+        let with = if surge { "with" } else { "without" };
+        seen.push(format!("{answered} {with} surge"));
+    }
+    agent::deploy(cluster, &Wanted::default())?;
+    Ok(format!("no connection failed: {}", seen.join(", ")))
+}
+
+pub fn mesh(cluster: &Cluster) -> Result<String> {
+    let mesh = json!({ "mesh": { "rules": { "mode": "proxy" } } });
+    let wanted = |surge, tag| Wanted {
+        tag: images::TAGS[tag],
+        config: mesh.clone(),
+        surge,
+    };
+    agent::deploy(cluster, &wanted(false, 0))?;
+    let outcome = captured(cluster, &wanted);
+    // Without a mesh: what reads namespaces goes, too.
+    agent::deploy(cluster, &Wanted::default())?;
+    cluster.kubectl.run(&[
+        "delete",
+        "--ignore-not-found",
+        "clusterrole,clusterrolebinding",
+        "dataplane-mesh",
+    ])?;
+    outcome
+}
+
+fn captured(cluster: &Cluster, wanted: &impl Fn(bool, usize) -> Wanted) -> Result<String> {
+    let busy = Busy::new(
+        cluster,
+        "mesh",
+        &json!({ "istio.io/dataplane-mode": "ambient" }),
+    )?;
+    let space = &busy.space;
+    // The agent's proxy has the connections, and not only the kernel.
+    let relayed = || -> Result<f64> {
+        let mut sum = 0.0;
+        for node in &cluster.nodes {
+            let metrics = agent::metrics(*node)?;
+            sum += agent::sum(&metrics, "istio_tcp_connections_opened_total", None);
+        }
+        Ok(sum)
+    };
+    let (from, to) = &busy.clients[0];
+    let before = relayed()?;
+    from.reaches(cluster, CONNECT, to, &busy.web)?;
+    let by_proxy = relayed()? - before;
+    ensure!(
+        by_proxy >= 30.0,
+        "the proxy relayed {by_proxy} connections of 30 or more"
+    );
+
+    // Probes: ready at every look, and started once.
+    let ready = |limit: u64| -> Result<()> {
+        for _ in 0..limit {
+            let pods = cluster
+                .kubectl
+                .list(&["-n", &space.name, "pods", "-l", "app=web"])?;
+            for pod in &pods {
+                let container = &pod["status"]["containerStatuses"][0];
+                ensure!(
+                    container["ready"] == true,
+                    "a captured pod is not ready: {}",
+                    pod["status"]
+                );
+            }
+            thread::sleep(Duration::from_secs(1));
+        }
+        Ok(())
+    };
+    ready(20)?;
+    let mut seen = vec![format!(
+        "{by_proxy} of 30 connections and their other ends by the proxy, pods ready for 20 s"
+    )];
+
+    for surge in [false, true] {
+        agent::deploy(cluster, &wanted(surge, 0))?;
+        let load = Load::start(cluster, from, to)?;
+        thread::sleep(Duration::from_secs(2));
+        agent::deploy(cluster, &wanted(surge, 1))?;
+        thread::sleep(Duration::from_secs(3));
+        let (answered, failed, details) = load.stop()?;
+        let total = answered + failed;
+        if surge {
+            ensure!(
+                failed == 0,
+                "{failed} of {total} captured connections failed: {details}"
+            );
+            seen.push(format!(
+                "upgrade with surge: none of {total} captured connections failed"
+            ));
+        } else {
+            // The proxy ends with its agent.
+            seen.push(format!("without: {failed} of {total}"));
+        }
+        ready(3)?;
+    }
+    Ok(seen.join("; "))
+}
+
+pub fn chart(cluster: &Cluster) -> Result<String> {
+    agent::remove(cluster)?;
+    let wanted = Wanted::default();
+    cluster.kubectl.apply_text(&agent::chart(&wanted)?)?;
+    agent::wait(cluster)?;
+    let busy = Busy::new(cluster, "chart", &json!({}))?;
+    // A changed value changes the checksum, and rolls out by itself.
+    let generation = || -> Result<Value> {
+        let daemon_set = cluster
+            .kubectl
+            .get(&["-n", "kube-system", "daemonset", "dataplane"])?;
+        Ok(daemon_set["metadata"]["generation"].clone())
+    };
+    let before = generation()?;
+    let changed = Wanted {
+        config: json!({ "log": { "level": "debug" } }),
+        ..wanted
+    };
+    let loads = busy.loads()?;
+    cluster.kubectl.apply_text(&agent::chart(&changed)?)?;
+    agent::wait(cluster)?;
+    ensure!(
+        generation()? != before,
+        "a changed configuration did not roll out"
+    );
+    busy.all_reach()?;
+    let mut answered = 0;
+    for load in loads {
+        answered += load.none_failed()?;
+    }
+    drop(busy);
+    agent::remove(cluster)?;
+    agent::deploy(cluster, &Wanted::default())?;
+    Ok(format!(
+        "installed, and rolled out by a changed value: none of {answered} connections failed"
+    ))
+}
+
+pub fn cleanup(cluster: &Cluster) -> Result<String> {
+    agent::deploy(cluster, &Wanted::default())?;
+    let busy = Busy::new(cluster, "cleanup", &json!({}))?;
+    agent::remove_daemon_set(cluster)?;
+    // What it left goes on serving.
+    busy.all_reach()?;
+    for node in &cluster.nodes {
+        let text = job(cluster, &node.name())?;
+        // As docs/kubernetes.md has it: the Job of the node before is replaced.
+        cluster
+            .kubectl
+            .feed(&["replace", "--force", "-f", "-"], &text)?;
+        let wait = [
+            "-n",
+            "kube-system",
+            "wait",
+            "--for=condition=complete",
+            "--timeout=120s",
+            "job/dataplane-cleanup",
+        ];
+        cluster.kubectl.run(&wait)?;
+        // The kernel itself puts maps.debug and progs.debug into every BPF file system.
+        let pins = output(node.command("find")?.args([
+            "/sys/fs/bpf",
+            "-mindepth",
+            "1",
+            "-not",
+            "-name",
+            "*.debug",
+        ]))?;
+        ensure!(
+            pins.trim().is_empty(),
+            "pins are left on {}:\n{pins}",
+            node.name()
+        );
+    }
+    for (from, to) in &busy.clients {
+        from.fails(
+            cluster,
+            "connect --count 2 --timeout-ms 700",
+            to,
+            &["TIMEOUT", "EHOSTUNREACH", "ENETUNREACH", "ECONNREFUSED"],
+        )?;
+    }
+    cluster
+        .kubectl
+        .run(&["-n", "kube-system", "delete", "job/dataplane-cleanup"])?;
+    agent::deploy(cluster, &Wanted::default())?;
+    busy.all_reach()?;
+    Ok("served on without the agent; after the Job no pin is left and nothing is served; the agent serves again".into())
+}
+
+/// The clean-up Job of `deploy/kustomize`, for a node.
+fn job(cluster: &Cluster, name: &str) -> Result<String> {
+    let overlay = place::directory().join("cleanup");
+    if !overlay.exists() {
+        std::fs::create_dir_all(&overlay).context("cannot create the overlay")?;
+        check(
+            std::process::Command::new("cp")
+                .arg("--recursive")
+                .arg(workspace::root().join("deploy/kustomize/cleanup"))
+                .arg(overlay.join("cleanup")),
+        )?;
+    }
+    let mut kustomization = json!({
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": ["cleanup"],
+        "images": [{ "name": "dataplane", "newName": images::DATAPLANE, "newTag": images::TAGS[0] }],
+    });
+    if node::hybrid()? {
+        let cgroup = format!("--cgroup=/host{}", node::unified_mount()?);
+        let args = ["cleanup", "--bpffs=/host/sys/fs/bpf/dataplane", &cgroup];
+        let patch = json!([{ "op": "replace", "path": "/spec/template/spec/containers/0/args", "value": args }]);
+        kustomization["patches"] =
+            json!([{ "target": { "kind": "Job" }, "patch": patch.to_string() }]);
+    }
+    std::fs::write(
+        overlay.join("kustomization.yaml"),
+        kustomization.to_string(),
+    )
+    .context("cannot write the overlay")?;
+    let text = output(cluster.kubectl.command().arg("kustomize").arg(&overlay))?;
+    if !text.contains("nodeName: NODE") {
+        bail!("the Job does not name its node as NODE:\n{text}");
+    }
+    Ok(text.replace("NODE", name))
+}

@@ -1,0 +1,225 @@
+//! What is tried in a cluster. Each scenario leaves the cluster as it found it: with the DaemonSet of the base.
+
+mod api;
+mod deploy;
+mod pods;
+mod services;
+
+use std::{fs, time::Instant};
+
+use anyhow::{Result, bail};
+
+use super::{Cluster, place};
+use crate::{
+    command::output,
+    progress::note,
+    style::{BOLD, ERROR, RESET},
+    workspace,
+};
+
+/// Something that must hold in a cluster.
+pub struct Scenario {
+    name: &'static str,
+    about: &'static str,
+    /// Returns what was seen, in a line.
+    run: fn(&Cluster) -> Result<String>,
+}
+
+/// In the order in which they run.
+const ALL: [Scenario; 11] = [
+    Scenario {
+        name: "rbac",
+        about: "the agent reads what our ClusterRole allows, and nothing that it asks for is forbidden",
+        run: deploy::rbac,
+    },
+    Scenario {
+        name: "services",
+        about: "every type of service, from pods, nodes and outside, IPv4 and IPv6, TCP and UDP",
+        run: services::all_types,
+    },
+    Scenario {
+        name: "policies",
+        about: "externalTrafficPolicy, health check ports, session affinity, internalTrafficPolicy, no endpoints",
+        run: services::policies,
+    },
+    Scenario {
+        name: "rollout",
+        about: "a Deployment's rolling update under load",
+        run: services::rollout,
+    },
+    Scenario {
+        name: "api-server",
+        about: "the API server killed and back, under load",
+        run: api::killed,
+    },
+    Scenario {
+        name: "compaction",
+        about: "a node cut off while etcd is compacted and the API server forgets",
+        run: api::compaction,
+    },
+    Scenario {
+        name: "tokens",
+        about: "a service account's token renewed in time, and one that expires",
+        run: api::tokens,
+    },
+    Scenario {
+        name: "upgrade",
+        about: "a new image under load, without the component surge and with it",
+        run: deploy::upgrade,
+    },
+    Scenario {
+        name: "mesh",
+        about: "pods captured by the agent's proxy: probes keep working, also over an upgrade with surge",
+        run: deploy::mesh,
+    },
+    Scenario {
+        name: "chart",
+        about: "the chart in the base's place",
+        run: deploy::chart,
+    },
+    Scenario {
+        name: "cleanup",
+        about: "the clean-up Job leaves nothing on the node",
+        run: deploy::cleanup,
+    },
+];
+
+/// Prints all names.
+pub fn list() {
+    for Scenario { name, about, .. } in &ALL {
+        println!("{name:<12}{about}");
+    }
+}
+
+/// The scenarios with these names, or all.
+pub fn choose(names: &[String]) -> Result<Vec<&'static Scenario>> {
+    for name in names {
+        if ALL.iter().all(|scenario| scenario.name != *name) {
+            bail!("there is no scenario {name}; `cargo xtask cluster run --list` prints them");
+        }
+    }
+    let chosen = ALL
+        .iter()
+        .filter(|scenario| names.is_empty() || names.iter().any(|name| name == scenario.name));
+    Ok(chosen.collect())
+}
+
+/// Runs them one after the other. Returns how many failed.
+pub fn run(cluster: &Cluster, chosen: &[&Scenario]) -> Result<usize> {
+    let mut failed = Vec::new();
+    for scenario in chosen {
+        note(&format!("{} …", scenario.name));
+        let started = Instant::now();
+        let result = (scenario.run)(cluster);
+        let took = started.elapsed().as_secs();
+        match result {
+            Ok(seen) => anstream::println!(
+                "{BOLD}ok{RESET}     {:<12}{took:>4} s  {seen}",
+                scenario.name
+            ),
+            Err(error) => {
+                anstream::println!(
+                    "{ERROR}FAILED{RESET} {:<12}{took:>4} s  {error:#}",
+                    scenario.name
+                );
+                evidence(cluster, scenario.name)?;
+                failed.push(scenario.name);
+            }
+        }
+    }
+    println!(
+        "{} passed, {} failed",
+        chosen.len() - failed.len(),
+        failed.len()
+    );
+    Ok(failed.len())
+}
+
+/// Keeps what tells why a scenario failed: the cluster will be gone.
+fn evidence(cluster: &Cluster, name: &str) -> Result<()> {
+    let directory = workspace::target().join("cluster").join(name);
+    fs::create_dir_all(&directory)?;
+    let keep = |name: &str, text: Result<String>| {
+        fs::write(
+            directory.join(name),
+            text.unwrap_or_else(|error| format!("{error:#}\n")),
+        )
+    };
+    let ask = |arguments: &[&str]| cluster.kubectl.run(arguments);
+    keep(
+        "objects.txt",
+        ask(&["get", "pods,services,endpointslices", "-A", "-o", "wide"]),
+    )?;
+    keep(
+        "events.txt",
+        ask(&["get", "events", "-A", "--sort-by=.lastTimestamp"]),
+    )?;
+    let label = "app.kubernetes.io/name=dataplane";
+    keep(
+        "agents.log",
+        ask(&[
+            "-n",
+            "kube-system",
+            "logs",
+            "--prefix",
+            "--tail=-1",
+            "-l",
+            label,
+        ]),
+    )?;
+    let previous = [
+        "-n",
+        "kube-system",
+        "logs",
+        "--previous",
+        "--prefix",
+        "--tail=-1",
+        "-l",
+        label,
+    ];
+    keep("agents-before.log", ask(&previous))?;
+    for node in &cluster.nodes {
+        let mut status = node.command(&cluster.dataplane)?;
+        // It exits with 1 if the node is not healthy.
+        let status = status.args(["status", "-o", "json"]).output()?;
+        fs::write(
+            directory.join(format!("status-{}.json", node.name())),
+            status.stdout,
+        )?;
+        let services = output(node.command(&cluster.dataplane)?.arg("services"));
+        keep(&format!("services-{}.txt", node.name()), services)?;
+        for log in ["kubelet.log", "agent.log"] {
+            let log = node.directory().join(log);
+            if log.is_file() {
+                let name = log
+                    .file_name()
+                    .unwrap_or_default()
+                    .to_string_lossy()
+                    .into_owned();
+                fs::copy(&log, directory.join(format!("{}-{name}", node.name())))?;
+            }
+        }
+    }
+    for log in ["kube-apiserver.log", "kube-controller-manager.log"] {
+        let from = place::control_directory().join(log);
+        if from.is_file() {
+            fs::copy(&from, directory.join(log))?;
+        }
+    }
+    note(&format!("what was there: {}", directory.display()));
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_chosen_in_the_order_of_the_list() {
+        let names = |chosen: Vec<&Scenario>| chosen.iter().map(|s| s.name).collect::<Vec<_>>();
+        assert_eq!(names(choose(&[]).unwrap()).len(), ALL.len());
+        let two = ["upgrade".to_owned(), "rbac".to_owned()];
+        assert_eq!(names(choose(&two).unwrap()), ["rbac", "upgrade"]);
+        assert!(choose(&["upgrades".to_owned()]).is_err());
+    }
+}

@@ -1,0 +1,389 @@
+//! What scenarios have in common: a namespace with servers and clients, and requests from everywhere.
+
+use std::{
+    collections::BTreeSet,
+    net::SocketAddr,
+    process::{Child, Command, Stdio},
+    time::Duration,
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use dataplane_tests::report::Report;
+use serde_json::{Value, json};
+
+use crate::{
+    cluster::{
+        Cluster, images,
+        kubectl::eventually,
+        place::{CONTROL, Node, in_netns},
+    },
+    command::output,
+};
+
+/// Ports of a server's pod.
+pub const HTTP: u16 = 8080;
+pub const TCP: u16 = 8081;
+pub const UDP: u16 = 8082;
+/// How long objects and pods may take to become what they should be, on a busy machine.
+pub const LONG: Duration = Duration::from_mins(2);
+/// How long a change may take from the API server to the kernel's tables.
+pub const SHORT: Duration = Duration::from_secs(20);
+
+/// A namespace of Kubernetes, removed when it is dropped.
+pub struct Space<'a> {
+    pub cluster: &'a Cluster,
+    pub name: String,
+}
+
+/// Where a request comes from.
+#[derive(Debug, Clone)]
+pub enum From {
+    /// The network namespace of a pod on this node, by one of its processes there.
+    Pod(Node, u32),
+    /// The node itself.
+    Node(Node),
+    /// Outside of the cluster.
+    Outside,
+}
+
+impl<'a> Space<'a> {
+    /// Makes one with these labels.
+    pub fn new(cluster: &'a Cluster, name: &str, labels: &Value) -> Result<Self> {
+        let name = format!("scenario-{name}");
+        // What an earlier run in this cluster left.
+        cluster
+            .kubectl
+            .run(&["delete", "namespace", "--ignore-not-found", &name])?;
+        cluster.kubectl.apply(&json!({
+            "apiVersion": "v1",
+            "kind": "Namespace",
+            "metadata": { "name": name, "labels": labels },
+        }))?;
+        let space = Self { cluster, name };
+        eventually(LONG, || {
+            space.kubectl(&["get", "serviceaccount", "default"])
+        })?;
+        Ok(space)
+    }
+
+    /// kubectl in this namespace.
+    pub fn kubectl(&self, arguments: &[&str]) -> Result<String> {
+        let namespace = ["-n", &self.name];
+        self.cluster.kubectl.run(&[&namespace, arguments].concat())
+    }
+
+    /// Applies an object in this namespace.
+    pub fn apply(&self, mut object: Value) -> Result<()> {
+        object["metadata"]["namespace"] = self.name.as_str().into();
+        self.cluster.kubectl.apply(&object)
+    }
+
+    /// Starts so many servers that name themselves by their pod's name, and waits until they are ready.
+    pub fn servers(&self, name: &str, replicas: u8, on: Option<Node>) -> Result<()> {
+        self.apply(servers(name, replicas, on))?;
+        self.rolled_out(name)
+    }
+
+    pub fn rolled_out(&self, name: &str) -> Result<()> {
+        let deployment = format!("deployment/{name}");
+        self.kubectl(&["rollout", "status", &deployment, "--timeout=180s"])
+            .map(drop)
+    }
+
+    /// Starts a pod that does nothing, for requests from it.
+    pub fn client(&self, name: &str, node: Node) -> Result<From> {
+        self.apply(json!({
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": { "name": name },
+            "spec": {
+                "nodeName": node.name(),
+                "terminationGracePeriodSeconds": 0,
+                "containers": [{ "name": "sleep", "image": images::LAB }],
+            },
+        }))?;
+        self.kubectl(&[
+            "wait",
+            "--for=condition=Ready",
+            "--timeout=120s",
+            &format!("pod/{name}"),
+        ])?;
+        self.inside(name)
+    }
+
+    /// A pod that is there, to send requests from.
+    pub fn inside(&self, pod: &str) -> Result<From> {
+        let pod = self.cluster.kubectl.get(&["-n", &self.name, "pod", pod])?;
+        let node = Node::named(pod["spec"]["nodeName"].as_str().context("a node")?)?;
+        let id = pod["status"]["containerStatuses"][0]["containerID"].as_str();
+        let id = id
+            .and_then(|id| id.strip_prefix("containerd://"))
+            .context("a container's id")?;
+        let tasks = output(
+            node.command("ctr")?
+                .args(["--namespace=k8s.io", "tasks", "list"]),
+        )?;
+        let line = tasks.lines().find(|line| line.starts_with(id));
+        let pid = line
+            .and_then(|line| line.split_whitespace().nth(1))
+            .context("a container's process")?;
+        Ok(From::Pod(node, pid.parse()?))
+    }
+
+    /// Makes a service for servers: port 80 to TCP, port 53 to UDP. `more` is laid over its spec.
+    pub fn service(&self, name: &str, servers: &str, more: &Value) -> Result<()> {
+        let mut spec = json!({
+            "selector": { "app": servers },
+            "ipFamilyPolicy": "RequireDualStack",
+            "ports": [
+                { "name": "tcp", "port": 80, "targetPort": TCP, "protocol": "TCP" },
+                { "name": "udp", "port": 53, "targetPort": UDP, "protocol": "UDP" },
+            ],
+        });
+        for (key, value) in more.as_object().context("fields of a spec")? {
+            spec[key] = value.clone();
+        }
+        self.apply(json!({
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": { "name": name },
+            "spec": spec,
+        }))
+    }
+
+    pub fn service_object(&self, name: &str) -> Result<Value> {
+        self.cluster
+            .kubectl
+            .get(&["-n", &self.name, "service", name])
+    }
+
+    /// The cluster IPs of a service.
+    pub fn cluster_ips(&self, name: &str) -> Result<Vec<String>> {
+        let service = self.service_object(name)?;
+        let addresses = service["spec"]["clusterIPs"]
+            .as_array()
+            .context("cluster IPs")?;
+        Ok(addresses
+            .iter()
+            .filter_map(Value::as_str)
+            .map(str::to_owned)
+            .collect())
+    }
+
+    /// The names of pods with this label `app` that are ready.
+    pub fn pods(&self, app: &str) -> Result<BTreeSet<String>> {
+        let pods =
+            self.cluster
+                .kubectl
+                .list(&["-n", &self.name, "pods", "-l", &format!("app={app}")])?;
+        let names = pods
+            .iter()
+            .filter_map(|pod| pod["metadata"]["name"].as_str());
+        Ok(names.map(str::to_owned).collect())
+    }
+}
+
+impl Drop for Space<'_> {
+    fn drop(&mut self) {
+        let delete = ["delete", "namespace", "--wait=false", &self.name];
+        if let Err(error) = self.cluster.kubectl.run(&delete) {
+            anstream::eprintln!("{error:#}");
+        }
+    }
+}
+
+/// A Deployment of servers.
+pub fn servers(name: &str, replicas: u8, on: Option<Node>) -> Value {
+    let labels = json!({ "app": name });
+    let listen = |kind: &str, port: u16| [format!("--{kind}"), format!("[::]:{port}")];
+    let mut args = vec!["serve".to_owned(), "--name".to_owned(), "$(POD)".to_owned()];
+    args.extend(listen("http", HTTP));
+    args.extend(listen("tcp", TCP));
+    args.extend(listen("udp", UDP));
+    let mut pod = json!({
+        // The server does not hear of its end (a first process without a handler ignores SIGTERM): it
+        // serves on for so long, as one that ends in order does, and is then killed.
+        "terminationGracePeriodSeconds": 5,
+        "containers": [{
+            "name": "probe",
+            "image": images::LAB,
+            "command": ["/usr/bin/probe"],
+            "args": args,
+            "env": [{ "name": "POD", "valueFrom": { "fieldRef": { "fieldPath": "metadata.name" } } }],
+            "readinessProbe": { "httpGet": { "path": "/", "port": HTTP }, "periodSeconds": 1, "timeoutSeconds": 5 },
+        }],
+    });
+    if let Some(node) = on {
+        pod["nodeName"] = node.name().into();
+    } else {
+        // Some on each node.
+        pod["topologySpreadConstraints"] = json!([{
+            "maxSkew": 1,
+            "topologyKey": "kubernetes.io/hostname",
+            "whenUnsatisfiable": "DoNotSchedule",
+            "labelSelector": { "matchLabels": labels },
+        }]);
+    }
+    json!({
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": { "name": name },
+        "spec": {
+            "replicas": replicas,
+            "selector": { "matchLabels": labels },
+            "template": { "metadata": { "labels": labels }, "spec": pod },
+        },
+    })
+}
+
+/// An address with a port, as `probe` wants it.
+pub fn at(address: &str, port: u16) -> String {
+    if address.contains(':') {
+        format!("[{address}]:{port}")
+    } else {
+        format!("{address}:{port}")
+    }
+}
+
+impl From {
+    /// `probe` there, which takes its arguments next.
+    pub fn probe(&self, cluster: &Cluster) -> Result<Command> {
+        Ok(match self {
+            Self::Pod(node, pid) => {
+                let mut command = node.command("nsenter")?;
+                command
+                    .args(["--target", &pid.to_string(), "--net"])
+                    .arg(&cluster.probe);
+                command
+            }
+            Self::Node(node) => node.command(&cluster.probe)?,
+            Self::Outside => in_netns(CONTROL, &cluster.probe),
+        })
+    }
+
+    /// Runs `probe` with these words, and reads its report.
+    pub fn ask(&self, cluster: &Cluster, words: &str, to: &str) -> Result<Report> {
+        let mut probe = self.probe(cluster)?;
+        probe.args(words.split(' ')).args(["--to", to]);
+        let text = output(&mut probe)?;
+        serde_json::from_str(&text).context("probe printed no report")
+    }
+
+    /// Every request is answered, by all of these and nobody else.
+    pub fn reaches(
+        &self,
+        cluster: &Cluster,
+        words: &str,
+        to: &str,
+        whom: &BTreeSet<String>,
+    ) -> Result<Report> {
+        let report = self.ask(cluster, words, to)?;
+        ensure!(
+            report.answered == report.attempts,
+            "{self:?} {words} {to}: {} of {} answered, {:?}",
+            report.answered,
+            report.attempts,
+            report.errors
+        );
+        let answered: BTreeSet<String> = report.endpoints.keys().cloned().collect();
+        ensure!(
+            answered == *whom,
+            "{self:?} {words} {to}: answered by {answered:?}, not by {whom:?}"
+        );
+        Ok(report)
+    }
+
+    /// No request is answered: each fails with this error.
+    pub fn fails(&self, cluster: &Cluster, words: &str, to: &str, errors: &[&str]) -> Result<()> {
+        let report = self.ask(cluster, words, to)?;
+        ensure!(
+            report.answered == 0
+                && report
+                    .errors
+                    .keys()
+                    .all(|error| errors.contains(&error.as_str())),
+            "{self:?} {words} {to}: {} answered, {:?}, where {errors:?} was expected",
+            report.answered,
+            report.errors
+        );
+        Ok(())
+    }
+}
+
+/// The only address by which the servers saw their clients.
+pub fn source(report: &Report) -> Result<String> {
+    let sources: BTreeSet<String> = report
+        .endpoints
+        .values()
+        .flat_map(|endpoint| endpoint.sources.keys().map(ToString::to_string))
+        .collect();
+    let mut sources = sources.into_iter();
+    match (sources.next(), sources.next()) {
+        (Some(one), None) => Ok(one),
+        (one, other) => bail!("the servers saw {one:?} and {other:?}"),
+    }
+}
+
+/// Clients that connect all the time, until they are told to stop.
+pub struct Load {
+    child: Child,
+    what: String,
+}
+
+impl Load {
+    /// Starts them.
+    pub fn start(cluster: &Cluster, from: &From, to: &str) -> Result<Self> {
+        let _: SocketAddr = to
+            .parse()
+            .with_context(|| format!("{to} is no address with a port"))?;
+        let mut probe = from.probe(cluster)?;
+        probe
+            .args([
+                "load",
+                "--until-stdin-closes",
+                "--threads",
+                "2",
+                "--pause-us",
+                "3000",
+                "--to",
+                to,
+            ])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
+        let child = probe.spawn().context("cannot start the load")?;
+        let what = format!("{from:?} to {to}");
+        Ok(Self { child, what })
+    }
+
+    /// Stops them. Returns how many connections were answered, and how many failed, with which errors.
+    pub fn stop(mut self) -> Result<(u64, u64, String)> {
+        drop(self.child.stdin.take());
+        let output = self.child.wait_with_output().context("lost the load")?;
+        let text = String::from_utf8_lossy(&output.stdout);
+        // The first line says that it began.
+        let report = text.lines().nth(1).unwrap_or_default();
+        let report: dataplane_tests::report::LoadReport = serde_json::from_str(report)
+            .with_context(|| format!("{}: probe printed {text:?}", self.what))?;
+        let failed: u64 = report.errors.values().sum();
+        let details = report.failures.first().map_or_else(String::new, |first| {
+            let since = first.at_ns.saturating_sub(report.started_at_ns) / 1_000_000;
+            format!(
+                "{}: {:?}, the first after {since} ms",
+                self.what, report.errors
+            )
+        });
+        Ok((report.answered, failed, details))
+    }
+
+    /// Stops them. None must have failed. Returns how many were answered.
+    pub fn none_failed(self) -> Result<u64> {
+        let (answered, failed, details) = self.stop()?;
+        ensure!(
+            failed == 0,
+            "{failed} of {} connections failed: {details}",
+            answered + failed
+        );
+        ensure!(answered > 100, "only {answered} connections were made");
+        Ok(answered)
+    }
+}
