@@ -48,7 +48,7 @@ fn objects(service: &Service, node: &str) -> Vec<Value> {
         })
         .collect();
     let kind = match service.kind {
-        ServiceType::NodePort => "NodePort",
+        ServiceType::NodePort | ServiceType::HostPort => "NodePort",
         _ => "ClusterIP",
     };
     let families: Vec<_> = service

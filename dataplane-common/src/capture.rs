@@ -494,7 +494,7 @@ pub trait Circumstances: Rules {
     /// Whether the destination is an address that the proxy has: with capture by sockets, one of the
     /// workload itself.
     fn is_own(&self) -> bool;
-    /// Whether the destination is an address of the workload itself.
+    /// Whether the destination is an address of the workload itself, or a service's that only the workload itself answers.
     fn is_itself(&self) -> bool;
     /// Whether the destination is a service's, a workload's or an endpoint's.
     fn is_known(&self) -> bool;

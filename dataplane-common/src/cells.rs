@@ -41,6 +41,10 @@
 //! | writer | writes the words, then the head | the addition that publishes it, a full barrier |
 //! | reader | reads the head, then the words | [`Line::load_after`] |
 //! | reader | reads the words, then the head again | [`Line::load_after`] |
+//! | whoever wants room | reads the head, then whether that flow gives way | [`Line::load_after`] |
+//!
+//! What then writes to the cell does so by compare-and-exchange with what was read: of the head, to remove the flow; of the
+//! state, to say that it was used ([`mark`]). So it fails if another flow has come in between.
 //!
 //! In user space loads acquire, and what follows an acquiring load stays behind it. BPF has no such load, and its full barriers are
 //! read-modify-writes, which would take the line from the other CPUs for each packet. There the address of the
@@ -409,6 +413,17 @@ impl State {
         Self(self.0 & !(0xffff << 32) | (now.number() as u64) << 32)
     }
 
+    /// That, after a packet which adds flags of [`seen`]. `anew`: the flow begins anew with it, and the packets of an earlier
+    /// connection's count no longer, but that there was a request.
+    #[inline(always)]
+    pub const fn with_packet(self, flags: u8, anew: bool, now: Tick) -> Self {
+        let mut state = self.used_at(now).0;
+        if anew {
+            state &= !Self::bits(!seen::PACKET);
+        }
+        Self(state | Self::bits(flags))
+    }
+
     /// That, of a flow that begins anew: of requests a packet was seen, and nothing else.
     #[inline(always)]
     pub const fn anew(self, now: Tick) -> Self {
@@ -579,6 +594,30 @@ impl Snapshot {
     }
 }
 
+/// Says what a packet of the flow that was found in a cell adds to it ([`State::with_packet`]); `before` is the state that
+/// was found, `head` the head.
+///
+/// Nothing is written, and `false` answered, if the cell has become another flow's. (Unless that one's state is, bit by bit, the one that was found:
+/// then it was made in the same tick, to the same ports, and nothing more was seen of either.)
+#[inline(always)]
+pub fn mark<L: Line>(line: L, head: Head, before: State, flags: u8, anew: bool, now: Tick) -> bool {
+    let mut before = before;
+    let mut tries = 0;
+    while tries < TRIES {
+        let after = before.with_packet(flags, anew, now);
+        if after.0 == before.0 || line.exchange(STATE, before.0, after.0) {
+            return true;
+        }
+        // Another packet of the flow's, or of another flow.
+        before = State(line.load(STATE));
+        if !Head(line.load_after(HEAD, before.0)).is_same(head) {
+            return false;
+        }
+        tries += 1;
+    }
+    false
+}
+
 /// Whether the cell, whose head was read, has the key's flow.
 #[inline(always)]
 pub fn has<L: Line>(line: L, head: Head, key: &FlowKey) -> bool {
@@ -642,6 +681,8 @@ pub fn hold<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
     let place = key.place();
     let mask = memory.mask();
     let mut goes = NOWHERE;
+    // The head of the flow that goes: by the time it does, another one may have its cell.
+    let mut going = Head(0);
     let mut first = 0;
     let mut nth = 0;
     while nth <= OTHERS {
@@ -656,10 +697,11 @@ pub fn hold<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
         if head.is_free() {
             return take(memory, key, index, head);
         }
-        let rank = State(line.load(STATE)).rank(head.protocol(), now);
+        let rank = State(line.load_after(STATE, head.0)).rank(head.protocol(), now);
         if rank > first {
             first = rank;
             goes = index;
+            going = head;
         }
         if rank == State::GIVES_WAY {
             break;
@@ -669,8 +711,7 @@ pub fn hold<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
     let Some(line) = memory.cell(goes) else {
         return NOWHERE;
     };
-    let head = Head(line.load(HEAD));
-    if head.key().is_none() || !memory.remove(goes, head) {
+    if !memory.remove(goes, going) {
         return BUSY;
     }
     if first != State::GIVES_WAY {
@@ -840,6 +881,13 @@ pub fn place_of_replies(key: &FlowKey, value: &Translation) -> u32 {
     }
 }
 
+/// Whether the flow of a cell whose head was read gives way. The state is read after the head: otherwise it could be an
+/// earlier flow's.
+#[inline(always)]
+fn gives_way<L: Line>(line: L, head: Head, now: Tick) -> bool {
+    State(line.load_after(STATE, head.0)).gives_way(head.protocol(), now)
+}
+
 /// Whether the home slot of replies leads to a flow that does not give way.
 #[inline(always)]
 pub fn is_home_taken<M: Memory>(memory: &M, place: u32, now: Tick) -> bool {
@@ -853,7 +901,7 @@ pub fn is_home_taken<M: Memory>(memory: &M, place: u32, now: Tick) -> bool {
         return true;
     };
     let head = Head(line.load(HEAD));
-    head.key().is_none() || !State(line.load(STATE)).gives_way(head.protocol(), now)
+    head.key().is_none() || !gives_way(line, head, now)
 }
 
 /// Has a slot lead to a held cell; `false` if there is none, or, with `only_home`, if the home leads elsewhere.
@@ -867,7 +915,7 @@ pub fn lead<M: Memory>(memory: &M, place: u32, index: u32, only_home: bool, now:
         && let Some(line) = memory.cell(other)
     {
         let head = Head(line.load(HEAD));
-        if head.key().is_some() && State(line.load(STATE)).gives_way(head.protocol(), now) {
+        if head.key().is_some() && gives_way(line, head, now) {
             memory.remove(other, head);
         }
     }

@@ -33,6 +33,25 @@ pub fn may_be_served<T: Tables>(tables: &T, addr: Addr) -> bool {
     may_be_vip(tables, addr) || addr.is_loopback() || addr.is_unspecified()
 }
 
+/// The one endpoint that answers a frontend's connections from sockets of the node, or [`Endpoint::NONE`] if there are several
+/// or none, or if packets decide (a load balancer's address with source ranges).
+#[inline(always)]
+pub fn only_endpoint<T: Tables>(tables: &T, frontend: Frontend) -> Endpoint {
+    if frontend.is_none() {
+        return Endpoint::NONE;
+    }
+    let Some(pool) = tables.pool(frontend.pool()) else {
+        return Endpoint::NONE;
+    };
+    if pool.block.len() != 1 || frontend.kind() == Kind::LOAD_BALANCER && pool.ranged != 0 {
+        return Endpoint::NONE;
+    }
+    match tables.endpoint(pool.block.base()) {
+        Some(endpoint) => endpoint,
+        None => Endpoint::NONE,
+    }
+}
+
 /// Which frontend a destination is, or [`Frontend::NONE`].
 ///
 /// `own_loopback` says that a loopback address is the node's own, that is, that the client is in
@@ -47,13 +66,19 @@ pub fn find_frontend<T: Tables>(
     protocol: Protocol,
     own_loopback: bool,
 ) -> Frontend {
-    // No VIP is either of them (`can_be_vip` in the plan).
+    let place = VipPlace::of(addr);
     if addr.is_loopback() || addr.is_unspecified() {
         if !own_loopback {
             return Frontend::NONE;
         }
+        // A pod's host port may have this very address (`can_be_external_ip` in the plan), and no service has.
+        if place.may_have_ports(tables.vips(place.index())) {
+            let exact = tables.frontend(&FrontendKey::new(addr, port, protocol));
+            if !exact.is_none() {
+                return exact;
+            }
+        }
     } else {
-        let place = VipPlace::of(addr);
         let words = tables.vips(place.index());
         if !place.is_set(words) {
             return Frontend::NONE;

@@ -523,6 +523,13 @@ pub mod need {
     pub const ALL: u32 = 2;
 }
 
+/// The word of `DIRECT`: 0 if there are no flows but services'. Else how many others were made, and [`direct::DATAGRAMS`].
+pub mod direct {
+    /// Datagrams to an endpoint itself may collide with flows to it, too: the sockets of their clients are served from now
+    /// on, and their packets were until lately.
+    pub const DATAGRAMS: u64 = 1 << 63;
+}
+
 /// How many interfaces `IFACES` has room for.
 pub const IFACES: u32 = 4096;
 /// How many addresses are known that ICMP errors were sent to lately.

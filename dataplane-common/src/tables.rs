@@ -5,11 +5,11 @@
 //! POOLS      array  pool        -> Pool              which block of endpoints; the word that flips
 //! ENDPOINTS  array  slot        -> Endpoint          blocks of endpoints, sorted
 //! STATS      array  see StatsHeader                  connections and refusals by pool and CPU
-//! AFFINITY   lru    AffinityKey -> Affinity          which endpoint a client used last
+//! AFFINITY   hash   AffinityKey -> Affinity          which endpoint a client used last
 //! PEERS      array  SocketSet   -> PeerSets          connected sockets' VIPs
 //! PEER_PORTS array  port / 64   -> bits              which ports the endpoints of PEERS have had
 //! MORE_PEERS sk     socket      -> Peer              the same, for sockets whose set is full
-//! UDP_FLOWS  sk     socket      -> UdpFlows          the VIPs an unconnected UDP socket talks to
+//! FLOWS      sk     socket      -> UdpFlows          the VIPs an unconnected UDP socket talks to
 //! REASONS    percpu Reason      -> u64               verdicts by reason
 //! EVENTS     ring   Event                            while somebody listens
 //! CONFIG     array  0           -> Config

@@ -12,10 +12,11 @@
 //!   of 64 KiB, one in 65 536 of all sequence numbers. Any other RST is translated and forwarded, and changes nothing:
 //!   the receiver judges it by its exact number (RFC 5961).
 //! * A **FIN**, and any segment that moves a position, must be plausible in two numbers: its end lies less than [`FAR`]
-//!   bytes ahead of its direction's position, and its acknowledgement within [`FAR`] bytes of the other direction's.
-//!   One in 2^15 of all pairs of numbers is. Otherwise an attacker would move the position first, and then reset.
+//!   bytes ahead of its direction's position, and its acknowledgement at most [`UNACKNOWLEDGED`] bytes behind the other
+//!   direction's and [`AHEAD`] bytes before it. One in 2^15 of all pairs of numbers is. Otherwise an attacker would move
+//!   the position first, and then reset.
 //! * A **SYN** with an ACK begins both directions anew if it acknowledges the last SYN: the endpoint has forgotten the
-//!   connection and accepts another one from the same port.
+//!   connection and accepts another one from the same port. The earlier connection's FINs then count no longer ([`ANEW`]).
 //!
 //! A direction whose position is not known (0: nothing was seen of it since the flow was made or taken over from an
 //! older agent) takes the first segment that comes.
@@ -40,8 +41,17 @@ pub const OPENING: usize = 1;
 
 /// How many bytes a position may lie behind: half the window in which a RST counts.
 pub const NEAR: u32 = 1 << 15;
-/// How many bytes a plausible segment may lie away from a position: more than a window that Linux opens by default.
+/// How many bytes a plausible segment may lie ahead of its direction's position: as many may be lost in a row.
 pub const FAR: u32 = 1 << 24;
+/// How many bytes of the other direction a plausible segment may leave unacknowledged: no fewer than a window has that Linux
+/// opens by default (`net.ipv4.tcp_rmem`, 32 MiB since Linux 6.16).
+pub const UNACKNOWLEDGED: u32 = 1 << 25;
+/// How many bytes it may acknowledge beyond the other direction's position, which lags behind by [`NEAR`], or by a packet
+/// of BIG TCP whose position was not written.
+pub const AHEAD: u32 = 1 << 20;
+
+/// What [`judge`] adds to [`seen`] if the flow begins anew: what was seen before is another connection's.
+pub const ANEW: u8 = 1 << 7;
 
 /// TCP's flags (RFC 9293, section 3.1), in its 14th byte.
 pub mod flags {
@@ -129,7 +139,8 @@ impl Positions {
     const fn is_plausible(self, replies: bool, segment: &Segment) -> bool {
         let (own, other) = (self.of(replies), self.of(!replies));
         (own == 0 || is_within(segment.end, own, NEAR, FAR))
-            && (other == 0 || segment.has(flags::ACK) && is_within(segment.ack, other, FAR, FAR))
+            && (other == 0
+                || segment.has(flags::ACK) && is_within(segment.ack, other, UNACKNOWLEDGED, AHEAD))
     }
 }
 
@@ -176,7 +187,7 @@ pub const fn begin(first: &Segment) -> Sequences {
 const TRIES: u32 = 3;
 
 /// What a segment other than most of them ([`Positions::is_near`]) means for its flow: answers what it adds to
-/// [`seen`], 0 if it does not count at all, and writes the positions that it changes.
+/// [`seen`], or [`ANEW`] with it, 0 if it does not count at all; and writes the positions that it changes.
 #[inline(always)]
 pub fn judge<L: Line>(sequences: L, replies: bool, segment: &Segment) -> u8 {
     let opening = Opening(sequences.load(OPENING));
@@ -186,6 +197,7 @@ pub fn judge<L: Line>(sequences: L, replies: bool, segment: &Segment) -> u8 {
         }
         return seen::PACKET;
     }
+    let mut counts = seen::PACKET;
     let mut tries = 0;
     while tries < TRIES {
         let before = Positions(sequences.load(POSITIONS));
@@ -205,8 +217,13 @@ pub fn judge<L: Line>(sequences: L, replies: bool, segment: &Segment) -> u8 {
             return seen::PACKET;
         }
         let mut after = before;
+        counts = seen::PACKET;
         if !before.is_near(replies, segment.end) {
             after = before.with(replies, segment.end);
+            // Not the same answer once more.
+            if anew {
+                counts |= ANEW;
+            }
         }
         if anew && !after.is_near(false, segment.ack) {
             after = after.with(false, segment.ack);
@@ -217,9 +234,9 @@ pub fn judge<L: Line>(sequences: L, replies: bool, segment: &Segment) -> u8 {
         tries += 1;
     }
     if segment.has(flags::FIN) {
-        seen::PACKET | seen::FIN
+        counts | seen::FIN
     } else {
-        seen::PACKET
+        counts
     }
 }
 

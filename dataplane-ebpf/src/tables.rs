@@ -124,6 +124,9 @@ pub static SEQUENCES: Array<Sequences, { cells_for(DEFAULT_FLOWS) as usize }, MA
     Array::new();
 
 #[btf_map]
+pub static DIRECT: Array<u64, 1, MAPPED> = Array::new();
+
+#[btf_map]
 pub static FRAGMENTS: LruHashMap<FragmentKey, Fragment, { FRAGMENTS_CAPACITY as usize }> =
     LruHashMap::new();
 

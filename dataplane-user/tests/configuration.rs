@@ -57,13 +57,13 @@ source:
     let said = parse(faulty).unwrap_err();
     let wanted = [
         "2:9: node.Name: unknown key; did you mean `name`?",
-        "3:35: node.nodePortAddresses[1]: `10.0.0.0/33` is no range of addresses such as \
+        "3:35: node.nodePortAddresses[1]: `10.0.0.0/33` is not a range of addresses; expected one like \
          10.0.0.0/8 or fd00::/64",
-        "3:58: node.nodePortAddresses[3]: `here` is no range of addresses",
+        "3:58: node.nodePortAddresses[3]: `here` is not a range of addresses",
         "4:15: metrics-addr: unknown key; did you mean `listen.metrics`?",
         "6:12: listen.metrics: invalid type: integer `9100`, expected a string",
-        "7:11: listen.health: `localhost:9101` is no ADDRESS:PORT",
-        "8:10: listen.admin: 0.0.0.0:9102 is listen.healthz, too",
+        "7:11: listen.health: `localhost:9101` is not an address and port; expected ADDRESS:PORT",
+        "8:10: listen.admin: 0.0.0.0:9102 is also the value of listen.healthz; expected different addresses",
         "10:11: listen.colour: unknown key; expected one of admin, health, healthz, metrics, \
          proxyMode, socket",
         "11:21: limits.frontends: invalid value: integer `-1`, expected a whole number from 0",
@@ -88,7 +88,7 @@ fn what_is_no_yaml_is_said_with_its_line() {
         ("node: {\n", "dataplane.yaml:"),
         (
             "- a\n",
-            "dataplane.yaml: no configuration; expected keys such as `source:`",
+            "dataplane.yaml: not a configuration; expected keys such as `source:`",
         ),
         ("node: {name: a}\nnode: {name: b}\n", "dataplane.yaml:2:"),
     ] {

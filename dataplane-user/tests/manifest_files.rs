@@ -101,7 +101,7 @@ fn what_cannot_be_read() {
         ),
         (
             "pipe.yaml",
-            "pipe.yaml: no regular file; expected a file with manifests",
+            "pipe.yaml: not a regular file; expected a file with manifests",
         ),
     ] {
         assert_eq!(load(directory.path(), &[path]), Err(wanted.into()));
@@ -116,7 +116,7 @@ fn what_cannot_be_read() {
     assert_eq!(
         load(directory.path(), &["good.yaml", "missing.yaml", "bad.yaml"]),
         Err(
-            "bad.yaml:4:45: Service default/bad: spec.ports[0].port: 0 is no port; expected a \
+            "bad.yaml:4:45: Service default/bad: spec.ports[0].port: 0 is not a port; expected a \
              number from 1 to 65535\n\
              missing.yaml: cannot be read: No such file or directory (os error 2)"
                 .into()

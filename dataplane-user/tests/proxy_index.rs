@@ -12,7 +12,7 @@ use dataplane::{
         Endpoint, Hints, Identity, Node, Place, Protocol, Service, ServiceName, ServicePort,
         ServiceType, Snapshot, TrafficPolicy, Workload, WorkloadName,
     },
-    proxy::{Found, Index, Target},
+    relay::{Found, Index, Target},
 };
 use proptest::prelude::*;
 use smallvec::{SmallVec, smallvec};

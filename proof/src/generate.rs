@@ -8,7 +8,7 @@ use dataplane_common::{
     Addr, Protocol,
     packet::{FlowKey, PacketConfig},
     tables::AffinityKey,
-    tcp::{FAR, NEAR},
+    tcp::{AHEAD, FAR, NEAR, UNACKNOWLEDGED},
 };
 use ipnet::IpNet;
 use rand::{Rng, RngExt as _, SeedableRng as _, rngs::SmallRng, seq::IndexedRandom as _};
@@ -390,7 +390,7 @@ impl Maker<'_> {
         let (own, other) = known.unwrap_or_default();
         [own, other].map(|number| {
             let around = number.unwrap_or_else(|| self.rng.random());
-            let limit = *[0, 0, 0, 0, NEAR, FAR, 1 << 31]
+            let limit = *[0, 0, 0, 0, NEAR, FAR, AHEAD, UNACKNOWLEDGED, 1 << 31]
                 .choose(&mut self.rng)
                 .unwrap_or(&0);
             let by = self.rng.random_range(0..3_u32).wrapping_sub(1);

@@ -21,6 +21,10 @@ use crate::{
 /// How long an agent may take until it is ready.
 const READY: Duration = Duration::from_secs(20);
 
+/// Runs its arguments in a mount namespace of its own.
+const WITH_READ_ONLY_SETTINGS: &str = "mount --make-rprivate / && mount --bind /proc/sys /proc/sys && \
+                                       mount -o remount,bind,ro /proc/sys && exec \"$0\" \"$@\"";
+
 /// An agent that has not been started.
 #[derive(Debug)]
 #[must_use = "an agent runs after `start`"]
@@ -30,6 +34,7 @@ pub struct AgentBuilder<'a> {
     arguments: Vec<OsString>,
     capabilities: Option<Vec<String>>,
     files: Option<[usize; 2]>,
+    read_only_settings: bool,
     inside: bool,
 }
 
@@ -51,6 +56,7 @@ impl<'a> AgentBuilder<'a> {
             arguments: Vec::new(),
             capabilities: None,
             files: None,
+            read_only_settings: false,
             inside: false,
         }
     }
@@ -77,6 +83,12 @@ impl<'a> AgentBuilder<'a> {
     /// With so many open files at most: the soft limit and the hard one.
     pub fn open_files(mut self, soft: usize, hard: usize) -> Self {
         self.files = Some([soft, hard]);
+        self
+    }
+
+    /// With `/proc/sys` read-only, as in a container that is not privileged.
+    pub fn read_only_settings(mut self) -> Self {
+        self.read_only_settings = true;
         self
     }
 
@@ -127,6 +139,7 @@ impl<'a> AgentBuilder<'a> {
             arguments: self.arguments,
             capabilities: self.capabilities,
             files: self.files,
+            read_only_settings: self.read_only_settings,
             process: None,
         })
     }
@@ -145,6 +158,7 @@ pub struct Agent {
     arguments: Vec<OsString>,
     capabilities: Option<Vec<String>>,
     files: Option<[usize; 2]>,
+    read_only_settings: bool,
     process: Option<Process>,
 }
 
@@ -231,6 +245,17 @@ impl Agent {
         Ok(before)
     }
 
+    /// The one that ran before it was replaced is the one to wait for from here on. Answers the other.
+    ///
+    /// # Errors
+    /// When none runs.
+    pub fn return_to(&mut self, before: Process) -> Result<Process> {
+        self.process.replace(before).ok_or_else(|| Error::Io {
+            doing: "return to an earlier agent".into(),
+            source: std::io::ErrorKind::NotFound.into(),
+        })
+    }
+
     /// Starts the agent (again) and does not wait.
     ///
     /// # Errors
@@ -253,6 +278,10 @@ impl Agent {
 
     fn run(&self, more: &[&str]) -> Command {
         let run = match self.files {
+            None if self.read_only_settings => self
+                .program(OsStr::new("unshare"))
+                .args(["--mount", "sh", "-c", WITH_READ_ONLY_SETTINGS])
+                .arg(&self.program),
             None => self.program(self.program.as_os_str()),
             Some([soft, hard]) => self
                 .program(OsStr::new("prlimit"))
@@ -344,6 +373,11 @@ impl Agent {
     pub fn move_to_cgroup(&mut self, name: &str) -> Result<()> {
         self.cgroup.set_file_name(name);
         create_dir(&self.cgroup)
+    }
+
+    /// From here on it, and the commands about it, are told that this is the cgroup to serve.
+    pub fn serve_cgroup(&mut self, cgroup: PathBuf) {
+        self.node_cgroup = cgroup;
     }
 
     /// Its process id; 0 when it does not run.

@@ -4,6 +4,7 @@
 //! measured is seen from outside: in the server, when the first byte of an answer went out and when
 //! an event did; in the kernel, when the tables had it.
 
+mod restart;
 mod restless;
 mod seen;
 mod site;
@@ -39,6 +40,7 @@ struct Extent {
     starts: usize,
     changes: u32,
     bursts: u32,
+    restarts: usize,
 }
 
 impl Extent {
@@ -47,12 +49,14 @@ impl Extent {
         starts: 5,
         changes: 2_000,
         bursts: 10,
+        restarts: 9,
     };
     const QUICK: Self = Self {
         sizes: &[1_000, MANY],
         starts: 2,
         changes: 300,
         bursts: 3,
+        restarts: 3,
     };
 }
 
@@ -68,7 +72,30 @@ pub fn run(quick: bool) -> anyhow::Result<Vec<Row>> {
         measure(&extent, services, &mut rows)?;
     }
     rows.extend(restless(&extent)?);
+    rows.extend(restarts(&extent)?);
     Ok(rows)
+}
+
+/// An agent starts where another one was killed: until captured connections are served.
+fn restarts(extent: &Extent) -> anyhow::Result<Vec<Row>> {
+    let services = 1_000;
+    let times = restart::run(services, extent.restarts)?;
+    let row = |metric, values: Vec<f64>| Row {
+        bench: "sync",
+        path: "dataplane",
+        case: "restart",
+        services,
+        metric,
+        unit: "ms",
+        value: median(&mut values.clone()),
+        baseline: None,
+        ratio: None,
+        rounds: values.into_iter().map(|value| vec![value]).collect(),
+    };
+    Ok(vec![
+        row("captured_first_ms", times.iter().map(|t| t.first).collect()),
+        row("captured_last_ms", times.iter().map(|t| t.last).collect()),
+    ])
 }
 
 /// One change after the other, while pods and interfaces change a hundred times a second each. The
@@ -235,6 +262,16 @@ pub fn targets(rows: &[Row]) -> Vec<Target> {
         at_most: 10.0,
         uncertainty: 0.0,
     });
+    let restart = find(rows, "dataplane", 1_000, "restart", "captured_last_ms");
+    let restart = restart.map(|row| Target {
+        what: format!(
+            "exec to captured connections of {} workloads served, ms",
+            restart::WORKLOADS
+        ),
+        value: row.value,
+        at_most: 1_000.0,
+        uncertainty: row.uncertainty(),
+    });
     let tables = [
         (
             MANY,
@@ -277,5 +314,5 @@ pub fn targets(rows: &[Row]) -> Vec<Target> {
             },
         })
     });
-    tables.chain(restless).collect()
+    tables.chain(restless).chain(restart).collect()
 }

@@ -11,13 +11,13 @@ use std::{
 use anyhow::{Context as _, bail};
 use dataplane::admin::client::Client;
 use dataplane_tests::{
-    Agent, Lab,
+    Agent, Lab, LabBuilder,
     api::{ApiServer, Churn, Cluster, Options, objects},
 };
 use serde_json::Value;
 use tempfile::TempDir;
 
-use super::restless;
+use super::{restart, restless};
 
 /// The port that the server listens on.
 const PORT: u16 = 6443;
@@ -43,30 +43,48 @@ pub struct Site {
 impl Site {
     /// With so many services. The agent has not been started.
     pub fn new(services: u32) -> anyhow::Result<Self> {
-        Self::with(services, |_| (), &[])
+        Self::with(services, Lab::builder().node("agent"), |_| Ok(()), &[])
+    }
+
+    /// Likewise, and with workloads on the agent's node whose connections its proxy takes.
+    pub fn with_captured(services: u32) -> anyhow::Result<Self> {
+        let (name, address) = restart::SERVER;
+        let mut lab = Lab::builder().node("agent").pod("agent", name, address);
+        for (name, address) in restart::workloads() {
+            lab = lab.pod("agent", &name, &address);
+        }
+        let mesh = r#"{"rules": {"mode": "proxy"}, "proxy": {"accessLog": "off"}}"#;
+        let pods = |cluster: &Cluster| restart::pods(cluster, "agent");
+        Self::with(services, lab, pods, &["--mesh", mesh])
     }
 
     /// Likewise, and with many pods; the agent captures none of them, and wants to know all.
     pub fn with_pods(services: u32) -> anyhow::Result<Self> {
         let mesh = r#"{"rules": {"mode": "proxy", "egress": "deny"}}"#;
-        Self::with(services, restless::pods, &["--mesh", mesh])
+        let pods = |cluster: &Cluster| {
+            restless::pods(cluster);
+            Ok(())
+        };
+        Self::with(
+            services,
+            Lab::builder().node("agent"),
+            pods,
+            &["--mesh", mesh],
+        )
     }
 
     fn with(
         services: u32,
-        more: impl FnOnce(&Cluster),
+        lab: LabBuilder,
+        more: impl FnOnce(&Cluster) -> anyhow::Result<()>,
         arguments: &[&str],
     ) -> anyhow::Result<Self> {
-        let lab = Lab::builder()
-            .node("agent")
-            .node("fresh")
-            .external("api")
-            .build()?;
+        let lab = lab.node("fresh").external("api").build()?;
         let cluster = Cluster::default();
         cluster.apply(objects::node("agent", "zone-a", &[]));
         cluster.apply(objects::node("fresh", "zone-a", &[]));
         let churn = Churn::new(cluster.clone(), services, 7);
-        more(&cluster);
+        more(&cluster)?;
         let outside = lab.external("api").clone();
         let address = SocketAddr::from((outside.ipv4(), PORT));
         let options = Options {
@@ -78,6 +96,8 @@ impl Site {
         let kubeconfig = server.kubeconfig(directory.path())?;
         let agent = lab
             .agent("agent")
+            // As on a node whose whole hierarchy is served: the programs see the proxy's sockets.
+            .in_the_nodes_cgroup()
             .args(["--kubeconfig".as_ref(), kubeconfig.as_os_str()])
             .args(NO_ADDRESSES)
             .args(arguments)
@@ -116,6 +136,17 @@ impl Site {
         let first = first.context("the agent asked nothing")?;
         self.server.faults().note_requests(false);
         Ok(done - first)
+    }
+
+    /// Kills the agent; what it left serves.
+    pub fn kill(&mut self) {
+        self.agent.kill();
+    }
+
+    /// Starts the agent, with the tables that there are, and waits until they are in line.
+    pub fn start(&mut self) -> anyhow::Result<()> {
+        self.agent.launch()?;
+        wait_until_synced(&self.agent).map(drop)
     }
 
     /// Another agent on another node, with empty tables, when it is in line. None of the endpoints

@@ -1,5 +1,5 @@
 //! Every order in which processors may see what others do to a cell, tried by loom: in each, a reader of the cell has
-//! one flow and no other's words.
+//! one flow and no other's words, and what gives way or is marked is the flow that was looked at.
 
 extern crate std;
 use std::vec::Vec;
@@ -146,20 +146,20 @@ fn readers_have_one_flow<R: Processor, W: Processor>(reader: R, writer: W) {
             words: core::array::from_fn(|_| AtomicU64::new(0)),
         });
         make(Place(&shared, writer), 1);
-        let other = Arc::clone(&shared);
-        let change = move || {
-            let line = Place(&other, writer);
-            assert!(hold_flow(line, Head(line.load(HEAD))));
-            line.add(HEAD, Head::FREED);
-            make(line, 2);
-        };
-        let change = thread::spawn(change);
-        if let Some(found) = read(Place(&shared, reader)) {
-            let both: Vec<_> = [1, 2].map(flow).into();
-            let found = (found.key(), found.value());
-            assert!(both.contains(&found), "two flows' words: {found:?}");
-        }
-        change.join().unwrap();
+        let looked_at = Arc::clone(&shared);
+        // The reader, since the model has the first thread's loads come before what others do.
+        let read = thread::spawn(move || {
+            if let Some(found) = read(Place(&looked_at, reader)) {
+                let both: Vec<_> = [1, 2].map(flow).into();
+                let found = (found.key(), found.value());
+                assert!(both.contains(&found), "two flows' words: {found:?}");
+            }
+        });
+        let line = Place(&shared, writer);
+        assert!(hold_flow(line, Head(line.load(HEAD))));
+        line.add(HEAD, Head::FREED);
+        make(line, 2);
+        read.join().unwrap();
     });
 }
 
@@ -183,4 +183,97 @@ fn programs_read_what_programs_write() {
 #[should_panic(expected = "two flows' words")]
 fn loads_in_any_order_are_not_enough() {
     readers_have_one_flow(Careless, Programs);
+}
+
+/// When flows of [`over`] give way.
+const LATER: Tick = Tick::from_number(9);
+
+/// A flow that was reset long ago.
+fn over() -> (FlowKey, Translation) {
+    let (key, value) = flow(1);
+    let seen = seen::PACKET | seen::RST;
+    (key, Translation { seen, ..value })
+}
+
+/// A flow that has just begun.
+fn fresh() -> (FlowKey, Translation) {
+    let (key, value) = flow(2);
+    (
+        key,
+        Translation {
+            used: LATER,
+            ..value
+        },
+    )
+}
+
+/// One CPU gives a flow's cell to a new flow, while another does something with the cell.
+fn beside_a_change<W: Processor>(
+    writer: W,
+    other: impl Fn(&Shared) + Send + Sync + Copy + 'static,
+) {
+    let mut builder = Builder::new();
+    builder.preemption_bound = Some(3);
+    builder.check(move || {
+        let shared = Arc::new(Shared {
+            words: core::array::from_fn(|_| AtomicU64::new(0)),
+        });
+        let enter = |line: Place<W>, (key, value): (FlowKey, Translation)| {
+            write(line, &key, &value);
+            publish(line, &key);
+        };
+        let line = Place(&shared, writer);
+        line.add(HEAD, Head(0).held().0);
+        enter(line, over());
+        let looked_at = Arc::clone(&shared);
+        let other = thread::spawn(move || other(&looked_at));
+        if hold_flow(line, Head(line.load(HEAD))) {
+            enter(line, fresh());
+        }
+        other.join().unwrap();
+    });
+}
+
+fn only_what_is_over_gives_way<R: Processor, W: Processor>(reader: R, writer: W) {
+    beside_a_change(writer, move |shared| {
+        let line = Place(shared, reader);
+        let head = Head(line.load(HEAD));
+        if head.key().is_some() && gives_way(line, head, LATER) && hold_flow(line, head) {
+            assert_eq!(value(line), over().1, "a flow that lives is removed");
+        }
+    });
+}
+
+#[test]
+fn only_what_is_over_gives_way_to_programs() {
+    only_what_is_over_gives_way(Programs, Programs);
+}
+
+#[test]
+fn only_what_is_over_gives_way_to_user_space() {
+    only_what_is_over_gives_way(UserSpace, Programs);
+}
+
+#[test]
+#[should_panic(expected = "a flow that lives is removed")]
+fn in_any_order_what_lives_gives_way() {
+    only_what_is_over_gives_way(Careless, Programs);
+}
+
+/// A mark meant for one flow is not put on another flow.
+#[test]
+fn a_flow_is_marked_by_its_own_packets() {
+    beside_a_change(Programs, |shared| {
+        let line = Place(shared, Programs);
+        if let Some(found) = read(line) {
+            let is_over = found.value() == over().1;
+            mark(line, found.head(), found.state(), seen::FIN, false, LATER);
+            let (_, new) = fresh();
+            if let Some(after) = read(line).filter(|_| is_over)
+                && after.value().endpoint_port == new.endpoint_port
+            {
+                assert_eq!(after.value(), new, "the other flow's");
+            }
+        }
+    });
 }

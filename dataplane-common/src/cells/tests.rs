@@ -3,7 +3,7 @@
 extern crate std;
 use std::{
     boxed::Box,
-    cell::RefCell,
+    cell::{Cell, RefCell},
     collections::HashSet,
     sync::atomic::{AtomicU32, AtomicU64, Ordering},
     thread,
@@ -450,42 +450,116 @@ fn a_flow_is_not_made_twice() {
     shared.is_empty();
 }
 
+/// Memory in which somebody else does something when a cell is looked at once more than so many times.
+struct Hooked<'a> {
+    memory: &'a Shared,
+    at: u32,
+    before: Cell<u32>,
+    hook: RefCell<Option<Box<dyn FnOnce() + 'a>>>,
+}
+
+impl<'a> Memory for Hooked<'a> {
+    type Line = &'a [AtomicU64; 8];
+    type Entry = AtomicSlot<'a>;
+    type Sequences = &'a [AtomicU64; 2];
+
+    fn mask(&self) -> u32 {
+        self.memory.mask()
+    }
+
+    fn sequences(&self, index: u32) -> Option<Self::Sequences> {
+        self.memory.sequences(index)
+    }
+
+    fn cell(&self, index: u32) -> Option<Self::Line> {
+        if index == self.at {
+            if let Some(before) = self.before.get().checked_sub(1) {
+                self.before.set(before);
+            } else if let Some(hook) = self.hook.take() {
+                hook();
+            }
+        }
+        self.memory.cell(index)
+    }
+
+    fn slot(&self, index: u32) -> Option<Self::Entry> {
+        self.memory.slot(index)
+    }
+}
+
+/// A flow that is over gives way, and between one's look at it and its removal another CPU has removed it and made another
+/// one there: that one stays.
+#[test]
+fn what_came_since_gives_no_way() {
+    let shared = Shared::new(1);
+    let (first, mut second, mut third) = (key(40_000), key(40_001), key(40_002));
+    (second.dst_port, third.dst_port) = (Port::new(80), Port::new(81));
+    let over = Translation {
+        seen: seen::PACKET | seen::in_replies(seen::RST),
+        ..to(&first, 0)
+    };
+    assert!(shared.make(&first, &over, at(0)));
+    let late = Hooked {
+        memory: &shared,
+        at: 0,
+        before: Cell::new(1),
+        hook: RefCell::new(Some(Box::new(|| {
+            assert!(shared.unmake(&first));
+            let fresh = Translation {
+                used: at(20),
+                ..to(&second, 0)
+            };
+            assert!(shared.make(&second, &fresh, at(20)));
+        }))),
+    };
+    assert_eq!(hold(&late, &third, at(20)), BUSY);
+    assert_eq!(shared.find(&second), Some(0));
+    assert_eq!(shared.is_sound(), 1);
+}
+
+/// What a packet says of its flow is not said of another one that has the cell by then; and nothing is lost that is said
+/// of one flow at once.
+#[test]
+fn a_packet_marks_its_own_flow() {
+    let shared = Shared::new(1);
+    let (first, mut second) = (key(40_000), key(40_001));
+    second.dst_port = Port::new(80);
+    let line = (&&shared).cell(0).unwrap();
+    let state = || State(line.load(STATE));
+    assert!(shared.make(&first, &to(&first, 0), at(0)));
+    let found = read(line).unwrap();
+    let (fin, answered) = (seen::FIN, seen::in_replies(seen::PACKET));
+    assert!(mark(line, found.head(), found.state(), fin, false, at(20)));
+    assert!(mark(
+        line,
+        found.head(),
+        found.state(),
+        answered,
+        false,
+        at(20)
+    ));
+    assert_eq!(state().seen(), seen::PACKET | fin | answered);
+    assert_eq!(state().used(), at(20));
+    let (head, before) = (found.head(), state());
+    assert!(mark(line, head, before, answered, true, at(30)));
+    assert_eq!(state().seen(), seen::PACKET | answered, "anew");
+
+    assert!(shared.unmake(&first));
+    let fresh = Translation {
+        used: at(40),
+        ..to(&second, 0)
+    };
+    assert!(shared.make(&second, &fresh, at(40)));
+    let made = state();
+    for before in [found.state(), before] {
+        assert!(!mark(line, head, before, seen::RST, false, at(40)));
+        assert_eq!(state(), made);
+    }
+}
+
 /// The same, where the home becomes free, and somebody makes the flow there, between one's look at it and at the next cell.
 #[test]
 fn a_flow_is_not_made_twice_beside_its_home() {
-    struct Hooked<'a> {
-        memory: &'a Shared,
-        at: u32,
-        hook: RefCell<Option<Box<dyn FnOnce() + 'a>>>,
-    }
-
-    impl<'a> Memory for Hooked<'a> {
-        type Line = &'a [AtomicU64; 8];
-        type Entry = AtomicSlot<'a>;
-        type Sequences = &'a [AtomicU64; 2];
-
-        fn mask(&self) -> u32 {
-            self.memory.mask()
-        }
-
-        fn sequences(&self, index: u32) -> Option<Self::Sequences> {
-            self.memory.sequences(index)
-        }
-
-        fn cell(&self, index: u32) -> Option<Self::Line> {
-            if index == self.at
-                && let Some(hook) = self.hook.take()
-            {
-                hook();
-            }
-            self.memory.cell(index)
-        }
-
-        fn slot(&self, index: u32) -> Option<Self::Entry> {
-            self.memory.slot(index)
-        }
-    }
-
     for published in [false, true] {
         let shared = Shared::new(1024);
         let memory = &shared;
@@ -496,6 +570,7 @@ fn a_flow_is_not_made_twice_beside_its_home() {
         let late = Hooked {
             memory,
             at: home ^ 1,
+            before: Cell::new(0),
             hook: RefCell::new(Some(Box::new(|| {
                 assert!(shared.unmake(&rival));
                 if published {

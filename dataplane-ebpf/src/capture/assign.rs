@@ -120,7 +120,7 @@ fn begin(skb: Skb, packet: &Packet, local: &Local) -> i32 {
         return taken(skb);
     }
     if reason.is_refusal() {
-        return error::send(skb, packet, Complaint::PORT_UNREACHABLE);
+        return error::send(skb, packet, Complaint::PORT_UNREACHABLE, false);
     }
     LEAVE_ALONE
 }

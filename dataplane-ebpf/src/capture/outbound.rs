@@ -149,12 +149,13 @@ impl capture::Rules for Call<'_> {
 impl capture::Circumstances for Call<'_> {
     #[inline(always)]
     fn is_own(&self) -> bool {
-        is_own(self.request)
+        is_own(self.request, self.request.addr)
     }
 
+    /// Of a service with several endpoints nobody knows before the proxy has chosen one.
     #[inline(always)]
     fn is_itself(&self) -> bool {
-        is_own(self.request)
+        is_own(self.request, self.request.addr) || capture_leads_back(self.request) != 0
     }
 
     #[inline(always)]
@@ -202,13 +203,27 @@ fn by_cgroup(levels: u32) -> *const Enrolled {
     found
 }
 
-/// Whether the destination is the workload itself.
+/// Whether an address is the workload's own.
 #[inline(always)]
-fn is_own(request: &Request) -> bool {
-    LOCALS.get_ptr(request.addr).is_some_and(|local| {
+fn is_own(request: &Request, addr: Addr) -> bool {
+    LOCALS.get_ptr(addr).is_some_and(|local| {
         // SAFETY: as for other elements.
         unsafe { (*local).netns == request.netns }
     })
+}
+
+/// Whether the destination is a service's that only the workload itself answers. With external linkage, as in
+/// `packet/table.rs`: the verifier looks at it once, not on each way that leads to it.
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn capture_leads_back(request: *const Request) -> u32 {
+    // SAFETY: a request, or null: the verifier sees to it where it is called.
+    let Some(request) = (unsafe { request.as_ref() }) else {
+        return 0;
+    };
+    let endpoint = decide::only_endpoint(&select::Live, frontend(request));
+    u32::from(!endpoint.is_none() && is_own(request, endpoint.addr))
 }
 
 /// Whether the destination is a service's, a workload's or an endpoint's.

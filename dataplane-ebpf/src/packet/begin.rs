@@ -12,6 +12,7 @@ use dataplane_common::{
 use super::{
     DROP, LEAVE_ALONE, client_port,
     conntrack::{self, REQUEST},
+    direct,
     error::Complaint,
     events, ipsec, masquerade,
     parse::{LATER, Packet},
@@ -277,7 +278,9 @@ fn enter_flow(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
         reason
     };
     count(reason);
-    count_pool(index, reason);
+    if index != 0 {
+        count_pool(index, reason);
+    }
     events::report(skb, &s.packet, reason, index, &s.endpoint);
     s.flow.toward_endpoint(&mut s.ends);
     DELIVER
@@ -324,17 +327,40 @@ fn enter(skb: Skb, s: &mut Scratch, masquerade: bool, now: Tick) -> Reason {
 }
 
 /// A connection to no service is left alone. If it is to an endpoint itself, from a port from which a live flow by
-/// way of a VIP goes to it, it is refused: what the endpoint answered would be taken for that flow's.
-#[inline(never)]
+/// way of a VIP goes to it, the endpoint sees it come from another port ([`direct`]): what the endpoint answered would
+/// be taken for that flow's. [`Scratch::keep`]: it is such a flow, which is known.
+#[inline(always)]
 pub fn pass(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
-    s.flow.forward = s.packet.key;
-    s.flow.endpoint = s.packet.key.dst;
-    s.flow.endpoint_port = s.packet.key.dst_port;
-    s.flow.node_port = Port::ANY;
-    if s.flow.replies_taken(now) {
-        return refuse(skb, s, 0, Reason::PortTaken);
+    if !is_to_be_moved(s, now) {
+        return LEAVE_ALONE;
     }
-    LEAVE_ALONE
+    match go(skb, s, now) {
+        ANOTHER => refuse(skb, s, 0, Reason::PortTaken),
+        DELIVER => super::deliver(skb, s),
+        action => action,
+    }
+}
+
+/// Whether the endpoint sees a connection to itself come from another port; if so, it is as if that was chosen.
+#[inline(never)]
+fn is_to_be_moved(s: &mut Scratch, now: Tick) -> bool {
+    let (addr, port) = (s.packet.key.dst, s.packet.key.dst_port);
+    if s.keep == 0 {
+        s.flow.forward = s.packet.key;
+        s.flow.endpoint = addr;
+        s.flow.endpoint_port = port;
+        s.flow.node_port = Port::ANY;
+        if !s.flow.replies_taken(now) {
+            return false;
+        }
+        direct::announce();
+    }
+    s.endpoint = Endpoint::new(addr, port);
+    // No service's, so no pool's.
+    s.index = 0;
+    s.masquerade = 0;
+    s.reason = Reason::Translated as u32;
+    true
 }
 
 /// Refuses a packet: says so to whoever sent it where iptables' `REJECT` would, else drops it.

@@ -3,10 +3,10 @@
 use aya_ebpf::helpers::generated::bpf_ktime_get_coarse_ns;
 use dataplane_common::{
     Addr, Port, Protocol,
-    cells::{self, Line as _, STATE, Snapshot, State},
+    cells::{self, Line as _, STATE, Snapshot},
     packet::{FlowKey, PortKey, Tick, Translation, keep_seconds, seen},
     tcp::{
-        POSITIONS, Positions, Segment,
+        ANEW, POSITIONS, Positions, Segment,
         flags::{FIN, RST, SYN},
     },
 };
@@ -52,6 +52,12 @@ impl Flow {
     #[inline(always)]
     pub fn is_masqueraded(&self) -> bool {
         self.node_addr != 0
+    }
+
+    /// Whether the flow belongs to no service: the client talks to the endpoint itself ([`super::direct`]).
+    #[inline(always)]
+    pub fn is_direct(&self) -> bool {
+        self.endpoint == self.forward.dst && self.endpoint_port == self.forward.dst_port
     }
 
     /// Where the endpoint sees it come from, and where it goes.
@@ -154,10 +160,11 @@ extern "C" fn conntrack_replies_taken(reply: *const FlowKey, now: u32) -> u32 {
     let Some((entry, found)) = table::find_by_client(reply) else {
         return 0;
     };
-    let (other, now) = (found.value(), Tick::from_number(now as u16));
-    let (requests, replies) = (seen::of_requests(other.seen), seen::of_replies(other.seen));
-    let keep = keep_seconds(reply.protocol, requests, replies);
-    if seen::is_ended(requests, replies) || other.used.age_seconds(now) > keep {
+    if is_over(
+        reply.protocol,
+        &found.value(),
+        Tick::from_number(now as u16),
+    ) {
         table::remove_found(entry, &found);
         return 0;
     }
@@ -195,22 +202,20 @@ fn seen_in(entry: Place, replies: bool, segment: &Segment) -> u8 {
 #[inline(always)]
 fn mark(entry: Place, found: &Snapshot, replies: bool, segment: &Segment, now: Tick) {
     let value = found.value();
-    let mut seen_now = 0;
+    let (mut flags, mut anew) = (0, false);
     if !segment.is_quoted() {
-        seen_now = seen_in(entry, replies, segment);
-        if seen_now == 0 {
+        flags = seen_in(entry, replies, segment);
+        if flags == 0 {
             return;
         }
+        anew = flags & ANEW != 0;
+        flags &= !ANEW;
         if replies {
-            seen_now = seen::in_replies(seen_now);
+            flags = seen::in_replies(flags);
         }
     }
-    if value.seen | seen_now != value.seen {
-        entry.add_seen(seen_now);
-    }
-    if value.used != now {
-        let flags = State::bits(seen_now);
-        entry.use_now(State(found.state().0 | flags), now);
+    if value.seen | flags != value.seen || value.used != now || anew {
+        table::mark(entry, found, flags, anew, now);
     }
 }
 
@@ -223,7 +228,7 @@ pub fn request(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> 
     let value = found.value();
     if value.seen & seen::FOREIGN != 0 {
         if value.used != now {
-            entry.use_now(found.state(), now);
+            table::mark(entry, &found, 0, false, now);
         }
         return FOREIGN;
     }
@@ -250,8 +255,10 @@ pub fn request(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> 
 pub fn begin_anew(key: &FlowKey, syn: &Segment, now: Tick) {
     if let Some((entry, found)) = table::find(key) {
         let before = found.state();
-        entry.exchange(STATE, before.0, before.anew(now).0);
-        table::write_sequences(entry.index, syn);
+        // If not, another packet has come meanwhile: the answer to the SYN begins the flow anew (`tcp::ANEW`).
+        if entry.exchange(STATE, before.0, before.anew(now).0) {
+            table::write_sequences(entry.index, syn);
+        }
     }
 }
 
@@ -268,15 +275,31 @@ pub fn masqueraded_answer(key: &FlowKey, segment: &Segment, flow: &mut Flow, now
     answered(entry, &found, key, segment, flow, now)
 }
 
-/// Whether a masqueraded flow has the ends of a packet that a socket of the node sends: what the endpoint answered would
-/// be taken for that flow's.
+/// Whether a masqueraded flow that lives has the ends of a packet that a socket of the node sends: what the endpoint answered
+/// would be taken for that flow's. One that is over is removed: the endpoint's answers are the socket's.
 #[inline(never)]
-pub fn is_port_taken(key: &FlowKey) -> bool {
+pub fn is_port_taken(key: &FlowKey, now: Tick) -> bool {
     let port_key = PortKey::new(key.dst, key.dst_port, key.src_port, key.protocol);
-    let Some((_, found)) = table::find_by_node(&port_key) else {
+    let Some((entry, found)) = table::find_by_node(&port_key) else {
         return false;
     };
-    node_addr(found.value().node_addr) == key.src
+    let value = found.value();
+    if node_addr(value.node_addr) != key.src {
+        return false;
+    }
+    if is_over(key.protocol, &value, now) {
+        table::remove_found(entry, &found);
+        return false;
+    }
+    true
+}
+
+/// Whether a flow has ended, or nobody has used it for longer than it is kept.
+#[inline(always)]
+fn is_over(protocol: Protocol, value: &Translation, now: Tick) -> bool {
+    let (requests, replies) = (seen::of_requests(value.seen), seen::of_replies(value.seen));
+    seen::is_ended(requests, replies)
+        || value.used.age_seconds(now) > keep_seconds(protocol, requests, replies)
 }
 
 /// Looks for the flow of a reply to a client that is not masqueraded, by (endpoint, client).

@@ -59,12 +59,12 @@ const UDP: usize = 8;
 /// An error is a new packet: it starts with a fresh time to live.
 const HOPS: u8 = 64;
 
-/// Sends the packet back as an error, from the address that it was for. Whatever cannot be answered
+/// Sends the packet back as an error, from the address that it was for; what `leaves`, up the stack of this host. Whatever cannot be answered
 /// so (later fragments, options) is dropped. First fragments are answered: their sender makes smaller ones
 /// then; and so is what is yet to be segmented: cut off, it is one packet (`__bpf_skb_change_tail` in
 /// `net/core/filter.c`).
 #[inline(never)]
-pub fn send(skb: Skb, packet: &Packet, complaint: Complaint) -> i32 {
+pub fn send(skb: Skb, packet: &Packet, complaint: Complaint, leaves: bool) -> i32 {
     let network = packet.l4 - packet.l3;
     let plain = if packet.is_v4() {
         20
@@ -84,16 +84,16 @@ pub fn send(skb: Skb, packet: &Packet, complaint: Complaint) -> i32 {
     }
     if packet.is_v4() {
         if packet.is_tcp() {
-            send_v4::<{ (20 + TCP) / 4 }>(skb, packet, complaint)
+            send_v4::<{ (20 + TCP) / 4 }>(skb, packet, complaint, leaves)
         } else {
-            send_v4::<{ (20 + UDP) / 4 }>(skb, packet, complaint)
+            send_v4::<{ (20 + UDP) / 4 }>(skb, packet, complaint, leaves)
         }
     } else if network == 48 {
-        send_v6::<{ (48 + UDP) / 4 }>(skb, packet, complaint)
+        send_v6::<{ (48 + UDP) / 4 }>(skb, packet, complaint, leaves)
     } else if packet.is_tcp() {
-        send_v6::<{ (40 + TCP) / 4 }>(skb, packet, complaint)
+        send_v6::<{ (40 + TCP) / 4 }>(skb, packet, complaint, leaves)
     } else {
-        send_v6::<{ (40 + UDP) / 4 }>(skb, packet, complaint)
+        send_v6::<{ (40 + UDP) / 4 }>(skb, packet, complaint, leaves)
     }
 }
 
@@ -109,7 +109,12 @@ fn sum<const N: usize>(words: &[u32; N]) -> u64 {
 
 /// `WORDS`: how much of the packet is sent back, in units of four bytes.
 #[inline(never)]
-fn send_v4<const WORDS: usize>(skb: Skb, packet: &Packet, complaint: Complaint) -> i32 {
+fn send_v4<const WORDS: usize>(
+    skb: Skb,
+    packet: &Packet,
+    complaint: Complaint,
+    leaves: bool,
+) -> i32 {
     let quoted = WORDS as u32 * 4;
     let mut quote = [0_u32; WORDS];
     if !skb.load(packet.l3, &mut quote) || !skb.cut(packet.l3 + quoted) || !skb.make_room(20 + 8) {
@@ -136,11 +141,16 @@ fn send_v4<const WORDS: usize>(skb: Skb, packet: &Packet, complaint: Complaint) 
     if !skb.store::<_, true>(packet.l3, &ip) || !skb.store::<_, true>(packet.l3 + 20, &icmp) {
         return DROP;
     }
-    skb.send_back(packet.l3)
+    skb.send_back(packet.l3, leaves)
 }
 
 #[inline(never)]
-fn send_v6<const WORDS: usize>(skb: Skb, packet: &Packet, complaint: Complaint) -> i32 {
+fn send_v6<const WORDS: usize>(
+    skb: Skb,
+    packet: &Packet,
+    complaint: Complaint,
+    leaves: bool,
+) -> i32 {
     let quoted = WORDS as u32 * 4;
     let mut quote = [0_u32; WORDS];
     if !skb.load(packet.l3, &mut quote) || !skb.cut(packet.l3 + quoted) || !skb.make_room(40 + 8) {
@@ -175,5 +185,5 @@ fn send_v6<const WORDS: usize>(skb: Skb, packet: &Packet, complaint: Complaint) 
     if !skb.store::<_, true>(packet.l3, &ip) || !skb.store::<_, true>(packet.l3 + 40, &icmp) {
         return DROP;
     }
-    skb.send_back(packet.l3)
+    skb.send_back(packet.l3, leaves)
 }

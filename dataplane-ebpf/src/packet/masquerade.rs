@@ -93,6 +93,10 @@ extern "C" fn masquerade_try_place(
     };
     let now = Tick::from_number(now as u16);
     flow.node_port = port_at(flow, config, place);
+    if flow.node_port == Port::ANY {
+        // The host's own range is all there is.
+        return 0;
+    }
     flow.node_port = table::free_port(&flow.port_key(), need_at(place), now);
     u32::from(flow.node_port != Port::ANY && claim(Skb(skb), flow, index, now))
 }

@@ -11,6 +11,7 @@
 mod begin;
 mod client_port;
 mod conntrack;
+mod direct;
 pub mod error;
 pub mod events;
 mod fragments;
@@ -68,7 +69,7 @@ fn complain(s: &mut Scratch, complaint: Complaint) -> i32 {
 #[inline(always)]
 pub fn ingress(ctx: &TcContext) -> i32 {
     let skb = Skb(ctx.as_ptr().cast());
-    if skb.is_tagged() || assign::is_taken(skb.mark()) {
+    if skb.is_tagged() || assign::is_taken(skb.mark()) || skb.is_own_answer() {
         return LEAVE_ALONE;
     }
     if skb.kind() != PACKET_HOST {
@@ -106,7 +107,7 @@ fn read(skb: Skb, s: &mut Scratch) -> i32 {
         action = forward(skb, s);
     }
     if action == COMPLAIN {
-        return error::send(skb, &s.packet, s.complaint);
+        return error::send(skb, &s.packet, s.complaint, false);
     }
     action
 }
@@ -129,7 +130,7 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     let place = VipPlace::of(s.packet.key.dst);
     let words = decide::Tables::vips(&Live, place.index());
     let may_be_ours = place.is_set(words);
-    if has_ports && may_be_ours {
+    if has_ports && (may_be_ours || direct::is_any()) {
         let cluster = place.may_be_cluster(words);
         // What is likelier is looked for first: a lookup in vain is one elsewhere in memory.
         if answers_node(&s.packet, cluster) {
@@ -172,17 +173,23 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
             s.flow.toward_endpoint(&mut s.ends);
             return FORWARD;
         }
-        let seen = flags::of_requests(s.flow.seen) | flags::of_replies(s.flow.seen);
-        if seen & flags::RST != 0 {
+        let (requests, replies) = (
+            flags::of_requests(s.flow.seen),
+            flags::of_replies(s.flow.seen),
+        );
+        if (requests | replies) & flags::RST != 0 {
             s.keep = begin::KEEP_RESET;
-        } else if seen & flags::FIN != 0 {
+        } else if requests & replies & flags::FIN != 0 {
+            // One that a single side has closed may live for as long as the other one sends.
             s.flow.remove();
         } else {
             s.keep = begin::KEEP;
         }
     }
     if s.frontend.is_none() {
-        if s.packet.is_syn() && has_ports && known == NEW {
+        let begins = s.packet.is_syn() || (!s.packet.is_tcp() && direct::has_datagrams());
+        let is_own = known == REQUEST && s.flow.is_direct();
+        if begins && has_ports && (known == NEW || is_own) {
             return begin::pass(skb, s, now);
         }
         return LEAVE_ALONE;
@@ -201,7 +208,10 @@ pub fn egress(ctx: &TcContext) -> i32 {
     let Some(s) = scratch() else {
         return DROP;
     };
-    let action = leaves(skb, s);
+    let mut action = leaves(skb, s);
+    if action == COMPLAIN {
+        action = error::send(skb, &s.packet, s.complaint, true);
+    }
     s.leave();
     action
 }
@@ -226,15 +236,15 @@ fn leaves(skb: Skb, s: &mut Scratch) -> i32 {
         }
         return LEAVE_ALONE;
     }
-    // A socket that has taken a flow's port since. Of a connection, its first packet tells.
+    // A socket that has taken a flow's port since is refused. Of a connection, its first packet tells.
     let begins = s.packet.is_syn() || !s.packet.is_tcp();
     if begins
         && s.packet.key.src_port.host() >= PacketConfig::FIRST_PORT
-        && conntrack::is_port_taken(&s.packet.key)
+        && conntrack::is_port_taken(&s.packet.key, now)
     {
         count(Reason::PortTaken);
         events::report(skb, &s.packet, Reason::PortTaken, 0, &Endpoint::NONE);
-        return DROP;
+        return complain(s, Complaint::PORT_UNREACHABLE);
     }
     LEAVE_ALONE
 }

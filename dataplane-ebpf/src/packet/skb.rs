@@ -8,7 +8,7 @@ use core::{
 
 use aya_ebpf::{
     bindings::{
-        __sk_buff, BPF_F_MARK_MANGLED_0, BPF_F_PSEUDO_HDR, BPF_F_RECOMPUTE_CSUM,
+        __sk_buff, BPF_F_INGRESS, BPF_F_MARK_MANGLED_0, BPF_F_PSEUDO_HDR, BPF_F_RECOMPUTE_CSUM,
         bpf_adj_room_mode::BPF_ADJ_ROOM_MAC,
     },
     helpers::generated::{
@@ -24,6 +24,9 @@ use super::parse::LINK;
 /// interface; to somebody else's.
 pub const PACKET_HOST: u32 = 0;
 pub const PACKET_OTHERHOST: u32 = 3;
+
+/// `tc_index` of a packet that this host's program made for this host: nobody else on an interface's way in has a use for it.
+const OWN_ANSWER: u32 = 0xda7a;
 
 /// The link-layer addresses that Ethernet's header begins with.
 #[repr(C)]
@@ -206,11 +209,31 @@ impl Skb {
         unsafe { bpf_skb_change_type(self.0, PACKET_HOST) };
     }
 
-    /// Sends the packet, whose IP header begins at `l3`, back where it came from: exchanges the two
-    /// link-layer addresses, if it has them.
+    /// Whether it is an answer to a socket of this host ([`Skb::send_back`]).
     #[inline(always)]
-    pub fn send_back(self, l3: u32) -> i32 {
+    pub fn is_own_answer(self) -> bool {
+        // SAFETY: see `len`.
+        unsafe { read_volatile(&raw const (*self.0).tc_index) == OWN_ANSWER }
+    }
+
+    /// Has the packet arrive at the interface that it was to leave by. Our program there leaves it alone: it could not tell
+    /// it from the endpoint's own.
+    #[inline(always)]
+    fn turn_round(self) -> i32 {
+        // SAFETY: see `len`.
+        unsafe { write_volatile(&raw mut (*self.0).tc_index, OWN_ANSWER) };
+        // SAFETY: no memory of ours is involved.
+        unsafe { bpf_redirect(self.ifindex(), u64::from(BPF_F_INGRESS)) as i32 }
+    }
+
+    /// Sends the packet, whose IP header begins at `l3`, back where it came from: exchanges the two
+    /// link-layer addresses, if it has them. What `leaves` came from this host.
+    #[inline(always)]
+    pub fn send_back(self, l3: u32, leaves: bool) -> i32 {
         if l3 == 0 {
+            if leaves {
+                return self.turn_round();
+            }
             // The helper takes an Ethernet header off.
             return if self.add_link() {
                 send_bare(self.ifindex())
@@ -231,6 +254,9 @@ impl Skb {
         };
         if !self.store::<_, false>(0, &back) {
             return super::DROP;
+        }
+        if leaves {
+            return self.turn_round();
         }
         // SAFETY: no memory of ours is involved.
         unsafe { bpf_redirect(self.ifindex(), 0) as i32 }

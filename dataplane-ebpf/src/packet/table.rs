@@ -8,7 +8,7 @@ use core::ptr::{read_volatile, write_volatile};
 
 use dataplane_common::{
     Port, Reason,
-    cells::{self, CellKey as _, Entry, Head, Line, Memory, NOWHERE, STATE, Slot, Snapshot, State},
+    cells::{self, CellKey as _, Entry, Head, Line, Memory, NOWHERE, Slot, Snapshot, State},
     packet::{FlowKey, PortKey, Tick, Translation},
     tcp::{self, Segment},
 };
@@ -96,22 +96,6 @@ impl Line for Place {
     #[inline(always)]
     fn add(self, word: usize, amount: u64) -> u64 {
         self.words.add(word, amount)
-    }
-}
-
-impl Place {
-    /// Adds flags of `seen`. Another CPU may add others.
-    #[inline(always)]
-    pub fn add_seen(self, flags: u8) {
-        // SAFETY: an aligned word of the array's element.
-        unsafe { atomic::set(self.words.0.add(STATE), State::bits(flags)) };
-    }
-
-    /// Says when it was last used, if nobody else has changed the word since it was read: then another packet will say
-    /// so.
-    #[inline(always)]
-    pub fn use_now(self, before: State, now: Tick) {
-        self.exchange(STATE, before.0, before.used_at(now).0);
     }
 }
 
@@ -220,6 +204,39 @@ extern "C" fn conntrack_remove(index: u32, head: u64) -> u32 {
 #[inline(always)]
 fn remove_at(index: u32, head: Head) -> bool {
     conntrack_remove(index, head.0) != 0
+}
+
+/// [`cells::mark`]. `flags`: of `seen`, and [`ANEW_TOO`].
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn conntrack_mark(index: u32, head: u64, before: u64, flags: u32, now: u32) -> u32 {
+    let Some(line) = Maps::get().cell(index) else {
+        return 0;
+    };
+    let (anew, now) = (flags & ANEW_TOO != 0, Tick::from_number(now as u16));
+    u32::from(cells::mark(
+        line,
+        Head(head),
+        State(before),
+        flags as u8,
+        anew,
+        now,
+    ))
+}
+
+/// [`conntrack_mark`]: the flow begins anew.
+const ANEW_TOO: u32 = 1 << 8;
+
+/// Says what a packet of the flow that was found in a cell adds to it.
+#[inline(always)]
+pub fn mark(place: Place, found: &Snapshot, flags: u8, anew: bool, now: Tick) {
+    let mut all = u32::from(flags);
+    if anew {
+        all |= ANEW_TOO;
+    }
+    let (head, before) = (found.head().0, found.state().0);
+    conntrack_mark(place.index, head, before, all, u32::from(now.number()));
 }
 
 /// [`cells::find_elsewhere`].

@@ -3,9 +3,11 @@
 //! Addresses, protocols and reasons are the words that people read. Times are seconds since the
 //! epoch.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, path::PathBuf};
 
 use serde::{Deserialize, Serialize};
+
+use crate::kernel;
 
 /// `GET /version`: which agent this is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -51,6 +53,9 @@ pub struct AgentStatus {
     /// The cgroup whose processes are served.
     #[serde(default)]
     pub cgroup: Learnt,
+    /// Where the sockets of this node's pods are; none before the agent has looked.
+    #[serde(default)]
+    pub pods: Option<PodCgroups>,
     /// Why load balancers are told to send this node nothing new (`/healthz`); none: they are not.
     #[serde(default)]
     pub leaving: Option<String>,
@@ -101,6 +106,42 @@ pub struct Learnt {
     pub from: String,
 }
 
+/// Whether the sockets of this node's pods are in the cgroup that the programs are attached to, as the agent saw it last.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PodCgroups {
+    /// When.
+    pub at: u64,
+    /// How many pods have sockets there and nowhere else.
+    pub inside: u64,
+    /// How many have sockets in other cgroups: their connections are served by packets only.
+    pub outside: u64,
+    /// Of how many the agent could see no socket.
+    pub unknown: u64,
+    /// The other cgroups, at most [`PodCgroups::NAMED`].
+    pub others: Vec<String>,
+    /// The root of the cgroup v2 hierarchy, if the agent sees it.
+    pub root: Option<String>,
+}
+
+impl PodCgroups {
+    /// How many other cgroups are named.
+    pub const NAMED: usize = 3;
+}
+
+impl From<&kernel::sockets::PodCgroups> for PodCgroups {
+    fn from(found: &kernel::sockets::PodCgroups) -> Self {
+        let text = |path: &PathBuf| path.display().to_string();
+        Self {
+            at: super::now(),
+            inside: found.inside as u64,
+            outside: found.outside as u64,
+            unknown: found.unknown as u64,
+            others: found.others.iter().take(Self::NAMED).map(text).collect(),
+            root: found.root.as_ref().map(text),
+        }
+    }
+}
+
 /// The flows of the packet path, as they were counted last: the agent looks at all of them every ten
 /// seconds or some more.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -140,6 +181,9 @@ pub struct MeshWorkload {
     pub name: String,
     /// Why it is not captured as it should be.
     pub problem: Option<String>,
+    /// Whether the node is at fault for that: the agent, the kernel or the operator's configuration.
+    #[serde(default)]
+    pub problem_of_node: bool,
     /// What it says to the agent's proxy: `sockmap` if that goes past the TCP stack, else `off`. None
     /// from an agent that does not tell.
     #[serde(default)]
@@ -177,8 +221,8 @@ pub struct MeshRule {
 /// Where the services come from.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Source {
-    /// Which kind: `manifests` or `kubernetes`.
-    pub kind: String,
+    /// Which kind.
+    pub kind: SourceKind,
     /// Files and directories, or the API server.
     pub paths: Vec<String>,
     /// When they were last read without an error, or the API server was last heard; 0: never.
@@ -186,6 +230,32 @@ pub struct Source {
     /// Why they could not be read since: what was read before is still served. `at` is when that
     /// began.
     pub error: Option<Failure>,
+    /// The sources that this one is put together from; none if it is no such source.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub parts: Vec<Source>,
+}
+
+/// The kinds of sources.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum SourceKind {
+    /// Files and directories.
+    Manifests,
+    /// The Kubernetes API.
+    Kubernetes,
+    /// Several sources.
+    Combined,
+}
+
+impl SourceKind {
+    /// The word for it, in text and in JSON.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Manifests => "manifests",
+            Self::Kubernetes => "kubernetes",
+            Self::Combined => "combined",
+        }
+    }
 }
 
 /// A sync that worked.
@@ -263,7 +333,7 @@ pub struct Service {
     pub namespace: String,
     /// Its name.
     pub name: String,
-    /// `ClusterIP`, `NodePort`, `LoadBalancer` or `ExternalName`.
+    /// `ClusterIP`, `NodePort`, `LoadBalancer` or `ExternalName`; `HostPort` for a pod's host ports.
     #[serde(rename = "type")]
     pub kind: String,
     /// `spec.clusterIPs`; empty if it is headless.

@@ -17,17 +17,22 @@ pub struct Beats {
     pub tables: Beat,
     /// The one that attaches programs.
     pub attacher: Beat,
+    /// The one that ends flows, and collects those that are over.
+    pub flows: Beat,
 }
 
 impl Beats {
     /// The thread that hangs, as seen at `now`, and for how long.
     pub fn stuck(&self, now: Instant) -> Option<(&'static str, Duration)> {
-        [("tables", &self.tables), ("attacher", &self.attacher)]
-            .into_iter()
-            .find_map(|(name, beat)| {
-                let busy = now.saturating_duration_since((*lock(&beat.0))?);
-                (busy >= STUCK).then_some((name, busy))
-            })
+        let all = [
+            ("tables", &self.tables),
+            ("attacher", &self.attacher),
+            ("flows", &self.flows),
+        ];
+        all.into_iter().find_map(|(name, beat)| {
+            let busy = now.saturating_duration_since((*lock(&beat.0))?);
+            (busy >= STUCK).then_some((name, busy))
+        })
     }
 }
 
@@ -62,10 +67,16 @@ mod tests {
         let beats = Beats::default();
         let later = || Instant::now() + STUCK;
         assert_eq!(beats.stuck(later()), None, "nothing to do");
-        let busy = beats.attacher.begin();
-        assert_eq!(beats.stuck(Instant::now()), None);
-        assert_eq!(beats.stuck(later()).map(|(name, _)| name), Some("attacher"));
-        drop(busy);
-        assert_eq!(beats.stuck(later()), None);
+        for (name, beat) in [
+            ("tables", &beats.tables),
+            ("attacher", &beats.attacher),
+            ("flows", &beats.flows),
+        ] {
+            let busy = beat.begin();
+            assert_eq!(beats.stuck(Instant::now()), None);
+            assert_eq!(beats.stuck(later()).map(|(name, _)| name), Some(name));
+            drop(busy);
+            assert_eq!(beats.stuck(later()), None);
+        }
     }
 }

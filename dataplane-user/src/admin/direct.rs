@@ -13,7 +13,7 @@ use dataplane_common::{
 
 use crate::{
     model::{Node, ServiceName, Workload, WorkloadName},
-    proxy::{CountersKey, Direction, Flag, Labels, Ledger, Party, Totals},
+    relay::{CountersKey, Direction, Flag, Labels, Ledger, Party, Totals},
 };
 
 /// How long the number of a workload that has gone is remembered: its last connections may end later

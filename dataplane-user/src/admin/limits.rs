@@ -18,6 +18,8 @@ use tokio::{
 
 /// Connections of a port at the same time. More wait in the kernel.
 const CONNECTIONS: usize = 64;
+/// The same of a port that load balancers ask.
+const CHECKS: usize = 256;
 /// How long a connection may stand still: before a request, within one, or with an answer that nobody
 /// reads.
 const IDLE: Duration = Duration::from_mins(1);
@@ -34,6 +36,11 @@ impl<L> Limited<L> {
     /// With the usual limits.
     pub fn new(listener: L) -> Self {
         Self::with(listener, CONNECTIONS, IDLE)
+    }
+
+    /// For load balancers' health checks, of which many may keep their connections.
+    pub fn for_checks(listener: L) -> Self {
+        Self::with(listener, CHECKS, IDLE)
     }
 
     fn with(listener: L, connections: usize, idle: Duration) -> Self {

@@ -5,7 +5,10 @@ use std::{fmt, time::Duration};
 use prometheus_client::{encoding::DescriptorEncoder, metrics::MetricType};
 
 use super::state::State;
-use crate::proxy::{self, Flag, Observer};
+use crate::{
+    proxy::Observer,
+    relay::{Flag, encode_connections},
+};
 
 /// Workloads that are not captured as they should be; and captured connections, whether the proxy
 /// relayed them or they went direct: by the same names.
@@ -20,7 +23,7 @@ pub fn encode(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result
     for (labels, series) in direct.ledger().iter() {
         *all.entry(labels.clone()).or_default() += series.totals;
     }
-    proxy::encode_connections(&all, encoder)?;
+    encode_connections(&all, encoder)?;
     let mut metric = encoder.encode_descriptor(
         "dataplane_direct_connection_seconds",
         "How long captured connections that went direct, without the proxy, were open",
@@ -55,6 +58,14 @@ fn problems(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
             .encode_family(&[
                 ("namespace", workload.namespace.as_str()),
                 ("workload", workload.name.as_str()),
+                (
+                    "cause",
+                    if workload.problem_of_node {
+                        "node"
+                    } else {
+                        "workload"
+                    },
+                ),
             ])?
             .encode_gauge(&1i64)?;
     }

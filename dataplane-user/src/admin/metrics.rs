@@ -17,11 +17,14 @@ use super::{
     counters::{self, PortKey},
     flows::Walk,
     mesh,
-    state::{self, Source, State},
+    state::{self, State},
 };
 use crate::{
     kernel::{self, conntrack::Conntrack},
-    source::kubernetes::{Kind, KindHealth},
+    source::{
+        Health,
+        kubernetes::{Kind, KindHealth},
+    },
 };
 
 /// What `GET /metrics` shows.
@@ -91,8 +94,9 @@ fn agent(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     )?;
     number(
         "dataplane_ready",
-        "1 once the kernel's tables were brought in line with the source",
-        i64::from(state.is_ready()),
+        "1 once the kernel's tables were brought in line with the source, if no fault of the node's keeps the \
+         mesh's proxy from taking connections",
+        i64::from(state.not_ready_because().is_none()),
     )?;
     number(
         "dataplane_last_sync_timestamp_seconds",
@@ -104,6 +108,20 @@ fn agent(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         "When the agent started",
         signed(state.started()),
     )?;
+    // Before the agent has looked, nothing is said.
+    if let Some(pods) = state.pods() {
+        number(
+            "dataplane_pods_outside_cgroup",
+            "Pods of this node whose sockets are in other cgroups than the one that the programs are attached to: \
+             they are served by their packets only",
+            signed(pods.outside),
+        )?;
+        number(
+            "dataplane_pods_without_cgroup",
+            "Pods of this node whose sockets the agent does not see: they may be in any cgroup",
+            signed(pods.unknown),
+        )?;
+    }
     // Without a file to ask by, nothing is said.
     if let Ok(entries) = fs::read_dir("/proc/self/fd") {
         number(
@@ -145,8 +163,12 @@ fn source(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
             None,
             MetricType::Counter,
         )?
-        .encode_counter::<[(&str, &str); 0], u64, f64>(&state.source_errors(), None)?;
-    let Source::Kubernetes { health, .. } = &state.source else {
+        .encode_counter::<[(&str, &str); 0], u64, f64>(&state.source.failures(), None)?;
+    let kubernetes = |source: &Health| match source {
+        Health::Kubernetes { kinds, .. } => Some(Arc::clone(kinds)),
+        _ => None,
+    };
+    let Some(health) = state.source.each().into_iter().find_map(kubernetes) else {
         return Ok(());
     };
     encoder

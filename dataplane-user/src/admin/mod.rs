@@ -17,5 +17,5 @@ mod state;
 mod view;
 
 pub use server::{Error as ListenError, Listeners, Settings, serve, who_answers};
-pub use state::{Learnt, Source, State, lock, now};
+pub use state::{Learnt, State, lock, now};
 pub use view::mesh_rules;

@@ -285,14 +285,13 @@ async fn get_live(Shared(context): Shared<Arc<Context>>) -> (StatusCode, String)
     }
 }
 
-async fn get_ready(Shared(context): Shared<Arc<Context>>) -> (StatusCode, &'static str) {
-    if context.state.is_ready() {
-        (StatusCode::OK, "ready\n")
-    } else {
-        (
+async fn get_ready(Shared(context): Shared<Arc<Context>>) -> (StatusCode, String) {
+    match context.state.not_ready_because() {
+        None => (StatusCode::OK, "ready\n".to_owned()),
+        Some(why) => (
             StatusCode::SERVICE_UNAVAILABLE,
-            "not ready: the kernel's tables were not written yet\n",
-        )
+            format!("not ready: {why}\n"),
+        ),
     }
 }
 

@@ -1,7 +1,7 @@
 //! What the agent knows, for its endpoints to show: written by the sync, read by everyone.
 
 use std::{
-    collections::HashSet,
+    collections::{BTreeMap, HashSet},
     ops::Bound,
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError,
@@ -27,10 +27,13 @@ use crate::{
     kernel,
     model::{Leaving, Problem, ServiceName, Snapshot, Workload, WorkloadName},
     plan::{Plan, Planner, Write},
-    proxy::{Observer, Party},
-    source::kubernetes::{Health, Kind},
+    proxy::Observer,
+    relay::Party,
+    source::Health,
 };
 
+/// How many workloads are named that have one problem of the node's.
+const NAMED: usize = 8;
 /// Pools looked at while the planner is locked: it must not wait for long.
 const POOLS_AT_ONCE: u32 = 4096;
 
@@ -57,16 +60,14 @@ pub struct State {
     pub change_duration: Histogram,
     /// What became of flows and sockets.
     pub flows: FlowFigures,
-    /// Where the services come from.
-    pub source: Source,
+    /// How reading the source goes.
+    pub source: Health,
     learnt: Learnt,
     /// Whether there was something in the tables at the start.
     inherited: bool,
     /// The agent's own proxy, if there is one.
     pub proxy: OnceLock<Observer>,
     direct: Mutex<Direct>,
-    /// Times that the manifests could not be read.
-    manifest_errors: Counter,
     ready: AtomicBool,
     started: u64,
     known: Mutex<Known>,
@@ -81,33 +82,17 @@ pub struct State {
 /// What the agent goes by, and where it was learnt from.
 #[derive(Debug, Default)]
 pub struct Learnt {
+    /// Why it is not what the configuration says now; none: it is.
+    pub outdated: Option<String>,
     /// Who counts as a pod.
     pub pod_networks: Vec<api::Learnt>,
     /// The cgroup whose processes are served.
     pub cgroup: api::Learnt,
 }
 
-/// Where the services come from.
-#[derive(Debug)]
-pub enum Source {
-    /// Files and directories.
-    Manifests(Vec<String>),
-    /// The Kubernetes API.
-    Kubernetes {
-        /// Its server, for a person.
-        server: String,
-        /// How reading it goes.
-        health: Arc<Health>,
-    },
-}
-
 #[derive(Debug)]
 struct Known {
     snapshot: Snapshot,
-    /// When the manifests were last read without an error.
-    read: u64,
-    /// Why they could not be read since.
-    source_error: Option<api::Failure>,
     /// One more than the highest pool that the plan uses.
     pools: u32,
     last_sync: Option<api::Sync>,
@@ -119,7 +104,11 @@ struct Known {
     network: Vec<api::Problem>,
     /// Why capture is not in line with the source.
     mesh_failure: Option<String>,
+    /// Why the proxy takes fewer connections than it was asked to.
+    mesh_shortage: Option<String>,
     captured: Arc<[api::MeshWorkload]>,
+    /// Where pods' sockets are.
+    pods: Option<api::PodCgroups>,
 }
 
 /// Seconds since the epoch.
@@ -146,7 +135,7 @@ impl State {
         limits: kernel::Limits,
         planner: Planner,
         snapshot: Snapshot,
-        source: Source,
+        source: Health,
         learnt: Learnt,
     ) -> Self {
         // From what one endpoint costs among few services to a full load of very many.
@@ -170,13 +159,10 @@ impl State {
             inherited,
             proxy: OnceLock::new(),
             direct: Mutex::default(),
-            manifest_errors: Counter::default(),
             ready: AtomicBool::new(false),
             started: now(),
             known: Mutex::new(Known {
                 snapshot,
-                read: now(),
-                source_error: None,
                 pools: 0,
                 last_sync: None,
                 syncs: 0,
@@ -184,7 +170,9 @@ impl State {
                 unasked: Vec::new(),
                 network: Vec::new(),
                 mesh_failure: None,
+                mesh_shortage: None,
                 captured: Arc::default(),
+                pods: None,
             }),
             counters: Mutex::default(),
             given: Mutex::default(),
@@ -220,8 +208,20 @@ impl State {
         work()
     }
 
+    /// Why whoever waits for this agent is to wait on; none: it is ready. By its own state and the node's
+    /// only, whatever the source says.
+    pub fn not_ready_because(&self) -> Option<String> {
+        if !self.is_in_line() {
+            return Some("the kernel's tables were not written yet, or the agent ends".to_owned());
+        }
+        let known = lock(&self.known);
+        mesh_problems(&known)
+            .find(|problem| problem.gravity == api::Gravity::Node)
+            .map(|problem| format!("{}: {}", problem.place, problem.text))
+    }
+
     /// Whether the tables were ever brought in line with the source, and the agent is not ending.
-    pub fn is_ready(&self) -> bool {
+    fn is_in_line(&self) -> bool {
         self.ready.load(Ordering::Acquire)
     }
 
@@ -266,22 +266,34 @@ impl State {
         lock(&self.known).sync_error = Some(api::Failure { at: now(), text });
     }
 
-    /// What is wrong with the packet path now.
-    pub fn network_problems(&self, problems: &[String]) {
-        let problem = |text: &String| api::Problem {
-            gravity: api::Gravity::Warning,
+    /// Where the sockets of this node's pods are.
+    pub fn pods_seen(&self, pods: api::PodCgroups) {
+        lock(&self.known).pods = Some(pods);
+    }
+
+    /// The same, as it was last.
+    pub fn pods(&self) -> Option<api::PodCgroups> {
+        lock(&self.known).pods.clone()
+    }
+
+    /// Problems of the packet path now, each with its severity.
+    pub fn network_problems(&self, problems: &[(api::Gravity, String)]) {
+        let problem = |(gravity, text): &(api::Gravity, String)| api::Problem {
+            gravity: *gravity,
             place: "packet path".to_owned(),
             text: text.clone(),
         };
         lock(&self.known).network = problems.iter().map(problem).collect();
     }
 
-    /// Whose connections are captured now. `trouble`: why it may not be so of all of them. Answers what
-    /// the kernel need not count any more.
+    /// Whose connections are captured now. `trouble`: why it may not be so of all of them. `shortage`: why
+    /// the proxy takes fewer connections than it was asked to. Answers what the kernel need not count any
+    /// more.
     pub fn captured(
         &self,
         workloads: Vec<(Arc<Workload>, api::MeshWorkload)>,
         trouble: Option<String>,
+        shortage: Option<String>,
     ) -> Vec<TrafficKey> {
         let mut direct = lock(&self.direct);
         for (workload, shown) in &workloads {
@@ -291,6 +303,7 @@ impl State {
         let names: HashSet<WorkloadName> = workloads.iter().map(|(w, _)| w.name.clone()).collect();
         let mut known = lock(&self.known);
         known.mesh_failure = trouble;
+        known.mesh_shortage = shortage;
         known.captured = workloads.into_iter().map(|(_, shown)| shown).collect();
         let snapshot = known.snapshot.clone();
         drop(known);
@@ -346,47 +359,6 @@ impl State {
         }
     }
 
-    /// The source was read.
-    pub fn source_read(&self) {
-        let mut known = lock(&self.known);
-        known.read = now();
-        known.source_error = None;
-    }
-
-    /// The source could not be read.
-    pub fn source_failed(&self, text: String) {
-        self.manifest_errors.inc();
-        lock(&self.known).source_error = Some(api::Failure { at: now(), text });
-    }
-
-    /// Times that the source could not be read.
-    pub fn source_errors(&self) -> u64 {
-        match &self.source {
-            Source::Manifests(_) => self.manifest_errors.get(),
-            Source::Kubernetes { health, .. } => Kind::ALL
-                .iter()
-                .map(|&kind| health.of(kind).failures())
-                .sum(),
-        }
-    }
-
-    fn source(&self, known: &Known) -> api::Source {
-        match &self.source {
-            Source::Manifests(paths) => api::Source {
-                kind: "manifests".to_owned(),
-                paths: paths.clone(),
-                read: known.read,
-                error: known.source_error.clone(),
-            },
-            Source::Kubernetes { server, health } => api::Source {
-                kind: "kubernetes".to_owned(),
-                paths: vec![server.clone()],
-                read: health.heard(),
-                error: health.failure().map(|(at, text)| api::Failure { at, text }),
-            },
-        }
-    }
-
     /// What is served.
     pub fn snapshot(&self) -> Snapshot {
         lock(&self.known).snapshot.clone()
@@ -412,6 +384,7 @@ impl State {
     pub fn problems(&self) -> usize {
         let known = lock(&self.known);
         known.snapshot.problems.len()
+            + usize::from(self.learnt.outdated.is_some())
             + known.unasked.len()
             + known.network.len()
             + mesh_problems(&known).count()
@@ -437,13 +410,21 @@ impl State {
         problems.extend(of_source.map(|problem| view::problem(problem, place_matters)));
         let unasked = known.unasked.iter();
         problems.extend(unasked.map(|problem| view::problem(problem, || false)));
+        problems.extend(self.learnt.outdated.iter().map(|why| api::Problem {
+            gravity: api::Gravity::Node,
+            place: "configuration".to_owned(),
+            text: format!(
+                "cannot be read, and the agent, which has taken its place back, serves by what it said \
+                 before: {why}; mend it and restart the agent"
+            ),
+        }));
         problems.extend(known.network.iter().cloned());
         problems.extend(mesh_problems(&known));
         let node = &known.snapshot.node;
         api::AgentStatus {
             version: api::Version::own(),
             started: self.started,
-            ready: self.is_ready(),
+            ready: self.is_in_line(),
             node: node.name.to_string(),
             node_addresses: node.addresses.iter().map(ToString::to_string).collect(),
             node_port_addresses: node
@@ -457,10 +438,11 @@ impl State {
                 .collect(),
             pod_networks: self.learnt.pod_networks.clone(),
             cgroup: self.learnt.cgroup.clone(),
+            pods: known.pods.clone(),
             leaving: node.leaving.map(|why| why.text().to_owned()),
             late_seconds: self.pulse.late(Instant::now()).map(|late| late.as_secs()),
             inherited: self.inherited,
-            source: self.source(&known),
+            source: view::source(&self.source),
             services: known.snapshot.services.len() as u64,
             endpoints: endpoints(&known.snapshot),
             last_sync: known.last_sync.clone(),
@@ -574,23 +556,39 @@ impl State {
     }
 }
 
-/// What is wrong with capture.
+/// Problems of capture. A fault of the node's that several workloads have is said once.
 fn mesh_problems(known: &Known) -> impl Iterator<Item = api::Problem> {
-    let problem = |text: String| api::Problem {
-        gravity: api::Gravity::Warning,
+    let problem = |gravity, text: String| api::Problem {
+        gravity,
         place: "mesh".to_owned(),
         text,
     };
-    let workloads = known.captured.iter().filter_map(|workload| {
-        let text = workload.problem.as_ref()?;
-        Some(format!("{}: {text}", workload.full_name()))
+    let mut of_node: BTreeMap<&str, Vec<String>> = BTreeMap::new();
+    let mut of_workloads = Vec::new();
+    for workload in known.captured.iter() {
+        let name = workload.full_name();
+        match &workload.problem {
+            None => {}
+            Some(text) if workload.problem_of_node => of_node.entry(text).or_default().push(name),
+            Some(text) => of_workloads.push(format!("{name}: {text}")),
+        }
+    }
+    let of_node = of_node.into_iter().map(|(text, mut names)| {
+        let more = names.len().saturating_sub(NAMED);
+        names.truncate(NAMED);
+        let more = match more {
+            0 => String::new(),
+            more => format!(" and {more} more"),
+        };
+        format!("{}{more}: {text}", names.join(", "))
     });
-    known
-        .mesh_failure
-        .iter()
-        .cloned()
-        .chain(workloads)
-        .map(problem)
+    let errors = known.mesh_failure.iter().cloned().chain(of_node);
+    let warnings = known.mesh_shortage.iter().cloned().chain(of_workloads);
+    let errors: Vec<_> = errors
+        .map(|text| problem(api::Gravity::Node, text))
+        .collect();
+    let warnings = warnings.map(move |text| problem(api::Gravity::Warning, text));
+    errors.into_iter().chain(warnings)
 }
 
 fn without_rules(workload: &api::MeshWorkload) -> api::MeshWorkload {

@@ -12,6 +12,7 @@ use crate::{
         TrafficPolicy, WithoutProxy,
     },
     plan,
+    source::Health,
 };
 
 /// For `GET /status` and `GET /services`.
@@ -109,6 +110,7 @@ pub fn service(
         kind: match service.kind {
             ServiceType::ClusterIp => "ClusterIP",
             ServiceType::NodePort => "NodePort",
+            ServiceType::HostPort => "HostPort",
             ServiceType::LoadBalancer => "LoadBalancer",
             ServiceType::ExternalName => "ExternalName",
         }
@@ -168,5 +170,24 @@ fn service_port(
             .filter(|(_, count)| *count > 0)
             .map(|(reason, count)| (reason.word().to_owned(), count))
             .collect(),
+    }
+}
+
+/// How reading a source goes.
+pub fn source(health: &Health) -> api::Source {
+    let (kind, parts) = match health {
+        Health::Manifests(_) => (api::SourceKind::Manifests, Vec::new()),
+        Health::Kubernetes { .. } => (api::SourceKind::Kubernetes, Vec::new()),
+        Health::Combined(parts) => (
+            api::SourceKind::Combined,
+            parts.iter().map(source).collect(),
+        ),
+    };
+    api::Source {
+        kind,
+        paths: health.places(),
+        read: health.heard(),
+        error: health.failure().map(|(at, text)| api::Failure { at, text }),
+        parts,
     }
 }

@@ -68,8 +68,8 @@ pub struct Seen {
 /// If the kernel does not tell.
 pub fn look() -> io::Result<Seen> {
     // "thread-self": the namespace of whoever asks, not of the process's first thread.
-    let v4 = fs::read_to_string("/proc/thread-self/net/route").unwrap_or_default();
-    let v6 = fs::read_to_string("/proc/thread-self/net/ipv6_route").unwrap_or_default();
+    let v4 = routes("/proc/thread-self/net/route")?;
+    let v6 = routes("/proc/thread-self/net/ipv6_route")?;
     Ok(Seen {
         all: of_interfaces()?,
         default: [
@@ -77,6 +77,15 @@ pub fn look() -> io::Result<Seen> {
             default_interface_v6(&v6).map(str::to_owned),
         ],
     })
+}
+
+/// A family's routes, of which there are none only if the kernel lacks the family: without a default route, node ports would be
+/// answered on every address.
+fn routes(path: &str) -> io::Result<String> {
+    match fs::read_to_string(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(String::new()),
+        read => read,
+    }
 }
 
 /// The addresses on which node ports are answered, sorted: those in `wanted`, or if that is empty
@@ -193,6 +202,12 @@ eth0\t000200C0\t00000000\t0001\t0\t0\t100\t00FFFFFF\t0\t0\t0
             addr: addr.parse().unwrap(),
             on_loopback: interface == "lo",
         }
+    }
+
+    #[test]
+    fn what_cannot_be_read_is_not_without_routes() {
+        assert_eq!(routes("/proc/thread-self/net/no_such_family").unwrap(), "");
+        assert!(routes("/proc/thread-self/net").is_err());
     }
 
     #[test]

@@ -22,21 +22,21 @@ use tracing::{debug, error, info, warn};
 use super::{
     Event, LOOK, RETRY,
     addresses::{self, Seen},
-    handover::Offers,
-    interfaces::PacketSettings,
-    mesh::Mesh,
+    handover::{Offers, Turn},
+    interfaces::{Newcomers, PacketSettings},
+    mesh::{self, Mesh},
     network::network,
     threads,
 };
 use crate::{
-    admin::State,
+    admin::{State, api::Gravity},
     kernel::{self, Kernel},
     model::Snapshot,
     proxy,
 };
 
 /// After a piece of work the thread rests this many times as long as that took.
-const REST: u32 = 4;
+const REST_FOR: u32 = 4;
 
 /// The running thread.
 pub struct Attacher {
@@ -74,6 +74,15 @@ pub struct Means {
     pub mesh: Option<Mesh>,
     /// The agent whose place this one has taken, until this one serves: where there is a mesh, that knows when.
     pub before: Option<UnixStream>,
+    /// That of this agent.
+    pub turn: Option<Turn>,
+}
+
+/// The parts of the agent that the thread returns when it ends.
+pub struct Rest {
+    pub kernel: Kernel,
+    pub mesh: Option<Mesh>,
+    pub turn: Option<Turn>,
 }
 
 impl Attacher {
@@ -93,6 +102,7 @@ impl Attacher {
             packet,
             mesh,
             before,
+            turn,
         } = means;
         let now = Instant::now();
         let offered = jobs.clone();
@@ -106,11 +116,13 @@ impl Attacher {
             packet,
             mesh,
             before,
+            turn,
             offers,
             events: events.clone(),
             snapshot: None,
             network: Due::at(now),
             capture: Due::at(now),
+            newcomers: Newcomers::default(),
             interfaces: None,
             protecting: 0,
             addresses: None,
@@ -137,10 +149,13 @@ impl Attacher {
     }
 
     /// Ends the thread; what it had.
-    pub fn stop(self) -> Result<(Kernel, Option<Mesh>), Died> {
+    pub fn stop(self) -> Result<Rest, Died> {
         self.send(Job::Stop);
         let worker = self.thread.join().ok().flatten().ok_or(Died)?;
-        Ok((worker.kernel, worker.mesh))
+        let Worker {
+            kernel, mesh, turn, ..
+        } = worker;
+        Ok(Rest { kernel, mesh, turn })
     }
 }
 
@@ -164,7 +179,7 @@ impl Due {
     /// It was done since `start`, and is to be done again after `patience` at the latest.
     fn done(&mut self, start: Instant, patience: Duration) {
         let end = Instant::now();
-        self.rested = end + (end - start) * REST;
+        self.rested = end + (end - start) * REST_FOR;
         self.at = self.rested.max(end + patience);
     }
 }
@@ -175,6 +190,7 @@ struct Worker {
     packet: PacketSettings,
     mesh: Option<Mesh>,
     before: Option<UnixStream>,
+    turn: Option<Turn>,
     offers: Offers,
     events: Sender<Event>,
     /// What the tables of services are in line with; none: nothing yet.
@@ -183,6 +199,8 @@ struct Worker {
     network: Due,
     /// Capture.
     capture: Due,
+    /// Which interfaces may still get an address.
+    newcomers: Newcomers,
     /// On how many interfaces the packet path's programs belong, since it was last looked, and whether
     /// they keep ways.
     interfaces: Option<(usize, bool)>,
@@ -190,8 +208,8 @@ struct Worker {
     protecting: usize,
     /// The node's addresses, as they were told last.
     addresses: Option<Seen>,
-    /// What is wrong with the packet path.
-    problems: Vec<String>,
+    /// What is wrong with the packet path, and how bad it is.
+    problems: Vec<(Gravity, String)>,
 }
 
 impl Worker {
@@ -221,7 +239,7 @@ impl Worker {
                     Ok(Job::Stop) | Err(RecvTimeoutError::Disconnected) => return,
                     Ok(Job::Offered(Ok(stream))) => {
                         let _ = self.events.send(Event::Replaced(stream));
-                        return;
+                        return give_up(todo);
                     }
                     Ok(job) => self.take(job),
                     Err(RecvTimeoutError::Timeout) => break,
@@ -257,7 +275,8 @@ impl Worker {
             }
             Job::Replace(stream) => {
                 let sockets = self.mesh.iter().flat_map(Mesh::sockets);
-                self.offers.offer(stream, sockets);
+                let turn = self.turn.iter().map(Turn::named);
+                self.offers.offer(stream, sockets.chain(turn));
             }
             Job::Offered(Err(error)) => {
                 warn!("another agent asked for our place, and did not take it: {error}");
@@ -299,7 +318,12 @@ impl Worker {
         };
         match mesh.settle(&mut self.kernel, snapshot) {
             Ok(settled) => {
-                let over = self.state.captured(settled.workloads, settled.trouble);
+                let mesh::Settled {
+                    workloads,
+                    trouble,
+                    shortage,
+                } = settled;
+                let over = self.state.captured(workloads, trouble, shortage);
                 self.kernel.capture().forget_traffic(&over);
             }
             Err(error) => {
@@ -314,12 +338,19 @@ impl Worker {
     /// are others.
     fn network(&mut self) {
         let start = Instant::now();
+        let mut patience = LOOK;
         let settings = &self.packet;
         let result = kernel::interfaces().and_then(|all| {
-            let network = network(settings, &all)?;
-            let mut problems = self.kernel.set_network(&network)?;
-            problems.extend(settings.left_out(&all));
-            Ok((network, problems))
+            let (new, rest) = self.newcomers.look(&all, start);
+            if !new.is_empty() {
+                patience = rest;
+            }
+            let network = network(settings, &all, &new)?;
+            let refused = self.kernel.set_network(&network)?;
+            let refused = refused.into_iter().map(|text| (Gravity::Node, text));
+            let left_out = settings.left_out(&all).into_iter();
+            let left_out = left_out.map(|text| (Gravity::Warning, text));
+            Ok((network, refused.chain(left_out).collect::<Vec<_>>()))
         });
         let problems = match result {
             Ok((network, problems)) => {
@@ -345,10 +376,14 @@ impl Worker {
                 }
                 problems
             }
-            Err(error) => vec![error.to_string()],
+            Err(error) => {
+                // Everything is as it was: also for what has an IPsec policy since.
+                patience = RETRY;
+                vec![(Gravity::Node, error.to_string())]
+            }
         };
         if problems != self.problems {
-            for problem in &problems {
+            for (_, problem) in &problems {
                 error!("packet path: {problem}");
             }
             self.state.network_problems(&problems);
@@ -365,13 +400,41 @@ impl Worker {
             Err(error) => warn!("cannot find out the node's addresses: {error}"),
         }
         // Nothing may have told us that somebody removed a program of ours.
-        self.network.done(start, LOOK);
+        self.network.done(start, patience);
+    }
+}
+
+/// Somebody else has our place: nothing is done any more. Whoever waits for something is told that nothing is left to wait
+/// for, so that the agent gets to hear of its end, rather than of a thread that does not answer.
+fn give_up(todo: &Receiver<Job>) {
+    for job in todo {
+        match job {
+            Job::Stop => return,
+            // These fail only if the agent has ended.
+            Job::First(_, answer) => _ = answer.send(()),
+            Job::Settle(answer) => _ = answer.send(Ok(())),
+            Job::Network | Job::Served(_) | Job::Replace(_) | Job::Offered(_) => {}
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn whoever_waits_for_an_agent_without_a_place_waits_no_longer() {
+        let (jobs, todo) = mpsc::channel();
+        let (first, first_done) = mpsc::sync_channel(1);
+        let (settle, settled) = mpsc::sync_channel(1);
+        jobs.send(Job::Network).unwrap();
+        jobs.send(Job::First(Snapshot::default(), first)).unwrap();
+        jobs.send(Job::Settle(settle)).unwrap();
+        jobs.send(Job::Stop).unwrap();
+        give_up(&todo);
+        first_done.recv().unwrap();
+        settled.recv().unwrap().unwrap();
+    }
 
     #[test]
     fn the_thread_rests_whatever_happens() {

@@ -5,7 +5,6 @@ use std::{
     cell::{Cell, RefCell},
     collections::HashSet,
     convert::Infallible,
-    io,
     path::{Path, PathBuf},
     sync::{
         Arc,
@@ -21,14 +20,18 @@ use dataplane_common::{
 use nix::time::{ClockId, clock_gettime};
 use tracing::{debug, info, warn};
 
-use super::{Event, threads};
+use super::{
+    Event,
+    interfaces::{PacketSettings, Role},
+    threads,
+};
 use crate::{
-    admin::State,
+    admin::{State, api},
     kernel::{
-        self, Tables,
+        self, DirectFlows, Tables,
         conntrack::{Collector, Conntrack, Held},
         nf_conntrack,
-        sockets::{Peers, Sweeper},
+        sockets::{Peers, Sweeper, pod_cgroups},
     },
     plan::Departed,
 };
@@ -39,6 +42,8 @@ const REST: Duration = Duration::from_secs(10);
 const SHARE: u32 = 20;
 /// How long to rest between two searches for sockets that are gone though nobody told.
 const SWEEP: Duration = Duration::from_mins(10);
+/// How long to rest between two looks at where pods' sockets are.
+const PODS: Duration = Duration::from_mins(1);
 /// How soon to look again for sockets that were not found: `connect()` notes the endpoint shortly
 /// before the socket has it.
 const AGAIN: Duration = Duration::from_secs(1);
@@ -58,13 +63,15 @@ enum Job {
 
 impl Flows {
     /// Starts it. `destroy`: of which protocols to destroy the sockets that are connected to
-    /// endpoints that went away.
+    /// endpoints that went away. `direct`: whether the programs look for flows that are no service's.
     ///
     /// # Errors
     /// If what is pinned is not ours, or the thread cannot be made.
     pub fn start(
         state: Arc<State>,
         destroy: Vec<Protocol>,
+        direct: Arc<DirectFlows>,
+        packet: PacketSettings,
         events: Sender<Event>,
     ) -> Result<Self, kernel::Error> {
         let bpffs = state.paths.bpffs.clone();
@@ -80,7 +87,11 @@ impl Flows {
             destroy,
             sweeper: RefCell::new(sweeper),
             swept: Cell::new(Instant::now()),
+            packet,
+            pods: Cell::new(Instant::now()),
             held: Cell::default(),
+            direct,
+            none_since: Cell::new(None),
             next: Cell::new(None),
         };
         let thread = threads::start("flows", events, move || {
@@ -149,8 +160,15 @@ struct Worker {
     sweeper: RefCell<Option<Sweeper>>,
     /// When that last looked.
     swept: Cell<Instant>,
+    /// By what is told which interfaces are pods' sides.
+    packet: PacketSettings,
+    /// When to look next where pods' sockets are.
+    pods: Cell<Instant>,
     /// Cells that were held when flows were last walked through.
     held: Cell<Held>,
+    direct: Arc<DirectFlows>,
+    /// What [`DirectFlows::made`] was when the last walk began, if that found no such flow.
+    none_since: Cell<Option<u64>>,
     /// Not before: where endpoints come and go all the time, this takes its share and no more.
     next: Cell<Option<Instant>>,
 }
@@ -168,6 +186,7 @@ impl Worker {
             self.expire();
             self.wait(jobs, Some(REST))?;
             self.sweep();
+            self.look_at_pods();
         }
     }
 
@@ -180,6 +199,7 @@ impl Worker {
         if self.swept.get().elapsed() < SWEEP {
             return;
         }
+        let _busy = self.state.beats.flows.begin();
         let start = Instant::now();
         match sweeper.sweep() {
             Ok(freed) => {
@@ -188,6 +208,44 @@ impl Worker {
             Err(error) => debug!("cannot look for places of gone sockets: {error}"),
         }
         self.swept.set(Instant::now());
+    }
+
+    /// Looks whether the sockets of pods are in the cgroup that the programs are attached to, if that is due.
+    fn look_at_pods(&self) {
+        let start = Instant::now();
+        if start < self.pods.get() {
+            return;
+        }
+        let found = kernel::interfaces().and_then(|all| {
+            let pods = all
+                .iter()
+                .filter(|i| i.up && self.packet.role(i) == Role::Pod);
+            pod_cgroups(&self.state.paths.cgroup, &pods.map(|i| i.index).collect())
+        });
+        let took = start.elapsed();
+        match found {
+            Ok(found) => {
+                let pods = api::PodCgroups::from(&found);
+                debug!(
+                    inside = pods.inside,
+                    outside = pods.outside,
+                    unknown = pods.unknown,
+                    ?took,
+                    "looked at pods"
+                );
+                if pods.outside > 0 && self.state.pods().is_none_or(|before| before.outside == 0) {
+                    warn!(
+                        pods = pods.outside,
+                        others = ?pods.others,
+                        cgroup = %self.state.paths.cgroup.display(),
+                        "pods have their sockets in other cgroups than kernel.cgroup: they are served by packets only"
+                    );
+                }
+                self.state.pods_seen(pods);
+            }
+            Err(error) => debug!("cannot look at where pods' sockets are: {error}"),
+        }
+        self.pods.set(start + PODS.max(took * SHARE * 10));
     }
 
     /// Walks through all flows.
@@ -202,11 +260,14 @@ impl Worker {
             }
         };
         let since = Instant::now();
+        let made = self.direct.made();
         let mut collector = Collector::new(&conntrack, self.held.take());
         let mut took = Duration::ZERO;
         let census = loop {
             let start = Instant::now();
+            let busy = self.state.beats.flows.begin();
             let step = collector.step(foreign);
+            drop(busy);
             let step_took = start.elapsed();
             took += step_took;
             if let Some(census) = step {
@@ -227,12 +288,28 @@ impl Worker {
             );
         }
         self.held.set(census.held.clone());
+        self.look_for_direct(made, census.direct);
         self.state.flows.walked(census, since, took);
         Ok(())
     }
 
+    /// Has the programs look for flows that are no service's only while there are some. `made`: what their word for
+    /// it was when the walk began that found so many.
+    fn look_for_direct(&self, made: u64, found: u64) {
+        let none_since = (found == 0).then_some(made);
+        // A program says first that it makes a flow, and makes it then. A walk in between sees none; the next one,
+        // some seconds later, does.
+        if none_since.is_some() && self.none_since.get() == none_since {
+            self.direct.none_since(made);
+            self.none_since.set(None);
+        } else {
+            self.none_since.set(none_since);
+        }
+    }
+
     /// Removes the clients of services with session affinity whose time is over.
     fn expire(&self) {
+        let _busy = self.state.beats.flows.begin();
         let expired = Tables::open(&self.bpffs).and_then(|tables| {
             let now = clock_gettime(ClockId::CLOCK_MONOTONIC).map_or(0, |now| {
                 u64::try_from(Duration::from(now).as_nanos()).unwrap_or_default()
@@ -295,6 +372,7 @@ impl Worker {
 
     /// Ends what leads to endpoints that went away; whether all sockets of these were found.
     fn end(&self, departed: &Departed, first: bool) -> bool {
+        let _busy = self.state.beats.flows.begin();
         // Opened each time: a table that has grown is another one.
         let tables = match Tables::open(&self.bpffs) {
             Ok(tables) => tables,
@@ -382,12 +460,16 @@ fn end_flows(
     ended
 }
 
-/// What the kernel's own conntrack translates. If it does not tell, then nothing: flows that nobody
-/// has used for long are forgotten.
-fn foreign() -> HashSet<FlowKey> {
-    let flows = nf_conntrack::translated_udp().unwrap_or_else(|error: io::Error| {
-        warn!("cannot ask the kernel's own conntrack for its flows: {error}");
-        Vec::new()
-    });
-    flows.into_iter().map(|flow| flow.key).collect()
+/// The flows that the kernel's own conntrack translates; none if they cannot be read.
+fn foreign() -> Option<HashSet<FlowKey>> {
+    match nf_conntrack::translated_udp() {
+        Ok(flows) => Some(flows.into_iter().map(|flow| flow.key).collect()),
+        Err(error) => {
+            warn!(
+                "cannot ask the kernel's own conntrack for its flows, so that those which are over stay in the \
+                 table: {error}; trying again"
+            );
+            None
+        }
+    }
 }

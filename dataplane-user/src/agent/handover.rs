@@ -1,8 +1,14 @@
-//! From one agent to the next: the listening sockets of the mesh's proxy, so that no connection is
-//! refused in between. See [`crate::proxy::handover`].
+//! From one agent to the next, and back: the listening sockets of the mesh's proxy, so that no connection is
+//! refused in between, and the [`Turn`]. See [`crate::proxy::handover`].
+//!
+//! An agent that stays idle after another one has taken its place takes it back when that one is gone. Its
+//! successor keeps its end of their connection for as long as it serves. Told to end, the successor first says so
+//! ([`give_back`]), and gives the place back with its sockets as it would give it to any other agent. Killed, it
+//! leaves the turn to those that wait for it.
 
 use std::{
-    io,
+    fs::{self, File, TryLockError},
+    io::{self, Read as _, Write as _},
     os::{
         fd::{AsFd, BorrowedFd},
         unix::net::UnixStream,
@@ -25,19 +31,69 @@ use tokio::{
 use tracing::{info, warn};
 
 use super::{Event, LOADING, mesh::Mesh};
-use crate::proxy::handover::{self, Named};
+use crate::{
+    kernel,
+    proxy::handover::{self, Named},
+};
 
 /// Longer than anything is relayed. (A time that is never over, and that clocks can still count.)
 const FOR_GOOD: Duration = Duration::from_hours(365 * 24);
+
+/// How often an idle agent looks whether it is its turn, where nobody tells it.
+const LOOK: Duration = Duration::from_millis(50);
+/// How long an agent waits for one that has the turn and does not give its place away: it starts, or ends.
+const STARTING: Duration = Duration::from_secs(10);
+/// "I am ending: take your place back".
+const ENDING: [u8; 1] = [4];
+/// What a turn is called when it is handed over.
+const TURN: &str = "turn";
 
 /// Where an agent waits for the one that will take its place: beside its socket.
 fn path(socket: &Path) -> PathBuf {
     socket.with_extension("handover")
 }
 
+/// The right to serve on this node. An agent has it from its start to its end and gives it to the one that takes its
+/// place; whoever is idle waits for it. It is a lock on a file (`flock(2)`): of all copies of the descriptor, in
+/// whichever process, the last that is closed gives it up. So it goes from process to process without being free in
+/// between, and is free when the process that has it is gone, however it ended.
+#[derive(Debug)]
+pub struct Turn(File);
+
+impl Turn {
+    /// Takes it; `None`: another agent has it. `socket`: the agent's, beside which the file is.
+    ///
+    /// # Errors
+    /// If the file cannot be made or locked.
+    pub fn take(socket: &Path) -> io::Result<Option<Self>> {
+        let path = socket.with_extension(TURN);
+        if let Some(directory) = path.parent() {
+            fs::create_dir_all(directory)?;
+        }
+        let mut options = File::options();
+        let file = options
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .open(path)?;
+        match file.try_lock() {
+            Ok(()) => Ok(Some(Self(file))),
+            Err(TryLockError::WouldBlock) => Ok(None),
+            Err(TryLockError::Error(error)) => Err(error),
+        }
+    }
+
+    /// For an agent that takes this one's place.
+    pub fn named(&self) -> (String, BorrowedFd<'_>) {
+        (TURN.to_owned(), self.0.as_fd())
+    }
+}
+
 /// What an agent has from the one before.
 #[derive(Debug, Default)]
 pub struct Given {
+    /// Its turn.
+    pub turn: Option<Turn>,
     /// Its listening sockets.
     pub sockets: Named,
     /// As long as this is there, that one accepts from them, too. It is to be told when this one serves
@@ -69,7 +125,21 @@ impl Left {
             mesh.stop(FOR_GOOD, false);
             drop(relaying);
         });
-        Given { sockets, before }
+        Given {
+            turn: None,
+            sockets,
+            before,
+        }
+    }
+
+    /// Accepts no more connections, and relays those that there are for so long at most.
+    pub fn drain(&mut self, mesh: Mesh, at_most: Duration) {
+        let (relaying, done) = mpsc::channel();
+        self.0.push(done);
+        thread::spawn(move || {
+            mesh.stop(at_most, false);
+            drop(relaying);
+        });
     }
 
     /// Waits until that is over.
@@ -87,15 +157,81 @@ impl Left {
 /// # Errors
 /// If it does not give its place away; then it goes on.
 pub fn take(socket: &Path) -> io::Result<Given> {
-    let Some((stream, sockets)) = handover::ask(&path(socket))? else {
-        return Ok(Given::default());
-    };
-    info!(
-        sockets = sockets.len(),
-        "taking the place of the agent that runs"
-    );
-    let before = Some(handover::taken(stream)?);
-    Ok(Given { sockets, before })
+    let deadline = Instant::now() + STARTING;
+    loop {
+        if let Some((stream, named)) = handover::ask(&path(socket))? {
+            let (turns, sockets): (Named, Named) =
+                named.into_iter().partition(|(name, _)| name == TURN);
+            info!(
+                sockets = sockets.len(),
+                "taking the place of the agent that runs"
+            );
+            let before = Some(handover::taken(stream)?);
+            let given = turns.into_iter().next().map(|(_, fd)| Turn(fd.into()));
+            let turn = match given {
+                Some(turn) => Some(turn),
+                // An agent of an earlier version has none.
+                None => Turn::take(socket)?,
+            };
+            return Ok(Given {
+                turn,
+                sockets,
+                before,
+            });
+        }
+        if let Some(turn) = Turn::take(socket)? {
+            return Ok(Given {
+                turn: Some(turn),
+                ..Given::default()
+            });
+        }
+        // It does not listen for us yet, or no more.
+        if Instant::now() > deadline {
+            let text = "it has the turn, and does not answer; end it, and start again";
+            return Err(io::Error::new(io::ErrorKind::TimedOut, text));
+        }
+        thread::sleep(LOOK);
+    }
+}
+
+/// Asks the idle agent whose place this one has to take it back. `false`: that one is gone.
+pub fn give_back(mut before: &UnixStream) -> bool {
+    before.write_all(&ENDING).is_ok()
+}
+
+/// Waits until this agent is to take its place back: because the one that has it is gone, whose turn this one has
+/// then, or because that one is ending (`None`), from which it is to be taken ([`take`]). `next`: the connection to it.
+///
+/// # Errors
+/// If it cannot be found out whose turn it is.
+pub fn idle(next: Option<UnixStream>, socket: &Path, bpffs: &Path) -> io::Result<Option<Turn>> {
+    let mut next = next.filter(|stream| stream.set_read_timeout(Some(LOOK)).is_ok());
+    loop {
+        if let Some(turn) = Turn::take(socket)? {
+            // An agent of an earlier version serves without one.
+            if kernel::writer(bpffs).is_none() {
+                return Ok(Some(turn));
+            }
+            drop(turn);
+            thread::sleep(LOOK);
+        }
+        let Some(stream) = &mut next else {
+            thread::sleep(LOOK);
+            continue;
+        };
+        let mut word = [0];
+        match stream.read(&mut word) {
+            Ok(1) if word == ENDING => return Ok(None),
+            Ok(1) => {}
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
+                ) => {}
+            // It is gone, or idle itself: whoever serves tells another one.
+            Ok(_) | Err(_) => next = None,
+        }
+    }
 }
 
 /// Who is told whether somebody has this one's sockets, or why not.
@@ -204,7 +340,7 @@ impl Drop for Place {
     fn drop(&mut self) {
         if let Some(path) = &self.0 {
             // It may be gone already, and then there is nothing to do.
-            let _ = std::fs::remove_file(path);
+            let _ = fs::remove_file(path);
         }
     }
 }

@@ -5,7 +5,12 @@
 //! ends of the pairs whose other ends are in pods. Bridges of pods are neither: what goes through
 //! them has come, or will go, by one of their ports.
 
-use std::{collections::BTreeSet, fs, io, str::FromStr};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs, io,
+    str::FromStr,
+    time::{Duration, Instant},
+};
 
 use dataplane_common::{
     Addr,
@@ -56,11 +61,16 @@ impl PacketSettings {
     }
 
     /// What the packet path is to take these interfaces for; `by_address` as
-    /// [`ways_by_address`](crate::kernel::ways_by_address).
+    /// [`ways_by_address`](crate::kernel::ways_by_address), `new` as [`Newcomers::look`] has it.
     ///
     /// # Errors
     /// If the kernel does not tell its ephemeral ports.
-    pub fn network(&self, interfaces: &[Interface], by_address: bool) -> io::Result<Network> {
+    pub fn network(
+        &self,
+        interfaces: &[Interface],
+        new: &BTreeSet<u32>,
+        by_address: bool,
+    ) -> io::Result<Network> {
         let mut network = Network::default();
         if self.attach.is_none() {
             return Ok(network);
@@ -83,7 +93,8 @@ impl PacketSettings {
                 flags |= Iface::BARE;
                 network.config.flags |= PacketConfig::bare(interface.index);
             }
-            let masquerade = [true, false].map(|v4| source(interface, interfaces, v4));
+            let is_new = new.contains(&interface.index);
+            let masquerade = [true, false].map(|v4| source(interface, interfaces, v4, is_new));
             network
                 .interfaces
                 .insert(interface.index, NetworkInterface { flags, masquerade });
@@ -191,14 +202,56 @@ fn is_pair(interface: &Interface) -> bool {
 }
 
 /// The address that the kernel would give to what leaves by an interface: its own first one, else
-/// the first of another (`inet_select_addr` in `net/ipv4/devinet.c`), as `MASQUERADE` does.
-fn source(interface: &Interface, all: &[Interface], v4: bool) -> Option<Addr> {
+/// the first of another (`inet_select_addr` in `net/ipv4/devinet.c`), as `MASQUERADE` does. None, so that such flows are
+/// refused, of an interface without its own if that may still come: it is new, or its address is tentative.
+fn source(interface: &Interface, all: &[Interface], v4: bool, is_new: bool) -> Option<Addr> {
     let first = |interface: &Interface| {
         let mut addresses = interface.addresses.iter().map(IpNet::addr);
         addresses.find(|addr| addr.is_ipv4() == v4)
     };
     let others = || all.iter().filter(|other| other.up).find_map(first);
-    first(interface).or_else(others).map(Addr::from)
+    let own = first(interface);
+    if own.is_none() && (is_new || (!v4 && interface.tentative)) {
+        return None;
+    }
+    own.or_else(others).map(Addr::from)
+}
+
+/// Interfaces that have been up for a moment only. Whoever makes an interface sets it up first and gives it its address
+/// then, or gives it none, as many network plug-ins do with pods' sides: only time tells. A flow keeps the address that
+/// it began with, so that moment is waited for.
+#[derive(Debug, Default)]
+pub struct Newcomers {
+    /// Since when each was seen to be up; none before the first look, to which nothing is new.
+    since: Option<BTreeMap<u32, Instant>>,
+}
+
+impl Newcomers {
+    /// How long an interface is new: longer than a plug-in takes to give it an address, and shorter than a pod takes
+    /// to be ready. A client tries again after this time (`TCP_TIMEOUT_INIT` in `include/net/tcp.h`).
+    const PATIENCE: Duration = Duration::from_secs(1);
+
+    /// Which of these are new, and how long that lasts.
+    pub fn look(&mut self, interfaces: &[Interface], now: Instant) -> (BTreeSet<u32>, Duration) {
+        let up = interfaces.iter().filter(|i| i.up).map(|i| i.index);
+        let Some(before) = &self.since else {
+            let long_ago = now.checked_sub(Self::PATIENCE).unwrap_or(now);
+            self.since = Some(up.map(|index| (index, long_ago)).collect());
+            return (BTreeSet::new(), Duration::ZERO);
+        };
+        let since: BTreeMap<u32, Instant> = up
+            .map(|index| (index, before.get(&index).copied().unwrap_or(now)))
+            .collect();
+        let age = |since: &Instant| now.saturating_duration_since(*since);
+        let new = since.iter().filter(|(_, at)| age(at) < Self::PATIENCE);
+        let last = new
+            .clone()
+            .map(|(_, at)| Self::PATIENCE.saturating_sub(age(at)))
+            .max();
+        let new = new.map(|(index, _)| *index).collect();
+        self.since = Some(since);
+        (new, last.unwrap_or_default())
+    }
 }
 
 /// The host's ephemeral ports, first and last, which masqueraded flows do not get.
@@ -346,12 +399,14 @@ mod tests {
             link,
             ..interface(18, "tun0", "tun", &["10.8.0.1/24"])
         };
-        let network = settings().network(&[of(Link::Bare)], false).unwrap();
+        let network = settings()
+            .network(&[of(Link::Bare)], &BTreeSet::new(), false)
+            .unwrap();
         assert_eq!(network.interfaces[&18].flags, Iface::ATTACHED | Iface::BARE);
         assert_eq!(network.config.flags, PacketConfig::bare(18));
         let ppp = of(Link::Other(512));
         let network = settings()
-            .network(std::slice::from_ref(&ppp), true)
+            .network(std::slice::from_ref(&ppp), &BTreeSet::new(), true)
             .unwrap();
         assert_eq!(network.interfaces[&18].flags, 0);
         assert_eq!(network.config.flags, PacketConfig::WAYS_BY_ADDRESS);
@@ -393,7 +448,7 @@ mod tests {
             pair(5, "veth5", &[]),
             pair(6, "veth6", &["10.244.1.1/32"]),
         ];
-        let network = settings().network(&all, true).unwrap();
+        let network = settings().network(&all, &BTreeSet::new(), true).unwrap();
         let addr = |text: &str| Some(Addr::from(text.parse::<std::net::IpAddr>().unwrap()));
         let of = |index| network.interfaces[&index].masquerade;
         assert_eq!(of(2), [addr("192.0.2.1"), addr("2001:db8::1")]);
@@ -404,6 +459,58 @@ mod tests {
             Iface::ATTACHED | Iface::POD | Iface::LOCAL
         );
         assert_eq!(network.interfaces[&2].flags, Iface::ATTACHED);
+    }
+
+    #[test]
+    fn a_new_interface_has_no_address_but_its_own() {
+        let mut all = vec![
+            interface(2, "eth0", "", &["192.0.2.1/24"]),
+            pair(5, "veth5", &[]),
+        ];
+        let mut newcomers = Newcomers::default();
+        let start = Instant::now();
+        let mut masquerade = |all: &[Interface], seconds: f32, index: u32| {
+            let (new, rest) = newcomers.look(all, start + Duration::from_secs_f32(seconds));
+            let network = settings().network(all, &new, true).unwrap();
+            let v4 = network.interfaces[&index].masquerade[0];
+            (v4.map(|addr| addr.ip().to_string()), rest)
+        };
+        let node = Some("192.0.2.1".to_owned());
+        assert_eq!(masquerade(&all, 0.0, 5), (node.clone(), Duration::ZERO));
+        all.push(pair(6, "veth6", &[]));
+        all.push(pair(7, "veth7", &["10.244.1.1/32"]));
+        assert_eq!(masquerade(&all, 1.0, 6), (None, Newcomers::PATIENCE));
+        assert_eq!(masquerade(&all, 1.5, 5).0, node);
+        assert_eq!(masquerade(&all, 1.5, 7).0.as_deref(), Some("10.244.1.1"));
+        assert_eq!(
+            masquerade(&all, 1.75, 6),
+            (None, Duration::from_millis(250))
+        );
+        assert_eq!(masquerade(&all, 2.0, 6), (node.clone(), Duration::ZERO));
+        // Its own as soon as it is there; set up anew, it is new.
+        all[2].addresses.push("10.244.1.1/32".parse().unwrap());
+        assert_eq!(masquerade(&all, 2.5, 6).0.as_deref(), Some("10.244.1.1"));
+        all[2].addresses.clear();
+        all[2].up = false;
+        newcomers.look(&all, start + Duration::from_secs(3));
+        all[2].up = true;
+        let (new, _) = newcomers.look(&all, start + Duration::from_mins(1));
+        assert!(new.contains(&6));
+    }
+
+    #[test]
+    fn a_tentative_address_is_waited_for() {
+        let mut all = [
+            interface(2, "eth0", "", &["192.0.2.1/24", "2001:db8::1/64"]),
+            pair(6, "veth6", &[]),
+        ];
+        let v6 = |all: &[Interface]| {
+            let network = settings().network(all, &BTreeSet::new(), true).unwrap();
+            network.interfaces[&6].masquerade.map(|addr| addr.is_some())
+        };
+        assert_eq!(v6(&all), [true, true]);
+        all[1].tentative = true;
+        assert_eq!(v6(&all), [true, false]);
     }
 
     #[test]

@@ -31,26 +31,22 @@ use std::{
 
 use dataplane_common::Protocol;
 use ipnet::IpNet;
-use tracing::{info, warn};
+use tracing::{error, info, warn};
 
 use crate::{
     admin::{self, Listeners, State, api},
     config,
     kernel::{self, Kernel, ServiceTables},
-    model::{Node, Snapshot},
+    model::Node,
     plan::{AdoptError, Planner},
     proxy::{self, handover::Outcome},
-    source::{
-        kubernetes::ConnectError,
-        manifests::{self, Loaded},
-        objects::NodeFacts,
-    },
+    relay,
+    source::{Notice, OpenError, Source, manifests, objects::NodeFacts},
 };
-use attacher::{Attacher, Means};
+use attacher::{Attacher, Means, Rest};
 use flows::Flows;
-use handover::{Given, Left};
-pub use input::Source;
-use input::{Opened, Shown};
+use handover::{Given, Left, Turn};
+pub use input::{Input, InputError};
 use interfaces::PacketSettings;
 use mesh::Mesh;
 use sync::Sync;
@@ -115,23 +111,6 @@ impl NodeSettings {
         Ok(facts.applied_to(&self.primary(&facts.addresses)?))
     }
 
-    /// Has node ports answered where this node's object among the manifests says, as the API's does.
-    ///
-    /// # Errors
-    ///
-    /// If the kernel does not tell its name or its addresses.
-    pub fn tell(&self, loaded: &mut Loaded) -> io::Result<()> {
-        let told = loaded.facts.as_ref().map(|facts| &facts.addresses[..]);
-        let addresses = self.primary(told.unwrap_or_default())?.addresses;
-        if loaded.snapshot.node.addresses != addresses {
-            loaded.snapshot.node = Arc::new(Node {
-                addresses,
-                ..(*loaded.snapshot.node).clone()
-            });
-        }
-        Ok(())
-    }
-
     fn primary(&self, told: &[IpAddr]) -> io::Result<Node> {
         let name = if self.name.is_empty() {
             // As the kubelet does it: host names are not case sensitive, node names are.
@@ -167,13 +146,10 @@ pub enum OnExit {
 pub enum Error {
     /// The manifests cannot be served.
     #[error("{0}\nnothing was changed: mend the manifests and start again")]
-    Manifests(#[from] manifests::Errors),
-    /// The manifests cannot be watched.
+    Manifests(manifests::Errors),
+    /// The source cannot be read otherwise, or the node cannot be asked.
     #[error(transparent)]
-    Watch(#[from] manifests::WatchError),
-    /// The node cannot be asked.
-    #[error("cannot find out this node's name and addresses: {0}")]
-    Node(#[source] io::Error),
+    Input(InputError),
     /// The agent cannot listen.
     #[error(transparent)]
     Listen(#[from] admin::ListenError),
@@ -188,21 +164,18 @@ pub enum Error {
         /// What is wrong with them.
         error: AdoptError,
     },
-    /// Nothing says how to reach the API.
-    #[error("{0}")]
-    Connect(#[from] ConnectError),
     /// The proxy cannot run.
     #[error(transparent)]
     Proxy(proxy::Error),
     /// The agent that runs cannot be replaced.
     #[error("cannot take the place of the agent that runs here: {0}; it goes on as it was")]
     Replace(#[source] io::Error),
+    /// Whose turn it is cannot be found out.
+    #[error("cannot find out whether another agent serves on this node: {0}")]
+    Turn(#[source] io::Error),
     /// A thread cannot be started.
     #[error("cannot start a thread: {0}")]
     Thread(#[source] io::Error),
-    /// The API cannot be read, whether it answers or not.
-    #[error("cannot start the thread that reads the Kubernetes API: {0}")]
-    Kubernetes(#[source] io::Error),
     /// The thread that waits ended.
     #[error("the agent's endpoints or signals failed: {0}")]
     Waiter(#[source] io::Error),
@@ -217,6 +190,15 @@ pub enum Error {
         /// What it said.
         why: String,
     },
+}
+
+impl From<InputError> for Error {
+    fn from(error: InputError) -> Self {
+        match error {
+            InputError::Open(OpenError::Manifests(errors)) => Self::Manifests(errors),
+            other => Self::Input(other),
+        }
+    }
 }
 
 impl Error {
@@ -235,9 +217,9 @@ impl Error {
 enum Event {
     /// A signal to end.
     Stop(&'static str),
-    /// The manifests changed, or SIGHUP.
-    Reload(&'static str),
-    /// There is a new view of the API.
+    /// SIGHUP.
+    Reload,
+    /// The source has a new view.
     Changed,
     /// The node's addresses may be others.
     Addresses,
@@ -256,8 +238,9 @@ enum Event {
 enum End {
     /// A signal.
     Told,
-    /// Another one has our sockets, and wants to know when everything else is free.
-    Replaced(UnixStream),
+    /// Another one has our sockets, and wants to know when everything else is free. `told`: this one was to end
+    /// anyway.
+    Replaced { by: UnixStream, told: bool },
 }
 
 /// How often to look at what nobody may have told.
@@ -267,46 +250,78 @@ const RETRY: Duration = Duration::from_secs(1);
 /// How long connections that the proxy relays may go on after a signal, and after another agent has
 /// taken over.
 const DRAIN: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(30)];
+/// How long an agent that is to end waits for the one before to take its place back.
+const RETURNING: Duration = Duration::from_secs(4);
 /// How long an agent whose place was taken accepts connections at most.
 const LOADING: Duration = Duration::from_mins(1);
+/// How often an agent that starts looks whether the API has told what there is.
+const EARLY: Duration = Duration::from_millis(5);
 /// How long the kernel may take to close what a process had that is no more.
 const DYING: Duration = Duration::from_secs(2);
 
 /// Runs until it is told to end. Nothing is changed before everything that was given turned out
-/// to be usable.
+/// to be usable. `read`: reads the settings anew, for an agent that takes its place back.
 ///
 /// # Errors
 ///
 /// If it cannot start, or cannot go on. What it had written before goes on being served.
-pub fn run(settings: &Settings) -> Result<(), Error> {
+pub fn run(
+    mut settings: Settings,
+    read: impl Fn() -> Result<Settings, String>,
+) -> Result<(), Error> {
+    let mut outdated = None;
     let mut back = None;
     loop {
-        back = serve(settings.clone(), back)?;
+        back = serve(settings.clone(), outdated, back)?;
         if back.is_none() {
             return Ok(());
         }
+        outdated = match read() {
+            Ok(new) => {
+                settings = new;
+                None
+            }
+            Err(why) => {
+                error!(
+                    "cannot read the configuration again, serving by what it said before: {why}"
+                );
+                Some(why)
+            }
+        };
     }
 }
 
 /// What an agent has that takes its place back.
-type Back = (Given, Left);
+#[derive(Default)]
+struct Back {
+    /// What it need not ask for; none: it asks the agent that has its place, which is ending.
+    given: Option<Given>,
+    left: Left,
+}
 
 /// [`run`], once: with what the same process had before if the agent that took its place is gone. Answers that
-/// if it happens.
-fn serve(settings: Settings, back: Option<Back>) -> Result<Option<Back>, Error> {
-    match proxy::raise_open_files() {
+/// if it happens. `outdated`: why the settings are not those of the configuration.
+fn serve(
+    settings: Settings,
+    outdated: Option<String>,
+    back: Option<Back>,
+) -> Result<Option<Back>, Error> {
+    match relay::raise_open_files() {
         Ok(files) => info!(files, "may have so many files open"),
         Err(error) => warn!("cannot raise the limit of open files: {error}"),
     }
-    let node = settings.node.node().map_err(Error::Node)?;
-    let opened = Opened::new(&settings.source, &settings.node, &node)?;
-    let (given, mut left) = match back {
-        Some(back) => back,
-        None if settings.replace => {
-            let given = handover::take(&settings.listen.socket).map_err(Error::Replace)?;
-            (given, Left::default())
-        }
-        None => Back::default(),
+    let (events, happened) = mpsc::channel();
+    let mut input = Input::open(&settings.source, &settings.node, notices(&events))?;
+    let socket = settings.listen.socket.clone();
+    let asks = settings.replace || back.is_some();
+    let Back { given, mut left } = back.unwrap_or_default();
+    let mut given = match given {
+        Some(given) => given,
+        None if asks => handover::take(&socket).map_err(Error::Replace)?,
+        None => Given {
+            turn: Turn::take(&socket).map_err(Error::Turn)?,
+            ..Given::default()
+        },
     };
     // Asked before the ports, which the other agent has too: who runs is the better answer.
     if let Some(pid) = kernel::writer(&settings.paths.bpffs) {
@@ -315,17 +330,46 @@ fn serve(settings: Settings, back: Option<Back>) -> Result<Option<Back>, Error> 
             pid: Some(pid),
         }));
     }
+    let Some(turn) = given.turn.take() else {
+        return Err(Error::Kernel(kernel::Error::Busy {
+            directory: settings.paths.bpffs,
+            pid: None,
+        }));
+    };
+    // Until this one ends: by that the agent before knows that it is there.
+    let before = given.before.as_ref().map(UnixStream::try_clone);
+    let before_this = before.transpose().map_err(Error::Replace)?;
     let ready = Ready::new().map_err(Error::Waiter)?;
     // Before they are looked at, so that no change is missed in between.
     let news = ready.news()?;
     let listeners = Listeners::open(&settings.listen)?;
 
     let cgroup = settings.paths.cgroup.clone();
+    let mut early = None;
     let kernel = Kernel::open_with(
         &settings.paths,
         settings.limits,
         settings.packet.options(),
         settings.mesh.as_ref().map(mesh::options),
+        |capture, loading| {
+            // Where there is an agent before, that one accepts connections meanwhile.
+            let Some(config) = settings.mesh.clone().filter(|_| given.before.is_none()) else {
+                return;
+            };
+            while !input.is_known() && loading() {
+                if input.take().is_none() {
+                    thread::sleep(EARLY);
+                }
+            }
+            if !input.is_known() {
+                return;
+            }
+            let mesh = Mesh::start(config, capture, &cgroup, std::mem::take(&mut given));
+            early = Some(mesh.map(|mut mesh| {
+                mesh.listen_early(capture, input.snapshot());
+                mesh
+            }));
+        },
     )?;
     if kernel.adopted() {
         info!(
@@ -335,20 +379,14 @@ fn serve(settings: Settings, back: Option<Back>) -> Result<Option<Back>, Error> 
     }
     let tables = kernel.services();
     let planner = adopt(&tables, &settings.paths)?;
-    let shown = Shown::new(&settings.source);
-    let empty = || Snapshot {
-        node: Arc::new(node.clone()),
-        ..Snapshot::default()
-    };
     let state = Arc::new(State::new(
         settings.paths.clone(),
         settings.limits,
         planner,
-        opened.snapshot.clone().unwrap_or_else(empty),
-        shown.source(),
-        learnt(&settings),
+        input.snapshot().clone(),
+        input.health(),
+        learnt(&settings, outdated),
     ));
-    let (events, happened) = mpsc::channel();
     let (jobs, todo) = mpsc::channel();
     let place =
         handover::Place::open(&settings.listen.socket, events.clone()).map_err(Error::Replace)?;
@@ -356,7 +394,6 @@ fn serve(settings: Settings, back: Option<Back>) -> Result<Option<Back>, Error> 
         .start(
             listeners,
             Arc::clone(&state),
-            opened.watcher,
             Network {
                 news,
                 jobs: jobs.clone(),
@@ -364,17 +401,20 @@ fn serve(settings: Settings, back: Option<Back>) -> Result<Option<Back>, Error> 
             events.clone(),
         )
         .map_err(Error::Waiter)?;
-    let input = shown
-        .start(&node, opened.facts, events.clone())
-        .map_err(Error::Kubernetes)?;
     let destroy = settings.destroy_stale.clone();
-    let flows = Flows::start(Arc::clone(&state), destroy, events.clone())?;
+    let direct = kernel.direct_flows();
+    let packet = settings.packet.clone();
+    let flows = Flows::start(Arc::clone(&state), destroy, direct, packet, events.clone())?;
     let on_exit = settings.on_exit;
     let stay = settings.stay;
     let bpffs = settings.paths.bpffs.clone();
-    let (mesh, before) = match settings.mesh.clone() {
-        Some(config) => (Some(Mesh::start(config, &kernel, &cgroup, given)?), None),
-        None => (None, given.before),
+    let (mesh, before) = match (early.transpose()?, settings.mesh.clone()) {
+        (Some(mesh), _) => (Some(mesh), None),
+        (None, Some(config)) => {
+            let mesh = Mesh::start(config, kernel.capture(), &cgroup, given)?;
+            (Some(mesh), None)
+        }
+        (None, None) => (None, given.before),
     };
     if let Some(observer) = mesh.as_ref().and_then(Mesh::observer) {
         // There is one mesh, and it starts once.
@@ -386,6 +426,7 @@ fn serve(settings: Settings, back: Option<Back>) -> Result<Option<Back>, Error> 
         packet: settings.packet.clone(),
         mesh,
         before,
+        turn: Some(turn),
     };
     let attacher = Attacher::start(means, events, jobs, todo).map_err(Error::Thread)?;
     let mut sync = Sync::new(
@@ -395,47 +436,72 @@ fn serve(settings: Settings, back: Option<Back>) -> Result<Option<Back>, Error> 
         input,
         flows,
         attacher,
-        opened.snapshot,
-        empty(),
+        before_this,
     );
     let result = sync.run(&happened);
     state.not_ready();
     waiter.stop();
-    let means = sync.end();
+    let rest = sync.end();
     let end = result?;
-    let Some((kernel, mesh)) = means else {
+    let Some(Rest { kernel, mesh, turn }) = rest else {
         return Err(Error::Died {
             thread: "attacher",
             why: "it ended while the agent did".to_owned(),
         });
     };
     match end {
-        End::Replaced(stream) => {
+        End::Replaced { by, told } => {
             // What has our place keeps our sockets, so that closing ours closes nobody's.
             place.leave();
-            drop(kernel);
-            proxy::handover::gone(&stream);
+            drop((kernel, turn));
+            proxy::handover::gone(&by);
             info!("another agent has taken this one's place");
+            let next = by.try_clone().ok();
             // It loads its programs now: until it accepts, connections would wait for that.
-            let outcome = handover::finish(|| proxy::handover::outcome(stream, LOADING));
+            let outcome = handover::finish(|| proxy::handover::outcome(by, LOADING));
             let Some(outcome) = outcome else {
                 return Ok(None);
             };
-            if outcome == Outcome::Gone && is_given_up(&bpffs) {
+            // Another one may have come meanwhile.
+            if outcome == Outcome::Gone
+                && !told
+                && let Some(turn) = given_up(&bpffs, &socket).map_err(Error::Turn)?
+            {
                 warn!(
                     "the agent that took this one's place has ended before it served: taking it back"
                 );
-                let given = mesh.map(|mesh| left.behind(mesh));
-                return Ok(Some((given.unwrap_or_default(), left)));
+                let given = mesh.map(|mesh| left.behind(mesh)).unwrap_or_default();
+                let given = Some(Given {
+                    turn: Some(turn),
+                    ..given
+                });
+                return Ok(Some(Back { given, left }));
             }
-            if finish(mesh, left, DRAIN[1], false) && stay {
-                info!("another agent serves: idle until told to end");
-                handover::finish(|| -> () {
-                    loop {
-                        thread::park();
+            if told || !stay {
+                finish(left, DRAIN[usize::from(!told)], move |at_most| {
+                    if let Some(mesh) = mesh {
+                        mesh.stop(at_most, false);
                     }
                 });
+                return Ok(None);
             }
+            if let Some(mesh) = mesh {
+                left.drain(mesh, DRAIN[1]);
+            }
+            info!("another agent serves: idle until that one is gone, or until told to end");
+            let Some(turn) = handover::finish(move || handover::idle(next, &socket, &bpffs)) else {
+                return Ok(None);
+            };
+            let turn = turn.map_err(Error::Turn)?;
+            warn!(
+                "the agent that took this one's place {}: taking it back",
+                if turn.is_some() { "is gone" } else { "ends" }
+            );
+            let given = turn.map(|turn| Given {
+                turn: Some(turn),
+                ..Given::default()
+            });
+            return Ok(Some(Back { given, left }));
         }
         End::Told => {
             drop(place);
@@ -447,14 +513,37 @@ fn serve(settings: Settings, back: Option<Back>) -> Result<Option<Back>, Error> 
                 drop(kernel);
                 info!("ended; the programs go on serving from the tables as they are");
             }
-            finish(mesh, left, DRAIN[0], detach);
+            finish(left, DRAIN[0], move |at_most| {
+                let Some(mesh) = mesh else { return };
+                if detach {
+                    mesh.stop(at_most, true);
+                } else {
+                    mesh.stop_last(at_most);
+                }
+                // Nobody else can listen before.
+                drop(turn);
+            });
         }
     }
     Ok(None)
 }
 
+/// Passes a feed's notices on as events.
+fn notices(
+    events: &mpsc::Sender<Event>,
+) -> impl Fn(Notice) + Clone + Send + std::marker::Sync + 'static {
+    let events = events.clone();
+    move |notice| {
+        // Fails only if the other side ends anyway.
+        let _ = events.send(match notice {
+            Notice::Changed => Event::Changed,
+            Notice::Died { thread, why } => Event::Died(thread, why),
+        });
+    }
+}
+
 /// What `status` shows of the settings, and where it was learnt from.
-fn learnt(settings: &Settings) -> admin::Learnt {
+fn learnt(settings: &Settings, outdated: Option<String>) -> admin::Learnt {
     let from = |value: String, from: &str| api::Learnt {
         value,
         from: from.to_owned(),
@@ -467,6 +556,7 @@ fn learnt(settings: &Settings) -> admin::Learnt {
         pod_networks.push(from(any, "--pods-by-interface"));
     }
     admin::Learnt {
+        outdated,
         pod_networks,
         cgroup: from(
             settings.paths.cgroup.display().to_string(),
@@ -479,28 +569,30 @@ fn learnt(settings: &Settings) -> admin::Learnt {
     }
 }
 
-/// Whether nobody writes the tables: not at once, of a process that is killed.
-fn is_given_up(bpffs: &Path) -> bool {
+/// The turn of an agent that is gone, unless another one has come: not at once, of a process that is killed.
+fn given_up(bpffs: &Path, socket: &Path) -> io::Result<Option<Turn>> {
     let deadline = Instant::now() + DYING;
-    while kernel::writer(bpffs).is_some() {
+    loop {
+        if kernel::writer(bpffs).is_none()
+            && let Some(turn) = Turn::take(socket)?
+        {
+            return Ok(Some(turn));
+        }
         if Instant::now() > deadline {
-            return false;
+            return Ok(None);
         }
         thread::sleep(DYING / 100);
     }
-    true
 }
 
-/// Lets what proxies relay come to its end, for so long at most. `false`: a signal came before.
-fn finish(mesh: Option<Mesh>, left: Left, at_most: Duration, detach: bool) -> bool {
+/// Lets what proxies relay come to its end, for so long at most, unless a signal comes before. `stop`: that of the
+/// proxy that has listening sockets.
+fn finish(left: Left, at_most: Duration, stop: impl FnOnce(Duration) + Send + 'static) {
     let deadline = Instant::now() + at_most;
     handover::finish(move || {
-        if let Some(mesh) = mesh {
-            mesh.stop(at_most, detach);
-        }
+        stop(at_most);
         left.end(deadline);
-    })
-    .is_some()
+    });
 }
 
 /// A planner that knows what the kernel holds.

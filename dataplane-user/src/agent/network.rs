@@ -1,6 +1,6 @@
 //! What the packet path is told of the node's network.
 
-use std::io;
+use std::{collections::BTreeSet, io};
 
 use dataplane_common::packet::{PacketConfig, SourceKey};
 use nix::sys::utsname::uname;
@@ -11,13 +11,14 @@ use crate::{
     plan::source_key,
 };
 
-/// What the kernel and the settings say, given the node's interfaces.
+/// What the kernel and the settings say, given the node's interfaces, and which of them are new.
 ///
 /// # Errors
 /// If the kernel does not tell.
 pub fn network(
     settings: &PacketSettings,
     interfaces: &[Interface],
+    new: &BTreeSet<u32>,
 ) -> Result<Network, kernel::Error> {
     if settings.attach.is_none() {
         return Ok(Network::default());
@@ -25,7 +26,7 @@ pub fn network(
     let preemptible = is_preemptible()?;
     // Ways are kept for each CPU, and no program has its CPU to itself there.
     let by_address = !preemptible && kernel::ways_by_address();
-    let network = settings.network(interfaces, by_address);
+    let network = settings.network(interfaces, new, by_address);
     let mut network = network.map_err(|source| kernel::Error::Io {
         what: "cannot find out the host's ephemeral ports".to_owned(),
         source,

@@ -1,6 +1,7 @@
 //! Brings the kernel's tables in line with the source, again and again.
 
 use std::{
+    os::unix::net::UnixStream,
     sync::{
         Arc,
         mpsc::{Receiver, RecvTimeoutError},
@@ -15,17 +16,16 @@ use dataplane_common::{
 use tracing::{debug, error, info, warn};
 
 use super::{
-    End, Error, Event, LOOK, RETRY, Settings, adopt,
-    attacher::{Attacher, Job},
+    End, Error, Event, LOOK, RETRY, RETURNING, Settings, adopt,
+    attacher::{Attacher, Job, Rest},
     flows::{self, Flows},
+    handover,
     input::Input,
-    mesh::Mesh,
     supervisor::Supervisor,
 };
 use crate::{
     admin::{State, lock},
-    kernel::{self, Kernel, ServiceTables},
-    model::{Node, Snapshot},
+    kernel::{self, ServiceTables},
     plan::{Departures, Plan, Planner},
 };
 
@@ -34,16 +34,13 @@ pub struct Sync {
     tables: ServiceTables,
     state: Arc<State>,
     settings: Settings,
+    /// What should be served. Until it is known the tables stay as they are.
     input: Input,
     /// Ends what leads to endpoints that go away.
     flows: Flows,
     /// Does what takes longer: interfaces and network namespaces.
     attacher: Attacher,
     departures: Departures,
-    /// What should be served.
-    wanted: Snapshot,
-    /// Whether that is known. Until then the tables stay as they are.
-    known: bool,
     /// Whether the tables were ever in line with it.
     settled: bool,
     /// If the last sync did not work: when to try again, and how long that was to wait for.
@@ -55,13 +52,13 @@ pub struct Sync {
     /// When freed memory was last given back.
     tidied: Instant,
     supervisor: Supervisor,
+    /// The agent whose place this one has taken.
+    before: Option<UnixStream>,
+    /// Told to end: until when that one may take its place back.
+    ending: Option<Instant>,
 }
 
 impl Sync {
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "called once, with what the agent has put together"
-    )]
     pub fn new(
         tables: ServiceTables,
         state: Arc<State>,
@@ -69,8 +66,7 @@ impl Sync {
         input: Input,
         flows: Flows,
         attacher: Attacher,
-        wanted: Option<Snapshot>,
-        empty: Snapshot,
+        before: Option<UnixStream>,
     ) -> Self {
         let now = Instant::now();
         let empty_tables = lock(&state.planner).frontends().is_empty();
@@ -84,20 +80,20 @@ impl Sync {
             flows,
             attacher,
             departures,
-            known: wanted.is_some(),
-            wanted: wanted.unwrap_or(empty),
             settled: false,
             retry: None,
             empty_tables,
             look: now + LOOK,
             tidied: now,
             supervisor: Supervisor::from_env(),
+            before,
+            ending: None,
         }
     }
 
     /// Ends the other threads that it works with, but for the proxy's. None if one of them has died, of which
     /// [`Sync::run`] has told.
-    pub fn end(self) -> Option<(Kernel, Option<Mesh>)> {
+    pub fn end(self) -> Option<Rest> {
         self.flows.stop();
         self.attacher.stop().ok()
     }
@@ -106,7 +102,7 @@ impl Sync {
     pub fn run(&mut self, happened: &Receiver<Event>) -> Result<End, Error> {
         self.state.pulse.busy();
         let state = Arc::clone(&self.state);
-        if self.known {
+        if self.input.is_known() {
             let _busy = state.beats.tables.begin();
             self.sync(None)?;
         }
@@ -121,29 +117,44 @@ impl Sync {
             if self.retry.is_none() {
                 self.state.pulse.idle();
             }
+            if self.ending.is_some_and(|at| at <= Instant::now()) {
+                warn!("the agent before does not take its place back: ending");
+                return Ok(End::Told);
+            }
             let next = self.retry.map_or(self.look, |(at, _)| at.min(self.look));
+            let next = self.ending.map_or(next, |at| at.min(next));
             let event = happened.recv_timeout(next.saturating_duration_since(Instant::now()));
             let _busy = state.beats.tables.begin();
             self.state.pulse.busy();
             match event {
                 Ok(Event::Stop(signal)) => {
-                    info!("{signal}: ending");
                     self.supervisor.stopping();
+                    if self.ending.is_none()
+                        && self.before.as_ref().is_some_and(handover::give_back)
+                    {
+                        info!("{signal}: ending when the agent before has its place back");
+                        self.ending = Some(Instant::now() + RETURNING);
+                        continue;
+                    }
+                    info!("{signal}: ending");
                     return Ok(End::Told);
                 }
                 Ok(Event::Replace(stream)) => self.attacher.send(Job::Replace(stream)),
-                Ok(Event::Replaced(stream)) => return Ok(End::Replaced(stream)),
-                Ok(Event::Reload(why)) => {
+                Ok(Event::Replaced(by)) => {
+                    let told = self.ending.is_some();
+                    return Ok(End::Replaced { by, told });
+                }
+                Ok(Event::Reload) => {
                     self.supervisor.reloading();
-                    self.reload(why)?;
+                    self.reload()?;
                     self.supervisor.reloaded();
                 }
-                Ok(Event::Changed) => self.take()?,
+                Ok(Event::Changed) => drop(self.take()?),
                 Ok(Event::Failed(error)) => return Err(Error::Waiter(error)),
                 Ok(Event::Died(thread, why)) => return Err(Error::Died { thread, why }),
                 Err(RecvTimeoutError::Timeout) => self.pass_time()?,
                 Ok(Event::Addresses) => {
-                    if self.look() && self.known {
+                    if self.look() && self.input.is_known() {
                         self.sync(None)?;
                     }
                 }
@@ -154,42 +165,31 @@ impl Sync {
         }
     }
 
-    /// Reads the manifests again.
-    fn reload(&mut self, why: &str) -> Result<(), Error> {
-        debug!("{why}: reading the manifests");
-        self.look();
-        let own = Node {
-            zone: self.settings.node.zone.as_str().into(),
-            leaving: None,
-            ..(*self.wanted.node).clone()
-        };
-        let settings = &self.settings.node;
-        if self
-            .input
-            .read(&mut self.wanted, settings, &own, &self.state)
-        {
+    /// Reads the source anew where it does not tell of changes itself.
+    fn reload(&mut self) -> Result<(), Error> {
+        debug!("SIGHUP: reading the source");
+        let moved = self.look();
+        self.input.refresh();
+        if !self.take()? && moved && self.input.is_known() {
             self.sync(None)?;
         }
-        self.tidy();
         Ok(())
     }
 
-    /// Takes what the API has become.
-    fn take(&mut self) -> Result<(), Error> {
-        let Some(view) = self.input.take(&mut self.wanted, &self.settings.node) else {
-            return Ok(());
+    /// Takes what the source has become; whether there was anything new.
+    fn take(&mut self) -> Result<bool, Error> {
+        let Some(taken) = self.input.take() else {
+            return Ok(false);
         };
-        self.known = true;
-        // What could not be written a moment ago is not tried again at each change.
-        if self.retry.is_none() {
-            self.sync(view.since.map(Into::into))?;
+        // What could not be written a moment ago is not tried again at each change of one object.
+        if self.retry.is_none() || taken.since.is_none() {
+            self.sync(taken.since)?;
         }
         // After a list. What changes come to is little, but not for ever.
-        if view.since.is_none() || self.tidied.elapsed() > LOOK {
-            drop(view);
+        if taken.since.is_none() || self.tidied.elapsed() > LOOK {
             self.tidy();
         }
-        Ok(())
+        Ok(true)
     }
 
     /// Does what is due.
@@ -197,7 +197,7 @@ impl Sync {
         let now = Instant::now();
         let again = self.retry.is_some_and(|(at, _)| at <= now);
         let moved = self.look <= now && self.look();
-        if self.known && (again || moved) {
+        if self.input.is_known() && (again || moved) {
             self.sync(None)?;
         }
         Ok(())
@@ -206,26 +206,7 @@ impl Sync {
     /// Looks at the node's addresses; whether they changed.
     fn look(&mut self) -> bool {
         self.look = Instant::now() + LOOK;
-        let node = match self.input.facts() {
-            Some(facts) => self.settings.node.node_with(facts),
-            None => self.settings.node.node(),
-        };
-        match node {
-            Ok(node) if node.addresses == self.wanted.node.addresses => false,
-            Ok(node) => {
-                info!(addresses = ?node.addresses, "the node's addresses changed");
-                self.wanted.node = Arc::new(Node {
-                    addresses: node.addresses,
-                    addresses_from: node.addresses_from,
-                    ..(*self.wanted.node).clone()
-                });
-                true
-            }
-            Err(error) => {
-                warn!("cannot find out the node's addresses, keeping the last ones: {error}");
-                false
-            }
-        }
+        self.input.look()
     }
 
     /// Reading takes memory that is not needed any more.
@@ -256,7 +237,7 @@ impl Sync {
     /// if that is known.
     fn sync(&mut self, since: Option<Instant>) -> Result<(), Error> {
         let start = Instant::now();
-        let plan = self.state.plan(&self.wanted);
+        let plan = self.state.plan(self.input.snapshot());
         let thinking = start.elapsed();
         let start = Instant::now();
         let result = self.write(&plan);
@@ -270,7 +251,7 @@ impl Sync {
         match result.and_then(|()| self.grace()) {
             Ok(()) => {
                 // Services first, which a proxy's connections go by; ready is who has both.
-                let served = self.wanted.clone();
+                let served = self.input.snapshot().clone();
                 if self.settled {
                     self.attacher.send(Job::Served(served));
                 } else {
@@ -278,8 +259,13 @@ impl Sync {
                     first.map_err(|_| Self::died())?;
                 }
                 let changes = plan.writes.len();
-                self.state
-                    .synced(&self.wanted, plan.demand.pools, changes, thinking, writing);
+                self.state.synced(
+                    self.input.snapshot(),
+                    plan.demand.pools,
+                    changes,
+                    thinking,
+                    writing,
+                );
                 self.retry = None;
                 self.tell(changes, thinking, writing, since.is_some());
                 let departed = self.departures.after(&lock(&self.state.planner));
@@ -304,7 +290,7 @@ impl Sync {
 
     /// Logs a sync. Changes of the API come by the hundred in a second.
     fn tell(&self, writes: usize, planned: Duration, written: Duration, is_change: bool) {
-        let services = self.wanted.services.len();
+        let services = self.input.snapshot().services.len();
         // One line for what a person did, and none for a look that found nothing.
         if is_change || writes == 0 && self.settled {
             debug!(

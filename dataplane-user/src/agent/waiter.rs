@@ -17,7 +17,6 @@ use super::{Event, attacher::Job, threads};
 use crate::{
     admin::{self, Listeners, State},
     kernel::{self, News, PolicyNews},
-    source::manifests::Watcher,
 };
 
 /// How long changes of interfaces are gathered.
@@ -67,7 +66,6 @@ impl Ready {
         self,
         listeners: Listeners,
         state: Arc<State>,
-        watcher: Option<Watcher>,
         network: Network,
         events: Sender<Event>,
     ) -> io::Result<Waiter> {
@@ -78,7 +76,6 @@ impl Ready {
                 tokio::select! {
                     result = admin::serve(listeners, state) => result,
                     () = signals.pass_on(events.clone()) => Ok(()),
-                    () = changes(watcher, events.clone()) => Ok(()),
                     result = network.pass_on() => result,
                     _ = stopped => Ok(()),
                 }
@@ -125,24 +122,11 @@ impl Signals {
             let event = tokio::select! {
                 _ = self.terminate.recv() => Event::Stop("SIGTERM"),
                 _ = self.interrupt.recv() => Event::Stop("SIGINT"),
-                _ = self.hangup.recv() => Event::Reload("SIGHUP"),
+                _ = self.hangup.recv() => Event::Reload,
             };
             if events.send(event).is_err() {
                 return;
             }
-        }
-    }
-}
-
-/// Tells of changed files, for ever.
-async fn changes(watcher: Option<Watcher>, events: Sender<Event>) {
-    let Some(mut watcher) = watcher else {
-        return std::future::pending().await;
-    };
-    loop {
-        watcher.changed().await;
-        if events.send(Event::Reload("a manifest changed")).is_err() {
-            return;
         }
     }
 }

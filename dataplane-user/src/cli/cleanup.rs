@@ -16,20 +16,20 @@ use crate::{
 
 /// Remove everything that the dataplane left in the kernel.
 ///
-/// Detaches the programs and removes the tables, of every version of the layout: services are not
-/// served any more. Removes the filters and qdiscs on interfaces, and a mesh's rules and routes in
-/// workloads' network namespaces. Touches nothing that is not the dataplane's. Refuses while an agent runs.
+/// Detaches the programs and removes the tables, of every layout: services are no longer served.
+/// Removes the filters and qdiscs on interfaces, and a mesh's rules and routes in workloads'
+/// network namespaces. Does not touch programs and rules of others. Refuses while an agent runs.
 #[derive(Debug, Args)]
 pub struct CleanupArgs {
     /// Only list what would be removed
     #[arg(long)]
     dry_run: bool,
 
-    /// List everything, rather than say how much there was
+    /// List everything that is removed, not only the number
     #[arg(short, long)]
     verbose: bool,
 
-    /// How to print it
+    /// Output format
     #[arg(short, long, value_enum, default_value_t)]
     output: Format,
 

@@ -6,7 +6,7 @@ use clap::{Args, CommandFactory};
 
 use super::Cli;
 
-/// Print a script that completes this command line in a shell.
+/// Print a completion script for a shell.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -14,7 +14,7 @@ Examples:
   dataplane completions zsh > \"${fpath[1]}/_dataplane\"
   dataplane completions fish > ~/.config/fish/completions/dataplane.fish")]
 pub struct CompletionsArgs {
-    /// Which shell
+    /// The shell
     shell: clap_complete::Shell,
 }
 

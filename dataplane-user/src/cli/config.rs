@@ -12,7 +12,7 @@ use clap::{Args, Subcommand};
 use super::output;
 use crate::config;
 
-/// Look into configuration files: check one, print their schema, translate kube-proxy's.
+/// Check a configuration file, print the schema, or convert kube-proxy's configuration.
 #[derive(Debug, Args)]
 pub struct ConfigArgs {
     #[command(subcommand)]
@@ -21,23 +21,23 @@ pub struct ConfigArgs {
 
 #[derive(Debug, Subcommand)]
 enum ConfigCommand {
-    /// Say everything that is wrong with a configuration file, by line and key
+    /// List every error of a configuration file, by line and key
     ///
-    /// Exits with 0 if it can be used, and with 1 if not.
+    /// Exits with 0 if the file can be used, and with 1 if not.
     Check {
-        /// The file; `-` is standard input
+        /// The file; `-` for standard input
         #[arg(value_name = "FILE")]
         file: PathBuf,
     },
     /// Print the JSON schema of configuration files, for editors and checks
     Schema,
-    /// Print a configuration that says what kube-proxy's says
+    /// Convert kube-proxy's configuration and print the result
     ///
-    /// FILE is a KubeProxyConfiguration (v1alpha1), or the ConfigMap that kubeadm keeps it in:
-    /// `kubectl -n kube-system get configmap kube-proxy -o yaml`. What cannot be carried over is
-    /// listed on standard error, key by key with the reason.
+    /// FILE is a KubeProxyConfiguration (v1alpha1), or the ConfigMap in which kubeadm keeps it:
+    /// `kubectl -n kube-system get configmap kube-proxy -o yaml`. Keys that cannot be converted are
+    /// listed on standard error with the reason.
     FromKubeProxy {
-        /// The file; `-` is standard input
+        /// The file; `-` for standard input
         #[arg(value_name = "FILE")]
         file: PathBuf,
     },

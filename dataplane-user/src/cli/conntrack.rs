@@ -28,12 +28,12 @@ use crate::kernel::{
     conntrack::{Conntrack, Flow, State, now},
 };
 
-/// Show, count or forget the flows of the packet path.
+/// List, count or remove the flows of the packet path.
 ///
-/// A flow is what a client outside of this node's sockets (another machine, a VM in a pod) has with
-/// an endpoint through a service: a TCP connection, or UDP between one pair of ports. The tables in
-/// the kernel are read as they are now, whether an agent runs or not; it is asked for the names of
-/// services.
+/// The packet path serves clients without a socket on this node: other machines, and VMs in pods. A
+/// flow is one client's TCP connection to a service, or the UDP traffic between one pair of ports.
+/// The command reads the kernel's tables and works without the agent; a running agent adds the
+/// services' names.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -47,15 +47,15 @@ pub struct ConntrackArgs {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Print flows, one a line
+    /// List flows, one a line
     List(List),
     /// Count flows, by protocol and state
     Count(Count),
-    /// Forget flows
+    /// Remove flows
     ///
-    /// What comes next of a UDP flow begins a new one, perhaps with another endpoint. What comes
-    /// next of a TCP connection is left alone, and so the connection breaks. Nothing is asked;
-    /// without a filter it takes --all.
+    /// The client's next UDP datagram begins a new flow, perhaps to another endpoint. TCP
+    /// connections break, because the packet path leaves their next packet alone. The command does
+    /// not ask for confirmation. It needs a filter or --all.
     Flush(Flush),
 }
 
@@ -79,7 +79,7 @@ struct Count {
 struct Flush {
     #[command(flatten)]
     filter: Filter,
-    /// All flows
+    /// Remove all flows
     #[arg(long)]
     all: bool,
     #[command(flatten)]
@@ -88,7 +88,7 @@ struct Flush {
 
 #[derive(Debug, Args)]
 struct Common {
-    /// How to print it
+    /// Output format
     #[arg(short, long, value_enum, default_value_t)]
     output: Format,
 
@@ -101,29 +101,29 @@ struct Common {
 
 /// Which flows: those that pass every filter that is given.
 #[derive(Debug, Default, Args)]
-#[command(next_help_heading = "Which flows")]
+#[command(next_help_heading = "Filters")]
 struct Filter {
-    /// Of this service (needs a running agent, which knows the names)
+    /// Flows of this service (needs a running agent, which knows the names)
     #[arg(long, value_name = "NAMESPACE/NAME")]
     service: Option<String>,
 
-    /// Of this client: ADDRESS, ADDRESS/LENGTH or ADDRESS:PORT
+    /// Flows of this client: ADDRESS, ADDRESS/LENGTH or ADDRESS:PORT
     #[arg(long, value_name = "CLIENT")]
     client: Option<Place>,
 
-    /// To this address of a service, likewise
+    /// Flows to this address of a service: ADDRESS, ADDRESS/LENGTH or ADDRESS:PORT
     #[arg(long, value_name = "VIP")]
     vip: Option<Place>,
 
-    /// With this endpoint, likewise
+    /// Flows to this endpoint: ADDRESS, ADDRESS/LENGTH or ADDRESS:PORT
     #[arg(long, value_name = "ENDPOINT")]
     endpoint: Option<Place>,
 
-    /// Of this protocol
+    /// Flows of this protocol
     #[arg(long, value_enum, value_name = "PROTOCOL")]
     protocol: Option<Transport>,
 
-    /// In this state; may be given several times
+    /// Flows in this state; can be given several times
     #[arg(long, value_name = "STATE", value_parser = state)]
     state: Vec<State>,
 }
@@ -169,7 +169,7 @@ impl FromStr for Place {
         }
         text.parse().map(Self::Network).map_err(|_| {
             format!(
-                "`{text}` is no ADDRESS, ADDRESS/LENGTH or ADDRESS:PORT (names are not resolved)"
+                "`{text}` is not an address; expected ADDRESS, ADDRESS/LENGTH or ADDRESS:PORT (names are not resolved)"
             )
         })
     }
@@ -251,7 +251,7 @@ impl Open {
         if let Some(service) = &filter.service {
             ensure!(
                 service.split('/').filter(|part| !part.is_empty()).count() == 2,
-                "`{service}` is no service: write NAMESPACE/NAME"
+                "`{service}` is not a service's name; expected NAMESPACE/NAME"
             );
             // Without an agent no flow would ever match, and nothing would say why.
             common.socket.client().get_text("/version")?;

@@ -10,20 +10,23 @@ use super::{
     output::{self, BAD, Cell, DIM, Format, GOOD, Table, WARN},
 };
 use crate::{
+    admin::api::PodCgroups,
+    agent::interfaces::Role,
     kernel::{
-        netfilter,
+        self, netfilter,
         probe::{self, Feature},
+        sockets::pod_cgroups,
     },
     takeover::forward,
 };
 
-/// Say what this machine has and lacks for running the dataplane.
+/// Show which features this machine has and lacks for the dataplane.
 ///
-/// Every feature is tried out, not guessed from the kernel's version. Exits with 1 if something
-/// required is missing.
+/// Tests every feature; does not rely on the kernel's version. Exits with 1 if a required feature
+/// is missing.
 #[derive(Debug, Args)]
 pub struct DoctorArgs {
-    /// How to print it
+    /// Output format
     #[arg(short, long, value_enum, default_value_t)]
     output: Format,
 
@@ -46,6 +49,7 @@ impl DoctorArgs {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         let mut features = probe::features(&self.paths.or_guess());
         features.push(forward_hook());
+        features.push(pods(&self.paths.or_guess()));
         let mut out = output::stdout();
         match self.output {
             Format::Json => {
@@ -92,6 +96,44 @@ fn forward_hook() -> Feature {
         without: without.into(),
         detail: detail.to_owned(),
         remedy: forward::REMEDY,
+    }
+}
+
+/// Whether the cgroup that the programs are attached to holds the pods of this node.
+fn pods(paths: &kernel::Paths) -> Feature {
+    let found = kernel::interfaces().and_then(|all| {
+        let pods = all.iter().filter(|i| i.up && Role::of(i) == Role::Pod);
+        pod_cgroups(&paths.cgroup, &pods.map(|i| i.index).collect())
+    });
+    let (present, detail) = match found {
+        Ok(found) => {
+            let detail = format!(
+                "{} pods are in {}, {} in other cgroups, {} not seen",
+                found.inside,
+                paths.cgroup.display(),
+                found.outside,
+                found.unknown
+            );
+            let others = found.others.iter().take(PodCgroups::NAMED);
+            let others: Vec<_> = others.map(|path| path.display().to_string()).collect();
+            let others = if others.is_empty() {
+                String::new()
+            } else {
+                format!(": {}", others.join(", "))
+            };
+            (found.outside == 0, detail + &others)
+        }
+        Err(error) => (false, error.to_string()),
+    };
+    Feature {
+        name: "pods in the cgroup",
+        needed_for: "services at pods' sockets",
+        present,
+        required: false,
+        without: "pods in other cgroups are served by their packets only".into(),
+        detail,
+        remedy: "set kernel.cgroup (--cgroup, DATAPLANE_CGROUP) to a cgroup that holds all pods, best the root of the \
+                 cgroup v2 hierarchy",
     }
 }
 

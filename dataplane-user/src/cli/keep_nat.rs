@@ -9,17 +9,17 @@ use crate::kernel::{keep_nat, nf_conntrack};
 
 /// Keep the kernel's own NAT and connection tracking on while kube-proxy's rules are removed.
 ///
-/// Adds the nftables table `inet dataplane-keep-nat`, which changes no packet. Run it on the node before
-/// `kube-proxy --cleanup`: without it, on a node with no other NAT rules, connections that kube-proxy
-/// translated end, and new ones hang. `--release` removes the table when no translated connection is
-/// left; so does `dataplane cleanup`, at once.
+/// Adds the nftables table `inet dataplane-keep-nat`, which changes no packet. Run the command on
+/// the node before `kube-proxy --cleanup`. Without the table, on a node with no other NAT rules,
+/// connections that kube-proxy translated end, and new connections may hang. `--release` removes
+/// the table when no translated connection is left. `dataplane cleanup` removes the table at once.
 #[derive(Debug, Args)]
 pub struct KeepNatArgs {
-    /// Remove the table, if the kernel translates no connection any more; exits with 1 otherwise
+    /// Remove the table if no translated connection is left; otherwise exit with 1
     #[arg(long)]
     release: bool,
 
-    /// With --release: remove the table also while translated connections are left, which may end them
+    /// With --release: remove the table even if translated connections are left, which may end them
     #[arg(long, requires = "release")]
     now: bool,
 }

@@ -51,14 +51,14 @@ pub mod exit {
 
 /// Kubernetes services without iptables: translated at the socket, by eBPF programs.
 ///
-/// The agent (`dataplane run`) keeps tables in the kernel in line with what should be served; the
-/// programs that read them need no agent and go on when it is gone. Commands that look (status,
-/// services, explain, monitor, plan) read those tables themselves, and ask a running agent for
-/// what is not in there, such as names.
+/// The agent (`dataplane run`) reads which services to serve and keeps tables in the kernel up to
+/// date. Kernel programs read the tables and decide about connections; they go on serving without
+/// the agent. The commands status, services, explain, monitor and plan read the tables themselves.
+/// They ask a running agent only for data that the tables do not have, such as names.
 #[derive(Debug, Parser)]
 #[command(name = "dataplane", version, after_help = EXIT_CODES)]
 pub struct Cli {
-    /// A configuration file (YAML); flags and environment variables override what it says. See
+    /// Configuration file (YAML). Flags and environment variables override its values. See
     /// docs/configuration.md and `dataplane config`
     #[arg(
         long,
@@ -74,10 +74,10 @@ pub struct Cli {
 }
 
 const EXIT_CODES: &str = "\
-Exit codes: 0 done; 1 it did not work, or not healthy; 2 `plan`: something would change; \
-3 an agent runs already; 64 the command line makes no sense.
+Exit codes: 0 success; 1 error, or not healthy; 2 `plan`: something would change; 3 another agent runs; \
+64 wrong command line.
 
-Start with `dataplane doctor`, which says whether this machine can run it.";
+Start with `dataplane doctor`, which tests if this machine can run the dataplane.";
 
 #[derive(Debug, Subcommand)]
 enum Command {
@@ -123,7 +123,7 @@ impl Cli {
 
 /// Where the kernel's side of things is.
 #[derive(Clone, Debug, Args)]
-#[command(next_help_heading = "Where things are")]
+#[command(next_help_heading = "Paths")]
 struct PathArgs {
     /// Directory for pinned programs and tables, on a BPF file system [default:
     /// /sys/fs/bpf/dataplane]
@@ -135,8 +135,7 @@ struct PathArgs {
     )]
     bpffs: Option<PathBuf>,
 
-    /// Directory of the cgroup v2 whose processes are served [default: the root, wherever it is
-    /// mounted]
+    /// Directory of the cgroup v2 whose processes the agent serves [default: the root of cgroup v2]
     #[arg(
         long,
         value_name = "DIR",
@@ -175,9 +174,9 @@ impl PathArgs {
 
 /// Where the agent listens.
 #[derive(Clone, Debug, Args)]
-#[command(next_help_heading = "Where things are")]
+#[command(next_help_heading = "Paths")]
 struct SocketArgs {
-    /// The agent's Unix socket, which `status`, `services` and the others ask
+    /// The agent's Unix socket, which commands such as `status` and `services` ask
     #[arg(
         long,
         value_name = "PATH",
@@ -212,14 +211,14 @@ impl FromStr for Destination {
             Some((socket, "udp")) => (socket, Protocol::UDP),
             Some((_, other)) => {
                 return Err(format!(
-                    "`{other}` is no protocol that services are served for: \
+                    "`{other}` is not a protocol that the dataplane serves; expected \
                                     tcp (the default) or udp"
                 ));
             }
         };
         let addr: SocketAddr = socket.parse().map_err(|_| {
             format!(
-                "`{socket}` is no ADDRESS:PORT; write 10.96.0.1:443, 10.96.0.10:53/udp or \
+                "`{socket}` is not an address and port; expected ADDRESS:PORT such as 10.96.0.1:443, 10.96.0.10:53/udp or \
                      [fd00::1]:80 (names are not resolved)"
             )
         })?;

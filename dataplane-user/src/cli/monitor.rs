@@ -22,11 +22,11 @@ use crate::kernel::Monitor;
 /// How long to wait for an event before telling the programs again that somebody listens.
 const PATIENCE: Duration = Duration::from_millis(500);
 
-/// Watch the decisions as they are made.
+/// Show the programs' decisions as they are made.
 ///
-/// One line for each connection (and each datagram of an unconnected socket) to a service: when,
-/// who, to which address, to which endpoint, and why. Of packets, the first of each flow, and those
-/// that are refused. Costs the programs nothing while nobody watches. Ctrl-C ends it.
+/// One line for each connection to a service, and for each datagram of an unconnected socket: time,
+/// client, address, endpoint and reason. Of packets, the first packet of each flow, and each
+/// refused packet. Costs nothing while `monitor` does not run. Ctrl-C ends it.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -34,27 +34,27 @@ Examples:
   dataplane monitor --reason no-endpoints --reason no-local-endpoint
   dataplane monitor --hook packet --iface eth0")]
 pub struct MonitorArgs {
-    /// Only this service (needs a running agent, which knows the names)
+    /// Only decisions about this service (needs a running agent, which knows the names)
     #[arg(long, value_name = "NAMESPACE/NAME")]
     service: Option<String>,
 
-    /// Only decisions for this reason; may be given several times
+    /// Only decisions with this reason; can be given several times
     #[arg(long, value_name = "WORD", value_parser = reason)]
     reason: Vec<Reason>,
 
-    /// Only decisions at this hook; may be given several times
+    /// Only decisions at this hook; can be given several times
     #[arg(long, value_name = "HOOK", value_parser = hook)]
     hook: Vec<Hook>,
 
-    /// Only packets of this interface
+    /// Only packets at this interface
     #[arg(long, value_name = "NAME")]
     iface: Option<String>,
 
-    /// End after so many lines
+    /// End after N lines
     #[arg(long, value_name = "N")]
     count: Option<u64>,
 
-    /// How to print it; json is one object a line
+    /// Output format; json prints one object a line
     #[arg(short, long, value_enum, default_value_t)]
     output: Format,
 
@@ -125,7 +125,7 @@ impl MonitorArgs {
         if let Some(service) = &self.service {
             anyhow::ensure!(
                 service.split('/').filter(|part| !part.is_empty()).count() == 2,
-                "`{service}` is no service: write NAMESPACE/NAME"
+                "`{service}` is not a service's name; expected NAMESPACE/NAME"
             );
             // Without an agent no event would ever match, and nothing would say why.
             self.socket.client().get_text("/version")?;

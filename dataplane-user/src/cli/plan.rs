@@ -21,18 +21,19 @@ use crate::{
 
 /// Show what would change in the kernel's tables, without changing it.
 ///
-/// Compares the manifests, or what the Kubernetes API has, with the tables as they are now (empty, if no agent ever ran). Each line
-/// is an address and port: `+` will be served, `-` will not be any more, `~` will be answered
-/// differently, with the endpoints that come and go.
+/// Compares the manifests, or the objects of the Kubernetes API, with the kernel's tables. The
+/// tables are empty if no agent has run. Each line is an address and port: `+` will be served, `-`
+/// will no longer be served, `~` will have other endpoints; the line shows which endpoints come and
+/// go.
 ///
-/// Exits with 0 if nothing would change, with 2 if something would, and with 1 if that could not
-/// be found out.
+/// Exits with 0 if nothing would change, with 2 if something would change, and with 1 after an
+/// error.
 #[derive(Debug, Args)]
 pub struct PlanArgs {
     #[command(flatten)]
     source: SourceArgs,
 
-    /// How to print it
+    /// Output format
     #[arg(short, long, value_enum, default_value_t)]
     output: Format,
 

@@ -10,11 +10,11 @@ use clap::{Args, ValueEnum};
 use dataplane_common::Protocol;
 use ipnet::IpNet;
 
-use super::{Listen, PathArgs, SocketArgs, exit, range, source::SourceArgs};
+use super::{Command, Listen, PathArgs, Refusal, SocketArgs, exit, range, source::SourceArgs};
 use crate::{
     admin,
     agent::{
-        self, NodeSettings, OnExit, Settings,
+        self, InputError, NodeSettings, OnExit, Settings,
         interfaces::{Detector, PacketSettings, Pattern, Patterns},
     },
     config::Mesh,
@@ -52,10 +52,10 @@ pub struct RunArgs {
     #[arg(long, env = "DATAPLANE_REPLACE", hide_env_values = true)]
     replace: bool,
 
-    /// Stay, idle, when another agent has taken this one's place, until told to end
+    /// Stay, idle, when another agent has taken this one's place, and take it back when that one is gone
     ///
     /// For those who start again whatever ends, as Kubernetes does: it would take the place back from the
-    /// other.
+    /// other. The configuration and the source are read anew then.
     #[arg(long, env = "DATAPLANE_STAY", hide_env_values = true)]
     stay: bool,
 
@@ -452,6 +452,20 @@ pub(super) enum LogFormat {
     Json,
 }
 
+/// The settings by the configuration as it is now.
+fn read_again() -> Result<Settings, String> {
+    let cli = super::parse(env::args_os()).map_err(|refusal| match refusal {
+        Refusal::Usage(error) => error.to_string(),
+        Refusal::Config(errors) => errors.to_string(),
+    })?;
+    let Command::Run(args) = cli.command else {
+        // As it was when this process started.
+        return Err("the command line is not `run`".to_owned());
+    };
+    let paths = args.paths.resolve().map_err(|error| error.to_string())?;
+    Ok(args.settings(paths))
+}
+
 impl RunArgs {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         self.start_log();
@@ -459,7 +473,7 @@ impl RunArgs {
             Ok(paths) => self.settings(paths),
             Err(error) => return Ok(self.cannot_run(&error)),
         };
-        match agent::run(&settings) {
+        match agent::run(settings, read_again) {
             Ok(()) => Ok(ExitCode::SUCCESS),
             Err(error) if error.is_busy() => {
                 eprintln!("dataplane: {error}");
@@ -467,9 +481,9 @@ impl RunArgs {
                 Ok(ExitCode::from(exit::BUSY))
             }
             // What is wrong with the source has nothing to do with the machine.
-            Err(error @ (agent::Error::Manifests(_) | agent::Error::Connect(_))) => {
-                Err(error.into())
-            }
+            Err(
+                error @ (agent::Error::Manifests(_) | agent::Error::Input(InputError::Open(_))),
+            ) => Err(error.into()),
             Err(error) => Ok(self.cannot_run(&error)),
         }
     }

@@ -27,18 +27,19 @@ use crate::{
 
 /// List the services that this node serves.
 ///
-/// One line for each port of a service. CONNECTIONS counts what this node's processes and pods
-/// were sent to endpoints, since the tables were made.
+/// One line for each port of a service. CONNECTIONS counts connections, datagrams of unconnected
+/// sockets, and flows of packets that the programs have sent to an endpoint since the tables were
+/// made.
 ///
-/// Without a running agent, the tables in the kernel are listed: one line for each address and
-/// port. They hold no names.
+/// Without a running agent, lists the kernel's tables, which have no names: one line for each
+/// address and port.
 #[derive(Debug, Args)]
 pub struct ServicesArgs {
-    /// Only these: NAME, or NAMESPACE/NAME
+    /// Only these services: NAME or NAMESPACE/NAME
     #[arg(value_name = "NAME")]
     names: Vec<String>,
 
-    /// Only of this namespace
+    /// Only services of this namespace
     #[arg(short, long)]
     namespace: Option<String>,
 
@@ -46,7 +47,7 @@ pub struct ServicesArgs {
     #[arg(long)]
     not_ready: bool,
 
-    /// How to print it
+    /// Output format
     #[arg(short, long, value_enum, default_value_t)]
     output: Format,
 

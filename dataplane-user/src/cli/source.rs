@@ -3,18 +3,18 @@
 use std::{
     env,
     path::PathBuf,
-    sync::{Arc, mpsc},
+    sync::mpsc,
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, bail};
+use anyhow::bail;
 use clap::Args;
 
 use crate::{
     admin,
-    agent::{NodeSettings, Source},
+    agent::{Input, NodeSettings},
     model::Snapshot,
-    source::{kubernetes, manifests},
+    source::{Notice, Source, kubernetes},
 };
 
 /// What the API server has not told by then, a command does not wait for.
@@ -26,7 +26,7 @@ const AWAY: Duration = Duration::from_secs(10);
 #[derive(Clone, Debug, Args)]
 #[group(required = true, multiple = true)]
 pub(super) struct SourceArgs {
-    /// Files or directories with Services and EndpointSlices, as `kubectl get
+    /// Read these files and directories with Services and EndpointSlices, as `kubectl get
     /// services,endpointslices -A -o yaml` prints them
     #[arg(
         short = 'f',
@@ -39,12 +39,12 @@ pub(super) struct SourceArgs {
     )]
     manifests: Vec<PathBuf>,
 
-    /// The Kubernetes API, as the pod's service account or with the kubeconfig that KUBECONFIG
+    /// Read the Kubernetes API, as the pod's service account or with the kubeconfig that KUBECONFIG
     /// names
     #[arg(long, env = "DATAPLANE_KUBERNETES", hide_env_values = true)]
     kubernetes: bool,
 
-    /// The Kubernetes API, with this kubeconfig (its current context)
+    /// Read the Kubernetes API, with this kubeconfig (its current context)
     #[arg(
         long,
         value_name = "FILE",
@@ -53,11 +53,12 @@ pub(super) struct SourceArgs {
     )]
     kubeconfig: Option<PathBuf>,
 
-    /// The Kubernetes API at this URL, rather than the one in the kubeconfig or, in a pod, in
+    /// Read the Kubernetes API at this URL, not at the URL in the kubeconfig or in the pod's
     /// KUBERNETES_SERVICE_HOST
     ///
-    /// The latter is an address that a service proxy has to serve. On a node whose only service
-    /// proxy is this one, give the server's own address or that of a load balancer before it.
+    /// KUBERNETES_SERVICE_HOST is a cluster IP, which needs a service proxy. If the dataplane is
+    /// the node's only service proxy, give the API server's own address or the address of its load
+    /// balancer.
     #[arg(
         long,
         value_name = "URL",
@@ -92,60 +93,36 @@ impl SourceArgs {
 impl SourceArgs {
     /// What there is to serve now.
     pub(super) fn snapshot(&self, settings: &NodeSettings) -> anyhow::Result<Snapshot> {
-        let asking = "cannot find out this node's name and addresses";
-        let node = settings.node().context(asking)?;
-        let kubernetes = match self.source(kubernetes::Scope::HostPorts) {
-            Source::Manifests(paths) => {
-                let mut loaded = manifests::load(&paths, &node)?;
-                settings.tell(&mut loaded).context(asking)?;
-                return Ok(loaded.snapshot);
+        let source = self.source(kubernetes::Scope::HostPorts);
+        let (sender, changed) = mpsc::channel();
+        let notify = move |notice| {
+            if let Notice::Died { why, .. } = notice {
+                eprintln!("error: the source is not read any more: {why}");
             }
-            Source::Kubernetes(kubernetes) => kubernetes,
+            // Fails only when nobody waits any more.
+            sender.send(()).unwrap_or_default();
         };
-        kubernetes.target.check()?;
-        let view = view(kubernetes, Arc::new(node))?;
-        Ok(Snapshot {
-            node: Arc::new(settings.node_with(&view.node).context(asking)?),
-            services: view.services,
-            problems: view.problems,
-            ..Snapshot::default()
-        })
-    }
-}
-
-/// Reads the API once.
-fn view(
-    settings: kubernetes::Settings,
-    node: Arc<crate::model::Node>,
-) -> anyhow::Result<kubernetes::View> {
-    let server = settings.target.server_text();
-    let (health, latest) = (Arc::default(), Arc::<kubernetes::Latest>::default());
-    let (sender, changed) = mpsc::channel();
-    // Fails only when nobody waits any more.
-    let tell = move || sender.send(()).unwrap_or_default();
-    let reading = Arc::clone(&health);
-    let ended = |why| eprintln!("error: the API is read no more: {why}");
-    let taken = Arc::clone(&latest);
-    let _reader = kubernetes::Reader::start(settings, node, reading, taken, tell, ended)?;
-    let start = Instant::now();
-    let mut said = false;
-    loop {
-        let _ = changed.recv_timeout(Duration::from_millis(200));
-        if let Some(view) = latest.take() {
-            return Ok(view);
+        let mut input = Input::open(&source, settings, notify)?;
+        let place = input.health().places().join(", ");
+        let start = Instant::now();
+        let mut said = false;
+        while !input.is_known() {
+            let _ = changed.recv_timeout(Duration::from_millis(200));
+            input.take();
+            if start.elapsed() > Duration::from_secs(1) && !said {
+                eprintln!("note: reading {place}");
+                said = true;
+            }
+            if let Some((since, text)) = input.health().failure()
+                && admin::now().saturating_sub(since) >= AWAY.as_secs()
+            {
+                bail!("{text}");
+            }
+            if start.elapsed() > LIMIT {
+                bail!("{place} did not tell everything within {LIMIT:?}");
+            }
         }
-        if start.elapsed() > Duration::from_secs(1) && !said {
-            eprintln!("note: reading {server}");
-            said = true;
-        }
-        if let Some((since, text)) = kubernetes::Health::failure(&health)
-            && admin::now().saturating_sub(since) >= AWAY.as_secs()
-        {
-            bail!("{text}");
-        }
-        if start.elapsed() > LIMIT {
-            bail!("{server} did not tell everything within {LIMIT:?}");
-        }
+        Ok(input.snapshot().clone())
     }
 }
 

@@ -1,6 +1,6 @@
 //! `dataplane status`.
 
-use std::{io::Write, process::ExitCode};
+use std::{fmt::Write as _, io::Write, process::ExitCode};
 
 use clap::Args;
 
@@ -11,23 +11,22 @@ use super::{
 use crate::{
     admin::{
         self,
-        api::{AgentStatus, Learnt, Sync},
+        api::{AgentStatus, Learnt, PodCgroups, SourceKind, Sync},
         client,
         report::{self, OnInterface, Report, Severity},
     },
     kernel,
 };
 
-/// Say whether the dataplane on this node is healthy, and what is wrong if not.
+/// Show if the dataplane on this node is healthy, and what is wrong if not.
 ///
-/// The kernel is asked each time which programs are attached and how full the tables are; the
-/// agent is asked for what it alone knows. Works without the agent too, which is then what is
-/// wrong.
+/// Asks the kernel which programs are attached and how full the tables are, and asks the agent for
+/// the rest. Also works without the agent; the missing agent is then the error.
 ///
-/// Exits with 0 if healthy, with 1 if not. Warnings are worth a look and still healthy.
+/// Exits with 0 if the dataplane is healthy, with 1 if not. With only warnings it is healthy.
 #[derive(Debug, Args)]
 pub struct StatusArgs {
-    /// How to print it
+    /// Output format
     #[arg(short, long, value_enum, default_value_t)]
     output: Format,
 
@@ -161,6 +160,9 @@ fn text(out: &mut dyn Write, report: &Report, now: u64) -> std::io::Result<()> {
     if !counts.is_empty() {
         writeln!(out, "{BOLD}Verdicts{BOLD:#}  {}", counts.join(", "))?;
     }
+    if let Some(is_there) = report.keep_nat {
+        writeln!(out, "{BOLD}Keep-NAT{BOLD:#}  {}", keep_nat(is_there))?;
+    }
     let versions = &report.versions;
     writeln!(
         out,
@@ -170,6 +172,19 @@ fn text(out: &mut dyn Write, report: &Report, now: u64) -> std::io::Result<()> {
         versions.layout,
         versions.kernel,
     )
+}
+
+/// What is said of the table of `dataplane keep-nat`.
+fn keep_nat(is_there: bool) -> String {
+    let table = kernel::keep_nat::TABLE;
+    if is_there {
+        format!(
+            "nftables table inet {table} is there: the kernel goes on tracking and translating connections; \
+             `dataplane keep-nat --release` removes it when none is translated any more"
+        )
+    } else {
+        format!("no nftables table inet {table}")
+    }
 }
 
 /// Whose connections are captured.
@@ -240,7 +255,14 @@ fn agent(out: &mut dyn Write, status: &AgentStatus, now: u64) -> std::io::Result
             some => learnt(some),
         },
     )?;
-    line("Cgroup", learnt(std::slice::from_ref(&status.cgroup)))?;
+    line(
+        "Cgroup",
+        format!(
+            "{}{}",
+            learnt(std::slice::from_ref(&status.cgroup)),
+            status.pods.as_ref().map_or_else(String::new, pods)
+        ),
+    )?;
     line(
         "Services",
         format!("{}, with {} endpoints", status.services, status.endpoints),
@@ -249,12 +271,12 @@ fn agent(out: &mut dyn Write, status: &AgentStatus, now: u64) -> std::io::Result
         "Source",
         format!(
             "{} {}, {}",
-            status.source.kind,
+            status.source.kind.word(),
             status.source.paths.join(", "),
-            match (&*status.source.kind, status.source.read) {
+            match (status.source.kind, status.source.read) {
                 (_, 0) => "not read yet".to_owned(),
-                ("kubernetes", at) => format!("heard {} ago", ago(at)),
-                (_, at) => format!("read {} ago", ago(at)),
+                (SourceKind::Manifests, at) => format!("read {} ago", ago(at)),
+                (_, at) => format!("heard {} ago", ago(at)),
             }
         ),
     )?;
@@ -269,6 +291,22 @@ fn agent(out: &mut dyn Write, status: &AgentStatus, now: u64) -> std::io::Result
             .as_ref()
             .map_or_else(|| "never".to_owned(), |sync| last_sync(sync, &ago(sync.at))),
     )
+}
+
+/// How many pods' sockets are in the cgroup.
+fn pods(pods: &PodCgroups) -> String {
+    let mut text = format!("; {} pods in it", pods.inside);
+    if pods.outside > 0 {
+        let _ = write!(text, ", {} in others", pods.outside);
+    }
+    if pods.unknown > 0 {
+        let _ = write!(
+            text,
+            ", {} whose sockets the agent does not see",
+            pods.unknown
+        );
+    }
+    text
 }
 
 /// Values, each with where it was learnt from, which is said once for those that follow each other.

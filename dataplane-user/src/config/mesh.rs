@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::{Range, is_default, read};
 use crate::{
     model::{self, Rules, is_reserved},
-    proxy::AccessLog,
+    relay::AccessLog,
 };
 
 /// Whose TCP connections go to a proxy, and by which rules.
@@ -326,7 +326,9 @@ impl MeshRules {
             for port in ports {
                 let text = match port {
                     0 => "0; expected a port from 1 to 65535".to_owned(),
-                    port if is_reserved(*port) => format!("{port} is reserved for proxies"),
+                    port if is_reserved(*port) => {
+                        format!("{port} is reserved for the mesh's proxies; expected another port")
+                    }
                     _ => continue,
                 };
                 faults.push((format!("{at}.{key}"), text));
@@ -364,7 +366,7 @@ impl Mesh {
                 let name = &workload.name;
                 faults.push((
                     format!("{at}.name"),
-                    format!("{name:?} is no NAMESPACE/NAME"),
+                    format!("{name:?} is not a workload's name; expected NAMESPACE/NAME"),
                 ));
             }
             if workload.cgroup.is_some() && !workload.addresses.is_empty() {

@@ -45,8 +45,8 @@ pub struct Config {
     /// runs. Default: false.
     #[serde(skip_serializing_if = "is_default")]
     pub replace: bool,
-    /// Stay, idle, when another agent has taken this one's place, until it is told to end: for those who start
-    /// again whatever ends. Default: false.
+    /// Stay, idle, when another agent has taken this one's place, and take it back when that one is gone: for
+    /// those who start again whatever ends. Default: false.
     #[serde(skip_serializing_if = "is_default")]
     pub stay: bool,
     /// Of which protocols to destroy sockets that are connected through a service to an endpoint
@@ -303,7 +303,7 @@ impl FromStr for Listen {
             return Ok(Self(None));
         }
         text.parse().map(|addr| Self(Some(addr))).map_err(|_| {
-            format!("`{text}` is no ADDRESS:PORT such as 127.0.0.1:15000 or [::1]:15000, nor `off`")
+            format!("`{text}` is not an address and port; expected ADDRESS:PORT such as 127.0.0.1:15000 or [::1]:15000, or `off`")
         })
     }
 }
@@ -338,7 +338,7 @@ impl TryFrom<String> for Range {
             .or_else(|_| text.parse::<IpAddr>().map(IpNet::from));
         range.map(Self).map_err(|_| {
             format!(
-                "`{text}` is no range of addresses such as 10.0.0.0/8 or fd00::/64, and no address"
+                "`{text}` is not a range of addresses; expected one like 10.0.0.0/8 or fd00::/64, or an address"
             )
         })
     }

@@ -48,7 +48,7 @@ pub fn parse(path: &Path, text: &str) -> Result<Config, Errors> {
         Ok(Value::Null) => Value::Object(serde_json::Map::new()),
         Ok(value @ Value::Object(_)) => value,
         Ok(_) => {
-            let text = "no configuration; expected keys such as `source:`".into();
+            let text = "not a configuration; expected keys such as `source:`".into();
             return Err(Errors::of(vec![fault(None, String::new(), text)]));
         }
         Err((position, text)) => {
@@ -264,7 +264,10 @@ fn contradictions(config: &Config, faults: &mut Vec<(String, String)>) {
             continue;
         };
         match taken.iter().find(|(_, other)| *other == addr) {
-            Some((other, _)) => faults.push((key.into(), format!("{addr} is {other}, too"))),
+            Some((other, _)) => faults.push((
+                key.into(),
+                format!("{addr} is also the value of {other}; expected different addresses"),
+            )),
             None => taken.push((key, addr)),
         }
     }

@@ -3,7 +3,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs, io,
-    net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener},
+    net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, UdpSocket},
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
     path::{Path, PathBuf},
 };
@@ -238,29 +238,22 @@ impl Capture {
     /// Opens the tables, and takes what is left of an earlier agent: what it captured goes on being
     /// captured until [`Capture::apply`] says otherwise. Without `options`, nothing is captured from
     /// here on.
+    ///
+    /// Nothing can be attached before [`Capture::set_programs`].
     pub(super) fn open(
         pins: &Pins,
-        ebpf: &Ebpf,
         tables: &Tables,
         options: Option<CaptureOptions>,
         agent_cgroup: u64,
-        hook: Option<Hook>,
     ) -> Result<Self, Error> {
         let own = CaptureTables::open_pins(pins, true)?;
-        let (mut program, mut events, mut packets) = (None, None, None);
-        if options.is_some() {
-            program = Some(programs::inbound_program(ebpf)?);
-            events = Some(programs::events_program(ebpf)?);
-            let on_interfaces = programs::packet_program(ebpf, tc::Direction::Capture)?;
-            packets = Some(CaptureProgram::new(on_interfaces, hook)?);
-        }
         let mut capture = Self {
             held: own.contents()?,
             tables: own,
             options,
-            program,
-            events,
-            packets,
+            program: None,
+            events: None,
+            packets: None,
         };
         if let Some(options) = options {
             let earlier = capture.tables.config();
@@ -290,6 +283,17 @@ impl Capture {
             }
         }
         Ok(capture)
+    }
+
+    /// Takes the loaded programs, if something is captured.
+    pub(super) fn set_programs(&mut self, ebpf: &Ebpf, hook: Option<Hook>) -> Result<(), Error> {
+        if self.options.is_some() {
+            self.program = Some(programs::inbound_program(ebpf)?);
+            self.events = Some(programs::events_program(ebpf)?);
+            let on_interfaces = programs::packet_program(ebpf, tc::Direction::Capture)?;
+            self.packets = Some(CaptureProgram::new(on_interfaces, hook)?);
+        }
+        Ok(())
     }
 
     /// The cgroups are this agent's and the one's before it; `captured`: what the tables hold, or are about to.
@@ -673,15 +677,22 @@ fn listen_at(port: u16) -> io::Result<Vec<TcpListener>> {
     let mut sockets = vec![listen_on((Ipv4Addr::LOCALHOST, port).into())?];
     match listen_on((Ipv6Addr::LOCALHOST, port).into()) {
         Ok(socket) => sockets.push(socket),
-        // IPv6 is off in this namespace.
-        Err(error)
-            if matches!(
-                error.raw_os_error(),
-                Some(libc::EADDRNOTAVAIL | libc::EAFNOSUPPORT)
-            ) => {}
+        Err(error) if says_v6_is_off(&error) => {}
         Err(error) => return Err(error),
     }
     Ok(sockets)
+}
+
+/// Whether IPv6 is off in the network namespace that this thread is in.
+fn is_v6_off() -> bool {
+    UdpSocket::bind((Ipv6Addr::LOCALHOST, 0)).is_err_and(|error| says_v6_is_off(&error))
+}
+
+fn says_v6_is_off(error: &io::Error) -> bool {
+    matches!(
+        error.raw_os_error(),
+        Some(libc::EADDRNOTAVAIL | libc::EAFNOSUPPORT)
+    )
 }
 
 fn listen_on(addr: SocketAddr) -> io::Result<TcpListener> {
@@ -717,8 +728,7 @@ pub fn route_to_sockets(mark: u32) -> io::Result<()> {
     let mut netlink = Netlink::open()?;
     for family in [AddressFamily::Inet, AddressFamily::Inet6] {
         match route_family(&mut netlink, family, mark) {
-            // IPv6 is off in this namespace.
-            Err(_) if family == AddressFamily::Inet6 => {}
+            Err(_) if family == AddressFamily::Inet6 && is_v6_off() => {}
             done => done?,
         }
     }

@@ -33,6 +33,8 @@ struct Header {
 const REQUEST: u16 = 1;
 const ACK: u16 = 4;
 const DUMP: u16 = 0x300;
+/// `NLM_F_DUMP_INTR`.
+const DUMP_INTERRUPTED: u16 = 0x10;
 
 const ERROR: u16 = 2;
 const DONE: u16 = 3;
@@ -85,6 +87,9 @@ impl Netlink {
     }
 
     /// Asks for a list; `each` is given every item.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::Interrupted`]: what is listed has changed meanwhile, so `each` may have missed some of it.
     pub fn dump(
         &mut self,
         kind: u16,
@@ -152,6 +157,7 @@ impl Netlink {
     }
 
     fn answers(&mut self, each: &mut dyn FnMut(&[u8])) -> io::Result<()> {
+        let mut changed = false;
         loop {
             let read = match recv(
                 self.socket.as_raw_fd(),
@@ -176,11 +182,13 @@ impl Netlink {
                 if header.sequence != self.sequence {
                     continue;
                 }
+                changed |= header.flags & DUMP_INTERRUPTED != 0;
                 match header.kind {
                     // Both carry an error number; 0 is an acknowledgement, or the end of a list.
                     ERROR | DONE => {
                         let error = i32::read_from_prefix(payload).map_or(0, |(error, _)| error);
                         return match error {
+                            0 if changed => Err(io::ErrorKind::Interrupted.into()),
                             0 => Ok(()),
                             error => Err(io::Error::from_raw_os_error(-error)),
                         };

@@ -41,6 +41,8 @@ pub struct Interface {
     /// in, in the kernel's order; secondary and deprecated ones, and those that are not usable yet,
     /// are left out.
     pub addresses: Vec<IpNet>,
+    /// Whether it will have such an IPv6 address in a moment, if nobody else on the link has it (RFC 4862 section 5.4).
+    pub tentative: bool,
 }
 
 /// What packets have before the IP header at an interface.
@@ -133,9 +135,9 @@ fn list() -> io::Result<Vec<Interface>> {
     for answer in netlink.list(&RouteNetlinkMessage::GetAddress(AddressMessage::default()))? {
         if let RouteNetlinkMessage::NewAddress(message) = answer
             && let Some(interface) = found.get_mut(&message.header.index)
-            && let Some(address) = address(&message)
         {
-            interface.addresses.push(address);
+            interface.addresses.extend(address(&message));
+            interface.tentative |= is_tentative(&message);
         }
     }
     for family in [AddressFamily::Inet, AddressFamily::Inet6] {
@@ -179,6 +181,14 @@ fn interface(link: LinkMessage) -> Interface {
         }
     }
     interface
+}
+
+/// Whether the address will be usable in a moment.
+fn is_tentative(message: &AddressMessage) -> bool {
+    let flags = message.header.flags;
+    message.header.scope == AddressScope::Universe
+        && flags.contains(AddressHeaderFlags::Tentative)
+        && !flags.contains(AddressHeaderFlags::Dadfailed)
 }
 
 /// The address, if it can be the source of what leaves the node: what `inet_select_addr` (IPv4)

@@ -39,9 +39,11 @@ impl Listening {
 pub fn listening(port: u16) -> io::Result<Vec<Listening>> {
     // "thread-self": the namespace of whoever asks.
     let mut found = of_port(&fs::read_to_string("/proc/thread-self/net/tcp")?, port);
-    // Missing without IPv6.
-    if let Ok(v6) = fs::read_to_string("/proc/thread-self/net/tcp6") {
-        found.extend(of_port(&v6, port));
+    match fs::read_to_string("/proc/thread-self/net/tcp6") {
+        Ok(v6) => found.extend(of_port(&v6, port)),
+        // A kernel without IPv6.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        Err(error) => return Err(error),
     }
     Ok(found)
 }

@@ -6,6 +6,7 @@ mod answers;
 mod capture;
 pub mod conntrack;
 mod diag;
+mod direct;
 mod error;
 mod fields;
 mod host_networks;
@@ -32,6 +33,7 @@ mod rtnetlink;
 mod services;
 mod settings;
 pub mod sockets;
+mod sources;
 mod sys;
 mod tables;
 mod tc;
@@ -44,6 +46,8 @@ use std::{
     fs::File,
     ops::Deref,
     path::{Path, PathBuf},
+    sync::Arc,
+    thread,
 };
 
 use aya::Ebpf;
@@ -57,6 +61,7 @@ pub use capture::{
     open_transparent_listeners, route_answers, route_answers_no_more, route_to_sockets,
     this_namespace,
 };
+pub use direct::DirectFlows;
 pub use error::Error;
 pub use host_networks::host_networks;
 pub use interfaces::{Interface, Link, News, interfaces, way_to, ways_by_address};
@@ -102,6 +107,7 @@ pub struct Kernel {
     cgroup: PathBuf,
     services: ServiceTables,
     packet: PacketPath,
+    direct: Arc<DirectFlows>,
     capture: Capture,
     adopted: bool,
     /// What the programs say of themselves; `None` if the kernel does not let us read it.
@@ -124,11 +130,14 @@ impl Kernel {
     /// # Errors
     /// As there.
     pub fn open(paths: &Paths, limits: Limits) -> Result<Self, Error> {
-        Self::open_with(paths, limits, PacketOptions::default(), None)
+        Self::open_with(paths, limits, PacketOptions::default(), None, nothing)
     }
 
     /// Takes over the node: adopts what an earlier agent pinned, or creates it; loads the programs,
     /// and attaches them or swaps them in place.
+    ///
+    /// `meanwhile` is done while the programs are loaded, which takes most of the time, if those of an earlier agent
+    /// serve, by the same tables, and something is captured. It is to end soon after they are.
     ///
     /// Programs attached to empty tables leave everything alone, so nothing is served before the
     /// first [`Kernel::apply`], and nothing is refused. Where another layout's programs serve, they go
@@ -142,6 +151,7 @@ impl Kernel {
         limits: Limits,
         packet: PacketOptions,
         capture: Option<CaptureOptions>,
+        meanwhile: impl FnOnce(&Capture, &Loading<'_>),
     ) -> Result<Self, Error> {
         object::programs()?;
         programs::check_cgroup(&paths.cgroup)?;
@@ -163,22 +173,32 @@ impl Kernel {
         if !adopted {
             Tables::create(&pins)?;
         }
-        let mut ebpf = programs::load(
-            &pins,
-            packet.flows,
-            packet.attach.is_some(),
-            capture.is_some(),
-        )?;
+        let has_capture = capture.is_some();
+        let agent = programs::own_cgroup().unwrap_or_default();
+        let load = || programs::load(&pins, packet.flows, packet.attach.is_some(), has_capture);
+        let (mut ebpf, early) = if adopted && has_capture {
+            let tables = Tables::open_pins(&pins, true)?;
+            let early = Capture::open(&pins, &tables, capture, agent)?;
+            (
+                load_while(load, |loading| meanwhile(&early, loading))?,
+                Some(early),
+            )
+        } else {
+            (load()?, None)
+        };
         let mut tables = Tables::open_pins(&pins, true)?;
+        let direct = Arc::new(DirectFlows::of(&ebpf)?);
         let hook = packet.attach.and_then(|attach| attach.hook);
         let packet = PacketPath::open(&pins, &ebpf, packet)?;
         tables.rebuild_filter(&packet.masquerade(), flow_vips(&pins)?.as_ref())?;
         let netns = sys::netns_cookie()
             .doing(|| "cannot ask for this network namespace's cookie".to_owned())?;
         tables.set_config(netns);
-        let has_capture = capture.is_some();
-        let agent = programs::own_cgroup().unwrap_or_default();
-        let capture = Capture::open(&pins, &ebpf, &tables, capture, agent, hook)?;
+        let mut capture = match early {
+            Some(early) => early,
+            None => Capture::open(&pins, &tables, capture, agent)?,
+        };
+        capture.set_programs(&ebpf, hook)?;
         let log = ProgramLog::new(&mut ebpf);
         let mut waiting = None;
         if waits {
@@ -187,7 +207,9 @@ impl Kernel {
                 capture: has_capture,
             });
         } else {
-            programs::attach(&ebpf, &pins, &paths.cgroup, has_capture)?;
+            if programs::attach(&ebpf, &pins, &paths.cgroup, has_capture)? {
+                direct.sockets_are_new();
+            }
             capture.attach_events(&pins, &paths.cgroup, capture.held())?;
         }
         Ok(Self {
@@ -195,6 +217,7 @@ impl Kernel {
             cgroup: paths.cgroup.clone(),
             services: ServiceTables::new(tables, limits, packet.masquerade()),
             packet,
+            direct,
             capture,
             adopted,
             log,
@@ -271,6 +294,11 @@ impl Kernel {
         let attach = self.waiting.is_none();
         self.packet
             .set(&self.pins, &mut self.services, network, attach)
+    }
+
+    /// Whether the programs look for flows that are no service's.
+    pub fn direct_flows(&self) -> Arc<DirectFlows> {
+        Arc::clone(&self.direct)
     }
 
     /// Mesh capture, for reading and for handing over listening sockets.
@@ -354,7 +382,9 @@ impl Kernel {
             let Waiting { ebpf, capture } = waiting;
             self.pins
                 .take_links(|name| programs::is_link(name, *capture))?;
-            programs::attach(ebpf, &self.pins, &self.cgroup, *capture)?;
+            if programs::attach(ebpf, &self.pins, &self.cgroup, *capture)? {
+                self.direct.sockets_are_new();
+            }
             self.capture
                 .attach_events(&self.pins, &self.cgroup, self.capture.held())?;
             self.waiting = None;
@@ -381,6 +411,32 @@ impl Kernel {
 fn flow_vips(pins: &Pins) -> Result<Option<HashSet<Addr>>, Error> {
     let conntrack = Conntrack::open(pins.root())?;
     Ok(conntrack.map(|conntrack| conntrack.vips()))
+}
+
+/// Whether programs are still being loaded.
+pub type Loading<'a> = dyn Fn() -> bool + 'a;
+
+/// For [`Kernel::open_with`], where there is nothing to do meanwhile.
+fn nothing(_: &Capture, _: &Loading<'_>) {}
+
+/// Loads on a thread of its own, and does something else meanwhile.
+fn load_while(
+    load: impl FnOnce() -> Result<Ebpf, Error> + Send,
+    meanwhile: impl FnOnce(&Loading<'_>),
+) -> Result<Ebpf, Error> {
+    thread::scope(|scope| {
+        let loading = thread::Builder::new()
+            .name("loading".to_owned())
+            .spawn_scoped(scope, load)
+            .doing(|| "cannot start a thread that loads the programs".to_owned())?;
+        meanwhile(&|| !loading.is_finished());
+        loading.join().unwrap_or_else(|_| {
+            Err(Error::Io {
+                what: "cannot load the programs".to_owned(),
+                source: std::io::Error::other("the thread that loads them panicked"),
+            })
+        })
+    })
 }
 
 /// Whether there is something to adopt. Pins that are incomplete, with no program attached, serve

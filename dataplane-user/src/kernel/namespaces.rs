@@ -15,6 +15,17 @@ use nix::sched::{CloneFlags, setns};
 const NAMED: &str = "/run/netns";
 const PROCESSES: &str = "/proc";
 
+/// The PID namespace of the machine (`PROC_PID_INIT_INO` in `include/linux/proc_ns.h`).
+const OF_THE_MACHINE: &str = "pid:[4026531836]";
+
+/// Whether this process is in the machine's PID namespace, so that `/proc` shows all processes.
+///
+/// # Errors
+/// If the kernel does not tell.
+pub fn sees_all_processes() -> io::Result<bool> {
+    Ok(fs::read_link("/proc/self/ns/pid")? == Path::new(OF_THE_MACHINE))
+}
+
 /// The results of a visit to every network namespace.
 #[derive(Debug)]
 pub struct Visited<T> {

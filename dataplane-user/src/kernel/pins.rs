@@ -609,6 +609,10 @@ pub fn remove_layout(layout: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, E
         let mut paths: Vec<PathBuf> = entries.filter_map(Result::ok).map(|e| e.path()).collect();
         paths.sort();
         for path in paths {
+            // Of an interface: listed above, with the interface.
+            if items.iter().any(|item: &CleanupItem| item.path == path) {
+                continue;
+            }
             let (what, ours) = classify(&path, wanted);
             if ours && !dry_run {
                 if wanted == ObjectKind::Link {

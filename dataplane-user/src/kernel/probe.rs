@@ -86,7 +86,9 @@ impl Feature {
     }
 }
 
-const OLD_KERNEL: &str = "use Linux 5.18 or newer (tested from 6.1 on)";
+/// `bpf_set_retval` at the hooks of `connect()` and `sendmsg()` is the newest that is asked for
+/// (`cgroup_common_func_proto` in `kernel/bpf/cgroup.c`, Linux 6.1).
+const OLD_KERNEL: &str = "use Linux 6.1 or newer";
 const NO_BPF: &str = "run as root (or with CAP_NET_ADMIN and CAP_SYS_ADMIN), outside of containers that forbid \
      bpf()";
 
@@ -123,7 +125,7 @@ pub fn features(paths: &Paths) -> Vec<Feature> {
         ),
         Feature::required(
             "LRU hash",
-            "session affinity",
+            "fragments, limits of ICMP errors",
             map(BPF_MAP_TYPE_LRU_HASH, 20, 32, 0, 1024),
             OLD_KERNEL,
         ),
@@ -153,7 +155,7 @@ pub fn features(paths: &Paths) -> Vec<Feature> {
             "bpf_set_retval",
             "ECONNREFUSED for services without endpoints",
             helper(BPF_CGROUP_INET4_CONNECT, 187),
-            "use Linux 5.18 or newer",
+            OLD_KERNEL,
         ),
         Feature::required(
             "network namespace cookies",
@@ -161,7 +163,7 @@ pub fn features(paths: &Paths) -> Vec<Feature> {
             sys::netns_cookie()
                 .map(|cookie| format!("this one is {cookie}"))
                 .map_err(word),
-            "use Linux 5.14 or newer",
+            OLD_KERNEL,
         ),
         Feature::useful(
             "socket destruction",

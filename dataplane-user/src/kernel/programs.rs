@@ -2,12 +2,15 @@
 //! in place.
 
 use std::{
+    collections::{BTreeMap, HashMap},
     fs::{self, File},
     os::{
         fd::{AsFd, BorrowedFd, OwnedFd},
         unix::fs::MetadataExt,
     },
     path::{Path, PathBuf},
+    sync::{Mutex, MutexGuard, PoisonError},
+    thread,
 };
 
 use aya::{
@@ -175,40 +178,75 @@ fn load_logging(
         loader.map_pin_path(map.name, pins.map(map.name));
     }
     let mut ebpf = loader.load(object::programs()?).map_err(Box::new)?;
-    for spec in wanted(capture) {
-        let result = match ebpf.program_mut(spec.name) {
-            Some(Program::CgroupSockAddr(program)) => program.load(),
-            Some(Program::CgroupSock(program)) => program.load(),
-            Some(Program::CgroupSockopt(program)) => program.load(),
-            Some(Program::SockOps(program)) => program.load(),
-            Some(Program::BtfTracePoint(program)) => {
-                let (Some(tracepoint), Some(types)) = (tracepoint(spec.name), types) else {
-                    return Err(absent(spec.name));
-                };
-                program.load(tracepoint, &types.btf)
-            }
-            _ => return Err(absent(spec.name)),
-        };
-        result.map_err(|source| load_error(spec.name, source))?;
-    }
-    if capture {
-        let Some(Program::SkLookup(program)) = ebpf.program_mut(INBOUND) else {
-            return Err(absent(INBOUND));
-        };
-        program
-            .load()
-            .map_err(|source| load_error(INBOUND, source))?;
-    }
+    // Those for packets are by far the largest: first.
     let packet = Direction::ALL.into_iter().filter(|_| packet);
-    let capture = Direction::CAPTURE.into_iter().filter(|_| capture);
-    for direction in packet.chain(capture) {
-        let name = direction.program();
-        let Some(Program::SchedClassifier(program)) = ebpf.program_mut(name) else {
-            return Err(absent(name));
-        };
-        program.load().map_err(|source| load_error(name, source))?;
-    }
+    let by_packets = Direction::CAPTURE.into_iter().filter(|_| capture);
+    let names = packet.chain(by_packets).map(Direction::program);
+    let inbound = capture.then_some(INBOUND);
+    let names = names.chain(inbound);
+    let names: Vec<&'static str> = names.chain(wanted(capture).map(|spec| spec.name)).collect();
+    load_all(&mut ebpf, &names, types)?;
     Ok(ebpf)
+}
+
+/// Loads programs, as many at the same time as there are CPUs: the kernel checks each for itself, which takes most of
+/// the time of an agent's start. The error is that of the first by name.
+fn load_all(ebpf: &mut Ebpf, names: &[&'static str], types: Option<&Types>) -> Result<(), Error> {
+    let mut there: HashMap<String, &mut Program> = ebpf
+        .programs_mut()
+        .map(|(name, program)| (name.to_owned(), program))
+        .collect();
+    let mut programs = Vec::new();
+    for name in names {
+        programs.push((*name, there.remove(*name).ok_or_else(|| absent(name))?));
+    }
+    let threads = thread::available_parallelism().map_or(1, Into::into);
+    let (waiting, failed) = (
+        Mutex::new(programs.into_iter()),
+        Mutex::new(BTreeMap::new()),
+    );
+    let next = || lock(&waiting).next();
+    let work = || {
+        while let Some((name, program)) = next() {
+            if let Err(error) = load_one(name, program, types) {
+                lock(&failed).insert(name, error);
+            }
+        }
+    };
+    thread::scope(|scope| {
+        for _ in 1..threads.min(names.len()) {
+            // Without it, this thread does its work.
+            let _ = thread::Builder::new()
+                .name("load".to_owned())
+                .spawn_scoped(scope, work);
+        }
+        work();
+    });
+    let failed = failed.into_inner().unwrap_or_else(PoisonError::into_inner);
+    failed.into_values().next().map_or(Ok(()), Err)
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn load_one(name: &'static str, program: &mut Program, types: Option<&Types>) -> Result<(), Error> {
+    let result = match program {
+        Program::CgroupSockAddr(program) => program.load(),
+        Program::CgroupSock(program) => program.load(),
+        Program::CgroupSockopt(program) => program.load(),
+        Program::SockOps(program) => program.load(),
+        Program::BtfTracePoint(program) => {
+            let (Some(tracepoint), Some(types)) = (tracepoint(name), types) else {
+                return Err(absent(name));
+            };
+            program.load(tracepoint, &types.btf)
+        }
+        Program::SkLookup(program) => program.load(),
+        Program::SchedClassifier(program) => program.load(),
+        _ => return Err(absent(name)),
+    };
+    result.map_err(|source| load_error(name, source))
 }
 
 /// The programs that are attached to the cgroup or to tracepoints, in the order in which they are.
@@ -281,7 +319,9 @@ pub fn load_error(program: &'static str, source: ProgramError) -> Error {
 /// capture are new, those for services that have the same hook are attached anew after them, and
 /// only then lose the link they had: for a moment they run twice, and the second time find
 /// nothing to translate.
-pub fn attach(ebpf: &Ebpf, pins: &Pins, cgroup: &Path, capture: bool) -> Result<(), Error> {
+///
+/// Answers whether they were attached to another cgroup.
+pub fn attach(ebpf: &Ebpf, pins: &Pins, cgroup: &Path, capture: bool) -> Result<bool, Error> {
     let directory =
         File::open(cgroup).doing(|| format!("cannot open the cgroup {}", cgroup.display()))?;
     let id = cgroup_id(&directory, cgroup)?;
@@ -289,6 +329,7 @@ pub fn attach(ebpf: &Ebpf, pins: &Pins, cgroup: &Path, capture: bool) -> Result<
         detach_capture(pins)?;
     }
     let mut before_us = false;
+    let mut moved = false;
     for spec in wanted(capture) {
         let fd = descriptor(ebpf, spec)?;
         let is_capture = CAPTURE_PROGRAMS.iter().any(|other| other.name == spec.name);
@@ -301,7 +342,10 @@ pub fn attach(ebpf: &Ebpf, pins: &Pins, cgroup: &Path, capture: bool) -> Result<
             }
             // On another cgroup, or on one that is gone, or on a tracepoint, whose links know no other program: attached
             // anew, then the pin is replaced. For a moment both are told.
-            Some(_) => create(spec, fd, &directory, &pins.link(spec.name), true)?,
+            Some((_, info)) => {
+                moved |= !spec.is_traced() && info.target != LinkTarget::Cgroup(id);
+                create(spec, fd, &directory, &pins.link(spec.name), true)?;
+            }
             None => {
                 if spec.is_traced() {
                     forget_meters(pins)?;
@@ -311,7 +355,7 @@ pub fn attach(ebpf: &Ebpf, pins: &Pins, cgroup: &Path, capture: bool) -> Result<
             }
         }
     }
-    Ok(())
+    Ok(moved)
 }
 
 /// Has a program be told of connections to a proxy, from now on; nothing if one is.
@@ -407,15 +451,20 @@ fn cgroup_id(directory: &File, path: &Path) -> Result<u64, Error> {
 /// # Errors
 /// [`Error::NoCgroup2`] if there is none.
 pub fn cgroup2_root() -> Result<PathBuf, Error> {
-    let mounts = fs::read_to_string("/proc/self/mountinfo")
-        .doing(|| "cannot read /proc/self/mountinfo".into())?;
-    mounts.lines().find_map(cgroup2_mount).ok_or_else(|| {
+    cgroup2_mounts()?.into_iter().next().ok_or_else(|| {
         // Not to be read without privilege, and then not said.
         let of_init = fs::read_to_string("/proc/1/mountinfo").unwrap_or_default();
         Error::NoCgroup2 {
             hidden: of_init.lines().find_map(cgroup2_mount),
         }
     })
+}
+
+/// Where all or a part of the cgroup v2 hierarchy is mounted, as this process sees it.
+pub fn cgroup2_mounts() -> Result<Vec<PathBuf>, Error> {
+    let mounts = fs::read_to_string("/proc/self/mountinfo")
+        .doing(|| "cannot read /proc/self/mountinfo".into())?;
+    Ok(mounts.lines().filter_map(cgroup2_mount).collect())
 }
 
 /// Refuses what is no directory of a cgroup v2 file system: the kernel would only say `EBADF`.

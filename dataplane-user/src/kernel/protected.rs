@@ -8,10 +8,7 @@ use dataplane_common::{
 
 use ipnet::{IpNet, Ipv4Net};
 
-use super::{
-    error::Error,
-    packet::{PacketTables, Sources},
-};
+use super::{error::Error, packet::PacketTables, sources::Sources};
 use crate::plan::{
     ipsec::{Policy, Selectors, selectors},
     source_key,

@@ -8,6 +8,7 @@
 //! does not add it to that of UDP sockets (`inet_sk_diag_fill` in net/ipv4/inet_diag.c), so those
 //! whose set is full are not found.
 
+mod cgroups;
 mod sweep;
 
 use std::{
@@ -33,6 +34,7 @@ use super::{
     pins::{MAPS, MapSpec, Pins},
 };
 
+pub use cgroups::{PodCgroups, pod_cgroups};
 pub use sweep::Sweeper;
 
 const SOCK_DIAG_BY_FAMILY: u16 = 20;

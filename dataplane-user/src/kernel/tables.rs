@@ -27,8 +27,8 @@ use zerocopy::{FromBytes, IntoBytes};
 use super::{
     error::{Doing, Error},
     map::{Hash, Mapped},
-    packet::Sources,
     pins::{MAPS, MapSpec, Pins, spec},
+    sources::Sources,
     sys::{self, Shape},
 };
 use stats::Stats;

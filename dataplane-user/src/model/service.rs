@@ -26,13 +26,16 @@ impl Protocol {
     }
 }
 
-/// `spec.type`.
+/// `spec.type`, or where else it comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ServiceType {
     /// Cluster IPs only; none of them if headless.
     ClusterIp,
     /// Also a port on every node.
     NodePort,
+    /// No Service, but the host ports of a pod on this node. Its external IPs are the node's own addresses, of which
+    /// loopback is for sockets of the node's own network namespace.
+    HostPort,
     /// Also addresses of a load balancer.
     LoadBalancer,
     /// A name in DNS: no VIP.

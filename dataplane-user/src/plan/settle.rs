@@ -1,6 +1,6 @@
 //! Lets one service's pools and keys be as they should.
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, net::IpAddr};
 
 use dataplane_common::tables::{Block, Endpoint, Frontend};
 use smallvec::SmallVec;
@@ -237,7 +237,14 @@ impl Settle<'_> {
             ),
         ];
         for (field, ips) in lists {
-            for ip in ips.iter().filter(|ip| !wanted::can_be_vip(**ip)) {
+            let can_be = |ip: IpAddr| {
+                if field == "spec.externalIPs" {
+                    wanted::can_be_external_ip(service, ip)
+                } else {
+                    wanted::can_be_vip(ip)
+                }
+            };
+            for ip in ips.iter().filter(|ip| !can_be(**ip)) {
                 self.problem(
                     service,
                     format!(

@@ -53,6 +53,12 @@ pub(super) fn can_be_vip(ip: IpAddr) -> bool {
     !(ip.is_unspecified() || ip.is_loopback() || ip.is_multicast())
 }
 
+/// Whether `service` may have this external IP: a pod's host ports also have the node's own loopback addresses.
+pub(super) fn can_be_external_ip(service: &Service, ip: IpAddr) -> bool {
+    let of_node = service.kind == ServiceType::HostPort && ip.to_canonical().is_loopback();
+    of_node || can_be_vip(ip)
+}
+
 /// The networks of one family that may use the load balancer's addresses; none if all may. Ranges
 /// of the other family leave this one open.
 pub(super) fn source_ranges(service: &Service, v4: bool) -> impl Iterator<Item = &IpNet> {
@@ -88,7 +94,12 @@ pub(super) fn keys(service: &Service, keys: &mut Vec<WantedKey>) {
             .collect::<Vec<_>>()
     };
     let cluster_ips = vips(&service.cluster_ips);
-    let external_ips = vips(&service.external_ips);
+    let external_ips: Vec<_> = service
+        .external_ips
+        .iter()
+        .filter(|ip| can_be_external_ip(service, **ip))
+        .map(|ip| Addr::from(*ip))
+        .collect();
     let load_balancer_ips = vips(&service.load_balancer_ips);
 
     let every = TrafficPolicy::Cluster;

@@ -1,12 +1,6 @@
 //! A connection through the proxy.
 
-use std::{
-    io,
-    net::SocketAddr,
-    os::fd::OwnedFd,
-    sync::{Arc, atomic::Ordering},
-    time::{Duration, Instant},
-};
+use std::{io, net::SocketAddr, os::fd::OwnedFd, time::Duration};
 
 use dataplane_common::{
     Port,
@@ -15,65 +9,32 @@ use dataplane_common::{
 };
 
 use super::{
-    attachment::{Attached, Direction},
     buffers::Buffers,
-    index::Target,
-    metrics::Counters,
-    outcome::Flag,
-    pump::{Broken, End, Flow, Haste, Step},
-    socket,
+    pump::{Broken, End, Haste, Pump, Step},
 };
+use crate::relay::{Flag, Session, socket};
 
-/// A connection: a client's socket and, once there is one, an endpoint's.
+/// A connection: a client's socket and, once there is an attempt to connect, an endpoint's.
 #[derive(Debug)]
 pub struct Connection {
-    /// Whose it is.
-    pub attached: Arc<Attached>,
-    /// Out of the workload or into it.
-    pub direction: Direction,
-    /// The client.
-    pub client: SocketAddr,
-    /// Where the client wanted to go.
-    pub destination: SocketAddr,
-    /// Where it goes, or where the last attempt went.
-    pub endpoint: SocketAddr,
-    /// The service, if it is one's.
-    pub target: Option<Arc<Target>>,
-    /// Where it is counted.
-    pub counters: Arc<Counters>,
-    /// When it was accepted.
-    pub opened: Instant,
+    /// Its session.
+    pub session: Session,
     /// When it last carried something, by the worker's clock.
     pub active: u32,
-    /// What the counters know of already: sent by the client, and to it.
-    pub counted: [u64; 2],
-    /// Up to where senders past the TCP stack were told to go on: from the client, and to it.
+    /// Up to where senders past the TCP stack may go on: from the client, and to the client.
     granted: [u64; 2],
-    /// Whether its sockets are kept alive: not from the start, since most connections have ended
-    /// before that would matter.
+    /// Whether keepalive is on. The proxy does not turn it on at the start, because most connections
+    /// have ended before it would matter.
     pub kept_alive: bool,
     /// Whether it waits for its next turn.
     pub queued: bool,
-    /// While it is being made.
-    pub dial: Option<Box<Dial>>,
-    near: End,
-    far: Option<End>,
-    up: Flow,
-    down: Flow,
+    client: End,
+    endpoint: Option<End>,
+    up: Pump,
+    down: Pump,
 }
 
-/// An attempt to reach an endpoint.
-#[derive(Debug)]
-pub struct Dial {
-    /// Endpoints that were tried in vain.
-    pub tried: Vec<SocketAddr>,
-    /// What the last of them said.
-    pub error: Option<io::Error>,
-    /// How many attempts are left.
-    pub left: usize,
-}
-
-/// Which of the two sockets.
+/// One of the two sockets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
     /// The client's.
@@ -83,155 +44,131 @@ pub enum Side {
 }
 
 impl Connection {
-    /// One that was accepted, and goes nowhere yet.
-    pub fn new(
-        socket: OwnedFd,
-        attached: Arc<Attached>,
-        direction: Direction,
-        addresses: [SocketAddr; 2],
-        counters: Arc<Counters>,
-        now: Instant,
-    ) -> Self {
-        let [client, destination] = addresses;
-        let accelerated = attached.acceleration.is_some();
+    /// A connection that was accepted and is not connected further yet.
+    pub fn new(session: Session, socket: OwnedFd) -> Self {
+        let accelerated = session.attached().acceleration.is_some();
         Self {
-            attached,
-            direction,
-            client,
-            destination,
-            endpoint: destination,
-            target: None,
-            counters,
-            opened: now,
+            session,
             active: 0,
-            counted: [0; 2],
             granted: [0; 2],
             kept_alive: false,
             queued: false,
-            dial: None,
-            // As the listening socket.
-            near: End {
+            client: End {
                 writable: true,
+                // Inherited from the listening socket.
                 ..End::new(socket, Haste::Ensured, accelerated)
             },
-            far: None,
-            up: Flow::default(),
-            down: Flow::default(),
+            endpoint: None,
+            up: Pump::default(),
+            down: Pump::default(),
         }
     }
 
-    /// The endpoint's, which may be connecting still.
+    /// The endpoint's socket, which may be connecting still.
     pub fn endpoint_socket(&self) -> Option<&OwnedFd> {
-        self.far.as_ref().map(|end| &end.socket)
+        self.endpoint.as_ref().map(|end| &end.socket)
     }
 
-    /// Takes another socket for the endpoint's; the one before is closed.
+    /// Replaces the endpoint's socket. The previous one is closed.
     pub fn set_endpoint_socket(&mut self, socket: Option<OwnedFd>) {
-        let accelerated = self.attached.acceleration.is_some();
-        self.far = socket.map(|socket| End::new(socket, Haste::Unsent, accelerated));
+        let accelerated = self.session.attached().acceleration.is_some();
+        self.endpoint = socket.map(|socket| End::new(socket, Haste::Unsent, accelerated));
     }
 
-    /// Reads what the client has said already, into the shared buffer: how much.
+    /// Reads what the client has already sent into the shared buffer, and returns how many bytes that
+    /// is.
     ///
     /// # Errors
     /// If the client is gone.
-    pub fn first_words(&mut self, buffers: &mut Buffers) -> Result<usize, Flag> {
-        Flow::first_words(&mut self.near, buffers).map_err(|_| {
+    pub fn read_first(&mut self, buffers: &mut Buffers) -> Result<usize, Flag> {
+        Pump::read_first(&mut self.client, buffers).map_err(|_| {
             // The kernel says so once.
-            self.near.broken = true;
+            self.client.broken = true;
             Flag::ClientReset
         })
     }
 
-    /// Passes on what [`Connection::first_words`] has read; what the endpoint does not take yet is
-    /// held. Whether the endpoint is connected.
+    /// Writes the bytes that [`Connection::read_first`] has read to the endpoint, and holds what the
+    /// endpoint's socket does not take yet. Returns whether the endpoint is connected.
     ///
     /// # Errors
-    /// Why it can not be connected.
-    pub fn begin(&mut self, buffers: &mut Buffers, count: usize) -> io::Result<bool> {
-        match &mut self.far {
-            Some(far) if count > 0 => Ok(self.up.begin(far, buffers, count)?),
+    /// Why the endpoint cannot be connected.
+    pub fn write_first(&mut self, buffers: &mut Buffers, count: usize) -> io::Result<bool> {
+        let received = &mut self.session.bytes[0];
+        match &mut self.endpoint {
+            Some(endpoint) if count > 0 => {
+                Ok(self.up.write_first(endpoint, buffers, count, received)?)
+            }
             _ => Ok(false),
         }
     }
 
-    /// Whether there is something to say to the endpoint.
-    pub fn has_words(&self) -> bool {
+    /// Whether bytes are held for the endpoint.
+    pub fn holds_first(&self) -> bool {
         self.up.holds()
     }
 
-    /// What is known of one of the sockets.
+    /// One of the sockets, and its readiness.
     pub fn end_mut(&mut self, side: Side) -> Option<&mut End> {
         match side {
-            Side::Client => Some(&mut self.near),
-            Side::Endpoint => self.far.as_mut(),
+            Side::Client => Some(&mut self.client),
+            Side::Endpoint => self.endpoint.as_mut(),
         }
     }
 
-    /// Bytes from the client to the endpoint, and back.
-    pub fn bytes(&self) -> [u64; 2] {
-        [self.up.bytes, self.down.bytes]
+    /// Both sockets, as far as there are two.
+    fn ends(&self) -> impl Iterator<Item = &End> {
+        std::iter::once(&self.client).chain(&self.endpoint)
     }
 
-    /// Brings the counters up to date.
-    pub fn count(&mut self) {
-        let bytes = self.bytes();
-        let [received, sent] = [0, 1].map(|way| bytes[way] - self.counted[way]);
-        self.counters
-            .received
-            .fetch_add(received, Ordering::Relaxed);
-        self.counters.sent.fetch_add(sent, Ordering::Relaxed);
-        self.counted = bytes;
-    }
-
-    /// Carries what there is in both directions.
+    /// Carries in both directions what there is to carry.
     ///
     /// # Errors
-    /// How it ended, if one side broke: what could be read of it still was passed on.
+    /// How the connection ended, if one side broke. What could still be read from that side was passed
+    /// on.
     pub fn pump(&mut self, buffers: &mut Buffers) -> Result<Step, Flag> {
-        let Some(far) = &mut self.far else {
+        let Some(endpoint) = &mut self.endpoint else {
             return Ok(Step::Waiting);
         };
-        let near = &mut self.near;
-        let up = self.up.pump(near, far, buffers);
-        let down = self.down.pump(far, near, buffers);
+        let client = &mut self.client;
+        let [received, sent] = &mut self.session.bytes;
+        let up = self.up.run(client, endpoint, buffers, received);
+        let down = self.down.run(endpoint, client, buffers, sent);
         match (up, down) {
             (Ok(Step::Done), Ok(Step::Done)) => Ok(Step::Done),
             (Ok(Step::More), Ok(_)) | (Ok(_), Ok(Step::More)) => Ok(Step::More),
             (Ok(_), Ok(_)) => Ok(Step::Waiting),
-            // What the endpoint said before it broke has been passed on by the other direction.
+            // What the endpoint sent before it broke has been passed on by the other direction.
             (Err(Broken::Receiver), _) | (Ok(_), Err(Broken::Sender)) => Err(Flag::EndpointReset),
             (Err(Broken::Sender), _) => Err(Flag::ClientReset),
             (Ok(_), Err(Broken::Receiver)) => {
-                // The client is gone. What it sent before may be unread still.
-                near.readable = true;
-                let _ = self.up.pump(near, far, buffers);
+                // The client is gone. What the client sent before may be unread still.
+                client.readable = true;
+                let _ = self.up.run(client, endpoint, buffers, received);
                 Err(Flag::ClientReset)
             }
         }
     }
 
-    /// Tells those who send past the TCP stack how far their bytes have come, every so often.
+    /// Tells the kernel, every so many bytes, how far senders past the TCP stack may go on.
     pub fn grant(&mut self) {
-        let Some(acceleration) = &self.attached.acceleration else {
+        let Some(acceleration) = &self.session.attached().acceleration else {
             return;
         };
-        for (way, bytes) in self.bytes().into_iter().enumerate() {
+        for (way, bytes) in self.session.bytes.into_iter().enumerate() {
             if bytes < self.granted[way] + STEP {
                 continue;
             }
             self.granted[way] = bytes;
-            let ends = if way == 0 {
-                let listener = self.attached.listener(self.client.is_ipv4());
-                let proxy = listener.map_or_else(|| socket::own_address(&self.near.socket), Ok);
-                proxy.map(|proxy| (self.client, proxy))
-            } else {
-                match &self.far {
-                    Some(far) => socket::own_address(&far.socket).map(|own| (own, self.endpoint)),
-                    None => continue,
+            // Of the connection that the bytes come by: who has connected, and to which address.
+            let ends = match (way, &self.endpoint) {
+                (0, _) => self.own_address().map(|own| (self.session.client(), own)),
+                (_, Some(endpoint)) => {
+                    socket::own_address(&endpoint.socket).map(|own| (own, self.session.endpoint()))
                 }
+                (_, None) => continue,
             };
-            // It may be gone.
+            // Fails if the connection is gone.
             let Ok((client, proxy)) = ends else { continue };
             let tuple = Tuple {
                 netns: acceleration.netns,
@@ -245,27 +182,34 @@ impl Connection {
         }
     }
 
+    /// The proxy's address of the connection that the client has made.
+    fn own_address(&self) -> io::Result<SocketAddr> {
+        let v4 = self.session.client().is_ipv4();
+        match self.session.attached().listener(v4) {
+            Some(own) => Ok(own),
+            None => socket::own_address(&self.client.socket),
+        }
+    }
+
     /// Makes both sides see a reset when the sockets are closed.
     pub fn reset(&self) {
-        // Who has sent one is not told.
-        for end in std::iter::once(&self.near)
-            .chain(&self.far)
-            .filter(|end| !end.broken)
-        {
+        // A side that has sent a reset gets none.
+        for end in self.ends().filter(|end| !end.broken) {
             socket::reset_on_close(&end.socket);
         }
     }
 
-    /// Has the kernel find out whether the peers are still there, when nothing was said for so long.
+    /// Turns on keepalive: the kernel checks whether the peers are still there after so long without a
+    /// byte.
     pub fn keep_alive(&mut self, after: Duration) {
         self.kept_alive = true;
-        for end in std::iter::once(&self.near).chain(&self.far) {
-            // It may have ended just now.
+        for end in self.ends() {
+            // Fails if the connection has just ended.
             let _ = socket::keep_alive(&end.socket, after);
         }
     }
 
-    /// Gives back what it holds.
+    /// Gives the buffers that it holds back.
     pub fn abandon(&mut self, buffers: &mut Buffers) {
         self.up.abandon(buffers);
         self.down.abandon(buffers);

@@ -1,18 +1,21 @@
-//! What the proxy knows and does, for a person or a program that looks.
+//! The settings and the state of the proxy, for the admin endpoint.
 
 use std::net::SocketAddr;
 
 use serde::Serialize;
 
-use super::{AccessLog, Shared};
-use crate::model::{Egress, Protocol};
+use super::shared::Shared;
+use crate::{
+    model::{Egress, Protocol},
+    relay::{AccessLog, Entry},
+};
 
 /// `/config_dump`.
 #[derive(Debug, Serialize)]
 pub struct Dump {
     settings: SettingsDump,
     connections: usize,
-    /// Bytes that are held for readers that do not keep up.
+    /// Bytes held for readers that do not keep up.
     held_bytes: usize,
     workers: Vec<WorkerDump>,
     workloads: Vec<WorkloadDump>,
@@ -44,7 +47,7 @@ struct WorkloadDump {
     egress: &'static str,
     own_namespace: bool,
     connections: usize,
-    /// None are left once it was removed: its connections end.
+    /// Empty once the workload was removed and its connections end.
     listeners: Vec<ListenerDump>,
 }
 
@@ -76,16 +79,13 @@ struct EndpointDump {
 impl Dump {
     pub(super) fn of(shared: &Shared) -> Self {
         let settings = &shared.settings;
-        let index = shared.index().1;
+        let relay = &shared.relay;
+        let (_, index) = relay.index();
         let workers = shared.loads.iter().map(|load| WorkerDump {
-            connections: load.get(),
+            connections: load.connections(),
             held_bytes: load.held(),
         });
-        let workloads = shared
-            .lock_attachments()
-            .iter()
-            .map(WorkloadDump::of)
-            .collect();
+        let entries = relay.entries();
         let services = index.snapshot().services.values();
         Self {
             settings: SettingsDump {
@@ -95,21 +95,21 @@ impl Dump {
                 connect_timeout_ms: settings.connect_timeout.as_millis(),
                 idle_timeout_ms: settings.idle_timeout.map(|t| t.as_millis()),
                 keepalive_ms: settings.keepalive.map(|t| t.as_millis()),
-                max_connections: shared.limits.max(),
-                max_per_workload: shared.limits.per_workload(),
+                max_connections: relay.limits.max(),
+                max_per_workload: relay.limits.per_workload(),
                 access_log: settings.access_log,
             },
-            connections: shared.limits.open(),
+            connections: relay.limits.open(),
             held_bytes: shared.held(),
             workers: workers.collect(),
-            workloads,
+            workloads: entries.iter().map(WorkloadDump::of).collect(),
             services: services.map(|service| ServiceDump::of(service)).collect(),
         }
     }
 }
 
 impl WorkloadDump {
-    fn of(entry: &super::Entry) -> Self {
+    fn of(entry: &Entry) -> Self {
         let attached = &entry.attached;
         let listeners = entry
             .listeners
@@ -122,7 +122,7 @@ impl WorkloadDump {
                 Egress::Deny => "deny",
             },
             own_namespace: attached.namespace.is_some(),
-            connections: attached.open(),
+            connections: attached.connections(),
             listeners: listeners
                 .map(|listener| ListenerDump {
                     address: listener.address,

@@ -1,4 +1,4 @@
-//! One direction of a connection: from one socket to the other.
+//! The pump of one direction of a connection: it reads from one socket and writes to the other.
 
 use std::os::fd::OwnedFd;
 
@@ -7,16 +7,14 @@ use rustix::{
     net::{self, RecvFlags, SendFlags, Shutdown},
 };
 
-use super::{
-    buffers::{Buffers, Held, LARGE, SMALL},
-    socket,
-};
+use super::buffers::{Buffers, Held, LARGE, SMALL};
+use crate::relay::socket;
 
-/// Reads for one connection in a row, before others have their turn.
+/// The maximum number of reads for one direction before other connections have their turn.
 const TURNS: usize = 8;
 
-/// One of the two sockets of a connection, and what is known of it. Readiness is edge-triggered:
-/// the kernel tells once, so it is remembered here until a system call finds otherwise.
+/// One of the two sockets of a connection, and its readiness. Readiness is edge-triggered: the kernel
+/// reports it once, so it is kept here until a system call finds otherwise.
 #[derive(Debug)]
 #[expect(
     clippy::struct_excessive_bools,
@@ -25,45 +23,45 @@ const TURNS: usize = 8;
 pub struct End {
     /// The socket.
     pub socket: OwnedFd,
-    /// There may be something to read.
+    /// There may be bytes to read.
     pub readable: bool,
     /// There may be space to write.
     pub writable: bool,
-    /// Whether the kernel tells when there is: it need not before there was none for once, and to be
-    /// told of all that there is from the start would be a wait in vain.
+    /// Whether the kernel reports space to write. It need not before the socket was full for the first
+    /// time: the first report would only wake the worker for nothing.
     pub asks_for_space: bool,
-    /// The peer has sent its last byte, which may be unread still. No edge will tell of it again,
-    /// so that it must be read to the end.
+    /// The peer has sent its last byte, which may be unread still. The kernel does not report it again,
+    /// so the socket must be read to the end.
     pub closing: bool,
     /// The connection was reset, or has broken.
     pub broken: bool,
-    /// Whether little is sent at once.
+    /// Whether the kernel sends short writes at once.
     pub haste: Haste,
-    /// Whether it was looked at how much may be on its way to the peer ([`socket::bound_if_near`]).
+    /// Whether [`socket::bound_if_near`] has been called.
     pub weighed: bool,
-    /// What comes past the TCP stack and what comes by TCP are two queues, and one read takes of one
-    /// of them: that it was not filled does not mean that there is no more.
+    /// Whether bytes may come past the TCP stack. They have a queue of their own, and one read takes
+    /// from one queue, so a read that was not filled may leave bytes in the other.
     pub two_queues: bool,
 }
 
-/// Whether the kernel holds back little until the peer has acknowledged what was sent before
-/// (Nagle's algorithm). The first little never waits: many connections have ended before it would
-/// matter, and save a system call.
+/// Whether the kernel holds a short write back until the peer has acknowledged the bytes before it
+/// (Nagle's algorithm). The first short write never waits, so connections that end after it save the
+/// system call that turns the algorithm off.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Haste {
-    /// It would, and nothing was sent yet.
+    /// It does, and nothing was sent yet.
     Unsent,
-    /// It would.
+    /// It does.
     Sent,
     /// It does not (`TCP_NODELAY`).
     Ensured,
 }
 
-/// So much fits a segment of any connection: nothing of it is left to be held back.
+/// The longest write that fits one segment of any connection, so that no rest of it is held back.
 const SEGMENT: usize = 512;
 
 impl End {
-    /// A socket of which nothing is known yet.
+    /// A socket whose readiness is not known yet.
     pub fn new(socket: OwnedFd, haste: Haste, two_queues: bool) -> Self {
         Self {
             socket,
@@ -79,25 +77,23 @@ impl End {
     }
 }
 
-/// What one direction has carried, and where it is.
+/// One direction of a connection.
 #[derive(Debug)]
-pub struct Flow {
+pub struct Pump {
+    /// Bytes that were read and that the receiver's socket has not taken.
     held: Option<Held>,
-    /// Bytes that the receiver's socket has taken.
-    pub bytes: u64,
-    /// What the next read may take.
+    /// The size of the next read.
     size: u32,
-    /// The sender has sent its last byte, and it was read.
+    /// The sender has ended this direction, and everything was read.
     ended: bool,
-    /// The receiver was told.
+    /// The end was passed on to the receiver.
     passed_on: bool,
 }
 
-impl Default for Flow {
+impl Default for Pump {
     fn default() -> Self {
         Self {
             held: None,
-            bytes: 0,
             #[expect(clippy::cast_possible_truncation, reason = "16 KiB")]
             size: SMALL as u32,
             ended: false,
@@ -115,24 +111,24 @@ pub enum Broken {
     Receiver,
 }
 
-/// How far a direction got.
+/// How far a direction has got.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// The kernel will tell when there is more to do.
+    /// The kernel will report when there is more to do.
     Waiting,
-    /// There is more to do, and others should have their turn first.
+    /// There is more to do, after the turns of other connections.
     More,
-    /// Everything was passed on, the end included.
+    /// Everything was passed on, including the end.
     Done,
 }
 
-impl Flow {
-    /// Reads what the sender has said already, before there is anybody to say it to, into the shared
-    /// buffer: how much of that is [`Flow::begin`]'s.
+impl Pump {
+    /// Reads what the sender has already sent, before there is a receiver, into the shared buffer.
+    /// Returns the count for [`Pump::write_first`].
     ///
     /// # Errors
     /// If the sender's socket broke.
-    pub fn first_words(from: &mut End, buffers: &mut Buffers) -> Result<usize, Broken> {
+    pub fn read_first(from: &mut End, buffers: &mut Buffers) -> Result<usize, Broken> {
         loop {
             match net::recv(
                 &from.socket,
@@ -140,7 +136,7 @@ impl Flow {
                 RecvFlags::empty(),
             ) {
                 Ok((read, _)) => {
-                    // That it has ended is found out once more.
+                    // An end is found again by the next read.
                     from.readable = read == SMALL || read == 0 || from.two_queues;
                     return Ok(read);
                 }
@@ -151,45 +147,48 @@ impl Flow {
         }
     }
 
-    /// Writes the first `count` bytes of the shared buffer to a socket that may be connecting still;
-    /// what it does not take is held. Whether it is connected.
+    /// Writes the first `count` bytes of the shared buffer to a socket that may be connecting still,
+    /// holds what the socket does not take, and adds to `bytes` what it takes. Returns whether the
+    /// socket is connected.
     ///
     /// # Errors
-    /// Why it is not.
-    pub fn begin(
+    /// Why the socket cannot be connected.
+    pub fn write_first(
         &mut self,
         to: &mut End,
         buffers: &mut Buffers,
         count: usize,
+        bytes: &mut u64,
     ) -> Result<bool, Errno> {
         let sent = send(to, &buffers.shared()[..count]);
         let written = *sent.as_ref().unwrap_or(&0);
-        self.bytes += written as u64;
+        *bytes += written as u64;
         if written < count {
             self.held = Some(buffers.hold(written, count));
         }
         sent.map(|written| written > 0)
     }
 
-    /// Whether there is something that the receiver has not taken.
+    /// Whether bytes are held that the receiver's socket has not taken.
     pub fn holds(&self) -> bool {
         self.held.is_some()
     }
 
-    /// Carries what there is.
+    /// Carries what there is to carry, and adds to `bytes` what the receiver's socket has taken.
     ///
     /// # Errors
     /// Which of the sockets broke.
-    pub fn pump(
+    pub fn run(
         &mut self,
         from: &mut End,
         to: &mut End,
         buffers: &mut Buffers,
+        bytes: &mut u64,
     ) -> Result<Step, Broken> {
         for _ in 0..TURNS {
             if let Some(held) = &mut self.held {
                 if !to.writable {
-                    // Who reads nothing gets nothing of a connection that has broken.
+                    // Of a connection that has broken, a receiver that does not read gets no more.
                     return if from.broken {
                         Err(Broken::Sender)
                     } else {
@@ -198,7 +197,7 @@ impl Flow {
                 }
                 let count = held.bytes().len();
                 let written = write(to, held.bytes())?;
-                self.bytes += written as u64;
+                *bytes += written as u64;
                 if written < count {
                     held.consume(written);
                     continue;
@@ -210,7 +209,7 @@ impl Flow {
             if self.ended {
                 if !self.passed_on {
                     self.passed_on = true;
-                    // A socket that is closed already has no need to be told.
+                    // Fails if the receiver has closed the connection.
                     let _ = net::shutdown(&to.socket, Shutdown::Write);
                 }
                 return Ok(Step::Done);
@@ -224,8 +223,8 @@ impl Flow {
                 &mut buffers.shared()[..size],
                 RecvFlags::empty(),
             ) {
-                // Nothing more comes from a connection that has broken; that it was reset was told
-                // before, or a socket in a sockmap does not say it.
+                // Nothing more comes from a connection that has broken. The kernel has reported the
+                // reset before, or does not report it for a socket in a sockmap.
                 Ok((0, _)) | Err(Errno::AGAIN) if from.broken => return Err(Broken::Sender),
                 Ok((0, _)) => {
                     self.ended = true;
@@ -239,11 +238,11 @@ impl Flow {
                 Err(Errno::INTR) => continue,
                 Err(_) => return Err(Broken::Sender),
             };
-            // What comes from now on will be told.
+            // The kernel reports what comes from now on.
             from.readable = read == size || from.closing || from.two_queues;
             to.writable = true;
             let written = write(to, &buffers.shared()[..read])?;
-            self.bytes += written as u64;
+            *bytes += written as u64;
             if written < read {
                 self.held = Some(buffers.hold(written, read));
                 self.resize((size / 2).max(SMALL));
@@ -260,7 +259,7 @@ impl Flow {
         Ok(Step::More)
     }
 
-    /// Gives back what will not be written any more.
+    /// Gives the buffer that is held back.
     pub fn abandon(&mut self, buffers: &mut Buffers) {
         if let Some(held) = self.held.take() {
             buffers.release(held);
@@ -273,12 +272,12 @@ impl Flow {
     }
 }
 
-/// Writes what the socket takes.
+/// Writes as much as the socket takes.
 fn write(to: &mut End, bytes: &[u8]) -> Result<usize, Broken> {
     send(to, bytes).map_err(|_| Broken::Receiver)
 }
 
-/// The same, with the kernel's word for it if it takes nothing any more.
+/// Writes as much as the socket takes, and returns the kernel's error if the socket has broken.
 fn send(to: &mut End, bytes: &[u8]) -> Result<usize, Errno> {
     let little = to.haste == Haste::Unsent && bytes.len() <= SEGMENT;
     if !little && to.haste != Haste::Ensured {

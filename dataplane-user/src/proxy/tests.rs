@@ -365,7 +365,7 @@ fn a_removed_workload_can_be_attached_again() {
         egress: Egress::Allow,
         acceleration: None,
     };
-    assert!(matches!(proxy.add(again()), Err(Error::Attached(_))));
+    assert!(matches!(proxy.add(again()), Err(AttachError::Attached(_))));
     let client = connect(vip);
     let server = accept(&listener);
     proxy.remove(&workload().name, Duration::from_millis(100));

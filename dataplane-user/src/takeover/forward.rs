@@ -158,10 +158,6 @@ fn reached<'a>(base: &'a Chain, chains: &BTreeMap<&str, &'a Chain>) -> Vec<&'a C
             let next: Vec<&&Chain> = match does {
                 Verdict::Refuse => Vec::new(),
                 Verdict::Jump(to) => chains.get(&**to).into_iter().collect(),
-                Verdict::Map => chains
-                    .values()
-                    .filter(|chain| chain.base.is_none())
-                    .collect(),
             };
             for chain in next {
                 if names.insert(&chain.name) {
@@ -270,17 +266,17 @@ mod tests {
     }
 
     #[test]
-    fn a_map_may_lead_anywhere_in_its_table() {
+    fn what_it_means_is_one_sentence() {
         let table = "nft inet mine";
         let chains = [
-            chain(table, "fwd", Some(false), &[Verdict::Map]),
+            chain(table, "fwd", Some(false), &[jump("deny")]),
             chain(table, "deny", None, &[Verdict::Refuse]),
             chain("nft inet other", "deny2", None, &[Verdict::Refuse]),
             chain(
                 "nft ip kube-proxy",
                 "filter-forward",
                 Some(false),
-                &[Verdict::Map],
+                &[jump("reject-chain")],
             ),
             chain(
                 "nft ip kube-proxy",

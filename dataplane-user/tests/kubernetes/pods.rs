@@ -7,7 +7,10 @@ use std::{
 
 use dataplane::{
     model::{Exempt, Layers, Place, Rules, ServiceName, WorkloadName},
-    source::kubernetes::{Kind, Patience, Scope, View},
+    source::{
+        View,
+        kubernetes::{Kind, Patience, Scope},
+    },
 };
 use dataplane_tests::api::{Resource, objects};
 use serde_json::{Value, json};

@@ -9,7 +9,7 @@ use dataplane::{
 use dataplane_tests::api::{Resource, objects};
 use serde_json::json;
 
-use crate::site::{Site, endpoints, has, server, slice_of, vip, web};
+use crate::site::{Site, endpoints, facts, has, server, slice_of, vip, web};
 
 #[test]
 fn what_is_there_and_what_comes_and_goes() {
@@ -23,7 +23,7 @@ fn what_is_there_and_what_comes_and_goes() {
     assert_eq!(&*service.ports[0].name, "http");
     let local: Vec<bool> = service.ports[0].endpoints.iter().map(|e| e.local).collect();
     assert_eq!(local, [false, true], "nodeName says who is here");
-    assert_eq!(&*view.node.zone, "zone-a");
+    assert_eq!(&*facts(&view).zone, "zone-a");
     assert!(view.problems.is_empty());
 
     let other = view.services[&ServiceName::new("default", "web-2")].clone();
@@ -162,7 +162,7 @@ fn hints_are_read_with_the_eyes_of_the_nodes_zone() {
     }
     let [service, _] = web(1, &[]);
     let site = Site::new(server([service, slice]));
-    let here = |view: &dataplane::source::kubernetes::View| -> Vec<bool> {
+    let here = |view: &dataplane::source::View| -> Vec<bool> {
         let service = &view.services[&ServiceName::new("default", "web-1")];
         let endpoints = service.ports[0].endpoints.iter();
         endpoints.map(|e| e.hints.for_this_zone()).collect()
@@ -170,7 +170,7 @@ fn hints_are_read_with_the_eyes_of_the_nodes_zone() {
     site.view(|view| here(view) == [true, false]);
     site.cluster().apply(objects::node("node1", "zone-b", &[]));
     let view = site.view(|view| here(view) == [false, true]);
-    assert_eq!(&*view.node.zone, "zone-b");
+    assert_eq!(&*facts(&view).zone, "zone-b");
     // It changes while slices are not being watched.
     site.watching();
     site.server
@@ -181,7 +181,7 @@ fn hints_are_read_with_the_eyes_of_the_nodes_zone() {
         site.health.of(Kind::Slice).failures() > 0
     });
     site.cluster().apply(objects::node("node1", "zone-a", &[]));
-    site.view(|view| &*view.node.zone == "zone-a");
+    site.view(|view| &*facts(view).zone == "zone-a");
     site.server.faults().withhold(None);
     site.view(|view| here(view) == [true, false]);
 }
@@ -202,17 +202,17 @@ fn a_node_that_the_cluster_does_not_know_is_told() {
         "{:?}",
         view.problems
     );
-    assert_eq!(&*view.node.zone, "");
+    assert_eq!(&*facts(&view).zone, "");
     // As for kube-proxy: load balancers are told to look elsewhere.
-    assert_eq!(view.node.leaving, Some(Leaving::Unknown));
+    assert_eq!(facts(&view).leaving, Some(Leaving::Unknown));
     let address = "192.0.2.1".parse().unwrap();
     site.cluster()
         .apply(objects::node("node1", "zone-a", &[address]));
     let view = site.view(|view| view.problems.is_empty());
-    assert_eq!(view.node.addresses, [address]);
-    assert_eq!(view.node.leaving, None);
+    assert_eq!(facts(&view).addresses, [address]);
+    assert_eq!(facts(&view).leaving, None);
     site.cluster().delete(Resource::Nodes, "", "node1");
-    site.view(|view| view.node.addresses.is_empty() && view.node.leaving.is_some());
+    site.view(|view| facts(view).addresses.is_empty() && facts(view).leaving.is_some());
 }
 
 /// The API server takes and returns such a condition, and Kubernetes' own client cannot be made to write
@@ -249,14 +249,14 @@ fn a_slice_whose_service_is_missing_for_long_is_told_until_it_comes() {
 #[test]
 fn a_node_that_goes_while_it_is_watched_is_told_with_the_reason() {
     let site = Site::new(server(web(1, &[2])));
-    site.view(|view| view.node.leaving.is_none());
+    site.view(|view| facts(view).leaving.is_none());
     let mut node = objects::node("node1", "zone-a", &[]);
     node["spec"]["taints"] =
         json!([{ "key": "ToBeDeletedByClusterAutoscaler", "effect": "NoSchedule" }]);
     site.cluster().apply(node);
-    site.view(|view| view.node.leaving == Some(Leaving::Tainted));
+    site.view(|view| facts(view).leaving == Some(Leaving::Tainted));
     site.cluster().delete(Resource::Nodes, "", "node1");
-    let view = site.view(|view| view.node.leaving == Some(Leaving::Unknown));
+    let view = site.view(|view| facts(view).leaving == Some(Leaving::Unknown));
     let [problem] = &view.problems[..] else {
         panic!("{:?}", view.problems)
     };
@@ -265,5 +265,5 @@ fn a_node_that_goes_while_it_is_watched_is_told_with_the_reason() {
     // What it serves goes on.
     assert_eq!(endpoints(&view, "web-1"), [2]);
     site.cluster().apply(objects::node("node1", "zone-a", &[]));
-    site.view(|view| view.problems.is_empty() && view.node.leaving.is_none());
+    site.view(|view| view.problems.is_empty() && facts(view).leaving.is_none());
 }

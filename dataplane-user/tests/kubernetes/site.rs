@@ -1,6 +1,7 @@
 //! An API server and a reader of it.
 
 use std::{
+    cell::RefCell,
     net::{IpAddr, Ipv4Addr},
     sync::{Arc, mpsc},
     time::{Duration, Instant},
@@ -8,7 +9,11 @@ use std::{
 
 use dataplane::{
     model::{Node, Service, ServiceName},
-    source::kubernetes::{Health, Kind, Latest, Patience, Reader, Scope, Settings, Target, View},
+    source::{
+        self, Feed as _, Notice, View,
+        kubernetes::{Api, Health, Kind, Patience, Scope, Settings, Target},
+        objects::NodeFacts,
+    },
 };
 use dataplane_tests::api::{ApiServer, Cluster, Options, Resource, objects};
 use serde_json::Value;
@@ -25,8 +30,7 @@ pub struct Site {
     pub health: Arc<Health>,
     pub directory: TempDir,
     changed: mpsc::Receiver<()>,
-    latest: Arc<Latest>,
-    _reader: Reader,
+    feed: RefCell<Api>,
 }
 
 /// A server with this node and these objects. Bookmarks come often.
@@ -96,28 +100,25 @@ impl Site {
             patience,
         };
         target(&mut settings.target, &directory, &server);
-        let (health, latest) = (Arc::<Health>::default(), Arc::<Latest>::default());
         let (sender, changed) = mpsc::channel();
         let node = Node {
             name: NODE.into(),
             ..Node::default()
         };
-        let changed_sender = move || sender.send(()).unwrap_or_default();
-        let reader = Reader::start(
-            settings,
-            Arc::new(node),
-            Arc::clone(&health),
-            Arc::clone(&latest),
-            changed_sender,
-            |why| panic!("{why}"),
-        );
+        let notify = move |notice| match notice {
+            Notice::Changed => sender.send(()).unwrap_or_default(),
+            Notice::Died { why, .. } => panic!("{why}"),
+        };
+        let feed = Api::open(settings, &Arc::new(node), notify).unwrap();
+        let source::Health::Kubernetes { kinds, .. } = feed.health() else {
+            panic!("{:?}", feed.health());
+        };
         Self {
             server,
-            health,
+            health: kinds,
             directory,
             changed,
-            latest,
-            _reader: reader.unwrap(),
+            feed: RefCell::new(feed),
         }
     }
 
@@ -132,7 +133,7 @@ impl Site {
         let limit = Instant::now() + LIMIT;
         let mut last = None;
         while Instant::now() < limit {
-            if let Some(view) = self.latest.take() {
+            if let Some(view) = self.feed.borrow_mut().take() {
                 if wanted(&view) {
                     return view;
                 }
@@ -148,7 +149,7 @@ impl Site {
 
     /// No view that nobody has taken.
     pub fn untaken(&self) -> Option<View> {
-        self.latest.take()
+        self.feed.borrow_mut().take()
     }
 
     /// Waits until something is so.
@@ -214,6 +215,11 @@ pub fn slice_of(service: &str, name: &str, endpoints: &[u16]) -> Value {
         })
         .collect();
     objects::slice(service, name, 8080, &endpoints)
+}
+
+/// What a view says of the node that reads.
+pub fn facts(view: &View) -> &NodeFacts {
+    view.node.as_ref().unwrap()
 }
 
 /// The last two bytes of each endpoint's address of a service's first port.

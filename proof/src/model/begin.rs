@@ -47,7 +47,7 @@ impl Model<'_> {
         let interface = &self.world.interfaces[&input.ifindex];
         let inside = self.world.is_from_pod(interface, headers.src);
         let (mut index, mut pool) = (index, pool);
-        let mut masquerade;
+        let masquerade;
         if [Kind::NODE_PORT, Kind::EXTERNAL_IP, Kind::LOAD_BALANCER].contains(&kind) {
             if kind == Kind::LOAD_BALANCER
                 && pool.ranged
@@ -71,8 +71,40 @@ impl Model<'_> {
             };
             return Ok(self.refuse(input, headers, reason));
         }
-        let (endpoint, chosen) = self.choose(pool, headers, again.as_ref(), at, drawn)?;
+        let choice = self.choose(pool, headers, again.as_ref(), at, drawn)?;
+        self.enter(input, headers, again, choice, masquerade, at, drawn)
+    }
 
+    /// A connection to no service: as it is, unless its answers would be those of another flow. Then the endpoint sees
+    /// another port. `again`: it is known already, and has one.
+    pub(super) fn pass(
+        &mut self,
+        input: &Input,
+        headers: &Headers,
+        again: Option<Flow>,
+        at: Moment,
+        drawn: &dyn Drawn,
+    ) -> Answer {
+        let itself = Flow::direct(headers.key());
+        if again.is_none() && !self.replies_taken(&itself, at.tick) {
+            return Ok(NEXT);
+        }
+        let choice = (endpoint_of(&itself.to), Reason::Translated);
+        self.enter(input, headers, again, choice, false, at, drawn)
+    }
+
+    /// A flow to the endpoint that was chosen, and why that was.
+    #[expect(clippy::too_many_arguments, reason = "all that is known of the packet")]
+    fn enter(
+        &mut self,
+        input: &Input,
+        headers: &Headers,
+        again: Option<Flow>,
+        (endpoint, chosen): (Endpoint, Reason),
+        mut masquerade: bool,
+        at: Moment,
+        drawn: &dyn Drawn,
+    ) -> Answer {
         let world = self.world;
         if world.protects(headers.src, headers.dst)
             || world.protects(headers.src, endpoint.addr)

@@ -3,6 +3,7 @@
 use dataplane_common::{
     Port, Protocol,
     packet::{FlowKey, PortKey, Tick, Translation, seen, timeout},
+    tcp::ANEW,
 };
 
 use super::{Model, read::Headers, write::Ends};
@@ -39,6 +40,11 @@ impl Flow {
             node_addr: 0,
         };
         Self { key, to }
+    }
+
+    /// Whether it is one, of which the endpoint sees another port.
+    pub fn is_direct(&self) -> bool {
+        (self.key.dst, self.key.dst_port) == (self.to.endpoint, self.to.endpoint_port)
     }
 
     /// The port that the endpoint sees the client come from.
@@ -78,10 +84,10 @@ impl Flow {
         ]
     }
 
-    /// Whether a side has closed it.
-    pub fn is_closing(&self) -> bool {
+    /// Whether both sides have closed it.
+    pub fn is_closed(&self) -> bool {
         let [requests, replies] = self.seen();
-        (requests | replies) & seen::FIN != 0
+        requests & replies & seen::FIN != 0
     }
 
     /// Whether a side has broken it off.
@@ -162,7 +168,7 @@ impl Model<'_> {
     /// The flow is used by a packet, which adds to what was seen of it, if it counts; by one that an ICMP error quotes,
     /// if there is none.
     fn seen_now(&mut self, key: &FlowKey, packet: Option<&Headers>, replies: bool, now: Tick) {
-        let mut added = 0;
+        let (mut added, mut forgotten) = (0, 0);
         if let Some(packet) = packet {
             let mut numbers = self.state.flows.numbers(key);
             let counted = numbers.see(packet, replies);
@@ -170,6 +176,10 @@ impl Model<'_> {
                 return;
             }
             self.state.flows.set_numbers(key, numbers);
+            if counted & ANEW != 0 {
+                forgotten = !seen::PACKET;
+            }
+            let counted = counted & !ANEW;
             added = if replies {
                 seen::in_replies(counted)
             } else {
@@ -177,7 +187,7 @@ impl Model<'_> {
             };
         }
         self.state.flows.change(key, |to| {
-            to.seen |= added;
+            to.seen = to.seen & !forgotten | added;
             to.used = now;
         });
     }
@@ -207,10 +217,20 @@ impl Model<'_> {
         flow.filter(|flow| self.world.node_addr(flow.to.node_addr) == key.dst)
     }
 
-    /// Whether a packet that leaves has the ends of a masqueraded flow's.
-    pub(super) fn is_port_taken(&self, key: &FlowKey) -> bool {
+    /// Whether a packet that leaves has the ends of a masqueraded flow's that lives. One that does not is forgotten.
+    pub(super) fn is_port_taken(&mut self, key: &FlowKey, now: Tick) -> bool {
         let back = FlowKey::new(key.dst, key.dst_port, key.src, key.src_port, key.protocol);
-        key.src_port.host() >= 1024 && self.masqueraded(&back).is_some()
+        if key.src_port.host() < 1024 {
+            return false;
+        }
+        let Some(other) = self.masqueraded(&back) else {
+            return false;
+        };
+        let over = other.is_ended() || other.is_timed_out(now);
+        if over {
+            self.state.flows.remove(&other.key);
+        }
+        !over
     }
 
     /// Whether a packet may be a request of one flow and, from an endpoint, an answer of another that is masqueraded.

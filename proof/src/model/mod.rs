@@ -24,7 +24,7 @@ use dataplane_common::{
 
 use crate::world::{To, Way, World};
 use begin::is_nobody;
-use flows::{Flow, Known};
+use flows::Known;
 use read::{Fragment, Headers, Limit, Read};
 use state::State;
 use write::{Complaint, Ends};
@@ -220,9 +220,8 @@ impl<'a> Model<'a> {
                 }
                 // A socket of the node's, from the port of a flow that is masqueraded to the same endpoint.
                 let begins = headers.is_syn() || !headers.is_tcp();
-                if begins && self.is_port_taken(&headers.key()) {
-                    self.count(Reason::PortTaken);
-                    return DROP;
+                if begins && self.is_port_taken(&headers.key(), at.tick) {
+                    return self.refuse(input, &headers, Reason::PortTaken);
                 }
                 NEXT
             }
@@ -296,7 +295,11 @@ impl<'a> Model<'a> {
             }
         }
         let mut again = None;
-        let unknown = has_ports && matches!(known, Known::No);
+        // Of a connection to an endpoint itself: whether nothing is known of it, or it has another port already.
+        let mut direct = has_ports && matches!(known, Known::No);
+        if let Known::Request(flow) = &known {
+            direct = flow.is_direct();
+        }
         match known {
             Known::Foreign => return Ok(NEXT),
             Known::Answer(flow) => return Ok(self.onward(input, &headers, &flow.toward_client())),
@@ -304,9 +307,9 @@ impl<'a> Model<'a> {
                 let ends = self.toward_endpoint(&flow);
                 return Ok(self.onward(input, &headers, &ends));
             }
-            // A SYN on a flow that is known: the same again, unless one side has closed. If one has broken it off, the same
+            // A SYN on a flow that is known: the same again, unless both sides have closed. If one has broken it off, the same
             // endpoint.
-            Known::Request(flow) if flow.is_closing() && !flow.is_reset() => {
+            Known::Request(flow) if flow.is_closed() && !flow.is_reset() => {
                 self.state.flows.remove(&flow.key);
             }
             Known::Request(flow) => again = Some(flow),
@@ -315,12 +318,8 @@ impl<'a> Model<'a> {
         if headers.is_tcp() && !headers.is_syn() {
             return Ok(NEXT);
         }
-        let direct = headers.is_syn() && self.world.frontend(&headers).is_none();
-        if direct && unknown {
-            let itself = Flow::direct(headers.key());
-            if self.replies_taken(&itself, at.tick) {
-                return Ok(self.refuse(input, &headers, Reason::PortTaken));
-            }
+        if direct && headers.is_syn() && self.world.frontend(&headers).is_none() {
+            return self.pass(input, &headers, again, at, drawn);
         }
         self.begin(input, &headers, again, at, drawn)
     }

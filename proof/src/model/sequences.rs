@@ -2,7 +2,7 @@
 
 use dataplane_common::{
     packet::seen,
-    tcp::{FAR, NEAR, Sequences},
+    tcp::{AHEAD, ANEW, FAR, NEAR, Sequences, UNACKNOWLEDGED},
 };
 
 use super::read::Headers;
@@ -74,7 +74,8 @@ impl Numbers {
         }
     }
 
-    /// What a packet adds to what was seen of its direction (0: it does not count), and changes here.
+    /// What a packet adds to what was seen of its direction (0: it does not count; with [`ANEW`]: what was seen before does
+    /// not count), and changes here.
     pub fn see(&mut self, headers: &Headers, replies: bool) -> u8 {
         let Some(segment) = Segment::of(headers) else {
             return seen::PACKET;
@@ -103,15 +104,20 @@ impl Numbers {
         });
         let acknowledges = self.positions[other].is_none_or(|position| {
             let ack = segment.ack;
-            ack.is_some_and(|ack| ahead(ack, position).abs() <= far)
+            let limits = -i64::from(UNACKNOWLEDGED)..=i64::from(AHEAD);
+            ack.is_some_and(|ack| limits.contains(&ahead(ack, position)))
         });
         // Most segments are where their direction is, and nobody asks what they acknowledge.
         let plain = near(segment.end, self.positions[own]) && !segment.has(flags::SYN | flags::FIN);
         if plain || !(anew || placed && acknowledges) {
             return seen::PACKET;
         }
+        let mut counts = seen::PACKET;
         if !near(segment.end, self.positions[own]) {
             self.positions[own] = Some(stored(segment.end));
+            if anew {
+                counts |= ANEW;
+            }
         }
         if let Some(ack) = segment.ack
             && anew
@@ -120,9 +126,9 @@ impl Numbers {
             self.positions[other] = Some(stored(ack));
         }
         if segment.has(flags::FIN) {
-            seen::PACKET | seen::FIN
+            counts | seen::FIN
         } else {
-            seen::PACKET
+            counts
         }
     }
 }

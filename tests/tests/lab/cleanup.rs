@@ -7,7 +7,7 @@ use dataplane_tests::{Agent, AgentBuilder, Host, Lab};
 use serde_json::{Value, json};
 
 use crate::{
-    cluster::{eventually, reaches, refused, serve},
+    cluster::{Cluster, eventually, reaches, refused, serve},
     commands::services,
     manifest::Manifests,
     outcome::run,
@@ -16,6 +16,7 @@ use crate::{
 scenarios! {
     Dataplane:
     a_dry_run_lists_what_is_removed,
+    links_on_interfaces_are_listed_once,
 }
 
 /// A mesh with one workload.
@@ -52,6 +53,22 @@ fn routed(pod: &Host) -> Result<String> {
         }
     }
     Ok(found)
+}
+
+/// By whichever hook this kernel has.
+fn links_on_interfaces_are_listed_once() -> Result<()> {
+    let cluster = Cluster::start(services)?;
+    let planned = lines(&cluster.agent, "cleanup --dry-run -o json")?;
+    let of_packets = |line: &&String| line.contains("packet_ingress");
+    ensure!(planned.iter().any(|line| of_packets(&line)), "{planned:#?}");
+    let mut cluster = cluster;
+    cluster.agent.kill();
+    let removed = lines(&cluster.agent, "cleanup -o json")?;
+    ensure!(
+        removed == planned,
+        "{removed:#?}; not planned: {planned:#?}"
+    );
+    Ok(())
 }
 
 /// On two nodes with a mesh and clsact filters, one of which is cleaned up.

@@ -3,6 +3,7 @@
 
 use std::{
     net::{IpAddr, SocketAddr},
+    path::PathBuf,
     time::{Duration, Instant},
 };
 
@@ -74,16 +75,36 @@ impl Cluster {
         services: impl FnOnce(&Lab) -> Vec<Service>,
         arguments: &[&str],
     ) -> Result<Self> {
+        Self::start_as(lab, endpoints, services, arguments, |_| {})
+    }
+
+    /// Likewise, with an agent that is told another cgroup than the node's.
+    pub fn start_in_cgroup(
+        lab: Lab,
+        endpoints: &[&str],
+        services: impl FnOnce(&Lab) -> Vec<Service>,
+        cgroup: PathBuf,
+    ) -> Result<Self> {
+        let tell = |agent: &mut Agent| agent.serve_cgroup(cgroup);
+        Self::start_as(lab, endpoints, services, &[], tell)
+    }
+
+    fn start_as(
+        lab: Lab,
+        endpoints: &[&str],
+        services: impl FnOnce(&Lab) -> Vec<Service>,
+        arguments: &[&str],
+        prepare: impl FnOnce(&mut Agent),
+    ) -> Result<Self> {
         let servers = endpoints
             .iter()
             .map(|name| serve(lab.pod(name)))
             .collect::<Result<_>>()?;
         let manifests = Manifests::new(&services(&lab))?;
-        let agent = lab
-            .agent("node2")
-            .manifests(manifests.path())
-            .args(arguments)
-            .start()?;
+        let agent = lab.agent("node2").manifests(manifests.path());
+        let mut agent = agent.args(arguments).prepare()?;
+        prepare(&mut agent);
+        agent.start()?;
         Ok(Self {
             agent,
             manifests,

@@ -37,7 +37,7 @@ scenarios! {
 
 /// What becomes of a packet.
 #[derive(Debug)]
-enum Then {
+pub enum Then {
     /// Left as it was.
     Alone,
     Dropped,
@@ -136,8 +136,28 @@ fn sent(scene: &Scene, at: &str, out: &str, packet: &Packet) -> Then {
     }
 }
 
+/// What is sent back, by the interface `at`, for a plain packet that is refused.
+pub fn refusal(scene: &Scene, at: &str, packet: &Packet) -> Vec<u8> {
+    let v4 = packet.src.is_ipv4();
+    let mut data = packet.ip();
+    let transport = if matches!(packet.payload, Payload::Tcp { .. }) {
+        20
+    } else {
+        8
+    };
+    data.truncate(transport + if v4 { 20 } else { 40 });
+    let (kind, rest) = (if v4 { [3, 3] } else { [1, 4] }, [0; 4]);
+    let told = Packet {
+        link: [packet.link[1], scene.world.interface(at).1],
+        identification: 0,
+        whole: true,
+        ..Packet::new(packet.dst, packet.src, Payload::Icmp { kind, rest, data })
+    };
+    told.frame()
+}
+
 /// Has a frame arrive (or leave), and wants this to become of it, for these reasons.
-fn check(
+pub fn check(
     scene: &Scene,
     what: &str,
     (at, leaves): (&str, bool),
@@ -1019,8 +1039,8 @@ fn a_syn_again_is_of_the_same_flow() -> Result<()> {
     })
 }
 
-/// From the port of a connection by way of a VIP, its client dials the endpoint itself. While the first one lives the
-/// endpoint's answers could be either's; when it is over they are the second one's, at once.
+/// From the port of a connection by way of a VIP, its client dials the endpoint itself. While the first one lives, the
+/// endpoint sees another port of the client's; when it is over, the client's own, at once.
 fn who_dials_an_endpoint_itself_hears_from_it() -> Result<()> {
     scene(|scene| {
         for v4 in [true, false] {
@@ -1030,17 +1050,6 @@ fn who_dials_an_endpoint_itself_hears_from_it() -> Result<()> {
             let at = ("veth-near", false);
             let direct = packet(true, client, endpoint, flags::SYN);
             let answer = packet(true, endpoint, client, flags::SYN | flags::ACK);
-            let refused = {
-                let mut data = direct.ip();
-                data.truncate(if v4 { 40 } else { 60 });
-                let (kind, rest) = (if v4 { [3, 3] } else { [1, 4] }, [0; 4]);
-                Packet {
-                    link: [SENDER, scene.world.interface("veth-near").1],
-                    identification: 0,
-                    whole: true,
-                    ..Packet::new(endpoint.0, client.0, Payload::Icmp { kind, rest, data })
-                }
-            };
             let passes = |what: &str| -> Result<()> {
                 check(scene, what, at, &direct.frame(), &Then::Alone, &[])?;
                 let left = scene.rig.conntrack.entries();
@@ -1065,16 +1074,31 @@ fn who_dials_an_endpoint_itself_hears_from_it() -> Result<()> {
                 scene.throw(at, false, &ended.frame())?;
                 Ok(())
             };
-            let lives = |what: &str| {
-                let then = Then::Sent(refused.frame());
-                check(
-                    scene,
-                    what,
-                    at,
-                    &direct.frame(),
-                    &then,
-                    &[Reason::PortTaken],
-                )
+            // While the other lives, the endpoint sees another port: the answers to both are told apart by it.
+            let lives = |what: &str| -> Result<()> {
+                let (output, counted) = scene.throw(at.0, false, &direct.frame())?;
+                let of = |key: &FlowKey| key.dst == Addr::from(endpoint.0);
+                let entries = scene.rig.conntrack.entries();
+                let own = entries.iter().find(|(key, _)| of(key));
+                let (key, flow) = own.with_context(|| format!("{what}: {output:?}"))?;
+                let seen = (client.0, flow.node_port.host());
+                ensure!(counted == [Reason::Translated], "{what}: {counted:?}");
+                ensure!(seen.1 >= 1024 && seen.1 != client.1, "{what}: {flow:?}");
+                let goes = |what: &str, from: &str, given: &Packet, to: &str, ends: [End; 2]| {
+                    let then = sent(scene, from, to, &passed(given, ends[0], ends[1]));
+                    check(scene, what, (from, false), &given.frame(), &then, &[])
+                };
+                let (near, small) = ("veth-near", "veth-small");
+                let both = [seen, endpoint];
+                goes("its SYN again", near, &direct, small, both)?;
+                let ack = packet(true, client, endpoint, flags::ACK);
+                goes("what follows", near, &ack, small, both)?;
+                let own_answer = packet(true, endpoint, seen, flags::SYN | flags::ACK);
+                goes("its answer", small, &own_answer, near, [endpoint, client])?;
+                let other = packet(true, endpoint, client, flags::ACK);
+                goes("the other's", small, &other, near, [vip, client])?;
+                ensure!(scene.rig.conntrack.remove(key), "{key:?} was there");
+                Ok(())
             };
             scene.forget()?;
             passes("alone")?;

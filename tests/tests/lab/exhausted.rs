@@ -9,7 +9,7 @@ use dataplane_common::{
 };
 use dataplane_proof::{Verdict, campaign::Scene, wire::flags};
 
-use crate::crafted::{OUTSIDE, ip, on, packet, vip};
+use crate::crafted::{OUTSIDE, Then, check, ip, on, packet, refusal, vip};
 
 scenarios! {
     Dataplane:
@@ -123,7 +123,8 @@ fn an_endpoint_without_ports_is_not_drawn() -> Result<()> {
     })
 }
 
-/// What a socket of the node sends to an endpoint from a flow's port is dropped, and the flow goes on.
+/// What a socket of the node sends to an endpoint from a flow's port is refused, and the flow goes on. Once that is over the
+/// port is the socket's.
 fn a_socket_that_takes_a_flows_port_is_refused() -> Result<()> {
     on(Scene::new()?, |scene| {
         for way in [(true, true), (true, false), (false, true), (false, false)] {
@@ -135,17 +136,32 @@ fn a_socket_that_takes_a_flows_port_is_refused() -> Result<()> {
             let endpoint = (ip(v4, SMALL[0], SMALL[1]), 80);
             for (from, taken) in [(port, true), (port + 1, false)] {
                 let own = packet(tcp, (node, from), endpoint, flags::SYN);
-                let (output, reasons) = scene.throw(AT, true, &own.frame())?;
-                let dropped = output.verdict == Verdict::Drop;
-                let told = reasons.contains(&Reason::PortTaken);
-                ensure!(
-                    (dropped, told) == (taken, taken),
-                    "{way:?}: {from}: {output:?}, {reasons:?}"
-                );
+                let then = if taken {
+                    Then::Sent(refusal(scene, AT, &own))
+                } else {
+                    Then::Alone
+                };
+                let reasons: &[Reason] = if taken { &[Reason::PortTaken] } else { &[] };
+                let what = format!("{way:?}: from {from}");
+                check(scene, &what, (AT, true), &own.frame(), &then, reasons)?;
             }
             let answer = packet(tcp, endpoint, (node, port), flags::SYN | flags::ACK);
             let (output, _) = scene.throw(AT, false, &answer.frame())?;
             ensure!(output.verdict == Verdict::Redirect, "{way:?}: {output:?}");
+            if tcp {
+                let reset = packet(tcp, endpoint, (node, port), flags::RST | flags::ACK);
+                scene.throw(AT, false, &reset.frame())?;
+            } else {
+                for (key, mut flow) in scene.rig.conntrack.entries() {
+                    flow.used = Tick::from_number(flow.used.number().wrapping_sub(1000));
+                    ensure!(scene.rig.conntrack.set(&key, &flow));
+                }
+            }
+            let own = packet(tcp, (node, port), endpoint, flags::SYN).frame();
+            let what = format!("{way:?}: once the flow is over");
+            check(scene, &what, (AT, true), &own, &Then::Alone, &[])?;
+            let left = scene.rig.conntrack.entries();
+            ensure!(left.is_empty(), "{way:?}: {left:?}");
         }
         Ok(())
     })

@@ -19,7 +19,7 @@ scenarios! {
 }
 
 /// What there is, by whom it is loaded, and what is said of it; nothing where it is harmless.
-const RULES: [(&str, &str, &[&str]); 6] = [
+const RULES: [(&str, &str, &[&str]); 8] = [
     (
         "iptables-legacy-restore",
         "*filter\n:FORWARD DROP [0:0]\n:DOCKER-USER - [0:0]\n:KUBE-FORWARD - [0:0]\n\
@@ -60,6 +60,25 @@ const RULES: [(&str, &str, &[&str]); 6] = [
          chain reject-chain { reject; }\n}\n\
          table inet others { chain output { type filter hook output priority 0; policy drop; }\n\
          chain passing { type filter hook forward priority 0; policy accept\ncounter accept; }\n}",
+        &[],
+    ),
+    // Maps decide by themselves, or by other chains; and one that nobody is in does not.
+    (
+        "nft -f -",
+        "table inet mapped { map decided { type inet_service : verdict; elements = { 80 : accept, 81 : drop }; }\n\
+         chain fw { type filter hook forward priority 0; policy accept\ntcp dport vmap @decided; }\n}\n\
+         table ip led { chain deny { drop; }\n\
+         chain fw { type filter hook forward priority 0; policy accept\nip saddr vmap { 10.9.9.9 : jump deny }; }\n}",
+        &[
+            "nft inet mapped fw (owner unknown) has rules that refuse packets (fw):",
+            "nft ip led fw (owner unknown) has rules that refuse packets (deny):",
+        ],
+    ),
+    (
+        "nft -f -",
+        "table ip passing { map decided { type inet_service : verdict; }\nchain deny { drop; }\n\
+         chain fw { type filter hook forward priority 0; policy accept\ntcp dport vmap @decided\n\
+         ct state vmap { established : accept, new : continue }; }\n}",
         &[],
     ),
     (

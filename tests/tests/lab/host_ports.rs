@@ -17,6 +17,7 @@ scenarios! {
     Dataplane:
     host_ports_are_as_portmap_has_them,
     a_host_port_goes_with_its_pod,
+    a_host_port_on_loopback_is_for_the_nodes_own_sockets,
 }
 
 /// On all of the node's addresses, and on one.
@@ -158,6 +159,101 @@ fn a_host_port_goes_with_its_pod() -> Result<()> {
     reaches(outside, "192.168.77.1:8480", "connect --count 3", &["web"])?;
     manifest(&lab, &directory, "Succeeded")?;
     eventually(|| refused(outside, "192.168.77.1:8480", "connect"))?;
+    let status = run(&agent, "status -o json")?.exits(0)?.json()?;
+    ensure!(status["findings"] == json!([]), "{status:#}");
+    Ok(())
+}
+
+/// One port for three pods, by `hostIP` and protocol, as in Kubernetes' conformance test "HostPort validates that there
+/// is no conflict between pods with same hostPort but different hostIP and protocol".
+fn a_host_port_on_loopback_is_for_the_nodes_own_sockets() -> Result<()> {
+    const PORT: u16 = 54_323;
+    let lab = Lab::builder()
+        .node("node1")
+        .pod("node1", "first", "10.244.1.10")
+        .pod("node1", "second", "10.244.1.11")
+        .pod("node1", "third", "10.244.1.12")
+        .vm("node1", "vm", "10.244.1.20")
+        .external("outside")
+        .build()?;
+    let (node, outside) = (lab.node("node1"), lab.external("outside"));
+    let names = ["first", "second", "third"];
+    let servers = names.map(|name| serve(lab.pod(name)));
+    let _servers = servers.into_iter().collect::<Result<Vec<_>>>()?;
+    let directory = TempDir::new()?;
+    let pod = |name: &str, ports: Vec<serde_json::Value>| -> Result<()> {
+        let pod = json!({
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": { "name": name, "namespace": "default" },
+            "spec": { "nodeName": "node1", "containers": [{ "name": name, "ports": ports }] },
+            "status": { "podIPs": lab.pod(name).addresses().map(|ip| json!({ "ip": ip })) },
+        });
+        let file = directory.path().join(format!("{name}.json"));
+        Ok(std::fs::write(file, serde_json::to_vec(&pod)?)?)
+    };
+    let port = |ip: &str, protocol: &str, container: u16| json!({ "hostPort": PORT, "hostIP": ip, "protocol": protocol, "containerPort": container });
+    let (node4, node6) = (node.ipv4().to_string(), node.ipv6().to_string());
+    pod(
+        "first",
+        vec![
+            port("127.0.0.1", "TCP", TCP),
+            port("::1", "TCP", TCP),
+            port("127.0.0.1", "UDP", UDP),
+        ],
+    )?;
+    pod(
+        "second",
+        vec![port(&node4, "TCP", TCP), port(&node6, "TCP", TCP)],
+    )?;
+    pod("third", vec![port(&node4, "UDP", UDP)])?;
+    let agent = lab.agent("node1").manifests(directory.path());
+    let agent = agent.args(["--pod-cidr", "10.244.0.0/16"]).start()?;
+
+    let loopback = format!("127.0.0.1:{PORT}");
+    let own = [format!("{node4}:{PORT}"), format!("[{node6}]:{PORT}")];
+    reaches(node, &loopback, "connect --count 3", &["first"])?;
+    reaches(
+        node,
+        &format!("[::1]:{PORT}"),
+        "connect --count 3",
+        &["first"],
+    )?;
+    reaches(node, &loopback, "udp --count 3", &["first"])?;
+    reaches(node, &loopback, "udp --count 3 --unconnected", &["first"])?;
+    for from in [
+        node,
+        outside,
+        lab.pod("vm"),
+        lab.pod("second"),
+        lab.pod("first"),
+    ] {
+        for to in &own {
+            reaches(from, to, "connect --count 3", &["second"])?;
+        }
+        reaches(from, &own[0], "udp --count 3", &["third"])?;
+    }
+    // Another address of loopback is not the one that was asked for, and a pod's own is the pod's.
+    refused(node, &format!("127.0.0.2:{PORT}"), "connect")?;
+    for from in [lab.pod("second"), lab.pod("vm"), outside] {
+        refused(from, &loopback, "connect")?;
+        refused(from, &format!("[::1]:{PORT}"), "connect")?;
+    }
+    // A packet to it, from a neighbour that the node would take it from.
+    node.sysctl("ipv4/conf/all/route_localnet", "1")?;
+    outside.sysctl("ipv4/conf/all/route_localnet", "1")?;
+    outside.ip("addr del 127.0.0.1/8 dev lo")?;
+    outside.ip(&format!(
+        "route add 127.0.0.1/32 via {node4} src {}",
+        outside.ipv4()
+    ))?;
+    let report = ask(outside, &loopback, "connect --timeout-ms 500")?;
+    ensure!(report.answered == 0, "{report:?}");
+    let explained = format!(
+        "explain --iface eth0 {}:4000 {loopback}/tcp",
+        outside.ipv4()
+    );
+    run(&agent, &explained)?.says(&["left alone"])?;
     let status = run(&agent, "status -o json")?.exits(0)?.json()?;
     ensure!(status["findings"] == json!([]), "{status:#}");
     Ok(())

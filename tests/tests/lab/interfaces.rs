@@ -4,14 +4,18 @@ use std::fs;
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane::kernel::conntrack::room;
-use dataplane_common::LAYOUT;
-use dataplane_tests::{Host, Lab, report::LoadReport};
+use dataplane_common::{LAYOUT, Reason};
+use dataplane_tests::{
+    Host, Lab,
+    report::{LoadReport, Report},
+};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::{
-    cluster::{Cluster, eventually, reaches, refused},
+    cluster::{Cluster, UDP, eventually, reaches, refused, sources_are},
     commands::services,
+    manifest::Service,
     metrics::Metrics,
     outcome::run,
 };
@@ -24,6 +28,7 @@ scenarios! {
     other_peoples_filters_stay,
     patterns_choose_interfaces,
     off_and_on_again,
+    flows_by_a_new_interface_have_its_address,
 }
 
 /// What `status` says of the interfaces, by name: their kind, and how programs are on them.
@@ -285,4 +290,58 @@ fn off_and_on_again() -> Result<()> {
         "{report:?}"
     );
     Ok(())
+}
+
+/// A pod's interface as a network plug-in makes it: up first, and its address some time later. What begins in between
+/// is not masqueraded to another of the node's addresses, which it would keep. An interface that gets no address has
+/// another's, as with `MASQUERADE`.
+fn flows_by_a_new_interface_have_its_address() -> Result<()> {
+    const NODE_PORT: u16 = 30_053;
+    let late: std::net::IpAddr = "10.244.2.77".parse()?;
+    let cluster = Cluster::start(|_| {
+        let service = Service::new("late", &["10.96.0.77"]);
+        let service = service.node_port("udp", 53, UDP, NODE_PORT);
+        vec![service.endpoint_at(late, "node2")]
+    })?;
+    let (node, pod) = (node(&cluster.lab), cluster.lab.pod("near"));
+    let (ext, gateway) = (cluster.lab.external("ext"), pod.gateway4());
+    let make = || -> Result<()> {
+        node.ip("link add veth-late type veth peer name late0")?;
+        node.ip(&format!("link set late0 netns {}", pod.netns()))?;
+        pod.ip("link set late0 up")?;
+        pod.ip(&format!("addr add {late}/32 dev late0"))?;
+        Ok(())
+    };
+    let to = format!("{}:{NODE_PORT}", node.ipv4());
+    let asks = || {
+        let how = ["--to", &to, "--timeout-ms", "100", "--until-stdin-closes"];
+        let asks = ext.probe("udp").args(how).stdin_piped().stdout_piped();
+        let mut asks = asks.spawn()?;
+        asks.wait_for_line()?;
+        anyhow::Ok(asks)
+    };
+    make()?;
+    let _server = pod.serve_as("late", &["--udp", &format!("{late}:{UDP}")])?;
+    let before = cluster.verdicts(Reason::NoNodeAddress)?;
+    let clients = asks()?;
+    let script = format!(
+        "ip link set veth-late up; ip route add {late}/32 dev veth-late; sleep 0.5; \
+         ip addr add {gateway}/32 dev veth-late"
+    );
+    node.command("sh").args(["-c", &script]).run()?;
+    eventually(|| reaches(ext, &to, "udp --timeout-ms 200", &["late"]).map(drop))?;
+    let report: Report = clients.wait_json()?;
+    sources_are(&report, &[gateway.into()])?;
+    let refused = cluster.verdicts(Reason::NoNodeAddress)? - before;
+    ensure!(refused > 0, "nothing was tried in between: {report:?}");
+
+    // The same without an address: then as the kernel would choose.
+    node.ip("link delete veth-late")?;
+    make()?;
+    node.ip("link set veth-late up")?;
+    node.ip(&format!("route add {late}/32 dev veth-late"))?;
+    eventually(|| {
+        let report = reaches(ext, &to, "udp --timeout-ms 200", &["late"])?;
+        sources_are(&report, &[node.ipv4().into()])
+    })
 }

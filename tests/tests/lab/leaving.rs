@@ -1,5 +1,5 @@
-//! kube-proxy's rules are removed from a node that has no other NAT rules (docs/kubernetes.md, "From
-//! kube-proxy, node by node"): what hangs and ends then, and that `dataplane keep-nat` prevents it.
+//! kube-proxy's rules are removed from a node that has no other NAT rules (docs/kubernetes.md, "Migration
+//! from kube-proxy"): what hangs and ends then, and that `dataplane keep-nat` prevents it.
 
 use std::{thread, time::Duration};
 
@@ -71,10 +71,16 @@ fn leave(keep: bool, firewall: bool) -> Result<Noticed> {
 
     let mut agent = lab.agent("node2").manifests(manifests.path()).start()?;
     if keep {
+        let without = run(&agent, "status")?.exits(0)?;
+        without.says(&["Keep-NAT", "no nftables table inet dataplane-keep-nat"])?;
         let said = run(&agent, "keep-nat")?.exits(0)?;
         said.says(&["inet dataplane-keep-nat: added", "translated connections"])?;
         let again = run(&agent, "keep-nat")?.exits(0)?;
         again.says(&["inet dataplane-keep-nat: is there"])?;
+        let with = run(&agent, "status")?.exits(0)?;
+        with.says(&["inet dataplane-keep-nat is there", "keep-nat --release"])?;
+        let json = run(&agent, "status -o json")?.json()?;
+        ensure!(json["keep_nat"] == true, "{json:#}");
         let table = nft(node, "list table inet dataplane-keep-nat")?;
         for words in [
             "type nat hook postrouting priority srcnat; policy accept;",

@@ -1,11 +1,14 @@
 //! What load balancers outside of the cluster ask a node, as they ask it.
 
+use std::net::TcpStream;
+
 use anyhow::{Context as _, Result, ensure};
 use dataplane_tests::{Host, Lab};
 use serde_json::{Value, json};
 
 use crate::{
     cluster::{Cluster, TCP, eventually, reaches},
+    features::on,
     manifest::{Condition, Service},
 };
 
@@ -16,6 +19,7 @@ scenarios! {
     each_family_has_its_own_answer,
     a_port_that_another_process_has_is_waited_for,
     tools_learn_the_proxys_mode,
+    whoever_says_nothing_takes_no_more_than_the_ports_connections,
 }
 
 /// An answer: status, headers in lower case, body.
@@ -50,6 +54,35 @@ fn get(from: &Host, url: &str) -> Result<Answer> {
         status: status.context("no status")?.parse()?,
         headers: lines.map(str::to_lowercase).collect(),
         body: body.to_owned(),
+    })
+}
+
+/// A port for health checks has room for so many connections at once; the next one waits, at that port and no other.
+fn whoever_says_nothing_takes_no_more_than_the_ports_connections() -> Result<()> {
+    const ROOM: usize = 256;
+    let cluster = Cluster::start(|lab| vec![web(lab, Condition::Ready, 30_999)])?;
+    let (ext, addr) = (
+        cluster.lab.external("ext"),
+        cluster.lab.node("node2").ipv4(),
+    );
+    let ask = |port: u16| -> Result<bool> {
+        let url = format!("http://{addr}:{port}/");
+        let curl = ext.command("curl").args(["-sS", "--max-time", "2", &url]);
+        Ok(curl.output()?.status.success())
+    };
+    let silent: Vec<TcpStream> = on(ext, |_| {
+        let connect = |_| Ok(TcpStream::connect((addr, 30_999))?);
+        (0..ROOM).map(connect).collect()
+    })?;
+    eventually(|| {
+        ensure!(!ask(30_999)?, "there is room for more than {ROOM}");
+        Ok(())
+    })?;
+    ensure!(ask(10_256)?, "another port waits, too");
+    drop(silent);
+    eventually(|| {
+        ensure!(ask(30_999)?, "they have gone, and there is no room");
+        Ok(())
     })
 }
 

@@ -76,6 +76,7 @@ mod two_vips;
 mod upgrade;
 mod verifier;
 mod ways;
+mod wrong_cgroup;
 
 mod differential;
 mod kube_proxy;
@@ -190,6 +191,7 @@ fn main() -> ExitCode {
         host_ports::SCENARIOS,
         routes::SCENARIOS,
         ways::SCENARIOS,
+        wrong_cgroup::SCENARIOS,
         same_flow::SCENARIOS,
         ipsec::SCENARIOS,
         forward_rules::SCENARIOS,

@@ -176,6 +176,17 @@ impl Service {
         self
     }
 
+    /// Adds an address on a node as a ready endpoint.
+    pub fn endpoint_at(mut self, address: IpAddr, node: &str) -> Self {
+        self.endpoints.push(Endpoint {
+            address,
+            node: node.into(),
+            conditions: json!({ "ready": true, "serving": true, "terminating": false }),
+            hints: Value::Null,
+        });
+        self
+    }
+
     /// Adds a pod as a ready endpoint that is hinted to these zones and nodes.
     pub fn hinted(self, pod: &Host, zones: &[&str], nodes: &[&str]) -> Self {
         let before = self.endpoints.len();

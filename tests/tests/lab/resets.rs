@@ -23,6 +23,8 @@ scenarios! {
     each_side_ends_its_flow,
     a_refused_connection_is_over,
     a_reset_and_a_syn_keep_the_endpoint,
+    a_half_closed_connection_keeps_its_endpoint,
+    a_half_closed_flow_begins_anew_once_the_endpoint_says_so,
     real_connections_end_as_they_do,
 }
 
@@ -221,6 +223,73 @@ fn a_reset_and_a_syn_keep_the_endpoint() -> Result<()> {
                 after.state() == State::Syn && after.endpoint() == before.endpoint(),
                 "{before:?} became {after:?}"
             );
+        }
+        Ok(())
+    })
+}
+
+/// Its other side may send for hours: a SYN, which anybody can send in the client's name, does not move it.
+fn a_half_closed_connection_keeps_its_endpoint() -> Result<()> {
+    on(Scene::new()?, |scene| {
+        for number in 0..60 {
+            let (client, vip) = (
+                (ip(true, NEAR[0], NEAR[1]), 21_000 + number),
+                vip(true, "cluster", 7),
+            );
+            let key = FlowKey::new(
+                Addr::from(client.0),
+                Port::new(client.1),
+                Addr::from(vip.0),
+                Port::new(vip.1),
+                Protocol::TCP,
+            );
+            let send = |bits, numbers| -> Result<Flow> {
+                let segment = Packet {
+                    numbers,
+                    ..packet(true, client, vip, bits)
+                };
+                scene.throw("veth-near", false, &segment.frame())?;
+                let to = scene.rig.conntrack.get(&key).context("no flow")?;
+                Ok(Flow { key, to })
+            };
+            let before = send(flags::SYN, [CLIENT, 0])?;
+            let closed = send(flags::FIN | flags::ACK, [CLIENT + 1, SERVER])?;
+            ensure!(closed.state() == State::HalfClosed, "{closed:?}");
+            let after = send(flags::SYN, [CLIENT + (1 << 30), 0])?;
+            ensure!(
+                after.state() == State::HalfClosed && after.endpoint() == before.endpoint(),
+                "{before:?} became {after:?}"
+            );
+        }
+        Ok(())
+    })
+}
+
+/// The client opens another connection from the same port, and the endpoint, which has lost the one before, agrees: what
+/// was closed of that one counts no longer.
+fn a_half_closed_flow_begins_anew_once_the_endpoint_says_so() -> Result<()> {
+    connections(|connection| {
+        for by_client in [true, false] {
+            connection.open()?;
+            let (client, server) = (CLIENT + 5008, SERVER.wrapping_add(5008));
+            let numbers = if by_client {
+                [client, server]
+            } else {
+                [server, client]
+            };
+            connection.send(!by_client, flags::FIN | flags::ACK, numbers)?;
+            let (client, server) = (client + (1 << 29), server.wrapping_add(1 << 29));
+            connection.send(false, flags::SYN, [client, 0])?;
+            ensure!(connection.state()? == State::HalfClosed);
+            connection.send(true, flags::SYN | flags::ACK, [server, client + 1])?;
+            let state = connection.state()?;
+            ensure!(state == State::Established, "{state}");
+            let numbers = [client + 1, server.wrapping_add(1)];
+            connection.send(false, flags::FIN | flags::ACK, numbers)?;
+            ensure!(connection.state()? == State::HalfClosed);
+            // The endpoint's answer again, as the client's acknowledgement was lost.
+            connection.send(true, flags::SYN | flags::ACK, [server, client + 1])?;
+            ensure!(connection.state()? == State::HalfClosed);
         }
         Ok(())
     })

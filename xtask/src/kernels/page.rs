@@ -1,4 +1,4 @@
-//! docs/kernels.md: the tables between its two marks are made of docs/kernels.json.
+//! The tables of docs/kernels.md, between its two marks, made of docs/kernels.json.
 
 use std::{fmt::Write as _, fs, path::PathBuf};
 
@@ -10,7 +10,7 @@ use crate::workspace;
 const BEGIN: &str = "<!-- What follows is written by `cargo xtask kernels --write`. -->\n";
 const END: &str = "<!-- End of what is written by `cargo xtask kernels --write`. -->\n";
 
-/// Rows of the doctor's that tell of a machine, not of its kernel.
+/// Rows of `dataplane doctor` about the machine, not about its kernel.
 const OF_THE_MACHINE: [&str; 4] = [
     "kernel programs in this binary",
     "capabilities",
@@ -22,7 +22,7 @@ fn file() -> PathBuf {
     workspace::root().join("docs/kernels.md")
 }
 
-/// Puts the tables into the page.
+/// Writes the tables into the page.
 pub fn write(record: &Record) -> Result<()> {
     let file = file();
     let page =
@@ -37,14 +37,14 @@ pub fn write(record: &Record) -> Result<()> {
     fs::write(&file, page).with_context(|| format!("cannot write {}", file.display()))
 }
 
-/// What is before the first mark, and after the second.
+/// Returns the text before the first mark and the text after the second.
 fn around(page: &str) -> Option<(&str, &str)> {
     let (before, rest) = page.split_once(BEGIN)?;
     let (_, after) = rest.split_once(END)?;
     Some((before, after))
 }
 
-/// The page's tables.
+/// Returns the page's tables.
 pub fn tables(record: &Record) -> String {
     let kernels = record.kernels();
     let parts = [
@@ -57,7 +57,7 @@ pub fn tables(record: &Record) -> String {
 
 fn kernels_table(kernels: &[(&str, &Report)]) -> String {
     let mut text = String::from(
-        "| Kernel | On | Programs taken | Scenarios passed | Failed | Not run | Took |\n\
+        "| Kernel | Machine | Programs accepted | Scenarios passed | Failed | Not run | Duration |\n\
          |---|---|---:|---:|---:|---:|---:|\n",
     );
     let mut notes = String::new();
@@ -95,7 +95,7 @@ fn kernels_table(kernels: &[(&str, &Report)]) -> String {
     format!("{text}\n{notes}")
 }
 
-/// One row for features that differ in their names only.
+/// Makes the table of features. Features that differ only in their names share a row.
 fn features_table(kernels: &[(&str, &Report)]) -> String {
     let mut text = String::from("| Feature | Needed for |");
     for (series, _) in kernels {
@@ -153,8 +153,8 @@ fn programs_table(kernels: &[(&str, &Report)]) -> String {
     let series: Vec<&str> = kernels.iter().map(|(series, _)| *series).collect();
     let series = series.join(" · ");
     let mut text = format!(
-        "Numbers are those on {series}.\n\n\
-         | Program | Instructions followed | Stack | Machine code | Verified in |\n\
+        "Cells with several numbers are for {series}; a cell with one number is the same for all.\n\n\
+         | Program | Instructions followed | Stack, bytes | Machine code, bytes | Verified in |\n\
          |---|---:|---:|---:|---:|\n"
     );
     let mut names: Vec<&String> = kernels
@@ -189,7 +189,7 @@ fn programs_table(kernels: &[(&str, &Report)]) -> String {
     text
 }
 
-/// `12 345`.
+/// Groups digits by three: `12 345`, with narrow no-break spaces.
 fn grouped(number: u64) -> String {
     let digits = number.to_string();
     let mut text = String::new();

@@ -102,7 +102,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        admin::{Learnt, Source},
+        admin::Learnt,
         kernel,
         model::{Leaving, Node, Snapshot},
         plan::{Contents, Planner},
@@ -125,7 +125,7 @@ mod tests {
             kernel::Limits::default(),
             Planner::adopt(Contents::default()).unwrap(),
             snapshot,
-            Source::Manifests(Vec::new()),
+            crate::source::Health::Combined(Vec::new()),
             Learnt::default(),
         )
     }

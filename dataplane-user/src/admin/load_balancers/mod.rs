@@ -28,7 +28,7 @@ use tokio::{
 };
 use tracing::{info, warn};
 
-use super::State;
+use super::{State, limits::Limited};
 use crate::model::{Gravity, Problem, ServiceName, Snapshot};
 use services::Checks;
 
@@ -208,7 +208,7 @@ impl Desk {
     fn open(&self, at: SocketAddr, topic: Topic, count: usize) -> io::Result<Door> {
         let listener = bind(at)?;
         listener.set_nonblocking(true)?;
-        let listener = tokio::net::TcpListener::from_std(listener)?;
+        let listener = Limited::for_checks(tokio::net::TcpListener::from_std(listener)?);
         let count = Arc::new(AtomicUsize::new(count));
         let routes: Router = match &topic {
             Topic::Node => healthz::routes(&self.state),

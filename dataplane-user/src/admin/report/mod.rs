@@ -10,11 +10,11 @@ use dataplane_common::{Reason, packet::Iface};
 use serde::{Deserialize, Serialize};
 
 use super::{
-    api::{AgentStatus, Gravity, Source, Version},
+    api::{AgentStatus, Gravity, Source, SourceKind, Version},
     client,
 };
 use crate::{
-    kernel::{self, conntrack::Conntrack},
+    kernel::{self, conntrack::Conntrack, keep_nat},
     plan,
 };
 pub use mesh::Workload;
@@ -40,6 +40,9 @@ pub struct Report {
     pub tables: Vec<Table>,
     /// Verdicts since the tables were made, by reason.
     pub verdicts: BTreeMap<String, u64>,
+    /// Whether the nftables table of `dataplane keep-nat` is there; none if the kernel does not tell.
+    #[serde(default)]
+    pub keep_nat: Option<bool>,
     /// What runs here.
     pub versions: Versions,
 }
@@ -294,6 +297,7 @@ pub fn examine(
     };
     let flows = agent.as_ref().and_then(|agent| agent.flows.as_ref());
     findings.extend(flows.and_then(room::of_ports));
+    findings.extend(agent.as_ref().and_then(others::pods_elsewhere));
     if !interfaces.is_empty() {
         findings.extend(forwarding());
     }
@@ -308,7 +312,9 @@ pub fn examine(
             Vec::new()
         }
     };
-    for workload in mesh.iter().filter(|w| !matches!(&*w.proxy, "ready" | "-")) {
+    // Where a problem is known, that is said instead.
+    let silent = |w: &&Workload| !matches!(&*w.proxy, "ready" | "-") && w.problem.is_none();
+    for workload in mesh.iter().filter(silent) {
         let name = workload.name.as_ref().unwrap_or(&workload.place);
         findings.push(Finding::new(
             Severity::Warning,
@@ -333,10 +339,25 @@ pub fn examine(
         findings.extend(others::findings());
     }
 
+    let keep_nat = match keep_nat::is_there() {
+        Ok(is_there) => Some(is_there),
+        Err(e) => {
+            findings.push(Finding::new(
+                Severity::Warning,
+                format!(
+                    "cannot ask the kernel for nftables table inet {} (dataplane keep-nat): {e}",
+                    keep_nat::TABLE
+                ),
+            ));
+            None
+        }
+    };
+
     findings.sort();
     Report {
         healthy: healthy(&findings),
         findings,
+        keep_nat,
         versions: Versions {
             agent: agent.as_ref().map(|a| a.version.version.clone()),
             command: Version::own().version,
@@ -480,21 +501,7 @@ fn judge(agent: &AgentStatus, findings: &mut Vec<Finding>) {
             "the agent is starting: nothing was written yet".to_owned(),
         );
     }
-    if agent.source.kind == "kubernetes" {
-        if let Some((severity, text)) =
-            kubernetes(&agent.source, agent.inherited, crate::admin::now())
-        {
-            add(severity, text);
-        }
-    } else if let Some(failure) = &agent.source.error {
-        add(
-            Severity::Error,
-            format!(
-                "the {} have errors; what was read before is still served:\n{}",
-                agent.source.kind, failure.text
-            ),
-        );
-    }
+    source(&agent.source, agent.inherited, &mut add);
     for conflict in &agent.conflicts {
         add(
             Severity::Warning,
@@ -513,6 +520,31 @@ fn judge(agent: &AgentStatus, findings: &mut Vec<Finding>) {
 const AWAY: u64 = 60;
 /// The server sends word every minute or so; five minutes is the longest that a watch may last.
 const STALE: u64 = 360;
+
+/// Adds what is wrong with reading a source.
+fn source(source: &Source, inherited: bool, add: &mut impl FnMut(Severity, String)) {
+    match source.kind {
+        SourceKind::Manifests => {
+            if let Some(failure) = &source.error {
+                let text = &failure.text;
+                let text = format!(
+                    "the manifests have errors; what was read before is still served:\n{text}"
+                );
+                add(Severity::Error, text);
+            }
+        }
+        SourceKind::Kubernetes => {
+            if let Some((severity, text)) = kubernetes(source, inherited, crate::admin::now()) {
+                add(severity, text);
+            }
+        }
+        SourceKind::Combined => {
+            for part in &source.parts {
+                self::source(part, inherited, add);
+            }
+        }
+    }
+}
 
 /// What is wrong with reading the API.
 fn kubernetes(source: &Source, inherited: bool, now: u64) -> Option<(Severity, String)> {
@@ -570,14 +602,16 @@ mod tests {
             node_port_addresses: Vec::new(),
             pod_networks: Vec::new(),
             cgroup: Learnt::default(),
+            pods: None,
             leaving: None,
             late_seconds: None,
             inherited: true,
             source: Source {
-                kind: "manifests".to_owned(),
+                kind: SourceKind::Manifests,
                 paths: Vec::new(),
                 read: 0,
                 error: None,
+                parts: Vec::new(),
             },
             services: 1,
             endpoints: 1,
@@ -668,7 +702,8 @@ mod tests {
     #[test]
     fn an_api_that_is_away_is_a_warning_first() {
         let mut source = Source {
-            kind: "kubernetes".to_owned(),
+            kind: SourceKind::Kubernetes,
+            parts: Vec::new(),
             paths: Vec::new(),
             read: 1_000,
             error: None,

@@ -1,6 +1,6 @@
 //! What others have set up on the node that the packet path does not go by.
 
-use super::{Finding, Severity};
+use super::{super::api::AgentStatus, Finding, Severity};
 use crate::{
     kernel::{self, netfilter},
     plan::ipsec::Policy,
@@ -22,6 +22,27 @@ pub fn findings() -> Vec<Finding> {
         Err(why) => findings.push(warning(why.to_string())),
     }
     findings
+}
+
+/// Says so if pods of this node are outside of the cgroup that the programs are attached to.
+pub fn pods_elsewhere(agent: &AgentStatus) -> Option<Finding> {
+    let pods = agent.pods.as_ref().filter(|pods| pods.outside > 0)?;
+    let example = match &pods.others[..] {
+        [] => "which are mounted nowhere that the agent sees".to_owned(),
+        others => format!("for example {}", others.join(", ")),
+    };
+    let root = pods.root.as_ref().map_or_else(
+        || "the root of the cgroup v2 hierarchy, mounted where the agent sees it".to_owned(),
+        |root| format!("{root}, the root of the hierarchy"),
+    );
+    Some(warning(format!(
+        "kernel.cgroup is {}, and {} of {} pods have their sockets in other cgroups, {example}: these pods are served \
+         by their packets only; set kernel.cgroup (--cgroup, DATAPLANE_CGROUP) to {root}, or to a cgroup that holds all \
+         pods, and start the agent anew",
+        agent.cgroup.value,
+        pods.outside,
+        pods.inside + pods.outside + pods.unknown,
+    )))
 }
 
 fn error(text: String) -> Finding {

@@ -11,12 +11,20 @@ use std::{
 use dataplane_common::capture::{Enrolled, FROM_CLIENT, ListenerKey};
 use tracing::{debug, info, warn};
 
-use super::{Mesh, Problems, RELEASED, discover::Found, members::Member};
+use super::{
+    Mesh, RELEASED,
+    discover::Found,
+    members::Member,
+    problems::{Problem, Problems},
+};
 use crate::{
     agent::foreign,
-    kernel::{self, Accelerator, CaptureOptions, Kernel, Listeners, Namespace, namespaces},
+    kernel::{
+        self, Accelerator, Capture, CaptureOptions, Kernel, Listeners, Namespace, namespaces,
+    },
     model::{Acceleration, Egress, Workload, WorkloadName},
-    proxy::{self, Attachment, handover::Named},
+    proxy::handover::Named,
+    relay::{self, Attachment},
 };
 
 /// How long the connections of a workload that is gone may go on: it may be that nobody ends them.
@@ -46,17 +54,18 @@ impl Mesh {
             if flags & Enrolled::PROXY == 0 {
                 continue;
             }
-            let result = if self.options.foreign {
-                self.adopt(kernel, namespace)
+            let problem = if self.options.foreign {
+                self.adopt(kernel, namespace).unwrap_or_else(Some)
             } else if self.is_attached(member, namespace.cookie) {
-                Ok(())
+                None
             } else {
                 let inbound = flags & Enrolled::INBOUND != 0;
                 self.take_back(namespace.cookie);
-                self.attach(kernel, member, namespace, inbound)
+                self.attach(kernel.capture(), member, namespace, inbound)
+                    .err()
             };
-            if let Err(error) = result {
-                problems.add(&member.workload.name, error);
+            if let Some(problem) = problem {
+                problems.add(&member.workload.name, problem);
             }
         }
     }
@@ -108,30 +117,33 @@ impl Mesh {
         sockets.chain(self.packets.sockets())
     }
 
-    fn attach(
+    pub(super) fn attach(
         &mut self,
-        kernel: &Kernel,
+        capture: &Capture,
         member: &Member,
         namespace: &Namespace,
         inbound: bool,
-    ) -> Result<(), String> {
+    ) -> Result<(), Problem> {
         let transparent = self.config.proxy.keep_source.unwrap_or(true);
         let options = self.options;
         let given = self.given(namespace.cookie, inbound);
         let listeners = namespaces::within(namespace.file.as_fd(), move || {
             if transparent && inbound {
-                kernel::route_answers(options.mark | FROM_CLIENT)?;
+                let routed = kernel::route_answers(options.mark | FROM_CLIENT);
+                if let Err(error) = routed {
+                    return Ok(Err(unrouted(&error)));
+                }
             }
-            match given {
+            Ok(match given {
                 Some(listeners) => Ok(listeners),
-                None => kernel::open_listeners(&options, inbound),
-            }
+                None => kernel::open_listeners(&options, inbound)
+                    .map_err(|error| not_listening(&options, &error)),
+            })
         })
         .map_err(|error| {
-            let (a, b) = (options.outbound, options.inbound);
-            format!("cannot listen at ports {a} and {b} in its network namespace: {error}")
-        })?;
-        hand_over(kernel, namespace.cookie, &listeners.inbound)?;
+            Problem::of_node(format!("cannot enter its network namespace: {error}"))
+        })??;
+        hand_over(capture, namespace.cookie, &listeners.inbound).map_err(Problem::of_node)?;
         let (acceleration, not_accelerated) = match self.accelerate(member, namespace) {
             Ok(acceleration) => (acceleration, None),
             // By TCP all the same.
@@ -140,13 +152,8 @@ impl Mesh {
                 (None, Some(error))
             }
         };
-        let clone = || {
-            namespace
-                .file
-                .try_clone()
-                .map_err(|error| error.to_string())
-        };
-        let sockets = named(namespace.cookie, &listeners).map_err(|error| error.to_string())?;
+        let clone = || namespace.file.try_clone().map_err(Problem::of_node);
+        let sockets = named(namespace.cookie, &listeners).map_err(Problem::of_node)?;
         let name = member.workload.name.clone();
         let Some(proxy) = &self.proxy else {
             return Ok(());
@@ -163,7 +170,7 @@ impl Mesh {
                 egress: member.policy.egress,
                 acceleration,
             })
-            .map_err(|error| error.to_string())?;
+            .map_err(Problem::of_node)?;
         info!(workload = %name, "captured: the proxy listens in its network namespace");
         let attached = Attached {
             name,
@@ -182,7 +189,7 @@ impl Mesh {
         &mut self,
         member: &Member,
         namespace: &Namespace,
-    ) -> Result<Option<proxy::Acceleration>, String> {
+    ) -> Result<Option<relay::Acceleration>, String> {
         if member.policy.acceleration == Acceleration::Off {
             return Ok(None);
         }
@@ -197,33 +204,25 @@ impl Mesh {
         accelerator
             .add(namespace.cookie, &[outbound], Some(mark))
             .map_err(told)?;
-        Ok(Some(proxy::Acceleration {
+        Ok(Some(relay::Acceleration {
             netns: namespace.cookie,
             grant: Arc::new(move |connection, bytes| accelerator.grant(connection, bytes)),
         }))
     }
 
     /// Takes the listening socket of a proxy that is not ours: one that began to listen before it
-    /// was captured. Others are noticed by the kernel.
-    fn adopt(&self, kernel: &Kernel, namespace: &Namespace) -> Result<(), String> {
-        let known = kernel
-            .capture()
-            .tables()
-            .listeners()
-            .map_err(|error| error.to_string())?;
-        let sockets = foreign::listeners(namespace, self.options.inbound, |family| {
-            !known.contains(&ListenerKey::of_namespace(namespace.cookie, family == 4))
-        })?;
-        for (family, socket) in sockets {
-            kernel
-                .capture()
-                .listen(
-                    ListenerKey::of_namespace(namespace.cookie, family == 4),
-                    socket.as_fd(),
-                )
-                .map_err(|error| error.to_string())?;
+    /// was captured. Others are noticed by the kernel. Answers what cannot be taken.
+    fn adopt(&self, kernel: &Kernel, namespace: &Namespace) -> Result<Option<Problem>, Problem> {
+        let tables = kernel.capture().tables();
+        let known = tables.listeners().map_err(Problem::of_node)?;
+        let key = |family| ListenerKey::of_namespace(namespace.cookie, family == 4);
+        let port = self.options.inbound;
+        let taken = foreign::listeners(namespace, port, |family| !known.contains(&key(family)))?;
+        for (family, socket) in taken.sockets {
+            let given = kernel.capture().listen(key(family), socket.as_fd());
+            given.map_err(Problem::of_node)?;
         }
-        Ok(())
+        Ok(taken.problem)
     }
 
     /// After workloads are captured no more: the connections that the proxy has go on. `unread`: whether
@@ -287,6 +286,23 @@ impl Mesh {
     }
 }
 
+/// Why the application's answers would not come back to the proxy.
+fn unrouted(error: &io::Error) -> Problem {
+    Problem::of_node(format!(
+        "cannot have its answers to clients' addresses come back to the proxy: {error}"
+    ))
+}
+
+/// A port that is taken in its network namespace has been taken by one of its own processes.
+fn not_listening(options: &CaptureOptions, error: &io::Error) -> Problem {
+    let (a, b) = (options.outbound, options.inbound);
+    let text = format!("cannot listen at ports {a} and {b} in its network namespace: {error}");
+    match error.kind() {
+        io::ErrorKind::AddrInUse => Problem::of_workload(text),
+        _ => Problem::of_node(text),
+    }
+}
+
 const OUTBOUND: &str = "outbound";
 const INBOUND: &str = "inbound";
 
@@ -308,11 +324,10 @@ fn named(cookie: u64, listeners: &Listeners) -> io::Result<Named> {
 }
 
 /// Says where a namespace's inbound connections go.
-fn hand_over(kernel: &Kernel, cookie: u64, sockets: &[TcpListener]) -> Result<(), String> {
+fn hand_over(capture: &Capture, cookie: u64, sockets: &[TcpListener]) -> Result<(), String> {
     for socket in sockets {
         let v4 = socket.local_addr().is_ok_and(|addr| addr.is_ipv4());
-        kernel
-            .capture()
+        capture
             .listen(ListenerKey::of_namespace(cookie, v4), socket.as_fd())
             .map_err(|error| error.to_string())?;
     }

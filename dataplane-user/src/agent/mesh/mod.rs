@@ -13,6 +13,7 @@ use std::{
     os::unix::net::UnixStream,
     path::{Path, PathBuf},
     sync::Arc,
+    thread,
     time::{Duration, Instant},
 };
 
@@ -30,11 +31,12 @@ use super::handover::Given;
 use crate::{
     admin::api,
     config,
-    kernel::{self, Accelerator, CaptureOptions, Kernel, Namespace, namespaces},
+    kernel::{self, Accelerator, Capture, CaptureOptions, Kernel, Namespace, namespaces},
     model::{Acceleration, Egress, Place, Snapshot, Workload, WorkloadName},
     plan::{Captured, Policies},
     proxy::{self, Observer, Proxy, handover},
 };
+pub use problems::Problem;
 
 /// How long those of a workload may that is there and captured no more: as they like. (A time that is
 /// never over, and that clocks can still count.)
@@ -43,6 +45,11 @@ const RELEASED: Duration = Duration::from_hours(365 * 24);
 /// How long a workload may be announced before it is here, or after it has gone, without a problem
 /// being made of it.
 const ARRIVING: Duration = Duration::from_secs(5);
+
+/// Of the time that an ending agent gives to what it relays, that in which it accepts nothing more.
+const LAST: Duration = Duration::from_millis(500);
+/// How often it looks whether it relays something.
+const POLL: Duration = Duration::from_millis(20);
 
 /// What is said of a workload that may be here.
 const AS_BEFORE: &str = "if it was captured before, it still is, by the rules that it had then";
@@ -90,6 +97,8 @@ pub struct Settled {
     pub workloads: Vec<(Arc<Workload>, api::MeshWorkload)>,
     /// Why it may not be so of all of them: what could not be read.
     pub trouble: Option<String>,
+    /// Why the proxy takes fewer connections than it was asked to.
+    pub shortage: Option<String>,
 }
 
 /// What the kernel is told of a mesh.
@@ -125,6 +134,8 @@ pub struct Mesh {
     problems: Problems,
     /// What is wrong, and no workload's fault.
     trouble: Option<String>,
+    /// As [`Settled::shortage`].
+    shortage: Option<String>,
     /// Numbers up to this one are an earlier agent's, and only that one knew whose.
     earlier: u32,
     /// Workloads that should be here and are not, and since when.
@@ -144,7 +155,7 @@ impl Mesh {
     /// If the proxy cannot be started, or the tables not be read.
     pub fn start(
         config: config::Mesh,
-        kernel: &Kernel,
+        capture: &Capture,
         cgroup: &Path,
         given: Given,
     ) -> Result<Self, super::Error> {
@@ -166,7 +177,7 @@ impl Mesh {
             };
             Some(Proxy::start(settings).map_err(super::Error::Proxy)?)
         };
-        let held = kernel.capture().held();
+        let held = capture.held();
         let enrolled = || held.namespaces.values().chain(held.cgroups.values());
         let rules = held
             .rules
@@ -190,6 +201,7 @@ impl Mesh {
             before: given.before,
             problems: Problems::default(),
             trouble: None,
+            shortage: None,
             earlier: last,
             absent: HashMap::new(),
             own_cookie: kernel::netns_cookie()?,
@@ -202,6 +214,41 @@ impl Mesh {
     /// Looks at the agent's own proxy, if there is one.
     pub fn observer(&self) -> Option<Observer> {
         self.proxy.as_ref().map(Proxy::observer)
+    }
+
+    /// Where an earlier agent's programs serve and its proxy is gone: takes the connections of workloads that they
+    /// capture, before there are programs of this one's. Leaves to [`Mesh::settle`] what is not as it was, and what
+    /// does not work.
+    pub fn listen_early(&mut self, capture: &Capture, snapshot: &Snapshot) {
+        let Some(proxy) = &self.proxy else { return };
+        proxy.set_snapshot(snapshot.clone());
+        let mut members = members::members(&self.config, snapshot);
+        members.retain(|member| {
+            member.workload.place == Place::Address
+                && !member.is_by_packets()
+                && member.policy.acceleration == Acceleration::Off
+        });
+        let addresses = members.iter().flat_map(|m| &m.workload.addresses);
+        let found = Found::look(&addresses.copied().collect(), self.own_cookie);
+        for member in &members {
+            let Ok(namespace) = found.home(&member.workload.addresses) else {
+                continue;
+            };
+            // Only to see what becomes of it: nothing of it is written.
+            let entry = self.enrol(member, &mut Captured::default());
+            let relevant = |flags: u32| flags & (Enrolled::PROXY | Enrolled::INBOUND);
+            let held = capture.held().namespaces.get(&namespace.cookie);
+            if entry.flags & Enrolled::PROXY == 0
+                || held.is_none_or(|held| relevant(held.flags) != relevant(entry.flags))
+                || self.attached.contains_key(&namespace.cookie)
+            {
+                continue;
+            }
+            let inbound = entry.flags & Enrolled::INBOUND != 0;
+            if let Err(problem) = self.attach(capture, member, namespace, inbound) {
+                debug!("{}: not yet: {}", member.workload.name, problem.text);
+            }
+        }
     }
 
     /// How soon to look again at what nobody tells us of.
@@ -288,7 +335,7 @@ impl Mesh {
         let failed = kernel.set_captured(&wanted, levels, &inbound)?;
         for (member, namespace, _) in &enrolled {
             if let Some(error) = failed.get(&namespace.cookie) {
-                problems.add(&member.workload.name, error.to_string());
+                problems.add(&member.workload.name, Problem::of_node(error));
             }
         }
         let own_unread = found.own.is_err() && by_cgroup(&wanted);
@@ -321,16 +368,22 @@ impl Mesh {
             (member.workload, shown)
         };
         let workloads: Vec<_> = members.into_iter().map(shown).collect();
-        let short = || self.proxy.as_ref().and_then(Proxy::shortage);
-        let trouble = trouble.or_else(short);
-        if let Some(text) = &trouble
-            && self.trouble.as_ref() != Some(text)
-        {
-            error!("mesh: {text}");
+        let shortage = self.proxy.as_ref().and_then(Proxy::shortage);
+        for (text, before) in [(&trouble, &self.trouble), (&shortage, &self.shortage)] {
+            if let Some(text) = text
+                && before.as_ref() != Some(text)
+            {
+                error!("mesh: {text}");
+            }
         }
         self.trouble.clone_from(&trouble);
+        self.shortage.clone_from(&shortage);
         self.forget_numbers(&workloads);
-        Ok(Settled { workloads, trouble })
+        Ok(Settled {
+            workloads,
+            trouble,
+            shortage,
+        })
     }
 
     /// Enrols all workloads that are found, but for those that are captured by their packets. Answers
@@ -372,7 +425,7 @@ impl Mesh {
                         let other = &other.workload.name;
                         let text =
                             format!("is in the network namespace of {other}, and captured as that");
-                        problems.add(name, text);
+                        problems.add(name, Problem::of_workload(text));
                         return;
                     }
                     let entry = self.enrol_namespace(member, namespace, wanted);
@@ -388,17 +441,17 @@ impl Mesh {
                     let since = self.absent.get(name).copied().unwrap_or_else(Instant::now);
                     absent.insert(name.clone(), since);
                     if since.elapsed() > ARRIVING {
-                        problems.add(name, not_found(member, hidden));
+                        problems.add(name, Problem::of_workload(not_found(member, hidden)));
                     }
                 }
-                Err(Missing::Wrong(text)) => problems.add(name, text),
+                Err(Missing::Wrong(text)) => problems.add(name, Problem::of_workload(text)),
                 Err(Missing::Unknown(text)) => {
                     let place = match member.workload.place {
                         Place::Cgroup(_) => Unknown::Cgroup,
                         _ => Unknown::Namespace,
                     };
                     unknown.insert(self.number(name), place);
-                    problems.add(name, format!("{text}; {AS_BEFORE}"));
+                    problems.add(name, Problem::of_node(format!("{text}; {AS_BEFORE}")));
                 }
             }
         }
@@ -409,12 +462,17 @@ impl Mesh {
     fn shown(&mut self, member: &Member) -> api::MeshWorkload {
         let name = &member.workload.name;
         let problem = self.problems.of(name);
+        let (problem, of_node) = (
+            problem.map(|problem| problem.text.clone()),
+            problem.is_some_and(|problem| problem.of_node),
+        );
         let (acceleration, not_accelerated) = match self.accelerated(member) {
             Ok(acceleration) => (acceleration, None),
             Err(why) => (Acceleration::Off, Some(why)),
         };
         api::MeshWorkload {
             problem,
+            problem_of_node: of_node,
             acceleration: Some(acceleration.word().to_owned()),
             not_accelerated,
             number: self.number(name),
@@ -506,6 +564,21 @@ impl Mesh {
             wanted.locals.insert((*addr).into(), local);
         }
         entry
+    }
+
+    /// When the agent ends and no other has its sockets: nobody else accepts connections, so the proxy does as long as
+    /// it relays some, for so long at most.
+    pub fn stop_last(self, at_most: Duration) {
+        let deadline = Instant::now() + at_most.saturating_sub(LAST);
+        let relays = || {
+            self.proxy
+                .as_ref()
+                .is_some_and(|proxy| proxy.connections() > 0)
+        };
+        while relays() && Instant::now() < deadline {
+            thread::sleep(POLL);
+        }
+        self.stop(LAST, false);
     }
 
     /// When the agent ends: what the proxy relays may go on until then. `detach`: everything of ours

@@ -15,14 +15,19 @@ use socket2::{Domain, SockRef};
 use tracing::{debug, info};
 
 use super::{
-    AS_BEFORE, Mesh, Problems, RELEASED, Unknown, attach::DRAIN, discover::Found, members::Member,
+    AS_BEFORE, Mesh, RELEASED, Unknown,
+    attach::DRAIN,
+    discover::Found,
+    members::Member,
+    problems::{Problem, Problems},
 };
 use crate::{
     agent::{foreign, interfaces::Role},
     kernel::{self, Hook, Interface, Kernel, Namespace},
     model::{Egress, Workload, WorkloadName},
     plan::Captured,
-    proxy::{Attachment, handover::Named},
+    proxy::handover::Named,
+    relay::Attachment,
 };
 
 /// What the names of listening sockets begin with, when they are handed over.
@@ -114,7 +119,7 @@ impl Mesh {
             Err(error) => {
                 for member in guests {
                     let name = &member.workload.name;
-                    problems.add(name, format!("{error}; {AS_BEFORE}"));
+                    problems.add(name, Problem::of_node(format!("{error}; {AS_BEFORE}")));
                     settled.unknown.insert(self.number(name), Unknown::Packets);
                 }
                 settled.trouble = Some(error);
@@ -138,7 +143,7 @@ impl Mesh {
         for guest in &here {
             let name = &guest.member.workload.name;
             let unattached = guest.interfaces.iter().filter_map(|i| failed.get(i));
-            let mut said: Vec<String> = unattached.chain(&common).cloned().collect();
+            let mut said: Vec<Problem> = unattached.chain(&common).map(Problem::of_node).collect();
             if guest.entry.flags & Enrolled::PROXY != 0 {
                 let listening = if self.options.foreign {
                     self.adopt_for_packets(kernel, own, guest.entry.workload)
@@ -148,8 +153,8 @@ impl Mesh {
                 said.extend(listening.err());
                 said.extend(unroutable());
             }
-            for text in said {
-                problems.add(name, text);
+            for problem in said {
+                problems.add(name, problem);
             }
             for addr in &guest.member.workload.addresses {
                 wanted.locals.insert((*addr).into(), local(0, &guest.entry));
@@ -209,7 +214,7 @@ impl Mesh {
                         interfaces,
                     });
                 }
-                Err(NoWay::Bridge(text)) => problems.add(name, text),
+                Err(NoWay::Bridge(text)) => problems.add(name, Problem::of_workload(text)),
                 Err(NoWay::Unknown(text)) => {
                     // As far as it is known.
                     let Some(before) = self.packets.ways.get(name) else {
@@ -218,7 +223,7 @@ impl Mesh {
                     on.extend(before);
                     known.insert(name.clone(), before.clone());
                     settled.unknown.insert(self.number(name), Unknown::Packets);
-                    problems.add(name, format!("{text}; {AS_BEFORE}"));
+                    problems.add(name, Problem::of_node(format!("{text}; {AS_BEFORE}")));
                 }
             }
         }
@@ -289,7 +294,7 @@ impl Mesh {
     }
 
     /// Sees to it that the agent's proxy takes a workload's connections.
-    fn listen_for_packets(&mut self, kernel: &Kernel, guest: &Guest<'_>) -> Result<(), String> {
+    fn listen_for_packets(&mut self, kernel: &Kernel, guest: &Guest<'_>) -> Result<(), Problem> {
         let member = guest.member;
         let name = &member.workload.name;
         let (number, egress) = (guest.entry.workload, member.policy.egress);
@@ -300,12 +305,13 @@ impl Mesh {
         let is_new = before.is_none();
         let given = self.given_for_packets(name);
         let listeners = if given.is_empty() {
-            kernel::open_transparent_listeners()
-                .map_err(|error| format!("cannot listen for it on the node: {error}"))?
+            kernel::open_transparent_listeners().map_err(|error| {
+                Problem::of_node(format!("cannot listen for it on the node: {error}"))
+            })?
         } else {
             given
         };
-        let sockets = named(name, &listeners).map_err(|error| error.to_string())?;
+        let sockets = named(name, &listeners).map_err(Problem::of_node)?;
         for socket in &listeners {
             let v4 = is_v4(socket);
             give(kernel, ListenerKey::of_packets(number, v4), socket)?;
@@ -329,7 +335,7 @@ impl Mesh {
                 egress,
                 acceleration: None,
             })
-            .map_err(|error| error.to_string())?;
+            .map_err(Problem::of_node)?;
         if is_new {
             info!(workload = %name, "captured by its packets: the proxy listens for it on the node");
         }
@@ -355,39 +361,44 @@ impl Mesh {
         kernel: &Kernel,
         own: &Namespace,
         workload: u32,
-    ) -> Result<(), String> {
+    ) -> Result<(), Problem> {
         let tables = kernel.capture().tables();
-        let known = tables.listeners().map_err(|error| error.to_string())?;
+        let known = tables.listeners().map_err(Problem::of_node)?;
         let key = |v4| ListenerKey::of_packets(workload, v4);
         let port = self.options.outbound;
-        let sockets = foreign::listeners(own, port, |family| !known.contains(&key(family == 4)))?;
-        let is_new = !sockets.is_empty();
-        for (family, socket) in sockets {
+        let taken = foreign::listeners(own, port, |family| !known.contains(&key(family == 4)))?;
+        let is_new = !taken.sockets.is_empty();
+        for (family, socket) in taken.sockets {
             // As it would have to be behind `TPROXY`; of its proxy's settings, few have that.
             let options = SockRef::from(&socket);
-            match options.domain().map_err(|error| error.to_string())? {
+            match options.domain().map_err(Problem::of_node)? {
                 Domain::IPV4 => options.set_ip_transparent_v4(true),
                 _ => options.set_ip_transparent_v6(true),
             }
             .map_err(|error| {
-                format!("cannot have the proxy's socket take connections to any address: {error}")
+                Problem::of_node(format!(
+                    "cannot have the proxy's socket take connections to any address: {error}"
+                ))
             })?;
             // The same version has both.
             if options.reuse_port().unwrap_or(false) && Hook::of_kernel() != Hook::Tcx {
-                return Err(format!(
+                return Err(Problem::of_workload(format!(
                     "the socket at the node's port {port} shares it (SO_REUSEPORT), and kernels \
                      before 6.6 give no packets to such a socket: tell the proxy not to (HAProxy: \
                      `noreuseport`)"
-                ));
+                )));
             }
             give(kernel, key(family == 4), &socket)?;
+        }
+        if let Some(problem) = taken.problem {
+            return Err(problem);
         }
         if is_new || known.contains(&key(true)) || known.contains(&key(false)) {
             return Ok(());
         }
-        Err(format!(
+        Err(Problem::of_workload(format!(
             "nobody listens at port {port} in the node's network namespace"
-        ))
+        )))
     }
 
     /// After workloads are captured by their packets no more: the connections that the proxy has go on.
@@ -526,32 +537,33 @@ fn local(netns: u64, entry: &Enrolled) -> Local {
 }
 
 /// What keeps packets from a socket that they were given to, or its answers from leaving.
-fn unroutable() -> Option<String> {
-    let is_set = |file: &str| {
-        let text = fs::read_to_string(format!("/proc/sys/net/ipv4/{file}"));
-        text.is_ok_and(|text| text.trim() != "0")
-    };
-    [
+fn unroutable() -> Option<Problem> {
+    let settings = [
         ("net.ipv4.tcp_fwmark_accept", "tcp_fwmark_accept"),
         (
             "net.ipv4.conf.all.src_valid_mark",
             "conf/all/src_valid_mark",
         ),
-    ]
-    .into_iter()
-    .find(|(_, file)| is_set(file))
-    .map(|(name, _)| {
-        format!("{name} is set on the node: with it, packets that have a mark of ours are lost")
-    })
+    ];
+    let problem = |(name, file)| match fs::read_to_string(format!("/proc/sys/net/ipv4/{file}")) {
+        Ok(text) if text.trim() == "0" => None,
+        Ok(_) => Some(format!(
+            "{name} is set on the node: with it, packets that have a mark of ours are lost; set it to 0"
+        )),
+        Err(error) => Some(format!(
+            "cannot read {name} of the node, with which packets that have a mark of ours are lost: {error}"
+        )),
+    };
+    settings.into_iter().find_map(problem).map(Problem::of_node)
 }
 
 fn is_v4(socket: &TcpListener) -> bool {
     socket.local_addr().is_ok_and(|addr| addr.is_ipv4())
 }
 
-fn give(kernel: &Kernel, key: ListenerKey, socket: impl AsFd) -> Result<(), String> {
+fn give(kernel: &Kernel, key: ListenerKey, socket: impl AsFd) -> Result<(), Problem> {
     let given = kernel.capture().listen(key, socket.as_fd());
-    given.map_err(|error| error.to_string())
+    given.map_err(Problem::of_node)
 }
 
 /// What a listening socket is called when it is handed over.

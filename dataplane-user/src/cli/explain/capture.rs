@@ -548,18 +548,18 @@ impl capture::Rules for Call<'_> {
 
 impl capture::Circumstances for Call<'_> {
     fn is_own(&self) -> bool {
-        let local = self.mesh.held.locals.get(&self.to.0);
-        let own = if self.is_by_packets() {
-            // The proxy is on the node.
-            Some(self.mesh.host_netns)
-        } else {
-            self.client.namespace.map(|namespace| namespace.cookie)
-        };
-        local.is_some_and(|local| Some(local.netns) == own)
+        self.has(self.to.0)
     }
 
     fn is_itself(&self) -> bool {
-        !self.is_by_packets() && self.is_own()
+        if self.is_by_packets() {
+            return false;
+        }
+        let (addr, port) = self.to;
+        let frontend =
+            decide::find_frontend(self.tables, addr, port, Protocol::TCP, self.client.own);
+        let endpoint = decide::only_endpoint(self.tables, frontend);
+        self.has(addr) || !endpoint.is_none() && self.has(endpoint.addr)
     }
 
     fn is_known(&self) -> bool {
@@ -584,6 +584,18 @@ impl capture::Circumstances for Call<'_> {
 }
 
 impl Call<'_> {
+    /// Whether it is an address that the proxy has: with capture by sockets, one of the workload itself.
+    fn has(&self, addr: Addr) -> bool {
+        let local = self.mesh.held.locals.get(&addr);
+        let own = if self.is_by_packets() {
+            // The proxy is on the node.
+            Some(self.mesh.host_netns)
+        } else {
+            self.client.namespace.map(|namespace| namespace.cookie)
+        };
+        local.is_some_and(|local| Some(local.netns) == own)
+    }
+
     fn is_by_packets(&self) -> bool {
         self.enrolled.flags & Enrolled::PACKETS != 0
     }

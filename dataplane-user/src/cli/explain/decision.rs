@@ -144,7 +144,7 @@ pub fn decide<T: decide::Tables + AffinityTable>(
     let (addr, port) = (Addr::from(to.addr), Port::new(to.port));
     let frontend = decide::find_frontend(&recorded, addr, port, to.protocol, own_loopback);
     let (place, filter) = (VipPlace::of(addr), recorded.filter.get());
-    if !place.is_set(filter) {
+    if !place.is_set(filter) && !addr.is_loopback() && !addr.is_unspecified() {
         steps.push(format!(
             "no service and not this node has an address like {addr}, says the filter VIPS: \
              nothing is looked up"

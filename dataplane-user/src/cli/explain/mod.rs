@@ -25,10 +25,10 @@ use crate::kernel::{PacketTables, Tables, conntrack::Conntrack};
 use capture::{Client, Mesh, Place};
 use decision::{Explanation, decide};
 
-/// Say what happens to a connection, and why.
+/// Explain what happens to a connection, and why.
 ///
-/// Reads the kernel's tables as they are now and takes the same steps as the programs there, by
-/// the same code. Sends nothing.
+/// Reads the kernel's tables and takes the same steps as the kernel programs, with the same code.
+/// Sends no packet.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -37,37 +37,36 @@ Examples:
   dataplane explain netns:blue 127.0.0.1:30080
   dataplane explain shop/web-7c9f 192.0.2.80:443    a captured workload, by its name
   dataplane explain pid:4711 192.0.2.80:443         with the process's user and cgroup
-  dataplane explain 192.0.2.7 10.244.2.8:8080       inbound, where 10.244.2.8 is captured
+  dataplane explain 192.0.2.7 10.244.2.8:8080       inbound, if 10.244.2.8 is captured
   dataplane explain --iface eth0 192.0.2.7:40112 198.51.100.2:30080/tcp")]
 pub struct ExplainArgs {
-    /// Who connects: an address of a pod or of this node, `node`, `netns:NAME`, `netns:/PATH`,
-    /// `pid:NUMBER`, or a captured workload as `NAMESPACE/NAME`
+    /// The client: an address of a pod or of this node, `node`, `netns:NAME`, `netns:/PATH`,
+    /// `pid:NUMBER`, or a captured workload as `NAMESPACE/NAME`. With --iface: ADDRESS:PORT
     ///
-    /// It matters where the client's connections are captured, where the destination is a loopback
-    /// address (node ports are answered on the node's own, not on a pod's), and where the service
-    /// has session affinity (remembered by network namespace). With --iface, ADDRESS:PORT.
+    /// The client makes a difference in three cases: its connections are captured; the destination
+    /// is a loopback address (the node's loopback answers node ports, a pod's does not); the
+    /// service has session affinity, which is by network namespace.
     #[arg(value_name = "SRC")]
     source: Source,
 
-    /// To where: ADDRESS:PORT, with `/udp` for UDP; IPv6 as [ADDRESS]:PORT
+    /// The destination: ADDRESS:PORT, with `/udp` for UDP; IPv6 as [ADDRESS]:PORT
     #[arg(value_name = "DST:PORT[/udp]")]
     destination: Destination,
 
-    /// What happens to a packet that arrives at this interface, rather than to a connection of a
-    /// socket on this node
+    /// Explain a packet that arrives at this interface, not a connection of a socket on this node
     #[arg(long, value_name = "NAME")]
     iface: Option<String>,
 
-    /// The user of the process that connects, where users are excluded from capture [default: the
-    /// process's, with `pid:`; else nobody that a rule is about]
+    /// User of the client's process, for rules that exclude users from capture [default: with
+    /// `pid:` the process's user; otherwise a user without a rule]
     #[arg(long, value_name = "UID")]
     user: Option<u32>,
 
-    /// The group, likewise
+    /// Group of the client's process, for rules that exclude groups [default: as for --user]
     #[arg(long, value_name = "GID")]
     group: Option<u32>,
 
-    /// How to print it
+    /// Output format
     #[arg(short, long, value_enum, default_value_t)]
     output: Format,
 
@@ -109,7 +108,7 @@ impl Source {
                     Place::Cgroup(_) => Self::Node.namespace(host_netns, None),
                     Place::Packets(addr) => netns::with_address(addr),
                 },
-                None => anyhow::bail!("there is no mesh on this node, so that {name} is nobody"),
+                None => anyhow::bail!("cannot find the workload {name}: this node has no mesh"),
             },
         }
     }
@@ -142,7 +141,7 @@ impl FromStr for Source {
             return pid
                 .parse()
                 .map(Self::Process)
-                .map_err(|_| format!("`{pid}` is no process id"));
+                .map_err(|_| format!("`{pid}` is not a process id; expected a number"));
         }
         if let Ok(socket) = text.parse() {
             return Ok(Self::Socket(socket));
@@ -155,7 +154,7 @@ impl FromStr for Source {
                 Ok(Self::Workload(text.to_owned()))
             }
             _ => Err(format!(
-                "`{text}` is no address, nor `node`, `netns:NAME`, `netns:/PATH`, `pid:NUMBER` or \
+                "`{text}` is not a client; expected an address, `node`, `netns:NAME`, `netns:/PATH`, `pid:NUMBER` or \
                  `NAMESPACE/NAME`"
             )),
         }

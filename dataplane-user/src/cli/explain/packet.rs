@@ -172,7 +172,7 @@ fn known(
     });
 }
 
-/// A packet to no service. A connection to an endpoint itself may be refused for a flow to that endpoint.
+/// A packet to no service. A connection to an endpoint itself gets another port if its own has a flow to that endpoint.
 fn beside(live: &Live<'_>, key: &FlowKey, told: &mut Explanation) {
     let back = FlowKey::new(key.dst, key.dst_port, key.src, key.src_port, key.protocol);
     let rival = live.conntrack.find_by_reply(&back);
@@ -180,17 +180,22 @@ fn beside(live: &Live<'_>, key: &FlowKey, told: &mut Explanation) {
         let live = [State::Syn, State::Established, State::HalfClosed].contains(&flow.state());
         live && !flow.is_masqueraded() && !flow.is_over(now())
     });
-    if let Some(flow) = rival {
-        told.steps.push(format!(
-            "a flow from the same port goes to this endpoint by way of {}, {}: what the endpoint \
-             answers could be either's",
-            flow.vip(),
-            flow.state(),
-        ));
-        refuse(told, Reason::PortTaken);
-    } else {
+    let Some(flow) = rival.filter(|_| key.protocol == Protocol::TCP) else {
         told.steps.push(Reason::NotService.text().to_owned());
-    }
+        return;
+    };
+    told.steps.push(format!(
+        "a flow from the same port goes to this endpoint by way of {}, {}: what the endpoint answers could be \
+         either's, so it sees another port of the client's",
+        flow.vip(),
+        flow.state(),
+    ));
+    told.verdict = "translated";
+    told.reason = Reason::Translated.word();
+    told.endpoints.push(Choice {
+        endpoint: SocketAddr::new(key.dst.ip(), key.dst_port.host()).to_string(),
+        probability: 1.0,
+    });
 }
 
 /// The first packet of a flow.

@@ -26,20 +26,24 @@ use super::{
 use crate::{
     kernel::{self, Accelerator},
     model::{Egress, Identity, Place, Workload, WorkloadName},
-    proxy::{Acceleration, AccessLog, Settings, admin::Logging},
+    proxy::{Settings, admin::Logging},
+    relay::{Acceleration, AccessLog},
 };
 
 /// Run the L4 proxy alone, in this network namespace.
 ///
-/// Accepts TCP connections whose original destination somebody kept (SO_ORIGINAL_DST of a capture
-/// or of iptables' REDIRECT; or the socket's own address, as with TPROXY, sk_lookup, or VIPs that
-/// are routed to this machine), decides where they go by the services, and relays them. To an
-/// exact VIP and port: to one of the service's endpoints, at random, the preferred ones first, and
-/// to another one if it cannot be reached. To another known address, or with --egress allow to any:
-/// straight there. What is refused is reset.
+/// Accepts TCP connections and relays them. The proxy reads a connection's original destination
+/// from SO_ORIGINAL_DST (capture, or iptables' REDIRECT) or from the socket's own address (TPROXY,
+/// sk_lookup, or VIPs that are routed to this machine).
 ///
-/// Runs in the foreground. SIGTERM and Ctrl-C drain it, SIGHUP has it read manifests again (it also
-/// notices by itself). The access log goes to standard output, the log to standard error.
+/// If the destination is a service's VIP and port, the proxy connects to one of the service's
+/// endpoints: at random, preferred endpoints first, another endpoint if the first cannot be
+/// reached. If the destination is another known address, the proxy connects directly; with --egress
+/// allow also to unknown addresses. The proxy resets refused connections.
+///
+/// Runs in the foreground. SIGTERM and Ctrl-C drain the proxy. SIGHUP makes it read the manifests
+/// again; it also notices changes by itself. The access log goes to standard output, the log to
+/// standard error.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -47,7 +51,7 @@ Examples:
     dataplane proxy --manifests services/ --mark 1337
     # Refuse what is neither service nor endpoint; log as JSON:
     dataplane proxy --kubernetes --egress deny --access-log json
-    # Take the place of one that runs, without a connection refused:
+    # Take over from a running proxy, without refusing a connection:
     dataplane proxy --manifests services/ --handover /run/dataplane/proxy.sock
 
 Response flags in the access log: - done, UH no endpoint, NR no such port, DENY refused by policy,
@@ -57,51 +61,49 @@ pub struct ProxyArgs {
     #[command(flatten)]
     source: SourceArgs,
 
-    /// Accept connections that the workload makes, here [default: 127.0.0.1:15001 and
-    /// [::1]:15001]
+    /// Listen here for connections from the workload [default: 127.0.0.1:15001 and [::1]:15001]
     #[arg(long, value_name = "ADDR", num_args = 1.., value_delimiter = ',')]
     outbound: Vec<SocketAddr>,
 
-    /// Accept connections that are made to the workload, here; they go straight to where they were
-    /// going [default: nowhere]
+    /// Listen here for connections to the workload, which go directly to their original destination
+    /// [default: no listener]
     #[arg(long, value_name = "ADDR", num_args = 1.., value_delimiter = ',')]
     inbound: Vec<SocketAddr>,
 
-    /// What becomes of connections that the workload makes to what is no service, no endpoint and
-    /// no workload
+    /// Policy for connections from the workload to addresses that are no service, endpoint or
+    /// workload
     #[arg(long, value_enum, default_value_t)]
     egress: EgressArg,
 
-    /// Threads that relay [default: one for each CPU]
+    /// Number of relaying threads [default: one for each CPU]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     workers: Option<u16>,
 
-    /// Mark the proxy's own connections (SO_MARK), for the capture to leave them alone; 0x539 or
-    /// 1337
+    /// Mark of the proxy's own connections (SO_MARK), so that capture leaves them alone; for
+    /// example 0x539 or 1337
     #[arg(long, value_name = "MARK", value_parser = mark)]
     mark: Option<u32>,
 
-    /// Connect inbound from the client's address, and accept what TPROXY steers here
-    /// (IP_TRANSPARENT; takes CAP_NET_ADMIN, and routes by which the answers come back)
+    /// Connect to the workload from the client's address, and accept connections from TPROXY
+    /// (IP_TRANSPARENT; needs CAP_NET_ADMIN, and routes that lead the answers back)
     #[arg(long)]
     transparent: bool,
 
-    /// Take the place of the proxy that waits at this Unix socket, if there is one: its listening
-    /// sockets with the connections that wait in them. And wait there for the next one
+    /// Take over from the proxy at this Unix socket, if there is one: its listening sockets with
+    /// their backlog. Then wait there for the next proxy
     #[arg(long, value_name = "PATH")]
     handover: Option<PathBuf>,
 
-    /// How to write the access log: a line for each connection, at its end
+    /// Format of the access log, which has a line for each connection, at its end
     #[arg(long, value_enum, default_value_t)]
     access_log: AccessLog,
 
-    /// Whether what is said to the proxy in this network namespace goes past the TCP stack; takes
-    /// CAP_BPF and CAP_NET_ADMIN, and what docs/proxy.md says it does to applications
+    /// Whether bytes to the proxy in this network namespace bypass the TCP stack. Needs CAP_BPF and
+    /// CAP_NET_ADMIN. docs/proxy.md describes the effects on applications
     #[arg(long, value_enum, default_value_t)]
     acceleration: AccelerationArg,
 
-    /// Directory of the cgroup v2 whose processes are accelerated [default: the root, wherever it is
-    /// mounted]
+    /// Directory of the cgroup v2 whose processes are accelerated [default: the root of cgroup v2]
     #[arg(
         long,
         value_name = "DIR",
@@ -122,11 +124,11 @@ pub struct ProxyArgs {
     #[command(flatten)]
     listen: ListenArgs,
 
-    /// Say more in the log; twice: still more. RUST_LOG is finer, and /logging changes it
+    /// Log more (-v: debug, -vv: trace). RUST_LOG sets levels by module; /logging changes them
     #[arg(short, long, action = clap::ArgAction::Count)]
     verbose: u8,
 
-    /// How to write the log, on standard error
+    /// Format of the log on standard error
     #[arg(long, value_enum, default_value_t)]
     log_format: LogFormat,
 }
@@ -135,29 +137,29 @@ pub struct ProxyArgs {
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Limits (durations as 500ms, 5s, 2m)")]
 struct LimitArgs {
-    /// How long an endpoint has to take a connection, before another one is tried
+    /// Time that an endpoint has to accept a connection; after that the proxy tries another
+    /// endpoint
     #[arg(long, value_name = "TIME", default_value = "5s", value_parser = duration)]
     connect_timeout: Duration,
 
-    /// How many endpoints are tried
+    /// Number of endpoints that the proxy tries
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..))]
     attempts: u8,
 
-    /// Reset connections on which nothing was said for so long [default: never]
+    /// Reset connections that are idle for this time [default: never]
     #[arg(long, value_name = "TIME", value_parser = duration)]
     idle_timeout: Option<Duration>,
 
-    /// When nothing was said for so long, have the kernel find out whether the peers are still
-    /// there; `0s`: never
+    /// Probe the peers of connections that are idle for this time (TCP keepalive); `0s`: never
     #[arg(long, value_name = "TIME", default_value = "3m", value_parser = duration)]
     keepalive: Duration,
 
-    /// How long connections have to end, when the proxy ends; then they are reset
+    /// Time that connections have to end when the proxy ends; then the proxy resets them
     #[arg(long, value_name = "TIME", default_value = "20s", value_parser = duration)]
     drain_time: Duration,
 
-    /// Connections at the same time; more wait in the kernel [default: what the limit of open files
-    /// allows, which is raised as far as it goes]
+    /// Maximum number of connections at the same time; further connections wait in the backlog
+    /// [default: as many as the hard limit of open files allows]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     max_connections: Option<u32>,
 }
@@ -166,7 +168,7 @@ struct LimitArgs {
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Names in metrics and logs")]
 struct WhoArgs {
-    /// The workload [default: POD_NAMESPACE and POD_NAME, or default and the host name]
+    /// Name of the workload [default: POD_NAMESPACE and POD_NAME, or default and the host name]
     #[arg(long, value_name = "NAMESPACE/NAME", value_parser = workload_name)]
     workload: Option<WorkloadName>,
 }
@@ -175,7 +177,7 @@ struct WhoArgs {
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Endpoints (ADDRESS:PORT, or `off`)")]
 struct ListenArgs {
-    /// Prometheus metrics, at /metrics
+    /// Serve Prometheus metrics, at /metrics
     #[arg(
         long = "metrics-addr",
         value_name = "ADDR",
@@ -183,7 +185,7 @@ struct ListenArgs {
     )]
     metrics: Listen,
 
-    /// /config_dump, /logging, /healthz/ready, /metrics
+    /// Serve /config_dump, /logging, /healthz/ready and /metrics
     #[arg(
         long = "admin-addr",
         value_name = "ADDR",
@@ -194,10 +196,10 @@ struct ListenArgs {
 
 #[derive(Clone, Copy, Debug, Default, ValueEnum)]
 enum EgressArg {
-    /// They go straight there
+    /// Connect directly
     #[default]
     Allow,
-    /// They are refused
+    /// Refuse
     Deny,
 }
 
@@ -206,7 +208,7 @@ enum AccelerationArg {
     /// By TCP
     #[default]
     Off,
-    /// From socket to socket
+    /// From socket to socket, by a sockmap
     Sockmap,
 }
 
@@ -223,7 +225,9 @@ fn mark(text: &str) -> Result<u32, String> {
         None => text.parse(),
     };
     match parsed {
-        Ok(0) => Err("0 is no mark: unmarked packets have it".to_owned()),
+        Ok(0) => Err(
+            "0 is not a mark, because unmarked packets have it; expected another number".to_owned(),
+        ),
         Ok(mark) => Ok(mark),
         Err(_) => Err("write a number up to 4294967295, or 0x with hexadecimal digits".to_owned()),
     }

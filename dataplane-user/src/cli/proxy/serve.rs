@@ -3,7 +3,6 @@
 use std::{
     net::TcpListener,
     os::unix::net::UnixStream,
-    path::PathBuf,
     process::ExitCode,
     sync::{Arc, mpsc},
     thread,
@@ -23,17 +22,15 @@ use super::{
     sockets::{self, Sockets},
 };
 use crate::{
-    agent::{NodeSettings, Source},
+    agent::{Input, NodeSettings},
     model::Snapshot,
     proxy::{
-        Attachment, Observer, Proxy,
+        Observer, Proxy,
         admin::{self, Logging},
         handover::{self, Named},
     },
-    source::{
-        kubernetes::{Latest, Reader, Scope},
-        manifests::{self, Watcher},
-    },
+    relay::Attachment,
+    source::{Notice, Source, kubernetes::Scope},
 };
 
 const SIGHUP: &str = "SIGHUP";
@@ -49,9 +46,8 @@ enum End {
 pub fn run(arguments: &ProxyArgs, logging: Logging) -> anyhow::Result<ExitCode> {
     let runtime = Builder::new_current_thread().enable_all().build()?;
     let _inside = runtime.enter();
-    let node = arguments.node.settings();
     let source = arguments.source.source(Scope::Services);
-    let mut services = Services::open(source, node)?;
+    let mut services = Services::open(&source, &arguments.node.settings())?;
     let mut signals = Signals::new()?;
     // Before there are sockets: nobody shall be answered before it is known where they go.
     let first = runtime.block_on(async {
@@ -111,7 +107,7 @@ pub fn run(arguments: &ProxyArgs, logging: Logging) -> anyhow::Result<ExitCode> 
                     if signal != SIGHUP {
                         return End::Signal(signal);
                     }
-                    if let Some(snapshot) = services.read(signal) {
+                    if let Some(snapshot) = services.read() {
                         proxy.set_snapshot(snapshot);
                     }
                 }
@@ -284,139 +280,48 @@ impl Signals {
 
 /// Where the services come from.
 struct Services {
-    wanted: Snapshot,
-    node: NodeSettings,
     input: Input,
-}
-
-enum Input {
-    Manifests {
-        paths: Vec<PathBuf>,
-        watcher: Watcher,
-    },
-    Kubernetes {
-        latest: Arc<Latest>,
-        changed: Arc<Notify>,
-        _reader: Reader,
-    },
+    changed: Arc<Notify>,
 }
 
 impl Services {
-    fn open(source: Source, settings: NodeSettings) -> anyhow::Result<Self> {
-        let asking = "cannot find out this node's name and addresses";
-        let node = settings.node().context(asking)?;
-        match source {
-            Source::Manifests(paths) => {
-                // Before the files are read, so that no change is missed in between.
-                let watcher = Watcher::new(&paths)?;
-                let mut loaded = manifests::load(&paths, &node)?;
-                settings.tell(&mut loaded).context(asking)?;
-                let services = loaded.snapshot.services.len();
-                info!(services, files = loaded.files, "read the manifests");
-                if let Some(line) = loaded.ignored_line() {
-                    info!("{line}");
-                }
-                Ok(Self {
-                    wanted: loaded.snapshot,
-                    node: settings,
-                    input: Input::Manifests { paths, watcher },
-                })
+    fn open(source: &Source, settings: &NodeSettings) -> anyhow::Result<Self> {
+        let changed = Arc::<Notify>::default();
+        let tell = Arc::clone(&changed);
+        let input = Input::open(source, settings, move |notice| match notice {
+            Notice::Changed => tell.notify_one(),
+            Notice::Died { thread, why } => {
+                error!("the source is not read any more: {thread} has died: {why}");
             }
-            Source::Kubernetes(kubernetes) => {
-                kubernetes.target.check()?;
-                let latest = Arc::<Latest>::default();
-                let changed = Arc::<Notify>::default();
-                let tell = Arc::clone(&changed);
-                info!("reading {}", kubernetes.target.server_text());
-                let reader = Reader::start(
-                    kubernetes,
-                    Arc::new(node.clone()),
-                    Arc::default(),
-                    Arc::clone(&latest),
-                    move || tell.notify_one(),
-                    |why| tracing::error!("the API is read no more: {why}"),
-                )?;
-                Ok(Self {
-                    wanted: Snapshot {
-                        node: Arc::new(node),
-                        ..Snapshot::default()
-                    },
-                    node: settings,
-                    input: Input::Kubernetes {
-                        latest,
-                        changed,
-                        _reader: reader,
-                    },
-                })
-            }
-        }
+        })?;
+        Ok(Self { input, changed })
     }
 
     /// What there is first.
     async fn first(&mut self) -> Snapshot {
-        match self.input {
-            Input::Manifests { .. } => self.wanted.clone(),
-            Input::Kubernetes { .. } => loop {
-                if let Some(snapshot) = self.next().await {
-                    return snapshot;
-                }
-            },
+        loop {
+            if self.input.is_known() {
+                return self.input.snapshot().clone();
+            }
+            self.next().await;
         }
     }
 
     /// Waits for a change. May be dropped and called anew.
     async fn next(&mut self) -> Option<Snapshot> {
-        match &mut self.input {
-            Input::Manifests { watcher, .. } => {
-                watcher.changed().await;
-                self.read("a manifest changed")
-            }
-            Input::Kubernetes {
-                latest, changed, ..
-            } => {
-                changed.notified().await;
-                let view = latest.take()?;
-                match self.node.node_with(&view.node) {
-                    Ok(node) => self.wanted.node = Arc::new(node),
-                    Err(error) => warn!("cannot find out the node's addresses: {error}"),
-                }
-                self.wanted.services = view.services;
-                Some(self.wanted.clone())
-            }
-        }
+        self.changed.notified().await;
+        self.take()
     }
 
-    /// Reads the manifests; the API is read all the time.
-    fn read(&mut self, why: &str) -> Option<Snapshot> {
-        let Input::Manifests { paths, .. } = &self.input else {
-            return None;
-        };
-        let own = match self.node.node() {
-            Ok(node) => node,
-            Err(error) => {
-                warn!("cannot find out the node's addresses, keeping the last ones: {error}");
-                (*self.wanted.node).clone()
-            }
-        };
-        match manifests::load_reusing(&self.wanted, paths, &own) {
-            Ok(mut loaded) => {
-                if let Err(error) = self.node.tell(&mut loaded) {
-                    warn!("cannot find out the node's addresses, keeping the last ones: {error}");
-                }
-                info!(
-                    services = loaded.snapshot.services.len(),
-                    "{why}: read the manifests"
-                );
-                self.wanted = loaded.snapshot;
-                Some(self.wanted.clone())
-            }
-            Err(errors) => {
-                for fault in &errors.faults {
-                    error!("{fault}");
-                }
-                error!("the manifests have errors: going on with what was read before");
-                None
-            }
-        }
+    /// Reads the source anew where it does not tell of changes itself.
+    fn read(&mut self) -> Option<Snapshot> {
+        self.input.look();
+        self.input.refresh();
+        self.take()
+    }
+
+    fn take(&mut self) -> Option<Snapshot> {
+        self.input.take()?;
+        Some(self.input.snapshot().clone())
     }
 }

@@ -25,6 +25,8 @@ pub struct Census {
     pub held: Held,
     /// The services' addresses that the flows go to ([`Flow::our_vip`]).
     pub vips: HashSet<Addr>,
+    /// How many flows are no service's ([`Flow::is_direct`]).
+    pub direct: u64,
     /// The endpoints that have the most ports of the node's, the one with most first: at most `BUSIEST`.
     pub ports: Vec<Ports>,
 }
@@ -51,6 +53,15 @@ impl Census {
     }
 }
 
+/// The flows that the kernel's own conntrack translates: asked for once in a walk, if there is reason to.
+#[derive(Debug)]
+enum Foreign {
+    Unasked,
+    Known(HashSet<FlowKey>),
+    /// They cannot be read, so none of them is known to be over.
+    Unknown,
+}
+
 /// One walk through all flows.
 #[derive(Debug)]
 pub struct Collector<'a> {
@@ -62,8 +73,8 @@ pub struct Collector<'a> {
     ports: HashMap<(Protocol, Addr, Port), u32>,
     /// Cells that were held when the walk before this came by.
     held: Held,
-    /// What the kernel's own conntrack translates; asked once, if there is reason to.
-    foreign: Option<HashSet<FlowKey>>,
+    /// The flows that the kernel's own conntrack translates.
+    foreign: Foreign,
 }
 
 impl<'a> Collector<'a> {
@@ -76,16 +87,16 @@ impl<'a> Collector<'a> {
             census: Census::default(),
             ports: HashMap::new(),
             held,
-            foreign: None,
+            foreign: Foreign::Unasked,
         }
     }
 
     /// Looks at the next few thousand flows, and removes those that are over. Answers what was
     /// found, when there are no more.
     ///
-    /// `foreign` asks which flows the kernel's own conntrack has; an error of it means that it has
-    /// none.
-    pub fn step(&mut self, foreign: impl FnOnce() -> HashSet<FlowKey>) -> Option<Census> {
+    /// `foreign` asks which flows the kernel's own conntrack has; none if that cannot be read: its flows then stay
+    /// until a later walk.
+    pub fn step(&mut self, foreign: impl FnOnce() -> Option<HashSet<FlowKey>>) -> Option<Census> {
         if self.flows.read(&mut self.batch) {
             self.remove(now(), foreign);
             return None;
@@ -99,23 +110,26 @@ impl<'a> Collector<'a> {
         })
     }
 
-    fn remove(&mut self, now: Tick, ask_foreign: impl FnOnce() -> HashSet<FlowKey>) {
+    fn remove(&mut self, now: Tick, ask_foreign: impl FnOnce() -> Option<HashSet<FlowKey>>) {
         let over = |flow: &Flow| flow.is_over(now);
-        if self.foreign.is_none() && self.batch.iter().any(|f| f.is_foreign() && over(f)) {
-            self.foreign = Some(ask_foreign());
+        if matches!(self.foreign, Foreign::Unasked)
+            && self.batch.iter().any(|f| f.is_foreign() && over(f))
+        {
+            self.foreign = ask_foreign().map_or(Foreign::Unknown, Foreign::Known);
         }
         for flow in &self.batch {
             let lives_elsewhere = flow.is_foreign()
-                && self
-                    .foreign
-                    .as_ref()
-                    .is_some_and(|foreign| foreign.contains(&flow.key));
+                && match &self.foreign {
+                    Foreign::Known(flows) => flows.contains(&flow.key),
+                    Foreign::Unasked | Foreign::Unknown => true,
+                };
             if over(flow) && !lives_elsewhere && self.conntrack.remove_if(flow, over) {
                 self.census.removed += 1;
             } else {
                 let kind = (flow.protocol(), flow.state());
                 *self.census.flows.entry(kind).or_default() += 1;
                 self.census.vips.extend(flow.our_vip());
+                self.census.direct += u64::from(flow.is_direct());
                 if flow.is_masqueraded() {
                     let endpoint = (flow.protocol(), flow.to.endpoint, flow.to.endpoint_port);
                     *self.ports.entry(endpoint).or_default() += 1;

@@ -92,9 +92,15 @@ impl Flow {
         socket(self.key.dst, self.key.dst_port)
     }
 
-    /// Returns the service's address, if the packet path translates the flow: the filter `VIPS` has to let it through.
+    /// Returns the service's address, if the packet path translates a service's flow: the filter `VIPS` has to let it through.
     pub fn our_vip(&self) -> Option<Addr> {
-        (!self.is_foreign()).then_some(self.key.dst)
+        (!self.is_foreign() && !self.is_direct()).then_some(self.key.dst)
+    }
+
+    /// Whether it is no service's: a connection to the endpoint itself, which sees another port of the client's because
+    /// the client already had a flow to it from its own.
+    pub fn is_direct(&self) -> bool {
+        (self.key.dst, self.key.dst_port) == (self.to.endpoint, self.to.endpoint_port)
     }
 
     /// Who answers.

@@ -45,8 +45,6 @@ pub enum Verdict {
     Refuse,
     /// Has another chain of the table decide.
     Jump(String),
-    /// Has a map decide, which may name any chain of the table.
-    Map,
 }
 
 /// Every chain of the tables that have one at the forward hook.

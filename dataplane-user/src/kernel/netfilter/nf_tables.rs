@@ -10,9 +10,13 @@ use nix::sys::socket::SockProtocol;
 use super::{Base, Chain, FORWARD, Rule, Verdict};
 use crate::kernel::diag::{Netlink, attribute, attributes};
 
-/// `NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_GETCHAIN`, `..._GETRULE`.
-const GET_CHAIN: u16 = 10 << 8 | 4;
-const GET_RULE: u16 = 10 << 8 | 7;
+/// `NFNL_SUBSYS_NFTABLES << 8`, with which a message's type begins.
+const TABLES: u16 = 0x0a00;
+/// `NFT_MSG_GETCHAIN`, `NFT_MSG_GETRULE`.
+const GET_CHAIN: u16 = TABLES | 4;
+const GET_RULE: u16 = TABLES | 7;
+/// `NFT_MSG_GETSETELEM`.
+const GET_ELEMENTS: u16 = TABLES | 0x0d;
 
 /// `struct nfgenmsg`: a family, a version, and a number.
 const HEADER: usize = 4;
@@ -31,7 +35,12 @@ const NFTA_IMMEDIATE_DATA: u16 = 2;
 const NFTA_DATA_VERDICT: u16 = 2;
 const NFTA_VERDICT_CODE: u16 = 1;
 const NFTA_VERDICT_CHAIN: u16 = 2;
+const NFTA_LOOKUP_SET: u16 = 1;
 const NFTA_LOOKUP_DREG: u16 = 3;
+const NFTA_SET_ELEM_LIST_TABLE: u16 = 1;
+const NFTA_SET_ELEM_LIST_SET: u16 = 2;
+const NFTA_SET_ELEM_LIST_ELEMENTS: u16 = 3;
+const NFTA_SET_ELEM_DATA: u16 = 2;
 const NFTA_TARGET_NAME: u16 = 1;
 
 /// `NF_DROP` and `NF_ACCEPT`; and nf_tables' own verdicts, which are negative.
@@ -45,8 +54,23 @@ const VERDICT: u32 = 0;
 /// A table: its family's number and its name.
 type TableName = (u8, String);
 
+/// How often rules are read that change while they are.
+const TRIES: usize = 8;
+
 /// Every chain of the tables that have one at the forward hook.
 pub fn chains() -> io::Result<Vec<Chain>> {
+    for _ in 1..TRIES {
+        match read() {
+            // A table, a chain or a map that was there is gone, or rules were changed: what was read is no whole.
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) if error.raw_os_error() == Some(libc::ENOENT) => {}
+            read => return read,
+        }
+    }
+    read()
+}
+
+fn read() -> io::Result<Vec<Chain>> {
     let mut netlink = match Netlink::open(SockProtocol::NetlinkNetFilter) {
         Ok(netlink) => netlink,
         Err(error) if error.raw_os_error() == Some(libc::EPROTONOSUPPORT) => return Ok(Vec::new()),
@@ -68,18 +92,48 @@ pub fn chains() -> io::Result<Vec<Chain>> {
     all.retain(|(table, _)| tables.contains(table));
     for table in tables {
         let mut rules: BTreeMap<String, Vec<Rule>> = BTreeMap::new();
-        let name = [table.1.as_bytes(), &[0]].concat();
-        let request = [vec![table.0, 0, 0, 0], attribute(NFTA_RULE_TABLE, &name)].concat();
+        let mut maps: Vec<(String, String)> = Vec::new();
+        let request = about(&table, &[(NFTA_RULE_TABLE, &table.1)]);
         netlink.dump(GET_RULE, &request, |message| {
-            if let Some((chain, rule)) = rule(message) {
+            if let Some((chain, rule, of)) = rule(message) {
+                maps.extend(of.into_iter().map(|map| (chain.clone(), map)));
                 rules.entry(chain).or_default().push(rule);
             }
         })?;
+        // What a map decides is as good as a rule of the chain that asks it.
+        for (chain, map) in maps {
+            let names = [
+                (NFTA_SET_ELEM_LIST_TABLE, &table.1),
+                (NFTA_SET_ELEM_LIST_SET, &map),
+            ];
+            let mut does = Vec::new();
+            netlink.dump(GET_ELEMENTS, &about(&table, &names), |message| {
+                does.extend(elements(message));
+            })?;
+            rules.entry(chain).or_default().push(Rule { does });
+        }
         for (_, chain) in all.iter_mut().filter(|(of, _)| *of == table) {
             chain.rules = rules.remove(&chain.name).unwrap_or_default();
         }
     }
     Ok(all.into_iter().map(|(_, chain)| chain).collect())
+}
+
+/// A question about a table, with names.
+fn about(table: &TableName, names: &[(u16, &String)]) -> Vec<u8> {
+    let name = |(kind, name): &(u16, &String)| attribute(*kind, &[name.as_bytes(), &[0]].concat());
+    let names = names.iter().flat_map(name);
+    [table.0, 0, 0, 0].into_iter().chain(names).collect()
+}
+
+/// What elements of a map do with a packet.
+fn elements(message: &[u8]) -> Vec<Verdict> {
+    let rest = message.get(HEADER..).unwrap_or_default();
+    let list = content(rest, NFTA_SET_ELEM_LIST_ELEMENTS).unwrap_or_default();
+    let does = |element| decided(content(element, NFTA_SET_ELEM_DATA)?);
+    attributes(list)
+        .filter_map(|(_, element)| does(element))
+        .collect()
 }
 
 /// A chain of a family that is forwarded, without its rules.
@@ -106,41 +160,47 @@ fn chain(message: &[u8]) -> Option<(TableName, Chain)> {
     Some(((family, table), chain))
 }
 
-/// A rule, and the chain that it is in.
-fn rule(message: &[u8]) -> Option<(String, Rule)> {
+/// A rule, and the chain that it is in; and the maps that it has decide.
+fn rule(message: &[u8]) -> Option<(String, Rule, Vec<String>)> {
     let rest = message.get(HEADER..)?;
     let chain = text(content(rest, NFTA_RULE_CHAIN)?);
     let expressions = content(rest, NFTA_RULE_EXPRESSIONS).unwrap_or_default();
-    let does = attributes(expressions).filter_map(|(_, expression)| {
-        let name = content(expression, NFTA_EXPR_NAME)?;
+    let (mut does, mut maps) = (Vec::new(), Vec::new());
+    for (_, expression) in attributes(expressions) {
+        let name = content(expression, NFTA_EXPR_NAME).map(text);
         let data = content(expression, NFTA_EXPR_DATA).unwrap_or_default();
-        verdict(&text(name), data)
-    });
-    let does = does.collect();
-    Some((chain, Rule { does }))
+        does.extend(name.as_ref().and_then(|name| verdict(name, data)));
+        maps.extend(name.and_then(|name| map(&name, data)));
+    }
+    Some((chain, Rule { does }, maps))
+}
+
+/// The map of verdicts that an expression asks.
+fn map(name: &str, data: &[u8]) -> Option<String> {
+    let to_verdict = number(content(data, NFTA_LOOKUP_DREG)?) == Some(VERDICT);
+    (name == "lookup" && to_verdict).then(|| content(data, NFTA_LOOKUP_SET).map(text))?
+}
+
+/// What a verdict does with a packet.
+fn decided(data: &[u8]) -> Option<Verdict> {
+    let verdict = content(data, NFTA_DATA_VERDICT)?;
+    let code = number(content(verdict, NFTA_VERDICT_CODE)?)?;
+    match code {
+        JUMP | GOTO => content(verdict, NFTA_VERDICT_CHAIN)
+            .map(text)
+            .map(Verdict::Jump),
+        // `NF_DROP` has the error in its higher half; `NF_QUEUE` and others are somebody's to decide.
+        ACCEPT => None,
+        code if code >> 31 != 0 => None,
+        _ => Some(Verdict::Refuse),
+    }
 }
 
 /// What an expression does with a packet.
 fn verdict(name: &str, data: &[u8]) -> Option<Verdict> {
     match name {
-        "immediate" => {
-            let verdict = content(content(data, NFTA_IMMEDIATE_DATA)?, NFTA_DATA_VERDICT)?;
-            let code = number(content(verdict, NFTA_VERDICT_CODE)?)?;
-            match code {
-                JUMP | GOTO => content(verdict, NFTA_VERDICT_CHAIN)
-                    .map(text)
-                    .map(Verdict::Jump),
-                // `NF_DROP` has the error in its higher half; `NF_QUEUE` and others are somebody's to decide.
-                ACCEPT => None,
-                code if code >> 31 != 0 => None,
-                _ => Some(Verdict::Refuse),
-            }
-        }
+        "immediate" => decided(content(data, NFTA_IMMEDIATE_DATA)?),
         "reject" | "queue" | "synproxy" => Some(Verdict::Refuse),
-        "lookup" => {
-            let to_verdict = number(content(data, NFTA_LOOKUP_DREG)?) == Some(VERDICT);
-            to_verdict.then_some(Verdict::Map)
-        }
         // What iptables-nft has of iptables' own.
         "target" => {
             let target = text(content(data, NFTA_TARGET_NAME)?);
@@ -197,12 +257,26 @@ mod tests {
         assert_eq!(target("REJECT\0\0"), Some(Verdict::Refuse));
         assert_eq!(target("MARK\0"), None);
         let lookup = |register: u32| {
-            verdict(
-                "lookup",
-                &attribute(NFTA_LOOKUP_DREG, &register.to_be_bytes()),
-            )
+            let data = [
+                attribute(NFTA_LOOKUP_SET, b"__map0\0"),
+                attribute(NFTA_LOOKUP_DREG, &register.to_be_bytes()),
+            ];
+            map("lookup", &data.concat())
         };
-        assert_eq!((lookup(0), lookup(1)), (Some(Verdict::Map), None));
+        assert_eq!((lookup(0), lookup(1)), (Some("__map0".to_owned()), None));
+        let element = |code| {
+            let data = content(&immediate(code, ""), NFTA_IMMEDIATE_DATA)
+                .unwrap()
+                .to_vec();
+            attribute(1, &attribute(NFTA_SET_ELEM_DATA, &data))
+        };
+        let list = [element(ACCEPT), element(DROP)].concat();
+        let message = [
+            vec![2, 0, 0, 0],
+            attribute(NFTA_SET_ELEM_LIST_ELEMENTS, &list),
+        ]
+        .concat();
+        assert_eq!(elements(&message), [Verdict::Refuse]);
         assert_eq!(verdict("immediate", &[]), None);
     }
 

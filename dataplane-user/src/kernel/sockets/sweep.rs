@@ -28,9 +28,6 @@ use crate::kernel::{
     pins::{Pins, spec},
 };
 
-/// The PID namespace of the machine (`PROC_PID_INIT_INO` in `include/linux/proc_ns.h`).
-const OF_THE_MACHINE: &str = "pid:[4026531836]";
-
 /// Looks for such places.
 #[derive(Debug)]
 pub struct Sweeper {
@@ -48,12 +45,12 @@ impl Sweeper {
     /// # Errors
     /// If what is there is not ours, or may not be opened.
     pub fn open(bpffs: &Path, cgroup: &Path) -> Result<Option<Self>, Error> {
-        let namespace = fs::read_link("/proc/self/ns/pid")
+        let sees_all = namespaces::sees_all_processes()
             .doing(|| "cannot ask for this process's PID namespace".to_owned())?;
         let Some((noted, _)) = Pins::new(bpffs).open_map(spec("PEERS"))? else {
             return Ok(None);
         };
-        if namespace != Path::new(OF_THE_MACHINE) {
+        if !sees_all {
             return Ok(None);
         }
         Ok(Some(Self {

@@ -124,7 +124,7 @@ pub enum ConnectError {
         text: String,
     },
     /// The URL is none.
-    #[error("`{url}` is no URL of an API server; expected one like https://192.0.2.1:6443")]
+    #[error("`{url}` is not a URL of an API server; expected one like https://192.0.2.1:6443")]
     Url {
         /// As given.
         url: String,

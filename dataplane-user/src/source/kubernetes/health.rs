@@ -1,14 +1,12 @@
 //! How old what we know is, and why it is not newer.
 
-use std::{
-    sync::{
-        Mutex, PoisonError,
-        atomic::{AtomicBool, AtomicU64, Ordering},
-    },
-    time::{SystemTime, UNIX_EPOCH},
+use std::sync::{
+    Mutex, PoisonError,
+    atomic::{AtomicBool, AtomicU64, Ordering},
 };
 
 use super::{Kind, Scope};
+use crate::source::feed::now;
 
 /// How reading the API goes: written by those who read, read by whoever asks.
 #[derive(Debug, Default)]
@@ -161,11 +159,4 @@ impl KindHealth {
         *failure = Some((since, text.to_owned()));
         news
     }
-}
-
-fn now() -> u64 {
-    SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .unwrap_or_default()
-        .as_secs()
 }

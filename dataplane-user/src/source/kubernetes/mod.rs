@@ -24,7 +24,6 @@ pub use connect::{ConnectError, Settings, Target};
 pub use failure::Failure;
 pub use health::{Health, KindHealth};
 pub use kind::{Kind, Scope};
-pub use store::View;
 
 use std::{
     io,
@@ -39,7 +38,9 @@ use tokio::{
     task::JoinSet,
     time::{Instant, timeout_at},
 };
+use tracing::info;
 
+use super::{Feed, Notice, OpenError, View, feed};
 use crate::model::Node;
 use connect::Connector;
 use follow::{Eyes, Follower};
@@ -86,11 +87,11 @@ impl Default for Patience {
 /// A reader that is slow finds the last view, not all of those before it: changes that come while
 /// the kernel is written to are written together.
 #[derive(Debug, Default)]
-pub struct Latest(Mutex<Option<View>>);
+struct Latest(Mutex<Option<View>>);
 
 impl Latest {
     /// Takes the newest view; none if it was taken before.
-    pub fn take(&self) -> Option<View> {
+    fn take(&self) -> Option<View> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
@@ -106,9 +107,71 @@ impl Latest {
     }
 }
 
+/// The API as a feed.
+#[derive(Debug)]
+pub struct Api {
+    latest: Arc<Latest>,
+    server: String,
+    health: Arc<Health>,
+    _reader: Reader,
+}
+
+impl Api {
+    /// Begins to read the API, for this node.
+    ///
+    /// # Errors
+    ///
+    /// Nothing says where the API server is, or no thread can be started. A server that is away is no error.
+    pub fn open(
+        settings: Settings,
+        node: &Arc<Node>,
+        notify: impl Fn(Notice) + Clone + Send + Sync + 'static,
+    ) -> Result<Self, OpenError> {
+        settings.target.check()?;
+        let server = settings.target.server_text();
+        info!("reading {server}");
+        let (latest, health) = (Arc::<Latest>::default(), Arc::<Health>::default());
+        let died = notify.clone();
+        let reader = Reader::start(
+            settings,
+            Arc::clone(node),
+            Arc::clone(&health),
+            Arc::clone(&latest),
+            move || notify(Notice::Changed),
+            move |why| {
+                let thread = "kubernetes";
+                died(Notice::Died { thread, why });
+            },
+        )
+        .map_err(|error| OpenError::Thread {
+            what: "the Kubernetes API",
+            error,
+        })?;
+        Ok(Self {
+            latest,
+            server,
+            health,
+            _reader: reader,
+        })
+    }
+}
+
+impl Feed for Api {
+    fn take(&mut self) -> Option<View> {
+        self.latest.take()
+    }
+
+    fn health(&self) -> feed::Health {
+        feed::Health::Kubernetes {
+            server: self.server.clone(),
+            kinds: Arc::clone(&self.health),
+        }
+    }
+}
+
 /// A thread that reads the API. Dropping it ends it.
 #[derive(Debug)]
-pub struct Reader {
+struct Reader {
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -121,7 +184,7 @@ impl Reader {
     /// # Errors
     ///
     /// If no thread can be started. That the server is not there is none: it will be.
-    pub fn start(
+    fn start(
         settings: Settings,
         node: Arc<Node>,
         health: Arc<Health>,

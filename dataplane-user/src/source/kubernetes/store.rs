@@ -16,37 +16,12 @@ use super::{
     pods::{self, Pods},
 };
 use crate::{
-    model::{Gravity, Node, Problem, Service, ServiceName, Workload, WorkloadName},
-    source::objects::{self, Findings, NodeFacts, Slice},
+    model::{Gravity, Node, Problem, Service, ServiceName},
+    source::{
+        View,
+        objects::{self, Findings, NodeFacts, Slice},
+    },
 };
-
-/// What there is to serve, as the API has it.
-#[derive(Clone, Debug)]
-pub struct View {
-    /// Every service, host ports of pods among them; shares with the view before what did not
-    /// change.
-    pub services: imbl::OrdMap<ServiceName, Arc<Service>>,
-    /// The pods of this node, if they are read for [`Scope::Mesh`], and of others where they are
-    /// to be known.
-    pub workloads: imbl::OrdMap<WorkloadName, Arc<Workload>>,
-    /// What this node's own object tells.
-    pub node: NodeFacts,
-    /// What was not served as written.
-    pub problems: Arc<[Problem]>,
-    /// When the oldest of the changes since the last view that was taken arrived; none if that is
-    /// no measure of anything, as for a list.
-    pub since: Option<Instant>,
-}
-
-impl View {
-    /// This view takes the place of one that nobody took.
-    pub(super) fn follows(&mut self, untaken: &Self) {
-        self.since = match (self.since, untaken.since) {
-            (Some(a), Some(b)) => Some(a.min(b)),
-            (a, b) => a.or(b),
-        };
-    }
-}
 
 /// What was seen so far.
 #[expect(
@@ -222,9 +197,9 @@ impl Store {
         Some(View {
             services: self.services.clone(),
             workloads: self.pods.workloads(),
-            node: self.facts.clone(),
+            node: Some(self.facts.clone()),
             problems: Arc::clone(&self.problems_seen),
-            since: self.since.take(),
+            since: self.since.take().map(Instant::into_std),
         })
     }
 

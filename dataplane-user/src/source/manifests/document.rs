@@ -282,7 +282,7 @@ impl Object {
         if !expected.is_empty() {
             findings.faults.push((
                 "apiVersion".into(),
-                format!("{version:?} is no version of {kind} that is known; expected {expected}"),
+                format!("{version:?} is not a known version of {kind}; expected {expected}"),
             ));
             return Body::Ignored(kind.to_owned());
         }
@@ -407,8 +407,11 @@ impl<'de> Visitor<'de> for ObjectReader<'_> {
                 .as_deref()
                 .is_none_or(|kind| !kind.ends_with("List"))
         {
-            self.entries
-                .push(fault(&object, "kind", "missing or no list; expected List"));
+            self.entries.push(fault(
+                &object,
+                "kind",
+                "missing or not a list; expected List",
+            ));
         } else if has_items || object.is_list() {
             // Its items were read.
         } else if self.item.is_some() && object.kind.is_none() {

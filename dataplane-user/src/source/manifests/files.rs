@@ -111,7 +111,7 @@ pub fn read(path: &Path) -> Result<String, String> {
     // Asked first: opening a pipe would wait for its writer.
     let metadata = fs::metadata(path).map_err(|error| unreadable(&error))?;
     if !metadata.is_file() {
-        return Err("no regular file; expected a file with manifests".into());
+        return Err("not a regular file; expected a file with manifests".into());
     }
     if metadata.len() > FILE_SIZE_MAX {
         return Err(too_large(metadata.len()));

@@ -10,6 +10,7 @@
 mod document;
 mod error;
 mod faults;
+mod feed;
 mod files;
 mod locate;
 mod parse;
@@ -18,6 +19,7 @@ mod watch;
 mod whereabouts;
 
 pub use error::{Errors, FAULTS_LISTED, Fault};
+pub use feed::{Files, Health};
 pub use files::FILE_SIZE_MAX;
 pub(crate) use files::read as read_file;
 pub use locate::Position;

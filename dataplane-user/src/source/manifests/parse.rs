@@ -243,9 +243,9 @@ pub fn plain(text: &str) -> String {
         return "more aliases or deeper nesting than a manifest has".into();
     }
     match text {
-        "invalid i32" | "invalid i64" => "no whole number; expected one".into(),
-        "expected mapping start" => "no object; expected a mapping of fields".into(),
-        "expected sequence start" => "no list; expected one".into(),
+        "invalid i32" | "invalid i64" => "not a whole number; expected one".into(),
+        "expected mapping start" => "not an object; expected a mapping of fields".into(),
+        "expected sequence start" => "not a list; expected one".into(),
         _ => text
             .replace("expected i32", "expected a whole number")
             .replace("expected u32", "expected a whole number from 0"),

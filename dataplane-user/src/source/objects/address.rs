@@ -18,14 +18,16 @@ pub fn address(text: &str) -> Result<IpAddr, String> {
     plain
         .parse::<IpAddr>()
         .map(|address| address.to_canonical())
-        .map_err(|_| format!("{text:?} is no IP address; expected one like 10.0.0.1 or fd00::1"))
+        .map_err(|_| {
+            format!("{text:?} is not an IP address; expected one like 10.0.0.1 or fd00::1")
+        })
 }
 
 /// A range as `ADDRESS/LENGTH`, with the bits after the length cleared. White space around it is
 /// tolerated, as Kubernetes tolerates it in `loadBalancerSourceRanges`.
 pub fn range(text: &str) -> Result<IpNet, String> {
     let wrong =
-        || format!("{text:?} is no address range; expected one like 10.0.0.0/8 or fd00::/64");
+        || format!("{text:?} is not an address range; expected one like 10.0.0.0/8 or fd00::/64");
     let (base, length) = text.trim().split_once('/').ok_or_else(wrong)?;
     let base = address(base).map_err(|_| wrong())?;
     if length.is_empty() || !length.bytes().all(|b| b.is_ascii_digit()) {

@@ -3,7 +3,8 @@
 //! What the CNI plug-in `portmap` does with rules: a port of the node's addresses, or of one of
 //! them (`hostIP`), leads to the container's port, and the pod sees who asks. In the model that is
 //! a service of its own, whose only endpoint is the pod: a node port, or an external IP, with
-//! `externalTrafficPolicy: Local`.
+//! `externalTrafficPolicy: Local`. A `hostIP` on loopback is the node's own: sockets of its network namespace reach
+//! the pod there, and nobody else does.
 
 use std::{collections::BTreeMap, net::IpAddr};
 
@@ -59,13 +60,6 @@ pub fn host_ports(object: &api::Pod, node: &Node, findings: &mut Findings) -> Ve
             findings.note(path, "SCTP is not served: only TCP and UDP are");
             continue;
         };
-        if host_ip.is_some_and(|ip| ip.is_loopback()) {
-            findings.note(
-                format!("{path}.hostIP"),
-                "a port of the node's loopback alone is not served",
-            );
-            continue;
-        }
         let pod_ips = pod_ips.get_or_insert_with(|| self::pod_ips(status, findings));
         let endpoints: Vec<Endpoint> = pod_ips
             .iter()
@@ -105,7 +99,7 @@ pub fn host_ports(object: &api::Pod, node: &Node, findings: &mut Findings) -> Ve
     let created = object.metadata.creation_timestamp.as_ref();
     let service = |(host_ip, ports): (Option<IpAddr>, _)| Service {
         name: service_name(&name, host_ip),
-        kind: ServiceType::NodePort,
+        kind: ServiceType::HostPort,
         created: created.map(|time| time.0.as_second()),
         cluster_ips: SmallVec::new(),
         external_ips: host_ip.into_iter().collect(),
@@ -230,6 +224,21 @@ mod tests {
             ["192.0.2.1".parse::<IpAddr>().unwrap()]
         );
         assert_eq!((one.ports[0].node_port, one.ports[0].port), (None, 53));
+    }
+
+    #[test]
+    fn loopback_is_an_external_ip_of_host_ports() {
+        let mut loopback = spec();
+        loopback["containers"][0]["ports"][1]["hostIP"] = json!("::1");
+        loopback["containers"][0]["ports"][0]["hostIP"] = json!("127.0.0.1");
+        let (services, findings) = read(&loopback, "Running");
+        assert_eq!(findings, Findings::default());
+        let said: Vec<_> = services
+            .iter()
+            .map(|s| (s.kind, s.external_ips[0].to_string(), s.ports[0].node_port))
+            .collect();
+        let expected = ["127.0.0.1", "::1"].map(|ip| (ServiceType::HostPort, ip.to_owned(), None));
+        assert_eq!(said, expected);
     }
 
     #[test]

@@ -83,7 +83,9 @@ fn check_name(metadata: &Metadata, findings: &mut Findings) {
         if value.contains(|c: char| c == '/' || c.is_whitespace() || c.is_control()) {
             findings.fault(
                 path,
-                format!("{value:?} is no name; expected lower case letters, digits, `-` and `.`"),
+                format!(
+                    "{value:?} is not a name; expected lower case letters, digits, `-` and `.`"
+                ),
             );
         }
     }
@@ -98,7 +100,7 @@ fn port(value: i32) -> Result<u16, String> {
     u16::try_from(value)
         .ok()
         .filter(|&port| port != 0)
-        .ok_or_else(|| format!("{value} is no port; expected a number from 1 to 65535"))
+        .ok_or_else(|| format!("{value} is not a port; expected a number from 1 to 65535"))
 }
 
 /// `Ok(None)` is SCTP: known, but not served.

@@ -101,7 +101,10 @@ fn addresses(status: Option<&api::PodStatus>, findings: &mut Findings) -> SmallV
         match text.parse() {
             Ok(addr) if found.contains(&addr) => {}
             Ok(addr) => found.push(addr),
-            Err(_) => findings.fault("status.podIPs", format!("{text:?} is no address")),
+            Err(_) => findings.fault(
+                "status.podIPs",
+                format!("{text:?} is not an address; expected one like 10.0.0.1 or fd00::1"),
+            ),
         }
     }
     found
@@ -292,7 +295,7 @@ fn range(text: &str) -> Result<IpNet, String> {
     text.parse()
         .or_else(|_| text.parse::<IpAddr>().map(IpNet::from))
         .map(|range: IpNet| range.trunc())
-        .map_err(|_| format!("{text:?} is no range such as 10.0.0.0/8"))
+        .map_err(|_| format!("{text:?} is not a range of addresses; expected one like 10.0.0.0/8"))
 }
 
 fn port(text: &str) -> Result<u16, String> {
@@ -300,9 +303,11 @@ fn port(text: &str) -> Result<u16, String> {
         .parse()
         .ok()
         .filter(|&port| port != 0)
-        .ok_or_else(|| format!("{text:?} is no port; expected a number from 1 to 65535"))?;
+        .ok_or_else(|| format!("{text:?} is not a port; expected a number from 1 to 65535"))?;
     if is_reserved(port) {
-        return Err(format!("{port} is reserved for proxies"));
+        return Err(format!(
+            "{port} is reserved for the mesh's proxies; expected another port"
+        ));
     }
     Ok(port)
 }

@@ -73,7 +73,9 @@ pub fn slice(object: &api::EndpointSlice, node: &Node, findings: &mut Findings) 
     if service.contains('/') {
         findings.fault(
             format!("metadata.labels[\"{LABEL_SERVICE}\"]"),
-            format!("{service:?} is no name; expected the name of a Service in the same namespace"),
+            format!(
+                "{service:?} is not a name; expected the name of a Service in the same namespace"
+            ),
         );
     }
     let name = object_name(&object.metadata);

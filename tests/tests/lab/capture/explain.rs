@@ -19,7 +19,7 @@ scenarios! {
     status_shows_who_is_captured,
 }
 
-fn explain(world: &World, source: &str, to: &str, more: &[&str]) -> Result<Value> {
+pub fn explain(world: &World, source: &str, to: &str, more: &[&str]) -> Result<Value> {
     let arguments = [&["explain", source, to, "-o", "json"], more].concat();
     run_args(world.agent()?, arguments)?.exits(0)?.json()
 }

@@ -320,7 +320,7 @@ fn rules_change_while_connections_live() -> Result<()> {
     eventually(|| {
         let log = world.agent()?.log();
         ensure!(
-            log.contains("Pod default/app") && log.contains("\"http\" is no port"),
+            log.contains("Pod default/app") && log.contains("\"http\" is not a port"),
             "{log}"
         );
         Ok(())
@@ -564,15 +564,30 @@ fn processes_of_a_cgroup_are_captured_in_the_nodes_own_namespace() -> Result<()>
     Ok(())
 }
 
-/// To its own address, of either family, and back: neither direction is captured, also where the port is
-/// to be captured wherever it is, and where unknown destinations are denied.
+/// To its own address, of either family, or to a service that only it answers, and back: neither direction is captured, also
+/// where the port is to be captured wherever it is, and where unknown destinations are denied.
 fn what_stays_in_a_workload_is_left_alone() -> Result<()> {
     for (mode, others) in [("proxy", "captured"), ("kernel", "direct")] {
         let mut world = World::new()?;
         let rules = json!({ "mode": mode, "egress": "deny", "includeOutboundPorts": [7] });
-        world.capture(json!({}), rules)?;
         let app = world.app().clone();
-        for to in ["10.244.1.8:7", "[fd00:10:244:1::8]:7"] {
+        let service = |name, vips: &[&str], endpoints: &[&Host]| {
+            Service::new(name, vips)
+                .port("tcp", 7, 7)
+                .endpoints(endpoints)
+        };
+        let two = world.lab.pod("two");
+        let itself = service("itself", &["10.96.0.20", "fd00:96::20"], &[&app]);
+        let shared = service("shared", &["10.96.0.21"], &[&app, two]);
+        let web = service("web", &["10.96.0.10"], &[world.lab.pod("far")]);
+        world.manifests = Manifests::new(&[itself, shared, web])?;
+        world.capture(json!({}), rules)?;
+        for to in [
+            "10.244.1.8:7",
+            "[fd00:10:244:1::8]:7",
+            "10.96.0.20:7",
+            "[fd00:96::20]:7",
+        ] {
             let before = world.verdicts(Reason::CapturedInbound)?;
             let (report, counted) = world.counted(Reason::ExcludedLoopback, || {
                 reaches(&app, to, "connect --count 3", &["app"])
@@ -580,6 +595,9 @@ fn what_stays_in_a_workload_is_left_alone() -> Result<()> {
             ensure!(counted == 3, "{mode}, {to}: {counted} of 3 were left alone");
             ensure!(world.verdicts(Reason::CapturedInbound)? == before, "{to}");
             peer_is(&report, to)?;
+            let told = explain::explain(&world, "default/app", to, &[])?;
+            let left_alone = told["verdict"] != "captured" && told["verdict"] != "direct";
+            ensure!(left_alone, "{mode}, {to}: {told:#}");
         }
         let others = match others {
             "captured" => Reason::Captured,
@@ -589,6 +607,11 @@ fn what_stays_in_a_workload_is_left_alone() -> Result<()> {
             reaches(&app, "10.244.2.5:7", "connect --count 3", &["far"])
         })?;
         ensure!(counted == 3, "{mode}: {counted} of 3");
+        // Who else answers is the proxy's to choose.
+        let (_, counted) = world.counted(others, || {
+            reaches(&app, "10.96.0.21:7", "connect --count 40", &["app", "two"])
+        })?;
+        ensure!(counted == 40, "{mode}: {counted} of 3 to a service");
     }
     Ok(())
 }

@@ -12,6 +12,7 @@ use super::{World, foreign, mesh, relay::Relay};
 use crate::{
     cluster::{ask, eventually, fails, peer_is, reaches, refused},
     daemonset,
+    outcome::run,
 };
 
 scenarios! {
@@ -185,20 +186,28 @@ fn a_listening_proxys_socket_takes_capabilities() -> Result<()> {
     let _proxy = Relay::nginx(&world)?;
     let mesh = mesh(foreign(), osm()).to_string();
     let mut capabilities = daemonset::capabilities()?;
-    let start = |capabilities: &[String]| {
+    let prepare = |capabilities: &[String]| {
         let agent = world.lab.agent("node1").in_the_nodes_cgroup();
         let agent = agent.manifests(world.manifests.path());
         agent
             .args(["--mesh", &mesh])
             .capabilities(capabilities)
-            .start()
+            .prepare()
     };
     for more in daemonset::for_foreign_proxies()? {
-        let _agent = start(&capabilities)?;
+        let mut agent = prepare(&capabilities)?;
+        agent.launch()?;
+        let words = [
+            "error: mesh: default/app: ",
+            "port 15003: its socket cannot be taken: ",
+            "component `foreign-proxy`",
+        ];
+        eventually(|| run(&agent, "status")?.exits(1)?.says(&words).map(drop))?;
         eventually(|| refused(one, "10.244.1.8:7", "connect"))?;
         capabilities.push(more);
     }
-    let _agent = start(&capabilities)?;
+    let mut agent = prepare(&capabilities)?;
+    agent.start()?;
     eventually(|| reaches(one, "10.244.1.8:7", "connect", &["app"]).map(drop))
 }
 

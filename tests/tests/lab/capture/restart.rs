@@ -1,6 +1,10 @@
 //! Agents that take each other's place, that end and that are killed, under load.
 
-use std::{fs::File, thread, time::Duration};
+use std::{
+    fs::{self, File},
+    thread,
+    time::Duration,
+};
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_common::{LAYOUT, Reason};
@@ -8,10 +12,15 @@ use dataplane_tests::{
     emulated,
     report::{LoadReport, Report},
 };
-use serde_json::json;
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
 
 use super::World;
-use crate::cluster::{eventually, reaches, refused};
+use crate::{
+    cluster::{eventually, reaches, refused},
+    manifest::Service,
+    outcome::http,
+};
 
 scenarios! {
     Dataplane:
@@ -19,6 +28,9 @@ scenarios! {
     agents_of_another_layout_too,
     nobody_waits_for_an_agent_that_takes_long,
     an_agent_that_fails_gives_the_place_back,
+    an_idle_agent_takes_its_place_back,
+    one_of_several_idle_agents_takes_the_place_back,
+    an_ending_agent_accepts_until_its_end,
     a_killed_agent_leaves_no_connection_hanging,
 }
 
@@ -189,6 +201,148 @@ fn an_agent_that_fails_gives_the_place_back() -> Result<()> {
     Ok(())
 }
 
+/// In the end of its successor, with the configuration and the manifests of then. Asked by one that is told to end,
+/// it takes over the sockets, so that nobody is refused.
+fn an_idle_agent_takes_its_place_back() -> Result<()> {
+    let mut world = World::new()?;
+    let config = world.state.path().join("config.yaml");
+    let configure = |metrics: u16| -> Result<()> {
+        let mesh = super::mesh(json!({}), json!({ "mode": "proxy" }));
+        let listen = json!({ "metrics": format!("0.0.0.0:{metrics}") });
+        let text = json!({ "stay": true, "mesh": mesh, "listen": listen });
+        Ok(fs::write(&config, text.to_string())?)
+    };
+    configure(15_020)?;
+    let agent = world.lab.agent("node1").in_the_nodes_cgroup();
+    let agent = agent.manifests(world.manifests.path());
+    world.agent = Some(
+        agent
+            .args(["--config".as_ref(), config.as_os_str()])
+            .start()?,
+    );
+    let (app, one, far) = (
+        world.app().clone(),
+        world.lab.pod("one").clone(),
+        world.lab.pod("far").clone(),
+    );
+    let node = world.lab.node("node1").clone();
+    for (round, end) in [Signal::SIGTERM, Signal::SIGKILL].into_iter().enumerate() {
+        let metrics = 25_020 + u16::try_from(round)?;
+        let address = format!("10.96.0.{}", 20 + round);
+        let agent = world.agent.as_mut().context("an agent")?;
+        // Another pod's.
+        agent.move_to_cgroup(&format!("agent-{round}"))?;
+        let before = agent.replace()?;
+        let loads = [
+            app.load(&["--to", "10.96.0.10:80", "--threads", "1"])?,
+            one.load(&["--to", "10.244.1.8:7", "--threads", "1"])?,
+        ];
+        configure(metrics)?;
+        let successor = agent.return_to(before)?;
+        successor.signal(end)?;
+        agent.wait_until_ready()?;
+        for load in loads {
+            let report: LoadReport = load.wait_json()?;
+            ensure!(
+                (report.errors.is_empty() || end == Signal::SIGKILL) && report.answered > 20,
+                "{end}: {} answered, then {:?}\n{}",
+                report.answered,
+                report.failures,
+                agent.log()
+            );
+        }
+        let log = agent.log();
+        ensure!(log.matches("taking it back").count() == round + 1, "{log}");
+        drop(successor);
+        let (status, body) = http(&one, &format!("http://{}:{metrics}/metrics", node.ipv4()))?;
+        ensure!(status == 200, "{status} {body}");
+        let web = Service::new("web", &["10.96.0.10"]).port("tcp", 80, 7);
+        let new = Service::new("new", &[&address]).port("tcp", 80, 7);
+        world
+            .manifests
+            .write(&[web.endpoints(&[&far]), new.endpoints(&[&one])])?;
+        let captured = world.verdicts(Reason::Captured)?;
+        eventually(|| reaches(&app, &format!("{address}:80"), "connect", &["one"]).map(drop))?;
+        reaches(&app, "10.244.1.5:7", "connect --count 20", &["one"])?;
+        reaches(&one, "10.244.1.8:7", "connect --count 20", &["app"])?;
+        ensure!(
+            world.verdicts(Reason::Captured)? > captured + 20,
+            "not captured"
+        );
+    }
+    Ok(())
+}
+
+/// Two that wait, and one of them serves when the third is killed; the other when that one is.
+fn one_of_several_idle_agents_takes_the_place_back() -> Result<()> {
+    let mut world = World::new()?;
+    let config = super::mesh(json!({}), json!({ "mode": "proxy" }));
+    world.agent_with_args(&config, &[], &["--stay"])?;
+    let (app, one) = (world.app().clone(), world.lab.pod("one").clone());
+    let agent = world.agent.as_mut().context("an agent")?;
+    let mut idle = Vec::new();
+    for round in 0..2 {
+        agent.move_to_cgroup(&format!("agent-{round}"))?;
+        idle.push(agent.replace()?);
+    }
+    for round in 1..=2 {
+        agent.kill();
+        eventually(|| {
+            let log = agent.log();
+            ensure!(log.matches("taking it back").count() == round, "{log}");
+            Ok(())
+        })?;
+        let mut serving = None;
+        eventually(|| {
+            let status = agent.dataplane(["status", "-o", "json"]).output()?;
+            let status: Value = serde_json::from_slice(&status.stdout)?;
+            let pid = status["agent"]["version"]["pid"].as_u64();
+            serving = idle
+                .iter()
+                .position(|process| Some(u64::from(process.id())) == pid);
+            ensure!(serving.is_some(), "{status:#}");
+            Ok(())
+        })?;
+        let serving = idle.remove(serving.context("one of them")?);
+        let killed = agent.return_to(serving);
+        ensure!(killed.is_err(), "another one runs");
+        agent.wait_until_ready()?;
+        for process in &mut idle {
+            ensure!(process.try_wait()?.is_none(), "it ended");
+        }
+        let log = agent.log();
+        ensure!(log.matches("taking it back").count() == round, "{log}");
+        reaches(&app, "10.244.1.5:7", "connect --count 5", &["one"])?;
+        reaches(&one, "10.244.1.8:7", "connect --count 5", &["app"])?;
+    }
+    Ok(())
+}
+
+/// Told to end, while it relays a connection that does not: nobody else accepts in its place, so it does.
+fn an_ending_agent_accepts_until_its_end() -> Result<()> {
+    let mut world = World::new()?;
+    world.capture(json!({}), json!({ "mode": "proxy" }))?;
+    let (app, one) = (world.app().clone(), world.lab.pod("one").clone());
+    let mut held = app.hold("10.244.1.5:7")?;
+    let agent = world.agent()?;
+    let node = agent.node().clone();
+    let pid = agent.id().to_string();
+    node.command("kill").args(["-TERM", &pid]).run()?;
+    eventually(|| {
+        let log = agent.log();
+        ensure!(log.contains("ended; the programs go on serving"), "{log}");
+        Ok(())
+    })?;
+    reaches(&app, "10.244.1.5:7", "connect --count 20", &["one"])?;
+    reaches(&one, "10.244.1.8:7", "connect --count 20", &["app"])?;
+    // With nothing to relay it ends, before its time is up.
+    held.close_stdin();
+    held.wait().context("a connection from before")?;
+    world.agent.as_mut().context("an agent")?.stop()?;
+    refused(&app, "10.244.1.5:7", "connect --count 3")?;
+    Ok(())
+}
+
 /// Killed, and started anew: refused or passed in between, as configured, and at once.
 fn a_killed_agent_leaves_no_connection_hanging() -> Result<()> {
     for (rule, passes) in [("refuse", false), ("pass", true)] {
@@ -207,6 +361,13 @@ fn a_killed_agent_leaves_no_connection_hanging() -> Result<()> {
             }
         }
         agent.start()?;
+        // The earlier agent's programs serve: nobody waits for this one's.
+        let log = agent.log();
+        let listens = log.rfind("captured: the proxy listens");
+        ensure!(
+            listens.is_some() && listens < log.rfind("adopted the tables"),
+            "{log}"
+        );
         let before = world.verdicts(Reason::Captured)?;
         for (from, to, name) in both {
             eventually(|| reaches(from, to, "connect --count 3", &[name]).map(drop))?;

@@ -9,16 +9,18 @@ use dataplane_common::{LAYOUT, Reason};
 use dataplane_tests::{Agent, report::Report};
 use serde_json::{Value, json};
 
-use super::{World, pod};
+use super::{World, mesh, pod};
 use crate::{
     cluster::{eventually, reaches, refused},
     metrics::Metrics,
+    outcome::{http, run},
 };
 
 scenarios! {
     Dataplane:
     what_cannot_be_read_stays_captured,
     one_that_cannot_be_attached_holds_up_no_other,
+    what_cannot_be_set_is_an_error,
     no_thread_stays_in_the_namespace_of_a_pod_that_has_gone,
 }
 
@@ -172,7 +174,8 @@ fn one_that_cannot_be_attached_holds_up_no_other() -> Result<()> {
     let pin = pinned(&links, &place)?;
     fs::remove_file(&pin)?;
     fs::create_dir(&pin)?;
-    agent.start()?;
+    // Not healthy, and so never what `start` waits for.
+    agent.launch()?;
     let (app, one) = (world.app().clone(), world.lab.pod("one").clone());
     eventually(|| {
         let said = complaints(&world)?;
@@ -205,12 +208,86 @@ fn one_that_cannot_be_attached_holds_up_no_other() -> Result<()> {
         let failed = metrics.sum("dataplane_mesh_workload_problem", &labels);
         ensure!((failed - wanted).abs() < 0.5, "{name}: {failed}");
     }
+    // The kernel's refusal is the node's affair, and an address that nobody has is not.
+    let found = status(&world)?;
+    for (name, wanted) in [("default/one", "error"), ("default/gone", "warning")] {
+        let all = found["findings"].as_array().into_iter().flatten();
+        let mut of = all.filter(|f| f["text"].as_str().is_some_and(|text| text.contains(name)));
+        ensure!(
+            of.next()
+                .is_some_and(|finding| finding["severity"] == wanted),
+            "{found:#}"
+        );
+    }
+    ensure!(found["healthy"] == false, "{found:#}");
     fs::remove_dir(&pin)?;
     eventually(|| {
         let said = complaints(&world)?;
         ensure!(!said.contains("default/one"), "{said}");
         Ok(())
     })
+}
+
+/// In a container that is not privileged, without the mount that the component `mesh` adds: whatever is captured is
+/// refused, and that is neither healthy nor ready.
+fn what_cannot_be_set_is_an_error() -> Result<()> {
+    let world = World::new()?;
+    let (app, one) = (world.app().clone(), world.lab.pod("one").clone());
+    let agent = |keep_source: bool| {
+        let mesh = mesh(
+            json!({ "keepSource": keep_source }),
+            json!({ "mode": "proxy" }),
+        );
+        let agent = world.lab.agent("node1").in_the_nodes_cgroup();
+        let agent = agent.manifests(world.manifests.path());
+        let agent = agent.args(["--mesh", &mesh.to_string()]);
+        agent.read_only_settings().prepare()
+    };
+    let mut without = agent(true)?;
+    without.launch()?;
+    let words = [
+        "error: mesh: default/app: ",
+        "/proc/sys/net/ipv4/tcp_fwmark_accept: Read-only",
+        "component `mesh`",
+        "mesh.proxy.keepSource to false",
+    ];
+    eventually(|| run(&without, "status")?.exits(1)?.says(&words).map(drop))?;
+    let report = run(&without, "status -o json")?.exits(1)?.json()?;
+    let mut findings = report["findings"].as_array().into_iter().flatten();
+    let is_error = |finding: &Value| {
+        let text = finding["text"].as_str().unwrap_or_default();
+        finding["severity"] == "error" && words[1..].iter().all(|word| text.contains(word))
+    };
+    ensure!(
+        report["healthy"] == false && findings.any(is_error),
+        "{report:#}"
+    );
+    refused(&app, "10.244.1.5:7", "connect")?;
+    let node = world.lab.node("node1");
+    let ready = || http(&one, &format!("http://{}:15021/healthz/ready", node.ipv4()));
+    let (status, body) = ready()?;
+    ensure!(
+        status == 503 && body.contains("tcp_fwmark_accept"),
+        "{status} {body}"
+    );
+    let metrics = Metrics::scrape(&one, node)?;
+    let of_app = [("workload", "app"), ("cause", "node")];
+    ensure!(
+        metrics.sum("dataplane_mesh_workload_problem", &of_app) > 0.5
+            && metrics.sum("dataplane_problems", &[]) > 0.5
+            && metrics.sum("dataplane_ready", &[]) < 0.5,
+        "{:?}",
+        metrics.samples()
+    );
+    drop(without);
+    // The way out that it names.
+    let mut with = agent(false)?;
+    with.start()?;
+    reaches(&app, "10.244.1.5:7", "connect --count 3", &["one"])?;
+    reaches(&one, "10.244.1.8:7", "connect --count 3", &["app"])?;
+    let (status, body) = ready()?;
+    ensure!(status == 200, "{status} {body}");
+    Ok(())
 }
 
 /// A thread keeps the namespace alive that it is in, and with it the pod's interfaces.

@@ -1,8 +1,8 @@
-//! Workloads whose connections the proxy relays.
+//! Workloads whose connections are relayed.
 
 use std::{
     collections::HashMap,
-    fmt,
+    fmt, io,
     net::{IpAddr, SocketAddr, TcpListener},
     os::fd::OwnedFd,
     sync::{
@@ -16,41 +16,63 @@ use dataplane_common::capture::Tuple;
 use smallvec::SmallVec;
 
 use super::{
+    access::Log,
+    counters::Counters,
+    direction::Direction,
     index::Target,
+    labels::{CountersKey, Labels, Party},
     ledger::Ledger,
-    metrics::{Counters, CountersKey, Labels, Party},
+    limits::Limits,
     outcome::Flag,
+    socket,
 };
-use crate::model::{Egress, Workload};
+use crate::model::{Egress, Workload, WorkloadName};
 
 /// A workload, and the sockets at which its connections arrive.
 #[derive(Debug)]
 pub struct Attachment {
     /// The workload: its name in logs and metrics.
     pub workload: Arc<Workload>,
-    /// The network namespace to connect from; `None`: the one in which the proxy was started.
+    /// The network namespace to connect from; `None`: the one in which the process was started.
     pub namespace: Option<OwnedFd>,
     /// Bound sockets at which connections arrive that the workload makes.
     pub outbound: Vec<TcpListener>,
-    /// Bound sockets at which connections arrive that are made to it.
+    /// Bound sockets at which connections arrive that are made to the workload.
     pub inbound: Vec<TcpListener>,
-    /// What becomes of connections that it makes to destinations that nobody knows.
+    /// Whether the workload may connect to destinations that are not in the snapshot.
     pub egress: Egress,
-    /// Whether bytes may come past the TCP stack.
+    /// Set if bytes may come past the TCP stack.
     pub acceleration: Option<Acceleration>,
 }
 
-/// Whom to tell how far the proxy is with what comes past the TCP stack: without that, it comes by TCP
-/// after the first [`dataplane_common::accelerate::WINDOW`] bytes.
+/// Why a workload cannot be attached.
+#[derive(Debug, thiserror::Error)]
+pub enum AttachError {
+    /// The workload is attached already.
+    #[error("{0} is attached to the proxy already")]
+    Attached(WorkloadName),
+    /// A listening socket cannot be used.
+    #[error("a listening socket of {workload} cannot be used: {cause}")]
+    Listener {
+        /// The workload.
+        workload: WorkloadName,
+        /// Why.
+        cause: io::Error,
+    },
+}
+
+/// How an engine tells the kernel how many bytes it has passed on of those that come past the TCP
+/// stack. A sender that is more than [`dataplane_common::accelerate::WINDOW`] bytes ahead falls back to
+/// TCP.
 #[derive(Clone)]
 pub struct Acceleration {
     /// The network namespace's cookie.
     pub netns: u64,
-    /// How many bytes may have come by a connection, in all.
+    /// Sets how many bytes may have come by a connection in all.
     pub grant: Arc<Grant>,
 }
 
-/// Says how many bytes may have come by a connection.
+/// Sets how many bytes may have come by a connection in all.
 pub type Grant = dyn Fn(&Tuple, u64) + Send + Sync;
 
 impl fmt::Debug for Acceleration {
@@ -61,60 +83,46 @@ impl fmt::Debug for Acceleration {
     }
 }
 
-/// Which way a connection goes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Direction {
-    /// Made by the workload.
-    Outbound,
-    /// Made to the workload.
-    Inbound,
-}
-
-impl Direction {
-    /// As in access logs.
-    pub const fn word(self) -> &'static str {
-        match self {
-            Self::Outbound => "outbound",
-            Self::Inbound => "inbound",
-        }
-    }
-}
-
 /// A listening socket.
 #[derive(Debug)]
 pub struct Listener {
     /// The socket.
     pub socket: OwnedFd,
-    /// Which way its connections go.
+    /// The direction of its connections.
     pub direction: Direction,
-    /// Where it is bound.
+    /// The address that the socket is bound to.
     pub address: SocketAddr,
 }
 
-/// An attachment while it is served. Listening sockets are closed with the last reference to them.
+/// An attachment while its connections are relayed. Its listening sockets are closed with the last
+/// reference to them.
 #[derive(Debug)]
 pub struct Attached {
-    /// Distinguishes it from others, and from an earlier one of the same workload.
+    /// Distinguishes the attachment from others, and from an earlier one of the same workload.
     pub id: u64,
     /// The workload.
     pub workload: Arc<Workload>,
     /// The network namespace to connect from.
     pub namespace: Option<OwnedFd>,
-    /// Unknown destinations.
+    /// Whether destinations that are not in the snapshot are allowed.
     pub egress: Egress,
-    /// Whom to tell how far the proxy is.
+    /// Set if bytes may come past the TCP stack.
     pub acceleration: Option<Acceleration>,
-    /// Where the proxy itself listens for this workload.
-    pub own: SmallVec<[SocketAddr; 4]>,
-    /// Addresses of the machine that it is on, besides the workload's.
+    /// The addresses of the listening sockets.
+    own: SmallVec<[SocketAddr; 4]>,
+    /// Addresses of the network namespace, besides the workload's.
     here: Box<[IpAddr]>,
-    /// Connections that it has now.
-    pub open: AtomicUsize,
+    /// Connections now.
+    pub(super) connections: AtomicUsize,
     counters: Mutex<HashMap<CountersKey, Arc<Counters>>>,
+    /// Those of all attachments: a session finds them here, without a reference of its own to count.
+    pub(super) limits: Arc<Limits>,
+    pub(super) log: Arc<Log>,
 }
 
 impl Attached {
-    /// From an attachment. `here`: addresses of the network namespace, as far as they are known.
+    /// Splits an attachment into what connections need and the listening sockets. `here`: addresses
+    /// of the network namespace, as far as they are known.
     ///
     /// # Errors
     /// If a socket does not say where it is bound.
@@ -122,7 +130,9 @@ impl Attached {
         id: u64,
         attachment: Attachment,
         here: Box<[IpAddr]>,
-    ) -> std::io::Result<(Arc<Self>, Arc<[Listener]>)> {
+        limits: Arc<Limits>,
+        log: Arc<Log>,
+    ) -> io::Result<(Arc<Self>, Arc<[Listener]>)> {
         let outbound = attachment.outbound.into_iter();
         let inbound = attachment.inbound.into_iter();
         let listeners = outbound
@@ -130,12 +140,12 @@ impl Attached {
             .chain(inbound.map(|socket| (socket, Direction::Inbound)));
         let listeners = listeners.map(|(socket, direction)| {
             Ok(Listener {
-                address: super::socket::plain(socket.local_addr()?),
+                address: socket::plain(socket.local_addr()?),
                 socket: socket.into(),
                 direction,
             })
         });
-        let listeners: Arc<[Listener]> = listeners.collect::<std::io::Result<_>>()?;
+        let listeners: Arc<[Listener]> = listeners.collect::<io::Result<_>>()?;
         let attached = Self {
             id,
             workload: attachment.workload,
@@ -144,14 +154,16 @@ impl Attached {
             acceleration: attachment.acceleration,
             here,
             own: listeners.iter().map(|listener| listener.address).collect(),
-            open: AtomicUsize::new(0),
+            connections: AtomicUsize::new(0),
             counters: Mutex::default(),
+            limits,
+            log,
         };
         Ok((Arc::new(attached), listeners))
     }
 
-    /// Whether a connection that arrived at this address was not redirected to it: none of the
-    /// listening sockets has its port.
+    /// Whether a connection that arrived at this address was not redirected to it, because no
+    /// listening socket has its port.
     pub fn is_elsewhere(&self, address: SocketAddr) -> bool {
         self.own.iter().all(|own| own.port() != address.port())
     }
@@ -169,7 +181,7 @@ impl Attached {
         })
     }
 
-    /// Where the proxy listens for this workload, if that is one address of the family.
+    /// The address of a listening socket of this family, if a socket is bound to one address.
     pub fn listener(&self, v4: bool) -> Option<SocketAddr> {
         let own = self.own.iter().filter(|own| own.is_ipv4() == v4);
         own.copied().find(|own| !own.ip().is_unspecified())
@@ -193,11 +205,12 @@ impl Attached {
         Arc::clone(counters.entry(key).or_default())
     }
 
-    /// Moves what was counted to a ledger. Counters that no connection has any more are forgotten.
-    pub fn count(&self, ledger: &mut Ledger, now: Instant) {
+    /// Moves what was counted to the ledger, and drops counters that no connection has any more.
+    pub fn collect(&self, ledger: &mut Ledger, now: Instant) {
         let mut counters = self.counters.lock().unwrap_or_else(PoisonError::into_inner);
         counters.retain(|key, counters| {
-            // Asked first: nobody gets them while the lock is held, and who had them has counted.
+            // Read before the counters are: a connection that has dropped them has counted before,
+            // and nobody gets them while the lock is held.
             let in_use = Arc::strong_count(counters) > 1;
             fence(Ordering::Acquire);
             let labels = Labels {
@@ -209,9 +222,9 @@ impl Attached {
         });
     }
 
-    /// How many connections it has.
-    pub fn open(&self) -> usize {
-        // What its last connection counted was counted before.
-        self.open.load(Ordering::Acquire)
+    /// The number of connections now. If it is 0, all connections that there were have counted
+    /// everything.
+    pub fn connections(&self) -> usize {
+        self.connections.load(Ordering::Acquire)
     }
 }

@@ -1,26 +1,27 @@
-//! Where a connection goes.
+//! The route of a connection: to a service's endpoint, straight on, or nowhere.
 
 use std::{net::SocketAddr, sync::Arc};
 
 use super::{
-    attachment::{Attached, Direction},
+    attachment::Attached,
+    direction::Direction,
     index::{Found, Index, Target},
     outcome::Flag,
 };
 use crate::model::Egress;
 
-/// What becomes of a connection.
+/// The route of a connection.
 #[derive(Clone, Debug)]
 pub enum Route {
-    /// It goes to one of a service's endpoints.
+    /// To one of a service's endpoints.
     Service(Arc<Target>),
-    /// It goes where the client wanted to go.
+    /// To its original destination.
     Straight,
-    /// It is refused; the service, if it is known.
+    /// Nowhere: the connection is refused. The service, if the destination is one's.
     Refused(Flag, Option<Arc<Target>>),
 }
 
-/// Decides on a connection by its original destination.
+/// Decides on the route of a connection by its original destination.
 pub fn decide(
     index: &Index,
     attached: &Attached,
@@ -31,7 +32,7 @@ pub fn decide(
     let found = match direction {
         // An exact VIP comes first: a service may well have a port that the proxy has.
         Direction::Outbound => index.find(destination),
-        // Whoever chose the workload did so before.
+        // The client, or its proxy, has already chosen the workload.
         Direction::Inbound => Found::Known,
     };
     match found {

@@ -1,4 +1,4 @@
-//! How many connections there may be.
+//! Limits on the number of connections.
 
 use std::{
     io,
@@ -7,20 +7,19 @@ use std::{
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
-/// File descriptors for everything but workloads and connections: tables, links, the API, whoever asks
-/// the endpoints.
+/// File descriptors of the process itself: tables, links, the API, clients of the HTTP endpoints.
 const CONTROL: usize = 256;
-/// A workload's: four listening sockets, for both directions and families; a copy of each for the agent
-/// that comes next, and another while that agent takes them; its network namespace three times; one to
-/// spare.
+/// File descriptors of a workload: four listening sockets, for both directions and families; a copy of
+/// each for the agent's successor, and another one during the handover; the network namespace three
+/// times; one to spare.
 const WORKLOAD: usize = 16;
-/// A connection's: the client's and the endpoint's.
+/// File descriptors of a connection: the client's socket and the endpoint's.
 const EACH: usize = 2;
 
 /// Raises the limit of open files as far as this process may, and returns it.
 ///
 /// # Errors
-/// If it cannot be read.
+/// If the limit cannot be read.
 pub fn raise_open_files() -> io::Result<usize> {
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
     let reached = if soft < hard && setrlimit(Resource::RLIMIT_NOFILE, hard, hard).is_ok() {
@@ -31,35 +30,35 @@ pub fn raise_open_files() -> io::Result<usize> {
     Ok(usize::try_from(reached).unwrap_or(usize::MAX))
 }
 
-/// How many connections so many open files allow, beside so many workloads.
-pub fn connections(open_files: usize, workloads: usize) -> usize {
-    (open_files.saturating_sub(reserved(workloads)) / EACH).max(1)
-}
-
-/// How many open files so many connections take, beside one workload.
-pub fn files(connections: usize) -> usize {
-    connections.saturating_mul(EACH).saturating_add(reserved(1))
-}
-
-/// Open files that connections cannot have.
+/// The number of open files that are kept from connections.
 fn reserved(workloads: usize) -> usize {
     CONTROL.saturating_add(workloads.saturating_mul(WORKLOAD))
 }
 
-/// Connections of all workers.
+/// The number of connections, and its limits.
 #[derive(Debug)]
 pub struct Limits {
     open: AtomicUsize,
     max: AtomicUsize,
     per_workload: Option<usize>,
-    /// Connections that were asked for.
+    /// The configured limit.
     wanted: Option<usize>,
     open_files: usize,
 }
 
 impl Limits {
-    /// At most so many connections as were asked for, or as so many open files allow; and
-    /// `per_workload` of one workload's.
+    /// The number of connections that `open_files` allow beside `workloads`.
+    pub fn connections(open_files: usize, workloads: usize) -> usize {
+        (open_files.saturating_sub(reserved(workloads)) / EACH).max(1)
+    }
+
+    /// The number of open files that `connections` take beside one workload.
+    pub fn files(connections: usize) -> usize {
+        connections.saturating_mul(EACH).saturating_add(reserved(1))
+    }
+
+    /// Allows as many connections as are `wanted`, or else as `open_files` allow, and of these at most
+    /// `per_workload` for one workload.
     pub fn new(wanted: Option<usize>, per_workload: Option<usize>, open_files: usize) -> Self {
         let limits = Self {
             open: AtomicUsize::new(0),
@@ -72,15 +71,15 @@ impl Limits {
         limits
     }
 
-    /// Keeps open files for so many workloads. Connections that there are go on: if there are more of
-    /// them than that leaves room for, no other is taken until some have ended.
+    /// Keeps open files for so many workloads. Existing connections go on: if there are more than the
+    /// new limit, no further one is accepted until enough have ended.
     pub fn reserve(&self, workloads: usize) {
-        let possible = connections(self.open_files, workloads);
+        let possible = Self::connections(self.open_files, workloads);
         let max = self.wanted.map_or(possible, |wanted| wanted.min(possible));
         self.max.store(max, Ordering::Relaxed);
     }
 
-    /// What so many workloads lack.
+    /// Says how many open files are missing for so many workloads; `None` if none are.
     pub fn shortage(&self, workloads: usize) -> Option<String> {
         let (files, reserved) = (self.open_files, reserved(workloads));
         let max = self.max();
@@ -96,8 +95,9 @@ impl Limits {
         ))
     }
 
-    /// Whether another connection of a workload that has so many may be accepted; counts it if so.
-    pub fn take(&self, workload: &AtomicUsize) -> bool {
+    /// Counts another connection of a workload. `workload`: how many it has. Returns whether the limits
+    /// allow the connection; if they do not, it is not counted.
+    pub fn acquire(&self, workload: &AtomicUsize) -> bool {
         // Counted first, so that workers that accept at the same time do not exceed it together.
         if self.open.fetch_add(1, Ordering::Relaxed) < self.max() {
             if workload.fetch_add(1, Ordering::Relaxed) < self.per_workload() {
@@ -109,23 +109,23 @@ impl Limits {
         false
     }
 
-    /// One that was counted is gone.
-    pub fn give_back(&self, workload: &AtomicUsize) {
+    /// Counts a connection no more.
+    pub fn release(&self, workload: &AtomicUsize) {
         self.open.fetch_sub(1, Ordering::Relaxed);
         workload.fetch_sub(1, Ordering::Release);
     }
 
-    /// Connections now.
+    /// The number of connections now.
     pub fn open(&self) -> usize {
         self.open.load(Ordering::Relaxed)
     }
 
-    /// Connections at most.
+    /// The maximum number of connections.
     pub fn max(&self) -> usize {
         self.max.load(Ordering::Relaxed)
     }
 
-    /// Connections at most of one workload.
+    /// The maximum number of connections of one workload.
     pub fn per_workload(&self) -> usize {
         self.per_workload.unwrap_or(usize::MAX).min(self.max())
     }
@@ -139,22 +139,22 @@ mod tests {
     fn limits_hold_in_all_and_for_each_workload() {
         let limits = Limits::new(Some(3), Some(2), 1024);
         let (a, b) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        assert!(limits.take(&a) && limits.take(&a));
-        assert!(!limits.take(&a), "two of one workload");
-        assert!(limits.take(&b));
-        assert!(!limits.take(&b), "three in all");
-        limits.give_back(&a);
-        assert!(limits.take(&b));
+        assert!(limits.acquire(&a) && limits.acquire(&a));
+        assert!(!limits.acquire(&a), "two of one workload");
+        assert!(limits.acquire(&b));
+        assert!(!limits.acquire(&b), "three in all");
+        limits.release(&a);
+        assert!(limits.acquire(&b));
         assert_eq!((limits.open(), a.into_inner(), b.into_inner()), (3, 1, 2));
     }
 
     #[test]
     fn open_files_allow_half_as_many_connections_beside_workloads() {
-        assert_eq!(connections(1024, 0), 384);
-        assert_eq!(connections(1024, 40), 64);
-        assert_eq!(connections(10, 0), 1);
+        assert_eq!(Limits::connections(1024, 0), 384);
+        assert_eq!(Limits::connections(1024, 40), 64);
+        assert_eq!(Limits::connections(10, 0), 1);
         // What is asked for is what is had when there is one workload.
-        assert_eq!(connections(files(144), 1), 144);
+        assert_eq!(Limits::connections(Limits::files(144), 1), 144);
     }
 
     #[test]

@@ -1,21 +1,24 @@
-//! What connections have come to, by the labels that metrics show.
+//! The ledger: what connections have come to, by the labels that metrics show.
 //!
-//! Pods come and go, and their counts stay: those of all pods with the same labels are one series. A
-//! series goes some time after the last pod with its labels has gone, so that their number is bounded
-//! by what runs, however much has run.
+//! All pods with the same labels are one series, which keeps the counts of pods that have gone. The
+//! ledger removes a series some time after the last pod with its labels has gone. So the number of
+//! series depends on what runs now, and not on what has run before.
 
 use std::{
     collections::BTreeMap,
     time::{Duration, Instant},
 };
 
-use super::metrics::{Labels, Party, Totals};
+use super::{
+    counters::Totals,
+    labels::{Labels, Party},
+};
 
-/// How long a series stays whose workload, or its peer, has gone: several scrapes.
+/// How long a series stays after its workload or its peer has gone: several scrapes.
 const QUIET: Duration = Duration::from_mins(10);
-/// How many such series stay. Beyond that the ones that changed longest ago go first.
+/// The maximum number of such series. The ledger removes those first that changed longest ago.
 const GONE: usize = 1000;
-/// How often to look for series to remove.
+/// The minimum time between two searches for series to remove.
 const EVERY: Duration = Duration::from_secs(10);
 
 /// Totals since the proxy, or the agent, started.
@@ -25,12 +28,12 @@ pub struct Ledger {
     pruned: Option<Instant>,
 }
 
-/// What connections with the same labels came to.
+/// The totals of connections with the same labels.
 #[derive(Clone, Copy, Debug)]
 pub struct Series {
     /// Connections and bytes.
     pub totals: Totals,
-    /// How long those that were closed were open, of those that went direct.
+    /// How long closed connections were open. Only direct connections are measured.
     pub nanoseconds: u64,
     changed: Instant,
 }
@@ -65,8 +68,8 @@ impl Ledger {
         self.pruned.is_none_or(|at| now - at >= EVERY)
     }
 
-    /// Removes series of workloads, or peers, that have gone. `is_there`: whether a workload with these
-    /// labels is known.
+    /// Removes series whose workload or peer has gone. `is_there`: whether a workload with these labels
+    /// is known.
     pub fn prune(&mut self, is_there: impl Fn(&Party) -> bool, now: Instant) {
         self.pruned = Some(now);
         let has_gone = |labels: &Labels| {
@@ -96,7 +99,7 @@ mod tests {
     use super::*;
     use crate::{
         model::{Identity, Place, Workload, WorkloadName},
-        proxy::{CountersKey, Direction, Flag},
+        relay::{CountersKey, Direction, Flag},
     };
 
     fn party(pod: &str, deployment: &str) -> Party {

@@ -1,20 +1,20 @@
-//! How a connection ended.
+//! The outcome of a connection.
 
-/// Why a connection was refused, or ended as it did; `response_flags` in metrics and access logs.
-/// Envoy's letters where it has some for the case.
+/// How a connection ended, or why it was refused: `response_flags` in metrics and access logs. The
+/// words are Envoy's if Envoy has one for the case.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Flag {
-    /// Both sides were done.
+    /// Both sides ended the connection.
     #[default]
     None,
     /// The service has no endpoint.
     NoEndpoint,
     /// The service has no such port.
     NoRoute,
-    /// The destination is not known, and egress is denied; or the client is not in the load
-    /// balancer's source ranges.
+    /// Egress is denied, and the destination is not in the snapshot; or the client is not in
+    /// `loadBalancerSourceRanges`.
     Denied,
-    /// The destination is the proxy itself.
+    /// The destination is the proxy.
     Recursive,
     /// No endpoint that was tried took the connection.
     ConnectFailure,
@@ -24,14 +24,14 @@ pub enum Flag {
     ClientReset,
     /// The endpoint reset the connection.
     EndpointReset,
-    /// Nothing was said for too long.
+    /// The connection was idle for too long.
     Idle,
-    /// It was cut: the proxy ended, or the workload was released, and the time given was up.
+    /// The proxy ended or the workload was released, and the connection's deadline had passed.
     Cut,
 }
 
 impl Flag {
-    /// As in metrics and logs.
+    /// The word in metrics and access logs.
     pub const fn word(self) -> &'static str {
         match self {
             Self::None => "-",
@@ -48,7 +48,7 @@ impl Flag {
         }
     }
 
-    /// Whether the connection never got to an endpoint.
+    /// Whether the connection never reached an endpoint.
     pub const fn is_failure(self) -> bool {
         matches!(
             self,

@@ -1,4 +1,4 @@
-//! What the proxy knows of services: from a VIP and port to the endpoints that may be connected to.
+//! The index of a snapshot: it leads from a VIP and port to the endpoints to connect to.
 
 use std::{
     cmp::Reverse,
@@ -15,60 +15,62 @@ use crate::model::{
     Protocol, Service, ServiceName, ServicePort, Snapshot, TrafficPolicy, Workload,
 };
 
-/// A snapshot, arranged for looking up destinations. A change costs what changed: the maps share
-/// the rest with the index before.
+/// A snapshot, arranged for looking up destinations. A new index costs as much as has changed: its
+/// maps share the rest with the index before.
 #[derive(Clone, Debug, Default)]
 pub struct Index {
-    /// By address and port. Of several claims to one the first serves it.
+    /// Service ports by address and port. The first of several claims serves the address.
     frontends: imbl::HashMap<SocketAddr, SmallVec<[Arc<Target>; 1]>>,
-    /// Cluster IPs, on which a port that no service has is nobody's; and how many claim each.
+    /// Cluster IPs, and how many services claim each. A connection to a port of a cluster IP that no
+    /// service has is refused.
     vips: imbl::HashMap<IpAddr, u32>,
-    /// Addresses of endpoints and workloads, and how many have each: what "registry only" lets pass.
+    /// Addresses of endpoints and workloads, and how many have each: the destinations that are allowed
+    /// if egress is denied.
     known: imbl::HashMap<IpAddr, u32>,
     /// Workloads by their addresses, for metrics.
     workloads: imbl::HashMap<IpAddr, SmallVec<[Arc<Workload>; 1]>>,
     snapshot: Snapshot,
 }
 
-/// A service's port, as it is reached by one of its addresses.
+/// A service's port, as one of the service's addresses reaches it.
 #[derive(Debug)]
 pub struct Target {
     service: Arc<Service>,
     port: usize,
     policy: TrafficPolicy,
-    /// Whether clients must be in the service's source ranges.
+    /// Whether the service's source ranges apply.
     guarded: bool,
-    /// IPv4 and IPv6; computed when somebody first connects.
+    /// For IPv4 and IPv6; computed at the first connection.
     candidates: [OnceLock<Candidates>; 2],
 }
 
-/// Endpoints, in the order of preference.
+/// Endpoints in the order of preference.
 #[derive(Debug)]
 struct Candidates {
-    /// Those that this node should use.
-    near: Box<[SocketAddr]>,
-    /// Those that are ready elsewhere: for when all of the others refuse.
-    far: Box<[SocketAddr]>,
+    /// The endpoints that this node should use.
+    preferred: Box<[SocketAddr]>,
+    /// Other ready endpoints, for when all preferred ones refuse.
+    others: Box<[SocketAddr]>,
 }
 
-/// What a destination is.
+/// A destination, as far as the snapshot knows it.
 #[derive(Clone, Debug)]
 pub enum Found {
     /// A service's port.
     Service(Arc<Target>),
-    /// A service's cluster IP, and none of its ports.
+    /// A service's cluster IP, with a port that the service does not have.
     UnknownPort,
-    /// An endpoint of some service, or another workload.
+    /// The address of an endpoint or a workload.
     Known,
-    /// Nothing that the snapshot has.
+    /// An address that is not in the snapshot.
     Unknown,
 }
 
 impl Index {
-    /// The index of another snapshot.
+    /// Returns the index of a new snapshot.
     #[must_use]
     pub fn updated(&self, snapshot: Snapshot) -> Self {
-        // Node ports are on the node's addresses: another node is another index.
+        // Node ports are on the node's addresses, so another node takes a new index.
         let same_node = self.snapshot.node == snapshot.node;
         let mut index = if same_node {
             self.clone()
@@ -123,13 +125,13 @@ impl Index {
         index
     }
 
-    /// The snapshot that this is the index of.
+    /// The index's snapshot.
     pub fn snapshot(&self) -> &Snapshot {
         &self.snapshot
     }
 
-    /// The workload that has an address, and that nobody else has: a new pod may have the address before
-    /// the old one is gone. An address of the node is no workload's.
+    /// The workload with this address; `None` if several workloads or the node have it, since a new pod
+    /// may have an address before the old pod is gone.
     pub fn workload(&self, addr: IpAddr) -> Option<&Arc<Workload>> {
         match self.workloads.get(&addr)?.as_slice() {
             [workload] if !self.snapshot.node.addresses.contains(&addr) => Some(workload),
@@ -137,7 +139,8 @@ impl Index {
         }
     }
 
-    /// What a destination is. An exact VIP and port comes first, whatever else has the address.
+    /// Looks a destination up. A service's exact address and port comes before anything else with the
+    /// same address.
     pub fn find(&self, destination: SocketAddr) -> Found {
         let plain = SocketAddr::new(destination.ip(), destination.port());
         if let Some(target) = self.frontends.get(&plain).and_then(|claims| claims.first()) {
@@ -154,9 +157,9 @@ impl Index {
     fn add(&mut self, service: &Arc<Service>) {
         for (at, target) in frontends(service, &self.snapshot.node.addresses) {
             let claims = self.frontends.entry(at).or_default();
-            // Of a service's own, the one that came first: its cluster IPs.
-            let place = claims.partition_point(|other| !target.precedes(other));
-            claims.insert(place, target);
+            // Of one service's claims the first one stays first: that of its cluster IPs.
+            let position = claims.partition_point(|other| !target.precedes(other));
+            claims.insert(position, target);
         }
         for vip in &service.cluster_ips {
             *self.vips.entry(*vip).or_default() += 1;
@@ -167,7 +170,7 @@ impl Index {
     }
 
     fn remove(&mut self, service: &Service) {
-        for (at, _) in places(service, &self.snapshot.node.addresses) {
+        for (at, _) in addresses(service, &self.snapshot.node.addresses) {
             if let Some(claims) = self.frontends.get_mut(&at) {
                 claims.retain(|target| target.service.name != service.name);
                 if claims.is_empty() {
@@ -193,19 +196,19 @@ fn release(counts: &mut imbl::HashMap<IpAddr, u32>, addr: IpAddr) {
     }
 }
 
-/// How an address of a service is reached.
+/// How an address of a service leads to its endpoints.
 #[derive(Clone, Copy, PartialEq, Eq)]
-struct Way {
+struct Access {
     port: usize,
     policy: TrafficPolicy,
     guarded: bool,
 }
 
 /// Every address and port at which a service is reached over TCP.
-fn places<'a>(
+fn addresses<'a>(
     service: &'a Service,
     node: &'a [IpAddr],
-) -> impl Iterator<Item = (SocketAddr, Way)> + 'a {
+) -> impl Iterator<Item = (SocketAddr, Access)> + 'a {
     let tcp = |(_, port): &(usize, &ServicePort)| port.protocol == Protocol::Tcp;
     service
         .ports
@@ -213,22 +216,22 @@ fn places<'a>(
         .enumerate()
         .filter(tcp)
         .flat_map(move |(number, port)| {
-            let way = move |policy, guarded| Way {
+            let access = move |policy, guarded| Access {
                 port: number,
                 policy,
                 guarded,
             };
-            let inside = way(service.internal_policy, false);
-            // From a pod or the node itself an outside address is reached whatever
-            // externalTrafficPolicy says, which is for clients from outside.
-            let outside = way(TrafficPolicy::Cluster, false);
-            let for_some = way(TrafficPolicy::Cluster, true);
+            let inside = access(service.internal_policy, false);
+            // externalTrafficPolicy is for clients from outside. A pod or the node itself reaches an
+            // external address whatever the policy says.
+            let outside = access(TrafficPolicy::Cluster, false);
+            let guarded = access(TrafficPolicy::Cluster, true);
             let cluster = service.cluster_ips.iter().map(move |ip| (*ip, inside));
             let external = service.external_ips.iter().map(move |ip| (*ip, outside));
             let balancer = service.load_balancer_ips.iter();
-            let balancer = balancer.map(move |ip| (*ip, for_some));
+            let balancer = balancer.map(move |ip| (*ip, guarded));
             let vips = cluster.chain(external).chain(balancer);
-            let vips = vips.map(move |(ip, way)| (SocketAddr::new(ip, port.port), way));
+            let vips = vips.map(move |(ip, access)| (SocketAddr::new(ip, port.port), access));
             let node_port = port.node_port.into_iter().flat_map(move |number| {
                 let at = node.iter().map(move |ip| SocketAddr::new(*ip, number));
                 at.map(move |at| (at, outside))
@@ -237,27 +240,28 @@ fn places<'a>(
         })
 }
 
-/// The same, with targets: addresses that are reached the same way share one.
+/// Every address and port at which a service is reached over TCP, with its target. Addresses with the
+/// same access share a target.
 fn frontends(service: &Arc<Service>, node: &[IpAddr]) -> Vec<(SocketAddr, Arc<Target>)> {
-    let mut shared: SmallVec<[(Way, Arc<Target>); 4]> = SmallVec::new();
-    let target = |(at, way)| {
-        let known = shared.iter().find(|(other, _)| *other == way);
+    let mut shared: SmallVec<[(Access, Arc<Target>); 4]> = SmallVec::new();
+    let target = |(at, access): (SocketAddr, Access)| {
+        let known = shared.iter().find(|(other, _)| *other == access);
         let target = if let Some((_, target)) = known {
             Arc::clone(target)
         } else {
             let target = Arc::new(Target {
                 service: Arc::clone(service),
-                port: way.port,
-                policy: way.policy,
-                guarded: way.guarded,
+                port: access.port,
+                policy: access.policy,
+                guarded: access.guarded,
                 candidates: Default::default(),
             });
-            shared.push((way, Arc::clone(&target)));
+            shared.push((access, Arc::clone(&target)));
             target
         };
         (at, target)
     };
-    places(service, node).map(target).collect()
+    addresses(service, node).map(target).collect()
 }
 
 impl Target {
@@ -271,24 +275,24 @@ impl Target {
         &self.service.ports[self.port]
     }
 
-    /// Whether a client may use it (`loadBalancerSourceRanges`).
+    /// Whether `loadBalancerSourceRanges` admit a client.
     pub fn admits(&self, client: IpAddr) -> bool {
         let ranges = &self.service.source_ranges;
         !self.guarded || ranges.is_empty() || ranges.iter().any(|range| range.contains(&client))
     }
 
-    /// Whether it has an endpoint of the family.
+    /// Whether there is an endpoint of the family.
     pub fn has_endpoint(&self, v4: bool) -> bool {
         let candidates = self.candidates(v4);
-        !candidates.near.is_empty() || !candidates.far.is_empty()
+        !candidates.preferred.is_empty() || !candidates.others.is_empty()
     }
 
-    /// The endpoint to connect to, of those that were not `tried` in vain: one of those that this
-    /// node should use (hinted to it, to its zone, or all), and when these are exhausted one that is
-    /// ready elsewhere. At random; by client address if the service has session affinity.
+    /// Chooses the endpoint to connect to: a preferred one (hinted to this node, to its zone, or all),
+    /// and after these another ready one. The choice is random; with session affinity the client's
+    /// address decides. `tried` endpoints are left out.
     pub fn choose(&self, v4: bool, client: IpAddr, tried: &[SocketAddr]) -> Option<SocketAddr> {
-        let Candidates { near, far } = self.candidates(v4);
-        [near, far].into_iter().find_map(|tier| {
+        let Candidates { preferred, others } = self.candidates(v4);
+        [preferred, others].into_iter().find_map(|tier| {
             let left = tier.iter().filter(|endpoint| !tried.contains(endpoint));
             if self.service.affinity.is_some() {
                 left.max_by_key(|endpoint| rank(client, **endpoint))
@@ -301,36 +305,37 @@ impl Target {
         })
     }
 
-    /// All endpoints that [`Target::choose`] may name, the preferred ones first.
+    /// All endpoints that [`Target::choose`] may return, the preferred ones first.
     pub fn endpoints(&self, v4: bool) -> impl Iterator<Item = SocketAddr> + '_ {
-        let Candidates { near, far } = self.candidates(v4);
-        near.iter().chain(far).copied()
+        let Candidates { preferred, others } = self.candidates(v4);
+        preferred.iter().chain(others).copied()
     }
 
     fn candidates(&self, v4: bool) -> &Candidates {
         self.candidates[usize::from(!v4)].get_or_init(|| {
             let port = self.port();
-            let mut near: Vec<SocketAddr> = port
+            let mut preferred: Vec<SocketAddr> = port
                 .usable(v4, self.policy)
                 .map(|endpoint| SocketAddr::new(endpoint.addr, endpoint.port))
                 .collect();
-            near.dedup();
-            let elsewhere = port.endpoints.iter().filter(|endpoint| {
+            preferred.dedup();
+            let ready = port.endpoints.iter().filter(|endpoint| {
                 self.policy == TrafficPolicy::Cluster
                     && endpoint.addr.is_ipv4() == v4
                     && endpoint.ready
             });
-            let far = elsewhere
+            let others = ready
                 .map(|endpoint| SocketAddr::new(endpoint.addr, endpoint.port))
-                .filter(|endpoint| !near.contains(endpoint));
+                .filter(|endpoint| !preferred.contains(endpoint));
             Candidates {
-                far: far.collect(),
-                near: near.into(),
+                others: others.collect(),
+                preferred: preferred.into(),
             }
         })
     }
 
-    /// Of two services that claim one address, the older serves it, as in the kernel's tables.
+    /// Whether this target serves an address that both claim: the older service does, as in the kernel's
+    /// tables.
     fn precedes(&self, other: &Self) -> bool {
         let age = |target: &Self| {
             let created = target.service.created;
@@ -340,9 +345,9 @@ impl Target {
     }
 }
 
-/// A client's endpoint is the one with the highest rank: it stays the same while that endpoint is
-/// there, and nobody has to remember it. (Rendezvous hashing.)
+/// The rank of an endpoint for a client, by rendezvous hashing: the client keeps the endpoint with the
+/// highest rank for as long as that endpoint exists, and no state is needed for it.
 fn rank(client: IpAddr, endpoint: SocketAddr) -> u64 {
-    // With a fixed seed: other workers, and a proxy that was restarted, draw the same.
+    // The seed is fixed, so that other workers and a restarted proxy choose the same endpoint.
     BuildHasherDefault::<DefaultHasher>::default().hash_one((client, endpoint))
 }

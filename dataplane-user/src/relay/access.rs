@@ -15,17 +15,14 @@ use std::{
 use jiff::Timestamp;
 use serde::Serialize;
 
-use super::{
-    attachment::{Attached, Direction},
-    index::Target,
-    outcome::Flag,
-};
+use super::{direction::Direction, index::Target, outcome::Flag};
+use crate::model::Workload;
 
-/// Lines that wait to be written. Beyond that they are left out: a log that cannot be written must
-/// not hold up connections.
+/// The maximum number of records that wait to be written. Further records are left out, because a log
+/// that cannot be written must not hold up connections.
 const QUEUE: usize = 8192;
 
-/// How to write it.
+/// The format of the access log.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum AccessLog {
@@ -38,22 +35,23 @@ pub enum AccessLog {
     Off,
 }
 
-/// What is known of a connection at its end.
+/// A connection at its end.
 #[derive(Debug)]
 pub struct Record {
     /// When it ended.
     pub ended: SystemTime,
-    /// Whose it was.
-    pub attached: Arc<Attached>,
-    /// Which way.
+    /// The workload whose connection it was.
+    pub workload: Arc<Workload>,
+    /// Out of the workload or into it.
     pub direction: Direction,
     /// The client.
     pub client: SocketAddr,
     /// Where the client wanted to go.
     pub destination: SocketAddr,
-    /// Where it went, or where the last attempt went; `None`: nowhere.
+    /// The endpoint that took the connection, or that the last attempt went to; `None`: there was no
+    /// attempt.
     pub endpoint: Option<SocketAddr>,
-    /// The service.
+    /// The service's port, if the destination was one.
     pub target: Option<Arc<Target>>,
     /// From the client to the endpoint, and back.
     pub bytes: [u64; 2],
@@ -61,11 +59,11 @@ pub struct Record {
     pub duration: Duration,
     /// How it ended.
     pub flag: Flag,
-    /// What an endpoint that could not be reached said.
+    /// The error of the last endpoint that did not take the connection.
     pub error: Option<io::Error>,
 }
 
-/// A line, in the order in which it is written.
+/// A line of the log, with its fields in the order in which they are written.
 #[derive(Debug, Serialize)]
 struct Line {
     time: String,
@@ -87,11 +85,11 @@ struct Line {
 
 impl Line {
     fn of(record: &Record) -> Self {
-        // A year after 9999 is none that a clock shows.
+        // It fails only for years after 9999.
         let time = Timestamp::try_from(record.ended).unwrap_or_default();
         Self {
             time: format!("{time:.3}"),
-            workload: record.attached.workload.name.to_string(),
+            workload: record.workload.name.to_string(),
             direction: record.direction.word(),
             src: record.client.to_string(),
             dst: record.destination.to_string(),
@@ -129,7 +127,7 @@ impl Line {
     }
 }
 
-/// Where workers leave records.
+/// The queue in which sessions leave their records.
 #[derive(Debug)]
 pub struct Log {
     sender: Option<SyncSender<Option<Record>>>,
@@ -137,11 +135,11 @@ pub struct Log {
 }
 
 impl Log {
-    /// Starts the thread that writes, if there is something to write. It ends when the log is
-    /// dropped and all is written.
+    /// Starts the thread that writes, if the log is on. The thread ends after [`Log::close`], when
+    /// everything is written.
     ///
     /// # Errors
-    /// If there can be no thread.
+    /// If the thread cannot be started.
     pub fn start(
         format: AccessLog,
         out: impl Write + Send + 'static,
@@ -158,7 +156,7 @@ impl Log {
         Ok((Self { sender, lost }, Some(writer)))
     }
 
-    /// Whether anybody wants records.
+    /// Whether records are written.
     pub fn is_on(&self) -> bool {
         self.sender.is_some()
     }
@@ -172,15 +170,15 @@ impl Log {
         }
     }
 
-    /// Has the writer end when it has written what was left before.
+    /// Ends the writer once it has written the records that were left before.
     pub fn close(&self) {
         if let Some(sender) = &self.sender {
-            // It may have ended already.
+            // Fails if the writer has ended already.
             let _ = sender.send(None);
         }
     }
 
-    /// Records that were left out.
+    /// The number of records that were left out.
     pub fn lost(&self) -> u64 {
         self.lost.load(Ordering::Relaxed)
     }
@@ -192,7 +190,7 @@ fn write_all(records: &Receiver<Option<Record>>, format: AccessLog, mut out: imp
     while !closed {
         let Ok(first) = records.recv() else { return };
         buffer.clear();
-        // What waits is written in one go.
+        // All records that wait are written in one call.
         for record in std::iter::once(first).chain(records.try_iter().take(QUEUE)) {
             let Some(record) = record else {
                 closed = true;
@@ -207,7 +205,7 @@ fn write_all(records: &Receiver<Option<Record>>, format: AccessLog, mut out: imp
                 AccessLog::Text | AccessLog::Off => line.write(&mut buffer),
             };
         }
-        // A reader that is gone is not missed.
+        // Nothing depends on a reader that is gone.
         let _ = out.write_all(&buffer).and_then(|()| out.flush());
     }
 }
@@ -217,10 +215,7 @@ mod tests {
     use std::net::{Ipv4Addr, SocketAddrV4};
 
     use super::*;
-    use crate::{
-        model::{Egress, Identity, Place, Workload, WorkloadName},
-        proxy::Attachment,
-    };
+    use crate::model::{Identity, Place, WorkloadName};
 
     #[test]
     fn what_was_left_is_written_before_the_end() {
@@ -232,15 +227,7 @@ mod tests {
             rules: Arc::default(),
             capture: None,
         };
-        let attachment = Attachment {
-            workload: Arc::new(workload),
-            namespace: None,
-            outbound: vec![],
-            inbound: vec![],
-            egress: Egress::Allow,
-            acceleration: None,
-        };
-        let (attached, _) = Attached::new(0, attachment, Box::default()).unwrap();
+        let workload = Arc::new(workload);
         let at = |port| SocketAddrV4::new(Ipv4Addr::LOCALHOST, port).into();
         for (format, wanted) in [
             (
@@ -257,7 +244,7 @@ mod tests {
             let (log, writer) = Log::start(format, file.reopen().unwrap()).unwrap();
             log.record(Record {
                 ended: SystemTime::now(),
-                attached: Arc::clone(&attached),
+                workload: Arc::clone(&workload),
                 direction: Direction::Inbound,
                 client: at(1),
                 destination: at(2),

@@ -1,4 +1,4 @@
-//! Sockets: what is asked of them and how they are set up.
+//! Socket addresses and options.
 
 use std::{
     io,
@@ -19,9 +19,9 @@ use rustix::{
 use socket2::SockRef;
 
 sockopt_impl!(
-    /// `TCP_DEFER_ACCEPT`. Of a listening socket it puts off `accept()`; of one that connects, the
-    /// acknowledgement that nothing rides on (`tcp_rcv_synsent_state_process` in
-    /// `net/ipv4/tcp_input.c`): for at most 200 ms.
+    /// `TCP_DEFER_ACCEPT`. A listening socket puts off `accept()`. A connecting socket puts off the
+    /// acknowledgement that completes the handshake, for at most 200 ms, so that data can go with it
+    /// (`tcp_rcv_synsent_state_process` in `net/ipv4/tcp_input.c`).
     DeferAccept, SetOnly, libc::IPPROTO_TCP, libc::TCP_DEFER_ACCEPT, i32
 );
 
@@ -30,27 +30,27 @@ sockopt_impl!(
     Info, GetOnly, libc::IPPROTO_TCP, libc::TCP_INFO, TcpInfo
 );
 
-/// The beginning of `struct tcp_info` (`include/uapi/linux/tcp.h`), as all kernels since 4.6 have it.
+/// The beginning of `struct tcp_info` (`include/uapi/linux/tcp.h`), as in all kernels since 4.6.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct TcpInfo {
     before: [u32; 37],
-    /// The shortest round trip that was seen, in microseconds.
+    /// The shortest round trip so far, in microseconds.
     min_rtt: u32,
 }
 
-/// A peer whose answers were ever seen to take no longer, in microseconds, is on this machine or next
+/// The shortest round trip, in microseconds, up to which a peer counts as near: on this machine or next
 /// to it.
 const NEAR: u32 = 100;
-/// `SO_SNDBUF` of sockets to such peers. The kernel doubles it, for its own share, and takes less
-/// if `net.core.wmem_max` is less.
+/// `SO_SNDBUF` of sockets to near peers. The kernel doubles it, for its own share, and limits it to
+/// `net.core.wmem_max`.
 const ON_ITS_WAY: usize = 256 << 10;
 
-/// Probes before a peer that does not answer is given up.
+/// The number of unanswered probes after which the kernel gives a peer up.
 const KEEPALIVE_PROBES: u32 = 5;
 
-/// Sets up a listening socket: connections inherit what is set here, so that it costs a system call
-/// for the listener and none for each connection.
+/// Sets up a listening socket. Its connections inherit what is set here, which saves a system call for
+/// each of them.
 ///
 /// # Errors
 /// The kernel's.
@@ -61,12 +61,12 @@ pub fn prepare(listener: impl AsFd) -> io::Result<()> {
     Ok(())
 }
 
-/// A connection's original destination: what the capture says (`SO_ORIGINAL_DST`), and otherwise
-/// the socket's own address, as for transparent listeners and those that `sk_lookup` chose. If that
-/// is one that `is_meant`, nobody is asked: it saves a system call for each connection.
+/// Returns a connection's original destination: the answer of `SO_ORIGINAL_DST`, or else the socket's
+/// own address, as for transparent listeners and those that `sk_lookup` chose. An own address that
+/// `is_meant` is returned at once, which saves a system call.
 ///
 /// # Errors
-/// If the connection is gone already.
+/// If the connection is gone.
 pub fn original_destination(
     socket: impl AsFd,
     client: SocketAddr,
@@ -88,23 +88,23 @@ pub fn original_destination(
     }
 }
 
-/// A socket's own address.
+/// Returns a socket's own address.
 ///
 /// # Errors
-/// If the connection is gone already.
+/// If the connection is gone.
 pub fn own_address(socket: impl AsFd) -> io::Result<SocketAddr> {
     address(net::getsockname(socket.as_fd())?)
 }
 
-/// An address that the kernel gave, as IPv4 if it is one.
+/// Converts an address from the kernel, a v4-mapped one to IPv4.
 ///
 /// # Errors
-/// If it is no Internet address.
+/// If it is not an Internet address.
 pub fn address(address: SocketAddrAny) -> io::Result<SocketAddr> {
     Ok(plain(SocketAddr::try_from(address)?))
 }
 
-/// A v4-mapped address as the IPv4 one that it is.
+/// Converts a v4-mapped address to IPv4, and returns others as they are.
 pub fn plain(address: SocketAddr) -> SocketAddr {
     match address {
         SocketAddr::V6(v6) => match v6.ip().to_ipv4_mapped() {
@@ -120,21 +120,21 @@ pub fn plain(address: SocketAddr) -> SocketAddr {
 pub struct Manner {
     /// `SO_MARK`.
     pub mark: Option<u32>,
-    /// From this address, which need not be one of the machine's.
+    /// The address to connect from, which need not be one of the machine's.
     pub from: Option<IpAddr>,
-    /// Whether there is something to send at once: the packet that completes the handshake waits for
-    /// it then, and whoever accepts is not woken twice.
+    /// Whether there are bytes to send at once. The packet that completes the handshake then waits for
+    /// them, so that the accepting process wakes once.
     pub speaks: bool,
 }
 
-/// The ports of connections from a client's address. Clients' own are not among them, as long as they
-/// have the kernel choose (`ip_local_port_range` ends before): a connection with the same ports as one of
-/// the client's, in the same namespace, would get that one's packets.
+/// The ports of connections from a client's address. They must differ from the ports of the client's own
+/// connections in the same namespace, whose packets they would get otherwise. Ports that the kernel
+/// chooses for clients are lower (`ip_local_port_range`).
 const PORTS: RangeInclusive<u16> = 61_000..=65_535;
-/// How many of them are tried before the kernel chooses any.
+/// How many of these ports are tried before the kernel chooses one.
 const TRIES: usize = 8;
 
-/// A socket of the calling thread's network namespace that is connecting.
+/// Starts to connect, in the calling thread's network namespace.
 ///
 /// # Errors
 /// The kernel's.
@@ -154,7 +154,7 @@ pub fn connect(to: SocketAddr, manner: Manner) -> io::Result<OwnedFd> {
     connect_by(to, manner, 0)
 }
 
-/// The same, from this port; 0: from any.
+/// Starts to connect from this port; 0: from any port.
 fn connect_by(to: SocketAddr, manner: Manner, port: u16) -> io::Result<OwnedFd> {
     let family = if to.is_ipv4() {
         AddressFamily::INET
@@ -167,7 +167,7 @@ fn connect_by(to: SocketAddr, manner: Manner, port: u16) -> io::Result<OwnedFd> 
         SockRef::from(&socket).set_mark(mark)?;
     }
     if manner.speaks {
-        // It fails only for what is no socket of TCP.
+        // Fails only for a socket that is not of TCP.
         let _ = setsockopt(&socket, DeferAccept, &1);
     }
     if let Some(from) = manner.from {
@@ -177,7 +177,7 @@ fn connect_by(to: SocketAddr, manner: Manner, port: u16) -> io::Result<OwnedFd> 
         } else {
             options.set_ip_transparent_v6(true)?;
         }
-        // Others may have the same port, if the whole connection is another.
+        // Other sockets may have the same port, if their destinations differ.
         if port == 0 {
             setsockopt(&socket, sockopt::IpBindAddressNoPort, &true)?;
         } else {
@@ -191,16 +191,16 @@ fn connect_by(to: SocketAddr, manner: Manner, port: u16) -> io::Result<OwnedFd> 
     }
 }
 
-/// Has the kernel send what is written at once, however little it is.
+/// Has the kernel send short writes at once.
 pub fn send_at_once(socket: impl AsFd) {
-    // Fails only for what is no socket of TCP.
+    // Fails only for a socket that is not of TCP.
     let _ = option::set_tcp_nodelay(socket.as_fd(), true);
 }
 
-/// Bounds what is on its way to a peer that is near. Left to itself the kernel has up to 4 MiB of it
-/// (`net.ipv4.tcp_wmem`), which no CPU's own cache holds: bytes are then fetched from memory each time
-/// that they are touched (docs/measurements/relay-changes.md). The bound is for some 40 Gbit/s at a round
-/// trip of [`NEAR`]; whoever is farther away is left alone.
+/// Bounds the bytes in flight to a near peer. The kernel's own bound is 4 MiB (`net.ipv4.tcp_wmem`),
+/// which no CPU's own cache holds, so the bytes would be fetched from memory each time that they are
+/// touched (docs/measurements/relay-changes.md). The bound allows some 40 Gbit/s at a round trip of
+/// [`NEAR`]. Peers farther away have no bound.
 pub fn bound_if_near(socket: impl AsFd) {
     let is_near = getsockopt(&socket, Info).is_ok_and(|info| info.min_rtt <= NEAR);
     if is_near {
@@ -209,7 +209,7 @@ pub fn bound_if_near(socket: impl AsFd) {
     }
 }
 
-/// Has the kernel find out whether the peer is still there, when nothing was said for so long.
+/// Has the kernel check whether the peer is still there after so long without a byte.
 ///
 /// # Errors
 /// The kernel's.
@@ -225,9 +225,9 @@ pub fn keep_alive(socket: impl AsFd, after: Duration) -> io::Result<()> {
     Ok(())
 }
 
-/// Has the socket reset its connection when it is closed, and forget what was not sent.
+/// Has the socket reset its connection when it is closed, and drop bytes that were not sent.
 pub fn reset_on_close(socket: impl AsFd) {
-    // Fails only for what is no socket.
+    // Fails only for a file that is not a socket.
     let _ = option::set_socket_linger(socket, Some(Duration::ZERO));
 }
 

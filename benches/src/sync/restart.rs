@@ -1,0 +1,100 @@
+//! An agent that starts where another one was killed: how long it takes from its exec until connections of captured
+//! workloads are served.
+
+use std::{net::IpAddr, thread, time::Duration};
+
+use anyhow::Context as _;
+use dataplane_tests::{
+    Process,
+    api::{Cluster, objects},
+    report::LoadReport,
+};
+use nix::time::{ClockId, clock_gettime};
+use serde_json::json;
+
+use super::site::Site;
+use crate::say;
+
+/// Captured workloads on the agent's node.
+pub const WORKLOADS: u8 = 30;
+/// The server that they reach, beside them: its name, address and port.
+pub const SERVER: (&str, &str) = ("server", "10.244.1.254");
+const PORT: u16 = 7;
+/// Workloads whose clients connect all the time: by name, so that they are spread over the order in which the agent
+/// looks after workloads.
+const CLIENTS: [&str; 3] = ["pod1", "pod2", "pod9"];
+/// How long a client waits between two attempts, in microseconds: what is measured is that exact.
+const PAUSE_US: &str = "2000";
+
+/// The figures of a round, in milliseconds from exec.
+#[derive(Clone, Copy, Debug)]
+pub struct Times {
+    /// The first connection that was served, of any workload.
+    pub first: f64,
+    /// The first connection of the workload that waited longest.
+    pub last: f64,
+}
+
+/// The names and addresses of the workloads.
+pub fn workloads() -> impl Iterator<Item = (String, String)> {
+    (1..=WORKLOADS).map(|n| (format!("pod{n}"), format!("10.244.1.{}", n + 1)))
+}
+
+/// Makes the workloads' objects.
+///
+/// # Errors
+///
+/// Never: their addresses are addresses.
+pub fn pods(cluster: &Cluster, node: &str) -> anyhow::Result<()> {
+    for (name, address) in workloads() {
+        let address: IpAddr = address.parse()?;
+        let mut pod = objects::pod(&name, node, &[address]);
+        pod["metadata"]["labels"]["istio.io/dataplane-mode"] = json!("ambient");
+        cluster.apply(pod);
+    }
+    Ok(())
+}
+
+/// Kills the agent and starts another one, again and again.
+///
+/// # Errors
+///
+/// If the agent does not run, or does not serve a client in the end.
+pub fn run(services: u32, rounds: usize) -> anyhow::Result<Vec<Times>> {
+    let mut site = Site::with_captured(services)?;
+    let to = format!("{}:{PORT}", SERVER.1);
+    let server = site.lab().pod(SERVER.0).serve(&["--tcp", &to])?;
+    site.start_from_nothing()?;
+    let mut times = Vec::new();
+    for round in 1..=rounds {
+        say!("restart {round} of {rounds}, with {WORKLOADS} captured workloads");
+        times.push(restart(&mut site, &to)?);
+    }
+    drop(server);
+    Ok(times)
+}
+
+fn restart(site: &mut Site, to: &str) -> anyhow::Result<Times> {
+    site.kill();
+    let arguments = ["--to", to, "--pause-us", PAUSE_US, "--each"];
+    let clients = CLIENTS.map(|name| site.lab().pod(name).load(&arguments));
+    let clients: Vec<Process> = clients.into_iter().collect::<Result<_, _>>()?;
+    thread::sleep(Duration::from_millis(200));
+    let start = Duration::from(clock_gettime(ClockId::CLOCK_MONOTONIC)?);
+    site.start()?;
+    thread::sleep(Duration::from_millis(500));
+    let mut served = Vec::new();
+    for client in clients {
+        let report: LoadReport = client.wait_json()?;
+        let first = report
+            .each
+            .first()
+            .context("a client that was not served")?;
+        let at = Duration::from_nanos(first.started_at_ns);
+        served.push(at.saturating_sub(start).as_secs_f64() * 1e3);
+    }
+    Ok(Times {
+        first: served.iter().copied().fold(f64::INFINITY, f64::min),
+        last: served.iter().copied().fold(0.0, f64::max),
+    })
+}

@@ -1,0 +1,84 @@
+//! Whether the programs look for flows that are no service's: connections to an endpoint itself from a port from which
+//! their client already has a flow to it (`packet/direct.rs` in `dataplane-ebpf`).
+
+use std::{
+    os::fd::AsFd as _,
+    sync::{Mutex, PoisonError, atomic::Ordering},
+    time::{Duration, Instant},
+};
+
+use aya::{Ebpf, maps::Map};
+use dataplane_common::packet::{direct::DATAGRAMS, timeout};
+
+use super::{
+    error::{Doing, Error},
+    map::Mapped,
+};
+
+/// Flows say when they were used to 4.3 s.
+const MARGIN: Duration = Duration::from_secs(9);
+
+/// The programs' word for it: 0 if they need not look. They add to it before they make such a flow.
+#[derive(Debug)]
+pub struct DirectFlows {
+    word: Mapped<[u64; 1]>,
+    /// Until when datagrams may begin such flows.
+    datagrams: Mutex<Option<Instant>>,
+}
+
+impl DirectFlows {
+    /// That of loaded programs, which look until they are told that they need not: an earlier agent's programs may
+    /// have made such flows.
+    ///
+    /// # Errors
+    /// If the object has no such table, or it cannot be mapped.
+    pub fn of(ebpf: &Ebpf) -> Result<Self, Error> {
+        let doing = || "cannot use table DIRECT".to_owned();
+        let Some(Map::Array(map)) = ebpf.map("DIRECT") else {
+            return Err(std::io::Error::from(std::io::ErrorKind::NotFound)).doing(doing);
+        };
+        let fd = map.fd().as_fd().try_clone_to_owned().doing(doing)?;
+        let word = Mapped::map(fd, 1, true).doing(doing)?;
+        word.set(0, [1]);
+        Ok(Self {
+            word,
+            datagrams: Mutex::default(),
+        })
+    }
+
+    /// Sockets are served from now on whose packets were until now: for as long as their flows are kept, datagrams, too,
+    /// may begin such flows.
+    pub fn sockets_are_new(&self) {
+        let until = Instant::now() + Duration::from_secs(timeout::UDP_ANSWERED.into()) + MARGIN;
+        *self
+            .datagrams
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = Some(until);
+        if let Some([word]) = self.word.words(0) {
+            word.fetch_or(DATAGRAMS, Ordering::AcqRel);
+        }
+    }
+
+    /// Another number after each flow that was made.
+    pub fn made(&self) -> u64 {
+        self.word
+            .words(0)
+            .map_or(0, |[word]| word.load(Ordering::Acquire))
+    }
+
+    /// There is none any more, if none was made since the number was this one.
+    pub fn none_since(&self, made: u64) {
+        let mut until = self
+            .datagrams
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if until.is_some_and(|until| Instant::now() < until) {
+            return;
+        }
+        *until = None;
+        if let Some([word]) = self.word.words(0) {
+            // If one was, it is there.
+            let _ = word.compare_exchange(made, 0, Ordering::AcqRel, Ordering::Relaxed);
+        }
+    }
+}

@@ -1,0 +1,180 @@
+//! Programs: loading them from instructions, and running them once.
+
+use std::{
+    io,
+    mem::{offset_of, size_of},
+    os::fd::{BorrowedFd, OwnedFd},
+};
+
+use aya_obj::generated::{bpf_attach_type, bpf_cmd, bpf_insn, bpf_prog_type};
+
+use super::{attr, bpf, bpf_fd, raw};
+
+/// Loads a program from raw instructions: for probing what a kernel knows.
+pub fn prog_load(
+    kind: bpf_prog_type,
+    attach_type: bpf_attach_type,
+    instructions: &[u64],
+) -> io::Result<OwnedFd> {
+    prog_load_traced(kind, attach_type, instructions, 0)
+}
+
+/// Loads a program for a tracepoint from raw instructions. `traced`: the tracepoint's type in the
+/// kernel's BTF.
+pub fn prog_load_traced(
+    kind: bpf_prog_type,
+    attach_type: bpf_attach_type,
+    instructions: &[u64],
+    traced: u32,
+) -> io::Result<OwnedFd> {
+    let mut attr = attr();
+    // SAFETY: instructions and licence live until the call is over; only read.
+    unsafe {
+        let load = &mut attr.__bindgen_anon_3;
+        load.prog_type = kind as u32;
+        load.expected_attach_type = attach_type as u32;
+        load.insns = instructions.as_ptr() as u64;
+        load.insn_cnt = u32::try_from(instructions.len()).unwrap_or(u32::MAX);
+        load.license = c"GPL".as_ptr() as u64;
+        load.attach_btf_id = traced;
+        bpf_fd(bpf_cmd::BPF_PROG_LOAD, &mut attr)
+    }
+}
+
+/// The types that a program is loaded with.
+pub struct Types<'a> {
+    /// The object's types.
+    pub btf: BorrowedFd<'a>,
+    /// Which function begins where, and its type: `struct bpf_func_info`.
+    pub functions: &'a [u8],
+    /// Bytes of one of those.
+    pub size: usize,
+}
+
+/// Loads a program with the verifier's statistics, which are returned; with an error, so is what
+/// the verifier said. `traced`: of a program for a tracepoint, that one's type in the kernel's BTF.
+pub fn prog_verify(
+    kind: bpf_prog_type,
+    attach_type: bpf_attach_type,
+    instructions: &[bpf_insn],
+    types: Option<&Types<'_>>,
+    traced: u32,
+) -> Result<(OwnedFd, String), (io::Error, String)> {
+    const STATISTICS: u32 = 4; // BPF_LOG_STATS in include/linux/bpf_verifier.h
+    let mut log = vec![0u8; 64 * 1024];
+    let mut attr = attr();
+    let number = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
+    // SAFETY: instructions, types, licence and log live until the call is over; types and log are as long as we
+    // say.
+    let loaded = unsafe {
+        let load = &mut attr.__bindgen_anon_3;
+        load.prog_type = kind as u32;
+        load.expected_attach_type = attach_type as u32;
+        load.insns = instructions.as_ptr() as u64;
+        load.insn_cnt = u32::try_from(instructions.len()).unwrap_or(u32::MAX);
+        load.license = c"GPL".as_ptr() as u64;
+        load.attach_btf_id = traced;
+        if let Some(types) = types {
+            load.prog_btf_fd = raw(types.btf);
+            load.func_info = types.functions.as_ptr() as u64;
+            load.func_info_rec_size = number(types.size);
+            load.func_info_cnt = number(types.functions.len() / types.size);
+        }
+        load.log_level = STATISTICS;
+        load.log_buf = log.as_mut_ptr() as u64;
+        load.log_size = u32::try_from(log.len()).unwrap_or(u32::MAX);
+        bpf_fd(bpf_cmd::BPF_PROG_LOAD, &mut attr)
+    };
+    let end = log.iter().position(|byte| *byte == 0).unwrap_or(log.len());
+    let log = String::from_utf8_lossy(&log[..end]).into_owned();
+    match loaded {
+        Ok(program) => Ok((program, log)),
+        Err(error) => Err((error, log)),
+    }
+}
+
+/// Runs a program once (`BPF_PROG_TEST_RUN`).
+#[cfg(test)]
+pub fn prog_test_run(program: BorrowedFd<'_>) -> io::Result<u32> {
+    let mut attr = attr();
+    attr.test.prog_fd = raw(program);
+    // SAFETY: no data and no context are given.
+    unsafe {
+        bpf(bpf_cmd::BPF_PROG_TEST_RUN, &mut attr)?;
+        Ok(attr.test.retval)
+    }
+}
+
+/// What a test run lets one say of a packet's buffer: `struct __sk_buff` in `include/uapi/linux/bpf.h`
+/// up to `gso_size`. All fields that are not named here must be zero (`convert___skb_to_skb` in
+/// `net/bpf/test_run.c`).
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct SkbContext {
+    before: [u32; 2],
+    mark: u32,
+    after_mark: [u32; 7],
+    ifindex: u32,
+    between: [u32; 29],
+    wire_len: u32,
+    gso_segs: u32,
+    sk: [u32; 2],
+    gso_size: u32,
+    after: u32,
+}
+
+impl SkbContext {
+    /// How many bytes of data each segment has of a packet that is to be segmented.
+    pub const SEGMENT: u32 = 1380;
+
+    /// A packet at an interface of this thread's network namespace; `segments`: how many packets
+    /// it will be segmented to, 0 if it will not.
+    pub fn new(ifindex: u32, segments: u32) -> Self {
+        Self {
+            ifindex,
+            gso_segs: segments,
+            gso_size: if segments == 0 { 0 } else { Self::SEGMENT },
+            ..Self::default()
+        }
+    }
+
+    /// The same packet with a mark that somebody gave it.
+    #[must_use]
+    pub fn marked(self, mark: u32) -> Self {
+        Self { mark, ..self }
+    }
+}
+
+const _: () = assert!(offset_of!(SkbContext, mark) == 8);
+const _: () = assert!(offset_of!(SkbContext, ifindex) == 40);
+const _: () = assert!(offset_of!(SkbContext, gso_segs) == 164);
+const _: () = assert!(offset_of!(SkbContext, gso_size) == 176);
+
+/// Runs a program for packets once, on a frame that is sent nowhere. Answers what the program
+/// returned, how many bytes of `out` the frame then has, and how many nanoseconds it took.
+pub fn prog_test_run_packet(
+    program: BorrowedFd<'_>,
+    context: &SkbContext,
+    frame: &[u8],
+    out: &mut [u8],
+) -> io::Result<(u32, usize, u32)> {
+    let mut attr = attr();
+    attr.test.prog_fd = raw(program);
+    attr.test.repeat = 1;
+    attr.test.data_in = frame.as_ptr() as u64;
+    attr.test.data_size_in = u32::try_from(frame.len()).map_err(io::Error::other)?;
+    attr.test.data_out = out.as_mut_ptr() as u64;
+    attr.test.data_size_out = u32::try_from(out.len()).map_err(io::Error::other)?;
+    attr.test.ctx_in = std::ptr::from_ref(context) as u64;
+    attr.test.ctx_size_in = u32::try_from(size_of::<SkbContext>()).map_err(io::Error::other)?;
+    // SAFETY: frame and context are read only, and as long as we say, as is `out`; the context is
+    // given, but not asked for.
+    unsafe {
+        bpf(bpf_cmd::BPF_PROG_TEST_RUN, &mut attr)?;
+        Ok((
+            attr.test.retval,
+            attr.test.data_size_out as usize,
+            attr.test.duration,
+        ))
+    }
+}

@@ -1,0 +1,222 @@
+//! Manifests as a feed.
+
+use std::{
+    path::PathBuf,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    thread::{self, JoinHandle},
+};
+
+use tokio::{runtime::Builder, sync::oneshot};
+use tracing::{error, info};
+
+use super::{Loaded, Watcher, load_reusing};
+use crate::{
+    model::{Node, Snapshot},
+    source::{
+        Feed, Notice, OpenError, View,
+        feed::{self, now},
+    },
+};
+
+/// How reading manifests goes: written by the feed, read by other threads. Times are in seconds since the epoch.
+#[derive(Debug, Default)]
+pub struct Health {
+    paths: Vec<PathBuf>,
+    read: AtomicU64,
+    failures: AtomicU64,
+    /// When they could not be read, and why; none: they were read since.
+    failure: Mutex<Option<(u64, String)>>,
+}
+
+impl Health {
+    /// Files and directories, as they were given.
+    pub fn paths(&self) -> Vec<String> {
+        let text = |path: &PathBuf| path.display().to_string();
+        self.paths.iter().map(text).collect()
+    }
+
+    /// When they were last read without an error; 0: never.
+    pub fn read(&self) -> u64 {
+        self.read.load(Ordering::Relaxed)
+    }
+
+    /// How often they could not be read.
+    pub fn failures(&self) -> u64 {
+        self.failures.load(Ordering::Relaxed)
+    }
+
+    /// When they could not be read, and why; none if they were read since.
+    pub fn failure(&self) -> Option<(u64, String)> {
+        let failure = self.failure.lock();
+        failure.unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn set(&self, failure: Option<String>) {
+        if failure.is_some() {
+            self.failures.fetch_add(1, Ordering::Relaxed);
+        } else {
+            self.read.store(now(), Ordering::Relaxed);
+        }
+        *self.failure.lock().unwrap_or_else(PoisonError::into_inner) =
+            failure.map(|text| (now(), text));
+    }
+}
+
+/// Files and directories that are read, and read again whenever one of them has changed.
+///
+/// They are read by the thread that [takes](Feed::take) a view.
+#[derive(Debug)]
+pub struct Files {
+    /// This node, without what its object says.
+    node: Arc<Node>,
+    /// What was read last, to share what did not change.
+    last: Snapshot,
+    /// The view that was read when the files were opened.
+    first: Option<View>,
+    changed: Arc<AtomicBool>,
+    health: Arc<Health>,
+    stop: Option<oneshot::Sender<()>>,
+    watching: Option<JoinHandle<()>>,
+}
+
+impl Files {
+    /// Reads the manifests and begins to watch them, for this node.
+    ///
+    /// # Errors
+    ///
+    /// The manifests have faults, the paths cannot be watched, or no thread can be started.
+    pub fn open(
+        paths: &[PathBuf],
+        node: &Arc<Node>,
+        notify: impl Fn(Notice) + Clone + Send + Sync + 'static,
+    ) -> Result<Self, OpenError> {
+        // Before the files are read, so that no change is missed in between.
+        let watcher = Watcher::new(paths)?;
+        let mut files = Self {
+            node: Arc::clone(node),
+            last: Snapshot::default(),
+            first: None,
+            changed: Arc::default(),
+            health: Arc::new(Health {
+                paths: paths.to_vec(),
+                ..Health::default()
+            }),
+            stop: None,
+            watching: None,
+        };
+        let loaded = load_reusing(&files.last, paths, node)?;
+        info!(
+            services = loaded.snapshot.services.len(),
+            files = loaded.files,
+            node = &*node.name,
+            "read the manifests"
+        );
+        if let Some(line) = loaded.ignored_line() {
+            info!("{line}");
+        }
+        files.first = Some(files.keep(loaded));
+        files
+            .watch(watcher, notify)
+            .map_err(|error| OpenError::Thread {
+                what: "the manifests",
+                error,
+            })?;
+        Ok(files)
+    }
+
+    /// Starts the thread that tells of changes on disk.
+    fn watch(
+        &mut self,
+        mut watcher: Watcher,
+        notify: impl Fn(Notice) + Clone + Send + Sync + 'static,
+    ) -> std::io::Result<()> {
+        let runtime = Builder::new_current_thread().enable_all().build()?;
+        let (stop, stopped) = oneshot::channel();
+        let changed = Arc::clone(&self.changed);
+        let died = notify.clone();
+        let watch = async move {
+            loop {
+                watcher.changed().await;
+                changed.store(true, Ordering::Release);
+                notify(Notice::Changed);
+            }
+        };
+        let thread = thread::Builder::new()
+            .name("manifests".to_owned())
+            .spawn(move || {
+                let watching = runtime.spawn(watch);
+                runtime.block_on(async {
+                    tokio::select! {
+                        Err(error) = watching => died(Notice::Died {
+                            thread: "manifests",
+                            why: error.to_string(),
+                        }),
+                        _ = stopped => {}
+                    }
+                });
+            })?;
+        (self.stop, self.watching) = (Some(stop), Some(thread));
+        Ok(())
+    }
+
+    fn keep(&mut self, loaded: Loaded) -> View {
+        self.health.set(None);
+        let snapshot = &loaded.snapshot;
+        let view = View {
+            services: snapshot.services.clone(),
+            workloads: snapshot.workloads.clone(),
+            node: loaded.facts,
+            problems: Arc::clone(&snapshot.problems),
+            since: None,
+        };
+        self.last = loaded.snapshot;
+        view
+    }
+}
+
+impl Feed for Files {
+    fn take(&mut self) -> Option<View> {
+        let first = self.first.take();
+        if !self.changed.swap(false, Ordering::Acquire) {
+            return first;
+        }
+        match load_reusing(&self.last, &self.health.paths, &self.node) {
+            Ok(loaded) => {
+                let services = loaded.snapshot.services.len();
+                info!(services, files = loaded.files, "read the manifests again");
+                Some(self.keep(loaded))
+            }
+            Err(errors) => {
+                for fault in &errors.faults {
+                    error!("{fault}");
+                }
+                error!("the manifests have errors: serving what was read before");
+                self.health.set(Some(errors.to_string()));
+                first
+            }
+        }
+    }
+
+    fn refresh(&mut self) {
+        self.changed.store(true, Ordering::Release);
+    }
+
+    fn health(&self) -> feed::Health {
+        feed::Health::Manifests(Arc::clone(&self.health))
+    }
+}
+
+impl Drop for Files {
+    fn drop(&mut self) {
+        // The thread may have ended on its own: then nobody waits for either.
+        if let Some(stop) = self.stop.take() {
+            let _ = stop.send(());
+        }
+        if let Some(watching) = self.watching.take() {
+            let _ = watching.join();
+        }
+    }
+}
