@@ -217,6 +217,7 @@ fn an_idle_neighbour_that_moves_is_found() -> Result<()> {
 /// each packet asks for its own.
 fn few_packets_are_left_to_the_kernel() -> Result<()> {
     const PACKETS: u32 = 2000;
+    const PATIENCE: Duration = Duration::from_secs(6);
     Scene::new()?.inside(|scene| {
         let ways = PacketConfig::WAYS_BY_ADDRESS;
         for flags in [plain_config().flags | ways, plain_config().flags & !ways] {
@@ -231,7 +232,11 @@ fn few_packets_are_left_to_the_kernel() -> Result<()> {
                 let frame = packet(false, client, vip, 0).frame();
                 let started = Instant::now();
                 let mut left = 0;
-                for _ in 0..PACKETS {
+                let mut thrown = 0;
+                // A moment lasts 256 jiffies: 2.6 s where a second has 100 of them. The first packets may come within
+                // one of which a packet was left to the kernel before.
+                while thrown < PACKETS || (left == 0 && started.elapsed() < PATIENCE) {
+                    thrown += 1;
                     let (output, _) = scene.throw("eth0", false, &frame)?;
                     let out = output.frame.context("a frame")?;
                     let sent = out[..6] == [2, 0, 0, 0, 0xfe, 0xfe];
@@ -241,8 +246,8 @@ fn few_packets_are_left_to_the_kernel() -> Result<()> {
                 let moments = u32::try_from(started.elapsed().as_millis() / 256)? + 2;
                 let cpus = u32::try_from(thread::available_parallelism()?.get())?;
                 ensure!(
-                    left > 0 && left <= moments * cpus && left < PACKETS / 4,
-                    "{left} of {PACKETS} were left to the kernel, in {moments} moments"
+                    left > 0 && left <= moments * cpus && left < thrown / 4,
+                    "{left} of {thrown} were left to the kernel, in {moments} moments"
                 );
             }
         }
