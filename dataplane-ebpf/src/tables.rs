@@ -1,15 +1,14 @@
-//! Every map, in one place. What they mean: `dataplane_common::tables`.
+//! The maps. What they mean: `dataplane_common::tables`.
+//!
+//! Three maps whose elements no other file knows are declared beside the types of their elements:
+//! `SCRATCH` (`packet/scratch.rs`), `WAYS` (`packet/route.rs`) and `NEIGHBOURS` (`packet/neighbours.rs`). So
+//! this file stands below all others.
 //!
 //! The five that grow are one-element arrays of maps. The sizes given here for their inner maps
 //! are templates: the kernel checks only that type, key size, value size and flags of a real inner
 //! map are the same (`bpf_map_meta_equal` in `kernel/bpf/map_in_map.c`; for arrays that takes
 //! `BPF_F_INNER_MAP`).
 
-use crate::packet::{
-    neighbours::NEIGHBOURS_KEPT,
-    route::{WAYS_KEPT, Way},
-    scratch::{SCRATCHES, Scratch},
-};
 use aya_ebpf::{
     bindings::{BPF_F_INNER_MAP, BPF_F_MMAPABLE, BPF_F_NO_PREALLOC},
     btf_maps::{
@@ -129,15 +128,6 @@ pub static DIRECT: Array<u64, 1, MAPPED> = Array::new();
 #[btf_map]
 pub static FRAGMENTS: LruHashMap<FragmentKey, Fragment, { FRAGMENTS_CAPACITY as usize }> =
     LruHashMap::new();
-
-#[btf_map]
-pub static SCRATCH: PerCpuArray<Scratch, SCRATCHES> = PerCpuArray::new();
-
-#[btf_map]
-pub static WAYS: PerCpuArray<Way, WAYS_KEPT> = PerCpuArray::new();
-
-#[btf_map]
-pub static NEIGHBOURS: PerCpuArray<u32, NEIGHBOURS_KEPT> = PerCpuArray::new();
 
 #[btf_map]
 pub static ERRORS: LruHashMap<Addr, u64, { ERROR_BUCKETS as usize }> = LruHashMap::new();

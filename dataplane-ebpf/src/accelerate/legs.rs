@@ -15,13 +15,12 @@ use dataplane_common::{
 };
 
 use crate::{
-    capture::origin::{CREATE, storage, tuple, watch},
+    capture::{
+        origin::{storage, tuple, watch},
+        tcp::{CLOSE, CREATE, FIN_WAIT1},
+    },
     tables::{GRANTS, PROXIES, RECEIVERS, SENDERS, SENDING},
 };
-
-// States of a TCP socket (`include/net/tcp_states.h`).
-const FIN_WAIT1: u32 = 4;
-const CLOSE: u32 = 7;
 
 #[inline(always)]
 pub fn run(ctx: *mut bpf_sock_ops) -> u32 {

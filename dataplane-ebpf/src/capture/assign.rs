@@ -19,7 +19,7 @@ use aya_ebpf::{
 };
 use dataplane_common::{
     Addr, Protocol, Reason,
-    capture::{self, Enrolled, FROM_CLIENT, ListenerKey, Local, RuleKey, has_mark},
+    capture::{self, Enrolled, FROM_CLIENT, ListenerKey, Local, RuleKey},
     decide,
     packet::FlowKey,
     tables::Endpoint,
@@ -135,14 +135,6 @@ fn taken(skb: Skb) -> i32 {
     };
     skb.add_mark(config.mark | FROM_CLIENT);
     LEAVE_ALONE
-}
-
-/// Whether the packet was given to a socket, by the mark that it has.
-#[inline(always)]
-pub fn is_taken(mark: u32) -> bool {
-    mark & FROM_CLIENT != 0
-        && config()
-            .is_some_and(|config| config.mark != 0 && has_mark(mark, config.mark | FROM_CLIENT))
 }
 
 /// Gives the packet to the socket of its connection, if there is one here. (Its addresses are those

@@ -22,7 +22,7 @@ use dataplane_common::{
     capture::{Meter, MeterSets, Traffic, TrafficKey},
 };
 
-use super::{origin::CREATE, states::Socket};
+use super::tcp::{CREATE, Socket};
 use crate::{
     atomic,
     sets::{free_place, place_of, take_place},

@@ -7,11 +7,12 @@ pub mod origin;
 pub mod outbound;
 pub mod sockopt;
 pub mod states;
+pub mod tcp;
 
 use aya_ebpf::maps::lpm_trie::Key;
 use dataplane_common::{
     Addr,
-    capture::{self, CaptureConfig, RuleKey},
+    capture::{self, CaptureConfig, FROM_CLIENT, RuleKey, has_mark},
 };
 
 use crate::tables::{CAPTURE, RANGES, RULES, Range};
@@ -39,4 +40,12 @@ impl capture::Rules for Live {
 #[inline(always)]
 fn config() -> Option<&'static CaptureConfig> {
     CAPTURE.get(0)
+}
+
+/// Whether [`assign`] gave a packet with this mark to a socket.
+#[inline(always)]
+pub fn is_taken(mark: u32) -> bool {
+    mark & FROM_CLIENT != 0
+        && config()
+            .is_some_and(|config| config.mark != 0 && has_mark(mark, config.mark | FROM_CLIENT))
 }

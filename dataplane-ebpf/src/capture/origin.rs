@@ -19,7 +19,10 @@ use dataplane_common::{
     tables::{Peer, PeerSets},
 };
 
-use super::{config, states::CLOSE};
+use super::{
+    config,
+    tcp::{CLOSE, CREATE},
+};
 use crate::{
     select::count,
     sets::place_of,
@@ -27,8 +30,6 @@ use crate::{
     tables::{ACCEPTED, LISTENERS, MORE_PEERS, NAMESPACES, ORIGINS},
 };
 
-/// `BPF_SK_STORAGE_GET_F_CREATE`.
-pub const CREATE: u64 = 1;
 const AF_INET6: u32 = 10;
 
 /// Everything that `sockops` is asked.

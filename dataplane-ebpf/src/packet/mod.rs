@@ -38,7 +38,7 @@ use dataplane_common::{
 };
 
 use crate::{
-    capture::assign,
+    capture,
     select::{Live, count},
 };
 use conntrack::{ANSWER, FOREIGN, NEW, REQUEST};
@@ -69,7 +69,7 @@ fn complain(s: &mut Scratch, complaint: Complaint) -> i32 {
 #[inline(always)]
 pub fn ingress(ctx: &TcContext) -> i32 {
     let skb = Skb(ctx.as_ptr().cast());
-    if skb.is_tagged() || assign::is_taken(skb.mark()) || skb.is_own_answer() {
+    if skb.is_tagged() || capture::is_taken(skb.mark()) || skb.is_own_answer() {
         return LEAVE_ALONE;
     }
     if skb.kind() != PACKET_HOST {

@@ -6,23 +6,23 @@
 //! it as one of its own, and asks the neighbour if the entry is stale (`neigh_event_send` in
 //! `include/net/neighbour.h`).
 
-use aya_ebpf::helpers::generated::bpf_jiffies64;
-
-use super::route::{INET, Route};
-use crate::tables::NEIGHBOURS;
+use aya_ebpf::{btf_maps::PerCpuArray, helpers::generated::bpf_jiffies64, macros::btf_map};
 
 /// How many next hops are remembered, by a hash: a power of two.
-pub const NEIGHBOURS_KEPT: usize = 256;
+const NEIGHBOURS_KEPT: usize = 256;
+
+#[btf_map]
+static NEIGHBOURS: PerCpuArray<u32, NEIGHBOURS_KEPT> = PerCpuArray::new();
 
 /// Whether the next packet by this next hop is to be left to the kernel: on each CPU the first in 256 jiffies,
-/// a quarter of a second to 2.6 s.
+/// a quarter of a second to 2.6 s. An IPv4 next hop is in the first word.
 #[inline(always)]
-pub fn is_due(route: &Route) -> bool {
-    let [mut hop, b, c, d] = route.next_hop;
-    if route.family != u32::from(INET) {
+pub fn is_due(next_hop: &[u32; 4], is_v4: bool, ifindex: u32) -> bool {
+    let [mut hop, b, c, d] = *next_hop;
+    if !is_v4 {
         hop ^= b ^ c ^ d;
     }
-    let key = u64::from(hop) << 32 | u64::from(route.ifindex);
+    let key = u64::from(hop) << 32 | u64::from(ifindex);
     // As `VipPlace::of`.
     let hash = (key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) as u32;
     let Some(last) = NEIGHBOURS.get_ptr_mut(hash % NEIGHBOURS_KEPT as u32) else {

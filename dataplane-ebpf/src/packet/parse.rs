@@ -11,10 +11,8 @@ use dataplane_common::{
     },
 };
 
-use super::skb::Skb;
+use super::skb::{LINK, Skb};
 
-/// Ethernet's header.
-pub const LINK: u32 = 14;
 pub const ETHERTYPE_V4: u16 = 0x0800_u16.to_be();
 pub const ETHERTYPE_V6: u16 = 0x86dd_u16.to_be();
 /// Protocol numbers (IANA) of IPv6's extension headers.

@@ -7,8 +7,8 @@ use core::ptr::read_volatile;
 use dataplane_common::{Addr, Port, Protocol};
 
 use super::{
-    parse::{ETHERTYPE_V4, ETHERTYPE_V6, LINK, Packet},
-    skb::Skb,
+    parse::{ETHERTYPE_V4, ETHERTYPE_V6, Packet},
+    skb::{LINK, Skb},
 };
 
 /// Where the transport header begins, by family.

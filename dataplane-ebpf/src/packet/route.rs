@@ -8,9 +8,11 @@ use aya_ebpf::{
         BPF_FIB_LKUP_RET_NOT_FWDED, BPF_FIB_LKUP_RET_SUCCESS, BPF_FIB_LKUP_RET_UNSUPP_LWT,
         bpf_fib_lookup as Lookup, bpf_redir_neigh,
     },
+    btf_maps::PerCpuArray,
     helpers::generated::{
         bpf_fib_lookup, bpf_jiffies64, bpf_redirect, bpf_redirect_neigh, bpf_redirect_peer,
     },
+    macros::btf_map,
 };
 use dataplane_common::{
     Addr, Port,
@@ -19,14 +21,14 @@ use dataplane_common::{
 
 use super::{
     DROP, neighbours,
-    parse::{LINK, Packet},
-    skb::{Link, PACKET_HOST, Skb, send_bare},
+    parse::Packet,
+    skb::{LINK, Link, PACKET_HOST, Skb, send_bare},
     sources,
 };
-use crate::tables::{IFACES, PACKET_CONFIG, WAYS};
+use crate::tables::{IFACES, PACKET_CONFIG};
 
 /// `AF_INET` and `AF_INET6` (`include/linux/socket.h`).
-pub const INET: u8 = 2;
+const INET: u8 = 2;
 const INET6: u8 = 10;
 
 #[expect(clippy::cast_possible_wrap, reason = "small")]
@@ -102,7 +104,10 @@ pub struct Way {
 const _: () = assert!(size_of::<Way>() == 64);
 
 /// How many ways are kept, by a hash of the question: a power of two.
-pub const WAYS_KEPT: usize = 512;
+const WAYS_KEPT: usize = 512;
+
+#[btf_map]
+static WAYS: PerCpuArray<Way, WAYS_KEPT> = PerCpuArray::new();
 
 /// The time in units of 16 jiffies, that is 16 to 160 ms, and the part of `tos` that routes may ask for. It
 /// comes again after 2^30 jiffies, 12 days at the least: for what was last used in just that moment.
@@ -206,8 +211,11 @@ pub fn find(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, route: &mut R
         way.mtu = route.mtu;
     }
     // Into a pod packets go without looking at who is there (`bpf_redirect_peer`).
-    if route.neighbour != 0 && route.iface.flags & Iface::POD == 0 && neighbours::is_due(route) {
-        route.neighbour = 0;
+    if route.neighbour != 0 && route.iface.flags & Iface::POD == 0 {
+        let is_v4 = route.family == u32::from(INET);
+        if neighbours::is_due(&route.next_hop, is_v4, route.ifindex) {
+            route.neighbour = 0;
+        }
     }
 }
 

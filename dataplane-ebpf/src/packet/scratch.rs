@@ -12,6 +12,7 @@
 
 use core::ptr::write_volatile;
 
+use aya_ebpf::{btf_maps::PerCpuArray, macros::btf_map};
 use dataplane_common::{
     Reason,
     packet::PacketConfig,
@@ -19,14 +20,13 @@ use dataplane_common::{
 };
 
 use super::{conntrack::Flow, error::Complaint, parse::Packet, rewrite::Ends, route::Route};
-use crate::{
-    atomic,
-    select::count,
-    tables::{PACKET_CONFIG, SCRATCH},
-};
+use crate::{atomic, select::count, tables::PACKET_CONFIG};
 
 /// How many places a CPU has: one for each program that may have been preempted by the next.
-pub const SCRATCHES: usize = 4;
+const SCRATCHES: usize = 4;
+
+#[btf_map]
+static SCRATCH: PerCpuArray<Scratch, SCRATCHES> = PerCpuArray::new();
 
 /// What is known.
 #[repr(C)]

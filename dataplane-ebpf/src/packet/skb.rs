@@ -18,7 +18,8 @@ use aya_ebpf::{
     },
 };
 
-use super::parse::LINK;
+/// Length of Ethernet's header.
+pub const LINK: u32 = 14;
 
 /// `PACKET_HOST` and `PACKET_OTHERHOST` (`include/uapi/linux/if_packet.h`): addressed to this
 /// interface; to somebody else's.
