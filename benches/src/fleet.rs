@@ -6,7 +6,7 @@ use std::{
 };
 
 use dataplane::model::{
-    Endpoint, Hints, Protocol, Service, ServiceName, ServicePort, ServiceType, Snapshot,
+    Endpoint, Hints, Node, Protocol, Service, ServiceName, ServicePort, ServiceType, Snapshot,
     TrafficPolicy,
 };
 use dataplane_peers::{Cluster, LocalDetector};
@@ -21,6 +21,10 @@ pub const TARGET_PORT: u16 = 8080;
 pub const CONNECT_PORT: u16 = 81;
 /// The target's port for that.
 pub const CONNECT_TARGET_PORT: u16 = 8081;
+/// The port on the target's VIP for many clients at the same time.
+pub const CROWD_PORT: u16 = 82;
+/// The target's port for that.
+pub const CROWD_TARGET_PORT: u16 = 8082;
 /// Endpoints of every service.
 pub const ENDPOINTS: u32 = 3;
 /// The target's node ports: for everything, and where connections are only made.
@@ -35,7 +39,7 @@ const SERVICES_V6: Ipv6Net =
     Ipv6Net::new_assert(Ipv6Addr::new(0xfd00, 0x10, 0x96, 0, 0, 0, 0, 0), 108);
 
 /// A cluster: `services` services with a TCP port and three endpoints each. The one in the middle
-/// is the *target*: its endpoints are real ones, and it has a second TCP port and a UDP port as
+/// is the *target*: its endpoints are real ones, and it has two more TCP ports and a UDP port as
 /// well.
 ///
 /// In the middle, since iptables walks the services in order: a connection to a service taken at
@@ -49,6 +53,8 @@ pub struct Fleet {
     /// The endpoints, on another node, of one more service. If there are any, it and the target have
     /// node ports.
     pub remote: Vec<IpAddr>,
+    /// The node's own addresses.
+    pub node: Vec<IpAddr>,
 }
 
 impl Fleet {
@@ -76,7 +82,12 @@ impl Fleet {
             let service = self.real("remote", self.services, &self.remote, false);
             (service.name.clone(), Arc::new(service))
         });
+        let node = Node {
+            addresses: self.node.clone(),
+            ..Node::default()
+        };
         Snapshot {
+            node: Arc::new(node),
             services: services.chain(remote).collect(),
             ..Snapshot::default()
         }
@@ -118,6 +129,13 @@ impl Fleet {
                 CONNECT_PORT,
                 connect,
                 endpoints(CONNECT_TARGET_PORT)
+            ),
+            port(
+                "crowd",
+                Protocol::Tcp,
+                CROWD_PORT,
+                None,
+                endpoints(CROWD_TARGET_PORT)
             ),
         ];
         service(name, index, &self.families(), ports)

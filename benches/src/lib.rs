@@ -3,6 +3,7 @@
 pub mod extent;
 pub mod fleet;
 pub mod manifests;
+pub mod measurement;
 pub mod packet;
 pub mod relay;
 pub mod rows;

@@ -29,6 +29,8 @@ pub struct Row {
     pub baseline: Option<&'static str>,
     /// `value` over that of `baseline`.
     pub ratio: Option<f64>,
+    /// Turns that failed, of all rounds.
+    pub failed: usize,
     /// What was measured in each round: several values, of equal things at several places or times; none, if it failed.
     #[serde(skip)]
     pub rounds: Rounds,
@@ -107,9 +109,9 @@ pub fn print_paths(rows: &[Row], cases: &[&str]) {
         let mut seen = std::collections::HashSet::new();
         lanes.retain(|lane| seen.insert(*lane));
         anstream::println!(
-            "\n{bold}{metric}{bold:#}, {unit} {dim}(± between rounds, × plain){dim:#}"
+            "\n{bold}{metric}{bold:#}, {unit} {dim}(± between rounds, !N: N turns failed, × plain){dim:#}"
         );
-        anstream::print!("{:<16} {:>8}", "", "services");
+        anstream::print!("{:<19} {:>8}", "", "services");
         for case in cases {
             anstream::print!(" {case:>22}");
         }
@@ -125,14 +127,17 @@ pub fn print_paths(rows: &[Row], cases: &[&str]) {
             } else {
                 thousands(services)
             };
-            anstream::print!("{ours}{path:<16}{ours:#} {number:>8}");
+            anstream::print!("{ours}{path:<19}{ours:#} {number:>8}");
             for case in cases {
                 match find(rows, path, services, case, metric) {
                     Some(row) => {
                         let ratio = row
                             .ratio
                             .map_or(String::new(), |ratio| format!("{ratio:.2}×"));
-                        let spread = format!("±{:.0}%", row.spread() * 100.0);
+                        let spread = match row.failed {
+                            0 => format!("±{:.0}%", row.spread() * 100.0),
+                            failed => format!("!{failed}"),
+                        };
                         let value = figure(row.value);
                         anstream::print!(
                             " {value:>9} {dim}{spread:>5}{dim:#} {ours}{ratio:>6}{ours:#}"
@@ -240,6 +245,7 @@ mod tests {
             value: median(&mut rounds.concat()),
             baseline: None,
             ratio: None,
+            failed: 0,
             rounds,
         }
     }

@@ -2,15 +2,14 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::ensure;
 use dataplane_peers::Mode;
 
 use crate::{
     extent::{Extent, order},
-    rows::{Rounds, Row, Target, find, thousands},
+    measurement::{self, Measurement, Samples, complain_of_noise, figures},
+    rows::{Row, Target, find, thousands},
     say,
     stage::{NodePlan, Stage, Worker},
-    stats::median,
     worker::{CHURN_THREADS, Job, Transport},
 };
 
@@ -50,72 +49,68 @@ pub const QUICK: Extent = Extent {
 };
 
 fn nodes(extent: &Extent) -> Vec<NodePlan> {
-    let mut nodes = vec![NodePlan {
-        worker: Worker::Plain,
-        services: 0,
+    let node = |worker, services| NodePlan {
+        worker,
+        services,
         direct: false,
-    }];
-    let last = extent.ours.last();
+    };
+    let mut nodes = vec![node(Worker::Plain, 0), node(Worker::Conntrack, 0)];
     nodes.extend(extent.ours.iter().map(|services| NodePlan {
-        worker: Worker::Dataplane,
-        services: *services,
-        direct: Some(services) == last,
+        direct: *services == MOST,
+        ..node(Worker::Dataplane, *services)
     }));
+    nodes.extend([1, MOST].map(|services| node(Worker::Sockets, services)));
+    nodes.extend([Worker::Tracked, Worker::Monitored].map(|worker| node(worker, 1)));
     for mode in Mode::ALL {
-        nodes.extend(extent.theirs.iter().map(|services| NodePlan {
-            worker: Worker::Peer(mode),
-            services: *services,
-            direct: false,
-        }));
+        let worker = Worker::Peer(mode);
+        nodes.extend(extent.theirs.iter().map(|services| node(worker, *services)));
     }
     nodes
 }
 
-#[derive(Clone, Copy)]
-struct Metric {
-    name: &'static str,
-    unit: &'static str,
-}
-
-const METRICS: [Metric; 4] = [
-    Metric {
-        name: "connect_p50",
-        unit: "µs",
-    },
-    Metric {
-        name: "rtt_p50",
-        unit: "µs",
-    },
-    Metric {
-        name: "conn_per_s",
-        unit: "1/s",
-    },
-    Metric {
-        name: "gbit_per_s",
-        unit: "Gbit/s",
-    },
-];
-
-fn job(metric: usize, transport: Transport, fraction: u32) -> Job {
-    match metric {
-        0 => Job::Connect {
-            count: 600 / fraction,
-        },
-        1 => Job::RoundTrip {
-            count: 1000 / fraction,
-            connections: 1,
-        },
-        2 => Job::Churn {
-            count: 1200 / fraction,
-            threads: CHURN_THREADS,
-        },
-        _ => Job::Bulk {
-            bytes: match transport {
-                Transport::Tcp => 64 << 20,
-                Transport::Udp => 6 << 20,
-            } / u64::from(fraction),
-        },
-    }
+/// What is measured, of IPv4 or not.
+fn measurements(fraction: u32) -> Vec<Measurement<bool>> {
+    let mut all = vec![];
+    let mut add = |cases: &[usize], metrics, job: &dyn Fn(Transport) -> Job| {
+        all.extend(cases.iter().map(|case| {
+            let (name, transport, v4) = CASES[*case];
+            Measurement {
+                case: (name, v4),
+                transport,
+                job: job(transport),
+                metrics,
+            }
+        }));
+    };
+    let every = [0, 1, 2, 3];
+    add(&every, measurement::CONNECT, &|_| Job::Connect {
+        count: 600 / fraction,
+    });
+    add(&every, measurement::ROUND_TRIP, &|_| Job::RoundTrip {
+        count: 1000 / fraction,
+        connections: 1,
+    });
+    add(&every, measurement::CHURN, &|_| Job::Churn {
+        count: 1200 / fraction,
+        threads: CHURN_THREADS,
+    });
+    add(&every, measurement::BULK, &|transport| Job::Bulk {
+        bytes: match transport {
+            Transport::Tcp => 64 << 20,
+            Transport::Udp => 6 << 20,
+        } / u64::from(fraction),
+    });
+    add(&[0, 1], measurement::CROWD, &|_| Job::Crowd {
+        clients: 64,
+        millis: 320 / fraction,
+    });
+    add(&[2, 3], measurement::QUERY, &|_| Job::Query {
+        count: 600 / fraction,
+    });
+    add(&[2, 3], measurement::PACED, &|_| {
+        measurement::paced(Duration::from_millis(320 / u64::from(fraction)))
+    });
+    all
 }
 
 /// Compares the paths.
@@ -127,23 +122,29 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
     say!("building the lab: a node for each path, loading its rules or tables");
     let mut stage = Stage::build(&nodes(extent))?;
     let lanes = stage.lanes.len();
-    // By lane, case, metric and round; nothing of one that failed.
-    let mut samples: Vec<Rounds> = vec![vec![]; lanes * CASES.len() * METRICS.len()];
-    let index = |lane, case, metric| (metric * CASES.len() + case) * lanes + lane;
+    let measurements = measurements(extent.fraction);
+    let mut samples: Vec<Samples> = measurements
+        .iter()
+        .map(|what| what.samples(lanes))
+        .collect();
     let start = Instant::now();
     let mut rounds = 0;
     while extent.has_another(rounds, start) {
-        for (case, (name, transport, v4)) in CASES.into_iter().enumerate() {
-            for (metric, Metric { name: what, .. }) in METRICS.iter().enumerate() {
-                for lane in order(lanes) {
-                    let job = job(metric, transport, extent.fraction);
-                    let value = stage.measure(lane, v4, transport, job);
-                    if let Err(error) = &value {
-                        let lane = &stage.lanes[lane];
-                        let of = thousands(lane.services);
-                        say!("{}, {of} services: {name} {what}: {error:#}", lane.path);
-                    }
-                    samples[index(lane, case, metric)].push(value.into_iter().collect());
+        for (what, samples) in measurements.iter().zip(&mut samples) {
+            for lane in order(lanes) {
+                let (case, v4) = what.case;
+                let before = stage.cpu(lane)?;
+                let outputs = stage.measure(lane, v4, what.transport, what.job);
+                let cpu = stage.cpu(lane)? - before;
+                if let Err(error) = &outputs {
+                    let lane = &stage.lanes[lane];
+                    let (of, metric) = (thousands(lane.services), what.metrics[0].0);
+                    say!("{}, {of} services: {case} {metric}: {error:#}", lane.path);
+                }
+                let figures = outputs.map(|outputs| figures(what.job, &outputs, cpu));
+                let figures = figures.unwrap_or_default();
+                for (number, samples) in samples.iter_mut().enumerate() {
+                    samples[lane].push(figures.get(number).copied().into_iter().collect());
                 }
             }
         }
@@ -151,46 +152,20 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
         say!("round {rounds} of at most {}", extent.at_most);
     }
 
+    let names: Vec<_> = stage
+        .lanes
+        .iter()
+        .map(|lane| (lane.path, lane.services))
+        .collect();
     let mut rows = vec![];
-    for (metric, Metric { name, unit }) in METRICS.into_iter().enumerate() {
-        for (case, case_name) in CASE_NAMES.into_iter().enumerate() {
-            let plain = median(&mut samples[index(0, case, metric)].concat());
-            for (lane, about) in stage.lanes.iter().enumerate() {
-                let by_round = &samples[index(lane, case, metric)];
-                let mut values = by_round.concat();
-                ensure!(
-                    values.len() * 2 > rounds,
-                    "{} with {} services: {case_name} {name} failed in most rounds; see above",
-                    about.path,
-                    about.services,
-                );
-                let value = median(&mut values);
-                rows.push(Row {
-                    bench: "socket",
-                    path: about.path,
-                    case: case_name,
-                    services: about.services,
-                    metric: name,
-                    unit,
-                    value,
-                    baseline: Some("plain"),
-                    ratio: Some(value / plain),
-                    rounds: by_round.clone(),
-                });
-            }
-        }
+    for (what, samples) in measurements.iter().zip(&samples) {
+        rows.extend(what.rows("socket", &names, samples, rounds, |_| true)?);
     }
-    for Metric { name, .. } in METRICS {
-        let of_metric = rows.iter().filter(|row| row.metric == name);
-        let differ = median(&mut of_metric.map(Row::spread).collect::<Vec<_>>());
-        if differ > MUCH {
-            say!(
-                "{name} differs by ±{:.0}% between rounds: something else kept the machine busy, and \
-                 small differences between paths mean nothing",
-                differ * 100.0
-            );
-        }
-    }
+    complain_of_noise(
+        &rows,
+        &["connect_p50", "rtt_p50", "conn_per_s", "gbit_per_s"],
+        MUCH,
+    );
     Ok(rows)
 }
 

@@ -2,24 +2,26 @@
 //! and three server pods on it.
 
 use std::{
+    fs,
     net::{IpAddr, SocketAddr},
-    process::Command,
+    path::Path,
+    process::{Command, Stdio},
     sync::Mutex,
     thread,
     time::Instant,
 };
 
 use anyhow::{Context as _, bail};
-use dataplane::{
-    kernel::{Kernel, Limits, Paths},
-    plan::Planner,
-};
 use dataplane_peers::Mode;
-use dataplane_tests::{Host, Lab, Process};
+use dataplane_tests::{Agent, Host, Lab, Process};
+use tempfile::TempDir;
 
 use crate::{
-    fleet::{CONNECT_PORT, CONNECT_TARGET_PORT, ENDPOINTS, Fleet, PORT, TARGET_PORT},
-    say,
+    fleet::{
+        CONNECT_PORT, CONNECT_TARGET_PORT, CROWD_PORT, CROWD_TARGET_PORT, ENDPOINTS, Fleet, PORT,
+        TARGET_PORT,
+    },
+    manifests, say,
     worker::{Answer, Job, Order, Transport},
 };
 
@@ -28,10 +30,33 @@ use crate::{
 pub enum Worker {
     /// Nobody: no rules, no programs. The endpoint is dialled.
     Plain,
-    /// We do.
+    /// Likewise, and the kernel's conntrack follows every flow, without translating it.
+    Conntrack,
+    /// An agent, as it runs by default.
     Dataplane,
+    /// An agent without the packet path.
+    Sockets,
+    /// An agent, and the kernel's conntrack follows every flow, because somebody else's rules ask for it.
+    Tracked,
+    /// An agent, and somebody looks on by `dataplane monitor`.
+    Monitored,
     /// kube-proxy's rules do.
     Peer(Mode),
+}
+
+impl Worker {
+    /// `path` of the rows.
+    pub const fn path(self) -> &'static str {
+        match self {
+            Self::Plain => "plain",
+            Self::Conntrack => "conntrack",
+            Self::Dataplane => "dataplane",
+            Self::Sockets => "dataplane-sockets",
+            Self::Tracked => "dataplane-conntrack",
+            Self::Monitored => "dataplane-monitor",
+            Self::Peer(mode) => mode.word(),
+        }
+    }
 }
 
 /// A node of the comparison.
@@ -56,8 +81,8 @@ pub struct Lane {
     /// VIP, one of its endpoints. Servers are processes of their own, and it takes longer to be
     /// answered by another one each time.
     addrs: [Vec<IpAddr>; 2],
-    /// At which port, and at which only to connect.
-    ports: [u16; 2],
+    /// At which port, at which only to connect, and at which by many clients.
+    ports: [u16; 3],
     /// Whose client.
     node: usize,
 }
@@ -66,11 +91,13 @@ pub struct Lane {
 pub struct Stage {
     /// What is compared.
     pub lanes: Vec<Lane>,
-    clients: Vec<Process>,
-    // Dropped in this order: processes, then tables, then the lab with what is pinned.
+    /// For each node a client on the CPU that the servers use, and one that may use all.
+    clients: Vec<[Process; 2]>,
+    // Dropped in this order: processes, then the lab with what is pinned.
     _servers: Vec<Process>,
-    _kernels: Vec<Kernel>,
-    _lab: Lab,
+    _monitors: Vec<Process>,
+    _agents: Vec<(Agent, TempDir)>,
+    lab: Lab,
 }
 
 /// The CPU that clients and servers share. One for both: what a path costs is then what is
@@ -110,6 +137,7 @@ impl Stage {
                     .flat_map(|server| lab.pod(&server_name(index, server)).addresses())
                     .collect(),
                 remote: vec![],
+                node: lab.node(&node_name(index)).addresses().to_vec(),
             })
             .collect();
 
@@ -117,9 +145,14 @@ impl Stage {
         let mut clients = vec![];
         for index in 0..nodes.len() {
             for server in 0..ENDPOINTS {
-                servers.push(start_server(lab.pod(&server_name(index, server)))?);
+                let pod = lab.pod(&server_name(index, server));
+                servers.push(start_server(pod)?);
+                servers.push(start_crowd_server(pod)?);
             }
-            clients.push(start_client(lab.pod(&client_name(index)))?);
+            let pod = lab.pod(&client_name(index));
+            // Sockets in TIME_WAIT would use up the ports within seconds.
+            pod.sysctl("ipv4/tcp_max_tw_buckets", "0")?;
+            clients.push([start_client(pod)?, start_client_on(pod, None)?]);
         }
         let peers = nodes.iter().zip(&fleets).enumerate();
         let peers = peers.filter_map(|(index, (node, fleet))| match node.worker {
@@ -127,11 +160,23 @@ impl Stage {
             _ => None,
         });
         load_peers(&lab, peers)?;
-        let mut kernels = vec![];
+        let (mut agents, mut monitors) = (vec![], vec![]);
         for (index, node) in nodes.iter().enumerate() {
-            if node.worker == Worker::Dataplane {
-                kernels.push(load_dataplane(&lab, &node_name(index), &fleets[index])?);
+            let host = lab.node(&node_name(index)).clone();
+            if matches!(node.worker, Worker::Conntrack | Worker::Tracked) {
+                track(&host)?;
             }
+            let arguments: &[&str] = match node.worker {
+                Worker::Plain | Worker::Conntrack | Worker::Peer(_) => continue,
+                Worker::Sockets => &["--packet-path", "off"],
+                Worker::Dataplane | Worker::Tracked | Worker::Monitored => &[],
+            };
+            let (agent, directory) = start_agent(&lab, &host, &fleets[index], arguments)?;
+            if node.worker == Worker::Monitored {
+                let monitor = agent.dataplane(["monitor"]).stdout(Stdio::null());
+                monitors.push(monitor.spawn()?);
+            }
+            agents.push((agent, directory));
         }
         let lanes = nodes
             .iter()
@@ -142,9 +187,21 @@ impl Stage {
             lanes: lanes.collect(),
             clients,
             _servers: servers,
-            _kernels: kernels,
-            _lab: lab,
+            _monitors: monitors,
+            _agents: agents,
+            lab,
         })
+    }
+
+    /// CPU time in seconds that everything on a lane's node took so far: clients, servers and the agent, with the
+    /// kernel's work on their behalf; not what the kernel's own threads did for them (`cpu.stat` of the node's cgroup).
+    ///
+    /// # Errors
+    ///
+    /// If it cannot be read.
+    pub fn cpu(&self, lane: usize) -> anyhow::Result<f64> {
+        let node = node_name(self.lanes[lane].node);
+        cpu_of(&self.lab.node_cgroup(&node))
     }
 
     /// Has a lane's client measure something.
@@ -158,11 +215,13 @@ impl Stage {
         v4: bool,
         transport: Transport,
         job: Job,
-    ) -> anyhow::Result<f64> {
+    ) -> anyhow::Result<Vec<f64>> {
         let lane = &self.lanes[lane];
-        let (addrs, [port, connect_port]) = (&lane.addrs[usize::from(!v4)], lane.ports);
+        let (addrs, [port, connect_port, crowd_port]) = (&lane.addrs[usize::from(!v4)], lane.ports);
+        let crowd = matches!(job, Job::Crowd { .. });
         let port = match (transport, job) {
             (Transport::Tcp, Job::Connect { .. }) => connect_port,
+            _ if crowd => crowd_port,
             _ => port,
         };
         let order = Order {
@@ -173,8 +232,22 @@ impl Stage {
             transport,
             job,
         };
-        carry_out(&mut self.clients[lane.node], &order)
+        carry_out(&mut self.clients[lane.node][usize::from(crowd)], &order)
     }
+}
+
+/// CPU time in seconds that the processes of a cgroup took, those that ended included.
+///
+/// # Errors
+///
+/// If it cannot be read.
+pub fn cpu_of(cgroup: &Path) -> anyhow::Result<f64> {
+    let path = cgroup.join("cpu.stat");
+    let text = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
+    let mut lines = text.lines();
+    let usage = lines.find_map(|line| line.strip_prefix("usage_usec "));
+    let micros: f64 = usage.context("no usage_usec in cpu.stat")?.parse()?;
+    Ok(micros / 1e6)
 }
 
 /// Has a client measure something.
@@ -182,25 +255,46 @@ impl Stage {
 /// # Errors
 ///
 /// What the client met with.
-pub fn carry_out(client: &mut Process, order: &Order) -> anyhow::Result<f64> {
+pub fn carry_out(client: &mut Process, order: &Order) -> anyhow::Result<Vec<f64>> {
     client.send_line(&serde_json::to_string(order)?)?;
     match serde_json::from_str(&client.wait_for_line()?)? {
-        Answer::Value(value) => Ok(value),
+        Answer::Values(values) => Ok(values),
         Answer::Error(error) => bail!("{error} (to {:?})", order.to),
     }
 }
 
-/// Starts a server on all addresses of a host.
+/// The first of a job's outputs.
+///
+/// # Errors
+///
+/// If there is none.
+pub fn first(values: Vec<f64>) -> anyhow::Result<f64> {
+    values.first().copied().context("a job without an output")
+}
+
+/// Starts a server on all addresses of a host, on the CPU that its clients use.
 ///
 /// # Errors
 ///
 /// If it cannot be started.
 pub fn start_server(host: &Host) -> anyhow::Result<Process> {
+    let cpu = cpu().to_string();
+    start_server_at(host, [TARGET_PORT, CONNECT_TARGET_PORT], &["--cpu", &cpu])
+}
+
+/// Starts a server for many clients at the same time, on all CPUs.
+fn start_crowd_server(host: &Host) -> anyhow::Result<Process> {
+    let ports = [CROWD_TARGET_PORT, CROWD_TARGET_PORT + 1];
+    start_server_at(host, ports, &["--threads", "16"])
+}
+
+fn start_server_at(host: &Host, ports: [u16; 2], arguments: &[&str]) -> anyhow::Result<Process> {
+    let [port, connect_port] = ports.map(|port| port.to_string());
     let mut process = host
         .command(std::env::current_exe()?)
-        .args(["worker", "server", "--cpu", &cpu().to_string()])
-        .args(["--port", &TARGET_PORT.to_string()])
-        .args(["--connect-port", &CONNECT_TARGET_PORT.to_string()])
+        .args(["worker", "server", "--port", &port])
+        .args(["--connect-port", &connect_port])
+        .args(arguments)
         .args(host.addresses().map(|addr| addr.to_string()))
         .stdin_piped()
         .stdout_piped()
@@ -209,18 +303,21 @@ pub fn start_server(host: &Host) -> anyhow::Result<Process> {
     Ok(process)
 }
 
-/// Starts a client on a host.
+/// Starts a client on a host, on the CPU that its servers use.
 ///
 /// # Errors
 ///
 /// If it cannot be started.
 pub fn start_client(host: &Host) -> anyhow::Result<Process> {
-    let client = host.command(std::env::current_exe()?).args([
-        "worker",
-        "client",
-        "--cpu",
-        &cpu().to_string(),
-    ]);
+    start_client_on(host, Some(cpu()))
+}
+
+fn start_client_on(host: &Host, cpu: Option<usize>) -> anyhow::Result<Process> {
+    let client = host
+        .command(std::env::current_exe()?)
+        .args(["worker", "client"]);
+    let cpu = cpu.map(|cpu| cpu.to_string());
+    let client = client.args(cpu.iter().flat_map(|cpu| ["--cpu", cpu.as_str()]));
     Ok(client.stdin_piped().stdout_piped().spawn()?)
 }
 
@@ -251,18 +348,15 @@ fn lanes(index: usize, node: NodePlan, fleet: &Fleet) -> Vec<Lane> {
             services: node.services,
             addrs: [true, false].map(|v4| if direct { endpoints(v4) } else { vec![vip(v4)] }),
             ports: if direct {
-                [TARGET_PORT, CONNECT_TARGET_PORT]
+                [TARGET_PORT, CONNECT_TARGET_PORT, CROWD_TARGET_PORT]
             } else {
-                [PORT, CONNECT_PORT]
+                [PORT, CONNECT_PORT, CROWD_PORT]
             },
             node: index,
         }
     };
-    let mut lanes = vec![match node.worker {
-        Worker::Plain => lane("plain", true),
-        Worker::Dataplane => lane("dataplane", false),
-        Worker::Peer(mode) => lane(mode.word(), false),
-    }];
+    let dials_endpoints = matches!(node.worker, Worker::Plain | Worker::Conntrack);
+    let mut lanes = vec![lane(node.worker.path(), dials_endpoints)];
     if node.direct {
         lanes.push(lane("direct", true));
     }
@@ -338,19 +432,42 @@ pub fn load_peers<'a>(
     })
 }
 
-/// Programs and tables for one node of the lab, written by this process.
+/// Has the kernel's conntrack follow what a node forwards.
 ///
 /// # Errors
 ///
-/// If the kernel refuses.
-pub fn load_dataplane(lab: &Lab, node: &str, fleet: &Fleet) -> anyhow::Result<Kernel> {
-    let paths = Paths {
-        bpffs: lab.bpffs()?.join(node),
-        cgroup: lab.node_cgroup(node),
-    };
-    let mut kernel = Kernel::open(&paths, Limits::default())?;
-    let plan = Planner::new().plan(&fleet.snapshot());
-    kernel.reserve(&plan.demand)?;
-    kernel.apply(&plan.writes)?;
-    Ok(kernel)
+/// If nft does not take the rule.
+pub fn track(node: &Host) -> anyhow::Result<()> {
+    let rules = "table inet bench {\n\
+                 chain forward { type filter hook forward priority 0; ct state new accept; }\n\
+                 }";
+    let script = format!("nft -f - <<'end'\n{rules}\nend");
+    node.command("sh").args(["-c", &script]).run()?;
+    Ok(())
+}
+
+/// Starts an agent on a node, with manifests of a fleet's services, which live as long as the directory.
+///
+/// # Errors
+///
+/// If it does not become ready.
+pub fn start_agent(
+    lab: &Lab,
+    node: &Host,
+    fleet: &Fleet,
+    arguments: &[&str],
+) -> anyhow::Result<(Agent, TempDir)> {
+    let services = fleet.services;
+    if services >= 10_000 {
+        say!("an agent with manifests of {services} services");
+    }
+    let directory = tempfile::tempdir()?;
+    manifests::write(&fleet.snapshot(), node.name(), directory.path())?;
+    let agent = lab
+        .agent(node.name())
+        .manifests(directory.path())
+        .args(["--pod-cidr", "10.244.0.0/16,fd00:10:244::/48"])
+        .args(arguments)
+        .start()?;
+    Ok((agent, directory))
 }

@@ -49,6 +49,7 @@ pub fn run(quick: bool) -> anyhow::Result<Vec<Row>> {
             .map(|a| IpAddr::from(a.parse::<std::net::Ipv4Addr>().expect("an address")))
             .into(),
         remote: vec![],
+        node: vec![],
     };
     let mut rows = vec![];
     let mut row = |services, metric, unit, mut values: Vec<f64>| {
@@ -62,6 +63,7 @@ pub fn run(quick: bool) -> anyhow::Result<Vec<Row>> {
             value: median(&mut values),
             baseline: None,
             ratio: None,
+            failed: 0,
             rounds: vec![values],
         });
     };

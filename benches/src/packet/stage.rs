@@ -7,8 +7,7 @@ use std::{
 };
 
 use anyhow::ensure;
-use dataplane_peers::Mode;
-use dataplane_tests::{Agent, Host, Lab, Process};
+use dataplane_tests::{Agent, Lab, Process};
 use tempfile::TempDir;
 
 use crate::{
@@ -17,25 +16,12 @@ use crate::{
         CONNECT_PORT, CONNECT_TARGET_PORT, ENDPOINTS, Fleet, NODE_PORTS, PORT, REMOTE_NODE_PORTS,
         TARGET_PORT,
     },
-    manifests, say,
     stage::{
-        carry_out, client_name, load_peers, node_name, server_name, start_client, start_server,
+        Worker, carry_out, client_name, cpu_of, load_peers, node_name, server_name, start_agent,
+        start_client, start_server, track,
     },
     worker::{Job, Order, Transport},
 };
-
-/// Who does the work on a node.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Worker {
-    /// Nobody: no rules, no programs. The endpoint is dialled, by way of the node.
-    Plain,
-    /// Likewise, and the kernel's conntrack follows every flow, without translating it.
-    Conntrack,
-    /// We do.
-    Dataplane,
-    /// kube-proxy's rules do.
-    Peer(Mode),
-}
 
 /// A path that is compared with others: a worker, and for how many services. Those that are equal are the same
 /// thing measured at several places.
@@ -47,27 +33,30 @@ pub struct Lane {
     pub services: u32,
 }
 
-impl Lane {
-    /// `path` of the rows.
-    pub const fn path(self) -> &'static str {
-        match self.worker {
-            Worker::Plain => "plain",
-            Worker::Conntrack => "conntrack",
-            Worker::Dataplane => "dataplane",
-            Worker::Peer(mode) => mode.word(),
-        }
-    }
-}
-
 /// A client, and where the endpoints are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Case {
     /// From outside to a node port of a service with endpoints on that node.
     NodePortLocal,
-    /// Likewise, with endpoints on another node.
+    /// Likewise, by IPv6.
+    NodePortLocal6,
+    /// From outside to a node port of a service with endpoints on another node.
     NodePortRemote,
     /// From a pod whose sockets nobody sees to a cluster IP of a service with endpoints on its node.
     ClusterIpPacket,
+    /// From outside to a node port of each of two services, with endpoints on that node, and on another.
+    NodePorts,
+}
+
+impl Lane {
+    /// The families of its services, by whether it is IPv4. Loading both takes `iptables-nft-restore` twice as long.
+    pub const fn families(self) -> &'static [bool] {
+        if self.services <= 1_000 {
+            &[true, false]
+        } else {
+            &[true]
+        }
+    }
 }
 
 /// The lab, loaded and ready.
@@ -75,13 +64,13 @@ pub struct Stage {
     /// What is compared.
     pub lanes: Vec<Lane>,
     fleets: Vec<Fleet>,
-    nodes: Vec<IpAddr>,
+    nodes: Vec<[IpAddr; 2]>,
     outside: Process,
     clients: Vec<Process>,
     // Dropped in this order: processes, then the lab with what is pinned.
     _servers: Vec<Process>,
     agents: Vec<(Agent, TempDir)>,
-    _lab: Lab,
+    lab: Lab,
 }
 
 impl Stage {
@@ -109,9 +98,11 @@ impl Stage {
         route(&lab, lanes)?;
 
         let servers_of = |index| (0..ENDPOINTS).map(move |server| server_name(index, server));
-        let addrs_of = |index| -> Vec<IpAddr> {
-            servers_of(index)
-                .map(|name| lab.pod(&name).ipv4().into())
+        let addrs_of = |index, families: &[bool]| -> Vec<IpAddr> {
+            let of_pod = |name: String| lab.pod(&name).addresses();
+            let addrs = servers_of(index).flat_map(of_pod);
+            addrs
+                .filter(|addr| families.contains(&addr.is_ipv4()))
                 .collect()
         };
         let fleets: Vec<_> = lanes
@@ -119,8 +110,9 @@ impl Stage {
             .enumerate()
             .map(|(index, lane)| Fleet {
                 services: lane.services,
-                target: addrs_of(index),
-                remote: addrs_of(far),
+                target: addrs_of(index, lane.families()),
+                remote: addrs_of(far, lane.families()),
+                node: lab.node(&node_name(index)).addresses().to_vec(),
             })
             .collect();
         let servers = (0..=far)
@@ -142,7 +134,7 @@ impl Stage {
             let node = lab.node(&node_name(index)).clone();
             match lanes[index].worker {
                 Worker::Dataplane => {
-                    agents.push((index, start_agent(&lab, &node, &fleets[index])?));
+                    agents.push((index, start_agent(&lab, &node, &fleets[index], &[])?));
                 }
                 Worker::Conntrack => track(&node)?,
                 _ => {}
@@ -150,7 +142,7 @@ impl Stage {
         }
         agents.sort_by_key(|(index, _)| *index);
         let agents = agents.into_iter().map(|(_, agent)| agent).collect();
-        let nodes = (0..far).map(|index| lab.node(&node_name(index)).ipv4().into());
+        let nodes = (0..far).map(|index| lab.node(&node_name(index)).addresses());
         Ok(Self {
             lanes: lanes.to_vec(),
             nodes: nodes.collect(),
@@ -159,7 +151,7 @@ impl Stage {
             clients,
             _servers: servers,
             agents,
-            _lab: lab,
+            lab,
         })
     }
 
@@ -181,9 +173,25 @@ impl Stage {
     }
 
     /// Whether a case goes by way of a lane's node: what is not translated reaches the other node's
-    /// endpoints by way of the plain one, always.
+    /// endpoints by way of the plain one, always. IPv6 is there where there are few services.
     pub fn measures(&self, lane: usize, case: Case) -> bool {
-        self.lanes[lane].worker != Worker::Conntrack || case != Case::NodePortRemote
+        let lane = self.lanes[lane];
+        match case {
+            Case::NodePortRemote => lane.worker != Worker::Conntrack,
+            Case::NodePortLocal6 => lane.families().contains(&false),
+            _ => true,
+        }
+    }
+
+    /// CPU time in seconds that the client outside and everything on a lane's node took so far, with the kernel's work
+    /// on their behalf, as forwarding; not what the kernel's own threads did for them.
+    ///
+    /// # Errors
+    ///
+    /// If it cannot be read.
+    pub fn cpu(&self, lane: usize) -> anyhow::Result<f64> {
+        let node = self.lab.node_cgroup(&node_name(lane));
+        Ok(cpu_of(&node)? + cpu_of(self.lab.external("outside").cgroup())?)
     }
 
     /// Has a client measure something.
@@ -197,30 +205,34 @@ impl Stage {
         case: Case,
         transport: Transport,
         job: Job,
-    ) -> anyhow::Result<f64> {
+    ) -> anyhow::Result<Vec<f64>> {
         let (fleet, node) = (&self.fleets[lane], self.nodes[lane]);
         let routed = matches!(self.lanes[lane].worker, Worker::Plain | Worker::Conntrack);
         let (addrs, ports) = match case {
-            Case::NodePortLocal | Case::ClusterIpPacket if routed => {
-                (fleet.target.clone(), [TARGET_PORT, CONNECT_TARGET_PORT])
-            }
             Case::NodePortRemote if routed => {
                 (fleet.remote.clone(), [TARGET_PORT, CONNECT_TARGET_PORT])
             }
-            Case::NodePortLocal => (vec![node], NODE_PORTS),
-            Case::NodePortRemote => (vec![node], REMOTE_NODE_PORTS),
+            _ if routed => (fleet.target.clone(), [TARGET_PORT, CONNECT_TARGET_PORT]),
+            Case::NodePortLocal | Case::NodePortLocal6 | Case::NodePorts => {
+                (node.to_vec(), NODE_PORTS)
+            }
+            Case::NodePortRemote => (node.to_vec(), REMOTE_NODE_PORTS),
             Case::ClusterIpPacket => (vec![fleet.vip(true)], [PORT, CONNECT_PORT]),
         };
         let port = match (transport, job) {
             (Transport::Tcp, Job::Connect { .. }) => ports[1],
             _ => ports[0],
         };
-        let to = addrs.into_iter().map(|addr| SocketAddr::new(addr, port));
-        let order = Order {
-            to: to.collect(),
-            transport,
-            job,
-        };
+        let v4 = case != Case::NodePortLocal6;
+        let addrs = addrs.into_iter().filter(|addr| addr.is_ipv4() == v4);
+        let mut to: Vec<_> = addrs.map(|addr| SocketAddr::new(addr, port)).collect();
+        if case == Case::NodePorts {
+            // Two destinations on any path.
+            to.truncate(2);
+            let another = SocketAddr::new(to[0].ip(), REMOTE_NODE_PORTS[0]);
+            to.extend((!routed).then_some(another));
+        }
+        let order = Order { to, transport, job };
         let client = match case {
             Case::ClusterIpPacket => &mut self.clients[lane],
             _ => &mut self.outside,
@@ -241,35 +253,14 @@ fn route(lab: &Lab, lanes: &[Lane]) -> anyhow::Result<()> {
         node.sysctl("ipv4/conf/eth0/send_redirects", "0")?;
         let (number, via) = (index + 1, node.ipv4());
         outside.ip(&format!("route add 10.244.{number}.0/24 via {via}"))?;
+        let via6 = node.ipv6();
+        outside.ip(&format!(
+            "-6 route add fd00:10:244:{number}::/64 via {via6}"
+        ))?;
         if lane.worker == Worker::Plain {
             outside.ip(&format!("route add 10.244.{far_number}.0/24 via {via}"))?;
             far.ip(&format!("route add {}/32 via {via}", outside.ipv4()))?;
         }
     }
     Ok(())
-}
-
-/// Has the kernel's conntrack follow what a node forwards.
-fn track(node: &Host) -> anyhow::Result<()> {
-    let rules = "table ip bench {\n\
-                 chain forward { type filter hook forward priority 0; ct state new accept; }\n\
-                 }";
-    let script = format!("nft -f - <<'end'\n{rules}\nend");
-    node.command("sh").args(["-c", &script]).run()?;
-    Ok(())
-}
-
-fn start_agent(lab: &Lab, node: &Host, fleet: &Fleet) -> anyhow::Result<(Agent, TempDir)> {
-    let services = fleet.services;
-    if services >= 10_000 {
-        say!("an agent with manifests of {services} services");
-    }
-    let directory = tempfile::tempdir()?;
-    manifests::write(&fleet.snapshot(), node.name(), directory.path())?;
-    let agent = lab
-        .agent(node.name())
-        .manifests(directory.path())
-        .args(["--pod-cidr", "10.244.0.0/16"])
-        .start()?;
-    Ok((agent, directory))
 }

@@ -201,8 +201,13 @@ fn pair() -> impl Iterator<Item = Relay> {
 fn amount(job: Job) -> f64 {
     match job {
         Job::Bulk { bytes } | Job::Steady { bytes } => bytes as f64,
-        Job::Connect { count } | Job::Churn { count, .. } | Job::Hold { count } => f64::from(count),
+        Job::Connect { count }
+        | Job::Query { count }
+        | Job::Churn { count, .. }
+        | Job::Hold { count } => f64::from(count),
         Job::RoundTrip { count, connections } => f64::from(count) * f64::from(connections),
+        // Known when it is over only: not among the cases here.
+        Job::Crowd { .. } | Job::Paced { .. } | Job::Flows { .. } => f64::NAN,
     }
 }
 
@@ -271,6 +276,7 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
                     value,
                     baseline: Some(baseline),
                     ratio: Some(value / against),
+                    failed: 0,
                     rounds: rounds.to_vec(),
                 });
             };
@@ -322,6 +328,7 @@ fn idle(stage: &mut Stage, extent: &Extent) -> anyhow::Result<Vec<Row>> {
                 value: (stage.memory(relay)? - before) / f64::from(count),
                 baseline: None,
                 ratio: None,
+                failed: 0,
                 rounds: vec![],
             });
         }

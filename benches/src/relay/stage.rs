@@ -26,7 +26,7 @@ use nix::{
 };
 
 use crate::{
-    stage::carry_out,
+    stage::{carry_out, first},
     worker::{Job, Order, Transport},
 };
 
@@ -370,7 +370,7 @@ impl Stage {
         }
         // Everybody's turn begins with the same rest.
         thread::sleep(SETTLED);
-        let result = carry_out(&mut self.seats[relay.seat()].client, &order);
+        let result = carry_out(&mut self.seats[relay.seat()].client, &order).and_then(first);
         if relay == Relay::Kernel {
             self.traced.detach()?;
         }

@@ -90,6 +90,7 @@ fn restarts(extent: &Extent) -> anyhow::Result<Vec<Row>> {
         value: median(&mut values.clone()),
         baseline: None,
         ratio: None,
+        failed: 0,
         rounds: values.into_iter().map(|value| vec![value]).collect(),
     };
     Ok(vec![
@@ -121,6 +122,7 @@ fn restless(extent: &Extent) -> anyhow::Result<Vec<Row>> {
         value,
         baseline: None,
         ratio: None,
+        failed: 0,
         rounds: vec![changes.clone()],
     };
     Ok(vec![
@@ -141,6 +143,7 @@ fn measure(extent: &Extent, services: u32, rows: &mut Vec<Row>) -> anyhow::Resul
             value: value.unwrap_or_else(|| median(&mut values)),
             baseline: None,
             ratio: None,
+            failed: 0,
             rounds: vec![values],
         });
     };

@@ -2,12 +2,12 @@
 
 use std::{
     io::{BufRead as _, ErrorKind, Read as _, Write as _},
-    net::{TcpStream, UdpSocket},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream, UdpSocket},
     thread,
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, bail, ensure};
 use rand::seq::IndexedRandom as _;
 use socket2::{SockAddr, Socket};
 
@@ -15,7 +15,7 @@ use super::{
     ANSWERED, Answer, DATAGRAM, ECHO, HOLD, Job, Order, SILENT, STEADY, STEADY_SEND, STREAM,
     Transport, WARM_UP, WINDOW, socket,
 };
-use crate::stats::median;
+use crate::stats::{median, percentile};
 
 /// An answer that takes longer is a fault of the path, not a slow path.
 const TIMEOUT: Duration = Duration::from_secs(2);
@@ -28,7 +28,7 @@ pub fn run() -> anyhow::Result<()> {
     for line in std::io::stdin().lock().lines() {
         let order: Order = serde_json::from_str(&line?).context("an order that is none")?;
         let answer = match carry_out(&order, &mut held) {
-            Ok(value) => Answer::Value(value),
+            Ok(values) => Answer::Values(values),
             Err(error) => Answer::Error(format!("{error:#}")),
         };
         println!("{}", serde_json::to_string(&answer)?);
@@ -36,21 +36,32 @@ pub fn run() -> anyhow::Result<()> {
     Ok(())
 }
 
-fn carry_out(order: &Order, held: &mut Vec<Socket>) -> anyhow::Result<f64> {
+fn carry_out(order: &Order, held: &mut Vec<Socket>) -> anyhow::Result<Vec<f64>> {
+    let one = |value| vec![value];
     match order.job {
         Job::Connect { count } => connects(order, count as usize),
+        Job::Query { count } => queries(order, count as usize),
         Job::RoundTrip { count, connections } => {
-            let medians = (0..connections).map(|_| round_trips(order, count as usize));
-            let sum: f64 = medians.sum::<anyhow::Result<f64>>()?;
-            Ok(sum / f64::from(connections))
+            let mut sums = vec![0.0; 2];
+            for _ in 0..connections {
+                let of_one = round_trips(order, count as usize)?;
+                for (sum, value) in sums.iter_mut().zip(of_one) {
+                    *sum += value / f64::from(connections);
+                }
+            }
+            Ok(sums)
         }
-        Job::Churn { count, threads } => slices(|| churn(order, count / SLICES, threads)),
-        Job::Hold { count } => hold(order, count, held),
+        Job::Churn { count, threads } => slices(|| churn(order, count / SLICES, threads)).map(one),
+        Job::Crowd { clients, millis } => crowd(order, clients, millis),
+        Job::Paced { per_milli, millis } => paced(order, per_milli, millis).map(one),
+        Job::Flows { ports } => flows(order, ports).map(one),
+        Job::Hold { count } => hold(order, count, held).map(one),
         Job::Bulk { bytes } => slices(|| match order.transport {
             Transport::Tcp => stream(order, bytes / u64::from(SLICES)),
             Transport::Udp => datagrams(order, bytes / u64::from(SLICES)),
-        }),
-        Job::Steady { bytes } => steady(order, bytes),
+        })
+        .map(one),
+        Job::Steady { bytes } => steady(order, bytes).map(one),
     }
 }
 
@@ -96,20 +107,19 @@ const fn byte_for(transport: Transport) -> u8 {
     }
 }
 
+/// Median and 99th percentile in µs of samples in ns, of which the first do not count.
 #[expect(clippy::cast_precision_loss, reason = "below 2^52 ns")]
-fn median_us(samples: &mut [u64]) -> f64 {
-    let mut samples: Vec<f64> = samples[WARM_UP as usize..]
-        .iter()
-        .map(|ns| *ns as f64 / 1e3)
-        .collect();
-    median(&mut samples)
+fn quantiles(samples: &[u64]) -> Vec<f64> {
+    let of_interest = samples.iter().skip(WARM_UP as usize);
+    let mut samples: Vec<f64> = of_interest.map(|ns| *ns as f64 / 1e3).collect();
+    vec![median(&mut samples), percentile(&mut samples, 0.99)]
 }
 
 fn nanos(since: Instant) -> u64 {
     u64::try_from(since.elapsed().as_nanos()).unwrap_or(u64::MAX)
 }
 
-fn connects(order: &Order, count: usize) -> anyhow::Result<f64> {
+fn connects(order: &Order, count: usize) -> anyhow::Result<Vec<f64>> {
     let mut samples = Vec::with_capacity(count + WARM_UP as usize);
     for _ in 0..count + WARM_UP as usize {
         let (mut socket, to) = fresh(order)?;
@@ -120,10 +130,25 @@ fn connects(order: &Order, count: usize) -> anyhow::Result<f64> {
         }
         samples.push(nanos(start));
     }
-    Ok(median_us(&mut samples))
+    Ok(quantiles(&samples))
 }
 
-fn round_trips(order: &Order, count: usize) -> anyhow::Result<f64> {
+fn queries(order: &Order, count: usize) -> anyhow::Result<Vec<f64>> {
+    let mut samples = Vec::with_capacity(count + WARM_UP as usize);
+    for _ in 0..count + WARM_UP as usize {
+        let (socket, to) = fresh(order)?;
+        let socket = UdpSocket::from(socket);
+        let to = to.as_socket().context("an address that is none")?;
+        let start = Instant::now();
+        socket.send_to(&[ANSWERED], to)?;
+        let (_, from) = socket.recv_from(&mut [0; 1])?;
+        samples.push(nanos(start));
+        ensure!(from == to, "{to} was asked, and {from} answered");
+    }
+    Ok(quantiles(&samples))
+}
+
+fn round_trips(order: &Order, count: usize) -> anyhow::Result<Vec<f64>> {
     let (mut socket, to) = fresh(order)?;
     socket.connect(&to)?;
     let byte = byte_for(order.transport);
@@ -133,7 +158,85 @@ fn round_trips(order: &Order, count: usize) -> anyhow::Result<f64> {
         exchange(&mut socket, byte)?;
         samples.push(nanos(start));
     }
-    Ok(median_us(&mut samples))
+    Ok(quantiles(&samples))
+}
+
+/// See [`Job::Crowd`].
+#[expect(clippy::cast_precision_loss, reason = "below 2^52")]
+fn crowd(order: &Order, clients: u32, millis: u32) -> anyhow::Result<Vec<f64>> {
+    let time = Duration::from_millis(millis.into());
+    let start = Instant::now();
+    let samples = thread::scope(|scope| -> anyhow::Result<Vec<u64>> {
+        let one_after_the_other = || -> std::io::Result<Vec<u64>> {
+            let mut samples = vec![];
+            while start.elapsed() < time {
+                let (mut socket, to) = fresh(order)?;
+                socket.set_linger(None)?;
+                let began = Instant::now();
+                socket.connect(&to)?;
+                exchange(&mut socket, ECHO)?;
+                samples.push(nanos(began));
+            }
+            Ok(samples)
+        };
+        let threads: Vec<_> = (0..clients)
+            .map(|_| scope.spawn(one_after_the_other))
+            .collect();
+        let mut samples = vec![];
+        for thread in threads {
+            match thread.join() {
+                Ok(of_one) => samples.extend(of_one?),
+                Err(_) => bail!("a client's thread panicked"),
+            }
+        }
+        Ok(samples)
+    })?;
+    let seconds = start.elapsed().as_secs_f64();
+    let mut times: Vec<f64> = samples.iter().map(|ns| *ns as f64 / 1e3).collect();
+    let made = times.len() as f64;
+    Ok(vec![made / seconds, percentile(&mut times, 0.99), made])
+}
+
+/// See [`Job::Paced`].
+fn paced(order: &Order, per_milli: u32, millis: u32) -> anyhow::Result<f64> {
+    let (mut socket, to) = fresh(order)?;
+    socket.connect(&to)?;
+    exchange(&mut socket, ANSWERED)?;
+    let payload = [SILENT; 64];
+    let start = Instant::now();
+    for milli in 1..=millis {
+        for _ in 0..per_milli {
+            socket.send(&payload)?;
+        }
+        let next = Duration::from_millis(milli.into());
+        thread::sleep(next.saturating_sub(start.elapsed()));
+    }
+    exchange(&mut socket, ANSWERED)?;
+    Ok(f64::from(per_milli * millis))
+}
+
+/// See [`Job::Flows`].
+fn flows(order: &Order, ports: u16) -> anyhow::Result<f64> {
+    // Above those that servers have, and below 65 536 - 2^14: most are none that the system gives to others.
+    const FIRST: u16 = 10_000;
+    let v4 = order.to.iter().all(SocketAddr::is_ipv4);
+    let any: IpAddr = if v4 {
+        Ipv4Addr::UNSPECIFIED.into()
+    } else {
+        Ipv6Addr::UNSPECIFIED.into()
+    };
+    let mut begun = 0;
+    for port in (FIRST..).take(ports.into()) {
+        // Somebody else's port is left to them.
+        let Ok(socket) = UdpSocket::bind((any, port)) else {
+            continue;
+        };
+        for to in &order.to {
+            socket.send_to(&[SILENT], to)?;
+            begun += 1;
+        }
+    }
+    Ok(f64::from(begun))
 }
 
 #[expect(clippy::cast_precision_loss, reason = "below 2^52")]

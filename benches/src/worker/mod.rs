@@ -41,15 +41,22 @@ pub struct Order {
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Job {
-    /// Median time in µs of a TCP `connect()`; for UDP, whose `connect()` sends nothing, of
-    /// `connect()`, a first datagram and its answer. The socket is made before.
+    /// Time in µs of a TCP `connect()`; for UDP, whose `connect()` sends nothing, of `connect()`, a
+    /// first datagram and its answer. The socket is made before. Outputs: median, 99th percentile.
     Connect {
         /// How many.
         count: u32,
     },
-    /// Median time in µs of a round trip of one byte on a connection: of several connections, one
-    /// after the other, their mean. Where the system puts whom on which CPU it decides anew for each,
-    /// and a median of all would be that of either kind.
+    /// Time in µs of a UDP query as a DNS client makes it: `sendto()` on a new socket that is not
+    /// connected, until the answer is received. The socket is made before. Outputs: median, 99th
+    /// percentile.
+    Query {
+        /// How many.
+        count: u32,
+    },
+    /// Time in µs of a round trip of one byte on a connection. Outputs: median, 99th percentile; of
+    /// several connections, one after the other, their means. Where the system puts whom on which CPU
+    /// it decides anew for each, and a median of all would be that of either kind.
     RoundTrip {
         /// How many on each.
         count: u32,
@@ -62,6 +69,27 @@ pub enum Job {
         count: u32,
         /// From so many threads.
         threads: u32,
+    },
+    /// Connections per second that several clients make at the same time, each one after the other: they connect,
+    /// exchange one byte and close by FIN. Outputs: the rate, the 99th percentile of the time in µs from
+    /// `connect()` to the byte's return, the number of connections.
+    Crowd {
+        /// How many clients, each a thread.
+        clients: u32,
+        /// For how long, in milliseconds.
+        millis: u32,
+    },
+    /// UDP datagrams of 64 bytes on one connected socket, at a fixed rate. Outputs: the number of datagrams.
+    Paced {
+        /// Datagrams per millisecond.
+        per_milli: u32,
+        /// For how long, in milliseconds.
+        millis: u32,
+    },
+    /// UDP flows that are begun and left: a datagram from each source port to each destination. Outputs: how many.
+    Flows {
+        /// How many source ports.
+        ports: u16,
     },
     /// Gbit/s of payload to the server: a TCP stream; UDP datagrams of 1 400 bytes, each window
     /// of which is acknowledged.
@@ -90,8 +118,8 @@ pub enum Job {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Answer {
-    /// The figure.
-    Value(f64),
+    /// The job's outputs, in the order in which [`Job`] names them.
+    Values(Vec<f64>),
     /// What went wrong.
     Error(String),
 }
