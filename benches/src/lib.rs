@@ -5,6 +5,7 @@ pub mod fleet;
 pub mod manifests;
 pub mod measurement;
 pub mod packet;
+pub mod plot;
 pub mod relay;
 pub mod rows;
 pub mod socket;

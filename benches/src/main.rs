@@ -5,7 +5,7 @@ use std::{fs::File, io::Write as _, path::PathBuf, process::ExitCode, time::Dura
 use anyhow::Context as _;
 use clap::{Args, Parser};
 use dataplane_benches::{
-    packet, relay,
+    packet, plot, relay,
     rows::{Row, Target, print_paths, print_tables, print_targets},
     say, socket,
     sync::{self, soak::Soak},
@@ -34,6 +34,15 @@ enum Command {
     Relay(Options),
     /// Every benchmark
     All(Options),
+    /// Plots of runs, from the files that --json wrote: SVG, for light and dark pages
+    Plot {
+        /// Files of runs
+        #[arg(required = true, value_name = "FILE")]
+        json: Vec<PathBuf>,
+        /// Directory that the plots are written to
+        #[arg(long, value_name = "DIR", default_value = "docs/images")]
+        to: PathBuf,
+    },
     /// Part of a benchmark: not for you to start
     #[command(hide = true, subcommand)]
     Worker(Worker),
@@ -45,7 +54,7 @@ struct Options {
     #[arg(long)]
     quick: bool,
     /// Also write the figures as JSON: an array of objects with bench, path, case, services,
-    /// metric, unit, value, baseline and ratio
+    /// metric, unit, value, baseline, ratio and failed turns
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 }
@@ -70,6 +79,11 @@ const SOAK: Soak = Soak {
 fn main() -> anyhow::Result<ExitCode> {
     match Command::parse() {
         Command::Worker(worker) => worker.run()?,
+        Command::Plot { json, to } => {
+            for file in plot::draw(&plot::read(&json)?, &to)? {
+                say!("{}", file.display());
+            }
+        }
         Command::Socket(options) => measure(&options, &[socket])?,
         Command::Sync(SyncOptions { soak: true, .. }) => sync::soak::run(SOAK)?,
         Command::Sync(SyncOptions { options, .. }) => measure(&options, &[sync])?,
