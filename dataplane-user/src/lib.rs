@@ -13,5 +13,6 @@ pub mod model;
 pub mod plan;
 pub mod proxy;
 pub mod relay;
+pub mod settings;
 pub mod source;
 pub mod takeover;

@@ -49,6 +49,7 @@ listen:
   healthz: 0.0.0.0:9102
   colour: blue
 limits: {frontends: -1, endpoints: 0}
+kernel: {conntrack: {min: 0, udpTimeout: 10, tcpCloseWaitTimeout: 500ms}}
 onExit: stop
 source:
   manifests: [a]
@@ -68,9 +69,12 @@ source:
          proxyMode, socket",
         "11:21: limits.frontends: invalid value: integer `-1`, expected a whole number from 0",
         "11:36: limits.endpoints: 0; expected a number from 1",
-        "12:9: onExit: unknown variant `stop`, expected `keep` or `detach`",
-        "14:3: source: both manifests and kubernetes; expected one of them",
-        "15:28: source.kubernetes.kubeConfig: unknown key; did you mean `kubeconfig`?",
+        "12:27: kernel.conntrack.min: 0; expected a number from 1",
+        "12:42: kernel.conntrack.udpTimeout: invalid type: integer `10`, expected a string",
+        "12:67: kernel.conntrack.tcpCloseWaitTimeout: `500ms` is not a timeout; expected whole seconds",
+        "13:9: onExit: unknown variant `stop`, expected `keep` or `detach`",
+        "15:3: source: both manifests and kubernetes; expected one of them",
+        "16:28: source.kubernetes.kubeConfig: unknown key; did you mean `kubeconfig`?",
     ];
     let lines: Vec<&str> = said.lines().collect();
     for (line, wanted) in lines.iter().zip(wanted) {
@@ -141,7 +145,9 @@ fn kubeadms_configuration() {
     assert_eq!(
         imported.config.to_yaml(),
         "source:\n  kubernetes:\n    kubeconfig: /var/lib/kube-proxy/kubeconfig.conf\nnode:\n  \
-         nodePortAddresses:\n  - 0.0.0.0/0\n  - \"::/0\"\npackets:\n  podCidrs:\n  - 10.244.0.0/16\n"
+         nodePortAddresses:\n  - 0.0.0.0/0\n  - \"::/0\"\npackets:\n  podCidrs:\n  - 10.244.0.0/16\n\
+         kernel:\n  conntrack:\n    maxPerCore: 32768\n    min: 131072\n    tcpEstablishedTimeout: 24h\n    \
+         tcpCloseWaitTimeout: 1h\n"
     );
     let pods = |a: &config::Argument| a.flag == "pod-cidr" && a.values == ["10.244.0.0/16"];
     assert!(imported.config.arguments().iter().any(pods));
@@ -154,6 +160,7 @@ fn kubeadms_configuration() {
         notes(&imported),
         [
             "nodePortAddresses",
+            "conntrack",
             "bindAddress",
             "clientConnection.kubeconfig"
         ]
@@ -168,7 +175,8 @@ fn what_can_be_carried_over_is() {
          metricsBindAddress: \"[::]:10249\"\nnodePortAddresses: [10.0.0.0/8, localhost]\n\
          logging: {format: json, verbosity: 5}\nnftables: {masqueradeAll: true, syncPeriod: 30s}\n\
          iptables: {syncPeriod: 30s}\nipvs: {scheduler: lc}\noomScoreAdj: -998\n\
-         conntrack: {min: 131072, maxPerCore: 32768}\nfeatureGates: {SomeGate: true}\n\
+         conntrack: {min: 262144, tcpEstablishedTimeout: 0s, tcpCloseWaitTimeout: 1h30m0s, \
+         tcpBeLiberal: true, udpTimeout: 30s, udpStreamTimeout: 90s, icmpTimeout: 5s}\nfeatureGates: {SomeGate: true}\n\
          detectLocalMode: InterfaceNamePrefix\ndetectLocal: {interfaceNamePrefix: cali}\n\
          nodeports: [a]\n",
     )
@@ -177,13 +185,15 @@ fn what_can_be_carried_over_is() {
         imported.config.to_yaml(),
         "source:\n  kubernetes: {}\nnode:\n  name: worker-1\n  nodePortAddresses:\n  - \
          10.0.0.0/8\nlog:\n  format: json\n  level: debug\nlisten:\n  metrics: \"[::]:10249\"\n  \
-         healthz: 127.0.0.1:10256\npackets:\n  podInterfaces:\n  - cali*\n  podsByInterface: true\n  masqueradeAll: true\n"
+         healthz: 127.0.0.1:10256\npackets:\n  podInterfaces:\n  - cali*\n  podsByInterface: true\n  masqueradeAll: true\n\
+         kernel:\n  conntrack:\n    maxPerCore: 32768\n    min: 262144\n    tcpCloseWaitTimeout: 90m\n    \
+         tcpBeLiberal: true\n    udpTimeout: 30s\n    udpStreamTimeout: 90s\n"
     );
     assert_eq!(
         notes(&imported),
         [
-            "conntrack.maxPerCore",
-            "conntrack.min",
+            "conntrack",
+            "conntrack.icmpTimeout",
             "featureGates.SomeGate",
             "metricsBindAddress",
             "nftables.syncPeriod",
@@ -201,6 +211,33 @@ fn what_can_be_carried_over_is() {
             .why
             .starts_with("not a key of KubeProxyConfiguration")
     );
+}
+
+/// What kube-proxy leaves alone by these values, its successor leaves alone.
+#[test]
+fn conntrack_is_left_alone_where_kube_proxy_does() {
+    let import = |conntrack: &str| {
+        let text = format!(
+            "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n\
+             mode: nftables\nconntrack: {conntrack}\n"
+        );
+        config::import(&text).unwrap()
+    };
+    let off = import(
+        "{maxPerCore: 0, min: 131072, tcpEstablishedTimeout: 0s, tcpCloseWaitTimeout: 0s, \
+         tcpBeLiberal: false, udpTimeout: 0s}",
+    );
+    assert_eq!(off.config.kernel, config::Kernel::default());
+    assert_eq!(notes(&off), [""; 0]);
+    let wrong = import("{tcpCloseWaitTimeout: 500ms}");
+    assert_eq!(
+        notes(&wrong),
+        ["conntrack.tcpCloseWaitTimeout", "conntrack"]
+    );
+    assert!(wrong.notes[0].why.contains("`500ms` is not a timeout"));
+    let conntrack = wrong.config.kernel.conntrack;
+    assert_eq!(conntrack.tcp_close_wait_timeout, None);
+    assert_eq!(conntrack.min, Some(131_072));
 }
 
 #[test]

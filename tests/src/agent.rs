@@ -21,9 +21,9 @@ use crate::{
 /// How long an agent may take until it is ready.
 const READY: Duration = Duration::from_secs(20);
 
-/// Runs its arguments in a mount namespace of its own.
-const WITH_READ_ONLY_SETTINGS: &str = "mount --make-rprivate / && mount --bind /proc/sys /proc/sys && \
-                                       mount -o remount,bind,ro /proc/sys && exec \"$0\" \"$@\"";
+/// Makes `/proc/sys` read-only.
+const READ_ONLY_SETTINGS: &str =
+    "mount --bind /proc/sys /proc/sys && mount -o remount,bind,ro /proc/sys";
 
 /// An agent that has not been started.
 #[derive(Debug)]
@@ -34,7 +34,7 @@ pub struct AgentBuilder<'a> {
     arguments: Vec<OsString>,
     capabilities: Option<Vec<String>>,
     files: Option<[usize; 2]>,
-    read_only_settings: bool,
+    mounts: Option<String>,
     inside: bool,
 }
 
@@ -56,7 +56,7 @@ impl<'a> AgentBuilder<'a> {
             arguments: Vec::new(),
             capabilities: None,
             files: None,
-            read_only_settings: false,
+            mounts: None,
             inside: false,
         }
     }
@@ -87,8 +87,13 @@ impl<'a> AgentBuilder<'a> {
     }
 
     /// With `/proc/sys` read-only, as in a container that is not privileged.
-    pub fn read_only_settings(mut self) -> Self {
-        self.read_only_settings = true;
+    pub fn read_only_settings(self) -> Self {
+        self.mounts(READ_ONLY_SETTINGS)
+    }
+
+    /// In a mount namespace of its own, in which this shell command has been run.
+    pub fn mounts(mut self, script: &str) -> Self {
+        self.mounts = Some(script.to_owned());
         self
     }
 
@@ -139,7 +144,7 @@ impl<'a> AgentBuilder<'a> {
             arguments: self.arguments,
             capabilities: self.capabilities,
             files: self.files,
-            read_only_settings: self.read_only_settings,
+            mounts: self.mounts,
             process: None,
         })
     }
@@ -158,7 +163,7 @@ pub struct Agent {
     arguments: Vec<OsString>,
     capabilities: Option<Vec<String>>,
     files: Option<[usize; 2]>,
-    read_only_settings: bool,
+    mounts: Option<String>,
     process: Option<Process>,
 }
 
@@ -277,13 +282,16 @@ impl Agent {
     }
 
     fn run(&self, more: &[&str]) -> Command {
-        let run = match self.files {
-            None if self.read_only_settings => self
+        let run = match (self.files, &self.mounts) {
+            (None, Some(mounts)) => self
                 .program(OsStr::new("unshare"))
-                .args(["--mount", "sh", "-c", WITH_READ_ONLY_SETTINGS])
+                .args(["--mount", "sh", "-c"])
+                .arg(format!(
+                    "mount --make-rprivate / && {mounts} && exec \"$0\" \"$@\""
+                ))
                 .arg(&self.program),
-            None => self.program(self.program.as_os_str()),
-            Some([soft, hard]) => self
+            (None, None) => self.program(self.program.as_os_str()),
+            (Some([soft, hard]), _) => self
                 .program(OsStr::new("prlimit"))
                 .arg(format!("--nofile={soft}:{hard}"))
                 .arg(&self.program),

@@ -102,6 +102,8 @@ struct Known {
     unasked: Vec<Problem>,
     /// What is wrong with the packet path's programs and interfaces.
     network: Vec<api::Problem>,
+    /// Why sysctls of the kernel's own conntrack are not as the operator wants them.
+    sysctls: Vec<api::Problem>,
     /// Why capture is not in line with the source.
     mesh_failure: Option<String>,
     /// Why the proxy takes fewer connections than it was asked to.
@@ -169,6 +171,7 @@ impl State {
                 sync_error: None,
                 unasked: Vec::new(),
                 network: Vec::new(),
+                sysctls: Vec::new(),
                 mesh_failure: None,
                 mesh_shortage: None,
                 captured: Arc::default(),
@@ -286,6 +289,16 @@ impl State {
         lock(&self.known).network = problems.iter().map(problem).collect();
     }
 
+    /// Why sysctls of the kernel's own conntrack cannot be set now.
+    pub fn sysctls_unset(&self, why: &[String]) {
+        let problem = |text: &String| api::Problem {
+            gravity: api::Gravity::Node,
+            place: "kernel.conntrack".to_owned(),
+            text: text.clone(),
+        };
+        lock(&self.known).sysctls = why.iter().map(problem).collect();
+    }
+
     /// Whose connections are captured now. `trouble`: why it may not be so of all of them. `shortage`: why
     /// the proxy takes fewer connections than it was asked to. Answers what the kernel need not count any
     /// more.
@@ -379,14 +392,15 @@ impl State {
         self.started
     }
 
-    /// How many problems there are with the source, with ports for load balancers, and with the
-    /// packet path.
+    /// How many problems there are with the source, with ports for load balancers, with the packet
+    /// path, with sysctls and with capture.
     pub fn problems(&self) -> usize {
         let known = lock(&self.known);
         known.snapshot.problems.len()
             + usize::from(self.learnt.outdated.is_some())
             + known.unasked.len()
             + known.network.len()
+            + known.sysctls.len()
             + mesh_problems(&known).count()
     }
 
@@ -419,6 +433,7 @@ impl State {
             ),
         }));
         problems.extend(known.network.iter().cloned());
+        problems.extend(known.sysctls.iter().cloned());
         problems.extend(mesh_problems(&known));
         let node = &known.snapshot.node;
         api::AgentStatus {

@@ -26,6 +26,7 @@ use super::{
     interfaces::{Newcomers, PacketSettings},
     mesh::{self, Mesh},
     network::network,
+    nf_conntrack::Sysctls,
     threads,
 };
 use crate::{
@@ -71,6 +72,7 @@ pub struct Means {
     pub kernel: Kernel,
     pub state: Arc<State>,
     pub packet: PacketSettings,
+    pub sysctls: Sysctls,
     pub mesh: Option<Mesh>,
     /// The agent whose place this one has taken, until this one serves: where there is a mesh, that knows when.
     pub before: Option<UnixStream>,
@@ -100,6 +102,7 @@ impl Attacher {
             kernel,
             state,
             packet,
+            sysctls,
             mesh,
             before,
             turn,
@@ -114,6 +117,7 @@ impl Attacher {
             kernel,
             state,
             packet,
+            sysctls,
             mesh,
             before,
             turn,
@@ -127,6 +131,7 @@ impl Attacher {
             protecting: 0,
             addresses: None,
             problems: Vec::new(),
+            unset: Vec::new(),
         };
         let thread = threads::start("attacher", events, move || {
             worker.run(&todo);
@@ -188,6 +193,7 @@ struct Worker {
     kernel: Kernel,
     state: Arc<State>,
     packet: PacketSettings,
+    sysctls: Sysctls,
     mesh: Option<Mesh>,
     before: Option<UnixStream>,
     turn: Option<Turn>,
@@ -210,6 +216,8 @@ struct Worker {
     addresses: Option<Seen>,
     /// What is wrong with the packet path, and how bad it is.
     problems: Vec<(Gravity, String)>,
+    /// Why sysctls cannot be set.
+    unset: Vec<String>,
 }
 
 impl Worker {
@@ -398,6 +406,14 @@ impl Worker {
                 self.addresses = Some(seen);
             }
             Err(error) => warn!("cannot find out the node's addresses: {error}"),
+        }
+        let unset = self.sysctls.keep();
+        if unset != self.unset {
+            for why in &unset {
+                error!("kernel.conntrack: {why}");
+            }
+            self.state.sysctls_unset(&unset);
+            self.unset = unset;
         }
         // Nothing may have told us that somebody removed a program of ours.
         self.network.done(start, patience);

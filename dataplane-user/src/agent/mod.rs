@@ -14,6 +14,7 @@ mod input;
 pub mod interfaces;
 mod mesh;
 mod network;
+mod nf_conntrack;
 mod supervisor;
 mod sync;
 mod threads;
@@ -36,11 +37,12 @@ use tracing::{error, info, warn};
 use crate::{
     admin::{self, Listeners, State, api},
     config,
-    kernel::{self, Kernel, ServiceTables},
+    kernel::{self, Kernel, ServiceTables, conntrack::room},
     model::Node,
     plan::{AdoptError, Planner},
     proxy::{self, handover::Outcome},
     relay,
+    settings::NfConntrack,
     source::{Notice, OpenError, Source, manifests, objects::NodeFacts},
 };
 use attacher::{Attacher, Means, Rest};
@@ -49,6 +51,7 @@ use handover::{Given, Left, Turn};
 pub use input::{Input, InputError};
 use interfaces::PacketSettings;
 use mesh::Mesh;
+use nf_conntrack::Sysctls;
 use sync::Sync;
 use waiter::{Network, Ready};
 
@@ -65,6 +68,8 @@ pub struct Settings {
     pub node: NodeSettings,
     /// Packets that no socket of ours decided on.
     pub packet: PacketSettings,
+    /// Sysctls of the kernel's own conntrack.
+    pub nf_conntrack: NfConntrack,
     /// Whether the operator said which cgroup is served.
     pub cgroup_given: bool,
     /// Whose connections go to a proxy; none: nobody's.
@@ -424,6 +429,7 @@ fn serve(
         kernel,
         state: Arc::clone(&state),
         packet: settings.packet.clone(),
+        sysctls: Sysctls::new(&settings.nf_conntrack, room::cores()),
         mesh,
         before,
         turn: Some(turn),

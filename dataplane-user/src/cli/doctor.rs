@@ -1,6 +1,9 @@
 //! `dataplane doctor`.
 
-use std::{io::Write, process::ExitCode};
+use std::{
+    io::{self, Write},
+    process::ExitCode,
+};
 
 use clap::Args;
 use serde::Serialize;
@@ -16,6 +19,7 @@ use crate::{
         self, netfilter,
         probe::{self, Feature},
         sockets::pod_cgroups,
+        sysctl,
     },
     takeover::forward,
 };
@@ -50,6 +54,7 @@ impl DoctorArgs {
         let mut features = probe::features(&self.paths.or_guess());
         features.push(forward_hook());
         features.push(pods(&self.paths.or_guess()));
+        features.push(conntrack_sysctls());
         let mut out = output::stdout();
         match self.output {
             Format::Json => {
@@ -137,7 +142,30 @@ fn pods(paths: &kernel::Paths) -> Feature {
     }
 }
 
-fn text(out: &mut dyn Write, features: &[Feature]) -> std::io::Result<()> {
+/// Whether sysctls of the kernel's own conntrack can be set; none is changed.
+fn conntrack_sysctls() -> Feature {
+    const TRIED: &str = "netfilter/nf_conntrack_tcp_timeout_close_wait";
+    let (present, detail) = match sysctl::open(TRIED) {
+        Ok(_) => (true, format!("/proc/sys/net/{TRIED}")),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => (
+            false,
+            "the kernel's module nf_conntrack is not loaded".to_owned(),
+        ),
+        Err(error) => (false, format!("cannot set /proc/sys/net/{TRIED}: {error}")),
+    };
+    Feature {
+        name: "conntrack sysctls",
+        needed_for: "kernel.conntrack",
+        present,
+        required: false,
+        without: "the kernel's own conntrack stays as it is".into(),
+        detail,
+        remedy: "only with kernel.conntrack in the configuration: load nf_conntrack; in a container, mount the node's \
+                 /proc/sys/net, writable (kustomize component `conntrack`; the chart does)",
+    }
+}
+
+fn text(out: &mut dyn Write, features: &[Feature]) -> io::Result<()> {
     let mut table = Table::new(&["FEATURE", "PRESENT", "NEEDED FOR", "DETAIL"]);
     for f in features {
         let present = match (f.present, f.required) {

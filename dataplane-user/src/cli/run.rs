@@ -19,6 +19,7 @@ use crate::{
     },
     config::Mesh,
     kernel::{self, AttachOptions, Hook, Order, conntrack::room, probe},
+    settings::NfConntrack,
     source::kubernetes::Scope,
 };
 
@@ -107,6 +108,9 @@ pub struct RunArgs {
         help_heading = "Mesh"
     )]
     mesh: Option<Mesh>,
+
+    #[command(flatten)]
+    nf_conntrack: NfConntrack,
 
     #[command(flatten)]
     paths: PathArgs,
@@ -518,6 +522,7 @@ impl RunArgs {
             }),
             node: self.node.settings(),
             packet: self.packet.settings(),
+            nf_conntrack: self.nf_conntrack.clone(),
             cgroup_given: self.paths.cgroup.is_some(),
             mesh: self.mesh.clone(),
             listen: admin::Settings {

@@ -5,6 +5,7 @@ use std::path::Path;
 use serde_json::Value;
 
 use super::{Config, Hook, LogFormat, LogLevel, OnExit, Stale};
+use crate::settings::NfConntrack;
 
 /// What a configuration says for one flag.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -95,6 +96,39 @@ impl Config {
         one("mesh", mesh.as_ref().map(written));
         one("bpffs", path(&kernel.bpffs));
         one("cgroup", path(&kernel.cgroup));
+        let NfConntrack {
+            max_per_core,
+            min,
+            tcp_established_timeout,
+            tcp_close_wait_timeout,
+            tcp_be_liberal,
+            udp_timeout,
+            udp_stream_timeout,
+        } = &kernel.conntrack;
+        for (flag, number) in [
+            ("nf-conntrack-max-per-core", max_per_core),
+            ("nf-conntrack-min", min),
+        ] {
+            one(flag, number.map(|n| n.to_string()));
+        }
+        for (flag, timeout) in [
+            (
+                "nf-conntrack-tcp-timeout-established",
+                tcp_established_timeout,
+            ),
+            (
+                "nf-conntrack-tcp-timeout-close-wait",
+                tcp_close_wait_timeout,
+            ),
+            ("nf-conntrack-udp-timeout", udp_timeout),
+            ("nf-conntrack-udp-timeout-stream", udp_stream_timeout),
+        ] {
+            one(flag, timeout.map(Into::into));
+        }
+        one(
+            "nf-conntrack-tcp-be-liberal",
+            tcp_be_liberal.map(|is| is.to_string()),
+        );
         one("max-frontends", limits.frontends.map(|n| n.to_string()));
         one("max-endpoints", limits.endpoints.map(|n| n.to_string()));
         one(

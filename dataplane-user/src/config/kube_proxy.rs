@@ -4,6 +4,7 @@
 use serde_json::Value;
 
 use super::{Config, Kubernetes, Listen, LogFormat, LogLevel, Range, read::yaml};
+use crate::settings::{NfConntrack, Timeout};
 
 const API_VERSION: &str = "kubeproxy.config.k8s.io/v1alpha1";
 
@@ -64,6 +65,7 @@ pub fn import(text: &str) -> Result<Imported, String> {
     import.config.source.kubernetes = Some(Kubernetes::default());
     import.node_ports(&value["nodePortAddresses"]);
     import.pods(&value);
+    import.conntrack(&value["conntrack"]);
     for (key, value) in &leaves {
         import.leaf(key, value);
     }
@@ -193,11 +195,61 @@ impl Import<'_> {
         }
     }
 
+    /// The kernel's own conntrack. kube-proxy has defaults of its own, which nodes have that it served.
+    fn conntrack(&mut self, block: &Value) {
+        const KEY: &str = "conntrack";
+        let number = |key: &str, default: u32| match &block[key] {
+            Value::Null => Some(default),
+            given => given.as_u64().and_then(|n| u32::try_from(n).ok()),
+        };
+        let max_per_core = number("maxPerCore", 32_768).filter(|n| *n > 0);
+        let min = number("min", 131_072).filter(|n| *n > 0 && max_per_core.is_some());
+        let mut timeout = |key: &str, default: &str| {
+            let given = match &block[key] {
+                Value::Null => default,
+                given => given.as_str().unwrap_or_default(),
+            };
+            if matches!(given, "" | "0" | "0s") {
+                return None;
+            }
+            let parsed: Result<Timeout, String> = given.parse();
+            parsed
+                .map_err(|wrong| self.note(&format!("{KEY}.{key}"), &block[key], wrong))
+                .ok()
+        };
+        let settings = NfConntrack {
+            max_per_core,
+            min,
+            tcp_established_timeout: timeout("tcpEstablishedTimeout", "24h"),
+            tcp_close_wait_timeout: timeout("tcpCloseWaitTimeout", "1h"),
+            tcp_be_liberal: (block["tcpBeLiberal"] == true).then_some(true),
+            udp_timeout: timeout("udpTimeout", ""),
+            udp_stream_timeout: timeout("udpStreamTimeout", ""),
+        };
+        if settings != NfConntrack::default() {
+            self.note(
+                KEY,
+                block,
+                "carried over to kernel.conntrack, with kube-proxy's own defaults where it says nothing, because \
+                 nodes have these that it served; leave kernel.conntrack out to leave the sysctls alone. The \
+                 DaemonSet of the kustomize base needs the component `conntrack` for it",
+            );
+        }
+        self.config.kernel.conntrack = settings;
+    }
+
     fn leaf(&mut self, key: &str, value: &Value) {
         let text = value.as_str().unwrap_or_default();
         match key {
             "apiVersion" | "kind" | "nodePortAddresses" | "clusterCIDR" | "detectLocalMode" => {}
             _ if key.starts_with("detectLocal.") => {}
+            "conntrack.maxPerCore"
+            | "conntrack.min"
+            | "conntrack.tcpEstablishedTimeout"
+            | "conntrack.tcpCloseWaitTimeout"
+            | "conntrack.tcpBeLiberal"
+            | "conntrack.udpTimeout"
+            | "conntrack.udpStreamTimeout" => {}
             "iptables.masqueradeAll" | "nftables.masqueradeAll" => {
                 let (room, _) = key.split_once('.').unwrap_or_default();
                 self.config.packets.masquerade_all |= self.in_use(room);
@@ -302,10 +354,6 @@ impl Import<'_> {
             }
             ("clientConnection", _) => "three watches need no limit on requests",
             ("configSyncPeriod", _) => "the API is watched, not listed at intervals",
-            ("conntrack", _) => {
-                "the kernel's connection tracking is not used, and its sysctls are left alone (if other \
-                 traffic needs them: sysctl.d); packets.conntrackFlows is ours"
-            }
             ("enableProfiling", _) => "there is no profiling over HTTP",
             ("featureGates", _) => "there are no feature gates",
             ("logging", _) => "the log is not buffered",

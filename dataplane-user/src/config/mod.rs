@@ -26,6 +26,8 @@ use ipnet::IpNet;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use crate::settings::NfConntrack;
+
 /// Configuration of the agent. Everything has a default but `source`; flags and environment
 /// variables override what is written here.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -66,7 +68,7 @@ pub struct Config {
     /// Whose TCP connections go to a proxy. Default: nobody's.
     #[serde(skip_serializing_if = "is_default")]
     pub mesh: Option<Mesh>,
-    /// Where the kernel's side of things is.
+    /// Where the kernel's side of things is, and sysctls.
     #[serde(skip_serializing_if = "is_default")]
     pub kernel: Kernel,
     /// How far the tables may grow. They start small and grow while they serve.
@@ -260,6 +262,10 @@ pub struct Kernel {
     /// mounted.
     #[serde(skip_serializing_if = "is_default")]
     pub cgroup: Option<PathBuf>,
+    /// Sysctls of the kernel's own conntrack (net.netfilter.nf_conntrack_…), which the agent sets and
+    /// keeps. Default: it leaves them alone.
+    #[serde(skip_serializing_if = "is_default")]
+    pub conntrack: NfConntrack,
 }
 
 /// How far the tables may grow.

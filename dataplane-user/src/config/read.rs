@@ -247,6 +247,11 @@ fn contradictions(config: &Config, faults: &mut Vec<(String, String)>) {
     for (key, limit) in [
         ("limits.frontends", config.limits.frontends),
         ("limits.endpoints", config.limits.endpoints),
+        (
+            "kernel.conntrack.maxPerCore",
+            config.kernel.conntrack.max_per_core,
+        ),
+        ("kernel.conntrack.min", config.kernel.conntrack.min),
     ] {
         if limit == Some(0) {
             faults.push((key.into(), "0; expected a number from 1".into()));

@@ -33,7 +33,7 @@ use super::{
     pins::{self, Pins, spec},
     programs::{self, INBOUND},
     rtnetlink::Netlink,
-    settings, sys,
+    sys, sysctl,
     tables::Tables,
     tc::{self, CaptureProgram, Hook},
 };
@@ -707,6 +707,16 @@ fn listen_on(addr: SocketAddr) -> io::Result<TcpListener> {
     Ok(socket.into())
 }
 
+/// The sysctl by which answers have the mark of the connection that they answer.
+pub(super) const FWMARK_ACCEPT: &str = "ipv4/tcp_fwmark_accept";
+
+/// Says why [`FWMARK_ACCEPT`] cannot be set, and what to do.
+pub(super) fn cannot_accept_marks(error: &io::Error) -> String {
+    let otherwise = "set mesh.proxy.keepSource to false";
+    let reason = sysctl::reason(error, "mesh", "mesh", otherwise);
+    format!("cannot set /proc/sys/net/{FWMARK_ACCEPT}: {reason}")
+}
+
 /// In the network namespace that this thread is in: has packets that answer the proxy, which has
 /// connected from a client's address, come back to it. They have the mark of the connection that
 /// they answer (`net.ipv4.tcp_fwmark_accept`, which is set here), and a route of their own.
@@ -716,7 +726,10 @@ fn listen_on(addr: SocketAddr) -> io::Result<TcpListener> {
 pub fn route_answers(mark: u32) -> io::Result<()> {
     route_to_sockets(mark)?;
     // It is IPv6's too.
-    settings::set("ipv4/tcp_fwmark_accept", "1")
+    sysctl::set(FWMARK_ACCEPT, "1").map_err(|error| {
+        let text = cannot_accept_marks(&error);
+        io::Error::new(error.kind(), text)
+    })
 }
 
 /// In the network namespace that this thread is in: has packets that have these bits in their mark go to sockets here,

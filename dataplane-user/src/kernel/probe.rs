@@ -21,13 +21,16 @@ use aya_obj::generated::{
 use nix::sys::resource::{Resource, getrlimit};
 
 use super::{
-    Paths, cgroup2_root,
+    Paths,
+    capture::{FWMARK_ACCEPT, cannot_accept_marks},
+    cgroup2_root,
     fields::Types,
     object,
     pins::Pins,
     programs::{self, CAPTURE_PROGRAMS, PROGRAMS},
-    settings, sockets,
+    sockets,
     sys::{self, Shape},
+    sysctl,
 };
 
 /// One thing that the dataplane needs of a machine.
@@ -237,9 +240,9 @@ pub fn features(paths: &Paths) -> Vec<Feature> {
         mesh(
             "tcp_fwmark_accept",
             "mesh: applications that see the client's address (keepSource)",
-            settings::open("ipv4/tcp_fwmark_accept")
+            sysctl::open(FWMARK_ACCEPT)
                 .map(|_| "/proc/sys/net/ipv4/tcp_fwmark_accept".into())
-                .map_err(word),
+                .map_err(|error| cannot_accept_marks(&error)),
         ),
         Feature::useful(
             "TCX",

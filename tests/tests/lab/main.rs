@@ -27,6 +27,7 @@ mod cleanup;
 mod cluster;
 mod commands;
 mod configured;
+mod conntrack_sysctls;
 mod crafted;
 mod daemonset;
 mod errors;
@@ -166,6 +167,7 @@ fn main() -> ExitCode {
         topology::SCENARIOS,
         upgrade::SCENARIOS,
         configured::SCENARIOS,
+        conntrack_sysctls::SCENARIOS,
         metrics::SCENARIOS,
         monitor::SCENARIOS,
         reload::SCENARIOS,

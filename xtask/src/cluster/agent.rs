@@ -61,6 +61,10 @@ impl Wanted {
         self.config.get("mesh").is_some()
     }
 
+    fn conntrack(&self) -> bool {
+        self.config.pointer("/kernel/conntrack").is_some()
+    }
+
     /// The configuration file.
     fn configuration(&self) -> Result<Value> {
         let mut config = json!({
@@ -73,7 +77,10 @@ impl Wanted {
             "listen": { "health": "127.0.0.1:15021" },
         });
         for (key, value) in self.config.as_object().context("a configuration")? {
-            config[key] = value.clone();
+            match (config[key].as_object_mut(), value.as_object()) {
+                (Some(known), Some(more)) => known.extend(more.clone()),
+                _ => config[key] = value.clone(),
+            }
         }
         Ok(config)
     }
@@ -95,6 +102,9 @@ pub fn kustomize(cluster: &Cluster, wanted: &Wanted) -> Result<String> {
     let mut components = Vec::new();
     if wanted.mesh() {
         components.push("kustomize/mesh");
+    }
+    if wanted.conntrack() {
+        components.push("kustomize/conntrack");
     }
     if wanted.surge {
         components.push("kustomize/surge");

@@ -179,7 +179,13 @@ pub fn main(arguments: &Arguments, programs: &Programs, no_install: bool) -> Res
 /// Has somebody serve services on every node.
 fn serve(cluster: &Cluster, with: Proxy) -> Result<Vec<KubeProxy>> {
     if with == Proxy::Dataplane {
-        agent::deploy(cluster, &Wanted::default())?;
+        // As kube-proxy below.
+        let conntrack = json!({ "tcpCloseWaitTimeout": "1h" });
+        let wanted = Wanted {
+            config: json!({ "kernel": { "conntrack": conntrack } }),
+            ..Wanted::default()
+        };
+        agent::deploy(cluster, &wanted)?;
         return Ok(Vec::new());
     }
     cluster

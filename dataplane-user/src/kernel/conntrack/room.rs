@@ -20,15 +20,19 @@ const SHARE: u64 = 64;
 /// agent's and the other tables'.
 const SHARE_OF_LIMIT: u64 = 4;
 
+/// Returns how many cores this machine has.
+pub fn cores() -> u32 {
+    let cores = asked(SysconfVar::_NPROCESSORS_ONLN);
+    cores.and_then(|n| u32::try_from(n).ok()).unwrap_or(1)
+}
+
+fn asked(what: SysconfVar) -> Option<u64> {
+    let answer = sysconf(what).ok().flatten();
+    answer.and_then(|n| u64::try_from(n).ok())
+}
+
 /// Returns how many flows there is room for on this machine.
 pub fn of_this_machine() -> u32 {
-    let asked = |what| {
-        sysconf(what)
-            .ok()
-            .flatten()
-            .and_then(|n| u64::try_from(n).ok())
-    };
-    let cores = asked(SysconfVar::_NPROCESSORS_ONLN).unwrap_or(1);
     let memory = asked(SysconfVar::_PHYS_PAGES)
         .zip(asked(SysconfVar::PAGE_SIZE))
         .map_or(u64::MAX, |(pages, size)| pages.saturating_mul(size));
@@ -36,7 +40,7 @@ pub fn of_this_machine() -> u32 {
         .ok()
         .zip(cgroup2_root().ok())
         .and_then(|(own, root)| limit_of(&own, &root));
-    of(cores, memory, limit.unwrap_or(u64::MAX))
+    of(cores().into(), memory, limit.unwrap_or(u64::MAX))
 }
 
 /// Returns the least limit of memory, in bytes, of a process's cgroup and those that it is in; `own`: its

@@ -1,0 +1,94 @@
+//! Sysctls of a network namespace (`/proc/sys/net`).
+
+use std::{
+    fs::{self, File},
+    io::{self, Read as _, Write as _},
+    path::{Path, PathBuf},
+};
+
+use nix::errno::Errno;
+
+/// Where the kernel shows them.
+const SYSCTLS: &str = "/proc/sys/net";
+
+/// Opens a sysctl for writing, such as `ipv4/tcp_fwmark_accept`, of the network namespace that this
+/// thread is in. Changes nothing.
+///
+/// A container that is not privileged has `/proc/sys` read-only. The directory is then looked for
+/// among the mounts: where the node's is mounted, it shows the sysctls of the namespace of the thread
+/// that looks, too.
+///
+/// # Errors
+/// If it cannot be written to; [`reason`] says what to do.
+pub fn open(name: &str) -> io::Result<File> {
+    let open = |place: &Path| fs::OpenOptions::new().write(true).open(place.join(name));
+    let error = match open(Path::new(SYSCTLS)) {
+        Err(error) if is_read_only(&error) => error,
+        result => return result,
+    };
+    let mounts = fs::read_to_string("/proc/self/mountinfo")?;
+    let found = elsewhere(&mounts).find_map(|place| open(&place).ok());
+    found.ok_or(error)
+}
+
+/// Sets a sysctl of the network namespace that this thread is in.
+///
+/// # Errors
+/// As [`open`], and the kernel's refusal.
+pub fn set(name: &str, value: &str) -> io::Result<()> {
+    open(name)?.write_all(value.as_bytes())
+}
+
+/// The value of a sysctl of the network namespace that this thread is in, without its line break.
+///
+/// # Errors
+/// If there is no such sysctl.
+pub fn get(name: &str) -> io::Result<String> {
+    let mut text = String::new();
+    File::open(Path::new(SYSCTLS).join(name))?.read_to_string(&mut text)?;
+    Ok(text.trim_end().to_owned())
+}
+
+/// Why a sysctl cannot be set. If `/proc/sys` is read-only, also what to do: `component` is
+/// kustomize's that mounts the node's, `key` the configuration's for which the chart does, and
+/// `otherwise` is what else there is to do.
+pub fn reason(error: &io::Error, component: &str, key: &str, otherwise: &str) -> String {
+    if !is_read_only(error) {
+        return error.to_string();
+    }
+    format!(
+        "{error}; mount the node's {SYSCTLS} into the container, writable (kustomize component \
+         `{component}`; the chart does if there is a `{key}`), or {otherwise}"
+    )
+}
+
+fn is_read_only(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(Errno::EROFS as i32)
+}
+
+/// Where else this directory is mounted, by `/proc/self/mountinfo` (`proc_pid_mountinfo(5)`).
+fn elsewhere(mounts: &str) -> impl Iterator<Item = PathBuf> {
+    mounts.lines().filter_map(|line| {
+        let (mount, filesystem) = line.split_once(" - ")?;
+        let mut fields = mount.split(' ').skip(3);
+        let (root, place) = (fields.next()?, fields.next()?);
+        (filesystem.starts_with("proc ") && root == "/sys/net").then(|| place.into())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_directory_is_found_where_it_is_mounted() {
+        let mounts = "\
+36 35 0:21 / /proc rw,nosuid - proc proc rw
+37 36 0:21 /sys /proc/sys ro,nosuid - proc proc rw
+38 35 0:24 /sys/net /data rw - tmpfs tmpfs rw
+39 35 0:21 /sys/net /host/proc/sys/net rw,nosuid shared:7 - proc proc rw
+40 broken";
+        let found: Vec<PathBuf> = elsewhere(mounts).collect();
+        assert_eq!(found, [Path::new("/host/proc/sys/net")]);
+    }
+}
