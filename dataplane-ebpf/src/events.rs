@@ -1,6 +1,6 @@
 //! The ring buffer of decisions, while somebody listens.
 
-use aya_ebpf::helpers::generated::bpf_ktime_get_ns;
+use aya_ebpf::{bindings::BPF_RB_NO_WAKEUP, helpers::generated::bpf_ktime_get_ns};
 use dataplane_common::Event;
 
 use crate::tables::{CONFIG, EVENTS};
@@ -34,11 +34,12 @@ pub fn listened_to() -> u64 {
     if now >= until { 0 } else { now }
 }
 
-/// Reports; a listener that is too slow misses it.
+/// Reports; a listener that is too slow misses it. Nobody is woken for it: a wake-up costs a `connect()` more than all
+/// that the programs do, so the listener looks by itself, many times a second.
 #[inline(always)]
 pub fn submit(event: Event) {
     if let Some(mut entry) = EVENTS.reserve(0) {
         entry.write(event);
-        entry.submit(0);
+        entry.submit(u64::from(BPF_RB_NO_WAKEUP));
     }
 }

@@ -1,7 +1,7 @@
 //! `dataplane monitor`.
 
 use std::{
-    io::{self, Write},
+    io::{self, BufWriter, Write},
     net::SocketAddr,
     process::ExitCode,
     time::{Duration, SystemTime, UNIX_EPOCH},
@@ -18,9 +18,6 @@ use super::{
     output::{self, BAD, DIM, Format, GOOD},
 };
 use crate::kernel::Monitor;
-
-/// How long to wait for an event before telling the programs again that somebody listens.
-const PATIENCE: Duration = Duration::from_millis(500);
 
 /// Show the programs' decisions as they are made.
 ///
@@ -133,21 +130,24 @@ impl MonitorArgs {
         let names = Names::new(self.socket.client());
         let mut monitor = Monitor::open(&self.paths.bpffs())?;
         let boot = boot_time();
-        let mut out = output::stdout();
-        let mut printed = 0;
-        while self.count.is_none_or(|count| printed < count) {
-            let Some(event) = monitor.next(PATIENCE)? else {
-                continue;
-            };
-            let Some(line) = self.line(&names, &event, boot) else {
-                continue;
-            };
-            printed += 1;
-            match self.output {
-                Format::Text => text(&mut out, &line)?,
-                Format::Json => {
-                    serde_json::to_writer(&mut out, &line)?;
-                    writeln!(out)?;
+        // Written when the events that are there have been formatted: not each line by itself.
+        let mut out = BufWriter::new(output::stdout());
+        let mut left = self.count.unwrap_or(u64::MAX);
+        while left > 0 {
+            for event in monitor.wait() {
+                let Some(line) = self.line(&names, &event, boot) else {
+                    continue;
+                };
+                match self.output {
+                    Format::Text => text(&mut out, &line)?,
+                    Format::Json => {
+                        serde_json::to_writer(&mut out, &line)?;
+                        writeln!(out)?;
+                    }
+                }
+                left -= 1;
+                if left == 0 {
+                    break;
                 }
             }
             out.flush()?;

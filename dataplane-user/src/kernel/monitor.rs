@@ -2,9 +2,9 @@
 
 use std::{
     fs::File,
-    os::fd::AsFd,
     path::Path,
     sync::atomic::Ordering,
+    thread,
     time::{Duration, Instant},
 };
 
@@ -13,7 +13,6 @@ use dataplane_common::{Event, tables::Config};
 use nix::{
     errno::Errno,
     fcntl::{Flock, FlockArg},
-    poll::{PollFd, PollFlags, PollTimeout, poll},
     time::{ClockId, clock_gettime},
 };
 use zerocopy::FromBytes;
@@ -26,6 +25,12 @@ use super::{
 
 /// How long the programs write events after the listener last said that it listens.
 const LEASE: Duration = Duration::from_secs(3);
+/// How long the listener sleeps before it looks for events again. The ring has room for some 1 900 events: 190 000 a
+/// second.
+const NAP: Duration = Duration::from_millis(10);
+
+/// Events that are returned at a time, at most.
+const BATCH: usize = 1024;
 
 /// A listener. The ring has one reader at a time.
 pub struct Monitor {
@@ -88,28 +93,23 @@ impl Monitor {
         Ok(monitor)
     }
 
-    /// The next event, if there is one within `timeout`. Call it at least every second.
-    ///
-    /// # Errors
-    /// If waiting fails.
-    pub fn next(&mut self, timeout: Duration) -> Result<Option<Event>, Error> {
-        self.renew();
-        if let Some(event) = self.take() {
-            return Ok(Some(event));
+    /// Waits for events, and returns those that are there, the oldest first. The programs wake nobody, so this sleeps
+    /// for a short time before it looks, again and again.
+    pub fn wait(&mut self) -> Vec<Event> {
+        loop {
+            self.renew();
+            let mut events = vec![];
+            // Bounded: programs that write all the time would keep the caller waiting.
+            while events.len() < BATCH
+                && let Some(item) = self.ring.next()
+            {
+                events.extend(Event::read_from_prefix(&item).ok().map(|(event, _)| event));
+            }
+            if !events.is_empty() {
+                return events;
+            }
+            thread::sleep(NAP);
         }
-        let timeout = PollTimeout::try_from(timeout).unwrap_or(PollTimeout::MAX);
-        match poll(
-            &mut [PollFd::new(self.ring.as_fd(), PollFlags::POLLIN)],
-            timeout,
-        ) {
-            Ok(_) | Err(Errno::EINTR) => Ok(self.take()),
-            Err(error) => Err(error).doing(|| "cannot wait for events".to_owned()),
-        }
-    }
-
-    fn take(&mut self) -> Option<Event> {
-        let item = self.ring.next()?;
-        Event::read_from_prefix(&item).ok().map(|(event, _)| event)
     }
 
     fn renew(&mut self) {
