@@ -2,8 +2,9 @@
 //! tables. The only room that names aya, and the only one in user space with `unsafe`.
 
 mod accelerate;
-mod answers;
 mod capture;
+mod cgroup;
+mod cleanup;
 pub mod conntrack;
 mod diag;
 mod direct;
@@ -61,6 +62,8 @@ pub use capture::{
     open_transparent_listeners, route_answers, route_answers_no_more, route_to_sockets,
     this_namespace,
 };
+pub use cgroup::cgroup2_root;
+pub use cleanup::{CleanupItem, cleanup};
 pub use direct::DirectFlows;
 pub use error::Error;
 pub use host_networks::host_networks;
@@ -72,8 +75,7 @@ pub use monitor::Monitor;
 pub use packet::{
     AttachOptions, Network, NetworkInterface, PacketOptions, PacketTables, interface_attachments,
 };
-pub use pins::{CleanupItem, cleanup};
-pub use programs::{Attachment, cgroup2_root};
+pub use programs::Attachment;
 pub use services::ServiceTables;
 pub use tables::{Growth, Limits, Tables, Usage};
 pub use tc::{Direction, Hook, InterfaceAttachment, Order, name as interface_name};
@@ -154,7 +156,7 @@ impl Kernel {
         meanwhile: impl FnOnce(&Capture, &Loading<'_>),
     ) -> Result<Self, Error> {
         object::programs()?;
-        programs::check_cgroup(&paths.cgroup)?;
+        cgroup::check_cgroup(&paths.cgroup)?;
         let pins = Pins::new(&paths.bpffs);
         pins.create_directories()?;
         let lock = pins.lock()?;
@@ -174,7 +176,7 @@ impl Kernel {
             Tables::create(&pins)?;
         }
         let has_capture = capture.is_some();
-        let agent = programs::own_cgroup().unwrap_or_default();
+        let agent = cgroup::own_cgroup().unwrap_or_default();
         let load = || programs::load(&pins, packet.flows, packet.attach.is_some(), has_capture);
         let (mut ebpf, early) = if adopted && has_capture {
             let tables = Tables::open_pins(&pins, true)?;
@@ -391,7 +393,7 @@ impl Kernel {
         }
         let mut removed = Vec::new();
         for layout in self.pins.other_layouts() {
-            removed.extend(pins::remove_layout(&layout, false)?);
+            removed.extend(cleanup::remove_layout(&layout, false)?);
         }
         Ok(removed)
     }
@@ -459,7 +461,7 @@ fn prepare(pins: &Pins) -> Result<bool, Error> {
         (None, true) => Ok(true),
         (_, false) => {
             if there > 0 || FLOW_MAPS.iter().any(|name| pins.map(name).exists()) {
-                pins::remove_layout(&pins.layout(), false)?;
+                cleanup::remove_layout(&pins.layout(), false)?;
                 pins.create_directories()?;
             }
             Ok(false)

@@ -4,7 +4,7 @@ use std::{fs, path::Path};
 
 use nix::unistd::{SysconfVar, sysconf};
 
-use crate::kernel::programs::cgroup2_root;
+use crate::kernel::cgroup::cgroup2_root;
 
 /// Flows for each core, and at least: kube-proxy's `conntrack.maxPerCore` and `conntrack.min`.
 const FOR_EACH_CORE: u64 = 32_768;

@@ -26,11 +26,10 @@ use zerocopy::{FromBytes as _, IntoBytes as _};
 
 use super::{FAMILIES, Listed, Request, SOCK_DIAG_BY_FAMILY, SocketId};
 use crate::kernel::{
+    cgroup::{cgroup2_mounts, own_cgroup},
     diag::{Netlink, attributes},
     error::{Doing, Error},
-    namespaces,
-    programs::{cgroup2_mounts, own_cgroup},
-    rtnetlink,
+    namespaces, rtnetlink,
 };
 
 /// Where the sockets of this node's pods are.

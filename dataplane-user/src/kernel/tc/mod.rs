@@ -18,8 +18,9 @@ use tracing::warn;
 use self::clsact::{Clsact, Filter};
 pub use self::order::Order;
 use super::{
+    cleanup::CleanupItem,
     error::{Doing, Error},
-    pins::{CleanupItem, Pins},
+    pins::Pins,
     programs::REPLACEMENT,
     sys::{self, LinkInfo, LinkTarget},
 };

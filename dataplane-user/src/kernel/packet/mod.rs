@@ -1,12 +1,12 @@
 //! The packet path: its programs on interfaces, and the tables that tell them what interfaces,
 //! addresses and networks are.
 
+mod node_addrs;
+mod tables;
+
 use std::{
     collections::{BTreeMap, BTreeSet},
-    io,
-    os::fd::OwnedFd,
     path::Path,
-    sync::atomic::Ordering,
 };
 
 use aya::Ebpf;
@@ -16,13 +16,13 @@ use dataplane_common::{
     packet::{DEFAULT_FLOWS, Iface, NODE_ADDRS, PacketConfig, SourceKey},
 };
 
+use self::node_addrs::NodeAddrs;
+pub use self::tables::PacketTables;
 use super::{
-    error::{Doing, Error},
-    map::{Hash, Mapped},
+    error::Error,
     pins::{Pins, spec},
     programs,
     protected::{Change, Protected},
-    sources::Sources,
     tables::Tables,
     tc::{self, Direction, Hook, InterfaceAttachment, Order, PacketPrograms},
 };
@@ -149,7 +149,7 @@ impl PacketPath {
 
     /// Every address that flows may be masqueraded to.
     pub fn masquerade(&self) -> Vec<Addr> {
-        self.node_addrs.slots.iter().flatten().copied().collect()
+        self.node_addrs.all()
     }
 
     /// Brings tables and, if `to_attach`, programs in line with `network`. What programs rely
@@ -252,224 +252,4 @@ pub fn interface_attachments(bpffs: &Path) -> Result<Vec<InterfaceAttachment>, E
         .map(|(ifindex, _)| ifindex)
         .collect();
     tc::attachments(&pins, &wanted)
-}
-
-/// Which of the node's addresses has which index in `NODE_ADDRS`. Flows refer to an index for as
-/// long as they live: so an address keeps its index when it goes, until the index that was idle
-/// for longest is needed for another.
-#[derive(Debug)]
-struct NodeAddrs {
-    /// By index; the first is never used.
-    slots: Vec<Option<Addr>>,
-    /// When each was last wanted, in calls of [`NodeAddrs::want`].
-    wanted_at: Vec<u64>,
-    now: u64,
-}
-
-/// An index that gets an address.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct NewAddr {
-    index: u8,
-    addr: Addr,
-    /// Which it had.
-    before: Option<Addr>,
-}
-
-impl NodeAddrs {
-    fn adopt(get: impl Fn(u8) -> Option<Addr>) -> Self {
-        let slots: Vec<_> = (0..=u8::MAX).map(get).collect();
-        Self {
-            wanted_at: vec![0; slots.len()],
-            slots,
-            now: 0,
-        }
-    }
-
-    fn index(&self, addr: Addr) -> Option<u8> {
-        let index = self.slots.iter().position(|slot| *slot == Some(addr))?;
-        u8::try_from(index).ok()
-    }
-
-    /// Gives every address an index, if it has none and there is one for it.
-    fn want(&mut self, addrs: &BTreeSet<Addr>) -> Vec<NewAddr> {
-        self.now += 1;
-        let mut changes = Vec::new();
-        for addr in addrs {
-            if let Some(index) = self.index(*addr) {
-                self.wanted_at[usize::from(index)] = self.now;
-            }
-        }
-        for addr in addrs {
-            if self.index(*addr).is_some() {
-                continue;
-            }
-            let free = (1..=u8::MAX).find(|i| self.slots[usize::from(*i)].is_none());
-            let idle = || {
-                (1..=u8::MAX)
-                    .filter(|i| self.wanted_at[usize::from(*i)] < self.now)
-                    .min_by_key(|i| self.wanted_at[usize::from(*i)])
-            };
-            if let Some(index) = free.or_else(idle) {
-                let at = usize::from(index);
-                let before = self.slots[at].replace(*addr);
-                self.wanted_at[at] = self.now;
-                changes.push(NewAddr {
-                    index,
-                    addr: *addr,
-                    before,
-                });
-            }
-        }
-        changes
-    }
-}
-
-/// What the programs know of interfaces and of who may use what.
-#[derive(Debug)]
-pub struct PacketTables {
-    ifaces: Hash<u32, Iface>,
-    sources: Sources,
-    node_addrs: Mapped<Addr>,
-    config: Mapped<PacketConfig>,
-}
-
-impl PacketTables {
-    /// Opens the pinned tables for reading.
-    ///
-    /// # Errors
-    /// If they are not there, or not ours.
-    pub fn open(bpffs: &Path) -> Result<Self, Error> {
-        Self::open_pins(&Pins::new(bpffs), false)
-    }
-
-    fn open_pins(pins: &Pins, writable: bool) -> Result<Self, Error> {
-        let open = |name: &str| -> Result<(OwnedFd, u32), Error> {
-            let found = pins.open_map(spec(name))?;
-            let (fd, info) = found.ok_or_else(|| Error::Io {
-                what: format!("{} is not there", pins.map(name).display()),
-                source: io::ErrorKind::NotFound.into(),
-            })?;
-            Ok((fd, info.max_entries))
-        };
-        let mapped = || "cannot map a table".to_owned();
-        let (ifaces, capacity) = open("IFACES")?;
-        Ok(Self {
-            ifaces: Hash::from_fd(ifaces, capacity),
-            sources: Sources::new(open("SOURCES")?.0),
-            node_addrs: Mapped::map(open("NODE_ADDRS")?.0, NODE_ADDRS, writable).doing(mapped)?,
-            config: Mapped::map(open("PACKET_CONFIG")?.0, 1, writable).doing(mapped)?,
-        })
-    }
-
-    /// What the programs take each interface for.
-    ///
-    /// # Errors
-    /// If the kernel does not let it be read.
-    pub fn ifaces(&self) -> Result<Vec<(u32, Iface)>, Error> {
-        let mut all = self
-            .ifaces
-            .entries()
-            .doing(|| "cannot read table IFACES".to_owned())?;
-        all.sort_unstable_by_key(|(index, _)| *index);
-        Ok(all)
-    }
-
-    /// What the programs take an interface for.
-    ///
-    /// # Errors
-    /// If the kernel does not let it be read.
-    pub fn iface(&self, index: u32) -> Result<Option<Iface>, Error> {
-        self.ifaces
-            .get(&index)
-            .doing(|| "cannot read table IFACES".to_owned())
-    }
-
-    pub(super) fn set_iface(&self, index: u32, iface: Iface) -> Result<(), Error> {
-        self.ifaces.set(&index, &iface).doing(|| {
-            format!(
-                "cannot add {} to IFACES, which has room for {} interfaces",
-                tc::name(index),
-                self.ifaces.capacity()
-            )
-        })
-    }
-
-    pub(super) fn remove_iface(&self, index: u32) -> Result<(), Error> {
-        self.ifaces
-            .remove(&index)
-            .doing(|| format!("cannot remove interface {index} from IFACES"))
-            .map(|_| ())
-    }
-
-    /// The address with an index that flows and interfaces refer to; none has index 0.
-    pub fn node_addr(&self, index: u8) -> Option<Addr> {
-        self.node_addrs
-            .get(index.into())
-            .filter(|addr| index != 0 && *addr != Addr::UNSPECIFIED)
-    }
-
-    pub(super) fn set_node_addr(&self, index: u8, addr: Addr) {
-        self.node_addrs.set(index.into(), addr);
-    }
-
-    /// What the programs are told.
-    pub fn config(&self) -> PacketConfig {
-        self.config.get(0).unwrap_or_default()
-    }
-
-    pub(super) fn set_config(&self, config: PacketConfig) {
-        let words: [u64; 5] = zerocopy::transmute!(config);
-        for (index, now) in words.into_iter().enumerate() {
-            if let Some(word) = self.config.word(0, index) {
-                word.store(now, Ordering::Relaxed);
-            }
-        }
-    }
-
-    /// The networks of source ranges and of pods.
-    pub fn sources(&self) -> &Sources {
-        &self.sources
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn addr(n: u16) -> Addr {
-        let [high, low] = n.to_be_bytes();
-        Addr::from_v4([192, 0, high, low])
-    }
-
-    #[test]
-    fn an_address_keeps_its_index_while_there_are_others() {
-        let mut addrs = NodeAddrs::adopt(|index| (index == 7).then(|| addr(1000)));
-        assert_eq!(addrs.want(&[addr(1000)].into()), [], "adopted");
-        assert_eq!(addrs.index(addr(1000)), Some(7));
-        let one = addrs.want(&[addr(1)].into());
-        assert_eq!((one[0].index, one[0].before), (1, None));
-        assert_eq!(addrs.want(&[addr(2)].into())[0].index, 2);
-        assert_eq!(addrs.want(&[addr(1)].into()), [], "it came back");
-
-        // 3 to 255 without 7: then the longest idle, which is the adopted one, then 2.
-        let many: BTreeSet<Addr> = (100..352).map(addr).collect();
-        assert_eq!(many.len(), 252);
-        assert_eq!(addrs.want(&many).len(), 252);
-        let more = many
-            .iter()
-            .copied()
-            .chain([addr(3), addr(4), addr(5), addr(6)])
-            .collect();
-        let changes = addrs.want(&more);
-        let given: Vec<_> = changes.iter().map(|c| (c.index, c.before)).collect();
-        assert_eq!(
-            given,
-            [
-                (7, Some(addr(1000))),
-                (2, Some(addr(2))),
-                (1, Some(addr(1)))
-            ]
-        );
-        assert_eq!(addrs.index(addr(6)), None, "no more room");
-    }
 }

@@ -1,22 +1,22 @@
-//! What a mesh leaves in workloads' network namespaces besides a program, and in the node's: the rules
-//! and routes by which answers to a client's address come back to the proxy (`route_answers`), and
-//! packets to sockets that they were given to (`route_to_sockets`).
+//! What a mesh leaves in workloads' network namespaces besides a program, and in the node's: rules and routes
+//! (`capture/routing.rs`).
 
 use std::{io, os::fd::AsFd, path::PathBuf};
 
-use dataplane_common::capture::{Enrolled, FROM_CLIENT};
-use netlink_packet_route::{
-    AddressFamily, RouteNetlinkMessage,
-    route::{RouteAttribute, RouteMessage, RouteType},
-    rule::{RuleAttribute, RuleMessage},
-};
+use dataplane_common::capture::Enrolled;
+use netlink_packet_route::{AddressFamily, RouteNetlinkMessage, route::RouteMessage};
 
-use super::{
-    capture::{self, Namespace, TABLE},
+use super::item::CleanupItem;
+use crate::kernel::{
+    capture::{
+        Namespace, is_linked,
+        routing::{self, Mark, TABLE},
+        this_namespace,
+    },
     error::{Doing, Error},
     map::Hash,
     namespaces,
-    pins::{CleanupItem, Pins, spec},
+    pins::{Pins, spec},
     rtnetlink::Netlink,
     sys,
 };
@@ -26,25 +26,6 @@ struct Left {
     path: PathBuf,
     namespace: Namespace,
     what: Vec<(AddressFamily, What)>,
-}
-
-/// What a rule asks of a packet's mark.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Mark {
-    /// The bits that are looked at.
-    pub mask: u32,
-    /// What they are.
-    pub value: u32,
-}
-
-impl Mark {
-    /// It has all these bits, whatever others it has, which are other people's.
-    pub const fn with(bits: u32) -> Self {
-        Self {
-            mask: bits,
-            value: bits,
-        }
-    }
 }
 
 #[derive(Clone, Copy)]
@@ -94,7 +75,7 @@ pub fn remove(pins: &Pins, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
         };
         Ok(Some(Left {
             path: path.into(),
-            namespace: capture::this_namespace()?,
+            namespace: this_namespace()?,
             what,
         }))
     });
@@ -104,7 +85,7 @@ pub fn remove(pins: &Pins, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
         // Our own has them for workloads that are captured by their packets.
         let ours = cookie == own
             || enrolled.contains(&cookie)
-            || capture::is_linked(&left.namespace).unwrap_or(false);
+            || is_linked(&left.namespace).unwrap_or(false);
         if !ours {
             continue;
         }
@@ -131,63 +112,27 @@ fn list() -> io::Result<Vec<(AddressFamily, What)>> {
     let mut netlink = Netlink::open()?;
     let mut found = Vec::new();
     for family in [AddressFamily::Inet, AddressFamily::Inet6] {
-        let marks = rules(&mut netlink, family)?;
+        let marks = routing::rules(&mut netlink, family)?;
         found.extend(marks.into_iter().map(|mark| (family, What::Rule(mark))));
         let mut question = RouteMessage::default();
         question.header.address_family = family;
         let answers = netlink.list(&RouteNetlinkMessage::GetRoute(question))?;
-        if answers.iter().any(|answer| is_our_route(answer, family)) {
+        if answers
+            .iter()
+            .any(|answer| routing::is_our_route(answer, family))
+        {
             found.push((family, What::Route));
         }
     }
     Ok(found)
 }
 
-/// The marks of our rules: one that is there is not to be made again, since the kernel takes two rules
-/// of which nobody said the preference for different ones.
-pub fn rules(netlink: &mut Netlink, family: AddressFamily) -> io::Result<Vec<Mark>> {
-    let mut question = RuleMessage::default();
-    question.header.family = family;
-    let answers = netlink.list(&RouteNetlinkMessage::GetRule(question))?;
-    let ours = answers.into_iter().filter_map(|answer| match answer {
-        RouteNetlinkMessage::NewRule(rule) if rule.header.family == family => our_mark(&rule),
-        _ => None,
-    });
-    Ok(ours.collect())
-}
-
-/// Nobody else's rule has this table and this bit.
-fn our_mark(rule: &RuleMessage) -> Option<Mark> {
-    let table = RuleAttribute::Table(TABLE);
-    if !rule.attributes.contains(&table) {
-        return None;
-    }
-    let (mut value, mut mask) = (0, u32::MAX);
-    for attribute in &rule.attributes {
-        match attribute {
-            RuleAttribute::FwMark(found) => value = *found,
-            RuleAttribute::FwMask(found) => mask = *found,
-            _ => {}
-        }
-    }
-    (value & FROM_CLIENT != 0).then_some(Mark { mask, value })
-}
-
-fn is_our_route(answer: &RouteNetlinkMessage, family: AddressFamily) -> bool {
-    let RouteNetlinkMessage::NewRoute(route) = answer else {
-        return false;
-    };
-    route.header.address_family == family
-        && route.header.kind == RouteType::Local
-        && route.attributes.contains(&RouteAttribute::Table(TABLE))
-}
-
 fn remove_here(what: &[(AddressFamily, What)]) -> io::Result<()> {
     let mut netlink = Netlink::open()?;
     for (family, what) in what {
         let request = match what {
-            What::Rule(mark) => RouteNetlinkMessage::DelRule(capture::answers_rule(*family, *mark)),
-            What::Route => RouteNetlinkMessage::DelRoute(capture::answers_route(*family)),
+            What::Rule(mark) => RouteNetlinkMessage::DelRule(routing::answers_rule(*family, *mark)),
+            What::Route => RouteNetlinkMessage::DelRoute(routing::answers_route(*family)),
         };
         match netlink.request(request, 0) {
             Err(error) if !matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH)) => {

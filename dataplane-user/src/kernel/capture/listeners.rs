@@ -1,0 +1,92 @@
+//! The sockets at which a proxy listens for captured connections.
+
+use std::{
+    io,
+    net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, UdpSocket},
+};
+
+use socket2::{Domain, Protocol, SockRef, Socket, Type};
+
+use super::CaptureOptions;
+
+/// The backlog of the proxy's listeners; the kernel cuts it to `net.core.somaxconn`.
+const BACKLOG: i32 = 65_535;
+
+/// The proxy's listening sockets in one namespace.
+#[derive(Debug)]
+pub struct Listeners {
+    /// For what its workload connects to.
+    pub outbound: Vec<TcpListener>,
+    /// For what connects to it.
+    pub inbound: Vec<TcpListener>,
+}
+
+/// Opens the proxy's listening sockets in the network namespace that this thread is in; `inbound`:
+/// also those for what connects to the workload.
+///
+/// # Errors
+/// The kernel's refusal: most likely, somebody else listens there.
+pub fn open_listeners(options: &CaptureOptions, inbound: bool) -> io::Result<Listeners> {
+    Ok(Listeners {
+        outbound: listen_at(options.outbound)?,
+        inbound: if inbound {
+            listen_at(options.inbound)?
+        } else {
+            Vec::new()
+        },
+    })
+}
+
+/// Opens the proxy's listening sockets for a workload that is captured by its packets, in the network
+/// namespace that this thread is in: at ports that the kernel chooses, and taking connections to any
+/// address (`IP_TRANSPARENT`), since nobody is led to them but by capture.
+///
+/// # Errors
+/// The kernel's refusal.
+pub fn open_transparent_listeners() -> io::Result<Vec<TcpListener>> {
+    let sockets = listen_at(0)?;
+    for socket in &sockets {
+        let options = SockRef::from(socket);
+        if socket.local_addr()?.is_ipv4() {
+            options.set_ip_transparent_v4(true)?;
+        } else {
+            options.set_ip_transparent_v6(true)?;
+        }
+    }
+    Ok(sockets)
+}
+
+/// At loopback of both families: nobody reaches them from elsewhere, but by capture.
+fn listen_at(port: u16) -> io::Result<Vec<TcpListener>> {
+    let mut sockets = vec![listen_on((Ipv4Addr::LOCALHOST, port).into())?];
+    match listen_on((Ipv6Addr::LOCALHOST, port).into()) {
+        Ok(socket) => sockets.push(socket),
+        Err(error) if says_v6_is_off(&error) => {}
+        Err(error) => return Err(error),
+    }
+    Ok(sockets)
+}
+
+/// Whether IPv6 is off in the network namespace that this thread is in.
+pub fn is_v6_off() -> bool {
+    UdpSocket::bind((Ipv6Addr::LOCALHOST, 0)).is_err_and(|error| says_v6_is_off(&error))
+}
+
+fn says_v6_is_off(error: &io::Error) -> bool {
+    matches!(
+        error.raw_os_error(),
+        Some(libc::EADDRNOTAVAIL | libc::EAFNOSUPPORT)
+    )
+}
+
+fn listen_on(addr: SocketAddr) -> io::Result<TcpListener> {
+    let socket = Socket::new(Domain::for_address(addr), Type::STREAM, Some(Protocol::TCP))?;
+    socket.set_reuse_address(true)?;
+    if addr.is_ipv6() {
+        socket.set_only_v6(true)?;
+    }
+    socket.set_nonblocking(true)?;
+    socket.bind(&addr.into())?;
+    socket.listen(BACKLOG)?;
+    Ok(socket.into())
+}

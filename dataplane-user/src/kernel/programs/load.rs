@@ -1,0 +1,193 @@
+//! Loading the programs.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::{Mutex, MutexGuard, PoisonError},
+    thread,
+};
+
+use aya::{
+    Ebpf, EbpfLoader, VerifierLogLevel,
+    programs::{Program, ProgramError},
+};
+
+use super::{
+    super::{
+        error::{Doing, Error},
+        fields::Types,
+        object,
+        pins::{MAPS, Pins},
+        tc::Direction,
+    },
+    specs::{INBOUND, Spec, TCP_EVENTS, tracepoint, wanted},
+};
+
+/// Loads the programs. Maps that are pinned are used; those that are not are created and pinned.
+///
+/// `flows`: how many the tables of conntrack have room for, if they are created; `packet`: whether
+/// the packet path's programs are loaded too, and its tables made; `capture`: those of mesh capture.
+pub fn load(pins: &Pins, flows: u32, packet: bool, capture: bool) -> Result<Ebpf, Error> {
+    let types = if capture { Some(Types::read()?) } else { None };
+    let load = |level| load_logging(pins, flows, packet, types.as_ref(), level);
+    // Writing the verifier's log takes most of the time of a load: only where there is something to
+    // read in it, and then the path that led to the refusal, without all those that did not.
+    load(VerifierLogLevel::DISABLE).or_else(|error| match error {
+        Error::Load { .. } => load(VerifierLogLevel::DEBUG),
+        error => Err(error),
+    })
+}
+
+fn load_logging(
+    pins: &Pins,
+    flows: u32,
+    packet: bool,
+    types: Option<&Types>,
+    level: VerifierLogLevel,
+) -> Result<Ebpf, Error> {
+    let capture = types.is_some();
+    let mut loader = EbpfLoader::new();
+    loader.verifier_log_level(level);
+    if let Some(types) = types {
+        loader.override_global("FIELDS", &types.fields[..], true);
+    }
+    for map in &MAPS {
+        if map.is_of_flows() && !packet {
+            // The loader makes every map of the object. Those that no loaded program uses are gone
+            // with it; until then, they are as small as can be.
+            loader.map_max_entries(map.name, 1);
+            continue;
+        }
+        if let Some(entries) = map.entries(flows) {
+            loader.map_max_entries(map.name, entries);
+        }
+        loader.map_pin_path(map.name, pins.map(map.name));
+    }
+    let mut ebpf = loader.load(object::programs()?).map_err(Box::new)?;
+    // Those for packets are by far the largest: first.
+    let packet = Direction::ALL.into_iter().filter(|_| packet);
+    let by_packets = Direction::CAPTURE.into_iter().filter(|_| capture);
+    let names = packet.chain(by_packets).map(Direction::program);
+    let inbound = capture.then_some(INBOUND);
+    let names = names.chain(inbound);
+    let names: Vec<&'static str> = names.chain(wanted(capture).map(|spec| spec.name)).collect();
+    load_all(&mut ebpf, &names, types)?;
+    Ok(ebpf)
+}
+
+/// Loads programs, as many at the same time as there are CPUs: the kernel checks each for itself, which takes most of
+/// the time of an agent's start. The error is that of the first by name.
+fn load_all(ebpf: &mut Ebpf, names: &[&'static str], types: Option<&Types>) -> Result<(), Error> {
+    let mut there: HashMap<String, &mut Program> = ebpf
+        .programs_mut()
+        .map(|(name, program)| (name.to_owned(), program))
+        .collect();
+    let mut programs = Vec::new();
+    for name in names {
+        programs.push((*name, there.remove(*name).ok_or_else(|| absent(name))?));
+    }
+    let threads = thread::available_parallelism().map_or(1, Into::into);
+    let (waiting, failed) = (
+        Mutex::new(programs.into_iter()),
+        Mutex::new(BTreeMap::new()),
+    );
+    let next = || lock(&waiting).next();
+    let work = || {
+        while let Some((name, program)) = next() {
+            if let Err(error) = load_one(name, program, types) {
+                lock(&failed).insert(name, error);
+            }
+        }
+    };
+    thread::scope(|scope| {
+        for _ in 1..threads.min(names.len()) {
+            // Without it, this thread does its work.
+            let _ = thread::Builder::new()
+                .name("load".to_owned())
+                .spawn_scoped(scope, work);
+        }
+        work();
+    });
+    let failed = failed.into_inner().unwrap_or_else(PoisonError::into_inner);
+    failed.into_values().next().map_or(Ok(()), Err)
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn load_one(name: &'static str, program: &mut Program, types: Option<&Types>) -> Result<(), Error> {
+    let result = match program {
+        Program::CgroupSockAddr(program) => program.load(),
+        Program::CgroupSock(program) => program.load(),
+        Program::CgroupSockopt(program) => program.load(),
+        Program::SockOps(program) => program.load(),
+        Program::BtfTracePoint(program) => {
+            let (Some(tracepoint), Some(types)) = (tracepoint(name), types) else {
+                return Err(absent(name));
+            };
+            program.load(tracepoint, &types.btf)
+        }
+        Program::SkLookup(program) => program.load(),
+        Program::SchedClassifier(program) => program.load(),
+        _ => return Err(absent(name)),
+    };
+    result.map_err(|source| load_error(name, source))
+}
+
+/// A descriptor of its own of the loaded program that is told of connections to a proxy.
+pub fn events_program(ebpf: &Ebpf) -> Result<OwnedFd, Error> {
+    descriptor(ebpf, &TCP_EVENTS)?
+        .try_clone_to_owned()
+        .doing(|| format!("cannot keep program {}", TCP_EVENTS.name))
+}
+
+/// A descriptor of its own of the loaded program for workloads' network namespaces.
+pub fn inbound_program(ebpf: &Ebpf) -> Result<OwnedFd, Error> {
+    let Some(Program::SkLookup(program)) = ebpf.program(INBOUND) else {
+        return Err(absent(INBOUND));
+    };
+    let fd = program.fd().map_err(|source| load_error(INBOUND, source))?;
+    fd.as_fd()
+        .try_clone_to_owned()
+        .doing(|| format!("cannot keep program {INBOUND}"))
+}
+
+/// A descriptor of its own of a loaded program for interfaces.
+pub fn packet_program(ebpf: &Ebpf, direction: Direction) -> Result<OwnedFd, Error> {
+    let name = direction.program();
+    let Some(Program::SchedClassifier(program)) = ebpf.program(name) else {
+        return Err(absent(name));
+    };
+    let fd = program.fd().map_err(|source| load_error(name, source))?;
+    fd.as_fd()
+        .try_clone_to_owned()
+        .doing(|| format!("cannot keep program {name}"))
+}
+
+/// A loaded program's descriptor.
+pub fn descriptor<'a>(ebpf: &'a Ebpf, spec: &Spec) -> Result<BorrowedFd<'a>, Error> {
+    let fd = match ebpf.program(spec.name) {
+        Some(Program::CgroupSockAddr(program)) => program.fd(),
+        Some(Program::CgroupSock(program)) => program.fd(),
+        Some(Program::CgroupSockopt(program)) => program.fd(),
+        Some(Program::SockOps(program)) => program.fd(),
+        Some(Program::BtfTracePoint(program)) => program.fd(),
+        _ => return Err(absent(spec.name)),
+    };
+    Ok(fd.map_err(|source| load_error(spec.name, source))?.as_fd())
+}
+
+pub fn absent(program: &str) -> Error {
+    Error::Io {
+        what: format!("the object has no program {program}"),
+        source: std::io::ErrorKind::NotFound.into(),
+    }
+}
+
+pub fn load_error(program: &'static str, source: ProgramError) -> Error {
+    Error::Load {
+        program,
+        source: Box::new(source),
+    }
+}
