@@ -14,7 +14,7 @@ use loom::{
 };
 
 use super::*;
-use crate::Addr;
+use crate::{Addr, Port, Protocol};
 
 /// How the words of a cell are read and written.
 trait Processor: Copy + Send + Sync + 'static {

@@ -11,6 +11,7 @@ use std::{
 };
 
 use super::*;
+use crate::{Addr, Port, Protocol};
 
 /// Cells and slots, as every CPU and the agent see them.
 struct Shared {

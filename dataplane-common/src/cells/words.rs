@@ -1,0 +1,292 @@
+//! What is in a cell and in a slot, bit by bit.
+
+#![expect(
+    clippy::cast_possible_truncation,
+    reason = "words are taken apart: what is cut off is another field"
+)]
+
+use crate::{
+    Addr, Port, Protocol,
+    packet::{FlowKey, Tick, Translation, keep_seconds, seen},
+};
+
+/// A cell: the flow's addresses (client, VIP), the [`Head`], the value ([`Translation`]).
+pub type Cell = [u64; 8];
+/// Sixteen slots.
+pub type Slots = [u32; 16];
+
+/// Which word of a cell is the head.
+pub const HEAD: usize = 4;
+/// Which words are the value.
+pub(super) const VALUE: usize = HEAD + 1;
+/// The word that changes while the flow is there.
+pub const STATE: usize = 7;
+
+const _: () = assert!(size_of::<Cell>() == 64);
+
+/// Cells for so many flows.
+pub const fn cells_for(flows: u32) -> u32 {
+    // A slot's number has room for no more.
+    let cells = flows.next_power_of_two() << 1;
+    if cells > Slot::CELLS {
+        Slot::CELLS
+    } else {
+        cells
+    }
+}
+
+/// The word of a cell that says what it is: ports and protocol as the key has them (40 bits, 0: free), how many
+/// flows whose home this is are elsewhere (8 bits), and a number (16 bits), another for each flow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub struct Head(pub u64);
+
+impl Head {
+    pub(super) const KEY: u64 = (1 << 40) - 1;
+    /// No protocol of ours: somebody holds the cell.
+    pub(super) const HELD: u64 = 0xff << 32;
+    pub(super) const ONE_MORE: u64 = 1 << 40;
+    pub(super) const MORE: u64 = 0xff << 40;
+    /// With so many or more nobody counts any longer: flows are looked for elsewhere for good.
+    pub(super) const MANY: u64 = 1 << 47;
+    pub(super) const NUMBER: u64 = 1 << 48;
+
+    /// Whether nobody has the cell.
+    #[inline(always)]
+    pub const fn is_free(self) -> bool {
+        self.0 & Self::KEY == 0
+    }
+
+    /// Whether somebody is making or removing its flow.
+    #[inline(always)]
+    pub const fn is_held(self) -> bool {
+        self.0 & Self::KEY == Self::HELD
+    }
+
+    /// Whether its flow has these ports and this protocol ([`CellKey::word`]).
+    #[inline(always)]
+    pub const fn has(self, ports_and_protocol: u64) -> bool {
+        self.0 & Self::KEY == ports_and_protocol
+    }
+
+    /// Its flow's ports and protocol; `None` if it has no flow.
+    #[inline(always)]
+    pub const fn key(self) -> Option<u64> {
+        if self.is_free() || self.is_held() {
+            None
+        } else {
+            Some(self.0 & Self::KEY)
+        }
+    }
+
+    /// Its flow's protocol, if it has one.
+    #[inline(always)]
+    pub(super) const fn protocol(self) -> Protocol {
+        Protocol::from_number((self.0 >> 32) as u8)
+    }
+
+    /// Whether flows whose home this is are elsewhere.
+    #[inline(always)]
+    pub const fn has_more(self) -> bool {
+        self.0 & Self::MORE != 0
+    }
+
+    pub(super) const fn counts(self) -> bool {
+        self.0 & Self::MANY == 0
+    }
+
+    /// That once somebody holds the cell.
+    pub(super) const fn held(self) -> Self {
+        Self(self.0 & !Self::KEY | Self::HELD)
+    }
+
+    /// What is added to a held cell's when its flow is there.
+    pub(super) const fn made(ports_and_protocol: u64) -> u64 {
+        ports_and_protocol
+            .wrapping_sub(Self::HELD)
+            .wrapping_add(Self::NUMBER)
+    }
+
+    /// What is added to a held cell's when it has none.
+    pub(super) const FREED: u64 = Self::HELD.wrapping_neg();
+
+    /// Whether another is of the same flow, whatever is elsewhere.
+    pub const fn is_same(self, other: Self) -> bool {
+        (self.0 ^ other.0) & !Self::MORE == 0
+    }
+}
+
+/// A slot: which cell (25 bits, 0: none, else the cell's index and one), and how many whose home this is are
+/// in other slots (7 bits).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub struct Slot(pub u32);
+
+impl Slot {
+    pub(super) const NUMBER: u32 = (1 << 25) - 1;
+    pub(super) const ONE_MORE: u32 = 1 << 25;
+    pub(super) const MANY: u32 = 1 << 31;
+    /// So many cells have numbers.
+    pub(super) const CELLS: u32 = 1 << 24;
+
+    /// Which cell it leads to.
+    #[inline(always)]
+    pub const fn cell(self) -> Option<u32> {
+        (self.0 & Self::NUMBER).checked_sub(1)
+    }
+
+    #[inline(always)]
+    pub(super) const fn leads_to(self, cell: u32) -> bool {
+        self.0 & Self::NUMBER == cell + 1
+    }
+
+    /// Whether some whose home this is are in other slots.
+    #[inline(always)]
+    pub const fn has_more(self) -> bool {
+        self.0 & !Self::NUMBER != 0
+    }
+
+    pub(super) const fn leading_to(self, cell: u32) -> Self {
+        Self(self.0 & !Self::NUMBER | (cell + 1))
+    }
+
+    pub(super) const fn counts(self) -> bool {
+        self.0 & Self::MANY == 0
+    }
+}
+
+/// The last word of a cell: ports, when last used, what was seen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub struct State(pub u64);
+
+impl State {
+    /// What adds flags of [`seen`].
+    #[inline(always)]
+    pub const fn bits(flags: u8) -> u64 {
+        (flags as u64) << 48
+    }
+
+    /// That, used at another time.
+    #[inline(always)]
+    pub const fn used_at(self, now: Tick) -> Self {
+        Self(self.0 & !(0xffff << 32) | (now.number() as u64) << 32)
+    }
+
+    /// That, after a packet which adds flags of [`seen`]. `anew`: the flow begins anew with it, and the packets of an earlier
+    /// connection's count no longer, but that there was a request.
+    #[inline(always)]
+    pub const fn with_packet(self, flags: u8, anew: bool, now: Tick) -> Self {
+        let mut state = self.used_at(now).0;
+        if anew {
+            state &= !Self::bits(!seen::PACKET);
+        }
+        Self(state | Self::bits(flags))
+    }
+
+    /// That, of a flow that begins anew: of requests a packet was seen, and nothing else.
+    #[inline(always)]
+    pub const fn anew(self, now: Tick) -> Self {
+        Self(self.used_at(now).0 & !Self::bits(0xff) | Self::bits(seen::PACKET))
+    }
+
+    #[inline(always)]
+    pub(super) const fn used(self) -> Tick {
+        Tick::from_number((self.0 >> 32) as u16)
+    }
+
+    #[inline(always)]
+    pub(super) const fn seen(self) -> u8 {
+        (self.0 >> 48) as u8
+    }
+
+    /// Whether the flow has been over for so long that a new one may have its room: reset or closed by both sides,
+    /// and quiet for 4 to 9 seconds, in which the last packets were sent again if they were lost; or idle for longer
+    /// than it is kept. How long the kernel's own conntrack keeps what is its, only the agent can ask.
+    #[inline(always)]
+    pub const fn gives_way(self, protocol: Protocol, now: Tick) -> bool {
+        let (requests, replies) = (
+            seen::of_requests(self.seen()),
+            seen::of_replies(self.seen()),
+        );
+        if requests & seen::FOREIGN != 0 {
+            return false;
+        }
+        if seen::is_ended(requests, replies) && self.used().ticks_before(now) >= 2 {
+            return true;
+        }
+        self.used().age_seconds(now) > keep_seconds(protocol, requests, replies)
+    }
+
+    /// The rank of a flow that gives way.
+    pub(super) const GIVES_WAY: u32 = u32::MAX;
+
+    /// Which of several flows goes if one must: that of the highest rank, never 0. First one that gives way; then those
+    /// that nobody has answered, so that a flood of SYNs pushes out hardly any that lives; then those used longest ago.
+    #[inline(always)]
+    pub(super) const fn rank(self, protocol: Protocol, now: Tick) -> u32 {
+        if self.gives_way(protocol, now) {
+            return Self::GIVES_WAY;
+        }
+        let rank = self.used().ticks_before(now) + 1;
+        // What the kernel's conntrack translates was answered before we came.
+        if self.seen() & (seen::in_replies(seen::PACKET) | seen::FOREIGN) == 0 {
+            rank + (1 << 16)
+        } else {
+            rank
+        }
+    }
+}
+
+/// A flow's value, as the words of a cell.
+#[inline(always)]
+pub(super) fn words(value: &Translation) -> [u64; 3] {
+    [
+        half(value.endpoint, 0),
+        half(value.endpoint, 1),
+        u64::from(value.endpoint_port.be())
+            | u64::from(value.node_port.be()) << 16
+            | u64::from(value.used.number()) << 32
+            | State::bits(value.seen)
+            | u64::from(value.node_addr) << 56,
+    ]
+}
+
+#[inline(always)]
+pub(super) const fn half(addr: Addr, index: usize) -> u64 {
+    let words = addr.words();
+    words[index * 2] as u64 | (words[index * 2 + 1] as u64) << 32
+}
+
+#[inline(always)]
+pub(super) const fn addr(first: u64, second: u64) -> Addr {
+    Addr::from_words([
+        first as u32,
+        (first >> 32) as u32,
+        second as u32,
+        (second >> 32) as u32,
+    ])
+}
+
+#[inline(always)]
+pub(super) const fn value_of([first, second, state]: [u64; 3]) -> Translation {
+    Translation {
+        endpoint: addr(first, second),
+        endpoint_port: Port::from_be(state as u16),
+        node_port: Port::from_be((state >> 16) as u16),
+        used: State(state).used(),
+        seen: State(state).seen(),
+        node_addr: (state >> 56) as u8,
+    }
+}
+
+#[inline(always)]
+pub(super) const fn key_of(words: [u64; 4], ports_and_protocol: u64) -> FlowKey {
+    FlowKey::new(
+        addr(words[0], words[1]),
+        Port::from_be(ports_and_protocol as u16),
+        addr(words[2], words[3]),
+        Port::from_be((ports_and_protocol >> 16) as u16),
+        Protocol::from_number((ports_and_protocol >> 32) as u8),
+    )
+}
