@@ -19,7 +19,7 @@ use crate::{
     generate::Op,
     model::{
         Drawn, Input, Model, Moment, Output, Verdict, flows::Flow, room::Flows, sequences::Numbers,
-        state::Table,
+        table::Table,
     },
     wire::LINK,
 };

@@ -4,6 +4,7 @@
 //! measured is seen from outside: in the server, when the first byte of an answer went out and when
 //! an event did; in the kernel, when the tables had it.
 
+mod pods;
 mod restart;
 mod restless;
 mod seen;
@@ -103,7 +104,7 @@ fn restarts(extent: &Extent) -> anyhow::Result<Vec<Row>> {
 /// agent has a mesh whose pods may only reach what is known, so it knows the pods of all nodes.
 fn restless(extent: &Extent) -> anyhow::Result<Vec<Row>> {
     let services = 1_000;
-    say!("a restless node, with {} pods", thousands(restless::PODS));
+    say!("a restless node, with {} pods", thousands(pods::PODS));
     let mut site = Site::with_pods(services)?;
     site.start_from_nothing()?;
     let mut seen = Seen::new(&site.bpffs)?;
@@ -269,7 +270,7 @@ pub fn targets(rows: &[Row]) -> Vec<Target> {
     let restart = restart.map(|row| Target {
         what: format!(
             "exec to captured connections of {} workloads served, ms",
-            restart::WORKLOADS
+            pods::WORKLOADS
         ),
         value: row.value,
         at_most: 1_000.0,

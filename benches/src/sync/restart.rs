@@ -1,24 +1,18 @@
 //! An agent that starts where another one was killed: how long it takes from its exec until connections of captured
 //! workloads are served.
 
-use std::{net::IpAddr, thread, time::Duration};
+use std::{thread, time::Duration};
 
 use anyhow::Context as _;
-use dataplane_tests::{
-    Process,
-    api::{Cluster, objects},
-    report::LoadReport,
-};
+use dataplane_tests::{Process, report::LoadReport};
 use nix::time::{ClockId, clock_gettime};
-use serde_json::json;
 
-use super::site::Site;
+use super::{
+    pods::{SERVER, WORKLOADS},
+    site::Site,
+};
 use crate::say;
 
-/// Captured workloads on the agent's node.
-pub const WORKLOADS: u8 = 30;
-/// The server that they reach, beside them: its name, address and port.
-pub const SERVER: (&str, &str) = ("server", "10.244.1.254");
 const PORT: u16 = 7;
 /// Workloads whose clients connect all the time: by name, so that they are spread over the order in which the agent
 /// looks after workloads.
@@ -33,26 +27,6 @@ pub struct Times {
     pub first: f64,
     /// The first connection of the workload that waited longest.
     pub last: f64,
-}
-
-/// The names and addresses of the workloads.
-pub fn workloads() -> impl Iterator<Item = (String, String)> {
-    (1..=WORKLOADS).map(|n| (format!("pod{n}"), format!("10.244.1.{}", n + 1)))
-}
-
-/// Makes the workloads' objects.
-///
-/// # Errors
-///
-/// Never: their addresses are addresses.
-pub fn pods(cluster: &Cluster, node: &str) -> anyhow::Result<()> {
-    for (name, address) in workloads() {
-        let address: IpAddr = address.parse()?;
-        let mut pod = objects::pod(&name, node, &[address]);
-        pod["metadata"]["labels"]["istio.io/dataplane-mode"] = json!("ambient");
-        cluster.apply(pod);
-    }
-    Ok(())
 }
 
 /// Kills the agent and starts another one, again and again.

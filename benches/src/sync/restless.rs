@@ -10,34 +10,17 @@ use std::{
 };
 
 use anyhow::Context as _;
-use dataplane_tests::{
-    Process,
-    api::{Churn, Cluster, objects},
+use dataplane_tests::{Process, api::Cluster};
+
+use super::{
+    pods::{PODS, pod},
+    site::Site,
 };
-use serde_json::json;
 
-use super::site::Site;
-
-/// Pods that the API server has; the agent knows all of them.
-pub const PODS: u32 = 20_000;
 /// Changes of pods in a second, and changes of interfaces.
 const RATE: u32 = 100;
 /// Interfaces that go up and down.
 const INTERFACES: u32 = 20;
-
-/// Makes the pods. None of them is on the agent's node.
-pub fn pods(cluster: &Cluster) {
-    cluster.apply_all((0..PODS).map(|number| pod(number, 0)));
-}
-
-fn pod(number: u32, turn: u32) -> serde_json::Value {
-    let name = format!("pod-{number:05}");
-    let mut pod = objects::pod(&name, "elsewhere", &[Churn::pod(number)]);
-    // What changes most often: a condition, or a label that a controller writes.
-    pod["metadata"]["annotations"] = json!({ "turn": turn.to_string() });
-    pod["metadata"]["labels"]["version"] = json!(format!("v{}", turn % 3));
-    pod
-}
 
 /// Changes pods and interfaces until it is dropped.
 pub struct Restless {

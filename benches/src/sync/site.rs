@@ -17,7 +17,7 @@ use dataplane_tests::{
 use serde_json::Value;
 use tempfile::TempDir;
 
-use super::{restart, restless};
+use super::pods;
 
 /// The port that the server listens on.
 const PORT: u16 = 6443;
@@ -48,27 +48,27 @@ impl Site {
 
     /// Likewise, and with workloads on the agent's node whose connections its proxy takes.
     pub fn with_captured(services: u32) -> anyhow::Result<Self> {
-        let (name, address) = restart::SERVER;
+        let (name, address) = pods::SERVER;
         let mut lab = Lab::builder().node("agent").pod("agent", name, address);
-        for (name, address) in restart::workloads() {
+        for (name, address) in pods::workloads() {
             lab = lab.pod("agent", &name, &address);
         }
         let mesh = r#"{"rules": {"mode": "proxy"}, "proxy": {"accessLog": "off"}}"#;
-        let pods = |cluster: &Cluster| restart::pods(cluster, "agent");
-        Self::with(services, lab, pods, &["--mesh", mesh])
+        let captured = |cluster: &Cluster| pods::make_captured(cluster, "agent");
+        Self::with(services, lab, captured, &["--mesh", mesh])
     }
 
     /// Likewise, and with many pods; the agent captures none of them, and wants to know all.
     pub fn with_pods(services: u32) -> anyhow::Result<Self> {
         let mesh = r#"{"rules": {"mode": "proxy", "egress": "deny"}}"#;
-        let pods = |cluster: &Cluster| {
-            restless::pods(cluster);
+        let many = |cluster: &Cluster| {
+            pods::make_many(cluster);
             Ok(())
         };
         Self::with(
             services,
             Lab::builder().node("agent"),
-            pods,
+            many,
             &["--mesh", mesh],
         )
     }

@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::state::lock;
+use super::lock::lock;
 
 /// No piece of work takes so long: with 100 000 services the longest take some seconds.
 const STUCK: Duration = Duration::from_mins(2);

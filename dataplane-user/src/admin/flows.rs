@@ -11,7 +11,7 @@ use std::{
 
 use dataplane_common::{Addr, Protocol, packet::PacketConfig, tables::Peer};
 
-use super::{api, state::lock};
+use super::{api, clock::now, lock::lock};
 use crate::kernel::conntrack::{Census, Ports};
 
 /// A walk through all flows.
@@ -67,7 +67,7 @@ impl FlowFigures {
         *lock(&self.last) = Some(Walk {
             census,
             took,
-            at: super::now(),
+            at: now(),
         });
     }
 

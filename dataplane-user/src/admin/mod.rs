@@ -3,11 +3,13 @@
 pub mod api;
 mod beats;
 pub mod client;
+mod clock;
 mod counters;
 mod direct;
 mod flows;
 mod limits;
 mod load_balancers;
+mod lock;
 mod mesh;
 mod metrics;
 mod pulse;
@@ -16,6 +18,8 @@ mod server;
 mod state;
 mod view;
 
+pub use clock::now;
+pub use lock::lock;
 pub use server::{Error as ListenError, Listeners, Settings, serve, who_answers};
-pub use state::{Learnt, State, lock, now};
+pub use state::{Learnt, State};
 pub use view::mesh_rules;

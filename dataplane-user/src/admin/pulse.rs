@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::state::lock;
+use super::lock::lock;
 
 /// A change that waits longer than this to be written makes the node unhealthy: kube-proxy's
 /// default, twice its longest interval between syncs.

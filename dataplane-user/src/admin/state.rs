@@ -4,10 +4,10 @@ use std::{
     collections::{BTreeMap, HashSet},
     ops::Bound,
     sync::{
-        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+        Arc, Mutex, MutexGuard, OnceLock,
         atomic::{AtomicBool, Ordering},
     },
-    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+    time::{Duration, Instant},
 };
 
 use dataplane_common::{capture::TrafficKey, tables::PoolStats};
@@ -17,9 +17,11 @@ use tokio::sync::Notify;
 use super::{
     api,
     beats::Beats,
+    clock::now,
     counters::{Counters, PortKey},
     direct::{Direct, by_address},
     flows::FlowFigures,
+    lock::lock,
     pulse::Pulse,
     view,
 };
@@ -113,21 +115,8 @@ struct Known {
     pods: Option<api::PodCgroups>,
 }
 
-/// Seconds since the epoch.
-pub fn now() -> u64 {
-    SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .unwrap_or_default()
-        .as_secs()
-}
-
 fn micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
-}
-
-/// A thread that panicked took its writes with it: what is there is still whole.
-pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl State {

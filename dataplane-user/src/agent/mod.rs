@@ -369,7 +369,8 @@ fn serve(
             if !input.is_known() {
                 return;
             }
-            let mesh = Mesh::start(config, capture, &cgroup, std::mem::take(&mut given));
+            let sockets = std::mem::take(&mut given.sockets);
+            let mesh = Mesh::start(config, capture, &cgroup, sockets, given.before.take());
             early = Some(mesh.map(|mut mesh| {
                 mesh.listen_early(capture, input.snapshot());
                 mesh
@@ -416,7 +417,8 @@ fn serve(
     let (mesh, before) = match (early.transpose()?, settings.mesh.clone()) {
         (Some(mesh), _) => (Some(mesh), None),
         (None, Some(config)) => {
-            let mesh = Mesh::start(config, kernel.capture(), &cgroup, given)?;
+            let capture = kernel.capture();
+            let mesh = Mesh::start(config, capture, &cgroup, given.sockets, given.before)?;
             (Some(mesh), None)
         }
         (None, None) => (None, given.before),

@@ -11,9 +11,8 @@ use thiserror::Error;
 use super::{
     Contents,
     blocks::{self, Blocks, Damage},
-    diff::key_text,
     mirror::{Mirror, NO_ENDPOINT, Slot, count, has_group},
-    wanted::WantedKey,
+    wanted::{WantedKey, key_text},
 };
 use crate::model::TrafficPolicy;
 

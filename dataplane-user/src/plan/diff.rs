@@ -4,16 +4,13 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     fmt,
-    net::{IpAddr, SocketAddr},
+    net::SocketAddr,
 };
 
-use dataplane_common::{
-    Protocol,
-    tables::{Block, Endpoint, Frontend, FrontendKey, Kind, Pool},
-};
+use dataplane_common::tables::{Block, Endpoint, Frontend, Kind, Pool};
 use serde::Serialize;
 
-use super::{Contents, Planner, wanted::is_address};
+use super::{Contents, Planner, wanted::key_text};
 
 /// A key that is answered differently after a plan.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -53,24 +50,6 @@ pub enum Empty {
     NoLocalEndpoint,
     /// The service does not have the port.
     PortNotServed,
-}
-
-/// A key as people write it: `10.96.0.10:53/udp`, `[fd00::a]:53/udp`, `10.96.0.10` (an address as
-/// such), `*:30080/tcp` and `[*]:30080/tcp` (a node port of IPv4 and IPv6).
-pub fn key_text(key: &FrontendKey) -> String {
-    let FrontendKey {
-        addr,
-        port,
-        protocol,
-        ..
-    } = key;
-    let (port, protocol): (_, &Protocol) = (port.host(), protocol);
-    match addr.ip() {
-        ip if is_address(key) => ip.to_string(),
-        IpAddr::V4(ip) if ip.is_unspecified() => format!("*:{port}/{protocol}"),
-        IpAddr::V6(ip) if ip.is_unspecified() => format!("[*]:{port}/{protocol}"),
-        ip => format!("{}/{protocol}", SocketAddr::new(ip, port)),
-    }
 }
 
 /// What is answered differently by the tables that `after` has planned than by `before`, in the

@@ -41,9 +41,9 @@ mod wanted;
 pub use adopt::AdoptError;
 pub use capture::{Captured, Policies};
 pub use departures::{Departed, Departures};
-pub use diff::{Answer, Change, Empty, changes, key_text};
+pub use diff::{Answer, Change, Empty, changes};
 pub use planner::Planner;
-pub use wanted::source_key;
+pub use wanted::{key_text, source_key};
 
 use dataplane_common::{
     packet::SourceKey,

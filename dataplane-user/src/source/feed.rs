@@ -1,26 +1,10 @@
 //! The one way to be a source: a [`Feed`] yields [`View`]s, says how it is doing ([`Health`]), and ends when it
 //! is dropped.
 
-use std::{
-    fmt,
-    path::PathBuf,
-    sync::Arc,
-    time::{Instant, SystemTime, UNIX_EPOCH},
-};
+use std::{fmt, sync::Arc, time::Instant};
 
-use crate::{
-    model::{Node, Problem, Service, ServiceName, Workload, WorkloadName},
-    source::{kubernetes, manifests, objects::NodeFacts},
-};
-
-/// What to read, and where it is.
-#[derive(Clone, Debug)]
-pub enum Source {
-    /// Files and directories.
-    Manifests(Vec<PathBuf>),
-    /// The Kubernetes API.
-    Kubernetes(kubernetes::Settings),
-}
+use super::{health::Health, objects::NodeFacts};
+use crate::model::{Problem, Service, ServiceName, Workload, WorkloadName};
 
 /// A source that is being read, until it is dropped.
 pub trait Feed: Send {
@@ -76,122 +60,6 @@ pub enum Notice {
         /// What it said.
         why: String,
     },
-}
-
-/// How reading a source goes. Times are in seconds since the epoch.
-#[derive(Clone, Debug)]
-pub enum Health {
-    /// Of files and directories.
-    Manifests(Arc<manifests::Health>),
-    /// Of the Kubernetes API.
-    Kubernetes {
-        /// The server, as a person knows it.
-        server: String,
-        /// How reading each kind of object goes.
-        kinds: Arc<kubernetes::Health>,
-    },
-    /// Of several feeds that yield views together.
-    Combined(Vec<Health>),
-}
-
-/// Why a source cannot be opened.
-#[derive(Debug, thiserror::Error)]
-pub enum OpenError {
-    /// The manifests cannot be served.
-    #[error(transparent)]
-    Manifests(#[from] manifests::Errors),
-    /// The manifests cannot be watched.
-    #[error(transparent)]
-    Watch(#[from] manifests::WatchError),
-    /// Nothing says how to reach the API.
-    #[error(transparent)]
-    Connect(#[from] kubernetes::ConnectError),
-    /// A thread cannot be started.
-    #[error("cannot start the thread that reads {what}: {error}")]
-    Thread {
-        /// The source.
-        what: &'static str,
-        /// Why.
-        error: std::io::Error,
-    },
-}
-
-impl Source {
-    /// Begins to read, for this node. Manifests are read before this returns; an API server may be away, and is
-    /// then waited for.
-    ///
-    /// # Errors
-    ///
-    /// The settings or the manifests cannot be used, or no thread can be started.
-    pub fn open(
-        &self,
-        node: &Arc<Node>,
-        notify: impl Fn(Notice) + Clone + Send + Sync + 'static,
-    ) -> Result<Box<dyn Feed>, OpenError> {
-        Ok(match self {
-            Self::Manifests(paths) => Box::new(manifests::Files::open(paths, node, notify)?),
-            Self::Kubernetes(settings) => {
-                Box::new(kubernetes::Api::open(settings.clone(), node, notify)?)
-            }
-        })
-    }
-}
-
-impl Health {
-    /// Files and directories, or the server.
-    pub fn places(&self) -> Vec<String> {
-        match self {
-            Self::Manifests(files) => files.paths(),
-            Self::Kubernetes { server, .. } => vec![server.clone()],
-            Self::Combined(parts) => parts.iter().flat_map(Self::places).collect(),
-        }
-    }
-
-    /// When everything was last known to be as the newest view says; 0: not everything was read yet.
-    pub fn heard(&self) -> u64 {
-        match self {
-            Self::Manifests(files) => files.read(),
-            Self::Kubernetes { kinds, .. } => kinds.heard(),
-            Self::Combined(parts) => parts.iter().map(Self::heard).min().unwrap_or_default(),
-        }
-    }
-
-    /// Since when the source cannot be read, and why; what was read before is still valid.
-    pub fn failure(&self) -> Option<(u64, String)> {
-        match self {
-            Self::Manifests(files) => files.failure(),
-            Self::Kubernetes { kinds, .. } => kinds.failure(),
-            Self::Combined(parts) => parts.iter().filter_map(Self::failure).min(),
-        }
-    }
-
-    /// How often the source could not be read.
-    pub fn failures(&self) -> u64 {
-        match self {
-            Self::Manifests(files) => files.failures(),
-            Self::Kubernetes { kinds, .. } => kubernetes::Kind::ALL
-                .iter()
-                .map(|&kind| kinds.of(kind).failures())
-                .sum(),
-            Self::Combined(parts) => parts.iter().map(Self::failures).sum(),
-        }
-    }
-
-    /// The health of each source that is not made of others.
-    pub fn each(&self) -> Vec<&Self> {
-        match self {
-            Self::Combined(parts) => parts.iter().flat_map(Self::each).collect(),
-            one => vec![one],
-        }
-    }
-}
-
-/// Seconds since the epoch.
-pub(super) fn now() -> u64 {
-    SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .unwrap_or_default()
-        .as_secs()
 }
 
 impl fmt::Debug for dyn Feed {

@@ -1,10 +1,17 @@
 //! Where the model comes from: a [`Source`] is opened, and the [`Feed`] yields what it says.
 
+mod clock;
 mod combined;
+mod error;
 mod feed;
+mod health;
 pub mod kubernetes;
 pub mod manifests;
 pub mod objects;
+mod open;
 
 pub use combined::{Combined, Part};
-pub use feed::{Feed, Health, Notice, OpenError, Source, View};
+pub use error::OpenError;
+pub use feed::{Feed, Notice, View};
+pub use health::Health;
+pub use open::Source;

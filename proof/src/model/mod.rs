@@ -13,6 +13,7 @@ pub mod read;
 pub mod room;
 pub mod sequences;
 pub mod state;
+pub mod table;
 pub mod write;
 
 use dataplane::kernel::rig::SkbContext;

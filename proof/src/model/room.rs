@@ -12,7 +12,7 @@ use dataplane_common::{
 use super::{
     flows::{Flow, gives_way},
     sequences::Numbers,
-    state::Table,
+    table::Table,
 };
 
 /// The flows, by their keys, and where they are.

@@ -11,7 +11,8 @@ use std::{
 use anyhow::{Context as _, Result, bail};
 use dataplane_tests::cgroup2_mount;
 
-use super::place::CGROUP;
+/// Name of the cluster's cgroup in every hierarchy.
+pub const CGROUP: &str = "dataplane-cluster";
 
 /// A mounted hierarchy.
 #[derive(Debug, Clone, PartialEq, Eq)]

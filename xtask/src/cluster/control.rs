@@ -18,10 +18,10 @@ use nix::{
 use serde_json::json;
 
 use super::{
-    cgroups,
+    cgroups::{self, CGROUP},
     identity::{ISSUER, file},
     kubectl::Kubectl,
-    place::{self, CGROUP, CONTROL, CONTROL_V4, DNS_SERVICE, POD_RANGES, SERVICE_RANGES},
+    place::{self, CONTROL, CONTROL_V4, DNS_SERVICE, POD_RANGES, SERVICE_RANGES},
     programs::Programs,
 };
 use crate::command::{output, shown};

@@ -12,10 +12,10 @@ use std::{
 
 use anyhow::{Context as _, Result, bail};
 
+use super::cgroups::{self, CGROUP};
+
 /// Holds everything that the cluster writes.
 const DIRECTORY: &str = "/var/tmp/dataplane-cluster";
-/// Name of the cluster's cgroup in every hierarchy.
-pub const CGROUP: &str = "dataplane-cluster";
 /// Namespaces of the cluster are `dpcluster-NAME`.
 pub const NETNS_PREFIX: &str = "dpcluster-";
 /// Name of the control plane's namespace, which is also the nodes' router and the outside client.
@@ -158,7 +158,7 @@ impl Node {
     /// # Errors
     /// If the node does not run.
     pub fn command(self, program: impl AsRef<Path>) -> Result<Command> {
-        let mut command = super::cgroups::joining(&self.cgroup(SYSTEM))?;
+        let mut command = cgroups::joining(&self.cgroup(SYSTEM))?;
         command
             .args(["nsenter", "--target", &self.init()?])
             .args(["--mount", "--pid", "--net", "--uts", "--cgroup", "--"])

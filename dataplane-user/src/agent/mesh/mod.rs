@@ -27,14 +27,16 @@ use self::{
     packets::Packets,
     problems::Problems,
 };
-use super::handover::Given;
 use crate::{
     admin::api,
     config,
     kernel::{self, Accelerator, Capture, CaptureOptions, Kernel, Namespace, namespaces},
     model::{Acceleration, Egress, Place, Snapshot, Workload, WorkloadName},
     plan::{Captured, Policies},
-    proxy::{self, Observer, Proxy, handover},
+    proxy::{
+        self, Observer, Proxy,
+        handover::{self, Named},
+    },
 };
 pub use problems::Problem;
 
@@ -148,8 +150,8 @@ pub struct Mesh {
 }
 
 impl Mesh {
-    /// Starts the proxy, if it is ours. Nothing is captured yet that was not before. `given`: what an
-    /// earlier agent left.
+    /// Starts the proxy, if it is ours. Nothing is captured yet that was not before. `given`: the listening sockets of
+    /// an earlier agent; `before`: that agent, which accepts from them until this one does.
     ///
     /// # Errors
     /// If the proxy cannot be started, or the tables not be read.
@@ -157,7 +159,8 @@ impl Mesh {
         config: config::Mesh,
         capture: &Capture,
         cgroup: &Path,
-        given: Given,
+        given: Named,
+        before: Option<UnixStream>,
     ) -> Result<Self, super::Error> {
         let options = options(&config);
         let proxy = if options.foreign {
@@ -197,8 +200,8 @@ impl Mesh {
             last,
             attached: BTreeMap::new(),
             packets: Packets::after(held),
-            given: given.sockets.into_iter().collect(),
-            before: given.before,
+            given: given.into_iter().collect(),
+            before,
             problems: Problems::default(),
             trouble: None,
             shortage: None,

@@ -13,14 +13,18 @@ use kube::{
     Client, Config,
     client::{ClientBuilder, ConfigExt as _},
     config::{
-        AuthInfo, Cluster, Context, KubeConfigOptions, Kubeconfig, KubeconfigError, NamedAuthInfo,
-        NamedCluster, NamedContext,
+        AuthInfo, Cluster, Context, KubeConfigOptions, Kubeconfig, NamedAuthInfo, NamedCluster,
+        NamedContext,
     },
 };
 
 use tower::{BoxError, ServiceBuilder};
 
-use super::{Patience, Scope, failure, token::TokenFile};
+use super::{
+    Patience, Scope,
+    error::{ConnectError, chain},
+    token::TokenFile,
+};
 
 /// How long a connection may take to be made.
 const CONNECT: Duration = Duration::from_secs(5);
@@ -97,51 +101,6 @@ impl Target {
     }
 }
 
-/// Why there is no way to the API server: something in files or variables.
-#[derive(Debug, thiserror::Error)]
-pub enum ConnectError {
-    /// Nothing says where it is.
-    #[error(
-        "nothing says where the API server is: give --kubeconfig FILE (or KUBECONFIG), or in a pod \
-         --api-server URL (or KUBERNETES_SERVICE_HOST)"
-    )]
-    Nowhere,
-    /// The kubeconfig is of no use.
-    #[error("{}: {error}", path.display())]
-    Kubeconfig {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        #[source]
-        error: Box<KubeconfigError>,
-    },
-    /// The service account is of no use.
-    #[error("the service account in {}: {text}", path.display())]
-    ServiceAccount {
-        /// Its directory.
-        path: PathBuf,
-        /// What is wrong with it.
-        text: String,
-    },
-    /// The URL is none.
-    #[error("`{url}` is not a URL of an API server; expected one like https://192.0.2.1:6443")]
-    Url {
-        /// As given.
-        url: String,
-    },
-    /// There is no token in the file that has it.
-    #[error("the token in {}: {text}", path.display())]
-    Token {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        text: String,
-    },
-    /// Keys, certificates or a proxy are of no use.
-    #[error("cannot make a connection: {0}")]
-    Client(String),
-}
-
 /// Makes connections to the API server.
 #[derive(Debug)]
 pub struct Connector {
@@ -205,8 +164,7 @@ impl Connector {
         config.default_retry = false;
         config.connect_timeout = Some(CONNECT);
         let server = config.cluster_url.to_string();
-        let client =
-            client(config).map_err(|error| ConnectError::Client(failure::chain(&error)))?;
+        let client = client(config).map_err(|error| ConnectError::Client(chain(&error)))?;
         Ok(Connection {
             client,
             server: server.trim_end_matches('/').to_owned(),

@@ -1,10 +1,10 @@
 //! Why the API could not be read.
 
-use std::{error::Error, time::Duration};
+use std::time::Duration;
 
 use serde::Deserialize;
 
-use super::{Kind, connect::ConnectError};
+use super::{Kind, error::ConnectError};
 
 /// Why the API could not be read.
 #[derive(Debug, thiserror::Error)]
@@ -121,18 +121,4 @@ impl From<Status> for Failure {
             retry_after: (seconds > 0).then(|| Duration::from_secs(seconds)),
         }
     }
-}
-
-/// An error and its causes, those left out that an error's own words already tell.
-pub(super) fn chain(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        let words = error.to_string();
-        if !text.contains(&words) {
-            text = format!("{text}: {words}");
-        }
-        cause = error.source();
-    }
-    text
 }

@@ -15,10 +15,7 @@ use kube::{
 use tokio::time::timeout;
 
 use super::{
-    Failure, Kind, Patience,
-    failure::{Status, chain},
-    health::KindHealth,
-    token::TokenFile,
+    Failure, Kind, Patience, error::chain, failure::Status, health::KindHealth, token::TokenFile,
 };
 
 /// Who we are, for the server's log and its audit.

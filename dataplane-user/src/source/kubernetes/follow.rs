@@ -17,6 +17,7 @@ use super::{
     fetch::{Fetch, Lines},
     health::KindHealth,
     kind::Object,
+    sight::{Eyes, Sight},
 };
 use crate::model::Node;
 
@@ -44,24 +45,6 @@ pub enum Message {
     /// The API server does not let it be read, as it says, and the rest goes on without; or, with
     /// nothing, lets it be read again.
     Refused(Kind, Option<String>),
-}
-
-/// What decides how things look, and which of them are looked at.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Eyes {
-    /// This node as its object has it; none: that is not known yet.
-    pub node: Option<Arc<Node>>,
-    /// Whether the pods of all nodes are wanted, rather than those of this one.
-    pub everywhere: bool,
-}
-
-/// The same, as far as it concerns one kind.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Sight {
-    /// This node: for slices, as its object has it.
-    pub node: Arc<Node>,
-    /// Whether the pods of all nodes are looked at.
-    pub everywhere: bool,
 }
 
 /// Follows one kind.

@@ -6,7 +6,7 @@ use std::sync::{
 };
 
 use super::{Kind, Scope};
-use crate::source::feed::now;
+use crate::source::clock::now;
 
 /// How reading the API goes: written by those who read, read by whoever asks.
 #[derive(Debug, Default)]

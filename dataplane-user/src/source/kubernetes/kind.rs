@@ -5,7 +5,7 @@ use std::{fmt, sync::Arc};
 use kube::core::params::{ListParams, WatchParams};
 use serde::de::DeserializeOwned;
 
-use super::follow::Sight;
+use super::sight::Sight;
 use crate::{
     model::{Node, Place, Service, ServiceName, Workload},
     source::objects::{

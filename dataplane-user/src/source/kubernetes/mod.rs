@@ -10,6 +10,7 @@
 //! intervals, and [`Health`] tells since when nothing was heard, and why.
 
 mod connect;
+mod error;
 mod failure;
 mod fetch;
 mod follow;
@@ -17,10 +18,12 @@ mod health;
 mod kind;
 mod orphans;
 mod pods;
+mod sight;
 mod store;
 mod token;
 
-pub use connect::{ConnectError, Settings, Target};
+pub use connect::{Settings, Target};
+pub use error::ConnectError;
 pub use failure::Failure;
 pub use health::{Health, KindHealth};
 pub use kind::{Kind, Scope};
@@ -40,10 +43,11 @@ use tokio::{
 };
 use tracing::info;
 
-use super::{Feed, Notice, OpenError, View, feed};
-use crate::model::Node;
+use super::{Feed, Notice, OpenError, View};
+use crate::{model::Node, source};
 use connect::Connector;
-use follow::{Eyes, Follower};
+use follow::Follower;
+use sight::Eyes;
 use store::Store;
 
 /// Messages that may wait to be taken in: beyond that, reading waits.
@@ -161,8 +165,8 @@ impl Feed for Api {
         self.latest.take()
     }
 
-    fn health(&self) -> feed::Health {
-        feed::Health::Kubernetes {
+    fn health(&self) -> source::Health {
+        source::Health::Kubernetes {
             server: self.server.clone(),
             kinds: Arc::clone(&self.health),
         }

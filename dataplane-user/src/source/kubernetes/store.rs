@@ -10,10 +10,11 @@ use tokio::time::Instant;
 
 use super::{
     Kind, Patience, Scope,
-    follow::{Eyes, Message},
+    follow::Message,
     kind::{Body, Object},
     orphans::Orphans,
     pods::{self, Pods},
+    sight::Eyes,
 };
 use crate::{
     model::{Gravity, Node, Problem, Service, ServiceName},

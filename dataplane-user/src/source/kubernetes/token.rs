@@ -9,7 +9,7 @@ use std::{
 
 use http::HeaderValue;
 
-use super::connect::ConnectError;
+use super::error::ConnectError;
 
 /// How long a token is used before its file is read again: the kubelet writes a new one long before the
 /// old one expires.

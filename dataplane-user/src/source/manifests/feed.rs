@@ -3,8 +3,8 @@
 use std::{
     path::PathBuf,
     sync::{
-        Arc, Mutex, PoisonError,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        Arc,
+        atomic::{AtomicBool, Ordering},
     },
     thread::{self, JoinHandle},
 };
@@ -12,58 +12,11 @@ use std::{
 use tokio::{runtime::Builder, sync::oneshot};
 use tracing::{error, info};
 
-use super::{Loaded, Watcher, load_reusing};
+use super::{Health, Loaded, Watcher, load_reusing};
 use crate::{
     model::{Node, Snapshot},
-    source::{
-        Feed, Notice, OpenError, View,
-        feed::{self, now},
-    },
+    source::{self, Feed, Notice, OpenError, View},
 };
-
-/// How reading manifests goes: written by the feed, read by other threads. Times are in seconds since the epoch.
-#[derive(Debug, Default)]
-pub struct Health {
-    paths: Vec<PathBuf>,
-    read: AtomicU64,
-    failures: AtomicU64,
-    /// When they could not be read, and why; none: they were read since.
-    failure: Mutex<Option<(u64, String)>>,
-}
-
-impl Health {
-    /// Files and directories, as they were given.
-    pub fn paths(&self) -> Vec<String> {
-        let text = |path: &PathBuf| path.display().to_string();
-        self.paths.iter().map(text).collect()
-    }
-
-    /// When they were last read without an error; 0: never.
-    pub fn read(&self) -> u64 {
-        self.read.load(Ordering::Relaxed)
-    }
-
-    /// How often they could not be read.
-    pub fn failures(&self) -> u64 {
-        self.failures.load(Ordering::Relaxed)
-    }
-
-    /// When they could not be read, and why; none if they were read since.
-    pub fn failure(&self) -> Option<(u64, String)> {
-        let failure = self.failure.lock();
-        failure.unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    fn set(&self, failure: Option<String>) {
-        if failure.is_some() {
-            self.failures.fetch_add(1, Ordering::Relaxed);
-        } else {
-            self.read.store(now(), Ordering::Relaxed);
-        }
-        *self.failure.lock().unwrap_or_else(PoisonError::into_inner) =
-            failure.map(|text| (now(), text));
-    }
-}
 
 /// Files and directories that are read, and read again whenever one of them has changed.
 ///
@@ -100,10 +53,7 @@ impl Files {
             last: Snapshot::default(),
             first: None,
             changed: Arc::default(),
-            health: Arc::new(Health {
-                paths: paths.to_vec(),
-                ..Health::default()
-            }),
+            health: Arc::new(Health::of(paths)),
             stop: None,
             watching: None,
         };
@@ -204,8 +154,8 @@ impl Feed for Files {
         self.changed.store(true, Ordering::Release);
     }
 
-    fn health(&self) -> feed::Health {
-        feed::Health::Manifests(Arc::clone(&self.health))
+    fn health(&self) -> source::Health {
+        source::Health::Manifests(Arc::clone(&self.health))
     }
 }
 

@@ -1,0 +1,11 @@
+//! The time as sources tell it.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// Seconds since the epoch.
+pub(super) fn now() -> u64 {
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default()
+        .as_secs()
+}
