@@ -1,5 +1,10 @@
 //! `cargo xtask lint`: what a change must pass besides the tests.
 
+mod arrows;
+mod circles;
+mod modules;
+mod tokens;
+
 use std::process::ExitCode;
 
 use anyhow::Result;
@@ -12,7 +17,7 @@ use crate::{
     setup::{self, Purpose},
 };
 
-/// Check the formatting, clippy's warnings and the documentation's links
+/// Check the formatting, clippy's warnings, the imports between files and the documentation's links
 ///
 /// Clippy reads the kernel programs for their own instruction set; plain `cargo clippy` cannot.
 #[derive(Debug, clap::Args)]
@@ -23,6 +28,8 @@ pub fn main(no_install: bool) -> Result<ExitCode> {
     check(cargo().args(["fmt", "--all", "--check"]))?;
     note("lint: links of the pages");
     links::check()?;
+    note("lint: imports between files");
+    arrows::check()?;
     note("lint: kernel programs");
     build::lint_programs(&setup::ensure(Purpose::Build, no_install)?)?;
     note("lint: everything else");
