@@ -41,7 +41,9 @@ impl Sysctls {
     /// Those that `settings` speak of, on a node with so many cores.
     pub fn new(settings: &NfConntrack, cores: u32) -> Self {
         let max = settings.max(cores);
-        let timeout = |timeout: Option<crate::settings::Timeout>| timeout.map(|it| it.seconds());
+        let timeout = |timeout: Option<crate::settings::Timeout>| {
+            timeout.map(crate::settings::Timeout::seconds)
+        };
         let all = [
             ("nf_conntrack_max", max, true),
             (
