@@ -1,8 +1,8 @@
 //! The dataplane agent: what to serve ([`model`]), where that comes from ([`source`]), what the
 //! kernel's tables should hold for it ([`plan`]), and those tables ([`kernel`]).
 //!
-//! Arrows run one way: `model <- {source, plan, relay}`, `plan <- kernel`, `relay <- proxy`, and [`agent`] and [`cli`]
-//! above all.
+//! These rooms import from each other one way only: docs/architecture.md has the table, and `cargo xtask lint` holds
+//! the code against it.
 
 pub mod admin;
 pub mod agent;

@@ -26,7 +26,7 @@ pub struct Snapshot {
     words: Cell,
 }
 
-/// Reads a cell; `None` if it has no flow, or becomes another's meanwhile (["Reading while others write"](super)).
+/// Reads a cell; `None` if it has no flow, or becomes another's meanwhile (see [`super`], "Reading while others write").
 #[inline(always)]
 pub fn read<L: Line>(line: L) -> Option<Snapshot> {
     let head = Head(line.load(HEAD));

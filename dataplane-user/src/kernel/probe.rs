@@ -22,7 +22,7 @@ use nix::sys::resource::{Resource, getrlimit};
 
 use super::{
     Paths,
-    capture::{FWMARK_ACCEPT, cannot_accept_marks},
+    capture::routing::{FWMARK_ACCEPT, cannot_accept_marks},
     cgroup2_root,
     fields::Types,
     object,
