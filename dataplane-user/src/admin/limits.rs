@@ -1,5 +1,5 @@
-//! Limits for those who ask the agent's ports: how many at the same time, and how long a connection may
-//! say nothing.
+//! Limits for clients of the agent's ports: how many connections there are at the same time, how long a connection may
+//! say nothing, how long a request may take to arrive, and how long a client may take to read the answer.
 
 use std::{
     io,
@@ -20,34 +20,57 @@ use tokio::{
 const CONNECTIONS: usize = 64;
 /// The same of a port that load balancers ask.
 const CHECKS: usize = 256;
-/// How long a connection may stand still: before a request, within one, or with an answer that nobody
-/// reads.
+/// How long a connection may stay without a request.
 const IDLE: Duration = Duration::from_mins(1);
+/// How long a request may take from its first byte to its answer's first, whatever arrives meanwhile. The agent makes
+/// an answer in milliseconds; several wait for each other.
+const REQUEST: Duration = Duration::from_secs(20);
+/// How long a client may take to read an answer, from its first byte on, however little it reads at a time. Metrics
+/// of 10 000 services are a megabyte.
+const ANSWER: Duration = Duration::from_mins(1);
 
 /// A listener whose connections are limited.
 #[derive(Debug)]
 pub struct Limited<L> {
     listener: L,
     free: Arc<Semaphore>,
+    times: Times,
+}
+
+/// How long a connection may be in each phase.
+#[derive(Clone, Copy, Debug)]
+struct Times {
     idle: Duration,
+    request: Duration,
+    answer: Duration,
+}
+
+impl Default for Times {
+    fn default() -> Self {
+        Self {
+            idle: IDLE,
+            request: REQUEST,
+            answer: ANSWER,
+        }
+    }
 }
 
 impl<L> Limited<L> {
     /// With the usual limits.
     pub fn new(listener: L) -> Self {
-        Self::with(listener, CONNECTIONS, IDLE)
+        Self::with(listener, CONNECTIONS, Times::default())
     }
 
     /// For load balancers' health checks, of which many may keep their connections.
     pub fn for_checks(listener: L) -> Self {
-        Self::with(listener, CHECKS, IDLE)
+        Self::with(listener, CHECKS, Times::default())
     }
 
-    fn with(listener: L, connections: usize, idle: Duration) -> Self {
+    fn with(listener: L, connections: usize, times: Times) -> Self {
         Self {
             listener,
             free: Arc::new(Semaphore::new(connections)),
-            idle,
+            times,
         }
     }
 }
@@ -63,8 +86,9 @@ impl<L: Listener> Listener for Limited<L> {
         let connection = Connection {
             io,
             _place: place,
-            idle: self.idle,
-            ends: Box::pin(sleep(self.idle)),
+            times: self.times,
+            phase: Phase::Idle,
+            ends: Box::pin(sleep(self.times.idle)),
         };
         (connection, addr)
     }
@@ -79,26 +103,55 @@ impl<L: Listener> Listener for Limited<L> {
 pub struct Connection<I> {
     io: I,
     _place: Option<OwnedSemaphorePermit>,
-    idle: Duration,
-    /// When it ends if nothing happens.
+    times: Times,
+    phase: Phase,
+    /// When the phase ends, and with it the connection.
     ends: Pin<Box<Sleep>>,
 }
 
+/// What a connection is waiting for. Bytes that arrive or leave within a phase do not extend it: a client that sends or
+/// reads a byte at a time would keep its connection for ever.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    /// For a request: the connection is new, or its last answer has been sent.
+    Idle,
+    /// For the rest of a request, and for its answer.
+    Request,
+    /// For the client to read its answer.
+    Answer,
+}
+
 impl<I> Connection<I> {
-    /// Looks at the clock: whether something has happened, or the time is up.
+    /// Begins a phase, unless the connection is in it.
+    fn begin(&mut self, phase: Phase) {
+        if self.phase == phase {
+            return;
+        }
+        let now = Instant::now();
+        let ends = match phase {
+            Phase::Idle => now + self.times.idle,
+            // A request may arrive while the answer to the one before it is read: that one keeps its time.
+            Phase::Request if self.phase == Phase::Answer => {
+                self.ends.deadline().max(now + self.times.request)
+            }
+            Phase::Request => now + self.times.request,
+            Phase::Answer => now + self.times.answer,
+        };
+        self.phase = phase;
+        self.ends.as_mut().reset(ends);
+    }
+
+    /// Waits no longer than the phase lasts.
     fn in_time<T>(
         &mut self,
         context: &mut Context<'_>,
         result: Poll<io::Result<T>>,
     ) -> Poll<io::Result<T>> {
         if result.is_ready() {
-            self.ends.as_mut().reset(Instant::now() + self.idle);
             return result;
         }
-        self.ends
-            .as_mut()
-            .poll(context)
-            .map(|()| Err(io::ErrorKind::TimedOut.into()))
+        let ended = self.ends.as_mut().poll(context);
+        ended.map(|()| Err(io::ErrorKind::TimedOut.into()))
     }
 }
 
@@ -108,7 +161,11 @@ impl<I: AsyncRead + Unpin> AsyncRead for Connection<I> {
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
+        let before = buffer.filled().len();
         let result = Pin::new(&mut self.io).poll_read(context, buffer);
+        if buffer.filled().len() > before {
+            self.begin(Phase::Request);
+        }
         self.in_time(context, result)
     }
 }
@@ -119,12 +176,33 @@ impl<I: AsyncWrite + Unpin> AsyncWrite for Connection<I> {
         context: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
+        self.begin(Phase::Answer);
         let result = Pin::new(&mut self.io).poll_write(context, bytes);
         self.in_time(context, result)
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.io).poll_flush(context)
+        let result = Pin::new(&mut self.io).poll_flush(context);
+        // Called when the HTTP server has nothing left to write.
+        if result.is_ready() && self.phase == Phase::Answer {
+            self.begin(Phase::Idle);
+        }
+        self.in_time(context, result)
+    }
+
+    // So that the server sends an answer from where it lies: else it copies each for each client.
+    fn is_write_vectored(&self) -> bool {
+        self.io.is_write_vectored()
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffers: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        self.begin(Phase::Answer);
+        let result = Pin::new(&mut self.io).poll_write_vectored(context, buffers);
+        self.in_time(context, result)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -158,7 +236,11 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let at = listener.local_addr().unwrap();
         let idle = SOON * 4;
-        let limited = Limited::with(listener, 2, idle);
+        let times = Times {
+            idle,
+            ..Times::default()
+        };
+        let limited = Limited::with(listener, 2, times);
         let router = Router::new().route("/", get(async || "hello"));
         let server = tokio::spawn(async { axum::serve(limited, router).await });
         let connect = async || TcpStream::connect(at).await.unwrap();
@@ -176,6 +258,61 @@ mod tests {
         assert!(!asks(&mut fourth).await);
         let read = timeout(idle * 3, fourth.read_exact(&mut answer)).await;
         assert!(read.is_ok_and(|read| read.is_ok()));
+        server.abort();
+    }
+
+    /// Bytes that a client may read within a test, which are more than the sockets' buffers hold.
+    const MUCH: usize = 32 << 20;
+
+    /// A client that sends a request a byte at a time, and one that reads its answer so.
+    #[tokio::test]
+    async fn a_byte_at_a_time_gains_no_time() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let at = listener.local_addr().unwrap();
+        let times = Times {
+            idle: SOON * 20,
+            request: SOON,
+            answer: SOON * 2,
+        };
+        let limited = Limited::with(listener, 8, times);
+        let router = Router::new()
+            .route("/", get(async || "hello"))
+            .route("/much", get(async || vec![b'x'; MUCH]));
+        let server = tokio::spawn(async { axum::serve(limited, router).await });
+
+        let mut slow = TcpStream::connect(at).await.unwrap();
+        let mut ended = false;
+        for byte in b"GET / HTTP/1.1\r\nhost: x\r\nx-long: xxxxxxxxxxxxxxxxxxxx" {
+            let sent = slow.write_all(&[*byte]).await;
+            sleep(SOON / 10).await;
+            let closed = timeout(Duration::from_millis(1), slow.read(&mut [0])).await;
+            ended |= sent.is_err() || closed.is_ok();
+        }
+        assert!(ended, "a request may take for ever");
+
+        let mut slow = TcpStream::connect(at).await.unwrap();
+        let request = b"GET /much HTTP/1.1\r\nhost: x\r\n\r\n";
+        slow.write_all(request).await.unwrap();
+        let mut read = 0;
+        let all = timeout(times.answer * 10, async {
+            let mut buffer = vec![0; MUCH / 200];
+            while let Ok(more @ 1..) = slow.read(&mut buffer).await {
+                read += more;
+                sleep(SOON / 10).await;
+            }
+        });
+        assert!(all.await.is_ok() && read < MUCH, "{read} of {MUCH} bytes");
+
+        // A connection that asks again and again outlives all of these times.
+        let mut steady = TcpStream::connect(at).await.unwrap();
+        for _ in 0..4 {
+            assert!(asks(&mut steady).await);
+            let rest = timeout(SOON, async {
+                let mut rest = [0; 256];
+                while steady.read(&mut rest).await.is_ok() {}
+            });
+            assert!(rest.await.is_err(), "closed while in use");
+        }
         server.abort();
     }
 }

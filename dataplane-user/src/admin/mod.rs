@@ -13,6 +13,7 @@ mod lock;
 mod mesh;
 mod metrics;
 mod pulse;
+mod rendering;
 pub mod report;
 mod server;
 mod state;

@@ -24,7 +24,9 @@ use super::{
     api::{Page, Version},
     client::{self, Client},
     limits::Limited,
-    load_balancers, metrics, report,
+    load_balancers, metrics,
+    rendering::Renderings,
+    report,
     state::State,
 };
 use crate::model::ServiceName;
@@ -195,6 +197,7 @@ fn unix(path: &Path) -> Result<UnixListener, Error> {
 struct Context {
     state: Arc<State>,
     registry: Registry,
+    renderings: Renderings,
 }
 
 /// Answers until it is dropped.
@@ -207,6 +210,7 @@ pub async fn serve(listeners: Listeners, state: Arc<State>) -> io::Result<()> {
     let context = Arc::new(Context {
         state: Arc::clone(&state),
         registry,
+        renderings: Renderings::default(),
     });
     let Listeners {
         socket,
@@ -296,18 +300,25 @@ async fn get_ready(Shared(context): Shared<Arc<Context>>) -> (StatusCode, String
 }
 
 async fn get_metrics(Shared(context): Shared<Arc<Context>>) -> Response {
-    aside(move || {
-        let mut body = String::new();
-        text::encode(&mut body, &context.registry)
-            .map_err(|_| "cannot write the metrics\n".to_owned())?;
-        let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-        Ok(([(header::CONTENT_TYPE, kind)], body))
-    })
-    .await
+    let of = Arc::clone(&context);
+    let make = async || {
+        aside(move || {
+            let mut text = String::new();
+            text::encode(&mut text, &of.registry)
+                .map_err(|_| "cannot write the metrics\n".to_owned())?;
+            Ok(text)
+        })
+        .await
+    };
+    let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+    match context.renderings.get(make).await {
+        Ok(body) => ([(header::CONTENT_TYPE, kind)], body).into_response(),
+        Err(wrong) => wrong,
+    }
 }
 
 async fn get_status(Shared(context): Shared<Arc<Context>>) -> Response {
-    aside(move || {
+    answer(move || {
         let state = &context.state;
         Ok(Json(report::examine(
             &state.paths,
@@ -319,7 +330,7 @@ async fn get_status(Shared(context): Shared<Arc<Context>>) -> Response {
 }
 
 async fn get_mesh(Shared(context): Shared<Arc<Context>>) -> Response {
-    aside(move || Ok(Json(context.state.mesh()))).await
+    answer(move || Ok(Json(context.state.mesh()))).await
 }
 
 /// Which services.
@@ -334,7 +345,7 @@ async fn get_services(
     Shared(context): Shared<Arc<Context>>,
     Query(query): Query<ServicesQuery>,
 ) -> Response {
-    aside(move || {
+    answer(move || {
         let after = match query.after.as_deref().map(|name| name.split_once('/')) {
             None => None,
             Some(Some((namespace, name))) => Some(ServiceName::new(namespace, name)),
@@ -361,7 +372,7 @@ async fn get_pools(
     Shared(context): Shared<Arc<Context>>,
     Query(query): Query<PoolsQuery>,
 ) -> Response {
-    aside(move || {
+    answer(move || {
         let state = &context.state;
         Ok(Json(match query.pool {
             Some(pool) => Page {
@@ -376,18 +387,25 @@ async fn get_pools(
 
 /// Answers from a thread of its own: what reads tables of many services must not keep a readiness
 /// probe waiting.
-///
-/// Only so many are made at once: each takes memory, and time of the CPU. The others wait.
-async fn aside<R: IntoResponse + Send + 'static>(
+async fn answer<R: IntoResponse + Send + 'static>(
     work: impl FnOnce() -> Result<R, String> + Send + 'static,
 ) -> Response {
+    aside(work).await.into_response()
+}
+
+/// Works on a thread of its own.
+///
+/// Only so many do at once: each takes memory, and time of the CPU. The others wait.
+async fn aside<R: Send + 'static>(
+    work: impl FnOnce() -> Result<R, String> + Send + 'static,
+) -> Result<R, Response> {
     static FREE: Semaphore = Semaphore::const_new(BODIES);
     // It is never closed, so this never fails.
     let _place = FREE.acquire().await.ok();
     match tokio::task::spawn_blocking(work).await {
-        Ok(Ok(answer)) => answer.into_response(),
-        Ok(Err(wrong)) => (StatusCode::BAD_REQUEST, wrong).into_response(),
-        Err(_) => StatusCode::INTERNAL_SERVER_ERROR.into_response(),
+        Ok(Ok(done)) => Ok(done),
+        Ok(Err(wrong)) => Err((StatusCode::BAD_REQUEST, wrong).into_response()),
+        Err(_) => Err(StatusCode::INTERNAL_SERVER_ERROR.into_response()),
     }
 }
 
