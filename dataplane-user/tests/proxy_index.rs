@@ -9,8 +9,8 @@ use std::{
 
 use dataplane::{
     model::{
-        Endpoint, Hints, Identity, Node, Place, Protocol, Service, ServiceName, ServicePort,
-        ServiceType, Snapshot, TrafficPolicy, Workload, WorkloadName,
+        Endpoint, Hints, Node, Place, Protocol, Service, ServiceName, ServicePort, ServiceType,
+        Snapshot, TrafficPolicy, Workload, WorkloadName,
     },
     relay::{Found, Index, Target},
 };
@@ -299,12 +299,8 @@ fn endpoints_are_drawn_uniformly() {
 fn an_address_that_several_have_or_the_node_is_nobodys() {
     let workload = |name: &str, addresses: &[IpAddr]| {
         Arc::new(Workload {
-            name: WorkloadName::new("default", name),
             addresses: addresses.iter().copied().collect(),
-            place: Place::Elsewhere,
-            identity: Identity::new(name, "", None),
-            rules: Arc::default(),
-            capture: None,
+            ..Workload::new(WorkloadName::new("default", name), Place::Elsewhere)
         })
     };
     let mut snapshot = Snapshot {

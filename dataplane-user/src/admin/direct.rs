@@ -181,17 +181,13 @@ impl Direct {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::{Identity, Place, WorkloadName};
+    use crate::model::{Place, WorkloadName};
 
     fn workload(name: &str) -> Arc<Workload> {
-        Arc::new(Workload {
-            name: WorkloadName::new("default", name),
-            addresses: smallvec::smallvec![],
-            place: Place::Address,
-            identity: Identity::new(name, "", None),
-            rules: Arc::default(),
-            capture: None,
-        })
+        Arc::new(Workload::new(
+            WorkloadName::new("default", name),
+            Place::Address,
+        ))
     }
 
     #[test]

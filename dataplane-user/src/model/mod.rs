@@ -2,16 +2,22 @@
 //!
 //! Pure values: this room imports none of its siblings, and neither tokio nor aya.
 
+mod cluster;
+mod identity;
 mod name;
+mod names;
 mod service;
 mod topology;
 mod workload;
 
+pub use cluster::Cluster;
+pub use identity::{Identity, IdentityError};
 pub use name::{ServiceName, WorkloadName};
+pub use names::Names;
 pub use service::{Endpoint, Protocol, Service, ServicePort, ServiceType, TrafficPolicy};
 pub use topology::{Hints, Reach};
 pub use workload::{
-    Acceleration, CapturedBy, Egress, Exempt, Identity, Layers, Mode, Place, Policy, Rules,
+    Acceleration, CapturedBy, Egress, Exempt, Layers, Mode, Place, Policy, Rules, Telemetry, Uid,
     WithoutProxy, Workload, is_reserved,
 };
 
@@ -125,6 +131,8 @@ pub struct Snapshot {
     pub workloads: imbl::OrdMap<WorkloadName, Arc<Workload>>,
     /// This node.
     pub node: Arc<Node>,
+    /// The cluster that it is of.
+    pub cluster: Arc<Cluster>,
     /// What the source could not make sense of.
     pub problems: Arc<[Problem]>,
 }

@@ -2,6 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    fmt,
     net::IpAddr,
     path::PathBuf,
     sync::Arc,
@@ -10,7 +11,7 @@ use std::{
 use ipnet::IpNet;
 use smallvec::SmallVec;
 
-use super::WorkloadName;
+use super::{Cluster, Identity, WorkloadName};
 
 /// Ports that a mesh's proxies have: no rule can name them.
 const RESERVED: [u16; 12] = [
@@ -31,12 +32,109 @@ pub struct Workload {
     pub addresses: SmallVec<[IpAddr; 2]>,
     /// How the processes are found on this node.
     pub place: Place,
+    /// What tells it from others of its name, before and after it; none if the source does not say.
+    pub uid: Option<Uid>,
+    /// The node that it is on; empty if it is not known.
+    pub node: Arc<str>,
+    /// The network whose addresses it has (label `topology.istio.io/network`); empty: the cluster's own.
+    pub network: Arc<str>,
+    /// Its service account; empty if it is not known.
+    pub service_account: Arc<str>,
     /// What metrics and logs call it.
-    pub identity: Identity,
+    pub telemetry: Telemetry,
     /// What it and its namespace ask for.
     pub rules: Arc<Layers>,
     /// By which rules its connections are captured; `None`: they are not.
     pub capture: Option<Arc<Policy>>,
+}
+
+impl Workload {
+    /// A workload of which nothing is known but its name and place.
+    pub fn new(name: WorkloadName, place: Place) -> Self {
+        let nothing: Arc<str> = "".into();
+        Self {
+            addresses: SmallVec::new(),
+            place,
+            uid: None,
+            node: Arc::clone(&nothing),
+            network: Arc::clone(&nothing),
+            service_account: nothing,
+            telemetry: Telemetry::new(name.name(), None),
+            rules: Arc::default(),
+            capture: None,
+            name,
+        }
+    }
+
+    /// The identity that the workload can prove; none without a service account.
+    pub fn identity(&self, cluster: &Cluster) -> Option<Identity> {
+        Identity::new(
+            Arc::clone(&cluster.trust_domain),
+            self.name.namespace().into(),
+            Arc::clone(&self.service_account),
+        )
+        .ok()
+    }
+
+    /// Has `share` put an equal text of its own in place of each text that many workloads have.
+    pub fn share_texts(&mut self, mut share: impl FnMut(&mut Arc<str>)) {
+        let Telemetry {
+            workload,
+            canonical_service,
+            canonical_revision,
+            app,
+            version,
+        } = &mut self.telemetry;
+        for text in [
+            &mut self.node,
+            &mut self.network,
+            &mut self.service_account,
+            workload,
+            canonical_service,
+            canonical_revision,
+            app,
+            version,
+        ] {
+            share(text);
+        }
+    }
+}
+
+/// A pod's UID (`metadata.uid`): a UUID, as every object of the API has.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Uid([u8; 16]);
+
+impl Uid {
+    /// From its usual form, such as `8e3b0c9a-6b0f-4f61-9d1c-2f5d3c8a7b60`; none if the text is something else.
+    pub fn parse(text: &str) -> Option<Self> {
+        let groups = text.split('-').map(str::len);
+        if !groups.eq([8, 4, 4, 4, 12]) {
+            return None;
+        }
+        let mut digits = text.bytes().filter(|byte| *byte != b'-');
+        let mut digit = || Some(char::from(digits.next()?).to_digit(16)? as u8);
+        let mut bytes = [0; 16];
+        for byte in &mut bytes {
+            *byte = digit()? << 4 | digit()?;
+        }
+        Some(Self(bytes))
+    }
+}
+
+impl fmt::Display for Uid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (at, byte) in self.0.iter().enumerate() {
+            let dash = if [4, 6, 8, 10].contains(&at) { "-" } else { "" };
+            write!(f, "{dash}{byte:02x}")?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Uid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 /// How a workload's processes are found.
@@ -78,12 +176,12 @@ impl Exempt {
 
 /// What metrics and access logs call a workload: Istio's names, and its rules to find them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Identity {
+pub struct Telemetry {
     /// The Deployment, `StatefulSet`, … that made it (`source_workload`, `destination_workload`);
     /// without one, its own name.
     pub workload: Arc<str>,
     /// Label `service.istio.io/canonical-name`, else `app.kubernetes.io/name`, else `app`, else
-    /// [`Identity::workload`].
+    /// [`Telemetry::workload`].
     pub canonical_service: Arc<str>,
     /// Label `service.istio.io/canonical-revision`, else `app.kubernetes.io/version`, else
     /// `version`, else `latest`.
@@ -92,17 +190,11 @@ pub struct Identity {
     pub app: Arc<str>,
     /// Label `version`; empty if it has none.
     pub version: Arc<str>,
-    /// Its service account; empty if it is not known.
-    pub service_account: Arc<str>,
 }
 
-impl Identity {
+impl Telemetry {
     /// From a pod's labels and the name of what made it.
-    pub fn new(
-        workload: &str,
-        service_account: &str,
-        labels: Option<&BTreeMap<String, String>>,
-    ) -> Self {
+    pub fn new(workload: &str, labels: Option<&BTreeMap<String, String>>) -> Self {
         let first = |keys: &[&str]| {
             keys.iter()
                 .find_map(|key| labels?.get(*key))
@@ -127,7 +219,6 @@ impl Identity {
             .into(),
             app: first(&["app"]).unwrap_or_default().into(),
             version: first(&["version"]).unwrap_or_default().into(),
-            service_account: service_account.into(),
         }
     }
 }
@@ -390,4 +481,33 @@ pub struct Policy {
     pub excluded_gids: BTreeSet<u32>,
     /// Interfaces of the workload by which nothing is captured that comes in.
     pub excluded_interfaces: BTreeSet<Box<str>>,
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn only_a_uuid_is_a_uid() {
+        for text in [
+            "",
+            "8e3b0c9a6b0f4f619d1c2f5d3c8a7b60",
+            "8e3b0c9a-6b0f-4f61-9d1c-2f5d3c8a7b6",
+            "8e3b0c9a-6b0f-4f61-9d1c-2f5d3c8a7b600",
+            "8e3b0c9a-6b0f-4f61-9d1c-2f5d3c8a7b6-",
+            "8e3b0c9a-6b0f-4f61-9d1c-2f5d3c8a7b6g",
+            "8e3b0c9a-6b0f-4f61-9d1c-2f5d3c8a7bé",
+        ] {
+            assert_eq!(Uid::parse(text), None, "{text}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_uid_is_displayed_as_it_was_written(text in "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}") {
+            prop_assert_eq!(Uid::parse(&text).map(|uid| uid.to_string()), Some(text));
+        }
+    }
 }

@@ -14,8 +14,8 @@ use socket2::SockRef;
 
 use super::*;
 use crate::model::{
-    Egress, Endpoint, Hints, Identity, Place, Protocol, Service, ServiceName, ServicePort,
-    ServiceType, TrafficPolicy, Workload,
+    Egress, Endpoint, Hints, Place, Protocol, Service, ServiceName, ServicePort, ServiceType,
+    TrafficPolicy, Workload,
 };
 
 /// Long enough for anything on loopback; a test that waits so long fails.
@@ -59,14 +59,10 @@ pub(super) fn service(vip: IpAddr, port: u16, endpoints: &[SocketAddr]) -> Servi
 }
 
 fn workload() -> Arc<Workload> {
-    Arc::new(Workload {
-        name: WorkloadName::new("default", "client"),
-        addresses: smallvec![],
-        place: Place::Elsewhere,
-        identity: Identity::default(),
-        rules: Arc::default(),
-        capture: None,
-    })
+    Arc::new(Workload::new(
+        WorkloadName::new("default", "client"),
+        Place::Elsewhere,
+    ))
 }
 
 /// A proxy with one service, whose VIP and port is returned.

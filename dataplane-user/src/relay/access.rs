@@ -215,18 +215,11 @@ mod tests {
     use std::net::{Ipv4Addr, SocketAddrV4};
 
     use super::*;
-    use crate::model::{Identity, Place, WorkloadName};
+    use crate::model::{Place, WorkloadName};
 
     #[test]
     fn what_was_left_is_written_before_the_end() {
-        let workload = Workload {
-            name: WorkloadName::new("a", "b"),
-            addresses: smallvec::smallvec![],
-            place: Place::Elsewhere,
-            identity: Identity::default(),
-            rules: Arc::default(),
-            capture: None,
-        };
+        let workload = Workload::new(WorkloadName::new("a", "b"), Place::Elsewhere);
         let workload = Arc::new(workload);
         let at = |port| SocketAddrV4::new(Ipv4Addr::LOCALHOST, port).into();
         for (format, wanted) in [

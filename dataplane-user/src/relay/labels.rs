@@ -51,14 +51,14 @@ impl Party {
         let Some(workload) = &self.0 else {
             return ["unknown"; 6];
         };
-        let identity = &workload.identity;
+        let telemetry = &workload.telemetry;
         [
-            &*identity.workload,
-            &*identity.canonical_service,
-            &*identity.canonical_revision,
+            &*telemetry.workload,
+            &*telemetry.canonical_service,
+            &*telemetry.canonical_revision,
             workload.name.namespace(),
-            &*identity.app,
-            &*identity.version,
+            &*telemetry.app,
+            &*telemetry.version,
         ]
         .map(|value| if value.is_empty() { "unknown" } else { value })
     }

@@ -98,18 +98,14 @@ mod tests {
 
     use super::*;
     use crate::{
-        model::{Identity, Place, Workload, WorkloadName},
+        model::{Place, Telemetry, Workload, WorkloadName},
         relay::{CountersKey, Direction, Flag},
     };
 
     fn party(pod: &str, deployment: &str) -> Party {
         Party::of(&Arc::new(Workload {
-            name: WorkloadName::new("default", pod),
-            addresses: smallvec::smallvec![],
-            place: Place::Address,
-            identity: Identity::new(deployment, "", None),
-            rules: Arc::default(),
-            capture: None,
+            telemetry: Telemetry::new(deployment, None),
+            ..Workload::new(WorkloadName::new("default", pod), Place::Address)
         }))
     }
 

@@ -288,7 +288,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        model::{Egress, Identity, Place, WorkloadName},
+        model::{Egress, Place, WorkloadName},
         relay::{AccessLog, Attachment, Ledger, Limits, Log, Totals},
     };
 
@@ -304,14 +304,7 @@ mod tests {
         let file = NamedTempFile::new().unwrap();
         let (log, writer) = Log::start(AccessLog::Text, file.reopen().unwrap()).unwrap();
         let (limits, log) = (Arc::new(Limits::new(Some(1), None, 1024)), Arc::new(log));
-        let workload = Workload {
-            name: WorkloadName::new("a", "b"),
-            addresses: smallvec::smallvec![],
-            place: Place::Elsewhere,
-            identity: Identity::default(),
-            rules: Arc::default(),
-            capture: None,
-        };
+        let workload = Workload::new(WorkloadName::new("a", "b"), Place::Elsewhere);
         let attachment = Attachment {
             workload: Arc::new(workload),
             namespace: None,

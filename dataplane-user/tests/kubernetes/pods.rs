@@ -6,10 +6,11 @@ use std::{
 };
 
 use dataplane::{
-    model::{Exempt, Layers, Place, Rules, ServiceName, WorkloadName},
+    model::{Exempt, Layers, Node, Place, Rules, ServiceName, WorkloadName},
     source::{
         View,
         kubernetes::{Kind, Patience, Scope},
+        manifests,
     },
 };
 use dataplane_tests::api::{Resource, objects};
@@ -141,7 +142,7 @@ fn labels_of_pods_and_namespaces_are_rules() {
     assert_eq!(workload("sidecar").addresses.as_slice(), [pod(1)]);
     let plain = &view.workloads[&WorkloadName::new("default", "plain")];
     assert_eq!(plain.addresses.as_slice(), [pod(1)] as [IpAddr; 1]);
-    assert_eq!(&*plain.identity.canonical_service, "plain");
+    assert_eq!(&*plain.telemetry.canonical_service, "plain");
 
     // The namespace is enrolled, but for a pod that is exempt.
     let cluster = site.cluster();
@@ -158,6 +159,61 @@ fn labels_of_pods_and_namespaces_are_rules() {
     site.view(|view| captured(view, "plain").is_none());
     cluster.delete(Resource::Pods, "default", "plain");
     site.view(|view| rules(view, "plain").is_none());
+}
+
+/// Who a pod is, both sources tell alike: its manifest, and the API.
+#[test]
+fn who_a_pod_is() {
+    let uid = "8e3b0c9a-6b0f-4f61-9d1c-2f5d3c8a7b60";
+    let mut full = objects::pod("full", NODE, &[pod(1)]);
+    full["metadata"]["uid"] = json!(uid);
+    full["metadata"]["labels"]["topology.istio.io/network"] = json!("east");
+    full["spec"]["serviceAccountName"] = json!("web");
+    let mut plain = objects::pod("plain", "", &[pod(2)]);
+    plain["metadata"]["uid"] = json!("no UUID");
+    plain["spec"]["serviceAccountName"] = Value::Null;
+    let text = json!({ "kind": "List", "apiVersion": "v1", "items": [full, plain] });
+    let file = tempfile::Builder::new().suffix(".json").tempfile().unwrap();
+    std::fs::write(&file, text.to_string()).unwrap();
+    let node = Node {
+        name: NODE.into(),
+        ..Node::default()
+    };
+    let loaded = manifests::load(&[file.path().to_owned()], &node).unwrap();
+
+    let mut unnamed = plain.clone();
+    unnamed["spec"]["nodeName"] = json!(NODE);
+    let site = Site::of(server([full.clone(), unnamed]), Scope::Mesh);
+    let view = site.view(|view| view.workloads.len() == 2);
+    let cluster = &loaded.snapshot.cluster;
+    for workloads in [&view.workloads, &loaded.snapshot.workloads] {
+        let full = &workloads[&WorkloadName::new("default", "full")];
+        assert_eq!(full.uid.unwrap().to_string(), uid);
+        assert_eq!((&*full.node, &*full.network), (NODE, "east"));
+        let identity = full.identity(cluster).unwrap();
+        let text = "spiffe://cluster.local/ns/default/sa/web";
+        assert_eq!(identity.to_string(), text);
+        let plain = &workloads[&WorkloadName::new("default", "plain")];
+        assert_eq!((plain.uid, &*plain.network), (None, ""));
+        assert_eq!(plain.identity(cluster), None);
+    }
+    assert_eq!(
+        loaded.snapshot.workloads[&WorkloadName::new("default", "full")],
+        view.workloads[&WorkloadName::new("default", "full")],
+    );
+
+    // A pod that took the place of another of its name is another pod.
+    let next = "8e3b0c9a-6b0f-4f61-9d1c-2f5d3c8a7b61";
+    full["metadata"]["uid"] = json!(next);
+    site.cluster().apply(full);
+    let name = WorkloadName::new("default", "full");
+    site.view(|view| {
+        view.workloads[&name]
+            .uid
+            .map(|uid| uid.to_string())
+            .as_deref()
+            == Some(next)
+    });
 }
 
 /// The pods of other nodes are read while somebody's egress policy asks whom there is, and no longer.

@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, sync::Arc};
 use crate::{
     admin::{self, api},
     config,
-    model::{Identity, Layers, Place, Policy, Rules, Snapshot, Workload, WorkloadName},
+    model::{Layers, Place, Policy, Rules, Snapshot, Workload, WorkloadName},
 };
 
 /// A workload, and how it is captured.
@@ -80,12 +80,8 @@ pub fn of_node(snapshot: &Snapshot) -> Member {
     let name = &*snapshot.node.name;
     Member {
         workload: Arc::new(Workload {
-            name: WorkloadName::new("", name),
             addresses: snapshot.node.addresses.iter().copied().collect(),
-            place: Place::Address,
-            identity: Identity::new(name, "", None),
-            rules: Arc::default(),
-            capture: None,
+            ..Workload::new(WorkloadName::new("", name), Place::Address)
         }),
         policy: Policy::default(),
         rules: Vec::new(),
@@ -94,16 +90,13 @@ pub fn of_node(snapshot: &Snapshot) -> Member {
 
 /// A workload that only the configuration knows.
 fn described(name: &WorkloadName, given: &config::MeshWorkload) -> Workload {
+    let place = match &given.cgroup {
+        Some(path) => Place::Cgroup(path.clone()),
+        None => Place::Address,
+    };
     Workload {
-        name: name.clone(),
         addresses: given.addresses.iter().copied().collect(),
-        place: match &given.cgroup {
-            Some(path) => Place::Cgroup(path.clone()),
-            None => Place::Address,
-        },
-        identity: Identity::new(name.name(), "", None),
-        rules: Arc::default(),
-        capture: None,
+        ..Workload::new(name.clone(), place)
     }
 }
 

@@ -25,7 +25,7 @@ use super::{
 };
 use crate::{
     kernel::{self, Accelerator},
-    model::{Egress, Identity, Place, Workload, WorkloadName},
+    model::{Egress, Place, Workload, WorkloadName},
     proxy::{Settings, admin::Logging},
     relay::{Acceleration, AccessLog},
 };
@@ -301,14 +301,7 @@ impl ProxyArgs {
             Ok(WorkloadName::new(&namespace, &name))
         };
         let name = self.who.workload.clone().map_or_else(own_name, Ok)?;
-        Ok(Arc::new(Workload {
-            identity: Identity::new(name.name(), "", None),
-            name,
-            addresses: smallvec::SmallVec::new(),
-            place: Place::Elsewhere,
-            rules: Arc::default(),
-            capture: None,
-        }))
+        Ok(Arc::new(Workload::new(name, Place::Elsewhere)))
     }
 
     /// Starts to log, and says how to change what is logged.

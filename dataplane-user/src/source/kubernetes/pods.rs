@@ -2,7 +2,7 @@
 //! to be known.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
     sync::Arc,
 };
 
@@ -23,6 +23,29 @@ pub struct Pods {
     changed: BTreeSet<ServiceName>,
     /// Whether one of this node's may only reach what is known; none: to be found out.
     denies: Option<bool>,
+    texts: Texts,
+}
+
+/// One copy of each text that many workloads have: what made them, their labels, their nodes.
+#[derive(Default)]
+struct Texts {
+    known: HashSet<Arc<str>>,
+    /// How many texts there may be before those that no workload has any more go.
+    room: usize,
+}
+
+impl Texts {
+    fn share(&mut self, workload: &mut Workload) {
+        workload.share_texts(|text| match self.known.get(text) {
+            Some(known) => *text = Arc::clone(known),
+            None => _ = self.known.insert(Arc::clone(text)),
+        });
+        if self.known.len() > self.room {
+            self.known.retain(|text| Arc::strong_count(text) > 1);
+            // Twice as many as there are: a sweep costs each new text a constant.
+            self.room = 2 * self.known.len() + 64;
+        }
+    }
 }
 
 /// A pod.
@@ -70,6 +93,9 @@ impl Pods {
             return None;
         }
         let before = std::mem::replace(seen, now);
+        if let Some(workload) = &mut seen.workload {
+            self.texts.share(workload);
+        }
         if before.is_here() || seen.is_here() {
             self.denies = None;
         }
@@ -167,5 +193,40 @@ impl Pods {
             }
         }
         self.workloads.clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pod(name: &str, node: &str) -> Pod {
+        let name = WorkloadName::new("default", name);
+        Pod {
+            host_ports: Some(Vec::new()),
+            workload: Some(Workload {
+                node: node.into(),
+                ..Workload::new(name, Place::Elsewhere)
+            }),
+            faulty: false,
+        }
+    }
+
+    #[test]
+    fn texts_that_many_pods_have_are_kept_once_and_go_with_the_last_of_them() {
+        let mut pods = Pods::default();
+        let name = |number: usize| ServiceName::new("default", &format!("web-{number}"));
+        for number in 0..10_000 {
+            pods.put(&name(number), pod(name(number).name(), "there"));
+            if number >= 2 {
+                pods.remove(&name(number - 2));
+            }
+            let known = pods.texts.known.len();
+            assert!(known < 200, "{known} texts of 2 pods");
+        }
+        let workloads = pods.workloads();
+        let nodes: Vec<_> = workloads.values().map(|of| &of.node).collect();
+        assert_eq!(nodes.len(), 2);
+        assert!(Arc::ptr_eq(nodes[0], nodes[1]));
     }
 }

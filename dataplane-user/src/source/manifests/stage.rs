@@ -249,6 +249,7 @@ impl<'a> Stage<'a> {
         let snapshot = Snapshot {
             services,
             workloads,
+            cluster: Arc::clone(&previous.cluster),
             node: kept(&previous.node, node, || Arc::new(node.clone())),
             problems: kept(&previous.problems, &*self.problems, || {
                 self.problems.as_slice().into()

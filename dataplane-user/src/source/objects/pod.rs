@@ -12,12 +12,14 @@ use super::{
     wire::{self as api, Metadata},
 };
 use crate::model::{
-    Acceleration, CapturedBy, Egress, Exempt, Identity, Layers, Mode, Node, Place, Rules,
+    Acceleration, CapturedBy, Egress, Exempt, Layers, Mode, Node, Place, Rules, Telemetry, Uid,
     WithoutProxy, Workload, WorkloadName, is_reserved,
 };
 
 /// A label: `ambient` captures, `none` does not. Of a namespace for all its pods, or of a pod.
 const LABEL_MODE: &str = "istio.io/dataplane-mode";
+/// A label of pods: the network that their addresses are of.
+const LABEL_NETWORK: &str = "topology.istio.io/network";
 /// An annotation of pods with a mesh's proxy in them: whoever put it there, or asked for it.
 const SIDECAR: &str = "sidecar.istio.io/status";
 /// What ours begin with.
@@ -70,20 +72,24 @@ pub fn pod(object: &api::Pod, node: &Node, findings: &mut Findings) -> Option<Wo
         addresses.clear();
     }
     let name = object_name(&object.metadata);
+    let name = WorkloadName::new(name.namespace(), name.name());
+    let labels = &object.metadata.labels;
     Some(Workload {
-        name: WorkloadName::new(name.namespace(), name.name()),
         addresses,
-        place,
-        identity: Identity::new(
-            &owner(&object.metadata),
-            spec.service_account_name.as_deref().unwrap_or_default(),
-            Some(&object.metadata.labels),
-        ),
+        uid: object.metadata.uid.as_deref().and_then(Uid::parse),
+        node: spec.node_name.as_deref().unwrap_or_default().into(),
+        network: label(labels, LABEL_NETWORK).unwrap_or_default().into(),
+        service_account: spec
+            .service_account_name
+            .as_deref()
+            .unwrap_or_default()
+            .into(),
+        telemetry: Telemetry::new(&owner(&object.metadata), Some(labels)),
         rules: Arc::new(Layers {
             own: rules,
             ..Layers::default()
         }),
-        capture: None,
+        ..Workload::new(name, place)
     })
 }
 

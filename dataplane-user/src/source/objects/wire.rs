@@ -21,6 +21,7 @@ use serde::{Deserialize, Deserializer, de::IgnoredAny};
 pub struct Metadata {
     pub name: Option<String>,
     pub namespace: Option<String>,
+    pub uid: Option<String>,
     pub resource_version: Option<String>,
     pub creation_timestamp: Option<Time>,
     /// Only whether there is one counts.
