@@ -23,4 +23,3 @@ pub use clock::now;
 pub use lock::lock;
 pub use server::{Error as ListenError, Listeners, Settings, serve, who_answers};
 pub use state::{Learnt, State};
-pub use view::mesh_rules;

@@ -27,8 +27,8 @@ use super::{
 };
 use crate::{
     kernel,
-    model::{Leaving, Problem, ServiceName, Snapshot, Workload, WorkloadName},
-    plan::{Plan, Planner, Write},
+    model::{Leaving, Problem, ServiceName, Snapshot, WorkloadName},
+    plan::{Plan, Planner, Write, enrol::Enrolment},
     proxy::Observer,
     relay::Party,
     source::Health,
@@ -293,20 +293,21 @@ impl State {
     /// more.
     pub fn captured(
         &self,
-        workloads: Vec<(Arc<Workload>, api::MeshWorkload)>,
+        workloads: &[Enrolment],
         trouble: Option<String>,
         shortage: Option<String>,
     ) -> Vec<TrafficKey> {
         let mut direct = lock(&self.direct);
-        for (workload, shown) in &workloads {
-            direct.name(shown.number, workload);
+        for enrolment in workloads {
+            direct.name(enrolment.number, &enrolment.workload);
         }
         drop(direct);
-        let names: HashSet<WorkloadName> = workloads.iter().map(|(w, _)| w.name.clone()).collect();
+        let names = workloads.iter().map(|e| e.workload.name.clone());
+        let names: HashSet<WorkloadName> = names.collect();
         let mut known = lock(&self.known);
         known.mesh_failure = trouble;
         known.mesh_shortage = shortage;
-        known.captured = workloads.into_iter().map(|(_, shown)| shown).collect();
+        known.captured = workloads.iter().map(view::mesh_workload).collect();
         let snapshot = known.snapshot.clone();
         drop(known);
         // Not only when somebody asks: pools may be other services' by then.

@@ -7,11 +7,11 @@ use super::{
     counters::{self, Counters, PortKey},
 };
 use crate::{
-    model::{
-        self, Acceleration, CapturedBy, Egress, Gravity, Mode, Problem, Rules, ServiceType,
-        TrafficPolicy, WithoutProxy,
+    model::{self, Gravity, Problem, ServiceType, TrafficPolicy},
+    plan::{
+        self,
+        enrol::{Enrolment, Statement},
     },
-    plan,
     source::Health,
 };
 
@@ -38,55 +38,29 @@ pub fn problem(problem: &Problem, place_matters: impl FnOnce() -> bool) -> api::
     }
 }
 
-/// For `GET /mesh`. `layers`: who says what, the most specific first.
-pub fn mesh_rules(layers: &[(String, Rules)]) -> Vec<api::MeshRule> {
-    let mut all: Vec<api::MeshRule> = Vec::new();
-    for (by, rules) in layers {
-        for (about, of, says) in statements(rules) {
-            if all.iter().any(|rule| rule.about == about && rule.of == of) {
-                continue;
-            }
-            all.push(api::MeshRule {
-                about: about.to_owned(),
-                of,
-                says: says.to_owned(),
-                by: by.clone(),
-            });
-        }
+/// For `GET /mesh`.
+pub fn mesh_workload(enrolment: &Enrolment) -> api::MeshWorkload {
+    let name = &enrolment.workload.name;
+    let problem = enrolment.problem.as_ref();
+    api::MeshWorkload {
+        number: enrolment.number,
+        namespace: name.namespace().to_owned(),
+        name: name.name().to_owned(),
+        problem: problem.map(|problem| problem.text.clone()),
+        problem_of_node: problem.is_some_and(|problem| problem.of_node),
+        acceleration: Some(enrolment.acceleration.word().to_owned()),
+        not_accelerated: enrolment.not_accelerated.clone(),
+        rules: enrolment.rules.iter().map(mesh_rule).collect(),
     }
-    all
 }
 
-/// What rules say: about what, of which, and what.
-fn statements(rules: &Rules) -> Vec<(&'static str, String, &'static str)> {
-    const EXCLUDED: &str = "excluded";
-    let word = |captured: bool| if captured { "captured" } else { EXCLUDED };
-    let mut said = Vec::new();
-    let ranges = rules.outbound_ranges.iter();
-    said.extend(ranges.map(|(range, is)| ("outbound-range", range.to_string(), word(*is))));
-    let ports = rules.outbound_ports.iter();
-    said.extend(ports.map(|(port, is)| ("outbound-port", port.to_string(), word(*is))));
-    let ports = rules.inbound_ports.iter();
-    said.extend(ports.map(|(port, is)| ("inbound-port", port.to_string(), word(*is))));
-    let users = rules.excluded_uids.iter();
-    said.extend(users.map(|uid| ("user", uid.to_string(), EXCLUDED)));
-    let groups = rules.excluded_gids.iter();
-    said.extend(groups.map(|gid| ("group", gid.to_string(), EXCLUDED)));
-    let interfaces = rules.excluded_interfaces.iter();
-    said.extend(interfaces.map(|name| ("interface", name.to_string(), EXCLUDED)));
-    let settings = [
-        ("inbound-others", rules.inbound_others.map(word)),
-        ("captured-by", rules.captured_by.map(CapturedBy::word)),
-        ("mode", rules.mode.map(Mode::word)),
-        ("egress", rules.egress.map(Egress::word)),
-        ("without-proxy", rules.without_proxy.map(WithoutProxy::word)),
-        ("acceleration", rules.acceleration.map(Acceleration::word)),
-    ];
-    let given = settings
-        .into_iter()
-        .filter_map(|(about, says)| Some((about, String::new(), says?)));
-    said.extend(given);
-    said
+fn mesh_rule(statement: &Statement) -> api::MeshRule {
+    api::MeshRule {
+        about: statement.about.to_owned(),
+        of: statement.of.clone(),
+        says: statement.says.to_owned(),
+        by: statement.by.clone(),
+    }
 }
 
 fn policy(policy: TrafficPolicy) -> String {

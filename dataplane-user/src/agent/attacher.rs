@@ -331,7 +331,7 @@ impl Worker {
                     trouble,
                     shortage,
                 } = settled;
-                let over = self.state.captured(workloads, trouble, shortage);
+                let over = self.state.captured(&workloads, trouble, shortage);
                 self.kernel.capture().forget_traffic(&over);
             }
             Err(error) => {

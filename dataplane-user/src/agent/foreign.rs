@@ -10,8 +10,10 @@ use std::{
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 use tracing::debug;
 
-use super::mesh::Problem;
-use crate::kernel::{self, Listening, Namespace, namespaces};
+use crate::{
+    kernel::{self, Listening, Namespace, namespaces},
+    plan::enrol::Problem,
+};
 
 /// What it takes to have other processes' sockets.
 const REMEDY: &str = "the agent needs the host's PID namespace, CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH \

@@ -32,6 +32,7 @@ mod capture;
 mod claims;
 mod departures;
 mod diff;
+pub mod enrol;
 pub mod ipsec;
 mod mirror;
 mod planner;

@@ -11,18 +11,14 @@ use std::{
 use dataplane_common::capture::{Enrolled, FROM_CLIENT, ListenerKey};
 use tracing::{debug, info, warn};
 
-use super::{
-    Mesh, RELEASED,
-    discover::Found,
-    members::Member,
-    problems::{Problem, Problems},
-};
+use super::{Mesh, RELEASED, discover::Found, problems::Problems};
 use crate::{
     agent::foreign,
     kernel::{
         self, Accelerator, Capture, CaptureOptions, Kernel, Listeners, Namespace, namespaces,
     },
     model::{Acceleration, Egress, Workload, WorkloadName},
+    plan::enrol::{Member, Problem},
     proxy::handover::Named,
     relay::{self, Attachment},
 };

@@ -2,16 +2,25 @@
 //! an error here, and never "there is none".
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet, HashMap},
     fs, io,
     net::IpAddr,
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
+    time::Instant,
 };
 
 use tracing::debug;
 
-use crate::kernel::{self, Namespace, namespaces};
+use super::{ARRIVING, AS_BEFORE, Mesh, problems::Problems};
+use crate::{
+    kernel::{self, Namespace, namespaces},
+    model::{Egress, Place},
+    plan::{
+        Captured,
+        enrol::{Home, Member, Problem, Unknown},
+    },
+};
 
 /// Levels of the cgroup hierarchy that programs can tell apart.
 const LEVELS: usize = 15;
@@ -114,6 +123,109 @@ impl Found {
             path.display()
         ))
     }
+}
+
+impl Mesh {
+    /// Enrols all workloads that are found, but for those that are captured by their packets. Answers
+    /// where they are, at which levels of the hierarchy there are cgroups, and which workloads nobody
+    /// can tell of whether they are here: by their numbers.
+    #[expect(
+        clippy::type_complexity,
+        reason = "the three parts are taken apart where it is called"
+    )]
+    pub(super) fn enrol_all<'a>(
+        &mut self,
+        members: &'a [Member],
+        found: &'a Found,
+        wanted: &mut Captured,
+        problems: &mut Problems,
+    ) -> (
+        Vec<(&'a Member, &'a Namespace, u32)>,
+        u32,
+        BTreeMap<u32, Unknown>,
+    ) {
+        let mut enrolled: Vec<(&Member, &Namespace, u32)> = Vec::new();
+        let (mut levels, mut unknown) = (0, BTreeMap::new());
+        let mut absent = HashMap::new();
+        for member in members {
+            let name = &member.workload.name;
+            let result = match &member.workload.place {
+                Place::Elsewhere => Ok(()),
+                Place::Exempt(why) => Err(Missing::Wrong(why.text().to_owned())),
+                Place::Address if member.is_by_packets() => Ok(()),
+                Place::Cgroup(path) => cgroup(&self.cgroup, path).map(|(id, level)| {
+                    levels |= 1 << level;
+                    let entry = self.enroller.enrol(member, wanted);
+                    wanted.cgroups.insert(id, entry);
+                }),
+                Place::Address => found.home(&member.workload.addresses).map(|namespace| {
+                    let mut others = enrolled.iter();
+                    if let Some((other, ..)) = others.find(|(_, n, _)| n.cookie == namespace.cookie)
+                    {
+                        let other = &other.workload.name;
+                        let text =
+                            format!("is in the network namespace of {other}, and captured as that");
+                        problems.add(name, Problem::of_workload(text));
+                        return;
+                    }
+                    let entry = self
+                        .enroller
+                        .enrol_namespace(member, home(namespace), wanted);
+                    enrolled.push((member, namespace, entry.flags));
+                }),
+            };
+            match result {
+                Ok(()) => {}
+                Err(Missing::Absent { hidden }) => {
+                    if hidden {
+                        unknown.insert(self.enroller.number(name), Unknown::Namespace);
+                    }
+                    let since = self.absent.get(name).copied().unwrap_or_else(Instant::now);
+                    absent.insert(name.clone(), since);
+                    if since.elapsed() > ARRIVING {
+                        problems.add(name, Problem::of_workload(not_found(member, hidden)));
+                    }
+                }
+                Err(Missing::Wrong(text)) => problems.add(name, Problem::of_workload(text)),
+                Err(Missing::Unknown(text)) => {
+                    let place = match member.workload.place {
+                        Place::Cgroup(_) => Unknown::Cgroup,
+                        _ => Unknown::Namespace,
+                    };
+                    unknown.insert(self.enroller.number(name), place);
+                    problems.add(name, Problem::of_node(format!("{text}; {AS_BEFORE}")));
+                }
+            }
+        }
+        self.absent = absent;
+        (enrolled, levels, unknown)
+    }
+}
+
+fn home(namespace: &Namespace) -> Home<'_> {
+    Home {
+        cookie: namespace.cookie,
+        addresses: &namespace.addresses,
+        interfaces: &namespace.interfaces,
+    }
+}
+
+/// What is said of a workload that no network namespace has the addresses of. `hidden`: there are
+/// network namespaces that this agent is not permitted to see.
+fn not_found(member: &Member, hidden: bool) -> String {
+    let addresses = member.workload.addresses.iter();
+    let addresses: Vec<_> = addresses.map(ToString::to_string).collect();
+    let mut text = format!(
+        "is not captured: no network namespace on this node has its address {}",
+        addresses.join(" or ")
+    );
+    if hidden {
+        text += ", of those that the agent is permitted to see (CAP_SYS_PTRACE shows all)";
+    }
+    if member.policy.egress == Egress::Deny {
+        text += "; `egress: deny` is not in force for it (`mesh.guard: true` refuses it until it is found)";
+    }
+    text
 }
 
 /// The id of the cgroup at `path`, which is relative to `below`, and its level in the hierarchy.

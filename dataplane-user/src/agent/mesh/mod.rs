@@ -3,12 +3,13 @@
 
 mod attach;
 mod discover;
-mod members;
 mod packets;
 mod problems;
+mod publish;
+mod said;
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
+    collections::{BTreeMap, HashMap},
     os::fd::{AsFd, OwnedFd},
     os::unix::net::UnixStream,
     path::{Path, PathBuf},
@@ -17,28 +18,23 @@ use std::{
     time::{Duration, Instant},
 };
 
-use dataplane_common::capture::{EXCLUDED, Enrolled, FROM_CLIENT, Local, RuleKey};
+use dataplane_common::capture::{Enrolled, FROM_CLIENT};
 use tracing::{debug, error};
 
-use self::{
-    attach::Attached,
-    discover::{Found, Missing},
-    members::Member,
-    packets::Packets,
-    problems::Problems,
-};
+use self::{attach::Attached, discover::Found, packets::Packets, problems::Problems};
 use crate::{
-    admin::api,
     config,
     kernel::{self, Accelerator, Capture, CaptureOptions, Kernel, Namespace, namespaces},
-    model::{Acceleration, Egress, Place, Snapshot, Workload, WorkloadName},
-    plan::{Captured, Policies},
+    model::{Acceleration, Place, Snapshot, WorkloadName},
+    plan::{
+        Captured,
+        enrol::{Enroller, Enrolment, Kept, Member, Problem, Said, Unknown, known, members},
+    },
     proxy::{
         self, Observer, Proxy,
         handover::{self, Named},
     },
 };
-pub use problems::Problem;
 
 /// How long those of a workload may that is there and captured no more: as they like. (A time that is
 /// never over, and that clocks can still count.)
@@ -56,47 +52,10 @@ const POLL: Duration = Duration::from_millis(20);
 /// What is said of a workload that may be here.
 const AS_BEFORE: &str = "if it was captured before, it still is, by the rules that it had then";
 
-/// Where a workload may be that could not be looked for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Unknown {
-    Namespace,
-    Cgroup,
-    Packets,
-}
-
-/// Which entries of the tables stay because what they are about could not be looked at.
-struct Kept<'a> {
-    /// Network namespaces that could be read, but for the agent's own.
-    seen: &'a BTreeSet<u64>,
-    own_cookie: u64,
-    /// As [`Mesh::earlier`].
-    earlier: u32,
-    /// Whether there is a guard, and namespaces that it has let go may not have been read.
-    guarded_unread: bool,
-    /// Workloads that were not found and may be here, by their numbers.
-    unknown: &'a BTreeMap<u32, Unknown>,
-}
-
-impl Kept<'_> {
-    /// `workload`: its number, 0 for a namespace that the guard has let go. `cookie`: of its network
-    /// namespace, 0 if it has none of its own.
-    fn has(&self, workload: u32, cookie: u64) -> bool {
-        if self.seen.contains(&cookie) || cookie == self.own_cookie {
-            return false;
-        }
-        match workload {
-            0 => cookie != 0 && self.guarded_unread,
-            // Nobody knows whose it is.
-            number if number <= self.earlier => !self.unknown.is_empty(),
-            number => self.unknown.contains_key(&number),
-        }
-    }
-}
-
 /// Who is to be captured, after [`Mesh::settle`].
 pub struct Settled {
     /// The workloads, for those who ask.
-    pub workloads: Vec<(Arc<Workload>, api::MeshWorkload)>,
+    pub workloads: Vec<Enrolment>,
     /// Why it may not be so of all of them: what could not be read.
     pub trouble: Option<String>,
     /// Why the proxy takes fewer connections than it was asked to.
@@ -120,10 +79,9 @@ pub struct Mesh {
     options: CaptureOptions,
     /// The agent's own proxy; none if it is another one.
     proxy: Option<Proxy>,
-    policies: Policies,
-    /// Workloads by their numbers in the tables.
-    numbers: HashMap<WorkloadName, u32>,
-    last: u32,
+    /// What the configuration says of capture.
+    said: Said,
+    enroller: Enroller,
     /// Where the agent's proxy listens, by the namespace's cookie.
     attached: BTreeMap<u64, Attached>,
     /// Those that are captured by the packets that they send.
@@ -138,8 +96,6 @@ pub struct Mesh {
     trouble: Option<String>,
     /// As [`Settled::shortage`].
     shortage: Option<String>,
-    /// Numbers up to this one are an earlier agent's, and only that one knew whose.
-    earlier: u32,
     /// Workloads that should be here and are not, and since when.
     absent: HashMap<WorkloadName, Instant>,
     own_cookie: u64,
@@ -181,23 +137,11 @@ impl Mesh {
             Some(Proxy::start(settings).map_err(super::Error::Proxy)?)
         };
         let held = capture.held();
-        let enrolled = || held.namespaces.values().chain(held.cgroups.values());
-        let rules = held
-            .rules
-            .keys()
-            .filter(|key| key.kind != RuleKey::INTERFACE);
-        let locals = || held.locals.values();
-        let policies = enrolled().map(|e| e.policy).chain(rules.map(|key| key.of));
-        let policies = policies.chain(locals().map(|local| local.policy));
-        let workloads = enrolled().map(|e| e.workload);
-        let workloads = workloads.chain(locals().map(|local| local.workload));
-        let last = workloads.max().unwrap_or_default();
         Ok(Self {
             options,
             proxy,
-            policies: Policies::after(policies.max().unwrap_or_default()),
-            numbers: HashMap::new(),
-            last,
+            said: said::said(&config),
+            enroller: Enroller::after(held, options.foreign),
             attached: BTreeMap::new(),
             packets: Packets::after(held),
             given: given.into_iter().collect(),
@@ -205,7 +149,6 @@ impl Mesh {
             problems: Problems::default(),
             trouble: None,
             shortage: None,
-            earlier: last,
             absent: HashMap::new(),
             own_cookie: kernel::netns_cookie()?,
             cgroup: cgroup.to_owned(),
@@ -225,7 +168,7 @@ impl Mesh {
     pub fn listen_early(&mut self, capture: &Capture, snapshot: &Snapshot) {
         let Some(proxy) = &self.proxy else { return };
         proxy.set_snapshot(snapshot.clone());
-        let mut members = members::members(&self.config, snapshot);
+        let mut members = members(&self.said, snapshot);
         members.retain(|member| {
             member.workload.place == Place::Address
                 && !member.is_by_packets()
@@ -238,7 +181,7 @@ impl Mesh {
                 continue;
             };
             // Only to see what becomes of it: nothing of it is written.
-            let entry = self.enrol(member, &mut Captured::default());
+            let entry = self.enroller.enrol(member, &mut Captured::default());
             let relevant = |flags: u32| flags & (Enrolled::PROXY | Enrolled::INBOUND);
             let held = capture.held().namespaces.get(&namespace.cookie);
             if entry.flags & Enrolled::PROXY == 0
@@ -278,7 +221,7 @@ impl Mesh {
         if let Some(proxy) = &self.proxy {
             proxy.set_snapshot(snapshot.clone());
         }
-        let members = members::members(&self.config, snapshot);
+        let members = members(&self.said, snapshot);
         let by_packets: Vec<&Member> = members.iter().filter(|m| m.is_by_packets()).collect();
         let addresses = members.iter().flat_map(|m| &m.workload.addresses);
         let found = Found::look(&addresses.copied().collect(), self.own_cookie);
@@ -287,7 +230,7 @@ impl Mesh {
             self.enrol_all(&members, &found, &mut wanted, &mut problems);
         // Of those in the node's own namespace the kernel tells whose is whose, and the proxy does
         // not: to it they are the node.
-        let of_node = members::of_node(snapshot);
+        let of_node = Member::of_node(snapshot);
         let by_cgroup = |wanted: &Captured| {
             let mut entries = wanted.cgroups.values();
             entries.any(|e| e.flags & Enrolled::PROXY != 0)
@@ -317,7 +260,7 @@ impl Mesh {
         let kept = Kept {
             seen: &found.seen,
             own_cookie: self.own_cookie,
-            earlier: self.earlier,
+            earlier: self.enroller.earlier(),
             guarded_unread: self.options.guard && found.trouble().is_some(),
             unknown: &unknown,
         };
@@ -356,21 +299,11 @@ impl Mesh {
                 handover::serves(before);
             }
         }
-        let used: BTreeSet<u32> = wanted
-            .namespaces
-            .values()
-            .chain(wanted.cgroups.values())
-            .map(|entry| entry.policy)
-            .chain(wanted.locals.values().map(|local| local.policy))
-            .collect();
-        self.policies.keep(|number| used.contains(&number));
+        self.enroller.keep_policies(&wanted);
         problems.tell(&self.problems);
         self.problems = problems;
-        let shown = |member: Member| {
-            let shown = self.shown(&member);
-            (member.workload, shown)
-        };
-        let workloads: Vec<_> = members.into_iter().map(shown).collect();
+        let publish = |member| self.publish(member);
+        let workloads: Vec<_> = members.into_iter().map(publish).collect();
         let shortage = self.proxy.as_ref().and_then(Proxy::shortage);
         for (text, before) in [(&trouble, &self.trouble), (&shortage, &self.shortage)] {
             if let Some(text) = text
@@ -381,192 +314,13 @@ impl Mesh {
         }
         self.trouble.clone_from(&trouble);
         self.shortage.clone_from(&shortage);
-        self.forget_numbers(&workloads);
+        let numbers = workloads.iter().map(|enrolment| enrolment.number);
+        self.enroller.keep_numbers(&numbers.collect());
         Ok(Settled {
             workloads,
             trouble,
             shortage,
         })
-    }
-
-    /// Enrols all workloads that are found, but for those that are captured by their packets. Answers
-    /// where they are, at which levels of the hierarchy there are cgroups, and which workloads nobody
-    /// can tell of whether they are here: by their numbers.
-    #[expect(
-        clippy::type_complexity,
-        reason = "the three parts are taken apart where it is called"
-    )]
-    fn enrol_all<'a>(
-        &mut self,
-        members: &'a [Member],
-        found: &'a Found,
-        wanted: &mut Captured,
-        problems: &mut Problems,
-    ) -> (
-        Vec<(&'a Member, &'a Namespace, u32)>,
-        u32,
-        BTreeMap<u32, Unknown>,
-    ) {
-        let mut enrolled: Vec<(&Member, &Namespace, u32)> = Vec::new();
-        let (mut levels, mut unknown) = (0, BTreeMap::new());
-        let mut absent = HashMap::new();
-        for member in members {
-            let name = &member.workload.name;
-            let result = match &member.workload.place {
-                Place::Elsewhere => Ok(()),
-                Place::Exempt(why) => Err(Missing::Wrong(why.text().to_owned())),
-                Place::Address if member.is_by_packets() => Ok(()),
-                Place::Cgroup(path) => discover::cgroup(&self.cgroup, path).map(|(id, level)| {
-                    levels |= 1 << level;
-                    let entry = self.enrol(member, wanted);
-                    wanted.cgroups.insert(id, entry);
-                }),
-                Place::Address => found.home(&member.workload.addresses).map(|namespace| {
-                    let mut others = enrolled.iter();
-                    if let Some((other, ..)) = others.find(|(_, n, _)| n.cookie == namespace.cookie)
-                    {
-                        let other = &other.workload.name;
-                        let text =
-                            format!("is in the network namespace of {other}, and captured as that");
-                        problems.add(name, Problem::of_workload(text));
-                        return;
-                    }
-                    let entry = self.enrol_namespace(member, namespace, wanted);
-                    enrolled.push((member, namespace, entry.flags));
-                }),
-            };
-            match result {
-                Ok(()) => {}
-                Err(Missing::Absent { hidden }) => {
-                    if hidden {
-                        unknown.insert(self.number(name), Unknown::Namespace);
-                    }
-                    let since = self.absent.get(name).copied().unwrap_or_else(Instant::now);
-                    absent.insert(name.clone(), since);
-                    if since.elapsed() > ARRIVING {
-                        problems.add(name, Problem::of_workload(not_found(member, hidden)));
-                    }
-                }
-                Err(Missing::Wrong(text)) => problems.add(name, Problem::of_workload(text)),
-                Err(Missing::Unknown(text)) => {
-                    let place = match member.workload.place {
-                        Place::Cgroup(_) => Unknown::Cgroup,
-                        _ => Unknown::Namespace,
-                    };
-                    unknown.insert(self.number(name), place);
-                    problems.add(name, Problem::of_node(format!("{text}; {AS_BEFORE}")));
-                }
-            }
-        }
-        self.absent = absent;
-        (enrolled, levels, unknown)
-    }
-
-    fn shown(&mut self, member: &Member) -> api::MeshWorkload {
-        let name = &member.workload.name;
-        let problem = self.problems.of(name);
-        let (problem, of_node) = (
-            problem.map(|problem| problem.text.clone()),
-            problem.is_some_and(|problem| problem.of_node),
-        );
-        let (acceleration, not_accelerated) = match self.accelerated(member) {
-            Ok(acceleration) => (acceleration, None),
-            Err(why) => (Acceleration::Off, Some(why)),
-        };
-        api::MeshWorkload {
-            problem,
-            problem_of_node: of_node,
-            acceleration: Some(acceleration.word().to_owned()),
-            not_accelerated,
-            number: self.number(name),
-            namespace: name.namespace().to_owned(),
-            name: name.name().to_owned(),
-            rules: member.rules.clone(),
-        }
-    }
-
-    /// Whether what a workload says to the proxy goes past the TCP stack; or why it does not, though it
-    /// is to.
-    fn accelerated(&self, member: &Member) -> Result<Acceleration, String> {
-        let (policy, name) = (&member.policy, &member.workload.name);
-        let why = if policy.acceleration == Acceleration::Off {
-            return Ok(Acceleration::Off);
-        } else if !policy.mode.is_proxied(self.options.foreign) {
-            "its connections go direct"
-        } else if self.options.foreign {
-            "its proxy is not the agent's"
-        } else if member.is_by_packets() {
-            "it is captured by its packets, and its sockets are elsewhere"
-        } else if matches!(member.workload.place, Place::Cgroup(_)) {
-            "it has no network namespace of its own"
-        } else if let Some(attached) = self.attached.values().find(|a| a.name == *name) {
-            let why = attached.not_accelerated.clone();
-            return why.map_or(Ok(policy.acceleration), Err);
-        } else {
-            "the proxy does not listen for it"
-        };
-        Err(why.to_owned())
-    }
-
-    /// Forgets the numbers of those that are wanted no more. Where entries of the tables have them still,
-    /// they are those of connections that go on.
-    fn forget_numbers(&mut self, workloads: &[(Arc<Workload>, api::MeshWorkload)]) {
-        let wanted: BTreeSet<u32> = workloads.iter().map(|(_, shown)| shown.number).collect();
-        self.numbers.retain(|_, number| wanted.contains(number));
-    }
-
-    fn number(&mut self, name: &WorkloadName) -> u32 {
-        if let Some(number) = self.numbers.get(name) {
-            return *number;
-        }
-        self.last += 1;
-        self.numbers.insert(name.clone(), self.last);
-        self.last
-    }
-
-    fn enrol(&mut self, member: &Member, wanted: &mut Captured) -> Enrolled {
-        let (policy, flags) = self
-            .policies
-            .add(&member.policy, self.options.foreign, wanted);
-        Enrolled {
-            policy,
-            flags,
-            workload: self.number(&member.workload.name),
-            reserved: 0,
-        }
-    }
-
-    fn enrol_namespace(
-        &mut self,
-        member: &Member,
-        namespace: &Namespace,
-        wanted: &mut Captured,
-    ) -> Enrolled {
-        let mut entry = self.enrol(member, wanted);
-        for name in &member.policy.excluded_interfaces {
-            let Some(index) = namespace.interfaces.get(&**name) else {
-                continue;
-            };
-            entry.flags |= Enrolled::HAS_INTERFACES;
-            let key = RuleKey {
-                of: entry.workload,
-                kind: RuleKey::INTERFACE,
-                id: *index,
-            };
-            wanted.rules.insert(key, EXCLUDED);
-        }
-        wanted.namespaces.insert(namespace.cookie, entry);
-        for addr in &namespace.addresses {
-            let local = Local {
-                netns: namespace.cookie,
-                policy: entry.policy,
-                flags: entry.flags,
-                workload: entry.workload,
-                reserved: 0,
-            };
-            wanted.locals.insert((*addr).into(), local);
-        }
-        entry
     }
 
     /// When the agent ends and no other has its sockets: nobody else accepts connections, so the proxy does as long as
@@ -613,76 +367,5 @@ impl Mesh {
                 debug!("{name}: cannot remove its rule and route: {error}");
             }
         }
-    }
-}
-
-/// Whom connections may reach whose egress policy is deny; and whose addresses are worth a label.
-fn known(snapshot: &Snapshot, members: &[Member], wanted: &mut Captured) {
-    let workloads = snapshot.workloads.values().map(|w| &w.addresses);
-    let named = members.iter().map(|member| &member.workload.addresses);
-    for addr in workloads.chain(named).flatten() {
-        wanted.known.insert((*addr).into(), 1);
-    }
-    if members.iter().any(|m| m.policy.egress == Egress::Deny) {
-        let ports = snapshot.services.values().flat_map(|s| &s.ports);
-        for endpoint in ports.flat_map(|port| &port.endpoints) {
-            wanted.known.insert(endpoint.addr.into(), 1);
-        }
-    }
-}
-
-/// What is said of a workload that no network namespace has the addresses of. `hidden`: there are
-/// network namespaces that this agent is not permitted to see.
-fn not_found(member: &Member, hidden: bool) -> String {
-    let addresses = member.workload.addresses.iter();
-    let addresses: Vec<_> = addresses.map(ToString::to_string).collect();
-    let mut text = format!(
-        "is not captured: no network namespace on this node has its address {}",
-        addresses.join(" or ")
-    );
-    if hidden {
-        text += ", of those that the agent is permitted to see (CAP_SYS_PTRACE shows all)";
-    }
-    if member.policy.egress == Egress::Deny {
-        text += "; `egress: deny` is not in force for it (`mesh.guard: true` refuses it until it is found)";
-    }
-    text
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_nobody_could_look_at_is_kept_and_nothing_else() {
-        let seen = BTreeSet::from([11, 12]);
-        let mut unknown = BTreeMap::from([(7, Unknown::Namespace), (8, Unknown::Cgroup)]);
-        let kept = |guarded_unread, unknown: &BTreeMap<u32, Unknown>, workload, cookie| {
-            let kept = Kept {
-                seen: &seen,
-                own_cookie: 1,
-                earlier: 5,
-                guarded_unread,
-                unknown,
-            };
-            kept.has(workload, cookie)
-        };
-        // Those that were not found, where they may be.
-        assert!(kept(false, &unknown, 7, 13));
-        assert!(kept(false, &unknown, 8, 0));
-        assert!(!kept(false, &unknown, 7, 11), "it was read");
-        assert!(
-            !kept(false, &unknown, 9, 13),
-            "it was found, or is wanted no more"
-        );
-        // An earlier agent's, which may be any of those.
-        assert!(kept(false, &unknown, 5, 13));
-        assert!(!kept(false, &unknown, 5, 12));
-        // What the guard has let go, and the node's own addresses.
-        assert!(kept(true, &unknown, 0, 13));
-        assert!(!kept(false, &unknown, 0, 13));
-        assert!(!kept(true, &unknown, 0, 0) && !kept(true, &unknown, 0, 1));
-        unknown.clear();
-        assert!(!kept(false, &unknown, 5, 13));
     }
 }

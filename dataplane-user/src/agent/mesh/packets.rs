@@ -14,18 +14,15 @@ use dataplane_common::capture::{Enrolled, FROM_CLIENT, ListenerKey, Local};
 use socket2::{Domain, SockRef};
 use tracing::{debug, info};
 
-use super::{
-    AS_BEFORE, Mesh, RELEASED, Unknown,
-    attach::DRAIN,
-    discover::Found,
-    members::Member,
-    problems::{Problem, Problems},
-};
+use super::{AS_BEFORE, Mesh, RELEASED, attach::DRAIN, discover::Found, problems::Problems};
 use crate::{
     agent::{foreign, interfaces::Role},
     kernel::{self, Hook, Interface, Kernel, Namespace},
     model::{Egress, Workload, WorkloadName},
-    plan::Captured,
+    plan::{
+        Captured,
+        enrol::{Member, Problem, Unknown},
+    },
     proxy::handover::Named,
     relay::Attachment,
 };
@@ -120,7 +117,9 @@ impl Mesh {
                 for member in guests {
                     let name = &member.workload.name;
                     problems.add(name, Problem::of_node(format!("{error}; {AS_BEFORE}")));
-                    settled.unknown.insert(self.number(name), Unknown::Packets);
+                    settled
+                        .unknown
+                        .insert(self.enroller.number(name), Unknown::Packets);
                 }
                 settled.trouble = Some(error);
                 return settled;
@@ -206,7 +205,7 @@ impl Mesh {
                 }
                 Ok(interfaces) => {
                     known.insert(name.clone(), interfaces.clone());
-                    let mut entry = self.enrol(member, wanted);
+                    let mut entry = self.enroller.enrol(member, wanted);
                     entry.flags = entry.flags & !NOT_THERE | Enrolled::PACKETS;
                     here.push(Guest {
                         member,
@@ -222,7 +221,9 @@ impl Mesh {
                     };
                     on.extend(before);
                     known.insert(name.clone(), before.clone());
-                    settled.unknown.insert(self.number(name), Unknown::Packets);
+                    settled
+                        .unknown
+                        .insert(self.enroller.number(name), Unknown::Packets);
                     problems.add(name, Problem::of_node(format!("{text}; {AS_BEFORE}")));
                 }
             }
@@ -440,11 +441,9 @@ impl Mesh {
     /// Remembers whose connections are to go on when they are captured no more; `held`: what the
     /// tables have until now.
     pub(super) fn remember_packets(&mut self, held: &Captured, members: &[Member]) {
-        let names: BTreeMap<u32, &WorkloadName> = self
-            .numbers
-            .iter()
-            .map(|(name, number)| (*number, name))
-            .collect();
+        let numbers = self.enroller.numbers();
+        let names: BTreeMap<u32, &WorkloadName> =
+            numbers.map(|(name, number)| (number, name)).collect();
         let still = |name: &WorkloadName| {
             let mut members = members.iter();
             members.any(|member| member.workload.name == *name && member.is_by_packets())
@@ -464,14 +463,6 @@ impl Mesh {
                     .or_insert_with(|| ((*name).clone(), now));
             }
         }
-    }
-}
-
-impl Member {
-    /// Whether it is to be captured by the packets that it sends.
-    pub fn is_by_packets(&self) -> bool {
-        self.policy.captured_by == crate::model::CapturedBy::Packets
-            && self.workload.place == crate::model::Place::Address
     }
 }
 

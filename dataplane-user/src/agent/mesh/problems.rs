@@ -1,41 +1,10 @@
 //! Workloads that are not captured as they should be.
 
-use std::{
-    collections::{BTreeMap, btree_map::Entry},
-    fmt,
-};
+use std::collections::{BTreeMap, btree_map::Entry};
 
 use tracing::{error, info};
 
-use crate::model::WorkloadName;
-
-/// Why a workload is not captured as it should be.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Problem {
-    /// What happened, and what to do.
-    pub text: String,
-    /// Whether the node is at fault: the agent, the kernel or the operator's configuration. Otherwise the
-    /// workload is, or its author, and the node is healthy.
-    pub of_node: bool,
-}
-
-impl Problem {
-    /// One that the workload has itself, or its author.
-    pub fn of_workload(text: impl fmt::Display) -> Self {
-        Self {
-            text: text.to_string(),
-            of_node: false,
-        }
-    }
-
-    /// One of the agent, the kernel or the operator's configuration.
-    pub fn of_node(text: impl fmt::Display) -> Self {
-        Self {
-            text: text.to_string(),
-            of_node: true,
-        }
-    }
-}
+use crate::{model::WorkloadName, plan::enrol::Problem};
 
 /// What is wrong, and with whom.
 #[derive(Debug, Default)]

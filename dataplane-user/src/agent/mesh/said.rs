@@ -1,0 +1,91 @@
+//! What the configuration says of capture, as the plan takes it.
+
+use crate::{
+    config,
+    model::{Place, Rules, Workload, WorkloadName},
+    plan::enrol::Said,
+};
+
+/// Takes the rules out of the configuration.
+pub fn said(config: &config::Mesh) -> Said {
+    let workloads = config.workloads.iter().filter_map(|given| {
+        let (namespace, name) = given.name.split_once('/')?;
+        let name = WorkloadName::new(namespace, name);
+        let by = format!("mesh.workloads ({name})");
+        Some((by, given.rules.rules(), described(name, given)))
+    });
+    // Of two with one name, the first counts.
+    let namespaces = config.namespaces.iter().rev().map(|given| {
+        let by = format!("mesh.namespaces ({})", given.name);
+        (given.name.clone(), (by, given.rules.rules()))
+    });
+    let proxy = Rules {
+        excluded_uids: config.proxy.uid.into_iter().collect(),
+        ..Rules::default()
+    };
+    Said {
+        workloads: workloads.collect(),
+        namespaces: namespaces.collect(),
+        all: vec![
+            ("mesh.rules".to_owned(), config.rules.rules()),
+            ("mesh.proxy.uid".to_owned(), proxy),
+        ],
+    }
+}
+
+/// A workload that only the configuration knows.
+fn described(name: WorkloadName, given: &config::MeshWorkload) -> Workload {
+    let place = match &given.cgroup {
+        Some(path) => Place::Cgroup(path.clone()),
+        None => Place::Address,
+    };
+    Workload {
+        addresses: given.addresses.iter().copied().collect(),
+        ..Workload::new(name, place)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{model::Snapshot, plan::enrol::members};
+
+    #[test]
+    fn the_most_specific_layer_is_named() {
+        let config: config::Mesh = "\
+rules: {excludeOutboundPorts: [22, 23], egress: deny}
+proxy: {uid: 1500}
+namespaces:
+- {name: shop, rules: {excludeOutboundIPRanges: [10.0.0.0/8], egress: allow}}
+workloads:
+- {name: shop/web, addresses: [192.0.2.1], rules: {includeOutboundPorts: [23]}}
+"
+        .parse()
+        .unwrap();
+        let members = members(&said(&config), &Snapshot::default());
+        let told = |about: &str, of: &str| {
+            let mut rules = members[0].rules.iter();
+            let rule = rules.find(|rule| rule.about == about && rule.of == of);
+            rule.map(|rule| format!("{} by {}", rule.says, rule.by))
+        };
+        let is = |about, of, text: &str| assert_eq!(told(about, of).as_deref(), Some(text));
+        is("outbound-port", "22", "excluded by mesh.rules");
+        is(
+            "outbound-port",
+            "23",
+            "captured by mesh.workloads (shop/web)",
+        );
+        is(
+            "outbound-range",
+            "10.0.0.0/8",
+            "excluded by mesh.namespaces (shop)",
+        );
+        is("egress", "", "allow by mesh.namespaces (shop)");
+        is("user", "1500", "excluded by mesh.proxy.uid");
+        assert_eq!(told("mode", ""), None);
+        // And that is what holds.
+        let policy = &members[0].policy;
+        assert!(policy.outbound_ports[&23]);
+        assert!(policy.excluded_uids.contains(&1500));
+    }
+}

@@ -1,0 +1,89 @@
+//! Who is captured on this node, and by which rules.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use super::statements::{Statement, statements};
+use crate::model::{CapturedBy, Layers, Place, Policy, Rules, Snapshot, Workload, WorkloadName};
+
+/// What the node's configuration says of capture. Each layer has the name that people know it by.
+#[derive(Clone, Debug, Default)]
+pub struct Said {
+    /// Workloads by their names; whether they are among the source's or not.
+    pub workloads: Vec<(String, Rules, Workload)>,
+    /// Rules of namespaces, by their names.
+    pub namespaces: BTreeMap<String, (String, Rules)>,
+    /// Rules for everybody, the most specific first.
+    pub all: Vec<(String, Rules)>,
+}
+
+/// A workload, and how it is captured.
+#[derive(Debug)]
+pub struct Member {
+    /// The workload.
+    pub workload: Arc<Workload>,
+    /// What its rules come to.
+    pub policy: Policy,
+    /// What that comes from.
+    pub rules: Vec<Statement>,
+}
+
+impl Member {
+    /// Whether it is to be captured by the packets that it sends.
+    pub fn is_by_packets(&self) -> bool {
+        self.policy.captured_by == CapturedBy::Packets && self.workload.place == Place::Address
+    }
+
+    /// The node itself, whose own processes have the network namespace in common.
+    pub fn of_node(snapshot: &Snapshot) -> Self {
+        let name = &*snapshot.node.name;
+        Self {
+            workload: Arc::new(Workload {
+                addresses: snapshot.node.addresses.iter().copied().collect(),
+                ..Workload::new(WorkloadName::new("", name), Place::Address)
+            }),
+            policy: Policy::default(),
+            rules: Vec::new(),
+        }
+    }
+}
+
+/// Everybody on this node who is to be captured, with all rules that there are for them.
+pub fn members(said: &Said, snapshot: &Snapshot) -> Vec<Member> {
+    let mut workloads: BTreeMap<&WorkloadName, Arc<Workload>> = snapshot
+        .workloads
+        .iter()
+        .map(|(name, workload)| (name, Arc::clone(workload)))
+        .collect();
+    for (_, _, described) in &said.workloads {
+        workloads
+            .entry(&described.name)
+            .or_insert_with(|| Arc::new(described.clone()));
+    }
+    workloads
+        .into_iter()
+        .filter(|(_, workload)| workload.place != Place::Elsewhere)
+        .filter_map(|(name, workload)| {
+            // Who says what, the most specific first.
+            let mut layers = Vec::new();
+            let mut named = said.workloads.iter();
+            if let Some((by, rules, _)) = named.find(|(_, _, known)| known.name == *name) {
+                let mut rules = rules.clone();
+                // To be named is to be captured.
+                rules.captured = rules.captured.or(Some(true));
+                layers.push((by.clone(), rules));
+            }
+            let Layers { own, namespace } = &*workload.rules;
+            layers.push((format!("Pod {name}"), own.clone()));
+            layers.push((format!("Namespace {}", name.namespace()), namespace.clone()));
+            layers.extend(said.namespaces.get(name.namespace()).cloned());
+            layers.extend(said.all.iter().cloned());
+            let general = layers.iter().rev();
+            let rules = general.fold(Rules::default(), |general, (_, rules)| rules.over(&general));
+            Some(Member {
+                policy: rules.policy()?,
+                rules: statements(&layers),
+                workload,
+            })
+        })
+        .collect()
+}
