@@ -168,11 +168,15 @@ pub const BINARIES: [&str; 2] = ["dataplane-user", "dataplane-tests"];
 
 /// Compiles the binaries of these packages, with the kernel programs in them.
 pub fn binaries(profile: Profile, packages: &[&str]) -> Result<()> {
-    let packages = packages.iter().flat_map(|package| ["--package", *package]);
-    check(
-        cargo()
-            .args(["build", "--bins"])
-            .args(packages)
-            .args(profile.arguments()),
-    )
+    let selected = packages.iter().flat_map(|package| ["--package", *package]);
+    let mut build = cargo();
+    build
+        .args(["build", "--bins"])
+        .args(selected)
+        .args(profile.arguments());
+    // As the tests have it: so both share one build.
+    if profile == Profile::Debug && packages.contains(&"dataplane-user") {
+        build.args(["--features", "dataplane-user/testing"]);
+    }
+    check(&mut build)
 }

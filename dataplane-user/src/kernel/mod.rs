@@ -29,6 +29,7 @@ mod pins;
 pub mod probe;
 mod programs;
 mod protected;
+#[cfg(feature = "testing")]
 pub mod rig;
 mod rtnetlink;
 mod services;
@@ -38,7 +39,9 @@ mod sys;
 pub mod sysctl;
 mod tables;
 mod tc;
+#[cfg(feature = "testing")]
 pub mod trial;
+#[cfg(feature = "testing")]
 pub mod verifier;
 mod xfrm;
 

@@ -31,7 +31,9 @@ use super::{
     programs::{PROGRAMS, Spec},
     sys::{self, LinkInfo, LinkTarget, MapInfo, ObjectKind},
 };
-pub use maps::{FLOW_MAPS, MAPS, MapSpec, slots_for, spec};
+#[cfg(feature = "testing")]
+pub use maps::slots_for;
+pub use maps::{FLOW_MAPS, MAPS, MapSpec, spec};
 
 /// Where a bpffs usually is.
 const USUAL_BPFFS: &str = "/sys/fs/bpf";
