@@ -1,0 +1,304 @@
+//! What becomes of flows: again, elsewhere, idle, without room.
+
+use anyhow::{Context as _, Result, ensure};
+use dataplane::kernel::rig::Table;
+use dataplane_common::{
+    Addr, Port, Protocol, Reason,
+    packet::{FlowKey, PacketConfig, Tick, timeout},
+};
+use dataplane_proof::{
+    Verdict,
+    campaign::{Scene, plain_config},
+    wire::{Packet, flags},
+};
+use nix::time::{ClockId, clock_gettime};
+
+use super::{
+    End, GATEWAY, NEAR, OUTSIDE, SMALL, Then, check, ip, packet, passed, scene, sent, vip,
+};
+
+scenarios! {
+    Dataplane:
+    a_syn_again_is_of_the_same_flow,
+    who_dials_an_endpoint_itself_hears_from_it,
+    whoever_only_listens_keeps_the_flow,
+    what_is_pushed_out_is_counted,
+    a_program_that_was_preempted_keeps_its_place,
+}
+
+/// Who repeats a SYN reaches the same endpoint.
+fn a_syn_again_is_of_the_same_flow() -> Result<()> {
+    scene(|scene| {
+        for v4 in [true, false] {
+            for number in 0..100_u16 {
+                scene.forget()?;
+                let client = (ip(v4, NEAR[0], NEAR[1]), 20_000 + number);
+                let vip = vip(v4, "cluster", 7 - 5 * (number % 2));
+                let syn = packet(true, client, vip, flags::SYN);
+                let key = FlowKey::new(
+                    Addr::from(client.0),
+                    Port::new(client.1),
+                    Addr::from(vip.0),
+                    Port::new(vip.1),
+                    Protocol::TCP,
+                );
+                let flow = || -> Result<_> {
+                    let to = scene.rig.conntrack.get(&key).context("no flow")?;
+                    Ok((to.endpoint, to.endpoint_port, to.node_addr))
+                };
+                scene.throw("veth-near2", false, &syn.frame())?;
+                let first = flow()?;
+                for hops in [64, 255, 64] {
+                    let again = Packet {
+                        hops,
+                        ..syn.clone()
+                    };
+                    let (output, counted) = scene.throw("veth-near2", false, &again.frame())?;
+                    ensure!(
+                        counted.is_empty() && flow()? == first,
+                        "{first:?} became {:?}, {counted:?}, {output:?}; {:?}",
+                        flow()?,
+                        scene.rig.conntrack.entries()
+                    );
+                }
+            }
+        }
+        Ok(())
+    })
+}
+
+/// From the port of a connection by way of a VIP, its client dials the endpoint itself. While the first one lives, the
+/// endpoint sees another port of the client's; when it is over, the client's own, at once.
+fn who_dials_an_endpoint_itself_hears_from_it() -> Result<()> {
+    scene(|scene| {
+        for v4 in [true, false] {
+            let client = (ip(v4, NEAR[0], NEAR[1]), 20_000);
+            let endpoint = (ip(v4, SMALL[0], SMALL[1]), 80);
+            let vip = vip(v4, "cluster", 13);
+            let at = ("veth-near", false);
+            let direct = packet(true, client, endpoint, flags::SYN);
+            let answer = packet(true, endpoint, client, flags::SYN | flags::ACK);
+            let passes = |what: &str| -> Result<()> {
+                check(scene, what, at, &direct.frame(), &Then::Alone, &[])?;
+                let left = scene.rig.conntrack.entries();
+                ensure!(left.is_empty(), "{what}: {left:?} is left");
+                let from = ("veth-small", false);
+                check(scene, what, from, &answer.frame(), &Then::Alone, &[])
+            };
+            let begin = || -> Result<()> {
+                scene.forget()?;
+                let syn = packet(true, client, vip, flags::SYN);
+                scene.throw("veth-near", false, &syn.frame())?;
+                scene.throw("veth-small", false, &answer.frame())?;
+                Ok(())
+            };
+            let end = |by_client: bool, with: u8| -> Result<()> {
+                let ended = if by_client {
+                    packet(true, client, vip, with | flags::ACK)
+                } else {
+                    packet(true, endpoint, client, with | flags::ACK)
+                };
+                let at = if by_client { "veth-near" } else { "veth-small" };
+                scene.throw(at, false, &ended.frame())?;
+                Ok(())
+            };
+            // While the other lives, the endpoint sees another port: the answers to both are told apart by it.
+            let lives = |what: &str| -> Result<()> {
+                let (output, counted) = scene.throw(at.0, false, &direct.frame())?;
+                let of = |key: &FlowKey| key.dst == Addr::from(endpoint.0);
+                let entries = scene.rig.conntrack.entries();
+                let own = entries.iter().find(|(key, _)| of(key));
+                let (key, flow) = own.with_context(|| format!("{what}: {output:?}"))?;
+                let seen = (client.0, flow.node_port.host());
+                ensure!(counted == [Reason::Translated], "{what}: {counted:?}");
+                ensure!(seen.1 >= 1024 && seen.1 != client.1, "{what}: {flow:?}");
+                let goes = |what: &str, from: &str, given: &Packet, to: &str, ends: [End; 2]| {
+                    let then = sent(scene, from, to, &passed(given, ends[0], ends[1]));
+                    check(scene, what, (from, false), &given.frame(), &then, &[])
+                };
+                let (near, small) = ("veth-near", "veth-small");
+                let both = [seen, endpoint];
+                goes("its SYN again", near, &direct, small, both)?;
+                let ack = packet(true, client, endpoint, flags::ACK);
+                goes("what follows", near, &ack, small, both)?;
+                let own_answer = packet(true, endpoint, seen, flags::SYN | flags::ACK);
+                goes("its answer", small, &own_answer, near, [endpoint, client])?;
+                let other = packet(true, endpoint, client, flags::ACK);
+                goes("the other's", small, &other, near, [vip, client])?;
+                ensure!(scene.rig.conntrack.remove(key), "{key:?} was there");
+                Ok(())
+            };
+            scene.forget()?;
+            passes("alone")?;
+            begin()?;
+            lives("beside another")?;
+            end(true, flags::FIN)?;
+            lives("beside half of another")?;
+            end(false, flags::FIN)?;
+            passes("after another's FINs")?;
+            for by_client in [true, false] {
+                begin()?;
+                end(by_client, flags::RST)?;
+                passes("after another's RST")?;
+            }
+            begin()?;
+            let seconds = timeout::TCP_ESTABLISHED + 10;
+            let old = u64::from(now()?.number().wrapping_sub(u16::try_from(seconds / 4)?));
+            ages(&scene.rig.conntrack, Some(Tick::from_ns(old << 32)))?;
+            passes("after another that nobody ended")?;
+            // What is removed is nobody's, in both directions.
+            begin()?;
+            for (key, _) in scene.rig.conntrack.entries() {
+                ensure!(scene.rig.conntrack.remove(&key), "{key:?} was there");
+            }
+            let from = ("veth-small", false);
+            let what = "of another that was removed";
+            check(scene, what, from, &answer.frame(), &Then::Alone, &[])?;
+            let request = packet(true, client, vip, flags::ACK).frame();
+            check(scene, what, at, &request, &Then::Alone, &[])?;
+            passes("after another that was removed")?;
+        }
+        Ok(())
+    })
+}
+
+/// The clock of conntrack, now.
+fn now() -> Result<Tick> {
+    let now = clock_gettime(ClockId::CLOCK_MONOTONIC)?;
+    let seconds = u64::try_from(now.tv_sec())?;
+    Ok(Tick::from_ns(seconds * 1_000_000_000))
+}
+
+/// How many seconds ago each flow was used; and makes it another time, if one is given.
+fn ages(table: &Table, to: Option<Tick>) -> Result<Vec<u32>> {
+    let mut ages = Vec::new();
+    for (key, mut flow) in table.entries() {
+        ages.push(flow.used.age_seconds(now()?));
+        if let Some(to) = to {
+            flow.used = to;
+            ensure!(table.set(&key, &flow), "{key:?} is there no more");
+        }
+    }
+    Ok(ages)
+}
+
+/// By UDP a client may listen for minutes without a word, and an endpoint may be told things for minutes
+/// and not answer: the flow is one as long as either of them speaks.
+fn whoever_only_listens_keeps_the_flow() -> Result<()> {
+    scene(|scene| {
+        for v4 in [true, false] {
+            for (at, client, vip) in [
+                // Masqueraded, and not.
+                ("eth0", ip(v4, OUTSIDE[0], OUTSIDE[1]), vip(v4, "node", 13)),
+                (
+                    "veth-near",
+                    ip(v4, NEAR[0], NEAR[1]),
+                    vip(v4, "cluster", 13),
+                ),
+            ] {
+                scene.forget()?;
+                let client = (client, 20_000);
+                let asked = packet(false, client, vip, 0).frame();
+                scene.throw(at, false, &asked)?;
+                let table = &scene.rig.conntrack;
+                // Where the endpoint sees it come from.
+                let flows = table.entries();
+                let (_, flow) = flows.first().context("no flow")?;
+                let from = if flow.node_addr == 0 {
+                    client
+                } else {
+                    (ip(v4, GATEWAY[0], GATEWAY[1]), flow.node_port.host())
+                };
+                let endpoint = (ip(v4, SMALL[0], SMALL[1]), 80);
+                let answer = packet(false, endpoint, from, 0).frame();
+                for (what, at, frame) in [
+                    ("an answer", "veth-small", &answer),
+                    ("a request", at, &asked),
+                ] {
+                    // Neither has spoken for almost as long as an answered flow is kept.
+                    let ticks = timeout::UDP_ANSWERED / 4 - 3;
+                    let old = u64::from(now()?.number().wrapping_sub(u16::try_from(ticks)?));
+                    ages(table, Some(Tick::from_ns(old << 32)))?;
+                    scene.throw(at, false, frame)?;
+                    let ages = ages(table, None)?;
+                    ensure!(
+                        ages.len() == 1 && ages[0] < timeout::UDP_ANSWERED / 4,
+                        "{client:?} to {vip:?}: {what} leaves flows as old as {ages:?} s"
+                    );
+                }
+            }
+        }
+        Ok(())
+    })
+}
+
+/// A flow that is not over and goes, as another wants its room, is counted.
+fn what_is_pushed_out_is_counted() -> Result<()> {
+    const FLOWS: usize = 200;
+    let mut scene = Scene::with_flows(32)?;
+    scene.inside(|scene| {
+        let client = ip(true, NEAR[0], NEAR[1]);
+        let vip = vip(true, "cluster", 13);
+        let mut pushed_out = 0;
+        for port in (20_000..).take(FLOWS) {
+            let asked = packet(true, (client, port), vip, flags::SYN);
+            let (output, reasons) = scene.throw("veth-near", false, &asked.frame())?;
+            ensure!(
+                output.verdict == Verdict::Redirect && reasons.contains(&Reason::Translated),
+                "{port}: {output:?}, {reasons:?}"
+            );
+            pushed_out += usize::from(reasons.contains(&Reason::FlowPushedOut));
+        }
+        let left = scene.rig.conntrack.entries().len();
+        ensure!(
+            left > 32 && pushed_out == FLOWS - left,
+            "{left} are left, {pushed_out} were pushed out"
+        );
+        Ok(())
+    })
+}
+
+/// Where programs may be preempted, each takes a place of its own and gives it back; if none is left, the packet
+/// is dropped, and nobody's place is used twice.
+fn a_program_that_was_preempted_keeps_its_place() -> Result<()> {
+    const PLACES: u32 = 4;
+    Scene::new()?.inside(|scene| {
+        let preemptible = PacketConfig {
+            flags: plain_config().flags | PacketConfig::PREEMPTIBLE,
+            ..plain_config()
+        };
+        scene.world.configure(&mut scene.rig, preemptible)?;
+        let client = (ip(true, OUTSIDE[0], OUTSIDE[1]), 2000);
+        let frame = packet(false, client, vip(true, "node", 13), 0).frame();
+        for taken in 0..=PLACES {
+            scene.forget()?;
+            scene.rig.take_scratch(taken)?;
+            let before = scene.rig.scratch_taken()?;
+            let (output, reasons) = scene.throw("eth0", false, &frame)?;
+            let wanted = if taken == PLACES {
+                (Verdict::Drop, vec![Reason::Preempted])
+            } else {
+                (Verdict::Redirect, vec![Reason::Masqueraded])
+            };
+            ensure!(
+                (output.verdict, &reasons) == (wanted.0, &wanted.1),
+                "{taken} taken: {:?}, {reasons:?}",
+                output.verdict
+            );
+            let after = scene.rig.scratch_taken()?;
+            ensure!(after == before, "{after} are taken, not {before}");
+            let (left, _) = scene.throw("eth0", true, &frame)?;
+            ensure!(
+                (left.verdict == Verdict::Drop) == (taken == PLACES),
+                "{taken} taken, leaving: {:?}",
+                left.verdict
+            );
+        }
+        // Elsewhere nobody asks.
+        scene.world.configure(&mut scene.rig, plain_config())?;
+        scene.forget()?;
+        let (output, _) = scene.throw("eth0", false, &frame)?;
+        ensure!(output.verdict == Verdict::Redirect, "{:?}", output.verdict);
+        Ok(())
+    })
+}

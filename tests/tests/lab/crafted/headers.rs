@@ -1,0 +1,285 @@
+//! Headers: rare ones, lying ones, fragments.
+
+use anyhow::Result;
+use dataplane_common::Reason;
+use dataplane_proof::wire::{LINK, Packet, Part, Payload, flags, protocol};
+
+use super::{
+    ALL, Then, check, packet, passed, payload, scene, sent,
+    way::{PLAIN, is_passed, request},
+};
+
+scenarios! {
+    Dataplane:
+    headers_that_are_rare_are_passed_or_left_alone,
+    headers_that_lie_are_left_alone,
+    fragments_follow_their_first,
+}
+
+fn headers_that_are_rare_are_passed_or_left_alone() -> Result<()> {
+    use protocol::{DESTINATION, HOP_BY_HOP, ROUTING};
+    let extension = |number: u8, words: u8| {
+        let mut body = vec![words];
+        body.resize(7 + 8 * usize::from(words), 1);
+        (number, body)
+    };
+    scene(|scene| {
+        for tcp in [true, false] {
+            for words in 1..=10 {
+                let mut with_options = request(true, tcp);
+                with_options.options = vec![1; 4 * words];
+                is_passed(scene, &format!("{words} words of options"), &with_options)?;
+            }
+            let chains: [&[u8]; 6] = [
+                &[HOP_BY_HOP],
+                &[ROUTING],
+                &[DESTINATION],
+                &[HOP_BY_HOP, DESTINATION, ROUTING],
+                &[HOP_BY_HOP, DESTINATION, ROUTING, DESTINATION, DESTINATION],
+                &[DESTINATION; 6],
+            ];
+            for chain in chains {
+                for words in [0, 3] {
+                    let mut extended = request(false, tcp);
+                    let all = chain.iter().map(|number| extension(*number, words));
+                    extended.extensions = all.collect();
+                    is_passed(scene, &format!("{chain:?}"), &extended)?;
+                }
+            }
+            // More than anybody has use for.
+            let mut many = request(false, tcp);
+            many.extensions = vec![extension(DESTINATION, 0); 7];
+            let frame = many.frame();
+            check(scene, "seven", ("eth0", false), &frame, &Then::Alone, &[])?;
+            // A fragment header of what is no fragment (RFC 6946).
+            let mut atomic = request(false, tcp);
+            atomic.part = Some(Part {
+                from: 0,
+                to: usize::MAX,
+                more: false,
+            });
+            is_passed(scene, "an atomic fragment", &atomic)?;
+        }
+        for v4 in [true, false] {
+            for class in [0x10, 0xb8, 0xff] {
+                let classed = Packet {
+                    class,
+                    ..request(v4, true)
+                };
+                is_passed(scene, "a class", &classed)?;
+            }
+            let mut unsummed = request(v4, false);
+            if let Payload::Udp { summed, .. } = &mut unsummed.payload {
+                *summed = false;
+            }
+            is_passed(scene, "UDP without a checksum", &unsummed)?;
+            // Data by which the checksum becomes each value near zero.
+            for low in 0..=u16::MAX {
+                if low % 251 != 0 && low > 2 && low < 0xfffd {
+                    continue;
+                }
+                let mut summed = request(v4, false);
+                if let Payload::Udp { data, .. } = &mut summed.payload {
+                    *data = low.to_be_bytes().to_vec();
+                }
+                is_passed(scene, "every checksum", &summed)?;
+            }
+            for other in [protocol::ICMP, 132, 47, 50, 51] {
+                scene.forget()?;
+                let mut packet = request(v4, true);
+                packet.payload = Payload::Raw(other, vec![8; 40]);
+                let what = format!("protocol {other}");
+                check(
+                    scene,
+                    &what,
+                    ("eth0", false),
+                    &packet.frame(),
+                    &Then::Alone,
+                    &[],
+                )?;
+            }
+            // A tag within the packet: it is some VLAN's.
+            let mut tagged = request(v4, true).frame();
+            tagged.splice(12..12, [0x81, 0, 0, 42]);
+            check(scene, "tagged", ("eth0", false), &tagged, &Then::Alone, &[])?;
+        }
+        Ok(())
+    })
+}
+
+fn headers_that_lie_are_left_alone() -> Result<()> {
+    scene(|scene| {
+        let malformed = |what: &str, frame: &[u8]| {
+            let then = (&Then::Alone, &[Reason::Malformed][..]);
+            check(scene, what, ("eth0", false), frame, then.0, then.1)
+        };
+        for (v4, tcp) in ALL {
+            scene.forget()?;
+            let whole = request(v4, tcp).frame();
+            let header = if v4 { 20 } else { 40 };
+            // Cut short at every byte that a test run takes.
+            for length in LINK + header..whole.len() {
+                malformed(&format!("cut to {length} bytes"), &whole[..length])?;
+            }
+            // Cut short honestly: what is left of the transport header does not do.
+            let least = if tcp { 20 } else { 8 };
+            let at = if v4 { 16 } else { 18 };
+            for left in 0..least {
+                let mut frame = whole[..LINK + header + left].to_vec();
+                let length = if v4 { header + left } else { left };
+                frame[at..at + 2].copy_from_slice(&u16::try_from(length)?.to_be_bytes());
+                malformed(&format!("{left} bytes of transport"), &frame)?;
+            }
+            // Lengths of the packet and of its header that cannot be.
+            let longest = whole.len() - LINK - if v4 { 0 } else { 40 };
+            let lies: Vec<usize> = if v4 {
+                (0..28).chain([longest + 1, 0x4000, 0xffff]).collect()
+            } else {
+                (0..8).chain([longest + 1, 0x4000, 0xffff]).collect()
+            };
+            for length in lies {
+                let mut frame = whole.clone();
+                frame[at..at + 2].copy_from_slice(&u16::try_from(length)?.to_be_bytes());
+                malformed(&format!("a length of {length}"), &frame)?;
+            }
+            if v4 {
+                for words in (0..5).chain([13, 14, 15]) {
+                    let mut frame = whole.clone();
+                    frame[LINK] = 0x40 | words;
+                    malformed(&format!("a header of {words} words"), &frame)?;
+                }
+            } else {
+                // Extension headers that end behind the packet.
+                for first in [
+                    protocol::HOP_BY_HOP,
+                    protocol::ROUTING,
+                    protocol::DESTINATION,
+                ] {
+                    let mut frame = whole.clone();
+                    frame[LINK + 6] = first;
+                    frame[LINK + 41] = 200;
+                    malformed("an extension header that is too long", &frame)?;
+                }
+            }
+            for version in [0, 5, 15] {
+                let mut frame = whole.clone();
+                frame[LINK] = version << 4 | frame[LINK] & 15;
+                malformed("another version", &frame)?;
+            }
+            // Lengths that only the endpoint believes or not: passed as they are.
+            let (_, _, seen, endpoint) = PLAIN.ends(v4);
+            let lie = |frame: &[u8]| {
+                let mut frame = frame.to_vec();
+                let l4 = LINK + header;
+                if tcp {
+                    frame[l4 + 12] = 0xf0;
+                } else {
+                    frame[l4 + 4..l4 + 6].copy_from_slice(&[0xff, 0xff]);
+                }
+                frame
+            };
+            let then = PLAIN.toward_endpoint(scene, &request(v4, tcp), seen, endpoint);
+            let Then::Sent(frame) = then else {
+                anyhow::bail!("{then:?}");
+            };
+            let then = Then::Sent(lie(&frame));
+            let reasons = [Reason::Masqueraded];
+            check(
+                scene,
+                "a lie inside",
+                ("eth0", false),
+                &lie(&whole),
+                &then,
+                &reasons,
+            )?;
+            // Behind the packet's end may be padding.
+            scene.forget()?;
+            let pad = |frame: &[u8]| [frame, &[0xee; 9]].concat();
+            let then = Then::Sent(pad(&frame));
+            check(
+                scene,
+                "padding",
+                ("eth0", false),
+                &pad(&whole),
+                &then,
+                &reasons,
+            )?;
+        }
+        Ok(())
+    })
+}
+
+fn part(from: usize, to: usize, more: bool) -> Part {
+    Part { from, to, more }
+}
+
+fn fragments_follow_their_first() -> Result<()> {
+    scene(|scene| {
+        for (v4, tcp) in ALL {
+            scene.forget()?;
+            let mut whole = request(v4, tcp);
+            whole.identification = 0x7777;
+            match &mut whole.payload {
+                Payload::Tcp { data, .. } | Payload::Udp { data, .. } => *data = vec![9; 3000],
+                _ => {}
+            }
+            let (client, vip, seen, endpoint) = PLAIN.ends(v4);
+            let parts = [
+                part(0, 1200, true),
+                part(1200, 2400, true),
+                part(2400, 9999, false),
+            ];
+            for (at, part) in parts.into_iter().enumerate() {
+                whole.part = Some(part);
+                let then = PLAIN.toward_endpoint(scene, &whole, seen, endpoint);
+                let reasons: &[Reason] = if at == 0 { &[Reason::Masqueraded] } else { &[] };
+                let what = format!("fragment {at}");
+                check(
+                    scene,
+                    &what,
+                    ("eth0", false),
+                    &whole.frame(),
+                    &then,
+                    reasons,
+                )?;
+            }
+            // And back, in whatever order once the first was there.
+            let mut back = packet(tcp, endpoint, seen, flags::ACK);
+            back.payload = payload(tcp, [endpoint.1, seen.1], flags::ACK, &[3; 3000]);
+            for at in [0, 2, 1] {
+                back.part = Some(parts[at]);
+                let then = sent(scene, PLAIN.out, PLAIN.at, &passed(&back, vip, client));
+                check(scene, "back", (PLAIN.out, false), &back.frame(), &then, &[])?;
+            }
+            // Another datagram's, whose first nobody saw: at an address that others use too it may be
+            // theirs; a cluster IP is nobody's else.
+            whole.identification = 0x7778;
+            whole.part = Some(parts[1]);
+            check(
+                scene,
+                "unknown",
+                ("eth0", false),
+                &whole.frame(),
+                &Then::Alone,
+                &[],
+            )?;
+            (whole.dst, _) = super::vip(v4, "cluster", 13);
+            let frame = whole.frame();
+            let (then, reasons): (_, &[Reason]) = if tcp {
+                // Of no connection that is known: the stack's, as whole packets of none are.
+                (Then::Alone, &[])
+            } else {
+                (Then::Dropped, &[Reason::UnknownFragment])
+            };
+            check(
+                scene,
+                "of a cluster IP",
+                ("eth0", false),
+                &frame,
+                &then,
+                reasons,
+            )?;
+        }
+        Ok(())
+    })
+}
