@@ -2,10 +2,10 @@
 
 use std::{thread, time::Duration};
 
-use dataplane::source::kubernetes::Kind;
+use dataplane::source::kubernetes::{Kind, Patience, Scope};
 use dataplane_tests::api::{Resource, objects};
 
-use crate::site::{Site, endpoints, has, server, slice_of, web};
+use crate::site::{Site, endpoints, has, patience, server, slice_of, web};
 
 #[test]
 fn nothing_is_known_before_everything_was_listed() {
@@ -42,6 +42,34 @@ fn nothing_is_known_before_everything_was_listed() {
         site.watching();
         assert_eq!(site.health.failure(), None);
         assert!(site.health.heard() > 0);
+    }
+}
+
+/// What is forbidden for good is asked for as seldom as anything else that does not work.
+#[test]
+fn a_server_that_forbids_is_not_asked_without_a_pause() {
+    for (resource, scope) in [
+        (Resource::Services, Scope::Services),
+        (Resource::Pods, Scope::HostPorts),
+    ] {
+        let server = server(web(1, &[1]));
+        server.faults().withhold(Some((resource, 403)));
+        let site = Site::of(server, scope);
+        // The longest pause, and longer than it takes until the server is known to mean it.
+        let Patience {
+            retry_max,
+            forbidden,
+            ..
+        } = patience();
+        thread::sleep(forbidden * 5);
+        site.server.faults().note_requests(true);
+        thread::sleep(retry_max * 20);
+        let asked = site.server.faults().asked();
+        let asked = asked
+            .iter()
+            .filter(|a| a.resource == Some(resource))
+            .count();
+        assert!((5..=20).contains(&asked), "{resource:?}: {asked} times");
     }
 }
 

@@ -40,7 +40,10 @@ pub enum Failure {
 fn hint(code: u16) -> &'static str {
     match code {
         401 => " (it does not accept our token or certificate)",
-        403 => " (its RBAC rules must allow us get, list and watch on that: deploy/ has them)",
+        403 => {
+            " (RBAC: a ClusterRole must allow the agent get, list and watch on it, as that in deploy/ does; an API server \
+             that has just started forbids everything for a second)"
+        }
         _ => "",
     }
 }

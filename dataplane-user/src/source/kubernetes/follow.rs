@@ -162,14 +162,20 @@ impl Follower {
                 }
                 Ended::Failed(failure) => {
                     let doing = if version.is_some() { "watch" } else { "list" };
-                    step.failed(&failure, &mut connection, doing);
+                    // An API server that has just started forbids everything until it has read the roles.
+                    let brief = |since: Instant| since.elapsed() < self.patience.forbidden;
+                    let lasting = !forbidden.is_some_and(brief);
+                    step.failed(&failure, &mut connection, doing, lasting);
                     backoff.at_least(failure.retry_after());
                 }
             }
             let mut rest = backoff.next();
-            if let Some(since) = forbidden.filter(|_| !step.health.is_refused()) {
+            if let Some(since) = forbidden {
                 // What can be done without is done without from then on, not from the attempt after.
-                rest = rest.min((since + self.patience.forbidden).duration_since(Instant::now()));
+                let left = self.patience.forbidden.saturating_sub(since.elapsed());
+                if !left.is_zero() {
+                    rest = rest.min(left);
+                }
             }
             sleep(rest).await;
         }
@@ -386,9 +392,15 @@ impl Step<'_> {
             .await
     }
 
-    /// Tells that something did not work, and has the next attempt make its own connection if that
-    /// may help.
-    fn failed(&self, failure: &Failure, connection: &mut Option<Connection>, doing: &str) {
+    /// Tells that something did not work, in the log only if it is `lasting`, and has the next attempt
+    /// make its own connection if that may help.
+    fn failed(
+        &self,
+        failure: &Failure,
+        connection: &mut Option<Connection>,
+        doing: &str,
+        lasting: bool,
+    ) {
         let server = match connection {
             Some(connection) => connection.server.clone(),
             None => self.follower.connector.target.server_text(),
@@ -397,7 +409,7 @@ impl Step<'_> {
         if failure.is_of_network() && self.follower.connector.target.is_a_service() {
             text += AT_A_SERVICE;
         }
-        if self.health.fail(&text) {
+        if self.health.fail(&text, lasting) {
             warn!("{text}");
         } else {
             debug!("{text}");

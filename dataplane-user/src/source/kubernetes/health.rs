@@ -1,7 +1,7 @@
 //! How old what we know is, and why it is not newer.
 
 use std::sync::{
-    Mutex, PoisonError,
+    Mutex, MutexGuard, PoisonError,
     atomic::{AtomicBool, AtomicU64, Ordering},
 };
 
@@ -31,8 +31,18 @@ pub struct KindHealth {
     watches: AtomicU64,
     events: AtomicU64,
     failures: AtomicU64,
-    /// Since when it does not work, and what last went wrong.
-    failure: Mutex<Option<(u64, String)>>,
+    failing: Mutex<Option<Failing>>,
+}
+
+/// Reading a kind does not work.
+#[derive(Debug)]
+struct Failing {
+    /// Since when, in seconds since the epoch.
+    since: u64,
+    /// What last went wrong.
+    text: String,
+    /// What of that was last logged, if anything.
+    told: Option<String>,
 }
 
 impl Health {
@@ -107,10 +117,12 @@ impl KindHealth {
     }
 
     fn failure(&self) -> Option<(u64, String)> {
-        self.failure
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        let failing = self.failing();
+        failing.as_ref().map(|f| (f.since, f.text.clone()))
+    }
+
+    fn failing(&self) -> MutexGuard<'_, Option<Failing>> {
+        self.failing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The server said something.
@@ -125,14 +137,14 @@ impl KindHealth {
         self.listed.store(true, Ordering::Release);
     }
 
-    /// A watch begins; for how many seconds something did not work before, if so.
+    /// A watch begins. If something did not work before, and that was logged: for how many seconds.
     pub(super) fn watch(&self) -> Option<u64> {
         self.hear();
         self.watches.fetch_add(1, Ordering::Relaxed);
         self.watching.store(true, Ordering::Relaxed);
-        let mut failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
-        let (since, _) = failure.take()?;
-        Some(now().saturating_sub(since))
+        let failed = self.failing().take()?;
+        let is_known = failed.told.is_some();
+        is_known.then(|| now().saturating_sub(failed.since))
     }
 
     /// The rest is served without it, or not any more; what it was before.
@@ -150,13 +162,48 @@ impl KindHealth {
         self.events.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Something did not work; whether that is news.
-    pub(super) fn fail(&self, text: &str) -> bool {
+    /// Something did not work. `lasting`: whether that is worth a line in the log. Answers whether to write one.
+    pub(super) fn fail(&self, text: &str, lasting: bool) -> bool {
         self.failures.fetch_add(1, Ordering::Relaxed);
-        let mut failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
-        let news = failure.as_ref().is_none_or(|(_, last)| last != text);
-        let since = failure.as_ref().map_or_else(now, |(since, _)| *since);
-        *failure = Some((since, text.to_owned()));
-        news
+        let mut failing = self.failing();
+        let before = failing.take();
+        let since = before.as_ref().map_or_else(now, |before| before.since);
+        let mut told = before.and_then(|before| before.told);
+        let is_news = lasting && told.as_deref() != Some(text);
+        if is_news {
+            told = Some(text.to_owned());
+        }
+        *failing = Some(Failing {
+            since,
+            text: text.to_owned(),
+            told,
+        });
+        is_news
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failure_is_logged_once_when_it_lasts_and_so_is_its_end() {
+        let kind = KindHealth::default();
+        assert!(
+            !kind.fail("403", false),
+            "an API server that has just started"
+        );
+        assert_eq!(kind.failure().unwrap().1, "403");
+        assert_eq!(kind.watch(), None, "its end is none of anybody's business");
+        assert!(!kind.fail("403", false));
+        assert!(kind.fail("403", true));
+        assert!(!kind.fail("403", true), "it was said");
+        assert!(kind.fail("refused", true));
+        assert!(!kind.fail("403", false));
+        assert_eq!(kind.failure().unwrap().1, "403");
+        assert!(!kind.fail("refused", true), "it was said");
+        assert!(kind.watch().is_some());
+        assert_eq!(kind.failure(), None);
+        assert_eq!(kind.failures(), 7);
     }
 }
