@@ -18,7 +18,7 @@ use crate::{
     kernel::{
         self, netfilter,
         probe::{self, Feature},
-        sockets::pod_cgroups,
+        sockets::{own_elsewhere, pod_cgroups},
         sysctl,
     },
     takeover::forward,
@@ -38,6 +38,10 @@ pub struct DoctorArgs {
     paths: PathArgs,
 }
 
+/// What to do if programs do not see sockets that they should.
+const WIDER_CGROUP: &str = "set kernel.cgroup (--cgroup, DATAPLANE_CGROUP) to a cgroup that holds all pods and, with a \
+     mesh, the agent; best the root of the cgroup v2 hierarchy";
+
 #[derive(Serialize)]
 struct Row<'a> {
     feature: &'a str,
@@ -54,6 +58,7 @@ impl DoctorArgs {
         let mut features = probe::features(&self.paths.or_guess());
         features.push(forward_hook());
         features.push(pods(&self.paths.or_guess()));
+        features.push(agent(&self.paths.or_guess()));
         features.push(conntrack_sysctls());
         let mut out = output::stdout();
         match self.output {
@@ -137,8 +142,33 @@ fn pods(paths: &kernel::Paths) -> Feature {
         required: false,
         without: "pods in other cgroups are served by their packets only".into(),
         detail,
-        remedy: "set kernel.cgroup (--cgroup, DATAPLANE_CGROUP) to a cgroup that holds all pods, best the root of the \
-                 cgroup v2 hierarchy",
+        remedy: WIDER_CGROUP,
+    }
+}
+
+/// Whether the cgroup that the programs are attached to holds an agent that is started as this process was.
+fn agent(paths: &kernel::Paths) -> Feature {
+    let cgroup = paths.cgroup.display();
+    let (present, detail) = match own_elsewhere(&paths.cgroup) {
+        Ok(None) => (true, format!("sockets made here are in {cgroup}")),
+        Ok(Some(elsewhere)) => {
+            let own = elsewhere.own.map_or_else(
+                || "a cgroup that is mounted nowhere here".into(),
+                |own| own.display().to_string(),
+            );
+            let detail = format!("sockets made here are in {own}, which is outside of {cgroup}");
+            (false, detail)
+        }
+        Err(error) => (false, error.to_string()),
+    };
+    Feature {
+        name: "agent in the cgroup",
+        needed_for: "mesh: the agent's proxy",
+        present,
+        required: false,
+        without: "with a mesh, an agent that is started like this resets the connections that captured pods open".into(),
+        detail,
+        remedy: WIDER_CGROUP,
     }
 }
 

@@ -34,7 +34,7 @@ use super::{
     pins::{MAPS, MapSpec, Pins},
 };
 
-pub use cgroups::{PodCgroups, pod_cgroups};
+pub use cgroups::{Elsewhere, PodCgroups, own_elsewhere, pod_cgroups};
 pub use sweep::Sweeper;
 
 const SOCK_DIAG_BY_FAMILY: u16 = 20;

@@ -4,6 +4,7 @@ use std::{
     io,
     net::TcpListener,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::Path,
     sync::Arc,
     time::Duration,
 };
@@ -296,6 +297,34 @@ fn not_listening(options: &CaptureOptions, error: &io::Error) -> Problem {
     match error.kind() {
         io::ErrorKind::AddrInUse => Problem::of_workload(text),
         _ => Problem::of_node(text),
+    }
+}
+
+/// Why connections that captured workloads open are reset, if the kernel programs do not see the proxy accept: its
+/// sockets are in a cgroup that they are not attached to.
+pub(super) fn unseen(cgroup: &Path) -> Option<String> {
+    match kernel::sockets::own_elsewhere(cgroup) {
+        Ok(elsewhere) => elsewhere.map(|elsewhere| {
+            let own = elsewhere.own.as_ref().map_or_else(
+                || "a cgroup that is mounted nowhere that the agent sees".into(),
+                |own| format!("the cgroup {}", own.display()),
+            );
+            let root = elsewhere.root.as_ref().map_or_else(
+                || "the root of the cgroup v2 hierarchy".into(),
+                |root| format!("{}, the root of the hierarchy", root.display()),
+            );
+            format!(
+                "the agent's sockets are in {own}, which is outside of kernel.cgroup, {}: the proxy resets the \
+                 connections that captured workloads open (LOOP in the access log), because no kernel program tells it \
+                 where they were to go; set kernel.cgroup (--cgroup, DATAPLANE_CGROUP) to {root}, or to a cgroup that \
+                 holds the agent and all pods, and restart the agent",
+                cgroup.display()
+            )
+        }),
+        Err(error) => {
+            debug!("mesh: {error}");
+            None
+        }
     }
 }
 

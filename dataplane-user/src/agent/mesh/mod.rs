@@ -101,6 +101,8 @@ pub struct Mesh {
     own_cookie: u64,
     /// The cgroup whose processes the programs see.
     cgroup: PathBuf,
+    /// Why connections to the proxy are reset, if the programs do not see the agent's own sockets.
+    unseen: Option<String>,
     /// Once a workload has asked for it.
     accelerator: Option<Arc<Accelerator>>,
 }
@@ -136,6 +138,7 @@ impl Mesh {
             };
             Some(Proxy::start(settings).map_err(super::Error::Proxy)?)
         };
+        let unseen = proxy.as_ref().and_then(|_| attach::unseen(cgroup));
         let held = capture.held();
         Ok(Self {
             options,
@@ -152,6 +155,7 @@ impl Mesh {
             absent: HashMap::new(),
             own_cookie: kernel::netns_cookie()?,
             cgroup: cgroup.to_owned(),
+            unseen,
             accelerator: None,
             config,
         })
@@ -284,6 +288,8 @@ impl Mesh {
                 problems.add(&member.workload.name, Problem::of_node(error));
             }
         }
+        let mut flags = enrolled.iter().map(|(_, _, flags)| flags);
+        let by_sockets = flags.any(|flags| flags & Enrolled::PROXY != 0);
         let own_unread = found.own.is_err() && by_cgroup(&wanted);
         let own_cookie = self.own_cookie;
         self.release(&enrolled, &found, |cookie| {
@@ -305,6 +311,9 @@ impl Mesh {
         let publish = |member| self.publish(member);
         let workloads: Vec<_> = members.into_iter().map(publish).collect();
         let shortage = self.proxy.as_ref().and_then(Proxy::shortage);
+        let unseen = self.unseen.clone().filter(|_| by_sockets);
+        let trouble = unseen.into_iter().chain(trouble);
+        let trouble = trouble.reduce(|first, second| format!("{first}; {second}"));
         for (text, before) in [(&trouble, &self.trouble), (&shortage, &self.shortage)] {
             if let Some(text) = text
                 && before.as_ref() != Some(text)

@@ -8,6 +8,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     fs::{self, File},
     io,
+    net::{Ipv4Addr, Ipv6Addr, TcpListener},
     os::{
         fd::{AsFd as _, AsRawFd as _, BorrowedFd},
         unix::fs::MetadataExt as _,
@@ -112,6 +113,58 @@ pub fn pod_cgroups(cgroup: &Path, pods: &BTreeSet<u32>) -> Result<PodCgroups, Er
     Ok(found)
 }
 
+/// Where this process's sockets are, if that is neither the cgroup that the programs are attached to nor below it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Elsewhere {
+    /// The cgroup, if it is mounted where this process sees it.
+    pub own: Option<PathBuf>,
+    /// The root of the hierarchy, if it is mounted where this process sees it.
+    pub root: Option<PathBuf>,
+}
+
+/// Looks where a socket is that this process makes now. `cgroup`: what the programs are attached to. `None`: the
+/// programs see this process's sockets.
+///
+/// # Errors
+/// If there is no such cgroup, or the kernel does not tell.
+pub fn own_elsewhere(cgroup: &Path) -> Result<Option<Elsewhere>, Error> {
+    if is_root(cgroup) {
+        return Ok(None);
+    }
+    let doing = || "cannot find out the cgroup of this process's sockets".to_owned();
+    let own = own_socket().doing(doing)?;
+    if find(cgroup, BTreeSet::from([own])).contains_key(&own) {
+        return Ok(None);
+    }
+    let root = cgroup2_mounts()?.into_iter().find(|path| is_root(path));
+    let paths = root
+        .as_deref()
+        .map(|root| find(root, BTreeSet::from([own])));
+    Ok(Some(Elsewhere {
+        own: paths.and_then(|mut paths| paths.remove(&own)),
+        root,
+    }))
+}
+
+/// The id of the cgroup in which a socket of this process is. (`/proc/self/cgroup` has a path, which is of no use if the
+/// process has a cgroup namespace of its own and another hierarchy's root is mounted there.)
+fn own_socket() -> io::Result<u64> {
+    let socket = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
+        .or_else(|_| TcpListener::bind((Ipv6Addr::LOCALHOST, 0)))?;
+    let port = socket.local_addr()?.port();
+    let mut found = None;
+    let is_listening = 1 << 10;
+    let listed = list(Protocol::TCP, is_listening, |socket, cgroup| {
+        if u16::from_be(socket.id.source_port) == port {
+            found = Some(cgroup);
+        }
+    });
+    match found {
+        Some(cgroup) => Ok(cgroup),
+        None => listed.and(Err(io::ErrorKind::NotFound.into())),
+    }
+}
+
 /// Whether a directory is the root of the cgroup v2 hierarchy, which alone has no type.
 fn is_root(directory: &Path) -> bool {
     directory.join("cgroup.procs").exists() && !directory.join("cgroup.type").exists()
@@ -166,36 +219,47 @@ fn other_ends(own: BorrowedFd<'_>, pods: &BTreeSet<u32>) -> io::Result<Vec<u32>>
 
 /// The cgroups of the sockets in this thread's network namespace, by their ids.
 fn sockets() -> io::Result<BTreeSet<u64>> {
-    const CGROUP_ID: u16 = 21; // INET_DIAG_CGROUP_ID, Linux 5.9
     // Established, SYN sent, close-wait, listening; and closed, as UDP's are that are not connected
     // (`include/net/tcp_states.h`). What waits for late segments is no socket of a process any more.
     const STATES: u32 = 1 << 1 | 1 << 2 | 1 << 7 | 1 << 8 | 1 << 10;
-    let mut netlink = Netlink::open(SockProtocol::NetlinkSockDiag)?;
     let mut cgroups = BTreeSet::new();
     for protocol in [Protocol::TCP, Protocol::UDP] {
-        for family in FAMILIES {
-            let request = Request {
-                family,
-                protocol: protocol.number(),
-                extensions: 0,
-                padding: 0,
-                states: STATES,
-                id: SocketId::ANY,
-            };
-            let listed = netlink.dump(SOCK_DIAG_BY_FAMILY, request.as_bytes(), |answer| {
-                let rest = Listed::read_from_prefix(answer).map(|(_, rest)| rest);
-                let id = attributes(rest.unwrap_or_default()).find(|(kind, _)| *kind == CGROUP_ID);
-                let id = id.and_then(|(_, id)| Some(u64::read_from_prefix(id).ok()?.0));
-                cgroups.extend(id);
-            });
-            match listed {
-                // The kernel has no list of this protocol's sockets (no such module).
-                Err(error) if error.raw_os_error() == Some(libc::ENOENT) => {}
-                listed => listed?,
-            }
-        }
+        list(protocol, STATES, |_, cgroup| {
+            cgroups.insert(cgroup);
+        })?;
     }
     Ok(cgroups)
+}
+
+/// Lists the sockets in this thread's network namespace that are in one of these states, each with its cgroup's id.
+fn list(protocol: Protocol, states: u32, mut each: impl FnMut(&Listed, u64)) -> io::Result<()> {
+    const CGROUP_ID: u16 = 21; // INET_DIAG_CGROUP_ID, Linux 5.9
+    let mut netlink = Netlink::open(SockProtocol::NetlinkSockDiag)?;
+    for family in FAMILIES {
+        let request = Request {
+            family,
+            protocol: protocol.number(),
+            extensions: 0,
+            padding: 0,
+            states,
+            id: SocketId::ANY,
+        };
+        let listed = netlink.dump(SOCK_DIAG_BY_FAMILY, request.as_bytes(), |answer| {
+            let Ok((socket, rest)) = Listed::read_from_prefix(answer) else {
+                return;
+            };
+            let id = attributes(rest).find(|(kind, _)| *kind == CGROUP_ID);
+            if let Some(id) = id.and_then(|(_, id)| Some(u64::read_from_prefix(id).ok()?.0)) {
+                each(&socket, id);
+            }
+        });
+        match listed {
+            // The kernel has no list of this protocol's sockets (no such module).
+            Err(error) if error.raw_os_error() == Some(libc::ENOENT) => {}
+            listed => listed?,
+        }
+    }
+    Ok(())
 }
 
 /// Where the cgroups with these ids are, at and below a directory. A directory that cannot be read, such as one that is

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use super::{World, mesh, pod};
 use crate::{
-    cluster::{eventually, reaches, refused},
+    cluster::{ask, eventually, reaches, refused},
     metrics::Metrics,
     outcome::{http, run},
 };
@@ -21,6 +21,7 @@ scenarios! {
     what_cannot_be_read_stays_captured,
     one_that_cannot_be_attached_holds_up_no_other,
     what_cannot_be_set_is_an_error,
+    a_proxy_that_the_programs_do_not_see_is_an_error,
     no_thread_stays_in_the_namespace_of_a_pod_that_has_gone,
 }
 
@@ -287,6 +288,48 @@ fn what_cannot_be_set_is_an_error() -> Result<()> {
     reaches(&one, "10.244.1.8:7", "connect --count 3", &["app"])?;
     let (status, body) = ready()?;
     ensure!(status == 200, "{status} {body}");
+    Ok(())
+}
+
+/// An agent outside of the cgroup that it serves: the kernel tells its proxy of no original destination, so that all that
+/// workloads connect to is reset.
+fn a_proxy_that_the_programs_do_not_see_is_an_error() -> Result<()> {
+    let world = World::new()?;
+    let app = world.app().clone();
+    let agent = |inside: bool| {
+        let mesh = mesh(json!({}), json!({ "mode": "proxy" }));
+        let mut agent = world.lab.agent("node1");
+        if inside {
+            agent = agent.in_the_nodes_cgroup();
+        }
+        let agent = agent.manifests(world.manifests.path());
+        agent.args(["--mesh", &mesh.to_string()]).prepare()
+    };
+    let mut outside = agent(false)?;
+    outside.launch()?;
+    let served = world.lab.node_cgroup("node1");
+    let words = [
+        "error: mesh: the agent's sockets are in the cgroup /",
+        &format!("outside of kernel.cgroup, {}: ", served.display()),
+        "LOOP in the access log",
+        "DATAPLANE_CGROUP",
+    ];
+    eventually(|| run(&outside, "status")?.exits(1)?.says(&words).map(drop))?;
+    let report = ask(&app, "10.244.1.5:7", "connect --count 3")?;
+    ensure!(
+        report.answered == 0 && report.errors.get("ECONNRESET") == Some(&3),
+        "{report:?}"
+    );
+    let doctor = run(&outside, "doctor")?;
+    doctor.says(&[
+        "agent in the cgroup",
+        "which is outside of",
+        "DATAPLANE_CGROUP",
+    ])?;
+    drop(outside);
+    let mut inside = agent(true)?;
+    inside.start()?;
+    reaches(&app, "10.244.1.5:7", "connect --count 3", &["one"])?;
     Ok(())
 }
 
