@@ -37,6 +37,7 @@ scenarios! {
     Dataplane:
     the_original_destination_is_right_in_thousands_of_connections,
     our_proxy_takes_both_directions_and_keeps_the_clients_address,
+    our_proxy_keeps_the_clients_address_with_strict_reverse_paths,
     a_workloads_connections_beyond_its_limit_wait,
     rules_change_while_connections_live,
     pods_ask_by_label_and_annotation,
@@ -214,7 +215,21 @@ fn the_original_destination_is_right_in_thousands_of_connections() -> Result<()>
 }
 
 fn our_proxy_takes_both_directions_and_keeps_the_clients_address() -> Result<()> {
-    let mut world = World::new()?;
+    takes_both_directions(World::new()?)
+}
+
+/// As some distributions have it: packets are dropped that come by another interface than answers would leave by. Those
+/// between the proxy and the application have clients' addresses, and come by the loopback interface.
+fn our_proxy_keeps_the_clients_address_with_strict_reverse_paths() -> Result<()> {
+    let world = World::new()?;
+    for interface in ["all", "default", "lo", "eth0"] {
+        let key = format!("ipv4/conf/{interface}/rp_filter");
+        world.app().sysctl(&key, "1")?;
+    }
+    takes_both_directions(world)
+}
+
+fn takes_both_directions(mut world: World) -> Result<()> {
     let one = world.lab.pod("one").clone();
     world.capture(json!({}), json!({ "mode": "proxy" }))?;
     let app = world.app().clone();
