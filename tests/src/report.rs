@@ -197,7 +197,7 @@ pub struct LoadReport {
     pub answered: u64,
     /// Why others failed.
     pub errors: Errors,
-    /// The failures, at most the first 1 000.
+    /// The failures; at most the first 1 000, unless `--each` asked for all.
     pub failures: Vec<Failure>,
     /// Answered connections per endpoint.
     pub endpoints: BTreeMap<String, u64>,
@@ -225,6 +225,8 @@ pub struct LoadEvent {
     pub started_at_ns: u64,
     /// When it returned.
     pub connected_at_ns: u64,
+    /// When the answer was there.
+    pub answered_at_ns: u64,
     /// Who answered.
     pub endpoint: String,
 }

@@ -31,7 +31,7 @@ pub struct Arguments {
     /// Wait so many microseconds between two connections of a client
     #[arg(long, value_name = "US", default_value_t = 0)]
     pause_us: u64,
-    /// Report every answered connection: endpoint, begin and end of connect(2)
+    /// Report every failure, and every answered connection: endpoint, begin and end of connect(2), time of the answer
     #[arg(long)]
     each: bool,
 }
@@ -41,8 +41,8 @@ pub struct Arguments {
 struct Client {
     endpoints: Vec<(String, u64)>,
     connect_ns: Vec<u64>,
-    /// Begin and duration of connect(2), and the endpoint's number.
-    events: Vec<(u64, u64, usize)>,
+    /// Begin and duration of connect(2), when the answer was there, and the endpoint's number.
+    events: Vec<(u64, u64, u64, usize)>,
     errors: Errors,
     failures: Vec<Failure>,
 }
@@ -81,7 +81,9 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         client.add_to(&mut report, &mut connect_ns);
     }
     report.failures.sort_by_key(|failure| failure.at_ns);
-    report.failures.truncate(FAILURES_KEPT);
+    if !arguments.each {
+        report.failures.truncate(FAILURES_KEPT);
+    }
     report.connect_ns = Quantiles::of(&mut connect_ns);
     serde_json::to_writer(io::BufWriter::new(io::stdout().lock()), &report)?;
     Ok(())
@@ -106,7 +108,7 @@ fn client(arguments: &Arguments, stop: &AtomicBool, end: Option<Instant>) -> Cli
         });
         match answer {
             Ok((endpoint, _)) => client.answered(started_at_ns, took_ns, endpoint, arguments.each),
-            Err(error) => client.failed(started_at_ns, name(&error)),
+            Err(error) => client.failed(started_at_ns, name(&error), arguments.each),
         }
         if arguments.pause_us > 0 {
             std::thread::sleep(Duration::from_micros(arguments.pause_us));
@@ -128,13 +130,13 @@ impl Client {
         self.endpoints[number].1 += 1;
         self.connect_ns.push(took_ns);
         if each {
-            self.events.push((started_at_ns, took_ns, number));
+            self.events.push((started_at_ns, took_ns, now_ns(), number));
         }
     }
 
-    fn failed(&mut self, at_ns: u64, error: String) {
+    fn failed(&mut self, at_ns: u64, error: String, each: bool) {
         *self.errors.entry(error.clone()).or_default() += 1;
-        if self.failures.len() < FAILURES_KEPT {
+        if each || self.failures.len() < FAILURES_KEPT {
             self.failures.push(Failure { at_ns, error });
         }
     }
@@ -146,15 +148,14 @@ impl Client {
         report.failures.extend(self.failures);
         report.answered += self.connect_ns.len() as u64;
         connect_ns.extend(self.connect_ns);
-        report.each.extend(
-            self.events
-                .iter()
-                .map(|&(started_at_ns, took_ns, number)| LoadEvent {
-                    started_at_ns,
-                    connected_at_ns: started_at_ns + took_ns,
-                    endpoint: self.endpoints[number].0.clone(),
-                }),
-        );
+        report.each.extend(self.events.iter().map(
+            |&(started_at_ns, took_ns, answered_at_ns, number)| LoadEvent {
+                started_at_ns,
+                connected_at_ns: started_at_ns + took_ns,
+                answered_at_ns,
+                endpoint: self.endpoints[number].0.clone(),
+            },
+        ));
         for (endpoint, count) in self.endpoints {
             *report.endpoints.entry(endpoint).or_default() += count;
         }

@@ -1,4 +1,4 @@
-//! The DaemonSet as shipped: what it may read, how it is upgraded, with a mesh, by the chart, and how it goes.
+//! The DaemonSet as shipped: what it may read, how it is upgraded, by the chart, and how it goes.
 
 use std::{collections::BTreeSet, thread, time::Duration};
 
@@ -18,7 +18,7 @@ use crate::{
     workspace,
 };
 
-const CONNECT: &str = "connect --count 30 --timeout-ms 2000";
+pub(super) const CONNECT: &str = "connect --count 30 --timeout-ms 2000";
 
 pub fn rbac(cluster: &Cluster) -> Result<String> {
     agent::deploy(cluster, &Wanted::default())?;
@@ -108,14 +108,14 @@ fn allowed(cluster: &Cluster) -> Result<BTreeSet<(String, String, String)>> {
 }
 
 /// Clients of a service with two servers: a pod, a node, and one outside.
-struct Busy<'a> {
-    space: Space<'a>,
-    clients: Vec<(From, String)>,
-    web: BTreeSet<String>,
+pub(super) struct Busy<'a> {
+    pub space: Space<'a>,
+    pub clients: Vec<(From, String)>,
+    pub web: BTreeSet<String>,
 }
 
 impl<'a> Busy<'a> {
-    fn new(cluster: &'a Cluster, name: &str, labels: &Value) -> Result<Self> {
+    pub fn new(cluster: &'a Cluster, name: &str, labels: &Value) -> Result<Self> {
         let space = Space::new(cluster, name, labels)?;
         space.servers("web", 2, None)?;
         space.service("web", "web", &json!({ "type": "NodePort" }))?;
@@ -189,99 +189,6 @@ pub fn upgrade(cluster: &Cluster) -> Result<String> {
     }
     agent::deploy(cluster, &Wanted::default())?;
     Ok(format!("no connection failed: {}", seen.join(", ")))
-}
-
-pub fn mesh(cluster: &Cluster) -> Result<String> {
-    let mesh = json!({ "mesh": { "rules": { "mode": "proxy" } } });
-    let wanted = |surge, tag| Wanted {
-        tag: images::TAGS[tag],
-        config: mesh.clone(),
-        surge,
-    };
-    agent::deploy(cluster, &wanted(false, 0))?;
-    let outcome = captured(cluster, &wanted);
-    // Without a mesh: what reads namespaces goes, too.
-    agent::deploy(cluster, &Wanted::default())?;
-    cluster.kubectl.run(&[
-        "delete",
-        "--ignore-not-found",
-        "clusterrole,clusterrolebinding",
-        "dataplane-mesh",
-    ])?;
-    outcome
-}
-
-fn captured(cluster: &Cluster, wanted: &impl Fn(bool, usize) -> Wanted) -> Result<String> {
-    let busy = Busy::new(
-        cluster,
-        "mesh",
-        &json!({ "istio.io/dataplane-mode": "ambient" }),
-    )?;
-    let space = &busy.space;
-    // The agent's proxy has the connections, and not only the kernel.
-    let relayed = || -> Result<f64> {
-        let mut sum = 0.0;
-        for node in &cluster.nodes {
-            let metrics = agent::metrics(*node)?;
-            sum += agent::sum(&metrics, "istio_tcp_connections_opened_total", None);
-        }
-        Ok(sum)
-    };
-    let (from, to) = &busy.clients[0];
-    let before = relayed()?;
-    from.reaches(cluster, CONNECT, to, &busy.web)?;
-    let by_proxy = relayed()? - before;
-    ensure!(
-        by_proxy >= 30.0,
-        "the proxy relayed {by_proxy} connections of 30 or more"
-    );
-
-    // Probes: ready at every look, and started once.
-    let ready = |limit: u64| -> Result<()> {
-        for _ in 0..limit {
-            let pods = cluster
-                .kubectl
-                .list(&["-n", &space.name, "pods", "-l", "app=web"])?;
-            for pod in &pods {
-                let container = &pod["status"]["containerStatuses"][0];
-                ensure!(
-                    container["ready"] == true,
-                    "a captured pod is not ready: {}",
-                    pod["status"]
-                );
-            }
-            thread::sleep(Duration::from_secs(1));
-        }
-        Ok(())
-    };
-    ready(20)?;
-    let mut seen = vec![format!(
-        "{by_proxy} of 30 connections and their other ends by the proxy, pods ready for 20 s"
-    )];
-
-    for surge in [false, true] {
-        agent::deploy(cluster, &wanted(surge, 0))?;
-        let load = Load::start(cluster, from, to)?;
-        thread::sleep(Duration::from_secs(2));
-        agent::deploy(cluster, &wanted(surge, 1))?;
-        thread::sleep(Duration::from_secs(3));
-        let (answered, failed, details) = load.stop()?;
-        let total = answered + failed;
-        if surge {
-            ensure!(
-                failed == 0,
-                "{failed} of {total} captured connections failed: {details}"
-            );
-            seen.push(format!(
-                "upgrade with surge: none of {total} captured connections failed"
-            ));
-        } else {
-            // The proxy ends with its agent.
-            seen.push(format!("without: {failed} of {total}"));
-        }
-        ready(3)?;
-    }
-    Ok(seen.join("; "))
 }
 
 pub fn chart(cluster: &Cluster) -> Result<String> {

@@ -1,7 +1,9 @@
 //! What is tried in a cluster. Each scenario leaves the cluster as it found it: with the DaemonSet of the base.
 
+mod agents;
 mod api;
 mod deploy;
+mod mesh;
 mod pods;
 mod services;
 
@@ -69,8 +71,8 @@ const ALL: [Scenario; 11] = [
     },
     Scenario {
         name: "mesh",
-        about: "pods captured by the agent's proxy: probes keep working, also over an upgrade with surge",
-        run: deploy::mesh,
+        about: "pods captured by the agent's proxy: probes keep working; upgrades without the component surge and with it",
+        run: mesh::captured_pods,
     },
     Scenario {
         name: "chart",

@@ -8,7 +8,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
-use dataplane_tests::report::Report;
+use dataplane_tests::report::{LoadReport, Report};
 use serde_json::{Value, json};
 
 use crate::{
@@ -333,21 +333,23 @@ pub struct Load {
 impl Load {
     /// Starts them.
     pub fn start(cluster: &Cluster, from: &From, to: &str) -> Result<Self> {
+        Self::start_with(cluster, from, to, None)
+    }
+
+    /// Starts them, and has each connection reported.
+    pub fn start_each(cluster: &Cluster, from: &From, to: &str) -> Result<Self> {
+        Self::start_with(cluster, from, to, Some("--each"))
+    }
+
+    fn start_with(cluster: &Cluster, from: &From, to: &str, more: Option<&str>) -> Result<Self> {
         let _: SocketAddr = to
             .parse()
             .with_context(|| format!("{to} is no address with a port"))?;
         let mut probe = from.probe(cluster)?;
         probe
-            .args([
-                "load",
-                "--until-stdin-closes",
-                "--threads",
-                "2",
-                "--pause-us",
-                "3000",
-                "--to",
-                to,
-            ])
+            .args(["load", "--until-stdin-closes", "--threads", "2"])
+            .args(["--pause-us", "3000", "--to", to])
+            .args(more)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped());
         let child = probe.spawn().context("cannot start the load")?;
@@ -355,22 +357,25 @@ impl Load {
         Ok(Self { child, what })
     }
 
-    /// Stops them. Returns how many connections were answered, and how many failed, with which errors.
-    pub fn stop(mut self) -> Result<(u64, u64, String)> {
+    /// Stops them.
+    pub fn report(mut self) -> Result<LoadReport> {
         drop(self.child.stdin.take());
         let output = self.child.wait_with_output().context("lost the load")?;
         let text = String::from_utf8_lossy(&output.stdout);
         // The first line says that it began.
         let report = text.lines().nth(1).unwrap_or_default();
-        let report: dataplane_tests::report::LoadReport = serde_json::from_str(report)
-            .with_context(|| format!("{}: probe printed {text:?}", self.what))?;
+        serde_json::from_str(report)
+            .with_context(|| format!("{}: probe printed {} bytes", self.what, text.len()))
+    }
+
+    /// Stops them. Returns how many connections were answered, and how many failed, with which errors.
+    fn stop(self) -> Result<(u64, u64, String)> {
+        let what = self.what.clone();
+        let report = self.report()?;
         let failed: u64 = report.errors.values().sum();
         let details = report.failures.first().map_or_else(String::new, |first| {
             let since = first.at_ns.saturating_sub(report.started_at_ns) / 1_000_000;
-            format!(
-                "{}: {:?}, the first after {since} ms",
-                self.what, report.errors
-            )
+            format!("{what}: {:?}, the first after {since} ms", report.errors)
         });
         Ok((report.answered, failed, details))
     }
