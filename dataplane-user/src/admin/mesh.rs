@@ -26,7 +26,7 @@ pub fn encode(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result
     encode_connections(&all, encoder)?;
     let mut metric = encoder.encode_descriptor(
         "dataplane_direct_connection_seconds",
-        "How long captured connections that went direct, without the proxy, were open",
+        "Total open time of direct connections: captured, but without the proxy (mode kernel)",
         None,
         MetricType::Counter,
     )?;
@@ -49,7 +49,7 @@ fn problems(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     let workloads = state.mesh().items;
     let mut metric = encoder.encode_descriptor(
         "dataplane_mesh_workload_problem",
-        "1 for each workload that is not captured as it should be; `dataplane status` says why",
+        "1 for each workload that is not captured as its rules ask; `dataplane status` says why",
         None,
         MetricType::Gauge,
     )?;

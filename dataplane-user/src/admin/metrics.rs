@@ -1,6 +1,6 @@
 //! Prometheus metrics. docs/metrics.md lists them for people.
 //!
-//! What the kernel counts is read when somebody scrapes, and not kept up to date in between.
+//! The kernel's counters are read at each scrape, and not kept up to date in between.
 
 use std::{fmt, fs, sync::Arc};
 
@@ -27,29 +27,29 @@ use crate::{
     },
 };
 
-/// What `GET /metrics` shows.
+/// Returns the metrics that `GET /metrics` shows.
 pub fn registry(state: &Arc<State>) -> Registry {
     let mut registry = Registry::default();
     registry.register(
         "dataplane_sync_duration_seconds",
-        "How long it took to bring the kernel's tables in line with a change",
+        "Time from planning a change to its last write to the kernel's tables",
         state.sync_duration.clone(),
     );
     registry.register(
         "dataplane_sync_errors",
-        "Times that the kernel's tables could not be brought in line with a change",
+        "Failed attempts to bring the kernel's tables in line with the source",
         state.sync_errors.clone(),
     );
     registry.register(
         "dataplane_change_duration_seconds",
-        "How long it took from the arrival of a change of the Kubernetes API to the kernel's tables",
+        "Time from the arrival of a change from the Kubernetes API to the kernel's tables",
         state.change_duration.clone(),
     );
     registry.register_collector(Box::new(Scrape(Arc::clone(state))));
     registry
 }
 
-/// Reads what is not counted here.
+/// Reads the figures that other parts and the kernel count, at each scrape.
 #[derive(Debug)]
 struct Scrape(Arc<State>);
 
@@ -84,45 +84,45 @@ fn agent(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     )?;
     number(
         "dataplane_conflicts",
-        "Frontends that several services claim; the oldest service serves them",
+        "Frontends that several services claim; the oldest of these services gets the frontend",
         signed(state.conflicts()),
     )?;
     number(
         "dataplane_problems",
-        "What was not served as written; `dataplane status` names it",
+        "Objects or parts of objects that are not served as written; `dataplane status` names them",
         signed(state.problems()),
     )?;
     number(
         "dataplane_ready",
-        "1 once the kernel's tables were brought in line with the source, if no fault of the node's keeps the \
-         mesh's proxy from taking connections",
+        "1 after the agent has first brought the kernel's tables in line with the source, if no fault of the node \
+         keeps it from capturing a workload",
         i64::from(state.not_ready_because().is_none()),
     )?;
     number(
         "dataplane_last_sync_timestamp_seconds",
-        "When the kernel's tables were last brought in line with the source; 0: never",
+        "Time when the kernel's tables were last brought in line with the source; 0: never",
         signed(state.last_sync().unwrap_or_default()),
     )?;
     number(
         "dataplane_start_time_seconds",
-        "When the agent started",
+        "Start time of the agent",
         signed(state.started()),
     )?;
-    // Before the agent has looked, nothing is said.
+    // Absent until the agent has looked.
     if let Some(pods) = state.pods() {
         number(
             "dataplane_pods_outside_cgroup",
-            "Pods of this node whose sockets are in other cgroups than the one that the programs are attached to: \
-             they are served by their packets only",
+            "Pods of this node whose sockets are outside of the cgroup that the programs are attached to; only the \
+             packet path serves them",
             signed(pods.outside),
         )?;
         number(
             "dataplane_pods_without_cgroup",
-            "Pods of this node whose sockets the agent does not see: they may be in any cgroup",
+            "Pods of this node whose sockets the agent does not see, so that their cgroup is unknown",
             signed(pods.unknown),
         )?;
     }
-    // Without a file to ask by, nothing is said.
+    // Absent if the agent has no file descriptor left to read the directory with.
     if let Ok(entries) = fs::read_dir("/proc/self/fd") {
         number(
             "dataplane_open_files",
@@ -133,14 +133,14 @@ fn agent(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     if let Ok((soft, _)) = getrlimit(Resource::RLIMIT_NOFILE) {
         number(
             "dataplane_open_files_max",
-            "Open files that the agent may have",
+            "Limit of the agent's open files",
             signed(soft),
         )?;
     }
     encoder
         .encode_descriptor(
             "dataplane_build_info",
-            "Always 1; what runs is in the labels",
+            "Always 1; the labels name the version and the layout",
             None,
             MetricType::Gauge,
         )?
@@ -151,15 +151,15 @@ fn agent(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         .encode_gauge(&1i64)
 }
 
-/// A figure of a kind.
+/// Reads a figure of a kind.
 type OfKind = fn(&KindHealth) -> u64;
 
-/// How reading the source goes.
+/// Writes the metrics of reading the source.
 fn source(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     encoder
         .encode_descriptor(
             "dataplane_source_errors",
-            "Times that the source could not be read; what was read before is still served",
+            "Failed attempts to read the source; the agent keeps serving the last version that it read",
             None,
             MetricType::Counter,
         )?
@@ -174,8 +174,8 @@ fn source(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     encoder
         .encode_descriptor(
             "dataplane_source_heard_timestamp_seconds",
-            "When the API server last sent word, if only that nothing changed, of the kind that it \
-             has been silent on the longest; 0: not everything was read yet",
+            "Time of the API server's last message, also if nothing changed, for the kind with the oldest one; 0: not \
+             every kind has been read yet",
             None,
             MetricType::Gauge,
         )?
@@ -183,7 +183,7 @@ fn source(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     encoder
         .encode_descriptor(
             "dataplane_source_watching",
-            "1 if every kind is being watched, 0 if not",
+            "1 if the agent watches every kind, 0 if not",
             None,
             MetricType::Gauge,
         )?
@@ -191,22 +191,22 @@ fn source(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     let columns: [(&str, &str, OfKind); 4] = [
         (
             "dataplane_source_lists",
-            "Times that all objects of a kind were read",
+            "Complete lists of a kind that the agent read",
             KindHealth::lists,
         ),
         (
             "dataplane_source_watches",
-            "Watches that were begun",
+            "Watches that the agent began",
             KindHealth::watches,
         ),
         (
             "dataplane_source_events",
-            "Changes that watches told of",
+            "Changes that the API server reported",
             KindHealth::events,
         ),
         (
             "dataplane_source_failures",
-            "Lists and watches that did not work",
+            "Failed lists and watches",
             KindHealth::failures,
         ),
     ];
@@ -236,7 +236,7 @@ fn services(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
             + service.external_ips.len()
             + service.load_balancer_ips.len();
         for port in &service.ports {
-            // A headless service has no connections to count, rather than none so far.
+            // A headless service has no VIP to count connections of, so it has no series.
             if vips == 0 && port.node_port.is_none() {
                 continue;
             }
@@ -249,13 +249,13 @@ fn services(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     }
     let mut metric = encoder.encode_descriptor(
         "dataplane_refusals",
-        "Connections and datagrams that were refused; port and protocol are empty if it was for a \
-         port that the service does not have",
+        "Connections and datagrams that were refused; port and protocol are empty for ports that the service does not \
+         have",
         None,
         MetricType::Counter,
     )?;
     for (key, stats) in counters.iter() {
-        // A series for what never happened would multiply their number by four.
+        // Series for reasons that never occurred would multiply the number of series by four.
         for (reason, refused) in counters::refusals(stats)
             .into_iter()
             .filter(|(_, n)| *n > 0)
@@ -270,13 +270,13 @@ fn services(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     Ok(())
 }
 
-/// What became of flows and sockets. How many flows there are is what the last walk through all of
-/// them found, some seconds ago: to count a million at each scrape would be dear.
+/// Writes the metrics of flows and sockets. The number of flows is that of the last walk through all flows, some seconds
+/// ago, because counting a million flows at each scrape would cost too much.
 fn flows(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     if let Some(Walk { census, took, at }) = state.flows.last() {
         let mut metric = encoder.encode_descriptor(
             "dataplane_flows",
-            "Flows of the packet path, by protocol and state, when they were last looked at",
+            "Flows of the packet path by protocol and state, at the agent's last walk through them",
             None,
             MetricType::Gauge,
         )?;
@@ -291,7 +291,7 @@ fn flows(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         encoder
             .encode_descriptor(
                 "dataplane_flows_walk_seconds",
-                "How long it took to look at all flows, rests not counted",
+                "Duration of the last walk through all flows, without its pauses",
                 None,
                 MetricType::Gauge,
             )?
@@ -299,7 +299,7 @@ fn flows(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         encoder
             .encode_descriptor(
                 "dataplane_flows_walked_timestamp_seconds",
-                "When all flows were last looked at",
+                "Time of the last walk through all flows",
                 None,
                 MetricType::Gauge,
             )?
@@ -308,12 +308,12 @@ fn flows(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         for (name, help, number) in [
             (
                 "dataplane_masquerade_ports",
-                "Ports of the node's that masqueraded flows to one endpoint have: the most that any endpoint has",
+                "Ports of the node in use by masqueraded flows to one endpoint, for the endpoint that uses most",
                 most.unwrap_or_default(),
             ),
             (
                 "dataplane_masquerade_ports_limit",
-                "Ports of the node's that masqueraded flows to one endpoint may have",
+                "Ports of the node that masqueraded flows to one endpoint may use",
                 PacketConfig::PORTS,
             ),
         ] {
@@ -324,8 +324,7 @@ fn flows(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     }
     let mut metric = encoder.encode_descriptor(
         "dataplane_flows_removed",
-        "Flows that the agent removed: idle for longer than they are kept, or leading to an \
-         endpoint that went away",
+        "Flows that the agent removed, because they were idle for longer than their timeout or their endpoint is gone",
         None,
         MetricType::Counter,
     )?;
@@ -334,7 +333,7 @@ fn flows(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     }
     let mut metric = encoder.encode_descriptor(
         "dataplane_sockets_destroyed",
-        "Sockets that were destroyed since the endpoint that they were connected to went away",
+        "Sockets that the agent destroyed, because the endpoint that they were connected to is gone",
         None,
         MetricType::Counter,
     )?;
@@ -344,7 +343,8 @@ fn flows(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     Ok(())
 }
 
-/// What cannot be read is not shown: an absent series can be alerted on, a wrong one misleads.
+/// Writes the kernel's figures. A figure that cannot be read is absent: an alert can fire on an absent series, but a
+/// wrong figure misleads.
 fn in_kernel(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     if let Ok(tables) = kernel::Tables::open(&state.paths.bpffs) {
         tables_in_kernel(&tables, state, encoder)?;
@@ -352,7 +352,7 @@ fn in_kernel(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result 
     if let Ok(attachments) = kernel::attachments(&state.paths) {
         let mut metric = encoder.encode_descriptor(
             "dataplane_program_attached",
-            "1 if the kernel says that the program is attached, 0 if not",
+            "1 if the program is attached according to the kernel, 0 if not",
             None,
             MetricType::Gauge,
         )?;
@@ -365,7 +365,7 @@ fn in_kernel(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result 
     Ok(())
 }
 
-/// A figure of a table.
+/// Reads a figure of a table.
 type Column = fn(&kernel::Usage) -> u64;
 
 fn tables_in_kernel(
@@ -376,7 +376,7 @@ fn tables_in_kernel(
     if let Ok(reasons) = tables.reasons() {
         let mut metric = encoder.encode_descriptor(
             "dataplane_verdicts",
-            "What the programs decided, by reason, since the tables were made",
+            "Decisions of the programs by reason, since the tables were made",
             None,
             MetricType::Counter,
         )?;
@@ -395,7 +395,7 @@ fn tables_in_kernel(
     encoder
         .encode_descriptor(
             "dataplane_packet_path",
-            "Whether the packet path is on: 0 if not, and then there are no flows",
+            "1 if the packet path is on; 0 if not, and then there are no flows",
             None,
             MetricType::Gauge,
         )?
@@ -410,23 +410,23 @@ fn tables_in_kernel(
         ),
         (
             "dataplane_table_capacity",
-            "Entries that a kernel table has room for; it is made larger when that is not enough",
+            "Present capacity of a kernel table in entries; the agent enlarges the table when it needs more",
             |t| t.capacity.into(),
         ),
         (
             "dataplane_table_limit",
-            "Entries that a kernel table may at most be given room for",
+            "Maximum capacity of a kernel table in entries",
             |t| t.limit.into(),
         ),
         (
             "dataplane_table_bytes",
-            "Memory that a kernel table takes, about",
+            "Approximate memory of a kernel table",
             |t| t.bytes,
         ),
     ];
     for (name, help, value) in columns {
         let mut metric = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
-        // Not known is not none.
+        // Until the first walk the number of flows is unknown, so its series is absent.
         let is_known = counted.is_some() || name != "dataplane_table_entries";
         let flows = flows.iter().filter(|_| is_known);
         for table in usage.iter().chain(flows) {

@@ -1,9 +1,8 @@
-//! What to take the node's interfaces for: uplinks, pods' sides, neither.
+//! The roles of the node's interfaces: uplink, pod's side, or neither.
 //!
-//! Packets of services arrive at two kinds of interface. *Uplinks*, by which the rest of the world
-//! is reached: hardware, bonds, VLANs, and tunnels to other nodes. And *pods' sides*: the node's
-//! ends of the pairs whose other ends are in pods. Bridges of pods are neither: what goes through
-//! them has come, or will go, by one of their ports.
+//! Packets of services arrive at two kinds of interface. *Uplinks* lead to other machines: hardware, bonds, VLANs,
+//! and tunnels to other nodes. *Pods' sides* are the node's ends of the pairs whose other ends are in pods. Bridges of
+//! pods are neither, because each packet on a bridge also passes one of the bridge's ports.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -23,31 +22,31 @@ use crate::{
     plan::source_key,
 };
 
-/// How to run the packet path on this node.
+/// Settings of the packet path on this node.
 #[derive(Clone, Debug, Default)]
 pub struct PacketSettings {
-    /// How to put the programs on interfaces; none: not at all.
+    /// How programs are attached to interfaces; `None` turns the packet path off.
     pub attach: Option<AttachOptions>,
-    /// How many flows conntrack has room for.
+    /// Number of flows that conntrack has room for.
     pub flows: u32,
-    /// Which interfaces are uplinks; empty: see [`Role`].
+    /// Names of the uplinks; if empty, [`Role::of`] decides.
     pub uplinks: Patterns,
-    /// Which interfaces are pods' sides; empty: see [`Role`].
+    /// Names of the pods' sides; if empty, [`Role::of`] decides.
     pub pods: Patterns,
-    /// Who is a pod.
+    /// How pods are recognized.
     pub detector: Detector,
-    /// Whether whatever goes to a cluster IP is masqueraded.
+    /// Masquerade every connection to a cluster IP.
     pub masquerade_all: bool,
 }
 
-/// How it is told that a client is a pod of this cluster, and so needs no masquerading on the way to
-/// a cluster IP. Without a sign, nobody is masqueraded there (as kube-proxy
-/// without `--cluster-cidr`).
+/// How the programs recognize a client as a pod of this cluster. Pods are not masqueraded on the way to a cluster IP;
+/// other clients are. If neither sign is set, no client is masqueraded there, as with kube-proxy without
+/// `--cluster-cidr`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Detector {
-    /// Its address is in one of these.
+    /// A client with an address in one of these networks is a pod.
     pub networks: Vec<IpNet>,
-    /// Its packets arrive at a pod's side.
+    /// A client whose packets arrive at a pod's side is a pod.
     pub interface: bool,
 }
 
@@ -60,11 +59,11 @@ impl PacketSettings {
         }
     }
 
-    /// What the packet path is to take these interfaces for; `by_address` as
-    /// [`ways_by_address`](crate::kernel::ways_by_address), `new` as [`Newcomers::look`] has it.
+    /// Returns the roles, flags and masquerade addresses of these interfaces for the packet path. `by_address` is the
+    /// result of [`ways_by_address`](crate::kernel::ways_by_address), `new` that of [`Newcomers::look`].
     ///
     /// # Errors
-    /// If the kernel does not tell its ephemeral ports.
+    /// If the sysctl with the kernel's ephemeral ports cannot be read.
     pub fn network(
         &self,
         interfaces: &[Interface],
@@ -125,7 +124,7 @@ impl PacketSettings {
         (config, pods)
     }
 
-    /// What an interface is.
+    /// Returns the role of an interface.
     pub fn role(&self, interface: &Interface) -> Role {
         match interface.link {
             Link::Other(_) => Role::Other,
@@ -133,16 +132,16 @@ impl PacketSettings {
         }
     }
 
-    /// What is said of interfaces that ought to have programs, which cannot read their packets.
+    /// Returns a message for each interface that should have programs, but whose packets the programs cannot read.
     pub fn left_out(&self, interfaces: &[Interface]) -> Vec<String> {
         let all = interfaces.iter().filter(|i| i.up && !i.loopback);
         let unreadable = all.filter_map(|interface| match interface.link {
             Link::Other(kind) if self.chosen(interface) != Role::Other => {
                 let name = &interface.name;
                 Some(format!(
-                    "{name}: its packets have a link-layer header that the packet path cannot read \
-                     (hardware type {kind}), so services are not served there; if they need not be, \
-                     leave it out: --uplink '!{name}'"
+                    "interface {name}: services are not served for its packets, because the packet path cannot read \
+                     their link-layer header (hardware type {kind}). If no client of a service is behind this \
+                     interface, exclude it: --uplink '!{name}'"
                 ))
             }
             _ => None,
@@ -150,7 +149,7 @@ impl PacketSettings {
         unreadable.collect()
     }
 
-    /// What an interface is by patterns and by default.
+    /// Returns the role of an interface by the patterns, and by default where they say nothing.
     fn chosen(&self, interface: &Interface) -> Role {
         let by_default = Role::of(interface);
         let Interface { name, .. } = interface;
@@ -164,22 +163,22 @@ impl PacketSettings {
     }
 }
 
-/// What an interface is for the packet path.
+/// The role of an interface in the packet path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// A way to the rest of the world: it has a default route, or an address; and is neither a
-    /// pod's side nor, unless it has a default route, a bridge, a dummy, or the like.
+    /// An interface that leads to other machines. It has a default route, or it has an address and is not a pod's side,
+    /// a bridge, a dummy, a VRF or an IFB.
     Uplink,
-    /// A pod's side: a pair (veth, netkit) whose other end is in another network namespace, with no
-    /// default route and no network of its own. That is what all usual network plug-ins make,
-    /// whatever they call it (`veth…`, `cali…`, `lxc…`, `eni…`).
+    /// A pod's side: one end of a pair (veth, netkit) whose other end is in another network namespace, without a
+    /// default route and without a network of its own. All usual network plug-ins make such pairs, by any name
+    /// (`veth…`, `cali…`, `lxc…`, `eni…`).
     Pod,
-    /// Neither: left alone.
+    /// Any other interface. The agent leaves it alone.
     Other,
 }
 
 impl Role {
-    /// What it is by default.
+    /// Returns an interface's role without patterns.
     pub fn of(interface: &Interface) -> Self {
         if interface.default_route {
             return Self::Uplink;
@@ -201,9 +200,10 @@ fn is_pair(interface: &Interface) -> bool {
     matches!(interface.kind.as_str(), "veth" | "netkit") && interface.peer_elsewhere
 }
 
-/// The address that the kernel would give to what leaves by an interface: its own first one, else
-/// the first of another (`inet_select_addr` in `net/ipv4/devinet.c`), as `MASQUERADE` does. None, so that such flows are
-/// refused, of an interface without its own if that may still come: it is new, or its address is tentative.
+/// Returns the source address that the kernel's `MASQUERADE` would choose for packets that leave by an interface: the
+/// interface's first address, otherwise the first address of another interface (`inet_select_addr` in
+/// `net/ipv4/devinet.c`). Returns `None` if the interface has no address but may still get one: it is new, or its
+/// address is tentative. The programs then refuse flows that would be masqueraded.
 fn source(interface: &Interface, all: &[Interface], v4: bool, is_new: bool) -> Option<Addr> {
     let first = |interface: &Interface| {
         let mut addresses = interface.addresses.iter().map(IpNet::addr);
@@ -217,21 +217,22 @@ fn source(interface: &Interface, all: &[Interface], v4: bool, is_new: bool) -> O
     own.or_else(others).map(Addr::from)
 }
 
-/// Interfaces that have been up for a moment only. Whoever makes an interface sets it up first and gives it its address
-/// then, or gives it none, as many network plug-ins do with pods' sides: only time tells. A flow keeps the address that
-/// it began with, so that moment is waited for.
+/// Interfaces that came up a moment ago and may still get their first address. A network plug-in sets an interface up
+/// first and adds the address afterwards, or adds none, as many do for pods' sides. Only time tells which. A flow keeps
+/// the address that it began with, so the agent waits before it masquerades to another interface's address.
 #[derive(Debug, Default)]
 pub struct Newcomers {
-    /// Since when each was seen to be up; none before the first look, to which nothing is new.
+    /// The time at which each interface was first seen up. `None` before the first look, which finds no interface new.
     since: Option<BTreeMap<u32, Instant>>,
 }
 
 impl Newcomers {
-    /// How long an interface is new: longer than a plug-in takes to give it an address, and shorter than a pod takes
-    /// to be ready. A client tries again after this time (`TCP_TIMEOUT_INIT` in `include/net/tcp.h`).
+    /// The time for which an interface counts as new. It is longer than a plug-in takes to add an address, and shorter
+    /// than a pod takes to be ready. A client's TCP retries after this time (`TCP_TIMEOUT_INIT` in
+    /// `include/net/tcp.h`).
     const PATIENCE: Duration = Duration::from_secs(1);
 
-    /// Which of these are new, and how long that lasts.
+    /// Returns the indices of the new interfaces, and the time until none of them is new any more.
     pub fn look(&mut self, interfaces: &[Interface], now: Instant) -> (BTreeSet<u32>, Duration) {
         let up = interfaces.iter().filter(|i| i.up).map(|i| i.index);
         let Some(before) = &self.since else {
@@ -254,14 +255,14 @@ impl Newcomers {
     }
 }
 
-/// The host's ephemeral ports, first and last, which masqueraded flows do not get.
+/// Returns the host's first and last ephemeral port. Masqueraded flows do not get these ports.
 fn ephemeral_ports() -> io::Result<(u16, u16)> {
     let range = fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range")?;
     let mut ports = range.split_ascii_whitespace().map(str::parse);
     match (ports.next(), ports.next()) {
         (Some(Ok(first)), Some(Ok(last))) => Ok((first, last)),
         _ => Err(io::Error::other(format!(
-            "net.ipv4.ip_local_port_range is `{}`",
+            "cannot read the ephemeral ports: net.ipv4.ip_local_port_range is `{}`; expected two numbers",
             range.trim()
         ))),
     }

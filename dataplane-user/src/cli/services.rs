@@ -80,7 +80,7 @@ impl ServicesArgs {
                         && namespace
                             .bytes()
                             .all(|b| b.is_ascii_alphanumeric() || b == b'-'),
-                    "`{namespace}` is no namespace"
+                    "`{namespace}` is not a namespace's name; expected letters, digits and hyphens"
                 );
                 format!("/services?namespace={namespace}")
             }
@@ -96,7 +96,7 @@ impl ServicesArgs {
                 services.retain(|service| self.names(service));
                 anyhow::ensure!(
                     self.names.is_empty() || !services.is_empty(),
-                    "no such service: {}",
+                    "no such service: {}; `dataplane services` lists all",
                     self.names.join(", ")
                 );
                 self.print(&services)
@@ -105,9 +105,9 @@ impl ServicesArgs {
             Err(error) => {
                 anyhow::ensure!(
                     self.names.is_empty() && self.namespace.is_none(),
-                    "{error}, and the kernel's tables hold no names: list without them"
+                    "{error}, and the kernel's tables hold no names: list all, without NAME and --namespace"
                 );
-                eprintln!("note: {error}: these are the kernel's tables, which hold no names");
+                eprintln!("note: {error}; listing the kernel's tables, which hold no names");
                 let mut frontends = frontends(&Tables::open(&self.paths.bpffs())?)?;
                 frontends.retain(|f| !self.not_ready || f.endpoints.is_empty());
                 self.print_frontends(&frontends)
@@ -115,7 +115,7 @@ impl ServicesArgs {
         }
     }
 
-    /// Whether it is asked for by name, or nobody is.
+    /// Tells if the command line names this service, or names none.
     fn names(&self, service: &api::Service) -> bool {
         self.names.is_empty()
             || self.names.iter().any(|name| match name.split_once('/') {
@@ -224,7 +224,7 @@ fn row(service: &api::Service, port: &api::ServicePort) -> [Cell; 7] {
     ]
 }
 
-/// What the VIP's column shows of a service without a cluster IP.
+/// Returns the VIP column's text for a service without a cluster IP.
 fn without_vip(service: &api::Service, port: &api::ServicePort) -> Cell {
     match (service.external_ips.first(), port.node_port) {
         // A pod's host port, on one of the node's addresses or on all of them.
@@ -234,8 +234,8 @@ fn without_vip(service: &api::Service, port: &api::ServicePort) -> Cell {
     }
 }
 
-/// Ready and all endpoints of the family of the first cluster IP. A pod of a dual-stack cluster is an
-/// endpoint of each family, and counts once. Without a cluster IP: of the family that has more.
+/// Returns the numbers of ready and of all endpoints in one address family, so that a pod of a dual-stack cluster counts
+/// once. The family is that of the first cluster IP. Without a cluster IP, it is the family with more endpoints.
 fn endpoints(service: &api::Service, port: &api::ServicePort) -> (usize, usize) {
     let is_v4 = |text: &str| text.parse::<IpAddr>().is_ok_and(|ip| ip.is_ipv4());
     let of = |v4: bool| {
@@ -340,7 +340,7 @@ fn affinity(seconds: Option<u64>) -> String {
     )
 }
 
-/// What the kernel's tables say of an address and port.
+/// An address and port in the kernel's tables.
 #[derive(Debug, Serialize)]
 struct Frontend {
     vip: String,

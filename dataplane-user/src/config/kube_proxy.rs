@@ -1,5 +1,5 @@
-//! kube-proxy's own configuration file (`KubeProxyConfiguration`, `v1alpha1`) in our terms, with a
-//! word on everything in it that has none here.
+//! Import of kube-proxy's configuration file (`KubeProxyConfiguration`, `v1alpha1`), with a note on each key that has no
+//! counterpart.
 
 use serde_json::Value;
 
@@ -8,7 +8,7 @@ use crate::settings::{NfConntrack, Timeout};
 
 const API_VERSION: &str = "kubeproxy.config.k8s.io/v1alpha1";
 
-/// What a file of kube-proxy's came to.
+/// An imported file of kube-proxy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Imported {
     /// In our terms.
@@ -17,23 +17,23 @@ pub struct Imported {
     pub notes: Vec<NotImported>,
 }
 
-/// A key that was not carried over, or not as it was.
+/// A note on a key that was not imported, or was imported with a change.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NotImported {
     /// The key's path.
     pub key: String,
     /// Its value, in JSON.
     pub value: String,
-    /// Why, and what to do.
+    /// The reason, and what to do.
     pub why: String,
 }
 
 /// Reads a `KubeProxyConfiguration`, or the ConfigMap that kubeadm keeps it in (`config.conf`).
-/// Keys whose value says nothing (empty, null, 0, false) are passed over.
+/// Skips keys with an empty value (`""`, `null`, `0`, `false`).
 ///
 /// # Errors
 ///
-/// If it is neither.
+/// If the text is neither.
 pub fn import(text: &str) -> Result<Imported, String> {
     let parse = |text: &str| {
         yaml(text).map_err(|(position, text)| match position {
@@ -51,7 +51,7 @@ pub fn import(text: &str) -> Result<Imported, String> {
     }
     if value["apiVersion"] != API_VERSION || value["kind"] != "KubeProxyConfiguration" {
         return Err(format!(
-            "no configuration of kube-proxy; expected `apiVersion: {API_VERSION}` and `kind: \
+            "not a configuration of kube-proxy; expected `apiVersion: {API_VERSION}` and `kind: \
              KubeProxyConfiguration`"
         ));
     }
@@ -115,8 +115,8 @@ impl Import<'_> {
         });
     }
 
-    /// Where node ports are answered. What is not written means all addresses in the modes other
-    /// than nftables, and that is carried over too.
+    /// Imports the addresses that answer node ports. In the modes other than nftables the default is all addresses, and
+    /// the imported file says so.
     fn node_ports(&mut self, value: &Value) {
         const KEY: &str = "nodePortAddresses";
         let all = ["0.0.0.0/0", "::/0"].map(|net| Range(net.parse().expect("written here")));
@@ -127,8 +127,8 @@ impl Import<'_> {
                 self.note(
                     KEY,
                     value,
-                    "without it this mode answers node ports on all addresses, so that is written \
-                     out; leave it out to answer on the node's primary ones only",
+                    "in this mode kube-proxy answers node ports on all addresses by default, and the imported file \
+                     says so; remove node.nodePortAddresses to answer on the node's primary addresses only",
                 );
             }
             return;
@@ -157,7 +157,7 @@ impl Import<'_> {
         self.config.node.node_port_addresses = ranges;
     }
 
-    /// By what kube-proxy knows the cluster's own pods.
+    /// Imports the settings by which kube-proxy recognizes the cluster's own pods.
     fn pods(&mut self, all: &Value) {
         let text = |key: &str| all[key].as_str().unwrap_or_default();
         let detect = |key: &str| all["detectLocal"][key].as_str().unwrap_or_default();
@@ -174,16 +174,16 @@ impl Import<'_> {
             "NodeCIDR" => self.note(
                 "detectLocalMode",
                 &all["detectLocalMode"],
-                "it differs by node, and a file is for all: give the cluster's range as \
-                 packets.podCidrs, or packets.podsByInterface",
+                "the range differs from node to node, but all nodes have one file: set packets.podCidrs to the \
+                 cluster's range, or use packets.podsByInterface",
             ),
             "BridgeInterface" => {
                 self.config.packets.pods_by_interface = true;
                 self.note(
                     "detectLocal.bridgeInterface",
                     &all["detectLocal"]["bridgeInterface"],
-                    "the bridge's ports are pods' interfaces, which are found out; \
-                     packets.podInterfaces names them where they are not",
+                    "the agent recognizes pods' interfaces by itself; if it misses some of the bridge's ports, name \
+                     them in packets.podInterfaces",
                 );
             }
             "InterfaceNamePrefix" => {
@@ -191,11 +191,16 @@ impl Import<'_> {
                 let prefix = detect("interfaceNamePrefix");
                 self.config.packets.pod_interfaces = vec![format!("{prefix}*")];
             }
-            _ => self.note("detectLocalMode", &all["detectLocalMode"], "not known"),
+            _ => self.note(
+                "detectLocalMode",
+                &all["detectLocalMode"],
+                "unknown mode; set packets.podCidrs or packets.podsByInterface",
+            ),
         }
     }
 
-    /// The kernel's own conntrack. kube-proxy has defaults of its own, which nodes have that it served.
+    /// Imports the settings of the kernel's own conntrack, with kube-proxy's defaults for absent keys, because a node
+    /// that kube-proxy served has these defaults.
     fn conntrack(&mut self, block: &Value) {
         const KEY: &str = "conntrack";
         let number = |key: &str, default: u32| match &block[key] {
@@ -230,9 +235,9 @@ impl Import<'_> {
             self.note(
                 KEY,
                 block,
-                "carried over to kernel.conntrack, with kube-proxy's own defaults where it says nothing, because \
-                 nodes have these that it served; leave kernel.conntrack out to leave the sysctls alone. The \
-                 DaemonSet of the kustomize base needs the component `conntrack` for it",
+                "imported as kernel.conntrack, with kube-proxy's defaults for absent keys, because nodes that \
+                 kube-proxy served have these values; remove kernel.conntrack to leave the sysctls alone. With the \
+                 kustomize base, add the component `conntrack`",
             );
         }
         self.config.kernel.conntrack = settings;
@@ -263,8 +268,7 @@ impl Import<'_> {
                 self.note(
                     key,
                     value,
-                    "the address is carried over; the metrics' names are others, see \
-                     docs/metrics.md",
+                    "the address is imported; the metrics have other names, see docs/metrics.md",
                 );
             }
             "clientConnection.kubeconfig" => {
@@ -273,8 +277,8 @@ impl Import<'_> {
                 self.note(
                     key,
                     value,
-                    "carried over; it must be there in the agent's pod, too (kubeadm's is in \
-                     kube-proxy's ConfigMap: use the service account and apiServer instead)",
+                    "imported; the file must exist in the agent's pod, too. kubeadm's is in kube-proxy's ConfigMap: \
+                     use the service account and source.kubernetes.apiServer instead",
                 );
             }
             "logging.format" => {
@@ -297,7 +301,7 @@ impl Import<'_> {
 
     fn listen(&mut self, key: &str, value: &Value) -> Option<Listen> {
         let text = value.as_str().unwrap_or_default();
-        // A bare address means kube-proxy's own port.
+        // Without a port, kube-proxy's default port.
         let port = if key == "healthzBindAddress" {
             10256
         } else {
@@ -308,67 +312,69 @@ impl Import<'_> {
             Err(_) => Err(()),
         });
         if parsed.is_err() {
-            self.note(key, value, "no address");
+            self.note(
+                key,
+                value,
+                "not an address; expected ADDRESS:PORT or ADDRESS",
+            );
         }
         parsed.ok()
     }
 
-    /// Why a key has no counterpart; `None` if there is nothing to say.
+    /// Returns why a key has no counterpart. `None` if the key needs no note.
     fn why_not(&self, key: &str, value: &Value) -> Option<&'static str> {
         let (room, rest) = key.split_once('.').unwrap_or((key, ""));
         Some(match (room, rest) {
-            ("mode", _) if value == "kernelspace" => "Windows is not served",
-            // What it does, the agent does, whichever it was.
+            ("mode", _) if value == "kernelspace" => "the agent runs on Linux only",
+            // The agent serves the services of every mode.
             ("mode", _) => return None,
-            // Of the modes that are not in use.
+            // Settings of the modes that are not in use.
             ("iptables" | "nftables" | "ipvs", _) if !self.in_use(room) => return None,
             (_, "syncPeriod" | "minSyncPeriod") => {
-                "no interval to set: only what changed is written, as soon as it did"
+                "there is no interval: the agent writes each change at once, and only the change"
             }
-            (_, "masqueradeBit") => "no packet mark is used",
+            (_, "masqueradeBit") => "the agent masquerades without a packet mark",
             ("iptables", "localhostNodePorts") if value == &Value::Bool(true) => return None,
-            ("iptables", "snatNodeInternalIP") => {
-                "source addresses are chosen by the routing table"
-            }
+            ("iptables", "snatNodeInternalIP") => "the routing table chooses source addresses",
             ("ipvs", "scheduler") if value == "rr" => {
-                "endpoints are drawn at random, as in kube-proxy's other modes"
+                "the programs choose endpoints at random, as kube-proxy's other modes do"
             }
             ("ipvs", "scheduler") => {
-                "endpoints are drawn at random, as in kube-proxy's other modes; weights and \
-                 connection counts do not matter"
+                "the programs choose endpoints at random, as kube-proxy's other modes do; weights \
+                 and connection counts have no effect"
             }
             ("ipvs", "strictARP") => {
-                "no address is put on an interface, so none is answered by ARP"
+                "the agent adds no address to an interface, so the node does not answer ARP for one"
             }
-            ("ipvs", "excludeCIDRs") => "IPVS services are not touched",
-            ("ipvs", _) => "IPVS is not used",
-            ("bindAddress", _) => {
-                "where the node's addresses matter, they are read from its interfaces"
-            }
+            ("ipvs", "excludeCIDRs") => "the agent leaves IPVS services alone",
+            ("ipvs", _) => "the agent does not use IPVS",
+            ("bindAddress", _) => "the agent reads the node's addresses from its interfaces",
             ("bindAddressHardFail", _) => {
-                "a port that cannot be had ends the start, except for the ports that kube-proxy \
-                 has, which are tried again"
+                "the agent exits if a port is in use; for kube-proxy's own ports it tries again \
+                 instead"
             }
             ("clientConnection", "contentType" | "acceptContentTypes") => {
-                "the API is spoken to in JSON"
+                "the agent reads the API in JSON"
             }
-            ("clientConnection", _) => "three watches need no limit on requests",
-            ("configSyncPeriod", _) => "the API is watched, not listed at intervals",
+            ("clientConnection", _) => {
+                "the agent has a few watches, which need no limit on requests"
+            }
+            ("configSyncPeriod", _) => "the agent watches the API and lists nothing at intervals",
             ("enableProfiling", _) => "there is no profiling over HTTP",
             ("featureGates", _) => "there are no feature gates",
             ("logging", _) => "the log is not buffered",
             ("oomScoreAdj", _) => {
-                "the DaemonSet's priority class and requests decide it; outside of Kubernetes, the \
-                 unit file"
+                "set by the DaemonSet's priority class and requests; outside of Kubernetes, set \
+                 OOMScoreAdjust= in the unit file"
             }
-            ("portRange", _) => "kube-proxy does not use it any more, either",
-            ("showHiddenMetricsForVersion", _) => "no metric is hidden",
-            ("winkernel" | "windowsRunAsService", _) => "Windows is not served",
+            ("portRange", _) => "kube-proxy ignores this key, too",
+            ("showHiddenMetricsForVersion", _) => "the agent hides no metric",
+            ("winkernel" | "windowsRunAsService", _) => "the agent runs on Linux only",
             _ => "not a key of KubeProxyConfiguration v1alpha1, as of Kubernetes 1.36",
         })
     }
 
-    /// Whether kube-proxy ran in the mode that these keys are for.
+    /// Tells if kube-proxy ran in the mode that these keys belong to.
     fn in_use(&self, room: &str) -> bool {
         match self.mode {
             "" => room == "iptables",

@@ -1,4 +1,4 @@
-//! What can go wrong between us and the kernel, in words that say what to do.
+//! Errors between the agent and the kernel. Each message says what to do.
 
 use std::{
     io,
@@ -13,17 +13,17 @@ pub enum Error {
     BuiltWithoutPrograms(#[from] super::object::BuiltWithoutPrograms),
     /// Another agent holds the tables.
     #[error(
-        "another agent{} runs on {directory}: one node has one; stop it first, or give this one \
-         its own --bpffs and --cgroup",
+        "another agent{} already uses {directory}, and one directory can have only one agent: stop the other agent \
+         first, use --replace, or give this agent its own --bpffs and --cgroup",
         pid.map(|pid| format!(" (pid {pid})")).unwrap_or_default()
     )]
     Busy {
         /// The directory with the pins.
         directory: PathBuf,
-        /// Who, as far as `/proc/locks` tells.
+        /// The process of the other agent, if `/proc/locks` names it.
         pid: Option<u32>,
     },
-    /// The directory for pins is on no bpffs.
+    /// The directory for pins is not on a bpffs.
     #[error(
         "{path} is not on a BPF filesystem: mount one (`mount -t bpf bpf {path}`), or choose \
              a directory on one with --bpffs"
@@ -35,24 +35,24 @@ pub enum Error {
     /// No cgroup v2 is mounted.
     #[error("no cgroup v2 is mounted here: {}", mount_advice(hidden.as_deref()))]
     NoCgroup2 {
-        /// Where process 1 sees one, if it does.
+        /// A cgroup v2 that process 1 sees, if there is one.
         hidden: Option<PathBuf>,
     },
-    /// What was given as a cgroup is none of version 2.
+    /// The directory given as a cgroup is not on a cgroup v2 file system.
     #[error(
-        "{path} is no directory of a cgroup v2 file system{}; nothing was changed",
-        root.as_ref().map(|root| format!(": give --cgroup one at or below {}", root.display()))
+        "{path} is not a directory on a cgroup v2 file system; nothing was changed{}",
+        root.as_ref().map(|root| format!(". Set --cgroup to a directory at or below {}", root.display()))
             .unwrap_or_default()
     )]
     NotCgroup2 {
         /// The directory.
         path: PathBuf,
-        /// Where a cgroup v2 is mounted.
+        /// The directory that a cgroup v2 is mounted at.
         root: Option<PathBuf>,
     },
-    /// A pin is there that is not ours.
+    /// A pin that the agent did not make.
     #[error(
-        "{path} is not ours: {found}, where {wanted} was expected. It was left alone; move it \
+        "the pin {path} is not dataplane's: found {found}, expected {wanted}. Nothing was changed; move the pin \
              away, or choose another directory with --bpffs"
     )]
     Foreign {
@@ -65,8 +65,8 @@ pub enum Error {
     },
     /// Our own pins are incomplete while programs are attached.
     #[error(
-        "{path}: {what}, while our programs are attached. Nothing was changed; `dataplane \
-             cleanup` removes what is left, after which the agent starts afresh"
+        "{path}: {what}, but dataplane's programs are attached. Nothing was changed; run `dataplane cleanup`, which \
+             removes the remaining pins and programs, and start the agent again"
     )]
     Damaged {
         /// The pin.
@@ -76,8 +76,8 @@ pub enum Error {
     },
     /// A table would have to be larger than its limit.
     #[error(
-        "table {table} is full: {needed} entries are needed, the limit is {limit} (raise it \
-             with {knob}). The tables serve on as they were"
+        "table {table} is full: {needed} entries are needed, the limit is {limit}. The tables keep serving without \
+             this change; raise the limit with {knob}"
     )]
     TableFull {
         /// Its name.
@@ -91,8 +91,8 @@ pub enum Error {
     },
     /// Services have more source ranges than there is room for.
     #[error(
-        "table SOURCES is full: loadBalancerSourceRanges of all services need {needed} entries, \
-             there is room for {limit}. The tables serve on as they were"
+        "table SOURCES is full: loadBalancerSourceRanges of all services need {needed} entries, the limit is {limit}. \
+             The tables keep serving without this change; use fewer ranges"
     )]
     SourcesFull {
         /// How many are needed.
@@ -100,17 +100,17 @@ pub enum Error {
         /// How many there is room for.
         limit: u32,
     },
-    /// The kernel would not make a larger table.
+    /// The kernel refused to make a larger table.
     #[error(
-        "table {table} could not grow to {capacity} entries: {source}. The tables serve on as \
-             they were"
+        "table {table} could not grow to {capacity} entries: {source}. The tables keep serving without this change, \
+             and the agent tries again"
     )]
     Grow {
         /// Its name.
         table: &'static str,
         /// How many entries it was to have.
         capacity: u32,
-        /// The kernel's word.
+        /// The kernel's error.
         source: io::Error,
     },
     /// A program was not loaded.
@@ -118,29 +118,28 @@ pub enum Error {
     Load {
         /// Its name.
         program: &'static str,
-        /// The kernel's word, with the verifier's log.
+        /// The kernel's error, with the verifier's log.
         source: Box<aya::programs::ProgramError>,
     },
-    /// The object with the programs was not understood, or its maps not created.
+    /// The object with the programs could not be parsed, or its maps could not be created.
     #[error("the kernel programs could not be prepared: {0}")]
     Object(#[from] Box<aya::EbpfError>),
     /// A call failed.
     #[error("{what}: {source}")]
     Io {
-        /// What was being done, to what.
+        /// The operation and its object.
         what: String,
-        /// The kernel's word.
+        /// The kernel's error.
         source: io::Error,
     },
 }
 
-/// What to do where no cgroup v2 is mounted; `hidden`: where process 1 sees one.
+/// Returns the advice for a system without a mounted cgroup v2. `hidden` is a cgroup v2 that process 1 sees.
 fn mount_advice(hidden: Option<&Path>) -> String {
     match hidden {
         Some(path) => format!(
-            "process 1 has one at {}, which the mount namespace of this process hides, as `ip netns \
-             exec` does with a /sys of its own; enter the network namespace with `nsenter \
-             --net=/run/netns/NAME` instead",
+            "process 1 has one at {}, but the mount namespace of this process hides it (`ip netns exec` mounts \
+             a /sys of its own); enter the network namespace with `nsenter --net=/run/netns/NAME` instead",
             path.display()
         ),
         None => "mount one (`mount -t cgroup2 none /sys/fs/cgroup`), or boot with \
@@ -150,7 +149,7 @@ fn mount_advice(hidden: Option<&Path>) -> String {
 }
 
 impl Error {
-    /// Whether the cause is want of privilege.
+    /// Tells if the cause is a missing privilege.
     pub fn is_permission(&self) -> bool {
         let denied = |e: &io::Error| e.kind() == io::ErrorKind::PermissionDenied;
         match self {
@@ -160,12 +159,12 @@ impl Error {
     }
 }
 
-/// Says what was being done when a call failed.
+/// Adds the operation to the error of a failed call.
 pub trait Doing<T> {
     /// Adds `what` to an I/O error.
     ///
     /// # Errors
-    /// The same error, explained.
+    /// The same error with the operation.
     fn doing(self, what: impl FnOnce() -> String) -> Result<T, Error>;
 }
 

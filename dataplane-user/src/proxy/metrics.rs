@@ -35,22 +35,22 @@ pub(super) fn encode_proxy(shared: &Shared, encoder: &mut DescriptorEncoder<'_>)
     let gauges = [
         (
             "dataplane_proxy_connections",
-            "Connections that the proxy has now",
+            "Open connections of the proxy",
             relay.limits.open(),
         ),
         (
             "dataplane_proxy_connections_max",
-            "Connections that the proxy takes at most; more wait to be accepted",
+            "Maximum number of open connections of the proxy; further connections wait in the listener's backlog",
             relay.limits.max(),
         ),
         (
             "dataplane_proxy_workloads",
-            "Workloads whose connections are relayed",
+            "Workloads whose connections the proxy relays",
             entries.iter().filter(|entry| entry.is_in_use()).count(),
         ),
         (
             "dataplane_proxy_held_bytes",
-            "Bytes that are held for readers that do not keep up",
+            "Bytes in the proxy's buffers for readers that do not keep up",
             shared.held(),
         ),
     ];
@@ -62,7 +62,7 @@ pub(super) fn encode_proxy(shared: &Shared, encoder: &mut DescriptorEncoder<'_>)
     let lost = relay.log.lost();
     let metric = encoder.encode_descriptor(
         "dataplane_proxy_access_log_lost",
-        "Lines of the access log that were left out, because it could not be written as fast",
+        "Lines of the access log that were dropped, because the log could not be written fast enough",
         None,
         MetricType::Counter,
     )?;

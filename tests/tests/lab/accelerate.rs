@@ -362,7 +362,7 @@ fn said_to_be(acceleration: &str, agent: &Agent) -> Result<()> {
     }
     let told = run_args(agent, ["explain", "default/app", "10.244.1.10:7"])?.exits(0)?;
     told.says(&[if is_on {
-        "what the client says goes to the proxy past the TCP stack"
+        "the client's bytes go to the proxy past the TCP stack"
     } else {
         "not accelerated: acceleration is off, says mesh.rules"
     }])?;

@@ -135,8 +135,8 @@ impl Mesh {
     pub fn find(&self, name: &str) -> anyhow::Result<Place> {
         let workloads = self.workloads.as_ref().with_context(|| {
             format!(
-                "only a running agent knows what {name} is, and none answers; give its address \
-                 instead, or netns:NAME"
+                "cannot find {name}: only a running agent knows the workloads' names, and no agent answers; give the \
+                 workload's address instead, or netns:NAME"
             )
         })?;
         let mut workloads = workloads.iter();
@@ -158,7 +158,9 @@ impl Mesh {
         if let Some((addr, _)) = locals.find(|(_, local)| of_packets(local)) {
             return Ok(Place::Packets(addr.ip()));
         }
-        anyhow::bail!("{name} is to be captured, and no network namespace on this node is its own")
+        anyhow::bail!(
+            "{name} has no network namespace of its own on this node, so its connections are not captured"
+        )
     }
 
     /// What becomes of a connection that a client makes; none if it is not captured's business.
@@ -196,8 +198,8 @@ impl Mesh {
         told.steps.push(format!("{how} is {}", whose(&told)));
         if enrolled.flags & Enrolled::HAS_USERS != 0 && client.user.is_none() {
             told.steps.push(
-                "some users are excluded, and whose process this is was not said (--user, or \
-                 pid:NUMBER): taken for somebody else's"
+                "some users are excluded, and the process's user is unknown (give --user, or \
+                 pid:NUMBER): explained for a user that is not excluded"
                     .to_owned(),
             );
         }
@@ -235,8 +237,9 @@ impl Mesh {
         if let Some((name, _)) = &interface
             && local.flags & Enrolled::HAS_INTERFACES != 0
         {
-            told.steps
-                .push(format!("taken to come in by {name}, which has the address"));
+            told.steps.push(format!(
+                "explained for a connection that arrives at {name}, which has the address"
+            ));
         }
         let interface = interface.map(|(name, _)| name);
         told.rule = self.inbound_rule(reason, local, to.port, interface.as_deref());
@@ -251,7 +254,7 @@ impl Mesh {
             && let Some(local) = self.held.locals.get(&address.into())
             && local.is_by_packets()
         {
-            let how = format!("what comes from {address}, seen by its packets,");
+            let how = format!("the client {address}, recognized by its packets,");
             return Whose::Workload(local.enrolled(), how);
         }
         let namespace = client.namespace;
@@ -304,18 +307,19 @@ impl Mesh {
         {
             let what = [about, of.as_str()].join(" ");
             let by = by.as_deref().map_or_else(
-                || "whose rule it is only a running agent knows".to_owned(),
+                || "origin unknown without a running agent".to_owned(),
                 |by| format!("says {by}"),
             );
             told.steps
                 .push(format!("rule: {} {says}, {by}", what.trim()));
         } else if matches!(reason, Reason::Captured | Reason::CapturedInbound) {
-            told.steps.push("no rule excludes it".to_owned());
+            told.steps
+                .push("no rule excludes the connection".to_owned());
         }
         let port = self.config.outbound;
         told.steps.push(match reason {
             Reason::Captured | Reason::ProxyDown | Reason::ProxyBypassed if by_packets => format!(
-                "{} listens for it on the node: {}",
+                "{} listens for the workload on the node: {}",
                 if reason == Reason::Captured {
                     "its proxy"
                 } else {
@@ -324,12 +328,12 @@ impl Mesh {
                 reason.text()
             ),
             Reason::Captured => format!(
-                "somebody listens at loopback's port {} in its network namespace: {}",
+                "a process listens at loopback's port {} in its network namespace: {}",
                 port.host(),
                 reason.text()
             ),
             Reason::ProxyDown | Reason::ProxyBypassed if told.direction == "outbound" => format!(
-                "nobody listens at loopback's port {} in its network namespace: {}",
+                "no process listens at loopback's port {} in its network namespace: {}",
                 port.host(),
                 reason.text()
             ),
@@ -359,9 +363,9 @@ impl Mesh {
             for (whose, leg) in ["client", "destination"].iter().zip(&legs) {
                 let how = match &leg.why {
                     None => "past the TCP stack (acceleration sockmap)".to_owned(),
-                    Some(why) => format!("by TCP, since {why}"),
+                    Some(why) => format!("by TCP, because {why}"),
                 };
-                let step = format!("what the {whose} says goes to the proxy {how}");
+                let step = format!("the {whose}'s bytes go to the proxy {how}");
                 told.steps.push(step);
             }
             legs
@@ -603,7 +607,7 @@ impl Call<'_> {
 
 fn whose(told: &Told) -> String {
     told.workload.as_deref().map_or_else(
-        || "a workload whose name only a running agent knows".to_owned(),
+        || "a workload (name unknown without a running agent)".to_owned(),
         |name| format!("workload {name}"),
     )
 }

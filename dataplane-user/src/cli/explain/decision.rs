@@ -103,9 +103,9 @@ impl<T: decide::Tables> decide::Tables for Recorded<'_, T> {
     }
 }
 
-/// Affinity's table, which [`decide`] knows nothing of.
+/// The table of session affinity. [`decide`] does not use it.
 pub trait AffinityTable {
-    /// Whom the client used last, and how many nanoseconds ago.
+    /// Returns the endpoint that the client used last, and how many nanoseconds ago.
     fn last_used(&self, key: &AffinityKey) -> Option<(Endpoint, u64)>;
 }
 
@@ -119,8 +119,8 @@ impl AffinityTable for Tables {
     }
 }
 
-/// The steps that the programs take. `owner` tells whose a pool is, if anybody knows; `client`: its
-/// network namespace, if it is known.
+/// Returns the steps that the programs take. `owner` returns the service of a pool, `client` is the client's network
+/// namespace; both if known.
 pub fn decide<T: decide::Tables + AffinityTable>(
     tables: &T,
     owner: impl Fn(u32) -> Option<String>,
@@ -132,8 +132,8 @@ pub fn decide<T: decide::Tables + AffinityTable>(
     let mut steps = vec![match client {
         Some(c) if own_loopback => format!("the client is in the node's network namespace ({c})"),
         Some(c) => format!("the client is in the network namespace {c}"),
-        None => "no network namespace here has the client's address: taken for a pod's, whose \
-                 session affinity is not known"
+        None => "no network namespace on this machine has the client's address: explained for a pod without known \
+                 session affinity"
             .to_owned(),
     }];
     let recorded = Recorded {
@@ -146,7 +146,7 @@ pub fn decide<T: decide::Tables + AffinityTable>(
     let (place, filter) = (VipPlace::of(addr), recorded.filter.get());
     if !place.is_set(filter) && !addr.is_loopback() && !addr.is_unspecified() {
         steps.push(format!(
-            "no service and not this node has an address like {addr}, says the filter VIPS: \
+            "the filter VIPS excludes {addr}: neither a service nor this node has this address, and \
              nothing is looked up"
         ));
     }
@@ -155,8 +155,8 @@ pub fn decide<T: decide::Tables + AffinityTable>(
         let found = tables.frontend(&key);
         if !place.finds(filter, &key) && !found.is_none() {
             steps.push(format!(
-                "the filter is wrong, {} (a bug: please report it); starting the agent anew \
-                 mends it",
+                "the filter is wrong, {}. This is a bug: please report it. A restart of the agent \
+                 corrects the filter",
                 lookup(&key, found)
             ));
         }
@@ -178,8 +178,7 @@ pub fn decide<T: decide::Tables + AffinityTable>(
     if frontend.is_none() {
         if (addr.is_loopback() || addr.is_unspecified()) && !own_loopback {
             told.steps.push(
-                "a loopback address outside the node's network namespace is the client's own"
-                    .to_owned(),
+                "in this network namespace a loopback address is the client's own".to_owned(),
             );
         }
         told.steps.push(Reason::NotService.text().to_owned());
@@ -189,7 +188,7 @@ pub fn decide<T: decide::Tables + AffinityTable>(
     told.pool = Some(frontend.pool());
     told.service = owner(frontend.pool());
     let whose = told.service.as_deref().map_or_else(
-        || "a service whose name only a running agent knows".to_owned(),
+        || "a service (name unknown without a running agent)".to_owned(),
         |name| format!("service {name}"),
     );
     let Some(pool) = tables.pool(frontend.pool()) else {
@@ -198,8 +197,8 @@ pub fn decide<T: decide::Tables + AffinityTable>(
     };
     if frontend.kind() == Kind::LOAD_BALANCER && pool.ranged != 0 {
         told.steps.push(format!(
-            "{whose} has loadBalancerSourceRanges, and a socket does not know its source address \
-             yet: left alone, and decided by the packet path if the packet comes back to this node"
+            "{whose} has loadBalancerSourceRanges, but the socket has no source address yet: the connection is left \
+             alone, and the packet path decides if the packet comes back to this node"
         ));
         return told;
     }
@@ -229,16 +228,16 @@ pub fn decide<T: decide::Tables + AffinityTable>(
         }
     }
     told.steps
-        .push("one is drawn at random, each with the same probability".to_owned());
+        .push("one endpoint is chosen at random, each with the same probability".to_owned());
     told.endpoints = choices(tables, block);
     told
 }
 
-/// What a pool has.
+/// Returns a pool's number of usable endpoints, as the end of a sentence.
 pub fn holds(block: Block) -> String {
     match block.len() {
         0 if block.flags() & Block::NO_SUCH_PORT != 0 => {
-            "stands for the ports it does not have".to_owned()
+            "is for ports that the service does not have".to_owned()
         }
         0 => "has no usable endpoint".to_owned(),
         1 => "has 1 usable endpoint".to_owned(),
@@ -246,7 +245,7 @@ pub fn holds(block: Block) -> String {
     }
 }
 
-/// A pool's endpoints, each as probable as the others.
+/// Returns a pool's endpoints, all with the same probability.
 pub fn choices(tables: &impl decide::Tables, block: Block) -> Vec<Choice> {
     let probability = 1.0 / f64::from(block.len());
     (0..u32::from(block.len()))
@@ -269,10 +268,10 @@ fn refuse(told: &mut Explanation, reason: Reason) {
     told.steps.push(format!("{} (ECONNREFUSED)", reason.text()));
 }
 
-/// One lookup, as a sentence.
+/// Returns a sentence about one lookup.
 pub fn lookup(key: &FrontendKey, found: Frontend) -> String {
     let what = if key.protocol == Protocol::ANY {
-        format!("the address {} as such", key.addr)
+        format!("the address {}", key.addr)
     } else if *key == FrontendKey::node_port(key.addr.is_v4(), key.port, key.protocol) {
         let family = if key.addr.is_v4() { "IPv4" } else { "IPv6" };
         format!("the {family} node port {}/{}", key.port, key.protocol)
@@ -288,7 +287,7 @@ pub fn lookup(key: &FrontendKey, found: Frontend) -> String {
     }
     match found.kind() {
         Kind::NODE_ADDRESS => {
-            format!("{what} is an address of this node: its node ports are answered")
+            format!("{what} is this node's: the node answers node ports there")
         }
         Kind::CLUSTER_ADDRESS => {
             format!("{what} is a cluster IP: ports that its service does not have are refused")
@@ -301,7 +300,7 @@ pub fn lookup(key: &FrontendKey, found: Frontend) -> String {
     }
 }
 
-/// Whether session affinity decides, and why not if it does not.
+/// Returns the endpoint that session affinity chooses, if it chooses one, and a sentence that says why or why not.
 pub fn affinity<T: decide::Tables + AffinityTable>(
     tables: &T,
     client: Option<Addr>,
@@ -310,7 +309,7 @@ pub fn affinity<T: decide::Tables + AffinityTable>(
     let seconds = pool.affinity_seconds;
     let intro = format!("session affinity ClientIP, {seconds} s");
     let Some(client) = client else {
-        return (None, format!("{intro}: not known for this client"));
+        return (None, format!("{intro}: unknown for this client"));
     };
     let key = AffinityKey {
         client,
@@ -319,20 +318,20 @@ pub fn affinity<T: decide::Tables + AffinityTable>(
     let Some((endpoint, age)) = tables.last_used(&key) else {
         return (
             None,
-            format!("{intro}: nothing is remembered for this client"),
+            format!("{intro}: no endpoint is kept for this client"),
         );
     };
     let used = format!(
-        "{intro}: {} was used {} s ago",
+        "{intro}: the client used {} {} s ago",
         socket(&endpoint),
         age / 1_000_000_000
     );
     if age >= u64::from(seconds) * 1_000_000_000 {
         (None, format!("{used}, which is too long ago"))
     } else if !decide::contains(tables, pool.block, &endpoint) {
-        (None, format!("{used}, but it is not usable any more"))
+        (None, format!("{used}, which is no longer usable"))
     } else {
-        (Some(endpoint), format!("{used} and is kept"))
+        (Some(endpoint), format!("{used} and keeps it"))
     }
 }
 
@@ -510,7 +509,7 @@ mod tests {
             "{steps}"
         );
         assert!(
-            steps.contains("the filter is wrong, the address 10.96.0.1 as such"),
+            steps.contains("the filter is wrong, the address 10.96.0.1 is"),
             "{steps}"
         );
         let alone = told(&fake, Some(7), "192.0.2.77:80").steps.join("\n");

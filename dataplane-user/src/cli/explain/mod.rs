@@ -236,14 +236,14 @@ impl ExplainArgs {
     ) -> anyhow::Result<Explanation> {
         let Source::Socket(source) = self.source else {
             anyhow::bail!(
-                "a packet comes from an ADDRESS:PORT, and `{}` is none",
+                "`{}` is not the source of a packet; expected ADDRESS:PORT",
                 self.source
             );
         };
         let bpffs = self.paths.bpffs();
         let conntrack = Conntrack::open(&bpffs)?.with_context(|| {
             format!(
-                "there are no tables for flows in {}: no agent with a packet path has run on it",
+                "{} has no tables for flows, because no agent with a packet path has run with this directory",
                 bpffs.display()
             )
         })?;

@@ -1,4 +1,4 @@
-//! What the packet path would do with a packet, told step by step from the live tables.
+//! Explanation of the packet path's decision about a packet, step by step, from the live tables.
 
 use std::{
     cell::{Cell, RefCell},
@@ -25,7 +25,7 @@ use crate::{
     },
 };
 
-/// What is looked at.
+/// The packet to explain.
 pub struct Packet<'a> {
     pub iface: &'a str,
     pub source: SocketAddr,
@@ -39,11 +39,11 @@ pub struct Live<'a> {
     pub conntrack: &'a Conntrack,
 }
 
-/// The steps that the programs take. `owner` tells whose a pool is, if anybody knows.
+/// Returns the steps that the programs take. `owner` returns the service of a pool, if it is known.
 ///
 /// # Errors
 ///
-/// If there is no such interface, or a table cannot be read.
+/// If the interface does not exist, or a table cannot be read.
 pub fn explain(
     live: &Live<'_>,
     owner: impl Fn(u32) -> Option<String>,
@@ -70,7 +70,7 @@ pub fn explain(
         .filter(|i| i.flags & Iface::ATTACHED != 0)
     else {
         told.steps.push(format!(
-            "{} has no programs of ours: the packet is left alone",
+            "dataplane has no programs on {}: the packet is left alone",
             packet.iface
         ));
         return Ok(told);
@@ -81,7 +81,7 @@ pub fn explain(
         "an uplink"
     };
     told.steps.push(format!(
-        "{} has our programs on it, and is taken for {side}",
+        "dataplane has programs on {}, as {side}",
         packet.iface
     ));
 
@@ -98,7 +98,7 @@ pub fn explain(
     }
     if let Some(flow) = live.conntrack.find_by_reply(&key) {
         told.steps.push(format!(
-            "a reply of the known flow of {} through {}, {}, last used {} ago",
+            "CONNTRACK has the flow of this reply: client {}, VIP {}, {}, last used {} ago",
             flow.client(),
             flow.vip(),
             flow.state(),
@@ -114,15 +114,15 @@ pub fn explain(
         return Ok(told);
     }
     told.steps.push(if to.protocol == Protocol::TCP {
-        "no flow is known: a SYN begins one, and any other packet of TCP is left alone".to_owned()
+        "CONNTRACK has no flow for the packet: a SYN begins a flow, and other TCP packets are left alone".to_owned()
     } else {
-        "no flow is known: the packet begins one".to_owned()
+        "CONNTRACK has no flow for the packet: the packet begins a flow".to_owned()
     });
     begin(live, &owner, packet, iface, &key, &mut told)?;
     Ok(told)
 }
 
-/// A packet from the client of a flow that is known.
+/// Explains a packet from the client of an existing flow.
 fn known(
     live: &Live<'_>,
     owner: &impl Fn(u32) -> Option<String>,
@@ -130,7 +130,7 @@ fn known(
     told: &mut Explanation,
 ) {
     told.steps.push(format!(
-        "CONNTRACK knows the flow: to {}, {}, last used {} ago, kept for {} after its last packet",
+        "CONNTRACK has the flow: endpoint {}, {}, last used {} ago, kept for {} after its last packet",
         flow.endpoint(),
         flow.state(),
         duration(flow.idle(now()).into()),
@@ -158,8 +158,8 @@ fn known(
     } else if flow.has_another_port() {
         let seen = SocketAddr::new(flow.key.src.ip(), flow.to.seen_port(&flow.key).host());
         format!(
-            "the endpoint sees {seen}: another flow from the client's own port goes to it through \
-             another VIP"
+            "the endpoint sees {seen} and not the client's own port, because another flow from that port reaches the \
+             endpoint through another VIP"
         )
     } else {
         "the endpoint sees the client's own address".to_owned()
@@ -172,7 +172,8 @@ fn known(
     });
 }
 
-/// A packet to no service. A connection to an endpoint itself gets another port if its own has a flow to that endpoint.
+/// Explains a packet that does not belong to a service. A direct connection to an endpoint gets another source port if
+/// a flow through a VIP from the same port already reaches the endpoint.
 fn beside(live: &Live<'_>, key: &FlowKey, told: &mut Explanation) {
     let back = FlowKey::new(key.dst, key.dst_port, key.src, key.src_port, key.protocol);
     let rival = live.conntrack.find_by_reply(&back);
@@ -185,8 +186,8 @@ fn beside(live: &Live<'_>, key: &FlowKey, told: &mut Explanation) {
         return;
     };
     told.steps.push(format!(
-        "a flow from the same port goes to this endpoint by way of {}, {}: what the endpoint answers could be \
-         either's, so it sees another port of the client's",
+        "a flow from the same port reaches this endpoint through {}, {}: the endpoint's replies could belong to \
+         either, so the endpoint sees another port of the client",
         flow.vip(),
         flow.state(),
     ));
@@ -198,7 +199,7 @@ fn beside(live: &Live<'_>, key: &FlowKey, told: &mut Explanation) {
     });
 }
 
-/// The first packet of a flow.
+/// Explains the first packet of a flow.
 fn begin(
     live: &Live<'_>,
     owner: &impl Fn(u32) -> Option<String>,
@@ -245,17 +246,17 @@ fn begin(
         if pool.external == 0 {
             masquerade = true;
             told.steps.push(
-                "externalTrafficPolicy is Cluster: any endpoint, and the client is masqueraded"
+                "externalTrafficPolicy is Cluster: the packet may go to any endpoint, and the client is masqueraded"
                     .to_owned(),
             );
         } else if inside {
             told.steps.push(
-                "externalTrafficPolicy is Local, which does not narrow what pods get".to_owned(),
+                "externalTrafficPolicy is Local, but the client is a pod: the packet may go to any endpoint".to_owned(),
             );
         } else {
             index = pool.external;
             told.steps.push(
-                "externalTrafficPolicy is Local: endpoints on this node, which see the client's \
+                "externalTrafficPolicy is Local: the packet goes to an endpoint on this node, which sees the client's \
                  own address"
                     .to_owned(),
             );
@@ -268,15 +269,15 @@ fn begin(
     } else if config.flags & PacketConfig::MASQUERADE_ALL != 0 {
         masquerade = true;
         told.steps
-            .push("whatever goes to a cluster IP is masqueraded (--masquerade-all)".to_owned());
+            .push("every client of a cluster IP is masqueraded (--masquerade-all)".to_owned());
     } else if !inside && config.flags & DETECTS != 0 {
         masquerade = true;
         told.steps
-            .push("the client of a cluster IP is no pod: it is masqueraded".to_owned());
+            .push("the client of a cluster IP is not a pod: it is masqueraded".to_owned());
     }
     told.pool = Some(index);
     let whose = told.service.as_deref().map_or_else(
-        || "a service whose name only a running agent knows".to_owned(),
+        || "a service (name unknown without a running agent)".to_owned(),
         |name| format!("service {name}"),
     );
     told.steps
@@ -294,7 +295,7 @@ fn begin(
     seen_as(live, key, masquerade, told)
 }
 
-/// Whether IPsec policies protect the flow, whichever endpoint it gets.
+/// Tells if IPsec policies protect the flow to every endpoint that it could get.
 fn is_protected(live: &Live<'_>, key: &FlowKey, told: &mut Explanation) -> anyhow::Result<bool> {
     if !live.packet.protects_any() {
         return Ok(false);
@@ -313,14 +314,14 @@ fn is_protected(live: &Live<'_>, key: &FlowKey, told: &mut Explanation) -> anyho
     }
     if protected > 0 {
         told.steps.push(format!(
-            "IPsec policies protect what goes to, or comes from, {protected} of these endpoints: \
-             refused if one of them is chosen"
+            "IPsec policies protect packets to or from {protected} of these endpoints: the packet is refused if one \
+             of them is chosen"
         ));
     }
     Ok(protected > 0 && protected == told.endpoints.len())
 }
 
-/// Flags that say who is a pod.
+/// Flags by which the programs recognize pods.
 const DETECTS: u32 = PacketConfig::DETECT_BY_ADDRESS | PacketConfig::DETECT_BY_INTERFACE;
 
 fn is_from_pod(
@@ -338,16 +339,16 @@ fn is_from_pod(
     told.steps.push(if by_address {
         format!("{} is a pod's address", key.src)
     } else if by_interface {
-        format!("what arrives at {} comes from pods", packet.iface)
+        format!("packets that arrive at {} come from pods", packet.iface)
     } else if flags & DETECTS == 0 {
-        "nobody said who is a pod: all clients count as outside".to_owned()
+        "neither --pod-cidr nor --pods-by-interface is set: no client counts as a pod".to_owned()
     } else {
-        format!("{} is no pod's", key.src)
+        format!("{} is not a pod's address", key.src)
     });
     Ok(by_address || by_interface)
 }
 
-/// Which endpoints it could be.
+/// Adds the endpoints that the programs could choose.
 fn choose(live: &Live<'_>, key: &FlowKey, pool: &Pool, told: &mut Explanation) {
     told.reason = Reason::Translated.word();
     if pool.affinity_seconds > 0 {
@@ -363,11 +364,11 @@ fn choose(live: &Live<'_>, key: &FlowKey, pool: &Pool, told: &mut Explanation) {
         }
     }
     told.steps
-        .push("one is drawn at random, each with the same probability".to_owned());
+        .push("one endpoint is chosen at random, each with the same probability".to_owned());
     told.endpoints = decision::choices(live.tables, pool.block);
 }
 
-/// What the endpoint sees of the client.
+/// Explains which client address the endpoint sees.
 fn seen_as(
     live: &Live<'_>,
     key: &FlowKey,

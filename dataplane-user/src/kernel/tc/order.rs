@@ -1,4 +1,4 @@
-//! Where our programs go among other people's on an interface.
+//! The position of our programs among other programs on an interface.
 
 use std::{fmt, io, os::fd::AsFd as _, str::FromStr};
 
@@ -6,35 +6,35 @@ use aya_obj::generated::bpf_attach_type;
 
 use crate::kernel::sys::{self, Chain, Place};
 
-/// How often a chain that changes meanwhile is looked at again.
+/// Number of attempts to attach to a chain that changes meanwhile.
 const ATTEMPTS: usize = 8;
 
 /// Where among other people's programs ours go.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Order {
-    /// Before them.
+    /// Before all others.
     #[default]
     First,
-    /// After them.
+    /// After all others.
     Last,
-    /// Right before another one's; before all while that is not there.
+    /// Right before another program; before all others while that program is absent.
     Before(Anchor),
-    /// Right after another one's; after all while that is not there.
+    /// Right after another program; after all others while that program is absent.
     After(Anchor),
 }
 
-/// Somebody else's program on an interface. (TCX only: filters have preferences.)
+/// Another program on an interface. TCX only, because the filters of clsact are ordered by preference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Anchor {
-    /// The kernel's number of it (`bpftool prog show`).
+    /// The program by its ID (`bpftool prog show`).
     Program(u32),
-    /// The kernel's number of its link (`bpftool link show`).
+    /// The program by its link's ID (`bpftool link show`).
     Link(u32),
-    /// Its name; the first that has it.
+    /// The first program with this name.
     Name(Name),
 }
 
-/// A program's name, as the kernel has it: at most fifteen bytes, then zeros.
+/// A program's name in the kernel's form: at most fifteen bytes, then zeros.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Name([u8; 16]);
 
@@ -86,8 +86,8 @@ impl FromStr for Order {
     fn from_str(text: &str) -> Result<Self, String> {
         let wanted = || {
             format!(
-                "`{text}` is no place: `first`, `last`, `before:NAME` or `after:NAME` was expected, with the name of a \
-                 program (at most 15 bytes), `program:ID` or `link:ID`"
+                "`{text}` is not an order; expected `first`, `last`, `before:ANCHOR` or `after:ANCHOR`. ANCHOR is the \
+                 name of a program (at most 15 bytes), `program:ID` or `link:ID`"
             )
         };
         let anchor = |of: &str| match of.split_once(':') {
@@ -113,13 +113,13 @@ impl Order {
         }
     }
 
-    /// Whether it takes TCX.
+    /// Tells if the order names another program. Such an order needs TCX.
     pub fn is_relative(self) -> bool {
         self.anchor().is_some()
     }
 
-    /// Whether our program is on the wrong side of the other one. Relative orders only: whoever comes later than ours may
-    /// go before them else.
+    /// Tells if our program is on the wrong side of the program that the order names. Always false for `First` and
+    /// `Last`: a program that is attached later may go before or after ours.
     pub fn is_broken(self, own: u32, chain: &Chain) -> bool {
         let place = |program: u32| chain.programs.iter().position(|id| *id == program);
         let anchor = self
@@ -146,8 +146,8 @@ impl Order {
         }
     }
 
-    /// Attaches a program there. A chain that changes meanwhile is looked at again: what was found is only true of the
-    /// revision that it was found in.
+    /// Attaches a program at this position. If the chain changes meanwhile, reads the chain again, because a position is
+    /// valid only for the revision of the chain that it was found in.
     ///
     /// # Errors
     /// The kernel's refusal.

@@ -18,26 +18,26 @@ pub struct Slice {
     pub name: ServiceName,
     /// The service that it names by its label.
     pub service: ServiceName,
-    /// Its ports by name, and the number that each has on every endpoint. Those without a number
-    /// (all ports) and those of SCTP are left out.
+    /// Its ports: name, protocol and the number on every endpoint. Ports without a number (all ports) and SCTP ports
+    /// are left out.
     pub ports: SmallVec<[(Box<str>, Protocol, u16); 1]>,
-    /// Its endpoints; their port is 0 here, since all of the ports are on each.
+    /// Its endpoints. Their port is 0 here, because every endpoint has all of the ports.
     pub endpoints: Box<[Endpoint]>,
 }
 
 impl Slice {
-    /// What a person is told while there is no Service that a slice names.
+    /// Returns the message for a slice whose Service does not exist.
     pub fn orphan(&self) -> String {
         format!(
-            "metadata.labels[\"{LABEL_SERVICE}\"]: there is no Service {}, so nothing leads to its \
-             endpoints",
+            "metadata.labels[\"{LABEL_SERVICE}\"]: there is no Service {}, so clients cannot reach the endpoints of \
+             this slice; create the Service or correct the label",
             self.service
         )
     }
 }
 
-/// Turns an EndpointSlice into the model, as `node` sees it: which endpoints are on it, and which
-/// are hinted to it or its zone. What it returns is only of use if `findings` has no faults.
+/// Turns an EndpointSlice into the model, as `node` sees the slice: which endpoints are on the node, and which are
+/// hinted to the node or its zone. The result is valid only if `findings` has no faults.
 pub fn slice(object: &api::EndpointSlice, node: &Node, findings: &mut Findings) -> Outcome<Slice> {
     check_name(&object.metadata, findings);
     let labels = &object.metadata.labels;
@@ -50,7 +50,7 @@ pub fn slice(object: &api::EndpointSlice, node: &Node, findings: &mut Findings) 
         "FQDN" => {
             findings.note(
                 "addressType",
-                "endpoints given by name (FQDN) are not served: only addresses are",
+                "endpoints given by name (FQDN) are not served, because only addresses are; use IPv4 or IPv6",
             );
             return Outcome::LeftAlone;
         }
@@ -66,7 +66,7 @@ pub fn slice(object: &api::EndpointSlice, node: &Node, findings: &mut Findings) 
             true
         }
     };
-    // Somebody else's: no controller of Kubernetes makes a slice without the label.
+    // Another controller's slice: Kubernetes' own controllers always set the label.
     let Some(service) = label(labels, LABEL_SERVICE).filter(|name| !name.is_empty()) else {
         return Outcome::LeftAlone;
     };

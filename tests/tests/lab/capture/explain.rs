@@ -255,7 +255,9 @@ fn explain_and_status_work_without_the_agent() -> Result<()> {
     );
     reaches(&app, "10.244.1.6:7", "connect", &["two"])?;
     let unknown = run_args(world.agent()?, ["explain", "default/app", "10.244.1.6:7"])?;
-    unknown.exits(1)?.says(&["only a running agent knows"])?;
+    unknown
+        .exits(1)?
+        .says(&["only a running agent knows the workloads' names"])?;
     // A namespace that the agent has never seen.
     let stranger = app
         .command("unshare")
