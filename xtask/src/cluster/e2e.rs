@@ -459,7 +459,8 @@ fn archives(programs: &Programs) -> Result<Vec<PathBuf>> {
 
 /// Makes stand-ins for the images, once: they are kept beside the programs of other guests.
 fn stand_ins(programs: &Programs) -> Result<PathBuf> {
-    let kept = crate::setup::cache()?.join("cluster-images");
+    // By number: others may be there from before.
+    let kept = crate::setup::cache()?.join("cluster-images-2");
     if kept.join("done").is_file() {
         return Ok(kept);
     }
@@ -506,6 +507,10 @@ fn stand_ins(programs: &Programs) -> Result<PathBuf> {
     image.program(&agnhost, "agnhost-2")?;
     // As BusyBox's, which tries once.
     image.write("etc/wgetrc", "tries = 1\n")?;
+    // It serves TLS with these.
+    let tls = rcgen::generate_simple_self_signed(["localhost".to_owned()])?;
+    image.write("localhost.crt", &tls.cert.pem())?;
+    image.write("localhost.key", &tls.signing_key.serialize_pem())?;
     image.directory("uploads")?;
     image.entrypoint = vec!["/agnhost".into()];
     image.command = vec!["pause".into()];
