@@ -25,6 +25,7 @@ fn this_node() -> Node {
     Node {
         name: "here".into(),
         addresses: vec![IpAddr::V4(Ipv4Addr::new(192, 0, 2, 1))],
+        own: Vec::new(),
         zone: "z1".into(),
         addresses_from: Vec::new(),
         leaving: None,

@@ -1,6 +1,10 @@
 //! The node's own addresses: on which of them node ports are answered.
 
-use std::{collections::BTreeMap, fs, io, net::IpAddr};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs, io,
+    net::IpAddr,
+};
 
 use ipnet::IpNet;
 use nix::{ifaddrs::getifaddrs, net::if_::InterfaceFlags};
@@ -88,19 +92,26 @@ fn routes(path: &str) -> io::Result<String> {
     }
 }
 
-/// The addresses on which node ports are answered, sorted: those in `wanted`, or if that is empty
+/// The addresses of the node.
+#[derive(Debug)]
+pub struct OfNode {
+    /// Those on which node ports are answered, and where each was learnt from.
+    pub for_node_ports: BTreeMap<IpAddr, AddressFrom>,
+    /// All of them.
+    pub own: BTreeSet<IpAddr>,
+}
+
+/// The node's addresses. Those on which node ports are answered are those in `wanted`, or if that is empty
 /// the node's primary ones, which are what kube-proxy's nftables mode answers on: in each family
 /// the one that its Node object has (`told`), if the node has that too.
 ///
 /// # Errors
 ///
 /// If the kernel does not tell.
-pub fn for_node_ports(
-    wanted: &[IpNet],
-    told: &[IpAddr],
-) -> io::Result<BTreeMap<IpAddr, AddressFrom>> {
+pub fn of_node(wanted: &[IpNet], told: &[IpAddr]) -> io::Result<OfNode> {
     let Seen { all, default } = look()?;
-    Ok(if wanted.is_empty() {
+    let own = all.iter().map(|a| a.addr).collect();
+    let for_node_ports = if wanted.is_empty() {
         let [v4, v6] = &default;
         primary(&all, told, [v4.as_deref(), v6.as_deref()])
     } else {
@@ -109,6 +120,10 @@ pub fn for_node_ports(
             .filter(|a| wanted.iter().any(|net| net.contains(a)))
             .map(|a| (a, AddressFrom::Given))
             .collect()
+    };
+    Ok(OfNode {
+        for_node_ports,
+        own,
     })
 }
 

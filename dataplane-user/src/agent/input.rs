@@ -6,8 +6,8 @@ use tracing::{info, warn};
 
 use super::NodeSettings;
 use crate::{
-    model::{Node, Problem, Snapshot},
-    source::{Feed, Health, Notice, OpenError, Source, View, objects::NodeFacts},
+    model::{Node, Problem, Service, ServiceName, Snapshot},
+    source::{Feed, Health, HostIps, Notice, OpenError, Source, View, objects::NodeFacts},
 };
 
 /// Problems of a view that are logged one by one.
@@ -32,6 +32,11 @@ pub struct Input {
     /// What the last view said of this node.
     facts: Option<NodeFacts>,
     snapshot: Snapshot,
+    /// Every service of the last view.
+    services: imbl::OrdMap<ServiceName, Arc<Service>>,
+    /// What the last view knows to be left out.
+    problems: Arc<[Problem]>,
+    host_ips: HostIps,
     /// Whether there was a view.
     known: bool,
 }
@@ -63,6 +68,9 @@ impl Input {
                 node,
                 ..Snapshot::default()
             },
+            services: imbl::OrdMap::new(),
+            problems: Arc::default(),
+            host_ips: HostIps::default(),
             known: false,
         };
         if let Some(view) = input.feed.take() {
@@ -110,14 +118,22 @@ impl Input {
     /// Looks at the node's addresses, and whether they are other ones than before.
     pub fn look(&mut self) -> bool {
         match self.node(self.facts.as_ref()) {
-            Ok(node) if node.addresses == self.snapshot.node.addresses => false,
             Ok(node) => {
-                info!(addresses = ?node.addresses, "the node's addresses changed");
+                let known = &self.snapshot.node;
+                let moved = node.addresses != known.addresses;
+                if !moved && node.own == known.own {
+                    return false;
+                }
+                if moved {
+                    info!(addresses = ?node.addresses, "the node's addresses changed");
+                }
                 self.snapshot.node = Arc::new(Node {
                     addresses: node.addresses,
                     addresses_from: node.addresses_from,
-                    ..(*self.snapshot.node).clone()
+                    own: node.own,
+                    ..(**known).clone()
                 });
+                self.serve();
                 true
             }
             Err(error) => {
@@ -137,13 +153,37 @@ impl Input {
     fn put(&mut self, view: View) -> Taken {
         self.known = true;
         self.facts = view.node;
-        self.snapshot.services = view.services;
+        self.services = view.services;
         self.snapshot.workloads = view.workloads;
-        if !Arc::ptr_eq(&self.snapshot.problems, &view.problems) {
-            log(&view.problems, &self.snapshot.problems);
-            self.snapshot.problems = view.problems;
+        let others = !Arc::ptr_eq(&self.problems, &view.problems);
+        self.problems = view.problems;
+        if !self.serve() && others {
+            self.note();
         }
         Taken { since: view.since }
+    }
+
+    /// Serves what can be served on this node as it is now; whether something else is left out than before.
+    fn serve(&mut self) -> bool {
+        let (services, changed) = self.host_ips.take(&self.services, &self.snapshot.node);
+        self.snapshot.services = services;
+        if changed {
+            self.note();
+        }
+        changed
+    }
+
+    /// Notes what is left out.
+    fn note(&mut self) {
+        let problems: Arc<[Problem]> = match self.host_ips.problems().next() {
+            None => Arc::clone(&self.problems),
+            Some(_) => {
+                let here = self.host_ips.problems();
+                self.problems.iter().chain(here).cloned().collect()
+            }
+        };
+        log(&problems, &self.snapshot.problems);
+        self.snapshot.problems = problems;
     }
 }
 

@@ -123,12 +123,13 @@ impl NodeSettings {
         } else {
             self.name.clone()
         };
-        let addresses = addresses::for_node_ports(&self.nodeport_addresses, told)?;
-        let (addresses, addresses_from) = addresses.into_iter().unzip();
+        let of_node = addresses::of_node(&self.nodeport_addresses, told)?;
+        let (addresses, addresses_from) = of_node.for_node_ports.into_iter().unzip();
         Ok(Node {
             name: name.into(),
             addresses,
             addresses_from,
+            own: of_node.own.into_iter().collect(),
             zone: self.zone.as_str().into(),
             leaving: None,
             name_given: !self.name.is_empty(),

@@ -32,6 +32,8 @@ pub struct Node {
     pub addresses: Vec<IpAddr>,
     /// Where each of them was learnt from, in the same order.
     pub addresses_from: Vec<AddressFrom>,
+    /// Every address that its interfaces have, but for loopback and link-local ones; sorted.
+    pub own: Vec<IpAddr>,
     /// Its zone (label `topology.kubernetes.io/zone`), to which endpoints may be hinted; empty if
     /// it is not known.
     pub zone: Arc<str>,
