@@ -350,7 +350,7 @@ pub struct Service {
     pub affinity_seconds: Option<u64>,
     /// Its ports.
     pub ports: Vec<ServicePort>,
-    /// Frontends that it claims and another service serves.
+    /// Frontends that it and other services claim, whoever serves them.
     pub conflicts: Vec<Conflict>,
 }
 

@@ -71,11 +71,11 @@ fn policy(policy: TrafficPolicy) -> String {
     .to_owned()
 }
 
-/// For `GET /services`. `conflicts`: all there are.
+/// For `GET /services`. `conflicts`: those that the service has a part in.
 pub fn service(
     service: &model::Service,
     counters: &Counters,
-    conflicts: &[plan::Conflict],
+    conflicts: &[&plan::Conflict],
 ) -> api::Service {
     let texts = |ips: &[IpAddr]| ips.iter().map(ToString::to_string).collect();
     api::Service {
@@ -100,11 +100,7 @@ pub fn service(
             .iter()
             .map(|port| service_port(service, port, counters))
             .collect(),
-        conflicts: conflicts
-            .iter()
-            .filter(|c| c.losers.contains(&service.name))
-            .map(conflict)
-            .collect(),
+        conflicts: conflicts.iter().map(|of| conflict(of)).collect(),
     }
 }
 

@@ -206,8 +206,8 @@ fn row(service: &api::Service, port: &api::ServicePort) -> [Cell; 7] {
     let vip = match service.cluster_ips.first() {
         Some(ip) => {
             let vip = vip(ip, port);
-            match service.conflicts.iter().find(|c| c.frontend == vip) {
-                Some(conflict) => Cell::new(format!("{vip} (of {})", conflict.winner), BAD),
+            match dispute(service, &vip) {
+                Some(dispute) => Cell::new(format!("{vip} {dispute}"), BAD),
                 None => Cell::from(vip),
             }
         }
@@ -228,7 +228,7 @@ fn row(service: &api::Service, port: &api::ServicePort) -> [Cell; 7] {
 fn without_vip(service: &api::Service, port: &api::ServicePort) -> Cell {
     match (service.external_ips.first(), port.node_port) {
         // A pod's host port, on one of the node's addresses or on all of them.
-        (Some(ip), _) => vip(ip, port).into(),
+        (Some(ip), _) => disputed(service, vip(ip, port)).into(),
         (None, Some(host)) => format!("host:{host}/{}", port.protocol).into(),
         (None, None) => Cell::new(format!("headless:{}/{}", port.port, port.protocol), DIM),
     }
@@ -262,7 +262,7 @@ fn wide_row(service: &api::Service, port: &api::ServicePort) -> [Cell; 4] {
     let mut others: Vec<String> = more
         .chain(&service.external_ips)
         .chain(&service.load_balancer_ips)
-        .map(|ip| vip(ip, port))
+        .map(|ip| disputed(service, vip(ip, port)))
         .collect();
     others.extend(port.node_port.map(|port| format!("node port {port}")));
     let endpoints: Vec<String> = port.endpoints.iter().map(endpoint).collect();
@@ -283,6 +283,26 @@ fn wide_row(service: &api::Service, port: &api::ServicePort) -> [Cell; 4] {
         or_none(others),
         or_none(endpoints),
     ]
+}
+
+/// Who else claims a frontend of a service: the service that serves it, or those that claim it in vain.
+fn dispute(service: &api::Service, frontend: &str) -> Option<String> {
+    let all = &service.conflicts;
+    let conflict = all.iter().find(|of| of.frontend == frontend)?;
+    let name = format!("{}/{}", service.namespace, service.name);
+    Some(if conflict.winner == name {
+        format!("(not of {})", conflict.losers.join(", "))
+    } else {
+        format!("(of {})", conflict.winner)
+    })
+}
+
+/// A frontend, and who else claims it.
+fn disputed(service: &api::Service, frontend: String) -> String {
+    match dispute(service, &frontend) {
+        Some(dispute) => format!("{frontend} {dispute}"),
+        None => frontend,
+    }
 }
 
 fn vip(ip: &str, port: &api::ServicePort) -> String {
@@ -475,6 +495,24 @@ mod tests {
         });
         let [_, vip, ..] = row(&service, &service.ports[0]);
         assert!(format!("{vip:?}").contains("10.96.0.1:8000/tcp (of default/older)"));
+    }
+
+    #[test]
+    fn an_address_that_others_claim_in_vain_says_so_at_its_owner() {
+        let mut service = service();
+        service.conflicts.push(api::Conflict {
+            frontend: "192.0.2.10:8000/tcp".to_owned(),
+            winner: "default/web".to_owned(),
+            losers: vec!["shop/thief".to_owned()],
+        });
+        let [_, vip, ..] = row(&service, &service.ports[0]);
+        assert!(!format!("{vip:?}").contains("thief"));
+        let [_, _, others, _] = wide_row(&service, &service.ports[0]);
+        let others = format!("{others:?}");
+        assert!(
+            others.contains("192.0.2.10:8000/tcp (not of shop/thief)"),
+            "{others}"
+        );
     }
 
     #[test]

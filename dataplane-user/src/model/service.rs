@@ -63,7 +63,7 @@ pub struct Service {
     /// `spec.type`.
     pub kind: ServiceType,
     /// `metadata.creationTimestamp` in seconds since the epoch: of two services that claim one
-    /// VIP, the older wins. Without a timestamp: treated as the youngest.
+    /// VIP by the same kind of field, the older wins. Without a timestamp: treated as the youngest.
     pub created: Option<i64>,
     /// `spec.clusterIPs`; empty for headless services and `ExternalName`.
     pub cluster_ips: SmallVec<[IpAddr; 1]>,

@@ -155,7 +155,7 @@ impl Plan {
 pub struct Conflict {
     /// The key.
     pub key: FrontendKey,
-    /// Who serves it: the older service, then the first by name.
+    /// Who serves it: whose claim is of the stronger kind, then the older service, then the first by name.
     pub winner: ServiceName,
     /// Who does not.
     pub losers: Vec<ServiceName>,

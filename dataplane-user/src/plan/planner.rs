@@ -257,18 +257,17 @@ impl Planner {
         }
 
         let changed = dirty.len();
-        let rank = |name: &ServiceName| {
-            let created = snapshot
-                .services
-                .get(name)
-                .and_then(|service| service.created);
-            (created.is_none(), created, name.clone())
+        let rank = |key: &FrontendKey, name: &ServiceName| {
+            let service = snapshot.services.get(name);
+            let claim = service.map(|service| wanted::claim(service, key));
+            let created = service.and_then(|service| service.created);
+            (claim, created.is_none(), created, name.clone())
         };
         contested.sort_unstable();
         contested.dedup();
         let mut others = BTreeSet::new();
         for key in contested {
-            if let Some((loser, winner)) = self.claims.settle(&key, rank) {
+            if let Some((loser, winner)) = self.claims.settle(&key, |name| rank(&key, name)) {
                 others.extend([loser, winner]);
             }
         }
@@ -305,12 +304,13 @@ impl Planner {
                 keys.sort_unstable_by_key(|wanted| wanted.key);
             }
         }
-        // The age decides who wins.
-        if let (Some(old), Some(new)) = (old, new)
-            && old.created != new.created
-        {
+        // By what a service claims a key decides who wins, then its age.
+        if let (Some(old), Some(new)) = (old, new) {
             let all = old_keys.iter().map(|wanted| wanted.key);
-            contested.extend(all.filter(|key| self.claims.is_contested(key)));
+            let other = |key: &FrontendKey| {
+                old.created != new.created || wanted::claim(old, key) != wanted::claim(new, key)
+            };
+            contested.extend(all.filter(|key| self.claims.is_contested(key) && other(key)));
         }
         let has = |keys: &[WantedKey], key| keys.binary_search_by_key(key, |w| w.key).is_ok();
         for WantedKey { key, .. } in old_keys.iter().filter(|w| !has(keys, &w.key)) {

@@ -28,6 +28,38 @@ pub(super) struct WantedKey {
     pub(super) policy: TrafficPolicy,
 }
 
+/// What a service claims a key by. A claim of an earlier kind wins, however old the services are: what the cluster
+/// gave to a service is not taken by what an author wrote into another one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Claim {
+    /// `spec.clusterIPs`.
+    ClusterIp,
+    /// `nodePort`.
+    NodePort,
+    /// `status.loadBalancer.ingress`.
+    LoadBalancer,
+    /// `spec.externalIPs`.
+    ExternalIp,
+    /// A pod's `hostPort`.
+    HostPort,
+}
+
+/// By what `service` claims `key`, which it wants: of several, the strongest.
+pub(super) fn claim(service: &Service, key: &FrontendKey) -> Claim {
+    let is_at = |ips: &[IpAddr]| ips.iter().any(|ip| Addr::from(*ip) == key.addr);
+    if service.kind == ServiceType::HostPort {
+        Claim::HostPort
+    } else if is_at(&service.cluster_ips) {
+        Claim::ClusterIp
+    } else if is_at(&service.load_balancer_ips) {
+        Claim::LoadBalancer
+    } else if is_at(&service.external_ips) {
+        Claim::ExternalIp
+    } else {
+        Claim::NodePort
+    }
+}
+
 impl WantedKey {
     /// In place of a port's index: the key is an address as such.
     pub(super) const ADDRESS: u16 = u16::MAX;

@@ -126,6 +126,27 @@ pub fn answer(
     })
 }
 
+/// Whether no service before claims `key` by a field that counts more.
+fn wins(service: &Service, key: FrontendKey, strengths: &mut BTreeMap<FrontendKey, usize>) -> bool {
+    let is = |ips: &[IpAddr]| ips.iter().any(|ip| Addr::from(*ip) == key.addr);
+    let of_pod = service.kind == ServiceType::HostPort;
+    let is_node_port =
+        key.addr == FrontendKey::node_port(key.addr.is_v4(), key.port, key.protocol).addr;
+    let claims = [
+        !of_pod && is(&service.cluster_ips),
+        !of_pod && is_node_port,
+        !of_pod && is(&service.load_balancer_ips),
+        !of_pod && is(&service.external_ips),
+        of_pod,
+    ];
+    let strength = claims.iter().position(|claim| *claim).expect("a claim");
+    let wins = strengths.get(&key).is_none_or(|known| strength <= *known);
+    if wins {
+        strengths.insert(key, strength);
+    }
+    wins
+}
+
 /// Everything that the tables should hold for `snapshot`.
 pub fn expected(snapshot: &Snapshot) -> BTreeMap<FrontendKey, Expected> {
     let mut keys = BTreeMap::new();
@@ -146,7 +167,8 @@ pub fn expected(snapshot: &Snapshot) -> BTreeMap<FrontendKey, Expected> {
             },
         );
     }
-    // The last to write a key wins: so the worst claim first.
+    let mut strengths = BTreeMap::new();
+    // The last to write a key wins: so the worst claim first, but none over one of a stronger kind.
     let mut services: Vec<_> = snapshot.services.values().collect();
     services.sort_by_key(|s| (s.created.is_none(), s.created, s.name.clone()));
     for service in services.into_iter().rev() {
@@ -160,6 +182,9 @@ pub fn expected(snapshot: &Snapshot) -> BTreeMap<FrontendKey, Expected> {
             let proto = protocol(port.protocol);
             let id = (port.port, port.protocol);
             let mut claim = |key: FrontendKey, v4, kind, policy| {
+                if !wins(service, key, &mut strengths) {
+                    return;
+                }
                 let resolved = answer(service, id, v4, kind, policy).expect("its own port");
                 let owner = Some((service.name.clone(), Some(id), policy));
                 keys.insert(key, Expected { resolved, owner });
@@ -194,6 +219,8 @@ pub fn expected(snapshot: &Snapshot) -> BTreeMap<FrontendKey, Expected> {
             family(false);
         }
         for ip in &service.cluster_ips {
+            let key = FrontendKey::address(Addr::from(*ip));
+            wins(service, key, &mut strengths);
             let resolved = Resolved {
                 kind: Kind::CLUSTER_ADDRESS,
                 flags: Block::NO_SUCH_PORT,
@@ -203,10 +230,7 @@ pub fn expected(snapshot: &Snapshot) -> BTreeMap<FrontendKey, Expected> {
                 ranges: None,
             };
             let owner = Some((service.name.clone(), None, TrafficPolicy::Cluster));
-            keys.insert(
-                FrontendKey::address(Addr::from(*ip)),
-                Expected { resolved, owner },
-            );
+            keys.insert(key, Expected { resolved, owner });
         }
     }
     keys

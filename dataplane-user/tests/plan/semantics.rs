@@ -482,6 +482,79 @@ fn the_older_service_wins_then_the_name() {
     }
 }
 
+/// By what a service claims an address decides before its age.
+#[test]
+fn an_older_service_takes_nothing_that_was_given_to_another() {
+    let by = |claim: &str, name: &str, created: i64| {
+        let mut s = service(name, &[], &["10.0.0.1 local"]);
+        s.created = Some(created);
+        let vips = ips(&["192.0.2.80"]);
+        match claim {
+            "cluster IP" => s.cluster_ips = ips(&["192.0.2.80"]),
+            "load balancer" => s.load_balancer_ips = vips,
+            "external IP" => s.external_ips = vips,
+            "host port" => (s.kind, s.external_ips) = (ServiceType::HostPort, vips),
+            "node port" | "host port everywhere" => {
+                s.ports[0].port = 8080;
+                s.ports[0].node_port = Some(80);
+                if claim != "node port" {
+                    s.kind = ServiceType::HostPort;
+                }
+            }
+            _ => panic!("{claim}"),
+        }
+        s
+    };
+    let at_address = ["cluster IP", "load balancer", "external IP", "host port"];
+    let at_node = ["node port", "host port everywhere"];
+    for ranking in [&at_address[..], &at_node[..]] {
+        for (at, stronger) in ranking.iter().enumerate() {
+            for weaker in &ranking[at + 1..] {
+                // The weaker claim is older, first by name, and first to come or last.
+                let (thief, owner) = (by(weaker, "a", 1), by(stronger, "b", 2));
+                for order in [[&thief, &owner], [&owner, &thief]] {
+                    let mut node = Node1::default();
+                    let mut now = Snapshot::default();
+                    for s in order {
+                        now.services.insert(s.name.clone(), Arc::new(s.clone()));
+                        node.plan(&now);
+                    }
+                    let conflicts = node.planner.conflicts();
+                    assert_eq!(conflicts.len(), 1, "{stronger} and {weaker}: {conflicts:?}");
+                    assert_eq!(conflicts[0].winner, owner.name, "{stronger} and {weaker}");
+                    assert_eq!(conflicts[0].losers, [thief.name.clone()]);
+                    let key = conflicts[0].key;
+                    let pool = node.sim.keys[&key].pool();
+                    let served = node.planner.pool_owner(pool).unwrap();
+                    assert_eq!(served.service, owner.name);
+                }
+            }
+        }
+    }
+}
+
+/// A service that has an address by another field than before may win or lose it by that.
+#[test]
+fn a_claim_that_becomes_another_kind_is_settled_again() {
+    let mut a = service("a", &[], &["10.0.0.1"]);
+    let mut b = service("b", &[], &["10.0.0.2"]);
+    a.external_ips = ips(&["192.0.2.80"]);
+    b.external_ips = ips(&["192.0.2.80"]);
+    let mut node = Node1::new([a.clone(), b.clone()]);
+    let winner = |node: &Node1| node.planner.conflicts()[0].winner.name().to_owned();
+    assert_eq!(winner(&node), "a");
+    b.load_balancer_ips = std::mem::take(&mut b.external_ips);
+    node.plan(&snapshot([a.clone(), b.clone()]));
+    assert_eq!(winner(&node), "b");
+    let key = vip("192.0.2.80", 80);
+    let served = |node: &Node1| node.planner.pool_owner(node.sim.keys[&key].pool()).cloned();
+    assert_eq!(served(&node).unwrap().service, b.name);
+    b.external_ips = std::mem::take(&mut b.load_balancer_ips);
+    node.plan(&snapshot([a.clone(), b]));
+    assert_eq!(winner(&node), "a");
+    assert_eq!(served(&node).unwrap().service, a.name);
+}
+
 #[test]
 fn roles_share_a_pool_unless_the_policy_keeps_them_apart() {
     let mut a = service("a", &["10.96.0.1"], &["10.0.0.1", "10.0.0.2 local"]);

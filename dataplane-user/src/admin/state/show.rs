@@ -1,11 +1,17 @@
 //! What the agent knows, as its endpoints show it.
 
-use std::{collections::BTreeMap, ops::Bound, sync::Arc, time::Instant};
+use std::{
+    collections::{BTreeMap, HashMap},
+    ops::Bound,
+    sync::Arc,
+    time::Instant,
+};
 
 use super::{Known, State, count::owner};
 use crate::{
     admin::{api, lock::lock, view},
     model::{ServiceName, Snapshot},
+    plan::Conflict,
 };
 
 /// How many workloads are named that have one problem of the node's.
@@ -128,6 +134,12 @@ impl State {
         }
         let snapshot = self.snapshot();
         let conflicts = lock(&self.planner).conflicts();
+        let mut disputes: HashMap<&ServiceName, Vec<&Conflict>> = HashMap::new();
+        for conflict in &conflicts {
+            for name in conflict.losers.iter().chain([&conflict.winner]) {
+                disputes.entry(name).or_default().push(conflict);
+            }
+        }
         let counters = lock(&self.counters);
         let start = match (after, namespace) {
             (Some(after), _) => Bound::Excluded(after.clone()),
@@ -147,7 +159,10 @@ impl State {
         api::Page {
             items: page
                 .into_iter()
-                .map(|service| view::service(service, &counters, &conflicts))
+                .map(|service| {
+                    let disputes = disputes.get(&service.name).map_or(&[][..], Vec::as_slice);
+                    view::service(service, &counters, disputes)
+                })
                 .collect(),
             next,
         }

@@ -40,7 +40,7 @@ pub fn range(text: &str) -> Result<IpNet, String> {
 /// Whether an address can be a virtual one. Loopback cannot: taking it over would cut the node's
 /// own programs from each other.
 pub fn virtual_address(text: &str) -> Result<IpAddr, String> {
-    let address = endpoint_address(text)?;
+    let address = reachable_address(text)?;
     if address.is_loopback() {
         return Err(format!(
             "{address} is a loopback address, which cannot be a service's"
@@ -49,8 +49,24 @@ pub fn virtual_address(text: &str) -> Result<IpAddr, String> {
     Ok(address)
 }
 
-/// Whether something can be reached at an address at all.
+/// Whether an address can be an endpoint's, as the API server has it. Loopback and link-local addresses mean
+/// something else on each host: an author of slices could lead clients to what a node keeps to itself, such as its own
+/// services at 127.0.0.1 and the cloud's metadata at 169.254.169.254.
 pub fn endpoint_address(text: &str) -> Result<IpAddr, String> {
+    let address = reachable_address(text)?;
+    let kind = match address {
+        _ if address.is_loopback() => "loopback",
+        IpAddr::V4(v4) if v4.is_link_local() => "link-local",
+        IpAddr::V6(v6) if v6.is_unicast_link_local() => "link-local",
+        _ => return Ok(address),
+    };
+    Err(format!(
+        "{address} is a {kind} address, which cannot be an endpoint's"
+    ))
+}
+
+/// Whether something can be reached at an address at all.
+pub fn reachable_address(text: &str) -> Result<IpAddr, String> {
     let address = address(text)?;
     let kind = match address {
         _ if address.is_unspecified() => "the unspecified address",
@@ -109,6 +125,35 @@ mod tests {
             "a.b.c.d",
         ] {
             assert!(address(text).is_err(), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn what_a_node_keeps_to_itself_is_no_endpoint() {
+        for text in [
+            "127.0.0.1",
+            "127.255.0.1",
+            "::1",
+            "::ffff:127.0.0.1",
+            "169.254.169.254",
+            "::ffff:169.254.169.254",
+            "fe80::1",
+            "0.0.0.0",
+            "::",
+            "224.0.0.1",
+            "ff02::1",
+            "255.255.255.255",
+        ] {
+            assert!(endpoint_address(text).is_err(), "{text}");
+        }
+        for text in [
+            "10.0.0.1",
+            "192.0.2.1",
+            "128.0.0.1",
+            "169.253.0.1",
+            "fd00::1",
+        ] {
+            assert!(endpoint_address(text).is_ok(), "{text}");
         }
     }
 

@@ -72,7 +72,7 @@ fn addresses(object: &api::Node) -> Vec<IpAddr> {
     for kind in ["InternalIP", "ExternalIP"] {
         let all = object.status.iter().flat_map(|status| &status.addresses);
         for given in all.flatten().filter(|given| given.type_ == kind) {
-            if let Ok(address) = address::endpoint_address(&given.address)
+            if let Ok(address) = address::reachable_address(&given.address)
                 && found.iter().all(|a| a.is_ipv4() != address.is_ipv4())
             {
                 found.push(address);
