@@ -1,6 +1,9 @@
 //! Lets one service's pools and keys be as they should.
 
-use std::{collections::BTreeSet, net::IpAddr};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+};
 
 use dataplane_common::tables::{Block, Endpoint, Frontend};
 use smallvec::SmallVec;
@@ -52,6 +55,12 @@ impl Settle<'_> {
         mut before: ServicePools,
     ) -> ServicePools {
         let mut after = ServicePools::default();
+        // A handful of ports is what nearly every service has. One that has all of them is not searched for each.
+        let mut many = BTreeMap::new();
+        if before.ports.len() > 16 {
+            let ports = before.ports.drain(..);
+            many.extend(ports.map(|(port, protocol, pools)| ((port, protocol), pools)));
+        }
         for keys in keys.chunk_by(|a, b| a.port == b.port) {
             let Some(port) = service.ports.get(usize::from(keys[0].port)) else {
                 after.address = self.address(service, keys, std::mem::take(&mut before.address));
@@ -64,12 +73,16 @@ impl Settle<'_> {
                 .position(|(p, proto, _)| (*p, *proto) == id);
             let mut families = known
                 .map(|at| before.ports.swap_remove(at).2)
+                .or_else(|| many.remove(&id))
                 .unwrap_or_default();
             for (family, v4) in families.iter_mut().zip([true, false]) {
                 self.family(service, port, keys, v4, family);
             }
             after.ports.push((port.port, port.protocol, families));
         }
+        let gone = many.into_iter();
+        let gone = gone.map(|((port, protocol), pools)| (port, protocol, pools));
+        before.ports.extend(gone);
         for index in before.indices() {
             self.mirror.retire_pool(index, self.writes);
         }

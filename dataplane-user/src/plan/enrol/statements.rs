@@ -1,5 +1,7 @@
 //! What rules of capture say, for people.
 
+use std::collections::HashSet;
+
 use crate::model::{Acceleration, CapturedBy, Egress, Mode, Rules, WithoutProxy};
 
 /// A rule by which a workload's connections are captured or not.
@@ -19,10 +21,12 @@ pub struct Statement {
 /// What is said of a workload. `layers`: who says what, the most specific first. Of two that say something of the same
 /// thing, only the one that counts.
 pub(super) fn statements(layers: &[(String, Rules)]) -> Vec<Statement> {
-    let mut all: Vec<Statement> = Vec::new();
+    let mut all = Vec::new();
+    let mut known = HashSet::new();
     for (by, rules) in layers {
         for (about, of, says) in said(rules) {
-            if all.iter().any(|rule| rule.about == about && rule.of == of) {
+            // A pod's annotations may name every port.
+            if !known.insert((about, of.clone())) {
                 continue;
             }
             all.push(Statement {
@@ -66,4 +70,34 @@ fn said(rules: &Rules) -> Vec<(&'static str, String, &'static str)> {
         .filter_map(|(about, says)| Some((about, String::new(), says?)));
     said.extend(given);
     said
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    /// States rules about so many ports, which two layers name.
+    fn state(count: u16) -> Duration {
+        let rules = Rules {
+            outbound_ports: (1..=count).map(|port| (port, false)).collect(),
+            ..Rules::default()
+        };
+        let layers = ["Pod shop/web", "Namespace shop"].map(|by| (by.to_owned(), rules.clone()));
+        let start = Instant::now();
+        let all = statements(&layers);
+        let duration = start.elapsed();
+        assert_eq!(all.len(), usize::from(count));
+        assert!(all.iter().all(|statement| statement.by == "Pod shop/web"));
+        duration
+    }
+
+    #[test]
+    fn every_port_there_is_costs_what_each_costs() {
+        let few = state(2_000).max(Duration::from_millis(1));
+        let all = state(65_535);
+        // 33 times as many: 33 times as long, or 1000 times if each looks at all others.
+        assert!(all < few * 200, "{all:?} for all, {few:?} for 2000");
+    }
 }

@@ -6,7 +6,10 @@
 //! `externalTrafficPolicy: Local`. A `hostIP` on loopback is the node's own: sockets of its network namespace reach
 //! the pod there, and nobody else does.
 
-use std::{collections::BTreeMap, net::IpAddr};
+use std::{
+    collections::{BTreeMap, HashSet},
+    net::IpAddr,
+};
 
 use smallvec::SmallVec;
 
@@ -38,6 +41,7 @@ pub fn host_ports(object: &api::Pod, node: &Node, findings: &mut Findings) -> Ve
         return Vec::new();
     }
     let mut pod_ips = None;
+    let mut known = HashSet::new();
     let mut by_address = BTreeMap::<Option<IpAddr>, SmallVec<[ServicePort; 1]>>::new();
     for (path, port) in ports(spec) {
         let Some(host_port) = port.host_port.filter(|port| *port != 0) else {
@@ -77,10 +81,7 @@ pub fn host_ports(object: &api::Pod, node: &Node, findings: &mut Findings) -> Ve
             continue;
         }
         let ports = by_address.entry(host_ip).or_default();
-        if ports
-            .iter()
-            .any(|other| other.port == host_port && other.protocol == protocol)
-        {
+        if !known.insert((host_ip, host_port, protocol)) {
             findings.note(
                 path,
                 format!("{host_port}/{} is given twice", protocol.word()),
