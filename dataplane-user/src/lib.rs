@@ -16,3 +16,4 @@ pub mod relay;
 pub mod settings;
 pub mod source;
 pub mod takeover;
+pub mod threads;

@@ -4,7 +4,7 @@ use std::{
     ffi::{OsStr, OsString},
     fs::{self, File},
     path::{Path, PathBuf},
-    process::Output,
+    process::{ExitStatus, Output},
     time::{Duration, Instant},
 };
 
@@ -24,6 +24,9 @@ const READY: Duration = Duration::from_secs(20);
 /// Makes `/proc/sys` read-only.
 const READ_ONLY_SETTINGS: &str =
     "mount --bind /proc/sys /proc/sys && mount -o remount,bind,ro /proc/sys";
+
+/// The variable by which a program is told where tests ask for panics (`threads.rs` in `dataplane-user`).
+pub const PANICS: &str = "DATAPLANE_PANICS";
 
 /// An agent that has not been started.
 #[derive(Debug)]
@@ -297,7 +300,44 @@ impl Agent {
                 .arg(&self.program),
         };
         let run = run.args(["run", "--node-name", self.node.name()]);
-        run.args(&self.arguments).args(more)
+        run.env(PANICS, self.panics())
+            .args(&self.arguments)
+            .args(more)
+    }
+
+    fn panics(&self) -> PathBuf {
+        self.directory.join("panics")
+    }
+
+    /// Has a thread of the agent's panic when it has something to do. Only builds with debug assertions know how.
+    ///
+    /// # Errors
+    /// When the file that says so cannot be written.
+    pub fn have_panic(&self, thread: &str) -> Result<()> {
+        let directory = self.panics();
+        fs::create_dir_all(&directory)
+            .and_then(|()| fs::write(directory.join(thread), ""))
+            .doing(|| format!("ask for a panic of {thread}"))
+    }
+
+    /// Waits until the agent ends by itself.
+    ///
+    /// # Errors
+    /// When it does not within 20 s.
+    pub fn wait_until_ended(&mut self) -> Result<ExitStatus> {
+        let limit = Instant::now() + patience(READY);
+        while Instant::now() < limit {
+            if let Some(process) = &mut self.process
+                && let Some(status) = process.try_wait()?
+            {
+                return Ok(status);
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Err(Error::Io {
+            doing: "wait for the agent's end".into(),
+            source: std::io::ErrorKind::TimedOut.into(),
+        })
     }
 
     /// Has another agent take the place of the one that runs, which cannot go on then: it is to listen at one port

@@ -38,7 +38,7 @@ mod programs;
 pub mod report;
 mod requirements;
 
-pub use agent::{Agent, AgentBuilder};
+pub use agent::{Agent, AgentBuilder, PANICS};
 pub use builder::LabBuilder;
 pub use command::{Command, Process};
 pub use error::{Error, Result};

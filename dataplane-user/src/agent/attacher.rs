@@ -22,22 +22,26 @@ use tracing::{debug, error, info, warn};
 use super::{
     Event, LOOK, RETRY,
     addresses::{self, Seen},
+    deaths,
     handover::{Offers, Turn},
     interfaces::{Newcomers, PacketSettings},
     mesh::{self, Mesh},
     network::network,
     nf_conntrack::Sysctls,
-    threads,
 };
 use crate::{
     admin::{State, api::Gravity},
     kernel::{self, Kernel},
     model::Snapshot,
     proxy,
+    threads::{self, may_panic},
 };
 
 /// After a piece of work the thread rests this many times as long as that took.
 const REST_FOR: u32 = 4;
+
+/// Longer than any agent runs. (A time that clocks can still count.)
+const NEVER: Duration = Duration::from_hours(365 * 24);
 
 /// The running thread.
 pub struct Attacher {
@@ -49,6 +53,8 @@ pub struct Attacher {
 pub enum Job {
     /// Interfaces, addresses, routes or their rules changed.
     Network,
+    /// IPsec policies changed.
+    Policies,
     /// The tables of services are in line with this.
     Served(Snapshot),
     /// Likewise for the first time: capture is to be in line, too, when this is answered.
@@ -125,6 +131,7 @@ impl Attacher {
             events: events.clone(),
             snapshot: None,
             network: Due::at(now),
+            policies: Due::never(now),
             capture: Due::at(now),
             newcomers: Newcomers::default(),
             interfaces: None,
@@ -133,7 +140,7 @@ impl Attacher {
             problems: Vec::new(),
             unset: Vec::new(),
         };
-        let thread = threads::start("attacher", events, move || {
+        let thread = threads::start("attacher", deaths(&events), move || {
             worker.run(&todo);
             worker
         })?;
@@ -176,6 +183,14 @@ impl Due {
         Self { at, rested: at }
     }
 
+    /// Not before something happens.
+    fn never(now: Instant) -> Self {
+        Self {
+            at: now + NEVER,
+            rested: now,
+        }
+    }
+
     /// As soon as the thread has rested.
     fn soon(&mut self) {
         self.at = self.at.min(self.rested);
@@ -183,8 +198,13 @@ impl Due {
 
     /// It was done since `start`, and is to be done again after `patience` at the latest.
     fn done(&mut self, start: Instant, patience: Duration) {
+        self.done_resting(REST_FOR, start, patience);
+    }
+
+    /// Likewise, and the thread rests for so many times as long as it took.
+    fn done_resting(&mut self, times: u32, start: Instant, patience: Duration) {
         let end = Instant::now();
-        self.rested = end + (end - start) * REST_FOR;
+        self.rested = end + (end - start) * times;
         self.at = self.rested.max(end + patience);
     }
 }
@@ -203,6 +223,8 @@ struct Worker {
     snapshot: Option<Snapshot>,
     /// The packet path.
     network: Due,
+    /// The IPsec policies, between two looks at all of it.
+    policies: Due,
     /// Capture.
     capture: Due,
     /// Which interfaces may still get an address.
@@ -226,6 +248,10 @@ impl Worker {
         let state = Arc::clone(&self.state);
         loop {
             let now = Instant::now();
+            if self.policies.at <= now {
+                let _busy = state.beats.attacher.begin();
+                self.policies();
+            }
             if self.network.at <= now {
                 let _busy = state.beats.attacher.begin();
                 self.network();
@@ -235,12 +261,13 @@ impl Worker {
                 self.capture();
             }
             self.kernel.pass_on_log();
-            let mut next = self.network.at;
+            let mut next = self.network.at.min(self.policies.at);
             if self.mesh.is_some() {
                 next = next.min(self.capture.at);
             }
             let rest = next.saturating_duration_since(Instant::now());
             let mut job = todo.recv_timeout(rest);
+            may_panic("attacher");
             let _busy = state.beats.attacher.begin();
             loop {
                 match job {
@@ -266,6 +293,12 @@ impl Worker {
                 debug!("interfaces, addresses or routes changed");
                 self.network.soon();
                 self.capture.soon();
+            }
+            Job::Policies => {
+                debug!("IPsec policies changed");
+                self.policies.soon();
+                // Which also tells of them.
+                self.network.soon();
             }
             Job::Served(snapshot) => {
                 self.snapshot = Some(snapshot);
@@ -340,6 +373,21 @@ impl Worker {
             }
         }
         self.capture.done(start, mesh.patience());
+    }
+
+    /// Has the packet path refuse what the IPsec policies that there are protect. The next look at all of the network says
+    /// what is wrong, if something is.
+    fn policies(&mut self) {
+        let start = Instant::now();
+        if self.packet.attach.is_some() {
+            let set = kernel::ipsec_policies()
+                .and_then(|policies| self.kernel.set_ipsec_policies(&policies));
+            if let Err(error) = set {
+                warn!("cannot tell the packet path of IPsec policies, trying again: {error}");
+            }
+        }
+        // Packets leave in clear while it rests: no longer than it has taken.
+        self.policies.done_resting(1, start, NEVER);
     }
 
     /// Brings the packet path in line with the interfaces that there are, and tells if the node's addresses
@@ -429,7 +477,7 @@ fn give_up(todo: &Receiver<Job>) {
             // These fail only if the agent has ended.
             Job::First(_, answer) => _ = answer.send(()),
             Job::Settle(answer) => _ = answer.send(Ok(())),
-            Job::Network | Job::Served(_) | Job::Replace(_) | Job::Offered(_) => {}
+            Job::Network | Job::Policies | Job::Served(_) | Job::Replace(_) | Job::Offered(_) => {}
         }
     }
 }

@@ -21,9 +21,8 @@ use nix::time::{ClockId, clock_gettime};
 use tracing::{debug, info, warn};
 
 use super::{
-    Event,
+    Event, deaths,
     interfaces::{PacketSettings, Role},
-    threads,
 };
 use crate::{
     admin::{State, api},
@@ -34,6 +33,7 @@ use crate::{
         sockets::{Peers, Sweeper, pod_cgroups},
     },
     plan::Departed,
+    threads::{self, may_panic},
 };
 
 /// How long to rest between two walks through all flows.
@@ -94,7 +94,7 @@ impl Flows {
             none_since: Cell::new(None),
             next: Cell::new(None),
         };
-        let thread = threads::start("flows", events, move || {
+        let thread = threads::start("flows", deaths(&events), move || {
             let Err(Stopped) = worker.run(&received);
         });
         let thread = thread.map_err(|source| kernel::Error::Io {
@@ -338,6 +338,7 @@ impl Worker {
                 Some(until) => jobs.recv_timeout(until.saturating_duration_since(now)),
                 None => jobs.recv().map_err(|_| RecvTimeoutError::Disconnected),
             };
+            may_panic("flows");
             match job {
                 Ok(Job::Departed(mut departed)) => {
                     if let Some(next) = self.next.take() {

@@ -30,10 +30,11 @@ use tokio::{
 };
 use tracing::{info, warn};
 
-use super::{Event, LOADING, mesh::Mesh};
+use super::{Event, LOADING, deaths, mesh::Mesh};
 use crate::{
     kernel,
     proxy::handover::{self, Named},
+    threads::{self, may_panic},
 };
 
 /// Longer than anything is relayed. (A time that is never over, and that clocks can still count.)
@@ -43,6 +44,8 @@ const FOR_GOOD: Duration = Duration::from_hours(365 * 24);
 const LOOK: Duration = Duration::from_millis(50);
 /// How long an agent waits for one that has the turn and does not give its place away: it starts, or ends.
 const STARTING: Duration = Duration::from_secs(10);
+/// Before the next one that asks is heard, after one could not be.
+const PAUSE: Duration = Duration::from_millis(100);
 /// "I am ending: take your place back".
 const ENDING: [u8; 1] = [4];
 /// What a turn is called when it is handed over.
@@ -315,18 +318,21 @@ impl Place {
     pub fn open(socket: &Path, events: Sender<Event>) -> io::Result<Self> {
         let path = path(socket);
         let listener = handover::listen(&path)?;
-        thread::Builder::new()
-            .name("handover".to_owned())
-            .spawn(move || {
-                for stream in listener.incoming() {
-                    let sent = stream.map(|stream| events.send(Event::Replace(stream)));
-                    match sent {
-                        Ok(Ok(())) => {}
-                        Ok(Err(_)) => return,
-                        Err(error) => warn!("cannot hear who wants to take over: {error}"),
+        threads::start("handover", deaths(&events), move || {
+            for stream in listener.incoming() {
+                may_panic("handover");
+                let sent = stream.map(|stream| events.send(Event::Replace(stream)));
+                match sent {
+                    Ok(Ok(())) => {}
+                    Ok(Err(_)) => return,
+                    Err(error) => {
+                        warn!("cannot hear who wants to take over: {error}");
+                        // Without a file left it fails at once, again and again.
+                        thread::sleep(PAUSE);
                     }
                 }
-            })?;
+            }
+        })?;
         Ok(Self(Some(path)))
     }
 

@@ -2,8 +2,8 @@
 //!
 //! One thread writes the tables of services (`sync`), one keeps programs on interfaces and capture in network
 //! namespaces (`attacher`), one ends what is over (`flows`), one reads the API, and one waits for signals,
-//! changed files and whoever asks the endpoints (`waiter`): so none holds up another. If one dies, the agent
-//! ends with an error (`threads`).
+//! changed files and whoever asks the endpoints (`waiter`): so none holds up another. If one dies, or one that relays
+//! connections, the agent ends with an error (`threads`).
 
 pub mod addresses;
 mod attacher;
@@ -17,7 +17,6 @@ mod network;
 mod nf_conntrack;
 mod supervisor;
 mod sync;
-mod threads;
 mod waiter;
 
 use std::{
@@ -44,6 +43,7 @@ use crate::{
     relay,
     settings::NfConntrack,
     source::{Notice, OpenError, Source, manifests, objects::NodeFacts},
+    threads::Deaths,
 };
 use attacher::{Attacher, Means, Rest};
 use flows::Flows;
@@ -192,7 +192,7 @@ pub enum Error {
     )]
     Died {
         /// Which.
-        thread: &'static str,
+        thread: String,
         /// What it said.
         why: String,
     },
@@ -236,7 +236,7 @@ enum Event {
     /// The thread that waits cannot go on.
     Failed(io::Error),
     /// A thread has died, and why.
-    Died(&'static str, String),
+    Died(String, String),
 }
 
 /// Why the agent ends.
@@ -371,7 +371,14 @@ fn serve(
                 return;
             }
             let sockets = std::mem::take(&mut given.sockets);
-            let mesh = Mesh::start(config, capture, &cgroup, sockets, given.before.take());
+            let mesh = Mesh::start(
+                config,
+                capture,
+                &cgroup,
+                sockets,
+                given.before.take(),
+                deaths(&events),
+            );
             early = Some(mesh.map(|mut mesh| {
                 mesh.listen_early(capture, input.snapshot());
                 mesh
@@ -419,7 +426,14 @@ fn serve(
         (Some(mesh), _) => (Some(mesh), None),
         (None, Some(config)) => {
             let capture = kernel.capture();
-            let mesh = Mesh::start(config, capture, &cgroup, given.sockets, given.before)?;
+            let mesh = Mesh::start(
+                config,
+                capture,
+                &cgroup,
+                given.sockets,
+                given.before,
+                deaths(&events),
+            )?;
             (Some(mesh), None)
         }
         (None, None) => (None, given.before),
@@ -454,7 +468,7 @@ fn serve(
     let end = result?;
     let Some(Rest { kernel, mesh, turn }) = rest else {
         return Err(Error::Died {
-            thread: "attacher",
+            thread: "attacher".to_owned(),
             why: "it ended while the agent did".to_owned(),
         });
     };
@@ -537,6 +551,15 @@ fn serve(
     Ok(None)
 }
 
+/// Tells that a thread has died.
+fn deaths(events: &mpsc::Sender<Event>) -> Deaths {
+    let events = events.clone();
+    Arc::new(move |thread, why| {
+        // Fails only if the agent ends anyway.
+        let _ = events.send(Event::Died(thread.to_owned(), why));
+    })
+}
+
 /// Passes a feed's notices on as events.
 fn notices(
     events: &mpsc::Sender<Event>,
@@ -546,7 +569,7 @@ fn notices(
         // Fails only if the other side ends anyway.
         let _ = events.send(match notice {
             Notice::Changed => Event::Changed,
-            Notice::Died { thread, why } => Event::Died(thread, why),
+            Notice::Died { thread, why } => Event::Died(thread.to_owned(), why),
         });
     }
 }

@@ -227,7 +227,7 @@ impl Sync {
 
     fn died() -> Error {
         Error::Died {
-            thread: "attacher",
+            thread: "attacher".to_owned(),
             why: "it does not answer".to_owned(),
         }
     }

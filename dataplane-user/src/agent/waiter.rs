@@ -13,10 +13,11 @@ use tokio::{
     sync::oneshot,
 };
 
-use super::{Event, attacher::Job, threads};
+use super::{Event, attacher::Job, deaths};
 use crate::{
     admin::{self, Listeners, State},
     kernel::{self, News, PolicyNews},
+    threads::{self, may_panic},
 };
 
 /// How long changes of interfaces are gathered.
@@ -71,7 +72,7 @@ impl Ready {
     ) -> io::Result<Waiter> {
         let Self { runtime, signals } = self;
         let (stop, stopped) = oneshot::channel();
-        let thread = threads::start("waiter", events.clone(), move || {
+        let thread = threads::start("waiter", deaths(&events), move || {
             let result = runtime.block_on(async {
                 tokio::select! {
                     result = admin::serve(listeners, state) => result,
@@ -124,6 +125,7 @@ impl Signals {
                 _ = self.interrupt.recv() => Event::Stop("SIGINT"),
                 _ = self.hangup.recv() => Event::Reload,
             };
+            may_panic("waiter");
             if events.send(event).is_err() {
                 return;
             }
@@ -170,7 +172,7 @@ async fn interfaces(mut news: News, jobs: &Sender<Job>) -> io::Result<()> {
 async fn protection(mut policies: PolicyNews, jobs: &Sender<Job>) -> io::Result<()> {
     loop {
         policies.changed().await?;
-        if jobs.send(Job::Network).is_err() {
+        if jobs.send(Job::Policies).is_err() {
             return Ok(());
         }
     }

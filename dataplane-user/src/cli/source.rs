@@ -94,20 +94,22 @@ impl SourceArgs {
     /// What there is to serve now.
     pub(super) fn snapshot(&self, settings: &NodeSettings) -> anyhow::Result<Snapshot> {
         let source = self.source(kubernetes::Scope::HostPorts);
-        let (sender, changed) = mpsc::channel();
+        let (sender, notices) = mpsc::channel();
         let notify = move |notice| {
-            if let Notice::Died { why, .. } = notice {
-                eprintln!("error: the source is not read any more: {why}");
-            }
             // Fails only when nobody waits any more.
-            sender.send(()).unwrap_or_default();
+            sender.send(notice).unwrap_or_default();
         };
         let mut input = Input::open(&source, settings, notify)?;
         let place = input.health().places().join(", ");
         let start = Instant::now();
         let mut said = false;
         while !input.is_known() {
-            let _ = changed.recv_timeout(Duration::from_millis(200));
+            let notice = notices.recv_timeout(Duration::from_millis(200));
+            if let Ok(Notice::Died { thread, why }) = notice {
+                bail!(
+                    "the thread that reads {place} has died ({thread}: {why}). Please report this"
+                );
+            }
             input.take();
             if start.elapsed() > Duration::from_secs(1) && !said {
                 eprintln!("note: reading {place}");

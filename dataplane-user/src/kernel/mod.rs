@@ -91,7 +91,7 @@ use self::{
     packet::PacketPath,
     pins::{FLOW_MAPS, MAPS, Pins},
 };
-use crate::plan::{Captured, Contents, Demand, Write};
+use crate::plan::{Captured, Contents, Demand, Write, ipsec::Policy};
 
 /// Where one node's programs and tables are.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -299,6 +299,14 @@ impl Kernel {
         let attach = self.waiting.is_none();
         self.packet
             .set(&self.pins, &mut self.services, network, attach)
+    }
+
+    /// Tells the packet path of IPsec policies, and of nothing else. Answers what did not work.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
+    pub fn set_ipsec_policies(&mut self, policies: &[Policy]) -> Result<Vec<String>, Error> {
+        self.packet.set_policies(&mut self.services, policies)
     }
 
     /// Whether the programs look for flows that are no service's.

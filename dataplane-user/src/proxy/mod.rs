@@ -43,6 +43,7 @@ use crate::{
     relay::{
         AccessLog, AttachError, Attachment, Connections, Limits, Log, Relay, raise_open_files,
     },
+    threads::Deaths,
 };
 
 /// The proxy's settings.
@@ -119,17 +120,18 @@ pub struct Proxy {
     relay: Arc<Relay>,
     workers: Workers,
     /// The thread that writes the access log.
-    writer: Option<JoinHandle<()>>,
+    writer: Option<JoinHandle<Option<()>>>,
 }
 
 impl Proxy {
-    /// Starts the workers, without workloads. The access log goes to standard output.
+    /// Starts the workers, without workloads. The access log goes to standard output. A thread that dies is told to
+    /// `deaths`.
     ///
     /// # Errors
     /// If the workers cannot be started, or the settings ask for more connections than the limit of
     /// open files allows.
-    pub fn start(settings: Settings) -> Result<Self, Error> {
-        Self::start_logging_to(settings, io::stdout())
+    pub fn start(settings: Settings, deaths: Deaths) -> Result<Self, Error> {
+        Self::start_logging_to(settings, io::stdout(), deaths)
     }
 
     /// Starts the workers, without workloads. The access log goes to `log`.
@@ -139,6 +141,7 @@ impl Proxy {
     pub fn start_logging_to(
         settings: Settings,
         log: impl Write + Send + 'static,
+        deaths: Deaths,
     ) -> Result<Self, Error> {
         let files = raise_open_files().map_err(Error::Start)?;
         if let Some(wanted) = settings.max_connections
@@ -154,12 +157,13 @@ impl Proxy {
             0 => thread::available_parallelism().map_or(1, Into::into),
             count => count,
         };
-        let (log, writer) = Log::start(settings.access_log, log).map_err(Error::Start)?;
+        let (log, writer) =
+            Log::start(settings.access_log, log, Arc::clone(&deaths)).map_err(Error::Start)?;
         let limits = Limits::new(settings.max_connections, settings.max_per_workload, files);
         let relay = Arc::new(Relay::new(limits, log));
         let (shared, mailboxes) =
             Shared::new(Arc::clone(&relay), settings, count).map_err(Error::Start)?;
-        let workers = Workers::start(Arc::new(shared), mailboxes).map_err(Error::Start)?;
+        let workers = Workers::start(Arc::new(shared), mailboxes, &deaths).map_err(Error::Start)?;
         Ok(Self {
             relay,
             workers,
@@ -216,7 +220,7 @@ impl Proxy {
         self.relay.drain(deadline, &mut self.workers);
         self.relay.log.close();
         if let Some(writer) = self.writer.take() {
-            // A panic of the writer has been printed to standard error.
+            // A panic of the writer has been told.
             let _ = writer.join();
         }
     }

@@ -13,9 +13,12 @@ use smallvec::smallvec;
 use socket2::SockRef;
 
 use super::*;
-use crate::model::{
-    Egress, Endpoint, Hints, Place, Protocol, Service, ServiceName, ServicePort, ServiceType,
-    TrafficPolicy, Workload,
+use crate::{
+    model::{
+        Egress, Endpoint, Hints, Place, Protocol, Service, ServiceName, ServicePort, ServiceType,
+        TrafficPolicy, Workload,
+    },
+    threads::none_dies,
 };
 
 /// Long enough for anything on loopback; a test that waits so long fails.
@@ -77,12 +80,12 @@ fn proxy_after(
     egress: Egress,
     before: impl FnOnce(SocketAddr),
 ) -> (Proxy, SocketAddr) {
-    let proxy = Proxy::start(Settings {
+    let settings = Settings {
         access_log: AccessLog::Off,
         workers: 2,
         ..settings.clone()
-    })
-    .unwrap();
+    };
+    let proxy = Proxy::start(settings, none_dies()).unwrap();
     let listener = TcpListener::bind("0.0.0.0:0").unwrap();
     let port = listener.local_addr().unwrap().port();
     let service = Arc::new(service(VIP, port, endpoints));

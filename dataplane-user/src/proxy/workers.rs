@@ -3,7 +3,7 @@
 use std::{
     io,
     sync::{Arc, mpsc::Receiver},
-    thread::{self, JoinHandle},
+    thread::JoinHandle,
     time::Instant,
 };
 
@@ -11,26 +11,33 @@ use super::{
     shared::{Command, Shared},
     worker::Worker,
 };
-use crate::relay::{Attached, Engine, Listener};
+use crate::{
+    relay::{Attached, Engine, Listener},
+    threads::{self, Deaths},
+};
 
 /// The workers. All of them wait for the same listening sockets, and the kernel wakes one.
 #[derive(Debug)]
 pub struct Workers {
     shared: Arc<Shared>,
-    threads: Vec<JoinHandle<()>>,
+    threads: Vec<JoinHandle<Option<()>>>,
 }
 
 impl Workers {
-    /// Starts a worker for each of the mailboxes of [`Shared::new`].
+    /// Starts a worker for each of the mailboxes of [`Shared::new`]. One that dies is told to `deaths`.
     ///
     /// # Errors
     /// If a thread cannot be started.
-    pub fn start(shared: Arc<Shared>, mailboxes: Vec<Receiver<Command>>) -> io::Result<Self> {
+    pub fn start(
+        shared: Arc<Shared>,
+        mailboxes: Vec<Receiver<Command>>,
+        deaths: &Deaths,
+    ) -> io::Result<Self> {
         let threads = mailboxes.into_iter().enumerate().map(|(number, commands)| {
             let worker = Worker::new(number, Arc::clone(&shared), commands)?;
-            thread::Builder::new()
-                .name(format!("relay-{number}"))
-                .spawn(move || worker.run())
+            threads::start(format!("relay-{number}"), Arc::clone(deaths), move || {
+                worker.run()
+            })
         });
         let threads = threads.collect::<io::Result<_>>()?;
         Ok(Self { shared, threads })
@@ -56,9 +63,8 @@ impl Engine for Workers {
     fn drain(&mut self, deadline: Instant) {
         self.shared.send_all(|| Command::Drain(deadline));
         for thread in self.threads.drain(..) {
-            if thread.join().is_err() {
-                tracing::error!("a worker of the proxy panicked");
-            }
+            // A panic has been told.
+            let _ = thread.join();
         }
     }
 }

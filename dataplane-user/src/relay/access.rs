@@ -8,7 +8,7 @@ use std::{
         atomic::{AtomicU64, Ordering},
         mpsc::{Receiver, SyncSender, sync_channel},
     },
-    thread,
+    thread::JoinHandle,
     time::{Duration, SystemTime},
 };
 
@@ -16,7 +16,10 @@ use jiff::Timestamp;
 use serde::Serialize;
 
 use super::{direction::Direction, index::Target, outcome::Flag};
-use crate::model::Workload;
+use crate::{
+    model::Workload,
+    threads::{self, Deaths, may_panic},
+};
 
 /// The maximum number of records that wait to be written. Further records are left out, because a log
 /// that cannot be written must not hold up connections.
@@ -135,7 +138,7 @@ pub struct Log {
 }
 
 impl Log {
-    /// Starts the thread that writes, if the log is on. The thread ends after [`Log::close`], when
+    /// Starts the thread that writes, if the log is on. If it dies, `deaths` is told. The thread ends after [`Log::close`], when
     /// everything is written.
     ///
     /// # Errors
@@ -143,15 +146,16 @@ impl Log {
     pub fn start(
         format: AccessLog,
         out: impl Write + Send + 'static,
-    ) -> io::Result<(Self, Option<thread::JoinHandle<()>>)> {
+        deaths: Deaths,
+    ) -> io::Result<(Self, Option<JoinHandle<Option<()>>>)> {
         let lost = AtomicU64::new(0);
         if format == AccessLog::Off {
             return Ok((Self { sender: None, lost }, None));
         }
         let (sender, records) = sync_channel(QUEUE);
-        let writer = thread::Builder::new()
-            .name("access-log".to_owned())
-            .spawn(move || write_all(&records, format, out))?;
+        let writer = threads::start("access-log", deaths, move || {
+            write_all(&records, format, out);
+        })?;
         let sender = Some(sender);
         Ok((Self { sender, lost }, Some(writer)))
     }
@@ -192,6 +196,7 @@ fn write_all(records: &Receiver<Option<Record>>, format: AccessLog, mut out: imp
         buffer.clear();
         // All records that wait are written in one call.
         for record in std::iter::once(first).chain(records.try_iter().take(QUEUE)) {
+            may_panic("access-log");
             let Some(record) = record else {
                 closed = true;
                 break;
@@ -215,7 +220,10 @@ mod tests {
     use std::net::{Ipv4Addr, SocketAddrV4};
 
     use super::*;
-    use crate::model::{Place, WorkloadName};
+    use crate::{
+        model::{Place, WorkloadName},
+        threads::none_dies,
+    };
 
     #[test]
     fn what_was_left_is_written_before_the_end() {
@@ -234,7 +242,7 @@ mod tests {
             ),
         ] {
             let file = tempfile::NamedTempFile::new().unwrap();
-            let (log, writer) = Log::start(format, file.reopen().unwrap()).unwrap();
+            let (log, writer) = Log::start(format, file.reopen().unwrap(), none_dies()).unwrap();
             log.record(Record {
                 ended: SystemTime::now(),
                 workload: Arc::clone(&workload),

@@ -290,6 +290,7 @@ mod tests {
     use crate::{
         model::{Egress, Place, WorkloadName},
         relay::{AccessLog, Attachment, Ledger, Limits, Log, Totals},
+        threads::none_dies,
     };
 
     fn at(port: u16) -> SocketAddr {
@@ -302,7 +303,8 @@ mod tests {
         sessions: impl FnOnce(&dyn Fn() -> Option<Session>),
     ) -> (Vec<(Flag, Totals)>, String) {
         let file = NamedTempFile::new().unwrap();
-        let (log, writer) = Log::start(AccessLog::Text, file.reopen().unwrap()).unwrap();
+        let (log, writer) =
+            Log::start(AccessLog::Text, file.reopen().unwrap(), none_dies()).unwrap();
         let (limits, log) = (Arc::new(Limits::new(Some(1), None, 1024)), Arc::new(log));
         let workload = Workload::new(WorkloadName::new("a", "b"), Place::Elsewhere);
         let attachment = Attachment {

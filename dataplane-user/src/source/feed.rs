@@ -4,7 +4,10 @@
 use std::{fmt, sync::Arc, time::Instant};
 
 use super::{health::Health, objects::NodeFacts};
-use crate::model::{Problem, Service, ServiceName, Workload, WorkloadName};
+use crate::{
+    model::{Problem, Service, ServiceName, Workload, WorkloadName},
+    threads::Deaths,
+};
 
 /// A source that is being read, until it is dropped.
 pub trait Feed: Send {
@@ -60,6 +63,14 @@ pub enum Notice {
         /// What it said.
         why: String,
     },
+}
+
+/// Tells of a thread of a feed's that has died.
+pub(super) fn deaths(
+    thread: &'static str,
+    notify: impl Fn(Notice) + Send + Sync + 'static,
+) -> Deaths {
+    Arc::new(move |_, why| notify(Notice::Died { thread, why }))
 }
 
 impl fmt::Debug for dyn Feed {

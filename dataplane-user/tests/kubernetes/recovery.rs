@@ -1,10 +1,17 @@
 //! What is done when things go wrong.
 
-use std::{sync::Arc, thread, time::Duration};
+use std::{
+    sync::{Arc, mpsc},
+    thread,
+    time::Duration,
+};
 
 use dataplane::{
-    model::ServiceName,
-    source::kubernetes::{Kind, Patience},
+    model::{Node, ServiceName},
+    source::{
+        Notice,
+        kubernetes::{Api, Kind, Patience, Scope, Settings, Target},
+    },
 };
 use dataplane_tests::api::{Cluster, Resource};
 
@@ -229,4 +236,29 @@ fn a_busy_server_is_left_alone_as_long_as_it_asks_for() {
         .find(|a| a.resource == asked[busy].resource)
         .unwrap();
     assert!(again.at - asked[busy].at >= Duration::from_secs(1));
+}
+
+/// Whatever a thread of ours does wrong while it reads, somebody is told that nothing is read any more.
+#[test]
+fn a_reader_that_panics_is_told_of() {
+    let server = server(web(1, &[1]));
+    let directory = tempfile::tempdir().unwrap();
+    let target = Target {
+        kubeconfig: Some(server.kubeconfig(directory.path()).unwrap()),
+        ..Target::default()
+    };
+    let settings = Settings {
+        target,
+        scope: Scope::Services,
+        patience: patience(),
+    };
+    let (sender, died) = mpsc::channel();
+    let notify = move |notice| match notice {
+        // On the reader's own thread.
+        Notice::Changed => panic!("something is wrong"),
+        Notice::Died { thread, why } => sender.send((thread, why)).unwrap(),
+    };
+    let _feed = Api::open(settings, &Arc::new(Node::default()), notify).unwrap();
+    let (thread, why) = died.recv_timeout(Duration::from_secs(20)).unwrap();
+    assert_eq!((thread, &*why), ("kubernetes", "something is wrong"));
 }

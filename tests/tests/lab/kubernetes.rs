@@ -19,6 +19,7 @@ use tempfile::TempDir;
 
 use crate::{
     cluster::{Cluster, TCP, eventually, fails, reaches, refused, serve},
+    deaths,
     metrics::Metrics,
     outcome::run,
 };
@@ -36,6 +37,7 @@ scenarios! {
     without_the_right_to_read_pods_the_rest_is_served,
     labels_of_pods_and_namespaces_capture_and_release,
     who_may_reach_what_is_known_reaches_pods_elsewhere,
+    a_reader_that_dies_ends_the_agent_with_an_error,
     a_restless_cluster,
 }
 
@@ -602,6 +604,18 @@ fn who_may_reach_what_is_known_reaches_pods_elsewhere() -> Result<()> {
 
 /// Many services and many changes, watches that break every other second: at the end the tables are
 /// what a fresh start makes of it. (`cargo xtask bench sync --soak` does it for minutes.)
+fn a_reader_that_dies_ends_the_agent_with_an_error() -> Result<()> {
+    let mut site = Site::start(web)?;
+    let Site {
+        agent, server, lab, ..
+    } = &mut site;
+    deaths::ends(agent, "kubernetes", |_| {
+        server.cluster().apply(slice(lab, "web", &["near"]));
+        Ok(())
+    })?;
+    site.reaches(&["far", "near"])
+}
+
 fn a_restless_cluster() -> Result<()> {
     let mut site = Site::start(web)?;
     let mut churn = Churn::new(site.server.cluster().clone(), 2_000, 7);

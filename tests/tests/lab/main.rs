@@ -30,6 +30,7 @@ mod configured;
 mod conntrack_sysctls;
 mod crafted;
 mod daemonset;
+mod deaths;
 mod errors;
 mod exhausted;
 mod explain;
@@ -161,6 +162,7 @@ fn main() -> ExitCode {
         interfaces::SCENARIOS,
         load_balancers::SCENARIOS,
         daemonset::SCENARIOS,
+        deaths::SCENARIOS,
         moving::SCENARIOS,
         supervisor::SCENARIOS,
         leaving::SCENARIOS,

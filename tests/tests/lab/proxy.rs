@@ -17,13 +17,14 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
-use dataplane_tests::{Command, Host, Lab, Process, patience};
+use dataplane_tests::{Command, Host, Lab, PANICS, Process, patience};
 use nix::{
     sched::{CloneFlags, setns},
     sys::signal::Signal,
 };
 use serde_json::Value;
 use socket2::SockRef;
+use tempfile::TempDir;
 
 use crate::{
     cluster::{TCP, ask, eventually, reaches, serve},
@@ -43,6 +44,7 @@ scenarios! {
     a_restart_refuses_nobody,
     limits_hold_connections_back_and_draining_cuts_them,
     inbound_the_client_keeps_its_address,
+    a_thread_that_dies_ends_the_proxy_with_an_error,
 }
 
 /// The mark of the proxy's own connections, which are not redirected.
@@ -54,6 +56,8 @@ pub struct World {
     pub proxy: Process,
     arguments: Vec<String>,
     manifests: Manifests,
+    /// Where it is told to panic.
+    panics: TempDir,
     _servers: Vec<Process>,
     pub lab: Lab,
 }
@@ -104,11 +108,13 @@ impl World {
         let servers = servers.into_iter().collect::<Result<_>>()?;
         let manifests = Manifests::new(&services(&lab))?;
         let arguments: Vec<String> = arguments.iter().map(ToString::to_string).collect();
-        let proxy = start(&lab, &manifests, &arguments, files)?;
+        let panics = tempfile::tempdir()?;
+        let proxy = start(&lab, &manifests, &arguments, files, panics.path())?;
         Ok(Self {
             proxy,
             arguments,
             manifests,
+            panics,
             _servers: servers,
             lab,
         })
@@ -120,7 +126,13 @@ impl World {
 
     /// Starts another proxy with the same arguments.
     fn another(&self) -> Result<Process> {
-        start(&self.lab, &self.manifests, &self.arguments, None)
+        start(
+            &self.lab,
+            &self.manifests,
+            &self.arguments,
+            None,
+            self.panics.path(),
+        )
     }
 
     /// Connects from the pod.
@@ -169,6 +181,7 @@ fn start(
     manifests: &Manifests,
     arguments: &[String],
     files: Option<usize>,
+    panics: &Path,
 ) -> Result<Process> {
     let app = lab.pod("app");
     let program = lab.programs().dataplane()?;
@@ -186,6 +199,7 @@ fn start(
             .arg(program),
     };
     let proxy = proxy
+        .env(PANICS, panics)
         .args(["proxy", "--mark", MARK, "--workload", "default/app"])
         .args(["--node-name", "node1", "--manifests"])
         .arg(manifests.path())
@@ -748,6 +762,41 @@ fn inbound_the_client_keeps_its_address() -> Result<()> {
     );
     if lines[0]["endpoint"] != at.to_string() {
         bail!("{:#}", lines[0]);
+    }
+    Ok(())
+}
+
+fn a_thread_that_dies_ends_the_proxy_with_an_error() -> Result<()> {
+    let web = |lab: &Lab| {
+        vec![
+            Service::new("web", &[VIP])
+                .port("tcp", 80, TCP)
+                .endpoints(&[lab.pod("near")]),
+        ]
+    };
+    for thread in ["manifests", "relay", "access-log"] {
+        let mut world = World::start(web, &["--drain-time", "1s"])?;
+        fs::write(world.panics.path().join(thread), "")?;
+        if thread == "manifests" {
+            world.manifests.write(&[])?;
+        } else {
+            // What becomes of this connection, nobody knows.
+            world
+                .app()
+                .probe("connect")
+                .args(["--to", &format!("{VIP}:80"), "--timeout-ms", "500"])
+                .output()?;
+        }
+        let mut ended = None;
+        eventually(|| {
+            ended = world.proxy.try_wait()?;
+            ensure!(ended.is_some(), "{thread} has died, and the proxy goes on");
+            Ok(())
+        })?;
+        ensure!(
+            ended.is_some_and(|status| status.code() == Some(1)),
+            "{thread}: {ended:?}"
+        );
     }
     Ok(())
 }

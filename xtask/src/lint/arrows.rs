@@ -23,11 +23,12 @@ const HOUSE: &str = "dataplane-user/src/lib.rs";
 const ROOMS: &[(&str, &[&str])] = &[
     ("model", &[]),
     ("settings", &[]),
-    ("source", &["model"]),
+    ("threads", &[]),
+    ("source", &["model", "threads"]),
     ("plan", &["model"]),
-    ("relay", &["model"]),
+    ("relay", &["model", "threads"]),
     ("kernel", &["plan"]),
-    ("proxy", &["model", "relay"]),
+    ("proxy", &["model", "relay", "threads"]),
     ("config", &["model", "relay", "settings", "source"]),
     ("takeover", &["kernel"]),
     (
@@ -40,13 +41,14 @@ const ROOMS: &[(&str, &[&str])] = &[
         "agent",
         &[
             "admin", "config", "kernel", "model", "plan", "proxy", "relay", "settings", "source",
+            "threads",
         ],
     ),
     (
         "cli",
         &[
             "admin", "agent", "config", "kernel", "model", "plan", "proxy", "relay", "settings",
-            "source", "takeover",
+            "source", "takeover", "threads",
         ],
     ),
 ];

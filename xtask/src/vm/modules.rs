@@ -94,6 +94,14 @@ const WANTED: &[&str] = &[
     "nft_socket",
     "nft_tproxy",
     "nfnetlink_log",
+    // IPsec: policies and associations by netlink, ESP, and what encrypts it (`rfc4106(gcm(aes))`).
+    "xfrm_user",
+    "esp4",
+    "esp6",
+    "ctr",
+    "gcm",
+    "ghash_generic",
+    "seqiv",
     // A service may have ports of this protocol.
     "sctp",
 ];

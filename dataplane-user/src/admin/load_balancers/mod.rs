@@ -24,9 +24,10 @@ use std::{
 use axum::{Router, routing::any};
 use tokio::{
     sync::oneshot,
+    task::{AbortHandle, JoinError, JoinSet},
     time::{Instant, sleep, sleep_until},
 };
-use tracing::{info, warn};
+use tracing::{error, info, warn};
 
 use super::{State, limits::Limited};
 use crate::model::{Gravity, Problem, ServiceName, Snapshot};
@@ -70,6 +71,8 @@ impl fmt::Display for Topic {
 struct Door {
     topic: Topic,
     count: Arc<AtomicUsize>,
+    /// The task that answers.
+    answering: AbortHandle,
     _close: oneshot::Sender<()>,
 }
 
@@ -91,6 +94,7 @@ pub async fn serve(healthz: Option<SocketAddr>, proxy_mode: Option<SocketAddr>, 
         checks: Checks::default(),
         open: BTreeMap::new(),
         refused: BTreeMap::new(),
+        tasks: JoinSet::new(),
     };
     loop {
         let changed = state.synced_again.notified();
@@ -101,6 +105,7 @@ pub async fn serve(healthz: Option<SocketAddr>, proxy_mode: Option<SocketAddr>, 
         tokio::select! {
             () = changed => {}
             () = until(retry) => {}
+            Some(ended) = desk.tasks.join_next() => desk.close(ended),
         }
     }
 }
@@ -127,9 +132,25 @@ struct Desk {
     checks: Checks,
     open: BTreeMap<SocketAddr, Door>,
     refused: BTreeMap<SocketAddr, Refusal>,
+    tasks: JoinSet<()>,
 }
 
 impl Desk {
+    /// A task has ended: because its port was closed, or by a fault, and then the port is to be opened anew.
+    fn close(&mut self, ended: Result<(), JoinError>) {
+        let Err(died) = ended else { return };
+        self.open.retain(|at, door| {
+            let answers = !door.answering.is_finished();
+            if !answers {
+                let topic = &door.topic;
+                error!(
+                    "nobody answers at {at} for {topic}: {died}; listening anew. Please report this"
+                );
+            }
+            answers
+        });
+    }
+
     /// Opens what should be open, closes what should not, and passes on the counts.
     async fn arrange(&mut self, snapshot: &Snapshot) {
         let (wanted, mut problems) = self.wanted(&snapshot.node.addresses);
@@ -205,7 +226,7 @@ impl Desk {
         (wanted, problems)
     }
 
-    fn open(&self, at: SocketAddr, topic: Topic, count: usize) -> io::Result<Door> {
+    fn open(&mut self, at: SocketAddr, topic: Topic, count: usize) -> io::Result<Door> {
         let listener = bind(at)?;
         listener.set_nonblocking(true)?;
         let listener = Limited::for_checks(tokio::net::TcpListener::from_std(listener)?);
@@ -220,10 +241,12 @@ impl Desk {
             // Nothing is ever sent: the other end is dropped.
             let _ = closed.await;
         });
-        tokio::spawn(server.into_future());
+        // Its result is never an error.
+        let answering = self.tasks.spawn(async { _ = server.await });
         Ok(Door {
             topic,
             count,
+            answering,
             _close: close,
         })
     }

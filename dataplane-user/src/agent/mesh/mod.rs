@@ -34,6 +34,7 @@ use crate::{
         self, Observer, Proxy,
         handover::{self, Named},
     },
+    threads::Deaths,
 };
 
 /// How long those of a workload may that is there and captured no more: as they like. (A time that is
@@ -109,7 +110,7 @@ pub struct Mesh {
 
 impl Mesh {
     /// Starts the proxy, if it is ours. Nothing is captured yet that was not before. `given`: the listening sockets of
-    /// an earlier agent; `before`: that agent, which accepts from them until this one does.
+    /// an earlier agent; `before`: that agent, which accepts from them until this one does. `deaths`: of the proxy's threads.
     ///
     /// # Errors
     /// If the proxy cannot be started, or the tables not be read.
@@ -119,6 +120,7 @@ impl Mesh {
         cgroup: &Path,
         given: Named,
         before: Option<UnixStream>,
+        deaths: Deaths,
     ) -> Result<Self, super::Error> {
         let options = options(&config);
         let proxy = if options.foreign {
@@ -136,7 +138,7 @@ impl Mesh {
                     .map(|max| max as usize),
                 ..proxy::Settings::default()
             };
-            Some(Proxy::start(settings).map_err(super::Error::Proxy)?)
+            Some(Proxy::start(settings, deaths).map_err(super::Error::Proxy)?)
         };
         let unseen = proxy.as_ref().and_then(|_| attach::unseen(cgroup));
         let held = capture.held();

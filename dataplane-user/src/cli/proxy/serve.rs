@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
 use tokio::{
     runtime::Builder,
     signal::unix::{Signal, SignalKind, signal},
@@ -31,6 +31,7 @@ use crate::{
     },
     relay::Attachment,
     source::{Notice, Source, kubernetes::Scope},
+    threads::Deaths,
 };
 
 const SIGHUP: &str = "SIGHUP";
@@ -39,6 +40,8 @@ const SIGHUP: &str = "SIGHUP";
 #[derive(Debug)]
 enum End {
     Signal(&'static str),
+    /// A thread or a task that should not have ended, and what it said.
+    Died(String),
     /// Another one has taken its place, and wants to know when nobody else accepts.
     Replaced(UnixStream),
 }
@@ -47,24 +50,31 @@ pub fn run(arguments: &ProxyArgs, logging: Logging) -> anyhow::Result<ExitCode> 
     let runtime = Builder::new_current_thread().enable_all().build()?;
     let _inside = runtime.enter();
     let source = arguments.source.source(Scope::Services);
-    let mut services = Services::open(&source, &arguments.node.settings())?;
+    let (tell, mut died) = tokio::sync::mpsc::unbounded_channel();
+    let deaths: Deaths = Arc::new(move |thread, why| {
+        // Fails only if the proxy ends anyway.
+        let _ = tell.send(format!("the thread {thread} has died ({why})"));
+    });
+    let mut services = Services::open(&source, &arguments.node.settings(), Arc::clone(&deaths))?;
     let mut signals = Signals::new()?;
     // Before there are sockets: nobody shall be answered before it is known where they go.
     let first = runtime.block_on(async {
         tokio::select! {
             snapshot = services.first() => Ok(snapshot),
-            signal = signals.end() => Err(signal),
+            signal = signals.end() => Err(End::Signal(signal)),
+            Some(died) = died.recv() => Err(End::Died(died)),
         }
     });
     let snapshot = match first {
         Ok(snapshot) => snapshot,
-        Err(signal) => {
-            info!("{signal}: ended before it began");
+        Err(End::Died(died)) => bail!("{died}. Please report this"),
+        Err(end) => {
+            info!("{end:?}: ended before it began");
             return Ok(ExitCode::SUCCESS);
         }
     };
     let mut sockets = Sockets::open(arguments)?;
-    let proxy = Proxy::start(arguments.settings())?;
+    let proxy = Proxy::start(arguments.settings(), deaths)?;
     let observer = proxy.observer();
     let metrics = sockets.metrics.take();
     let admin = sockets.admin.take();
@@ -112,20 +122,27 @@ pub fn run(arguments: &ProxyArgs, logging: Logging) -> anyhow::Result<ExitCode> 
                     }
                 }
                 stream = replaced(waiting.as_ref(), &copies) => return End::Replaced(stream),
+                Some(died) = died.recv() => return End::Died(died),
+                Some(Err(died)) = http.join_next() => return End::Died(died.to_string()),
             }
         }
     });
     let drain = arguments.limits.drain_time;
-    let (why, other) = match end {
-        End::Signal(signal) => {
-            if let Some(path) = &arguments.handover {
-                // Nobody waits there any more.
-                let _ = std::fs::remove_file(path);
-            }
-            (signal, None)
+    if let (End::Signal(_) | End::Died(_), Some(path)) = (&end, &arguments.handover) {
+        // Nobody waits there any more.
+        let _ = std::fs::remove_file(path);
+    }
+    let (why, other, died) = match end {
+        End::Signal(signal) => (signal.to_owned(), None, false),
+        End::Died(died) => (died, None, true),
+        End::Replaced(stream) => {
+            let why = "another one has taken its place".to_owned();
+            (why, Some(stream), false)
         }
-        End::Replaced(stream) => ("another one has taken its place", Some(stream)),
     };
+    if died {
+        error!("{why}: start the proxy anew. Please report this");
+    }
     info!(
         "{why}: draining {} connections for at most {drain:?}",
         proxy.connections()
@@ -171,7 +188,11 @@ pub fn run(arguments: &ProxyArgs, logging: Logging) -> anyhow::Result<ExitCode> 
     );
     // Whoever was just asking does not hold up the end.
     runtime.shutdown_background();
-    Ok(ExitCode::SUCCESS)
+    Ok(if died {
+        ExitCode::FAILURE
+    } else {
+        ExitCode::SUCCESS
+    })
 }
 
 /// Tells the proxy before that its sockets are in use, and waits in its place for the next.
@@ -285,14 +306,12 @@ struct Services {
 }
 
 impl Services {
-    fn open(source: &Source, settings: &NodeSettings) -> anyhow::Result<Self> {
+    fn open(source: &Source, settings: &NodeSettings, deaths: Deaths) -> anyhow::Result<Self> {
         let changed = Arc::<Notify>::default();
         let tell = Arc::clone(&changed);
         let input = Input::open(source, settings, move |notice| match notice {
             Notice::Changed => tell.notify_one(),
-            Notice::Died { thread, why } => {
-                error!("the source is not read any more: {thread} has died: {why}");
-            }
+            Notice::Died { thread, why } => deaths(thread, why),
         })?;
         Ok(Self { input, changed })
     }

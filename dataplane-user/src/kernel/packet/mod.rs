@@ -152,6 +152,42 @@ impl PacketPath {
         self.node_addrs.all()
     }
 
+    /// Has the programs refuse what these policies protect, and nothing else changed. Answers what did not work.
+    pub fn set_policies(
+        &mut self,
+        filter: &mut impl Filter,
+        policies: &[Policy],
+    ) -> Result<Vec<String>, Error> {
+        let mut problems = Vec::new();
+        let config = self.tables.config();
+        self.protect(filter, policies, config, &mut problems)?;
+        Ok(problems)
+    }
+
+    fn protect(
+        &mut self,
+        filter: &mut impl Filter,
+        policies: &[Policy],
+        config: PacketConfig,
+        problems: &mut Vec<String>,
+    ) -> Result<(), Error> {
+        let sources = self.tables.sources();
+        let change = self.protected.write(sources, policies, problems)?;
+        let config = PacketConfig {
+            cells: self.cells,
+            policies: self.protected.first(),
+            ..config
+        };
+        if self.tables.config() != config {
+            self.tables.set_config(config);
+        }
+        if matches!(change, Change::Made) {
+            filter.wait_for_programs()?;
+            self.protected.remove_old(self.tables.sources())?;
+        }
+        Ok(())
+    }
+
     /// Brings tables and, if `to_attach`, programs in line with `network`. What programs rely
     /// on is there before they are, and goes after them.
     pub fn set(
@@ -162,22 +198,7 @@ impl PacketPath {
         to_attach: bool,
     ) -> Result<Vec<String>, Error> {
         let mut problems = Vec::new();
-        let sources = self.tables.sources();
-        let change = self
-            .protected
-            .write(sources, &network.policies, &mut problems)?;
-        let config = PacketConfig {
-            cells: self.cells,
-            policies: self.protected.first(),
-            ..network.config
-        };
-        if self.tables.config() != config {
-            self.tables.set_config(config);
-        }
-        if matches!(change, Change::Made) {
-            filter.wait_for_programs()?;
-            self.protected.remove_old(self.tables.sources())?;
-        }
+        self.protect(filter, &network.policies, network.config, &mut problems)?;
         let sources = self.tables.sources();
         let wanted: BTreeSet<SourceKey> = network.pods.union(&network.host).copied().collect();
         let networks = sources.of_node()?;

@@ -34,7 +34,10 @@ use super::{
     shared::{Command, Load, Shared},
     table::{Key, Table},
 };
-use crate::relay::{Flag, Index, Namespaces};
+use crate::{
+    relay::{Flag, Index, Namespaces},
+    threads::may_panic,
+};
 
 /// The maximum number of events taken from the kernel at a time.
 const EVENTS: usize = 256;
@@ -133,6 +136,7 @@ impl Worker {
             if self.shared.relay.version() != self.version {
                 (self.version, self.index) = self.shared.relay.index();
             }
+            may_panic("relay");
             for event in &events {
                 let token = Token::from(event.data);
                 if !matches!(token, Token::Socket(..)) {

@@ -31,7 +31,7 @@ pub use kind::{Kind, Scope};
 use std::{
     io,
     sync::{Arc, Mutex, PoisonError},
-    thread::{self, JoinHandle},
+    thread::JoinHandle,
     time::Duration,
 };
 
@@ -43,13 +43,19 @@ use tokio::{
 };
 use tracing::info;
 
-use super::{Feed, Notice, OpenError, View};
-use crate::{model::Node, source};
+use super::{Feed, Notice, OpenError, View, feed};
+use crate::{
+    model::Node,
+    source,
+    threads::{self, Deaths, may_panic},
+};
 use connect::Connector;
 use follow::Follower;
 use sight::Eyes;
 use store::Store;
 
+/// The name of the thread that reads.
+const THREAD: &str = "kubernetes";
 /// Messages that may wait to be taken in: beyond that, reading waits.
 const QUEUE: usize = 1024;
 
@@ -142,10 +148,7 @@ impl Api {
             Arc::clone(&health),
             Arc::clone(&latest),
             move || notify(Notice::Changed),
-            move |why| {
-                let thread = "kubernetes";
-                died(Notice::Died { thread, why });
-            },
+            &feed::deaths(THREAD, died),
         )
         .map_err(|error| OpenError::Thread {
             what: "the Kubernetes API",
@@ -177,12 +180,12 @@ impl Feed for Api {
 #[derive(Debug)]
 struct Reader {
     stop: Option<oneshot::Sender<()>>,
-    thread: Option<JoinHandle<()>>,
+    thread: Option<JoinHandle<Option<()>>>,
 }
 
 impl Reader {
     /// Starts to read, for this node. `changed` is called when there is a new view in `latest`
-    /// after the one before was taken; `ended` if nothing is read any more, with the reason, which is a fault
+    /// after the one before was taken; `deaths` if nothing is read any more, with the reason, which is a fault
     /// of ours.
     ///
     /// # Errors
@@ -194,7 +197,7 @@ impl Reader {
         health: Arc<Health>,
         latest: Arc<Latest>,
         changed: impl Fn() + Send + 'static,
-        ended: impl FnOnce(String) + Send + 'static,
+        deaths: &Deaths,
     ) -> io::Result<Self> {
         let connector = Arc::new(Connector::new(settings.target));
         let runtime = Builder::new_current_thread()
@@ -203,18 +206,17 @@ impl Reader {
             .build()?;
         let (patience, scope) = (settings.patience, settings.scope);
         let (stop, stopped) = oneshot::channel();
-        let thread = thread::Builder::new()
-            .name("kubernetes".to_owned())
-            .spawn(move || {
-                runtime.block_on(async {
-                    tokio::select! {
-                        why = read(connector, patience, scope, node, health, &latest, changed) => ended(why),
-                        _ = stopped => {}
-                    }
-                });
-                // A name that is being looked up does not hold up the end.
-                runtime.shutdown_background();
-            })?;
+        let ended = Arc::clone(deaths);
+        let thread = threads::start(THREAD, Arc::clone(deaths), move || {
+            runtime.block_on(async {
+                tokio::select! {
+                    why = read(connector, patience, scope, node, health, &latest, changed) => ended(THREAD, why),
+                    _ = stopped => {}
+                }
+            });
+            // A name that is being looked up does not hold up the end.
+            runtime.shutdown_background();
+        })?;
         Ok(Self {
             stop: Some(stop),
             thread: Some(thread),
@@ -276,8 +278,11 @@ async fn read(
                 Err(_) => store.pass_time(),
             },
             // They go on for as long as their messages are taken.
-            Some(Err(died)) = followers.join_next() => return died.to_string(),
+            Some(ended) = followers.join_next() => {
+                return ended.err().map_or_else(|| "a kind is not read any more".to_owned(), |died| died.to_string());
+            }
         }
+        may_panic(THREAD);
         for message in batch.drain(..) {
             store.take(message);
         }

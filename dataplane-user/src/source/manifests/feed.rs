@@ -6,7 +6,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    thread::{self, JoinHandle},
+    thread::JoinHandle,
 };
 
 use tokio::{runtime::Builder, sync::oneshot};
@@ -15,8 +15,12 @@ use tracing::{error, info};
 use super::{Health, Loaded, Watcher, load_reusing};
 use crate::{
     model::{Node, Snapshot},
-    source::{self, Feed, Notice, OpenError, View},
+    source::{self, Feed, Notice, OpenError, View, feed},
+    threads::{self, may_panic},
 };
+
+/// The name of the thread that watches.
+const THREAD: &str = "manifests";
 
 /// Files and directories that are read, and read again whenever one of them has changed.
 ///
@@ -32,7 +36,7 @@ pub struct Files {
     changed: Arc<AtomicBool>,
     health: Arc<Health>,
     stop: Option<oneshot::Sender<()>>,
-    watching: Option<JoinHandle<()>>,
+    watching: Option<JoinHandle<Option<()>>>,
 }
 
 impl Files {
@@ -86,28 +90,23 @@ impl Files {
         let runtime = Builder::new_current_thread().enable_all().build()?;
         let (stop, stopped) = oneshot::channel();
         let changed = Arc::clone(&self.changed);
-        let died = notify.clone();
+        let deaths = feed::deaths(THREAD, notify.clone());
         let watch = async move {
             loop {
                 watcher.changed().await;
+                may_panic(THREAD);
                 changed.store(true, Ordering::Release);
                 notify(Notice::Changed);
             }
         };
-        let thread = thread::Builder::new()
-            .name("manifests".to_owned())
-            .spawn(move || {
-                let watching = runtime.spawn(watch);
-                runtime.block_on(async {
-                    tokio::select! {
-                        Err(error) = watching => died(Notice::Died {
-                            thread: "manifests",
-                            why: error.to_string(),
-                        }),
-                        _ = stopped => {}
-                    }
-                });
-            })?;
+        let thread = threads::start(THREAD, deaths, move || {
+            runtime.block_on(async {
+                tokio::select! {
+                    () = watch => {}
+                    _ = stopped => {}
+                }
+            });
+        })?;
         (self.stop, self.watching) = (Some(stop), Some(thread));
         Ok(())
     }

@@ -143,8 +143,12 @@ impl Watcher {
                     self.pending_since.get_or_insert_with(Instant::now);
                 }
                 Some(_) => {}
-                // The notifier's thread is gone: go on without it.
-                None => self.notifier = None,
+                None => {
+                    tracing::warn!(
+                        "the thread that is notified of changed manifests has died: looking every {POLL_ALONE:?} instead"
+                    );
+                    self.notifier = None;
+                }
             }
         }
     }

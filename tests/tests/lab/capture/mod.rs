@@ -23,6 +23,10 @@ use std::{fs, path::PathBuf};
 use anyhow::{Context as _, Result, bail, ensure};
 use dataplane_common::Reason;
 use dataplane_tests::{Agent, Host, Lab, LabBuilder, Process, report::Report};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -458,13 +462,13 @@ fn a_guarded_namespace_waits_for_the_agent() -> Result<()> {
     // Not looked at: its cookie is new.
     let script = "exec unshare --net \"$0\" connect --to 127.0.0.1:1";
     let probe = world.lab.programs().probe()?;
+    let agent = Pid::from_raw(world.agent()?.id().cast_signed());
     let (said, counted) = world.counted(Reason::Guarded, || {
-        let output = one
-            .command("sh")
-            .args(["-c", script])
-            .arg(&probe)
-            .output()?;
-        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+        // It waits for the agent's next look, which may come at any time: not before the namespace has connected.
+        kill(agent, Signal::SIGSTOP)?;
+        let output = one.command("sh").args(["-c", script]).arg(&probe).output();
+        kill(agent, Signal::SIGCONT)?;
+        Ok(String::from_utf8_lossy(&output?.stdout).into_owned())
     })?;
     ensure!(
         counted == 1 && said.contains("ECONNREFUSED"),

@@ -12,12 +12,14 @@ use serde_json::{Value, json};
 use super::{World, mesh, pod};
 use crate::{
     cluster::{ask, eventually, reaches, refused},
+    deaths,
     metrics::Metrics,
     outcome::{http, run},
 };
 
 scenarios! {
     Dataplane:
+    a_thread_of_the_proxy_that_dies_ends_the_agent_with_an_error,
     what_cannot_be_read_stays_captured,
     one_that_cannot_be_attached_holds_up_no_other,
     what_cannot_be_set_is_an_error,
@@ -369,4 +371,22 @@ fn pinned(links: &Path, cookie: &str) -> Result<std::path::PathBuf> {
         name.to_string_lossy().ends_with(&format!("-{cookie}"))
     });
     Ok(found.context("a pin")?.path())
+}
+
+fn a_thread_of_the_proxy_that_dies_ends_the_agent_with_an_error() -> Result<()> {
+    for thread in ["relay", "access-log"] {
+        let mut world = World::new()?;
+        world.capture(json!({}), json!({ "mode": "proxy" }))?;
+        let app = world.app().clone();
+        reaches(&app, "10.244.1.5:7", "connect --count 2", &["one"])?;
+        let agent = world.agent.as_mut().context("an agent")?;
+        deaths::ends(agent, thread, |_| {
+            // What becomes of this connection, nobody knows.
+            app.probe("connect")
+                .args(["--to", "10.244.1.5:7", "--timeout-ms", "500"])
+                .output()?;
+            Ok(())
+        })?;
+    }
+    Ok(())
 }
