@@ -268,7 +268,7 @@ pub fn carry_out(client: &mut Process, order: &Order) -> anyhow::Result<Vec<f64>
 /// # Errors
 ///
 /// If there is none.
-pub fn first(values: Vec<f64>) -> anyhow::Result<f64> {
+pub fn first(values: &[f64]) -> anyhow::Result<f64> {
     values.first().copied().context("a job without an output")
 }
 

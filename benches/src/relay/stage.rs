@@ -370,7 +370,8 @@ impl Stage {
         }
         // Everybody's turn begins with the same rest.
         thread::sleep(SETTLED);
-        let result = carry_out(&mut self.seats[relay.seat()].client, &order).and_then(first);
+        let result = carry_out(&mut self.seats[relay.seat()].client, &order)
+            .and_then(|values| first(&values));
         if relay == Relay::Kernel {
             self.traced.detach()?;
         }

@@ -38,7 +38,7 @@ pub trait Memory {
     type Line: Line;
     /// A slot.
     type Entry: Entry;
-    /// A cell's element of `SEQUENCES` ([`tcp`]).
+    /// A cell's element of `SEQUENCES` ([`crate::tcp`]).
     type Sequences: Line;
     /// Which bits of a place count: how many cells there are, a power of two, less one.
     fn mask(&self) -> u32;

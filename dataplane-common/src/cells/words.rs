@@ -63,7 +63,7 @@ impl Head {
         self.0 & Self::KEY == Self::HELD
     }
 
-    /// Whether its flow has these ports and this protocol ([`CellKey::word`]).
+    /// Whether its flow has these ports and this protocol ([`super::CellKey::word`]).
     #[inline(always)]
     pub const fn has(self, ports_and_protocol: u64) -> bool {
         self.0 & Self::KEY == ports_and_protocol

@@ -66,7 +66,10 @@ impl Renderings {
         let began = Instant::now();
         let text = make().await?;
         let body = match place {
-            Ok(_place) => Bytes::from_owner(Held { text, _place }),
+            Ok(place) => Bytes::from_owner(Held {
+                text,
+                _place: place,
+            }),
             Err(_) => text.into(),
         };
         *last = Some(Rendering {
@@ -91,12 +94,12 @@ mod tests {
 
     /// Renders the number of the rendering, slowly.
     async fn ask(renderings: &Renderings, made: &AtomicUsize) -> Bytes {
-        let make = async || {
+        let render = async || {
             sleep(Duration::from_millis(20)).await;
             let number = made.fetch_add(1, Ordering::Relaxed);
             Ok::<_, Infallible>(number.to_string())
         };
-        renderings.get(make).await.unwrap()
+        renderings.get(render).await.unwrap()
     }
 
     #[tokio::test]

@@ -119,6 +119,7 @@ impl Attacher {
             // Fails only if the thread has ended.
             let _ = offered.send(Job::Offered(outcome));
         });
+        let told = deaths(&events);
         let mut worker = Worker {
             kernel,
             state,
@@ -128,7 +129,7 @@ impl Attacher {
             before,
             turn,
             offers,
-            events: events.clone(),
+            events,
             snapshot: None,
             network: Due::at(now),
             policies: Due::never(now),
@@ -140,7 +141,7 @@ impl Attacher {
             problems: Vec::new(),
             unset: Vec::new(),
         };
-        let thread = threads::start("attacher", deaths(&events), move || {
+        let thread = threads::start("attacher", told, move || {
             worker.run(&todo);
             worker
         })?;

@@ -72,7 +72,7 @@ impl Flows {
         destroy: Vec<Protocol>,
         direct: Arc<DirectFlows>,
         packet: PacketSettings,
-        events: Sender<Event>,
+        events: &Sender<Event>,
     ) -> Result<Self, kernel::Error> {
         let bpffs = state.paths.bpffs.clone();
         let has_flows = Conntrack::open(&bpffs)?.is_some();
@@ -94,7 +94,7 @@ impl Flows {
             none_since: Cell::new(None),
             next: Cell::new(None),
         };
-        let thread = threads::start("flows", deaths(&events), move || {
+        let thread = threads::start("flows", deaths(events), move || {
             let Err(Stopped) = worker.run(&received);
         });
         let thread = thread.map_err(|source| kernel::Error::Io {

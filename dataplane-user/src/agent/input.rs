@@ -175,12 +175,11 @@ impl Input {
 
     /// Notes what is left out.
     fn note(&mut self) {
-        let problems: Arc<[Problem]> = match self.host_ips.problems().next() {
-            None => Arc::clone(&self.problems),
-            Some(_) => {
-                let here = self.host_ips.problems();
-                self.problems.iter().chain(here).cloned().collect()
-            }
+        let mut here = self.host_ips.problems().peekable();
+        let problems: Arc<[Problem]> = if here.peek().is_none() {
+            Arc::clone(&self.problems)
+        } else {
+            self.problems.iter().chain(here).cloned().collect()
         };
         log(&problems, &self.snapshot.problems);
         self.snapshot.problems = problems;

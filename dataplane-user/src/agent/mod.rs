@@ -377,7 +377,7 @@ fn serve(
                 &cgroup,
                 sockets,
                 given.before.take(),
-                deaths(&events),
+                &deaths(&events),
             );
             early = Some(mesh.map(|mut mesh| {
                 mesh.listen_early(capture, input.snapshot());
@@ -418,7 +418,7 @@ fn serve(
     let destroy = settings.destroy_stale.clone();
     let direct = kernel.direct_flows();
     let packet = settings.packet.clone();
-    let flows = Flows::start(Arc::clone(&state), destroy, direct, packet, events.clone())?;
+    let flows = Flows::start(Arc::clone(&state), destroy, direct, packet, &events)?;
     let on_exit = settings.on_exit;
     let stay = settings.stay;
     let bpffs = settings.paths.bpffs.clone();
@@ -432,7 +432,7 @@ fn serve(
                 &cgroup,
                 given.sockets,
                 given.before,
-                deaths(&events),
+                &deaths(&events),
             )?;
             (Some(mesh), None)
         }

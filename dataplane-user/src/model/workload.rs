@@ -112,7 +112,7 @@ impl Uid {
             return None;
         }
         let mut digits = text.bytes().filter(|byte| *byte != b'-');
-        let mut digit = || Some(char::from(digits.next()?).to_digit(16)? as u8);
+        let mut digit = || u8::try_from(char::from(digits.next()?).to_digit(16)?).ok();
         let mut bytes = [0; 16];
         for byte in &mut bytes {
             *byte = digit()? << 4 | digit()?;

@@ -1,6 +1,6 @@
 //! The proxy's metrics.
 
-use std::{fmt, sync::Arc};
+use std::{collections::BTreeMap, fmt, sync::Arc};
 
 use prometheus_client::{
     collector::Collector,
@@ -10,7 +10,7 @@ use prometheus_client::{
 };
 
 use super::shared::Shared;
-use crate::relay::encode_connections;
+use crate::{model::WorkloadName, relay::encode_connections};
 
 /// Adds the proxy's metrics to a registry.
 pub(super) fn register(registry: &mut Registry, shared: &Arc<Shared>) {
@@ -58,6 +58,20 @@ pub(super) fn encode_proxy(shared: &Shared, encoder: &mut DescriptorEncoder<'_>)
         let value = i64::try_from(value).unwrap_or(i64::MAX);
         let metric = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
         ConstGauge::new(value).encode(metric)?;
+    }
+    let mut deferred: BTreeMap<&WorkloadName, u64> = BTreeMap::new();
+    for attached in entries.iter().map(|entry| &entry.attached) {
+        *deferred.entry(&attached.workload.name).or_default() += attached.deferred();
+    }
+    let mut family = encoder.encode_descriptor(
+        "dataplane_proxy_deferred",
+        "Times that a connection of this pod waited, because the pod or the proxy had as many as it may have",
+        None,
+        MetricType::Counter,
+    )?;
+    for (name, times) in deferred.into_iter().filter(|(_, times)| *times > 0) {
+        let labels = [("namespace", name.namespace()), ("pod", name.name())];
+        ConstCounter::new(times).encode(family.encode_family(&labels)?)?;
     }
     let lost = relay.log.lost();
     let metric = encoder.encode_descriptor(

@@ -130,7 +130,7 @@ impl Proxy {
     /// # Errors
     /// If the workers cannot be started, or the settings ask for more connections than the limit of
     /// open files allows.
-    pub fn start(settings: Settings, deaths: Deaths) -> Result<Self, Error> {
+    pub fn start(settings: Settings, deaths: &Deaths) -> Result<Self, Error> {
         Self::start_logging_to(settings, io::stdout(), deaths)
     }
 
@@ -141,7 +141,7 @@ impl Proxy {
     pub fn start_logging_to(
         settings: Settings,
         log: impl Write + Send + 'static,
-        deaths: Deaths,
+        deaths: &Deaths,
     ) -> Result<Self, Error> {
         let files = raise_open_files().map_err(Error::Start)?;
         if let Some(wanted) = settings.max_connections
@@ -158,12 +158,12 @@ impl Proxy {
             count => count,
         };
         let (log, writer) =
-            Log::start(settings.access_log, log, Arc::clone(&deaths)).map_err(Error::Start)?;
+            Log::start(settings.access_log, log, Arc::clone(deaths)).map_err(Error::Start)?;
         let limits = Limits::new(settings.max_connections, settings.max_per_workload, files);
         let relay = Arc::new(Relay::new(limits, log));
         let (shared, mailboxes) =
             Shared::new(Arc::clone(&relay), settings, count).map_err(Error::Start)?;
-        let workers = Workers::start(Arc::new(shared), mailboxes, &deaths).map_err(Error::Start)?;
+        let workers = Workers::start(Arc::new(shared), mailboxes, deaths).map_err(Error::Start)?;
         Ok(Self {
             relay,
             workers,
@@ -265,6 +265,11 @@ impl Observer {
         let relay = &self.0.relay;
         let entries = relay.entries();
         relay.version() > 0 && entries.iter().any(|entry| entry.listeners.is_some())
+    }
+
+    /// Workloads that get no further connection for now, each with the number that it has.
+    pub fn at_limit(&self) -> Vec<(WorkloadName, usize)> {
+        self.0.relay.at_limit()
     }
 
     /// The maximum number of connections.

@@ -85,7 +85,7 @@ fn proxy_after(
         workers: 2,
         ..settings.clone()
     };
-    let proxy = Proxy::start(settings, none_dies()).unwrap();
+    let proxy = Proxy::start(settings, &none_dies()).unwrap();
     let listener = TcpListener::bind("0.0.0.0:0").unwrap();
     let port = listener.local_addr().unwrap().port();
     let service = Arc::new(service(VIP, port, endpoints));

@@ -36,7 +36,7 @@ impl Workers {
         let threads = mailboxes.into_iter().enumerate().map(|(number, commands)| {
             let worker = Worker::new(number, Arc::clone(&shared), commands)?;
             threads::start(format!("relay-{number}"), Arc::clone(deaths), move || {
-                worker.run()
+                worker.run();
             })
         });
         let threads = threads.collect::<io::Result<_>>()?;

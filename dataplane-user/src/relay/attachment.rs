@@ -7,7 +7,7 @@ use std::{
     os::fd::OwnedFd,
     sync::{
         Arc, Mutex, PoisonError,
-        atomic::{AtomicUsize, Ordering, fence},
+        atomic::{AtomicU64, AtomicUsize, Ordering, fence},
     },
     time::Instant,
 };
@@ -114,6 +114,8 @@ pub struct Attached {
     here: Box<[IpAddr]>,
     /// Connections now.
     pub(super) connections: AtomicUsize,
+    /// Times that a connection was left in the backlog, because a limit was reached.
+    pub(super) deferred: AtomicU64,
     counters: Mutex<HashMap<CountersKey, Arc<Counters>>>,
     /// Those of all attachments: a session finds them here, without a reference of its own to count.
     pub(super) limits: Arc<Limits>,
@@ -155,6 +157,7 @@ impl Attached {
             here,
             own: listeners.iter().map(|listener| listener.address).collect(),
             connections: AtomicUsize::new(0),
+            deferred: AtomicU64::new(0),
             counters: Mutex::default(),
             limits,
             log,
@@ -220,6 +223,12 @@ impl Attached {
             ledger.add(&labels, counters.take(), 0, now);
             in_use
         });
+    }
+
+    /// Times that a connection was left in the backlog, because a limit was reached. An engine tries again every few
+    /// milliseconds, and counts each time.
+    pub fn deferred(&self) -> u64 {
+        self.deferred.load(Ordering::Relaxed)
     }
 
     /// The number of connections now. If it is 0, all connections that there were have counted

@@ -15,6 +15,10 @@ const CONTROL: usize = 256;
 const WORKLOAD: usize = 16;
 /// File descriptors of a connection: the client's socket and the endpoint's.
 const EACH: usize = 2;
+/// A workload among others has at most this many times as many connections as are free, so one workload alone gets four
+/// fifths of all, two get four ninths each, and there is room for each further one (dynamic thresholds: Choudhury and
+/// Hahne, 1998).
+const SHARE: usize = 4;
 
 /// Raises the limit of open files as far as this process may, and returns it.
 ///
@@ -41,6 +45,8 @@ pub struct Limits {
     open: AtomicUsize,
     max: AtomicUsize,
     per_workload: Option<usize>,
+    /// Workloads that share the connections.
+    workloads: AtomicUsize,
     /// The configured limit.
     wanted: Option<usize>,
     open_files: usize,
@@ -64,6 +70,7 @@ impl Limits {
             open: AtomicUsize::new(0),
             max: AtomicUsize::new(0),
             per_workload,
+            workloads: AtomicUsize::new(0),
             wanted,
             open_files,
         };
@@ -77,6 +84,7 @@ impl Limits {
         let possible = Self::connections(self.open_files, workloads);
         let max = self.wanted.map_or(possible, |wanted| wanted.min(possible));
         self.max.store(max, Ordering::Relaxed);
+        self.workloads.store(workloads, Ordering::Relaxed);
     }
 
     /// Says how many open files are missing for so many workloads; `None` if none are.
@@ -99,8 +107,9 @@ impl Limits {
     /// allow the connection; if they do not, it is not counted.
     pub fn acquire(&self, workload: &AtomicUsize) -> bool {
         // Counted first, so that workers that accept at the same time do not exceed it together.
-        if self.open.fetch_add(1, Ordering::Relaxed) < self.max() {
-            if workload.fetch_add(1, Ordering::Relaxed) < self.per_workload() {
+        let free = (self.max()).saturating_sub(self.open.fetch_add(1, Ordering::Relaxed));
+        if free > 0 {
+            if workload.fetch_add(1, Ordering::Relaxed) < self.share(free) {
                 return true;
             }
             workload.fetch_sub(1, Ordering::Relaxed);
@@ -125,6 +134,21 @@ impl Limits {
         self.max.load(Ordering::Relaxed)
     }
 
+    /// The maximum number of connections of one workload while so many are free.
+    fn share(&self, free: usize) -> usize {
+        let own = self.per_workload();
+        match self.workloads.load(Ordering::Relaxed) {
+            0 | 1 => own,
+            _ => own.min(free.saturating_mul(SHARE)),
+        }
+    }
+
+    /// Whether a workload with this many connections gets no further one for now.
+    pub fn is_reached(&self, connections: usize) -> bool {
+        let free = self.max().saturating_sub(self.open());
+        connections > 0 && connections >= self.share(free)
+    }
+
     /// The maximum number of connections of one workload.
     pub fn per_workload(&self) -> usize {
         self.per_workload.unwrap_or(usize::MAX).min(self.max())
@@ -146,6 +170,48 @@ mod tests {
         limits.release(&a);
         assert!(limits.acquire(&b));
         assert_eq!((limits.open(), a.into_inner(), b.into_inner()), (3, 1, 2));
+    }
+
+    #[test]
+    fn one_workload_leaves_room_for_others() {
+        let limits = Limits::new(Some(1000), None, 10_000);
+        let (hog, other, third) = (
+            AtomicUsize::new(0),
+            AtomicUsize::new(0),
+            AtomicUsize::new(0),
+        );
+        let fill = |workload: &AtomicUsize| while limits.acquire(workload) {};
+        let now = |workload: &AtomicUsize| workload.load(Ordering::Relaxed);
+        // With nobody to share with, all.
+        limits.reserve(1);
+        fill(&hog);
+        assert_eq!(now(&hog), 1000);
+        while now(&hog) > 0 {
+            limits.release(&hog);
+        }
+        limits.reserve(3);
+        fill(&hog);
+        assert_eq!(now(&hog), 800);
+        assert!(limits.is_reached(800) && !limits.is_reached(1));
+        // Who comes later gets connections at once, and the first one's share shrinks as its connections end.
+        fill(&other);
+        assert_eq!(now(&other), 160);
+        fill(&third);
+        assert_eq!(now(&third), 32);
+        while now(&hog) > 0 {
+            limits.release(&hog);
+            assert!(!limits.acquire(&hog) || now(&hog) < 800);
+            fill(&other);
+            fill(&third);
+            if now(&hog) <= now(&other) {
+                break;
+            }
+        }
+        let shares = [now(&hog), now(&other), now(&third)];
+        assert!(
+            shares.iter().all(|share| (290..=320).contains(share)),
+            "{shares:?}"
+        );
     }
 
     #[test]

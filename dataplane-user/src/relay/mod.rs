@@ -192,6 +192,17 @@ impl Relay {
         self.limits.shortage(workloads)
     }
 
+    /// Workloads that get no further connection for now, each with the number that it has.
+    pub fn at_limit(&self) -> Vec<(WorkloadName, usize)> {
+        let attachments = self.lock_attachments();
+        let served = attachments.iter().filter(|entry| entry.listeners.is_some());
+        served
+            .map(|entry| &entry.attached)
+            .filter(|attached| self.limits.is_reached(attached.connections()))
+            .map(|attached| (attached.workload.name.clone(), attached.connections()))
+            .collect()
+    }
+
     /// All attachments, including those that were removed and are not forgotten yet.
     pub fn entries(&self) -> Vec<Entry> {
         self.lock_attachments().clone()

@@ -36,8 +36,11 @@ impl Permit {
     /// An engine acquires it before it accepts a connection, because a connection that was accepted
     /// cannot be put back.
     pub fn acquire(attached: &Arc<Attached>) -> Option<Self> {
-        let acquired = attached.limits.acquire(&attached.connections);
-        acquired.then(|| Self {
+        if !attached.limits.acquire(&attached.connections) {
+            attached.deferred.fetch_add(1, Ordering::Relaxed);
+            return None;
+        }
+        Some(Self {
             attached: Arc::clone(attached),
         })
     }

@@ -348,7 +348,7 @@ fn sysctls_of_conntrack_take_a_mount() {
             .kernel
             .conntrack
             .tcp_close_wait_timeout
-            .map(|timeout| timeout.seconds()),
+            .map(dataplane::settings::Timeout::seconds),
         Some(3600)
     );
     all_known(&chart);

@@ -522,7 +522,7 @@ fn an_older_service_takes_nothing_that_was_given_to_another() {
                     let conflicts = node.planner.conflicts();
                     assert_eq!(conflicts.len(), 1, "{stronger} and {weaker}: {conflicts:?}");
                     assert_eq!(conflicts[0].winner, owner.name, "{stronger} and {weaker}");
-                    assert_eq!(conflicts[0].losers, [thief.name.clone()]);
+                    assert_eq!(conflicts[0].losers, std::slice::from_ref(&thief.name));
                     let key = conflicts[0].key;
                     let pool = node.sim.keys[&key].pool();
                     let served = node.planner.pool_owner(pool).unwrap();

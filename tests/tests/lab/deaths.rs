@@ -60,7 +60,7 @@ fn each_thread_that_dies_ends_the_agent_with_an_error() -> Result<()> {
             match thread {
                 // An endpoint goes, and flows to it are looked for.
                 "manifests" | "flows" => manifests.write(&web(lab, &["far"]))?,
-                "attacher" => _ = agent.node().ip("addr add 198.18.0.1/32 dev lo")?,
+                "attacher" => agent.node().ip("addr add 198.18.0.1/32 dev lo")?,
                 "handover" => _ = UnixStream::connect(agent.socket().with_extension("handover"))?,
                 _ => kill(Pid::from_raw(agent.id().cast_signed()), Signal::SIGHUP)?,
             }

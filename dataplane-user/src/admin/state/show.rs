@@ -12,6 +12,7 @@ use crate::{
     admin::{api, lock::lock, view},
     model::{ServiceName, Snapshot},
     plan::Conflict,
+    proxy::Observer,
 };
 
 /// How many workloads are named that have one problem of the node's.
@@ -49,6 +50,21 @@ impl State {
             + known.network.len()
             + known.sysctls.len()
             + mesh_problems(&known).count()
+            + self.at_limit().count()
+    }
+
+    /// Workloads that have as many connections through the proxy as they may.
+    fn at_limit(&self) -> impl Iterator<Item = api::Problem> {
+        let workloads = self.proxy.get().map(Observer::at_limit);
+        let workloads = workloads.unwrap_or_default().into_iter();
+        workloads.map(|(name, connections)| api::Problem {
+            gravity: api::Gravity::Warning,
+            place: "mesh".to_owned(),
+            text: format!(
+                "{name} has {connections} connections through the proxy, which is its share; further ones wait; \
+                 see mesh.proxy.maxConnections"
+            ),
+        })
     }
 
     /// How many services claim a frontend that another service serves.
@@ -82,6 +98,7 @@ impl State {
         problems.extend(known.network.iter().cloned());
         problems.extend(known.sysctls.iter().cloned());
         problems.extend(mesh_problems(&known));
+        problems.extend(self.at_limit());
         let node = &known.snapshot.node;
         api::AgentStatus {
             version: api::Version::own(),

@@ -120,7 +120,7 @@ impl Mesh {
         cgroup: &Path,
         given: Named,
         before: Option<UnixStream>,
-        deaths: Deaths,
+        deaths: &Deaths,
     ) -> Result<Self, super::Error> {
         let options = options(&config);
         let proxy = if options.foreign {

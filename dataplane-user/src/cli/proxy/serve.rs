@@ -74,7 +74,7 @@ pub fn run(arguments: &ProxyArgs, logging: Logging) -> anyhow::Result<ExitCode> 
         }
     };
     let mut sockets = Sockets::open(arguments)?;
-    let proxy = Proxy::start(arguments.settings(), deaths)?;
+    let proxy = Proxy::start(arguments.settings(), &deaths)?;
     let observer = proxy.observer();
     let metrics = sockets.metrics.take();
     let admin = sockets.admin.take();
