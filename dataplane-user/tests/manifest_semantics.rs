@@ -225,7 +225,7 @@ fn what_cannot_be_served_is_reported_and_the_rest_served() {
         problems,
         [
             "EndpointSlice default/web-2: addressType: endpoints given by name (FQDN) are not \
-             served: only addresses are",
+             served, because only addresses are; use IPv4 or IPv6",
             "Service default/web: spec.ports[1]: SCTP port 80 is not served: only TCP and UDP are",
         ]
     );

@@ -114,7 +114,10 @@ fn the_first_list_may_be_old_and_later_ones_are_read_by_pages_of_one_version() {
     cluster.delete(Resource::Services, "default", "web-999");
     cluster.apply_all(web(5_000, &[5_000]));
     site.server.faults().slow(None);
-    let view = site.view(|view| has(view, "web-5000") && !has(view, "web-999"));
+    let view = site.view(|view| {
+        let has_new = has(view, "web-5000") && !endpoints(view, "web-5000").is_empty();
+        has_new && !has(view, "web-999")
+    });
     assert_eq!(view.services.len(), 1_250);
     for (name, service) in &view.services {
         assert_eq!(service.ports[0].endpoints.len(), 1, "{name}");

@@ -330,9 +330,11 @@ fn a_foreign_pin_stops_the_start_and_stays() -> Result<()> {
     let path = pin.to_string_lossy();
     let file = cluster.manifests.path();
     let arguments = ["--manifests".as_ref(), file.as_os_str()];
-    cannot_run(&cluster.agent, arguments)?
-        .exits(1)?
-        .says(&[&path, "not ours"])?;
+    cannot_run(&cluster.agent, arguments)?.exits(1)?.says(&[
+        &path,
+        "not dataplane's",
+        "Nothing was changed",
+    ])?;
     fails(cluster.client(), TO, "connect --timeout-ms 300", "TIMEOUT")?;
     for command in ["cleanup --dry-run", "cleanup"] {
         run(&cluster.agent, command)?
