@@ -5,6 +5,7 @@
 
 use std::{
     collections::BTreeMap,
+    mem,
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
     sync::Arc,
 };
@@ -13,26 +14,30 @@ use imbl::{OrdMap, ordmap::DiffItem};
 
 use crate::model::{Gravity, Node, Problem, Service, ServiceName, ServiceType};
 
-/// Leaves the host ports out of a source's services that are at addresses which this node does not have, and says so.
+/// Leaves host ports out of a source's services if this node does not have their address, and names them.
 #[derive(Debug, Default)]
 pub struct HostIps {
     services: OrdMap<ServiceName, Arc<Service>>,
+    /// `services` without those that are left out.
+    served: OrdMap<ServiceName, Arc<Service>>,
     own: Vec<IpAddr>,
     left_out: BTreeMap<ServiceName, Problem>,
 }
 
 impl HostIps {
-    /// The services that are served; whether the [problems](Self::problems) are other ones than before. Costs what
-    /// changed.
+    /// Returns the services that are served, and whether the [problems](Self::problems) have changed. Takes time for
+    /// what changed, however much is left out; for all services if the node's addresses changed.
     pub fn take(
         &mut self,
         services: &OrdMap<ServiceName, Arc<Service>>,
         node: &Node,
     ) -> (OrdMap<ServiceName, Arc<Service>>, bool) {
-        if self.own != node.own {
+        let before = (self.own != node.own).then(|| {
             self.own.clone_from(&node.own);
             self.services.clear();
-        }
+            self.served = services.clone();
+            mem::take(&mut self.left_out)
+        });
         let mut changed = false;
         for change in self.services.diff(services) {
             let (name, service) = match change {
@@ -43,25 +48,27 @@ impl HostIps {
                 DiffItem::Remove(name, _) => (name, None),
             };
             let problem = service.and_then(|service| self.problem(service));
-            let before = match &problem {
+            match service {
+                Some(service) if problem.is_none() => {
+                    self.served.insert(name.clone(), Arc::clone(service));
+                }
+                _ => {
+                    self.served.remove(name);
+                }
+            }
+            let last = match &problem {
                 Some(problem) => self.left_out.insert(name.clone(), problem.clone()),
                 None => self.left_out.remove(name),
             };
-            changed |= before != problem;
+            changed |= last != problem;
         }
         self.services = services.clone();
-        // What is gone while the node's addresses changed.
-        let known = self.left_out.len();
-        self.left_out.retain(|name, _| services.contains_key(name));
-        changed |= self.left_out.len() != known;
-        let mut served = services.clone();
-        for name in self.left_out.keys() {
-            served.remove(name);
-        }
-        (served, changed)
+        // Judged anew, all that is left out looks new.
+        let changed = before.map_or(changed, |before| before != self.left_out);
+        (self.served.clone(), changed)
     }
 
-    /// What is left out.
+    /// Names the host ports that are left out.
     pub fn problems(&self) -> impl Iterator<Item = &Problem> {
         self.left_out.values()
     }
@@ -181,6 +188,15 @@ mod tests {
         assert!(changed);
         let (served, changed) = host_ips.take(&floating, &with);
         assert_eq!((names(&served).len(), changed), (3, false));
+        // A pod that is served goes, and another one comes that is not.
+        let others = services(&[("b", "169.254.169.254"), ("c", "192.0.2.9")]);
+        let (served, changed) = host_ips.take(&others, &with);
+        assert_eq!(
+            (names(&served), changed),
+            (vec!["hostport:b", "hostport:c"], true)
+        );
+        let (served, changed) = host_ips.take(&floating, &with);
+        assert_eq!((names(&served), changed), (all.to_vec(), true));
         // The pods go while the address does.
         let (served, changed) = host_ips.take(&OrdMap::new(), &without);
         assert_eq!((served.len(), changed), (0, true));
