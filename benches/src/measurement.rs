@@ -1,4 +1,4 @@
-//! What a benchmark of paths measures: a job, and the figures that its outputs and its CPU time make.
+//! A measurement of paths: a job, and the figures made of its outputs and its CPU time.
 
 use std::time::Duration;
 
@@ -11,14 +11,14 @@ use crate::{
     worker::{Job, Transport},
 };
 
-/// A job and the metrics that it gives. `At` says who does it, and where.
+/// A job and its metrics. `At` names the client and the addresses that the client dials.
 #[derive(Clone, Copy, Debug)]
 pub struct Measurement<At> {
-    /// `case` of the rows, and what it means.
+    /// `case` of the rows, and its client and addresses.
     pub case: (&'static str, At),
-    /// How the client talks.
+    /// The transport protocol.
     pub transport: Transport,
-    /// What the client does.
+    /// The client's job.
     pub job: Job,
     /// Name and unit of each figure of [`figures`].
     pub metrics: &'static [(&'static str, &'static str)],
@@ -43,7 +43,7 @@ pub const BULK: &[(&str, &str)] = &[("gbit_per_s", "Gbit/s"), ("cpu_s_per_gb", "
 /// Metrics of [`Job::Paced`].
 pub const PACED: &[(&str, &str)] = &[("cpu_us_per_packet", "µs")];
 
-/// Makes a job's figures from its outputs and the CPU time in seconds that everybody took for it.
+/// Makes a job's figures from its outputs and from the CPU time in seconds of client, servers and agent.
 #[expect(clippy::cast_precision_loss, reason = "below 2^52 bytes")]
 pub fn figures(job: Job, outputs: &[f64], cpu: f64) -> Vec<f64> {
     match (job, outputs) {
@@ -57,24 +57,24 @@ pub fn figures(job: Job, outputs: &[f64], cpu: f64) -> Vec<f64> {
     }
 }
 
-/// The figures of one measurement: by metric and lane, round by round; nothing of a turn that failed.
+/// The figures of one measurement, by metric, lane and round. A turn that failed has no figure.
 pub type Samples = Vec<Vec<Rounds>>;
 
 /// A path and its number of services.
 pub type Name = (&'static str, u32);
 
 impl<At> Measurement<At> {
-    /// Room for the figures of so many lanes.
+    /// Returns empty samples for this many lanes.
     pub fn samples(&self, lanes: usize) -> Samples {
         vec![vec![vec![]; lanes]; self.metrics.len()]
     }
 
-    /// The rows of what was measured in `turns` turns of each lane that `has` names. Lanes of the same name are the
-    /// same thing at several places, and make one row. The first lane is the baseline.
+    /// Makes the rows. `turns`: the number of turns of each lane. `has`: whether a lane was measured. Lanes of the same
+    /// name are copies of one path, and make one row. The first lane is the baseline.
     ///
     /// # Errors
     ///
-    /// If a path failed in more than a quarter of its turns: its median would be that of the turns that went well.
+    /// If a path failed in more than a quarter of its turns, because a median would hide that.
     pub fn rows(
         &self,
         bench: &'static str,
@@ -130,7 +130,8 @@ impl<At> Measurement<At> {
     }
 }
 
-/// A 64-byte datagram's job: 40 000 a second, which leaves a CPU idle most of the time on any path.
+/// Returns the job that sends 40 000 datagrams of 64 bytes a second. On every path this leaves a CPU idle most of the
+/// time.
 pub fn paced(time: Duration) -> Job {
     Job::Paced {
         per_milli: 40,
@@ -138,7 +139,7 @@ pub fn paced(time: Duration) -> Job {
     }
 }
 
-/// Says which metrics differ more between rounds than on a quiet machine.
+/// Names metrics that differ more between rounds than on a quiet machine.
 pub fn complain_of_noise(rows: &[Row], metrics: &[&str], much: f64) {
     for metric in metrics {
         let of_metric = rows.iter().filter(|row| row.metric == *metric);

@@ -92,6 +92,12 @@ pub fn find<'a>(
     })
 }
 
+/// Returns the largest number of services that our agent was measured with.
+pub fn most_services(rows: &[Row]) -> u32 {
+    let ours = rows.iter().filter(|row| row.path == "dataplane");
+    ours.map(|row| row.services).max().unwrap_or_default()
+}
+
 /// Prints the comparison of paths: a table for each metric, a row for each path, a column for each
 /// case.
 pub fn print_paths(rows: &[Row], cases: &[&str]) {

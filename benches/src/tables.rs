@@ -108,7 +108,8 @@ pub fn run(quick: bool) -> anyhow::Result<Vec<Row>> {
     row(MOST, "flip_ms", "ms", flips);
     row(MOST, "change_ms", "ms", changes);
 
-    for services in [FEW, MOST] {
+    let sizes: &[u32] = if quick { &[FEW] } else { &[FEW, MOST] };
+    for services in sizes.iter().copied() {
         say!(
             "tables: an agent with manifests of {} services",
             thousands(services)

@@ -217,7 +217,7 @@ fn paced(order: &Order, per_milli: u32, millis: u32) -> anyhow::Result<f64> {
 
 /// See [`Job::Flows`].
 fn flows(order: &Order, ports: u16) -> anyhow::Result<f64> {
-    // Above those that servers have, and below 65 536 - 2^14: most are none that the system gives to others.
+    // Above the servers' ports.
     const FIRST: u16 = 10_000;
     let v4 = order.to.iter().all(SocketAddr::is_ipv4);
     let any: IpAddr = if v4 {
@@ -227,7 +227,7 @@ fn flows(order: &Order, ports: u16) -> anyhow::Result<f64> {
     };
     let mut begun = 0;
     for port in (FIRST..).take(ports.into()) {
-        // Somebody else's port is left to them.
+        // Another socket has this port.
         let Ok(socket) = UdpSocket::bind((any, port)) else {
             continue;
         };
