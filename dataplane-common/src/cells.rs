@@ -41,10 +41,10 @@
 //! | writer | writes the words, then the head | the addition that publishes it, a full barrier |
 //! | reader | reads the head, then the words | [`Line::load_after`] |
 //! | reader | reads the words, then the head again | [`Line::load_after`] |
-//! | whoever wants room | reads the head, then whether that flow gives way | [`Line::load_after`] |
+//! | writer that needs room | reads the head, then checks if that flow may be evicted | [`Line::load_after`] |
 //!
-//! What then writes to the cell does so by compare-and-exchange with what was read: of the head, to remove the flow; of the
-//! state, to say that it was used ([`mark`]). So it fails if another flow has come in between.
+//! Later writes to the cell are compare-and-exchange operations with the value that was read: of the head, to remove the
+//! flow; of the state, to mark the flow as used ([`mark`]). So a write fails if another flow has taken the cell.
 //!
 //! In user space loads acquire, and what follows an acquiring load stays behind it. BPF has no such load, and its full barriers are
 //! read-modify-writes, which would take the line from the other CPUs for each packet. There the address of the
@@ -386,8 +386,8 @@ pub fn place_of_replies(key: &FlowKey, value: &Translation) -> u32 {
     }
 }
 
-/// Whether the flow of a cell whose head was read gives way. The state is read after the head: otherwise it could be an
-/// earlier flow's.
+/// Returns whether the flow of a cell may be evicted. The head was read before; the state is read after it, because it
+/// could be an earlier flow's otherwise.
 #[inline(always)]
 fn gives_way<L: Line>(line: L, head: Head, now: Tick) -> bool {
     State(line.load_after(STATE, head.0)).gives_way(head.protocol(), now)

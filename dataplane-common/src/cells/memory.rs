@@ -46,7 +46,7 @@ pub trait Memory {
     fn cell(&self, index: u32) -> Option<Self::Line>;
     /// A slot, of twice as many.
     fn slot(&self, index: u32) -> Option<Self::Entry>;
-    /// What is known of the sequence numbers of the flow in a cell.
+    /// The sequence numbers seen of the flow in a cell.
     fn sequences(&self, index: u32) -> Option<Self::Sequences>;
 
     /// Which bits of a place count among slots.
@@ -91,7 +91,7 @@ pub trait Memory {
         hold(self, key, now)
     }
 
-    /// A flow that is not over has gone for want of room.
+    /// Counts an eviction of a flow that was not over.
     #[inline(always)]
     fn pushed_out(&self) {}
 }

@@ -1,5 +1,5 @@
-//! Every order in which processors may see what others do to a cell, tried by loom: in each, a reader of the cell has
-//! one flow and no other's words, and what gives way or is marked is the flow that was looked at.
+//! A loom model of a cell: loom tries every order in which processors may see each other's writes. In each order a
+//! reader gets the words of one flow only, and a writer evicts or marks the flow that it looked at.
 
 extern crate std;
 use std::vec::Vec;

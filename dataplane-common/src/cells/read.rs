@@ -7,13 +7,13 @@ use super::{
 };
 use crate::packet::{FlowKey, PortKey, Translation};
 
-/// What a cell holds: the value of the flow that it has, or had.
+/// Reads the value of the flow that a cell holds, or held last.
 #[inline(always)]
 pub fn value<L: Line>(line: L) -> Translation {
     value_of([VALUE, VALUE + 1, STATE].map(|word| line.load(word)))
 }
 
-/// What a cell holds: the key, given the head's part of it ([`Head::key`]).
+/// Reads the key of a cell's flow. `ports_and_protocol`: the part of the key that the head has ([`Head::key`]).
 #[inline(always)]
 pub fn key<L: Line>(line: L, ports_and_protocol: u64) -> FlowKey {
     key_of([0, 1, 2, 3].map(|word| line.load(word)), ports_and_protocol)

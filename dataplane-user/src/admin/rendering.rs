@@ -44,9 +44,9 @@ impl Default for Renderings {
 }
 
 impl Renderings {
-    /// A rendering that began after this was called, made by `make` unless another caller had it made. While slow
-    /// readers have all places, everybody gets the last rendering: it is as old as an answer may take to be read, for
-    /// then a reader is cut off and its place is free.
+    /// Returns a rendering that began after this call, made by `make` or for another caller. While slow readers have all
+    /// places, callers get the last rendering. That one is at most as old as an answer may take to be read, because the
+    /// server then cuts the reader off and its place is free.
     ///
     /// # Errors
     ///
@@ -60,8 +60,7 @@ impl Renderings {
         {
             return Ok(last.body.clone());
         }
-        // The lock is held, so nobody else takes a place; and there is one, unless this is the first rendering, for
-        // which there are all. The semaphore is never closed.
+        // There is a free place, and nobody else takes one while the lock is held. The semaphore is never closed.
         let place = Arc::clone(&self.places).acquire_owned().await;
         let began = Instant::now();
         let text = make().await?;
@@ -88,7 +87,10 @@ mod tests {
         time::Duration,
     };
 
-    use tokio::{task::JoinSet, time::sleep};
+    use tokio::{
+        task::JoinSet,
+        time::{sleep, timeout},
+    };
 
     use super::*;
 
@@ -126,7 +128,8 @@ mod tests {
         let (renderings, made) = (Renderings::default(), AtomicUsize::new(0));
         let mut held = vec![];
         for _ in 0..10 {
-            held.push(ask(&renderings, &made).await);
+            let soon = timeout(Duration::from_secs(10), ask(&renderings, &made));
+            held.push(soon.await.expect("a reader waits for slow ones"));
         }
         assert_eq!(made.load(Ordering::Relaxed), HELD);
         assert!(held[HELD..].iter().all(|body| body == &held[HELD - 1]));
