@@ -84,7 +84,7 @@ fn agent(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     )?;
     number(
         "dataplane_conflicts",
-        "Frontends that several services claim; the oldest of these services gets the frontend",
+        "Frontends that several services claim; the strongest claim is served",
         signed(state.conflicts()),
     )?;
     number(
