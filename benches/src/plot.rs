@@ -205,8 +205,12 @@ fn lines(text: &mut String, title: &str, services: u32, series: &[Series]) -> an
     let root = SVGBackend::with_string(text, SIZE).into_drawing_area();
     let style = FONT.into_font().color(&GREY);
     root.draw(&Text::new(title, (10, 8), style.clone()))?;
+    let shown = least / 1.3..most * 1.3;
+    // The library draws a line for each, also for those beside the plot.
     let labels = [1.0, 10.0, 100.0, 1_000.0].iter();
-    let labels = labels.flat_map(|ten| [1.0, 1.5, 2.0, 3.0, 5.0, 7.0].map(|one| one * ten));
+    let labels: Vec<f64> = labels
+        .flat_map(|ten| [1.0, 1.5, 2.0, 3.0, 5.0, 7.0].map(|one| one * ten))
+        .filter(|value| shown.contains(value));
     let mut chart = ChartBuilder::on(&root)
         .margin(10)
         .margin_top(32)
@@ -215,9 +219,7 @@ fn lines(text: &mut String, title: &str, services: u32, series: &[Series]) -> an
         .y_label_area_size(48)
         .build_cartesian_2d(
             (1.0..f64::from(services)).log_scale(),
-            (least / 1.3..most * 1.3)
-                .log_scale()
-                .with_key_points(labels.collect()),
+            shown.clone().log_scale().with_key_points(labels),
         )?;
     chart
         .configure_mesh()
