@@ -11,10 +11,23 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 
-/// The cargo that runs us.
+/// The cargo that runs us, in the environment that a shell would give it.
+///
+/// `cargo run` tells this program which package it is (`CARGO_PKG_NAME`, `CARGO_MANIFEST_DIR`…). Passed on, these
+/// variables would have the next cargo build again what depends on their values: ring, and rustls, kube and
+/// `dataplane` with it, each time that a person and this program take turns.
 pub fn cargo() -> Command {
     let mut cargo = Command::new(env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo")));
     cargo.current_dir(crate::workspace::root());
+    for (name, _) in env::vars_os() {
+        let of_this_package = ["CARGO_PKG_", "CARGO_MANIFEST_"];
+        if of_this_package
+            .iter()
+            .any(|prefix| name.as_encoded_bytes().starts_with(prefix.as_bytes()))
+        {
+            cargo.env_remove(name);
+        }
+    }
     cargo
 }
 
