@@ -94,7 +94,7 @@ pub fn way_to(addr: IpAddr) -> io::Result<Option<u32>> {
     };
     question.header.destination_prefix_length = if addr.is_ipv4() { 32 } else { 128 };
     question.attributes = vec![RouteAttribute::Destination(addr.into())];
-    let answers = match Netlink::open()?.ask(RouteNetlinkMessage::GetRoute(question)) {
+    let answers = match Netlink::open()?.ask(&RouteNetlinkMessage::GetRoute(question)) {
         Ok(answers) => answers,
         Err(error)
             if matches!(

@@ -9,10 +9,10 @@
 
 use std::io;
 
-use nix::sys::socket::SockProtocol;
+use netlink_sys::protocols::NETLINK_NETFILTER;
 
 use super::{
-    diag::{Netlink, attribute},
+    netlink::{Netlink, attribute},
     nf_conntrack,
 };
 
@@ -38,7 +38,7 @@ pub fn add() -> io::Result<bool> {
     const NEW_RULE: u16 = SUBSYSTEM << 8 | 6;
     const CREATE: u16 = 0x400; // NLM_F_CREATE
     const APPEND: u16 = 0x800; // NLM_F_APPEND
-    let mut netlink = Netlink::open(SockProtocol::NetlinkNetFilter)?;
+    let mut netlink = Netlink::open(NETLINK_NETFILTER)?;
     if exists(&mut netlink)? {
         return Ok(false);
     }
@@ -63,7 +63,7 @@ pub fn remove() -> io::Result<bool> {
         return Ok(false);
     }
     let table = [&INET[..], &string(1, TABLE)].concat();
-    Netlink::open(SockProtocol::NetlinkNetFilter)?.batch(SUBSYSTEM, &[(DELETE_TABLE, 0, table)])?;
+    Netlink::open(NETLINK_NETFILTER)?.batch(SUBSYSTEM, &[(DELETE_TABLE, 0, table)])?;
     Ok(true)
 }
 
@@ -77,7 +77,7 @@ pub fn is_there() -> io::Result<bool> {
     if !nf_conntrack::is_loaded() {
         return Ok(false);
     }
-    exists(&mut Netlink::open(SockProtocol::NetlinkNetFilter)?)
+    exists(&mut Netlink::open(NETLINK_NETFILTER)?)
 }
 
 fn exists(netlink: &mut Netlink) -> io::Result<bool> {

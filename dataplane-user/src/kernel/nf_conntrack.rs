@@ -8,10 +8,10 @@ use std::{
 };
 
 use dataplane_common::{Addr, Port, Protocol, packet::FlowKey};
-use nix::sys::socket::SockProtocol;
+use netlink_sys::protocols::NETLINK_NETFILTER;
 use zerocopy::FromBytes;
 
-use super::diag::{Netlink, attributes};
+use super::netlink::{Netlink, attributes};
 
 /// `NFNL_SUBSYS_CTNETLINK`, `IPCTNL_MSG_CT_GET`.
 const GET: u16 = 1 << 8 | 1;
@@ -83,7 +83,7 @@ pub fn translated() -> io::Result<usize> {
         return Ok(0);
     }
     let mut count = 0;
-    Netlink::open(SockProtocol::NetlinkNetFilter)?.dump(GET, &ANY_FAMILY, |answer| {
+    Netlink::open(NETLINK_NETFILTER)?.dump(GET, &ANY_FAMILY, |answer| {
         let status = answer.get(4..).and_then(status);
         count += usize::from(status.is_some_and(|status| status & NAT != 0));
     })?;
@@ -106,7 +106,7 @@ pub fn translated_udp() -> io::Result<Vec<Translated>> {
     // Without loopback nothing can be said of a family: its flows count as translated.
     let mut translates = probes.each_ref().map(Result::is_err);
     let mut flows = Vec::new();
-    Netlink::open(SockProtocol::NetlinkNetFilter)?.dump(GET, &ANY_FAMILY, |answer| {
+    Netlink::open(NETLINK_NETFILTER)?.dump(GET, &ANY_FAMILY, |answer| {
         let Some(flow) = answer.get(4..).and_then(parse) else {
             return;
         };
@@ -175,7 +175,7 @@ fn inside(bytes: &[u8], kind: u16) -> Option<&[u8]> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernel::diag::attribute;
+    use crate::kernel::netlink::attribute;
 
     fn tuple(src: [u8; 4], src_port: u16, dst: [u8; 4], dst_port: u16, number: u8) -> Vec<u8> {
         let ip = [attribute(1, &src), attribute(2, &dst)].concat();

@@ -23,14 +23,14 @@ use dataplane_common::{
     Addr, Port, Protocol,
     tables::{Peer, PeerSets, SOCKET_ELEMENTS},
 };
-use nix::sys::socket::SockProtocol;
+use netlink_sys::protocols::NETLINK_SOCK_DIAG;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::{
-    diag::{Netlink, attribute, attributes},
     error::{Doing, Error},
     map::Mapped,
     namespaces,
+    netlink::{Netlink, attribute, attributes},
     pins::{MAPS, MapSpec, Pins},
 };
 
@@ -180,7 +180,7 @@ impl Peers {
             .collect();
         let visited = namespaces::visit(|_| {
             let mut here = Here {
-                netlink: Netlink::open(SockProtocol::NetlinkSockDiag)?,
+                netlink: Netlink::open(NETLINK_SOCK_DIAG)?,
                 stored: &self.stored,
                 wanted: &mut wanted,
                 destroyed: Vec::new(),
@@ -324,5 +324,5 @@ pub fn can_destroy() -> io::Result<()> {
         states: u32::MAX,
         id,
     };
-    Netlink::open(SockProtocol::NetlinkSockDiag)?.ask(SOCK_DESTROY, request.as_bytes())
+    Netlink::open(NETLINK_SOCK_DIAG)?.ask(SOCK_DESTROY, request.as_bytes())
 }

@@ -262,5 +262,5 @@ pub fn set_big(interface: &str, size: u32) -> io::Result<()> {
         LinkAttribute::GsoIpv4MaxSize(size),
         LinkAttribute::GroIpv4MaxSize(size),
     ];
-    Netlink::open()?.request(RouteNetlinkMessage::SetLink(link), 0)
+    Netlink::open()?.request(&RouteNetlinkMessage::SetLink(link), 0)
 }

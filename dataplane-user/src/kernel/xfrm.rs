@@ -10,8 +10,8 @@ use netlink_sys::{AsyncSocket, AsyncSocketExt, SocketAddr, TokioSocket, protocol
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
 use super::{
-    diag::{Netlink, attributes},
     error::{Doing, Error},
+    netlink::{Netlink, attributes},
 };
 use crate::plan::ipsec::{self, Policy};
 
@@ -86,7 +86,7 @@ pub fn policies() -> Result<Vec<Policy>, Error> {
 }
 
 fn list() -> io::Result<Vec<Policy>> {
-    let mut netlink = match Netlink::open_xfrm() {
+    let mut netlink = match Netlink::open(NETLINK_XFRM) {
         Ok(netlink) => netlink,
         Err(error) if is_absent(&error) => return Ok(Vec::new()),
         Err(error) => return Err(error),
@@ -205,7 +205,7 @@ impl PolicyNews {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernel::diag::attribute;
+    use crate::kernel::netlink::attribute;
 
     fn info() -> Info {
         let mut info = Info::new_zeroed();

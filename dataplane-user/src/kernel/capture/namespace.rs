@@ -75,7 +75,7 @@ pub fn is_linked(namespace: &Namespace) -> io::Result<bool> {
     let mut message = NsidMessage::default();
     let fd = u32::try_from(namespace.file.as_raw_fd()).unwrap_or(u32::MAX);
     message.attributes = vec![NsidAttribute::Fd(fd)];
-    let answers = Netlink::open()?.ask(RouteNetlinkMessage::GetNsId(message))?;
+    let answers = Netlink::open()?.ask(&RouteNetlinkMessage::GetNsId(message))?;
     Ok(answers.iter().any(|answer| match answer {
         RouteNetlinkMessage::NewNsId(found) => found
             .attributes

@@ -79,12 +79,12 @@ pub fn route_to_sockets(mark: u32) -> io::Result<()> {
 
 fn route_family(netlink: &mut Netlink, family: AddressFamily, mark: u32) -> io::Result<()> {
     let route = RouteNetlinkMessage::NewRoute(answers_route(family));
-    netlink.request(route, NLM_F_CREATE | NLM_F_REPLACE)?;
+    netlink.request(&route, NLM_F_CREATE | NLM_F_REPLACE)?;
     let wanted = Mark::with(mark);
     let rules = rules(netlink, family)?;
     if !rules.contains(&wanted) {
         let rule = RouteNetlinkMessage::NewRule(answers_rule(family, wanted));
-        netlink.request(rule, NLM_F_CREATE | NLM_F_EXCL)?;
+        netlink.request(&rule, NLM_F_CREATE | NLM_F_EXCL)?;
     }
     // An earlier agent's, which asked for the whole mark.
     for old in rules
@@ -92,7 +92,7 @@ fn route_family(netlink: &mut Netlink, family: AddressFamily, mark: u32) -> io::
         .filter(|rule| rule.value == mark && *rule != wanted)
     {
         let rule = RouteNetlinkMessage::DelRule(answers_rule(family, old));
-        let _ = netlink.request(rule, 0);
+        let _ = netlink.request(&rule, 0);
     }
     Ok(())
 }
@@ -108,10 +108,10 @@ pub fn route_answers_no_more(mark: u32) -> io::Result<()> {
         let rules = rules(&mut netlink, family).unwrap_or_default();
         for known in rules.into_iter().filter(|known| known.value == mark) {
             let rule = RouteNetlinkMessage::DelRule(answers_rule(family, known));
-            let _ = netlink.request(rule, 0);
+            let _ = netlink.request(&rule, 0);
         }
         let route = RouteNetlinkMessage::DelRoute(answers_route(family));
-        let _ = netlink.request(route, 0);
+        let _ = netlink.request(&route, 0);
     }
     Ok(())
 }

@@ -134,7 +134,7 @@ fn remove_here(what: &[(AddressFamily, What)]) -> io::Result<()> {
             What::Rule(mark) => RouteNetlinkMessage::DelRule(routing::answers_rule(*family, *mark)),
             What::Route => RouteNetlinkMessage::DelRoute(routing::answers_route(*family)),
         };
-        match netlink.request(request, 0) {
+        match netlink.request(&request, 0) {
             Err(error) if !matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH)) => {
                 return Err(error);
             }

@@ -5,10 +5,10 @@ use std::{
     io,
 };
 
-use nix::sys::socket::SockProtocol;
+use netlink_sys::protocols::NETLINK_NETFILTER;
 
 use super::{Base, Chain, FORWARD, Rule, Verdict};
-use crate::kernel::diag::{Netlink, attribute, attributes};
+use crate::kernel::netlink::{Netlink, attribute, attributes};
 
 /// `NFNL_SUBSYS_NFTABLES << 8`, with which a message's type begins.
 const TABLES: u16 = 0x0a00;
@@ -71,7 +71,7 @@ pub fn chains() -> io::Result<Vec<Chain>> {
 }
 
 fn read() -> io::Result<Vec<Chain>> {
-    let mut netlink = match Netlink::open(SockProtocol::NetlinkNetFilter) {
+    let mut netlink = match Netlink::open(NETLINK_NETFILTER) {
         Ok(netlink) => netlink,
         Err(error) if error.raw_os_error() == Some(libc::EPROTONOSUPPORT) => return Ok(Vec::new()),
         Err(error) => return Err(error),

@@ -22,15 +22,16 @@ use netlink_packet_route::{
     link::{LinkAttribute, LinkInfo, LinkMessage},
     nsid::{NsidAttribute, NsidMessage},
 };
-use nix::sys::socket::SockProtocol;
+use netlink_sys::protocols::NETLINK_SOCK_DIAG;
 use zerocopy::{FromBytes as _, IntoBytes as _};
 
 use super::{FAMILIES, Listed, Request, SOCK_DIAG_BY_FAMILY, SocketId};
 use crate::kernel::{
     cgroup::{cgroup2_mounts, own_cgroup},
-    diag::{Netlink, attributes},
     error::{Doing, Error},
-    namespaces, rtnetlink,
+    namespaces,
+    netlink::{Netlink, attributes},
+    rtnetlink,
 };
 
 /// Where the sockets of this node's pods are.
@@ -177,7 +178,7 @@ fn other_ends(own: BorrowedFd<'_>, pods: &BTreeSet<u32>) -> io::Result<Vec<u32>>
     let mut question = NsidMessage::default();
     let fd = u32::try_from(own.as_raw_fd()).unwrap_or(u32::MAX);
     question.attributes = vec![NsidAttribute::Fd(fd)];
-    let answers = netlink.ask(RouteNetlinkMessage::GetNsId(question))?;
+    let answers = netlink.ask(&RouteNetlinkMessage::GetNsId(question))?;
     let number = answers.iter().find_map(|answer| match answer {
         RouteNetlinkMessage::NewNsId(found) => {
             found
@@ -234,7 +235,7 @@ fn sockets() -> io::Result<BTreeSet<u64>> {
 /// Lists the sockets in this thread's network namespace that are in one of these states, each with its cgroup's id.
 fn list(protocol: Protocol, states: u32, mut each: impl FnMut(&Listed, u64)) -> io::Result<()> {
     const CGROUP_ID: u16 = 21; // INET_DIAG_CGROUP_ID, Linux 5.9
-    let mut netlink = Netlink::open(SockProtocol::NetlinkSockDiag)?;
+    let mut netlink = Netlink::open(NETLINK_SOCK_DIAG)?;
     for family in FAMILIES {
         let request = Request {
             family,

@@ -15,16 +15,16 @@ use dataplane_common::{
     Protocol,
     tables::{PeerSets, SOCKET_ELEMENTS, SOCKET_SETS, SOCKET_WAYS},
 };
-use nix::sys::socket::SockProtocol;
+use netlink_sys::protocols::NETLINK_SOCK_DIAG;
 use zerocopy::FromBytes as _;
 
 use super::{FAMILIES, Listed, SOCK_DIAG_BY_FAMILY, list};
 use crate::kernel::{
     cgroup2_root,
-    diag::Netlink,
     error::{Doing, Error},
     map::Mapped,
     namespaces,
+    netlink::Netlink,
     pins::{Pins, spec},
 };
 
@@ -109,7 +109,7 @@ impl Sweeper {
 /// The cookies of the connected sockets of every network namespace that a process in the cgroup may be in.
 fn living(cgroup: &Path) -> io::Result<HashSet<u64>> {
     let visited = namespaces::visit(|_| {
-        let mut netlink = Netlink::open(SockProtocol::NetlinkSockDiag)?;
+        let mut netlink = Netlink::open(NETLINK_SOCK_DIAG)?;
         let mut cookies = Vec::new();
         for protocol in [Protocol::TCP, Protocol::UDP] {
             for family in FAMILIES {

@@ -246,7 +246,7 @@ impl Clsact {
             TcAttribute::Options(options.map(TcOption::Bpf).into()),
         ];
         let request = RouteNetlinkMessage::NewTrafficFilter(message);
-        self.netlink.request(request, flags)
+        self.netlink.request(&request, flags)
     }
 
     /// Removes a filter; one that is gone is no error.
@@ -254,7 +254,7 @@ impl Clsact {
         let mut message = message(filter.header.clone());
         message.attributes = vec![TcAttribute::Kind(TcFilterBpf::KIND.into())];
         let request = RouteNetlinkMessage::DelTrafficFilter(message);
-        match self.netlink.request(request, 0) {
+        match self.netlink.request(&request, 0) {
             Err(error) if !is_gone(&error) => {
                 Err(error).doing(|| format!("cannot remove {filter} from {}", name(filter.ifindex)))
             }
@@ -267,7 +267,7 @@ impl Clsact {
         let marker = self.marker(ifindex);
         fs::create_dir_all(&marker).doing(|| format!("cannot create {}", marker.display()))?;
         let request = RouteNetlinkMessage::NewQueueDiscipline(qdisc(ifindex));
-        match self.netlink.request(request, NLM_F_CREATE | NLM_F_EXCL) {
+        match self.netlink.request(&request, NLM_F_CREATE | NLM_F_EXCL) {
             Ok(()) => Ok(()),
             // Somebody was faster: it is theirs.
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
@@ -340,7 +340,7 @@ impl Clsact {
         for ifindex in made {
             if there.get(&ifindex).is_some_and(|kind| kind == CLSACT) && !self.is_shared(ifindex)? {
                 let request = RouteNetlinkMessage::DelQueueDiscipline(qdisc(ifindex));
-                match self.netlink.request(request, 0) {
+                match self.netlink.request(&request, 0) {
                     Err(error) if !is_gone(&error) => {
                         return Err(error).doing(|| {
                             format!("cannot remove the clsact qdisc of {}", name(ifindex))

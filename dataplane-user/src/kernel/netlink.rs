@@ -1,22 +1,11 @@
-//! Just enough netlink to ask `sock_diag(7)`, the kernel's own conntrack, its IPsec policies and nf_tables, whose messages
-//! no crate has whole (what to destroy, what is in a socket's storage): requests, dumps and attributes
-//! (`netlink(7)`; `include/uapi/linux/netlink.h`).
+//! One exchange after another over netlink (`netlink(7)`; `include/uapi/linux/netlink.h`): requests, dumps, batches of
+//! netfilter, and attributes. `rtnetlink` puts types on top; `sock_diag(7)`, the kernel's own conntrack, IPsec policies
+//! and nf_tables, whose messages no crate has whole, are spoken in bytes.
 
-use std::{
-    io,
-    os::fd::{AsRawFd, OwnedFd},
-};
+use std::{io, time::Duration};
 
-use nix::{
-    errno::Errno,
-    sys::{
-        socket::{
-            AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType, recv, send, setsockopt,
-            socket, sockopt,
-        },
-        time::{TimeVal, TimeValLike},
-    },
-};
+use netlink_sys::Socket;
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// `struct nlmsghdr`.
@@ -39,51 +28,38 @@ const DUMP_INTERRUPTED: u16 = 0x10;
 const ERROR: u16 = 2;
 const DONE: u16 = 3;
 
-/// How long the kernel may take to answer, in seconds: it does so at once.
-const PATIENCE: i64 = 5;
+/// How long the kernel may take to answer: it does so at once.
+const PATIENCE: Duration = Duration::from_secs(5);
 
-/// A socket to one part of the kernel.
-#[derive(Debug)]
+/// Larger than what the kernel puts into one datagram of a dump.
+const DATAGRAM: usize = 64 * 1024;
+
+/// A socket to one part of the kernel, in the network namespace of the thread that opened it.
 pub struct Netlink {
-    socket: OwnedFd,
+    socket: Socket,
     sequence: u32,
     buffer: Vec<u8>,
 }
 
 impl Netlink {
-    /// Opens one, in the network namespace that this thread is in.
-    pub fn open(protocol: SockProtocol) -> io::Result<Self> {
-        let socket = socket(
-            AddressFamily::Netlink,
-            SockType::Raw,
-            SockFlag::SOCK_CLOEXEC,
-            protocol,
-        )?;
-        Self::of(socket)
-    }
-
-    /// Likewise, to IPsec's.
-    pub fn open_xfrm() -> io::Result<Self> {
-        Self::of(rustix::net::socket_with(
-            rustix::net::AddressFamily::NETLINK,
-            rustix::net::SocketType::RAW,
-            rustix::net::SocketFlags::CLOEXEC,
-            Some(rustix::net::netlink::XFRM),
-        )?)
-    }
-
-    fn of(socket: OwnedFd) -> io::Result<Self> {
-        setsockopt(
-            &socket,
-            sockopt::ReceiveTimeout,
-            &TimeVal::seconds(PATIENCE),
-        )?;
+    /// Opens a socket of a protocol (`netlink_sys::protocols`), in the network namespace that this thread is in.
+    ///
+    /// # Errors
+    /// If the kernel has no such protocol (`EPROTONOSUPPORT`), or refuses.
+    pub fn open(protocol: isize) -> io::Result<Self> {
+        let socket = Socket::new(protocol)?;
+        set_socket_timeout(&socket, Timeout::Recv, Some(PATIENCE))?;
         Ok(Self {
             socket,
             sequence: 0,
-            // Larger than what the kernel puts into one datagram of a dump.
-            buffer: vec![0; 64 * 1024],
+            buffer: Vec::with_capacity(DATAGRAM),
         })
+    }
+
+    /// Has the kernel answer a dump with what matches all of the request (`NETLINK_GET_STRICT_CHK`), and not with
+    /// everything of its kind.
+    pub fn filter(&self) -> io::Result<()> {
+        self.socket.set_netlink_get_strict_chk(true)
     }
 
     /// Asks for a list; `each` is given every item.
@@ -96,32 +72,23 @@ impl Netlink {
         request: &[u8],
         mut each: impl FnMut(&[u8]),
     ) -> io::Result<()> {
+        self.dump_kinds(kind, request, |_, item| each(item))
+    }
+
+    /// As [`Netlink::dump`]; `each` is given the message's kind, too.
+    pub fn dump_kinds(
+        &mut self,
+        kind: u16,
+        request: &[u8],
+        mut each: impl FnMut(u16, &[u8]),
+    ) -> io::Result<()> {
         self.send(kind, REQUEST | DUMP, request)?;
         self.answers(&mut each)
     }
 
     /// Asks for something to be done, and whether it was.
     pub fn ask(&mut self, kind: u16, request: &[u8]) -> io::Result<()> {
-        self.send(kind, REQUEST | ACK, request)?;
-        self.answers(&mut |_| {})
-    }
-
-    /// Asks a netfilter subsystem for several things, all of which are done or none
-    /// (`nfnetlink_rcv_batch`). A request is its kind, flags and content.
-    pub fn batch(&mut self, subsystem: u16, requests: &[(u16, u16, Vec<u8>)]) -> io::Result<()> {
-        const BEGIN: u16 = 0x10; // NFNL_MSG_BATCH_BEGIN
-        const END: u16 = 0x11; // NFNL_MSG_BATCH_END
-        self.sequence += 1;
-        // struct nfgenmsg: any family, version 0, the subsystem in network order.
-        let about = [&[0, 0][..], &subsystem.to_be_bytes()].concat();
-        let mut bytes = self.message(BEGIN, REQUEST, &about)?;
-        for (kind, flags, content) in requests {
-            bytes.extend(self.message(*kind, REQUEST | ACK | flags, content)?);
-        }
-        bytes.extend(self.message(END, REQUEST, &about)?);
-        send(self.socket.as_raw_fd(), &bytes, MsgFlags::empty())?;
-        // Each request is answered, and the batch as a whole where the kernel could not commit it.
-        requests.iter().try_for_each(|_| self.answers(&mut |_| {}))
+        self.request(kind, 0, request, |_, _| {})
     }
 
     /// Asks for one thing; `each` is given it.
@@ -131,14 +98,46 @@ impl Netlink {
         request: &[u8],
         mut each: impl FnMut(&[u8]),
     ) -> io::Result<()> {
-        self.send(kind, REQUEST | ACK, request)?;
+        self.request(kind, 0, request, |_, answer| each(answer))
+    }
+
+    /// Sends one request that the kernel acknowledges, with `flags` besides (`NLM_F_CREATE`…); `each` is given the kind
+    /// and the content of every answer.
+    pub fn request(
+        &mut self,
+        kind: u16,
+        flags: u16,
+        request: &[u8],
+        mut each: impl FnMut(u16, &[u8]),
+    ) -> io::Result<()> {
+        self.send(kind, REQUEST | ACK | flags, request)?;
         self.answers(&mut each)
     }
 
+    /// Asks a netfilter subsystem for several things, all of which are done or none
+    /// (`nfnetlink_rcv_batch`). A request is its kind, flags and content.
+    pub fn batch(&mut self, subsystem: u16, requests: &[(u16, u16, Vec<u8>)]) -> io::Result<()> {
+        const BEGIN: u16 = 0x10; // NFNL_MSG_BATCH_BEGIN
+        const END: u16 = 0x11; // NFNL_MSG_BATCH_END
+        self.sequence = self.sequence.wrapping_add(1);
+        // struct nfgenmsg: any family, version 0, the subsystem in network order.
+        let about = [&[0, 0][..], &subsystem.to_be_bytes()].concat();
+        let mut bytes = self.message(BEGIN, REQUEST, &about)?;
+        for (kind, flags, content) in requests {
+            bytes.extend(self.message(*kind, REQUEST | ACK | flags, content)?);
+        }
+        bytes.extend(self.message(END, REQUEST, &about)?);
+        self.socket.send(&bytes, 0)?;
+        // Each request is answered, and the batch as a whole where the kernel could not commit it.
+        requests
+            .iter()
+            .try_for_each(|_| self.answers(&mut |_, _| {}))
+    }
+
     fn send(&mut self, kind: u16, flags: u16, request: &[u8]) -> io::Result<()> {
-        self.sequence += 1;
+        self.sequence = self.sequence.wrapping_add(1);
         let message = self.message(kind, flags, request)?;
-        send(self.socket.as_raw_fd(), &message, MsgFlags::empty())?;
+        self.socket.send(&message, 0)?;
         Ok(())
     }
 
@@ -156,16 +155,15 @@ impl Netlink {
         Ok(message)
     }
 
-    fn answers(&mut self, each: &mut dyn FnMut(&[u8])) -> io::Result<()> {
+    fn answers(&mut self, each: &mut dyn FnMut(u16, &[u8])) -> io::Result<()> {
         let mut changed = false;
         loop {
-            let read = match recv(
-                self.socket.as_raw_fd(),
-                &mut self.buffer,
-                MsgFlags::MSG_TRUNC,
-            ) {
-                Err(Errno::EINTR) => continue,
-                Err(Errno::EAGAIN) => return Err(io::ErrorKind::TimedOut.into()),
+            self.buffer.clear();
+            let read = match self.socket.recv(&mut self.buffer, libc::MSG_TRUNC) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    return Err(io::ErrorKind::TimedOut.into());
+                }
                 read => read?,
             };
             let mut rest = self
@@ -193,7 +191,7 @@ impl Netlink {
                             error => Err(io::Error::from_raw_os_error(-error)),
                         };
                     }
-                    _ => each(payload),
+                    kind => each(kind, payload),
                 }
             }
         }
