@@ -13,6 +13,7 @@ use dataplane_tests::{
     chart,
     openmetrics::{self, Sample},
 };
+use jiff::Timestamp;
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -44,6 +45,12 @@ pub struct Wanted {
     pub config: Value,
     /// Take each other's place (component `surge`).
     pub surge: bool,
+    /// Whether the configuration names the API server's own address, which every cluster here needs.
+    pub api_server: bool,
+    /// More components of the overlay.
+    pub components: Vec<&'static str>,
+    /// More patches of the overlay.
+    pub patches: Vec<Value>,
 }
 
 impl Default for Wanted {
@@ -52,6 +59,9 @@ impl Default for Wanted {
             tag: images::TAGS[0],
             config: json!({}),
             surge: false,
+            api_server: true,
+            components: Vec::new(),
+            patches: Vec::new(),
         }
     }
 }
@@ -67,8 +77,13 @@ impl Wanted {
 
     /// The configuration file.
     fn configuration(&self) -> Result<Value> {
+        let source = if self.api_server {
+            json!({ "apiServer": place::api_server() })
+        } else {
+            json!({})
+        };
         let mut config = json!({
-            "source": { "kubernetes": { "apiServer": place::api_server() } },
+            "source": { "kubernetes": source },
             "packets": { "podCidrs": POD_RANGES },
             "kernel": {
                 "bpffs": "/host/sys/fs/bpf/dataplane",
@@ -99,29 +114,35 @@ pub fn kustomize(cluster: &Cluster, wanted: &Wanted) -> Result<String> {
             .arg(workspace::root().join("deploy/kustomize"))
             .arg(&overlay),
     )?;
-    let mut components = Vec::new();
+    let mut components = wanted.components.clone();
     if wanted.mesh() {
-        components.push("kustomize/mesh");
+        components.push("mesh");
     }
     if wanted.conntrack() {
-        components.push("kustomize/conntrack");
+        components.push("conntrack");
     }
     if wanted.surge {
-        components.push("kustomize/surge");
+        components.push("surge");
     }
+    let components: Vec<String> = components
+        .iter()
+        .map(|name| format!("kustomize/{name}"))
+        .collect();
     let config = json!({
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": { "name": "dataplane", "namespace": "kube-system" },
         "data": { "config.yaml": wanted.configuration()?.to_string() },
     });
+    let mut patches = vec![json!({ "patch": config.to_string() })];
+    patches.extend(wanted.patches.iter().cloned());
     let kustomization = json!({
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
         "resources": ["kustomize/base"],
         "components": components,
         "images": [{ "name": "dataplane", "newName": images::DATAPLANE, "newTag": wanted.tag }],
-        "patches": [{ "patch": config.to_string() }],
+        "patches": patches,
     });
     fs::write(
         overlay.join("kustomization.yaml"),
@@ -131,13 +152,16 @@ pub fn kustomize(cluster: &Cluster, wanted: &Wanted) -> Result<String> {
     output(cluster.kubectl.command().arg("kustomize").arg(&overlay))
 }
 
-/// The chart, rendered by Helm, or by the tests' engine if there is no Helm.
-pub fn chart(wanted: &Wanted) -> Result<String> {
-    let values = json!({
+/// The chart, rendered by Helm, or by the tests' engine if there is no Helm. `more`: other values.
+pub fn chart(wanted: &Wanted, more: &Value) -> Result<String> {
+    let mut values = json!({
         "image": { "repository": images::DATAPLANE, "tag": wanted.tag },
         "config": wanted.configuration()?,
         "surge": wanted.surge,
     });
+    for (key, value) in more.as_object().context("values")? {
+        values[key] = value.clone();
+    }
     if let Some(helm) = on_path("helm") {
         let file = place::directory().join("values.json");
         fs::write(&file, values.to_string()).context("cannot write the chart's values")?;
@@ -160,6 +184,12 @@ pub fn chart(wanted: &Wanted) -> Result<String> {
 
 /// Deploys the base and waits until all pods are ready.
 pub fn deploy(cluster: &Cluster, wanted: &Wanted) -> Result<()> {
+    apply(cluster, wanted)?;
+    wait(cluster)
+}
+
+/// Deploys the base.
+pub fn apply(cluster: &Cluster, wanted: &Wanted) -> Result<()> {
     let text = kustomize(cluster, wanted)?;
     let before = cluster
         .kubectl
@@ -174,7 +204,7 @@ pub fn deploy(cluster: &Cluster, wanted: &Wanted) -> Result<()> {
             .kubectl
             .run(&["-n", "kube-system", "rollout", "restart", DAEMON_SET])?;
     }
-    wait(cluster)
+    Ok(())
 }
 
 /// Waits until the DaemonSet is rolled out, and every node's agent healthy.
@@ -198,6 +228,26 @@ pub fn healthy(cluster: &Cluster, node: Node) -> Result<()> {
     output(node.command(&cluster.dataplane)?.arg("status"))
         .with_context(|| format!("node {}", node.name()))?;
     Ok(())
+}
+
+/// What `dataplane status` on the node says, and whether it says that the node is healthy.
+pub fn status(cluster: &Cluster, node: Node) -> Result<(bool, String)> {
+    let said = node.command(&cluster.dataplane)?.arg("status").output()?;
+    let text = String::from_utf8_lossy(&said.stdout).into_owned();
+    Ok((said.status.success(), text))
+}
+
+/// `dataplane status` on the node must have all of these words. Returns whether it says that the node is healthy.
+pub fn says(cluster: &Cluster, node: Node, words: &[&str]) -> Result<bool> {
+    let (healthy, text) = status(cluster, node)?;
+    for word in words {
+        ensure!(
+            text.contains(word),
+            "node {}: status does not say {word:?}: {text}",
+            node.name()
+        );
+    }
+    Ok(healthy)
 }
 
 /// Takes away everything that the base has, and what the agents left on the nodes.
@@ -256,6 +306,37 @@ pub fn pods(cluster: &Cluster) -> Result<Vec<Value>> {
     cluster
         .kubectl
         .list(&["-n", "kube-system", "pods", "-l", label])
+}
+
+/// The name of the DaemonSet's newest pod on a node.
+pub fn pod(cluster: &Cluster, node: Node) -> Result<String> {
+    let mut pods = pods(cluster)?;
+    pods.retain(|pod| {
+        pod["spec"]["nodeName"] == node.name() && pod["metadata"]["deletionTimestamp"].is_null()
+    });
+    pods.sort_by_key(|pod| pod["metadata"]["creationTimestamp"].to_string());
+    let newest = pods.pop();
+    let newest = newest.with_context(|| format!("node {} has no agent's pod", node.name()))?;
+    let name = newest["metadata"]["name"].as_str();
+    Ok(name.context("a name")?.to_owned())
+}
+
+/// What the agent on a node has logged since then, each line with its time by the container runtime.
+pub fn log(cluster: &Cluster, node: Node, since: Timestamp) -> Result<String> {
+    let (pod, since) = (pod(cluster, node)?, format!("--since-time={since}"));
+    cluster
+        .kubectl
+        .run(&["-n", "kube-system", "logs", "--timestamps", &since, &pod])
+}
+
+/// Runs `dataplane` in the agent's pod on a node, as an operator does.
+pub fn exec(cluster: &Cluster, node: Node, words: &str) -> Result<String> {
+    let pod = pod(cluster, node)?;
+    let mut kubectl = cluster.kubectl.command();
+    kubectl
+        .args(["-n", "kube-system", "exec", &pod, "--", "dataplane"])
+        .args(words.split(' '));
+    output(&mut kubectl)
 }
 
 /// An agent that is a process of the node. It ends when it is dropped.

@@ -14,9 +14,9 @@ use serde_json::{Value, json};
 use super::{
     Cluster, Size,
     agent::{self, Wanted},
-    identity,
     images::{self, Image},
-    place::{self, CONTROL, POD_RANGES, in_netns},
+    kube_proxy,
+    place::{self, CONTROL, in_netns},
     programs::{Programs, VARIABLE},
 };
 use crate::{
@@ -104,7 +104,7 @@ pub fn programs(arguments: &Arguments) -> Vec<&'static str> {
         programs.push("agnhost");
     }
     if arguments.with != Proxy::Dataplane {
-        programs.push("kube-proxy");
+        programs.push(kube_proxy::PROGRAM);
     }
     programs
 }
@@ -177,7 +177,7 @@ pub fn main(arguments: &Arguments, programs: &Programs, no_install: bool) -> Res
 }
 
 /// Has somebody serve services on every node.
-fn serve(cluster: &Cluster, with: Proxy) -> Result<Vec<KubeProxy>> {
+fn serve(cluster: &Cluster, with: Proxy) -> Result<Vec<kube_proxy::Process>> {
     if with == Proxy::Dataplane {
         // As kube-proxy below.
         let conntrack = json!({ "tcpCloseWaitTimeout": "1h" });
@@ -191,50 +191,8 @@ fn serve(cluster: &Cluster, with: Proxy) -> Result<Vec<KubeProxy>> {
     cluster
         .nodes
         .iter()
-        .map(|node| KubeProxy::start(cluster, *node, with))
+        .map(|node| kube_proxy::Process::start(cluster, *node, with.name()))
         .collect()
-}
-
-/// kube-proxy on a node. It ends when it is dropped.
-struct KubeProxy(Child);
-
-impl KubeProxy {
-    fn start(cluster: &Cluster, node: place::Node, mode: Proxy) -> Result<Self> {
-        let config = json!({
-            "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
-            "kind": "KubeProxyConfiguration",
-            "mode": mode.name(),
-            "clientConnection": { "kubeconfig": identity::file("proxy.conf") },
-            "hostnameOverride": node.name(),
-            "clusterCIDR": POD_RANGES.join(","),
-            "detectLocalMode": "ClusterCIDR",
-            "bindAddress": "0.0.0.0",
-            // Limits of the whole machine stay as they are.
-            "conntrack": { "maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "1h" },
-        });
-        let file = node.directory().join("kube-proxy.yaml");
-        fs::write(&file, config.to_string()).context("cannot write kube-proxy's configuration")?;
-        let log =
-            File::create(node.directory().join("kube-proxy.log")).context("cannot open a log")?;
-        let mut command = node.command(cluster.programs.kubernetes("kube-proxy"))?;
-        command
-            .arg(format!("--config={}", file.display()))
-            .stdin(Stdio::null())
-            .stdout(log.try_clone()?)
-            .stderr(log);
-        let child = command
-            .spawn()
-            .with_context(|| format!("cannot start {}", shown(&command)))?;
-        Ok(Self(child))
-    }
-}
-
-impl Drop for KubeProxy {
-    fn drop(&mut self) {
-        // What it entered the node by; the rest ends with the node.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
 }
 
 /// e2e.test in the control plane's network namespace.

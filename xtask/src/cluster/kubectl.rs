@@ -69,6 +69,7 @@ impl Kubectl {
             &["apply", "--server-side", "--force-conflicts", "-f", "-"],
             &object.to_string(),
         )
+        .map(drop)
     }
 
     /// Likewise, from YAML.
@@ -77,10 +78,11 @@ impl Kubectl {
             &["apply", "--server-side", "--force-conflicts", "-f", "-"],
             text,
         )
+        .map(drop)
     }
 
-    /// Runs it with something to read.
-    pub fn feed(&self, arguments: &[&str], text: &str) -> Result<()> {
+    /// Runs it with something to read, and returns what it prints.
+    pub fn feed(&self, arguments: &[&str], text: &str) -> Result<String> {
         let mut command = self.command();
         command
             .args(arguments)
@@ -100,7 +102,7 @@ impl Kubectl {
             let complaint = String::from_utf8_lossy(&output.stderr);
             bail!("kubectl {}: {}", arguments.join(" "), complaint.trim());
         }
-        Ok(())
+        String::from_utf8(output.stdout).context("kubectl printed no text")
     }
 }
 

@@ -11,6 +11,7 @@ mod dns;
 mod e2e;
 mod identity;
 mod images;
+mod kube_proxy;
 mod kubectl;
 mod network;
 mod node;
@@ -67,7 +68,8 @@ Examples:
 
 Kubernetes' programs:
     export KUBERNETES_BIN=DIRECTORY     kube-apiserver, kube-controller-manager, kube-scheduler, kubelet, kubectl;
-                                        for `e2e` also e2e.test and agnhost, and kube-proxy to compare
+                                        for scenario `kube-proxy` also kube-proxy; for `e2e` also e2e.test and
+                                        agnhost, and kube-proxy to compare
     apt-get install etcd-server containerd runc containernetworking-plugins conntrack nftables")]
 pub struct Arguments {
     #[command(subcommand)]
@@ -151,10 +153,11 @@ pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
         Command::Run(run) => {
-            let Some(programs) = or_skipped(&[], "the scenarios")? else {
+            let chosen = scenarios::choose(&run.scenarios)?;
+            let besides = scenarios::programs(&chosen);
+            let Some(programs) = or_skipped(&besides, "the scenarios")? else {
                 return Ok(ExitCode::SUCCESS);
             };
-            let chosen = scenarios::choose(&run.scenarios)?;
             let size = Size {
                 nodes: 2,
                 portmap: false,

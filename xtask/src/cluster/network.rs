@@ -1,9 +1,10 @@
 //! The cluster's network: a switch, the control plane and the nodes at it, static routes to pods, no route outside.
 
 use std::{
+    collections::BTreeSet,
     fs::{self, File},
     io::{Read as _, Write as _},
-    net::{IpAddr, SocketAddr, TcpStream},
+    net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream},
     process::Command,
     thread,
     time::Duration,
@@ -12,8 +13,8 @@ use std::{
 use anyhow::{Context as _, Result};
 use nix::sched::{CloneFlags, setns};
 
-use super::place::{CONTROL, CONTROL_V4, CONTROL_V6, NETNS_PREFIX, Node, SWITCH, netns};
-use crate::command::check;
+use super::place::{CONTROL, CONTROL_V4, CONTROL_V6, NETNS_PREFIX, Node, SWITCH, in_netns, netns};
+use crate::command::{check, output};
 
 /// Makes all namespaces, links and routes.
 pub fn make(nodes: &[Node]) -> Result<()> {
@@ -57,6 +58,68 @@ pub fn route(address: &str, node: Node) -> Result<()> {
         node.ipv4().to_string()
     };
     ip_in(CONTROL, &format!("route replace {address} via {via}"))
+}
+
+/// Has the nodes' router drop what is for an address, without a word, or no more.
+pub fn swallow(address: &str, on: bool) -> Result<()> {
+    let what = if on { "replace" } else { "delete" };
+    ip_in(CONTROL, &format!("route {what} blackhole {address}"))
+}
+
+/// Has the control plane's end drop what belongs to a node's TCP connections that are there, without a word: what a
+/// firewall does that has forgotten them. New connections are made. Returns how many these are.
+pub fn forget_connections(node: Node, port: u16) -> Result<usize> {
+    let established = output(in_netns(CONTROL, "cat").arg("/proc/net/tcp"))?;
+    let ports = ports_of(&established, node.ipv4(), port);
+    let list: Vec<String> = ports.iter().map(ToString::to_string).collect();
+    let (list, address) = (list.join(", "), node.ipv4());
+    let rules = format!(
+        "table ip {FORGOTTEN} {{
+            chain in {{
+                type filter hook input priority 0;
+                ip saddr {address} tcp dport {port} tcp sport {{ {list} }} drop
+            }}
+            chain out {{
+                type filter hook output priority 0;
+                ip daddr {address} tcp sport {port} tcp dport {{ {list} }} drop
+            }}
+        }}"
+    );
+    check(nft().arg(rules))?;
+    Ok(ports.len())
+}
+
+/// Takes the rules of [`forget_connections`] away.
+pub fn remember_connections() -> Result<()> {
+    check(nft().arg(format!("delete table ip {FORGOTTEN}")))
+}
+
+const FORGOTTEN: &str = "forgotten";
+
+fn nft() -> Command {
+    in_netns(CONTROL, "nft")
+}
+
+/// The remote ports of established connections with this local port, from `/proc/net/tcp`.
+fn ports_of(table: &str, remote: Ipv4Addr, port: u16) -> BTreeSet<u16> {
+    const ESTABLISHED: &str = "01";
+    let remote = format!("{:08X}", u32::from_ne_bytes(remote.octets()));
+    let local = format!("{port:04X}");
+    let mut ports = BTreeSet::new();
+    for line in table.lines().skip(1) {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        let [_, here, there, state, ..] = fields.as_slice() else {
+            continue;
+        };
+        let (Some((_, from)), Some((address, to))) = (here.split_once(':'), there.split_once(':'))
+        else {
+            continue;
+        };
+        if *state == ESTABLISHED && from == local && address == remote {
+            ports.extend(u16::from_str_radix(to, 16));
+        }
+    }
+    ports
 }
 
 fn add_netns(member: &str) -> Result<()> {
@@ -169,4 +232,22 @@ pub fn remove() -> Result<()> {
             .with_context(|| format!("cannot remove the network namespace {name}"))?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn established_connections_are_found_by_address_and_port() {
+        let table = "  sl  local_address rem_address   st tx_queue rx_queue\n   \
+            0: 0100090A:192B 00000000:0000 0A 00000000:00000000\n   \
+            1: 0100090A:192B 0B00090A:C350 01 00000000:00000000\n   \
+            2: 0100090A:192B 0C00090A:C351 01 00000000:00000000\n   \
+            3: 0100090A:192B 0B00090A:C352 06 00000000:00000000\n";
+        let ports = |last| ports_of(table, Ipv4Addr::new(10, 9, 0, last), 6443);
+        assert_eq!(ports(11), BTreeSet::from([50_000]));
+        assert_eq!(ports(12), BTreeSet::from([50_001]));
+        assert!(ports(13).is_empty());
+    }
 }

@@ -106,6 +106,11 @@ impl Programs {
         }
     }
 
+    /// Definitions of the Prometheus Operator's kinds, if they are given.
+    pub fn definitions(&self) -> Option<PathBuf> {
+        Some(self.kubernetes.join("crds")).filter(|directory| directory.is_dir())
+    }
+
     /// One of Kubernetes' programs.
     pub fn kubernetes(&self, name: &str) -> PathBuf {
         self.kubernetes.join(name)

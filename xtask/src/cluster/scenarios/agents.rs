@@ -140,7 +140,8 @@ fn is_alive(pid: u32) -> bool {
     state == Some(false)
 }
 
-fn now_ns() -> Result<u64> {
+/// The machine's monotonic clock, in nanoseconds.
+pub fn now_ns() -> Result<u64> {
     let now = Duration::from(ClockId::CLOCK_MONOTONIC.now().context("no clock")?);
     Ok(u64::try_from(now.as_nanos())?)
 }

@@ -3,9 +3,13 @@
 use std::{fs, thread, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
+use jiff::Timestamp;
 use serde_json::{Value, json};
 
-use super::pods::{From, Load, SHORT, Space, at};
+use super::{
+    load::Load,
+    pods::{From, SHORT, Space, at},
+};
 use crate::cluster::{
     Cluster, agent,
     control::{self, ETCD, Part},
@@ -16,6 +20,8 @@ use crate::cluster::{
 };
 use crate::command::output;
 
+/// Services, EndpointSlices, Pods and Nodes are read.
+const KINDS: usize = 4;
 const CONNECT: &str = "connect --count 40 --timeout-ms 2000";
 /// How long the agent may take to hear of an API server that is back: it asks again every 15 to 30 s at the latest.
 const BACK: Duration = Duration::from_mins(1);
@@ -41,6 +47,7 @@ pub fn killed(cluster: &Cluster) -> Result<String> {
         .iter()
         .map(|from| Load::start(cluster, from, &to))
         .collect::<Result<Vec<_>>>()?;
+    let begun = Timestamp::now();
     Part::ApiServer.kill()?;
     thread::sleep(Duration::from_secs(20));
     for node in &cluster.nodes {
@@ -66,12 +73,28 @@ pub fn killed(cluster: &Cluster) -> Result<String> {
     for load in loads {
         answered += load.none_failed()?;
     }
+    let mut lines = 0;
     for node in &cluster.nodes {
         eventually(SHORT, || agent::healthy(cluster, *node))?;
+        lines = eventually(SHORT, || told_once(&agent::log(cluster, *node, begun)?))?;
     }
     Ok(format!(
-        "none of {answered} connections failed with the API server away for 20 s; changes arrived when it was back"
+        "none of {answered} connections failed with the API server away for 20 s; changes arrived when it was back; \
+         the last node's log has {lines} lines on it"
     ))
+}
+
+/// Of each kind the log says once that it cannot be read, and once that it can. Returns how many lines that is.
+fn told_once(log: &str) -> Result<usize> {
+    let with = |words: &str| log.lines().filter(|line| line.contains(words)).count();
+    let (began, ended) = (with(" cannot "), with(": they can be read again"));
+    ensure!(
+        began == KINDS && ended == KINDS,
+        "{began} lines where the API server goes away, {ended} where it comes back, and {KINDS} kinds: {log}"
+    );
+    let worse = with(" WARN ") + with(" ERROR ");
+    ensure!(worse == KINDS, "{worse} warnings and errors: {log}");
+    Ok(began + ended)
 }
 
 pub fn compaction(cluster: &Cluster) -> Result<String> {

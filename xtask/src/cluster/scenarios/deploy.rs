@@ -5,14 +5,18 @@ use std::{collections::BTreeSet, thread, time::Duration};
 use anyhow::{Context as _, Result, bail, ensure};
 use serde_json::{Value, json};
 
-use super::pods::{From, Load, SHORT, Space, at};
+use super::{
+    load::Load,
+    pods::{From, SHORT, Space, at},
+};
 use crate::{
     cluster::{
         Cluster,
         agent::{self, Wanted},
         images,
         kubectl::eventually,
-        node, place,
+        node,
+        place::{self, Node},
     },
     command::{check, output},
     workspace,
@@ -77,13 +81,18 @@ pub fn rbac(cluster: &Cluster) -> Result<String> {
         used == granted,
         "the agent used {used:?}, and may read {granted:?}"
     );
-    let agent = requests
-        .iter()
-        .find_map(|request| request["userAgent"].as_str());
+    let of = |request: &Value| -> String {
+        let agent = request["userAgent"].as_str().unwrap_or_default();
+        agent.to_owned()
+    };
+    let agents: BTreeSet<String> = requests.iter().map(of).collect();
+    ensure!(
+        agents.iter().all(|agent| agent.starts_with("dataplane/")),
+        "the agents name themselves {agents:?}"
+    );
     Ok(format!(
-        "{} requests, none forbidden, of every kind that the ClusterRole names and no other; User-Agent {:?}",
+        "{} requests, none forbidden, of every kind that the ClusterRole names and no other; User-Agent {agents:?}",
         requests.len(),
-        agent.unwrap_or_default()
     ))
 }
 
@@ -194,7 +203,9 @@ pub fn upgrade(cluster: &Cluster) -> Result<String> {
 pub fn chart(cluster: &Cluster) -> Result<String> {
     agent::remove(cluster)?;
     let wanted = Wanted::default();
-    cluster.kubectl.apply_text(&agent::chart(&wanted)?)?;
+    cluster
+        .kubectl
+        .apply_text(&agent::chart(&wanted, &json!({}))?)?;
     agent::wait(cluster)?;
     let busy = Busy::new(cluster, "chart", &json!({}))?;
     // A changed value changes the checksum, and rolls out by itself.
@@ -210,7 +221,9 @@ pub fn chart(cluster: &Cluster) -> Result<String> {
         ..wanted
     };
     let loads = busy.loads()?;
-    cluster.kubectl.apply_text(&agent::chart(&changed)?)?;
+    cluster
+        .kubectl
+        .apply_text(&agent::chart(&changed, &json!({}))?)?;
     agent::wait(cluster)?;
     ensure!(
         generation()? != before,
@@ -236,20 +249,7 @@ pub fn cleanup(cluster: &Cluster) -> Result<String> {
     // What it left goes on serving.
     busy.all_reach()?;
     for node in &cluster.nodes {
-        let text = job(cluster, &node.name())?;
-        // As docs/kubernetes.md has it: the Job of the node before is replaced.
-        cluster
-            .kubectl
-            .feed(&["replace", "--force", "-f", "-"], &text)?;
-        let wait = [
-            "-n",
-            "kube-system",
-            "wait",
-            "--for=condition=complete",
-            "--timeout=120s",
-            "job/dataplane-cleanup",
-        ];
-        cluster.kubectl.run(&wait)?;
+        clean(cluster, *node)?;
         // The kernel itself puts maps.debug and progs.debug into every BPF file system.
         let pins = output(node.command("find")?.args([
             "/sys/fs/bpf",
@@ -273,12 +273,37 @@ pub fn cleanup(cluster: &Cluster) -> Result<String> {
             &["TIMEOUT", "EHOSTUNREACH", "ENETUNREACH", "ECONNREFUSED"],
         )?;
     }
-    cluster
-        .kubectl
-        .run(&["-n", "kube-system", "delete", "job/dataplane-cleanup"])?;
+    remove_job(cluster)?;
     agent::deploy(cluster, &Wanted::default())?;
     busy.all_reach()?;
     Ok("served on without the agent; after the Job no pin is left and nothing is served; the agent serves again".into())
+}
+
+/// Cleans a node by the Job of `deploy/kustomize`.
+pub(super) fn clean(cluster: &Cluster, node: Node) -> Result<()> {
+    let text = job(cluster, &node.name())?;
+    // As docs/kubernetes.md has it: the Job of the node before is replaced.
+    cluster
+        .kubectl
+        .feed(&["replace", "--force", "-f", "-"], &text)?;
+    let wait = [
+        "-n",
+        "kube-system",
+        "wait",
+        "--for=condition=complete",
+        "--timeout=120s",
+        "job/dataplane-cleanup",
+    ];
+    cluster.kubectl.run(&wait).map(drop)
+}
+
+/// Takes the Job away.
+pub(super) fn remove_job(cluster: &Cluster) -> Result<()> {
+    let job = ["delete", "--ignore-not-found", "job/dataplane-cleanup"];
+    cluster
+        .kubectl
+        .run(&[&["-n", "kube-system"], &job[..]].concat())
+        .map(drop)
 }
 
 /// The clean-up Job of `deploy/kustomize`, for a node.

@@ -8,7 +8,8 @@ use serde_json::json;
 use super::{
     agents::{self, Restart},
     deploy::{Busy, CONNECT},
-    pods::{From, Load},
+    load::Load,
+    pods::From,
 };
 use crate::cluster::{
     Cluster,
@@ -23,6 +24,7 @@ pub fn captured_pods(cluster: &Cluster) -> Result<String> {
         tag: images::TAGS[tag],
         config: mesh.clone(),
         surge,
+        ..Wanted::default()
     };
     agent::deploy(cluster, &wanted(false, 0))?;
     let outcome = captured(cluster, &wanted);

@@ -1,17 +1,24 @@
 //! What is tried in a cluster. Each scenario leaves the cluster as it found it: with the DaemonSet of the base.
 
+mod accepted;
+mod address;
 mod agents;
 mod api;
+mod cut;
 mod deploy;
+mod load;
 mod mesh;
+mod migration;
+mod node_goes;
 mod pods;
 mod services;
+mod wrong_cgroup;
 
 use std::{fs, time::Instant};
 
 use anyhow::{Result, bail};
 
-use super::{Cluster, place};
+use super::{Cluster, kube_proxy, place};
 use crate::{
     command::output,
     progress::note,
@@ -25,64 +32,113 @@ pub struct Scenario {
     about: &'static str,
     /// Returns what was seen, in a line.
     run: fn(&Cluster) -> Result<String>,
+    /// What it takes of Kubernetes' programs besides those of every cluster.
+    programs: &'static [&'static str],
 }
 
 /// In the order in which they run.
-const ALL: [Scenario; 11] = [
+const ALL: [Scenario; 17] = [
     Scenario {
         name: "rbac",
         about: "the agent reads what our ClusterRole allows, and nothing that it asks for is forbidden",
         run: deploy::rbac,
+        programs: &[],
     },
     Scenario {
         name: "services",
         about: "every type of service, from pods, nodes and outside, IPv4 and IPv6, TCP and UDP",
         run: services::all_types,
+        programs: &[],
     },
     Scenario {
         name: "policies",
         about: "externalTrafficPolicy, health check ports, session affinity, internalTrafficPolicy, no endpoints",
         run: services::policies,
+        programs: &[],
     },
     Scenario {
         name: "rollout",
         about: "a Deployment's rolling update under load",
         run: services::rollout,
+        programs: &[],
     },
     Scenario {
         name: "api-server",
         about: "the API server killed and back, under load",
         run: api::killed,
+        programs: &[],
     },
     Scenario {
         name: "compaction",
         about: "a node cut off while etcd is compacted and the API server forgets",
         run: api::compaction,
+        programs: &[],
     },
     Scenario {
         name: "tokens",
         about: "a service account's token renewed in time, and one that expires",
         run: api::tokens,
+        programs: &[],
+    },
+    Scenario {
+        name: "cut",
+        about: "connections to the API server that are cut without a word",
+        run: cut::silently,
+        programs: &[],
+    },
+    Scenario {
+        name: "no-address",
+        about: "the base without `apiServer`, on nodes without a service proxy",
+        run: address::missing,
+        programs: &[],
+    },
+    Scenario {
+        name: "node",
+        about: "the Node object tainted by the cluster autoscaler, deleted, and back",
+        run: node_goes::tainted_and_deleted,
+        programs: &[],
+    },
+    Scenario {
+        name: "cgroup",
+        about: "a wrong `kernel.cgroup`, and its correction under load",
+        run: wrong_cgroup::corrected,
+        programs: &[],
     },
     Scenario {
         name: "upgrade",
         about: "a new image under load, without the component surge and with it",
         run: deploy::upgrade,
+        programs: &[],
     },
     Scenario {
         name: "mesh",
         about: "pods captured by the agent's proxy: probes keep working; upgrades without the component surge and with it",
         run: mesh::captured_pods,
+        programs: &[],
     },
     Scenario {
         name: "chart",
         about: "the chart in the base's place",
         run: deploy::chart,
+        programs: &[],
     },
     Scenario {
         name: "cleanup",
         about: "the clean-up Job leaves nothing on the node",
         run: deploy::cleanup,
+        programs: &[],
+    },
+    Scenario {
+        name: "accepted",
+        about: "every component and every value of the chart are objects that the API server takes",
+        run: accepted::objects,
+        programs: &[],
+    },
+    Scenario {
+        name: "kube-proxy",
+        about: "from kube-proxy (nftables) to the agent and back, by the steps of docs/kubernetes.md, under load",
+        run: migration::there_and_back,
+        programs: &[kube_proxy::PROGRAM],
     },
 ];
 
@@ -104,6 +160,12 @@ pub fn choose(names: &[String]) -> Result<Vec<&'static Scenario>> {
         .iter()
         .filter(|scenario| names.is_empty() || names.iter().any(|name| name == scenario.name));
     Ok(chosen.collect())
+}
+
+/// What these take of Kubernetes' programs besides those of every cluster.
+pub fn programs(chosen: &[&Scenario]) -> Vec<&'static str> {
+    let programs = chosen.iter().flat_map(|scenario| scenario.programs);
+    programs.copied().collect()
 }
 
 /// Runs them one after the other. Returns how many failed.

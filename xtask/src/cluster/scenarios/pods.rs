@@ -1,14 +1,9 @@
 //! What scenarios have in common: a namespace with servers and clients, and requests from everywhere.
 
-use std::{
-    collections::BTreeSet,
-    net::SocketAddr,
-    process::{Child, Command, Stdio},
-    time::Duration,
-};
+use std::{collections::BTreeSet, process::Command, time::Duration};
 
 use anyhow::{Context as _, Result, bail, ensure};
-use dataplane_tests::report::{LoadReport, Report};
+use dataplane_tests::report::Report;
 use serde_json::{Value, json};
 
 use crate::{
@@ -17,7 +12,7 @@ use crate::{
         kubectl::eventually,
         place::{CONTROL, Node, in_netns},
     },
-    command::output,
+    command::{check, output},
 };
 
 /// Ports of a server's pod.
@@ -40,6 +35,8 @@ pub struct Space<'a> {
 pub enum From {
     /// The network namespace of a pod on this node, by one of its processes there.
     Pod(Node, u32),
+    /// A container, in its cgroup, too: a pod by its namespace and name.
+    Container(String, String),
     /// The node itself.
     Node(Node),
     /// Outside of the cluster.
@@ -256,9 +253,28 @@ impl From {
                     .arg(&cluster.probe);
                 command
             }
+            Self::Container(space, pod) => {
+                let mut command = cluster.kubectl.command();
+                command
+                    .args(["-n", space, "exec", "--stdin", pod, "--"])
+                    .arg("/usr/bin/probe");
+                command
+            }
             Self::Node(node) => node.command(&cluster.probe)?,
             Self::Outside => in_netns(CONTROL, &cluster.probe),
         })
+    }
+
+    /// Sets a sysctl of the pod's network namespace, like `net.ipv4.tcp_tw_reuse=1`.
+    pub fn sysctl(&self, setting: &str) -> Result<()> {
+        let Self::Pod(node, pid) = self else {
+            bail!("{self:?} is no pod's network namespace");
+        };
+        let mut command = node.command("nsenter")?;
+        command
+            .args(["--target", &pid.to_string(), "--net"])
+            .args(["sysctl", "--quiet", "--write", setting]);
+        check(&mut command)
     }
 
     /// Runs `probe` with these words, and reads its report.
@@ -321,74 +337,5 @@ pub fn source(report: &Report) -> Result<String> {
     match (sources.next(), sources.next()) {
         (Some(one), None) => Ok(one),
         (one, other) => bail!("the servers saw {one:?} and {other:?}"),
-    }
-}
-
-/// Clients that connect all the time, until they are told to stop.
-pub struct Load {
-    child: Child,
-    what: String,
-}
-
-impl Load {
-    /// Starts them.
-    pub fn start(cluster: &Cluster, from: &From, to: &str) -> Result<Self> {
-        Self::start_with(cluster, from, to, None)
-    }
-
-    /// Starts them, and has each connection reported.
-    pub fn start_each(cluster: &Cluster, from: &From, to: &str) -> Result<Self> {
-        Self::start_with(cluster, from, to, Some("--each"))
-    }
-
-    fn start_with(cluster: &Cluster, from: &From, to: &str, more: Option<&str>) -> Result<Self> {
-        let _: SocketAddr = to
-            .parse()
-            .with_context(|| format!("{to} is no address with a port"))?;
-        let mut probe = from.probe(cluster)?;
-        probe
-            .args(["load", "--until-stdin-closes", "--threads", "2"])
-            .args(["--pause-us", "3000", "--to", to])
-            .args(more)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped());
-        let child = probe.spawn().context("cannot start the load")?;
-        let what = format!("{from:?} to {to}");
-        Ok(Self { child, what })
-    }
-
-    /// Stops them.
-    pub fn report(mut self) -> Result<LoadReport> {
-        drop(self.child.stdin.take());
-        let output = self.child.wait_with_output().context("lost the load")?;
-        let text = String::from_utf8_lossy(&output.stdout);
-        // The first line says that it began.
-        let report = text.lines().nth(1).unwrap_or_default();
-        serde_json::from_str(report)
-            .with_context(|| format!("{}: probe printed {} bytes", self.what, text.len()))
-    }
-
-    /// Stops them. Returns how many connections were answered, and how many failed, with which errors.
-    fn stop(self) -> Result<(u64, u64, String)> {
-        let what = self.what.clone();
-        let report = self.report()?;
-        let failed: u64 = report.errors.values().sum();
-        let details = report.failures.first().map_or_else(String::new, |first| {
-            let since = first.at_ns.saturating_sub(report.started_at_ns) / 1_000_000;
-            format!("{what}: {:?}, the first after {since} ms", report.errors)
-        });
-        Ok((report.answered, failed, details))
-    }
-
-    /// Stops them. None must have failed. Returns how many were answered.
-    pub fn none_failed(self) -> Result<u64> {
-        let (answered, failed, details) = self.stop()?;
-        ensure!(
-            failed == 0,
-            "{failed} of {} connections failed: {details}",
-            answered + failed
-        );
-        ensure!(answered > 100, "only {answered} connections were made");
-        Ok(answered)
     }
 }

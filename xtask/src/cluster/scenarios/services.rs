@@ -5,7 +5,10 @@ use std::{collections::BTreeSet, thread, time::Duration};
 use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
 
-use super::pods::{From, HTTP, LONG, Load, SHORT, Space, at, servers, source};
+use super::{
+    load::Load,
+    pods::{From, HTTP, LONG, SHORT, Space, at, servers, source},
+};
 use crate::cluster::{
     Cluster, agent,
     kubectl::eventually,

@@ -1,0 +1,123 @@
+//! A DaemonSet with a `kernel.cgroup` that holds no pods: that is said, and correcting it costs no connection.
+
+use std::{thread, time::Duration};
+
+use anyhow::{Context as _, Result, ensure};
+use serde_json::json;
+
+use super::{
+    load::{Kept, Load},
+    pods::{From, LONG, SHORT, Space, at},
+};
+use crate::cluster::{
+    Cluster,
+    agent::{self, Wanted},
+    kubectl::eventually,
+    node,
+    place::SYSTEM,
+};
+
+const CONNECT: &str = "connect --count 40 --timeout-ms 2000";
+/// The agent looks at the pods every minute.
+const LOOK: Duration = Duration::from_secs(80);
+/// So few ports that packets have led connections from all of them when sockets begin to: then an endpoint may see
+/// two connections from one port.
+const PORTS: &str = "net.ipv4.ip_local_port_range=40000 40999";
+const KEPT: u64 = 200;
+/// How long clients go on after the correction. Connections failed for 45 s before it was mended.
+const AFTER: Duration = Duration::from_secs(60);
+
+pub fn corrected(cluster: &Cluster) -> Result<String> {
+    let outcome = named_and_corrected(cluster);
+    agent::deploy(cluster, &Wanted::default())?;
+    outcome
+}
+
+fn named_and_corrected(cluster: &Cluster) -> Result<String> {
+    let node = cluster.nodes[0];
+    // The node's own processes are in it, and no pod is.
+    let wrong = format!("/host{}/{SYSTEM}", node::unified_mount()?);
+    let wanted = Wanted {
+        config: json!({ "kernel": { "cgroup": wrong } }),
+        ..Wanted::default()
+    };
+    agent::deploy(cluster, &wanted)?;
+    let space = Space::new(cluster, "cgroup", &json!({}))?;
+    space.servers("web", 2, None)?;
+    space.service("web", "web", &json!({}))?;
+    let to = at(&space.cluster_ips("web")?[0], 80);
+    let web = space.pods("web")?;
+    space.client("client", node)?.sysctl(PORTS)?;
+    let client = From::Container(space.name.clone(), "client".into());
+    eventually(SHORT, || client.reaches(cluster, CONNECT, &to, &web))?;
+
+    // A warning, and the metric of the alert.
+    let outside = || -> Result<f64> {
+        let metrics = agent::metrics(node)?;
+        Ok(agent::sum(&metrics, "dataplane_pods_outside_cgroup", None))
+    };
+    let warning = format!("warning: kernel.cgroup is {wrong}, and ");
+    let example = format!("for example /host{}/kubepods/", node::unified_mount()?);
+    eventually(LOOK, || {
+        let healthy = agent::says(cluster, node, &[&warning, &example, "DATAPLANE_CGROUP"])?;
+        ensure!(healthy, "a wrong cgroup is a warning");
+        Ok(())
+    })?;
+    let count = outside()?;
+    ensure!(count >= 1.0, "dataplane_pods_outside_cgroup is {count}");
+
+    // Corrected while clients connect all the time.
+    let mut kept = Kept::start(cluster, &client, &to, KEPT)?;
+    let load = Load::start(cluster, &client, &to)?;
+    thread::sleep(Duration::from_secs(5));
+    agent::deploy(cluster, &Wanted::default())?;
+    thread::sleep(AFTER);
+    let answered = load.none_failed()?;
+    kept.all_alive()?;
+    client.reaches(cluster, CONNECT, &to, &web)?;
+    eventually(LOOK, || {
+        let (healthy, text) = agent::status(cluster, node)?;
+        ensure!(
+            healthy && !text.contains("kernel.cgroup is "),
+            "after the correction: {text}"
+        );
+        let count = outside()?;
+        ensure!(count == 0.0, "dataplane_pods_outside_cgroup is {count}");
+        Ok(())
+    })?;
+    drop(kept);
+
+    let error = with_a_mesh(cluster, &wrong)?;
+    Ok(format!(
+        "a warning that names {count} of n1's pods; corrected: none of {answered} connections failed, {KEPT} kept ones live on; \
+         with a mesh an error: {error}"
+    ))
+}
+
+/// With a mesh the agent's own sockets have to be in the cgroup, too: its proxy is not told where connections were to
+/// go. Returns the error.
+fn with_a_mesh(cluster: &Cluster, wrong: &str) -> Result<String> {
+    let node = cluster.nodes[0];
+    let labels = json!({ "istio.io/dataplane-mode": "ambient" });
+    let space = Space::new(cluster, "cgroup-mesh", &labels)?;
+    space.client("client", node)?;
+    agent::apply(
+        cluster,
+        &Wanted {
+            config: json!({ "kernel": { "cgroup": wrong }, "mesh": { "rules": { "mode": "proxy" } } }),
+            ..Wanted::default()
+        },
+    )?;
+    let said = eventually(LONG, || {
+        let error = "error: mesh: the agent's sockets are in the cgroup /host";
+        let outside = format!("which is outside of kernel.cgroup, {wrong}: ");
+        let healthy = agent::says(cluster, node, &[error, &outside, "DATAPLANE_CGROUP"])?;
+        ensure!(!healthy, "an agent outside of its cgroup is an error");
+        let (_, text) = agent::status(cluster, node)?;
+        let line = text.lines().find(|line| line.contains(error));
+        let line = line.context("the error")?.trim();
+        Ok(line.trim_start_matches("error: ").to_owned())
+    })?;
+    let (start, _) = said.split_once(": the proxy").unwrap_or((&said, ""));
+    Ok(start.to_owned())
+}
