@@ -59,7 +59,7 @@ pub struct PodCgroups {
 pub fn pod_cgroups(cgroup: &Path, pods: &BTreeSet<u32>) -> Result<PodCgroups, Error> {
     let doing = || format!("cannot look at the cgroup {}", cgroup.display());
     let attached = fs::metadata(cgroup).doing(doing)?.ino();
-    let root = cgroup2_mounts()?.into_iter().find(|path| is_root(path));
+    let (root, base) = root_and_base(cgroup)?;
     let mut found = PodCgroups {
         root: root.clone(),
         ..PodCgroups::default()
@@ -83,8 +83,7 @@ pub fn pod_cgroups(cgroup: &Path, pods: &BTreeSet<u32>) -> Result<PodCgroups, Er
         wanted.extend(&cgroups);
         seen.push((ends, cgroups));
     }
-    let base = root.as_deref().unwrap_or(cgroup);
-    let paths = find(base, wanted);
+    let paths = find(&base, wanted);
     let below = paths.get(&attached).map_or(cgroup, PathBuf::as_path);
     let mut known = BTreeSet::new();
     for (ends, cgroups) in seen {
@@ -137,14 +136,26 @@ pub fn own_elsewhere(cgroup: &Path) -> Result<Option<Elsewhere>, Error> {
     if find(cgroup, BTreeSet::from([own])).contains_key(&own) {
         return Ok(None);
     }
-    let root = cgroup2_mounts()?.into_iter().find(|path| is_root(path));
-    let paths = root
-        .as_deref()
-        .map(|root| find(root, BTreeSet::from([own])));
+    let (root, base) = root_and_base(cgroup)?;
     Ok(Some(Elsewhere {
-        own: paths.and_then(|mut paths| paths.remove(&own)),
+        own: find(&base, BTreeSet::from([own])).remove(&own),
         root,
     }))
+}
+
+/// The root of the hierarchy, if it is mounted where this process sees it; and where to look for cgroups: there, or
+/// else in the mount that `cgroup` is in, which shows what a node that is a container has.
+fn root_and_base(cgroup: &Path) -> Result<(Option<PathBuf>, PathBuf), Error> {
+    let mounts = cgroup2_mounts()?;
+    let root = mounts.iter().find(|path| is_root(path)).cloned();
+    let base = root.clone().or_else(|| mount_of(mounts, cgroup));
+    Ok((root, base.unwrap_or_else(|| cgroup.to_owned())))
+}
+
+/// The mount that a cgroup is in: of mounts over each other the inner one.
+fn mount_of(mounts: Vec<PathBuf>, cgroup: &Path) -> Option<PathBuf> {
+    let around = mounts.into_iter().filter(|mount| cgroup.starts_with(mount));
+    around.max_by_key(|mount| mount.iter().count())
 }
 
 /// The id of the cgroup in which a socket of this process is. (`/proc/self/cgroup` has a path, which is of no use if the
@@ -303,6 +314,16 @@ mod tests {
         );
         let expected = [(id(base.path()), base.path().to_owned()), (id(&deep), deep)];
         assert_eq!(all, BTreeMap::from(expected));
+    }
+
+    #[test]
+    fn cgroups_are_looked_for_in_the_mount_of_the_one_that_is_served() {
+        let mounts = ["/sys/fs/cgroup", "/host/sys/fs/cgroup/unified", "/host"].map(PathBuf::from);
+        let of = |cgroup: &str| mount_of(mounts.to_vec(), Path::new(cgroup));
+        let unified = of("/host/sys/fs/cgroup/unified/system");
+        assert_eq!(unified, Some(mounts[1].clone()));
+        assert_eq!(of("/host/elsewhere"), Some(mounts[2].clone()));
+        assert_eq!(of("/elsewhere"), None);
     }
 
     #[test]
