@@ -3,20 +3,23 @@
 
 use std::path::Path;
 
-use dataplane::config::{self, Config};
+use dataplane::{
+    config,
+    settings::{self, Settings},
+};
 use serde_json::Value;
 
 const ALL: &str = include_str!("config/all.yaml");
 const KUBEADM: &str = include_str!("config/kubeadm.yaml");
 
-fn parse(text: &str) -> Result<Config, String> {
+fn parse(text: &str) -> Result<Settings, String> {
     config::parse(Path::new("dataplane.yaml"), text).map_err(|errors| errors.to_string())
 }
 
 #[test]
 fn nothing_is_a_configuration_too() {
     for text in ["", "# nothing\n", "{}", "source:\nonExit:\n"] {
-        assert_eq!(parse(text), Ok(Config::default()), "{text:?}");
+        assert_eq!(parse(text), Ok(Settings::default()), "{text:?}");
     }
 }
 
@@ -25,14 +28,14 @@ fn a_key_without_a_value_is_an_empty_object() {
     let config = parse("source:\n  kubernetes:\n").unwrap();
     assert_eq!(
         config.source.kubernetes,
-        Some(config::Kubernetes::default())
+        Some(settings::Kubernetes::default())
     );
 }
 
 #[test]
 fn all_of_it_and_back() {
     let config = parse(ALL).unwrap();
-    assert_eq!(parse(&config.to_yaml()), Ok(config));
+    assert_eq!(parse(&config::to_yaml(&config)), Ok(config));
 }
 
 #[test]
@@ -143,17 +146,19 @@ fn notes(imported: &config::Imported) -> Vec<&str> {
 fn kubeadms_configuration() {
     let imported = config::import(KUBEADM).unwrap();
     assert_eq!(
-        imported.config.to_yaml(),
+        config::to_yaml(&imported.config),
         "source:\n  kubernetes:\n    kubeconfig: /var/lib/kube-proxy/kubeconfig.conf\nnode:\n  \
          nodePortAddresses:\n  - 0.0.0.0/0\n  - \"::/0\"\npackets:\n  podCidrs:\n  - 10.244.0.0/16\n\
          kernel:\n  conntrack:\n    maxPerCore: 32768\n    min: 131072\n    tcpEstablishedTimeout: 24h\n    \
          tcpCloseWaitTimeout: 1h\n"
     );
-    let pods = |a: &config::Argument| a.flag == "pod-cidr" && a.values == ["10.244.0.0/16"];
-    assert!(imported.config.arguments().iter().any(pods));
+    assert_eq!(
+        imported.config.packets.pod_cidrs,
+        ["10.244.0.0/16".parse().unwrap()]
+    );
     // Ours, as a file.
     assert_eq!(
-        parse(&imported.config.to_yaml()),
+        parse(&config::to_yaml(&imported.config)),
         Ok(imported.config.clone())
     );
     assert_eq!(
@@ -182,9 +187,9 @@ fn what_can_be_carried_over_is() {
     )
     .unwrap();
     assert_eq!(
-        imported.config.to_yaml(),
-        "source:\n  kubernetes: {}\nnode:\n  name: worker-1\n  nodePortAddresses:\n  - \
-         10.0.0.0/8\nlog:\n  format: json\n  level: debug\nlisten:\n  metrics: \"[::]:10249\"\n  \
+        config::to_yaml(&imported.config),
+        "source:\n  kubernetes: {}\nlog:\n  format: json\n  level: debug\nnode:\n  name: worker-1\n  \
+         nodePortAddresses:\n  - 10.0.0.0/8\nlisten:\n  metrics: \"[::]:10249\"\n  \
          healthz: 127.0.0.1:10256\npackets:\n  podInterfaces:\n  - cali*\n  podsByInterface: true\n  masqueradeAll: true\n\
          kernel:\n  conntrack:\n    maxPerCore: 32768\n    min: 262144\n    tcpCloseWaitTimeout: 90m\n    \
          tcpBeLiberal: true\n    udpTimeout: 30s\n    udpStreamTimeout: 90s\n"
@@ -227,7 +232,7 @@ fn conntrack_is_left_alone_where_kube_proxy_does() {
         "{maxPerCore: 0, min: 131072, tcpEstablishedTimeout: 0s, tcpCloseWaitTimeout: 0s, \
          tcpBeLiberal: false, udpTimeout: 0s}",
     );
-    assert_eq!(off.config.kernel, config::Kernel::default());
+    assert_eq!(off.config.kernel, settings::Kernel::default());
     assert_eq!(notes(&off), [""; 0]);
     let wrong = import("{tcpCloseWaitTimeout: 500ms}");
     assert_eq!(

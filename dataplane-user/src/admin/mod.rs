@@ -21,5 +21,5 @@ mod view;
 
 pub use clock::now;
 pub use lock::lock;
-pub use server::{Error as ListenError, Listeners, Settings, serve, who_answers};
+pub use server::{Error as ListenError, Listeners, serve, who_answers};
 pub use state::{Learnt, State};

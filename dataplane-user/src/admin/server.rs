@@ -29,30 +29,13 @@ use super::{
     report,
     state::State,
 };
-use crate::model::ServiceName;
+use crate::{model::ServiceName, settings};
 
 /// Items in a page of a list, unless asked for fewer.
 const PAGE: usize = 2000;
 
 /// Answers that are made at the same time.
 const BODIES: usize = 4;
-
-/// Where to listen; none: do not.
-#[derive(Clone, Debug)]
-pub struct Settings {
-    /// For the command line.
-    pub socket: PathBuf,
-    /// Prometheus.
-    pub metrics: Option<SocketAddr>,
-    /// Liveness and readiness.
-    pub health: Option<SocketAddr>,
-    /// kube-proxy's `/healthz` and `/livez`.
-    pub healthz: Option<SocketAddr>,
-    /// kube-proxy's `/proxyMode`.
-    pub proxy_mode: Option<SocketAddr>,
-    /// What the socket has, over TCP.
-    pub admin: Option<SocketAddr>,
-}
 
 /// Why the agent cannot listen.
 #[derive(Debug, thiserror::Error)]
@@ -120,10 +103,10 @@ impl Listeners {
     /// # Errors
     ///
     /// If one of them cannot be listened on.
-    pub fn open(settings: &Settings) -> Result<Self, Error> {
-        let socket = unix(&settings.socket)?;
+    pub fn open(settings: &settings::Listeners) -> Result<Self, Error> {
+        let socket = unix(settings.socket())?;
         // From here on the file is ours to remove.
-        let path = SocketFile(settings.socket.clone());
+        let path = SocketFile(settings.socket().to_owned());
         let tcp = |addr: Option<SocketAddr>, what, flag| {
             addr.map(|addr| {
                 let listener = TcpListener::bind(addr);
@@ -140,15 +123,15 @@ impl Listeners {
         };
         Ok(Self {
             socket,
-            metrics: tcp(settings.metrics, "metrics", "--metrics-addr")?,
-            health: tcp(settings.health, "health checks", "--health-addr")?,
+            metrics: tcp(settings.metrics(), "metrics", "--metrics-addr")?,
+            health: tcp(settings.health(), "health checks", "--health-addr")?,
             // Opened later, since it may be had later: kube-proxy has it until it is gone.
-            healthz: settings.healthz,
+            healthz: settings.healthz(),
             // kube-proxy has both at one port; so has the agent if it is told to.
             proxy_mode: settings
-                .proxy_mode
-                .filter(|at| settings.metrics != Some(*at)),
-            admin: tcp(settings.admin, "the admin endpoint", "--admin-addr")?,
+                .proxy_mode()
+                .filter(|at| settings.metrics() != Some(*at)),
+            admin: tcp(settings.admin(), "the admin endpoint", "--admin-addr")?,
             path,
         })
     }
@@ -413,38 +396,39 @@ async fn aside<R: Send + 'static>(
 mod tests {
     use super::*;
 
-    fn settings(dir: &Path) -> Settings {
-        Settings {
-            socket: dir.join("deep/agent.sock"),
-            metrics: None,
-            health: None,
-            healthz: None,
-            proxy_mode: None,
-            admin: None,
+    fn asked(dir: &Path) -> settings::Listeners {
+        let off = Some(settings::Listen(None));
+        settings::Listeners {
+            socket: Some(dir.join("deep/agent.sock")),
+            metrics: off,
+            health: off,
+            healthz: off,
+            proxy_mode: off,
+            admin: off,
         }
     }
 
     #[test]
     fn a_socket_left_behind_is_replaced_and_removed_in_the_end() {
         let dir = tempfile::tempdir().unwrap();
-        let settings = settings(dir.path());
-        fs::create_dir_all(settings.socket.parent().unwrap()).unwrap();
-        drop(UnixListener::bind(&settings.socket).unwrap());
-        let listeners = Listeners::open(&settings).unwrap();
-        let mode = fs::metadata(&settings.socket).unwrap().permissions().mode();
+        let asked = asked(dir.path());
+        fs::create_dir_all(asked.socket().parent().unwrap()).unwrap();
+        drop(UnixListener::bind(asked.socket()).unwrap());
+        let listeners = Listeners::open(&asked).unwrap();
+        let mode = fs::metadata(asked.socket()).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600);
         drop(listeners);
-        assert!(!settings.socket.exists());
+        assert!(!asked.socket().exists());
     }
 
     #[test]
     fn a_port_in_use_names_the_way_out() {
         let dir = tempfile::tempdir().unwrap();
         let taken = TcpListener::bind("127.0.0.1:0").unwrap();
-        let mut settings = settings(dir.path());
-        settings.metrics = Some(taken.local_addr().unwrap());
-        let error = Listeners::open(&settings).unwrap_err().to_string();
+        let mut asked = asked(dir.path());
+        asked.metrics = Some(settings::Listen(taken.local_addr().ok()));
+        let error = Listeners::open(&asked).unwrap_err().to_string();
         assert!(error.contains("--metrics-addr off"), "{error}");
-        assert!(!settings.socket.exists(), "nothing is left behind");
+        assert!(!asked.socket().exists(), "nothing is left behind");
     }
 }

@@ -4,10 +4,13 @@ use std::{collections::HashSet, io, sync::Arc, time::Instant};
 
 use tracing::{info, warn};
 
-use super::NodeSettings;
+use super::node;
 use crate::{
     model::{Node, Problem, Service, ServiceName, Snapshot},
-    source::{Feed, Health, HostIps, Notice, OpenError, Source, View, objects::NodeFacts},
+    settings,
+    source::{
+        Feed, Health, HostIps, Notice, OpenError, Source, View, kubernetes, objects::NodeFacts,
+    },
 };
 
 /// Problems of a view that are logged one by one.
@@ -24,11 +27,27 @@ pub enum InputError {
     Open(#[from] OpenError),
 }
 
+/// The source that is asked for; of the API, no more is read than `scope`.
+pub fn source(settings: &settings::Source, scope: kubernetes::Scope) -> Source {
+    let Some(api) = &settings.kubernetes else {
+        return Source::Manifests(settings.manifests.clone());
+    };
+    Source::Kubernetes(kubernetes::Settings {
+        target: kubernetes::Target {
+            kubeconfig: api.kubeconfig.clone(),
+            server: api.api_server.clone(),
+            ..kubernetes::Target::default()
+        },
+        scope,
+        patience: kubernetes::Patience::default(),
+    })
+}
+
 /// The source of this node's services and workloads, and what it has said.
 #[derive(Debug)]
 pub struct Input {
     feed: Box<dyn Feed>,
-    settings: NodeSettings,
+    settings: settings::Node,
     /// What the last view said of this node.
     facts: Option<NodeFacts>,
     snapshot: Snapshot,
@@ -56,10 +75,10 @@ impl Input {
     /// The source cannot be used, or the kernel does not tell the node's name or addresses.
     pub fn open(
         source: &Source,
-        settings: &NodeSettings,
+        settings: &settings::Node,
         notify: impl Fn(Notice) + Clone + Send + Sync + 'static,
     ) -> Result<Self, InputError> {
-        let node = Arc::new(settings.node().map_err(InputError::Node)?);
+        let node = Arc::new(node::of(settings, None).map_err(InputError::Node)?);
         let mut input = Self {
             feed: source.open(&node, notify)?,
             settings: settings.clone(),
@@ -144,10 +163,7 @@ impl Input {
     }
 
     fn node(&self, facts: Option<&NodeFacts>) -> io::Result<Node> {
-        match facts {
-            Some(facts) => self.settings.node_with(facts),
-            None => self.settings.node(),
-        }
+        node::of(&self.settings, facts)
     }
 
     fn put(&mut self, view: View) -> Taken {

@@ -7,7 +7,6 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs, io,
-    str::FromStr,
     time::{Duration, Instant},
 };
 
@@ -18,8 +17,11 @@ use dataplane_common::{
 use ipnet::IpNet;
 
 use crate::{
-    kernel::{AttachOptions, Interface, Link, Network, NetworkInterface, PacketOptions},
+    kernel::{
+        AttachOptions, Interface, Link, Network, NetworkInterface, PacketOptions, conntrack::room,
+    },
     plan::source_key,
+    settings::{Packets, Patterns},
 };
 
 /// Settings of the packet path on this node.
@@ -51,6 +53,27 @@ pub struct Detector {
 }
 
 impl PacketSettings {
+    /// What is asked for, on this machine.
+    pub fn new(packets: &Packets) -> Self {
+        let attach = AttachOptions {
+            hook: packets.hook.unwrap_or_default().wanted(),
+            order: packets.order.unwrap_or_default(),
+        };
+        Self {
+            attach: packets.enabled.unwrap_or(true).then_some(attach),
+            flows: packets
+                .conntrack_flows
+                .unwrap_or_else(room::of_this_machine),
+            uplinks: Patterns::new(packets.uplinks.clone()),
+            pods: Patterns::new(packets.pod_interfaces.clone()),
+            detector: Detector {
+                networks: packets.pod_cidrs.iter().map(|range| range.0).collect(),
+                interface: packets.pods_by_interface,
+            },
+            masquerade_all: packets.masquerade_all,
+        }
+    }
+
     /// What the kernel room has to know to start.
     pub fn options(&self) -> PacketOptions {
         PacketOptions {
@@ -268,61 +291,10 @@ fn ephemeral_ports() -> io::Result<(u16, u16)> {
     }
 }
 
-/// Names of interfaces, by shell patterns.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Patterns(Vec<Pattern>);
-
-/// A shell pattern (`eth*`), or the exclusion of one (`!eth9`).
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Pattern {
-    pattern: glob::Pattern,
-    excludes: bool,
-}
-
-impl FromStr for Pattern {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let (excludes, pattern) = match text.strip_prefix('!') {
-            Some(rest) => (true, rest),
-            None => (false, text),
-        };
-        if pattern.is_empty() {
-            return Err("a name, or a pattern such as `eth*`, was expected".to_owned());
-        }
-        let pattern = glob::Pattern::new(pattern)
-            .map_err(|error| format!("`{pattern}` is no pattern: {error}"))?;
-        Ok(Self { pattern, excludes })
-    }
-}
-
-impl Patterns {
-    /// All of these.
-    pub fn new(patterns: Vec<Pattern>) -> Self {
-        Self(patterns)
-    }
-
-    /// Whether a name is among them: one that a pattern excludes is not, whatever the others say;
-    /// with nothing but exclusions, all that `by_default` are.
-    fn select(&self, name: &str, by_default: bool) -> bool {
-        let matching = |excludes: bool| {
-            self.0
-                .iter()
-                .any(|p| p.excludes == excludes && p.pattern.matches(name))
-        };
-        let only_exclusions = self.0.iter().all(|p| p.excludes);
-        let included = if only_exclusions {
-            by_default
-        } else {
-            matching(false)
-        };
-        included && !matching(true)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::settings::Pattern;
 
     fn interface(index: u32, name: &str, kind: &str, addresses: &[&str]) -> Interface {
         Interface {

@@ -15,13 +15,13 @@ pub mod interfaces;
 mod mesh;
 mod network;
 mod nf_conntrack;
+mod node;
 mod supervisor;
 mod sync;
 mod waiter;
 
 use std::{
     io,
-    net::IpAddr,
     os::unix::net::UnixStream,
     path::{Path, PathBuf},
     sync::{Arc, mpsc},
@@ -29,123 +29,27 @@ use std::{
     time::{Duration, Instant},
 };
 
-use dataplane_common::Protocol;
-use ipnet::IpNet;
 use tracing::{error, info, warn};
 
 use crate::{
     admin::{self, Listeners, State, api},
-    config,
     kernel::{self, Kernel, ServiceTables, conntrack::room},
-    model::Node,
     plan::{AdoptError, Planner},
     proxy::{self, handover::Outcome},
     relay,
-    settings::NfConntrack,
-    source::{Notice, OpenError, Source, manifests, objects::NodeFacts},
+    settings::{OnExit, Settings},
+    source::{Notice, OpenError, kubernetes::Scope, manifests},
     threads::Deaths,
 };
 use attacher::{Attacher, Means, Rest};
 use flows::Flows;
 use handover::{Given, Left, Turn};
-pub use input::{Input, InputError};
+pub use input::{Input, InputError, source};
 use interfaces::PacketSettings;
 use mesh::Mesh;
 use nf_conntrack::Sysctls;
 use sync::Sync;
 use waiter::{Network, Ready};
-
-/// What the agent should do.
-#[derive(Clone, Debug)]
-pub struct Settings {
-    /// Where the kernel's side is.
-    pub paths: kernel::Paths,
-    /// How far the tables may grow.
-    pub limits: kernel::Limits,
-    /// Where the services come from.
-    pub source: Source,
-    /// This node.
-    pub node: NodeSettings,
-    /// Packets that no socket of ours decided on.
-    pub packet: PacketSettings,
-    /// Sysctls of the kernel's own conntrack.
-    pub nf_conntrack: NfConntrack,
-    /// Whether the operator said which cgroup is served.
-    pub cgroup_given: bool,
-    /// Whose connections go to a proxy; none: nobody's.
-    pub mesh: Option<config::Mesh>,
-    /// Where to listen.
-    pub listen: admin::Settings,
-    /// Of which protocols to destroy the sockets that are connected to endpoints that went away.
-    pub destroy_stale: Vec<Protocol>,
-    /// What becomes of the programs when the agent ends.
-    pub on_exit: OnExit,
-    /// Whether to take the place of an agent that runs on this node.
-    pub replace: bool,
-    /// Whether to be there, and do nothing, after another one has taken this one's place.
-    pub stay: bool,
-}
-
-/// What to take this node for.
-#[derive(Clone, Debug)]
-pub struct NodeSettings {
-    /// Its name; empty: its host name.
-    pub name: String,
-    /// Where node ports are answered; empty: on its primary addresses.
-    pub nodeport_addresses: Vec<IpNet>,
-    /// Its zone; empty: what its Node object says.
-    pub zone: String,
-}
-
-impl NodeSettings {
-    /// This node, as it is now and as it knows itself: without what its Node object says.
-    ///
-    /// # Errors
-    ///
-    /// If the kernel does not tell its name or its addresses.
-    pub fn node(&self) -> io::Result<Node> {
-        self.primary(&[])
-    }
-
-    /// This node with what its Node object says of it.
-    ///
-    /// # Errors
-    ///
-    /// If the kernel does not tell its name or its addresses.
-    pub fn node_with(&self, facts: &NodeFacts) -> io::Result<Node> {
-        Ok(facts.applied_to(&self.primary(&facts.addresses)?))
-    }
-
-    fn primary(&self, told: &[IpAddr]) -> io::Result<Node> {
-        let name = if self.name.is_empty() {
-            // As the kubelet does it: host names are not case sensitive, node names are.
-            nix::unistd::gethostname()?.to_string_lossy().to_lowercase()
-        } else {
-            self.name.clone()
-        };
-        let of_node = addresses::of_node(&self.nodeport_addresses, told)?;
-        let (addresses, addresses_from) = of_node.for_node_ports.into_iter().unzip();
-        Ok(Node {
-            name: name.into(),
-            addresses,
-            addresses_from,
-            own: of_node.own.into_iter().collect(),
-            zone: self.zone.as_str().into(),
-            leaving: None,
-            name_given: !self.name.is_empty(),
-        })
-    }
-}
-
-/// What becomes of the programs when the agent ends.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
-pub enum OnExit {
-    /// They go on, from the tables as they are: services stay up while the agent is restarted
-    #[default]
-    Keep,
-    /// They are removed with everything else of ours: services stop
-    Detach,
-}
 
 /// Why the agent ended, other than being told to.
 #[derive(Debug, thiserror::Error)]
@@ -278,7 +182,7 @@ pub fn run(
     let mut outdated = None;
     let mut back = None;
     loop {
-        back = serve(settings.clone(), outdated, back)?;
+        back = serve(&settings, outdated, back)?;
         if back.is_none() {
             return Ok(());
         }
@@ -308,7 +212,7 @@ struct Back {
 /// [`run`], once: with what the same process had before if the agent that took its place is gone. Answers that
 /// if it happens. `outdated`: why the settings are not those of the configuration.
 fn serve(
-    settings: Settings,
+    settings: &Settings,
     outdated: Option<String>,
     back: Option<Back>,
 ) -> Result<Option<Back>, Error> {
@@ -317,8 +221,12 @@ fn serve(
         Err(error) => warn!("cannot raise the limit of open files: {error}"),
     }
     let (events, happened) = mpsc::channel();
-    let mut input = Input::open(&settings.source, &settings.node, notices(&events))?;
-    let socket = settings.listen.socket.clone();
+    let paths = settings.kernel.paths()?;
+    let limits = settings.limits.of_tables();
+    let packet = PacketSettings::new(&settings.packets);
+    let source = source(&settings.source, scope(settings));
+    let mut input = Input::open(&source, &settings.node, notices(&events))?;
+    let socket = settings.listen.socket().to_owned();
     let asks = settings.replace || back.is_some();
     let Back { given, mut left } = back.unwrap_or_default();
     let mut given = match given {
@@ -330,15 +238,15 @@ fn serve(
         },
     };
     // Asked before the ports, which the other agent has too: who runs is the better answer.
-    if let Some(pid) = kernel::writer(&settings.paths.bpffs) {
+    if let Some(pid) = kernel::writer(&paths.bpffs) {
         return Err(Error::Kernel(kernel::Error::Busy {
-            directory: settings.paths.bpffs,
+            directory: paths.bpffs,
             pid: Some(pid),
         }));
     }
     let Some(turn) = given.turn.take() else {
         return Err(Error::Kernel(kernel::Error::Busy {
-            directory: settings.paths.bpffs,
+            directory: paths.bpffs,
             pid: None,
         }));
     };
@@ -350,12 +258,12 @@ fn serve(
     let news = ready.news()?;
     let listeners = Listeners::open(&settings.listen)?;
 
-    let cgroup = settings.paths.cgroup.clone();
+    let cgroup = paths.cgroup.clone();
     let mut early = None;
     let kernel = Kernel::open_with(
-        &settings.paths,
-        settings.limits,
-        settings.packet.options(),
+        &paths,
+        limits,
+        packet.options(),
         settings.mesh.as_ref().map(mesh::options),
         |capture, loading| {
             // Where there is an agent before, that one accepts connections meanwhile.
@@ -388,22 +296,21 @@ fn serve(
     if kernel.adopted() {
         info!(
             "adopted the tables in {}: what they serve goes on",
-            settings.paths.bpffs.display()
+            paths.bpffs.display()
         );
     }
     let tables = kernel.services();
-    let planner = adopt(&tables, &settings.paths)?;
+    let planner = adopt(&tables, &paths)?;
     let state = Arc::new(State::new(
-        settings.paths.clone(),
-        settings.limits,
+        paths.clone(),
+        limits,
         planner,
         input.snapshot().clone(),
         input.health(),
-        learnt(&settings, outdated),
+        learnt(settings, &paths, &packet, outdated),
     ));
     let (jobs, todo) = mpsc::channel();
-    let place =
-        handover::Place::open(&settings.listen.socket, events.clone()).map_err(Error::Replace)?;
+    let place = handover::Place::open(&socket, events.clone()).map_err(Error::Replace)?;
     let waiter = ready
         .start(
             listeners,
@@ -415,13 +322,18 @@ fn serve(
             events.clone(),
         )
         .map_err(Error::Waiter)?;
-    let destroy = settings.destroy_stale.clone();
+    let destroy = settings.stale_protocols();
     let direct = kernel.direct_flows();
-    let packet = settings.packet.clone();
-    let flows = Flows::start(Arc::clone(&state), destroy, direct, packet, &events)?;
-    let on_exit = settings.on_exit;
+    let flows = Flows::start(
+        Arc::clone(&state),
+        destroy.clone(),
+        direct,
+        packet.clone(),
+        &events,
+    )?;
+    let on_exit = settings.on_exit.unwrap_or_default();
     let stay = settings.stay;
-    let bpffs = settings.paths.bpffs.clone();
+    let bpffs = paths.bpffs.clone();
     let (mesh, before) = match (early.transpose()?, settings.mesh.clone()) {
         (Some(mesh), _) => (Some(mesh), None),
         (None, Some(config)) => {
@@ -445,8 +357,8 @@ fn serve(
     let means = Means {
         kernel,
         state: Arc::clone(&state),
-        packet: settings.packet.clone(),
-        sysctls: Sysctls::new(&settings.nf_conntrack, room::cores()),
+        packet,
+        sysctls: Sysctls::new(&settings.kernel.conntrack, room::cores()),
         mesh,
         before,
         turn: Some(turn),
@@ -455,7 +367,7 @@ fn serve(
     let mut sync = Sync::new(
         tables,
         Arc::clone(&state),
-        settings,
+        &destroy,
         input,
         flows,
         attacher,
@@ -574,13 +486,27 @@ fn notices(
     }
 }
 
+/// How much of the Kubernetes API is read.
+fn scope(settings: &Settings) -> Scope {
+    match &settings.mesh {
+        Some(mesh) if mesh.denies() => Scope::Registry,
+        Some(_) => Scope::Mesh,
+        None => Scope::HostPorts,
+    }
+}
+
 /// What `status` shows of the settings, and where it was learnt from.
-fn learnt(settings: &Settings, outdated: Option<String>) -> admin::Learnt {
+fn learnt(
+    settings: &Settings,
+    paths: &kernel::Paths,
+    packet: &PacketSettings,
+    outdated: Option<String>,
+) -> admin::Learnt {
     let from = |value: String, from: &str| api::Learnt {
         value,
         from: from.to_owned(),
     };
-    let detector = &settings.packet.detector;
+    let detector = &packet.detector;
     let networks = detector.networks.iter().map(ToString::to_string);
     let mut pod_networks: Vec<_> = networks.map(|net| from(net, "--pod-cidr")).collect();
     if detector.interface {
@@ -591,8 +517,8 @@ fn learnt(settings: &Settings, outdated: Option<String>) -> admin::Learnt {
         outdated,
         pod_networks,
         cgroup: from(
-            settings.paths.cgroup.display().to_string(),
-            if settings.cgroup_given {
+            paths.cgroup.display().to_string(),
+            if settings.kernel.cgroup.is_some() {
                 "--cgroup"
             } else {
                 "the mount table"

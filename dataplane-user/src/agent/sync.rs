@@ -16,7 +16,7 @@ use dataplane_common::{
 use tracing::{debug, error, info, warn};
 
 use super::{
-    End, Error, Event, LOOK, RETRY, RETURNING, Settings, adopt,
+    End, Error, Event, LOOK, RETRY, RETURNING, adopt,
     attacher::{Attacher, Job, Rest},
     flows::{self, Flows},
     handover,
@@ -33,7 +33,6 @@ use crate::{
 pub struct Sync {
     tables: ServiceTables,
     state: Arc<State>,
-    settings: Settings,
     /// What should be served. Until it is known the tables stay as they are.
     input: Input,
     /// Ends what leads to endpoints that go away.
@@ -62,7 +61,7 @@ impl Sync {
     pub fn new(
         tables: ServiceTables,
         state: Arc<State>,
-        settings: Settings,
+        destroy: &[Protocol],
         input: Input,
         flows: Flows,
         attacher: Attacher,
@@ -70,12 +69,11 @@ impl Sync {
     ) -> Self {
         let now = Instant::now();
         let empty_tables = lock(&state.planner).frontends().is_empty();
-        let protocols = [&[Protocol::UDP], &settings.destroy_stale[..]].concat();
+        let protocols = [&[Protocol::UDP], destroy].concat();
         let departures = Departures::new(&protocols);
         Self {
             tables,
             state,
-            settings,
             input,
             flows,
             attacher,
@@ -281,7 +279,7 @@ impl Sync {
                 self.state.sync_failed(why.to_string());
                 self.retry = Some((Instant::now() + next, next));
                 // The plan was written in part, or not at all: only the kernel knows.
-                let planner = adopt(&self.tables, &self.settings.paths)?;
+                let planner = adopt(&self.tables, &self.state.paths)?;
                 *lock(&self.state.planner) = planner;
                 Ok(())
             }
@@ -331,7 +329,7 @@ impl Sync {
     /// our VIPs stays with it.
     fn take_over(&self) {
         let planner = lock(&self.state.planner);
-        let imported = flows::import(&self.settings.paths.bpffs, |addr, port, protocol| {
+        let imported = flows::import(&self.state.paths.bpffs, |addr, port, protocol| {
             is_vip(&planner, addr, port, protocol)
         });
         match imported {

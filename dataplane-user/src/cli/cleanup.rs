@@ -34,10 +34,10 @@ pub struct CleanupArgs {
     output: Format,
 
     #[command(flatten)]
-    paths: PathArgs,
+    pub(super) paths: PathArgs,
 
     #[command(flatten)]
-    socket: SocketArgs,
+    pub(super) socket: SocketArgs,
 }
 
 #[derive(Serialize)]
@@ -51,7 +51,7 @@ struct Row {
 impl CleanupArgs {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         if !self.dry_run
-            && let Some(agent) = admin::who_answers(&self.socket.socket)
+            && let Some(agent) = admin::who_answers(&self.socket.path())
         {
             eprintln!("dataplane: {agent} runs on this node: end it first");
             return Ok(ExitCode::from(exit::BUSY));

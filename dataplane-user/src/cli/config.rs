@@ -79,7 +79,7 @@ fn from_kube_proxy(file: &Path) -> anyhow::Result<ExitCode> {
         std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?
     };
     let imported = config::import(&text).map_err(|wrong| anyhow!("{}: {wrong}", file.display()))?;
-    write!(output::stdout(), "{}", imported.config.to_yaml())?;
+    write!(output::stdout(), "{}", config::to_yaml(&imported.config))?;
     for note in &imported.notes {
         eprintln!("{} ({}): {}", note.key, note.value, note.why);
     }

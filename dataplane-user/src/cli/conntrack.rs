@@ -86,17 +86,27 @@ struct Flush {
     common: Common,
 }
 
+impl ConntrackArgs {
+    pub(super) fn common(&mut self) -> &mut Common {
+        match &mut self.command {
+            Command::List(args) => &mut args.common,
+            Command::Count(args) => &mut args.common,
+            Command::Flush(args) => &mut args.common,
+        }
+    }
+}
+
 #[derive(Debug, Args)]
-struct Common {
+pub(super) struct Common {
     /// Output format
     #[arg(short, long, value_enum, default_value_t)]
     output: Format,
 
     #[command(flatten)]
-    paths: PathArgs,
+    pub(super) paths: PathArgs,
 
     #[command(flatten)]
-    socket: SocketArgs,
+    pub(super) socket: SocketArgs,
 }
 
 /// Which flows: those that pass every filter that is given.

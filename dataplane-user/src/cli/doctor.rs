@@ -35,7 +35,7 @@ pub struct DoctorArgs {
     output: Format,
 
     #[command(flatten)]
-    paths: PathArgs,
+    pub(super) paths: PathArgs,
 }
 
 /// What to do if programs do not see sockets that they should.

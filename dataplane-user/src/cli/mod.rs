@@ -28,15 +28,16 @@ use std::{
 
 use clap::{Args, Parser, Subcommand};
 use dataplane_common::Protocol;
-use ipnet::IpNet;
 use nix::time::{ClockId, clock_gettime};
 use tracing_subscriber::EnvFilter;
 
-use crate::{admin::client, kernel};
+use crate::{
+    admin::client,
+    kernel,
+    settings::{Kernel, Listeners, LogLevel},
+};
 
 pub use settled::{Refusal, parse};
-
-use crate::config::{Listen, Range};
 
 /// What a command ends with, besides 0 (done, healthy, no change) and 1 (it did not work, not
 /// healthy).
@@ -146,29 +147,21 @@ struct PathArgs {
 }
 
 impl PathArgs {
-    /// Fills in the defaults.
-    fn resolve(&self) -> Result<kernel::Paths, kernel::Error> {
-        Ok(kernel::Paths {
-            bpffs: self.bpffs(),
-            cgroup: match &self.cgroup {
-                Some(cgroup) => cgroup.clone(),
-                None => kernel::cgroup2_root()?,
-            },
-        })
-    }
-
     /// For looking at what is there: a missing cgroup v2 is then looked for where it usually is.
     fn or_guess(&self) -> kernel::Paths {
-        self.resolve().unwrap_or_else(|_| kernel::Paths {
-            bpffs: self.bpffs(),
-            cgroup: "/sys/fs/cgroup".into(),
-        })
+        self.kernel().paths_or_guess()
     }
 
     fn bpffs(&self) -> PathBuf {
-        self.bpffs
-            .clone()
-            .unwrap_or_else(|| kernel::DEFAULT_BPFFS.into())
+        self.kernel().bpffs()
+    }
+
+    fn kernel(&self) -> Kernel {
+        Kernel {
+            bpffs: self.bpffs.clone(),
+            cgroup: self.cgroup.clone(),
+            ..Kernel::default()
+        }
     }
 }
 
@@ -176,20 +169,28 @@ impl PathArgs {
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Paths")]
 struct SocketArgs {
-    /// The agent's Unix socket, which commands such as `status` and `services` ask
+    /// The agent's Unix socket, which commands such as `status` and `services` ask [default:
+    /// /run/dataplane/agent.sock]
     #[arg(
         long,
         value_name = "PATH",
         env = "DATAPLANE_SOCKET",
-        hide_env_values = true,
-        default_value = "/run/dataplane/agent.sock"
+        hide_env_values = true
     )]
-    socket: PathBuf,
+    socket: Option<PathBuf>,
 }
 
 impl SocketArgs {
     fn client(&self) -> client::Client {
-        client::Client::new(&self.socket)
+        client::Client::new(&self.path())
+    }
+
+    fn path(&self) -> PathBuf {
+        let listeners = Listeners {
+            socket: self.socket.clone(),
+            ..Listeners::default()
+        };
+        listeners.socket().to_owned()
     }
 }
 
@@ -244,11 +245,6 @@ impl std::fmt::Display for Destination {
     }
 }
 
-/// A range of addresses; an address stands for itself alone.
-fn range(text: &str) -> Result<IpNet, String> {
-    Range::try_from(text.to_owned()).map(|range| range.0)
-}
-
 /// Nanoseconds since boot, on the programs' clock.
 fn monotonic_ns() -> u64 {
     // This clock is always there.
@@ -257,13 +253,22 @@ fn monotonic_ns() -> u64 {
         .unwrap_or_default()
 }
 
-/// What is logged, after so many `--verbose`; `RUST_LOG` is finer.
-fn log_filter(verbose: u8) -> EnvFilter {
-    let level = match verbose {
+/// How much is logged by so many `--verbose`; `None`: as the file has it.
+fn log_level(verbose: u8) -> Option<LogLevel> {
+    match verbose {
+        0 => None,
+        1 => Some(LogLevel::Debug),
+        _ => Some(LogLevel::Trace),
+    }
+}
+
+/// What is logged; `RUST_LOG` is finer.
+fn log_filter(level: LogLevel) -> EnvFilter {
+    let level = match level {
         // What libraries have to say is of use to few; of requests that fail we tell ourselves.
-        0 => "info,kube_client=off",
-        1 => "info,kube_client=off,dataplane=debug",
-        _ => "debug,dataplane=trace",
+        LogLevel::Info => "info,kube_client=off",
+        LogLevel::Debug => "info,kube_client=off,dataplane=debug",
+        LogLevel::Trace => "debug,dataplane=trace",
     };
     EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level))
 }
@@ -273,22 +278,11 @@ mod tests {
     use clap::CommandFactory;
 
     use super::*;
+    use crate::settings::Limits;
 
     #[test]
     fn the_command_line_is_consistent() {
         Cli::command().debug_assert();
-    }
-
-    #[test]
-    fn an_address_is_a_range() {
-        for (text, wanted) in [
-            ("fd00:77::1", "fd00:77::1/128"),
-            ("192.0.2.1", "192.0.2.1/32"),
-            ("10.0.0.0/8", "10.0.0.0/8"),
-        ] {
-            assert_eq!(range(text).unwrap().to_string(), wanted);
-        }
-        assert!(range("fd00:77::1/").unwrap_err().contains("`fd00:77::1/`"));
     }
 
     #[test]
@@ -313,18 +307,20 @@ mod tests {
         }
     }
 
+    /// The defaults are the kernel room's, and written by hand in the comments.
     #[test]
-    fn listeners_can_be_off() {
-        assert_eq!("off".parse(), Ok(Listen(None)));
-        assert_eq!(
-            "0.0.0.0:15020".parse(),
-            Ok(Listen(Some(SocketAddr::from(([0, 0, 0, 0], 15020)))))
-        );
-        assert!(
-            "15020"
-                .parse::<Listen>()
-                .unwrap_err()
-                .contains("ADDRESS:PORT")
-        );
+    fn help_says_the_defaults_of_limits() {
+        let command = Cli::command();
+        let run = command.find_subcommand("run").unwrap();
+        let default = Limits::default().of_tables();
+        for (id, default) in [
+            ("max-frontends", default.frontends),
+            ("max-endpoints", default.endpoints),
+            ("max-affinity-clients", default.affinity),
+        ] {
+            let argument = run.get_arguments().find(|a| a.get_id() == id).unwrap();
+            let help = argument.get_help().unwrap().to_string();
+            assert!(help.ends_with(&format!("[default: {default}]")), "{help}");
+        }
     }
 }

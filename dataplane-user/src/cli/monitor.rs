@@ -56,10 +56,10 @@ pub struct MonitorArgs {
     output: Format,
 
     #[command(flatten)]
-    paths: PathArgs,
+    pub(super) paths: PathArgs,
 
     #[command(flatten)]
-    socket: SocketArgs,
+    pub(super) socket: SocketArgs,
 }
 
 fn reason(word: &str) -> Result<Reason, String> {
@@ -308,7 +308,7 @@ mod tests {
                 cgroup: None,
             },
             socket: SocketArgs {
-                socket: "/nowhere".into(),
+                socket: Some("/nowhere".into()),
             },
         }
     }

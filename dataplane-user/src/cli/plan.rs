@@ -9,13 +9,13 @@ use serde::Serialize;
 use super::{
     PathArgs, exit,
     output::{self, BAD, Format, GOOD, WARN},
-    run::NodeArgs,
     source::SourceArgs,
 };
 use crate::{
     kernel::{Tables, netfilter},
     model::ServiceName,
     plan::{self, Change, Contents, Planner},
+    settings::Node,
     takeover::forward,
 };
 
@@ -31,17 +31,17 @@ use crate::{
 #[derive(Debug, Args)]
 pub struct PlanArgs {
     #[command(flatten)]
-    source: SourceArgs,
+    pub(super) source: SourceArgs,
 
     /// Output format
     #[arg(short, long, value_enum, default_value_t)]
     output: Format,
 
     #[command(flatten)]
-    node: NodeArgs,
+    pub(super) node: Node,
 
     #[command(flatten)]
-    paths: PathArgs,
+    pub(super) paths: PathArgs,
 }
 
 #[derive(Serialize)]
@@ -54,7 +54,7 @@ struct Answer<'a> {
 
 impl PlanArgs {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
-        let snapshot = self.source.snapshot(&self.node.settings())?;
+        let snapshot = self.source.snapshot(&self.node)?;
         let bpffs = self.paths.bpffs();
         let contents = if Tables::exist(&bpffs)? {
             Tables::open(&bpffs)?.contents()?

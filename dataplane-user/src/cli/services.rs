@@ -52,10 +52,10 @@ pub struct ServicesArgs {
     output: Format,
 
     #[command(flatten)]
-    paths: PathArgs,
+    pub(super) paths: PathArgs,
 
     #[command(flatten)]
-    socket: SocketArgs,
+    pub(super) socket: SocketArgs,
 }
 
 /// How to print services.
@@ -546,7 +546,7 @@ mod tests {
                 cgroup: None,
             },
             socket: SocketArgs {
-                socket: "/nowhere".into(),
+                socket: Some("/nowhere".into()),
             },
         };
         assert!(args(&[]).names(&service()));

@@ -1,19 +1,16 @@
-//! The command line together with the configuration file that it names: what the file says is
-//! added as flags where neither the command line nor the environment says anything.
+//! The command line together with the configuration file that it names: what neither the command line nor the
+//! environment says, the file says.
 
-use std::{ffi::OsString, path::PathBuf};
+use std::{env, ffi::OsString, path::PathBuf};
 
-use clap::{ArgMatches, Command, CommandFactory, FromArgMatches, parser::ValueSource};
+use clap::{ArgMatches, CommandFactory, FromArgMatches as _};
 
-use super::Cli;
+use super::{Cli, Command, PathArgs, SocketArgs, source::SourceArgs};
 use crate::{
-    config::{self, Argument},
+    config,
+    settings::{Node, Settings, Source},
     source::manifests,
 };
-
-/// Flags that say where the services come from: one of them on the command line, and none of the
-/// file's counts.
-const SOURCES: [&str; 4] = ["manifests", "kubernetes", "kubeconfig", "api-server"];
 
 /// Why there is nothing to do.
 #[derive(Debug)]
@@ -30,60 +27,111 @@ pub enum Refusal {
 ///
 /// If one of them makes no sense.
 pub fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Cli, Refusal> {
-    let mut arguments: Vec<OsString> = arguments.into_iter().collect();
-    let command = Cli::command();
+    let arguments: Vec<OsString> = arguments.into_iter().collect();
+    let mut command = Cli::command();
     // What is wrong with it, or missing, is said by the second reading.
     let first = command
         .clone()
         .ignore_errors(true)
         .try_get_matches_from(&arguments);
+    let mut file = Settings::default();
     if let Ok(matches) = first
         && let Some((name, given)) = matches.subcommand()
-        && let Some(file) = given.get_one::<PathBuf>("config")
-        && let Some(subcommand) = command.find_subcommand(name)
+        && let Some(path) = given.get_one::<PathBuf>("config")
     {
-        let config = config::read(file).map_err(Refusal::Config)?;
-        let added = flags(subcommand, given, &config.arguments());
-        let end = arguments
-            .iter()
-            .position(|word| word == "--")
-            .unwrap_or(arguments.len());
-        arguments.splice(end..end, added);
+        file = config::read(path).map_err(Refusal::Config)?;
+        let takes_source = command.find_subcommand(name).is_some_and(|it| {
+            it.get_groups()
+                .any(|group| group.get_id() == SourceArgs::GROUP)
+        });
+        if takes_source && file.source != Source::default() {
+            command = command.mut_subcommand(name, |it| {
+                it.mut_group(SourceArgs::GROUP, |group| group.required(false))
+            });
+        }
     }
     let matches = command
+        .clone()
         .try_get_matches_from(arguments)
         .map_err(Refusal::Usage)?;
-    Cli::from_arg_matches(&matches).map_err(Refusal::Usage)
+    let mut cli = Cli::from_arg_matches(&matches).map_err(Refusal::Usage)?;
+    if let Some((_, given)) = matches.subcommand() {
+        let settled = cli.command.settle(&file, given);
+        settled.map_err(|error| Refusal::Usage(error.format(&mut command)))?;
+    }
+    Ok(cli)
 }
 
-/// What is to be added to a command line of which `given` was understood.
-fn flags(command: &Command, given: &ArgMatches, configured: &[Argument]) -> Vec<OsString> {
-    let said = |flag: &str| {
-        let arg = command.get_arguments().find(|a| a.get_long() == Some(flag));
-        arg.map(|arg| {
-            matches!(
-                given.value_source(arg.get_id().as_str()),
-                Some(ValueSource::CommandLine | ValueSource::EnvVariable)
-            )
-        })
-    };
-    let source_said = SOURCES.iter().any(|flag| said(flag) == Some(true));
-    let mut words = Vec::new();
-    for Argument { flag, values } in configured {
-        // A command that has no such flag needs no such thing.
-        if said(flag) != Some(false) || (source_said && SOURCES.contains(flag)) {
-            continue;
+impl Command {
+    /// Adds what the file says and the command line does not. A command without an option for something needs no such
+    /// thing.
+    fn settle(&mut self, file: &Settings, given: &ArgMatches) -> Result<(), clap::Error> {
+        match self {
+            Self::Run(args) => args.settle(file, given)?,
+            Self::Proxy(args) => args.settle(file, given)?,
+            Self::Plan(args) => {
+                args.source.settle(file);
+                node(&mut args.node, file, given)?;
+                args.paths.settle(file);
+            }
+            Self::Status(args) => both(&mut args.paths, &mut args.socket, file),
+            Self::Services(args) => both(&mut args.paths, &mut args.socket, file),
+            Self::Explain(args) => both(&mut args.paths, &mut args.socket, file),
+            Self::Monitor(args) => both(&mut args.paths, &mut args.socket, file),
+            Self::Cleanup(args) => both(&mut args.paths, &mut args.socket, file),
+            Self::Conntrack(args) => {
+                let common = args.common();
+                both(&mut common.paths, &mut common.socket, file);
+            }
+            Self::Doctor(args) => args.paths.settle(file),
+            Self::Config(_) | Self::KeepNat(_) | Self::Completions(_) => {}
         }
-        if values.is_empty() {
-            words.push(format!("--{flag}").into());
-        }
-        words.extend(
-            values
-                .iter()
-                .map(|value| format!("--{flag}={value}").into()),
-        );
+        Ok(())
     }
-    words
+}
+
+fn both(paths: &mut PathArgs, socket: &mut SocketArgs, file: &Settings) {
+    paths.settle(file);
+    socket.settle(file);
+}
+
+/// What was not said, the file says.
+pub(super) fn fill<T: Clone>(said: &mut Option<T>, file: Option<&T>) {
+    if said.is_none() {
+        *said = file.cloned();
+    }
+}
+
+/// Has a node be the file's, with what the command line and the environment say in place of it.
+pub(super) fn node(
+    node: &mut Node,
+    file: &Settings,
+    given: &ArgMatches,
+) -> Result<(), clap::Error> {
+    node.clone_from(&file.node);
+    node.update_from_arg_matches(given)?;
+    name(node);
+    Ok(())
+}
+
+/// Takes the name that DaemonSets tell by the downward API, if there is no other.
+pub(super) fn name(node: &mut Node) {
+    if node.name.is_none() {
+        node.name = env::var("NODE_NAME").ok();
+    }
+}
+
+impl PathArgs {
+    pub(super) fn settle(&mut self, file: &Settings) {
+        fill(&mut self.bpffs, file.kernel.bpffs.as_ref());
+        fill(&mut self.cgroup, file.kernel.cgroup.as_ref());
+    }
+}
+
+impl SocketArgs {
+    pub(super) fn settle(&mut self, file: &Settings) {
+        fill(&mut self.socket, file.listen.socket.as_ref());
+    }
 }
 
 #[cfg(test)]
@@ -112,13 +160,13 @@ mod tests {
     fn the_file_says_what_the_command_line_does_not() {
         let cli = parsed(ALL, &["run", "--zone", "z-flag"]).unwrap();
         for part in [
-            "node_name: Some(\"node1\")",
+            "name: Some(\"node1\")",
             "zone: Some(\"z-flag\")",
-            "max_frontends: 1000,",
-            "verbose: 1",
-            "on_exit: Detach",
-            "metrics: Listen(Some(0.0.0.0:9100))",
-            "admin: Listen(None)",
+            "frontends: Some(1000),",
+            "level: Some(Debug)",
+            "on_exit: Some(Detach)",
+            "metrics: Some(Listen(Some(0.0.0.0:9100)))",
+            "admin: Some(Listen(None))",
             "manifests: [\"/etc/dataplane/manifests\", \"/etc/dataplane/more.yaml\"]",
         ] {
             assert!(cli.contains(part), "{part} in {cli}");
@@ -136,13 +184,13 @@ mod tests {
         let api = "source: {kubernetes: {apiServer: \"https://192.0.2.1:6443\"}}";
         let cli = parsed(api, &["run"]).unwrap();
         for part in [
-            "kubernetes: true",
+            "kubernetes: Some(Kubernetes {",
             "api_server: Some(\"https://192.0.2.1:6443\")",
         ] {
             assert!(cli.contains(part), "{part} in {cli}");
         }
         let cli = parsed(api, &["run", "-f", "mine.yaml"]).unwrap();
-        assert!(cli.contains("kubernetes: false"), "{cli}");
+        assert!(cli.contains("kubernetes: None"), "{cli}");
         let none = parsed("", &["run"]).unwrap_err();
         assert!(
             none.contains("--manifests") && none.contains("--kubernetes"),
@@ -159,30 +207,162 @@ mod tests {
         );
     }
 
-    /// A flag that the file cannot say is one that a DaemonSet's ConfigMap cannot say.
+    /// What the same as `tests/config/all.yaml` is on a command line.
+    const FLAGS: &[(&str, &str)] = &[
+        (
+            "manifests",
+            "/etc/dataplane/manifests,/etc/dataplane/more.yaml",
+        ),
+        ("node-name", "node1"),
+        ("zone", "z-file"),
+        ("nodeport-addresses", "10.0.0.0/8,fd00::/64"),
+        ("on-exit", "detach"),
+        ("replace", ""),
+        ("stay", ""),
+        ("destroy-stale", "udp,tcp"),
+        ("log-format", "json"),
+        ("verbose", ""),
+        ("socket", "/run/other/agent.sock"),
+        ("metrics-addr", "0.0.0.0:9100"),
+        ("health-addr", "127.0.0.1:9101"),
+        ("healthz-addr", "[::]:10256"),
+        ("proxy-mode-addr", "off"),
+        ("admin-addr", "off"),
+        ("packet-path", "off"),
+        ("uplink", "eth*,!eth9"),
+        ("pod-interface", "veth*"),
+        ("pods-by-interface", ""),
+        ("masquerade-all", ""),
+        ("tc-order", "last"),
+        ("tc-hook", "clsact"),
+        ("conntrack-flows", "4096"),
+        ("bpffs", "/sys/fs/bpf/other"),
+        ("cgroup", "/sys/fs/cgroup/unified"),
+        ("nf-conntrack-max-per-core", "32768"),
+        ("nf-conntrack-min", "131072"),
+        ("nf-conntrack-tcp-timeout-established", "24h"),
+        ("nf-conntrack-tcp-timeout-close-wait", "1h"),
+        ("nf-conntrack-tcp-be-liberal", "true"),
+        ("nf-conntrack-udp-timeout", "30s"),
+        ("nf-conntrack-udp-timeout-stream", "3m"),
+        ("max-frontends", "1000"),
+        ("max-endpoints", "2000"),
+        ("max-affinity-clients", "5000"),
+    ];
+
+    fn settings(words: &[OsString]) -> Settings {
+        let words = [&["dataplane".into(), "run".into()], words].concat();
+        match parse(words).unwrap().command {
+            Command::Run(args) => args.settings.clone(),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// The file and the flags build the same; and a flag that the file cannot say is one that a DaemonSet's
+    /// ConfigMap cannot say.
     #[test]
-    fn every_flag_of_run_has_a_key() {
-        let config = config::parse("all.yaml".as_ref(), ALL).unwrap();
-        let mut keys: BTreeSet<&str> = config.arguments().iter().map(|a| a.flag).collect();
-        keys.extend(SOURCES);
-        keys.insert("pod-cidr");
+    fn flags_say_what_the_file_says() {
+        let file = config::parse("all.yaml".as_ref(), ALL).unwrap();
+        let place = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(place.path(), ALL).unwrap();
+        assert_eq!(settings(&["--config".into(), place.path().into()]), file);
+
+        let mesh = serde_saphyr::to_string(file.mesh.as_ref().unwrap()).unwrap();
+        let mut words: Vec<OsString> = vec![format!("--mesh={mesh}").into()];
+        words.extend(FLAGS.iter().map(|(flag, value)| match *value {
+            "" => format!("--{flag}").into(),
+            value => format!("--{flag}={value}").into(),
+        }));
+        assert_eq!(settings(&words), file);
+        // And over a file that says everything, too.
+        words.extend(["--config".into(), place.path().into()]);
+        assert_eq!(settings(&words), file);
+
+        let mut tried: BTreeSet<&str> = FLAGS.iter().map(|(flag, _)| *flag).collect();
+        tried.insert("mesh");
+        // These exclude others. They are tried elsewhere.
+        tried.extend(["kubernetes", "kubeconfig", "api-server", "pod-cidr"]);
+        // Not for a file.
+        tried.extend(["config", "help", "version"]);
         let command = Cli::command();
         let run = command.find_subcommand("run").unwrap();
-        let mut flags: BTreeSet<&str> = run
-            .get_arguments()
-            .filter_map(clap::Arg::get_long)
-            .collect();
-        for not_for_a_file in ["config", "help", "version"] {
-            flags.remove(not_for_a_file);
-        }
-        // And a key that no flag stands for would say nothing.
-        let empty: Vec<_> = keys.difference(&flags).collect();
-        assert!(empty.is_empty(), "{empty:?} are no flags of run");
-        let missing: Vec<_> = flags.difference(&keys).collect();
+        let flags = run.get_arguments().filter_map(clap::Arg::get_long);
+        let missing: Vec<_> = flags.filter(|flag| !tried.contains(flag)).collect();
         assert!(
             missing.is_empty(),
-            "{missing:?} cannot be said in a configuration file: add them to src/config/mod.rs, \
-             src/config/keys.rs and tests/config/all.yaml"
+            "{missing:?} cannot be said in a configuration file: add them to src/settings and \
+             tests/config/all.yaml"
         );
+    }
+
+    #[test]
+    fn the_command_line_counts_more_than_the_file() {
+        let place = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(place.path(), ALL).unwrap();
+        let words = [
+            "--zone=z-flag",
+            "--uplink=ens*",
+            "--on-exit=keep",
+            "--metrics-addr=off",
+            "-vv",
+            "--nf-conntrack-udp-timeout=31s",
+            "--config",
+        ];
+        let mut words = words.map(OsString::from).to_vec();
+        words.push(place.path().into());
+        let found = settings(&words);
+        let mut wanted = config::parse("all.yaml".as_ref(), ALL).unwrap();
+        wanted.node.zone = Some("z-flag".to_owned());
+        wanted.packets.uplinks = vec!["ens*".parse().unwrap()];
+        wanted.on_exit = Some(crate::settings::OnExit::Keep);
+        wanted.listen.metrics = "off".parse().ok();
+        wanted.log.level = Some(crate::settings::LogLevel::Trace);
+        wanted.kernel.conntrack.udp_timeout = "31s".parse().ok();
+        assert_eq!(found, wanted);
+    }
+
+    #[test]
+    fn the_file_and_a_flag_may_contradict_each_other() {
+        let file = "source: {kubernetes: {}}\npackets: {podCidrs: [10.0.0.0/8]}\n";
+        let wrong = parsed(file, &["run", "--pods-by-interface"]).unwrap_err();
+        assert!(
+            wrong.contains("both podCidrs and podsByInterface"),
+            "{wrong}"
+        );
+        let wrong = parsed(
+            "",
+            &[
+                "run",
+                "--kubernetes",
+                "--pods-by-interface",
+                "--pod-cidr=10.0.0.0/8",
+            ],
+        );
+        assert!(wrong.unwrap_err().contains("cannot be used with"));
+    }
+
+    /// Options of commands below commands, too, and a command's own `--verbose` is not the log's.
+    #[test]
+    fn every_command_takes_the_places_of_the_file() {
+        for words in [
+            &["status"][..],
+            &["services"],
+            &["monitor"],
+            &["cleanup"],
+            &["conntrack", "list"],
+            &["conntrack", "count"],
+            &["conntrack", "flush", "--all"],
+            &["explain", "default/web", "10.96.0.1:80"],
+        ] {
+            let cli = parsed(ALL, words).unwrap();
+            for place in ["\"/run/other/agent.sock\"", "\"/sys/fs/bpf/other\""] {
+                assert!(cli.contains(place), "{words:?}: no {place} in {cli}");
+            }
+            assert!(!cli.contains("verbose: true"), "{cli}");
+        }
+        for words in [&["plan"][..], &["doctor"]] {
+            let cli = parsed(ALL, words).unwrap();
+            assert!(cli.contains("\"/sys/fs/bpf/other\""), "{words:?}: {cli}");
+        }
     }
 }

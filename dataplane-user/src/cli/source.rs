@@ -12,8 +12,9 @@ use clap::Args;
 
 use crate::{
     admin,
-    agent::{Input, NodeSettings},
+    agent::{self, Input},
     model::Snapshot,
+    settings::{self, Kubernetes, Node, Settings},
     source::{Notice, Source, kubernetes},
 };
 
@@ -66,40 +67,58 @@ pub(super) struct SourceArgs {
         hide_env_values = true
     )]
     api_server: Option<String>,
+
+    #[arg(skip)]
+    settled: settings::Source,
 }
 
 impl SourceArgs {
-    /// As it is given; of the API, no more is read than `scope`.
-    pub(super) fn source(&self, scope: kubernetes::Scope) -> Source {
-        if !self.manifests.is_empty() {
-            return Source::Manifests(self.manifests.clone());
+    /// The group of these options.
+    pub(super) const GROUP: &str = "SourceArgs";
+
+    /// Takes the file's source if none of these options was given.
+    pub(super) fn settle(&mut self, file: &Settings) {
+        let api = self.kubernetes || self.kubeconfig.is_some() || self.api_server.is_some();
+        self.settled = if api || !self.manifests.is_empty() {
+            settings::Source {
+                manifests: self.manifests.clone(),
+                kubernetes: api.then(|| Kubernetes {
+                    kubeconfig: self.kubeconfig.clone(),
+                    api_server: self.api_server.clone(),
+                }),
+            }
+        } else {
+            file.source.clone()
+        };
+        if let Some(kubernetes) = &mut self.settled.kubernetes
+            && kubernetes.kubeconfig.is_none()
+        {
+            let in_environment = env::var_os("KUBECONFIG").filter(|path| !path.is_empty());
+            kubernetes.kubeconfig = in_environment.map(PathBuf::from);
         }
-        let in_environment = || env::var_os("KUBECONFIG").filter(|path| !path.is_empty());
-        Source::Kubernetes(kubernetes::Settings {
-            target: kubernetes::Target {
-                kubeconfig: self
-                    .kubeconfig
-                    .clone()
-                    .or_else(|| in_environment().map(PathBuf::from)),
-                server: self.api_server.clone(),
-                ..kubernetes::Target::default()
-            },
-            scope,
-            patience: kubernetes::Patience::default(),
-        })
+    }
+
+    /// What was said, by whichever means.
+    pub(super) fn settled(&self) -> &settings::Source {
+        &self.settled
+    }
+
+    /// The same, as a source; of the API, no more is read than `scope`.
+    pub(super) fn source(&self, scope: kubernetes::Scope) -> Source {
+        agent::source(&self.settled, scope)
     }
 }
 
 impl SourceArgs {
     /// What there is to serve now.
-    pub(super) fn snapshot(&self, settings: &NodeSettings) -> anyhow::Result<Snapshot> {
+    pub(super) fn snapshot(&self, node: &Node) -> anyhow::Result<Snapshot> {
         let source = self.source(kubernetes::Scope::HostPorts);
         let (sender, notices) = mpsc::channel();
         let notify = move |notice| {
             // Fails only when nobody waits any more.
             sender.send(notice).unwrap_or_default();
         };
-        let mut input = Input::open(&source, settings, notify)?;
+        let mut input = Input::open(&source, node, notify)?;
         let place = input.health().places().join(", ");
         let start = Instant::now();
         let mut said = false;
@@ -142,7 +161,8 @@ mod tests {
 
     fn parse(arguments: &[&str]) -> Result<Source, String> {
         let arguments = [&["dataplane"], arguments].concat();
-        let command = Command::try_parse_from(arguments).map_err(|e| e.to_string())?;
+        let mut command = Command::try_parse_from(arguments).map_err(|e| e.to_string())?;
+        command.source.settle(&Settings::default());
         Ok(command.source.source(kubernetes::Scope::Services))
     }
 

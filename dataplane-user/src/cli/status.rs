@@ -31,10 +31,10 @@ pub struct StatusArgs {
     output: Format,
 
     #[command(flatten)]
-    paths: PathArgs,
+    pub(super) paths: PathArgs,
 
     #[command(flatten)]
-    socket: SocketArgs,
+    pub(super) socket: SocketArgs,
 }
 
 impl StatusArgs {

@@ -3,8 +3,10 @@
 
 use serde_json::Value;
 
-use super::{Config, Kubernetes, Listen, LogFormat, LogLevel, Range, read::yaml};
-use crate::settings::{NfConntrack, Timeout};
+use super::read::yaml;
+use crate::settings::{
+    Kubernetes, Listen, LogFormat, LogLevel, NfConntrack, Pattern, Range, Settings, Timeout,
+};
 
 const API_VERSION: &str = "kubeproxy.config.k8s.io/v1alpha1";
 
@@ -12,7 +14,7 @@ const API_VERSION: &str = "kubeproxy.config.k8s.io/v1alpha1";
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Imported {
     /// In our terms.
-    pub config: Config,
+    pub config: Settings,
     /// What a person should know, key by key, in the order of the keys.
     pub notes: Vec<NotImported>,
 }
@@ -59,7 +61,7 @@ pub fn import(text: &str) -> Result<Imported, String> {
     flatten("", &value, &mut leaves);
     let mut import = Import {
         mode: value["mode"].as_str().unwrap_or_default(),
-        config: Config::default(),
+        config: Settings::default(),
         notes: Vec::new(),
     };
     import.config.source.kubernetes = Some(Kubernetes::default());
@@ -102,7 +104,7 @@ fn flatten(at: &str, value: &Value, leaves: &mut Vec<(String, Value)>) {
 
 struct Import<'a> {
     mode: &'a str,
-    config: Config,
+    config: Settings,
     notes: Vec<NotImported>,
 }
 
@@ -189,7 +191,14 @@ impl Import<'_> {
             "InterfaceNamePrefix" => {
                 self.config.packets.pods_by_interface = true;
                 let prefix = detect("interfaceNamePrefix");
-                self.config.packets.pod_interfaces = vec![format!("{prefix}*")];
+                match format!("{prefix}*").parse::<Pattern>() {
+                    Ok(pattern) => self.config.packets.pod_interfaces = vec![pattern],
+                    Err(wrong) => self.note(
+                        "detectLocal.interfaceNamePrefix",
+                        &all["detectLocal"],
+                        wrong,
+                    ),
+                }
             }
             _ => self.note(
                 "detectLocalMode",

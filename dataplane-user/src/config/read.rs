@@ -4,11 +4,11 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::{
-    Config,
-    keys::{self, paths, properties},
+use super::schema::{paths, properties, schema};
+use crate::{
+    settings::{self, Mesh, Settings},
+    source::manifests::{Errors, Fault, Position, locate, plain, read_file},
 };
-use crate::source::manifests::{Errors, Fault, Position, locate, plain, read_file};
 
 /// How alike two names are that might be meant for each other, from 0 to 1.
 const ALIKE: f64 = 0.8;
@@ -18,7 +18,7 @@ const ALIKE: f64 = 0.8;
 /// # Errors
 ///
 /// Everything that is wrong with it, with line and key.
-pub fn read(path: &Path) -> Result<Config, Errors> {
+pub fn read(path: &Path) -> Result<Settings, Errors> {
     let text = read_file(path).map_err(|text| {
         Errors::of(vec![Fault {
             file: path.to_owned(),
@@ -36,7 +36,7 @@ pub fn read(path: &Path) -> Result<Config, Errors> {
 /// # Errors
 ///
 /// Everything that is wrong with it, with line and key.
-pub fn parse(path: &Path, text: &str) -> Result<Config, Errors> {
+pub fn parse(path: &Path, text: &str) -> Result<Settings, Errors> {
     let fault = |position, path_in: String, text| Fault {
         file: path.to_owned(),
         position,
@@ -55,12 +55,12 @@ pub fn parse(path: &Path, text: &str) -> Result<Config, Errors> {
             return Err(Errors::of(vec![fault(position, String::new(), text)]));
         }
     };
-    let schema = keys::schema();
+    let schema = schema();
     let mut faults = Vec::new();
     unknown_keys(&mut value, &schema, &schema, "", &mut faults);
     let config = typed(value, &mut faults);
     if let Some(config) = &config {
-        contradictions(config, &mut faults);
+        faults.extend(settings::faults(config));
     }
     let positions = locate(
         text,
@@ -75,6 +75,21 @@ pub fn parse(path: &Path, text: &str) -> Result<Config, Errors> {
     match config {
         Some(config) if faults.is_empty() => Ok(config),
         _ => Err(Errors::of(faults)),
+    }
+}
+
+/// Reads what a file has below `mesh:`.
+///
+/// # Errors
+///
+/// The first thing that is wrong with it, with its key.
+pub fn mesh(text: &str) -> Result<Mesh, String> {
+    let value = yaml(text).map_err(|(_, text)| text)?;
+    let mesh: Mesh = serde_path_to_error::deserialize(value)
+        .map_err(|error| format!("{}: {}", error.path(), error.inner()))?;
+    match mesh.faults().first() {
+        Some((key, text)) => Err(format!("{key}: {text}")),
+        None => Ok(mesh),
     }
 }
 
@@ -171,11 +186,11 @@ fn bare(name: &str) -> String {
 
 /// The values in their types; those that have another are taken out one after the other, so that
 /// all of them are found.
-fn typed(mut value: Value, faults: &mut Vec<(String, String)>) -> Option<Config> {
+fn typed(mut value: Value, faults: &mut Vec<(String, String)>) -> Option<Settings> {
     // Of lists: which items are not there any more.
     let mut taken: Vec<(String, usize)> = Vec::new();
     loop {
-        let error = match serde_path_to_error::deserialize::<_, Config>(&value) {
+        let error = match serde_path_to_error::deserialize::<_, Settings>(&value) {
             Ok(config) => return Some(config),
             Err(error) => error,
         };
@@ -210,70 +225,5 @@ fn take_out(value: &mut Value, path: &str, taken: &mut Vec<(String, usize)>) -> 
             Some(format!("{whole}[{index}]"))
         }
         _ => None,
-    }
-}
-
-/// What is well written and cannot be.
-fn contradictions(config: &Config, faults: &mut Vec<(String, String)>) {
-    if config.source.kubernetes.is_some() && !config.source.manifests.is_empty() {
-        faults.push((
-            "source".into(),
-            "both manifests and kubernetes; expected one of them".into(),
-        ));
-    }
-    if config.packets.pods_by_interface && !config.packets.pod_cidrs.is_empty() {
-        faults.push((
-            "packets".into(),
-            "both podCidrs and podsByInterface; expected one of them".into(),
-        ));
-    }
-    faults.extend(config.mesh.iter().flat_map(super::Mesh::faults));
-    if let Some(flows) = config.packets.conntrack_flows
-        && !(1024..=1 << 23).contains(&flows)
-    {
-        faults.push((
-            "packets.conntrackFlows".into(),
-            format!("{flows}; expected a number from 1024 to 8388608"),
-        ));
-    }
-    if let Some(clients) = config.limits.affinity_clients
-        && !(1024..=1 << 24).contains(&clients)
-    {
-        faults.push((
-            "limits.affinityClients".into(),
-            format!("{clients}; expected a number from 1024 to 16777216"),
-        ));
-    }
-    for (key, limit) in [
-        ("limits.frontends", config.limits.frontends),
-        ("limits.endpoints", config.limits.endpoints),
-        (
-            "kernel.conntrack.maxPerCore",
-            config.kernel.conntrack.max_per_core,
-        ),
-        ("kernel.conntrack.min", config.kernel.conntrack.min),
-    ] {
-        if limit == Some(0) {
-            faults.push((key.into(), "0; expected a number from 1".into()));
-        }
-    }
-    let listen = &config.listen;
-    let mut taken = Vec::new();
-    for (key, listen) in [
-        ("listen.metrics", listen.metrics),
-        ("listen.health", listen.health),
-        ("listen.healthz", listen.healthz),
-        ("listen.admin", listen.admin),
-    ] {
-        let Some(addr) = listen.and_then(|listen| listen.0) else {
-            continue;
-        };
-        match taken.iter().find(|(_, other)| *other == addr) {
-            Some((other, _)) => faults.push((
-                key.into(),
-                format!("{addr} is also the value of {other}; expected different addresses"),
-            )),
-            None => taken.push((key, addr)),
-        }
     }
 }

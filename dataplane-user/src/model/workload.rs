@@ -8,7 +8,10 @@ use std::{
     sync::Arc,
 };
 
+use clap::ValueEnum;
 use ipnet::IpNet;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
 
 use super::{Cluster, Identity, WorkloadName};
@@ -224,12 +227,27 @@ impl Telemetry {
 }
 
 /// What becomes of connections to a destination that is no service and no workload that is known.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    Serialize,
+    Deserialize,
+    JsonSchema,
+    ValueEnum,
+)]
+#[serde(rename_all = "lowercase")]
 pub enum Egress {
     /// They pass.
     #[default]
     Allow,
-    /// They are refused (`ECONNREFUSED`): "registry only".
+    /// They are refused (ECONNREFUSED).
     Deny,
 }
 
@@ -244,7 +262,21 @@ impl Egress {
 }
 
 /// Who relays a captured connection.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    Serialize,
+    Deserialize,
+    JsonSchema,
+)]
+#[serde(rename_all = "lowercase")]
 pub enum Mode {
     /// The kernel, where a proxy would add nothing; otherwise the proxy.
     #[default]
@@ -276,7 +308,21 @@ impl Mode {
 }
 
 /// What becomes of captured connections while the proxy does not listen.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    Serialize,
+    Deserialize,
+    JsonSchema,
+)]
+#[serde(rename_all = "lowercase")]
 pub enum WithoutProxy {
     /// They are refused (`ECONNREFUSED`).
     #[default]
@@ -296,7 +342,22 @@ impl WithoutProxy {
 }
 
 /// Whether what a workload says to the agent's proxy goes past the TCP stack.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    Serialize,
+    Deserialize,
+    JsonSchema,
+    ValueEnum,
+)]
+#[serde(rename_all = "lowercase")]
 pub enum Acceleration {
     /// It goes by TCP.
     #[default]
@@ -316,7 +377,21 @@ impl Acceleration {
 }
 
 /// By what a workload's outbound connections are captured.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    Serialize,
+    Deserialize,
+    JsonSchema,
+)]
+#[serde(rename_all = "lowercase")]
 pub enum CapturedBy {
     /// By its sockets, as they are connected: those of processes on this node.
     #[default]

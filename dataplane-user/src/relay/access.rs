@@ -13,7 +13,8 @@ use std::{
 };
 
 use jiff::Timestamp;
-use serde::Serialize;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
 
 use super::{direction::Direction, index::Target, outcome::Flag};
 use crate::{
@@ -26,7 +27,9 @@ use crate::{
 const QUEUE: usize = 8192;
 
 /// The format of the access log.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize, JsonSchema,
+)]
 #[serde(rename_all = "lowercase")]
 pub enum AccessLog {
     /// `key=value` pairs, for people

@@ -19,7 +19,8 @@ use std::{
 use clap::CommandFactory as _;
 use dataplane::{
     cli::Cli,
-    config::{self, Config},
+    config,
+    settings::{OnExit, Settings},
 };
 use k8s_openapi::api::{apps::v1 as apps, batch::v1 as batch, core::v1 as core, rbac::v1 as rbac};
 use serde::{Serialize, de::DeserializeOwned};
@@ -117,7 +118,7 @@ fn without_checksum(mut objects: Objects) -> Objects {
     objects
 }
 
-fn configured(objects: &Objects) -> Config {
+fn configured(objects: &Objects) -> Settings {
     let text = &objects["ConfigMap dataplane"]["data"]["config.yaml"];
     config::parse(Path::new("config.yaml"), text.as_str().unwrap())
         .unwrap_or_else(|errors| panic!("{errors}"))
@@ -422,7 +423,7 @@ fn the_daemon_set_and_the_configuration_agree() {
 
     // The agent leaves programs and tables behind when it ends (`--on-exit keep` is the default),
     // so replacing it interrupts nothing.
-    assert!(config.on_exit.is_none_or(|it| it == config::OnExit::Keep));
+    assert!(config.on_exit.is_none_or(|it| it == OnExit::Keep));
     assert_eq!(spec["updateStrategy"]["type"], "RollingUpdate");
     assert_eq!(pod["priorityClassName"], "system-node-critical");
     assert_eq!(pod["hostNetwork"], true);

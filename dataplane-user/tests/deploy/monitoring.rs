@@ -6,6 +6,8 @@ use std::collections::BTreeSet;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{LabelSelector, ObjectMeta};
 use serde::Deserialize;
 
+use dataplane::settings::Listeners;
+
 use super::*;
 
 /// Of the Prometheus Operator's `monitoring.coreos.com/v1`, the fields that are used.
@@ -225,12 +227,6 @@ fn alerts_link_to_where_the_page_is() {
 fn what_is_scraped_is_what_listens() {
     let monitor = yaml(&read("deploy/kustomize/monitoring/podmonitor.yaml"));
     let text = monitor["spec"]["podMetricsEndpoints"].to_string();
-    let run = Cli::command().find_subcommand("run").unwrap().clone();
-    let metrics = run
-        .get_arguments()
-        .find(|a| a.get_long() == Some("metrics-addr"))
-        .unwrap();
-    let default = metrics.get_default_values()[0].to_str().unwrap();
-    let (_, port) = default.rsplit_once(':').unwrap();
+    let port = Listeners::default().metrics().unwrap().port();
     assert_eq!(text.matches(&format!(":{port}\"")).count(), 2, "{text}");
 }

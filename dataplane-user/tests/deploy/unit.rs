@@ -2,7 +2,7 @@
 
 use super::*;
 
-use dataplane::{cli::exit, kernel};
+use dataplane::{cli::exit, kernel, settings::Listeners};
 
 const UNIT: &str = "deploy/systemd/dataplane.service";
 
@@ -64,12 +64,8 @@ fn it_gives_what_the_daemon_set_gives() {
         writable.split(' ').any(|path| Path::new(path) == pins),
         "{writable}"
     );
-    let run = Cli::command().find_subcommand("run").unwrap().clone();
-    let socket = run
-        .get_arguments()
-        .find(|a| a.get_long() == Some("socket"))
-        .unwrap();
-    let socket = Path::new(&socket.get_default_values()[0]);
+    let listeners = Listeners::default();
+    let socket = listeners.socket();
     let directory = Path::new("/run").join(value("RuntimeDirectory"));
     assert_eq!(socket.parent(), Some(&*directory));
 }

@@ -23,7 +23,6 @@ use tracing::{debug, error};
 
 use self::{attach::Attached, discover::Found, packets::Packets, problems::Problems};
 use crate::{
-    config,
     kernel::{self, Accelerator, Capture, CaptureOptions, Kernel, Namespace, namespaces},
     model::{Acceleration, Place, Snapshot, WorkloadName},
     plan::{
@@ -34,6 +33,7 @@ use crate::{
         self, Observer, Proxy,
         handover::{self, Named},
     },
+    settings,
     threads::Deaths,
 };
 
@@ -64,7 +64,7 @@ pub struct Settled {
 }
 
 /// What the kernel is told of a mesh.
-pub fn options(mesh: &config::Mesh) -> CaptureOptions {
+pub fn options(mesh: &settings::Mesh) -> CaptureOptions {
     CaptureOptions {
         outbound: mesh.outbound(),
         inbound: mesh.inbound(),
@@ -76,7 +76,7 @@ pub fn options(mesh: &config::Mesh) -> CaptureOptions {
 
 /// Who is captured.
 pub struct Mesh {
-    config: config::Mesh,
+    config: settings::Mesh,
     options: CaptureOptions,
     /// The agent's own proxy; none if it is another one.
     proxy: Option<Proxy>,
@@ -115,7 +115,7 @@ impl Mesh {
     /// # Errors
     /// If the proxy cannot be started, or the tables not be read.
     pub fn start(
-        config: config::Mesh,
+        config: settings::Mesh,
         capture: &Capture,
         cgroup: &Path,
         given: Named,
@@ -130,7 +130,7 @@ impl Mesh {
                 mark: Some(options.mark),
                 transparent_mark: Some(options.mark | FROM_CLIENT),
                 transparent: config.proxy.keep_source.unwrap_or(true),
-                access_log: config.proxy.access_log(),
+                access_log: config.proxy.access_log.unwrap_or_default(),
                 max_connections: config.proxy.max_connections.map(|max| max as usize),
                 max_per_workload: config
                     .proxy

@@ -1,13 +1,13 @@
 //! What the configuration says of capture, as the plan takes it.
 
 use crate::{
-    config,
     model::{Place, Rules, Workload, WorkloadName},
     plan::enrol::Said,
+    settings,
 };
 
 /// Takes the rules out of the configuration.
-pub fn said(config: &config::Mesh) -> Said {
+pub fn said(config: &settings::Mesh) -> Said {
     let workloads = config.workloads.iter().filter_map(|given| {
         let (namespace, name) = given.name.split_once('/')?;
         let name = WorkloadName::new(namespace, name);
@@ -34,7 +34,7 @@ pub fn said(config: &config::Mesh) -> Said {
 }
 
 /// A workload that only the configuration knows.
-fn described(name: WorkloadName, given: &config::MeshWorkload) -> Workload {
+fn described(name: WorkloadName, given: &settings::MeshWorkload) -> Workload {
     let place = match &given.cgroup {
         Some(path) => Place::Cgroup(path.clone()),
         None => Place::Address,
@@ -52,16 +52,15 @@ mod tests {
 
     #[test]
     fn the_most_specific_layer_is_named() {
-        let config: config::Mesh = "\
+        let text = "\
 rules: {excludeOutboundPorts: [22, 23], egress: deny}
 proxy: {uid: 1500}
 namespaces:
 - {name: shop, rules: {excludeOutboundIPRanges: [10.0.0.0/8], egress: allow}}
 workloads:
 - {name: shop/web, addresses: [192.0.2.1], rules: {includeOutboundPorts: [23]}}
-"
-        .parse()
-        .unwrap();
+";
+        let config: settings::Mesh = serde_saphyr::from_str(text).unwrap();
         let members = members(&said(&config), &Snapshot::default());
         let told = |about: &str, of: &str| {
             let mut rules = members[0].rules.iter();

@@ -14,20 +14,17 @@ use std::{
 };
 
 use anyhow::Context as _;
-use clap::{Args, ValueEnum};
+use clap::{ArgMatches, Args};
 use jiff::SignedDuration;
 use tracing_subscriber::EnvFilter;
 
-use super::{
-    Listen,
-    run::{LogFormat, NodeArgs},
-    source::SourceArgs,
-};
+use super::{settled, source::SourceArgs};
 use crate::{
     kernel::{self, Accelerator},
-    model::{Egress, Place, Workload, WorkloadName},
+    model::{self, Egress, Place, Workload, WorkloadName},
     proxy::{Settings, admin::Logging},
     relay::{Acceleration, AccessLog},
+    settings::{self, Listen, LogFormat, LogLevel, Node},
 };
 
 /// Run the L4 proxy alone, in this network namespace.
@@ -73,7 +70,7 @@ pub struct ProxyArgs {
     /// Policy for connections from the workload to addresses that are no service, endpoint or
     /// workload
     #[arg(long, value_enum, default_value_t)]
-    egress: EgressArg,
+    egress: Egress,
 
     /// Number of relaying threads [default: one for each CPU]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
@@ -101,7 +98,7 @@ pub struct ProxyArgs {
     /// Whether bytes to the proxy in this network namespace bypass the TCP stack. Needs CAP_BPF and
     /// CAP_NET_ADMIN. docs/proxy.md describes the effects on applications
     #[arg(long, value_enum, default_value_t)]
-    acceleration: AccelerationArg,
+    acceleration: model::Acceleration,
 
     /// Directory of the cgroup v2 whose processes are accelerated [default: the root of cgroup v2]
     #[arg(
@@ -119,7 +116,7 @@ pub struct ProxyArgs {
     who: WhoArgs,
 
     #[command(flatten)]
-    node: NodeArgs,
+    node: Node,
 
     #[command(flatten)]
     listen: ListenArgs,
@@ -128,9 +125,12 @@ pub struct ProxyArgs {
     #[arg(short, long, action = clap::ArgAction::Count)]
     verbose: u8,
 
-    /// Format of the log on standard error
-    #[arg(long, value_enum, default_value_t)]
-    log_format: LogFormat,
+    /// Format of the log on standard error [default: text]
+    #[arg(long, value_enum)]
+    log_format: Option<LogFormat>,
+
+    #[arg(skip)]
+    log_level: LogLevel,
 }
 
 /// How long, and how many.
@@ -177,39 +177,13 @@ struct WhoArgs {
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Endpoints (ADDRESS:PORT, or `off`)")]
 struct ListenArgs {
-    /// Serve Prometheus metrics, at /metrics
-    #[arg(
-        long = "metrics-addr",
-        value_name = "ADDR",
-        default_value = "0.0.0.0:15020"
-    )]
-    metrics: Listen,
+    /// Serve Prometheus metrics, at /metrics [default: 0.0.0.0:15020]
+    #[arg(long = "metrics-addr", value_name = "ADDR")]
+    metrics: Option<Listen>,
 
-    /// Serve /config_dump, /logging, /healthz/ready and /metrics
-    #[arg(
-        long = "admin-addr",
-        value_name = "ADDR",
-        default_value = "127.0.0.1:15000"
-    )]
-    admin: Listen,
-}
-
-#[derive(Clone, Copy, Debug, Default, ValueEnum)]
-enum EgressArg {
-    /// Connect directly
-    #[default]
-    Allow,
-    /// Refuse
-    Deny,
-}
-
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-enum AccelerationArg {
-    /// By TCP
-    #[default]
-    Off,
-    /// From socket to socket, by a sockmap
-    Sockmap,
+    /// Serve /config_dump, /logging, /healthz/ready and /metrics [default: 127.0.0.1:15000]
+    #[arg(long = "admin-addr", value_name = "ADDR")]
+    admin: Option<Listen>,
 }
 
 fn duration(text: &str) -> Result<Duration, String> {
@@ -243,6 +217,32 @@ fn workload_name(text: &str) -> Result<WorkloadName, String> {
 }
 
 impl ProxyArgs {
+    /// Adds what the file says and the command line does not.
+    pub(super) fn settle(
+        &mut self,
+        file: &settings::Settings,
+        given: &ArgMatches,
+    ) -> Result<(), clap::Error> {
+        self.source.settle(file);
+        settled::node(&mut self.node, file, given)?;
+        settled::fill(&mut self.cgroup, file.kernel.cgroup.as_ref());
+        settled::fill(&mut self.listen.metrics, file.listen.metrics.as_ref());
+        settled::fill(&mut self.listen.admin, file.listen.admin.as_ref());
+        settled::fill(&mut self.log_format, file.log.format.as_ref());
+        let level = super::log_level(self.verbose).or(file.log.level);
+        self.log_level = level.unwrap_or_default();
+        Ok(())
+    }
+
+    /// Where the proxy answers questions.
+    fn listeners(&self) -> settings::Listeners {
+        settings::Listeners {
+            metrics: self.listen.metrics,
+            admin: self.listen.admin,
+            ..settings::Listeners::default()
+        }
+    }
+
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         let logging = self.start_log();
         serve::run(&self, logging)
@@ -265,16 +265,9 @@ impl ProxyArgs {
         }
     }
 
-    fn egress(&self) -> Egress {
-        match self.egress {
-            EgressArg::Allow => Egress::Allow,
-            EgressArg::Deny => Egress::Deny,
-        }
-    }
-
     /// Has what applications say to these sockets go past the TCP stack, if that is wanted.
     fn acceleration(&self, outbound: &[TcpListener]) -> anyhow::Result<Option<Acceleration>> {
-        if self.acceleration == AccelerationArg::Off {
+        if self.acceleration == model::Acceleration::Off {
             return Ok(None);
         }
         let cgroup = self.cgroup.clone().map_or_else(kernel::cgroup2_root, Ok)?;
@@ -306,11 +299,11 @@ impl ProxyArgs {
 
     /// Starts to log, and says how to change what is logged.
     fn start_log(&self) -> Logging {
-        let filter = super::log_filter(self.verbose);
+        let filter = super::log_filter(self.log_level);
         let log = tracing_subscriber::fmt()
             .with_env_filter(filter)
             .with_writer(io::stderr);
-        match self.log_format {
+        match self.log_format.unwrap_or_default() {
             LogFormat::Json => {
                 let log = log.json().with_filter_reloading();
                 let logging = logging(log.reload_handle());

@@ -22,7 +22,7 @@ use super::{
     sockets::{self, Sockets},
 };
 use crate::{
-    agent::{Input, NodeSettings},
+    agent::Input,
     model::Snapshot,
     proxy::{
         Observer, Proxy,
@@ -30,6 +30,7 @@ use crate::{
         handover::{self, Named},
     },
     relay::Attachment,
+    settings::Node,
     source::{Notice, Source, kubernetes::Scope},
     threads::Deaths,
 };
@@ -55,7 +56,7 @@ pub fn run(arguments: &ProxyArgs, logging: Logging) -> anyhow::Result<ExitCode> 
         // Fails only if the proxy ends anyway.
         let _ = tell.send(format!("the thread {thread} has died ({why})"));
     });
-    let mut services = Services::open(&source, &arguments.node.settings(), Arc::clone(&deaths))?;
+    let mut services = Services::open(&source, &arguments.node, Arc::clone(&deaths))?;
     let mut signals = Signals::new()?;
     // Before there are sockets: nobody shall be answered before it is known where they go.
     let first = runtime.block_on(async {
@@ -89,7 +90,7 @@ pub fn run(arguments: &ProxyArgs, logging: Logging) -> anyhow::Result<ExitCode> 
         namespace: None,
         outbound: std::mem::take(&mut sockets.outbound),
         inbound: std::mem::take(&mut sockets.inbound),
-        egress: arguments.egress(),
+        egress: arguments.egress,
         acceleration,
     };
     proxy.set_snapshot(snapshot);
@@ -306,10 +307,10 @@ struct Services {
 }
 
 impl Services {
-    fn open(source: &Source, settings: &NodeSettings, deaths: Deaths) -> anyhow::Result<Self> {
+    fn open(source: &Source, node: &Node, deaths: Deaths) -> anyhow::Result<Self> {
         let changed = Arc::<Notify>::default();
         let tell = Arc::clone(&changed);
-        let input = Input::open(source, settings, move |notice| match notice {
+        let input = Input::open(source, node, move |notice| match notice {
             Notice::Changed => tell.notify_one(),
             Notice::Died { thread, why } => deaths(thread, why),
         })?;

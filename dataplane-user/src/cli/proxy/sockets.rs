@@ -79,9 +79,9 @@ impl Sockets {
         let inbound = inbound
             .map(|at| have("inbound", *at, "--inbound"))
             .collect::<anyhow::Result<_>>()?;
-        let metrics = arguments.listen.metrics.0;
+        let metrics = arguments.listeners().metrics();
         let metrics = metrics.map(|at| have("metrics", at, "--metrics-addr"));
-        let admin = arguments.listen.admin.0;
+        let admin = arguments.listeners().admin();
         let admin = admin.map(|at| have("the admin endpoint", at, "--admin-addr"));
         Ok(Self {
             outbound,

@@ -3,6 +3,8 @@
 use std::{fmt, io, os::fd::AsFd as _, str::FromStr};
 
 use aya_obj::generated::bpf_attach_type;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
 
 use crate::kernel::sys::{self, Chain, Place};
 
@@ -10,7 +12,9 @@ use crate::kernel::sys::{self, Chain, Place};
 const ATTEMPTS: usize = 8;
 
 /// Where among other people's programs ours go.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+#[schemars(with = "String")]
 pub enum Order {
     /// Before all others.
     #[default]
@@ -102,6 +106,20 @@ impl FromStr for Order {
             Some(("after", of)) => anchor(of).map(Self::After).ok_or_else(wanted),
             _ => Err(wanted()),
         }
+    }
+}
+
+impl TryFrom<String> for Order {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<Order> for String {
+    fn from(order: Order) -> Self {
+        order.to_string()
     }
 }
 

@@ -1,15 +1,15 @@
-//! Mesh capture in the configuration file.
+//! Mesh capture.
 
-use std::{net::IpAddr, path::PathBuf, str::FromStr};
+use std::{net::IpAddr, path::PathBuf};
 
 use dataplane_common::capture::FROM_CLIENT;
 use ipnet::IpNet;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::{Range, is_default, read};
+use super::{Range, is_default};
 use crate::{
-    model::{self, Rules, is_reserved},
+    model::{Acceleration, CapturedBy, Egress, Mode, Rules, WithoutProxy, is_reserved},
     relay::AccessLog,
 };
 
@@ -72,30 +72,7 @@ pub struct MeshProxy {
     /// The access log of the agent's proxy, on standard output: one line for each connection, at its
     /// end. Default: text.
     #[serde(skip_serializing_if = "is_default")]
-    pub access_log: Option<MeshAccessLog>,
-}
-
-/// How the access log is written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum MeshAccessLog {
-    /// `key=value` pairs, for people.
-    Text,
-    /// One JSON object a line.
-    Json,
-    /// None.
-    Off,
-}
-
-impl MeshProxy {
-    /// How the access log is written.
-    pub fn access_log(&self) -> AccessLog {
-        match self.access_log {
-            None | Some(MeshAccessLog::Text) => AccessLog::Text,
-            Some(MeshAccessLog::Json) => AccessLog::Json,
-            Some(MeshAccessLog::Off) => AccessLog::Off,
-        }
-    }
+    pub access_log: Option<AccessLog>,
 }
 
 /// Rules; of two that say something of the same thing, the more specific ones win: a workload's over
@@ -109,20 +86,20 @@ pub struct MeshRules {
     pub captured: Option<bool>,
     /// By what outbound connections are captured. Default: sockets.
     #[serde(skip_serializing_if = "is_default")]
-    pub captured_by: Option<MeshCapturedBy>,
+    pub captured_by: Option<CapturedBy>,
     /// Who relays captured connections. Default: auto.
     #[serde(skip_serializing_if = "is_default")]
-    pub mode: Option<MeshMode>,
+    pub mode: Option<Mode>,
     /// What becomes of connections to unknown destinations. Default: allow.
     #[serde(skip_serializing_if = "is_default")]
-    pub egress: Option<MeshEgress>,
+    pub egress: Option<Egress>,
     /// What becomes of captured connections while nobody listens at the proxy's port. Default:
     /// refuse.
     #[serde(skip_serializing_if = "is_default")]
-    pub without_proxy: Option<MeshWithoutProxy>,
+    pub without_proxy: Option<WithoutProxy>,
     /// Whether what the workload says to the agent's proxy goes past the TCP stack. Default: off.
     #[serde(skip_serializing_if = "is_default")]
-    pub acceleration: Option<MeshAcceleration>,
+    pub acceleration: Option<Acceleration>,
     /// Capture what goes to these ranges only.
     #[serde(skip_serializing_if = "is_default")]
     #[serde(rename = "includeOutboundIPRanges")]
@@ -185,85 +162,16 @@ pub struct MeshWorkload {
     pub rules: MeshRules,
 }
 
-/// Who relays.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum MeshMode {
-    /// The kernel where a proxy adds nothing, otherwise the proxy: the agent's adds nothing yet.
-    Auto,
-    /// The proxy.
-    Proxy,
-    /// The kernel: connections go direct, and are counted.
-    Kernel,
-}
-
-/// What connections are captured by.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum MeshCapturedBy {
-    /// The sockets of the workload's processes.
-    Sockets,
-    /// The packets that it sends, where its sockets are in a virtual machine: outbound connections
-    /// only, by the proxy's sockets on the node.
-    Packets,
-}
-
-/// Unknown destinations.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum MeshEgress {
-    /// They pass.
-    Allow,
-    /// They are refused (ECONNREFUSED).
-    Deny,
-}
-
-/// While nobody listens at the proxy's port.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum MeshWithoutProxy {
-    /// They are refused (ECONNREFUSED).
-    Refuse,
-    /// They go direct.
-    Pass,
-}
-
-/// Between a workload and the agent's proxy.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum MeshAcceleration {
-    /// By TCP.
-    Off,
-    /// From socket to socket: see docs/proxy.md for what that does to applications.
-    Sockmap,
-}
-
 impl MeshRules {
     /// In the model's terms.
     pub fn rules(&self) -> Rules {
         let mut rules = Rules {
             captured: self.captured,
-            captured_by: self.captured_by.map(|by| match by {
-                MeshCapturedBy::Sockets => model::CapturedBy::Sockets,
-                MeshCapturedBy::Packets => model::CapturedBy::Packets,
-            }),
-            mode: self.mode.map(|mode| match mode {
-                MeshMode::Auto => model::Mode::Auto,
-                MeshMode::Proxy => model::Mode::Proxy,
-                MeshMode::Kernel => model::Mode::Kernel,
-            }),
-            egress: self.egress.map(|egress| match egress {
-                MeshEgress::Allow => model::Egress::Allow,
-                MeshEgress::Deny => model::Egress::Deny,
-            }),
-            without_proxy: self.without_proxy.map(|without| match without {
-                MeshWithoutProxy::Refuse => model::WithoutProxy::Refuse,
-                MeshWithoutProxy::Pass => model::WithoutProxy::Pass,
-            }),
-            acceleration: self.acceleration.map(|acceleration| match acceleration {
-                MeshAcceleration::Off => model::Acceleration::Off,
-                MeshAcceleration::Sockmap => model::Acceleration::Sockmap,
-            }),
+            captured_by: self.captured_by,
+            mode: self.mode,
+            egress: self.egress,
+            without_proxy: self.without_proxy,
+            acceleration: self.acceleration,
             excluded_uids: self.exclude_uids.iter().copied().collect(),
             excluded_gids: self.exclude_gids.iter().copied().collect(),
             excluded_interfaces: self
@@ -345,7 +253,7 @@ impl Mesh {
         let mut all = std::iter::once(&self.rules)
             .chain(namespaces)
             .chain(workloads);
-        all.any(|rules| rules.egress == Some(MeshEgress::Deny))
+        all.any(|rules| rules.egress == Some(Egress::Deny))
     }
 
     /// What is well written and cannot be: key and what is wrong with it.
@@ -428,19 +336,5 @@ impl Mesh {
     /// The mark of the agent's proxy's sockets.
     pub fn mark(&self) -> u32 {
         self.proxy.mark.unwrap_or(15006)
-    }
-}
-
-impl FromStr for Mesh {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let value = read::yaml(text).map_err(|(_, text)| text)?;
-        let mesh: Self = serde_path_to_error::deserialize(value)
-            .map_err(|error| format!("{}: {}", error.path(), error.inner()))?;
-        match mesh.faults().first() {
-            Some((key, text)) => Err(format!("{key}: {text}")),
-            None => Ok(mesh),
-        }
     }
 }

@@ -1,0 +1,70 @@
+//! What is well written and cannot be.
+
+use super::{Mesh, Settings};
+
+/// Keys, and what is wrong with them: what the types do not tell.
+pub fn faults(settings: &Settings) -> Vec<(String, String)> {
+    let mut faults: Vec<(String, String)> = Vec::new();
+    if settings.source.kubernetes.is_some() && !settings.source.manifests.is_empty() {
+        faults.push((
+            "source".into(),
+            "both manifests and kubernetes; expected one of them".into(),
+        ));
+    }
+    if settings.packets.pods_by_interface && !settings.packets.pod_cidrs.is_empty() {
+        faults.push((
+            "packets".into(),
+            "both podCidrs and podsByInterface; expected one of them".into(),
+        ));
+    }
+    faults.extend(settings.mesh.iter().flat_map(Mesh::faults));
+    if let Some(flows) = settings.packets.conntrack_flows
+        && !(1024..=1 << 23).contains(&flows)
+    {
+        faults.push((
+            "packets.conntrackFlows".into(),
+            format!("{flows}; expected a number from 1024 to 8388608"),
+        ));
+    }
+    if let Some(clients) = settings.limits.affinity_clients
+        && !(1024..=1 << 24).contains(&clients)
+    {
+        faults.push((
+            "limits.affinityClients".into(),
+            format!("{clients}; expected a number from 1024 to 16777216"),
+        ));
+    }
+    for (key, limit) in [
+        ("limits.frontends", settings.limits.frontends),
+        ("limits.endpoints", settings.limits.endpoints),
+        (
+            "kernel.conntrack.maxPerCore",
+            settings.kernel.conntrack.max_per_core,
+        ),
+        ("kernel.conntrack.min", settings.kernel.conntrack.min),
+    ] {
+        if limit == Some(0) {
+            faults.push((key.into(), "0; expected a number from 1".into()));
+        }
+    }
+    let listen = &settings.listen;
+    let mut taken = Vec::new();
+    for (key, listen) in [
+        ("listen.metrics", listen.metrics),
+        ("listen.health", listen.health),
+        ("listen.healthz", listen.healthz),
+        ("listen.admin", listen.admin),
+    ] {
+        let Some(addr) = listen.and_then(|listen| listen.0) else {
+            continue;
+        };
+        match taken.iter().find(|(_, other)| *other == addr) {
+            Some((other, _)) => faults.push((
+                key.into(),
+                format!("{addr} is also the value of {other}; expected different addresses"),
+            )),
+            None => taken.push((key, addr)),
+        }
+    }
+    faults
+}

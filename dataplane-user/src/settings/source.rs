@@ -1,0 +1,35 @@
+//! Where the services come from.
+
+use std::path::PathBuf;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::is_default;
+
+/// Where the services come from.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+pub struct Source {
+    /// Files or directories with Services and EndpointSlices, as `kubectl get
+    /// services,endpointslices -A -o yaml` prints them.
+    #[serde(skip_serializing_if = "is_default")]
+    pub manifests: Vec<PathBuf>,
+    /// The Kubernetes API; `{}` is enough in a pod.
+    #[serde(skip_serializing_if = "is_default")]
+    pub kubernetes: Option<Kubernetes>,
+}
+
+/// The Kubernetes API.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+pub struct Kubernetes {
+    /// A kubeconfig, whose current context is used. Default: the pod's service account.
+    #[serde(skip_serializing_if = "is_default")]
+    pub kubeconfig: Option<PathBuf>,
+    /// The API server's URL, rather than the one in the kubeconfig or in the pod's environment.
+    /// The latter is an address that a service proxy has to serve: where this agent is the only
+    /// one, give the server's own address or that of a load balancer before it.
+    #[serde(skip_serializing_if = "is_default")]
+    pub api_server: Option<String>,
+}
