@@ -1,4 +1,4 @@
-//! `cargo xtask bench`: how fast the dataplane is, beside what it replaces.
+//! `cargo xtask bench`: measures the dataplane beside the programs that it replaces.
 
 use std::{fs::File, io::Write as _, path::PathBuf, process::ExitCode, time::Duration};
 
@@ -13,48 +13,49 @@ use dataplane_benches::{
     worker::Worker,
 };
 
-/// Measures the dataplane beside the same traffic without it, and beside kube-proxy's rules.
+/// Measure the dataplane beside the same traffic without it, and beside kube-proxy's rules.
 ///
-/// Everything happens in network namespaces made for it, which have no way out. Wants root, and
-/// the packages iptables and nftables; for `relay`, haproxy and nginx. Progress goes to stderr, results to stdout.
+/// Measures in network namespaces of its own, which have no route outside. Needs root, and the packages
+/// iptables and nftables; `relay` needs haproxy and nginx. Progress goes to standard error, results to
+/// standard output.
 #[derive(Parser)]
 #[command(version, bin_name = "cargo xtask bench")]
 enum Command {
-    /// Services reached from local sockets: connect, round trip, connections/s, throughput; and
-    /// the tables behind them
+    /// Services reached from local sockets: connect, round trip, connections/s, throughput, and the
+    /// kernel's tables
     Socket(Options),
-    /// The Kubernetes API: from its first byte to the kernel's tables, from a change to the flip,
-    /// bursts, and the agent's memory
+    /// The Kubernetes API: time from its first byte to the kernel's tables, and from a change to the
+    /// written table; bursts; the agent's memory
     Sync(SyncOptions),
-    /// Services reached by packets, from outside and from pods whose sockets nobody sees: connect,
-    /// round trip, throughput, and what making a flow costs
+    /// Services reached by packets, from outside and from pods whose sockets the agent does not see:
+    /// connect, round trip, throughput, and the cost of a new flow
     Packet(Options),
     /// The L4 proxy beside HAProxy, nginx and tokio's copy: throughput, round trip, connections/s,
     /// CPU, and memory for idle connections
     Relay(Options),
     /// Every benchmark
     All(Options),
-    /// Plots of runs, from the files that --json wrote: SVG, for light and dark pages
+    /// Draw plots of runs from the files that --json wrote: SVG, for light and dark pages
     Plot {
-        /// Files of runs
+        /// Files that --json wrote
         #[arg(required = true, value_name = "FILE")]
         json: Vec<PathBuf>,
-        /// Directory that the plots are written to
+        /// Directory for the plots
         #[arg(long, value_name = "DIR", default_value = "docs/images")]
         to: PathBuf,
     },
-    /// Part of a benchmark: not for you to start
+    /// Internal part of a benchmark
     #[command(hide = true, subcommand)]
     Worker(Worker),
 }
 
 #[derive(Args)]
 struct Options {
-    /// Within half a minute: fewer rounds and sizes
+    /// Measure fewer rounds and sizes, within half a minute
     #[arg(long)]
     quick: bool,
-    /// Also write the figures as JSON: an array of objects with bench, path, case, services,
-    /// metric, unit, value, baseline, ratio and failed turns
+    /// Also write the figures to this file as JSON: an array of objects with bench, path, case,
+    /// services, metric, unit, value, baseline, ratio and failed turns
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 }
@@ -63,8 +64,8 @@ struct Options {
 struct SyncOptions {
     #[command(flatten)]
     options: Options,
-    /// Instead: five minutes of 100 changes a second among 10 000 services, with the watches dropped
-    /// every few seconds; then compare the tables with those of a fresh start
+    /// Instead make 100 changes a second among 10 000 services for five minutes, with the watches
+    /// dropped every few seconds; then compare the tables with those of a fresh start
     #[arg(long, conflicts_with_all = ["quick", "json"])]
     soak: bool,
 }

@@ -146,8 +146,8 @@ pub fn complain_of_noise(rows: &[Row], metrics: &[&str], much: f64) {
         let differ = median(&mut of_metric.map(Row::spread).collect::<Vec<_>>());
         if differ > much {
             say!(
-                "{metric} differs by ±{:.0}% between rounds: something else kept the machine busy, and \
-                 small differences between paths mean nothing",
+                "{metric} differs by ±{:.0}% between rounds, because other programs kept the machine \
+                 busy: small differences between paths mean nothing",
                 differ * 100.0
             );
         }

@@ -459,7 +459,7 @@ pub fn start_agent(
 ) -> anyhow::Result<(Agent, TempDir)> {
     let services = fleet.services;
     if services >= 10_000 {
-        say!("an agent with manifests of {services} services");
+        say!("starting an agent with manifests of {services} services");
     }
     let directory = tempfile::tempdir()?;
     manifests::write(&fleet.snapshot(), node.name(), directory.path())?;

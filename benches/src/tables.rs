@@ -111,7 +111,7 @@ pub fn run(quick: bool) -> anyhow::Result<Vec<Row>> {
     let sizes: &[u32] = if quick { &[FEW] } else { &[FEW, MOST] };
     for services in sizes.iter().copied() {
         say!(
-            "tables: an agent with manifests of {} services",
+            "tables: starting an agent with manifests of {} services",
             thousands(services)
         );
         let turns = if quick { 1 } else { AGENTS };

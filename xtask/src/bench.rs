@@ -16,16 +16,16 @@ use crate::{
 
 /// Measure: NAME [--quick] [--json FILE]
 ///
-/// Compares the dataplane with direct connections, kube-proxy's rules and other proxies, in network
-/// namespaces of its own, in alternating rounds; prints a table. `cargo xtask bench -- --help`
-/// tells the names and options.
+/// Compares the dataplane with direct connections, kube-proxy's rules and other proxies. Measures in
+/// network namespaces of its own, in alternating rounds, and prints a table. `cargo xtask bench --
+/// --help` lists the benchmarks and options.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
     cargo xtask bench socket
     cargo xtask bench socket --quick --json socket.json")]
 pub struct Arguments {
-    /// What to measure, and how
+    /// Name and options of the benchmark
     #[arg(
         trailing_var_arg = true,
         allow_hyphen_values = true,

@@ -15,13 +15,14 @@ use crate::{
     workspace,
 };
 
-/// Compile the kernel programs, and the binaries that carry them
+/// Compile the kernel programs, and the binaries that contain them
 ///
-/// The kernel programs go to target/bpf/dataplane-ebpf, from where the build of the `dataplane`
-/// binary embeds them: the binary alone is all that a node needs.
+/// The kernel programs go to target/bpf/dataplane-ebpf. The build of the binary `dataplane` embeds
+/// them, so a node needs only the binary.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    /// Build the binaries quickly (target/debug) instead of fast (target/release)
+    /// Build the binaries in the dev profile (target/debug), which compiles faster, not in the release
+    /// profile (target/release)
     #[arg(long)]
     debug: bool,
     /// Stop after the kernel programs

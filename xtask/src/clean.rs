@@ -6,12 +6,12 @@ use anyhow::{Context, Result};
 
 use crate::{progress::note, setup, workspace};
 
-/// Remove the compiled kernel programs and dead labs, and with --cache the tools kept for every clone
+/// Remove the compiled kernel programs and dead labs; with --cache also the tools that all clones share
 ///
-/// The rest of target/ is cargo's: `cargo clean`.
+/// `cargo clean` removes the rest of target/.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    /// Also remove what set-up has built for this user, at $XDG_CACHE_HOME/dataplane
+    /// Also remove the tools that set-up has built for this user, in $XDG_CACHE_HOME/dataplane
     #[arg(long)]
     cache: bool,
 }
@@ -22,7 +22,7 @@ pub fn main(arguments: &Arguments) -> Result<ExitCode> {
     remove(&target.join("bpf-build"))?;
     // Root's alone; without it there is none to be seen.
     for lab in dataplane_tests::sweep() {
-        note(&format!("removed what was left of lab {lab}"));
+        note(&format!("removed the remains of lab {lab}"));
     }
     if arguments.cache {
         remove(&setup::cache()?)?;

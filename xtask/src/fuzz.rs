@@ -15,20 +15,20 @@ use crate::{
     setup::{self, Purpose},
 };
 
-/// Throw packets at the kernel programs: packet [--packets N] [--seed S]
+/// Send random packets to the kernel programs: packet [--packets N] [--seed S]
 ///
-/// The programs are loaded as the agent loads them, on no interface, and run packet by packet in a
-/// network namespace of their own; what they do is compared with a model of what they ought to do.
-/// Needs root. `cargo xtask fuzz packet -- --help` tells the options.
+/// Loads the programs as the agent does, but attaches them to no interface, and runs them packet by
+/// packet in a network namespace of their own. Compares every result with a reference model. Needs
+/// root. `cargo xtask fuzz packet -- --help` lists the options.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
     cargo xtask fuzz packet
     cargo xtask fuzz packet --packets 10000000 --seed 3")]
 pub struct Arguments {
-    /// What to throw packets at
+    /// The programs to test
     target: Target,
-    /// How many, and from which seed on
+    /// Number of packets, and seed
     #[arg(
         trailing_var_arg = true,
         allow_hyphen_values = true,

@@ -21,10 +21,10 @@ use crate::{
     style,
 };
 
-/// Look into the running practice node, and run things in it
+/// Look into the running practice node, and run programs in it
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
-Every other word is a command of `dataplane`, run in the practice node:
+Any other word is a command of `dataplane`, which runs in the practice node:
     cargo xtask lab status
     cargo xtask lab services
     cargo xtask lab explain 10.244.2.8 10.96.130.105:8000
@@ -38,15 +38,15 @@ pub struct Arguments {
 enum Action {
     /// Run a program in a pod or on a node: `lab exec sleep -- curl http://10.96.130.105:8000/`
     Exec {
-        /// A pod or a node; see `cargo xtask lab list`
+        /// Name of a pod or a node; see `cargo xtask lab list`
         host: String,
         /// The program and its arguments
         #[arg(last = true, required = true)]
         program: Vec<OsString>,
     },
-    /// List the running practice nodes and what is in them
+    /// List the running practice nodes with their nodes and pods
     List,
-    /// End the running practice nodes, and remove what dead labs left behind
+    /// End the running practice nodes, and remove the remains of dead labs
     Stop,
     /// A command of `dataplane`
     #[command(external_subcommand)]
@@ -55,7 +55,7 @@ enum Action {
 
 pub fn main(arguments: &Arguments) -> Result<ExitCode> {
     if !nix::unistd::geteuid().is_root() {
-        bail!("a practice node is root's: run `cargo xtask lab` as root");
+        bail!("a practice node belongs to root: run `cargo xtask lab` as root");
     }
     match &arguments.action {
         Action::Exec { host, program } => exec(host, program),
@@ -182,7 +182,7 @@ fn stop() -> Result<ExitCode> {
         }
     }
     for id in sweep() {
-        anstream::eprintln!("removed what the dead lab {id} left behind");
+        anstream::eprintln!("removed the remains of the dead lab {id}");
     }
     Ok(ExitCode::SUCCESS)
 }

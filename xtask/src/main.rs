@@ -23,7 +23,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-/// The project's chores. Each one first sees to the tools that it needs.
+/// The project's chores. Each chore first checks and installs the tools that it needs.
 #[derive(Debug, Parser)]
 #[command(
     bin_name = "cargo xtask",

@@ -18,23 +18,23 @@ use crate::{
 
 /// Run the dataplane: in a practice node, or on this node with arguments after `--`
 ///
-/// Without arguments, a practice node: two nodes and seven pods as network namespaces without a
-/// route outside, a service with six endpoints, the dataplane loaded in one of the nodes, a few
-/// hundred real requests and what became of them. It stays until Ctrl-C, which removes it all;
-/// `cargo xtask lab` looks into it meanwhile.
+/// Without arguments, makes a practice node: two nodes and seven pods as network namespaces without
+/// a route outside, a service with six endpoints, and the dataplane loaded in one of the nodes. Sends
+/// a few hundred real requests and prints their results. The practice node stays until Ctrl-C, which
+/// removes all of it; `cargo xtask lab` looks into it meanwhile.
 ///
-/// With arguments, the agent on this node itself: `cargo xtask run -- --manifests FILE` builds it
-/// and runs `dataplane run --manifests FILE`; any other subcommand works too: `cargo xtask run --
-/// status`.
+/// With arguments, builds `dataplane` and runs it on this node itself: `cargo xtask run --
+/// --manifests FILE` runs `dataplane run --manifests FILE`. Other subcommands work too, for example
+/// `cargo xtask run -- status`.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
-    /// Practice node: end after the requests, with 0 only if all were answered
+    /// Practice node: end after the requests; exit with 0 only if all of them were answered
     #[arg(long, conflicts_with = "agent")]
     once: bool,
-    /// Practice node: how to print the result
+    /// Practice node: output format of the result
     #[arg(long, value_enum, default_value_t = Output::Text, conflicts_with = "agent")]
     output: Output,
-    /// The agent's own arguments; see `cargo xtask run -- --help`
+    /// Arguments of `dataplane`; see `cargo xtask run -- --help`
     #[arg(last = true)]
     agent: Vec<OsString>,
 }

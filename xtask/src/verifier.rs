@@ -21,12 +21,12 @@ use crate::{
     workspace,
 };
 
-/// What the verifier says of each program, on this kernel and on others
+/// Print what each program costs the verifier, on this kernel and on others
 ///
-/// Loads every program by itself and prints the instructions that the verifier followed (it gives
-/// up at 1 000 000), the stack of its functions together, the machine code and the time.
-/// `cargo xtask test` compares them with verifier-budget.json, and fails when one grew by more than a
-/// tenth; the time, when it grew by a tenth more than those of the other programs did.
+/// Loads every program by itself and prints the number of instructions that the verifier followed
+/// (its limit is 1 000 000), the stack of all functions together, the size of the machine code, and
+/// the time. `cargo xtask test` compares these figures with verifier-budget.json. The test fails if a
+/// figure grew by more than a tenth, or a program's time by a tenth more than the other programs'.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -34,10 +34,11 @@ Examples:
     cargo xtask verifier --kernel debian-6.1    and in a guest
     cargo xtask verifier --kernel debian-6.1 --write")]
 pub struct Arguments {
-    /// Also in a guest with this kernel: debian-VERSION or a bzImage; may be repeated
+    /// Also load the programs in a guest with this kernel: debian-VERSION or a bzImage; can be given
+    /// several times
     #[arg(long)]
     kernel: Vec<String>,
-    /// Write verifier-budget.json anew for the kernels that were asked
+    /// Write verifier-budget.json for these kernels
     #[arg(long)]
     write: bool,
 }

@@ -212,7 +212,7 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
         let has = |lane| stage.measures(lane, at);
         rows.extend(what.rows("packet", &names, samples, turns, has)?);
     }
-    say!("what the programs take of it");
+    say!("measuring the time in the kernel programs");
     rows.extend(programs(&mut stage, extent.fraction)?);
     rows.extend(many(&mut stage, &names, extent.fraction)?);
     complain_of_noise(
@@ -242,7 +242,7 @@ fn many(stage: &mut Stage, names: &[Name], fraction: u32) -> anyhow::Result<Vec<
     for lane in &of_interest {
         let begun = stage.measure(*lane, Case::NodePorts, Transport::Udp, flows)?;
         say!(
-            "{}: a connection among {:.0} flows",
+            "{}: measuring a connection among {:.0} flows",
             names[*lane].0,
             begun.first().unwrap_or(&0.0)
         );

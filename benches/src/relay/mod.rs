@@ -296,7 +296,7 @@ fn idle(stage: &mut Stage, extent: &Extent) -> anyhow::Result<Vec<Row>> {
     let (most, possible) = (extent.idle, stage.connections);
     if u64::from(most) > possible {
         say!(
-            "this user's limit of open files (ulimit -Hn) is for {possible} connections, not {most}"
+            "this user's limit of open files (ulimit -Hn) allows {possible} connections, not {most}"
         );
     }
     for relay in Relay::ALL.into_iter().filter(|relay| relay.is_process()) {
@@ -333,7 +333,7 @@ fn idle(stage: &mut Stage, extent: &Extent) -> anyhow::Result<Vec<Row>> {
             });
         }
         stage.measure(relay, Job::Hold { count: 0 })?;
-        say!("{}: {held} idle connections", relay.word());
+        say!("{}: holding {held} idle connections", relay.word());
     }
     Ok(rows)
 }

@@ -104,7 +104,10 @@ fn restarts(extent: &Extent) -> anyhow::Result<Vec<Row>> {
 /// agent has a mesh whose pods may only reach what is known, so it knows the pods of all nodes.
 fn restless(extent: &Extent) -> anyhow::Result<Vec<Row>> {
     let services = 1_000;
-    say!("a restless node, with {} pods", thousands(pods::PODS));
+    say!(
+        "measuring on a node with {} pods whose interfaces change all the time",
+        thousands(pods::PODS)
+    );
     let mut site = Site::with_pods(services)?;
     site.start_from_nothing()?;
     let mut seen = Seen::new(&site.bpffs)?;
@@ -148,7 +151,7 @@ fn measure(extent: &Extent, services: u32, rows: &mut Vec<Row>) -> anyhow::Resul
             rounds: vec![values],
         });
     };
-    say!("{} services: making them", thousands(services));
+    say!("making {} services", thousands(services));
     let mut site = Site::new(services)?;
 
     // The last start is the one that goes on.
@@ -169,17 +172,14 @@ fn measure(extent: &Extent, services: u32, rows: &mut Vec<Row>) -> anyhow::Resul
     row("rss_mib", "MiB", None, vec![rss]);
 
     let mut seen = Seen::new(&site.bpffs)?;
-    say!(
-        "{} services: one change after the other",
-        thousands(services)
-    );
+    say!("{} services: measuring single changes", thousands(services));
     let mut changes = changes(extent, &site, services, &mut seen)?;
     row("change_p50_ms", "ms", None, changes.clone());
     let p99 = percentile(&mut changes, 0.99);
     row("change_p99_ms", "ms", Some(p99), changes);
 
     say!(
-        "{} services: bursts of {}",
+        "{} services: measuring bursts of {} changes",
         thousands(services),
         thousands(BURST)
     );

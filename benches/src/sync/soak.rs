@@ -31,12 +31,12 @@ pub struct Soak {
 ///
 /// If they differ, or memory has grown by a tenth.
 pub fn run(soak: Soak) -> anyhow::Result<()> {
-    say!("{} services: making them", thousands(soak.services));
+    say!("making {} services", thousands(soak.services));
     let mut site = Site::new(soak.services)?;
     let first = site.start_from_nothing()?;
     thread::sleep(Duration::from_secs(2));
     let at_rest = site.rss_mib()?;
-    say!("in the kernel after {first:.2?}; {at_rest:.1} MiB");
+    say!("all services are in the kernel after {first:.2?}; the agent has {at_rest:.1} MiB");
 
     let start = Instant::now();
     let (mut changes, mut drops) = (0u32, 0u32);
@@ -73,12 +73,12 @@ pub fn run(soak: Soak) -> anyhow::Result<()> {
         if second / 15 >= u32::try_from(memory.len())? {
             memory.push(site.rss_mib()?);
             let now = memory.last().copied().unwrap_or_default();
-            say!("{second} s: {changes} changes, {drops} times dropped, {now:.1} MiB");
+            say!("{second} s: {changes} changes, {drops} dropped watches, {now:.1} MiB");
         }
         thread::sleep(Duration::from_millis(2));
     }
 
-    say!("comparing with a fresh start");
+    say!("comparing the tables with those of a fresh start");
     let fresh = site.fresh()?;
     let limit = Instant::now() + Duration::from_secs(20);
     let wanted = served(fresh.bpffs())?;

@@ -14,18 +14,18 @@ use crate::{
     kernel::{self},
 };
 
-/// Remove everything that the dataplane left in the kernel.
+/// Remove all programs, tables and rules of the dataplane from the kernel.
 ///
 /// Detaches the programs and removes the tables, of every layout: services are no longer served.
 /// Removes the filters and qdiscs on interfaces, and a mesh's rules and routes in workloads'
 /// network namespaces. Does not touch programs and rules of others. Refuses while an agent runs.
 #[derive(Debug, Args)]
 pub struct CleanupArgs {
-    /// Only list what would be removed
+    /// List the programs, tables and rules that would be removed, and remove nothing
     #[arg(long)]
     dry_run: bool,
 
-    /// List everything that is removed, not only the number
+    /// List each removed item, not only their number
     #[arg(short, long)]
     verbose: bool,
 

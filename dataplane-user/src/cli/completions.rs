@@ -14,7 +14,7 @@ Examples:
   dataplane completions zsh > \"${fpath[1]}/_dataplane\"
   dataplane completions fish > ~/.config/fish/completions/dataplane.fish")]
 pub struct CompletionsArgs {
-    /// The shell
+    /// The shell for which to print the script
     shell: clap_complete::Shell,
 }
 

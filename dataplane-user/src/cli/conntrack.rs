@@ -47,7 +47,7 @@ pub struct ConntrackArgs {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// List flows, one a line
+    /// List flows, one for each line
     List(List),
     /// Count flows, by protocol and state
     Count(Count),

@@ -51,7 +51,7 @@ pub struct MonitorArgs {
     #[arg(long, value_name = "N")]
     count: Option<u64>,
 
-    /// Output format; json prints one object a line
+    /// Output format; json prints one object for each line
     #[arg(short, long, value_enum, default_value_t)]
     output: Format,
 

@@ -18,25 +18,25 @@ use crate::{
 
 /// Run the agent on this node.
 ///
-/// Reads Kubernetes Services and EndpointSlices, from files or from the API server, keeps the kernel's tables in line with them, and
-/// attaches the programs that serve them. Runs in the foreground; SIGTERM or Ctrl-C ends it, and
-/// SIGHUP has it read manifests again (it also notices by itself). Killed or restarted, it
-/// leaves services up, and finds the tables again when it starts.
+/// Reads Kubernetes Services and EndpointSlices from files or from the API server, keeps the kernel's
+/// tables in line with them, and attaches the programs that serve them. Runs in the foreground; SIGTERM and
+/// Ctrl-C end the agent. SIGHUP makes it read the manifests again; it also notices changes by itself.
+/// Services stay up while the agent is killed or restarted: the next agent adopts the tables.
 #[derive(Debug, Args)]
 pub struct RunArgs {
     #[command(flatten)]
     source: SourceArgs,
 
-    /// Say more in the log; twice: still more. RUST_LOG is finer
+    /// Log more (-v: debug, -vv: trace). RUST_LOG sets levels by module
     #[arg(short, long, action = clap::ArgAction::Count)]
     verbose: u8,
 
-    /// What the flags say; once it is settled, also what the file says.
+    /// The values of the flags; after `settle`, also those of the file.
     #[command(flatten)]
     pub(super) settings: Settings,
 
-    /// Whose TCP connections go to a proxy: what a configuration file has below `mesh:`, in YAML
-    /// [default: nobody's]
+    /// The workloads whose TCP connections go to a proxy: the value of `mesh:` in a configuration file,
+    /// in YAML [default: no workload's]
     #[arg(
         long,
         value_name = "YAML",
@@ -54,7 +54,7 @@ pub struct RunArgs {
     socket: SocketArgs,
 }
 
-/// Flags without a value, which clap counts as said to be false if they are missing.
+/// Flags without a value. For clap, a missing flag has the value false.
 type Switch = (&'static str, fn(&mut Settings) -> &mut bool);
 const SWITCHES: [Switch; 4] = [
     ("replace", |settings| &mut settings.replace),
@@ -68,7 +68,7 @@ const SWITCHES: [Switch; 4] = [
 ];
 
 impl RunArgs {
-    /// Has the settings be the file's, with what the command line and the environment say in place of it.
+    /// Fills the settings from the file, and overrides them from the environment and the command line.
     pub(super) fn settle(
         &mut self,
         file: &Settings,
@@ -112,7 +112,7 @@ fn read_again() -> Result<Settings, String> {
         // As it was when this process started.
         return Err("the command line is not `run`".to_owned());
     };
-    // The agent finds out again what it has to serve, and must not end by that.
+    // The agent asks for the paths again when it serves, and an error there would end it.
     let found = args.settings.kernel.paths();
     found.map_err(|error| error.to_string())?;
     Ok(args.settings)
@@ -126,10 +126,12 @@ impl RunArgs {
             Ok(()) => Ok(ExitCode::SUCCESS),
             Err(error) if error.is_busy() => {
                 eprintln!("dataplane: {error}");
-                eprintln!("One agent per node: end that one first, or leave it to its work.");
+                eprintln!(
+                    "A node has one agent: end that agent first, or use --replace to take over from it."
+                );
                 Ok(ExitCode::from(exit::BUSY))
             }
-            // What is wrong with the source has nothing to do with the machine.
+            // A fault of the source does not depend on the machine.
             Err(
                 error @ (agent::Error::Manifests(_) | agent::Error::Input(InputError::Open(_))),
             ) => Err(error.into()),
@@ -137,22 +139,21 @@ impl RunArgs {
         }
     }
 
-    /// One message that says what to do: what this machine lacks, if it lacks something, and else
-    /// what went wrong.
+    /// Prints one message with a remedy: the first feature that this machine lacks, or the error.
     fn cannot_run(&self, error: &dyn std::error::Error) -> ExitCode {
         let features = probe::features(&self.settings.kernel.paths_or_guess());
         let mut missing = features.iter().filter(|f| f.required && !f.present);
-        // The most basic come first, and what else is missing may be so for want of it.
+        // Basic features come first, and others may be missing because of them.
         let Some(first) = missing.next() else {
             eprintln!("dataplane: {error}");
             return ExitCode::FAILURE;
         };
         eprintln!(
-            "dataplane: cannot run here for want of {} (needed for: {}): {}",
+            "dataplane: cannot run without {} (needed for: {}): {}",
             first.name, first.needed_for, first.detail
         );
         eprintln!("What to do: {}", first.remedy);
-        eprintln!("`dataplane doctor` shows everything that it takes.");
+        eprintln!("`dataplane doctor` lists all requirements.");
         ExitCode::FAILURE
     }
 

@@ -226,7 +226,7 @@ impl Telemetry {
     }
 }
 
-/// What becomes of connections to a destination that is no service and no workload that is known.
+/// Policy for connections to destinations that the sources do not know.
 #[derive(
     Clone,
     Copy,
@@ -244,10 +244,10 @@ impl Telemetry {
 )]
 #[serde(rename_all = "lowercase")]
 pub enum Egress {
-    /// They pass.
+    /// Connect directly.
     #[default]
     Allow,
-    /// They are refused (ECONNREFUSED).
+    /// Refuse with ECONNREFUSED.
     Deny,
 }
 
@@ -261,7 +261,7 @@ impl Egress {
     }
 }
 
-/// Who relays a captured connection.
+/// Whether a proxy or the kernel carries captured connections.
 #[derive(
     Clone,
     Copy,
@@ -278,12 +278,12 @@ impl Egress {
 )]
 #[serde(rename_all = "lowercase")]
 pub enum Mode {
-    /// The kernel, where a proxy would add nothing; otherwise the proxy.
+    /// The kernel, if a proxy would add nothing; otherwise the proxy.
     #[default]
     Auto,
     /// The proxy.
     Proxy,
-    /// The kernel: the connection goes direct, decided on and counted at connect time.
+    /// The kernel: the connection goes directly. The programs decide and count when it is made.
     Kernel,
 }
 
@@ -307,7 +307,7 @@ impl Mode {
     }
 }
 
-/// What becomes of captured connections while the proxy does not listen.
+/// Policy for captured connections while no proxy listens.
 #[derive(
     Clone,
     Copy,
@@ -324,10 +324,10 @@ impl Mode {
 )]
 #[serde(rename_all = "lowercase")]
 pub enum WithoutProxy {
-    /// They are refused (`ECONNREFUSED`).
+    /// Refuse with `ECONNREFUSED`.
     #[default]
     Refuse,
-    /// They go direct, as if the workload were not captured.
+    /// Connect directly, as if the workload were not captured.
     Pass,
 }
 
@@ -341,7 +341,7 @@ impl WithoutProxy {
     }
 }
 
-/// Whether what a workload says to the agent's proxy goes past the TCP stack.
+/// Whether bytes from a workload to its proxy bypass the TCP stack.
 #[derive(
     Clone,
     Copy,
@@ -359,10 +359,10 @@ impl WithoutProxy {
 )]
 #[serde(rename_all = "lowercase")]
 pub enum Acceleration {
-    /// It goes by TCP.
+    /// Bytes go through the TCP stack.
     #[default]
     Off,
-    /// From socket to socket, by a sockmap.
+    /// Bytes go from socket to socket, by a sockmap.
     Sockmap,
 }
 
@@ -376,7 +376,7 @@ impl Acceleration {
     }
 }
 
-/// By what a workload's outbound connections are captured.
+/// Where a workload's outbound connections are captured.
 #[derive(
     Clone,
     Copy,
@@ -393,10 +393,10 @@ impl Acceleration {
 )]
 #[serde(rename_all = "lowercase")]
 pub enum CapturedBy {
-    /// By its sockets, as they are connected: those of processes on this node.
+    /// At the sockets of the workload's processes on this node, when they connect.
     #[default]
     Sockets,
-    /// By the packets that it sends: those of a virtual machine.
+    /// By the packets that the workload sends: for virtual machines.
     Packets,
 }
 

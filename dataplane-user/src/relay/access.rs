@@ -35,9 +35,9 @@ pub enum AccessLog {
     /// `key=value` pairs, for people
     #[default]
     Text,
-    /// One JSON object a line
+    /// One JSON object for each line
     Json,
-    /// None
+    /// No access log
     Off,
 }
 

@@ -1,8 +1,8 @@
-//! What is well written and cannot be.
+//! Values that the types allow and that make no sense.
 
 use super::{Mesh, Settings};
 
-/// Keys, and what is wrong with them: what the types do not tell.
+/// Returns keys with their faults: those that the types do not exclude.
 pub fn faults(settings: &Settings) -> Vec<(String, String)> {
     let mut faults: Vec<(String, String)> = Vec::new();
     if settings.source.kubernetes.is_some() && !settings.source.manifests.is_empty() {

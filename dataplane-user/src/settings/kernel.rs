@@ -1,4 +1,4 @@
-//! The kernel's side of things.
+//! Paths in the kernel's file systems, sysctls, and limits of tables.
 
 use std::path::PathBuf;
 
@@ -9,35 +9,34 @@ use serde::{Deserialize, Serialize};
 use super::{NfConntrack, is_default};
 use crate::kernel;
 
-/// Where the kernel's side of things is, and sysctls.
+/// Paths in the kernel's file systems, and sysctls.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema, Args)]
 #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
 pub struct Kernel {
-    /// Directory for pinned programs and tables, on a BPF file system. Default:
+    /// Directory of the pinned programs and tables, on a BPF file system. Default:
     /// /sys/fs/bpf/dataplane.
     #[serde(skip_serializing_if = "is_default")]
     #[arg(skip)]
     pub bpffs: Option<PathBuf>,
-    /// Directory of the cgroup v2 whose processes are served. Default: the root, wherever it is
-    /// mounted.
+    /// Directory of the cgroup v2 whose processes the agent serves. Default: the root of cgroup v2.
     #[serde(skip_serializing_if = "is_default")]
     #[arg(skip)]
     pub cgroup: Option<PathBuf>,
     /// Sysctls of the kernel's own conntrack (net.netfilter.nf_conntrack_…), which the agent sets and
-    /// keeps. Default: it leaves them alone.
+    /// keeps. Default: the agent leaves them alone.
     #[serde(skip_serializing_if = "is_default")]
     #[command(flatten)]
     pub conntrack: NfConntrack,
 }
 
 impl Kernel {
-    /// The directory for pins.
+    /// Returns the directory for pins.
     pub fn bpffs(&self) -> PathBuf {
         let bpffs = self.bpffs.clone();
         bpffs.unwrap_or_else(|| kernel::DEFAULT_BPFFS.into())
     }
 
-    /// Where programs and tables are.
+    /// Returns the directory for pins and the cgroup.
     ///
     /// # Errors
     /// If there is no cgroup v2, and none is named.
@@ -48,7 +47,7 @@ impl Kernel {
         })
     }
 
-    /// For looking at what is there: a missing cgroup v2 is then looked for where it usually is.
+    /// Returns the same for commands that only read: without a cgroup v2, its usual path.
     pub fn paths_or_guess(&self) -> kernel::Paths {
         self.paths().unwrap_or_else(|_| kernel::Paths {
             bpffs: self.bpffs(),
@@ -57,12 +56,12 @@ impl Kernel {
     }
 }
 
-/// How far the tables may grow.
+/// Maximum sizes of tables.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema, Args)]
 #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
-#[command(next_help_heading = "Limits (tables start small and grow while they serve)")]
+#[command(next_help_heading = "Limits (tables start small and grow)")]
 pub struct Limits {
-    /// At most so many VIP ports, cluster addresses and node ports together [default: 2097152]
+    /// Maximum number of VIP ports, cluster IPs and node ports together [default: 2097152]
     #[serde(skip_serializing_if = "is_default")]
     #[schemars(range(min = 1))]
     #[arg(
@@ -73,7 +72,7 @@ pub struct Limits {
         hide_env_values = true
     )]
     pub frontends: Option<u32>,
-    /// At most so many endpoint slots [default: 4194304]
+    /// Maximum number of endpoint slots [default: 4194304]
     #[serde(skip_serializing_if = "is_default")]
     #[schemars(range(min = 1))]
     #[arg(
@@ -84,8 +83,10 @@ pub struct Limits {
         hide_env_values = true
     )]
     pub endpoints: Option<u32>,
-    /// Remember the endpoints of at most so many clients of services with session affinity: 16 bytes of kernel
-    /// memory for each once a service has affinity, and 128 more for each that is there [default: 131072]
+    /// Maximum number of clients of services with session affinity whose endpoints are kept [default: 131072]
+    ///
+    /// Each takes 16 bytes of kernel memory as soon as a service has affinity, and each present client 128
+    /// bytes more.
     #[serde(skip_serializing_if = "is_default")]
     #[schemars(range(min = 1024, max = 16_777_216))]
     #[arg(
@@ -100,7 +101,7 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// With the defaults.
+    /// Returns the limits, with defaults where none is configured.
     pub fn of_tables(&self) -> kernel::Limits {
         let default = kernel::Limits::default();
         kernel::Limits {

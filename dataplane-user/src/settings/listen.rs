@@ -1,4 +1,4 @@
-//! Where the agent answers questions.
+//! Where the agent listens.
 
 use std::{
     net::{IpAddr, Ipv4Addr, SocketAddr},
@@ -12,17 +12,17 @@ use serde::{Deserialize, Serialize};
 
 use super::is_default;
 
-/// Where the agent answers questions.
+/// Where the agent listens.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema, Args)]
 #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
 #[command(next_help_heading = "Endpoints (ADDRESS:PORT, or `off`)")]
 pub struct Listeners {
-    /// The Unix socket that `dataplane status` and the other commands ask. Default:
+    /// The agent's Unix socket, which commands such as `dataplane status` ask. Default:
     /// /run/dataplane/agent.sock.
     #[serde(skip_serializing_if = "is_default")]
     #[arg(skip)]
     pub socket: Option<PathBuf>,
-    /// Prometheus metrics, at /metrics [default: 0.0.0.0:15020]
+    /// Serve Prometheus metrics, at /metrics [default: 0.0.0.0:15020]
     #[serde(skip_serializing_if = "is_default")]
     #[arg(
         id = "metrics-addr",
@@ -32,7 +32,7 @@ pub struct Listeners {
         hide_env_values = true
     )]
     pub metrics: Option<Listen>,
-    /// Readiness, at /healthz/ready, and liveness, at /healthz/live [default: 0.0.0.0:15021]
+    /// Serve readiness, at /healthz/ready, and liveness, at /healthz/live [default: 0.0.0.0:15021]
     #[serde(skip_serializing_if = "is_default")]
     #[arg(
         id = "health-addr",
@@ -42,11 +42,10 @@ pub struct Listeners {
         hide_env_values = true
     )]
     pub health: Option<Listen>,
-    /// For load balancers and probes, as kube-proxy answers them: /healthz and /livez [default:
-    /// 0.0.0.0:10256]
+    /// Serve /healthz and /livez for load balancers, like kube-proxy [default: 0.0.0.0:10256]
     ///
-    /// While another process (kube-proxy) has the port, that is a problem in `dataplane status` and
-    /// tried again. A service's `healthCheckNodePort` is answered on the addresses for node ports.
+    /// If another process (kube-proxy) has the port, `dataplane status` reports it, and the agent tries
+    /// again. The agent answers a service's `healthCheckNodePort` at the addresses of node ports.
     #[serde(skip_serializing_if = "is_default")]
     #[arg(
         id = "healthz-addr",
@@ -56,11 +55,10 @@ pub struct Listeners {
         hide_env_values = true
     )]
     pub healthz: Option<Listen>,
-    /// The mode of kube-proxy that services are served like, for tools that ask it: /proxyMode
-    /// [default: 127.0.0.1:10249]
+    /// Serve /proxyMode for tools that ask for kube-proxy's mode; the answer is `nftables` [default:
+    /// 127.0.0.1:10249]
     ///
-    /// While another process (kube-proxy) has the port, that is a warning in `dataplane status` and tried
-    /// again.
+    /// If another process (kube-proxy) has the port, `dataplane status` warns, and the agent tries again.
     #[serde(skip_serializing_if = "is_default")]
     #[arg(
         id = "proxy-mode-addr",
@@ -70,7 +68,7 @@ pub struct Listeners {
         hide_env_values = true
     )]
     pub proxy_mode: Option<Listen>,
-    /// What the Unix socket shows, over TCP: /status, /services, /pools [default: 127.0.0.1:15000]
+    /// Serve the pages of the Unix socket by TCP: /status, /services, /pools [default: 127.0.0.1:15000]
     #[serde(skip_serializing_if = "is_default")]
     #[arg(
         id = "admin-addr",
@@ -83,39 +81,39 @@ pub struct Listeners {
 }
 
 impl Listeners {
-    /// For the command line.
+    /// Returns the path of the Unix socket.
     pub fn socket(&self) -> &Path {
         let socket = self.socket.as_deref();
         socket.unwrap_or_else(|| Path::new("/run/dataplane/agent.sock"))
     }
 
-    /// Prometheus; `None`: do not listen.
+    /// Returns the address for metrics; `None`: do not listen.
     pub fn metrics(&self) -> Option<SocketAddr> {
         at(self.metrics, Ipv4Addr::UNSPECIFIED, 15020)
     }
 
-    /// Liveness and readiness.
+    /// Returns the address for liveness and readiness.
     pub fn health(&self) -> Option<SocketAddr> {
         at(self.health, Ipv4Addr::UNSPECIFIED, 15021)
     }
 
-    /// kube-proxy's `/healthz` and `/livez`.
+    /// Returns the address for kube-proxy's `/healthz` and `/livez`.
     pub fn healthz(&self) -> Option<SocketAddr> {
         at(self.healthz, Ipv4Addr::UNSPECIFIED, 10256)
     }
 
-    /// kube-proxy's `/proxyMode`.
+    /// Returns the address for kube-proxy's `/proxyMode`.
     pub fn proxy_mode(&self) -> Option<SocketAddr> {
         at(self.proxy_mode, Ipv4Addr::LOCALHOST, 10249)
     }
 
-    /// What the socket has, over TCP.
+    /// Returns the TCP address for the pages of the Unix socket.
     pub fn admin(&self) -> Option<SocketAddr> {
         at(self.admin, Ipv4Addr::LOCALHOST, 15000)
     }
 }
 
-/// What is said, or the default.
+/// Returns the configured address, or the default.
 fn at(said: Option<Listen>, ip: Ipv4Addr, port: u16) -> Option<SocketAddr> {
     said.map_or_else(
         || Some(SocketAddr::new(IpAddr::V4(ip), port)),

@@ -13,157 +13,159 @@ use crate::{
     relay::AccessLog,
 };
 
-/// Whose TCP connections go to a proxy, and by which rules.
+/// The workloads whose TCP connections go to a proxy, and their rules.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
 pub struct Mesh {
     /// The proxy.
     #[serde(skip_serializing_if = "is_default")]
     pub proxy: MeshProxy,
-    /// Refuse what processes connect to before the agent has looked at their network namespace.
+    /// Whether connections are refused in network namespaces that the agent has not looked at yet.
     /// Default: false.
     #[serde(skip_serializing_if = "is_default")]
     pub guard: bool,
-    /// For all workloads.
+    /// Rules for all workloads.
     #[serde(skip_serializing_if = "is_default")]
     pub rules: MeshRules,
-    /// For the workloads of a namespace, besides what labels and annotations of the Namespace say.
+    /// Rules for the pods of a namespace, besides the labels and annotations of the Namespace.
     #[serde(skip_serializing_if = "is_default")]
     pub namespaces: Vec<MeshNamespace>,
-    /// Workloads that are no pods, and rules for pods besides their labels and annotations.
+    /// Workloads that are not pods, and rules for single pods besides their labels and annotations.
     #[serde(skip_serializing_if = "is_default")]
     pub workloads: Vec<MeshWorkload>,
 }
 
-/// The proxy that captured connections go to.
+/// The proxy to which captured connections go.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
 pub struct MeshProxy {
-    /// Its port for outbound connections, at loopback in the workload's network namespace. Default:
-    /// 15001.
+    /// The proxy's port for outbound connections, at loopback in the workload's network namespace.
+    /// Default: 15001.
     #[serde(skip_serializing_if = "is_default")]
     #[schemars(range(min = 1))]
     pub outbound: Option<u16>,
-    /// Its port for inbound connections. Default: 15006.
+    /// The proxy's port for inbound connections. Default: 15006.
     #[serde(skip_serializing_if = "is_default")]
     #[schemars(range(min = 1))]
     pub inbound: Option<u16>,
-    /// The user of a proxy that is not the agent's, such as 1500 (Open Service Mesh) or 1337 (Istio):
-    /// its own connections are not captured. Default: the proxy is the agent's.
+    /// The user of a proxy that is not the agent's, such as 1500 (Open Service Mesh) or 1337 (Istio).
+    /// Connections of this user are not captured. Default: the proxy is the agent's.
     #[serde(skip_serializing_if = "is_default")]
     pub uid: Option<u32>,
-    /// The mark (SO_MARK) of the agent's proxy's sockets. Default: 15006.
+    /// The mark (SO_MARK) of the sockets of the agent's proxy. Default: 15006.
     #[serde(skip_serializing_if = "is_default")]
     #[schemars(range(min = 1))]
     pub mark: Option<u32>,
-    /// Whether the agent's proxy connects to the application from the client's address. Takes a rule
-    /// and a route in the workload's network namespace, which the agent makes. Default: true.
+    /// Whether the agent's proxy connects to the application from the client's address. The agent
+    /// makes a rule and a route for this in the workload's network namespace. Default: true.
     #[serde(skip_serializing_if = "is_default")]
     pub keep_source: Option<bool>,
-    /// Connections that the agent's proxy relays at the same time; more wait in the kernel. Default:
-    /// what the limit of open files allows.
+    /// Maximum number of connections that the agent's proxy relays at the same time; further
+    /// connections wait in the backlog. Default: as many as the limit of open files allows.
     #[serde(skip_serializing_if = "is_default")]
     #[schemars(range(min = 1))]
     pub max_connections: Option<u32>,
-    /// Of these, one workload's. Default: all.
+    /// The part of these connections that one workload may have. Default: by what is free. While
+    /// several workloads are there, a workload never has more than four times as many as are free.
     #[serde(skip_serializing_if = "is_default")]
     #[schemars(range(min = 1))]
     pub max_connections_per_workload: Option<u32>,
-    /// The access log of the agent's proxy, on standard output: one line for each connection, at its
-    /// end. Default: text.
+    /// Format of the access log of the agent's proxy, on standard output: one line for each connection,
+    /// at its end. Default: text.
     #[serde(skip_serializing_if = "is_default")]
     pub access_log: Option<AccessLog>,
 }
 
-/// Rules; of two that say something of the same thing, the more specific ones win: a workload's over
-/// a namespace's over those for all.
+/// Rules. The most specific rule wins: a workload's before a namespace's before the rules for all
+/// workloads.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
 pub struct MeshRules {
-    /// Whether connections are captured at all. Default: where the label
-    /// `istio.io/dataplane-mode: ambient` says so.
+    /// Whether connections are captured. Default: if the label `istio.io/dataplane-mode: ambient` is
+    /// set.
     #[serde(skip_serializing_if = "is_default")]
     pub captured: Option<bool>,
-    /// By what outbound connections are captured. Default: sockets.
+    /// Where outbound connections are captured: at `sockets`, or by `packets` for virtual machines.
+    /// Default: sockets.
     #[serde(skip_serializing_if = "is_default")]
     pub captured_by: Option<CapturedBy>,
-    /// Who relays captured connections. Default: auto.
+    /// Whether a proxy or the kernel carries captured connections. Default: auto.
     #[serde(skip_serializing_if = "is_default")]
     pub mode: Option<Mode>,
-    /// What becomes of connections to unknown destinations. Default: allow.
+    /// Policy for connections to destinations that the sources do not know. Default: allow.
     #[serde(skip_serializing_if = "is_default")]
     pub egress: Option<Egress>,
-    /// What becomes of captured connections while nobody listens at the proxy's port. Default:
-    /// refuse.
+    /// Policy for captured connections while no proxy listens. Default: refuse.
     #[serde(skip_serializing_if = "is_default")]
     pub without_proxy: Option<WithoutProxy>,
-    /// Whether what the workload says to the agent's proxy goes past the TCP stack. Default: off.
+    /// Whether bytes from the workload to the agent's proxy bypass the TCP stack. Default: off.
     #[serde(skip_serializing_if = "is_default")]
     pub acceleration: Option<Acceleration>,
-    /// Capture what goes to these ranges only.
+    /// Capture only connections to these ranges. Default: all.
     #[serde(skip_serializing_if = "is_default")]
     #[serde(rename = "includeOutboundIPRanges")]
     pub include_outbound_ip_ranges: Vec<Range>,
-    /// Do not capture what goes to these ranges; of this list and the one before, the longest prefix
-    /// decides.
+    /// Do not capture connections to these ranges. If a destination is in both lists, the longest
+    /// prefix decides.
     #[serde(skip_serializing_if = "is_default")]
     #[serde(rename = "excludeOutboundIPRanges")]
     pub exclude_outbound_ip_ranges: Vec<Range>,
-    /// Capture what goes to these ports, wherever they are.
+    /// Capture connections to these ports at every address.
     #[serde(skip_serializing_if = "is_default")]
     pub include_outbound_ports: Vec<u16>,
-    /// Do not capture what goes to these ports.
+    /// Do not capture connections to these ports.
     #[serde(skip_serializing_if = "is_default")]
     pub exclude_outbound_ports: Vec<u16>,
-    /// Capture what comes to these ports only.
+    /// Capture only inbound connections to these ports. Default: all.
     #[serde(skip_serializing_if = "is_default")]
     pub include_inbound_ports: Vec<u16>,
-    /// Do not capture what comes to these ports.
+    /// Do not capture inbound connections to these ports.
     #[serde(skip_serializing_if = "is_default")]
     pub exclude_inbound_ports: Vec<u16>,
-    /// Do not capture what processes of these users connect to.
+    /// Do not capture connections of processes of these users.
     #[serde(skip_serializing_if = "is_default")]
     #[serde(rename = "excludeUIDs")]
     pub exclude_uids: Vec<u32>,
-    /// Do not capture what processes of these groups connect to.
+    /// Do not capture connections of processes of these groups.
     #[serde(skip_serializing_if = "is_default")]
     #[serde(rename = "excludeGIDs")]
     pub exclude_gids: Vec<u32>,
-    /// Do not capture what comes in by these interfaces of the workload.
+    /// Do not capture inbound connections at these interfaces of the workload.
     #[serde(skip_serializing_if = "is_default")]
     pub exclude_interfaces: Vec<String>,
 }
 
-/// A namespace.
+/// Rules for the pods of a namespace.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
 pub struct MeshNamespace {
-    /// Its name.
+    /// The namespace's name.
     pub name: String,
-    /// Its rules.
+    /// The rules.
     #[serde(skip_serializing_if = "is_default")]
     pub rules: MeshRules,
 }
 
-/// A workload.
+/// A single workload.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
 pub struct MeshWorkload {
-    /// Its name: NAMESPACE/NAME.
+    /// The workload's name: NAMESPACE/NAME.
     pub name: String,
-    /// Its addresses: it is in the network namespace that has one of them.
+    /// The workload's addresses: the workload is in the network namespace that has one of them.
     #[serde(skip_serializing_if = "is_default")]
     pub addresses: Vec<IpAddr>,
-    /// Its cgroup, relative to `kernel.cgroup`, if it is in the node's network namespace. Only its outbound connections are captured.
+    /// The workload's cgroup, relative to `kernel.cgroup`, if the workload is in the node's network
+    /// namespace. Only outbound connections are captured.
     #[serde(skip_serializing_if = "is_default")]
     pub cgroup: Option<PathBuf>,
-    /// Its rules.
+    /// The rules.
     #[serde(skip_serializing_if = "is_default")]
     pub rules: MeshRules,
 }
 
 impl MeshRules {
-    /// In the model's terms.
+    /// Returns the rules in the model's terms.
     pub fn rules(&self) -> Rules {
         let mut rules = Rules {
             captured: self.captured,

@@ -31,47 +31,50 @@ use dataplane_common::Protocol;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// Configuration of the agent. Everything has a default but `source`; flags and environment
-/// variables override what is written here.
+/// Configuration of the agent. Every key except `source` has a default. Flags and environment
+/// variables override the file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema, Args)]
 #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
 #[schemars(title = "Configuration of the dataplane agent")]
 pub struct Settings {
-    /// Where the services come from: one of its keys.
+    /// Where the services come from: `manifests` or `kubernetes`.
     #[serde(skip_serializing_if = "is_default")]
     #[arg(skip)]
     pub source: Source,
 
     // Options without a heading of their own come first: they would be shown below that of the ones before.
-    /// What becomes of the programs when the agent ends [default: keep]
+    /// Whether the programs and tables stay when the agent ends [default: keep]
     #[serde(skip_serializing_if = "is_default")]
     #[arg(long, value_enum, env = "DATAPLANE_ON_EXIT", hide_env_values = true)]
     pub on_exit: Option<OnExit>,
 
-    /// Take the place of the agent that runs on this node, if one does
+    /// Take over from the agent that runs on this node, if there is one
     ///
-    /// It gives its place away when this one has read its source, and ends when this one serves; what its
-    /// proxy has it relays for at most 30 s more. The proxy's listening sockets are handed over, with the
-    /// connections that wait in them: none is refused. If this one ends before it serves, the other takes
-    /// its place back. Without this, a second agent ends and says who runs.
+    /// The running agent hands over as soon as the new agent has read its source, and ends when the new agent
+    /// serves. The hand-over includes the listening sockets of the mesh's proxy with their backlog, so no
+    /// connection is refused. The old proxy relays its existing connections for at most 30 s more. If the new
+    /// agent ends before it serves, the old agent takes over again. Without this option, a second agent names
+    /// the agent that runs, and exits.
     #[serde(skip_serializing_if = "is_default")]
     #[arg(long, env = "DATAPLANE_REPLACE", hide_env_values = true)]
     pub replace: bool,
 
-    /// Stay, idle, when another agent has taken this one's place, and take it back when that one is gone
+    /// Keep the process alive and idle after another agent has taken over, and take over again when that agent
+    /// is gone
     ///
-    /// For those who start again whatever ends, as Kubernetes does: it would take the place back from the
-    /// other. The configuration and the source are read anew then.
+    /// Use it under a supervisor that restarts processes that exit, such as Kubernetes: the restarted agent
+    /// would take over from the new agent. An agent that takes over again reads the configuration and the
+    /// source again.
     #[serde(skip_serializing_if = "is_default")]
     #[arg(long, env = "DATAPLANE_STAY", hide_env_values = true)]
     pub stay: bool,
 
-    /// Destroy sockets that are connected through a service to an endpoint that is gone, so that
-    /// their processes connect anew at once [default: udp]
+    /// Destroy sockets of these protocols if they are connected through a service to an endpoint that is gone
+    /// [default: udp]
     ///
-    /// As kube-proxy has it, a service's last endpoint does not count as gone before there is
-    /// another one. TCP connections otherwise stay until one side ends them. Takes the host's PID
-    /// namespace, to see the pods' network namespaces.
+    /// The process gets an error at once and connects again. As with kube-proxy, a service's last endpoint is
+    /// not gone until the service has another endpoint. The agent sees sockets in pods only if it has the
+    /// host's /run/netns or the host's PID namespace.
     #[serde(skip_serializing_if = "is_default")]
     #[arg(
         long,
@@ -84,65 +87,65 @@ pub struct Settings {
     )]
     pub destroy_stale: Vec<Stale>,
 
-    /// The log, on standard error.
+    /// The log on standard error.
     #[serde(skip_serializing_if = "is_default")]
     #[command(flatten)]
     pub log: Log,
 
-    /// What to take this node for.
+    /// The identity of this node.
     #[serde(skip_serializing_if = "is_default")]
     #[command(flatten)]
     pub node: Node,
 
-    /// Where the agent answers questions. TCP addresses are ADDRESS:PORT, or `off`.
+    /// Where the agent listens. A TCP address is ADDRESS:PORT, or `off`.
     #[serde(skip_serializing_if = "is_default")]
     #[command(flatten)]
     pub listen: Listeners,
 
-    /// Packets that no socket of ours decided on: of clients outside of the cluster, and of pods
-    /// that are VMs.
+    /// The packet path, for clients without a socket on this node: clients outside the cluster, and
+    /// pods that are VMs.
     #[serde(skip_serializing_if = "is_default")]
     #[command(flatten)]
     pub packets: Packets,
 
-    /// Whose TCP connections go to a proxy [default: nobody's]
+    /// The workloads whose TCP connections go to a proxy. Default: no workload's.
     #[serde(skip_serializing_if = "is_default")]
     #[arg(skip)]
     pub mesh: Option<Mesh>,
 
-    /// Where the kernel's side of things is, and sysctls.
+    /// Paths in the kernel's file systems, and sysctls.
     #[serde(skip_serializing_if = "is_default")]
     #[command(flatten)]
     pub kernel: Kernel,
 
-    /// How far the tables may grow. They start small and grow while they serve.
+    /// Maximum sizes of tables. Tables start small and grow while they serve.
     #[serde(skip_serializing_if = "is_default")]
     #[command(flatten)]
     pub limits: Limits,
 }
 
-/// What becomes of the programs when the agent ends.
+/// Whether programs and tables stay when the agent ends.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema, ValueEnum,
 )]
 #[serde(rename_all = "lowercase")]
 pub enum OnExit {
-    /// They go on, from the tables as they are: services stay up while the agent is restarted
+    /// They stay and go on serving: services are up while the agent restarts
     #[default]
     Keep,
-    /// They are removed with everything else of ours: services stop
+    /// The agent removes them: services are no longer served
     Detach,
 }
 
-/// Of which protocol to destroy stale sockets.
+/// A protocol whose stale sockets the agent destroys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Stale {
-    /// UDP: a client that sends to an address that nobody has would wait for its own timeouts
+    /// UDP, whose clients would otherwise wait for their own timeouts
     Udp,
-    /// TCP: an endpoint that is not ready may still answer the connections that it has
+    /// TCP. An endpoint that is not ready may still answer its existing connections
     Tcp,
-    /// None of them
+    /// No sockets
     None,
 }
 
@@ -150,7 +153,7 @@ pub enum Stale {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema, Args)]
 #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
 pub struct Log {
-    /// How to write the log, on standard error [default: text]
+    /// Format of the log on standard error [default: text]
     #[serde(skip_serializing_if = "is_default")]
     #[arg(
         id = "log-format",
@@ -161,40 +164,40 @@ pub struct Log {
         hide_env_values = true
     )]
     pub format: Option<LogFormat>,
-    /// How much of it [default: info]. RUST_LOG is finer
+    /// Level of the log. Default: info. RUST_LOG sets levels by module.
     #[serde(skip_serializing_if = "is_default")]
     #[arg(skip)]
     pub level: Option<LogLevel>,
 }
 
-/// How to write the log.
+/// The format of the log.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema, ValueEnum,
 )]
 #[serde(rename_all = "lowercase")]
 pub enum LogFormat {
-    /// For people
+    /// Text for people
     #[default]
     Text,
-    /// One JSON object a line
+    /// One JSON object for each line
     Json,
 }
 
-/// How much is logged.
+/// The level of the log.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum LogLevel {
-    /// What an operator wants to know.
+    /// Events that an operator needs to know.
     #[default]
     Info,
-    /// Also why.
+    /// Also the reasons for decisions.
     Debug,
-    /// Everything.
+    /// Also every single step.
     Trace,
 }
 
 impl Settings {
-    /// Of which protocols to destroy stale sockets.
+    /// Returns the protocols whose stale sockets the agent destroys.
     pub fn stale_protocols(&self) -> Vec<Protocol> {
         if self.destroy_stale.is_empty() {
             return vec![Protocol::UDP];

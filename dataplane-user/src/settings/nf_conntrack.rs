@@ -7,14 +7,14 @@ use jiff::SignedDuration;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// Sysctls of the kernel's own conntrack (net.netfilter.nf_conntrack_…), which traffic needs that
-/// is no service's. The agent leaves alone what is not given.
+/// Sysctls of the kernel's own conntrack (net.netfilter.nf_conntrack_…), for traffic that does not
+/// belong to a service. The agent leaves alone every sysctl without a value here.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema, Args)]
 #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
 #[command(next_help_heading = "Sysctls of the kernel's own conntrack [default: left alone]")]
 pub struct NfConntrack {
-    /// Raise nf_conntrack_max to this number for each of the node's cores; nf_conntrack_buckets to
-    /// a quarter of the product
+    /// Raise nf_conntrack_max to N times the node's cores, and nf_conntrack_buckets to a quarter of
+    /// that
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1))]
     #[arg(
@@ -26,7 +26,7 @@ pub struct NfConntrack {
         value_parser = clap::value_parser!(u32).range(1..)
     )]
     pub max_per_core: Option<u32>,
-    /// Raise nf_conntrack_max to at least this number, however few the node's cores
+    /// Raise nf_conntrack_max to at least N, whatever the number of cores
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1))]
     #[arg(
@@ -48,8 +48,8 @@ pub struct NfConntrack {
         hide_env_values = true
     )]
     pub tcp_established_timeout: Option<Timeout>,
-    /// Set nf_conntrack_tcp_timeout_close_wait: how long a TCP connection may be idle that one side
-    /// has closed
+    /// Set nf_conntrack_tcp_timeout_close_wait: how long a TCP connection may be idle after one side
+    /// has closed it
     #[serde(skip_serializing_if = "Option::is_none")]
     #[arg(
         id = "nf-conntrack-tcp-timeout-close-wait",
@@ -59,7 +59,7 @@ pub struct NfConntrack {
         hide_env_values = true
     )]
     pub tcp_close_wait_timeout: Option<Timeout>,
-    /// Set nf_conntrack_tcp_be_liberal: whether TCP packets outside of the window pass
+    /// Set nf_conntrack_tcp_be_liberal: whether TCP packets outside the window pass
     #[serde(skip_serializing_if = "Option::is_none")]
     #[arg(
         id = "nf-conntrack-tcp-be-liberal",
@@ -70,7 +70,7 @@ pub struct NfConntrack {
         hide_possible_values = true
     )]
     pub tcp_be_liberal: Option<bool>,
-    /// Set nf_conntrack_udp_timeout: how long a UDP flow without an answer is known
+    /// Set nf_conntrack_udp_timeout: how long a UDP flow without an answer may be idle
     #[serde(skip_serializing_if = "Option::is_none")]
     #[arg(
         id = "nf-conntrack-udp-timeout",

@@ -1,4 +1,4 @@
-//! What to take this node for.
+//! The identity of this node.
 
 use clap::Args;
 use schemars::JsonSchema;
@@ -6,12 +6,12 @@ use serde::{Deserialize, Serialize};
 
 use super::{Range, is_default};
 
-/// What to take this node for.
+/// The identity of this node.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema, Args)]
 #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
 #[command(next_help_heading = "This node")]
 pub struct Node {
-    /// Its name, as in the endpoints' `nodeName` [default: NODE_NAME, or its host name]
+    /// Name of this node, as in the endpoints' `nodeName` [default: NODE_NAME, or the host name]
     #[serde(skip_serializing_if = "is_default")]
     #[arg(
         id = "node-name",
@@ -21,10 +21,11 @@ pub struct Node {
         hide_env_values = true
     )]
     pub name: Option<String>,
-    /// Answer node ports on the addresses in these ranges [default: the node's primary addresses,
-    /// those of the interface with the default route]
+    /// Answer node ports at the node's addresses in these ranges [default: the primary addresses]
     ///
-    /// Loopback is always answered, for the node's own processes.
+    /// Primary are the addresses in the Node object or, without them, the first addresses of the interface
+    /// with the default route. The agent always answers node ports at loopback too, for the node's own
+    /// processes.
     #[serde(skip_serializing_if = "is_default")]
     #[arg(
         id = "nodeport-addresses",
@@ -36,8 +37,8 @@ pub struct Node {
         hide_env_values = true
     )]
     pub node_port_addresses: Vec<Range>,
-    /// Its zone, for endpoints that are hinted to zones [default: the label
-    /// topology.kubernetes.io/zone of its Node object]
+    /// Zone of this node, which selects the endpoints with hints for this zone [default: the label
+    /// topology.kubernetes.io/zone of the Node object]
     #[serde(skip_serializing_if = "is_default")]
     #[arg(
         long,

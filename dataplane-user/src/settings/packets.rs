@@ -1,4 +1,4 @@
-//! Packets that no socket of ours decided on.
+//! The packet path, for clients without a socket on this node.
 
 use clap::{
     Args, ValueEnum,
@@ -10,15 +10,14 @@ use serde::{Deserialize, Serialize};
 use super::{Pattern, Range, is_default};
 use crate::kernel::{Hook, Order};
 
-/// Packets that no socket of ours decided on.
+/// The packet path, for clients without a socket on this node.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema, Args)]
 #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
-#[command(
-    next_help_heading = "Packet path (clients outside of the cluster, and pods that are VMs)"
-)]
+#[command(next_help_heading = "Packet path (clients outside the cluster, and pods that are VMs)")]
 pub struct Packets {
-    /// Whether packets are translated too, by programs on the node's interfaces [default: on]; off:
-    /// only what the sockets of this node's processes do
+    /// Whether programs on the node's interfaces translate packets [default: on]
+    ///
+    /// `off` serves only sockets of this node's processes, and removes the tables of flows.
     #[serde(skip_serializing_if = "is_default")]
     #[arg(
         id = "packet-path",
@@ -29,9 +28,8 @@ pub struct Packets {
         value_parser = PossibleValuesParser::new(["on", "off"]).map(|word| word == "on")
     )]
     pub enabled: Option<bool>,
-    /// The interfaces by which the rest of the world is reached: names or patterns, `!` excludes
-    /// [default: those with a default route or an address, without pods' sides, bridges and
-    /// dummies]
+    /// Interfaces that lead to other machines: names or shell patterns; `!` excludes [default:
+    /// interfaces with a default route or an address, except pods' interfaces, bridges and dummies]
     #[serde(skip_serializing_if = "is_default")]
     #[arg(
         id = "uplink",
@@ -43,9 +41,9 @@ pub struct Packets {
         hide_env_values = true
     )]
     pub uplinks: Vec<Pattern>,
-    /// The node's ends of the pairs whose other ends are in pods: names or patterns, `!` excludes
-    /// [default: every veth and netkit with its other end in another network namespace, and with no
-    /// default route and no network of its own]
+    /// The node's ends of pods' interfaces: names or shell patterns; `!` excludes [default: every
+    /// veth and netkit with its other end in another network namespace, and without a default route and a
+    /// network of its own]
     #[serde(skip_serializing_if = "is_default")]
     #[arg(
         id = "pod-interface",
@@ -57,8 +55,10 @@ pub struct Packets {
         hide_env_values = true
     )]
     pub pod_interfaces: Vec<Pattern>,
-    /// Whoever has an address in these networks is a pod; others are masqueraded on the way to a
-    /// cluster IP (kube-proxy's detectLocalMode ClusterCIDR and NodeCIDR) [default: nobody is]
+    /// Ranges of pods' addresses: masquerade clients with other addresses on the way to a cluster IP
+    /// [default: masquerade no client there]
+    ///
+    /// Corresponds to kube-proxy's detectLocalMode ClusterCIDR and NodeCIDR.
     #[serde(skip_serializing_if = "is_default")]
     #[arg(
         id = "pod-cidr",
@@ -71,8 +71,10 @@ pub struct Packets {
         conflicts_with = "pods-by-interface"
     )]
     pub pod_cidrs: Vec<Range>,
-    /// Whoever sends from a pod's interface is a pod; others are masqueraded on the way to a cluster
-    /// IP (kube-proxy's detectLocalMode BridgeInterface and InterfaceNamePrefix)
+    /// Masquerade clients on the way to a cluster IP if their packets do not arrive at a pod's
+    /// interface
+    ///
+    /// Corresponds to kube-proxy's detectLocalMode BridgeInterface and InterfaceNamePrefix.
     #[serde(skip_serializing_if = "is_default")]
     #[arg(
         id = "pods-by-interface",
@@ -81,7 +83,7 @@ pub struct Packets {
         hide_env_values = true
     )]
     pub pods_by_interface: bool,
-    /// Masquerade whatever goes to a cluster IP
+    /// Masquerade every connection to a cluster IP
     #[serde(skip_serializing_if = "is_default")]
     #[arg(
         id = "masquerade-all",
@@ -90,12 +92,13 @@ pub struct Packets {
         hide_env_values = true
     )]
     pub masquerade_all: bool,
-    /// Where our programs go among other people's on an interface [default: first]
+    /// Position of the agent's programs among other programs on an interface [default: first]
     ///
-    /// First: a program that ends the chain, as most do for packets they let pass, hides no service.
-    /// Last: others see, and may drop, what clients send to a service before it is translated.
-    /// Whoever comes later may still go before ours. `before:NAME`, `after:NAME`: next to the program with that name, also
-    /// if it comes later (TCX only). `program:ID` or `link:ID` in place of the name: by the kernel's number.
+    /// `first`: no other program can hide a service. Most programs end the chain for packets that they allow.
+    /// `last`: other programs see packets to a service before the translation, and may drop them.
+    /// `first` and `last` count at the time of attachment.
+    /// `before:NAME` and `after:NAME`: directly next to the program with this name, also if that program is
+    /// attached later (TCX only). `program:ID` or `link:ID` names the program by the kernel's number.
     #[serde(skip_serializing_if = "is_default")]
     #[arg(
         id = "tc-order",
@@ -105,7 +108,7 @@ pub struct Packets {
         hide_env_values = true
     )]
     pub order: Option<Order>,
-    /// How our programs are put on interfaces [default: auto]
+    /// How the agent attaches its programs to interfaces [default: auto]
     #[serde(skip_serializing_if = "is_default")]
     #[arg(
         id = "tc-hook",
@@ -116,10 +119,13 @@ pub struct Packets {
         hide_env_values = true
     )]
     pub hook: Option<TcHook>,
-    /// How many flows conntrack has room for, rounded up to a power of two: 176 bytes of kernel memory each. Taken
-    /// when the tables are made; those of an earlier agent keep their size until `dataplane cleanup`, or until an
-    /// agent runs with --packet-path off [default: 32 768 for each of the node's cores, at least 131 072 (22 MiB),
-    /// but at most what takes a 64th of the node's memory]
+    /// Number of flows that conntrack has room for, rounded up to a power of two [default: by cores and
+    /// memory]
+    ///
+    /// Each flow takes 176 bytes of kernel memory. The default is 32 768 for each core and at least 131 072
+    /// (22 MiB), but the tables take at most a 64th of the node's memory, and at most a quarter of the memory
+    /// limit of the agent's own cgroup. Existing tables keep their size until `dataplane cleanup`
+    /// or an agent with --packet-path off removes them.
     #[serde(skip_serializing_if = "is_default")]
     #[schemars(range(min = 1024, max = 8_388_608))]
     #[arg(
@@ -133,7 +139,7 @@ pub struct Packets {
     pub conntrack_flows: Option<u32>,
 }
 
-/// How programs are put on interfaces.
+/// How the agent attaches programs to interfaces.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema, ValueEnum,
 )]
@@ -142,14 +148,14 @@ pub enum TcHook {
     /// TCX if the kernel has it (Linux 6.6), otherwise clsact
     #[default]
     Auto,
-    /// Links, which run before all filters of clsact qdiscs
+    /// TCX links, which run before all filters of clsact qdiscs
     Tcx,
     /// Filters of a clsact qdisc
     Clsact,
 }
 
 impl TcHook {
-    /// The hook that is asked for; `None`: the best that the kernel has.
+    /// Returns the configured hook, or `None` for the best that the kernel has.
     pub fn wanted(self) -> Option<Hook> {
         match self {
             Self::Auto => None,

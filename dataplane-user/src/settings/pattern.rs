@@ -51,13 +51,13 @@ impl From<Pattern> for String {
 }
 
 impl Patterns {
-    /// All of these.
+    /// Returns the set of these patterns.
     pub fn new(patterns: Vec<Pattern>) -> Self {
         Self(patterns)
     }
 
-    /// Whether a name is among them: one that a pattern excludes is not, whatever the others say;
-    /// with nothing but exclusions, all that `by_default` are.
+    /// Tells if a name is selected. An exclusion counts more than any other pattern. If all patterns are
+    /// exclusions, `by_default` decides about the other names.
     pub fn select(&self, name: &str, by_default: bool) -> bool {
         let matching = |excludes: bool| {
             self.0

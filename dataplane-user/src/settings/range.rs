@@ -6,7 +6,7 @@ use ipnet::IpNet;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// A range of addresses: ADDRESS/LENGTH; an address stands for itself alone.
+/// A range of addresses: ADDRESS/LENGTH, or a single ADDRESS.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Range(#[schemars(with = "String")] pub IpNet);

@@ -24,12 +24,12 @@ pub struct Source {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
 pub struct Kubernetes {
-    /// A kubeconfig, whose current context is used. Default: the pod's service account.
+    /// A kubeconfig; the agent uses its current context. Default: the pod's service account.
     #[serde(skip_serializing_if = "is_default")]
     pub kubeconfig: Option<PathBuf>,
-    /// The API server's URL, rather than the one in the kubeconfig or in the pod's environment.
-    /// The latter is an address that a service proxy has to serve: where this agent is the only
-    /// one, give the server's own address or that of a load balancer before it.
+    /// The API server's URL, which replaces the URL in the kubeconfig or in the pod's environment.
+    /// The pod's environment has a cluster IP, which needs a service proxy. If the dataplane is the
+    /// node's only service proxy, give the API server's own address or that of its load balancer.
     #[serde(skip_serializing_if = "is_default")]
     pub api_server: Option<String>,
 }

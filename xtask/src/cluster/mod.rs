@@ -80,7 +80,7 @@ pub struct Arguments {
 enum Command {
     /// Make a cluster and leave it running
     Up(Size),
-    /// Remove the cluster, or what is left of one
+    /// Remove the cluster, or the remains of a cluster
     Down,
     /// Run scenarios: all, or those named
     Run(Run),
@@ -109,7 +109,7 @@ enum Command {
 /// What kind of cluster.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub struct Size {
-    /// How many nodes
+    /// Number of nodes
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=i64::from(Node::MOST)))]
     nodes: u8,
     /// Have CNI's plug-in `portmap` serve host ports, as most clusters do; otherwise the dataplane does
@@ -252,7 +252,7 @@ impl Cluster {
         if !up_already() {
             return Self::make(programs, size, no_install);
         }
-        note("using the cluster that is there");
+        note("using the running cluster");
         let (dataplane, probe) = built(no_install)?;
         let mut cluster = Self::new(programs, 0, dataplane, probe);
         cluster.nodes = Node::all(Node::MOST)

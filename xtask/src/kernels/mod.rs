@@ -29,7 +29,7 @@ use crate::{
     vm::{self, Guest},
 };
 
-/// What kernels have, and what the programs cost on them: docs/kernels.md
+/// Print which features kernels have, and what the programs cost on them, for docs/kernels.md
 ///
 /// Runs `dataplane doctor` and has every program verified on this machine's kernel and in guests
 /// with others, and prints the tables that docs/kernels.md has of them. With --scenarios the whole

@@ -32,7 +32,7 @@ pub fn main(no_install: bool) -> Result<ExitCode> {
     arrows::check()?;
     note("lint: kernel programs");
     build::lint_programs(&setup::ensure(Purpose::Build, no_install)?)?;
-    note("lint: everything else");
+    note("lint: all other crates");
     check(cargo().args(["clippy", "--all-targets", "--", "--deny", "warnings"]))?;
     note("lint: documentation");
     check(

@@ -28,12 +28,11 @@ pub use self::{linker::cache, program::Purpose};
 /// Find and install the tools that the other chores need
 ///
 /// Looks for the source of Rust's `core`, a bpf-linker for rustc's own LLVM, iproute2, and the
-/// iptables, nftables, HAProxy and nginx that tests and benchmarks compare with. Says what is missing and why, and
-/// installs it; packages of the distribution only as root. What it builds is kept per user in
-/// $XDG_CACHE_HOME/dataplane (~/.cache/dataplane), for every clone.
+/// iptables, nftables, HAProxy and nginx that tests and benchmarks compare with. Prints which tools are missing and
+/// why they are needed, and installs them; packages of the distribution only as root. Keeps the tools that it builds in
+/// $XDG_CACHE_HOME/dataplane (~/.cache/dataplane), one copy for each user, which all clones share.
 ///
-/// The other chores do the same for what they need themselves, so that there is no need to begin
-/// here.
+/// Every other chore calls set-up for the tools that it needs, so you need not start with this one.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {}
 

@@ -28,12 +28,12 @@ use crate::{
 /// Run the tests: unit, property, documentation, and the lab's scenarios
 ///
 /// The scenarios load the kernel programs in network namespaces and cgroups of their own, in
-/// parallel; nothing of the machine itself is touched. They need root. Without it they are
-/// skipped, and the summary says so, except under CI=true, where that is a failure.
+/// parallel, and do not touch the machine's own. They need root. Without root they are skipped, and
+/// the summary says so. With CI=true, a skipped scenario is a failure.
 ///
-/// With --vm the scenarios run as root in a guest of qemu's, on the oldest kernel that the
-/// dataplane is for, whoever runs this and on whatever kernel. Where KVM does not work the guest is
-/// emulated, and scenarios that load the machine are skipped.
+/// With --vm the scenarios run as root in a qemu guest with the oldest supported kernel, for any user
+/// and on any kernel. If KVM does not work, qemu emulates the guest, and scenarios that load the
+/// machine are skipped.
 ///
 /// The last line is `N passed, N failed, N skipped`; the exit code is 0 if none failed.
 #[derive(Debug, clap::Args)]
@@ -48,7 +48,7 @@ Examples:
     cargo xtask test --vm --kernel debian-6.12 verifier
     cargo xtask test --vm --kernel ./bzImage --modules /lib/modules/6.9.1")]
 pub struct Arguments {
-    /// Only tests whose name contains this
+    /// Run only tests whose names contain this
     filter: Option<String>,
     /// Print the tests' names instead of running them
     #[arg(long)]
@@ -57,10 +57,10 @@ pub struct Arguments {
     #[arg(long, value_enum, value_name = "WHEN", num_args = 0..=1, require_equals = true,
           default_missing_value = "only", conflicts_with = "list")]
     vm: Option<When>,
-    /// The guest's kernel: debian-VERSION for one of Debian's cloud kernels, or a bzImage
+    /// Kernel of the guest: debian-VERSION for one of Debian's cloud kernels, or a bzImage
     #[arg(long, requires = "vm", default_value = vm::OLDEST)]
     kernel: String,
-    /// The directory of the modules that belong to the guest's bzImage
+    /// Directory of the modules for the bzImage
     #[arg(long, requires = "vm", value_name = "DIR")]
     modules: Option<PathBuf>,
 }
@@ -68,11 +68,11 @@ pub struct Arguments {
 /// What is run in a guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum When {
-    /// The scenarios, and nothing else anywhere
+    /// Only the scenarios, in the guest
     Only,
-    /// The scenarios, if they cannot run here
+    /// Everything here; the scenarios in the guest if they cannot run here
     Auto,
-    /// The scenarios that tell most of a kernel, after everything here
+    /// Everything here, then in the guest the scenarios that depend most on the kernel
     Also,
 }
 

@@ -67,8 +67,8 @@ pub struct ProxyArgs {
     #[arg(long, value_name = "ADDR", num_args = 1.., value_delimiter = ',')]
     inbound: Vec<SocketAddr>,
 
-    /// Policy for connections from the workload to addresses that are no service, endpoint or
-    /// workload
+    /// Policy for connections from the workload to addresses that do not belong to a service, an
+    /// endpoint or a workload
     #[arg(long, value_enum, default_value_t)]
     egress: Egress,
 

@@ -11,7 +11,7 @@ use crate::kernel::sys::{self, Chain, Place};
 /// Number of attempts to attach to a chain that changes meanwhile.
 const ATTEMPTS: usize = 8;
 
-/// Where among other people's programs ours go.
+/// The position of our programs among other programs on an interface.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 #[schemars(with = "String")]

@@ -270,7 +270,10 @@ fn evidence(cluster: &Cluster, name: &str) -> Result<()> {
             fs::copy(&from, directory.join(log))?;
         }
     }
-    note(&format!("what was there: {}", directory.display()));
+    note(&format!(
+        "objects, logs and status: {}",
+        directory.display()
+    ));
     Ok(())
 }
 
