@@ -210,7 +210,8 @@ fn lines(text: &mut String, title: &str, services: u32, series: &[Series]) -> an
     let labels = [1.0, 10.0, 100.0, 1_000.0].iter();
     let labels: Vec<f64> = labels
         .flat_map(|ten| [1.0, 1.5, 2.0, 3.0, 5.0, 7.0].map(|one| one * ten))
-        .filter(|value| shown.contains(value));
+        .filter(|value| shown.contains(value))
+        .collect();
     let mut chart = ChartBuilder::on(&root)
         .margin(10)
         .margin_top(32)
