@@ -69,7 +69,7 @@ source:
         "7:11: listen.health: `localhost:9101` is not an address and port; expected ADDRESS:PORT",
         "8:10: listen.admin: 0.0.0.0:9102 is also the value of listen.healthz; expected different addresses",
         "10:11: listen.colour: unknown key; expected one of admin, health, healthz, metrics, \
-         proxyMode, socket",
+         metricsAuth, proxyMode, socket",
         "11:21: limits.frontends: invalid value: integer `-1`, expected a whole number from 0",
         "11:36: limits.endpoints: 0; expected a number from 1",
         "12:27: kernel.conntrack.min: 0; expected a number from 1",

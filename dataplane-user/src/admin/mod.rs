@@ -1,5 +1,6 @@
 //! What the agent shows of itself: metrics, health, and JSON for the command line.
 
+mod access;
 pub mod api;
 mod beats;
 pub mod client;

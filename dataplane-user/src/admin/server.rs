@@ -21,6 +21,7 @@ use serde::Deserialize;
 use tokio::sync::Semaphore;
 
 use super::{
+    access::{self, Encrypted},
     api::{Page, Version},
     client::{self, Client},
     limits::Limited,
@@ -29,7 +30,7 @@ use super::{
     report,
     state::State,
 };
-use crate::{model::ServiceName, settings};
+use crate::{model::ServiceName, settings, source::kubernetes::Reviewer};
 
 /// Items in a page of a list, unless asked for fewer.
 const PAGE: usize = 2000;
@@ -183,12 +184,17 @@ struct Context {
     renderings: Renderings,
 }
 
-/// Answers until it is dropped.
+/// Answers until it is dropped. `reviewer`: who says which clients may read the metrics at their own address; none:
+/// every client may.
 ///
 /// # Errors
 ///
 /// If a listener breaks, which it does not.
-pub async fn serve(listeners: Listeners, state: Arc<State>) -> io::Result<()> {
+pub async fn serve(
+    listeners: Listeners,
+    state: Arc<State>,
+    reviewer: Option<Arc<Reviewer>>,
+) -> io::Result<()> {
     let registry = metrics::registry(&state);
     let context = Arc::new(Context {
         state: Arc::clone(&state),
@@ -207,7 +213,7 @@ pub async fn serve(listeners: Listeners, state: Arc<State>) -> io::Result<()> {
     let socket = tokio::net::UnixListener::from_std(socket)?;
     tokio::try_join!(
         async { axum::serve(socket, admin_routes(&context)).await },
-        tcp(metrics, metrics_routes(&context)),
+        guarded(metrics, metrics_routes(&context), reviewer),
         tcp(health, health_routes(&context)),
         tcp(admin, admin_routes(&context)),
         async {
@@ -226,6 +232,23 @@ async fn tcp(listener: Option<TcpListener>, routes: Router) -> io::Result<()> {
         }
         None => Ok(()),
     }
+}
+
+/// Answers clients that the reviewer lets through, by HTTPS; without a reviewer every client, by HTTP.
+async fn guarded(
+    listener: Option<TcpListener>,
+    routes: Router,
+    reviewer: Option<Arc<Reviewer>>,
+) -> io::Result<()> {
+    let Some(reviewer) = reviewer else {
+        return tcp(listener, routes).await;
+    };
+    let Some(listener) = listener else {
+        return Ok(());
+    };
+    let listener = Encrypted::new(tokio::net::TcpListener::from_std(listener)?)?;
+    let listener = Limited::new(listener);
+    axum::serve(listener, access::guarded(routes, reviewer)).await
 }
 
 fn metrics_routes(context: &Arc<Context>) -> Router {
@@ -401,6 +424,7 @@ mod tests {
         settings::Listeners {
             socket: Some(dir.join("deep/agent.sock")),
             metrics: off,
+            metrics_auth: None,
             health: off,
             healthz: off,
             proxy_mode: off,

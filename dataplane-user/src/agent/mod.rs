@@ -37,8 +37,12 @@ use crate::{
     plan::{AdoptError, Planner},
     proxy::{self, handover::Outcome},
     relay,
-    settings::{OnExit, Settings},
-    source::{Notice, OpenError, kubernetes::Scope, manifests},
+    settings::{MetricsAuth, OnExit, Settings},
+    source::{
+        Notice, OpenError, Source,
+        kubernetes::{Reviewer, Scope},
+        manifests,
+    },
     threads::Deaths,
 };
 use attacher::{Attacher, Means, Rest};
@@ -315,6 +319,7 @@ fn serve(
         .start(
             listeners,
             Arc::clone(&state),
+            reviewer(settings, &source),
             Network {
                 news,
                 jobs: jobs.clone(),
@@ -483,6 +488,17 @@ fn notices(
             Notice::Changed => Event::Changed,
             Notice::Died { thread, why } => Event::Died(thread.to_owned(), why),
         });
+    }
+}
+
+/// Who says which clients may read the metrics; none: every client may.
+fn reviewer(settings: &Settings, source: &Source) -> Option<Arc<Reviewer>> {
+    let Source::Kubernetes(api) = source else {
+        return None;
+    };
+    match settings.listen.metrics_auth(true) {
+        MetricsAuth::None => None,
+        MetricsAuth::Kubernetes => Some(Arc::new(Reviewer::new(api.target.clone()))),
     }
 }
 

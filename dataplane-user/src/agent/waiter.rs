@@ -17,6 +17,7 @@ use super::{Event, attacher::Job, deaths};
 use crate::{
     admin::{self, Listeners, State},
     kernel::{self, News, PolicyNews},
+    source::kubernetes::Reviewer,
     threads::{self, may_panic},
 };
 
@@ -62,11 +63,12 @@ impl Ready {
         Ok((News::new()?, PolicyNews::new()?))
     }
 
-    /// Starts to wait.
+    /// Starts to wait. `reviewer`: who says which clients may read the metrics.
     pub fn start(
         self,
         listeners: Listeners,
         state: Arc<State>,
+        reviewer: Option<Arc<Reviewer>>,
         network: Network,
         events: Sender<Event>,
     ) -> io::Result<Waiter> {
@@ -75,7 +77,7 @@ impl Ready {
         let thread = threads::start("waiter", deaths(&events), move || {
             let result = runtime.block_on(async {
                 tokio::select! {
-                    result = admin::serve(listeners, state) => result,
+                    result = admin::serve(listeners, state, reviewer) => result,
                     () = signals.pass_on(events.clone()) => Ok(()),
                     result = network.pass_on() => result,
                     _ = stopped => Ok(()),

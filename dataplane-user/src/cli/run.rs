@@ -13,7 +13,7 @@ use crate::{
     agent::{self, InputError},
     config,
     kernel::probe,
-    settings::{LogFormat, Mesh, Settings, faults},
+    settings::{LogFormat, Mesh, MetricsAuth, Settings, faults},
 };
 
 /// Run the agent on this node.
@@ -92,6 +92,12 @@ impl RunArgs {
         settled::fill(&mut self.mesh, file.mesh.as_ref());
         settings.mesh.clone_from(&self.mesh);
         settings.log.level = super::log_level(self.verbose).or(file.log.level);
+        let from_api = settings.source.kubernetes.is_some();
+        if settings.listen.metrics_auth == Some(MetricsAuth::Kubernetes) && !from_api {
+            let text = "listen.metricsAuth (--metrics-auth): kubernetes needs the Kubernetes API as the source; \
+                        use --kubernetes, or --metrics-auth none\n";
+            return Err(clap::Error::raw(ErrorKind::ArgumentConflict, text));
+        }
         if let Some((key, what)) = faults(&settings).into_iter().next() {
             // The file has none by itself.
             let text = format!("{key}: {what}\n");

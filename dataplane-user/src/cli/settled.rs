@@ -224,6 +224,7 @@ mod tests {
         ("verbose", ""),
         ("socket", "/run/other/agent.sock"),
         ("metrics-addr", "0.0.0.0:9100"),
+        ("metrics-auth", "none"),
         ("health-addr", "127.0.0.1:9101"),
         ("healthz-addr", "[::]:10256"),
         ("proxy-mode-addr", "off"),

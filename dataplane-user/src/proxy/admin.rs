@@ -49,8 +49,17 @@ pub fn metrics(observer: &Observer) -> Router {
         .with_state(Arc::new(registry))
 }
 
+/// What a client of the admin endpoint may do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rights {
+    /// Read: every process that reaches an address may.
+    Read,
+    /// Also change what is logged: who may open the Unix socket may.
+    Change,
+}
+
 /// Everything.
-pub fn all(observer: &Observer, logging: Logging) -> Router {
+pub fn all(observer: &Observer, logging: Logging, rights: Rights) -> Router {
     let context = Context {
         observer: observer.clone(),
         logging,
@@ -61,7 +70,13 @@ pub fn all(observer: &Observer, logging: Logging) -> Router {
             get(async || "/config_dump /logging /metrics /healthz/ready\n"),
         )
         .route("/config_dump", get(config_dump))
-        .route("/logging", get(get_logging).post(set_logging))
+        .route(
+            "/logging",
+            match rights {
+                Rights::Read => get(get_logging).post(refuse_logging),
+                Rights::Change => get(get_logging).post(set_logging),
+            },
+        )
         .route("/healthz/ready", get(ready))
         .with_state(Arc::new(context))
         .merge(metrics(observer))
@@ -103,6 +118,11 @@ async fn get_logging(State(context): State<Arc<Context>>) -> String {
 #[derive(Debug, Deserialize)]
 struct Level {
     level: String,
+}
+
+async fn refuse_logging() -> (StatusCode, &'static str) {
+    let text = "the log's level can only be changed at the Unix socket: start the proxy with --admin-socket\n";
+    (StatusCode::FORBIDDEN, text)
 }
 
 async fn set_logging(

@@ -6,7 +6,7 @@ use std::{
     str::FromStr,
 };
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -22,7 +22,7 @@ pub struct Listeners {
     #[serde(skip_serializing_if = "is_default")]
     #[arg(skip)]
     pub socket: Option<PathBuf>,
-    /// Serve Prometheus metrics, at /metrics [default: 0.0.0.0:15020]
+    /// Serve Prometheus metrics, at /metrics [default: 127.0.0.1:15020]
     #[serde(skip_serializing_if = "is_default")]
     #[arg(
         id = "metrics-addr",
@@ -32,6 +32,17 @@ pub struct Listeners {
         hide_env_values = true
     )]
     pub metrics: Option<Listen>,
+    /// Who may read the metrics [default: kubernetes if the metrics are not on loopback and the source is the
+    /// Kubernetes API; otherwise none]
+    #[serde(skip_serializing_if = "is_default")]
+    #[arg(
+        id = "metrics-auth",
+        long,
+        value_enum,
+        env = "DATAPLANE_METRICS_AUTH",
+        hide_env_values = true
+    )]
+    pub metrics_auth: Option<MetricsAuth>,
     /// Serve readiness, at /healthz/ready, and liveness, at /healthz/live [default: 0.0.0.0:15021]
     #[serde(skip_serializing_if = "is_default")]
     #[arg(
@@ -68,7 +79,9 @@ pub struct Listeners {
         hide_env_values = true
     )]
     pub proxy_mode: Option<Listen>,
-    /// Serve the pages of the Unix socket by TCP: /status, /services, /pools [default: 127.0.0.1:15000]
+    /// Serve the pages of the Unix socket by TCP: /status, /services, /pools [default: off]
+    ///
+    /// Every process that reaches the address can read the pages.
     #[serde(skip_serializing_if = "is_default")]
     #[arg(
         id = "admin-addr",
@@ -89,7 +102,17 @@ impl Listeners {
 
     /// Returns the address for metrics; `None`: do not listen.
     pub fn metrics(&self) -> Option<SocketAddr> {
-        at(self.metrics, Ipv4Addr::UNSPECIFIED, 15020)
+        at(self.metrics, Ipv4Addr::LOCALHOST, 15020)
+    }
+
+    /// Returns who may read the metrics. `from_api`: whether the source is the Kubernetes API.
+    pub fn metrics_auth(&self, from_api: bool) -> MetricsAuth {
+        let outside = self.metrics().is_some_and(|at| !at.ip().is_loopback());
+        self.metrics_auth.unwrap_or(if outside && from_api {
+            MetricsAuth::Kubernetes
+        } else {
+            MetricsAuth::None
+        })
     }
 
     /// Returns the address for liveness and readiness.
@@ -107,9 +130,9 @@ impl Listeners {
         at(self.proxy_mode, Ipv4Addr::LOCALHOST, 10249)
     }
 
-    /// Returns the TCP address for the pages of the Unix socket.
+    /// Returns the TCP address for the pages of the Unix socket; `None`, the default: do not listen.
     pub fn admin(&self) -> Option<SocketAddr> {
-        at(self.admin, Ipv4Addr::LOCALHOST, 15000)
+        self.admin.and_then(|listen| listen.0)
     }
 }
 
@@ -121,7 +144,22 @@ fn at(said: Option<Listen>, ip: Ipv4Addr, port: u16) -> Option<SocketAddr> {
     )
 }
 
-/// A TCP address to listen on, or `off`.
+/// Who may read the metrics.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema, ValueEnum,
+)]
+#[serde(rename_all = "lowercase")]
+pub enum MetricsAuth {
+    /// Every client, by HTTP
+    #[default]
+    None,
+    /// Clients with a bearer token whose user may get /metrics in the cluster, by HTTPS. The agent
+    /// asks the API server (TokenReview, SubjectAccessReview), and refuses clients while it does not answer
+    Kubernetes,
+}
+
+/// A TCP address to listen on, or `off`. An IPv4 address may be in brackets like an IPv6 address, so that
+/// `[$(NODE_IP)]:15020` in a pod is right for both families.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Listen(#[schemars(with = "String")] pub Option<SocketAddr>);
@@ -133,7 +171,13 @@ impl FromStr for Listen {
         if text == "off" {
             return Ok(Self(None));
         }
-        text.parse().map(|addr| Self(Some(addr))).map_err(|_| {
+        let in_brackets = || {
+            let (ip, port) = text.strip_prefix('[')?.split_once("]:")?;
+            let ip: Ipv4Addr = ip.parse().ok()?;
+            Some(SocketAddr::new(ip.into(), port.parse().ok()?))
+        };
+        let addr = text.parse().ok().or_else(in_brackets);
+        addr.map(|addr| Self(Some(addr))).ok_or_else(|| {
             format!("`{text}` is not an address and port; expected ADDRESS:PORT such as 127.0.0.1:15000 or [::1]:15000, or `off`")
         })
     }
@@ -177,6 +221,45 @@ mod tests {
             ..Listeners::default()
         };
         assert_eq!(listeners.admin(), None);
-        assert_eq!(listeners.metrics(), "0.0.0.0:15020".parse().ok());
+        assert_eq!(listeners.metrics(), "127.0.0.1:15020".parse().ok());
+    }
+
+    #[test]
+    fn a_pod_writes_both_families_in_brackets() {
+        for (text, wanted) in [
+            ("[192.0.2.1]:15020", "192.0.2.1:15020"),
+            ("[2001:db8::1]:15020", "[2001:db8::1]:15020"),
+        ] {
+            assert_eq!(text.parse(), Ok(Listen(wanted.parse().ok())), "{text}");
+        }
+        for wrong in ["[]:15020", "[192.0.2.1]", "[192.0.2.1]:", "[web]:80"] {
+            assert!(wrong.parse::<Listen>().is_err(), "{wrong}");
+        }
+    }
+
+    /// Nothing that a pod on the node's network, or another host, can read unless somebody asks for it.
+    #[test]
+    fn what_is_not_asked_for_is_not_for_everybody() {
+        let listeners = Listeners::default();
+        assert_eq!(listeners.admin(), None);
+        assert!(listeners.metrics().is_some_and(|at| at.ip().is_loopback()));
+        let at = |text: &str| Listeners {
+            metrics: text.parse().ok(),
+            ..Listeners::default()
+        };
+        for (text, from_api, wanted) in [
+            ("127.0.0.1:15020", true, MetricsAuth::None),
+            ("[::1]:15020", true, MetricsAuth::None),
+            ("0.0.0.0:15020", true, MetricsAuth::Kubernetes),
+            ("[2001:db8::1]:15020", true, MetricsAuth::Kubernetes),
+            ("192.0.2.1:15020", false, MetricsAuth::None),
+        ] {
+            assert_eq!(at(text).metrics_auth(from_api), wanted, "{text}");
+        }
+        let open = Listeners {
+            metrics_auth: Some(MetricsAuth::None),
+            ..at("0.0.0.0:15020")
+        };
+        assert_eq!(open.metrics_auth(true), MetricsAuth::None);
     }
 }

@@ -17,7 +17,7 @@ mod source;
 
 pub use faults::faults;
 pub use kernel::{Kernel, Limits};
-pub use listen::{Listen, Listeners};
+pub use listen::{Listen, Listeners, MetricsAuth};
 pub use mesh::{Mesh, MeshNamespace, MeshProxy, MeshRules, MeshWorkload};
 pub use nf_conntrack::{NfConntrack, Timeout};
 pub use node::Node;

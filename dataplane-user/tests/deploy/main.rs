@@ -12,6 +12,7 @@ mod unit;
 use std::{
     collections::BTreeMap,
     fs,
+    net::SocketAddr,
     path::{Path, PathBuf},
     process::Command,
 };
@@ -20,7 +21,7 @@ use clap::CommandFactory as _;
 use dataplane::{
     cli::Cli,
     config,
-    settings::{OnExit, Settings},
+    settings::{Listen, Listeners, MetricsAuth, OnExit, Settings},
 };
 use k8s_openapi::api::{apps::v1 as apps, batch::v1 as batch, core::v1 as core, rbac::v1 as rbac};
 use serde::{Serialize, de::DeserializeOwned};
@@ -88,6 +89,7 @@ fn all_known(objects: &Objects) {
         match object["kind"].as_str().unwrap() {
             "ServiceAccount" => is_known::<core::ServiceAccount>(object),
             "ConfigMap" => is_known::<core::ConfigMap>(object),
+            "Secret" => is_known::<core::Secret>(object),
             "ClusterRole" => is_known::<rbac::ClusterRole>(object),
             "ClusterRoleBinding" => is_known::<rbac::ClusterRoleBinding>(object),
             "DaemonSet" => is_known::<apps::DaemonSet>(object),
@@ -265,11 +267,17 @@ fn the_charts_values_arrive() {
     assert_eq!(subject["namespace"], "mesh");
 }
 
-/// What a role allows: to read, and nothing else.
+/// What a role allows: to read, to ask about clients, and nothing else.
 fn allowed(role: &Value) -> Vec<String> {
     let mut may = Vec::new();
     for rule in role["rules"].as_array().unwrap() {
-        assert_eq!(rule["verbs"], json!(["get", "list", "watch"]));
+        let asks = ["tokenreviews", "subjectaccessreviews"].map(|kind| json!([kind]));
+        let verbs = if asks.contains(&rule["resources"]) {
+            json!(["create"])
+        } else {
+            json!(["get", "list", "watch"])
+        };
+        assert_eq!(rule["verbs"], verbs);
         for resource in rule["resources"].as_array().unwrap() {
             may.push(format!(
                 "{}/{}",
@@ -372,13 +380,59 @@ fn it_may_read_what_is_watched_and_write_nothing() {
             "/services",
             "/nodes",
             "/pods",
-            "discovery.k8s.io/endpointslices"
+            "discovery.k8s.io/endpointslices",
+            "authentication.k8s.io/tokenreviews",
+            "authorization.k8s.io/subjectaccessreviews",
         ]
     );
     let binding = &base["ClusterRoleBinding dataplane"];
     assert_eq!(binding["roleRef"]["name"], "dataplane");
     let pod = &base["DaemonSet dataplane"]["spec"]["template"]["spec"];
     assert_eq!(binding["subjects"][0]["name"], pod["serviceAccountName"]);
+}
+
+/// The metrics are at the node's own address, in both families, for those whom the API server knows; and where the
+/// operator says otherwise, the DaemonSet does not say so again.
+#[test]
+fn the_metrics_are_not_for_everybody() {
+    let base = base();
+    let agent = |objects: &Objects| {
+        objects["DaemonSet dataplane"]["spec"]["template"]["spec"]["containers"][0].clone()
+    };
+    let told = |agent: &Value| -> Vec<String> {
+        let args = agent["args"].as_array().unwrap();
+        args.iter()
+            .map(|it| it.as_str().unwrap().to_owned())
+            .collect()
+    };
+    let env = agent(&base)["env"].to_string();
+    assert!(env.contains("status.hostIP"), "{env}");
+    for ip in ["192.0.2.1", "2001:db8::1"] {
+        let mut args = told(&agent(&base));
+        for arg in &mut args {
+            *arg = arg.replace("$(NODE_IP)", ip);
+        }
+        args.insert(0, "dataplane".to_owned());
+        let text = &base["ConfigMap dataplane"]["data"]["config.yaml"];
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("config.yaml");
+        fs::write(&file, text.as_str().unwrap()).unwrap();
+        args.extend(["--config".to_owned(), file.display().to_string()]);
+        let parsed = dataplane::cli::parse(args.into_iter().map(Into::into));
+        let settings = format!("{:?}", parsed.unwrap_or_else(|error| panic!("{error:?}")));
+        let at = SocketAddr::new(ip.parse().unwrap(), 15020);
+        assert!(settings.contains(&format!("{at}")), "{settings}");
+        let listeners = Listeners {
+            metrics: Some(Listen(Some(at))),
+            ..configured(&base).listen
+        };
+        assert_eq!(listeners.metrics_auth(true), MetricsAuth::Kubernetes);
+        assert_eq!(listeners.admin(), None);
+    }
+    let values = json!({ "config": { "listen": { "metrics": "off" } } });
+    let chart = chart::render("kube-system", &values);
+    assert_eq!(told(&agent(&chart)), ["run"]);
+    assert_eq!(configured(&chart).listen.metrics(), None);
 }
 
 /// Ports, paths and mounts are said twice: to Kubernetes and to the agent.

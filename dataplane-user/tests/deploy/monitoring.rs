@@ -6,8 +6,6 @@ use std::collections::BTreeSet;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{LabelSelector, ObjectMeta};
 use serde::Deserialize;
 
-use dataplane::settings::Listeners;
-
 use super::*;
 
 /// Of the Prometheus Operator's `monitoring.coreos.com/v1`, the fields that are used.
@@ -29,9 +27,30 @@ struct PodMonitorSpec {
 }
 
 #[derive(Deserialize, Serialize)]
+#[serde(rename_all = "camelCase")]
 struct PodMetricsEndpoint {
     interval: String,
+    scheme: String,
+    tls_config: TlsConfig,
+    authorization: Authorization,
     relabelings: Vec<RelabelConfig>,
+}
+
+#[derive(Deserialize, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct TlsConfig {
+    insecure_skip_verify: bool,
+}
+
+#[derive(Deserialize, Serialize)]
+struct Authorization {
+    credentials: SecretKey,
+}
+
+#[derive(Deserialize, Serialize)]
+struct SecretKey {
+    name: String,
+    key: String,
 }
 
 #[derive(Deserialize, Serialize)]
@@ -220,6 +239,27 @@ fn alerts_link_to_where_the_page_is() {
     let monitor = &objects["PodMonitor dataplane"];
     assert_eq!(monitor["metadata"]["labels"]["release"], "prometheus");
     assert_eq!(monitor["spec"]["podMetricsEndpoints"][0]["interval"], "15s");
+}
+
+/// Prometheus has a token that is good for the metrics, and for nothing else.
+#[test]
+fn prometheus_may_read_the_metrics_and_nothing_else() {
+    let all = components::with("monitoring");
+    let endpoint = &all["PodMonitor dataplane"]["spec"]["podMetricsEndpoints"][0];
+    assert_eq!(endpoint["scheme"], "https");
+    let credentials = &endpoint["authorization"]["credentials"];
+    let secret = &all[&format!("Secret {}", credentials["name"].as_str().unwrap())];
+    // The API server writes it there.
+    assert_eq!(credentials["key"], "token");
+    assert_eq!(secret["type"], "kubernetes.io/service-account-token");
+    let account = &secret["metadata"]["annotations"]["kubernetes.io/service-account.name"];
+    let binding = &all["ClusterRoleBinding dataplane-metrics"];
+    assert_eq!(binding["subjects"][0]["name"], *account);
+    let role = binding["roleRef"]["name"].as_str().unwrap();
+    assert_eq!(
+        all[&format!("ClusterRole {role}")]["rules"],
+        json!([{ "nonResourceURLs": ["/metrics"], "verbs": ["get"] }])
+    );
 }
 
 /// The PodMonitor asks at the port that the agent's metrics are on.

@@ -21,6 +21,8 @@ pub struct Asked {
     pub version: Option<String>,
     /// Whether it is for a further page of a list.
     pub continued: bool,
+    /// The path.
+    pub path: String,
     /// The parameters as they came.
     pub query: String,
     /// The status that it was answered with.

@@ -14,7 +14,7 @@ use tokio::runtime::{Builder, Runtime};
 
 use super::{
     Cluster, Faults,
-    serve::{self, Site},
+    serve::{self, Clients, Site},
     tls::Identity,
 };
 
@@ -46,6 +46,7 @@ pub struct ApiServer {
     cluster: Cluster,
     faults: Faults,
     tokens: Arc<Mutex<BTreeSet<String>>>,
+    clients: Arc<Mutex<Clients>>,
     identity: Option<Arc<Identity>>,
     bind: Bind,
     address: SocketAddr,
@@ -91,6 +92,7 @@ impl ApiServer {
             cluster,
             faults: Faults::default(),
             tokens: Arc::new(Mutex::new(options.tokens.into_iter().collect())),
+            clients: Arc::default(),
             identity: identity.map(Arc::new),
             bind,
             address: SocketAddr::from(([0, 0, 0, 0], 0)),
@@ -139,6 +141,21 @@ impl ApiServer {
     pub fn accept_tokens(&self, tokens: &[&str]) {
         let tokens = tokens.iter().map(|&token| token.to_owned()).collect();
         *self.tokens.lock().expect("no thread has panicked") = tokens;
+    }
+
+    /// Knows this token as a user's from now on, in reviews. `may_get`: the paths that the user may get.
+    ///
+    /// # Panics
+    ///
+    /// If a thread that served has panicked.
+    pub fn knows(&self, token: &str, user: &str, may_get: &[&str]) {
+        let mut clients = self.clients.lock().expect("no thread has panicked");
+        clients.users.insert(token.to_owned(), user.to_owned());
+        clients.may_get.retain(|(of, _)| of != user);
+        let paths = may_get
+            .iter()
+            .map(|&path| (user.to_owned(), path.to_owned()));
+        clients.may_get.extend(paths);
     }
 
     /// Writes a kubeconfig for it into a directory, with the first token that it accepts.
@@ -207,6 +224,7 @@ impl ApiServer {
             cluster: self.cluster.clone(),
             faults: self.faults.clone(),
             tokens: Arc::clone(&self.tokens),
+            clients: Arc::clone(&self.clients),
         };
         let router = Router::new()
             .fallback(serve::answer)

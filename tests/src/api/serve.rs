@@ -9,11 +9,14 @@ use std::{
 use axum::{
     body::{Body, Bytes},
     extract::{Query, Request, State},
-    http::{StatusCode, header},
+    http::{Method, StatusCode, header},
     response::{IntoResponse, Response},
 };
-use http_body_util::channel::{Channel, Sender};
-use serde_json::json;
+use http_body_util::{
+    BodyExt as _, Collected,
+    channel::{Channel, Sender},
+};
+use serde_json::{Value, json};
 use tokio::{
     sync::watch::Receiver,
     time::{Interval, MissedTickBehavior, interval_at, sleep, sleep_until},
@@ -32,6 +35,16 @@ pub struct Site {
     pub cluster: Cluster,
     pub faults: Faults,
     pub tokens: Arc<Mutex<BTreeSet<String>>>,
+    pub clients: Arc<Mutex<Clients>>,
+}
+
+/// Who has which token, and what each may get: for reviews.
+#[derive(Debug, Default)]
+pub struct Clients {
+    /// Users by their tokens.
+    pub users: HashMap<String, String>,
+    /// Users and paths.
+    pub may_get: BTreeSet<(String, String)>,
 }
 
 type Parameters = HashMap<String, String>;
@@ -47,8 +60,7 @@ pub async fn answer(
     Query(parameters): Query<Parameters>,
     request: Request,
 ) -> Response {
-    let path = request.uri().path();
-    let resource = Resource::of_path(path);
+    let resource = Resource::of_path(request.uri().path());
     let is_watch = parameters
         .get("watch")
         .is_some_and(|value| value == "true" || value == "1");
@@ -57,13 +69,17 @@ pub async fn answer(
         watch: is_watch,
         version: parameters.get("resourceVersion").cloned(),
         continued: parameters.contains_key("continue"),
+        path: request.uri().path().to_owned(),
         query: request.uri().query().unwrap_or_default().to_owned(),
         answered: 0,
         at: Instant::now(),
     };
-    let response = match refuse(&site, &request) {
-        Some(refusal) => refusal,
-        None => match resource {
+    let refusal = refuse(&site, &request);
+    let review = Review::of_path(request.uri().path()).filter(|_| request.method() == Method::POST);
+    let response = match (refusal, review) {
+        (Some(refusal), _) => refusal,
+        (None, Some(review)) => review.answer(&site, request).await,
+        (None, None) => match resource {
             None => status(
                 404,
                 "NotFound",
@@ -88,6 +104,53 @@ fn refuse(site: &Site, request: &Request) -> Option<Response> {
     let given = given.and_then(|value| value.to_str().ok()?.strip_prefix("Bearer "));
     let known = tokens.is_empty() || given.is_some_and(|token| tokens.contains(token));
     (!known).then(|| status(401, "Unauthorized", "Unauthorized", None))
+}
+
+/// A question about a client of somebody else.
+#[derive(Clone, Copy)]
+enum Review {
+    /// Who has a token.
+    Token,
+    /// Whether a user may get a path.
+    Access,
+}
+
+impl Review {
+    fn of_path(path: &str) -> Option<Self> {
+        match path {
+            "/apis/authentication.k8s.io/v1/tokenreviews" => Some(Self::Token),
+            "/apis/authorization.k8s.io/v1/subjectaccessreviews" => Some(Self::Access),
+            _ => None,
+        }
+    }
+
+    async fn answer(self, site: &Site, request: Request) -> Response {
+        let body = request.into_body().collect().await;
+        let body = body.map(Collected::to_bytes).unwrap_or_default();
+        let Ok(mut review) = serde_json::from_slice::<Value>(&body) else {
+            return status(400, "BadRequest", "the body is no review", None);
+        };
+        let clients = site.clients.lock().unwrap_or_else(PoisonError::into_inner);
+        let spec = &review["spec"];
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        review["status"] = match self {
+            Self::Token => match clients.users.get(&text(&spec["token"])) {
+                Some(user) => json!({
+                    "authenticated": true,
+                    "user": { "username": user, "uid": "1", "groups": ["system:authenticated"] },
+                }),
+                None => json!({ "authenticated": false, "error": "invalid bearer token" }),
+            },
+            Self::Access => {
+                let attributes = &spec["nonResourceAttributes"];
+                let what = (text(&spec["user"]), text(&attributes["path"]));
+                let may = attributes["verb"] == "get" && clients.may_get.contains(&what);
+                json!({ "allowed": may })
+            }
+        };
+        let kind = [(header::CONTENT_TYPE, "application/json")];
+        (StatusCode::CREATED, kind, review.to_string()).into_response()
+    }
 }
 
 /// A `Status`, as the server says no.

@@ -90,6 +90,7 @@ impl World {
                 "--outbound",
                 "0.0.0.0:80,[::]:80",
             ])
+            .args(["--admin-addr", "127.0.0.1:15000"])
             .args(["--acceleration", acceleration, "--cgroup"])
             .arg(lab.node_cgroup("node1"))
             .args(["--access-log", "off", "--node-name", "node1", "--manifests"])

@@ -67,7 +67,7 @@ impl World {
         let (ext, node) = (self.lab.external("ext"), self.node());
         let (status, body) = http(ext, &format!("http://{}:15021/healthz/ready", node.ipv4()))?;
         ensure!(status == 200, "{status} {body}");
-        let metrics = Metrics::scrape(ext, node)?;
+        let metrics = Metrics::scrape(node)?;
         ensure!(metrics.sum("dataplane_problems", &[]) > 0.5);
         Ok(())
     }

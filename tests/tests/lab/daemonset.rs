@@ -102,7 +102,7 @@ fn its_capabilities_are_enough() -> Result<()> {
     resolver.wait_for_line()?;
     manifests.write(&[web(&lab), near(&["far"])])?;
     eventually(|| {
-        let metrics = Metrics::scrape(client, lab.node("node2"))?;
+        let metrics = Metrics::scrape(lab.node("node2"))?;
         let destroyed = metrics.sum("dataplane_sockets_destroyed_total", &[("protocol", "udp")]);
         ensure!(destroyed > 0.5, "no socket was destroyed");
         Ok(())

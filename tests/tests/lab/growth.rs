@@ -143,7 +143,7 @@ fn a_hundred_thousand_services_arrive_under_load() -> Result<()> {
     let load = client.load(&["--to", &to, "--threads", "2", "--pause-us", "500"])?;
     let done = AtomicBool::new(false);
     let (many, scrapes) = std::thread::scope(|scope| {
-        let scraper = scope.spawn(|| scrape_until(&done, || Metrics::scrape(client, node)));
+        let scraper = scope.spawn(|| scrape_until(&done, || Metrics::scrape(node)));
         let grow = || {
             for file in 0..MANY / PER_FILE {
                 let services = (file * PER_FILE).max(FEW)..(file + 1) * PER_FILE;
@@ -174,7 +174,7 @@ fn a_hundred_thousand_services_arrive_under_load() -> Result<()> {
         "too few to mean anything: {report:?}"
     );
     // Every one was counted once, whichever table it was counted in.
-    let counted = Metrics::scrape(client, node)?.connections("s3");
+    let counted = Metrics::scrape(node)?.connections("s3");
     #[expect(clippy::cast_precision_loss, reason = "some thousands")]
     let answered = report.answered as f64;
     ensure!(

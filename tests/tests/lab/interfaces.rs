@@ -244,7 +244,7 @@ fn off_and_on_again() -> Result<()> {
         }
         let count = run(&cluster.agent, "conntrack count")?;
         let node = cluster.lab.node("node2");
-        let metrics = Metrics::scrape(cluster.client(), node)?;
+        let metrics = Metrics::scrape(node)?;
         let path = metrics.sum("dataplane_packet_path", &[]);
         let (outside, door) = (
             cluster.lab.external("ext"),

@@ -27,6 +27,7 @@ use crate::{
 scenarios! {
     Dataplane:
     what_the_api_has_is_served,
+    metrics_are_for_those_whom_the_api_server_lets,
     a_server_that_is_away_costs_no_connection,
     a_connection_that_is_cut_without_a_word_is_noticed,
     an_agent_that_starts_while_the_server_is_away_serves_on,
@@ -197,6 +198,81 @@ fn what_the_api_has_is_served() -> Result<()> {
     ] {
         ensure!(metrics.contains(line), "no {line} in\n{metrics}");
     }
+    Ok(())
+}
+
+/// At an address that others reach, the metrics are for clients whom the API server knows and lets, by HTTPS; and for
+/// nobody once it does not say so.
+fn metrics_are_for_those_whom_the_api_server_lets() -> Result<()> {
+    let mut site =
+        Site::prepare_with(web, |agent| agent.args(["--metrics-addr", "0.0.0.0:15020"]))?;
+    site.server.knows("scraper", "prometheus", &["/metrics"]);
+    site.server.knows("tenant", "tenant", &[]);
+    site.agent.start()?;
+    let node = site.lab.node("node2").ipv4();
+    let from = site.lab.external("ext").clone();
+    let ask = |scheme: &str, token: Option<&str>| -> Result<String> {
+        let curl = from.command("curl");
+        let mut curl = curl.args(["-ksS", "--max-time", "20", "-w", "\n%{http_code}"]);
+        if let Some(token) = token {
+            curl = curl.args(["-H", &format!("Authorization: Bearer {token}")]);
+        }
+        Ok(curl.arg(format!("{scheme}://{node}:15020/metrics")).run()?)
+    };
+    let refused = |token: Option<&str>, status: &str| -> Result<()> {
+        let answer = ask("https", token)?;
+        let shows = answer.contains("dataplane_ready");
+        ensure!(answer.ends_with(status) && !shows, "{token:?}: {answer}");
+        Ok(())
+    };
+    ensure!(ask("http", Some("scraper")).is_err(), "a token in clear");
+    refused(None, "401")?;
+    refused(Some("stranger"), "401")?;
+    refused(Some("tenant"), "403")?;
+    let (text, status) = ask("https", Some("scraper"))?
+        .rsplit_once('\n')
+        .map(|(text, status)| (text.to_owned(), status.to_owned()))
+        .unwrap_or_default();
+    ensure!(status == "200", "{status}: {text}");
+    Metrics::read(&text)?;
+    // The next scrapes ask nobody.
+    let reviews = || {
+        let asked = site.server.faults().asked();
+        asked
+            .iter()
+            .filter(|it| it.path.ends_with("reviews"))
+            .count()
+    };
+    let before = reviews();
+    for _ in 0..5 {
+        ensure!(ask("https", Some("scraper"))?.ends_with("200"));
+    }
+    ensure!(reviews() == before, "{} more reviews", reviews() - before);
+    // Whoever comes with tokens of their own making does not have the server asked for each.
+    let script = format!(
+        "seq 60 | xargs -P 20 -I N curl -ks -o /dev/null -H 'Authorization: Bearer xN' https://{node}:15020/metrics"
+    );
+    let flood = from.command("sh").args(["-c", &script]);
+    let begun = Instant::now();
+    flood.output()?;
+    let most = 10 * (2 + usize::try_from(begun.elapsed().as_secs())?);
+    ensure!(reviews() - before <= most, "{} reviews", reviews() - before);
+    ensure!(ask("https", Some("scraper"))?.ends_with("200"));
+    // Nobody says who has this token.
+    site.server.go_away();
+    thread::sleep(Duration::from_secs(1));
+    refused(Some("new"), "503")?;
+    // And on the node itself root reads them at the socket.
+    let local = site.lab.node("node2").command("curl");
+    let local = local
+        .args(["-sS", "--unix-socket"])
+        .arg(site.agent.socket());
+    ensure!(
+        local
+            .arg("http://agent/metrics")
+            .run()?
+            .contains("dataplane_ready")
+    );
     Ok(())
 }
 

@@ -17,7 +17,8 @@ scenarios! {
     metrics_count_what_clients_did,
     counters_do_not_go_backwards,
     readiness_waits_for_the_first_sync,
-    the_admin_endpoint_is_for_the_node_alone,
+    what_nobody_asked_for_is_for_nobody,
+    the_admin_endpoint_is_where_it_is_asked_for,
     every_endpoint_can_be_turned_off,
     a_port_in_use_is_named_before_anything_is_touched,
 }
@@ -27,9 +28,9 @@ scenarios! {
 pub struct Metrics(Vec<Sample>);
 
 impl Metrics {
-    /// Scrapes them as Prometheus does, from outside of the node, and refuses what is not valid.
-    pub fn scrape(from: &Host, node: &Host) -> Result<Self> {
-        let (status, body) = http(from, &format!("http://{}:15020/metrics", node.ipv4()))?;
+    /// Scrapes them as Prometheus does, on the node, and refuses what is not valid.
+    pub fn scrape(node: &Host) -> Result<Self> {
+        let (status, body) = http(node, "http://127.0.0.1:15020/metrics")?;
         ensure!(status == 200, "{status} {body}");
         Self::read(&body)
     }
@@ -88,7 +89,7 @@ fn metrics_count_what_clients_did() -> Result<()> {
         vec![web(lab), empty, local.endpoints(&[lab.pod("far")])]
     })?;
     let (client, node) = (cluster.client(), cluster.lab.node("node2"));
-    let scrape = || Metrics::scrape(client, node);
+    let scrape = || Metrics::scrape(node);
     let before = scrape()?;
     before.is("dataplane_connections_total", &[], 0.0)?;
 
@@ -181,7 +182,7 @@ fn counters_do_not_go_backwards() -> Result<()> {
     let client = cluster.lab.pod("sleep").clone();
     let node = cluster.lab.node("node2").clone();
     let counted = |wanted: f64, when: &str| {
-        let metrics = Metrics::scrape(&client, &node)?;
+        let metrics = Metrics::scrape(&node)?;
         let found = metrics.connections("web");
         ensure!(
             (found - wanted).abs() < 0.5,
@@ -253,21 +254,48 @@ fn readiness_waits_for_the_first_sync() -> Result<()> {
             .says(&["--max-endpoints", "ENDPOINTS"])
             .map(drop)
     })?;
-    Metrics::scrape(client, node)?.is("dataplane_ready", &[], 0.0)?;
+    Metrics::scrape(node)?.is("dataplane_ready", &[], 0.0)?;
     ensure!(health("ready")?.0 == 503, "ready without a sync");
 
     manifests.write(&[small])?;
     agent.wait_until_ready()?;
     let (status, body) = health("ready")?;
     ensure!(status == 200, "{status} {body}");
-    let metrics = Metrics::scrape(client, node)?;
+    let metrics = Metrics::scrape(node)?;
     metrics.is("dataplane_ready", &[], 1.0)?;
     ensure!(metrics.sum("dataplane_sync_errors_total", &[]) >= 1.0);
     refused(client, "10.96.0.9:80", "connect")
 }
 
-fn the_admin_endpoint_is_for_the_node_alone() -> Result<()> {
+/// Any user of the node, and any pod in its network, reaches its loopback; any host its address.
+fn what_nobody_asked_for_is_for_nobody() -> Result<()> {
     let cluster = Cluster::start(|lab| vec![web(lab)])?;
+    let node = cluster.lab.node("node2");
+    fails(node, "127.0.0.1:15000", "connect --silent", "ECONNREFUSED")?;
+    for client in [cluster.client(), node] {
+        for port in [15000, 15020] {
+            let to = format!("{}:{port}", node.ipv4());
+            fails(client, &to, "connect --silent", "ECONNREFUSED")?;
+        }
+    }
+    // The socket is root's, and has it all.
+    run(&cluster.agent, "services")?.exits(0)?;
+    let socket = cluster.agent.socket();
+    let asked = node
+        .command("curl")
+        .args(["-sS", "--max-time", "5", "--unix-socket"]);
+    let stranger = asked
+        .arg(socket)
+        .arg("http://agent/status")
+        .user(1000)
+        .output()?;
+    ensure!(!stranger.status.success(), "{stranger:?}");
+    Ok(())
+}
+
+fn the_admin_endpoint_is_where_it_is_asked_for() -> Result<()> {
+    let flags = ["--admin-addr", "127.0.0.1:15000"];
+    let cluster = Cluster::start_with(|lab| vec![web(lab)], &flags)?;
     let node = cluster.lab.node("node2");
     for path in ["status", "services", "pools", "version"] {
         let (status, body) = http(node, &format!("http://127.0.0.1:15000/{path}"))?;

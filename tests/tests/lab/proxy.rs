@@ -204,6 +204,8 @@ fn start(
         .args(["--node-name", "node1", "--manifests"])
         .arg(manifests.path())
         .args(log)
+        .args(["--admin-addr", "127.0.0.1:15000", "--admin-socket"])
+        .arg(panics.join("admin.sock"))
         .args(arguments)
         .stdout_piped()
         .spawn()?;
@@ -340,14 +342,24 @@ fn a_vip_leads_to_endpoints_and_is_counted() -> Result<()> {
         "{dump:#}"
     );
     ensure!(world.get("/logging")?.contains("info"), "the log's level");
-    let curl = world.app().command("curl");
-    let curl = curl.args([
-        "-fsS",
-        "-X",
-        "POST",
-        "http://127.0.0.1:15000/logging?level=debug",
-    ]);
-    ensure!(curl.run()?.trim() == "debug", "the log's new level");
+    // What is logged is not every process's to say.
+    let post = |to: &str| {
+        let curl = world.app().command("curl");
+        curl.args(["-sS", "-w", " %{http_code}", "-X", "POST", to])
+    };
+    let by_address = post("http://127.0.0.1:15000/logging?level=debug").run()?;
+    ensure!(by_address.ends_with(" 403"), "{by_address}");
+    ensure!(world.get("/logging")?.contains("info"), "the log's level");
+    let socket = world.panics.path().join("admin.sock");
+    let by_socket = post("http://proxy/logging?level=debug").arg("--unix-socket");
+    let by_socket = by_socket.arg(&socket).run()?;
+    ensure!(
+        by_socket == "debug\n 200",
+        "the log's new level: {by_socket}"
+    );
+    let stranger = post("http://proxy/logging?level=trace").arg("--unix-socket");
+    let stranger = stranger.arg(&socket).user(1000).output()?;
+    ensure!(!stranger.status.success(), "{stranger:?}");
 
     // One line for each connection.
     let lines = log(world)?;

@@ -227,7 +227,7 @@ fn sockets_beyond_the_table_are_found_too() -> Result<()> {
 
 /// How many sockets of a protocol the agent has destroyed.
 fn destroyed(cluster: &Cluster, protocol: &str) -> Result<u64> {
-    let metrics = Metrics::scrape(cluster.client(), cluster.agent.node())?;
+    let metrics = Metrics::scrape(cluster.agent.node())?;
     let count = metrics.sum(
         "dataplane_sockets_destroyed_total",
         &[("protocol", protocol)],

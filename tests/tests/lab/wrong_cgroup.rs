@@ -75,7 +75,7 @@ fn a_wrong_cgroup_is_named() -> Result<()> {
     );
     run(agent, "status")?.says(&["2 in others", "1 whose sockets", "DATAPLANE_CGROUP"])?;
     run(agent, "doctor")?.says(&["pods in the cgroup", "0 pods are in", pod])?;
-    let metrics = Metrics::scrape(cluster.client(), cluster.lab.node("node2"))?;
+    let metrics = Metrics::scrape(cluster.lab.node("node2"))?;
     ensure!(metrics.sum("dataplane_pods_outside_cgroup", &[]) > 1.5);
     ensure!(
         agent.log().contains("served by packets only"),
@@ -97,7 +97,7 @@ fn a_wrong_cgroup_is_named() -> Result<()> {
         std::thread::sleep(Duration::from_millis(200));
     }
     run(&cluster.agent, "doctor")?.says(&["2 pods are in"])?;
-    let metrics = Metrics::scrape(cluster.client(), cluster.lab.node("node2"))?;
+    let metrics = Metrics::scrape(cluster.lab.node("node2"))?;
     ensure!(metrics.sum("dataplane_pods_outside_cgroup", &[]) < 0.5);
     Ok(())
 }

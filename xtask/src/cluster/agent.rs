@@ -23,8 +23,8 @@ use serde_json::{Value, json};
 use super::{
     Cluster, identity, images,
     kubectl::eventually,
-    network, node,
-    place::{self, CONTROL, Node, POD_RANGES},
+    node,
+    place::{self, Node, POD_RANGES},
 };
 use crate::{
     command::{check, on_path, output},
@@ -396,10 +396,17 @@ impl Drop for Process {
     }
 }
 
-/// The agent's metrics on a node.
+/// The agent's metrics on a node, as root reads them there.
 pub fn metrics(node: Node) -> Result<Vec<Sample>> {
-    let (status, text) = network::get(CONTROL, &format!("{}:15020", node.ipv4()), "/metrics")?;
-    ensure!(status == 200, "metrics of {}: {status}", node.name());
+    let mut ask = node.command("curl")?;
+    ask.args([
+        "-fsS",
+        "--max-time",
+        "20",
+        "--unix-socket",
+        "/run/dataplane/agent.sock",
+    ]);
+    let text = output(ask.arg("http://agent/metrics"))?;
     openmetrics::parse(&text).map_err(|error| anyhow!("metrics of {}: {error}", node.name()))
 }
 

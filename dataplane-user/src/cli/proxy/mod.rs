@@ -121,7 +121,8 @@ pub struct ProxyArgs {
     #[command(flatten)]
     listen: ListenArgs,
 
-    /// Log more (-v: debug, -vv: trace). RUST_LOG sets levels by module; /logging changes them
+    /// Log more (-v: debug, -vv: trace). RUST_LOG sets levels by module; POST /logging at the admin
+    /// socket changes them
     #[arg(short, long, action = clap::ArgAction::Count)]
     verbose: u8,
 
@@ -177,13 +178,18 @@ struct WhoArgs {
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Endpoints (ADDRESS:PORT, or `off`)")]
 struct ListenArgs {
-    /// Serve Prometheus metrics, at /metrics [default: 0.0.0.0:15020]
+    /// Serve Prometheus metrics, at /metrics [default: 127.0.0.1:15020]
     #[arg(long = "metrics-addr", value_name = "ADDR")]
     metrics: Option<Listen>,
 
-    /// Serve /config_dump, /logging, /healthz/ready and /metrics [default: 127.0.0.1:15000]
+    /// Serve /config_dump, /logging, /healthz/ready and /metrics by TCP, for reading only [default: off]
     #[arg(long = "admin-addr", value_name = "ADDR")]
     admin: Option<Listen>,
+
+    /// Serve the same pages at this Unix socket (mode 0600), which also takes POST /logging [default:
+    /// no socket]
+    #[arg(long, value_name = "PATH")]
+    admin_socket: Option<PathBuf>,
 }
 
 fn duration(text: &str) -> Result<Duration, String> {

@@ -2,7 +2,7 @@
 
 use std::{
     net::TcpListener,
-    os::unix::net::UnixStream,
+    os::unix::net::{UnixListener, UnixStream},
     process::ExitCode,
     sync::{Arc, mpsc},
     thread,
@@ -78,7 +78,7 @@ pub fn run(arguments: &ProxyArgs, logging: Logging) -> anyhow::Result<ExitCode> 
     let proxy = Proxy::start(arguments.settings(), &deaths)?;
     let observer = proxy.observer();
     let metrics = sockets.metrics.take();
-    let admin = sockets.admin.take();
+    let admin = (sockets.admin.take(), sockets.admin_socket.take());
     let mut http = tokio::task::JoinSet::new();
     http.spawn_on(
         serve_http(metrics, admin, observer.clone(), logging),
@@ -129,9 +129,11 @@ pub fn run(arguments: &ProxyArgs, logging: Logging) -> anyhow::Result<ExitCode> 
         }
     });
     let drain = arguments.limits.drain_time;
-    if let (End::Signal(_) | End::Died(_), Some(path)) = (&end, &arguments.handover) {
-        // Nobody waits there any more.
-        let _ = std::fs::remove_file(path);
+    if let End::Signal(_) | End::Died(_) = &end {
+        // Nobody listens there any more.
+        for path in [&arguments.handover, &arguments.listen.admin_socket] {
+            let _ = path.as_ref().map(std::fs::remove_file);
+        }
     }
     let (why, other, died) = match end {
         End::Signal(signal) => (signal.to_owned(), None, false),
@@ -244,7 +246,7 @@ async fn replaced(waiting: Option<&tokio::net::UnixListener>, copies: &Named) ->
 
 async fn serve_http(
     metrics: Option<TcpListener>,
-    admin: Option<TcpListener>,
+    (admin, socket): (Option<TcpListener>, Option<UnixListener>),
     observer: Observer,
     logging: Logging,
 ) {
@@ -255,9 +257,16 @@ async fn serve_http(
         listener.set_nonblocking(true)?;
         axum::serve(tokio::net::TcpListener::from_std(listener)?, routes).await
     };
+    let read_only = admin::all(&observer, logging.clone(), admin::Rights::Read);
+    let all = admin::all(&observer, logging, admin::Rights::Change);
     let served = tokio::try_join!(
         serve(metrics, admin::metrics(&observer)),
-        serve(admin, admin::all(&observer, logging)),
+        serve(admin, read_only),
+        async {
+            let Some(socket) = socket else { return Ok(()) };
+            socket.set_nonblocking(true)?;
+            axum::serve(tokio::net::UnixListener::from_std(socket)?, all).await
+        },
     );
     if let Err(error) = served {
         error!("metrics and the admin endpoint are not answered any more: {error}");

@@ -5,7 +5,7 @@ use std::{
     net::{SocketAddr, TcpListener},
     os::{
         fd::{AsFd, BorrowedFd, OwnedFd},
-        unix::net::UnixStream,
+        unix::net::{UnixListener, UnixStream},
     },
     path::Path,
 };
@@ -25,6 +25,7 @@ pub struct Sockets {
     pub inbound: Vec<TcpListener>,
     pub metrics: Option<TcpListener>,
     pub admin: Option<TcpListener>,
+    pub admin_socket: Option<UnixListener>,
     /// For the one that takes this one's place.
     copies: Named,
     /// To be told when the sockets are in use.
@@ -83,11 +84,21 @@ impl Sockets {
         let metrics = metrics.map(|at| have("metrics", at, "--metrics-addr"));
         let admin = arguments.listeners().admin();
         let admin = admin.map(|at| have("the admin endpoint", at, "--admin-addr"));
+        let path = arguments.listen.admin_socket.as_deref();
+        let admin_socket = path.map(|path| {
+            handover::listen(path).with_context(|| {
+                format!(
+                    "cannot listen on {} for the admin endpoint; choose another path with --admin-socket",
+                    path.display()
+                )
+            })
+        });
         Ok(Self {
             outbound,
             inbound,
             metrics: metrics.transpose()?,
             admin: admin.transpose()?,
+            admin_socket: admin_socket.transpose()?,
             copies,
             before,
         })

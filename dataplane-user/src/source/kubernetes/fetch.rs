@@ -66,40 +66,49 @@ impl<'a> Fetch<'a> {
         &self,
         request: Result<http::Request<Vec<u8>>, kube::core::request::Error>,
     ) -> Result<Body, Failure> {
-        let unreachable = |error: &dyn std::error::Error| Failure::Unreachable(chain(error));
-        let mut request = request
-            .map_err(|error| unreachable(&error))?
-            .map(Body::from);
-        let headers = request.headers_mut();
-        headers.insert(header::USER_AGENT, USER_AGENT.clone());
-        if let Some(token) = self.token {
-            headers.insert(header::AUTHORIZATION, token.header()?);
-        }
-        let answer = in_time(self.patience.answer, self.client.send(request)).await?;
-        let answer = answer.map_err(|error| unreachable(&error))?;
-        let code = answer.status();
-        if code.is_success() {
-            return Ok(answer.into_body());
-        }
-        let mut body = answer.into_body();
-        let mut text = Vec::new();
-        // Half of an explanation is better than none.
-        while let Ok(Some(piece)) = next(&mut body, self.patience.answer).await {
-            text.extend_from_slice(&piece);
-            if text.len() > ERROR_MAX {
-                break;
-            }
-        }
-        let status = serde_json::from_slice(&text).unwrap_or_else(|_| Status {
-            message: String::from_utf8_lossy(&text).trim().to_owned(),
-            ..Status::default()
-        });
-        Err(Status {
-            code: code.as_u16(),
-            ..status
-        }
-        .into())
+        let request = request.map_err(|error| Failure::Unreachable(chain(&error)))?;
+        send(self.client, self.token, self.patience.answer, request).await
     }
+}
+
+/// Sends a request, and returns the body of the answer if it is not an error. `patience`: for the answer to begin, and
+/// for the next piece of an error.
+pub async fn send(
+    client: &Client,
+    token: Option<&TokenFile>,
+    patience: Duration,
+    request: http::Request<Vec<u8>>,
+) -> Result<Body, Failure> {
+    let mut request = request.map(Body::from);
+    let headers = request.headers_mut();
+    headers.insert(header::USER_AGENT, USER_AGENT.clone());
+    if let Some(token) = token {
+        headers.insert(header::AUTHORIZATION, token.header()?);
+    }
+    let answer = in_time(patience, client.send(request)).await?;
+    let answer = answer.map_err(|error| Failure::Unreachable(chain(&error)))?;
+    let code = answer.status();
+    if code.is_success() {
+        return Ok(answer.into_body());
+    }
+    let mut body = answer.into_body();
+    let mut text = Vec::new();
+    // Half of an explanation is better than none.
+    while let Ok(Some(piece)) = next(&mut body, patience).await {
+        text.extend_from_slice(&piece);
+        if text.len() > ERROR_MAX {
+            break;
+        }
+    }
+    let status = serde_json::from_slice(&text).unwrap_or_else(|_| Status {
+        message: String::from_utf8_lossy(&text).trim().to_owned(),
+        ..Status::default()
+    });
+    Err(Status {
+        code: code.as_u16(),
+        ..status
+    }
+    .into())
 }
 
 /// The lines of a watch, as they come.
@@ -141,7 +150,7 @@ impl Lines<'_> {
 }
 
 /// The next piece of an answer.
-async fn next(
+pub async fn next(
     body: &mut Body,
     patience: Duration,
 ) -> Result<Option<impl AsRef<[u8]> + std::ops::Deref<Target = [u8]> + use<>>, Failure> {

@@ -8,6 +8,8 @@
 //!
 //! Nothing here ends when the API server is away. It is asked again and again, at growing
 //! intervals, and [`Health`] tells since when nothing was heard, and why.
+//!
+//! A [`Reviewer`] asks the API server what the bearer of a token may do.
 
 mod connect;
 mod error;
@@ -18,6 +20,7 @@ mod health;
 mod kind;
 mod orphans;
 mod pods;
+mod review;
 mod sight;
 mod store;
 mod token;
@@ -27,6 +30,7 @@ pub use error::ConnectError;
 pub use failure::Failure;
 pub use health::{Health, KindHealth};
 pub use kind::{Kind, Scope};
+pub use review::{Review, ReviewError, Reviewer};
 
 use std::{
     io,

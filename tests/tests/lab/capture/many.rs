@@ -88,14 +88,14 @@ fn pods_and_connections_share_the_open_files_that_there_are() -> Result<()> {
         }
     }
     agent.wait_until_ready()?;
-    let (first, server) = (lab.pod("pod1"), lab.pod("server"));
+    let first = lab.pod("pod1");
     reaches(first, "10.244.1.254:7", "connect", &["server"])?;
     let flood = first.probe("keep").args(["--slow", "--count", "600"]);
     let flood = flood.args(["--to", "10.244.1.254:7"]);
     let mut flood = flood.stdin_piped().stdout_piped().spawn()?;
     let report: KeepReport = serde_json::from_str(&flood.wait_for_line()?)?;
     ensure!(report.alive == 600, "{report:?}");
-    let scrape = || Metrics::scrape(server, lab.node("node1"));
+    let scrape = || Metrics::scrape(lab.node("node1"));
     let is_full = |pods: usize| {
         let most = CONNECTIONS + 8 * (count - pods);
         eventually(|| {
@@ -191,7 +191,7 @@ fn pods_that_come_and_go_leave_counts_and_no_memory() -> Result<()> {
         ensure!(late < early + FLAT, "{mode}: {early} KiB, then {late} KiB");
         // What all of them counted is there still, in as many series as there are names.
         eventually(|| {
-            let metrics = Metrics::scrape(world.lab.pod("two"), world.lab.node("node1"))?;
+            let metrics = Metrics::scrape(world.lab.node("node1"))?;
             let labels = [("reporter", "source"), ("source_workload", "web")];
             let closed = metrics.sum("istio_tcp_connections_closed_total", &labels);
             let wanted = 3.0 * rounds as f64;

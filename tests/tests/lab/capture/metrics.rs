@@ -194,8 +194,7 @@ fn pods_of_one_deployment_are_one_series() -> Result<()> {
             reaches(world.lab.pod(from), to, how, &[name])?;
         }
         eventually(|| {
-            let (from, node) = (world.lab.pod("two"), world.lab.node("node1"));
-            let metrics = Metrics::scrape(from, node)?;
+            let metrics = Metrics::scrape(world.lab.node("node1"))?;
             let closed = |reporter, peer| {
                 let labels = [("reporter", reporter), ("destination_workload", peer)];
                 metrics.sum("istio_tcp_connections_closed_total", &labels)

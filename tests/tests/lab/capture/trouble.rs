@@ -205,7 +205,7 @@ fn one_that_cannot_be_attached_holds_up_no_other() -> Result<()> {
         reaches(world.lab.pod("two"), "10.244.1.8:7", "connect", &["app"])
     })?;
     ensure!(counted == 1, "{counted} of 1");
-    let metrics = Metrics::scrape(world.lab.pod("two"), world.lab.node("node1"))?;
+    let metrics = Metrics::scrape(world.lab.node("node1"))?;
     for (name, wanted) in [("one", 1.0), ("app", 0.0), ("gone", 1.0)] {
         let labels = [("namespace", "default"), ("workload", name)];
         let failed = metrics.sum("dataplane_mesh_workload_problem", &labels);
@@ -273,7 +273,7 @@ fn what_cannot_be_set_is_an_error() -> Result<()> {
         status == 503 && body.contains("tcp_fwmark_accept"),
         "{status} {body}"
     );
-    let metrics = Metrics::scrape(&one, node)?;
+    let metrics = Metrics::scrape(node)?;
     let of_app = [("workload", "app"), ("cause", "node")];
     ensure!(
         metrics.sum("dataplane_mesh_workload_problem", &of_app) > 0.5

@@ -51,9 +51,7 @@ pub fn killed(cluster: &Cluster) -> Result<String> {
     Part::ApiServer.kill()?;
     thread::sleep(Duration::from_secs(20));
     for node in &cluster.nodes {
-        let (status, body) =
-            network::get(CONTROL, &at(&node.ipv4().to_string(), 15020), "/metrics")?;
-        ensure!(status == 200, "{status} {body}");
+        agent::metrics(*node)?;
         let said = output(node.command(&cluster.dataplane)?.args(["status"]))?;
         ensure!(
             said.contains("Kubernetes API cannot be read"),

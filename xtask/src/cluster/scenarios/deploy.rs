@@ -33,6 +33,7 @@ pub fn rbac(cluster: &Cluster) -> Result<String> {
             "yes",
             "watch endpointslices.discovery.k8s.io --all-namespaces",
         ),
+        ("yes", "create tokenreviews.authentication.k8s.io"),
         ("no", "get secrets --all-namespaces"),
         ("no", "list namespaces"),
         ("no", "update services/status --all-namespaces"),
@@ -50,6 +51,7 @@ pub fn rbac(cluster: &Cluster) -> Result<String> {
             "may the agent {question}? {said}, where {wanted} was expected"
         );
     }
+    metrics_are_guarded(cluster)?;
     // What it did ask for, since the API server started.
     let allowed = allowed(cluster)?;
     let requests = agent::audited()?;
@@ -94,6 +96,54 @@ pub fn rbac(cluster: &Cluster) -> Result<String> {
         "{} requests, none forbidden, of every kind that the ClusterRole names and no other; User-Agent {agents:?}",
         requests.len(),
     ))
+}
+
+/// The agents' metrics are for those who may get them in the cluster.
+fn metrics_are_guarded(cluster: &Cluster) -> Result<()> {
+    let kubectl = |arguments: &str| {
+        let arguments: Vec<&str> = arguments.split(' ').collect();
+        cluster.kubectl.run(&arguments)
+    };
+    kubectl("-n kube-system create serviceaccount scraper")?;
+    kubectl("create clusterrole scraper --verb=get --non-resource-url=/metrics")?;
+    let token = |account: &str| kubectl(&format!("-n kube-system create token {account}"));
+    let node = cluster.nodes[0];
+    let status = |token: &str| -> Result<String> {
+        let mut ask = node.command("curl")?;
+        ask.args([
+            "-ksS",
+            "--max-time",
+            "20",
+            "-o",
+            "/dev/null",
+            "-w",
+            "%{http_code}",
+            "-H",
+        ]);
+        ask.arg(format!("Authorization: Bearer {}", token.trim()));
+        output(ask.arg(format!("https://{}:15020/metrics", node.ipv4())))
+    };
+    let unknown = status("made-up")?;
+    ensure!(unknown == "401", "a token of nobody's: {unknown}");
+    let forbidden = status(&token("scraper")?)?;
+    ensure!(
+        forbidden == "403",
+        "a service account without the right: {forbidden}"
+    );
+    kubectl(
+        "create clusterrolebinding scraper --clusterrole=scraper --serviceaccount=kube-system:scraper",
+    )?;
+    let allowed = eventually(Duration::from_secs(20), || {
+        let allowed = status(&token("scraper")?)?;
+        ensure!(
+            allowed == "200",
+            "a service account with the right: {allowed}"
+        );
+        Ok(())
+    });
+    kubectl("delete clusterrole,clusterrolebinding scraper")?;
+    kubectl("-n kube-system delete serviceaccount scraper")?;
+    allowed
 }
 
 /// Group, resource and verb of all that our ClusterRole allows.
