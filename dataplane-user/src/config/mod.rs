@@ -1,6 +1,6 @@
 //! The configuration file: what `dataplane run` is told by flags, in YAML.
 //!
-//! Its types are those of [`Settings`](crate::settings::Settings), which are the schema, too: `dataplane config
+//! Its types are those of [`Settings`], which are the schema, too: `dataplane config
 //! schema` prints it, with their comments.
 
 mod kube_proxy;
