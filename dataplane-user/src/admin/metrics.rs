@@ -93,6 +93,12 @@ fn agent(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         signed(state.problems()),
     )?;
     number(
+        "dataplane_services_left_out",
+        "Services of which the kernel's tables have nothing, or no endpoints, because their namespace wants more than its \
+         budget; `dataplane status` names them",
+        signed(state.left_out()),
+    )?;
+    number(
         "dataplane_ready",
         "1 after the agent has first brought the kernel's tables in line with the source, if no fault of the node \
          keeps it from capturing a workload",

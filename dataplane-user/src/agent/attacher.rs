@@ -364,8 +364,9 @@ impl Worker {
                     workloads,
                     trouble,
                     shortage,
+                    left_out,
                 } = settled;
-                let over = self.state.captured(&workloads, trouble, shortage);
+                let over = self.state.captured(&workloads, trouble, shortage, left_out);
                 self.kernel.capture().forget_traffic(&over);
             }
             Err(error) => {

@@ -304,7 +304,7 @@ fn serve(
         );
     }
     let tables = kernel.services();
-    let planner = adopt(&tables, &paths)?;
+    let planner = adopt(&tables, &paths, limits)?;
     let state = Arc::new(State::new(
         paths.clone(),
         limits,
@@ -570,12 +570,17 @@ fn finish(left: Left, at_most: Duration, stop: impl FnOnce(Duration) + Send + 's
 }
 
 /// A planner that knows what the kernel holds.
-fn adopt(tables: &ServiceTables, paths: &kernel::Paths) -> Result<Planner, Error> {
+fn adopt(
+    tables: &ServiceTables,
+    paths: &kernel::Paths,
+    limits: kernel::Limits,
+) -> Result<Planner, Error> {
     let contents = tables.contents()?;
     // What the earlier agent freed last may still be read by a program that runs just now.
     tables.grace()?;
-    Planner::adopt(contents).map_err(|error| Error::Adopt {
+    let planner = Planner::adopt(contents).map_err(|error| Error::Adopt {
         bpffs: paths.bpffs.clone(),
         error,
-    })
+    })?;
+    Ok(planner.with_room(limits.room()))
 }

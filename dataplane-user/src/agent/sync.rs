@@ -193,12 +193,17 @@ impl Sync {
     /// Does what is due.
     fn pass_time(&mut self) -> Result<(), Error> {
         let now = Instant::now();
-        let again = self.retry.is_some_and(|(at, _)| at <= now);
+        let again = self.retry.is_some_and(|(at, _)| at <= now) || self.waits();
         let moved = self.look <= now && self.look();
         if self.input.is_known() && (again || moved) {
             self.sync(None)?;
         }
         Ok(())
+    }
+
+    /// Whether services wait for room, which there may be after a grace period.
+    fn waits(&self) -> bool {
+        lock(&self.state.planner).is_waiting()
     }
 
     /// Looks at the node's addresses; whether they changed.
@@ -230,10 +235,19 @@ impl Sync {
         }
     }
 
-    /// Writes what changed. What does not work is tried again later, and only that the tables
-    /// cannot be understood any more is an error. `since`: when the oldest of the changes arrived,
-    /// if that is known.
+    /// Writes what changed, in two steps if there is not enough room for old and new at the same time. `since`: when the
+    /// oldest of the changes arrived, if that is known.
     fn sync(&mut self, since: Option<Instant>) -> Result<(), Error> {
+        self.sync_once(since)?;
+        if self.retry.is_none() && self.waits() {
+            self.sync_once(None)?;
+        }
+        Ok(())
+    }
+
+    /// Writes what changed. What does not work is tried again later, and only that the tables
+    /// cannot be understood any more is an error.
+    fn sync_once(&mut self, since: Option<Instant>) -> Result<(), Error> {
         let start = Instant::now();
         let plan = self.state.plan(self.input.snapshot());
         let thinking = start.elapsed();
@@ -279,7 +293,7 @@ impl Sync {
                 self.state.sync_failed(why.to_string());
                 self.retry = Some((Instant::now() + next, next));
                 // The plan was written in part, or not at all: only the kernel knows.
-                let planner = adopt(&self.tables, &self.state.paths)?;
+                let planner = adopt(&self.tables, &self.state.paths, self.state.limits)?;
                 *lock(&self.state.planner) = planner;
                 Ok(())
             }

@@ -5,8 +5,49 @@ use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
 };
 
+use dataplane_common::Protocol;
+
 /// `TCP_LISTEN` in `/proc/net/tcp`.
 const LISTEN: &str = "0A";
+/// `TCP_CLOSE`, in `/proc/net/udp`: a socket that is not connected.
+const UNCONNECTED: &str = "07";
+
+/// A socket that takes what nobody has asked for: a TCP socket that listens, or a UDP socket that is not connected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Listener {
+    /// TCP or UDP.
+    pub protocol: Protocol,
+    /// At which port.
+    pub port: u16,
+    /// Which socket, and at which address.
+    pub socket: Listening,
+}
+
+/// All of them in the network namespace that this thread is in.
+///
+/// # Errors
+/// If the kernel does not tell.
+pub fn listeners() -> io::Result<Vec<Listener>> {
+    let mut found = Vec::new();
+    for (protocol, state) in [(Protocol::TCP, LISTEN), (Protocol::UDP, UNCONNECTED)] {
+        for family in ["", "6"] {
+            let table =
+                match fs::read_to_string(format!("/proc/thread-self/net/{protocol}{family}")) {
+                    Ok(table) => table,
+                    // A kernel without IPv6.
+                    Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                    Err(error) => return Err(error),
+                };
+            let all = table.lines().skip(1).filter_map(|line| entry(line, state));
+            found.extend(all.map(|(port, socket)| Listener {
+                protocol,
+                port,
+                socket,
+            }));
+        }
+    }
+    Ok(found)
+}
 
 /// A TCP socket that listens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,19 +91,25 @@ pub fn listening(port: u16) -> io::Result<Vec<Listening>> {
 
 /// Those in a table as `/proc/net/tcp` and `tcp6` have it.
 fn of_port(table: &str, port: u16) -> Vec<Listening> {
-    let suffix = format!(":{port:04X}");
-    let read = |line: &str| {
-        let mut fields = line.split_whitespace();
-        let local = fields.nth(1)?.strip_suffix(&suffix)?;
-        let state = fields.nth(1)?;
-        let inode = fields.nth(5)?.parse().ok()?;
-        Some(Listening {
-            addr: address(local)?,
-            inode,
-        })
-        .filter(|_| state == LISTEN)
+    let all = table.lines().skip(1);
+    let all = all.filter_map(|line| entry(line, LISTEN));
+    all.filter(|(of, _)| *of == port)
+        .map(|(_, socket)| socket)
+        .collect()
+}
+
+/// A line of a table, if the socket is in this state: its port and the socket.
+fn entry(line: &str, wanted: &str) -> Option<(u16, Listening)> {
+    let mut fields = line.split_whitespace();
+    let (addr, port) = fields.nth(1)?.split_once(':')?;
+    let state = fields.nth(1)?;
+    let inode = fields.nth(5)?.parse().ok()?;
+    let socket = Listening {
+        addr: address(addr)?,
+        inode,
     };
-    table.lines().skip(1).filter_map(read).collect()
+    let port = u16::from_str_radix(port, 16).ok()?;
+    (state == wanted).then_some((port, socket))
 }
 
 /// An address as there: words of four bytes, each as the machine's own number.

@@ -263,7 +263,8 @@ pub(super) fn adopt(contents: Contents) -> Result<(Mirror, Adopted), AdoptError>
         }
     }
     for key in contents.sources {
-        mirror.sources.entry(key.set).or_default().insert(key);
+        let is_new = mirror.sources.entry(key.set).or_default().insert(key);
+        mirror.source_count += usize::from(is_new);
     }
     take_over_blocks(&mut mirror)?;
     Ok((mirror, adopted))

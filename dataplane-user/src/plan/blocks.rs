@@ -106,6 +106,29 @@ impl Blocks {
         }
     }
 
+    /// Whether there is room below `limit` for blocks of these lengths. Nothing is taken.
+    pub(super) fn has_room(&mut self, lens: &[usize], limit: u32) -> bool {
+        let mut taken = Vec::with_capacity(lens.len());
+        let mut fits = true;
+        for len in lens {
+            let end = u64::from(self.top) + 2 * u64::from(slots(*len));
+            fits = end <= u32::MAX.into();
+            if !fits {
+                break;
+            }
+            taken.push((self.take(*len), *len));
+            fits = self.top <= limit;
+            if !fits {
+                break;
+            }
+        }
+        // What is free depends on what is live alone: it is as it was.
+        for (base, len) in taken {
+            self.give_back(base, len);
+        }
+        fits
+    }
+
     /// Marks `from..to` as free, in blocks as large as their alignment allows.
     fn free_gap(&mut self, mut from: u32, to: u32) {
         while from < to {
@@ -183,6 +206,15 @@ mod tests {
                 }
                 let end = live.last_key_value().map_or(0, |(base, len)| base + slots(*len));
                 prop_assert_eq!(blocks.top(), end);
+                let before = blocks.clone();
+                let limit = end + 64;
+                let has_room = blocks.has_room(&[len, 3, 1], limit);
+                prop_assert_eq!(&blocks, &before);
+                let mut after = before.clone();
+                for len in [len, 3, 1] {
+                    after.take(len);
+                }
+                prop_assert_eq!(has_room, after.top() <= limit);
                 let from_live = live.iter().map(|(base, len)| (*base, u16::try_from(*len).unwrap())).collect();
                 prop_assert_eq!(Blocks::rebuild(from_live), Ok(blocks.clone()));
             }

@@ -98,42 +98,50 @@ impl Departures {
         planner: &Planner,
         departed: &mut Departed,
     ) {
-        let ports = new
-            .ports
-            .iter()
-            .filter(|port| self.protocols.contains(&wanted::protocol(port.protocol)));
-        for port in ports {
-            let before = old.and_then(|old| {
-                old.ports
-                    .iter()
-                    .find(|p| (p.port, p.protocol) == (port.port, port.protocol))
-            });
+        // A service may have every port.
+        let id = |port: &ServicePort| (port.port, port.protocol);
+        let old = old.map_or(&[][..], |old| &old.ports[..]);
+        let before: HashMap<_, _> = old.iter().map(|port| (id(port), port)).collect();
+        let mut left = HashMap::new();
+        for port in &new.ports {
+            let protocol = wanted::protocol(port.protocol);
+            if !self.protocols.contains(&protocol) {
+                continue;
+            }
+            let before = before.get(&id(port));
             for v4 in [true, false] {
                 let now = serving(port, v4);
                 let before = before.map(|port| serving(port, v4)).unwrap_or_default();
                 // Without any before, flows may lead to some that left earlier.
-                let left = before.is_empty()
+                let has_left = before.is_empty()
                     || before
                         .iter()
                         .any(|endpoint| now.binary_search(endpoint).is_err());
-                if now.is_empty() || !left {
+                if now.is_empty() || !has_left {
                     continue;
                 }
                 let now: Arc<[_]> = now.into();
-                let keys = planner.service_keys(&new.name).into_iter();
-                let keys = keys.filter(|(key, frontend)| {
-                    let number = if frontend.kind() == Kind::NODE_PORT {
-                        port.node_port
-                    } else {
-                        Some(port.port)
-                    };
-                    key.addr.is_v4() == v4
-                        && key.protocol == wanted::protocol(port.protocol)
-                        && number == Some(key.port.host())
-                });
-                departed
-                    .serving
-                    .extend(keys.map(|(key, _)| (key, Arc::clone(&now))));
+                let numbers = [(false, Some(port.port)), (true, port.node_port)];
+                for (is_node_port, number) in numbers {
+                    let Some(number) = number else { continue };
+                    let key = (v4, protocol, is_node_port, number);
+                    left.entry(key).or_insert_with(|| Arc::clone(&now));
+                }
+            }
+        }
+        if left.is_empty() {
+            return;
+        }
+        for (key, frontend) in planner.service_keys(&new.name) {
+            let is_node_port = frontend.kind() == Kind::NODE_PORT;
+            let id = (
+                key.addr.is_v4(),
+                key.protocol,
+                is_node_port,
+                key.port.host(),
+            );
+            if let Some(serving) = left.get(&id) {
+                departed.serving.insert(key, Arc::clone(serving));
             }
         }
     }

@@ -8,7 +8,9 @@ use dataplane_common::{
     tables::{Block, Endpoint, Frontend, FrontendKey, Pool},
 };
 
-use super::{Demand, PoolOwner, Write, blocks, blocks::Blocks, wanted::is_address};
+use super::{
+    Demand, PoolOwner, Room, Write, blocks, blocks::Blocks, room::Entries, wanted::is_address,
+};
 
 /// The tables, and what is free in them.
 #[derive(Debug)]
@@ -32,6 +34,8 @@ pub(super) struct Mirror {
     pub(super) affinity_groups: u32,
     /// The source ranges of pools that have some.
     pub(super) sources: HashMap<u32, BTreeSet<SourceKey>>,
+    /// How many those are.
+    pub(super) source_count: usize,
 }
 
 /// An element of `POOLS`.
@@ -87,6 +91,7 @@ impl Default for Mirror {
             live_slots: 0,
             affinity_groups: 0,
             sources: HashMap::new(),
+            source_count: 0,
         }
     }
 }
@@ -171,6 +176,7 @@ impl Mirror {
         let before = self.sources.remove(&index).unwrap_or_default();
         writes.add_sources.extend(wanted.difference(&before));
         writes.drop_sources.extend(before.difference(wanted));
+        self.source_count = self.source_count + wanted.len() - before.len();
         if !wanted.is_empty() {
             self.sources.insert(index, wanted.clone());
         }
@@ -209,6 +215,7 @@ impl Mirror {
     pub(super) fn retire_pool(&mut self, index: u32, writes: &mut Writes) {
         // Keys refer to it until they are removed: its ranges go after them.
         let sources = self.sources.remove(&index).unwrap_or_default();
+        self.source_count -= sources.len();
         writes.remove_sources.extend(sources);
         let slot = std::mem::take(&mut self.pools[index as usize]);
         if slot.live {
@@ -256,9 +263,29 @@ impl Mirror {
             endpoints: count(self.endpoints.len()),
             affinity_groups: self.affinity_groups,
             // Those that are removed are there till the end.
-            sources: count(self.sources.values().map(BTreeSet::len).sum::<usize>())
-                + count(writes.drop_sources.len() + writes.remove_sources.len()),
+            sources: count(self.source_count + writes.gone_sources()),
         }
+    }
+
+    /// Whether the tables stay within `room` if a service gets so many keys, pools and source ranges more, and slots of new
+    /// blocks, in a plan that had `keys_before`. `lens`: the lengths of the blocks, asked for only if slots are scarce.
+    pub(super) fn has_room(
+        &mut self,
+        room: &Room,
+        keys_before: usize,
+        writes: &Writes,
+        [keys, pools, slots, sources]: Entries,
+        lens: impl FnOnce() -> Vec<usize>,
+    ) -> bool {
+        let within = |used: usize, more: u64, limit: u32| used as u64 + more <= limit.into();
+        let new_pools = pools.saturating_sub(self.free_pools.len() as u64);
+        let known_sources = self.source_count + writes.gone_sources();
+        within(keys_before + writes.inserts.len(), keys, room.frontends)
+            && within(self.pools.len() - 1, new_pools, room.pools)
+            && within(known_sources, sources, room.sources)
+            // Each block's base is the next multiple of its size.
+            && (within(self.blocks.top() as usize, 2 * slots, room.endpoints)
+                || self.blocks.has_room(&lens(), room.endpoints))
     }
 }
 
@@ -287,6 +314,11 @@ pub(super) fn has_group(index: u32, pool: &Pool) -> bool {
 }
 
 impl Writes {
+    /// How many source ranges are removed at the end.
+    fn gone_sources(&self) -> usize {
+        self.drop_sources.len() + self.remove_sources.len()
+    }
+
     /// Whether keys change owner or disappear.
     pub(super) fn frees_keys(&self) -> bool {
         !(self.replaces.is_empty() && self.removes.is_empty())

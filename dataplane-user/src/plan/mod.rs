@@ -36,7 +36,9 @@ pub mod enrol;
 pub mod ipsec;
 mod mirror;
 mod planner;
+mod room;
 mod settle;
+mod shares;
 mod wanted;
 
 pub use adopt::AdoptError;
@@ -44,6 +46,7 @@ pub use capture::{Captured, Policies};
 pub use departures::{Departed, Departures};
 pub use diff::{Answer, Change, Empty, changes};
 pub use planner::Planner;
+pub use room::Left;
 pub use wanted::{key_text, source_key};
 
 use dataplane_common::{
@@ -119,6 +122,31 @@ pub struct Demand {
     pub affinity_groups: u32,
     /// Source ranges, at the most at any moment of the plan.
     pub sources: u32,
+}
+
+/// How many entries the tables of services have room for, at the most at any moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Room {
+    /// Of `FRONTENDS`.
+    pub frontends: u32,
+    /// Of `POOLS`, without the first, which is never used.
+    pub pools: u32,
+    /// Slots of `ENDPOINTS`.
+    pub endpoints: u32,
+    /// Of `SOURCES`.
+    pub sources: u32,
+}
+
+impl Default for Room {
+    /// For whatever there is.
+    fn default() -> Self {
+        Self {
+            frontends: u32::MAX,
+            pools: u32::MAX,
+            endpoints: u32::MAX,
+            sources: u32::MAX,
+        }
+    }
 }
 
 /// What the kernel holds, as read from its tables.

@@ -1,5 +1,7 @@
 //! The planner: what changed in the snapshot, and which writes follow from it.
 
+mod serve;
+
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     sync::Arc,
@@ -12,11 +14,12 @@ use dataplane_common::{
 use imbl::ordmap::DiffItem;
 
 use super::{
-    AdoptError, Conflict, Contents, Plan, PoolOwner,
+    AdoptError, Conflict, Contents, Plan, PoolOwner, Room,
     adopt::{self, Adopted},
-    claims::Claims,
+    claims::{Claims, Rank},
     mirror::{Mirror, Writes},
-    settle::{ServicePools, Settle},
+    room::{Budgets, Entries, Left},
+    settle::ServicePools,
     wanted::{self, WantedKey},
 };
 use crate::model::{Problem, Service, ServiceName, Snapshot};
@@ -28,11 +31,14 @@ const RETIRED_AT_LEAST: u32 = 1024;
 ///
 /// If a plan could not be applied as a whole, throw the planner away and [`Planner::adopt`] what
 /// the kernel holds: there is no way back in here.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Planner {
     last: Snapshot,
     mirror: Mirror,
     claims: Claims,
+    budgets: Budgets,
+    /// Services that wait for a grace period, after which there is room for what they are to become.
+    waiting: BTreeSet<ServiceName>,
     /// The pools of every service that has some.
     services: HashMap<ServiceName, ServicePools>,
     /// This node's addresses.
@@ -59,12 +65,40 @@ struct Dirty {
     name: ServiceName,
     old: Option<Arc<Service>>,
     new: Option<Arc<Service>>,
+    /// What the new one takes of the tables.
+    cost: Entries,
+}
+
+impl Default for Planner {
+    fn default() -> Self {
+        Self {
+            last: Snapshot::default(),
+            mirror: Mirror::default(),
+            claims: Claims::default(),
+            budgets: Budgets::of(Room::default()),
+            waiting: BTreeSet::new(),
+            services: HashMap::new(),
+            node: BTreeSet::new(),
+            problems: BTreeMap::new(),
+            adopted: None,
+            freed_keys: false,
+            scratch: Scratch::default(),
+        }
+    }
 }
 
 impl Planner {
     /// For empty tables.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// For tables with so much room, before the first plan: no plan demands more. Services that there is no room for are
+    /// [left out](Planner::left_out).
+    #[must_use]
+    pub fn with_room(mut self, room: Room) -> Self {
+        self.budgets = Budgets::of(room);
+        self
     }
 
     /// For tables that an earlier agent wrote. The first plan then compares everything, removes
@@ -94,14 +128,14 @@ impl Planner {
         let node_changed = self.node_changes(snapshot);
 
         let dirty = self.claim(snapshot, &mut scratch);
-        for service in &dirty {
-            self.settle(service, &mut scratch, &mut writes);
-        }
         for addr in node_changed {
             let key = FrontendKey::address(addr);
-            if self.claims.owner(&key).is_none() {
+            if !self.is_taken(&key) {
                 self.mirror.set_key(key, self.unclaimed(&key), &mut writes);
             }
+        }
+        for service in &dirty {
+            self.settle(service, keys_before, &mut scratch, &mut writes);
         }
         if self.adopted.take().is_some() {
             self.remove_strays(&mut writes);
@@ -120,8 +154,28 @@ impl Planner {
     /// Whether a grace period is worth its wait now: keys changed owner or were removed, or much
     /// of the table is retired.
     pub fn wants_grace(&self) -> bool {
-        let bound = RETIRED_AT_LEAST.max(self.mirror.live_slots / 8);
-        self.freed_keys || self.mirror.retired_slots > bound
+        let Mirror {
+            live_slots,
+            retired_slots,
+            pools,
+            retired_pools,
+            ..
+        } = &self.mirror;
+        let pool_bound = (RETIRED_AT_LEAST as usize).max(pools.len() / 8);
+        self.freed_keys
+            || !self.waiting.is_empty()
+            || *retired_slots > RETIRED_AT_LEAST.max(live_slots / 8)
+            || retired_pools.len() > pool_bound
+    }
+
+    /// Whether services wait for a grace period, and so for the next plan, which may be of the same snapshot.
+    pub fn is_waiting(&self) -> bool {
+        !self.waiting.is_empty()
+    }
+
+    /// The services that the tables have no room for, with what is left out of each.
+    pub fn left_out(&self) -> &BTreeMap<ServiceName, Left> {
+        self.budgets.left_out()
     }
 
     /// Every program that was running when the last plan had been written has ended: what was
@@ -134,6 +188,11 @@ impl Planner {
     /// The keys that several services claim, in the order of the keys.
     pub fn conflicts(&self) -> Vec<Conflict> {
         self.claims.conflicts().collect()
+    }
+
+    /// How many keys several services claim.
+    pub fn conflict_count(&self) -> usize {
+        self.claims.conflict_count()
     }
 
     /// What is not served as written, by service. Conflicts are apart: [`Planner::conflicts`].
@@ -176,12 +235,15 @@ impl Planner {
     /// The keys of one service, those that it claims in vain left out; cheap.
     pub fn service_keys(&self, name: &ServiceName) -> Vec<(FrontendKey, Frontend)> {
         let mut keys = Vec::new();
-        if let Some(service) = self.last.services.get(name) {
+        if let Some(service) = self.last.services.get(name)
+            && self.services.contains_key(name)
+        {
             wanted::keys(service, &mut keys);
         }
         self.claims.retain_owned(&mut keys, name);
         keys.iter()
             .filter_map(|w| Some((w.key, *self.mirror.keys.get(&w.key)?)))
+            .filter(|(_, frontend)| frontend.kind() != Kind::NODE_ADDRESS)
             .collect()
     }
 
@@ -248,26 +310,22 @@ impl Planner {
                 } => (name, Some(old), Some(new)),
                 DiffItem::Remove(name, old) => (name, Some(old), None),
             };
-            self.claim_keys(name, old, new, scratch, &mut contested);
+            let cost = self.claim_keys(snapshot, old, new, scratch, &mut contested);
             dirty.push(Dirty {
                 name: name.clone(),
                 old: old.cloned(),
                 new: new.cloned(),
+                cost,
             });
         }
 
         let changed = dirty.len();
-        let rank = |key: &FrontendKey, name: &ServiceName| {
-            let service = snapshot.services.get(name);
-            let claim = service.map(|service| wanted::claim(service, key));
-            let created = service.and_then(|service| service.created);
-            (claim, created.is_none(), created, name.clone())
-        };
         contested.sort_unstable();
         contested.dedup();
-        let mut others = BTreeSet::new();
+        let mut others = self.budgets.settle(snapshot);
+        others.append(&mut self.waiting);
         for key in contested {
-            if let Some((loser, winner)) = self.claims.settle(&key, |name| rank(&key, name)) {
+            if let Some((loser, winner)) = self.claims.settle(&key) {
                 others.extend([loser, winner]);
             }
         }
@@ -278,95 +336,96 @@ impl Planner {
                 .is_err()
             {
                 let service = snapshot.services.get(&name).cloned();
+                let cost = service.as_deref().map(|service| {
+                    wanted::keys(service, &mut scratch.keys);
+                    wanted::cost(service, &scratch.keys)
+                });
                 dirty.push(Dirty {
                     name,
                     old: service.clone(),
                     new: service,
+                    cost: cost.unwrap_or_default(),
                 });
             }
         }
         dirty
     }
 
+    /// Claims the keys of a service that has changed, and notes which are contested. Returns what it takes of the tables.
+    /// Services come in the order of their names: those before are claimed as they are in `snapshot`.
     fn claim_keys(
         &mut self,
-        name: &ServiceName,
+        snapshot: &Snapshot,
         old: Option<&Arc<Service>>,
         new: Option<&Arc<Service>>,
         scratch: &mut Scratch,
         contested: &mut Vec<FrontendKey>,
-    ) {
+    ) -> Entries {
         let Scratch { keys, old_keys, .. } = scratch;
-        for (service, keys) in [(old, &mut *old_keys), (new, &mut *keys)] {
+        let costs = [(old, &mut *old_keys), (new, &mut *keys)].map(|(service, keys)| {
             keys.clear();
-            if let Some(service) = service {
-                wanted::keys(service, keys);
-                keys.sort_unstable_by_key(|wanted| wanted.key);
-            }
-        }
-        // By what a service claims a key decides who wins, then its age.
-        if let (Some(old), Some(new)) = (old, new) {
-            let all = old_keys.iter().map(|wanted| wanted.key);
-            let other = |key: &FrontendKey| {
-                old.created != new.created || wanted::claim(old, key) != wanted::claim(new, key)
+            let Some(service) = service else {
+                return Entries::default();
             };
-            contested.extend(all.filter(|key| self.claims.is_contested(key) && other(key)));
-        }
-        let has = |keys: &[WantedKey], key| keys.binary_search_by_key(key, |w| w.key).is_ok();
-        for WantedKey { key, .. } in old_keys.iter().filter(|w| !has(keys, &w.key)) {
-            if self.claims.remove(key, name) {
-                contested.push(*key);
-            }
-        }
-        for WantedKey { key, .. } in keys.iter().filter(|w| !has(old_keys, &w.key)) {
-            if self.claims.add(*key, name) {
-                contested.push(*key);
-            }
-        }
-    }
-
-    /// Lets the service's pools and keys be as they should.
-    fn settle(&mut self, service: &Dirty, scratch: &mut Scratch, writes: &mut Writes) {
-        let Dirty { name, old, new } = service;
-        let before = self.services.remove(name).unwrap_or_default();
-        let mut problems = Vec::new();
-        if let Some(new) = new {
-            wanted::keys(new, &mut scratch.keys);
-            self.claims.retain_owned(&mut scratch.keys, name);
-            let mut settle = Settle {
-                mirror: &mut self.mirror,
-                adopted: self.adopted.as_ref(),
-                writes,
-                cluster: &mut scratch.cluster,
-                local: &mut scratch.local,
-                problems: Vec::new(),
+            wanted::keys(service, keys);
+            let cost = wanted::cost(service, keys);
+            keys.sort_unstable_by_key(|wanted| wanted.key);
+            cost
+        });
+        let Some(name) = new.or(old).map(|service| &service.name) else {
+            return costs[1];
+        };
+        let has_other_age = old
+            .zip(new)
+            .is_some_and(|(old, new)| old.created != new.created);
+        self.budgets
+            .change(name, &costs[0], &costs[1], has_other_age);
+        let find = |keys: &[WantedKey], key| {
+            let found = keys.binary_search_by_key(key, |wanted| wanted.key);
+            found.ok().map(|at| keys[at].claim)
+        };
+        for wanted in old_keys.iter() {
+            let (key, Some(old)) = (&wanted.key, old) else {
+                continue;
             };
-            let after = settle.settle(new, &scratch.keys, before);
-            problems = settle.problems;
-            if after.indices().next().is_some() {
-                self.services.insert(name.clone(), after);
-            }
-        } else {
-            for index in before.indices() {
-                self.mirror.retire_pool(index, writes);
-            }
-        }
-        if let Some(old) = old {
-            wanted::keys(old, &mut scratch.keys);
-            for WantedKey { key, .. } in &scratch.keys {
-                if self.claims.owner(key).is_none() {
-                    self.mirror.set_key(*key, self.unclaimed(key), writes);
+            let (claims, is_same_age) =
+                (&mut self.claims, new.map(|new| new.created == old.created));
+            let is_contested = match new.zip(find(keys, key)) {
+                Some((_, claim)) if claim == wanted.claim && is_same_age == Some(true) => continue,
+                Some((new, claim)) => {
+                    claims.change(key, &Rank::of(old, wanted.claim), Rank::of(new, claim))
                 }
+                None => claims.remove(key, &Rank::of(old, wanted.claim)),
+            };
+            contested.extend(is_contested.then_some(*key));
+        }
+        let last = &self.last.services;
+        let known = |owner: &ServiceName| {
+            let services = if owner < name {
+                &snapshot.services
+            } else {
+                last
+            };
+            services.get(owner).map(|service| &**service)
+        };
+        for wanted in keys.iter() {
+            if let Some(new) = new
+                && find(old_keys, &wanted.key).is_none()
+                && self.claims.add(wanted, new, known)
+            {
+                contested.push(wanted.key);
             }
         }
-        if problems.is_empty() {
-            self.problems.remove(name);
-        } else {
-            self.problems.insert(name.clone(), problems);
-        }
+        costs[1]
     }
 
-    /// What a key is that no service claims.
+    /// Whether a key is a service's that is served. A service that is left out keeps others from its keys all the same.
+    fn is_taken(&self, key: &FrontendKey) -> bool {
+        let owner = self.claims.owner(key);
+        owner.is_some_and(|owner| self.budgets.left(owner) != Some(Left::Whole))
+    }
+
+    /// What a key is that no service has.
     fn unclaimed(&self, key: &FrontendKey) -> Option<Frontend> {
         let is_node = wanted::is_address(key) && self.node.contains(&key.addr);
         is_node.then_some(Frontend::new(0, Kind::NODE_ADDRESS))

@@ -42,6 +42,8 @@ pub(super) struct Settle<'a> {
     /// Buffers.
     pub(super) cluster: &'a mut Vec<Endpoint>,
     pub(super) local: &'a mut Vec<Endpoint>,
+    /// Whether there is no room for its endpoints.
+    pub(super) without_endpoints: bool,
     pub(super) problems: Vec<Problem>,
 }
 
@@ -162,7 +164,7 @@ impl Settle<'_> {
         };
         let affinity_seconds = wanted::affinity_seconds(service);
 
-        let found = wanted::endpoints(port, v4, TrafficPolicy::Cluster, self.cluster);
+        let found = self.endpoints(port, v4, TrafficPolicy::Cluster);
         if found > Block::MAX_LEN {
             let (max, number, protocol) = (Block::MAX_LEN, port.port, port.protocol.word());
             self.problem(
@@ -179,7 +181,7 @@ impl Settle<'_> {
 
         let wants_local = narrowed || outside_is_local;
         if wants_local {
-            wanted::endpoints(port, v4, TrafficPolicy::Local, self.local);
+            self.endpoints(port, v4, TrafficPolicy::Local);
             pools.local = self.take(pools.local, owner(PoolRole::Local));
         } else if pools.local != 0 {
             let index = std::mem::take(&mut pools.local);
@@ -228,6 +230,19 @@ impl Settle<'_> {
                 self.writes,
             );
         }
+    }
+
+    /// Finds the endpoints that a pool of a port is to hold. Returns how many there are in truth.
+    fn endpoints(&mut self, port: &ServicePort, v4: bool, policy: TrafficPolicy) -> usize {
+        let endpoints = match policy {
+            TrafficPolicy::Cluster => &mut *self.cluster,
+            TrafficPolicy::Local => &mut *self.local,
+        };
+        if self.without_endpoints {
+            endpoints.clear();
+            return 0;
+        }
+        wanted::endpoints(port, v4, policy, endpoints)
     }
 
     /// The pool `index`, or if that is 0 a new one, for `owner`.

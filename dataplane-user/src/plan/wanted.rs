@@ -6,7 +6,10 @@
 //! pool says which other one answers clients from outside. Source addresses are not known at the
 //! socket, so what depends on them is left to the packet path.
 
-use std::net::{IpAddr, SocketAddr};
+use std::{
+    collections::BTreeSet,
+    net::{IpAddr, SocketAddr},
+};
 
 use dataplane_common::{
     Addr, Port, Protocol, decide,
@@ -15,6 +18,7 @@ use dataplane_common::{
 };
 use ipnet::IpNet;
 
+use super::{blocks::slots, room::Entries};
 use crate::model::{self, Service, ServicePort, ServiceType, TrafficPolicy};
 
 /// A key that a service wants.
@@ -26,6 +30,8 @@ pub(super) struct WantedKey {
     pub(super) port: u16,
     /// Which of the port's endpoints may answer.
     pub(super) policy: TrafficPolicy,
+    /// By what the service claims it: of several, the strongest.
+    pub(super) claim: Claim,
 }
 
 /// What a service claims a key by. A claim of an earlier kind wins, however old the services are: what the cluster
@@ -42,22 +48,6 @@ pub(super) enum Claim {
     ExternalIp,
     /// A pod's `hostPort`.
     HostPort,
-}
-
-/// By what `service` claims `key`, which it wants: of several, the strongest.
-pub(super) fn claim(service: &Service, key: &FrontendKey) -> Claim {
-    let is_at = |ips: &[IpAddr]| ips.iter().any(|ip| Addr::from(*ip) == key.addr);
-    if service.kind == ServiceType::HostPort {
-        Claim::HostPort
-    } else if is_at(&service.cluster_ips) {
-        Claim::ClusterIp
-    } else if is_at(&service.load_balancer_ips) {
-        Claim::LoadBalancer
-    } else if is_at(&service.external_ips) {
-        Claim::ExternalIp
-    } else {
-        Claim::NodePort
-    }
 }
 
 impl WantedKey {
@@ -151,6 +141,18 @@ pub(super) fn keys(service: &Service, keys: &mut Vec<WantedKey>) {
         .map(|ip| Addr::from(*ip))
         .collect();
     let load_balancer_ips = vips(&service.load_balancer_ips);
+    // An address that is both is claimed as the load balancer's.
+    let of_both: BTreeSet<Addr> = match &external_ips[..] {
+        [] => BTreeSet::new(),
+        _ => load_balancer_ips.iter().copied().collect(),
+    };
+    let claim = |addr: &Addr, kind| match kind {
+        _ if service.kind == ServiceType::HostPort => Claim::HostPort,
+        Kind::CLUSTER_IP | Kind::CLUSTER_ADDRESS => Claim::ClusterIp,
+        Kind::NODE_PORT => Claim::NodePort,
+        Kind::EXTERNAL_IP if !of_both.contains(addr) => Claim::ExternalIp,
+        _ => Claim::LoadBalancer,
+    };
 
     let every = TrafficPolicy::Cluster;
     for (index, port) in (0..WantedKey::ADDRESS).zip(&service.ports) {
@@ -165,6 +167,7 @@ pub(super) fn keys(service: &Service, keys: &mut Vec<WantedKey>) {
                 kind,
                 port: index,
                 policy,
+                claim: claim(a, kind),
             }));
         };
         add(&cluster_ips, Kind::CLUSTER_IP, service.internal_policy);
@@ -183,6 +186,7 @@ pub(super) fn keys(service: &Service, keys: &mut Vec<WantedKey>) {
                     kind: Kind::NODE_PORT,
                     port: index,
                     policy: every,
+                    claim: claim(&key.addr, Kind::NODE_PORT),
                 });
             }
         }
@@ -192,8 +196,62 @@ pub(super) fn keys(service: &Service, keys: &mut Vec<WantedKey>) {
         kind: Kind::CLUSTER_ADDRESS,
         port: WantedKey::ADDRESS,
         policy: every,
+        claim: claim(addr, Kind::CLUSTER_ADDRESS),
     }));
     without_duplicates(keys);
+}
+
+/// What `service` takes of the tables if it has `keys`, which are all that it wants, and nobody else wants one of them:
+/// keys, pools, slots and source ranges. At least what it takes, whichever of its endpoints are ready and on this node:
+/// so it is the same on every node, and does not change with each pod's readiness.
+pub(super) fn cost(service: &Service, keys: &[WantedKey]) -> Entries {
+    let policies = [service.internal_policy, service.external_policy];
+    let copies = 1 + u64::from(policies.contains(&TrafficPolicy::Local));
+    let ranges = [true, false].map(|v4| source_ranges(service, v4).count() as u64);
+    let [mut pools, mut taken, mut sources] = [0; 3];
+    for keys in keys.chunk_by(|a, b| a.port == b.port) {
+        let Some(port) = service.ports.get(usize::from(keys[0].port)) else {
+            pools += 1;
+            continue;
+        };
+        for (v4, ranges) in [true, false].into_iter().zip(ranges) {
+            if keys.iter().all(|wanted| wanted.key.addr.is_v4() != v4) {
+                continue;
+            }
+            pools += copies;
+            sources += ranges;
+            let endpoints = port.endpoints.iter();
+            let endpoints = endpoints.filter(|e| e.addr.is_ipv4() == v4).count();
+            if endpoints > 0 {
+                taken += copies * u64::from(slots(endpoints.min(Block::MAX_LEN)));
+            }
+        }
+    }
+    [keys.len() as u64, pools, taken, sources]
+}
+
+/// The lengths of the blocks that `service` has for `keys`, if all of them are new.
+pub(super) fn blocks(service: &Service, keys: &[WantedKey]) -> Vec<usize> {
+    let policies = [service.internal_policy, service.external_policy];
+    let has_local = policies.contains(&TrafficPolicy::Local);
+    let (mut lens, mut found) = (Vec::new(), Vec::new());
+    for keys in keys.chunk_by(|a, b| a.port == b.port) {
+        let Some(port) = service.ports.get(usize::from(keys[0].port)) else {
+            continue;
+        };
+        for v4 in [true, false] {
+            if keys.iter().all(|wanted| wanted.key.addr.is_v4() != v4) {
+                continue;
+            }
+            for policy in [TrafficPolicy::Cluster, TrafficPolicy::Local] {
+                if policy == TrafficPolicy::Cluster || has_local {
+                    endpoints(port, v4, policy, &mut found);
+                    lens.extend((!found.is_empty()).then_some(found.len()));
+                }
+            }
+        }
+    }
+    lens
 }
 
 fn without_duplicates(keys: &mut Vec<WantedKey>) {

@@ -12,7 +12,7 @@ use dataplane::{
         Endpoint, Hints, Node, Protocol, Service, ServiceName, ServicePort, ServiceType, Snapshot,
         TrafficPolicy,
     },
-    plan::Planner,
+    plan::{Left, Planner, Room},
 };
 use dataplane_common::{
     Addr, Port, decide,
@@ -27,7 +27,7 @@ use super::{
 
 /// A change to the cluster.
 #[derive(Clone, Debug)]
-enum Change {
+pub enum Change {
     Set(usize, Box<Service>),
     Remove(usize),
     Endpoints(usize, Vec<Endpoint>),
@@ -51,16 +51,16 @@ struct Step {
 const NAMES: usize = 5;
 
 fn name(index: usize) -> ServiceName {
-    ServiceName::new("test", &format!("s{index}"))
+    ServiceName::new(["test", "other"][index % 2], &format!("s{index}"))
 }
 
-fn ips(all: &'static [&'static str], most: usize) -> impl Strategy<Value = Vec<IpAddr>> {
+pub fn ips(all: &'static [&'static str], most: usize) -> impl Strategy<Value = Vec<IpAddr>> {
     let most = most.min(all.len());
     prop::sample::subsequence(all, 0..=most)
         .prop_map(|ips| ips.into_iter().map(|ip| ip.parse().unwrap()).collect())
 }
 
-fn endpoints() -> impl Strategy<Value = Vec<Endpoint>> {
+pub fn endpoints() -> impl Strategy<Value = Vec<Endpoint>> {
     let addr = prop::sample::select(vec![
         "10.0.0.1", "10.0.0.2", "10.0.0.3", "10.1.0.9", "fd00::1", "fd00::2",
     ]);
@@ -132,7 +132,7 @@ fn created() -> impl Strategy<Value = Option<i64>> {
     prop::option::of(0i64..3)
 }
 
-fn service() -> impl Strategy<Value = Service> {
+pub fn service() -> impl Strategy<Value = Service> {
     let port = (
         prop::sample::select(vec![80u16, 443]),
         prop_oneof![3 => Just(Protocol::Tcp), 1 => Just(Protocol::Udp)],
@@ -201,7 +201,7 @@ fn service() -> impl Strategy<Value = Service> {
         )
 }
 
-fn change() -> impl Strategy<Value = Change> {
+pub fn change() -> impl Strategy<Value = Change> {
     let which = 0..NAMES;
     prop_oneof![
         4 => (which.clone(), service()).prop_map(|(i, mut s)| {
@@ -234,7 +234,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..8)
 }
 
-fn apply(snapshot: &mut Snapshot, change: Change) {
+pub fn apply(snapshot: &mut Snapshot, change: Change) {
     let edit = |snapshot: &mut Snapshot, i, edit: &dyn Fn(&mut Service)| {
         if let Some(service) = snapshot.services.get_mut(&name(i)) {
             edit(Arc::make_mut(service));
@@ -453,7 +453,86 @@ fn run(steps: Vec<Step>) {
     }
 }
 
+/// The same in tables that are too small: no plan demands more than there is, what is left out follows from the last
+/// snapshot alone, and everything else is as it would be with room for all.
+fn run_within(room: Room, steps: Vec<Step>) {
+    let mut sim = Sim::default();
+    let mut planner = Planner::new().with_room(room);
+    let mut snapshot = Snapshot::default();
+    for step in steps {
+        if step.restart.is_some() {
+            sim.grace();
+            let adopted = Planner::adopt(sim.contents()).expect("consistent tables");
+            planner = adopted.with_room(room);
+        }
+        for change in step.changes {
+            apply(&mut snapshot, change);
+        }
+        settle_within(room, &mut planner, &mut sim, &snapshot);
+        let mut alone = (Planner::new().with_room(room), Sim::default());
+        settle_within(room, &mut alone.0, &mut alone.1, &snapshot);
+        assert_eq!(planner.left_out(), alone.0.left_out());
+        assert!(!alone.0.is_waiting(), "half of the tables is free");
+        for (key, Expected { resolved, owner }) in oracle::expected(&snapshot) {
+            let now = sim.keys.get(&key).map(|frontend| sim.resolve(*frontend));
+            let left = owner.and_then(|(owner, ..)| planner.left_out().get(&owner).copied());
+            match left {
+                // Scattered slots may keep a service as it was.
+                None if planner.is_waiting() => {}
+                None => assert_eq!(now, Some(resolved), "{key:?}"),
+                Some(Left::Endpoints) => {
+                    let empty = now.is_some_and(|now| now.endpoints.is_empty());
+                    assert!(empty || planner.is_waiting(), "{key:?}");
+                }
+                Some(Left::Whole) => {
+                    assert!(
+                        now.is_none_or(|now| now.kind == Kind::NODE_ADDRESS),
+                        "{key:?}"
+                    );
+                }
+            }
+        }
+        let problems: BTreeSet<_> = planner.problems().map(|(name, _)| name).collect();
+        assert!(
+            planner
+                .left_out()
+                .keys()
+                .all(|name| problems.contains(name))
+        );
+    }
+}
+
+pub fn settle_within(room: Room, planner: &mut Planner, sim: &mut Sim, snapshot: &Snapshot) {
+    for _ in 0..3 {
+        let plan = planner.plan(snapshot);
+        let demand = plan.demand;
+        assert!(demand.frontends <= room.frontends, "{demand:?}");
+        assert!(demand.pools <= room.pools + 1, "{demand:?}");
+        assert!(demand.endpoints <= room.endpoints, "{demand:?}");
+        assert!(demand.sources <= room.sources, "{demand:?}");
+        sim.apply(&plan, |sim| drop(sim.resolved()));
+        sim.assert_mirrored_by(planner);
+        if planner.wants_grace() {
+            sim.grace();
+            planner.grace_passed();
+        }
+        if !planner.is_waiting() {
+            return;
+        }
+    }
+}
+
 proptest! {
+    /// A table that is full leaves out what does not fit, the same whatever came before, and nothing else.
+    #[test]
+    fn a_full_table_leaves_out_what_does_not_fit_and_nothing_else(
+        steps in steps(),
+        room in (12u32..90, 12u32..60, 4u32..120, 0u32..40),
+    ) {
+        let (frontends, pools, endpoints, sources) = room;
+        run_within(Room { frontends, pools, endpoints, sources }, steps);
+    }
+
     /// Any sequence of snapshots ends in the tables of the last alone; on the way, after every
     /// single write, every service is whole; also over restarts of the agent.
     #[test]

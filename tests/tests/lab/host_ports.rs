@@ -18,6 +18,8 @@ scenarios! {
     host_ports_are_as_portmap_has_them,
     a_host_port_goes_with_its_pod,
     a_host_port_on_loopback_is_for_the_nodes_own_sockets,
+    a_host_port_is_at_no_address_but_the_nodes,
+    a_port_that_a_process_of_the_node_has_is_served_with_a_warning,
 }
 
 /// On all of the node's addresses, and on one.
@@ -256,5 +258,103 @@ fn a_host_port_on_loopback_is_for_the_nodes_own_sockets() -> Result<()> {
     run(&agent, &explained)?.says(&["left alone"])?;
     let status = run(&agent, "status -o json")?.exits(0)?.json()?;
     ensure!(status["findings"] == json!([]), "{status:#}");
+    Ok(())
+}
+
+/// A pod takes the cloud's metadata address, another pod's and a service's by its `hostIP`. It gets none of them, and
+/// gets one that the node has for as long as the node has it.
+fn a_host_port_is_at_no_address_but_the_nodes() -> Result<()> {
+    const METADATA: &str = "169.254.169.254";
+    const FLOATING: &str = "192.0.2.50";
+    let lab = Lab::builder()
+        .node("node1")
+        .pod("node1", "thief", "10.244.1.10")
+        .pod("node1", "victim", "10.244.1.11")
+        .pod("node1", "client", "10.244.1.12")
+        .build()?;
+    let (node, victim) = (lab.node("node1"), lab.pod("victim"));
+    let _servers = [serve(lab.pod("thief"))?, serve(victim)?];
+    let victims = victim.ipv4().to_string();
+    let port = |ip: &str| json!({ "hostPort": TCP, "hostIP": ip, "containerPort": TCP });
+    let taken = [METADATA, &victims, "10.96.0.1", FLOATING];
+    let pod = json!({
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": { "name": "thief", "namespace": "default" },
+        "spec": { "nodeName": "node1", "containers": [{ "ports": taken.map(port) }] },
+        "status": { "podIPs": lab.pod("thief").addresses().map(|ip| json!({ "ip": ip })) },
+    });
+    let directory = TempDir::new()?;
+    std::fs::write(directory.path().join("pod.json"), serde_json::to_vec(&pod)?)?;
+    let agent = lab.agent("node1").manifests(directory.path());
+    let agent = agent.args(["--pod-cidr", "10.244.0.0/16"]).start()?;
+
+    let at = |ip: &str| format!("{ip}:{TCP}");
+    for from in [node, lab.pod("client")] {
+        for ip in [METADATA, "10.96.0.1", FLOATING] {
+            let report = ask(from, &at(ip), "connect --timeout-ms 300")?;
+            ensure!(report.answered == 0, "{} at {ip}: {report:?}", from.name());
+        }
+        reaches(from, &at(&victims), "connect --count 3", &["victim"])?;
+    }
+    let status = run(&agent, "status -o json")?.exits(0)?.json()?;
+    let said = status["findings"].to_string();
+    for ip in taken {
+        ensure!(
+            said.contains(&format!("hostIP {ip} is not served")),
+            "{said}"
+        );
+    }
+
+    node.ip(&format!("addr add {FLOATING}/32 dev lo"))?;
+    eventually(|| reaches(node, &at(FLOATING), "connect", &["thief"]).map(drop))?;
+    let status = run(&agent, "status -o json")?.exits(0)?.json()?;
+    let said = status["findings"].to_string();
+    ensure!(
+        !said.contains(FLOATING) && said.contains(METADATA),
+        "{said}"
+    );
+    node.ip(&format!("addr del {FLOATING}/32 dev lo"))?;
+    eventually(|| {
+        let report = ask(node, &at(FLOATING), "connect --timeout-ms 300")?;
+        ensure!(report.answered == 0, "{report:?}");
+        Ok(())
+    })
+}
+
+/// New connections go to the pod, as with portmap, and `status` names the process that gets none.
+fn a_port_that_a_process_of_the_node_has_is_served_with_a_warning() -> Result<()> {
+    let lab = Lab::builder()
+        .node("node1")
+        .pod("node1", "web", "10.244.1.10")
+        .pod("node1", "client", "10.244.1.12")
+        .build()?;
+    let node = lab.node("node1");
+    let _servers = [serve(lab.pod("web"))?, serve(node)?];
+    let pod = json!({
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": { "name": "web", "namespace": "default" },
+        "spec": { "nodeName": "node1", "containers": [{ "ports": [
+            { "hostPort": TCP, "containerPort": TCP },
+            { "hostPort": 31234, "containerPort": TCP },
+        ]}]},
+        "status": { "podIPs": lab.pod("web").addresses().map(|ip| json!({ "ip": ip })) },
+    });
+    let directory = TempDir::new()?;
+    std::fs::write(directory.path().join("pod.json"), serde_json::to_vec(&pod)?)?;
+    let agent = lab.agent("node1").manifests(directory.path());
+    let agent = agent.args(["--pod-cidr", "10.244.0.0/16"]).start()?;
+    let to = format!("{}:{TCP}", node.ipv4());
+    reaches(lab.pod("client"), &to, "connect --count 3", &["web"])?;
+    let status = run(&agent, "status -o json")?.exits(0)?.json()?;
+    let said = status["findings"].to_string();
+    let words = [
+        "probe (pid ",
+        &format!("port {TCP}/tcp"),
+        &format!("*:{TCP}/tcp"),
+    ];
+    ensure!(words.iter().all(|word| said.contains(word)), "{said}");
+    ensure!(!said.contains("31234") && !said.contains("/udp"), "{said}");
     Ok(())
 }

@@ -21,7 +21,7 @@ use crate::{
     cluster::{Cluster, TCP, eventually, fails, reaches, refused, serve},
     deaths,
     metrics::Metrics,
-    outcome::run,
+    outcome::{http, run},
 };
 
 scenarios! {
@@ -32,6 +32,7 @@ scenarios! {
     a_connection_that_is_cut_without_a_word_is_noticed,
     an_agent_that_starts_while_the_server_is_away_serves_on,
     nothing_is_written_before_everything_was_listed,
+    readiness_waits_for_the_first_sync,
     node_ports_are_answered_on_the_addresses_of_the_node_object,
     without_a_server_or_rights_the_agent_says_so,
     host_ports_of_pods_are_served,
@@ -393,6 +394,34 @@ fn nothing_is_written_before_everything_was_listed() -> Result<()> {
     ensure!(findings.contains("RBAC"), "{findings}");
     faults.withhold(None);
     site.agent.wait_until_ready()?;
+    site.reaches(&["far", "near"])
+}
+
+/// Of a fresh node: only the kubelet's question about life is answered with yes.
+fn readiness_waits_for_the_first_sync() -> Result<()> {
+    let mut site = Site::prepare(web)?;
+    let faults = site.server.faults().clone();
+    faults.withhold(Some((Resource::EndpointSlices, 500)));
+    site.agent.launch()?;
+    let (client, node) = (site.lab.pod("sleep"), site.lab.node("node2"));
+    let health = |path: &str| {
+        let url = format!("http://{}:15021/healthz/{path}", node.ipv4());
+        http(client, &url)
+    };
+    let is = |path: &str, wanted: u16| {
+        let (status, body) = health(path)?;
+        ensure!(status == wanted, "{path}: {status} {body}");
+        Ok(())
+    };
+    eventually(|| is("ready", 503))?;
+    is("live", 200)?;
+    Metrics::scrape(node)?.is("dataplane_ready", &[], 0.0)?;
+    is("ready", 503)?;
+
+    faults.withhold(None);
+    site.agent.wait_until_ready()?;
+    is("ready", 200)?;
+    Metrics::scrape(node)?.is("dataplane_ready", &[], 1.0)?;
     site.reaches(&["far", "near"])
 }
 

@@ -16,7 +16,6 @@ scenarios! {
     Dataplane:
     metrics_count_what_clients_did,
     counters_do_not_go_backwards,
-    readiness_waits_for_the_first_sync,
     what_nobody_asked_for_is_for_nobody,
     the_admin_endpoint_is_where_it_is_asked_for,
     every_endpoint_can_be_turned_off,
@@ -61,7 +60,7 @@ impl Metrics {
         self.sum("dataplane_connections_total", &[("service", service)])
     }
 
-    fn is(&self, name: &str, labels: &[(&str, &str)], wanted: f64) -> Result<()> {
+    pub fn is(&self, name: &str, labels: &[(&str, &str)], wanted: f64) -> Result<()> {
         let found = self.sum(name, labels);
         ensure!(
             (found - wanted).abs() < 0.5,
@@ -221,50 +220,6 @@ fn synced(cluster: &Cluster, syncs: u64) -> Result<()> {
     let found = &status["agent"]["syncs"];
     ensure!(found.as_u64() == Some(syncs), "{found} syncs, not {syncs}");
     Ok(())
-}
-
-/// An agent whose first sync fails is alive, not ready, and says why; once it works it is ready.
-fn readiness_waits_for_the_first_sync() -> Result<()> {
-    let lab = Cluster::lab()?;
-    let small = Service::new("small", &["10.96.0.9"]).port("tcp", 80, TCP);
-    let manifests = Manifests::new(&[web(&lab), small.clone()])?;
-    let mut agent = lab
-        .agent("node2")
-        .manifests(manifests.path())
-        .args(["--max-endpoints", "2"])
-        .prepare()?;
-    agent.launch()?;
-    let (client, node) = (lab.pod("sleep"), lab.node("node2"));
-    let health = |path: &str| {
-        http(
-            client,
-            &format!("http://{}:15021/healthz/{path}", node.ipv4()),
-        )
-    };
-    eventually(|| {
-        let (status, body) = health("ready")?;
-        ensure!(status == 503, "{status} {body}");
-        Ok(())
-    })?;
-    let (status, body) = health("live")?;
-    ensure!(status == 200, "{status} {body}");
-    eventually(|| {
-        run(&agent, "status")?
-            .exits(1)?
-            .says(&["--max-endpoints", "ENDPOINTS"])
-            .map(drop)
-    })?;
-    Metrics::scrape(node)?.is("dataplane_ready", &[], 0.0)?;
-    ensure!(health("ready")?.0 == 503, "ready without a sync");
-
-    manifests.write(&[small])?;
-    agent.wait_until_ready()?;
-    let (status, body) = health("ready")?;
-    ensure!(status == 200, "{status} {body}");
-    let metrics = Metrics::scrape(node)?;
-    metrics.is("dataplane_ready", &[], 1.0)?;
-    ensure!(metrics.sum("dataplane_sync_errors_total", &[]) >= 1.0);
-    refused(client, "10.96.0.9:80", "connect")
 }
 
 /// Any user of the node, and any pod in its network, reaches its loopback; any host its address.

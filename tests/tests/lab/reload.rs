@@ -12,6 +12,7 @@ use dataplane_tests::Lab;
 use crate::{
     cluster::{Cluster, TCP, eventually, fails, reaches, refused, serve},
     manifest::{Manifests, Service},
+    metrics::Metrics,
     outcome::{cannot_run, run},
 };
 
@@ -251,35 +252,60 @@ fn kinds_that_are_not_ours_are_counted_and_ignored() -> Result<()> {
     refused(lab.pod("sleep"), TO, "connect")
 }
 
-/// What goes beyond a limit names the table and the option, changes nothing, and is served as soon
-/// as there is room.
+/// What goes beyond a limit is left out by itself, named with the table and the option, and served as soon as there is
+/// room. Everything else follows its changes meanwhile, also over a restart.
 fn more_than_a_table_may_hold_is_said_and_the_rest_serves_on() -> Result<()> {
-    let few = |lab: &Lab| vec![web(lab, &["near"])];
-    let cluster = Cluster::start_with(few, &["--max-frontends", "12"])?;
-    let (agent, client) = (&cluster.agent, cluster.client());
-    let many = |count: u8| {
-        let service = |n| Service::new(&format!("s{n}"), &[&format!("10.96.1.{n}")]);
+    let old = |lab: &Lab, pods: &[&str]| web(lab, pods).created("2025-01-15T09:21:07Z");
+    let few = |lab: &Lab| vec![old(lab, &["near"])];
+    let mut cluster = Cluster::start_with(few, &["--max-frontends", "12"])?;
+    let many = |lab: &Lab, count: u8| {
+        let service = |n| Service::new(&format!("s{n:02}"), &[&format!("10.96.1.{n}")]);
         let services = (0..count).map(|n| service(n).port("tcp", 80, TCP));
-        let services = services.map(|s| s.endpoints(&[cluster.lab.pod("near2")]));
-        let web = web(&cluster.lab, &["near2"]);
+        let services = services.map(|s| s.endpoints(&[lab.pod("near2")]));
+        let web = old(lab, &["near2"]);
         services.chain([web]).collect::<Vec<_>>()
     };
-    cluster.manifests.write(&many(20))?;
+    cluster.manifests.write(&many(&cluster.lab, 20))?;
+    // Half of the table is for three services of two entries each: the oldest, then the first by name.
+    let left_out = |cluster: &Cluster| {
+        let status = run(&cluster.agent, "status")?.exits(0)?;
+        let status = status.says(&[
+            "service default/s02: is not served",
+            "service default/s19: is not served",
+            "2 entries of table POOLS",
+            "--max-frontends",
+        ])?;
+        let says = |service: &str| {
+            status
+                .stdout
+                .contains(&format!("service default/{service}:"))
+        };
+        ensure!(!says("s01") && !says("web"), "{}", status.stdout);
+        let client = cluster.client();
+        reaches(client, TO, "connect --count 10", &["near2"])?;
+        reaches(client, "10.96.1.1:80", "connect --count 10", &["near2"])?;
+        fails(
+            client,
+            "10.96.1.19:80",
+            "connect --timeout-ms 300",
+            "TIMEOUT",
+        )
+    };
+    eventually(|| left_out(&cluster).map(drop))?;
+    cluster.agent.kill();
+    cluster.agent.start()?;
+    eventually(|| left_out(&cluster).map(drop))?;
+    let metrics = Metrics::scrape(cluster.lab.node("node2"))?;
+    metrics.is("dataplane_services_left_out", &[], 18.0)?;
+    metrics.is("dataplane_sync_errors_total", &[], 0.0)?;
+
+    cluster.manifests.write(&many(&cluster.lab, 1))?;
+    let client = cluster.client();
+    eventually(|| reaches(client, "10.96.1.0:80", "connect --count 10", &["near2"]).map(drop))?;
+    reaches(client, TO, "connect --count 10", &["near2"])?;
     eventually(|| {
-        run(agent, "status")?
-            .exits(1)?
-            .says(&["table FRONTENDS is full", "--max-frontends"])
-            .map(drop)
-    })?;
-    reaches(client, TO, "connect --count 10", &["near"])?;
-    fails(
-        client,
-        "10.96.1.0:80",
-        "connect --timeout-ms 300",
-        "TIMEOUT",
-    )?;
-    cluster.manifests.write(&many(1))?;
-    eventually(|| reaches(client, TO, "connect --count 10", &["near2"]).map(drop))?;
-    reaches(client, "10.96.1.0:80", "connect --count 10", &["near2"])?;
-    eventually(|| run(agent, "status")?.exits(0).map(drop))
+        let status = run(&cluster.agent, "status")?.exits(0)?;
+        ensure!(!status.stdout.contains("not served"), "{}", status.stdout);
+        Ok(())
+    })
 }

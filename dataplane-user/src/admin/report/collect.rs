@@ -7,7 +7,7 @@ use dataplane_common::{Reason, packet::Iface};
 use super::{
     Finding, Interface, OnInterface, Program, Report, Severity, Table, Versions, Workload,
     judge::{healthy, judge},
-    mesh, others, room,
+    listeners, mesh, others, room,
 };
 use crate::{
     admin::{
@@ -74,10 +74,12 @@ pub fn examine(
     }
 
     let mut scarce = Vec::new();
+    let mut listening = Vec::new();
     let mut tables = Vec::new();
     let mut verdicts = BTreeMap::new();
     match kernel::Tables::open(&paths.bpffs) {
         Ok(open) => {
+            listening = listeners::findings(&open);
             // The agent has counted them. Without it, nobody asks often.
             let counted = agent.as_ref().ok().and_then(|agent| agent.flows.as_ref());
             let flows = Conntrack::open(&paths.bpffs).map(|conntrack| {
@@ -192,6 +194,7 @@ pub fn examine(
         ));
     }
     findings.extend(scarce);
+    findings.extend(listening);
     if !interfaces.is_empty() {
         findings.extend(others::findings());
     }

@@ -2,6 +2,7 @@
 
 mod collect;
 mod judge;
+mod listeners;
 mod mesh;
 mod others;
 mod room;

@@ -101,6 +101,8 @@ struct Known {
     mesh_failure: Option<String>,
     /// Why the proxy takes fewer connections than it was asked to.
     mesh_shortage: Option<String>,
+    /// What the tables of capture have no room for.
+    mesh_left_out: Vec<String>,
     captured: Arc<[api::MeshWorkload]>,
     /// Where pods' sockets are.
     pods: Option<api::PodCgroups>,
@@ -154,6 +156,7 @@ impl State {
                 sysctls: Vec::new(),
                 mesh_failure: None,
                 mesh_shortage: None,
+                mesh_left_out: Vec::new(),
                 captured: Arc::default(),
                 pods: None,
             }),
@@ -268,13 +271,14 @@ impl State {
     }
 
     /// Whose connections are captured now. `trouble`: why it may not be so of all of them. `shortage`: why
-    /// the proxy takes fewer connections than it was asked to. Answers what the kernel need not count any
-    /// more.
+    /// the proxy takes fewer connections than it was asked to. `left_out`: what the tables have no room for. Answers
+    /// what the kernel need not count any more.
     pub fn captured(
         &self,
         workloads: &[Enrolment],
         trouble: Option<String>,
         shortage: Option<String>,
+        left_out: Vec<String>,
     ) -> Vec<TrafficKey> {
         let mut direct = lock(&self.direct);
         for enrolment in workloads {
@@ -286,6 +290,7 @@ impl State {
         let mut known = lock(&self.known);
         known.mesh_failure = trouble;
         known.mesh_shortage = shortage;
+        known.mesh_left_out = left_out;
         known.captured = workloads.iter().map(view::mesh_workload).collect();
         let snapshot = known.snapshot.clone();
         drop(known);

@@ -40,11 +40,13 @@ impl State {
         }
     }
 
-    /// How many problems there are with the source, with ports for load balancers, with the packet
+    /// How many problems there are with the plan, with the source, with ports for load balancers, with the packet
     /// path, with sysctls and with capture.
     pub fn problems(&self) -> usize {
+        let of_plan = lock(&self.planner).problems().count();
         let known = lock(&self.known);
-        known.snapshot.problems.len()
+        of_plan
+            + known.snapshot.problems.len()
             + usize::from(self.learnt.outdated.is_some())
             + known.unasked.len()
             + known.network.len()
@@ -67,9 +69,14 @@ impl State {
         })
     }
 
+    /// How many services the tables have no room for.
+    pub fn left_out(&self) -> usize {
+        lock(&self.planner).left_out().len()
+    }
+
     /// How many services claim a frontend that another service serves.
     pub fn conflicts(&self) -> usize {
-        lock(&self.planner).conflicts().len()
+        lock(&self.planner).conflict_count()
     }
 
     /// For `GET /status`.
@@ -238,7 +245,8 @@ fn mesh_problems(known: &Known) -> impl Iterator<Item = api::Problem> {
         format!("{}{more}: {text}", names.join(", "))
     });
     let errors = known.mesh_failure.iter().cloned().chain(of_node);
-    let warnings = known.mesh_shortage.iter().cloned().chain(of_workloads);
+    let warnings = known.mesh_shortage.iter().chain(&known.mesh_left_out);
+    let warnings = warnings.cloned().chain(of_workloads);
     let errors: Vec<_> = errors
         .map(|text| problem(api::Gravity::Node, text))
         .collect();

@@ -9,7 +9,7 @@ mod publish;
 mod said;
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
     os::fd::{AsFd, OwnedFd},
     os::unix::net::UnixStream,
     path::{Path, PathBuf},
@@ -18,16 +18,19 @@ use std::{
     time::{Duration, Instant},
 };
 
-use dataplane_common::capture::{Enrolled, FROM_CLIENT};
+use dataplane_common::capture::{Enrolled, FROM_CLIENT, WORKLOADS};
 use tracing::{debug, error};
 
 use self::{attach::Attached, discover::Found, packets::Packets, problems::Problems};
 use crate::{
     kernel::{self, Accelerator, Capture, CaptureOptions, Kernel, Namespace, namespaces},
-    model::{Acceleration, Place, Snapshot, WorkloadName},
+    model::{Acceleration, Place, ServiceName, Snapshot, WorkloadName},
     plan::{
         Captured,
-        enrol::{Enroller, Enrolment, Kept, Member, Problem, Said, Unknown, known, members},
+        enrol::{
+            Enroller, Enrolment, Kept, Member, Problem, Said, Unknown, fit_addresses, known,
+            members,
+        },
     },
     proxy::{
         self, Observer, Proxy,
@@ -50,6 +53,11 @@ const LAST: Duration = Duration::from_millis(500);
 /// How often it looks whether it relays something.
 const POLL: Duration = Duration::from_millis(20);
 
+/// What is said of a workload whose rules do not fit.
+const OVER_BUDGET: &str = "its rules name more ports, ranges, users, groups and interfaces than its namespace's budget \
+     in tables RULES and RANGES has room for, so these lists have no effect: all of its connections are captured that \
+     the configuration does not exclude. Use shorter lists";
+
 /// What is said of a workload that may be here.
 const AS_BEFORE: &str = "if it was captured before, it still is, by the rules that it had then";
 
@@ -61,6 +69,8 @@ pub struct Settled {
     pub trouble: Option<String>,
     /// Why the proxy takes fewer connections than it was asked to.
     pub shortage: Option<String>,
+    /// What the tables have no room for, and no captured workload has asked for.
+    pub left_out: Vec<String>,
 }
 
 /// What the kernel is told of a mesh.
@@ -246,10 +256,12 @@ impl Mesh {
         {
             enrolled.push((&of_node, own, Enrolled::CAPTURED | Enrolled::PROXY));
         }
+        for member in members.iter().filter(|member| member.over_budget) {
+            problems.add(&member.workload.name, Problem::of_workload(OVER_BUDGET));
+        }
+        let mut left_out = Vec::new();
         if self.options.guard {
-            for cookie in &found.seen {
-                wanted.namespaces.entry(*cookie).or_default();
-            }
+            left_out.extend(let_go(&found.seen, &mut wanted));
         }
         self.change_over(&enrolled, &by_packets);
         // While another layout's programs serve, so does the proxy before this one: for those, connections of this one
@@ -277,7 +289,18 @@ impl Mesh {
             levels |= kernel.capture().tables().config().levels;
         }
         if !members.is_empty() {
-            known(snapshot, &members, &mut wanted);
+            let unknown = known(snapshot, &members, &mut wanted);
+            left_out.extend(unknown_endpoints(&unknown));
+        }
+        let names: HashMap<u32, &WorkloadName> = self
+            .enroller
+            .numbers()
+            .map(|(name, number)| (number, name))
+            .collect();
+        for (number, count) in fit_addresses(&mut wanted) {
+            if let Some(name) = names.get(&number) {
+                problems.add(name, too_many_addresses(count));
+            }
         }
         let inbound: Vec<&Namespace> = enrolled
             .iter()
@@ -331,6 +354,7 @@ impl Mesh {
             workloads,
             trouble,
             shortage,
+            left_out,
         })
     }
 
@@ -379,4 +403,48 @@ impl Mesh {
             }
         }
     }
+}
+
+/// Has the guard let go of network namespaces that no captured workload is in, as many as there is room for: the oldest
+/// first. Returns what is left out.
+fn let_go(seen: &BTreeSet<u64>, wanted: &mut Captured) -> Option<String> {
+    // A quarter is for those that come while others go.
+    let room = (WORKLOADS - WORKLOADS / 4) as usize;
+    let mut left_out = 0;
+    for cookie in seen {
+        if wanted.namespaces.contains_key(cookie) {
+            continue;
+        }
+        if wanted.namespaces.len() < room {
+            wanted.namespaces.insert(*cookie, Enrolled::default());
+        } else {
+            left_out += 1;
+        }
+    }
+    (left_out > 0).then(|| {
+        format!(
+            "guard: {left_out} network namespaces more than table NAMESPACES has room for: connections from the newest \
+             ones are refused. Find out which process makes so many network namespaces"
+        )
+    })
+}
+
+/// Names the services whose endpoints are not known to workloads with `egress: deny`.
+fn unknown_endpoints(services: &[ServiceName]) -> Option<String> {
+    let (first, more) = services.split_first()?;
+    let others = match more.len() {
+        0 => String::new(),
+        more => format!(" and of {more} more services"),
+    };
+    Some(format!(
+        "table KNOWN has no room for the endpoints of service {first}{others}, whose namespaces have too many: workloads \
+         with egress: deny cannot connect to these endpoints. Use fewer endpoints"
+    ))
+}
+
+fn too_many_addresses(left_out: usize) -> Problem {
+    Problem::of_workload(format!(
+        "its network namespace has too many addresses: table LOCALS has no room for {left_out} of them, and connections \
+         to these are not captured. Remove addresses in the workload"
+    ))
 }

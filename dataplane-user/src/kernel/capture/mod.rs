@@ -16,8 +16,8 @@ use aya::Ebpf;
 use dataplane_common::{
     Port,
     capture::{
-        CaptureConfig, Enrolled, FROM_CLIENT, ListenerKey, Local, MESH_CGROUPS, MESH_GUARD,
-        MESH_NAMESPACES, MESH_PACKETS, MESH_PORT, TrafficKey,
+        CaptureConfig, EXCLUDED, Enrolled, FROM_CLIENT, ListenerKey, Local, MESH_CGROUPS,
+        MESH_GUARD, MESH_NAMESPACES, MESH_PACKETS, MESH_PORT, TrafficKey,
     },
 };
 use zerocopy::{FromBytes, IntoBytes};
@@ -237,6 +237,27 @@ impl Capture {
     fn write(&mut self, wanted: &Captured) -> Result<(), Error> {
         let held = &mut self.held;
         let tables = &self.tables;
+        // A connection that an exclusion does not pass any longer is captured, and nothing is open that was not.
+        let is_exclusion = |said: &u32| *said == EXCLUDED;
+        let Captured { rules, ranges, .. } = wanted;
+        make_room("RULES", &tables.rules, &mut held.rules, rules, is_exclusion)?;
+        make_room(
+            "RANGES",
+            &tables.ranges,
+            &mut held.ranges,
+            ranges,
+            is_exclusion,
+        )?;
+        make_room("KNOWN", &tables.known, &mut held.known, &wanted.known, any)?;
+        let locals = &mut held.locals;
+        make_room("LOCALS", &tables.locals, locals, &wanted.locals, any)?;
+        make_room(
+            "NAMESPACES",
+            &tables.namespaces,
+            &mut held.namespaces,
+            &wanted.namespaces,
+            any,
+        )?;
         add("RULES", &tables.rules, &mut held.rules, &wanted.rules)?;
         add("RANGES", &tables.ranges, &mut held.ranges, &wanted.ranges)?;
         add("KNOWN", &tables.known, &mut held.known, &wanted.known)?;
@@ -368,6 +389,34 @@ fn add<K: Plain + Ord, V: Plain + PartialEq>(
         }
     }
     Ok(())
+}
+
+/// Where a table cannot hold what is new beside what is not wanted any longer: removes what is not, of which `may` says
+/// that it may go first.
+fn make_room<K: Plain + Ord, V: Plain>(
+    name: &str,
+    table: &Hash<K, V>,
+    held: &mut BTreeMap<K, V>,
+    wanted: &BTreeMap<K, V>,
+    may: impl Fn(&V) -> bool,
+) -> Result<(), Error> {
+    let new = wanted.keys().filter(|key| !held.contains_key(key)).count();
+    if held.len() + new <= table.capacity() as usize {
+        return Ok(());
+    }
+    let gone = held.iter();
+    let gone = gone.filter(|(key, value)| !wanted.contains_key(key) && may(value));
+    let gone: Vec<K> = gone.map(|(key, _)| *key).collect();
+    for key in gone {
+        let doing = || format!("cannot remove from {name}");
+        table.remove(&key).doing(doing)?;
+        held.remove(&key);
+    }
+    Ok(())
+}
+
+fn any<V>(_: &V) -> bool {
+    true
 }
 
 fn remove<K: Plain + Ord, V: Plain>(

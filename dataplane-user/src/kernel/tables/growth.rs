@@ -11,7 +11,7 @@ use super::{
     },
     Outer, Tables, new_affinity, new_frontends, put,
 };
-use crate::plan::Demand;
+use crate::plan::{Demand, Room};
 
 /// How large tables may become.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,6 +36,18 @@ impl Default for Limits {
     }
 }
 
+impl Limits {
+    /// How much services may take of the tables.
+    pub fn room(&self) -> Room {
+        Room {
+            frontends: self.frontends,
+            pools: self.frontends,
+            endpoints: self.endpoints,
+            sources: packet::SOURCES,
+        }
+    }
+}
+
 /// A table that was replaced by a larger copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Growth {
@@ -55,8 +67,9 @@ impl Tables {
         demand: &Demand,
         limits: Limits,
     ) -> Result<Vec<Growth>, Error> {
-        let check = |table, needed: u32, limit: u32, knob| {
-            if needed > limit {
+        // A table that was larger before stays so.
+        let check = |table, needed: u32, (capacity, limit): (u32, u32), knob| {
+            if needed > limit.max(capacity) {
                 return Err(Error::TableFull {
                     table,
                     needed: needed.into(),
@@ -69,19 +82,19 @@ impl Tables {
         check(
             "FRONTENDS",
             demand.frontends,
-            limits.frontends,
+            (self.frontends.capacity(), limits.frontends),
             "--max-frontends",
         )?;
         check(
             "POOLS",
             demand.pools,
-            limits.frontends.saturating_add(1),
+            (self.pools.capacity(), limits.frontends.saturating_add(1)),
             "--max-frontends",
         )?;
         check(
             "ENDPOINTS",
             demand.endpoints,
-            limits.endpoints,
+            (self.endpoints.capacity(), limits.endpoints),
             "--max-endpoints",
         )?;
         if demand.sources > packet::SOURCES {

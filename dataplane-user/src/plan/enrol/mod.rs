@@ -1,6 +1,7 @@
 //! Enrolment: who is captured, by which rules, and what the tables are to say of them. Where workloads are, others find
 //! out.
 
+mod budgets;
 mod kept;
 mod members;
 mod statements;
@@ -15,7 +16,8 @@ use std::{
 use dataplane_common::capture::{EXCLUDED, Enrolled, Local, RuleKey};
 
 use super::{Captured, Policies};
-use crate::model::{Acceleration, Egress, Snapshot, Workload, WorkloadName};
+use crate::model::{Acceleration, Workload, WorkloadName};
+pub use budgets::{fit_addresses, known};
 pub use kept::{Kept, Unknown};
 pub use members::{Member, Said, members};
 pub use statements::Statement;
@@ -193,20 +195,5 @@ impl Enroller {
             .chain(wanted.locals.values().map(|local| local.policy))
             .collect();
         self.policies.keep(|number| used.contains(&number));
-    }
-}
-
-/// Whom connections may reach whose egress policy is deny; and whose addresses are worth a label.
-pub fn known(snapshot: &Snapshot, members: &[Member], wanted: &mut Captured) {
-    let workloads = snapshot.workloads.values().map(|w| &w.addresses);
-    let named = members.iter().map(|member| &member.workload.addresses);
-    for addr in workloads.chain(named).flatten() {
-        wanted.known.insert((*addr).into(), 1);
-    }
-    if members.iter().any(|m| m.policy.egress == Egress::Deny) {
-        let ports = snapshot.services.values().flat_map(|s| &s.ports);
-        for endpoint in ports.flat_map(|port| &port.endpoints) {
-            wanted.known.insert(endpoint.addr.into(), 1);
-        }
     }
 }
