@@ -9,7 +9,7 @@ use dataplane_common::{
 };
 
 use super::{
-    Demand, PoolOwner, Room, Write, blocks, blocks::Blocks, room::Entries, wanted::is_address,
+    Demand, PoolOwner, Room, Write, blocks, blocks::Blocks, shares::Entries, wanted::is_address,
 };
 
 /// The tables, and what is free in them.

@@ -18,8 +18,9 @@ use super::{
     adopt::{self, Adopted},
     claims::{Claims, Rank},
     mirror::{Mirror, Writes},
-    room::{Budgets, Entries, Left},
+    room::{Budgets, Left},
     settle::ServicePools,
+    shares::Entries,
     wanted::{self, WantedKey},
 };
 use crate::model::{Problem, Service, ServiceName, Snapshot};

@@ -8,13 +8,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
     Room,
-    shares::{self, Cost, Shares},
+    shares::{self, Entries, Shares},
     wanted::{self, WantedKey},
 };
 use crate::model::{Gravity, Problem, Service, ServiceName, Snapshot};
-
-/// Entries of [`TABLES`].
-pub(super) type Entries = Cost<4>;
 
 /// The tables that services fill, and the options that say how large they may be.
 const TABLES: [(&str, Option<&str>); 4] = [

@@ -10,6 +10,9 @@ use std::collections::HashMap;
 /// What something takes of each of several tables.
 pub(super) type Cost<const N: usize> = [u64; N];
 
+/// What a service takes of FRONTENDS, POOLS, ENDPOINTS and SOURCES.
+pub(super) type Entries = Cost<4>;
+
 /// Budgets between a power of two and the next.
 const STEPS_PER_OCTAVE: usize = 4;
 /// Down to a budget of less than one entry.
@@ -94,7 +97,7 @@ impl<const N: usize> Shares<N> {
         let over = self
             .wanted
             .iter()
-            .filter(|(_, wanted)| !fits(*wanted, &self.budget));
+            .filter(|(_, wanted)| !fits(wanted, &self.budget));
         over.map(|(namespace, _)| &**namespace)
     }
 

@@ -18,7 +18,7 @@ use dataplane_common::{
 };
 use ipnet::IpNet;
 
-use super::{blocks::slots, room::Entries};
+use super::{blocks::slots, shares::Entries};
 use crate::model::{self, Service, ServicePort, ServiceType, TrafficPolicy};
 
 /// A key that a service wants.

@@ -325,7 +325,7 @@ fn contested_addresses_cost_what_each_costs() {
             .map(|n| address(100 + u32::from(n)))
             .collect();
         let [mut a, mut b] = ["a", "b"].map(|name| {
-            let mut service = service("shop", name, (1, name.len() as u32), 1, 1);
+            let mut service = service("shop", name, (1, 1), 1, 1);
             service.external_ips = all.iter().copied().collect();
             service
         });

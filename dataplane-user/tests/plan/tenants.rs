@@ -57,7 +57,7 @@ fn hostile() -> impl Strategy<Value = Service> {
                 name: port.to_string().into(),
                 port,
                 protocol: Protocol::Tcp,
-                node_port: (port % 3 == 0).then_some(30_000 + port),
+                node_port: port.is_multiple_of(3).then_some(30_000 + port),
                 endpoints: (0..endpoints).map(endpoint).collect(),
             };
             service.ports.extend((1000..1000 + ports).map(port));

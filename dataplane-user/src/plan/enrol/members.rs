@@ -3,10 +3,11 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use super::{
+    Member,
     budgets::{ROOM, over_budget, without_lists},
-    statements::{Statement, statements},
+    statements::statements,
 };
-use crate::model::{CapturedBy, Layers, Place, Policy, Rules, Snapshot, Workload, WorkloadName};
+use crate::model::{Layers, Place, Rules, Snapshot, Workload, WorkloadName};
 
 /// What the node's configuration says of capture. Each layer has the name that people know it by.
 #[derive(Clone, Debug, Default)]
@@ -17,41 +18,6 @@ pub struct Said {
     pub namespaces: BTreeMap<String, (String, Rules)>,
     /// Rules for everybody, the most specific first.
     pub all: Vec<(String, Rules)>,
-}
-
-/// A workload, and how it is captured.
-#[derive(Debug)]
-pub struct Member {
-    /// The workload.
-    pub workload: Arc<Workload>,
-    /// What its rules come to.
-    pub policy: Policy,
-    /// What that comes from.
-    pub rules: Vec<Statement>,
-    /// Whether there is no room for the ports, ranges, users, groups and interfaces of its own and its Namespace's rules:
-    /// then all of its connections are captured, but for those that the configuration excludes.
-    pub over_budget: bool,
-}
-
-impl Member {
-    /// Whether it is to be captured by the packets that it sends.
-    pub fn is_by_packets(&self) -> bool {
-        self.policy.captured_by == CapturedBy::Packets && self.workload.place == Place::Address
-    }
-
-    /// The node itself, whose own processes have the network namespace in common.
-    pub fn of_node(snapshot: &Snapshot) -> Self {
-        let name = &*snapshot.node.name;
-        Self {
-            workload: Arc::new(Workload {
-                addresses: snapshot.node.addresses.iter().copied().collect(),
-                ..Workload::new(WorkloadName::new("", name), Place::Address)
-            }),
-            policy: Policy::default(),
-            rules: Vec::new(),
-            over_budget: false,
-        }
-    }
 }
 
 /// Everybody on this node who is to be captured, with all rules that there are for them.

@@ -3,6 +3,7 @@
 
 mod budgets;
 mod kept;
+mod member;
 mod members;
 mod statements;
 
@@ -19,7 +20,8 @@ use super::{Captured, Policies};
 use crate::model::{Acceleration, Workload, WorkloadName};
 pub use budgets::{fit_addresses, known};
 pub use kept::{Kept, Unknown};
-pub use members::{Member, Said, members};
+pub use member::Member;
+pub use members::{Said, members};
 pub use statements::Statement;
 
 /// A workload that is to be captured, and what has become of that.

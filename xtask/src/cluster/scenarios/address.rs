@@ -17,7 +17,7 @@ use crate::cluster::{
 /// How soon the agent must say what is wrong. A connection may take 5 s to be made.
 const AT_ONCE: Duration = Duration::from_secs(8);
 /// How long the log is watched afterwards.
-const WATCHED: Duration = Duration::from_secs(60);
+const WATCHED: Duration = Duration::from_mins(1);
 /// Services, EndpointSlices, Pods, Nodes: of each the agent may say once that it cannot be read.
 const KINDS: usize = 4;
 
@@ -86,18 +86,18 @@ fn without(cluster: &Cluster) -> Result<String> {
         );
     }
     let worse = |line: &&str| line.contains(" WARN ") || line.contains(" ERROR ");
-    let began: Vec<&str> = log.lines().filter(worse).collect();
+    let warnings: Vec<&str> = log.lines().filter(worse).collect();
     ensure!(
-        began.len() <= KINDS,
+        warnings.len() <= KINDS,
         "{} warnings in {WATCHED:?}: {}",
-        began.len(),
-        began.join("\n")
+        warnings.len(),
+        warnings.join("\n")
     );
     Ok(format!(
         "the first warning came after {} ms and names apiServer; {} warnings in {} s of retries; status says that \
          nothing is served",
         took.as_millis(),
-        began.len(),
+        warnings.len(),
         WATCHED.as_secs()
     ))
 }

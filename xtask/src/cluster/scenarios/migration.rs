@@ -176,8 +176,8 @@ impl Steps {
         let slow = slower(report, HANG).map(|event| (event.started_at_ns, "hung"));
         let mut counts = BTreeMap::new();
         for (at, what) in failures.chain(slow) {
-            let begun = self.0.iter().rev().find(|(begin, _)| *begin <= at);
-            let text = match begun {
+            let of = self.0.iter().rev().find(|(begin, _)| *begin <= at);
+            let text = match of {
                 Some((begin, step)) => {
                     let since = Duration::from_nanos(at - begin);
                     format!("{step} after {} s: {what}", since.as_secs())

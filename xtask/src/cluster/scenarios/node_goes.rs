@@ -86,8 +86,8 @@ fn unfit(cluster: &Cluster, node: Node, reason: &str) -> Result<()> {
         );
         ensure!(livez == 200, "/livez: {livez}");
         let start = format!("warning: Node {}: {reason}", node.name());
-        let healthy = agent::says(cluster, node, &[&start, "so /healthz answers 503"])?;
-        ensure!(healthy, "a Node that goes makes its agent ill");
+        let well = agent::says(cluster, node, &[&start, "so /healthz answers 503"])?;
+        ensure!(well, "a Node that goes makes its agent ill");
         Ok(())
     })
 }
@@ -100,9 +100,9 @@ fn fit(cluster: &Cluster, node: Node) -> Result<()> {
             healthz == 200 && body["nodeEligible"] == true && livez == 200,
             "/healthz: {healthz} {body}, /livez: {livez}"
         );
-        let (healthy, text) = agent::status(cluster, node)?;
+        let (well, text) = agent::status(cluster, node)?;
         ensure!(
-            healthy && !text.contains("/healthz answers 503"),
+            well && !text.contains("/healthz answers 503"),
             "status: {text}"
         );
         Ok(())

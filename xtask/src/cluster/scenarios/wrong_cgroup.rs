@@ -25,7 +25,7 @@ const LOOK: Duration = Duration::from_secs(80);
 const PORTS: &str = "net.ipv4.ip_local_port_range=40000 40999";
 const KEPT: u64 = 200;
 /// How long clients go on after the correction. Connections failed for 45 s before it was mended.
-const AFTER: Duration = Duration::from_secs(60);
+const AFTER: Duration = Duration::from_mins(1);
 
 pub fn corrected(cluster: &Cluster) -> Result<String> {
     let outcome = named_and_corrected(cluster);

@@ -1,0 +1,41 @@
+//! One who is captured.
+
+use std::sync::Arc;
+
+use super::Statement;
+use crate::model::{CapturedBy, Place, Policy, Snapshot, Workload, WorkloadName};
+
+/// A workload, and how it is captured.
+#[derive(Debug)]
+pub struct Member {
+    /// The workload.
+    pub workload: Arc<Workload>,
+    /// What its rules come to.
+    pub policy: Policy,
+    /// What that comes from.
+    pub rules: Vec<Statement>,
+    /// Whether there is no room for the ports, ranges, users, groups and interfaces of its own and its Namespace's rules:
+    /// then all of its connections are captured, but for those that the configuration excludes.
+    pub over_budget: bool,
+}
+
+impl Member {
+    /// Whether it is to be captured by the packets that it sends.
+    pub fn is_by_packets(&self) -> bool {
+        self.policy.captured_by == CapturedBy::Packets && self.workload.place == Place::Address
+    }
+
+    /// The node itself, whose own processes have the network namespace in common.
+    pub fn of_node(snapshot: &Snapshot) -> Self {
+        let name = &*snapshot.node.name;
+        Self {
+            workload: Arc::new(Workload {
+                addresses: snapshot.node.addresses.iter().copied().collect(),
+                ..Workload::new(WorkloadName::new("", name), Place::Address)
+            }),
+            policy: Policy::default(),
+            rules: Vec::new(),
+            over_budget: false,
+        }
+    }
+}
