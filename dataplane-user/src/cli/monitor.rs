@@ -9,7 +9,6 @@ use std::{
 
 use clap::Args;
 use dataplane_common::{Addr, Event, Hook, Port, Reason};
-use nix::net::if_::if_indextoname;
 use serde::Serialize;
 
 use super::{
@@ -17,7 +16,7 @@ use super::{
     names::Names,
     output::{self, BAD, DIM, Format, GOOD},
 };
-use crate::kernel::Monitor;
+use crate::kernel::{Monitor, interface_name};
 
 /// Show the programs' decisions as they are made.
 ///
@@ -165,7 +164,7 @@ impl MonitorArgs {
         if !self.hook.is_empty() && !hook.is_some_and(|h| self.hook.contains(&h)) {
             return None;
         }
-        let interface = (event.ifindex != 0).then(|| interface(event.ifindex));
+        let interface = (event.ifindex != 0).then(|| interface_name(event.ifindex));
         if self.iface.is_some() && self.iface != interface {
             return None;
         }
@@ -204,14 +203,6 @@ impl MonitorArgs {
             }),
         })
     }
-}
-
-/// An interface's name; its number where it is gone, or in another network namespace.
-fn interface(index: u32) -> String {
-    if_indextoname(index).map_or_else(
-        |_| format!("#{index}"),
-        |name| name.to_string_lossy().into_owned(),
-    )
 }
 
 /// When the clock of the events started.
@@ -363,6 +354,16 @@ mod tests {
         some.hook = vec![Hook::Connect];
         assert!(line(&some).is_none());
         assert!(hook("packets").unwrap_err().contains("packet"));
+    }
+
+    #[test]
+    fn an_interface_that_is_gone_is_shown_by_its_number() {
+        let gone = Event {
+            ifindex: u32::MAX,
+            ..event(Reason::Masqueraded)
+        };
+        let line = args(&[]).line(&nobody(), &gone, Duration::ZERO).unwrap();
+        assert_eq!(line.interface.as_deref(), Some("interface 4294967295"));
     }
 
     #[test]
