@@ -90,7 +90,8 @@ mod socket_udp;
 
 use std::{
     process::ExitCode,
-    sync::{PoisonError, RwLock},
+    sync::{Mutex, PoisonError, RwLock},
+    time::{Duration, Instant},
 };
 
 use anyhow::Result;
@@ -108,6 +109,9 @@ const HEAVY: [&str; 3] = [
 /// still while another's code is changed, as by every program that is loaded there, and counts that
 /// as time which it worked.
 static ALONE: RwLock<()> = RwLock::new(());
+
+/// How long each scenario took, in the order of their ends.
+static TOOK: Mutex<Vec<(&str, Duration)>> = Mutex::new(Vec::new());
 
 /// A scenario, and what it needs.
 #[derive(Clone, Copy)]
@@ -239,7 +243,33 @@ fn main() -> ExitCode {
         };
         trial(scenario, missing, required, &arguments)
     });
-    libtest_mimic::run(&arguments, trials.collect()).exit_code()
+    let conclusion = libtest_mimic::run(&arguments, trials.collect());
+    if !arguments.list {
+        print_slowest();
+    }
+    conclusion.exit_code()
+}
+
+/// Prints which scenarios took longest, so that a reader sees what makes a run long.
+fn print_slowest() {
+    /// Shorter runs need no explanation.
+    const FEW: usize = 50;
+    const SHOWN: usize = 20;
+
+    let mut took = TOOK.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    if took.len() < FEW {
+        return;
+    }
+    let all: Duration = took.iter().map(|(_, time)| time).sum();
+    took.sort_by_key(|(_, time)| std::cmp::Reverse(*time));
+    println!(
+        "\n{} scenarios took {:.0} s in all. The slowest:",
+        took.len(),
+        all.as_secs_f64()
+    );
+    for (name, time) in took.iter().take(SHOWN) {
+        println!("{:6.1} s  {name}", time.as_secs_f64());
+    }
 }
 
 fn trial(
@@ -254,12 +284,21 @@ fn trial(
     let name = name.split_once("::").map_or(name, |(_, rest)| rest);
     match missing {
         None => Trial::test(name, move || {
+            let timed = || {
+                let started = Instant::now();
+                let done = run();
+                let took = (name, started.elapsed());
+                TOOK.lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .push(took);
+                done
+            };
             let done = if measures {
                 let _alone = ALONE.write().unwrap_or_else(PoisonError::into_inner);
-                run()
+                timed()
             } else {
                 let _among_others = ALONE.read().unwrap_or_else(PoisonError::into_inner);
-                run()
+                timed()
             };
             done.map_err(|error| format!("{error:#}").into())
         }),
