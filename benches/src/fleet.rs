@@ -6,8 +6,8 @@ use std::{
 };
 
 use dataplane::model::{
-    Endpoint, Hints, Node, Protocol, Service, ServiceName, ServicePort, ServiceType, Snapshot,
-    TrafficPolicy,
+    Endpoint, Hints, Node, Protocol, Records, Service, ServiceName, ServicePort, ServiceType,
+    Snapshot, TrafficPolicy,
 };
 use dataplane_peers::{Cluster, LocalDetector};
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
@@ -181,6 +181,7 @@ fn service(
         internal_policy: TrafficPolicy::Cluster,
         external_policy: TrafficPolicy::Cluster,
         health_check_node_port: None,
+        records: Records::ClusterIps,
         ports,
     }
 }

@@ -8,6 +8,7 @@ pub mod admin;
 pub mod agent;
 pub mod cli;
 pub mod config;
+pub mod dns;
 pub mod kernel;
 pub mod model;
 pub mod plan;

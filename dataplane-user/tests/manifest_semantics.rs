@@ -250,7 +250,7 @@ fn what_belongs_to_others_is_left_alone() {
         "{other_proxy}{their_slice}{headless}---\n{marked}"
     ));
     assert!(loaded.snapshot.services.is_empty());
-    assert_eq!(loaded.left_alone, 3);
+    assert_eq!(loaded.left_alone, 2);
 }
 
 #[test]

@@ -9,8 +9,8 @@ use std::{
 
 use dataplane::{
     model::{
-        Endpoint, Hints, Node, Place, Protocol, Service, ServiceName, ServicePort, ServiceType,
-        Snapshot, TrafficPolicy, Workload, WorkloadName,
+        Endpoint, Hints, Node, Place, Protocol, Records, Service, ServiceName, ServicePort,
+        ServiceType, Snapshot, TrafficPolicy, Workload, WorkloadName,
     },
     relay::{Found, Index, Target},
 };
@@ -99,6 +99,7 @@ prop_compose! {
             internal_policy: if local { TrafficPolicy::Local } else { TrafficPolicy::Cluster },
             external_policy: TrafficPolicy::Cluster,
             health_check_node_port: None,
+            records: Records::ClusterIps,
             ports,
         }
     }
@@ -267,6 +268,7 @@ fn endpoints_are_drawn_uniformly() {
         internal_policy: TrafficPolicy::Cluster,
         external_policy: TrafficPolicy::Cluster,
         health_check_node_port: None,
+        records: Records::ClusterIps,
         ports: smallvec![],
     };
     service.ports.push(ServicePort {

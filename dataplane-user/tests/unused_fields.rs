@@ -40,7 +40,7 @@ fn objects() -> Vec<Value> {
                 "loadBalancerSourceRanges": ["10.0.0.0/8"], "sessionAffinity": "ClientIP",
                 "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 9}},
                 "internalTrafficPolicy": "Cluster", "externalTrafficPolicy": "Local",
-                "healthCheckNodePort": 30001,
+                "healthCheckNodePort": 30001, "externalName": "", "publishNotReadyAddresses": false,
                 "ports": [{"name": "http", "protocol": "TCP", "port": 80, "nodePort": 30080}],
             },
             "status": {"loadBalancer": {"ingress": [{"ip": "192.0.2.8", "ipMode": "VIP"}]}},
@@ -50,7 +50,7 @@ fn objects() -> Vec<Value> {
             "metadata": metadata("web-1", json!({"kubernetes.io/service-name": "web"})),
             "addressType": "IPv4",
             "endpoints": [{
-                "addresses": ["10.244.0.1"], "nodeName": "here",
+                "addresses": ["10.244.0.1"], "nodeName": "here", "hostname": "web-0",
                 "conditions": {"ready": true, "serving": true, "terminating": false},
                 "hints": {"forZones": [{"name": "a"}], "forNodes": [{"name": "here"}]},
             }],
@@ -67,6 +67,10 @@ fn objects() -> Vec<Value> {
             "metadata": metadata("web-1-x", json!({"istio.io/dataplane-mode": "ambient"})),
             "spec": {
                 "nodeName": "here", "hostNetwork": false, "serviceAccountName": "web",
+                "dnsPolicy": "None", "dnsConfig": {
+                    "nameservers": ["192.0.2.53"], "searches": ["corp.example"],
+                    "options": [{"name": "ndots", "value": "2"}],
+                },
                 "containers": [container], "initContainers": [container],
             },
             "status": {"phase": "Running", "podIP": "10.244.0.1", "podIPs": [{"ip": "10.244.0.1"}]},

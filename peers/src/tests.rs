@@ -3,8 +3,8 @@
 use std::{collections::BTreeSet, net::IpAddr, sync::Arc, time::Duration};
 
 use dataplane::model::{
-    Endpoint, Hints, Node, Protocol, Service, ServiceName, ServicePort, ServiceType, Snapshot,
-    TrafficPolicy,
+    Endpoint, Hints, Node, Protocol, Records, Service, ServiceName, ServicePort, ServiceType,
+    Snapshot, TrafficPolicy,
 };
 use smallvec::smallvec;
 
@@ -47,6 +47,7 @@ fn snapshot() -> Snapshot {
             internal_policy: TrafficPolicy::Cluster,
             external_policy: TrafficPolicy::Cluster,
             health_check_node_port: None,
+            records: Records::ClusterIps,
             ports: smallvec![ServicePort {
                 name: "p".into(),
                 port: 80,

@@ -171,6 +171,7 @@ impl Input {
         self.facts = view.node;
         self.services = view.services;
         self.snapshot.workloads = view.workloads;
+        self.snapshot.whole = view.whole;
         let others = !Arc::ptr_eq(&self.problems, &view.problems);
         self.problems = view.problems;
         if !self.serve() && others {

@@ -4,6 +4,7 @@ mod cleanup;
 mod completions;
 mod config;
 mod conntrack;
+mod dns;
 mod doctor;
 mod explain;
 mod keep_nat;
@@ -90,6 +91,7 @@ enum Command {
     Explain(explain::ExplainArgs),
     Monitor(monitor::MonitorArgs),
     Conntrack(conntrack::ConntrackArgs),
+    Dns(Box<dns::DnsArgs>),
     Doctor(doctor::DoctorArgs),
     Config(config::ConfigArgs),
     KeepNat(keep_nat::KeepNatArgs),
@@ -113,6 +115,7 @@ impl Cli {
             Command::Explain(args) => args.run(),
             Command::Monitor(args) => args.run(),
             Command::Conntrack(args) => args.run(),
+            Command::Dns(args) => args.run(),
             Command::Doctor(args) => args.run(),
             Command::Config(args) => args.run(),
             Command::KeepNat(args) => args.run(),

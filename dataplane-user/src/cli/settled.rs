@@ -40,14 +40,8 @@ pub fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Cli, Refus
         && let Some(path) = given.get_one::<PathBuf>("config")
     {
         file = config::read(path).map_err(Refusal::Config)?;
-        let takes_source = command.find_subcommand(name).is_some_and(|it| {
-            it.get_groups()
-                .any(|group| group.get_id() == SourceArgs::GROUP)
-        });
-        if takes_source && file.source != Source::default() {
-            command = command.mut_subcommand(name, |it| {
-                it.mut_group(SourceArgs::GROUP, |group| group.required(false))
-            });
+        if file.source != Source::default() {
+            command = command.mut_subcommand(name, without_source);
         }
     }
     let matches = command
@@ -62,6 +56,17 @@ pub fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Cli, Refus
     Ok(cli)
 }
 
+/// Has a command, and those below it, do without a source on the command line.
+fn without_source(command: clap::Command) -> clap::Command {
+    let takes_source = (command.get_groups()).any(|group| group.get_id() == SourceArgs::GROUP);
+    let command = command.mut_subcommands(without_source);
+    if takes_source {
+        command.mut_group(SourceArgs::GROUP, |group| group.required(false))
+    } else {
+        command
+    }
+}
+
 impl Command {
     /// Adds what the file says and the command line does not. A command without an option for something needs no such
     /// thing.
@@ -69,6 +74,7 @@ impl Command {
         match self {
             Self::Run(args) => args.settle(file, given)?,
             Self::Proxy(args) => args.settle(file, given)?,
+            Self::Dns(args) => args.settle(file, given)?,
             Self::Plan(args) => {
                 args.source.settle(file);
                 node(&mut args.node, file, given)?;

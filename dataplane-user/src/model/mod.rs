@@ -6,6 +6,9 @@ mod cluster;
 mod identity;
 mod name;
 mod names;
+mod protocol;
+mod records;
+mod resolution;
 mod service;
 mod topology;
 mod workload;
@@ -14,7 +17,10 @@ pub use cluster::Cluster;
 pub use identity::{Identity, IdentityError};
 pub use name::{ServiceName, WorkloadName};
 pub use names::Names;
-pub use service::{Endpoint, Protocol, Service, ServicePort, ServiceType, TrafficPolicy};
+pub use protocol::Protocol;
+pub use records::{Published, PublishedPort, Records};
+pub use resolution::{DnsPolicy, Resolution};
+pub use service::{Endpoint, Service, ServicePort, ServiceType, TrafficPolicy};
 pub use topology::{Hints, Reach};
 pub use workload::{
     Acceleration, CapturedBy, Egress, Exempt, Layers, Mode, Place, Policy, Rules, Telemetry, Uid,
@@ -135,6 +141,8 @@ pub struct Snapshot {
     pub node: Arc<Node>,
     /// The cluster that it is of.
     pub cluster: Arc<Cluster>,
+    /// Whether every Service of the cluster is here, so that a name that is not here does not exist.
+    pub whole: bool,
     /// What the source could not make sense of.
     pub problems: Arc<[Problem]>,
 }

@@ -1,146 +1,150 @@
-//! The names by which clients ask DNS for services.
+//! What DNS needs of a snapshot: services by name and by address, and clients by address.
 
-use std::sync::Arc;
+use std::{net::IpAddr, sync::Arc};
 
-use super::{Service, ServiceName, ServiceType, Snapshot};
+use imbl::ordmap::DiffItem;
+use smallvec::SmallVec;
 
-/// The services of a [`Snapshot`] by their names in DNS: `SERVICE.NAMESPACE.svc.DOMAIN`.
+use super::{Records, Service, ServiceName, ServiceType, Snapshot, Workload, WorkloadName};
+
+/// What has each address.
+type ByAddress<Name> = imbl::HashMap<IpAddr, SmallVec<[Name; 1]>>;
+
+/// An index of a [`Snapshot`]: its services by their names in DNS and by their addresses, and its workloads by their
+/// addresses.
 ///
-/// It shares the snapshot's map of services, so it costs neither time nor memory to have one for each snapshot.
-#[derive(Clone, Debug)]
+/// It shares the snapshot's maps. [`Names::follow`] takes the time of what changed since the snapshot before.
+#[derive(Clone, Debug, Default)]
 pub struct Names {
     domain: Arc<str>,
+    whole: bool,
     services: imbl::OrdMap<ServiceName, Arc<Service>>,
+    workloads: imbl::OrdMap<WorkloadName, Arc<Workload>>,
+    /// The services that an address is a cluster IP of, or a published endpoint.
+    of_address: ByAddress<ServiceName>,
+    clients: ByAddress<WorkloadName>,
 }
 
 impl Names {
-    /// The names of a snapshot's services.
+    /// The names of a snapshot.
     pub fn of(snapshot: &Snapshot) -> Self {
-        Self {
-            domain: Arc::clone(&snapshot.cluster.domain),
-            services: snapshot.services.clone(),
+        let mut names = Self::default();
+        names.follow(snapshot);
+        names
+    }
+
+    /// Turns into the names of another snapshot.
+    pub fn follow(&mut self, snapshot: &Snapshot) {
+        self.domain = Arc::clone(&snapshot.cluster.domain);
+        self.whole = snapshot.whole;
+        let before = std::mem::replace(&mut self.services, snapshot.services.clone());
+        for change in before.diff(&snapshot.services) {
+            let (old, new) = sides(&change);
+            if let Some(old) = old {
+                remove(&mut self.of_address, addresses(old), &old.name);
+            }
+            if let Some(new) = new {
+                insert(&mut self.of_address, addresses(new), &new.name);
+            }
+        }
+        let before = std::mem::replace(&mut self.workloads, snapshot.workloads.clone());
+        for change in before.diff(&snapshot.workloads) {
+            let (old, new) = sides(&change);
+            if let Some(old) = old {
+                remove(&mut self.clients, old.addresses.clone(), &old.name);
+            }
+            if let Some(new) = new {
+                insert(&mut self.clients, new.addresses.clone(), &new.name);
+            }
         }
     }
 
-    /// The service of a whole name. Upper case counts as lower case, and a dot may end the name. A pod's host ports
-    /// have no name.
-    pub fn service(&self, name: &str) -> Option<&Arc<Service>> {
-        let name = name.strip_suffix('.').unwrap_or(name).to_ascii_lowercase();
-        let name = name.strip_suffix(&*self.domain)?.strip_suffix(".svc.")?;
-        let (service, namespace) = name.split_once('.')?;
-        let found = self.services.get(&ServiceName::new(namespace, service))?;
+    /// The cluster's domain, in lower case, without dots around it.
+    pub fn domain(&self) -> &str {
+        &self.domain
+    }
+
+    /// Whether a service that is not here does not exist.
+    pub fn is_whole(&self) -> bool {
+        self.whole
+    }
+
+    /// The service of a name in lower case. A pod's host ports have no name.
+    pub fn service(&self, namespace: &str, name: &str) -> Option<&Arc<Service>> {
+        let found = self.services.get(&ServiceName::new(namespace, name))?;
         (found.kind != ServiceType::HostPort).then_some(found)
     }
 
-    /// The whole name of a service, without a dot at its end.
-    pub fn name(&self, service: &ServiceName) -> String {
-        let (name, namespace) = (service.name(), service.namespace());
-        format!("{name}.{namespace}.svc.{}", self.domain)
+    /// Whether a service is in this namespace.
+    pub fn has_namespace(&self, namespace: &str) -> bool {
+        let services = self.services.range(ServiceName::new(namespace, "")..);
+        let mut here = services.take_while(|(name, _)| name.namespace() == namespace);
+        here.any(|(_, service)| service.kind != ServiceType::HostPort)
+    }
+
+    /// The services that have an address as cluster IP, or that publish an endpoint with it.
+    pub fn of_address(&self, addr: IpAddr) -> impl Iterator<Item = &Arc<Service>> {
+        let names = self.of_address.get(&addr.to_canonical());
+        let names = names.into_iter().flatten();
+        names.filter_map(|name| self.services.get(name))
+    }
+
+    /// The workload that has an address; of several, the one that was seen last.
+    pub fn client(&self, addr: IpAddr) -> Option<&Arc<Workload>> {
+        let names = self.clients.get(&addr.to_canonical())?;
+        self.workloads.get(names.last()?)
+    }
+
+    /// The workload of a name.
+    pub fn workload(&self, name: &WorkloadName) -> Option<&Arc<Workload>> {
+        self.workloads.get(name)
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-    use smallvec::SmallVec;
-
-    use super::*;
-    use crate::model::{Cluster, TrafficPolicy};
-
-    fn snapshot(domain: &str, services: &[(&str, &str, ServiceType)]) -> Snapshot {
-        let service = |&(namespace, name, kind): &(&str, &str, ServiceType)| {
-            let name = ServiceName::new(namespace, name);
-            let service = Service {
-                name: name.clone(),
-                kind,
-                created: None,
-                cluster_ips: SmallVec::new(),
-                external_ips: SmallVec::new(),
-                load_balancer_ips: SmallVec::new(),
-                source_ranges: SmallVec::new(),
-                affinity: None,
-                internal_policy: TrafficPolicy::Cluster,
-                external_policy: TrafficPolicy::Cluster,
-                health_check_node_port: None,
-                ports: SmallVec::new(),
-            };
-            (name, Arc::new(service))
-        };
-        Snapshot {
-            cluster: Arc::new(Cluster {
-                domain: domain.into(),
-                ..Cluster::default()
-            }),
-            services: services.iter().map(service).collect(),
-            ..Snapshot::default()
+fn insert<Name: Clone + PartialEq>(
+    map: &mut ByAddress<Name>,
+    addresses: impl IntoIterator<Item = IpAddr>,
+    name: &Name,
+) {
+    for addr in addresses {
+        let names = map.entry(addr).or_default();
+        if !names.contains(name) {
+            names.push(name.clone());
         }
     }
+}
 
-    #[test]
-    fn a_service_has_one_whole_name() {
-        let kind = ServiceType::ClusterIp;
-        let snapshot = snapshot(
-            "cluster.local",
-            &[
-                ("shop", "web", kind),
-                ("shop", "outside", ServiceType::ExternalName),
-                ("shop", "hostport:web-0", ServiceType::HostPort),
-                ("default", "svc", kind),
-            ],
-        );
-        let names = Names::of(&snapshot);
-        let found = |name: &str| names.service(name).map(|found| found.name.to_string());
-        for (name, service) in [
-            ("web.shop.svc.cluster.local", "shop/web"),
-            ("web.shop.svc.cluster.local.", "shop/web"),
-            ("WEB.Shop.SVC.Cluster.LOCAL", "shop/web"),
-            ("outside.shop.svc.cluster.local", "shop/outside"),
-            ("svc.default.svc.cluster.local", "default/svc"),
-        ] {
-            assert_eq!(found(name).as_deref(), Some(service), "{name}");
-        }
-        for name in [
-            "",
-            ".",
-            "cluster.local",
-            "svc.cluster.local",
-            "shop.svc.cluster.local",
-            "web",
-            "web.shop",
-            "web.shop.svc",
-            "web.shop.cluster.local",
-            "web.shop.pod.cluster.local",
-            "web.shop.svc.cluster.local..",
-            "web.shop.svcxcluster.local",
-            "web.shop.svc.xcluster.local",
-            "web.other.svc.cluster.local",
-            "web-0.web.shop.svc.cluster.local",
-            "_http._tcp.web.shop.svc.cluster.local",
-            "hostport:web-0.shop.svc.cluster.local",
-        ] {
-            assert_eq!(found(name), None, "{name}");
+fn remove<Name: Clone + PartialEq>(
+    map: &mut ByAddress<Name>,
+    addresses: impl IntoIterator<Item = IpAddr>,
+    name: &Name,
+) {
+    for addr in addresses {
+        if let Some(names) = map.get_mut(&addr) {
+            names.retain(|known| known != name);
+            if names.is_empty() {
+                map.remove(&addr);
+            }
         }
     }
+}
 
-    #[test]
-    fn another_domain_has_other_names() {
-        let snapshot = snapshot("corp.example", &[("shop", "web", ServiceType::ClusterIp)]);
-        let names = Names::of(&snapshot);
-        assert!(names.service("web.shop.svc.corp.example").is_some());
-        assert!(names.service("web.shop.svc.cluster.local").is_none());
+/// What there was and what there is.
+fn sides<'a, K, V>(change: &DiffItem<'a, 'a, K, V>) -> (Option<&'a V>, Option<&'a V>) {
+    match *change {
+        DiffItem::Add(_, new) => (None, Some(new)),
+        DiffItem::Update { old, new } => (Some(old.1), Some(new.1)),
+        DiffItem::Remove(_, old) => (Some(old), None),
     }
+}
 
-    proptest! {
-        #[test]
-        fn the_name_of_a_service_leads_to_it(
-            namespace in "[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?",
-            service in "[a-z]([a-z0-9-]{0,61}[a-z0-9])?",
-        ) {
-            let snapshot = snapshot("cluster.local", &[(&namespace, &service, ServiceType::NodePort)]);
-            let names = Names::of(&snapshot);
-            let wanted = ServiceName::new(&namespace, &service);
-            let found = names.service(&names.name(&wanted));
-            prop_assert_eq!(found.map(|found| &found.name), Some(&wanted));
-        }
-    }
+/// The addresses that lead back to the name of a service.
+fn addresses(service: &Service) -> Vec<IpAddr> {
+    let mut addresses: Vec<_> = match &service.records {
+        Records::ClusterIps => service.cluster_ips.to_vec(),
+        Records::Endpoints { .. } => service.records.published().map(|e| e.addr).collect(),
+        Records::Alias(_) => Vec::new(),
+    };
+    addresses.dedup();
+    addresses
 }

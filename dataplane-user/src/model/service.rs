@@ -5,26 +5,7 @@ use std::{net::IpAddr, time::Duration};
 use ipnet::IpNet;
 use smallvec::SmallVec;
 
-use super::{Hints, Reach, ServiceName};
-
-/// A transport protocol that services are served for. (SCTP has no hook at the socket.)
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Protocol {
-    /// TCP.
-    Tcp,
-    /// UDP.
-    Udp,
-}
-
-impl Protocol {
-    /// As people write it, in lower case.
-    pub const fn word(self) -> &'static str {
-        match self {
-            Self::Tcp => "tcp",
-            Self::Udp => "udp",
-        }
-    }
-}
+use super::{Hints, Protocol, Reach, Records, ServiceName};
 
 /// `spec.type`, or where else it comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,6 +64,8 @@ pub struct Service {
     pub health_check_node_port: Option<u16>,
     /// Its ports.
     pub ports: SmallVec<[ServicePort; 1]>,
+    /// Where its name leads.
+    pub records: Records,
 }
 
 /// A port of a service, with the endpoints of both families that serve it.

@@ -14,7 +14,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
 
-use super::{Cluster, Identity, WorkloadName};
+use super::{Cluster, Identity, Resolution, WorkloadName};
 
 /// Ports that a mesh's proxies have: no rule can name them.
 const RESERVED: [u16; 12] = [
@@ -45,6 +45,8 @@ pub struct Workload {
     pub service_account: Arc<str>,
     /// What metrics and logs call it.
     pub telemetry: Telemetry,
+    /// How it looks up names; none: as a pod that says nothing of it.
+    pub resolution: Option<Box<Resolution>>,
     /// What it and its namespace ask for.
     pub rules: Arc<Layers>,
     /// By which rules its connections are captured; `None`: they are not.
@@ -63,6 +65,7 @@ impl Workload {
             network: Arc::clone(&nothing),
             service_account: nothing,
             telemetry: Telemetry::new(name.name(), None),
+            resolution: None,
             rules: Arc::default(),
             capture: None,
             name,

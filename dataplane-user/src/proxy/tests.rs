@@ -15,8 +15,8 @@ use socket2::SockRef;
 use super::*;
 use crate::{
     model::{
-        Egress, Endpoint, Hints, Place, Protocol, Service, ServiceName, ServicePort, ServiceType,
-        TrafficPolicy, Workload,
+        Egress, Endpoint, Hints, Place, Protocol, Records, Service, ServiceName, ServicePort,
+        ServiceType, TrafficPolicy, Workload,
     },
     threads::none_dies,
 };
@@ -51,6 +51,7 @@ pub(super) fn service(vip: IpAddr, port: u16, endpoints: &[SocketAddr]) -> Servi
         internal_policy: TrafficPolicy::Cluster,
         external_policy: TrafficPolicy::Cluster,
         health_check_node_port: None,
+        records: Records::ClusterIps,
         ports: smallvec![ServicePort {
             name: "".into(),
             port,

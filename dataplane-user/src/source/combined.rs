@@ -60,6 +60,7 @@ impl Feed for Combined {
             // The left one's entries count in a union.
             if part.services {
                 whole.services = whole.services.union(view.services.clone());
+                whole.whole = view.whole;
             }
             if part.workloads {
                 whole.workloads = whole.workloads.union(view.workloads.clone());

@@ -32,6 +32,8 @@ pub struct View {
     pub services: imbl::OrdMap<ServiceName, Arc<Service>>,
     /// The pods of this node, and of others, as far as they were asked for.
     pub workloads: imbl::OrdMap<WorkloadName, Arc<Workload>>,
+    /// Whether every Service of the cluster is among them.
+    pub whole: bool,
     /// What this node's own object tells; none if the source has nothing to say about nodes.
     pub node: Option<NodeFacts>,
     /// What is known to be left out, because it cannot be served as it is written.

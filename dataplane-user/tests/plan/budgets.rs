@@ -7,8 +7,8 @@ use std::{
 
 use dataplane::{
     model::{
-        Endpoint, Hints, Protocol, Service, ServiceName, ServicePort, ServiceType, Snapshot,
-        TrafficPolicy,
+        Endpoint, Hints, Protocol, Records, Service, ServiceName, ServicePort, ServiceType,
+        Snapshot, TrafficPolicy,
     },
     plan::{Departures, Left, Plan, Planner, Room},
 };
@@ -55,6 +55,7 @@ fn service(
         internal_policy: TrafficPolicy::Cluster,
         external_policy: TrafficPolicy::Cluster,
         health_check_node_port: None,
+        records: Records::ClusterIps,
         ports: (1..=ports).map(port).collect(),
     }
 }

@@ -9,8 +9,8 @@ use std::{
 
 use dataplane::{
     model::{
-        Endpoint, Hints, Node, Protocol, Service, ServiceName, ServicePort, ServiceType, Snapshot,
-        TrafficPolicy,
+        Endpoint, Hints, Node, Protocol, Records, Service, ServiceName, ServicePort, ServiceType,
+        Snapshot, TrafficPolicy,
     },
     plan::{Left, Planner, Room},
 };
@@ -195,6 +195,7 @@ pub fn service() -> impl Strategy<Value = Service> {
                     internal_policy,
                     external_policy,
                     health_check_node_port: None,
+                    records: Records::ClusterIps,
                     ports: ports.into(),
                 }
             },

@@ -4,8 +4,8 @@ use std::{sync::Arc, time::Duration};
 
 use dataplane::{
     model::{
-        Endpoint, Hints, Node, Protocol, Service, ServiceName, ServicePort, ServiceType, Snapshot,
-        TrafficPolicy,
+        Endpoint, Hints, Node, Protocol, Records, Service, ServiceName, ServicePort, ServiceType,
+        Snapshot, TrafficPolicy,
     },
     plan::{self, AdoptError, Plan, Planner, PoolRole, Write},
 };
@@ -81,6 +81,7 @@ fn service(name: &str, cluster_ips: &[&str], endpoints: &[&str]) -> Service {
         internal_policy: TrafficPolicy::Cluster,
         external_policy: TrafficPolicy::Cluster,
         health_check_node_port: None,
+        records: Records::ClusterIps,
         ports: [port].into(),
     }
 }

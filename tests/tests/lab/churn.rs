@@ -16,8 +16,8 @@ use anyhow::{Context as _, Result, ensure};
 use dataplane::{
     kernel::{Kernel, Limits, Paths},
     model::{
-        Endpoint, Hints, Protocol, Service, ServiceName, ServicePort, ServiceType, Snapshot,
-        TrafficPolicy,
+        Endpoint, Hints, Protocol, Records, Service, ServiceName, ServicePort, ServiceType,
+        Snapshot, TrafficPolicy,
     },
     plan::Planner,
 };
@@ -107,6 +107,7 @@ fn service(
         internal_policy: TrafficPolicy::Cluster,
         external_policy: TrafficPolicy::Cluster,
         health_check_node_port: None,
+        records: Records::ClusterIps,
         ports: [port].into_iter().collect(),
     };
     (name, Arc::new(service))

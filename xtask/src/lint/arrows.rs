@@ -25,6 +25,7 @@ const ROOMS: &[(&str, &[&str])] = &[
     ("threads", &[]),
     ("source", &["model", "threads"]),
     ("plan", &["model"]),
+    ("dns", &["model"]),
     ("relay", &["model", "threads"]),
     ("kernel", &["plan"]),
     ("proxy", &["model", "relay", "threads"]),
@@ -46,8 +47,8 @@ const ROOMS: &[(&str, &[&str])] = &[
     (
         "cli",
         &[
-            "admin", "agent", "config", "kernel", "model", "plan", "proxy", "relay", "settings",
-            "source", "takeover", "threads",
+            "admin", "agent", "config", "dns", "kernel", "model", "plan", "proxy", "relay",
+            "settings", "source", "takeover", "threads",
         ],
     ),
 ];

@@ -321,7 +321,9 @@ mod tests {
 
     #[test]
     fn a_namespace_with_too_many_endpoints_is_unknown_and_the_others_are_known() {
-        use crate::model::{Endpoint, Hints, Protocol, ServicePort, ServiceType, TrafficPolicy};
+        use crate::model::{
+            Endpoint, Hints, Protocol, Records, ServicePort, ServiceType, TrafficPolicy,
+        };
         let service = |namespace: &str, name: &str, first: u32, count: u32| {
             let endpoints = (first..first + count).map(|n| Endpoint {
                 addr: std::net::Ipv4Addr::from_bits(n).into(),
@@ -351,6 +353,7 @@ mod tests {
                 internal_policy: TrafficPolicy::Cluster,
                 external_policy: TrafficPolicy::Cluster,
                 health_check_node_port: None,
+                records: Records::ClusterIps,
                 ports: [port].into_iter().collect(),
             })
         };

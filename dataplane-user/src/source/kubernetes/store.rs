@@ -198,6 +198,8 @@ impl Store {
         Some(View {
             services: self.services.clone(),
             workloads: self.pods.workloads(),
+            // What belongs to another proxy is not read.
+            whole: false,
             node: Some(self.facts.clone()),
             problems: Arc::clone(&self.problems_seen),
             since: self.since.take().map(Instant::into_std),

@@ -117,6 +117,7 @@ impl Files {
         let view = View {
             services: snapshot.services.clone(),
             workloads: snapshot.workloads.clone(),
+            whole: snapshot.whole,
             node: loaded.facts,
             problems: Arc::clone(&snapshot.problems),
             since: None,

@@ -45,8 +45,7 @@ pub struct Loaded {
     pub facts: Option<NodeFacts>,
     /// How many objects there were of each kind that is not served here.
     pub ignored: BTreeMap<String, usize>,
-    /// How many services and slices were left to other proxies, as their labels ask, or are of
-    /// headless services.
+    /// How many services and slices were left to others, as their labels ask.
     pub left_alone: usize,
     /// How many files were read.
     pub files: usize,

@@ -207,6 +207,7 @@ impl<'a> Stage<'a> {
         let unknown = self.whereabouts.problem(self.node);
         self.problems
             .extend(unknown.filter(|_| self.node_object.is_none()));
+        let whole = self.services.values().all(|(service, _)| service.is_some());
         let mut services = previous.services.clone();
         let gone: Vec<_> = previous
             .services
@@ -250,6 +251,7 @@ impl<'a> Stage<'a> {
             services,
             workloads,
             cluster: Arc::clone(&previous.cluster),
+            whole,
             node: kept(&previous.node, node, || Arc::new(node.clone())),
             problems: kept(&previous.problems, &*self.problems, || {
                 self.problems.as_slice().into()

@@ -15,7 +15,7 @@ use smallvec::SmallVec;
 
 use super::{Findings, address, object_name, wire as api};
 use crate::model::{
-    Endpoint, Hints, Node, Service, ServiceName, ServicePort, ServiceType, TrafficPolicy,
+    Endpoint, Hints, Node, Records, Service, ServiceName, ServicePort, ServiceType, TrafficPolicy,
 };
 
 /// What the names of such services begin with: no name of an object has a colon.
@@ -110,6 +110,7 @@ pub fn host_ports(object: &api::Pod, node: &Node, findings: &mut Findings) -> Ve
         internal_policy: TrafficPolicy::Cluster,
         external_policy: TrafficPolicy::Local,
         health_check_node_port: None,
+        records: Records::ClusterIps,
         ports,
     };
     by_address.into_iter().map(service).collect()

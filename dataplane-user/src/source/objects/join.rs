@@ -1,16 +1,24 @@
 //! Services and their slices.
 
+use std::sync::Arc;
+
 use super::Slice;
-use crate::model::{Endpoint, Service};
+use crate::model::{Endpoint, Published, PublishedPort, Records, Service};
 
 /// Gives each port of a service the endpoints that its slices have for it: by name and protocol.
 ///
 /// An endpoint may be in two slices for a moment, while the controller moves it between them. Then
 /// it is one endpoint, and the better conditions hold: ready before not, as for kube-proxy.
+///
+/// The slices of a headless service have endpoints in DNS only.
 pub fn join(service: &mut Service, slices: &[Slice]) {
+    if let Records::Endpoints { endpoints, .. } = &mut service.records {
+        *endpoints = published(slices);
+    }
     for port in &mut service.ports {
         let matching = || {
-            slices.iter().flat_map(|slice| {
+            let slices = slices.iter().filter(|slice| !slice.headless);
+            slices.flat_map(|slice| {
                 let numbers = slice
                     .ports
                     .iter()
@@ -48,4 +56,32 @@ pub fn join(service: &mut Service, slices: &[Slice]) {
         endpoints.shrink_to_fit();
         port.endpoints = endpoints;
     }
+}
+
+/// The endpoints of a headless service, by all of its slices. Of an endpoint in two of them, the ready one counts, and
+/// the ports of that one.
+fn published(slices: &[Slice]) -> Box<[Published]> {
+    let mut all: Vec<Published> = Vec::new();
+    for slice in slices {
+        let ports: Arc<[PublishedPort]> = slice.ports.iter().cloned().collect();
+        all.extend(slice.endpoints.iter().map(|endpoint| {
+            let named = slice
+                .hostnames
+                .binary_search_by_key(&endpoint.addr, |(addr, _)| *addr);
+            Published {
+                addr: endpoint.addr,
+                hostname: named
+                    .map(|at| slice.hostnames[at].1.clone())
+                    .unwrap_or_default(),
+                ready: endpoint.ready,
+                ports: Arc::clone(&ports),
+            }
+        }));
+    }
+    all.sort_by(|a, b| {
+        let key = |of: &Published| (of.addr, !of.ready);
+        key(a).cmp(&key(b))
+    });
+    all.dedup_by_key(|published| published.addr);
+    all.into()
 }

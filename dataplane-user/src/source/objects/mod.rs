@@ -4,7 +4,7 @@
 //! field path what is wrong with it. [`host_ports()`] are those of a pod. [`join`] gives a service the endpoints of its slices.
 //!
 //! What kube-proxy leaves alone is left alone here, too: services with another proxy
-//! (`service.kubernetes.io/service-proxy-name`), services and slices that are marked as headless
+//! (`service.kubernetes.io/service-proxy-name`), services that are marked as headless
 //! (`service.kubernetes.io/headless`), load-balancer addresses with `ipMode: Proxy`.
 
 mod address;
@@ -12,6 +12,7 @@ mod host_ports;
 mod join;
 mod node;
 mod pod;
+mod resolution;
 mod service;
 mod slice;
 pub mod wire;
@@ -30,7 +31,7 @@ use wire::Metadata;
 
 /// A label that gives a service, and its slices, to another proxy.
 const LABEL_PROXY: &str = "service.kubernetes.io/service-proxy-name";
-/// A label of the slices of headless services; a service that has it is left alone, too.
+/// A label of the slices of headless services, which have endpoints in DNS only; a service that has it is left alone.
 const LABEL_HEADLESS: &str = "service.kubernetes.io/headless";
 /// The label by which a slice names its service.
 const LABEL_SERVICE: &str = "kubernetes.io/service-name";
@@ -40,7 +41,7 @@ const LABEL_SERVICE: &str = "kubernetes.io/service-name";
 pub enum Outcome<T> {
     /// Something to serve.
     Served(T),
-    /// Left to others, on purpose: another proxy's, of a headless service, or a slice of no service.
+    /// Left to others, on purpose: another proxy's, or a slice of no service.
     LeftAlone,
 }
 

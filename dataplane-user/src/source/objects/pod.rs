@@ -9,6 +9,7 @@ use smallvec::SmallVec;
 
 use super::{
     Findings, check_name, label, object_name,
+    resolution::resolution,
     wire::{self as api, Metadata},
 };
 use crate::model::{
@@ -85,6 +86,7 @@ pub fn pod(object: &api::Pod, node: &Node, findings: &mut Findings) -> Option<Wo
             .unwrap_or_default()
             .into(),
         telemetry: Telemetry::new(&owner(&object.metadata), Some(labels)),
+        resolution: resolution(spec, findings),
         rules: Arc::new(Layers {
             own: rules,
             ..Layers::default()

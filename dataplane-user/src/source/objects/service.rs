@@ -1,7 +1,7 @@
 //! A Kubernetes Service in the model's terms.
 
 use std::{
-    collections::{HashMap, HashSet},
+    collections::{BTreeMap, HashMap, HashSet},
     net::IpAddr,
     time::Duration,
 };
@@ -12,12 +12,14 @@ use super::{
     Findings, LABEL_HEADLESS, LABEL_PROXY, Outcome, address, check_name, label, object_name,
     wire::{self as api, LoadBalancerIngress, ServiceSpec},
 };
-use crate::model::{Service, ServicePort, ServiceType, TrafficPolicy};
+use crate::model::{Records, Service, ServicePort, ServiceType, TrafficPolicy};
 
 /// Kubernetes' default for `sessionAffinityConfig.clientIP.timeoutSeconds`: three hours.
 const AFFINITY_SECONDS: i32 = 10_800;
 /// Its limit: a day.
 const AFFINITY_SECONDS_MAX: i32 = 86_400;
+/// The annotation that came before `spec.publishNotReadyAddresses`.
+const ANNOTATION_TOLERATE: &str = "service.alpha.kubernetes.io/tolerate-unready-endpoints";
 
 /// Turns a Service into the model, without endpoints. What it returns is only of use if
 /// `findings` has no faults.
@@ -62,8 +64,46 @@ pub fn service(object: api::Service, findings: &mut Findings) -> Outcome<Service
             spec.health_check_node_port,
             findings,
         ),
+        records: records(&spec, kind, &object.metadata.annotations, findings),
         ports: ports(&spec, kind, findings),
     })
+}
+
+/// Where the name of a service leads; endpoints come later, with its slices.
+fn records(
+    spec: &ServiceSpec,
+    kind: ServiceType,
+    annotations: &BTreeMap<String, String>,
+    findings: &mut Findings,
+) -> Records {
+    if kind == ServiceType::ExternalName {
+        let name = spec.external_name.as_deref().unwrap_or_default();
+        let name = name.strip_suffix('.').unwrap_or(name);
+        // Services of this type are not served otherwise, so the rest of the node does not depend on it.
+        if name.is_empty() || name.len() > 253 || name.split('.').any(|label| !is_label(label)) {
+            findings.note(
+                "spec.externalName",
+                format!("{name:?} is not a name in DNS, so this service has none; expected one like db.example.com"),
+            );
+            return Records::ClusterIps;
+        }
+        return Records::Alias(name.to_ascii_lowercase().into());
+    }
+    if !is_headless(spec) {
+        return Records::ClusterIps;
+    }
+    let tolerated = annotations.get(ANNOTATION_TOLERATE);
+    Records::Endpoints {
+        not_ready: spec.publish_not_ready_addresses == Some(true)
+            || tolerated.is_some_and(|value| value == "true"),
+        endpoints: Box::default(),
+    }
+}
+
+/// Whether a text can be a label of a name. Underscores occur, as in names of SRV records.
+fn is_label(text: &str) -> bool {
+    let fits = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_';
+    (1..=63).contains(&text.len()) && text.bytes().all(fits)
 }
 
 fn is_headless(spec: &ServiceSpec) -> bool {

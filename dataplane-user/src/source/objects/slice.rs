@@ -23,6 +23,10 @@ pub struct Slice {
     pub ports: SmallVec<[(Box<str>, Protocol, u16); 1]>,
     /// Its endpoints. Their port is 0 here, because every endpoint has all of the ports.
     pub endpoints: Box<[Endpoint]>,
+    /// Whether it is marked as the slice of a headless service, which has endpoints in DNS only.
+    pub headless: bool,
+    /// The hostnames that endpoints of it have in DNS, in lower case; sorted by address.
+    pub hostnames: Box<[(IpAddr, Box<str>)]>,
 }
 
 impl Slice {
@@ -41,9 +45,10 @@ impl Slice {
 pub fn slice(object: &api::EndpointSlice, node: &Node, findings: &mut Findings) -> Outcome<Slice> {
     check_name(&object.metadata, findings);
     let labels = &object.metadata.labels;
-    if label(labels, LABEL_PROXY).is_some() || label(labels, LABEL_HEADLESS).is_some() {
+    if label(labels, LABEL_PROXY).is_some() {
         return Outcome::LeftAlone;
     }
+    let headless = label(labels, LABEL_HEADLESS).is_some();
     let v4 = match object.address_type.as_str() {
         "IPv4" => true,
         "IPv6" => false,
@@ -79,16 +84,14 @@ pub fn slice(object: &api::EndpointSlice, node: &Node, findings: &mut Findings) 
         );
     }
     let name = object_name(&object.metadata);
+    let given = object.endpoints.as_deref().unwrap_or_default();
     Outcome::Served(Slice {
+        headless,
+        hostnames: hostnames(given),
         service: ServiceName::new(name.namespace(), service),
         name,
         ports: ports(object.ports.as_deref().unwrap_or_default(), findings),
-        endpoints: endpoints(
-            object.endpoints.as_deref().unwrap_or_default(),
-            v4,
-            node,
-            findings,
-        ),
+        endpoints: endpoints(given, v4, node, findings),
     })
 }
 
@@ -157,6 +160,20 @@ fn endpoints(
         });
     }
     endpoints.into()
+}
+
+/// The hostnames that endpoints have, sorted by address. An address or a name that makes no sense has none.
+fn hostnames(given: &[api::Endpoint]) -> Box<[(IpAddr, Box<str>)]> {
+    let named = given.iter().filter_map(|given| {
+        let name = given.hostname.as_deref()?;
+        let fits = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
+        let is_label = (1..=63).contains(&name.len()) && name.bytes().all(fits);
+        let addr = address::endpoint_address(given.addresses.first()?).ok()?;
+        is_label.then(|| (addr, name.to_ascii_lowercase().into()))
+    });
+    let mut named: Box<[_]> = named.collect();
+    named.sort();
+    named
 }
 
 fn endpoint_address(text: &str, v4: bool) -> Result<IpAddr, String> {

@@ -85,6 +85,8 @@ pub struct ServiceSpec {
     pub internal_traffic_policy: Option<String>,
     pub external_traffic_policy: Option<String>,
     pub health_check_node_port: Option<i32>,
+    pub external_name: Option<String>,
+    pub publish_not_ready_addresses: Option<bool>,
     pub ports: Option<Vec<ServicePort>>,
 }
 
@@ -148,6 +150,7 @@ pub struct Endpoint {
     pub addresses: Vec<String>,
     pub conditions: Option<EndpointConditions>,
     pub hints: Option<EndpointHints>,
+    pub hostname: Option<String>,
     pub node_name: Option<String>,
 }
 
@@ -242,9 +245,26 @@ pub struct PodSpec {
     pub node_name: Option<String>,
     pub host_network: Option<bool>,
     pub service_account_name: Option<String>,
+    pub dns_policy: Option<String>,
+    pub dns_config: Option<PodDnsConfig>,
     #[serde(deserialize_with = "or_default")]
     pub containers: Vec<Container>,
     pub init_containers: Option<Vec<Container>>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct PodDnsConfig {
+    pub nameservers: Option<Vec<String>>,
+    pub searches: Option<Vec<String>>,
+    pub options: Option<Vec<PodDnsConfigOption>>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct PodDnsConfigOption {
+    pub name: Option<String>,
+    pub value: Option<String>,
 }
 
 #[derive(Debug, Default, Deserialize)]

@@ -1,0 +1,254 @@
+//! `dataplane dns query`.
+
+use std::{io::Write, net::SocketAddr, process::ExitCode, str::FromStr};
+
+use anyhow::{Context as _, bail};
+use clap::Args;
+use hickory_proto::{
+    op::{Message, ResponseCode},
+    rr::RecordType,
+};
+use serde::Serialize;
+
+use super::CommonArgs;
+use crate::{
+    cli::output::{self, BAD, BOLD, DIM, Format, GOOD},
+    dns::{
+        Client, LowerName, Meaning, Transport, Zone,
+        answer::{Decision, answer},
+        question,
+    },
+    model::WorkloadName,
+};
+
+/// Say what would be answered to a query, by which rule, and from which object.
+///
+/// Reads the source, and asks nobody. A name without a dot at its end is completed as the client's
+/// own resolver completes it: by its search list, and `ndots`. For a name that is not the
+/// cluster's, the command prints the resolvers that would be asked, and for which names.
+///
+/// Exits with 0 if the name exists, or if resolvers would be asked; with 1 if it does not exist.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+    dataplane dns query -f services/ web.shop.svc.cluster.local.
+    dataplane dns query -f cluster/ web --from shop/cart-7d9      a short name, as the pod would ask
+    dataplane dns query -f services/ _http._tcp.web.shop.svc.cluster.local. --type SRV
+    dataplane dns query -f services/ 10.0.96.10.in-addr.arpa. --type PTR")]
+pub struct QueryArgs {
+    /// The name to look up
+    #[arg(value_name = "NAME")]
+    name: String,
+
+    /// Type of the records
+    #[arg(short = 't', long = "type", value_name = "TYPE", default_value = "A", value_parser = of_type)]
+    of_type: RecordType,
+
+    /// The pod that asks: its namespace, dnsPolicy and dnsConfig decide the search list and the
+    /// resolvers [default: a process of the node]
+    #[arg(long, value_name = "NAMESPACE/POD", value_parser = workload)]
+    from: Option<WorkloadName>,
+
+    /// Output format
+    #[arg(short, long, value_enum, default_value_t)]
+    output: Format,
+
+    #[command(flatten)]
+    pub(super) common: CommonArgs,
+}
+
+fn of_type(text: &str) -> Result<RecordType, String> {
+    let text = text.to_ascii_uppercase();
+    RecordType::from_str(&text)
+        .map_err(|_| format!("`{text}` is not a type of records; expected one like A or SRV"))
+}
+
+fn workload(text: &str) -> Result<WorkloadName, String> {
+    match text.split_once('/') {
+        Some((namespace, name)) if !namespace.is_empty() && !name.is_empty() => {
+            Ok(WorkloadName::new(namespace, name))
+        }
+        _ => Err("expected NAMESPACE/POD".to_owned()),
+    }
+}
+
+/// What was found out.
+#[derive(Debug, Serialize)]
+struct Answer {
+    /// A step for each name, as the client's resolver would ask.
+    steps: Vec<Step>,
+}
+
+/// What becomes of the query for one name.
+#[derive(Debug, Serialize)]
+struct Step {
+    name: String,
+    rule: &'static str,
+    /// The object that the answer is from.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    object: Option<String>,
+    /// The answer's code; none if resolvers would be asked.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    code: Option<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    records: Vec<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    ask: Option<Asked>,
+}
+
+/// Which resolvers would be asked, and for which names.
+#[derive(Debug, Serialize)]
+struct Asked {
+    resolvers: Vec<SocketAddr>,
+    names: Vec<String>,
+}
+
+impl Step {
+    fn is_missing(&self) -> bool {
+        self.ask.is_none() && self.code.as_deref() == Some(ResponseCode::NXDomain.to_str())
+    }
+}
+
+impl QueryArgs {
+    pub(super) fn run(self) -> anyhow::Result<ExitCode> {
+        let snapshot = self.common.source.snapshot(&self.common.node)?;
+        let zone = self.common.zone(&snapshot);
+        let workload = match &self.from {
+            None => None,
+            Some(name) => Some(zone.names.workload(name).with_context(|| {
+                format!("the source has no pod {name}; give a pod of the source with --from")
+            })?),
+        };
+        let workload = workload.map(|workload| &**workload);
+        let client = self.common.client(workload, &zone, &snapshot)?;
+        let mut steps = Vec::new();
+        for name in self.names(&client)? {
+            let step = self.step(&zone, &client, &name)?;
+            let goes_on = step.is_missing();
+            steps.push(step);
+            if !goes_on {
+                break;
+            }
+        }
+        let exists = steps.last().is_some_and(|step| !step.is_missing());
+        let answer = Answer { steps };
+        let mut out = output::stdout();
+        match self.output {
+            Format::Json => output::json(&mut out, &answer)?,
+            Format::Text => text(&mut out, &answer)?,
+        }
+        Ok(if exists {
+            ExitCode::SUCCESS
+        } else {
+            ExitCode::FAILURE
+        })
+    }
+
+    /// The names that the client's resolver would ask for, in its order.
+    fn names(&self, client: &Client) -> anyhow::Result<Vec<LowerName>> {
+        let Ok(name) = LowerName::parse(&self.name) else {
+            bail!("`{}` is not a name in DNS", self.name);
+        };
+        if self.name.ends_with('.') {
+            return Ok(vec![name]);
+        }
+        let searched = client.search.iter();
+        let searched = searched.filter_map(|end| name.with_end(name.count(), end).ok());
+        let mut names: Vec<_> = searched.collect();
+        let at = if name.count() > usize::from(client.ndots) {
+            0
+        } else {
+            names.len()
+        };
+        names.insert(at, name);
+        Ok(names)
+    }
+
+    fn step(&self, zone: &Zone, client: &Client, name: &LowerName) -> anyhow::Result<Step> {
+        let query = question(0, name, self.of_type.into(), 0, true);
+        let mut out = Vec::new();
+        // The whole name is the client's choice: nothing is completed here.
+        let asks = || Client {
+            search: Vec::new(),
+            ..client.clone()
+        };
+        let random = &mut rand::rng();
+        let decision = answer(
+            zone,
+            &query,
+            Transport::Tcp,
+            || Box::new(asks()),
+            random,
+            &mut out,
+        );
+        let mut step = Step {
+            name: name.to_string(),
+            rule: "",
+            object: object(&zone.meaning(name)),
+            code: None,
+            records: Vec::new(),
+            ask: None,
+        };
+        match decision {
+            Decision::Answered(rule) => {
+                step.rule = rule.word();
+                let message = Message::from_vec(&out).context("cannot read our own answer")?;
+                step.code = Some(message.metadata.response_code.to_str().to_owned());
+                let records = message.answers.iter().chain(&message.additionals);
+                step.records = records.map(ToString::to_string).collect();
+            }
+            Decision::Ask(ask) => {
+                step.rule = ask.rule.word();
+                let records = ask.candidates.iter().flat_map(|of| &of.records);
+                step.records = records.map(ToString::to_string).collect();
+                step.ask = Some(Asked {
+                    resolvers: client.resolvers.clone(),
+                    names: ask
+                        .candidates
+                        .iter()
+                        .map(|of| of.name.to_string())
+                        .collect(),
+                });
+            }
+            Decision::Relay | Decision::Nothing => bail!("cannot answer a query of this type"),
+        }
+        Ok(step)
+    }
+}
+
+/// The object that decides about a name.
+fn object(meaning: &Meaning) -> Option<String> {
+    match meaning {
+        Meaning::Service(service)
+        | Meaning::Headless(service)
+        | Meaning::Endpoints(service, _)
+        | Meaning::Port(service, ..)
+        | Meaning::Alias(service, _) => Some(format!("Service {}", service.name)),
+        _ => None,
+    }
+}
+
+fn text(out: &mut dyn Write, answer: &Answer) -> std::io::Result<()> {
+    for step in &answer.steps {
+        let object = step.object.as_ref().map(|of| format!(", from {of}"));
+        let by = format!("rule {}{}", step.rule, object.unwrap_or_default());
+        writeln!(out, "{BOLD}{}{BOLD:#} {DIM}({by}){DIM:#}", step.name)?;
+        for record in &step.records {
+            writeln!(out, "  {record}")?;
+        }
+        if let Some(code) = &step.code {
+            let style = if step.is_missing() { BAD } else { GOOD };
+            writeln!(out, "  {}", output::styled(style, code))?;
+        }
+        if let Some(ask) = &step.ask {
+            let names = ask.names.join(", ");
+            if ask.resolvers.is_empty() {
+                writeln!(out, "  refused: there is no resolver to ask for {names}")?;
+            } else {
+                let resolvers: Vec<_> = ask.resolvers.iter().map(ToString::to_string).collect();
+                writeln!(out, "  asks {} for {names}", resolvers.join(", "))?;
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,390 @@
+//! What becomes of a query: an answer from what is known here, or what resolvers are to be asked. Pure: no socket, no
+//! clock.
+
+use hickory_proto::{op::ResponseCode, rr::Record};
+use rand::{Rng, seq::SliceRandom as _};
+use smallvec::SmallVec;
+
+use super::{
+    client::Client,
+    compose::{self, Found},
+    name::LowerName,
+    wire::{Parsed, Query, Stored, Transport, refusal, types},
+    zone::{Meaning, Zone},
+};
+
+/// How many names lead to each other, at most.
+const CHAIN: usize = 8;
+
+/// By which rule a query is answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Rule {
+    /// A service's cluster IPs.
+    Service,
+    /// The endpoints of a headless service.
+    Headless,
+    /// An endpoint of a headless service.
+    Endpoint,
+    /// A port of a service.
+    Port,
+    /// A service that stands for another name.
+    Alias,
+    /// A service or an endpoint that has an address.
+    Pointer,
+    /// An address that the name itself has.
+    Pod,
+    /// The version of the schema.
+    Schema,
+    /// A name of the cluster that has no records.
+    Empty,
+    /// A name of the cluster that does not exist.
+    Missing,
+    /// A name further on in the client's search list.
+    Search,
+    /// Resolvers are asked.
+    Forward,
+    /// The query makes no sense, or asks for something that is refused.
+    Refused,
+}
+
+impl Rule {
+    /// As metrics and people have it.
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::Service => "service",
+            Self::Headless => "headless",
+            Self::Endpoint => "endpoint",
+            Self::Port => "port",
+            Self::Alias => "alias",
+            Self::Pointer => "pointer",
+            Self::Pod => "pod",
+            Self::Schema => "schema",
+            Self::Empty => "empty",
+            Self::Missing => "missing",
+            Self::Search => "search",
+            Self::Forward => "forward",
+            Self::Refused => "refused",
+        }
+    }
+
+    fn of(meaning: &Meaning) -> Self {
+        match meaning {
+            Meaning::Foreign | Meaning::Unsure => Self::Forward,
+            Meaning::Missing => Self::Missing,
+            Meaning::Empty => Self::Empty,
+            Meaning::Schema => Self::Schema,
+            Meaning::Service(_) => Self::Service,
+            Meaning::Headless(_) => Self::Headless,
+            Meaning::Endpoints(..) => Self::Endpoint,
+            Meaning::Port(..) => Self::Port,
+            Meaning::Alias(..) => Self::Alias,
+            Meaning::Pod(_) => Self::Pod,
+            Meaning::Pointer(_) => Self::Pointer,
+        }
+    }
+}
+
+/// What becomes of a query.
+#[derive(Clone, Debug)]
+pub enum Decision {
+    /// The answer is written.
+    Answered(Rule),
+    /// Resolvers are to be asked.
+    Ask(Box<Ask>),
+    /// Resolvers get the query as it is: nothing here understands it.
+    Relay,
+    /// There is nothing to answer to.
+    Nothing,
+}
+
+/// What resolvers are to be asked.
+#[derive(Clone, Debug)]
+pub struct Ask {
+    /// By which rule.
+    pub rule: Rule,
+    /// The names, in this order: one that does not exist gives way to the next.
+    pub candidates: SmallVec<[Candidate; 1]>,
+    /// The answer if none of them exists; none: what is said of the last.
+    pub otherwise: Option<Stored>,
+}
+
+/// A name to ask resolvers for.
+#[derive(Clone, Debug)]
+pub struct Candidate {
+    /// The records that lead to it.
+    pub records: Vec<Record>,
+    /// The name.
+    pub name: LowerName,
+}
+
+/// How long answers from the cluster's zone may be kept by clients, in seconds.
+pub const TTL: u32 = 5;
+
+/// Decides what becomes of a query, and writes the answer to `out` if it is known here. `client` is only called if the
+/// answer depends on who asks.
+pub fn answer<C: AsRef<Client>>(
+    zone: &Zone,
+    query: &[u8],
+    transport: Transport,
+    client: impl FnOnce() -> C,
+    random: &mut impl Rng,
+    out: &mut Vec<u8>,
+) -> Decision {
+    let query = match Parsed::read(query) {
+        Parsed::Query(query) => query,
+        Parsed::Foreign => return Decision::Relay,
+        Parsed::Nothing => return Decision::Nothing,
+        Parsed::Wrong(code) => {
+            refusal(query, code, out);
+            return Decision::Answered(Rule::Refused);
+        }
+    };
+    let question = (&query.name, query.of_type);
+    match zone.meaning(&query.name) {
+        // What most clients ask for most of the time.
+        meaning @ (Meaning::Service(_)
+        | Meaning::Headless(_)
+        | Meaning::Endpoints(..)
+        | Meaning::Pod(_))
+            if matches!(query.of_type, types::A | types::AAAA) =>
+        {
+            if write_addresses(&query, transport, &meaning, random, out) {
+                return Decision::Answered(Rule::of(&meaning));
+            }
+            let rule = Rule::of(&meaning);
+            write(zone, &query, transport, (Found::default(), true), rule, out)
+        }
+        Meaning::Missing => match search(zone, question, client().as_ref()) {
+            Some(Searched::Here(found)) => {
+                write_stored(&query, transport, &found, Rule::Search, out)
+            }
+            Some(Searched::Ask(ask)) => Decision::Ask(ask),
+            None => {
+                let nothing = (Found::default(), false);
+                write(zone, &query, transport, nothing, Rule::Missing, out)
+            }
+        },
+        Meaning::Foreign | Meaning::Unsure => match search(zone, question, client().as_ref()) {
+            Some(Searched::Ask(ask)) => Decision::Ask(ask),
+            // Whether the name itself exists is known to resolvers only.
+            Some(Searched::Here(_)) | None => Decision::Ask(forward(&query.name)),
+        },
+        Meaning::Alias(..) if query.of_type != types::CNAME => match chase(zone, question) {
+            Chased::Here(found) => write_stored(&query, transport, &found, Rule::Alias, out),
+            Chased::Ask(ask) => Decision::Ask(ask),
+            Chased::Circle => {
+                query.with_code(ResponseCode::ServFail, out);
+                Decision::Answered(Rule::Alias)
+            }
+        },
+        meaning => {
+            let mut found = compose::records(zone, &query.name, &meaning, query.of_type, TTL);
+            found.answers.shuffle(random);
+            write(
+                zone,
+                &query,
+                transport,
+                (found, true),
+                Rule::of(&meaning),
+                out,
+            )
+        }
+    }
+}
+
+/// Asks resolvers for the name as it is.
+fn forward(name: &LowerName) -> Box<Ask> {
+    let candidate = Candidate {
+        records: Vec::new(),
+        name: name.clone(),
+    };
+    Box::new(Ask {
+        rule: Rule::Forward,
+        candidates: [candidate].into_iter().collect(),
+        otherwise: None,
+    })
+}
+
+/// Writes the addresses of one family in random order; false if there are none.
+fn write_addresses(
+    query: &Query,
+    transport: Transport,
+    meaning: &Meaning,
+    random: &mut impl Rng,
+    out: &mut Vec<u8>,
+) -> bool {
+    let mut v4 = SmallVec::<[[u8; 4]; 8]>::new();
+    let mut v6 = SmallVec::<[[u8; 16]; 4]>::new();
+    for addr in compose::addresses(meaning) {
+        match addr {
+            std::net::IpAddr::V4(addr) if query.of_type == types::A => v4.push(addr.octets()),
+            std::net::IpAddr::V6(addr) if query.of_type == types::AAAA => v6.push(addr.octets()),
+            _ => {}
+        }
+    }
+    if v4.len() > 1 {
+        v4.shuffle(random);
+    }
+    if v6.len() > 1 {
+        v6.shuffle(random);
+    }
+    let all = v4.iter().map(|addr| &addr[..]);
+    let all = all.chain(v6.iter().map(|addr| &addr[..]));
+    if v4.is_empty() && v6.is_empty() {
+        return false;
+    }
+    query.with_addresses(transport, TTL, all, out);
+    true
+}
+
+/// Writes an answer with these records; the name exists, or not.
+fn write(
+    zone: &Zone,
+    query: &Query,
+    transport: Transport,
+    (found, exists): (Found, bool),
+    rule: Rule,
+    out: &mut Vec<u8>,
+) -> Decision {
+    let question = (&query.name, query.of_type);
+    if let Some(stored) = compose::own(zone, question, found, exists) {
+        return write_stored(query, transport, &stored, rule, out);
+    }
+    query.with_code(ResponseCode::ServFail, out);
+    Decision::Answered(rule)
+}
+
+fn write_stored(
+    query: &Query,
+    transport: Transport,
+    stored: &Stored,
+    rule: Rule,
+    out: &mut Vec<u8>,
+) -> Decision {
+    query.with_stored(transport, stored, 0, out);
+    Decision::Answered(rule)
+}
+
+/// What the rest of a client's search list leads to.
+enum Searched {
+    /// To a name that exists here.
+    Here(Stored),
+    /// To names that resolvers know.
+    Ask(Box<Ask>),
+}
+
+/// Does what the client's own resolver would do next, once it has heard that a name does not exist whose end is the
+/// first entry of its search list. None: the name is no such name.
+fn search(zone: &Zone, (name, of_type): (&LowerName, u16), client: &Client) -> Option<Searched> {
+    let (first, rest) = client.search.split_first()?;
+    // Only in a zone of ours is it known that the name does not exist.
+    first.before(&zone.domain)?;
+    let count = name.before(first).filter(|count| *count > 0)?;
+    let mut names: SmallVec<[LowerName; 6]> = SmallVec::new();
+    for end in rest {
+        names.extend(name.with_end(count, end).ok());
+    }
+    // The client asks for a name with that many dots as it is before it asks for others.
+    if count <= usize::from(client.ndots) {
+        names.extend(name.with_end(count, &LowerName::root()).ok());
+    }
+    let mut candidates = SmallVec::<[Candidate; 1]>::new();
+    if matches!(zone.meaning(name), Meaning::Unsure) {
+        candidates.push(Candidate {
+            records: Vec::new(),
+            name: name.clone(),
+        });
+    }
+    let mut here = None;
+    for other in names {
+        match zone.meaning(&other) {
+            Meaning::Missing => {}
+            Meaning::Foreign | Meaning::Unsure => candidates.push(Candidate {
+                records: vec![compose::alias(name, &other, TTL)],
+                name: other,
+            }),
+            meaning => {
+                let alias = compose::alias(name, &other, TTL);
+                here = match &meaning {
+                    Meaning::Alias(..) if of_type != types::CNAME => {
+                        match chase(zone, (&other, of_type)) {
+                            Chased::Here(found) => {
+                                compose::joined((name, of_type), &[alias], &found, 0)
+                            }
+                            Chased::Ask(ask) => {
+                                for mut candidate in ask.candidates {
+                                    candidate.records.insert(0, alias.clone());
+                                    candidates.push(candidate);
+                                }
+                                None
+                            }
+                            Chased::Circle => None,
+                        }
+                    }
+                    meaning => {
+                        let mut found = compose::records(zone, &other, meaning, of_type, TTL);
+                        found.answers.insert(0, alias);
+                        compose::own(zone, (name, of_type), found, true)
+                    }
+                };
+                break;
+            }
+        }
+    }
+    if candidates.is_empty() {
+        return here.map(Searched::Here);
+    }
+    let otherwise = match here {
+        Some(here) => Some(here),
+        None => compose::own(zone, (name, of_type), Found::default(), false),
+    };
+    Some(Searched::Ask(Box::new(Ask {
+        rule: Rule::Search,
+        candidates,
+        otherwise,
+    })))
+}
+
+/// Where an alias leads.
+enum Chased {
+    /// To a name that exists here, or to one that does not.
+    Here(Stored),
+    /// To a name that resolvers know.
+    Ask(Box<Ask>),
+    /// Nowhere.
+    Circle,
+}
+
+/// Follows a service that stands for another name, and the next.
+fn chase(zone: &Zone, (name, of_type): (&LowerName, u16)) -> Chased {
+    let mut records = Vec::new();
+    let mut at = name.clone();
+    for _ in 0..CHAIN {
+        let meaning = zone.meaning(&at);
+        match &meaning {
+            Meaning::Alias(_, to) => {
+                let Ok(to) = LowerName::parse(to) else {
+                    return Chased::Circle;
+                };
+                records.push(compose::alias(&at, &to, TTL));
+                at = to;
+            }
+            Meaning::Foreign | Meaning::Unsure => {
+                let candidate = Candidate { records, name: at };
+                return Chased::Ask(Box::new(Ask {
+                    rule: Rule::Alias,
+                    candidates: [candidate].into_iter().collect(),
+                    otherwise: None,
+                }));
+            }
+            meaning => {
+                let exists = !matches!(meaning, Meaning::Missing);
+                let mut found = compose::records(zone, &at, meaning, of_type, TTL);
+                found.answers.splice(..0, records);
+                let stored = compose::own(zone, (name, of_type), found, exists);
+                return stored.map_or(Chased::Circle, Chased::Here);
+            }
+        }
+    }
+    Chased::Circle
+}

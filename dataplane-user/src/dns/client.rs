@@ -1,0 +1,238 @@
+//! What a client's `resolv.conf` says, as the kubelet or an administrator wrote it.
+
+use std::net::{IpAddr, SocketAddr};
+
+use super::name::LowerName;
+use crate::model::{DnsPolicy, Resolution, Workload};
+
+/// The port of resolvers.
+const PORT: u16 = 53;
+/// How many dots a name has that a pod first asks for as it is: the kubelet's value.
+const NDOTS: u8 = 5;
+/// The C library's.
+const NDOTS_DEFAULT: u8 = 1;
+/// The kubelet's limits.
+const SERVERS: usize = 3;
+const SEARCHES: usize = 32;
+
+/// Who asks, as far as answers depend on it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Client {
+    /// What the client's own resolver appends to names, in its order.
+    pub search: Vec<LowerName>,
+    /// How many dots a name has that it asks for as it is at first.
+    pub ndots: u8,
+    /// The resolvers that it would ask, in its order.
+    pub resolvers: Vec<SocketAddr>,
+}
+
+impl Client {
+    /// Somebody of whom nothing is known.
+    pub fn unknown(resolvers: Vec<SocketAddr>) -> Self {
+        Self {
+            search: Vec::new(),
+            ndots: NDOTS_DEFAULT,
+            resolvers,
+        }
+    }
+
+    /// A pod of a cluster, as the kubelet writes its `resolv.conf`. `cluster`: the addresses of the cluster's DNS;
+    /// `node`: what the node's own file says.
+    pub fn of_workload(
+        workload: &Workload,
+        domain: &LowerName,
+        cluster: &[SocketAddr],
+        node: &ResolvConf,
+    ) -> Self {
+        let said = Resolution::default();
+        let said = workload.resolution.as_deref().unwrap_or(&said);
+        let namespace = workload.name.namespace().as_bytes();
+        let of_cluster = |labels: &[&[u8]]| {
+            let labels = labels.iter().copied();
+            LowerName::of_labels(labels.chain(domain.labels())).ok()
+        };
+        let (mut search, mut resolvers, ndots) = match said.policy {
+            DnsPolicy::Cluster => {
+                let own = [
+                    of_cluster(&[namespace, b"svc"]),
+                    of_cluster(&[b"svc"]),
+                    of_cluster(&[]),
+                ];
+                let own = own.into_iter().flatten();
+                let search = own.chain(node.search.iter().cloned()).collect();
+                (search, cluster.to_vec(), NDOTS)
+            }
+            DnsPolicy::Node => (node.search.clone(), node.resolvers.clone(), node.ndots),
+            DnsPolicy::Own => (Vec::new(), Vec::new(), NDOTS_DEFAULT),
+        };
+        for name in &said.searches {
+            if let Ok(name) = LowerName::parse(name)
+                && !search.contains(&name)
+            {
+                search.push(name);
+            }
+        }
+        for server in &said.nameservers {
+            let server = SocketAddr::new(*server, PORT);
+            if !resolvers.contains(&server) {
+                resolvers.push(server);
+            }
+        }
+        search.truncate(SEARCHES);
+        resolvers.truncate(SERVERS);
+        Self {
+            search,
+            ndots: said.ndots.unwrap_or(ndots),
+            resolvers,
+        }
+    }
+}
+
+/// A `resolv.conf`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ResolvConf {
+    /// `search`, or `domain`: the last of them counts.
+    pub search: Vec<LowerName>,
+    /// Option `ndots`.
+    pub ndots: u8,
+    /// `nameserver`.
+    pub resolvers: Vec<SocketAddr>,
+}
+
+impl Default for ResolvConf {
+    fn default() -> Self {
+        Self::parse("")
+    }
+}
+
+impl ResolvConf {
+    /// Reads a file's text. Lines that make no sense are left out, as the C library does.
+    pub fn parse(text: &str) -> Self {
+        let mut conf = Self {
+            search: Vec::new(),
+            ndots: NDOTS_DEFAULT,
+            resolvers: Vec::new(),
+        };
+        for line in text.lines() {
+            let mut words = line.split_whitespace();
+            match words.next() {
+                Some("nameserver") => {
+                    let server = words.next().and_then(|text| text.parse::<IpAddr>().ok());
+                    let server = server.map(|server| SocketAddr::new(server, PORT));
+                    conf.resolvers.extend(server);
+                }
+                Some("search" | "domain") => {
+                    let names = words.filter_map(|text| LowerName::parse(text).ok());
+                    conf.search = names.filter(|name| name.count() > 0).collect();
+                }
+                Some("options") => {
+                    for option in words {
+                        let ndots = option.strip_prefix("ndots:").and_then(|n| n.parse().ok());
+                        conf.ndots = ndots.map_or(conf.ndots, |ndots: u8| ndots.min(15));
+                    }
+                }
+                _ => {}
+            }
+        }
+        conf
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::{Place, WorkloadName};
+
+    fn names(texts: &[&str]) -> Vec<LowerName> {
+        let names = texts.iter().map(|text| LowerName::parse(text).unwrap());
+        names.collect()
+    }
+
+    fn servers(texts: &[&str]) -> Vec<SocketAddr> {
+        let servers = texts
+            .iter()
+            .map(|text| SocketAddr::new(text.parse().unwrap(), 53));
+        servers.collect()
+    }
+
+    fn node() -> ResolvConf {
+        ResolvConf::parse(
+            "# by hand\nnameserver 192.0.2.53\nnameserver nonsense\nnameserver 2001:db8::53\ndomain old.example\n\
+             search Corp.Example. .\noptions timeout:1 ndots:2 rotate",
+        )
+    }
+
+    #[test]
+    fn a_resolv_conf_is_read_as_the_c_library_does() {
+        let conf = node();
+        assert_eq!(conf.search, names(&["corp.example"]));
+        assert_eq!(conf.ndots, 2);
+        assert_eq!(conf.resolvers, servers(&["192.0.2.53", "2001:db8::53"]));
+    }
+
+    #[test]
+    fn a_pod_has_the_resolv_conf_of_its_policy() {
+        let pod = |resolution: Option<Resolution>| {
+            let name = WorkloadName::new("shop", "web");
+            let workload = Workload {
+                resolution: resolution.map(Box::new),
+                ..Workload::new(name, Place::Elsewhere)
+            };
+            let domain = LowerName::parse("cluster.local").unwrap();
+            Client::of_workload(&workload, &domain, &servers(&["10.96.0.10"]), &node())
+        };
+        let own = [
+            "shop.svc.cluster.local",
+            "svc.cluster.local",
+            "cluster.local",
+            "corp.example",
+        ];
+        assert_eq!(
+            pod(None),
+            Client {
+                search: names(&own),
+                ndots: 5,
+                resolvers: servers(&["10.96.0.10"]),
+            }
+        );
+        let more = Resolution {
+            nameservers: ["192.0.2.1".parse().unwrap(), "10.96.0.10".parse().unwrap()].into(),
+            searches: ["svc.cluster.local".into(), "more.example".into()].into(),
+            ndots: Some(1),
+            ..Resolution::default()
+        };
+        assert_eq!(
+            pod(Some(more.clone())),
+            Client {
+                search: names(&[&own[..], &["more.example"]].concat()),
+                ndots: 1,
+                resolvers: servers(&["10.96.0.10", "192.0.2.1"]),
+            }
+        );
+        let node = Resolution {
+            policy: DnsPolicy::Node,
+            ..Resolution::default()
+        };
+        assert_eq!(
+            pod(Some(node)),
+            Client {
+                search: names(&["corp.example"]),
+                ndots: 2,
+                resolvers: servers(&["192.0.2.53", "2001:db8::53"]),
+            }
+        );
+        let own = Resolution {
+            policy: DnsPolicy::Own,
+            ndots: None,
+            ..more
+        };
+        assert_eq!(
+            pod(Some(own)),
+            Client {
+                search: names(&["svc.cluster.local", "more.example"]),
+                ndots: 1,
+                resolvers: servers(&["192.0.2.1", "10.96.0.10"]),
+            }
+        );
+    }
+}

@@ -1,0 +1,206 @@
+//! Answers with records of several types, put together record by record.
+
+use std::net::IpAddr;
+
+use hickory_proto::{
+    op::{Message, OpCode, Query, ResponseCode},
+    rr::{
+        Name, RData, Record, RecordType,
+        rdata::{A, AAAA, CNAME, PTR, SOA, SRV, TXT},
+    },
+};
+
+use super::{
+    name::LowerName,
+    wire::{Stored, types},
+    zone::{Meaning, SCHEMA, Zone},
+};
+use crate::model::{Protocol, Records, Service};
+
+/// How long who asks for a name that is not there need not ask again, in seconds.
+const NEGATIVE: u32 = 5;
+/// Of records that say nothing of a preference.
+const PRIORITY: u16 = 0;
+const WEIGHT: u16 = 100;
+
+/// The records of a name.
+#[derive(Clone, Debug, Default)]
+pub struct Found {
+    /// Those that were asked for.
+    pub answers: Vec<Record>,
+    /// Addresses of the names in them.
+    pub additional: Vec<Record>,
+}
+
+/// The records of one type that a name has, whose meaning is known. A name that does not exist has none.
+pub fn records(zone: &Zone, owner: &LowerName, meaning: &Meaning, of_type: u16, ttl: u32) -> Found {
+    let mut found = Found::default();
+    let wants = |of: u16| of_type == of || of_type == types::ANY;
+    let record = |data: RData| Record::from_rdata(owner.to_name(), ttl, data);
+    match meaning {
+        Meaning::Schema if wants(types::TXT) => {
+            let text = TXT::new(vec![SCHEMA.to_owned()]);
+            found.answers.push(record(RData::TXT(text)));
+        }
+        Meaning::Alias(_, to) => {
+            if let Ok(to) = LowerName::parse(to) {
+                found
+                    .answers
+                    .push(record(RData::CNAME(CNAME(to.to_name()))));
+            }
+        }
+        Meaning::Pointer(addr) if wants(types::PTR) => {
+            for service in zone.names.of_address(*addr) {
+                let names = pointers(zone, service, *addr).into_iter();
+                let pointers = names.map(|name| record(RData::PTR(PTR(name.to_name()))));
+                found.answers.extend(pointers);
+            }
+        }
+        Meaning::Port(service, port, protocol) if wants(types::SRV) => {
+            for (target, number, addresses) in targets(zone, service, port, *protocol) {
+                let target = target.to_name();
+                let srv = SRV::new(PRIORITY, WEIGHT, number, target.clone());
+                found.answers.push(record(RData::SRV(srv)));
+                let addresses = addresses.into_iter().map(address);
+                let addresses = addresses.map(|data| Record::from_rdata(target.clone(), ttl, data));
+                found.additional.extend(addresses);
+            }
+        }
+        meaning => {
+            let fits = |addr: &IpAddr| wants(family(*addr));
+            let addresses = addresses(meaning).into_iter().filter(fits);
+            found
+                .answers
+                .extend(addresses.map(|addr| record(address(addr))));
+        }
+    }
+    found
+}
+
+/// The addresses of a name.
+pub fn addresses(meaning: &Meaning) -> Vec<IpAddr> {
+    match meaning {
+        Meaning::Service(service) => service.cluster_ips.to_vec(),
+        Meaning::Headless(service) => service.records.published().map(|e| e.addr).collect(),
+        Meaning::Endpoints(_, endpoints) => endpoints.iter().map(|e| e.addr).collect(),
+        Meaning::Pod(addr) => vec![*addr],
+        _ => Vec::new(),
+    }
+}
+
+/// The type of a record with an address.
+pub fn family(addr: IpAddr) -> u16 {
+    match addr {
+        IpAddr::V4(_) => types::A,
+        IpAddr::V6(_) => types::AAAA,
+    }
+}
+
+fn address(addr: IpAddr) -> RData {
+    match addr {
+        IpAddr::V4(v4) => RData::A(A(v4)),
+        IpAddr::V6(v6) => RData::AAAA(AAAA(v6)),
+    }
+}
+
+/// The names that an address of a service leads to.
+fn pointers(zone: &Zone, service: &Service, addr: IpAddr) -> Vec<LowerName> {
+    if matches!(service.records, Records::ClusterIps) {
+        return zone.of_service(service).into_iter().collect();
+    }
+    let endpoints = service.records.published().filter(|e| e.addr == addr);
+    endpoints
+        .filter_map(|e| zone.of_endpoint(service, e))
+        .collect()
+}
+
+/// Where a port of a service is: names, port numbers, and the names' addresses.
+fn targets(
+    zone: &Zone,
+    service: &Service,
+    port: &str,
+    protocol: Protocol,
+) -> Vec<(LowerName, u16, Vec<IpAddr>)> {
+    let fits = |(name, of): (&str, Protocol)| of == protocol && name.eq_ignore_ascii_case(port);
+    if matches!(service.records, Records::ClusterIps) {
+        let ports = service.ports.iter();
+        let ports = ports.filter(|port| fits((&port.name, port.protocol)));
+        let own = zone.of_service(service);
+        let target = |number| Some((own.clone()?, number, service.cluster_ips.to_vec()));
+        return ports.filter_map(|port| target(port.port)).collect();
+    }
+    let mut targets = Vec::new();
+    for endpoint in service.records.published() {
+        let ports = endpoint.ports.iter();
+        for (_, _, number) in ports.filter(|(name, of, _)| fits((name, *of))) {
+            let name = zone.of_endpoint(service, endpoint);
+            targets.extend(name.map(|name| (name, *number, vec![endpoint.addr])));
+        }
+    }
+    targets
+}
+
+/// The record that begins a zone: it says how long a negative answer may be kept.
+fn soa(domain: &LowerName) -> Record {
+    let below = |labels: &[&[u8]]| {
+        let name = LowerName::of_labels(labels.iter().copied().chain(domain.labels()));
+        name.map_or_else(|_| Name::root(), |name| name.to_name())
+    };
+    let (server, person) = (below(&[b"ns", b"dns"]), below(&[b"hostmaster"]));
+    let soa = SOA::new(server, person, 1, 7200, 1800, 86_400, NEGATIVE);
+    Record::from_rdata(domain.to_name(), NEGATIVE, RData::SOA(soa))
+}
+
+/// An answer of our own to a question.
+pub fn own(
+    zone: &Zone,
+    (name, of_type): (&LowerName, u16),
+    found: Found,
+    exists: bool,
+) -> Option<Stored> {
+    let mut message = to_question(name, of_type);
+    if !exists {
+        message.metadata.response_code = ResponseCode::NXDomain;
+    }
+    let is_answer = |record: &Record| {
+        record.record_type() != RecordType::CNAME || [types::CNAME, types::ANY].contains(&of_type)
+    };
+    if !found.answers.iter().any(is_answer) {
+        message.add_authority(soa(&zone.domain));
+    }
+    message.add_answers(found.answers);
+    message.add_additionals(found.additional);
+    let bytes = message.to_vec().ok()?;
+    Stored::read(&bytes, name, of_type, true).ok()
+}
+
+/// An answer that begins with records of our own, and goes on with what resolvers know of another name. `age`: the
+/// seconds that have passed since they said so.
+pub fn joined(
+    (name, of_type): (&LowerName, u16),
+    records: &[Record],
+    theirs: &Stored,
+    age: u32,
+) -> Option<Stored> {
+    let mut theirs = Message::from_vec(&theirs.bytes).ok()?;
+    let mut message = to_question(name, of_type);
+    message.metadata.response_code = theirs.metadata.response_code;
+    for record in theirs.answers.iter_mut().chain(&mut theirs.authorities) {
+        record.decrement_ttl(age);
+    }
+    message.add_answers(records.iter().cloned().chain(theirs.answers));
+    message.add_authorities(theirs.authorities);
+    let bytes = message.to_vec().ok()?;
+    Stored::read(&bytes, name, of_type, false).ok()
+}
+
+fn to_question(name: &LowerName, of_type: u16) -> Message {
+    let mut message = Message::response(0, OpCode::Query);
+    message.add_query(Query::query(name.to_name(), RecordType::from(of_type)));
+    message
+}
+
+/// A record that says that a name is another.
+pub fn alias(from: &LowerName, to: &LowerName, ttl: u32) -> Record {
+    Record::from_rdata(from.to_name(), ttl, RData::CNAME(CNAME(to.to_name())))
+}

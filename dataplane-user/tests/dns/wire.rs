@@ -1,0 +1,295 @@
+//! Whatever bytes a client sends: an answer to it, or silence.
+
+use std::{
+    env,
+    time::{Duration, Instant},
+};
+
+use dataplane::dns::{
+    LowerName, Transport,
+    answer::{Decision, answer},
+    question,
+};
+use hickory_proto::{
+    op::{Message, ResponseCode},
+    rr::RecordType,
+};
+use proptest::prelude::*;
+use rand::{SeedableRng as _, rngs::SmallRng, seq::IndexedRandom as _};
+
+use super::{nobody, zone};
+
+/// Says how many inputs the fuzzer makes; without it, as many as fit into [`SHORT`].
+const INPUTS: &str = "DATAPLANE_DNS_INPUTS";
+const SHORT: Duration = Duration::from_secs(5);
+
+fn answered(query: &[u8]) -> (Decision, Vec<u8>) {
+    let mut out = Vec::new();
+    let random = &mut rand::rng();
+    let decision = answer(&zone(), query, Transport::Udp, nobody, random, &mut out);
+    (decision, out)
+}
+
+fn query(name: &str) -> Vec<u8> {
+    question(0x1234, &LowerName::parse(name).unwrap(), 1, 1, false)
+}
+
+const WEB: &str = "web.shop.svc.cluster.local";
+
+#[test]
+fn malformed_queries_are_refused_as_the_rfcs_say() {
+    let with = |at: usize, bytes: &[u8]| {
+        let mut query = query(WEB);
+        query.splice(at..at + bytes.len(), bytes.iter().copied());
+        query
+    };
+    let opt = |version: u8| [0, 0, 41, 4, 208, 0, version, 0, 0, 0, 0];
+    let with_opts = |count: u8, opts: &[u8]| [&with(11, &[count])[..], opts].concat();
+    let end = query(WEB).len();
+    for (what, query, code) in [
+        ("no question", with(5, &[0]), ResponseCode::FormErr),
+        ("two questions", with(5, &[2]), ResponseCode::FormErr),
+        (
+            "a label that is cut",
+            query(WEB)[..20].to_vec(),
+            ResponseCode::FormErr,
+        ),
+        (
+            "no class",
+            query(WEB)[..end - 2].to_vec(),
+            ResponseCode::FormErr,
+        ),
+        (
+            "a pointer to itself",
+            with(12, &[0xc0, 12]),
+            ResponseCode::FormErr,
+        ),
+        (
+            "a label of 64 bytes",
+            with(12, &[64]),
+            ResponseCode::FormErr,
+        ),
+        (
+            "a record that is not there",
+            with(11, &[1]),
+            ResponseCode::FormErr,
+        ),
+        (
+            "two OPT records",
+            with_opts(2, &[opt(0), opt(0)].concat()),
+            ResponseCode::FormErr,
+        ),
+        (
+            "a version that nobody has",
+            with_opts(1, &opt(1)),
+            ResponseCode::BADVERS,
+        ),
+        ("a whole zone", with(end - 3, &[252]), ResponseCode::Refused),
+    ] {
+        let (decision, out) = answered(&query);
+        assert!(
+            matches!(decision, Decision::Answered(_)),
+            "{what}: {decision:?}"
+        );
+        let message = Message::from_vec(&out).unwrap_or_else(|error| panic!("{what}: {error}"));
+        let found = u16::from(message.metadata.response_code);
+        let wanted = (u16::from(code), 0x1234);
+        assert_eq!((found, message.metadata.id), wanted, "{what}");
+    }
+    for (what, query) in [
+        ("nothing", Vec::new()),
+        ("less than a header", query(WEB)[..11].to_vec()),
+        // Two servers would go on for ever.
+        ("an answer", with(2, &[0x80])),
+    ] {
+        let (decision, out) = answered(&query);
+        assert!(
+            matches!(decision, Decision::Nothing) && out.is_empty(),
+            "{what}"
+        );
+    }
+    for (what, query) in [
+        ("another opcode", with(2, &[0x28])),
+        ("another class", with(end - 1, &[3])),
+    ] {
+        assert!(matches!(answered(&query).0, Decision::Relay), "{what}");
+    }
+}
+
+#[test]
+fn an_answer_has_the_spelling_of_its_query_and_fits_into_what_the_client_takes() {
+    let mut query = query("my-pet.headless.default.svc.cluster.local");
+    query[12 + 1..].make_ascii_uppercase();
+    let (_, out) = answered(&query);
+    assert_eq!(out[12..query.len()], query[12..]);
+    let message = Message::from_vec(&out).unwrap();
+    assert!(message.metadata.authoritative && message.edns.is_none());
+    assert_eq!(message.answers.len(), 2);
+    assert!(message.answers.iter().all(|record| record.ttl == 5));
+    // Without EDNS, 512 bytes are all that a client takes.
+    let name = LowerName::parse("_https._tcp.headless.default.svc.cluster.local").unwrap();
+    let long = |edns| answered(&question(1, &name, 33, 1, edns)).1;
+    let cut = Message::from_vec(&long(false)).unwrap();
+    assert!(cut.metadata.truncation && cut.answers.is_empty() && cut.queries.len() == 1);
+    let whole = Message::from_vec(&long(true)).unwrap();
+    assert!(!whole.metadata.truncation && whole.edns.is_some());
+    assert_eq!(whole.answers.len(), 6);
+}
+
+#[test]
+fn endpoints_are_in_every_order() {
+    let name = LowerName::parse("headless.default.svc.cluster.local").unwrap();
+    let mut firsts = std::collections::BTreeSet::new();
+    for _ in 0..200 {
+        let (_, out) = answered(&question(1, &name, 1, 1, false));
+        let message = Message::from_vec(&out).unwrap();
+        firsts.insert(message.answers[0].data.to_string());
+    }
+    assert_eq!(firsts.len(), 4);
+}
+
+/// What an answer must be, whatever was asked.
+fn check(query: &[u8], decision: &Decision, out: &[u8]) -> Result<(), String> {
+    match decision {
+        Decision::Answered(_) => {
+            let message = Message::from_vec(out).map_err(|error| error.to_string())?;
+            if out[..2] != query[..2] {
+                return Err("another id".to_owned());
+            }
+            if out.len() > 4096 {
+                return Err(format!("{} bytes", out.len()));
+            }
+            if message.queries.len() > 1 {
+                return Err("several questions".to_owned());
+            }
+            Ok(())
+        }
+        Decision::Ask(ask) if ask.candidates.is_empty() => Err("nobody to ask".to_owned()),
+        Decision::Ask(_) | Decision::Relay | Decision::Nothing => Ok(()),
+    }
+}
+
+/// Labels that mean something.
+const LABELS: &[&str] = &[
+    "web",
+    "shop",
+    "svc",
+    "cluster",
+    "local",
+    "default",
+    "headless",
+    "my-pet",
+    "_https",
+    "_tcp",
+    "pod",
+    "10-244-1-8",
+    "foo",
+    "inner",
+    "circle",
+    "in-addr",
+    "ip6",
+    "arpa",
+    "10",
+    "1",
+    "dns-version",
+    "published",
+    "8",
+    "b",
+    "d",
+    "0",
+];
+
+/// A query by the grammar, or nearly: of the cluster's labels, with a few bytes changed.
+fn bytes(random: &mut SmallRng) -> Vec<u8> {
+    if random.random_ratio(1, 8) {
+        let mut bytes = vec![0; random.random_range(0..600)];
+        random.fill_bytes(&mut bytes);
+        return bytes;
+    }
+    let tails = [
+        "svc.cluster.local",
+        "default.svc.cluster.local",
+        "in-addr.arpa",
+        "pod.cluster.local",
+        "",
+    ];
+    let count = random.random_range(0..6);
+    let mut labels: Vec<&str> = (0..count)
+        .filter_map(|_| LABELS.choose(random).copied())
+        .collect();
+    labels.extend(
+        tails
+            .choose(random)
+            .into_iter()
+            .flat_map(|tail| tail.split('.')),
+    );
+    let name = labels.join(".");
+    let name = LowerName::parse(name.trim_matches('.')).unwrap_or_else(|_| LowerName::root());
+    let types = [1, 28, 5, 12, 33, 16, 255, 6, 2, 65, 250, 252, 41];
+    let of_type = *types.choose(random).unwrap_or(&1);
+    let mut bytes = question(
+        random.random(),
+        &name,
+        of_type,
+        random.random(),
+        random.random(),
+    );
+    if random.random() {
+        for _ in 0..random.random_range(1..4) {
+            let at = random.random_range(0..bytes.len());
+            bytes[at] = random.random();
+        }
+    }
+    if random.random_ratio(1, 8) {
+        bytes.truncate(random.random_range(0..bytes.len()));
+    }
+    if random.random_ratio(1, 8) {
+        let more = random.random_range(0..40);
+        bytes.extend((0..more).map(|_| random.random::<u8>()));
+    }
+    bytes
+}
+
+#[test]
+fn any_bytes_have_an_answer_or_none() {
+    let inputs: Option<u64> = env::var(INPUTS).ok().map(|text| text.parse().unwrap());
+    let (zone, client) = (zone(), nobody());
+    let start = Instant::now();
+    let seed = rand::random();
+    let random = &mut SmallRng::seed_from_u64(seed);
+    let mut out = Vec::new();
+    let mut count = 0;
+    while inputs.map_or_else(|| start.elapsed() < SHORT, |inputs| count < inputs) {
+        let query = bytes(random);
+        let transport = if random.random() {
+            Transport::Udp
+        } else {
+            Transport::Tcp
+        };
+        out.clear();
+        let who = || std::sync::Arc::clone(&client);
+        let decision = answer(&zone, &query, transport, who, random, &mut out);
+        if let Err(wrong) = check(&query, &decision, &out) {
+            panic!("seed {seed}, input {count}: {wrong}\n{query:02x?}\n{decision:?}\n{out:02x?}");
+        }
+        count += 1;
+    }
+    println!("{count} inputs in {:?}, seed {seed}", start.elapsed());
+    assert!(count > 1000);
+}
+
+proptest! {
+    #[test]
+    fn a_question_is_read_as_it_was_written(
+        labels in proptest::collection::vec("[a-zA-Z0-9_-]{1,20}", 0..8),
+        of_type in 1..65000_u16,
+    ) {
+        let text = labels.join(".");
+        let name = LowerName::parse(&text).unwrap();
+        let bytes = question(1, &name, of_type, 1, true);
+        let message = Message::from_vec(&bytes).unwrap();
+        prop_assert_eq!(message.queries.len(), 1);
+        prop_assert_eq!(message.queries[0].query_type(), RecordType::from(of_type));
+        prop_assert_eq!(message.queries[0].name(), &name.to_name());
+    }
+}
