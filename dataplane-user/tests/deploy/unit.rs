@@ -70,6 +70,27 @@ fn it_gives_what_the_daemon_set_gives() {
     assert_eq!(socket.parent(), Some(&*directory));
 }
 
+/// systemd mounts /sys/fs/bpf read-only with `ProtectKernelTunables=`, and `ReadWritePaths=` does not change that: of
+/// two settings for one path, systemd takes the stricter. The unit has the paths of that setting instead.
+#[test]
+fn it_does_not_take_the_pins_directory_away() {
+    assert_eq!(all("ProtectKernelTunables"), [""; 0]);
+    let words = |setting| -> Vec<String> {
+        let lines = all(setting);
+        let words = lines.iter().flat_map(|line| line.split(' '));
+        words
+            .map(|word| word.trim_start_matches('-').to_owned())
+            .collect()
+    };
+    let (writable, read_only) = (words("ReadWritePaths"), words("ReadOnlyPaths"));
+    for path in &writable {
+        assert!(!read_only.contains(path), "{path} is read-only, too");
+    }
+    for path in ["/run", "/sys", "/proc/sys", "/proc/sysrq-trigger"] {
+        assert!(read_only.iter().any(|is| is == path), "{path} is writable");
+    }
+}
+
 /// systemd itself reads it, with another program in place of the agent, which is not installed here.
 #[test]
 fn systemd_knows_every_setting() {
