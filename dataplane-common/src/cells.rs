@@ -17,8 +17,8 @@
 //!
 //! There are twice as many cells as flows were asked for, so that with half of them taken one flow in 130 000 finds
 //! all its seventeen taken. A flow that is over gives way to a new one that would have its cell or its slot
-//! ([`State::gives_way`]). If none does, of the seventeen one goes that nobody has answered, and if all were answered,
-//! that which was used longest ago; it is counted ([`Memory::pushed_out`]).
+//! ([`State::gives_way`]). If none does, one of the seventeen is evicted, and counted ([`Memory::pushed_out`]); or the new
+//! flow is refused. `room.rs` says which.
 //!
 //! # Who may do what
 //!
@@ -63,6 +63,7 @@
 mod keys;
 mod memory;
 mod read;
+mod room;
 mod words;
 
 #[cfg(any(test, feature = "user"))]
@@ -77,6 +78,7 @@ pub use atomics::AtomicSlot;
 pub use keys::CellKey;
 pub use memory::{Entry, Line, Memory};
 pub use read::{Snapshot, key, read, value};
+pub use room::{Choice, look, make_room};
 pub use words::{Cell, HEAD, Head, STATE, Slot, Slots, State, cells_for};
 
 use crate::{
@@ -180,15 +182,12 @@ pub fn find_elsewhere<M: Memory>(memory: &M, key: &FlowKey) -> u32 {
 /// Takes a cell for the key, which has no flow: then it is held. [`BUSY`] if somebody else has just made the same
 /// flow, or does something at this moment with a cell that it might have. [`NOWHERE`] if there is no room at all.
 ///
-/// If no cell is free, a flow goes ("Room", above).
+/// If no cell is free, a flow goes that is over, or one that [`room`] chooses ("Room", above).
 #[inline(always)]
 pub fn hold<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
     let place = key.place();
     let mask = memory.mask();
     let mut goes = NOWHERE;
-    // The head of the flow that goes: by the time it does, another one may have its cell.
-    let mut going = Head(0);
-    let mut first = 0;
     let mut nth = 0;
     while nth <= OTHERS {
         let index = candidate(place, nth) & mask;
@@ -202,26 +201,24 @@ pub fn hold<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
         if head.is_free() {
             return take(memory, key, index, head);
         }
-        let rank = State(line.load_after(STATE, head.0)).rank(head.protocol(), now);
-        if rank > first {
-            first = rank;
+        if gives_way(line, head, now) {
+            if !memory.remove(index, head) {
+                return BUSY;
+            }
             goes = index;
-            going = head;
-        }
-        if rank == State::GIVES_WAY {
             break;
         }
         nth += 1;
     }
+    if goes == NOWHERE {
+        goes = memory.make_room(key, now);
+        if goes == BUSY {
+            return BUSY;
+        }
+    }
     let Some(line) = memory.cell(goes) else {
         return NOWHERE;
     };
-    if !memory.remove(goes, going) {
-        return BUSY;
-    }
-    if first != State::GIVES_WAY {
-        memory.pushed_out();
-    }
     take(memory, key, goes, Head(line.load(HEAD)))
 }
 

@@ -297,8 +297,8 @@ impl Tick {
     }
 }
 
-/// What was seen of a flow: bits of `seen`. Those of requests are the lower four, those of replies the same four bits
-/// higher ([`in_replies`](seen::in_replies)).
+/// What was seen of a flow: bits of `seen`. Those of requests are the lower four, those of replies the same bits
+/// four higher ([`in_replies`](seen::in_replies)); the highest bit belongs to both.
 pub mod seen {
     /// A packet at all.
     pub const PACKET: u8 = 1;
@@ -309,6 +309,10 @@ pub mod seen {
     /// The flow belongs to the kernel's own conntrack, which translated it before we came: packets
     /// are left alone. Of requests only.
     pub const FOREIGN: u8 = 8;
+    /// Both ends mean it, so the flow is evicted later than others: the client has acknowledged what the endpoint said
+    /// (TCP), or has sent again, some seconds after it was answered (UDP). A spoofed address does the first only by a
+    /// guess.
+    pub const ASSURED: u8 = 1 << 7;
 
     /// What was seen of requests.
     #[inline(always)]
@@ -319,7 +323,7 @@ pub mod seen {
     /// What was seen of replies, as if it were of requests.
     #[inline(always)]
     pub const fn of_replies(seen: u8) -> u8 {
-        seen >> 4
+        seen >> 4 & 7
     }
 
     /// The inverse of [`of_replies`].

@@ -134,6 +134,16 @@ impl Positions {
         position != 0 && is_within(end, position, NEAR, NEAR)
     }
 
+    /// Whether a segment from the client acknowledges what the endpoint said: only who received that knows its number.
+    #[inline(always)]
+    pub const fn are_acknowledged_by(self, segment: &Segment) -> bool {
+        let position = self.of(true);
+        segment.has(flags::ACK)
+            && !segment.has(flags::SYN | flags::RST)
+            && position != 0
+            && is_within(segment.ack, position, NEAR, NEAR)
+    }
+
     /// Whether a segment that carries data or a FIN is one of the connection's own.
     #[inline(always)]
     const fn is_plausible(self, replies: bool, segment: &Segment) -> bool {

@@ -1,7 +1,7 @@
 //! Where cells and slots are, and what is done to one of their words.
 
 use super::{
-    find_elsewhere, find_led_elsewhere, hold, remove,
+    Choice, find_elsewhere, find_led_elsewhere, hold, look, make_room, remove,
     words::{Head, Slot},
 };
 use crate::packet::{FlowKey, Tick};
@@ -89,6 +89,24 @@ pub trait Memory {
         Self: Sized,
     {
         hold(self, key, now)
+    }
+
+    /// [`make_room`].
+    #[inline(always)]
+    fn make_room(&self, key: &FlowKey, now: Tick) -> u32
+    where
+        Self: Sized,
+    {
+        make_room(self, key, now)
+    }
+
+    /// [`look`].
+    #[inline(always)]
+    fn look(&self, choice: &mut Choice, index: u32, second: bool, now: Tick)
+    where
+        Self: Sized,
+    {
+        look(self, choice, index, second, now);
     }
 
     /// Counts an eviction of a flow that was not over.

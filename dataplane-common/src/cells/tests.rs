@@ -398,6 +398,100 @@ fn what_nobody_answered_goes_first() {
     }
 }
 
+/// A flow of a client, established at `used`.
+fn established(client: u16, port: u16, protocol: Protocol, used: Tick) -> (FlowKey, Translation) {
+    let [high, low] = client.to_be_bytes();
+    let key = FlowKey {
+        src: Addr::from_v4([10, 0, high, low]),
+        protocol,
+        ..key(port)
+    };
+    let seen = seen::PACKET | seen::in_replies(seen::PACKET) | seen::ASSURED;
+    let to = Translation {
+        used,
+        seen,
+        ..to(&key, 0)
+    };
+    (key, to)
+}
+
+/// Datagrams, each of which is answered, push out no TCP connection, however quiet that is, and however many there are;
+/// whether they come from one client or from many.
+#[test]
+fn answered_datagrams_push_out_no_connection() {
+    for clients in [1, 1 << 15] {
+        let shared = Shared::new(1 << 12);
+        let live: Vec<_> = (0..200)
+            .map(|client| established(client, 40_000, Protocol::TCP, at(0)))
+            .collect();
+        for (key, value) in &live {
+            assert!(shared.make(key, value, at(0)));
+        }
+        let flood = 100_000_u32;
+        let mut refused = 0;
+        for nth in 0..flood {
+            let (client, port) = (1000 + nth % clients, nth / clients.min(10));
+            let (key, mut value) = established(client as u16, port as u16, Protocol::UDP, at(100));
+            // Every fourth client sends again.
+            if nth % 4 != 0 {
+                value.seen &= !seen::ASSURED;
+            }
+            if shared.find(&key).is_none() {
+                refused += u32::from(!shared.make(&key, &value, at(100)));
+            }
+        }
+        assert!(refused < flood / 1000, "{refused}");
+        assert!(shared.is_sound() > 4000);
+        for (key, _) in &live {
+            assert!(shared.find(key).is_some(), "{clients} clients: {key:?}");
+        }
+    }
+}
+
+/// One client that fills the table with connections takes nobody's room, and keeps nobody from making connections.
+#[test]
+fn a_client_with_most_of_the_room_pays_for_it() {
+    let shared = Shared::new(1 << 12);
+    let live: Vec<_> = (0..200)
+        .map(|client| established(client, 40_000, Protocol::TCP, at(0)))
+        .collect();
+    for (key, value) in &live {
+        assert!(shared.make(key, value, at(0)));
+    }
+    let has_all = |live: &[(FlowKey, Translation)]| {
+        let mut keys = live.iter().map(|(key, _)| key);
+        keys.all(|key| shared.find(key).is_some())
+    };
+    for port in 0..20_000 {
+        let (key, value) = established(999, port, Protocol::TCP, at(50));
+        let _ = shared.make(&key, &value, at(50));
+    }
+    assert!(shared.is_sound() > 4090 && has_all(&live));
+    let more: Vec<_> = (300..900)
+        .map(|client| established(client, 40_000, Protocol::TCP, at(60)))
+        .collect();
+    let (made, refused): (Vec<_>, Vec<_>) = more
+        .into_iter()
+        .partition(|(key, value)| shared.make(key, value, at(60)));
+    // The cells of a flow are a sample of all: sometimes the client has fewer of them.
+    assert!(refused.len() < 6, "{} of 600", refused.len());
+    assert!(has_all(&live) && has_all(&made));
+}
+
+/// If nobody has most of the room, and all flows are connections that live, none goes: the new one is refused.
+#[test]
+fn a_table_full_of_connections_refuses_others() {
+    let shared = Shared::new(1 << 10);
+    let enter = |client| {
+        let (key, value) = established(client, 40_000, Protocol::TCP, at(0));
+        shared.make(&key, &value, at(0)).then_some(key)
+    };
+    let made: Vec<FlowKey> = (0..60_000).filter_map(enter).collect();
+    assert!((1020..=1024).contains(&made.len()), "{}", made.len());
+    assert!(made.iter().all(|key| shared.find(key).is_some()));
+    assert_eq!(shared.pushed_out.load(Ordering::Relaxed), 0);
+}
+
 /// A port of the node's that a masqueraded flow has to an endpoint is another's only once that is gone.
 #[test]
 fn a_port_of_the_nodes_is_one_flows() {

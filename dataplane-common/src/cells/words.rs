@@ -81,7 +81,7 @@ impl Head {
 
     /// Its flow's protocol, if it has one.
     #[inline(always)]
-    pub(super) const fn protocol(self) -> Protocol {
+    pub const fn protocol(self) -> Protocol {
         Protocol::from_number((self.0 >> 32) as u8)
     }
 
@@ -218,24 +218,31 @@ impl State {
         self.used().age_seconds(now) > keep_seconds(protocol, requests, replies)
     }
 
-    /// The rank of a flow that gives way.
-    pub(super) const GIVES_WAY: u32 = u32::MAX;
-
-    /// Which of several flows goes if one must: that of the highest rank, never 0. First one that gives way; then those
-    /// that nobody has answered, so that a flood of SYNs pushes out hardly any that lives; then those used longest ago.
+    /// Ranks a flow that lives for eviction (`room.rs`), never 0. [`Self::PROTECTED`] and less is what only its own client's excess
+    /// evicts.
     #[inline(always)]
     pub(super) const fn rank(self, protocol: Protocol, now: Tick) -> u32 {
-        if self.gives_way(protocol, now) {
-            return Self::GIVES_WAY;
-        }
-        let rank = self.used().ticks_before(now) + 1;
-        // What the kernel's conntrack translates was answered before we came.
-        if self.seen() & (seen::in_replies(seen::PACKET) | seen::FOREIGN) == 0 {
-            rank + (1 << 16)
+        let seen = self.seen();
+        let (requests, replies) = (seen::of_requests(seen), seen::of_replies(seen));
+        // What the kernel's conntrack translates was answered before we came, and is UDP.
+        let class = if seen & (seen::in_replies(seen::PACKET) | seen::FOREIGN) == 0 {
+            3
+        } else if seen & (seen::ASSURED | seen::FOREIGN) == 0 || seen::is_ended(requests, replies) {
+            2
+        } else if protocol.number() != Protocol::TCP.number() {
+            1
         } else {
-            rank
-        }
+            0
+        };
+        class << Self::CLASS | (self.used().ticks_before(now) + 1)
     }
+
+    /// From this bit on a rank says what was seen of the flow; the bits below [`Self::CROWD`] say how long it was idle.
+    const CLASS: u32 = 18;
+    /// Within a class, a flow of the client that has most of the cells goes first.
+    pub(super) const CROWD: u32 = 1 << 17;
+    /// The highest rank of an established TCP connection.
+    pub(super) const PROTECTED: u32 = (1 << Self::CLASS) - 1;
 }
 
 /// A flow's value, as the words of a cell.

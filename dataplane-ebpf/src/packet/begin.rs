@@ -59,9 +59,9 @@ fn is_from_pod(skb: Skb, packet: &Packet, config: u32) -> bool {
 
 /// [`Scratch::keep`]: the SYN again of a flow that lives.
 pub const KEEP: u32 = 1;
-/// [`Scratch::keep`]: a SYN on a flow that was reset. It keeps its endpoint, so that who sends a RST and a SYN in another's
-/// name moves no connection that lives.
-pub const KEEP_RESET: u32 = 2;
+/// [`Scratch::keep`]: a SYN on a flow that was reset, or closed by both sides. It keeps its endpoint, so that who sends a RST
+/// or FINs, and then a SYN, in others' names moves no connection that lives.
+pub const KEEP_ENDED: u32 = 2;
 
 /// A packet to the service of [`Scratch::frontend`] that no flow is known of; or, if [`Scratch::keep`], a
 /// SYN on the flow that is in `s`, whose endpoint is kept if it is still one.
@@ -227,7 +227,7 @@ fn enter_flow(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     }
     if s.keep != 0 {
         if s.endpoint.addr == s.flow.endpoint && s.endpoint.port == s.flow.endpoint_port {
-            if s.keep == KEEP_RESET {
+            if s.keep == KEEP_ENDED {
                 conntrack::begin_anew(&s.packet.key, &s.packet.segment, now);
             }
             s.flow.toward_endpoint(&mut s.ends);

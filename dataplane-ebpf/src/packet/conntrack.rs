@@ -198,6 +198,9 @@ fn seen_in(entry: Place, replies: bool, segment: &Segment) -> u8 {
     table::judge(entry.index, replies, segment)
 }
 
+const ANSWERED: u8 = seen::in_replies(seen::PACKET);
+const ANSWERED_AND_ASSURED: u8 = ANSWERED | seen::ASSURED;
+
 /// Marks an entry as used by a packet. It is written to only if something changed.
 #[inline(always)]
 fn mark(entry: Place, found: &Snapshot, replies: bool, segment: &Segment, now: Tick) {
@@ -212,6 +215,13 @@ fn mark(entry: Place, found: &Snapshot, replies: bool, segment: &Segment, now: T
         flags &= !ANEW;
         if replies {
             flags = seen::in_replies(flags);
+        } else if value.seen & ANSWERED_AND_ASSURED == ANSWERED {
+            let assured = if found.head().protocol() == Protocol::TCP {
+                table::acknowledges(entry.index, segment)
+            } else {
+                value.used != now
+            };
+            flags |= if assured { seen::ASSURED } else { 0 };
         }
     }
     if value.seen | flags != value.seen || value.used != now || anew {

@@ -177,14 +177,12 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
             flags::of_requests(s.flow.seen),
             flags::of_replies(s.flow.seen),
         );
-        if (requests | replies) & flags::RST != 0 {
-            s.keep = begin::KEEP_RESET;
-        } else if requests & replies & flags::FIN != 0 {
-            // One that a single side has closed may live for as long as the other one sends.
-            s.flow.remove();
+        // One that a single side has closed may live for as long as the other one sends.
+        s.keep = if flags::is_ended(requests, replies) {
+            begin::KEEP_ENDED
         } else {
-            s.keep = begin::KEEP;
-        }
+            begin::KEEP
+        };
     }
     if s.frontend.is_none() {
         let begins = s.packet.is_syn() || (!s.packet.is_tcp() && direct::has_datagrams());

@@ -51,7 +51,7 @@ pub struct Scratch {
     /// Then, which slot of `ENDPOINTS` it is in.
     pub slot: u32,
     /// Whether the packet is a SYN on the flow that is in `flow`: 0, [`KEEP`](super::begin::KEEP) or
-    /// [`KEEP_RESET`](super::begin::KEEP_RESET). Here, and not in a register: Linux 6.1's verifier would take two paths that differ in nothing else for one, and
+    /// [`KEEP_ENDED`](super::begin::KEEP_ENDED). Here, and not in a register: Linux 6.1's verifier would take two paths that differ in nothing else for one, and
     /// remove what only the second has.
     pub keep: u32,
     pub way: Route,

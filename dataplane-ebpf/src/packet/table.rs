@@ -8,9 +8,11 @@ use core::ptr::{read_volatile, write_volatile};
 
 use dataplane_common::{
     Port, Reason,
-    cells::{self, CellKey as _, Entry, Head, Line, Memory, NOWHERE, Slot, Snapshot, State},
+    cells::{
+        self, CellKey as _, Choice, Entry, Head, Line, Memory, NOWHERE, Slot, Snapshot, State,
+    },
     packet::{FlowKey, PortKey, Tick, Translation},
-    tcp::{self, Segment},
+    tcp::{self, POSITIONS, Positions, Segment},
 };
 
 use crate::{
@@ -188,6 +190,16 @@ impl Memory for Maps {
     }
 
     #[inline(always)]
+    fn make_room(&self, key: &FlowKey, now: Tick) -> u32 {
+        conntrack_make_room(key, u32::from(now.number()))
+    }
+
+    #[inline(always)]
+    fn look(&self, choice: &mut Choice, index: u32, second: bool, now: Tick) {
+        conntrack_look(choice, index, u32::from(second), u32::from(now.number()));
+    }
+
+    #[inline(always)]
     fn pushed_out(&self) {
         count(Reason::FlowPushedOut);
     }
@@ -297,6 +309,31 @@ extern "C" fn conntrack_hold(key: *const FlowKey, now: u32) -> u32 {
         Some(key) => cells::hold(&Maps::get(), key, Tick::from_number(now as u16)),
         None => NOWHERE,
     }
+}
+
+/// [`cells::make_room`].
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn conntrack_make_room(key: *const FlowKey, now: u32) -> u32 {
+    // SAFETY: a key, or null: the verifier sees to it where it is called.
+    match unsafe { key.as_ref() } {
+        Some(key) => cells::make_room(&Maps::get(), key, Tick::from_number(now as u16)),
+        None => NOWHERE,
+    }
+}
+
+/// [`cells::look`].
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn conntrack_look(choice: *mut Choice, index: u32, second: u32, now: u32) -> u32 {
+    // SAFETY: a choice, or null: the verifier sees to it where it is called.
+    if let Some(choice) = unsafe { choice.as_mut() } {
+        let now = Tick::from_number(now as u16);
+        cells::look(&Maps::get(), choice, index, second != 0, now);
+    }
+    0
 }
 
 /// [`cells::hold_or_find`].
@@ -415,6 +452,26 @@ extern "C" fn conntrack_judge(index: u32, replies: u32, segment: *const Segment)
 #[inline(always)]
 pub fn judge(index: u32, replies: bool, segment: &Segment) -> u8 {
     conntrack_judge(index, u32::from(replies), segment) as u8
+}
+
+/// [`Positions::are_acknowledged_by`].
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn conntrack_acknowledges(index: u32, segment: *const Segment) -> u32 {
+    // SAFETY: a segment, or null: the verifier sees to it where it is called.
+    match (sequences(index), unsafe { segment.as_ref() }) {
+        (Some(sequences), Some(segment)) => {
+            u32::from(Positions(sequences.load(POSITIONS)).are_acknowledged_by(segment))
+        }
+        _ => 0,
+    }
+}
+
+/// Whether a segment from the client acknowledges what the endpoint of the flow in a cell said.
+#[inline(always)]
+pub fn acknowledges(index: u32, segment: &Segment) -> bool {
+    conntrack_acknowledges(index, segment) != 0
 }
 
 /// Has the sequence numbers of the flow in a cell begin with a SYN.

@@ -124,7 +124,7 @@ impl Model<'_> {
         }
         if let Some(flow) = again {
             if endpoint_of(&flow.to) == endpoint {
-                if flow.is_reset() {
+                if flow.is_ended() {
                     self.begin_anew(&flow, headers, at.tick);
                 }
                 let ends = self.toward_endpoint(&flow);

@@ -84,19 +84,7 @@ impl Flow {
         ]
     }
 
-    /// Whether both sides have closed it.
-    pub fn is_closed(&self) -> bool {
-        let [requests, replies] = self.seen();
-        requests & replies & seen::FIN != 0
-    }
-
-    /// Whether a side has broken it off.
-    pub fn is_reset(&self) -> bool {
-        let [requests, replies] = self.seen();
-        (requests | replies) & seen::RST != 0
-    }
-
-    /// Whether both have, or one has broken it off.
+    /// Whether both sides have closed it, or one has broken it off.
     pub fn is_ended(&self) -> bool {
         let [requests, replies] = self.seen();
         (requests | replies) & seen::RST != 0 || requests & replies & seen::FIN != 0
@@ -168,6 +156,9 @@ impl Model<'_> {
     /// The flow is used by a packet, which adds to what was seen of it, if it counts; by one that an ICMP error quotes,
     /// if there is none.
     fn seen_now(&mut self, key: &FlowKey, packet: Option<&Headers>, replies: bool, now: Tick) {
+        let Some(to) = self.state.flows.get(key) else {
+            return;
+        };
         let (mut added, mut forgotten) = (0, 0);
         if let Some(packet) = packet {
             let mut numbers = self.state.flows.numbers(key);
@@ -185,6 +176,15 @@ impl Model<'_> {
             } else {
                 counted
             };
+            let answered = seen::in_replies(seen::PACKET);
+            if !replies && to.seen & (answered | seen::ASSURED) == answered {
+                let assured = if key.protocol == Protocol::TCP {
+                    numbers.are_acknowledged_by(packet)
+                } else {
+                    to.used != now
+                };
+                added |= if assured { seen::ASSURED } else { 0 };
+            }
         }
         self.state.flows.change(key, |to| {
             to.seen = to.seen & !forgotten | added;

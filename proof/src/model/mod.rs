@@ -308,11 +308,7 @@ impl<'a> Model<'a> {
                 let ends = self.toward_endpoint(&flow);
                 return Ok(self.onward(input, &headers, &ends));
             }
-            // A SYN on a flow that is known: the same again, unless both sides have closed. If one has broken it off, the same
-            // endpoint.
-            Known::Request(flow) if flow.is_closed() && !flow.is_reset() => {
-                self.state.flows.remove(&flow.key);
-            }
+            // A SYN on a flow that is known: the same again, or another connection to the same endpoint.
             Known::Request(flow) => again = Some(flow),
             Known::No => {}
         }

@@ -74,6 +74,14 @@ impl Numbers {
         }
     }
 
+    /// Whether a packet from the client acknowledges what the endpoint said.
+    pub fn are_acknowledged_by(self, headers: &Headers) -> bool {
+        Segment::of(headers).is_some_and(|segment| {
+            let acknowledges = segment.ack.is_some_and(|ack| near(ack, self.positions[1]));
+            acknowledges && !segment.has(flags::SYN | flags::RST)
+        })
+    }
+
     /// What a packet adds to what was seen of its direction (0: it does not count; with [`ANEW`]: what was seen before does
     /// not count), and changes here.
     pub fn see(&mut self, headers: &Headers, replies: bool) -> u8 {

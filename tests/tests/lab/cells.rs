@@ -11,11 +11,14 @@ use std::{
 use anyhow::{Context as _, Result, anyhow, ensure};
 use dataplane::kernel::{conntrack::Flow, rig::Table};
 use dataplane_common::{
-    Addr, Port, Protocol,
+    Addr, Port, Protocol, Reason,
     cells::{Entry, HEAD, Head, Line as _, Memory as _},
     packet::FlowKey,
 };
-use dataplane_proof::{campaign::Scene, wire::flags};
+use dataplane_proof::{
+    campaign::Scene,
+    wire::{Packet, flags},
+};
 use rand::{RngExt as _, SeedableRng as _, rngs::SmallRng};
 
 use super::crafted::{NEAR, OUTSIDE, ip, on, packet, vip};
@@ -23,6 +26,7 @@ use super::crafted::{NEAR, OUTSIDE, ip, on, packet, vip};
 scenarios! {
     Dataplane:
     many_at_once_leave_whole_flows,
+    a_flood_of_answered_datagrams_evicts_no_connection,
 }
 
 /// How many flows there is room for: twice as many cells.
@@ -112,6 +116,81 @@ fn many_at_once_leave_whole_flows() -> Result<()> {
         ensure!(pushed_out > 0, "there was room for all");
         scene.forget()?;
         is_empty(&scene.rig.conntrack)
+    })
+}
+
+/// A pod sends a datagram from each of its ports, twelve times as many as there is room for, and all are answered. Neither
+/// these nor SYNs that are answered evict a connection of others, which may be quiet; and others still make connections.
+fn a_flood_of_answered_datagrams_evicts_no_connection() -> Result<()> {
+    const FLOWS: u32 = 2048;
+    const ENDPOINT: (&str, [&str; 2]) = ("veth-small", ["10.244.1.12", "fd00:10:244:1::12"]);
+    const NUMBERS: [u32; 2] = [1 << 20, 1 << 30];
+    on(Scene::with_flows(FLOWS)?, |scene| {
+        let endpoint = ip(true, ENDPOINT.1[0], ENDPOINT.1[1]);
+        let exchange =
+            |tcp: bool, client: (IpAddr, u16), outside: bool, until: u8| -> Result<FlowKey> {
+                let (at, kind) = if outside {
+                    ("eth0", "node")
+                } else {
+                    ("veth-near", "cluster")
+                };
+                let vip = vip(true, kind, 13);
+                let protocol = if tcp { Protocol::TCP } else { Protocol::UDP };
+                let key = FlowKey::new(
+                    Addr::from(client.0),
+                    Port::new(client.1),
+                    Addr::from(vip.0),
+                    Port::new(vip.1),
+                    protocol,
+                );
+                let [own, other] = NUMBERS;
+                let send = |at, from, to, flags, numbers| {
+                    let packet = Packet {
+                        numbers,
+                        ..packet(tcp, from, to, flags)
+                    };
+                    scene.throw(at, false, &packet.frame())
+                };
+                send(at, client, vip, flags::SYN, [own, 0])?;
+                let to = scene.rig.conntrack.get(&key);
+                let to = to.with_context(|| format!("{key:?} has no flow"))?;
+                let seen = match to.node_addr {
+                    0 => client,
+                    node => (scene.world.node_addr(node).ip(), to.node_port.host()),
+                };
+                let answer = flags::SYN | flags::ACK;
+                send(ENDPOINT.0, (endpoint, 80), seen, answer, [other, own + 1])?;
+                if until > 2 {
+                    send(at, client, vip, flags::ACK, [own + 1, other + 1])?;
+                }
+                Ok(key)
+            };
+        let clients =
+            |from: u16| (from..from + 200).map(|port| (ip(true, OUTSIDE[0], OUTSIDE[1]), port));
+        let mut live = Vec::new();
+        for client in clients(20_000) {
+            live.push(exchange(true, client, true, 3)?);
+        }
+        let there = |live: &[FlowKey]| {
+            let gone = live
+                .iter()
+                .filter(|key| scene.rig.conntrack.get(key).is_none());
+            let gone = gone.count();
+            ensure!(gone == 0, "{gone} of {} connections are gone", live.len());
+            Ok(())
+        };
+        let before = scene.rig.reasons()?[Reason::FlowPushedOut as usize];
+        for nth in 0..12 * FLOWS {
+            let client = (ip(true, NEAR[0], NEAR[1]), 1024 + u16::try_from(nth)?);
+            exchange(nth % 8 == 0, client, false, 2)?;
+        }
+        let evicted = scene.rig.reasons()?[Reason::FlowPushedOut as usize] - before;
+        ensure!(evicted > u64::from(8 * FLOWS), "{evicted} were evicted");
+        there(&live)?;
+        for client in clients(30_000) {
+            live.push(exchange(true, client, true, 3)?);
+        }
+        there(&live)
     })
 }
 

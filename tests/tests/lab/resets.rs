@@ -9,6 +9,7 @@ use dataplane_proof::{
     Verdict,
     campaign::Scene,
     wire::{Packet, flags},
+    world::To,
 };
 
 use super::{
@@ -22,7 +23,7 @@ scenarios! {
     strangers_end_no_flow,
     each_side_ends_its_flow,
     a_refused_connection_is_over,
-    a_reset_and_a_syn_keep_the_endpoint,
+    an_ended_connection_and_a_syn_keep_the_endpoint,
     a_half_closed_connection_keeps_its_endpoint,
     a_half_closed_flow_begins_anew_once_the_endpoint_says_so,
     real_connections_end_as_they_do,
@@ -196,10 +197,10 @@ fn a_refused_connection_is_over() -> Result<()> {
     })
 }
 
-/// So who sends both in a client's name moves no connection to another endpoint.
-fn a_reset_and_a_syn_keep_the_endpoint() -> Result<()> {
+/// So who sends a RST, or both sides' FINs, and then a SYN in a client's name moves no connection to another endpoint.
+fn an_ended_connection_and_a_syn_keep_the_endpoint() -> Result<()> {
     on(Scene::new()?, |scene| {
-        for number in 0..60 {
+        for number in 0..120 {
             let (client, vip) = (
                 (ip(true, NEAR[0], NEAR[1]), 20_000 + number),
                 vip(true, "cluster", 7),
@@ -211,14 +212,37 @@ fn a_reset_and_a_syn_keep_the_endpoint() -> Result<()> {
                 Port::new(vip.1),
                 Protocol::TCP,
             );
-            let send = |bits| -> Result<Flow> {
-                scene.throw("veth-near", false, &packet(true, client, vip, bits).frame())?;
+            let send = |at, from, to, bits, numbers| -> Result<Flow> {
+                let segment = Packet {
+                    numbers,
+                    ..packet(true, from, to, bits)
+                };
+                scene.throw(at, false, &segment.frame())?;
                 let to = scene.rig.conntrack.get(&key).context("no flow")?;
                 Ok(Flow { key, to })
             };
-            let before = send(flags::SYN)?;
-            ensure!(send(flags::RST)?.state() == State::Reset);
-            let after = send(flags::SYN)?;
+            let request = |bits, numbers| send("veth-near", client, vip, bits, numbers);
+            let before = request(flags::SYN, [CLIENT, 0])?;
+            let ended = if number % 2 == 0 {
+                request(flags::RST, [CLIENT, 0])?
+            } else {
+                // Whose endpoint is the client itself sees an address of the node's.
+                let seen = before.to;
+                let client = match seen.node_addr {
+                    0 => client,
+                    node => (scene.world.node_addr(node).ip(), seen.node_port.host()),
+                };
+                let (endpoint, at) = (before.endpoint(), at_of(scene, before.endpoint().ip()));
+                let endpoint = (endpoint.ip(), endpoint.port());
+                let reply = |bits, numbers| send(at, endpoint, client, bits, numbers);
+                reply(flags::SYN | flags::ACK, [SERVER, CLIENT + 1])?;
+                let fin = flags::FIN | flags::ACK;
+                request(fin, [CLIENT + 1, SERVER + 1])?;
+                reply(fin, [SERVER + 1, CLIENT + 2])?
+            };
+            let over = [State::Reset, State::Closed][usize::from(number % 2)];
+            ensure!(ended.state() == over, "{ended:?} is {}", ended.state());
+            let after = request(flags::SYN, [CLIENT + (1 << 30), 0])?;
             ensure!(
                 after.state() == State::Syn && after.endpoint() == before.endpoint(),
                 "{before:?} became {after:?}"
@@ -226,6 +250,19 @@ fn a_reset_and_a_syn_keep_the_endpoint() -> Result<()> {
         }
         Ok(())
     })
+}
+
+/// Where the packets of an endpoint of service 7 arrive.
+fn at_of(scene: &Scene, endpoint: IpAddr) -> &str {
+    let here = scene.world.interface("veth-near").0;
+    match scene
+        .world
+        .way(Addr::UNSPECIFIED, Addr::from(endpoint), here)
+        .0
+    {
+        To::Onward(way) => &scene.world.interfaces[&way.ifindex].name,
+        _ => "eth0",
+    }
 }
 
 /// Its other side may send for hours: a SYN, which anybody can send in the client's name, does not move it.

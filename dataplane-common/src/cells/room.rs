@@ -1,0 +1,110 @@
+//! Which flow is evicted for a new one whose seventeen cells all have flows that live.
+//!
+//! In this order, and in each class first the flow that was idle longest:
+//!
+//! 1. flows that nobody has answered: a flood of SYNs or datagrams from spoofed addresses makes these;
+//! 2. flows that are not [assured](crate::packet::seen::ASSURED): answered once, or over;
+//! 3. UDP flows that are assured;
+//! 4. established TCP connections, but only those of a client that has more than half of the seventeen cells. The cells
+//!    are a sample of the table, so such a client has taken about half of it.
+//!
+//! If no flow is left to go, the new flow is refused. So an established connection is never evicted because others send
+//! packets, answered or not, and one client that fills the table with connections pays for new flows itself. A client
+//! with more than half of the cells also goes first within classes 1 to 3.
+//!
+//! netfilter refuses new flows in the same case: it evicts no assured flow (`early_drop_list` in
+//! `net/netfilter/nf_conntrack_core.c`). It has no share for each client.
+
+use super::{
+    BUSY, CellKey as _, HEAD, Head, Line, Memory, NOWHERE, OTHERS, STATE, State, candidate,
+};
+use crate::packet::{FlowKey, Tick};
+
+/// What is known of a key's cells while they are looked at, one after the other, twice.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Choice {
+    /// The client that has more than half of the cells, if one has: otherwise any.
+    most: [u64; 2],
+    /// How often it was seen more than others, in the first round (Boyer and Moore's vote).
+    ahead: u32,
+    /// How many cells it has.
+    has: u32,
+    /// The highest rank of all flows, and where it is.
+    any: u32,
+    any_at: u32,
+    /// The highest rank of that client's flows, and where it is.
+    of_most: u32,
+    of_most_at: u32,
+}
+
+/// A look at one of a key's cells, in the first round or in the second.
+#[inline(always)]
+pub fn look<M: Memory>(memory: &M, choice: &mut Choice, index: u32, second: bool, now: Tick) {
+    let Some(line) = memory.cell(index) else {
+        return;
+    };
+    let client = [line.load(0), line.load(1)];
+    if !second {
+        if choice.ahead == 0 {
+            choice.most = client;
+        }
+        if client == choice.most {
+            choice.ahead = choice.ahead.wrapping_add(1);
+        } else {
+            choice.ahead = choice.ahead.wrapping_sub(1);
+        }
+        return;
+    }
+    let rank = rank(line, Head(line.load(HEAD)), now);
+    if rank > choice.any {
+        (choice.any, choice.any_at) = (rank, index);
+    }
+    if client == choice.most {
+        choice.has = choice.has.wrapping_add(1);
+        if rank > choice.of_most {
+            (choice.of_most, choice.of_most_at) = (rank, index);
+        }
+    }
+}
+
+/// Ranks the flow in a cell for eviction: the flow with the highest rank goes first. 0: there is no flow.
+#[inline(always)]
+fn rank<L: Line>(line: L, head: Head, now: Tick) -> u32 {
+    if head.key().is_none() {
+        return 0;
+    }
+    State(line.load_after(STATE, head.0)).rank(head.protocol(), now)
+}
+
+/// Evicts a flow from one of the key's cells, which all have flows that live: returns the cell, which is free then.
+/// [`NOWHERE`] if no flow may be evicted, [`BUSY`] if a cell has changed meanwhile.
+#[inline(always)]
+pub fn make_room<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
+    let place = key.place();
+    let mut choice = Choice::default();
+    let mut nth = 0;
+    while nth < 2 * (OTHERS + 1) {
+        let second = nth > OTHERS;
+        let cell = if second { nth - (OTHERS + 1) } else { nth };
+        let index = candidate(place, cell) & memory.mask();
+        memory.look(&mut choice, index, second, now);
+        nth += 1;
+    }
+    let (mut goes, mut at) = (choice.any, choice.any_at);
+    if choice.has > OTHERS / 2 && choice.of_most | State::CROWD > goes {
+        (goes, at) = (choice.of_most, choice.of_most_at);
+    } else if goes <= State::PROTECTED {
+        return NOWHERE;
+    }
+    let Some(line) = memory.cell(at) else {
+        return NOWHERE;
+    };
+    // The flow that was looked at, or one that may be evicted as well.
+    let head = Head(line.load(HEAD));
+    if rank(line, head, now) != goes || !memory.remove(at, head) {
+        return BUSY;
+    }
+    memory.pushed_out();
+    at
+}
