@@ -95,6 +95,18 @@ impl Addr {
         }
     }
 
+    /// Whether this is in 169.254.0.0/16 or fe80::/10.
+    #[inline(always)]
+    pub const fn is_link_local(self) -> bool {
+        if self.is_v4() {
+            let [a, b, _, _] = self.0[3].to_ne_bytes();
+            a == 169 && b == 254
+        } else {
+            let [a, b, _, _] = self.0[0].to_ne_bytes();
+            a == 0xfe && b & 0xc0 == 0x80
+        }
+    }
+
     /// Whether this is `0.0.0.0` or `::`. As a destination, that is loopback (`ip_route_connect` and
     /// `tcp_v6_connect` in the kernel's `net/`); as a frontend's address, it stands for node ports.
     #[inline(always)]

@@ -7,9 +7,14 @@
 //! CGROUPS    hash    cgroup id   -> Enrolled       workloads in the node's namespace
 //! LOCALS     hash    Addr        -> Local          addresses that workloads are reached at
 //! RULES      hash    RuleKey     -> u32            a policy's ports, users, interfaces
-//! RANGES     lpm     RangeKey    -> u32            a policy's destination ranges
-//! KNOWN      hash    Addr        -> u32            workloads' and endpoints' addresses, for egress
+//! RANGES     lpm     RangeKey    -> u32            a policy's destination ranges; of policy 0, those that are reachable
+//!                                                 whatever an egress policy says
+//! KNOWN      hash    FrontendKey -> u32            ports of Pods, and resolvers, for egress; and workloads'
+//!                                                 addresses, for labels
+//! ASKERS     sk      socket      -> Askers         whom a UDP socket may answer, though egress is denied
 //! ORIGINS    hash    Tuple       -> Origin         connections on their way to a proxy
+//! ORIGIN_COUNTS array counter    -> u64            how many of them each workload has: `origins.rs`
+//! OWN        sk      socket      -> u32            the proxy's sockets that connect from a client's address
 //! ACCEPTED   sk      socket      -> Origin         connections that a proxy has accepted
 //! LISTENERS  sockhash ListenerKey-> socket         where a workload's inbound connections go, and the
 //!                                                 outbound ones of one that is captured by packets
@@ -30,7 +35,8 @@
 //! four addresses are known (`TCP_CONNECT_CB`), it goes to `ORIGINS`; when the proxy's side of it is
 //! there (`PASSIVE_ESTABLISHED_CB`), it is moved from there to that socket. An entry is gone when it
 //! was used or when the client's socket is closed, whichever is first: a port that is used again finds
-//! nothing of a stranger's.
+//! nothing of a stranger's. `ORIGINS` also has the proxy's own connections from clients' addresses, which `sk_lookup`
+//! must not capture: `connect` says in `OWN` which sockets those are, by the agent's cgroup.
 
 use crate::{
     Addr, Port, Reason,
@@ -141,8 +147,8 @@ layout! {
         pub addr: Addr,
         /// Its port.
         pub port: Port,
-        /// Zero.
-        pub reserved: u16,
+        /// The element of `ORIGIN_COUNTS` that counts the entry; 0: it is not counted.
+        pub counter: u16,
     }
 
     /// A proxy's listener for inbound connections of a network namespace, or for outbound ones of a
@@ -177,6 +183,26 @@ layout! {
         pub owners: Owners,
         /// What is kept for them.
         pub meters: [[Meter; SOCKET_SETS]; SOCKET_WAYS],
+    }
+
+    /// Who has sent a datagram to a UDP socket, and may be answered.
+    #[repr(C)]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct Asker {
+        /// Its address.
+        pub addr: Addr,
+        /// Its port; none is in a place that is free.
+        pub port: Port,
+        /// Zero.
+        pub reserved: u16,
+    }
+
+    /// The last of them, each in the place that its address and port lead to.
+    #[repr(C)]
+    #[derive(Clone, Copy, Debug)]
+    pub struct Askers {
+        /// The places.
+        pub places: [Asker; ASKERS],
     }
 
     /// What connections that go direct are counted by.
@@ -281,6 +307,16 @@ impl Local {
     }
 }
 
+impl Asker {
+    /// The place of an address and port.
+    #[inline(always)]
+    pub const fn place(addr: Addr, port: Port) -> usize {
+        let [a, b, c, d] = addr.words();
+        let mixed = (a ^ b ^ c ^ d ^ port.be() as u32).wrapping_mul(0x9e37_79b1);
+        (mixed >> 26) as usize & (ASKERS - 1)
+    }
+}
+
 impl TrafficKey {
     /// As a pool: connections that were made to the workload.
     pub const INBOUND: u32 = u32::MAX;
@@ -323,6 +359,12 @@ impl RuleKey {
 pub const CAPTURED: u32 = 1;
 /// What a rule says: its connections are not captured.
 pub const EXCLUDED: u32 = 2;
+/// What a rule says: its connections are not captured, and the egress policy is about them all the same. Labels and
+/// annotations say so where the configuration denies egress.
+pub const JUDGED: u32 = 3;
+
+/// The policy whose ranges say what is reachable, whatever an egress policy says.
+pub const REACHABLE: u32 = 0;
 
 /// Word `mesh` of [`crate::tables::Config`]: there is something in `NAMESPACES`.
 pub const MESH_NAMESPACES: u64 = 1;
@@ -333,6 +375,9 @@ pub const MESH_GUARD: u64 = 1 << 2;
 
 /// There is something in `LOCALS` with [`Enrolled::PACKETS`].
 pub const MESH_PACKETS: u64 = 1 << 3;
+
+/// There is, or may be, somebody with [`Enrolled::EGRESS_DENY`]: datagrams are judged.
+pub const MESH_DENIES: u64 = 1 << 4;
 
 /// The first of the bits with the proxy's outbound port, in network order.
 pub const MESH_PORT: u32 = 32;
@@ -422,6 +467,8 @@ pub const RULES: u32 = 262_144;
 pub const KNOWN: u32 = 1 << 20;
 /// The most connections on their way to a proxy at once.
 pub const ORIGINS: u32 = 1 << 17;
+/// How many a UDP socket may answer at the same time, though egress is denied to it.
+pub const ASKERS: usize = 64;
 /// The most pairs of workload and destination that are told apart.
 pub const TRAFFIC: u32 = 65_536;
 
@@ -433,6 +480,8 @@ const _: () = assert!(size_of::<RangeKey>() == 24);
 const _: () = assert!(size_of::<Tuple>() == 48);
 const _: () = assert!(size_of::<Origin>() == 20);
 const _: () = assert!(size_of::<ListenerKey>() == 16);
+const _: () = assert!(size_of::<Asker>() == 20);
+const _: () = assert!(ASKERS.is_power_of_two());
 const _: () = assert!(size_of::<TrafficKey>() == 24);
 const _: () = assert!(size_of::<Meter>() == 32);
 const _: () = assert!(size_of::<MeterSets>() == 16 * 160);
@@ -447,8 +496,8 @@ pub trait Rules {
 }
 
 /// Whether an outbound connection of a workload is captured ([`Reason::Captured`]), or by which kind
-/// of rule not. Users first, since a proxy is told by its user; then loopback; ports before ranges,
-/// since a port is captured or not wherever it is.
+/// of rule not; and whether the egress policy is about it. Users first, since a proxy is told by its user; then
+/// loopback; ports before ranges, since a port is captured or not wherever it is.
 #[inline(always)]
 pub fn outbound<T: Rules>(
     tables: &T,
@@ -457,7 +506,7 @@ pub fn outbound<T: Rules>(
     port: Port,
     user: u32,
     group: u32,
-) -> Reason {
+) -> (Reason, bool) {
     let rule = |kind, id| {
         tables.rule(&RuleKey {
             of: enrolled.policy,
@@ -468,25 +517,27 @@ pub fn outbound<T: Rules>(
     if enrolled.flags & Enrolled::HAS_USERS != 0
         && (rule(RuleKey::USER, user) == EXCLUDED || rule(RuleKey::GROUP, group) == EXCLUDED)
     {
-        return Reason::ExcludedUser;
+        return (Reason::ExcludedUser, false);
     }
     if addr.is_loopback() || addr.is_unspecified() {
-        return Reason::ExcludedLoopback;
+        return (Reason::ExcludedLoopback, false);
     }
     if enrolled.flags & Enrolled::HAS_OUTBOUND_PORTS != 0 {
         let said = rule(RuleKey::OUTBOUND_PORT, u32::from(port.host()));
-        if said == EXCLUDED {
-            return Reason::ExcludedPort;
+        if said == EXCLUDED || said == JUDGED {
+            return (Reason::ExcludedPort, said == JUDGED);
         }
         if said == CAPTURED {
-            return Reason::Captured;
+            return (Reason::Captured, true);
         }
     }
-    if enrolled.flags & Enrolled::HAS_RANGES != 0 && tables.range(enrolled.policy, addr) == EXCLUDED
-    {
-        return Reason::ExcludedRange;
+    if enrolled.flags & Enrolled::HAS_RANGES != 0 {
+        let said = tables.range(enrolled.policy, addr);
+        if said == EXCLUDED || said == JUDGED {
+            return (Reason::ExcludedRange, said == JUDGED);
+        }
     }
-    Reason::Captured
+    (Reason::Captured, true)
 }
 
 /// What a decision asks besides rules, if it gets so far.
@@ -496,7 +547,7 @@ pub trait Circumstances: Rules {
     fn is_own(&self) -> bool;
     /// Whether the destination is an address of the workload itself, or a service's that only the workload itself answers.
     fn is_itself(&self) -> bool;
-    /// Whether the destination is a service's, a workload's or an endpoint's.
+    /// Whether the destination is a service's of Pods, an endpoint's of one, or stated by the operator.
     fn is_known(&self) -> bool;
     /// Whether somebody listens at the proxy's outbound port, at loopback in the workload's network
     /// namespace.
@@ -512,7 +563,7 @@ pub fn decide_outbound<T: Circumstances>(
     (addr, port): (Addr, Port),
     (user, group): (u32, u32),
 ) -> Reason {
-    let reason = outbound(asked, enrolled, addr, port, user, group);
+    let (reason, is_judged) = outbound(asked, enrolled, addr, port, user, group);
     let proxy = enrolled.flags & Enrolled::PROXY != 0;
     if reason != Reason::ExcludedUser
         && proxy
@@ -521,7 +572,7 @@ pub fn decide_outbound<T: Circumstances>(
     {
         return Reason::Recursive;
     }
-    if reason != Reason::Captured {
+    if !is_judged {
         return reason;
     }
     // What stays in the workload is no proxy's business: `inbound` leaves it alone, too.
@@ -531,6 +582,9 @@ pub fn decide_outbound<T: Circumstances>(
     if enrolled.flags & Enrolled::EGRESS_DENY != 0 && !asked.is_known() {
         return Reason::EgressDenied;
     }
+    if reason != Reason::Captured {
+        return reason;
+    }
     if !proxy {
         return Reason::Direct;
     }
@@ -538,6 +592,24 @@ pub fn decide_outbound<T: Circumstances>(
         return Reason::Captured;
     }
     without_proxy(enrolled.flags)
+}
+
+/// What becomes of a datagram of a workload, or of a UDP socket that it connects: [`Reason::EgressDenied`], or nothing.
+#[inline(always)]
+pub fn decide_datagram<T: Circumstances>(
+    asked: &T,
+    enrolled: &Enrolled,
+    (addr, port): (Addr, Port),
+    (user, group): (u32, u32),
+) -> Reason {
+    if enrolled.flags & Enrolled::EGRESS_DENY == 0 {
+        return Reason::NotService;
+    }
+    let (_, is_judged) = outbound(asked, enrolled, addr, port, user, group);
+    if !is_judged || asked.is_itself() || asked.is_known() {
+        return Reason::NotService;
+    }
+    Reason::EgressDenied
 }
 
 /// What becomes of a connection that is to go to a proxy which does not listen; `flags`: as

@@ -52,6 +52,15 @@ pub fn only_endpoint<T: Tables>(tables: &T, frontend: Frontend) -> Endpoint {
     }
 }
 
+/// Whether a workload whose egress policy is deny may reach a frontend. One without endpoints refuses by itself.
+#[inline(always)]
+pub fn is_reachable<T: Tables>(tables: &T, frontend: Frontend) -> bool {
+    match tables.pool(frontend.pool()) {
+        Some(pool) => pool.block.is_empty() || pool.block.flags() & Block::REACHABLE != 0,
+        None => false,
+    }
+}
+
 /// Which frontend a destination is, or [`Frontend::NONE`].
 ///
 /// `own_loopback` says that a loopback address is the node's own, that is, that the client is in

@@ -31,6 +31,7 @@ pub mod capture;
 pub mod cells;
 pub mod decide;
 mod event;
+pub mod origins;
 pub mod packet;
 mod reason;
 pub mod tables;
@@ -48,4 +49,4 @@ pub use vips::{VIP_ELEMENTS, VipPlace, VipWords};
 /// the numbers of [`Reason`]; the agent then builds a new directory beside the old one and swaps
 /// once. What it takes along then is in `CONNECTIONS` of the agent's `kernel/layouts.rs`: see there whether one of
 /// those tables has changed.
-pub const LAYOUT: u32 = 8;
+pub const LAYOUT: u32 = 9;

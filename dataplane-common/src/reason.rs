@@ -110,7 +110,7 @@ reasons! {
     /// Capture: to the proxy's own port.
     Recursive = 33, "recursive", "to the proxy's own port; refused";
     /// Capture: the egress policy is deny and the destination is unknown.
-    EgressDenied = 34, "egress-denied", "the egress policy is deny, and the destination is no known service or workload; refused";
+    EgressDenied = 34, "egress-denied", "the egress policy is deny, and the destination is neither a service of Pods, nor a port of a Pod, nor in mesh.reachable; refused";
     /// Capture: no process listens at the proxy's port.
     ProxyDown = 35, "proxy-down", "the workload's proxy does not listen; refused";
     /// Capture: no process listens at the proxy's port, and `withoutProxy` lets the connection pass.
@@ -118,7 +118,7 @@ reasons! {
     /// Capture: the namespace is not known yet.
     Guarded = 37, "guarded", "from a network namespace that the agent has not looked at yet; refused";
     /// Capture: the original destination could not be kept for the proxy.
-    OriginLost = 38, "origin-lost", "no room to keep the original destination for the proxy";
+    OriginLost = 38, "origin-lost", "no room to keep the original destination for the proxy; refused";
     /// The packet path: a direct connection to an endpoint, from a port that already has a live connection to the
     /// endpoint through a VIP. The replies of the two connections could not be told apart.
     PortTaken = 39, "port-taken", "the client already has a connection to this endpoint from the same port through a service; refused";
@@ -132,6 +132,9 @@ reasons! {
     FlowBusy = 43, "flow-busy", "another CPU was making the flow and took too long; dropped";
     /// The packet path: an IPsec policy of the kernel protects the packet, but the packet path cannot encrypt it.
     IpsecPolicy = 44, "ipsec-policy", "an IPsec policy protects the packet, and the packet path cannot encrypt it; dropped";
+    /// Capture by packets: to a loopback or link-local address, or to one of the node. The proxy would connect as the
+    /// node.
+    ToNode = 45, "to-node", "from a workload that is captured by packets to an address of the node, or to a link-local or loopback address; refused";
 }
 
 impl Reason {
@@ -156,6 +159,8 @@ impl Reason {
                 | Self::EgressDenied
                 | Self::ProxyDown
                 | Self::Guarded
+                | Self::OriginLost
+                | Self::ToNode
                 | Self::PortTaken
                 | Self::FlowBusy
                 | Self::IpsecPolicy

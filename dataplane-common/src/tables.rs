@@ -196,6 +196,9 @@ impl Block {
     /// Flag: the pool of a cluster address, which answers the ports that the service does not
     /// have. Always empty.
     pub const NO_SUCH_PORT: u16 = 2;
+    /// Flag: every endpoint is a Pod's, or in a range that the operator has stated: a workload whose egress policy is deny
+    /// may reach the service.
+    pub const REACHABLE: u16 = 4;
     /// The most endpoints that one pool can have.
     pub const MAX_LEN: usize = u16::MAX as usize;
 

@@ -36,7 +36,7 @@ use aya_ebpf::{
 };
 
 use crate::accelerate::{legs, message};
-use crate::capture::{assign, inbound, origin, outbound, sockopt, states};
+use crate::capture::{assign, datagrams, inbound, origin, sockopt, states};
 use crate::socket::{SockAddr, V4, V6, connect, getpeername, recvmsg, release, sendmsg};
 
 /// TCP and UDP `connect()` to an IPv4 address.
@@ -97,13 +97,13 @@ fn sock_release(ctx: SockContext) -> i32 {
 /// TCP `connect()` of a workload to an IPv4 address: whether it goes to the proxy.
 #[cgroup_sock_addr(connect4)]
 fn capture4(ctx: SockAddrContext) -> i32 {
-    outbound::run(&SockAddr::<V4>::new(ctx))
+    datagrams::connect(&SockAddr::<V4>::new(ctx))
 }
 
 /// TCP `connect()` of a workload to an IPv6 address.
 #[cgroup_sock_addr(connect6)]
 fn capture6(ctx: SockAddrContext) -> i32 {
-    outbound::run(&SockAddr::<V6>::new(ctx))
+    datagrams::connect(&SockAddr::<V6>::new(ctx))
 }
 
 /// The local address of a socket: of a captured connection at the proxy, where it was to go.

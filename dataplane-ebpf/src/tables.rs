@@ -20,11 +20,12 @@ use dataplane_common::{
     Addr, Event, Reason, VIP_ELEMENTS, VipWords,
     accelerate::{CONNECTIONS, PROXIES as PROXIES_CAPACITY, ProxyKey, Sender},
     capture::{
-        CaptureConfig, Enrolled, KNOWN as KNOWN_CAPACITY, ListenerKey, Local, Meter, MeterSets,
-        ORIGINS as ORIGINS_CAPACITY, Origin, RULES as RULES_CAPACITY, RuleKey,
+        Askers, CaptureConfig, Enrolled, KNOWN as KNOWN_CAPACITY, ListenerKey, Local, Meter,
+        MeterSets, ORIGINS as ORIGINS_CAPACITY, Origin, RULES as RULES_CAPACITY, RuleKey,
         TRAFFIC as TRAFFIC_CAPACITY, Traffic, TrafficKey, Tuple, WORKLOADS,
     },
     cells::{Cell, Slots, cells_for},
+    origins::COUNTERS,
     packet::{
         DEFAULT_FLOWS, ERROR_BUCKETS, FRAGMENTS as FRAGMENTS_CAPACITY, Fragment, FragmentKey,
         Iface, NODE_ADDRS as NODE_ADDRS_CAPACITY, PacketConfig,
@@ -165,11 +166,21 @@ pub static RULES: HashMap<RuleKey, u32, { RULES_CAPACITY as usize }, ON_DEMAND> 
 pub static RANGES: LpmTrie<Range, u32, { RULES_CAPACITY as usize }> = LpmTrie::new();
 
 #[btf_map]
-pub static KNOWN: HashMap<Addr, u32, { KNOWN_CAPACITY as usize }, ON_DEMAND> = HashMap::new();
+pub static KNOWN: HashMap<FrontendKey, u32, { KNOWN_CAPACITY as usize }, ON_DEMAND> =
+    HashMap::new();
+
+#[btf_map]
+pub static ASKERS: SkStorage<Askers> = SkStorage::new();
 
 #[btf_map]
 pub static ORIGINS: HashMap<Tuple, Origin, { ORIGINS_CAPACITY as usize }, ON_DEMAND> =
     HashMap::new();
+
+#[btf_map]
+pub static ORIGIN_COUNTS: Array<u64, { COUNTERS as usize }, MAPPED> = Array::new();
+
+#[btf_map]
+pub static OWN: SkStorage<u32> = SkStorage::new();
 
 #[btf_map]
 pub static ACCEPTED: SkStorage<Origin> = SkStorage::new();

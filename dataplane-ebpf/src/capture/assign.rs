@@ -38,7 +38,7 @@ use crate::{
     },
     select::{self, count},
     socket,
-    tables::{KNOWN, LISTENERS, LOCALS},
+    tables::{LISTENERS, LOCALS},
 };
 
 /// No process has these: rules for users are about those of whom we see the sockets.
@@ -108,6 +108,13 @@ fn begin(skb: Skb, packet: &Packet, local: &Local) -> i32 {
         listener: &key,
     };
     let mut reason = capture::decide_outbound(&asked, config, &enrolled, to, (NOBODY, NOBODY));
+    // To whom the proxy would be the node.
+    let dst = packet.key.dst;
+    if reason == Reason::Captured
+        && (dst.is_link_local() || dst.is_loopback() || capture::Circumstances::is_own(&asked))
+    {
+        reason = Reason::ToNode;
+    }
     if reason == Reason::Captured && !to_listener::<false>(skb, packet, &key) {
         // It has gone just now.
         reason = capture::without_proxy(enrolled.flags);
@@ -273,7 +280,7 @@ impl capture::Circumstances for Asked<'_> {
 
 #[inline(never)]
 fn is_known(key: &FlowKey) -> bool {
-    KNOWN.get_ptr(key.dst).is_some()
-        || !decide::find_frontend(&select::Live, key.dst, key.dst_port, Protocol::TCP, false)
-            .is_none()
+    let (dst, port) = (key.dst, key.dst_port);
+    let frontend = decide::find_frontend(&select::Live, dst, port, Protocol::TCP, false);
+    super::is_known(frontend, dst, port, Protocol::TCP)
 }

@@ -20,6 +20,7 @@ use aya_ebpf::{
 use dataplane_common::{
     Addr,
     capture::{Meter, MeterSets, Traffic, TrafficKey},
+    tables::FrontendKey,
 };
 
 use super::tcp::{CREATE, Socket};
@@ -147,7 +148,7 @@ pub fn established(meter: *mut Meter, reached: Addr) {
     }
     // Who asked for a service has reached one of its endpoints.
     let of_service = key.pool != 0 && key.pool != TrafficKey::INBOUND;
-    let known = of_service || KNOWN.get_ptr(reached).is_some();
+    let known = of_service || KNOWN.get_ptr(FrontendKey::address(reached)).is_some();
     // SAFETY: as above; the helper has no preconditions.
     unsafe {
         (*meter).opened_at = bpf_ktime_get_ns();

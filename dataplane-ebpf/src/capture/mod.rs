@@ -1,6 +1,8 @@
 //! Mesh capture: a workload's connections go to its proxy, which learns where they were to go.
 
+mod askers;
 pub mod assign;
+pub mod datagrams;
 pub mod inbound;
 pub mod meters;
 pub mod origin;
@@ -11,11 +13,16 @@ pub mod tcp;
 
 use aya_ebpf::maps::lpm_trie::Key;
 use dataplane_common::{
-    Addr,
-    capture::{self, CaptureConfig, FROM_CLIENT, RuleKey, has_mark},
+    Addr, Port, Protocol,
+    capture::{self, CAPTURED, CaptureConfig, FROM_CLIENT, REACHABLE, RuleKey, has_mark},
+    decide,
+    tables::{Frontend, FrontendKey},
 };
 
-use crate::tables::{CAPTURE, RANGES, RULES, Range};
+use crate::{
+    select,
+    tables::{CAPTURE, KNOWN, RANGES, RULES, Range},
+};
 
 /// The kernel's own tables.
 struct Live;
@@ -48,4 +55,17 @@ pub fn is_taken(mark: u32) -> bool {
     mark & FROM_CLIENT != 0
         && config()
             .is_some_and(|config| config.mark != 0 && has_mark(mark, config.mark | FROM_CLIENT))
+}
+
+/// Whether a destination is a service's of Pods, an endpoint's of one, or stated by the operator. `frontend`: the one
+/// that it is.
+#[inline(always)]
+fn is_known(frontend: Frontend, addr: Addr, port: Port, protocol: Protocol) -> bool {
+    if !frontend.is_none() {
+        return decide::is_reachable(&select::Live, frontend);
+    }
+    KNOWN
+        .get_ptr(FrontendKey::new(addr, port, protocol))
+        .is_some()
+        || capture::Rules::range(&Live, REACHABLE, addr) == CAPTURED
 }

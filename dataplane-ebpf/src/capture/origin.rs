@@ -12,10 +12,12 @@ use aya_ebpf::{
         bpf_get_netns_cookie, bpf_get_socket_cookie, bpf_sk_storage_get, bpf_sock_hash_update,
         bpf_sock_ops_cb_flags_set,
     },
+    programs::SockAddrContext,
 };
 use dataplane_common::{
     Addr, Port, Reason,
-    capture::{CaptureConfig, Enrolled, FROM_CLIENT, ListenerKey, Origin, Tuple, has_mark},
+    capture::{CaptureConfig, Enrolled, ListenerKey, Origin, Tuple},
+    origins::{self, OF_ALL, OF_PROXY, counter_of},
     tables::{Peer, PeerSets},
 };
 
@@ -24,13 +26,18 @@ use super::{
     tcp::{CLOSE, CREATE},
 };
 use crate::{
+    atomic,
     select::count,
     sets::place_of,
     socket::read_words,
-    tables::{ACCEPTED, LISTENERS, MORE_PEERS, NAMESPACES, ORIGINS},
+    tables::{ACCEPTED, LISTENERS, MORE_PEERS, NAMESPACES, ORIGIN_COUNTS, ORIGINS, OWN},
 };
 
 const AF_INET6: u32 = 10;
+/// `BPF_NOEXIST`.
+const NEW: u64 = 1;
+/// Added to a counter.
+const MINUS_ONE: u64 = u64::MAX;
 
 /// Everything that `sockops` is asked.
 #[inline(always)]
@@ -50,15 +57,13 @@ pub fn run(ctx: *mut bpf_sock_ops) -> u32 {
 #[inline(always)]
 fn connecting(ctx: *mut bpf_sock_ops) {
     let Some(config) = config() else { return };
-    if is_from_client(ctx, config) {
+    if is_own(ctx) {
         let origin = Origin {
             addr: Addr::UNSPECIFIED,
             port: Port::ANY,
-            reserved: 0,
+            counter: OF_PROXY,
         };
-        if ORIGINS.insert(tuple(ctx, true), origin, 0).is_ok() {
-            watch(ctx);
-        }
+        pass_on(ctx, tuple(ctx, true), origin);
     } else if is_to_proxy(ctx, config) {
         let tuple = tuple(ctx, true);
         // SAFETY: the program's context.
@@ -79,14 +84,92 @@ fn connecting(ctx: *mut bpf_sock_ops) {
         let origin = Origin {
             addr: peer.vip,
             port: peer.vip_port,
-            reserved: 0,
+            counter: counter_in(tuple.netns),
         };
-        if ORIGINS.insert(tuple, origin, 0).is_err() {
+        pass_on(ctx, tuple, origin);
+    }
+}
+
+/// Makes an entry, which goes with the socket at the latest.
+#[inline(always)]
+fn pass_on(ctx: *mut bpf_sock_ops, tuple: Tuple, origin: Origin) {
+    if ORIGINS.insert(tuple, origin, NEW).is_err() {
+        // Of a socket of which nobody told that it is closed.
+        forget(tuple);
+        if ORIGINS.insert(tuple, origin, NEW).is_err() {
             count(Reason::OriginLost);
             return;
         }
-        watch(ctx);
     }
+    change(origin.counter, 1);
+    watch(ctx);
+}
+
+/// Removes an entry, if there is one.
+#[inline(always)]
+fn forget(tuple: Tuple) {
+    let Some(found) = ORIGINS.get_ptr(tuple) else {
+        return;
+    };
+    // SAFETY: a hash's element, freed after a grace period.
+    let counter = unsafe { (*found).counter };
+    // Of two that remove it, one has.
+    if ORIGINS.remove(tuple).is_ok() {
+        change(counter, MINUS_ONE);
+    }
+}
+
+/// The element of `ORIGIN_COUNTS` that counts the connections from a network namespace to the proxy.
+#[inline(always)]
+fn counter_in(netns: u64) -> u16 {
+    let workload = NAMESPACES.get_ptr(netns).map_or(0, |enrolled| {
+        // SAFETY: a hash's element, freed after a grace period.
+        unsafe { (*enrolled).workload }
+    });
+    counter_of(workload)
+}
+
+#[inline(always)]
+fn counted(counter: u16) -> u64 {
+    ORIGIN_COUNTS
+        .get_ptr(u32::from(counter))
+        .map_or(0, |found| {
+            // SAFETY: an aligned word of an array, whose elements stay.
+            unsafe { read_volatile(found) }
+        })
+}
+
+#[inline(always)]
+fn change(counter: u16, by: u64) {
+    if counter == 0 {
+        return;
+    }
+    let all = if counter == OF_PROXY { 0 } else { OF_ALL };
+    for counter in [counter, all] {
+        if counter != 0
+            && let Some(found) = ORIGIN_COUNTS.get_ptr_mut(u32::from(counter))
+        {
+            // SAFETY: an aligned word of an array, whose elements stay.
+            unsafe { atomic::add(found, by) };
+        }
+    }
+}
+
+/// Whether a connection from a network namespace to the proxy may have an entry.
+#[inline(always)]
+pub fn has_room(netns: u64) -> bool {
+    origins::has_room(counted(counter_in(netns)), counted(OF_ALL))
+}
+
+/// Remembers that a socket is the agent's proxy's and connects from a client's address, if its connection may have an
+/// entry. Says whether it may.
+#[inline(always)]
+pub fn begin_own(ctx: &SockAddrContext) -> bool {
+    if !origins::proxy_has_room(counted(OF_PROXY)) {
+        return false;
+    }
+    // SAFETY: `sk` of a connect hook is a full socket.
+    !unsafe { OWN.get_or_insert_ptr_mut(ctx, None) }.is_null()
 }
 
 /// Asks to be told of the socket's states.
@@ -119,7 +202,7 @@ fn accepted(ctx: *mut bpf_sock_ops) {
     if place.is_null() {
         count(Reason::OriginLost);
     }
-    let _ = ORIGINS.remove(tuple);
+    forget(tuple);
 }
 
 /// A client's socket is closed.
@@ -131,8 +214,8 @@ fn changed(ctx: *mut bpf_sock_ops) {
         return;
     }
     let Some(config) = config() else { return };
-    if is_to_proxy(ctx, config) || is_from_client(ctx, config) {
-        let _ = ORIGINS.remove(tuple(ctx, true));
+    if is_to_proxy(ctx, config) || is_own(ctx) {
+        forget(tuple(ctx, true));
     }
 }
 
@@ -215,16 +298,8 @@ fn is_to_proxy(ctx: *mut bpf_sock_ops, config: &CaptureConfig) -> bool {
 /// address. `sk_lookup` could not tell such a connection from the client's: the kernel does not say
 /// that it comes by loopback, but by the interface that has the address.
 #[inline(always)]
-fn is_from_client(ctx: *mut bpf_sock_ops, config: &CaptureConfig) -> bool {
-    // SAFETY: a field of the context, which is checked, and one of the socket.
-    unsafe {
-        let sk = read_volatile(&raw const (*ctx).__bindgen_anon_2.sk);
-        !sk.is_null()
-            && has_mark(
-                read_volatile(&raw const (*sk).mark),
-                config.mark | FROM_CLIENT,
-            )
-    }
+fn is_own(ctx: *mut bpf_sock_ops) -> bool {
+    !storage(ctx, from_ref(&OWN).cast(), 0).is_null()
 }
 
 /// The connection, as the client sees it (`client`) or the proxy.

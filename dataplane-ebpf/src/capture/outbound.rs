@@ -10,17 +10,20 @@ use aya_ebpf::{
     },
 };
 use dataplane_common::{
-    Addr, Hook, Port, Protocol, Reason,
-    capture::{self, Enrolled, MESH_CGROUPS, MESH_GUARD, MESH_NAMESPACES, RuleKey, has_mark},
+    Addr, Hook, Port, Reason,
+    capture::{
+        self, CaptureConfig, Enrolled, FROM_CLIENT, MESH_CGROUPS, MESH_GUARD, MESH_NAMESPACES,
+        RuleKey, has_mark,
+    },
     decide,
     tables::{Endpoint, Frontend},
 };
 
-use super::{Live, config, meters};
+use super::{Live, config, meters, origin};
 use crate::{
     select::{self, Request, Verdict, count},
-    socket::{self, Family, GO_ON, SockAddr, events, peers, refuse},
-    tables::{CGROUPS, KNOWN, LOCALS, NAMESPACES},
+    socket::{Family, GO_ON, SockAddr, events, peers, refuse},
+    tables::{CGROUPS, LOCALS, NAMESPACES},
 };
 
 /// How deep in the hierarchy cgroups are looked for.
@@ -32,19 +35,12 @@ const CURRENT_NETNS: u64 = u64::MAX;
 /// there is a mesh: what it leaves alone, and what goes direct, the services' program finds as it
 /// was.
 #[inline(always)]
-pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
-    let mesh = socket::config().map_or(0, |config| config.mesh);
-    if mesh == 0 {
-        return GO_ON;
-    }
-    let Some(request) = call.request() else {
-        return GO_ON;
-    };
-    if request.protocol != Protocol::TCP {
-        return GO_ON;
-    }
+pub fn run<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64) -> i32 {
     let ctx = call.ctx.sock_addr;
-    let (reason, workload) = judge(ctx, &request, mesh);
+    let (mut reason, workload) = judge(call, request, mesh);
+    if reason == Reason::Captured && !origin::has_room(request.netns) {
+        reason = Reason::OriginLost;
+    }
     if reason == Reason::NotService {
         return GO_ON;
     }
@@ -61,7 +57,7 @@ pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
         let (addr, port) = proxy(request.addr.is_v4());
         verdict.endpoint = Endpoint::new(addr, port);
     }
-    events::report(call, Hook::Connect, &request, &verdict);
+    events::report(call, Hook::Connect, request, &verdict);
     if !captured {
         return refuse();
     }
@@ -73,19 +69,22 @@ pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
 
 /// The reason, and whose connection it is.
 #[inline(always)]
-fn judge(ctx: *mut bpf_sock_addr, request: &Request, mesh: u64) -> (Reason, u32) {
+fn judge<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64) -> (Reason, u32) {
     let Some(config) = config() else {
         return (Reason::NotService, 0);
     };
-    let mut enrolled = core::ptr::null::<Enrolled>();
-    if mesh & MESH_NAMESPACES != 0
-        && let Some(found) = NAMESPACES.get_ptr(request.netns)
-    {
-        enrolled = found;
+    let ctx = call.ctx.sock_addr;
+    let mark = mark(ctx);
+    // Also in a namespace that is captured no more, or not yet: `sk_lookup` may not know that.
+    if has_mark(mark, config.mark | FROM_CLIENT) && is_agent(config) {
+        let reason = if origin::begin_own(&call.ctx) {
+            Reason::ProxysOwn
+        } else {
+            Reason::OriginLost
+        };
+        return (reason, 0);
     }
-    if enrolled.is_null() && request.own_loopback && mesh & MESH_CGROUPS != 0 {
-        enrolled = by_cgroup(config.levels);
-    }
+    let enrolled = enrolled(request, config, mesh);
     if enrolled.is_null() {
         return if mesh & MESH_GUARD != 0 && !request.own_loopback {
             (Reason::Guarded, 0)
@@ -99,39 +98,67 @@ fn judge(ctx: *mut bpf_sock_addr, request: &Request, mesh: u64) -> (Reason, u32)
     if enrolled.flags & Enrolled::CAPTURED == 0 {
         return (Reason::NotService, 0);
     }
-    // SAFETY: fields of the context and of the socket.
-    let mark = unsafe {
-        let sk = read_volatile(&raw const (*ctx).__bindgen_anon_1.sk);
-        read_volatile(&raw const (*sk).mark)
-    };
-    if has_mark(mark, config.mark) && config.agent_cgroup != 0 {
-        // SAFETY: the helper has no preconditions.
-        let cgroup = unsafe { bpf_get_current_cgroup_id() };
-        if cgroup == config.agent_cgroup || cgroup == config.before_cgroup {
-            return (Reason::ProxysOwn, 0);
-        }
+    if has_mark(mark, config.mark) && is_agent(config) {
+        return (Reason::ProxysOwn, 0);
     }
-    let user = if enrolled.flags & Enrolled::HAS_USERS == 0 {
-        // Nobody asks.
-        0
-    } else {
-        // SAFETY: the helper has no preconditions.
-        unsafe { bpf_get_current_uid_gid() }
-    };
     let reason = capture::decide_outbound(
         &Call { ctx, request },
         config,
         &enrolled,
         (request.addr, request.port),
-        (user as u32, (user >> 32) as u32),
+        user(&enrolled),
     );
     (reason, enrolled.workload)
 }
 
-/// A call of `connect()`, for what the decision asks.
-struct Call<'a> {
-    ctx: *mut bpf_sock_addr,
-    request: &'a Request,
+/// What is said of whoever asks, or null.
+#[inline(always)]
+pub fn enrolled(request: &Request, config: &CaptureConfig, mesh: u64) -> *const Enrolled {
+    if mesh & MESH_NAMESPACES != 0
+        && let Some(found) = NAMESPACES.get_ptr(request.netns)
+    {
+        return found;
+    }
+    if request.own_loopback && mesh & MESH_CGROUPS != 0 {
+        return by_cgroup(config.levels);
+    }
+    core::ptr::null()
+}
+
+/// The user and group of the process, if rules are about some.
+#[inline(always)]
+pub fn user(enrolled: &Enrolled) -> (u32, u32) {
+    if enrolled.flags & Enrolled::HAS_USERS == 0 {
+        // Nobody asks.
+        return (0, 0);
+    }
+    // SAFETY: the helper has no preconditions.
+    let user = unsafe { bpf_get_current_uid_gid() };
+    (user as u32, (user >> 32) as u32)
+}
+
+/// `SO_MARK` of the socket.
+#[inline(always)]
+pub fn mark(ctx: *mut bpf_sock_addr) -> u32 {
+    // SAFETY: fields of the context and of the socket.
+    unsafe {
+        let sk = read_volatile(&raw const (*ctx).__bindgen_anon_1.sk);
+        read_volatile(&raw const (*sk).mark)
+    }
+}
+
+/// Whether the process is the agent's, or its predecessor's: by its cgroup, which nobody chooses for himself.
+#[inline(always)]
+pub fn is_agent(config: &CaptureConfig) -> bool {
+    // SAFETY: the helper has no preconditions.
+    let cgroup = unsafe { bpf_get_current_cgroup_id() };
+    config.agent_cgroup != 0 && (cgroup == config.agent_cgroup || cgroup == config.before_cgroup)
+}
+
+/// A call of `connect()` or `sendmsg()`, for what the decision asks.
+pub struct Call<'a> {
+    pub ctx: *mut bpf_sock_addr,
+    pub request: &'a Request,
 }
 
 impl capture::Rules for Call<'_> {
@@ -160,7 +187,13 @@ impl capture::Circumstances for Call<'_> {
 
     #[inline(always)]
     fn is_known(&self) -> bool {
-        is_known(self.request)
+        let request = self.request;
+        super::is_known(
+            frontend(request),
+            request.addr,
+            request.port,
+            request.protocol,
+        )
     }
 
     #[inline(always)]
@@ -226,22 +259,13 @@ extern "C" fn capture_leads_back(request: *const Request) -> u32 {
     u32::from(!endpoint.is_none() && is_own(request, endpoint.addr))
 }
 
-/// Whether the destination is a service's, a workload's or an endpoint's.
-#[inline(always)]
-fn is_known(request: &Request) -> bool {
-    if KNOWN.get_ptr(request.addr).is_some() {
-        return true;
-    }
-    !frontend(request).is_none()
-}
-
 #[inline(always)]
 fn frontend(request: &Request) -> Frontend {
     decide::find_frontend(
         &select::Live,
         request.addr,
         request.port,
-        Protocol::TCP,
+        request.protocol,
         request.own_loopback,
     )
 }

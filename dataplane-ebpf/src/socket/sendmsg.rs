@@ -4,11 +4,21 @@
 
 use dataplane_common::{Hook, Reason, decide};
 
-use super::{Family, GO_ON, SockAddr, events, flows};
-use crate::select::{self, Live, count};
+use super::{Family, GO_ON, REFUSED, SockAddr, config, events, flows};
+use crate::{
+    capture::datagrams,
+    select::{self, Live, count},
+};
 
 #[inline(always)]
 pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
+    let mesh = config().map_or(0, |config| config.mesh);
+    if datagrams::are_judged(mesh)
+        && let Some(request) = call.request()
+        && datagrams::judge(call, &request, mesh, Hook::Sendmsg) != GO_ON
+    {
+        return REFUSED;
+    }
     // Nearly all that a server answers, and so worth a way of its own.
     if !decide::may_be_served(&Live, call.addr()) && !crate::events::wanted() {
         count(Reason::NotService);

@@ -179,6 +179,7 @@ struct Stopped;
 impl Worker {
     /// Walks through all flows, if there are any, again and again; and does what it is asked to.
     fn run(&self, jobs: &Receiver<Job>) -> Result<Infallible, Stopped> {
+        self.purge();
         loop {
             if self.has_flows {
                 self.collect(jobs)?;
@@ -187,6 +188,20 @@ impl Worker {
             self.wait(jobs, Some(REST))?;
             self.sweep();
             self.look_at_pods();
+        }
+    }
+
+    /// Removes what earlier agents' programs have left of connections that are gone.
+    fn purge(&self) {
+        let mut sweeper = self.sweeper.borrow_mut();
+        let Some(sweeper) = sweeper.as_mut() else {
+            return;
+        };
+        let _busy = self.state.beats.flows.begin();
+        match sweeper.purge() {
+            Ok(0) => {}
+            Ok(freed) => debug!(freed, "removed entries of ORIGINS whose sockets are gone"),
+            Err(error) => debug!("cannot look for entries of gone sockets: {error}"),
         }
     }
 

@@ -6,7 +6,7 @@ use tracing::{info, warn};
 
 use super::node;
 use crate::{
-    model::{Node, Problem, Service, ServiceName, Snapshot},
+    model::{Node, Problem, Reachable, Service, ServiceName, Snapshot},
     settings,
     source::{
         Feed, Health, HostIps, Notice, OpenError, Source, View, kubernetes, objects::NodeFacts,
@@ -98,6 +98,13 @@ impl Input {
             input.put(view);
         }
         Ok(input)
+    }
+
+    /// Says what workloads with `egress: deny` may reach besides Services of Pods.
+    #[must_use]
+    pub fn with_reachable(mut self, reachable: Option<Reachable>) -> Self {
+        self.snapshot.reachable = reachable.map(Arc::new);
+        self
     }
 
     /// How reading the source goes.

@@ -229,7 +229,9 @@ fn serve(
     let limits = settings.limits.of_tables();
     let packet = PacketSettings::new(&settings.packets);
     let source = source(&settings.source, scope(settings));
-    let mut input = Input::open(&source, &settings.node, notices(&events))?;
+    let reachable = settings.mesh.as_ref().map(crate::settings::Mesh::reachable);
+    let input = Input::open(&source, &settings.node, notices(&events))?;
+    let mut input = input.with_reachable(reachable);
     let socket = settings.listen.socket().to_owned();
     let asks = settings.replace || back.is_some();
     let Back { given, mut left } = back.unwrap_or_default();

@@ -56,7 +56,7 @@ impl PlanArgs {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         let snapshot = self.source.snapshot(&self.node)?;
         let bpffs = self.paths.bpffs();
-        let contents = if Tables::exist(&bpffs)? {
+        let mut contents = if Tables::exist(&bpffs)? {
             Tables::open(&bpffs)?.contents()?
         } else {
             eprintln!(
@@ -65,6 +65,8 @@ impl PlanArgs {
             );
             Contents::default()
         };
+        // Without a mesh's configuration, nobody here knows what is reachable.
+        contents.forget_reachable();
         let mut planner = Planner::adopt(contents.clone())
             .with_context(|| format!("the tables in {}", bpffs.display()))?;
         let plan = planner.plan(&snapshot);

@@ -18,22 +18,23 @@ use super::{
 /// layout takes over what one of that layout has in it. Those in one line refer to each other, and go together.
 /// What they hold must mean the same to every agent that takes them: addresses, ports and places in each other,
 /// no numbers of pools or workloads, which each layout gives anew.
-const CONNECTIONS: [(u32, &[&[&str]]); 3] = [
+const CONNECTIONS: [(u32, &[&[&str]]); 4] = [
     (8, &[&FLOW_MAPS, &["NODE_ADDRS"]]),
     // Without SEQUENCES: how far a flow has got is not known at first, and its next packets tell. Before 7 a flow had two
     // entries, in tables of their own: there is no CONNTRACK, and nothing is taken.
     (2, &[&["CONNTRACK", "ANSWERS", "FRAGMENTS", "NODE_ADDRS"]]),
-    (
-        4,
-        &[&[
-            "PEERS",
-            "PEER_PORTS",
-            "MORE_PEERS",
-            "FLOWS",
-            "ORIGINS",
-            "ACCEPTED",
-        ]],
-    ),
+    // Layout 8 does not have the last three: then the next line is about it, and entries of ORIGINS are not counted.
+    (8, &[&SOCKET_MAPS, &["ORIGIN_COUNTS", "OWN", "ASKERS"]]),
+    (4, &[&SOCKET_MAPS]),
+];
+
+const SOCKET_MAPS: [&str; 6] = [
+    "PEERS",
+    "PEER_PORTS",
+    "MORE_PEERS",
+    "FLOWS",
+    "ORIGINS",
+    "ACCEPTED",
 ];
 
 impl Pins {

@@ -9,6 +9,7 @@
 //! whose set is full are not found.
 
 mod cgroups;
+mod origins;
 mod sweep;
 
 use std::{

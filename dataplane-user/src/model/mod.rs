@@ -7,6 +7,7 @@ mod identity;
 mod name;
 mod names;
 mod protocol;
+mod reachable;
 mod records;
 mod resolution;
 mod service;
@@ -18,6 +19,7 @@ pub use identity::{Identity, IdentityError};
 pub use name::{ServiceName, WorkloadName};
 pub use names::Names;
 pub use protocol::Protocol;
+pub use reachable::Reachable;
 pub use records::{Published, PublishedPort, Records};
 pub use resolution::{DnsPolicy, Resolution};
 pub use service::{Endpoint, Service, ServicePort, ServiceType, TrafficPolicy};
@@ -143,6 +145,8 @@ pub struct Snapshot {
     pub cluster: Arc<Cluster>,
     /// Whether every Service of the cluster is here, so that a name that is not here does not exist.
     pub whole: bool,
+    /// What the operator has stated to be reachable from workloads with `egress: deny`; none if nobody asks.
+    pub reachable: Option<Arc<Reachable>>,
     /// What the source could not make sense of.
     pub problems: Arc<[Problem]>,
 }

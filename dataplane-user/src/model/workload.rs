@@ -14,7 +14,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
 
-use super::{Cluster, Identity, Resolution, WorkloadName};
+use super::{Cluster, Identity, Protocol, Resolution, WorkloadName};
 
 /// Ports that a mesh's proxies have: no rule can name them.
 const RESERVED: [u16; 12] = [
@@ -33,6 +33,8 @@ pub struct Workload {
     pub name: WorkloadName,
     /// Its addresses, at most one of each family; none if it shares the node's.
     pub addresses: SmallVec<[IpAddr; 2]>,
+    /// The ports that its containers declare, by which others may connect to it without a service.
+    pub ports: Box<[(Protocol, u16)]>,
     /// How the processes are found on this node.
     pub place: Place,
     /// What tells it from others of its name, before and after it; none if the source does not say.
@@ -59,6 +61,7 @@ impl Workload {
         let nothing: Arc<str> = "".into();
         Self {
             addresses: SmallVec::new(),
+            ports: Box::default(),
             place,
             uid: None,
             node: Arc::clone(&nothing),
@@ -421,6 +424,8 @@ pub struct Rules {
     pub captured: Option<bool>,
     /// By what.
     pub captured_by: Option<CapturedBy>,
+    /// Whether annotations may say by what. Only the configuration says so.
+    pub allow_packets: Option<bool>,
     /// Who relays.
     pub mode: Option<Mode>,
     /// Unknown destinations.
@@ -466,6 +471,7 @@ impl Rules {
         Self {
             captured: self.captured.or(general.captured),
             captured_by: self.captured_by.or(general.captured_by),
+            allow_packets: self.allow_packets.or(general.allow_packets),
             mode: self.mode.or(general.mode),
             egress: self.egress.or(general.egress),
             without_proxy: self.without_proxy.or(general.without_proxy),
@@ -490,6 +496,8 @@ impl Rules {
             acceleration: self.acceleration.unwrap_or_default(),
             outbound_ranges: self.outbound_ranges.clone(),
             outbound_ports: self.outbound_ports.clone(),
+            judged_ranges: BTreeSet::new(),
+            judged_ports: BTreeSet::new(),
             inbound_ports: self.inbound_ports.clone(),
             inbound_others: self.inbound_others.unwrap_or(true),
             excluded_uids: self.excluded_uids.clone(),
@@ -549,6 +557,10 @@ pub struct Policy {
     /// Outbound destination ports: whether they are captured, wherever they are. Decide before
     /// ranges.
     pub outbound_ports: BTreeMap<u16, bool>,
+    /// Ranges that are not captured, and that the egress policy is about all the same.
+    pub judged_ranges: BTreeSet<IpNet>,
+    /// Ports of that kind.
+    pub judged_ports: BTreeSet<u16>,
     /// Inbound ports: whether they are captured.
     pub inbound_ports: BTreeMap<u16, bool>,
     /// Whether inbound ports are captured that are not listed.

@@ -4,7 +4,8 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use dataplane_common::{
     Addr,
-    capture::{self, CAPTURED, EXCLUDED, Enrolled, Local, RangeKey, RuleKey},
+    capture::{self, CAPTURED, EXCLUDED, Enrolled, JUDGED, Local, RangeKey, RuleKey},
+    tables::FrontendKey,
 };
 use ipnet::{IpNet, Ipv4Net};
 
@@ -23,8 +24,8 @@ pub struct Captured {
     pub rules: BTreeMap<RuleKey, u32>,
     /// Destination ranges.
     pub ranges: BTreeMap<RangeKey, u32>,
-    /// Addresses that are a workload's or an endpoint's.
-    pub known: BTreeMap<Addr, u32>,
+    /// Endpoints that are Pods', and resolvers; and workloads' addresses as such, for labels.
+    pub known: BTreeMap<FrontendKey, u32>,
 }
 
 impl Captured {
@@ -126,16 +127,26 @@ impl Policies {
             self.numbers.insert(policy.clone(), self.last);
             self.last
         };
-        let verdict = |captured: bool| if captured { CAPTURED } else { EXCLUDED };
+        let verdict = |captured: bool, is_judged: bool| match (captured, is_judged) {
+            (true, _) => CAPTURED,
+            (false, true) => JUDGED,
+            (false, false) => EXCLUDED,
+        };
         let mut rule = |kind, id, said| {
             let of = number;
             tables.rules.insert(RuleKey { of, kind, id }, said);
         };
         for (port, captured) in &policy.outbound_ports {
-            rule(RuleKey::OUTBOUND_PORT, u32::from(*port), verdict(*captured));
+            let is_judged = policy.judged_ports.contains(port);
+            let said = verdict(*captured, is_judged);
+            rule(RuleKey::OUTBOUND_PORT, u32::from(*port), said);
         }
         for (port, captured) in &policy.inbound_ports {
-            rule(RuleKey::INBOUND_PORT, u32::from(*port), verdict(*captured));
+            rule(
+                RuleKey::INBOUND_PORT,
+                u32::from(*port),
+                verdict(*captured, false),
+            );
         }
         for uid in &policy.excluded_uids {
             rule(RuleKey::USER, *uid, EXCLUDED);
@@ -150,7 +161,8 @@ impl Policies {
         }
         for (range, captured) in &policy.outbound_ranges {
             let key = range_key(number, range);
-            tables.ranges.insert(key, verdict(*captured));
+            let is_judged = policy.judged_ranges.contains(range);
+            tables.ranges.insert(key, verdict(*captured, is_judged));
         }
         (number, flags(policy, foreign))
     }
@@ -162,7 +174,7 @@ impl Policies {
 }
 
 /// A range of a policy, as a key.
-fn range_key(policy: u32, range: &IpNet) -> RangeKey {
+pub fn range_key(policy: u32, range: &IpNet) -> RangeKey {
     let before = if range.addr().is_ipv4() { 96 } else { 0 };
     RangeKey {
         bits: 32 + before + u32::from(range.prefix_len()),
@@ -227,7 +239,7 @@ mod tests {
             ..Enrolled::default()
         };
         let addr: IpAddr = addr.parse().unwrap();
-        capture::outbound(&tables, &enrolled, addr.into(), Port::new(port), user, 0)
+        capture::outbound(&tables, &enrolled, addr.into(), Port::new(port), user, 0).0
     }
 
     fn rules(edit: impl FnOnce(&mut Rules)) -> Rules {

@@ -36,13 +36,14 @@ pub mod enrol;
 pub mod ipsec;
 mod mirror;
 mod planner;
+mod reach;
 mod room;
 mod settle;
 mod shares;
 mod wanted;
 
 pub use adopt::AdoptError;
-pub use capture::{Captured, Policies};
+pub use capture::{Captured, Policies, range_key};
 pub use departures::{Departed, Departures};
 pub use diff::{Answer, Change, Empty, changes};
 pub use planner::Planner;
@@ -51,7 +52,7 @@ pub use wanted::{key_text, source_key};
 
 use dataplane_common::{
     packet::SourceKey,
-    tables::{Endpoint, Frontend, FrontendKey, Pool},
+    tables::{Block, Endpoint, Frontend, FrontendKey, Pool},
 };
 
 use crate::model::{Protocol, ServiceName};
@@ -160,6 +161,16 @@ pub struct Contents {
     pub endpoints: Vec<Endpoint>,
     /// Every source range, in any order; not the networks of pods.
     pub sources: Vec<SourceKey>,
+}
+
+impl Contents {
+    /// Forgets which blocks are reachable from workloads with `egress: deny`.
+    pub fn forget_reachable(&mut self) {
+        for pool in &mut self.pools {
+            let Pool { block, .. } = pool;
+            *block = Block::new(block.base(), block.len(), block.flags() & !Block::REACHABLE);
+        }
+    }
 }
 
 /// What is to be done, in order.

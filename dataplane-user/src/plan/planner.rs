@@ -18,6 +18,7 @@ use super::{
     adopt::{self, Adopted},
     claims::{Claims, Rank},
     mirror::{Mirror, Writes},
+    reach::Reach,
     room::{Budgets, Left},
     settle::ServicePools,
     shares::Entries,
@@ -38,6 +39,7 @@ pub struct Planner {
     mirror: Mirror,
     claims: Claims,
     budgets: Budgets,
+    reach: Reach,
     /// Services that wait for a grace period, after which there is room for what they are to become.
     waiting: BTreeSet<ServiceName>,
     /// The pools of every service that has some.
@@ -77,6 +79,7 @@ impl Default for Planner {
             mirror: Mirror::default(),
             claims: Claims::default(),
             budgets: Budgets::of(Room::default()),
+            reach: Reach::default(),
             waiting: BTreeSet::new(),
             services: HashMap::new(),
             node: BTreeSet::new(),
@@ -294,6 +297,7 @@ impl Planner {
     fn claim(&mut self, snapshot: &Snapshot, scratch: &mut Scratch) -> Vec<Dirty> {
         let mut dirty = Vec::new();
         let mut contested = Vec::new();
+        let reach = self.reach.update(&self.last, snapshot);
         // A clone costs nothing, and lets the services be used beside `self`.
         let last = self.last.services.clone();
         if last.is_empty() {
@@ -311,6 +315,8 @@ impl Planner {
                 } => (name, Some(old), Some(new)),
                 DiffItem::Remove(name, old) => (name, Some(old), None),
             };
+            self.reach
+                .change(old.map(|old| &**old), new.map(|new| &**new));
             let cost = self.claim_keys(snapshot, old, new, scratch, &mut contested);
             dirty.push(Dirty {
                 name: name.clone(),
@@ -325,6 +331,7 @@ impl Planner {
         contested.dedup();
         let mut others = self.budgets.settle(snapshot);
         others.append(&mut self.waiting);
+        others.extend(reach);
         for key in contested {
             if let Some((loser, winner)) = self.claims.settle(&key) {
                 others.extend([loser, winner]);

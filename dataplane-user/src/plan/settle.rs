@@ -12,6 +12,7 @@ use super::{
     PoolOwner, PoolRole,
     adopt::{Adopted, PortPools},
     mirror::{self, Mirror, Writes},
+    reach::Reach,
     wanted::{self, WantedKey},
 };
 use crate::model::{Gravity, Problem, Protocol, Service, ServicePort, TrafficPolicy};
@@ -37,6 +38,7 @@ impl ServicePools {
 /// What settling works on.
 pub(super) struct Settle<'a> {
     pub(super) mirror: &'a mut Mirror,
+    pub(super) reach: &'a Reach,
     pub(super) adopted: Option<&'a Adopted>,
     pub(super) writes: &'a mut Writes,
     /// Buffers.
@@ -190,7 +192,11 @@ impl Settle<'_> {
         let none_here = self.local.is_empty() && !self.cluster.is_empty();
         let local = mirror::Contents {
             endpoints: self.local,
-            flags: if none_here { Block::NO_LOCAL } else { 0 },
+            flags: if none_here {
+                Block::NO_LOCAL
+            } else {
+                self.reach.flag(self.local)
+            },
             affinity_seconds,
             affinity_group,
             external: 0,
@@ -201,7 +207,7 @@ impl Settle<'_> {
             .collect();
         let cluster = mirror::Contents {
             endpoints: self.cluster,
-            flags: 0,
+            flags: self.reach.flag(self.cluster),
             affinity_seconds,
             affinity_group,
             external: if outside_is_local { pools.local } else { 0 },

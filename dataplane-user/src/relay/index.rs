@@ -24,9 +24,10 @@ pub struct Index {
     /// Cluster IPs, and how many services claim each. A connection to a port of a cluster IP that no
     /// service has is refused.
     vips: imbl::HashMap<IpAddr, u32>,
-    /// Addresses of endpoints and workloads, and how many have each: the destinations that are allowed
-    /// if egress is denied.
+    /// Addresses of endpoints and workloads, and how many have each.
     known: imbl::HashMap<IpAddr, u32>,
+    /// Endpoints over TCP, and how many services have each.
+    endpoints: imbl::HashMap<SocketAddr, u32>,
     /// Workloads by their addresses, for metrics.
     workloads: imbl::HashMap<IpAddr, SmallVec<[Arc<Workload>; 1]>>,
     snapshot: Snapshot,
@@ -104,7 +105,7 @@ impl Index {
             };
             if let Some(old) = old {
                 for addr in &old.addresses {
-                    release(&mut index.known, *addr);
+                    release(&mut index.known, addr);
                     if let Some(known) = index.workloads.get_mut(addr) {
                         known.retain(|known| known.name != old.name);
                         if known.is_empty() {
@@ -167,6 +168,9 @@ impl Index {
         for endpoint in service.ports.iter().flat_map(|port| &port.endpoints) {
             *self.known.entry(endpoint.addr).or_default() += 1;
         }
+        for at in endpoints(service) {
+            *self.endpoints.entry(at).or_default() += 1;
+        }
     }
 
     fn remove(&mut self, service: &Service) {
@@ -179,19 +183,71 @@ impl Index {
             }
         }
         for vip in &service.cluster_ips {
-            release(&mut self.vips, *vip);
+            release(&mut self.vips, vip);
         }
         for endpoint in service.ports.iter().flat_map(|port| &port.endpoints) {
-            release(&mut self.known, endpoint.addr);
+            release(&mut self.known, &endpoint.addr);
         }
+        for at in endpoints(service) {
+            release(&mut self.endpoints, &at);
+        }
+    }
+
+    /// Whether a workload that is denied egress may connect to a destination, as the kernel's programs judge it: to an
+    /// endpoint of a service that is a Pod's, to a port that a Pod declares, or to what the operator has stated.
+    pub fn is_reachable(&self, destination: SocketAddr) -> bool {
+        let to = SocketAddr::new(destination.ip(), destination.port());
+        match &self.snapshot.reachable {
+            Some(stated) => {
+                stated.has(to)
+                    || self.workloads.get(&to.ip()).is_some_and(|pods| {
+                        let declared = (Protocol::Tcp, to.port());
+                        self.endpoints.contains_key(&to)
+                            || pods.iter().any(|pod| pod.ports.contains(&declared))
+                    })
+            }
+            // Nobody has told which addresses are Pods'.
+            None => self.known.contains_key(&to.ip()),
+        }
+    }
+
+    /// Whether it may connect to a service: each endpoint is a Pod's, or in a range that the operator has stated.
+    pub fn is_service_reachable(&self, target: &Target, v4: bool) -> bool {
+        let Some(stated) = &self.snapshot.reachable else {
+            return true;
+        };
+        target.endpoints(v4).all(|endpoint| {
+            self.workloads.contains_key(&endpoint.ip()) || stated.has_address(endpoint.ip())
+        })
+    }
+
+    /// Whether an endpoint of a service is the node itself, as which the proxy on the node would connect.
+    pub fn leads_to_node(&self, target: &Target, v4: bool) -> bool {
+        target
+            .endpoints(v4)
+            .any(|endpoint| self.is_node(endpoint.ip()))
+    }
+
+    /// Whether an address is the node's.
+    pub fn is_node(&self, addr: IpAddr) -> bool {
+        let node = &self.snapshot.node;
+        addr.is_loopback() || node.own.contains(&addr) || node.addresses.contains(&addr)
     }
 }
 
-fn release(counts: &mut imbl::HashMap<IpAddr, u32>, addr: IpAddr) {
-    if let Some(count) = counts.get_mut(&addr) {
+/// A service's endpoints over TCP.
+fn endpoints(service: &Service) -> impl Iterator<Item = SocketAddr> {
+    let ports = service.ports.iter();
+    let tcp = ports.filter(|port| port.protocol == Protocol::Tcp);
+    let endpoints = tcp.flat_map(|port| &port.endpoints);
+    endpoints.map(|endpoint| SocketAddr::new(endpoint.addr, endpoint.port))
+}
+
+fn release<K: std::hash::Hash + Eq + Clone>(counts: &mut imbl::HashMap<K, u32>, key: &K) {
+    if let Some(count) = counts.get_mut(key) {
         *count -= 1;
         if *count == 0 {
-            counts.remove(&addr);
+            counts.remove(key);
         }
     }
 }

@@ -8,7 +8,7 @@ use super::{
     index::{Found, Index, Target},
     outcome::Flag,
 };
-use crate::model::Egress;
+use crate::model::{CapturedBy, Egress};
 
 /// The route of a connection.
 #[derive(Clone, Debug)]
@@ -42,12 +42,31 @@ pub fn decide(
         Found::Service(target) if !target.has_endpoint(destination.is_ipv4()) => {
             Route::Refused(Flag::NoEndpoint, Some(target))
         }
+        Found::Service(target) if is_refused(index, attached, &target, destination.is_ipv4()) => {
+            Route::Refused(Flag::Denied, Some(target))
+        }
         Found::Service(target) => Route::Service(target),
         Found::UnknownPort => Route::Refused(Flag::NoRoute, None),
         Found::Known | Found::Unknown if attached.is_own(destination) => {
             Route::Refused(Flag::Recursive, None)
         }
-        Found::Unknown if attached.egress == Egress::Deny => Route::Refused(Flag::Denied, None),
+        Found::Known | Found::Unknown
+            if direction == Direction::Outbound
+                && attached.egress == Egress::Deny
+                && !index.is_reachable(destination) =>
+        {
+            Route::Refused(Flag::Denied, None)
+        }
         Found::Known | Found::Unknown => Route::Straight,
     }
+}
+
+/// Whether a workload may not connect to a service. The kernel's programs have judged this already; the service's
+/// endpoints may have changed since.
+fn is_refused(index: &Index, attached: &Attached, target: &Target, v4: bool) -> bool {
+    let capture = attached.workload.capture.as_deref();
+    // The proxy connects as the node.
+    let as_node = capture.is_some_and(|policy| policy.captured_by == CapturedBy::Packets);
+    attached.egress == Egress::Deny && !index.is_service_reachable(target, v4)
+        || as_node && index.leads_to_node(target, v4)
 }

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Range, is_default};
 use crate::{
-    model::{Acceleration, CapturedBy, Egress, Mode, Rules, WithoutProxy, is_reserved},
+    model::{Acceleration, CapturedBy, Egress, Mode, Reachable, Rules, WithoutProxy, is_reserved},
     relay::AccessLog,
 };
 
@@ -27,6 +27,15 @@ pub struct Mesh {
     /// Rules for all workloads.
     #[serde(skip_serializing_if = "is_default")]
     pub rules: MeshRules,
+    /// Rules for all workloads that win over labels and annotations.
+    #[serde(skip_serializing_if = "is_default")]
+    pub enforced: MeshRules,
+    /// Ranges that workloads with `egress: deny` may reach, besides Services whose endpoints are Pods.
+    #[serde(skip_serializing_if = "is_default")]
+    pub reachable: Vec<Range>,
+    /// DNS servers that these workloads may ask at port 53, besides those that are Services of Pods.
+    #[serde(skip_serializing_if = "is_default")]
+    pub resolvers: Vec<IpAddr>,
     /// Rules for the pods of a namespace, besides the labels and annotations of the Namespace.
     #[serde(skip_serializing_if = "is_default")]
     pub namespaces: Vec<MeshNamespace>,
@@ -89,6 +98,9 @@ pub struct MeshRules {
     /// Default: sockets.
     #[serde(skip_serializing_if = "is_default")]
     pub captured_by: Option<CapturedBy>,
+    /// Whether the annotation `dataplane.io/captured-by` has an effect. Default: false.
+    #[serde(skip_serializing_if = "is_default")]
+    pub allow_packets: Option<bool>,
     /// Whether a proxy or the kernel carries captured connections. Default: auto.
     #[serde(skip_serializing_if = "is_default")]
     pub mode: Option<Mode>,
@@ -144,6 +156,9 @@ pub struct MeshNamespace {
     /// The rules.
     #[serde(skip_serializing_if = "is_default")]
     pub rules: MeshRules,
+    /// Rules that win over labels and annotations.
+    #[serde(skip_serializing_if = "is_default")]
+    pub enforced: MeshRules,
 }
 
 /// A single workload.
@@ -170,6 +185,7 @@ impl MeshRules {
         let mut rules = Rules {
             captured: self.captured,
             captured_by: self.captured_by,
+            allow_packets: self.allow_packets,
             mode: self.mode,
             egress: self.egress,
             without_proxy: self.without_proxy,
@@ -250,24 +266,40 @@ impl MeshRules {
 impl Mesh {
     /// Whether there is an egress policy in it that needs to know whom there is.
     pub fn denies(&self) -> bool {
-        let namespaces = self.namespaces.iter().map(|namespace| &namespace.rules);
+        let namespaces = self.namespaces.iter();
+        let namespaces = namespaces.flat_map(|namespace| [&namespace.rules, &namespace.enforced]);
         let workloads = self.workloads.iter().map(|workload| &workload.rules);
-        let mut all = std::iter::once(&self.rules)
+        let mut all = [&self.rules, &self.enforced]
+            .into_iter()
             .chain(namespaces)
             .chain(workloads);
         all.any(|rules| rules.egress == Some(Egress::Deny))
+    }
+
+    /// What workloads with `egress: deny` may reach besides Services of Pods.
+    pub fn reachable(&self) -> Reachable {
+        let workloads = self.workloads.iter();
+        let addresses = workloads.flat_map(|workload| &workload.addresses);
+        let ranges = self.reachable.iter().map(|range| range.0.trunc());
+        Reachable {
+            ranges: ranges.chain(addresses.copied().map(IpNet::from)).collect(),
+            resolvers: self.resolvers.clone(),
+        }
     }
 
     /// What is well written and cannot be: key and what is wrong with it.
     pub fn faults(&self) -> Vec<(String, String)> {
         let mut faults = Vec::new();
         self.rules.faults("mesh.rules", &mut faults);
+        self.enforced.faults("mesh.enforced", &mut faults);
         for (index, namespace) in self.namespaces.iter().enumerate() {
             let at = format!("mesh.namespaces[{index}]");
             if namespace.name.is_empty() {
                 faults.push((at.clone(), "without a name".into()));
             }
             namespace.rules.faults(&format!("{at}.rules"), &mut faults);
+            let at = format!("{at}.enforced");
+            namespace.enforced.faults(&at, &mut faults);
         }
         for (index, workload) in self.workloads.iter().enumerate() {
             let at = format!("mesh.workloads[{index}]");

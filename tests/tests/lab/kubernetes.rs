@@ -657,7 +657,7 @@ fn labels_of_pods_and_namespaces_capture_and_release() -> Result<()> {
     Ok(())
 }
 
-/// Whoever may only reach what is known may reach a pod of another node, with no service before it: those
+/// Whoever may only reach what is known may reach the ports that a pod of another node declares, with no service before it: those
 /// are read as soon as somebody's egress policy asks for it, and not forgotten while an agent starts.
 fn who_may_reach_what_is_known_reaches_pods_elsewhere() -> Result<()> {
     let mesh = json!({ "rules": { "mode": "kernel" } }).to_string();
@@ -672,7 +672,10 @@ fn who_may_reach_what_is_known_reaches_pods_elsewhere() -> Result<()> {
     let known = |name: &str| {
         let pod = site.lab.pod(name);
         let node = pod.node().unwrap_or_default();
-        cluster.apply(objects::pod(name, node, &pod.addresses()));
+        let mut object = objects::pod(name, node, &pod.addresses());
+        let ports = &mut object["spec"]["containers"][0]["ports"];
+        *ports = json!([{ "containerPort": 7 }]);
+        cluster.apply(object);
         format!("{}:7", pod.ipv4())
     };
     let far = known("far");
@@ -689,6 +692,9 @@ fn who_may_reach_what_is_known_reaches_pods_elsewhere() -> Result<()> {
     asks("deny");
     eventually(|| refused(&client, &unknown, "connect"))?;
     eventually(|| reaches(&client, &far, "connect --count 3", &["far"]).map(drop))?;
+    // Not its other ports.
+    let other = format!("{}:80", site.lab.pod("far").ipv4());
+    refused(&client, &other, "http")?;
     let load = client.load(&["--to", &far, "--threads", "1"])?;
     let before = site.agent.replace()?;
     thread::sleep(Duration::from_millis(300));

@@ -81,6 +81,7 @@ pub fn options(mesh: &settings::Mesh) -> CaptureOptions {
         mark: mesh.mark(),
         foreign: mesh.proxy.uid.is_some(),
         guard: mesh.guard,
+        denies: mesh.denies(),
     }
 }
 
@@ -259,6 +260,11 @@ impl Mesh {
         for member in members.iter().filter(|member| member.over_budget) {
             problems.add(&member.workload.name, Problem::of_workload(OVER_BUDGET));
         }
+        for member in &members {
+            for text in &member.ineffective {
+                problems.add(&member.workload.name, Problem::of_workload(text));
+            }
+        }
         let mut left_out = Vec::new();
         if self.options.guard {
             left_out.extend(let_go(&found.seen, &mut wanted));
@@ -429,16 +435,16 @@ fn let_go(seen: &BTreeSet<u64>, wanted: &mut Captured) -> Option<String> {
     })
 }
 
-/// Names the services whose endpoints are not known to workloads with `egress: deny`.
+/// Names the services and pods whose endpoints are not known to workloads with `egress: deny`.
 fn unknown_endpoints(services: &[ServiceName]) -> Option<String> {
     let (first, more) = services.split_first()?;
     let others = match more.len() {
         0 => String::new(),
-        more => format!(" and of {more} more services"),
+        more => format!(" and of {more} more services and pods"),
     };
     Some(format!(
-        "table KNOWN has no room for the endpoints of service {first}{others}, whose namespaces have too many: workloads \
-         with egress: deny cannot connect to these endpoints. Use fewer endpoints"
+        "table KNOWN has no room for the endpoints of {first}{others}, whose namespaces have too many: workloads \
+         with egress: deny cannot connect to these endpoints. Use fewer endpoints and ports"
     ))
 }
 

@@ -19,6 +19,10 @@ pub fn said(config: &settings::Mesh) -> Said {
         let by = format!("mesh.namespaces ({})", given.name);
         (given.name.clone(), (by, given.rules.rules()))
     });
+    let enforced = config.namespaces.iter().rev().map(|given| {
+        let by = format!("mesh.namespaces ({}).enforced", given.name);
+        (given.name.clone(), (by, given.enforced.rules()))
+    });
     let proxy = Rules {
         excluded_uids: config.proxy.uid.into_iter().collect(),
         ..Rules::default()
@@ -26,6 +30,8 @@ pub fn said(config: &settings::Mesh) -> Said {
     Said {
         workloads: workloads.collect(),
         namespaces: namespaces.collect(),
+        enforced_in: enforced.collect(),
+        enforced: ("mesh.enforced".to_owned(), config.enforced.rules()),
         all: vec![
             ("mesh.rules".to_owned(), config.rules.rules()),
             ("mesh.proxy.uid".to_owned(), proxy),

@@ -13,10 +13,11 @@ use anyhow::Context as _;
 use dataplane_common::{
     Addr, Port, Protocol, Reason,
     capture::{
-        self, CAPTURED, CaptureConfig, Enrolled, ListenerKey, Local, MESH_CGROUPS, MESH_GUARD,
-        MESH_NAMESPACES, RuleKey,
+        self, CAPTURED, CaptureConfig, Enrolled, ListenerKey, Local, MESH_CGROUPS, MESH_DENIES,
+        MESH_GUARD, MESH_NAMESPACES, REACHABLE, RuleKey,
     },
     decide,
+    tables::{Frontend, FrontendKey},
 };
 use serde::Serialize;
 
@@ -165,7 +166,8 @@ impl Mesh {
 
     /// What becomes of a connection that a client makes; none if it is not captured's business.
     pub fn outbound(&self, tables: &Tables, client: &Client<'_>, to: Destination) -> Option<Told> {
-        if to.protocol != Protocol::TCP {
+        let is_tcp = to.protocol == Protocol::TCP;
+        if !is_tcp && self.word & MESH_DENIES == 0 {
             return None;
         }
         let (enrolled, how) = match self.whose(client) {
@@ -186,6 +188,7 @@ impl Mesh {
             client,
             enrolled: &enrolled,
             to: (to.addr.into(), Port::new(to.port)),
+            protocol: to.protocol,
         };
         // No process has these.
         let (user, group) = (
@@ -193,7 +196,22 @@ impl Mesh {
             client.group.unwrap_or(u32::MAX),
         );
         let ids = (user, group);
-        let reason = capture::decide_outbound(&call, &self.config, &enrolled, call.to, ids);
+        let mut reason = if is_tcp {
+            capture::decide_outbound(&call, &self.config, &enrolled, call.to, ids)
+        } else if call.is_by_packets() {
+            return None;
+        } else {
+            capture::decide_datagram(&call, &enrolled, call.to, ids)
+        };
+        if reason == Reason::NotService {
+            return None;
+        }
+        let (addr, _) = call.to;
+        let of_node =
+            addr.is_link_local() || addr.is_loopback() || capture::Circumstances::is_own(&call);
+        if reason == Reason::Captured && call.is_by_packets() && of_node {
+            reason = Reason::ToNode;
+        }
         let mut told = self.told("outbound", enrolled.workload, reason);
         told.steps.push(format!("{how} is {}", whose(&told)));
         if enrolled.flags & Enrolled::HAS_USERS != 0 && client.user.is_none() {
@@ -538,6 +556,14 @@ struct Call<'a> {
     client: &'a Client<'a>,
     enrolled: &'a Enrolled,
     to: (Addr, Port),
+    protocol: Protocol,
+}
+
+impl Call<'_> {
+    fn frontend(&self) -> Frontend {
+        let (addr, port) = self.to;
+        decide::find_frontend(self.tables, addr, port, self.protocol, self.client.own)
+    }
 }
 
 impl capture::Rules for Call<'_> {
@@ -559,18 +585,20 @@ impl capture::Circumstances for Call<'_> {
         if self.is_by_packets() {
             return false;
         }
-        let (addr, port) = self.to;
-        let frontend =
-            decide::find_frontend(self.tables, addr, port, Protocol::TCP, self.client.own);
-        let endpoint = decide::only_endpoint(self.tables, frontend);
+        let (addr, _) = self.to;
+        let endpoint = decide::only_endpoint(self.tables, self.frontend());
         self.has(addr) || !endpoint.is_none() && self.has(endpoint.addr)
     }
 
     fn is_known(&self) -> bool {
         let (addr, port) = self.to;
-        self.mesh.held.known.contains_key(&addr)
-            || !decide::find_frontend(self.tables, addr, port, Protocol::TCP, self.client.own)
-                .is_none()
+        let frontend = self.frontend();
+        if !frontend.is_none() {
+            return decide::is_reachable(self.tables, frontend);
+        }
+        let key = FrontendKey::new(addr, port, self.protocol);
+        self.mesh.held.known.contains_key(&key)
+            || capture::Rules::range(&self.mesh.held, REACHABLE, addr) == CAPTURED
     }
 
     fn listens(&self) -> bool {

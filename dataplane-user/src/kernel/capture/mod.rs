@@ -16,8 +16,8 @@ use aya::Ebpf;
 use dataplane_common::{
     Port,
     capture::{
-        CaptureConfig, EXCLUDED, Enrolled, FROM_CLIENT, ListenerKey, Local, MESH_CGROUPS,
-        MESH_GUARD, MESH_NAMESPACES, MESH_PACKETS, MESH_PORT, TrafficKey,
+        CaptureConfig, EXCLUDED, Enrolled, FROM_CLIENT, JUDGED, ListenerKey, Local, MESH_CGROUPS,
+        MESH_DENIES, MESH_GUARD, MESH_NAMESPACES, MESH_PACKETS, MESH_PORT, TrafficKey,
     },
 };
 use zerocopy::{FromBytes, IntoBytes};
@@ -52,6 +52,8 @@ pub struct CaptureOptions {
     pub foreign: bool,
     /// Whether connections from namespaces are refused that the agent has not looked at.
     pub guard: bool,
+    /// Whether the configuration denies egress to somebody, so that datagrams are judged from the start.
+    pub denies: bool,
 }
 
 /// The tables of capture, and the program for namespaces; nothing of it if there is no mesh.
@@ -228,6 +230,9 @@ impl Capture {
         if wanted.locals.values().any(Local::is_by_packets) {
             mesh |= MESH_PACKETS;
         }
+        if options.denies || denies(wanted) {
+            mesh |= MESH_DENIES;
+        }
         if mesh != 0 {
             mesh |= u64::from(Port::new(options.outbound).be()) << MESH_PORT;
         }
@@ -238,7 +243,7 @@ impl Capture {
         let held = &mut self.held;
         let tables = &self.tables;
         // A connection that an exclusion does not pass any longer is captured, and nothing is open that was not.
-        let is_exclusion = |said: &u32| *said == EXCLUDED;
+        let is_exclusion = |said: &u32| [EXCLUDED, JUDGED].contains(said);
         let Captured { rules, ranges, .. } = wanted;
         make_room("RULES", &tables.rules, &mut held.rules, rules, is_exclusion)?;
         make_room(
@@ -469,6 +474,16 @@ fn has_proxy(captured: &Captured) -> bool {
     flags
         .chain(of_addresses)
         .any(|flags| flags & (Enrolled::PROXY | Enrolled::INBOUND | Enrolled::PACKETS) != 0)
+}
+
+/// Whether anybody's egress policy is deny.
+fn denies(captured: &Captured) -> bool {
+    let enrolled = captured
+        .namespaces
+        .values()
+        .chain(captured.cgroups.values());
+    let mut flags = enrolled.map(|enrolled| enrolled.flags);
+    flags.any(|flags| flags & Enrolled::EGRESS_DENY != 0)
 }
 
 fn detach(path: &Path) -> Result<(), Error> {

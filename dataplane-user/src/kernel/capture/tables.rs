@@ -12,6 +12,7 @@ use dataplane_common::{
     capture::{
         CaptureConfig, Enrolled, ListenerKey, Local, RangeKey, RuleKey, Traffic, TrafficKey,
     },
+    tables::FrontendKey,
 };
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -34,7 +35,7 @@ pub struct CaptureTables {
     pub(super) locals: Hash<Addr, Local>,
     pub(super) rules: Hash<RuleKey, u32>,
     pub(super) ranges: Hash<RangeKey, u32>,
-    pub(super) known: Hash<Addr, u32>,
+    pub(super) known: Hash<FrontendKey, u32>,
     pub(super) listeners: OwnedFd,
     pub(super) traffic: Hash<TrafficKey, Traffic>,
 }

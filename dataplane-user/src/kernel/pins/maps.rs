@@ -10,15 +10,16 @@ use aya_obj::generated::bpf_map_type::{
 use dataplane_common::{
     Addr, Reason, VIP_ELEMENTS, VipWords,
     capture::{
-        CaptureConfig, Enrolled, KNOWN, ListenerKey, Local, Meter, MeterSets, ORIGINS, Origin,
-        RULES, RangeKey, RuleKey, TRAFFIC, Traffic, TrafficKey, Tuple, WORKLOADS,
+        Askers, CaptureConfig, Enrolled, KNOWN, ListenerKey, Local, Meter, MeterSets, ORIGINS,
+        Origin, RULES, RangeKey, RuleKey, TRAFFIC, Traffic, TrafficKey, Tuple, WORKLOADS,
     },
     cells::{Cell, Slots, cells_for},
+    origins::COUNTERS,
     packet::{
         FRAGMENTS, Fragment, FragmentKey, IFACES, Iface, NODE_ADDRS, PacketConfig, SOURCES,
         SourceKey,
     },
-    tables::{Config, PEER_PORTS, Peer, PeerSets, SOCKET_ELEMENTS, UdpFlows},
+    tables::{Config, FrontendKey, PEER_PORTS, Peer, PeerSets, SOCKET_ELEMENTS, UdpFlows},
     tcp::Sequences,
 };
 
@@ -96,7 +97,7 @@ const fn storage<T>(name: &'static str) -> MapSpec {
 }
 
 /// Every map that is pinned.
-pub const MAPS: [MapSpec; 34] = [
+pub const MAPS: [MapSpec; 37] = [
     outer("FRONTENDS"),
     outer("POOLS"),
     outer("ENDPOINTS"),
@@ -175,8 +176,15 @@ pub const MAPS: [MapSpec; 34] = [
     on_demand::<Addr, Local>("LOCALS", BPF_MAP_TYPE_HASH, WORKLOADS * 4),
     on_demand::<RuleKey, u32>("RULES", BPF_MAP_TYPE_HASH, RULES),
     on_demand::<RangeKey, u32>("RANGES", BPF_MAP_TYPE_LPM_TRIE, RULES),
-    on_demand::<Addr, u32>("KNOWN", BPF_MAP_TYPE_HASH, KNOWN),
+    on_demand::<FrontendKey, u32>("KNOWN", BPF_MAP_TYPE_HASH, KNOWN),
     on_demand::<Tuple, Origin>("ORIGINS", BPF_MAP_TYPE_HASH, ORIGINS),
+    MapSpec {
+        name: "ORIGIN_COUNTS",
+        shape: Mapped::<u64>::shape(false),
+        max_entries: Some(COUNTERS),
+    },
+    storage::<u32>("OWN"),
+    storage::<Askers>("ASKERS"),
     storage::<Origin>("ACCEPTED"),
     MapSpec {
         name: "LISTENERS",

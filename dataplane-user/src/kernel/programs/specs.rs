@@ -57,7 +57,6 @@ pub const PROGRAMS: [Spec; 9] = [
 pub const CAPTURE_PROGRAMS: [Spec; 8] = [
     traced("tcp_states"),
     traced("tcp_gone"),
-    TCP_EVENTS,
     Spec {
         name: "getsockopt",
         kind: BPF_PROG_TYPE_CGROUP_SOCKOPT,
@@ -67,6 +66,8 @@ pub const CAPTURE_PROGRAMS: [Spec; 8] = [
     sock_addr("getsockname6", BPF_CGROUP_INET6_GETSOCKNAME),
     sock_addr("capture4", BPF_CGROUP_INET4_CONNECT),
     sock_addr("capture6", BPF_CGROUP_INET6_CONNECT),
+    // Where it is swapped: what it asks of a socket, those above have said.
+    TCP_EVENTS,
 ];
 
 /// The program that is told of connections to a proxy. The kernel asks it ten times for every connection, so it is

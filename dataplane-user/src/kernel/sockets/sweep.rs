@@ -1,4 +1,4 @@
-//! Places in `PEERS` whose sockets are gone, and of which nobody told.
+//! Places in `PEERS`, and entries of `ORIGINS`, whose sockets are gone, and of which nobody told.
 //!
 //! The kernel tells the programs that a socket is closed, but not of its own (`inet_release` leaves out those with
 //! `sk_kern_sock`): NFS's, and the subflows of MPTCP, one for each socket that a process has. Their places are found by
@@ -9,16 +9,19 @@ use std::{
     fs, io,
     path::{Path, PathBuf},
     sync::atomic::Ordering,
+    thread,
+    time::Duration,
 };
 
 use dataplane_common::{
-    Protocol,
+    Addr, Port, Protocol,
+    capture::Tuple,
     tables::{PeerSets, SOCKET_ELEMENTS, SOCKET_SETS, SOCKET_WAYS},
 };
 use netlink_sys::protocols::NETLINK_SOCK_DIAG;
 use zerocopy::FromBytes as _;
 
-use super::{FAMILIES, Listed, SOCK_DIAG_BY_FAMILY, list};
+use super::{FAMILIES, Listed, SOCK_DIAG_BY_FAMILY, list, origins::Origins};
 use crate::kernel::{
     cgroup2_root,
     error::{Doing, Error},
@@ -26,12 +29,17 @@ use crate::kernel::{
     namespaces,
     netlink::Netlink,
     pins::{Pins, spec},
+    sys::netns_cookie,
 };
 
-/// Looks for such places.
+/// Between the two looks at the start.
+const MOMENT: Duration = Duration::from_millis(100);
+
+/// Looks for such places and entries.
 #[derive(Debug)]
 pub struct Sweeper {
     noted: Mapped<PeerSets>,
+    origins: Option<Origins>,
     /// Whose processes' sockets have places, as `/proc/PID/cgroup` has it.
     cgroup: PathBuf,
     /// The sockets that were not there the last time.
@@ -47,7 +55,8 @@ impl Sweeper {
     pub fn open(bpffs: &Path, cgroup: &Path) -> Result<Option<Self>, Error> {
         let sees_all = namespaces::sees_all_processes()
             .doing(|| "cannot ask for this process's PID namespace".to_owned())?;
-        let Some((noted, _)) = Pins::new(bpffs).open_map(spec("PEERS"))? else {
+        let pins = Pins::new(bpffs);
+        let Some((noted, _)) = pins.open_map(spec("PEERS"))? else {
             return Ok(None);
         };
         if !sees_all {
@@ -56,6 +65,7 @@ impl Sweeper {
         Ok(Some(Self {
             noted: Mapped::map(noted, SOCKET_ELEMENTS, true)
                 .doing(|| "cannot map table PEERS".to_owned())?,
+            origins: Origins::open(&pins)?,
             cgroup: Path::new("/").join(cgroup.strip_prefix(cgroup2_root()?).unwrap_or(cgroup)),
             missed: HashSet::new(),
         }))
@@ -66,21 +76,46 @@ impl Sweeper {
         self.owners().count()
     }
 
+    /// Removes the entries that earlier agents' programs have left in `ORIGINS`. Answers how many those were.
+    ///
+    /// # Errors
+    /// As [`Sweeper::sweep`].
+    pub fn purge(&mut self) -> io::Result<usize> {
+        let Some(origins) = &mut self.origins else {
+            return Ok(0);
+        };
+        let mut freed = 0;
+        for _ in 0..2 {
+            let tuples = origins.noted()?;
+            if tuples.is_empty() {
+                break;
+            }
+            freed += origins.sweep(&tuples, &living(&self.cgroup)?.tuples)?;
+            thread::sleep(MOMENT);
+        }
+        Ok(freed)
+    }
+
     /// Frees the places of sockets that are not connected, now and the last time: `connect()` notes an endpoint shortly
-    /// before the socket has it. Answers how many places that were.
+    /// before the socket has it. Likewise with entries of `ORIGINS`. Answers how many that were.
     ///
     /// # Errors
     /// If there is a network namespace whose sockets the kernel does not tell. Nothing was freed then.
     pub fn sweep(&mut self) -> io::Result<usize> {
         let noted: HashSet<u64> = self.owners().map(|(_, cookie)| cookie).collect();
-        if noted.is_empty() {
-            self.missed.clear();
-            return Ok(0);
-        }
-        let living = living(&self.cgroup)?;
-        let mut missed: HashSet<u64> = noted.difference(&living).copied().collect();
+        let tuples = self.origins.as_ref().map(Origins::noted).transpose()?;
+        let tuples = tuples.unwrap_or_default();
+        let living = if noted.is_empty() && tuples.is_empty() {
+            Living::default()
+        } else {
+            living(&self.cgroup)?
+        };
+        let mut freed = match &mut self.origins {
+            Some(origins) => origins.sweep(&tuples, &living.tuples)?,
+            None => 0,
+        };
+        let mut missed: HashSet<u64> = noted.difference(&living.cookies).copied().collect();
         let gone: HashSet<u64> = missed.intersection(&self.missed).copied().collect();
-        let mut freed = 0;
         for ((element, word), cookie) in self.owners() {
             if gone.contains(&cookie)
                 && let Some(owner) = self.noted.word(element, word)
@@ -106,22 +141,34 @@ impl Sweeper {
     }
 }
 
-/// The cookies of the connected sockets of every network namespace that a process in the cgroup may be in.
-fn living(cgroup: &Path) -> io::Result<HashSet<u64>> {
+/// The connected sockets of every network namespace that a process in the cgroup may be in.
+#[derive(Debug, Default)]
+struct Living {
+    /// By their cookies.
+    cookies: HashSet<u64>,
+    /// Those of TCP, by their addresses.
+    tuples: HashSet<Tuple>,
+}
+
+fn living(cgroup: &Path) -> io::Result<Living> {
+    let mut living = Living::default();
     let visited = namespaces::visit(|_| {
+        let netns = netns_cookie()?;
         let mut netlink = Netlink::open(NETLINK_SOCK_DIAG)?;
-        let mut cookies = Vec::new();
         for protocol in [Protocol::TCP, Protocol::UDP] {
             for family in FAMILIES {
                 let request = list(protocol, family, None);
                 netlink.dump(SOCK_DIAG_BY_FAMILY, &request, |answer| {
                     if let Ok((socket, _)) = Listed::read_from_prefix(answer) {
-                        cookies.push(socket.id.cookie());
+                        living.cookies.insert(socket.id.cookie());
+                        if protocol == Protocol::TCP {
+                            living.tuples.insert(tuple(netns, &socket));
+                        }
                     }
                 })?;
             }
         }
-        Ok(cookies)
+        Ok(())
     });
     for (path, error) in visited.unread {
         // `/proc/PID/ns/net`: a process that may not be looked at, whose sockets have no places if it is not served.
@@ -131,7 +178,25 @@ fn living(cgroup: &Path) -> io::Result<HashSet<u64>> {
             return Err(error);
         }
     }
-    Ok(visited.found.into_iter().flatten().collect())
+    Ok(living)
+}
+
+/// A connection, as its client's socket has it.
+fn tuple(netns: u64, socket: &Listed) -> Tuple {
+    let (proxy, proxy_port) = socket.peer();
+    let source = socket.id.source;
+    Tuple {
+        netns,
+        client: if socket.family == FAMILIES[0] {
+            Addr::from_v4_word(source[0])
+        } else {
+            Addr::from_words(source)
+        },
+        proxy,
+        client_port: Port::from_be(socket.id.source_port),
+        proxy_port,
+        reserved: 0,
+    }
 }
 
 /// Whether a process is in a cgroup, which is given as `/proc/PID/cgroup` has it. One that has ended is nowhere.

@@ -7,20 +7,26 @@
 
 use std::{
     cmp::Reverse,
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, HashSet},
     net::IpAddr,
 };
 
-use dataplane_common::{Addr, capture};
+use dataplane_common::{
+    Port, Protocol,
+    capture::{self, CAPTURED, EXCLUDED, REACHABLE},
+    tables::FrontendKey,
+};
+use ipnet::{IpNet, Ipv4Net};
 
 use super::{
     super::{
-        Captured,
+        Captured, range_key,
         shares::{self, Shares},
+        wanted::protocol,
     },
     Member,
 };
-use crate::model::{Egress, Policy, Rules, Service, ServiceName, Snapshot};
+use crate::model::{Egress, Policy, Reachable, Rules, Service, ServiceName, Snapshot, Workload};
 
 /// Half of a table: the other half is for what changes, during which new and old rules are there. The configuration's own
 /// rules have a sixteenth.
@@ -89,6 +95,7 @@ pub(super) fn without_lists(rules: &Rules) -> Rules {
     Rules {
         captured: rules.captured,
         captured_by: rules.captured_by,
+        allow_packets: rules.allow_packets,
         mode: rules.mode,
         egress: rules.egress,
         without_proxy: rules.without_proxy,
@@ -98,63 +105,143 @@ pub(super) fn without_lists(rules: &Rules) -> Rules {
 }
 
 /// Adds whom connections may reach whose egress policy is deny, and whose addresses are worth a label. Returns the
-/// services that are not among them, because their namespaces have too many endpoints.
+/// services and pods that are not among them, because their namespaces have too many endpoints.
 pub fn known(snapshot: &Snapshot, members: &[Member], wanted: &mut Captured) -> Vec<ServiceName> {
-    let room = part(capture::KNOWN);
+    known_within(snapshot, members, wanted, part(capture::KNOWN))
+}
+
+/// The same, with so much room in `KNOWN`.
+fn known_within(
+    snapshot: &Snapshot,
+    members: &[Member],
+    wanted: &mut Captured,
+    room: u64,
+) -> Vec<ServiceName> {
     let workloads = snapshot.workloads.values().map(|w| &w.addresses);
     let named = members.iter().map(|member| &member.workload.addresses);
     // Those of the configuration first.
     for addr in named.chain(workloads).flatten() {
-        if wanted.known.len() as u64 >= room {
+        // Labels have half of it.
+        if wanted.known.len() as u64 >= room / 2 {
             break;
         }
-        wanted.known.insert((*addr).into(), 1);
+        let key = FrontendKey::address((*addr).into());
+        wanted.known.insert(key, 1);
     }
     if members.iter().all(|m| m.policy.egress != Egress::Deny) {
         return Vec::new();
     }
-    let endpoints = |service: &Service| -> BTreeSet<IpAddr> {
-        let endpoints = service.ports.iter().flat_map(|port| &port.endpoints);
-        endpoints.map(|endpoint| endpoint.addr).collect()
-    };
-    let mut all: BTreeSet<Addr> = BTreeSet::new();
-    let room = room - wanted.known.len() as u64;
-    let fits = snapshot.services.values().all(|service| {
-        all.extend(endpoints(service).into_iter().map(Addr::from));
+    if let Some(stated) = &snapshot.reachable {
+        state(stated, wanted);
+    }
+    let workloads = snapshot.workloads.values();
+    let pods: HashSet<IpAddr> = workloads
+        .flat_map(|w| w.addresses.iter().copied())
+        .collect();
+    let mut items: Vec<_> = snapshot
+        .services
+        .values()
+        .map(|service| Item::of_service(service, &pods))
+        .chain(snapshot.workloads.values().map(|w| Item::of_pod(w)))
+        .filter(|item| !item.keys.is_empty())
+        .collect();
+    let mut all: BTreeSet<FrontendKey> = BTreeSet::new();
+    let room = room.saturating_sub(wanted.known.len() as u64);
+    let fits = items.iter().all(|item| {
+        all.extend(&item.keys);
         all.len() as u64 <= room
     });
     if fits {
-        wanted.known.extend(all.into_iter().map(|addr| (addr, 1)));
+        wanted.known.extend(all.into_iter().map(|key| (key, 1)));
         return Vec::new();
     }
     let mut shares = Shares::of([room]);
-    let costs: Vec<_> = snapshot
-        .services
-        .values()
-        .map(|service| (service, [endpoints(service).len() as u64]))
-        .collect();
-    for (service, cost) in &costs {
-        shares.change(service.name.namespace(), &[0], cost);
+    for item in &items {
+        shares.change(item.name.namespace(), &[0], &item.cost());
     }
     shares.settle();
+    items.sort_by(|a, b| a.name.namespace().cmp(b.name.namespace()));
     let mut left_out = Vec::new();
-    for services in costs.chunk_by(|(a, _), (b, _)| a.name.namespace() == b.name.namespace()) {
-        let mut services = services.to_vec();
-        services.sort_by_cached_key(|(service, cost)| {
-            let age = (service.created.is_none(), service.created);
-            (Reverse(shares.smallness(cost)), age, service.name.clone())
+    for items in items.chunk_by_mut(|a, b| a.name.namespace() == b.name.namespace()) {
+        items.sort_by_cached_key(|item| {
+            let age = (item.created.is_none(), item.created);
+            (
+                Reverse(shares.smallness(&item.cost())),
+                age,
+                item.name.clone(),
+            )
         });
         let mut left = shares.budget();
-        for (service, cost) in services {
-            if shares::take(&cost, &mut left) {
-                let endpoints = endpoints(service).into_iter();
-                wanted.known.extend(endpoints.map(|addr| (addr.into(), 1)));
+        for item in items {
+            if shares::take(&item.cost(), &mut left) {
+                wanted.known.extend(item.keys.iter().map(|key| (*key, 1)));
             } else {
-                left_out.push(service.name.clone());
+                left_out.push(item.name.clone());
             }
         }
     }
     left_out
+}
+
+/// What a service or a pod adds to `KNOWN`.
+struct Item {
+    name: ServiceName,
+    created: Option<i64>,
+    keys: BTreeSet<FrontendKey>,
+}
+
+impl Item {
+    /// The endpoints that are Pods'.
+    fn of_service(service: &Service, pods: &HashSet<IpAddr>) -> Self {
+        let endpoints = service.ports.iter().flat_map(|port| {
+            let protocol = protocol(port.protocol);
+            let of_pods = port.endpoints.iter().filter(|e| pods.contains(&e.addr));
+            of_pods.map(move |e| FrontendKey::new(e.addr.into(), Port::new(e.port), protocol))
+        });
+        Self {
+            name: service.name.clone(),
+            created: service.created,
+            keys: endpoints.collect(),
+        }
+    }
+
+    /// The ports that it declares.
+    fn of_pod(pod: &Workload) -> Self {
+        let keys = pod.addresses.iter().flat_map(|addr| {
+            let ports = pod.ports.iter();
+            ports
+                .map(|(of, port)| FrontendKey::new((*addr).into(), Port::new(*port), protocol(*of)))
+        });
+        Self {
+            name: ServiceName::new(pod.name.namespace(), pod.name.name()),
+            created: None,
+            keys: keys.collect(),
+        }
+    }
+
+    fn cost(&self) -> [u64; 1] {
+        [self.keys.len() as u64]
+    }
+}
+
+/// Adds what the operator has stated.
+fn state(stated: &Reachable, wanted: &mut Captured) {
+    let is_v6 = |range: &IpNet| range.addr().is_ipv6();
+    if stated.ranges.iter().any(is_v6) {
+        // IPv4 is in the table as v4-mapped IPv6, of which ranges such as ::/0 say nothing.
+        let all = IpNet::V4(Ipv4Net::default());
+        wanted.ranges.insert(range_key(REACHABLE, &all), EXCLUDED);
+    }
+    let ranges = stated.ranges.iter();
+    let ranges = ranges.map(|range| (range_key(REACHABLE, range), CAPTURED));
+    wanted.ranges.extend(ranges);
+    for server in stated.servers() {
+        for protocol in [Protocol::TCP, Protocol::UDP] {
+            let port = Port::new(server.port());
+            let key = FrontendKey::new(server.ip().into(), port, protocol);
+            wanted.known.insert(key, 1);
+        }
+    }
 }
 
 /// Leaves out addresses of workloads that have so many that not all fit. Returns how many of each workload, by its
@@ -196,11 +283,11 @@ mod tests {
     use dataplane_common::capture::{Enrolled, Local};
 
     use super::*;
-    use ipnet::IpNet;
+    use dataplane_common::Addr;
     use proptest::prelude::*;
 
     use crate::{
-        model::{Layers, Node, Place, Workload, WorkloadName},
+        model::{Layers, Node, Place, WorkloadName},
         plan::enrol::{Enroller, Said, members, members::members_within},
     };
 
@@ -358,7 +445,7 @@ mod tests {
             })
         };
         let mut snapshot = snapshot([pod("shop", "web", 1)]);
-        let huge = u32::try_from(part(capture::KNOWN)).unwrap();
+        let huge = 1000;
         for service in [
             service("hog", "a", 0x0b00_0000, huge),
             service("hog", "b", 0x0c00_0000, 10),
@@ -368,10 +455,29 @@ mod tests {
         }
         let members = members(&Said::default(), &snapshot);
         let mut wanted = Captured::default();
-        let left_out = known(&snapshot, &members, &mut wanted);
+        // None of them is a Pod's.
+        known_within(&snapshot, &members, &mut wanted, 1000);
+        assert_eq!(wanted.known.len(), 0);
+        let pods = [(0x0a00_0000, 100), (0x0b00_0000, huge), (0x0c00_0000, 10)];
+        for (first, count) in pods {
+            for n in first..first + count {
+                let addr: IpAddr = std::net::Ipv4Addr::from_bits(n).into();
+                let name = WorkloadName::new("pods", &n.to_string());
+                let pod = Workload {
+                    addresses: [addr].into_iter().collect(),
+                    ..Workload::new(name.clone(), Place::Elsewhere)
+                };
+                snapshot.workloads.insert(name, Arc::new(pod));
+            }
+        }
+        let left_out = known_within(&snapshot, &members, &mut wanted, 1000);
         assert_eq!(left_out, [ServiceName::new("hog", "a")]);
-        assert_eq!(wanted.known.len(), 110);
-        let is_known = |ip: [u8; 4]| wanted.known.contains_key(&IpAddr::from(ip).into());
+        let is_known = |ip: [u8; 4]| {
+            let (addr, port) = (IpAddr::from(ip).into(), Port::new(80));
+            let key = |port| FrontendKey::new(addr, port, dataplane_common::Protocol::TCP);
+            assert!(!wanted.known.contains_key(&key(Port::new(81))));
+            wanted.known.contains_key(&key(port))
+        };
         assert!(is_known([10, 0, 0, 99]) && is_known([12, 0, 0, 9]) && !is_known([11, 0, 0, 0]));
     }
 

@@ -17,6 +17,8 @@ pub struct Member {
     /// Whether there is no room for the ports, ranges, users, groups and interfaces of its own and its Namespace's rules:
     /// then all of its connections are captured, but for those that the configuration excludes.
     pub over_budget: bool,
+    /// Why something has no effect that labels and annotations say: the configuration says otherwise.
+    pub ineffective: Vec<String>,
 }
 
 impl Member {
@@ -36,6 +38,7 @@ impl Member {
             policy: Policy::default(),
             rules: Vec::new(),
             over_budget: false,
+            ineffective: Vec::new(),
         }
     }
 }

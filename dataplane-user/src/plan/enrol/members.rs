@@ -4,10 +4,11 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use super::{
     Member,
+    bounds::Bounds,
     budgets::{ROOM, over_budget, without_lists},
     statements::statements,
 };
-use crate::model::{Layers, Place, Rules, Snapshot, Workload, WorkloadName};
+use crate::model::{Exempt, Layers, Mode, Place, Rules, Snapshot, Workload, WorkloadName};
 
 /// What the node's configuration says of capture. Each layer has the name that people know it by.
 #[derive(Clone, Debug, Default)]
@@ -16,6 +17,10 @@ pub struct Said {
     pub workloads: Vec<(String, Rules, Workload)>,
     /// Rules of namespaces, by their names.
     pub namespaces: BTreeMap<String, (String, Rules)>,
+    /// Rules of namespaces that labels and annotations do not change.
+    pub enforced_in: BTreeMap<String, (String, Rules)>,
+    /// Such rules for everybody.
+    pub enforced: (String, Rules),
     /// Rules for everybody, the most specific first.
     pub all: Vec<(String, Rules)>,
 }
@@ -38,14 +43,21 @@ pub(super) fn members_within(said: &Said, snapshot: &Snapshot, room: [u64; 2]) -
             .or_insert_with(|| Arc::new(described.clone()));
     }
     let captured = |workload: Arc<Workload>, over_budget| {
-        let layers = layers(said, &workload, over_budget);
+        let Layered {
+            layers,
+            ineffective,
+            bounds,
+        } = layers(said, &workload, over_budget);
         let general = layers.iter().rev();
         let rules = general.fold(Rules::default(), |general, (_, rules)| rules.over(&general));
+        let mut policy = rules.policy()?;
+        bounds.judge(&mut policy);
         Some(Member {
-            policy: rules.policy()?,
+            policy,
             rules: statements(&layers),
-            workload,
+            workload: judged(&workload, &bounds),
             over_budget,
+            ineffective,
         })
     };
     let mut members: Vec<Member> = workloads
@@ -60,32 +72,83 @@ pub(super) fn members_within(said: &Said, snapshot: &Snapshot, room: [u64; 2]) -
     members
 }
 
-/// Who says what of a workload, the most specific first. `over_budget`: without the lists of those who are not the
-/// configuration.
-fn layers(said: &Said, workload: &Workload, over_budget: bool) -> Vec<(String, Rules)> {
+/// What is said of a workload.
+struct Layered {
+    /// Who says what, the most specific first.
+    layers: Vec<(String, Rules)>,
+    /// Why something has no effect that labels and annotations say.
+    ineffective: Vec<String>,
+    bounds: Bounds,
+}
+
+/// `over_budget`: without the lists of those who are not the configuration.
+fn layers(said: &Said, workload: &Workload, over_budget: bool) -> Layered {
     let name = &workload.name;
-    let mut layers = Vec::new();
+    let mut above = Vec::new();
     let mut named = said.workloads.iter();
     if let Some((by, rules, _)) = named.find(|(_, _, known)| known.name == *name) {
         let mut rules = rules.clone();
         // To be named is to be captured.
         rules.captured = rules.captured.or(Some(true));
-        layers.push((by.clone(), rules));
+        above.push((by.clone(), rules));
     }
-    let of_object = |rules: &Rules| {
-        if over_budget {
-            without_lists(rules)
-        } else {
-            rules.clone()
-        }
+    above.extend(said.enforced_in.get(name.namespace()).cloned());
+    above.push(said.enforced.clone());
+    let mut below = Vec::new();
+    below.extend(said.namespaces.get(name.namespace()).cloned());
+    below.extend(said.all.iter().cloned());
+    let all = |layers: &[(String, Rules)], general: &Rules| {
+        let layers = layers.iter().rev();
+        layers.fold(general.clone(), |general, (_, rules)| rules.over(&general))
     };
+    let bounds = Bounds {
+        stated: all(&above, &all(&below, &Rules::default())),
+        enforced: all(&above, &Rules::default()),
+    };
+    let mut ineffective = Vec::new();
     let Layers { own, namespace } = &*workload.rules;
-    layers.push((format!("Pod {name}"), of_object(own)));
-    layers.push((
-        format!("Namespace {}", name.namespace()),
-        of_object(namespace),
-    ));
-    layers.extend(said.namespaces.get(name.namespace()).cloned());
-    layers.extend(said.all.iter().cloned());
-    layers
+    let of_namespace = Rules {
+        captured: namespace.captured.filter(|_| own.captured.is_none()),
+        ..namespace.clone()
+    };
+    let of_exempt = Rules {
+        mode: Some(Mode::Kernel),
+        ..Rules::default()
+    };
+    let mut layers = above;
+    if workload.place == Place::Exempt(Exempt::Sidecar) {
+        layers.push(("sidecar.istio.io/status".to_owned(), of_exempt));
+    }
+    for (by, rules) in [
+        (format!("Pod {name}"), own),
+        (format!("Namespace {}", name.namespace()), &of_namespace),
+    ] {
+        let (rules, texts) = bounds.bind(&by, rules);
+        ineffective.extend(texts);
+        let rules = if over_budget {
+            without_lists(&rules)
+        } else {
+            rules
+        };
+        layers.push((by, rules));
+    }
+    layers.extend(below);
+    Layered {
+        layers,
+        ineffective,
+        bounds,
+    }
+}
+
+/// The workload, as it is captured. One that says that it has a proxy of its own is not captured, unless the
+/// configuration denies it egress: then its connections go directly, as that policy lets them.
+fn judged(workload: &Arc<Workload>, bounds: &Bounds) -> Arc<Workload> {
+    let is_captured = bounds.stated.captured == Some(true) && bounds.denies();
+    if workload.place != Place::Exempt(Exempt::Sidecar) || !is_captured {
+        return Arc::clone(workload);
+    }
+    Arc::new(Workload {
+        place: Place::Address,
+        ..(**workload).clone()
+    })
 }

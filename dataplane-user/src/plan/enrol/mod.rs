@@ -1,6 +1,7 @@
 //! Enrolment: who is captured, by which rules, and what the tables are to say of them. Where workloads are, others find
 //! out.
 
+mod bounds;
 mod budgets;
 mod kept;
 mod member;

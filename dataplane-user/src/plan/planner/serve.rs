@@ -37,6 +37,7 @@ impl Planner {
                 if self.has_room(service, left, keys_before, &before, &scratch.keys, writes) {
                     let mut settle = Settle {
                         mirror: &mut self.mirror,
+                        reach: &self.reach,
                         adopted: self.adopted.as_ref(),
                         writes,
                         cluster: &mut scratch.cluster,

@@ -252,6 +252,7 @@ impl<'a> Stage<'a> {
             workloads,
             cluster: Arc::clone(&previous.cluster),
             whole,
+            reachable: previous.reachable.clone(),
             node: kept(&previous.node, node, || Arc::new(node.clone())),
             problems: kept(&previous.problems, &*self.problems, || {
                 self.problems.as_slice().into()

@@ -117,7 +117,7 @@ pub fn host_ports(object: &api::Pod, node: &Node, findings: &mut Findings) -> Ve
 }
 
 /// The ports of all containers that run beside each other, with their field paths.
-fn ports(spec: &api::PodSpec) -> impl Iterator<Item = (String, &api::ContainerPort)> {
+pub fn ports(spec: &api::PodSpec) -> impl Iterator<Item = (String, &api::ContainerPort)> {
     let sidecars = spec.init_containers.iter().flatten().enumerate();
     let sidecars = sidecars
         .filter(|(_, container)| container.restart_policy.as_deref() == Some("Always"))

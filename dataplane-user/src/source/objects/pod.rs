@@ -13,8 +13,8 @@ use super::{
     wire::{self as api, Metadata},
 };
 use crate::model::{
-    Acceleration, CapturedBy, Egress, Exempt, Layers, Mode, Node, Place, Rules, Telemetry, Uid,
-    WithoutProxy, Workload, WorkloadName, is_reserved,
+    Acceleration, CapturedBy, Egress, Exempt, Layers, Mode, Node, Place, Protocol, Rules,
+    Telemetry, Uid, WithoutProxy, Workload, WorkloadName, is_reserved,
 };
 
 /// A label: `ambient` captures, `none` does not. Of a namespace for all its pods, or of a pod.
@@ -77,6 +77,7 @@ pub fn pod(object: &api::Pod, node: &Node, findings: &mut Findings) -> Option<Wo
     let labels = &object.metadata.labels;
     Some(Workload {
         addresses,
+        ports: declared(spec),
         uid: object.metadata.uid.as_deref().and_then(Uid::parse),
         node: spec.node_name.as_deref().unwrap_or_default().into(),
         network: label(labels, LABEL_NETWORK).unwrap_or_default().into(),
@@ -93,6 +94,20 @@ pub fn pod(object: &api::Pod, node: &Node, findings: &mut Findings) -> Option<Wo
         }),
         ..Workload::new(name, place)
     })
+}
+
+/// The ports that its containers declare; nonsense is left out.
+fn declared(spec: &api::PodSpec) -> Box<[(Protocol, u16)]> {
+    let declared = super::host_ports::ports(spec).filter_map(|(_, port)| {
+        let protocol = match port.protocol.as_deref() {
+            None | Some("" | "TCP") => Protocol::Tcp,
+            Some("UDP") => Protocol::Udp,
+            Some(_) => return None,
+        };
+        let number = u16::try_from(port.container_port).ok();
+        Some((protocol, number.filter(|number| *number != 0)?))
+    });
+    declared.collect()
 }
 
 fn has_sidecar(metadata: &Metadata) -> bool {

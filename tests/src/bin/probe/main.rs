@@ -8,6 +8,7 @@ mod flows;
 mod hold;
 mod keep;
 mod load;
+mod marked;
 mod serve;
 mod talk;
 mod udp;
@@ -50,6 +51,8 @@ enum Command {
     Keep(keep::Arguments),
     /// Talk as applications do, with whoever says back what is said, and report
     Talk(talk::Arguments),
+    /// Connect with a mark that is taken off before the socket is closed
+    Marked(marked::Arguments),
     /// Connect all the time, from several threads, and report what happened
     Load(load::Arguments),
 }
@@ -65,6 +68,7 @@ fn main() -> ExitCode {
         Command::Flows(arguments) => flows::run(&arguments),
         Command::Keep(arguments) => keep::run(&arguments),
         Command::Talk(arguments) => talk::run(&arguments),
+        Command::Marked(arguments) => marked::run(&arguments),
         Command::Load(arguments) => load::run(&arguments),
     };
     match result {

@@ -1,18 +1,22 @@
 //! Mesh capture: outbound and inbound connections of a pod go to a proxy in its network namespace,
 //! which learns where they were to go.
 
+mod deny;
 mod explain;
 mod many;
 mod metrics;
+mod origins;
 mod packets;
 mod proxies;
 mod relay;
 mod restart;
 mod trouble;
 
+pub use deny::SCENARIOS as DENY;
 pub use explain::SCENARIOS as EXPLAIN;
 pub use many::SCENARIOS as MANY;
 pub use metrics::SCENARIOS as METRICS;
+pub use origins::SCENARIOS as ORIGINS;
 pub use packets::SCENARIOS as PACKETS;
 pub use proxies::SCENARIOS as PROXIES;
 pub use restart::SCENARIOS as RESTART;
@@ -123,8 +127,32 @@ impl World {
         for path in more {
             agent = agent.manifests(path);
         }
+        if mesh.to_string().contains("deny") {
+            agent = agent.manifests(self.pods()?);
+        }
         self.agent = Some(agent.start()?);
         Ok(())
+    }
+
+    /// A file with the Pods of everybody but `app`: by it the agent knows which addresses are Pods'.
+    fn pods(&self) -> Result<PathBuf> {
+        let pods = [("one", "node1"), ("two", "node1"), ("far", "node2")].map(|(name, node)| {
+            let addresses = self.lab.pod(name).addresses();
+            json!({
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "metadata": { "name": name, "namespace": "default" },
+                "spec": { "nodeName": node, "containers": [] },
+                "status": {
+                    "phase": "Running",
+                    "podIPs": addresses.map(|ip| json!({ "ip": ip })),
+                },
+            })
+        });
+        let path = self.state.path().join("others.yaml");
+        let list = json!({ "apiVersion": "v1", "kind": "List", "items": pods });
+        fs::write(&path, list.to_string())?;
+        Ok(path)
     }
 
     fn agent(&self) -> Result<&Agent> {

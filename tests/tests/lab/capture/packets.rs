@@ -40,7 +40,7 @@ scenarios! {
 }
 
 /// A world whose `app` is a virtual machine.
-fn world() -> Result<World> {
+pub fn world() -> Result<World> {
     World::with(|lab| lab.vm("node1", "app", "10.244.1.8"))
 }
 
@@ -50,7 +50,7 @@ fn by_packets(mut rules: Value) -> Value {
     rules
 }
 
-fn capture(world: &mut World, rules: Value, args: &[&str]) -> Result<()> {
+pub fn capture(world: &mut World, rules: Value, args: &[&str]) -> Result<()> {
     let mesh = mesh(json!({}), by_packets(rules));
     world.agent_with_args(&mesh, &[], args)
 }
@@ -358,7 +358,7 @@ fn connections_outlive_capture_and_its_end() -> Result<()> {
     let annotations = json!({ "dataplane.io/captured-by": "packets" });
     let write = |mode: &str| fs::write(&pods, pod(mode, annotations.clone()).to_string());
     write("none")?;
-    let config = json!({ "rules": { "mode": "proxy" } });
+    let config = json!({ "rules": { "mode": "proxy", "allowPackets": true } });
     world.agent_with(&config, std::slice::from_ref(&pods))?;
     let app = world.app().clone();
     let both = ["10.244.1.5:7", "10.96.0.10:80"];
@@ -396,7 +396,7 @@ fn connections_outlive_a_change_of_what_captures_them() -> Result<()> {
         fs::write(&pods, pod("ambient", annotations).to_string())
     };
     write("packets")?;
-    let config = json!({ "rules": { "mode": "proxy" } });
+    let config = json!({ "rules": { "mode": "proxy", "allowPackets": true } });
     world.agent_with(&config, std::slice::from_ref(&pods))?;
     let app = world.app().clone();
     let hold = || -> Result<_> { Ok([app.hold("10.244.1.5:7")?, app.hold("10.96.0.10:80")?]) };

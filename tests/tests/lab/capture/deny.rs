@@ -1,0 +1,242 @@
+//! `egress: deny`: what it refuses, and that nobody but the operator opens it.
+
+use std::fs;
+
+use anyhow::{Context as _, Result, ensure};
+use dataplane_common::Reason;
+use dataplane_tests::Host;
+use serde_json::{Value, json};
+
+use super::{World, mesh, packets, pod};
+use crate::{
+    cluster::{UDP, eventually, reaches, refused, serve},
+    manifest::{Manifests, Service},
+    outcome::run_args,
+};
+
+scenarios! {
+    Dataplane:
+    datagrams_to_unknown_destinations_are_refused,
+    a_slice_that_names_an_address_opens_nothing,
+    labels_and_annotations_do_not_loosen_what_the_configuration_says,
+    an_annotation_does_not_make_a_pod_speak_as_the_node,
+    one_captured_by_packets_does_not_reach_the_node_itself,
+}
+
+/// By `connect()` and by `sendto()`, of both families.
+fn datagrams_to_unknown_destinations_are_refused() -> Result<()> {
+    let mut world = World::new()?;
+    let (app, one) = (world.app().clone(), world.lab.pod("one").clone());
+    let port = UDP;
+    // A resolver's.
+    ensure!(port == 53, "{port}");
+    let web = Service::new("web", &["10.96.0.10", "fd00:96::10"])
+        .port("tcp", 80, 7)
+        .port("udp", 53, UDP)
+        .endpoints(&[world.lab.pod("far")]);
+    world.manifests = Manifests::new(&[web])?;
+    let mut config = mesh(json!({}), json!({ "egress": "deny", "mode": "proxy" }));
+    config["resolvers"] = json!([one.ipv4()]);
+    config["reachable"] = json!(["10.244.1.6/32"]);
+    world.agent_with(&config, &[])?;
+    for how in ["udp", "udp --unconnected"] {
+        for to in [
+            "10.244.1.5:54".to_owned(),
+            "192.0.2.1:443".to_owned(),
+            "8.8.8.8:53".to_owned(),
+            format!("[fd00:10:244:1::6]:{port}"),
+            "10.244.2.5:7".to_owned(),
+        ] {
+            let ((), counted) = world.counted(Reason::EgressDenied, || refused(&app, &to, how))?;
+            ensure!(counted == 1, "{how} {to}: {counted}");
+        }
+        // A service and its endpoint, of either family; what the operator has stated; itself.
+        for (to, by) in [
+            ("10.96.0.10:53".to_owned(), "far"),
+            ("[fd00:96::10]:53".to_owned(), "far"),
+            (format!("10.244.2.5:{port}"), "far"),
+            (format!("10.244.1.6:{port}"), "two"),
+            (format!("10.244.1.5:{port}"), "one"),
+            (format!("10.244.1.8:{port}"), "app"),
+        ] {
+            reaches(&app, &to, how, &[by]).with_context(|| format!("{how} {to}"))?;
+        }
+        // Its own server answers whoever asks.
+        for to in [
+            format!("10.244.1.8:{port}"),
+            format!("[fd00:10:244:1::8]:{port}"),
+        ] {
+            reaches(&one, &to, &format!("{how} --count 3"), &["app"])?;
+        }
+        // Others may do what they like.
+        reaches(&one, &format!("10.244.1.6:{port}"), how, &["two"])?;
+    }
+    let told = super::explain::explain(&world, "default/app", "8.8.8.8:53/udp", &[])?;
+    ensure!(told["reason"] == "egress-denied", "{told:#}");
+    Ok(())
+}
+
+/// Neither by its own address, nor by the service's, in no mode; until the address is a Pod's.
+fn a_slice_that_names_an_address_opens_nothing() -> Result<()> {
+    for mode in ["kernel", "proxy"] {
+        let mut world = World::with(|lab| {
+            lab.pod("node1", "app", "10.244.1.8")
+                .pod("node1", "outside", "10.244.1.9")
+        })?;
+        let app = world.app().clone();
+        let outside = world.lab.pod("outside").clone();
+        let _server = serve(&outside)?;
+        let service = |name, vip: &str, endpoints: &[&Host]| {
+            Service::new(name, &[vip])
+                .port("tcp", 80, 7)
+                .port("udp", 53, UDP)
+                .endpoints(endpoints)
+        };
+        let far = world.lab.pod("far");
+        let web = service("web", "10.96.0.10", &[far]);
+        let evil = service("evil", "10.96.0.66", &[&outside]);
+        let mixed = service("mixed", "10.96.0.67", &[far, &outside]);
+        world.manifests = Manifests::new(&[web, evil, mixed])?;
+        let pods = world.state.path().join("outside.yaml");
+        let nobody = json!({
+            "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": "empty" },
+        });
+        fs::write(&pods, nobody.to_string())?;
+        let config = mesh(json!({}), json!({ "egress": "deny", "mode": mode }));
+        world.agent_with(&config, std::slice::from_ref(&pods))?;
+        for to in ["10.96.0.66:80", "10.96.0.67:80", "10.244.1.9:7"] {
+            let ((), counted) = world.counted(Reason::EgressDenied, || {
+                refused(&app, to, "connect --count 5")
+            })?;
+            ensure!(counted == 5, "{mode}, {to}: {counted}");
+        }
+        for how in ["udp", "udp --unconnected"] {
+            refused(&app, "10.96.0.66:53", how)?;
+        }
+        reaches(&app, "10.96.0.10:80", "connect --count 3", &["far"])?;
+
+        let mut own = pod("none", json!({}));
+        own["metadata"]["name"] = "outside".into();
+        own["metadata"]["labels"] = json!({});
+        own["status"]["podIPs"] = json!([{ "ip": outside.ipv4() }]);
+        fs::write(&pods, own.to_string())?;
+        eventually(|| {
+            reaches(&app, "10.96.0.66:80", "connect --count 3", &["outside"])?;
+            reaches(&app, "10.244.1.9:7", "connect --count 3", &["outside"])?;
+            reaches(&app, "10.96.0.66:53", "udp", &["outside"])?;
+            Ok(())
+        })?;
+        reaches(
+            &app,
+            "10.96.0.67:80",
+            "connect --count 30",
+            &["far", "outside"],
+        )?;
+        fs::write(&pods, nobody.to_string())?;
+        eventually(|| refused(&app, "10.96.0.66:80", "connect --count 3"))?;
+        refused(&app, "10.96.0.67:80", "connect --count 3")?;
+    }
+    Ok(())
+}
+
+fn labels_and_annotations_do_not_loosen_what_the_configuration_says() -> Result<()> {
+    let mut world = World::new()?;
+    let pods = world.state.path().join("pods.yaml");
+    let write = |mode: &str, annotations: Value| -> Result<()> {
+        Ok(fs::write(&pods, pod(mode, annotations).to_string())?)
+    };
+    write("ambient", json!({}))?;
+    let config = json!({ "rules": { "captured": true, "egress": "deny", "mode": "proxy" } });
+    world.agent_with(&config, std::slice::from_ref(&pods))?;
+    let app = world.app().clone();
+    let all = "0.0.0.0/0";
+    for (mode, annotations, said) in [
+        ("none", json!({}), "dataplane-mode: none"),
+        (
+            "ambient",
+            json!({ "dataplane.io/egress": "allow" }),
+            "egress: allow has no effect",
+        ),
+        (
+            "ambient",
+            json!({ "traffic.sidecar.istio.io/excludeOutboundIPRanges": all }),
+            "",
+        ),
+        (
+            "ambient",
+            json!({ "openservicemesh.io/outbound-port-exclusion-list": "7,80" }),
+            "",
+        ),
+        ("ambient", json!({ "sidecar.istio.io/status": "{}" }), ""),
+    ] {
+        write(mode, annotations.clone())?;
+        let what = || format!("{mode}, {annotations}");
+        eventually(|| {
+            let told = run_args(world.agent()?, ["status"])?.exits(0)?;
+            told.says(&[said])?;
+            Ok(())
+        })
+        .with_context(what)?;
+        for to in ["10.244.1.5:7", "192.0.2.1:80"] {
+            refused(&app, to, "connect").with_context(what)?;
+        }
+        refused(&app, "192.0.2.1:443", "udp").with_context(what)?;
+        reaches(&app, "10.96.0.10:80", "connect --count 3", &["far"]).with_context(what)?;
+    }
+    // What is enforced is captured by the proxy, too.
+    let config = json!({
+        "rules": { "mode": "proxy" },
+        "enforced": { "captured": true },
+    });
+    let exclude = json!({ "traffic.sidecar.istio.io/excludeOutboundIPRanges": all });
+    write("none", exclude)?;
+    world.agent_with(&config, std::slice::from_ref(&pods))?;
+    let (_, counted) = world.counted(Reason::Captured, || {
+        reaches(&app, "10.244.1.5:7", "connect --count 3", &["one"])
+    })?;
+    ensure!(counted == 3, "{counted} of 3 were captured");
+    run_args(world.agent()?, ["status"])?
+        .exits(0)?
+        .says(&["dataplane-mode: none has no effect", "have no effect"])?;
+    Ok(())
+}
+
+fn an_annotation_does_not_make_a_pod_speak_as_the_node() -> Result<()> {
+    let mut world = World::new()?;
+    let pods = world.state.path().join("pods.yaml");
+    let annotations = json!({ "dataplane.io/captured-by": "packets" });
+    fs::write(&pods, pod("ambient", annotations).to_string())?;
+    let config = json!({ "rules": { "mode": "proxy" } });
+    world.agent_with(&config, &[pods])?;
+    let app = world.app().clone();
+    let (report, counted) = world.counted(Reason::Captured, || {
+        reaches(&app, "10.244.1.5:7", "connect --count 3", &["one"])
+    })?;
+    ensure!(counted == 3, "{counted} of 3 were captured");
+    crate::cluster::sources_are(&report, &app.addresses())?;
+    run_args(world.agent()?, ["status"])?
+        .exits(0)?
+        .says(&["captured-by: packets has no effect"])?;
+    Ok(())
+}
+
+/// Nor what only the node may reach: the proxy would be the node there.
+fn one_captured_by_packets_does_not_reach_the_node_itself() -> Result<()> {
+    let mut world = packets::world()?;
+    let node = world.lab.node("node1").clone();
+    let _server = serve(&node)?;
+    packets::capture(&mut world, json!({ "mode": "proxy" }), &[])?;
+    let app = world.app().clone();
+    let own = format!("{}:7", node.ipv4());
+    for to in [&own, "169.254.169.254:80"] {
+        let ((), counted) = world.counted(Reason::ToNode, || refused(&app, to, "connect"))?;
+        ensure!(counted >= 1, "{to}: {counted}");
+        let told = super::explain::explain(&world, "default/app", to, &[])?;
+        ensure!(told["reason"] == "to-node", "{told:#}");
+    }
+    reaches(&app, "10.244.1.5:7", "connect --count 3", &["one"])?;
+    // Without a proxy, the machine speaks for itself.
+    packets::capture(&mut world, json!({ "mode": "kernel" }), &[])?;
+    let report = reaches(&app, &own, "connect", &["node1"])?;
+    crate::cluster::sources_are(&report, &app.addresses())
+}
