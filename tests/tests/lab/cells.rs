@@ -152,8 +152,10 @@ fn a_flood_of_answered_datagrams_evicts_no_connection() -> Result<()> {
                     scene.throw(at, false, &packet.frame())
                 };
                 send(at, client, vip, flags::SYN, [own, 0])?;
-                let to = scene.rig.conntrack.get(&key);
-                let to = to.with_context(|| format!("{key:?} has no flow"))?;
+                // In a full table one in 130 000 finds no slot; whoever counts on it looks for it.
+                let Some(to) = scene.rig.conntrack.get(&key) else {
+                    return Ok(key);
+                };
                 let seen = match to.node_addr {
                     0 => client,
                     node => (scene.world.node_addr(node).ip(), to.node_port.host()),
