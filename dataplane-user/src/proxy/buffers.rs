@@ -3,6 +3,9 @@
 //! Bytes are read into one buffer that all of a worker's connections share, and written from there
 //! at once. So a connection holds memory only for what its reader has not taken: an idle one, and
 //! one whose reader keeps up, hold none.
+//!
+//! What connections hold is bounded by the worker's budget. Above half of it, less is read at a time; above all of it,
+//! the worker ends connections ([`Buffers::is_over`]).
 
 /// The most that is read at a time.
 pub const LARGE: usize = 256 << 10;
@@ -20,6 +23,7 @@ pub struct Buffers {
     shared: Box<[u8]>,
     spare: Vec<Box<[u8]>>,
     held: usize,
+    budget: usize,
 }
 
 /// What was read and not yet written.
@@ -36,6 +40,11 @@ impl Held {
         &self.buffer[self.start as usize..self.end as usize]
     }
 
+    /// The memory that it takes.
+    pub fn size(&self) -> usize {
+        self.buffer.len()
+    }
+
     /// So much of it was written.
     #[expect(
         clippy::cast_possible_truncation,
@@ -46,17 +55,17 @@ impl Held {
     }
 }
 
-impl Default for Buffers {
-    fn default() -> Self {
+impl Buffers {
+    /// Buffers of which connections may hold so many bytes.
+    pub fn new(budget: usize) -> Self {
         Self {
             shared: large(),
             spare: Vec::with_capacity(SPARE),
             held: 0,
+            budget,
         }
     }
-}
 
-impl Buffers {
     /// The shared one.
     pub fn shared(&mut self) -> &mut [u8] {
         &mut self.shared
@@ -82,13 +91,13 @@ impl Buffers {
                 end: (end - start) as u32,
             }
         };
-        self.held += held.buffer.len();
+        self.held += held.size();
         held
     }
 
     /// Takes back what was written, or will never be.
     pub fn release(&mut self, held: Held) {
-        self.held -= held.buffer.len();
+        self.held -= held.size();
         if held.buffer.len() == LARGE && self.spare.len() < SPARE {
             self.spare.push(held.buffer);
         }
@@ -107,6 +116,26 @@ impl Buffers {
     /// Bytes that connections hold.
     pub fn held(&self) -> usize {
         self.held
+    }
+
+    /// How many bytes to read at a time instead of `size`: fewer while much is held.
+    pub fn reading(&self, size: usize) -> usize {
+        if self.held > self.budget / 2 {
+            size.min(SMALL)
+        } else {
+            size
+        }
+    }
+
+    /// Whether connections hold more than they may.
+    pub fn is_over(&self) -> bool {
+        self.held > self.budget
+    }
+
+    /// Bytes that are to be given back when connections hold more than they may: an eighth of what they may besides, so
+    /// that it does not happen again at once.
+    pub fn excess(&self) -> usize {
+        self.held.saturating_sub(self.budget - self.budget / 8)
     }
 }
 

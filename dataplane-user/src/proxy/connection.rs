@@ -105,7 +105,12 @@ impl Connection {
 
     /// Whether bytes are held for the endpoint.
     pub fn holds_first(&self) -> bool {
-        self.up.holds()
+        self.up.held() > 0
+    }
+
+    /// The memory of the bytes that its readers have not taken.
+    pub fn held(&self) -> usize {
+        self.up.held() + self.down.held()
     }
 
     /// One of the sockets, and its readiness.

@@ -32,6 +32,7 @@ struct SettingsDump {
     keepalive_ms: Option<u128>,
     max_connections: usize,
     max_per_workload: usize,
+    max_held_bytes: usize,
     access_log: AccessLog,
 }
 
@@ -97,6 +98,7 @@ impl Dump {
                 keepalive_ms: settings.keepalive.map(|t| t.as_millis()),
                 max_connections: relay.limits.max(),
                 max_per_workload: relay.limits.per_workload(),
+                max_held_bytes: settings.max_held,
                 access_log: settings.access_log,
             },
             connections: relay.limits.open(),

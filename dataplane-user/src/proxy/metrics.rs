@@ -10,7 +10,7 @@ use prometheus_client::{
 };
 
 use super::shared::Shared;
-use crate::{model::WorkloadName, relay::encode_connections};
+use crate::{model::WorkloadName, relay::{Attached, encode_connections}};
 
 /// Adds the proxy's metrics to a registry.
 pub(super) fn register(registry: &mut Registry, shared: &Arc<Shared>) {
@@ -59,19 +59,29 @@ pub(super) fn encode_proxy(shared: &Shared, encoder: &mut DescriptorEncoder<'_>)
         let metric = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
         ConstGauge::new(value).encode(metric)?;
     }
-    let mut deferred: BTreeMap<&WorkloadName, u64> = BTreeMap::new();
-    for attached in entries.iter().map(|entry| &entry.attached) {
-        *deferred.entry(&attached.workload.name).or_default() += attached.deferred();
-    }
-    let mut family = encoder.encode_descriptor(
-        "dataplane_proxy_deferred",
-        "Times that a connection of this pod waited, because the pod or the proxy had as many as it may have",
-        None,
-        MetricType::Counter,
-    )?;
-    for (name, times) in deferred.into_iter().filter(|(_, times)| *times > 0) {
-        let labels = [("namespace", name.namespace()), ("pod", name.name())];
-        ConstCounter::new(times).encode(family.encode_family(&labels)?)?;
+    type Reading = fn(&Attached) -> u64;
+    let of_workloads: [(&str, &str, Reading); 2] = [
+        (
+            "dataplane_proxy_deferred",
+            "Times that a connection of this pod waited, because the pod or the proxy had as many as it may have",
+            Attached::deferred,
+        ),
+        (
+            "dataplane_proxy_stalled",
+            "Connections of this pod that were ended because a side had stopped reading and the proxy's buffers were full",
+            |attached| attached.stalled().0,
+        ),
+    ];
+    for (name, help, read) in of_workloads {
+        let mut pods: BTreeMap<&WorkloadName, u64> = BTreeMap::new();
+        for attached in entries.iter().map(|entry| &entry.attached) {
+            *pods.entry(&attached.workload.name).or_default() += read(attached);
+        }
+        let mut family = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
+        for (pod, count) in pods.into_iter().filter(|(_, count)| *count > 0) {
+            let labels = [("namespace", pod.namespace()), ("pod", pod.name())];
+            ConstCounter::new(count).encode(family.encode_family(&labels)?)?;
+        }
     }
     let lost = relay.log.lost();
     let metric = encoder.encode_descriptor(

@@ -72,9 +72,14 @@ pub struct Settings {
     pub max_connections: Option<usize>,
     /// The maximum number of connections of one workload; `None`: no limit of its own.
     pub max_per_workload: Option<usize>,
+    /// Bytes that all connections together may hold for readers that do not keep up.
+    pub max_held: usize,
     /// The access log.
     pub access_log: AccessLog,
 }
+
+/// What connections may hold: what a thousand of them hold whose readers have stalled.
+const MAX_HELD: usize = 128 << 20;
 
 impl Default for Settings {
     fn default() -> Self {
@@ -89,6 +94,7 @@ impl Default for Settings {
             keepalive: Some(Duration::from_mins(3)),
             max_connections: None,
             max_per_workload: None,
+            max_held: MAX_HELD,
             access_log: AccessLog::Text,
         }
     }
@@ -270,6 +276,12 @@ impl Observer {
     /// Workloads that get no further connection for now, each with the number that it has.
     pub fn at_limit(&self) -> Vec<(WorkloadName, usize)> {
         self.0.relay.at_limit()
+    }
+
+    /// Workloads some of whose connections were ended lately because their readers had stalled, each with the number of
+    /// these connections since the workload was attached.
+    pub fn stalled(&self) -> Vec<(WorkloadName, u64)> {
+        self.0.relay.stalled()
     }
 
     /// The maximum number of connections.

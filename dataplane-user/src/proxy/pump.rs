@@ -169,9 +169,9 @@ impl Pump {
         sent.map(|written| written > 0)
     }
 
-    /// Whether bytes are held that the receiver's socket has not taken.
-    pub fn holds(&self) -> bool {
-        self.held.is_some()
+    /// The memory of the bytes that the receiver's socket has not taken.
+    pub fn held(&self) -> usize {
+        self.held.as_ref().map_or(0, Held::size)
     }
 
     /// Carries what there is to carry, and adds to `bytes` what the receiver's socket has taken.
@@ -217,7 +217,7 @@ impl Pump {
             if !from.readable {
                 return Ok(Step::Waiting);
             }
-            let size = self.size as usize;
+            let size = buffers.reading(self.size as usize);
             let read = match net::recv(
                 &from.socket,
                 &mut buffers.shared()[..size],

@@ -414,3 +414,80 @@ fn silence_ends_a_connection_where_that_is_asked_for() {
     assert_eq!(ending(&client), Err(ErrorKind::ConnectionReset));
     assert_eq!(ending(&server), Err(ErrorKind::ConnectionReset));
 }
+
+/// Writes until nobody takes any more.
+fn fill(mut stream: &TcpStream) -> usize {
+    stream.set_nonblocking(true).unwrap();
+    let (mut written, mut refused) = (0, 0);
+    let chunk = [7; 64 << 10];
+    while refused < 10 {
+        match stream.write(&chunk) {
+            Ok(count) => (written, refused) = (written + count, 0),
+            Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                refused += 1;
+                thread::sleep(Duration::from_millis(10));
+            }
+            // The proxy has ended it.
+            Err(_) => break,
+        }
+    }
+    stream.set_nonblocking(false).unwrap();
+    written
+}
+
+#[test]
+fn readers_that_stall_cost_their_own_workload_its_connections() {
+    let (listener, at) = endpoint();
+    // Little fits the endpoint's socket.
+    SockRef::from(&listener)
+        .set_recv_buffer_size(16 << 10)
+        .unwrap();
+    let settings = Settings {
+        max_held: 512 << 10,
+        ..Settings::default()
+    };
+    let (proxy, vip) = proxy(&settings, &[at], Egress::Allow);
+    let other = TcpListener::bind("0.0.0.0:0").unwrap();
+    let other_vip = SocketAddr::new(VIP, other.local_addr().unwrap().port());
+    let mut snapshot = Snapshot::default();
+    for (name, vip) in [("web", vip), ("other", other_vip)] {
+        let mut service = service(vip.ip(), vip.port(), &[at]);
+        service.name = ServiceName::new("default", name);
+        let service = Arc::new(service);
+        snapshot.services.insert(service.name.clone(), service);
+    }
+    proxy.set_snapshot(snapshot);
+    let hog = WorkloadName::new("default", "hog");
+    proxy
+        .add(Attachment {
+            workload: Arc::new(Workload::new(hog.clone(), Place::Elsewhere)),
+            namespace: None,
+            outbound: vec![other],
+            inbound: vec![],
+            egress: Egress::Allow,
+            acceleration: None,
+        })
+        .unwrap();
+    let slow = connect(vip);
+    let slow_server = accept(&listener);
+    let sent = fill(&slow);
+    let hogs: Vec<_> = (0..80)
+        .map(|_| {
+            let client = connect(other_vip);
+            let server = accept(&listener);
+            fill(&client);
+            (client, server)
+        })
+        .collect();
+    let stalled = proxy.observer().stalled();
+    let held = proxy.workers.shared().held();
+    assert!(
+        matches!(&stalled[..], [(name, 1..80)] if *name == hog),
+        "{stalled:?}, {held} bytes are held"
+    );
+    assert!(held <= settings.max_held, "{held} bytes are held");
+    // The connection that has stalled for longest is another workload's.
+    drop(hogs);
+    slow.shutdown(Shutdown::Write).unwrap();
+    assert_eq!(ending(&slow_server).unwrap().len(), sent);
+}

@@ -6,10 +6,10 @@ use std::{
     net::{IpAddr, SocketAddr, TcpListener},
     os::fd::OwnedFd,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, AtomicUsize, Ordering, fence},
     },
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use dataplane_common::capture::Tuple;
@@ -94,6 +94,16 @@ pub struct Listener {
     pub address: SocketAddr,
 }
 
+/// Connections that were ended because their readers had stalled.
+#[derive(Clone, Copy, Debug, Default)]
+struct Stalled {
+    count: u64,
+    last: Option<Instant>,
+}
+
+/// How long `status` shows that connections of a workload were ended because their readers had stalled.
+const LATELY: Duration = Duration::from_mins(10);
+
 /// An attachment while its connections are relayed. Its listening sockets are closed with the last
 /// reference to them.
 #[derive(Debug)]
@@ -116,6 +126,7 @@ pub struct Attached {
     pub(super) connections: AtomicUsize,
     /// Times that a connection was left in the backlog, because a limit was reached.
     pub(super) deferred: AtomicU64,
+    stalled: Mutex<Stalled>,
     counters: Mutex<HashMap<CountersKey, Arc<Counters>>>,
     /// Those of all attachments: a session finds them here, without a reference of its own to count.
     pub(super) limits: Arc<Limits>,
@@ -158,6 +169,7 @@ impl Attached {
             own: listeners.iter().map(|listener| listener.address).collect(),
             connections: AtomicUsize::new(0),
             deferred: AtomicU64::new(0),
+            stalled: Mutex::default(),
             counters: Mutex::default(),
             limits,
             log,
@@ -229,6 +241,24 @@ impl Attached {
     /// milliseconds, and counts each time.
     pub fn deferred(&self) -> u64 {
         self.deferred.load(Ordering::Relaxed)
+    }
+
+    /// Counts a connection that is ended because its reader has stalled and the engine's buffers are full.
+    pub fn count_stalled(&self, now: Instant) {
+        let mut stalled = self.lock_stalled();
+        stalled.count += 1;
+        stalled.last = Some(now);
+    }
+
+    /// Connections that were ended because their readers had stalled, and whether one of them was ended lately.
+    pub fn stalled(&self) -> (u64, bool) {
+        let stalled = self.lock_stalled();
+        let lately = stalled.last.is_some_and(|last| last.elapsed() < LATELY);
+        (stalled.count, lately)
+    }
+
+    fn lock_stalled(&self) -> MutexGuard<'_, Stalled> {
+        self.stalled.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The number of connections now. If it is 0, all connections that there were have counted

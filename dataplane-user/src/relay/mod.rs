@@ -203,6 +203,17 @@ impl Relay {
             .collect()
     }
 
+    /// Workloads some of whose connections were ended lately because their readers had stalled, each with the number of
+    /// these connections.
+    pub fn stalled(&self) -> Vec<(WorkloadName, u64)> {
+        let attachments = self.lock_attachments();
+        let stalled = attachments.iter().filter_map(|entry| {
+            let (count, lately) = entry.attached.stalled();
+            lately.then(|| (entry.attached.workload.name.clone(), count))
+        });
+        stalled.collect()
+    }
+
     /// All attachments, including those that were removed and are not forgotten yet.
     pub fn entries(&self) -> Vec<Entry> {
         self.lock_attachments().clone()

@@ -18,8 +18,8 @@ pub enum Flag {
     Recursive,
     /// No endpoint that was tried took the connection.
     ConnectFailure,
-    /// The proxy is at one of its limits.
-    Overflow,
+    /// A side did not read what the other one had sent, and the proxy's buffers were full.
+    Stalled,
     /// The client reset the connection.
     ClientReset,
     /// The endpoint reset the connection.
@@ -40,24 +40,11 @@ impl Flag {
             Self::Denied => "DENY",
             Self::Recursive => "LOOP",
             Self::ConnectFailure => "UF",
-            Self::Overflow => "UO",
+            Self::Stalled => "UO",
             Self::ClientReset => "DC",
             Self::EndpointReset => "UC",
             Self::Idle => "SI",
             Self::Cut => "DRAIN",
         }
-    }
-
-    /// Whether the connection never reached an endpoint.
-    pub const fn is_failure(self) -> bool {
-        matches!(
-            self,
-            Self::NoEndpoint
-                | Self::NoRoute
-                | Self::Denied
-                | Self::Recursive
-                | Self::ConnectFailure
-                | Self::Overflow
-        )
     }
 }

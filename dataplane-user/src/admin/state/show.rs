@@ -53,6 +53,7 @@ impl State {
             + known.sysctls.len()
             + mesh_problems(&known).count()
             + self.at_limit().count()
+            + self.stalled().count()
     }
 
     /// Workloads that have as many connections through the proxy as they may.
@@ -65,6 +66,20 @@ impl State {
             text: format!(
                 "{name} has {connections} connections through the proxy, which is its share; further ones wait; \
                  see mesh.proxy.maxConnections"
+            ),
+        })
+    }
+
+    /// Workloads some of whose connections the proxy ended because nobody read what it held for them.
+    fn stalled(&self) -> impl Iterator<Item = api::Problem> {
+        let workloads = self.proxy.get().map(Observer::stalled);
+        let workloads = workloads.unwrap_or_default().into_iter();
+        workloads.map(|(name, connections)| api::Problem {
+            gravity: api::Gravity::Warning,
+            place: "mesh".to_owned(),
+            text: format!(
+                "{name}: the proxy has reset {connections} connections because a side of each had stopped reading and \
+                 the proxy's buffers were full"
             ),
         })
     }
@@ -106,6 +121,7 @@ impl State {
         problems.extend(known.sysctls.iter().cloned());
         problems.extend(mesh_problems(&known));
         problems.extend(self.at_limit());
+        problems.extend(self.stalled());
         let node = &known.snapshot.node;
         api::AgentStatus {
             version: api::Version::own(),

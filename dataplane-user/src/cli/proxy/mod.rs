@@ -257,7 +257,6 @@ impl ProxyArgs {
     fn settings(&self) -> Settings {
         let limits = &self.limits;
         Settings {
-            transparent_mark: None,
             workers: self.workers.map_or(0, Into::into),
             mark: self.mark,
             transparent: self.transparent,
@@ -266,8 +265,8 @@ impl ProxyArgs {
             idle_timeout: limits.idle_timeout.filter(|time| !time.is_zero()),
             keepalive: Some(limits.keepalive).filter(|time| !time.is_zero()),
             max_connections: limits.max_connections.map(|max| max as usize),
-            max_per_workload: None,
             access_log: self.access_log,
+            ..Settings::default()
         }
     }
 

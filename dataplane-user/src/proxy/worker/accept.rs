@@ -200,6 +200,7 @@ impl Worker {
         let key = self.table.insert(Box::new(connection));
         self.schedule_upkeep();
         self.dial(key, first);
+        self.shed();
         if let Err(error) = self.watch(key, Side::Client) {
             self.fail(key, error);
         }

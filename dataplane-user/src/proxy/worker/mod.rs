@@ -7,6 +7,7 @@
 mod accept;
 mod clock;
 mod dial;
+mod shed;
 mod token;
 
 use std::{
@@ -107,7 +108,7 @@ impl Worker {
             pending: Pending::new(),
             index: Arc::default(),
             version: 0,
-            buffers: Buffers::default(),
+            buffers: Buffers::new(shared.settings.max_held / shared.loads.len().max(1)),
             namespaces: Namespaces::default(),
             next_upkeep: clock.now,
             shut: Vec::new(),
@@ -269,6 +270,7 @@ impl Worker {
             Ok(Step::Done) => self.finish(key, Flag::None, false),
             Err(flag) => self.finish(key, flag, true),
         }
+        self.shed();
     }
 
     fn finish(&mut self, key: Key, flag: Flag, reset: bool) {
