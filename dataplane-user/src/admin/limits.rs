@@ -3,8 +3,11 @@
 
 use std::{
     io,
-    pin::Pin,
-    sync::Arc,
+    pin::{Pin, pin},
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
     task::{Context, Poll},
     time::Duration,
 };
@@ -12,7 +15,7 @@ use std::{
 use axum::serve::Listener;
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
-    sync::{OwnedSemaphorePermit, Semaphore},
+    sync::{Notify, OwnedSemaphorePermit, Semaphore},
     time::{Instant, Sleep, sleep},
 };
 
@@ -20,6 +23,8 @@ use tokio::{
 const CONNECTIONS: usize = 64;
 /// The same of a port that load balancers ask.
 const CHECKS: usize = 256;
+/// The same of all services' ports for health checks together. Authors of services decide how many ports there are.
+const ALL_CHECKS: usize = 1024;
 /// How long a connection may stay without a request.
 const IDLE: Duration = Duration::from_mins(1);
 /// How long a request may take from its first byte to its answer's first, whatever arrives meanwhile. The agent makes
@@ -33,8 +38,60 @@ const ANSWER: Duration = Duration::from_mins(1);
 #[derive(Debug)]
 pub struct Limited<L> {
     listener: L,
+    connections: usize,
     free: Arc<Semaphore>,
+    shared: Option<Arc<Shared>>,
     times: Times,
+}
+
+/// Connections that several ports have together. A port has at most as many as are free, so a port whose clients take
+/// all that they can get leaves some for each other port.
+#[derive(Debug)]
+pub struct Shared {
+    max: usize,
+    open: AtomicUsize,
+    closed: Notify,
+}
+
+impl Default for Shared {
+    fn default() -> Self {
+        Self::new(ALL_CHECKS)
+    }
+}
+
+impl Shared {
+    fn new(max: usize) -> Self {
+        Self {
+            max,
+            open: AtomicUsize::new(0),
+            closed: Notify::new(),
+        }
+    }
+
+    /// Waits until a port may have another connection. `own`: how many it has with that one.
+    async fn take(self: Arc<Self>, own: impl Fn() -> usize) -> Share {
+        loop {
+            let mut closed = pin!(self.closed.notified());
+            closed.as_mut().enable();
+            let open = self.open.load(Ordering::Relaxed);
+            if own() <= self.max.saturating_sub(open) {
+                self.open.fetch_add(1, Ordering::Relaxed);
+                return Share(Arc::clone(&self));
+            }
+            closed.await;
+        }
+    }
+}
+
+/// A connection's place among those of several ports.
+#[derive(Debug)]
+struct Share(Arc<Shared>);
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        self.0.open.fetch_sub(1, Ordering::Relaxed);
+        self.0.closed.notify_waiters();
+    }
 }
 
 /// How long a connection may be in each phase.
@@ -66,10 +123,20 @@ impl<L> Limited<L> {
         Self::with(listener, CHECKS, Times::default())
     }
 
+    /// Likewise, for a port that shares connections with others.
+    pub fn sharing(self, shared: &Arc<Shared>) -> Self {
+        Self {
+            shared: Some(Arc::clone(shared)),
+            ..self
+        }
+    }
+
     fn with(listener: L, connections: usize, times: Times) -> Self {
         Self {
             listener,
+            connections,
             free: Arc::new(Semaphore::new(connections)),
+            shared: None,
             times,
         }
     }
@@ -83,9 +150,17 @@ impl<L: Listener> Listener for Limited<L> {
         // It is never closed, so this never fails.
         let place = Arc::clone(&self.free).acquire_owned().await.ok();
         let (io, addr) = self.listener.accept().await;
+        // Only with a client: an idle port has none of what ports share.
+        let share = match &self.shared {
+            Some(shared) => {
+                let own = || self.connections - self.free.available_permits();
+                Some(Arc::clone(shared).take(own).await)
+            }
+            None => None,
+        };
         let connection = Connection {
             io,
-            _place: place,
+            _place: (place, share),
             times: self.times,
             phase: Phase::Idle,
             ends: Box::pin(sleep(self.times.idle)),
@@ -102,7 +177,7 @@ impl<L: Listener> Listener for Limited<L> {
 #[derive(Debug)]
 pub struct Connection<I> {
     io: I,
-    _place: Option<OwnedSemaphorePermit>,
+    _place: (Option<OwnedSemaphorePermit>, Option<Share>),
     times: Times,
     phase: Phase,
     /// When the phase ends, and with it the connection.
@@ -259,6 +334,44 @@ mod tests {
         let read = timeout(idle * 3, fourth.read_exact(&mut answer)).await;
         assert!(read.is_ok_and(|read| read.is_ok()));
         server.abort();
+    }
+
+    #[tokio::test]
+    async fn ports_that_share_leave_each_other_some() {
+        let shared = Arc::new(Shared::new(6));
+        let mut ports = Vec::new();
+        for _ in 0..3 {
+            let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let at = listener.local_addr().unwrap();
+            let limited = Limited::with(listener, 100, Times::default()).sharing(&shared);
+            let router = Router::new().route("/", get(async || "hello"));
+            let server = tokio::spawn(async { axum::serve(limited, router).await });
+            ports.push((at, server));
+        }
+        let fill = async |at| {
+            let mut answered = Vec::new();
+            loop {
+                let mut client = TcpStream::connect(at).await.unwrap();
+                if !asks(&mut client).await {
+                    return answered;
+                }
+                answered.push(client);
+            }
+        };
+        let first = fill(ports[0].0).await;
+        let second = fill(ports[1].0).await;
+        let third = fill(ports[2].0).await;
+        let have = [first.len(), second.len(), third.len()];
+        assert!(have.iter().all(|count| *count >= 1), "{have:?}");
+        assert!(have.iter().sum::<usize>() <= 6, "{have:?}");
+        drop(first);
+        assert!(
+            !fill(ports[2].0).await.is_empty(),
+            "places that are free again"
+        );
+        for (_, server) in ports {
+            server.abort();
+        }
     }
 
     /// Bytes that a client may read within a test, which are more than the sockets' buffers hold.

@@ -29,7 +29,10 @@ use tokio::{
 };
 use tracing::{error, info, warn};
 
-use super::{State, limits::Limited};
+use super::{
+    State,
+    limits::{Limited, Shared},
+};
 use crate::model::{Gravity, Problem, ServiceName, Snapshot};
 use services::Checks;
 
@@ -94,6 +97,7 @@ pub async fn serve(healthz: Option<SocketAddr>, proxy_mode: Option<SocketAddr>, 
         checks: Checks::default(),
         open: BTreeMap::new(),
         refused: BTreeMap::new(),
+        shared: Arc::default(),
         tasks: JoinSet::new(),
     };
     loop {
@@ -132,6 +136,8 @@ struct Desk {
     checks: Checks,
     open: BTreeMap<SocketAddr, Door>,
     refused: BTreeMap<SocketAddr, Refusal>,
+    /// The connections that services' ports have together.
+    shared: Arc<Shared>,
     tasks: JoinSet<()>,
 }
 
@@ -229,7 +235,10 @@ impl Desk {
     fn open(&mut self, at: SocketAddr, topic: Topic, count: usize) -> io::Result<Door> {
         let listener = bind(at)?;
         listener.set_nonblocking(true)?;
-        let listener = Limited::for_checks(tokio::net::TcpListener::from_std(listener)?);
+        let mut listener = Limited::for_checks(tokio::net::TcpListener::from_std(listener)?);
+        if let Topic::Service(_) = topic {
+            listener = listener.sharing(&self.shared);
+        }
         let count = Arc::new(AtomicUsize::new(count));
         let routes: Router = match &topic {
             Topic::Node => healthz::routes(&self.state),
