@@ -124,9 +124,10 @@ impl Request {
     }
 }
 
-/// Decides, given the endpoint that this client already uses for this destination, if any.
+/// Decides, given the endpoint that this client already uses for this destination, if any. `only_cluster_ips`: no other
+/// frontends are for the client ([`dataplane_common::TO_API_SERVER`]).
 #[inline(always)]
-pub fn decide(request: &Request, used: &Endpoint) -> Verdict {
+pub fn decide(request: &Request, used: &Endpoint, only_cluster_ips: bool) -> Verdict {
     let frontend = decide::find_frontend(
         &Live,
         request.addr,
@@ -137,12 +138,16 @@ pub fn decide(request: &Request, used: &Endpoint) -> Verdict {
     if frontend.is_none() {
         return Verdict::without_endpoint(Reason::NotService, 0);
     }
+    let kind = frontend.kind();
+    if only_cluster_ips && kind != Kind::CLUSTER_IP && kind != Kind::CLUSTER_ADDRESS {
+        return Verdict::without_endpoint(Reason::NotService, 0);
+    }
     let index = frontend.pool();
     let Some(pool) = decide::Tables::pool(&Live, index) else {
         return Verdict::without_endpoint(Reason::Dangling, index);
     };
     // Who the client is in the network shows on the packet, not yet at the socket.
-    if frontend.kind() == Kind::LOAD_BALANCER && pool.ranged != 0 {
+    if kind == Kind::LOAD_BALANCER && pool.ranged != 0 {
         return Verdict::without_endpoint(Reason::NotService, index);
     }
     if pool.block.is_empty() {

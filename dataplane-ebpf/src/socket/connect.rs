@@ -10,7 +10,9 @@ pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
     let Some(request) = call.request() else {
         return GO_ON;
     };
-    let verdict = decide(&request, &Endpoint::NONE);
+    // In the node's own namespace, where the agent is.
+    let only_cluster_ips = request.own_loopback && call.is_to_api_server();
+    let verdict = decide(&request, &Endpoint::NONE, only_cluster_ips);
     events::report(call, Hook::Connect, &request, &verdict);
     // What is counted before something is kept need not wait for that to be in the caches: an atomic operation
     // waits for every store before it.

@@ -28,7 +28,7 @@ pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
         return GO_ON;
     };
     let used = flows::endpoint_for(call, request.addr, request.port);
-    let verdict = select::decide(&request, &used);
+    let verdict = select::decide(&request, &used, false);
     events::report(call, Hook::Sendmsg, &request, &verdict);
     if !verdict.endpoint.is_none() {
         flows::remember(call, &request.peer(&verdict.endpoint));

@@ -30,6 +30,7 @@ scenarios! {
     metrics_are_for_those_whom_the_api_server_lets,
     a_server_that_is_away_costs_no_connection,
     a_connection_that_is_cut_without_a_word_is_noticed,
+    no_service_takes_the_agents_way_to_the_api_server,
     an_agent_that_starts_while_the_server_is_away_serves_on,
     nothing_is_written_before_everything_was_listed,
     readiness_waits_for_the_first_sync,
@@ -344,6 +345,56 @@ fn a_connection_that_is_cut_without_a_word_is_noticed() -> Result<()> {
         ensure!(start.elapsed() < limit, "not read again within {limit:?}");
     }
     Ok(())
+}
+
+/// A Service with the API server's address as its external IP takes the connections of others on the node. The agent
+/// must learn when it is gone.
+#[expect(
+    clippy::redundant_closure_for_method_calls,
+    reason = "the method itself is of one lifetime only"
+)]
+fn no_service_takes_the_agents_way_to_the_api_server() -> Result<()> {
+    // Where it serves itself, as everywhere but in a lab.
+    let mut site = Site::prepare_with(web, |agent| agent.in_the_nodes_cgroup())?;
+    site.agent.start()?;
+    let api = site.lab.external("ext").ipv4();
+    let mut thief = objects::service("thief", "10.96.0.66".parse()?);
+    thief["spec"]["externalIPs"] = json!([api]);
+    thief["spec"]["ports"][0]["port"] = PORT.into();
+    let cluster = site.server.cluster();
+    cluster.apply(thief);
+    cluster.apply(slice(&site.lab, "thief", &["near"]));
+    let node = site.lab.node("node2").clone();
+    let at = format!("{api}:{PORT}");
+    eventually(|| reaches(&node, &at, "connect", &["near"]).map(drop))?;
+    // The agent connects anew, and so does the next agent.
+    for restart in [false, true] {
+        site.server.go_away();
+        if restart {
+            site.agent.kill();
+            site.agent.launch()?;
+        }
+        eventually(|| {
+            let findings = site.findings()?;
+            let seen = ["cannot be read", "an earlier agent"];
+            ensure!(
+                seen.iter().any(|text| findings.contains(text)),
+                "{findings}"
+            );
+            Ok(())
+        })?;
+        let pod = if restart { "far" } else { "near2" };
+        site.endpoints(&[pod]);
+        site.server.come_back()?;
+        eventually(|| site.reaches(&[pod]))?;
+        reaches(&node, &at, "connect", &["near"])?;
+    }
+    let cluster = site.server.cluster();
+    cluster.delete(Resource::Services, "default", "thief");
+    eventually(|| {
+        ensure!(reaches(&node, &at, "connect", &["near"]).is_err());
+        Ok(())
+    })
 }
 
 /// The tables of the agent before it are what is served, until the server is back.

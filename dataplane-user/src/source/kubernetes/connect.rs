@@ -1,13 +1,12 @@
 //! The way to the API server: where it is, whom it must be, and who we are.
 
-use std::{env, fs, path::PathBuf, sync::Arc, time::Duration};
+use std::{env, fs, io, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 
+use dataplane_common::TO_API_SERVER;
+use http::Uri;
 use hyper_util::{
-    client::{
-        legacy::{self, connect::HttpConnector},
-        proxy::matcher::Matcher,
-    },
-    rt::TokioExecutor,
+    client::{legacy, proxy::matcher::Matcher},
+    rt::{TokioExecutor, TokioIo},
 };
 use kube::{
     Client, Config,
@@ -17,7 +16,11 @@ use kube::{
         NamedContext,
     },
 };
-
+use socket2::{SockRef, TcpKeepalive};
+use tokio::{
+    net::{TcpSocket, TcpStream, lookup_host},
+    time::timeout,
+};
 use tower::{BoxError, ServiceBuilder};
 
 use super::{
@@ -242,19 +245,46 @@ impl Connector {
     }
 }
 
-/// A client. Its connections are looked after by TCP: a watch may be silent for minutes, and a connection
-/// that was cut without a word would be as silent.
+/// Connects to the API server, past all services but those of cluster IPs. The connection is looked after by TCP: a
+/// watch may be silent for minutes, and a connection that was cut without a word would be as silent.
+async fn dial(server: Uri) -> io::Result<TokioIo<TcpStream>> {
+    let host = server.host().unwrap_or_default();
+    let host = host.trim_start_matches('[').trim_end_matches(']');
+    let port = server.port_u16().unwrap_or(443);
+    let mut failed = io::Error::new(io::ErrorKind::NotFound, format!("{host} has no address"));
+    for address in lookup_host((host, port)).await? {
+        match timeout(CONNECT, dial_address(address)).await {
+            Ok(Ok(stream)) => return Ok(TokioIo::new(stream)),
+            Ok(Err(error)) => failed = error,
+            Err(_) => failed = io::ErrorKind::TimedOut.into(),
+        }
+    }
+    Err(failed)
+}
+
+async fn dial_address(address: SocketAddr) -> io::Result<TcpStream> {
+    let socket = if address.is_ipv4() {
+        TcpSocket::new_v4()?
+    } else {
+        TcpSocket::new_v6()?
+    };
+    let options = SockRef::from(&socket);
+    // A command of a user without CAP_NET_ADMIN may not, and then services are translated for it.
+    let _ = options.set_priority(TO_API_SERVER);
+    let keepalive = TcpKeepalive::new()
+        .with_time(KEEPALIVE)
+        .with_interval(KEEPALIVE_INTERVAL);
+    options.set_tcp_keepalive(&keepalive)?;
+    options.set_tcp_user_timeout(Some(UNHEARD))?;
+    socket.connect(address).await
+}
+
+/// A client.
 fn client(config: Config) -> kube::Result<Client> {
     if config.proxy_url.is_some() {
         return Ok(ClientBuilder::try_from(config)?.build());
     }
-    let mut connector = HttpConnector::new();
-    connector.enforce_http(false);
-    connector.set_connect_timeout(Some(CONNECT));
-    connector.set_keepalive(Some(KEEPALIVE));
-    connector.set_keepalive_interval(Some(KEEPALIVE_INTERVAL));
-    connector.set_tcp_user_timeout(Some(UNHEARD));
-    let connector = config.rustls_https_connector_with_connector(connector)?;
+    let connector = config.rustls_https_connector_with_connector(tower::service_fn(dial))?;
     let service = ServiceBuilder::new()
         .layer(config.base_uri_layer())
         .option_layer(config.auth_layer()?)
@@ -302,7 +332,7 @@ fn proxy_of(kubeconfig: &Kubeconfig) -> Option<String> {
 
 /// The proxy that the environment names: `HTTPS_PROXY` (`HTTP_PROXY` for a server without
 /// encryption) or `ALL_PROXY`, unless `NO_PROXY` has the server.
-fn proxy_in_environment(server: &http::Uri) -> Option<http::Uri> {
+fn proxy_in_environment(server: &Uri) -> Option<Uri> {
     let found = Matcher::from_env().intercept(server)?;
     // What was found has no user's name and password any more.
     let plain = server.scheme_str() == Some("http");
@@ -320,7 +350,7 @@ fn proxy_in_environment(server: &http::Uri) -> Option<http::Uri> {
                 format!("http://{url}")
             }
         })
-        .filter_map(|url| url.parse::<http::Uri>().ok())
+        .filter_map(|url| url.parse::<Uri>().ok())
         .find(|url| url.host() == found.uri().host())
         .or_else(|| Some(found.uri().clone()))
 }
@@ -335,7 +365,7 @@ fn checked(url: &str) -> Result<String, ConnectError> {
     let wrong = || ConnectError::Url {
         url: url.to_owned(),
     };
-    let parsed: http::Uri = full.parse().map_err(|_| wrong())?;
+    let parsed: Uri = full.parse().map_err(|_| wrong())?;
     match parsed.scheme_str() {
         Some("http" | "https") if parsed.host().is_some() => Ok(full),
         _ => Err(wrong()),
