@@ -141,6 +141,7 @@ fn main() -> ExitCode {
         capture::SCENARIOS,
         cells::SCENARIOS,
         capture::DENY,
+        capture::ESCAPES,
         capture::EXPLAIN,
         capture::MANY,
         capture::METRICS,

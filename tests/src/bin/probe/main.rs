@@ -4,6 +4,7 @@
 mod client;
 mod connect;
 mod enter;
+mod escape;
 mod flows;
 mod hold;
 mod keep;
@@ -37,6 +38,8 @@ enum Command {
     Serve(serve::Arguments),
     /// Connect over TCP, read the endpoint's greeting, report
     Connect(connect::Arguments),
+    /// Connect as those do who want to get past capture, print what the other side says
+    Escape(escape::Arguments),
     /// Keep one TCP connection busy until stdin is closed or it fails, report
     ///
     /// Prints a line when it is connected.
@@ -62,6 +65,7 @@ fn main() -> ExitCode {
         Command::Enter(arguments) => enter::run(&arguments),
         Command::Serve(arguments) => serve::run(arguments),
         Command::Connect(arguments) => connect::run(&arguments),
+        Command::Escape(arguments) => escape::run(&arguments),
         Command::Hold(arguments) => hold::run(&arguments),
         Command::Http(arguments) => connect::run_http(&arguments),
         Command::Udp(arguments) => udp::run(&arguments),

@@ -2,6 +2,7 @@
 //! which learns where they were to go.
 
 mod deny;
+mod escapes;
 mod explain;
 mod many;
 mod metrics;
@@ -13,6 +14,7 @@ mod restart;
 mod trouble;
 
 pub use deny::SCENARIOS as DENY;
+pub use escapes::SCENARIOS as ESCAPES;
 pub use explain::SCENARIOS as EXPLAIN;
 pub use many::SCENARIOS as MANY;
 pub use metrics::SCENARIOS as METRICS;

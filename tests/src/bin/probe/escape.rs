@@ -1,0 +1,85 @@
+//! Connects as those do who want to get past capture.
+
+use std::{
+    io::{self, Read as _, Write as _},
+    net::{IpAddr, SocketAddr},
+    time::Duration,
+};
+
+use anyhow::{Result, bail};
+use clap::{Args, ValueEnum};
+use socket2::{Domain, Protocol, Socket, Type};
+
+#[derive(Args)]
+pub struct Arguments {
+    /// How to connect
+    #[arg(long)]
+    by: Way,
+    /// The destination
+    #[arg(long)]
+    to: SocketAddr,
+    /// A destination to which the process may connect first
+    #[arg(long, required_if_eq("by", "reconnect"))]
+    first: Option<SocketAddr>,
+    /// The mark of the socket (`SO_MARK`)
+    #[arg(long)]
+    mark: Option<u32>,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Way {
+    /// `connect()`
+    Plain,
+    /// `connect()` of an IPv6 socket to a v4-mapped address
+    Mapped,
+    /// `sendto()` with `MSG_FASTOPEN`, which connects
+    Fastopen,
+    /// `connect()` of a socket of MPTCP
+    Mptcp,
+    /// `connect()` to another destination, to none, and to this one
+    Reconnect,
+}
+
+const PATIENCE: Duration = Duration::from_secs(3);
+
+/// Prints what the other side says. Fails if it is not reached.
+pub fn run(arguments: &Arguments) -> Result<()> {
+    let mut socket = connect(arguments)?;
+    socket.set_read_timeout(Some(PATIENCE))?;
+    let mut said = [0; 256];
+    let count = socket.read(&mut said)?;
+    if count == 0 {
+        bail!("the connection was closed without a word");
+    }
+    io::stdout().write_all(&said[..count])?;
+    Ok(())
+}
+
+fn connect(arguments: &Arguments) -> io::Result<Socket> {
+    let to = match (arguments.by, arguments.to.ip()) {
+        (Way::Mapped, IpAddr::V4(v4)) => {
+            SocketAddr::new(v4.to_ipv6_mapped().into(), arguments.to.port())
+        }
+        _ => arguments.to,
+    };
+    let protocol = match arguments.by {
+        Way::Mptcp => Protocol::MPTCP,
+        _ => Protocol::TCP,
+    };
+    let socket = Socket::new(Domain::for_address(to), Type::STREAM, Some(protocol))?;
+    if let (Way::Reconnect, Some(first)) = (arguments.by, arguments.first) {
+        socket.connect_timeout(&first.into(), PATIENCE)?;
+        rustix::net::connect_unspec(&socket)?;
+    }
+    if let Some(mark) = arguments.mark {
+        socket.set_mark(mark)?;
+    }
+    match arguments.by {
+        Way::Fastopen => {
+            const MSG_FASTOPEN: i32 = 0x2000_0000;
+            socket.send_to_with_flags(b"x", &to.into(), MSG_FASTOPEN)?;
+        }
+        _ => socket.connect_timeout(&to.into(), PATIENCE)?,
+    }
+    Ok(socket)
+}

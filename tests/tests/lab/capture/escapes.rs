@@ -1,0 +1,114 @@
+//! Ways past capture that a pod's processes may try: none of them leads to a destination that is denied, and each is
+//! captured to one that is not.
+
+use std::fs;
+
+use anyhow::{Context as _, Result, ensure};
+use dataplane_common::{Reason, capture::FROM_CLIENT};
+use dataplane_tests::Command;
+use serde_json::json;
+
+use super::World;
+
+scenarios! {
+    Dataplane:
+    no_way_of_connecting_escapes,
+    no_user_and_no_cgroup_escapes,
+    the_proxys_own_port_leads_nowhere,
+}
+
+/// An endpoint that is known, and a pod that is not.
+const KNOWN: &str = "10.244.2.5:7";
+const UNKNOWN: &str = "10.244.1.5:7";
+/// The mark of the agent's proxy, by default.
+const MARK: u32 = 15_006;
+
+fn denied() -> Result<World> {
+    let mut world = World::new()?;
+    world.capture(json!({}), json!({ "egress": "deny", "mode": "proxy" }))?;
+    Ok(world)
+}
+
+/// What a way comes to: `connect` makes the program that connects to a destination.
+fn is_captured(world: &World, way: &str, connect: impl Fn(&str) -> Command) -> Result<()> {
+    let (said, counted) = world.counted(Reason::Captured, || Ok(connect(KNOWN).output()?))?;
+    ensure!(
+        said.status.success() && String::from_utf8_lossy(&said.stdout).contains("far"),
+        "{way}: {said:?}"
+    );
+    ensure!(counted >= 1, "{way} is not captured");
+    is_denied(world, way, connect)
+}
+
+fn is_denied(world: &World, way: &str, connect: impl Fn(&str) -> Command) -> Result<()> {
+    let (said, counted) = world.counted(Reason::EgressDenied, || Ok(connect(UNKNOWN).output()?))?;
+    ensure!(!said.status.success(), "{way} escapes: {said:?}");
+    ensure!(counted >= 1, "{way} is not denied: {said:?}");
+    Ok(())
+}
+
+fn no_way_of_connecting_escapes() -> Result<()> {
+    let world = denied()?;
+    for way in ["plain", "mapped", "fastopen", "mptcp", "reconnect"] {
+        for mark in [None, Some(MARK), Some(MARK | FROM_CLIENT)] {
+            let connect = |to: &str| {
+                let probe = world.app().probe("escape");
+                let probe = probe.args(["--by", way, "--to", to, "--first", KNOWN]);
+                match mark {
+                    Some(mark) => probe.args(["--mark".to_owned(), mark.to_string()]),
+                    None => probe,
+                }
+            };
+            let way = format!("{way} with mark {mark:?}");
+            if mark == Some(MARK | FROM_CLIENT) {
+                // By this mark, packets come back to sockets of the workload's own namespace: nobody is reached.
+                is_denied(&world, &way, connect)?;
+            } else {
+                is_captured(&world, &way, connect)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Users that Istio and Open Service Mesh leave out, and a cgroup that a pod makes in its own.
+fn no_user_and_no_cgroup_escapes() -> Result<()> {
+    let world = denied()?;
+    for user in [0, 1337, super::UID, 65_534] {
+        is_captured(&world, &format!("user {user}"), |to| {
+            let probe = world.app().probe("escape").user(user);
+            probe.args(["--by", "plain", "--to", to])
+        })?;
+    }
+    let deep = world.app().cgroup().join("deep/deeper");
+    fs::create_dir_all(&deep)?;
+    let probe = world.lab.programs().probe()?;
+    let deep_text = deep.to_str().context("a path in UTF-8")?;
+    let script = format!("echo 0 > {deep_text}/cgroup.procs && exec \"$0\" \"$@\"");
+    let result = is_captured(&world, "a nested cgroup", |to| {
+        let sh = world.app().command("sh").args(["-c", &script]).arg(&probe);
+        sh.args(["escape", "--by", "plain", "--to", to])
+    });
+    fs::remove_dir(&deep)?;
+    fs::remove_dir(deep.parent().context("a parent")?)?;
+    result
+}
+
+/// A connection that nobody redirected has no destination.
+fn the_proxys_own_port_leads_nowhere() -> Result<()> {
+    let world = denied()?;
+    for to in ["127.0.0.1:15001", "127.0.0.1:15006", "10.244.1.8:15001"] {
+        for mark in [0, MARK, MARK | FROM_CLIENT] {
+            let probe = world.app().probe("escape");
+            let said = probe
+                .args(["--by", "plain", "--to", to, "--mark", &mark.to_string()])
+                .output()?;
+            ensure!(!said.status.success(), "{to} with mark {mark}: {said:?}");
+        }
+    }
+    // It serves others all the same.
+    is_captured(&world, "afterwards", |to| {
+        let probe = world.app().probe("escape");
+        probe.args(["--by", "plain", "--to", to])
+    })
+}
