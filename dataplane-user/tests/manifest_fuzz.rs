@@ -1,6 +1,6 @@
 //! Whatever a file holds, loading it ends: in a snapshot or in errors with a file and a text.
 
-use std::{fs, path::PathBuf};
+use std::{env, fs, path::PathBuf};
 
 use dataplane::{model::Node, source::manifests};
 use proptest::prelude::*;
@@ -94,8 +94,13 @@ fn change() -> impl Strategy<Value = (prop::sample::Index, usize, Vec<u8>)> {
     (any::<prop::sample::Index>(), 0_usize..40, piece)
 }
 
+/// 200, unless `DATAPLANE_FUZZ_RUNS` says.
+fn runs() -> u32 {
+    env::var("DATAPLANE_FUZZ_RUNS").map_or(200, |runs| runs.parse().unwrap())
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: runs(), ..ProptestConfig::default() })]
 
     #[test]
     fn any_bytes(bytes in prop::collection::vec(any::<u8>(), 0..300)) {

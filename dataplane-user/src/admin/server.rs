@@ -1,5 +1,8 @@
 //! The agent's endpoints. All of them only show; nothing can be changed over them.
 
+#[cfg(test)]
+mod fuzz;
+
 use std::{
     fs, io,
     net::{SocketAddr, TcpListener},

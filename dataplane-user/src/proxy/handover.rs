@@ -217,7 +217,9 @@ pub fn taken(mut stream: UnixStream) -> io::Result<UnixStream> {
 
 #[cfg(test)]
 mod tests {
-    use std::{net::TcpListener, thread};
+    use std::{env, net::TcpListener, thread};
+
+    use rand::{RngExt as _, SeedableRng as _, rngs::SmallRng};
 
     use super::*;
 
@@ -288,6 +290,66 @@ mod tests {
         gone(&old);
         drop(new);
         assert_eq!(outcome(old, long), Outcome::Gone);
+    }
+
+    /// Whatever waits at the socket, or asks there: it is understood or refused, and no descriptor is left.
+    #[test]
+    fn any_message_is_taken_or_refused() {
+        let file = fs::File::open("/dev/null").unwrap();
+        let mut random = SmallRng::seed_from_u64(28);
+        let runs = env::var("DATAPLANE_FUZZ_RUNS").map_or(3000, |runs| runs.parse().unwrap());
+        let open = || fs::read_dir("/proc/self/fd").unwrap().count();
+        let (before, mut taken, mut refused) = (open(), 0, 0);
+        for run in 0..runs {
+            let (one, other) = UnixStream::pair().unwrap();
+            let count = random.random_range(0..4);
+            let mut text = format!("{}\n", random.random_range(0..3)).into_bytes();
+            for number in 0..count {
+                text.extend_from_slice(format!("socket {number}\n").as_bytes());
+            }
+            text.push(b'\n');
+            for _ in 0..random.random_range(0..3) {
+                let at = random.random_range(0..text.len());
+                text[at] = random.random();
+            }
+            text.truncate(random.random_range(1..=text.len()));
+            let files = vec![file.as_fd(); count];
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(SOCKETS))];
+            let mut ancillary = SendAncillaryBuffer::new(&mut space);
+            if count > 0 {
+                ancillary.push(SendAncillaryMessage::ScmRights(&files));
+            }
+            sendmsg(
+                &one,
+                &[IoSlice::new(&text)],
+                &mut ancillary,
+                SendFlags::NOSIGNAL,
+            )
+            .unwrap();
+            if run % 2 == 0 {
+                match receive(&other) {
+                    Ok((sockets, _)) => {
+                        assert_eq!(sockets.len(), count);
+                        taken += 1;
+                    }
+                    Err(_) => refused += 1,
+                }
+            } else {
+                // The same bytes from one that asks for sockets.
+                one.shutdown(std::net::Shutdown::Write).unwrap();
+                let named: Vec<_> = (0..=SOCKETS)
+                    .map(|number| (format!("socket {number}"), file.as_fd()))
+                    .collect();
+                let is_taken = text.starts_with(&[NEXT, TAKEN].concat());
+                assert_eq!(offer(other, &named).is_ok(), is_taken, "{text:?}");
+            }
+        }
+        assert!(
+            taken > runs / 20 && refused > runs / 20,
+            "{taken}, {refused} of {runs}"
+        );
+        // Other tests open some meanwhile.
+        assert!(open() < before + 200, "descriptors are left");
     }
 
     #[test]
