@@ -33,7 +33,7 @@ use tracing::{error, info, warn};
 
 use crate::{
     admin::{self, Listeners, State, api},
-    kernel::{self, Kernel, ServiceTables, conntrack::room},
+    kernel::{self, Kernel, ServiceTables, conntrack::room, opener},
     plan::{AdoptError, Planner},
     proxy::{self, handover::Outcome},
     relay,
@@ -87,6 +87,9 @@ pub enum Error {
     /// Whose turn it is cannot be found out.
     #[error("cannot find out whether another agent serves on this node: {0}")]
     Turn(#[source] io::Error),
+    /// The process cannot be separated from its opener.
+    #[error("cannot start the process that opens sockets in network namespaces: {0}")]
+    Opener(#[source] io::Error),
     /// A thread cannot be started.
     #[error("cannot start a thread: {0}")]
     Thread(#[source] io::Error),
@@ -183,6 +186,8 @@ pub fn run(
     mut settings: Settings,
     read: impl Fn() -> Result<Settings, String>,
 ) -> Result<(), Error> {
+    // Before there are other threads, and before anything is read that others write.
+    opener::separate().map_err(Error::Opener)?;
     let mut outdated = None;
     let mut back = None;
     loop {
@@ -225,6 +230,8 @@ fn serve(
         Err(error) => warn!("cannot raise the limit of open files: {error}"),
     }
     let (events, happened) = mpsc::channel();
+    let deaths_of_opener = deaths(&events);
+    opener::watch(move |thread, why| deaths_of_opener(thread, why)).map_err(Error::Thread)?;
     let paths = settings.kernel.paths()?;
     let limits = settings.limits.of_tables();
     let packet = PacketSettings::new(&settings.packets);

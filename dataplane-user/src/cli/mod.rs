@@ -11,6 +11,7 @@ mod keep_nat;
 mod monitor;
 mod names;
 mod netns;
+mod opener;
 mod output;
 mod plan;
 mod proxy;
@@ -97,6 +98,8 @@ enum Command {
     KeepNat(keep_nat::KeepNatArgs),
     Cleanup(cleanup::CleanupArgs),
     Completions(completions::CompletionsArgs),
+    #[command(hide = true)]
+    Opener(opener::OpenerArgs),
 }
 
 impl Cli {
@@ -121,6 +124,7 @@ impl Cli {
             Command::KeepNat(args) => args.run(),
             Command::Cleanup(args) => args.run(),
             Command::Completions(args) => args.run(),
+            Command::Opener(args) => args.run(),
         }
     }
 }

@@ -90,7 +90,7 @@ impl Command {
                 both(&mut common.paths, &mut common.socket, file);
             }
             Self::Doctor(args) => args.paths.settle(file),
-            Self::Config(_) | Self::KeepNat(_) | Self::Completions(_) => {}
+            Self::Config(_) | Self::KeepNat(_) | Self::Completions(_) | Self::Opener(_) => {}
         }
         Ok(())
     }

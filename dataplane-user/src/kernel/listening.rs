@@ -7,6 +7,8 @@ use std::{
 
 use dataplane_common::Protocol;
 
+use super::opener::{self, Table};
+
 /// `TCP_LISTEN` in `/proc/net/tcp`.
 const LISTEN: &str = "0A";
 /// `TCP_CLOSE`, in `/proc/net/udp`: a socket that is not connected.
@@ -78,9 +80,9 @@ impl Listening {
 /// # Errors
 /// If the kernel does not tell.
 pub fn listening(port: u16) -> io::Result<Vec<Listening>> {
-    // "thread-self": the namespace of whoever asks.
-    let mut found = of_port(&fs::read_to_string("/proc/thread-self/net/tcp")?, port);
-    match fs::read_to_string("/proc/thread-self/net/tcp6") {
+    let read = |table| io::read_to_string(opener::table(table)?);
+    let mut found = of_port(&read(Table::Tcp)?, port);
+    match read(Table::Tcp6) {
         Ok(v6) => found.extend(of_port(&v6, port)),
         // A kernel without IPv6.
         Err(error) if error.kind() == io::ErrorKind::NotFound => {}

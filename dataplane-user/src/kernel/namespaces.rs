@@ -4,12 +4,18 @@ use std::{
     collections::HashSet,
     fs::{self, File},
     io,
-    os::{fd::BorrowedFd, unix::fs::MetadataExt},
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::fs::MetadataExt,
+    },
     path::{Path, PathBuf},
     thread,
 };
 
 use nix::sched::{CloneFlags, setns};
+use socket2::{Domain, Socket, Type};
+
+use super::opener;
 
 /// Where namespaces with a name are (`ip netns`, container runtimes).
 const NAMED: &str = "/run/netns";
@@ -99,20 +105,32 @@ fn visit_here<T>(
                 continue;
             }
         };
-        match File::open(&path).and_then(|file| Ok(setns(file, CloneFlags::CLONE_NEWNET)?)) {
+        match File::open(&path).and_then(|file| in_one(file.as_fd(), || work(&path))) {
             // Another process may be in it.
             Err(error) if has_gone(&error) => continue,
             // A file that is no network namespace.
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
-            Err(error) => unread.push((path, error)),
-            Ok(()) => match work(&path) {
-                Ok(result) => found.push(result),
-                Err(error) => unread.push((path, error)),
-            },
+            Err(error) | Ok(Err(error)) => unread.push((path, error)),
+            Ok(Ok(result)) => found.push(result),
         }
         seen.insert(file);
     }
     Visited { found, unread }
+}
+
+/// Does `work` in a namespace, in which the thread stays where it enters it itself.
+///
+/// # Errors
+/// If it cannot be entered.
+fn in_one<T>(
+    namespace: BorrowedFd<'_>,
+    work: impl FnOnce() -> io::Result<T>,
+) -> io::Result<io::Result<T>> {
+    if opener::is_there() {
+        return opener::within(namespace, || Ok(work()));
+    }
+    setns(namespace, CloneFlags::CLONE_NEWNET)?;
+    Ok(work())
 }
 
 /// Whether the process, or the name, is there no more.
@@ -128,9 +146,26 @@ pub fn within<T: Send>(
     namespace: BorrowedFd<'_>,
     work: impl FnOnce() -> io::Result<T> + Send,
 ) -> io::Result<T> {
+    if opener::is_there() {
+        return opener::within(namespace, work);
+    }
     on_a_thread("namespace", move || {
         setns(namespace, CloneFlags::CLONE_NEWNET)?;
         work()
+    })
+}
+
+/// Opens sockets of TCP that do not block in a namespace: one, or up to `count`. `v4`: their family.
+///
+/// # Errors
+/// If it cannot be entered, or the kernel's refusal.
+pub fn tcp_sockets(namespace: BorrowedFd<'_>, v4: bool, count: usize) -> io::Result<Vec<OwnedFd>> {
+    opener::tcp_sockets(namespace, v4, count).unwrap_or_else(|| {
+        let domain = if v4 { Domain::IPV4 } else { Domain::IPV6 };
+        within(namespace, || {
+            let socket = Socket::new(domain, Type::STREAM.nonblocking(), None)?;
+            Ok(vec![socket.into()])
+        })
     })
 }
 

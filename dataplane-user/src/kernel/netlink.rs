@@ -2,11 +2,18 @@
 //! netfilter, and attributes. `rtnetlink` puts types on top; `sock_diag(7)`, the kernel's own conntrack, IPsec policies
 //! and nf_tables, whose messages no crate has whole, are spoken in bytes.
 
-use std::{io, time::Duration};
+use std::{
+    io,
+    os::fd::{FromRawFd as _, IntoRawFd as _},
+    time::Duration,
+};
 
 use netlink_sys::Socket;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use socket2::{Domain, Protocol, Type};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+use super::opener;
 
 /// `struct nlmsghdr`.
 #[repr(C)]
@@ -47,7 +54,11 @@ impl Netlink {
     /// # Errors
     /// If the kernel has no such protocol (`EPROTONOSUPPORT`), or refuses.
     pub fn open(protocol: isize) -> io::Result<Self> {
-        let socket = Socket::new(protocol)?;
+        let protocol = i32::try_from(protocol).map_err(io::Error::other)?;
+        let (domain, kind) = (Domain::from(libc::AF_NETLINK), Type::DGRAM);
+        let socket = opener::socket(domain, kind, Some(Protocol::from(protocol)))?;
+        // SAFETY: the descriptor is the new value's alone.
+        let socket = unsafe { Socket::from_raw_fd(socket.into_raw_fd()) };
         set_socket_timeout(&socket, Timeout::Recv, Some(PATIENCE))?;
         Ok(Self {
             socket,

@@ -25,7 +25,7 @@ use super::{
     capture::routing::{FWMARK_ACCEPT, cannot_accept_marks},
     cgroup2_root,
     fields::Types,
-    object,
+    object, opener,
     pins::Pins,
     programs::{self, CAPTURE_PROGRAMS, PROGRAMS},
     sockets,
@@ -305,7 +305,7 @@ fn exists(path: &str) -> Result<String, String> {
 /// CAP_BPF and CAP_PERFMON are not enough: tables are inner maps, which are opened by their number,
 /// and so are the programs of pinned links, to see whose they are. The kernel does that for
 /// CAP_SYS_ADMIN only (`bpf_map_get_fd_by_id` in `kernel/bpf/syscall.c`, also in 6.18), which
-/// includes the other two. CAP_NET_ADMIN is for interfaces.
+/// includes the other two, and which an agent has left to its opener. CAP_NET_ADMIN is for interfaces.
 fn capabilities() -> Result<String, String> {
     const NEEDED: [(&str, u32); 2] = [("CAP_NET_ADMIN", 12), ("CAP_SYS_ADMIN", 21)];
     let status = fs::read_to_string("/proc/self/status").map_err(word)?;
@@ -317,6 +317,7 @@ fn capabilities() -> Result<String, String> {
     let missing: Vec<&str> = NEEDED
         .iter()
         .filter(|(_, bit)| effective & (1 << bit) == 0)
+        .filter(|(name, _)| *name != "CAP_SYS_ADMIN" || !opener::is_there())
         .map(|(name, _)| *name)
         .collect();
     if missing.is_empty() {

@@ -10,7 +10,10 @@ use prometheus_client::{
 };
 
 use super::shared::Shared;
-use crate::{model::WorkloadName, relay::{Attached, encode_connections}};
+use crate::{
+    model::WorkloadName,
+    relay::{Attached, encode_connections},
+};
 
 /// Adds the proxy's metrics to a registry.
 pub(super) fn register(registry: &mut Registry, shared: &Arc<Shared>) {
@@ -27,6 +30,22 @@ impl Collector for Scrape {
         encode_proxy(&self.0, &mut encoder)
     }
 }
+
+type Reading = fn(&Attached) -> u64;
+
+/// Counters of each workload.
+const OF_WORKLOADS: [(&str, &str, Reading); 2] = [
+    (
+        "dataplane_proxy_deferred",
+        "Times that a connection of this pod waited, because the pod or the proxy had as many as it may have",
+        Attached::deferred,
+    ),
+    (
+        "dataplane_proxy_stalled",
+        "Connections of this pod that were ended because a side had stopped reading and the proxy's buffers were full",
+        |attached| attached.stalled().0,
+    ),
+];
 
 /// Writes the proxy's metrics other than those of its connections.
 pub(super) fn encode_proxy(shared: &Shared, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
@@ -59,20 +78,7 @@ pub(super) fn encode_proxy(shared: &Shared, encoder: &mut DescriptorEncoder<'_>)
         let metric = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
         ConstGauge::new(value).encode(metric)?;
     }
-    type Reading = fn(&Attached) -> u64;
-    let of_workloads: [(&str, &str, Reading); 2] = [
-        (
-            "dataplane_proxy_deferred",
-            "Times that a connection of this pod waited, because the pod or the proxy had as many as it may have",
-            Attached::deferred,
-        ),
-        (
-            "dataplane_proxy_stalled",
-            "Connections of this pod that were ended because a side had stopped reading and the proxy's buffers were full",
-            |attached| attached.stalled().0,
-        ),
-    ];
-    for (name, help, read) in of_workloads {
+    for (name, help, read) in OF_WORKLOADS {
         let mut pods: BTreeMap<&WorkloadName, u64> = BTreeMap::new();
         for attached in entries.iter().map(|entry| &entry.attached) {
             *pods.entry(&attached.workload.name).or_default() += read(attached);

@@ -28,13 +28,27 @@ use super::{
 };
 use crate::model::{Egress, Workload, WorkloadName};
 
+/// Opens sockets of TCP that do not block in a workload's network namespace: one, or up to so many. The flag is their
+/// family: IPv4, or IPv6.
+pub type Open = dyn Fn(bool, usize) -> io::Result<Vec<OwnedFd>> + Send + Sync;
+
+/// The network namespace from which a workload's connections are made.
+#[derive(Clone)]
+pub struct Namespace(pub Arc<Open>);
+
+impl fmt::Debug for Namespace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Namespace")
+    }
+}
+
 /// A workload, and the sockets at which its connections arrive.
 #[derive(Debug)]
 pub struct Attachment {
     /// The workload: its name in logs and metrics.
     pub workload: Arc<Workload>,
     /// The network namespace to connect from; `None`: the one in which the process was started.
-    pub namespace: Option<OwnedFd>,
+    pub namespace: Option<Namespace>,
     /// Bound sockets at which connections arrive that the workload makes.
     pub outbound: Vec<TcpListener>,
     /// Bound sockets at which connections arrive that are made to the workload.
@@ -113,7 +127,7 @@ pub struct Attached {
     /// The workload.
     pub workload: Arc<Workload>,
     /// The network namespace to connect from.
-    pub namespace: Option<OwnedFd>,
+    pub namespace: Option<Namespace>,
     /// Whether destinations that are not in the snapshot are allowed.
     pub egress: Egress,
     /// Set if bytes may come past the TCP stack.

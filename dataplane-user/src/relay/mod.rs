@@ -32,7 +32,7 @@ use std::{
 };
 
 pub use access::{AccessLog, Log, Record};
-pub use attachment::{Acceleration, AttachError, Attached, Attachment, Listener};
+pub use attachment::{Acceleration, AttachError, Attached, Attachment, Listener, Namespace};
 pub use counters::{Counters, Totals};
 pub use direction::Direction;
 pub use engine::Engine;
@@ -41,7 +41,7 @@ pub use labels::{CountersKey, Labels, Party};
 pub use ledger::Ledger;
 pub use limits::{Limits, raise_open_files};
 pub use metrics::{Connections, encode_connections};
-pub use namespace::Namespaces;
+pub use namespace::Stock;
 pub use outcome::Flag;
 pub use session::{Permit, Session};
 
@@ -186,8 +186,10 @@ impl Relay {
         })
     }
 
-    /// Says what is missing for as many connections as the settings ask for; `None` if nothing is.
+    /// Forgets attachments that are not in use any more, which keep their network namespaces. Says what is missing for as
+    /// many connections as the settings ask for; `None` if nothing is.
     pub fn shortage(&self) -> Option<String> {
+        drop(self.collect());
         let workloads = self.lock_attachments().len();
         self.limits.shortage(workloads)
     }

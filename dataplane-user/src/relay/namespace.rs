@@ -1,55 +1,76 @@
-//! Workloads' network namespaces.
+//! Sockets in workloads' network namespaces. A socket belongs to the namespace in which it was made, whoever uses it.
 
-use std::{fs::File, io, net::IpAddr, os::fd::AsFd};
+use std::{collections::HashMap, io, net::IpAddr, os::fd::OwnedFd};
 
-use nix::sched::{CloneFlags, setns};
+use super::{
+    attachment::{Attached, Namespace},
+    socket,
+};
 
-use super::attachment::Attached;
+/// Sockets of one workload and family that are opened at a time, at most: opening them takes a switch to another
+/// process and back.
+const AT_A_TIME: usize = 8;
+/// Sockets that a worker keeps for the next connections, at most.
+const KEPT: usize = 32;
 
-/// The network namespace that a thread is in. A socket belongs to the namespace in which it was made,
-/// whatever the thread does afterwards.
+/// A worker's sockets for the next connections of busy workloads.
 #[derive(Debug, Default)]
-pub struct Namespaces {
-    /// The namespace in which the thread was started; known once the thread has left it.
-    home: Option<File>,
-    /// The attachment whose namespace the thread is in; `None`: home.
-    current: Option<u64>,
+pub struct Stock {
+    /// By attachment and family.
+    shelves: HashMap<(u64, bool), Shelf>,
+    kept: usize,
 }
 
-impl Namespaces {
-    /// Enters the namespace from which an attachment's connections are made.
+#[derive(Debug)]
+struct Shelf {
+    sockets: Vec<OwnedFd>,
+    /// How many are opened the next time.
+    next: usize,
+}
+
+impl Stock {
+    /// A new socket, in the namespace from which an attachment's connections are made.
     ///
     /// # Errors
-    /// If the process lacks `CAP_SYS_ADMIN`.
-    pub fn enter(&mut self, attached: &Attached) -> io::Result<()> {
-        let wanted = attached.namespace.as_ref().map(|_| attached.id);
-        if wanted == self.current {
-            return Ok(());
+    /// If none can be opened.
+    pub fn take(&mut self, attached: &Attached, v4: bool) -> io::Result<OwnedFd> {
+        let Some(Namespace(open)) = &attached.namespace else {
+            return socket::new(v4);
+        };
+        let kept = self.shelves.entry((attached.id, v4)).or_insert(Shelf {
+            sockets: Vec::new(),
+            next: 1,
+        });
+        if let Some(socket) = kept.sockets.pop() {
+            self.kept -= 1;
+            return Ok(socket);
         }
-        if self.home.is_none() {
-            self.home = Some(File::open("/proc/thread-self/ns/net")?);
-        }
-        let namespace = attached.namespace.as_ref().map(AsFd::as_fd);
-        if let Some(namespace) = namespace.or(self.home.as_ref().map(AsFd::as_fd)) {
-            setns(namespace, CloneFlags::CLONE_NEWNET)?;
-            self.current = wanted;
-        }
-        Ok(())
+        let room = KEPT.saturating_sub(self.kept);
+        let mut opened = open(v4, kept.next.min(room + 1))?;
+        kept.next = (kept.next * 2).min(AT_A_TIME);
+        let first = opened.pop();
+        self.kept += opened.len();
+        kept.sockets = opened;
+        first.ok_or_else(|| io::Error::other("no socket was opened"))
     }
 
-    /// Goes home if the thread is in the namespace of this attachment. A thread keeps its namespace
-    /// alive, and with it the interfaces of a pod that has gone.
+    /// Closes what is kept for an attachment: sockets keep their namespace alive, and with it the interfaces of a pod
+    /// that has gone.
     pub fn leave(&mut self, attachment: u64) {
-        if self.current != Some(attachment) {
-            return;
+        for v4 in [true, false] {
+            let removed = self.shelves.remove(&(attachment, v4));
+            self.kept -= removed.map_or(0, |kept| kept.sockets.len());
         }
-        let Some(home) = &self.home else {
-            return;
-        };
-        match setns(home, CloneFlags::CLONE_NEWNET) {
-            Ok(()) => self.current = None,
-            Err(error) => tracing::warn!("cannot leave a workload's network namespace: {error}"),
-        }
+    }
+
+    /// Closes all that is kept.
+    pub fn clear(&mut self) {
+        *self = Self::default();
+    }
+
+    /// Whether something is kept.
+    pub fn has_some(&self) -> bool {
+        self.kept > 0
     }
 }
 

@@ -134,14 +134,32 @@ const PORTS: RangeInclusive<u16> = 61_000..=65_535;
 /// How many of these ports are tried before the kernel chooses one.
 const TRIES: usize = 8;
 
-/// Starts to connect, in the calling thread's network namespace.
+/// Opens a socket of TCP that does not block, in the calling thread's network namespace. `v4`: its family.
 ///
 /// # Errors
 /// The kernel's.
-pub fn connect(to: SocketAddr, manner: Manner) -> io::Result<OwnedFd> {
+pub fn new(v4: bool) -> io::Result<OwnedFd> {
+    let family = if v4 {
+        AddressFamily::INET
+    } else {
+        AddressFamily::INET6
+    };
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    Ok(net::socket_with(family, SocketType::STREAM, flags, None)?)
+}
+
+/// Starts to connect. `open`: opens a socket of the destination's family that does not block.
+///
+/// # Errors
+/// The kernel's, and those of `open`.
+pub fn connect(
+    to: SocketAddr,
+    manner: Manner,
+    mut open: impl FnMut() -> io::Result<OwnedFd>,
+) -> io::Result<OwnedFd> {
     if manner.from.is_some() {
         for _ in 0..TRIES {
-            match connect_by(to, manner, rand::random_range(PORTS)) {
+            match connect_by(open()?, to, manner, rand::random_range(PORTS)) {
                 Err(error)
                     if matches!(
                         error.kind(),
@@ -151,18 +169,11 @@ pub fn connect(to: SocketAddr, manner: Manner) -> io::Result<OwnedFd> {
             }
         }
     }
-    connect_by(to, manner, 0)
+    connect_by(open()?, to, manner, 0)
 }
 
 /// Starts to connect from this port; 0: from any port.
-fn connect_by(to: SocketAddr, manner: Manner, port: u16) -> io::Result<OwnedFd> {
-    let family = if to.is_ipv4() {
-        AddressFamily::INET
-    } else {
-        AddressFamily::INET6
-    };
-    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
-    let socket = net::socket_with(family, SocketType::STREAM, flags, None)?;
+fn connect_by(socket: OwnedFd, to: SocketAddr, manner: Manner, port: u16) -> io::Result<OwnedFd> {
     if let Some(mark) = manner.mark {
         SockRef::from(&socket).set_mark(mark)?;
     }

@@ -1,9 +1,15 @@
 //! The agent as the DaemonSet in `deploy/` runs it: with the capabilities that are written there,
 //! and no others.
 
-use anyhow::{Context as _, Result, ensure};
+use std::{fs, thread, time::Duration};
+
+use anyhow::{Context as _, Result, bail, ensure};
 use dataplane_tests::Agent;
-use serde_json::Value;
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde_json::{Value, json};
 
 use crate::{
     cluster::{Cluster, TCP, UDP, ask, eventually, reaches, serve},
@@ -15,6 +21,9 @@ use crate::{
 scenarios! {
     Dataplane:
     its_capabilities_are_enough,
+    only_the_opener_has_sys_admin,
+    without_bpf_and_perfmon_the_agent_keeps_sys_admin,
+    an_opener_that_ends_ends_the_agent_with_an_error,
     bpf_and_perfmon_are_not_enough,
     it_can_set_what_a_mesh_needs,
 }
@@ -132,6 +141,146 @@ fn its_capabilities_are_enough() -> Result<()> {
     )?;
     agent.start()?;
     works(&agent)
+}
+
+/// The number of CAP_SYS_ADMIN in `include/uapi/linux/capability.h`.
+const SYS_ADMIN: u64 = 1 << 21;
+
+/// Sets of capabilities of a thread, and the value of another line of its status.
+fn set(status: &str, line: &str) -> Result<u64> {
+    let value = status.lines().find_map(|text| text.strip_prefix(line));
+    let value = value.with_context(|| format!("no {line} in {status}"))?;
+    Ok(u64::from_str_radix(value.trim(), 16)?)
+}
+
+/// The process that an agent has started.
+fn opener(agent: &Agent) -> Result<u32> {
+    let parent = format!("PPid:\t{}", agent.id());
+    for process in fs::read_dir("/proc")? {
+        let process = process?;
+        let status = fs::read_to_string(process.path().join("status")).unwrap_or_default();
+        if status.lines().any(|line| line == parent) {
+            return Ok(process.file_name().to_string_lossy().parse()?);
+        }
+    }
+    bail!("the agent has no opener")
+}
+
+/// Whether a thread of a process has CAP_SYS_ADMIN, or may get it by a program that it becomes.
+fn has_sys_admin(process: u32) -> Result<bool> {
+    let mut has = false;
+    for thread in fs::read_dir(format!("/proc/{process}/task"))? {
+        // One that has ended has none.
+        let Ok(status) = fs::read_to_string(thread?.path().join("status")) else {
+            continue;
+        };
+        for sets in ["CapInh:", "CapPrm:", "CapEff:", "CapAmb:"] {
+            has |= set(&status, sets)? & SYS_ADMIN != 0;
+        }
+        ensure!(set(&status, "NoNewPrivs:")? == 1, "{status}");
+    }
+    Ok(has)
+}
+
+/// With a mesh, whose proxy makes connections in other namespaces; as in the DaemonSet, and as root.
+fn only_the_opener_has_sys_admin() -> Result<()> {
+    for given in [Some(capabilities()?), None] {
+        let lab = Cluster::lab()?;
+        let servers = ["far", "near"].map(|name| serve(lab.pod(name)));
+        let _servers: Vec<_> = servers.into_iter().collect::<Result<_>>()?;
+        let manifests = Manifests::new(&[web(&lab)])?;
+        let client = lab.pod("sleep");
+        let mesh = json!({ "workloads": [{
+            "name": "default/sleep",
+            "addresses": [client.ipv4()],
+            "rules": { "mode": "proxy" },
+        }]});
+        let mesh = mesh.to_string();
+        let agent = lab.agent("node2").in_the_nodes_cgroup();
+        let mut agent = agent.manifests(manifests.path()).args(["--mesh", &mesh]);
+        if let Some(given) = &given {
+            agent = agent.capabilities(given);
+        }
+        let mut agent = agent.start()?;
+        let is_served = || {
+            reaches(
+                client,
+                "10.96.0.10:80",
+                "connect --count 20",
+                &["far", "near"],
+            )
+        };
+        is_served()?;
+        let opener = opener(&agent)?;
+        ensure!(!has_sys_admin(agent.id())?, "a thread of the agent");
+        ensure!(has_sys_admin(opener)?, "the opener cannot open");
+        let status = |of: u32| fs::read_to_string(format!("/proc/{of}/status"));
+        if given.is_none() {
+            // Root may take it from its bounding set, too.
+            ensure!(set(&status(agent.id())?, "CapBnd:")? & SYS_ADMIN == 0);
+        }
+        // CAP_NET_ADMIN is number 12.
+        ensure!(set(&status(opener)?, "CapPrm:")? == SYS_ADMIN | 1 << 12);
+        // The next agent adopts what is there with the same means.
+        agent.stop()?;
+        agent.start()?;
+        is_served()?;
+        ensure!(!has_sys_admin(agent.id())?, "a thread of the next agent");
+        run(&agent, "status")?.exits(0)?;
+    }
+    Ok(())
+}
+
+/// As an earlier version's DaemonSet has it.
+fn without_bpf_and_perfmon_the_agent_keeps_sys_admin() -> Result<()> {
+    let lab = Cluster::lab()?;
+    let _server = serve(lab.pod("far"))?;
+    let _other = serve(lab.pod("near"))?;
+    let manifests = Manifests::new(&[web(&lab)])?;
+    let earlier = ["NET_ADMIN", "SYS_ADMIN"].map(str::to_owned);
+    let agent = lab.agent("node2").manifests(manifests.path());
+    let agent = agent.capabilities(&earlier).start()?;
+    let client = lab.pod("sleep");
+    reaches(
+        client,
+        "10.96.0.10:80",
+        "connect --count 20",
+        &["far", "near"],
+    )?;
+    ensure!(has_sys_admin(agent.id())?);
+    ensure!(
+        agent.log().contains("keeping CAP_SYS_ADMIN"),
+        "{}",
+        agent.log()
+    );
+    Ok(())
+}
+
+fn an_opener_that_ends_ends_the_agent_with_an_error() -> Result<()> {
+    let lab = Cluster::lab()?;
+    let _servers = [serve(lab.pod("far"))?, serve(lab.pod("near"))?];
+    let manifests = Manifests::new(&[web(&lab)])?;
+    let mut agent = lab.agent("node2").manifests(manifests.path()).start()?;
+    let opener = i32::try_from(opener(&agent)?)?;
+    // It outlives what ends the agent.
+    kill(Pid::from_raw(opener), Signal::SIGTERM)?;
+    thread::sleep(Duration::from_millis(200));
+    kill(Pid::from_raw(opener), Signal::SIGKILL)?;
+    let status = agent.wait_until_ended()?;
+    ensure!(status.code() == Some(1), "{status}");
+    ensure!(
+        agent.log().contains("thread `opener` has died"),
+        "{}",
+        agent.log()
+    );
+    let client = lab.pod("sleep");
+    reaches(
+        client,
+        "10.96.0.10:80",
+        "connect --count 20",
+        &["far", "near"],
+    )?;
+    Ok(())
 }
 
 /// If this fails, the DaemonSet can do with less.

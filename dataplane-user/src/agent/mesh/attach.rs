@@ -161,7 +161,7 @@ impl Mesh {
                     capture: Some(Arc::new(member.policy.clone())),
                     ..(*member.workload).clone()
                 }),
-                namespace: Some(clone()?),
+                namespace: Some(sockets_in(clone()?)),
                 outbound: listeners.outbound,
                 inbound: listeners.inbound,
                 egress: member.policy.egress,
@@ -284,6 +284,13 @@ impl Mesh {
 }
 
 /// Why the application's answers would not come back to the proxy.
+/// Has a workload's connections made from its network namespace.
+fn sockets_in(namespace: OwnedFd) -> relay::Namespace {
+    relay::Namespace(Arc::new(move |v4, count| {
+        namespaces::tcp_sockets(namespace.as_fd(), v4, count)
+    }))
+}
+
 fn unrouted(error: &io::Error) -> Problem {
     Problem::of_node(format!(
         "cannot have its answers to clients' addresses come back to the proxy: {error}"

@@ -2,12 +2,13 @@
 
 use std::{
     io,
-    net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, UdpSocket},
+    net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener},
 };
 
-use socket2::{Domain, Protocol, SockRef, Socket, Type};
+use socket2::{Domain, SockRef, Socket, Type};
 
 use super::CaptureOptions;
+use crate::kernel::opener;
 
 /// The backlog of the proxy's listeners; the kernel cuts it to `net.core.somaxconn`.
 const BACKLOG: i32 = 65_535;
@@ -69,7 +70,11 @@ fn listen_at(port: u16) -> io::Result<Vec<TcpListener>> {
 
 /// Whether IPv6 is off in the network namespace that this thread is in.
 pub fn is_v6_off() -> bool {
-    UdpSocket::bind((Ipv6Addr::LOCALHOST, 0)).is_err_and(|error| says_v6_is_off(&error))
+    let bound = open(Domain::IPV6, Type::DGRAM).and_then(|socket| {
+        let any_port = SocketAddr::from((Ipv6Addr::LOCALHOST, 0));
+        socket.bind(&any_port.into())
+    });
+    bound.is_err_and(|error| says_v6_is_off(&error))
 }
 
 fn says_v6_is_off(error: &io::Error) -> bool {
@@ -79,8 +84,12 @@ fn says_v6_is_off(error: &io::Error) -> bool {
     )
 }
 
+fn open(domain: Domain, kind: Type) -> io::Result<Socket> {
+    Ok(opener::socket(domain, kind, None)?.into())
+}
+
 fn listen_on(addr: SocketAddr) -> io::Result<TcpListener> {
-    let socket = Socket::new(Domain::for_address(addr), Type::STREAM, Some(Protocol::TCP))?;
+    let socket = open(Domain::for_address(addr), Type::STREAM)?;
     socket.set_reuse_address(true)?;
     if addr.is_ipv6() {
         socket.set_only_v6(true)?;

@@ -2,17 +2,19 @@
 
 use std::{
     collections::BTreeMap,
-    fs, io,
+    io,
     net::IpAddr,
     os::fd::{AsRawFd, OwnedFd},
 };
 
 use netlink_packet_route::{
     RouteNetlinkMessage,
+    address::{AddressAttribute, AddressMessage},
+    link::{LinkAttribute, LinkMessage},
     nsid::{NsidAttribute, NsidMessage},
 };
 
-use crate::kernel::{rtnetlink::Netlink, sys};
+use crate::kernel::{opener, rtnetlink::Netlink, sys};
 
 /// A network namespace of this machine.
 #[derive(Debug)]
@@ -32,34 +34,40 @@ pub struct Namespace {
 /// # Errors
 /// The kernel's refusal.
 pub fn this_namespace() -> io::Result<Namespace> {
-    let file = fs::File::open("/proc/thread-self/ns/net")?;
-    let mut addresses = Vec::new();
+    let mut netlink = Netlink::open()?;
     let mut interfaces = BTreeMap::new();
-    for interface in nix::ifaddrs::getifaddrs()? {
-        let name = interface.interface_name;
-        if !interfaces.contains_key(&name) {
-            match nix::net::if_::if_nametoindex(name.as_str()) {
-                Ok(index) => interfaces.insert(name.clone(), index),
-                // The interface has gone since, and its addresses with it.
-                Err(nix::errno::Errno::ENODEV | nix::errno::Errno::ENXIO) => continue,
-                Err(error) => return Err(error.into()),
-            };
-        }
-        let Some(address) = interface.address else {
+    for answer in netlink.list(&RouteNetlinkMessage::GetLink(LinkMessage::default()))? {
+        let RouteNetlinkMessage::NewLink(link) = answer else {
             continue;
         };
-        if let Some(v4) = address.as_sockaddr_in() {
-            addresses.push(IpAddr::V4(v4.ip()));
-        } else if let Some(v6) = address.as_sockaddr_in6() {
-            addresses.push(IpAddr::V6(v6.ip()));
+        let name = link.attributes.into_iter().find_map(|what| match what {
+            LinkAttribute::IfName(name) => Some(name),
+            _ => None,
+        });
+        interfaces.extend(name.map(|name| (name, link.header.index)));
+    }
+    let mut addresses = Vec::new();
+    for answer in netlink.list(&RouteNetlinkMessage::GetAddress(AddressMessage::default()))? {
+        let RouteNetlinkMessage::NewAddress(message) = answer else {
+            continue;
+        };
+        let (mut own, mut other) = (None, None);
+        for what in message.attributes {
+            match what {
+                // On a link between two, the address is the other's.
+                AddressAttribute::Local(address) => own = Some(address),
+                AddressAttribute::Address(address) => other = Some(address),
+                _ => {}
+            }
         }
+        addresses.extend(own.or(other));
     }
     addresses.retain(|addr| match addr {
         IpAddr::V4(v4) => !v4.is_loopback() && !v4.is_link_local(),
         IpAddr::V6(v6) => !v6.is_loopback() && !v6.is_unicast_link_local(),
     });
     Ok(Namespace {
-        file: file.into(),
+        file: opener::this_namespace()?,
         cookie: sys::netns_cookie()?,
         addresses,
         interfaces,

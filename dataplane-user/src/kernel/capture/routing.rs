@@ -2,7 +2,7 @@
 //! address come back to the proxy ([`route_answers`]), and packets go to the sockets that they were given to
 //! ([`route_to_sockets`]).
 
-use std::io;
+use std::io::{self, Write as _};
 
 use dataplane_common::capture::FROM_CLIENT;
 use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL, NLM_F_REPLACE};
@@ -13,7 +13,7 @@ use netlink_packet_route::{
 };
 
 use super::listeners::is_v6_off;
-use crate::kernel::{rtnetlink::Netlink, sysctl};
+use crate::kernel::{opener, rtnetlink::Netlink, sysctl};
 
 /// The routing table by which answers to a client's address come back to the proxy.
 pub const TABLE: u32 = 15_006;
@@ -55,7 +55,9 @@ pub fn cannot_accept_marks(error: &io::Error) -> String {
 pub fn route_answers(mark: u32) -> io::Result<()> {
     route_to_sockets(mark)?;
     // It is IPv6's too.
-    sysctl::set(FWMARK_ACCEPT, "1").map_err(|error| {
+    let setting = opener::fwmark_accept().unwrap_or_else(|| sysctl::open(FWMARK_ACCEPT));
+    let set = setting.and_then(|mut setting| setting.write_all(b"1"));
+    set.map_err(|error| {
         let text = cannot_accept_marks(&error);
         io::Error::new(error.kind(), text)
     })

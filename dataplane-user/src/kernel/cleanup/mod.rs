@@ -123,6 +123,8 @@ fn remove_directory(
     let ours = match fs::remove_dir(directory) {
         Ok(()) => true,
         Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty => false,
+        // A mount of its own, as in the DaemonSet: the directory stays.
+        Err(error) if error.kind() == io::ErrorKind::ResourceBusy => return Ok(()),
         Err(error) => {
             return Err(error).doing(|| format!("cannot remove {}", directory.display()));
         }

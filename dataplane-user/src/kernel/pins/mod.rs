@@ -28,12 +28,23 @@ use nix::{
 
 use super::{
     error::{Doing, Error},
+    opener,
     programs::{PROGRAMS, Spec},
     sys::{self, LinkInfo, LinkTarget, MapInfo, ObjectKind},
 };
 #[cfg(feature = "testing")]
 pub use maps::slots_for;
 pub use maps::{FLOW_MAPS, MAPS, MapSpec, spec};
+
+/// Mounts a bpffs where it is usually.
+///
+/// # Errors
+/// The kernel's refusal.
+pub fn mount() -> io::Result<()> {
+    let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC | MsFlags::MS_RELATIME;
+    let (bpf, mode) = (Some("bpf"), Some("mode=700"));
+    Ok(nix::mount::mount(bpf, USUAL_BPFFS, bpf, flags, mode)?)
+}
 
 /// Where a bpffs usually is.
 const USUAL_BPFFS: &str = "/sys/fs/bpf";
@@ -98,14 +109,9 @@ impl Pins {
                 path: self.root.clone(),
             });
         }
-        nix::mount::mount(
-            Some("bpf"),
-            USUAL_BPFFS,
-            Some("bpf"),
-            MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC | MsFlags::MS_RELATIME,
-            Some("mode=700"),
-        )
-        .doing(|| format!("cannot mount a BPF filesystem on {USUAL_BPFFS}"))
+        opener::mount()
+            .unwrap_or_else(mount)
+            .doing(|| format!("cannot mount a BPF filesystem on {USUAL_BPFFS}"))
     }
 
     /// Whether the directory, or the nearest one above it that exists, is on a bpffs.

@@ -23,6 +23,8 @@ use std::{
 
 use aya_obj::generated::{bpf_attr, bpf_cmd};
 
+use super::opener;
+
 pub use self::{info::*, link::*, map::*, net::*, program::*};
 
 /// # Safety
@@ -90,12 +92,12 @@ pub fn obj_get(path: &Path) -> io::Result<OwnedFd> {
 
 /// Opens a map by its id.
 pub fn map_by_id(id: u32) -> io::Result<OwnedFd> {
-    by_id(bpf_cmd::BPF_MAP_GET_FD_BY_ID, id)
+    opener::map(id).unwrap_or_else(|| by_id(bpf_cmd::BPF_MAP_GET_FD_BY_ID, id))
 }
 
 /// Opens a program by its id.
 pub fn prog_by_id(id: u32) -> io::Result<OwnedFd> {
-    by_id(bpf_cmd::BPF_PROG_GET_FD_BY_ID, id)
+    opener::program(id).unwrap_or_else(|| by_id(bpf_cmd::BPF_PROG_GET_FD_BY_ID, id))
 }
 
 /// Opens the types of an object that is loaded, by their id.

@@ -7,6 +7,10 @@ use std::{
     os::fd::{AsFd, AsRawFd, BorrowedFd},
 };
 
+use socket2::{Domain, Type};
+
+use crate::kernel::opener;
+
 /// Sets one of a network device's values (`struct ethtool_value` in `include/uapi/linux/ethtool.h`).
 pub fn ethtool_set(interface: &str, command: u32, value: u32) -> io::Result<()> {
     let mut request = [command, value];
@@ -55,7 +59,7 @@ fn checked(result: libc::c_int) -> io::Result<()> {
 
 /// The cookie of the network namespace that this thread is in (`SO_NETNS_COOKIE`, Linux 5.14).
 pub fn netns_cookie() -> io::Result<u64> {
-    let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
+    let socket = opener::socket(Domain::IPV4, Type::DGRAM, None)?;
     let mut cookie = 0u64;
     let mut len: libc::socklen_t = 8;
     // SAFETY: eight bytes of room, as `len` says.

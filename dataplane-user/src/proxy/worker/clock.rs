@@ -124,7 +124,8 @@ impl Worker {
         }
         self.cut();
 
-        let needs_upkeep = self.table.len() > 0 || self.buffers.has_spare();
+        let has_spare = self.buffers.has_spare() || self.stock.has_some();
+        let needs_upkeep = self.table.len() > 0 || has_spare;
         let upkeep = needs_upkeep.then_some(self.next_upkeep);
         let acceptors = self.acceptors.iter().flatten();
         let pauses = acceptors.filter_map(|acceptor| acceptor.paused_until);
@@ -159,6 +160,7 @@ impl Worker {
         if self.buffers.held() == 0 {
             self.buffers.trim();
         }
+        self.stock.clear();
         self.load().set_held(self.buffers.held());
         self.next_upkeep = self.clock.now + period;
     }

@@ -42,10 +42,9 @@ impl Worker {
                 from: transparent.then(|| session.client().ip()),
                 speaks,
             };
-            let socket = self
-                .namespaces
-                .enter(session.attached())
-                .and_then(|()| socket::connect(endpoint, manner));
+            let (stock, attached) = (&mut self.stock, session.attached());
+            let open = || stock.take(attached, endpoint.is_ipv4());
+            let socket = socket::connect(endpoint, manner, open);
             let socket = match socket {
                 Ok(socket) => socket,
                 Err(error) => {

@@ -36,7 +36,7 @@ use super::{
     table::{Key, Table},
 };
 use crate::{
-    relay::{Flag, Index, Namespaces},
+    relay::{Flag, Index, Stock},
     threads::may_panic,
 };
 
@@ -64,7 +64,7 @@ pub struct Worker {
     /// The number of the index's snapshot.
     version: u64,
     buffers: Buffers,
-    namespaces: Namespaces,
+    stock: Stock,
     next_upkeep: Instant,
     /// Attachments that were removed, and the deadlines of their connections.
     shut: Vec<(u64, Instant)>,
@@ -109,7 +109,7 @@ impl Worker {
             index: Arc::default(),
             version: 0,
             buffers: Buffers::new(shared.settings.max_held / shared.loads.len().max(1)),
-            namespaces: Namespaces::default(),
+            stock: Stock::default(),
             next_upkeep: clock.now,
             shut: Vec::new(),
             drain: None,
@@ -172,7 +172,7 @@ impl Worker {
                 Command::Take(attached, listeners) => self.open(&attached, &listeners),
                 Command::Shut(id, deadline) => {
                     self.close(|attached| attached.id == id);
-                    self.namespaces.leave(id);
+                    self.stock.leave(id);
                     self.forget_shut();
                     self.shut.push((id, deadline));
                     self.clock.wake_by(deadline);
@@ -302,7 +302,7 @@ impl Worker {
         connection.session.end(flag);
         self.load().sub();
         if self.shut.iter().any(|(shut, _)| *shut == id) {
-            self.namespaces.leave(id);
+            self.stock.leave(id);
         }
     }
 }
