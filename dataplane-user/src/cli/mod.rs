@@ -8,6 +8,7 @@ mod dns;
 mod doctor;
 mod explain;
 mod keep_nat;
+mod live;
 mod monitor;
 mod names;
 mod netns;

@@ -74,7 +74,10 @@ impl Client {
         }
         for server in &said.nameservers {
             let server = SocketAddr::new(*server, PORT);
-            if !resolvers.contains(&server) {
+            // Loopback is the pod's own there, and the node's here.
+            let ip = server.ip().to_canonical();
+            let is_own = ip.is_loopback() || ip.is_unspecified() || ip.is_multicast();
+            if !is_own && !resolvers.contains(&server) {
                 resolvers.push(server);
             }
         }
@@ -168,6 +171,29 @@ mod tests {
         assert_eq!(conf.search, names(&["corp.example"]));
         assert_eq!(conf.ndots, 2);
         assert_eq!(conf.resolvers, servers(&["192.0.2.53", "2001:db8::53"]));
+    }
+
+    #[test]
+    fn a_pod_names_no_resolver_on_the_nodes_loopback() {
+        let addresses = [
+            "127.0.0.53",
+            "::1",
+            "::ffff:127.0.0.1",
+            "0.0.0.0",
+            "192.0.2.1",
+        ];
+        let resolution = Resolution {
+            policy: DnsPolicy::Own,
+            nameservers: addresses.map(|addr| addr.parse().unwrap()).into(),
+            ..Resolution::default()
+        };
+        let workload = Workload {
+            resolution: Some(Box::new(resolution)),
+            ..Workload::new(WorkloadName::new("shop", "web"), Place::Elsewhere)
+        };
+        let domain = LowerName::parse("cluster.local").unwrap();
+        let client = Client::of_workload(&workload, &domain, &[], &node());
+        assert_eq!(client.resolvers, servers(&["192.0.2.1"]));
     }
 
     #[test]

@@ -499,6 +499,19 @@ impl Stored {
         self.bytes[2] & 0x02 != 0
     }
 
+    /// The same with other times to live.
+    #[must_use]
+    pub fn with_ttl(&self, ttl: u32) -> Self {
+        let mut other = self.clone();
+        for at in &self.ttls {
+            let at = usize::from(*at);
+            if let Some(place) = other.bytes.get_mut(at..at + 4) {
+                place.copy_from_slice(&ttl.to_be_bytes());
+            }
+        }
+        other
+    }
+
     /// What it takes in memory.
     pub fn size(&self) -> usize {
         size_of::<Self>() + self.bytes.len() + size_of_val(&*self.ttls)

@@ -31,6 +31,7 @@ mod conntrack_sysctls;
 mod crafted;
 mod daemonset;
 mod deaths;
+mod dns;
 mod errors;
 mod exhausted;
 mod explain;
@@ -170,6 +171,7 @@ fn main() -> ExitCode {
         load_balancers::SCENARIOS,
         daemonset::SCENARIOS,
         deaths::SCENARIOS,
+        dns::SCENARIOS,
         moving::SCENARIOS,
         supervisor::SCENARIOS,
         leaving::SCENARIOS,

@@ -25,7 +25,7 @@ const ROOMS: &[(&str, &[&str])] = &[
     ("threads", &[]),
     ("source", &["model", "threads"]),
     ("plan", &["model"]),
-    ("dns", &["model"]),
+    ("dns", &["model", "threads"]),
     ("relay", &["model", "threads"]),
     ("kernel", &["plan"]),
     ("proxy", &["model", "relay", "threads"]),

@@ -200,6 +200,8 @@ mod tests {
                 package("nftables"),
                 package("haproxy"),
                 package("libnginx-mod-stream"),
+                package("bind9-dnsutils"),
+                package("unbound"),
                 Step::BpfLinker
             ]
         );
@@ -294,7 +296,7 @@ mod tests {
             ..complete()
         };
         let steps = steps(&foreign, Purpose::Bench);
-        assert_eq!(steps.len(), 6, "{steps:?}");
+        assert_eq!(steps.len(), 8, "{steps:?}");
         assert!(
             steps.iter().all(|step| matches!(step, Step::ByHand(_))),
             "{steps:?}"

@@ -12,7 +12,7 @@ pub struct Program {
 }
 
 /// What the chores run.
-pub const PROGRAMS: [Program; 7] = [
+pub const PROGRAMS: [Program; 9] = [
     Program {
         name: "ip",
         package: "iproute2",
@@ -48,6 +48,18 @@ pub const PROGRAMS: [Program; 7] = [
         // Brings nginx itself, too.
         package: "libnginx-mod-stream",
         needed_for: "relays beside our proxy, in tests and benchmarks",
+        least: Purpose::Bench,
+    },
+    Program {
+        name: "dig",
+        package: "bind9-dnsutils",
+        needed_for: "asks our DNS server, in tests",
+        least: Purpose::Bench,
+    },
+    Program {
+        name: "unbound",
+        package: "unbound",
+        needed_for: "is the resolver behind our DNS server, in tests",
         least: Purpose::Bench,
     },
     Program {

@@ -22,6 +22,8 @@ const PROGRAMS: &[&str] = &[
     "bash",
     "conntrack",
     "curl",
+    "dig",
+    "getent",
     "haproxy",
     "ip",
     "ip6tables",
@@ -48,6 +50,7 @@ const PROGRAMS: &[&str] = &[
     "nsenter",
     "ss",
     "tc",
+    "unbound",
     "unshare",
 ];
 

@@ -1,6 +1,7 @@
 //! `dataplane dns`.
 
 mod query;
+mod serve;
 
 use std::{
     fs,
@@ -33,6 +34,7 @@ pub struct DnsArgs {
 #[derive(Debug, Subcommand)]
 enum DnsCommand {
     Query(query::QueryArgs),
+    Serve(serve::ServeArgs),
 }
 
 impl DnsArgs {
@@ -45,6 +47,10 @@ impl DnsArgs {
         let given = given.subcommand().map_or(given, |(_, given)| given);
         let common = match &mut self.command {
             DnsCommand::Query(args) => &mut args.common,
+            DnsCommand::Serve(args) => {
+                args.settle(file);
+                &mut args.common
+            }
         };
         common.source.settle(file);
         settled::node(&mut common.node, file, given)
@@ -53,6 +59,7 @@ impl DnsArgs {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         match self.command {
             DnsCommand::Query(args) => args.run(),
+            DnsCommand::Serve(args) => args.run(),
         }
     }
 }

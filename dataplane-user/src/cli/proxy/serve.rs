@@ -10,11 +10,7 @@ use std::{
 };
 
 use anyhow::{Context as _, bail};
-use tokio::{
-    runtime::Builder,
-    signal::unix::{Signal, SignalKind, signal},
-    sync::Notify,
-};
+use tokio::runtime::Builder;
 use tracing::{error, info, warn};
 
 use super::{
@@ -22,20 +18,16 @@ use super::{
     sockets::{self, Sockets},
 };
 use crate::{
-    agent::Input,
-    model::Snapshot,
+    cli::live::{SIGHUP, Services, Signals},
     proxy::{
         Observer, Proxy,
         admin::{self, Logging},
         handover::{self, Named},
     },
     relay::Attachment,
-    settings::Node,
-    source::{Notice, Source, kubernetes::Scope},
+    source::kubernetes::Scope,
     threads::Deaths,
 };
-
-const SIGHUP: &str = "SIGHUP";
 
 /// Why it ends.
 #[derive(Debug)]
@@ -270,87 +262,5 @@ async fn serve_http(
     );
     if let Err(error) = served {
         error!("metrics and the admin endpoint are not answered any more: {error}");
-    }
-}
-
-/// The signals that mean something to a proxy.
-struct Signals {
-    terminate: Signal,
-    interrupt: Signal,
-    hangup: Signal,
-}
-
-impl Signals {
-    fn new() -> std::io::Result<Self> {
-        Ok(Self {
-            terminate: signal(SignalKind::terminate())?,
-            interrupt: signal(SignalKind::interrupt())?,
-            hangup: signal(SignalKind::hangup())?,
-        })
-    }
-
-    /// Waits for the next.
-    async fn next(&mut self) -> &'static str {
-        tokio::select! {
-            _ = self.terminate.recv() => "SIGTERM",
-            _ = self.interrupt.recv() => "SIGINT",
-            _ = self.hangup.recv() => SIGHUP,
-        }
-    }
-
-    /// Waits for one that ends it.
-    async fn end(&mut self) -> &'static str {
-        loop {
-            let signal = self.next().await;
-            if signal != SIGHUP {
-                return signal;
-            }
-        }
-    }
-}
-
-/// Where the services come from.
-struct Services {
-    input: Input,
-    changed: Arc<Notify>,
-}
-
-impl Services {
-    fn open(source: &Source, node: &Node, deaths: Deaths) -> anyhow::Result<Self> {
-        let changed = Arc::<Notify>::default();
-        let tell = Arc::clone(&changed);
-        let input = Input::open(source, node, move |notice| match notice {
-            Notice::Changed => tell.notify_one(),
-            Notice::Died { thread, why } => deaths(thread, why),
-        })?;
-        Ok(Self { input, changed })
-    }
-
-    /// What there is first.
-    async fn first(&mut self) -> Snapshot {
-        loop {
-            if self.input.is_known() {
-                return self.input.snapshot().clone();
-            }
-            self.next().await;
-        }
-    }
-
-    /// Waits for a change. May be dropped and called anew.
-    async fn next(&mut self) -> Option<Snapshot> {
-        self.changed.notified().await;
-        self.take()
-    }
-
-    /// Reads the source anew where it does not tell of changes itself.
-    fn read(&mut self) -> Option<Snapshot> {
-        self.input.look();
-        self.input.refresh();
-        self.take()
-    }
-
-    fn take(&mut self) -> Option<Snapshot> {
-        self.input.take()?;
-        Some(self.input.snapshot().clone())
     }
 }

@@ -1,0 +1,153 @@
+//! What is counted: by Istio's names where it has one.
+
+use std::sync::Arc;
+
+use prometheus_client::{
+    collector::Collector,
+    encoding::{DescriptorEncoder, EncodeMetric as _},
+    metrics::{
+        counter::{ConstCounter, Counter},
+        gauge::ConstGauge,
+        histogram::Histogram,
+    },
+    registry::Registry,
+};
+
+use super::cache::Cache;
+
+/// Upper bounds of the times that resolvers take, in seconds.
+const SECONDS: [f64; 10] = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.2, 1.0, 4.0];
+
+/// What is counted.
+#[derive(Debug)]
+pub struct Metrics {
+    /// Queries of clients.
+    pub requests: Counter,
+    /// Queries to resolvers.
+    pub upstream_requests: Counter,
+    /// Those that got no answer.
+    pub upstream_failures: Counter,
+    /// How long resolvers took.
+    pub upstream_duration: Histogram,
+    /// Answers from the cluster's names.
+    pub local: Counter,
+    /// Answers from the cache.
+    pub hits: Counter,
+    /// Stale answers, because no resolver answered.
+    pub stale: Counter,
+    /// Queries that were refused, because their client has too many in flight.
+    pub refused: Counter,
+    /// Queries that got SERVFAIL, because no resolver answered.
+    pub failed: Counter,
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        Self {
+            requests: Counter::default(),
+            upstream_requests: Counter::default(),
+            upstream_failures: Counter::default(),
+            upstream_duration: Histogram::new(SECONDS),
+            local: Counter::default(),
+            hits: Counter::default(),
+            stale: Counter::default(),
+            refused: Counter::default(),
+            failed: Counter::default(),
+        }
+    }
+}
+
+impl Metrics {
+    /// Shows them, and the cache's size, in a registry.
+    pub fn register(&self, cache: &Arc<Cache>, registry: &mut Registry) {
+        for (name, help, counter) in [
+            (
+                "istio_dns_requests",
+                "DNS queries of clients",
+                &self.requests,
+            ),
+            (
+                "istio_dns_upstream_requests",
+                "DNS queries to resolvers",
+                &self.upstream_requests,
+            ),
+            (
+                "istio_dns_upstream_failures",
+                "DNS queries to resolvers that got no answer",
+                &self.upstream_failures,
+            ),
+            (
+                "dataplane_dns_local_answers",
+                "Answers from the names of services",
+                &self.local,
+            ),
+            (
+                "dataplane_dns_cache_hits",
+                "Answers from the cache",
+                &self.hits,
+            ),
+            (
+                "dataplane_dns_stale_answers",
+                "Answers from the cache that were over, because no resolver answered",
+                &self.stale,
+            ),
+            (
+                "dataplane_dns_refused",
+                "Queries that were refused, because their client had too many in flight",
+                &self.refused,
+            ),
+            (
+                "dataplane_dns_failed",
+                "Queries that got SERVFAIL, because no resolver answered",
+                &self.failed,
+            ),
+        ] {
+            registry.register(name, help, counter.clone());
+        }
+        registry.register(
+            "istio_dns_upstream_request_duration_seconds",
+            "How long resolvers took to answer",
+            self.upstream_duration.clone(),
+        );
+        registry.register_collector(Box::new(Size(Arc::clone(cache))));
+    }
+}
+
+/// The cache's size, when somebody asks for it.
+struct Size(Arc<Cache>);
+
+impl std::fmt::Debug for Size {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Size")
+    }
+}
+
+impl Collector for Size {
+    fn encode(&self, mut encoder: DescriptorEncoder) -> Result<(), std::fmt::Error> {
+        let (entries, bytes) = self.0.size();
+        for (name, help, value) in [
+            (
+                "dataplane_dns_cache_entries",
+                "Answers in the cache",
+                entries,
+            ),
+            (
+                "dataplane_dns_cache_bytes",
+                "Bytes of the answers in the cache",
+                bytes,
+            ),
+        ] {
+            let gauge = ConstGauge::new(i64::try_from(value).unwrap_or(i64::MAX));
+            let metric = encoder.encode_descriptor(name, help, None, gauge.metric_type())?;
+            gauge.encode(metric)?;
+        }
+        let evictions = ConstCounter::new(self.0.evictions());
+        let metric = encoder.encode_descriptor(
+            "dataplane_dns_cache_evictions",
+            "Answers that the cache evicted before their time",
+            None,
+            evictions.metric_type(),
+        )?;
+        evictions.encode(metric)
+    }
+}

@@ -1,0 +1,427 @@
+//! Answers that resolvers know: from the cache, or by one query for all who ask the same.
+
+use std::{
+    collections::HashMap,
+    net::SocketAddr,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use hickory_proto::op::ResponseCode;
+use tokio::{sync::watch, time::timeout};
+
+use super::{
+    answer::Ask,
+    cache::{Cache, Hit, Key, State},
+    compose,
+    metrics::Metrics,
+    upstream::{Question, Upstream},
+    wire::Stored,
+};
+
+/// How long a client waits for a new answer if there is a stale one (RFC 8767).
+const PATIENCE: Duration = Duration::from_millis(1800);
+/// How long nobody waits for resolvers that did not answer lately, if there is a stale answer (RFC 8767).
+const RECHECK: Duration = Duration::from_secs(30);
+/// How long clients keep a stale answer, in seconds (RFC 8767).
+const STALE_TTL: u32 = 30;
+/// How many questions resolvers are asked at the same time at most.
+const FLIGHTS: usize = 8192;
+
+/// An answer for a client.
+#[derive(Clone, Debug)]
+pub struct Reply {
+    /// The answer.
+    pub stored: Arc<Stored>,
+    /// Seconds by which its times to live are shorter.
+    pub age: u32,
+}
+
+/// What became of a query to resolvers: none of them answered, or this.
+type Outcome = Option<Arc<Stored>>;
+
+/// What resolvers know, and what they said.
+pub struct Resolver {
+    /// What they said.
+    pub cache: Arc<Cache>,
+    upstream: Upstream,
+    /// Questions that resolvers are being asked.
+    flights: Mutex<HashMap<Key, watch::Receiver<Option<Outcome>>>>,
+    /// A number for each set of resolvers: what one set says is not for clients of another.
+    sets: Mutex<HashMap<Box<[SocketAddr]>, u32>>,
+    /// When resolvers of a set last failed to answer.
+    failures: Mutex<HashMap<u32, Instant>>,
+    metrics: Arc<Metrics>,
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Resolver {
+    /// Knows nothing yet, and keeps at most so many bytes.
+    pub fn new(cache_bytes: usize, metrics: Arc<Metrics>) -> Self {
+        Self {
+            cache: Arc::new(Cache::new(cache_bytes)),
+            upstream: Upstream::new(Arc::clone(&metrics)),
+            flights: Mutex::default(),
+            sets: Mutex::default(),
+            failures: Mutex::default(),
+            metrics,
+        }
+    }
+
+    fn set(&self, resolvers: &[SocketAddr]) -> u32 {
+        let mut sets = locked(&self.sets);
+        if let Some(number) = sets.get(resolvers) {
+            return *number;
+        }
+        let number = u32::try_from(sets.len()).unwrap_or(u32::MAX);
+        sets.insert(resolvers.into(), number);
+        number
+    }
+
+    /// The answer, if the cache has all of it.
+    pub fn cached(
+        self: &Arc<Self>,
+        resolvers: &[SocketAddr],
+        asked: &Question,
+        ask: &Ask,
+    ) -> Option<Reply> {
+        let now = Instant::now();
+        let set = self.set(resolvers);
+        for at in 0..ask.candidates.len() {
+            let question = asked.with(ask, at);
+            let key = question.key(set);
+            let hit = self.cache.get(&key, now)?;
+            match hit.state {
+                State::Fresh => {}
+                State::Fading => drop(self.flight(set, resolvers, &question, &key)),
+                State::Stale => return None,
+            }
+            let Hit { stored, age, .. } = hit;
+            if let Some(reply) = finish(asked, ask, at, Reply { stored, age }) {
+                self.metrics.hits.inc();
+                return Some(reply);
+            }
+        }
+        otherwise(ask)
+    }
+
+    /// The answer, from the cache or from resolvers; none if no resolver answers.
+    pub async fn resolve(
+        self: Arc<Self>,
+        resolvers: &[SocketAddr],
+        asked: &Question,
+        ask: &Ask,
+    ) -> Option<Reply> {
+        let set = self.set(resolvers);
+        for at in 0..ask.candidates.len() {
+            let question = asked.with(ask, at);
+            let Some(reply) = self.fetch(set, resolvers, &question).await else {
+                // The client's own resolver goes on with its list.
+                return otherwise(ask);
+            };
+            if let Some(reply) = finish(asked, ask, at, reply) {
+                return Some(reply);
+            }
+        }
+        otherwise(ask)
+    }
+
+    /// The answer to one question.
+    async fn fetch(
+        self: &Arc<Self>,
+        set: u32,
+        resolvers: &[SocketAddr],
+        question: &Question,
+    ) -> Option<Reply> {
+        let key = question.key(set);
+        let stale = match self.cache.get(&key, Instant::now()) {
+            Some(hit) if hit.state != State::Stale => {
+                let Hit { stored, age, .. } = hit;
+                return Some(Reply { stored, age });
+            }
+            stale => stale.map(|hit| hit.stored),
+        };
+        let mut flight = self.flight(set, resolvers, question, &key)?;
+        let away = || {
+            let failures = locked(&self.failures);
+            failures
+                .get(&set)
+                .is_some_and(|when| when.elapsed() < RECHECK)
+        };
+        let patience = match &stale {
+            None => Duration::MAX,
+            Some(_) if away() => Duration::ZERO,
+            Some(_) => PATIENCE,
+        };
+        let landed = timeout(patience, flight.wait_for(Option::is_some)).await;
+        let answer = match landed {
+            Ok(Ok(outcome)) => outcome.clone().flatten(),
+            // Nobody asks any more, or there was no time.
+            Ok(Err(_)) | Err(_) => None,
+        };
+        let usable = |stored: &Arc<Stored>| {
+            stale.is_none()
+                || !matches!(
+                    stored.code(),
+                    ResponseCode::ServFail | ResponseCode::Refused
+                )
+        };
+        match (answer.filter(usable), stale) {
+            (Some(stored), _) => Some(Reply { stored, age: 0 }),
+            (None, Some(stale)) => {
+                self.metrics.stale.inc();
+                let stored = Arc::new(stale.with_ttl(STALE_TTL));
+                Some(Reply { stored, age: 0 })
+            }
+            (None, None) => None,
+        }
+    }
+
+    /// Asks resolvers, unless they are being asked already. None: too many questions are being asked.
+    fn flight(
+        self: &Arc<Self>,
+        set: u32,
+        resolvers: &[SocketAddr],
+        question: &Question,
+        key: &Key,
+    ) -> Option<watch::Receiver<Option<Outcome>>> {
+        let mut flights = locked(&self.flights);
+        if let Some(flight) = flights.get(key) {
+            return Some(flight.clone());
+        }
+        if flights.len() >= FLIGHTS {
+            return None;
+        }
+        let (land, flight) = watch::channel(None);
+        flights.insert(key.clone(), flight.clone());
+        drop(flights);
+        let (own, resolvers) = (Arc::clone(self), resolvers.to_vec());
+        let (question, key) = (question.clone(), key.clone());
+        tokio::spawn(async move {
+            let answer = own.upstream.ask(&resolvers, &question).await;
+            let outcome = match answer {
+                Ok(stored) => {
+                    let stored = Arc::new(stored);
+                    own.cache.put(&key, &stored, Instant::now());
+                    locked(&own.failures).remove(&set);
+                    Some(stored)
+                }
+                Err(error) => {
+                    tracing::debug!("{}: {error}", question.name);
+                    locked(&own.failures).insert(set, Instant::now());
+                    None
+                }
+            };
+            locked(&own.flights).remove(&key);
+            // Fails only if nobody waits any more.
+            let _ = land.send(Some(outcome));
+        });
+        Some(flight)
+    }
+
+    /// What a resolver says to a query that nothing here understands.
+    pub async fn relay(&self, resolvers: &[SocketAddr], query: &[u8]) -> Option<Vec<u8>> {
+        self.upstream.relay(resolvers, query).await.ok()
+    }
+}
+
+/// What is said if no candidate exists.
+fn otherwise(ask: &Ask) -> Option<Reply> {
+    let stored = Arc::new(ask.otherwise.clone()?);
+    Some(Reply { stored, age: 0 })
+}
+
+/// Turns what resolvers say of a candidate into the answer; none if the next is to be asked for.
+fn finish(asked: &Question, ask: &Ask, at: usize, reply: Reply) -> Option<Reply> {
+    let goes_on = at + 1 < ask.candidates.len() || ask.otherwise.is_some();
+    if goes_on && reply.stored.code() == ResponseCode::NXDomain {
+        return None;
+    }
+    let records = &ask.candidates.get(at)?.records;
+    if records.is_empty() {
+        return Some(reply);
+    }
+    let question = (&asked.name, asked.of_type);
+    let joined = compose::joined(question, records, &reply.stored, reply.age)?;
+    Some(Reply {
+        stored: Arc::new(joined),
+        age: 0,
+    })
+}
+
+impl Question {
+    fn key(&self, set: u32) -> Key {
+        Key::new(set, &self.name, self.of_type, self.bits)
+    }
+
+    /// The same question about a candidate.
+    fn with(&self, ask: &Ask, at: usize) -> Self {
+        let name = ask.candidates.get(at).map_or(&self.name, |of| &of.name);
+        Self {
+            name: name.clone(),
+            ..*self
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use hickory_proto::{
+        op::{Message, MessageType},
+        rr::{RData, Record, rdata::A},
+    };
+    use tokio::{net::UdpSocket, task::JoinSet};
+
+    use super::*;
+    use crate::dns::{LowerName, answer::Candidate};
+
+    /// A resolver on loopback that sends what `answers` makes of each query, and how many queries it got.
+    async fn resolver(
+        answers: impl Fn(Message) -> Vec<Vec<u8>> + Send + 'static,
+    ) -> (SocketAddr, Arc<AtomicUsize>) {
+        let socket = UdpSocket::bind("127.0.0.1:0").await.unwrap();
+        let (at, count) = (socket.local_addr().unwrap(), Arc::<AtomicUsize>::default());
+        let counted = Arc::clone(&count);
+        tokio::spawn(async move {
+            let mut buffer = [0; 2048];
+            loop {
+                let (length, from) = socket.recv_from(&mut buffer).await.unwrap();
+                counted.fetch_add(1, Ordering::Relaxed);
+                tokio::time::sleep(Duration::from_millis(50)).await;
+                for answer in answers(Message::from_vec(&buffer[..length]).unwrap()) {
+                    socket.send_to(&answer, from).await.unwrap();
+                }
+            }
+        });
+        (at, count)
+    }
+
+    /// The answer to a query: this address.
+    fn answer(mut query: Message, last: u8) -> Vec<u8> {
+        query.metadata.message_type = MessageType::Response;
+        let name = query.queries[0].name().clone();
+        query.add_answer(Record::from_rdata(
+            name,
+            60,
+            RData::A(A::new(192, 0, 2, last)),
+        ));
+        query.to_vec().unwrap()
+    }
+
+    fn asked(name: &str) -> (Question, Ask) {
+        let name = LowerName::parse(name).unwrap();
+        let candidate = Candidate {
+            records: Vec::new(),
+            name: name.clone(),
+        };
+        let ask = Ask {
+            rule: crate::dns::answer::Rule::Forward,
+            candidates: [candidate].into_iter().collect(),
+            otherwise: None,
+        };
+        let question = Question {
+            name,
+            of_type: 1,
+            bits: 1,
+        };
+        (question, ask)
+    }
+
+    fn addresses(reply: &Reply) -> Vec<String> {
+        let message = Message::from_vec(&reply.stored.bytes).unwrap();
+        message
+            .answers
+            .iter()
+            .map(|of| of.data.to_string())
+            .collect()
+    }
+
+    fn new() -> Arc<Resolver> {
+        Arc::new(Resolver::new(1 << 20, Arc::default()))
+    }
+
+    #[tokio::test]
+    async fn many_who_ask_the_same_are_one_query() {
+        let (at, count) = resolver(|query| vec![answer(query, 1)]).await;
+        let own = new();
+        let mut askers = JoinSet::new();
+        for _ in 0..100 {
+            let own = Arc::clone(&own);
+            askers.spawn(async move {
+                let (question, ask) = asked("www.example.com");
+                own.resolve(&[at], &question, &ask).await.unwrap()
+            });
+        }
+        for reply in askers.join_all().await {
+            assert_eq!(addresses(&reply), ["192.0.2.1"]);
+        }
+        assert_eq!(count.load(Ordering::Relaxed), 1);
+        // And from then on none.
+        let (question, ask) = asked("WWW.example.com");
+        assert!(own.cached(&[at], &question, &ask).is_some());
+        // Clients of other resolvers do not get it.
+        let other = "127.0.0.2:53".parse().unwrap();
+        assert!(own.cached(&[other], &question, &ask).is_none());
+    }
+
+    #[tokio::test]
+    async fn forged_answers_are_not_taken() {
+        let (at, _) = resolver(|query| {
+            let mut other_id = query.clone();
+            other_id.metadata.id = query.metadata.id.wrapping_add(1);
+            let mut other_name = query.clone();
+            let name = LowerName::parse("www.example.net").unwrap();
+            other_name.queries[0].set_name(name.to_name());
+            let mut other_type = query.clone();
+            other_type.queries[0].set_query_type(hickory_proto::rr::RecordType::AAAA);
+            let no_answer = query.to_vec().unwrap();
+            let cut = answer(query.clone(), 66)[..20].to_vec();
+            vec![
+                answer(other_id, 66),
+                answer(other_name, 66),
+                answer(other_type, 66),
+                no_answer,
+                cut,
+                answer(query, 1),
+            ]
+        })
+        .await;
+        let (question, ask) = asked("www.example.com");
+        let reply = new().resolve(&[at], &question, &ask).await.unwrap();
+        assert_eq!(addresses(&reply), ["192.0.2.1"]);
+    }
+
+    #[tokio::test]
+    async fn a_resolver_that_is_away_is_asked_after_the_others() {
+        let away = {
+            let socket = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
+            socket.local_addr().unwrap()
+        };
+        let (at, count) = resolver(|query| vec![answer(query, 1)]).await;
+        let own = new();
+        let start = Instant::now();
+        for number in 0..10 {
+            let (question, ask) = asked(&format!("www-{number}.example.com"));
+            assert!(
+                own.clone()
+                    .resolve(&[away, at], &question, &ask)
+                    .await
+                    .is_some()
+            );
+        }
+        assert!(
+            start.elapsed() < Duration::from_secs(5),
+            "{:?}",
+            start.elapsed()
+        );
+        assert_eq!(count.load(Ordering::Relaxed), 10);
+        assert_eq!(own.metrics.upstream_failures.get(), 1);
+        let (question, ask) = asked("www.example.com");
+        assert!(own.resolve(&[away], &question, &ask).await.is_none());
+    }
+}
