@@ -60,6 +60,7 @@
     reason = "words are taken apart: what is cut off is another field"
 )]
 
+mod choice;
 mod keys;
 mod memory;
 mod read;
@@ -75,10 +76,10 @@ mod tests;
 
 #[cfg(any(test, feature = "user"))]
 pub use atomics::AtomicSlot;
+pub use choice::Choice;
 pub use keys::CellKey;
 pub use memory::{Entry, Line, Memory};
 pub use read::{Snapshot, key, read, value};
-pub use room::{Choice, look, make_room};
 pub use words::{Cell, HEAD, Head, STATE, Slot, Slots, State, cells_for};
 
 use crate::{
@@ -220,6 +221,19 @@ pub fn hold<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
         return NOWHERE;
     };
     take(memory, key, goes, Head(line.load(HEAD)))
+}
+
+/// Evicts a flow for a key whose cells all have flows that live ([`room`]): returns the cell, which is free then.
+/// [`NOWHERE`] if no flow may be evicted, [`BUSY`] if a cell has changed meanwhile.
+#[inline(always)]
+pub fn make_room<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
+    room::make_room(memory, key, now)
+}
+
+/// Looks at one of a key's cells, in the first round of [`room`] or in the second.
+#[inline(always)]
+pub fn look<M: Memory>(memory: &M, choice: &mut Choice, index: u32, second: bool, now: Tick) {
+    room::look(memory, choice, index, second, now);
 }
 
 /// How often a cell is tried to be held while somebody else holds it: some microseconds, where making a flow takes one.

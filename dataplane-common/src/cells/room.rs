@@ -16,27 +16,9 @@
 //! `net/netfilter/nf_conntrack_core.c`). It has no share for each client.
 
 use super::{
-    BUSY, CellKey as _, HEAD, Head, Line, Memory, NOWHERE, OTHERS, STATE, State, candidate,
+    BUSY, CellKey as _, Choice, HEAD, Head, Line, Memory, NOWHERE, OTHERS, STATE, State, candidate,
 };
 use crate::packet::{FlowKey, Tick};
-
-/// What is known of a key's cells while they are looked at, one after the other, twice.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Choice {
-    /// The client that has more than half of the cells, if one has: otherwise any.
-    most: [u64; 2],
-    /// How often it was seen more than others, in the first round (Boyer and Moore's vote).
-    ahead: u32,
-    /// How many cells it has.
-    has: u32,
-    /// The highest rank of all flows, and where it is.
-    any: u32,
-    any_at: u32,
-    /// The highest rank of that client's flows, and where it is.
-    of_most: u32,
-    of_most_at: u32,
-}
 
 /// A look at one of a key's cells, in the first round or in the second.
 #[inline(always)]
