@@ -249,10 +249,7 @@ pub fn main(arguments: &Arguments) -> Result<ExitCode> {
         format!("--root-dir={HOME}/kubelet"),
         format!("--hostname-override={}", node.name()),
         format!("--node-ip={addresses}"),
-        format!(
-            "--node-labels=topology.kubernetes.io/zone=z{}",
-            node.number()
-        ),
+        format!("--node-labels=topology.kubernetes.io/zone={}", node.zone()),
         "--v=2".into(),
     ];
     let program = arguments.kubernetes.join("kubelet").display().to_string();

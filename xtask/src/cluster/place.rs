@@ -97,12 +97,13 @@ impl Node {
         }
     }
 
-    pub fn number(self) -> u8 {
-        self.0
-    }
-
     pub fn name(self) -> String {
         format!("n{}", self.0)
+    }
+
+    /// The node's zone. There are three, so that six nodes are two in each.
+    pub fn zone(self) -> String {
+        format!("z{}", (self.0 - 1) % 3 + 1)
     }
 
     pub fn ipv4(self) -> Ipv4Addr {
@@ -184,6 +185,9 @@ mod tests {
         for name in ["n0", "n7", "cp", "n", "1"] {
             assert!(Node::named(name).is_err(), "{name}");
         }
+        let zones = Node::all(6).into_iter().map(Node::zone);
+        let zones: Vec<String> = zones.collect();
+        assert_eq!(zones, ["z1", "z2", "z3", "z1", "z2", "z3"]);
         assert_eq!(Node(2).ipv4().to_string(), "10.9.0.12");
         assert_eq!(Node(2).ipv6().to_string(), "fd00:9::12");
     }

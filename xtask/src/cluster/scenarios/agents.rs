@@ -54,6 +54,19 @@ pub fn watch<T>(
     })
 }
 
+/// The process of a node's agent, by its number on this machine. With several agents, one of them.
+pub fn process(node: Node) -> Result<u32> {
+    let path = place::netns(&node.name());
+    let found = fs::metadata(&path).with_context(|| format!("no {}", path.display()))?;
+    let namespaces = BTreeMap::from([(found.ino(), node.name())]);
+    let processes = fs::read_dir("/proc").context("cannot list processes")?;
+    let mut pids = processes
+        .flatten()
+        .filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    let agent = pids.find(|pid| matches!(node_of_agent(*pid, &namespaces), Kind::Agent(_)));
+    agent.with_context(|| format!("node {} has no agent", node.name()))
+}
+
 fn look(
     namespaces: &BTreeMap<u64, String>,
     over: &AtomicBool,

@@ -91,7 +91,11 @@ fn captured(cluster: &Cluster, wanted: &impl Fn(bool, usize) -> Wanted) -> Resul
     let clients = [(cluster.nodes[0], from), (cluster.nodes[1], &other)];
     other.reaches(cluster, CONNECT, to, &busy.web)?;
     for surge in [false, true] {
-        agent::deploy(cluster, &wanted(surge, 0))?;
+        if surge {
+            seen.push(to_surge(cluster, &clients, to, &wanted(true, 0))?);
+        } else {
+            agent::deploy(cluster, &wanted(false, 0))?;
+        }
         let start = |(_, from): &(Node, &From)| Load::start_each(cluster, from, to);
         let loads = clients.iter().map(start).collect::<Result<Vec<_>>>()?;
         thread::sleep(Duration::from_secs(2));
@@ -133,4 +137,30 @@ fn captured(cluster: &Cluster, wanted: &impl Fn(bool, usize) -> Wanted) -> Resul
         ready(3)?;
     }
     Ok(seen.join("; "))
+}
+
+/// From the default strategy to the component `surge`, while clients connect all the time. An old agent that knows
+/// nothing of `--stay` ends when the new one has taken over, and the kubelet starts it again: the new one must serve on.
+fn to_surge(
+    cluster: &Cluster,
+    clients: &[(Node, &From)],
+    to: &str,
+    wanted: &Wanted,
+) -> Result<String> {
+    let loads = clients
+        .iter()
+        .map(|(_, from)| Load::start(cluster, from, to))
+        .collect::<Result<Vec<_>>>()?;
+    thread::sleep(Duration::from_secs(2));
+    agent::deploy(cluster, wanted)?;
+    thread::sleep(Duration::from_secs(3));
+    let mut answered = 0;
+    for load in loads {
+        answered += load
+            .none_failed()
+            .context("while the strategy was changed to surge")?;
+    }
+    Ok(format!(
+        "strategy changed to surge: none of {answered} captured connections failed"
+    ))
 }

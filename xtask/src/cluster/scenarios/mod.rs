@@ -9,6 +9,7 @@ mod deploy;
 mod load;
 mod mesh;
 mod migration;
+mod mounts;
 mod node_goes;
 mod pods;
 mod services;
@@ -37,11 +38,17 @@ pub struct Scenario {
 }
 
 /// In the order in which they run.
-const ALL: [Scenario; 17] = [
+const ALL: [Scenario; 18] = [
     Scenario {
         name: "rbac",
         about: "the agent reads what our ClusterRole allows, and nothing that it asks for is forbidden",
         run: deploy::rbac,
+        programs: &[],
+    },
+    Scenario {
+        name: "mounts",
+        about: "what of the node the agent's container can write to",
+        run: mounts::read_only,
         programs: &[],
     },
     Scenario {
