@@ -183,7 +183,7 @@ pub fn find_elsewhere<M: Memory>(memory: &M, key: &FlowKey) -> u32 {
 /// Takes a cell for the key, which has no flow: then it is held. [`BUSY`] if somebody else has just made the same
 /// flow, or does something at this moment with a cell that it might have. [`NOWHERE`] if there is no room at all.
 ///
-/// If no cell is free, a flow goes that is over, or one that [`room`] chooses ("Room", above).
+/// If no cell is free, a flow goes that is over, or one that `room.rs` chooses ("Room", above).
 #[inline(always)]
 pub fn hold<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
     let place = key.place();
@@ -223,14 +223,14 @@ pub fn hold<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
     take(memory, key, goes, Head(line.load(HEAD)))
 }
 
-/// Evicts a flow for a key whose cells all have flows that live ([`room`]): returns the cell, which is free then.
+/// Evicts a flow for a key whose cells all have flows that live (`room.rs`): returns the cell, which is free then.
 /// [`NOWHERE`] if no flow may be evicted, [`BUSY`] if a cell has changed meanwhile.
 #[inline(always)]
 pub fn make_room<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
     room::make_room(memory, key, now)
 }
 
-/// Looks at one of a key's cells, in the first round of [`room`] or in the second.
+/// Looks at one of a key's cells, in the first round of `room.rs` or in the second.
 #[inline(always)]
 pub fn look<M: Memory>(memory: &M, choice: &mut Choice, index: u32, second: bool, now: Tick) {
     room::look(memory, choice, index, second, now);

@@ -291,12 +291,17 @@ fn time(snapshots: &[Snapshot]) -> Duration {
 /// Whatever one author writes, thirty times as much costs about thirty times as long: not a thousand times, as if each
 /// were compared with each.
 fn assert_linear(what: &str, snapshots: impl Fn(u16) -> Vec<Snapshot>) {
-    let few = time(&snapshots(1000)).max(Duration::from_millis(2));
-    let many = time(&snapshots(30_000));
-    assert!(
-        many < few * 200,
-        "{what}: {many:?}, {few:?} for a thirtieth"
-    );
+    // Another process may have the processor meanwhile, but hardly three times.
+    let mut seen = Vec::new();
+    for _ in 0..3 {
+        let few = time(&snapshots(1000)).max(Duration::from_millis(2));
+        let many = time(&snapshots(30_000));
+        if many < few * 200 {
+            return;
+        }
+        seen.push((many, few));
+    }
+    panic!("{what}: how long it takes, and a thirtieth of it: {seen:?}");
 }
 
 fn of(services: impl IntoIterator<Item = Service>) -> Snapshot {

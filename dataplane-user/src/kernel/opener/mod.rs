@@ -3,7 +3,7 @@
 //! Sockets in other network namespaces take CAP_SYS_ADMIN, and so do tables and programs by their ids. The capability is
 //! nearly all that root is. The agent reads what others write: objects, requests, files. So it starts the opener, gives
 //! the capability up before it reads anything, and asks the opener. The opener reads the agent's requests, which have a
-//! fixed size ([`wire`]), and answers with descriptors.
+//! fixed size (`wire.rs`), and answers with descriptors.
 //!
 //! A socket belongs to the network namespace in which it was made. So whatever the agent does in a namespace, it does
 //! through sockets from there, and no thread of it is ever in that namespace. [`within`] says in which namespace the
