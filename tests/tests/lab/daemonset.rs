@@ -26,6 +26,7 @@ scenarios! {
     an_opener_that_ends_ends_the_agent_with_an_error,
     bpf_and_perfmon_are_not_enough,
     it_can_set_what_a_mesh_needs,
+    a_clean_up_job_leaves_its_mount,
 }
 
 const DAEMON_SET: &str = include_str!("../../../deploy/kustomize/base/daemonset.yaml");
@@ -329,5 +330,34 @@ fn it_can_set_what_a_mesh_needs() -> Result<()> {
     let place = directory.path().display();
     let with = found(&format!("mount --bind /proc/sys/net {place}"))?;
     ensure!(with["present"] == true, "{with:#}");
+    Ok(())
+}
+
+/// The Job has the pins' directory as a mount, on a root file system that is read-only.
+fn a_clean_up_job_leaves_its_mount() -> Result<()> {
+    let lab = Cluster::lab()?;
+    let manifests = Manifests::new(&[web(&lab)])?;
+    let mut agent = lab.agent("node2").manifests(manifests.path()).start()?;
+    agent.stop()?;
+    let directory = tempfile::tempdir()?;
+    let (root, bpffs) = (directory.path().display(), agent.bpffs().display());
+    let script = format!(
+        "mount --make-rprivate / && mount -t tmpfs root {root} && mkdir {root}/pins && \
+         mount --bind {bpffs} {root}/pins && mount -o remount,bind,ro {root} && \
+         DATAPLANE_BPFFS={root}/pins exec \"$0\" cleanup"
+    );
+    let mut job = lab.node("node2").command("unshare");
+    for (name, value) in agent.environment() {
+        job = job.env(name, value);
+    }
+    let job = job.args(["--mount", "sh", "-c", &script]);
+    let output = job.arg(lab.programs().dataplane()?).output()?;
+    ensure!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let left = std::fs::read_dir(agent.bpffs())?.count();
+    ensure!(left == 0, "{left} pins are left");
     Ok(())
 }

@@ -123,8 +123,16 @@ fn remove_directory(
     let ours = match fs::remove_dir(directory) {
         Ok(()) => true,
         Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty => false,
-        // A mount of its own, as in the DaemonSet: the directory stays.
-        Err(error) if error.kind() == io::ErrorKind::ResourceBusy => return Ok(()),
+        // A mount of its own, as in the DaemonSet: the directory stays. In a container, the file system that it is
+        // mounted on is read-only, which the kernel says first.
+        Err(error)
+            if matches!(
+                error.kind(),
+                io::ErrorKind::ResourceBusy | io::ErrorKind::ReadOnlyFilesystem
+            ) =>
+        {
+            return Ok(());
+        }
         Err(error) => {
             return Err(error).doing(|| format!("cannot remove {}", directory.display()));
         }
