@@ -357,7 +357,7 @@ fn a_clean_up_job_leaves_its_mount() -> Result<()> {
         "{}",
         String::from_utf8_lossy(&output.stderr)
     );
-    let left = std::fs::read_dir(agent.bpffs())?.count();
+    let left = fs::read_dir(agent.bpffs())?.count();
     ensure!(left == 0, "{left} pins are left");
     Ok(())
 }
