@@ -185,7 +185,7 @@ layout! {
         pub meters: [[Meter; SOCKET_SETS]; SOCKET_WAYS],
     }
 
-    /// Who has sent a datagram to a UDP socket, and may be answered.
+    /// A sender of a datagram to a UDP socket, which the socket may answer.
     #[repr(C)]
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct Asker {

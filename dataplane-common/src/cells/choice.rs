@@ -1,6 +1,6 @@
-//! What is known of the cells among which a flow is chosen for eviction (`room.rs`).
+//! The state of a search among a key's cells for a flow to evict (`room.rs`).
 
-/// What is known of a key's cells while they are looked at, one after the other, twice.
+/// State of the search. It looks at a key's cells one after the other, twice.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Choice {

@@ -1,4 +1,4 @@
-//! Who has sent a datagram to a UDP socket of a workload whose egress is denied: servers may answer.
+//! Senders of datagrams to a UDP socket of a workload whose egress is denied. The socket may answer them.
 //!
 //! Two threads may write one place at once. It then has the address of one asker and the port of another at worst, both
 //! of whom have asked.
