@@ -155,6 +155,7 @@ fn port(
         protocol,
         node_port,
         endpoints,
+        weights: None,
     }
 }
 

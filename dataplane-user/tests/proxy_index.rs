@@ -70,6 +70,7 @@ fn port() -> impl Strategy<Value = ServicePort> {
             protocol,
             node_port,
             endpoints: endpoints.into_iter().collect(),
+            weights: None,
         },
     )
 }
@@ -277,6 +278,7 @@ fn endpoints_are_drawn_uniformly() {
         protocol: Protocol::Tcp,
         node_port: None,
         endpoints: endpoints.collect(),
+        weights: None,
     });
     for affinity in [false, true] {
         service.affinity = affinity.then_some(Duration::from_mins(1));
@@ -337,4 +339,64 @@ fn an_address_that_several_have_or_the_node_is_nobodys() {
     let b = [workload("b", &[ip(2)])];
     assert_eq!(step(&b, &[]), [None, None, None]);
     assert_eq!(step(&[], &["host"]), [None, some("b"), None]);
+}
+
+/// Of a workload that is denied egress: a Service of Pods opens their ports by themselves, a ServiceEntry does not.
+#[test]
+fn the_endpoints_of_an_entry_are_reached_by_its_addresses_only() {
+    let pod = SocketAddr::new(Ipv4Addr::new(10, 244, 0, 1).into(), 81);
+    let endpoint = Endpoint {
+        addr: pod.ip(),
+        port: pod.port(),
+        local: false,
+        ready: true,
+        serving: true,
+        terminating: false,
+        hints: Hints::default(),
+    };
+    let mut service = Service {
+        name: ServiceName::new("default", "db"),
+        kind: ServiceType::ClusterIp,
+        created: None,
+        cluster_ips: smallvec![ip(1)],
+        external_ips: smallvec![],
+        load_balancer_ips: smallvec![],
+        source_ranges: smallvec![],
+        affinity: None,
+        internal_policy: TrafficPolicy::Cluster,
+        external_policy: TrafficPolicy::Cluster,
+        health_check_node_port: None,
+        records: Records::ClusterIps,
+        ports: smallvec![ServicePort {
+            name: "".into(),
+            port: 80,
+            protocol: Protocol::Tcp,
+            node_port: None,
+            endpoints: vec![endpoint],
+            weights: None,
+        }],
+    };
+    let vip = SocketAddr::new(ip(1), 80);
+    let mut index = Index::default();
+    for (kind, direct) in [
+        (ServiceType::ClusterIp, true),
+        (ServiceType::Entry, false),
+        (ServiceType::ClusterIp, true),
+    ] {
+        service.kind = kind;
+        let mut snapshot = snapshot(vec![service.clone()]);
+        snapshot.reachable = Some(Arc::default());
+        let name = WorkloadName::new("default", "pod");
+        let workload = Workload {
+            addresses: [pod.ip()].into_iter().collect(),
+            ..Workload::new(name.clone(), Place::Elsewhere)
+        };
+        snapshot.workloads.insert(name, Arc::new(workload));
+        index = index.updated(snapshot);
+        assert_eq!(index.is_reachable(pod), direct, "{kind:?}");
+        let Found::Service(target) = index.find(vip) else {
+            panic!("{kind:?}");
+        };
+        assert!(index.is_service_reachable(&target, true));
+    }
 }

@@ -73,7 +73,10 @@ fn objects() -> Vec<Value> {
                 },
                 "containers": [container], "initContainers": [container],
             },
-            "status": {"phase": "Running", "podIP": "10.244.0.1", "podIPs": [{"ip": "10.244.0.1"}]},
+            "status": {
+                "phase": "Running", "podIP": "10.244.0.1", "podIPs": [{"ip": "10.244.0.1"}],
+                "conditions": [{"type": "Ready", "status": "True"}],
+            },
         }),
         json!({
             "apiVersion": "v1", "kind": "Namespace",

@@ -54,6 +54,7 @@ fn snapshot() -> Snapshot {
                 protocol: Protocol::Tcp,
                 node_port: None,
                 endpoints: endpoints(8080),
+                weights: None
             }],
         };
         edit(&mut service);

@@ -87,6 +87,7 @@ pub fn service(
             ServiceType::HostPort => "HostPort",
             ServiceType::LoadBalancer => "LoadBalancer",
             ServiceType::ExternalName => "ExternalName",
+            ServiceType::Entry => "ServiceEntry",
         }
         .to_owned(),
         cluster_ips: texts(&service.cluster_ips),

@@ -1,12 +1,14 @@
 //! What a source says, put together with what the node knows of itself.
 
-use std::{collections::HashSet, io, sync::Arc, time::Instant};
+use std::{collections::HashSet, io, path::PathBuf, sync::Arc, time::Instant};
 
 use tracing::{info, warn};
 
-use super::node;
+use super::{node, remembered::Remembered};
 use crate::{
-    model::{Node, Problem, Reachable, Service, ServiceName, Snapshot},
+    admin,
+    model::{Entry, EntryName, Node, Problem, Reachable, Service, ServiceName, Snapshot},
+    plan::entries::Entries,
     settings,
     source::{
         Feed, Health, HostIps, Notice, OpenError, Source, View, kubernetes, objects::NodeFacts,
@@ -38,7 +40,10 @@ pub fn source(settings: &settings::Source, scope: kubernetes::Scope) -> Source {
             server: api.api_server.clone(),
             ..kubernetes::Target::default()
         },
-        scope,
+        wanted: kubernetes::Wanted {
+            scope,
+            entries: api.service_entries && scope >= kubernetes::Scope::HostPorts,
+        },
         patience: kubernetes::Patience::default(),
     })
 }
@@ -56,6 +61,11 @@ pub struct Input {
     /// What the last view knows to be left out.
     problems: Arc<[Problem]>,
     host_ips: HostIps,
+    /// Every entry of the last view.
+    view_entries: imbl::OrdMap<EntryName, Arc<Entry>>,
+    entries: Entries,
+    /// The addresses of their hosts; none: they are of no use to the next one who asks.
+    remembered: Option<Remembered>,
     /// Whether there was a view.
     known: bool,
 }
@@ -68,7 +78,8 @@ pub struct Taken {
 }
 
 impl Input {
-    /// Begins to read a source. Manifests are read before this returns.
+    /// Begins to read a source. Manifests are read before this returns. `vips`: where an agent remembers the addresses of
+    /// hosts of ServiceEntries; it writes there from [`Input::own_vips`] on.
     ///
     /// # Errors
     ///
@@ -76,8 +87,11 @@ impl Input {
     pub fn open(
         source: &Source,
         settings: &settings::Node,
+        vips: Option<PathBuf>,
         notify: impl Fn(Notice) + Clone + Send + Sync + 'static,
     ) -> Result<Self, InputError> {
+        let remembered = vips.map(|path| Remembered::read(path, admin::now()));
+        let (remembered, records) = remembered.unzip();
         let node = Arc::new(node::of(settings, None).map_err(InputError::Node)?);
         let mut input = Self {
             feed: source.open(&node, notify)?,
@@ -90,6 +104,9 @@ impl Input {
             services: imbl::OrdMap::new(),
             problems: Arc::default(),
             host_ips: HostIps::default(),
+            view_entries: imbl::OrdMap::new(),
+            entries: Entries::new(records.unwrap_or_default()),
+            remembered,
             known: false,
         };
         if let Some(view) = input.feed.take() {
@@ -105,6 +122,13 @@ impl Input {
     pub fn with_reachable(mut self, reachable: Option<Reachable>) -> Self {
         self.snapshot.reachable = reachable.map(Arc::new);
         self
+    }
+
+    /// Writes the addresses of hosts of ServiceEntries from now on: no other agent does.
+    pub fn own_vips(&mut self) {
+        if let Some(remembered) = &mut self.remembered {
+            remembered.own(&self.entries.records());
+        }
     }
 
     /// How reading the source goes.
@@ -141,8 +165,17 @@ impl Input {
         Some(self.put(view))
     }
 
-    /// Looks at the node's addresses, and whether they are other ones than before.
+    /// Looks at the node's addresses, and whether they are other ones than before, or hosts that waited for addresses may
+    /// have them.
     pub fn look(&mut self) -> bool {
+        let waited = self.entries.is_waiting();
+        if waited {
+            self.serve();
+        }
+        waited | self.look_at_node()
+    }
+
+    fn look_at_node(&mut self) -> bool {
         match self.node(self.facts.as_ref()) {
             Ok(node) => {
                 let known = &self.snapshot.node;
@@ -177,6 +210,7 @@ impl Input {
         self.known = true;
         self.facts = view.node;
         self.services = view.services;
+        self.view_entries = view.entries;
         self.snapshot.workloads = view.workloads;
         self.snapshot.whole = view.whole;
         let others = !Arc::ptr_eq(&self.problems, &view.problems);
@@ -189,8 +223,19 @@ impl Input {
 
     /// Serves what can be served on this node as it is now; whether something else is left out than before.
     fn serve(&mut self) -> bool {
-        let (services, changed) = self.host_ips.take(&self.services, &self.snapshot.node);
-        self.snapshot.services = services;
+        let (services, mut changed) = self.host_ips.take(&self.services, &self.snapshot.node);
+        let now = admin::now();
+        let taken = self
+            .entries
+            .take(&self.view_entries, &services, &self.snapshot.node, now);
+        if let Some(remembered) = &mut self.remembered {
+            let before = remembered.problem().is_some();
+            remembered.note(&taken.records, || self.entries.records());
+            changed |= remembered.problem().is_some() != before;
+        }
+        self.snapshot.services = taken.services;
+        self.snapshot.entries = taken.entries;
+        changed |= taken.other_problems;
         if changed {
             self.note();
         }
@@ -199,7 +244,10 @@ impl Input {
 
     /// Notes what is left out.
     fn note(&mut self) {
-        let mut here = self.host_ips.problems().peekable();
+        let remembered = self.remembered.as_ref();
+        let remembered = remembered.and_then(Remembered::problem);
+        let here = self.host_ips.problems().chain(self.entries.problems());
+        let mut here = here.chain(remembered).peekable();
         let problems: Arc<[Problem]> = if here.peek().is_none() {
             Arc::clone(&self.problems)
         } else {

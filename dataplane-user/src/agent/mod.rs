@@ -16,6 +16,7 @@ mod mesh;
 mod network;
 mod nf_conntrack;
 mod node;
+mod remembered;
 mod supervisor;
 mod sync;
 mod waiter;
@@ -237,9 +238,14 @@ fn serve(
     let packet = PacketSettings::new(&settings.packets);
     let source = source(&settings.source, scope(settings));
     let reachable = settings.mesh.as_ref().map(crate::settings::Mesh::reachable);
-    let input = Input::open(&source, &settings.node, notices(&events))?;
-    let mut input = input.with_reachable(reachable);
     let socket = settings.listen.socket().to_owned();
+    let input = Input::open(
+        &source,
+        &settings.node,
+        Some(socket.with_file_name("vips")),
+        notices(&events),
+    )?;
+    let mut input = input.with_reachable(reachable);
     let asks = settings.replace || back.is_some();
     let Back { given, mut left } = back.unwrap_or_default();
     let mut given = match given {
@@ -263,6 +269,7 @@ fn serve(
             pid: None,
         }));
     };
+    input.own_vips();
     // Until this one ends: by that the agent before knows that it is there.
     let before = given.before.as_ref().map(UnixStream::try_clone);
     let before_this = before.transpose().map_err(Error::Replace)?;

@@ -64,7 +64,7 @@ impl Services {
     pub fn open(source: &Source, node: &Node, deaths: Deaths) -> anyhow::Result<Self> {
         let changed = Arc::<Notify>::default();
         let tell = Arc::clone(&changed);
-        let input = Input::open(source, node, move |notice| match notice {
+        let input = Input::open(source, node, None, move |notice| match notice {
             Notice::Changed => tell.notify_one(),
             Notice::Died { thread, why } => deaths(thread, why),
         })?;

@@ -85,6 +85,11 @@ impl SourceArgs {
                 kubernetes: api.then(|| Kubernetes {
                     kubeconfig: self.kubeconfig.clone(),
                     api_server: self.api_server.clone(),
+                    service_entries: file
+                        .source
+                        .kubernetes
+                        .as_ref()
+                        .is_some_and(|of| of.service_entries),
                 }),
             }
         } else {
@@ -118,7 +123,7 @@ impl SourceArgs {
             // Fails only when nobody waits any more.
             sender.send(notice).unwrap_or_default();
         };
-        let mut input = Input::open(&source, node, notify)?;
+        let mut input = Input::open(&source, node, None, notify)?;
         let place = input.health().places().join(", ");
         let start = Instant::now();
         let mut said = false;

@@ -3,6 +3,7 @@
 //! Pure values: this room imports none of its siblings, and neither tokio nor aya.
 
 mod cluster;
+mod entry;
 mod identity;
 mod name;
 mod names;
@@ -12,11 +13,13 @@ mod records;
 mod resolution;
 mod service;
 mod topology;
+mod weights;
 mod workload;
 
 pub use cluster::Cluster;
+pub use entry::{At, Backend, Entry, EntryPort, EntryResolution, ExportTo, Host, Location};
 pub use identity::{Identity, IdentityError};
-pub use name::{ServiceName, WorkloadName};
+pub use name::{EntryName, ServiceName, WorkloadName};
 pub use names::Names;
 pub use protocol::Protocol;
 pub use reachable::Reachable;
@@ -24,6 +27,7 @@ pub use records::{Published, PublishedPort, Records};
 pub use resolution::{DnsPolicy, Resolution};
 pub use service::{Endpoint, Service, ServicePort, ServiceType, TrafficPolicy};
 pub use topology::{Hints, Reach};
+pub use weights::{Weights, most_places};
 pub use workload::{
     Acceleration, CapturedBy, Egress, Exempt, Layers, Mode, Place, Policy, Rules, Telemetry, Uid,
     WithoutProxy, Workload, is_reserved,
@@ -137,6 +141,8 @@ pub enum Gravity {
 pub struct Snapshot {
     /// Every service, also those that have no VIP.
     pub services: imbl::OrdMap<ServiceName, Arc<Service>>,
+    /// Every ServiceEntry. The plan's tables have them as services of kind [`ServiceType::Entry`].
+    pub entries: imbl::OrdMap<EntryName, Arc<Entry>>,
     /// Every workload that is known, captured or not.
     pub workloads: imbl::OrdMap<WorkloadName, Arc<Workload>>,
     /// This node.

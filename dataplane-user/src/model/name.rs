@@ -51,4 +51,6 @@ names! {
     /// A workload's namespace and name, as `namespace/name`: of a pod, or as the configuration file
     /// names processes that are in none.
     WorkloadName;
+    /// A ServiceEntry's namespace and name, as `namespace/name`.
+    EntryName;
 }

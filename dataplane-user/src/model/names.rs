@@ -69,17 +69,18 @@ impl Names {
         self.whole
     }
 
-    /// The service of a name in lower case. A pod's host ports have no name.
+    /// The service of a name in lower case. A pod's host ports have no name, and an entry has other
+    /// names.
     pub fn service(&self, namespace: &str, name: &str) -> Option<&Arc<Service>> {
         let found = self.services.get(&ServiceName::new(namespace, name))?;
-        (found.kind != ServiceType::HostPort).then_some(found)
+        has_name(found).then_some(found)
     }
 
     /// Whether a service is in this namespace.
     pub fn has_namespace(&self, namespace: &str) -> bool {
         let services = self.services.range(ServiceName::new(namespace, "")..);
         let mut here = services.take_while(|(name, _)| name.namespace() == namespace);
-        here.any(|(_, service)| service.kind != ServiceType::HostPort)
+        here.any(|(_, service)| has_name(service))
     }
 
     /// The services that have an address as cluster IP, or that publish an endpoint with it.
@@ -99,6 +100,11 @@ impl Names {
     pub fn workload(&self, name: &WorkloadName) -> Option<&Arc<Workload>> {
         self.workloads.get(name)
     }
+}
+
+/// Whether a service has a name in DNS: a pod's host ports have none, and an entry has other ones.
+fn has_name(service: &Service) -> bool {
+    !matches!(service.kind, ServiceType::HostPort | ServiceType::Entry)
 }
 
 fn insert<Name: Clone + PartialEq>(
@@ -140,6 +146,9 @@ fn sides<'a, K, V>(change: &DiffItem<'a, 'a, K, V>) -> (Option<&'a V>, Option<&'
 
 /// The addresses that lead back to the name of a service.
 fn addresses(service: &Service) -> Vec<IpAddr> {
+    if !has_name(service) {
+        return Vec::new();
+    }
     let mut addresses: Vec<_> = match &service.records {
         Records::ClusterIps => service.cluster_ips.to_vec(),
         Records::Endpoints { .. } => service.records.published().map(|e| e.addr).collect(),

@@ -5,7 +5,7 @@ use std::{net::IpAddr, time::Duration};
 use ipnet::IpNet;
 use smallvec::SmallVec;
 
-use super::{Hints, Protocol, Reach, Records, ServiceName};
+use super::{Hints, Protocol, Reach, Records, ServiceName, Weights};
 
 /// `spec.type`, or where else it comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,6 +21,9 @@ pub enum ServiceType {
     LoadBalancer,
     /// A name in DNS: no VIP.
     ExternalName,
+    /// No Service, but a ServiceEntry. Its cluster IPs are those that this node gave to its hosts, its external IPs those
+    /// that it names.
+    Entry,
 }
 
 /// `spec.internalTrafficPolicy` and `spec.externalTrafficPolicy`.
@@ -81,6 +84,8 @@ pub struct ServicePort {
     pub node_port: Option<u16>,
     /// Sorted by address and port, without duplicates.
     pub endpoints: Vec<Endpoint>,
+    /// Which part of the connections each endpoint gets; none: all get the same.
+    pub weights: Option<Box<Weights>>,
 }
 
 /// An endpoint of a service's port.
@@ -113,21 +118,39 @@ impl ServicePort {
     /// (KEP-1669), wherever they are. With `policy` Local, decided among those on this node alone,
     /// without a look at hints.
     pub fn usable(&self, v4: bool, policy: TrafficPolicy) -> impl Iterator<Item = &Endpoint> {
-        let eligible = move |e: &&Endpoint| {
+        self.weighted(v4, policy).map(|(endpoint, _)| endpoint)
+    }
+
+    /// Returns the same with their weights.
+    pub fn weighted(
+        &self,
+        v4: bool,
+        policy: TrafficPolicy,
+    ) -> impl Iterator<Item = (&Endpoint, u32)> {
+        let eligible = move |e: &Endpoint| {
             e.addr.is_ipv4() == v4 && (policy == TrafficPolicy::Cluster || e.local)
         };
-        let ready = self.endpoints.iter().filter(eligible).any(|e| e.ready);
+        let ready = self.endpoints.iter().any(|e| eligible(e) && e.ready);
         let reach = match policy {
             TrafficPolicy::Cluster => self.reach(v4),
             TrafficPolicy::Local => Reach::Cluster,
         };
-        self.endpoints.iter().filter(eligible).filter(move |e| {
-            if ready {
-                e.ready && reach.includes(e.hints)
-            } else {
-                e.serving && e.terminating
-            }
-        })
+        let all = self.endpoints.iter().enumerate();
+        let usable = all.filter(move |(_, e)| {
+            eligible(e)
+                && if ready {
+                    e.ready && reach.includes(e.hints)
+                } else {
+                    e.serving && e.terminating
+                }
+        });
+        usable.map(|(index, e)| (e, self.weight(index)))
+    }
+
+    /// The weight of the endpoint at an index.
+    pub fn weight(&self, index: usize) -> u32 {
+        let weights = self.weights.as_ref();
+        weights.map_or(1, |weights| weights.get(index))
     }
 
     /// How far this node looks for endpoints of one family, by the hints of those that are ready.

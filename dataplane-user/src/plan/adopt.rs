@@ -88,12 +88,12 @@ pub enum AdoptError {
         /// The first slot of the other.
         second: u32,
     },
-    /// A block that is not sorted, or has an endpoint twice.
+    /// A block that is not sorted.
     #[error("table ENDPOINTS: slot {slot}, of pool {pool}, is out of order")]
     UnsortedBlock {
         /// The pool.
         pool: u32,
-        /// The slot that is not greater than the one before.
+        /// The slot that is less than the one before.
         slot: u32,
     },
 }
@@ -295,7 +295,7 @@ fn take_over_blocks(mirror: &mut Mirror) -> Result<(), AdoptError> {
         };
         let unsorted = endpoints
             .windows(2)
-            .position(|pair| !decide::order(&pair[0], &pair[1]).is_lt());
+            .position(|pair| decide::order(&pair[0], &pair[1]).is_gt());
         if let Some(at) = unsorted {
             return Err(AdoptError::UnsortedBlock {
                 pool: index,

@@ -33,6 +33,7 @@ mod claims;
 mod departures;
 mod diff;
 pub mod enrol;
+pub mod entries;
 pub mod ipsec;
 mod mirror;
 mod planner;
@@ -40,6 +41,7 @@ mod reach;
 mod room;
 mod settle;
 mod shares;
+pub mod vips;
 mod wanted;
 
 pub use adopt::AdoptError;

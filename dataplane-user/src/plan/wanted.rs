@@ -19,7 +19,7 @@ use dataplane_common::{
 use ipnet::IpNet;
 
 use super::{blocks::slots, shares::Entries};
-use crate::model::{self, Service, ServicePort, ServiceType, TrafficPolicy};
+use crate::model::{self, Service, ServicePort, ServiceType, TrafficPolicy, Weights, most_places};
 
 /// A key that a service wants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,6 +48,10 @@ pub(super) enum Claim {
     ExternalIp,
     /// A pod's `hostPort`.
     HostPort,
+    /// An address that this node gave to a host of a ServiceEntry.
+    GivenToEntry,
+    /// `spec.addresses` of a ServiceEntry, and those of its `status`.
+    NamedByEntry,
 }
 
 impl WantedKey {
@@ -148,6 +152,8 @@ pub(super) fn keys(service: &Service, keys: &mut Vec<WantedKey>) {
     };
     let claim = |addr: &Addr, kind| match kind {
         _ if service.kind == ServiceType::HostPort => Claim::HostPort,
+        Kind::EXTERNAL_IP if service.kind == ServiceType::Entry => Claim::NamedByEntry,
+        _ if service.kind == ServiceType::Entry => Claim::GivenToEntry,
         Kind::CLUSTER_IP | Kind::CLUSTER_ADDRESS => Claim::ClusterIp,
         Kind::NODE_PORT => Claim::NodePort,
         Kind::EXTERNAL_IP if !of_both.contains(addr) => Claim::ExternalIp,
@@ -220,8 +226,14 @@ pub(super) fn cost(service: &Service, keys: &[WantedKey]) -> Entries {
             }
             pools += copies;
             sources += ranges;
-            let endpoints = port.endpoints.iter();
-            let endpoints = endpoints.filter(|e| e.addr.is_ipv4() == v4).count();
+            let endpoints = port.endpoints.iter().enumerate();
+            let endpoints = endpoints.filter(|(_, e)| e.addr.is_ipv4() == v4);
+            let endpoints = if port.weights.is_none() {
+                endpoints.count()
+            } else {
+                let weights: Vec<_> = endpoints.map(|(index, _)| port.weight(index)).collect();
+                most_places(&weights)
+            };
             if endpoints > 0 {
                 taken += copies * u64::from(slots(endpoints.min(Block::MAX_LEN)));
             }
@@ -272,8 +284,8 @@ fn without_duplicates(keys: &mut Vec<WantedKey>) {
     }
 }
 
-/// The endpoints that may answer for `port` in one family, as a pool holds them: sorted, without
-/// duplicates, at most [`Block::MAX_LEN`]. Returns how many there are in truth.
+/// The endpoints that may answer for `port` in one family, as a pool holds them: sorted, at most [`Block::MAX_LEN`].
+/// Each is there once, or as often as its weight asks. Returns how many there are in truth.
 pub(super) fn endpoints(
     port: &ServicePort,
     v4: bool,
@@ -281,10 +293,15 @@ pub(super) fn endpoints(
     endpoints: &mut Vec<Endpoint>,
 ) -> usize {
     endpoints.clear();
-    endpoints.extend(
-        port.usable(v4, policy)
-            .map(|e| Endpoint::new(Addr::from(e.addr), Port::new(e.port))),
-    );
+    let endpoint = |e: &model::Endpoint| Endpoint::new(Addr::from(e.addr), Port::new(e.port));
+    if port.weights.is_some() {
+        let weighted: Vec<_> = port.weighted(v4, policy).collect();
+        endpoints.extend(Weights::repeated(&weighted).map(endpoint));
+        endpoints.sort_unstable_by(decide::order);
+        endpoints.truncate(Block::MAX_LEN);
+        return weighted.len();
+    }
+    endpoints.extend(port.usable(v4, policy).map(endpoint));
     if !endpoints.is_sorted_by(|a, b| decide::order(a, b).is_lt()) {
         endpoints.sort_unstable_by(decide::order);
         endpoints.dedup();

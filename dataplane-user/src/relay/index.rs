@@ -12,7 +12,8 @@ use rand::seq::IteratorRandom;
 use smallvec::SmallVec;
 
 use crate::model::{
-    Protocol, Service, ServiceName, ServicePort, Snapshot, TrafficPolicy, Workload,
+    Protocol, Service, ServiceName, ServicePort, ServiceType, Snapshot, TrafficPolicy, Weights,
+    Workload,
 };
 
 /// A snapshot, arranged for looking up destinations. A new index costs as much as has changed: its
@@ -24,7 +25,7 @@ pub struct Index {
     /// Cluster IPs, and how many services claim each. A connection to a port of a cluster IP that no
     /// service has is refused.
     vips: imbl::HashMap<IpAddr, u32>,
-    /// Addresses of endpoints and workloads, and how many have each.
+    /// Addresses of workloads and of endpoints, but for those of ServiceEntries, and how many have each.
     known: imbl::HashMap<IpAddr, u32>,
     /// Endpoints over TCP, and how many services have each.
     endpoints: imbl::HashMap<SocketAddr, u32>,
@@ -165,6 +166,10 @@ impl Index {
         for vip in &service.cluster_ips {
             *self.vips.entry(*vip).or_default() += 1;
         }
+        // The endpoints of a ServiceEntry are reached by its addresses. It opens no way to them that leads past these.
+        if service.kind == ServiceType::Entry {
+            return;
+        }
         for endpoint in service.ports.iter().flat_map(|port| &port.endpoints) {
             *self.known.entry(endpoint.addr).or_default() += 1;
         }
@@ -184,6 +189,9 @@ impl Index {
         }
         for vip in &service.cluster_ips {
             release(&mut self.vips, vip);
+        }
+        if service.kind == ServiceType::Entry {
+            return;
         }
         for endpoint in service.ports.iter().flat_map(|port| &port.endpoints) {
             release(&mut self.known, &endpoint.addr);
@@ -375,6 +383,12 @@ impl Target {
                 .map(|endpoint| SocketAddr::new(endpoint.addr, endpoint.port))
                 .collect();
             preferred.dedup();
+            let mut drawn = preferred.clone();
+            if port.weights.is_some() {
+                let weighted: Vec<_> = port.weighted(v4, self.policy).collect();
+                let repeated = Weights::repeated(&weighted);
+                drawn = repeated.map(|e| SocketAddr::new(e.addr, e.port)).collect();
+            }
             let ready = port.endpoints.iter().filter(|endpoint| {
                 self.policy == TrafficPolicy::Cluster
                     && endpoint.addr.is_ipv4() == v4
@@ -385,7 +399,7 @@ impl Target {
                 .filter(|endpoint| !preferred.contains(endpoint));
             Candidates {
                 others: others.collect(),
-                preferred: preferred.into(),
+                preferred: drawn.into(),
             }
         })
     }

@@ -32,4 +32,8 @@ pub struct Kubernetes {
     /// node's only service proxy, give the API server's own address or that of its load balancer.
     #[serde(skip_serializing_if = "is_default")]
     pub api_server: Option<String>,
+    /// Read Istio's ServiceEntries and WorkloadEntries, and serve the entries' hosts. A cluster without them is no
+    /// error. Without this, the agent needs no permission to read them.
+    #[serde(skip_serializing_if = "is_default")]
+    pub service_entries: bool,
 }

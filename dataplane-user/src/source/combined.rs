@@ -61,6 +61,7 @@ impl Feed for Combined {
             if part.services {
                 whole.services = whole.services.union(view.services.clone());
                 whole.whole = view.whole;
+                whole.entries = whole.entries.union(view.entries.clone());
             }
             if part.workloads {
                 whole.workloads = whole.workloads.union(view.workloads.clone());

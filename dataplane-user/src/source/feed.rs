@@ -5,7 +5,7 @@ use std::{fmt, sync::Arc, time::Instant};
 
 use super::{health::Health, objects::NodeFacts};
 use crate::{
-    model::{Problem, Service, ServiceName, Workload, WorkloadName},
+    model::{Entry, EntryName, Problem, Service, ServiceName, Workload, WorkloadName},
     threads::Deaths,
 };
 
@@ -30,6 +30,8 @@ pub trait Feed: Send {
 pub struct View {
     /// Every service, host ports of pods among them; shares with the view before what did not change.
     pub services: imbl::OrdMap<ServiceName, Arc<Service>>,
+    /// Every ServiceEntry with its endpoints; without the addresses that this node gives to hosts.
+    pub entries: imbl::OrdMap<EntryName, Arc<Entry>>,
     /// The pods of this node, and of others, as far as they were asked for.
     pub workloads: imbl::OrdMap<WorkloadName, Arc<Workload>>,
     /// Whether every Service of the cluster is among them.

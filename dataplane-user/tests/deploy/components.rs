@@ -100,7 +100,10 @@ fn the_charts_values_do_what_the_components_do() {
 #[test]
 fn kustomize_adds_the_same() {
     let components = pairs().map(|(component, _)| component);
-    for component in components.iter().chain(&["mesh", "conntrack"]) {
+    for component in components
+        .iter()
+        .chain(&["mesh", "conntrack", "service-entries"])
+    {
         let overlay = deploy()
             .join("kustomize")
             .join(format!("test-{}", std::process::id()));

@@ -1,6 +1,7 @@
 //! The Kubernetes source, reading a real HTTP(S) API with the semantics of the API server.
 
 mod access;
+mod entries;
 mod pods;
 mod reading;
 mod recovery;

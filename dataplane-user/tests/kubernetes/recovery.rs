@@ -249,7 +249,7 @@ fn a_reader_that_panics_is_told_of() {
     };
     let settings = Settings {
         target,
-        scope: Scope::Services,
+        wanted: Scope::Services.into(),
         patience: patience(),
     };
     let (sender, died) = mpsc::channel();

@@ -11,7 +11,7 @@ use dataplane::{
     model::{Node, Service, ServiceName},
     source::{
         self, Feed as _, Notice, View,
-        kubernetes::{Api, Health, Kind, Patience, Scope, Settings, Target},
+        kubernetes::{Api, Health, Kind, Patience, Scope, Settings, Target, Wanted},
         objects::NodeFacts,
     },
 };
@@ -56,6 +56,7 @@ pub fn patience() -> Patience {
         retry: Duration::from_millis(5),
         retry_max: Duration::from_millis(50),
         forbidden: Duration::from_millis(100),
+        missing: Duration::from_millis(50),
         orphan: Duration::from_millis(50),
     }
 }
@@ -67,15 +68,20 @@ impl Site {
     }
 
     /// Likewise, and what is in this scope.
-    pub fn of(server: ApiServer, scope: Scope) -> Self {
-        Self::patient(server, scope, patience())
+    pub fn of(server: ApiServer, wanted: impl Into<Wanted>) -> Self {
+        Self::patient(server, wanted, patience())
     }
 
     /// Likewise, with other patience.
-    pub fn patient(server: ApiServer, scope: Scope, patience: Patience) -> Self {
-        Self::start(server, scope, patience, |target, directory, server| {
-            target.kubeconfig = Some(server.kubeconfig(directory.path()).unwrap());
-        })
+    pub fn patient(server: ApiServer, wanted: impl Into<Wanted>, patience: Patience) -> Self {
+        Self::start(
+            server,
+            wanted.into(),
+            patience,
+            |target, directory, server| {
+                target.kubeconfig = Some(server.kubeconfig(directory.path()).unwrap());
+            },
+        )
     }
 
     /// Reads a server as `target` says.
@@ -84,19 +90,19 @@ impl Site {
         patience: Patience,
         target: impl FnOnce(&mut Target, &TempDir, &ApiServer),
     ) -> Self {
-        Self::start(server, Scope::Services, patience, target)
+        Self::start(server, Scope::Services.into(), patience, target)
     }
 
     fn start(
         server: ApiServer,
-        scope: Scope,
+        wanted: Wanted,
         patience: Patience,
         target: impl FnOnce(&mut Target, &TempDir, &ApiServer),
     ) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let mut settings = Settings {
             target: Target::default(),
-            scope,
+            wanted,
             patience,
         };
         target(&mut settings.target, &directory, &server);

@@ -42,6 +42,7 @@ fn service(
         protocol: Protocol::Tcp,
         node_port: None,
         endpoints: (0..endpoints).map(endpoint).collect(),
+        weights: None,
     };
     Service {
         name: ServiceName::new(namespace, name),

@@ -145,6 +145,7 @@ pub fn service() -> impl Strategy<Value = Service> {
             protocol,
             node_port,
             endpoints,
+            weights: None,
         });
     let kind = prop_oneof![
         4 => Just(ServiceType::LoadBalancer),

@@ -68,6 +68,7 @@ fn service(name: &str, cluster_ips: &[&str], endpoints: &[&str]) -> Service {
         protocol: Protocol::Tcp,
         node_port: None,
         endpoints,
+        weights: None,
     };
     Service {
         name: ServiceName::new("test", name),

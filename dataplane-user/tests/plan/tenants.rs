@@ -59,6 +59,7 @@ fn hostile() -> impl Strategy<Value = Service> {
                 protocol: Protocol::Tcp,
                 node_port: port.is_multiple_of(3).then_some(30_000 + port),
                 endpoints: (0..endpoints).map(endpoint).collect(),
+                weights: None,
             };
             service.ports.extend((1000..1000 + ports).map(port));
             let range = |n: u8| format!("198.51.100.{n}/32").parse().unwrap();

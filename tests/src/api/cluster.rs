@@ -23,7 +23,14 @@ pub enum Resource {
     Pods,
     /// Namespaces.
     Namespaces,
+    /// Istio's ServiceEntries, once they are [installed](Cluster::install_istio).
+    ServiceEntries,
+    /// Istio's WorkloadEntries, likewise.
+    WorkloadEntries,
 }
+
+/// The group of Istio's kinds in paths.
+const ISTIO: &str = "/apis/networking.istio.io/";
 
 impl Resource {
     /// By the path of a request.
@@ -34,7 +41,11 @@ impl Resource {
             "/api/v1/nodes" => Some(Self::Nodes),
             "/api/v1/pods" => Some(Self::Pods),
             "/api/v1/namespaces" => Some(Self::Namespaces),
-            _ => None,
+            _ => match path.strip_prefix(ISTIO)?.split_once('/')?.1 {
+                "serviceentries" => Some(Self::ServiceEntries),
+                "workloadentries" => Some(Self::WorkloadEntries),
+                _ => None,
+            },
         }
     }
 
@@ -46,6 +57,8 @@ impl Resource {
             "Node" => Some(Self::Nodes),
             "Pod" => Some(Self::Pods),
             "Namespace" => Some(Self::Namespaces),
+            "ServiceEntry" => Some(Self::ServiceEntries),
+            "WorkloadEntry" => Some(Self::WorkloadEntries),
             _ => None,
         }
     }
@@ -58,6 +71,8 @@ impl Resource {
             Self::Nodes => ("Node", "v1"),
             Self::Pods => ("Pod", "v1"),
             Self::Namespaces => ("Namespace", "v1"),
+            Self::ServiceEntries => ("ServiceEntry", "networking.istio.io/v1"),
+            Self::WorkloadEntries => ("WorkloadEntry", "networking.istio.io/v1"),
         }
     }
 }
@@ -84,6 +99,8 @@ struct State {
     compacted: u64,
     /// What lists that are being paged through are of.
     pages: HashMap<u64, Objects>,
+    /// The version in which there are Istio's kinds; none: there are none.
+    istio: Option<&'static str>,
 }
 
 /// The objects of a cluster. A handle: clones are of the same cluster.
@@ -104,6 +121,7 @@ impl Default for Cluster {
                 history: VecDeque::new(),
                 compacted: version,
                 pages: HashMap::new(),
+                istio: None,
             })),
             version: watch::Sender::new(version),
         }
@@ -120,6 +138,19 @@ impl Cluster {
         let version = self.put(object);
         self.version.send_replace(version);
         version
+    }
+
+    /// Has the cluster know Istio's kinds in a version of their API, such as `v1`; or not know them any more.
+    pub fn install_istio(&self, version: Option<&'static str>) {
+        self.lock().istio = version;
+    }
+
+    /// Whether the cluster has what a path asks for.
+    pub(super) fn knows(&self, path: &str) -> bool {
+        path.strip_prefix(ISTIO).is_none_or(|rest| {
+            let version = rest.split_once('/').map(|(version, _)| version);
+            version.is_some() && version == self.lock().istio
+        })
     }
 
     /// Several at once: watchers see nothing before the last is there.

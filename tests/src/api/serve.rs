@@ -60,7 +60,8 @@ pub async fn answer(
     Query(parameters): Query<Parameters>,
     request: Request,
 ) -> Response {
-    let resource = Resource::of_path(request.uri().path());
+    let path = request.uri().path();
+    let resource = Resource::of_path(path).filter(|_| site.cluster.knows(path));
     let is_watch = parameters
         .get("watch")
         .is_some_and(|value| value == "true" || value == "1");

@@ -94,6 +94,7 @@ fn service(
         protocol: Protocol::Tcp,
         node_port: None,
         endpoints,
+        weights: None,
     };
     let service = Service {
         name: name.clone(),

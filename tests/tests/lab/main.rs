@@ -32,6 +32,7 @@ mod crafted;
 mod daemonset;
 mod deaths;
 mod dns;
+mod entries;
 mod errors;
 mod exhausted;
 mod explain;
@@ -200,6 +201,7 @@ fn main() -> ExitCode {
         crafted::FLOWS,
         crafted::ERRORS,
         fragments::SCENARIOS,
+        entries::SCENARIOS,
         errors::SCENARIOS,
         frames::SCENARIOS,
         policies::SCENARIOS,

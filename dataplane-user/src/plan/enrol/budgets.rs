@@ -26,7 +26,9 @@ use super::{
     },
     Member,
 };
-use crate::model::{Egress, Policy, Reachable, Rules, Service, ServiceName, Snapshot, Workload};
+use crate::model::{
+    Egress, Policy, Reachable, Rules, Service, ServiceName, ServiceType, Snapshot, Workload,
+};
 
 /// Half of a table: the other half is for what changes, during which new and old rules are there. The configuration's own
 /// rules have a sixteenth.
@@ -191,9 +193,11 @@ struct Item {
 }
 
 impl Item {
-    /// The endpoints that are Pods'.
+    /// The endpoints that are Pods'. Those of a ServiceEntry are reached by its addresses only.
     fn of_service(service: &Service, pods: &HashSet<IpAddr>) -> Self {
-        let endpoints = service.ports.iter().flat_map(|port| {
+        let ports = service.ports.iter();
+        let ports = ports.filter(|_| service.kind != ServiceType::Entry);
+        let endpoints = ports.flat_map(|port| {
             let protocol = protocol(port.protocol);
             let of_pods = port.endpoints.iter().filter(|e| pods.contains(&e.addr));
             of_pods.map(move |e| FrontendKey::new(e.addr.into(), Port::new(e.port), protocol))
@@ -427,6 +431,7 @@ mod tests {
                 protocol: Protocol::Tcp,
                 node_port: None,
                 endpoints: endpoints.collect(),
+                weights: None,
             };
             Arc::new(Service {
                 name: ServiceName::new(namespace, name),
@@ -470,6 +475,14 @@ mod tests {
                 snapshot.workloads.insert(name, Arc::new(pod));
             }
         }
+        // A ServiceEntry makes no port of a Pod known.
+        let mut entry = service("shop", "entry", 0x0a00_0000, 100);
+        let opened = Arc::make_mut(&mut entry);
+        opened.kind = ServiceType::Entry;
+        for endpoint in &mut opened.ports[0].endpoints {
+            endpoint.port = 81;
+        }
+        snapshot.services.insert(entry.name.clone(), entry);
         let left_out = known_within(&snapshot, &members, &mut wanted, 1000);
         assert_eq!(left_out, [ServiceName::new("hog", "a")]);
         let is_known = |ip: [u8; 4]| {

@@ -24,7 +24,7 @@ use tokio::{
 use tower::{BoxError, ServiceBuilder};
 
 use super::{
-    Patience, Scope,
+    Patience, Wanted,
     error::{ConnectError, chain},
     token::TokenFile,
 };
@@ -47,7 +47,7 @@ pub struct Settings {
     /// Where the API server is.
     pub target: Target,
     /// What to read it for.
-    pub scope: Scope,
+    pub wanted: Wanted,
     /// How long to wait for what.
     pub patience: Patience,
 }

@@ -63,6 +63,11 @@ impl Failure {
         }
     }
 
+    /// Whether the server has no such kind.
+    pub(super) fn is_missing(&self) -> bool {
+        matches!(self, Self::Refused { code: 404, .. })
+    }
+
     /// Whether we may not read this.
     pub(super) fn is_forbidden(&self) -> bool {
         matches!(self, Self::Refused { code: 403, .. })

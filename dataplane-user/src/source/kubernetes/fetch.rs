@@ -15,7 +15,7 @@ use kube::{
 use tokio::time::timeout;
 
 use super::{
-    Failure, Kind, Patience, error::chain, failure::Status, health::KindHealth, token::TokenFile,
+    Failure, Patience, error::chain, failure::Status, health::KindHealth, token::TokenFile,
 };
 
 /// Who we are, for the server's log and its audit.
@@ -31,7 +31,8 @@ const ERROR_MAX: usize = 64 * 1024;
 pub struct Fetch<'a> {
     pub client: &'a Client,
     pub token: Option<&'a TokenFile>,
-    pub kind: Kind,
+    /// Where the API server has them.
+    pub path: &'static str,
     pub patience: Patience,
     pub health: &'a KindHealth,
 }
@@ -39,7 +40,7 @@ pub struct Fetch<'a> {
 impl<'a> Fetch<'a> {
     /// A page of a list, as it is.
     pub async fn page(&self, what: &ListParams) -> Result<Vec<u8>, Failure> {
-        let request = Request::new(self.kind.path()).list(what);
+        let request = Request::new(self.path).list(what);
         let mut body = self.answer(request).await?;
         let mut page = Vec::new();
         while let Some(piece) = next(&mut body, self.patience.answer).await? {
@@ -51,7 +52,7 @@ impl<'a> Fetch<'a> {
 
     /// Watches from a version on.
     pub async fn watch(&self, what: &WatchParams, from: &str) -> Result<Lines<'a>, Failure> {
-        let request = Request::new(self.kind.path()).watch(what, from);
+        let request = Request::new(self.path).watch(what, from);
         Ok(Lines {
             body: self.answer(request).await?,
             text: Vec::new(),

@@ -66,8 +66,18 @@ enum Ended {
     Otherwise,
     /// The server ended it, as it does after a time.
     ByServer,
+    /// The cluster has no such kind.
+    Missing,
     /// It did not work.
     Failed(Failure),
+}
+
+/// A list that was read to its end.
+struct Listed {
+    /// Where it was.
+    path: &'static str,
+    /// What it is of, and what has come since.
+    version: String,
 }
 
 impl From<Failure> for Ended {
@@ -156,6 +166,10 @@ impl Follower {
                 Ended::ByServer => {
                     debug!("the watch of {} ended", self.kind);
                 }
+                Ended::Missing => {
+                    version = None;
+                    backoff.at_least(Some(self.patience.missing));
+                }
                 Ended::Failed(failure) if failure.is_expired() && version.is_some() => {
                     info!("{}: listing them anew: {failure}", self.kind);
                     version = None;
@@ -186,7 +200,11 @@ impl Follower {
         let (node, everywhere) = match self.kind {
             Kind::Slice => (eyes.node.as_ref()?, false),
             Kind::Pod => (&self.node, eyes.everywhere),
-            Kind::Service | Kind::Node | Kind::Namespace => (&self.node, false),
+            Kind::Service
+            | Kind::Node
+            | Kind::Namespace
+            | Kind::ServiceEntry
+            | Kind::WorkloadEntry => (&self.node, false),
         };
         Some(Sight {
             node: Arc::clone(node),
@@ -207,7 +225,7 @@ impl Step<'_> {
     async fn take(
         &self,
         connection: &mut Option<Connection>,
-        version: &mut Option<String>,
+        listed: &mut Option<Listed>,
         eyes: &mut watch::Receiver<Eyes>,
         backoff: &mut Backoff,
     ) -> Ended {
@@ -218,27 +236,28 @@ impl Step<'_> {
                 Err(error) => return Ended::Failed(error.into()),
             },
         };
-        let fetch = Fetch {
+        let fetch = |path| Fetch {
             client: &connected.client,
             token: connected.token.as_deref(),
-            kind: self.follower.kind,
+            path,
             patience: self.follower.patience,
             health: self.health,
         };
-        let from = match version {
-            Some(version) => version,
-            None => match self.list(&fetch).await {
-                Ok(listed) => version.insert(listed),
+        let Listed { path, version } = match listed {
+            Some(listed) => listed,
+            None => match self.find(&fetch).await {
+                Ok(found) => listed.insert(found),
                 Err(ended) => return ended,
             },
         };
+        let fetch = fetch(path);
         let mut watch = self
             .follower
             .kind
             .watch(self.sight)
             .timeout(rand::random_range(WATCH_SECONDS));
         watch.bookmarks = true;
-        let mut lines = match fetch.watch(&watch, from).await {
+        let mut lines = match fetch.watch(&watch, version).await {
             Ok(lines) => lines,
             Err(failure) => return failure.into(),
         };
@@ -257,7 +276,7 @@ impl Step<'_> {
         let began = Instant::now();
         let mut told = false;
         let ended = tokio::select! {
-            ended = self.watch(&mut lines, from, &mut told) => ended,
+            ended = self.watch(&mut lines, version, &mut told) => ended,
             true = self.seen_otherwise(eyes) => Ended::Otherwise,
         };
         if told || began.elapsed() > LASTED {
@@ -279,6 +298,31 @@ impl Step<'_> {
         let sight = |eyes: &Eyes| self.follower.sight(eyes);
         let other = |eyes: &Eyes| sight(eyes).is_some_and(|sight| sight != *self.sight);
         eyes.wait_for(other).await.is_ok()
+    }
+
+    /// Lists all of it, in the newest version of the API that the server has of it.
+    async fn find<'a>(&self, fetch: impl Fn(&'static str) -> Fetch<'a>) -> Result<Listed, Ended> {
+        let kind = self.follower.kind;
+        for path in kind.paths() {
+            match self.list(&fetch(path)).await {
+                Err(Ended::Failed(failure)) if kind.may_be_missing() && failure.is_missing() => {}
+                Ok(version) => {
+                    if self.health.miss(false) {
+                        info!("{kind}: the cluster has them now");
+                    }
+                    return Ok(Listed { path, version });
+                }
+                Err(ended) => return Err(ended),
+            }
+        }
+        // As good as a list of none.
+        self.send(Message::Begin(kind)).await?;
+        self.send(Message::End(kind, self.sight.clone())).await?;
+        if !self.health.miss(true) {
+            let again = self.follower.patience.missing;
+            info!("{kind}: the cluster does not have this kind; asking again every {again:?}");
+        }
+        Err(Ended::Missing)
     }
 
     /// Lists all of it; the version that it is of.

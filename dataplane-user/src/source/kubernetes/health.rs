@@ -5,7 +5,7 @@ use std::sync::{
     atomic::{AtomicBool, AtomicU64, Ordering},
 };
 
-use super::{Kind, Scope};
+use super::{Kind, Wanted};
 use crate::source::clock::now;
 
 /// How reading the API goes: written by those who read, read by whoever asks.
@@ -21,6 +21,8 @@ pub struct KindHealth {
     wanted: AtomicBool,
     /// Whether the API server does not let it be read, and the rest is served without it.
     refused: AtomicBool,
+    /// Whether the cluster has no such kind.
+    missing: AtomicBool,
     /// When the server last said something about it, if only that there is nothing new.
     heard: AtomicU64,
     /// Whether it was ever listed to its end.
@@ -51,18 +53,18 @@ impl Health {
         &self.kinds[kind as usize]
     }
 
-    /// What is in this scope is read from now on.
-    pub(super) fn want(&self, scope: Scope) {
-        for kind in Kind::ALL.into_iter().filter(|kind| kind.scope() <= scope) {
+    /// These kinds are read from now on.
+    pub(super) fn want(&self, wanted: Wanted) {
+        for kind in Kind::ALL.into_iter().filter(|kind| wanted.includes(*kind)) {
             self.of(kind).wanted.store(true, Ordering::Relaxed);
         }
     }
 
-    /// Those that are read, but for those that we may not read.
+    /// Those that are read, but for those that we may not read and those that the cluster does not have.
     fn read(&self) -> impl Iterator<Item = &KindHealth> {
-        self.kinds
-            .iter()
-            .filter(|kind| kind.wanted.load(Ordering::Relaxed) && !kind.is_refused())
+        self.kinds.iter().filter(|kind| {
+            kind.wanted.load(Ordering::Relaxed) && !kind.is_refused() && !kind.is_missing()
+        })
     }
 
     /// When everything that we know was last known to be so: the server sends word of each kind
@@ -114,6 +116,19 @@ impl KindHealth {
     /// Whether the API server does not let it be read, and the rest is served without it.
     pub fn is_refused(&self) -> bool {
         self.refused.load(Ordering::Relaxed)
+    }
+
+    /// Whether the cluster has no such kind.
+    pub fn is_missing(&self) -> bool {
+        self.missing.load(Ordering::Relaxed)
+    }
+
+    /// The cluster has no such kind, or has it now; what was so before. That it could not be read is over.
+    pub(super) fn miss(&self, missing: bool) -> bool {
+        if missing {
+            self.failing().take();
+        }
+        self.missing.swap(missing, Ordering::Relaxed)
     }
 
     fn failure(&self) -> Option<(u64, String)> {

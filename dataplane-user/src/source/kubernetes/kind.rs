@@ -9,7 +9,7 @@ use super::sight::Sight;
 use crate::{
     model::{Node, Place, Service, ServiceName, Workload},
     source::objects::{
-        self, Findings, NamespaceRules, NodeFacts, Outcome, Slice,
+        self, Candidate, Findings, NamespaceRules, NodeFacts, Outcome, ServiceEntry, Slice,
         wire::{self, Metadata, Named},
     },
 };
@@ -32,6 +32,39 @@ pub enum Kind {
     Pod,
     /// Namespaces.
     Namespace,
+    /// Istio's ServiceEntries.
+    ServiceEntry,
+    /// Istio's WorkloadEntries.
+    WorkloadEntry,
+}
+
+/// Which kinds are read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Wanted {
+    /// What of Kubernetes' own objects.
+    pub scope: Scope,
+    /// Whether Istio's ServiceEntries are read, and what they select: WorkloadEntries, and pods.
+    pub entries: bool,
+}
+
+impl From<Scope> for Wanted {
+    fn from(scope: Scope) -> Self {
+        Self {
+            scope,
+            entries: false,
+        }
+    }
+}
+
+impl Wanted {
+    /// Whether a kind is read.
+    pub fn includes(self, kind: Kind) -> bool {
+        match kind {
+            Kind::ServiceEntry | Kind::WorkloadEntry => self.entries,
+            Kind::Pod if self.entries => true,
+            kind => kind.scope().is_some_and(|scope| scope <= self.scope),
+        }
+    }
 }
 
 /// What the API is read for: each with what is before it.
@@ -51,21 +84,29 @@ pub enum Scope {
 
 impl Kind {
     /// All of them.
-    pub const ALL: [Self; 5] = [
+    pub const ALL: [Self; 7] = [
         Self::Service,
         Self::Slice,
         Self::Node,
         Self::Pod,
         Self::Namespace,
+        Self::ServiceEntry,
+        Self::WorkloadEntry,
     ];
 
-    /// What it is read for.
-    pub const fn scope(self) -> Scope {
+    /// What it is read for; none: for entries.
+    const fn scope(self) -> Option<Scope> {
         match self {
-            Self::Service | Self::Slice | Self::Node => Scope::Services,
-            Self::Pod => Scope::HostPorts,
-            Self::Namespace => Scope::Mesh,
+            Self::Service | Self::Slice | Self::Node => Some(Scope::Services),
+            Self::Pod => Some(Scope::HostPorts),
+            Self::Namespace => Some(Scope::Mesh),
+            Self::ServiceEntry | Self::WorkloadEntry => None,
         }
+    }
+
+    /// Whether it is a custom resource, which a cluster may not have.
+    pub(super) const fn may_be_missing(self) -> bool {
+        matches!(self, Self::ServiceEntry | Self::WorkloadEntry)
     }
 
     /// What becomes of the rest of the node if the API server does not let it be read: it is
@@ -77,6 +118,8 @@ impl Kind {
                 "host ports of pods (hostPort) are not served, and no pod is captured by its labels",
             ),
             Self::Namespace => Some("no pod is captured by the labels of its namespace"),
+            Self::ServiceEntry => Some("no host of a ServiceEntry is served"),
+            Self::WorkloadEntry => Some("ServiceEntries select pods only"),
         }
     }
 
@@ -88,6 +131,8 @@ impl Kind {
             Self::Node => "nodes",
             Self::Pod => "pods",
             Self::Namespace => "namespaces",
+            Self::ServiceEntry => "serviceentries",
+            Self::WorkloadEntry => "workloadentries",
         }
     }
 
@@ -99,17 +144,29 @@ impl Kind {
             Self::Node => "Node",
             Self::Pod => "Pod",
             Self::Namespace => "Namespace",
+            Self::ServiceEntry => "ServiceEntry",
+            Self::WorkloadEntry => "WorkloadEntry",
         }
     }
 
-    /// Where the API server has them.
-    pub const fn path(self) -> &'static str {
+    /// Where the API server has them, the newest version first: a custom resource may have an older one only.
+    pub(super) const fn paths(self) -> &'static [&'static str] {
         match self {
-            Self::Service => "/api/v1/services",
-            Self::Slice => "/apis/discovery.k8s.io/v1/endpointslices",
-            Self::Node => "/api/v1/nodes",
-            Self::Pod => "/api/v1/pods",
-            Self::Namespace => "/api/v1/namespaces",
+            Self::Service => &["/api/v1/services"],
+            Self::Slice => &["/apis/discovery.k8s.io/v1/endpointslices"],
+            Self::Node => &["/api/v1/nodes"],
+            Self::Pod => &["/api/v1/pods"],
+            Self::Namespace => &["/api/v1/namespaces"],
+            Self::ServiceEntry => &[
+                "/apis/networking.istio.io/v1/serviceentries",
+                "/apis/networking.istio.io/v1beta1/serviceentries",
+                "/apis/networking.istio.io/v1alpha3/serviceentries",
+            ],
+            Self::WorkloadEntry => &[
+                "/apis/networking.istio.io/v1/workloadentries",
+                "/apis/networking.istio.io/v1beta1/workloadentries",
+                "/apis/networking.istio.io/v1alpha3/workloadentries",
+            ],
         }
     }
 
@@ -125,7 +182,7 @@ impl Kind {
             Self::Service | Self::Slice => all.labels(OURS),
             Self::Pod if sight.everywhere => all,
             Self::Node | Self::Pod => all.fields(&self.here(&sight.node)),
-            Self::Namespace => all,
+            Self::Namespace | Self::ServiceEntry | Self::WorkloadEntry => all,
         }
     }
 
@@ -136,7 +193,7 @@ impl Kind {
             Self::Service | Self::Slice => all.labels(OURS),
             Self::Pod if sight.everywhere => all,
             Self::Node | Self::Pod => all.fields(&self.here(&sight.node)),
-            Self::Namespace => all,
+            Self::Namespace | Self::ServiceEntry | Self::WorkloadEntry => all,
         }
     }
 
@@ -169,6 +226,8 @@ impl Kind {
                     Self::Node => Body::Node(NodeFacts::default()),
                     Self::Pod => Body::Pod(None),
                     Self::Namespace => Body::Namespace(NamespaceRules::default()),
+                    Self::ServiceEntry => Body::ServiceEntry(None),
+                    Self::WorkloadEntry => Body::WorkloadEntry(None),
                 },
                 findings,
             }
@@ -214,6 +273,20 @@ impl Kind {
                 let rules = objects::namespace(&metadata, &mut findings);
                 (key(&metadata), Body::Namespace(rules))
             }
+            Self::ServiceEntry => {
+                let entry: wire::ServiceEntry = from_json(text)?;
+                let key = key(&entry.metadata);
+                let entry = objects::service_entry(entry, &mut findings);
+                (key, Body::ServiceEntry(Some(Box::new(entry))))
+            }
+            Self::WorkloadEntry => {
+                let entry: wire::WorkloadEntry = from_json(text)?;
+                let candidate = objects::workload_entry(&entry, &mut findings);
+                (
+                    key(&entry.metadata),
+                    Body::WorkloadEntry(Some(Box::new(candidate))),
+                )
+            }
         };
         Ok(Object {
             name,
@@ -236,6 +309,8 @@ impl Kind {
             Self::Node => why::<wire::Node>(text),
             Self::Pod => why::<wire::Pod>(text),
             Self::Namespace => why::<wire::Namespace>(text),
+            Self::ServiceEntry => why::<wire::ServiceEntry>(text),
+            Self::WorkloadEntry => why::<wire::WorkloadEntry>(text),
         }
         .unwrap_or_default()
     }
@@ -280,6 +355,8 @@ pub(super) enum Body {
     Node(NodeFacts),
     Pod(Option<Pod>),
     Namespace(NamespaceRules),
+    ServiceEntry(Option<Box<ServiceEntry>>),
+    WorkloadEntry(Option<Box<Candidate>>),
 }
 
 /// What there is to know of a pod.
@@ -291,6 +368,8 @@ pub(super) struct Pod {
     pub workload: Option<Workload>,
     /// Whether its rules make no sense, and stay what they were.
     pub faulty: bool,
+    /// As what a ServiceEntry may select it.
+    pub candidate: Option<Box<Candidate>>,
 }
 
 impl Pod {
@@ -315,6 +394,7 @@ impl Pod {
             host_ports,
             workload,
             faulty,
+            candidate: objects::candidate(pod, node).map(Box::new),
         }
     }
 
@@ -329,6 +409,7 @@ impl Pod {
                 ..workload
             }),
             faulty: false,
+            candidate: objects::candidate(pod, node).map(Box::new),
         }
     }
 }

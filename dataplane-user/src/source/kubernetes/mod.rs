@@ -1,5 +1,6 @@
 //! The Kubernetes API as a source: Services, EndpointSlices, and this node's own Node object;
-//! where they are asked for ([`Scope`]), the Pods on this node or on all of them, and Namespaces.
+//! where they are asked for ([`Wanted`]), the Pods on this node or on all of them, Namespaces, and Istio's ServiceEntries
+//! and WorkloadEntries.
 //!
 //! Each kind is listed once, page by page, and watched from there on (`follow`). What was seen is
 //! kept in the model's terms only, and put together into views (`store`): the first when every
@@ -29,7 +30,7 @@ pub use connect::{Settings, Target};
 pub use error::ConnectError;
 pub use failure::Failure;
 pub use health::{Health, KindHealth};
-pub use kind::{Kind, Scope};
+pub use kind::{Kind, Scope, Wanted};
 pub use review::{Review, ReviewError, Reviewer};
 
 use std::{
@@ -78,6 +79,8 @@ pub struct Patience {
     /// How long we may be refused what can be done without, before it is. An API server that has
     /// just started refuses for some seconds what it allows once it knows its own rules.
     pub forbidden: Duration,
+    /// Before a kind that the cluster does not have is asked for again.
+    pub missing: Duration,
     /// How long the Service of an EndpointSlice may be missing before that is said: controllers make
     /// and delete the two one after the other.
     pub orphan: Duration,
@@ -91,6 +94,7 @@ impl Default for Patience {
             retry: Duration::from_millis(100),
             retry_max: Duration::from_secs(15),
             forbidden: Duration::from_secs(5),
+            missing: Duration::from_secs(30),
             orphan: Duration::from_secs(30),
         }
     }
@@ -208,13 +212,13 @@ impl Reader {
             .enable_all()
             .max_blocking_threads(2)
             .build()?;
-        let (patience, scope) = (settings.patience, settings.scope);
+        let (patience, wanted) = (settings.patience, settings.wanted);
         let (stop, stopped) = oneshot::channel();
         let ended = Arc::clone(deaths);
         let thread = threads::start(THREAD, Arc::clone(deaths), move || {
             runtime.block_on(async {
                 tokio::select! {
-                    why = read(connector, patience, scope, node, health, &latest, changed) => ended(THREAD, why),
+                    why = read(connector, patience, wanted, node, health, &latest, changed) => ended(THREAD, why),
                     _ = stopped => {}
                 }
             });
@@ -244,7 +248,7 @@ impl Drop for Reader {
 async fn read(
     connector: Arc<Connector>,
     patience: Patience,
-    scope: Scope,
+    wanted: Wanted,
     node: Arc<Node>,
     health: Arc<Health>,
     latest: &Latest,
@@ -254,8 +258,8 @@ async fn read(
     // How EndpointSlices look depends on the node's zone, so they are read when that is known.
     let (eyes, seen) = watch::channel(Eyes::default());
     let mut followers = JoinSet::new();
-    health.want(scope);
-    for kind in Kind::ALL.into_iter().filter(|kind| kind.scope() <= scope) {
+    health.want(wanted);
+    for kind in Kind::ALL.into_iter().filter(|kind| wanted.includes(*kind)) {
         let follower = Follower {
             kind,
             connector: Arc::clone(&connector),
@@ -267,7 +271,7 @@ async fn read(
         followers.spawn(follower.run(seen.clone()));
     }
     drop(messages);
-    let mut store = Store::new(node, scope, patience);
+    let mut store = Store::new(node, wanted, patience);
     let mut batch = Vec::new();
     loop {
         let far = || Instant::now() + Duration::from_hours(1);

@@ -209,6 +209,7 @@ mod tests {
                 ..Workload::new(name, Place::Elsewhere)
             }),
             faulty: false,
+            candidate: None,
         }
     }
 

@@ -11,16 +11,16 @@ use tokio::time::Instant;
 use super::{
     Kind, Patience, Scope,
     follow::Message,
-    kind::{Body, Object},
+    kind::{Body, Object, Wanted},
     orphans::Orphans,
     pods::{self, Pods},
     sight::Eyes,
 };
 use crate::{
-    model::{Gravity, Node, Problem, Service, ServiceName},
+    model::{EntryName, Gravity, Node, Problem, Service, ServiceName},
     source::{
         View,
-        objects::{self, Findings, NodeFacts, Slice},
+        objects::{self, Candidate, Entries, Findings, NodeFacts, Slice},
     },
 };
 
@@ -32,7 +32,7 @@ use crate::{
 pub struct Store {
     /// This node, without what its object says.
     base: Arc<Node>,
-    scope: Scope,
+    wanted: Wanted,
     facts: NodeFacts,
     /// As in the last view.
     services: imbl::OrdMap<ServiceName, Arc<Service>>,
@@ -43,6 +43,7 @@ pub struct Store {
     /// The service that each slice names.
     named: HashMap<ServiceName, ServiceName>,
     pods: Pods,
+    entries: Entries,
     problems: BTreeMap<(Kind, ServiceName), Vec<Problem>>,
     problems_seen: Arc<[Problem]>,
     orphans: Orphans,
@@ -76,16 +77,17 @@ enum Change {
 
 impl Store {
     /// Nothing yet.
-    pub fn new(base: Arc<Node>, scope: Scope, patience: Patience) -> Self {
+    pub fn new(base: Arc<Node>, wanted: Wanted, patience: Patience) -> Self {
         Self {
             base,
-            scope,
+            wanted,
             facts: NodeFacts::default(),
             services: imbl::OrdMap::new(),
             pending: BTreeMap::new(),
             slices: HashMap::new(),
             named: HashMap::new(),
             pods: Pods::default(),
+            entries: Entries::default(),
             problems: BTreeMap::new(),
             problems_seen: Arc::default(),
             orphans: Orphans::new(patience.orphan),
@@ -147,12 +149,15 @@ impl Store {
 
     /// Whether the pods of all nodes are to be known.
     fn wants_everywhere(&mut self) -> bool {
-        self.scope >= Scope::Registry || self.scope >= Scope::Mesh && self.pods.denies()
+        let scope = self.wanted.scope;
+        scope >= Scope::Registry
+            || scope >= Scope::Mesh && self.pods.denies()
+            || self.entries.select()
     }
 
     /// A view, if there is anything new, and everything was seen once.
     pub fn view(&mut self) -> Option<View> {
-        let mut kinds = Kind::ALL.iter().filter(|kind| kind.scope() <= self.scope);
+        let mut kinds = Kind::ALL.iter().filter(|kind| self.wanted.includes(**kind));
         let known = |kind| self.listed.contains(kind) || self.refused.contains(kind);
         if !self.changed || !kinds.all(known) {
             return None;
@@ -185,10 +190,12 @@ impl Store {
             place: format!("{} {}", Kind::Slice.word(), slice.name),
             text: slice.orphan(),
         });
+        let entries = self.entries.view();
         let problems: Vec<Problem> = self
             .problems
             .values()
             .flatten()
+            .chain(self.entries.problems())
             .cloned()
             .chain(orphans)
             .collect();
@@ -197,6 +204,7 @@ impl Store {
         }
         Some(View {
             services: self.services.clone(),
+            entries,
             workloads: self.pods.workloads(),
             // What belongs to another proxy is not read.
             whole: false,
@@ -307,19 +315,33 @@ impl Store {
                 self.node_seen = true;
             }
             Body::Pod(Some(mut pod)) => {
-                if self.scope < Scope::Mesh {
+                if self.wanted.scope < Scope::Mesh {
                     pod.workload = None;
                 }
+                let selected = self.wanted.entries && self.candidate(&name, pod.candidate.take());
                 let Some(changes) = self.pods.put(&name, pod) else {
-                    return told;
+                    return told || selected;
                 };
                 self.host_ports(changes);
             }
             Body::Pod(None) => return told,
             Body::Namespace(namespace) => self.pods.put_namespace(namespace),
-            Body::Service(None) | Body::Slice(None) => self.forget(kind, &name),
+            Body::ServiceEntry(Some(entry)) => self.entries.put(*entry),
+            Body::WorkloadEntry(Some(entry)) => return self.entries.put_candidate(*entry) || told,
+            Body::Service(None)
+            | Body::Slice(None)
+            | Body::ServiceEntry(None)
+            | Body::WorkloadEntry(None) => self.forget(kind, &name),
         }
         true
+    }
+
+    /// A pod is what entries may select, or not any more; whether that is news.
+    fn candidate(&mut self, name: &ServiceName, candidate: Option<Box<Candidate>>) -> bool {
+        match candidate {
+            Some(candidate) => self.entries.put_candidate(*candidate),
+            None => self.entries.remove_candidate(&(true, name.clone())),
+        }
     }
 
     fn remove(&mut self, kind: Kind, name: &ServiceName) {
@@ -337,8 +359,16 @@ impl Store {
             Kind::Pod => {
                 let changes = self.pods.remove(name);
                 self.host_ports(changes);
+                self.candidate(name, None);
             }
             Kind::Namespace => self.pods.remove_namespace(name.name()),
+            Kind::ServiceEntry => {
+                let name = EntryName::new(name.namespace(), name.name());
+                self.entries.remove(&name);
+            }
+            Kind::WorkloadEntry => {
+                self.entries.remove_candidate(&(false, name.clone()));
+            }
         }
     }
 
@@ -378,8 +408,18 @@ impl Store {
                 served.cloned().chain(pending).collect()
             }
             Kind::Slice => self.named.keys().cloned().collect(),
-            Kind::Pod => self.pods.names(),
+            Kind::Pod => {
+                let mut names = self.pods.names();
+                names.extend(self.entries.candidates(true).cloned());
+                names
+            }
             Kind::Namespace => self.pods.namespaces(),
+            Kind::ServiceEntry => {
+                let names = self.entries.names();
+                let names = names.map(|name| ServiceName::new(name.namespace(), name.name()));
+                names.collect()
+            }
+            Kind::WorkloadEntry => self.entries.candidates(false).cloned().collect(),
             Kind::Node => {
                 if seen.is_empty() {
                     self.changed = true;

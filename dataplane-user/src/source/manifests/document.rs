@@ -18,13 +18,27 @@ use serde_json::{Map, Value};
 use crate::{
     model::{Node, Service, ServiceName, Workload},
     source::objects::{
-        self, Findings, NamespaceRules, NodeFacts, Outcome, Slice,
+        self, Candidate, Findings, NamespaceRules, NodeFacts, Outcome, ServiceEntry, Slice,
         wire::{self, Metadata},
     },
 };
 
 const CORE: &str = "v1";
 const DISCOVERY: &str = "discovery.k8s.io/v1";
+/// The group of Istio's objects; they are the same in each of its versions.
+const ISTIO: &str = "networking.istio.io/";
+const ISTIO_VERSIONS: [&str; 3] = ["v1", "v1beta1", "v1alpha3"];
+
+/// The kinds that are read.
+const KINDS: [&str; 7] = [
+    "Service",
+    "EndpointSlice",
+    "Node",
+    "Pod",
+    "Namespace",
+    "ServiceEntry",
+    "WorkloadEntry",
+];
 
 /// An object of a document.
 #[derive(Debug)]
@@ -48,8 +62,12 @@ pub enum Body {
     Slice(Outcome<Slice>, Option<String>),
     /// A Node: this one or another.
     Node(NodeFacts),
-    /// A Pod: its host ports, and itself unless it has no connections of its own.
-    Pod(Vec<Service>, Option<Box<Workload>>),
+    /// A Pod: its host ports, itself unless it has no connections of its own, and as what a ServiceEntry may select it.
+    Pod(Vec<Service>, Option<Box<Workload>>, Option<Box<Candidate>>),
+    /// A ServiceEntry; none if it makes no sense.
+    ServiceEntry(Option<Box<ServiceEntry>>),
+    /// A WorkloadEntry; none if it makes no sense.
+    WorkloadEntry(Option<Box<Candidate>>),
     /// A Namespace.
     Namespace(Box<NamespaceRules>),
     /// An object of a kind that is not served here.
@@ -69,6 +87,8 @@ impl Entry {
                 return (!node.name.is_empty()).then(|| format!("Node {}", node.name));
             }
             Body::Pod(..) => "Pod",
+            Body::ServiceEntry(_) => "ServiceEntry",
+            Body::WorkloadEntry(_) => "WorkloadEntry",
             Body::Namespace(found) => {
                 return (!found.name.is_empty()).then(|| format!("Namespace {}", found.name));
             }
@@ -113,6 +133,8 @@ enum Sort {
     Node,
     Pod,
     Namespace,
+    ServiceEntry,
+    WorkloadEntry,
     Other,
     NotKnownYet,
 }
@@ -144,25 +166,21 @@ impl Object {
             (Some("Node"), Some(CORE)) => Sort::Node,
             (Some("Pod"), Some(CORE)) => Sort::Pod,
             (Some("Namespace"), Some(CORE)) => Sort::Namespace,
+            (Some("ServiceEntry"), Some(version)) if is_istio(version) => Sort::ServiceEntry,
+            (Some("WorkloadEntry"), Some(version)) if is_istio(version) => Sort::WorkloadEntry,
             (Some("EndpointSlice") | None, Some(DISCOVERY)) => Sort::Slice,
-            (Some("Service" | "EndpointSlice" | "Node" | "Pod" | "Namespace") | None, None)
-            | (None, Some(CORE)) => Sort::NotKnownYet,
+            (None, None | Some(CORE)) => Sort::NotKnownYet,
+            (Some(kind), None) if KINDS.contains(&kind) => Sort::NotKnownYet,
             _ => Sort::Other,
         }
     }
 
     fn is_list(&self) -> bool {
-        matches!(
-            self.kind.as_deref(),
-            Some(
-                "List"
-                    | "ServiceList"
-                    | "EndpointSliceList"
-                    | "NodeList"
-                    | "PodList"
-                    | "NamespaceList"
-            )
-        )
+        let of = self
+            .kind
+            .as_deref()
+            .and_then(|kind| kind.strip_suffix("List"));
+        of.is_some_and(|of| of.is_empty() || KINDS.contains(&of))
     }
 
     /// What the items of this list are, if they do not say it: `(apiVersion, kind)`.
@@ -245,7 +263,31 @@ impl Object {
                     metadata: self.metadata,
                 };
                 let workload = objects::pod(&object, node, &mut findings).map(Box::new);
-                Body::Pod(objects::host_ports(&object, node, &mut findings), workload)
+                let candidate = objects::candidate(&object, node).map(Box::new);
+                let host_ports = objects::host_ports(&object, node, &mut findings);
+                Body::Pod(host_ports, workload, candidate)
+            }
+            Sort::ServiceEntry => {
+                let fields = &mut self.early;
+                let object = wire::ServiceEntry {
+                    spec: early(fields, "spec", &mut findings),
+                    status: early(fields, "status", &mut findings),
+                    metadata: self.metadata,
+                };
+                let readable = findings.faults.is_empty();
+                let entry = readable.then(|| objects::service_entry(object, &mut findings));
+                let entry = entry.filter(|_| findings.faults.is_empty());
+                Body::ServiceEntry(entry.map(Box::new))
+            }
+            Sort::WorkloadEntry => {
+                let object = wire::WorkloadEntry {
+                    spec: early(&mut self.early, "spec", &mut findings),
+                    metadata: self.metadata,
+                };
+                let readable = findings.faults.is_empty();
+                let entry = readable.then(|| objects::workload_entry(&object, &mut findings));
+                let entry = entry.filter(|_| findings.faults.is_empty());
+                Body::WorkloadEntry(entry.map(Box::new))
             }
             Sort::Namespace => {
                 Body::Namespace(Box::new(objects::namespace(&self.metadata, &mut findings)))
@@ -255,6 +297,9 @@ impl Object {
                 let (field, example) = match &self.kind {
                     None => ("kind", "Service, EndpointSlice or List"),
                     Some(kind) if kind == "EndpointSlice" => ("apiVersion", DISCOVERY),
+                    Some(kind) if kind.ends_with("Entry") => {
+                        ("apiVersion", "networking.istio.io/v1")
+                    }
                     Some(_) => ("apiVersion", CORE),
                 };
                 findings
@@ -277,6 +322,9 @@ impl Object {
         let expected = match kind {
             "Service" | "Node" | "Pod" | "Namespace" if !version.contains('/') => CORE,
             "EndpointSlice" if version.starts_with("discovery.k8s.io/") => DISCOVERY,
+            "ServiceEntry" | "WorkloadEntry" if version.starts_with(ISTIO) => {
+                "networking.istio.io/v1"
+            }
             _ => "",
         };
         if !expected.is_empty() {
@@ -294,12 +342,16 @@ impl Object {
         }
         // A kind of the same name in another group is another kind.
         Body::Ignored(match (kind, version.split_once('/')) {
-            ("Service" | "EndpointSlice" | "Node" | "Pod" | "Namespace", Some((group, _))) => {
-                format!("{kind}.{group}")
-            }
+            (kind, Some((group, _))) if KINDS.contains(&kind) => format!("{kind}.{group}"),
             _ => kind.to_owned(),
         })
     }
+}
+
+/// Whether an API version is one in which Istio's objects are known.
+fn is_istio(version: &str) -> bool {
+    let version = version.strip_prefix(ISTIO);
+    version.is_some_and(|version| ISTIO_VERSIONS.contains(&version))
 }
 
 /// A field that was read before its type was known.
@@ -380,7 +432,8 @@ impl<'de> Visitor<'de> for ObjectReader<'_> {
                         (Sort::Slice, "addressType") => object.address_type = map.next_value()?,
                         (Sort::Slice, "endpoints") => object.endpoints = map.next_value()?,
                         (Sort::Slice, "ports") => object.ports = map.next_value()?,
-                        (Sort::NotKnownYet, _) => {
+                        // An entry that makes no sense is no reason not to read the rest of the document.
+                        (Sort::ServiceEntry | Sort::WorkloadEntry | Sort::NotKnownYet, _) => {
                             object.early.insert(key, map.next_value()?);
                         }
                         _ => _ = map.next_value::<IgnoredAny>()?,

@@ -116,6 +116,7 @@ impl Files {
         let snapshot = &loaded.snapshot;
         let view = View {
             services: snapshot.services.clone(),
+            entries: snapshot.entries.clone(),
             workloads: snapshot.workloads.clone(),
             whole: snapshot.whole,
             node: loaded.facts,

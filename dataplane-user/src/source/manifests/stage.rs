@@ -18,7 +18,9 @@ use super::{
 };
 use crate::{
     model::{Gravity, Node, Problem, Service, ServiceName, Snapshot, Workload, WorkloadName},
-    source::objects::{self, NamespaceRules, NodeFacts, Outcome, Slice},
+    source::objects::{
+        self, Candidate, Entries, NamespaceRules, NodeFacts, Outcome, ServiceEntry, Slice,
+    },
 };
 
 /// What was read so far.
@@ -38,6 +40,11 @@ pub struct Stage<'a> {
     host_ports: BTreeMap<ServiceName, Arc<Service>>,
     workloads: BTreeMap<WorkloadName, Workload>,
     namespaces: HashMap<Arc<str>, (NamespaceRules, Origin)>,
+    /// None: it makes no sense, and stays what it was.
+    entries: HashMap<ServiceName, (Option<Box<ServiceEntry>>, Origin)>,
+    workload_entries: HashMap<ServiceName, Origin>,
+    /// What entries may select.
+    candidates: Vec<Candidate>,
     ignored: BTreeMap<String, usize>,
     left_alone: usize,
     problems: Vec<Problem>,
@@ -59,6 +66,9 @@ impl<'a> Stage<'a> {
             host_ports: BTreeMap::new(),
             workloads: BTreeMap::new(),
             namespaces: HashMap::new(),
+            entries: HashMap::new(),
+            workload_entries: HashMap::new(),
+            candidates: Vec::new(),
             ignored: BTreeMap::new(),
             left_alone: 0,
             problems: Vec::new(),
@@ -107,19 +117,19 @@ impl<'a> Stage<'a> {
             ..document
         };
         let object = entry.label();
+        let is_entry = matches!(entry.body, Body::ServiceEntry(_) | Body::WorkloadEntry(_));
         for (field, text) in entry.findings.faults {
-            self.faults.field(origin, &field, object.clone(), text);
+            if is_entry {
+                let text =
+                    format!("{field}: {text}; it stays as it was before, if it was ever served");
+                self.problem(Gravity::NotFollowed, origin, object.as_deref(), text);
+            } else {
+                self.faults.field(origin, &field, object.clone(), text);
+            }
         }
         for (field, text) in entry.findings.notes {
-            let file = self.files[origin.file as usize].display();
-            let place = object
-                .as_ref()
-                .map_or_else(|| file.to_string(), |o| format!("{file}: {o}"));
-            self.problems.push(Problem {
-                gravity: Gravity::Warning,
-                place,
-                text: format!("{field}: {text}"),
-            });
+            let text = format!("{field}: {text}");
+            self.problem(Gravity::Warning, origin, object.as_deref(), text);
         }
         // Without a name, what is wrong was said, and two of them are not the same.
         let named = object.is_some();
@@ -157,7 +167,9 @@ impl<'a> Stage<'a> {
                 Some((_, first)) if named => self.faults.twice(origin, object, *first),
                 Some(_) => {}
             },
-            Body::Pod(services, workload) => {
+            Body::Pod(services, workload, candidate) => {
+                self.candidates
+                    .extend(candidate.map(|candidate| *candidate));
                 if let Some(first) = self.pods.insert(entry.name, origin)
                     && named
                 {
@@ -179,11 +191,38 @@ impl<'a> Stage<'a> {
                     self.faults.twice(origin, object, first);
                 }
             }
+            Body::ServiceEntry(found) => {
+                if let Some((_, first)) = self.entries.insert(entry.name, (found, origin))
+                    && named
+                {
+                    self.faults.twice(origin, object, first);
+                }
+            }
+            Body::WorkloadEntry(candidate) => {
+                self.candidates
+                    .extend(candidate.map(|candidate| *candidate));
+                if let Some(first) = self.workload_entries.insert(entry.name, origin)
+                    && named
+                {
+                    self.faults.twice(origin, object, first);
+                }
+            }
             Body::Ignored(kind) => *self.ignored.entry(kind).or_default() += 1,
             // What other nodes are like is no concern of this one.
             Body::Node(other) => self.whereabouts.node(&other.name),
             Body::Unknown => {}
         }
+    }
+
+    /// Names what is left out, or not followed.
+    fn problem(&mut self, gravity: Gravity, origin: Origin, object: Option<&str>, text: String) {
+        let file = self.files[origin.file as usize].display();
+        let place = object.map_or_else(|| file.to_string(), |o| format!("{file}: {o}"));
+        self.problems.push(Problem {
+            gravity,
+            place,
+            text,
+        });
     }
 
     /// What this node's own object tells, if there is one.
@@ -233,6 +272,23 @@ impl<'a> Stage<'a> {
                 services.insert(name, service);
             }
         }
+        let mut entries = Entries::like(previous.entries.clone());
+        for name in previous.entries.keys() {
+            let name_of = ServiceName::new(name.namespace(), name.name());
+            if !self.entries.contains_key(&name_of) {
+                entries.remove(name);
+            }
+        }
+        for candidate in self.candidates {
+            entries.put_candidate(candidate);
+        }
+        for (entry, _) in self.entries.into_values() {
+            if let Some(entry) = entry {
+                entries.put(*entry);
+            }
+        }
+        let all_entries = entries.view();
+        self.problems.extend(entries.problems().cloned());
         self.problems.sort();
         let mut workloads = previous.workloads.clone();
         let gone = |name: &&WorkloadName| !self.workloads.contains_key(*name);
@@ -249,6 +305,7 @@ impl<'a> Stage<'a> {
         }
         let snapshot = Snapshot {
             services,
+            entries: all_entries,
             workloads,
             cluster: Arc::clone(&previous.cluster),
             whole,

@@ -4,6 +4,9 @@ use std::net::IpAddr;
 
 use ipnet::IpNet;
 
+/// The longest DNS name.
+const NAME_MAX: usize = 253;
+
 /// An address. Leading zeros in IPv4 octets are decimal (`010.0.0.1` is 10.0.0.1), as they are
 /// for kube-proxy: objects from before Kubernetes refused them may still have them. An
 /// IPv4-mapped IPv6 address is the IPv4 address.
@@ -56,13 +59,20 @@ pub fn endpoint_address(text: &str) -> Result<IpAddr, String> {
     let address = reachable_address(text)?;
     let kind = match address {
         _ if address.is_loopback() => "loopback",
-        IpAddr::V4(v4) if v4.is_link_local() => "link-local",
-        IpAddr::V6(v6) if v6.is_unicast_link_local() => "link-local",
+        _ if is_link_local(address) => "link-local",
         _ => return Ok(address),
     };
     Err(format!(
         "{address} is a {kind} address, which cannot be an endpoint's"
     ))
+}
+
+/// Whether an address is valid on one link only.
+pub fn is_link_local(ip: IpAddr) -> bool {
+    match ip {
+        IpAddr::V4(v4) => v4.is_link_local(),
+        IpAddr::V6(v6) => v6.is_unicast_link_local(),
+    }
 }
 
 /// Whether something can be reached at an address at all.
@@ -75,6 +85,19 @@ pub fn reachable_address(text: &str) -> Result<IpAddr, String> {
         _ => return Ok(address),
     };
     Err(format!("{address} is {kind}, to which nothing can connect"))
+}
+
+/// Whether something is a DNS name as hosts have it: labels of letters, digits, `-` and `_`.
+pub fn is_dns_name(name: &str) -> bool {
+    name.len() <= NAME_MAX
+        && name.split('.').all(|label| {
+            (1..=63).contains(&label.len())
+                && label
+                    .bytes()
+                    .all(|b| b.is_ascii_alphanumeric() || b"-_".contains(&b))
+                && !label.starts_with('-')
+                && !label.ends_with('-')
+        })
 }
 
 /// `IPv4` or `IPv6`, as Kubernetes has them.

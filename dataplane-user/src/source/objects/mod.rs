@@ -8,21 +8,27 @@
 //! (`service.kubernetes.io/headless`), load-balancer addresses with `ipMode: Proxy`.
 
 mod address;
+mod entries;
 mod host_ports;
 mod join;
 mod node;
 mod pod;
 mod resolution;
 mod service;
+mod service_entry;
 mod slice;
 pub mod wire;
+mod workload_entry;
 
+pub use entries::Entries;
 pub use host_ports::{host_ports, is_of_host_ports};
 pub use join::join;
 pub use node::{NodeFacts, node};
 pub use pod::{NamespaceRules, namespace, pod};
 pub use service::service;
+pub use service_entry::{ServiceEntry, service_entry};
 pub use slice::{Slice, slice};
+pub use workload_entry::{Candidate, candidate, workload_entry};
 
 use std::collections::BTreeMap;
 
@@ -97,7 +103,8 @@ fn label<'a>(labels: &'a BTreeMap<String, String>, key: &str) -> Option<&'a str>
 }
 
 /// A port number, or what is wrong with it.
-fn port(value: i32) -> Result<u16, String> {
+fn port(value: impl Into<i64>) -> Result<u16, String> {
+    let value = value.into();
     u16::try_from(value)
         .ok()
         .filter(|&port| port != 0)

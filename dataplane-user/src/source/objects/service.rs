@@ -204,7 +204,7 @@ fn external_ips(spec: &ServiceSpec, findings: &mut Findings) -> SmallVec<[IpAddr
             Err(wrong) => findings.fault(path, wrong),
             // As the API server has it: whoever may write services could take over the cloud's
             // metadata address otherwise.
-            Ok(ip) if is_link_local(ip) => findings.fault(
+            Ok(ip) if address::is_link_local(ip) => findings.fault(
                 path,
                 format!("{ip} is a link-local address, which cannot be an external IP"),
             ),
@@ -213,13 +213,6 @@ fn external_ips(spec: &ServiceSpec, findings: &mut Findings) -> SmallVec<[IpAddr
         }
     }
     ips
-}
-
-fn is_link_local(ip: IpAddr) -> bool {
-    match ip {
-        IpAddr::V4(v4) => v4.is_link_local(),
-        IpAddr::V6(v6) => v6.is_unicast_link_local(),
-    }
 }
 
 fn load_balancer_ips(
@@ -376,6 +369,7 @@ fn ports(
                 protocol,
                 node_port,
                 endpoints: Vec::new(),
+                weights: None,
             });
         }
     }

@@ -286,7 +286,7 @@ pub struct ContainerPort {
     pub host_ip: Option<String>,
 }
 
-/// Without conditions and the states of its containers, which change the most.
+/// Without the states of its containers, which change the most.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
 pub struct PodStatus {
@@ -295,6 +295,16 @@ pub struct PodStatus {
     pub pod_ip: Option<String>,
     #[serde(rename = "podIPs")]
     pub pod_ips: Option<Vec<PodIp>>,
+    pub conditions: Option<Vec<PodCondition>>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct PodCondition {
+    #[serde(rename = "type", deserialize_with = "or_default")]
+    pub type_: String,
+    #[serde(deserialize_with = "or_default")]
+    pub status: String,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -302,6 +312,82 @@ pub struct PodStatus {
 pub struct PodIp {
     #[serde(deserialize_with = "or_default")]
     pub ip: String,
+}
+
+/// `networking.istio.io` ServiceEntry: v1, v1beta1 and v1alpha3 have the same fields.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct ServiceEntry {
+    #[serde(deserialize_with = "or_default")]
+    pub metadata: Metadata,
+    pub spec: Option<ServiceEntrySpec>,
+    pub status: Option<ServiceEntryStatus>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct ServiceEntrySpec {
+    pub hosts: Option<Vec<String>>,
+    pub addresses: Option<Vec<String>>,
+    pub ports: Option<Vec<ServiceEntryPort>>,
+    pub location: Option<String>,
+    pub resolution: Option<String>,
+    pub endpoints: Option<Vec<WorkloadEntrySpec>>,
+    pub workload_selector: Option<WorkloadSelector>,
+    pub export_to: Option<Vec<String>>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct ServiceEntryPort {
+    #[serde(deserialize_with = "or_default")]
+    pub number: i64,
+    pub protocol: Option<String>,
+    pub name: Option<String>,
+    pub target_port: Option<i64>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct WorkloadSelector {
+    #[serde(deserialize_with = "words")]
+    pub labels: BTreeMap<String, String>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct ServiceEntryStatus {
+    pub addresses: Option<Vec<ServiceEntryAddress>>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct ServiceEntryAddress {
+    #[serde(deserialize_with = "or_default")]
+    pub value: String,
+    #[serde(deserialize_with = "or_default")]
+    pub host: String,
+}
+
+/// `networking.istio.io` WorkloadEntry: v1, v1beta1 and v1alpha3 have the same fields.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct WorkloadEntry {
+    #[serde(deserialize_with = "or_default")]
+    pub metadata: Metadata,
+    pub spec: Option<WorkloadEntrySpec>,
+}
+
+/// The spec of a WorkloadEntry, and an endpoint of a ServiceEntry.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct WorkloadEntrySpec {
+    #[serde(deserialize_with = "or_default")]
+    pub address: String,
+    pub ports: Option<BTreeMap<String, i64>>,
+    #[serde(deserialize_with = "words")]
+    pub labels: BTreeMap<String, String>,
+    pub weight: Option<i64>,
 }
 
 /// `null` is the field's default.

@@ -18,6 +18,7 @@ scenarios! {
     Dataplane:
     datagrams_to_unknown_destinations_are_refused,
     a_slice_that_names_an_address_opens_nothing,
+    a_service_entry_opens_nothing,
     labels_and_annotations_do_not_loosen_what_the_configuration_says,
     an_annotation_does_not_make_a_pod_speak_as_the_node,
     one_captured_by_packets_does_not_reach_the_node_itself,
@@ -135,6 +136,53 @@ fn a_slice_that_names_an_address_opens_nothing() -> Result<()> {
         fs::write(&pods, nobody.to_string())?;
         eventually(|| refused(&app, "10.96.0.66:80", "connect --count 3"))?;
         refused(&app, "10.96.0.67:80", "connect --count 3")?;
+    }
+    Ok(())
+}
+
+/// Neither an address that is no Pod's, nor a port that a Pod does not declare but by the entry's own address.
+fn a_service_entry_opens_nothing() -> Result<()> {
+    for mode in ["kernel", "proxy"] {
+        let mut world = World::with(|lab| {
+            lab.pod("node1", "app", "10.244.1.8")
+                .pod("node1", "outside", "10.244.1.9")
+        })?;
+        let app = world.app().clone();
+        let outside = world.lab.pod("outside").clone();
+        let _server = serve(&outside)?;
+        let entry = json!({
+            "apiVersion": "networking.istio.io/v1", "kind": "ServiceEntry",
+            "metadata": { "name": "db", "namespace": "default" },
+            "spec": {
+                "hosts": ["db.example.com"], "addresses": ["203.0.113.7"], "resolution": "STATIC",
+                "ports": [{ "number": 80, "name": "tcp", "protocol": "TCP", "targetPort": 7 }],
+                "endpoints": [{ "address": outside.ipv4() }],
+            },
+        });
+        world.manifests = Manifests::new(&[])?;
+        world.manifests.write_with(&[], &[entry])?;
+        let pods = world.state.path().join("outside.yaml");
+        let nobody = json!({
+            "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": "empty" },
+        });
+        fs::write(&pods, nobody.to_string())?;
+        let config = mesh(json!({}), json!({ "egress": "deny", "mode": mode }));
+        world.agent_with(&config, std::slice::from_ref(&pods))?;
+        for to in ["203.0.113.7:80", "10.244.1.9:7"] {
+            let ((), counted) = world.counted(Reason::EgressDenied, || {
+                refused(&app, to, "connect --count 5")
+            })?;
+            ensure!(counted == 5, "{mode}, {to}: {counted}");
+        }
+        let mut own = pod("none", json!({}));
+        own["metadata"]["name"] = "outside".into();
+        own["metadata"]["labels"] = json!({});
+        own["status"]["podIPs"] = json!([{ "ip": outside.ipv4() }]);
+        fs::write(&pods, own.to_string())?;
+        eventually(|| {
+            reaches(&app, "203.0.113.7:80", "connect --count 3", &["outside"]).map(drop)
+        })?;
+        refused(&app, "10.244.1.9:7", "connect --count 3")?;
     }
     Ok(())
 }

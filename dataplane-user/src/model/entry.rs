@@ -1,0 +1,133 @@
+//! Entries: hosts that are no services of the cluster, and what answers for them (Istio's ServiceEntry).
+
+use std::{collections::BTreeSet, net::IpAddr, sync::Arc};
+
+use smallvec::SmallVec;
+
+use super::{EntryName, Protocol};
+
+/// A ServiceEntry with its endpoints.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// Its name.
+    pub name: EntryName,
+    /// `metadata.creationTimestamp` in seconds since the epoch; an entry without it is the youngest.
+    pub created: Option<i64>,
+    /// `spec.hosts`, without duplicates.
+    pub hosts: SmallVec<[Host; 1]>,
+    /// `spec.addresses`: those that are single addresses, and all of the ranges that are small.
+    pub addresses: SmallVec<[IpAddr; 1]>,
+    /// Whether a host without an address gets one from the node: not if the entry has addresses, with
+    /// [`EntryResolution::None`], or if a label forbids it.
+    pub wants_vips: bool,
+    /// `spec.resolution`.
+    pub resolution: EntryResolution,
+    /// `spec.location`.
+    pub location: Location,
+    /// `spec.exportTo`.
+    pub export_to: ExportTo,
+    /// `spec.ports`.
+    pub ports: SmallVec<[EntryPort; 1]>,
+    /// `spec.endpoints`, or those that `spec.workloadSelector` selects. With [`EntryResolution::Dns`] and none of them,
+    /// each host is its own endpoint.
+    pub backends: Vec<Backend>,
+}
+
+/// A host of an entry.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Host {
+    /// Its DNS name in lower case, without a dot at its end. A name that begins with `*.` stands for all names that end
+    /// with the rest.
+    pub name: Arc<str>,
+    /// The addresses that a control plane has given to it (`status.addresses`), at most one of each family.
+    pub assigned: SmallVec<[IpAddr; 2]>,
+    /// The addresses that the node's tables serve for it: what DNS answers. Empty until the plan has seen the entry, and
+    /// if nothing answers at this node: then the name is for the resolver that the client asked.
+    pub vips: SmallVec<[IpAddr; 2]>,
+}
+
+/// A port of an entry.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EntryPort {
+    /// `name`.
+    pub name: Box<str>,
+    /// `number`, on the VIPs.
+    pub port: u16,
+    /// What `protocol` is carried by.
+    pub protocol: Protocol,
+    /// `targetPort`, on endpoints that do not name their own.
+    pub target: Option<u16>,
+}
+
+/// What answers for an entry.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Backend {
+    /// Where it is.
+    pub at: At,
+    /// Its ports by the names of the entry's ports.
+    pub ports: SmallVec<[(Box<str>, u16); 0]>,
+    /// Its part of the connections, of the sum of all; at least 1.
+    pub weight: u32,
+    /// Whether it is on this node.
+    pub local: bool,
+}
+
+/// Where a backend is.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum At {
+    /// At an address.
+    Address(IpAddr),
+    /// At the addresses of a DNS name, which is in lower case.
+    Name(Arc<str>),
+}
+
+/// `spec.resolution`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EntryResolution {
+    /// Clients connect to whatever address they know: nothing is translated.
+    None,
+    /// Endpoints are addresses.
+    Static,
+    /// Endpoints are DNS names (`DNS` and `DNS_ROUND_ROBIN`), or addresses.
+    Dns,
+}
+
+/// `spec.location`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Location {
+    /// Outside of the mesh.
+    External,
+    /// In the mesh.
+    Internal,
+}
+
+/// `spec.exportTo`: which namespaces see an entry.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ExportTo {
+    /// All.
+    All,
+    /// These; `.` has become the entry's own.
+    Namespaces(BTreeSet<Box<str>>),
+}
+
+impl Entry {
+    /// Whether clients in `namespace` see the entry.
+    pub fn is_visible_in(&self, namespace: &str) -> bool {
+        match &self.export_to {
+            ExportTo::All => true,
+            ExportTo::Namespaces(namespaces) => namespaces.contains(namespace),
+        }
+    }
+
+    /// Whether each host is its own endpoint.
+    pub fn resolves_hosts(&self) -> bool {
+        self.resolution == EntryResolution::Dns && self.backends.is_empty()
+    }
+}
+
+impl Host {
+    /// The end of the names that a wildcard stands for, such as `.example.com`.
+    pub fn wildcard(&self) -> Option<&str> {
+        self.name.strip_prefix('*')
+    }
+}

@@ -1,0 +1,466 @@
+//! ServiceEntries as services of the tables.
+//!
+//! An entry becomes a [`Service`] of its own kind, with a name that no Service can have. Its VIPs are those that its
+//! hosts were given and those that it names itself. So budgets, claims and the order of writes are those of services.
+//!
+//! Whoever may write entries in one namespace takes no address of others: neither one that a Service has, on whatever
+//! port, nor one of this node.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    net::IpAddr,
+    sync::Arc,
+};
+
+use imbl::{OrdMap, ordmap::DiffItem};
+use smallvec::SmallVec;
+
+use super::vips::{Age, HostName, Record, Vips};
+use crate::model::{
+    At, Endpoint, Entry, EntryName, EntryResolution, Gravity, Hints, Host, Node, Problem, Records,
+    Service, ServiceName, ServicePort, ServiceType, TrafficPolicy, Weights,
+};
+
+/// Adds the services of entries to those of the cluster. Each step takes time for what changed.
+#[derive(Debug)]
+pub struct Entries {
+    vips: Vips,
+    /// As they were last.
+    last: OrdMap<EntryName, Arc<Entry>>,
+    base: OrdMap<ServiceName, Arc<Service>>,
+    /// The node's own addresses.
+    own: Vec<IpAddr>,
+    /// How many Services have each address; empty while no entry names one.
+    taken: HashMap<IpAddr, u32>,
+    /// The entries that name each address, or have it from a control plane.
+    naming: HashMap<IpAddr, BTreeSet<EntryName>>,
+    /// The services of each entry.
+    made: HashMap<EntryName, ServiceName>,
+    services: OrdMap<ServiceName, Arc<Service>>,
+    served: OrdMap<EntryName, Arc<Entry>>,
+    problems: BTreeMap<EntryName, Vec<Problem>>,
+}
+
+/// What entries come to.
+#[derive(Clone, Debug)]
+pub struct Taken {
+    /// All services, those of entries among them.
+    pub services: OrdMap<ServiceName, Arc<Service>>,
+    /// The entries, with the addresses of their hosts.
+    pub entries: OrdMap<EntryName, Arc<Entry>>,
+    /// Whether the [problems](Entries::problems) are others than before.
+    pub other_problems: bool,
+    /// What is to be remembered of the addresses before anybody is told of them.
+    pub records: Vec<Record>,
+}
+
+/// The name of the service that an entry becomes.
+pub fn service_name(entry: &EntryName) -> ServiceName {
+    ServiceName::new(entry.namespace(), &format!("serviceentry:{}", entry.name()))
+}
+
+impl Entries {
+    /// With the addresses that were remembered.
+    pub fn new(records: impl IntoIterator<Item = Record>) -> Self {
+        Self {
+            vips: Vips::new(records),
+            last: OrdMap::new(),
+            base: OrdMap::new(),
+            own: Vec::new(),
+            taken: HashMap::new(),
+            naming: HashMap::new(),
+            made: HashMap::new(),
+            services: OrdMap::new(),
+            served: OrdMap::new(),
+            problems: BTreeMap::new(),
+        }
+    }
+
+    /// Adds the services of `entries` to `services`. `now`: in seconds since the epoch.
+    pub fn take(
+        &mut self,
+        entries: &OrdMap<EntryName, Arc<Entry>>,
+        services: &OrdMap<ServiceName, Arc<Service>>,
+        node: &Node,
+        now: u64,
+    ) -> Taken {
+        let mut dirty = BTreeSet::new();
+        let knew_none = self.naming.is_empty();
+        let last = std::mem::replace(&mut self.last, entries.clone());
+        for change in last.diff(entries) {
+            let (old, new) = match change {
+                DiffItem::Add(_, new) => (None, Some(new)),
+                DiffItem::Update {
+                    old: (_, old),
+                    new: (_, new),
+                } => (Some(old), Some(new)),
+                DiffItem::Remove(_, old) => (Some(old), None),
+            };
+            for (entry, is_there) in old
+                .map(|old| (old, false))
+                .into_iter()
+                .chain(new.map(|new| (new, true)))
+            {
+                self.note(entry, is_there);
+                dirty.insert(entry.name.clone());
+            }
+        }
+        self.base(services, knew_none, &mut dirty);
+        if self.own != node.own {
+            self.own.clone_from(&node.own);
+            dirty.extend(self.naming.values().flatten().cloned());
+        }
+        let records = self.vips.settle(now);
+        for record in &records {
+            dirty.extend(self.vips.entries(&record.host).cloned());
+        }
+        let mut other_problems = false;
+        for name in dirty {
+            let problems = if let Some(entry) = self.last.get(&name).map(Arc::clone) {
+                self.serve(&entry)
+            } else {
+                self.forget(&name);
+                Vec::new()
+            };
+            let before = if problems.is_empty() {
+                self.problems.remove(&name)
+            } else {
+                self.problems.insert(name.clone(), problems)
+            };
+            other_problems |= before.as_ref() != self.problems.get(&name);
+        }
+        Taken {
+            services: self.services.clone(),
+            entries: self.served.clone(),
+            other_problems,
+            records,
+        }
+    }
+
+    /// What is left out of entries.
+    pub fn problems(&self) -> impl Iterator<Item = &Problem> {
+        self.problems.values().flatten()
+    }
+
+    /// Whether hosts wait for addresses, which may be free when some time has passed.
+    pub fn is_waiting(&self) -> bool {
+        self.vips.is_waiting()
+    }
+
+    /// All that is to be remembered.
+    pub fn records(&self) -> Vec<Record> {
+        self.vips.records()
+    }
+
+    /// Notes what an entry wants, or does not want any more.
+    fn note(&mut self, entry: &Entry, is_there: bool) {
+        let age = Age::of(entry.name.clone(), entry.created);
+        for host in entry.hosts.iter().filter(|host| wants_number(entry, host)) {
+            let host = host_name(entry, host);
+            if is_there {
+                self.vips.want(&host, age.clone());
+            } else {
+                self.vips.unwant(&host, &age);
+            }
+        }
+        for address in entry.hosts.iter().flat_map(|host| &host.assigned) {
+            self.vips.foreign(*address, is_there);
+        }
+        for address in named(entry) {
+            let naming = self.naming.entry(address).or_default();
+            if is_there {
+                naming.insert(entry.name.clone());
+            } else {
+                naming.remove(&entry.name);
+                if naming.is_empty() {
+                    self.naming.remove(&address);
+                }
+            }
+        }
+    }
+
+    /// Takes in the services of the cluster. `knew_none`: no entry named an address before.
+    fn base(
+        &mut self,
+        services: &OrdMap<ServiceName, Arc<Service>>,
+        knew_none: bool,
+        dirty: &mut BTreeSet<EntryName>,
+    ) {
+        if self.naming.is_empty() {
+            self.taken.clear();
+        } else if knew_none {
+            for address in services.values().flat_map(|service| addresses(service)) {
+                *self.taken.entry(address).or_default() += 1;
+            }
+        }
+        let counts = !self.naming.is_empty() && !knew_none;
+        let base = std::mem::replace(&mut self.base, services.clone());
+        for change in base.diff(services) {
+            let (name, old, new) = match change {
+                DiffItem::Add(name, new) => (name, None, Some(new)),
+                DiffItem::Update {
+                    old: (_, old),
+                    new: (name, new),
+                } => (name, Some(old), Some(new)),
+                DiffItem::Remove(name, old) => (name, Some(old), None),
+            };
+            match new {
+                Some(new) => _ = self.services.insert(name.clone(), Arc::clone(new)),
+                None => _ = self.services.remove(name),
+            }
+            if !counts {
+                continue;
+            }
+            let gone = old.into_iter().flat_map(|service| addresses(service));
+            for address in gone {
+                if let Some(count) = self.taken.get_mut(&address) {
+                    *count -= 1;
+                    if *count == 0 {
+                        self.taken.remove(&address);
+                        dirty.extend(self.naming.get(&address).into_iter().flatten().cloned());
+                    }
+                }
+            }
+            for address in new.into_iter().flat_map(|service| addresses(service)) {
+                let count = self.taken.entry(address).or_default();
+                *count += 1;
+                if *count == 1 {
+                    dirty.extend(self.naming.get(&address).into_iter().flatten().cloned());
+                }
+            }
+        }
+    }
+
+    /// Serves an entry as it is now. Returns what is left out of it.
+    fn serve(&mut self, entry: &Entry) -> Vec<Problem> {
+        let mut problems = Vec::new();
+        let mut problem = |text: String| {
+            problems.push(Problem {
+                gravity: Gravity::Warning,
+                place: format!("ServiceEntry {}", entry.name),
+                text,
+            });
+        };
+        let mut entry = entry.clone();
+        if is_served(&entry) {
+            let allowed = |address: &IpAddr| self.allowed(*address);
+            let mut refuse = |field: &str, address: &IpAddr| match allowed(address) {
+                Ok(()) => true,
+                Err(why) => {
+                    problem(format!("{field}: {address} is not served: {why}"));
+                    false
+                }
+            };
+            entry
+                .addresses
+                .retain(|address| refuse("spec.addresses", address));
+            let service = {
+                for host in &mut entry.hosts {
+                    host.vips = host.assigned.clone();
+                    host.vips
+                        .retain(|address| refuse("status.addresses", address));
+                }
+                for index in 0..entry.hosts.len() {
+                    if !wants_number(&entry, &entry.hosts[index]) {
+                        continue;
+                    }
+                    let name = host_name(&entry, &entry.hosts[index]);
+                    match self.vips.number(&name) {
+                        Some(number) => entry.hosts[index].vips = number.addresses().into(),
+                        None => problem(self.without_number(&name, index)),
+                    }
+                }
+                service(&entry)
+            };
+            let given = entry.hosts.iter().any(|host| !host.vips.is_empty());
+            if given || !entry.addresses.is_empty() {
+                let families = families(&service);
+                for host in &mut entry.hosts {
+                    if host.vips.is_empty() {
+                        host.vips.extend(entry.addresses.iter().copied());
+                    }
+                    if families.contains(&true) {
+                        host.vips
+                            .retain(|vip| families[usize::from(!vip.is_ipv4())]);
+                    }
+                }
+                self.put(&entry.name, service);
+            } else {
+                self.forget_service(&entry.name);
+            }
+        } else {
+            self.forget_service(&entry.name);
+            if needs_names(&entry) {
+                problem(
+                    "spec.resolution: DNS is not served, because this agent resolves no names: clients reach the host as \
+                     without the entry; name the endpoints' addresses, with resolution STATIC"
+                        .to_owned(),
+                );
+            }
+        }
+        let known = self.served.get(&entry.name);
+        if known.is_none_or(|known| **known != entry) {
+            self.served.insert(entry.name.clone(), Arc::new(entry));
+        }
+        problems
+    }
+
+    /// Why an entry may not have an address.
+    fn allowed(&self, address: IpAddr) -> Result<(), &'static str> {
+        if self.own.contains(&address) {
+            Err("it is an address of this node")
+        } else if self.taken.contains_key(&address) {
+            Err("a Service has it, which an entry cannot take")
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Why a host was given no address.
+    fn without_number(&self, host: &HostName, index: usize) -> String {
+        let why = if self.vips.is_over(host) {
+            "its namespace has more hosts than it may have of the 65521 addresses that there are; name fewer hosts"
+        } else {
+            "none of the 65521 addresses is free; it gets one when some time has passed"
+        };
+        format!("spec.hosts[{index}]: {} has no address: {why}", host.host)
+    }
+
+    fn put(&mut self, entry: &EntryName, service: Service) {
+        let name = service.name.clone();
+        if self
+            .services
+            .get(&name)
+            .is_none_or(|known| **known != service)
+        {
+            self.services.insert(name.clone(), Arc::new(service));
+        }
+        self.made.insert(entry.clone(), name);
+    }
+
+    fn forget_service(&mut self, entry: &EntryName) {
+        if let Some(service) = self.made.remove(entry) {
+            self.services.remove(&service);
+        }
+    }
+
+    fn forget(&mut self, entry: &EntryName) {
+        self.forget_service(entry);
+        self.served.remove(entry);
+    }
+}
+
+/// Whether the tables can lead anywhere for an entry.
+fn is_served(entry: &Entry) -> bool {
+    !entry.ports.is_empty()
+        && match entry.resolution {
+            EntryResolution::None => false,
+            EntryResolution::Static => true,
+            EntryResolution::Dns => !needs_names(entry),
+        }
+}
+
+/// Whether names have to be resolved for an entry.
+fn needs_names(entry: &Entry) -> bool {
+    let by_name = |at: &At| matches!(at, At::Name(_));
+    entry.resolves_hosts() || entry.backends.iter().any(|backend| by_name(&backend.at))
+}
+
+/// Whether a host is given a number.
+fn wants_number(entry: &Entry, host: &Host) -> bool {
+    entry.wants_vips && is_served(entry) && host.assigned.is_empty() && host.wildcard().is_none()
+}
+
+fn host_name(entry: &Entry, host: &Host) -> HostName {
+    HostName {
+        namespace: entry.name.namespace().into(),
+        host: (&*host.name).into(),
+    }
+}
+
+/// The addresses that an entry has from others than this node.
+fn named(entry: &Entry) -> impl Iterator<Item = IpAddr> + '_ {
+    let assigned = entry.hosts.iter().flat_map(|host| &host.assigned);
+    entry.addresses.iter().chain(assigned).copied()
+}
+
+/// The addresses of a service.
+fn addresses(service: &Service) -> impl Iterator<Item = IpAddr> + '_ {
+    let all = service.cluster_ips.iter().chain(&service.external_ips);
+    all.chain(&service.load_balancer_ips).copied()
+}
+
+/// Whether a service has an endpoint of IPv4, and of IPv6.
+fn families(service: &Service) -> [bool; 2] {
+    [true, false].map(|v4| {
+        let mut endpoints = service.ports.iter().flat_map(|port| &port.endpoints);
+        endpoints.any(|endpoint| endpoint.addr.is_ipv4() == v4)
+    })
+}
+
+/// The service that an entry becomes.
+fn service(entry: &Entry) -> Service {
+    // Only addresses that this node has given are as good as cluster IPs: a status has whatever its author wrote.
+    let (mut given, mut others) = (SmallVec::new(), SmallVec::<[IpAddr; 0]>::new());
+    for host in &entry.hosts {
+        for vip in &host.vips {
+            if !host.assigned.is_empty() {
+                others.push(*vip);
+            } else if !given.contains(vip) {
+                given.push(*vip);
+            }
+        }
+    }
+    others.extend(entry.addresses.iter().copied());
+    others.sort_unstable();
+    others.dedup();
+    Service {
+        name: service_name(&entry.name),
+        kind: ServiceType::Entry,
+        created: entry.created,
+        cluster_ips: given,
+        external_ips: others,
+        load_balancer_ips: SmallVec::new(),
+        source_ranges: SmallVec::new(),
+        affinity: None,
+        internal_policy: TrafficPolicy::Cluster,
+        external_policy: TrafficPolicy::Cluster,
+        health_check_node_port: None,
+        records: Records::ClusterIps,
+        ports: entry
+            .ports
+            .iter()
+            .map(|port| service_port(entry, port))
+            .collect(),
+    }
+}
+
+fn service_port(entry: &Entry, port: &crate::model::EntryPort) -> ServicePort {
+    let mut found: BTreeMap<(IpAddr, u16), (u32, bool)> = BTreeMap::new();
+    for backend in &entry.backends {
+        let own = backend.ports.iter().find(|(name, _)| *name == port.name);
+        let number = own.map_or(port.target.unwrap_or(port.port), |(_, number)| *number);
+        if let At::Address(addr) = backend.at {
+            let (weight, local) = found.entry((addr, number)).or_default();
+            *weight = weight.saturating_add(backend.weight);
+            *local |= backend.local;
+        }
+    }
+    let endpoint = |(&(addr, port), &(_, local)): (&(IpAddr, u16), &(u32, bool))| Endpoint {
+        addr,
+        port,
+        local,
+        ready: true,
+        serving: true,
+        terminating: false,
+        hints: Hints::default(),
+    };
+    ServicePort {
+        name: port.name.clone(),
+        port: port.port,
+        protocol: port.protocol,
+        node_port: None,
+        endpoints: found.iter().map(endpoint).collect(),
+        weights: Weights::of(found.values().map(|(weight, _)| *weight).collect()),
+    }
+}

@@ -1,0 +1,224 @@
+//! ServiceEntries, and the pods and WorkloadEntries that they select.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    sync::Arc,
+};
+
+use imbl::OrdMap;
+
+use super::{Candidate, ServiceEntry};
+use crate::model::{Backend, Entry, EntryName, Gravity, Problem, ServiceName};
+
+/// Endpoints that the ServiceEntries of one namespace may select together. Each selects as many as there are: without a
+/// bound, a thousand entries and a thousand WorkloadEntries would be a million endpoints.
+const SELECTED_MAX: usize = 100_000;
+
+/// What is selected: whether it is a pod, and its name.
+type CandidateName = (bool, ServiceName);
+/// A namespace, and a label within it.
+type LabelIn = (Box<str>, Box<str>, Box<str>);
+
+/// The ServiceEntries of a source with their endpoints. A change takes time for what it changes.
+#[derive(Debug, Default)]
+pub struct Entries {
+    /// Those with a selector.
+    selecting: HashMap<EntryName, ServiceEntry>,
+    /// The same by the first label that they ask for.
+    by_label: HashMap<LabelIn, BTreeSet<EntryName>>,
+    candidates: HashMap<CandidateName, Candidate>,
+    candidates_by_label: HashMap<LabelIn, BTreeSet<CandidateName>>,
+    /// How many endpoints each entry with a selector has at most, and the sums of namespaces.
+    selected: HashMap<EntryName, usize>,
+    sums: HashMap<Box<str>, usize>,
+    /// Entries that select more than their namespace may.
+    over: BTreeMap<EntryName, Problem>,
+    /// Entries whose endpoints may be others.
+    dirty: BTreeSet<EntryName>,
+    joined: OrdMap<EntryName, Arc<Entry>>,
+}
+
+impl Entries {
+    /// None yet; what is the same as in `previous` is shared with it.
+    pub fn like(previous: OrdMap<EntryName, Arc<Entry>>) -> Self {
+        Self {
+            joined: previous,
+            ..Self::default()
+        }
+    }
+
+    /// An entry came or changed.
+    pub fn put(&mut self, entry: ServiceEntry) {
+        let name = entry.entry.name.clone();
+        self.forget(&name);
+        if let Some(label) = first_label(&entry) {
+            self.by_label.entry(label).or_default().insert(name.clone());
+            self.dirty.insert(name.clone());
+            self.selecting.insert(name, entry);
+        } else {
+            self.keep(entry.entry);
+        }
+    }
+
+    /// An entry is gone.
+    pub fn remove(&mut self, name: &EntryName) {
+        self.forget(name);
+        self.joined.remove(name);
+    }
+
+    /// A pod or WorkloadEntry came or changed; whether that makes a difference to an entry.
+    pub fn put_candidate(&mut self, candidate: Candidate) -> bool {
+        if self.candidates.get(&candidate.name) == Some(&candidate) {
+            return false;
+        }
+        let name = candidate.name.clone();
+        self.remove_candidate(&name);
+        for label in labels(&candidate) {
+            self.dirty
+                .extend(self.by_label.get(&label).into_iter().flatten().cloned());
+            let named = self.candidates_by_label.entry(label).or_default();
+            named.insert(name.clone());
+        }
+        self.candidates.insert(name, candidate);
+        !self.dirty.is_empty()
+    }
+
+    /// A pod or WorkloadEntry is gone; whether that makes a difference to an entry.
+    pub fn remove_candidate(&mut self, name: &CandidateName) -> bool {
+        let Some(candidate) = self.candidates.remove(name) else {
+            return false;
+        };
+        for label in labels(&candidate) {
+            self.dirty
+                .extend(self.by_label.get(&label).into_iter().flatten().cloned());
+            if let Some(named) = self.candidates_by_label.get_mut(&label) {
+                named.remove(name);
+                if named.is_empty() {
+                    self.candidates_by_label.remove(&label);
+                }
+            }
+        }
+        !self.dirty.is_empty()
+    }
+
+    /// Whether an entry selects pods, wherever they are.
+    pub fn select(&self) -> bool {
+        !self.selecting.is_empty()
+    }
+
+    /// The entries that there are.
+    pub fn names(&self) -> impl Iterator<Item = &EntryName> {
+        self.joined.keys().chain(self.selecting.keys())
+    }
+
+    /// The pods (`true`) or WorkloadEntries that there are.
+    pub fn candidates(&self, pods: bool) -> impl Iterator<Item = &ServiceName> {
+        let names = self.candidates.keys();
+        names.filter_map(move |(pod, name)| (*pod == pods).then_some(name))
+    }
+
+    /// The entries with their endpoints.
+    pub fn view(&mut self) -> OrdMap<EntryName, Arc<Entry>> {
+        if !self.dirty.is_empty() {
+            let over = self.over.keys().cloned();
+            self.dirty.extend(over);
+        }
+        for name in std::mem::take(&mut self.dirty) {
+            self.join(&name);
+        }
+        self.joined.clone()
+    }
+
+    /// Entries that have no endpoints, because they select too many.
+    pub fn problems(&self) -> impl Iterator<Item = &Problem> {
+        self.over.values()
+    }
+
+    fn join(&mut self, name: &EntryName) {
+        let Some(entry) = self.selecting.get(name) else {
+            return;
+        };
+        let named = first_label(entry).and_then(|label| self.candidates_by_label.get(&label));
+        let most = named.map_or(0, BTreeSet::len);
+        let sum = self.sums.entry(name.namespace().into()).or_default();
+        *sum -= self.selected.remove(name).unwrap_or_default();
+        let fits = *sum + most <= SELECTED_MAX;
+        let mut joined = entry.entry.clone();
+        if fits {
+            *sum += most;
+            self.selected.insert(name.clone(), most);
+            self.over.remove(name);
+            let wanted = entry.selector.iter().flatten();
+            let all = named.into_iter().flatten();
+            let all = all.filter_map(|name| self.candidates.get(name));
+            let chosen = all.filter(|candidate| {
+                let mut wanted = wanted.clone();
+                wanted.all(|(key, value)| candidate.labels.get(key) == Some(value))
+            });
+            joined.backends = chosen.flat_map(|chosen| chosen.backends.clone()).collect();
+            joined.backends.sort_unstable();
+            joined.backends.dedup_by(|a, b| {
+                Backend {
+                    local: b.local,
+                    ..a.clone()
+                } == *b
+            });
+        } else {
+            let text = format!(
+                "spec.workloadSelector: has none of its endpoints, so connections to it are refused: the entries of \
+                 namespace {} select more than {SELECTED_MAX} endpoints together. Select fewer",
+                name.namespace()
+            );
+            let problem = Problem {
+                gravity: Gravity::Warning,
+                place: format!("ServiceEntry {name}"),
+                text,
+            };
+            self.over.insert(name.clone(), problem);
+        }
+        self.keep(joined);
+    }
+
+    /// Puts an entry into the view, and shares it with the view before if it is the same.
+    fn keep(&mut self, entry: Entry) {
+        if self
+            .joined
+            .get(&entry.name)
+            .is_none_or(|known| **known != entry)
+        {
+            self.joined.insert(entry.name.clone(), Arc::new(entry));
+        }
+    }
+
+    fn forget(&mut self, name: &EntryName) {
+        let Some(entry) = self.selecting.remove(name) else {
+            return;
+        };
+        if let Some(label) = first_label(&entry)
+            && let Some(named) = self.by_label.get_mut(&label)
+        {
+            named.remove(name);
+            if named.is_empty() {
+                self.by_label.remove(&label);
+            }
+        }
+        if let Some(sum) = self.sums.get_mut(name.namespace()) {
+            *sum -= self.selected.remove(name).unwrap_or_default();
+        }
+        self.over.remove(name);
+        self.dirty.remove(name);
+    }
+}
+
+/// The first label that an entry asks for; none if it has no selector.
+fn first_label(entry: &ServiceEntry) -> Option<LabelIn> {
+    let (key, value) = entry.selector.as_ref()?.first_key_value()?;
+    let namespace = entry.entry.name.namespace();
+    Some((namespace.into(), key.as_str().into(), value.as_str().into()))
+}
+
+fn labels(candidate: &Candidate) -> impl Iterator<Item = LabelIn> + use<> {
+    let namespace: Box<str> = candidate.name.1.namespace().into();
+    let labels = candidate.labels.clone().into_iter();
+    labels.map(move |(key, value)| (namespace.clone(), key.into(), value.into()))
+}

@@ -1,0 +1,410 @@
+//! Istio's ServiceEntry in the model's terms.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashSet},
+    net::IpAddr,
+    sync::Arc,
+};
+
+use ipnet::IpNet;
+use smallvec::SmallVec;
+
+use super::{
+    Findings, address, check_name, label, object_name,
+    wire::{self as api, ServiceEntrySpec},
+    workload_entry::backend,
+};
+use crate::model::{
+    At, Backend, Entry, EntryName, EntryPort, EntryResolution, ExportTo, Host, Location, Protocol,
+};
+
+/// The label that keeps a control plane, and this node, from giving addresses to an entry's hosts.
+const LABEL_AUTOALLOCATE: &str = "networking.istio.io/enable-autoallocate-ip";
+/// The largest range of `spec.addresses`: each of its addresses is an entry of the tables.
+const RANGE_MAX: u128 = 256;
+/// A ServiceEntry in the model's terms.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ServiceEntry {
+    /// With those of its endpoints that it names itself.
+    pub entry: Entry,
+    /// `spec.workloadSelector`: pods and WorkloadEntries of its namespace with these labels are its endpoints.
+    pub selector: Option<BTreeMap<String, String>>,
+}
+
+/// Turns a ServiceEntry into the model. What it returns is only of use if `findings` has no faults.
+pub fn service_entry(object: api::ServiceEntry, findings: &mut Findings) -> ServiceEntry {
+    check_name(&object.metadata, findings);
+    let name = object_name(&object.metadata);
+    let name = EntryName::new(name.namespace(), name.name());
+    let spec = object.spec.unwrap_or_default();
+    let resolution = resolution(&spec, findings);
+    let ports = ports(&spec, findings);
+    let selector = selector(&spec, resolution, findings);
+    let backends = backends(&spec, resolution, &ports, findings);
+    let mut hosts = hosts(&spec, findings);
+    if resolution == EntryResolution::Dns && backends.is_empty() && selector.is_none() {
+        for (index, host) in hosts.iter().enumerate() {
+            if host.wildcard().is_some() {
+                findings.fault(
+                    format!("spec.hosts[{index}]"),
+                    format!(
+                        "{:?} cannot be resolved; expected a whole name, or spec.endpoints to resolve in its place",
+                        &*host.name
+                    ),
+                );
+            }
+        }
+    }
+    let mut addresses = addresses(&spec, resolution, findings);
+    let has_addresses = spec.addresses.iter().flatten().next().is_some();
+    let export_to = export_to(&spec, name.namespace());
+    if export_to != ExportTo::All && !addresses.is_empty() && resolution != EntryResolution::None {
+        // A node's tables are the same for all of its clients.
+        findings.note(
+            "spec.addresses",
+            "not served, because spec.exportTo names namespaces, and a node would translate connections to these \
+             addresses for all namespaces; export the entry to \"*\", or leave spec.addresses out: then the hosts get \
+             addresses of their own",
+        );
+        addresses.clear();
+    }
+    if !has_addresses {
+        let status = object.status.and_then(|status| status.addresses);
+        assign(&mut hosts, &status.unwrap_or_default(), findings);
+    }
+    let forbidden = label(&object.metadata.labels, LABEL_AUTOALLOCATE)
+        .is_some_and(|value| value.eq_ignore_ascii_case("false"));
+    let created = object.metadata.creation_timestamp.as_ref();
+    ServiceEntry {
+        entry: Entry {
+            created: created.map(|time| time.0.as_second()),
+            wants_vips: !has_addresses && !forbidden && resolution != EntryResolution::None,
+            location: location(&spec, findings),
+            name,
+            hosts,
+            addresses,
+            resolution,
+            export_to,
+            ports,
+            backends,
+        },
+        selector,
+    }
+}
+
+fn resolution(spec: &ServiceEntrySpec, findings: &mut Findings) -> EntryResolution {
+    match spec.resolution.as_deref() {
+        None | Some("" | "NONE") => EntryResolution::None,
+        Some("STATIC") => EntryResolution::Static,
+        Some("DNS" | "DNS_ROUND_ROBIN") => EntryResolution::Dns,
+        Some("DYNAMIC_DNS") => {
+            findings.fault(
+                "spec.resolution",
+                "DYNAMIC_DNS is not served: it needs a proxy that reads the host's name from each connection; use DNS \
+                 with whole names",
+            );
+            EntryResolution::Static
+        }
+        Some(other) => {
+            findings.fault(
+                "spec.resolution",
+                format!(
+                    "unknown resolution {other:?}; expected NONE, STATIC, DNS or DNS_ROUND_ROBIN"
+                ),
+            );
+            EntryResolution::Static
+        }
+    }
+}
+
+fn location(spec: &ServiceEntrySpec, findings: &mut Findings) -> Location {
+    match spec.location.as_deref() {
+        None | Some("" | "MESH_EXTERNAL") => Location::External,
+        Some("MESH_INTERNAL") => Location::Internal,
+        Some(other) => {
+            findings.fault(
+                "spec.location",
+                format!("unknown location {other:?}; expected MESH_EXTERNAL or MESH_INTERNAL"),
+            );
+            Location::External
+        }
+    }
+}
+
+/// `spec.exportTo`, in which `.` is the entry's own namespace and `~` none.
+fn export_to(spec: &ServiceEntrySpec, own: &str) -> ExportTo {
+    let given = spec.export_to.as_deref().unwrap_or_default();
+    if given.is_empty() || given.iter().any(|namespace| namespace == "*") {
+        return ExportTo::All;
+    }
+    let named = given.iter().filter(|namespace| *namespace != "~");
+    let named = named.map(|namespace| if namespace == "." { own } else { namespace });
+    ExportTo::Namespaces(named.map(Box::from).collect::<BTreeSet<_>>())
+}
+
+fn hosts(spec: &ServiceEntrySpec, findings: &mut Findings) -> SmallVec<[Host; 1]> {
+    let given = spec.hosts.as_deref().unwrap_or_default();
+    if given.is_empty() {
+        findings.fault("spec.hosts", "missing or empty; expected at least one host");
+    }
+    let mut seen = HashSet::new();
+    let mut hosts = SmallVec::new();
+    for (index, text) in given.iter().enumerate() {
+        match host(text) {
+            Ok(name) => {
+                if seen.insert(Arc::clone(&name)) {
+                    hosts.push(Host {
+                        name,
+                        assigned: SmallVec::new(),
+                        vips: SmallVec::new(),
+                    });
+                }
+            }
+            Err(wrong) => findings.fault(format!("spec.hosts[{index}]"), wrong),
+        }
+    }
+    hosts
+}
+
+/// A DNS name, or `*.` and one.
+fn host(text: &str) -> Result<Arc<str>, String> {
+    let name = text.strip_suffix('.').unwrap_or(text).to_ascii_lowercase();
+    let whole = name.strip_prefix("*.").unwrap_or(&name);
+    if address::is_dns_name(whole) && whole.parse::<IpAddr>().is_err() {
+        return Ok(name.into());
+    }
+    Err(format!(
+        "{text:?} is not a host; expected a DNS name, or `*.` and a DNS name"
+    ))
+}
+
+fn ports(spec: &ServiceEntrySpec, findings: &mut Findings) -> SmallVec<[EntryPort; 1]> {
+    let mut ports = SmallVec::<[EntryPort; 1]>::new();
+    let (mut numbers, mut names) = (HashSet::new(), HashSet::new());
+    for (index, given) in spec.ports.iter().flatten().enumerate() {
+        let path = |field: &str| format!("spec.ports[{index}].{field}");
+        let number =
+            super::port(given.number).map_err(|wrong| findings.fault(path("number"), wrong));
+        let target = given
+            .target_port
+            .filter(|target| *target != 0)
+            .map(super::port);
+        let target = target
+            .transpose()
+            .map_err(|wrong| findings.fault(path("targetPort"), wrong));
+        let protocol = protocol(given.protocol.as_deref())
+            .map_err(|wrong| findings.fault(path("protocol"), wrong));
+        let (Ok(port), Ok(target), Ok(protocol)) = (number, target, protocol) else {
+            continue;
+        };
+        let name = given.name.as_deref().unwrap_or_default();
+        if !numbers.insert((port, protocol)) {
+            let word = protocol.word();
+            findings.fault(path("number"), format!("{port}/{word} is given twice"));
+        } else if !names.insert(name) {
+            findings.fault(
+                path("name"),
+                format!("{name:?} names another port, too; expected a name for each port"),
+            );
+        } else {
+            ports.push(EntryPort {
+                name: name.into(),
+                port,
+                protocol,
+                target,
+            });
+        }
+    }
+    ports
+}
+
+/// Istio's protocols, by what they are carried.
+fn protocol(value: Option<&str>) -> Result<Protocol, String> {
+    let value = value.unwrap_or_default();
+    match value.to_ascii_uppercase().as_str() {
+        "" | "TCP" | "HTTP" | "HTTP2" | "HTTPS" | "HTTP_PROXY" | "GRPC" | "GRPC-WEB" | "TLS"
+        | "MONGO" | "MYSQL" | "REDIS" | "HBONE" | "DOUBLE_HBONE" => Ok(Protocol::Tcp),
+        "UDP" => Ok(Protocol::Udp),
+        _ => Err(format!(
+            "unknown protocol {value:?}; expected HTTP, HTTPS, HTTP2, GRPC, MONGO, TCP, TLS or UDP"
+        )),
+    }
+}
+
+fn selector(
+    spec: &ServiceEntrySpec,
+    resolution: EntryResolution,
+    findings: &mut Findings,
+) -> Option<BTreeMap<String, String>> {
+    let selector = spec.workload_selector.as_ref()?;
+    if spec.endpoints.iter().flatten().next().is_some() {
+        findings.fault(
+            "spec.workloadSelector",
+            "there are spec.endpoints, too; expected one of the two",
+        );
+    }
+    if selector.labels.is_empty() {
+        findings.fault(
+            "spec.workloadSelector.labels",
+            "missing or empty; expected at least one label",
+        );
+    }
+    if resolution == EntryResolution::None {
+        findings.note(
+            "spec.workloadSelector",
+            "has no effect with resolution NONE; use STATIC",
+        );
+        return None;
+    }
+    Some(selector.labels.clone())
+}
+
+fn backends(
+    spec: &ServiceEntrySpec,
+    resolution: EntryResolution,
+    ports: &[EntryPort],
+    findings: &mut Findings,
+) -> Vec<Backend> {
+    let mut backends = Vec::new();
+    for (index, given) in spec.endpoints.iter().flatten().enumerate() {
+        let path = format!("spec.endpoints[{index}]");
+        for name in given.ports.iter().flatten().map(|(name, _)| name) {
+            if ports.iter().all(|port| *port.name != **name) {
+                findings.fault(
+                    format!("{path}.ports.{name}"),
+                    format!("spec.ports has no port of the name {name:?}"),
+                );
+            }
+        }
+        let Some(backend) = backend(given, &path, findings) else {
+            continue;
+        };
+        match (&backend.at, resolution) {
+            (At::Name(name), EntryResolution::Static) => findings.fault(
+                format!("{path}.address"),
+                format!("{name:?} is a name; expected an IP address with resolution STATIC"),
+            ),
+            _ => backends.push(backend),
+        }
+    }
+    if resolution == EntryResolution::None && !backends.is_empty() {
+        findings.fault(
+            "spec.endpoints",
+            "resolution NONE has no endpoints; use STATIC or DNS",
+        );
+    }
+    backends.sort_unstable();
+    backends.dedup();
+    backends
+}
+
+/// `spec.addresses`, each range of them as its addresses.
+fn addresses(
+    spec: &ServiceEntrySpec,
+    resolution: EntryResolution,
+    findings: &mut Findings,
+) -> SmallVec<[IpAddr; 1]> {
+    let mut found = SmallVec::<[IpAddr; 1]>::new();
+    let mut seen = HashSet::new();
+    for (index, text) in spec.addresses.iter().flatten().enumerate() {
+        let path = || format!("spec.addresses[{index}]");
+        let range = if text.contains('/') {
+            address::range(text)
+        } else {
+            address::address(text).map(IpNet::from)
+        };
+        let range = match range {
+            Ok(range) => range,
+            Err(wrong) => {
+                findings.fault(path(), wrong);
+                continue;
+            }
+        };
+        let bits = range.max_prefix_len() - range.prefix_len();
+        if bits > 8 {
+            // Without endpoints, connections to a range go where they went.
+            if resolution != EntryResolution::None {
+                findings.note(
+                    path(),
+                    format!(
+                        "{range} is not served: the tables have an entry for each address, and a range of an entry may \
+                         have {RANGE_MAX}; use a smaller range or the addresses that clients use"
+                    ),
+                );
+            }
+            continue;
+        }
+        for ip in hosts_of(&range) {
+            match servable(ip) {
+                Ok(()) => {
+                    if seen.insert(ip) {
+                        found.push(ip);
+                    }
+                }
+                Err(wrong) => {
+                    findings.fault(path(), wrong);
+                    break;
+                }
+            }
+        }
+    }
+    found
+}
+
+/// All addresses of a small range.
+fn hosts_of(range: &IpNet) -> impl Iterator<Item = IpAddr> + use<> {
+    let (first, last) = match range {
+        IpNet::V4(range) => (
+            range.network().to_bits().into(),
+            range.broadcast().to_bits().into(),
+        ),
+        IpNet::V6(range) => (range.network().to_bits(), range.broadcast().to_bits()),
+    };
+    let v4 = matches!(range, IpNet::V4(_));
+    (first..=last).map(move |bits: u128| {
+        if v4 {
+            let bits = u32::try_from(bits).unwrap_or_default();
+            IpAddr::V4(bits.into())
+        } else {
+            IpAddr::V6(bits.into())
+        }
+    })
+}
+
+/// Whether an entry may have an address: as a Service's external IP.
+fn servable(ip: IpAddr) -> Result<(), String> {
+    let ip = address::virtual_address(&ip.to_string())?;
+    if address::is_link_local(ip) {
+        return Err(format!(
+            "{ip} is a link-local address, which cannot be an entry's"
+        ));
+    }
+    Ok(())
+}
+
+/// The addresses that a control plane has given to hosts.
+fn assign(hosts: &mut [Host], given: &[api::ServiceEntryAddress], findings: &mut Findings) {
+    for (index, given) in given.iter().enumerate() {
+        let path = format!("status.addresses[{index}]");
+        let ip = address::address(&given.value).and_then(|ip| servable(ip).map(|()| ip));
+        let ip = match ip {
+            Ok(ip) => ip,
+            Err(wrong) => {
+                findings.note(format!("{path}.value"), wrong);
+                continue;
+            }
+        };
+        let name = given.host.to_ascii_lowercase();
+        for host in &mut *hosts {
+            let is_meant = name.is_empty() || *host.name == *name;
+            if is_meant
+                && host
+                    .assigned
+                    .iter()
+                    .all(|other| other.is_ipv4() != ip.is_ipv4())
+            {
+                host.assigned.push(ip);
+            }
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! Istio's WorkloadEntry in the model's terms, and the endpoints of a ServiceEntry, which have the same fields.
+
+use std::{collections::BTreeMap, net::IpAddr};
+
+use super::{
+    Findings, address, check_name, object_name,
+    wire::{self as api, WorkloadEntrySpec},
+};
+use crate::model::{At, Backend, Node, ServiceName};
+
+/// A pod or WorkloadEntry that a ServiceEntry may select.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Candidate {
+    /// Whether it is a pod, and its name: a pod and a WorkloadEntry may have the same.
+    pub name: (bool, ServiceName),
+    /// Its labels.
+    pub labels: BTreeMap<String, String>,
+    /// What it adds to a ServiceEntry: a pod has an address of each family.
+    pub backends: Vec<Backend>,
+}
+
+/// Turns a WorkloadEntry into the model. What it returns is only of use if `findings` has no faults.
+pub fn workload_entry(object: &api::WorkloadEntry, findings: &mut Findings) -> Candidate {
+    check_name(&object.metadata, findings);
+    let spec = object.spec.as_ref();
+    let mut labels = spec.map(|spec| spec.labels.clone()).unwrap_or_default();
+    // As Istio has it: the object's own labels count, too, and those of its spec before them.
+    for (key, value) in &object.metadata.labels {
+        labels.entry(key.clone()).or_insert_with(|| value.clone());
+    }
+    let nothing = WorkloadEntrySpec::default();
+    Candidate {
+        name: (false, object_name(&object.metadata)),
+        labels,
+        backends: backend(spec.unwrap_or(&nothing), "spec", findings)
+            .into_iter()
+            .collect(),
+    }
+}
+
+/// What a ServiceEntry may select of a pod; none if it is not ready, or no more.
+pub fn candidate(pod: &api::Pod, node: &Node) -> Option<Candidate> {
+    let status = pod.status.as_ref()?;
+    let conditions = status.conditions.iter().flatten();
+    let is_ready = conditions
+        .into_iter()
+        .any(|condition| condition.type_ == "Ready" && condition.status == "True");
+    if !is_ready || pod.metadata.deletion_timestamp.is_some() {
+        return None;
+    }
+    let of = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref());
+    let ips = status.pod_ips.iter().flatten().map(|ip| &ip.ip);
+    let mut ips: Vec<IpAddr> = ips
+        .chain(&status.pod_ip)
+        .filter_map(|text| address::endpoint_address(text).ok())
+        .collect();
+    ips.sort_unstable();
+    ips.dedup();
+    let backend = |ip| Backend {
+        at: At::Address(ip),
+        ports: smallvec::SmallVec::new(),
+        weight: 1,
+        local: of == Some(&*node.name),
+    };
+    Some(Candidate {
+        name: (true, object_name(&pod.metadata)),
+        labels: pod.metadata.labels.clone(),
+        backends: ips.into_iter().map(backend).collect(),
+    })
+}
+
+/// An endpoint; none if it is left out.
+pub(super) fn backend(
+    given: &WorkloadEntrySpec,
+    path: &str,
+    findings: &mut Findings,
+) -> Option<Backend> {
+    let ports = given.ports.iter().flatten().filter_map(|(name, port)| {
+        let port = super::port(*port)
+            .map_err(|wrong| findings.fault(format!("{path}.ports.{name}"), wrong));
+        Some((name.as_str().into(), port.ok()?))
+    });
+    let ports = ports.collect();
+    let weight = given.weight.unwrap_or_default();
+    let weight = u32::try_from(weight).map_err(|_| {
+        findings.fault(
+            format!("{path}.weight"),
+            format!("{weight} is out of range; expected a number from 0 to 4294967295"),
+        );
+    });
+    let at = match at(&given.address) {
+        Ok(at) => at,
+        Err(wrong) => {
+            findings.fault(format!("{path}.address"), wrong);
+            return None;
+        }
+    };
+    Some(Backend {
+        at,
+        ports,
+        weight: weight.map_or(1, |weight| weight.max(1)),
+        local: false,
+    })
+}
+
+/// Where an endpoint is: at an address, or at those of a name.
+fn at(text: &str) -> Result<At, String> {
+    if text.is_empty() {
+        return Err("missing; expected an IP address or a DNS name".to_owned());
+    }
+    if text.starts_with("unix:") {
+        return Err(format!(
+            "{text:?} is a Unix socket, which the kernel's tables cannot lead to; expected an IP address or a DNS name"
+        ));
+    }
+    if address::address(text).is_ok() {
+        return address::endpoint_address(text).map(At::Address);
+    }
+    let name = text.strip_suffix('.').unwrap_or(text).to_ascii_lowercase();
+    if address::is_dns_name(&name) {
+        Ok(At::Name(name.into()))
+    } else {
+        Err(format!(
+            "{text:?} is neither an IP address nor a DNS name; expected one of them"
+        ))
+    }
+}

@@ -1,0 +1,220 @@
+//! Istio's ServiceEntries and WorkloadEntries.
+
+use std::{thread, time::Duration};
+
+use dataplane::{
+    model::{At, EntryName, Gravity},
+    source::{
+        View,
+        kubernetes::{Kind, Scope, Wanted},
+    },
+};
+use dataplane_tests::api::{Resource, objects};
+use serde_json::{Value, json};
+
+use crate::site::{NODE, Site, endpoints, server, web};
+
+const WANTED: Wanted = Wanted {
+    scope: Scope::HostPorts,
+    entries: true,
+};
+
+fn entry(name: &str, spec: Value) -> Value {
+    let mut entry = json!({
+        "apiVersion": "networking.istio.io/v1", "kind": "ServiceEntry",
+        "metadata": { "name": name, "namespace": "default" },
+    });
+    entry["spec"] = spec;
+    entry
+}
+
+fn fixed(name: &str, address: &str) -> Value {
+    let endpoints = json!([{ "address": address }]);
+    entry(
+        name,
+        json!({
+            "hosts": [format!("{name}.example.com")], "resolution": "STATIC",
+            "ports": [{ "number": 80, "name": "http", "protocol": "HTTP" }], "endpoints": endpoints,
+        }),
+    )
+}
+
+fn selecting(name: &str, labels: &Value) -> Value {
+    entry(
+        name,
+        json!({
+            "hosts": [format!("{name}.example.com")], "resolution": "STATIC",
+            "ports": [{ "number": 80, "name": "http", "protocol": "HTTP" }],
+            "workloadSelector": { "labels": labels },
+        }),
+    )
+}
+
+fn workload(name: &str, address: &str, labels: &Value) -> Value {
+    json!({
+        "apiVersion": "networking.istio.io/v1", "kind": "WorkloadEntry",
+        "metadata": { "name": name, "namespace": "default" },
+        "spec": { "address": address, "labels": labels },
+    })
+}
+
+/// The addresses of an entry's endpoints, with a star at those on this node; none if it is not there.
+fn found(view: &View, name: &str) -> Option<Vec<String>> {
+    let entry = view.entries.get(&EntryName::new("default", name))?;
+    let of = entry.backends.iter().map(|backend| {
+        let At::Address(address) = &backend.at else {
+            panic!("{backend:?}");
+        };
+        format!("{address}{}", if backend.local { "*" } else { "" })
+    });
+    Some(of.collect())
+}
+
+#[test]
+fn a_cluster_without_the_kinds_is_no_failure_and_they_are_noticed_in_each_version() {
+    for version in ["v1", "v1beta1", "v1alpha3"] {
+        let site = Site::of(server(web(1, &[1])), WANTED);
+        let view = site.view(|_| true);
+        assert_eq!(endpoints(&view, "web-1"), [1]);
+        assert!(view.entries.is_empty() && view.problems.is_empty());
+        site.watching();
+        assert_eq!(site.health.failure(), None);
+        assert!(site.health.heard() > 0);
+        assert!(site.health.of(Kind::ServiceEntry).is_missing());
+        thread::sleep(Duration::from_millis(200));
+        assert_eq!(site.health.failure(), None);
+        // It is installed, with an object.
+        site.cluster().apply(fixed("db", "192.0.2.1"));
+        site.cluster().install_istio(Some(version));
+        site.view(|view| found(view, "db").as_deref() == Some(&["192.0.2.1".to_owned()]));
+        assert!(!site.health.of(Kind::ServiceEntry).is_missing());
+        site.watching();
+        site.cluster().apply(fixed("db", "192.0.2.2"));
+        site.view(|view| found(view, "db").as_deref() == Some(&["192.0.2.2".to_owned()]));
+        // And removed.
+        site.cluster().install_istio(None);
+        site.cluster().compact();
+        site.server.faults().end_watches();
+        let view = site.view(|view| found(view, "db").is_none());
+        assert_eq!(endpoints(&view, "web-1"), [1]);
+        site.wait("it is missing again", |site| {
+            site.health.of(Kind::ServiceEntry).is_missing()
+        });
+        assert_eq!(site.health.failure(), None);
+    }
+}
+
+#[test]
+fn they_are_not_read_unless_they_are_asked_for() {
+    let server = server(web(1, &[1]));
+    server.cluster().install_istio(Some("v1"));
+    server.cluster().apply(fixed("db", "192.0.2.1"));
+    server.faults().note_requests(true);
+    let site = Site::of(server, Scope::Registry);
+    assert!(site.view(|_| true).entries.is_empty());
+    let asked = site.server.faults().asked();
+    assert!(asked.iter().all(|asked| !asked.path.contains("istio")));
+}
+
+#[test]
+fn without_the_right_to_read_them_the_rest_is_served_and_said() {
+    let server = server(web(1, &[1]));
+    server
+        .faults()
+        .withhold(Some((Resource::ServiceEntries, 403)));
+    let site = Site::of(server, WANTED);
+    let view = site.view(|view| !view.problems.is_empty());
+    assert_eq!(endpoints(&view, "web-1"), [1]);
+    let text = &view.problems[0].text;
+    assert!(
+        text.contains("serviceentries cannot be read")
+            && text.contains("no host of a ServiceEntry is served"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_wrong_entry_is_named_and_stays_what_it_was() {
+    let server = server([fixed("db", "192.0.2.1"), fixed("other", "192.0.2.9")]);
+    server.cluster().install_istio(Some("v1"));
+    let site = Site::of(server, WANTED);
+    site.view(|view| found(view, "db").is_some());
+    site.cluster().apply(fixed("db", "127.0.0.1"));
+    let view = site.view(|view| !view.problems.is_empty());
+    let problem = &view.problems[0];
+    assert_eq!(problem.gravity, Gravity::NotFollowed);
+    assert_eq!(problem.place, "ServiceEntry default/db");
+    assert_eq!(
+        problem.text,
+        "spec.endpoints[0].address: 127.0.0.1 is a loopback address, which cannot be an endpoint's; it stays as it was \
+         before, if it was ever served"
+    );
+    assert_eq!(found(&view, "db").unwrap(), ["192.0.2.1"]);
+    // A field of another type is no reason not to read the others, either.
+    site.cluster()
+        .apply(entry("db", json!({ "hosts": "db.example.com" })));
+    site.cluster().apply(fixed("other", "192.0.2.8"));
+    let view = site.view(|view| found(view, "other").as_deref() == Some(&["192.0.2.8".to_owned()]));
+    assert!(
+        view.problems[0].text.starts_with("spec.hosts"),
+        "{:?}",
+        view.problems
+    );
+    site.cluster().apply(fixed("db", "192.0.2.3"));
+    let view = site.view(|view| view.problems.is_empty());
+    assert_eq!(found(&view, "db").unwrap(), ["192.0.2.3"]);
+}
+
+/// Ready pods of all nodes and WorkloadEntries, with all of the labels, of the entry's namespace.
+#[test]
+fn a_selector_selects_pods_wherever_they_are_and_workload_entries() {
+    let labels = json!({ "app": "db", "tier": "a" });
+    let pod = |name: &str, node: &str, last: u8, labels: &Value, ready: &str| {
+        let mut pod = objects::pod(name, node, &[[10, 244, 0, last].into()]);
+        pod["metadata"]["labels"] = labels.clone();
+        pod["status"]["conditions"] = json!([{ "type": "Ready", "status": ready }]);
+        pod
+    };
+    let mut elsewhere = workload("foreign", "192.0.2.7", &labels);
+    elsewhere["metadata"]["namespace"] = json!("shop");
+    let server = server([
+        pod("one", NODE, 1, &labels, "True"),
+        pod("two", "node2", 2, &labels, "True"),
+        pod("not-ready", NODE, 3, &labels, "False"),
+        pod("other", NODE, 4, &json!({ "app": "db" }), "True"),
+        workload("vm", "192.0.2.1", &labels),
+        workload("one", "192.0.2.2", &labels),
+        elsewhere,
+    ]);
+    server.cluster().install_istio(Some("v1"));
+    let site = Site::of(server, WANTED);
+    site.view(|_| true);
+    // The pods of other nodes are not asked for before somebody selects them.
+    site.cluster().apply(selecting("db", &labels));
+    let is = |wanted: &[&str]| {
+        let wanted: Vec<String> = wanted.iter().map(|&text| text.to_owned()).collect();
+        site.view(|view| found(view, "db").as_ref() == Some(&wanted));
+    };
+    is(&["10.244.0.1*", "10.244.0.2", "192.0.2.1", "192.0.2.2"]);
+    site.cluster()
+        .apply(pod("not-ready", NODE, 3, &labels, "True"));
+    is(&[
+        "10.244.0.1*",
+        "10.244.0.2",
+        "10.244.0.3*",
+        "192.0.2.1",
+        "192.0.2.2",
+    ]);
+    site.cluster().delete(Resource::Pods, "default", "one");
+    site.cluster()
+        .apply(pod("two", "node2", 2, &json!({ "app": "db" }), "True"));
+    site.cluster()
+        .delete(Resource::WorkloadEntries, "default", "vm");
+    is(&["10.244.0.3*", "192.0.2.2"]);
+    site.cluster()
+        .apply(selecting("db", &json!({ "app": "db" })));
+    is(&["10.244.0.2", "10.244.0.3*", "10.244.0.4*", "192.0.2.2"]);
+    site.cluster()
+        .delete(Resource::ServiceEntries, "default", "db");
+    site.view(|view| found(view, "db").is_none());
+}

@@ -1,0 +1,635 @@
+//! What a ServiceEntry comes to: from manifests to the services of the tables.
+
+use std::{net::IpAddr, sync::Arc};
+
+use dataplane::{
+    model::{
+        EntryName, ExportTo, Gravity, Node, Problem, Service, ServiceName, ServiceType, Snapshot,
+    },
+    plan::{
+        Planner,
+        entries::{Entries, service_name},
+    },
+    source::manifests::{self, Loaded},
+};
+use serde_json::{Value, json};
+
+const NOW: u64 = 1_800_000_000;
+
+fn load(objects: &[Value], previous: &Snapshot) -> Loaded {
+    let file = tempfile::Builder::new().suffix(".json").tempfile().unwrap();
+    let list = json!({ "apiVersion": "v1", "kind": "List", "items": objects });
+    std::fs::write(file.path(), list.to_string()).unwrap();
+    let node = Node {
+        name: "node1".into(),
+        own: vec![ip("192.0.2.200")],
+        ..Node::default()
+    };
+    manifests::load_reusing(previous, &[file.path().to_owned()], &node)
+        .unwrap_or_else(|errors| panic!("{errors}"))
+}
+
+fn ip(text: &str) -> IpAddr {
+    text.parse().unwrap()
+}
+
+/// An entry `db` of `shop` with a port, endpoints and these fields of `spec`.
+fn db(fields: Value) -> Value {
+    named("db", fields)
+}
+
+fn named(name: &str, fields: Value) -> Value {
+    let mut spec = json!({
+        "hosts": [format!("{name}.example.com")],
+        "ports": [{ "number": 5432, "name": "pg", "protocol": "TCP" }],
+        "resolution": "STATIC",
+        "endpoints": [{ "address": "198.51.100.1" }],
+    });
+    if let Value::Object(fields) = fields {
+        for (field, value) in fields {
+            spec[field] = value;
+        }
+    }
+    json!({
+        "apiVersion": "networking.istio.io/v1", "kind": "ServiceEntry",
+        "metadata": {
+            "name": name, "namespace": "shop", "creationTimestamp": "2026-01-01T00:00:00Z",
+        },
+        "spec": spec,
+    })
+}
+
+fn web(ip: &str) -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "Service",
+        "metadata": { "name": "web", "namespace": "default" },
+        "spec": { "clusterIP": ip, "ports": [{ "port": 80 }] },
+    })
+}
+
+/// What the node serves, and what it says of it.
+struct Served {
+    snapshot: Snapshot,
+    problems: Vec<Problem>,
+}
+
+impl Served {
+    fn of(objects: &[Value]) -> Self {
+        Self::next(&mut Entries::new([]), objects)
+    }
+
+    fn next(entries: &mut Entries, objects: &[Value]) -> Self {
+        let mut snapshot = load(objects, &Snapshot::default()).snapshot;
+        let taken = entries.take(&snapshot.entries, &snapshot.services, &snapshot.node, NOW);
+        let mut problems = snapshot.problems.to_vec();
+        problems.extend(entries.problems().cloned());
+        (snapshot.services, snapshot.entries) = (taken.services, taken.entries);
+        Self { snapshot, problems }
+    }
+
+    fn service(&self, name: &str) -> Option<&Arc<Service>> {
+        let name = service_name(&EntryName::new("shop", name));
+        self.snapshot.services.get(&name)
+    }
+
+    fn vips(&self, name: &str) -> Vec<String> {
+        let entry = &self.snapshot.entries[&EntryName::new("shop", name)];
+        let vips = entry.hosts.iter().flat_map(|host| &host.vips);
+        vips.map(ToString::to_string).collect()
+    }
+
+    /// The endpoints of a service's first port, with weights other than 1.
+    fn endpoints(&self, name: &str) -> Vec<String> {
+        let Some(service) = self.service(name) else {
+            return Vec::new();
+        };
+        let port = &service.ports[0];
+        let all = port.endpoints.iter().enumerate();
+        all.map(|(index, e)| match port.weight(index) {
+            1 => format!("{}:{}", e.addr, e.port),
+            weight => format!("{}:{}*{weight}", e.addr, e.port),
+        })
+        .collect()
+    }
+
+    fn says(&self) -> Vec<String> {
+        let texts = self.problems.iter();
+        texts.map(|problem| problem.text.clone()).collect()
+    }
+}
+
+#[test]
+fn a_host_without_addresses_gets_one_of_each_family_and_dns_answers_by_the_endpoints() {
+    let v6 = json!({ "endpoints": [{ "address": "2001:db8::1" }, { "address": "198.51.100.1" }] });
+    let served = Served::of(&[
+        db(json!({})),
+        named("both", v6),
+        named("none", json!({ "endpoints": [] })),
+    ]);
+    assert!(served.problems.is_empty(), "{:?}", served.problems);
+    let service = served.service("db").unwrap();
+    assert_eq!(service.kind, ServiceType::Entry);
+    let [v4, v6] = &service.cluster_ips[..] else {
+        panic!("{service:?}");
+    };
+    let [_, _, high, low] = match v4 {
+        IpAddr::V4(v4) => v4.octets(),
+        IpAddr::V6(_) => panic!("{v4}"),
+    };
+    assert!(v4.to_string().starts_with("240.240."));
+    assert_eq!(
+        v6.to_string(),
+        format!("2001:2::f0f0:{:x}", u16::from_be_bytes([high, low]))
+    );
+    assert_eq!(served.vips("db"), [v4.to_string()]);
+    assert_eq!(served.vips("both").len(), 2);
+    // Without endpoints clients are refused, which is better than that the name is not there.
+    assert_eq!(served.vips("none").len(), 2);
+    assert_eq!(served.endpoints("db"), ["198.51.100.1:5432"]);
+}
+
+#[test]
+fn what_gets_no_address() {
+    let labelled = |value: &str| {
+        let mut entry = named("labelled", json!({}));
+        entry["metadata"]["labels"] =
+            json!({ "networking.istio.io/enable-autoallocate-ip": value });
+        entry
+    };
+    for entry in [
+        db(json!({ "resolution": "NONE", "endpoints": null })),
+        db(json!({ "hosts": ["*.example.com"] })),
+        db(json!({ "ports": null })),
+        labelled("false"),
+    ] {
+        let name = entry["metadata"]["name"].as_str().unwrap().to_owned();
+        let served = Served::of(std::slice::from_ref(&entry));
+        assert_eq!(served.vips(&name), [""; 0], "{entry}");
+        assert!(served.service(&name).is_none(), "{entry}");
+        assert!(served.problems.is_empty(), "{:?}", served.problems);
+    }
+    assert_eq!(Served::of(&[labelled("true")]).vips("labelled").len(), 1);
+}
+
+#[test]
+fn what_a_control_plane_has_given_counts() {
+    let mut entry = db(json!({ "hosts": ["a.example.com", "b.example.com"] }));
+    entry["status"] = json!({ "addresses": [
+        { "host": "a.example.com", "value": "240.240.7.7" },
+        { "host": "a.example.com", "value": "2001:2::77" },
+        { "host": "a.example.com", "value": "127.0.0.1" },
+    ]});
+    let served = Served::of(&[entry]);
+    let vips = served.vips("db");
+    assert_eq!(vips[0], "240.240.7.7");
+    assert_eq!(vips.len(), 2, "{vips:?}");
+    assert_ne!(vips[1], "240.240.7.7");
+    let service = served.service("db").unwrap();
+    assert_eq!(service.cluster_ips.len(), 2);
+    // Whoever may write a status gets no stronger claim by it.
+    assert_eq!(
+        service.external_ips.to_vec(),
+        [ip("240.240.7.7"), ip("2001:2::77")]
+    );
+    assert_eq!(
+        served.says(),
+        ["status.addresses[2].value: 127.0.0.1 is a loopback address, which cannot be a service's"]
+    );
+}
+
+#[test]
+fn ports_targets_weights_and_protocols() {
+    let served = Served::of(&[db(json!({
+        "ports": [
+            { "number": 5432, "name": "pg", "protocol": "TCP", "targetPort": 6432 },
+            { "number": 53, "name": "dns", "protocol": "UDP" },
+        ],
+        "endpoints": [
+            { "address": "198.51.100.2", "weight": 30, "ports": { "pg": 7432 } },
+            { "address": "198.51.100.1", "weight": 10 },
+            { "address": "198.51.100.1", "weight": 20, "ports": { "dns": 5353 } },
+        ],
+    }))]);
+    assert!(served.problems.is_empty(), "{:?}", served.problems);
+    // What is there twice has both weights; equal ones are none.
+    assert_eq!(
+        served.endpoints("db"),
+        ["198.51.100.1:6432", "198.51.100.2:7432"]
+    );
+    let dns = &served.service("db").unwrap().ports[1];
+    let shown: Vec<_> = dns
+        .endpoints
+        .iter()
+        .map(|e| format!("{}:{}", e.addr, e.port))
+        .collect();
+    assert_eq!(
+        shown,
+        ["198.51.100.1:53", "198.51.100.1:5353", "198.51.100.2:53"]
+    );
+    assert_eq!([0, 1, 2].map(|index| dns.weight(index)), [10, 20, 30]);
+}
+
+#[test]
+fn addresses_are_served_and_small_ranges_as_what_is_in_them() {
+    let served = Served::of(&[db(json!({
+        "addresses": ["203.0.113.4", "203.0.113.8/30", "2001:db8:1::/127", "203.0.113.4/32"],
+    }))]);
+    assert!(served.problems.is_empty(), "{:?}", served.problems);
+    let service = served.service("db").unwrap();
+    assert!(service.cluster_ips.is_empty());
+    let shown: Vec<_> = service
+        .external_ips
+        .iter()
+        .map(ToString::to_string)
+        .collect();
+    let wanted = [
+        "203.0.113.4",
+        "203.0.113.8",
+        "203.0.113.9",
+        "203.0.113.10",
+        "203.0.113.11",
+        "2001:db8:1::",
+        "2001:db8:1::1",
+    ];
+    assert_eq!(shown, wanted);
+    assert_eq!(served.vips("db"), wanted[..5], "only IPv4 endpoints");
+    let large = json!({ "addresses": ["203.0.0.0/16", "203.0.113.4"] });
+    let served = Served::of(&[db(large)]);
+    assert_eq!(served.vips("db"), ["203.0.113.4"]);
+    assert_eq!(
+        served.says(),
+        [
+            "spec.addresses[0]: 203.0.0.0/16 is not served: the tables have an entry for each address, and a range of an \
+          entry may have 256; use a smaller range or the addresses that clients use"
+        ]
+    );
+    // Without endpoints there is nothing to serve.
+    let none = json!({ "resolution": "NONE", "endpoints": null, "addresses": ["203.0.0.0/16"] });
+    assert!(Served::of(&[db(none)]).problems.is_empty());
+}
+
+/// Each is named with its field and reason, and keeps no other from being served.
+#[test]
+fn a_wrong_entry_is_named_and_the_others_are_served() {
+    for (fields, wanted) in [
+        (
+            json!({ "resolution": "DYNAMIC_DNS" }),
+            "spec.resolution: DYNAMIC_DNS is not served: it needs a proxy that reads the host's name from each \
+             connection; use DNS with whole names",
+        ),
+        (
+            json!({ "resolution": "X" }),
+            "spec.resolution: unknown resolution \"X\"; expected",
+        ),
+        (
+            json!({ "location": "X" }),
+            "spec.location: unknown location \"X\"; expected",
+        ),
+        (
+            json!({ "hosts": [] }),
+            "spec.hosts: missing or empty; expected at least one host",
+        ),
+        (
+            json!({ "hosts": ["a b"] }),
+            "spec.hosts[0]: \"a b\" is not a host; expected",
+        ),
+        (
+            json!({ "hosts": ["192.0.2.1"] }),
+            "spec.hosts[0]: \"192.0.2.1\" is not a host; expected",
+        ),
+        (
+            json!({ "hosts": ["*"] }),
+            "spec.hosts[0]: \"*\" is not a host; expected",
+        ),
+        (json!({ "hosts": "db.example.com" }), "spec.hosts: "),
+        (
+            json!({ "resolution": "DNS", "hosts": ["*.example.com"], "endpoints": null }),
+            "spec.hosts[0]: \"*.example.com\" cannot be resolved; expected",
+        ),
+        (
+            json!({ "addresses": ["127.0.0.1"] }),
+            "spec.addresses[0]: 127.0.0.1 is a loopback address",
+        ),
+        (
+            json!({ "addresses": ["127.0.0.0/30"] }),
+            "spec.addresses[0]: 127.0.0.0 is a loopback address",
+        ),
+        (
+            json!({ "addresses": ["169.254.169.254"] }),
+            "spec.addresses[0]: 169.254.169.254 is a link-local",
+        ),
+        (
+            json!({ "addresses": ["0.0.0.0"] }),
+            "spec.addresses[0]: 0.0.0.0 is the unspecified address",
+        ),
+        (
+            json!({ "addresses": ["x"] }),
+            "spec.addresses[0]: \"x\" is not an IP address",
+        ),
+        (
+            json!({ "ports": [{ "number": 0, "name": "a" }] }),
+            "spec.ports[0].number: 0 is not a port",
+        ),
+        (
+            json!({ "ports": [{ "number": 1, "name": "a", "protocol": "SCTP" }] }),
+            "spec.ports[0].protocol: unknown",
+        ),
+        (
+            json!({ "ports": [{ "number": 1, "name": "a" }, { "number": 1, "name": "b" }] }),
+            "spec.ports[1].number: 1/tcp is given twice",
+        ),
+        (
+            json!({ "ports": [{ "number": 1, "name": "a" }, { "number": 2, "name": "a" }] }),
+            "spec.ports[1].name: \"a\" names another port, too",
+        ),
+        (
+            json!({ "endpoints": [{ "address": "a.example.com" }] }),
+            "spec.endpoints[0].address: \"a.example.com\" is a name",
+        ),
+        (
+            json!({ "endpoints": [{ "address": "unix:///x" }] }),
+            "spec.endpoints[0].address: \"unix:///x\" is a Unix socket",
+        ),
+        (
+            json!({ "endpoints": [{ "address": "127.0.0.1" }] }),
+            "spec.endpoints[0].address: 127.0.0.1 is a loopback",
+        ),
+        (
+            json!({ "endpoints": [{ "address": "169.254.169.254" }] }),
+            "spec.endpoints[0].address: 169.254.169.254 is a link",
+        ),
+        (
+            json!({ "endpoints": [{}] }),
+            "spec.endpoints[0].address: missing",
+        ),
+        (
+            json!({ "endpoints": [{ "address": "192.0.2.1", "weight": -1 }] }),
+            "spec.endpoints[0].weight: -1 is out of",
+        ),
+        (
+            json!({ "endpoints": [{ "address": "192.0.2.1", "ports": { "x": 1 } }] }),
+            "spec.endpoints[0].ports.x: spec.ports has no port of the name \"x\"",
+        ),
+        (
+            json!({ "resolution": "NONE" }),
+            "spec.endpoints: resolution NONE has no endpoints",
+        ),
+        (
+            json!({ "workloadSelector": { "labels": { "a": "b" } } }),
+            "spec.workloadSelector: there are spec.endpoints, too; expected one of the two",
+        ),
+        (
+            json!({ "endpoints": null, "workloadSelector": {} }),
+            "spec.workloadSelector.labels: missing or empty; expected at least one label",
+        ),
+    ] {
+        let served = Served::of(&[
+            db(fields.clone()),
+            named("other", json!({})),
+            web("10.96.0.1"),
+        ]);
+        let said = served.says();
+        assert_eq!(said.len(), 1, "{fields}: {said:?}");
+        assert!(said[0].starts_with(wanted), "{fields}: {said:?}");
+        let problem = &served.problems[0];
+        assert_eq!(problem.gravity, Gravity::NotFollowed);
+        assert!(
+            problem.place.ends_with(": ServiceEntry shop/db"),
+            "{}",
+            problem.place
+        );
+        assert!(served.service("db").is_none());
+        assert_eq!(served.endpoints("other"), ["198.51.100.1:5432"]);
+        assert!(
+            served
+                .snapshot
+                .services
+                .contains_key(&ServiceName::new("default", "web"))
+        );
+    }
+}
+
+#[test]
+fn a_wrong_entry_stays_what_it_was() {
+    let first = load(&[db(json!({}))], &Snapshot::default()).snapshot;
+    let second = load(&[db(json!({ "hosts": [] }))], &first).snapshot;
+    assert_eq!(first.entries, second.entries);
+    let third = load(&[web("10.96.0.1")], &second).snapshot;
+    assert!(third.entries.is_empty());
+}
+
+/// A tenant writes entries: they take no address that a Service or the node has, on whatever port.
+#[test]
+fn an_entry_takes_no_address_of_a_service_or_of_the_node() {
+    let mut exposed = web("10.96.0.1");
+    exposed["spec"]["externalIPs"] = json!(["203.0.113.1"]);
+    exposed["spec"]["type"] = json!("LoadBalancer");
+    exposed["status"] = json!({ "loadBalancer": { "ingress": [{ "ip": "203.0.113.2" }] } });
+    let thief = db(json!({
+        "addresses": ["10.96.0.1", "203.0.113.1", "203.0.113.2", "192.0.2.200", "203.0.113.3"],
+    }));
+    let mut entries = Entries::new([]);
+    let served = Served::next(&mut entries, &[thief.clone(), exposed.clone()]);
+    let named: Vec<_> = served.service("db").unwrap().external_ips.to_vec();
+    assert_eq!(named, [ip("203.0.113.3")]);
+    assert_eq!(
+        served.says(),
+        [
+            "spec.addresses: 10.96.0.1 is not served: a Service has it, which an entry cannot take",
+            "spec.addresses: 203.0.113.1 is not served: a Service has it, which an entry cannot take",
+            "spec.addresses: 203.0.113.2 is not served: a Service has it, which an entry cannot take",
+            "spec.addresses: 192.0.2.200 is not served: it is an address of this node",
+        ]
+    );
+    // However young the Service is, and when it goes, the address is free.
+    let served = Served::next(&mut entries, std::slice::from_ref(&thief));
+    assert_eq!(served.says().len(), 1);
+    assert_eq!(served.service("db").unwrap().external_ips.len(), 4);
+    let served = Served::next(&mut entries, &[thief, exposed]);
+    assert_eq!(served.says().len(), 4);
+    assert_eq!(
+        served.service("db").unwrap().external_ips.to_vec(),
+        [ip("203.0.113.3")]
+    );
+}
+
+/// An address that one entry was given is not taken by another that names it, even if that is older.
+#[test]
+fn an_entry_takes_no_address_that_another_was_given() {
+    let mut entries = Entries::new([]);
+    let served = Served::next(&mut entries, &[db(json!({}))]);
+    let vip = served.vips("db").remove(0);
+    let mut thief = named("thief", json!({ "addresses": [vip] }));
+    thief["metadata"]["creationTimestamp"] = json!("2020-01-01T00:00:00Z");
+    let served = Served::next(&mut entries, &[db(json!({})), thief]);
+    let mut planner = Planner::new();
+    planner.plan(&served.snapshot);
+    let conflicts = planner.conflicts();
+    assert_eq!(conflicts.len(), 1);
+    assert_eq!(
+        conflicts[0].winner,
+        service_name(&EntryName::new("shop", "db"))
+    );
+}
+
+#[test]
+fn entries_are_seen_where_they_are_exported_to() {
+    let seen = |export_to: Value| {
+        let entry = db(json!({ "exportTo": export_to }));
+        let served = Served::of(&[entry]);
+        assert!(served.problems.is_empty());
+        let entry = &served.snapshot.entries[&EntryName::new("shop", "db")];
+        ["shop", "web"].map(|namespace| entry.is_visible_in(namespace))
+    };
+    assert_eq!(seen(json!(null)), [true, true]);
+    assert_eq!(seen(json!(["*"])), [true, true]);
+    assert_eq!(seen(json!(["."])), [true, false]);
+    assert_eq!(seen(json!(["web"])), [false, true]);
+    assert_eq!(seen(json!(["~"])), [false, false]);
+    // The tables are one for all namespaces.
+    let entry = db(json!({ "exportTo": ["."], "addresses": ["203.0.113.1"] }));
+    let served = Served::of(&[entry]);
+    assert!(
+        served.says()[0]
+            .starts_with("spec.addresses: not served, because spec.exportTo names namespaces")
+    );
+    assert!(served.service("db").is_none());
+    let entry = &served.snapshot.entries[&EntryName::new("shop", "db")];
+    assert!(matches!(entry.export_to, ExportTo::Namespaces(_)));
+}
+
+#[test]
+fn names_are_not_resolved_yet_and_that_is_said() {
+    for fields in [
+        json!({ "resolution": "DNS", "endpoints": null }),
+        json!({ "resolution": "DNS_ROUND_ROBIN", "endpoints": [{ "address": "a.example.com" }] }),
+    ] {
+        let served = Served::of(&[db(fields)]);
+        assert!(
+            served.says()[0].starts_with("spec.resolution: DNS is not served"),
+            "{:?}",
+            served.says()
+        );
+        assert!(served.service("db").is_none());
+        assert!(
+            served.vips("db").is_empty(),
+            "its name is for the client's resolver"
+        );
+    }
+    let addresses = json!({ "resolution": "DNS" });
+    assert_eq!(
+        Served::of(&[db(addresses)]).endpoints("db"),
+        ["198.51.100.1:5432"]
+    );
+}
+
+#[test]
+fn a_selector_selects_of_manifests_too() {
+    let workload = |name: &str, address: &str, labels: Value| {
+        json!({
+            "apiVersion": "networking.istio.io/v1beta1", "kind": "WorkloadEntry",
+            "metadata": { "name": name, "namespace": "shop" },
+            "spec": { "address": address, "labels": labels, "weight": 3, "ports": { "pg": 7432 } },
+        })
+    };
+    let selecting = json!({ "endpoints": null, "workloadSelector": { "labels": { "app": "db" } } });
+    let pod = json!({
+        "apiVersion": "v1", "kind": "Pod",
+        "metadata": { "name": "db-0", "namespace": "shop", "labels": { "app": "db" } },
+        "spec": { "nodeName": "node2", "containers": [] },
+        "status": { "podIP": "10.244.1.1", "conditions": [{ "type": "Ready", "status": "True" }] },
+    });
+    let served = Served::of(&[
+        db(selecting),
+        workload("vm", "192.0.2.1", json!({ "app": "db" })),
+        workload("other", "192.0.2.2", json!({ "app": "web" })),
+        workload("wrong", "127.0.0.1", json!({ "app": "db" })),
+        pod,
+    ]);
+    assert_eq!(
+        served.endpoints("db"),
+        ["10.244.1.1:5432", "192.0.2.1:7432*3"]
+    );
+    assert_eq!(served.problems.len(), 1);
+    assert!(
+        served.problems[0]
+            .place
+            .ends_with("WorkloadEntry shop/wrong")
+    );
+}
+
+#[test]
+fn each_version_is_read_and_others_are_not() {
+    for version in ["v1", "v1beta1", "v1alpha3"] {
+        let mut entry = db(json!({}));
+        entry["apiVersion"] = json!(format!("networking.istio.io/{version}"));
+        assert!(Served::of(&[entry]).service("db").is_some(), "{version}");
+    }
+    let mut entry = db(json!({}));
+    entry["apiVersion"] = json!("example.com/v1");
+    let loaded = load(&[entry], &Snapshot::default());
+    assert_eq!(
+        loaded.ignored.keys().collect::<Vec<_>>(),
+        ["ServiceEntry.example.com"]
+    );
+}
+
+#[test]
+fn addresses_stay_over_a_restart_whatever_else_changes() {
+    let all: Vec<Value> = (0..300)
+        .map(|n| named(&format!("e{n}"), json!({})))
+        .collect();
+    let mut first = Entries::new([]);
+    let before = Served::next(&mut first, &all);
+    let mut second = Entries::new(first.records());
+    let after = Served::next(&mut second, &all[1..]);
+    for n in 1..300 {
+        let name = format!("e{n}");
+        assert_eq!(before.vips(&name), after.vips(&name));
+    }
+    // The one that was away for a moment, too.
+    let again = Served::next(&mut second, &all);
+    assert_eq!(before.vips("e0"), again.vips("e0"));
+}
+
+/// A change of one entry among thousands is one change of the snapshot's services.
+#[test]
+fn what_did_not_change_is_shared() {
+    let all: Vec<Value> = (0..50)
+        .map(|n| named(&format!("e{n}"), json!({})))
+        .collect();
+    let mut entries = Entries::new([]);
+    let before = load(&all, &Snapshot::default()).snapshot;
+    let first = entries.take(&before.entries, &before.services, &before.node, NOW);
+    let mut others = all.clone();
+    others[7] = named(
+        "e7",
+        json!({ "endpoints": [{ "address": "198.51.100.9" }] }),
+    );
+    let after = load(&others, &before).snapshot;
+    let second = entries.take(&after.entries, &after.services, &after.node, NOW);
+    assert_eq!(first.services.diff(&second.services).count(), 1);
+    assert_eq!(second.records, []);
+    let third = entries.take(&after.entries, &after.services, &after.node, NOW);
+    assert_eq!(second.services.diff(&third.services).count(), 0);
+}
+
+/// What docs/service-entries.md shows of examples/service-entry.yaml.
+#[test]
+fn the_address_in_the_docs_is_the_one_that_the_example_gets() {
+    let example = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../examples/service-entry.yaml"
+    );
+    let page = include_str!("../../docs/service-entries.md");
+    let node = Node::default();
+    let loaded = manifests::load_reusing(&Snapshot::default(), &[example.into()], &node).unwrap();
+    let snapshot = loaded.snapshot;
+    let taken = Entries::new([]).take(&snapshot.entries, &snapshot.services, &node, NOW);
+    let service = &taken.services[&service_name(&EntryName::new("shop", "orders-db"))];
+    let shown = format!(
+        "shop/serviceentry:orders-db  {}:5432/tcp",
+        service.cluster_ips[0]
+    );
+    assert!(page.contains(&shown), "{shown}");
+}

@@ -1,0 +1,244 @@
+//! ServiceEntries, as clients see them: hosts outside of the cluster's services, at addresses of their own.
+
+use std::{
+    fs,
+    net::{IpAddr, SocketAddr},
+    time::Duration,
+};
+
+use anyhow::{Context as _, Result, ensure};
+use dataplane_tests::{
+    Agent, Lab,
+    api::{ApiServer, Cluster as Objects, Options, objects},
+};
+use serde_json::{Value, json};
+
+use crate::{
+    cluster::{Cluster, TCP, ask, eventually, peer_is, reaches, refused, serve},
+    outcome::run,
+};
+
+scenarios! {
+    Dataplane:
+    a_host_is_reached_at_the_addresses_that_it_was_given,
+    stated_addresses_and_weights_hold_and_a_wrong_entry_is_left_out,
+    a_restart_moves_no_address,
+    entries_are_noticed_when_the_cluster_has_them,
+}
+
+/// An entry of `default` with the TCP port 80, which leads to these endpoints, with their weights.
+fn entry(name: &str, endpoints: &[(IpAddr, u32)], fields: Value) -> Value {
+    let endpoints = endpoints.iter().map(|(address, weight)| {
+        json!({ "address": address, "weight": weight, "ports": { "web": TCP } })
+    });
+    let mut spec = json!({
+        "hosts": [format!("{name}.example.com")], "resolution": "STATIC",
+        "ports": [{ "number": 80, "name": "web", "protocol": "HTTP" }],
+        "endpoints": endpoints.collect::<Vec<_>>(),
+    });
+    if let Value::Object(fields) = fields {
+        for (field, value) in fields {
+            spec[field] = value;
+        }
+    }
+    json!({
+        "apiVersion": "networking.istio.io/v1", "kind": "ServiceEntry",
+        "metadata": { "name": name, "namespace": "default" }, "spec": spec,
+    })
+}
+
+fn both(lab: &Lab, pod: &str) -> [(IpAddr, u32); 2] {
+    let pod = lab.pod(pod);
+    [(pod.ipv4().into(), 1), (pod.ipv6().into(), 1)]
+}
+
+/// The addresses that the hosts of an entry were given.
+fn vips(agent: &Agent, name: &str) -> Result<Vec<IpAddr>> {
+    let services = run(agent, &format!("services serviceentry:{name} -o json"))?.json()?;
+    let vips = services[0]["cluster_ips"].as_array().context("no list")?;
+    let vips = vips.iter().filter_map(|vip| vip.as_str()?.parse().ok());
+    Ok(vips.collect())
+}
+
+/// Two hosts at one port, each with its own endpoint, by both families.
+fn a_host_is_reached_at_the_addresses_that_it_was_given() -> Result<()> {
+    let cluster = Cluster::start(|_| Vec::new())?;
+    let lab = &cluster.lab;
+    let entries = [
+        entry("one", &both(lab, "far"), json!({})),
+        entry("two", &both(lab, "near"), json!({})),
+    ];
+    cluster.manifests.write_with(&[], &entries)?;
+    eventually(|| vips(&cluster.agent, "two").map(drop))?;
+    for (name, endpoint) in [("one", "far"), ("two", "near")] {
+        let vips = vips(&cluster.agent, name)?;
+        ensure!(
+            vips.len() == 2 && vips[0].to_string().starts_with("240.240."),
+            "{vips:?}"
+        );
+        for vip in vips {
+            let to = SocketAddr::new(vip, 80).to_string();
+            for client in [cluster.client(), lab.node("node2")] {
+                let report = reaches(client, &to, "connect --count 5", &[endpoint])?;
+                peer_is(&report, &to)?;
+                // Not a port of the entry.
+                refused(
+                    client,
+                    &SocketAddr::new(vip, 81).to_string(),
+                    "connect --count 2",
+                )?;
+            }
+            run(&cluster.agent, &format!("explain node {to}"))?
+                .says(&[&format!("default/serviceentry:{name}")])?;
+        }
+    }
+    Ok(())
+}
+
+fn stated_addresses_and_weights_hold_and_a_wrong_entry_is_left_out() -> Result<()> {
+    const COUNT: u32 = 5_000;
+    let cluster = Cluster::start(|_| Vec::new())?;
+    let lab = &cluster.lab;
+    let node = lab.node("node2").ipv4();
+    let weighted = [
+        (lab.pod("far").ipv4().into(), 90),
+        (lab.pod("near").ipv4().into(), 10),
+    ];
+    let stated = json!({ "addresses": ["203.0.113.7", "2001:db8:7::7"] });
+    let [_, v6] = both(lab, "near2");
+    let all = [&weighted[..], &[v6]].concat();
+    cluster.manifests.write_with(
+        &[],
+        &[
+            entry("db", &all, stated),
+            entry("wrong", &[([127, 0, 0, 1].into(), 1)], json!({})),
+            entry("thief", &weighted, json!({ "addresses": [node] })),
+        ],
+    )?;
+    let client = cluster.client();
+    let to = "203.0.113.7:80";
+    eventually(|| {
+        reaches(
+            client,
+            "[2001:db8:7::7]:80",
+            "connect --count 3",
+            &["near2"],
+        )
+        .map(drop)
+    })?;
+    let report = ask(client, to, &format!("connect --count {COUNT}"))?;
+    ensure!(report.answered == u64::from(COUNT), "{report:?}");
+    let near = report
+        .endpoints
+        .get("near")
+        .map_or(0, |endpoint| endpoint.answers);
+    let part = f64::from(u32::try_from(near)?) / f64::from(COUNT);
+    // Six times the deviation that chance has here.
+    ensure!((part - 0.1).abs() < 0.025, "{part} of the connections");
+    // The node's own address is not an entry's.
+    let report = ask(
+        client,
+        &format!("{node}:80"),
+        "connect --count 2 --timeout-ms 300",
+    )?;
+    ensure!(report.answered == 0, "{report:?}");
+    let status = cluster.status()?.to_string();
+    for part in [
+        "ServiceEntry default/wrong",
+        "spec.endpoints[0].address: 127.0.0.1 is a loopback address",
+        "ServiceEntry default/thief",
+        "it is an address of this node",
+    ] {
+        ensure!(status.contains(part), "no {part} in {status}");
+    }
+    // Its author has to act; the node is healthy.
+    run(&cluster.agent, "status")?.says(&["ServiceEntry default/wrong"])?;
+    ensure!(
+        run(&cluster.agent, "services -o json")?
+            .json()?
+            .as_array()
+            .map(Vec::len)
+            == Some(1),
+        "more than the one that makes sense"
+    );
+    Ok(())
+}
+
+fn a_restart_moves_no_address() -> Result<()> {
+    let mut cluster = Cluster::start(|_| Vec::new())?;
+    let entry = entry("db", &both(&cluster.lab, "near"), json!({}));
+    cluster
+        .manifests
+        .write_with(&[], std::slice::from_ref(&entry))?;
+    eventually(|| vips(&cluster.agent, "db").map(drop))?;
+    let file = cluster.agent.socket().with_file_name("vips");
+    let text = fs::read_to_string(&file)?;
+    ensure!(text.starts_with("default db.example.com "), "{text}");
+    // As if another host had been before it in its sequence.
+    cluster.agent.kill();
+    fs::write(&file, "default db.example.com 258\n")?;
+    cluster.agent.start()?;
+    let wanted: [IpAddr; 2] = ["240.240.1.2".parse()?, "2001:2::f0f0:102".parse()?];
+    ensure!(vips(&cluster.agent, "db")? == wanted);
+    reaches(
+        cluster.client(),
+        "240.240.1.2:80",
+        "connect --count 3",
+        &["near"],
+    )?;
+    // One that cannot be read costs no more than the memory.
+    cluster.agent.kill();
+    fs::write(&file, [0xff, b'\n', b'x'])?;
+    cluster.agent.start()?;
+    let [first, _] = vips(&cluster.agent, "db")?[..] else {
+        anyhow::bail!("no address");
+    };
+    let to = SocketAddr::new(first, 80).to_string();
+    reaches(cluster.client(), &to, "connect --count 3", &["near"]).map(drop)
+}
+
+/// The cluster gets Istio's kinds while the agent runs.
+fn entries_are_noticed_when_the_cluster_has_them() -> Result<()> {
+    let lab = Cluster::lab()?;
+    let _server = serve(lab.pod("near"))?;
+    let cluster = Objects::default();
+    let node = lab.node("node2");
+    cluster.apply(objects::node("node2", "zone-a", &[node.ipv4().into()]));
+    let outside = lab.external("ext").clone();
+    let address = SocketAddr::from((outside.ipv4(), 6443));
+    let options = Options {
+        certified: Some(vec![outside.ipv4().to_string()]),
+        ..Options::default()
+    };
+    let server = ApiServer::bind(cluster, options, Box::new(move || outside.listen(address)))?;
+    let directory = tempfile::tempdir()?;
+    let kubeconfig = server.kubeconfig(directory.path())?;
+    let file = directory.path().join("dataplane.yaml");
+    let source = json!({ "kubernetes": { "kubeconfig": kubeconfig, "serviceEntries": true } });
+    fs::write(&file, json!({ "source": source }).to_string())?;
+    let agent = lab
+        .agent("node2")
+        .args(["--config".as_ref(), file.as_os_str()])
+        .start()?;
+    let status = run(&agent, "status -o json")?.json()?;
+    ensure!(status["agent"]["source"]["error"].is_null(), "{status}");
+    server
+        .cluster()
+        .apply(entry("db", &both(&lab, "near"), json!({})));
+    server.cluster().install_istio(Some("v1beta1"));
+    let mut last = Ok(());
+    // It asks every half minute.
+    for _ in 0..dataplane_tests::patience(Duration::from_mins(2)).as_secs() {
+        last = vips(&agent, "db").map(drop);
+        if last.is_ok() {
+            break;
+        }
+        std::thread::sleep(Duration::from_secs(1));
+    }
+    last?;
+    for vip in vips(&agent, "db")? {
+        let to = SocketAddr::new(vip, 80).to_string();
+        reaches(lab.pod("sleep"), &to, "connect --count 3", &["near"])?;
+    }
+    Ok(())
+}
