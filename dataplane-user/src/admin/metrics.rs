@@ -94,7 +94,7 @@ fn agent(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     )?;
     number(
         "dataplane_services_left_out",
-        "Services of which the kernel's tables have nothing, or no endpoints, because their namespace wants more than its \
+        "Services left out of the kernel's tables, wholly or without endpoints, because their namespace exceeds its \
          budget; `dataplane status` names them",
         signed(state.left_out()),
     )?;

@@ -299,7 +299,7 @@ impl Worker {
         if census.freed > 0 {
             info!(
                 cells = census.freed,
-                "freed cells of the table of flows: whoever held them has died"
+                "freed conntrack cells of programs that ended while they held them"
             );
         }
         self.held.set(census.held.clone());

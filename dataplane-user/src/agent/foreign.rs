@@ -17,8 +17,8 @@ use crate::{
 
 /// What it takes to have other processes' sockets.
 const REMEDY: &str = "the agent needs the host's PID namespace, CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH \
-                      (kustomize component `foreign-proxy`, chart value `foreignProxy`); or start the proxy \
-                      again: one that begins to listen while it is captured is noticed by the kernel";
+                      (kustomize component `foreign-proxy`, chart value `foreignProxy`); or restart the \
+                      proxy after its pod is captured; the kernel then reports its socket";
 
 /// Listening sockets of a proxy.
 #[derive(Debug)]
@@ -98,7 +98,7 @@ pub fn listeners(
         }
         Some(error) => Problem::of_node(format!("{begin}: {error}")),
         None if !namespaces::sees_all_processes().unwrap_or(false) => Problem::of_node(format!(
-            "{begin}: it is none of a process that the agent sees; {REMEDY}"
+            "{begin}: the socket belongs to no process that the agent sees; {REMEDY}"
         )),
         None => Problem::of_workload(format!("{begin}: no process has it open")),
     });

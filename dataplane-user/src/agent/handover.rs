@@ -190,7 +190,7 @@ pub fn take(socket: &Path) -> io::Result<Given> {
         }
         // It does not listen for us yet, or no more.
         if Instant::now() > deadline {
-            let text = "it has the turn, and does not answer; end it, and start again";
+            let text = "the other agent holds agent.turn and does not answer; end that agent and start again";
             return Err(io::Error::new(io::ErrorKind::TimedOut, text));
         }
         thread::sleep(LOOK);
@@ -274,7 +274,7 @@ impl Offers {
         sockets: impl Iterator<Item = (String, BorrowedFd<'a>)>,
     ) -> io::Result<()> {
         if self.busy.swap(true, Ordering::Acquire) {
-            return Err(io::Error::other("another one is asking for it"));
+            return Err(io::Error::other("another agent already asks to take over"));
         }
         // Given back when it is over, in whichever way.
         let busy = Busy(Arc::clone(&self.busy));
@@ -364,11 +364,11 @@ pub fn finish<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> O
         Ok(tokio::select! {
             done = finished => done.ok(),
             _ = terminate.recv() => {
-                warn!("SIGTERM: not waiting any more");
+                warn!("SIGTERM: ending without waiting");
                 None
             }
             _ = interrupt.recv() => {
-                warn!("SIGINT: not waiting any more");
+                warn!("SIGINT: ending without waiting");
                 None
             }
         })
@@ -378,7 +378,7 @@ pub fn finish<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> O
         .build()
         .and_then(|runtime| runtime.block_on(wait));
     waited.unwrap_or_else(|error| {
-        warn!("not waiting for what is left to do: {error}");
+        warn!("ending with work left: {error}");
         None
     })
 }

@@ -60,7 +60,7 @@ use waiter::{Network, Ready};
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The manifests cannot be served.
-    #[error("{0}\nnothing was changed: mend the manifests and start again")]
+    #[error("{0}\nnothing was changed; correct the manifests and start the agent again")]
     Manifests(manifests::Errors),
     /// The source cannot be read otherwise, or the node cannot be asked.
     #[error(transparent)]
@@ -83,7 +83,7 @@ pub enum Error {
     #[error(transparent)]
     Proxy(proxy::Error),
     /// The agent that runs cannot be replaced.
-    #[error("cannot take the place of the agent that runs here: {0}; it goes on as it was")]
+    #[error("cannot take over from the running agent: {0}; that agent keeps serving")]
     Replace(#[source] io::Error),
     /// Whose turn it is cannot be found out.
     #[error("cannot find out whether another agent serves on this node: {0}")]
@@ -99,8 +99,8 @@ pub enum Error {
     Waiter(#[source] io::Error),
     /// A thread ended that should not have.
     #[error(
-        "the agent's thread `{thread}` has died ({why}): start the agent anew; what it had written goes on \
-         being served. Please report this"
+        "the agent's thread `{thread}` has died ({why}); the programs serve from the last tables; restart the \
+         agent, and please report this"
     )]
     Died {
         /// Which.
@@ -203,7 +203,7 @@ pub fn run(
             }
             Err(why) => {
                 error!(
-                    "cannot read the configuration again, serving by what it said before: {why}"
+                    "cannot read the configuration again: {why}; serving with the earlier configuration"
                 );
                 Some(why)
             }
@@ -411,7 +411,7 @@ fn serve(
             place.leave();
             drop((kernel, turn));
             proxy::handover::gone(&by);
-            info!("another agent has taken this one's place");
+            info!("another agent has taken over");
             let next = by.try_clone().ok();
             // It loads its programs now: until it accepts, connections would wait for that.
             let outcome = handover::finish(|| proxy::handover::outcome(by, LOADING));
@@ -423,9 +423,7 @@ fn serve(
                 && !told
                 && let Some(turn) = given_up(&bpffs, &socket).map_err(Error::Turn)?
             {
-                warn!(
-                    "the agent that took this one's place has ended before it served: taking it back"
-                );
+                warn!("the agent that took over ended before it served: taking over again");
                 let given = mesh.map(|mesh| left.behind(mesh)).unwrap_or_default();
                 let given = Some(Given {
                     turn: Some(turn),
@@ -444,13 +442,13 @@ fn serve(
             if let Some(mesh) = mesh {
                 left.drain(mesh, DRAIN[1]);
             }
-            info!("another agent serves: idle until that one is gone, or until told to end");
+            info!("another agent serves: idle until that agent ends or this agent gets a signal");
             let Some(turn) = handover::finish(move || handover::idle(next, &socket, &bpffs)) else {
                 return Ok(None);
             };
             let turn = turn.map_err(Error::Turn)?;
             warn!(
-                "the agent that took this one's place {}: taking it back",
+                "the agent that took over {}: taking over again",
                 if turn.is_some() { "is gone" } else { "ends" }
             );
             let given = turn.map(|turn| Given {

@@ -98,8 +98,8 @@ impl Sysctls {
                 Ok(Seen::Set(before)) => {
                     if sysctl.was_right {
                         warn!(
-                            "{name} was set to {before} by somebody else; set it to {} again, as the \
-                             configuration has it",
+                            "another program set {name} to {before}; the agent set it back to {}, as \
+                             configured",
                             sysctl.wanted
                         );
                     } else {

@@ -116,7 +116,7 @@ impl Sync {
                 self.state.pulse.idle();
             }
             if self.ending.is_some_and(|at| at <= Instant::now()) {
-                warn!("the agent before does not take its place back: ending");
+                warn!("the earlier agent does not take over again: ending");
                 return Ok(End::Told);
             }
             let next = self.retry.map_or(self.look, |(at, _)| at.min(self.look));
@@ -130,7 +130,7 @@ impl Sync {
                     if self.ending.is_none()
                         && self.before.as_ref().is_some_and(handover::give_back)
                     {
-                        info!("{signal}: ending when the agent before has its place back");
+                        info!("{signal}: ending when the earlier agent serves again");
                         self.ending = Some(Instant::now() + RETURNING);
                         continue;
                     }
@@ -350,7 +350,7 @@ impl Sync {
             Ok(0) => {}
             Ok(flows) => info!(
                 flows,
-                "left UDP flows to the kernel's own conntrack, which translated them before"
+                "recorded UDP flows that the kernel's conntrack translates as foreign; the programs leave them alone"
             ),
             Err(error) => warn!(
                 "UDP flows that the kernel's own conntrack translates may change their endpoint: \

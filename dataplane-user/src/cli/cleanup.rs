@@ -97,14 +97,14 @@ impl CleanupArgs {
             ]);
         }
         if table.is_empty() {
-            writeln!(out, "Nothing of the dataplane's in {}.", bpffs.display())?;
+            writeln!(out, "Nothing of the dataplane in {}.", bpffs.display())?;
         } else if self.verbose || self.dry_run {
             table.write(&mut out)?;
         } else {
             let removed = rows.iter().filter(|row| row.removed).count();
             writeln!(
                 out,
-                "Removed {removed} pins, filters, rules and routes of the dataplane's (-v lists them)."
+                "Removed {removed} pins, filters, rules and routes of the dataplane (-v lists them)."
             )?;
             for row in rows.iter().filter(|row| !row.removed) {
                 writeln!(out, "{}: {}, not ours: left alone", row.path, row.what)?;

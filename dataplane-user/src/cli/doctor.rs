@@ -242,7 +242,7 @@ fn text(out: &mut dyn Write, features: &[Feature]) -> io::Result<()> {
     if missing.iter().any(|f| f.required) {
         writeln!(
             out,
-            "`dataplane run` does not work on this machine until that is mended, from the top."
+            "`dataplane run` does not work on this machine. Correct the lines above, from the top."
         )
     } else {
         writeln!(out, "`dataplane run` works on this machine without these.")

@@ -63,7 +63,9 @@ fn release(translated: anyhow::Result<usize>, now: bool) -> anyhow::Result<ExitC
             );
             return Ok(ExitCode::FAILURE);
         }
-        Err(error) => return Err(error.context("kept the table; --now removes it unasked")),
+        Err(error) => {
+            return Err(error.context("kept the table; --now removes it without this check"));
+        }
     }
     let removed = keep_nat::remove()
         .with_context(|| format!("cannot remove nftables table inet {}", keep_nat::TABLE))?;

@@ -60,7 +60,7 @@ impl PlanArgs {
             Tables::open(&bpffs)?.contents()?
         } else {
             eprintln!(
-                "note: no tables in {}: compared with empty ones",
+                "note: no tables in {}: compared with empty tables",
                 bpffs.display()
             );
             Contents::default()

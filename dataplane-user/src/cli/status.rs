@@ -249,7 +249,7 @@ fn agent(out: &mut dyn Write, status: &AgentStatus, now: u64) -> std::io::Result
         "Pods",
         match &status.pod_networks[..] {
             [] => {
-                "not told apart (no --pod-cidr): nobody is masqueraded on the way to a cluster IP"
+                "no pod detection (no --pod-cidr): no client is masqueraded on the way to a cluster IP"
                     .to_owned()
             }
             some => learnt(some),

@@ -145,7 +145,7 @@ pub fn features(paths: &Paths) -> Vec<Feature> {
             match program.name {
                 "connect4" | "connect6" => "choosing an endpoint at connect()",
                 "sendmsg4" | "sendmsg6" => "unconnected UDP",
-                "sock_release" => "forgetting what was kept for a socket",
+                "sock_release" => "freeing the record of a socket",
                 "recvmsg4" | "recvmsg6" => "UDP replies that come from the VIP",
                 _ => "getpeername() that answers the VIP",
             },
@@ -172,7 +172,7 @@ pub fn features(paths: &Paths) -> Vec<Feature> {
             "socket destruction",
             "connected sockets that learn at once that their endpoint is gone",
             sockets::can_destroy().map(|()| "yes".into()).map_err(word),
-            "they go on sending to where nobody answers, until their process gives up",
+            "they keep sending to an endpoint that is gone, until their process gives up",
             "a kernel with CONFIG_INET_DIAG_DESTROY and CONFIG_INET_UDP_DIAG",
         ),
         Feature::required(
@@ -187,7 +187,7 @@ pub fn features(paths: &Paths) -> Vec<Feature> {
         ),
         Feature::required(
             "socket storage",
-            "what is kept for a socket",
+            "the record of a socket",
             sys::socket_storage_create()
                 .map(|_| "yes".into())
                 .map_err(word),
@@ -204,7 +204,7 @@ pub fn features(paths: &Paths) -> Vec<Feature> {
         ),
         Feature::useful(
             "tracepoints",
-            "mesh: what connections that go direct come to",
+            "mesh: byte counts of direct connections",
             traced(),
             NO_MESH,
             "a kernel with CONFIG_DEBUG_INFO_BTF and CONFIG_BPF_EVENTS",
@@ -246,12 +246,12 @@ pub fn features(paths: &Paths) -> Vec<Feature> {
         ),
         Feature::useful(
             "TCX",
-            "programs on interfaces, in an order among other people's, by links",
+            "programs on interfaces, in an order among other programs, by links",
             sys::tcx_programs(1, BPF_TCX_INGRESS)
                 .map(|_| "yes".into())
                 .map_err(|_| "this kernel does not know it".into()),
             "filters of a clsact qdisc (modules sch_ingress and cls_bpf), which are found again by \
-             their names; other people's TCX links run before them",
+             their names; other programs' TCX links run before them",
             "use Linux 6.6 or newer",
         ),
         Feature::useful(

@@ -197,7 +197,7 @@ fn receive(stream: &UnixStream) -> io::Result<(Named, usize)> {
     let names: Vec<&str> = lines.filter(|line| !line.is_empty()).collect();
     let Some(left) = left.filter(|_| names.len() == sockets.len()) else {
         return Err(io::Error::other(
-            "what waits there does not hand over sockets as this version does",
+            "the process at this socket does not use this version's hand-over protocol",
         ));
     };
     let pairs = names.into_iter().map(str::to_owned).zip(sockets);

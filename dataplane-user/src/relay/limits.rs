@@ -97,7 +97,7 @@ impl Limits {
         }
         let needed = reserved.saturating_add(wanted.saturating_mul(EACH));
         Some(format!(
-            "open files are short: the proxy takes {max} connections at the same time, since {workloads} \
+            "open files are short: the proxy takes {max} connections at the same time, because {workloads} \
              workloads and the agent itself take {reserved} of the {files} files that it may have open; \
              raise its limit to at least {needed} (LimitNOFILE=, `ulimit -Hn`)"
         ))

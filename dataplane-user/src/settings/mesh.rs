@@ -322,7 +322,7 @@ impl Mesh {
                     faults.push((
                         format!("{at}.rules.{key}"),
                         "has no effect: of processes in a cgroup only outbound connections are \
-                         captured, since the kernel looks for the socket of an inbound one by its \
+                         captured, because the kernel looks for the socket of an inbound one by its \
                          address, which is the node's"
                             .into(),
                     ));

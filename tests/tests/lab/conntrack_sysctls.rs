@@ -111,9 +111,7 @@ fn they_are_set_and_kept() -> Result<()> {
     })?;
     let log = agent.log();
     ensure!(
-        log.contains(
-            "net.netfilter.nf_conntrack_tcp_timeout_close_wait was set to 7 by somebody else"
-        ),
+        log.contains("another program set net.netfilter.nf_conntrack_tcp_timeout_close_wait to 7"),
         "{log}"
     );
     run(&agent, "status")?.exits(0)?;

@@ -232,7 +232,7 @@ fn an_agent_takes_its_place_back() -> Result<()> {
     cluster.agent.wait_until_ready()?;
     let log = cluster.agent.log();
     ensure!(
-        cluster.agent.id() == process && log.contains("taking it back"),
+        cluster.agent.id() == process && log.contains("taking over again"),
         "{log}"
     );
     // It follows its source, and gives its place to one that can have it.

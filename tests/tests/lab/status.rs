@@ -102,7 +102,7 @@ fn status_knows_a_dead_agent_from_none() -> Result<()> {
     cluster.agent.kill();
     run(&cluster.agent, "status")?.exits(1)?.says(&[
         "the agent is not running",
-        "traffic is served from the tables as it left them",
+        "the programs serve from the agent's last tables",
     ])?;
     let status = run(&cluster.agent, "status -o json")?.exits(1)?.json()?;
     let programs = status["programs"].as_array().context("programs")?;

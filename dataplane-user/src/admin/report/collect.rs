@@ -141,7 +141,7 @@ pub fn examine(
         }
         Err(why) => {
             let meanwhile = if attached > 0 {
-                "traffic is served from the tables as it left them, changes are not seen"
+                "the programs serve from the agent's last tables; changes are not served"
             } else {
                 "and no program is attached: services are not served"
             };

@@ -87,7 +87,7 @@ fn source(source: &Source, inherited: bool, add: &mut impl FnMut(Severity, Strin
             if let Some(failure) = &source.error {
                 let text = &failure.text;
                 let text = format!(
-                    "the manifests have errors; what was read before is still served:\n{text}"
+                    "the manifests have errors; the agent still serves the last valid manifests:\n{text}"
                 );
                 add(Severity::Error, text);
             }
@@ -112,9 +112,9 @@ fn kubernetes(source: &Source, inherited: bool, now: u64) -> Option<(Severity, S
         (Some(failure), 0) => Some((
             Severity::Error,
             format!(
-                "not everything was read from the Kubernetes API yet, so {} is what is served: {}",
+                "the agent has not read all of the Kubernetes API yet, so it serves {}: {}",
                 if inherited {
-                    "what an earlier agent left"
+                    "the tables of an earlier agent"
                 } else {
                     "nothing"
                 },
@@ -128,8 +128,8 @@ fn kubernetes(source: &Source, inherited: bool, now: u64) -> Option<(Severity, S
                 Severity::Warning
             },
             format!(
-                "the Kubernetes API cannot be read for {} s; what was read {} s ago is still \
-                 served, later changes are not: {}",
+                "the agent cannot read the Kubernetes API for {} s; it serves the state of {} s ago, \
+                 without later changes: {}",
                 age(failure.at),
                 age(read),
                 failure.text
@@ -276,7 +276,9 @@ mod tests {
         let (severity, text) = kubernetes(&source, true, 1_020).unwrap();
         assert_eq!(severity, Severity::Warning);
         assert!(
-            text.contains("for 10 s") && text.contains("read 20 s ago") && text.contains("it is"),
+            text.contains("for 10 s")
+                && text.contains("the state of 20 s ago")
+                && text.contains("it is"),
             "{text}"
         );
         assert_eq!(kubernetes(&source, true, 1_100).unwrap().0, Severity::Error);
@@ -285,7 +287,7 @@ mod tests {
         assert_eq!(severity, Severity::Error);
         assert!(text.contains("an earlier agent"), "{text}");
         let (_, text) = kubernetes(&source, false, 1_020).unwrap();
-        assert!(text.contains("nothing is what is served"), "{text}");
+        assert!(text.contains("it serves nothing"), "{text}");
     }
 
     #[test]

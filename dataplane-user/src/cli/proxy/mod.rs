@@ -46,13 +46,13 @@ use crate::{
 Examples:
     # In a pod, whose connections iptables or a capture redirects to port 15001:
     dataplane proxy --manifests services/ --mark 1337
-    # Refuse what is neither service nor endpoint; log as JSON:
+    # Refuse destinations that are neither services nor endpoints; log as JSON:
     dataplane proxy --kubernetes --egress deny --access-log json
     # Take over from a running proxy, without refusing a connection:
     dataplane proxy --manifests services/ --handover /run/dataplane/proxy.sock
 
 Response flags in the access log: - done, UH no endpoint, NR no such port, DENY refused by policy,
-LOOP the proxy itself, UF no endpoint reached, DC the client reset it, UC the endpoint did, SI idle,
+LOOP the proxy itself, UF no endpoint reached, DC the client reset it, UC the endpoint reset it, SI idle,
 DRAIN cut.")]
 pub struct ProxyArgs {
     #[command(flatten)]

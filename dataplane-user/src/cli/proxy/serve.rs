@@ -131,7 +131,7 @@ pub fn run(arguments: &ProxyArgs, logging: Logging) -> anyhow::Result<ExitCode> 
         End::Signal(signal) => (signal.to_owned(), None, false),
         End::Died(died) => (died, None, true),
         End::Replaced(stream) => {
-            let why = "another one has taken its place".to_owned();
+            let why = "another proxy has taken over".to_owned();
             (why, Some(stream), false)
         }
     };
@@ -176,7 +176,7 @@ pub fn run(arguments: &ProxyArgs, logging: Logging) -> anyhow::Result<ExitCode> 
         "ended after {:.1?}{}",
         start.elapsed(),
         if handed_over {
-            "; another one goes on"
+            "; another proxy keeps accepting"
         } else {
             ""
         }
@@ -198,8 +198,8 @@ fn take_place(
     if let Some(before) = sockets.before.take() {
         // Both accept until it has stopped. If it does not say so, that may go on for a while.
         match handover::taken(before) {
-            Ok(_) => info!("took the place of the proxy before"),
-            Err(error) => warn!("the proxy before does not say that it has stopped: {error}"),
+            Ok(_) => info!("took over from the earlier proxy"),
+            Err(error) => warn!("the earlier proxy does not say that it has stopped: {error}"),
         }
     }
     let Some(path) = &arguments.handover else {

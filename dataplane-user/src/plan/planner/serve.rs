@@ -155,8 +155,8 @@ impl Planner {
         Problem {
             gravity: Gravity::Warning,
             place: format!("service {}", service.name),
-            text: "what it was before is served: its change waits for room in the tables, of which too much changes at \
-                   once, or whose free entries are too scattered. If this stays so, raise limits.frontends \
+            text: "the earlier state is served: the change waits for room, because too much of a table changes at \
+                   once or its free entries are scattered. If this stays so, raise limits.frontends \
                    (--max-frontends) and limits.endpoints (--max-endpoints)"
                 .to_owned(),
         }

@@ -269,7 +269,7 @@ impl Store {
         };
         self.refused.insert(kind);
         let without = if self.listed.contains(&kind) {
-            "what was read before is served, and later changes are not"
+            "the agent serves the state that it read before, without later changes"
         } else {
             kind.without().unwrap_or_default()
         };
@@ -450,7 +450,7 @@ impl Store {
         } else {
             "the cluster has no Node of this name, which is the machine's host name, so its zone is \
              not known and no endpoint counts as local: give the Node's name with --node-name, \
-             unless the kubelet is about to register it"
+             or wait if the kubelet has not registered the Node yet"
         };
         let problem = Problem {
             gravity: Gravity::Place,

@@ -144,7 +144,9 @@ impl Feed for Files {
                 for fault in &errors.faults {
                     error!("{fault}");
                 }
-                error!("the manifests have errors: serving what was read before");
+                error!(
+                    "the manifests have errors; the agent still serves the last valid manifests"
+                );
                 self.health.set(Some(errors.to_string()));
                 first
             }

@@ -128,7 +128,7 @@ fn nobody_waits_for_an_agent_that_takes_long() -> Result<()> {
     let next = next.stdout(log.try_clone()?).stderr(log).spawn()?;
     eventually(|| {
         let log = agent.log();
-        ensure!(log.contains("has taken this one's place"), "{log}");
+        ensure!(log.contains("has taken over"), "{log}");
         Ok(())
     })?;
     let before = world.verdicts(Reason::Captured)?;
@@ -146,7 +146,7 @@ fn nobody_waits_for_an_agent_that_takes_long() -> Result<()> {
         .context("an agent")?
         .wait_until_ready()?;
     let log = world.agent()?.log();
-    ensure!(log.contains("taking it back"), "{log}");
+    ensure!(log.contains("taking over again"), "{log}");
     reaches(&app, "10.244.1.5:7", "connect --count 20", &["one"])?;
     reaches(&one, "10.244.1.8:7", "connect --count 20", &["app"])?;
     Ok(())
@@ -172,7 +172,7 @@ fn an_agent_that_fails_gives_the_place_back() -> Result<()> {
         agent.wait_until_ready()?;
         let log = agent.log();
         ensure!(
-            log.matches("taking it back").count() == round && agent.id() == process,
+            log.matches("taking over again").count() == round && agent.id() == process,
             "{log}"
         );
     }
@@ -252,7 +252,10 @@ fn an_idle_agent_takes_its_place_back() -> Result<()> {
             );
         }
         let log = agent.log();
-        ensure!(log.matches("taking it back").count() == round + 1, "{log}");
+        ensure!(
+            log.matches("taking over again").count() == round + 1,
+            "{log}"
+        );
         drop(successor);
         let (status, body) = http(&one, &format!("http://{}:{metrics}/metrics", node.ipv4()))?;
         ensure!(status == 200, "{status} {body}");
@@ -289,7 +292,7 @@ fn one_of_several_idle_agents_takes_the_place_back() -> Result<()> {
         agent.kill();
         eventually(|| {
             let log = agent.log();
-            ensure!(log.matches("taking it back").count() == round, "{log}");
+            ensure!(log.matches("taking over again").count() == round, "{log}");
             Ok(())
         })?;
         let mut serving = None;
@@ -311,7 +314,7 @@ fn one_of_several_idle_agents_takes_the_place_back() -> Result<()> {
             ensure!(process.try_wait()?.is_none(), "it ended");
         }
         let log = agent.log();
-        ensure!(log.matches("taking it back").count() == round, "{log}");
+        ensure!(log.matches("taking over again").count() == round, "{log}");
         reaches(&app, "10.244.1.5:7", "connect --count 5", &["one"])?;
         reaches(&one, "10.244.1.8:7", "connect --count 5", &["app"])?;
     }

@@ -70,7 +70,7 @@ fn without(cluster: &Cluster) -> Result<String> {
             FIRST_SERVICE,
             hint,
             "apiServer",
-            "so nothing is what is served",
+            "so it serves nothing",
         ];
         let healthy = agent::says(cluster, node, &words)?;
         ensure!(!healthy, "status says that the node is healthy");
