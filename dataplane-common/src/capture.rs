@@ -8,7 +8,7 @@
 //! LOCALS     hash    Addr        -> Local          addresses that workloads are reached at
 //! RULES      hash    RuleKey     -> u32            a policy's ports, users, interfaces
 //! RANGES     lpm     RangeKey    -> u32            a policy's destination ranges; of policy 0, those that are reachable
-//!                                                 whatever an egress policy says
+//!                                                 whatever an egress policy says; a workload's resolvers
 //! KNOWN      hash    FrontendKey -> u32            ports of Pods, and resolvers, for egress; and workloads'
 //!                                                 addresses, for labels
 //! ASKERS     sk      socket      -> Askers         whom a UDP socket may answer, though egress is denied
@@ -77,8 +77,8 @@ layout! {
         pub flags: u32,
         /// Its own number, for `TRAFFIC` and for rules of its interfaces.
         pub workload: u32,
-        /// Zero.
-        pub reserved: u32,
+        /// The number of its resolvers in `RANGES`, which is no policy's; 0: its queries are not captured.
+        pub resolvers: u32,
     }
 
     /// An address at which a workload is reached.
@@ -302,7 +302,8 @@ impl Local {
             policy: self.policy,
             flags: self.flags,
             workload: self.workload,
-            reserved: 0,
+            // Its sockets are elsewhere.
+            resolvers: 0,
         }
     }
 }
@@ -382,13 +383,26 @@ pub const MESH_DENIES: u64 = 1 << 4;
 /// The first of the bits with the proxy's outbound port, in network order.
 pub const MESH_PORT: u32 = 32;
 
-/// Whether this is where captured connections go; `mesh` is the word of
+/// The first of the bits with the port of the agent's DNS server, in network order; no port: nobody's queries are
+/// captured.
+pub const MESH_DNS: u32 = 48;
+
+/// Whether this is where captured connections and queries go; `mesh` is the word of
 /// [`crate::tables::Config`].
 #[inline(always)]
 #[expect(clippy::cast_possible_truncation, reason = "the field's sixteen bits")]
 pub fn is_proxy(mesh: u64, addr: Addr, port: Port) -> bool {
-    port.be() == (mesh >> MESH_PORT) as u16 && addr.is_loopback()
+    (port.be() == (mesh >> MESH_PORT) as u16 || port == dns_server(mesh)) && addr.is_loopback()
 }
+
+/// The port of the agent's DNS server, at loopback in a workload's network namespace.
+#[inline(always)]
+pub const fn dns_server(mesh: u64) -> Port {
+    Port::from_be((mesh >> MESH_DNS) as u16)
+}
+
+/// The port of resolvers.
+pub const DNS: Port = Port::new(53);
 
 /// What the mark of the agent's proxy's sockets has besides where they connect from a client's
 /// address: by which the answers, and nothing else, come back to the proxy. Likewise, on the node, that
@@ -610,6 +624,30 @@ pub fn decide_datagram<T: Circumstances>(
         return Reason::NotService;
     }
     Reason::EgressDenied
+}
+
+/// Whether a datagram or connection of a workload goes to one of its resolvers, and so to the agent's DNS server if that
+/// listens.
+#[inline(always)]
+pub fn is_query<T: Rules>(
+    tables: &T,
+    enrolled: &Enrolled,
+    (addr, port): (Addr, Port),
+    (user, group): (u32, u32),
+) -> bool {
+    if enrolled.resolvers == 0 || port != DNS {
+        return false;
+    }
+    let is_excluded = |kind, id| {
+        let of = enrolled.policy;
+        tables.rule(&RuleKey { of, kind, id }) == EXCLUDED
+    };
+    if enrolled.flags & Enrolled::HAS_USERS != 0
+        && (is_excluded(RuleKey::USER, user) || is_excluded(RuleKey::GROUP, group))
+    {
+        return false;
+    }
+    tables.range(enrolled.resolvers, addr) == CAPTURED
 }
 
 /// What becomes of a connection that is to go to a proxy which does not listen; `flags`: as

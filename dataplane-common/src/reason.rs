@@ -135,6 +135,10 @@ reasons! {
     /// Capture by packets: to a loopback or link-local address, or to one of the node. The proxy would connect as the
     /// node.
     ToNode = 45, "to-node", "from a workload that is captured by packets to an address of the node, or to a link-local or loopback address; refused";
+    /// Capture: a DNS query was sent to the agent's DNS server.
+    CapturedDns = 46, "captured-dns", "a DNS query, sent to the agent's DNS server";
+    /// Capture: a DNS query was left alone, because the agent's DNS server does not listen.
+    DnsBypassed = 47, "dns-bypassed", "the agent's DNS server does not listen; the query went to the resolver";
 }
 
 impl Reason {

@@ -208,6 +208,23 @@ pub struct LoadReport {
     pub each: Vec<LoadEvent>,
 }
 
+/// What `probe dns` saw.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, PartialEq, Eq)]
+pub struct LookupReport {
+    /// How many queries were sent.
+    pub asked: u64,
+    /// How many of them were answered.
+    pub answered: u64,
+    /// Who has answered.
+    pub sources: BTreeMap<SocketAddr, u64>,
+    /// Why others failed.
+    pub errors: Errors,
+    /// The failures, and when each query was sent.
+    pub failures: Vec<Failure>,
+    /// From a query to its answer.
+    pub took_ns: Quantiles,
+}
+
 /// A connection that failed.
 #[derive(Debug, Clone, Serialize, Deserialize, PartialEq, Eq)]
 pub struct Failure {

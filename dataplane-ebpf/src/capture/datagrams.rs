@@ -1,12 +1,13 @@
 //! Datagrams of workloads: `connect()` and `sendmsg()` on UDP sockets.
 //!
-//! Where `egress: deny` is in force, they may go to what is known, and to whoever has asked. What else may become of a
-//! datagram of a workload's belongs here, too: both hooks ask [`judge`] before the services' program has changed the
-//! destination.
+//! Where `egress: deny` is in force, they may go to what is known, and to whoever has asked. Queries to a workload's
+//! resolvers go to the agent's DNS server, if that listens. Both hooks ask [`judge`] before the services' program has
+//! changed the destination.
 
 use dataplane_common::{
     Hook, Protocol, Reason,
-    capture::{self, Enrolled, MESH_DENIES, MESH_GUARD, has_mark},
+    capture::{self, Enrolled, MESH_DENIES, MESH_DNS, MESH_GUARD, has_mark},
+    tables::Endpoint,
 };
 
 use super::{
@@ -15,7 +16,7 @@ use super::{
 };
 use crate::{
     select::{Request, Verdict, count},
-    socket::{self, Family, GO_ON, SockAddr, events, refuse},
+    socket::{self, Family, GO_ON, SockAddr, events, flows, peers, refuse},
 };
 
 /// `connect()` of a workload: of a TCP socket, or of a UDP socket.
@@ -38,6 +39,12 @@ pub fn connect<F: Family>(call: &SockAddr<F>) -> i32 {
 /// Whether anything is asked of datagrams at all.
 #[inline(always)]
 pub const fn are_judged(mesh: u64) -> bool {
+    mesh & MESH_DENIES != 0 || mesh >> MESH_DNS != 0
+}
+
+/// Whether anything is asked of those that arrive.
+#[inline(always)]
+pub const fn arrive_judged(mesh: u64) -> bool {
     mesh & MESH_DENIES != 0
 }
 
@@ -48,13 +55,31 @@ pub fn judge<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64, hook: 
         return GO_ON;
     }
     let reason = decide(call, request, mesh, hook);
-    if !reason.is_refusal() {
+    let is_captured = reason == Reason::CapturedDns;
+    if reason == Reason::DnsBypassed {
+        count(reason);
+    }
+    if !is_captured && !reason.is_refusal() {
         return GO_ON;
     }
     count(reason);
-    let verdict = Verdict::without_endpoint(reason, 0);
+    let mut verdict = Verdict::without_endpoint(reason, 0);
+    if is_captured {
+        let (addr, port) = outbound::dns_server(mesh, request.addr.is_v4());
+        verdict.endpoint = Endpoint::new(addr, port);
+    }
     events::report(call, hook, request, &verdict);
-    refuse()
+    if !is_captured {
+        return refuse();
+    }
+    let peer = request.peer(&verdict.endpoint);
+    if hook as u8 == Hook::Sendmsg as u8 {
+        flows::remember(call, &peer);
+    } else {
+        peers::remember(call, &peer);
+    }
+    call.set(peer.endpoint, peer.endpoint_port);
+    GO_ON
 }
 
 #[inline(always)]
@@ -81,14 +106,18 @@ fn decide<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64, hook: Hoo
     }
     let asked = Call { ctx, request };
     let to = (request.addr, request.port);
-    let reason = capture::decide_datagram(&asked, &enrolled, to, user(&enrolled));
-    if reason == Reason::EgressDenied
-        && hook as u8 == Hook::Sendmsg as u8
-        && askers::has(call, request.addr, request.port)
-    {
-        return Reason::NotService;
+    let user = user(&enrolled);
+    let reason = capture::decide_datagram(&asked, &enrolled, to, user);
+    if reason == Reason::EgressDenied {
+        let is_answer =
+            hook as u8 == Hook::Sendmsg as u8 && askers::has(call, request.addr, request.port);
+        return if is_answer {
+            Reason::NotService
+        } else {
+            reason
+        };
     }
-    reason
+    outbound::of_query(&asked, &enrolled, mesh, user)
 }
 
 /// A datagram has arrived at a socket that is not connected: whoever sent it may be answered.

@@ -6,11 +6,11 @@ use aya_ebpf::{
     bindings::{bpf_sock_addr, bpf_sock_tuple},
     helpers::generated::{
         bpf_get_current_ancestor_cgroup_id, bpf_get_current_cgroup_id, bpf_get_current_uid_gid,
-        bpf_sk_lookup_tcp, bpf_sk_release,
+        bpf_sk_lookup_tcp, bpf_sk_lookup_udp, bpf_sk_release,
     },
 };
 use dataplane_common::{
-    Addr, Hook, Port, Reason,
+    Addr, Hook, Port, Protocol, Reason,
     capture::{
         self, CaptureConfig, Enrolled, FROM_CLIENT, MESH_CGROUPS, MESH_GUARD, MESH_NAMESPACES,
         RuleKey, has_mark,
@@ -48,13 +48,18 @@ pub fn run<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64) -> i32 {
     if reason == Reason::Direct {
         meters::begin(ctx, workload);
     }
-    let captured = reason == Reason::Captured;
+    let is_query = reason == Reason::CapturedDns;
+    let captured = reason == Reason::Captured || is_query;
     if !captured && !reason.is_refusal() {
         return GO_ON;
     }
     let mut verdict = Verdict::without_endpoint(reason, 0);
     if captured {
-        let (addr, port) = proxy(request.addr.is_v4());
+        let (addr, port) = if is_query {
+            dns_server(mesh, request.addr.is_v4())
+        } else {
+            proxy(request.addr.is_v4())
+        };
         verdict.endpoint = Endpoint::new(addr, port);
     }
     events::report(call, Hook::Connect, request, &verdict);
@@ -101,14 +106,43 @@ fn judge<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64) -> (Reason
     if has_mark(mark, config.mark) && is_agent(config) {
         return (Reason::ProxysOwn, 0);
     }
-    let reason = capture::decide_outbound(
-        &Call { ctx, request },
-        config,
-        &enrolled,
-        (request.addr, request.port),
-        user(&enrolled),
-    );
+    let (asked, user) = (Call { ctx, request }, user(&enrolled));
+    let to = (request.addr, request.port);
+    // First, because the verifier goes through it once for each result of what is before it.
+    if of_query(&asked, &enrolled, mesh, user) == Reason::CapturedDns
+        && (enrolled.flags & Enrolled::EGRESS_DENY == 0 || capture::Circumstances::is_known(&asked))
+    {
+        return (Reason::CapturedDns, enrolled.workload);
+    }
+    let reason = capture::decide_outbound(&asked, config, &enrolled, to, user);
     (reason, enrolled.workload)
+}
+
+/// Whether a query to a workload's resolver goes to the agent's DNS server: [`Reason::CapturedDns`]; and if it does not,
+/// why. It does not if nobody listens there, now, or if the socket is bound to an interface, which is not the loopback.
+#[inline(always)]
+pub fn of_query(asked: &Call<'_>, enrolled: &Enrolled, mesh: u64, user: (u32, u32)) -> Reason {
+    let request = asked.request;
+    let to = (request.addr, request.port);
+    if !capture::is_query(asked, enrolled, to, user) || is_bound_to_interface(asked.ctx) {
+        return Reason::NotService;
+    }
+    let (_, port) = dns_server(mesh, request.addr.is_v4());
+    if listens(asked.ctx, request.protocol, request.addr.is_v4(), port) {
+        Reason::CapturedDns
+    } else {
+        Reason::DnsBypassed
+    }
+}
+
+/// `SO_BINDTODEVICE` of the socket.
+#[inline(always)]
+fn is_bound_to_interface(ctx: *mut bpf_sock_addr) -> bool {
+    // SAFETY: fields of the context and of the socket.
+    unsafe {
+        let sk = read_volatile(&raw const (*ctx).__bindgen_anon_1.sk);
+        read_volatile(&raw const (*sk).bound_dev_if) != 0
+    }
 }
 
 /// What is said of whoever asks, or null.
@@ -199,7 +233,8 @@ impl capture::Circumstances for Call<'_> {
     #[inline(always)]
     fn listens(&self) -> bool {
         let port = config().map_or(Port::ANY, |config| config.outbound);
-        listens(self.ctx, self.request.addr.is_v4(), port)
+        let v4 = self.request.addr.is_v4();
+        listens(self.ctx, Protocol::TCP, v4, port)
     }
 }
 
@@ -208,6 +243,12 @@ impl capture::Circumstances for Call<'_> {
 fn proxy(v4: bool) -> (Addr, Port) {
     let port = config().map_or(Port::ANY, |config| config.outbound);
     (loopback(v4), port)
+}
+
+/// Where a captured query goes.
+#[inline(always)]
+pub fn dns_server(mesh: u64, v4: bool) -> (Addr, Port) {
+    (loopback(v4), capture::dns_server(mesh))
 }
 
 #[inline(always)]
@@ -270,10 +311,10 @@ fn frontend(request: &Request) -> Frontend {
     )
 }
 
-/// Whether somebody listens at the proxy's port in the socket's network namespace, now: no flag
+/// Whether somebody listens at a port of loopback in the socket's network namespace, now: no flag
 /// that could be stale, and whoever's proxy it is.
 #[inline(always)]
-fn listens(ctx: *mut bpf_sock_addr, v4: bool, port: Port) -> bool {
+fn listens(ctx: *mut bpf_sock_addr, protocol: Protocol, v4: bool, port: Port) -> bool {
     // As `struct bpf_sock_tuple`: source, destination, ports.
     let mut tuple = [0u32; 9];
     let size = if v4 {
@@ -288,7 +329,11 @@ fn listens(ctx: *mut bpf_sock_addr, v4: bool, port: Port) -> bool {
     // SAFETY: the program's context, and as much of the stack as we say.
     unsafe {
         let tuple = (&raw mut tuple).cast::<bpf_sock_tuple>();
-        let sk = bpf_sk_lookup_tcp(ctx.cast(), tuple, size, CURRENT_NETNS, 0);
+        let sk = if protocol == Protocol::TCP {
+            bpf_sk_lookup_tcp(ctx.cast(), tuple, size, CURRENT_NETNS, 0)
+        } else {
+            bpf_sk_lookup_udp(ctx.cast(), tuple, size, CURRENT_NETNS, 0)
+        };
         if sk.is_null() {
             return false;
         }

@@ -3,7 +3,7 @@
 
 pub mod connect;
 pub mod events;
-mod flows;
+pub mod flows;
 pub mod getpeername;
 pub mod peers;
 pub mod recvmsg;

@@ -8,7 +8,7 @@ use crate::{capture::datagrams, select::count};
 #[inline(always)]
 pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
     let mesh = config().map_or(0, |config| config.mesh);
-    if datagrams::are_judged(mesh) {
+    if datagrams::arrive_judged(mesh) {
         datagrams::arrived(call, mesh);
     }
     let (addr, port) = (call.addr(), call.port());

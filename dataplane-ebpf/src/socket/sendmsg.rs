@@ -13,10 +13,7 @@ use crate::{
 #[inline(always)]
 pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
     let mesh = config().map_or(0, |config| config.mesh);
-    if datagrams::are_judged(mesh)
-        && let Some(request) = call.request()
-        && datagrams::judge(call, &request, mesh, Hook::Sendmsg) != GO_ON
-    {
+    if datagrams::are_judged(mesh) && judge(call, mesh) != GO_ON {
         return REFUSED;
     }
     // Nearly all that a server answers, and so worth a way of its own.
@@ -24,6 +21,12 @@ pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
         count(Reason::NotService);
         return GO_ON;
     }
+    serve(call)
+}
+
+/// Not inlined, as [`judge`] is not: the variables of both do not fit on the stack.
+#[inline(never)]
+fn serve<F: Family>(call: &SockAddr<F>) -> i32 {
     let Some(request) = call.request() else {
         return GO_ON;
     };
@@ -34,4 +37,12 @@ pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
         flows::remember(call, &request.peer(&verdict.endpoint));
     }
     call.carry_out(&verdict)
+}
+
+/// See [`serve`].
+#[inline(never)]
+fn judge<F: Family>(call: &SockAddr<F>, mesh: u64) -> i32 {
+    call.request().map_or(GO_ON, |request| {
+        datagrams::judge(call, &request, mesh, Hook::Sendmsg)
+    })
 }

@@ -208,7 +208,8 @@ impl MeshWorkload {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MeshRule {
     /// What it is about: `outbound-range`, `outbound-port`, `inbound-port`, `inbound-others`, `user`,
-    /// `group`, `interface`, `captured-by`, `mode`, `egress`, `without-proxy` or `acceleration`.
+    /// `group`, `interface`, `captured-by`, `mode`, `egress`, `without-proxy`, `acceleration` or
+    /// `dns`.
     pub about: String,
     /// Which range, port, user, group or interface; empty for a setting.
     pub of: String,

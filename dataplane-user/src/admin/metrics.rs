@@ -61,6 +61,9 @@ impl Collector for Scrape {
         services(state, &mut encoder)?;
         flows(state, &mut encoder)?;
         mesh::encode(state, &mut encoder)?;
+        if let Some(dns) = state.dns.get() {
+            dns.encode(&mut encoder)?;
+        }
         in_kernel(state, &mut encoder)
     }
 }

@@ -284,7 +284,10 @@ fn serve(
         &paths,
         limits,
         packet.options(),
-        settings.mesh.as_ref().map(mesh::options),
+        settings
+            .mesh
+            .as_ref()
+            .map(|mesh| mesh::options(mesh, settings.dns.as_ref())),
         |capture, loading| {
             // Where there is an agent before, that one accepts connections meanwhile.
             let Some(config) = settings.mesh.clone().filter(|_| given.before.is_none()) else {
@@ -301,6 +304,7 @@ fn serve(
             let sockets = std::mem::take(&mut given.sockets);
             let mesh = Mesh::start(
                 config,
+                settings.dns.as_ref(),
                 capture,
                 &cgroup,
                 sockets,
@@ -361,6 +365,7 @@ fn serve(
             let capture = kernel.capture();
             let mesh = Mesh::start(
                 config,
+                settings.dns.as_ref(),
                 capture,
                 &cgroup,
                 given.sockets,
@@ -374,6 +379,10 @@ fn serve(
     if let Some(observer) = mesh.as_ref().and_then(Mesh::observer) {
         // There is one mesh, and it starts once.
         let _ = state.proxy.set(observer);
+    }
+    if let Some(observer) = mesh.as_ref().and_then(Mesh::dns) {
+        // Likewise.
+        let _ = state.dns.set(observer);
     }
     let means = Means {
         kernel,

@@ -13,7 +13,7 @@ use crate::{
     agent::{self, InputError},
     config,
     kernel::probe,
-    settings::{LogFormat, Mesh, MetricsAuth, Settings, faults},
+    settings::{Dns, LogFormat, Mesh, MetricsAuth, Settings, faults},
 };
 
 /// Run the agent on this node.
@@ -46,6 +46,18 @@ pub struct RunArgs {
         help_heading = "Mesh"
     )]
     mesh: Option<Mesh>,
+
+    /// The agent's DNS server: the value of `dns:` in a configuration file, in YAML [default: nobody's
+    /// queries are captured]
+    #[arg(
+        long,
+        value_name = "YAML",
+        value_parser = config::dns,
+        env = "DATAPLANE_DNS",
+        hide_env_values = true,
+        help_heading = "Mesh"
+    )]
+    dns: Option<Dns>,
 
     #[command(flatten)]
     paths: PathArgs,
@@ -91,6 +103,8 @@ impl RunArgs {
         settings.listen.socket.clone_from(&self.socket.socket);
         settled::fill(&mut self.mesh, file.mesh.as_ref());
         settings.mesh.clone_from(&self.mesh);
+        settled::fill(&mut self.dns, file.dns.as_ref());
+        settings.dns.clone_from(&self.dns);
         settings.log.level = super::log_level(self.verbose).or(file.log.level);
         let from_api = settings.source.kubernetes.is_some();
         if settings.listen.metrics_auth == Some(MetricsAuth::Kubernetes) && !from_api {

@@ -275,7 +275,11 @@ mod tests {
         assert_eq!(settings(&["--config".into(), place.path().into()]), file);
 
         let mesh = serde_saphyr::to_string(file.mesh.as_ref().unwrap()).unwrap();
-        let mut words: Vec<OsString> = vec![format!("--mesh={mesh}").into()];
+        let dns = serde_saphyr::to_string(file.dns.as_ref().unwrap()).unwrap();
+        let mut words: Vec<OsString> = vec![
+            format!("--mesh={mesh}").into(),
+            format!("--dns={dns}").into(),
+        ];
         words.extend(FLAGS.iter().map(|(flag, value)| match *value {
             "" => format!("--{flag}").into(),
             value => format!("--{flag}={value}").into(),
@@ -286,7 +290,7 @@ mod tests {
         assert_eq!(settings(&words), file);
 
         let mut tried: BTreeSet<&str> = FLAGS.iter().map(|(flag, _)| *flag).collect();
-        tried.insert("mesh");
+        tried.extend(["mesh", "dns"]);
         // These exclude others. They are tried elsewhere.
         tried.extend(["kubernetes", "kubeconfig", "api-server", "pod-cidr"]);
         // Not for a file.

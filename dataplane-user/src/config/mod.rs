@@ -8,7 +8,7 @@ mod read;
 mod schema;
 
 pub use kube_proxy::{Imported, NotImported, import};
-pub use read::{mesh, parse, read};
+pub use read::{dns, mesh, parse, read};
 pub use schema::schema;
 
 use crate::settings::Settings;

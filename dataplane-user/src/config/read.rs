@@ -2,11 +2,12 @@
 
 use std::path::Path;
 
+use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::schema::{paths, properties, schema};
 use crate::{
-    settings::{self, Mesh, Settings},
+    settings::{self, Dns, Mesh, Settings},
     source::manifests::{Errors, Fault, Position, locate, plain, read_file},
 };
 
@@ -84,12 +85,29 @@ pub fn parse(path: &Path, text: &str) -> Result<Settings, Errors> {
 ///
 /// The first thing that is wrong with it, with its key.
 pub fn mesh(text: &str) -> Result<Mesh, String> {
+    part(text, Mesh::faults)
+}
+
+/// Reads what a file has below `dns:`.
+///
+/// # Errors
+///
+/// The first thing that is wrong with it, with its key.
+pub fn dns(text: &str) -> Result<Dns, String> {
+    part(text, Dns::faults)
+}
+
+/// Reads what a file has below a key.
+fn part<T: DeserializeOwned>(
+    text: &str,
+    faults: impl FnOnce(&T) -> Vec<(String, String)>,
+) -> Result<T, String> {
     let value = yaml(text).map_err(|(_, text)| text)?;
-    let mesh: Mesh = serde_path_to_error::deserialize(value)
+    let part: T = serde_path_to_error::deserialize(value)
         .map_err(|error| format!("{}: {}", error.path(), error.inner()))?;
-    match mesh.faults().first() {
+    match faults(&part).first() {
         Some((key, text)) => Err(format!("{key}: {text}")),
-        None => Ok(mesh),
+        None => Ok(part),
     }
 }
 

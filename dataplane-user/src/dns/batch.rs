@@ -18,7 +18,8 @@ const LONGEST: usize = 4096;
 /// Room for the datagrams of a call.
 pub struct Batch {
     buffers: Vec<Box<[u8]>>,
-    received: MultiHeaders<SockaddrStorage>,
+    /// For sockets of IPv4 and of IPv6: the kernel leaves the length of an address there, as the room for the next.
+    received: [MultiHeaders<SockaddrStorage>; 2],
     sent: MultiHeaders<SockaddrStorage>,
 }
 
@@ -27,12 +28,12 @@ impl Batch {
     pub fn new() -> Self {
         Self {
             buffers: (0..BATCH).map(|_| vec![0; LONGEST].into()).collect(),
-            received: MultiHeaders::preallocate(BATCH, None),
+            received: [(); 2].map(|()| MultiHeaders::preallocate(BATCH, None)),
             sent: MultiHeaders::preallocate(BATCH, None),
         }
     }
 
-    /// Receives what there is, and gives each datagram to `take`.
+    /// Receives what there is, and gives each datagram to `take`. `v4`: the socket's family.
     ///
     /// # Errors
     ///
@@ -40,6 +41,7 @@ impl Batch {
     pub fn receive(
         &mut self,
         socket: &impl AsRawFd,
+        v4: bool,
         mut take: impl FnMut(&[u8], SocketAddr),
     ) -> io::Result<()> {
         let buffers = self.buffers.iter_mut();
@@ -47,7 +49,7 @@ impl Batch {
         let flags = MsgFlags::MSG_DONTWAIT;
         let messages = recvmmsg(
             socket.as_raw_fd(),
-            &mut self.received,
+            &mut self.received[usize::from(v4)],
             slices.iter_mut(),
             flags,
             None,

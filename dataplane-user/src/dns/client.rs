@@ -6,7 +6,7 @@ use super::name::LowerName;
 use crate::model::{DnsPolicy, Resolution, Workload};
 
 /// The port of resolvers.
-const PORT: u16 = 53;
+pub(super) const PORT: u16 = 53;
 /// How many dots a name has that a pod first asks for as it is: the kubelet's value.
 const NDOTS: u8 = 5;
 /// The C library's.
@@ -34,6 +34,31 @@ impl Client {
             ndots: NDOTS_DEFAULT,
             resolvers,
         }
+    }
+
+    /// A pod whose queries are captured. The resolvers are those that the kubelet chooses; those of the pod's own
+    /// `dnsConfig` get its queries directly, so that no pod chooses where the node sends queries.
+    pub fn of_captured(
+        workload: &Workload,
+        domain: &LowerName,
+        cluster: &[SocketAddr],
+        node: &ResolvConf,
+    ) -> Self {
+        let own = workload.resolution.as_deref();
+        let own = own.map(|said| Resolution {
+            nameservers: Box::default(),
+            ..said.clone()
+        });
+        let workload = Workload {
+            resolution: own.map(Box::new),
+            ..workload.clone()
+        };
+        let mut client = Self::of_workload(&workload, domain, cluster, node);
+        // Loopback is the pod's own there, and the node's here.
+        client
+            .resolvers
+            .retain(|at| !at.ip().to_canonical().is_loopback());
+        client
     }
 
     /// A pod of a cluster, as the kubelet writes its `resolv.conf`. `cluster`: the addresses of the cluster's DNS;
@@ -194,6 +219,31 @@ mod tests {
         let domain = LowerName::parse("cluster.local").unwrap();
         let client = Client::of_workload(&workload, &domain, &[], &node());
         assert_eq!(client.resolvers, servers(&["192.0.2.1"]));
+    }
+
+    #[test]
+    fn a_captured_pod_does_not_choose_where_the_node_sends_queries() {
+        let domain = LowerName::parse("cluster.local").unwrap();
+        let resolvers = |policy, node: &str| {
+            let resolution = Resolution {
+                policy,
+                nameservers: ["192.0.2.1".parse().unwrap()].into(),
+                ..Resolution::default()
+            };
+            let workload = Workload {
+                resolution: Some(Box::new(resolution)),
+                ..Workload::new(WorkloadName::new("shop", "web"), Place::Elsewhere)
+            };
+            let node = ResolvConf::parse(node);
+            Client::of_captured(&workload, &domain, &servers(&["10.96.0.10"]), &node).resolvers
+        };
+        let node = "nameserver 127.0.0.53\nnameserver 192.0.2.53";
+        assert_eq!(
+            resolvers(DnsPolicy::Cluster, node),
+            servers(&["10.96.0.10"])
+        );
+        assert_eq!(resolvers(DnsPolicy::Node, node), servers(&["192.0.2.53"]));
+        assert_eq!(resolvers(DnsPolicy::Own, node), []);
     }
 
     #[test]

@@ -1,16 +1,15 @@
 //! What is counted: by Istio's names where it has one.
 
-use std::sync::Arc;
+use std::{fmt, sync::Arc};
 
 use prometheus_client::{
     collector::Collector,
-    encoding::{DescriptorEncoder, EncodeMetric as _},
+    encoding::{DescriptorEncoder, EncodeMetric},
     metrics::{
         counter::{ConstCounter, Counter},
         gauge::ConstGauge,
         histogram::Histogram,
     },
-    registry::Registry,
 };
 
 use super::cache::Cache;
@@ -57,74 +56,71 @@ impl Default for Metrics {
     }
 }
 
-impl Metrics {
-    /// Shows them, and the cache's size, in a registry.
-    pub fn register(&self, cache: &Arc<Cache>, registry: &mut Registry) {
+/// Looks at a server's figures, from another thread.
+#[derive(Clone, Debug)]
+pub struct Observer {
+    pub(super) metrics: Arc<Metrics>,
+    pub(super) cache: Arc<Cache>,
+}
+
+impl Observer {
+    /// Writes what was counted, and the cache's size.
+    ///
+    /// # Errors
+    /// Whatever the encoder says.
+    pub fn encode(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let metrics = &*self.metrics;
         for (name, help, counter) in [
             (
                 "istio_dns_requests",
                 "DNS queries of clients",
-                &self.requests,
+                &metrics.requests,
             ),
             (
                 "istio_dns_upstream_requests",
                 "DNS queries to resolvers",
-                &self.upstream_requests,
+                &metrics.upstream_requests,
             ),
             (
                 "istio_dns_upstream_failures",
                 "DNS queries to resolvers that got no answer",
-                &self.upstream_failures,
+                &metrics.upstream_failures,
             ),
             (
                 "dataplane_dns_local_answers",
                 "Answers from the names of services",
-                &self.local,
+                &metrics.local,
             ),
             (
                 "dataplane_dns_cache_hits",
                 "Answers from the cache",
-                &self.hits,
+                &metrics.hits,
             ),
             (
                 "dataplane_dns_stale_answers",
                 "Answers from the cache that were over, because no resolver answered",
-                &self.stale,
+                &metrics.stale,
             ),
             (
                 "dataplane_dns_refused",
                 "Queries that were refused, because their client had too many in flight",
-                &self.refused,
+                &metrics.refused,
             ),
             (
                 "dataplane_dns_failed",
                 "Queries that got SERVFAIL, because no resolver answered",
-                &self.failed,
+                &metrics.failed,
             ),
         ] {
-            registry.register(name, help, counter.clone());
+            metric(encoder, name, help, counter)?;
         }
-        registry.register(
+        metric(
+            encoder,
             "istio_dns_upstream_request_duration_seconds",
             "How long resolvers took to answer",
-            self.upstream_duration.clone(),
-        );
-        registry.register_collector(Box::new(Size(Arc::clone(cache))));
-    }
-}
-
-/// The cache's size, when somebody asks for it.
-struct Size(Arc<Cache>);
-
-impl std::fmt::Debug for Size {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Size")
-    }
-}
-
-impl Collector for Size {
-    fn encode(&self, mut encoder: DescriptorEncoder) -> Result<(), std::fmt::Error> {
-        let (entries, bytes) = self.0.size();
+            &metrics.upstream_duration,
+        )?;
+        let (entries, bytes) = self.cache.size();
         for (name, help, value) in [
             (
                 "dataplane_dns_cache_entries",
@@ -138,16 +134,29 @@ impl Collector for Size {
             ),
         ] {
             let gauge = ConstGauge::new(i64::try_from(value).unwrap_or(i64::MAX));
-            let metric = encoder.encode_descriptor(name, help, None, gauge.metric_type())?;
-            gauge.encode(metric)?;
+            metric(encoder, name, help, &gauge)?;
         }
-        let evictions = ConstCounter::new(self.0.evictions());
-        let metric = encoder.encode_descriptor(
+        metric(
+            encoder,
             "dataplane_dns_cache_evictions",
             "Answers that the cache evicted before their time",
-            None,
-            evictions.metric_type(),
-        )?;
-        evictions.encode(metric)
+            &ConstCounter::new(self.cache.evictions()),
+        )
+    }
+}
+
+fn metric(
+    encoder: &mut DescriptorEncoder<'_>,
+    name: &str,
+    help: &str,
+    metric: &impl EncodeMetric,
+) -> fmt::Result {
+    let encoder = encoder.encode_descriptor(name, help, None, metric.metric_type())?;
+    metric.encode(encoder)
+}
+
+impl Collector for Observer {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        self.encode(&mut encoder)
     }
 }

@@ -3,6 +3,7 @@
 //! [`answer`](answer::answer) decides, purely, what becomes of a query. [`Server`] has the sockets.
 
 pub mod answer;
+mod basis;
 mod batch;
 mod cache;
 mod client;
@@ -11,12 +12,19 @@ mod metrics;
 mod name;
 mod resolve;
 mod server;
+mod shared;
+mod sockets;
 mod upstream;
 mod wire;
+mod worker;
 mod zone;
 
+pub use basis::Basis;
 pub use client::{Client, ResolvConf};
+pub use metrics::Observer;
 pub use name::LowerName;
-pub use server::{Server, Settings};
+pub use server::{Captured, Server};
+pub use shared::Settings;
+pub use sockets::Listener;
 pub use wire::{Stored, Transport, question};
 pub use zone::{Meaning, Zone};

@@ -21,6 +21,9 @@ const RESERVED: [u16; 12] = [
     15000, 15001, 15003, 15006, 15008, 15010, 15020, 15021, 15053, 15901, 15902, 15903,
 ];
 
+/// The port of resolvers.
+const DNS: u16 = 53;
+
 /// Whether a port is one that a mesh's proxies have.
 pub fn is_reserved(port: u16) -> bool {
     RESERVED.contains(&port)
@@ -434,6 +437,8 @@ pub struct Rules {
     pub without_proxy: Option<WithoutProxy>,
     /// Between the workload and the agent's proxy.
     pub acceleration: Option<Acceleration>,
+    /// Whether DNS queries are captured, where others' are.
+    pub dns: Option<bool>,
     /// Outbound destination ranges: whether they are captured. A list of what is included is the
     /// range 0.0.0.0/0 or ::/0 that is not, and the ranges of the list that are.
     pub outbound_ranges: BTreeMap<IpNet, bool>,
@@ -476,6 +481,7 @@ impl Rules {
             egress: self.egress.or(general.egress),
             without_proxy: self.without_proxy.or(general.without_proxy),
             acceleration: self.acceleration.or(general.acceleration),
+            dns: self.dns.or(general.dns),
             outbound_ranges: maps(&self.outbound_ranges, &general.outbound_ranges),
             outbound_ports: maps(&self.outbound_ports, &general.outbound_ports),
             inbound_ports: maps(&self.inbound_ports, &general.inbound_ports),
@@ -494,6 +500,7 @@ impl Rules {
             egress: self.egress.unwrap_or_default(),
             without_proxy: self.without_proxy.unwrap_or_default(),
             acceleration: self.acceleration.unwrap_or_default(),
+            without_dns: self.dns == Some(false),
             outbound_ranges: self.outbound_ranges.clone(),
             outbound_ports: self.outbound_ports.clone(),
             judged_ranges: BTreeSet::new(),
@@ -551,6 +558,8 @@ pub struct Policy {
     pub without_proxy: WithoutProxy,
     /// Between the workload and the agent's proxy.
     pub acceleration: Acceleration,
+    /// Whether DNS queries are left alone.
+    pub without_dns: bool,
     /// Outbound destination ranges: whether they are captured. The longest prefix decides; what is
     /// in none is captured.
     pub outbound_ranges: BTreeMap<IpNet, bool>,
@@ -573,6 +582,18 @@ pub struct Policy {
     pub excluded_interfaces: BTreeSet<Box<str>>,
 }
 
+impl Policy {
+    /// Whether queries to a resolver are captured. Users decide when a query is sent.
+    pub fn captures_dns(&self, resolver: IpAddr) -> bool {
+        let port = self.outbound_ports.get(&DNS);
+        let ranges = self.outbound_ranges.iter();
+        let containing = ranges.filter(|(range, _)| range.contains(&resolver));
+        let range = containing.max_by_key(|(range, _)| range.prefix_len());
+        let of_range = range.is_none_or(|(_, is_captured)| *is_captured);
+        !self.without_dns && port.copied().unwrap_or(of_range)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -592,6 +613,37 @@ mod tests {
         ] {
             assert_eq!(Uid::parse(text), None, "{text}");
         }
+    }
+
+    #[test]
+    fn queries_are_captured_but_for_what_is_excluded() {
+        let captures = |edit: &dyn Fn(&mut Rules)| {
+            let mut rules = Rules {
+                captured: Some(true),
+                ..Rules::default()
+            };
+            edit(&mut rules);
+            let policy = rules.policy().unwrap();
+            policy.captures_dns([10, 96, 0, 10].into())
+        };
+        let range = |text: &str| text.parse::<IpNet>().unwrap();
+        assert!(captures(&|_| {}));
+        assert!(!captures(&|rules| rules.dns = Some(false)));
+        assert!(!captures(
+            &|rules| _ = rules.outbound_ports.insert(53, false)
+        ));
+        assert!(captures(&|rules| _ = rules.outbound_ports.insert(54, false)));
+        let excludes =
+            |rules: &mut Rules| _ = rules.outbound_ranges.insert(range("10.96.0.0/12"), false);
+        assert!(!captures(&excludes));
+        assert!(captures(&|rules| {
+            excludes(rules);
+            rules.outbound_ranges.insert(range("10.96.0.10/32"), true);
+        }));
+        assert!(captures(&|rules| {
+            excludes(rules);
+            rules.outbound_ports.insert(53, true);
+        }));
     }
 
     proptest! {

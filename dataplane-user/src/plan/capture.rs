@@ -1,6 +1,9 @@
 //! From policies of capture to the tables that hold them.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    net::IpAddr,
+};
 
 use dataplane_common::{
     Addr,
@@ -41,6 +44,9 @@ impl Captured {
                 self.namespaces.insert(*cookie, *entry);
                 kept.insert(entry.workload);
                 policies.insert(entry.policy);
+                if entry.resolvers != 0 {
+                    policies.insert(entry.resolvers);
+                }
             }
         }
         for (id, entry) in &held.cgroups {
@@ -100,10 +106,11 @@ impl capture::Rules for Captured {
     }
 }
 
-/// Policies by their numbers. Those that say the same are one; a number is not used twice.
+/// Policies and sets of resolvers by their numbers. Those that say the same are one; a number is not used twice.
 #[derive(Debug, Default)]
 pub struct Policies {
     numbers: HashMap<Policy, u32>,
+    resolvers: HashMap<BTreeSet<IpAddr>, u32>,
     last: u32,
 }
 
@@ -111,8 +118,8 @@ impl Policies {
     /// Numbers begin after `last`, the highest that an earlier agent used.
     pub fn after(last: u32) -> Self {
         Self {
-            numbers: HashMap::new(),
             last,
+            ..Self::default()
         }
     }
 
@@ -167,9 +174,28 @@ impl Policies {
         (number, flags(policy, foreign))
     }
 
-    /// Forgets policies that are not in use any more.
+    /// Adds a set of resolvers to the tables, unless it is there; answers its number, 0 for none of them.
+    pub fn add_resolvers(&mut self, resolvers: &BTreeSet<IpAddr>, tables: &mut Captured) -> u32 {
+        if resolvers.is_empty() {
+            return 0;
+        }
+        let number = self.resolvers.get(resolvers).copied();
+        let number = number.unwrap_or_else(|| {
+            self.last += 1;
+            self.resolvers.insert(resolvers.clone(), self.last);
+            self.last
+        });
+        let keys = resolvers
+            .iter()
+            .map(|addr| range_key(number, &(*addr).into()));
+        tables.ranges.extend(keys.map(|key| (key, CAPTURED)));
+        number
+    }
+
+    /// Forgets policies and resolvers that are not in use any more.
     pub fn keep(&mut self, used: impl Fn(u32) -> bool) {
         self.numbers.retain(|_, number| used(*number));
+        self.resolvers.retain(|_, number| used(*number));
     }
 }
 
@@ -222,8 +248,6 @@ fn flags(policy: &Policy, foreign: bool) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use std::net::IpAddr;
-
     use dataplane_common::{Port, Reason};
 
     use super::*;
@@ -331,7 +355,7 @@ mod tests {
                 policy,
                 flags,
                 workload,
-                reserved: 0,
+                resolvers: 0,
             };
             let local = Local {
                 netns: cookie,

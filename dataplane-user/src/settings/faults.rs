@@ -1,6 +1,6 @@
 //! Values that the types allow and that make no sense.
 
-use super::{Mesh, Settings};
+use super::{Dns, Mesh, Settings};
 
 /// Returns keys with their faults: those that the types do not exclude.
 pub fn faults(settings: &Settings) -> Vec<(String, String)> {
@@ -18,6 +18,16 @@ pub fn faults(settings: &Settings) -> Vec<(String, String)> {
         ));
     }
     faults.extend(settings.mesh.iter().flat_map(Mesh::faults));
+    faults.extend(settings.dns.iter().flat_map(Dns::faults));
+    if let (Some(mesh), Some(dns)) = (&settings.mesh, &settings.dns)
+        && [mesh.outbound(), mesh.inbound()].contains(&dns.port())
+    {
+        let text = format!(
+            "{} is also a port of mesh.proxy; expected another port",
+            dns.port()
+        );
+        faults.push(("dns.port".to_owned(), text));
+    }
     if let Some(flows) = settings.packets.conntrack_flows
         && !(1024..=1 << 23).contains(&flows)
     {

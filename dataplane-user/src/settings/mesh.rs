@@ -113,6 +113,9 @@ pub struct MeshRules {
     /// Whether bytes from the workload to the agent's proxy bypass the TCP stack. Default: off.
     #[serde(skip_serializing_if = "is_default")]
     pub acceleration: Option<Acceleration>,
+    /// Whether DNS queries are captured, if `dns.capture` says so. Default: true.
+    #[serde(skip_serializing_if = "is_default")]
+    pub dns: Option<bool>,
     /// Capture only connections to these ranges. Default: all.
     #[serde(skip_serializing_if = "is_default")]
     #[serde(rename = "includeOutboundIPRanges")]
@@ -190,6 +193,7 @@ impl MeshRules {
             egress: self.egress,
             without_proxy: self.without_proxy,
             acceleration: self.acceleration,
+            dns: self.dns,
             excluded_uids: self.exclude_uids.iter().copied().collect(),
             excluded_gids: self.exclude_gids.iter().copied().collect(),
             excluded_interfaces: self

@@ -4,6 +4,7 @@
 //! A key and its flag are one field. The comments are what `--help` and the schema of the file say of it.
 //! `None`, and an empty list, mean that nothing was said; the methods here fill in the defaults.
 
+mod dns;
 mod faults;
 mod kernel;
 mod listen;
@@ -15,6 +16,7 @@ mod pattern;
 mod range;
 mod source;
 
+pub use dns::{Dns, DnsCapture};
 pub use faults::faults;
 pub use kernel::{Kernel, Limits};
 pub use listen::{Listen, Listeners, MetricsAuth};
@@ -112,6 +114,11 @@ pub struct Settings {
     #[serde(skip_serializing_if = "is_default")]
     #[arg(skip)]
     pub mesh: Option<Mesh>,
+
+    /// The agent's DNS server.
+    #[serde(skip_serializing_if = "is_default")]
+    #[arg(skip)]
+    pub dns: Option<Dns>,
 
     /// Paths in the kernel's file systems, and sysctls.
     #[serde(skip_serializing_if = "is_default")]

@@ -128,13 +128,15 @@ impl World {
 }
 
 /// Starts unbound, which has nobody to ask.
-fn unbound(host: &Host, directory: &Path) -> Result<Process> {
+pub fn unbound(host: &Host, directory: &Path) -> Result<Process> {
     let mut conf = format!(
         "server:\n directory: \"{0}\"\n chroot: \"\"\n username: \"\"\n pidfile: \"\"\n use-syslog: no\n \
-         logfile: \"\"\n do-daemonize: no\n interface: {1}\n access-control: 0.0.0.0/0 allow\n do-ip6: no\n \
+         logfile: \"\"\n do-daemonize: no\n interface: {1}\n interface: {2}\n \
+         access-control: 0.0.0.0/0 allow\n access-control: ::/0 allow\n \
          module-config: \"iterator\"\n local-zone: \".\" static\n",
         directory.display(),
         host.ipv4(),
+        host.ipv6(),
     );
     let long = "x".repeat(200);
     let big = format!(
@@ -154,7 +156,7 @@ fn unbound(host: &Host, directory: &Path) -> Result<Process> {
         .spawn()?)
 }
 
-const MANIFESTS: &str = "\
+pub const MANIFESTS: &str = "\
 apiVersion: v1
 kind: Service
 metadata: {name: web, namespace: shop}

@@ -32,6 +32,7 @@ mod crafted;
 mod daemonset;
 mod deaths;
 mod dns;
+mod dns_capture;
 mod entries;
 mod errors;
 mod exhausted;
@@ -173,6 +174,7 @@ fn main() -> ExitCode {
         daemonset::SCENARIOS,
         deaths::SCENARIOS,
         dns::SCENARIOS,
+        dns_capture::SCENARIOS,
         moving::SCENARIOS,
         supervisor::SCENARIOS,
         leaving::SCENARIOS,

@@ -35,13 +35,14 @@ const ROOMS: &[(&str, &[&str])] = &[
     (
         "admin",
         &[
-            "kernel", "model", "plan", "proxy", "relay", "settings", "source", "takeover",
+            "dns", "kernel", "model", "plan", "proxy", "relay", "settings", "source", "takeover",
         ],
     ),
     (
         "agent",
         &[
-            "admin", "kernel", "model", "plan", "proxy", "relay", "settings", "source", "threads",
+            "admin", "dns", "kernel", "model", "plan", "proxy", "relay", "settings", "source",
+            "threads",
         ],
     ),
     (

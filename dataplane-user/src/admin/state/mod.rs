@@ -22,7 +22,7 @@ use super::{
     lock::lock, pulse::Pulse, view,
 };
 use crate::{
-    kernel,
+    dns, kernel,
     model::{Leaving, Problem, Snapshot, WorkloadName},
     plan::{Plan, Planner, Write, enrol::Enrolment},
     proxy::Observer,
@@ -60,6 +60,8 @@ pub struct State {
     inherited: bool,
     /// The agent's own proxy, if there is one.
     pub proxy: OnceLock<Observer>,
+    /// The agent's DNS server, if there is one.
+    pub dns: OnceLock<dns::Observer>,
     direct: Mutex<Direct>,
     ready: AtomicBool,
     started: u64,
@@ -142,6 +144,7 @@ impl State {
             learnt,
             inherited,
             proxy: OnceLock::new(),
+            dns: OnceLock::new(),
             direct: Mutex::default(),
             ready: AtomicBool::new(false),
             started: now(),

@@ -12,7 +12,7 @@ use std::{
 use dataplane_common::capture::{Enrolled, FROM_CLIENT, ListenerKey};
 use tracing::{debug, info, warn};
 
-use super::{Mesh, RELEASED, discover::Found, problems::Problems};
+use super::{Mesh, RELEASED, discover::Found, dns::Dns, problems::Problems};
 use crate::{
     agent::foreign,
     kernel::{
@@ -111,7 +111,8 @@ impl Mesh {
             .values()
             .flat_map(|attached| &attached.sockets);
         let sockets = sockets.map(|(name, socket)| (name.clone(), socket.as_fd()));
-        sockets.chain(self.packets.sockets())
+        let of_dns = self.dns.iter().flat_map(Dns::sockets);
+        sockets.chain(self.packets.sockets()).chain(of_dns)
     }
 
     pub(super) fn attach(

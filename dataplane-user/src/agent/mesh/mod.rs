@@ -3,6 +3,7 @@
 
 mod attach;
 mod discover;
+mod dns;
 mod packets;
 mod problems;
 mod publish;
@@ -21,7 +22,7 @@ use std::{
 use dataplane_common::capture::{Enrolled, FROM_CLIENT, WORKLOADS};
 use tracing::{debug, error};
 
-use self::{attach::Attached, discover::Found, packets::Packets, problems::Problems};
+use self::{attach::Attached, discover::Found, dns::Dns, packets::Packets, problems::Problems};
 use crate::{
     kernel::{self, Accelerator, Capture, CaptureOptions, Kernel, Namespace, namespaces},
     model::{Acceleration, Place, ServiceName, Snapshot, WorkloadName},
@@ -73,8 +74,8 @@ pub struct Settled {
     pub left_out: Vec<String>,
 }
 
-/// What the kernel is told of a mesh.
-pub fn options(mesh: &settings::Mesh) -> CaptureOptions {
+/// What the kernel is told of a mesh, and of DNS.
+pub fn options(mesh: &settings::Mesh, dns: Option<&settings::Dns>) -> CaptureOptions {
     CaptureOptions {
         outbound: mesh.outbound(),
         inbound: mesh.inbound(),
@@ -82,6 +83,7 @@ pub fn options(mesh: &settings::Mesh) -> CaptureOptions {
         foreign: mesh.proxy.uid.is_some(),
         guard: mesh.guard,
         denies: mesh.denies(),
+        dns: dns.filter(|dns| dns.is_on()).map(settings::Dns::port),
     }
 }
 
@@ -91,6 +93,8 @@ pub struct Mesh {
     options: CaptureOptions,
     /// The agent's own proxy; none if it is another one.
     proxy: Option<Proxy>,
+    /// The agent's DNS server; none if it answers nobody.
+    dns: Option<Dns>,
     /// What the configuration says of capture.
     said: Said,
     enroller: Enroller,
@@ -127,13 +131,14 @@ impl Mesh {
     /// If the proxy cannot be started, or the tables not be read.
     pub fn start(
         config: settings::Mesh,
+        dns: Option<&settings::Dns>,
         capture: &Capture,
         cgroup: &Path,
         given: Named,
         before: Option<UnixStream>,
         deaths: &Deaths,
     ) -> Result<Self, super::Error> {
-        let options = options(&config);
+        let options = options(&config, dns);
         let proxy = if options.foreign {
             None
         } else {
@@ -151,11 +156,15 @@ impl Mesh {
             };
             Some(Proxy::start(settings, deaths).map_err(super::Error::Proxy)?)
         };
+        let dns = dns.filter(|dns| dns.is_on());
+        let dns = dns.map(|dns| Dns::start(dns, config.reachable(), deaths));
+        let dns = dns.transpose().map_err(super::Error::Thread)?;
         let unseen = proxy.as_ref().and_then(|_| attach::unseen(cgroup));
         let held = capture.held();
         Ok(Self {
             options,
             proxy,
+            dns,
             said: said::said(&config),
             enroller: Enroller::after(held, options.foreign),
             attached: BTreeMap::new(),
@@ -177,6 +186,11 @@ impl Mesh {
     /// Looks at the agent's own proxy, if there is one.
     pub fn observer(&self) -> Option<Observer> {
         self.proxy.as_ref().map(Proxy::observer)
+    }
+
+    /// Looks at the agent's DNS server, if there is one.
+    pub fn dns(&self) -> Option<crate::dns::Observer> {
+        self.dns.as_ref().map(Dns::observer)
     }
 
     /// Where an earlier agent's programs serve and its proxy is gone: takes the connections of workloads that they
@@ -275,6 +289,12 @@ impl Mesh {
         let waits = kernel.waits();
         if !waits {
             self.listen(kernel, &enrolled, &mut problems);
+            if let Some(dns) = &mut self.dns {
+                let given = &mut self.given;
+                for (cookie, to) in dns.settle(snapshot, &enrolled, given, &mut problems) {
+                    self.enroller.capture_queries(cookie, &to, &mut wanted);
+                }
+            }
         }
         self.remember_packets(kernel.capture().held(), &members);
         let mut trouble = found.trouble();
@@ -387,8 +407,11 @@ impl Mesh {
             attached,
             options,
             config,
+            dns,
             ..
         } = self;
+        // Whoever has its sockets now answers by what is true now.
+        drop(dns);
         let namespaces: Vec<_> = attached
             .into_values()
             .map(|attached| (attached.name, attached.namespace))

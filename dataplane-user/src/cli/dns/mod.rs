@@ -3,26 +3,16 @@
 mod query;
 mod serve;
 
-use std::{
-    fs,
-    net::{IpAddr, SocketAddr},
-    path::PathBuf,
-    process::ExitCode,
-    sync::Arc,
-};
+use std::{fs, net::IpAddr, path::PathBuf, process::ExitCode};
 
 use anyhow::Context as _;
-use clap::{ArgMatches, Args, Subcommand};
+use clap::{ArgMatches, Args, Subcommand, parser::ValueSource};
 
 use super::{settled, source::SourceArgs};
 use crate::{
-    dns::{Client, LowerName, ResolvConf, Zone},
-    model::{Cluster, Names, ServiceName, Snapshot, Workload},
+    dns::{Basis, LowerName, ResolvConf},
     settings::{Node, Settings},
 };
-
-/// Where Kubernetes' distributions have the cluster's DNS.
-const CLUSTER_DNS: (&str, &str) = ("kube-system", "kube-dns");
 
 /// Answer DNS queries for the names of services, and ask resolvers for all others.
 #[derive(Debug, Args)]
@@ -53,6 +43,7 @@ impl DnsArgs {
             }
         };
         common.source.settle(file);
+        common.settle(file, given);
         settled::node(&mut common.node, file, given)
     }
 
@@ -71,7 +62,7 @@ struct CommonArgs {
     source: SourceArgs,
 
     /// Domain of the cluster (the kubelet's clusterDomain)
-    #[arg(long, value_name = "NAME", default_value = "cluster.local", value_parser = domain)]
+    #[arg(long, value_name = "NAME", default_value = "cluster.local", value_parser = domain_of)]
     cluster_domain: LowerName,
 
     /// Addresses of the cluster's DNS (the kubelet's clusterDNS), which pods have as resolvers
@@ -87,7 +78,7 @@ struct CommonArgs {
     node: Node,
 }
 
-fn domain(text: &str) -> Result<LowerName, String> {
+fn domain_of(text: &str) -> Result<LowerName, String> {
     LowerName::parse(text)
         .ok()
         .filter(|name| name.count() > 0)
@@ -95,21 +86,26 @@ fn domain(text: &str) -> Result<LowerName, String> {
 }
 
 impl CommonArgs {
-    /// The zone of a snapshot.
-    fn zone(&self, snapshot: &Snapshot) -> Zone {
-        let domain = self.cluster_domain.to_string();
-        let snapshot = Snapshot {
-            cluster: Arc::new(Cluster {
-                domain: domain.trim_end_matches('.').into(),
-                ..(*snapshot.cluster).clone()
-            }),
-            ..snapshot.clone()
-        };
-        Zone::new(Names::of(&snapshot))
+    /// Adds what the file says of DNS and the command line does not.
+    fn settle(&mut self, file: &Settings, given: &ArgMatches) {
+        let Some(file) = &file.dns else { return };
+        let is_given = |id| given.value_source(id) == Some(ValueSource::CommandLine);
+        let domain = file.cluster_domain.as_deref();
+        let domain = domain.and_then(|text| domain_of(text).ok());
+        if let Some(domain) = domain.filter(|_| !is_given("cluster_domain")) {
+            self.cluster_domain = domain;
+        }
+        if self.cluster_dns.is_empty() {
+            self.cluster_dns.clone_from(&file.cluster_dns);
+        }
+        let path = file.resolv_conf.as_ref();
+        if let Some(path) = path.filter(|_| !is_given("resolv_conf")) {
+            self.resolv_conf.clone_from(path);
+        }
     }
 
-    /// What the node's file says.
-    fn resolv_conf(&self) -> anyhow::Result<ResolvConf> {
+    /// What decides answers besides the source.
+    fn basis(&self) -> anyhow::Result<Basis> {
         let path = &self.resolv_conf;
         let text = fs::read_to_string(path).with_context(|| {
             format!(
@@ -117,43 +113,10 @@ impl CommonArgs {
                 path.display()
             )
         })?;
-        Ok(ResolvConf::parse(&text))
-    }
-
-    /// Where the cluster's DNS is.
-    fn cluster_dns(&self, snapshot: &Snapshot) -> Vec<SocketAddr> {
-        let found = || {
-            let name = ServiceName::new(CLUSTER_DNS.0, CLUSTER_DNS.1);
-            let service = snapshot.services.get(&name);
-            service.map(|service| service.cluster_ips.to_vec())
-        };
-        let addrs = if self.cluster_dns.is_empty() {
-            found().unwrap_or_default()
-        } else {
-            self.cluster_dns.clone()
-        };
-        let addrs = addrs.into_iter();
-        addrs.map(|addr| SocketAddr::new(addr, 53)).collect()
-    }
-
-    /// A workload's `resolv.conf`; without workload, the node's.
-    fn client(
-        &self,
-        workload: Option<&Workload>,
-        zone: &Zone,
-        snapshot: &Snapshot,
-    ) -> anyhow::Result<Client> {
-        let node = self.resolv_conf()?;
-        Ok(match workload {
-            Some(workload) => {
-                let cluster = self.cluster_dns(snapshot);
-                Client::of_workload(workload, &zone.domain, &cluster, &node)
-            }
-            None => Client {
-                search: node.search,
-                ndots: node.ndots,
-                resolvers: node.resolvers,
-            },
+        Ok(Basis {
+            domain: self.cluster_domain.clone(),
+            cluster_dns: self.cluster_dns.clone(),
+            node: ResolvConf::parse(&text),
         })
     }
 }

@@ -112,15 +112,25 @@ impl Step {
 impl QueryArgs {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         let snapshot = self.common.source.snapshot(&self.common.node)?;
-        let zone = self.common.zone(&snapshot);
+        let basis = self.common.basis()?;
+        let zone = basis.zone(&snapshot);
         let workload = match &self.from {
             None => None,
             Some(name) => Some(zone.names.workload(name).with_context(|| {
                 format!("the source has no pod {name}; give a pod of the source with --from")
             })?),
         };
-        let workload = workload.map(|workload| &**workload);
-        let client = self.common.client(workload, &zone, &snapshot)?;
+        let client = match workload {
+            Some(workload) => {
+                let cluster = basis.cluster_dns(&snapshot);
+                Client::of_workload(workload, &zone.domain, &cluster, &basis.node)
+            }
+            None => Client {
+                search: basis.node.search.clone(),
+                ndots: basis.node.ndots,
+                resolvers: basis.node.resolvers.clone(),
+            },
+        };
         let mut steps = Vec::new();
         for name in self.names(&client)? {
             let step = self.step(&zone, &client, &name)?;

@@ -20,7 +20,7 @@ use crate::{
         live::{SIGHUP, Services, Signals},
         log_filter, log_level, settled,
     },
-    dns::{Server, Settings},
+    dns::{Basis, Server, Settings},
     model::Snapshot,
     settings::{self, Listen, LogFormat, LogLevel},
     source::kubernetes::Scope,
@@ -126,7 +126,8 @@ impl ServeArgs {
             Ok(None) => return Ok(ExitCode::SUCCESS),
             Err(died) => bail!("{died}. Please report this"),
         };
-        let server = self.start(&snapshot, &deaths)?;
+        let basis = self.common.basis()?;
+        let server = self.start(&basis, &snapshot, &deaths)?;
         let end = runtime.block_on(async {
             let metrics = self.metrics(&server);
             tokio::pin!(metrics);
@@ -143,7 +144,7 @@ impl ServeArgs {
                     ended = &mut metrics => return Err(ended),
                 };
                 if let Some(snapshot) = snapshot {
-                    server.set_zone(self.common.zone(&snapshot));
+                    server.set_zone(basis.zone(&snapshot));
                 }
             }
         });
@@ -159,11 +160,11 @@ impl ServeArgs {
         }
     }
 
-    fn start(&self, snapshot: &Snapshot, deaths: &Deaths) -> anyhow::Result<Arc<Server>> {
+    fn start(&self, basis: &Basis, snapshot: &Snapshot, deaths: &Deaths) -> anyhow::Result<Server> {
         let cpus = std::thread::available_parallelism().map_or(1, Into::into);
-        let node = self.common.resolv_conf()?;
+        let node = basis.node.clone();
         let resolvers = Some(self.resolver.clone()).filter(|resolvers| !resolvers.is_empty());
-        let cluster_dns = self.common.cluster_dns(snapshot);
+        let cluster_dns = basis.cluster_dns(snapshot);
         let all = resolvers
             .iter()
             .chain([&node.resolvers, &cluster_dns])
@@ -181,10 +182,11 @@ impl ServeArgs {
             node,
             resolvers,
         };
-        let zone = self.common.zone(snapshot);
+        let zone = basis.zone(snapshot);
         let places: Vec<_> = self.listen.iter().map(ToString::to_string).collect();
         let places = places.join(", ");
-        let server = Server::start(settings, zone, &self.listen, deaths).with_context(|| {
+        let server = Server::start(settings, zone, deaths).context("cannot start a thread")?;
+        server.listen(&self.listen).with_context(|| {
             format!("cannot listen on {places}; choose other addresses with --listen")
         })?;
         info!(
@@ -200,7 +202,7 @@ impl ServeArgs {
             return std::future::pending().await;
         };
         let mut registry = Registry::default();
-        server.register(&mut registry);
+        registry.register_collector(Box::new(server.observer()));
         let registry = Arc::new(registry);
         let show = move || {
             let mut page = String::new();

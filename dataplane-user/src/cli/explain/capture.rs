@@ -14,7 +14,7 @@ use dataplane_common::{
     Addr, Port, Protocol, Reason,
     capture::{
         self, CAPTURED, CaptureConfig, Enrolled, ListenerKey, Local, MESH_CGROUPS, MESH_DENIES,
-        MESH_GUARD, MESH_NAMESPACES, REACHABLE, RuleKey,
+        MESH_DNS, MESH_GUARD, MESH_NAMESPACES, REACHABLE, RuleKey,
     },
     decide,
     tables::{Frontend, FrontendKey},
@@ -167,7 +167,7 @@ impl Mesh {
     /// What becomes of a connection that a client makes; none if it is not captured's business.
     pub fn outbound(&self, tables: &Tables, client: &Client<'_>, to: Destination) -> Option<Told> {
         let is_tcp = to.protocol == Protocol::TCP;
-        if !is_tcp && self.word & MESH_DENIES == 0 {
+        if !is_tcp && self.word & MESH_DENIES == 0 && self.word >> MESH_DNS == 0 {
             return None;
         }
         let (enrolled, how) = match self.whose(client) {
@@ -203,6 +203,14 @@ impl Mesh {
         } else {
             capture::decide_datagram(&call, &enrolled, call.to, ids)
         };
+        if reason != Reason::EgressDenied && capture::is_query(&call, &enrolled, call.to, ids) {
+            // By either protocol: the server has both sockets or none.
+            if call.listens_at(capture::dns_server(self.word)) {
+                reason = Reason::CapturedDns;
+            } else if !is_tcp {
+                reason = Reason::DnsBypassed;
+            }
+        }
         if reason == Reason::NotService {
             return None;
         }
@@ -223,6 +231,9 @@ impl Mesh {
         }
         told.rule = self.outbound_rule(reason, &enrolled, call.to, ids);
         self.close(&mut told, reason, call.is_by_packets());
+        if reason == Reason::CapturedDns {
+            return Some(told);
+        }
         let to_itself = capture::Circumstances::is_own(&call);
         self.accelerate(&mut told, enrolled.workload, [true, to_itself]);
         Some(told)
@@ -302,7 +313,7 @@ impl Mesh {
             direction,
             workload: self.workload(workload).map(api::MeshWorkload::full_name),
             verdict: match reason {
-                Reason::Captured | Reason::CapturedInbound => "captured",
+                Reason::Captured | Reason::CapturedInbound | Reason::CapturedDns => "captured",
                 Reason::Direct => "direct",
                 reason if reason.is_refusal() => "refused",
                 _ => "left-alone",
@@ -602,20 +613,24 @@ impl capture::Circumstances for Call<'_> {
     }
 
     fn listens(&self) -> bool {
-        let port = self.mesh.config.outbound.host();
-        let v4 = self.to.0.is_v4();
         if self.is_by_packets() {
-            let key = ListenerKey::of_packets(self.enrolled.workload, v4);
+            let key = ListenerKey::of_packets(self.enrolled.workload, self.to.0.is_v4());
             return self.mesh.listeners.contains(&key);
         }
+        self.listens_at(self.mesh.config.outbound)
+    }
+}
+
+impl Call<'_> {
+    /// Whether somebody listens at a port of loopback in the client's network namespace.
+    fn listens_at(&self, port: Port) -> bool {
+        let (port, v4) = (port.host(), self.to.0.is_v4());
         self.client.namespace.is_some_and(|namespace| {
             let found = namespace.inside(move || kernel::listening(port));
             found.is_ok_and(|all| all.iter().any(|socket| socket.takes_loopback(v4)))
         })
     }
-}
 
-impl Call<'_> {
     /// Whether it is an address that the proxy has: with capture by sockets, one of the workload itself.
     fn has(&self, addr: Addr) -> bool {
         let local = self.mesh.held.locals.get(&addr);

@@ -2,7 +2,7 @@
 
 use std::{
     io,
-    net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, UdpSocket},
 };
 
 use socket2::{Domain, SockRef, Socket, Type};
@@ -55,6 +55,45 @@ pub fn open_transparent_listeners() -> io::Result<Vec<TcpListener>> {
         }
     }
     Ok(sockets)
+}
+
+/// The sockets of the agent's DNS server in one namespace, of one family.
+#[derive(Debug)]
+pub struct QuerySockets {
+    /// For datagrams.
+    pub udp: UdpSocket,
+    /// For connections.
+    pub tcp: TcpListener,
+}
+
+/// Opens the sockets of the agent's DNS server in the network namespace that this thread is in, at loopback; `None`:
+/// IPv6 is off.
+///
+/// # Errors
+/// The kernel's refusal: most likely, somebody else has the port.
+pub fn open_query_sockets(port: u16, v4: bool) -> io::Result<Option<QuerySockets>> {
+    let loopback: IpAddr = if v4 {
+        Ipv4Addr::LOCALHOST.into()
+    } else {
+        Ipv6Addr::LOCALHOST.into()
+    };
+    let addr = SocketAddr::new(loopback, port);
+    let open_both = || {
+        let udp = open(Domain::for_address(addr), Type::DGRAM)?;
+        if addr.is_ipv6() {
+            udp.set_only_v6(true)?;
+        }
+        udp.set_nonblocking(true)?;
+        udp.bind(&addr.into())?;
+        Ok(QuerySockets {
+            udp: udp.into(),
+            tcp: listen_on(addr)?,
+        })
+    };
+    match open_both() {
+        Err(error) if !v4 && says_v6_is_off(&error) => Ok(None),
+        opened => opened.map(Some),
+    }
 }
 
 /// At loopback of both families: nobody reaches them from elsewhere, but by capture.

@@ -17,13 +17,15 @@ use dataplane_common::{
     Port,
     capture::{
         CaptureConfig, EXCLUDED, Enrolled, FROM_CLIENT, JUDGED, ListenerKey, Local, MESH_CGROUPS,
-        MESH_DENIES, MESH_GUARD, MESH_NAMESPACES, MESH_PACKETS, MESH_PORT, TrafficKey,
+        MESH_DENIES, MESH_DNS, MESH_GUARD, MESH_NAMESPACES, MESH_PACKETS, MESH_PORT, TrafficKey,
     },
 };
 use zerocopy::{FromBytes, IntoBytes};
 
 pub use self::{
-    listeners::{Listeners, open_listeners, open_transparent_listeners},
+    listeners::{
+        Listeners, QuerySockets, open_listeners, open_query_sockets, open_transparent_listeners,
+    },
     namespace::{Namespace, is_linked, this_namespace},
     routing::{route_answers, route_answers_no_more, route_to_sockets},
     tables::CaptureTables,
@@ -54,6 +56,8 @@ pub struct CaptureOptions {
     pub guard: bool,
     /// Whether the configuration denies egress to somebody, so that datagrams are judged from the start.
     pub denies: bool,
+    /// The port of the agent's DNS server; none: nobody's queries are captured.
+    pub dns: Option<u16>,
 }
 
 /// The tables of capture, and the program for namespaces; nothing of it if there is no mesh.
@@ -235,6 +239,12 @@ impl Capture {
         }
         if mesh != 0 {
             mesh |= u64::from(Port::new(options.outbound).be()) << MESH_PORT;
+        }
+        let mut entries = wanted.namespaces.values();
+        if let Some(port) = options.dns
+            && entries.any(|entry| entry.resolvers != 0)
+        {
+            mesh |= u64::from(Port::new(port).be()) << MESH_DNS;
         }
         Ok(Some(mesh))
     }

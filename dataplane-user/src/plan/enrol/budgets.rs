@@ -102,6 +102,7 @@ pub(super) fn without_lists(rules: &Rules) -> Rules {
         egress: rules.egress,
         without_proxy: rules.without_proxy,
         acceleration: rules.acceleration,
+        dns: rules.dns,
         ..Rules::default()
     }
 }

@@ -105,6 +105,7 @@ impl Enroller {
         let locals = || held.locals.values();
         let policies = enrolled().map(|e| e.policy).chain(rules.map(|key| key.of));
         let policies = policies.chain(locals().map(|local| local.policy));
+        let policies = policies.chain(enrolled().map(|e| e.resolvers));
         let workloads = enrolled().map(|e| e.workload);
         let workloads = workloads.chain(locals().map(|local| local.workload));
         let last = workloads.max().unwrap_or_default();
@@ -144,7 +145,7 @@ impl Enroller {
             policy,
             flags,
             workload: self.number(&member.workload.name),
-            reserved: 0,
+            resolvers: 0,
         }
     }
 
@@ -182,6 +183,14 @@ impl Enroller {
         entry
     }
 
+    /// Has the queries captured that a workload in a network namespace sends to these resolvers.
+    pub fn capture_queries(&mut self, cookie: u64, to: &BTreeSet<IpAddr>, wanted: &mut Captured) {
+        let resolvers = self.policies.add_resolvers(to, wanted);
+        if let Some(entry) = wanted.namespaces.get_mut(&cookie) {
+            entry.resolvers = resolvers;
+        }
+    }
+
     /// Forgets the numbers of all workloads but those that are wanted. Where entries of the tables have them still, they
     /// are those of connections that go on.
     pub fn keep_numbers(&mut self, wanted: &BTreeSet<u32>) {
@@ -194,7 +203,7 @@ impl Enroller {
             .namespaces
             .values()
             .chain(wanted.cgroups.values())
-            .map(|entry| entry.policy)
+            .flat_map(|entry| [entry.policy, entry.resolvers])
             .chain(wanted.locals.values().map(|local| local.policy))
             .collect();
         self.policies.keep(|number| used.contains(&number));

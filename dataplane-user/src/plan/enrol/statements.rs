@@ -8,7 +8,8 @@ use crate::model::{Acceleration, CapturedBy, Egress, Mode, Rules, WithoutProxy};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Statement {
     /// What it is about: `outbound-range`, `outbound-port`, `inbound-port`, `inbound-others`, `user`,
-    /// `group`, `interface`, `captured-by`, `mode`, `egress`, `without-proxy` or `acceleration`.
+    /// `group`, `interface`, `captured-by`, `mode`, `egress`, `without-proxy`, `acceleration` or
+    /// `dns`.
     pub about: &'static str,
     /// Which range, port, user, group or interface; empty for a setting.
     pub of: String,
@@ -64,6 +65,7 @@ fn said(rules: &Rules) -> Vec<(&'static str, String, &'static str)> {
         ("egress", rules.egress.map(Egress::word)),
         ("without-proxy", rules.without_proxy.map(WithoutProxy::word)),
         ("acceleration", rules.acceleration.map(Acceleration::word)),
+        ("dns", rules.dns.map(word)),
     ];
     let given = settings
         .into_iter()

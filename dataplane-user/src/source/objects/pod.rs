@@ -26,6 +26,8 @@ const SIDECAR: &str = "sidecar.istio.io/status";
 /// What ours begin with.
 const OURS: &str = "dataplane.io/";
 const ISTIO: &str = "traffic.sidecar.istio.io/";
+/// Istio's annotation of DNS capture.
+const DNS_CAPTURE: &str = "ambient.istio.io/dns-capture";
 const OSM: &str = "openservicemesh.io/";
 
 /// What a namespace says.
@@ -261,6 +263,20 @@ impl Asked<'_> {
                 ("sockmap", Acceleration::Sockmap),
             ],
         );
+        rules.dns = self.dns();
+    }
+
+    /// Whether DNS queries are captured, in Istio's annotation.
+    fn dns(&mut self) -> Option<bool> {
+        let said = self.annotations.get(DNS_CAPTURE)?;
+        match said.as_str() {
+            "true" => Some(true),
+            "false" => Some(false),
+            other => {
+                self.fault(DNS_CAPTURE, format!("{other:?}; expected true or false"));
+                None
+            }
+        }
     }
 
     /// A list with commas; `None` if it is not there.

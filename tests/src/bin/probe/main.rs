@@ -3,6 +3,7 @@
 
 mod client;
 mod connect;
+mod dns;
 mod enter;
 mod escape;
 mod flows;
@@ -40,6 +41,10 @@ enum Command {
     Connect(connect::Arguments),
     /// Connect as those do who want to get past capture, print what the other side says
     Escape(escape::Arguments),
+    /// Look up a name at a steady rate, report
+    ///
+    /// Prints a line when it begins.
+    Dns(dns::Arguments),
     /// Keep one TCP connection busy until stdin is closed or it fails, report
     ///
     /// Prints a line when it is connected.
@@ -66,6 +71,7 @@ fn main() -> ExitCode {
         Command::Serve(arguments) => serve::run(arguments),
         Command::Connect(arguments) => connect::run(&arguments),
         Command::Escape(arguments) => escape::run(&arguments),
+        Command::Dns(arguments) => dns::run(&arguments),
         Command::Hold(arguments) => hold::run(&arguments),
         Command::Http(arguments) => connect::run_http(&arguments),
         Command::Udp(arguments) => udp::run(&arguments),

@@ -1,0 +1,294 @@
+//! The agent's DNS server in workloads' network namespaces: its sockets are opened, taken over, handed over and closed.
+//!
+//! A socket is in the workload's network namespace, at loopback. So the programs see at each query whether it is there,
+//! a query does not leave the namespace, and whose query it is does not depend on addresses, which a workload can set.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    fs, io,
+    net::{IpAddr, SocketAddr, TcpListener, UdpSocket},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::{Path, PathBuf},
+    thread,
+};
+
+use dataplane_common::capture::Enrolled;
+use tracing::{debug, info, warn};
+
+use super::problems::Problems;
+use crate::{
+    dns::{
+        Basis, Captured, Client, Listener, LowerName, Observer, ResolvConf, Server, Settings, Zone,
+    },
+    kernel::{self, Namespace, QuerySockets, namespaces},
+    model::{Egress, Names, Reachable, Snapshot},
+    plan::enrol::{Member, Problem},
+    settings,
+    threads::Deaths,
+};
+
+/// Bytes of answers that are kept.
+const CACHE: usize = 32 << 20;
+/// Threads, at most.
+const WORKERS: usize = 4;
+/// Where the node's resolvers are, if the configuration does not say.
+const RESOLV_CONF: &str = "/etc/resolv.conf";
+const DOMAIN: &str = "cluster.local";
+
+/// Queries that are to be captured: of the workload in a network namespace, to these resolvers.
+pub(super) type Queries = Vec<(u64, BTreeSet<IpAddr>)>;
+
+/// A socket for datagrams, and one for connections.
+type Both = (UdpSocket, TcpListener);
+
+/// The server, and where it listens.
+pub(super) struct Dns {
+    port: u16,
+    /// By the network namespace's cookie. Before the server, which ends when it answers nobody any more.
+    answered: BTreeMap<u64, Answered>,
+    server: Server,
+    basis: Basis,
+    resolv_conf: PathBuf,
+    /// What is in the way of reading it.
+    unread: Option<String>,
+    /// What workloads may ask whose egress is denied.
+    reachable: Reachable,
+    names: Names,
+}
+
+/// A workload whose queries are answered.
+struct Answered {
+    client: Client,
+    sockets: Vec<Listener>,
+    _captured: Captured,
+}
+
+impl Dns {
+    /// Starts the server. Nobody's queries are answered yet.
+    ///
+    /// # Errors
+    /// If a thread cannot be started.
+    pub fn start(
+        config: &settings::Dns,
+        reachable: Reachable,
+        deaths: &Deaths,
+    ) -> io::Result<Self> {
+        let domain = config.cluster_domain.as_deref().unwrap_or(DOMAIN);
+        let basis = Basis {
+            // That it is one was checked with the configuration.
+            domain: LowerName::parse(domain).unwrap_or_else(|_| LowerName::root()),
+            cluster_dns: config.cluster_dns.clone(),
+            node: ResolvConf::default(),
+        };
+        let cpus = thread::available_parallelism().map_or(1, Into::into);
+        let settings = Settings {
+            workers: cpus.min(WORKERS),
+            cache_bytes: CACHE,
+            cluster_dns: Vec::new(),
+            node: ResolvConf::default(),
+            resolvers: None,
+        };
+        let server = Server::start(settings, Zone::new(Names::default()), deaths)?;
+        let resolv_conf = config.resolv_conf.clone();
+        Ok(Self {
+            port: config.port(),
+            server,
+            basis,
+            resolv_conf: resolv_conf.unwrap_or_else(|| Path::new(RESOLV_CONF).to_owned()),
+            unread: None,
+            reachable,
+            names: Names::default(),
+            answered: BTreeMap::new(),
+        })
+    }
+
+    /// Looks at the server's figures.
+    pub fn observer(&self) -> Observer {
+        self.server.observer()
+    }
+
+    /// Answers the queries of these workloads, and of no others. A workload that cannot be listened for has a problem,
+    /// and its queries go to its resolvers. `given`: an earlier agent's sockets.
+    pub fn settle(
+        &mut self,
+        snapshot: &Snapshot,
+        enrolled: &[(&Member, &Namespace, u32)],
+        given: &mut HashMap<String, OwnedFd>,
+        problems: &mut Problems,
+    ) -> Queries {
+        self.read_resolv_conf();
+        self.names = self.basis.names(std::mem::take(&mut self.names), snapshot);
+        let zone = Zone::new(self.names.clone());
+        let cluster = self.basis.cluster_dns(snapshot);
+        let mut queries = Queries::new();
+        for (member, namespace, flags) in enrolled {
+            if flags & Enrolled::CAPTURED == 0 || member.workload.addresses.is_empty() {
+                continue;
+            }
+            let client = self.client(member, &zone, &cluster);
+            let to: BTreeSet<IpAddr> = client.resolvers.iter().map(SocketAddr::ip).collect();
+            if to.is_empty() {
+                continue;
+            }
+            match self.answer(namespace, client, given) {
+                Ok(()) => queries.push((namespace.cookie, to)),
+                Err(problem) => problems.add(&member.workload.name, problem),
+            }
+        }
+        self.server.set_zone(zone);
+        let wanted: BTreeSet<u64> = queries.iter().map(|(cookie, _)| *cookie).collect();
+        self.answered.retain(|cookie, _| wanted.contains(cookie));
+        queries
+    }
+
+    /// How a workload looks up names, with the resolvers whose queries are captured.
+    fn client(&self, member: &Member, zone: &Zone, cluster: &[SocketAddr]) -> Client {
+        let Member {
+            workload, policy, ..
+        } = member;
+        let mut client = Client::of_captured(workload, &zone.domain, cluster, &self.basis.node);
+        // The server may ask each of them for the workload, so none that the workload itself may not ask.
+        let may_ask = |addr: IpAddr| {
+            policy.egress == Egress::Allow
+                || self.reachable.resolvers.contains(&addr)
+                || self
+                    .reachable
+                    .ranges
+                    .iter()
+                    .any(|range| range.contains(&addr))
+                || self.names.of_address(addr).next().is_some()
+        };
+        client
+            .resolvers
+            .retain(|at| policy.captures_dns(at.ip()) && may_ask(at.ip()));
+        client
+    }
+
+    /// Answers the queries in a network namespace as its workload's.
+    fn answer(
+        &mut self,
+        namespace: &Namespace,
+        client: Client,
+        given: &mut HashMap<String, OwnedFd>,
+    ) -> Result<(), Problem> {
+        let cookie = namespace.cookie;
+        let before = self.answered.get(&cookie);
+        if before.is_some_and(|before| before.client == client) {
+            return Ok(());
+        }
+        let families = [true, false].map(|v4| {
+            let mut resolvers = client.resolvers.iter();
+            resolvers.any(|at| at.is_ipv4() == v4)
+        });
+        let take = |(udp, tcp)| {
+            let taken = self.server.take(cookie, udp, tcp);
+            taken.map_err(Problem::of_node)
+        };
+        let mut sockets = Vec::new();
+        if let Some(before) = before {
+            sockets.clone_from(&before.sockets);
+        } else {
+            for both in taken(cookie, self.port, given) {
+                sockets.extend(take(both)?);
+            }
+        }
+        let is_of = |socket: &Listener, v4| socket.is_ipv4() == v4;
+        for (wanted, v4) in families.into_iter().zip([true, false]) {
+            if wanted && !sockets.iter().any(|socket| is_of(socket, v4)) {
+                if let Some(both) = open(namespace, self.port, v4)? {
+                    sockets.extend(take(both)?);
+                }
+            } else if !wanted {
+                sockets.retain(|socket| !is_of(socket, v4));
+            }
+        }
+        let captured = self.server.capture(cookie, client.clone(), &sockets);
+        if before.is_none() {
+            info!(netns = cookie, "its DNS queries are answered");
+        }
+        let answered = Answered {
+            client,
+            sockets,
+            _captured: captured,
+        };
+        self.answered.insert(cookie, answered);
+        Ok(())
+    }
+
+    /// Reads the node's file again.
+    fn read_resolv_conf(&mut self) {
+        let path = self.resolv_conf.display();
+        match fs::read_to_string(&self.resolv_conf) {
+            Ok(text) => {
+                self.basis.node = ResolvConf::parse(&text);
+                self.unread = None;
+            }
+            Err(error) => {
+                let text = format!(
+                    "cannot read {path}, the node's resolvers: {error}; name the file in dns.resolvConf"
+                );
+                if self.unread.as_ref() != Some(&text) {
+                    warn!("dns: {text}");
+                }
+                self.unread = Some(text);
+            }
+        }
+    }
+
+    /// The sockets, for an agent that takes this one's place.
+    pub fn sockets(&self) -> impl Iterator<Item = (String, BorrowedFd<'_>)> {
+        let answered = self.answered.iter();
+        answered.flat_map(|(cookie, answered)| {
+            let sockets = answered.sockets.iter();
+            sockets.map(|socket| {
+                let is_tcp = matches!(socket, Listener::Tcp(_));
+                (name(*cookie, is_tcp, socket.is_ipv4()), socket.as_fd())
+            })
+        })
+    }
+}
+
+/// What a socket is called when it is handed over.
+fn name(cookie: u64, is_tcp: bool, v4: bool) -> String {
+    let protocol = if is_tcp { "tcp" } else { "udp" };
+    let family = if v4 { "v4" } else { "v6" };
+    format!("dns {protocol} {cookie} {family}")
+}
+
+/// An earlier agent's sockets for a namespace, of each family both or none, if they are at the port where they should
+/// be.
+fn taken(cookie: u64, port: u16, given: &mut HashMap<String, OwnedFd>) -> Vec<Both> {
+    let of_family = |v4| {
+        let mut take = |is_tcp| given.remove(&name(cookie, is_tcp, v4));
+        let both: Both = (take(false)?.into(), take(true)?.into());
+        let ports = [both.0.local_addr().ok()?, both.1.local_addr().ok()?];
+        ports.iter().all(|at| at.port() == port).then_some(both)
+    };
+    [true, false].into_iter().filter_map(of_family).collect()
+}
+
+/// Opens the sockets of a family in a namespace.
+fn open(namespace: &Namespace, port: u16, v4: bool) -> Result<Option<Both>, Problem> {
+    let opened = namespaces::within(namespace.file.as_fd(), move || {
+        Ok(kernel::open_query_sockets(port, v4))
+    });
+    let opened = opened.map_err(|error| {
+        Problem::of_node(format!("cannot enter its network namespace: {error}"))
+    })?;
+    match opened {
+        Ok(None) => {
+            debug!(netns = namespace.cookie, "IPv6 is off");
+            Ok(None)
+        }
+        Ok(Some(QuerySockets { udp, tcp })) => Ok(Some((udp, tcp))),
+        Err(error) => {
+            let text = format!(
+                "its DNS queries go to its resolvers: cannot listen at port {port} in its network namespace: {error}"
+            );
+            Err(match error.kind() {
+                io::ErrorKind::AddrInUse => Problem::of_workload(text),
+                _ => Problem::of_node(text),
+            })
+        }
+    }
+}

@@ -1,0 +1,345 @@
+//! What all workers of a server share: what becomes of queries, and what each client may have in flight.
+
+use std::{
+    collections::HashMap,
+    net::{IpAddr, SocketAddr},
+    sync::{Arc, Mutex, PoisonError, RwLock},
+};
+
+use hickory_proto::op::ResponseCode;
+use rand::rngs::SmallRng;
+
+use super::{
+    answer::{Ask, Decision, answer},
+    client::{Client, ResolvConf},
+    metrics::{Metrics, Observer},
+    resolve::Resolver,
+    upstream::Question,
+    wire::{Parsed, Transport, refusal},
+    zone::Zone,
+};
+use crate::model::Workload;
+
+/// How many queries of one client wait for resolvers at most, so that no client takes all the room.
+const IN_FLIGHT: usize = 256;
+/// How many connections one client has at most, and all together.
+const CONNECTIONS: usize = 32;
+const ALL_CONNECTIONS: usize = 1024;
+
+/// What decides answers, besides the names.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// How many threads.
+    pub workers: usize,
+    /// How many bytes of answers of resolvers are kept.
+    pub cache_bytes: usize,
+    /// The cluster's DNS, which pods have as resolver.
+    pub cluster_dns: Vec<SocketAddr>,
+    /// The node's own file.
+    pub node: ResolvConf,
+    /// The resolvers that are asked, whoever asks; none: those of the client's own `resolv.conf`.
+    pub resolvers: Option<Vec<SocketAddr>>,
+}
+
+/// What all workers share.
+pub struct Shared {
+    settings: Settings,
+    zone: RwLock<Arc<Zone>>,
+    resolver: Arc<Resolver>,
+    metrics: Arc<Metrics>,
+    /// Those of clients that are workloads.
+    clients: Mutex<Clients>,
+    /// Everybody else.
+    nobody: Arc<Client>,
+    in_flight: Counts,
+    connections: Counts,
+}
+
+/// Whose queries arrive at a socket.
+#[derive(Clone)]
+pub enum Askers {
+    /// Anybody's: their addresses tell.
+    Anybody,
+    /// Those of one captured workload, whatever its addresses.
+    One(u64, Arc<Client>),
+}
+
+/// Who has sent a query.
+#[derive(Clone, Copy)]
+pub struct Asker<'a> {
+    pub of: &'a Askers,
+    pub addr: IpAddr,
+}
+
+/// What clients are told apart by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ClientKey {
+    /// The address.
+    Address(IpAddr),
+    /// A captured workload, by the number of its network namespace.
+    Captured(u64),
+}
+
+impl Asker<'_> {
+    fn key(self) -> ClientKey {
+        match self.of {
+            Askers::Anybody => ClientKey::Address(self.addr),
+            Askers::One(number, _) => ClientKey::Captured(*number),
+        }
+    }
+}
+
+/// Clients by their addresses, each with the workload that it was made for.
+type Clients = HashMap<IpAddr, (Arc<Workload>, Arc<Client>)>;
+
+/// How many of something each client has.
+#[derive(Clone, Default)]
+pub struct Counts(Arc<Mutex<HashMap<ClientKey, usize>>>);
+
+/// One of them, until it is dropped.
+pub struct Counted(Counts, ClientKey);
+
+impl Counts {
+    /// One more; none if the client, or all together, have as many as they may have.
+    fn one(&self, client: ClientKey, most: usize, all: usize) -> Option<Counted> {
+        let mut counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        // Each client in the map has at least one.
+        if counts.len() >= all && !counts.contains_key(&client) {
+            return None;
+        }
+        let count = counts.entry(client).or_default();
+        if *count >= most {
+            return None;
+        }
+        *count += 1;
+        drop(counts);
+        Some(Counted(self.clone(), client))
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        let mut counts = self.0.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(count) = counts.get_mut(&self.1) {
+            *count -= 1;
+            if *count == 0 {
+                counts.remove(&self.1);
+            }
+        }
+    }
+}
+
+impl Shared {
+    /// Knows no answers of resolvers yet.
+    pub fn new(settings: Settings, zone: Zone) -> Self {
+        let metrics = Arc::<Metrics>::default();
+        let resolvers = settings.resolvers.clone();
+        let nobody = Client::unknown(resolvers.unwrap_or_else(|| settings.node.resolvers.clone()));
+        Self {
+            resolver: Arc::new(Resolver::new(settings.cache_bytes, Arc::clone(&metrics))),
+            zone: RwLock::new(Arc::new(zone)),
+            metrics,
+            clients: Mutex::default(),
+            nobody: Arc::new(nobody),
+            in_flight: Counts::default(),
+            connections: Counts::default(),
+            settings,
+        }
+    }
+
+    /// Looks at the figures.
+    pub fn observer(&self) -> Observer {
+        Observer {
+            metrics: Arc::clone(&self.metrics),
+            cache: Arc::clone(&self.resolver.cache),
+        }
+    }
+
+    pub fn set_zone(&self, zone: Zone) {
+        *self.zone.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(zone);
+        let mut clients = self.clients.lock().unwrap_or_else(PoisonError::into_inner);
+        clients.clear();
+    }
+
+    pub fn zone(&self) -> Arc<Zone> {
+        Arc::clone(&self.zone.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// One more connection, unless its client has as many as it may have.
+    pub fn connection(&self, from: Asker<'_>) -> Option<Counted> {
+        let counted = self
+            .connections
+            .one(from.key(), CONNECTIONS, ALL_CONNECTIONS);
+        if counted.is_none() {
+            self.metrics.refused.inc();
+        }
+        counted
+    }
+
+    /// Who has sent a query.
+    fn client(&self, zone: &Zone, from: Asker<'_>) -> Arc<Client> {
+        match from.of {
+            Askers::Anybody => self.client_at(zone, from.addr),
+            Askers::One(_, client) => Arc::clone(client),
+        }
+    }
+
+    /// Who has an address.
+    fn client_at(&self, zone: &Zone, addr: IpAddr) -> Arc<Client> {
+        let Some(workload) = zone.names.client(addr) else {
+            return Arc::clone(&self.nobody);
+        };
+        let mut clients = self.clients.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((of, client)) = clients.get(&addr)
+            && Arc::ptr_eq(of, workload)
+        {
+            return Arc::clone(client);
+        }
+        let Settings {
+            cluster_dns, node, ..
+        } = &self.settings;
+        let mut client = Client::of_workload(workload, &zone.domain, cluster_dns, node);
+        if let Some(resolvers) = &self.settings.resolvers {
+            client.resolvers.clone_from(resolvers);
+        }
+        let client = Arc::new(client);
+        clients.insert(addr, (Arc::clone(workload), Arc::clone(&client)));
+        client
+    }
+
+    /// Answers a query at once, or says what has to be asked.
+    pub fn now(
+        &self,
+        zone: &Zone,
+        query: &[u8],
+        from: Asker<'_>,
+        transport: Transport,
+        random: &mut SmallRng,
+        out: &mut Vec<u8>,
+    ) -> Now {
+        let decision = answer(
+            zone,
+            query,
+            transport,
+            || self.client(zone, from),
+            random,
+            out,
+        );
+        let ask = match decision {
+            Decision::Nothing => return Now::Nothing,
+            Decision::Answered(_) => {
+                self.metrics.requests.inc();
+                self.metrics.local.inc();
+                return Now::Answered;
+            }
+            Decision::Ask(ask) => Some(ask),
+            Decision::Relay => None,
+        };
+        self.metrics.requests.inc();
+        let client = self.client(zone, from);
+        let ask = match (ask, Parsed::read(query)) {
+            (Some(ask), Parsed::Query(parsed)) => {
+                let question = Question {
+                    name: parsed.name.clone(),
+                    of_type: parsed.of_type,
+                    bits: parsed.bits(),
+                };
+                let cached = self.resolver.cached(&client.resolvers, &question, &ask);
+                if let Some(reply) = cached {
+                    parsed.with_stored(transport, &reply.stored, reply.age, out);
+                    return Now::Answered;
+                }
+                Some((ask, question))
+            }
+            _ => None,
+        };
+        let Some(counted) = self.in_flight.one(from.key(), IN_FLIGHT, usize::MAX) else {
+            self.metrics.refused.inc();
+            refuse(query, ResponseCode::Refused, out);
+            return Now::Answered;
+        };
+        Now::Later(Box::new(Later {
+            client,
+            ask,
+            _counted: counted,
+        }))
+    }
+
+    /// Answers what resolvers have to be asked for.
+    pub async fn later(&self, later: Box<Later>, query: &[u8], transport: Transport) -> Vec<u8> {
+        let mut out = Vec::new();
+        let resolvers = &later.client.resolvers;
+        let Some((ask, question)) = &later.ask else {
+            if resolvers.is_empty() {
+                refuse(query, ResponseCode::NotImp, &mut out);
+                return out;
+            }
+            if let Some(answer) = self.resolver.relay(resolvers, query).await {
+                return answer;
+            }
+            self.metrics.failed.inc();
+            refuse(query, ResponseCode::ServFail, &mut out);
+            return out;
+        };
+        if resolvers.is_empty() {
+            refuse(query, ResponseCode::Refused, &mut out);
+            return out;
+        }
+        let resolver = Arc::clone(&self.resolver);
+        let reply = resolver.resolve(resolvers, question, ask).await;
+        if let (Some(reply), Parsed::Query(parsed)) = (reply, Parsed::read(query)) {
+            parsed.with_stored(transport, &reply.stored, reply.age, &mut out);
+        } else {
+            self.metrics.failed.inc();
+            refuse(query, ResponseCode::ServFail, &mut out);
+        }
+        out
+    }
+}
+
+/// What becomes of a query at once.
+pub enum Now {
+    /// The answer is written.
+    Answered,
+    /// There is nothing to answer to.
+    Nothing,
+    /// Resolvers have to be asked.
+    Later(Box<Later>),
+}
+
+/// A query that waits for resolvers.
+pub struct Later {
+    client: Arc<Client>,
+    /// None: resolvers get the query as it is.
+    ask: Option<(Box<Ask>, Question)>,
+    _counted: Counted,
+}
+
+/// Answers a query with a code.
+fn refuse(query: &[u8], code: ResponseCode, out: &mut Vec<u8>) {
+    match Parsed::read(query) {
+        Parsed::Query(query) => query.with_code(code, out),
+        _ => refusal(query, code, out),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_client_does_not_take_the_room_of_others() {
+        let counts = Counts::default();
+        let client = |last| ClientKey::Address([10, 0, 0, last].into());
+        let (greedy, other) = (client(1), client(2));
+        let held: Vec<_> = (0..5).map_while(|_| counts.one(greedy, 3, 2)).collect();
+        assert_eq!(held.len(), 3);
+        let of_other = counts.one(other, 3, 2);
+        assert!(of_other.is_some());
+        // A third client has no room, until one of the two has nothing any more.
+        assert!(counts.one(client(3), 3, 2).is_none());
+        drop(held);
+        assert!(counts.one(client(3), 3, 2).is_some());
+        assert!(counts.one(greedy, 3, 2).is_some());
+    }
+}

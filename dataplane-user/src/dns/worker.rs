@@ -1,0 +1,243 @@
+//! A thread that answers the queries that arrive at its sockets.
+
+use std::{cell::RefCell, io, net::SocketAddr, rc::Rc, sync::Arc, time::Duration};
+
+use rand::{SeedableRng as _, rngs::SmallRng};
+use tokio::{
+    io::Interest,
+    net::{TcpListener, TcpStream, UdpSocket},
+    runtime::Runtime,
+    sync::{mpsc::UnboundedReceiver, watch},
+    task::{JoinSet, LocalSet, yield_now},
+    time::timeout,
+};
+
+use super::{
+    batch::{BATCH, Batch},
+    shared::{Asker, Askers, Now, Shared},
+    sockets::Listener,
+    upstream::{receive, send},
+    wire::Transport,
+};
+
+/// How long a connection may be idle, or take to send a query.
+const IDLE: Duration = Duration::from_secs(10);
+
+/// A socket whose queries are to be answered.
+pub struct Job {
+    pub listener: Listener,
+    pub askers: Askers,
+    /// Until its sender is gone.
+    pub end: watch::Receiver<()>,
+}
+
+/// What a thread needs for the queries of one system call, whichever socket they arrive at.
+struct Desk {
+    batch: Batch,
+    answers: Vec<(Vec<u8>, SocketAddr)>,
+    spare: Vec<Vec<u8>>,
+    random: SmallRng,
+}
+
+/// Answers queries until nobody can give it sockets any more, and all that it has have ended.
+pub fn run(
+    shared: &Arc<Shared>,
+    runtime: &Runtime,
+    mut jobs: UnboundedReceiver<Job>,
+) -> io::Result<()> {
+    let desk = Rc::new(RefCell::new(Desk {
+        batch: Batch::new(),
+        answers: Vec::with_capacity(BATCH),
+        spare: Vec::with_capacity(BATCH),
+        random: SmallRng::from_rng(&mut rand::rng()),
+    }));
+    let take_jobs = async {
+        let mut tasks = JoinSet::new();
+        loop {
+            let job = tokio::select! {
+                job = jobs.recv() => job,
+                // None: there is no task.
+                Some(ended) = tasks.join_next() => {
+                    ended?;
+                    continue;
+                }
+            };
+            let Some(job) = job else { break };
+            let (shared, desk) = (Arc::clone(shared), Rc::clone(&desk));
+            tasks.spawn_local(async move {
+                if let Err(error) = work(&shared, &desk, job).await {
+                    tracing::debug!("a socket's queries are not answered any more: {error}");
+                }
+            });
+        }
+        while let Some(ended) = tasks.join_next().await {
+            ended?;
+        }
+        io::Result::Ok(())
+    };
+    LocalSet::new().block_on(runtime, take_jobs)
+}
+
+async fn work(shared: &Arc<Shared>, desk: &RefCell<Desk>, job: Job) -> io::Result<()> {
+    let Job {
+        listener,
+        askers,
+        end,
+    } = job;
+    match listener {
+        Listener::Udp(socket) => answer_datagrams(shared, desk, socket, &askers, end).await,
+        Listener::Tcp(socket) => {
+            tokio::select! {
+                () = accept(shared, socket, &askers) => {}
+                () = ended(end) => {}
+            }
+            Ok(())
+        }
+    }
+}
+
+/// Returns when the other side is gone.
+async fn ended(mut end: watch::Receiver<()>) {
+    // Nothing is ever sent.
+    while end.changed().await.is_ok() {}
+}
+
+async fn answer_datagrams(
+    shared: &Arc<Shared>,
+    desk: &RefCell<Desk>,
+    socket: Arc<UdpSocket>,
+    askers: &Askers,
+    end: watch::Receiver<()>,
+) -> io::Result<()> {
+    let end = ended(end);
+    tokio::pin!(end);
+    let v4 = socket.local_addr()?.is_ipv4();
+    let answer = || {
+        let mut desk = desk.borrow_mut();
+        desk.answer(shared, (&socket, v4), askers)
+    };
+    loop {
+        tokio::select! {
+            ready = socket.readable() => ready?,
+            () = &mut end => {
+                // Those that are there already are the last.
+                while answer().is_ok() {}
+                return Ok(());
+            }
+        }
+        match socket.try_io(Interest::READABLE, answer) {
+            Ok(()) => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
+            // Somebody to whom an answer went does not listen any more.
+            Err(error) => tracing::debug!("cannot receive queries: {error}"),
+        }
+        // Others on this thread have their turn, too.
+        yield_now().await;
+    }
+}
+
+impl Desk {
+    /// Answers the queries of one system call.
+    fn answer(
+        &mut self,
+        shared: &Arc<Shared>,
+        (socket, v4): (&Arc<UdpSocket>, bool),
+        askers: &Askers,
+    ) -> io::Result<()> {
+        let Self {
+            batch,
+            answers,
+            spare,
+            random,
+        } = self;
+        let zone = shared.zone();
+        batch.receive(&**socket, v4, |query, from| {
+            let mut out = spare.pop().unwrap_or_default();
+            out.clear();
+            let asker = Asker {
+                of: askers,
+                addr: from.ip(),
+            };
+            match shared.now(&zone, query, asker, Transport::Udp, random, &mut out) {
+                Now::Answered => answers.push((out, from)),
+                Now::Nothing => spare.push(out),
+                Now::Later(later) => {
+                    spare.push(out);
+                    // A socket that nobody receives from any more must be closed at once, for captured queries to go
+                    // to their resolvers again.
+                    let (own, socket) = (Arc::clone(shared), Arc::downgrade(socket));
+                    let query = query.to_vec();
+                    tokio::spawn(async move {
+                        let answer = own.later(later, &query, Transport::Udp).await;
+                        if let Some(socket) = socket.upgrade() {
+                            // The client asks again if this fails.
+                            let _ = socket.try_send_to(&answer, from);
+                        }
+                    });
+                }
+            }
+        })?;
+        if !answers.is_empty() {
+            batch.send(&**socket, answers);
+            spare.extend(answers.drain(..).map(|(bytes, _)| bytes));
+        }
+        Ok(())
+    }
+}
+
+async fn accept(shared: &Arc<Shared>, socket: Arc<TcpListener>, askers: &Askers) {
+    loop {
+        let (stream, from) = match socket.accept().await {
+            Ok(accepted) => accepted,
+            Err(error) => {
+                // Out of files, or the client is gone: not in a busy loop, whatever it is.
+                tracing::debug!("cannot accept a connection: {error}");
+                tokio::time::sleep(Duration::from_millis(20)).await;
+                continue;
+            }
+        };
+        let asker = Asker {
+            of: askers,
+            addr: from.ip(),
+        };
+        let Some(counted) = shared.connection(asker) else {
+            continue;
+        };
+        let (shared, askers) = (Arc::clone(shared), askers.clone());
+        tokio::spawn(async move {
+            let _counted = counted;
+            // The client's connection: it knows why it broke.
+            let _ = serve(&shared, stream, from, &askers).await;
+        });
+    }
+}
+
+/// Answers the queries of a connection, one after the other.
+async fn serve(
+    shared: &Shared,
+    mut stream: TcpStream,
+    from: SocketAddr,
+    askers: &Askers,
+) -> io::Result<()> {
+    stream.set_nodelay(true)?;
+    let mut random = SmallRng::from_rng(&mut rand::rng());
+    while let Ok(query) = timeout(IDLE, receive(&mut stream)).await {
+        let query = query?;
+        let mut out = Vec::new();
+        let asker = Asker {
+            of: askers,
+            addr: from.ip(),
+        };
+        let now = {
+            let zone = shared.zone();
+            shared.now(&zone, &query, asker, Transport::Tcp, &mut random, &mut out)
+        };
+        match now {
+            Now::Answered => {}
+            Now::Nothing => return Ok(()),
+            Now::Later(later) => out = shared.later(later, &query, Transport::Tcp).await,
+        }
+        timeout(IDLE, send(&mut stream, &out)).await??;
+    }
+    Ok(())
+}

@@ -1,0 +1,386 @@
+//! DNS queries of captured workloads: answered on the node, in the name of the resolver that was asked, and never lost
+//! to an agent that is not there.
+
+use std::{fs, thread, time::Duration};
+
+use anyhow::{Context as _, Result, ensure};
+use dataplane_common::{LAYOUT, Reason};
+use dataplane_tests::{Agent, Host, Lab, Process, report::LookupReport};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use crate::{
+    cluster::eventually,
+    dns::{MANIFESTS, unbound},
+};
+
+scenarios! {
+    Dataplane:
+    queries_are_answered_in_the_name_of_the_resolver,
+    what_is_excluded_is_answered_by_its_resolver,
+    no_pod_and_no_policy_is_got_around_by_queries,
+    no_query_waits_for_an_agent_that_is_not_there,
+}
+
+/// A name that only this node's agent knows, as a service: the resolver has no such name.
+const SERVICE: &str = "web.shop.svc.cluster.local.";
+/// A name that only the resolver knows.
+const OUTSIDE: &str = "db.corp.example.";
+
+/// A node with the pods `app`, whose resolver is a service, and `upstream`, the service's endpoint.
+struct World {
+    agent: Agent,
+    directory: TempDir,
+    _unbound: Process,
+    lab: Lab,
+}
+
+/// The cluster's DNS: `upstream`, which answers by IPv4 and IPv6.
+const CLUSTER_DNS: &str = "\
+---
+apiVersion: v1
+kind: Service
+metadata: {name: kube-dns, namespace: kube-system}
+spec:
+  clusterIPs: [10.96.0.53, 'fd00:96::53']
+  ports: [{name: dns, port: 53, protocol: UDP}, {name: dns-tcp, port: 53, protocol: TCP}]
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {name: dns-4, namespace: kube-system, labels: {kubernetes.io/service-name: kube-dns}}
+addressType: IPv4
+endpoints: [{addresses: [10.244.1.11]}]
+ports: [{name: dns, port: 53, protocol: UDP}, {name: dns-tcp, port: 53, protocol: TCP}]
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {name: dns-6, namespace: kube-system, labels: {kubernetes.io/service-name: kube-dns}}
+addressType: IPv6
+endpoints: [{addresses: ['fd00:10:244:1::b']}]
+ports: [{name: dns, port: 53, protocol: UDP}, {name: dns-tcp, port: 53, protocol: TCP}]
+---
+apiVersion: v1
+kind: Pod
+metadata: {name: upstream, namespace: kube-system, labels: {istio.io/dataplane-mode: none}}
+spec: {nodeName: node1, dnsPolicy: Default}
+status: {podIP: 10.244.1.11, podIPs: [{ip: 10.244.1.11}, {ip: 'fd00:10:244:1::b'}]}
+";
+
+impl World {
+    /// `app`: what there is in the manifest of the pod besides.
+    fn start(rules: &Value, app: impl FnOnce(String) -> String) -> Result<Self> {
+        let lab = Lab::builder()
+            .node("node1")
+            .pod("node1", "app", "10.244.1.8")
+            .pod("node1", "upstream", "10.244.1.11")
+            .build()?;
+        let directory = tempfile::tempdir()?;
+        let unbound = unbound(lab.pod("upstream"), directory.path())?;
+        let manifests = directory.path().join("cluster.yaml");
+        let text = app(format!("{MANIFESTS}{CLUSTER_DNS}"));
+        fs::write(&manifests, text)?;
+        let resolv = directory.path().join("resolv.conf");
+        fs::write(&resolv, "search corp.example\nnameserver 10.244.1.11\n")?;
+        let mut mesh = json!({ "rules": { "captured": true } });
+        for (key, value) in rules.as_object().context("rules")? {
+            mesh["rules"][key] = value.clone();
+        }
+        let dns = json!({ "capture": "mesh", "resolvConf": resolv });
+        let agent = lab
+            .agent("node1")
+            .in_the_nodes_cgroup()
+            .manifests(&manifests)
+            .args(["--mesh", &mesh.to_string(), "--dns", &dns.to_string()])
+            .start()?;
+        Ok(Self {
+            agent,
+            directory,
+            _unbound: unbound,
+            lab,
+        })
+    }
+
+    fn app(&self) -> &Host {
+        self.lab.pod("app")
+    }
+
+    /// The whole of what `dig` prints, of the pod.
+    fn told(&self, question: &str) -> Result<String> {
+        let dig = self.app().command("dig").args(["+tries=1", "+time=4"]);
+        Ok(dig.args(question.split(' ')).run()?)
+    }
+
+    /// Checks that a resolver, by its own address, gives these answers.
+    fn dig(&self, resolver: &str, question: &str, wanted: &str) -> Result<()> {
+        let text = self.told(&format!("@{resolver} {question}"))?;
+        let answers = text.lines().filter(|line| !line.starts_with(';'));
+        let answers: Vec<_> = answers
+            .filter_map(|line| line.split_whitespace().last())
+            .collect();
+        let found = answers.join(" ");
+        ensure!(found == wanted, "{question}: {found}, not {wanted}\n{text}");
+        let server = format!("SERVER: {resolver}#53");
+        ensure!(text.contains(&server), "not from {resolver}:\n{text}");
+        Ok(())
+    }
+
+    fn verdicts(&self, reason: Reason) -> Result<u64> {
+        let output = self.agent.dataplane(["status", "-o", "json"]).output()?;
+        let status: Value = serde_json::from_slice(&output.stdout)?;
+        Ok(status["verdicts"][reason.word()]
+            .as_u64()
+            .unwrap_or_default())
+    }
+
+    fn captured(&self) -> Result<u64> {
+        self.verdicts(Reason::CapturedDns)
+    }
+
+    /// Begins to look up a name, 200 times a second.
+    fn look_up(&self, name: &str, more: &[&str]) -> Result<Process> {
+        let probe = self.app().probe("dns");
+        let probe = probe.args(["--to", "10.96.0.53:53", "--name", name]);
+        let probe = probe.args(more).stdin_piped().stdout_piped();
+        let mut process = probe.spawn()?;
+        process.wait_for_line()?;
+        Ok(process)
+    }
+
+    /// What the C library finds, with the pod's `resolv.conf`.
+    fn getent(&self, name: &str) -> Result<String> {
+        let file = self.directory.path().join("pod.conf");
+        fs::write(
+            &file,
+            "search shop.svc.cluster.local svc.cluster.local cluster.local corp.example\n\
+             nameserver 10.96.0.53\noptions ndots:5\n",
+        )?;
+        let script = "mount --bind \"$1\" /etc/resolv.conf && exec getent ahosts \"$2\"";
+        let getent = self
+            .app()
+            .command("unshare")
+            .args(["-m", "sh", "-c", script, "sh"]);
+        Ok(getent.arg(file).arg(name).run()?)
+    }
+}
+
+fn queries_are_answered_in_the_name_of_the_resolver() -> Result<()> {
+    let world = World::start(&json!({}), |text| text)?;
+    let before = world.captured()?;
+    let mut asked = 0;
+    for resolver in ["10.96.0.53", "fd00:96::53"] {
+        for (question, wanted) in [
+            ("web.shop.svc.cluster.local. A", "10.96.0.10"),
+            ("+tcp web.shop.svc.cluster.local. AAAA", "fd00:96::10"),
+            ("db.corp.example. A", "192.0.2.90"),
+            ("+tcp db.corp.example. A", "192.0.2.90"),
+        ] {
+            world.dig(resolver, question, wanted)?;
+            asked += 1;
+        }
+    }
+    // Of connected and of unconnected sockets.
+    for sockets in ["connected", "unconnected"] {
+        for (to, name) in [
+            ("10.96.0.53:53", SERVICE),
+            ("10.96.0.53:53", OUTSIDE),
+            ("[fd00:96::53]:53", SERVICE),
+        ] {
+            let probe = world.app().probe("dns");
+            let probe = probe.args(["--to", to, "--name", name, "--count", "20"]);
+            let probe = probe.args(["--sockets", sockets]).stdout_piped();
+            let mut process = probe.spawn()?;
+            process.wait_for_line()?;
+            let report: LookupReport = process.wait_json()?;
+            ensure!(
+                report.answered == 20 && report.errors.is_empty(),
+                "{sockets} to {to}: {report:?}"
+            );
+            asked += 20;
+        }
+    }
+    // Exactly these: those of the agent itself, which are for the same service, are not among them.
+    let captured = world.captured()? - before;
+    ensure!(captured == asked, "{captured} captured of {asked} queries");
+    // The C library, by the pod's search list.
+    for (name, addr) in [
+        ("web", "10.96.0.10"),
+        ("api.other", "10.96.0.11"),
+        ("db.corp.example", "192.0.2.90"),
+    ] {
+        let found = world.getent(name)?;
+        ensure!(found.contains(addr), "{name}: {found}");
+    }
+    ensure!(world.captured()? > captured + before, "not captured");
+    for (to, verdict, reason) in [
+        ("10.96.0.53:53/udp", "captured", "captured-dns"),
+        ("10.96.0.53:53", "captured", "captured-dns"),
+        ("10.244.1.11:53/udp", "left-alone", "not-service"),
+    ] {
+        let explain = world
+            .agent
+            .dataplane(["explain", "shop/app", to, "-o", "json"]);
+        let told: Value = explain.json()?;
+        ensure!(
+            told["verdict"] == verdict && told["reason"] == reason,
+            "{to}: {told}"
+        );
+    }
+    // Others of the node's go where they went.
+    let other = world.lab.pod("upstream").command("dig");
+    let other = other.args(["@10.96.0.53", "+short", SERVICE]).run()?;
+    ensure!(other.trim().is_empty(), "another pod's: {other}");
+    Ok(())
+}
+
+/// That the resolver itself answers, which does not know the service.
+fn is_left_alone(world: &World, user: Option<u32>) -> Result<()> {
+    let before = world.captured()?;
+    for transport in ["+notcp", "+tcp"] {
+        let mut dig = world.app().command("dig").args(["@10.96.0.53", transport]);
+        if let Some(user) = user {
+            dig = dig.user(user);
+        }
+        let text = dig.args(["+tries=1", "+time=4", SERVICE]).run()?;
+        ensure!(text.contains("status: NXDOMAIN"), "{transport}: {text}");
+    }
+    ensure!(world.captured()? == before, "captured");
+    Ok(())
+}
+
+fn what_is_excluded_is_answered_by_its_resolver() -> Result<()> {
+    for rules in [
+        json!({ "dns": false }),
+        json!({ "excludeOutboundPorts": [53] }),
+        json!({ "excludeOutboundIPRanges": ["10.96.0.53/32"] }),
+    ] {
+        let world = World::start(&rules, |text| text)?;
+        is_left_alone(&world, None).with_context(|| format!("{rules}"))?;
+    }
+    let world = World::start(&json!({ "excludeUIDs": [1500] }), |text| text)?;
+    is_left_alone(&world, Some(1500))?;
+    world.dig("10.96.0.53", &format!("{SERVICE} A"), "10.96.0.10")?;
+    // A server that is not one of the pod's resolvers.
+    let other = world.told(&format!("@10.244.1.11 {SERVICE}"))?;
+    ensure!(other.contains("status: NXDOMAIN"), "{other}");
+    drop(world);
+    let annotated = |text: String| {
+        let with =
+            "name: app, namespace: shop, annotations: {ambient.istio.io/dns-capture: 'false'}";
+        text.replace("name: app, namespace: shop", with)
+    };
+    is_left_alone(&World::start(&json!({}), annotated)?, None)
+}
+
+/// Neither does a pod's `dnsConfig` choose where the node sends queries, nor does its `egress: deny` end at the agent.
+fn no_pod_and_no_policy_is_got_around_by_queries() -> Result<()> {
+    let own = |text: String| {
+        let spec = "{nodeName: node1, dnsPolicy: None, dnsConfig: {nameservers: [10.244.1.11]}}";
+        text.replacen("{nodeName: node1}", spec, 1)
+    };
+    let world = World::start(&json!({}), own)?;
+    is_left_alone(&world, None)?;
+    let told = world.told(&format!("@10.244.1.11 {SERVICE}"))?;
+    ensure!(told.contains("status: NXDOMAIN"), "{told}");
+    drop(world);
+    // The resolvers of the node, which the policy does not let the pod ask.
+    let of_node = |text: String| {
+        text.replacen(
+            "{nodeName: node1}",
+            "{nodeName: node1, dnsPolicy: Default}",
+            1,
+        )
+        .replace(
+            "metadata: {name: upstream, namespace: kube-system",
+            "metadata: {name: other, namespace: other",
+        )
+        .replace(
+            "podIP: 10.244.1.11, podIPs: [{ip: 10.244.1.11}, {ip: 'fd00:10:244:1::b'}]",
+            "podIP: 10.244.7.7",
+        )
+        .replace("{addresses: [10.244.1.11]}", "{addresses: [10.244.7.7]}")
+    };
+    let world = World::start(&json!({ "egress": "deny" }), of_node)?;
+    let refused = world.told(&format!("@10.244.1.11 {SERVICE}"));
+    ensure!(
+        refused.as_ref().is_err(),
+        "answered though egress is denied: {refused:?}"
+    );
+    ensure!(world.captured()? == 0, "captured");
+    Ok(())
+}
+
+/// How many of the queries failed, and how many of those that were sent after a time.
+fn failures(report: &LookupReport, after_ns: u64) -> (usize, usize) {
+    let late = report.failures.iter().filter(|of| of.at_ns > after_ns);
+    (report.failures.len(), late.count())
+}
+
+fn now_ns() -> u64 {
+    let now = nix::time::ClockId::CLOCK_MONOTONIC.now();
+    let now = now.map(Duration::from).unwrap_or_default();
+    u64::try_from(now.as_nanos()).unwrap_or_default()
+}
+
+fn no_query_waits_for_an_agent_that_is_not_there() -> Result<()> {
+    let mut world = World::start(&json!({}), |text| text)?;
+    let rest = Duration::from_millis(700);
+    // Killed, and started again.
+    let kinds = ["connected", "unconnected"];
+    let loads = kinds.map(|kind| world.look_up(OUTSIDE, &["--sockets", kind]));
+    thread::sleep(rest);
+    world.agent.kill();
+    let dead = now_ns();
+    thread::sleep(rest);
+    world.agent.start()?;
+    eventually(|| world.dig("10.96.0.53", &format!("{SERVICE} A"), "10.96.0.10"))?;
+    thread::sleep(rest);
+    for (load, kind) in loads.into_iter().zip(kinds) {
+        let mut load = load?;
+        load.close_stdin();
+        let report: LookupReport = load.wait_json()?;
+        let (all, late) = failures(&report, dead);
+        println!(
+            "{kind}: {} queries, {all} in flight when the agent was killed are lost; p50 {} us, slowest {} us",
+            report.asked,
+            report.took_ns.p50 / 1000,
+            report.took_ns.max / 1000
+        );
+        ensure!(
+            late == 0 && all < 20 && report.answered > 300,
+            "{kind}: {late} sent after {dead} failed: {report:?}"
+        );
+    }
+    // Replaced three times, once by an agent of another layout, then ended and started again.
+    let loads = kinds.map(|kind| world.look_up(OUTSIDE, &["--sockets", kind]));
+    let mut replaced = Vec::new();
+    for round in 0..3 {
+        thread::sleep(rest);
+        if round == 2 {
+            world.agent.change_layout(LAYOUT, LAYOUT - 1)?;
+        }
+        replaced.push(world.agent.replace()?);
+    }
+    thread::sleep(rest);
+    for process in replaced {
+        process.wait().context("an agent that was replaced")?;
+    }
+    world.agent.stop()?;
+    thread::sleep(rest);
+    world.agent.start()?;
+    thread::sleep(rest);
+    for (load, kind) in loads.into_iter().zip(kinds) {
+        let mut load = load?;
+        load.close_stdin();
+        let report: LookupReport = load.wait_json()?;
+        println!(
+            "{kind}: {} queries through hand-overs and a restart, slowest {} us",
+            report.asked,
+            report.took_ns.max / 1000
+        );
+        ensure!(
+            report.failures.len() <= 1 && report.answered > 500,
+            "{kind}: {report:?}"
+        );
+    }
+    world.dig("10.96.0.53", &format!("{SERVICE} A"), "10.96.0.10")
+}
