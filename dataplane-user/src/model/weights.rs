@@ -26,7 +26,7 @@ impl Weights {
         self.0.get(index).copied().unwrap_or(1).max(1)
     }
 
-    /// Endpoints, each as often as its weight asks: [`places`].
+    /// Endpoints, each as often as its weight asks: see `places`.
     pub fn repeated<'a, T>(weighted: &[(&'a T, u32)]) -> impl Iterator<Item = &'a T> {
         let weights: Vec<u32> = weighted.iter().map(|(_, weight)| *weight).collect();
         let places = places(&weights);

@@ -66,12 +66,7 @@ fn without(cluster: &Cluster) -> Result<String> {
         "the first warning has no hint: {first}"
     );
     eventually(SHORT, || {
-        let words = [
-            FIRST_SERVICE,
-            hint,
-            "apiServer",
-            "so it serves nothing",
-        ];
+        let words = [FIRST_SERVICE, hint, "apiServer", "so it serves nothing"];
         let healthy = agent::says(cluster, node, &words)?;
         ensure!(!healthy, "status says that the node is healthy");
         Ok(())
