@@ -116,7 +116,7 @@ reasons! {
     /// Capture: no process listens at the proxy's port, and `withoutProxy` lets the connection pass.
     ProxyBypassed = 36, "proxy-bypassed", "the workload's proxy does not listen; passed, as withoutProxy says";
     /// Capture: the namespace is not known yet.
-    Guarded = 37, "guarded", "from a network namespace that the agent has not looked at yet; refused";
+    Guarded = 37, "guarded", "from a network namespace that the agent does not know; refused";
     /// Capture: the original destination could not be kept for the proxy.
     OriginLost = 38, "origin-lost", "no room to keep the original destination for the proxy; refused";
     /// The packet path: a direct connection to an endpoint, from a port that already has a live connection to the

@@ -27,6 +27,11 @@ const AF_INET: u32 = 2;
 /// Loopback is number 1 in every namespace (`LOOPBACK_IFINDEX`); 0 is a lookup without a packet.
 const LOOPBACK: u32 = 1;
 
+/// The network namespace that this instance of the program is attached to: the agent loads one for each, and to the
+/// verifier it is a constant. (`sk_lookup` has no helper that tells.)
+#[unsafe(no_mangle)]
+static NETNS: u64 = 0;
+
 #[inline(always)]
 pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
     // SAFETY: fields of the context.
@@ -46,7 +51,11 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
     };
     // SAFETY: a hash's element, freed after a grace period.
     let local: Local = unsafe { *found };
-    if local.flags & Enrolled::INBOUND == 0 {
+    // SAFETY: a constant of the object. Read as it is loaded, not as it is compiled.
+    let here = unsafe { read_volatile(&raw const NETNS) };
+    // Another workload's address, which somebody has given to an interface here: no socket of that workload's is for
+    // connections that arrive here.
+    if local.netns != here || local.flags & Enrolled::INBOUND == 0 {
         return PASS;
     }
     // The proxy's own connections to the application, and its own to itself. They come by loopback,

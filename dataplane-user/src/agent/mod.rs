@@ -52,6 +52,7 @@ use handover::{Given, Left, Turn};
 pub use input::{Input, InputError, source};
 use interfaces::PacketSettings;
 use mesh::Mesh;
+pub use mesh::namespace_with;
 use nf_conntrack::Sysctls;
 use sync::Sync;
 use waiter::{Network, Ready};

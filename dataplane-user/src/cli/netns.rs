@@ -12,7 +12,7 @@ use std::{
 use anyhow::Context;
 
 use crate::{
-    agent::addresses,
+    agent::{self, addresses},
     kernel::{self, namespaces},
 };
 
@@ -68,13 +68,14 @@ pub fn of_process(pid: u32) -> anyhow::Result<Namespace> {
     at(Path::new(&format!("/proc/{pid}/ns/net")))
 }
 
-/// The one in which an interface has this address; this process's own if it is there too. Looks
-/// into every namespace that a process is in, or that has a name.
+/// The one that this address was given to, as the node knows: which addresses there are in a pod, the pod decides. This
+/// process's own if one of its interfaces has the address.
 pub fn with_address(addr: IpAddr) -> anyhow::Result<Option<Namespace>> {
     if addr.is_loopback() || addresses::of_interfaces()?.iter().any(|i| i.addr == addr) {
         return own().map(Some);
     }
-    find(|| Ok(addresses::of_interfaces()?.iter().any(|i| i.addr == addr)))
+    let found = agent::namespace_with(addr).map_err(anyhow::Error::msg)?;
+    found.map(|path| at(&path)).transpose()
 }
 
 /// The one with this cookie.

@@ -87,6 +87,11 @@ pub fn interfaces() -> Result<Vec<Interface>, Error> {
 /// # Errors
 /// If the kernel does not tell.
 pub fn way_to(addr: IpAddr) -> io::Result<Option<u32>> {
+    way_by(&mut Netlink::open()?, addr)
+}
+
+/// The same, in the network namespace in which the socket was opened.
+pub fn way_by(netlink: &mut Netlink, addr: IpAddr) -> io::Result<Option<u32>> {
     let mut question = RouteMessage::default();
     question.header.address_family = match addr {
         IpAddr::V4(_) => AddressFamily::Inet,
@@ -94,7 +99,7 @@ pub fn way_to(addr: IpAddr) -> io::Result<Option<u32>> {
     };
     question.header.destination_prefix_length = if addr.is_ipv4() { 32 } else { 128 };
     question.attributes = vec![RouteAttribute::Destination(addr.into())];
-    let answers = match Netlink::open()?.ask(&RouteNetlinkMessage::GetRoute(question)) {
+    let answers = match netlink.ask(&RouteNetlinkMessage::GetRoute(question)) {
         Ok(answers) => answers,
         Err(error)
             if matches!(

@@ -63,9 +63,9 @@ use tracing::info;
 
 pub use accelerate::Accelerator;
 pub use capture::{
-    Capture, CaptureOptions, CaptureTables, Listeners, Namespace, QuerySockets, is_linked,
-    open_listeners, open_query_sockets, open_transparent_listeners, route_answers,
-    route_answers_no_more, route_to_sockets, this_namespace,
+    Capture, CaptureOptions, CaptureTables, Listeners, Namespace, Pairs, QuerySockets, addresses,
+    index_of, is_the_nodes, open_listeners, open_query_sockets, open_transparent_listeners,
+    route_answers, route_answers_no_more, route_to_sockets, this_namespace,
 };
 pub use cgroup::cgroup2_root;
 pub use cleanup::{CleanupItem, cleanup};
@@ -205,7 +205,7 @@ impl Kernel {
             Some(early) => early,
             None => Capture::open(&pins, &tables, capture, agent)?,
         };
-        capture.set_programs(&ebpf, hook)?;
+        capture.set_programs(&ebpf, &pins, hook)?;
         let log = ProgramLog::new(&mut ebpf);
         let mut waiting = None;
         if waits {
@@ -332,6 +332,7 @@ impl Kernel {
         wanted: &Captured,
         levels: u32,
         namespaces: &[&Namespace],
+        guard: bool,
     ) -> Result<BTreeMap<u64, Error>, Error> {
         let mut failed = BTreeMap::new();
         if self.waiting.is_none() {
@@ -344,11 +345,11 @@ impl Kernel {
                 failed.insert(namespace.cookie, error);
             }
         }
-        let mesh = self.capture.apply(wanted, levels)?;
+        let mesh = self.capture.apply(wanted, levels, guard)?;
         if let Some(mesh) = mesh {
             self.services.read().set_mesh(mesh);
         }
-        Capture::detach_others(&self.pins, |cookie| {
+        self.capture.detach_others(&self.pins, |cookie| {
             let entry = wanted.namespaces.get(&cookie);
             entry.is_some_and(|entry| entry.flags & Enrolled::INBOUND != 0)
         })?;

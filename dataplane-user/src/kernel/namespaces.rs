@@ -1,7 +1,7 @@
 //! The network namespaces of this machine.
 
 use std::{
-    collections::HashSet,
+    collections::{BTreeSet, HashMap, HashSet},
     fs::{self, File},
     io,
     os::{
@@ -80,6 +80,47 @@ fn candidates() -> (Vec<PathBuf>, Vec<(PathBuf, io::Error)>) {
         Err(error) => unread.push((PROCESSES.into(), error)),
     }
     (paths, unread)
+}
+
+/// The processes of a network namespace.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Residents {
+    /// Their cgroups, of every hierarchy, as `/proc/PID/cgroup` has them.
+    pub cgroups: BTreeSet<String>,
+    /// One of them, for people: its number.
+    pub process: u32,
+}
+
+/// The processes of each network namespace, by the device and number of the namespace's file. Those of which this
+/// process may not see that are left out.
+///
+/// # Errors
+/// If they cannot be listed or read.
+pub fn residents() -> io::Result<HashMap<(u64, u64), Residents>> {
+    let mut found: HashMap<(u64, u64), Residents> = HashMap::new();
+    for path in entries(PROCESSES)? {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let Ok(process) = name.parse() else { continue };
+        let read = || -> io::Result<_> {
+            let metadata = fs::metadata(path.join("ns/net"))?;
+            let cgroups = fs::read_to_string(path.join("cgroup"))?;
+            Ok(((metadata.dev(), metadata.ino()), cgroups))
+        };
+        let (namespace, cgroups) = match read() {
+            Ok(read) => read,
+            Err(error) if has_gone(&error) => continue,
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => continue,
+            Err(error) => return Err(error),
+        };
+        let residents = found.entry(namespace).or_default();
+        residents.process = process;
+        // `NUMBER:CONTROLLERS:PATH`
+        let paths = cgroups
+            .lines()
+            .filter_map(|line| line.splitn(3, ':').nth(2));
+        residents.cgroups.extend(paths.map(str::to_owned));
+    }
+    Ok(found)
 }
 
 fn entries(directory: &str) -> io::Result<Vec<PathBuf>> {

@@ -210,6 +210,23 @@ impl Attached {
         })
     }
 
+    /// Whether a service's source ranges admit what the workload connects to; `client`: the address of the connection's
+    /// client, which counts only if nothing is known of the workload.
+    pub fn is_admitted(&self, target: &Target, client: IpAddr) -> bool {
+        let known = &self.workload.addresses;
+        known.iter().any(|addr| target.admits(*addr)) || known.is_empty() && target.admits(client)
+    }
+
+    /// The address by which a service knows a client that it gives the same endpoint again.
+    pub fn source(&self, direction: Direction, client: IpAddr) -> IpAddr {
+        let mut known = self.workload.addresses.iter().copied();
+        let own = known.find(|addr| addr.is_ipv4() == client.is_ipv4());
+        match direction {
+            Direction::Outbound => own.unwrap_or(client),
+            Direction::Inbound => client,
+        }
+    }
+
     /// The address of a listening socket of this family, if a socket is bound to one address.
     pub fn listener(&self, v4: bool) -> Option<SocketAddr> {
         let own = self.own.iter().filter(|own| own.is_ipv4() == v4);

@@ -21,7 +21,9 @@ pub enum Route {
     Refused(Flag, Option<Arc<Target>>),
 }
 
-/// Decides on the route of a connection by its original destination.
+/// Decides on the route of a connection by its original destination. A service's source ranges are for the workload's
+/// addresses: which address a client connects to the proxy from, it chooses itself, and by loopback it has none that says
+/// anything.
 pub fn decide(
     index: &Index,
     attached: &Attached,
@@ -36,7 +38,7 @@ pub fn decide(
         Direction::Inbound => Found::Known,
     };
     match found {
-        Found::Service(target) if !target.admits(client.ip()) => {
+        Found::Service(target) if !attached.is_admitted(&target, client.ip()) => {
             Route::Refused(Flag::Denied, Some(target))
         }
         Found::Service(target) if !target.has_endpoint(destination.is_ipv4()) => {

@@ -179,8 +179,10 @@ impl Session {
             None => attempts.failed.is_empty().then_some(self.destination)?,
             Some(target) => loop {
                 let v4 = self.destination.is_ipv4();
-                let endpoint = target.choose(v4, self.client.ip(), &attempts.failed)?;
-                if !self.permit.attached.is_own(endpoint) {
+                let attached = &self.permit.attached;
+                let client = attached.source(self.direction, self.client.ip());
+                let endpoint = target.choose(v4, client, &attempts.failed)?;
+                if !attached.is_own(endpoint) {
                     break endpoint;
                 }
                 attempts.failed.push(endpoint);

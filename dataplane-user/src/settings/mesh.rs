@@ -20,7 +20,7 @@ pub struct Mesh {
     /// The proxy.
     #[serde(skip_serializing_if = "is_default")]
     pub proxy: MeshProxy,
-    /// Whether connections are refused in network namespaces that the agent has not looked at yet.
+    /// Whether connections are refused in network namespaces that the agent does not know.
     /// Default: false.
     #[serde(skip_serializing_if = "is_default")]
     pub guard: bool,

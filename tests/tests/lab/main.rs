@@ -146,6 +146,7 @@ fn main() -> ExitCode {
         capture::DENY,
         capture::ESCAPES,
         capture::EXPLAIN,
+        capture::IDENTITY,
         capture::MANY,
         capture::METRICS,
         capture::ORIGINS,

@@ -242,7 +242,7 @@ impl Mesh {
         let attached = self.attached.keys().copied();
         let gone: Vec<u64> = attached.filter(|cookie| !kept(*cookie)).collect();
         for cookie in gone {
-            let is_there = found.seen.contains(&cookie) || cookie == self.own_cookie;
+            let is_there = found.seen.contains_key(&cookie) || cookie == self.own_cookie;
             self.let_go(cookie, if is_there { RELEASED } else { DRAIN });
         }
     }
@@ -254,8 +254,16 @@ impl Mesh {
         enrolled: &[(&Member, &Namespace, u32)],
         by_packets: &[&Member],
     ) {
-        for (member, ..) in enrolled {
-            self.let_go_of_packets(&member.workload.name);
+        for (member, namespace, _) in enrolled {
+            let name = &member.workload.name;
+            self.let_go_of_packets(name);
+            // It has moved.
+            let mut attached = self.attached.iter();
+            let before = attached
+                .find(|(cookie, attached)| **cookie != namespace.cookie && attached.name == *name);
+            if let Some(cookie) = before.map(|(cookie, _)| *cookie) {
+                self.let_go(cookie, RELEASED);
+            }
         }
         for member in by_packets {
             let mut attached = self.attached.iter();

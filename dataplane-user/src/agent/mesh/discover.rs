@@ -2,20 +2,24 @@
 //! an error here, and never "there is none".
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
     fs, io,
-    net::IpAddr,
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
     time::Instant,
 };
 
+use smallvec::SmallVec;
 use tracing::debug;
 
-use super::{ARRIVING, AS_BEFORE, Mesh, problems::Problems};
+use super::{
+    ARRIVING, AS_BEFORE, Mesh, cni,
+    places::{Places, Sign},
+    problems::Problems,
+};
 use crate::{
     kernel::{self, Namespace, namespaces},
-    model::{Egress, Place},
+    model::{Egress, Place, Workload, WorkloadName},
     plan::{
         Captured,
         enrol::{Home, Member, Problem, Unknown},
@@ -40,72 +44,115 @@ pub enum Missing {
 }
 
 /// The network namespaces of this machine, after one look at all of them.
-#[derive(Debug)]
 pub struct Found {
-    /// Those with one of the addresses that were asked for.
+    /// Those that workloads which were asked for are in, or were.
     homes: Vec<Namespace>,
-    /// The cookies of all that could be read, but for the agent's own.
-    pub seen: BTreeSet<u64>,
+    /// Where among these are those with a sign, and those with a cookie.
+    by_sign: HashMap<Sign, usize>,
+    by_cookie: HashMap<u64, usize>,
+    places: Places,
+    /// All that could be read, by their cookies, but for the agent's own.
+    pub seen: BTreeMap<u64, Seen>,
     /// The agent's own.
     pub own: io::Result<Namespace>,
     /// What could not be read.
     unread: Vec<(PathBuf, io::Error)>,
 }
 
+/// A network namespace that could be read.
+#[derive(Clone, Copy, Debug)]
+pub struct Seen {
+    /// Its file's device and number.
+    pub inode: (u64, u64),
+    /// Whether somebody made it who may do as much as root on the node.
+    pub of_node: bool,
+}
+
+/// What a look is for.
+pub struct Wanted<'a> {
+    /// Workloads, to look for where they are.
+    pub workloads: Vec<&'a Workload>,
+    /// The cookies of network namespaces that were workloads' before.
+    pub before: BTreeSet<u64>,
+}
+
 impl Found {
-    /// Looks for the network namespaces that have these addresses. `own`: the cookie of the agent's.
-    pub fn look(addresses: &BTreeSet<IpAddr>, own: u64) -> Self {
-        let mut seen = BTreeSet::new();
+    /// Looks for the network namespaces that these workloads are in. `own`: the cookie of the agent's.
+    pub fn look(wanted: &Wanted<'_>, own: u64) -> Self {
+        let mut places = Places::look(wanted.workloads.iter().copied());
+        let signs: HashSet<Sign> = places.all().collect();
+        let mut seen = BTreeMap::new();
         let visited = namespaces::visit(|_| {
             let namespace = kernel::this_namespace()?;
-            if namespace.cookie == own {
+            let (cookie, inode) = (namespace.cookie, namespace.inode);
+            if cookie == own {
                 return Ok(None);
             }
-            seen.insert(namespace.cookie);
+            let its = places.signs_of(&namespace)?;
+            let of_node = kernel::is_the_nodes(&namespace)?;
+            seen.insert(cookie, Seen { inode, of_node });
             // The others' files are closed here: there may be more of them than this process may open.
-            let is_home = namespace.addresses.iter().any(|a| addresses.contains(a));
-            Ok(is_home.then_some(namespace))
+            let is_home = wanted.before.contains(&cookie) || its.iter().any(|s| signs.contains(s));
+            Ok(is_home.then_some((namespace, its)))
         });
         for (path, error) in &visited.unread {
             debug!("cannot look into {}: {error}", path.display());
         }
+        let (mut homes, mut by_sign, mut by_cookie) = (Vec::new(), HashMap::new(), HashMap::new());
+        for (namespace, signs) in visited.found.into_iter().flatten() {
+            let number = homes.len();
+            by_sign.extend(signs.into_iter().map(|sign| (sign, number)));
+            by_cookie.insert(namespace.cookie, number);
+            homes.push(namespace);
+        }
         Self {
-            homes: visited.found.into_iter().flatten().collect(),
+            homes,
+            by_sign,
+            by_cookie,
+            places,
             seen,
             own: kernel::this_namespace(),
             unread: visited.unread,
         }
     }
 
-    /// The network namespace that has one of these addresses: of several, one that is linked with ours.
-    /// (There may be other nodes' on this machine, which have the same.)
+    /// The network namespaces of a workload: first the one that it is in, as the node knows, then those that it was in
+    /// (`before`) and that are still there. If the node does not know where it is, it is where it was last.
     ///
     /// # Errors
     /// If there is none, or if that cannot be told.
-    pub fn home(&self, addresses: &[IpAddr]) -> Result<&Namespace, Missing> {
-        let has_one = |n: &&Namespace| addresses.iter().any(|a| n.addresses.contains(a));
-        let mut there = self.homes.iter().filter(has_one);
-        let absent = || match self.trouble() {
-            None => Missing::Absent {
-                hidden: !self.unread.is_empty(),
-            },
-            Some(text) => Missing::Unknown(text),
-        };
-        let first = there.next().ok_or_else(absent)?;
-        let Some(second) = there.next() else {
-            return Ok(first);
-        };
-        for namespace in [first, second].into_iter().chain(there) {
-            let linked = kernel::is_linked(namespace).map_err(|error| {
-                Missing::Unknown(format!(
-                    "cannot find out which of several network namespaces is at this node's links: {error}"
-                ))
-            })?;
-            if linked {
-                return Ok(namespace);
+    pub fn homes(
+        &self,
+        workload: &Workload,
+        before: &[u64],
+    ) -> Result<impl Iterator<Item = &Namespace>, Missing> {
+        let signs = self.places.of(&workload.name);
+        let now = signs.iter().flat_map(|signs| signs.iter());
+        let now = now.filter_map(|sign| self.by_sign.get(sign));
+        let before = before.iter().rev();
+        let before = before.filter_map(|cookie| self.by_cookie.get(cookie));
+        let mut numbers: SmallVec<[usize; 2]> = SmallVec::new();
+        for number in now.chain(before) {
+            if !numbers.contains(number) {
+                numbers.push(*number);
             }
         }
-        Err(absent())
+        if numbers.is_empty() {
+            return Err(match signs.err().map(str::to_owned).or(self.trouble()) {
+                None => Missing::Absent {
+                    hidden: !self.unread.is_empty(),
+                },
+                Some(text) => Missing::Unknown(text),
+            });
+        }
+        Ok(numbers.into_iter().map(|number| &self.homes[number]))
+    }
+
+    /// Of which network namespaces it is known whose they are: all that could be read, if it is known of all workloads
+    /// where they are.
+    pub fn told(&self) -> BTreeSet<u64> {
+        let told = self.seen.keys().filter(|_| self.places.are_known());
+        told.copied().collect()
     }
 
     /// Why not all network namespaces could be read. Namespaces of processes that the agent is not
@@ -125,28 +172,73 @@ impl Found {
     }
 }
 
+/// The workloads that were looked for.
+#[derive(Default)]
+pub struct Placed<'a> {
+    /// Those with a network namespace of their own, and the flags of their entries.
+    pub enrolled: Vec<(&'a Member, &'a Namespace, u32)>,
+    /// At which levels of the hierarchy there are cgroups.
+    pub levels: u32,
+    /// Of which nobody can tell whether they are here: by their numbers.
+    pub unknown: BTreeMap<u32, Unknown>,
+    /// Whether one of those that are on this node and were not found is to be denied what is not known.
+    pub denied: bool,
+}
+
 impl Mesh {
-    /// Enrols all workloads that are found, but for those that are captured by their packets. Answers
-    /// where they are, at which levels of the hierarchy there are cgroups, and which workloads nobody
-    /// can tell of whether they are here: by their numbers.
-    #[expect(
-        clippy::type_complexity,
-        reason = "the three parts are taken apart where it is called"
-    )]
+    /// What to look for.
+    pub(super) fn wanted<'a>(
+        &self,
+        members: &'a [Member],
+        others: &[&'a Workload],
+        held: &Captured,
+    ) -> Wanted<'a> {
+        let by_address = members
+            .iter()
+            .filter(|member| member.workload.place == Place::Address);
+        let by_address: Vec<&Workload> = by_address.map(|member| &*member.workload).collect();
+        let before = by_address.iter();
+        let before = before.flat_map(|workload| self.before(workload, held));
+        Wanted {
+            before: before.collect(),
+            workloads: by_address
+                .into_iter()
+                .chain(others.iter().copied())
+                .collect(),
+        }
+    }
+
+    /// The network namespaces that a workload was in: by what this agent has seen, or else by what an earlier one has
+    /// left in the tables.
+    fn before(&self, workload: &Workload, held: &Captured) -> Vec<u64> {
+        if let Some(known) = self.homes.get(&workload.name) {
+            return known.clone();
+        }
+        let entries = workload.addresses.iter();
+        let entries = entries.filter_map(|addr| held.locals.get(&(*addr).into()));
+        let earlier = self.enroller.earlier();
+        let mut before = Vec::new();
+        for local in entries.filter(|local| local.netns != 0 && local.workload <= earlier) {
+            let its = held.namespaces.iter();
+            let its = its.filter(|(_, entry)| entry.workload == local.workload);
+            // Where it was last comes last.
+            before.extend(its.map(|(cookie, _)| *cookie).chain([local.netns]));
+        }
+        before
+    }
+
+    /// Enrols all workloads that are found, but for those that are captured by their packets.
     pub(super) fn enrol_all<'a>(
         &mut self,
         members: &'a [Member],
         found: &'a Found,
+        held: &Captured,
         wanted: &mut Captured,
         problems: &mut Problems,
-    ) -> (
-        Vec<(&'a Member, &'a Namespace, u32)>,
-        u32,
-        BTreeMap<u32, Unknown>,
-    ) {
-        let mut enrolled: Vec<(&Member, &Namespace, u32)> = Vec::new();
-        let (mut levels, mut unknown) = (0, BTreeMap::new());
+    ) -> Placed<'a> {
+        let mut placed = Placed::default();
         let mut absent = HashMap::new();
+        let mut homes = HashMap::new();
         for member in members {
             let name = &member.workload.name;
             let result = match &member.workload.place {
@@ -154,31 +246,27 @@ impl Mesh {
                 Place::Exempt(why) => Err(Missing::Wrong(why.text().to_owned())),
                 Place::Address if member.is_by_packets() => Ok(()),
                 Place::Cgroup(path) => cgroup(&self.cgroup, path).map(|(id, level)| {
-                    levels |= 1 << level;
+                    placed.levels |= 1 << level;
                     let entry = self.enroller.enrol(member, wanted);
                     wanted.cgroups.insert(id, entry);
                 }),
-                Place::Address => found.home(&member.workload.addresses).map(|namespace| {
-                    let mut others = enrolled.iter();
-                    if let Some((other, ..)) = others.find(|(_, n, _)| n.cookie == namespace.cookie)
-                    {
-                        let other = &other.workload.name;
-                        let text =
-                            format!("is in the network namespace of {other}, and captured as that");
-                        problems.add(name, Problem::of_workload(text));
-                        return;
-                    }
-                    let entry = self
-                        .enroller
-                        .enrol_namespace(member, home(namespace), wanted);
-                    enrolled.push((member, namespace, entry.flags));
-                }),
+                Place::Address => {
+                    let before = self.before(&member.workload, held);
+                    let there = found.homes(&member.workload, &before);
+                    there.map(|there| {
+                        let there: Vec<&Namespace> = there.collect();
+                        homes.insert(name.clone(), (member, there));
+                    })
+                }
             };
-            match result {
-                Ok(()) => {}
-                Err(Missing::Absent { hidden }) => {
+            let Err(missing) = result else { continue };
+            placed.denied |= is_to_be_denied(member)
+                && matches!(missing, Missing::Absent { .. } | Missing::Unknown(_));
+            match missing {
+                Missing::Absent { hidden } => {
                     if hidden {
-                        unknown.insert(self.enroller.number(name), Unknown::Namespace);
+                        let number = self.enroller.number(name);
+                        placed.unknown.insert(number, Unknown::Namespace);
                     }
                     let since = self.absent.get(name).copied().unwrap_or_else(Instant::now);
                     absent.insert(name.clone(), since);
@@ -186,43 +274,105 @@ impl Mesh {
                         problems.add(name, Problem::of_workload(not_found(member, hidden)));
                     }
                 }
-                Err(Missing::Wrong(text)) => problems.add(name, Problem::of_workload(text)),
-                Err(Missing::Unknown(text)) => {
+                Missing::Wrong(text) => problems.add(name, Problem::of_workload(text)),
+                Missing::Unknown(text) => {
                     let place = match member.workload.place {
                         Place::Cgroup(_) => Unknown::Cgroup,
                         _ => Unknown::Namespace,
                     };
-                    unknown.insert(self.enroller.number(name), place);
+                    placed.unknown.insert(self.enroller.number(name), place);
                     problems.add(name, Problem::of_node(format!("{text}; {AS_BEFORE}")));
                 }
             }
         }
         self.absent = absent;
-        (enrolled, levels, unknown)
+        self.enrol_found(&homes, members, wanted, problems, &mut placed);
+        let cookies = |there: &[&Namespace]| there.iter().rev().map(|n| n.cookie).collect();
+        let homes = homes.into_iter();
+        self.homes = homes
+            .map(|(name, (_, there))| (name, cookies(&there)))
+            .collect();
+        placed
+    }
+
+    /// Enrols those with network namespaces of their own. One that has moved, as the node knows, is captured where it is,
+    /// and what is left of it where it was is no more free than that.
+    fn enrol_found<'a>(
+        &mut self,
+        homes: &HashMap<WorkloadName, (&'a Member, Vec<&'a Namespace>)>,
+        members: &[Member],
+        wanted: &mut Captured,
+        problems: &mut Problems,
+        placed: &mut Placed<'a>,
+    ) {
+        let mut owners: HashMap<u64, &WorkloadName> = HashMap::new();
+        let mut left = Vec::new();
+        for name in members.iter().map(|member| &member.workload.name) {
+            let Some((member, there)) = homes.get(name) else {
+                continue;
+            };
+            let Some((home, earlier)) = there.split_first() else {
+                continue;
+            };
+            if let Some(other) = owners.get(&home.cookie) {
+                let text = format!("is in the network namespace of {other}, and captured as that");
+                problems.add(name, Problem::of_workload(text));
+                continue;
+            }
+            owners.insert(home.cookie, &member.workload.name);
+            let mut interfaces = BTreeMap::new();
+            for interface in &member.policy.excluded_interfaces {
+                match kernel::index_of(home, interface) {
+                    Ok(Some(index)) => {
+                        interfaces.insert(interface.to_string(), index);
+                    }
+                    Ok(None) => {}
+                    Err(error) => problems.add(
+                        name,
+                        Problem::of_node(format!(
+                            "cannot look for its interface {interface}: {error}; it is captured there, too"
+                        )),
+                    ),
+                }
+            }
+            let its = Home {
+                cookie: home.cookie,
+                interfaces: &interfaces,
+            };
+            let entry = self.enroller.enrol_namespace(member, its, wanted);
+            placed.enrolled.push((member, home, entry.flags));
+            left.extend(earlier.iter().map(|namespace| (namespace.cookie, entry)));
+        }
+        for (cookie, entry) in left {
+            wanted.namespaces.entry(cookie).or_insert(entry);
+        }
     }
 }
 
-fn home(namespace: &Namespace) -> Home<'_> {
-    Home {
-        cookie: namespace.cookie,
-        addresses: &namespace.addresses,
-        interfaces: &namespace.interfaces,
-    }
+/// Whether a workload that is on this node, as its source says, is to be denied what is not known.
+pub fn is_to_be_denied(member: &Member) -> bool {
+    let workload = &member.workload;
+    let is_here = workload.uid.is_some() || !workload.node.is_empty();
+    is_here && !member.is_by_packets() && member.policy.egress == Egress::Deny
 }
 
-/// What is said of a workload that no network namespace has the addresses of. `hidden`: there are
+/// What is said of a workload that is in no network namespace that is known. `hidden`: there are
 /// network namespaces that this agent is not permitted to see.
 fn not_found(member: &Member, hidden: bool) -> String {
     let addresses = member.workload.addresses.iter();
     let addresses: Vec<_> = addresses.map(ToString::to_string).collect();
     let mut text = format!(
-        "is not captured: no network namespace on this node has its address {}",
-        addresses.join(" or ")
+        "is not captured: the node's routes lead to its address {} by no interface of a pod's, and CNI has no result for \
+         it in {}",
+        addresses.join(" or "),
+        cni::RESULTS
     );
     if hidden {
-        text += ", of those that the agent is permitted to see (CAP_SYS_PTRACE shows all)";
+        text += ", or its network namespace is none of those that the agent is permitted to see (CAP_SYS_PTRACE shows all)";
     }
-    if member.policy.egress == Egress::Deny {
+    if is_to_be_denied(member) {
+        text += "; because of its `egress: deny`, connections are refused from all network namespaces that the agent does not know";
+    } else if member.policy.egress == Egress::Deny {
         text += "; `egress: deny` is not in force for it (`mesh.guard: true` refuses it until it is found)";
     }
     text
@@ -300,25 +450,29 @@ mod tests {
     }
 
     #[test]
-    fn an_address_that_nobody_has_is_absent_only_if_all_was_read() {
+    fn one_that_is_nowhere_is_absent_only_if_all_was_read() {
+        let workload = Workload::new(WorkloadName::new("shop", "web"), Place::Address);
         let mut found = Found {
             homes: Vec::new(),
-            seen: BTreeSet::new(),
+            by_sign: HashMap::new(),
+            by_cookie: HashMap::new(),
+            places: Places::look([]),
+            seen: BTreeMap::new(),
             own: Err(io::ErrorKind::Other.into()),
             unread: Vec::new(),
         };
-        let address = ["192.0.2.1".parse().unwrap()];
+        let missing = |found: &Found| found.homes(&workload, &[]).map(drop).unwrap_err();
         let absent = |hidden| Missing::Absent { hidden };
-        assert_eq!(found.home(&address).unwrap_err(), absent(false));
+        assert_eq!(missing(&found), absent(false));
         assert_eq!(found.trouble(), None);
         let denied = io::ErrorKind::PermissionDenied.into();
         found.unread.push(("/proc/1/ns/net".into(), denied));
-        assert_eq!(found.home(&address).unwrap_err(), absent(true));
+        assert_eq!(missing(&found), absent(true));
         assert_eq!(found.trouble(), None);
         let full = io::Error::from_raw_os_error(libc::EMFILE);
         found.unread.push(("/proc".into(), full));
         let said = found.trouble().unwrap();
         assert!(said.contains("/proc:"), "{said}");
-        assert_eq!(found.home(&address).unwrap_err(), Missing::Unknown(said));
+        assert_eq!(missing(&found), Missing::Unknown(said));
     }
 }

@@ -2,15 +2,18 @@
 //! namespaces, and the tables that say so.
 
 mod attach;
+mod cni;
 mod discover;
 mod dns;
+mod guard;
 mod packets;
+mod places;
 mod problems;
 mod publish;
 mod said;
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
+    collections::{BTreeMap, HashMap},
     os::fd::{AsFd, OwnedFd},
     os::unix::net::UnixStream,
     path::{Path, PathBuf},
@@ -19,13 +22,21 @@ use std::{
     time::{Duration, Instant},
 };
 
-use dataplane_common::capture::{Enrolled, FROM_CLIENT, WORKLOADS};
+use dataplane_common::capture::{Enrolled, FROM_CLIENT};
 use tracing::{debug, error};
 
-use self::{attach::Attached, discover::Found, dns::Dns, packets::Packets, problems::Problems};
+pub use self::places::namespace_with;
+use self::{
+    attach::Attached,
+    discover::{Found, Placed, is_to_be_denied},
+    dns::Dns,
+    guard::Closed,
+    packets::Packets,
+    problems::Problems,
+};
 use crate::{
     kernel::{self, Accelerator, Capture, CaptureOptions, Kernel, Namespace, namespaces},
-    model::{Acceleration, Place, ServiceName, Snapshot, WorkloadName},
+    model::{Acceleration, Place, ServiceName, Snapshot, Workload, WorkloadName},
     plan::{
         Captured,
         enrol::{
@@ -81,7 +92,6 @@ pub fn options(mesh: &settings::Mesh, dns: Option<&settings::Dns>) -> CaptureOpt
         inbound: mesh.inbound(),
         mark: mesh.mark(),
         foreign: mesh.proxy.uid.is_some(),
-        guard: mesh.guard,
         denies: mesh.denies(),
         dns: dns.filter(|dns| dns.is_on()).map(settings::Dns::port),
     }
@@ -114,6 +124,12 @@ pub struct Mesh {
     shortage: Option<String>,
     /// Workloads that should be here and are not, and since when.
     absent: HashMap<WorkloadName, Instant>,
+    /// The network namespaces that workloads have been in, the last one last, as long as both are there.
+    homes: HashMap<WorkloadName, Vec<u64>>,
+    /// Whether connections are refused from network namespaces that are not known, since the last settle.
+    guarded: bool,
+    /// Network namespaces that the guard keeps closed.
+    closed: Closed,
     own_cookie: u64,
     /// The cgroup whose processes the programs see.
     cgroup: PathBuf,
@@ -175,6 +191,9 @@ impl Mesh {
             trouble: None,
             shortage: None,
             absent: HashMap::new(),
+            homes: HashMap::new(),
+            guarded: held.namespaces.values().any(|entry| entry.flags == 0),
+            closed: Closed::new(),
             own_cookie: kernel::netns_cookie()?,
             cgroup: cgroup.to_owned(),
             unseen,
@@ -205,10 +224,11 @@ impl Mesh {
                 && !member.is_by_packets()
                 && member.policy.acceleration == Acceleration::Off
         });
-        let addresses = members.iter().flat_map(|m| &m.workload.addresses);
-        let found = Found::look(&addresses.copied().collect(), self.own_cookie);
+        let wanted = self.wanted(&members, &[], capture.held());
+        let found = Found::look(&wanted, self.own_cookie);
         for member in &members {
-            let Ok(namespace) = found.home(&member.workload.addresses) else {
+            let mut there = found.homes(&member.workload, &[]).into_iter().flatten();
+            let Some(namespace) = there.next() else {
                 continue;
             };
             // Only to see what becomes of it: nothing of it is written.
@@ -230,7 +250,7 @@ impl Mesh {
 
     /// How soon to look again at what nobody tells us of.
     pub fn patience(&self) -> Duration {
-        if self.options.guard || !self.problems.is_empty() || !self.absent.is_empty() {
+        if self.config.guard || !self.problems.is_empty() || !self.absent.is_empty() {
             Duration::from_secs(1)
         } else {
             Duration::from_secs(10)
@@ -254,11 +274,20 @@ impl Mesh {
         }
         let members = members(&self.said, snapshot);
         let by_packets: Vec<&Member> = members.iter().filter(|m| m.is_by_packets()).collect();
-        let addresses = members.iter().flat_map(|m| &m.workload.addresses);
-        let found = Found::look(&addresses.copied().collect(), self.own_cookie);
+        let held = kernel.capture().held();
+        // Where the guard may have to let go of others, it has to be known where these are.
+        let careful = self.config.guard || self.guarded || members.iter().any(is_to_be_denied);
+        let others = guard::others(snapshot, &members).filter(|_| careful);
+        let others: Vec<&Workload> = others.collect();
+        let look = self.wanted(&members, &others, held);
+        let found = Found::look(&look, self.own_cookie);
         let mut wanted = Captured::default();
-        let (mut enrolled, mut levels, mut unknown) =
-            self.enrol_all(&members, &found, &mut wanted, &mut problems);
+        let Placed {
+            mut enrolled,
+            mut levels,
+            mut unknown,
+            denied,
+        } = self.enrol_all(&members, &found, held, &mut wanted, &mut problems);
         // Of those in the node's own namespace the kernel tells whose is whose, and the proxy does
         // not: to it they are the node.
         let of_node = Member::of_node(snapshot);
@@ -280,8 +309,13 @@ impl Mesh {
             }
         }
         let mut left_out = Vec::new();
-        if self.options.guard {
-            left_out.extend(let_go(&found.seen, &mut wanted));
+        let mut trouble = found.trouble();
+        let guard = self.config.guard || denied;
+        // Those that were let go are in the table until there is no guard any more.
+        if guard || self.guarded {
+            let others = self.let_go_of_others(&others, &found, held, &mut wanted);
+            left_out.extend(others.said);
+            trouble = trouble.or(others.trouble);
         }
         self.change_over(&enrolled, &by_packets);
         // While another layout's programs serve, so does the proxy before this one: for those, connections of this one
@@ -297,15 +331,14 @@ impl Mesh {
             }
         }
         self.remember_packets(kernel.capture().held(), &members);
-        let mut trouble = found.trouble();
         let packets = self.settle_packets(kernel, &by_packets, &found, &mut wanted, &mut problems);
         unknown.extend(packets.unknown);
         trouble = trouble.or(packets.trouble);
         let kept = Kept {
-            seen: &found.seen,
+            seen: &found.told(),
             own_cookie: self.own_cookie,
             earlier: self.enroller.earlier(),
-            guarded_unread: self.options.guard && found.trouble().is_some(),
+            guarded_unread: guard && found.trouble().is_some(),
             unknown: &unknown,
         };
         wanted.keep(kernel.capture().held(), |workload, cookie| {
@@ -333,7 +366,8 @@ impl Mesh {
             .filter(|(_, _, flags)| flags & Enrolled::INBOUND != 0)
             .map(|(_, namespace, _)| *namespace)
             .collect();
-        let failed = kernel.set_captured(&wanted, levels, &inbound)?;
+        let failed = kernel.set_captured(&wanted, levels, &inbound, guard)?;
+        self.guarded = guard;
         for (member, namespace, _) in &enrolled {
             if let Some(error) = failed.get(&namespace.cookie) {
                 problems.add(&member.workload.name, Problem::of_node(error));
@@ -344,7 +378,8 @@ impl Mesh {
         let own_unread = found.own.is_err() && by_cgroup(&wanted);
         let own_cookie = self.own_cookie;
         self.release(&enrolled, &found, |cookie| {
-            let is_kept = !found.seen.contains(&cookie) && wanted.namespaces.contains_key(&cookie);
+            let is_kept =
+                !found.seen.contains_key(&cookie) && wanted.namespaces.contains_key(&cookie);
             is_kept || cookie == own_cookie && own_unread
         });
         if !waits {
@@ -434,30 +469,6 @@ impl Mesh {
     }
 }
 
-/// Has the guard let go of network namespaces that no captured workload is in, as many as there is room for: the oldest
-/// first. Returns what is left out.
-fn let_go(seen: &BTreeSet<u64>, wanted: &mut Captured) -> Option<String> {
-    // A quarter is for those that come while others go.
-    let room = (WORKLOADS - WORKLOADS / 4) as usize;
-    let mut left_out = 0;
-    for cookie in seen {
-        if wanted.namespaces.contains_key(cookie) {
-            continue;
-        }
-        if wanted.namespaces.len() < room {
-            wanted.namespaces.insert(*cookie, Enrolled::default());
-        } else {
-            left_out += 1;
-        }
-    }
-    (left_out > 0).then(|| {
-        format!(
-            "guard: {left_out} network namespaces more than table NAMESPACES has room for: connections from the newest \
-             ones are refused. Find out which process makes so many network namespaces"
-        )
-    })
-}
-
 /// Names the services and pods whose endpoints are not known to workloads with `egress: deny`.
 fn unknown_endpoints(services: &[ServiceName]) -> Option<String> {
     let (first, more) = services.split_first()?;
@@ -473,7 +484,7 @@ fn unknown_endpoints(services: &[ServiceName]) -> Option<String> {
 
 fn too_many_addresses(left_out: usize) -> Problem {
     Problem::of_workload(format!(
-        "its network namespace has too many addresses: table LOCALS has no room for {left_out} of them, and connections \
-         to these are not captured. Remove addresses in the workload"
+        "it has too many addresses: table LOCALS has no room for {left_out} of them, and connections to these are not \
+         captured. Name fewer addresses"
     ))
 }

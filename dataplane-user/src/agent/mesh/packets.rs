@@ -160,10 +160,18 @@ impl Mesh {
             }
         }
         // By which a connection to the proxy's own port is told.
-        let addresses = own.addresses.iter().filter(|_| !here.is_empty());
-        for addr in addresses {
-            let node = local(own.cookie, &Enrolled::default());
-            wanted.locals.entry((*addr).into()).or_insert(node);
+        if !here.is_empty() {
+            match kernel::addresses() {
+                Ok(addresses) => {
+                    for addr in addresses {
+                        let node = local(own.cookie, &Enrolled::default());
+                        wanted.locals.entry(addr.into()).or_insert(node);
+                    }
+                }
+                Err(error) => {
+                    settled.trouble = Some(format!("cannot read the node's addresses: {error}"));
+                }
+            }
         }
         self.release_packets(&here, guests);
         if let Err(error) = forget_listeners(kernel, wanted) {

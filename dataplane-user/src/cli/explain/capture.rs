@@ -164,6 +164,12 @@ impl Mesh {
         )
     }
 
+    /// The cookie of the network namespace of the workload with this address, if it is captured by its sockets.
+    pub fn namespace_with(&self, addr: IpAddr) -> Option<u64> {
+        let local = self.held.locals.get(&addr.into())?;
+        (local.netns != 0 && !local.is_by_packets()).then_some(local.netns)
+    }
+
     /// What becomes of a connection that a client makes; none if it is not captured's business.
     pub fn outbound(&self, tables: &Tables, client: &Client<'_>, to: Destination) -> Option<Told> {
         let is_tcp = to.protocol == Protocol::TCP;

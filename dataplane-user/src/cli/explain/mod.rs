@@ -100,8 +100,8 @@ impl Source {
             })),
             Self::Namespace(name) => netns::named(name).map(Some),
             Self::Process(pid) => netns::of_process(*pid).map(Some),
-            Self::Address(addr) => netns::with_address(*addr),
-            Self::Socket(socket) => netns::with_address(socket.ip()),
+            Self::Address(addr) => with_address(*addr, mesh),
+            Self::Socket(socket) => with_address(socket.ip(), mesh),
             Self::Workload(name) => match mesh {
                 Some(mesh) => match mesh.find(name)? {
                     Place::Namespace(namespace) => Ok(Some(namespace)),
@@ -111,6 +111,15 @@ impl Source {
                 None => anyhow::bail!("cannot find the workload {name}: this node has no mesh"),
             },
         }
+    }
+}
+
+/// The network namespace that an address was given to: by the tables, or else as the node knows.
+fn with_address(addr: IpAddr, mesh: Option<&Mesh>) -> anyhow::Result<Option<Namespace>> {
+    let captured = mesh.and_then(|mesh| mesh.namespace_with(addr));
+    match captured.map(netns::with_cookie).transpose()? {
+        Some(Some(namespace)) => Ok(Some(namespace)),
+        _ => netns::with_address(addr),
     }
 }
 

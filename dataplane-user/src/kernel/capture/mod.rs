@@ -1,13 +1,14 @@
 //! Mesh capture: its one writer, and its programs in workloads' network namespaces and on their interfaces.
 
+mod inbound;
 mod listeners;
 mod namespace;
+mod pairs;
 pub(super) mod routing;
 mod tables;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    fs,
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
     path::{Path, PathBuf},
 };
@@ -22,11 +23,13 @@ use dataplane_common::{
 };
 use zerocopy::{FromBytes, IntoBytes};
 
+use self::inbound::Inbound;
 pub use self::{
     listeners::{
         Listeners, QuerySockets, open_listeners, open_query_sockets, open_transparent_listeners,
     },
-    namespace::{Namespace, is_linked, this_namespace},
+    namespace::{Namespace, addresses, index_of, is_linked, is_the_nodes, this_namespace},
+    pairs::Pairs,
     routing::{route_answers, route_answers_no_more, route_to_sockets},
     tables::CaptureTables,
 };
@@ -34,8 +37,7 @@ use super::{
     error::{Doing, Error},
     map::{Hash, Plain},
     pins::{self, Pins},
-    programs::{self, INBOUND},
-    sys,
+    programs, sys,
     tables::Tables,
     tc::{self, CaptureProgram, Hook},
 };
@@ -52,8 +54,6 @@ pub struct CaptureOptions {
     pub mark: u32,
     /// Whether the proxy is not the agent's.
     pub foreign: bool,
-    /// Whether connections from namespaces are refused that the agent has not looked at.
-    pub guard: bool,
     /// Whether the configuration denies egress to somebody, so that datagrams are judged from the start.
     pub denies: bool,
     /// The port of the agent's DNS server; none: nobody's queries are captured.
@@ -67,7 +67,7 @@ pub struct Capture {
     /// What they hold.
     held: Captured,
     options: Option<CaptureOptions>,
-    program: Option<OwnedFd>,
+    inbound: Option<Inbound>,
     /// For connections to a proxy.
     events: Option<OwnedFd>,
     /// For the interfaces of workloads that are captured by their packets.
@@ -105,7 +105,7 @@ impl Capture {
             held: own.contents()?,
             tables: own,
             options,
-            program: None,
+            inbound: None,
             events: None,
             packets: None,
         };
@@ -132,7 +132,7 @@ impl Capture {
                 // Where there is no such rule, there is nothing to remove.
                 let _ = route_answers_no_more(mark | FROM_CLIENT);
             }
-            for (path, _) in links(pins) {
+            for (path, _) in inbound::links(pins) {
                 detach(&path)?;
             }
         }
@@ -140,9 +140,14 @@ impl Capture {
     }
 
     /// Takes the loaded programs, if something is captured.
-    pub(super) fn set_programs(&mut self, ebpf: &Ebpf, hook: Option<Hook>) -> Result<(), Error> {
+    pub(super) fn set_programs(
+        &mut self,
+        ebpf: &Ebpf,
+        pins: &Pins,
+        hook: Option<Hook>,
+    ) -> Result<(), Error> {
         if self.options.is_some() {
-            self.program = Some(programs::inbound_program(ebpf)?);
+            self.inbound = Some(Inbound::prepare(pins)?);
             self.events = Some(programs::events_program(ebpf)?);
             let on_interfaces = programs::packet_program(ebpf, tc::Direction::Capture)?;
             self.packets = Some(CaptureProgram::new(on_interfaces, hook)?);
@@ -208,9 +213,15 @@ impl Capture {
 
     /// Brings the tables in line with `wanted`: new rules first, then the workloads that refer to
     /// them, each in one write, then what nobody refers to any more goes. `levels`: at which levels
-    /// of the hierarchy there are cgroups. Answers what the programs are then to be told of it
+    /// of the hierarchy there are cgroups; `guard`: whether connections are refused from network namespaces that are not
+    /// in `wanted`. Answers what the programs are then to be told of it
     /// ([`Tables::set_mesh`]).
-    pub(super) fn apply(&mut self, wanted: &Captured, levels: u32) -> Result<Option<u64>, Error> {
+    pub(super) fn apply(
+        &mut self,
+        wanted: &Captured,
+        levels: u32,
+        guard: bool,
+    ) -> Result<Option<u64>, Error> {
         let Some(options) = self.options else {
             return Ok(None);
         };
@@ -228,7 +239,7 @@ impl Capture {
         if !wanted.cgroups.is_empty() {
             mesh |= MESH_CGROUPS;
         }
-        if options.guard {
+        if guard {
             mesh |= MESH_GUARD | MESH_NAMESPACES;
         }
         if wanted.locals.values().any(Local::is_by_packets) {
@@ -317,26 +328,23 @@ impl Capture {
     }
 
     /// Has inbound connections to a namespace go by our program: attached, or swapped in place.
-    pub(super) fn attach(&self, pins: &Pins, namespace: &Namespace) -> Result<(), Error> {
-        let Some(program) = &self.program else {
-            return Ok(());
-        };
-        let path = pin(pins, namespace.cookie);
-        let doing = || format!("cannot attach program {INBOUND} to a network namespace");
-        if let Ok(link) = sys::obj_get(&path) {
-            let there = sys::link_info(link.as_fd()).doing(doing)?;
-            if there.is_attached() {
-                return sys::link_update(link.as_fd(), program.as_fd()).doing(doing);
-            }
-            fs::remove_file(&path).doing(|| format!("cannot remove {}", path.display()))?;
+    pub(super) fn attach(&mut self, pins: &Pins, namespace: &Namespace) -> Result<(), Error> {
+        match &mut self.inbound {
+            Some(inbound) => inbound.attach(pins, namespace),
+            None => Ok(()),
         }
-        let link = sys::link_create_netns(program.as_fd(), namespace.file.as_fd()).doing(doing)?;
-        sys::obj_pin(link.as_fd(), &path).doing(|| format!("cannot pin {}", path.display()))
     }
 
     /// Detaches our program from all namespaces but those of `wanted`.
-    pub(super) fn detach_others(pins: &Pins, wanted: impl Fn(u64) -> bool) -> Result<(), Error> {
-        for (path, cookie) in links(pins) {
+    pub(super) fn detach_others(
+        &mut self,
+        pins: &Pins,
+        wanted: impl Fn(u64) -> bool,
+    ) -> Result<(), Error> {
+        if let Some(inbound) = &mut self.inbound {
+            inbound.keep(&wanted);
+        }
+        for (path, cookie) in inbound::links(pins) {
             if !wanted(cookie) {
                 detach(&path)?;
             }
@@ -452,25 +460,6 @@ fn remove<K: Plain + Ord, V: Plain>(
         held.remove(&key);
     }
     Ok(())
-}
-
-fn pin(pins: &Pins, cookie: u64) -> PathBuf {
-    pins.link(&format!("{INBOUND}-{cookie}"))
-}
-
-/// The pinned links of namespaces, with their cookies.
-fn links(pins: &Pins) -> Vec<(PathBuf, u64)> {
-    let Ok(entries) = fs::read_dir(pins.layout().join("links")) else {
-        return Vec::new();
-    };
-    entries
-        .filter_map(|entry| {
-            let entry = entry.ok()?;
-            let name = entry.file_name();
-            let cookie = name.to_str()?.strip_prefix(INBOUND)?.strip_prefix('-')?;
-            Some((entry.path(), cookie.parse().ok()?))
-        })
-        .collect()
 }
 
 /// Whether anybody's connections go to a proxy.

@@ -20,13 +20,14 @@ use super::{
         pins::{MAPS, Pins},
         tc::Direction,
     },
-    specs::{INBOUND, Spec, TCP_EVENTS, tracepoint, wanted},
+    specs::{Spec, TCP_EVENTS, tracepoint, wanted},
 };
 
 /// Loads the programs. Maps that are pinned are used; those that are not are created and pinned.
 ///
 /// `flows`: how many the tables of conntrack have room for, if they are created; `packet`: whether
-/// the packet path's programs are loaded too, and its tables made; `capture`: those of mesh capture.
+/// the packet path's programs are loaded too, and its tables made; `capture`: those of mesh capture, but for the one that
+/// each network namespace has an instance of.
 pub fn load(pins: &Pins, flows: u32, packet: bool, capture: bool) -> Result<Ebpf, Error> {
     let types = if capture { Some(Types::read()?) } else { None };
     let load = |level| load_logging(pins, flows, packet, types.as_ref(), level);
@@ -68,8 +69,6 @@ fn load_logging(
     let packet = Direction::ALL.into_iter().filter(|_| packet);
     let by_packets = Direction::CAPTURE.into_iter().filter(|_| capture);
     let names = packet.chain(by_packets).map(Direction::program);
-    let inbound = capture.then_some(INBOUND);
-    let names = names.chain(inbound);
     let names: Vec<&'static str> = names.chain(wanted(capture).map(|spec| spec.name)).collect();
     load_all(&mut ebpf, &names, types)?;
     Ok(ebpf)
@@ -128,7 +127,6 @@ fn load_one(name: &'static str, program: &mut Program, types: Option<&Types>) ->
             };
             program.load(tracepoint, &types.btf)
         }
-        Program::SkLookup(program) => program.load(),
         Program::SchedClassifier(program) => program.load(),
         _ => return Err(absent(name)),
     };
@@ -140,17 +138,6 @@ pub fn events_program(ebpf: &Ebpf) -> Result<OwnedFd, Error> {
     descriptor(ebpf, &TCP_EVENTS)?
         .try_clone_to_owned()
         .doing(|| format!("cannot keep program {}", TCP_EVENTS.name))
-}
-
-/// A descriptor of its own of the loaded program for workloads' network namespaces.
-pub fn inbound_program(ebpf: &Ebpf) -> Result<OwnedFd, Error> {
-    let Some(Program::SkLookup(program)) = ebpf.program(INBOUND) else {
-        return Err(absent(INBOUND));
-    };
-    let fd = program.fd().map_err(|source| load_error(INBOUND, source))?;
-    fd.as_fd()
-        .try_clone_to_owned()
-        .doing(|| format!("cannot keep program {INBOUND}"))
 }
 
 /// A descriptor of its own of a loaded program for interfaces.

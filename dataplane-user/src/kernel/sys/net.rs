@@ -4,7 +4,7 @@ use std::{
     io,
     mem::zeroed,
     net::{Ipv4Addr, UdpSocket},
-    os::fd::{AsFd, AsRawFd, BorrowedFd},
+    os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd as _, OwnedFd},
 };
 
 use socket2::{Domain, Type};
@@ -54,6 +54,16 @@ fn checked(result: libc::c_int) -> io::Result<()> {
         Err(io::Error::last_os_error())
     } else {
         Ok(())
+    }
+}
+
+/// The user namespace that owns a namespace (`NS_GET_USERNS`, `ioctl_ns(2)`).
+pub fn owner_of_namespace(namespace: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    // SAFETY: this request has no argument, and answers a descriptor that is ours.
+    unsafe {
+        let owner = libc::ioctl(namespace.as_raw_fd(), libc::NS_GET_USERNS);
+        checked(owner)?;
+        Ok(OwnedFd::from_raw_fd(owner))
     }
 }
 

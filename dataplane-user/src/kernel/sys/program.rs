@@ -41,6 +41,30 @@ pub fn prog_load_traced(
     }
 }
 
+/// Loads a program whose tables' descriptors are in its instructions, under a name, which is cut to what the kernel
+/// keeps (15 bytes).
+pub fn prog_load_named(
+    name: &str,
+    kind: bpf_prog_type,
+    attach_type: bpf_attach_type,
+    instructions: &[bpf_insn],
+) -> io::Result<OwnedFd> {
+    let mut attr = attr();
+    // SAFETY: instructions and licence live until the call is over; only read.
+    unsafe {
+        let load = &mut attr.__bindgen_anon_3;
+        load.prog_type = kind as u32;
+        load.expected_attach_type = attach_type as u32;
+        load.insns = instructions.as_ptr() as u64;
+        load.insn_cnt = u32::try_from(instructions.len()).unwrap_or(u32::MAX);
+        load.license = c"GPL".as_ptr() as u64;
+        for (to, from) in load.prog_name.iter_mut().zip(name.bytes().take(15)) {
+            *to = from.cast_signed();
+        }
+        bpf_fd(bpf_cmd::BPF_PROG_LOAD, &mut attr)
+    }
+}
+
 /// The types that a program is loaded with.
 pub struct Types<'a> {
     /// The object's types.

@@ -75,9 +75,7 @@ impl Problem {
 pub struct Home<'a> {
     /// Its number for programs (`SO_NETNS_COOKIE`).
     pub cookie: u64,
-    /// Its addresses, but for loopback and link-local ones.
-    pub addresses: &'a [IpAddr],
-    /// Its interfaces, by name.
+    /// The interfaces that are excluded there, by name.
     pub interfaces: &'a BTreeMap<String, u32>,
 }
 
@@ -170,7 +168,7 @@ impl Enroller {
             wanted.rules.insert(key, EXCLUDED);
         }
         wanted.namespaces.insert(namespace.cookie, entry);
-        for addr in namespace.addresses {
+        for addr in &member.workload.addresses {
             let local = Local {
                 netns: namespace.cookie,
                 policy: entry.policy,

@@ -25,7 +25,8 @@ scenarios! {
     pods_that_come_and_go_leave_counts_and_no_memory,
 }
 
-fn number(variable: &str, default: usize) -> Result<usize> {
+/// How many: `default`, unless a variable of the environment asks for more.
+pub fn number(variable: &str, default: usize) -> Result<usize> {
     match env::var(variable) {
         Ok(text) => text.parse().with_context(|| format!("{variable}={text}")),
         Err(_) => Ok(default),

@@ -4,6 +4,7 @@
 mod deny;
 mod escapes;
 mod explain;
+mod identity;
 mod many;
 mod metrics;
 mod origins;
@@ -16,6 +17,7 @@ mod trouble;
 pub use deny::SCENARIOS as DENY;
 pub use escapes::SCENARIOS as ESCAPES;
 pub use explain::SCENARIOS as EXPLAIN;
+pub use identity::SCENARIOS as IDENTITY;
 pub use many::SCENARIOS as MANY;
 pub use metrics::SCENARIOS as METRICS;
 pub use origins::SCENARIOS as ORIGINS;

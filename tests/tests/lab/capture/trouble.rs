@@ -28,10 +28,10 @@ scenarios! {
 }
 
 /// Longer than the agent waits until it looks again, when there is a problem.
-const LOOKS: Duration = Duration::from_secs(4);
+pub(super) const LOOKS: Duration = Duration::from_secs(4);
 
 /// Gives a process so many more open files than it has; none: as many as it may have.
-fn free_files(agent: &Agent, free: Option<usize>) -> Result<()> {
+pub(super) fn free_files(agent: &Agent, free: Option<usize>) -> Result<()> {
     let soft = match free {
         None => hard_limit(agent)?,
         Some(free) => {
@@ -63,14 +63,14 @@ fn hard_limit(agent: &Agent) -> Result<String> {
 }
 
 /// Has the agent look at the network again.
-fn disturb(world: &World, number: u32) -> Result<()> {
+pub(super) fn disturb(world: &World, number: u32) -> Result<()> {
     let node = world.lab.node("node1");
     Ok(node.ip(&format!(
         "link add disturb{number} type veth peer name disturbed{number}"
     ))?)
 }
 
-fn status(world: &World) -> Result<Value> {
+pub(super) fn status(world: &World) -> Result<Value> {
     let output = world
         .agent()?
         .dataplane(["status", "-o", "json"])
