@@ -11,7 +11,8 @@ use crate::{
     plan::entries::Entries,
     settings,
     source::{
-        Feed, Health, HostIps, Notice, OpenError, Source, View, kubernetes, objects::NodeFacts,
+        Admitted, ExternalIps, Feed, Health, Notice, OpenError, Source, View, kubernetes,
+        objects::NodeFacts,
     },
 };
 
@@ -60,7 +61,7 @@ pub struct Input {
     services: imbl::OrdMap<ServiceName, Arc<Service>>,
     /// What the last view knows to be left out.
     problems: Arc<[Problem]>,
-    host_ips: HostIps,
+    admitted: Admitted,
     /// Every entry of the last view.
     view_entries: imbl::OrdMap<EntryName, Arc<Entry>>,
     entries: Entries,
@@ -103,7 +104,7 @@ impl Input {
             },
             services: imbl::OrdMap::new(),
             problems: Arc::default(),
-            host_ips: HostIps::default(),
+            admitted: Admitted::new(external_ips(settings)),
             view_entries: imbl::OrdMap::new(),
             entries: Entries::new(records.unwrap_or_default()),
             remembered,
@@ -223,7 +224,7 @@ impl Input {
 
     /// Serves what can be served on this node as it is now; whether something else is left out than before.
     fn serve(&mut self) -> bool {
-        let (services, mut changed) = self.host_ips.take(&self.services, &self.snapshot.node);
+        let (services, mut changed) = self.admitted.take(&self.services, &self.snapshot.node);
         let now = admin::now();
         let taken = self
             .entries
@@ -246,7 +247,7 @@ impl Input {
     fn note(&mut self) {
         let remembered = self.remembered.as_ref();
         let remembered = remembered.and_then(Remembered::problem);
-        let here = self.host_ips.problems().chain(self.entries.problems());
+        let here = self.admitted.problems().chain(self.entries.problems());
         let mut here = here.chain(remembered).peekable();
         let problems: Arc<[Problem]> = if here.peek().is_none() {
             Arc::clone(&self.problems)
@@ -256,6 +257,15 @@ impl Input {
         log(&problems, &self.snapshot.problems);
         self.snapshot.problems = problems;
     }
+}
+
+/// The external IPs that the operator admits.
+fn external_ips(settings: &settings::Node) -> ExternalIps {
+    let said = &settings.external_ips;
+    if said.is_empty() {
+        return ExternalIps::Any;
+    }
+    ExternalIps::Within(said.iter().filter_map(|ips| ips.0).collect())
 }
 
 /// Logs problems that were not there before, and those that are over.

@@ -222,6 +222,7 @@ mod tests {
         ("node-name", "node1"),
         ("zone", "z-file"),
         ("nodeport-addresses", "10.0.0.0/8,fd00::/64"),
+        ("external-ips", "198.51.100.0/24,none"),
         ("on-exit", "detach"),
         ("replace", ""),
         ("stay", ""),

@@ -25,7 +25,7 @@ pub use nf_conntrack::{NfConntrack, Timeout};
 pub use node::Node;
 pub use packets::{Packets, TcHook};
 pub use pattern::{Pattern, Patterns};
-pub use range::Range;
+pub use range::{ExternalIps, Range};
 pub use source::{Kubernetes, Source};
 
 use clap::{Args, ValueEnum};

@@ -4,7 +4,7 @@ use clap::Args;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::{Range, is_default};
+use super::{ExternalIps, Range, is_default};
 
 /// The identity of this node.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema, Args)]
@@ -37,6 +37,21 @@ pub struct Node {
         hide_env_values = true
     )]
     pub node_port_addresses: Vec<Range>,
+    /// Serve `externalIPs` of Services only in these ranges, or `none` of them [default: all]
+    ///
+    /// `dataplane status` names the external IPs that are left out. Kubernetes' admission plugin
+    /// `DenyServiceExternalIPs` forbids new external IPs and leaves existing ones.
+    #[serde(skip_serializing_if = "is_default")]
+    #[arg(
+        long,
+        value_name = "CIDR",
+        num_args = 1..,
+        value_delimiter = ',',
+        env = "DATAPLANE_EXTERNAL_IPS",
+        hide_env_values = true
+    )]
+    #[serde(rename = "externalIPs")]
+    pub external_ips: Vec<ExternalIps>,
     /// Zone of this node, which selects the endpoints with hints for this zone [default: the label
     /// topology.kubernetes.io/zone of the Node object]
     #[serde(skip_serializing_if = "is_default")]

@@ -40,6 +40,40 @@ impl From<Range> for String {
     }
 }
 
+/// External IPs that are served: a range of addresses, or `none`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct ExternalIps(#[schemars(with = "String")] pub Option<IpNet>);
+
+impl FromStr for ExternalIps {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text == "none" {
+            return Ok(Self(None));
+        }
+        let range = text.parse::<Range>();
+        range.map(|range| Self(Some(range.0))).map_err(|_| {
+            format!("`{text}` is neither `none` nor a range of addresses like 198.51.100.0/24")
+        })
+    }
+}
+
+impl TryFrom<String> for ExternalIps {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<ExternalIps> for String {
+    fn from(ips: ExternalIps) -> Self {
+        ips.0
+            .map_or_else(|| "none".to_owned(), |range| range.to_string())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -55,5 +89,9 @@ mod tests {
             assert_eq!(parse(text).unwrap().0.to_string(), wanted);
         }
         assert!(parse("fd00:77::1/").unwrap_err().contains("`fd00:77::1/`"));
+        let parse = |text: &str| text.parse::<ExternalIps>().map(String::from);
+        assert_eq!(parse("none").unwrap(), "none");
+        assert_eq!(parse("192.0.2.1").unwrap(), "192.0.2.1/32");
+        assert!(parse("all").unwrap_err().contains("`none`"));
     }
 }

@@ -3,105 +3,47 @@
 //! Whoever may create pods writes `hostIP`. Another pod's address, a service's, the API server's or the cloud's
 //! metadata address (169.254.169.254) would otherwise be the pod's for every process of the node.
 
-use std::{
-    collections::BTreeMap,
-    mem,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr},
-    sync::Arc,
-};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-use imbl::{OrdMap, ordmap::DiffItem};
+use crate::model::{Gravity, Problem, Service, ServiceType};
 
-use crate::model::{Gravity, Node, Problem, Service, ServiceName, ServiceType};
-
-/// Leaves host ports out of a source's services if this node does not have their address, and names them.
-#[derive(Debug, Default)]
-pub struct HostIps {
-    services: OrdMap<ServiceName, Arc<Service>>,
-    /// `services` without those that are left out.
-    served: OrdMap<ServiceName, Arc<Service>>,
-    own: Vec<IpAddr>,
-    left_out: BTreeMap<ServiceName, Problem>,
-}
-
-impl HostIps {
-    /// Returns the services that are served, and whether the [problems](Self::problems) have changed. Takes time for
-    /// what changed, however much is left out; for all services if the node's addresses changed.
-    pub fn take(
-        &mut self,
-        services: &OrdMap<ServiceName, Arc<Service>>,
-        node: &Node,
-    ) -> (OrdMap<ServiceName, Arc<Service>>, bool) {
-        let before = (self.own != node.own).then(|| {
-            self.own.clone_from(&node.own);
-            self.services.clear();
-            self.served = services.clone();
-            mem::take(&mut self.left_out)
-        });
-        let mut changed = false;
-        for change in self.services.diff(services) {
-            let (name, service) = match change {
-                DiffItem::Add(name, new)
-                | DiffItem::Update {
-                    new: (name, new), ..
-                } => (name, Some(new)),
-                DiffItem::Remove(name, _) => (name, None),
-            };
-            let problem = service.and_then(|service| self.problem(service));
-            match service {
-                Some(service) if problem.is_none() => {
-                    self.served.insert(name.clone(), Arc::clone(service));
-                }
-                _ => {
-                    self.served.remove(name);
-                }
-            }
-            let last = match &problem {
-                Some(problem) => self.left_out.insert(name.clone(), problem.clone()),
-                None => self.left_out.remove(name),
-            };
-            changed |= last != problem;
-        }
-        self.services = services.clone();
-        // Judged anew, all that is left out looks new.
-        let changed = before.map_or(changed, |before| before != self.left_out);
-        (self.served.clone(), changed)
+/// Says why a host port is not served on the node that has the addresses `own`; none if it is served, or is no host port.
+pub fn problem(service: &Service, own: &[IpAddr]) -> Option<Problem> {
+    if service.kind != ServiceType::HostPort {
+        return None;
     }
-
-    /// Names the host ports that are left out.
-    pub fn problems(&self) -> impl Iterator<Item = &Problem> {
-        self.left_out.values()
-    }
-
-    fn problem(&self, service: &Service) -> Option<Problem> {
-        if service.kind != ServiceType::HostPort {
-            return None;
-        }
-        let is_own = |ip: &&IpAddr| {
-            let loopback = [
-                IpAddr::V4(Ipv4Addr::LOCALHOST),
-                IpAddr::V6(Ipv6Addr::LOCALHOST),
-            ];
-            loopback.contains(ip) || self.own.contains(ip)
-        };
-        let ip = service.external_ips.iter().find(|ip| !is_own(ip))?;
-        Some(Problem {
-            gravity: Gravity::Warning,
-            place: format!("service {}", service.name),
-            text: format!(
-                "hostIP {ip} is not served: it is not an address of this node. Use one of the node's addresses that \
-                 is neither link-local nor loopback, 127.0.0.1 or ::1, or leave hostIP out"
-            ),
-        })
-    }
+    let is_own = |ip: &&IpAddr| {
+        let loopback = [
+            IpAddr::V4(Ipv4Addr::LOCALHOST),
+            IpAddr::V6(Ipv6Addr::LOCALHOST),
+        ];
+        loopback.contains(ip) || own.contains(ip)
+    };
+    let ip = service.external_ips.iter().find(|ip| !is_own(ip))?;
+    Some(Problem {
+        gravity: Gravity::Warning,
+        place: format!("service {}", service.name),
+        text: format!(
+            "hostIP {ip} is not served: it is not an address of this node. Use one of the node's addresses that \
+             is neither link-local nor loopback, 127.0.0.1 or ::1, or leave hostIP out"
+        ),
+    })
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
+    use imbl::OrdMap;
     use serde_json::json;
 
-    use super::*;
-    use crate::source::objects::{self, Findings};
+    use crate::{
+        model::{Node, Service, ServiceName},
+        source::{
+            Admitted, ExternalIps,
+            objects::{self, Findings},
+        },
+    };
 
     /// The host ports of pods on this node, by pod and `hostIP`.
     fn services(pods: &[(&str, &str)]) -> OrdMap<ServiceName, Arc<Service>> {
@@ -159,7 +101,7 @@ mod tests {
             ("224.0.0.1", false),
             ("255.255.255.255", false),
         ] {
-            let mut host_ips = HostIps::default();
+            let mut host_ips = Admitted::new(ExternalIps::Any);
             let (served, changed) = host_ips.take(&services(&[("web", ip)]), &node);
             // The port at all addresses is served, whatever becomes of the other one.
             assert!(served.contains_key(&ServiceName::new("shop", "hostport:web")));
@@ -176,7 +118,7 @@ mod tests {
 
     #[test]
     fn an_address_that_comes_and_goes_takes_its_host_ports_along() {
-        let mut host_ips = HostIps::default();
+        let mut host_ips = Admitted::new(ExternalIps::Any);
         let floating = services(&[("a", "192.0.2.100"), ("b", "169.254.169.254")]);
         let (with, without) = (node(&["192.0.2.1", "192.0.2.100"]), node(&["192.0.2.1"]));
         let (served, changed) = host_ips.take(&floating, &without);

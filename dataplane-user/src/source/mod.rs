@@ -1,8 +1,10 @@
 //! Where the model comes from: a [`Source`] is opened, and the [`Feed`] yields what it says.
 
+mod admitted;
 mod clock;
 mod combined;
 mod error;
+mod external_ips;
 mod feed;
 mod health;
 mod host_ips;
@@ -11,9 +13,10 @@ pub mod manifests;
 pub mod objects;
 mod open;
 
+pub use admitted::Admitted;
 pub use combined::{Combined, Part};
 pub use error::OpenError;
+pub use external_ips::ExternalIps;
 pub use feed::{Feed, Notice, View};
 pub use health::Health;
-pub use host_ips::HostIps;
 pub use open::Source;

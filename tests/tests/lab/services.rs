@@ -24,6 +24,7 @@ scenarios! {
     a_local_policy_keeps_traffic_on_the_node,
     terminating_endpoints_serve_when_nobody_else_does,
     external_addresses_and_node_ports_are_served,
+    only_admitted_external_ips_are_served,
     a_headless_service_disturbs_nobody,
 }
 
@@ -321,6 +322,41 @@ fn external_addresses_and_node_ports_are_served() -> Result<()> {
         "127.0.0.1:30080",
     )?;
     refused(cluster.client(), "127.0.0.1:30080", "connect")
+}
+
+/// The operator admits some, or none. The rest of the service is served, and `status` names the addresses.
+fn only_admitted_external_ips_are_served() -> Result<()> {
+    let ips = ["203.0.113.50", "198.51.100.50"];
+    for (admits, served) in [("203.0.113.0/24", &ips[..1]), ("none", &[])] {
+        let services = |lab: &Lab| {
+            let web = Service::new("web", &[VIP4]).port("tcp", 80, TCP);
+            let web = web.set("externalIPs", ips.to_vec());
+            vec![web.endpoints(&[lab.pod("far"), lab.pod("near"), lab.pod("near2")])]
+        };
+        let cluster = Cluster::start_with(services, &["--external-ips", admits])?;
+        let client = cluster.client();
+        let vip = format!("{VIP4}:80");
+        reaches(client, &vip, "connect --count 60", &ALL)?;
+        let status = cluster.status()?;
+        ensure!(status["healthy"] == true, "{status:#}");
+        let said = status["findings"].to_string();
+        for ip in ips {
+            let to = format!("{ip}:80");
+            let is_served = served.contains(&ip);
+            if is_served {
+                reaches(client, &to, "connect --count 60", &ALL)?;
+            } else {
+                fails(
+                    client,
+                    &to,
+                    "connect --timeout-ms 300",
+                    unreachable_for(client),
+                )?;
+            }
+            ensure!(said.contains(ip) != is_served, "{status:#}");
+        }
+    }
+    Ok(())
 }
 
 /// What connecting to an address without a route gives: the node knows, a pod waits.
