@@ -66,6 +66,7 @@ mod outcome;
 mod ports;
 mod proxy;
 mod proxy_flood;
+mod readers;
 mod reload;
 mod resets;
 mod routes;
@@ -189,6 +190,7 @@ fn main() -> ExitCode {
         resets::SCENARIOS,
         proxy::SCENARIOS,
         proxy_flood::SCENARIOS,
+        readers::SCENARIOS,
         // What a service means, line by line.
         socket_tcp::SCENARIOS,
         socket_udp::SCENARIOS,

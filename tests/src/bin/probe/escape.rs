@@ -38,12 +38,19 @@ enum Way {
     Mptcp,
     /// `connect()` to another destination, to none, and to this one
     Reconnect,
+    /// `IORING_OP_CONNECT` of an io_uring
+    IoUring,
+    /// The same, submitted by a thread of the kernel's (`IORING_SETUP_SQPOLL`)
+    IoUringPolled,
 }
 
 const PATIENCE: Duration = Duration::from_secs(3);
 
 /// Prints what the other side says. Fails if it is not reached.
 pub fn run(arguments: &Arguments) -> Result<()> {
+    if let Way::IoUring | Way::IoUringPolled = arguments.by {
+        return by_io_uring(arguments);
+    }
     let mut socket = connect(arguments)?;
     socket.set_read_timeout(Some(PATIENCE))?;
     let mut said = [0; 256];
@@ -52,6 +59,28 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         bail!("the connection was closed without a word");
     }
     io::stdout().write_all(&said[..count])?;
+    Ok(())
+}
+
+/// As [`run`]; the socket is the ring's and has no mark.
+fn by_io_uring(arguments: &Arguments) -> Result<()> {
+    let mut ring = tokio_uring::uring_builder();
+    if let Way::IoUringPolled = arguments.by {
+        ring.setup_sqpoll(1000);
+    }
+    let mut builder = tokio_uring::builder();
+    let said = builder.uring_builder(&ring).start(async {
+        let talk = async {
+            let stream = tokio_uring::net::TcpStream::connect(arguments.to).await?;
+            let (count, said) = stream.read(vec![0; 256]).await;
+            io::Result::Ok(said[..count?].to_vec())
+        };
+        tokio::time::timeout(PATIENCE, talk).await
+    })??;
+    if said.is_empty() {
+        bail!("the connection was closed without a word");
+    }
+    io::stdout().write_all(&said)?;
     Ok(())
 }
 

@@ -27,6 +27,9 @@ pub struct Arguments {
     /// Only begin to connect, and neither say nor wait for anything; they are reset in the end
     #[arg(long)]
     slow: bool,
+    /// Say this once on each connection, and read nothing
+    #[arg(long, value_name = "TEXT", conflicts_with = "slow")]
+    say: Option<String>,
     /// From how many threads
     #[arg(long, default_value_t = 2)]
     threads: usize,
@@ -42,10 +45,12 @@ pub fn run(arguments: &Arguments) -> Result<()> {
                 let share = (arguments.count + threads - 1 - thread) / threads;
                 scope.spawn(move || {
                     if arguments.slow {
-                        begin_to_open(&arguments.target, share)
-                    } else {
-                        open(&arguments.target, share)
+                        return begin_to_open(&arguments.target, share);
                     }
+                    open(&arguments.target, share, |socket| match &arguments.say {
+                        Some(text) => (&*socket).write_all(text.as_bytes()),
+                        None => read_greeting(socket).map(drop),
+                    })
                 })
             })
             .collect();
@@ -84,12 +89,16 @@ pub fn raise_files() -> Result<()> {
         .context("raise the limit of files")
 }
 
-fn open(target: &Target, count: usize) -> (Vec<Socket>, Errors) {
+fn open(
+    target: &Target,
+    count: usize,
+    begin: impl Fn(&Socket) -> io::Result<()>,
+) -> (Vec<Socket>, Errors) {
     let mut held = Vec::with_capacity(count);
     let mut errors = Errors::new();
     for to in target.addresses().take(count) {
         let Connect { socket, .. } = target.connect(to);
-        match socket.and_then(|socket| read_greeting(&socket).map(|_| socket)) {
+        match socket.and_then(|socket| begin(&socket).map(|()| socket)) {
             Ok(socket) => held.push(socket),
             Err(error) => *errors.entry(name(&error)).or_default() += 1,
         }

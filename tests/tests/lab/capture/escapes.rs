@@ -13,6 +13,7 @@ use super::World;
 scenarios! {
     Dataplane:
     no_way_of_connecting_escapes,
+    no_io_uring_escapes,
     no_user_and_no_cgroup_escapes,
     the_proxys_own_port_leads_nowhere,
 }
@@ -72,6 +73,19 @@ fn no_way_of_connecting_escapes() -> Result<()> {
 }
 
 /// Users that Istio and Open Service Mesh leave out, and a cgroup that a pod makes in its own.
+/// Neither a request that the process submits nor one that a thread of the kernel's does.
+fn no_io_uring_escapes() -> Result<()> {
+    let world = denied()?;
+    for way in ["io-uring", "io-uring-polled"] {
+        let connect = |to: &str| {
+            let probe = world.app().probe("escape");
+            probe.args(["--by", way, "--to", to])
+        };
+        is_captured(&world, way, connect)?;
+    }
+    Ok(())
+}
+
 fn no_user_and_no_cgroup_escapes() -> Result<()> {
     let world = denied()?;
     for user in [0, 1337, super::UID, 65_534] {
