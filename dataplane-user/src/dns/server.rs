@@ -4,7 +4,8 @@ use std::{
     io,
     net::{self, SocketAddr},
     sync::Arc,
-    thread::JoinHandle,
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
 };
 
 use tokio::{
@@ -26,8 +27,12 @@ use super::{
 };
 use crate::threads::{self, Deaths};
 
-/// A server. When it is dropped, it answers the queries that have arrived, and its threads end. Every [`Captured`] must
-/// be dropped before.
+/// How long the threads may take to end, and how often that is looked for.
+const LAST: Duration = Duration::from_secs(1);
+const POLL: Duration = Duration::from_millis(2);
+
+/// A server. When it is dropped, it answers the queries that have arrived, and its threads end, or are left alone if
+/// they take too long. Every [`Captured`] must be dropped before.
 pub struct Server {
     shared: Arc<Shared>,
     workers: Vec<Worker>,
@@ -133,6 +138,12 @@ impl Server {
         self.shared.set_zone(zone);
     }
 
+    /// Begins to end, and does not wait for it.
+    pub fn end(&mut self) {
+        self.workers.clear();
+        self.end = watch::Sender::new(());
+    }
+
     /// Looks at its figures.
     pub fn observer(&self) -> Observer {
         self.shared.observer()
@@ -141,11 +152,19 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        self.workers.clear();
-        self.end = watch::Sender::new(());
+        self.end();
+        let deadline = Instant::now() + LAST;
         for thread in self.threads.drain(..) {
-            // One that has died was told.
-            let _ = thread.join();
+            while !thread.is_finished() && Instant::now() < deadline {
+                thread::sleep(POLL);
+            }
+            if thread.is_finished() {
+                // One that has died was told.
+                let _ = thread.join();
+            } else {
+                let name = thread.thread().name().unwrap_or_default();
+                tracing::warn!("thread {name} does not end: it is left alone");
+            }
         }
     }
 }
@@ -171,5 +190,110 @@ impl Worker {
         };
         // Fails only if the thread has died, which was told.
         let _ = self.jobs.send(job);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use super::*;
+    use crate::{
+        dns::{LowerName, ResolvConf, wire::question},
+        model::Names,
+        threads::none_dies,
+    };
+
+    /// More than a thread that floods lets anybody wait on a busy machine.
+    const PATIENCE: Duration = Duration::from_secs(5);
+
+    fn start() -> Server {
+        let settings = Settings {
+            workers: 1,
+            cache_bytes: 1 << 20,
+            cluster_dns: Vec::new(),
+            node: ResolvConf::default(),
+            resolvers: None,
+        };
+        Server::start(settings, Zone::new(Names::default()), &none_dies()).unwrap()
+    }
+
+    /// Answers a workload without resolvers, at an address.
+    fn capture(server: &Server, number: u64) -> (SocketAddr, Captured) {
+        let (udp, tcp) = open("127.0.0.1:0".parse().unwrap()).unwrap();
+        let at = udp.local_addr().unwrap();
+        let sockets = server.take(number, udp, tcp).unwrap();
+        let client = Client::unknown(Vec::new());
+        (at, server.capture(number, client, &sockets))
+    }
+
+    /// A socket that sends to an address.
+    fn socket(to: SocketAddr) -> net::UdpSocket {
+        let socket = net::UdpSocket::bind("127.0.0.1:0").unwrap();
+        socket.connect(to).unwrap();
+        socket
+    }
+
+    const A: u16 = 1;
+    /// Is refused at once.
+    const AXFR: u16 = 252;
+
+    fn query(of_type: u16) -> Vec<u8> {
+        let name = LowerName::parse("www.example.com").unwrap();
+        question(7, &name, of_type, 1, true)
+    }
+
+    #[test]
+    fn a_workload_that_floods_while_it_ends_keeps_nobody_waiting() {
+        let server = start();
+        let (flooded, captured) = capture(&server, 1);
+        let (at, other) = capture(&server, 2);
+        let stop = Arc::new(AtomicBool::new(false));
+        let flood = || {
+            let (stop, socket) = (Arc::clone(&stop), socket(flooded));
+            let mut was_closed = false;
+            while !stop.load(Ordering::Relaxed) {
+                let sent = socket.send(&query(A));
+                let refused = |error: io::Error| error.kind() == io::ErrorKind::ConnectionRefused;
+                was_closed |= sent.is_err_and(refused);
+            }
+            was_closed
+        };
+        let (answered, closed) = thread::scope(|scope| {
+            let floods = [(); 3].map(|()| scope.spawn(flood));
+            thread::sleep(Duration::from_millis(100));
+            drop(captured);
+            let asker = socket(at);
+            asker.set_read_timeout(Some(PATIENCE)).unwrap();
+            asker.send(&query(A)).unwrap();
+            let answered = asker.recv(&mut [0; 512]);
+            thread::sleep(Duration::from_millis(100));
+            stop.store(true, Ordering::Relaxed);
+            let closed = floods.map(|thread| thread.join().unwrap());
+            (answered, closed)
+        });
+        answered.unwrap();
+        assert_eq!(closed, [true; 3]);
+        drop(other);
+        let start = Instant::now();
+        drop(server);
+        assert!(start.elapsed() < LAST, "{:?}", start.elapsed());
+    }
+
+    #[test]
+    fn what_has_arrived_is_answered_at_the_end() {
+        let mut server = start();
+        let (at, captured) = capture(&server, 1);
+        let asker = socket(at);
+        asker.set_read_timeout(Some(PATIENCE)).unwrap();
+        for _ in 0..100 {
+            asker.send(&query(AXFR)).unwrap();
+        }
+        drop(captured);
+        server.end();
+        for number in 0..100 {
+            let answered = asker.recv(&mut [0; 512]);
+            assert!(answered.is_ok(), "{number}: {answered:?}");
+        }
     }
 }

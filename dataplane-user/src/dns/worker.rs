@@ -22,6 +22,9 @@ use super::{
 
 /// How long a connection may be idle, or take to send a query.
 const IDLE: Duration = Duration::from_secs(10);
+/// How many batches a socket's last are at most: more than the kernel's default room (`net.core.rmem_default`) holds. A
+/// client may send faster than this thread answers.
+const LAST: usize = 512 / BATCH;
 
 /// A socket whose queries are to be answered.
 pub struct Job {
@@ -121,7 +124,12 @@ async fn answer_datagrams(
             ready = socket.readable() => ready?,
             () = &mut end => {
                 // Those that are there already are the last.
-                while answer().is_ok() {}
+                for _ in 0..LAST {
+                    if answer().is_err() {
+                        break;
+                    }
+                    yield_now().await;
+                }
                 return Ok(());
             }
         }

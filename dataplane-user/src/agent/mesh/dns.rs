@@ -235,6 +235,18 @@ impl Dns {
         }
     }
 
+    /// Answers what has arrived, and closes the sockets, without waiting for that. Dropping what is returned waits.
+    pub fn end(self) -> Server {
+        let Self {
+            answered,
+            mut server,
+            ..
+        } = self;
+        drop(answered);
+        server.end();
+        server
+    }
+
     /// The sockets, for an agent that takes this one's place.
     pub fn sockets(&self) -> impl Iterator<Item = (String, BorrowedFd<'_>)> {
         let answered = self.answered.iter();

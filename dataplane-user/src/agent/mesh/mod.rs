@@ -445,8 +445,8 @@ impl Mesh {
             dns,
             ..
         } = self;
-        // Whoever has its sockets now answers by what is true now.
-        drop(dns);
+        // Whoever has its sockets now answers by what is true now. Waited for at the end only, when this is dropped.
+        let _dns = dns.map(Dns::end);
         let namespaces: Vec<_> = attached
             .into_values()
             .map(|attached| (attached.name, attached.namespace))
