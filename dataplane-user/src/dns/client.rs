@@ -1,6 +1,9 @@
 //! What a client's `resolv.conf` says, as the kubelet or an administrator wrote it.
 
-use std::net::{IpAddr, SocketAddr};
+use std::{
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+};
 
 use super::name::LowerName;
 use crate::model::{DnsPolicy, Resolution, Workload};
@@ -24,6 +27,9 @@ pub struct Client {
     pub ndots: u8,
     /// The resolvers that it would ask, in its order.
     pub resolvers: Vec<SocketAddr>,
+    /// The Kubernetes namespace, whose clients share what it may have of the room for all; empty for those who have
+    /// none.
+    pub namespace: Arc<str>,
 }
 
 impl Client {
@@ -33,6 +39,7 @@ impl Client {
             search: Vec::new(),
             ndots: NDOTS_DEFAULT,
             resolvers,
+            namespace: "".into(),
         }
     }
 
@@ -112,6 +119,7 @@ impl Client {
             search,
             ndots: said.ndots.unwrap_or(ndots),
             resolvers,
+            namespace: workload.name.namespace().into(),
         }
     }
 }
@@ -269,6 +277,7 @@ mod tests {
                 search: names(&own),
                 ndots: 5,
                 resolvers: servers(&["10.96.0.10"]),
+                namespace: "shop".into(),
             }
         );
         let more = Resolution {
@@ -283,6 +292,7 @@ mod tests {
                 search: names(&[&own[..], &["more.example"]].concat()),
                 ndots: 1,
                 resolvers: servers(&["10.96.0.10", "192.0.2.1"]),
+                namespace: "shop".into(),
             }
         );
         let node = Resolution {
@@ -295,6 +305,7 @@ mod tests {
                 search: names(&["corp.example"]),
                 ndots: 2,
                 resolvers: servers(&["192.0.2.53", "2001:db8::53"]),
+                namespace: "shop".into(),
             }
         );
         let own = Resolution {
@@ -308,6 +319,7 @@ mod tests {
                 search: names(&["svc.cluster.local", "more.example"]),
                 ndots: 1,
                 resolvers: servers(&["192.0.2.1", "10.96.0.10"]),
+                namespace: "shop".into(),
             }
         );
     }

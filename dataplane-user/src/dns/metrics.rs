@@ -34,7 +34,7 @@ pub struct Metrics {
     pub hits: Counter,
     /// Stale answers, because no resolver answered.
     pub stale: Counter,
-    /// Queries that were refused, because their client has too many in flight.
+    /// Queries that were refused, because their client or its namespace has too many in flight.
     pub refused: Counter,
     /// Queries that got SERVFAIL, because no resolver answered.
     pub failed: Counter,
@@ -103,7 +103,7 @@ impl Observer {
             ),
             (
                 "dataplane_dns_refused",
-                "Queries that were refused, because their client had too many in flight",
+                "Queries that were refused, because their client or its namespace had too many in flight",
                 &metrics.refused,
             ),
             (

@@ -8,6 +8,7 @@ mod batch;
 mod cache;
 mod client;
 mod compose;
+mod counts;
 mod metrics;
 mod name;
 mod resolve;

@@ -13,7 +13,9 @@ use tokio::{sync::watch, time::timeout};
 use super::{
     answer::Ask,
     cache::{Cache, Hit, Key, State},
+    client::Client,
     compose,
+    counts::{Counted, Counts},
     metrics::Metrics,
     upstream::{Question, Upstream},
     wire::Stored,
@@ -25,7 +27,7 @@ const PATIENCE: Duration = Duration::from_millis(1800);
 const RECHECK: Duration = Duration::from_secs(30);
 /// How long clients keep a stale answer, in seconds (RFC 8767).
 const STALE_TTL: u32 = 30;
-/// How many questions resolvers are asked at the same time at most.
+/// How many questions resolvers are asked at the same time at most: namespaces share them.
 const FLIGHTS: usize = 8192;
 
 /// An answer for a client.
@@ -47,6 +49,8 @@ pub struct Resolver {
     upstream: Upstream,
     /// Questions that resolvers are being asked.
     flights: Mutex<HashMap<Key, watch::Receiver<Option<Outcome>>>>,
+    /// How many of them each namespace has.
+    shares: Counts<Arc<str>>,
     /// A number for each set of resolvers: what one set says is not for clients of another.
     sets: Mutex<HashMap<Box<[SocketAddr]>, u32>>,
     /// When resolvers of a set last failed to answer.
@@ -65,6 +69,7 @@ impl Resolver {
             cache: Arc::new(Cache::new(cache_bytes)),
             upstream: Upstream::new(Arc::clone(&metrics)),
             flights: Mutex::default(),
+            shares: Counts::default(),
             sets: Mutex::default(),
             failures: Mutex::default(),
             metrics,
@@ -82,21 +87,16 @@ impl Resolver {
     }
 
     /// The answer, if the cache has all of it.
-    pub fn cached(
-        self: &Arc<Self>,
-        resolvers: &[SocketAddr],
-        asked: &Question,
-        ask: &Ask,
-    ) -> Option<Reply> {
+    pub fn cached(self: &Arc<Self>, client: &Client, asked: &Question, ask: &Ask) -> Option<Reply> {
         let now = Instant::now();
-        let set = self.set(resolvers);
+        let set = self.set(&client.resolvers);
         for at in 0..ask.candidates.len() {
             let question = asked.with(ask, at);
             let key = question.key(set);
             let hit = self.cache.get(&key, now)?;
             match hit.state {
                 State::Fresh => {}
-                State::Fading => drop(self.flight(set, resolvers, &question, &key)),
+                State::Fading => drop(self.flight(set, client, &question, &key)),
                 State::Stale => return None,
             }
             let Hit { stored, age, .. } = hit;
@@ -111,14 +111,14 @@ impl Resolver {
     /// The answer, from the cache or from resolvers; none if no resolver answers.
     pub async fn resolve(
         self: Arc<Self>,
-        resolvers: &[SocketAddr],
+        client: &Client,
         asked: &Question,
         ask: &Ask,
     ) -> Option<Reply> {
-        let set = self.set(resolvers);
+        let set = self.set(&client.resolvers);
         for at in 0..ask.candidates.len() {
             let question = asked.with(ask, at);
-            let Some(reply) = self.fetch(set, resolvers, &question).await else {
+            let Some(reply) = self.fetch(set, client, &question).await else {
                 // The client's own resolver goes on with its list.
                 return otherwise(ask);
             };
@@ -133,7 +133,7 @@ impl Resolver {
     async fn fetch(
         self: &Arc<Self>,
         set: u32,
-        resolvers: &[SocketAddr],
+        client: &Client,
         question: &Question,
     ) -> Option<Reply> {
         let key = question.key(set);
@@ -144,7 +144,7 @@ impl Resolver {
             }
             stale => stale.map(|hit| hit.stored),
         };
-        let mut flight = self.flight(set, resolvers, question, &key)?;
+        let mut flight = self.flight(set, client, question, &key)?;
         let away = || {
             let failures = locked(&self.failures);
             failures
@@ -180,11 +180,12 @@ impl Resolver {
         }
     }
 
-    /// Asks resolvers, unless they are being asked already. None: too many questions are being asked.
+    /// Asks resolvers, unless they are being asked already. None: too many questions are being asked for the client's
+    /// namespace.
     fn flight(
         self: &Arc<Self>,
         set: u32,
-        resolvers: &[SocketAddr],
+        client: &Client,
         question: &Question,
         key: &Key,
     ) -> Option<watch::Receiver<Option<Outcome>>> {
@@ -192,15 +193,14 @@ impl Resolver {
         if let Some(flight) = flights.get(key) {
             return Some(flight.clone());
         }
-        if flights.len() >= FLIGHTS {
-            return None;
-        }
+        let counted = self.share(client)?;
         let (land, flight) = watch::channel(None);
         flights.insert(key.clone(), flight.clone());
         drop(flights);
-        let (own, resolvers) = (Arc::clone(self), resolvers.to_vec());
+        let (own, resolvers) = (Arc::clone(self), client.resolvers.clone());
         let (question, key) = (question.clone(), key.clone());
         tokio::spawn(async move {
+            let _counted = counted;
             let answer = own.upstream.ask(&resolvers, &question).await;
             let outcome = match answer {
                 Ok(stored) => {
@@ -223,8 +223,18 @@ impl Resolver {
     }
 
     /// What a resolver says to a query that nothing here understands.
-    pub async fn relay(&self, resolvers: &[SocketAddr], query: &[u8]) -> Option<Vec<u8>> {
-        self.upstream.relay(resolvers, query).await.ok()
+    pub async fn relay(&self, client: &Client, query: &[u8]) -> Option<Vec<u8>> {
+        let _counted = self.share(client)?;
+        self.upstream.relay(&client.resolvers, query).await.ok()
+    }
+
+    /// One more question to resolvers, unless the client's namespace has as many as it may have.
+    fn share(&self, client: &Client) -> Option<Counted<Arc<str>>> {
+        let counted = self.shares.share(FLIGHTS, &client.namespace);
+        if counted.is_none() {
+            self.metrics.refused.inc();
+        }
+        counted
     }
 }
 
@@ -341,6 +351,13 @@ mod tests {
             .collect()
     }
 
+    fn client(namespace: &str, resolvers: &[SocketAddr]) -> Client {
+        Client {
+            namespace: namespace.into(),
+            ..Client::unknown(resolvers.to_vec())
+        }
+    }
+
     fn new() -> Arc<Resolver> {
         Arc::new(Resolver::new(1 << 20, Arc::default()))
     }
@@ -354,7 +371,9 @@ mod tests {
             let own = Arc::clone(&own);
             askers.spawn(async move {
                 let (question, ask) = asked("www.example.com");
-                own.resolve(&[at], &question, &ask).await.unwrap()
+                own.resolve(&client("", &[at]), &question, &ask)
+                    .await
+                    .unwrap()
             });
         }
         for reply in askers.join_all().await {
@@ -363,10 +382,10 @@ mod tests {
         assert_eq!(count.load(Ordering::Relaxed), 1);
         // And from then on none.
         let (question, ask) = asked("WWW.example.com");
-        assert!(own.cached(&[at], &question, &ask).is_some());
+        assert!(own.cached(&client("", &[at]), &question, &ask).is_some());
         // Clients of other resolvers do not get it.
         let other = "127.0.0.2:53".parse().unwrap();
-        assert!(own.cached(&[other], &question, &ask).is_none());
+        assert!(own.cached(&client("", &[other]), &question, &ask).is_none());
     }
 
     #[tokio::test]
@@ -392,7 +411,10 @@ mod tests {
         })
         .await;
         let (question, ask) = asked("www.example.com");
-        let reply = new().resolve(&[at], &question, &ask).await.unwrap();
+        let reply = new()
+            .resolve(&client("", &[at]), &question, &ask)
+            .await
+            .unwrap();
         assert_eq!(addresses(&reply), ["192.0.2.1"]);
     }
 
@@ -409,7 +431,7 @@ mod tests {
             let (question, ask) = asked(&format!("www-{number}.example.com"));
             assert!(
                 own.clone()
-                    .resolve(&[away, at], &question, &ask)
+                    .resolve(&client("", &[away, at]), &question, &ask)
                     .await
                     .is_some()
             );
@@ -422,6 +444,31 @@ mod tests {
         assert_eq!(count.load(Ordering::Relaxed), 10);
         assert_eq!(own.metrics.upstream_failures.get(), 1);
         let (question, ask) = asked("www.example.com");
-        assert!(own.resolve(&[away], &question, &ask).await.is_none());
+        assert!(
+            own.resolve(&client("", &[away]), &question, &ask)
+                .await
+                .is_none()
+        );
+    }
+
+    #[tokio::test]
+    async fn a_namespace_that_asks_much_leaves_room_to_ask_for_others() {
+        let own = new();
+        let (greedy, small) = (client("greedy", &[]), client("small", &[]));
+        let set = own.set(&[]);
+        // They are asked when this waits for something, which it does not.
+        let ask = |client, number| {
+            let (question, _) = asked(&format!("{number}.example.com"));
+            let key = question.key(set);
+            own.flight(set, client, &question, &key).is_some()
+        };
+        let asked = (0..FLIGHTS).filter(|number| ask(&greedy, *number)).count();
+        assert_eq!(asked, FLIGHTS / 2);
+        assert_eq!(own.metrics.refused.get(), (FLIGHTS / 2) as u64);
+        assert!(ask(&small, FLIGHTS));
+        // What others have asked already costs nothing.
+        assert!(ask(&greedy, FLIGHTS));
+        assert!(own.relay(&greedy, &[0; 12]).await.is_none());
+        assert_eq!(own.metrics.upstream_requests.get(), 0);
     }
 }

@@ -12,6 +12,7 @@ use rand::rngs::SmallRng;
 use super::{
     answer::{Ask, Decision, answer},
     client::{Client, ResolvConf},
+    counts::{Counted, Counts},
     metrics::{Metrics, Observer},
     resolve::Resolver,
     upstream::Question,
@@ -22,8 +23,9 @@ use crate::model::Workload;
 
 /// How many queries of one client wait for resolvers at most, so that no client takes all the room.
 const IN_FLIGHT: usize = 256;
-/// How many connections one client has at most, and all together.
+/// How many connections one client has at most.
 const CONNECTIONS: usize = 32;
+/// How many connections namespaces share.
 const ALL_CONNECTIONS: usize = 1024;
 
 /// What decides answers, besides the names.
@@ -51,8 +53,10 @@ pub struct Shared {
     clients: Mutex<Clients>,
     /// Everybody else.
     nobody: Arc<Client>,
-    in_flight: Counts,
-    connections: Counts,
+    in_flight: Counts<ClientKey>,
+    connections: Counts<ClientKey>,
+    /// The same, of namespaces.
+    connections_of: Counts<Arc<str>>,
 }
 
 /// Whose queries arrive at a socket.
@@ -89,45 +93,11 @@ impl Asker<'_> {
     }
 }
 
+/// A connection that is counted: its client's, and its namespace's.
+pub type Connection = (Counted<ClientKey>, Counted<Arc<str>>);
+
 /// Clients by their addresses, each with the workload that it was made for.
 type Clients = HashMap<IpAddr, (Arc<Workload>, Arc<Client>)>;
-
-/// How many of something each client has.
-#[derive(Clone, Default)]
-pub struct Counts(Arc<Mutex<HashMap<ClientKey, usize>>>);
-
-/// One of them, until it is dropped.
-pub struct Counted(Counts, ClientKey);
-
-impl Counts {
-    /// One more; none if the client, or all together, have as many as they may have.
-    fn one(&self, client: ClientKey, most: usize, all: usize) -> Option<Counted> {
-        let mut counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        // Each client in the map has at least one.
-        if counts.len() >= all && !counts.contains_key(&client) {
-            return None;
-        }
-        let count = counts.entry(client).or_default();
-        if *count >= most {
-            return None;
-        }
-        *count += 1;
-        drop(counts);
-        Some(Counted(self.clone(), client))
-    }
-}
-
-impl Drop for Counted {
-    fn drop(&mut self) {
-        let mut counts = self.0.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(count) = counts.get_mut(&self.1) {
-            *count -= 1;
-            if *count == 0 {
-                counts.remove(&self.1);
-            }
-        }
-    }
-}
 
 impl Shared {
     /// Knows no answers of resolvers yet.
@@ -143,6 +113,7 @@ impl Shared {
             nobody: Arc::new(nobody),
             in_flight: Counts::default(),
             connections: Counts::default(),
+            connections_of: Counts::default(),
             settings,
         }
     }
@@ -165,11 +136,13 @@ impl Shared {
         Arc::clone(&self.zone.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// One more connection, unless its client has as many as it may have.
-    pub fn connection(&self, from: Asker<'_>) -> Option<Counted> {
+    /// One more connection, unless its client or its namespace has as many as it may have.
+    pub fn connection(&self, from: Asker<'_>) -> Option<Connection> {
+        let namespace = Arc::clone(&self.client(&self.zone(), from).namespace);
         let counted = self
             .connections
-            .one(from.key(), CONNECTIONS, ALL_CONNECTIONS);
+            .below(CONNECTIONS, &from.key())
+            .zip(self.connections_of.share(ALL_CONNECTIONS, &namespace));
         if counted.is_none() {
             self.metrics.refused.inc();
         }
@@ -244,7 +217,7 @@ impl Shared {
                     of_type: parsed.of_type,
                     bits: parsed.bits(),
                 };
-                let cached = self.resolver.cached(&client.resolvers, &question, &ask);
+                let cached = self.resolver.cached(&client, &question, &ask);
                 if let Some(reply) = cached {
                     parsed.with_stored(transport, &reply.stored, reply.age, out);
                     return Now::Answered;
@@ -253,7 +226,7 @@ impl Shared {
             }
             _ => None,
         };
-        let Some(counted) = self.in_flight.one(from.key(), IN_FLIGHT, usize::MAX) else {
+        let Some(counted) = self.in_flight.below(IN_FLIGHT, &from.key()) else {
             self.metrics.refused.inc();
             refuse(query, ResponseCode::Refused, out);
             return Now::Answered;
@@ -274,7 +247,7 @@ impl Shared {
                 refuse(query, ResponseCode::NotImp, &mut out);
                 return out;
             }
-            if let Some(answer) = self.resolver.relay(resolvers, query).await {
+            if let Some(answer) = self.resolver.relay(&later.client, query).await {
                 return answer;
             }
             self.metrics.failed.inc();
@@ -286,7 +259,7 @@ impl Shared {
             return out;
         }
         let resolver = Arc::clone(&self.resolver);
-        let reply = resolver.resolve(resolvers, question, ask).await;
+        let reply = resolver.resolve(&later.client, question, ask).await;
         if let (Some(reply), Parsed::Query(parsed)) = (reply, Parsed::read(query)) {
             parsed.with_stored(transport, &reply.stored, reply.age, &mut out);
         } else {
@@ -312,7 +285,7 @@ pub struct Later {
     client: Arc<Client>,
     /// None: resolvers get the query as it is.
     ask: Option<(Box<Ask>, Question)>,
-    _counted: Counted,
+    _counted: Counted<ClientKey>,
 }
 
 /// Answers a query with a code.
@@ -320,26 +293,5 @@ fn refuse(query: &[u8], code: ResponseCode, out: &mut Vec<u8>) {
     match Parsed::read(query) {
         Parsed::Query(query) => query.with_code(code, out),
         _ => refusal(query, code, out),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn one_client_does_not_take_the_room_of_others() {
-        let counts = Counts::default();
-        let client = |last| ClientKey::Address([10, 0, 0, last].into());
-        let (greedy, other) = (client(1), client(2));
-        let held: Vec<_> = (0..5).map_while(|_| counts.one(greedy, 3, 2)).collect();
-        assert_eq!(held.len(), 3);
-        let of_other = counts.one(other, 3, 2);
-        assert!(of_other.is_some());
-        // A third client has no room, until one of the two has nothing any more.
-        assert!(counts.one(client(3), 3, 2).is_none());
-        drop(held);
-        assert!(counts.one(client(3), 3, 2).is_some());
-        assert!(counts.one(greedy, 3, 2).is_some());
     }
 }

@@ -129,6 +129,7 @@ impl QueryArgs {
                 search: basis.node.search.clone(),
                 ndots: basis.node.ndots,
                 resolvers: basis.node.resolvers.clone(),
+                namespace: "".into(),
             },
         };
         let mut steps = Vec::new();
