@@ -19,7 +19,7 @@ use super::{
 };
 use crate::{
     kernel::{self, Namespace, namespaces},
-    model::{Egress, Place, Workload, WorkloadName},
+    model::{Egress, Place, Uid, Workload, WorkloadName},
     plan::{
         Captured,
         enrol::{Home, Member, Problem, Unknown},
@@ -181,8 +181,19 @@ pub struct Placed<'a> {
     pub levels: u32,
     /// Of which nobody can tell whether they are here: by their numbers.
     pub unknown: BTreeMap<u32, Unknown>,
-    /// Whether one of those that are on this node and were not found is to be denied what is not known.
-    pub denied: bool,
+    /// Workloads that the agent did not find on this node, and that have `egress: deny`.
+    pub sought: Sought,
+}
+
+/// Workloads with `egress: deny` that are on this node, as the source says, and that the agent did not find.
+#[derive(Debug, Default)]
+pub struct Sought {
+    /// Whether the operator denies egress to one of them: then the guard refuses every network namespace that is not
+    /// known.
+    pub by_operator: bool,
+    /// Pods that deny it to themselves. A tenant's Pod must not close the node, so the guard refuses only the network
+    /// namespaces with processes of these Pods.
+    pub uids: BTreeSet<Uid>,
 }
 
 impl Mesh {
@@ -260,8 +271,16 @@ impl Mesh {
                 }
             };
             let Err(missing) = result else { continue };
-            placed.denied |= is_to_be_denied(member)
-                && matches!(missing, Missing::Absent { .. } | Missing::Unknown(_));
+            if is_to_be_denied(member)
+                && matches!(missing, Missing::Absent { .. } | Missing::Unknown(_))
+            {
+                match member.workload.uid.filter(|_| !member.denied_by_operator) {
+                    Some(uid) => {
+                        placed.sought.uids.insert(uid);
+                    }
+                    None => placed.sought.by_operator = true,
+                }
+            }
             match missing {
                 Missing::Absent { hidden } => {
                     if hidden {
@@ -349,10 +368,12 @@ impl Mesh {
     }
 }
 
-/// Whether a workload that is on this node, as its source says, is to be denied what is not known.
+/// Whether a workload that is on this node, as its source says, is to be denied what is not known. A Pod
+/// without an address has not started, so it opens no connection.
 pub fn is_to_be_denied(member: &Member) -> bool {
     let workload = &member.workload;
     let is_here = workload.uid.is_some() || !workload.node.is_empty();
+    let is_here = is_here && !workload.addresses.is_empty();
     is_here && !member.is_by_packets() && member.policy.egress == Egress::Deny
 }
 
@@ -371,7 +392,16 @@ fn not_found(member: &Member, hidden: bool) -> String {
         text += ", or its network namespace is none of those that the agent is permitted to see (CAP_SYS_PTRACE shows all)";
     }
     if is_to_be_denied(member) {
-        text += "; because of its `egress: deny`, connections are refused from all network namespaces that the agent does not know";
+        text += match member.workload.uid {
+            Some(_) if !member.denied_by_operator => {
+                "; because of its own `egress: deny`, connections are refused from network namespaces with processes of this \
+                 Pod, if the agent sees all processes of the node (`hostPID`)"
+            }
+            _ => {
+                "; because of its `egress: deny`, connections are refused from all network namespaces that the agent does not \
+                 know"
+            }
+        };
     } else if member.policy.egress == Egress::Deny {
         text += "; `egress: deny` is not in force for it (`mesh.guard: true` refuses it until it is found)";
     }

@@ -11,7 +11,7 @@ use dataplane_common::capture::{Enrolled, WORKLOADS};
 use super::{ARRIVING, Mesh, discover::Found};
 use crate::{
     kernel::namespaces::{self, Residents},
-    model::{Place, Snapshot, Workload},
+    model::{Place, Snapshot, Uid, Workload},
     plan::{Captured, enrol::Member},
 };
 
@@ -45,12 +45,14 @@ pub fn others<'a>(
 
 impl Mesh {
     /// Has the guard let go of network namespaces that no captured workload is in, as many as there is room for: the oldest
-    /// first. `wanted` has the captured ones; `held` is what the tables have.
+    /// first. `wanted` has the captured ones; `held` is what the tables have. With `only`, it keeps those closed that have
+    /// processes of these Pods, and no others.
     pub(super) fn let_go_of_others(
         &mut self,
         others: &[&Workload],
         found: &Found,
         held: &Captured,
+        only: Option<&BTreeSet<Uid>>,
         wanted: &mut Captured,
     ) -> Let {
         let residents = match namespaces::residents() {
@@ -91,7 +93,11 @@ impl Mesh {
                 continue;
             }
             let residents = of(&seen.inode);
-            if !known.contains_key(cookie) && !units.admit(residents, seen.of_node) {
+            let is_closed = match only {
+                Some(uids) => residents.is_some_and(|residents| is_of(residents, uids)),
+                None => !known.contains_key(cookie) && !units.admit(residents, seen.of_node),
+            };
+            if is_closed {
                 if let Some(residents) = residents {
                     let since = self
                         .closed
@@ -203,14 +209,27 @@ fn unit(path: &str) -> (&str, bool) {
     (path, false)
 }
 
-/// Whether a cgroup's name is that of a pod: `podUID` (driver `cgroupfs`), or `kubepods-…-podUID.slice` (`systemd`).
-fn is_pod(name: &str) -> bool {
-    let slice = name.strip_suffix(".slice");
-    let uid = match slice {
+/// Whether one of the processes is in the cgroup of one of these Pods.
+fn is_of(residents: &Residents, pods: &BTreeSet<Uid>) -> bool {
+    let mut units = residents.cgroups.iter().map(|path| unit(path));
+    units.any(|(unit, _)| {
+        let name = unit.rsplit('/').next().and_then(named);
+        let uid = name.and_then(|name| Uid::parse(&name.replace('_', "-")));
+        uid.is_some_and(|uid| pods.contains(&uid))
+    })
+}
+
+/// What a cgroup's name has for a pod's UID: `podUID` (driver `cgroupfs`), or `kubepods-…-podUID.slice` (`systemd`).
+fn named(name: &str) -> Option<&str> {
+    match name.strip_suffix(".slice") {
         Some(slice) => slice.rsplit_once("-pod").map(|(_, uid)| uid),
         None => name.strip_prefix("pod"),
-    };
-    uid.is_some_and(|uid| {
+    }
+}
+
+/// Whether a cgroup's name is that of a pod.
+fn is_pod(name: &str) -> bool {
+    named(name).is_some_and(|uid| {
         let digits = uid.bytes().filter(|byte| !matches!(byte, b'-' | b'_'));
         let mut count = 0;
         digits
@@ -257,6 +276,17 @@ mod tests {
         ] {
             assert_eq!(unit(path), (path, false));
         }
+    }
+
+    #[test]
+    fn a_pods_processes_are_found_by_its_uid() {
+        let uid = |text| Uid::parse(text).unwrap();
+        let pods = BTreeSet::from([uid("8e3b0c9a-6b0f-4f61-9d1c-2f5d3c8a7b60")]);
+        // Also with those of others; in a namespace that the Pod's own process has made.
+        assert!(is_of(&residents(&["/", &format!("{WEB}/deep/er")]), &pods));
+        assert!(!is_of(&residents(&["/", DB, "/user.slice"]), &pods));
+        let pods = BTreeSet::from([uid("9e3b0c9a-6b0f-4f61-9d1c-2f5d3c8a7b60")]);
+        assert!(is_of(&residents(&[&format!("{DB}/1")]), &pods));
     }
 
     #[test]

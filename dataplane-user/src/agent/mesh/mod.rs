@@ -286,7 +286,7 @@ impl Mesh {
             mut enrolled,
             mut levels,
             mut unknown,
-            denied,
+            sought,
         } = self.enrol_all(&members, &found, held, &mut wanted, &mut problems);
         // Of those in the node's own namespace the kernel tells whose is whose, and the proxy does
         // not: to it they are the node.
@@ -310,10 +310,13 @@ impl Mesh {
         }
         let mut left_out = Vec::new();
         let mut trouble = found.trouble();
-        let guard = self.config.guard || denied;
+        let everybody = self.config.guard || sought.by_operator;
+        let some = !sought.uids.is_empty() && namespaces::sees_all_processes().unwrap_or(false);
+        let guard = everybody || some;
         // Those that were let go are in the table until there is no guard any more.
         if guard || self.guarded {
-            let others = self.let_go_of_others(&others, &found, held, &mut wanted);
+            let only = (guard && !everybody).then_some(&sought.uids);
+            let others = self.let_go_of_others(&others, &found, held, only, &mut wanted);
             left_out.extend(others.said);
             trouble = trouble.or(others.trouble);
         }

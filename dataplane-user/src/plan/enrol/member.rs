@@ -19,6 +19,8 @@ pub struct Member {
     pub over_budget: bool,
     /// Why something has no effect that labels and annotations say: the configuration says otherwise.
     pub ineffective: Vec<String>,
+    /// Whether the configuration denies it egress, and not only its own labels and annotations.
+    pub denied_by_operator: bool,
 }
 
 impl Member {
@@ -39,6 +41,7 @@ impl Member {
             rules: Vec::new(),
             over_budget: false,
             ineffective: Vec::new(),
+            denied_by_operator: false,
         }
     }
 }

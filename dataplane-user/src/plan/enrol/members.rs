@@ -8,7 +8,7 @@ use super::{
     budgets::{ROOM, over_budget, without_lists},
     statements::statements,
 };
-use crate::model::{Exempt, Layers, Mode, Place, Rules, Snapshot, Workload, WorkloadName};
+use crate::model::{Egress, Exempt, Layers, Mode, Place, Rules, Snapshot, Workload, WorkloadName};
 
 /// What the node's configuration says of capture. Each layer has the name that people know it by.
 #[derive(Clone, Debug, Default)]
@@ -51,6 +51,7 @@ pub(super) fn members_within(said: &Said, snapshot: &Snapshot, room: [u64; 2]) -
         let general = layers.iter().rev();
         let rules = general.fold(Rules::default(), |general, (_, rules)| rules.over(&general));
         let mut policy = rules.policy()?;
+        let denied_by_operator = bounds.stated.egress == Some(Egress::Deny);
         bounds.judge(&mut policy);
         Some(Member {
             policy,
@@ -58,6 +59,7 @@ pub(super) fn members_within(said: &Said, snapshot: &Snapshot, room: [u64; 2]) -
             workload: judged(&workload, &bounds),
             over_budget,
             ineffective,
+            denied_by_operator,
         })
     };
     let mut members: Vec<Member> = workloads
