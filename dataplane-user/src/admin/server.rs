@@ -286,7 +286,7 @@ fn admin_routes(context: &Arc<Context>) -> Router {
 
 /// The agent answers, and none of its threads hangs: whether it works is readiness.
 async fn get_live(Shared(context): Shared<Arc<Context>>) -> (StatusCode, String) {
-    match context.state.beats.stuck(Instant::now()) {
+    match context.state.stuck(Instant::now()) {
         None => (StatusCode::OK, "alive\n".to_owned()),
         Some((thread, busy)) => (
             StatusCode::SERVICE_UNAVAILABLE,

@@ -109,7 +109,7 @@ impl Sync {
                 self.tables.keep_flows(&vips.addresses, vips.since);
             }
             // What hangs elsewhere is not made up for by this thread's being well.
-            if state.beats.stuck(Instant::now()).is_none() {
+            if state.stuck(Instant::now()).is_none() {
                 self.supervisor.alive();
             }
             if self.retry.is_none() {

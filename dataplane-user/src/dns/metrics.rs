@@ -1,6 +1,10 @@
 //! What is counted: by Istio's names where it has one.
 
-use std::{fmt, sync::Arc};
+use std::{
+    fmt,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use prometheus_client::{
     collector::Collector,
@@ -12,7 +16,7 @@ use prometheus_client::{
     },
 };
 
-use super::cache::Cache;
+use super::{beats::Beats, cache::Cache};
 
 /// Upper bounds of the times that resolvers take, in seconds.
 const SECONDS: [f64; 10] = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.2, 1.0, 4.0];
@@ -61,9 +65,15 @@ impl Default for Metrics {
 pub struct Observer {
     pub(super) metrics: Arc<Metrics>,
     pub(super) cache: Arc<Cache>,
+    pub(super) beats: Arc<Beats>,
 }
 
 impl Observer {
+    /// The thread that hangs, as seen at `now`, and for how long.
+    pub fn stuck(&self, now: Instant) -> Option<(String, Duration)> {
+        self.beats.stuck(now)
+    }
+
     /// Writes what was counted, and the cache's size.
     ///
     /// # Errors

@@ -5,6 +5,7 @@
 pub mod answer;
 mod basis;
 mod batch;
+mod beats;
 mod cache;
 mod client;
 mod compose;

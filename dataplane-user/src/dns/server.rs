@@ -18,6 +18,7 @@ use tokio::{
 };
 
 use super::{
+    beats,
     client::Client,
     metrics::Observer,
     shared::{Askers, Settings, Shared},
@@ -60,8 +61,9 @@ impl Server {
     /// # Errors
     ///
     /// No thread can be started.
-    pub fn start(settings: Settings, zone: Zone, deaths: &Deaths) -> io::Result<Self> {
+    pub fn start(mut settings: Settings, zone: Zone, deaths: &Deaths) -> io::Result<Self> {
         let count = settings.workers.max(1);
+        settings.workers = count;
         let shared = Arc::new(Shared::new(settings, zone));
         let (mut workers, mut threads) = (Vec::new(), Vec::new());
         for number in 0..count {
@@ -71,9 +73,9 @@ impl Server {
                 jobs,
                 runtime: runtime.handle().clone(),
             });
-            let (own, name) = (Arc::clone(&shared), format!("dns-{number}"));
+            let (own, name) = (Arc::clone(&shared), beats::name(number));
             let thread = threads::start(name, Arc::clone(deaths), move || {
-                worker::run(&own, &runtime, todo).expect("sockets can be waited for");
+                worker::run(&own, number, &runtime, todo).expect("sockets can be waited for");
             })?;
             threads.push(thread);
         }
@@ -278,6 +280,22 @@ mod tests {
         let start = Instant::now();
         drop(server);
         assert!(start.elapsed() < LAST, "{:?}", start.elapsed());
+    }
+
+    #[test]
+    fn threads_that_go_on_say_so_until_they_end() {
+        let server = start();
+        let observer = server.observer();
+        let stuck = |seconds| observer.stuck(Instant::now() + Duration::from_secs(seconds));
+        thread::sleep(Duration::from_millis(100));
+        let (name, since) = stuck(60).unwrap();
+        assert_eq!(name, "dns-0");
+        // Three times as long as it takes it to say so again.
+        thread::sleep(beats::EVERY * 3);
+        assert!(stuck(60).unwrap().1 < since + beats::EVERY * 2);
+        assert_eq!(stuck(0), None);
+        drop(server);
+        assert_eq!(stuck(60), None);
     }
 
     #[test]

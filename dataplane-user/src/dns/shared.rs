@@ -11,6 +11,7 @@ use rand::rngs::SmallRng;
 
 use super::{
     answer::{Ask, Decision, answer},
+    beats::Beats,
     client::{Client, ResolvConf},
     counts::{Counted, Counts},
     metrics::{Metrics, Observer},
@@ -49,6 +50,7 @@ pub struct Shared {
     zone: RwLock<Arc<Zone>>,
     resolver: Arc<Resolver>,
     metrics: Arc<Metrics>,
+    pub beats: Arc<Beats>,
     /// Those of clients that are workloads.
     clients: Mutex<Clients>,
     /// Everybody else.
@@ -109,6 +111,7 @@ impl Shared {
             resolver: Arc::new(Resolver::new(settings.cache_bytes, Arc::clone(&metrics))),
             zone: RwLock::new(Arc::new(zone)),
             metrics,
+            beats: Arc::new(Beats::new(settings.workers)),
             clients: Mutex::default(),
             nobody: Arc::new(nobody),
             in_flight: Counts::default(),
@@ -123,6 +126,7 @@ impl Shared {
         Observer {
             metrics: Arc::clone(&self.metrics),
             cache: Arc::clone(&self.resolver.cache),
+            beats: Arc::clone(&self.beats),
         }
     }
 

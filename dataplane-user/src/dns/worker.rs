@@ -1,6 +1,13 @@
 //! A thread that answers the queries that arrive at its sockets.
 
-use std::{cell::RefCell, io, net::SocketAddr, rc::Rc, sync::Arc, time::Duration};
+use std::{
+    cell::RefCell,
+    io,
+    net::SocketAddr,
+    rc::Rc,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use rand::{SeedableRng as _, rngs::SmallRng};
 use tokio::{
@@ -9,11 +16,12 @@ use tokio::{
     runtime::Runtime,
     sync::{mpsc::UnboundedReceiver, watch},
     task::{JoinSet, LocalSet, yield_now},
-    time::timeout,
+    time::{sleep, timeout},
 };
 
 use super::{
     batch::{BATCH, Batch},
+    beats,
     shared::{Asker, Askers, Now, Shared},
     sockets::Listener,
     upstream::{receive, send},
@@ -45,6 +53,7 @@ struct Desk {
 /// Answers queries until nobody can give it sockets any more, and all that it has have ended.
 pub fn run(
     shared: &Arc<Shared>,
+    number: usize,
     runtime: &Runtime,
     mut jobs: UnboundedReceiver<Job>,
 ) -> io::Result<()> {
@@ -78,7 +87,20 @@ pub fn run(
         }
         io::Result::Ok(())
     };
-    LocalSet::new().block_on(runtime, take_jobs)
+    let beat = async {
+        loop {
+            shared.beats.say(number, Some(Instant::now()));
+            sleep(beats::EVERY).await;
+        }
+    };
+    let result = LocalSet::new().block_on(runtime, async {
+        tokio::select! {
+            result = take_jobs => result,
+            () = beat => Ok(()),
+        }
+    });
+    shared.beats.say(number, None);
+    result
 }
 
 async fn work(shared: &Arc<Shared>, desk: &RefCell<Desk>, job: Job) -> io::Result<()> {
@@ -200,7 +222,7 @@ async fn accept(shared: &Arc<Shared>, socket: Arc<TcpListener>, askers: &Askers)
             Err(error) => {
                 // Out of files, or the client is gone: not in a busy loop, whatever it is.
                 tracing::debug!("cannot accept a connection: {error}");
-                tokio::time::sleep(Duration::from_millis(20)).await;
+                sleep(Duration::from_millis(20)).await;
                 continue;
             }
         };

@@ -169,6 +169,13 @@ impl State {
         }
     }
 
+    /// The thread that hangs, as seen at `now`, and for how long.
+    pub fn stuck(&self, now: Instant) -> Option<(String, Duration)> {
+        let beats = self.beats.stuck(now);
+        let beats = beats.map(|(name, busy)| (name.to_owned(), busy));
+        beats.or_else(|| self.dns.get()?.stuck(now))
+    }
+
     /// Plans for `snapshot`: what is then to be written. [`State::written`] follows.
     pub fn plan(&self, snapshot: &Snapshot) -> Plan {
         let mut planner = lock(&self.planner);
