@@ -63,6 +63,16 @@ pub fn none_dies() -> Deaths {
     Arc::new(|name, why| panic!("{name}: {why}"))
 }
 
+/// How long this thread has computed: other than the time, it does not depend on what else the machine does.
+#[cfg(test)]
+pub fn computed() -> std::time::Duration {
+    use nix::time::{ClockId, clock_gettime};
+
+    clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID)
+        .unwrap()
+        .into()
+}
+
 #[cfg(test)]
 mod tests {
     use std::sync::mpsc;
