@@ -287,7 +287,10 @@ fn a_server_that_is_away_costs_no_connection() -> Result<()> {
     site.server.go_away();
     eventually(|| {
         let findings = site.findings()?;
-        ensure!(findings.contains("cannot be read"), "{findings}");
+        ensure!(
+            findings.contains("cannot read the Kubernetes API"),
+            "{findings}"
+        );
         ensure!(findings.contains(&site.server.url()), "{findings}");
         Ok(())
     })?;
@@ -328,7 +331,7 @@ fn a_connection_that_is_cut_without_a_word_is_noticed() -> Result<()> {
     let limit = Duration::from_secs(28);
     loop {
         let findings = site.findings()?;
-        if findings.contains("cannot be read") {
+        if findings.contains("cannot read the Kubernetes API") {
             break;
         }
         ensure!(
@@ -376,7 +379,7 @@ fn no_service_takes_the_agents_way_to_the_api_server() -> Result<()> {
         }
         eventually(|| {
             let findings = site.findings()?;
-            let seen = ["cannot be read", "an earlier agent"];
+            let seen = ["cannot read the Kubernetes API", "an earlier agent"];
             ensure!(
                 seen.iter().any(|text| findings.contains(text)),
                 "{findings}"

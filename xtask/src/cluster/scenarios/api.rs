@@ -54,7 +54,7 @@ pub fn killed(cluster: &Cluster) -> Result<String> {
         agent::metrics(*node)?;
         let said = output(node.command(&cluster.dataplane)?.args(["status"]))?;
         ensure!(
-            said.contains("Kubernetes API cannot be read"),
+            said.contains("cannot read the Kubernetes API"),
             "status says nothing of it: {said}"
         );
     }
