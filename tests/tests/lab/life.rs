@@ -269,7 +269,7 @@ fn a_replaced_agent_stays_if_it_is_to() -> Result<()> {
     let mut before = cluster.agent.replace()?;
     eventually(|| {
         let log = cluster.agent.log();
-        ensure!(log.contains("idle until that one is gone"), "{log}");
+        ensure!(log.contains("idle until that agent ends"), "{log}");
         Ok(())
     })?;
     std::thread::sleep(Duration::from_millis(300));
