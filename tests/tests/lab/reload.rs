@@ -132,7 +132,7 @@ fn faults_in_one_file_change_nothing_of_the_others() -> Result<()> {
     eventually(|| {
         run(&agent, "status")?
             .exits(1)?
-            .says(&["bad.yaml:3", "still served"])
+            .says(&["bad.yaml:3", "still serves"])
             .map(drop)
     })?;
     reaches(client, TO, "connect --count 5", &["near"])?;
@@ -201,7 +201,7 @@ fn files_of_a_directory_come_and_go() -> Result<()> {
     eventually(|| {
         run(&agent, "status")?
             .exits(1)?
-            .says(&["still served"])
+            .says(&["still serves"])
             .map(drop)
     })?;
     reaches(client, "10.96.0.11:80", "connect --count 5", &["near"]).map(drop)
