@@ -164,6 +164,9 @@ pub fn lint_programs(tools: &Tools) -> Result<()> {
     )
 }
 
+/// The feature of the tests, with which debug builds of the node are made, too: so both share one build.
+pub const TESTING: &str = "dataplane-user/testing";
+
 /// What a node or a lab runs.
 pub const BINARIES: [&str; 2] = ["dataplane-user", "dataplane-tests"];
 
@@ -175,9 +178,8 @@ pub fn binaries(profile: Profile, packages: &[&str]) -> Result<()> {
         .args(["build", "--bins"])
         .args(selected)
         .args(profile.arguments());
-    // As the tests have it: so both share one build.
     if profile == Profile::Debug && packages.contains(&"dataplane-user") {
-        build.args(["--features", "dataplane-user/testing"]);
+        build.args(["--features", TESTING]);
     }
     check(&mut build)
 }

@@ -2,6 +2,7 @@
 
 mod arrows;
 mod circles;
+mod features;
 mod modules;
 mod tokens;
 
@@ -17,7 +18,7 @@ use crate::{
     setup::{self, Purpose},
 };
 
-/// Check the formatting, clippy's warnings, the imports between files and the documentation's links
+/// Check the formatting, clippy's warnings, the imports between files, features and the documentation's links
 ///
 /// Clippy reads the kernel programs for their own instruction set; plain `cargo clippy` cannot.
 #[derive(Debug, clap::Args)]
@@ -30,6 +31,8 @@ pub fn main(no_install: bool) -> Result<ExitCode> {
     links::check()?;
     note("lint: imports between files");
     arrows::check()?;
+    note("lint: features of crates");
+    features::check()?;
     note("lint: kernel programs");
     build::lint_programs(&setup::ensure(Purpose::Build, no_install)?)?;
     note("lint: all other crates");
