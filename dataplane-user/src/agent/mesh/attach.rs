@@ -12,7 +12,7 @@ use std::{
 use dataplane_common::capture::{Enrolled, FROM_CLIENT, ListenerKey};
 use tracing::{debug, info, warn};
 
-use super::{Mesh, RELEASED, discover::Found, dns::Dns, problems::Problems};
+use super::{Mesh, RELEASED, dns::Dns, found::Found, problems::Problems};
 use crate::{
     agent::foreign,
     kernel::{

@@ -8,7 +8,7 @@ use std::{
 
 use dataplane_common::capture::{Enrolled, WORKLOADS};
 
-use super::{ARRIVING, Mesh, discover::Found};
+use super::{ARRIVING, Mesh, found::Found};
 use crate::{
     kernel::namespaces::{self, Residents},
     model::{Place, Snapshot, Uid, Workload},

@@ -5,6 +5,7 @@ mod attach;
 mod cni;
 mod discover;
 mod dns;
+mod found;
 mod guard;
 mod packets;
 mod places;
@@ -28,8 +29,9 @@ use tracing::{debug, error};
 pub use self::places::namespace_with;
 use self::{
     attach::Attached,
-    discover::{Found, Placed, is_to_be_denied},
+    discover::{Placed, is_to_be_denied},
     dns::Dns,
+    found::Found,
     guard::Closed,
     packets::Packets,
     problems::Problems,

@@ -14,7 +14,7 @@ use dataplane_common::capture::{Enrolled, FROM_CLIENT, ListenerKey, Local};
 use socket2::{Domain, SockRef};
 use tracing::{debug, info};
 
-use super::{AS_BEFORE, Mesh, RELEASED, attach::DRAIN, discover::Found, problems::Problems};
+use super::{AS_BEFORE, Mesh, RELEASED, attach::DRAIN, found::Found, problems::Problems};
 use crate::{
     agent::{foreign, interfaces::Role},
     kernel::{self, Hook, Interface, Kernel, Namespace},

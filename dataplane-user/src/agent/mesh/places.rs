@@ -54,6 +54,24 @@ impl Places {
         Self { of, pairs }
     }
 
+    /// Forgets numbers that may have become those of other network namespaces since [`Places::look`]: the kernel gives the
+    /// number of a namespace that is gone to the next one. Call this after the visit in which namespaces were asked for
+    /// their signs.
+    pub fn confirm(&mut self) {
+        let Some(before) = &self.pairs else { return };
+        let now = Pairs::read();
+        for of in self.of.values_mut() {
+            let Ok(signs) = of else { continue };
+            match &now {
+                Ok(now) => signs.retain(|sign| match sign {
+                    Sign::Number(number) => before.leads_as(now, *number),
+                    Sign::File(_) => true,
+                }),
+                Err(error) => *of = Err(format!("cannot read the node's interfaces: {error}")),
+            }
+        }
+    }
+
     /// A workload's signs.
     ///
     /// # Errors

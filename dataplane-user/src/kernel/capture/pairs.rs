@@ -46,6 +46,12 @@ impl Pairs {
         Ok(way.and_then(|index| self.ends.get(&index).copied()))
     }
 
+    /// Whether in `now`, read later, the same interfaces lead to a number. If not, the number may be that of another network
+    /// namespace now.
+    pub fn leads_as(&self, now: &Self, number: i32) -> bool {
+        same(&self.ends, &now.ends, number)
+    }
+
     /// The number of a network namespace, as in [`Pairs::behind`]; none if it has none.
     ///
     /// # Errors
@@ -53,6 +59,15 @@ impl Pairs {
     pub fn number(&mut self, namespace: &Namespace) -> io::Result<Option<i32>> {
         number(&mut self.netlink, namespace)
     }
+}
+
+/// Whether the same interfaces lead to a number.
+fn same(before: &BTreeMap<u32, i32>, now: &BTreeMap<u32, i32>, number: i32) -> bool {
+    let leading = |ends: &BTreeMap<u32, i32>| -> Vec<u32> {
+        let ends = ends.iter().filter(|(_, end)| **end == number);
+        ends.map(|(index, _)| *index).collect()
+    };
+    leading(before) == leading(now)
 }
 
 /// The number of the network namespace that has the other end of a pair; none if the interface is no end of a pair, or
@@ -72,4 +87,18 @@ fn other_end(link: &LinkMessage) -> Option<i32> {
         }
     }
     number.filter(|id| is_pair && *id >= 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_number_that_another_interface_leads_to_may_be_anothers() {
+        let before = BTreeMap::from([(7, 5), (8, 6)]);
+        // Interface 7 went with its network namespace, and a new pair's other end got number 5.
+        assert!(!same(&before, &BTreeMap::from([(8, 6), (9, 5)]), 5));
+        assert!(same(&before, &BTreeMap::from([(8, 6), (9, 5)]), 6));
+        assert!(!same(&before, &BTreeMap::from([(8, 6)]), 5));
+    }
 }
