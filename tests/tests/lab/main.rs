@@ -225,8 +225,14 @@ fn main() -> ExitCode {
         differential::POLICIES,
         differential::SHARING,
     ];
-    let arguments = Arguments::from_args();
+    let mut arguments = Arguments::from_args();
     let emulated = dataplane_tests::emulated();
+    // Scenarios wait more than they compute; an emulated machine computes.
+    if !emulated && arguments.test_threads.is_none() {
+        arguments.test_threads = std::thread::available_parallelism()
+            .ok()
+            .map(|processors| 2 * processors.get());
+    }
     let required = std::env::var_os("DATAPLANE_REQUIRE_PRIVILEGES").is_some_and(|v| v == "1");
     let lab = missing(Requirement::Lab);
     let dataplane = missing(Requirement::Dataplane).or_else(|| {
