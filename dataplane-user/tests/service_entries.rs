@@ -10,7 +10,10 @@ use dataplane::{
         Planner,
         entries::{Entries, service_name},
     },
-    source::manifests::{self, Loaded},
+    source::{
+        Admitted, ExternalIps,
+        manifests::{self, Loaded},
+    },
 };
 use serde_json::{Value, json};
 
@@ -80,7 +83,7 @@ impl Served {
 
     fn next(entries: &mut Entries, objects: &[Value]) -> Self {
         let mut snapshot = load(objects, &Snapshot::default()).snapshot;
-        let taken = entries.take(&snapshot.entries, &snapshot.services, &snapshot.node, NOW);
+        let taken = entries.take(&snapshot.entries, &snapshot.services, &snapshot, NOW);
         let mut problems = snapshot.problems.to_vec();
         problems.extend(entries.problems().cloned());
         (snapshot.services, snapshot.entries) = (taken.services, taken.entries);
@@ -435,9 +438,9 @@ fn an_entry_takes_no_address_of_a_service_or_of_the_node() {
     assert_eq!(
         served.says(),
         [
-            "spec.addresses: 10.96.0.1 is not served: a Service has it, which an entry cannot take",
-            "spec.addresses: 203.0.113.1 is not served: a Service has it, which an entry cannot take",
-            "spec.addresses: 203.0.113.2 is not served: a Service has it, which an entry cannot take",
+            "spec.addresses: 10.96.0.1 is not served: a Service, an endpoint of a Service or a Pod has it",
+            "spec.addresses: 203.0.113.1 is not served: a Service, an endpoint of a Service or a Pod has it",
+            "spec.addresses: 203.0.113.2 is not served: a Service, an endpoint of a Service or a Pod has it",
             "spec.addresses: 192.0.2.200 is not served: it is an address of this node",
         ]
     );
@@ -451,6 +454,142 @@ fn an_entry_takes_no_address_of_a_service_or_of_the_node() {
         served.service("db").unwrap().external_ips.to_vec(),
         [ip("203.0.113.3")]
     );
+}
+
+/// An entry with the address of a Pod, or of the API server, would get the connections of every client of the node.
+#[test]
+fn an_entry_takes_no_address_of_a_pod_or_an_endpoint() {
+    let pod = json!({
+        "apiVersion": "v1", "kind": "Pod",
+        "metadata": { "name": "web-0", "namespace": "default" },
+        "spec": { "nodeName": "node1" },
+        "status": { "podIPs": [{ "ip": "10.244.1.5" }] },
+    });
+    let slice = json!({
+        "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
+        "metadata": {
+            "name": "web-1", "namespace": "default",
+            "labels": { "kubernetes.io/service-name": "web" },
+        },
+        "endpoints": [{ "addresses": ["203.0.113.10"] }],
+        "ports": [{ "port": 6443 }],
+    });
+    let thief = db(json!({ "addresses": ["10.244.1.5", "203.0.113.10", "203.0.113.11"] }));
+    let refused = |addresses: &[&str]| -> Vec<String> {
+        let why = "a Service, an endpoint of a Service or a Pod has it";
+        let says = |ip| format!("spec.addresses: {ip} is not served: {why}");
+        addresses.iter().map(says).collect()
+    };
+    let mut entries = Entries::new([]);
+    for (others, wanted) in [
+        (vec![], vec![]),
+        (vec![pod.clone()], vec!["10.244.1.5"]),
+        (
+            vec![pod, web("10.96.0.1"), slice.clone()],
+            vec!["10.244.1.5", "203.0.113.10"],
+        ),
+        (vec![web("10.96.0.1"), slice], vec!["203.0.113.10"]),
+        (vec![web("10.96.0.1")], vec![]),
+    ] {
+        let mut objects = others;
+        objects.push(thief.clone());
+        let served = Served::next(&mut entries, &objects);
+        let said: Vec<String> = served.says();
+        assert_eq!(said, refused(&wanted), "{objects:#?}");
+        let left = served.service("db").unwrap().external_ips.len();
+        assert_eq!(left, 3 - wanted.len());
+    }
+}
+
+#[test]
+fn an_entry_has_only_addresses_that_the_operator_admits() {
+    let entry = db(json!({ "addresses": ["192.0.2.1", "198.51.100.7", "240.240.0.9"] }));
+    let entries = load(&[entry, named("e", json!({}))], &Snapshot::default())
+        .snapshot
+        .entries;
+    let db = EntryName::new("shop", "db");
+    let ranges = |ranges: &[&str]| ranges.iter().map(|range| range.parse().unwrap()).collect();
+    for (admits, wanted) in [
+        (
+            ExternalIps::Any,
+            &["192.0.2.1", "198.51.100.7", "240.240.0.9"][..],
+        ),
+        (
+            ExternalIps::Within(ranges(&["192.0.2.0/24"])),
+            &["192.0.2.1", "240.240.0.9"],
+        ),
+        (ExternalIps::Within(Vec::new()), &["240.240.0.9"]),
+    ] {
+        let mut admitted = Admitted::new(admits);
+        let (served, changed) = admitted.take_entries(&entries);
+        let addresses: Vec<_> = served[&db]
+            .addresses
+            .iter()
+            .map(ToString::to_string)
+            .collect();
+        assert_eq!(addresses, wanted);
+        assert_eq!(served.len(), 2);
+        let is_whole = wanted.len() == 3;
+        assert_eq!(changed, !is_whole);
+        let said: Vec<_> = admitted.problems().collect();
+        assert_eq!(said.len(), usize::from(!is_whole));
+        assert!(
+            said.iter()
+                .all(|p| p.place == "ServiceEntry shop/db" && p.text.contains("198.51.100.7"))
+        );
+        // Named for as long as the addresses are there.
+        assert!(!admitted.take_entries(&entries).1);
+    }
+}
+
+/// Endpoints count once for each port: the tables and the agent's memory have them so.
+#[test]
+fn a_namespace_has_a_bound_on_endpoints_at_ports() {
+    let large = |name: &str| {
+        let ports =
+            (1..=200).map(|n| json!({ "number": n, "name": format!("p{n}"), "protocol": "TCP" }));
+        let endpoints =
+            (0..300).map(|n| json!({ "address": format!("198.51.{}.{}", n / 200, n % 200) }));
+        let fields = json!({
+            "ports": ports.collect::<Vec<_>>(),
+            "endpoints": endpoints.collect::<Vec<_>>(),
+        });
+        named(name, fields)
+    };
+    let mut other = named("c", json!({}));
+    other["metadata"]["namespace"] = json!("bank");
+    let served = Served::of(&[large("a"), large("b"), other]);
+    let said = served.says();
+    assert_eq!(said.len(), 1, "{said:?}");
+    assert!(
+        said[0].contains("namespace shop have more than 100000 endpoints"),
+        "{said:?}"
+    );
+    let of = |name: &str| served.service(name).map(|s| s.ports[0].endpoints.len());
+    let mut counts = [of("a"), of("b")];
+    counts.sort_unstable();
+    // The host keeps its addresses, so that connections are refused and do not go elsewhere.
+    assert_eq!(counts, [Some(0), Some(300)]);
+    assert_eq!(Served::of(&[large("b")]).says(), [""; 0]);
+}
+
+/// An older Service's external IP does not take an address that a host was given.
+#[test]
+fn a_service_takes_no_address_that_a_host_was_given() {
+    let mut entries = Entries::new([]);
+    let served = Served::next(&mut entries, &[db(json!({}))]);
+    let vip = served.vips("db").remove(0);
+    let mut thief = web("10.96.0.1");
+    thief["metadata"]["creationTimestamp"] = json!("2020-01-01T00:00:00Z");
+    thief["spec"]["externalIPs"] = json!([vip]);
+    thief["spec"]["ports"][0]["port"] = json!(5432);
+    let served = Served::next(&mut entries, &[db(json!({})), thief]);
+    let mut planner = Planner::new();
+    planner.plan(&served.snapshot);
+    let conflicts = planner.conflicts();
+    assert_eq!(conflicts.len(), 1);
+    let entry = service_name(&EntryName::new("shop", "db"));
+    assert_eq!(conflicts[0].winner, entry);
 }
 
 /// An address that one entry was given is not taken by another that names it, even if that is older.
@@ -600,17 +739,17 @@ fn what_did_not_change_is_shared() {
         .collect();
     let mut entries = Entries::new([]);
     let before = load(&all, &Snapshot::default()).snapshot;
-    let first = entries.take(&before.entries, &before.services, &before.node, NOW);
+    let first = entries.take(&before.entries, &before.services, &before, NOW);
     let mut others = all.clone();
     others[7] = named(
         "e7",
         json!({ "endpoints": [{ "address": "198.51.100.9" }] }),
     );
     let after = load(&others, &before).snapshot;
-    let second = entries.take(&after.entries, &after.services, &after.node, NOW);
+    let second = entries.take(&after.entries, &after.services, &after, NOW);
     assert_eq!(first.services.diff(&second.services).count(), 1);
     assert_eq!(second.records, []);
-    let third = entries.take(&after.entries, &after.services, &after.node, NOW);
+    let third = entries.take(&after.entries, &after.services, &after, NOW);
     assert_eq!(second.services.diff(&third.services).count(), 0);
 }
 
@@ -625,7 +764,7 @@ fn the_address_in_the_docs_is_the_one_that_the_example_gets() {
     let node = Node::default();
     let loaded = manifests::load_reusing(&Snapshot::default(), &[example.into()], &node).unwrap();
     let snapshot = loaded.snapshot;
-    let taken = Entries::new([]).take(&snapshot.entries, &snapshot.services, &node, NOW);
+    let taken = Entries::new([]).take(&snapshot.entries, &snapshot.services, &snapshot, NOW);
     let service = &taken.services[&service_name(&EntryName::new("shop", "orders-db"))];
     let shown = format!(
         "shop/serviceentry:orders-db  {}:5432/tcp",

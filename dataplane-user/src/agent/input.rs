@@ -224,11 +224,12 @@ impl Input {
 
     /// Serves what can be served on this node as it is now; whether something else is left out than before.
     fn serve(&mut self) -> bool {
-        let (services, mut changed) = self.admitted.take(&self.services, &self.snapshot.node);
+        let node = &self.snapshot.node;
+        let (services, mut changed) = self.admitted.take(&self.services, node);
+        let (entries, others) = self.admitted.take_entries(&self.view_entries);
+        changed |= others;
         let now = admin::now();
-        let taken = self
-            .entries
-            .take(&self.view_entries, &services, &self.snapshot.node, now);
+        let taken = self.entries.take(&entries, &services, &self.snapshot, now);
         if let Some(remembered) = &mut self.remembered {
             let before = remembered.problem().is_some();
             remembered.note(&taken.records, || self.entries.records());

@@ -3,8 +3,8 @@
 //! An entry becomes a [`Service`] of its own kind, with a name that no Service can have. Its VIPs are those that its
 //! hosts were given and those that it names itself. So budgets, claims and the order of writes are those of services.
 //!
-//! Whoever may write entries in one namespace takes no address of others: neither one that a Service has, on whatever
-//! port, nor one of this node.
+//! An author of entries in one namespace takes no address of others: neither one that a Service, an endpoint of a Service
+//! or a Pod has, on whatever port, nor one of this node.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -17,8 +17,9 @@ use smallvec::SmallVec;
 
 use super::vips::{Age, HostName, Record, Vips};
 use crate::model::{
-    At, Endpoint, Entry, EntryName, EntryResolution, Gravity, Hints, Host, Node, Problem, Records,
-    Service, ServiceName, ServicePort, ServiceType, TrafficPolicy, Weights,
+    At, Endpoint, Entry, EntryName, EntryResolution, Gravity, Hints, Host, Problem, Records,
+    Service, ServiceName, ServicePort, ServiceType, Snapshot, TrafficPolicy, Weights, Workload,
+    WorkloadName,
 };
 
 /// Adds the services of entries to those of the cluster. Each step takes time for what changed.
@@ -28,9 +29,10 @@ pub struct Entries {
     /// As they were last.
     last: OrdMap<EntryName, Arc<Entry>>,
     base: OrdMap<ServiceName, Arc<Service>>,
+    workloads: OrdMap<WorkloadName, Arc<Workload>>,
     /// The node's own addresses.
     own: Vec<IpAddr>,
-    /// How many Services have each address; empty while no entry names one.
+    /// How many Services, endpoints of Services and Pods have each address; empty while no entry names an address.
     taken: HashMap<IpAddr, u32>,
     /// The entries that name each address, or have it from a control plane.
     naming: HashMap<IpAddr, BTreeSet<EntryName>>,
@@ -66,6 +68,7 @@ impl Entries {
             vips: Vips::new(records),
             last: OrdMap::new(),
             base: OrdMap::new(),
+            workloads: OrdMap::new(),
             own: Vec::new(),
             taken: HashMap::new(),
             naming: HashMap::new(),
@@ -76,26 +79,21 @@ impl Entries {
         }
     }
 
-    /// Adds the services of `entries` to `services`. `now`: in seconds since the epoch.
+    /// Adds the services of `entries` to `services`. Takes the other objects from `snapshot`. `now`: in seconds since the
+    /// epoch.
     pub fn take(
         &mut self,
         entries: &OrdMap<EntryName, Arc<Entry>>,
         services: &OrdMap<ServiceName, Arc<Service>>,
-        node: &Node,
+        snapshot: &Snapshot,
         now: u64,
     ) -> Taken {
+        let node = &snapshot.node;
         let mut dirty = BTreeSet::new();
         let knew_none = self.naming.is_empty();
         let last = std::mem::replace(&mut self.last, entries.clone());
         for change in last.diff(entries) {
-            let (old, new) = match change {
-                DiffItem::Add(_, new) => (None, Some(new)),
-                DiffItem::Update {
-                    old: (_, old),
-                    new: (_, new),
-                } => (Some(old), Some(new)),
-                DiffItem::Remove(_, old) => (Some(old), None),
-            };
+            let (_, old, new) = sides(&change);
             for (entry, is_there) in old
                 .map(|old| (old, false))
                 .into_iter()
@@ -105,7 +103,17 @@ impl Entries {
                 dirty.insert(entry.name.clone());
             }
         }
+        if self.naming.is_empty() {
+            self.taken.clear();
+        } else if knew_none {
+            let of_services = services.values().flat_map(|service| taken_by(service));
+            let of_pods = snapshot.workloads.values().flat_map(|pod| &pod.addresses);
+            for address in of_services.chain(of_pods.copied()) {
+                *self.taken.entry(address).or_default() += 1;
+            }
+        }
         self.base(services, knew_none, &mut dirty);
+        self.pods(&snapshot.workloads, knew_none, &mut dirty);
         if self.own != node.own {
             self.own.clone_from(&node.own);
             dirty.extend(self.naming.values().flatten().cloned());
@@ -179,53 +187,80 @@ impl Entries {
         }
     }
 
-    /// Takes in the services of the cluster. `knew_none`: no entry named an address before.
+    /// Takes in the services of the cluster.
     fn base(
         &mut self,
         services: &OrdMap<ServiceName, Arc<Service>>,
         knew_none: bool,
         dirty: &mut BTreeSet<EntryName>,
     ) {
-        if self.naming.is_empty() {
-            self.taken.clear();
-        } else if knew_none {
-            for address in services.values().flat_map(|service| addresses(service)) {
-                *self.taken.entry(address).or_default() += 1;
-            }
-        }
-        let counts = !self.naming.is_empty() && !knew_none;
+        let counts = self.counts(knew_none);
         let base = std::mem::replace(&mut self.base, services.clone());
         for change in base.diff(services) {
-            let (name, old, new) = match change {
-                DiffItem::Add(name, new) => (name, None, Some(new)),
-                DiffItem::Update {
-                    old: (_, old),
-                    new: (name, new),
-                } => (name, Some(old), Some(new)),
-                DiffItem::Remove(name, old) => (name, Some(old), None),
-            };
+            let (name, old, new) = sides(&change);
             match new {
                 Some(new) => _ = self.services.insert(name.clone(), Arc::clone(new)),
                 None => _ = self.services.remove(name),
             }
-            if !counts {
-                continue;
+            if counts {
+                let old = old.into_iter().flat_map(|service| taken_by(service));
+                let new = new.into_iter().flat_map(|service| taken_by(service));
+                self.recount(old, new, dirty);
             }
-            let gone = old.into_iter().flat_map(|service| addresses(service));
-            for address in gone {
-                if let Some(count) = self.taken.get_mut(&address) {
-                    *count -= 1;
-                    if *count == 0 {
-                        self.taken.remove(&address);
-                        dirty.extend(self.naming.get(&address).into_iter().flatten().cloned());
-                    }
-                }
+        }
+    }
+
+    /// Takes in the Pods.
+    fn pods(
+        &mut self,
+        workloads: &OrdMap<WorkloadName, Arc<Workload>>,
+        knew_none: bool,
+        dirty: &mut BTreeSet<EntryName>,
+    ) {
+        let counts = self.counts(knew_none);
+        let last = std::mem::replace(&mut self.workloads, workloads.clone());
+        if !counts {
+            return;
+        }
+        for change in last.diff(workloads) {
+            let (_, old, new) = sides(&change);
+            let addresses = |pod: Option<&Arc<Workload>>| -> Vec<IpAddr> {
+                pod.map_or_else(Vec::new, |pod| pod.addresses.iter().copied().collect())
+            };
+            self.recount(addresses(old), addresses(new), dirty);
+        }
+    }
+
+    /// Whether changes are counted: not while no entry names an address, nor when that has just become otherwise, since
+    /// all is counted anew then.
+    fn counts(&self, knew_none: bool) -> bool {
+        !self.naming.is_empty() && !knew_none
+    }
+
+    /// Counts addresses that were taken and are taken now. Entries are dirty that name an address whose case is another
+    /// one.
+    fn recount(
+        &mut self,
+        old: impl IntoIterator<Item = IpAddr>,
+        new: impl IntoIterator<Item = IpAddr>,
+        dirty: &mut BTreeSet<EntryName>,
+    ) {
+        let mut changed = |address: &IpAddr| {
+            dirty.extend(self.naming.get(address).into_iter().flatten().cloned());
+        };
+        for address in new {
+            let count = self.taken.entry(address).or_default();
+            *count += 1;
+            if *count == 1 {
+                changed(&address);
             }
-            for address in new.into_iter().flat_map(|service| addresses(service)) {
-                let count = self.taken.entry(address).or_default();
-                *count += 1;
-                if *count == 1 {
-                    dirty.extend(self.naming.get(&address).into_iter().flatten().cloned());
+        }
+        for address in old {
+            if let Some(count) = self.taken.get_mut(&address) {
+                *count -= 1;
+                if *count == 0 {
+                    self.taken.remove(&address);
+                    changed(&address);
                 }
             }
         }
@@ -310,7 +345,7 @@ impl Entries {
         if self.own.contains(&address) {
             Err("it is an address of this node")
         } else if self.taken.contains_key(&address) {
-            Err("a Service has it, which an entry cannot take")
+            Err("a Service, an endpoint of a Service or a Pod has it")
         } else {
             Ok(())
         }
@@ -384,10 +419,26 @@ fn named(entry: &Entry) -> impl Iterator<Item = IpAddr> + '_ {
     entry.addresses.iter().chain(assigned).copied()
 }
 
-/// The addresses of a service.
-fn addresses(service: &Service) -> impl Iterator<Item = IpAddr> + '_ {
-    let all = service.cluster_ips.iter().chain(&service.external_ips);
-    all.chain(&service.load_balancer_ips).copied()
+/// The addresses that no entry takes from a service: its own, and those of its endpoints.
+fn taken_by(service: &Service) -> impl Iterator<Item = IpAddr> + '_ {
+    let own = service.cluster_ips.iter().chain(&service.external_ips);
+    let own = own.chain(&service.load_balancer_ips).copied();
+    let endpoints = service.ports.iter().flat_map(|port| &port.endpoints);
+    own.chain(endpoints.map(|endpoint| endpoint.addr))
+}
+
+/// The key of a change, and what was there before and is there now.
+fn sides<'a, K: Ord, V: PartialEq>(
+    change: &DiffItem<'a, 'a, K, V>,
+) -> (&'a K, Option<&'a V>, Option<&'a V>) {
+    match *change {
+        DiffItem::Add(key, new) => (key, None, Some(new)),
+        DiffItem::Update {
+            old: (_, old),
+            new: (key, new),
+        } => (key, Some(old), Some(new)),
+        DiffItem::Remove(key, old) => (key, Some(old), None),
+    }
 }
 
 /// Whether a service has an endpoint of IPv4, and of IPv6.

@@ -44,12 +44,12 @@ pub(super) enum Claim {
     NodePort,
     /// `status.loadBalancer.ingress`.
     LoadBalancer,
+    /// An address that this node gave to a host of a ServiceEntry.
+    GivenToEntry,
     /// `spec.externalIPs`.
     ExternalIp,
     /// A pod's `hostPort`.
     HostPort,
-    /// An address that this node gave to a host of a ServiceEntry.
-    GivenToEntry,
     /// `spec.addresses` of a ServiceEntry, and those of its `status`.
     NamedByEntry,
 }

@@ -37,7 +37,7 @@ pub struct Node {
         hide_env_values = true
     )]
     pub node_port_addresses: Vec<Range>,
-    /// Serve `externalIPs` of Services only in these ranges, or `none` of them [default: all]
+    /// Serve `externalIPs` of Services and addresses of ServiceEntries only in these ranges, or `none` [default: all]
     ///
     /// `dataplane status` names the external IPs that are left out. Kubernetes' admission plugin
     /// `DenyServiceExternalIPs` forbids new external IPs and leaves existing ones.

@@ -1,15 +1,26 @@
-//! Which `externalIPs` of Services the operator admits.
+//! Which `externalIPs` of Services, and addresses of ServiceEntries, the operator admits.
 //!
-//! Whoever may write a Service in his own namespace writes `externalIPs`, and so takes an address of the world for every
-//! client of the node. Kubernetes' admission plugin `DenyServiceExternalIPs` forbids new ones and leaves those that there are.
+//! An author of Services in one namespace writes `externalIPs`, and so takes an address of the world for every client of
+//! the node. A ServiceEntry's `addresses` do the same. Kubernetes' admission plugin `DenyServiceExternalIPs` forbids new
+//! `externalIPs` and leaves those that there are; it knows no ServiceEntries.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-use ipnet::IpNet;
+use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 
-use crate::model::{Gravity, Problem, Service, ServiceType};
+use crate::model::{Entry, Gravity, Problem, Service, ServiceType};
 
-/// The external IPs that are served.
+/// The ranges from which a control plane gives addresses to hosts of ServiceEntries, as Istio has them. An author takes
+/// nothing of others there: addresses that this node gave go before.
+const ALLOCATED: [IpNet; 2] = [
+    IpNet::V4(Ipv4Net::new_assert(Ipv4Addr::new(240, 240, 0, 0), 16)),
+    IpNet::V6(Ipv6Net::new_assert(
+        Ipv6Addr::new(0x2001, 2, 0, 0, 0, 0, 0, 0),
+        48,
+    )),
+];
+
+/// The external addresses that are served.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ExternalIps {
     /// All of them.
@@ -42,6 +53,32 @@ impl ExternalIps {
         };
         let mut rest = service.clone();
         rest.external_ips.retain(|ip| self.admits(*ip));
+        Some((rest, problem))
+    }
+
+    /// A ServiceEntry without the addresses that are not admitted, and what is said of these; none if all are admitted.
+    pub fn left_out_of(&self, entry: &Entry) -> Option<(Entry, Problem)> {
+        let admits = |ip: &IpAddr| self.admits(*ip) || ALLOCATED.iter().any(|net| net.contains(ip));
+        let given = entry.hosts.iter().flat_map(|host| &host.assigned);
+        let left_out = entry.addresses.iter().chain(given).filter(|ip| !admits(ip));
+        let left_out: Vec<_> = left_out.map(ToString::to_string).collect();
+        if left_out.is_empty() {
+            return None;
+        }
+        let problem = Problem {
+            gravity: Gravity::Warning,
+            place: format!("ServiceEntry {}", entry.name),
+            text: format!(
+                "addresses {} are not served, because node.externalIPs does not admit them. Remove them from the \
+                 ServiceEntry, or add them to node.externalIPs (--external-ips)",
+                left_out.join(", ")
+            ),
+        };
+        let mut rest = entry.clone();
+        rest.addresses.retain(|ip| admits(ip));
+        for host in &mut rest.hosts {
+            host.assigned.retain(|ip| admits(ip));
+        }
         Some((rest, problem))
     }
 

@@ -8,11 +8,12 @@ use std::{
 use imbl::OrdMap;
 
 use super::{Candidate, ServiceEntry};
-use crate::model::{Backend, Entry, EntryName, Gravity, Problem, ServiceName};
+use crate::model::{Backend, Entry, EntryName, EntryResolution, Gravity, Problem, ServiceName};
 
-/// Endpoints that the ServiceEntries of one namespace may select together. Each selects as many as there are: without a
-/// bound, a thousand entries and a thousand WorkloadEntries would be a million endpoints.
-const SELECTED_MAX: usize = 100_000;
+/// Endpoints that the ServiceEntries of one namespace may have together, each counted once for each port of its entry, as
+/// the tables have it. Without a bound, one object of a megabyte would be hundreds of millions of endpoints, and a
+/// thousand entries that select a thousand WorkloadEntries a million.
+const ENDPOINTS_MAX: usize = 100_000;
 
 /// What is selected: whether it is a pod, and its name.
 type CandidateName = (bool, ServiceName);
@@ -22,16 +23,16 @@ type LabelIn = (Box<str>, Box<str>, Box<str>);
 /// The ServiceEntries of a source with their endpoints. A change takes time for what it changes.
 #[derive(Debug, Default)]
 pub struct Entries {
-    /// Those with a selector.
+    /// Entries with a selector, and others whose endpoints are not in `joined`.
     selecting: HashMap<EntryName, ServiceEntry>,
-    /// The same by the first label that they ask for.
+    /// Entries with a selector by the first label that they ask for.
     by_label: HashMap<LabelIn, BTreeSet<EntryName>>,
     candidates: HashMap<CandidateName, Candidate>,
     candidates_by_label: HashMap<LabelIn, BTreeSet<CandidateName>>,
-    /// How many endpoints each entry with a selector has at most, and the sums of namespaces.
-    selected: HashMap<EntryName, usize>,
+    /// How many endpoints each entry has at most, and the sums of namespaces.
+    sizes: HashMap<EntryName, usize>,
     sums: HashMap<Box<str>, usize>,
-    /// Entries that select more than their namespace may.
+    /// Entries that have more than their namespace may.
     over: BTreeMap<EntryName, Problem>,
     /// Entries whose endpoints may be others.
     dirty: BTreeSet<EntryName>,
@@ -53,11 +54,9 @@ impl Entries {
         self.forget(&name);
         if let Some(label) = first_label(&entry) {
             self.by_label.entry(label).or_default().insert(name.clone());
-            self.dirty.insert(name.clone());
-            self.selecting.insert(name, entry);
-        } else {
-            self.keep(entry.entry);
         }
+        self.dirty.insert(name.clone());
+        self.selecting.insert(name, entry);
     }
 
     /// An entry is gone.
@@ -103,7 +102,7 @@ impl Entries {
 
     /// Whether an entry selects pods, wherever they are.
     pub fn select(&self) -> bool {
-        !self.selecting.is_empty()
+        !self.by_label.is_empty()
     }
 
     /// The entries that there are.
@@ -129,7 +128,7 @@ impl Entries {
         self.joined.clone()
     }
 
-    /// Entries that have no endpoints, because they select too many.
+    /// Names entries that have no endpoints, because their namespace has too many.
     pub fn problems(&self) -> impl Iterator<Item = &Problem> {
         self.over.values()
     }
@@ -138,35 +137,20 @@ impl Entries {
         let Some(entry) = self.selecting.get(name) else {
             return;
         };
-        let named = first_label(entry).and_then(|label| self.candidates_by_label.get(&label));
-        let most = named.map_or(0, BTreeSet::len);
-        let sum = self.sums.entry(name.namespace().into()).or_default();
-        *sum -= self.selected.remove(name).unwrap_or_default();
-        let fits = *sum + most <= SELECTED_MAX;
-        let mut joined = entry.entry.clone();
-        if fits {
-            *sum += most;
-            self.selected.insert(name.clone(), most);
-            self.over.remove(name);
-            let wanted = entry.selector.iter().flatten();
-            let all = named.into_iter().flatten();
-            let all = all.filter_map(|name| self.candidates.get(name));
-            let chosen = all.filter(|candidate| {
-                let mut wanted = wanted.clone();
-                wanted.all(|(key, value)| candidate.labels.get(key) == Some(value))
-            });
-            joined.backends = chosen.flat_map(|chosen| chosen.backends.clone()).collect();
-            joined.backends.sort_unstable();
-            joined.backends.dedup_by(|a, b| {
-                Backend {
-                    local: b.local,
-                    ..a.clone()
-                } == *b
-            });
+        let label = first_label(entry);
+        let named = label.and_then(|label| self.candidates_by_label.get(&label));
+        let endpoints = if entry.selector.is_some() {
+            named.map_or(0, BTreeSet::len)
         } else {
+            entry.entry.backends.len()
+        };
+        let size = endpoints * entry.entry.ports.len();
+        let sum = self.sums.entry(name.namespace().into()).or_default();
+        *sum -= self.sizes.remove(name).unwrap_or_default();
+        if *sum + size > ENDPOINTS_MAX {
             let text = format!(
-                "spec.workloadSelector: has none of its endpoints, so connections to it are refused: the entries of \
-                 namespace {} select more than {SELECTED_MAX} endpoints together. Select fewer",
+                "has none of its endpoints, so connections to it are refused: the entries of namespace {} have more than \
+                 {ENDPOINTS_MAX} endpoints together, each counted for each port. Name or select fewer",
                 name.namespace()
             );
             let problem = Problem {
@@ -175,7 +159,35 @@ impl Entries {
                 text,
             };
             self.over.insert(name.clone(), problem);
+            let mut joined = without_endpoints(&entry.entry);
+            // The hosts are not its endpoints either.
+            joined.resolution = EntryResolution::Static;
+            return self.keep(joined);
         }
+        *sum += size;
+        self.sizes.insert(name.clone(), size);
+        self.over.remove(name);
+        let Some(wanted) = &entry.selector else {
+            if let Some(whole) = self.selecting.remove(name) {
+                self.keep(whole.entry);
+            }
+            return;
+        };
+        let mut joined = without_endpoints(&entry.entry);
+        let all = named.into_iter().flatten();
+        let all = all.filter_map(|name| self.candidates.get(name));
+        let chosen = all.filter(|candidate| {
+            let mut wanted = wanted.iter();
+            wanted.all(|(key, value)| candidate.labels.get(key) == Some(value))
+        });
+        joined.backends = chosen.flat_map(|chosen| chosen.backends.clone()).collect();
+        joined.backends.sort_unstable();
+        joined.backends.dedup_by(|a, b| {
+            Backend {
+                local: b.local,
+                ..a.clone()
+            } == *b
+        });
         self.keep(joined);
     }
 
@@ -191,10 +203,17 @@ impl Entries {
     }
 
     fn forget(&mut self, name: &EntryName) {
-        let Some(entry) = self.selecting.remove(name) else {
-            return;
-        };
-        if let Some(label) = first_label(&entry)
+        if let Some(size) = self.sizes.remove(name) {
+            if let Some(sum) = self.sums.get_mut(name.namespace()) {
+                *sum -= size;
+            }
+            // There may be room for these now.
+            self.dirty.extend(self.over.keys().cloned());
+        }
+        self.over.remove(name);
+        self.dirty.remove(name);
+        let entry = self.selecting.remove(name);
+        if let Some(label) = entry.as_ref().and_then(first_label)
             && let Some(named) = self.by_label.get_mut(&label)
         {
             named.remove(name);
@@ -202,11 +221,19 @@ impl Entries {
                 self.by_label.remove(&label);
             }
         }
-        if let Some(sum) = self.sums.get_mut(name.namespace()) {
-            *sum -= self.selected.remove(name).unwrap_or_default();
-        }
-        self.over.remove(name);
-        self.dirty.remove(name);
+    }
+}
+
+/// An entry as it is without its endpoints.
+fn without_endpoints(entry: &Entry) -> Entry {
+    Entry {
+        backends: Vec::new(),
+        name: entry.name.clone(),
+        hosts: entry.hosts.clone(),
+        addresses: entry.addresses.clone(),
+        export_to: entry.export_to.clone(),
+        ports: entry.ports.clone(),
+        ..*entry
     }
 }
 
