@@ -3,11 +3,9 @@
 
 use std::{
     io,
-    pin::{Pin, pin},
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-    },
+    net::SocketAddr,
+    pin::Pin,
+    sync::Arc,
     task::{Context, Poll},
     time::Duration,
 };
@@ -15,11 +13,12 @@ use std::{
 use axum::serve::Listener;
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
-    sync::{Notify, OwnedSemaphorePermit, Semaphore},
     time::{Instant, Sleep, sleep},
 };
 
-/// Connections of a port at the same time. More wait in the kernel.
+use super::places::{Phase, Place, Places, Share, Shared};
+
+/// Connections of a port at the same time. For a further one, [another ends](super::places).
 const CONNECTIONS: usize = 64;
 /// The same of a port that load balancers ask.
 const CHECKS: usize = 256;
@@ -38,60 +37,14 @@ const ANSWER: Duration = Duration::from_mins(1);
 #[derive(Debug)]
 pub struct Limited<L> {
     listener: L,
-    connections: usize,
-    free: Arc<Semaphore>,
+    places: Arc<Places>,
     shared: Option<Arc<Shared>>,
     times: Times,
 }
 
-/// Connections that several ports have together. A port has at most as many as are free, so a port whose clients take
-/// all that they can get leaves some for each other port.
-#[derive(Debug)]
-pub struct Shared {
-    max: usize,
-    open: AtomicUsize,
-    closed: Notify,
-}
-
-impl Default for Shared {
-    fn default() -> Self {
-        Self::new(ALL_CHECKS)
-    }
-}
-
-impl Shared {
-    fn new(max: usize) -> Self {
-        Self {
-            max,
-            open: AtomicUsize::new(0),
-            closed: Notify::new(),
-        }
-    }
-
-    /// Waits until a port may have another connection. `own`: how many it has with that one.
-    async fn take(self: Arc<Self>, own: impl Fn() -> usize) -> Share {
-        loop {
-            let mut closed = pin!(self.closed.notified());
-            closed.as_mut().enable();
-            let open = self.open.load(Ordering::Relaxed);
-            if own() <= self.max.saturating_sub(open) {
-                self.open.fetch_add(1, Ordering::Relaxed);
-                return Share(Arc::clone(&self));
-            }
-            closed.await;
-        }
-    }
-}
-
-/// A connection's place among those of several ports.
-#[derive(Debug)]
-struct Share(Arc<Shared>);
-
-impl Drop for Share {
-    fn drop(&mut self) {
-        self.0.open.fetch_sub(1, Ordering::Relaxed);
-        self.0.closed.notify_waiters();
-    }
+/// The places of all services' ports for health checks.
+pub fn all_checks() -> Arc<Shared> {
+    Arc::new(Shared::new(ALL_CHECKS))
 }
 
 /// How long a connection may be in each phase.
@@ -125,6 +78,7 @@ impl<L> Limited<L> {
 
     /// Likewise, for a port that shares connections with others.
     pub fn sharing(self, shared: &Arc<Shared>) -> Self {
+        shared.add(&self.places);
         Self {
             shared: Some(Arc::clone(shared)),
             ..self
@@ -134,33 +88,28 @@ impl<L> Limited<L> {
     fn with(listener: L, connections: usize, times: Times) -> Self {
         Self {
             listener,
-            connections,
-            free: Arc::new(Semaphore::new(connections)),
+            places: Places::new(connections),
             shared: None,
             times,
         }
     }
 }
 
-impl<L: Listener> Listener for Limited<L> {
+impl<L: Listener<Addr = SocketAddr>> Listener for Limited<L> {
     type Io = Connection<L::Io>;
-    type Addr = L::Addr;
+    type Addr = SocketAddr;
 
     async fn accept(&mut self) -> (Self::Io, Self::Addr) {
-        // It is never closed, so this never fails.
-        let place = Arc::clone(&self.free).acquire_owned().await.ok();
         let (io, addr) = self.listener.accept().await;
-        // Only with a client: an idle port has none of what ports share.
+        let place = self.places.take(addr.ip()).await;
         let share = match &self.shared {
-            Some(shared) => {
-                let own = || self.connections - self.free.available_permits();
-                Some(Arc::clone(shared).take(own).await)
-            }
+            Some(shared) => Some(Arc::clone(shared).take(&place).await),
             None => None,
         };
         let connection = Connection {
             io,
-            _place: (place, share),
+            place,
+            _share: share,
             times: self.times,
             phase: Phase::Idle,
             ends: Box::pin(sleep(self.times.idle)),
@@ -177,23 +126,12 @@ impl<L: Listener> Listener for Limited<L> {
 #[derive(Debug)]
 pub struct Connection<I> {
     io: I,
-    _place: (Option<OwnedSemaphorePermit>, Option<Share>),
+    place: Place,
+    _share: Option<Share>,
     times: Times,
     phase: Phase,
     /// When the phase ends, and with it the connection.
     ends: Pin<Box<Sleep>>,
-}
-
-/// What a connection is waiting for. Bytes that arrive or leave within a phase do not extend it: a client that sends or
-/// reads a byte at a time would keep its connection for ever.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Phase {
-    /// For a request: the connection is new, or its last answer has been sent.
-    Idle,
-    /// For the rest of a request, and for its answer.
-    Request,
-    /// For the client to read its answer.
-    Answer,
 }
 
 impl<I> Connection<I> {
@@ -214,9 +152,10 @@ impl<I> Connection<I> {
         };
         self.phase = phase;
         self.ends.as_mut().reset(ends);
+        self.place.begin(phase);
     }
 
-    /// Waits no longer than the phase lasts.
+    /// Waits no longer than the phase lasts, and only until another connection is to have the place.
     fn in_time<T>(
         &mut self,
         context: &mut Context<'_>,
@@ -224,6 +163,9 @@ impl<I> Connection<I> {
     ) -> Poll<io::Result<T>> {
         if result.is_ready() {
             return result;
+        }
+        if Pin::new(&mut self.place.ends).poll(context).is_ready() {
+            return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
         }
         let ended = self.ends.as_mut().poll(context);
         ended.map(|()| Err(io::ErrorKind::TimedOut.into()))
@@ -290,7 +232,7 @@ mod tests {
     use axum::{Router, routing::get};
     use tokio::{
         io::{AsyncReadExt as _, AsyncWriteExt as _},
-        net::{TcpListener, TcpStream},
+        net::{TcpListener, TcpSocket, TcpStream},
         time::timeout,
     };
 
@@ -306,8 +248,66 @@ mod tests {
         answered.is_ok_and(|read| read.is_ok()) && &answer == b"HTTP/1.1 200"
     }
 
+    /// Connects from an address of loopback.
+    async fn from(client: [u8; 4], at: SocketAddr) -> TcpStream {
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.bind((client, 0).into()).unwrap();
+        socket.connect(at).await.unwrap()
+    }
+
+    /// How many of these the server has not closed.
+    async fn are_open(clients: &mut [TcpStream]) -> usize {
+        let mut open = 0;
+        for client in clients {
+            let mut rest = [0; 4096];
+            loop {
+                match timeout(SOON / 6, client.read(&mut rest)).await {
+                    Ok(Ok(1..)) => {}
+                    Ok(_) => break,
+                    Err(_) => {
+                        open += 1;
+                        break;
+                    }
+                }
+            }
+        }
+        open
+    }
+
+    const HOG: [u8; 4] = [127, 0, 0, 2];
+    const OTHER: [u8; 4] = [127, 0, 0, 3];
+    const THIRD: [u8; 4] = [127, 0, 0, 4];
+
     #[tokio::test]
-    async fn more_connections_wait_until_others_end_or_have_said_nothing_for_too_long() {
+    async fn a_client_that_takes_all_places_keeps_nobody_waiting() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let at = listener.local_addr().unwrap();
+        let limited = Limited::with(listener, 8, Times::default());
+        let router = Router::new().route("/", get(async || "hello"));
+        let server = tokio::spawn(async { axum::serve(limited, router).await });
+        let mut other = from(OTHER, at).await;
+        assert!(asks(&mut other).await);
+        // Some say nothing, and others ask and keep the connection.
+        let mut hogs = Vec::new();
+        for n in 0..20 {
+            let mut hog = from(HOG, at).await;
+            assert!(n % 3 != 0 || asks(&mut hog).await, "{n}");
+            hogs.push(hog);
+        }
+        let mut third = from(THIRD, at).await;
+        assert!(asks(&mut third).await);
+        // Whoever has few connections keeps them.
+        let mut few = [other, third];
+        assert_eq!(are_open(&mut few).await, 2);
+        assert_eq!(are_open(&mut hogs).await, 6);
+        for client in &mut few {
+            assert!(asks(client).await);
+        }
+        server.abort();
+    }
+
+    #[tokio::test]
+    async fn a_connection_that_says_nothing_ends() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let at = listener.local_addr().unwrap();
         let idle = SOON * 4;
@@ -315,32 +315,23 @@ mod tests {
             idle,
             ..Times::default()
         };
-        let limited = Limited::with(listener, 2, times);
+        let limited = Limited::with(listener, 8, times);
         let router = Router::new().route("/", get(async || "hello"));
         let server = tokio::spawn(async { axum::serve(limited, router).await });
-        let connect = async || TcpStream::connect(at).await.unwrap();
-        let (mut first, mut second) = (connect().await, connect().await);
-        assert!(asks(&mut first).await && asks(&mut second).await);
-        let mut third = connect().await;
-        assert!(!asks(&mut third).await, "a third one at the same time");
-        drop(first);
-        // What it has asked is answered now.
-        let mut answer = [0; 12];
-        let read = timeout(idle, third.read_exact(&mut answer)).await;
-        assert!(read.is_ok_and(|read| read.is_ok()));
-        // The two that there are say nothing more.
-        let mut fourth = connect().await;
-        assert!(!asks(&mut fourth).await);
-        let read = timeout(idle * 3, fourth.read_exact(&mut answer)).await;
-        assert!(read.is_ok_and(|read| read.is_ok()));
+        let mut clients = [from(HOG, at).await, from(HOG, at).await];
+        assert!(asks(&mut clients[0]).await);
+        assert_eq!(are_open(&mut clients).await, 2);
+        sleep(idle).await;
+        assert_eq!(are_open(&mut clients).await, 0);
         server.abort();
     }
 
     #[tokio::test]
-    async fn ports_that_share_leave_each_other_some() {
-        let shared = Arc::new(Shared::new(6));
+    async fn of_ports_that_share_the_one_with_most_connections_loses_one() {
+        const PORTS: usize = 20;
+        let shared = Arc::new(Shared::new(PORTS + 4));
         let mut ports = Vec::new();
-        for _ in 0..3 {
+        for _ in 0..PORTS {
             let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
             let at = listener.local_addr().unwrap();
             let limited = Limited::with(listener, 100, Times::default()).sharing(&shared);
@@ -348,27 +339,28 @@ mod tests {
             let server = tokio::spawn(async { axum::serve(limited, router).await });
             ports.push((at, server));
         }
-        let fill = async |at| {
-            let mut answered = Vec::new();
-            loop {
-                let mut client = TcpStream::connect(at).await.unwrap();
-                if !asks(&mut client).await {
-                    return answered;
-                }
-                answered.push(client);
+        // The clients of all ports but one try to take all places, one port after the other.
+        let mut hogs = Vec::new();
+        for (at, _) in &ports[1..] {
+            for _ in 0..PORTS + 10 {
+                let mut hog = from(HOG, *at).await;
+                assert!(
+                    asks(&mut hog).await,
+                    "a client's newest connection is its own"
+                );
+                hogs.push(hog);
             }
-        };
-        let first = fill(ports[0].0).await;
-        let second = fill(ports[1].0).await;
-        let third = fill(ports[2].0).await;
-        let have = [first.len(), second.len(), third.len()];
-        assert!(have.iter().all(|count| *count >= 1), "{have:?}");
-        assert!(have.iter().sum::<usize>() <= 6, "{have:?}");
-        drop(first);
-        assert!(
-            !fill(ports[2].0).await.is_empty(),
-            "places that are free again"
-        );
+        }
+        let mut other = [from(OTHER, ports[0].0).await];
+        assert!(asks(&mut other[0]).await);
+        for (at, _) in &ports[1..] {
+            let mut hog = from(HOG, *at).await;
+            assert!(asks(&mut hog).await);
+            hogs.push(hog);
+        }
+        assert_eq!(are_open(&mut other).await, 1);
+        let open = are_open(&mut hogs).await;
+        assert!((PORTS..PORTS + 4).contains(&open), "{open}");
         for (_, server) in ports {
             server.abort();
         }

@@ -13,6 +13,7 @@ mod load_balancers;
 mod lock;
 mod mesh;
 mod metrics;
+mod places;
 mod pulse;
 mod rendering;
 pub mod report;

@@ -7,7 +7,7 @@ use std::{
     os::fd::OwnedFd,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU64, AtomicUsize, Ordering, fence},
+        atomic::{AtomicU64, Ordering, fence},
     },
     time::{Duration, Instant},
 };
@@ -22,7 +22,7 @@ use super::{
     index::Target,
     labels::{CountersKey, Labels, Party},
     ledger::Ledger,
-    limits::Limits,
+    limits::{Holders, Limits},
     outcome::Flag,
     socket,
 };
@@ -137,7 +137,7 @@ pub struct Attached {
     /// Addresses of the network namespace, besides the workload's.
     here: Box<[IpAddr]>,
     /// Connections now.
-    pub(super) connections: AtomicUsize,
+    pub(super) holders: Holders,
     /// Times that a connection was left in the backlog, because a limit was reached.
     pub(super) deferred: AtomicU64,
     stalled: Mutex<Stalled>,
@@ -149,7 +149,8 @@ pub struct Attached {
 
 impl Attached {
     /// Splits an attachment into what connections need and the listening sockets. `here`: addresses
-    /// of the network namespace, as far as they are known.
+    /// of the network namespace, as far as they are known. `shared`: the limits, the counts that the workload's connections
+    /// add to, and the access log.
     ///
     /// # Errors
     /// If a socket does not say where it is bound.
@@ -157,8 +158,7 @@ impl Attached {
         id: u64,
         attachment: Attachment,
         here: Box<[IpAddr]>,
-        limits: Arc<Limits>,
-        log: Arc<Log>,
+        (limits, holders, log): (Arc<Limits>, Holders, Arc<Log>),
     ) -> io::Result<(Arc<Self>, Arc<[Listener]>)> {
         let outbound = attachment.outbound.into_iter();
         let inbound = attachment.inbound.into_iter();
@@ -181,7 +181,7 @@ impl Attached {
             acceleration: attachment.acceleration,
             here,
             own: listeners.iter().map(|listener| listener.address).collect(),
-            connections: AtomicUsize::new(0),
+            holders,
             deferred: AtomicU64::new(0),
             stalled: Mutex::default(),
             counters: Mutex::default(),
@@ -295,6 +295,6 @@ impl Attached {
     /// The number of connections now. If it is 0, all connections that there were have counted
     /// everything.
     pub fn connections(&self) -> usize {
-        self.connections.load(Ordering::Acquire)
+        self.holders.connections()
     }
 }

@@ -2,7 +2,10 @@
 
 use std::{
     io,
-    sync::atomic::{AtomicUsize, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
 };
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
@@ -15,9 +18,9 @@ const CONTROL: usize = 256;
 const WORKLOAD: usize = 16;
 /// File descriptors of a connection: the client's socket and the endpoint's.
 const EACH: usize = 2;
-/// A workload among others has at most this many times as many connections as are free, so one workload alone gets four
-/// fifths of all, two get four ninths each, and there is room for each further one (dynamic thresholds: Choudhury and
-/// Hahne, 1998).
+/// A workload among others, and a namespace among others, has at most this many times as many connections as are free, so
+/// one alone gets four fifths of all, two get four ninths each, and there is room for each further one (dynamic
+/// thresholds: Choudhury and Hahne, 1998).
 const SHARE: usize = 4;
 
 /// Raises the limit of open files as far as this process may, and returns it.
@@ -47,6 +50,8 @@ pub struct Limits {
     per_workload: Option<usize>,
     /// Workloads that share the connections.
     workloads: AtomicUsize,
+    /// Namespaces that do.
+    namespaces: AtomicUsize,
     /// The configured limit.
     wanted: Option<usize>,
     open_files: usize,
@@ -71,20 +76,22 @@ impl Limits {
             max: AtomicUsize::new(0),
             per_workload,
             workloads: AtomicUsize::new(0),
+            namespaces: AtomicUsize::new(0),
             wanted,
             open_files,
         };
-        limits.reserve(0);
+        limits.reserve(0, 0);
         limits
     }
 
-    /// Keeps open files for so many workloads. Existing connections go on: if there are more than the
+    /// Keeps open files for so many workloads, which are in so many namespaces. Existing connections go on: if there are more than the
     /// new limit, no further one is accepted until enough have ended.
-    pub fn reserve(&self, workloads: usize) {
+    pub fn reserve(&self, workloads: usize, namespaces: usize) {
         let possible = Self::connections(self.open_files, workloads);
         let max = self.wanted.map_or(possible, |wanted| wanted.min(possible));
         self.max.store(max, Ordering::Relaxed);
         self.workloads.store(workloads, Ordering::Relaxed);
+        self.namespaces.store(namespaces, Ordering::Relaxed);
     }
 
     /// Says how many open files are missing for so many workloads; `None` if none are.
@@ -103,25 +110,26 @@ impl Limits {
         ))
     }
 
-    /// Counts another connection of a workload. `workload`: how many it has. Returns whether the limits
-    /// allow the connection; if they do not, it is not counted.
-    pub fn acquire(&self, workload: &AtomicUsize) -> bool {
+    /// Counts another connection. `of`: how many its workload has, and how many its namespace has. Returns whether the
+    /// limits allow the connection; if they do not, it is not counted.
+    pub fn acquire(&self, of: &Holders) -> bool {
         // Counted first, so that workers that accept at the same time do not exceed it together.
         let free = (self.max()).saturating_sub(self.open.fetch_add(1, Ordering::Relaxed));
-        if free > 0 {
-            if workload.fetch_add(1, Ordering::Relaxed) < self.share(free) {
-                return true;
-            }
-            workload.fetch_sub(1, Ordering::Relaxed);
+        let workload = of.workload.fetch_add(1, Ordering::Relaxed);
+        let namespace = of.namespace.fetch_add(1, Ordering::Relaxed);
+        let fits =
+            free > 0 && workload < self.of_workload(free) && namespace < self.of_namespace(free);
+        if !fits {
+            self.release(of);
         }
-        self.open.fetch_sub(1, Ordering::Relaxed);
-        false
+        fits
     }
 
     /// Counts a connection no more.
-    pub fn release(&self, workload: &AtomicUsize) {
+    pub fn release(&self, of: &Holders) {
         self.open.fetch_sub(1, Ordering::Relaxed);
-        workload.fetch_sub(1, Ordering::Release);
+        of.namespace.fetch_sub(1, Ordering::Relaxed);
+        of.workload.fetch_sub(1, Ordering::Release);
     }
 
     /// The number of connections now.
@@ -135,23 +143,56 @@ impl Limits {
     }
 
     /// The maximum number of connections of one workload while so many are free.
-    fn share(&self, free: usize) -> usize {
-        let own = self.per_workload();
-        match self.workloads.load(Ordering::Relaxed) {
-            0 | 1 => own,
-            _ => own.min(free.saturating_mul(SHARE)),
-        }
+    fn of_workload(&self, free: usize) -> usize {
+        share(free, &self.workloads).min(self.per_workload())
     }
 
-    /// Whether a workload with this many connections gets no further one for now.
-    pub fn is_reached(&self, connections: usize) -> bool {
+    /// The maximum number of connections of all workloads of one namespace while so many are free.
+    fn of_namespace(&self, free: usize) -> usize {
+        share(free, &self.namespaces)
+    }
+
+    /// Whether a workload with these connections gets no further one for now.
+    pub fn is_reached(&self, of: &Holders) -> bool {
         let free = self.max().saturating_sub(self.open());
-        connections > 0 && connections >= self.share(free)
+        let workload = of.workload.load(Ordering::Relaxed);
+        let namespace = of.namespace.load(Ordering::Relaxed);
+        workload > 0 && (workload >= self.of_workload(free) || namespace >= self.of_namespace(free))
     }
 
     /// The maximum number of connections of one workload.
     pub fn per_workload(&self) -> usize {
         self.per_workload.unwrap_or(usize::MAX).min(self.max())
+    }
+}
+
+/// The maximum number of connections of one of several, while so many are free.
+fn share(free: usize, several: &AtomicUsize) -> usize {
+    match several.load(Ordering::Relaxed) {
+        0 | 1 => usize::MAX,
+        _ => free.saturating_mul(SHARE),
+    }
+}
+
+/// How many connections a workload has, and how many all workloads of its namespace have together.
+#[derive(Debug, Default)]
+pub struct Holders {
+    workload: AtomicUsize,
+    namespace: Arc<AtomicUsize>,
+}
+
+impl Holders {
+    /// Those of another workload of the same namespace.
+    pub fn beside(&self) -> Self {
+        Self {
+            workload: AtomicUsize::new(0),
+            namespace: Arc::clone(&self.namespace),
+        }
+    }
+
+    /// The number of the workload's connections. If it is 0, whatever released them has happened.
+    pub fn connections(&self) -> usize {
+        self.workload.load(Ordering::Acquire)
     }
 }
 
@@ -162,37 +203,34 @@ mod tests {
     #[test]
     fn limits_hold_in_all_and_for_each_workload() {
         let limits = Limits::new(Some(3), Some(2), 1024);
-        let (a, b) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let (a, b) = (Holders::default(), Holders::default());
         assert!(limits.acquire(&a) && limits.acquire(&a));
         assert!(!limits.acquire(&a), "two of one workload");
         assert!(limits.acquire(&b));
         assert!(!limits.acquire(&b), "three in all");
         limits.release(&a);
         assert!(limits.acquire(&b));
-        assert_eq!((limits.open(), a.into_inner(), b.into_inner()), (3, 1, 2));
+        let has = (limits.open(), a.connections(), b.connections());
+        assert_eq!(has, (3, 1, 2));
     }
 
     #[test]
     fn one_workload_leaves_room_for_others() {
         let limits = Limits::new(Some(1000), None, 10_000);
-        let (hog, other, third) = (
-            AtomicUsize::new(0),
-            AtomicUsize::new(0),
-            AtomicUsize::new(0),
-        );
-        let fill = |workload: &AtomicUsize| while limits.acquire(workload) {};
-        let now = |workload: &AtomicUsize| workload.load(Ordering::Relaxed);
+        let (hog, other, third) = (Holders::default(), Holders::default(), Holders::default());
+        let fill = |workload: &Holders| while limits.acquire(workload) {};
+        let now = Holders::connections;
         // With nobody to share with, all.
-        limits.reserve(1);
+        limits.reserve(1, 1);
         fill(&hog);
         assert_eq!(now(&hog), 1000);
         while now(&hog) > 0 {
             limits.release(&hog);
         }
-        limits.reserve(3);
+        limits.reserve(3, 1);
         fill(&hog);
         assert_eq!(now(&hog), 800);
-        assert!(limits.is_reached(800) && !limits.is_reached(1));
+        assert!(limits.is_reached(&hog) && !limits.is_reached(&other));
         // Who comes later gets connections at once, and the first one's share shrinks as its connections end.
         fill(&other);
         assert_eq!(now(&other), 160);
@@ -214,6 +252,43 @@ mod tests {
         );
     }
 
+    /// A tenant has fifty pods on the node, which all take what they can get.
+    #[test]
+    fn one_namespace_leaves_room_for_the_workloads_of_others() {
+        let limits = Limits::new(Some(1000), None, 10_000);
+        let first = Holders::default();
+        let hogs: Vec<_> = (0..50).map(|_| first.beside()).collect();
+        let (other, third) = (Holders::default(), Holders::default());
+        limits.reserve(52, 3);
+        let fill = |workload: &Holders| while limits.acquire(workload) {};
+        hogs.iter().for_each(fill);
+        assert_eq!(limits.open(), 800);
+        assert!(hogs.iter().any(|hog| limits.is_reached(hog)));
+        fill(&other);
+        assert_eq!(other.connections(), 160);
+        assert!(!limits.is_reached(&third));
+        // As the first ones' connections end, the others get more, and the first do not get them back.
+        for hog in &hogs {
+            while hog.connections() > 0 {
+                limits.release(hog);
+                fill(&other);
+                fill(&third);
+                hogs.iter().for_each(fill);
+                if limits.open() - other.connections() - third.connections() < 320 {
+                    break;
+                }
+            }
+        }
+        let has = [other.connections(), third.connections()];
+        assert!(has.iter().all(|share| *share >= 290), "{has:?}");
+        // Nobody else to share with.
+        let alone = Limits::new(Some(1000), None, 10_000);
+        alone.reserve(1, 1);
+        let workload = Holders::default();
+        while alone.acquire(&workload) {}
+        assert_eq!(workload.connections(), 1000);
+    }
+
     #[test]
     fn open_files_allow_half_as_many_connections_beside_workloads() {
         assert_eq!(Limits::connections(1024, 0), 384);
@@ -226,20 +301,20 @@ mod tests {
     #[test]
     fn what_workloads_need_connections_do_not_get() {
         let limits = Limits::new(None, None, 20_000);
-        limits.reserve(250);
+        limits.reserve(250, 9);
         assert_eq!((limits.max(), limits.per_workload()), (7872, 7872));
         assert_eq!(limits.shortage(250), None);
-        limits.reserve(0);
+        limits.reserve(0, 0);
         assert_eq!(limits.max(), 9872);
         // More than there are files for: said, whether connections were asked for or not.
         let short = Limits::new(None, None, 1024);
-        short.reserve(64);
+        short.reserve(64, 1);
         assert_eq!(short.max(), 1);
         assert!(short.shortage(64).unwrap().contains("at least 1282"));
         let asked = Limits::new(Some(300), None, 1024);
-        asked.reserve(1);
+        asked.reserve(1, 1);
         assert_eq!((asked.max(), asked.shortage(1)), (300, None));
-        asked.reserve(40);
+        asked.reserve(40, 1);
         assert_eq!(asked.max(), 64);
         assert!(asked.shortage(40).unwrap().contains("at least 1496"));
     }

@@ -46,6 +46,7 @@ pub use outcome::Flag;
 pub use session::{Permit, Session};
 
 use crate::model::{Snapshot, WorkloadName};
+use limits::Holders;
 
 /// The state that relayed connections share: the snapshot that routes them, the attached workloads,
 /// limits, counters and the access log.
@@ -140,14 +141,19 @@ impl Relay {
             return Err(AttachError::Attached(workload));
         }
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let (limits, log) = (Arc::clone(&self.limits), Arc::clone(&self.log));
-        let (attached, listeners) =
-            Attached::new(id, attachment, here, limits, log).map_err(failed)?;
+        // Also of those that are no longer served: their connections are the namespace's.
+        let beside = attachments.iter().find(|entry| {
+            let known = &entry.attached.workload.name;
+            known.namespace() == workload.namespace()
+        });
+        let holders = beside.map_or_else(Holders::default, |entry| entry.attached.holders.beside());
+        let shared = (Arc::clone(&self.limits), holders, Arc::clone(&self.log));
+        let (attached, listeners) = Attached::new(id, attachment, here, shared).map_err(failed)?;
         attachments.push(Entry {
             attached: Arc::clone(&attached),
             listeners: Some(Arc::clone(&listeners)),
         });
-        self.limits.reserve(attachments.len());
+        self.reserve(&attachments);
         drop(attachments);
         engine.take(&attached, &listeners);
         Ok(())
@@ -200,7 +206,7 @@ impl Relay {
         let served = attachments.iter().filter(|entry| entry.listeners.is_some());
         served
             .map(|entry| &entry.attached)
-            .filter(|attached| self.limits.is_reached(attached.connections()))
+            .filter(|attached| self.limits.is_reached(&attached.holders))
             .map(|attached| (attached.workload.name.clone(), attached.connections()))
             .collect()
     }
@@ -229,6 +235,14 @@ impl Relay {
             .collect()
     }
 
+    fn reserve(&self, attachments: &[Entry]) {
+        let names = attachments
+            .iter()
+            .map(|entry| &entry.attached.workload.name);
+        let namespaces: HashSet<_> = names.map(WorkloadName::namespace).collect();
+        self.limits.reserve(attachments.len(), namespaces.len());
+    }
+
     fn lock_index(&self) -> MutexGuard<'_, Arc<Index>> {
         self.index.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -250,7 +264,7 @@ impl Relay {
             entry.attached.collect(&mut ledger, now);
             in_use
         });
-        self.limits.reserve(attachments.len());
+        self.reserve(&attachments);
         ledger
     }
 

@@ -36,7 +36,7 @@ impl Permit {
     /// An engine acquires it before it accepts a connection, because a connection that was accepted
     /// cannot be put back.
     pub fn acquire(attached: &Arc<Attached>) -> Option<Self> {
-        if !attached.limits.acquire(&attached.connections) {
+        if !attached.limits.acquire(&attached.holders) {
             attached.deferred.fetch_add(1, Ordering::Relaxed);
             return None;
         }
@@ -53,7 +53,7 @@ impl Permit {
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        self.attached.limits.release(&self.attached.connections);
+        self.attached.limits.release(&self.attached.holders);
     }
 }
 
@@ -294,7 +294,7 @@ mod tests {
     use super::*;
     use crate::{
         model::{Egress, Place, WorkloadName},
-        relay::{AccessLog, Attachment, Ledger, Limits, Log, Totals},
+        relay::{AccessLog, Attachment, Ledger, Limits, Log, Totals, limits::Holders},
         threads::none_dies,
     };
 
@@ -320,8 +320,8 @@ mod tests {
             egress: Egress::Allow,
             acceleration: None,
         };
-        let (attached, _) =
-            Attached::new(0, attachment, Box::default(), limits, Arc::clone(&log)).unwrap();
+        let shared = (limits, Holders::default(), Arc::clone(&log));
+        let (attached, _) = Attached::new(0, attachment, Box::default(), shared).unwrap();
         sessions(&|| {
             let permit = Permit::acquire(&attached)?;
             let (outbound, now) = (Direction::Outbound, Instant::now());

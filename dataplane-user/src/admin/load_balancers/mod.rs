@@ -31,7 +31,8 @@ use tracing::{error, info, warn};
 
 use super::{
     State,
-    limits::{Limited, Shared},
+    limits::{Limited, all_checks},
+    places::Shared,
 };
 use crate::model::{Gravity, Problem, ServiceName, Snapshot};
 use services::Checks;
@@ -97,7 +98,7 @@ pub async fn serve(healthz: Option<SocketAddr>, proxy_mode: Option<SocketAddr>, 
         checks: Checks::default(),
         open: BTreeMap::new(),
         refused: BTreeMap::new(),
-        shared: Arc::default(),
+        shared: all_checks(),
         tasks: JoinSet::new(),
     };
     loop {

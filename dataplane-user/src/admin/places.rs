@@ -1,0 +1,235 @@
+//! Places of a port: how many connections there are, and which one ends when another client finds all places taken.
+//!
+//! Whoever can reach a port can take all of its places and say nothing. So a client that comes then gets a place at
+//! once: the client with the most connections loses the one that has waited longest, and a client with few loses none.
+//! Of ports that share their places, the one with the most connections loses one.
+
+use std::{
+    cmp::Reverse,
+    collections::{BTreeMap, HashMap},
+    net::{IpAddr, Ipv6Addr},
+    pin::pin,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError, Weak,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use tokio::{
+    sync::{Notify, oneshot},
+    time::Instant,
+};
+
+/// What a connection is waiting for. Of a client's connections, the first of these ends first. Bytes that arrive or leave
+/// within a phase do not extend it: a client that sends or reads a byte at a time would keep its connection for ever.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Phase {
+    /// For a request: the connection is new, or its last answer has been sent.
+    Idle,
+    /// For the rest of a request, and for its answer.
+    Request,
+    /// For the client to read its answer.
+    Answer,
+}
+
+/// Who connects: an address of IPv4, or a network of 64 bits, of which a machine has all addresses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Client(IpAddr);
+
+impl Client {
+    fn of(addr: IpAddr) -> Self {
+        Self(match addr.to_canonical() {
+            IpAddr::V6(addr) => Ipv6Addr::from_bits(addr.to_bits() & !u128::from(u64::MAX)).into(),
+            v4 @ IpAddr::V4(_) => v4,
+        })
+    }
+}
+
+/// The places of a port.
+#[derive(Debug)]
+pub struct Places {
+    max: usize,
+    held: Mutex<Held>,
+    freed: Notify,
+}
+
+#[derive(Debug, Default)]
+struct Held {
+    next: u64,
+    connections: BTreeMap<u64, Connection>,
+}
+
+#[derive(Debug)]
+struct Connection {
+    client: Client,
+    phase: Phase,
+    since: Instant,
+    /// Dropped when the connection is to end.
+    end: Option<oneshot::Sender<()>>,
+}
+
+impl Places {
+    /// So many places.
+    pub fn new(max: usize) -> Arc<Self> {
+        Arc::new(Self {
+            max,
+            held: Mutex::default(),
+            freed: Notify::new(),
+        })
+    }
+
+    /// Takes a place for a connection from `addr`, as soon as one is free; has another connection end if none is.
+    pub async fn take(self: &Arc<Self>, addr: IpAddr) -> Place {
+        loop {
+            let freed = self.freed.notified();
+            if let Some(place) = self.try_take(addr) {
+                return place;
+            }
+            freed.await;
+        }
+    }
+
+    fn try_take(self: &Arc<Self>, addr: IpAddr) -> Option<Place> {
+        let client = Client::of(addr);
+        let mut held = self.lock();
+        if held.connections.len() >= self.max {
+            held.end_one(client, None);
+            return None;
+        }
+        let (end, ends) = oneshot::channel();
+        let number = held.next;
+        held.next += 1;
+        let connection = Connection {
+            client,
+            phase: Phase::Idle,
+            since: Instant::now(),
+            end: Some(end),
+        };
+        held.connections.insert(number, connection);
+        Some(Place {
+            of: Arc::clone(self),
+            number,
+            client,
+            ends,
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Held> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Held {
+    /// Has a connection end for another one of `client`, unless one is ending already. `own`: the number of that one, if
+    /// it has a place.
+    fn end_one(&mut self, client: Client, own: Option<u64>) {
+        if self.connections.values().any(|held| held.end.is_none()) {
+            return;
+        }
+        let mut counts = HashMap::from([(client, usize::from(own.is_none()))]);
+        for held in self.connections.values() {
+            *counts.entry(held.client).or_default() += 1;
+        }
+        let others = self
+            .connections
+            .iter_mut()
+            .filter(|(number, _)| Some(**number) != own);
+        let first =
+            others.min_by_key(|(_, held)| (Reverse(counts[&held.client]), held.phase, held.since));
+        if let Some((_, held)) = first {
+            held.end = None;
+        }
+    }
+}
+
+/// A connection's place, until it is dropped.
+#[derive(Debug)]
+pub struct Place {
+    of: Arc<Places>,
+    number: u64,
+    client: Client,
+    /// Ready when the connection is to end.
+    pub ends: oneshot::Receiver<()>,
+}
+
+impl Place {
+    /// Says what the connection waits for from now on.
+    pub fn begin(&self, phase: Phase) {
+        if let Some(own) = self.of.lock().connections.get_mut(&self.number) {
+            own.phase = phase;
+            own.since = Instant::now();
+        }
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.of.lock().connections.remove(&self.number);
+        self.of.freed.notify_one();
+    }
+}
+
+/// Places that several ports have together.
+#[derive(Debug)]
+pub struct Shared {
+    max: usize,
+    taken: AtomicUsize,
+    ports: Mutex<Vec<Weak<Places>>>,
+    freed: Notify,
+}
+
+impl Shared {
+    /// So many places.
+    pub fn new(max: usize) -> Self {
+        Self {
+            max,
+            taken: AtomicUsize::new(0),
+            ports: Mutex::default(),
+            freed: Notify::new(),
+        }
+    }
+
+    /// A port has its connections here, too.
+    pub fn add(&self, port: &Arc<Places>) {
+        let mut ports = self.ports.lock().unwrap_or_else(PoisonError::into_inner);
+        ports.retain(|port| port.strong_count() > 0);
+        ports.push(Arc::downgrade(port));
+    }
+
+    /// Takes a place for a connection that has one at its port, as soon as one is free; has a connection of the port with
+    /// the most connections end if none is.
+    pub async fn take(self: Arc<Self>, own: &Place) -> Share {
+        loop {
+            let mut freed = pin!(self.freed.notified());
+            freed.as_mut().enable();
+            let more = |taken: usize| (taken < self.max).then_some(taken + 1);
+            let taken = (self.taken).fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
+            if taken.is_ok() {
+                return Share(Arc::clone(&self));
+            }
+            self.end_one(own);
+            freed.await;
+        }
+    }
+
+    fn end_one(&self, own: &Place) {
+        let ports = self.ports.lock().unwrap_or_else(PoisonError::into_inner);
+        let ports = ports.iter().filter_map(Weak::upgrade);
+        let Some(most) = ports.max_by_key(|port| port.lock().connections.len()) else {
+            return;
+        };
+        let number = Arc::ptr_eq(&most, &own.of).then_some(own.number);
+        most.lock().end_one(own.client, number);
+    }
+}
+
+/// A connection's place among those of several ports, until it is dropped.
+#[derive(Debug)]
+pub struct Share(Arc<Shared>);
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        self.0.taken.fetch_sub(1, Ordering::Relaxed);
+        self.0.freed.notify_waiters();
+    }
+}
