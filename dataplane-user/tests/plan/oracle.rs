@@ -130,14 +130,18 @@ pub fn answer(
 fn wins(service: &Service, key: FrontendKey, strengths: &mut BTreeMap<FrontendKey, usize>) -> bool {
     let is = |ips: &[IpAddr]| ips.iter().any(|ip| Addr::from(*ip) == key.addr);
     let of_pod = service.kind == ServiceType::HostPort;
+    let of_entry = service.kind == ServiceType::Entry;
     let is_node_port =
         key.addr == FrontendKey::node_port(key.addr.is_v4(), key.port, key.protocol).addr;
+    let of_service = !of_pod && !of_entry;
     let claims = [
-        !of_pod && is(&service.cluster_ips),
-        !of_pod && is_node_port,
-        !of_pod && is(&service.load_balancer_ips),
-        !of_pod && is(&service.external_ips),
+        of_service && is(&service.cluster_ips),
+        of_service && is_node_port,
+        of_service && is(&service.load_balancer_ips),
+        of_entry && is(&service.cluster_ips),
+        of_service && is(&service.external_ips),
         of_pod,
+        of_entry,
     ];
     let strength = claims.iter().position(|claim| *claim).expect("a claim");
     let wins = strengths.get(&key).is_none_or(|known| strength <= *known);

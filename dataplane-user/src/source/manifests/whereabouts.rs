@@ -56,7 +56,7 @@ impl Whereabouts {
             return None;
         } else {
             let other = self.elsewhere.as_ref()?;
-            format!("an endpoint is on {other}, for one")
+            format!("an endpoint is on {}, for one", other.escape_debug())
         };
         let whose = if node.name_given {
             "the name that --node-name gives"

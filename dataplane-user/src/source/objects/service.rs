@@ -186,7 +186,7 @@ fn cluster_ips(
                 if let Some(declared) = declared.filter(|family| *family != address::family(ip)) {
                     findings.fault(
                         path(),
-                        format!("{ip} is not of spec.ipFamilies[{index}], {declared}"),
+                        format!("{ip} is not of spec.ipFamilies[{index}], {declared:?}"),
                     );
                 }
                 ips.push(ip);

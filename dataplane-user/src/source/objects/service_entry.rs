@@ -271,7 +271,8 @@ fn backends(
         for name in given.ports.iter().flatten().map(|(name, _)| name) {
             if ports.iter().all(|port| *port.name != **name) {
                 findings.fault(
-                    format!("{path}.ports.{name}"),
+                    // The author's own text, which must not write to a terminal or begin a line of its own.
+                    format!("{path}.ports.{}", name.escape_debug()),
                     format!("spec.ports has no port of the name {name:?}"),
                 );
             }

@@ -35,7 +35,7 @@ impl Slice {
         format!(
             "metadata.labels[\"{LABEL_SERVICE}\"]: there is no Service {}, so clients cannot reach the endpoints of \
              this slice; create the Service or correct the label",
-            self.service
+            self.service.as_str().escape_debug()
         )
     }
 }

@@ -76,8 +76,9 @@ pub(super) fn backend(
     findings: &mut Findings,
 ) -> Option<Backend> {
     let ports = given.ports.iter().flatten().filter_map(|(name, port)| {
-        let port = super::port(*port)
-            .map_err(|wrong| findings.fault(format!("{path}.ports.{name}"), wrong));
+        let port = super::port(*port).map_err(|wrong| {
+            findings.fault(format!("{path}.ports.{}", name.escape_debug()), wrong);
+        });
         Some((name.as_str().into(), port.ok()?))
     });
     let ports = ports.collect();
