@@ -162,6 +162,11 @@ impl Iface {
     pub const ATTACHED: u16 = 4;
     /// Its packets have no link-layer header: a tunnel's, WireGuard's, a tun's.
     pub const BARE: u16 = 8;
+    /// By IPv4, a flow begins here only if the route to its source leads to this interface (`rp_filter` is 1). Of pods'
+    /// interfaces, which have [`Iface::LOCAL`], this is always so.
+    pub const STRICT: u16 = 16;
+    /// By IPv4, a flow begins here only if there is a route to its source (`rp_filter` is 2).
+    pub const LOOSE: u16 = 32;
 }
 
 impl SourceKey {

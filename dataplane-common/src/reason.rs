@@ -139,6 +139,8 @@ reasons! {
     CapturedDns = 46, "captured-dns", "a DNS query, sent to the agent's DNS server";
     /// Capture: a DNS query was left alone, because the agent's DNS server does not listen.
     DnsBypassed = 47, "dns-bypassed", "the agent's DNS server does not listen; the query went to the resolver";
+    /// The packet path: the node's routes do not lead to the packet's source by the interface at which it arrived.
+    SourceForged = 48, "source-forged", "the packet's source address does not belong to the interface at which the packet arrived; dropped";
 }
 
 impl Reason {
@@ -168,6 +170,7 @@ impl Reason {
                 | Self::PortTaken
                 | Self::FlowBusy
                 | Self::IpsecPolicy
+                | Self::SourceForged
         )
     }
 }

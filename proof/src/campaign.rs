@@ -171,6 +171,7 @@ impl Scene {
         } = self;
         world.route(lab, true)?;
         rig.forget_ways()?;
+        world.reverse_path = generate::reverse_path(config);
         world.configure_with(rig, generate::config(config), generate::policies(config))?;
         let before = rig.reasons()?;
         let mut model = Model::new(world, *cells);
@@ -293,6 +294,7 @@ impl Scene {
         } = self;
         world.route(lab, true)?;
         rig.forget_ways()?;
+        world.reverse_path = generate::reverse_path(config);
         world.configure_with(rig, generate::config(config), generate::policies(config))?;
         let before = rig.reasons()?;
         let mut model = Model::new(world, *cells);

@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use dataplane::plan::ipsec::Policy;
 use dataplane_common::{
     Addr, Protocol,
-    packet::{FlowKey, PacketConfig},
+    packet::{FlowKey, Iface, PacketConfig},
     tables::AffinityKey,
     tcp::{AHEAD, FAR, NEAR, UNACKNOWLEDGED},
 };
@@ -16,7 +16,7 @@ use rand::{Rng, RngExt as _, SeedableRng as _, rngs::SmallRng, seq::IndexedRando
 use crate::{
     model::{Input, sequences::Numbers, state::State},
     wire::{LINK, Packet, Part, Payload, flags, protocol},
-    world::{EPHEMERAL, NEARLY_ALL, World},
+    world::{EPHEMERAL, NEARLY_ALL, To, World},
 };
 
 /// Longer frames a test run does not take.
@@ -101,6 +101,14 @@ pub fn config(seed: u64) -> PacketConfig {
         ephemeral_last: *range.end(),
         ..PacketConfig::default()
     }
+}
+
+/// What the uplink asks of sources, from a seed.
+pub fn reverse_path(seed: u64) -> u16 {
+    let mut rng = SmallRng::seed_from_u64(seed.rotate_left(32));
+    *[0, Iface::STRICT, Iface::LOOSE]
+        .choose(&mut rng)
+        .unwrap_or(&0)
 }
 
 /// The IPsec policies that there are, from a seed: mostly none. Between networks that packets come from and go to,
@@ -248,8 +256,8 @@ impl Maker<'_> {
             Kind::Answer | Kind::Beside => self.rng.random_ratio(1, 3),
             _ => self.rng.random_ratio(1, 12),
         };
-        let ifindices: Vec<u32> = self.world.interfaces.keys().copied().collect();
-        let ifindex = *ifindices.choose(&mut self.rng).unwrap_or(&1);
+        let shape = (kind != Kind::Raw).then(|| self.shape(kind));
+        let ifindex = self.interface(shape.as_ref().map(|packet| packet.src), leaves);
         let mac = self.world.interfaces[&ifindex].mac;
         let to = match self.rng.random_range(0..40) {
             0 => [0xff; 6],
@@ -257,10 +265,9 @@ impl Maker<'_> {
             2 | 3 => [2, 9, 9, 9, 9, 9],
             _ => mac,
         };
-        let mut frame = match kind {
-            Kind::Raw => self.raw(),
-            kind => {
-                let mut packet = self.shape(kind);
+        let mut frame = match shape {
+            None => self.raw(),
+            Some(mut packet) => {
                 packet.link = [to, [2, 8, 8, 8, 8, 8]];
                 packet.frame()
             }
@@ -284,6 +291,19 @@ impl Maker<'_> {
             frame,
         };
         (input, Sort { kind, mutated })
+    }
+
+    /// At which interface a packet is: mostly at that to which the routes to its source lead.
+    fn interface(&mut self, src: Option<IpAddr>, leaves: bool) -> u32 {
+        let ifindices: Vec<u32> = self.world.interfaces.keys().copied().collect();
+        let any = *ifindices.choose(&mut self.rng).unwrap_or(&1);
+        let Some(src) = src.filter(|_| !leaves && self.rng.random_ratio(7, 8)) else {
+            return any;
+        };
+        match self.world.way(Addr::UNSPECIFIED, Addr::from(src), any).0 {
+            To::Onward(way) => way.ifindex,
+            _ => self.world.interface("eth0").0,
+        }
     }
 
     fn ends(&mut self, kind: Kind) -> Ends {

@@ -112,6 +112,8 @@ pub struct World {
     routed: AtomicBool,
     /// What the programs are told.
     pub config: PacketConfig,
+    /// What the uplink asks of IPv4 sources: [`Iface::STRICT`], [`Iface::LOOSE`], or 0.
+    pub reverse_path: u16,
     /// The IPsec policies.
     pub policies: Vec<Policy>,
     /// Addresses that clients have.
@@ -255,6 +257,7 @@ impl World {
             ],
             node_addrs: Vec::new(),
             config: PacketConfig::default(),
+            reverse_path: 0,
             policies: Vec::new(),
             clients: Vec::new(),
             vips: Vec::new(),
@@ -300,11 +303,12 @@ impl World {
     /// What the programs are told of the network.
     fn network(&self) -> Network {
         let interfaces = self.interfaces.iter().map(|(ifindex, interface)| {
-            let flags = if interface.pod {
-                Iface::POD | Iface::LOCAL
-            } else {
-                0
-            };
+            let flags = Iface::ATTACHED
+                | if interface.pod {
+                    Iface::POD | Iface::LOCAL
+                } else {
+                    self.reverse_path
+                };
             let interface = NetworkInterface {
                 flags,
                 masquerade: interface.masquerade_to,
@@ -615,6 +619,28 @@ impl World {
         port >= 1024 && !node_port && !self.ephemeral().contains(&port)
     }
 
+    /// Whether a packet may come from where it says; `begins`: a flow.
+    pub fn is_right(&self, ifindex: u32, headers: &Headers, begins: bool) -> bool {
+        let pod = self.interfaces[&ifindex].pod;
+        let asked = if headers.v4 { self.reverse_path } else { 0 };
+        if !pod {
+            let cluster = self.frontends.get(&FrontendKey::address(headers.src));
+            if begins && cluster.is_some_and(|(_, kind)| *kind == Kind::CLUSTER_ADDRESS) {
+                return false;
+            }
+            if !begins || asked == 0 {
+                let own = HOST
+                    .iter()
+                    .any(|(of, bits)| within(headers.src, addr(of), *bits));
+                return !begins || !own;
+            }
+        }
+        match self.way(headers.dst, headers.src, ifindex).0 {
+            To::Onward(way) => way.ifindex == ifindex || (!pod && asked == Iface::LOOSE),
+            To::Here | To::Nowhere => false,
+        }
+    }
+
     /// Adds the default routes to the node of [`lab`], or removes them.
     ///
     /// # Errors
@@ -651,9 +677,9 @@ impl World {
             ("fd10::", 16),
             ("fd11::", 16),
             ("fd12::", 16),
-            // A broadcast address and the anycast address of a network's routers.
+            // A broadcast address, and the anycast address of a network's routers. (An IPv4 network's first address is a
+            // host's like any other, since Linux 5.14.)
             ("192.168.77.255", 128),
-            ("192.168.77.0", 128),
             ("fd77::", 128),
         ];
         let refused = refused

@@ -16,7 +16,7 @@ use super::{
     error::Complaint,
     events, ipsec, masquerade,
     parse::{LATER, Packet},
-    route,
+    reverse, route,
     scratch::Scratch,
     skb::Skb,
     sources, table,
@@ -150,6 +150,9 @@ fn find_pool(skb: Skb, s: &mut Scratch) -> i32 {
         return DROP;
     }
     let mut index = s.frontend.pool();
+    if !reverse::is_right(skb, &s.packet, &mut s.way, reverse::BEGINS) {
+        return refuse(skb, s, index, Reason::SourceForged);
+    }
     let Some(pool) = decide::Tables::pool(&Live, index) else {
         count(Reason::Dangling);
         return DROP;
@@ -220,6 +223,9 @@ fn enter_flow(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     );
     if s.way.answer == route::NOWHERE {
         return refuse(skb, s, index, Reason::NoRoute);
+    }
+    if s.way.answer == route::FORGED {
+        return refuse(skb, s, index, Reason::SourceForged);
     }
     if s.way.answer == route::TOO_BIG {
         count(Reason::TooBig);
@@ -333,6 +339,9 @@ fn enter(skb: Skb, s: &mut Scratch, masquerade: bool, now: Tick) -> Reason {
 pub fn pass(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     if !is_to_be_moved(s, now) {
         return LEAVE_ALONE;
+    }
+    if !reverse::is_right(skb, &s.packet, &mut s.way, reverse::BEGINS) {
+        return refuse(skb, s, 0, Reason::SourceForged);
     }
     match go(skb, s, now) {
         ANOTHER => refuse(skb, s, 0, Reason::PortTaken),

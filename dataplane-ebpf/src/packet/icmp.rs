@@ -85,11 +85,17 @@ pub fn translate<const LEAVING: bool>(skb: Skb, s: &mut Scratch, now: Tick) -> i
     if ipsec::forbids(&s.packet.key, &s.ends) {
         return DROP;
     }
+    if !LEAVING {
+        route::find(skb, &s.packet, &s.ends.dst, s.ends.dst_port, &mut s.way);
+        if s.way.answer == route::FORGED {
+            count(Reason::SourceForged);
+            return DROP;
+        }
+    }
     count(Reason::ErrorTranslated);
     let mut hops = s.packet.hops;
     let mut local = true;
     if !LEAVING {
-        route::find(skb, &s.packet, &s.ends.dst, s.ends.dst_port, &mut s.way);
         local = s.way.answer == route::LOCAL;
         if !local {
             if s.way.answer != route::ONWARD || hops <= 1 {

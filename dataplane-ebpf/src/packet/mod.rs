@@ -22,6 +22,7 @@ mod masquerade;
 pub mod neighbours;
 pub mod parse;
 mod plain;
+mod reverse;
 mod rewrite;
 pub mod route;
 pub mod scratch;
@@ -264,6 +265,10 @@ fn deliver(skb: Skb, s: &mut Scratch) -> i32 {
     }
     if s.way.answer == route::NOWHERE {
         count(Reason::NoRoute);
+        return DROP;
+    }
+    if s.way.answer == route::FORGED {
+        count(Reason::SourceForged);
         return DROP;
     }
     if ipsec::forbids(&s.packet.key, &s.ends) {

@@ -22,6 +22,7 @@ use dataplane_common::{
 use super::{
     DROP, neighbours,
     parse::Packet,
+    reverse,
     skb::{LINK, Link, PACKET_HOST, Skb, send_bare},
     sources,
 };
@@ -46,6 +47,8 @@ pub const LOCAL: Answer = 1;
 pub const TOO_BIG: Answer = 2;
 /// Nowhere: no route, or one that says no.
 pub const NOWHERE: Answer = 3;
+/// Nowhere: the packet does not come from where it says ([`reverse`]).
+pub const FORGED: Answer = 5;
 /// On, but only the stack can send it: by a route that encapsulates (LWT), or in fragments, and then
 /// [`Route::mtu`] is not 0.
 pub const STACK: Answer = 4;
@@ -112,7 +115,7 @@ static WAYS: PerCpuArray<Way, WAYS_KEPT> = PerCpuArray::new();
 /// The time in units of 16 jiffies, that is 16 to 160 ms, and the part of `tos` that routes may ask for. It
 /// comes again after 2^30 jiffies, 12 days at the least: for what was last used in just that moment.
 #[inline(always)]
-fn moment(tos: u8) -> u32 {
+pub fn moment(tos: u8) -> u32 {
     // SAFETY: the helper has no preconditions.
     let jiffies = unsafe { bpf_jiffies64() };
     ((jiffies >> 4) as u32) << 6 | u32::from(tos >> 2)
@@ -166,16 +169,47 @@ fn ask(skb: Skb, lookup: &mut Lookup, flags: u32) -> i64 {
     unsafe { bpf_fib_lookup(skb.0.cast(), from_mut(lookup), LOOKUP_SIZE, flags) }
 }
 
+/// Whether what was found for a pair of addresses a moment ago is found again now, and this CPU may keep it.
+#[inline(always)]
+pub fn by_address() -> bool {
+    match PACKET_CONFIG.get(0) {
+        Some(config) => config.flags & PacketConfig::WAYS_BY_ADDRESS != 0,
+        None => false,
+    }
+}
+
+/// Where the routes lead from here to the packet's source: what the kernel answers, and by which interface.
+#[inline(always)]
+pub fn back(skb: Skb, packet: &Packet, route: &mut Route) -> (u32, u32) {
+    let lookup = &mut route.lookup;
+    let (src, dst) = (&packet.key.dst, &packet.key.src);
+    lookup.l4_protocol = packet.key.protocol.number();
+    lookup.sport = packet.key.dst_port.be();
+    lookup.dport = packet.key.src_port.be();
+    // No MTU is asked for.
+    lookup.__bindgen_anon_1.tot_len = 0;
+    lookup.ifindex = skb.ifindex();
+    lookup.__bindgen_anon_2.flowinfo = 0;
+    if packet.is_v4() {
+        lookup.family = INET;
+        lookup.__bindgen_anon_2.tos = packet.tos;
+        lookup.__bindgen_anon_3.ipv4_src = src.words()[3];
+        lookup.__bindgen_anon_4.ipv4_dst = dst.words()[3];
+    } else {
+        lookup.family = INET6;
+        lookup.__bindgen_anon_3.ipv6_src = src.words();
+        lookup.__bindgen_anon_4.ipv6_dst = dst.words();
+    }
+    let code = u32::try_from(ask(skb, lookup, 0)).unwrap_or(u32::MAX);
+    (code, lookup.ifindex)
+}
+
 /// Finds the way of `packet` to its new destination: [`search`]es, unless that was done a moment ago.
 #[inline(never)]
 pub fn find(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, route: &mut Route) {
     let from = skb.ifindex();
     let src = &packet.key.src;
-    let by_address = match PACKET_CONFIG.get(0) {
-        Some(config) => config.flags & PacketConfig::WAYS_BY_ADDRESS != 0,
-        None => false,
-    };
-    let way = if by_address && skb.mark() == 0 {
+    let way = if by_address() && skb.mark() == 0 {
         WAYS.get_ptr_mut(place(src, dst, from))
     } else {
         None
@@ -194,6 +228,10 @@ pub fn find(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, route: &mut R
             route.link = way.link;
             return;
         }
+    }
+    if !reverse::is_right(skb, packet, route, reverse::GOES_ON) {
+        route.answer = FORGED;
+        return;
     }
     search(skb, packet, dst, dst_port, route);
     if let Some(way) = way

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, io};
 
-use dataplane_common::packet::{PacketConfig, SourceKey};
+use dataplane_common::packet::{Iface, PacketConfig, SourceKey};
 use nix::sys::utsname::uname;
 
 use super::interfaces::PacketSettings;
@@ -31,6 +31,19 @@ pub fn network(
         what: "cannot find out the host's ephemeral ports".to_owned(),
         source,
     })?;
+    // Of several next hops the programs learn one.
+    let hops = interfaces.iter().filter(|i| i.default_route).count();
+    for interface in interfaces {
+        if let Some(known) = network.interfaces.get_mut(&interface.index)
+            && known.flags & Iface::LOCAL == 0
+        {
+            known.flags |= match kernel::reverse_path(&interface.name) {
+                0 => 0,
+                1 if hops < 2 => Iface::STRICT,
+                _ => Iface::LOOSE,
+            };
+        }
+    }
     if preemptible {
         network.config.flags |= PacketConfig::PREEMPTIBLE;
     }

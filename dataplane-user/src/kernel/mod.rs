@@ -73,7 +73,7 @@ pub use direct::DirectFlows;
 pub use error::Error;
 pub use host_networks::host_networks;
 pub use interfaces::{Interface, Link, News, interfaces, way_to, ways_by_address};
-pub use limits::error_limits;
+pub use limits::{error_limits, reverse_path};
 pub use listening::{Listener, Listening, listeners, listening};
 pub use memory::give_back_freed_memory;
 pub use monitor::Monitor;

@@ -50,6 +50,7 @@ pub struct Rig {
     packet: PacketPath,
     freed: bool,
     ways: OwnedFd,
+    found: OwnedFd,
     scratch: OwnedFd,
     /// The flows.
     pub conntrack: Table,
@@ -101,6 +102,7 @@ impl Rig {
             packet: PacketPath::open(&pins, &ebpf, options)?,
             freed: false,
             ways: unpinned(&ebpf, "WAYS")?,
+            found: unpinned(&ebpf, "FOUND")?,
             scratch: unpinned(&ebpf, "SCRATCH")?,
             conntrack: Table::open(&pins)?.ok_or_else(|| absent(&pins, "CONNTRACK"))?,
             fragments: hash(&pins, "FRAGMENTS")?,
@@ -152,10 +154,13 @@ impl Rig {
     /// # Errors
     /// The kernel's refusal.
     pub fn forget_ways(&self) -> io::Result<()> {
-        let info = sys::map_info(self.ways.as_fd())?;
-        let nothing = vec![0; info.value_size as usize * self.tables.cpus()];
-        (0..info.max_entries)
-            .try_for_each(|at| sys::map_update(self.ways.as_fd(), at.as_bytes(), &nothing, 0))
+        for map in [&self.ways, &self.found] {
+            let info = sys::map_info(map.as_fd())?;
+            let nothing = vec![0; info.value_size as usize * self.tables.cpus()];
+            (0..info.max_entries)
+                .try_for_each(|at| sys::map_update(map.as_fd(), at.as_bytes(), &nothing, 0))?;
+        }
+        Ok(())
     }
 
     /// Takes the first places of every CPU's, as programs that were preempted in their middle have them, and gives the

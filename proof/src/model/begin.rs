@@ -40,6 +40,9 @@ impl Model<'_> {
             self.count(Reason::UnknownFragment);
             return Ok(DROP);
         }
+        if !self.world.is_right(input.ifindex, headers, true) {
+            return Ok(self.refuse(input, headers, Reason::SourceForged));
+        }
         let Some(pool) = self.world.pools.get(&index) else {
             self.count(Reason::Dangling);
             return Ok(DROP);
@@ -88,6 +91,9 @@ impl Model<'_> {
         let itself = Flow::direct(headers.key());
         if again.is_none() && !self.replies_taken(&itself, at.tick) {
             return Ok(NEXT);
+        }
+        if !self.world.is_right(input.ifindex, headers, true) {
+            return Ok(self.refuse(input, headers, Reason::SourceForged));
         }
         let choice = (endpoint_of(&itself.to), Reason::Translated);
         self.enter(input, headers, again, choice, false, at, drawn)

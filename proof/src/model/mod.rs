@@ -355,6 +355,10 @@ impl<'a> Model<'a> {
 
     /// A packet of a known flow.
     fn onward(&mut self, input: &Input, headers: &Headers, ends: &Ends) -> Output {
+        if !self.world.is_right(input.ifindex, headers, false) {
+            self.count(Reason::SourceForged);
+            return DROP;
+        }
         let (to, _) = self.world.way(headers.src, ends.dst, input.ifindex);
         if to == To::Nowhere {
             self.count(Reason::NoRoute);
@@ -467,6 +471,10 @@ impl<'a> Model<'a> {
             Known::Request(flow) => self.toward_endpoint(&flow),
         };
         if self.is_protected(outer, &ends) {
+            return DROP;
+        }
+        if !input.leaves && !self.world.is_right(input.ifindex, outer, false) {
+            self.count(Reason::SourceForged);
             return DROP;
         }
         self.count(Reason::ErrorTranslated);

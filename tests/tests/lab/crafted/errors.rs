@@ -68,7 +68,13 @@ fn icmp_errors_speak_of_what_their_receiver_knows() -> Result<()> {
                     let there = packet(tcp, seen, endpoint, flags::ACK);
                     let asked = packet(tcp, client, vip, flags::ACK);
                     let what = format!("ICMP {kind:?} about {} {}", way.kind, way.service);
-                    for from in [router, endpoint.0] {
+                    // Behind a pod's interface is nobody but the pod.
+                    let behind = if way.out.starts_with("veth") {
+                        endpoint.0
+                    } else {
+                        router
+                    };
+                    for from in [behind, endpoint.0] {
                         let quoted = quotation(&there, &there, length);
                         let arrives = error(*kind, from, seen.0, quoted);
                         let quoted = quotation(&asked, &there, length);

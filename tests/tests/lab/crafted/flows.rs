@@ -4,7 +4,7 @@ use anyhow::{Context as _, Result, ensure};
 use dataplane::kernel::rig::Table;
 use dataplane_common::{
     Addr, Port, Protocol, Reason,
-    packet::{FlowKey, PacketConfig, Tick, timeout},
+    packet::{FlowKey, Iface, PacketConfig, Tick, timeout},
 };
 use dataplane_proof::{
     Verdict,
@@ -14,12 +14,13 @@ use dataplane_proof::{
 use nix::time::{ClockId, clock_gettime};
 
 use super::{
-    End, GATEWAY, NEAR, OUTSIDE, SMALL, Then, check, ip, packet, passed, scene, sent, vip,
+    ALL, End, GATEWAY, NEAR, OUTSIDE, SMALL, Then, check, ip, packet, passed, scene, sent, vip,
 };
 
 scenarios! {
     Dataplane:
     a_syn_again_is_of_the_same_flow,
+    nobody_speaks_as_somebody_else,
     who_dials_an_endpoint_itself_hears_from_it,
     whoever_only_listens_keeps_the_flow,
     what_is_pushed_out_is_counted,
@@ -46,14 +47,14 @@ fn a_syn_again_is_of_the_same_flow() -> Result<()> {
                     let to = scene.rig.conntrack.get(&key).context("no flow")?;
                     Ok((to.endpoint, to.endpoint_port, to.node_addr))
                 };
-                scene.throw("veth-near2", false, &syn.frame())?;
+                scene.throw("veth-near", false, &syn.frame())?;
                 let first = flow()?;
                 for hops in [64, 255, 64] {
                     let again = Packet {
                         hops,
                         ..syn.clone()
                     };
-                    let (output, counted) = scene.throw("veth-near2", false, &again.frame())?;
+                    let (output, counted) = scene.throw("veth-near", false, &again.frame())?;
                     ensure!(
                         counted.is_empty() && flow()? == first,
                         "{first:?} became {:?}, {counted:?}, {output:?}; {:?}",
@@ -65,6 +66,84 @@ fn a_syn_again_is_of_the_same_flow() -> Result<()> {
         }
         Ok(())
     })
+}
+
+/// Who speaks from an address to which the routes do not lead by this interface begins no flow, answers none, and tells
+/// nothing of one: not a pod as another pod, as somebody outside, as the node or as a service; and nobody outside as the node
+/// or as a service. What else the uplink lets in is what its `rp_filter` says.
+fn nobody_speaks_as_somebody_else() -> Result<()> {
+    let mut scene = Scene::new()?;
+    for reverse_path in [0, Iface::STRICT, Iface::LOOSE] {
+        scene = forged(scene, reverse_path)?;
+    }
+    Ok(())
+}
+
+fn forged(mut scene: Scene, reverse_path: u16) -> Result<Scene> {
+    scene.world.reverse_path = reverse_path;
+    let config = plain_config();
+    scene.inside(|scene| {
+        scene.world.configure(&mut scene.rig, config)?;
+        scene.rig.forget_ways()?;
+        for (v4, tcp) in ALL {
+            let vip = vip(v4, "cluster", 13);
+            let asks_for_pod = v4 && reverse_path == Iface::STRICT;
+            for (at, src, begins) in [
+                ("veth-near", ip(v4, NEAR[0], NEAR[1]), true),
+                (
+                    "veth-near",
+                    ip(v4, "10.244.1.11", "fd00:10:244:1::11"),
+                    false,
+                ),
+                (
+                    "veth-near",
+                    ip(v4, "10.244.1.99", "fd00:10:244:1::99"),
+                    false,
+                ),
+                ("veth-near", ip(v4, "192.168.77.1", "fd77::1"), false),
+                ("veth-near", ip(v4, "10.96.0.7", "fd00:96::7"), false),
+                ("veth-near", ip(v4, OUTSIDE[0], OUTSIDE[1]), false),
+                ("eth0", ip(v4, OUTSIDE[0], OUTSIDE[1]), true),
+                ("eth0", ip(v4, "192.168.77.1", "fd77::1"), false),
+                ("eth0", ip(v4, "10.96.0.7", "fd00:96::7"), false),
+                ("eth0", ip(v4, NEAR[0], NEAR[1]), !asks_for_pod),
+                (
+                    "eth0",
+                    ip(v4, "10.9.0.1", "fd09::1"),
+                    !v4 || reverse_path == 0,
+                ),
+            ] {
+                scene.forget()?;
+                let first = packet(tcp, (src, 20_000), vip, flags::SYN);
+                let (output, reasons) = scene.throw(at, false, &first.frame())?;
+                let what = format!("{src} at {at}, {reverse_path}: {output:?}, {reasons:?}");
+                let refused = reasons == [Reason::SourceForged] && output.verdict == Verdict::Drop;
+                ensure!(refused != begins, "{what}");
+                let flows = scene.rig.conntrack.entries().len();
+                ensure!(flows == usize::from(begins), "{flows} flows: {what}");
+            }
+            // A pod that sends with an endpoint's addresses and ports answers nothing.
+            scene.forget()?;
+            let client = (ip(v4, NEAR[0], NEAR[1]), 20_000);
+            scene.throw(
+                "veth-near",
+                false,
+                &packet(tcp, client, vip, flags::SYN).frame(),
+            )?;
+            let endpoint = (ip(v4, "10.244.1.12", "fd00:10:244:1::12"), 80);
+            let answer = packet(tcp, endpoint, client, flags::SYN | flags::ACK).frame();
+            let (output, reasons) = scene.throw("veth-near2", false, &answer)?;
+            let refused = reasons == [Reason::SourceForged] && output.verdict == Verdict::Drop;
+            ensure!(refused, "{output:?}, {reasons:?}");
+            let (output, reasons) = scene.throw("veth-small", false, &answer)?;
+            ensure!(
+                output.verdict == Verdict::Redirect,
+                "{output:?}, {reasons:?}"
+            );
+        }
+        Ok(())
+    })?;
+    Ok(scene)
 }
 
 /// From the port of a connection by way of a VIP, its client dials the endpoint itself. While the first one lives, the

@@ -69,7 +69,7 @@ fn affinity_and_hairpins() -> Result<()> {
                 let mut endpoints = Vec::new();
                 for port in 20_000..20_004 {
                     let asked = packet(tcp, (client, port), vip, flags::SYN);
-                    let (output, reasons) = scene.throw("veth-near", false, &asked.frame())?;
+                    let (output, reasons) = scene.throw("eth0", false, &asked.frame())?;
                     let first = port == 20_000;
                     let reason = if first {
                         Reason::Translated

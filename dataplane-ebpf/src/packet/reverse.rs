@@ -1,0 +1,144 @@
+//! Whether a packet may come from where it says: what `rp_filter` is to packets that pass the stack.
+//!
+//! From a pod's interface come only packets whose source the node's routes lead to by this interface, or by one that is
+//! neither a pod's nor an uplink, as a bridge of pods is. So a pod speaks for nobody else: neither a flow that it begins, nor
+//! its answers. By other interfaces a flow begins from where the kernel would take it (`fib_validate_source` in
+//! `net/ipv4/fib_frontend.c`), but never from the node's own addresses, nor from a cluster IP, which is nobody's. The packets
+//! of known flows are not asked there.
+//!
+//! A CPU remembers for a moment which sources it has found right, as it does [ways](super::route).
+
+use aya_ebpf::{
+    bindings::{
+        BPF_FIB_LKUP_RET_FRAG_NEEDED, BPF_FIB_LKUP_RET_FWD_DISABLED, BPF_FIB_LKUP_RET_NO_NEIGH,
+        BPF_FIB_LKUP_RET_SUCCESS, BPF_FIB_LKUP_RET_UNSUPP_LWT,
+    },
+    btf_maps::PerCpuArray,
+    macros::btf_map,
+};
+use dataplane_common::{
+    Addr, VipPlace, decide,
+    packet::Iface,
+    tables::{FrontendKey, Kind},
+};
+
+use super::{
+    parse::Packet,
+    route::{self, Route},
+    skb::Skb,
+    sources,
+};
+use crate::select::Live;
+
+/// A source that was found right.
+#[repr(C)]
+struct Found {
+    src: Addr,
+    /// Where it arrived.
+    from: u32,
+    /// [`route::moment`], and what it was asked for.
+    when: u32,
+}
+
+/// How many are remembered, by a hash: a power of two.
+const FOUND_KEPT: usize = 512;
+
+#[btf_map]
+static FOUND: PerCpuArray<Found, FOUND_KEPT> = PerCpuArray::new();
+
+/// What a packet does: the flow is known.
+pub const GOES_ON: u32 = 0;
+/// It begins a flow.
+pub const BEGINS: u32 = 1;
+
+#[inline(always)]
+fn place(src: &Addr, from: u32) -> u32 {
+    let (a, b) = src.halves();
+    // As `VipPlace::of`.
+    let mixed = a ^ b ^ u64::from(from) << 32;
+    (mixed.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) as u32 % FOUND_KEPT as u32
+}
+
+/// Whether the packet may come from its source. `route`: room for the question, nothing else.
+#[inline(never)]
+pub fn is_right(skb: Skb, packet: &Packet, route: &mut Route, does: u32) -> bool {
+    let from = skb.ifindex();
+    let src = &packet.key.src;
+    let kept = if route::by_address() {
+        FOUND.get_ptr_mut(place(src, from))
+    } else {
+        None
+    };
+    // Classes of service are no part of it: the two lowest bits of a moment are.
+    let when = route::moment((does as u8) << 2);
+    if let Some(kept) = kept {
+        // SAFETY: this CPU's own element, which no other program of ours uses meanwhile (`scratch`).
+        let kept = unsafe { &*kept };
+        if kept.when == when && kept.from == from && kept.src == *src {
+            return true;
+        }
+    }
+    if !is_right_by_routes(skb, packet, route, does) {
+        return false;
+    }
+    if let Some(kept) = kept {
+        // SAFETY: as above.
+        let kept = unsafe { &mut *kept };
+        kept.src = *src;
+        kept.from = from;
+        kept.when = when;
+    }
+    true
+}
+
+/// Whether an address is a cluster IP.
+#[inline(always)]
+fn is_cluster_ip(addr: Addr) -> bool {
+    let place = VipPlace::of(addr);
+    let words = decide::Tables::vips(&Live, place.index());
+    place.may_be_cluster(words)
+        && decide::Tables::frontend(&Live, &FrontendKey::address(addr)).kind()
+            == Kind::CLUSTER_ADDRESS
+}
+
+#[inline(always)]
+fn is_right_by_routes(skb: Skb, packet: &Packet, route: &mut Route, does: u32) -> bool {
+    let from = skb.ifindex();
+    let flags = route::interface(from).flags;
+    let is_pods = flags & Iface::LOCAL != 0;
+    if !is_pods {
+        if does == GOES_ON {
+            return true;
+        }
+        if is_cluster_ip(packet.key.src) {
+            return false;
+        }
+        // IPv6 has no such sysctl.
+        if !packet.is_v4() || flags & (Iface::STRICT | Iface::LOOSE) == 0 {
+            return !sources::is_host(&packet.key.src);
+        }
+    }
+    let (code, back) = route::back(skb, packet, route);
+    if code == BPF_FIB_LKUP_RET_FWD_DISABLED {
+        // What comes here goes no further than this host.
+        return !sources::is_host(&packet.key.src);
+    }
+    if code == BPF_FIB_LKUP_RET_UNSUPP_LWT {
+        // A tunnel, by which interface is not told.
+        return !is_pods;
+    }
+    if code != BPF_FIB_LKUP_RET_SUCCESS
+        && code != BPF_FIB_LKUP_RET_NO_NEIGH
+        && code != BPF_FIB_LKUP_RET_FRAG_NEEDED
+    {
+        return false;
+    }
+    if back == from {
+        return true;
+    }
+    if is_pods {
+        route::interface(back).flags & Iface::ATTACHED == 0
+    } else {
+        flags & Iface::STRICT == 0
+    }
+}
