@@ -74,6 +74,7 @@ mod same_flow;
 mod services;
 mod smoke;
 mod sockets;
+mod sources;
 mod stale;
 mod status;
 mod supervisor;
@@ -216,6 +217,7 @@ fn main() -> ExitCode {
         ways::SCENARIOS,
         wrong_cgroup::SCENARIOS,
         same_flow::SCENARIOS,
+        sources::SCENARIOS,
         ipsec::SCENARIOS,
         forward_rules::SCENARIOS,
         peers::SCENARIOS,
