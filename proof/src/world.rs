@@ -132,6 +132,11 @@ pub const NODE_PORT_ELSEWHERE: u16 = 20013;
 /// A port of service 13 at the node's address towards its pods, as an external IP.
 pub const EXTERNAL_PORT: u16 = 8013;
 
+/// The ports of service 16's endpoints, which all have one address.
+pub const MANY_PORTS: [u16; 12] = [
+    8000, 8001, 8002, 8003, 8004, 8005, 8006, 8007, 8008, 8009, 8010, 8011,
+];
+
 /// From the number of IPv4's pools to that of IPv6's.
 const V6: u32 = 64;
 /// No pool has this number.
@@ -388,7 +393,8 @@ impl World {
             let unreached = endpoint(at("10.11.0.1", "fd11::1"), 8080);
             let thrown = endpoint(at("10.12.0.1", "fd12::1"), 8080);
             let anycast = endpoint(at("10.13.0.1", "fd13::1"), 9090);
-            let pools: [(u32, &[Endpoint], u16); 15] = [
+            let several = MANY_PORTS.map(|port| endpoint(small.addr, port));
+            let pools: [(u32, &[Endpoint], u16); 16] = [
                 (1, &[near, near2, small, quiet, far, host, anycast], 0),
                 (2, &[near, far], 0),
                 (3, &[near], 0),
@@ -404,6 +410,7 @@ impl World {
                 (13, &[small], 0),
                 (14, &[near, far, lost], 0),
                 (15, &[near], 0),
+                (16, &several, 0),
             ];
             for (index, endpoints, flags) in pools {
                 let mut endpoints = endpoints.to_vec();
@@ -440,7 +447,7 @@ impl World {
                 self.sources
                     .push((shift + set, at(v4_text, v6_text), length));
             }
-            for service in [1, 2, 4, 6, 7, 8, 9, 10, 12, 13, 14] {
+            for service in [1, 2, 4, 6, 7, 8, 9, 10, 12, 13, 14, 16] {
                 let text = |v4_prefix: &str, v6_prefix: &str| {
                     at(
                         &format!("{v4_prefix}{service}"),

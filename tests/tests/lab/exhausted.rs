@@ -1,19 +1,22 @@
 //! Endpoints whose ports are nearly all taken, or all; and sockets of the node that take a flow's port.
 
-use std::net::IpAddr;
+use std::{collections::BTreeSet, net::IpAddr};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use dataplane_common::{
     Addr, Port, Protocol, Reason,
     packet::{FlowKey, PacketConfig, Tick, Translation, seen},
+    tables::Endpoint,
 };
-use dataplane_proof::{Verdict, campaign::Scene, wire::flags};
+use dataplane_proof::{Verdict, campaign::Scene, wire::flags, world::MANY_PORTS};
 
 use crate::crafted::{OUTSIDE, Then, check, ip, on, packet, refusal, vip};
 
 scenarios! {
     Dataplane:
     an_endpoint_without_ports_is_not_drawn,
+    one_of_many_endpoints_with_ports_is_found,
+    a_client_keeps_no_endpoint_that_refused_it,
     a_socket_that_takes_a_flows_port_is_refused,
 }
 
@@ -25,15 +28,26 @@ fn protocol(tcp: bool) -> Protocol {
     if tcp { Protocol::TCP } else { Protocol::UDP }
 }
 
-/// Flows to the endpoint, by all ports of the node's but those that `leaves_out` says.
+/// Flows to the endpoint of service 13, by all ports of the node's but those that `leaves_out` says.
 fn fill(scene: &Scene, v4: bool, tcp: bool, leaves_out: impl Fn(u16) -> bool) -> Result<()> {
+    fill_up(scene, (v4, tcp), (SMALL, 80), leaves_out)
+}
+
+/// The same, to any endpoint.
+fn fill_up(
+    scene: &Scene,
+    (v4, tcp): (bool, bool),
+    ([addr4, addr6], endpoint_port): ([&str; 2], u16),
+    leaves_out: impl Fn(u16) -> bool,
+) -> Result<()> {
     let (ifindex, _) = scene.world.interface(AT);
     let node_addr = scene.world.interfaces[&ifindex].masquerade[usize::from(!v4)];
-    let (to, port) = vip(v4, "node", 13);
+    // Of each endpoint's port, so that no two flows have one key.
+    let (to, port) = (vip(v4, "node", 13).0, endpoint_port);
     let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC)?;
     let used = Tick::from_ns(u64::try_from(std::time::Duration::from(now).as_nanos())?);
     for node_port in (PacketConfig::FIRST_PORT..=u16::MAX).filter(|port| !leaves_out(*port)) {
-        let client: IpAddr = ip(v4, "192.0.2.7", "fd02::7");
+        let client: IpAddr = ip(v4, addr4, addr6);
         let key = FlowKey::new(
             Addr::from(client),
             Port::new(node_port),
@@ -42,8 +56,8 @@ fn fill(scene: &Scene, v4: bool, tcp: bool, leaves_out: impl Fn(u16) -> bool) ->
             protocol(tcp),
         );
         let flow = Translation {
-            endpoint: Addr::from(ip(v4, SMALL[0], SMALL[1])),
-            endpoint_port: Port::new(80),
+            endpoint: Addr::from(ip(v4, addr4, addr6)),
+            endpoint_port: Port::new(endpoint_port),
             node_port: Port::new(node_port),
             used,
             seen: seen::PACKET | seen::in_replies(seen::PACKET),
@@ -57,6 +71,18 @@ fn fill(scene: &Scene, v4: bool, tcp: bool, leaves_out: impl Fn(u16) -> bool) ->
     Ok(())
 }
 
+/// A flow of the client's to a node port.
+fn key((v4, tcp): (bool, bool), service: u16, from: u16) -> FlowKey {
+    let (to, port) = vip(v4, "node", service);
+    FlowKey::new(
+        Addr::from(ip(v4, OUTSIDE[0], OUTSIDE[1])),
+        Port::new(from),
+        Addr::from(to),
+        Port::new(port),
+        protocol(tcp),
+    )
+}
+
 /// What becomes of the first packet of a client's: to which endpoint it goes, by which port, if it goes.
 fn asks(
     scene: &Scene,
@@ -68,14 +94,7 @@ fn asks(
     let to = vip(v4, "node", service);
     let first = packet(tcp, client, to, flags::SYN);
     let (output, reasons) = scene.throw("eth0", false, &first.frame())?;
-    let key = FlowKey::new(
-        Addr::from(client.0),
-        Port::new(client.1),
-        Addr::from(to.0),
-        Port::new(to.1),
-        protocol(tcp),
-    );
-    if let Some(flow) = scene.rig.conntrack.get(&key) {
+    if let Some(flow) = scene.rig.conntrack.get(&key((v4, tcp), service, from)) {
         return Ok(Ok((flow.endpoint, flow.node_port.host())));
     }
     ensure!(output.verdict == Verdict::Drop, "{output:?}");
@@ -115,9 +134,70 @@ fn an_endpoint_without_ports_is_not_drawn() -> Result<()> {
             fill(scene, v4, tcp, free)?;
             for from in 21_001..21_041 {
                 let (endpoint, port) = asks(scene, way, 13, from)?
-                    .map_err(|reasons| anyhow::anyhow!("{way:?}: refused: {reasons:?}"))?;
+                    .map_err(|reasons| anyhow!("{way:?}: refused: {reasons:?}"))?;
                 ensure!(endpoint == small && free(port), "{way:?}: port {port}");
             }
+        }
+        Ok(())
+    })
+}
+
+/// With every port of nine in twelve endpoints taken, each new flow goes to one of the other three, whichever is drawn first.
+fn one_of_many_endpoints_with_ports_is_found() -> Result<()> {
+    const TAKEN: usize = 9;
+    on(Scene::with_flows(1 << 20)?, |scene| {
+        let way = (true, true);
+        // They are side by side in the pool, so that one after the other is tried in vain.
+        for port in &MANY_PORTS[..TAKEN] {
+            fill_up(scene, way, (SMALL, *port), |_| false)?;
+        }
+        let mut served = BTreeSet::new();
+        for from in 20_000..20_200 {
+            asks(scene, way, 16, from)?.map_err(|reasons| anyhow!("{from}: {reasons:?}"))?;
+            let key = key(way, 16, from);
+            let flow = scene.rig.conntrack.get(&key).context("no flow")?;
+            served.insert(flow.endpoint_port.host());
+        }
+        let wanted: BTreeSet<u16> = MANY_PORTS[TAKEN..].iter().copied().collect();
+        ensure!(served == wanted, "{served:?} served");
+        Ok(())
+    })
+}
+
+/// A service with session affinity: an endpoint that has no port for a client is not remembered for it, and the endpoint
+/// that has one is.
+fn a_client_keeps_no_endpoint_that_refused_it() -> Result<()> {
+    on(Scene::with_flows(1 << 18)?, |scene| {
+        let way = (true, true);
+        let far = (["10.244.2.10", "fd00:10:244:2::10"], 8080);
+        for endpoint in [
+            (["10.244.1.10", "fd00:10:244:1::10"], 8080),
+            (["10.244.1.11", "fd00:10:244:1::11"], 8081),
+            far,
+        ] {
+            fill_up(scene, way, endpoint, |_| false)?;
+        }
+        let refused = asks(scene, way, 7, 20_000)?;
+        let told = refused.err().context("it was given a port")?;
+        ensure!(told == [Reason::PortsExhausted], "{told:?}");
+        let kept = scene.rig.affinity().entries()?;
+        ensure!(kept.is_empty(), "{kept:?} is remembered");
+
+        let far = Endpoint::new(Addr::from(ip(true, far.0[0], far.0[1])), Port::new(far.1));
+        let conntrack = &scene.rig.conntrack;
+        let flows = conntrack.entries().into_iter();
+        for (key, _) in flows.filter(|(_, flow)| flow.endpoint == far.addr) {
+            ensure!(conntrack.remove(&key), "{key:?} was there");
+        }
+        for from in 20_001..20_040 {
+            let (endpoint, _) =
+                asks(scene, way, 7, from)?.map_err(|reasons| anyhow!("{from}: {reasons:?}"))?;
+            ensure!(endpoint == far.addr, "{endpoint:?} has no port left");
+            let kept = scene.rig.affinity().entries()?;
+            let [(_, entry)] = &kept[..] else {
+                bail!("{kept:?} is remembered");
+            };
+            ensure!(entry.endpoint == far, "{entry:?} is remembered");
         }
         Ok(())
     })
@@ -131,7 +211,7 @@ fn a_socket_that_takes_a_flows_port_is_refused() -> Result<()> {
             let (v4, tcp) = way;
             scene.forget()?;
             let (_, port) = asks(scene, way, 13, 20_000)?
-                .map_err(|reasons| anyhow::anyhow!("{way:?}: refused: {reasons:?}"))?;
+                .map_err(|reasons| anyhow!("{way:?}: refused: {reasons:?}"))?;
             let node = ip(v4, "10.244.1.1", "fd00:10:244:1::1");
             let endpoint = (ip(v4, SMALL[0], SMALL[1]), 80);
             for (from, taken) in [(port, true), (port + 1, false)] {
