@@ -153,11 +153,17 @@ pub fn decide(request: &Request, used: &Endpoint, only_cluster_ips: bool) -> Ver
     if pool.block.is_empty() {
         return Verdict::without_endpoint(decide::refusal(pool.block), index);
     }
-    choose(&pool, index, Addr::from_netns_cookie(request.netns), used)
+    let client = Addr::from_netns_cookie(request.netns);
+    let verdict = choose(&pool, index, client, used);
+    if verdict.reason == Reason::Translated && pool.affinity_seconds != 0 {
+        remember(client, pool.affinity_group, verdict.endpoint);
+    }
+    verdict
 }
 
 /// Chooses one of the endpoints of a pool that is not empty, given the one that this client already
-/// uses for this destination, if any.
+/// uses for this destination, if any. One that is drawn ([`Reason::Translated`]) is to be [remembered](remember) once the
+/// client is served, if the pool has session affinity.
 #[inline(always)]
 pub fn choose(pool: &Pool, index: u32, client: Addr, used: &Endpoint) -> Verdict {
     let mut earlier = *used;
@@ -197,9 +203,6 @@ pub fn choose(pool: &Pool, index: u32, client: Addr, used: &Endpoint) -> Verdict
     let Some(endpoint) = decide::Tables::endpoint(&Live, decide::draw(pool.block, random)) else {
         return Verdict::without_endpoint(Reason::Dangling, index);
     };
-    if pool.affinity_seconds != 0 {
-        remember_at(&client, endpoint, now);
-    }
     Verdict {
         endpoint,
         reason: Reason::Translated,
@@ -207,26 +210,22 @@ pub fn choose(pool: &Pool, index: u32, client: Addr, used: &Endpoint) -> Verdict
     }
 }
 
-#[inline(always)]
-fn remember_at(client: &AffinityKey, endpoint: Endpoint, now: u64) {
-    let entry = Affinity {
-        endpoint,
-        used_at: now,
-    };
-    let kept = AFFINITY
-        .get(0)
-        .is_some_and(|table| table.insert(*client, entry, 0).is_ok());
-    if !kept {
-        count(Reason::AffinityFull);
-    }
-}
-
 /// Remembers the endpoint of a client for session affinity.
 #[inline(never)]
 pub fn remember(client: Addr, group: u32, endpoint: Endpoint) {
-    // SAFETY: the helper has no preconditions.
-    let now = unsafe { bpf_ktime_get_ns() };
-    remember_at(&AffinityKey { client, group }, endpoint, now);
+    let entry = Affinity {
+        endpoint,
+        // SAFETY: the helper has no preconditions.
+        used_at: unsafe { bpf_ktime_get_ns() },
+    };
+    let kept = AFFINITY.get(0).is_some_and(|table| {
+        table
+            .insert(AffinityKey { client, group }, entry, 0)
+            .is_ok()
+    });
+    if !kept {
+        count(Reason::AffinityFull);
+    }
 }
 
 /// Counts a verdict by reason.

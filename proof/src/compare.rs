@@ -10,7 +10,6 @@ use dataplane::kernel::{
 use dataplane_common::{
     Addr, Port, Reason,
     packet::{FlowKey, Tick, Translation, seen},
-    tables::{Affinity, AffinityKey},
 };
 use dataplane_tests::Lab;
 use nix::time::{ClockId, clock_gettime};
@@ -87,10 +86,6 @@ struct Tables<'a>(&'a Rig);
 impl Drawn for Tables<'_> {
     fn flow(&self, key: &FlowKey) -> Option<Translation> {
         self.0.conntrack.get(key)
-    }
-
-    fn affinity(&self, key: &AffinityKey) -> Option<Affinity> {
-        self.0.affinity().get(key).ok().flatten()
     }
 }
 

@@ -82,6 +82,12 @@ type Ends = [(IpAddr, u16); 2];
 /// If the programs cannot be run, or leave a packet alone.
 pub fn measure(scene: &mut Scene, case: Case, flows: u32) -> Result<Costs> {
     let flows = flows.min(case.at_most);
+    // Clients of a pod's network come from where its routes lead.
+    if case.at != "eth0" {
+        let [a, b, c] = case.clients;
+        let node = scene.lab.node("node1");
+        node.ip(&format!("route replace {a}.{b}.{c}.0/25 dev {}", case.at))?;
+    }
     scene.inside(|scene| {
         scene.forget()?;
         let Scene { rig, world, .. } = scene;

@@ -86,7 +86,7 @@ pub fn begin(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     s.reason = chosen as u32;
     let mut action = go(skb, s, now);
     for _ in 0..OTHERS {
-        if action != ANOTHER || !another(s) {
+        if action != ANOTHER || packet_another(s) == 0 {
             break;
         }
         action = go(skb, s, now);
@@ -104,10 +104,19 @@ const ANOTHER: i32 = 260;
 const DELIVER: i32 = 259;
 
 /// How many other endpoints are tried if one has no port left.
-const OTHERS: u32 = 4;
+const OTHERS: u32 = 24;
 
-/// Takes the next endpoint of the pool, first after one at random, and remembers it for the client.
+/// [`another`]. With external linkage, as in `table.rs`: the verifier looks at it once, not once for each endpoint.
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
 #[inline(never)]
+extern "C" fn packet_another(s: *mut Scratch) -> u32 {
+    // SAFETY: the place of this CPU, or null: the verifier sees to it where it is called.
+    unsafe { s.as_mut() }.map_or(0, |s| u32::from(another(s)))
+}
+
+/// Takes the next endpoint of the pool, first after one at random.
+#[inline(always)]
 fn another(s: &mut Scratch) -> bool {
     let block = s.pool.block;
     if s.reason == Reason::PortsExhausted as u32 {
@@ -124,9 +133,6 @@ fn another(s: &mut Scratch) -> bool {
         return false;
     };
     s.endpoint = endpoint;
-    if s.pool.affinity_seconds != 0 {
-        remember(s.packet.key.src, s.pool.affinity_group, endpoint);
-    }
     true
 }
 
@@ -286,6 +292,9 @@ fn enter_flow(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     count(reason);
     if index != 0 {
         count_pool(index, reason);
+        if s.reason != Reason::Kept as u32 && s.pool.affinity_seconds != 0 {
+            remember(s.packet.key.src, s.pool.affinity_group, s.endpoint);
+        }
     }
     events::report(skb, &s.packet, reason, index, &s.endpoint);
     s.flow.toward_endpoint(&mut s.ends);
@@ -296,6 +305,8 @@ fn enter_flow(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
 /// an address and a port of the node's, and [`Reason::Kept`] if another CPU has entered it.
 #[inline(always)]
 fn enter(skb: Skb, s: &mut Scratch, masquerade: bool, now: Tick) -> Reason {
+    // Another endpoint may do as well.
+    let thoroughly = s.reason != Reason::PortsExhausted as u32;
     let flow = &mut s.flow;
     let mut reason = Reason::Translated;
     if masquerade {
@@ -321,7 +332,7 @@ fn enter(skb: Skb, s: &mut Scratch, masquerade: bool, now: Tick) -> Reason {
     }
     if !masquerade {
         reason = client_port::take(flow, index, now);
-    } else if !masquerade::take_port(skb, flow, index, now) {
+    } else if !masquerade::take_port(skb, flow, index, thoroughly, now) {
         reason = Reason::PortsExhausted;
     }
     if reason.is_refusal() {

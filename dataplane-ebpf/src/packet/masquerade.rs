@@ -139,9 +139,10 @@ fn port_at(flow: &Flow, config: &PacketConfig, place: u32) -> Port {
 
 /// Gives the flow a port that no other flow to its endpoint has, no service and no socket of the node ([`claim_port`]):
 /// the client's own, if nobody else wants that ([`PacketConfig::avoids`]), or one at one of the places. `false` if none
-/// was found.
+/// was found. Unless it is looked for `thoroughly`, a few places of each kind are enough, where an endpoint that has ports left
+/// has one.
 #[inline(never)]
-pub fn take_port(skb: Skb, flow: &mut Flow, index: u32, now: Tick) -> bool {
+pub fn take_port(skb: Skb, flow: &mut Flow, index: u32, thoroughly: bool, now: Tick) -> bool {
     let Some(config) = PACKET_CONFIG.get(0) else {
         return false;
     };
@@ -152,10 +153,15 @@ pub fn take_port(skb: Skb, flow: &mut Flow, index: u32, now: Tick) -> bool {
             return true;
         }
     }
-    for place in 0..PLACES {
+    let mut place = 0;
+    for _ in 0..PLACES {
+        if place >= PLACES {
+            break;
+        }
         if masquerade_try_place(skb.0, flow, index, place, u32::from(now.number())) != 0 {
             return true;
         }
+        place += if thoroughly { 1 } else { FOR_EACH - 1 };
     }
     false
 }

@@ -95,18 +95,18 @@ impl Model<'_> {
         if !self.world.is_right(input.ifindex, headers, true) {
             return Ok(self.refuse(input, headers, Reason::SourceForged));
         }
-        let choice = (endpoint_of(&itself.to), Reason::Translated);
+        let choice = (endpoint_of(&itself.to), Reason::Translated, None);
         self.enter(input, headers, again, choice, false, at, drawn)
     }
 
-    /// A flow to the endpoint that was chosen, and why that was.
+    /// A flow to the endpoint that was chosen, and why that was, and for which client it is remembered then.
     #[expect(clippy::too_many_arguments, reason = "all that is known of the packet")]
     fn enter(
         &mut self,
         input: &Input,
         headers: &Headers,
         again: Option<Flow>,
-        (endpoint, chosen): (Endpoint, Reason),
+        (endpoint, chosen, client): (Endpoint, Reason, Option<AffinityKey>),
         mut masquerade: bool,
         at: Moment,
         drawn: &dyn Drawn,
@@ -178,6 +178,11 @@ impl Model<'_> {
         }
         let numbers = Numbers::begun(headers);
         self.state.flows.enter(cell, &flow, numbers, at.tick)?;
+        if let Some(client) = client {
+            let used_at = at.ns;
+            let entry = Affinity { endpoint, used_at };
+            self.state.affinity.set(client, entry);
+        }
         self.count(reason);
         let ends = self.toward_endpoint(&flow);
         Ok(self.deliver(input, headers, &ends, &to))
@@ -193,7 +198,7 @@ impl Model<'_> {
         flows.set_numbers(&flow.key, Numbers::begun(syn));
     }
 
-    /// Which endpoint it is, and why.
+    /// Which endpoint it is, and why, and for which client it is to be remembered.
     fn choose(
         &mut self,
         pool: &Pool,
@@ -201,7 +206,7 @@ impl Model<'_> {
         again: Option<&Flow>,
         at: Moment,
         drawn: &dyn Drawn,
-    ) -> Result<(Endpoint, Reason), String> {
+    ) -> Result<(Endpoint, Reason, Option<AffinityKey>), String> {
         let client = AffinityKey {
             client: headers.src,
             group: pool.affinity_group,
@@ -221,16 +226,14 @@ impl Model<'_> {
                     .affinity
                     .change(&client, |entry| entry.used_at = at.ns);
             }
-            return Ok((earlier, Reason::Kept));
+            return Ok((earlier, Reason::Kept, None));
         }
-        // Drawn by lot. The flow says which; if it was refused, the client's; else it is one of them.
+        // Drawn by lot. The flow says which; if it was refused, it is one of them.
         let entered = drawn.flow(&headers.key()).map(|to| endpoint_of(&to));
         let before = self.state.flows.get(&headers.key());
         let before = before.map(|to| endpoint_of(&to));
         let endpoint = if let Some(now) = entered.filter(|now| before != Some(*now)) {
             now
-        } else if let (true, Some(now)) = (affine, drawn.affinity(&client)) {
-            now.endpoint
         } else {
             self.guesses = pool.endpoints.len();
             pool.endpoints[self.guess % self.guesses]
@@ -238,14 +241,7 @@ impl Model<'_> {
         if !pool.endpoints.contains(&endpoint) {
             return Err(format!("{endpoint:?} is not one of {:?}", pool.endpoints));
         }
-        if affine {
-            let entry = Affinity {
-                endpoint,
-                used_at: at.ns,
-            };
-            self.state.affinity.set(client, entry);
-        }
-        Ok((endpoint, Reason::Translated))
+        Ok((endpoint, Reason::Translated, affine.then_some(client)))
     }
 
     /// Which port of the node's it is, or `None` if there is none left.

@@ -20,7 +20,6 @@ use dataplane::kernel::rig::SkbContext;
 use dataplane_common::{
     Addr, Protocol, Reason,
     packet::{FlowKey, Fragment as FirstFragment, FragmentKey, Tick, Translation},
-    tables::{Affinity, AffinityKey},
 };
 
 use crate::world::{To, Way, World};
@@ -85,8 +84,6 @@ pub struct Output {
 pub trait Drawn {
     /// What a flow's packets are turned into now.
     fn flow(&self, key: &FlowKey) -> Option<Translation>;
-    /// The endpoint that is remembered for a client now.
-    fn affinity(&self, key: &AffinityKey) -> Option<Affinity>;
 }
 
 /// The model: the node as it is configured, and what it remembers.
