@@ -108,11 +108,18 @@ pub const fn candidate(place: u32, nth: u32) -> u32 {
 /// Nothing is written, and `false` answered, if the cell has become another flow's. (Unless that one's state is, bit by bit, the one that was found:
 /// then it was made in the same tick, to the same ports, and nothing more was seen of either.)
 #[inline(always)]
-pub fn mark<L: Line>(line: L, head: Head, before: State, flags: u8, anew: bool, now: Tick) -> bool {
+pub fn mark<L: Line>(
+    line: L,
+    head: Head,
+    before: State,
+    flags: u8,
+    forgotten: u8,
+    now: Tick,
+) -> bool {
     let mut before = before;
     let mut tries = 0;
     while tries < TRIES {
-        let after = before.with_packet(flags, anew, now);
+        let after = before.with_packet(flags, forgotten, now);
         if after.0 == before.0 || line.exchange(STATE, before.0, after.0) {
             return true;
         }

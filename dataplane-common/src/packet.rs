@@ -318,6 +318,10 @@ pub mod seen {
     /// (TCP), or has sent again, some seconds after it was answered (UDP). A spoofed address does the first only by a
     /// guess.
     pub const ASSURED: u8 = 1 << 7;
+    /// A RST in either direction.
+    pub const RESET: u8 = RST | in_replies(RST);
+    /// What counts no longer once a flow begins anew: all but that there was a request.
+    pub const EARLIER: u8 = !PACKET;
 
     /// What was seen of requests.
     #[inline(always)]
@@ -367,10 +371,8 @@ pub mod timeout {
     pub const TCP_ESTABLISHED: u32 = 86_400;
     /// TCP: a FIN in one direction.
     pub const TCP_HALF_CLOSED: u32 = 3_600;
-    /// TCP: a FIN in each direction. Where a new flow would have its room, it goes after a few seconds.
+    /// TCP: a FIN in each direction, or a RST. Where a new flow would have its room, it goes after a few seconds.
     pub const TCP_CLOSED: u32 = 120;
-    /// TCP: a RST. Likewise.
-    pub const TCP_RESET: u32 = 10;
     /// UDP: nobody answered.
     pub const UDP_UNANSWERED: u32 = 30;
     /// UDP: answered.
@@ -389,9 +391,7 @@ pub const fn keep_seconds(protocol: Protocol, forward: u8, reply: u8) -> u32 {
             timeout::UDP_UNANSWERED
         };
     }
-    if (forward | reply) & seen::RST != 0 {
-        timeout::TCP_RESET
-    } else if forward & reply & seen::FIN != 0 {
+    if seen::is_ended(forward, reply) {
         timeout::TCP_CLOSED
     } else if (forward | reply) & seen::FIN != 0 {
         timeout::TCP_HALF_CLOSED
@@ -632,7 +632,7 @@ mod tests {
         assert_eq!(tcp(PACKET, PACKET), timeout::TCP_ESTABLISHED);
         assert_eq!(tcp(PACKET | FIN, PACKET), timeout::TCP_HALF_CLOSED);
         assert_eq!(tcp(PACKET | FIN, PACKET | FIN), timeout::TCP_CLOSED);
-        assert_eq!(tcp(PACKET, PACKET | RST), timeout::TCP_RESET);
+        assert_eq!(tcp(PACKET, PACKET | RST), timeout::TCP_CLOSED);
         assert_eq!(
             keep_seconds(Protocol::UDP, PACKET, 0),
             timeout::UDP_UNANSWERED

@@ -3,14 +3,16 @@
 //! `SEQUENCES` has two words for each cell of `CONNTRACK`. The first holds a position for each direction: a sequence
 //! number that lies at most [`NEAR`] bytes before the end of the latest segment. A program writes a position only
 //! when a segment lies farther ahead than that, so a packet of a known flow costs a look at one more word and no store.
-//! The second word holds the sequence number of the last SYN; the rest of it is free ([`Opening`]).
+//! The second word holds the sequence number of the last SYN, and whether the endpoint owes an answer to it ([`Opening`]).
 //!
 //! # Which segments count
 //!
 //! * A **RST** ends the flow if its sequence number is within [`NEAR`] bytes of its direction's position, or if it
 //!   acknowledges the last SYN (RFC 9293, section 3.10.7.3). An attacker who knows the addresses and ports hits a window
 //!   of 64 KiB, one in 65 536 of all sequence numbers. Any other RST is translated and forwarded, and changes nothing:
-//!   the receiver judges it by its exact number (RFC 5961).
+//!   the receiver judges it by its exact number (RFC 5961). A RST that counts was a stranger's if the connection goes on:
+//!   its next segment, of either side, takes the RST back ([`GOES_ON`]). A receiver that finds a RST in its window, but not
+//!   at its exact number, sends such a segment at once.
 //! * A **FIN**, and any segment that moves a position, must be plausible in two numbers: its end lies less than [`FAR`]
 //!   bytes ahead of its direction's position, and its acknowledgement at most [`UNACKNOWLEDGED`] bytes behind the other
 //!   direction's and [`AHEAD`] bytes before it. One in 2^15 of all pairs of numbers is. Otherwise an attacker would move
@@ -29,7 +31,10 @@
     reason = "words are taken apart: what is cut off is another field"
 )]
 
-use crate::{cells::Line, packet::seen};
+use crate::{
+    cells::Line,
+    packet::{Tick, seen},
+};
 
 /// The element of `SEQUENCES` that belongs to a cell: [`Positions`], then [`Opening`].
 pub type Sequences = [u64; 2];
@@ -52,6 +57,12 @@ pub const AHEAD: u32 = 1 << 20;
 
 /// What [`judge`] adds to [`seen`] if the flow begins anew: what was seen before is another connection's.
 pub const ANEW: u8 = 1 << 7;
+/// The same for a segment that is where its direction is: the connection goes on, and a RST that was seen before was not
+/// one of its own, or its receiver would be silent.
+pub const GOES_ON: u8 = 1 << 6;
+
+/// For how many ticks an endpoint may owe an answer, twice ([`ask`]): 4.3 to 8.6 s each.
+const OWES: u32 = 2;
 
 /// TCP's flags (RFC 9293, section 3.1), in its 14th byte.
 pub mod flags {
@@ -160,8 +171,8 @@ const fn is_within(number: u32, of: u32, before: u32, behind: u32) -> bool {
     number.wrapping_sub(of).wrapping_add(before) <= before + behind
 }
 
-/// The number of the last SYN, in the lower half; 0 stands for unknown. The upper half is zero: it is reserved for who
-/// made the flow, by which a flood of one source will be kept from taking the room of others.
+/// The number of the last SYN, in the lower half; 0 stands for unknown. The upper half is 0 unless the endpoint owes an answer
+/// ([`ask`]): since which tick (16 bits), and how often it was asked (2 bits).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 #[must_use]
 pub struct Opening(pub u64);
@@ -172,6 +183,31 @@ impl Opening {
     const fn of(self, syn: &Segment) -> Self {
         let number = if syn.end == 0 { 1 } else { syn.end };
         Self(self.0 & !0xffff_ffff | number as u64)
+    }
+
+    /// Whether the endpoint owes an answer.
+    #[inline(always)]
+    pub const fn is_asked(self) -> bool {
+        self.0 >> 32 != 0
+    }
+
+    /// Since when, and how often it was asked.
+    #[inline(always)]
+    const fn asked(self) -> (Tick, u32) {
+        (
+            Tick::from_number((self.0 >> 32) as u16),
+            (self.0 >> 48) as u32 & 3,
+        )
+    }
+
+    /// That, when the endpoint is asked for the `nth` time; 0: it owes nothing.
+    #[inline(always)]
+    const fn with_asked(self, now: Tick, nth: u32) -> Self {
+        let number = self.0 & 0xffff_ffff;
+        if nth == 0 {
+            return Self(number);
+        }
+        Self(number | (now.number() as u64) << 32 | (nth as u64) << 48)
     }
 
     /// Whether the segment answers that SYN. (The SYN itself counts as one, and what it carried may be acknowledged or
@@ -196,8 +232,28 @@ pub const fn begin(first: &Segment) -> Sequences {
 /// How often a position is tried to be written: it fails only if another CPU wrote the other direction's meanwhile.
 const TRIES: u32 = 3;
 
+/// A client sends a SYN on a connection that lives, and whose endpoint takes no new ones. If the endpoint lives, it answers:
+/// it takes the SYN, refuses it, or challenges it (RFC 5961, section 4.2), whoever sent it. So the SYN goes there, until the
+/// endpoint has been silent for some seconds, twice. Answers whether it has.
+///
+/// Twice, because Linux challenges only once in half a second (`net.ipv4.tcp_invalid_ratelimit`): an attacker's first SYN would
+/// use that up, and the second would find the endpoint silent.
+#[inline(always)]
+pub fn ask<L: Line>(sequences: L, now: Tick) -> bool {
+    let opening = Opening(sequences.load(OPENING));
+    let (since, nth) = opening.asked();
+    if nth != 0 && since.ticks_before(now) < OWES {
+        return false;
+    }
+    if nth >= 2 {
+        return true;
+    }
+    sequences.exchange(OPENING, opening.0, opening.with_asked(now, nth + 1).0);
+    false
+}
+
 /// What a segment other than most of them ([`Positions::is_near`]) means for its flow: answers what it adds to
-/// [`seen`], or [`ANEW`] with it, 0 if it does not count at all; and writes the positions that it changes.
+/// [`seen`], or [`ANEW`] or [`GOES_ON`] with it, 0 if it does not count at all; and writes the positions that it changes.
 #[inline(always)]
 pub fn judge<L: Line>(sequences: L, replies: bool, segment: &Segment) -> u8 {
     let opening = Opening(sequences.load(OPENING));
@@ -227,7 +283,11 @@ pub fn judge<L: Line>(sequences: L, replies: bool, segment: &Segment) -> u8 {
             return seen::PACKET;
         }
         let mut after = before;
-        counts = seen::PACKET;
+        counts = seen::PACKET | GOES_ON;
+        if replies && opening.is_asked() {
+            let answered = opening.with_asked(Tick::default(), 0);
+            sequences.exchange(OPENING, opening.0, answered.0);
+        }
         if !before.is_near(replies, segment.end) {
             after = before.with(replies, segment.end);
             // Not the same answer once more.

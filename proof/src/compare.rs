@@ -398,8 +398,13 @@ pub fn event(rig: &Rig, lab: &Lab, model: &mut Model<'_>, op: &Op) -> Result<()>
     match op {
         Op::Packet(_) => {}
         Op::Age(key, ticks) => {
-            let older = |to: &mut Translation| to.used = older(to.used, *ticks);
-            state.flows.change(key, older);
+            state.flows.change(key, |to| to.used = older(to.used, *ticks));
+            let mut numbers = state.flows.numbers(key);
+            if let (1.., since) = &mut numbers.asked {
+                *since = older(*since, *ticks);
+                state.flows.set_numbers(key, numbers);
+                rig.conntrack.set_sequences(key, numbers.write());
+            }
         }
         Op::Forget(key) => state.flows.remove(key),
         Op::Foreign(key) => {

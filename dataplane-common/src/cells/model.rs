@@ -267,7 +267,7 @@ fn a_flow_is_marked_by_its_own_packets() {
         let line = Place(shared, Programs);
         if let Some(found) = read(line) {
             let is_over = found.value() == over().1;
-            mark(line, found.head(), found.state(), seen::FIN, false, LATER);
+            mark(line, found.head(), found.state(), seen::FIN, 0, LATER);
             let (_, new) = fresh();
             if let Some(after) = read(line).filter(|_| is_over)
                 && after.value().endpoint_port == new.endpoint_port

@@ -624,20 +624,26 @@ fn a_packet_marks_its_own_flow() {
     assert!(shared.make(&first, &to(&first, 0), at(0)));
     let found = read(line).unwrap();
     let (fin, answered) = (seen::FIN, seen::in_replies(seen::PACKET));
-    assert!(mark(line, found.head(), found.state(), fin, false, at(20)));
+    assert!(mark(line, found.head(), found.state(), fin, 0, at(20)));
     assert!(mark(
         line,
         found.head(),
         found.state(),
         answered,
-        false,
+        0,
         at(20)
     ));
     assert_eq!(state().seen(), seen::PACKET | fin | answered);
     assert_eq!(state().used(), at(20));
     let (head, before) = (found.head(), state());
-    assert!(mark(line, head, before, answered, true, at(30)));
+    let anew = seen::EARLIER;
+    assert!(mark(line, head, before, answered, anew, at(30)));
     assert_eq!(state().seen(), seen::PACKET | answered, "anew");
+    let (fin, reset) = (fin | seen::RST, seen::RESET);
+    assert!(mark(line, head, state(), fin, 0, at(30)));
+    assert!(mark(line, head, state(), seen::PACKET, reset, at(30)));
+    let closed = seen::PACKET | answered | seen::FIN;
+    assert_eq!(state().seen(), closed, "it was no RST of its own");
 
     assert!(shared.unmake(&first));
     let fresh = Translation {
@@ -647,7 +653,7 @@ fn a_packet_marks_its_own_flow() {
     assert!(shared.make(&second, &fresh, at(40)));
     let made = state();
     for before in [found.state(), before] {
-        assert!(!mark(line, head, before, seen::RST, false, at(40)));
+        assert!(!mark(line, head, before, seen::RST, 0, at(40)));
         assert_eq!(state(), made);
     }
 }

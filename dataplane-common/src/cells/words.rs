@@ -173,14 +173,10 @@ impl State {
         Self(self.0 & !(0xffff << 32) | (now.number() as u64) << 32)
     }
 
-    /// That, after a packet which adds flags of [`seen`]. `anew`: the flow begins anew with it, and the packets of an earlier
-    /// connection's count no longer, but that there was a request.
+    /// That, after a packet which adds flags of [`seen`], and with which others, which were seen before, count no longer.
     #[inline(always)]
-    pub const fn with_packet(self, flags: u8, anew: bool, now: Tick) -> Self {
-        let mut state = self.used_at(now).0;
-        if anew {
-            state &= !Self::bits(!seen::PACKET);
-        }
+    pub const fn with_packet(self, flags: u8, forgotten: u8, now: Tick) -> Self {
+        let state = self.used_at(now).0 & !Self::bits(forgotten);
         Self(state | Self::bits(flags))
     }
 

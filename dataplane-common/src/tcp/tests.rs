@@ -35,11 +35,16 @@ impl Flow {
         flow
     }
 
-    /// As the programs do.
+    /// As the programs do, but for [`GOES_ON`].
     fn see(&self, replies: bool, flags: u8, end: u32, ack: u32) -> u8 {
+        self.judge(replies, flags, end, ack) & !GOES_ON
+    }
+
+    fn judge(&self, replies: bool, flags: u8, end: u32, ack: u32) -> u8 {
         let segment = segment(flags, end, ack);
-        if flags & (SYN | FIN | RST) == 0 && self.positions().is_near(replies, end) {
-            return PACKET;
+        let asked = replies && Opening((&self.0).load(OPENING)).is_asked();
+        if flags & (SYN | FIN | RST) == 0 && self.positions().is_near(replies, end) && !asked {
+            return PACKET | GOES_ON;
         }
         judge(&self.0, replies, &segment)
     }
@@ -183,6 +188,51 @@ fn a_connection_begins_anew() {
     assert_eq!(flow.see(REPLIES, RST, 2_000_000_001, 0), 0);
     assert_eq!(flow.see(REPLIES, RST, 78, 0), PACKET | RESET);
     assert_eq!(flow.see(REQUESTS, RST, 4_000_000_001, 0), PACKET | RESET);
+}
+
+/// What shows that a connection goes on after a RST.
+#[test]
+fn a_connection_goes_on_by_its_own_segments() {
+    let (client, server) = (1000, 2_000_000_000);
+    let flow = Flow::established(client, server);
+    for (flags, end, ack, goes_on) in [
+        (ACK, client + 1, server + 1, true),
+        (ACK, client + 500_000, server + 1, true),
+        (ACK | FIN, client + 500_000, server + 1, true),
+        (ACK, client + 1_000_000_000, server + 1, false),
+        (SYN, client + 1, 0, false),
+        (RST, client + 500_000, 0, false),
+    ] {
+        let seen = flow.judge(REQUESTS, flags, end, ack);
+        assert_eq!(seen & GOES_ON != 0, goes_on, "{flags} {end}");
+    }
+}
+
+/// An endpoint that takes no new connections is asked by a client's SYNs, and given up only if it has been silent twice.
+#[test]
+fn an_endpoint_is_given_up_once_it_is_silent() {
+    let at = Tick::from_number;
+    let (client, server) = (1000, 2_000_000_000);
+    let silent = |answers: &[(u16, u32)], until: u16| {
+        let flow = Flow::established(client, server);
+        (0..until).find(|tick| {
+            let _ = flow.see(REQUESTS, SYN, 5_000_000 + u32::from(*tick), 0);
+            let gone = ask(&flow.0, at(u16::MAX.wrapping_add(*tick)));
+            for (_, ack) in answers.iter().filter(|(when, _)| when == tick) {
+                let _ = flow.see(REPLIES, ACK, server + 1, *ack);
+            }
+            gone
+        })
+    };
+    assert_eq!(silent(&[], 20), Some(4));
+    // Challenges: to the first SYN alone, to the second alone, now and then.
+    assert_eq!(silent(&[(0, client + 1)], 20), Some(5));
+    assert_eq!(silent(&[(3, client + 1)], 20), Some(8));
+    let now_and_then: Vec<_> = (0..200).step_by(3).map(|tick| (tick, client + 1)).collect();
+    assert_eq!(silent(&now_and_then, 200), None);
+    // A stranger does not know what the client has sent.
+    let strangers: Vec<_> = (0..20).map(|tick| (tick, client + 1_000_000_000)).collect();
+    assert_eq!(silent(&strangers, 20), Some(4));
 }
 
 /// What a sender does next.

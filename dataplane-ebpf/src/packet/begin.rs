@@ -5,7 +5,7 @@ use dataplane_common::{
     Addr, Port, Reason,
     cells::{BUSY, MADE, NOWHERE},
     decide,
-    packet::{FlowKey, Iface, PacketConfig, SourceKey, Tick},
+    packet::{FlowKey, Iface, PacketConfig, SourceKey, Tick, seen},
     tables::{Endpoint, Frontend, Kind, Pool},
 };
 
@@ -84,6 +84,13 @@ pub fn begin(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
         return refuse(skb, s, s.index, chosen);
     }
     s.reason = chosen as u32;
+    // Whoever sends a SYN in a client's name moves no connection, even if its endpoint takes no new ones.
+    if s.keep == KEEP && chosen != Reason::Kept && is_answered(s.flow.seen) {
+        if !table::ask(&s.packet.key, now) {
+            s.endpoint = Endpoint::new(s.flow.endpoint, s.flow.endpoint_port);
+            s.reason = Reason::Kept as u32;
+        }
+    }
     let mut action = go(skb, s, now);
     for _ in 0..OTHERS {
         if action != ANOTHER || packet_another(s) == 0 {
@@ -96,6 +103,12 @@ pub fn begin(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
         DELIVER => super::deliver(skb, s),
         action => action,
     }
+}
+
+/// Whether the endpoint has ever answered.
+#[inline(always)]
+fn is_answered(seen: u8) -> bool {
+    seen::of_replies(seen) & seen::PACKET != 0
 }
 
 /// [`enter_flow`]: every port of the endpoint's is taken, as far as was looked.

@@ -6,7 +6,7 @@ use dataplane_common::{
     cells::{self, Line as _, STATE, Snapshot},
     packet::{FlowKey, PortKey, Tick, Translation, keep_seconds, seen},
     tcp::{
-        ANEW, POSITIONS, Positions, Segment,
+        ANEW, GOES_ON, OPENING, Opening, POSITIONS, Positions, Segment,
         flags::{FIN, RST, SYN},
     },
 };
@@ -192,8 +192,9 @@ fn seen_in(entry: Place, replies: bool, segment: &Segment) -> u8 {
     if !segment.has(FIN | SYN | RST)
         && let Some(sequences) = table::sequences(entry.index)
         && Positions(sequences.load(POSITIONS)).is_near(replies, segment.end)
+        && !(replies && Opening(sequences.load(OPENING)).is_asked())
     {
-        return seen::PACKET;
+        return seen::PACKET | GOES_ON;
     }
     table::judge(entry.index, replies, segment)
 }
@@ -205,14 +206,18 @@ const ANSWERED_AND_ASSURED: u8 = ANSWERED | seen::ASSURED;
 #[inline(always)]
 fn mark(entry: Place, found: &Snapshot, replies: bool, segment: &Segment, now: Tick) {
     let value = found.value();
-    let (mut flags, mut anew) = (0, false);
+    let (mut flags, mut forgotten) = (0, 0);
     if !segment.is_quoted() {
         flags = seen_in(entry, replies, segment);
         if flags == 0 {
             return;
         }
-        anew = flags & ANEW != 0;
-        flags &= !ANEW;
+        if flags & ANEW != 0 {
+            forgotten = seen::EARLIER;
+        } else if flags & GOES_ON != 0 {
+            forgotten = value.seen & seen::RESET;
+        }
+        flags &= !(ANEW | GOES_ON);
         if replies {
             flags = seen::in_replies(flags);
         } else if value.seen & ANSWERED_AND_ASSURED == ANSWERED {
@@ -224,8 +229,8 @@ fn mark(entry: Place, found: &Snapshot, replies: bool, segment: &Segment, now: T
             flags |= if assured { seen::ASSURED } else { 0 };
         }
     }
-    if value.seen | flags != value.seen || value.used != now || anew {
-        table::mark(entry, found, flags, anew, now);
+    if value.seen | flags != value.seen || value.used != now || forgotten != 0 {
+        table::mark(entry, found, flags, forgotten, now);
     }
 }
 
@@ -238,7 +243,7 @@ pub fn request(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> 
     let value = found.value();
     if value.seen & seen::FOREIGN != 0 {
         if value.used != now {
-            table::mark(entry, &found, 0, false, now);
+            table::mark(entry, &found, 0, 0, now);
         }
         return FOREIGN;
     }

@@ -218,7 +218,7 @@ fn remove_at(index: u32, head: Head) -> bool {
     conntrack_remove(index, head.0) != 0
 }
 
-/// [`cells::mark`]. `flags`: of `seen`, and [`ANEW_TOO`].
+/// [`cells::mark`]. `flags`: what the packet adds to `seen`, and in the next eight bits what it has forgotten.
 // SAFETY: no other function of the programs has this name.
 #[unsafe(no_mangle)]
 #[inline(never)]
@@ -226,27 +226,20 @@ extern "C" fn conntrack_mark(index: u32, head: u64, before: u64, flags: u32, now
     let Some(line) = Maps::get().cell(index) else {
         return 0;
     };
-    let (anew, now) = (flags & ANEW_TOO != 0, Tick::from_number(now as u16));
     u32::from(cells::mark(
         line,
         Head(head),
         State(before),
         flags as u8,
-        anew,
-        now,
+        (flags >> 8) as u8,
+        Tick::from_number(now as u16),
     ))
 }
 
-/// [`conntrack_mark`]: the flow begins anew.
-const ANEW_TOO: u32 = 1 << 8;
-
 /// Says what a packet of the flow that was found in a cell adds to it.
 #[inline(always)]
-pub fn mark(place: Place, found: &Snapshot, flags: u8, anew: bool, now: Tick) {
-    let mut all = u32::from(flags);
-    if anew {
-        all |= ANEW_TOO;
-    }
+pub fn mark(place: Place, found: &Snapshot, flags: u8, forgotten: u8, now: Tick) {
+    let all = u32::from(flags) | u32::from(forgotten) << 8;
     let (head, before) = (found.head().0, found.state().0);
     conntrack_mark(place.index, head, before, all, u32::from(now.number()));
 }
@@ -452,6 +445,29 @@ extern "C" fn conntrack_judge(index: u32, replies: u32, segment: *const Segment)
 #[inline(always)]
 pub fn judge(index: u32, replies: bool, segment: &Segment) -> u8 {
     conntrack_judge(index, u32::from(replies), segment) as u8
+}
+
+/// [`tcp::ask`].
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn conntrack_ask(key: *const FlowKey, now: u32) -> u32 {
+    // SAFETY: a key, or null: the verifier sees to it where it is called.
+    let Some((index, _)) =
+        unsafe { key.as_ref() }.and_then(|key| cells::find(&Maps::get(), key))
+    else {
+        return 0;
+    };
+    match sequences(index) {
+        Some(sequences) => u32::from(tcp::ask(sequences, Tick::from_number(now as u16))),
+        None => 0,
+    }
+}
+
+/// Whether the endpoint of a flow owes an answer for so long that it is taken for gone; it is asked otherwise: [`tcp::ask`].
+#[inline(always)]
+pub fn ask(key: &FlowKey, now: Tick) -> bool {
+    conntrack_ask(key, u32::from(now.number())) != 0
 }
 
 /// [`Positions::are_acknowledged_by`].

@@ -74,7 +74,20 @@ impl Model<'_> {
             };
             return Ok(self.refuse(input, headers, reason));
         }
-        let choice = self.choose(pool, headers, again.as_ref(), at, drawn)?;
+        let mut choice = self.choose(pool, headers, again.as_ref(), at, drawn)?;
+        if let Some(flow) = &again
+            && choice.1 != Reason::Kept
+            && !flow.is_ended()
+            && seen::of_replies(flow.to.seen) & seen::PACKET != 0
+        {
+            // Its endpoint takes no new connections.
+            let mut numbers = self.state.flows.numbers(&flow.key);
+            let silent = numbers.ask(at.tick);
+            self.state.flows.set_numbers(&flow.key, numbers);
+            if !silent {
+                choice = (endpoint_of(&flow.to), Reason::Kept, None);
+            }
+        }
         self.enter(input, headers, again, choice, masquerade, at, drawn)
     }
 

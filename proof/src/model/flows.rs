@@ -3,7 +3,7 @@
 use dataplane_common::{
     Port, Protocol,
     packet::{FlowKey, PortKey, Tick, Translation, seen, timeout},
-    tcp::ANEW,
+    tcp::{ANEW, GOES_ON},
 };
 
 use super::{Model, read::Headers, write::Ends};
@@ -119,10 +119,7 @@ pub fn keep_seconds(protocol: Protocol, requests: u8, replies: u8) -> u32 {
     let either = requests | replies;
     let both = requests & replies;
     if protocol == Protocol::TCP {
-        if either & seen::RST != 0 {
-            return timeout::TCP_RESET;
-        }
-        if both & seen::FIN != 0 {
+        if either & seen::RST != 0 || both & seen::FIN != 0 {
             return timeout::TCP_CLOSED;
         }
         if either & seen::FIN != 0 {
@@ -169,8 +166,10 @@ impl Model<'_> {
             self.state.flows.set_numbers(key, numbers);
             if counted & ANEW != 0 {
                 forgotten = !seen::PACKET;
+            } else if counted & GOES_ON != 0 {
+                forgotten = seen::RST | seen::in_replies(seen::RST);
             }
-            let counted = counted & !ANEW;
+            let counted = counted & !(ANEW | GOES_ON);
             added = if replies {
                 seen::in_replies(counted)
             } else {

@@ -1,8 +1,8 @@
 //! How far a TCP flow's directions have got, and which segments count.
 
 use dataplane_common::{
-    packet::seen,
-    tcp::{AHEAD, ANEW, FAR, NEAR, Sequences, UNACKNOWLEDGED},
+    packet::{Tick, seen},
+    tcp::{AHEAD, ANEW, FAR, GOES_ON, NEAR, Sequences, UNACKNOWLEDGED},
 };
 
 use super::read::Headers;
@@ -13,6 +13,8 @@ use crate::wire::flags;
 pub struct Numbers {
     pub positions: [Option<u32>; 2],
     pub syn: Option<u32>,
+    /// How often the endpoint was asked by a SYN whether it lives, and when last; 0: it owes no answer.
+    pub asked: (u8, Tick),
 }
 
 /// What a TCP segment says.
@@ -60,6 +62,7 @@ impl Numbers {
             Some(segment) if segment.has(flags::SYN) => Self {
                 positions: [Some(stored(segment.end)), None],
                 syn: Some(stored(segment.end)),
+                asked: Default::default(),
             },
             _ => Self::default(),
         }
@@ -71,7 +74,35 @@ impl Numbers {
         Self {
             positions: [number(positions), number(positions >> 32)],
             syn: number(opening),
+            asked: (
+                u8::try_from(opening >> 48 & 3).unwrap_or_default(),
+                Tick::from_number(u16::try_from(opening >> 32 & 0xffff).unwrap_or_default()),
+            ),
         }
+    }
+
+    /// As the table is to have them.
+    pub fn write(self) -> Sequences {
+        let number = |number: Option<u32>| u64::from(number.unwrap_or_default());
+        let [requests, replies] = self.positions.map(number);
+        let (times, since) = self.asked;
+        [
+            requests | replies << 32,
+            number(self.syn) | u64::from(since.number()) << 32 | u64::from(times) << 48,
+        ]
+    }
+
+    /// A SYN asks an endpoint that takes no new connections. Whether that was silent for some seconds, twice.
+    pub fn ask(&mut self, now: Tick) -> bool {
+        let (times, since) = self.asked;
+        if times > 0 && since.ticks_before(now) < 2 {
+            return false;
+        }
+        if times == 2 {
+            return true;
+        }
+        self.asked = (times + 1, now);
+        false
     }
 
     /// Whether a packet from the client acknowledges what the endpoint said.
@@ -83,7 +114,7 @@ impl Numbers {
     }
 
     /// What a packet adds to what was seen of its direction (0: it does not count; with [`ANEW`]: what was seen before does
-    /// not count), and changes here.
+    /// not count; with [`GOES_ON`]: RSTs that were seen before do not), and changes here.
     pub fn see(&mut self, headers: &Headers, replies: bool) -> u8 {
         let Some(segment) = Segment::of(headers) else {
             return seen::PACKET;
@@ -117,10 +148,19 @@ impl Numbers {
         });
         // Most segments are where their direction is, and nobody asks what they acknowledge.
         let plain = near(segment.end, self.positions[own]) && !segment.has(flags::SYN | flags::FIN);
-        if plain || !(anew || placed && acknowledges) {
+        let own_segment = anew || placed && acknowledges;
+        // Of a reply that is owed, it is.
+        let plain = plain && (own_segment || !replies || self.asked.0 == 0);
+        if replies && own_segment {
+            self.asked = Default::default();
+        }
+        if plain {
+            return seen::PACKET | GOES_ON;
+        }
+        if !own_segment {
             return seen::PACKET;
         }
-        let mut counts = seen::PACKET;
+        let mut counts = seen::PACKET | GOES_ON;
         if !near(segment.end, self.positions[own]) {
             self.positions[own] = Some(stored(segment.end));
             if anew {

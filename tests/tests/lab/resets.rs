@@ -3,11 +3,19 @@
 use std::net::IpAddr;
 
 use anyhow::{Context as _, Result, ensure};
-use dataplane::kernel::conntrack::{Flow, State};
-use dataplane_common::{Addr, Port, Protocol, packet::FlowKey};
+use dataplane::{
+    kernel::conntrack::{Flow, State},
+    plan::Write,
+};
+use dataplane_common::{
+    Addr, Port, Protocol,
+    packet::{FlowKey, Tick},
+    tables::{self, Block},
+};
 use dataplane_proof::{
     Verdict,
-    campaign::Scene,
+    campaign::{Scene, plain_config},
+    model::sequences::Numbers,
     wire::{Packet, flags},
     world::To,
 };
@@ -22,6 +30,8 @@ scenarios! {
     Dataplane:
     strangers_end_no_flow,
     each_side_ends_its_flow,
+    a_reset_that_the_connection_outlives_ends_nothing,
+    a_syn_moves_no_connection_that_lives,
     a_refused_connection_is_over,
     an_ended_connection_and_a_syn_keep_the_endpoint,
     a_half_closed_connection_keeps_its_endpoint,
@@ -91,17 +101,35 @@ impl<'a> Connection<'a> {
         Ok(())
     }
 
-    fn state(&self) -> Result<State> {
+    fn key(&self) -> FlowKey {
         let [client, vip] = self.request.1;
-        let key = FlowKey::new(
+        FlowKey::new(
             Addr::from(client.0),
             Port::new(client.1),
             Addr::from(vip.0),
             Port::new(vip.1),
             Protocol::TCP,
-        );
+        )
+    }
+
+    fn flow(&self) -> Result<Flow> {
+        let key = self.key();
         let to = self.scene.rig.conntrack.get(&key).context("no flow")?;
-        Ok(Flow { key, to }.state())
+        Ok(Flow { key, to })
+    }
+
+    fn state(&self) -> Result<State> {
+        Ok(self.flow()?.state())
+    }
+
+    /// Has nothing come for so many ticks since the endpoint was asked whether it lives.
+    fn age(&self, ticks: u16) -> Result<()> {
+        let (key, conntrack) = (self.key(), &self.scene.rig.conntrack);
+        let mut numbers = Numbers::read(conntrack.sequences(&key).context("no flow")?);
+        let since = numbers.asked.1.number().wrapping_sub(ticks);
+        numbers.asked.1 = Tick::from_number(since);
+        ensure!(conntrack.set_sequences(&key, numbers.write()));
+        Ok(())
     }
 }
 
@@ -181,6 +209,111 @@ fn each_side_ends_its_flow() -> Result<()> {
         ensure!(connection.state()? == State::Closed);
         Ok(())
     })
+}
+
+/// A RST that lies near its direction's position is taken back by the next segment of either side: its receiver challenges
+/// it, unless it has the exact number.
+fn a_reset_that_the_connection_outlives_ends_nothing() -> Result<()> {
+    connections(|connection| {
+        let (client, server) = (CLIENT + 5008, SERVER.wrapping_add(5008));
+        for closed in [false, true] {
+            connection.open()?;
+            if closed {
+                connection.send(true, flags::FIN | flags::ACK, [server, client])?;
+            }
+            let before = connection.state()?;
+            for (reset, goes_on) in [(false, true), (false, false), (true, false), (true, true)] {
+                let number = if reset { server } else { client };
+                connection.send(reset, flags::RST, [number.wrapping_add(1000), 0])?;
+                let state = connection.state()?;
+                ensure!(state == State::Reset, "{state} by a RST");
+                let mut numbers = [client, server];
+                if goes_on {
+                    numbers.reverse();
+                }
+                connection.send(goes_on, flags::ACK, numbers)?;
+                let state = connection.state()?;
+                ensure!(state == before, "{state}, not {before}, as it goes on");
+            }
+        }
+        Ok(())
+    })
+}
+
+/// While the endpoint of a connection takes no new ones, a SYN in the client's name, which anybody may send, goes to that
+/// endpoint, which answers as it likes. Once it has been silent for some seconds, twice, it is taken for gone. One that has
+/// never answered is given up at once.
+fn a_syn_moves_no_connection_that_lives() -> Result<()> {
+    Scene::new()?.inside(|scene| {
+        scene.world.configure(&mut scene.rig, plain_config())?;
+        for (v4, outside) in [(true, true), (true, false), (false, true), (false, false)] {
+            let (small, far) = if v4 { (13, 4) } else { (64 + 13, 64 + 4) };
+            let syn = [CLIENT + (1 << 30), 0];
+            lend(scene, small, small)?;
+            let connection = Connection::new(scene, v4, outside);
+            connection.open()?;
+            let before = connection.flow()?.endpoint();
+            lend(scene, small, far)?;
+            let connection = Connection::new(scene, v4, outside);
+            let kept = |what: &str| -> Result<()> {
+                connection.send(false, flags::SYN, syn)?;
+                let flow = connection.flow()?;
+                let lives = flow.state() == State::Established && flow.endpoint() == before;
+                ensure!(lives, "{what}: {flow:?}");
+                Ok(())
+            };
+            let challenge = [SERVER.wrapping_add(5008), CLIENT + 5008];
+            for _ in 0..5 {
+                kept("a SYN")?;
+                kept("and another, which is not challenged so soon")?;
+                connection.age(5)?;
+                kept("a SYN after a while")?;
+                connection.send(true, flags::ACK, challenge)?;
+                kept("once more")?;
+                connection.send(true, flags::ACK, challenge)?;
+            }
+            kept("nobody answers any more")?;
+            connection.age(5)?;
+            kept("twice")?;
+            connection.age(5)?;
+            connection.send(false, flags::SYN, syn)?;
+            let flow = connection.flow()?;
+            let moved = flow.state() == State::Syn && flow.endpoint() != before;
+            ensure!(moved, "nobody answers: {flow:?}");
+
+            connection.scene.forget()?;
+            lend(scene, small, small)?;
+            let connection = Connection::new(scene, v4, outside);
+            connection.send(false, flags::SYN, syn)?;
+            lend(scene, small, far)?;
+            let connection = Connection::new(scene, v4, outside);
+            connection.send(false, flags::SYN, syn)?;
+            let flow = connection.flow()?;
+            ensure!(flow.endpoint() != before, "it has never answered: {flow:?}");
+        }
+        Ok(())
+    })
+}
+
+/// Gives a pool the endpoints of another.
+fn lend(scene: &mut Scene, to: u32, from: u32) -> Result<()> {
+    let pools = &scene.world.pools;
+    let len = |pool: &dataplane_proof::world::Pool| u32::try_from(pool.endpoints.len());
+    let mut base = 0;
+    for (_, pool) in pools.range(..from) {
+        base += len(pool)?;
+    }
+    let pool = tables::Pool {
+        block: Block::new(base, u16::try_from(len(&pools[&from])?)?, 0),
+        affinity_seconds: 0,
+        affinity_group: to,
+        external: 0,
+        ranged: 0,
+    };
+    let index = to;
+    let fresh = false;
+    scene.rig.apply(&[Write::Pool { index, pool, fresh }])?;
+    Ok(())
 }
 
 fn a_refused_connection_is_over() -> Result<()> {

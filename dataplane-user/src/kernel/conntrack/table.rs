@@ -127,6 +127,16 @@ impl Table {
         Some([POSITIONS, OPENING].map(|word| words.load(word)))
     }
 
+    /// Says how far a flow's directions have got; `false` if it is not there.
+    #[cfg(feature = "testing")]
+    pub fn set_sequences(&self, key: &FlowKey, sequences: Sequences) -> bool {
+        let found = self.find(key);
+        if let Some((index, _)) = found {
+            cells::write_sequences(&self, index, &sequences);
+        }
+        found.is_some()
+    }
+
     /// The flow, not masqueraded, whose replies carry this.
     pub fn by_client(&self, reply: &FlowKey) -> Option<FlowKey> {
         Some(cells::find_by_client(&self, reply)?.1.key())
