@@ -18,5 +18,5 @@ pub mod wire;
 pub mod world;
 
 pub use generate::{Kind, Sort};
-pub use model::{Input, Output, Verdict};
+pub use model::{Input, Output, Verdict, sequences::Numbers};
 pub use tally::{Outcome, Tally};

@@ -190,7 +190,7 @@ impl PacketSettings {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     /// An interface that leads to other machines. It has a default route, or it has an address and is not a pod's side,
-    /// a bridge, a dummy, a VRF or an IFB.
+    /// a bridge, a dummy, a VRF, an IFB or a pair within the node that has no network of its own.
     Uplink,
     /// A pod's side: one end of a pair (veth, netkit) whose other end is in another network namespace, without a
     /// default route and without a network of its own. All usual network plug-ins make such pairs, by any name
@@ -213,6 +213,8 @@ impl Role {
         }
         match interface.kind.as_str() {
             "bridge" | "dummy" | "vrf" | "ifb" => Self::Other,
+            // Both ends are here. Cilium's routes to pods lead to such a pair, `cilium_host`.
+            "veth" | "netkit" if !interface.addresses.iter().any(of_a_network) => Self::Other,
             _ if interface.addresses.is_empty() => Self::Other,
             _ => Self::Uplink,
         }
@@ -351,6 +353,15 @@ mod tests {
         );
         // Both ends here: somebody's own affair.
         assert_eq!(of(interface(9, "veth9", "veth", &[])), Role::Other);
+        assert_eq!(
+            of(interface(9, "cilium_host", "veth", &["10.244.0.7/32"])),
+            Role::Other
+        );
+        assert_eq!(
+            of(interface(9, "storage0", "veth", &["192.0.2.1/24"])),
+            Role::Uplink,
+            "its other end is in a bridge, with hardware"
+        );
         assert_eq!(
             of(interface(4, "cni0", "bridge", &["10.244.0.1/24"])),
             Role::Other

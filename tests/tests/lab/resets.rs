@@ -13,9 +13,8 @@ use dataplane_common::{
     tables::{self, Block},
 };
 use dataplane_proof::{
-    Verdict,
+    Numbers, Verdict,
     campaign::{Scene, plain_config},
-    model::sequences::Numbers,
     wire::{Packet, flags},
     world::To,
 };
