@@ -89,17 +89,18 @@ pub struct Segment {
 }
 
 impl Segment {
-    /// A packet that an ICMP error quotes: somebody sent it some time ago.
+    /// A packet that an ICMP error quotes: somebody sent it some time ago. The flag is of no packet; one that is forged is
+    /// given it, too.
     pub const QUOTED: Self = Self {
         end: 0,
         ack: 0,
         flags: 1 << 8,
     };
 
-    /// Whether it is such a packet.
+    /// Whether it is such a packet, which says nothing of its flow.
     #[inline(always)]
     pub const fn is_quoted(&self) -> bool {
-        self.flags == Self::QUOTED.flags
+        self.flags & Self::QUOTED.flags != 0
     }
 
     /// Whether it has one of these [`flags`].

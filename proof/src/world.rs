@@ -132,9 +132,20 @@ pub const NODE_PORT_ELSEWHERE: u16 = 20013;
 /// A port of service 13 at the node's address towards its pods, as an external IP.
 pub const EXTERNAL_PORT: u16 = 8013;
 
-/// The ports of service 16's endpoints, which all have one address.
-pub const MANY_PORTS: [u16; 12] = [
-    8000, 8001, 8002, 8003, 8004, 8005, 8006, 8007, 8008, 8009, 8010, 8011,
+/// Service 16's endpoints, at port 8080 on another node.
+pub const MANY: [[&str; 2]; 12] = [
+    ["10.244.2.20", "fd00:10:244:2::20"],
+    ["10.244.2.21", "fd00:10:244:2::21"],
+    ["10.244.2.22", "fd00:10:244:2::22"],
+    ["10.244.2.23", "fd00:10:244:2::23"],
+    ["10.244.2.24", "fd00:10:244:2::24"],
+    ["10.244.2.25", "fd00:10:244:2::25"],
+    ["10.244.2.26", "fd00:10:244:2::26"],
+    ["10.244.2.27", "fd00:10:244:2::27"],
+    ["10.244.2.28", "fd00:10:244:2::28"],
+    ["10.244.2.29", "fd00:10:244:2::29"],
+    ["10.244.2.30", "fd00:10:244:2::30"],
+    ["10.244.2.31", "fd00:10:244:2::31"],
 ];
 
 /// From the number of IPv4's pools to that of IPv6's.
@@ -393,7 +404,7 @@ impl World {
             let unreached = endpoint(at("10.11.0.1", "fd11::1"), 8080);
             let thrown = endpoint(at("10.12.0.1", "fd12::1"), 8080);
             let anycast = endpoint(at("10.13.0.1", "fd13::1"), 9090);
-            let several = MANY_PORTS.map(|port| endpoint(small.addr, port));
+            let several = MANY.map(|[v4, v6]| endpoint(at(v4, v6), 8080));
             let pools: [(u32, &[Endpoint], u16); 16] = [
                 (1, &[near, near2, small, quiet, far, host, anycast], 0),
                 (2, &[near, far], 0),
@@ -636,16 +647,21 @@ impl World {
                 return false;
             }
             if !begins || asked == 0 {
-                let own = HOST
-                    .iter()
-                    .any(|(of, bits)| within(headers.src, addr(of), *bits));
-                return !begins || !own;
+                return !begins || !is_own(headers.src);
             }
         }
         match self.way(headers.dst, headers.src, ifindex).0 {
             To::Onward(way) => way.ifindex == ifindex || (!pod && asked == Iface::LOOSE),
             To::Here | To::Nowhere => false,
         }
+    }
+
+    /// Whether what a packet says of a known flow is believed.
+    pub fn may_tell(&self, ifindex: u32, headers: &Headers) -> bool {
+        if self.interfaces[&ifindex].pod {
+            return self.is_right(ifindex, headers, false);
+        }
+        !is_own(headers.src)
     }
 
     /// Adds the default routes to the node of [`lab`], or removes them.
@@ -665,7 +681,7 @@ impl World {
     /// Where the routes lead, and by which interface; by that of the packet where they do not lead
     /// elsewhere.
     pub fn way(&self, src: Addr, dst: Addr, ifindex: u32) -> (To, u32) {
-        if HOST.iter().any(|(of, bits)| within(dst, addr(of), *bits)) {
+        if is_own(dst) {
             return (To::Here, ifindex);
         }
         // Addresses of a link are never forwarded (`rt6_need_strict` in `net/ipv6/route.c`).
@@ -718,6 +734,12 @@ impl World {
 
 /// The link-layer address of the router.
 const ROUTER: [u8; 6] = [2, 0, 0, 0, 0xfe, 0xfe];
+
+/// Whether the node's routes say that an address is its own.
+fn is_own(address: Addr) -> bool {
+    HOST.iter()
+        .any(|(of, bits)| within(address, addr(of), *bits))
+}
 
 /// Whether a network contains an address; `bits` counts those of a 16-byte address.
 fn within(inner: Addr, network: Addr, bits: u32) -> bool {

@@ -5,10 +5,10 @@ use dataplane_common::packet::{Fragment, FragmentKey};
 use super::parse::{FIRST, LATER, Packet};
 use crate::tables::FRAGMENTS;
 
-/// Remembers the ports of a first fragment, or gives those of its first to a later one; `false` if
+/// Remembers the ports of a first fragment, unless that is forged, or gives those of its first to a later one; `false` if
 /// that is not known.
 #[inline(never)]
-pub fn follow(packet: &mut Packet) -> bool {
+pub fn follow(packet: &mut Packet, forged: bool) -> bool {
     if packet.fragment != FIRST && packet.fragment != LATER {
         return true;
     }
@@ -25,7 +25,9 @@ pub fn follow(packet: &mut Packet) -> bool {
             src_port: packet.key.src_port,
             dst_port: packet.key.dst_port,
         };
-        let _ = FRAGMENTS.insert(key, value, 0);
+        if !forged {
+            let _ = FRAGMENTS.insert(key, value, 0);
+        }
         return true;
     }
     let Some(first) = FRAGMENTS.get_ptr(key) else {

@@ -36,6 +36,10 @@ use dataplane_common::{
     Reason, VipPlace, decide,
     packet::{Iface, PacketConfig, Tick, seen as flags},
     tables::{Endpoint, Frontend},
+    tcp::{
+        Segment,
+        flags::{FIN, RST},
+    },
 };
 
 use crate::{
@@ -44,7 +48,7 @@ use crate::{
 };
 use conntrack::{ANSWER, FOREIGN, NEW, REQUEST};
 use error::Complaint;
-use parse::{FLOW, ICMP, MALFORMED, Packet};
+use parse::{FIRST, FLOW, ICMP, MALFORMED, Packet};
 use rewrite::rewrite;
 use scratch::{Scratch, scratch};
 use skb::{PACKET_HOST, PACKET_OTHERHOST, Skb};
@@ -126,7 +130,16 @@ fn answers_node(packet: &Packet, cluster: bool) -> bool {
 /// A packet of TCP or UDP that arrives.
 #[inline(always)]
 fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
-    let has_ports = fragments::follow(&mut s.packet);
+    // What says more of a flow than that it is used is not believed if it is forged. (The packet is dropped in the end, if
+    // it belongs to a flow. A SYN is looked at where it begins one.)
+    let tells = s.packet.segment.has(FIN | RST)
+        || s.packet.is_syn_ack()
+        || s.packet.fragment == FIRST;
+    let forged = tells && !reverse::is_right(skb, &s.packet, &mut s.way, reverse::TELLS);
+    let has_ports = fragments::follow(&mut s.packet, forged);
+    if forged {
+        s.packet.segment.flags |= Segment::QUOTED.flags;
+    }
     let mut known = NEW;
     let place = VipPlace::of(s.packet.key.dst);
     let words = decide::Tables::vips(&Live, place.index());
@@ -223,7 +236,7 @@ fn leaves(skb: Skb, s: &mut Scratch) -> i32 {
     if outcome == ICMP {
         return icmp::translate::<true>(skb, s, now);
     }
-    if outcome != FLOW || !fragments::follow(&mut s.packet) {
+    if outcome != FLOW || !fragments::follow(&mut s.packet, false) {
         return LEAVE_ALONE;
     }
     if conntrack::answer(&s.packet.key, &s.packet.segment, &mut s.flow, now) == ANSWER {

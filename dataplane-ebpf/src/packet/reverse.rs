@@ -50,6 +50,8 @@ static FOUND: PerCpuArray<Found, FOUND_KEPT> = PerCpuArray::new();
 pub const GOES_ON: u32 = 0;
 /// It begins a flow.
 pub const BEGINS: u32 = 1;
+/// It says more of its flow than that it is used: that it is over, or which ports its fragments have.
+pub const TELLS: u32 = 2;
 
 #[inline(always)]
 fn place(src: &Addr, from: u32) -> u32 {
@@ -109,6 +111,9 @@ fn is_right_by_routes(skb: Skb, packet: &Packet, route: &mut Route, does: u32) -
     if !is_pods {
         if does == GOES_ON {
             return true;
+        }
+        if does == TELLS {
+            return !sources::is_host(&packet.key.src);
         }
         if is_cluster_ip(packet.key.src) {
             return false;

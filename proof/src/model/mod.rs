@@ -22,7 +22,10 @@ use dataplane_common::{
     packet::{FlowKey, Fragment as FirstFragment, FragmentKey, Tick, Translation},
 };
 
-use crate::world::{To, Way, World};
+use crate::{
+    wire::flags,
+    world::{To, Way, World},
+};
 use begin::is_nobody;
 use flows::Known;
 use read::{Fragment, Headers, Limit, Read};
@@ -205,7 +208,7 @@ impl<'a> Model<'a> {
         match read::frame(&input.frame, input.segmented) {
             Read::Icmp(headers) => self.error(input, &headers, at),
             Read::Flow(mut headers) if has_flags(&headers) => {
-                if !self.follow(&mut headers) {
+                if !self.follow(&mut headers, false) {
                     return NEXT;
                 }
                 let known = self.answer(&headers.key(), Some(&headers), at.tick, false);
@@ -229,7 +232,7 @@ impl<'a> Model<'a> {
 
     /// Remembers the ports of a first fragment; gives those of its first to a later one. `false`:
     /// they are not known.
-    fn follow(&mut self, headers: &mut Headers) -> bool {
+    fn follow(&mut self, headers: &mut Headers, forged: bool) -> bool {
         let key = FragmentKey {
             src: headers.src,
             dst: headers.dst,
@@ -243,7 +246,9 @@ impl<'a> Model<'a> {
             Fragment::First => {
                 let [src_port, dst_port] = headers.ports;
                 let ports = FirstFragment { src_port, dst_port };
-                self.state.fragments.set(key, ports);
+                if !forged {
+                    self.state.fragments.set(key, ports);
+                }
                 true
             }
             Fragment::Later => match self.state.fragments.get(&key) {
@@ -265,9 +270,15 @@ impl<'a> Model<'a> {
         drawn: &dyn Drawn,
     ) -> Answer {
         let mut known = Known::No;
-        let has_ports = self.follow(&mut headers);
+        // What ends a flow, or has fragments follow it, is not believed if it is forged.
+        let ends = |flags: u8| flags & (flags::FIN | flags::RST) != 0;
+        let tells = headers.is_syn_ack()
+            || headers.flags.is_some_and(ends)
+            || headers.fragment == Fragment::First;
+        let forged = tells && !self.world.may_tell(input.ifindex, &headers);
+        let has_ports = self.follow(&mut headers, forged);
         if has_ports {
-            let (key, packet) = (headers.key(), Some(&headers));
+            let (key, packet) = (headers.key(), (!forged).then_some(&headers));
             // A SYN on its own never answers anything, and one with an ACK does before all else.
             let may_answer = !headers.is_syn();
             let to_service = !headers.is_tcp() && self.world.frontend(&headers).is_some();

@@ -3,7 +3,7 @@
 
 use std::{
     collections::BTreeSet,
-    net::IpAddr,
+    net::{IpAddr, SocketAddr},
     os::fd::{AsRawFd as _, OwnedFd},
     time::Duration,
 };
@@ -169,8 +169,8 @@ fn compare(reverse_path: u8) -> Result<()> {
     let ext = lab.external("ext");
     for to in near.addresses() {
         // The node then knows its neighbour.
-        let to = format!("{to}:53").replace(&near.ipv6().to_string(), &format!("[{}]", near.ipv6()));
-        reaches(ext, &to, "udp", &["near"])?;
+        let to = SocketAddr::from((to, UDP)).to_string();
+        reaches(cluster.client(), &to, "udp", &["near"])?;
     }
     let senders = [false, true].map(|from_pod| {
         if from_pod {
