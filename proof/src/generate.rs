@@ -403,7 +403,7 @@ impl Maker<'_> {
     /// TCP's sequence and acknowledgement numbers: the connection's own, or at the limits of what counts, or others.
     fn numbers(&mut self) -> [u32; 2] {
         let known = self.about.map(|(key, replies)| {
-            let Numbers { positions, syn } = self.state.flows.numbers(&key);
+            let Numbers { positions, syn, .. } = self.state.flows.numbers(&key);
             let [own, other] = [replies, !replies].map(|side| positions[usize::from(side)]);
             (own, if self.rng.random() { other } else { syn })
         });
