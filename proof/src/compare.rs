@@ -398,7 +398,9 @@ pub fn event(rig: &Rig, lab: &Lab, model: &mut Model<'_>, op: &Op) -> Result<()>
     match op {
         Op::Packet(_) => {}
         Op::Age(key, ticks) => {
-            state.flows.change(key, |to| to.used = older(to.used, *ticks));
+            state
+                .flows
+                .change(key, |to| to.used = older(to.used, *ticks));
             let mut numbers = state.flows.numbers(key);
             if let (1.., since) = &mut numbers.asked {
                 *since = older(*since, *ticks);

@@ -625,14 +625,7 @@ fn a_packet_marks_its_own_flow() {
     let found = read(line).unwrap();
     let (fin, answered) = (seen::FIN, seen::in_replies(seen::PACKET));
     assert!(mark(line, found.head(), found.state(), fin, 0, at(20)));
-    assert!(mark(
-        line,
-        found.head(),
-        found.state(),
-        answered,
-        0,
-        at(20)
-    ));
+    assert!(mark(line, found.head(), found.state(), answered, 0, at(20)));
     assert_eq!(state().seen(), seen::PACKET | fin | answered);
     assert_eq!(state().used(), at(20));
     let (head, before) = (found.head(), state());

@@ -132,9 +132,8 @@ fn answers_node(packet: &Packet, cluster: bool) -> bool {
 fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     // What says more of a flow than that it is used is not believed if it is forged. (The packet is dropped in the end, if
     // it belongs to a flow. A SYN is looked at where it begins one.)
-    let tells = s.packet.segment.has(FIN | RST)
-        || s.packet.is_syn_ack()
-        || s.packet.fragment == FIRST;
+    let tells =
+        s.packet.segment.has(FIN | RST) || s.packet.is_syn_ack() || s.packet.fragment == FIRST;
     let forged = tells && !reverse::is_right(skb, &s.packet, &mut s.way, reverse::TELLS);
     let has_ports = fragments::follow(&mut s.packet, forged);
     if forged {

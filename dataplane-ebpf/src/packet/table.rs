@@ -453,8 +453,7 @@ pub fn judge(index: u32, replies: bool, segment: &Segment) -> u8 {
 #[inline(never)]
 extern "C" fn conntrack_ask(key: *const FlowKey, now: u32) -> u32 {
     // SAFETY: a key, or null: the verifier sees to it where it is called.
-    let Some((index, _)) =
-        unsafe { key.as_ref() }.and_then(|key| cells::find(&Maps::get(), key))
+    let Some((index, _)) = unsafe { key.as_ref() }.and_then(|key| cells::find(&Maps::get(), key))
     else {
         return 0;
     };

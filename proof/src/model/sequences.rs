@@ -8,10 +8,12 @@ use dataplane_common::{
 use super::read::Headers;
 use crate::wire::flags;
 
-/// Sequence numbers of a flow: of requests, of replies, and of the last SYN.
+/// Sequence numbers of a flow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Numbers {
+    /// How far requests have got, and replies.
     pub positions: [Option<u32>; 2],
+    /// The number of the last SYN.
     pub syn: Option<u32>,
     /// How often the endpoint was asked by a SYN whether it lives, and when last; 0: it owes no answer.
     pub asked: (u8, Tick),

@@ -158,7 +158,9 @@ fn one_of_many_endpoints_with_ports_is_found() -> Result<()> {
             served.insert(endpoint);
         }
         let others = MANY[TAKEN..].iter();
-        let wanted: BTreeSet<Addr> = others.map(|[v4, v6]| Addr::from(ip(true, v4, v6))).collect();
+        let wanted: BTreeSet<Addr> = others
+            .map(|[v4, v6]| Addr::from(ip(true, v4, v6)))
+            .collect();
         ensure!(served == wanted, "{served:?} served");
         Ok(())
     })

@@ -212,8 +212,8 @@ fn compare(reverse_path: u8) -> Result<()> {
             if case.from_pod != (at != "eth0") {
                 continue;
             }
-            let [kernel, service] =
-                [DIRECT, SERVICE].map(|kind| last.contains(&[u8::try_from(number).unwrap_or(LAST), kind]));
+            let [kernel, service] = [DIRECT, SERVICE]
+                .map(|kind| last.contains(&[u8::try_from(number).unwrap_or(LAST), kind]));
             ensure!(
                 service == (kernel && !case.stricter),
                 "{case:?}: the kernel takes it: {kernel}, the packet path: {service}"

@@ -9,7 +9,7 @@ use dataplane_common::{
 use dataplane_proof::{
     Verdict,
     campaign::{Scene, plain_config},
-    wire::{Packet, flags},
+    wire::{Packet, Part, flags},
 };
 use nix::time::{ClockId, clock_gettime};
 
@@ -21,6 +21,7 @@ scenarios! {
     Dataplane:
     a_syn_again_is_of_the_same_flow,
     nobody_speaks_as_somebody_else,
+    what_is_forged_says_nothing_of_a_flow,
     who_dials_an_endpoint_itself_hears_from_it,
     whoever_only_listens_keeps_the_flow,
     what_is_pushed_out_is_counted,
@@ -144,6 +145,79 @@ fn forged(mut scene: Scene, reverse_path: u16) -> Result<Scene> {
         Ok(())
     })?;
     Ok(scene)
+}
+
+/// Who forges a source ends nobody's connection, even by a guess of its numbers, and gives nobody's fragments other ports.
+fn what_is_forged_says_nothing_of_a_flow() -> Result<()> {
+    scene(|scene| {
+        for v4 in [true, false] {
+            scene.forget()?;
+            let client = (ip(v4, NEAR[0], NEAR[1]), 20_000);
+            let endpoint = (ip(v4, SMALL[0], SMALL[1]), 80);
+            let vip = vip(v4, "cluster", 13);
+            let there = |bits, numbers| Packet {
+                numbers,
+                ..packet(true, client, vip, bits)
+            };
+            let back = |bits, numbers| Packet {
+                numbers,
+                ..packet(true, endpoint, client, bits)
+            };
+            let (syn, ack) = (flags::SYN, flags::ACK);
+            for (at, packet) in [
+                ("veth-near", there(syn, [1000, 0])),
+                ("veth-small", back(syn | ack, [5000, 1001])),
+                ("veth-near", there(ack, [1001, 5001])),
+            ] {
+                scene.throw(at, false, &packet.frame())?;
+            }
+            let flow = || {
+                scene
+                    .rig
+                    .conntrack
+                    .entries()
+                    .first()
+                    .map(|(_, flow)| flow.seen)
+            };
+            let before = flow().context("no flow")?;
+            for forged in [
+                there(flags::RST, [1001, 0]),
+                there(flags::FIN | ack, [1001, 5001]),
+                back(flags::RST, [5001, 0]),
+                back(flags::FIN | ack, [5001, 1001]),
+                back(syn | ack, [90_000, 1001]),
+            ] {
+                let (output, reasons) = scene.throw("veth-near2", false, &forged.frame())?;
+                let refused = output.verdict == Verdict::Drop && reasons == [Reason::SourceForged];
+                ensure!(refused, "{forged:?}: {output:?}, {reasons:?}");
+                let after = flow().context("it is gone")?;
+                ensure!(after == before, "{forged:?}: {after:#x}, not {before:#x}");
+            }
+            let first = Packet {
+                identification: 7,
+                part: Some(Part {
+                    from: 0,
+                    to: 8,
+                    more: true,
+                }),
+                ..packet(false, client, vip, 0)
+            };
+            for (at, src, remembered) in [
+                ("veth-near2", client.0, 0),
+                ("eth0", ip(v4, "192.168.77.1", "fd77::1"), 0),
+                ("veth-near", client.0, 1),
+            ] {
+                let first = Packet {
+                    src,
+                    ..first.clone()
+                };
+                scene.throw(at, false, &first.frame())?;
+                let count = scene.rig.fragments.entries()?.len();
+                ensure!(count == remembered, "{src} at {at}: {count} are remembered");
+            }
+        }
+        Ok(())
+    })
 }
 
 /// From the port of a connection by way of a VIP, its client dials the endpoint itself. While the first one lives, the
