@@ -153,19 +153,19 @@ pub fn decide(request: &Request, used: &Endpoint, only_cluster_ips: bool) -> Ver
     if pool.block.is_empty() {
         return Verdict::without_endpoint(decide::refusal(pool.block), index);
     }
-    let client = Addr::from_netns_cookie(request.netns);
-    let verdict = choose(&pool, index, client, used);
-    if verdict.reason == Reason::Translated && pool.affinity_seconds != 0 {
-        remember(client, pool.affinity_group, verdict.endpoint);
-    }
-    verdict
+    choose::<true>(&pool, index, Addr::from_netns_cookie(request.netns), used)
 }
 
 /// Chooses one of the endpoints of a pool that is not empty, given the one that this client already
-/// uses for this destination, if any. One that is drawn ([`Reason::Translated`]) is to be [remembered](remember) once the
-/// client is served, if the pool has session affinity.
+/// uses for this destination, if any. `REMEMBER`: an endpoint that is drawn is remembered at once, if the pool has session
+/// affinity; otherwise it is to be [remembered](remember) when the client is served.
 #[inline(always)]
-pub fn choose(pool: &Pool, index: u32, client: Addr, used: &Endpoint) -> Verdict {
+pub fn choose<const REMEMBER: bool>(
+    pool: &Pool,
+    index: u32,
+    client: Addr,
+    used: &Endpoint,
+) -> Verdict {
     let mut earlier = *used;
     let mut affinity = ptr::null_mut::<Affinity>();
     let mut now = 0;
@@ -203,6 +203,9 @@ pub fn choose(pool: &Pool, index: u32, client: Addr, used: &Endpoint) -> Verdict
     let Some(endpoint) = decide::Tables::endpoint(&Live, decide::draw(pool.block, random)) else {
         return Verdict::without_endpoint(Reason::Dangling, index);
     };
+    if REMEMBER && pool.affinity_seconds != 0 {
+        remember_at(&client, endpoint, now);
+    }
     Verdict {
         endpoint,
         reason: Reason::Translated,
@@ -210,22 +213,26 @@ pub fn choose(pool: &Pool, index: u32, client: Addr, used: &Endpoint) -> Verdict
     }
 }
 
-/// Remembers the endpoint of a client for session affinity.
-#[inline(never)]
-pub fn remember(client: Addr, group: u32, endpoint: Endpoint) {
+#[inline(always)]
+fn remember_at(client: &AffinityKey, endpoint: Endpoint, now: u64) {
     let entry = Affinity {
         endpoint,
-        // SAFETY: the helper has no preconditions.
-        used_at: unsafe { bpf_ktime_get_ns() },
+        used_at: now,
     };
-    let kept = AFFINITY.get(0).is_some_and(|table| {
-        table
-            .insert(AffinityKey { client, group }, entry, 0)
-            .is_ok()
-    });
+    let kept = AFFINITY
+        .get(0)
+        .is_some_and(|table| table.insert(*client, entry, 0).is_ok());
     if !kept {
         count(Reason::AffinityFull);
     }
+}
+
+/// Remembers the endpoint of a client for session affinity.
+#[inline(never)]
+pub fn remember(client: Addr, group: u32, endpoint: Endpoint) {
+    // SAFETY: the helper has no preconditions.
+    let now = unsafe { bpf_ktime_get_ns() };
+    remember_at(&AffinityKey { client, group }, endpoint, now);
 }
 
 /// Counts a verdict by reason.

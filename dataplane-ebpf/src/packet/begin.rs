@@ -44,7 +44,7 @@ pub fn frontend(key: &FlowKey) -> Frontend {
 /// then the one that was chosen.
 #[inline(never)]
 fn pick(pool: &Pool, index: u32, client: &Addr, endpoint: &mut Endpoint) -> Reason {
-    let verdict = choose(pool, index, *client, endpoint);
+    let verdict = choose::<false>(pool, index, *client, endpoint);
     *endpoint = verdict.endpoint;
     verdict.reason
 }
