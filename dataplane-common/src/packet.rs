@@ -167,6 +167,25 @@ impl Iface {
     pub const STRICT: u16 = 16;
     /// By IPv4, a flow begins here only if there is a route to its source (`rp_filter` is 2).
     pub const LOOSE: u16 = 32;
+    /// From this bit on: which pod is at the other end, as a number from 1 on; 0: not known.
+    const POD_AT: u32 = 6;
+
+    /// What says that the other end is in a network namespace, by the number that the node's own knows it by. There is room
+    /// for a thousand; others are not told.
+    pub fn of_pod(netns: i32) -> u16 {
+        let number = u16::try_from(netns).map_or(0, |netns| netns.saturating_add(1));
+        if number > u16::MAX >> Self::POD_AT {
+            return 0;
+        }
+        number << Self::POD_AT
+    }
+
+    /// Whether the other ends of both are one pod's.
+    #[inline(always)]
+    pub const fn is_same_pod(self, other: Self) -> bool {
+        let pod = self.flags >> Self::POD_AT;
+        pod != 0 && pod == other.flags >> Self::POD_AT
+    }
 }
 
 impl SourceKey {
@@ -580,6 +599,21 @@ mod tests {
         let later = now + 60 * SECOND;
         assert_eq!((0..10).filter(|_| take(later)).count(), 6, "no more");
         assert!(!take(later - SECOND), "another CPU is behind");
+    }
+
+    #[test]
+    fn pods_are_told_apart() {
+        let of = |netns| Iface {
+            flags: Iface::ATTACHED | Iface::of_pod(netns),
+            masquerade_v4: 0,
+            masquerade_v6: 0,
+        };
+        assert!(of(0).is_same_pod(of(0)) && of(1022).is_same_pod(of(1022)));
+        assert!(!of(0).is_same_pod(of(1)) && !of(1022).is_same_pod(of(0)));
+        for unknown in [-1, 1023, 100_000] {
+            assert_eq!(of(unknown).flags, Iface::ATTACHED);
+            assert!(!of(unknown).is_same_pod(of(unknown)));
+        }
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Whether a packet may come from where it says: what `rp_filter` is to packets that pass the stack.
 //!
-//! From a pod's interface come only packets whose source the node's routes lead to by this interface, or by one that is
-//! neither a pod's nor an uplink, as a bridge of pods is. So a pod speaks for nobody else: neither a flow that it begins, nor
+//! From a pod's interface come only packets whose source the node's routes lead to by this interface, by another of the
+//! same pod, or by one that is neither a pod's nor an uplink, as a bridge of pods is. So a pod speaks for nobody else: neither a flow that it begins, nor
 //! its answers. By other interfaces a flow begins from where the kernel would take it (`fib_validate_source` in
 //! `net/ipv4/fib_frontend.c`), but never from the node's own addresses, nor from a cluster IP, which is nobody's. The packets
 //! of known flows are not asked there.
@@ -106,7 +106,8 @@ fn is_cluster_ip(addr: Addr) -> bool {
 #[inline(always)]
 fn is_right_by_routes(skb: Skb, packet: &Packet, route: &mut Route, does: u32) -> bool {
     let from = skb.ifindex();
-    let flags = route::interface(from).flags;
+    let arrived = route::interface(from);
+    let flags = arrived.flags;
     let is_pods = flags & Iface::LOCAL != 0;
     if !is_pods {
         if does == GOES_ON {
@@ -142,7 +143,9 @@ fn is_right_by_routes(skb: Skb, packet: &Packet, route: &mut Route, does: u32) -
         return true;
     }
     if is_pods {
-        route::interface(back).flags & Iface::ATTACHED == 0
+        let back = route::interface(back);
+        // A bridge of pods', or another interface of the same pod.
+        back.flags & Iface::ATTACHED == 0 || arrived.is_same_pod(back)
     } else {
         flags & Iface::STRICT == 0
     }

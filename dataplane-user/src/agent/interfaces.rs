@@ -106,7 +106,9 @@ impl PacketSettings {
             let mut flags = match role {
                 Role::Other => 0,
                 Role::Uplink => Iface::ATTACHED,
-                Role::Pod => Iface::ATTACHED | Iface::LOCAL,
+                Role::Pod => {
+                    Iface::ATTACHED | Iface::LOCAL | interface.peer.map_or(0, Iface::of_pod)
+                }
             };
             if role == Role::Pod && is_pair(interface) {
                 flags |= Iface::POD;
@@ -222,7 +224,7 @@ impl Role {
 }
 
 fn is_pair(interface: &Interface) -> bool {
-    matches!(interface.kind.as_str(), "veth" | "netkit") && interface.peer_elsewhere
+    matches!(interface.kind.as_str(), "veth" | "netkit") && interface.peer.is_some()
 }
 
 /// Returns the source address that the kernel's `MASQUERADE` would choose for packets that leave by an interface: the
@@ -311,7 +313,7 @@ mod tests {
 
     fn pair(index: u32, name: &str, addresses: &[&str]) -> Interface {
         Interface {
-            peer_elsewhere: true,
+            peer: Some(7),
             ..interface(index, name, "veth", addresses)
         }
     }
@@ -440,7 +442,7 @@ mod tests {
         assert_eq!(of(6), [addr("10.244.1.1"), addr("2001:db8::1")]);
         assert_eq!(
             network.interfaces[&5].flags,
-            Iface::ATTACHED | Iface::POD | Iface::LOCAL
+            Iface::ATTACHED | Iface::POD | Iface::LOCAL | Iface::of_pod(7)
         );
         assert_eq!(network.interfaces[&2].flags, Iface::ATTACHED);
     }

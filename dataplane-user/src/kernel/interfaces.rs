@@ -33,8 +33,8 @@ pub struct Interface {
     pub up: bool,
     /// Whether it is the loopback interface.
     pub loopback: bool,
-    /// Whether its other end is in another network namespace.
-    pub peer_elsewhere: bool,
+    /// The network namespace of its other end, by the number that this one knows it by, if that is another.
+    pub peer: Option<i32>,
     /// Whether a default route leads out by it.
     pub default_route: bool,
     /// Its addresses that mean something elsewhere (scope global), with the networks that they are
@@ -174,7 +174,7 @@ fn interface(link: LinkMessage) -> Interface {
     for attribute in link.attributes {
         match attribute {
             LinkAttribute::IfName(name) => interface.name = name,
-            LinkAttribute::LinkNetNsId(_) => interface.peer_elsewhere = true,
+            LinkAttribute::LinkNetNsId(netns) => interface.peer = Some(netns),
             LinkAttribute::LinkInfo(infos) => {
                 for info in infos {
                     if let LinkInfo::Kind(kind) = info {
