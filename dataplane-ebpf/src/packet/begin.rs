@@ -84,13 +84,7 @@ pub fn begin(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
         return refuse(skb, s, s.index, chosen);
     }
     s.reason = chosen as u32;
-    // Whoever sends a SYN in a client's name moves no connection, even if its endpoint takes no new ones.
-    if s.keep == KEEP && chosen != Reason::Kept && is_answered(s.flow.seen) {
-        if !table::ask(&s.packet.key, now) {
-            s.endpoint = Endpoint::new(s.flow.endpoint, s.flow.endpoint_port);
-            s.reason = Reason::Kept as u32;
-        }
-    }
+    keep_endpoint(s, now);
     let mut action = go(skb, s, now);
     for _ in 0..OTHERS {
         if action != ANOTHER || packet_another(s) == 0 {
@@ -105,10 +99,18 @@ pub fn begin(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     }
 }
 
-/// Whether the endpoint has ever answered.
-#[inline(always)]
-fn is_answered(seen: u8) -> bool {
-    seen::of_replies(seen) & seen::PACKET != 0
+/// Whoever sends a SYN in a client's name moves no connection that lives, even if its endpoint takes no new ones.
+#[inline(never)]
+fn keep_endpoint(s: &mut Scratch, now: Tick) {
+    let is_answered = seen::of_replies(s.flow.seen) & seen::PACKET != 0;
+    if s.keep == KEEP
+        && s.reason != Reason::Kept as u32
+        && is_answered
+        && !table::ask(&s.packet.key, now)
+    {
+        s.endpoint = Endpoint::new(s.flow.endpoint, s.flow.endpoint_port);
+        s.reason = Reason::Kept as u32;
+    }
 }
 
 /// [`enter_flow`]: every port of the endpoint's is taken, as far as was looked.
