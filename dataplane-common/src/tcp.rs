@@ -172,8 +172,9 @@ const fn is_within(number: u32, of: u32, before: u32, behind: u32) -> bool {
     number.wrapping_sub(of).wrapping_add(before) <= before + behind
 }
 
-/// The number of the last SYN, in the lower half; 0 stands for unknown. The upper half is 0 unless the endpoint owes an answer
-/// ([`ask`]): since which tick (16 bits), and how often it was asked (2 bits).
+/// The number of the last SYN, in the lower half; 0 stands for unknown. Above it are 18 bits that are 0 unless the endpoint owes
+/// an answer ([`ask`]): since which tick (16 bits), and how often it was asked (2 bits). The next bit says that the endpoint is
+/// no longer the service's ([`depart`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 #[must_use]
 pub struct Opening(pub u64);
@@ -189,7 +190,7 @@ impl Opening {
     /// Whether the endpoint owes an answer.
     #[inline(always)]
     pub const fn is_asked(self) -> bool {
-        self.0 >> 32 != 0
+        self.0 >> 32 & 0x3_ffff != 0
     }
 
     /// Since when, and how often it was asked.
@@ -204,11 +205,11 @@ impl Opening {
     /// That, when the endpoint is asked for the `nth` time; 0: it owes nothing.
     #[inline(always)]
     const fn with_asked(self, now: Tick, nth: u32) -> Self {
-        let number = self.0 & 0xffff_ffff;
+        let others = self.0 & (0xffff_ffff | DEPARTED);
         if nth == 0 {
-            return Self(number);
+            return Self(others);
         }
-        Self(number | (now.number() as u64) << 32 | (nth as u64) << 48)
+        Self(others | (now.number() as u64) << 32 | (nth as u64) << 48)
     }
 
     /// Whether the segment answers that SYN. (The SYN itself counts as one, and what it carried may be acknowledged or
@@ -230,18 +231,38 @@ pub const fn begin(first: &Segment) -> Sequences {
     [positions.0, Opening(0).of(first).0]
 }
 
+/// In [`Opening`]: the endpoint is no longer among the service's.
+pub const DEPARTED: u64 = 1 << 50;
+
+/// Says that the service of a flow no longer lists its endpoint, whose address may be somebody else's by now: a SYN goes there
+/// no more.
+#[inline(always)]
+pub fn depart<L: Line>(sequences: L) {
+    let mut tries = 0;
+    while tries < TRIES {
+        let before = sequences.load(OPENING);
+        if sequences.exchange(OPENING, before, before | DEPARTED) {
+            return;
+        }
+        tries += 1;
+    }
+}
+
 /// How often a position is tried to be written: it fails only if another CPU wrote the other direction's meanwhile.
 const TRIES: u32 = 3;
 
 /// A client sends a SYN on a connection that lives, and whose endpoint takes no new ones. If the endpoint lives, it answers:
 /// it takes the SYN, refuses it, or challenges it (RFC 5961, section 4.2), whoever sent it. So the SYN goes there, until the
-/// endpoint has been silent for some seconds, twice. Answers whether it has.
+/// endpoint has been silent for some seconds, twice. Answers whether it has, or is no longer the service's.
 ///
 /// Twice, because Linux challenges only once in half a second (`net.ipv4.tcp_invalid_ratelimit`): an attacker's first SYN would
 /// use that up, and the second would find the endpoint silent.
 #[inline(always)]
 pub fn ask<L: Line>(sequences: L, now: Tick) -> bool {
     let opening = Opening(sequences.load(OPENING));
+    if opening.0 & DEPARTED != 0 {
+        return true;
+    }
     let (since, nth) = opening.asked();
     if nth != 0 && since.ticks_before(now) < OWES {
         return false;

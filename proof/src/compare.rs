@@ -409,6 +409,12 @@ pub fn event(rig: &Rig, lab: &Lab, model: &mut Model<'_>, op: &Op) -> Result<()>
             }
         }
         Op::Forget(key) => state.flows.remove(key),
+        Op::Depart(key) => {
+            let mut numbers = state.flows.numbers(key);
+            numbers.departed = true;
+            state.flows.set_numbers(key, numbers);
+            rig.conntrack.depart(key);
+        }
         Op::Foreign(key) => {
             if !state.flows.has(key) {
                 let to = Translation {

@@ -31,6 +31,8 @@ pub enum Op {
     Age(FlowKey, u16),
     /// A flow is removed.
     Forget(FlowKey),
+    /// The service no longer lists a flow's endpoint.
+    Depart(FlowKey),
     /// The kernel's own conntrack has had a flow since before.
     Foreign(FlowKey),
     /// A client used its endpoint so many seconds earlier.
@@ -195,7 +197,7 @@ fn any<'a, T>(rng: &mut impl Rng, all: impl Iterator<Item = T> + 'a, count: usiz
 fn event(rng: &mut SmallRng, world: &World, state: &State) -> Option<Op> {
     let flows = state.flows.table();
     let flow = any(rng, flows.iter(), flows.len()).map(|(key, _)| *key);
-    Some(match rng.random_range(0..8) {
+    Some(match rng.random_range(0..9) {
         // 4.3 s each: some of every timeout of UDP.
         0..5 => Op::Age(flow?, rng.random_range(1..40)),
         5 => Op::Forget(flow?),
@@ -206,6 +208,7 @@ fn event(rng: &mut SmallRng, world: &World, state: &State) -> Option<Op> {
             let from = dataplane_common::Port::new(from);
             Op::Foreign(FlowKey::new(client, from, vip, to, protocol))
         }
+        7 => Op::Depart(flow?),
         _ => {
             let (key, _) = any(rng, state.affinity.iter(), state.affinity.len())?;
             Op::AgeClient(*key, rng.random_range(30..120))
@@ -215,7 +218,7 @@ fn event(rng: &mut SmallRng, world: &World, state: &State) -> Option<Op> {
 
 /// A client's port: few, so that flows meet.
 fn port_number(rng: &mut SmallRng) -> u16 {
-    match rng.random_range(0..8) {
+    match rng.random_range(0..9) {
         0 => rng.random(),
         1 => rng.random_range(0..1024),
         2 => rng.random_range(40_000..40_008),
@@ -592,7 +595,7 @@ impl Maker<'_> {
     fn mutate(&mut self, frame: &mut Vec<u8>) {
         for _ in 0..self.rng.random_range(1..4) {
             let v4 = frame.get(12..14) == Some(&[8, 0]);
-            match self.rng.random_range(0..8) {
+            match self.rng.random_range(0..9) {
                 // Cut short.
                 0 => frame.truncate(self.rng.random_range(15..=frame.len().max(15))),
                 // A length that lies: IPv4's header's, the packet's.

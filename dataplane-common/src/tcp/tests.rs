@@ -235,6 +235,21 @@ fn an_endpoint_is_given_up_once_it_is_silent() {
     assert_eq!(silent(&|_| Some(own + 1_000_000_000)), Some(4));
 }
 
+/// One that its service no longer lists is given up at once, whatever it answers.
+#[test]
+fn an_endpoint_that_has_departed_is_given_up() {
+    let (client, server) = (1000, 2_000_000_000);
+    let flow = Flow::established(client, server);
+    assert!(!ask(&flow.0, Tick::from_number(7)));
+    depart(&flow.0);
+    assert!(ask(&flow.0, Tick::from_number(7)));
+    assert!(Opening((&flow.0).load(OPENING)).is_asked(), "still");
+    let _ = flow.see(REPLIES, ACK, server + 1, client + 1);
+    assert!(!Opening((&flow.0).load(OPENING)).is_asked(), "it answers");
+    let _ = flow.see(REQUESTS, SYN, 5_000_000, 0);
+    assert!(ask(&flow.0, Tick::from_number(8)));
+}
+
 /// What a sender does next.
 #[derive(Clone, Debug)]
 enum Step {

@@ -4,6 +4,9 @@
 //! service's address to something that is not one of the service's *serving* endpoints ends. A
 //! service without any is left alone: what it has is as good as nothing else, and ends when there
 //! is something better. So is what belongs to a service or an address that is gone.
+//!
+//! TCP connections go on as long as their endpoint answers. But once a service no longer lists an endpoint, serving or not, the
+//! endpoint's address may be another pod's: a SYN in such a connection's name must not go there.
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -14,25 +17,36 @@ use dataplane_common::{
 use imbl::ordmap::DiffItem;
 
 use super::{Planner, wanted};
-use crate::model::{Service, ServicePort, Snapshot};
+use crate::model::{Endpoint, Service, ServicePort, Snapshot};
 
 /// The endpoints that may still be talked to through some VIPs. Whatever else is talked to through
 /// them is stale.
 #[derive(Clone, Debug, Default)]
 pub struct Departed {
     /// By VIP and port: sorted.
-    serving: HashMap<FrontendKey, Arc<[(Addr, Port)]>>,
+    serving: Endpoints,
+    /// The same, with those that do not serve: of TCP.
+    listed: Endpoints,
 }
+
+/// Endpoints, sorted, by VIP and port.
+type Endpoints = HashMap<FrontendKey, Arc<[(Addr, Port)]>>;
 
 impl Departed {
     /// Whether there is nothing to look for.
     pub fn is_empty(&self) -> bool {
-        self.serving.is_empty()
+        self.serving.is_empty() && self.listed.is_empty()
+    }
+
+    /// Whether a flow or socket may be stale.
+    pub fn has_stale(&self) -> bool {
+        !self.serving.is_empty()
     }
 
     /// Adds what is newer.
     pub fn extend(&mut self, newer: Self) {
         self.serving.extend(newer.serving);
+        self.listed.extend(newer.listed);
     }
 
     /// Whether a flow or a socket that talks to `endpoint` through `vip` is to end.
@@ -46,14 +60,34 @@ impl Departed {
         endpoint: (Addr, Port),
         is_frontend: impl Fn(&FrontendKey) -> bool,
     ) -> bool {
-        let exact = FrontendKey::new(vip.0, vip.1, protocol);
-        let serving = self.serving.get(&exact).or_else(|| {
-            let node_port = FrontendKey::node_port(vip.0.is_v4(), vip.1, protocol);
-            let serving = self.serving.get(&node_port)?;
-            (!is_frontend(&exact)).then_some(serving)
-        });
-        serving.is_some_and(|serving| serving.binary_search(&endpoint).is_err())
+        is_missing(&self.serving, vip, protocol, endpoint, is_frontend)
     }
+
+    /// Whether `endpoint` is no longer among those of a TCP service, `vip`, whether they serve or not; likewise.
+    pub fn is_unlisted(
+        &self,
+        vip: (Addr, Port),
+        endpoint: (Addr, Port),
+        is_frontend: impl Fn(&FrontendKey) -> bool,
+    ) -> bool {
+        is_missing(&self.listed, vip, Protocol::TCP, endpoint, is_frontend)
+    }
+}
+
+fn is_missing(
+    known: &Endpoints,
+    vip: (Addr, Port),
+    protocol: Protocol,
+    endpoint: (Addr, Port),
+    is_frontend: impl Fn(&FrontendKey) -> bool,
+) -> bool {
+    let exact = FrontendKey::new(vip.0, vip.1, protocol);
+    let endpoints = known.get(&exact).or_else(|| {
+        let node_port = FrontendKey::node_port(vip.0.is_v4(), vip.1, protocol);
+        let endpoints = known.get(&node_port)?;
+        (!is_frontend(&exact)).then_some(endpoints)
+    });
+    endpoints.is_some_and(|endpoints| endpoints.binary_search(&endpoint).is_err())
 }
 
 /// Notices what goes away, from one plan to the next.
@@ -102,58 +136,80 @@ impl Departures {
         let id = |port: &ServicePort| (port.port, port.protocol);
         let old = old.map_or(&[][..], |old| &old.ports[..]);
         let before: HashMap<_, _> = old.iter().map(|port| (id(port), port)).collect();
-        let mut left = HashMap::new();
+        let [mut serving, mut listed] = [HashMap::new(), HashMap::new()];
         for port in &new.ports {
             let protocol = wanted::protocol(port.protocol);
-            if !self.protocols.contains(&protocol) {
-                continue;
-            }
-            let before = before.get(&id(port));
+            let before = before.get(&id(port)).copied();
             for v4 in [true, false] {
-                let now = serving(port, v4);
-                let before = before.map(|port| serving(port, v4)).unwrap_or_default();
-                // Without any before, flows may lead to some that left earlier.
-                let has_left = before.is_empty()
-                    || before
-                        .iter()
-                        .any(|endpoint| now.binary_search(endpoint).is_err());
-                if now.is_empty() || !has_left {
-                    continue;
+                let key = |is_node_port| (v4, protocol, is_node_port);
+                if self.protocols.contains(&protocol) {
+                    note(&mut serving, key, [before, Some(port)], |e| {
+                        e.serving && e.addr.is_ipv4() == v4
+                    });
                 }
-                let now: Arc<[_]> = now.into();
-                let numbers = [(false, Some(port.port)), (true, port.node_port)];
-                for (is_node_port, number) in numbers {
-                    let Some(number) = number else { continue };
-                    let key = (v4, protocol, is_node_port, number);
-                    left.entry(key).or_insert_with(|| Arc::clone(&now));
+                if protocol == Protocol::TCP {
+                    note(&mut listed, key, [before, Some(port)], |e| {
+                        e.addr.is_ipv4() == v4
+                    });
                 }
             }
         }
-        if left.is_empty() {
+        if serving.is_empty() && listed.is_empty() {
             return;
         }
         for (key, frontend) in planner.service_keys(&new.name) {
             let is_node_port = frontend.kind() == Kind::NODE_PORT;
             let id = (
-                key.addr.is_v4(),
-                key.protocol,
-                is_node_port,
+                (key.addr.is_v4(), key.protocol, is_node_port),
                 key.port.host(),
             );
-            if let Some(serving) = left.get(&id) {
-                departed.serving.insert(key, Arc::clone(serving));
+            for (left, departed) in [
+                (&serving, &mut departed.serving),
+                (&listed, &mut departed.listed),
+            ] {
+                if let Some(endpoints) = left.get(&id) {
+                    departed.insert(key, Arc::clone(endpoints));
+                }
             }
         }
     }
 }
 
-fn serving(port: &ServicePort, v4: bool) -> Vec<(Addr, Port)> {
-    let mut endpoints: Vec<_> = port
-        .endpoints
-        .iter()
-        .filter(|e| e.serving && e.addr.is_ipv4() == v4)
-        .map(|e| (Addr::from(e.addr), Port::new(e.port)))
-        .collect();
-    endpoints.sort_unstable();
-    endpoints
+/// What a port is found by: family, protocol and whether it is a node port; and its number.
+type PortId = ((bool, Protocol, bool), u16);
+
+/// Notes the endpoints of a port that are wanted, for each of the port's numbers, if some have left. What it was before, and
+/// what it is now.
+fn note(
+    left: &mut HashMap<PortId, Arc<[(Addr, Port)]>>,
+    key: impl Fn(bool) -> (bool, Protocol, bool),
+    [before, now]: [Option<&ServicePort>; 2],
+    wanted: impl Fn(&Endpoint) -> bool,
+) {
+    let of = |port: Option<&ServicePort>| {
+        let all = port.into_iter().flat_map(|port| &port.endpoints);
+        let wanted = all.filter(|endpoint| wanted(endpoint));
+        let mut endpoints: Vec<_> = wanted
+            .map(|e| (Addr::from(e.addr), Port::new(e.port)))
+            .collect();
+        endpoints.sort_unstable();
+        endpoints
+    };
+    let (Some(port), before, now) = (now, of(before), of(now)) else {
+        return;
+    };
+    // Without any before, flows may lead to some that left earlier.
+    let has_left = before.is_empty()
+        || before
+            .iter()
+            .any(|endpoint| now.binary_search(endpoint).is_err());
+    if now.is_empty() || !has_left {
+        return;
+    }
+    let now: Arc<[_]> = now.into();
+    for (is_node_port, number) in [(false, Some(port.port)), (true, port.node_port)] {
+        let Some(number) = number else { continue };
+        left.entry((key(is_node_port), number))
+            .or_insert_with(|| Arc::clone(&now));
+    }
 }

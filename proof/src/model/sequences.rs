@@ -2,7 +2,7 @@
 
 use dataplane_common::{
     packet::{Tick, seen},
-    tcp::{AHEAD, ANEW, FAR, GOES_ON, NEAR, Sequences, UNACKNOWLEDGED},
+    tcp::{AHEAD, ANEW, DEPARTED, FAR, GOES_ON, NEAR, Sequences, UNACKNOWLEDGED},
 };
 
 use super::read::Headers;
@@ -17,6 +17,8 @@ pub struct Numbers {
     pub syn: Option<u32>,
     /// How often the endpoint was asked by a SYN whether it lives, and when last; 0: it owes no answer.
     pub asked: (u8, Tick),
+    /// Whether the service no longer lists the endpoint.
+    pub departed: bool,
 }
 
 /// What a TCP segment says.
@@ -64,7 +66,7 @@ impl Numbers {
             Some(segment) if segment.has(flags::SYN) => Self {
                 positions: [Some(stored(segment.end)), None],
                 syn: Some(stored(segment.end)),
-                asked: Default::default(),
+                ..Self::default()
             },
             _ => Self::default(),
         }
@@ -80,6 +82,7 @@ impl Numbers {
                 u8::try_from(opening >> 48 & 3).unwrap_or_default(),
                 Tick::from_number(u16::try_from(opening >> 32 & 0xffff).unwrap_or_default()),
             ),
+            departed: opening & DEPARTED != 0,
         }
     }
 
@@ -90,12 +93,18 @@ impl Numbers {
         let (times, since) = self.asked;
         [
             requests | replies << 32,
-            number(self.syn) | u64::from(since.number()) << 32 | u64::from(times) << 48,
+            number(self.syn)
+                | u64::from(since.number()) << 32
+                | u64::from(times) << 48
+                | if self.departed { DEPARTED } else { 0 },
         ]
     }
 
-    /// A SYN asks an endpoint that takes no new connections. Whether that was silent for some seconds, twice.
+    /// A SYN asks an endpoint that takes no new connections. Whether that was silent for some seconds, twice, or has departed.
     pub fn ask(&mut self, now: Tick) -> bool {
+        if self.departed {
+            return true;
+        }
         let (times, since) = self.asked;
         if times > 0 && since.ticks_before(now) < 2 {
             return false;

@@ -1,17 +1,28 @@
 //! Sockets that are connected, through a service, to an endpoint that goes away.
 
-use anyhow::{Result, ensure};
+use std::{
+    io::{Read as _, Write as _},
+    net::{IpAddr, SocketAddr, TcpStream},
+    time::Duration,
+};
+
+use anyhow::{Context as _, Result, ensure};
 use aya::maps::{Array, Map, MapData};
+use dataplane::kernel::conntrack::Conntrack;
 use dataplane_common::{
-    LAYOUT,
+    Addr, LAYOUT, Port, Protocol,
+    packet::FlowKey,
     tables::{PeerSets, SOCKET_ELEMENTS, SOCKET_SETS, SOCKET_WAYS},
 };
-use dataplane_tests::{Process, report::Report};
+use dataplane_proof::wire::{Packet, flags};
+use dataplane_tests::{Host, Process, report::Report};
 
 use crate::{
     cluster::{Cluster, TCP, UDP, eventually, reaches},
+    crafted::packet,
     manifest::{Condition, Service},
     metrics::Metrics,
+    sockets::{address, inject, link, tcp, transfer},
 };
 
 scenarios! {
@@ -20,6 +31,7 @@ scenarios! {
     tcp_is_destroyed_only_if_asked,
     nothing_is_destroyed_if_not_asked,
     sockets_beyond_the_table_are_found_too,
+    a_syn_goes_to_no_endpoint_that_is_not_listed,
 }
 
 const VIPS: [&str; 2] = ["10.96.0.40", "fd00:96::40"];
@@ -74,14 +86,14 @@ fn connected_udp_moves_when_its_endpoint_goes() -> Result<()> {
     let mut moving = Vec::new();
     let mut staying = Vec::new();
     for (vip, near) in VIPS.into_iter().zip(near) {
-        let to = std::net::SocketAddr::new(vip.parse()?, 53).to_string();
+        let to = SocketAddr::new(vip.parse()?, 53).to_string();
         moving.push((to.clone(), resolver(&cluster, &to, &[])?));
         if near.is_ipv4() {
             moving.push((to.clone(), resolver(&cluster, &to, &["--v4-mapped"])?));
         }
-        let direct = std::net::SocketAddr::new(near, UDP).to_string();
+        let direct = SocketAddr::new(near, UDP).to_string();
         staying.push((direct.clone(), resolver(&cluster, &direct, &[])?));
-        let tcp = std::net::SocketAddr::new(vip.parse()?, 80).to_string();
+        let tcp = SocketAddr::new(vip.parse()?, 80).to_string();
         staying.push((tcp.clone(), connection(&cluster, &tcp)?));
         reaches(cluster.client(), &to, "udp --count 10", &["near"])?;
     }
@@ -98,7 +110,7 @@ fn connected_udp_moves_when_its_endpoint_goes() -> Result<()> {
         ],
     )])?;
     eventually(|| reaches(cluster.client(), "10.96.0.40:53", "udp", &["far"]).map(drop))?;
-    std::thread::sleep(std::time::Duration::from_millis(300));
+    std::thread::sleep(Duration::from_millis(300));
     let early = destroyed(&cluster, "udp")?;
     ensure!(early == 0, "{early} sockets too early");
 
@@ -111,7 +123,7 @@ fn connected_udp_moves_when_its_endpoint_goes() -> Result<()> {
         ensure!(count == expected, "destroyed {count}, not {expected}");
         Ok(())
     })?;
-    std::thread::sleep(std::time::Duration::from_millis(100));
+    std::thread::sleep(Duration::from_millis(100));
     for (to, process) in moving {
         let report: Report = process.wait_json()?;
         let answers = answers(&report);
@@ -175,6 +187,77 @@ fn tcp_is_destroyed_only_if_asked() -> Result<()> {
     Ok(())
 }
 
+/// A SYN in the name of a TCP connection goes to the connection's endpoint for as long as the service lists that, terminating or
+/// not. Then its address may be another pod's, and the SYN goes elsewhere, although that answers.
+fn a_syn_goes_to_no_endpoint_that_is_not_listed() -> Result<()> {
+    let lab = Cluster::lab_of_packets()?;
+    let ready = |lab: &dataplane_tests::Lab| vec![on(lab, &[("near", Condition::Ready)])];
+    let cluster = Cluster::start_in(lab, &["far", "near"], ready, &[])?;
+    let client = cluster.client();
+    for vip in VIPS {
+        cluster.manifests.write(&ready(&cluster.lab))?;
+        let vip = SocketAddr::new(vip.parse()?, 80);
+        eventually(|| leads_to(client, vip, "near"))?;
+        let mut held = tcp(client, vip)?;
+        transfer(&held, b"first")?;
+        let from = held.local_addr()?;
+        let conntrack = Conntrack::open(cluster.agent.bpffs())?.context("no flows")?;
+        let protocol = Protocol::TCP;
+        let [src, dst] = [from, vip].map(|end| (Addr::from(end.ip()), Port::new(end.port())));
+        let key = FlowKey::new(src.0, src.1, dst.0, dst.1, protocol);
+        let endpoint =
+            || -> Result<IpAddr> { Ok(conntrack.find(&key).context("no flow")?.endpoint().ip()) };
+        let links = [
+            link(cluster.lab.node("node2"), "veth-sleep")?,
+            link(client, "eth0")?,
+        ];
+        let syn = Packet {
+            link: links,
+            ..packet(true, (from.ip(), from.port()), (vip.ip(), 80), flags::SYN)
+        };
+        let again = || inject(client, "eth0", &[syn.frame()]);
+        let of = |pod: &str| address(cluster.lab.pod(pod), vip.is_ipv4());
+        let is = |pod: &str| -> Result<()> {
+            again()?;
+            let now = endpoint()?;
+            ensure!(now == of(pod), "the SYN went to {now}");
+            Ok(())
+        };
+        is("near")?;
+        let both = [("far", Condition::Ready), ("near", Condition::NotReady)];
+        cluster.manifests.write(&[service(&cluster, &both)])?;
+        eventually(|| leads_to(client, vip, "far"))?;
+        for _ in 0..10 {
+            std::thread::sleep(Duration::from_millis(50));
+            is("near")?;
+        }
+        // The connection goes on all the while.
+        transfer_more(&mut held)?;
+        cluster
+            .manifests
+            .write(&[service(&cluster, &[("far", Condition::Ready)])])?;
+        eventually(|| is("far"))?;
+    }
+    Ok(())
+}
+
+/// A new connection is answered by this pod.
+fn leads_to(client: &Host, vip: SocketAddr, pod: &str) -> Result<()> {
+    let answered = transfer(&tcp(client, vip)?, b"who")?;
+    ensure!(answered == pod, "{answered} answers");
+    Ok(())
+}
+
+/// Some bytes there and back.
+fn transfer_more(stream: &mut TcpStream) -> Result<()> {
+    let sent = *b"still there";
+    stream.write_all(&sent)?;
+    let mut back = [0; 11];
+    stream.read_exact(&mut back).context("nothing comes back")?;
+    ensure!(back == sent, "other bytes come back");
+    Ok(())
+}
+
 fn nothing_is_destroyed_if_not_asked() -> Result<()> {
     let cluster = start(&["--destroy-stale", "none"])?;
     let socket = resolver(&cluster, "10.96.0.40:53", &[])?;
@@ -182,7 +265,7 @@ fn nothing_is_destroyed_if_not_asked() -> Result<()> {
         .manifests
         .write(&[service(&cluster, &[("far", Condition::Ready)])])?;
     eventually(|| reaches(cluster.client(), "10.96.0.40:53", "udp", &["far"]).map(drop))?;
-    std::thread::sleep(std::time::Duration::from_millis(300));
+    std::thread::sleep(Duration::from_millis(300));
     let report: Report = socket.wait_json()?;
     ensure!(
         report.errors.is_empty() && report.endpoints.keys().eq(["near"]),

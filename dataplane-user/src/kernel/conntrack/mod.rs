@@ -129,6 +129,11 @@ impl Conntrack {
             && self.table.take_if(&flow.key, still).is_some()
     }
 
+    /// Says of a TCP connection that its service no longer lists its endpoint: it goes on, and a SYN goes elsewhere.
+    pub fn depart(&self, flow: &Flow) {
+        self.table.depart(&flow.key);
+    }
+
     /// Adds a flow, leaving alone what is there already; whether it was added.
     pub fn add(&self, flow: &Flow) -> bool {
         self.table.add(&flow.key, &flow.to)

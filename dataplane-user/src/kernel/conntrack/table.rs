@@ -5,7 +5,7 @@ use std::{io, sync::atomic::AtomicU64};
 use dataplane_common::{
     cells::{self, AtomicSlot, Cell, CellKey as _, HEAD, Head, Line as _, Memory, Slots, Snapshot},
     packet::{FlowKey, PortKey, Translation, seen},
-    tcp::{OPENING, POSITIONS, Sequences},
+    tcp::{self, OPENING, POSITIONS, Sequences},
 };
 
 use crate::kernel::{
@@ -125,6 +125,14 @@ impl Table {
     pub fn sequences(&self, key: &FlowKey) -> Option<Sequences> {
         let words = self.sequences.words(self.find(key)?.0)?;
         Some([POSITIONS, OPENING].map(|word| words.load(word)))
+    }
+
+    /// Says of a flow that its service no longer lists its endpoint.
+    pub fn depart(&self, key: &FlowKey) {
+        let found = self.find(key);
+        if let Some(sequences) = found.and_then(|(index, _)| self.sequences.words(index)) {
+            tcp::depart(sequences);
+        }
     }
 
     /// Says how far a flow's directions have got; `false` if it is not there.

@@ -181,6 +181,8 @@ fn what_is_over_is_removed_and_nothing_else() {
         flow(6, Protocol::UDP, ago(100), both, both),
         flow(8, Protocol::TCP, ago(3000), both | seen::FIN, both),
         masqueraded(10, Protocol::TCP, ago(7200)),
+        // The connection may outlive the RST.
+        flow(14, Protocol::TCP, ago(60), both, both | seen::RST),
         // Where nobody needs its room.
         flow(
             12,
@@ -195,7 +197,7 @@ fn what_is_over_is_removed_and_nothing_else() {
         flow(24, Protocol::TCP, ago(130), both, 0),
         flow(26, Protocol::UDP, ago(130), both, both),
         flow(28, Protocol::UDP, ago(40), both, 0),
-        flow(30, Protocol::TCP, ago(20), both, both | seen::RST),
+        flow(30, Protocol::TCP, ago(130), both, both | seen::RST),
         flow(
             32,
             Protocol::TCP,
