@@ -36,13 +36,15 @@ layout! {
     #[repr(C)]
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
     pub struct Iface {
-        /// [`Iface::POD`], [`Iface::LOCAL`], [`Iface::ATTACHED`].
+        /// [`Iface::POD`], [`Iface::LOCAL`] and others, and which pod's it is ([`Iface::of_pod`]).
         pub flags: u16,
         /// Index into `NODE_ADDRS` of the address that IPv4 flows leaving by this interface are
         /// masqueraded to; 0: there is none.
         pub masquerade_v4: u8,
         /// The same for IPv6.
         pub masquerade_v6: u8,
+        /// Which layer-2 segment it is in: the number of the bridge that it is, is a port of, or stands on; 0: none.
+        pub segment: u32,
     }
 
     /// What `SOURCES` is looked up by. `BPF_MAP_TYPE_LPM_TRIE`: the bits after the first word are
@@ -162,10 +164,13 @@ impl Iface {
     pub const ATTACHED: u16 = 4;
     /// Its packets have no link-layer header: a tunnel's, WireGuard's, a tun's.
     pub const BARE: u16 = 8;
-    /// By IPv4, a flow begins here only if the route to its source leads to this interface (`rp_filter` is 1). Of pods'
-    /// interfaces, which have [`Iface::LOCAL`], this is always so.
+    /// A packet's source has to be where the route to it leads. At an uplink: by IPv4, a flow begins here only if that route
+    /// leads to this interface (`rp_filter` is 1). At a pod's interface, by both families and for each packet: or to what is
+    /// the same pod's or in the same segment.
     pub const STRICT: u16 = 16;
-    /// By IPv4, a flow begins here only if there is a route to its source (`rp_filter` is 2).
+    /// There has to be a route to a packet's source: by IPv4, of a flow that begins at an uplink (`rp_filter` is 2). At a pod's
+    /// interface, for each packet, it must not lead to another pod: that interface is a port of a switch in which the node
+    /// has no address, or none that it knows of.
     pub const LOOSE: u16 = 32;
     /// From this bit on: which pod is at the other end, as a number from 1 on; 0: not known.
     const POD_AT: u32 = 6;
@@ -185,6 +190,12 @@ impl Iface {
     pub const fn is_same_pod(self, other: Self) -> bool {
         let pod = self.flags >> Self::POD_AT;
         pod != 0 && pod == other.flags >> Self::POD_AT
+    }
+
+    /// Whether both are in one layer-2 segment.
+    #[inline(always)]
+    pub const fn is_same_segment(self, other: Self) -> bool {
+        self.segment != 0 && self.segment == other.segment
     }
 }
 
@@ -571,7 +582,7 @@ pub const FRAGMENTS: u32 = 4096;
 /// How many flows there is room for unless told otherwise ([`cells::cells_for`](crate::cells::cells_for)).
 pub const DEFAULT_FLOWS: u32 = 65_536;
 
-const _: () = assert!(size_of::<Iface>() == 4);
+const _: () = assert!(size_of::<Iface>() == 8);
 const _: () = assert!(size_of::<SourceKey>() == 24);
 const _: () = assert!(size_of::<FlowKey>() == 40 && size_of::<Translation>() == 24);
 const _: () = assert!(size_of::<PortKey>() == 24);
@@ -607,6 +618,7 @@ mod tests {
             flags: Iface::ATTACHED | Iface::of_pod(netns),
             masquerade_v4: 0,
             masquerade_v6: 0,
+            segment: 0,
         };
         assert!(of(0).is_same_pod(of(0)) && of(1022).is_same_pod(of(1022)));
         assert!(!of(0).is_same_pod(of(1)) && !of(1022).is_same_pod(of(0)));

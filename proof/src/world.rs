@@ -32,6 +32,10 @@ pub struct Interface {
     pub mac: [u8; 6],
     /// Whether a pod is at its other end.
     pub pod: bool,
+    /// What a pod's interface asks of sources: [`Iface::STRICT`], [`Iface::LOOSE`], or 0.
+    pub asked: u16,
+    /// The layer-2 segment that it is in; 0: none.
+    pub segment: u32,
     /// Indices of the addresses that flows which leave by it are masqueraded to, IPv4 and IPv6; 0:
     /// there is none.
     pub masquerade: [u8; 2],
@@ -240,6 +244,8 @@ fn interfaces(node: &Host) -> Result<BTreeMap<u32, Interface>> {
             name,
             mac,
             pod,
+            asked: if pod { Iface::STRICT } else { 0 },
+            segment: 0,
             masquerade: [0; 2],
             masquerade_to,
             mtu: number("mtu")?.try_into()?,
@@ -321,13 +327,14 @@ impl World {
         let interfaces = self.interfaces.iter().map(|(ifindex, interface)| {
             let flags = Iface::ATTACHED
                 | if interface.pod {
-                    Iface::POD | Iface::LOCAL
+                    Iface::POD | Iface::LOCAL | interface.asked
                 } else {
                     self.reverse_path
                 };
             let interface = NetworkInterface {
                 flags,
                 masquerade: interface.masquerade_to,
+                segment: interface.segment,
             };
             (*ifindex, interface)
         });
@@ -639,26 +646,32 @@ impl World {
 
     /// Whether a packet may come from where it says; `begins`: a flow.
     pub fn is_right(&self, ifindex: u32, headers: &Headers, begins: bool) -> bool {
-        let pod = self.interfaces[&ifindex].pod;
-        let asked = if headers.v4 { self.reverse_path } else { 0 };
-        if !pod {
-            let cluster = self.frontends.get(&FrontendKey::address(headers.src));
-            if begins && cluster.is_some_and(|(_, kind)| *kind == Kind::CLUSTER_ADDRESS) {
-                return false;
-            }
-            if !begins || asked == 0 {
-                return !begins || !is_own(headers.src);
-            }
+        let interface = &self.interfaces[&ifindex];
+        let pod = interface.pod && interface.asked != 0;
+        let asked = match (pod, headers.v4) {
+            (true, _) => interface.asked,
+            (false, true) if !interface.pod => self.reverse_path,
+            (false, _) => 0,
+        };
+        let cluster = self.frontends.get(&FrontendKey::address(headers.src));
+        if begins && cluster.is_some_and(|(_, kind)| *kind == Kind::CLUSTER_ADDRESS) {
+            return false;
         }
-        match self.way(headers.dst, headers.src, ifindex).0 {
-            To::Onward(way) => way.ifindex == ifindex || (!pod && asked == Iface::LOOSE),
-            To::Here | To::Nowhere => false,
+        if !pod && (!begins || asked == 0) {
+            return !begins || !is_own(headers.src);
         }
+        let To::Onward(way) = self.way(headers.dst, headers.src, ifindex).0 else {
+            return false;
+        };
+        let back = &self.interfaces[&way.ifindex];
+        let same_segment = pod && back.segment != 0 && back.segment == interface.segment;
+        way.ifindex == ifindex || same_segment || (asked == Iface::LOOSE && !(pod && back.pod))
     }
 
     /// Whether what a packet says of a known flow is believed.
     pub fn may_tell(&self, ifindex: u32, headers: &Headers) -> bool {
-        if self.interfaces[&ifindex].pod {
+        let interface = &self.interfaces[&ifindex];
+        if interface.pod && interface.asked != 0 {
             return self.is_right(ifindex, headers, false);
         }
         !is_own(headers.src)

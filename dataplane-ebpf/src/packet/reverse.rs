@@ -1,10 +1,15 @@
-//! Whether a packet may come from where it says: what `rp_filter` is to packets that pass the stack.
+//! Whether a packet may come from where it says; `rp_filter` does this for packets that pass the stack.
 //!
 //! From a pod's interface come only packets whose source the node's routes lead to by this interface, by another of the
-//! same pod, or by one that is neither a pod's nor an uplink, as a bridge of pods is. So a pod speaks for nobody else: neither a flow that it begins, nor
-//! its answers. By other interfaces a flow begins from where the kernel would take it (`fib_validate_source` in
-//! `net/ipv4/fib_frontend.c`), but never from the node's own addresses, nor from a cluster IP, which is nobody's. The packets
-//! of known flows are not asked there.
+//! same pod, by the bridge of which the interface is a port or what stands on that bridge, or by an interface that has none
+//! of our programs and is no bridge. So a pod speaks for nobody else: neither in a flow that it begins, nor in answers. If
+//! the interface is a port of a switch in which the node has no address, the routes must not lead to another pod's
+//! interface. The agent says which of both is asked of an interface, or that nothing is ([`Iface::STRICT`],
+//! [`Iface::LOOSE`]).
+//!
+//! By other interfaces a flow begins from where the kernel would take it (`fib_validate_source` in
+//! `net/ipv4/fib_frontend.c`), but never from the node's own addresses. The packets of known flows are not asked there. A
+//! cluster IP begins no flow anywhere: it is nobody's.
 //!
 //! A CPU remembers for a moment which sources it has found right, as it does [ways](super::route).
 
@@ -18,7 +23,7 @@ use aya_ebpf::{
 };
 use dataplane_common::{
     Addr, VipPlace, decide,
-    packet::Iface,
+    packet::{Iface, PacketConfig},
     tables::{FrontendKey, Kind},
 };
 
@@ -28,7 +33,7 @@ use super::{
     skb::Skb,
     sources,
 };
-use crate::select::Live;
+use crate::{select::Live, tables::PACKET_CONFIG};
 
 /// A source that was found right.
 #[repr(C)]
@@ -36,7 +41,7 @@ struct Found {
     src: Addr,
     /// Where it arrived.
     from: u32,
-    /// [`route::moment`], and what it was asked for.
+    /// [`route::moment`], and what it may do.
     when: u32,
 }
 
@@ -46,12 +51,12 @@ const FOUND_KEPT: usize = 512;
 #[btf_map]
 static FOUND: PerCpuArray<Found, FOUND_KEPT> = PerCpuArray::new();
 
-/// What a packet does: the flow is known.
+/// What a packet does: the flow is known. Each of these asks for more than the one before.
 pub const GOES_ON: u32 = 0;
-/// It begins a flow.
-pub const BEGINS: u32 = 1;
 /// It says more of its flow than that it is used: that it is over, or which ports its fragments have.
-pub const TELLS: u32 = 2;
+pub const TELLS: u32 = 1;
+/// It begins a flow.
+pub const BEGINS: u32 = 2;
 
 #[inline(always)]
 fn place(src: &Addr, from: u32) -> u32 {
@@ -66,7 +71,7 @@ fn place(src: &Addr, from: u32) -> u32 {
 pub fn is_right(skb: Skb, packet: &Packet, route: &mut Route, does: u32) -> bool {
     let from = skb.ifindex();
     let src = &packet.key.src;
-    let kept = if route::by_address() {
+    let kept = if is_undisturbed() {
         FOUND.get_ptr_mut(place(src, from))
     } else {
         None
@@ -76,7 +81,8 @@ pub fn is_right(skb: Skb, packet: &Packet, route: &mut Route, does: u32) -> bool
     if let Some(kept) = kept {
         // SAFETY: this CPU's own element, which no other program of ours uses meanwhile (`scratch`).
         let kept = unsafe { &*kept };
-        if kept.when == when && kept.from == from && kept.src == *src {
+        let does_as_much = kept.when.wrapping_sub(when) <= BEGINS;
+        if does_as_much && kept.from == from && kept.src == *src {
             return true;
         }
     }
@@ -91,6 +97,16 @@ pub fn is_right(skb: Skb, packet: &Packet, route: &mut Route, does: u32) -> bool
         kept.when = when;
     }
     true
+}
+
+/// Whether no other program of ours uses this CPU's elements while this one runs. (Whether routes ask for ports does not matter
+/// here: the source is the pod's, by whichever.)
+#[inline(always)]
+fn is_undisturbed() -> bool {
+    match PACKET_CONFIG.get(0) {
+        Some(config) => config.flags & PacketConfig::PREEMPTIBLE == 0,
+        None => false,
+    }
 }
 
 /// Whether an address is a cluster IP.
@@ -108,7 +124,8 @@ fn is_right_by_routes(skb: Skb, packet: &Packet, route: &mut Route, does: u32) -
     let from = skb.ifindex();
     let arrived = route::interface(from);
     let flags = arrived.flags;
-    let is_pods = flags & Iface::LOCAL != 0;
+    let asked = flags & (Iface::STRICT | Iface::LOOSE);
+    let is_pods = flags & Iface::LOCAL != 0 && asked != 0;
     if !is_pods {
         if does == GOES_ON {
             return true;
@@ -116,13 +133,13 @@ fn is_right_by_routes(skb: Skb, packet: &Packet, route: &mut Route, does: u32) -
         if does == TELLS {
             return !sources::is_host(&packet.key.src);
         }
-        if is_cluster_ip(packet.key.src) {
-            return false;
-        }
-        // IPv6 has no such sysctl.
-        if !packet.is_v4() || flags & (Iface::STRICT | Iface::LOOSE) == 0 {
-            return !sources::is_host(&packet.key.src);
-        }
+    }
+    if does == BEGINS && is_cluster_ip(packet.key.src) {
+        return false;
+    }
+    // Of an uplink, IPv6 has no such sysctl.
+    if !is_pods && (!packet.is_v4() || asked == 0) {
+        return !sources::is_host(&packet.key.src);
     }
     let (code, back) = route::back(skb, packet, route);
     if code == BPF_FIB_LKUP_RET_FWD_DISABLED {
@@ -142,11 +159,15 @@ fn is_right_by_routes(skb: Skb, packet: &Packet, route: &mut Route, does: u32) -
     if back == from {
         return true;
     }
-    if is_pods {
-        let back = route::interface(back);
-        // A bridge of pods', or another interface of the same pod.
-        back.flags & Iface::ATTACHED == 0 || arrived.is_same_pod(back)
-    } else {
-        flags & Iface::STRICT == 0
+    if !is_pods {
+        return flags & Iface::STRICT == 0;
     }
+    let back = route::interface(back);
+    if arrived.is_same_segment(back) || arrived.is_same_pod(back) {
+        return true;
+    }
+    if flags & Iface::STRICT == 0 {
+        return back.flags & Iface::LOCAL == 0;
+    }
+    back.flags & Iface::ATTACHED == 0 && back.segment == 0
 }

@@ -98,7 +98,10 @@ pub struct Way {
     when: u32,
     /// Where to, with which link-layer addresses; 0: up the stack of this host.
     ifindex: u32,
-    iface: Iface,
+    /// What that interface is; its segment is not asked for.
+    flags: u16,
+    masquerade_v4: u8,
+    masquerade_v6: u8,
     /// The longest packet, from the IP header on, that may go.
     mtu: u32,
     link: Link,
@@ -133,7 +136,7 @@ fn place(src: &Addr, dst: &Addr, from: u32) -> u32 {
 /// What an interface is; all zero if nobody told.
 #[inline(always)]
 pub fn interface(ifindex: u32) -> Iface {
-    // SAFETY: four aligned bytes, copied; the element may be replaced but is whole.
+    // SAFETY: eight aligned bytes, copied; the element may be replaced but is whole.
     match IFACES.get_ptr(ifindex) {
         // SAFETY: as above.
         Some(iface) => unsafe { *iface },
@@ -141,6 +144,7 @@ pub fn interface(ifindex: u32) -> Iface {
             flags: 0,
             masquerade_v4: 0,
             masquerade_v6: 0,
+            segment: 0,
         },
     }
 }
@@ -223,7 +227,12 @@ pub fn find(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, route: &mut R
         if way.when == when && way.from == from && way.dst == *dst && way.src == *src && fits {
             route.answer = if way.ifindex == 0 { LOCAL } else { ONWARD };
             route.ifindex = way.ifindex;
-            route.iface = way.iface;
+            route.iface = Iface {
+                flags: way.flags,
+                masquerade_v4: way.masquerade_v4,
+                masquerade_v6: way.masquerade_v6,
+                segment: 0,
+            };
             route.neighbour = 1;
             route.link = way.link;
             return;
@@ -244,7 +253,9 @@ pub fn find(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, route: &mut R
         way.from = from;
         way.when = when;
         way.ifindex = route.ifindex;
-        way.iface = route.iface;
+        way.flags = route.iface.flags;
+        way.masquerade_v4 = route.iface.masquerade_v4;
+        way.masquerade_v6 = route.iface.masquerade_v6;
         way.link = route.link;
         way.mtu = route.mtu;
     }

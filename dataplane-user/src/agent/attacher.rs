@@ -406,9 +406,10 @@ impl Worker {
             let network = network(settings, &all, &new)?;
             let refused = self.kernel.set_network(&network)?;
             let refused = refused.into_iter().map(|text| (Gravity::Node, text));
-            let left_out = settings.left_out(&all).into_iter();
-            let left_out = left_out.map(|text| (Gravity::Warning, text));
-            Ok((network, refused.chain(left_out).collect::<Vec<_>>()))
+            let said = [settings.left_out(&all), settings.loosely_checked(&all)];
+            let said = said.into_iter().flatten();
+            let said = said.map(|text| (Gravity::Warning, text));
+            Ok((network, refused.chain(said).collect::<Vec<_>>()))
         });
         let problems = match result {
             Ok((network, problems)) => {

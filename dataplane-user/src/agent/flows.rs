@@ -25,9 +25,9 @@ use super::{
     interfaces::{PacketSettings, Role},
 };
 use crate::{
-    admin::{State, api},
+    admin::{State, api, lock},
     kernel::{
-        self, DirectFlows, Tables,
+        self, DirectFlows, Interface, Tables,
         conntrack::{Collector, Conntrack, Held},
         nf_conntrack,
         sockets::{Peers, Sweeper, pod_cgroups},
@@ -232,6 +232,7 @@ impl Worker {
             return;
         }
         let found = kernel::interfaces().and_then(|all| {
+            self.look_at_routes(&all);
             let pods = all
                 .iter()
                 .filter(|i| i.up && self.packet.role(i) == Role::Pod);
@@ -261,6 +262,23 @@ impl Worker {
             Err(error) => debug!("cannot look at where pods' sockets are: {error}"),
         }
         self.pods.set(start + PODS.max(took * SHARE * 10));
+    }
+
+    /// Looks whether the node's routes lead to its own pods by uplinks.
+    fn look_at_routes(&self, interfaces: &[Interface]) {
+        let snapshot = lock(&self.state.planner).snapshot().clone();
+        let ports = snapshot
+            .services
+            .values()
+            .flat_map(|service| &service.ports);
+        let endpoints = ports.flat_map(|port| &port.endpoints);
+        let pods = endpoints.filter(|e| e.local).map(|e| e.addr).collect();
+        let leaves_by = |addr| kernel::leaves_by(addr).ok().flatten();
+        let led = self.packet.led_elsewhere(interfaces, &pods, leaves_by);
+        if let Some(text) = &led {
+            warn!("packet path: {text}");
+        }
+        self.state.pods_led_elsewhere(led);
     }
 
     /// Walks through all flows.
@@ -409,7 +427,8 @@ impl Worker {
             }
             Err(error) => warn!("cannot end flows to endpoints that went away: {error}"),
         }
-        let Some(peers) = self.peers.as_ref().filter(|_| !self.destroy.is_empty()) else {
+        let destroys = !self.destroy.is_empty() && departed.has_stale();
+        let Some(peers) = self.peers.as_ref().filter(|_| destroys) else {
             return true;
         };
         let start = Instant::now();
@@ -446,8 +465,8 @@ impl Worker {
     }
 }
 
-/// Ends the UDP flows that lead to endpoints that went away; how many. TCP connections stay, as
-/// with kube-proxy: their endpoint may still answer them.
+/// Ends the UDP flows that lead to endpoints that went away; how many. TCP connections stay, as with kube-proxy: their endpoint
+/// may still answer them. But a new connection from the same port does not go there.
 fn end_flows(
     conntrack: &Conntrack,
     departed: &Departed,
@@ -457,7 +476,15 @@ fn end_flows(
     let mut batch = Vec::new();
     let mut ended = 0;
     while flows.read(&mut batch) {
-        for flow in batch.iter().filter(|f| f.protocol() == Protocol::UDP) {
+        for flow in &batch {
+            if flow.protocol() == Protocol::TCP {
+                let vip = (flow.key.dst, flow.key.dst_port);
+                let endpoint = (flow.to.endpoint, flow.to.endpoint_port);
+                if departed.is_unlisted(vip, endpoint, &is_frontend) {
+                    conntrack.depart(flow);
+                }
+                continue;
+            }
             let stale = departed.is_stale(
                 (flow.key.dst, flow.key.dst_port),
                 flow.protocol(),

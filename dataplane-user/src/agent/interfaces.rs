@@ -7,6 +7,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs, io,
+    net::IpAddr,
     time::{Duration, Instant},
 };
 
@@ -16,6 +17,7 @@ use dataplane_common::{
 };
 use ipnet::IpNet;
 
+use super::source_checks::Segments;
 use crate::{
     kernel::{
         AttachOptions, Interface, Link, Network, NetworkInterface, PacketOptions, conntrack::room,
@@ -35,6 +37,8 @@ pub struct PacketSettings {
     pub uplinks: Patterns,
     /// Names of the pods' sides; if empty, [`Role::of`] decides.
     pub pods: Patterns,
+    /// Names of the pods' sides at which sources are not checked.
+    pub unchecked: Patterns,
     /// How pods are recognized.
     pub detector: Detector,
     /// Masquerade every connection to a cluster IP.
@@ -66,6 +70,7 @@ impl PacketSettings {
                 .unwrap_or_else(room::of_this_machine),
             uplinks: Patterns::new(packets.uplinks.clone()),
             pods: Patterns::new(packets.pod_interfaces.clone()),
+            unchecked: Patterns::new(packets.no_source_check.clone()),
             detector: Detector {
                 networks: packets.pod_cidrs.iter().map(|range| range.0).collect(),
                 interface: packets.pods_by_interface,
@@ -101,13 +106,16 @@ impl PacketSettings {
         if by_address {
             network.config.flags |= PacketConfig::WAYS_BY_ADDRESS;
         }
+        let segments = Segments::new(interfaces);
         for interface in interfaces.iter().filter(|i| i.up && !i.loopback) {
             let role = self.role(interface);
             let mut flags = match role {
                 Role::Other => 0,
                 Role::Uplink => Iface::ATTACHED,
                 Role::Pod => {
-                    Iface::ATTACHED | Iface::LOCAL | interface.peer.map_or(0, Iface::of_pod)
+                    let pod = interface.peer.map_or(0, Iface::of_pod);
+                    let asked = segments.asked(interface, &self.unchecked);
+                    Iface::ATTACHED | Iface::LOCAL | asked | pod
                 }
             };
             if role == Role::Pod && is_pair(interface) {
@@ -119,11 +127,55 @@ impl PacketSettings {
             }
             let is_new = new.contains(&interface.index);
             let masquerade = [true, false].map(|v4| source(interface, interfaces, v4, is_new));
-            network
-                .interfaces
-                .insert(interface.index, NetworkInterface { flags, masquerade });
+            let segment = segments.segment(interface);
+            let known = NetworkInterface {
+                flags,
+                masquerade,
+                segment,
+            };
+            network.interfaces.insert(interface.index, known);
         }
         Ok(network)
+    }
+
+    /// Returns a message if the node's routes lead to pods of its own by uplinks, although pods have interfaces here at which
+    /// sources are checked: then the packets of those pods, if they have such an interface, count as forged. `leaves_by`
+    /// tells by which interface an address is reached.
+    pub fn led_elsewhere(
+        &self,
+        interfaces: &[Interface],
+        pods: &BTreeSet<IpAddr>,
+        leaves_by: impl Fn(IpAddr) -> Option<u32>,
+    ) -> Option<String> {
+        self.attach?;
+        let segments = Segments::new(interfaces);
+        let checked = interfaces
+            .iter()
+            .filter(|i| i.up && self.role(i) == Role::Pod);
+        let checked = checked.filter(|i| segments.asked(i, &self.unchecked) == Iface::STRICT);
+        let with_pods: BTreeSet<u32> = checked.map(|i| segments.segment(i)).collect();
+        if with_pods.is_empty() {
+            return None;
+        }
+        let uplink = |index| {
+            let uplink = interfaces.iter().find(|i| i.index == index)?;
+            let segment = segments.segment(uplink);
+            let has_pods = segment != 0 && with_pods.contains(&segment);
+            (self.role(uplink) == Role::Uplink && !has_pods).then_some(&uplink.name)
+        };
+        let mut led = pods
+            .iter()
+            .filter_map(|pod| Some((pod, uplink(leaves_by(*pod)?)?)));
+        let (pod, uplink) = led.next()?;
+        let others = match led.count() {
+            0 => String::new(),
+            others => format!(" (and {others} other pods of this node by uplinks)"),
+        };
+        Some(format!(
+            "the node's route to its own pod {pod} leads to the uplink {uplink}{others}: if such a pod has an interface \
+             on this node, its packets to services are dropped (source-forged). Correct the route; or, if the network \
+             plug-in means it so, do not check that interface: --no-source-check 'veth*'"
+        ))
     }
 
     fn config(&self, (first, last): (u16, u16)) -> (PacketConfig, BTreeSet<SourceKey>) {
@@ -172,6 +224,15 @@ impl PacketSettings {
             _ => None,
         });
         unreadable.collect()
+    }
+
+    /// Returns a message for each switch whose pods' sources are not checked as others' are.
+    pub fn loosely_checked(&self, interfaces: &[Interface]) -> Vec<String> {
+        let pods = interfaces.iter().filter(|i| {
+            let is_unchecked = self.unchecked.select(&i.name, false);
+            i.up && self.role(i) == Role::Pod && !is_unchecked
+        });
+        Segments::new(interfaces).loose(pods)
     }
 
     /// Returns the role of an interface by the patterns, and by default where they say nothing.
@@ -435,14 +496,14 @@ mod tests {
             pair(6, "veth6", &["10.244.1.1/32"]),
         ];
         let network = settings().network(&all, &BTreeSet::new(), true).unwrap();
-        let addr = |text: &str| Some(Addr::from(text.parse::<std::net::IpAddr>().unwrap()));
+        let addr = |text: &str| Some(Addr::from(text.parse::<IpAddr>().unwrap()));
         let of = |index| network.interfaces[&index].masquerade;
         assert_eq!(of(2), [addr("192.0.2.1"), addr("2001:db8::1")]);
         assert_eq!(of(5), [addr("192.0.2.1"), addr("2001:db8::1")], "another's");
         assert_eq!(of(6), [addr("10.244.1.1"), addr("2001:db8::1")]);
         assert_eq!(
             network.interfaces[&5].flags,
-            Iface::ATTACHED | Iface::POD | Iface::LOCAL | Iface::of_pod(7)
+            Iface::ATTACHED | Iface::POD | Iface::LOCAL | Iface::STRICT | Iface::of_pod(7)
         );
         assert_eq!(network.interfaces[&2].flags, Iface::ATTACHED);
     }
@@ -482,6 +543,37 @@ mod tests {
         all[2].up = true;
         let (new, _) = newcomers.look(&all, start + Duration::from_mins(1));
         assert!(new.contains(&6));
+    }
+
+    #[test]
+    fn pods_that_are_routed_elsewhere_are_named() {
+        let uplink = interface(2, "eth0", "", &["192.0.2.1/24"]);
+        let all = [uplink.clone(), pair(5, "veth5", &[])];
+        let pods = ["10.244.1.5", "10.244.1.6", "192.0.2.1"].map(|a| a.parse().unwrap());
+        let named = |settings: &PacketSettings, all: &[Interface], by: Option<u32>| {
+            settings.led_elsewhere(all, &pods.into(), |addr| by.filter(|_| addr != pods[2]))
+        };
+        let text = named(&settings(), &all, Some(2)).unwrap();
+        assert!(text.contains("10.244.1.5 leads to the uplink eth0 (and 1 other"));
+        assert_eq!(named(&settings(), &all, Some(5)), None);
+        assert_eq!(named(&settings(), &all, None), None);
+        assert_eq!(named(&settings(), &[uplink], Some(2)), None, "no such pod");
+        let unchecked = PacketSettings {
+            unchecked: Patterns::new(vec!["veth*".parse().unwrap()]),
+            ..settings()
+        };
+        assert_eq!(named(&unchecked, &all, Some(2)), None);
+        let flat = [
+            Interface {
+                default_route: true,
+                ..interface(2, "br0", "bridge", &["192.0.2.1/24"])
+            },
+            Interface {
+                master: Some(2),
+                ..pair(5, "veth5", &[])
+            },
+        ];
+        assert_eq!(named(&settings(), &flat, Some(2)), None);
     }
 
     #[test]

@@ -17,6 +17,7 @@ mod network;
 mod nf_conntrack;
 mod node;
 mod remembered;
+mod source_checks;
 mod supervisor;
 mod sync;
 mod waiter;

@@ -1,6 +1,9 @@
 //! What the packet path is told of the node's network.
 
-use std::{collections::BTreeSet, io};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    io,
+};
 
 use dataplane_common::packet::{Iface, PacketConfig, SourceKey};
 use nix::sys::utsname::uname;
@@ -31,15 +34,20 @@ pub fn network(
         what: "cannot find out the host's ephemeral ports".to_owned(),
         source,
     })?;
-    // Of several next hops the programs learn one.
-    let hops = interfaces.iter().filter(|i| i.default_route).count();
+    let mut uplinks = BTreeMap::new();
     for interface in interfaces {
-        if let Some(known) = network.interfaces.get_mut(&interface.index)
+        if let Some(known) = network.interfaces.get(&interface.index)
             && known.flags & Iface::LOCAL == 0
         {
-            known.flags |= match kernel::reverse_path(&interface.name) {
+            uplinks.insert(interface.index, kernel::reverse_path(&interface.name));
+        }
+    }
+    let shown = !uplinks.values().any(|asked| *asked == 1) || kernel::shows_reverse_paths()?;
+    for (index, asked) in uplinks {
+        if let Some(known) = network.interfaces.get_mut(&index) {
+            known.flags |= match asked {
                 0 => 0,
-                1 if hops < 2 => Iface::STRICT,
+                1 if shown => Iface::STRICT,
                 _ => Iface::LOOSE,
             };
         }

@@ -239,6 +239,7 @@ mod tests {
         ("packet-path", "off"),
         ("uplink", "eth*,!eth9"),
         ("pod-interface", "veth*"),
+        ("no-source-check", "veth-vpn*"),
         ("pods-by-interface", ""),
         ("masquerade-all", ""),
         ("tc-order", "last"),

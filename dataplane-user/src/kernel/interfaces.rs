@@ -35,6 +35,10 @@ pub struct Interface {
     pub loopback: bool,
     /// The network namespace of its other end, by the number that this one knows it by, if that is another.
     pub peer: Option<i32>,
+    /// The bridge, bond, switch or VRF that it is a port of: its number.
+    pub master: Option<u32>,
+    /// The interface that it stands on, as a VLAN does, or its other end, if that is in this network namespace: its number.
+    pub below: Option<u32>,
     /// Whether a default route leads out by it.
     pub default_route: bool,
     /// Its addresses that mean something elsewhere (scope global), with the networks that they are
@@ -92,6 +96,28 @@ pub fn way_to(addr: IpAddr) -> io::Result<Option<u32>> {
 
 /// The same, in the network namespace in which the socket was opened.
 pub fn way_by(netlink: &mut Netlink, addr: IpAddr) -> io::Result<Option<u32>> {
+    let way = way_out(netlink, addr)?;
+    Ok(way.filter(|way| !way.has_another_hop).map(|way| way.index))
+}
+
+/// By which interface what goes to an address leaves: its number; none if it stays here, or goes nowhere.
+///
+/// # Errors
+/// If the kernel does not tell.
+pub fn leaves_by(addr: IpAddr) -> io::Result<Option<u32>> {
+    let way = way_out(&mut Netlink::open()?, addr)?;
+    Ok(way.map(|way| way.index))
+}
+
+/// Where what goes to an address leaves.
+struct WayOut {
+    /// The interface's number.
+    index: u32,
+    /// Whether it goes to a gateway there.
+    has_another_hop: bool,
+}
+
+fn way_out(netlink: &mut Netlink, addr: IpAddr) -> io::Result<Option<WayOut>> {
     let mut question = RouteMessage::default();
     question.header.address_family = match addr {
         IpAddr::V4(_) => AddressFamily::Inet,
@@ -118,15 +144,18 @@ pub fn way_by(netlink: &mut Netlink, addr: IpAddr) -> io::Result<Option<u32>> {
     let Some(route) = found.filter(|route| route.header.kind == RouteType::Unicast) else {
         return Ok(None);
     };
-    let mut out = None;
+    let (mut out, mut has_another_hop) = (None, false);
     for attribute in route.attributes {
         match attribute {
-            RouteAttribute::Gateway(_) | RouteAttribute::Via(_) => return Ok(None),
+            RouteAttribute::Gateway(_) | RouteAttribute::Via(_) => has_another_hop = true,
             RouteAttribute::Oif(index) => out = Some(index),
             _ => {}
         }
     }
-    Ok(out)
+    Ok(out.map(|index| WayOut {
+        index,
+        has_another_hop,
+    }))
 }
 
 fn list() -> io::Result<Vec<Interface>> {
@@ -175,6 +204,8 @@ fn interface(link: LinkMessage) -> Interface {
         match attribute {
             LinkAttribute::IfName(name) => interface.name = name,
             LinkAttribute::LinkNetNsId(netns) => interface.peer = Some(netns),
+            LinkAttribute::Controller(index) if index != 0 => interface.master = Some(index),
+            LinkAttribute::Link(index) if index != 0 => interface.below = Some(index),
             LinkAttribute::LinkInfo(infos) => {
                 for info in infos {
                     if let LinkInfo::Kind(kind) = info {
@@ -184,6 +215,10 @@ fn interface(link: LinkMessage) -> Interface {
             }
             _ => {}
         }
+    }
+    if interface.peer.is_some() {
+        // The number is that namespace's.
+        interface.below = None;
     }
     interface
 }
@@ -347,21 +382,41 @@ impl News {
     }
 }
 
-/// Whether a datagram of news can concern us. Routes come and go by the thousands on some nodes,
-/// and only default routes count, and those to the host itself; the kernel also says that a link has sent something.
+/// Whether a datagram of news can concern us. Routes come and go by the thousands on some nodes, and only default routes
+/// count, those to the host itself, and those with several next hops; the kernel also says that a link has sent something.
 fn matters(datagram: &[u8]) -> bool {
     const RTM_NEWROUTE: u16 = 24;
     const RTM_DELROUTE: u16 = 25;
     const HEADER: usize = 16;
     const RTN_LOCAL: u8 = 2;
+    const RTA_OIF: u16 = 4;
     let kind = datagram.get(4..6).map(|b| u16::from_ne_bytes([b[0], b[1]]));
     match kind {
         // struct rtmsg: family, length of the destination's prefix, and so on; the eighth byte is the type.
         Some(RTM_NEWROUTE | RTM_DELROUTE) => {
-            datagram.get(HEADER + 1) == Some(&0) || datagram.get(HEADER + 7) == Some(&RTN_LOCAL)
+            datagram.get(HEADER + 1) == Some(&0)
+                || datagram.get(HEADER + 7) == Some(&RTN_LOCAL)
+                // Of one with several, each says by which interface, and not the route.
+                || !has_attribute(datagram.get(HEADER + 12..).unwrap_or_default(), RTA_OIF)
         }
         _ => true,
     }
+}
+
+/// Whether there is an attribute of this kind among those of a message (`struct rtattr`).
+fn has_attribute(mut attributes: &[u8], kind: u16) -> bool {
+    while let Some(&[a, b, c, d]) = attributes.first_chunk::<4>() {
+        let length = usize::from(u16::from_ne_bytes([a, b]));
+        if u16::from_ne_bytes([c, d]) == kind {
+            return true;
+        }
+        if length < 4 {
+            return false;
+        }
+        let next = length.next_multiple_of(4);
+        attributes = attributes.get(next..).unwrap_or_default();
+    }
+    false
 }
 
 #[cfg(test)]
@@ -377,12 +432,23 @@ mod tests {
     }
 
     #[test]
-    fn only_default_routes_and_those_to_the_host_matter() {
-        let mut news = vec![0; 32];
+    fn only_some_routes_matter() {
+        let mut news = vec![0; 28];
+        // To which network, and by which interface.
+        for kind in [1, 4] {
+            news.extend([8, 0, kind, 0, 2, 0, 0, 0]);
+        }
         news[4] = 24;
-        assert!(matters(&news));
+        assert!(matters(&news), "a default route");
         news[17] = 32;
         news[23] = 1;
+        assert!(!matters(&news));
+        // RTA_MULTIPATH, or RTA_NH_ID alone.
+        for kind in [9, 30] {
+            news[38] = kind;
+            assert!(matters(&news), "several next hops");
+        }
+        news[38] = 4;
         assert!(!matters(&news));
         news[23] = 2;
         assert!(matters(&news));

@@ -28,19 +28,12 @@ pub fn error_limits() -> ErrorLimits {
     }
 }
 
-/// What the kernel asks of sources at an interface (`rp_filter`): 0 nothing, 1 that the route back leads to it, 2 that there
-/// is one. The greater number counts of the interface's and that of all.
-pub fn reverse_path(interface: &str) -> u8 {
-    let of = |name: &str| number(&format!("ipv4/conf/{name}/rp_filter"));
-    of("all").max(of(interface)).unwrap_or(0)
-}
-
 fn text(key: &str) -> Option<String> {
     let text = fs::read_to_string(format!("/proc/sys/net/{key}")).ok()?;
     Some(text.trim().to_owned())
 }
 
-fn number<T: FromStr>(key: &str) -> Option<T> {
+pub(super) fn number<T: FromStr>(key: &str) -> Option<T> {
     text(key)?.parse().ok()
 }
 

@@ -31,6 +31,7 @@ mod privileges;
 pub mod probe;
 mod programs;
 mod protected;
+mod reverse_path;
 #[cfg(feature = "testing")]
 pub mod rig;
 mod rtnetlink;
@@ -72,8 +73,8 @@ pub use cleanup::{CleanupItem, cleanup};
 pub use direct::DirectFlows;
 pub use error::Error;
 pub use host_networks::host_networks;
-pub use interfaces::{Interface, Link, News, interfaces, way_to, ways_by_address};
-pub use limits::{error_limits, reverse_path};
+pub use interfaces::{Interface, Link, News, interfaces, leaves_by, way_to, ways_by_address};
+pub use limits::error_limits;
 pub use listening::{Listener, Listening, listeners, listening};
 pub use memory::give_back_freed_memory;
 pub use monitor::Monitor;
@@ -81,6 +82,7 @@ pub use packet::{
     AttachOptions, Network, NetworkInterface, PacketOptions, PacketTables, interface_attachments,
 };
 pub use programs::Attachment;
+pub use reverse_path::{reverse_path, shows_reverse_paths};
 pub use services::ServiceTables;
 pub use tables::{Growth, Limits, Tables, Usage};
 pub use tc::{Direction, Hook, InterfaceAttachment, Order, name as interface_name};

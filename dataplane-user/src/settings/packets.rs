@@ -55,6 +55,22 @@ pub struct Packets {
         hide_env_values = true
     )]
     pub pod_interfaces: Vec<Pattern>,
+    /// Pods' interfaces at which sources are not checked, because their pods route for others: names or shell
+    /// patterns; `!` excludes [default: none]
+    ///
+    /// For VPN servers, subnet routers and gateways in pods, whose packets to services come from addresses that are
+    /// not the pod's. Such a pod can speak through services as any other pod or host, but not as the node.
+    #[serde(skip_serializing_if = "is_default")]
+    #[arg(
+        id = "no-source-check",
+        long,
+        value_name = "PATTERN",
+        num_args = 1..,
+        value_delimiter = ',',
+        env = "DATAPLANE_NO_SOURCE_CHECK",
+        hide_env_values = true
+    )]
+    pub no_source_check: Vec<Pattern>,
     /// Ranges of pods' addresses: masquerade clients with other addresses on the way to a cluster IP
     /// [default: masquerade no client there]
     ///

@@ -25,6 +25,9 @@ use crate::{
 scenarios! {
     Dataplane:
     sources_that_the_kernel_refuses_begin_no_flow,
+    any_next_hop_of_several_is_right,
+    pods_of_every_bridge_reach_services,
+    a_pod_that_is_routed_elsewhere_is_named,
 }
 
 const VIPS: [&str; 2] = ["10.96.0.10", "fd00:96::10"];
@@ -48,7 +51,7 @@ const fn case(from_pod: bool, src: &'static str, stricter: bool) -> Case {
 }
 
 /// Node2 has 192.168.77.2 and 10.244.2.1; its pods are `near` (10), `near2` (11), which sends, and `sleep` (8).
-const CASES: [Case; 38] = [
+const CASES: &[Case] = &[
     // From other machines: themselves, pods of other nodes, and addresses that no route leads to.
     case(false, "192.168.77.201", false),
     case(false, "fd77::201", false),
@@ -141,20 +144,54 @@ fn read(tap: &OwnedFd, arrived: &mut BTreeSet<[u8; 2]>) {
 /// takes does, unless the packet path is stricter.
 fn sources_that_the_kernel_refuses_begin_no_flow() -> Result<()> {
     for reverse_path in 0..=2 {
-        compare(reverse_path).with_context(|| format!("rp_filter {reverse_path}"))?;
+        let prepare = |node: &Host| {
+            node.ip("route add blackhole 10.9.0.0/16")?;
+            node.ip("-6 route add blackhole fd09::/16")?;
+            Ok(())
+        };
+        compare(reverse_path, CASES, prepare)
+            .with_context(|| format!("rp_filter {reverse_path}"))?;
     }
     Ok(())
 }
 
-fn compare(reverse_path: u8) -> Result<()> {
+/// Of several next hops to a source the kernel takes any with `rp_filter` 1, and so does the packet path, which learns one.
+fn any_next_hop_of_several_is_right() -> Result<()> {
+    const SOURCES: [&str; 8] = [
+        "203.0.113.1",
+        "203.0.113.2",
+        "203.0.113.3",
+        "203.0.113.4",
+        "203.0.113.5",
+        "203.0.113.6",
+        "203.0.113.7",
+        "203.0.113.8",
+    ];
+    let prepare = |node: &Host| {
+        node.ip("link add up1 type veth peer name up2")?;
+        for end in ["up1", "up2"] {
+            node.ip(&format!("link set {end} up"))?;
+        }
+        node.ip("addr add 10.98.0.1/24 dev up1")?;
+        let hops = "nexthop via 192.168.77.201 dev eth0 nexthop via 10.98.0.2 dev up1";
+        node.ip(&format!("route add 203.0.113.0/24 {hops}"))?;
+        Ok(())
+    };
+    compare(1, &SOURCES.map(|src| case(false, src, false)), prepare)
+}
+
+fn compare(
+    reverse_path: u8,
+    cases: &[Case],
+    prepare: impl FnOnce(&Host) -> Result<()>,
+) -> Result<()> {
     const DIRECT: u8 = 0;
     const SERVICE: u8 = 1;
     /// Of the packets that are sent last, from sources that all take.
     const LAST: u8 = u8::MAX;
     let lab = Cluster::lab()?;
     let node = lab.node("node2");
-    node.ip("route add blackhole 10.9.0.0/16")?;
-    node.ip("-6 route add blackhole fd09::/16")?;
+    prepare(node)?;
     for interface in ["eth0", "veth-near2"] {
         let key = format!("ipv4/conf/{interface}/rp_filter");
         node.sysctl(&key, &reverse_path.to_string())?;
@@ -192,7 +229,7 @@ fn compare(reverse_path: u8) -> Result<()> {
             }
             Ok(())
         };
-        for (number, case) in CASES.iter().enumerate() {
+        for (number, case) in cases.iter().enumerate() {
             if case.from_pod == (at != "eth0") {
                 both(case.src.parse()?, u8::try_from(number)?)?;
             }
@@ -209,7 +246,7 @@ fn compare(reverse_path: u8) -> Result<()> {
         })?;
         std::thread::sleep(Duration::from_millis(100));
         read(&tap, &mut last);
-        for (number, case) in CASES.iter().enumerate() {
+        for (number, case) in cases.iter().enumerate() {
             if case.from_pod != (at != "eth0") {
                 continue;
             }
@@ -224,4 +261,186 @@ fn compare(reverse_path: u8) -> Result<()> {
     }
     ensure!(wrong.is_empty(), "{}", wrong.join("\n"));
     Ok(())
+}
+
+/// Where the pod `near2` is plugged in, and who it may begin flows as besides itself: a host outside, and the pod `sleep`,
+/// which has an interface of its own. As the node or a service it never may.
+#[derive(Debug)]
+struct Shape {
+    name: &'static str,
+    /// For `ip`, on the node.
+    script: &'static str,
+    arguments: &'static [&'static str],
+    as_outside: bool,
+    as_sleep: bool,
+    /// What `status` says of it.
+    said: Option<&'static str>,
+}
+
+const SHAPES: [Shape; 5] = [
+    Shape {
+        name: "its own interface",
+        script: "route add 10.244.2.11 dev veth-near2
+                 -6 route add fd00:10:244:2::11 dev veth-near2",
+        arguments: &[],
+        as_outside: false,
+        as_sleep: false,
+        said: None,
+    },
+    Shape {
+        name: "a bridge with the uplink",
+        script: "link add br0 up type bridge
+                 addr flush dev eth0 scope global
+                 link set eth0 master br0
+                 addr add 192.168.77.2/24 dev br0
+                 -6 addr add fd77::2/64 dev br0 nodad
+                 link set veth-near2 master br0
+                 route add 10.244.2.11 dev br0
+                 -6 route add fd00:10:244:2::11 dev br0",
+        arguments: &[],
+        as_outside: true,
+        as_sleep: false,
+        said: None,
+    },
+    Shape {
+        name: "a bridge with a pair to the node",
+        script: "link add br2 up type bridge
+                 link set veth-near2 master br2
+                 link add gateway type veth peer name leg
+                 link set gateway up
+                 link set leg up master br2
+                 addr add 10.97.0.1/24 dev gateway
+                 route add 10.244.2.11 dev gateway
+                 -6 route add fd00:10:244:2::11 dev gateway",
+        arguments: &[],
+        as_outside: false,
+        as_sleep: false,
+        said: None,
+    },
+    Shape {
+        name: "a bridge without the node",
+        script: "link add br3 up type bridge
+                 link set veth-near2 master br3",
+        arguments: &[],
+        as_outside: true,
+        as_sleep: false,
+        said: Some("interfaces veth-near2: the source addresses of their pods are not checked"),
+    },
+    Shape {
+        name: "an interface that is excluded",
+        script: "route add 10.244.2.11 dev veth-near2
+                 -6 route add fd00:10:244:2::11 dev veth-near2",
+        arguments: &["--no-source-check", "veth-near2"],
+        as_outside: true,
+        as_sleep: true,
+        said: None,
+    },
+];
+
+/// Whatever bridge a pod is plugged into, it reaches services as itself; and as others only where nobody can tell, or the
+/// operator has said so.
+fn pods_of_every_bridge_reach_services() -> Result<()> {
+    for shape in &SHAPES {
+        reach(shape).with_context(|| shape.name)?;
+    }
+    Ok(())
+}
+
+fn reach(shape: &Shape) -> Result<()> {
+    const LAST: u8 = u8::MAX;
+    let lab = Cluster::lab()?;
+    let node = lab.node("node2");
+    let script = format!(
+        "route del 10.244.2.11 dev veth-near2
+         -6 route del fd00:10:244:2::11 dev veth-near2
+         addr flush dev veth-near2 scope global
+         {}
+         route add default via 192.168.77.201
+         -6 route add default via fd77::201",
+        shape.script
+    );
+    for line in script.lines() {
+        node.ip(line.trim())
+            .with_context(|| line.trim().to_owned())?;
+    }
+    let web = |lab: &dataplane_tests::Lab| {
+        let web = Service::new("web", &VIPS).port("udp", 53, UDP);
+        vec![web.endpoints(&[lab.pod("near")])]
+    };
+    let cluster = Cluster::start_in(lab, &["near"], web, shape.arguments)?;
+    let lab = &cluster.lab;
+    let (node, near, pod) = (lab.node("node2"), lab.pod("near"), lab.pod("near2"));
+    for to in near.addresses() {
+        let to = SocketAddr::from((to, UDP)).to_string();
+        reaches(cluster.client(), &to, "udp", &["near"])?;
+    }
+    let (tap, links) = (tap(near)?, [link(node, "veth-near2")?, link(pod, "eth0")?]);
+    let sources = [
+        (["198.51.100.7", "fd98::7"], shape.as_outside),
+        (["10.244.2.8", "fd00:10:244:2::8"], shape.as_sleep),
+        (["192.168.77.2", "fd77::2"], false),
+        (VIPS, false),
+    ];
+    let mut frames = Vec::new();
+    for (family, vip) in VIPS.into_iter().enumerate() {
+        let vip = vip.parse()?;
+        for (number, (sources, _)) in (0..).zip(&sources) {
+            let src = sources[family].parse()?;
+            let mark = [number, u8::try_from(family)?];
+            frames.push(datagram(links, src, (vip, UDP), mark));
+        }
+        let own = address(pod, family == 0);
+        frames.push(datagram(
+            links,
+            own,
+            (vip, UDP),
+            [LAST, u8::try_from(family)?],
+        ));
+    }
+    inject(pod, "eth0", &frames)?;
+    let mut arrived = BTreeSet::new();
+    eventually(|| {
+        read(&tap, &mut arrived);
+        let own = [0, 1].map(|family| arrived.contains(&[LAST, family]));
+        ensure!(own == [true, true], "its own have arrived: {own:?}");
+        Ok(())
+    })?;
+    std::thread::sleep(Duration::from_millis(100));
+    read(&tap, &mut arrived);
+    for (number, (sources, passes)) in (0..).zip(&sources) {
+        for (family, src) in (0..).zip(sources) {
+            let passed = arrived.contains(&[number, family]);
+            ensure!(passed == *passes, "{src} begins a flow: {passed}");
+        }
+    }
+    let status = cluster.status()?.to_string();
+    let said = "source addresses of their pods are not checked";
+    ensure!(
+        status.contains(shape.said.unwrap_or(said)) == shape.said.is_some(),
+        "{status}"
+    );
+    Ok(())
+}
+
+/// Where the node's route to its own pod leads to an uplink, the pod's packets to services are dropped, and `status` says so.
+fn a_pod_that_is_routed_elsewhere_is_named() -> Result<()> {
+    let lab = Cluster::lab()?;
+    let node = lab.node("node2");
+    node.ip("route del 10.244.2.11 dev veth-near2")?;
+    node.ip("route add 10.244.2.11 via 192.168.77.201")?;
+    let web = |lab: &dataplane_tests::Lab| {
+        let web = Service::new("web", &VIPS).port("udp", 53, UDP);
+        vec![web.endpoints(&[lab.pod("near"), lab.pod("near2")])]
+    };
+    let cluster = Cluster::start_in(lab, &["near"], web, &[])?;
+    let wanted = "the node's route to its own pod 10.244.2.11 leads to the uplink eth0: ";
+    // The agent looks at it some seconds after its start.
+    let named = || {
+        eventually(|| {
+            let status = cluster.status()?.to_string();
+            ensure!(status.contains(wanted), "{status}");
+            Ok(())
+        })
+    };
+    named().or_else(|_| named())
 }

@@ -108,6 +108,7 @@ struct Known {
     captured: Arc<[api::MeshWorkload]>,
     /// Where pods' sockets are.
     pods: Option<api::PodCgroups>,
+    led_elsewhere: Option<api::Problem>,
 }
 
 fn micros(duration: Duration) -> u64 {
@@ -162,6 +163,7 @@ impl State {
                 mesh_left_out: Vec::new(),
                 captured: Arc::default(),
                 pods: None,
+                led_elsewhere: None,
             }),
             counters: Mutex::default(),
             given: Mutex::default(),
@@ -268,6 +270,15 @@ impl State {
             text: text.clone(),
         };
         lock(&self.known).network = problems.iter().map(problem).collect();
+    }
+
+    /// What is wrong with the routes to the node's own pods, if something is.
+    pub fn pods_led_elsewhere(&self, text: Option<String>) {
+        lock(&self.known).led_elsewhere = text.map(|text| api::Problem {
+            gravity: api::Gravity::Warning,
+            place: "packet path".to_owned(),
+            text,
+        });
     }
 
     /// Why sysctls of the kernel's own conntrack cannot be set now.

@@ -50,6 +50,7 @@ impl State {
             + usize::from(self.learnt.outdated.is_some())
             + known.unasked.len()
             + known.network.len()
+            + usize::from(known.led_elsewhere.is_some())
             + known.sysctls.len()
             + mesh_problems(&known).count()
             + self.at_limit().count()
@@ -117,7 +118,7 @@ impl State {
                  before: {why}; mend it and restart the agent"
             ),
         }));
-        problems.extend(known.network.iter().cloned());
+        problems.extend(known.network.iter().chain(&known.led_elsewhere).cloned());
         problems.extend(known.sysctls.iter().cloned());
         problems.extend(mesh_problems(&known));
         problems.extend(self.at_limit());

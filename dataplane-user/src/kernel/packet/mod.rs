@@ -77,6 +77,8 @@ pub struct NetworkInterface {
     pub flags: u16,
     /// Which address flows that leave by it are masqueraded to, IPv4 and IPv6.
     pub masquerade: [Option<Addr>; 2],
+    /// Which layer-2 segment it is in ([`Iface::segment`]).
+    pub segment: u32,
 }
 
 /// The filter in front of `FRONTENDS`, which has to let the addresses through that flows are masqueraded to.
@@ -235,6 +237,7 @@ impl PacketPath {
                 flags: interface.flags,
                 masquerade_v4: v4.unwrap_or_default(),
                 masquerade_v6: v6.unwrap_or_default(),
+                segment: interface.segment,
             };
             if before.get(&ifindex) != Some(&iface)
                 && let Err(error) = self.tables.set_iface(ifindex, iface)

@@ -14,13 +14,14 @@ use dataplane_proof::{
 use nix::time::{ClockId, clock_gettime};
 
 use super::{
-    ALL, End, GATEWAY, NEAR, OUTSIDE, SMALL, Then, check, ip, packet, passed, scene, sent, vip,
+    ALL, End, FAR, GATEWAY, NEAR, OUTSIDE, SMALL, Then, check, ip, packet, passed, scene, sent, vip,
 };
 
 scenarios! {
     Dataplane:
     a_syn_again_is_of_the_same_flow,
     nobody_speaks_as_somebody_else,
+    pods_in_a_switch_speak_as_the_routes_let_them,
     what_is_forged_says_nothing_of_a_flow,
     who_dials_an_endpoint_itself_hears_from_it,
     whoever_only_listens_keeps_the_flow,
@@ -141,6 +142,82 @@ fn forged(mut scene: Scene, reverse_path: u16) -> Result<Scene> {
                 output.verdict == Verdict::Redirect,
                 "{output:?}, {reasons:?}"
             );
+        }
+        Ok(())
+    })?;
+    Ok(scene)
+}
+
+/// What is asked of a pod's interface that the node's routes do not lead to: one in a segment with the uplink, one of a switch
+/// in which the node has no address, and one whose pod routes for others. None of them speaks as the node or as a service, and
+/// none of the first two as a pod elsewhere.
+fn pods_in_a_switch_speak_as_the_routes_let_them() -> Result<()> {
+    let mut scene = Scene::new()?;
+    for (asked, segments) in [
+        (Iface::STRICT, [0, 0]),
+        (Iface::STRICT, [7, 8]),
+        (Iface::STRICT, [7, 7]),
+        (Iface::LOOSE, [7, 8]),
+        (0, [0, 0]),
+    ] {
+        scene = in_a_switch(scene, asked, segments)?;
+    }
+    Ok(())
+}
+
+fn in_a_switch(mut scene: Scene, asked: u16, segments: [u32; 2]) -> Result<Scene> {
+    for interface in scene.world.interfaces.values_mut() {
+        let at = ["veth-near", "eth0"]
+            .iter()
+            .position(|n| *n == interface.name);
+        if let Some(at) = at {
+            interface.segment = segments[at];
+        }
+        if at == Some(0) {
+            interface.asked = asked;
+        }
+    }
+    let config = plain_config();
+    scene.inside(|scene| {
+        scene.world.configure(&mut scene.rig, config)?;
+        scene.rig.forget_ways()?;
+        let as_uplink = asked != Iface::STRICT || segments == [7, 7];
+        for (v4, tcp) in ALL {
+            let service = vip(v4, "cluster", 13);
+            let outside = ip(v4, OUTSIDE[0], OUTSIDE[1]);
+            let other_pod = ip(v4, "10.244.1.11", "fd00:10:244:1::11");
+            for (src, begins) in [
+                (ip(v4, NEAR[0], NEAR[1]), true),
+                (outside, as_uplink),
+                (other_pod, asked == 0),
+                (ip(v4, "192.168.77.1", "fd77::1"), false),
+                (ip(v4, "10.96.0.7", "fd00:96::7"), false),
+                (ip(v4, "10.9.0.1", "fd09::1"), asked == 0),
+            ] {
+                scene.forget()?;
+                let first = packet(tcp, (src, 20_000), service, flags::SYN);
+                let (output, reasons) = scene.throw("veth-near", false, &first.frame())?;
+                let what = format!("{src}, {asked}, {segments:?}: {output:?}, {reasons:?}");
+                let refused = reasons == [Reason::SourceForged] && output.verdict == Verdict::Drop;
+                ensure!(refused != begins, "{what}");
+            }
+            // It answers in the place of an endpoint outside, or of another pod.
+            let far = (ip(v4, FAR[0], FAR[1]), 8080);
+            let small = (ip(v4, SMALL[0], SMALL[1]), 80);
+            for (endpoint, service, passes) in [
+                (far, vip(v4, "cluster", 4), as_uplink),
+                (small, service, asked == 0),
+            ] {
+                scene.forget()?;
+                let client = (other_pod, 20_000);
+                let first = packet(tcp, client, service, flags::SYN);
+                scene.throw("veth-near2", false, &first.frame())?;
+                let answer = packet(tcp, endpoint, client, flags::SYN | flags::ACK);
+                let (output, reasons) = scene.throw("veth-near", false, &answer.frame())?;
+                let forged = reasons == [Reason::SourceForged];
+                let what = format!("{endpoint:?}, {asked}, {segments:?}: {output:?}, {reasons:?}");
+                ensure!(forged != passes, "{what}");
+            }
         }
         Ok(())
     })?;

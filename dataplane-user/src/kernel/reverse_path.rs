@@ -1,0 +1,115 @@
+//! What the kernel asks of the sources of IPv4 packets (`rp_filter`), and whether the programs can ask the same.
+
+use std::io;
+
+use netlink_packet_route::{
+    AddressFamily, RouteNetlinkMessage,
+    route::{RouteAttribute, RouteMessage, RouteType},
+    rule::{RuleAttribute, RuleMessage},
+};
+
+use super::{
+    error::{Doing, Error},
+    limits::number,
+    rtnetlink::Netlink,
+};
+
+/// What the kernel asks of sources at an interface: 0 nothing, 1 that the route back leads to it, 2 that there is one. The
+/// greater number counts of the interface's and that of all.
+pub fn reverse_path(interface: &str) -> u8 {
+    let of = |name: &str| number(&format!("ipv4/conf/{name}/rp_filter"));
+    of("all").max(of(interface)).unwrap_or(0)
+}
+
+/// Whether the programs learn by which interface the kernel would send to a source, wherever that is: no route has several
+/// next hops, of which they learn one and the kernel takes any (`fib_info_nh_uses_dev` in `net/ipv4/fib_semantics.c`); and
+/// no rule asks where a packet arrived, which the kernel leaves out of this question (`__fib_validate_source` in
+/// `net/ipv4/fib_frontend.c`).
+///
+/// # Errors
+/// If the kernel does not tell.
+pub fn shows_reverse_paths() -> Result<bool, Error> {
+    let ask = || -> io::Result<bool> {
+        let mut netlink = Netlink::open()?;
+        let mut question = RouteMessage::default();
+        question.header.address_family = AddressFamily::Inet;
+        let routes = netlink.list(&RouteNetlinkMessage::GetRoute(question))?;
+        let mut question = RuleMessage::default();
+        question.header.family = AddressFamily::Inet;
+        let rules = netlink.list(&RouteNetlinkMessage::GetRule(question))?;
+        Ok(!routes.iter().chain(&rules).any(hides_reverse_path))
+    };
+    ask().doing(|| "cannot ask for the routes and their rules".to_owned())
+}
+
+fn hides_reverse_path(answer: &RouteNetlinkMessage) -> bool {
+    match answer {
+        RouteNetlinkMessage::NewRoute(route) => has_several_hops(route),
+        RouteNetlinkMessage::NewRule(rule) => {
+            let arrives =
+                |attribute: &RuleAttribute| matches!(attribute, RuleAttribute::Iifname(_));
+            rule.attributes.iter().any(arrives)
+        }
+        _ => false,
+    }
+}
+
+fn has_several_hops(route: &RouteMessage) -> bool {
+    if route.header.kind != RouteType::Unicast {
+        return false;
+    }
+    let mut by_number = false;
+    for attribute in &route.attributes {
+        match attribute {
+            RouteAttribute::MultiPath(hops) => return hops.len() > 1,
+            RouteAttribute::Oif(_) => return false,
+            // Next hops that are objects of their own may be told by their number alone (`net.ipv4.nexthop_compat_mode`).
+            RouteAttribute::NhId(_) => by_number = true,
+            _ => {}
+        }
+    }
+    by_number
+}
+
+#[cfg(test)]
+mod tests {
+    use netlink_packet_route::route::RouteNextHop;
+
+    use super::*;
+
+    fn route(attributes: Vec<RouteAttribute>) -> RouteMessage {
+        let mut route = RouteMessage::default();
+        route.header.kind = RouteType::Unicast;
+        route.attributes = attributes;
+        route
+    }
+
+    #[test]
+    fn several_next_hops_are_noticed() {
+        let hops = |count| RouteAttribute::MultiPath(vec![RouteNextHop::default(); count]);
+        let by_number = RouteAttribute::NhId(7);
+        for (attributes, several) in [
+            (vec![RouteAttribute::Oif(2)], false),
+            (vec![hops(2)], true),
+            (vec![hops(1)], false),
+            (vec![by_number.clone(), RouteAttribute::Oif(2)], false),
+            (vec![by_number.clone(), hops(2)], true),
+            (vec![by_number], true),
+        ] {
+            let route = route(attributes);
+            assert_eq!(has_several_hops(&route), several, "{route:?}");
+        }
+    }
+
+    #[test]
+    fn a_rule_that_asks_where_packets_arrive_is_noticed() {
+        let mut rule = RuleMessage::default();
+        rule.attributes = vec![RuleAttribute::Table(100)];
+        assert!(!hides_reverse_path(&RouteNetlinkMessage::NewRule(
+            rule.clone()
+        )));
+        rule.attributes
+            .push(RuleAttribute::Iifname("eth1".to_owned()));
+        assert!(hides_reverse_path(&RouteNetlinkMessage::NewRule(rule)));
+    }
+}
