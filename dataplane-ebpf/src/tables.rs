@@ -1,7 +1,7 @@
 //! The maps. What they mean: `dataplane_common::tables`.
 //!
 //! Three maps whose elements no other file knows are declared beside the types of their elements:
-//! `SCRATCH` (`packet/scratch.rs`), `WAYS` (`packet/route.rs`) and `NEIGHBOURS` (`packet/neighbours.rs`). So
+//! `SCRATCH` (`packet/scratch.rs`), `WAYS` (`packet/ways.rs`) and `NEIGHBOURS` (`packet/neighbours.rs`). So
 //! this file stands below all others.
 //!
 //! The five that grow are one-element arrays of maps. The sizes given here for their inner maps

@@ -19,7 +19,7 @@ use super::{
     reverse, route,
     scratch::Scratch,
     skb::Skb,
-    sources, table,
+    sources, table, ways,
 };
 use crate::{
     select::{Live, choose, count, count_pool, remember},
@@ -235,7 +235,7 @@ fn enter_flow(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     if ipsec::forbids_flow(&s.packet.key, &s.endpoint.addr) {
         return refuse(skb, s, index, Reason::IpsecPolicy);
     }
-    route::find(
+    ways::find(
         skb,
         &s.packet,
         &s.endpoint.addr,

@@ -16,6 +16,7 @@ use super::{
     route,
     scratch::Scratch,
     skb::{Skb, difference, fold32},
+    ways,
 };
 use crate::select::count;
 
@@ -86,7 +87,7 @@ pub fn translate<const LEAVING: bool>(skb: Skb, s: &mut Scratch, now: Tick) -> i
         return DROP;
     }
     if !LEAVING {
-        route::find(skb, &s.packet, &s.ends.dst, s.ends.dst_port, &mut s.way);
+        ways::find(skb, &s.packet, &s.ends.dst, s.ends.dst_port, &mut s.way);
         if s.way.answer == route::FORGED {
             count(Reason::SourceForged);
             return DROP;

@@ -30,6 +30,7 @@ pub mod skb;
 mod sockets;
 mod sources;
 mod table;
+mod ways;
 
 use aya_ebpf::{EbpfContext, bindings::TC_ACT_SHOT, programs::TcContext};
 use dataplane_common::{
@@ -270,7 +271,7 @@ fn leaves(skb: Skb, s: &mut Scratch) -> i32 {
 /// Sends a packet of a known flow to its new ends, where the routes say.
 #[inline(always)]
 fn forward(skb: Skb, s: &mut Scratch) -> i32 {
-    route::find(skb, &s.packet, &s.ends.dst, s.ends.dst_port, &mut s.way);
+    ways::find(skb, &s.packet, &s.ends.dst, s.ends.dst_port, &mut s.way);
     deliver(skb, s)
 }
 

@@ -1,4 +1,4 @@
-//! Where the kernel's routes lead, and the shortest way there.
+//! Where the kernel's routes lead, and sending there.
 
 use core::{mem::size_of, ptr::from_mut};
 
@@ -8,11 +8,9 @@ use aya_ebpf::{
         BPF_FIB_LKUP_RET_NOT_FWDED, BPF_FIB_LKUP_RET_SUCCESS, BPF_FIB_LKUP_RET_UNSUPP_LWT,
         bpf_fib_lookup as Lookup, bpf_redir_neigh,
     },
-    btf_maps::PerCpuArray,
     helpers::generated::{
         bpf_fib_lookup, bpf_jiffies64, bpf_redirect, bpf_redirect_neigh, bpf_redirect_peer,
     },
-    macros::btf_map,
 };
 use dataplane_common::{
     Addr, Port,
@@ -20,16 +18,15 @@ use dataplane_common::{
 };
 
 use super::{
-    DROP, neighbours,
+    DROP,
     parse::Packet,
-    reverse,
     skb::{LINK, Link, PACKET_HOST, Skb, send_bare},
     sources,
 };
 use crate::tables::{IFACES, PACKET_CONFIG};
 
 /// `AF_INET` and `AF_INET6` (`include/linux/socket.h`).
-const INET: u8 = 2;
+pub const INET: u8 = 2;
 const INET6: u8 = 10;
 
 #[expect(clippy::cast_possible_wrap, reason = "small")]
@@ -61,15 +58,15 @@ pub struct Route {
     pub ifindex: u32,
     pub mtu: u32,
     /// [`Packet::longest`] of the packet.
-    longest: u32,
+    pub longest: u32,
     /// What the interface is.
     pub iface: Iface,
     /// Whether `source` and `destination` are known: 1 or 0.
-    neighbour: u32,
+    pub neighbour: u32,
     /// The next hop's family, and itself; IPv4's in the first word.
     pub family: u32,
     pub next_hop: [u32; 4],
-    link: Link,
+    pub link: Link,
     /// The kernel's question and answer: here, so that its 64 bytes need not be cleared first.
     lookup: Lookup,
 }
@@ -82,39 +79,6 @@ impl Route {
     }
 }
 
-/// A way that was found a moment ago, and what for. Half of what a packet of a known flow costs is the
-/// kernel's search for it.
-///
-/// Nobody tells when routes, neighbours or MTUs change, so what is kept is kept for a moment only, too short
-/// for anybody to notice; and everything that the kernel goes by is part of the question, except ports: the
-/// agent says whether they matter ([`PacketConfig::WAYS_BY_ADDRESS`]).
-#[repr(C)]
-pub struct Way {
-    src: Addr,
-    dst: Addr,
-    /// Where packets arrive that go this way.
-    from: u32,
-    /// [`moment`] and DSCP.
-    when: u32,
-    /// Where to, with which link-layer addresses; 0: up the stack of this host.
-    ifindex: u32,
-    /// What that interface is; its segment is not asked for.
-    flags: u16,
-    masquerade_v4: u8,
-    masquerade_v6: u8,
-    /// The longest packet, from the IP header on, that may go.
-    mtu: u32,
-    link: Link,
-}
-
-const _: () = assert!(size_of::<Way>() == 64);
-
-/// How many ways are kept, by a hash of the question: a power of two.
-const WAYS_KEPT: usize = 512;
-
-#[btf_map]
-static WAYS: PerCpuArray<Way, WAYS_KEPT> = PerCpuArray::new();
-
 /// The time in units of 16 jiffies, that is 16 to 160 ms, and the part of `tos` that routes may ask for. It
 /// comes again after 2^30 jiffies, 12 days at the least: for what was last used in just that moment.
 #[inline(always)]
@@ -122,15 +86,6 @@ pub fn moment(tos: u8) -> u32 {
     // SAFETY: the helper has no preconditions.
     let jiffies = unsafe { bpf_jiffies64() };
     ((jiffies >> 4) as u32) << 6 | u32::from(tos >> 2)
-}
-
-/// Where a question's answer is kept.
-#[inline(always)]
-fn place(src: &Addr, dst: &Addr, from: u32) -> u32 {
-    let ((a, b), (c, d)) = (src.halves(), dst.halves());
-    // As `VipPlace::of`; an odd factor for one of them, so that both directions do not meet.
-    let mixed = (a ^ b).wrapping_mul(3) ^ c ^ d ^ u64::from(from) << 32;
-    (mixed.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) as u32 % WAYS_KEPT as u32
 }
 
 /// What an interface is; all zero if nobody told.
@@ -208,71 +163,11 @@ pub fn back(skb: Skb, packet: &Packet, route: &mut Route) -> (u32, u32) {
     (code, lookup.ifindex)
 }
 
-/// Finds the way of `packet` to its new destination: [`search`]es, unless that was done a moment ago.
-#[inline(never)]
-pub fn find(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, route: &mut Route) {
-    let from = skb.ifindex();
-    let src = &packet.key.src;
-    let way = if by_address() && skb.mark() == 0 {
-        WAYS.get_ptr_mut(place(src, dst, from))
-    } else {
-        None
-    };
-    let when = moment(packet.tos);
-    route.longest = packet.longest(skb);
-    if let Some(way) = way {
-        // SAFETY: this CPU's own element, which no other program of ours uses meanwhile (`scratch`).
-        let way = unsafe { &*way };
-        let fits = route.longest <= way.mtu;
-        if way.when == when && way.from == from && way.dst == *dst && way.src == *src && fits {
-            route.answer = if way.ifindex == 0 { LOCAL } else { ONWARD };
-            route.ifindex = way.ifindex;
-            route.iface = Iface {
-                flags: way.flags,
-                masquerade_v4: way.masquerade_v4,
-                masquerade_v6: way.masquerade_v6,
-                segment: 0,
-            };
-            route.neighbour = 1;
-            route.link = way.link;
-            return;
-        }
-    }
-    if !reverse::is_right(skb, packet, route, reverse::GOES_ON) {
-        route.answer = FORGED;
-        return;
-    }
-    search(skb, packet, dst, dst_port, route);
-    if let Some(way) = way
-        && (route.neighbour != 0 || route.answer == LOCAL)
-    {
-        // SAFETY: as above.
-        let way = unsafe { &mut *way };
-        way.src = *src;
-        way.dst = *dst;
-        way.from = from;
-        way.when = when;
-        way.ifindex = route.ifindex;
-        way.flags = route.iface.flags;
-        way.masquerade_v4 = route.iface.masquerade_v4;
-        way.masquerade_v6 = route.iface.masquerade_v6;
-        way.link = route.link;
-        way.mtu = route.mtu;
-    }
-    // Into a pod packets go without looking at who is there (`bpf_redirect_peer`).
-    if route.neighbour != 0 && route.iface.flags & Iface::POD == 0 {
-        let is_v4 = route.family == u32::from(INET);
-        if neighbours::is_due(&route.next_hop, is_v4, route.ifindex) {
-            route.neighbour = 0;
-        }
-    }
-}
-
 /// Asks for the way of `packet`, which arrived at this interface, to its new destination, by the
 /// rules for what comes from its source (`bpf_ipv4_fib_lookup` in `net/core/filter.c`: policy
 /// routing included), as the stack would ask after it has translated a packet's destination.
 #[inline(never)]
-fn search(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, route: &mut Route) {
+pub fn search(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, route: &mut Route) {
     // Whatever the helper reads without flags is written.
     let lookup = &mut route.lookup;
     lookup.l4_protocol = packet.key.protocol.number();
