@@ -3,7 +3,7 @@
 
 use std::{
     cell::{Cell, RefCell},
-    collections::HashSet,
+    collections::{BTreeMap, HashSet},
     convert::Infallible,
     path::{Path, PathBuf},
     sync::{
@@ -340,19 +340,48 @@ impl Worker {
         }
     }
 
-    /// Removes the clients of services with session affinity whose time is over.
+    /// Removes the clients of services with session affinity whose time is over. If services of several namespaces have
+    /// it, also shares the room among these.
     fn expire(&self) {
         let _busy = self.state.beats.flows.begin();
         let expired = Tables::open(&self.bpffs).and_then(|tables| {
             let now = clock_gettime(ClockId::CLOCK_MONOTONIC).map_or(0, |now| {
                 u64::try_from(Duration::from(now).as_nanos()).unwrap_or_default()
             });
-            tables.expire_affinity(now)
+            let remembered = tables.expire_affinity(now)?;
+            let removed = if self.shares_affinity() {
+                tables.share_affinity(|group| {
+                    let pool = self.state.pool(group)?;
+                    Some(pool.namespace.into())
+                })?
+            } else {
+                BTreeMap::new()
+            };
+            Ok((remembered, removed))
         });
         match expired {
-            Ok(remembered) => debug!(?remembered, "looked at session affinity"),
+            Ok((remembered, removed)) => {
+                debug!(?remembered, "looked at session affinity");
+                for (namespace, clients) in &removed {
+                    debug!(%namespace, clients, "removed from session affinity for want of room");
+                }
+                self.state.affinity_shared(removed);
+            }
             Err(error) => warn!("cannot remove clients from session affinity: {error}"),
         }
+    }
+
+    /// Whether services of several namespaces have session affinity.
+    fn shares_affinity(&self) -> bool {
+        let snapshot = self.state.snapshot();
+        let mut services = snapshot
+            .services
+            .iter()
+            .filter(|(_, service)| service.affinity.is_some());
+        let Some((first, _)) = services.next() else {
+            return false;
+        };
+        services.any(|(name, _)| name.namespace() != first.namespace())
     }
 
     /// Does what is asked, for at least so long; without a limit, until it is to end.

@@ -9,13 +9,14 @@ use std::{
 use dataplane_tests::Host;
 use serde_json::{Value, json};
 
-/// The namespace of all services here.
+/// The namespace of services that say no other.
 const NAMESPACE: &str = "default";
 
 /// A `Service` and its `EndpointSlice`s.
 #[derive(Debug, Clone)]
 pub struct Service {
     name: String,
+    namespace: String,
     spec: Value,
     status: Value,
     created: String,
@@ -71,6 +72,7 @@ impl Service {
         });
         Self {
             name: name.into(),
+            namespace: NAMESPACE.into(),
             spec,
             status: json!({ "loadBalancer": {} }),
             created: "2026-01-15T09:21:07Z".into(),
@@ -82,6 +84,12 @@ impl Service {
     /// Sets a field of the spec.
     pub fn set(mut self, field: &str, value: impl Into<Value>) -> Self {
         self.spec[field] = value.into();
+        self
+    }
+
+    /// In another namespace.
+    pub fn in_namespace(mut self, namespace: &str) -> Self {
+        self.namespace = namespace.into();
         self
     }
 
@@ -206,7 +214,7 @@ impl Service {
             "kind": "Service",
             "metadata": {
                 "name": self.name,
-                "namespace": NAMESPACE,
+                "namespace": self.namespace,
                 "creationTimestamp": self.created,
                 "uid": format!("uid-of-{}", self.name),
             },
@@ -240,7 +248,7 @@ impl Service {
                 "kind": "EndpointSlice",
                 "metadata": {
                     "name": format!("{}-{}", self.name, family.to_lowercase()),
-                    "namespace": NAMESPACE,
+                    "namespace": self.namespace,
                     "labels": { "kubernetes.io/service-name": self.name },
                 },
                 "addressType": family,

@@ -1,5 +1,10 @@
 //! Clients outside of the cluster, each with an address of its own.
 
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
+
 use anyhow::{Result, ensure};
 use dataplane_tests::{Host, Lab, report::Report};
 
@@ -12,6 +17,7 @@ scenarios! {
     Dataplane:
     ten_thousand_clients_keep_their_endpoints,
     clients_without_room_are_counted,
+    a_namespace_with_many_clients_leaves_room_for_others,
 }
 
 /// The network that the clients' addresses are in, and the first client.
@@ -23,15 +29,19 @@ pub fn cluster(
     service: impl FnOnce(&Lab, Service) -> Service,
     arguments: &[&str],
 ) -> Result<Cluster> {
+    let services = |lab: &Lab| {
+        let web = Service::new("web", &["10.96.0.10"]).node_port("udp", 53, UDP, 30053);
+        vec![service(lab, web)]
+    };
+    cluster_of(services, arguments)
+}
+
+fn cluster_of(services: impl FnOnce(&Lab) -> Vec<Service>, arguments: &[&str]) -> Result<Cluster> {
     let lab = Cluster::lab()?;
     let ext = lab.external("ext");
     ext.ip(&format!("route add local {NETWORK} dev lo"))?;
     let way = format!("route add {NETWORK} via {}", ext.ipv4());
     lab.node("node2").ip(&way)?;
-    let services = |lab: &Lab| {
-        let web = Service::new("web", &["10.96.0.10"]).node_port("udp", 53, UDP, 30053);
-        vec![service(lab, web)]
-    };
     Cluster::start_in(lab, &["far", "near", "near2"], services, arguments)
 }
 
@@ -92,5 +102,49 @@ fn clients_without_room_are_counted() -> Result<()> {
     let told = cluster.agent.dataplane(["status"]).output()?;
     let told = String::from_utf8_lossy(&told.stdout).into_owned();
     ensure!(told.contains("--max-affinity-clients"), "{told}");
+    Ok(())
+}
+
+/// A tenant's service has more clients than there is room for: clients of another tenant's are remembered all the same.
+fn a_namespace_with_many_clients_leaves_room_for_others() -> Result<()> {
+    const ROOM: usize = 1024;
+    let both = |lab: &Lab| {
+        let web = Service::new("web", &["10.96.0.10"]).node_port("udp", 53, UDP, 30053);
+        let other = Service::new("other", &["10.96.0.11"]).node_port("udp", 53, UDP, 30054);
+        vec![sticky(lab, web), sticky(lab, other.in_namespace("shop"))]
+    };
+    let cluster = cluster_of(both, &["--max-affinity-clients", &ROOM.to_string()])?;
+    let ext = cluster.lab.external("ext");
+    each_asks(ext, 2 * ROOM)?;
+    let others = || -> Result<Vec<Option<String>>> {
+        let probe = ext.probe("udp").args(["--to", "192.168.77.2:30054"]);
+        let probe = probe.args(["--local", "198.18.100.1", "--local-next", "--each"]);
+        let report: Report = probe
+            .args(["--count", "20", "--timeout-ms", "1000"])
+            .json()?;
+        ensure!(report.errors.is_empty(), "{:?}", report.errors);
+        Ok(report
+            .each
+            .into_iter()
+            .map(|attempt| attempt.endpoint)
+            .collect())
+    };
+    // The agent looks every ten seconds.
+    let end = Instant::now() + Duration::from_mins(1);
+    loop {
+        let first = others()?;
+        let again = others()?;
+        if first == again {
+            break;
+        }
+        ensure!(Instant::now() < end, "{first:?}, and then {again:?}");
+        thread::sleep(Duration::from_secs(2));
+    }
+    let told = cluster.agent.dataplane(["status"]).output()?;
+    let told = String::from_utf8_lossy(&told.stdout).into_owned();
+    ensure!(
+        told.contains("namespace default: session affinity"),
+        "{told}"
+    );
     Ok(())
 }

@@ -4,7 +4,7 @@ mod count;
 mod show;
 
 use std::{
-    collections::HashSet,
+    collections::{BTreeMap, HashSet},
     sync::{
         Arc, Mutex, OnceLock,
         atomic::{AtomicBool, Ordering},
@@ -95,6 +95,8 @@ struct Known {
     sync_error: Option<api::Failure>,
     /// Ports for load balancers that could not be opened.
     unasked: Vec<Problem>,
+    /// Which namespaces have more clients with session affinity than their share.
+    crowded: Vec<api::Problem>,
     /// What is wrong with the packet path's programs and interfaces.
     network: Vec<api::Problem>,
     /// Why sysctls of the kernel's own conntrack are not as the operator wants them.
@@ -156,6 +158,7 @@ impl State {
                 syncs: 0,
                 sync_error: None,
                 unasked: Vec::new(),
+                crowded: Vec::new(),
                 network: Vec::new(),
                 sysctls: Vec::new(),
                 mesh_failure: None,
@@ -244,6 +247,20 @@ impl State {
     /// Ports at which load balancers ask and get no answer.
     pub fn load_balancers_cannot_ask(&self, problems: Vec<Problem>) {
         lock(&self.known).unasked = problems;
+    }
+
+    /// Clients of services with session affinity were removed, because those of their namespaces left too little room.
+    pub fn affinity_shared(&self, removed: BTreeMap<Box<str>, u32>) {
+        let crowded = removed.into_iter().map(|(namespace, clients)| api::Problem {
+            gravity: api::Gravity::Warning,
+            place: format!("namespace {namespace}"),
+            text: format!(
+                "session affinity: the services of this namespace have more clients than their share of the room; the \
+                 {clients} clients that were silent for longest may reach another endpoint; start the agent with more \
+                 --max-affinity-clients"
+            ),
+        });
+        lock(&self.known).crowded = crowded.collect();
     }
 
     /// A sync did not work.

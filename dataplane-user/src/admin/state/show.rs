@@ -49,6 +49,7 @@ impl State {
             + known.snapshot.problems.len()
             + usize::from(self.learnt.outdated.is_some())
             + known.unasked.len()
+            + known.crowded.len()
             + known.network.len()
             + usize::from(known.led_elsewhere.is_some())
             + known.sysctls.len()
@@ -118,6 +119,7 @@ impl State {
                  before: {why}; mend it and restart the agent"
             ),
         }));
+        problems.extend(known.crowded.iter().cloned());
         problems.extend(known.network.iter().chain(&known.led_elsewhere).cloned());
         problems.extend(known.sysctls.iter().cloned());
         problems.extend(mesh_problems(&known));

@@ -1,5 +1,8 @@
 //! Clients whose endpoints are remembered: the programs add them, and the agent removes those who were not heard of
-//! for longer than their service remembers them.
+//! for longer than their service remembers them. If there is little room left, the agent also removes clients of the
+//! namespaces that have most.
+
+use std::collections::{BTreeMap, HashMap};
 
 use dataplane_common::{
     decide,
@@ -19,6 +22,13 @@ pub struct Remembered {
     /// Clients that were removed.
     pub expired: u32,
 }
+
+/// Clients that were removed to make room for others', by the namespace of their service.
+pub type Removed = BTreeMap<Box<str>, u32>;
+
+/// How many quarters of AFFINITY clients may have if several namespaces have services with session affinity. The rest is
+/// for clients that come before the agent looks again.
+const QUARTERS: u64 = 3;
 
 impl Tables {
     /// Removes the clients whose time is over. `now`: the programs' clock, in nanoseconds.
@@ -44,6 +54,50 @@ impl Tables {
         Ok(seen)
     }
 
+    /// Removes the clients that were not heard of for longest of namespaces that have most, if there is little room left.
+    /// `namespace`: of the service that remembers the clients of a group.
+    ///
+    /// # Errors
+    /// The kernel's refusal.
+    pub fn share_affinity(
+        &self,
+        namespace: impl Fn(u32) -> Option<Box<str>>,
+    ) -> Result<Removed, Error> {
+        let doing = || "cannot share the room of table AFFINITY".to_owned();
+        let mut groups: HashMap<u32, Vec<(u64, AffinityKey, Affinity)>> = HashMap::new();
+        let (mut batches, mut batch) = (self.affinity.batches(), Vec::new());
+        while batches.read(&mut batch).doing(doing)? {
+            for (key, entry) in batch.drain(..) {
+                let group = groups.entry(key.group).or_default();
+                group.push((entry.used_at, key, entry));
+            }
+        }
+        let mut namespaces: BTreeMap<Box<str>, Vec<_>> = BTreeMap::new();
+        for (group, clients) in groups {
+            let name = namespace(group).unwrap_or_default();
+            namespaces.entry(name).or_default().extend(clients);
+        }
+        let counts = namespaces.values().map(|clients| clients.len() as u64);
+        let room = u64::from(self.affinity.capacity()) * QUARTERS / 4;
+        let share = share(counts.collect(), room);
+        let mut removed = Removed::new();
+        for (name, mut clients) in namespaces {
+            let excess = clients
+                .len()
+                .saturating_sub(usize::try_from(share).unwrap_or(usize::MAX));
+            if excess == 0 {
+                continue;
+            }
+            clients.sort_unstable_by_key(|(used_at, ..)| *used_at);
+            let mut count = 0;
+            for (_, key, entry) in &clients[..excess] {
+                count += u32::from(self.forget(key, entry).doing(doing)?);
+            }
+            removed.insert(name, count);
+        }
+        Ok(removed)
+    }
+
     /// Removes a client, unless a program has used the entry since it was read.
     fn forget(&self, key: &AffinityKey, entry: &Affinity) -> std::io::Result<bool> {
         Ok(self.affinity.get(key)? == Some(*entry) && self.affinity.remove(key)?)
@@ -53,6 +107,21 @@ impl Tables {
 /// Whether a service that remembers clients for so many seconds has forgotten this one.
 fn is_over(entry: &Affinity, seconds: u64, now: u64) -> bool {
     now.saturating_sub(entry.used_at) > seconds * 1_000_000_000
+}
+
+/// The most that each may have of `room`, so that together they have no more: whoever has less keeps all.
+fn share(mut counts: Vec<u64>, room: u64) -> u64 {
+    counts.sort_unstable();
+    let (mut left, mut others) = (room, counts.len() as u64);
+    for count in counts {
+        let even = left / others;
+        if count > even {
+            return even;
+        }
+        left -= count;
+        others -= 1;
+    }
+    u64::MAX
 }
 
 /// Kernel memory that AFFINITY takes, about: a bucket of 16 bytes for each client that there is room for, and 128 bytes
@@ -66,6 +135,19 @@ mod tests {
     use dataplane_common::tables::Endpoint;
 
     use super::*;
+
+    #[test]
+    fn a_namespace_with_few_clients_keeps_all_and_the_others_have_equal_shares() {
+        for (counts, room, wanted) in [
+            (vec![], 8, u64::MAX),
+            (vec![3, 5], 8, u64::MAX),
+            (vec![1000, 10], 100, 90),
+            (vec![1000, 10, 1000], 100, 45),
+            (vec![1000; 7], 3, 0),
+        ] {
+            assert_eq!(share(counts.clone(), room), wanted, "{counts:?} in {room}");
+        }
+    }
 
     #[test]
     fn a_client_is_over_after_its_services_time() {
