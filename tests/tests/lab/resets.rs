@@ -329,13 +329,16 @@ fn a_refused_connection_is_over() -> Result<()> {
     })
 }
 
+/// A service of two endpoints. Session affinity would keep a client's endpoint whatever becomes of its flow.
+const WITHOUT_AFFINITY: u16 = 2;
+
 /// So who sends a RST, or both sides' FINs, and then a SYN in a client's name moves no connection to another endpoint.
 fn an_ended_connection_and_a_syn_keep_the_endpoint() -> Result<()> {
     on(Scene::new()?, |scene| {
         for number in 0..120 {
             let (client, vip) = (
                 (ip(true, NEAR[0], NEAR[1]), 20_000 + number),
-                vip(true, "cluster", 7),
+                vip(true, "cluster", WITHOUT_AFFINITY),
             );
             let key = FlowKey::new(
                 Addr::from(client.0),
@@ -384,7 +387,7 @@ fn an_ended_connection_and_a_syn_keep_the_endpoint() -> Result<()> {
     })
 }
 
-/// Where the packets of an endpoint of service 7 arrive.
+/// Where the packets of an endpoint of a service arrive.
 fn at_of(scene: &Scene, endpoint: IpAddr) -> &str {
     let here = scene.world.interface("veth-near").0;
     match scene
@@ -403,7 +406,7 @@ fn a_half_closed_connection_keeps_its_endpoint() -> Result<()> {
         for number in 0..60 {
             let (client, vip) = (
                 (ip(true, NEAR[0], NEAR[1]), 21_000 + number),
-                vip(true, "cluster", 7),
+                vip(true, "cluster", WITHOUT_AFFINITY),
             );
             let key = FlowKey::new(
                 Addr::from(client.0),

@@ -72,7 +72,6 @@ fn no_way_of_connecting_escapes() -> Result<()> {
     Ok(())
 }
 
-/// Users that Istio and Open Service Mesh leave out, and a cgroup that a pod makes in its own.
 /// Neither a request that the process submits nor one that a thread of the kernel's does.
 fn no_io_uring_escapes() -> Result<()> {
     let world = denied()?;
@@ -86,6 +85,7 @@ fn no_io_uring_escapes() -> Result<()> {
     Ok(())
 }
 
+/// Users that Istio and Open Service Mesh leave out, and a cgroup that a pod makes in its own.
 fn no_user_and_no_cgroup_escapes() -> Result<()> {
     let world = denied()?;
     for user in [0, 1337, super::UID, 65_534] {
