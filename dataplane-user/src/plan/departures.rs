@@ -3,12 +3,15 @@
 //! The rules are kube-proxy's (`CleanStaleEntries` in its `conntrack` package): what leads from a
 //! service's address to something that is not one of the service's *serving* endpoints ends. A
 //! service without any is left alone: what it has is as good as nothing else, and ends when there
-//! is something better. So is what belongs to a service or an address that is gone.
+//! is something better. So is what belongs to a service or an address that is gone, until another service has the address.
 //!
 //! TCP connections go on as long as their endpoint answers. But once a service no longer lists an endpoint, serving or not, the
 //! endpoint's address may be another pod's: a SYN in such a connection's name must not go there.
 
-use std::{collections::HashMap, sync::Arc};
+use std::{
+    collections::{BTreeSet, HashMap},
+    sync::Arc,
+};
 
 use dataplane_common::{
     Addr, Port, Protocol,
@@ -17,7 +20,7 @@ use dataplane_common::{
 use imbl::ordmap::DiffItem;
 
 use super::{Planner, wanted};
-use crate::model::{Endpoint, Service, ServicePort, Snapshot};
+use crate::model::{Endpoint, Service, ServiceName, ServicePort, Snapshot};
 
 /// The endpoints that may still be talked to through some VIPs. Whatever else is talked to through
 /// them is stale.
@@ -111,16 +114,27 @@ impl Departures {
     pub fn after(&mut self, planner: &Planner) -> Departed {
         let mut departed = Departed::default();
         let last = std::mem::replace(&mut self.last, planner.snapshot().clone());
+        let mut heirs = BTreeSet::new();
         for change in last.services.diff(&self.last.services) {
             let (old, new) = match change {
-                DiffItem::Add(_, new) => (None, new),
+                DiffItem::Add(_, new) => (None, Some(new)),
                 DiffItem::Update {
                     old: (_, old),
                     new: (_, new),
-                } => (Some(old), new),
-                DiffItem::Remove(..) => continue,
+                } => (Some(old), Some(new)),
+                DiffItem::Remove(_, old) => (Some(old), None),
             };
-            self.compare(old.map(|old| &**old), new, planner, &mut departed);
+            if let Some(old) = old {
+                heirs.extend(heirs_of(old, planner));
+            }
+            if let Some(new) = new {
+                self.compare(old.map(|old| &**old), new, planner, &mut departed);
+            }
+        }
+        for heir in heirs {
+            if let Some(service) = self.last.services.get(&heir) {
+                self.compare(None, service, planner, &mut departed);
+            }
         }
         departed
     }
@@ -173,6 +187,16 @@ impl Departures {
             }
         }
     }
+}
+
+/// The other services that have keys of this one now: flows to its endpoints are none of theirs.
+fn heirs_of(old: &Service, planner: &Planner) -> BTreeSet<ServiceName> {
+    let mut keys = Vec::new();
+    wanted::keys(old, &mut keys);
+    let owner = |key: &FrontendKey| planner.pool_owner(planner.frontend(key)?.pool());
+    let owners = keys.iter().filter_map(|wanted| owner(&wanted.key));
+    let others = owners.filter(|owner| owner.service != old.name);
+    others.map(|owner| owner.service.clone()).collect()
 }
 
 /// What a port is found by: family, protocol and whether it is a node port; and its number.

@@ -7,7 +7,7 @@ use dataplane::{
         Endpoint, Hints, Node, Protocol, Records, Service, ServiceName, ServicePort, ServiceType,
         Snapshot, TrafficPolicy,
     },
-    plan::{self, AdoptError, Plan, Planner, PoolRole, Write},
+    plan::{self, AdoptError, Departures, Plan, Planner, PoolRole, Write},
 };
 use dataplane_common::{
     Addr, Port,
@@ -940,4 +940,39 @@ fn changes_as_a_person_reads_them() {
     let mut planner = Planner::adopt(adopted.clone()).unwrap();
     planner.plan(&snapshot([service("a", &["10.96.0.1"], &[])]));
     assert_eq!(plan::changes(&adopted, &planner), []);
+}
+
+/// A service that loses an address to another leaves flows behind: to endpoints that are none of the other's.
+#[test]
+fn an_address_that_changes_hands_leaves_flows_behind() {
+    const VIP: &str = "192.0.2.1";
+    let with_vip = |name: &str, created, endpoints: &[&str]| Service {
+        external_ips: ips(&[VIP]),
+        created: Some(created),
+        ..service(name, &["10.96.0.1"], endpoints)
+    };
+    let older = with_vip("older", 1, &["10.0.0.1"]);
+    let younger = Service {
+        cluster_ips: ips(&["10.96.0.2"]),
+        ..with_vip("younger", 2, &["10.0.0.2"])
+    };
+    let without = Service {
+        external_ips: ips(&[]),
+        ..older.clone()
+    };
+    for after in [vec![younger.clone()], vec![without, younger.clone()]] {
+        let mut planner = Planner::new();
+        let mut departures = Departures::new(&[TCP]);
+        planner.plan(&snapshot(vec![older.clone(), younger.clone()]));
+        departures.after(&planner);
+        planner.plan(&snapshot(after));
+        let departed = departures.after(&planner);
+        for (endpoint, gone) in [("10.0.0.1", true), ("10.0.0.2", false)] {
+            let endpoint = (addr(endpoint), Port::new(8080));
+            let vip = (addr(VIP), Port::new(80));
+            let stale = departed.is_stale(vip, TCP, endpoint, |_| true);
+            let unlisted = departed.is_unlisted(vip, endpoint, |_| true);
+            assert_eq!([stale, unlisted], [gone; 2], "{endpoint:?}");
+        }
+    }
 }
