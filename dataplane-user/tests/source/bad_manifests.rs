@@ -1,6 +1,6 @@
 //! Every bad manifest in `manifests/bad`, and all that is said about it: `NAME.expected`.
 //!
-//! After a change of the messages: `DATAPLANE_BLESS=1 cargo test --test bad_manifests`, and read
+//! After a change of the messages: `DATAPLANE_BLESS=1 cargo test --test source bad_manifests`, and read
 //! the difference.
 
 use std::{fs, path::Path};

@@ -760,7 +760,7 @@ fn the_address_in_the_docs_is_the_one_that_the_example_gets() {
         env!("CARGO_MANIFEST_DIR"),
         "/../examples/service-entry.yaml"
     );
-    let page = include_str!("../../docs/service-entries.md");
+    let page = include_str!("../../../docs/service-entries.md");
     let node = Node::default();
     let loaded = manifests::load_reusing(&Snapshot::default(), &[example.into()], &node).unwrap();
     let snapshot = loaded.snapshot;

@@ -1,0 +1,12 @@
+//! What manifests become in the model: what is read, what is refused, and in which words.
+
+mod bad_manifests;
+mod manifest_files;
+mod manifest_fuzz;
+mod manifest_semantics;
+mod manifests;
+mod manifests_change;
+mod plain_words;
+mod service_entries;
+mod topology;
+mod unused_fields;
