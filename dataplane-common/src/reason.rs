@@ -137,8 +137,8 @@ reasons! {
     ToNode = 45, "to-node", "from a workload that is captured by packets to an address of the node, or to a link-local or loopback address; refused";
     /// Capture: a DNS query was sent to the agent's DNS server.
     CapturedDns = 46, "captured-dns", "a DNS query, sent to the agent's DNS server";
-    /// Capture: a DNS query was left alone, because the agent's DNS server does not listen.
-    DnsBypassed = 47, "dns-bypassed", "the agent's DNS server does not listen; the query went to the resolver";
+    /// Capture: a DNS query was left alone, because the agent's DNS server does not answer.
+    DnsBypassed = 47, "dns-bypassed", "the agent's DNS server does not answer; the query went to the resolver";
     /// The packet path: the node's routes do not lead to the packet's source by the interface at which it arrived.
     SourceForged = 48, "source-forged", "the packet's source address does not belong to the interface at which the packet arrived; dropped";
 }

@@ -476,6 +476,9 @@ layout! {
         /// Whether anything is captured at all ([`crate::capture::MESH_NAMESPACES`] and so on): all that
         /// a connection looks at on a node without a mesh.
         pub mesh: u64,
+        /// The agent's DNS server answers until then (CLOCK_MONOTONIC, nanoseconds): a lease, which its threads
+        /// renew, because a socket is there whether anybody reads from it or not.
+        pub queries_until: u64,
     }
 }
 
@@ -492,4 +495,4 @@ const _: () = assert!(size_of::<PeerSets>() == 16 * 176);
 const _: () = assert!(SOCKET_ELEMENTS.is_power_of_two() && SOCKET_SETS.is_power_of_two());
 const _: () = assert!(size_of::<UdpFlows>() == 8 + 36 * UDP_FLOWS);
 const _: () = assert!(UDP_FLOWS.is_power_of_two());
-const _: () = assert!(size_of::<Config>() == 24);
+const _: () = assert!(size_of::<Config>() == 32);

@@ -22,7 +22,7 @@ use dataplane_common::{
 use super::{Live, config, meters, origin};
 use crate::{
     select::{self, Request, Verdict, count},
-    socket::{Family, GO_ON, SockAddr, events, peers, refuse},
+    socket::{self, Family, GO_ON, SockAddr, events, peers, refuse},
     tables::{CGROUPS, LOCALS, NAMESPACES},
 };
 
@@ -119,7 +119,8 @@ fn judge<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64) -> (Reason
 }
 
 /// Whether a query to a workload's resolver goes to the agent's DNS server: [`Reason::CapturedDns`]; and if it does not,
-/// why. It does not if nobody listens there, now, or if the socket is bound to an interface, which is not the loopback.
+/// why. It does not if nobody listens there, now, or reads what arrives, or if the socket is bound to an interface, which
+/// is not the loopback.
 #[inline(always)]
 pub fn of_query(asked: &Call<'_>, enrolled: &Enrolled, mesh: u64, user: (u32, u32)) -> Reason {
     let request = asked.request;
@@ -128,7 +129,8 @@ pub fn of_query(asked: &Call<'_>, enrolled: &Enrolled, mesh: u64, user: (u32, u3
         return Reason::NotService;
     }
     let (_, port) = dns_server(mesh, request.addr.is_v4());
-    if listens(asked.ctx, request.protocol, request.addr.is_v4(), port) {
+    if socket::answers_queries() && listens(asked.ctx, request.protocol, request.addr.is_v4(), port)
+    {
         Reason::CapturedDns
     } else {
         Reason::DnsBypassed

@@ -18,7 +18,7 @@ use core::{
 use aya_ebpf::{
     EbpfContext,
     bindings::bpf_sock_addr,
-    helpers::generated::{bpf_get_netns_cookie, bpf_set_retval},
+    helpers::generated::{bpf_get_netns_cookie, bpf_ktime_get_ns, bpf_set_retval},
     programs::SockAddrContext,
 };
 use dataplane_common::{Addr, Port, Protocol, Reason, TO_API_SERVER, tables::Config};
@@ -217,6 +217,16 @@ impl<F: Family> SockAddr<F> {
 #[inline(always)]
 pub fn config() -> Option<&'static Config> {
     CONFIG.get(0)
+}
+
+/// Whether the agent's DNS server has said lately that it answers.
+#[inline(always)]
+pub fn answers_queries() -> bool {
+    let Some(config) = config() else {
+        return false;
+    };
+    // SAFETY: user space stores the whole word; the helper has no preconditions.
+    unsafe { bpf_ktime_get_ns() < read_volatile(&raw const config.queries_until) }
 }
 
 /// Makes the system call fail as it does when an iptables `REJECT` answers: at once, with

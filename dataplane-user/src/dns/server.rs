@@ -18,7 +18,7 @@ use tokio::{
 };
 
 use super::{
-    beats,
+    beats::{self, Renew},
     client::Client,
     metrics::Observer,
     shared::{Askers, Settings, Shared},
@@ -56,15 +56,21 @@ pub struct Captured {
 }
 
 impl Server {
-    /// Starts the threads. Nobody's queries are answered yet.
+    /// Starts the threads. Nobody's queries are answered yet. `renew` is told, all the time, how long ago every thread
+    /// went on.
     ///
     /// # Errors
     ///
     /// No thread can be started.
-    pub fn start(mut settings: Settings, zone: Zone, deaths: &Deaths) -> io::Result<Self> {
+    pub fn start(
+        mut settings: Settings,
+        zone: Zone,
+        renew: Renew,
+        deaths: &Deaths,
+    ) -> io::Result<Self> {
         let count = settings.workers.max(1);
         settings.workers = count;
-        let shared = Arc::new(Shared::new(settings, zone));
+        let shared = Arc::new(Shared::new(settings, zone, renew));
         let (mut workers, mut threads) = (Vec::new(), Vec::new());
         for number in 0..count {
             let (jobs, todo) = unbounded_channel();
@@ -217,7 +223,13 @@ mod tests {
             node: ResolvConf::default(),
             resolvers: None,
         };
-        Server::start(settings, Zone::new(Names::default()), &none_dies()).unwrap()
+        Server::start(
+            settings,
+            Zone::new(Names::default()),
+            Box::new(drop),
+            &none_dies(),
+        )
+        .unwrap()
     }
 
     /// Answers a workload without resolvers, at an address.

@@ -11,7 +11,7 @@ use rand::rngs::SmallRng;
 
 use super::{
     answer::{Ask, Decision, answer},
-    beats::Beats,
+    beats::{Beats, Renew},
     client::{Client, ResolvConf},
     counts::{Counted, Counts},
     metrics::{Metrics, Observer},
@@ -103,7 +103,7 @@ type Clients = HashMap<IpAddr, (Arc<Workload>, Arc<Client>)>;
 
 impl Shared {
     /// Knows no answers of resolvers yet.
-    pub fn new(settings: Settings, zone: Zone) -> Self {
+    pub fn new(settings: Settings, zone: Zone, renew: Renew) -> Self {
         let metrics = Arc::<Metrics>::default();
         let resolvers = settings.resolvers.clone();
         let nobody = Client::unknown(resolvers.unwrap_or_else(|| settings.node.resolvers.clone()));
@@ -111,7 +111,7 @@ impl Shared {
             resolver: Arc::new(Resolver::new(settings.cache_bytes, Arc::clone(&metrics))),
             zone: RwLock::new(Arc::new(zone)),
             metrics,
-            beats: Arc::new(Beats::new(settings.workers)),
+            beats: Arc::new(Beats::new(settings.workers, renew)),
             clients: Mutex::default(),
             nobody: Arc::new(nobody),
             in_flight: Counts::default(),

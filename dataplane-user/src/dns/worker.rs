@@ -89,7 +89,7 @@ pub fn run(
     };
     let beat = async {
         loop {
-            shared.beats.say(number, Some(Instant::now()));
+            shared.beats.say(number, Instant::now());
             sleep(beats::EVERY).await;
         }
     };
@@ -99,7 +99,7 @@ pub fn run(
             () = beat => Ok(()),
         }
     });
-    shared.beats.say(number, None);
+    shared.beats.end(number);
     result
 }
 

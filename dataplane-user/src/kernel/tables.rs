@@ -11,12 +11,14 @@ use std::{
     os::fd::{AsFd, AsRawFd, OwnedFd},
     path::Path,
     sync::atomic::Ordering,
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use aya_obj::generated::bpf_map_type::BPF_MAP_TYPE_HASH;
 use dataplane_common::{
-    Addr, Reason, VipWords, decide,
+    Addr, Reason, VipWords,
+    capture::MESH_DNS,
+    decide,
     tables::{
         Affinity, AffinityKey, Block, Config, Endpoint, Frontend, FrontendKey, Kind, Pool,
         PoolStats,
@@ -25,6 +27,7 @@ use dataplane_common::{
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::{
+    capture::lease,
     error::{Doing, Error},
     map::{Hash, Mapped},
     pins::{MAPS, MapSpec, Pins, spec},
@@ -283,6 +286,21 @@ impl Tables {
         self.config
             .word(0, MESH_WORD)
             .map_or(0, |word| word.load(Ordering::Acquire))
+    }
+
+    /// For how long nobody has said that the agent's DNS server goes on, if captured queries go to their resolvers for
+    /// that reason. [`Duration::MAX`]: nobody ever has.
+    pub fn queries_are_bypassed(&self) -> Option<Duration> {
+        if self.mesh() >> MESH_DNS == 0 {
+            return None;
+        }
+        let word = self.config.word(0, lease::WORD)?;
+        let until = Duration::from_nanos(word.load(Ordering::Relaxed));
+        if until.is_zero() {
+            return Some(Duration::MAX);
+        }
+        let over = lease::now().checked_sub(until)?;
+        Some(over + lease::LEASE)
     }
 
     /// How full the tables are.

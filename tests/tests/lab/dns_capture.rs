@@ -5,7 +5,14 @@ use std::{fs, thread, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_common::{LAYOUT, Reason};
-use dataplane_tests::{Agent, Host, Lab, Process, report::LookupReport};
+use dataplane_tests::{
+    Agent, Host, Lab, Process,
+    report::{LookupReport, Quantiles},
+};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -20,6 +27,7 @@ scenarios! {
     what_is_excluded_is_answered_by_its_resolver,
     no_pod_and_no_policy_is_got_around_by_queries,
     no_query_waits_for_an_agent_that_is_not_there,
+    no_query_waits_for_an_agent_that_hangs,
 }
 
 /// A name that only this node's agent knows, as a service: the resolver has no such name.
@@ -144,6 +152,20 @@ impl World {
         let mut process = probe.spawn()?;
         process.wait_for_line()?;
         Ok(process)
+    }
+
+    /// How long 200 queries to a resolver take, of which none fails.
+    fn all_answered(&self, resolver: &str, sockets: &str) -> Result<Quantiles> {
+        let probe = self.app().probe("dns").args(["--to", resolver]);
+        let probe = probe.args(["--name", OUTSIDE, "--count", "200", "--sockets", sockets]);
+        let mut process = probe.stdout_piped().spawn()?;
+        process.wait_for_line()?;
+        let report: LookupReport = process.wait_json()?;
+        ensure!(
+            report.answered == 200,
+            "{sockets} to {resolver}: {report:?}"
+        );
+        Ok(report.took_ns)
     }
 
     /// What the C library finds, with the pod's `resolv.conf`.
@@ -383,4 +405,62 @@ fn no_query_waits_for_an_agent_that_is_not_there() -> Result<()> {
         );
     }
     world.dig("10.96.0.53", &format!("{SERVICE} A"), "10.96.0.10")
+}
+
+/// The agent's sockets are there, and nobody reads from them.
+fn no_query_waits_for_an_agent_that_hangs() -> Result<()> {
+    /// The kernel's lease, the threads' period, and a busy machine.
+    const LEASE: Duration = Duration::from_secs(3);
+    let world = World::start(&json!({}), |text| text)?;
+    let rest = Duration::from_millis(700);
+    let pid = Pid::from_raw(world.agent.id().cast_signed());
+    let kinds = ["connected", "unconnected"];
+    let loads = kinds.map(|kind| world.look_up(OUTSIDE, &["--sockets", kind]));
+    thread::sleep(rest);
+    kill(pid, Signal::SIGSTOP)?;
+    let bypassed = now_ns() + u64::try_from(LEASE.as_nanos())?;
+    thread::sleep(LEASE);
+    for kind in kinds {
+        // A server that is none of the pod's resolvers: without us.
+        let plain = world.all_answered("10.244.1.11:53", kind)?;
+        let ours = world.all_answered("10.96.0.53:53", kind)?;
+        println!("{kind}: p50 {} ns, plain {} ns", ours.p50, plain.p50);
+        ensure!(
+            ours.p50 < 2 * plain.p50 + 1_000_000,
+            "{kind}: {ours:?}, plain {plain:?}"
+        );
+    }
+    let status = world.agent.dataplane(["status"]).output()?;
+    let status = String::from_utf8_lossy(&status.stdout).into_owned();
+    ensure!(
+        status.contains("queries of captured workloads go to their resolvers")
+            && status.contains("DNS server has been silent for"),
+        "{status}"
+    );
+    let explain =
+        world
+            .agent
+            .dataplane(["explain", "10.244.1.8", "10.96.0.53:53/udp", "-o", "json"]);
+    let told: Value = explain.json()?;
+    let reason = &told["capture"][0]["reason"];
+    ensure!(*reason == "dns-bypassed", "{told}");
+    ensure!(world.verdicts(Reason::DnsBypassed)? > 400, "not bypassed");
+    kill(pid, Signal::SIGCONT)?;
+    eventually(|| world.dig("10.96.0.53", &format!("{SERVICE} A"), "10.96.0.10"))?;
+    thread::sleep(rest);
+    for (load, kind) in loads.into_iter().zip(kinds) {
+        let mut load = load?;
+        load.close_stdin();
+        let report: LookupReport = load.wait_json()?;
+        let (all, late) = failures(&report, bypassed);
+        println!(
+            "{kind}: {} queries, {all} lost before the bypass",
+            report.asked
+        );
+        ensure!(
+            late == 0 && all < 600 && report.answered > 800,
+            "{kind}: {late} sent after {bypassed} failed: {report:?}"
+        );
+    }
+    Ok(())
 }

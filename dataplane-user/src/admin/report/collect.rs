@@ -7,7 +7,7 @@ use dataplane_common::{Reason, packet::Iface};
 use super::{
     Finding, Interface, OnInterface, Program, Report, Severity, Table, Versions, Workload,
     judge::{healthy, judge},
-    listeners, mesh, others, room,
+    listeners, mesh, others, queries, room,
 };
 use crate::{
     admin::{
@@ -74,12 +74,13 @@ pub fn examine(
     }
 
     let mut scarce = Vec::new();
-    let mut listening = Vec::new();
+    let mut live = Vec::new();
     let mut tables = Vec::new();
     let mut verdicts = BTreeMap::new();
     match kernel::Tables::open(&paths.bpffs) {
         Ok(open) => {
-            listening = listeners::findings(&open);
+            live = listeners::findings(&open);
+            live.extend(open.queries_are_bypassed().map(queries::finding));
             // The agent has counted them. Without it, nobody asks often.
             let counted = agent.as_ref().ok().and_then(|agent| agent.flows.as_ref());
             let flows = Conntrack::open(&paths.bpffs).map(|conntrack| {
@@ -194,7 +195,7 @@ pub fn examine(
         ));
     }
     findings.extend(scarce);
-    findings.extend(listening);
+    findings.extend(live);
     if !interfaces.is_empty() {
         findings.extend(others::findings());
     }

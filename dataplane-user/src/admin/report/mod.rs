@@ -5,6 +5,7 @@ mod judge;
 mod listeners;
 mod mesh;
 mod others;
+mod queries;
 mod room;
 
 use std::{collections::BTreeMap, fmt};

@@ -20,7 +20,7 @@ use crate::{
     dns::{
         Basis, Captured, Client, Listener, LowerName, Observer, ResolvConf, Server, Settings, Zone,
     },
-    kernel::{self, Namespace, QuerySockets, namespaces},
+    kernel::{self, Namespace, QueryLease, QuerySockets, namespaces},
     model::{Egress, Names, Reachable, Snapshot},
     plan::enrol::{Member, Problem},
     settings,
@@ -71,6 +71,7 @@ impl Dns {
     pub fn start(
         config: &settings::Dns,
         reachable: Reachable,
+        lease: QueryLease,
         deaths: &Deaths,
     ) -> io::Result<Self> {
         let domain = config.cluster_domain.as_deref().unwrap_or(DOMAIN);
@@ -88,7 +89,9 @@ impl Dns {
             node: ResolvConf::default(),
             resolvers: None,
         };
-        let server = Server::start(settings, Zone::new(Names::default()), deaths)?;
+        let zone = Zone::new(Names::default());
+        let renew = Box::new(move |ago| lease.renew(ago));
+        let server = Server::start(settings, zone, renew, deaths)?;
         let resolv_conf = config.resolv_conf.clone();
         Ok(Self {
             port: config.port(),

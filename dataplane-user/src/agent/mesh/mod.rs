@@ -175,7 +175,7 @@ impl Mesh {
             Some(Proxy::start(settings, deaths).map_err(super::Error::Proxy)?)
         };
         let dns = dns.filter(|dns| dns.is_on());
-        let dns = dns.map(|dns| Dns::start(dns, config.reachable(), deaths));
+        let dns = dns.map(|dns| Dns::start(dns, config.reachable(), capture.query_lease(), deaths));
         let dns = dns.transpose().map_err(super::Error::Thread)?;
         let unseen = proxy.as_ref().and_then(|_| attach::unseen(cgroup));
         let held = capture.held();

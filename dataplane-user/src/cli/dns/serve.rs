@@ -185,7 +185,8 @@ impl ServeArgs {
         let zone = basis.zone(snapshot);
         let places: Vec<_> = self.listen.iter().map(ToString::to_string).collect();
         let places = places.join(", ");
-        let server = Server::start(settings, zone, deaths).context("cannot start a thread")?;
+        let server = Server::start(settings, zone, Box::new(drop), deaths)
+            .context("cannot start a thread")?;
         server.listen(&self.listen).with_context(|| {
             format!("cannot listen on {places}; choose other addresses with --listen")
         })?;

@@ -211,7 +211,9 @@ impl Mesh {
         };
         if reason != Reason::EgressDenied && capture::is_query(&call, &enrolled, call.to, ids) {
             // By either protocol: the server has both sockets or none.
-            if call.listens_at(capture::dns_server(self.word)) {
+            if tables.queries_are_bypassed().is_none()
+                && call.listens_at(capture::dns_server(self.word))
+            {
                 reason = Reason::CapturedDns;
             } else if !is_tcp {
                 reason = Reason::DnsBypassed;

@@ -1,6 +1,7 @@
 //! Mesh capture: its one writer, and its programs in workloads' network namespaces and on their interfaces.
 
 mod inbound;
+pub(super) mod lease;
 mod listeners;
 mod namespace;
 mod pairs;
@@ -25,6 +26,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use self::inbound::Inbound;
 pub use self::{
+    lease::QueryLease,
     listeners::{
         Listeners, QuerySockets, open_listeners, open_query_sockets, open_transparent_listeners,
     },
@@ -72,6 +74,7 @@ pub struct Capture {
     events: Option<OwnedFd>,
     /// For the interfaces of workloads that are captured by their packets.
     packets: Option<CaptureProgram>,
+    lease: QueryLease,
 }
 
 /// The cgroup of an agent of another layout, as its CAPTURE tells; 0 if there is none.
@@ -108,6 +111,7 @@ impl Capture {
             inbound: None,
             events: None,
             packets: None,
+            lease: QueryLease::open(pins)?,
         };
         if let Some(options) = options {
             let earlier = capture.tables.config();
@@ -209,6 +213,11 @@ impl Capture {
             programs::attach_events(program.as_fd(), pins, cgroup)?;
         }
         Ok(())
+    }
+
+    /// The lease of the agent's DNS server.
+    pub fn query_lease(&self) -> QueryLease {
+        self.lease.clone()
     }
 
     /// Brings the tables in line with `wanted`: new rules first, then the workloads that refer to
