@@ -53,8 +53,8 @@ pub struct Resolver {
     shares: Counts<Arc<str>>,
     /// A number for each set of resolvers: what one set says is not for clients of another.
     sets: Mutex<HashMap<Box<[SocketAddr]>, u32>>,
-    /// When resolvers of a set last failed to answer.
-    failures: Mutex<HashMap<u32, Instant>>,
+    /// When resolvers of a set last failed to answer a namespace.
+    failures: Mutex<HashMap<(Arc<str>, u32), Instant>>,
     metrics: Arc<Metrics>,
 }
 
@@ -148,7 +148,7 @@ impl Resolver {
         let away = || {
             let failures = locked(&self.failures);
             failures
-                .get(&set)
+                .get(&(Arc::clone(&client.namespace), set))
                 .is_some_and(|when| when.elapsed() < RECHECK)
         };
         let patience = match &stale {
@@ -198,20 +198,21 @@ impl Resolver {
         flights.insert(key.clone(), flight.clone());
         drop(flights);
         let (own, resolvers) = (Arc::clone(self), client.resolvers.clone());
+        let failed = (Arc::clone(&client.namespace), set);
         let (question, key) = (question.clone(), key.clone());
         tokio::spawn(async move {
             let _counted = counted;
-            let answer = own.upstream.ask(&resolvers, &question).await;
+            let answer = own.upstream.ask(&failed.0, &resolvers, &question).await;
             let outcome = match answer {
                 Ok(stored) => {
                     let stored = Arc::new(stored);
                     own.cache.put(&key, &stored, Instant::now());
-                    locked(&own.failures).remove(&set);
+                    locked(&own.failures).remove(&failed);
                     Some(stored)
                 }
                 Err(error) => {
                     tracing::debug!("{}: {error}", question.name);
-                    locked(&own.failures).insert(set, Instant::now());
+                    locked(&own.failures).insert(failed, Instant::now());
                     None
                 }
             };
@@ -225,7 +226,10 @@ impl Resolver {
     /// What a resolver says to a query that nothing here understands.
     pub async fn relay(&self, client: &Client, query: &[u8]) -> Option<Vec<u8>> {
         let _counted = self.share(client)?;
-        self.upstream.relay(&client.resolvers, query).await.ok()
+        self.upstream
+            .relay(&client.namespace, &client.resolvers, query)
+            .await
+            .ok()
     }
 
     /// One more question to resolvers, unless the client's namespace has as many as it may have.
@@ -470,5 +474,58 @@ mod tests {
         assert!(ask(&greedy, FLIGHTS));
         assert!(own.relay(&greedy, &[0; 12]).await.is_none());
         assert_eq!(own.metrics.upstream_requests.get(), 0);
+    }
+
+    /// Neither does another resolver answer others, nor do others get stale answers.
+    #[tokio::test]
+    async fn slow_names_of_one_namespace_cost_no_other_namespace() {
+        let asks = |query: &Message, word| query.queries[0].name().to_string().starts_with(word);
+        let (first, _) = resolver(move |query| {
+            if asks(&query, "slow") {
+                return Vec::new();
+            }
+            vec![answer(query, 1)]
+        })
+        .await;
+        let (second, _) = resolver(move |query| {
+            if asks(&query, "slower") {
+                return Vec::new();
+            }
+            vec![answer(query, 2)]
+        })
+        .await;
+        let own = new();
+        let (greedy, small) = (
+            client("greedy", &[first, second]),
+            client("small", &[first, second]),
+        );
+        // What the first said of it once is over.
+        let (old, _) = asked("old.example.com");
+        let stored = {
+            let mut message = Message::response(0, hickory_proto::op::OpCode::Query);
+            let name = old.name.to_name();
+            message.add_query(hickory_proto::op::Query::query(
+                name,
+                hickory_proto::rr::RecordType::A,
+            ));
+            let bytes = answer(message, 9);
+            Arc::new(Stored::read(&bytes, &old.name, 1, false).unwrap())
+        };
+        let then = Instant::now()
+            .checked_sub(Duration::from_secs(100))
+            .unwrap();
+        own.cache
+            .put(&old.key(own.set(&[first, second])), &stored, then);
+        for (slow, answered, name) in [
+            ("slow.example.com", true, "www.example.com"),
+            ("slower.example.com", false, "old.example.com"),
+        ] {
+            let (question, ask) = asked(slow);
+            let reply = own.clone().resolve(&greedy, &question, &ask).await;
+            assert_eq!(reply.is_some(), answered, "{slow}");
+            let (question, ask) = asked(name);
+            let reply = own.clone().resolve(&small, &question, &ask).await.unwrap();
+            assert_eq!(addresses(&reply), ["192.0.2.1"], "{name}");
+        }
     }
 }

@@ -51,10 +51,11 @@ struct Health {
     rests: Option<Instant>,
 }
 
-/// All resolvers, and how they do.
+/// All resolvers, and how they do for each namespace: a resolver does not answer for names of slow servers, and clients
+/// choose the names.
 #[derive(Debug)]
 pub struct Upstream {
-    health: Mutex<HashMap<SocketAddr, Health>>,
+    health: Mutex<HashMap<(Arc<str>, SocketAddr), Health>>,
     metrics: Arc<Metrics>,
 }
 
@@ -78,13 +79,14 @@ impl Upstream {
         }
     }
 
-    /// Asks resolvers, in their order but those first that do well, until one answers.
+    /// Asks a client's resolvers, in their order but those first that do well for its namespace, until one answers.
     ///
     /// # Errors
     ///
     /// None of them did.
     pub async fn ask(
         &self,
+        namespace: &Arc<str>,
         resolvers: &[SocketAddr],
         question: &Question,
     ) -> Result<Stored, Failure> {
@@ -94,14 +96,14 @@ impl Upstream {
         // What is said by a resolver that cannot help: better than nothing.
         let mut refused = None;
         for _ in 0..ROUNDS {
-            for resolver in self.in_order(resolvers) {
+            for resolver in self.in_order(namespace, resolvers) {
                 let now = Instant::now();
                 if now >= end {
                     break;
                 }
                 self.metrics.upstream_requests.inc();
                 let answer = exchange(resolver, question, (now + ATTEMPT).min(end)).await;
-                self.note(resolver, answer.is_ok());
+                self.note(namespace, resolver, answer.is_ok());
                 match answer {
                     Ok(answer) => {
                         let seconds = now.elapsed().as_secs_f64();
@@ -131,11 +133,12 @@ impl Upstream {
     }
 
     /// Resolvers in the order in which to ask them.
-    fn in_order(&self, resolvers: &[SocketAddr]) -> Vec<SocketAddr> {
+    fn in_order(&self, namespace: &Arc<str>, resolvers: &[SocketAddr]) -> Vec<SocketAddr> {
         let health = self.health.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
         let rests = |resolver: &&SocketAddr| {
-            let rests = health.get(*resolver).and_then(|health| health.rests);
+            let health = health.get(&(Arc::clone(namespace), **resolver));
+            let rests = health.and_then(|health| health.rests);
             rests.is_some_and(|until| until > now)
         };
         let (later, first): (Vec<_>, Vec<_>) = resolvers.iter().partition(rests);
@@ -143,13 +146,14 @@ impl Upstream {
     }
 
     /// Notes how a resolver did.
-    fn note(&self, resolver: SocketAddr, answered: bool) {
+    fn note(&self, namespace: &Arc<str>, resolver: SocketAddr, answered: bool) {
         let mut health = self.health.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = (Arc::clone(namespace), resolver);
         if answered {
-            health.remove(&resolver);
+            health.remove(&key);
             return;
         }
-        let health = health.entry(resolver).or_default();
+        let health = health.entry(key).or_default();
         let rest = REST * 2_u32.saturating_pow(health.failures.min(8));
         health.failures += 1;
         health.rests = Some(Instant::now() + rest.min(REST_MAX));
@@ -160,9 +164,14 @@ impl Upstream {
     /// # Errors
     ///
     /// None of them answered.
-    pub async fn relay(&self, resolvers: &[SocketAddr], query: &[u8]) -> Result<Vec<u8>, Failure> {
+    pub async fn relay(
+        &self,
+        namespace: &Arc<str>,
+        resolvers: &[SocketAddr],
+        query: &[u8],
+    ) -> Result<Vec<u8>, Failure> {
         let mut last = Failure::Nobody;
-        for resolver in self.in_order(resolvers) {
+        for resolver in self.in_order(namespace, resolvers) {
             let id: u16 = rand::random();
             let mut ours = query.to_vec();
             ours[..2].copy_from_slice(&id.to_be_bytes());
@@ -177,7 +186,7 @@ impl Upstream {
             let answer = timeout_at(end.into(), exchange).await;
             match answer.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into())) {
                 Ok(mut answer) => {
-                    self.note(resolver, true);
+                    self.note(namespace, resolver, true);
                     answer[..2].copy_from_slice(&query[..2]);
                     return Ok(answer);
                 }
