@@ -7,11 +7,14 @@
 //! leaves the turn to those that wait for it.
 
 use std::{
-    fs::{self, File, TryLockError},
+    fs::{self, File, Permissions, TryLockError},
     io::{self, Read as _, Write as _},
     os::{
         fd::{AsFd, BorrowedFd},
-        unix::net::UnixStream,
+        unix::{
+            fs::{OpenOptionsExt as _, PermissionsExt as _},
+            net::UnixStream,
+        },
     },
     path::{Path, PathBuf},
     sync::{
@@ -36,6 +39,9 @@ use crate::{
     proxy::handover::{self, Named},
     threads::{self, may_panic},
 };
+
+/// Only root opens the file of a [`Turn`].
+const PRIVATE: u32 = 0o600;
 
 /// Longer than anything is relayed. (A time that is never over, and that clocks can still count.)
 const FOR_GOOD: Duration = Duration::from_hours(365 * 24);
@@ -78,7 +84,10 @@ impl Turn {
             .create(true)
             .truncate(false)
             .write(true)
+            .mode(PRIVATE)
             .open(path)?;
+        // An earlier version's file was for everybody to read.
+        file.set_permissions(Permissions::from_mode(PRIVATE))?;
         match file.try_lock() {
             Ok(()) => Ok(Some(Self(file))),
             Err(TryLockError::WouldBlock) => Ok(None),
@@ -391,6 +400,29 @@ mod tests {
 
     /// Longer than anything here takes, and shorter than it waits for an answer that never comes.
     const SOON: Duration = Duration::from_secs(5);
+
+    /// Whoever can open the file can lock it, and no agent would start.
+    #[test]
+    fn only_root_takes_the_turn() {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("agent.sock");
+        let path = socket.with_extension(TURN);
+        fs::write(&path, "").unwrap();
+        fs::set_permissions(&path, Permissions::from_mode(0o644)).unwrap();
+        let turn = Turn::take(&socket).unwrap().unwrap();
+        assert_eq!(
+            fs::metadata(&path).unwrap().permissions().mode() & 0o777,
+            PRIVATE
+        );
+        assert!(Turn::take(&socket).unwrap().is_none());
+        drop(turn);
+        fs::remove_file(&path).unwrap();
+        let _turn = Turn::take(&socket).unwrap().unwrap();
+        assert_eq!(
+            fs::metadata(&path).unwrap().permissions().mode() & 0o777,
+            PRIVATE
+        );
+    }
 
     #[test]
     fn who_asks_and_says_nothing_holds_up_nobody() {

@@ -229,6 +229,8 @@ mod tests {
         let path = directory.path().join("handover.sock");
         assert!(ask(&path).unwrap().is_none(), "nobody is there");
         let waiting = listen(&path).unwrap();
+        let mode = fs::metadata(&path).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600, "only root connects");
         let old = TcpListener::bind("127.0.0.1:0").unwrap();
         let at = old.local_addr().unwrap();
         let client = std::net::TcpStream::connect(at).unwrap();

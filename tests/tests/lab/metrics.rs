@@ -1,5 +1,7 @@
 //! Metrics, health and the admin endpoint, as Prometheus, the kubelet and a person see them.
 
+use std::{fs, os::unix::fs::PermissionsExt as _};
+
 use anyhow::{Result, anyhow, bail, ensure};
 use dataplane_tests::{
     Host, Lab,
@@ -240,11 +242,16 @@ fn what_nobody_asked_for_is_for_nobody() -> Result<()> {
         .command("curl")
         .args(["-sS", "--max-time", "5", "--unix-socket"]);
     let stranger = asked
-        .arg(socket)
+        .arg(&socket)
         .arg("http://agent/status")
         .user(1000)
         .output()?;
     ensure!(!stranger.status.success(), "{stranger:?}");
+    // Whoever can open these can lock them, and keep the next agent from starting.
+    for locked in [cluster.agent.bpffs(), &socket.with_extension("turn")] {
+        let mode = fs::metadata(locked)?.permissions().mode();
+        ensure!(mode & 0o777 & !0o700 == 0, "{}: {mode:o}", locked.display());
+    }
     Ok(())
 }
 

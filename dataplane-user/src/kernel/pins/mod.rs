@@ -6,11 +6,11 @@
 mod maps;
 
 use std::{
-    fs::{self, File, Metadata},
+    fs::{self, File, Metadata, Permissions},
     io,
     os::{
         fd::{AsFd, BorrowedFd, OwnedFd},
-        unix::fs::MetadataExt,
+        unix::fs::{MetadataExt, PermissionsExt as _},
     },
     path::{Path, PathBuf},
 };
@@ -96,6 +96,11 @@ impl Pins {
         for directory in [self.layout().join("maps"), self.layout().join("links")] {
             fs::create_dir_all(&directory)
                 .doing(|| format!("cannot create {}", directory.display()))?;
+        }
+        // Whoever can open a directory can lock it ([`Pins::lock`]). That of all of the node's users is not ours to close.
+        if self.root != Path::new(USUAL_BPFFS) {
+            fs::set_permissions(&self.root, Permissions::from_mode(0o700))
+                .doing(|| format!("cannot close {} to others", self.root.display()))?;
         }
         Ok(())
     }
