@@ -156,6 +156,7 @@ fn port(
         node_port,
         endpoints,
         weights: None,
+        split: None,
     }
 }
 

@@ -185,6 +185,12 @@ impl Iface {
         number << Self::POD_AT
     }
 
+    /// Whether the interface is a pod's, and the agent asks for checks of what the pod sends.
+    #[inline(always)]
+    pub const fn checks_a_pod(self) -> bool {
+        self.flags & Self::LOCAL != 0 && self.flags & (Self::STRICT | Self::LOOSE) != 0
+    }
+
     /// Whether the other ends of both are one pod's.
     #[inline(always)]
     pub const fn is_same_pod(self, other: Self) -> bool {

@@ -141,6 +141,9 @@ reasons! {
     DnsBypassed = 47, "dns-bypassed", "the agent's DNS server does not answer; the query went to the resolver";
     /// The packet path: the node's routes do not lead to the packet's source by the interface at which it arrived.
     SourceForged = 48, "source-forged", "the packet's source address does not belong to the interface at which the packet arrived; dropped";
+    /// The packet path: a pod's packet has an IPv6 routing header, or a source route option of IPv4 (RFC 791 section 3.1): its
+    /// destination is not the one that the process asked for.
+    SourceRouted = 49, "source-routed", "a pod's packet has an IPv6 routing header or an IPv4 source route, so it does not go where its socket was asked to send it; dropped";
 }
 
 impl Reason {
@@ -171,6 +174,7 @@ impl Reason {
                 | Self::FlowBusy
                 | Self::IpsecPolicy
                 | Self::SourceForged
+                | Self::SourceRouted
         )
     }
 }

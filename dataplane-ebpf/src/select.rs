@@ -87,6 +87,16 @@ pub struct Verdict {
 }
 
 impl Verdict {
+    /// Why, also if the slot that was drawn is of a route's backend that has nothing that answers: [`choose`] leaves it to those
+    /// who ask whether there is an endpoint, since each branch there is walked again in all that follows.
+    #[inline(always)]
+    pub fn reason(&self) -> Reason {
+        match self.reason {
+            Reason::Translated if self.endpoint.is_none() => Reason::NoEndpoints,
+            reason => reason,
+        }
+    }
+
     #[inline(always)]
     pub const fn without_endpoint(reason: Reason, pool: u32) -> Self {
         Self {
@@ -157,8 +167,9 @@ pub fn decide(request: &Request, used: &Endpoint, only_cluster_ips: bool) -> Ver
 }
 
 /// Chooses one of the endpoints of a pool that is not empty, given the one that this client already
-/// uses for this destination, if any. `REMEMBER`: an endpoint that is drawn is remembered at once, if the pool has session
-/// affinity; otherwise it is to be [remembered](remember) when the client is served.
+/// uses for this destination, if any. What it chooses may be [`Endpoint::NONE`]: see [`Verdict::reason`]. `REMEMBER`: an
+/// endpoint that is drawn is remembered at once, if the pool has session affinity; otherwise it is to be
+/// [remembered](remember) when the client is served.
 #[inline(always)]
 pub fn choose<const REMEMBER: bool>(
     pool: &Pool,

@@ -9,6 +9,7 @@ pub mod agent;
 pub mod cli;
 pub mod config;
 pub mod dns;
+pub mod iptables;
 pub mod kernel;
 pub mod model;
 pub mod plan;

@@ -57,6 +57,7 @@ onExit: stop
 source:
   manifests: [a]
   kubernetes: {kubeConfig: b}
+dns: {ttlSeconds: 3601, cacheBytes: 1000, staleSeconds: 700000, serviceEntryTtlSeconds: 4000}
 ";
     let said = parse(faulty).unwrap_err();
     let wanted = [
@@ -78,6 +79,10 @@ source:
         "13:9: onExit: unknown variant `stop`, expected `keep` or `detach`",
         "15:3: source: both manifests and kubernetes; expected one of them",
         "16:28: source.kubernetes.kubeConfig: unknown key; did you mean `kubeconfig`?",
+        "17:19: dns.ttlSeconds: 3601; expected a number from 0 to 3600",
+        "17:37: dns.cacheBytes: 1000; expected a number from 1048576 to 4294967296",
+        "17:57: dns.staleSeconds: 700000; expected a number from 0 to 604800",
+        "17:89: dns.serviceEntryTtlSeconds: 4000; expected a number from 0 to 3600",
     ];
     let lines: Vec<&str> = said.lines().collect();
     for (line, wanted) in lines.iter().zip(wanted) {

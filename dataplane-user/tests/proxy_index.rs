@@ -71,6 +71,7 @@ fn port() -> impl Strategy<Value = ServicePort> {
             node_port,
             endpoints: endpoints.into_iter().collect(),
             weights: None,
+            split: None,
         },
     )
 }
@@ -279,6 +280,7 @@ fn endpoints_are_drawn_uniformly() {
         node_port: None,
         endpoints: endpoints.collect(),
         weights: None,
+        split: None,
     });
     for affinity in [false, true] {
         service.affinity = affinity.then_some(Duration::from_mins(1));
@@ -374,6 +376,7 @@ fn the_endpoints_of_an_entry_are_reached_by_its_addresses_only() {
             node_port: None,
             endpoints: vec![endpoint],
             weights: None,
+            split: None,
         }],
     };
     let vip = SocketAddr::new(ip(1), 80);

@@ -54,7 +54,8 @@ fn snapshot() -> Snapshot {
                 protocol: Protocol::Tcp,
                 node_port: None,
                 endpoints: endpoints(8080),
-                weights: None
+                weights: None,
+                split: None,
             }],
         };
         edit(&mut service);

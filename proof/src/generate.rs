@@ -502,6 +502,15 @@ impl Maker<'_> {
         if packet.src.is_ipv4() {
             if rng.random_ratio(1, 8) {
                 packet.options = vec![1; 4 * rng.random_range(1..11)];
+                // Some with a meaning: the end, routes, records of them; and those with a length that may be wrong.
+                if rng.random_ratio(1, 3) {
+                    let at = rng.random_range(0..packet.options.len());
+                    let kind = *[0, 7, 68, 131, 137, 148].choose(rng).unwrap_or(&0);
+                    packet.options[at] = kind;
+                    if let Some(length) = packet.options.get_mut(at + 1) {
+                        *length = rng.random_range(0..12);
+                    }
+                }
             }
         } else if rng.random_ratio(1, 4) {
             for _ in 0..rng.random_range(1..5) {

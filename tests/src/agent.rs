@@ -19,7 +19,7 @@ use crate::{
 };
 
 /// How long an agent may take until it is ready.
-const READY: Duration = Duration::from_secs(20);
+const READY: Duration = Duration::from_mins(1);
 
 /// Makes `/proc/sys` read-only.
 const READ_ONLY_SETTINGS: &str =

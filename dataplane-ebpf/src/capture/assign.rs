@@ -35,6 +35,7 @@ use crate::{
         route,
         scratch::scratch,
         skb::Skb,
+        source_routes,
     },
     select::{self, count},
     socket,
@@ -65,6 +66,10 @@ pub fn run(ctx: &TcContext) -> i32 {
 #[inline(always)]
 fn arrived(skb: Skb, packet: &mut Packet) -> i32 {
     let outcome = packet.read(skb, route::link_length(skb.ifindex()));
+    if packet.routed != 0 {
+        source_routes::refuse(skb, packet);
+        return DROP;
+    }
     // Fragments of TCP nobody sends who finds out how large packets may be.
     if outcome != FLOW || !packet.is_tcp() || packet.fragment != WHOLE {
         return LEAVE_ALONE;

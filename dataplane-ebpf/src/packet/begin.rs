@@ -46,7 +46,7 @@ pub fn frontend(key: &FlowKey) -> Frontend {
 fn pick(pool: &Pool, index: u32, client: &Addr, endpoint: &mut Endpoint) -> Reason {
     let verdict = choose::<false>(pool, index, *client, endpoint);
     *endpoint = verdict.endpoint;
-    verdict.reason
+    verdict.reason()
 }
 
 /// Whether the packet comes from a pod, as far as anybody told us how to know.
@@ -147,6 +147,9 @@ fn another(s: &mut Scratch) -> bool {
     let Some(endpoint) = decide::Tables::endpoint(&Live, s.slot) else {
         return false;
     };
+    if endpoint.is_none() {
+        return false;
+    }
     s.endpoint = endpoint;
     true
 }

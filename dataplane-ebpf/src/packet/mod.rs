@@ -20,6 +20,7 @@ mod ipsec;
 mod limits;
 mod masquerade;
 pub mod neighbours;
+mod options;
 pub mod parse;
 mod plain;
 mod reverse;
@@ -28,6 +29,7 @@ pub mod route;
 pub mod scratch;
 pub mod skb;
 mod sockets;
+pub mod source_routes;
 mod sources;
 mod table;
 mod ways;
@@ -49,7 +51,7 @@ use crate::{
 };
 use conntrack::{ANSWER, FOREIGN, NEW, REQUEST};
 use error::Complaint;
-use parse::{FIRST, FLOW, ICMP, MALFORMED, Packet};
+use parse::{FIRST, FLOW, ICMP, MALFORMED, OTHER, Outcome, Packet};
 use rewrite::rewrite;
 use scratch::{Scratch, scratch};
 use skb::{PACKET_HOST, PACKET_OTHERHOST, Skb};
@@ -71,6 +73,12 @@ fn complain(s: &mut Scratch, complaint: Complaint) -> i32 {
     COMPLAIN
 }
 
+/// Whether the packet's interface is a pod's. (Not inlined: see [`has_ports`].)
+#[inline(never)]
+fn is_pods(skb: Skb) -> bool {
+    route::interface(skb.ifindex()).flags & Iface::POD != 0
+}
+
 /// A packet that arrives.
 #[inline(always)]
 pub fn ingress(ctx: &TcContext) -> i32 {
@@ -78,13 +86,9 @@ pub fn ingress(ctx: &TcContext) -> i32 {
     if skb.is_tagged() || capture::is_taken(skb.mark()) || skb.is_own_answer() {
         return LEAVE_ALONE;
     }
-    if skb.kind() != PACKET_HOST {
-        // What a pod sends through a bridge is addressed to the bridge.
-        let from_pod = skb.kind() == PACKET_OTHERHOST
-            && route::interface(skb.ifindex()).flags & Iface::POD != 0;
-        if !from_pod {
-            return LEAVE_ALONE;
-        }
+    // Packets that a pod sends through a bridge are addressed to the bridge or to another port of it.
+    if skb.kind() != PACKET_HOST && !is_pods(skb) {
+        return LEAVE_ALONE;
     }
     let Some(s) = scratch() else {
         return DROP;
@@ -94,10 +98,31 @@ pub fn ingress(ctx: &TcContext) -> i32 {
     action
 }
 
+/// [`look`]: the packet is dropped.
+const REFUSED: Outcome = 4;
+
+/// Reads the packet's headers. Returns [`OTHER`] for a packet that is addressed to many hosts. (Not inlined: see
+/// [`has_ports`].)
+#[inline(never)]
+fn look(skb: Skb, s: &mut Scratch) -> Outcome {
+    let outcome = s.packet.read(skb, route::link_length(skb.ifindex()));
+    if source_routes::is_refused(skb, &s.packet) {
+        source_routes::refuse(skb, &s.packet);
+        return REFUSED;
+    }
+    if skb.kind() != PACKET_HOST && skb.kind() != PACKET_OTHERHOST {
+        return OTHER;
+    }
+    outcome
+}
+
 /// The same, with a place for what is known of it.
 #[inline(always)]
 fn read(skb: Skb, s: &mut Scratch) -> i32 {
-    let outcome = s.packet.read(skb, route::link_length(skb.ifindex()));
+    let outcome = look(skb, s);
+    if outcome == REFUSED {
+        return DROP;
+    }
     if outcome == ICMP {
         return icmp::translate::<false>(skb, s, conntrack::now());
     }
@@ -143,6 +168,26 @@ fn has_ports(skb: Skb, s: &mut Scratch) -> bool {
     fragments::follow(&mut s.packet, forged)
 }
 
+/// Looks for the flow of a packet that is a request, or a reply to a masqueraded client. The likelier lookup comes first,
+/// because a lookup that finds nothing costs a cache miss. `cluster`: see [`answers_node`]. (Not inlined: see [`has_ports`].)
+#[inline(never)]
+fn lookup(s: &mut Scratch, cluster: bool, now: Tick) -> conntrack::Known {
+    let (key, segment) = (&s.packet.key, &s.packet.segment);
+    if answers_node(&s.packet, cluster) {
+        let known = conntrack::masqueraded_answer(key, segment, &mut s.flow, now);
+        if known != NEW {
+            return known;
+        }
+        return conntrack::request(key, segment, &mut s.flow, now);
+    }
+    let known = conntrack::request(key, segment, &mut s.flow, now);
+    // A SYN on its own never answers anything.
+    if known != NEW || s.packet.is_syn() {
+        return known;
+    }
+    conntrack::masqueraded_answer(key, segment, &mut s.flow, now)
+}
+
 /// A packet of TCP or UDP that arrives.
 #[inline(always)]
 fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
@@ -152,26 +197,7 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     let words = decide::Tables::vips(&Live, place.index());
     let may_be_ours = place.is_set(words);
     if has_ports && (may_be_ours || direct::is_any()) {
-        let cluster = place.may_be_cluster(words);
-        // What is likelier is looked for first: a lookup in vain is one elsewhere in memory.
-        if answers_node(&s.packet, cluster) {
-            known =
-                conntrack::masqueraded_answer(&s.packet.key, &s.packet.segment, &mut s.flow, now);
-            if known == NEW {
-                known = conntrack::request(&s.packet.key, &s.packet.segment, &mut s.flow, now);
-            }
-        } else {
-            known = conntrack::request(&s.packet.key, &s.packet.segment, &mut s.flow, now);
-            // A SYN on its own never answers anything.
-            if known == NEW && !s.packet.is_syn() {
-                known = conntrack::masqueraded_answer(
-                    &s.packet.key,
-                    &s.packet.segment,
-                    &mut s.flow,
-                    now,
-                );
-            }
-        }
+        known = lookup(s, place.may_be_cluster(words), now);
     }
     s.frontend = Frontend::NONE;
     // A TCP connection in its middle is the kernel's own conntrack's, from before we came, or

@@ -11,7 +11,10 @@ use dataplane_common::{
     },
 };
 
-use super::skb::{LINK, Skb};
+use super::{
+    options::packet_source_route,
+    skb::{LINK, Skb},
+};
 
 pub const ETHERTYPE_V4: u16 = 0x0800_u16.to_be();
 pub const ETHERTYPE_V6: u16 = 0x86dd_u16.to_be();
@@ -80,6 +83,9 @@ pub struct Packet {
     /// Length from the IP header on, as it says itself; the length of the whole buffer if that is more than the
     /// field holds ([`is_big`]).
     pub length: u32,
+    /// Whether it has a source route, or may have one where it was not looked for ([`source_routes`](super::source_routes)): 1
+    /// or 0.
+    pub routed: u32,
     /// What TCP's header says; nothing of others.
     pub segment: Segment,
 }
@@ -94,6 +100,7 @@ impl Packet {
         self.key.padding = 0;
         self.key.reserved = 0;
         self.fragment = WHOLE;
+        self.routed = 0;
         self.segment.flags = 0;
     }
 
@@ -180,6 +187,10 @@ impl Packet {
         self.hops = hops;
         self.checksum = u16::from_ne_bytes([sum0, sum1]);
         self.l4 = self.l3 + header_length;
+        // Nobody forwards a packet that an ICMP error quotes.
+        if header_length > 20 && available != u32::MAX {
+            self.routed = packet_source_route(skb.0, self.l3 + 20, self.l4);
+        }
         self.key.src = Addr::from_v4_word(header[3]);
         self.key.dst = Addr::from_v4_word(header[4]);
         let fragment = u16::from_be_bytes([fragment0, fragment1]);
@@ -231,6 +242,9 @@ impl Packet {
         let mut next = first;
         let mut offset = 40_u32;
         for _ in 0..MAX_EXTENSIONS {
+            if next == ROUTING {
+                self.routed = 1;
+            }
             if next == FRAGMENT {
                 let mut extension = [0_u8; 8];
                 if !skb.load(self.l3 + offset, &mut extension) {
@@ -258,6 +272,12 @@ impl Packet {
             } else {
                 break;
             }
+        }
+        // There are more than were walked.
+        if self.fragment != LATER
+            && matches!(next, HOP_BY_HOP | ROUTING | FRAGMENT | DESTINATION_OPTIONS)
+        {
+            self.routed = 1;
         }
         if offset > self.length || (big && next != TCP) {
             return MALFORMED;

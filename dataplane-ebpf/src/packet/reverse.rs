@@ -45,6 +45,8 @@ struct Found {
     when: u32,
 }
 
+/// `LOOPBACK_IFINDEX` (`include/net/flow.h`).
+const LOOPBACK: u32 = 1;
 /// How many are remembered, by a hash: a power of two.
 const FOUND_KEPT: usize = 512;
 
@@ -125,7 +127,7 @@ fn is_right_by_routes(skb: Skb, packet: &Packet, route: &mut Route, does: u32) -
     let arrived = route::interface(from);
     let flags = arrived.flags;
     let asked = flags & (Iface::STRICT | Iface::LOOSE);
-    let is_pods = flags & Iface::LOCAL != 0 && asked != 0;
+    let is_pods = arrived.checks_a_pod();
     if !is_pods {
         if does == GOES_ON {
             return true;
@@ -141,7 +143,14 @@ fn is_right_by_routes(skb: Skb, packet: &Packet, route: &mut Route, does: u32) -
     if !is_pods && (!packet.is_v4() || asked == 0) {
         return !sources::is_host(&packet.key.src);
     }
-    let (code, back) = route::back(skb, packet, route);
+    let (mut code, mut back) = route::back(skb, packet, route, from);
+    if code == BPF_FIB_LKUP_RET_FWD_DISABLED && is_pods {
+        // The interface forwards nothing, so the packet is for this host; the loopback forwards if the host does.
+        (code, back) = route::back(skb, packet, route, LOOPBACK);
+        if code == BPF_FIB_LKUP_RET_FWD_DISABLED {
+            return false;
+        }
+    }
     if code == BPF_FIB_LKUP_RET_FWD_DISABLED {
         // What comes here goes no further than this host.
         return !sources::is_host(&packet.key.src);

@@ -137,9 +137,10 @@ pub fn by_address() -> bool {
     }
 }
 
-/// Where the routes lead from here to the packet's source: what the kernel answers, and by which interface.
+/// Where the routes lead to the packet's source, for what arrives at the interface `from`: what the kernel answers, and by
+/// which interface.
 #[inline(always)]
-pub fn back(skb: Skb, packet: &Packet, route: &mut Route) -> (u32, u32) {
+pub fn back(skb: Skb, packet: &Packet, route: &mut Route, from: u32) -> (u32, u32) {
     let lookup = &mut route.lookup;
     let (src, dst) = (&packet.key.dst, &packet.key.src);
     lookup.l4_protocol = packet.key.protocol.number();
@@ -147,7 +148,7 @@ pub fn back(skb: Skb, packet: &Packet, route: &mut Route) -> (u32, u32) {
     lookup.dport = packet.key.src_port.be();
     // No MTU is asked for.
     lookup.__bindgen_anon_1.tot_len = 0;
-    lookup.ifindex = skb.ifindex();
+    lookup.ifindex = from;
     lookup.__bindgen_anon_2.flowinfo = 0;
     if packet.is_v4() {
         lookup.family = INET;

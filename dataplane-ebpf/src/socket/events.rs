@@ -34,7 +34,7 @@ pub fn report<F: Family>(call: &SockAddr<F>, hook: Hook, request: &Request, verd
         ifindex: 0,
         source_port: Port::ANY,
         reserved: 0,
-        reason: verdict.reason as u8,
+        reason: verdict.reason() as u8,
         hook: hook as u8,
         protocol: request.protocol,
         padding: 0,

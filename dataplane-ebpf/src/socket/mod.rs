@@ -197,11 +197,13 @@ impl<F: Family> SockAddr<F> {
     /// Counts a verdict and carries it out, for what is the same whatever the system call.
     #[inline(always)]
     fn carry_out(&self, verdict: &Verdict) -> i32 {
-        count(verdict.reason);
         if verdict.reason == Reason::NotService {
+            count(verdict.reason);
             return GO_ON;
         }
-        count_pool(verdict.pool, verdict.reason);
+        let reason = verdict.reason();
+        count(reason);
+        count_pool(verdict.pool, reason);
         if verdict.endpoint.is_none() {
             if verdict.reason == Reason::Dangling {
                 // Cannot happen: so it is worth a line in the agent's log if it does.

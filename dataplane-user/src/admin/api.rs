@@ -414,4 +414,38 @@ pub struct Pool {
     pub port: Option<u16>,
     /// `tcp` or `udp`.
     pub protocol: Option<String>,
+    /// The route that splits the port's connections, with its rule; none: no route does.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub route: Option<String>,
+}
+
+/// The cache of the DNS server: what `GET /dns/cache` answers with.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DnsCache {
+    /// How many answers there are.
+    pub entries: usize,
+    /// Their bytes.
+    pub bytes: usize,
+    /// How many bytes there is room for.
+    pub max_bytes: usize,
+    /// The namespaces whose queries brought the answers, by name.
+    pub namespaces: Vec<DnsCacheShare>,
+}
+
+/// The part of the cache that belongs to a namespace.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DnsCacheShare {
+    /// The namespace; empty: clients that are no pods.
+    pub namespace: String,
+    /// How many answers.
+    pub entries: usize,
+    /// Their bytes.
+    pub bytes: usize,
+}
+
+/// The result of `POST /dns/cache/flush`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DnsFlushed {
+    /// How many answers were forgotten.
+    pub flushed: usize,
 }

@@ -61,8 +61,20 @@ impl Client {
     ///
     /// If nobody listens, or the answer is not as expected.
     pub fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, Error> {
-        let body = self.get_text(path)?;
-        serde_json::from_str(&body).map_err(|e| {
+        self.read(path, &self.get_text(path)?)
+    }
+
+    /// Has the agent do what `path` stands for, and reads the answer as JSON.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Client::get`].
+    pub fn post<T: DeserializeOwned>(&self, path: &str) -> Result<T, Error> {
+        self.read(path, &self.exchange("POST", path)?)
+    }
+
+    fn read<T: DeserializeOwned>(&self, path: &str, body: &str) -> Result<T, Error> {
+        serde_json::from_str(body).map_err(|e| {
             self.answer(
                 path,
                 format!("{e} (is it the same version as this command?)"),
@@ -92,6 +104,10 @@ impl Client {
     ///
     /// If nobody listens, or the agent does not answer in time or with a failure.
     pub fn get_text(&self, path: &str) -> Result<String, Error> {
+        self.exchange("GET", path)
+    }
+
+    fn exchange(&self, method: &str, path: &str) -> Result<String, Error> {
         let mut stream = UnixStream::connect(&self.socket).map_err(|e| match e.kind() {
             io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => Error::NotRunning {
                 socket: self.socket.clone(),
@@ -105,7 +121,7 @@ impl Client {
             stream.set_read_timeout(Some(PATIENCE))?;
             stream.set_write_timeout(Some(PATIENCE))?;
             // HTTP/1.0: the answer ends with the connection and is never in chunks.
-            stream.write_all(format!("GET {path} HTTP/1.0\r\n\r\n").as_bytes())?;
+            stream.write_all(format!("{method} {path} HTTP/1.0\r\n\r\n").as_bytes())?;
             let mut answer = String::new();
             stream.read_to_string(&mut answer)?;
             Ok(answer)

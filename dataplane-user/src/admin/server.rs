@@ -1,5 +1,7 @@
-//! The agent's endpoints. All of them only show; nothing can be changed over them.
+//! The agent's endpoints. They show state. One endpoint of the Unix socket, which is root's, changes something: it makes
+//! the DNS server forget answers.
 
+mod dns;
 #[cfg(test)]
 mod fuzz;
 
@@ -17,7 +19,7 @@ use axum::{
     extract::{Query, State as Shared},
     http::{StatusCode, header},
     response::{IntoResponse, Response},
-    routing::get,
+    routing::{get, post},
 };
 use prometheus_client::{encoding::text, registry::Registry};
 use serde::Deserialize;
@@ -215,7 +217,7 @@ pub async fn serve(
     } = listeners;
     let socket = tokio::net::UnixListener::from_std(socket)?;
     tokio::try_join!(
-        async { axum::serve(socket, admin_routes(&context)).await },
+        async { axum::serve(socket, socket_routes(&context)).await },
         guarded(metrics, metrics_routes(&context), reviewer),
         tcp(health, health_routes(&context)),
         tcp(admin, admin_routes(&context)),
@@ -268,17 +270,28 @@ fn health_routes(context: &Arc<Context>) -> Router {
         .with_state(Arc::clone(context))
 }
 
+/// The paths of the Unix socket.
+fn socket_routes(context: &Arc<Context>) -> Router {
+    Router::new()
+        .route("/dns/cache/flush", post(dns::flush))
+        .with_state(Arc::clone(context))
+        .merge(admin_routes(context))
+}
+
 fn admin_routes(context: &Arc<Context>) -> Router {
     Router::new()
         .route(
             "/",
-            get(|| async { "/status /services /pools /mesh /metrics /version /healthz/ready\n" }),
+            get(|| async {
+                "/status /services /pools /mesh /dns/cache /metrics /version /healthz/ready\n"
+            }),
         )
         .route("/version", get(|| async { Json(Version::own()) }))
         .route("/status", get(get_status))
         .route("/services", get(get_services))
         .route("/pools", get(get_pools))
         .route("/mesh", get(get_mesh))
+        .route("/dns/cache", get(dns::get))
         .with_state(Arc::clone(context))
         .merge(metrics_routes(context))
         .merge(health_routes(context))

@@ -21,7 +21,9 @@ use nix::time::{ClockId, clock_gettime};
 use tracing::{debug, info, warn};
 
 use super::{
-    Event, deaths,
+    Event,
+    astray::Astray,
+    deaths,
     interfaces::{PacketSettings, Role},
 };
 use crate::{
@@ -92,6 +94,7 @@ impl Flows {
             held: Cell::default(),
             direct,
             none_since: Cell::new(None),
+            astray: RefCell::default(),
             next: Cell::new(None),
         };
         let thread = threads::start("flows", deaths(events), move || {
@@ -162,8 +165,9 @@ struct Worker {
     swept: Cell<Instant>,
     /// By what is told which interfaces are pods' sides.
     packet: PacketSettings,
-    /// When to look next where pods' sockets are.
+    /// When to look next where pods' sockets are, and where the routes to pods lead.
     pods: Cell<Instant>,
+    astray: RefCell<Astray>,
     /// Cells that were held when flows were last walked through.
     held: Cell<Held>,
     direct: Arc<DirectFlows>,
@@ -272,13 +276,15 @@ impl Worker {
             .values()
             .flat_map(|service| &service.ports);
         let endpoints = ports.flat_map(|port| &port.endpoints);
-        let pods = endpoints.filter(|e| e.local).map(|e| e.addr).collect();
+        let pods = endpoints.filter(|e| e.local && e.ready).map(|e| e.addr);
         let leaves_by = |addr| kernel::leaves_by(addr).ok().flatten();
-        let led = self.packet.led_elsewhere(interfaces, &pods, leaves_by);
-        if let Some(text) = &led {
+        let mut astray = self.astray.borrow_mut();
+        let led = astray.look(&self.packet, interfaces, &pods.collect(), leaves_by);
+        if self.state.pods_led_elsewhere(led.clone())
+            && let Some(text) = led
+        {
             warn!("packet path: {text}");
         }
-        self.state.pods_led_elsewhere(led);
     }
 
     /// Walks through all flows.

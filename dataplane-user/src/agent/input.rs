@@ -8,7 +8,10 @@ use super::{node, remembered::Remembered};
 use crate::{
     admin,
     model::{Entry, EntryName, Node, Problem, Reachable, Service, ServiceName, Snapshot},
-    plan::entries::Entries,
+    plan::{
+        entries::Entries,
+        routes::{Routes, Sources},
+    },
     settings,
     source::{
         Admitted, ExternalIps, Feed, Health, Notice, OpenError, Source, View, kubernetes,
@@ -44,6 +47,7 @@ pub fn source(settings: &settings::Source, scope: kubernetes::Scope) -> Source {
         wanted: kubernetes::Wanted {
             scope,
             entries: api.service_entries && scope >= kubernetes::Scope::HostPorts,
+            routes: api.routes,
         },
         patience: kubernetes::Patience::default(),
     })
@@ -65,6 +69,8 @@ pub struct Input {
     /// Every entry of the last view.
     view_entries: imbl::OrdMap<EntryName, Arc<Entry>>,
     entries: Entries,
+    /// The routes and grants of the snapshot are those of the last view.
+    routes: Routes,
     /// The addresses of their hosts; none: they are of no use to the next one who asks.
     remembered: Option<Remembered>,
     /// Whether there was a view.
@@ -107,6 +113,7 @@ impl Input {
             admitted: Admitted::new(external_ips(settings)),
             view_entries: imbl::OrdMap::new(),
             entries: Entries::new(records.unwrap_or_default()),
+            routes: Routes::default(),
             remembered,
             known: false,
         };
@@ -212,6 +219,8 @@ impl Input {
         self.facts = view.node;
         self.services = view.services;
         self.view_entries = view.entries;
+        self.snapshot.routes = view.routes;
+        self.snapshot.grants = view.grants;
         self.snapshot.workloads = view.workloads;
         self.snapshot.whole = view.whole;
         let others = !Arc::ptr_eq(&self.problems, &view.problems);
@@ -235,9 +244,15 @@ impl Input {
             remembered.note(&taken.records, || self.entries.records());
             changed |= remembered.problem().is_some() != before;
         }
-        self.snapshot.services = taken.services;
+        let routed = self.routes.take(Sources {
+            routes: &self.snapshot.routes,
+            grants: &self.snapshot.grants,
+            services: &taken.services,
+            entries: &taken.entries,
+        });
+        self.snapshot.services = routed.services;
         self.snapshot.entries = taken.entries;
-        changed |= taken.other_problems;
+        changed |= taken.other_problems | routed.other_problems;
         if changed {
             self.note();
         }
@@ -249,6 +264,7 @@ impl Input {
         let remembered = self.remembered.as_ref();
         let remembered = remembered.and_then(Remembered::problem);
         let here = self.admitted.problems().chain(self.entries.problems());
+        let here = here.chain(self.routes.problems());
         let mut here = here.chain(remembered).peekable();
         let problems: Arc<[Problem]> = if here.peek().is_none() {
             Arc::clone(&self.problems)

@@ -7,7 +7,6 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs, io,
-    net::IpAddr,
     time::{Duration, Instant},
 };
 
@@ -136,46 +135,6 @@ impl PacketSettings {
             network.interfaces.insert(interface.index, known);
         }
         Ok(network)
-    }
-
-    /// Returns a message if the node's routes lead to pods of its own by uplinks, although pods have interfaces here at which
-    /// sources are checked: then the packets of those pods, if they have such an interface, count as forged. `leaves_by`
-    /// tells by which interface an address is reached.
-    pub fn led_elsewhere(
-        &self,
-        interfaces: &[Interface],
-        pods: &BTreeSet<IpAddr>,
-        leaves_by: impl Fn(IpAddr) -> Option<u32>,
-    ) -> Option<String> {
-        self.attach?;
-        let segments = Segments::new(interfaces);
-        let checked = interfaces
-            .iter()
-            .filter(|i| i.up && self.role(i) == Role::Pod);
-        let checked = checked.filter(|i| segments.asked(i, &self.unchecked) == Iface::STRICT);
-        let with_pods: BTreeSet<u32> = checked.map(|i| segments.segment(i)).collect();
-        if with_pods.is_empty() {
-            return None;
-        }
-        let uplink = |index| {
-            let uplink = interfaces.iter().find(|i| i.index == index)?;
-            let segment = segments.segment(uplink);
-            let has_pods = segment != 0 && with_pods.contains(&segment);
-            (self.role(uplink) == Role::Uplink && !has_pods).then_some(&uplink.name)
-        };
-        let mut led = pods
-            .iter()
-            .filter_map(|pod| Some((pod, uplink(leaves_by(*pod)?)?)));
-        let (pod, uplink) = led.next()?;
-        let others = match led.count() {
-            0 => String::new(),
-            others => format!(" (and {others} other pods of this node by uplinks)"),
-        };
-        Some(format!(
-            "the node's route to its own pod {pod} leads to the uplink {uplink}{others}: if such a pod has an interface \
-             on this node, its packets to services are dropped (source-forged). Correct the route; or, if the network \
-             plug-in means it so, do not check that interface: --no-source-check 'veth*'"
-        ))
     }
 
     fn config(&self, (first, last): (u16, u16)) -> (PacketConfig, BTreeSet<SourceKey>) {
@@ -358,6 +317,8 @@ fn ephemeral_ports() -> io::Result<(u16, u16)> {
 
 #[cfg(test)]
 mod tests {
+    use std::net::IpAddr;
+
     use super::*;
     use crate::settings::Pattern;
 
@@ -543,37 +504,6 @@ mod tests {
         all[2].up = true;
         let (new, _) = newcomers.look(&all, start + Duration::from_mins(1));
         assert!(new.contains(&6));
-    }
-
-    #[test]
-    fn pods_that_are_routed_elsewhere_are_named() {
-        let uplink = interface(2, "eth0", "", &["192.0.2.1/24"]);
-        let all = [uplink.clone(), pair(5, "veth5", &[])];
-        let pods = ["10.244.1.5", "10.244.1.6", "192.0.2.1"].map(|a| a.parse().unwrap());
-        let named = |settings: &PacketSettings, all: &[Interface], by: Option<u32>| {
-            settings.led_elsewhere(all, &pods.into(), |addr| by.filter(|_| addr != pods[2]))
-        };
-        let text = named(&settings(), &all, Some(2)).unwrap();
-        assert!(text.contains("10.244.1.5 leads to the uplink eth0 (and 1 other"));
-        assert_eq!(named(&settings(), &all, Some(5)), None);
-        assert_eq!(named(&settings(), &all, None), None);
-        assert_eq!(named(&settings(), &[uplink], Some(2)), None, "no such pod");
-        let unchecked = PacketSettings {
-            unchecked: Patterns::new(vec!["veth*".parse().unwrap()]),
-            ..settings()
-        };
-        assert_eq!(named(&unchecked, &all, Some(2)), None);
-        let flat = [
-            Interface {
-                default_route: true,
-                ..interface(2, "br0", "bridge", &["192.0.2.1/24"])
-            },
-            Interface {
-                master: Some(2),
-                ..pair(5, "veth5", &[])
-            },
-        ];
-        assert_eq!(named(&settings(), &flat, Some(2)), None);
     }
 
     #[test]

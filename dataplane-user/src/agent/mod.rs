@@ -6,6 +6,7 @@
 //! connections, the agent ends with an error (`threads`).
 
 pub mod addresses;
+mod astray;
 mod attacher;
 mod flows;
 mod foreign;
@@ -565,6 +566,11 @@ fn learnt(
                 "the mount table"
             },
         ),
+        source_routes_pass: packet.attach.is_none()
+            && settings
+                .mesh
+                .as_ref()
+                .is_some_and(crate::settings::Mesh::denies),
     }
 }
 

@@ -19,7 +19,7 @@ const FRESH: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub struct Names {
     client: Client,
-    known: RefCell<HashMap<u32, (Instant, Option<String>)>>,
+    known: RefCell<HashMap<u32, (Instant, Option<Pool>)>>,
     /// When the agent last did not answer: one that hangs must not hold up every line.
     silent: Cell<Option<Instant>>,
 }
@@ -36,6 +36,16 @@ impl Names {
 
     /// Whose a pool is, as `namespace/name`; none if nobody's, or if no agent answers.
     pub fn of_pool(&self, pool: u32) -> Option<String> {
+        let pool = self.pool(pool)?;
+        Some(format!("{}/{}", pool.namespace, pool.name))
+    }
+
+    /// The route that splits the connections to a pool; none likewise.
+    pub fn route_of_pool(&self, pool: u32) -> Option<String> {
+        self.pool(pool)?.route
+    }
+
+    fn pool(&self, pool: u32) -> Option<Pool> {
         // Pool 0 is never used.
         if pool == 0 || self.silent.get().is_some_and(|at| at.elapsed() < FRESH) {
             return None;
@@ -54,7 +64,6 @@ impl Names {
             return None;
         };
         let owner = page.items.into_iter().next();
-        let owner = owner.map(|pool| format!("{}/{}", pool.namespace, pool.name));
         known.insert(pool, (Instant::now(), owner.clone()));
         owner
     }

@@ -79,17 +79,15 @@ impl SourceArgs {
     /// Takes the file's source if none of these options was given.
     pub(super) fn settle(&mut self, file: &Settings) {
         let api = self.kubernetes || self.kubeconfig.is_some() || self.api_server.is_some();
+        let of_file = file.source.kubernetes.as_ref();
         self.settled = if api || !self.manifests.is_empty() {
             settings::Source {
                 manifests: self.manifests.clone(),
                 kubernetes: api.then(|| Kubernetes {
                     kubeconfig: self.kubeconfig.clone(),
                     api_server: self.api_server.clone(),
-                    service_entries: file
-                        .source
-                        .kubernetes
-                        .as_ref()
-                        .is_some_and(|of| of.service_entries),
+                    service_entries: of_file.is_some_and(|of| of.service_entries),
+                    routes: of_file.is_some_and(|of| of.routes),
                 }),
             }
         } else {

@@ -1,6 +1,8 @@
 //! What becomes of a query: an answer from what is known here, or what resolvers are to be asked. Pure: no socket, no
 //! clock.
 
+use std::cell::LazyCell;
+
 use hickory_proto::{op::ResponseCode, rr::Record};
 use rand::{Rng, seq::SliceRandom as _};
 use smallvec::SmallVec;
@@ -35,6 +37,8 @@ pub enum Rule {
     Pod,
     /// The version of the schema.
     Schema,
+    /// A host of a ServiceEntry.
+    Host,
     /// A name of the cluster that has no records.
     Empty,
     /// A name of the cluster that does not exist.
@@ -59,6 +63,7 @@ impl Rule {
             Self::Pointer => "pointer",
             Self::Pod => "pod",
             Self::Schema => "schema",
+            Self::Host => "service-entry",
             Self::Empty => "empty",
             Self::Missing => "missing",
             Self::Search => "search",
@@ -80,6 +85,7 @@ impl Rule {
             Meaning::Alias(..) => Self::Alias,
             Meaning::Pod(_) => Self::Pod,
             Meaning::Pointer(_) => Self::Pointer,
+            Meaning::Host(..) => Self::Host,
         }
     }
 }
@@ -117,9 +123,6 @@ pub struct Candidate {
     pub name: LowerName,
 }
 
-/// How long answers from the cluster's zone may be kept by clients, in seconds.
-pub const TTL: u32 = 5;
-
 /// Decides what becomes of a query, and writes the answer to `out` if it is known here. `client` is only called if the
 /// answer depends on who asks.
 pub fn answer<C: AsRef<Client>>(
@@ -140,21 +143,32 @@ pub fn answer<C: AsRef<Client>>(
         }
     };
     let question = (&query.name, query.of_type);
-    match zone.meaning(&query.name) {
+    let client = LazyCell::new(client);
+    let client = || (*client).as_ref();
+    match zone.meaning(&query.name, || &client().namespace) {
         // What most clients ask for most of the time.
         meaning @ (Meaning::Service(_)
         | Meaning::Headless(_)
         | Meaning::Endpoints(..)
-        | Meaning::Pod(_))
-            if matches!(query.of_type, types::A | types::AAAA) =>
+        | Meaning::Pod(_)
+        | Meaning::Host(..))
+            if is_of_address(query.of_type) =>
         {
-            if write_addresses(&query, transport, &meaning, random, out) {
-                return Decision::Answered(Rule::of(&meaning));
+            let (rule, ttl) = (Rule::of(&meaning), zone.ttl(&meaning));
+            if write_addresses(&query, transport, (&meaning, ttl), random, out) {
+                return Decision::Answered(rule);
             }
-            let rule = Rule::of(&meaning);
-            write(zone, &query, transport, (Found::default(), true), rule, out)
+            let found = compose::records(zone, &query.name, &meaning, query.of_type);
+            write(zone, &query, transport, (found, true), rule, out)
         }
-        Meaning::Missing => match search(zone, question, client().as_ref()) {
+        meaning @ Meaning::Host(..) => {
+            let candidate = Candidate {
+                records: Vec::new(),
+                name: query.name.clone(),
+            };
+            Decision::Ask(ask_of_host(zone, question, &meaning, candidate))
+        }
+        Meaning::Missing => match search(zone, question, client()) {
             Some(Searched::Here(found)) => {
                 write_stored(&query, transport, &found, Rule::Search, out)
             }
@@ -164,21 +178,23 @@ pub fn answer<C: AsRef<Client>>(
                 write(zone, &query, transport, nothing, Rule::Missing, out)
             }
         },
-        Meaning::Foreign | Meaning::Unsure => match search(zone, question, client().as_ref()) {
+        Meaning::Foreign | Meaning::Unsure => match search(zone, question, client()) {
             Some(Searched::Ask(ask)) => Decision::Ask(ask),
             // Whether the name itself exists is known to resolvers only.
             Some(Searched::Here(_)) | None => Decision::Ask(forward(&query.name)),
         },
-        Meaning::Alias(..) if query.of_type != types::CNAME => match chase(zone, question) {
-            Chased::Here(found) => write_stored(&query, transport, &found, Rule::Alias, out),
-            Chased::Ask(ask) => Decision::Ask(ask),
-            Chased::Circle => {
-                query.with_code(ResponseCode::ServFail, out);
-                Decision::Answered(Rule::Alias)
+        Meaning::Alias(..) if query.of_type != types::CNAME => {
+            match chase(zone, question, client()) {
+                Chased::Here(found) => write_stored(&query, transport, &found, Rule::Alias, out),
+                Chased::Ask(ask) => Decision::Ask(ask),
+                Chased::Circle => {
+                    query.with_code(ResponseCode::ServFail, out);
+                    Decision::Answered(Rule::Alias)
+                }
             }
-        },
+        }
         meaning => {
-            let mut found = compose::records(zone, &query.name, &meaning, query.of_type, TTL);
+            let mut found = compose::records(zone, &query.name, &meaning, query.of_type);
             found.answers.shuffle(random);
             write(
                 zone,
@@ -205,11 +221,33 @@ fn forward(name: &LowerName) -> Box<Ask> {
     })
 }
 
+/// Whether records of a type are addresses.
+const fn is_of_address(of_type: u16) -> bool {
+    matches!(of_type, types::A | types::AAAA)
+}
+
+/// Asks resolvers for other records of a host than addresses. If they do not know the host, it exists all the same: a client
+/// that heard otherwise would not ask for addresses any more.
+fn ask_of_host(
+    zone: &Zone,
+    question: (&LowerName, u16),
+    meaning: &Meaning,
+    candidate: Candidate,
+) -> Box<Ask> {
+    let mut found = compose::records(zone, &candidate.name, meaning, question.1);
+    found.answers.splice(..0, candidate.records.iter().cloned());
+    Box::new(Ask {
+        rule: Rule::Host,
+        otherwise: compose::own(zone, question, found, true),
+        candidates: [candidate].into_iter().collect(),
+    })
+}
+
 /// Writes the addresses of one family in random order; false if there are none.
 fn write_addresses(
     query: &Query,
     transport: Transport,
-    meaning: &Meaning,
+    (meaning, ttl): (&Meaning, u32),
     random: &mut impl Rng,
     out: &mut Vec<u8>,
 ) -> bool {
@@ -233,7 +271,7 @@ fn write_addresses(
     if v4.is_empty() && v6.is_empty() {
         return false;
     }
-    query.with_addresses(transport, TTL, all, out);
+    query.with_addresses(transport, ttl, all, out);
     true
 }
 
@@ -289,25 +327,37 @@ fn search(zone: &Zone, (name, of_type): (&LowerName, u16), client: &Client) -> O
         names.extend(name.with_end(count, &LowerName::root()).ok());
     }
     let mut candidates = SmallVec::<[Candidate; 1]>::new();
-    if matches!(zone.meaning(name), Meaning::Unsure) {
+    let meaning_of = |name: &LowerName| zone.meaning(name, || &client.namespace);
+    if matches!(meaning_of(name), Meaning::Unsure) {
         candidates.push(Candidate {
             records: Vec::new(),
             name: name.clone(),
         });
     }
+    let alias = |other: &LowerName| compose::alias(name, other, zone.ttls.services);
     let mut here = None;
     for other in names {
-        match zone.meaning(&other) {
+        match meaning_of(&other) {
             Meaning::Missing => {}
             Meaning::Foreign | Meaning::Unsure => candidates.push(Candidate {
-                records: vec![compose::alias(name, &other, TTL)],
+                records: vec![alias(&other)],
                 name: other,
             }),
+            meaning @ Meaning::Host(..) if !is_of_address(of_type) => {
+                let candidate = Candidate {
+                    records: vec![alias(&other)],
+                    name: other,
+                };
+                let ask = ask_of_host(zone, (name, of_type), &meaning, candidate);
+                candidates.extend(ask.candidates);
+                here = ask.otherwise;
+                break;
+            }
             meaning => {
-                let alias = compose::alias(name, &other, TTL);
+                let alias = alias(&other);
                 here = match &meaning {
                     Meaning::Alias(..) if of_type != types::CNAME => {
-                        match chase(zone, (&other, of_type)) {
+                        match chase(zone, (&other, of_type), client) {
                             Chased::Here(found) => {
                                 compose::joined((name, of_type), &[alias], &found, 0)
                             }
@@ -322,7 +372,7 @@ fn search(zone: &Zone, (name, of_type): (&LowerName, u16), client: &Client) -> O
                         }
                     }
                     meaning => {
-                        let mut found = compose::records(zone, &other, meaning, of_type, TTL);
+                        let mut found = compose::records(zone, &other, meaning, of_type);
                         found.answers.insert(0, alias);
                         compose::own(zone, (name, of_type), found, true)
                     }
@@ -356,17 +406,17 @@ enum Chased {
 }
 
 /// Follows a service that stands for another name, and the next.
-fn chase(zone: &Zone, (name, of_type): (&LowerName, u16)) -> Chased {
+fn chase(zone: &Zone, (name, of_type): (&LowerName, u16), client: &Client) -> Chased {
     let mut records = Vec::new();
     let mut at = name.clone();
     for _ in 0..CHAIN {
-        let meaning = zone.meaning(&at);
+        let meaning = zone.meaning(&at, || &client.namespace);
         match &meaning {
             Meaning::Alias(_, to) => {
                 let Ok(to) = LowerName::parse(to) else {
                     return Chased::Circle;
                 };
-                records.push(compose::alias(&at, &to, TTL));
+                records.push(compose::alias(&at, &to, zone.ttls.services));
                 at = to;
             }
             Meaning::Foreign | Meaning::Unsure => {
@@ -377,9 +427,13 @@ fn chase(zone: &Zone, (name, of_type): (&LowerName, u16)) -> Chased {
                     otherwise: None,
                 }));
             }
+            Meaning::Host(..) if !is_of_address(of_type) => {
+                let candidate = Candidate { records, name: at };
+                return Chased::Ask(ask_of_host(zone, (name, of_type), &meaning, candidate));
+            }
             meaning => {
                 let exists = !matches!(meaning, Meaning::Missing);
-                let mut found = compose::records(zone, &at, meaning, of_type, TTL);
+                let mut found = compose::records(zone, &at, meaning, of_type);
                 found.answers.splice(..0, records);
                 let stored = compose::own(zone, (name, of_type), found, exists);
                 return stored.map_or(Chased::Circle, Chased::Here);

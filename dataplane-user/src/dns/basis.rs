@@ -5,7 +5,11 @@ use std::{
     sync::Arc,
 };
 
-use super::{LowerName, ResolvConf, client::PORT, zone::Zone};
+use super::{
+    LowerName, ResolvConf,
+    client::PORT,
+    zone::{Ttls, Zone},
+};
 use crate::model::{Cluster, Names, ServiceName, Snapshot};
 
 /// Where Kubernetes' distributions have the cluster's DNS.
@@ -20,6 +24,8 @@ pub struct Basis {
     pub cluster_dns: Vec<IpAddr>,
     /// `resolvConf`.
     pub node: ResolvConf,
+    /// How long clients may keep answers.
+    pub ttls: Ttls,
 }
 
 impl Basis {
@@ -40,7 +46,7 @@ impl Basis {
 
     /// The zone of a snapshot.
     pub fn zone(&self, snapshot: &Snapshot) -> Zone {
-        Zone::new(self.names(Names::default(), snapshot))
+        Zone::new(self.names(Names::default(), snapshot), self.ttls)
     }
 
     /// Where the cluster's DNS is.

@@ -10,13 +10,24 @@ use std::{
 pub const EVERY: Duration = Duration::from_millis(500);
 /// A thread that has not said so for so long hangs. A busy machine lets none wait so long.
 const STUCK: Duration = Duration::from_secs(30);
+/// A thread that was silent for so long may have come back to full sockets.
+pub const AWAY: Duration = Duration::from_secs(2);
 
-/// Is told, whenever a thread goes on, how long ago all of them did.
+/// Is told, whenever a thread goes on, how long ago all of them had read their sockets.
 pub type Renew = Box<dyn Fn(Duration) + Send + Sync>;
+
+/// The last beat of a thread.
+#[derive(Clone, Copy, Debug)]
+struct Beat {
+    at: Instant,
+    /// The thread's sockets have had room since this time. A thread that was away beats before it has read its sockets,
+    /// and a full socket loses queries. So the next beat counts.
+    reads: Instant,
+}
 
 /// When each thread last said that it goes on; none before and after its life.
 pub struct Beats {
-    last: Box<[Mutex<Option<Instant>>]>,
+    last: Box<[Mutex<Option<Beat>>]>,
     renew: Renew,
 }
 
@@ -35,30 +46,45 @@ impl Beats {
 
     /// A thread goes on.
     pub fn say(&self, thread: usize, now: Instant) {
-        self.set(thread, Some(now));
-        if let Some((_, ago)) = self.most_silent(now) {
-            (self.renew)(ago);
+        self.set(thread, |before| {
+            let reads = match before {
+                Some(before) if now.saturating_duration_since(before.at) >= AWAY => before.reads,
+                _ => now,
+            };
+            Some(Beat { at: now, reads })
+        });
+        let all = self.each().map(|(_, beat)| beat.reads);
+        if let Some(reads) = all.min() {
+            (self.renew)(now.saturating_duration_since(reads));
         }
     }
 
     /// A thread ends.
     pub fn end(&self, thread: usize) {
-        self.set(thread, None);
+        self.set(thread, |_| None);
     }
 
-    fn set(&self, thread: usize, beat: Option<Instant>) {
+    fn set(&self, thread: usize, change: impl FnOnce(Option<Beat>) -> Option<Beat>) {
         if let Some(last) = self.last.get(thread) {
-            *last.lock().unwrap_or_else(PoisonError::into_inner) = beat;
+            let mut last = last.lock().unwrap_or_else(PoisonError::into_inner);
+            *last = change(*last);
         }
+    }
+
+    fn each(&self) -> impl Iterator<Item = (usize, Beat)> {
+        let all = self.last.iter().enumerate();
+        all.filter_map(|(number, last)| {
+            Some((
+                number,
+                (*last.lock().unwrap_or_else(PoisonError::into_inner))?,
+            ))
+        })
     }
 
     /// The thread that has been silent for longest, as seen at `now`, and for how long.
     pub fn most_silent(&self, now: Instant) -> Option<(String, Duration)> {
-        let since = |(number, last): (usize, &Mutex<Option<Instant>>)| {
-            let last = *last.lock().unwrap_or_else(PoisonError::into_inner);
-            Some((number, now.saturating_duration_since(last?)))
-        };
-        let all = self.last.iter().enumerate().filter_map(since);
+        let ago = |beat: Beat| now.saturating_duration_since(beat.at);
+        let all = self.each().map(|(number, beat)| (number, ago(beat)));
         let (number, ago) = all.max_by_key(|(_, ago)| *ago)?;
         Some((name(number), ago))
     }
@@ -92,15 +118,21 @@ mod tests {
         assert_eq!(beats.stuck(now + STUCK), None, "it has ended");
     }
 
-    /// Its workloads' queries wait, however well the other threads do.
-    #[test]
-    fn a_thread_that_hangs_renews_no_lease_by_others() {
+    /// Two threads that have begun now, and the renewals of the lease.
+    fn two() -> (Beats, Arc<Mutex<Vec<Duration>>>, Instant) {
         let said = Arc::<Mutex<Vec<Duration>>>::default();
         let own = Arc::clone(&said);
         let beats = Beats::new(2, Box::new(move |ago| own.lock().unwrap().push(ago)));
         let now = Instant::now();
         beats.say(0, now);
         beats.say(1, now);
+        (beats, said, now)
+    }
+
+    /// Its workloads' queries wait, however well the other threads do.
+    #[test]
+    fn a_thread_that_hangs_renews_no_lease_by_others() {
+        let (beats, said, now) = two();
         for number in 1..=4 {
             beats.say(0, now + EVERY * number);
         }
@@ -108,5 +140,26 @@ mod tests {
         beats.say(0, now + EVERY * 5);
         let whole = [0, 0, 1, 2, 3, 4, 0].map(|times| EVERY * times);
         assert_eq!(*said.lock().unwrap(), whole);
+    }
+
+    /// A full socket loses queries that resolvers would have answered.
+    #[test]
+    fn a_thread_that_comes_back_renews_the_lease_when_it_has_read() {
+        let (beats, said, now) = two();
+        let back = now + AWAY;
+        beats.say(0, back);
+        assert_eq!(
+            beats.most_silent(back),
+            Some((name(1), AWAY)),
+            "it goes on, for `status`"
+        );
+        beats.say(1, back);
+        beats.say(0, back + EVERY);
+        beats.say(1, back + EVERY);
+        let zero = Duration::ZERO;
+        assert_eq!(
+            *said.lock().unwrap(),
+            [zero, zero, AWAY, AWAY, AWAY + EVERY, zero]
+        );
     }
 }

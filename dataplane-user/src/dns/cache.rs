@@ -1,7 +1,11 @@
-//! Answers of resolvers, kept for others who ask the same: bounded by bytes.
+//! Answers of resolvers, kept for others who ask the same: bounded by bytes, which namespaces share.
+//!
+//! An answer belongs to the namespace whose query brought it. If there is no room for another answer, the namespace with
+//! the most bytes loses one. So a namespace that asks for many names evicts its own answers, once it has more than any
+//! other.
 
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::{BTreeMap, HashMap, VecDeque},
     fmt,
     hash::{BuildHasher, RandomState},
     sync::{
@@ -16,9 +20,7 @@ use super::{name::LowerName, wire::Stored};
 /// How many parts there are, each with a lock of its own.
 const SHARDS: usize = 16;
 /// What an entry takes besides its key and answer: the map's slot and the queue's.
-const OVERHEAD: usize = 160;
-/// How long an answer that is over may still be served if resolvers are away (RFC 8767).
-const STALE: Duration = Duration::from_hours(24);
+const OVERHEAD: usize = 176;
 /// How long any answer is kept at most.
 const LONGEST: u32 = 86_400;
 
@@ -36,6 +38,10 @@ impl Key {
         key.push(bits);
         key.extend_from_slice(name);
         Self(key.into())
+    }
+
+    fn is_of(&self, name: &LowerName) -> bool {
+        self.0.get(7..) == Some(name.bytes())
     }
 }
 
@@ -63,6 +69,7 @@ pub enum State {
 
 struct Entry {
     stored: Arc<Stored>,
+    owner: Arc<str>,
     since: Instant,
     /// Whether it was asked for since it was last considered for eviction.
     used: AtomicBool,
@@ -73,6 +80,14 @@ struct Entry {
 #[derive(Default)]
 struct Shard {
     entries: HashMap<Key, Entry>,
+    /// Each has at least one entry.
+    owners: HashMap<Arc<str>, Owner>,
+    bytes: usize,
+}
+
+/// The answers of a namespace.
+#[derive(Default)]
+struct Owner {
     /// Keys in the order in which they are considered for eviction.
     queue: VecDeque<Key>,
     bytes: usize,
@@ -84,6 +99,8 @@ pub struct Cache {
     hasher: RandomState,
     /// How many bytes each shard may have.
     room: usize,
+    /// How long an answer that is over may still be served if resolvers are away (RFC 8767).
+    stale: Duration,
     evictions: AtomicU64,
 }
 
@@ -94,12 +111,13 @@ impl fmt::Debug for Cache {
 }
 
 impl Cache {
-    /// An empty cache of at most this many bytes.
-    pub fn new(bytes: usize) -> Self {
+    /// An empty cache of at most this many bytes. `stale`: how long an answer that is over may still be served.
+    pub fn new(bytes: usize, stale: Duration) -> Self {
         Self {
             shards: std::array::from_fn(|_| Mutex::default()),
             hasher: RandomState::new(),
             room: bytes / SHARDS,
+            stale,
             evictions: AtomicU64::new(0),
         }
     }
@@ -117,7 +135,7 @@ impl Cache {
         let age = now.saturating_duration_since(entry.since);
         let seconds = u32::try_from(age.as_secs()).unwrap_or(u32::MAX);
         let ttl = entry.stored.ttl.min(LONGEST);
-        if age > Duration::from_secs(ttl.into()) + STALE {
+        if age > Duration::from_secs(ttl.into()) + self.stale {
             return None;
         }
         entry.used.store(true, Ordering::Relaxed);
@@ -135,42 +153,14 @@ impl Cache {
         })
     }
 
-    /// Keeps an answer, unless it may not be kept.
-    pub fn put(&self, key: &Key, stored: &Arc<Stored>, now: Instant) {
+    /// Keeps an answer if its TTL allows it and it is whole. `owner`: the namespace that has asked.
+    pub fn put(&self, key: &Key, owner: &Arc<str>, stored: &Arc<Stored>, now: Instant) {
         if stored.ttl == 0 || stored.is_truncated() {
             return;
         }
-        let size = |stored: &Stored| key.0.len() + stored.size() + OVERHEAD;
         let mut shard = self.shard(key);
-        let shard = &mut *shard;
-        let entry = Entry {
-            stored: Arc::clone(stored),
-            since: now,
-            used: AtomicBool::new(false),
-            hits: AtomicUsize::new(0),
-        };
-        shard.bytes += size(stored);
-        match shard.entries.insert(key.clone(), entry) {
-            Some(old) => shard.bytes -= size(&old.stored),
-            None => shard.queue.push_back(key.clone()),
-        }
-        // An entry that was used gets another round. Two rounds end it.
-        let mut rounds = shard.queue.len() * 2;
-        while shard.bytes > self.room && rounds > 0 {
-            rounds -= 1;
-            let Some(key) = shard.queue.pop_front() else {
-                break;
-            };
-            let Some(entry) = shard.entries.get(&key) else {
-                continue;
-            };
-            if entry.used.swap(false, Ordering::Relaxed) {
-                shard.queue.push_back(key);
-                continue;
-            }
-            let size = key.0.len() + entry.stored.size() + OVERHEAD;
-            shard.bytes -= size;
-            shard.entries.remove(&key);
+        shard.put(key, owner, stored, now);
+        while shard.bytes > self.room && shard.evict() {
             self.evictions.fetch_add(1, Ordering::Relaxed);
         }
     }
@@ -184,10 +174,128 @@ impl Cache {
         })
     }
 
+    /// How many answers each namespace has, and their bytes.
+    pub fn shares(&self) -> BTreeMap<Arc<str>, (usize, usize)> {
+        let mut all = BTreeMap::<_, (usize, usize)>::new();
+        for shard in &self.shards {
+            let shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
+            for (name, of) in &shard.owners {
+                let own: &mut (usize, usize) = all.entry(Arc::clone(name)).or_default();
+                own.0 += of.queue.len();
+                own.1 += of.bytes;
+            }
+        }
+        all
+    }
+
+    /// Forgets the answers for a name, or all. Returns how many there were.
+    pub fn flush(&self, name: Option<&LowerName>) -> usize {
+        let mut flushed = 0;
+        for shard in &self.shards {
+            let mut shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
+            let before = shard.entries.len();
+            match name {
+                None => *shard = Shard::default(),
+                Some(name) => shard.forget(name),
+            }
+            flushed += before - shard.entries.len();
+        }
+        flushed
+    }
+
+    /// How many bytes it has room for.
+    pub fn room(&self) -> usize {
+        self.room * SHARDS
+    }
+
     /// How many answers went before their time, for want of room.
     pub fn evictions(&self) -> u64 {
         self.evictions.load(Ordering::Relaxed)
     }
+}
+
+impl Shard {
+    fn put(&mut self, key: &Key, owner: &Arc<str>, stored: &Arc<Stored>, now: Instant) {
+        // A fresh answer belongs to whom the old one belonged to: nobody else pays for it.
+        let old = self.entries.get(key);
+        let owner = Arc::clone(old.map_or(owner, |old| &old.owner));
+        let entry = Entry {
+            stored: Arc::clone(stored),
+            owner: Arc::clone(&owner),
+            since: now,
+            used: AtomicBool::new(false),
+            hits: AtomicUsize::new(0),
+        };
+        let of_owner = self.owners.entry(owner).or_default();
+        let size = size(key, stored);
+        self.bytes += size;
+        of_owner.bytes += size;
+        if let Some(old) = self.entries.insert(key.clone(), entry) {
+            let size = self::size(key, &old.stored);
+            self.bytes -= size;
+            of_owner.bytes -= size;
+        } else {
+            of_owner.queue.push_back(key.clone());
+        }
+    }
+
+    /// Forgets the answers for a name.
+    fn forget(&mut self, name: &LowerName) {
+        let Self {
+            entries,
+            owners,
+            bytes,
+        } = self;
+        entries.retain(|key, entry| {
+            if !key.is_of(name) {
+                return true;
+            }
+            let size = size(key, &entry.stored);
+            *bytes -= size;
+            if let Some(of_owner) = owners.get_mut(&entry.owner) {
+                of_owner.bytes -= size;
+                of_owner.queue.retain(|queued| queued != key);
+            }
+            false
+        });
+        owners.retain(|_, of_owner| !of_owner.queue.is_empty());
+    }
+
+    /// Evicts an answer of the namespace with the most bytes. Returns whether there was one.
+    fn evict(&mut self) -> bool {
+        let owners = self.owners.iter();
+        let most = owners.max_by_key(|(_, of)| of.bytes);
+        let Some(name) = most.map(|(name, _)| Arc::clone(name)) else {
+            return false;
+        };
+        let Some(of_owner) = self.owners.get_mut(&name) else {
+            return false;
+        };
+        // An answer that was used gets another round.
+        while let Some(key) = of_owner.queue.pop_front() {
+            let Some(entry) = self.entries.get(&key) else {
+                continue;
+            };
+            if entry.used.swap(false, Ordering::Relaxed) {
+                of_owner.queue.push_back(key);
+                continue;
+            }
+            let size = size(&key, &entry.stored);
+            self.bytes -= size;
+            of_owner.bytes -= size;
+            self.entries.remove(&key);
+            break;
+        }
+        if of_owner.queue.is_empty() {
+            self.owners.remove(&name);
+        }
+        true
+    }
+}
+
+/// The bytes that an answer takes.
+fn size(key: &Key, stored: &Stored) -> usize {
+    key.0.len() + stored.size() + OVERHEAD
 }
 
 #[cfg(test)]
@@ -199,6 +307,8 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    const STALE: Duration = Duration::from_hours(24);
 
     fn name(number: usize) -> LowerName {
         LowerName::parse(&format!("name-{number}.example.com")).unwrap()
@@ -224,9 +334,9 @@ mod tests {
 
     #[test]
     fn an_answer_ages_fades_and_is_stale_for_a_day() {
-        let cache = Cache::new(1 << 20);
+        let cache = Cache::new(1 << 20, STALE);
         let start = Instant::now();
-        cache.put(&key(1), &stored(1, 60), start);
+        cache.put(&key(1), &"shop".into(), &stored(1, 60), start);
         let at = |seconds| {
             let hit = cache.get(&key(1), start + Duration::from_secs(seconds));
             hit.map(|hit| (hit.age, hit.state))
@@ -237,6 +347,10 @@ mod tests {
         assert_eq!(at(60), Some((60, State::Stale)));
         assert_eq!(at(60 + 86_400), Some((60 + 86_400, State::Stale)));
         assert_eq!(at(62 + 86_400), None);
+        let strict = Cache::new(1 << 20, Duration::ZERO);
+        strict.put(&key(1), &"shop".into(), &stored(1, 60), start);
+        let hit = |seconds| strict.get(&key(1), start + Duration::from_secs(seconds));
+        assert!(hit(59).is_some() && hit(61).is_none());
         // Another set of resolvers, type or bits.
         for other in [
             Key::new(2, &name(1), 1, 1),
@@ -249,10 +363,10 @@ mod tests {
 
     #[test]
     fn what_nobody_asks_for_goes_first() {
-        let cache = Cache::new(200_000);
+        let cache = Cache::new(200_000, STALE);
         let now = Instant::now();
         for number in 0..2000 {
-            cache.put(&key(number), &stored(number, 60), now);
+            cache.put(&key(number), &"shop".into(), &stored(number, 60), now);
             assert!(cache.get(&key(0), now).is_some(), "at {number}");
         }
         let (count, bytes) = cache.size();
@@ -263,20 +377,62 @@ mod tests {
         assert!(cache.evictions() > 1000);
     }
 
+    /// A tenant asks for more names than the cache has room for, each twice, while others ask for theirs now and then.
+    #[test]
+    fn a_namespace_that_asks_for_many_names_evicts_its_own() {
+        let cache = Cache::new(1_000_000, STALE);
+        let now = Instant::now();
+        let (hog, shop): (Arc<str>, Arc<str>) = ("hog".into(), "shop".into());
+        for number in 0..500 {
+            cache.put(&key(number), &shop, &stored(number, 60), now);
+        }
+        for number in 1000..21_000 {
+            cache.put(&key(number), &hog, &stored(number, 60), now);
+            cache.get(&key(number), now);
+            // An answer that is fetched again stays its namespace's.
+            let again = number % 500;
+            if number % 7 == 0 && cache.get(&key(again), now).is_some() {
+                cache.put(&key(again), &hog, &stored(again, 60), now);
+            }
+        }
+        assert!(cache.evictions() > 15_000);
+        let left = (0..500).filter(|number| cache.get(&key(*number), now).is_some());
+        assert_eq!(left.count(), 500);
+        // The other way round: the hog keeps half, if another asks for as many.
+        for number in 30_000..50_000 {
+            cache.put(&key(number), &shop, &stored(number, 60), now);
+        }
+        let hogs = (1000..21_000).filter(|number| cache.get(&key(*number), now).is_some());
+        let (hogs, (all, _)) = (hogs.count(), cache.size());
+        assert!(hogs * 100 / all >= 45, "{hogs} of {all}");
+    }
+
     proptest! {
         #[test]
-        fn its_bytes_are_those_of_its_entries(puts in prop::collection::vec((0..40_usize, 0..3_u32), 0..200)) {
-            let cache = Cache::new(SHARDS * 900);
+        fn its_bytes_are_those_of_its_entries(puts in prop::collection::vec((0..40_usize, 0..3_u32, 0..3_usize), 0..200)) {
+            let cache = Cache::new(SHARDS * 900, STALE);
             let now = Instant::now();
-            for (number, ttl) in puts {
-                cache.put(&key(number), &stored(number, ttl), now);
+            let owners: [Arc<str>; 3] = ["a", "b", "c"].map(Into::into);
+            for (number, ttl, owner) in puts {
+                if number == 39 {
+                    cache.flush(Some(&name(ttl as usize)));
+                    prop_assert!(cache.get(&key(ttl as usize), now).is_none());
+                }
+                cache.put(&key(number), &owners[owner], &stored(number, ttl), now);
                 for shard in &cache.shards {
                     let shard = shard.lock().unwrap();
                     let sizes = shard.entries.iter();
-                    let sizes = sizes.map(|(key, entry)| key.0.len() + entry.stored.size() + OVERHEAD);
+                    let sizes = sizes.map(|(key, entry)| size(key, &entry.stored));
                     prop_assert_eq!(sizes.sum::<usize>(), shard.bytes);
                     prop_assert!(shard.bytes <= 900);
-                    prop_assert_eq!(shard.queue.len(), shard.entries.len());
+                    let queued = shard.owners.values().map(|of| of.queue.len());
+                    prop_assert_eq!(queued.sum::<usize>(), shard.entries.len());
+                    for (name, of) in &shard.owners {
+                        let own = shard.entries.iter().filter(|(_, entry)| entry.owner == *name);
+                        let sizes = own.map(|(key, entry)| size(key, &entry.stored));
+                        prop_assert_eq!(sizes.sum::<usize>(), of.bytes);
+                        prop_assert!(!of.queue.is_empty());
+                    }
                 }
             }
         }

@@ -30,11 +30,17 @@ pub struct Found {
     pub answers: Vec<Record>,
     /// Addresses of the names in them.
     pub additional: Vec<Record>,
+    /// The zone that has no others; none: the cluster's.
+    pub apex: Option<LowerName>,
 }
 
 /// The records of one type that a name has, whose meaning is known. A name that does not exist has none.
-pub fn records(zone: &Zone, owner: &LowerName, meaning: &Meaning, of_type: u16, ttl: u32) -> Found {
-    let mut found = Found::default();
+pub fn records(zone: &Zone, owner: &LowerName, meaning: &Meaning, of_type: u16) -> Found {
+    let ttl = zone.ttl(meaning);
+    let mut found = Found {
+        apex: matches!(meaning, Meaning::Host(..)).then(|| owner.clone()),
+        ..Found::default()
+    };
     let wants = |of: u16| of_type == of || of_type == types::ANY;
     let record = |data: RData| Record::from_rdata(owner.to_name(), ttl, data);
     match meaning {
@@ -84,6 +90,7 @@ pub fn addresses(meaning: &Meaning) -> Vec<IpAddr> {
         Meaning::Headless(service) => service.records.published().map(|e| e.addr).collect(),
         Meaning::Endpoints(_, endpoints) => endpoints.iter().map(|e| e.addr).collect(),
         Meaning::Pod(addr) => vec![*addr],
+        Meaning::Host(_, host) => host.vips.to_vec(),
         _ => Vec::new(),
     }
 }
@@ -166,7 +173,7 @@ pub fn own(
         record.record_type() != RecordType::CNAME || [types::CNAME, types::ANY].contains(&of_type)
     };
     if !found.answers.iter().any(is_answer) {
-        message.add_authority(soa(&zone.domain));
+        message.add_authority(soa(found.apex.as_ref().unwrap_or(&zone.domain)));
     }
     message.add_answers(found.answers);
     message.add_additionals(found.additional);

@@ -1,6 +1,7 @@
 //! What is counted: by Istio's names where it has one.
 
 use std::{
+    collections::BTreeMap,
     fmt,
     sync::Arc,
     time::{Duration, Instant},
@@ -16,7 +17,7 @@ use prometheus_client::{
     },
 };
 
-use super::{beats::Beats, cache::Cache};
+use super::{beats::Beats, cache::Cache, name::LowerName};
 
 /// Upper bounds of the times that resolvers take, in seconds.
 const SECONDS: [f64; 10] = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.2, 1.0, 4.0];
@@ -72,6 +73,21 @@ impl Observer {
     /// The thread that hangs, as seen at `now`, and for how long.
     pub fn stuck(&self, now: Instant) -> Option<(String, Duration)> {
         self.beats.stuck(now)
+    }
+
+    /// How many answers each namespace has in the cache, and their bytes.
+    pub fn cache_shares(&self) -> BTreeMap<Arc<str>, (usize, usize)> {
+        self.cache.shares()
+    }
+
+    /// How many bytes the cache has room for.
+    pub fn cache_room(&self) -> usize {
+        self.cache.room()
+    }
+
+    /// Forgets resolvers' answers for a name, or all. Returns how many there were.
+    pub fn flush(&self, name: Option<&LowerName>) -> usize {
+        self.cache.flush(name)
     }
 
     /// Writes what was counted, and the cache's size.
@@ -141,6 +157,11 @@ impl Observer {
                 "dataplane_dns_cache_bytes",
                 "Bytes of the answers in the cache",
                 bytes,
+            ),
+            (
+                "dataplane_dns_cache_max_bytes",
+                "Bytes of answers that the cache has room for",
+                self.cache.room(),
             ),
         ] {
             let gauge = ConstGauge::new(i64::try_from(value).unwrap_or(i64::MAX));

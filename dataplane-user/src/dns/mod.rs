@@ -22,11 +22,12 @@ mod worker;
 mod zone;
 
 pub use basis::Basis;
+pub use beats::AWAY;
 pub use client::{Client, ResolvConf};
 pub use metrics::Observer;
 pub use name::LowerName;
 pub use server::{Captured, Server};
-pub use shared::Settings;
+pub use shared::{Room, Settings};
 pub use sockets::Listener;
 pub use wire::{Stored, Transport, question};
-pub use zone::{Meaning, Zone};
+pub use zone::{Meaning, Ttls, Zone};

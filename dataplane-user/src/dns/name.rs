@@ -139,6 +139,21 @@ impl LowerName {
         (0..self.count()).map(|at| self.label(at))
     }
 
+    /// The name as text without a dot at its end, in this buffer; none if a label is not text, or has a dot in it.
+    pub fn text<'a>(&self, buffer: &'a mut [u8; MAX]) -> Option<&'a str> {
+        let starts = &self.starts[..self.count()];
+        if self.labels().any(|label| label.contains(&b'.')) {
+            return None;
+        }
+        let end = usize::from(self.len).saturating_sub(2);
+        let text = &mut buffer[..end];
+        text.copy_from_slice(self.bytes.get(1..=end)?);
+        for start in starts.iter().skip(1) {
+            text[usize::from(*start) - 1] = b'.';
+        }
+        str::from_utf8(text).ok()
+    }
+
     /// How many labels are before `end`, if the name ends with it.
     pub fn before(&self, end: &Self) -> Option<usize> {
         let before = self.count().checked_sub(end.count())?;
@@ -253,6 +268,20 @@ mod tests {
         assert_eq!(zone.before(&LowerName::root()), Some(2));
         let other = name("web.shop.svc.cluster.local").with_end(1, &name("example.com"));
         assert_eq!(other.unwrap().to_string(), "web.example.com.");
+    }
+
+    #[test]
+    fn a_name_is_text_unless_a_label_is_not() {
+        let buffer = &mut [0; MAX];
+        for text in ["www.example.com", "com", "", "a.b.c.d.e"] {
+            assert_eq!(name(text).text(buffer), Some(text));
+        }
+        let longest = format!("{0}.{0}.{0}.{1}", "a".repeat(63), "a".repeat(61));
+        assert_eq!(name(&longest).text(buffer), Some(&*longest));
+        for labels in [[&b"www.example"[..], b"com"], [b"\xff", b"com"]] {
+            let name = LowerName::of_labels(labels.into_iter()).unwrap();
+            assert_eq!(name.text(buffer), None);
+        }
     }
 
     #[test]

@@ -11,7 +11,7 @@ use hickory_proto::op::ResponseCode;
 use tokio::{sync::watch, time::timeout};
 
 use super::{
-    answer::Ask,
+    answer::{Ask, Rule},
     cache::{Cache, Hit, Key, State},
     client::Client,
     compose,
@@ -27,8 +27,6 @@ const PATIENCE: Duration = Duration::from_millis(1800);
 const RECHECK: Duration = Duration::from_secs(30);
 /// How long clients keep a stale answer, in seconds (RFC 8767).
 const STALE_TTL: u32 = 30;
-/// How many questions resolvers are asked at the same time at most: namespaces share them.
-const FLIGHTS: usize = 8192;
 
 /// An answer for a client.
 #[derive(Clone, Debug)]
@@ -49,6 +47,8 @@ pub struct Resolver {
     upstream: Upstream,
     /// Questions that resolvers are being asked.
     flights: Mutex<HashMap<Key, watch::Receiver<Option<Outcome>>>>,
+    /// How many there are at most: namespaces share them.
+    room: usize,
     /// How many of them each namespace has.
     shares: Counts<Arc<str>>,
     /// A number for each set of resolvers: what one set says is not for clients of another.
@@ -63,12 +63,13 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Resolver {
-    /// Knows nothing yet, and keeps at most so many bytes.
-    pub fn new(cache_bytes: usize, metrics: Arc<Metrics>) -> Self {
+    /// Knows nothing yet, and asks at most `room` questions at the same time.
+    pub fn new(cache: Cache, room: usize, metrics: Arc<Metrics>) -> Self {
         Self {
-            cache: Arc::new(Cache::new(cache_bytes)),
+            cache: Arc::new(cache),
             upstream: Upstream::new(Arc::clone(&metrics)),
             flights: Mutex::default(),
+            room,
             shares: Counts::default(),
             sets: Mutex::default(),
             failures: Mutex::default(),
@@ -119,8 +120,8 @@ impl Resolver {
         for at in 0..ask.candidates.len() {
             let question = asked.with(ask, at);
             let Some(reply) = self.fetch(set, client, &question).await else {
-                // The client's own resolver goes on with its list.
-                return otherwise(ask);
+                // The client's own resolver goes on with its list. Only resolvers know whether a host has such a record.
+                return otherwise(ask).filter(|_| ask.rule != Rule::Host);
             };
             if let Some(reply) = finish(asked, ask, at, reply) {
                 return Some(reply);
@@ -206,7 +207,7 @@ impl Resolver {
             let outcome = match answer {
                 Ok(stored) => {
                     let stored = Arc::new(stored);
-                    own.cache.put(&key, &stored, Instant::now());
+                    own.cache.put(&key, &failed.0, &stored, Instant::now());
                     locked(&own.failures).remove(&failed);
                     Some(stored)
                 }
@@ -234,7 +235,7 @@ impl Resolver {
 
     /// One more question to resolvers, unless the client's namespace has as many as it may have.
     fn share(&self, client: &Client) -> Option<Counted<Arc<str>>> {
-        let counted = self.shares.share(FLIGHTS, &client.namespace);
+        let counted = self.shares.share(self.room, &client.namespace);
         if counted.is_none() {
             self.metrics.refused.inc();
         }
@@ -334,7 +335,7 @@ mod tests {
             name: name.clone(),
         };
         let ask = Ask {
-            rule: crate::dns::answer::Rule::Forward,
+            rule: Rule::Forward,
             candidates: [candidate].into_iter().collect(),
             otherwise: None,
         };
@@ -362,8 +363,14 @@ mod tests {
         }
     }
 
+    const FLIGHTS: usize = 1000;
+
     fn new() -> Arc<Resolver> {
-        Arc::new(Resolver::new(1 << 20, Arc::default()))
+        Arc::new(Resolver::new(
+            Cache::new(1 << 20, Duration::from_hours(24)),
+            FLIGHTS,
+            Arc::default(),
+        ))
     }
 
     #[tokio::test]
@@ -514,8 +521,12 @@ mod tests {
         let then = Instant::now()
             .checked_sub(Duration::from_secs(100))
             .unwrap();
-        own.cache
-            .put(&old.key(own.set(&[first, second])), &stored, then);
+        own.cache.put(
+            &old.key(own.set(&[first, second])),
+            &"shop".into(),
+            &stored,
+            then,
+        );
         for (slow, answered, name) in [
             ("slow.example.com", true, "www.example.com"),
             ("slower.example.com", false, "old.example.com"),

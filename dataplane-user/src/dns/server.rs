@@ -203,8 +203,6 @@ impl Worker {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicBool, Ordering};
-
     use super::*;
     use crate::{
         dns::{LowerName, ResolvConf, wire::question},
@@ -219,13 +217,15 @@ mod tests {
         let settings = Settings {
             workers: 1,
             cache_bytes: 1 << 20,
+            stale: Duration::ZERO,
+            room: crate::dns::Room::of(1 << 20),
             cluster_dns: Vec::new(),
             node: ResolvConf::default(),
             resolvers: None,
         };
         Server::start(
             settings,
-            Zone::new(Names::default()),
+            Zone::new(Names::default(), TTLS),
             Box::new(drop),
             &none_dies(),
         )
@@ -248,6 +248,10 @@ mod tests {
         socket
     }
 
+    const TTLS: crate::dns::Ttls = crate::dns::Ttls {
+        services: 5,
+        entries: 30,
+    };
     const A: u16 = 1;
     /// Is refused at once.
     const AXFR: u16 = 252;
@@ -262,16 +266,17 @@ mod tests {
         let server = start();
         let (flooded, captured) = capture(&server, 1);
         let (at, other) = capture(&server, 2);
-        let stop = Arc::new(AtomicBool::new(false));
+        // Until the socket is closed.
         let flood = || {
-            let (stop, socket) = (Arc::clone(&stop), socket(flooded));
-            let mut was_closed = false;
-            while !stop.load(Ordering::Relaxed) {
+            let socket = socket(flooded);
+            let start = Instant::now();
+            while start.elapsed() < PATIENCE {
                 let sent = socket.send(&query(A));
-                let refused = |error: io::Error| error.kind() == io::ErrorKind::ConnectionRefused;
-                was_closed |= sent.is_err_and(refused);
+                if sent.is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused) {
+                    return true;
+                }
             }
-            was_closed
+            false
         };
         let (answered, closed) = thread::scope(|scope| {
             let floods = [(); 3].map(|()| scope.spawn(flood));
@@ -281,10 +286,7 @@ mod tests {
             asker.set_read_timeout(Some(PATIENCE)).unwrap();
             asker.send(&query(A)).unwrap();
             let answered = asker.recv(&mut [0; 512]);
-            thread::sleep(Duration::from_millis(100));
-            stop.store(true, Ordering::Relaxed);
-            let closed = floods.map(|thread| thread.join().unwrap());
-            (answered, closed)
+            (answered, floods.map(|thread| thread.join().unwrap()))
         });
         answered.unwrap();
         assert_eq!(closed, [true; 3]);

@@ -4,6 +4,7 @@ use std::{
     collections::HashMap,
     net::{IpAddr, SocketAddr},
     sync::{Arc, Mutex, PoisonError, RwLock},
+    time::Duration,
 };
 
 use hickory_proto::op::ResponseCode;
@@ -12,6 +13,7 @@ use rand::rngs::SmallRng;
 use super::{
     answer::{Ask, Decision, answer},
     beats::{Beats, Renew},
+    cache::Cache,
     client::{Client, ResolvConf},
     counts::{Counted, Counts},
     metrics::{Metrics, Observer},
@@ -26,8 +28,30 @@ use crate::model::Workload;
 const IN_FLIGHT: usize = 256;
 /// How many connections one client has at most.
 const CONNECTIONS: usize = 32;
-/// How many connections namespaces share.
-const ALL_CONNECTIONS: usize = 1024;
+
+/// The room that namespaces share. Each of both takes a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Room {
+    /// Questions that resolvers are asked at the same time.
+    pub flights: usize,
+    /// Clients' connections.
+    pub connections: usize,
+}
+
+impl Room {
+    /// The room in a process that may have so many files open.
+    pub fn of(open_files: usize) -> Self {
+        Self {
+            flights: 8192.min(open_files / 8).max(1),
+            connections: 1024.min(open_files / 32).max(1),
+        }
+    }
+
+    /// How many files it takes at most.
+    pub fn files(self) -> usize {
+        self.flights + self.connections
+    }
+}
 
 /// What decides answers, besides the names.
 #[derive(Clone, Debug)]
@@ -36,6 +60,10 @@ pub struct Settings {
     pub workers: usize,
     /// How many bytes of answers of resolvers are kept.
     pub cache_bytes: usize,
+    /// How long after their TTL they are kept, for clients while resolvers do not answer.
+    pub stale: Duration,
+    /// The room that namespaces share.
+    pub room: Room,
     /// The cluster's DNS, which pods have as resolver.
     pub cluster_dns: Vec<SocketAddr>,
     /// The node's own file.
@@ -108,7 +136,11 @@ impl Shared {
         let resolvers = settings.resolvers.clone();
         let nobody = Client::unknown(resolvers.unwrap_or_else(|| settings.node.resolvers.clone()));
         Self {
-            resolver: Arc::new(Resolver::new(settings.cache_bytes, Arc::clone(&metrics))),
+            resolver: Arc::new(Resolver::new(
+                Cache::new(settings.cache_bytes, settings.stale),
+                settings.room.flights,
+                Arc::clone(&metrics),
+            )),
             zone: RwLock::new(Arc::new(zone)),
             metrics,
             beats: Arc::new(Beats::new(settings.workers, renew)),
@@ -143,10 +175,10 @@ impl Shared {
     /// One more connection, unless its client or its namespace has as many as it may have.
     pub fn connection(&self, from: Asker<'_>) -> Option<Connection> {
         let namespace = Arc::clone(&self.client(&self.zone(), from).namespace);
-        let counted = self
-            .connections
-            .below(CONNECTIONS, &from.key())
-            .zip(self.connections_of.share(ALL_CONNECTIONS, &namespace));
+        let counted = self.connections.below(CONNECTIONS, &from.key()).zip(
+            self.connections_of
+                .share(self.settings.room.connections, &namespace),
+        );
         if counted.is_none() {
             self.metrics.refused.inc();
         }
@@ -297,5 +329,25 @@ fn refuse(query: &[u8], code: ResponseCode, out: &mut Vec<u8>) {
     match Parsed::read(query) {
         Parsed::Query(query) => query.with_code(code, out),
         _ => refusal(query, code, out),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_room_is_a_small_part_of_the_files_a_process_may_have() {
+        for open_files in [0, 100, 1024, 20_000, 1 << 20] {
+            let room = Room::of(open_files);
+            let most = (open_files / 6).max(2);
+            assert!(room.files() <= most, "{room:?} of {open_files}");
+            assert!(room.flights > 0 && room.connections > 0, "{room:?}");
+        }
+        let most = Room {
+            flights: 8192,
+            connections: 1024,
+        };
+        assert_eq!(Room::of(1 << 20), most);
     }
 }

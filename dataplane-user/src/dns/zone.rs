@@ -4,8 +4,8 @@
 
 use std::{net::IpAddr, sync::Arc};
 
-use super::name::LowerName;
-use crate::model::{Names, Protocol, Published, Records, Service};
+use super::name::{LowerName, MAX};
+use crate::model::{Entry, Host, Names, Protocol, Published, Records, Service};
 
 /// The version of the schema.
 pub const SCHEMA: &str = "1.1.0";
@@ -37,6 +37,17 @@ pub enum Meaning<'a> {
     Pod(IpAddr),
     /// The services and endpoints that have an address.
     Pointer(IpAddr),
+    /// A host of a ServiceEntry with addresses. Resolvers know its other records.
+    Host(&'a Arc<Entry>, &'a Host),
+}
+
+/// How long clients may keep answers, in seconds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ttls {
+    /// From the names of services.
+    pub services: u32,
+    /// From the hosts of ServiceEntries.
+    pub entries: u32,
 }
 
 /// The zone of a cluster.
@@ -46,24 +57,85 @@ pub struct Zone {
     pub names: Names,
     /// Its domain.
     pub domain: LowerName,
+    /// How long clients may keep answers from it.
+    pub ttls: Ttls,
 }
 
 impl Zone {
     /// The zone of names. A domain that is no name has no zone.
-    pub fn new(names: Names) -> Self {
+    pub fn new(names: Names, ttls: Ttls) -> Self {
         let domain = LowerName::parse(names.domain());
         Self {
             domain: domain.unwrap_or_else(|_| LowerName::root()),
             names,
+            ttls,
         }
     }
 
-    /// What a name means.
-    pub fn meaning(&self, name: &LowerName) -> Meaning<'_> {
-        let before = name
-            .before(&self.domain)
-            .filter(|_| self.domain.count() > 0);
-        let Some(count) = before else {
+    /// The meaning of a name for clients of a namespace. A name of the cluster goes before a host of an entry.
+    ///
+    /// Calls `namespace` only if the meaning may depend on the namespace.
+    pub fn meaning<'n>(
+        &self,
+        name: &LowerName,
+        namespace: impl FnOnce() -> &'n str,
+    ) -> Meaning<'_> {
+        let meaning = self.of_cluster(name);
+        let may_be_host = matches!(
+            meaning,
+            Meaning::Foreign | Meaning::Unsure | Meaning::Missing
+        );
+        if !may_be_host || !self.names.has_hosts() {
+            return meaning;
+        }
+        match self.host(name, namespace()) {
+            Some((entry, host)) if !host.vips.is_empty() => Meaning::Host(entry, host),
+            _ => meaning,
+        }
+    }
+
+    /// The host of an entry that a name is, to clients of a namespace, if the name is nothing of the cluster.
+    ///
+    /// Within the cluster's domain the only hosts are those that have the form of a Service's name in the entry's own
+    /// namespace, and no wildcards. So the author of an entry cannot claim a Service of another namespace, and cannot claim
+    /// the names that clients' search lists make of other names.
+    pub fn host(&self, name: &LowerName, namespace: &str) -> Option<(&Arc<Entry>, &Host)> {
+        let mut buffer = [0; MAX];
+        let text = name.text(&mut buffer)?;
+        let Some(count) = self.within(name) else {
+            return self.names.host(text, namespace, None);
+        };
+        let label = |from_end: usize| {
+            let at = count.checked_sub(from_end)?;
+            str::from_utf8(name.label(at)).ok()
+        };
+        let (Some("svc"), Some(owner), Some(service), 3) = (label(1), label(2), label(3), count)
+        else {
+            return None;
+        };
+        if self.names.service(owner, service).is_some() {
+            return None;
+        }
+        let found = self.names.host(text, namespace, Some(owner));
+        found.filter(|(_, host)| host.wildcard().is_none())
+    }
+
+    /// How many labels are before the domain, if a name is within it.
+    fn within(&self, name: &LowerName) -> Option<usize> {
+        name.before(&self.domain)
+            .filter(|_| self.domain.count() > 0)
+    }
+
+    /// For how many seconds clients may keep the records of a name.
+    pub fn ttl(&self, meaning: &Meaning) -> u32 {
+        match meaning {
+            Meaning::Host(..) => self.ttls.entries,
+            _ => self.ttls.services,
+        }
+    }
+
+    fn of_cluster(&self, name: &LowerName) -> Meaning<'_> {
+        let Some(count) = self.within(name) else {
             return match name.address() {
                 Some(addr) if self.has_names(addr) => Meaning::Pointer(addr),
                 _ => Meaning::Foreign,

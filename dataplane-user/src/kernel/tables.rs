@@ -300,7 +300,7 @@ impl Tables {
             return Some(Duration::MAX);
         }
         let over = lease::now().checked_sub(until)?;
-        Some(over + lease::LEASE)
+        Some(over + lease::QueryLease::LENGTH)
     }
 
     /// How full the tables are.

@@ -15,8 +15,10 @@ pub struct Entry {
     pub created: Option<i64>,
     /// `spec.hosts`, without duplicates.
     pub hosts: SmallVec<[Host; 1]>,
-    /// `spec.addresses`: those that are single addresses, and all of the ranges that are small.
+    /// `spec.addresses`: those that are single addresses, which DNS answers.
     pub addresses: SmallVec<[IpAddr; 1]>,
+    /// All other addresses of its small ranges: no name leads to them.
+    pub ranges: SmallVec<[IpAddr; 0]>,
     /// Whether a host without an address gets one from the node: not if the entry has addresses, with
     /// [`EntryResolution::None`], or if a label forbids it.
     pub wants_vips: bool,
@@ -41,8 +43,9 @@ pub struct Host {
     pub name: Arc<str>,
     /// The addresses that a control plane has given to it (`status.addresses`), at most one of each family.
     pub assigned: SmallVec<[IpAddr; 2]>,
-    /// The addresses that the node's tables serve for it: what DNS answers. Empty until the plan has seen the entry, and
-    /// if nothing answers at this node: then the name is for the resolver that the client asked.
+    /// What DNS answers: the addresses that the node's tables serve for it, or, with [`EntryResolution::None`], those that
+    /// the entry says. Empty until the plan has seen the entry, and if nothing answers at this node: then the name is for
+    /// the resolver that the client asked.
     pub vips: SmallVec<[IpAddr; 2]>,
 }
 

@@ -4,6 +4,7 @@
 
 mod cluster;
 mod entry;
+mod hosts;
 mod identity;
 mod name;
 mod names;
@@ -11,6 +12,7 @@ mod protocol;
 mod reachable;
 mod records;
 mod resolution;
+mod route;
 mod service;
 mod topology;
 mod weights;
@@ -25,7 +27,10 @@ pub use protocol::Protocol;
 pub use reachable::Reachable;
 pub use records::{Published, PublishedPort, Records};
 pub use resolution::{DnsPolicy, Resolution};
-pub use service::{Endpoint, Service, ServicePort, ServiceType, TrafficPolicy};
+pub use route::{BackendRef, BackendTo, Grant, Parent, Route, RouteKind, RouteName};
+pub use service::{
+    Endpoint, Part, Service, ServicePort, ServiceType, Shares, Split, TrafficPolicy,
+};
 pub use topology::{Hints, Reach};
 pub use weights::{Weights, most_places};
 pub use workload::{
@@ -143,6 +148,10 @@ pub struct Snapshot {
     pub services: imbl::OrdMap<ServiceName, Arc<Service>>,
     /// Every ServiceEntry. The plan's tables have them as services of kind [`ServiceType::Entry`].
     pub entries: imbl::OrdMap<EntryName, Arc<Entry>>,
+    /// Every route that is attached to a Service. The services are as the routes have split them.
+    pub routes: imbl::OrdMap<RouteName, Arc<Route>>,
+    /// Every ReferenceGrant, by its namespace and name.
+    pub grants: imbl::OrdMap<ServiceName, Arc<Grant>>,
     /// Every workload that is known, captured or not.
     pub workloads: imbl::OrdMap<WorkloadName, Arc<Workload>>,
     /// This node.

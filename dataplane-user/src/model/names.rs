@@ -1,11 +1,14 @@
-//! What DNS needs of a snapshot: services by name and by address, and clients by address.
+//! What DNS needs of a snapshot: services by name and by address, hosts of entries by name, and clients by address.
 
 use std::{net::IpAddr, sync::Arc};
 
 use imbl::ordmap::DiffItem;
 use smallvec::SmallVec;
 
-use super::{Records, Service, ServiceName, ServiceType, Snapshot, Workload, WorkloadName};
+use super::{
+    Entry, Host, Records, Service, ServiceName, ServiceType, Snapshot, Workload, WorkloadName,
+    hosts::Hosts,
+};
 
 /// What has each address.
 type ByAddress<Name> = imbl::HashMap<IpAddr, SmallVec<[Name; 1]>>;
@@ -23,6 +26,7 @@ pub struct Names {
     /// The services that an address is a cluster IP of, or a published endpoint.
     of_address: ByAddress<ServiceName>,
     clients: ByAddress<WorkloadName>,
+    hosts: Hosts,
 }
 
 impl Names {
@@ -37,6 +41,7 @@ impl Names {
     pub fn follow(&mut self, snapshot: &Snapshot) {
         self.domain = Arc::clone(&snapshot.cluster.domain);
         self.whole = snapshot.whole;
+        self.hosts.follow(&snapshot.entries);
         let before = std::mem::replace(&mut self.services, snapshot.services.clone());
         for change in before.diff(&snapshot.services) {
             let (old, new) = sides(&change);
@@ -81,6 +86,23 @@ impl Names {
         let services = self.services.range(ServiceName::new(namespace, "")..);
         let mut here = services.take_while(|(name, _)| name.namespace() == namespace);
         here.any(|(_, service)| has_name(service))
+    }
+
+    /// Whether entries name hosts.
+    pub fn has_hosts(&self) -> bool {
+        !self.hosts.is_empty()
+    }
+
+    /// The host of an entry that a name in lower case is, for clients of a namespace: the name itself before a wildcard,
+    /// and a longer wildcard before a shorter one. Of several entries that name the host and that the namespace sees, one
+    /// of its own comes first, and then the oldest. `of`: only entries of this namespace count.
+    pub fn host(
+        &self,
+        name: &str,
+        namespace: &str,
+        of: Option<&str>,
+    ) -> Option<(&Arc<Entry>, &Host)> {
+        self.hosts.find(name, namespace, of)
     }
 
     /// The services that have an address as cluster IP, or that publish an endpoint with it.

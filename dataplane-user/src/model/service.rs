@@ -1,10 +1,13 @@
 //! Services and their endpoints, in Kubernetes' terms.
 
-use std::{net::IpAddr, time::Duration};
+mod split;
+
+use std::{net::IpAddr, sync::Arc, time::Duration};
 
 use ipnet::IpNet;
 use smallvec::SmallVec;
 
+pub use self::split::{Part, Shares, Split};
 use super::{Hints, Protocol, Reach, Records, ServiceName, Weights};
 
 /// `spec.type`, or where else it comes from.
@@ -86,6 +89,8 @@ pub struct ServicePort {
     pub endpoints: Vec<Endpoint>,
     /// Which part of the connections each endpoint gets; none: all get the same.
     pub weights: Option<Box<Weights>>,
+    /// How a route splits the connections; `endpoints` are then those of all of its backends.
+    pub split: Option<Arc<Split>>,
 }
 
 /// An endpoint of a service's port.
@@ -145,6 +150,18 @@ impl ServicePort {
                 }
         });
         usable.map(|(index, e)| (e, self.weight(index)))
+    }
+
+    /// The endpoints of one family among which connections are drawn, with their weights, and the weight of those that
+    /// are refused.
+    pub fn shares(&self, v4: bool, policy: TrafficPolicy) -> Shares<'_> {
+        match &self.split {
+            Some(split) => split.shares(v4, policy),
+            None => Shares {
+                endpoints: self.weighted(v4, policy).collect(),
+                refused: 0,
+            },
+        }
     }
 
     /// The weight of the endpoint at an index.

@@ -27,13 +27,10 @@ impl Weights {
     }
 
     /// Endpoints, each as often as its weight asks: see `places`.
-    pub fn repeated<'a, T>(weighted: &[(&'a T, u32)]) -> impl Iterator<Item = &'a T> {
+    pub fn repeated<T: Copy>(weighted: &[(T, u32)]) -> impl Iterator<Item = T> {
         let weights: Vec<u32> = weighted.iter().map(|(_, weight)| *weight).collect();
-        let places = places(&weights);
-        let all = weighted.iter().zip(places);
+        let all = weighted.iter().zip(places(&weights));
         all.flat_map(|((endpoint, _), places)| std::iter::repeat_n(*endpoint, places as usize))
-            .collect::<Vec<_>>()
-            .into_iter()
     }
 }
 
@@ -113,6 +110,43 @@ fn narrow(places: u128) -> u64 {
 
 fn count(places: u64) -> u32 {
     u32::try_from(places).unwrap_or(u32::MAX)
+}
+
+/// Weights as numbers of 32 bits, in lowest terms: rounded if they must be, and then none of them to 0. The sum of any
+/// `addends` of them is such a number, too.
+pub(super) fn narrowed(weights: &[u128], addends: usize) -> Vec<u32> {
+    let most = u32::MAX / u32::try_from(addends).unwrap_or(u32::MAX).max(1);
+    let divisor = weights.iter().copied().fold(0, gcd128).max(1);
+    let largest = weights.iter().max().copied().unwrap_or_default() / divisor;
+    let scale = largest / u128::from(most) + 1;
+    let weights = weights.iter().map(|weight| weight / divisor);
+    let least = |weight: u128| u128::from(weight > 0);
+    weights
+        .map(|weight| u32::try_from((weight / scale).max(least(weight))).unwrap_or(u32::MAX))
+        .collect()
+}
+
+/// The least common multiple, or if that is too large to count with, a number that is large beside both.
+pub(super) fn lcm(a: u128, b: u128) -> u128 {
+    let least = (a / gcd128(a, b).max(1)).checked_mul(b);
+    least
+        .filter(|least| *least < 1 << 96)
+        .unwrap_or(a.max(1 << 72))
+}
+
+fn gcd128(a: u128, b: u128) -> u128 {
+    if b == 0 { a } else { gcd128(b, a % b) }
+}
+
+/// The most places that so many endpoints take which get parts by these weights, each times a divisor of `common` if that
+/// is known.
+pub(super) fn most_places_of(weights: &[u32], endpoints: usize, common: Option<u128>) -> usize {
+    let divisor = weights.iter().copied().map(u64::from).fold(0, gcd).max(1);
+    let sum = weights.iter().map(|weight| u64::from(*weight)).sum::<u64>() / divisor;
+    let exact = common.map(|common| common.saturating_mul(u128::from(sum)));
+    let exact = exact.and_then(|exact| u64::try_from(exact).ok());
+    let most = exact.unwrap_or(u64::MAX).min(bound(endpoints));
+    usize::try_from(most).unwrap_or(usize::MAX)
 }
 
 #[cfg(test)]

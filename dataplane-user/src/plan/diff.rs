@@ -13,7 +13,7 @@ use serde::Serialize;
 use super::{Contents, Planner, wanted::key_text};
 
 /// A key that is answered differently after a plan.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Change {
     /// The key, as [`key_text`] has it.
     pub key: String,
@@ -28,12 +28,15 @@ pub struct Change {
 }
 
 /// How a key is answered.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Answer {
     /// [`Kind::word`].
     pub kind: &'static str,
     /// Among which endpoints the connections are shared out, sorted.
     pub endpoints: Vec<SocketAddr>,
+    /// The part of each, from 0 to 1, if they differ; the rest is refused.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub parts: Option<Vec<f64>>,
     /// If there is no endpoint: why.
     pub refuses: Option<Empty>,
     /// Session affinity's timeout in seconds.
@@ -103,16 +106,31 @@ impl Answer {
                 Empty::NoEndpoints
             }
         });
+        let same = endpoints.chunk_by(|a, b| a == b);
+        let same = same.filter(|same| !same[0].is_none());
+        let parts: Vec<f64> = same
+            .clone()
+            .map(|same| part(same.len(), endpoints.len()))
+            .collect();
+        let lens: BTreeSet<usize> = same.clone().map(<[_]>::len).collect();
+        let slots: usize = same.clone().map(<[_]>::len).sum();
+        let differ = lens.len() > 1 || slots < endpoints.len();
         Self {
             kind: frontend.kind().word(),
-            endpoints: endpoints
-                .iter()
-                .map(|e| SocketAddr::new(e.addr.ip(), e.port.host()))
+            endpoints: same
+                .map(|same| SocketAddr::new(same[0].addr.ip(), same[0].port.host()))
                 .collect(),
+            parts: differ.then_some(parts),
             refuses,
             affinity_seconds: (pool.affinity_seconds != 0).then_some(pool.affinity_seconds),
         }
     }
+}
+
+/// So many slots of a block.
+fn part(slots: usize, of: usize) -> f64 {
+    let [slots, of] = [slots, of].map(|count| f64::from(u32::try_from(count).unwrap_or(u32::MAX)));
+    slots / of
 }
 
 impl fmt::Display for Empty {
@@ -166,6 +184,21 @@ impl fmt::Display for Change {
         let Some(answer) = &self.after else {
             return Ok(());
         };
+        if let Some(parts) = &answer.parts
+            && self.before.as_ref().and_then(|old| old.parts.as_ref()) != Some(parts)
+        {
+            for (endpoint, part) in answer.endpoints.iter().zip(parts) {
+                item(f, format_args!("{endpoint} gets {:.1} %", part * 100.0))?;
+            }
+            let refused = 100.0 - parts.iter().sum::<f64>() * 100.0;
+            if refused > 0.001 {
+                item(f, format_args!("{refused:.1} % are refused"))?;
+            }
+        } else if answer.parts.is_none()
+            && self.before.as_ref().is_some_and(|old| old.parts.is_some())
+        {
+            item(f, format_args!("equal parts"))?;
+        }
         let old = self.before.as_ref();
         if let Some(before) = old.filter(|before| before.kind != answer.kind) {
             item(f, format_args!("was {}", before.kind))?;

@@ -289,6 +289,9 @@ impl Entries {
             entry
                 .addresses
                 .retain(|address| refuse("spec.addresses", address));
+            entry
+                .ranges
+                .retain(|address| refuse("spec.addresses", address));
             let service = {
                 for host in &mut entry.hosts {
                     host.vips = host.assigned.clone();
@@ -308,7 +311,7 @@ impl Entries {
                 service(&entry)
             };
             let given = entry.hosts.iter().any(|host| !host.vips.is_empty());
-            if given || !entry.addresses.is_empty() {
+            if given || !entry.addresses.is_empty() || !entry.ranges.is_empty() {
                 let families = families(&service);
                 for host in &mut entry.hosts {
                     if host.vips.is_empty() {
@@ -325,6 +328,17 @@ impl Entries {
             }
         } else {
             self.forget_service(&entry.name);
+            if entry.resolution == EntryResolution::None {
+                // Clients connect to these, which nothing translates.
+                for host in &mut entry.hosts {
+                    let named = if host.assigned.is_empty() {
+                        entry.addresses.iter()
+                    } else {
+                        host.assigned.iter()
+                    };
+                    host.vips = named.copied().collect();
+                }
+            }
             if needs_names(&entry) {
                 problem(
                     "spec.resolution: DNS is not served, because this agent resolves no names: clients reach the host as \
@@ -386,7 +400,7 @@ impl Entries {
 }
 
 /// Whether the tables can lead anywhere for an entry.
-fn is_served(entry: &Entry) -> bool {
+pub(super) fn is_served(entry: &Entry) -> bool {
     !entry.ports.is_empty()
         && match entry.resolution {
             EntryResolution::None => false,
@@ -416,7 +430,8 @@ fn host_name(entry: &Entry, host: &Host) -> HostName {
 /// The addresses that an entry has from others than this node.
 fn named(entry: &Entry) -> impl Iterator<Item = IpAddr> + '_ {
     let assigned = entry.hosts.iter().flat_map(|host| &host.assigned);
-    entry.addresses.iter().chain(assigned).copied()
+    let own = entry.addresses.iter().chain(&entry.ranges);
+    own.chain(assigned).copied()
 }
 
 /// The addresses that no entry takes from a service: its own, and those of its endpoints.
@@ -450,7 +465,7 @@ fn families(service: &Service) -> [bool; 2] {
 }
 
 /// The service that an entry becomes.
-fn service(entry: &Entry) -> Service {
+pub(super) fn service(entry: &Entry) -> Service {
     // Only addresses that this node has given are as good as cluster IPs: a status has whatever its author wrote.
     let (mut given, mut others) = (SmallVec::new(), SmallVec::<[IpAddr; 0]>::new());
     for host in &entry.hosts {
@@ -462,7 +477,7 @@ fn service(entry: &Entry) -> Service {
             }
         }
     }
-    others.extend(entry.addresses.iter().copied());
+    others.extend(entry.addresses.iter().chain(&entry.ranges).copied());
     others.sort_unstable();
     others.dedup();
     Service {
@@ -513,5 +528,6 @@ fn service_port(entry: &Entry, port: &crate::model::EntryPort) -> ServicePort {
         node_port: None,
         endpoints: found.iter().map(endpoint).collect(),
         weights: Weights::of(found.values().map(|(weight, _)| *weight).collect()),
+        split: None,
     }
 }

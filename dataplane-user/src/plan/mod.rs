@@ -39,6 +39,7 @@ mod mirror;
 mod planner;
 mod reach;
 mod room;
+pub mod routes;
 mod settle;
 mod shares;
 pub mod vips;

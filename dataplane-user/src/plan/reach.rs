@@ -99,7 +99,7 @@ impl Reach {
         };
         let is_reachable = |endpoint: &Endpoint| {
             let addr = endpoint.addr.ip();
-            self.pods.contains_key(&addr) || stated.has_address(addr)
+            endpoint.is_none() || self.pods.contains_key(&addr) || stated.has_address(addr)
         };
         if !endpoints.is_empty() && endpoints.iter().all(is_reachable) {
             Block::REACHABLE

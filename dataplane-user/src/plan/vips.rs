@@ -46,6 +46,16 @@ impl Age {
             entry,
         }
     }
+
+    /// Before all.
+    pub(super) fn first() -> Self {
+        Self::of(EntryName::new("", ""), Some(i64::MIN))
+    }
+
+    /// Whose it is.
+    pub(super) const fn entry(&self) -> &EntryName {
+        &self.entry
+    }
 }
 
 /// What is to be remembered of a host.

@@ -19,7 +19,9 @@ use dataplane_common::{
 use ipnet::IpNet;
 
 use super::{blocks::slots, shares::Entries};
-use crate::model::{self, Service, ServicePort, ServiceType, TrafficPolicy, Weights, most_places};
+use crate::model::{
+    self, Service, ServicePort, ServiceType, Shares, TrafficPolicy, Weights, most_places,
+};
 
 /// A key that a service wants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -228,7 +230,9 @@ pub(super) fn cost(service: &Service, keys: &[WantedKey]) -> Entries {
             sources += ranges;
             let endpoints = port.endpoints.iter().enumerate();
             let endpoints = endpoints.filter(|(_, e)| e.addr.is_ipv4() == v4);
-            let endpoints = if port.weights.is_none() {
+            let endpoints = if let Some(split) = &port.split {
+                split.most_places(v4)
+            } else if port.weights.is_none() {
                 endpoints.count()
             } else {
                 let weights: Vec<_> = endpoints.map(|(index, _)| port.weight(index)).collect();
@@ -285,7 +289,8 @@ fn without_duplicates(keys: &mut Vec<WantedKey>) {
 }
 
 /// The endpoints that may answer for `port` in one family, as a pool holds them: sorted, at most [`Block::MAX_LEN`].
-/// Each is there once, or as often as its weight asks. Returns how many there are in truth.
+/// Each is there once, or as often as its weight asks, and so is [`Endpoint::NONE`] for connections that are refused. Returns
+/// how many there are in truth.
 pub(super) fn endpoints(
     port: &ServicePort,
     v4: bool,
@@ -294,12 +299,30 @@ pub(super) fn endpoints(
 ) -> usize {
     endpoints.clear();
     let endpoint = |e: &model::Endpoint| Endpoint::new(Addr::from(e.addr), Port::new(e.port));
-    if port.weights.is_some() {
-        let weighted: Vec<_> = port.weighted(v4, policy).collect();
-        endpoints.extend(Weights::repeated(&weighted).map(endpoint));
-        endpoints.sort_unstable_by(decide::order);
+    if port.weights.is_some() || port.split.is_some() {
+        let Shares {
+            endpoints: found,
+            refused,
+        } = port.shares(v4, policy);
+        if found.is_empty() {
+            return 0;
+        }
+        let count = found.len();
+        let mut weighted: Vec<_> = found
+            .into_iter()
+            .map(|(e, weight)| (endpoint(e), weight))
+            .collect();
+        weighted.extend((refused > 0).then_some((Endpoint::NONE, refused)));
+        // One that several backends of a route have gets the parts of all.
+        weighted.sort_unstable_by(|(a, _), (b, _)| decide::order(a, b));
+        weighted.dedup_by(|(b, more), (a, weight)| {
+            let same = a == b;
+            *weight = weight.saturating_add(if same { *more } else { 0 });
+            same
+        });
+        endpoints.extend(Weights::repeated(&weighted));
         endpoints.truncate(Block::MAX_LEN);
-        return weighted.len();
+        return count;
     }
     endpoints.extend(port.usable(v4, policy).map(endpoint));
     if !endpoints.is_sorted_by(|a, b| decide::order(a, b).is_lt()) {

@@ -41,7 +41,8 @@ use self::{shared::Shared, workers::Workers};
 use crate::{
     model::{Snapshot, WorkloadName},
     relay::{
-        AccessLog, AttachError, Attachment, Connections, Limits, Log, Relay, raise_open_files,
+        AccessLog, AttachError, Attachment, Connections, DnsFiles, Limits, Log, Relay,
+        raise_open_files,
     },
     threads::Deaths,
 };
@@ -70,6 +71,8 @@ pub struct Settings {
     pub keepalive: Option<Duration>,
     /// The maximum number of connections; `None`: as many as the limit of open files allows.
     pub max_connections: Option<usize>,
+    /// Open files that are kept for the DNS server of the same process.
+    pub dns_files: DnsFiles,
     /// The maximum number of connections of one workload; `None`: no limit of its own.
     pub max_per_workload: Option<usize>,
     /// Bytes that all connections together may hold for readers that do not keep up.
@@ -93,6 +96,7 @@ impl Default for Settings {
             idle_timeout: None,
             keepalive: Some(Duration::from_mins(3)),
             max_connections: None,
+            dns_files: DnsFiles::default(),
             max_per_workload: None,
             max_held: MAX_HELD,
             access_log: AccessLog::Text,
@@ -151,7 +155,7 @@ impl Proxy {
     ) -> Result<Self, Error> {
         let files = raise_open_files().map_err(Error::Start)?;
         if let Some(wanted) = settings.max_connections
-            && wanted > Limits::connections(files, 1)
+            && wanted > Limits::connections(files, 1, DnsFiles::default())
         {
             return Err(Error::Files {
                 wanted,
@@ -165,7 +169,8 @@ impl Proxy {
         };
         let (log, writer) =
             Log::start(settings.access_log, log, Arc::clone(deaths)).map_err(Error::Start)?;
-        let limits = Limits::new(settings.max_connections, settings.max_per_workload, files);
+        let limits = Limits::new(settings.max_connections, settings.max_per_workload, files)
+            .beside(settings.dns_files);
         let relay = Arc::new(Relay::new(limits, log));
         let (shared, mailboxes) =
             Shared::new(Arc::clone(&relay), settings, count).map_err(Error::Start)?;

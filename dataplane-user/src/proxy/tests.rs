@@ -58,7 +58,8 @@ pub(super) fn service(vip: IpAddr, port: u16, endpoints: &[SocketAddr]) -> Servi
             protocol: Protocol::Tcp,
             node_port: None,
             endpoints,
-            weights: None
+            weights: None,
+            split: None,
         }],
     }
 }

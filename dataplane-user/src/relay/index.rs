@@ -12,8 +12,8 @@ use rand::seq::IteratorRandom;
 use smallvec::SmallVec;
 
 use crate::model::{
-    Protocol, Service, ServiceName, ServicePort, ServiceType, Snapshot, TrafficPolicy, Weights,
-    Workload,
+    Protocol, Service, ServiceName, ServicePort, ServiceType, Shares, Snapshot, TrafficPolicy,
+    Weights, Workload,
 };
 
 /// A snapshot, arranged for looking up destinations. A new index costs as much as has changed: its
@@ -49,10 +49,12 @@ pub struct Target {
 /// Endpoints in the order of preference.
 #[derive(Debug)]
 struct Candidates {
-    /// The endpoints that this node should use.
+    /// The endpoints that this node should use, each as often as its weight asks, one after the other.
     preferred: Box<[SocketAddr]>,
     /// Other ready endpoints, for when all preferred ones refuse.
     others: Box<[SocketAddr]>,
+    /// How many draws beside those of the preferred ones are refused: parts of a route without endpoints.
+    refused: usize,
 }
 
 /// A destination, as far as the snapshot knows it.
@@ -353,25 +355,33 @@ impl Target {
 
     /// Chooses the endpoint to connect to: a preferred one (hinted to this node, to its zone, or all),
     /// and after these another ready one. The choice is random; with session affinity the client's
-    /// address decides. `tried` endpoints are left out.
+    /// address decides. `tried` endpoints are left out. None also for a connection that a route has refused.
     pub fn choose(&self, v4: bool, client: IpAddr, tried: &[SocketAddr]) -> Option<SocketAddr> {
-        let Candidates { preferred, others } = self.candidates(v4);
+        let Candidates {
+            preferred,
+            others,
+            refused,
+        } = self.candidates(v4);
+        if self.service.affinity.is_some() {
+            let best = ranked(client, preferred, *refused, tried);
+            let best = best.or_else(|| ranked(client, others, 0, tried));
+            return best.and_then(|(_, endpoint)| endpoint);
+        }
+        if tried.is_empty() && !preferred.is_empty() {
+            let drawn = rand::random_range(0..preferred.len() + refused);
+            return preferred.get(drawn).copied();
+        }
         [preferred, others].into_iter().find_map(|tier| {
             let left = tier.iter().filter(|endpoint| !tried.contains(endpoint));
-            if self.service.affinity.is_some() {
-                left.max_by_key(|endpoint| rank(client, **endpoint))
-            } else if tried.is_empty() {
-                (!tier.is_empty()).then(|| &tier[rand::random_range(0..tier.len())])
-            } else {
-                left.choose(&mut rand::rng())
-            }
-            .copied()
+            left.choose(&mut rand::rng()).copied()
         })
     }
 
     /// All endpoints that [`Target::choose`] may return, the preferred ones first.
     pub fn endpoints(&self, v4: bool) -> impl Iterator<Item = SocketAddr> + '_ {
-        let Candidates { preferred, others } = self.candidates(v4);
+        let Candidates {
+            preferred, others, ..
+        } = self.candidates(v4);
         preferred.iter().chain(others).copied()
     }
 
@@ -384,10 +394,22 @@ impl Target {
                 .collect();
             preferred.dedup();
             let mut drawn = preferred.clone();
-            if port.weights.is_some() {
-                let weighted: Vec<_> = port.weighted(v4, self.policy).collect();
-                let repeated = Weights::repeated(&weighted);
-                drawn = repeated.map(|e| SocketAddr::new(e.addr, e.port)).collect();
+            if port.weights.is_some() || port.split.is_some() {
+                let Shares { endpoints, refused } = port.shares(v4, self.policy);
+                let endpoints = endpoints.into_iter();
+                let mut weighted: Vec<_> = endpoints
+                    .map(|(e, weight)| (Some(SocketAddr::new(e.addr, e.port)), weight))
+                    .collect();
+                weighted.extend((refused > 0).then_some((None, refused)));
+                let places: Vec<_> = Weights::repeated(&weighted).collect();
+                drawn = places.iter().copied().flatten().collect();
+                if port.split.is_some() {
+                    return Candidates {
+                        refused: places.len() - drawn.len(),
+                        preferred: drawn.into(),
+                        others: Box::default(),
+                    };
+                }
             }
             let ready = port.endpoints.iter().filter(|endpoint| {
                 self.policy == TrafficPolicy::Cluster
@@ -400,6 +422,7 @@ impl Target {
             Candidates {
                 others: others.collect(),
                 preferred: drawn.into(),
+                refused: 0,
             }
         })
     }
@@ -415,9 +438,24 @@ impl Target {
     }
 }
 
-/// The rank of an endpoint for a client, by rendezvous hashing: the client keeps the endpoint with the
-/// highest rank for as long as that endpoint exists, and no state is needed for it.
-fn rank(client: IpAddr, endpoint: SocketAddr) -> u64 {
+/// The endpoint with the highest rank for a client, by rendezvous hashing: the client keeps the endpoint for as long as it
+/// exists, and no state is needed for it. Each of an endpoint's places has a rank of its own, so that weights hold. The
+/// places that are `refused` have no endpoint.
+fn ranked(
+    client: IpAddr,
+    places: &[SocketAddr],
+    refused: usize,
+    tried: &[SocketAddr],
+) -> Option<(u64, Option<SocketAddr>)> {
     // The seed is fixed, so that other workers and a restarted proxy choose the same endpoint.
-    BuildHasherDefault::<DefaultHasher>::default().hash_one((client, endpoint))
+    let hasher = BuildHasherDefault::<DefaultHasher>::default();
+    let same = places.chunk_by(|a, b| a == b);
+    let numbered = same.flat_map(|same| same.iter().enumerate());
+    let left = numbered.filter(|(_, endpoint)| !tried.contains(endpoint));
+    let left = left.map(|(place, endpoint)| (place, Some(*endpoint)));
+    // After a try, the connection is not among those that are refused.
+    let refused = if tried.is_empty() { refused } else { 0 };
+    let all = left.chain((0..refused).map(|place| (place, None)));
+    let ranks = all.map(|(place, of)| (hasher.hash_one((client, of, place)), of));
+    ranks.max_by_key(|(rank, _)| *rank)
 }

@@ -37,9 +37,20 @@ pub fn raise_open_files() -> io::Result<usize> {
     Ok(usize::try_from(reached).unwrap_or(usize::MAX))
 }
 
+/// Open files that the process keeps for its DNS server, and not for connections of the proxy.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DnsFiles {
+    /// Files that all workloads share.
+    pub shared: usize,
+    /// Files of each workload.
+    pub per_workload: usize,
+}
+
 /// The number of open files that are kept from connections.
-fn reserved(workloads: usize) -> usize {
-    CONTROL.saturating_add(workloads.saturating_mul(WORKLOAD))
+fn reserved(workloads: usize, dns: DnsFiles) -> usize {
+    let each = WORKLOAD.saturating_add(dns.per_workload);
+    let shared = CONTROL.saturating_add(dns.shared);
+    shared.saturating_add(workloads.saturating_mul(each))
 }
 
 /// The number of connections, and its limits.
@@ -55,17 +66,19 @@ pub struct Limits {
     /// The configured limit.
     wanted: Option<usize>,
     open_files: usize,
+    dns: DnsFiles,
 }
 
 impl Limits {
     /// The number of connections that `open_files` allow beside `workloads`.
-    pub fn connections(open_files: usize, workloads: usize) -> usize {
-        (open_files.saturating_sub(reserved(workloads)) / EACH).max(1)
+    pub fn connections(open_files: usize, workloads: usize, dns: DnsFiles) -> usize {
+        (open_files.saturating_sub(reserved(workloads, dns)) / EACH).max(1)
     }
 
     /// The number of open files that `connections` take beside one workload.
     pub fn files(connections: usize) -> usize {
-        connections.saturating_mul(EACH).saturating_add(reserved(1))
+        let reserved = reserved(1, DnsFiles::default());
+        connections.saturating_mul(EACH).saturating_add(reserved)
     }
 
     /// Allows as many connections as are `wanted`, or else as `open_files` allow, and of these at most
@@ -79,15 +92,24 @@ impl Limits {
             namespaces: AtomicUsize::new(0),
             wanted,
             open_files,
+            dns: DnsFiles::default(),
         };
         limits.reserve(0, 0);
         limits
     }
 
+    /// Keeps open files for a DNS server, too.
+    #[must_use]
+    pub fn beside(mut self, dns: DnsFiles) -> Self {
+        self.dns = dns;
+        self.reserve(0, 0);
+        self
+    }
+
     /// Keeps open files for so many workloads, which are in so many namespaces. Existing connections go on: if there are more than the
     /// new limit, no further one is accepted until enough have ended.
     pub fn reserve(&self, workloads: usize, namespaces: usize) {
-        let possible = Self::connections(self.open_files, workloads);
+        let possible = Self::connections(self.open_files, workloads, self.dns);
         let max = self.wanted.map_or(possible, |wanted| wanted.min(possible));
         self.max.store(max, Ordering::Relaxed);
         self.workloads.store(workloads, Ordering::Relaxed);
@@ -96,16 +118,21 @@ impl Limits {
 
     /// Says how many open files are missing for so many workloads; `None` if none are.
     pub fn shortage(&self, workloads: usize) -> Option<String> {
-        let (files, reserved) = (self.open_files, reserved(workloads));
+        let (files, reserved) = (self.open_files, reserved(workloads, self.dns));
         let max = self.max();
         let wanted = self.wanted.unwrap_or(1);
         if files > reserved && max >= wanted {
             return None;
         }
         let needed = reserved.saturating_add(wanted.saturating_mul(EACH));
+        let dns = if self.dns.shared > 0 {
+            ", its DNS server"
+        } else {
+            ""
+        };
         Some(format!(
             "open files are short: the proxy takes {max} connections at the same time, because {workloads} \
-             workloads and the agent itself take {reserved} of the {files} files that it may have open; \
+             workloads{dns} and the agent itself take {reserved} of the {files} files that it may have open; \
              raise its limit to at least {needed} (LimitNOFILE=, `ulimit -Hn`)"
         ))
     }
@@ -291,11 +318,12 @@ mod tests {
 
     #[test]
     fn open_files_allow_half_as_many_connections_beside_workloads() {
-        assert_eq!(Limits::connections(1024, 0), 384);
-        assert_eq!(Limits::connections(1024, 40), 64);
-        assert_eq!(Limits::connections(10, 0), 1);
+        let none = DnsFiles::default();
+        assert_eq!(Limits::connections(1024, 0, none), 384);
+        assert_eq!(Limits::connections(1024, 40, none), 64);
+        assert_eq!(Limits::connections(10, 0, none), 1);
         // What is asked for is what is had when there is one workload.
-        assert_eq!(Limits::connections(Limits::files(144), 1), 144);
+        assert_eq!(Limits::connections(Limits::files(144), 1, none), 144);
     }
 
     #[test]
@@ -317,5 +345,20 @@ mod tests {
         asked.reserve(40, 1);
         assert_eq!(asked.max(), 64);
         assert!(asked.shortage(40).unwrap().contains("at least 1496"));
+    }
+
+    #[test]
+    fn the_dns_servers_files_are_not_for_connections() {
+        let dns = DnsFiles {
+            shared: 3000,
+            per_workload: 12,
+        };
+        let limits = Limits::new(None, None, 20_000).beside(dns);
+        limits.reserve(10, 1);
+        assert_eq!(limits.max(), (20_000 - 3000 - 256 - 10 * (16 + 12)) / 2);
+        assert_eq!(limits.shortage(10), None);
+        let said = Limits::new(None, None, 3300).beside(dns).shortage(10);
+        let text = "10 workloads, its DNS server and the agent itself take 3536 of the 3300 files";
+        assert!(said.unwrap().contains(text));
     }
 }

@@ -39,7 +39,7 @@ pub use engine::Engine;
 pub use index::{Found, Index, Target};
 pub use labels::{CountersKey, Labels, Party};
 pub use ledger::Ledger;
-pub use limits::{Limits, raise_open_files};
+pub use limits::{DnsFiles, Limits, raise_open_files};
 pub use metrics::{Connections, encode_connections};
 pub use namespace::Stock;
 pub use outcome::Flag;

@@ -1,6 +1,6 @@
 //! DNS on the node.
 
-use std::{net::IpAddr, path::PathBuf};
+use std::{net::IpAddr, ops::RangeInclusive, path::PathBuf, time::Duration};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -31,7 +31,28 @@ pub struct Dns {
     /// /etc/resolv.conf.
     #[serde(skip_serializing_if = "is_default")]
     pub resolv_conf: Option<PathBuf>,
+    /// Seconds for which clients may keep answers from the names of services. Default: 5.
+    #[serde(skip_serializing_if = "is_default")]
+    #[schemars(range(max = 3600))]
+    pub ttl_seconds: Option<u32>,
+    /// Seconds for which clients may keep answers from the hosts of ServiceEntries. Default: 30.
+    #[serde(skip_serializing_if = "is_default")]
+    #[schemars(range(max = 3600))]
+    pub service_entry_ttl_seconds: Option<u32>,
+    /// Bytes of resolvers' answers that the cache has room for. Default: 33554432 (32 MiB).
+    #[serde(skip_serializing_if = "is_default")]
+    #[schemars(range(min = 1_048_576, max = 4_294_967_296_u64))]
+    pub cache_bytes: Option<u64>,
+    /// Seconds for which clients get a resolver's answer after its TTL, while resolvers do not answer; 0:
+    /// they get no such answer. Default: 86400 (a day).
+    #[serde(skip_serializing_if = "is_default")]
+    #[schemars(range(max = 604_800))]
+    pub stale_seconds: Option<u32>,
 }
+
+const TTL: RangeInclusive<u64> = 0..=3600;
+const CACHE: RangeInclusive<u64> = 1 << 20..=1 << 32;
+const STALE: RangeInclusive<u64> = 0..=604_800;
 
 /// Whose queries the agent answers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -55,6 +76,27 @@ impl Dns {
         self.capture.unwrap_or_default() == DnsCapture::Mesh
     }
 
+    /// The TTL of the names of services, in seconds.
+    pub fn ttl(&self) -> u32 {
+        self.ttl_seconds.unwrap_or(5)
+    }
+
+    /// The TTL of the hosts of ServiceEntries, in seconds.
+    pub fn service_entry_ttl(&self) -> u32 {
+        self.service_entry_ttl_seconds.unwrap_or(30)
+    }
+
+    /// How many bytes of answers the cache has room for.
+    pub fn cache_bytes(&self) -> usize {
+        let bytes = self.cache_bytes.unwrap_or(32 << 20);
+        usize::try_from(bytes).unwrap_or(usize::MAX)
+    }
+
+    /// How long after its TTL clients get an answer, while resolvers do not answer.
+    pub fn stale(&self) -> Duration {
+        Duration::from_secs(self.stale_seconds.unwrap_or(86_400).into())
+    }
+
     /// What is well written and cannot be: key and what is wrong with it.
     pub fn faults(&self) -> Vec<(String, String)> {
         let mut faults = Vec::new();
@@ -67,6 +109,22 @@ impl Dns {
         if self.port == Some(0) {
             let text = "0; expected a port from 1 to 65535".to_owned();
             faults.push(("dns.port".to_owned(), text));
+        }
+        for (key, value, range) in [
+            ("dns.ttlSeconds", self.ttl_seconds.map(u64::from), TTL),
+            (
+                "dns.serviceEntryTtlSeconds",
+                self.service_entry_ttl_seconds.map(u64::from),
+                TTL,
+            ),
+            ("dns.cacheBytes", self.cache_bytes, CACHE),
+            ("dns.staleSeconds", self.stale_seconds.map(u64::from), STALE),
+        ] {
+            if let Some(value) = value.filter(|value| !range.contains(value)) {
+                let (least, most) = (range.start(), range.end());
+                let text = format!("{value}; expected a number from {least} to {most}");
+                faults.push((key.to_owned(), text));
+            }
         }
         faults
     }

@@ -36,4 +36,8 @@ pub struct Kubernetes {
     /// error. Without this, the agent needs no permission to read them.
     #[serde(skip_serializing_if = "is_default")]
     pub service_entries: bool,
+    /// Read Gateway API's routes and ReferenceGrants, and split the Services to which they are attached. A cluster without
+    /// them is no error. Without this, the agent needs no permission to read them.
+    #[serde(skip_serializing_if = "is_default")]
+    pub routes: bool,
 }

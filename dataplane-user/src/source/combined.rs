@@ -62,6 +62,8 @@ impl Feed for Combined {
                 whole.services = whole.services.union(view.services.clone());
                 whole.whole = view.whole;
                 whole.entries = whole.entries.union(view.entries.clone());
+                whole.routes = whole.routes.union(view.routes.clone());
+                whole.grants = whole.grants.union(view.grants.clone());
             }
             if part.workloads {
                 whole.workloads = whole.workloads.union(view.workloads.clone());

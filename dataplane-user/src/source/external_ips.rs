@@ -60,7 +60,8 @@ impl ExternalIps {
     pub fn left_out_of(&self, entry: &Entry) -> Option<(Entry, Problem)> {
         let admits = |ip: &IpAddr| self.admits(*ip) || ALLOCATED.iter().any(|net| net.contains(ip));
         let given = entry.hosts.iter().flat_map(|host| &host.assigned);
-        let left_out = entry.addresses.iter().chain(given).filter(|ip| !admits(ip));
+        let all = entry.addresses.iter().chain(&entry.ranges).chain(given);
+        let left_out = all.filter(|ip| !admits(ip));
         let left_out: Vec<_> = left_out.map(ToString::to_string).collect();
         if left_out.is_empty() {
             return None;
@@ -76,6 +77,7 @@ impl ExternalIps {
         };
         let mut rest = entry.clone();
         rest.addresses.retain(|ip| admits(ip));
+        rest.ranges.retain(|ip| admits(ip));
         for host in &mut rest.hosts {
             host.assigned.retain(|ip| admits(ip));
         }

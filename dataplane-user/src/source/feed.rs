@@ -5,7 +5,10 @@ use std::{fmt, sync::Arc, time::Instant};
 
 use super::{health::Health, objects::NodeFacts};
 use crate::{
-    model::{Entry, EntryName, Problem, Service, ServiceName, Workload, WorkloadName},
+    model::{
+        Entry, EntryName, Grant, Problem, Route, RouteName, Service, ServiceName, Workload,
+        WorkloadName,
+    },
     threads::Deaths,
 };
 
@@ -32,6 +35,10 @@ pub struct View {
     pub services: imbl::OrdMap<ServiceName, Arc<Service>>,
     /// Every ServiceEntry with its endpoints; without the addresses that this node gives to hosts.
     pub entries: imbl::OrdMap<EntryName, Arc<Entry>>,
+    /// Every route that is attached to a Service.
+    pub routes: imbl::OrdMap<RouteName, Arc<Route>>,
+    /// Every ReferenceGrant.
+    pub grants: imbl::OrdMap<ServiceName, Arc<Grant>>,
     /// The pods of this node, and of others, as far as they were asked for.
     pub workloads: imbl::OrdMap<WorkloadName, Arc<Workload>>,
     /// Whether every Service of the cluster is among them.

@@ -323,35 +323,46 @@ fn a_mesh_may_read_namespaces_too() {
     assert_eq!(binding["subjects"], *of_base);
 }
 
-/// ServiceEntries are read where the configuration asks for them, and only there.
+/// ServiceEntries and routes are read where the configuration asks for them, and only there.
 #[test]
-fn service_entries_may_be_read_if_they_are_asked_for() {
-    let entries = [
-        "networking.istio.io/serviceentries",
-        "networking.istio.io/workloadentries",
+fn entries_and_routes_may_be_read_if_they_are_asked_for() {
+    let istio = ["serviceentries", "workloadentries"];
+    let gateway = [
+        "tcproutes",
+        "tlsroutes",
+        "httproutes",
+        "grpcroutes",
+        "referencegrants",
     ];
-    let values = json!({ "config": { "source": { "kubernetes": { "serviceEntries": true } } } });
-    let chart = chart::render("kube-system", &values);
-    let source = configured(&chart).source.kubernetes;
-    assert!(source.is_some_and(|source| source.service_entries));
-    let may = allowed(&chart["ClusterRole dataplane"]);
-    assert!(
-        entries
-            .iter()
-            .all(|entry| may.iter().any(|may| may == entry)),
-        "{may:?}"
-    );
-    all_known(&chart);
-    let component = components::with("service-entries");
-    all_known(&component);
-    assert_eq!(
-        allowed(&component["ClusterRole dataplane-service-entries"]),
-        entries
-    );
-    let binding = &component["ClusterRoleBinding dataplane-service-entries"];
-    assert_eq!(binding["roleRef"]["name"], "dataplane-service-entries");
-    let of_base = &component["ClusterRoleBinding dataplane"]["subjects"];
-    assert_eq!(binding["subjects"], *of_base);
+    for (key, component, group, resources) in [
+        (
+            "serviceEntries",
+            "service-entries",
+            "networking.istio.io",
+            &istio[..],
+        ),
+        ("routes", "routes", "gateway.networking.k8s.io", &gateway),
+    ] {
+        let wanted: Vec<_> = resources.iter().map(|of| format!("{group}/{of}")).collect();
+        let values = json!({ "config": { "source": { "kubernetes": { key: true } } } });
+        let chart = chart::render("kube-system", &values);
+        let source = configured(&chart).source.kubernetes.unwrap();
+        assert_eq!(
+            [source.service_entries, source.routes],
+            [key == "serviceEntries", key == "routes"]
+        );
+        let may = allowed(&chart["ClusterRole dataplane"]);
+        assert!(wanted.iter().all(|of| may.contains(of)), "{may:?}");
+        all_known(&chart);
+        let name = format!("dataplane-{component}");
+        let component = components::with(component);
+        all_known(&component);
+        assert_eq!(allowed(&component[&*format!("ClusterRole {name}")]), wanted);
+        let binding = &component[&*format!("ClusterRoleBinding {name}")];
+        assert_eq!(binding["roleRef"]["name"], *name);
+        let of_base = &component["ClusterRoleBinding dataplane"]["subjects"];
+        assert_eq!(binding["subjects"], *of_base);
+    }
 }
 
 /// The node's sysctls can be written to where the configuration asks for it, and only there.

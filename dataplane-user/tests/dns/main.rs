@@ -1,6 +1,7 @@
 //! Answers from the names of a cluster, without a socket: the table of Kubernetes' specification, search lists, and
 //! whatever bytes a client sends.
 
+mod hosts;
 mod names;
 mod search;
 mod specification;
@@ -10,7 +11,7 @@ use std::sync::Arc;
 
 use dataplane::{
     dns::{
-        Client, LowerName, Stored, Transport, Zone,
+        Client, LowerName, Stored, Transport, Ttls, Zone,
         answer::{Decision, answer},
         question,
     },
@@ -22,21 +23,35 @@ use hickory_proto::{
     rr::RecordType,
 };
 
+const TTLS: Ttls = Ttls {
+    services: 5,
+    entries: 30,
+};
+
 /// The cluster that tests ask for.
 fn cluster() -> Snapshot {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/dns/cluster.yaml");
+    load(&["cluster.yaml"])
+}
+
+/// The snapshot of these files.
+fn load(files: &[&str]) -> Snapshot {
+    let directory = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/dns/");
+    let paths: Vec<_> = files
+        .iter()
+        .map(|file| format!("{directory}{file}").into())
+        .collect();
     let node = Node {
         name: "here".into(),
         ..Node::default()
     };
-    let loaded = manifests::load(&[path.into()], &node);
+    let loaded = manifests::load(&paths, &node);
     let snapshot = loaded.unwrap_or_else(|errors| panic!("{errors}")).snapshot;
     assert!(snapshot.whole);
     snapshot
 }
 
 fn zone() -> Zone {
-    Zone::new(Names::of(&cluster()))
+    Zone::new(Names::of(&cluster()), TTLS)
 }
 
 /// Somebody without a search list.

@@ -8,7 +8,7 @@ use dataplane::{
 };
 use hickory_proto::rr::RecordType::{A, AAAA};
 
-use super::{ask, cluster, zone};
+use super::{TTLS, ask, cluster, zone};
 
 /// The node's file: what the kubelet appends.
 const NODE: &str = "nameserver 192.0.2.1\nsearch corp.example\n";
@@ -118,7 +118,7 @@ fn what_may_exist_is_asked_for() {
         whole: false,
         ..cluster()
     };
-    let zone = Zone::new(Names::of(&snapshot));
+    let zone = Zone::new(Names::of(&snapshot), TTLS);
     let cart = pod(&zone, "cart");
     for (name, wanted) in [
         ("web.shop.svc.cluster.local.", "NoError; A 10.3.0.20"),

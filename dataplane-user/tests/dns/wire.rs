@@ -6,7 +6,7 @@ use std::{
 };
 
 use dataplane::dns::{
-    LowerName, Transport,
+    LowerName, Transport, Ttls, Zone,
     answer::{Decision, answer},
     question,
 };
@@ -17,7 +17,7 @@ use hickory_proto::{
 use proptest::prelude::*;
 use rand::{SeedableRng as _, rngs::SmallRng, seq::IndexedRandom as _};
 
-use super::{nobody, zone};
+use super::{TTLS, nobody, zone};
 
 /// Says how many inputs the fuzzer makes; without it, as many as fit into [`SHORT`].
 const INPUTS: &str = "DATAPLANE_DNS_INPUTS";
@@ -126,6 +126,27 @@ fn an_answer_has_the_spelling_of_its_query_and_fits_into_what_the_client_takes()
     assert!(message.metadata.authoritative && message.edns.is_none());
     assert_eq!(message.answers.len(), 2);
     assert!(message.answers.iter().all(|record| record.ttl == 5));
+    // As long as the configuration says: addresses, what leads to them, and all other records.
+    let longer = Zone {
+        ttls: Ttls {
+            services: 30,
+            ..TTLS
+        },
+        ..zone()
+    };
+    for (name, of_type) in [
+        (WEB, 1),
+        ("_https._tcp.headless.default.svc.cluster.local", 33),
+        ("dns-version.cluster.local", 16),
+    ] {
+        let name = LowerName::parse(name).unwrap();
+        let (mut out, random) = (Vec::new(), &mut rand::rng());
+        let query = question(1, &name, of_type, 1, true);
+        let _ = answer(&longer, &query, Transport::Udp, nobody, random, &mut out);
+        let answers = Message::from_vec(&out).unwrap().answers;
+        assert!(!answers.is_empty(), "{name:?}");
+        assert!(answers.iter().all(|record| record.ttl == 30), "{answers:?}");
+    }
     // Without EDNS, 512 bytes are all that a client takes.
     let name = LowerName::parse("_https._tcp.headless.default.svc.cluster.local").unwrap();
     let long = |edns| answered(&question(1, &name, 33, 1, edns)).1;

@@ -17,6 +17,7 @@ use crate::site::{NODE, Site, endpoints, server, web};
 const WANTED: Wanted = Wanted {
     scope: Scope::HostPorts,
     entries: true,
+    routes: false,
 };
 
 fn entry(name: &str, spec: Value) -> Value {

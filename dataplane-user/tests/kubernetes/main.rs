@@ -5,5 +5,6 @@ mod entries;
 mod pods;
 mod reading;
 mod recovery;
+mod routes;
 mod semantics;
 mod site;

@@ -43,6 +43,7 @@ fn service(
         node_port: None,
         endpoints: (0..endpoints).map(endpoint).collect(),
         weights: None,
+        split: None,
     };
     Service {
         name: ServiceName::new(namespace, name),

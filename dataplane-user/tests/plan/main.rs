@@ -6,4 +6,5 @@ mod oracle;
 mod properties;
 mod semantics;
 mod sim;
+mod splits;
 mod tenants;

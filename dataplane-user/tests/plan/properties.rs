@@ -146,6 +146,7 @@ pub fn service() -> impl Strategy<Value = Service> {
             node_port,
             endpoints,
             weights: None,
+            split: None,
         });
     let kind = prop_oneof![
         4 => Just(ServiceType::LoadBalancer),

@@ -69,6 +69,7 @@ fn service(name: &str, cluster_ips: &[&str], endpoints: &[&str]) -> Service {
         node_port: None,
         endpoints,
         weights: None,
+        split: None,
     };
     Service {
         name: ServiceName::new("test", name),

@@ -93,6 +93,7 @@ fn no_entry() -> Entry {
         created: None,
         hosts: SmallVec::new(),
         addresses: SmallVec::new(),
+        ranges: SmallVec::new(),
         wants_vips: false,
         resolution: EntryResolution::Static,
         location: Location::External,
@@ -267,6 +268,7 @@ fn hostile() -> impl Strategy<Value = Service> {
                     node_port: (!of_pod && port.is_multiple_of(3)).then_some(30_000 + port),
                     endpoints: (0..endpoints).map(endpoint).collect(),
                     weights: None,
+                    split: None,
                 };
                 service.ports.extend((1000..1000 + ports).map(port));
                 let range = |n: u8| format!("198.51.100.{n}/32").parse().unwrap();

@@ -7,6 +7,7 @@ mod manifest_semantics;
 mod manifests;
 mod manifests_change;
 mod plain_words;
+mod routes;
 mod service_entries;
 mod topology;
 mod unused_fields;

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use dataplane::{
     model::{Node, Snapshot},
+    plan::routes::{Routes, Sources},
     source::manifests,
 };
 use serde_json::{Value, json};
@@ -114,6 +115,40 @@ fn objects() -> Vec<Value> {
                 "serviceAccount": "s",
             }}),
         ),
+        with(
+            "TCPRoute",
+            "gateway.networking.k8s.io/v1",
+            json!({ "spec": {
+                "parentRefs": [
+                    { "group": "", "kind": "Service", "name": "a", "sectionName": "http" },
+                    { "group": "", "kind": "Service", "name": "a", "namespace": "bank" },
+                ],
+                "rules": [{ "name": "r", "backendRefs": [
+                    { "group": "", "kind": "Service", "name": "a", "namespace": "bank", "port": 80 },
+                    { "group": "networking.istio.io", "kind": "Hostname", "name": "db.example.com", "port": 80 },
+                ] }],
+            }}),
+        ),
+        with(
+            "HTTPRoute",
+            "gateway.networking.k8s.io/v1",
+            json!({ "spec": {
+                "parentRefs": [{ "group": "", "kind": "Service", "name": "a" }],
+                "hostnames": ["a.example.com"],
+                "rules": [{
+                    "matches": [{ "path": { "type": "PathPrefix", "value": "/" } }],
+                    "backendRefs": [{ "name": "a", "port": 80, "x": "y" }],
+                }],
+            }}),
+        ),
+        with(
+            "ReferenceGrant",
+            "gateway.networking.k8s.io/v1",
+            json!({ "spec": {
+                "from": [{ "group": "gateway.networking.k8s.io", "kind": "TCPRoute", "namespace": "shop" }],
+                "to": [{ "group": "", "kind": "Service", "name": "a" }],
+            }}),
+        ),
     ]
 }
 
@@ -161,7 +196,22 @@ fn said(objects: &[Value]) -> Vec<String> {
     let paths = [file.path().to_owned()];
     match manifests::load_reusing(&Snapshot::default(), &paths, &node) {
         Ok(loaded) => {
-            let problems = loaded.snapshot.problems.iter();
+            let Snapshot {
+                routes,
+                grants,
+                services,
+                entries,
+                problems,
+                ..
+            } = &loaded.snapshot;
+            let mut of_routes = Routes::default();
+            of_routes.take(Sources {
+                routes,
+                grants,
+                services,
+                entries,
+            });
+            let problems = problems.iter().chain(of_routes.problems());
             problems
                 .map(|problem| format!("{}: {}", problem.place, problem.text))
                 .collect()
@@ -179,7 +229,10 @@ fn what_an_author_writes_stays_a_word_in_messages() {
             for hostile in object.pointer(place).map_or_else(Vec::new, each_replaced) {
                 let mut changed = object.clone();
                 *changed.pointer_mut(place).unwrap() = hostile;
-                for text in said(&[changed]) {
+                // A route says more if there is the Service to which it is attached.
+                let service = (!place.starts_with("/status")).then(|| objects().remove(0));
+                let service = service.filter(|service| service["kind"] != object["kind"]);
+                for text in said(&service.into_iter().chain([changed]).collect::<Vec<_>>()) {
                     let (_, text) = text.split_once(": ").unwrap_or_default();
                     if text.chars().any(char::is_control) || text.starts_with("forged") {
                         raw.insert(text.to_owned());

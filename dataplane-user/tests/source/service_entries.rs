@@ -255,7 +255,15 @@ fn addresses_are_served_and_small_ranges_as_what_is_in_them() {
         "2001:db8:1::1",
     ];
     assert_eq!(shown, wanted);
-    assert_eq!(served.vips("db"), wanted[..5], "only IPv4 endpoints");
+    // A name leads to no range, and to no family that no endpoint has.
+    assert_eq!(served.vips("db"), wanted[..1]);
+    let both = json!({
+        "addresses": ["203.0.113.4", "2001:db8:1::4"],
+    });
+    assert_eq!(Served::of(&[db(both)]).vips("db"), wanted[..1]);
+    // Without endpoints clients connect to the address itself.
+    let direct = json!({ "resolution": "NONE", "endpoints": null, "addresses": wanted[..1] });
+    assert_eq!(Served::of(&[db(direct)]).vips("db"), wanted[..1]);
     let large = json!({ "addresses": ["203.0.0.0/16", "203.0.113.4"] });
     let served = Served::of(&[db(large)]);
     assert_eq!(served.vips("db"), ["203.0.113.4"]);

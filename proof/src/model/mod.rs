@@ -12,6 +12,7 @@ pub mod flows;
 pub mod read;
 pub mod room;
 pub mod sequences;
+mod source_routes;
 pub mod state;
 pub mod table;
 pub mod write;
@@ -189,8 +190,18 @@ impl<'a> Model<'a> {
     fn ingress(&mut self, input: &Input, at: Moment, drawn: &dyn Drawn) -> Answer {
         let interface = &self.world.interfaces[&input.ifindex];
         let to = &input.frame[..6];
-        // What a pod sends through a bridge is addressed to the bridge.
-        if to != interface.mac && (to[0] & 1 != 0 || !interface.pod) {
+        // Packets that a pod sends through a bridge are addressed to the bridge or to another port of it.
+        if to != interface.mac && !interface.pod {
+            return Ok(NEXT);
+        }
+        if interface.pod
+            && interface.asked != 0
+            && source_routes::is_routed(&input.frame, input.segmented)
+        {
+            self.count(Reason::SourceRouted);
+            return Ok(DROP);
+        }
+        if to != interface.mac && to[0] & 1 != 0 {
             return Ok(NEXT);
         }
         match read::frame(&input.frame, input.segmented) {

@@ -133,7 +133,7 @@ pub enum Limit {
 
 impl Limit {
     /// Where a packet ends whose header says that it has no length: BIG TCP.
-    fn end_of_big(self) -> Option<usize> {
+    pub fn end_of_big(self) -> Option<usize> {
         match self {
             Self::Frame {
                 end,
@@ -143,7 +143,7 @@ impl Limit {
         }
     }
 
-    fn allows(self, last: usize) -> bool {
+    pub fn allows(self, last: usize) -> bool {
         match self {
             Self::Frame { end, .. } => last <= end,
             Self::None => true,

@@ -27,10 +27,18 @@ pub enum Resource {
     ServiceEntries,
     /// Istio's WorkloadEntries, likewise.
     WorkloadEntries,
+    /// Gateway API's TCPRoutes, once they are [installed](Cluster::install_gateway_api).
+    TcpRoutes,
+    /// Its HTTPRoutes, likewise.
+    HttpRoutes,
+    /// Its ReferenceGrants, likewise.
+    ReferenceGrants,
 }
 
 /// The group of Istio's kinds in paths.
 const ISTIO: &str = "/apis/networking.istio.io/";
+/// That of Gateway API.
+const GATEWAY: &str = "/apis/gateway.networking.k8s.io/";
 
 impl Resource {
     /// By the path of a request.
@@ -41,9 +49,17 @@ impl Resource {
             "/api/v1/nodes" => Some(Self::Nodes),
             "/api/v1/pods" => Some(Self::Pods),
             "/api/v1/namespaces" => Some(Self::Namespaces),
-            _ => match path.strip_prefix(ISTIO)?.split_once('/')?.1 {
+            _ => match [ISTIO, GATEWAY]
+                .iter()
+                .find_map(|group| path.strip_prefix(group))?
+                .split_once('/')?
+                .1
+            {
                 "serviceentries" => Some(Self::ServiceEntries),
                 "workloadentries" => Some(Self::WorkloadEntries),
+                "tcproutes" => Some(Self::TcpRoutes),
+                "httproutes" => Some(Self::HttpRoutes),
+                "referencegrants" => Some(Self::ReferenceGrants),
                 _ => None,
             },
         }
@@ -59,6 +75,9 @@ impl Resource {
             "Namespace" => Some(Self::Namespaces),
             "ServiceEntry" => Some(Self::ServiceEntries),
             "WorkloadEntry" => Some(Self::WorkloadEntries),
+            "TCPRoute" => Some(Self::TcpRoutes),
+            "HTTPRoute" => Some(Self::HttpRoutes),
+            "ReferenceGrant" => Some(Self::ReferenceGrants),
             _ => None,
         }
     }
@@ -73,6 +92,9 @@ impl Resource {
             Self::Namespaces => ("Namespace", "v1"),
             Self::ServiceEntries => ("ServiceEntry", "networking.istio.io/v1"),
             Self::WorkloadEntries => ("WorkloadEntry", "networking.istio.io/v1"),
+            Self::TcpRoutes => ("TCPRoute", "gateway.networking.k8s.io/v1alpha2"),
+            Self::HttpRoutes => ("HTTPRoute", "gateway.networking.k8s.io/v1"),
+            Self::ReferenceGrants => ("ReferenceGrant", "gateway.networking.k8s.io/v1beta1"),
         }
     }
 }
@@ -101,6 +123,8 @@ struct State {
     pages: HashMap<u64, Objects>,
     /// The version in which there are Istio's kinds; none: there are none.
     istio: Option<&'static str>,
+    /// The versions in which there are kinds of Gateway API.
+    gateway: &'static [&'static str],
 }
 
 /// The objects of a cluster. A handle: clones are of the same cluster.
@@ -122,6 +146,7 @@ impl Default for Cluster {
                 compacted: version,
                 pages: HashMap::new(),
                 istio: None,
+                gateway: &[],
             })),
             version: watch::Sender::new(version),
         }
@@ -145,8 +170,16 @@ impl Cluster {
         self.lock().istio = version;
     }
 
+    /// Has the cluster know kinds of Gateway API, as `v1/httproutes`, and no others of them.
+    pub fn install_gateway_api(&self, kinds: &'static [&'static str]) {
+        self.lock().gateway = kinds;
+    }
+
     /// Whether the cluster has what a path asks for.
     pub(super) fn knows(&self, path: &str) -> bool {
+        if let Some(kind) = path.strip_prefix(GATEWAY) {
+            return self.lock().gateway.contains(&kind);
+        }
         path.strip_prefix(ISTIO).is_none_or(|rest| {
             let version = rest.split_once('/').map(|(version, _)| version);
             version.is_some() && version == self.lock().istio

@@ -95,6 +95,7 @@ fn service(
         node_port: None,
         endpoints,
         weights: None,
+        split: None,
     };
     let service = Service {
         name: name.clone(),

@@ -39,7 +39,7 @@ impl World {
             .pod("node1", "upstream", "10.244.1.11")
             .build()?;
         let directory = tempfile::tempdir()?;
-        let unbound = unbound(lab.pod("upstream"), directory.path())?;
+        let unbound = unbound(lab.pod("upstream"), directory.path(), "")?;
         let (manifests, resolv) = (
             directory.path().join("cluster.yaml"),
             directory.path().join("resolv.conf"),
@@ -127,8 +127,8 @@ impl World {
     }
 }
 
-/// Starts unbound, which has nobody to ask.
-pub fn unbound(host: &Host, directory: &Path) -> Result<Process> {
+/// Starts unbound, which has nobody to ask but those that `more` of its configuration names.
+pub fn unbound(host: &Host, directory: &Path, more: &str) -> Result<Process> {
     let mut conf = format!(
         "server:\n directory: \"{0}\"\n chroot: \"\"\n username: \"\"\n pidfile: \"\"\n use-syslog: no\n \
          logfile: \"\"\n do-daemonize: no\n interface: {1}\n interface: {2}\n \
@@ -146,6 +146,7 @@ pub fn unbound(host: &Host, directory: &Path) -> Result<Process> {
     for line in ZONE.into_iter().chain([big.as_str()]) {
         writeln!(conf, " local-data: '{line}'")?;
     }
+    conf += more;
     conf += "remote-control:\n control-enable: no\n";
     let file = directory.join("unbound.conf");
     fs::write(&file, conf)?;

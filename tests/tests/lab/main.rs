@@ -33,6 +33,9 @@ mod daemonset;
 mod deaths;
 mod dns;
 mod dns_capture;
+mod dns_hosts;
+mod dns_limits;
+mod dns_world;
 mod entries;
 mod errors;
 mod exhausted;
@@ -43,6 +46,7 @@ mod forward_rules;
 mod fragments;
 mod frames;
 mod fuzz;
+mod gateway;
 mod gone_vips;
 mod growth;
 mod host_ports;
@@ -178,6 +182,8 @@ fn main() -> ExitCode {
         deaths::SCENARIOS,
         dns::SCENARIOS,
         dns_capture::SCENARIOS,
+        dns_hosts::SCENARIOS,
+        dns_limits::SCENARIOS,
         moving::SCENARIOS,
         supervisor::SCENARIOS,
         leaving::SCENARIOS,
@@ -208,6 +214,7 @@ fn main() -> ExitCode {
         crafted::ERRORS,
         fragments::SCENARIOS,
         entries::SCENARIOS,
+        gateway::SCENARIOS,
         errors::SCENARIOS,
         frames::SCENARIOS,
         policies::SCENARIOS,

@@ -3,7 +3,7 @@
 use std::{
     io,
     net::{IpAddr, SocketAddr, TcpStream, UdpSocket},
-    os::fd::AsRawFd as _,
+    os::fd::{AsRawFd as _, OwnedFd},
     thread,
     time::Duration,
 };
@@ -12,7 +12,10 @@ use anyhow::{Context as _, Result, ensure};
 use dataplane_tests::{Host, patience};
 use nix::{
     ifaddrs::getifaddrs,
-    sys::socket::{AddressFamily, LinkAddr, MsgFlags, SockFlag, SockType, sendto, socket},
+    sys::socket::{
+        AddressFamily, LinkAddr, MsgFlags, SockFlag, SockProtocol, SockType, recv, sendto,
+        setsockopt, socket, sockopt,
+    },
 };
 
 use crate::features::on;
@@ -107,6 +110,27 @@ fn link_addr(interface: &str) -> Result<LinkAddr> {
         .filter(|found| found.interface_name == interface)
         .find_map(|found| found.address?.as_link_addr().copied())
         .with_context(|| format!("no interface {interface}"))
+}
+
+/// Sees every frame that arrives at a host.
+pub fn tap(host: &Host) -> Result<OwnedFd> {
+    on(host, |_| {
+        let flags = SockFlag::SOCK_NONBLOCK;
+        let all = SockProtocol::EthAll;
+        let tap = socket(AddressFamily::Packet, SockType::Raw, flags, all)?;
+        setsockopt(&tap, sockopt::RcvBuf, &(1 << 20))?;
+        Ok(tap)
+    })
+}
+
+/// Returns the frames that have arrived at a [`tap`] since the last call.
+pub fn arrived(tap: &OwnedFd) -> Vec<Vec<u8>> {
+    let mut frames = Vec::new();
+    let mut frame = [0; 2048];
+    while let Ok(length) = recv(tap.as_raw_fd(), &mut frame, MsgFlags::empty()) {
+        frames.push(frame[..length].to_vec());
+    }
+    frames
 }
 
 /// Sends frames as they are.

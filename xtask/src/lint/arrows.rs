@@ -22,6 +22,7 @@ const HOUSE: &str = "dataplane-user/src/lib.rs";
 /// The rooms, from the ground up, each with those that it may import from: the arrows of docs/architecture.md.
 const ROOMS: &[(&str, &[&str])] = &[
     ("model", &[]),
+    ("iptables", &[]),
     ("threads", &[]),
     ("source", &["model", "threads"]),
     ("plan", &["model"]),

@@ -219,15 +219,19 @@ fn listen(
         }
     });
     let end = Instant::now() + limits.total;
+    let mut last = String::new();
     loop {
         let left = end.saturating_duration_since(Instant::now());
         match lines.recv_timeout(limits.silence.min(left)) {
-            Ok(text) if !left.is_zero() => match text.strip_prefix(marker) {
-                Some(status) => return status.trim().parse().context("an exit status"),
-                None => line(&text),
-            },
+            Ok(text) if !left.is_zero() => {
+                if let Some(status) = text.strip_prefix(marker) {
+                    return status.trim().parse().context("an exit status");
+                }
+                line(&text);
+                last = text;
+            }
             Err(RecvTimeoutError::Timeout) if limits.silence <= left => bail!(
-                "the guest has said nothing for {} s, and was ended",
+                "the guest has said nothing for {} s, and was ended; its last line: {last}",
                 limits.silence.as_secs()
             ),
             Ok(_) | Err(RecvTimeoutError::Timeout) => bail!(
@@ -288,6 +292,7 @@ mod tests {
         assert_eq!(died, "the guest ended before its tests did");
         let hung = word("echo one; exec sleep 60", 500, LONG);
         assert!(hung.starts_with("the guest has said nothing"), "{hung}");
+        assert!(hung.ends_with("its last line: one"), "{hung}");
         let endless = word("echo one; exec yes", LONG, 500);
         assert!(
             endless.starts_with("the guest has not come to an end"),

@@ -83,6 +83,8 @@ pub struct Learnt {
     pub pod_networks: Vec<api::Learnt>,
     /// The cgroup whose processes are served.
     pub cgroup: api::Learnt,
+    /// Whether the configuration denies egress, and no program looks for source routes.
+    pub source_routes_pass: bool,
 }
 
 #[derive(Debug)]
@@ -289,13 +291,17 @@ impl State {
         lock(&self.known).network = problems.iter().map(problem).collect();
     }
 
-    /// What is wrong with the routes to the node's own pods, if something is.
-    pub fn pods_led_elsewhere(&self, text: Option<String>) {
-        lock(&self.known).led_elsewhere = text.map(|text| api::Problem {
+    /// Sets or clears the problem of the routes to the node's own pods. Returns whether the problem changed.
+    pub fn pods_led_elsewhere(&self, text: Option<String>) -> bool {
+        let led = text.map(|text| api::Problem {
             gravity: api::Gravity::Warning,
             place: "packet path".to_owned(),
             text,
         });
+        let mut known = lock(&self.known);
+        let is_news = known.led_elsewhere != led;
+        known.led_elsewhere = led;
+        is_news
     }
 
     /// Why sysctls of the kernel's own conntrack cannot be set now.

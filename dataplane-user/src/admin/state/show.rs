@@ -48,6 +48,7 @@ impl State {
         of_plan
             + known.snapshot.problems.len()
             + usize::from(self.learnt.outdated.is_some())
+            + usize::from(self.learnt.source_routes_pass)
             + known.unasked.len()
             + known.crowded.len()
             + known.network.len()
@@ -118,6 +119,14 @@ impl State {
                 "cannot be read, and the agent, which has taken its place back, serves by what it said \
                  before: {why}; mend it and restart the agent"
             ),
+        }));
+        problems.extend(self.learnt.source_routes_pass.then(|| api::Problem {
+            gravity: api::Gravity::Warning,
+            place: "mesh".to_owned(),
+            text: "egress: deny does not hold against IPv6 routing headers, which any process may set: the packet path is \
+                   off, and only its programs see them. Turn it on (--packet-path on), or drop packets with a routing \
+                   header at the forward hook of the node's firewall"
+                .to_owned(),
         }));
         problems.extend(known.crowded.iter().cloned());
         problems.extend(known.network.iter().chain(&known.led_elsewhere).cloned());
@@ -226,9 +235,15 @@ impl State {
 
     /// Whose a pool is.
     pub fn pool(&self, pool: u32) -> Option<api::Pool> {
-        let key = owner(&lock(&self.planner), pool)?;
+        let planner = lock(&self.planner);
+        let key = owner(&planner, pool)?;
+        let service = planner.snapshot().services.get(&key.service);
+        let ports = service.iter().flat_map(|service| &service.ports);
+        let mut ports = ports.filter(|port| Some((port.port, port.protocol)) == key.port);
+        let split = ports.next().and_then(|port| port.split.as_ref());
         Some(api::Pool {
             pool,
+            route: split.map(|split| format!("{}, spec.rules[0]", split.by)),
             namespace: key.service.namespace().to_owned(),
             name: key.service.name().to_owned(),
             port: key.port.map(|(port, _)| port),

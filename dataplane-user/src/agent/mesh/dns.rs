@@ -18,22 +18,33 @@ use tracing::{debug, info, warn};
 use super::problems::Problems;
 use crate::{
     dns::{
-        Basis, Captured, Client, Listener, LowerName, Observer, ResolvConf, Server, Settings, Zone,
+        AWAY, Basis, Captured, Client, Listener, LowerName, Observer, ResolvConf, Room, Server,
+        Settings, Ttls, Zone,
     },
     kernel::{self, Namespace, QueryLease, QuerySockets, namespaces},
     model::{Egress, Names, Reachable, Snapshot},
     plan::enrol::{Member, Problem},
+    relay::DnsFiles,
     settings,
     threads::Deaths,
 };
 
-/// Bytes of answers that are kept.
-const CACHE: usize = 32 << 20;
+/// Open files of a workload: two sockets for each family; a copy of each for the agent's successor, and another one
+/// during the hand-over.
+const WORKLOAD: usize = 12;
 /// Threads, at most.
 const WORKERS: usize = 4;
 /// Where the node's resolvers are, if the configuration does not say.
 const RESOLV_CONF: &str = "/etc/resolv.conf";
 const DOMAIN: &str = "cluster.local";
+
+/// The files that a server with this room has.
+pub(super) fn files(room: Room) -> DnsFiles {
+    DnsFiles {
+        shared: room.files(),
+        per_workload: WORKLOAD,
+    }
+}
 
 /// Queries that are to be captured: of the workload in a network namespace, to these resolvers.
 pub(super) type Queries = Vec<(u64, BTreeSet<IpAddr>)>;
@@ -56,6 +67,9 @@ pub(super) struct Dns {
     names: Names,
 }
 
+/// A thread that goes on after the lease has ended counts as one that was away.
+const _: () = assert!(AWAY.as_nanos() <= QueryLease::LENGTH.as_nanos());
+
 /// A workload whose queries are answered.
 struct Answered {
     client: Client,
@@ -72,6 +86,7 @@ impl Dns {
         config: &settings::Dns,
         reachable: Reachable,
         lease: QueryLease,
+        room: Room,
         deaths: &Deaths,
     ) -> io::Result<Self> {
         let domain = config.cluster_domain.as_deref().unwrap_or(DOMAIN);
@@ -80,16 +95,22 @@ impl Dns {
             domain: LowerName::parse(domain).unwrap_or_else(|_| LowerName::root()),
             cluster_dns: config.cluster_dns.clone(),
             node: ResolvConf::default(),
+            ttls: Ttls {
+                services: config.ttl(),
+                entries: config.service_entry_ttl(),
+            },
         };
         let cpus = thread::available_parallelism().map_or(1, Into::into);
         let settings = Settings {
             workers: cpus.min(WORKERS),
-            cache_bytes: CACHE,
+            cache_bytes: config.cache_bytes(),
+            stale: config.stale(),
+            room,
             cluster_dns: Vec::new(),
             node: ResolvConf::default(),
             resolvers: None,
         };
-        let zone = Zone::new(Names::default());
+        let zone = Zone::new(Names::default(), basis.ttls);
         let renew = Box::new(move |ago| lease.renew(ago));
         let server = Server::start(settings, zone, renew, deaths)?;
         let resolv_conf = config.resolv_conf.clone();
@@ -121,7 +142,7 @@ impl Dns {
     ) -> Queries {
         self.read_resolv_conf();
         self.names = self.basis.names(std::mem::take(&mut self.names), snapshot);
-        let zone = Zone::new(self.names.clone());
+        let zone = Zone::new(self.names.clone(), self.basis.ttls);
         let cluster = self.basis.cluster_dns(snapshot);
         let mut queries = Queries::new();
         for (member, namespace, flags) in enrolled {

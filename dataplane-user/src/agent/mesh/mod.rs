@@ -37,6 +37,7 @@ use self::{
     problems::Problems,
 };
 use crate::{
+    dns::Room,
     kernel::{self, Accelerator, Capture, CaptureOptions, Kernel, Namespace, namespaces},
     model::{Acceleration, Place, ServiceName, Snapshot, Workload, WorkloadName},
     plan::{
@@ -50,6 +51,7 @@ use crate::{
         self, Observer, Proxy,
         handover::{self, Named},
     },
+    relay::raise_open_files,
     settings,
     threads::Deaths,
 };
@@ -157,12 +159,16 @@ impl Mesh {
         deaths: &Deaths,
     ) -> Result<Self, super::Error> {
         let options = options(&config, dns);
+        let dns = dns.filter(|dns| dns.is_on());
+        let files = raise_open_files().map_err(super::Error::Thread)?;
+        let room = Room::of(files);
         let proxy = if options.foreign {
             None
         } else {
             let settings = proxy::Settings {
                 mark: Some(options.mark),
                 transparent_mark: Some(options.mark | FROM_CLIENT),
+                dns_files: dns.map(|_| dns::files(room)).unwrap_or_default(),
                 transparent: config.proxy.keep_source.unwrap_or(true),
                 access_log: config.proxy.access_log.unwrap_or_default(),
                 max_connections: config.proxy.max_connections.map(|max| max as usize),
@@ -174,8 +180,10 @@ impl Mesh {
             };
             Some(Proxy::start(settings, deaths).map_err(super::Error::Proxy)?)
         };
-        let dns = dns.filter(|dns| dns.is_on());
-        let dns = dns.map(|dns| Dns::start(dns, config.reachable(), capture.query_lease(), deaths));
+        let dns = dns.map(|dns| {
+            let lease = capture.query_lease();
+            Dns::start(dns, config.reachable(), lease, room, deaths)
+        });
         let dns = dns.transpose().map_err(super::Error::Thread)?;
         let unseen = proxy.as_ref().and_then(|_| attach::unseen(cgroup));
         let held = capture.held();

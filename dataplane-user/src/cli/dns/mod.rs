@@ -1,5 +1,6 @@
 //! `dataplane dns`.
 
+mod cache;
 mod query;
 mod serve;
 
@@ -10,8 +11,8 @@ use clap::{ArgMatches, Args, Subcommand, parser::ValueSource};
 
 use super::{settled, source::SourceArgs};
 use crate::{
-    dns::{Basis, LowerName, ResolvConf},
-    settings::{Node, Settings},
+    dns::{Basis, LowerName, ResolvConf, Ttls},
+    settings::{self, Node, Settings},
 };
 
 /// Answer DNS queries for the names of services, and ask resolvers for all others.
@@ -23,6 +24,7 @@ pub struct DnsArgs {
 
 #[derive(Debug, Subcommand)]
 enum DnsCommand {
+    Cache(cache::CacheArgs),
     Query(query::QueryArgs),
     Serve(serve::ServeArgs),
 }
@@ -36,6 +38,10 @@ impl DnsArgs {
     ) -> Result<(), clap::Error> {
         let given = given.subcommand().map_or(given, |(_, given)| given);
         let common = match &mut self.command {
+            DnsCommand::Cache(args) => {
+                args.socket.settle(file);
+                return Ok(());
+            }
             DnsCommand::Query(args) => &mut args.common,
             DnsCommand::Serve(args) => {
                 args.settle(file);
@@ -49,6 +55,7 @@ impl DnsArgs {
 
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         match self.command {
+            DnsCommand::Cache(args) => args.run(),
             DnsCommand::Query(args) => args.run(),
             DnsCommand::Serve(args) => args.run(),
         }
@@ -76,6 +83,10 @@ struct CommonArgs {
 
     #[command(flatten)]
     node: Node,
+
+    /// The file's settings of DNS.
+    #[arg(skip)]
+    dns: settings::Dns,
 }
 
 fn domain_of(text: &str) -> Result<LowerName, String> {
@@ -89,6 +100,7 @@ impl CommonArgs {
     /// Adds what the file says of DNS and the command line does not.
     fn settle(&mut self, file: &Settings, given: &ArgMatches) {
         let Some(file) = &file.dns else { return };
+        self.dns.clone_from(file);
         let is_given = |id| given.value_source(id) == Some(ValueSource::CommandLine);
         let domain = file.cluster_domain.as_deref();
         let domain = domain.and_then(|text| domain_of(text).ok());
@@ -117,6 +129,10 @@ impl CommonArgs {
             domain: self.cluster_domain.clone(),
             cluster_dns: self.cluster_dns.clone(),
             node: ResolvConf::parse(&text),
+            ttls: Ttls {
+                services: self.dns.ttl(),
+                entries: self.dns.service_entry_ttl(),
+            },
         })
     }
 }

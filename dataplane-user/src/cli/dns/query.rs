@@ -12,7 +12,7 @@ use serde::Serialize;
 
 use super::CommonArgs;
 use crate::{
-    cli::output::{self, BAD, BOLD, DIM, Format, GOOD},
+    cli::output::{self, BAD, BOLD, DIM, Format, GOOD, WARN},
     dns::{
         Client, LowerName, Meaning, Transport, Zone,
         answer::{Decision, answer},
@@ -31,10 +31,10 @@ use crate::{
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-    dataplane dns query -f services/ web.shop.svc.cluster.local.
-    dataplane dns query -f cluster/ web --from shop/cart-7d9      a short name, as the pod would ask
-    dataplane dns query -f services/ _http._tcp.web.shop.svc.cluster.local. --type SRV
-    dataplane dns query -f services/ 10.0.96.10.in-addr.arpa. --type PTR")]
+    dataplane dns query web.shop.svc.cluster.local. -f services/
+    dataplane dns query web --from shop/cart-7d9 -f cluster/      a short name, as the pod would ask
+    dataplane dns query _http._tcp.web.shop.svc.cluster.local. --type SRV -f services/
+    dataplane dns query 10.0.96.10.in-addr.arpa. --type PTR -f services/")]
 pub struct QueryArgs {
     /// The name to look up
     #[arg(value_name = "NAME")]
@@ -77,6 +77,8 @@ fn workload(text: &str) -> Result<WorkloadName, String> {
 struct Answer {
     /// A step for each name, as the client's resolver would ask.
     steps: Vec<Step>,
+    /// The problems of the source's objects: an object that is left out has no names.
+    problems: Vec<String>,
 }
 
 /// What becomes of the query for one name.
@@ -142,7 +144,12 @@ impl QueryArgs {
             }
         }
         let exists = steps.last().is_some_and(|step| !step.is_missing());
-        let answer = Answer { steps };
+        let problems = snapshot.problems.iter();
+        let problems = problems.map(|problem| format!("{}: {}", problem.place, problem.text));
+        let answer = Answer {
+            steps,
+            problems: problems.collect(),
+        };
         let mut out = output::stdout();
         match self.output {
             Format::Json => output::json(&mut out, &answer)?,
@@ -195,7 +202,7 @@ impl QueryArgs {
         let mut step = Step {
             name: name.to_string(),
             rule: "",
-            object: object(&zone.meaning(name)),
+            object: object(zone, name, &client.namespace),
             code: None,
             records: Vec::new(),
             ask: None,
@@ -228,13 +235,23 @@ impl QueryArgs {
 }
 
 /// The object that decides about a name.
-fn object(meaning: &Meaning) -> Option<String> {
-    match meaning {
+fn object(zone: &Zone, name: &LowerName, namespace: &str) -> Option<String> {
+    match zone.meaning(name, || namespace) {
         Meaning::Service(service)
         | Meaning::Headless(service)
         | Meaning::Endpoints(service, _)
         | Meaning::Port(service, ..)
         | Meaning::Alias(service, _) => Some(format!("Service {}", service.name)),
+        Meaning::Host(entry, host) => {
+            Some(format!("ServiceEntry {}, host {}", entry.name, host.name))
+        }
+        Meaning::Foreign | Meaning::Unsure | Meaning::Missing => {
+            let (entry, host) = zone.host(name, namespace)?;
+            Some(format!(
+                "ServiceEntry {}, whose host {} has no address",
+                entry.name, host.name
+            ))
+        }
         _ => None,
     }
 }
@@ -260,6 +277,9 @@ fn text(out: &mut dyn Write, answer: &Answer) -> std::io::Result<()> {
                 writeln!(out, "  asks {} for {names}", resolvers.join(", "))?;
             }
         }
+    }
+    for problem in &answer.problems {
+        writeln!(out, "{}: {problem}", output::styled(WARN, "problem"))?;
     }
     Ok(())
 }

@@ -20,15 +20,14 @@ use crate::{
         live::{SIGHUP, Services, Signals},
         log_filter, log_level, settled,
     },
-    dns::{Basis, Server, Settings},
+    dns::{Basis, Room, Server, Settings},
     model::Snapshot,
+    relay::raise_open_files,
     settings::{self, Listen, LogFormat, LogLevel},
     source::kubernetes::Scope,
     threads::Deaths,
 };
 
-/// How many bytes of answers are kept.
-const CACHE: usize = 32 << 20;
 /// The port of resolvers.
 const PORT: u16 = 53;
 
@@ -175,9 +174,12 @@ impl ServeArgs {
                  with --resolver, --resolv-conf or --cluster-dns"
             );
         }
+        let files = raise_open_files().context("cannot read the limit of open files")?;
         let settings = Settings {
             workers: self.workers.map_or(cpus, Into::into),
-            cache_bytes: CACHE,
+            cache_bytes: self.common.dns.cache_bytes(),
+            stale: self.common.dns.stale(),
+            room: Room::of(files),
             cluster_dns,
             node,
             resolvers,

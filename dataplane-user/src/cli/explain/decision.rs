@@ -30,6 +30,9 @@ pub struct Explanation {
     pub kind: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pool: Option<u32>,
+    /// The route that splits the port's connections.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub route: Option<String>,
     pub endpoints: Vec<Choice>,
     /// What capture makes of it, where there is a mesh: on its way out of a workload, and into one.
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -37,6 +40,20 @@ pub struct Explanation {
 }
 
 impl Explanation {
+    /// Adds the endpoints of which one is chosen.
+    pub fn choose(&mut self, endpoints: Vec<Choice>) {
+        let equal = endpoints
+            .windows(2)
+            .all(|pair| (pair[0].probability - pair[1].probability).abs() < f64::EPSILON);
+        self.steps.push(if equal {
+            "one endpoint is chosen at random, each with the same probability".to_owned()
+        } else {
+            "one endpoint is chosen at random, by the weights of a route or a ServiceEntry"
+                .to_owned()
+        });
+        self.endpoints = endpoints;
+    }
+
     /// Adds what capture makes of it. Out of a workload, it decides before services do; into one,
     /// after.
     pub fn capture(&mut self, outbound: Option<Told>, inbound: Option<Told>) {
@@ -172,6 +189,7 @@ pub fn decide<T: decide::Tables + AffinityTable>(
         service: None,
         kind: None,
         pool: None,
+        route: None,
         endpoints: Vec::new(),
         capture: Vec::new(),
     };
@@ -206,7 +224,7 @@ pub fn decide<T: decide::Tables + AffinityTable>(
     told.steps.push(format!(
         "pool {} of {whose} {}",
         frontend.pool(),
-        holds(block)
+        holds(tables, block)
     ));
     if block.is_empty() {
         refuse(&mut told, decide::refusal(block));
@@ -227,15 +245,14 @@ pub fn decide<T: decide::Tables + AffinityTable>(
             return told;
         }
     }
-    told.steps
-        .push("one endpoint is chosen at random, each with the same probability".to_owned());
-    told.endpoints = choices(tables, block);
+    told.choose(choices(tables, block));
     told
 }
 
 /// Returns a pool's number of usable endpoints, as the end of a sentence.
-pub fn holds(block: Block) -> String {
-    match block.len() {
+pub fn holds(tables: &impl decide::Tables, block: Block) -> String {
+    let choices = choices(tables, block).into_iter();
+    match choices.filter(|choice| choice.endpoint != REFUSED).count() {
         0 if block.flags() & Block::NO_SUCH_PORT != 0 => {
             "is for ports that the service does not have".to_owned()
         }
@@ -245,22 +262,26 @@ pub fn holds(block: Block) -> String {
     }
 }
 
-/// Returns a pool's endpoints, all with the same probability.
+/// Returns a pool's endpoints, with the probability of each: an endpoint with more weight has more slots.
 pub fn choices(tables: &impl decide::Tables, block: Block) -> Vec<Choice> {
-    let probability = 1.0 / f64::from(block.len());
-    (0..u32::from(block.len()))
-        .map(|offset| {
-            let endpoint = tables.endpoint(block.base() + offset).map_or_else(
-                || "(no such slot: a bug, please report it)".to_owned(),
-                |e| socket(&e),
-            );
-            Choice {
-                endpoint,
-                probability,
-            }
-        })
-        .collect()
+    let len = u32::from(block.len());
+    let slots: Vec<_> = (0..len)
+        .map(|offset| tables.endpoint(block.base() + offset))
+        .collect();
+    let same = slots.chunk_by(|a, b| a == b);
+    same.map(|same| Choice {
+        endpoint: match &same[0] {
+            None => "(no such slot: a bug, please report it)".to_owned(),
+            Some(endpoint) if endpoint.is_none() => REFUSED.to_owned(),
+            Some(endpoint) => socket(endpoint),
+        },
+        probability: f64::from(u32::try_from(same.len()).unwrap_or(len)) / f64::from(len),
+    })
+    .collect()
 }
+
+/// In the place of an endpoint: the backend of a route has none.
+const REFUSED: &str = "refused";
 
 fn refuse(told: &mut Explanation, reason: Reason) {
     told.verdict = "refused";

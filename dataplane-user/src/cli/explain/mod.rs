@@ -175,11 +175,16 @@ impl ExplainArgs {
         let tables = Tables::open(&self.paths.bpffs())?;
         let names = Names::new(self.socket.client());
         let owner = |pool| names.of_pool(pool);
-        let told = if let Some(iface) = &self.iface {
+        let mut told = if let Some(iface) = &self.iface {
             self.packet(&tables, iface, owner)?
         } else {
             self.connection(&tables, owner)?
         };
+        told.route = told.pool.and_then(|pool| names.route_of_pool(pool));
+        let route = told.route.as_ref();
+        told.steps.extend(route.map(|route| {
+            format!("{route} splits the connections to this port among its backends")
+        }));
         let mut out = output::stdout();
         match self.output {
             Format::Json => output::json(&mut out, &told)?,

@@ -61,6 +61,7 @@ pub fn explain(
         service: None,
         kind: None,
         pool: None,
+        route: None,
         endpoints: Vec::new(),
         capture: Vec::new(),
     };
@@ -280,8 +281,10 @@ fn begin(
         || "a service (name unknown without a running agent)".to_owned(),
         |name| format!("service {name}"),
     );
-    told.steps
-        .push(format!("pool {index} of {whose} {}", holds(pool.block)));
+    told.steps.push(format!(
+        "pool {index} of {whose} {}",
+        holds(live.tables, pool.block)
+    ));
     if pool.block.is_empty() {
         refuse(told, decide::refusal(pool.block));
         return Ok(());
@@ -363,9 +366,7 @@ fn choose(live: &Live<'_>, key: &FlowKey, pool: &Pool, told: &mut Explanation) {
             return;
         }
     }
-    told.steps
-        .push("one endpoint is chosen at random, each with the same probability".to_owned());
-    told.endpoints = decision::choices(live.tables, pool.block);
+    told.choose(decision::choices(live.tables, pool.block));
 }
 
 /// Explains which client address the endpoint sees.

@@ -14,9 +14,6 @@ use super::super::{
     pins::{Pins, spec},
 };
 
-/// How long queries are captured after the threads last said that they go on. Resolvers of clients repeat a query
-/// after 5 s (glibc) or 2.5 s (musl), and a busy machine lets no thread wait so long often.
-pub const LEASE: Duration = Duration::from_secs(2);
 /// The place of `queries_until` among the words of [`Config`].
 pub const WORD: usize = 3;
 
@@ -25,6 +22,10 @@ pub const WORD: usize = 3;
 pub struct QueryLease(Arc<Mapped<Config>>);
 
 impl QueryLease {
+    /// How long queries are captured after the threads last read their sockets. Resolvers of clients repeat a query
+    /// after 5 s (glibc) or 2.5 s (musl), and a busy machine lets no thread wait so long often.
+    pub const LENGTH: Duration = Duration::from_secs(2);
+
     pub(super) fn open(pins: &Pins) -> Result<Self, Error> {
         let (config, _) = pins.open_map(spec("CONFIG"))?.ok_or_else(|| Error::Io {
             what: format!("{} is not there", pins.map("CONFIG").display()),
@@ -34,9 +35,10 @@ impl QueryLease {
         Ok(Self(Arc::new(config)))
     }
 
-    /// Renews the lease: all threads went on `ago`. Never shortens it, because an agent that takes over renews it, too.
+    /// Renews the lease: all threads had read their sockets `ago`. Never shortens the lease, because an agent that takes over
+    /// renews it, too.
     pub fn renew(&self, ago: Duration) {
-        let until = (now() + LEASE).saturating_sub(ago).as_nanos();
+        let until = (now() + Self::LENGTH).saturating_sub(ago).as_nanos();
         if let Some(word) = self.0.word(0, WORD) {
             let until = u64::try_from(until).unwrap_or(u64::MAX);
             word.fetch_max(until, Ordering::Relaxed);

@@ -27,7 +27,8 @@ use super::{
     Member,
 };
 use crate::model::{
-    Egress, Policy, Reachable, Rules, Service, ServiceName, ServiceType, Snapshot, Workload,
+    Egress, Policy, Reachable, Rules, Service, ServiceName, ServicePort, ServiceType, Snapshot,
+    Workload,
 };
 
 /// Half of a table: the other half is for what changes, during which new and old rules are there. The configuration's own
@@ -194,10 +195,12 @@ struct Item {
 }
 
 impl Item {
-    /// The endpoints that are Pods'. Those of a ServiceEntry are reached by its addresses only.
+    /// The endpoints that are Pods'. Those of a ServiceEntry are reached by its addresses only, and the endpoints of a
+    /// route's backends are not the Service's own.
     fn of_service(service: &Service, pods: &HashSet<IpAddr>) -> Self {
-        let ports = service.ports.iter();
-        let ports = ports.filter(|_| service.kind != ServiceType::Entry);
+        let is_own =
+            |port: &&ServicePort| service.kind != ServiceType::Entry && port.split.is_none();
+        let ports = service.ports.iter().filter(is_own);
         let endpoints = ports.flat_map(|port| {
             let protocol = protocol(port.protocol);
             let of_pods = port.endpoints.iter().filter(|e| pods.contains(&e.addr));
@@ -292,7 +295,7 @@ mod tests {
     use proptest::prelude::*;
 
     use crate::{
-        model::{Layers, Node, Place, WorkloadName},
+        model::{Layers, Node, Part, Place, Split, WorkloadName},
         plan::enrol::{Enroller, Said, members, members::members_within},
     };
 
@@ -433,6 +436,7 @@ mod tests {
                 node_port: None,
                 endpoints: endpoints.collect(),
                 weights: None,
+                split: None,
             };
             Arc::new(Service {
                 name: ServiceName::new(namespace, name),
@@ -484,7 +488,22 @@ mod tests {
         for endpoint in &mut opened.ports[0].endpoints {
             endpoint.port = 81;
         }
-        snapshot.services.insert(entry.name.clone(), entry);
+        // Nor does a route that leads there.
+        let mut routed = service("shop", "routed", 0x0a00_0000, 100);
+        let split = Arc::make_mut(&mut routed);
+        split.ports[0]
+            .endpoints
+            .clone_from(&entry.ports[0].endpoints);
+        split.ports[0].split = Some(Arc::new(Split {
+            by: "TCPRoute shop/r".into(),
+            parts: vec![Part {
+                weight: 1,
+                backend: Some((Arc::clone(&entry), 0)),
+            }],
+        }));
+        for service in [entry, routed] {
+            snapshot.services.insert(service.name.clone(), service);
+        }
         let left_out = known_within(&snapshot, &members, &mut wanted, 1000);
         assert_eq!(left_out, [ServiceName::new("hog", "a")]);
         assert!(wanted.known.len() <= 1000);

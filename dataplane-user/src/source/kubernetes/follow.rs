@@ -200,11 +200,7 @@ impl Follower {
         let (node, everywhere) = match self.kind {
             Kind::Slice => (eyes.node.as_ref()?, false),
             Kind::Pod => (&self.node, eyes.everywhere),
-            Kind::Service
-            | Kind::Node
-            | Kind::Namespace
-            | Kind::ServiceEntry
-            | Kind::WorkloadEntry => (&self.node, false),
+            _ => (&self.node, false),
         };
         Some(Sight {
             node: Arc::clone(node),

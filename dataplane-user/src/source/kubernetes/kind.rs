@@ -7,7 +7,7 @@ use serde::de::DeserializeOwned;
 
 use super::sight::Sight;
 use crate::{
-    model::{Node, Place, Service, ServiceName, Workload},
+    model::{Grant, Node, Place, Route, RouteKind, Service, ServiceName, Workload},
     source::objects::{
         self, Candidate, Findings, NamespaceRules, NodeFacts, Outcome, ServiceEntry, Slice,
         wire::{self, Metadata, Named},
@@ -36,6 +36,16 @@ pub enum Kind {
     ServiceEntry,
     /// Istio's WorkloadEntries.
     WorkloadEntry,
+    /// Gateway API's TCPRoutes.
+    TcpRoute,
+    /// Gateway API's TLSRoutes.
+    TlsRoute,
+    /// Gateway API's HTTPRoutes.
+    HttpRoute,
+    /// Gateway API's GRPCRoutes.
+    GrpcRoute,
+    /// Gateway API's ReferenceGrants.
+    ReferenceGrant,
 }
 
 /// Which kinds are read.
@@ -45,6 +55,8 @@ pub struct Wanted {
     pub scope: Scope,
     /// Whether Istio's ServiceEntries are read, and what they select: WorkloadEntries, and pods.
     pub entries: bool,
+    /// Whether Gateway API's routes are read, and ReferenceGrants.
+    pub routes: bool,
 }
 
 impl From<Scope> for Wanted {
@@ -52,6 +64,7 @@ impl From<Scope> for Wanted {
         Self {
             scope,
             entries: false,
+            routes: false,
         }
     }
 }
@@ -62,6 +75,7 @@ impl Wanted {
         match kind {
             Kind::ServiceEntry | Kind::WorkloadEntry => self.entries,
             Kind::Pod if self.entries => true,
+            kind if kind.is_of_gateway_api() => self.routes,
             kind => kind.scope().is_some_and(|scope| scope <= self.scope),
         }
     }
@@ -84,7 +98,7 @@ pub enum Scope {
 
 impl Kind {
     /// All of them.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 12] = [
         Self::Service,
         Self::Slice,
         Self::Node,
@@ -92,21 +106,47 @@ impl Kind {
         Self::Namespace,
         Self::ServiceEntry,
         Self::WorkloadEntry,
+        Self::TcpRoute,
+        Self::TlsRoute,
+        Self::HttpRoute,
+        Self::GrpcRoute,
+        Self::ReferenceGrant,
     ];
 
-    /// What it is read for; none: for entries.
+    /// What it is read for; none: for entries or routes.
     const fn scope(self) -> Option<Scope> {
         match self {
             Self::Service | Self::Slice | Self::Node => Some(Scope::Services),
             Self::Pod => Some(Scope::HostPorts),
             Self::Namespace => Some(Scope::Mesh),
-            Self::ServiceEntry | Self::WorkloadEntry => None,
+            Self::ServiceEntry
+            | Self::WorkloadEntry
+            | Self::TcpRoute
+            | Self::TlsRoute
+            | Self::HttpRoute
+            | Self::GrpcRoute
+            | Self::ReferenceGrant => None,
         }
+    }
+
+    /// The kind of its routes; none: it is none of routes.
+    pub(super) const fn route(self) -> Option<RouteKind> {
+        match self {
+            Self::TcpRoute => Some(RouteKind::Tcp),
+            Self::TlsRoute => Some(RouteKind::Tls),
+            Self::HttpRoute => Some(RouteKind::Http),
+            Self::GrpcRoute => Some(RouteKind::Grpc),
+            _ => None,
+        }
+    }
+
+    const fn is_of_gateway_api(self) -> bool {
+        self.route().is_some() || matches!(self, Self::ReferenceGrant)
     }
 
     /// Whether it is a custom resource, which a cluster may not have.
     pub(super) const fn may_be_missing(self) -> bool {
-        matches!(self, Self::ServiceEntry | Self::WorkloadEntry)
+        matches!(self, Self::ServiceEntry | Self::WorkloadEntry) || self.is_of_gateway_api()
     }
 
     /// What becomes of the rest of the node if the API server does not let it be read: it is
@@ -120,6 +160,10 @@ impl Kind {
             Self::Namespace => Some("no pod is captured by the labels of its namespace"),
             Self::ServiceEntry => Some("no host of a ServiceEntry is served"),
             Self::WorkloadEntry => Some("ServiceEntries select pods only"),
+            Self::TcpRoute | Self::TlsRoute | Self::HttpRoute | Self::GrpcRoute => {
+                Some("no Service is split by a route of this kind")
+            }
+            Self::ReferenceGrant => Some("no route leads to a Service of another namespace"),
         }
     }
 
@@ -133,6 +177,11 @@ impl Kind {
             Self::Namespace => "namespaces",
             Self::ServiceEntry => "serviceentries",
             Self::WorkloadEntry => "workloadentries",
+            Self::TcpRoute => "tcproutes",
+            Self::TlsRoute => "tlsroutes",
+            Self::HttpRoute => "httproutes",
+            Self::GrpcRoute => "grpcroutes",
+            Self::ReferenceGrant => "referencegrants",
         }
     }
 
@@ -146,6 +195,11 @@ impl Kind {
             Self::Namespace => "Namespace",
             Self::ServiceEntry => "ServiceEntry",
             Self::WorkloadEntry => "WorkloadEntry",
+            Self::TcpRoute => "TCPRoute",
+            Self::TlsRoute => "TLSRoute",
+            Self::HttpRoute => "HTTPRoute",
+            Self::GrpcRoute => "GRPCRoute",
+            Self::ReferenceGrant => "ReferenceGrant",
         }
     }
 
@@ -167,6 +221,27 @@ impl Kind {
                 "/apis/networking.istio.io/v1beta1/workloadentries",
                 "/apis/networking.istio.io/v1alpha3/workloadentries",
             ],
+            Self::TcpRoute => &[
+                "/apis/gateway.networking.k8s.io/v1/tcproutes",
+                "/apis/gateway.networking.k8s.io/v1alpha2/tcproutes",
+            ],
+            Self::TlsRoute => &[
+                "/apis/gateway.networking.k8s.io/v1/tlsroutes",
+                "/apis/gateway.networking.k8s.io/v1alpha3/tlsroutes",
+                "/apis/gateway.networking.k8s.io/v1alpha2/tlsroutes",
+            ],
+            Self::HttpRoute => &[
+                "/apis/gateway.networking.k8s.io/v1/httproutes",
+                "/apis/gateway.networking.k8s.io/v1beta1/httproutes",
+            ],
+            Self::GrpcRoute => &[
+                "/apis/gateway.networking.k8s.io/v1/grpcroutes",
+                "/apis/gateway.networking.k8s.io/v1alpha2/grpcroutes",
+            ],
+            Self::ReferenceGrant => &[
+                "/apis/gateway.networking.k8s.io/v1/referencegrants",
+                "/apis/gateway.networking.k8s.io/v1beta1/referencegrants",
+            ],
         }
     }
 
@@ -182,7 +257,7 @@ impl Kind {
             Self::Service | Self::Slice => all.labels(OURS),
             Self::Pod if sight.everywhere => all,
             Self::Node | Self::Pod => all.fields(&self.here(&sight.node)),
-            Self::Namespace | Self::ServiceEntry | Self::WorkloadEntry => all,
+            _ => all,
         }
     }
 
@@ -193,7 +268,7 @@ impl Kind {
             Self::Service | Self::Slice => all.labels(OURS),
             Self::Pod if sight.everywhere => all,
             Self::Node | Self::Pod => all.fields(&self.here(&sight.node)),
-            Self::Namespace | Self::ServiceEntry | Self::WorkloadEntry => all,
+            _ => all,
         }
     }
 
@@ -228,6 +303,10 @@ impl Kind {
                     Self::Namespace => Body::Namespace(NamespaceRules::default()),
                     Self::ServiceEntry => Body::ServiceEntry(None),
                     Self::WorkloadEntry => Body::WorkloadEntry(None),
+                    Self::ReferenceGrant => Body::Grant(None),
+                    Self::TcpRoute | Self::TlsRoute | Self::HttpRoute | Self::GrpcRoute => {
+                        Body::Route(None)
+                    }
                 },
                 findings,
             }
@@ -238,6 +317,16 @@ impl Kind {
         fn key(metadata: &Metadata) -> (ServiceName, String) {
             let version = metadata.resource_version.clone();
             (objects::object_name(metadata), version.unwrap_or_default())
+        }
+        fn route(
+            kind: RouteKind,
+            text: &str,
+            findings: &mut Findings,
+        ) -> Result<((ServiceName, String), Body), serde_json::Error> {
+            let route: wire::Route = from_json(text)?;
+            let key = key(&route.metadata);
+            let route = objects::route(kind, route, findings);
+            Ok((key, Body::Route(route.map(Arc::new))))
         }
         let mut findings = Findings::default();
         let ((name, version), body) = match self {
@@ -287,6 +376,15 @@ impl Kind {
                     Body::WorkloadEntry(Some(Box::new(candidate))),
                 )
             }
+            Self::TcpRoute => route(RouteKind::Tcp, text, &mut findings)?,
+            Self::TlsRoute => route(RouteKind::Tls, text, &mut findings)?,
+            Self::HttpRoute => route(RouteKind::Http, text, &mut findings)?,
+            Self::GrpcRoute => route(RouteKind::Grpc, text, &mut findings)?,
+            Self::ReferenceGrant => {
+                let grant: wire::ReferenceGrant = from_json(text)?;
+                let body = objects::grant(&grant, &mut findings);
+                (key(&grant.metadata), Body::Grant(Some(Arc::new(body))))
+            }
         };
         Ok(Object {
             name,
@@ -311,6 +409,10 @@ impl Kind {
             Self::Namespace => why::<wire::Namespace>(text),
             Self::ServiceEntry => why::<wire::ServiceEntry>(text),
             Self::WorkloadEntry => why::<wire::WorkloadEntry>(text),
+            Self::TcpRoute | Self::TlsRoute | Self::HttpRoute | Self::GrpcRoute => {
+                why::<wire::Route>(text)
+            }
+            Self::ReferenceGrant => why::<wire::ReferenceGrant>(text),
         }
         .unwrap_or_default()
     }
@@ -357,6 +459,8 @@ pub(super) enum Body {
     Namespace(NamespaceRules),
     ServiceEntry(Option<Box<ServiceEntry>>),
     WorkloadEntry(Option<Box<Candidate>>),
+    Route(Option<Arc<Route>>),
+    Grant(Option<Arc<Grant>>),
 }
 
 /// What there is to know of a pod.

@@ -17,7 +17,7 @@ use super::{
     sight::Eyes,
 };
 use crate::{
-    model::{EntryName, Gravity, Node, Problem, Service, ServiceName},
+    model::{EntryName, Grant, Gravity, Node, Problem, Route, RouteName, Service, ServiceName},
     source::{
         View,
         objects::{self, Candidate, Entries, Findings, NodeFacts, Slice},
@@ -44,6 +44,8 @@ pub struct Store {
     named: HashMap<ServiceName, ServiceName>,
     pods: Pods,
     entries: Entries,
+    routes: imbl::OrdMap<RouteName, Arc<Route>>,
+    grants: imbl::OrdMap<ServiceName, Arc<Grant>>,
     problems: BTreeMap<(Kind, ServiceName), Vec<Problem>>,
     problems_seen: Arc<[Problem]>,
     orphans: Orphans,
@@ -88,6 +90,8 @@ impl Store {
             named: HashMap::new(),
             pods: Pods::default(),
             entries: Entries::default(),
+            routes: imbl::OrdMap::new(),
+            grants: imbl::OrdMap::new(),
             problems: BTreeMap::new(),
             problems_seen: Arc::default(),
             orphans: Orphans::new(patience.orphan),
@@ -205,6 +209,8 @@ impl Store {
         Some(View {
             services: self.services.clone(),
             entries,
+            routes: self.routes.clone(),
+            grants: self.grants.clone(),
             workloads: self.pods.workloads(),
             // What belongs to another proxy is not read.
             whole: false,
@@ -328,8 +334,17 @@ impl Store {
             Body::Namespace(namespace) => self.pods.put_namespace(namespace),
             Body::ServiceEntry(Some(entry)) => self.entries.put(*entry),
             Body::WorkloadEntry(Some(entry)) => return self.entries.put_candidate(*entry) || told,
+            Body::Route(Some(route)) => {
+                if self.routes.get(&route.name) == Some(&route) {
+                    return told;
+                }
+                self.routes.insert(route.name.clone(), route);
+            }
+            Body::Grant(Some(grant)) => _ = self.grants.insert(grant.name.clone(), grant),
             Body::Service(None)
             | Body::Slice(None)
+            | Body::Route(None)
+            | Body::Grant(None)
             | Body::ServiceEntry(None)
             | Body::WorkloadEntry(None) => self.forget(kind, &name),
         }
@@ -368,6 +383,17 @@ impl Store {
             }
             Kind::WorkloadEntry => {
                 self.entries.remove_candidate(&(false, name.clone()));
+            }
+            Kind::ReferenceGrant => _ = self.grants.remove(name),
+            Kind::TcpRoute | Kind::TlsRoute | Kind::HttpRoute | Kind::GrpcRoute => {
+                if let Some(kind) = kind.route() {
+                    let (namespace, name) = (name.namespace().into(), name.name().into());
+                    self.routes.remove(&RouteName {
+                        namespace,
+                        name,
+                        kind,
+                    });
+                }
             }
         }
     }
@@ -420,6 +446,15 @@ impl Store {
                 names.collect()
             }
             Kind::WorkloadEntry => self.entries.candidates(false).cloned().collect(),
+            Kind::ReferenceGrant => self.grants.keys().cloned().collect(),
+            Kind::TcpRoute | Kind::TlsRoute | Kind::HttpRoute | Kind::GrpcRoute => {
+                let routes = self
+                    .routes
+                    .keys()
+                    .filter(|name| Some(name.kind) == kind.route());
+                let names = routes.map(|name| ServiceName::new(&name.namespace, &name.name));
+                names.collect()
+            }
             Kind::Node => {
                 if seen.is_empty() {
                     self.changed = true;

@@ -16,7 +16,7 @@ use serde::de::{
 use serde_json::{Map, Value};
 
 use crate::{
-    model::{Node, Service, ServiceName, Workload},
+    model::{Grant, Node, Route, RouteKind, Service, ServiceName, Workload},
     source::objects::{
         self, Candidate, Findings, NamespaceRules, NodeFacts, Outcome, ServiceEntry, Slice,
         wire::{self, Metadata},
@@ -28,9 +28,11 @@ const DISCOVERY: &str = "discovery.k8s.io/v1";
 /// The group of Istio's objects; they are the same in each of its versions.
 const ISTIO: &str = "networking.istio.io/";
 const ISTIO_VERSIONS: [&str; 3] = ["v1", "v1beta1", "v1alpha3"];
+/// The group of Gateway API's objects; of each kind, the fields that count are the same in each version.
+const GATEWAY: &str = "gateway.networking.k8s.io/";
 
 /// The kinds that are read.
-const KINDS: [&str; 7] = [
+const KINDS: [&str; 12] = [
     "Service",
     "EndpointSlice",
     "Node",
@@ -38,6 +40,11 @@ const KINDS: [&str; 7] = [
     "Namespace",
     "ServiceEntry",
     "WorkloadEntry",
+    "TCPRoute",
+    "TLSRoute",
+    "HTTPRoute",
+    "GRPCRoute",
+    "ReferenceGrant",
 ];
 
 /// An object of a document.
@@ -68,6 +75,10 @@ pub enum Body {
     ServiceEntry(Option<Box<ServiceEntry>>),
     /// A WorkloadEntry; none if it makes no sense.
     WorkloadEntry(Option<Box<Candidate>>),
+    /// A route; none if it makes no sense, or if it is attached to no Service.
+    Route(RouteKind, Option<Box<Route>>),
+    /// A ReferenceGrant; none if it makes no sense.
+    Grant(Option<Box<Grant>>),
     /// A Namespace.
     Namespace(Box<NamespaceRules>),
     /// An object of a kind that is not served here.
@@ -89,6 +100,8 @@ impl Entry {
             Body::Pod(..) => "Pod",
             Body::ServiceEntry(_) => "ServiceEntry",
             Body::WorkloadEntry(_) => "WorkloadEntry",
+            Body::Route(kind, _) => kind.word(),
+            Body::Grant(_) => "ReferenceGrant",
             Body::Namespace(found) => {
                 return (!found.name.is_empty()).then(|| format!("Namespace {}", found.name));
             }
@@ -135,6 +148,8 @@ enum Sort {
     Namespace,
     ServiceEntry,
     WorkloadEntry,
+    Route(RouteKind),
+    Grant,
     Other,
     NotKnownYet,
 }
@@ -168,6 +183,13 @@ impl Object {
             (Some("Namespace"), Some(CORE)) => Sort::Namespace,
             (Some("ServiceEntry"), Some(version)) if is_istio(version) => Sort::ServiceEntry,
             (Some("WorkloadEntry"), Some(version)) if is_istio(version) => Sort::WorkloadEntry,
+            (Some(kind), Some(version)) if version.starts_with(GATEWAY) => {
+                match objects::route_kind(kind) {
+                    Some(kind) => Sort::Route(kind),
+                    None if kind == "ReferenceGrant" => Sort::Grant,
+                    None => Sort::Other,
+                }
+            }
             (Some("EndpointSlice") | None, Some(DISCOVERY)) => Sort::Slice,
             (None, None | Some(CORE)) => Sort::NotKnownYet,
             (Some(kind), None) if KINDS.contains(&kind) => Sort::NotKnownYet,
@@ -289,6 +311,26 @@ impl Object {
                 let entry = entry.filter(|_| findings.faults.is_empty());
                 Body::WorkloadEntry(entry.map(Box::new))
             }
+            Sort::Route(kind) => {
+                let object = wire::Route {
+                    spec: early(&mut self.early, "spec", &mut findings),
+                    metadata: self.metadata,
+                };
+                let readable = findings.faults.is_empty();
+                let route = readable.then(|| objects::route(kind, object, &mut findings));
+                let route = route.flatten().filter(|_| findings.faults.is_empty());
+                Body::Route(kind, route.map(Box::new))
+            }
+            Sort::Grant => {
+                let object = wire::ReferenceGrant {
+                    spec: early(&mut self.early, "spec", &mut findings),
+                    metadata: self.metadata,
+                };
+                let readable = findings.faults.is_empty();
+                let grant = readable.then(|| objects::grant(&object, &mut findings));
+                let grant = grant.filter(|_| findings.faults.is_empty());
+                Body::Grant(grant.map(Box::new))
+            }
             Sort::Namespace => {
                 Body::Namespace(Box::new(objects::namespace(&self.metadata, &mut findings)))
             }
@@ -299,6 +341,9 @@ impl Object {
                     Some(kind) if kind == "EndpointSlice" => ("apiVersion", DISCOVERY),
                     Some(kind) if kind.ends_with("Entry") => {
                         ("apiVersion", "networking.istio.io/v1")
+                    }
+                    Some(kind) if kind.ends_with("Route") || kind == "ReferenceGrant" => {
+                        ("apiVersion", "gateway.networking.k8s.io/v1")
                     }
                     Some(_) => ("apiVersion", CORE),
                 };
@@ -433,7 +478,14 @@ impl<'de> Visitor<'de> for ObjectReader<'_> {
                         (Sort::Slice, "endpoints") => object.endpoints = map.next_value()?,
                         (Sort::Slice, "ports") => object.ports = map.next_value()?,
                         // An entry that makes no sense is no reason not to read the rest of the document.
-                        (Sort::ServiceEntry | Sort::WorkloadEntry | Sort::NotKnownYet, _) => {
+                        (
+                            Sort::ServiceEntry
+                            | Sort::WorkloadEntry
+                            | Sort::Route(_)
+                            | Sort::Grant
+                            | Sort::NotKnownYet,
+                            _,
+                        ) => {
                             object.early.insert(key, map.next_value()?);
                         }
                         _ => _ = map.next_value::<IgnoredAny>()?,

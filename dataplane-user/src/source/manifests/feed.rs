@@ -117,6 +117,8 @@ impl Files {
         let view = View {
             services: snapshot.services.clone(),
             entries: snapshot.entries.clone(),
+            routes: snapshot.routes.clone(),
+            grants: snapshot.grants.clone(),
             workloads: snapshot.workloads.clone(),
             whole: snapshot.whole,
             node: loaded.facts,

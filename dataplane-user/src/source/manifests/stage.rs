@@ -17,7 +17,10 @@ use super::{
     whereabouts::Whereabouts,
 };
 use crate::{
-    model::{Gravity, Node, Problem, Service, ServiceName, Snapshot, Workload, WorkloadName},
+    model::{
+        Grant, Gravity, Node, Problem, Route, RouteName, Service, ServiceName, Snapshot, Workload,
+        WorkloadName,
+    },
     source::objects::{
         self, Candidate, Entries, NamespaceRules, NodeFacts, Outcome, ServiceEntry, Slice,
     },
@@ -45,6 +48,10 @@ pub struct Stage<'a> {
     workload_entries: HashMap<ServiceName, Origin>,
     /// What entries may select.
     candidates: Vec<Candidate>,
+    /// None: it is attached to no Service, or makes no sense (true), and stays what it was.
+    routes: BTreeMap<RouteName, (Option<Arc<Route>>, bool, Origin)>,
+    /// None: it makes no sense, and stays what it was.
+    grants: BTreeMap<ServiceName, (Option<Arc<Grant>>, Origin)>,
     ignored: BTreeMap<String, usize>,
     left_alone: usize,
     problems: Vec<Problem>,
@@ -69,6 +76,8 @@ impl<'a> Stage<'a> {
             entries: HashMap::new(),
             workload_entries: HashMap::new(),
             candidates: Vec::new(),
+            routes: BTreeMap::new(),
+            grants: BTreeMap::new(),
             ignored: BTreeMap::new(),
             left_alone: 0,
             problems: Vec::new(),
@@ -117,9 +126,13 @@ impl<'a> Stage<'a> {
             ..document
         };
         let object = entry.label();
-        let is_entry = matches!(entry.body, Body::ServiceEntry(_) | Body::WorkloadEntry(_));
+        let stays = matches!(
+            entry.body,
+            Body::ServiceEntry(_) | Body::WorkloadEntry(_) | Body::Route(..) | Body::Grant(_)
+        );
+        let is_faulty = !entry.findings.faults.is_empty();
         for (field, text) in entry.findings.faults {
-            if is_entry {
+            if stays {
                 let text =
                     format!("{field}: {text}; it stays as it was before, if it was ever served");
                 self.problem(Gravity::NotFollowed, origin, object.as_deref(), text);
@@ -202,6 +215,27 @@ impl<'a> Stage<'a> {
                 self.candidates
                     .extend(candidate.map(|candidate| *candidate));
                 if let Some(first) = self.workload_entries.insert(entry.name, origin)
+                    && named
+                {
+                    self.faults.twice(origin, object, first);
+                }
+            }
+            Body::Route(kind, route) => {
+                let name = RouteName {
+                    namespace: entry.name.namespace().into(),
+                    name: entry.name.name().into(),
+                    kind,
+                };
+                let route = route.map(Arc::from);
+                if let Some((.., first)) = self.routes.insert(name, (route, is_faulty, origin))
+                    && named
+                {
+                    self.faults.twice(origin, object, first);
+                }
+            }
+            Body::Grant(grant) => {
+                let grant = grant.map(Arc::from);
+                if let Some((_, first)) = self.grants.insert(entry.name, (grant, origin))
                     && named
                 {
                     self.faults.twice(origin, object, first);
@@ -303,9 +337,29 @@ impl<'a> Stage<'a> {
                 workloads.insert(name, Arc::new(workload));
             }
         }
+        let mut routes = imbl::OrdMap::new();
+        for (name, (route, is_faulty, _)) in self.routes {
+            let known = previous.routes.get(&name);
+            let route = match route {
+                Some(route) => Some(kept_arc(known, route)),
+                None => known.filter(|_| is_faulty).cloned(),
+            };
+            routes.extend(route.map(|route| (name, route)));
+        }
+        let mut grants = imbl::OrdMap::new();
+        for (name, (grant, _)) in self.grants {
+            let known = previous.grants.get(&name);
+            let grant = match grant {
+                Some(grant) => Some(kept_arc(known, grant)),
+                None => known.cloned(),
+            };
+            grants.extend(grant.map(|grant| (name, grant)));
+        }
         let snapshot = Snapshot {
             services,
             entries: all_entries,
+            routes,
+            grants,
             workloads,
             cluster: Arc::clone(&previous.cluster),
             whole,
@@ -347,6 +401,11 @@ impl<'a> Stage<'a> {
 /// What was there, if it is the same.
 fn kept<T: PartialEq + ?Sized>(old: &Arc<T>, new: &T, make: impl FnOnce() -> Arc<T>) -> Arc<T> {
     if **old == *new { old.clone() } else { make() }
+}
+
+/// Likewise.
+fn kept_arc<T: PartialEq>(old: Option<&Arc<T>>, new: Arc<T>) -> Arc<T> {
+    old.filter(|old| ***old == *new).cloned().unwrap_or(new)
 }
 
 fn index(number: usize) -> u32 {

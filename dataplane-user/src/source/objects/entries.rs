@@ -231,6 +231,7 @@ fn without_endpoints(entry: &Entry) -> Entry {
         name: entry.name.clone(),
         hosts: entry.hosts.clone(),
         addresses: entry.addresses.clone(),
+        ranges: entry.ranges.clone(),
         export_to: entry.export_to.clone(),
         ports: entry.ports.clone(),
         ..*entry

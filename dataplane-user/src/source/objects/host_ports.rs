@@ -95,6 +95,7 @@ pub fn host_ports(object: &api::Pod, node: &Node, findings: &mut Findings) -> Ve
             node_port: host_ip.is_none().then_some(host_port),
             endpoints,
             weights: None,
+            split: None,
         });
     }
     let name = object_name(&object.metadata);

@@ -370,6 +370,7 @@ fn ports(
                 node_port,
                 endpoints: Vec::new(),
                 weights: None,
+                split: None,
             });
         }
     }

@@ -55,10 +55,12 @@ pub fn service_entry(object: api::ServiceEntry, findings: &mut Findings) -> Serv
             }
         }
     }
-    let mut addresses = addresses(&spec, resolution, findings);
+    let (mut addresses, mut ranges) = addresses(&spec, resolution, findings);
     let has_addresses = spec.addresses.iter().flatten().next().is_some();
     let export_to = export_to(&spec, name.namespace());
-    if export_to != ExportTo::All && !addresses.is_empty() && resolution != EntryResolution::None {
+    let is_translated =
+        resolution != EntryResolution::None && !(addresses.is_empty() && ranges.is_empty());
+    if export_to != ExportTo::All && is_translated {
         // A node's tables are the same for all of its clients.
         findings.note(
             "spec.addresses",
@@ -67,6 +69,7 @@ pub fn service_entry(object: api::ServiceEntry, findings: &mut Findings) -> Serv
              addresses of their own",
         );
         addresses.clear();
+        ranges.clear();
     }
     if !has_addresses {
         let status = object.status.and_then(|status| status.addresses);
@@ -83,6 +86,7 @@ pub fn service_entry(object: api::ServiceEntry, findings: &mut Findings) -> Serv
             name,
             hosts,
             addresses,
+            ranges,
             resolution,
             export_to,
             ports,
@@ -299,14 +303,13 @@ fn backends(
     backends
 }
 
-/// `spec.addresses`, each range of them as its addresses.
+/// `spec.addresses`: single addresses, and those of ranges.
 fn addresses(
     spec: &ServiceEntrySpec,
     resolution: EntryResolution,
     findings: &mut Findings,
-) -> SmallVec<[IpAddr; 1]> {
-    let mut found = SmallVec::<[IpAddr; 1]>::new();
-    let mut seen = HashSet::new();
+) -> (SmallVec<[IpAddr; 1]>, SmallVec<[IpAddr; 0]>) {
+    let (mut single, mut ranges) = (Vec::new(), Vec::new());
     for (index, text) in spec.addresses.iter().flatten().enumerate() {
         let path = || format!("spec.addresses[{index}]");
         let range = if text.contains('/') {
@@ -338,9 +341,8 @@ fn addresses(
         for ip in hosts_of(&range) {
             match servable(ip) {
                 Ok(()) => {
-                    if seen.insert(ip) {
-                        found.push(ip);
-                    }
+                    let found = if bits == 0 { &mut single } else { &mut ranges };
+                    found.push(ip);
                 }
                 Err(wrong) => {
                     findings.fault(path(), wrong);
@@ -349,7 +351,10 @@ fn addresses(
             }
         }
     }
-    found
+    let mut seen = HashSet::new();
+    single.retain(|ip| seen.insert(*ip));
+    ranges.retain(|ip| seen.insert(*ip));
+    (single.into(), ranges.into())
 }
 
 /// All addresses of a small range.

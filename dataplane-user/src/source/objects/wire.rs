@@ -390,6 +390,149 @@ pub struct WorkloadEntrySpec {
     pub weight: Option<i64>,
 }
 
+/// A route of `gateway.networking.k8s.io`, of whatever kind: fields that a kind does not have are not given.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct Route {
+    #[serde(deserialize_with = "or_default")]
+    pub metadata: Metadata,
+    pub spec: Option<RouteSpec>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct RouteSpec {
+    pub parent_refs: Option<Vec<ParentRef>>,
+    pub hostnames: Option<Vec<serde_json::Value>>,
+    pub rules: Option<Vec<RouteRule>>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct ParentRef {
+    pub group: Option<String>,
+    pub kind: Option<String>,
+    pub namespace: Option<String>,
+    #[serde(deserialize_with = "or_default")]
+    pub name: String,
+    pub section_name: Option<String>,
+    pub port: Option<i64>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct RouteRule {
+    pub name: Option<String>,
+    pub matches: Option<Vec<RouteMatch>>,
+    pub backend_refs: Option<Vec<BackendRef>>,
+    #[serde(flatten)]
+    others: BTreeMap<String, serde_json::Value>,
+}
+
+impl RouteRule {
+    /// A field that asks for something besides backends; none: there is none.
+    pub fn other_field(&self) -> Option<&str> {
+        given(&self.others)
+    }
+}
+
+/// A match of an HTTPRoute or GRPCRoute.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct RouteMatch {
+    path: Option<PathMatch>,
+    #[serde(flatten)]
+    others: BTreeMap<String, serde_json::Value>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct PathMatch {
+    #[serde(rename = "type")]
+    kind: Option<String>,
+    value: Option<String>,
+}
+
+impl RouteMatch {
+    /// Whether it matches each request: Gateway API's default is the prefix `/`.
+    pub fn matches_all(&self) -> bool {
+        let is_all = |path: &PathMatch| {
+            path.kind.as_deref().unwrap_or("PathPrefix") == "PathPrefix"
+                && path.value.as_deref().unwrap_or("/") == "/"
+        };
+        self.path.as_ref().is_none_or(is_all) && given(&self.others).is_none()
+    }
+}
+
+/// The first field that is given, and not empty.
+fn given(fields: &BTreeMap<String, serde_json::Value>) -> Option<&str> {
+    let is_empty = |value: &serde_json::Value| match value {
+        serde_json::Value::Null => true,
+        serde_json::Value::Array(all) => all.is_empty(),
+        _ => false,
+    };
+    let mut all = fields.iter();
+    all.find_map(|(field, value)| (!is_empty(value)).then_some(field.as_str()))
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct BackendRef {
+    pub group: Option<String>,
+    pub kind: Option<String>,
+    pub namespace: Option<String>,
+    #[serde(deserialize_with = "or_default")]
+    pub name: String,
+    pub port: Option<i64>,
+    pub weight: Option<i64>,
+    #[serde(flatten)]
+    others: BTreeMap<String, serde_json::Value>,
+}
+
+impl BackendRef {
+    /// As [`RouteRule::other_field`].
+    pub fn other_field(&self) -> Option<&str> {
+        given(&self.others)
+    }
+}
+
+/// `gateway.networking.k8s.io` ReferenceGrant.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct ReferenceGrant {
+    #[serde(deserialize_with = "or_default")]
+    pub metadata: Metadata,
+    pub spec: Option<ReferenceGrantSpec>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct ReferenceGrantSpec {
+    pub from: Option<Vec<ReferenceGrantFrom>>,
+    pub to: Option<Vec<ReferenceGrantTo>>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct ReferenceGrantFrom {
+    #[serde(deserialize_with = "or_default")]
+    pub group: String,
+    #[serde(deserialize_with = "or_default")]
+    pub kind: String,
+    #[serde(deserialize_with = "or_default")]
+    pub namespace: String,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct ReferenceGrantTo {
+    #[serde(deserialize_with = "or_default")]
+    pub group: String,
+    #[serde(deserialize_with = "or_default")]
+    pub kind: String,
+    pub name: Option<String>,
+}
+
 /// `null` is the field's default.
 fn or_default<'de, D, T>(deserializer: D) -> Result<T, D::Error>
 where

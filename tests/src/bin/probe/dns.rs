@@ -23,7 +23,7 @@ pub struct Arguments {
     /// The resolver
     #[arg(long, value_name = "ADDR:PORT")]
     to: SocketAddr,
-    /// The name
+    /// The name; in it, the query's number takes the place of {}
     #[arg(long)]
     name: String,
     /// How many queries in a second
@@ -130,7 +130,7 @@ fn exchange(arguments: &Arguments, number: usize) -> io::Result<SocketAddr> {
     socket.set_read_timeout(Some(timeout))?;
     let id = u16::try_from(number % (1 << 16)).unwrap_or_default();
     let [a, b] = id.to_be_bytes();
-    let query = query(arguments, [a, b]);
+    let query = query(&arguments.name.replace("{}", &number.to_string()), [a, b]);
     match arguments.sockets {
         Sockets::Connected => {
             socket.connect(to)?;
@@ -162,9 +162,9 @@ fn exchange(arguments: &Arguments, number: usize) -> io::Result<SocketAddr> {
 }
 
 /// A query for an A record, recursion desired.
-fn query(arguments: &Arguments, [a, b]: [u8; 2]) -> Vec<u8> {
+fn query(name: &str, [a, b]: [u8; 2]) -> Vec<u8> {
     let mut query = vec![a, b, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0];
-    for label in arguments.name.trim_end_matches('.').split('.') {
+    for label in name.trim_end_matches('.').split('.') {
         query.push(u8::try_from(label.len()).unwrap_or_default());
         query.extend_from_slice(label.as_bytes());
     }

@@ -1,13 +1,19 @@
 //! Connects as those do who want to get past capture.
 
 use std::{
+    ffi::OsString,
     io::{self, Read as _, Write as _},
     net::{IpAddr, SocketAddr},
+    os::unix::ffi::OsStringExt as _,
     time::Duration,
 };
 
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
+use nix::{
+    libc, setsockopt_impl,
+    sys::socket::{SetSockOpt as _, sockopt::SetOsString},
+};
 use socket2::{Domain, Protocol, Socket, Type};
 
 #[derive(Args)]
@@ -21,6 +27,15 @@ pub struct Arguments {
     /// A destination to which the process may connect first
     #[arg(long, required_if_eq("by", "reconnect"))]
     first: Option<SocketAddr>,
+    /// Has the kernel send the packets here first, by an option of IPv4 or a routing header of IPv6
+    #[arg(long, required_if_eq("by", "source-route"))]
+    through: Option<IpAddr>,
+    /// How an IPv6 routing header says so
+    #[arg(long, default_value = "segments")]
+    header: Header,
+    /// A datagram instead of a connection
+    #[arg(long)]
+    udp: bool,
     /// The mark of the socket (`SO_MARK`)
     #[arg(long)]
     mark: Option<u32>,
@@ -38,11 +53,44 @@ enum Way {
     Mptcp,
     /// `connect()` to another destination, to none, and to this one
     Reconnect,
+    /// `connect()` of a socket with a source route
+    SourceRoute,
     /// `IORING_OP_CONNECT` of an io_uring
     IoUring,
     /// The same, submitted by a thread of the kernel's (`IORING_SETUP_SQPOLL`)
     IoUringPolled,
 }
+
+/// A routing header.
+#[derive(Clone, Copy, ValueEnum)]
+enum Header {
+    /// A segment routing header (RFC 8754)
+    Segments,
+    /// A segment routing header without segments left: whoever gets the packet is its destination
+    NoneLeft,
+}
+
+/// `IP_OPTIONS`.
+#[derive(Clone)]
+struct Options;
+setsockopt_impl!(
+    Options,
+    libc::IPPROTO_IP,
+    libc::IP_OPTIONS,
+    OsString,
+    SetOsString<'_>
+);
+
+/// `IPV6_RTHDR`.
+#[derive(Clone)]
+struct RoutingHeader;
+setsockopt_impl!(
+    RoutingHeader,
+    libc::IPPROTO_IPV6,
+    libc::IPV6_RTHDR,
+    OsString,
+    SetOsString<'_>
+);
 
 const PATIENCE: Duration = Duration::from_secs(3);
 
@@ -95,7 +143,15 @@ fn connect(arguments: &Arguments) -> io::Result<Socket> {
         Way::Mptcp => Protocol::MPTCP,
         _ => Protocol::TCP,
     };
-    let socket = Socket::new(Domain::for_address(to), Type::STREAM, Some(protocol))?;
+    let (kind, protocol) = if arguments.udp {
+        (Type::DGRAM, Protocol::UDP)
+    } else {
+        (Type::STREAM, protocol)
+    };
+    let socket = Socket::new(Domain::for_address(to), kind, Some(protocol))?;
+    if let Some(through) = arguments.through {
+        route(&socket, through, arguments.header)?;
+    }
     if let (Way::Reconnect, Some(first)) = (arguments.by, arguments.first) {
         socket.connect_timeout(&first.into(), PATIENCE)?;
         rustix::net::connect_unspec(&socket)?;
@@ -108,7 +164,36 @@ fn connect(arguments: &Arguments) -> io::Result<Socket> {
             const MSG_FASTOPEN: i32 = 0x2000_0000;
             socket.send_to_with_flags(b"x", &to.into(), MSG_FASTOPEN)?;
         }
+        _ if arguments.udp => {
+            socket.send_to(b"escaped", &to.into())?;
+        }
         _ => socket.connect_timeout(&to.into(), PATIENCE)?,
     }
     Ok(socket)
+}
+
+/// Has the kernel send a socket's packets to `through` first.
+fn route(socket: &Socket, through: IpAddr, header: Header) -> io::Result<()> {
+    let option = |bytes: Vec<u8>| OsString::from_vec(bytes);
+    match through {
+        // A loose source route of one address, and an option of one byte without meaning.
+        IpAddr::V4(through) => {
+            let said = [&[131, 7, 4][..], &through.octets(), &[1]].concat();
+            Options.set(socket, &option(said))?;
+        }
+        IpAddr::V6(through) => {
+            let last = match header {
+                Header::Segments => 1,
+                Header::NoneLeft => 0,
+            };
+            // The first place, if there are two, is the destination's.
+            let before = usize::from(last);
+            let words = 2 * (last + 1);
+            let mut said = vec![0, words, 4, last, last, 0, 0, 0];
+            said.resize(8 + 16 * before, 0);
+            said.extend(through.octets());
+            RoutingHeader.set(socket, &option(said))?;
+        }
+    }
+    Ok(())
 }

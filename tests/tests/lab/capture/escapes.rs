@@ -1,7 +1,7 @@
 //! Ways past capture that a pod's processes may try: none of them leads to a destination that is denied, and each is
 //! captured to one that is not.
 
-use std::fs;
+use std::{fs, net::IpAddr};
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_common::{Reason, capture::FROM_CLIENT};
@@ -9,12 +9,14 @@ use dataplane_tests::Command;
 use serde_json::json;
 
 use super::World;
+use crate::sockets::{arrived, tap};
 
 scenarios! {
     Dataplane:
     no_way_of_connecting_escapes,
     no_io_uring_escapes,
     no_user_and_no_cgroup_escapes,
+    no_source_route_escapes,
     the_proxys_own_port_leads_nowhere,
 }
 
@@ -106,6 +108,74 @@ fn no_user_and_no_cgroup_escapes() -> Result<()> {
     fs::remove_dir(&deep)?;
     fs::remove_dir(deep.parent().context("a parent")?)?;
     result
+}
+
+/// A process asks for a known destination. By a source route, the kernel sends its packets to another host first. An IPv6
+/// routing header takes no capability and no privilege.
+fn no_source_route_escapes() -> Result<()> {
+    let mut world = denied()?;
+    // As routers have it; otherwise the node's own stack drops what has such an option of IPv4.
+    let node = world.lab.node("node1");
+    let accept = "echo 1 > /proc/sys/net/ipv4/conf/all/accept_source_route";
+    node.command("sh").args(["-c", accept]).run()?;
+    let taps = [tap(world.lab.pod("one"))?, tap(world.lab.pod("far"))?];
+    let [v4, v6] = ["10.244.1.8", "fd00:10:244:1::8"].map(str::parse::<IpAddr>);
+    let (v4, v6) = (v4?, v6?);
+    let routes = [
+        ("10.244.2.5:7", "10.244.1.5", "segments"),
+        ("10.244.1.8:7", "10.244.2.5", "segments"),
+        ("[fd00:10:244:2::5]:7", "fd00:10:244:1::5", "segments"),
+        ("[fd00:10:244:2::5]:7", "fd00:10:244:1::5", "none-left"),
+        ("[fd00:10:244:1::8]:7", "fd00:10:244:2::5", "segments"),
+        ("[fd00:10:244:1::8]:7", "fd00:10:244:2::5", "none-left"),
+    ];
+    for (to, through, header) in routes {
+        for udp in [false, true] {
+            let way = format!("to {to} by {through} ({header}, udp: {udp})");
+            // An option of IPv4 takes CAP_NET_RAW.
+            let user = if to.starts_with('[') { 65_534 } else { 0 };
+            let probe = world.app().probe("escape").user(user);
+            let probe = probe.args(["--by", "source-route", "--to", to]);
+            let probe = probe.args(["--through", through, "--header", header]);
+            let probe = if udp { probe.args(["--udp"]) } else { probe };
+            // `egress: deny` refuses datagrams that the process does not send to itself.
+            let may_send = !udp || to.contains(":8]") || to.starts_with("10.244.1.8");
+            let (said, counted) = world.counted(Reason::SourceRouted, || Ok(probe.output()?))?;
+            let own = if to.starts_with('[') { v6 } else { v4 };
+            for tap in &taps {
+                for frame in arrived(tap) {
+                    ensure!(!is_from(&frame, own), "{way} escapes: {frame:02x?}");
+                }
+            }
+            ensure!(
+                counted >= 1 || !may_send,
+                "{way}: nothing was sent: {said:?}"
+            );
+        }
+    }
+    let warned = |world: &World| {
+        let status = world.agent()?.dataplane(["status"]).output()?;
+        let text = String::from_utf8_lossy(&status.stdout);
+        Ok::<_, anyhow::Error>(text.contains("routing headers"))
+    };
+    ensure!(!warned(&world)?, "a warning without a reason");
+    let mesh = super::mesh(json!({}), json!({ "egress": "deny" }));
+    world.agent_with_args(&mesh, &[], &["--packet-path", "off"])?;
+    ensure!(
+        warned(&world)?,
+        "nobody looks for source routes, and nobody says so"
+    );
+    Ok(())
+}
+
+/// Whether a frame is a packet from an address, and not about neighbours.
+fn is_from(frame: &[u8], src: IpAddr) -> bool {
+    let (kind, at, src): (_, _, Vec<u8>) = match src {
+        IpAddr::V4(src) => ([8, 0], 26, src.octets().into()),
+        IpAddr::V6(src) => ([0x86, 0xdd], 22, src.octets().into()),
+    };
+    let is_icmp6 = kind == [0x86, 0xdd] && frame.get(20) == Some(&58);
+    frame.get(12..14) == Some(&kind) && frame[at..].starts_with(&src) && !is_icmp6
 }
 
 /// A connection that nobody redirected has no destination.

@@ -5,7 +5,7 @@ use dataplane_common::Reason;
 use dataplane_proof::wire::{LINK, Packet, Part, Payload, flags, protocol};
 
 use super::{
-    ALL, Then, check, packet, passed, payload, scene, sent,
+    ALL, NEAR, Then, check, ip, packet, passed, payload, scene, sent,
     way::{PLAIN, is_passed, request},
 };
 
@@ -13,6 +13,7 @@ scenarios! {
     Dataplane:
     headers_that_are_rare_are_passed_or_left_alone,
     headers_that_lie_are_left_alone,
+    source_routes_of_pods_are_refused,
     fragments_follow_their_first,
 }
 
@@ -102,6 +103,116 @@ fn headers_that_are_rare_are_passed_or_left_alone() -> Result<()> {
             let mut tagged = request(v4, true).frame();
             tagged.splice(12..12, [0x81, 0, 0, 42]);
             check(scene, "tagged", ("eth0", false), &tagged, &Then::Alone, &[])?;
+        }
+        Ok(())
+    })
+}
+
+/// Whatever they carry, and to whom; from others than pods they are passed as they are.
+fn source_routes_of_pods_are_refused() -> Result<()> {
+    use protocol::{DESTINATION, HOP_BY_HOP, ROUTING};
+    let near = |packet: &Packet| Packet {
+        src: ip(packet.src.is_ipv4(), NEAR[0], NEAR[1]),
+        ..packet.clone()
+    };
+    let extension = |number: u8| (number, vec![0; 7]);
+    scene(|scene| {
+        let routed = |what: &str, packet: &Packet| {
+            let reasons = [Reason::SourceRouted];
+            let frame = near(packet).frame();
+            check(
+                scene,
+                what,
+                ("veth-near", false),
+                &frame,
+                &Then::Dropped,
+                &reasons,
+            )
+        };
+        let other = |packet: &Packet, number: u8| Packet {
+            payload: Payload::Raw(number, vec![8; 40]),
+            ..packet.clone()
+        };
+        for tcp in [true, false] {
+            let mut chains: Vec<Vec<u8>> = (0..6)
+                .map(|before| [&vec![DESTINATION; before][..], &[ROUTING]].concat())
+                .collect();
+            chains.push(vec![HOP_BY_HOP, DESTINATION, ROUTING, DESTINATION]);
+            // Behind more than is looked through, and more than that without any.
+            chains.push([&[DESTINATION; 6][..], &[ROUTING]].concat());
+            chains.push(vec![DESTINATION; 7]);
+            for chain in chains {
+                let mut extended = request(false, tcp);
+                extended.extensions = chain.iter().map(|number| extension(*number)).collect();
+                let what = format!("{chain:?}");
+                routed(&what, &extended)?;
+                routed(&what, &other(&extended, protocol::ICMP6))?;
+                routed(&what, &other(&extended, 132))?;
+                // To nobody's service, and to many hosts.
+                extended.dst = "fd66::6".parse()?;
+                routed(&what, &extended)?;
+                for from in [0, 8] {
+                    extended.part = Some(Part {
+                        from,
+                        to: from + 8,
+                        more: true,
+                    });
+                    if chain.contains(&ROUTING) || from == 0 {
+                        routed(&format!("{what} from byte {from}"), &extended)?;
+                    }
+                }
+            }
+            // Cut off within it.
+            let mut extended = request(false, tcp);
+            extended.extensions = vec![extension(ROUTING)];
+            let mut cut = near(&extended).frame();
+            cut.truncate(LINK + 41);
+            cut[LINK + 4..LINK + 6].copy_from_slice(&[0, 1]);
+            let reasons = [Reason::SourceRouted];
+            check(
+                scene,
+                "cut",
+                ("veth-near", false),
+                &cut,
+                &Then::Dropped,
+                &reasons,
+            )?;
+
+            let last = [&[1; 36][..], &[131, 3, 4, 0]].concat();
+            let options: [&[u8]; 7] = [
+                &[131, 7, 4, 10, 9, 0, 1, 0],
+                &[1, 137, 7, 4, 10, 9, 0, 1],
+                &[7, 7, 4, 0, 0, 0, 0, 131, 7, 4, 10, 9, 0, 1, 0, 0],
+                &last,
+                // Lengths that cannot be.
+                &[7, 0, 4, 0],
+                &[7, 1, 4, 0],
+                &[7, 9, 4, 0, 0, 0, 0, 0],
+            ];
+            for options in options {
+                let mut routed_v4 = request(true, tcp);
+                routed_v4.options = options.to_vec();
+                let what = format!("{options:?}");
+                routed(&what, &routed_v4)?;
+                routed(&what, &other(&routed_v4, protocol::ICMP))?;
+                routed(&what, &other(&routed_v4, 132))?;
+                is_passed(scene, &what, &routed_v4)?;
+            }
+            // Other options are no routes, and bytes after the end of options are no options.
+            for options in [[7, 7, 4, 0, 0, 0, 0, 1], [0, 131, 7, 4, 0, 0, 0, 0]] {
+                let mut harmless = request(true, tcp);
+                harmless.options = options.to_vec();
+                harmless.dst = "10.66.0.6".parse()?;
+                let frame = near(&harmless).frame();
+                check(
+                    scene,
+                    "harmless",
+                    ("veth-near", false),
+                    &frame,
+                    &Then::Alone,
+                    &[],
+                )?;
+            }
         }
         Ok(())
     })

@@ -125,7 +125,10 @@ pub fn lab() -> Result<Lab> {
     let world = lab.external("world");
     node1.ip(&format!("route add default via {}", world.ipv4()))?;
     node1.ip(&format!("-6 route add default via {}", world.ipv6()))?;
-    unlimited_icmp(node1)?;
+    // The pod e2 refuses what is for a port at which nobody listens.
+    for host in [node1, lab.pod("e2")] {
+        unlimited_icmp(host)?;
+    }
     // Told otherwise, it says that it knows no route.
     world.ip("route add blackhole default")?;
     world.ip("-6 route add blackhole default")?;
@@ -143,8 +146,8 @@ pub fn lab() -> Result<Lab> {
     Ok(lab)
 }
 
-/// Lets a node say as often as it is asked that something cannot be reached. The kernel would say it
-/// some six times to each host and then once in a second.
+/// Turns off a host's limits of ICMP errors. By default, the kernel sends about six errors to another host at once, and
+/// then one in a second.
 pub fn unlimited_icmp(node: &Host) -> Result<()> {
     node.sysctl("ipv4/icmp_ratemask", "0")?;
     node.sysctl("ipv4/icmp_ratelimit", "0")?;

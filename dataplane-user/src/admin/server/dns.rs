@@ -1,0 +1,61 @@
+//! The cache of the DNS server.
+
+use std::sync::Arc;
+
+use axum::{
+    Json,
+    extract::{Query, State as Shared},
+    response::Response,
+};
+use serde::Deserialize;
+
+use super::{Context, answer};
+use crate::{
+    admin::api::{DnsCache, DnsCacheShare, DnsFlushed},
+    dns::LowerName,
+};
+
+const NO_DNS: &str = "the agent answers no DNS queries; set dns.capture in its configuration\n";
+
+/// Answers with the cache and the part of each namespace.
+pub async fn get(Shared(context): Shared<Arc<Context>>) -> Response {
+    answer(move || {
+        let dns = context.state.dns.get().ok_or(NO_DNS)?;
+        let shares = dns.cache_shares().into_iter();
+        let shares = shares.map(|(namespace, (entries, bytes))| DnsCacheShare {
+            namespace: namespace.to_string(),
+            entries,
+            bytes,
+        });
+        let namespaces: Vec<_> = shares.collect();
+        Ok(Json(DnsCache {
+            entries: namespaces.iter().map(|of| of.entries).sum(),
+            bytes: namespaces.iter().map(|of| of.bytes).sum(),
+            max_bytes: dns.cache_room(),
+            namespaces,
+        }))
+    })
+    .await
+}
+
+/// The answers to forget.
+#[derive(Debug, Deserialize)]
+pub struct FlushQuery {
+    /// Their name; without a name, all.
+    name: Option<String>,
+}
+
+/// Forgets answers, and answers with their number.
+pub async fn flush(
+    Shared(context): Shared<Arc<Context>>,
+    Query(query): Query<FlushQuery>,
+) -> Response {
+    answer(move || {
+        let dns = context.state.dns.get().ok_or(NO_DNS)?;
+        let name = query.name.as_deref().map(LowerName::parse).transpose();
+        let name = name.map_err(|error| format!("name: {error}\n"))?;
+        let flushed = dns.flush(name.as_ref());
+        Ok(Json(DnsFlushed { flushed }))
+    })
+    .await
+}

@@ -1,0 +1,207 @@
+//! A node whose agent answers the DNS queries of a captured pod, with a real resolver behind it.
+
+use std::{fs, path::PathBuf};
+
+use anyhow::{Result, ensure};
+use dataplane_common::Reason;
+use dataplane_tests::{
+    Agent, Host, Lab, Process,
+    report::{LookupReport, Quantiles},
+};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use crate::dns::{MANIFESTS, unbound};
+
+/// A name that only this node's agent knows, as a service: the resolver has no such name.
+pub const SERVICE: &str = "web.shop.svc.cluster.local.";
+/// A name that only the resolver knows.
+pub const OUTSIDE: &str = "db.corp.example.";
+
+/// Where the agent shows what its socket shows.
+pub const ADMIN: &str = "127.0.0.1:15000";
+/// `dns.ttlSeconds` and `dns.cacheBytes`.
+pub const TTL: u32 = 7;
+pub const CACHE: u32 = 2 << 20;
+
+/// A node with the pods `app`, whose resolver is a service, and `upstream`, the service's endpoint.
+pub struct World {
+    pub agent: Agent,
+    directory: TempDir,
+    pub unbound: Process,
+    pub lab: Lab,
+}
+
+/// The cluster's DNS: `upstream`, which answers by IPv4 and IPv6.
+const CLUSTER_DNS: &str = "\
+---
+apiVersion: v1
+kind: Service
+metadata: {name: kube-dns, namespace: kube-system}
+spec:
+  clusterIPs: [10.96.0.53, 'fd00:96::53']
+  ports: [{name: dns, port: 53, protocol: UDP}, {name: dns-tcp, port: 53, protocol: TCP}]
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {name: dns-4, namespace: kube-system, labels: {kubernetes.io/service-name: kube-dns}}
+addressType: IPv4
+endpoints: [{addresses: [10.244.1.11]}]
+ports: [{name: dns, port: 53, protocol: UDP}, {name: dns-tcp, port: 53, protocol: TCP}]
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {name: dns-6, namespace: kube-system, labels: {kubernetes.io/service-name: kube-dns}}
+addressType: IPv6
+endpoints: [{addresses: ['fd00:10:244:1::b']}]
+ports: [{name: dns, port: 53, protocol: UDP}, {name: dns-tcp, port: 53, protocol: TCP}]
+---
+apiVersion: v1
+kind: Pod
+metadata: {name: upstream, namespace: kube-system, labels: {istio.io/dataplane-mode: none}}
+spec: {nodeName: node1, dnsPolicy: Default}
+status: {podIP: 10.244.1.11, podIPs: [{ip: 10.244.1.11}, {ip: 'fd00:10:244:1::b'}]}
+";
+
+impl World {
+    /// `app`: what there is in the manifest of the pod besides.
+    pub fn start(rules: &Value, app: impl FnOnce(String) -> String) -> Result<Self> {
+        Self::start_with(&json!({ "rules": rules }), app, "", None)
+    }
+
+    /// Likewise, with these settings of the mesh, these of `unbound`, and so many open files.
+    pub fn start_with(
+        mesh: &Value,
+        app: impl FnOnce(String) -> String,
+        of_unbound: &str,
+        files: Option<usize>,
+    ) -> Result<Self> {
+        let lab = Lab::builder()
+            .node("node1")
+            .pod("node1", "app", "10.244.1.8")
+            .pod("node1", "upstream", "10.244.1.11")
+            .pod("node1", "other", "10.244.1.12")
+            .build()?;
+        let directory = tempfile::tempdir()?;
+        let unbound = unbound(lab.pod("upstream"), directory.path(), of_unbound)?;
+        let manifests = directory.path().join("cluster.yaml");
+        let text = app(format!("{MANIFESTS}{CLUSTER_DNS}"));
+        fs::write(&manifests, text)?;
+        let resolv = directory.path().join("resolv.conf");
+        fs::write(&resolv, "search corp.example\nnameserver 10.244.1.11\n")?;
+        let mut mesh = mesh.clone();
+        mesh["rules"]["captured"] = true.into();
+        let dns = json!({
+            "capture": "mesh",
+            "resolvConf": resolv,
+            "ttlSeconds": TTL,
+            "cacheBytes": CACHE,
+            "staleSeconds": 0,
+        });
+        let mut agent = lab
+            .agent("node1")
+            .in_the_nodes_cgroup()
+            .manifests(&manifests)
+            .args(["--mesh", &mesh.to_string(), "--dns", &dns.to_string()])
+            .args(["--admin-addr", ADMIN]);
+        if let Some(files) = files {
+            agent = agent.open_files(files, files);
+        }
+        let agent = agent.start()?;
+        Ok(Self {
+            agent,
+            directory,
+            unbound,
+            lab,
+        })
+    }
+
+    pub fn manifests(&self) -> PathBuf {
+        self.directory.path().join("cluster.yaml")
+    }
+
+    pub fn resolv_conf(&self) -> PathBuf {
+        self.directory.path().join("resolv.conf")
+    }
+
+    pub fn app(&self) -> &Host {
+        self.lab.pod("app")
+    }
+
+    /// The whole of what `dig` prints, of the pod.
+    pub fn told(&self, question: &str) -> Result<String> {
+        let dig = self.app().command("dig").args(["+tries=1", "+time=4"]);
+        Ok(dig.args(question.split(' ')).run()?)
+    }
+
+    /// Checks that a resolver, by its own address, gives these answers.
+    pub fn dig(&self, resolver: &str, question: &str, wanted: &str) -> Result<()> {
+        let text = self.told(&format!("@{resolver} {question}"))?;
+        let answers = text.lines().filter(|line| !line.starts_with(';'));
+        let answers: Vec<_> = answers
+            .filter_map(|line| line.split_whitespace().last())
+            .collect();
+        let found = answers.join(" ");
+        ensure!(found == wanted, "{question}: {found}, not {wanted}\n{text}");
+        let server = format!("SERVER: {resolver}#53");
+        ensure!(text.contains(&server), "not from {resolver}:\n{text}");
+        Ok(())
+    }
+
+    pub fn verdicts(&self, reason: Reason) -> Result<u64> {
+        let output = self.agent.dataplane(["status", "-o", "json"]).output()?;
+        let status: Value = serde_json::from_slice(&output.stdout)?;
+        Ok(status["verdicts"][reason.word()]
+            .as_u64()
+            .unwrap_or_default())
+    }
+
+    pub fn captured(&self) -> Result<u64> {
+        self.verdicts(Reason::CapturedDns)
+    }
+
+    /// Begins to look up a name, 200 times a second.
+    pub fn look_up(&self, name: &str, more: &[&str]) -> Result<Process> {
+        let probe = self.app().probe("dns");
+        let probe = probe.args(["--to", "10.96.0.53:53", "--name", name]);
+        let probe = probe.args(more).stdin_piped().stdout_piped();
+        let mut process = probe.spawn()?;
+        process.wait_for_line()?;
+        Ok(process)
+    }
+
+    /// How long 200 queries to a resolver take, of which none fails.
+    pub fn all_answered(&self, resolver: &str, sockets: &str) -> Result<Quantiles> {
+        let probe = self.app().probe("dns").args(["--to", resolver]);
+        let probe = probe.args(["--name", OUTSIDE, "--count", "200", "--sockets", sockets]);
+        let mut process = probe.stdout_piped().spawn()?;
+        process.wait_for_line()?;
+        let report: LookupReport = process.wait_json()?;
+        ensure!(
+            report.answered == 200,
+            "{sockets} to {resolver}: {report:?}"
+        );
+        Ok(report.took_ns)
+    }
+
+    /// What the C library finds, with the pod's `resolv.conf`.
+    pub fn getent(&self, name: &str) -> Result<String> {
+        self.with_resolv_conf(&["getent", "ahosts", name])
+    }
+
+    /// What a command prints, with the pod's `resolv.conf`.
+    pub fn with_resolv_conf(&self, command: &[&str]) -> Result<String> {
+        let file = self.directory.path().join("pod.conf");
+        fs::write(
+            &file,
+            "search shop.svc.cluster.local svc.cluster.local cluster.local corp.example\n\
+             nameserver 10.96.0.53\noptions ndots:5\n",
+        )?;
+        let script = "mount --bind \"$1\" /etc/resolv.conf && shift && exec \"$@\"";
+        let inside = self
+            .app()
+            .command("unshare")
+            .args(["-m", "sh", "-c", script, "sh"]);
+        Ok(inside.arg(file).args(command).run()?)
+    }
+}
