@@ -112,7 +112,8 @@ impl Input {
             problems: Arc::default(),
             admitted: Admitted::new(external_ips(settings)),
             view_entries: imbl::OrdMap::new(),
-            entries: Entries::new(records.unwrap_or_default()),
+            entries: Entries::new(records.unwrap_or_default())
+                .with_stated_addresses(!settings.external_ips.is_empty()),
             routes: Routes::default(),
             remembered,
             known: false,
@@ -222,6 +223,7 @@ impl Input {
         self.snapshot.routes = view.routes;
         self.snapshot.grants = view.grants;
         self.snapshot.workloads = view.workloads;
+        self.snapshot.pods = view.pods;
         self.snapshot.whole = view.whole;
         let others = !Arc::ptr_eq(&self.problems, &view.problems);
         self.problems = view.problems;

@@ -8,6 +8,7 @@ mod hosts;
 mod identity;
 mod name;
 mod names;
+mod pod_addresses;
 mod protocol;
 mod reachable;
 mod records;
@@ -19,10 +20,13 @@ mod weights;
 mod workload;
 
 pub use cluster::Cluster;
-pub use entry::{At, Backend, Entry, EntryPort, EntryResolution, ExportTo, Host, Location};
+pub use entry::{
+    At, Backend, Entry, EntryPort, EntryResolution, ExportTo, Host, Location, is_allocated,
+};
 pub use identity::{Identity, IdentityError};
 pub use name::{EntryName, ServiceName, WorkloadName};
 pub use names::Names;
+pub use pod_addresses::PodAddresses;
 pub use protocol::Protocol;
 pub use reachable::Reachable;
 pub use records::{Published, PublishedPort, Records};
@@ -154,6 +158,8 @@ pub struct Snapshot {
     pub grants: imbl::OrdMap<ServiceName, Arc<Grant>>,
     /// Every workload that is known, captured or not.
     pub workloads: imbl::OrdMap<WorkloadName, Arc<Workload>>,
+    /// The addresses of Pods and their nodes, as far as ServiceEntries are served.
+    pub pods: PodAddresses,
     /// This node.
     pub node: Arc<Node>,
     /// The cluster that it is of.

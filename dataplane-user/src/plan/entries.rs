@@ -4,7 +4,11 @@
 //! hosts were given and those that it names itself. So budgets, claims and the order of writes are those of services.
 //!
 //! An author of entries in one namespace takes no address of others: neither one that a Service, an endpoint of a Service
-//! or a Pod has, on whatever port, nor one of this node.
+//! or a Pod has, on whatever port, nor one of a node.
+//!
+//! An author of EndpointSlices writes whatever addresses they like. So endpoints that are no Pods' take no address that the
+//! operator has stated to be an external IP, nor one of the ranges of hosts. Of other addresses nobody knows whose they
+//! are: they stay with the endpoint, since the packets of its Service would go to the entry otherwise.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -17,10 +21,13 @@ use smallvec::SmallVec;
 
 use super::vips::{Age, HostName, Record, Vips};
 use crate::model::{
-    At, Endpoint, Entry, EntryName, EntryResolution, Gravity, Hints, Host, Problem, Records,
-    Service, ServiceName, ServicePort, ServiceType, Snapshot, TrafficPolicy, Weights, Workload,
-    WorkloadName,
+    At, Endpoint, Entry, EntryName, EntryResolution, Gravity, Hints, Host, PodAddresses, Problem,
+    Records, Service, ServiceName, ServicePort, ServiceType, Snapshot, TrafficPolicy, Weights,
+    Workload, WorkloadName, is_allocated,
 };
+
+/// The Service of the API server.
+const API_SERVER: &str = "default/kubernetes";
 
 /// Adds the services of entries to those of the cluster. Each step takes time for what changed.
 #[derive(Debug)]
@@ -32,8 +39,11 @@ pub struct Entries {
     workloads: OrdMap<WorkloadName, Arc<Workload>>,
     /// The node's own addresses.
     own: Vec<IpAddr>,
-    /// How many Services, endpoints of Services and Pods have each address; empty while no entry names an address.
-    taken: HashMap<IpAddr, u32>,
+    /// Who has each address; empty while no entry names an address.
+    taken: HashMap<IpAddr, Holders>,
+    pods: PodAddresses,
+    /// Whether the operator has stated which external addresses are served.
+    has_stated: bool,
     /// The entries that name each address, or have it from a control plane.
     naming: HashMap<IpAddr, BTreeSet<EntryName>>,
     /// The services of each entry.
@@ -41,6 +51,35 @@ pub struct Entries {
     services: OrdMap<ServiceName, Arc<Service>>,
     served: OrdMap<EntryName, Arc<Entry>>,
     problems: BTreeMap<EntryName, Vec<Problem>>,
+}
+
+/// How many have an address.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Holders {
+    /// Services, Pods, and endpoints of the API server.
+    owners: u32,
+    /// Endpoints of other Services.
+    endpoints: u32,
+}
+
+impl Holders {
+    fn of(&mut self, holder: Holder) -> &mut u32 {
+        match holder {
+            Holder::Owner => &mut self.owners,
+            Holder::Endpoint => &mut self.endpoints,
+        }
+    }
+
+    fn kinds(self) -> [bool; 2] {
+        [self.owners > 0, self.endpoints > 0]
+    }
+}
+
+/// Who has an address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Holder {
+    Owner,
+    Endpoint,
 }
 
 /// What entries come to.
@@ -71,11 +110,23 @@ impl Entries {
             workloads: OrdMap::new(),
             own: Vec::new(),
             taken: HashMap::new(),
+            pods: PodAddresses::default(),
+            has_stated: false,
             naming: HashMap::new(),
             made: HashMap::new(),
             services: OrdMap::new(),
             served: OrdMap::new(),
             problems: BTreeMap::new(),
+        }
+    }
+
+    /// `stated`: whether entries have only addresses that the operator has stated to be external ones, and those of the
+    /// ranges of hosts.
+    #[must_use]
+    pub fn with_stated_addresses(self, stated: bool) -> Self {
+        Self {
+            has_stated: stated,
+            ..self
         }
     }
 
@@ -108,12 +159,14 @@ impl Entries {
         } else if knew_none {
             let of_services = services.values().flat_map(|service| taken_by(service));
             let of_pods = snapshot.workloads.values().flat_map(|pod| &pod.addresses);
-            for address in of_services.chain(of_pods.copied()) {
-                *self.taken.entry(address).or_default() += 1;
+            let of_pods = of_pods.map(|address| (*address, Holder::Owner));
+            for (address, holder) in of_services.chain(of_pods) {
+                *self.taken.entry(address).or_default().of(holder) += 1;
             }
         }
         self.base(services, knew_none, &mut dirty);
-        self.pods(&snapshot.workloads, knew_none, &mut dirty);
+        self.workloads(&snapshot.workloads, knew_none, &mut dirty);
+        self.pods(&snapshot.pods, &mut dirty);
         if self.own != node.own {
             self.own.clone_from(&node.own);
             dirty.extend(self.naming.values().flatten().cloned());
@@ -174,7 +227,7 @@ impl Entries {
         for address in entry.hosts.iter().flat_map(|host| &host.assigned) {
             self.vips.foreign(*address, is_there);
         }
-        for address in named(entry) {
+        for address in entry.named_addresses() {
             let naming = self.naming.entry(address).or_default();
             if is_there {
                 naming.insert(entry.name.clone());
@@ -210,8 +263,8 @@ impl Entries {
         }
     }
 
-    /// Takes in the Pods.
-    fn pods(
+    /// Takes in the workloads.
+    fn workloads(
         &mut self,
         workloads: &OrdMap<WorkloadName, Arc<Workload>>,
         knew_none: bool,
@@ -224,10 +277,24 @@ impl Entries {
         }
         for change in last.diff(workloads) {
             let (_, old, new) = sides(&change);
-            let addresses = |pod: Option<&Arc<Workload>>| -> Vec<IpAddr> {
-                pod.map_or_else(Vec::new, |pod| pod.addresses.iter().copied().collect())
+            let addresses = |pod: Option<&Arc<Workload>>| -> Vec<(IpAddr, Holder)> {
+                let addresses = pod.into_iter().flat_map(|pod| &pod.addresses);
+                addresses.map(|address| (*address, Holder::Owner)).collect()
             };
             self.recount(addresses(old), addresses(new), dirty);
+        }
+    }
+
+    /// Takes in the addresses of Pods and nodes.
+    fn pods(&mut self, pods: &PodAddresses, dirty: &mut BTreeSet<EntryName>) {
+        let last = std::mem::replace(&mut self.pods, pods.clone());
+        if last.everywhere != pods.everywhere {
+            dirty.extend(self.naming.values().flatten().cloned());
+        }
+        for change in last.counts.diff(&pods.counts) {
+            if let DiffItem::Add(address, _) | DiffItem::Remove(address, _) = change {
+                dirty.extend(self.naming.get(address).into_iter().flatten().cloned());
+            }
         }
     }
 
@@ -241,25 +308,30 @@ impl Entries {
     /// one.
     fn recount(
         &mut self,
-        old: impl IntoIterator<Item = IpAddr>,
-        new: impl IntoIterator<Item = IpAddr>,
+        old: impl IntoIterator<Item = (IpAddr, Holder)>,
+        new: impl IntoIterator<Item = (IpAddr, Holder)>,
         dirty: &mut BTreeSet<EntryName>,
     ) {
         let mut changed = |address: &IpAddr| {
             dirty.extend(self.naming.get(address).into_iter().flatten().cloned());
         };
-        for address in new {
-            let count = self.taken.entry(address).or_default();
-            *count += 1;
-            if *count == 1 {
+        for (address, holder) in new {
+            let holders = self.taken.entry(address).or_default();
+            let before = holders.kinds();
+            *holders.of(holder) += 1;
+            if holders.kinds() != before {
                 changed(&address);
             }
         }
-        for address in old {
-            if let Some(count) = self.taken.get_mut(&address) {
-                *count -= 1;
-                if *count == 0 {
+        for (address, holder) in old {
+            if let Some(holders) = self.taken.get_mut(&address) {
+                let before = holders.kinds();
+                *holders.of(holder) -= 1;
+                let now = holders.kinds();
+                if now == [false, false] {
                     self.taken.remove(&address);
+                }
+                if now != before {
                     changed(&address);
                 }
             }
@@ -356,10 +428,23 @@ impl Entries {
 
     /// Why an entry may not have an address.
     fn allowed(&self, address: IpAddr) -> Result<(), &'static str> {
+        let holders = self.taken.get(&address).copied().unwrap_or_default();
         if self.own.contains(&address) {
             Err("it is an address of this node")
-        } else if self.taken.contains_key(&address) {
-            Err("a Service, an endpoint of a Service or a Pod has it")
+        } else if holders.owners > 0 {
+            Err("a Service, a Pod or the API server has it")
+        } else if self.pods.has(address) {
+            Err("a Pod or a node has it")
+        } else if holders.endpoints == 0 || is_allocated(address) {
+            Ok(())
+        } else if !self.has_stated {
+            Err(
+                "an endpoint of a Service has it; if it is an external IP, add its range to node.externalIPs",
+            )
+        } else if !self.pods.everywhere {
+            Err(
+                "an endpoint of a Service has it, and the endpoint may be a Pod: the agent does not know the Pods of all nodes",
+            )
         } else {
             Ok(())
         }
@@ -427,19 +512,20 @@ fn host_name(entry: &Entry, host: &Host) -> HostName {
     }
 }
 
-/// The addresses that an entry has from others than this node.
-fn named(entry: &Entry) -> impl Iterator<Item = IpAddr> + '_ {
-    let assigned = entry.hosts.iter().flat_map(|host| &host.assigned);
-    let own = entry.addresses.iter().chain(&entry.ranges);
-    own.chain(assigned).copied()
-}
-
-/// The addresses that no entry takes from a service: its own, and those of its endpoints.
-fn taken_by(service: &Service) -> impl Iterator<Item = IpAddr> + '_ {
+/// The addresses that a service has: its own, and those of its endpoints.
+fn taken_by(service: &Service) -> impl Iterator<Item = (IpAddr, Holder)> + '_ {
     let own = service.cluster_ips.iter().chain(&service.external_ips);
-    let own = own.chain(&service.load_balancer_ips).copied();
+    let own = own.chain(&service.load_balancer_ips);
+    let own = own.map(|address| (*address, Holder::Owner));
+    // The operator's own: nobody else can write there.
+    let is_api_server = service.name.as_str() == API_SERVER;
+    let endpoint = if is_api_server {
+        Holder::Owner
+    } else {
+        Holder::Endpoint
+    };
     let endpoints = service.ports.iter().flat_map(|port| &port.endpoints);
-    own.chain(endpoints.map(|endpoint| endpoint.addr))
+    own.chain(endpoints.map(move |of| (of.addr, endpoint)))
 }
 
 /// The key of a change, and what was there before and is there now.

@@ -68,6 +68,11 @@ impl Feed for Combined {
             if part.workloads {
                 whole.workloads = whole.workloads.union(view.workloads.clone());
             }
+            // Whatever else counts of it: more that is known of Pods takes away, and gives nothing.
+            whole.pods.counts = whole.pods.counts.union(view.pods.counts.clone());
+            if part.workloads {
+                whole.pods.everywhere |= view.pods.everywhere;
+            }
             whole.node = whole.node.or_else(|| view.node.clone());
             problems.extend(view.problems.iter().cloned());
         }

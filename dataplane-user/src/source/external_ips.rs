@@ -4,21 +4,11 @@
 //! the node. A ServiceEntry's `addresses` do the same. Kubernetes' admission plugin `DenyServiceExternalIPs` forbids new
 //! `externalIPs` and leaves those that there are; it knows no ServiceEntries.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::net::IpAddr;
 
-use ipnet::{IpNet, Ipv4Net, Ipv6Net};
+use ipnet::IpNet;
 
-use crate::model::{Entry, Gravity, Problem, Service, ServiceType};
-
-/// The ranges from which a control plane gives addresses to hosts of ServiceEntries, as Istio has them. An author takes
-/// nothing of others there: addresses that this node gave go before.
-const ALLOCATED: [IpNet; 2] = [
-    IpNet::V4(Ipv4Net::new_assert(Ipv4Addr::new(240, 240, 0, 0), 16)),
-    IpNet::V6(Ipv6Net::new_assert(
-        Ipv6Addr::new(0x2001, 2, 0, 0, 0, 0, 0, 0),
-        48,
-    )),
-];
+use crate::model::{Entry, Gravity, Problem, Service, ServiceType, is_allocated};
 
 /// The external addresses that are served.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -58,11 +48,10 @@ impl ExternalIps {
 
     /// A ServiceEntry without the addresses that are not admitted, and what is said of these; none if all are admitted.
     pub fn left_out_of(&self, entry: &Entry) -> Option<(Entry, Problem)> {
-        let admits = |ip: &IpAddr| self.admits(*ip) || ALLOCATED.iter().any(|net| net.contains(ip));
-        let given = entry.hosts.iter().flat_map(|host| &host.assigned);
-        let all = entry.addresses.iter().chain(&entry.ranges).chain(given);
-        let left_out = all.filter(|ip| !admits(ip));
-        let left_out: Vec<_> = left_out.map(ToString::to_string).collect();
+        // An author takes nothing of others in those: addresses that this node gave go before.
+        let admits = |ip: &IpAddr| self.admits(*ip) || is_allocated(*ip);
+        let left_out = entry.named_addresses().filter(|ip| !admits(ip));
+        let left_out: Vec<_> = left_out.map(|ip| ip.to_string()).collect();
         if left_out.is_empty() {
             return None;
         }

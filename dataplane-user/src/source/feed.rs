@@ -6,8 +6,8 @@ use std::{fmt, sync::Arc, time::Instant};
 use super::{health::Health, objects::NodeFacts};
 use crate::{
     model::{
-        Entry, EntryName, Grant, Problem, Route, RouteName, Service, ServiceName, Workload,
-        WorkloadName,
+        Entry, EntryName, Grant, PodAddresses, Problem, Route, RouteName, Service, ServiceName,
+        Workload, WorkloadName,
     },
     threads::Deaths,
 };
@@ -41,6 +41,8 @@ pub struct View {
     pub grants: imbl::OrdMap<ServiceName, Arc<Grant>>,
     /// The pods of this node, and of others, as far as they were asked for.
     pub workloads: imbl::OrdMap<WorkloadName, Arc<Workload>>,
+    /// The addresses of these pods and their nodes, if entries are read.
+    pub pods: PodAddresses,
     /// Whether every Service of the cluster is among them.
     pub whole: bool,
     /// What this node's own object tells; none if the source has nothing to say about nodes.

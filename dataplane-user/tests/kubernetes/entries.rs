@@ -219,3 +219,66 @@ fn a_selector_selects_pods_wherever_they_are_and_workload_entries() {
         .delete(Resource::ServiceEntries, "default", "db");
     site.view(|view| found(view, "db").is_none());
 }
+
+/// Kubelets tell them: of Pods without a mesh, of Pods with the node's network, and of nodes.
+#[test]
+fn the_addresses_of_pods_and_nodes_are_known_and_everywhere_while_an_entry_names_addresses() {
+    let pod = |name: &str, node: &str, addresses: &[&str], host: &str| {
+        let mut pod = objects::pod(name, node, &[]);
+        let all = addresses.iter().map(|ip| json!({ "ip": ip }));
+        pod["status"]["podIPs"] = all.collect();
+        pod["status"]["hostIP"] = json!(host);
+        pod["status"]["hostIPs"] = json!([{ "ip": host }, { "ip": "fd00::9" }]);
+        pod
+    };
+    let mut of_host = pod("proxy", "node2", &["192.0.2.2", "fd00::9"], "192.0.2.2");
+    of_host["spec"]["hostNetwork"] = json!(true);
+    let mut over = pod("over", "node3", &["10.244.3.1"], "192.0.2.3");
+    over["status"]["phase"] = json!("Succeeded");
+    let server = server([
+        pod("here", NODE, &["10.244.1.1"], "192.0.2.1"),
+        pod("there", "node2", &["10.244.2.1"], "192.0.2.2"),
+        of_host,
+        over,
+        fixed("db", "192.0.2.200"),
+    ]);
+    server.cluster().install_istio(Some("v1"));
+    let site = Site::of(server, WANTED);
+    let known = |view: &View| -> Vec<String> {
+        let addresses = view.pods.counts.keys();
+        addresses.map(ToString::to_string).collect()
+    };
+    let here = ["10.244.1.1", "192.0.2.1", "fd00::9"];
+    let view = site.view(|view| found(view, "db").is_some());
+    assert!(!view.pods.everywhere && view.workloads.is_empty());
+    assert_eq!(known(&view), here);
+    let mut named = fixed("db", "192.0.2.200");
+    named["spec"]["addresses"] = json!(["203.0.113.1"]);
+    site.cluster().apply(named.clone());
+    let view = site.view(|view| view.pods.everywhere);
+    let all = [
+        "10.244.1.1",
+        "10.244.2.1",
+        "192.0.2.1",
+        "192.0.2.2",
+        "192.0.2.3",
+        "fd00::9",
+    ];
+    assert_eq!(known(&view), all);
+    site.cluster().delete(Resource::Pods, "default", "there");
+    let view = site.view(|view| !known(view).contains(&"10.244.2.1".to_owned()));
+    // Another Pod is on the same node.
+    assert!(known(&view).contains(&"192.0.2.2".to_owned()));
+    // Without the right to read Pods, there may be others.
+    site.server.faults().withhold(Some((Resource::Pods, 403)));
+    site.server.faults().end_watches();
+    let view = site.view(|view| !view.pods.everywhere);
+    assert!(known(&view).contains(&"192.0.2.2".to_owned()));
+    site.server.faults().withhold(None);
+    site.view(|view| view.pods.everywhere);
+    // An address of the ranges from which hosts get theirs is no Pod's.
+    named["spec"]["addresses"] = json!(["240.240.0.9"]);
+    site.cluster().apply(named);
+    let view = site.view(|view| !view.pods.everywhere);
+    assert_eq!(known(&view), here);
+}

@@ -4,7 +4,8 @@ use std::{net::IpAddr, sync::Arc};
 
 use dataplane::{
     model::{
-        EntryName, ExportTo, Gravity, Node, Problem, Service, ServiceName, ServiceType, Snapshot,
+        EntryName, ExportTo, Gravity, Node, PodAddresses, Problem, Service, ServiceName,
+        ServiceType, Snapshot,
     },
     plan::{
         Planner,
@@ -82,7 +83,13 @@ impl Served {
     }
 
     fn next(entries: &mut Entries, objects: &[Value]) -> Self {
+        Self::beside(entries, objects, PodAddresses::default())
+    }
+
+    /// With these addresses of Pods and nodes.
+    fn beside(entries: &mut Entries, objects: &[Value], pods: PodAddresses) -> Self {
         let mut snapshot = load(objects, &Snapshot::default()).snapshot;
+        snapshot.pods = pods;
         let taken = entries.take(&snapshot.entries, &snapshot.services, &snapshot, NOW);
         let mut problems = snapshot.problems.to_vec();
         problems.extend(entries.problems().cloned());
@@ -446,9 +453,9 @@ fn an_entry_takes_no_address_of_a_service_or_of_the_node() {
     assert_eq!(
         served.says(),
         [
-            "spec.addresses: 10.96.0.1 is not served: a Service, an endpoint of a Service or a Pod has it",
-            "spec.addresses: 203.0.113.1 is not served: a Service, an endpoint of a Service or a Pod has it",
-            "spec.addresses: 203.0.113.2 is not served: a Service, an endpoint of a Service or a Pod has it",
+            "spec.addresses: 10.96.0.1 is not served: a Service, a Pod or the API server has it",
+            "spec.addresses: 203.0.113.1 is not served: a Service, a Pod or the API server has it",
+            "spec.addresses: 203.0.113.2 is not served: a Service, a Pod or the API server has it",
             "spec.addresses: 192.0.2.200 is not served: it is an address of this node",
         ]
     );
@@ -464,6 +471,30 @@ fn an_entry_takes_no_address_of_a_service_or_of_the_node() {
     );
 }
 
+const BY_POD: &str = "a Service, a Pod or the API server has it";
+const BY_ENDPOINT: &str =
+    "an endpoint of a Service has it; if it is an external IP, add its range to node.externalIPs";
+const MAY_BE_POD: &str = "an endpoint of a Service has it, and the endpoint may be a Pod: the agent does not know the Pods \
+                          of all nodes";
+
+/// A slice of Service `web` of `default`, or of the API server's.
+fn slice(service: &str, addresses: &[&str]) -> Value {
+    json!({
+        "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
+        "metadata": {
+            "name": format!("{service}-1"), "namespace": "default",
+            "labels": { "kubernetes.io/service-name": service },
+        },
+        "endpoints": addresses.iter().map(|ip| json!({ "addresses": [ip] })).collect::<Vec<_>>(),
+        "ports": [{ "port": 6443 }],
+    })
+}
+
+fn refused(all: &[(&str, &str)]) -> Vec<String> {
+    let says = |(ip, why): &(&str, &str)| format!("spec.addresses: {ip} is not served: {why}");
+    all.iter().map(says).collect()
+}
+
 /// An entry with the address of a Pod, or of the API server, would get the connections of every client of the node.
 #[test]
 fn an_entry_takes_no_address_of_a_pod_or_an_endpoint() {
@@ -473,30 +504,18 @@ fn an_entry_takes_no_address_of_a_pod_or_an_endpoint() {
         "spec": { "nodeName": "node1" },
         "status": { "podIPs": [{ "ip": "10.244.1.5" }] },
     });
-    let slice = json!({
-        "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
-        "metadata": {
-            "name": "web-1", "namespace": "default",
-            "labels": { "kubernetes.io/service-name": "web" },
-        },
-        "endpoints": [{ "addresses": ["203.0.113.10"] }],
-        "ports": [{ "port": 6443 }],
-    });
+    let slice = slice("web", &["203.0.113.10"]);
     let thief = db(json!({ "addresses": ["10.244.1.5", "203.0.113.10", "203.0.113.11"] }));
-    let refused = |addresses: &[&str]| -> Vec<String> {
-        let why = "a Service, an endpoint of a Service or a Pod has it";
-        let says = |ip| format!("spec.addresses: {ip} is not served: {why}");
-        addresses.iter().map(says).collect()
-    };
+    let (of_pod, of_slice) = (("10.244.1.5", BY_POD), ("203.0.113.10", BY_ENDPOINT));
     let mut entries = Entries::new([]);
     for (others, wanted) in [
         (vec![], vec![]),
-        (vec![pod.clone()], vec!["10.244.1.5"]),
+        (vec![pod.clone()], vec![of_pod]),
         (
             vec![pod, web("10.96.0.1"), slice.clone()],
-            vec!["10.244.1.5", "203.0.113.10"],
+            vec![of_pod, of_slice],
         ),
-        (vec![web("10.96.0.1"), slice], vec!["203.0.113.10"]),
+        (vec![web("10.96.0.1"), slice], vec![of_slice]),
         (vec![web("10.96.0.1")], vec![]),
     ] {
         let mut objects = others;
@@ -506,6 +525,77 @@ fn an_entry_takes_no_address_of_a_pod_or_an_endpoint() {
         assert_eq!(said, refused(&wanted), "{objects:#?}");
         let left = served.service("db").unwrap().external_ips.len();
         assert_eq!(left, 3 - wanted.len());
+    }
+}
+
+/// An author of EndpointSlices writes any address. What the operator says, and what kubelets say of Pods and nodes, goes
+/// before that.
+#[test]
+fn an_author_of_slices_takes_no_address_that_the_operator_has_stated_to_be_external() {
+    let mut api_server = web("10.96.0.9");
+    api_server["metadata"]["name"] = json!("kubernetes");
+    let addresses = [
+        "203.0.113.10",
+        "203.0.113.11",
+        "203.0.113.12",
+        "240.240.0.9",
+    ];
+    let named = [&addresses[..], &["203.0.113.13"]].concat();
+    let objects = [
+        web("10.96.0.1"),
+        slice("web", &addresses),
+        api_server,
+        slice("kubernetes", &["203.0.113.13"]),
+        db(json!({ "addresses": named })),
+    ];
+    let pods = |everywhere, known: &[&str]| {
+        let mut pods = PodAddresses {
+            everywhere,
+            ..PodAddresses::default()
+        };
+        pods.add(&known.iter().map(|text| ip(text)).collect::<Vec<_>>());
+        pods
+    };
+    let every = |why| -> Vec<(&str, &str)> {
+        let external = addresses[..3].iter();
+        external.map(|ip| (*ip, why)).collect()
+    };
+    let (by_endpoint, may_be) = (every(BY_ENDPOINT), every(MAY_BE_POD));
+    let by_node = |ip| (ip, "a Pod or a node has it");
+    for (stated, steps) in [
+        // Nobody has said whose they are: they stay with the endpoints.
+        (
+            false,
+            [
+                (pods(false, &[]), by_endpoint.clone()),
+                (pods(true, &[]), by_endpoint),
+            ],
+        ),
+        // They might be Pods' that this node does not know.
+        (
+            true,
+            [
+                (
+                    pods(false, &["203.0.113.11"]),
+                    vec![may_be[0], by_node("203.0.113.11"), may_be[2]],
+                ),
+                (pods(true, &["203.0.113.11"]), vec![by_node("203.0.113.11")]),
+            ],
+        ),
+        (
+            true,
+            [(pods(true, &[]), vec![]), (pods(false, &[]), may_be)],
+        ),
+    ] {
+        let mut entries = Entries::new([]).with_stated_addresses(stated);
+        for (pods, mut wanted) in steps {
+            wanted.push(("203.0.113.13", BY_POD));
+            let what = format!("{stated}, {pods:?}");
+            let served = Served::beside(&mut entries, &objects, pods);
+            assert_eq!(served.says(), refused(&wanted), "{what}");
+            let left = served.service("db").unwrap().external_ips.len();
+            assert_eq!(left, 5 - wanted.len(), "{what}");
+        }
     }
 }
 

@@ -1,9 +1,10 @@
 //! The kinds that are read, and one object of each in the model's terms.
 
-use std::{fmt, sync::Arc};
+use std::{fmt, net::IpAddr, sync::Arc};
 
 use kube::core::params::{ListParams, WatchParams};
 use serde::de::DeserializeOwned;
+use smallvec::SmallVec;
 
 use super::sight::Sight;
 use crate::{
@@ -470,6 +471,8 @@ pub(super) struct Pod {
     pub host_ports: Option<Vec<Service>>,
     /// Itself, by its own rules; `None` if it has no connections of its own (any more).
     pub workload: Option<Workload>,
+    /// Its addresses and those of its node.
+    pub addresses: SmallVec<[IpAddr; 4]>,
     /// Whether its rules make no sense, and stay what they were.
     pub faulty: bool,
     /// As what a ServiceEntry may select it.
@@ -497,6 +500,7 @@ impl Pod {
         Self {
             host_ports,
             workload,
+            addresses: objects::pod_addresses(pod),
             faulty,
             candidate: objects::candidate(pod, node).map(Box::new),
         }
@@ -512,6 +516,7 @@ impl Pod {
                 rules: Arc::default(),
                 ..workload
             }),
+            addresses: objects::pod_addresses(pod),
             faulty: false,
             candidate: objects::candidate(pod, node).map(Box::new),
         }

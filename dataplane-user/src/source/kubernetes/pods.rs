@@ -3,12 +3,15 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, HashSet},
+    net::IpAddr,
     sync::Arc,
 };
 
+use smallvec::SmallVec;
+
 use super::kind::Pod;
 use crate::{
-    model::{Egress, Place, Rules, Service, ServiceName, Workload, WorkloadName},
+    model::{Egress, Place, PodAddresses, Rules, Service, ServiceName, Workload, WorkloadName},
     source::objects::NamespaceRules,
 };
 
@@ -17,6 +20,8 @@ use crate::{
 pub struct Pods {
     seen: BTreeMap<ServiceName, Seen>,
     namespaces: HashMap<Arc<str>, Rules>,
+    /// Of all that were seen.
+    addresses: PodAddresses,
     /// As in the last view.
     workloads: imbl::OrdMap<WorkloadName, Arc<Workload>>,
     /// Those that may be others in the next.
@@ -55,6 +60,8 @@ struct Seen {
     host_ports: Vec<Arc<Service>>,
     /// Itself, by its own rules.
     workload: Option<Workload>,
+    /// Its addresses and those of its node.
+    addresses: SmallVec<[IpAddr; 4]>,
 }
 
 impl Seen {
@@ -88,11 +95,16 @@ impl Pods {
         let now = Seen {
             host_ports,
             workload,
+            addresses: pod.addresses,
         };
         if *seen == now {
             return None;
         }
         let before = std::mem::replace(seen, now);
+        if before.addresses != seen.addresses {
+            self.addresses.add(&seen.addresses);
+            self.addresses.remove(&before.addresses);
+        }
         if let Some(workload) = &mut seen.workload {
             self.texts.share(workload);
         }
@@ -113,6 +125,7 @@ impl Pods {
         let Some(seen) = self.seen.remove(name) else {
             return Vec::new();
         };
+        self.addresses.remove(&seen.addresses);
         if seen.is_here() {
             self.denies = None;
         }
@@ -156,6 +169,14 @@ impl Pods {
                 workload.rules.own.egress.or(general) == Some(Egress::Deny)
             })
         })
+    }
+
+    /// Their addresses; `everywhere`: whether those of all nodes were seen.
+    pub fn addresses(&self, everywhere: bool) -> PodAddresses {
+        PodAddresses {
+            counts: self.addresses.counts.clone(),
+            everywhere,
+        }
     }
 
     /// Those that there are.
@@ -208,6 +229,7 @@ mod tests {
                 node: node.into(),
                 ..Workload::new(name, Place::Elsewhere)
             }),
+            addresses: SmallVec::new(),
             faulty: false,
             candidate: None,
         }

@@ -157,6 +157,7 @@ impl Store {
         scope >= Scope::Registry
             || scope >= Scope::Mesh && self.pods.denies()
             || self.entries.select()
+            || self.entries.name_addresses()
     }
 
     /// A view, if there is anything new, and everything was seen once.
@@ -206,12 +207,15 @@ impl Store {
         if *self.problems_seen != *problems {
             self.problems_seen = problems.into();
         }
+        // Without the right to read them, others may have come.
+        let everywhere = self.everywhere && !self.refused.contains(&Kind::Pod);
         Some(View {
             services: self.services.clone(),
             entries,
             routes: self.routes.clone(),
             grants: self.grants.clone(),
             workloads: self.pods.workloads(),
+            pods: self.pods.addresses(everywhere),
             // What belongs to another proxy is not read.
             whole: false,
             node: Some(self.facts.clone()),
@@ -323,6 +327,9 @@ impl Store {
             Body::Pod(Some(mut pod)) => {
                 if self.wanted.scope < Scope::Mesh {
                     pod.workload = None;
+                }
+                if !self.wanted.entries {
+                    pod.addresses.clear();
                 }
                 let selected = self.wanted.entries && self.candidate(&name, pod.candidate.take());
                 let Some(changes) = self.pods.put(&name, pod) else {

@@ -120,6 +120,7 @@ impl Files {
             routes: snapshot.routes.clone(),
             grants: snapshot.grants.clone(),
             workloads: snapshot.workloads.clone(),
+            pods: snapshot.pods.clone(),
             whole: snapshot.whole,
             node: loaded.facts,
             problems: Arc::clone(&snapshot.problems),

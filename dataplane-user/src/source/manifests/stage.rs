@@ -18,8 +18,8 @@ use super::{
 };
 use crate::{
     model::{
-        Grant, Gravity, Node, Problem, Route, RouteName, Service, ServiceName, Snapshot, Workload,
-        WorkloadName,
+        Grant, Gravity, Node, PodAddresses, Problem, Route, RouteName, Service, ServiceName,
+        Snapshot, Workload, WorkloadName,
     },
     source::objects::{
         self, Candidate, Entries, NamespaceRules, NodeFacts, Outcome, ServiceEntry, Slice,
@@ -364,6 +364,7 @@ impl<'a> Stage<'a> {
             cluster: Arc::clone(&previous.cluster),
             whole,
             reachable: previous.reachable.clone(),
+            pods: PodAddresses::default(),
             node: kept(&previous.node, node, || Arc::new(node.clone())),
             problems: kept(&previous.problems, &*self.problems, || {
                 self.problems.as_slice().into()

@@ -8,7 +8,9 @@ use std::{
 use imbl::OrdMap;
 
 use super::{Candidate, ServiceEntry};
-use crate::model::{Backend, Entry, EntryName, EntryResolution, Gravity, Problem, ServiceName};
+use crate::model::{
+    Backend, Entry, EntryName, EntryResolution, Gravity, Problem, ServiceName, is_allocated,
+};
 
 /// Endpoints that the ServiceEntries of one namespace may have together, each counted once for each port of its entry, as
 /// the tables have it. Without a bound, one object of a megabyte would be hundreds of millions of endpoints, and a
@@ -27,6 +29,8 @@ pub struct Entries {
     selecting: HashMap<EntryName, ServiceEntry>,
     /// Entries with a selector by the first label that they ask for.
     by_label: HashMap<LabelIn, BTreeSet<EntryName>>,
+    /// Entries with addresses that may be another's.
+    naming: BTreeSet<EntryName>,
     candidates: HashMap<CandidateName, Candidate>,
     candidates_by_label: HashMap<LabelIn, BTreeSet<CandidateName>>,
     /// How many endpoints each entry has at most, and the sums of namespaces.
@@ -55,6 +59,11 @@ impl Entries {
         if let Some(label) = first_label(&entry) {
             self.by_label.entry(label).or_default().insert(name.clone());
         }
+        let mut named = entry.entry.named_addresses();
+        if named.any(|address| !is_allocated(address)) {
+            self.naming.insert(name.clone());
+        }
+        drop(named);
         self.dirty.insert(name.clone());
         self.selecting.insert(name, entry);
     }
@@ -103,6 +112,11 @@ impl Entries {
     /// Whether an entry selects pods, wherever they are.
     pub fn select(&self) -> bool {
         !self.by_label.is_empty()
+    }
+
+    /// Whether an entry has addresses that may be a Pod's or a node's, wherever they are.
+    pub fn name_addresses(&self) -> bool {
+        !self.naming.is_empty()
     }
 
     /// The entries that there are.
@@ -211,6 +225,7 @@ impl Entries {
             self.dirty.extend(self.over.keys().cloned());
         }
         self.over.remove(name);
+        self.naming.remove(name);
         self.dirty.remove(name);
         let entry = self.selecting.remove(name);
         if let Some(label) = entry.as_ref().and_then(first_label)

@@ -25,7 +25,7 @@ pub use entries::Entries;
 pub use host_ports::{host_ports, is_of_host_ports};
 pub use join::join;
 pub use node::{NodeFacts, node};
-pub use pod::{NamespaceRules, namespace, pod};
+pub use pod::{NamespaceRules, namespace, pod, pod_addresses};
 pub use route::{grant, kind as route_kind, route};
 pub use service::service;
 pub use service_entry::{ServiceEntry, service_entry};

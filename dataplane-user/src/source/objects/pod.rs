@@ -98,6 +98,27 @@ pub fn pod(object: &api::Pod, node: &Node, findings: &mut Findings) -> Option<Wo
     })
 }
 
+/// The addresses of a Pod and of its node, each once. A Pod with the node's network has those of the node.
+pub fn pod_addresses(object: &api::Pod) -> SmallVec<[IpAddr; 4]> {
+    let mut found = SmallVec::new();
+    let Some(status) = &object.status else {
+        return found;
+    };
+    // The addresses of a Pod that has ended may be another's.
+    let is_over = matches!(status.phase.as_deref(), Some("Succeeded" | "Failed"));
+    let own = status.pod_ips.iter().flatten().map(|ip| &ip.ip);
+    let own = own.chain(&status.pod_ip).filter(|_| !is_over);
+    let node = status.host_ips.iter().flatten().map(|ip| &ip.ip);
+    for text in own.chain(node).chain(&status.host_ip) {
+        if let Ok(address) = text.parse()
+            && !found.contains(&address)
+        {
+            found.push(address);
+        }
+    }
+    found
+}
+
 /// The ports that its containers declare; nonsense is left out.
 fn declared(spec: &api::PodSpec) -> Box<[(Protocol, u16)]> {
     let declared = super::host_ports::ports(spec).filter_map(|(_, port)| {

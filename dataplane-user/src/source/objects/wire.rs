@@ -295,6 +295,10 @@ pub struct PodStatus {
     pub pod_ip: Option<String>,
     #[serde(rename = "podIPs")]
     pub pod_ips: Option<Vec<PodIp>>,
+    #[serde(rename = "hostIP")]
+    pub host_ip: Option<String>,
+    #[serde(rename = "hostIPs")]
+    pub host_ips: Option<Vec<PodIp>>,
     pub conditions: Option<Vec<PodCondition>>,
 }
 
