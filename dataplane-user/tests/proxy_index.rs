@@ -9,8 +9,8 @@ use std::{
 
 use dataplane::{
     model::{
-        Endpoint, Hints, Node, Place, Protocol, Records, Service, ServiceName, ServicePort,
-        ServiceType, Snapshot, TrafficPolicy, Workload, WorkloadName,
+        Endpoint, Hints, Node, Part, Place, Protocol, Records, Service, ServiceName, ServicePort,
+        ServiceType, Snapshot, Split, TrafficPolicy, Workload, WorkloadName,
     },
     relay::{Found, Index, Target},
 };
@@ -356,7 +356,7 @@ fn the_endpoints_of_an_entry_are_reached_by_its_addresses_only() {
         terminating: false,
         hints: Hints::default(),
     };
-    let mut service = Service {
+    let service = Service {
         name: ServiceName::new("default", "db"),
         kind: ServiceType::ClusterIp,
         created: None,
@@ -381,13 +381,35 @@ fn the_endpoints_of_an_entry_are_reached_by_its_addresses_only() {
     };
     let vip = SocketAddr::new(ip(1), 80);
     let mut index = Index::default();
-    for (kind, direct) in [
-        (ServiceType::ClusterIp, true),
-        (ServiceType::Entry, false),
-        (ServiceType::ClusterIp, true),
+    // A route that leads to the entry opens nothing either, and a Service that is split keeps its own endpoints.
+    let mut entry = service.clone();
+    entry.kind = ServiceType::Entry;
+    let split = |own: &[Endpoint], to: &Service| {
+        let mut own_service = service.clone();
+        own_service.ports[0].endpoints = own.to_vec();
+        let mut routed = own_service.clone();
+        routed.ports[0].endpoints.clone_from(&to.ports[0].endpoints);
+        routed.ports[0].split = Some(Arc::new(Split {
+            by: "TCPRoute default/r".into(),
+            own: Arc::new(own_service),
+            parts: vec![Part {
+                weight: 1,
+                backend: Some((Arc::new(to.clone()), 0)),
+            }],
+        }));
+        routed
+    };
+    let mut other = entry.clone();
+    other.ports[0].endpoints[0].port = 82;
+    for (service, direct) in [
+        (service.clone(), true),
+        (entry.clone(), false),
+        (split(&[], &entry), false),
+        (split(&[endpoint], &other), true),
+        (service.clone(), true),
     ] {
-        service.kind = kind;
-        let mut snapshot = snapshot(vec![service.clone()]);
+        let kind = service.kind;
+        let mut snapshot = snapshot(vec![service]);
         snapshot.reachable = Some(Arc::default());
         let name = WorkloadName::new("default", "pod");
         let workload = Workload {

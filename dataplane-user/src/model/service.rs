@@ -116,6 +116,23 @@ pub struct Endpoint {
     pub hints: Hints,
 }
 
+impl Service {
+    /// The endpoints that are the Service's own, each with the port's protocol: not those of a route's backends, and none
+    /// of a ServiceEntry, whose endpoints are reached by its addresses only.
+    pub fn own_endpoints(&self) -> impl Iterator<Item = (Protocol, &Endpoint)> {
+        let ports = self.ports.iter().enumerate();
+        let ports = ports.filter(|_| self.kind != ServiceType::Entry);
+        ports.flat_map(|(index, port)| {
+            let own = match &port.split {
+                None => Some(port),
+                Some(split) => split.own.ports.get(index),
+            };
+            let endpoints = own.into_iter().flat_map(|port| &port.endpoints);
+            endpoints.map(|endpoint| (port.protocol, endpoint))
+        })
+    }
+}
+
 impl ServicePort {
     /// The endpoints of one family that may be used, as Kubernetes specifies: those that are
     /// ready, and of these the ones that are hinted to this node or its zone if hints are complete

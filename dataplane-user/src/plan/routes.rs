@@ -303,12 +303,14 @@ impl Routes {
             lost.map(|(route, reason, text)| problem(route, "Accepted=False", reason, text)),
         );
         for (route, ports) in claims.won {
+            let Some(service) = &service else { break };
             let parts = self.parts(&route, &mut wanted.problems);
             let backends = parts.iter().filter_map(|part| part.backend.as_ref());
             let sizes = backends.map(|(of, port)| of.ports[*port].endpoints.len());
             wanted.endpoints += sizes.sum::<usize>() * ports.len();
             let split = Arc::new(Split {
                 by: route.name.to_string().into(),
+                own: Arc::clone(service),
                 parts,
             });
             let splits = ports.into_iter().map(|port| (port, Arc::clone(&split)));

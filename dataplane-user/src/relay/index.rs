@@ -12,8 +12,7 @@ use rand::seq::IteratorRandom;
 use smallvec::SmallVec;
 
 use crate::model::{
-    Protocol, Service, ServiceName, ServicePort, ServiceType, Shares, Snapshot, TrafficPolicy,
-    Weights, Workload,
+    Protocol, Service, ServiceName, ServicePort, Shares, Snapshot, TrafficPolicy, Weights, Workload,
 };
 
 /// A snapshot, arranged for looking up destinations. A new index costs as much as has changed: its
@@ -168,11 +167,7 @@ impl Index {
         for vip in &service.cluster_ips {
             *self.vips.entry(*vip).or_default() += 1;
         }
-        // The endpoints of a ServiceEntry are reached by its addresses. It opens no way to them that leads past these.
-        if service.kind == ServiceType::Entry {
-            return;
-        }
-        for endpoint in service.ports.iter().flat_map(|port| &port.endpoints) {
+        for (_, endpoint) in service.own_endpoints() {
             *self.known.entry(endpoint.addr).or_default() += 1;
         }
         for at in endpoints(service) {
@@ -192,10 +187,7 @@ impl Index {
         for vip in &service.cluster_ips {
             release(&mut self.vips, vip);
         }
-        if service.kind == ServiceType::Entry {
-            return;
-        }
-        for endpoint in service.ports.iter().flat_map(|port| &port.endpoints) {
+        for (_, endpoint) in service.own_endpoints() {
             release(&mut self.known, &endpoint.addr);
         }
         for at in endpoints(service) {
@@ -245,12 +237,11 @@ impl Index {
     }
 }
 
-/// A service's endpoints over TCP.
+/// A service's own endpoints over TCP.
 fn endpoints(service: &Service) -> impl Iterator<Item = SocketAddr> {
-    let ports = service.ports.iter();
-    let tcp = ports.filter(|port| port.protocol == Protocol::Tcp);
-    let endpoints = tcp.flat_map(|port| &port.endpoints);
-    endpoints.map(|endpoint| SocketAddr::new(endpoint.addr, endpoint.port))
+    let own = service.own_endpoints();
+    let tcp = own.filter(|(protocol, _)| *protocol == Protocol::Tcp);
+    tcp.map(|(_, endpoint)| SocketAddr::new(endpoint.addr, endpoint.port))
 }
 
 fn release<K: std::hash::Hash + Eq + Clone>(counts: &mut imbl::HashMap<K, u32>, key: &K) {

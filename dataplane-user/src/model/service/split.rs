@@ -10,6 +10,8 @@ use crate::model::weights;
 pub struct Split {
     /// The route, as people name it.
     pub by: Arc<str>,
+    /// The Service as it is without the route.
+    pub own: Arc<Service>,
     /// The backends that get a part.
     pub parts: Vec<Part>,
 }
@@ -181,6 +183,7 @@ mod tests {
         });
         let split = Split {
             by: "TCPRoute test/r".into(),
+            own: backend(0, &[], false),
             parts,
         };
         let shares = split.shares(true, TrafficPolicy::Cluster);
@@ -204,6 +207,7 @@ mod tests {
         let other = backend(2, &[(true, 4_294_967_290), (true, 1)], true);
         let split = Split {
             by: "TCPRoute test/r".into(),
+            own: backend(0, &[], false),
             parts: vec![part(&twice), part(&twice), part(&other)],
         };
         let shares = split.shares(true, TrafficPolicy::Cluster);
@@ -231,6 +235,7 @@ mod tests {
         ) {
             let split = Split {
                 by: "TCPRoute test/r".into(),
+                own: backend(0, &[], false),
                 parts: (0..).zip(&parts).map(|(number, (weight, ready, is_weighted))| Part {
                     weight: *weight,
                     backend: (!ready.is_empty()).then(|| (backend(number, ready, *is_weighted), 0)),

@@ -26,10 +26,7 @@ use super::{
     },
     Member,
 };
-use crate::model::{
-    Egress, Policy, Reachable, Rules, Service, ServiceName, ServicePort, ServiceType, Snapshot,
-    Workload,
-};
+use crate::model::{Egress, Policy, Reachable, Rules, Service, ServiceName, Snapshot, Workload};
 
 /// Half of a table: the other half is for what changes, during which new and old rules are there. The configuration's own
 /// rules have a sixteenth.
@@ -195,17 +192,12 @@ struct Item {
 }
 
 impl Item {
-    /// The endpoints that are Pods'. Those of a ServiceEntry are reached by its addresses only, and the endpoints of a
-    /// route's backends are not the Service's own.
+    /// The Service's own endpoints that are Pods'.
     fn of_service(service: &Service, pods: &HashSet<IpAddr>) -> Self {
-        let is_own =
-            |port: &&ServicePort| service.kind != ServiceType::Entry && port.split.is_none();
-        let ports = service.ports.iter().filter(is_own);
-        let endpoints = ports.flat_map(|port| {
-            let protocol = protocol(port.protocol);
-            let of_pods = port.endpoints.iter().filter(|e| pods.contains(&e.addr));
-            of_pods.map(move |e| FrontendKey::new(e.addr.into(), Port::new(e.port), protocol))
-        });
+        let own = service.own_endpoints();
+        let of_pods = own.filter(|(_, endpoint)| pods.contains(&endpoint.addr));
+        let endpoints =
+            of_pods.map(|(of, e)| FrontendKey::new(e.addr.into(), Port::new(e.port), protocol(of)));
         Self {
             name: service.name.clone(),
             created: service.created,
@@ -488,14 +480,17 @@ mod tests {
         for endpoint in &mut opened.ports[0].endpoints {
             endpoint.port = 81;
         }
-        // Nor does a route that leads there.
+        // Nor does a route that leads there. The Service's own endpoints stay known.
         let mut routed = service("shop", "routed", 0x0a00_0000, 100);
+        let mut own = service("shop", "routed", 0x0a00_0000, 1);
+        Arc::make_mut(&mut own).ports[0].endpoints[0].port = 82;
         let split = Arc::make_mut(&mut routed);
         split.ports[0]
             .endpoints
             .clone_from(&entry.ports[0].endpoints);
         split.ports[0].split = Some(Arc::new(Split {
             by: "TCPRoute shop/r".into(),
+            own,
             parts: vec![Part {
                 weight: 1,
                 backend: Some((Arc::clone(&entry), 0)),
@@ -513,6 +508,9 @@ mod tests {
             assert!(!wanted.known.contains_key(&key(Port::new(81))));
             wanted.known.contains_key(&key(port))
         };
+        let own = IpAddr::from([10, 0, 0, 0]).into();
+        let own = FrontendKey::new(own, Port::new(82), dataplane_common::Protocol::TCP);
+        assert!(wanted.known.contains_key(&own));
         assert!(is_known([10, 0, 0, 99]) && is_known([12, 0, 0, 9]) && !is_known([11, 0, 0, 0]));
     }
 
