@@ -10,7 +10,7 @@ use std::{
 use dataplane_common::tables::{Block, Endpoint, Frontend, Kind, Pool};
 use serde::Serialize;
 
-use super::{Contents, Planner, wanted::key_text};
+use super::{Contents, Planner, PoolOwner, wanted::key_text};
 
 /// A key that is answered differently after a plan.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -19,6 +19,9 @@ pub struct Change {
     pub key: String,
     /// The service that it belongs to after the plan; none if it is removed or the node's.
     pub service: Option<String>,
+    /// The route that splits the service's port after the plan.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub route: Option<String>,
     /// How it was answered; none if the key is new.
     pub before: Option<Answer>,
     /// How it will be answered; none if the key is removed.
@@ -66,11 +69,11 @@ pub fn changes(before: &Contents, after: &Planner) -> Vec<Change> {
     keys.into_iter()
         .filter_map(|key| {
             let (old, new) = (old.get(key), new.get(key));
+            let owner = new.and_then(|frontend| after.pool_owner(frontend.pool()));
             let change = Change {
                 key: key_text(key),
-                service: new
-                    .and_then(|frontend| after.pool_owner(frontend.pool()))
-                    .map(|owner| owner.service.to_string()),
+                service: owner.map(|owner| owner.service.to_string()),
+                route: owner.and_then(|owner| route(after, owner)),
                 before: old.map(|frontend| {
                     let pool = before
                         .pools
@@ -93,6 +96,14 @@ pub fn changes(before: &Contents, after: &Planner) -> Vec<Change> {
             (change.moved || change.before != change.after).then_some(change)
         })
         .collect()
+}
+
+/// The route that splits the port of a pool's owner.
+fn route(after: &Planner, owner: &PoolOwner) -> Option<String> {
+    let service = after.snapshot().services.get(&owner.service)?;
+    let mut ports = service.ports.iter();
+    let port = ports.find(|port| Some((port.port, port.protocol)) == owner.port)?;
+    Some(port.split.as_ref()?.by.to_string())
 }
 
 impl Answer {
@@ -158,6 +169,9 @@ impl fmt::Display for Change {
         }
         if let Some(service) = &self.service {
             write!(f, " of {service}")?;
+        }
+        if let Some(route) = &self.route {
+            write!(f, ", split by {route}")?;
         }
         let none = Vec::new();
         let before = self

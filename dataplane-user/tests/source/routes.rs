@@ -277,6 +277,8 @@ fn a_backend_that_cannot_be_reached_keeps_its_part_which_is_refused() {
     let host = |name: &str| json!({ "group": "networking.istio.io", "kind": "Hostname", "name": name, "port": 80 });
     let mut in_namespace = host("db.example.com");
     in_namespace["namespace"] = json!("shop");
+    let mut other_port = host("db.example.com");
+    other_port["port"] = json!(81);
     let alias = json!({
         "apiVersion": "v1", "kind": "Service", "metadata": { "name": "alias", "namespace": "shop" },
         "spec": { "type": "ExternalName", "externalName": "x.example.com" },
@@ -300,12 +302,18 @@ fn a_backend_that_cannot_be_reached_keeps_its_part_which_is_refused() {
         (
             json!({ "name": "b", "port": 81 }),
             refused,
-            "ResolvedRefs=False (BackendNotFound): spec.rules[0].backendRefs[1]: the backend has no TCP port 81",
+            "ResolvedRefs=False (BackendNotFound): spec.rules[0].backendRefs[1]: Service shop/b has no TCP port 81",
         ),
         (
             json!({ "name": "b", "port": 53 }),
             refused,
-            "ResolvedRefs=False (BackendNotFound): spec.rules[0].backendRefs[1]: the backend has no TCP port 53",
+            "ResolvedRefs=False (BackendNotFound): spec.rules[0].backendRefs[1]: Service shop/b has no TCP port 53",
+        ),
+        (
+            other_port,
+            refused,
+            "ResolvedRefs=False (BackendNotFound): spec.rules[0].backendRefs[1]: the ServiceEntry of host db.example.com has \
+             no TCP port 81",
         ),
         (
             json!({ "name": "b" }),
@@ -770,7 +778,7 @@ fn policies_and_affinity_are_those_of_the_routes_service() {
     let route = split(json!([
         { "name": "a", "port": 80, "weight": 3 }, { "name": "b", "port": 80, "weight": 1 },
     ]));
-    let world = World::of(&[base.as_slice(), &[route]].concat());
+    let world = World::of(&[base.as_slice(), std::slice::from_ref(&route)].concat());
     let web = &world.services[&ServiceName::new("shop", "web")];
     assert!(web.affinity.is_some() && web.internal_policy == TrafficPolicy::Local);
     // One of each is on this node.
@@ -781,6 +789,44 @@ fn policies_and_affinity_are_those_of_the_routes_service() {
     );
     let shares = web.ports[0].shares(true, TrafficPolicy::Local);
     assert_eq!(shares.endpoints.len(), 2);
+    // A backend without an endpoint on this node keeps its part, which is refused.
+    for slice in base.iter_mut().filter(|of| of["metadata"]["name"] == "b-x") {
+        slice["endpoints"][0]["nodeName"] = json!("node2");
+    }
+    let world = World::of(&[base.as_slice(), &[route]].concat());
+    let local = world.parts_of("web", TrafficPolicy::Local);
+    assert!(
+        (local[&2] - 0.75).abs() < 0.001 && (local[&0] - 0.25).abs() < 0.001,
+        "{local:?}"
+    );
+    world.are(&[(2, 0.75), (3, 0.25)]);
+}
+
+/// Gateway API refuses the TCPRoute, for those who follow the HTTPRoute.
+#[test]
+fn a_route_that_is_not_followed_leaves_its_port_to_the_next() {
+    let mut http = route(
+        "HTTPRoute",
+        "http",
+        json!({
+            "matches": [{ "path": { "value": "/x" } }],
+            "backendRefs": [{ "name": "b", "port": 80 }],
+        }),
+    );
+    http["metadata"]["creationTimestamp"] = json!("2025-01-01T00:00:00Z");
+    let tcp = split(json!([{ "name": "a", "port": 80 }]));
+    let world = World::with(&[http, tcp]);
+    world.are(&[(2, 1.0)]);
+    world.says_only("HTTPRoute shop/http: Accepted=False (UnsupportedValue)");
+}
+
+#[test]
+fn each_version_is_read() {
+    for version in ["v1", "v1beta1", "v1alpha3", "v1alpha2"] {
+        let mut route = split(json!([{ "name": "a", "port": 80 }]));
+        route["apiVersion"] = json!(format!("gateway.networking.k8s.io/{version}"));
+        World::with(&[route]).are(&[(2, 1.0)]);
+    }
 }
 
 #[test]

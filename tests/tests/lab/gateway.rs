@@ -14,6 +14,7 @@ scenarios! {
     Dataplane:
     weights_hold_over_a_hundred_thousand_connects,
     a_backend_without_endpoints_has_its_part_refused_at_sockets_and_by_packets,
+    clients_of_a_split_service_stay_with_their_endpoint,
 }
 
 const WEB: &str = "10.96.0.10:80";
@@ -108,7 +109,10 @@ fn weights_hold_over_a_hundred_thousand_connects() -> Result<()> {
         &cluster.agent,
         &format!("plan --node-name node2 --manifests {path}"),
     )?
-    .says(&["~ 10.96.0.10:80/tcp", "equal parts"])?;
+    .says(&[
+        "~ 10.96.0.10:80/tcp ClusterIP of default/web, split by TCPRoute default/split: ",
+        "equal parts",
+    ])?;
     // Without the route, the Service has its own endpoints again.
     cluster.manifests.write_with(&services, &[entry])?;
     eventually(|| reaches(client, WEB, "connect --count 20", &["near2"]).map(drop))
@@ -129,7 +133,16 @@ fn a_backend_without_endpoints_has_its_part_refused_at_sockets_and_by_packets() 
     let split = route(&json!([
         { "name": "one", "port": 8080, "weight": 3 }, { "name": "none", "port": 8080 },
     ]));
-    cluster.manifests.write_with(&services, &[split])?;
+    // By name it comes after the other one.
+    let mut late = split.clone();
+    late["metadata"]["name"] = "z-late".into();
+    let mut http = route(&json!([{ "name": "web", "port": 80 }]));
+    http["kind"] = "HTTPRoute".into();
+    http["spec"]["parentRefs"][0]["name"] = "one".into();
+    http["spec"]["rules"][0]["matches"] = json!([{ "path": { "value": "/x" } }]);
+    cluster
+        .manifests
+        .write_with(&services, &[late, split, http])?;
     let client = cluster.client();
     eventually(|| {
         let report = ask(client, WEB, "connect --count 50")?;
@@ -168,7 +181,51 @@ fn a_backend_without_endpoints_has_its_part_refused_at_sockets_and_by_packets() 
         "TCPRoute default/split",
         "ResolvedRefs=False (BackendNotFound)",
         "there is no Service default/none; 25 % of the connections are refused",
+        "TCPRoute default/z-late: Accepted=False (Conflicted): port 80 of Service default/web: TCPRoute default/split \
+         comes before it",
+        "HTTPRoute default/split: Accepted=False (UnsupportedValue): spec.rules[0].matches[0]: needs a proxy",
     ])?;
+    // A route that is not followed changes nothing.
+    reaches(client, "10.96.0.11:8080", "connect --count 20", &["near"])?;
     let told = run(&cluster.agent, &format!("explain node {WEB}"))?;
     told.says(&["refused", "25.00%"]).map(drop)
+}
+
+/// Of as many clients as there are, some are at each endpoint, and none at two.
+fn clients_of_a_split_service_stay_with_their_endpoint() -> Result<()> {
+    let cluster = Cluster::start(|_| Vec::new())?;
+    let lab = &cluster.lab;
+    let services = [
+        Service::new("web", &["10.96.0.10"])
+            .affinity(600)
+            .node_port("tcp", 80, TCP, 30_080)
+            .endpoints(&[lab.pod("far")]),
+        Service::new("one", &["10.96.0.11"])
+            .port("tcp", 8080, TCP)
+            .endpoints(&[lab.pod("near")]),
+        Service::new("two", &["10.96.0.12"])
+            .port("tcp", 8080, TCP)
+            .endpoints(&[lab.pod("near2")]),
+    ];
+    let split = route(&json!([{ "name": "one", "port": 8080 }, { "name": "two", "port": 8080 }]));
+    cluster.manifests.write_with(&services, &[split])?;
+    let node = format!("{}:30080", lab.node("node2").ipv4());
+    for (from, to) in [(cluster.client(), WEB), (lab.external("ext"), &*node)] {
+        let first = |count: u32| ask(from, to, &format!("connect --count {count}"));
+        eventually(|| {
+            let report = first(1)?;
+            let endpoints = report.endpoints.keys();
+            ensure!(
+                endpoints.eq(["near"]) || report.endpoints.keys().eq(["near2"]),
+                "{report:?}"
+            );
+            Ok(())
+        })?;
+        let report = first(50)?;
+        ensure!(
+            report.answered == 50 && report.endpoints.len() == 1,
+            "{to}: {report:?}"
+        );
+    }
+    Ok(())
 }

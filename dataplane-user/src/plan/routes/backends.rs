@@ -128,10 +128,14 @@ impl Backends {
             ));
         };
         let is_meant = |port: &ServicePort| port.port == number && port.protocol == Protocol::Tcp;
-        match service.ports.iter().position(is_meant) {
-            Some(index) => Ok((service, index)),
-            None => Err((NOT_FOUND, format!("the backend has no TCP port {number}"))),
+        if let Some(index) = service.ports.iter().position(is_meant) {
+            return Ok((service, index));
         }
+        let of = match &backend.to {
+            BackendTo::Host(host) => format!("the ServiceEntry of host {host}"),
+            _ => format!("Service {}", service.name),
+        };
+        Err((NOT_FOUND, format!("{of} has no TCP port {number}")))
     }
 
     fn service(&self, route: &RouteName, name: &ServiceName) -> Result<Arc<Service>, Refusal> {
