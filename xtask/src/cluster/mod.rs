@@ -7,6 +7,7 @@
 mod agent;
 mod cgroups;
 mod control;
+mod definitions;
 mod dns;
 mod e2e;
 mod identity;
@@ -33,6 +34,7 @@ use anyhow::{Context as _, Result, anyhow, bail};
 use dataplane_tests::Requirement;
 use tokio::signal::unix::{SignalKind, signal};
 
+pub use self::definitions::Definitions;
 use self::{
     kubectl::{Kubectl, eventually},
     place::Node,

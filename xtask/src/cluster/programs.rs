@@ -106,7 +106,7 @@ impl Programs {
         }
     }
 
-    /// Definitions of the Prometheus Operator's kinds, if they are given.
+    /// Definitions of custom resources, if they are given.
     pub fn definitions(&self) -> Option<PathBuf> {
         Some(self.kubernetes.join("crds")).filter(|directory| directory.is_dir())
     }

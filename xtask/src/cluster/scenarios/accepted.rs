@@ -3,12 +3,16 @@
 use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
 
-use super::pods::SHORT;
 use crate::cluster::{
-    Cluster,
+    Cluster, Definitions,
     agent::{self, Wanted},
-    kubectl::eventually,
 };
+
+/// The Prometheus Operator's kinds.
+const MONITORING: [&str; 2] = [
+    "podmonitors.monitoring.coreos.com",
+    "prometheusrules.monitoring.coreos.com",
+];
 
 /// The API server checks everything and keeps nothing.
 const TRY: [&str; 8] = [
@@ -23,22 +27,14 @@ const TRY: [&str; 8] = [
 ];
 
 pub fn objects(cluster: &Cluster) -> Result<String> {
-    let Some(definitions) = cluster.programs.definitions() else {
+    let Some(definitions) = Definitions::install(cluster, &MONITORING)? else {
         let counts = tried(cluster, false)?;
         return Ok(format!(
-            "{counts}; without PodMonitor and PrometheusRule: $KUBERNETES_BIN has no directory crds"
+            "{counts}; without PodMonitor and PrometheusRule: $KUBERNETES_BIN/crds does not define them"
         ));
     };
-    let definitions = definitions.to_str().context("a path in UTF-8")?;
-    let apply = ["apply", "--server-side", "-f", definitions];
-    cluster.kubectl.run(&apply)?;
-    let outcome = eventually(SHORT, || {
-        cluster
-            .kubectl
-            .run(&["get", "podmonitors,prometheusrules", "-A"])
-    })
-    .and_then(|_| tried(cluster, true));
-    cluster.kubectl.run(&["delete", "-f", definitions])?;
+    let outcome = tried(cluster, true);
+    definitions.remove(cluster)?;
     Ok(format!(
         "{}, PodMonitor and PrometheusRule among them",
         outcome?
@@ -110,10 +106,14 @@ fn tried(cluster: &Cluster, monitoring: bool) -> Result<String> {
 }
 
 /// Has the API server check these objects. Returns what it would keep.
-fn accepted(cluster: &Cluster, text: &str) -> Result<Vec<Value>> {
+pub(super) fn accepted(cluster: &Cluster, text: &str) -> Result<Vec<Value>> {
     let answer = cluster.kubectl.feed(&TRY, text)?;
     let answer: Value = serde_json::from_str(&answer).context("kubectl printed no JSON")?;
-    Ok(answer["items"].as_array().context("a list")?.clone())
+    // kubectl prints no list of one.
+    Ok(match answer["items"].as_array() {
+        Some(items) => items.clone(),
+        None => vec![answer],
+    })
 }
 
 fn find<'a>(objects: &'a [Value], kind: &str) -> Result<&'a Value> {

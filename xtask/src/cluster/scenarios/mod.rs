@@ -12,6 +12,7 @@ mod migration;
 mod mounts;
 mod node_goes;
 mod pods;
+mod routes;
 mod services;
 mod wrong_cgroup;
 
@@ -38,7 +39,7 @@ pub struct Scenario {
 }
 
 /// In the order in which they run.
-const ALL: [Scenario; 18] = [
+const ALL: [Scenario; 19] = [
     Scenario {
         name: "rbac",
         about: "the agent reads what our ClusterRole allows, and nothing that it asks for is forbidden",
@@ -139,6 +140,12 @@ const ALL: [Scenario; 18] = [
         name: "accepted",
         about: "every component and every value of the chart are objects that the API server takes",
         run: accepted::objects,
+        programs: &[],
+    },
+    Scenario {
+        name: "routes",
+        about: "what the pages and examples/ show is taken; a Service that a TCPRoute splits, a host among its backends",
+        run: routes::split,
         programs: &[],
     },
     Scenario {

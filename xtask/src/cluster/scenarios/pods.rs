@@ -167,6 +167,18 @@ impl<'a> Space<'a> {
             .collect())
     }
 
+    /// The addresses of pods with this label `app`.
+    pub fn pods_addresses(&self, app: &str) -> Result<Vec<String>> {
+        let label = format!("app={app}");
+        let pods = ["-n", &self.name, "pods", "-l", &label];
+        let pods = self.cluster.kubectl.list(&pods)?;
+        let addresses = pods
+            .iter()
+            .filter_map(|pod| pod["status"]["podIPs"].as_array());
+        let addresses = addresses.flatten().filter_map(|of| of["ip"].as_str());
+        Ok(addresses.map(str::to_owned).collect())
+    }
+
     /// The names of pods with this label `app` that are ready.
     pub fn pods(&self, app: &str) -> Result<BTreeSet<String>> {
         let pods =
