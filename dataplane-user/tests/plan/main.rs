@@ -2,6 +2,7 @@
 //! to is compared with a naive reading of Kubernetes' rules.
 
 mod budgets;
+mod live;
 mod oracle;
 mod properties;
 mod semantics;

@@ -153,23 +153,62 @@ fn wins(service: &Service, key: FrontendKey, strengths: &mut BTreeMap<FrontendKe
 
 /// Everything that the tables should hold for `snapshot`.
 pub fn expected(snapshot: &Snapshot) -> BTreeMap<FrontendKey, Expected> {
+    let claims = claims(snapshot).into_iter();
+    let expected = claims.map(|(key, claim)| {
+        let (owner, resolved) = match claim {
+            Claim::Node => (None, address(Kind::NODE_ADDRESS, 0)),
+            Claim::Address(service) => {
+                let owner = (service.name.clone(), None, TrafficPolicy::Cluster);
+                let resolved = address(Kind::CLUSTER_ADDRESS, Block::NO_SUCH_PORT);
+                (Some(owner), resolved)
+            }
+            Claim::Port(service, id, kind, policy) => {
+                let resolved = answer(service, id, key.addr.is_v4(), kind, policy);
+                let owner = (service.name.clone(), Some(id), policy);
+                (Some(owner), resolved.expect("its own port"))
+            }
+        };
+        (key, Expected { resolved, owner })
+    });
+    expected.collect()
+}
+
+/// What an address as such resolves to.
+fn address(kind: Kind, flags: u16) -> Resolved {
+    Resolved {
+        kind,
+        flags,
+        affinity_seconds: 0,
+        endpoints: vec![],
+        external: None,
+        ranges: None,
+    }
+}
+
+/// Who has a key.
+#[derive(Clone, Copy, Debug)]
+pub enum Claim<'a> {
+    Node,
+    /// All ports that have no key of their own.
+    Address(&'a Service),
+    Port(&'a Service, (u16, Protocol), Kind, TrafficPolicy),
+}
+
+impl Claim<'_> {
+    /// None for a node's address.
+    pub fn service(&self) -> Option<&ServiceName> {
+        match self {
+            Self::Node => None,
+            Self::Address(service) | Self::Port(service, ..) => Some(&service.name),
+        }
+    }
+}
+
+/// Every key that the tables should hold for `snapshot`.
+pub fn claims(snapshot: &Snapshot) -> BTreeMap<FrontendKey, Claim<'_>> {
     let mut keys = BTreeMap::new();
     for addr in &snapshot.node.addresses {
-        let resolved = Resolved {
-            kind: Kind::NODE_ADDRESS,
-            flags: 0,
-            affinity_seconds: 0,
-            endpoints: vec![],
-            external: None,
-            ranges: None,
-        };
-        keys.insert(
-            FrontendKey::address((*addr).into()),
-            Expected {
-                resolved,
-                owner: None,
-            },
-        );
+        keys.insert(FrontendKey::address((*addr).into()), Claim::Node);
     }
     let mut strengths = BTreeMap::new();
     // The last to write a key wins: so the worst claim first, but none over one of a stronger kind.
@@ -185,13 +224,10 @@ pub fn expected(snapshot: &Snapshot) -> BTreeMap<FrontendKey, Expected> {
         for port in service.ports.iter().rev() {
             let proto = protocol(port.protocol);
             let id = (port.port, port.protocol);
-            let mut claim = |key: FrontendKey, v4, kind, policy| {
-                if !wins(service, key, &mut strengths) {
-                    return;
+            let mut claim = |key: FrontendKey, kind, policy| {
+                if wins(service, key, &mut strengths) {
+                    keys.insert(key, Claim::Port(service, id, kind, policy));
                 }
-                let resolved = answer(service, id, v4, kind, policy).expect("its own port");
-                let owner = Some((service.name.clone(), Some(id), policy));
-                keys.insert(key, Expected { resolved, owner });
             };
             let mut family = |v4: bool| {
                 let of_family = |ips: &[IpAddr]| -> Vec<FrontendKey> {
@@ -207,16 +243,16 @@ pub fn expected(snapshot: &Snapshot) -> BTreeMap<FrontendKey, Expected> {
                 };
                 if let Some(node_port) = port.node_port.filter(|_| has_family) {
                     let key = FrontendKey::node_port(v4, Port::new(node_port), proto);
-                    claim(key, v4, Kind::NODE_PORT, any);
+                    claim(key, Kind::NODE_PORT, any);
                 }
                 for key in of_family(&service.load_balancer_ips) {
-                    claim(key, v4, Kind::LOAD_BALANCER, any);
+                    claim(key, Kind::LOAD_BALANCER, any);
                 }
                 for key in of_family(&service.external_ips) {
-                    claim(key, v4, Kind::EXTERNAL_IP, any);
+                    claim(key, Kind::EXTERNAL_IP, any);
                 }
                 for key in of_family(&service.cluster_ips) {
-                    claim(key, v4, Kind::CLUSTER_IP, service.internal_policy);
+                    claim(key, Kind::CLUSTER_IP, service.internal_policy);
                 }
             };
             family(true);
@@ -225,16 +261,7 @@ pub fn expected(snapshot: &Snapshot) -> BTreeMap<FrontendKey, Expected> {
         for ip in &service.cluster_ips {
             let key = FrontendKey::address(Addr::from(*ip));
             wins(service, key, &mut strengths);
-            let resolved = Resolved {
-                kind: Kind::CLUSTER_ADDRESS,
-                flags: Block::NO_SUCH_PORT,
-                affinity_seconds: 0,
-                endpoints: vec![],
-                external: None,
-                ranges: None,
-            };
-            let owner = Some((service.name.clone(), None, TrafficPolicy::Cluster));
-            keys.insert(key, Expected { resolved, owner });
+            keys.insert(key, Claim::Address(service));
         }
     }
     keys

@@ -10,6 +10,8 @@ use dataplane_common::{
     tables::{Block, Endpoint, Frontend, FrontendKey, Kind, Pool},
 };
 
+use super::live::{Live, slots};
+
 /// How a key is answered, with everything that a client can notice.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Resolved {
@@ -52,6 +54,7 @@ pub struct Sim {
     /// Not to be written before a grace period.
     retired_slots: BTreeSet<u32>,
     retired_pools: BTreeSet<u32>,
+    live: Live,
 }
 
 impl Tables for Sim {
@@ -74,10 +77,6 @@ impl Tables for Sim {
     fn endpoint(&self, slot: u32) -> Option<Endpoint> {
         self.slots.get(&slot).copied()
     }
-}
-
-fn slots(block: Block) -> impl Iterator<Item = u32> {
-    block.base()..block.base() + u32::from(block.len())
 }
 
 impl Sim {
@@ -161,19 +160,19 @@ impl Sim {
             .collect()
     }
 
-    /// Executes the plan; `after_each` looks at the tables after each write.
+    /// Executes the plan. After each write, every key that it changes resolves to something whole; `after_each` looks
+    /// at the tables, too.
     pub fn apply(&mut self, plan: &Plan, mut after_each: impl FnMut(&Self)) {
-        let live_before = self.live_pools();
+        let live_before = self.live.pools();
         let mut flipped = BTreeSet::new();
         let demand = plan.demand;
         for write in &plan.writes {
             match write {
                 Write::Endpoints { base, endpoints } => {
                     assert!(!endpoints.is_empty());
-                    let live = self.live_slots();
                     for (slot, endpoint) in (*base..).zip(endpoints) {
                         assert!(slot < demand.endpoints, "slot {slot} beyond {demand:?}");
-                        assert!(!live.contains(&slot), "slot {slot} is in use");
+                        assert!(!self.live.has_slot(slot), "slot {slot} is in use");
                         assert!(
                             !self.retired_slots.contains(&slot),
                             "slot {slot} may be read"
@@ -193,11 +192,16 @@ impl Sim {
                     );
                     assert_eq!(*fresh, !live_before.contains(index), "fresh, pool {index}");
                     assert!(*fresh || self.pools[index] != *pool, "a write for nothing");
+                    self.live.before_write(*index, &self.pools);
                     let before = self.pools.insert(*index, *pool);
+                    self.live.after_write(*index, &self.pools);
                     if let Some(before) = before.filter(|_| !fresh)
                         && before.block.base() != pool.block.base()
                     {
                         self.retired_slots.extend(slots(before.block));
+                    }
+                    for key in self.live.keys_of(*index) {
+                        self.resolve(self.keys[key]);
                     }
                 }
                 Write::Insert { key, frontend } => {
@@ -206,6 +210,8 @@ impl Sim {
                         "{key:?} is there"
                     );
                     assert!(self.keys.len() <= demand.frontends as usize, "{demand:?}");
+                    self.live.add(*key, frontend.pool(), &self.pools);
+                    self.resolve(*frontend);
                 }
                 Write::Replace { key, frontend } => {
                     let before = self.keys.insert(*key, *frontend);
@@ -213,6 +219,10 @@ impl Sim {
                         before.is_some_and(|before| before != *frontend),
                         "{key:?}: {before:?}"
                     );
+                    let before = before.expect("was just seen").pool();
+                    self.live.remove(key, before, &self.pools);
+                    self.live.add(*key, frontend.pool(), &self.pools);
+                    self.resolve(*frontend);
                 }
                 Write::AddSource { key } => {
                     assert!(self.sources.insert(*key), "{key:?} is there");
@@ -222,13 +232,18 @@ impl Sim {
                     assert!(self.sources.remove(key), "{key:?} is not there");
                 }
                 Write::Remove { key } => {
-                    assert!(self.keys.remove(key).is_some(), "{key:?} is not there");
+                    let before = self.keys.remove(key);
+                    let before = before.unwrap_or_else(|| panic!("{key:?} is not there"));
+                    self.live.remove(key, before.pool(), &self.pools);
                 }
             }
             after_each(self);
         }
-        let groups = self.live_pools();
-        let groups = groups.iter().filter(|p| {
+        // What was followed write by write is what the tables say as a whole.
+        let live = self.live_pools();
+        assert_eq!(self.live.pools(), live);
+        assert_eq!(self.live.slots(), self.live_slots());
+        let groups = live.iter().filter(|p| {
             let pool = &self.pools[p];
             pool.affinity_group == **p && pool.affinity_seconds != 0
         });
@@ -238,10 +253,10 @@ impl Sim {
             "affinity groups"
         );
         for SourceKey { set, .. } in &self.sources {
-            assert!(self.live_pools().contains(set), "ranges of no pool");
+            assert!(live.contains(set), "ranges of no pool");
             assert_eq!(self.pools[set].ranged, 1, "ranges that nobody looks at");
         }
-        for index in live_before.difference(&self.live_pools()) {
+        for index in live_before.difference(&live) {
             self.retired_pools.insert(*index);
             self.retired_slots.extend(slots(self.pools[index].block));
         }
