@@ -155,7 +155,7 @@ pub const MADE: u32 = 1 << 30;
 /// The cell of the key's flow, and what it holds.
 #[inline(always)]
 pub fn find<M: Memory>(memory: &M, key: &FlowKey) -> Option<(u32, Snapshot)> {
-    let home = key.place() & memory.mask();
+    let home = key.place(memory.secret()) & memory.mask();
     let line = memory.cell(home)?;
     if let Some(found) = read(line)
         && found.is_of(key)
@@ -173,7 +173,7 @@ pub fn find<M: Memory>(memory: &M, key: &FlowKey) -> Option<(u32, Snapshot)> {
 /// Which cell has the key's flow, other than its home; [`NOWHERE`] if none has.
 #[inline(always)]
 pub fn find_elsewhere<M: Memory>(memory: &M, key: &FlowKey) -> u32 {
-    let place = key.place();
+    let place = key.place(memory.secret());
     let mut nth = 1;
     while nth <= OTHERS {
         let index = candidate(place, nth) & memory.mask();
@@ -193,7 +193,7 @@ pub fn find_elsewhere<M: Memory>(memory: &M, key: &FlowKey) -> u32 {
 /// If no cell is free, a flow goes that is over, or one that `room.rs` chooses ("Room", above).
 #[inline(always)]
 pub fn hold<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
-    let place = key.place();
+    let place = key.place(memory.secret());
     let mask = memory.mask();
     let mut goes = NOWHERE;
     let mut nth = 0;
@@ -267,7 +267,7 @@ pub fn hold_or_find<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
 /// Takes a free cell, and counts it at the key's home if it is not that.
 #[inline(always)]
 fn take<M: Memory>(memory: &M, key: &FlowKey, index: u32, head: Head) -> u32 {
-    let place = key.place();
+    let place = key.place(memory.secret());
     let Some(line) = memory.cell(index) else {
         return NOWHERE;
     };
@@ -351,7 +351,7 @@ pub fn publish<L: Line>(line: L, key: &FlowKey) {
 #[inline(always)]
 pub fn give_back<M: Memory>(memory: &M, index: u32, key: &FlowKey) {
     if let Some(line) = memory.cell(index) {
-        let home = key.place() & memory.mask();
+        let home = key.place(memory.secret()) & memory.mask();
         if index != home
             && let Some(home) = memory.cell(home)
         {
@@ -383,7 +383,7 @@ fn one_less<L: Line>(home: L) {
 
 /// Which slot is the home of a flow's replies.
 #[inline(always)]
-pub fn place_of_replies(key: &FlowKey, value: &Translation) -> u32 {
+pub fn place_of_replies(key: &FlowKey, value: &Translation, secret: u64) -> u32 {
     if value.node_addr == 0 {
         FlowKey::new(
             value.endpoint,
@@ -392,7 +392,7 @@ pub fn place_of_replies(key: &FlowKey, value: &Translation) -> u32 {
             value.seen_port(key),
             key.protocol,
         )
-        .place()
+        .place(secret)
     } else {
         PortKey::new(
             value.endpoint,
@@ -400,7 +400,7 @@ pub fn place_of_replies(key: &FlowKey, value: &Translation) -> u32 {
             value.node_port,
             key.protocol,
         )
-        .place()
+        .place(secret)
     }
 }
 
@@ -556,7 +556,11 @@ pub fn forget<M: Memory>(memory: &M, index: u32, ports_and_protocol: u64) {
     };
     let (key, value) = (key(line, ports_and_protocol), value(line));
     if value.seen & seen::FOREIGN == 0 {
-        mislead(memory, place_of_replies(&key, &value), index);
+        mislead(
+            memory,
+            place_of_replies(&key, &value, memory.secret()),
+            index,
+        );
     }
     give_back(memory, index, &key);
 }
@@ -571,7 +575,9 @@ fn led_to<M: Memory>(memory: &M, slot: Slot) -> Option<(u32, Snapshot)> {
 /// The cell of the flow of a reply to a client, which is not masqueraded, and what it holds.
 #[inline(always)]
 pub fn find_by_client<M: Memory>(memory: &M, reply: &FlowKey) -> Option<(u32, Snapshot)> {
-    let slot = memory.slot(reply.place() & memory.slots())?.load();
+    let slot = memory
+        .slot(reply.place(memory.secret()) & memory.slots())?
+        .load();
     if let Some(found) = led_to(memory, slot)
         && found.1.is_answered_by(reply)
     {
@@ -588,14 +594,16 @@ pub fn find_by_client<M: Memory>(memory: &M, reply: &FlowKey) -> Option<(u32, Sn
 /// The cell of the flow of a reply to one of the node's ports, at whatever address, and what it holds.
 #[inline(always)]
 pub fn find_by_node<M: Memory>(memory: &M, reply: &PortKey) -> Option<(u32, Snapshot)> {
-    let slot = memory.slot(reply.place() & memory.slots())?.load();
+    let slot = memory
+        .slot(reply.place(memory.secret()) & memory.slots())?
+        .load();
     led_to(memory, slot).filter(|(_, found)| found.is_answered_by_port(reply))
 }
 
 /// Which cell has the flow of a reply to a client, if its home slot does not lead there; or [`NOWHERE`].
 #[inline(always)]
 pub fn find_led_elsewhere<M: Memory>(memory: &M, reply: &FlowKey) -> u32 {
-    let place = reply.place();
+    let place = reply.place(memory.secret());
     let mut nth = 1;
     while nth <= OTHERS {
         if let Some(entry) = memory.slot(candidate(place, nth) & memory.slots())

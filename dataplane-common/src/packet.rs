@@ -459,6 +459,9 @@ layout! {
         pub policies: u32,
         /// How many ICMP errors may be sent.
         pub errors: ErrorLimits,
+        /// The secret of the flows' tables, an even number: it decides in which cells a flow may be, so that nobody can tell.
+        /// 0: the tables are from a version without it.
+        pub secret: u64,
     }
 
     /// How many ICMP errors the programs may send: what the kernel's own limits are, by its sysctls.
@@ -593,7 +596,7 @@ const _: () = assert!(size_of::<SourceKey>() == 24);
 const _: () = assert!(size_of::<FlowKey>() == 40 && size_of::<Translation>() == 24);
 const _: () = assert!(size_of::<PortKey>() == 24);
 const _: () = assert!(size_of::<FragmentKey>() == 40 && size_of::<Fragment>() == 4);
-const _: () = assert!(size_of::<PacketConfig>() == 40);
+const _: () = assert!(size_of::<PacketConfig>() == 48);
 const _: () = assert!(size_of::<ErrorLimits>() == 24);
 
 #[cfg(test)]

@@ -78,7 +78,7 @@ reasons! {
     /// The packet path: a later fragment whose first fragment was not seen.
     UnknownFragment = 17, "unknown-fragment", "a fragment for a VIP whose first fragment was not seen; dropped";
     /// The packet path: headers that contradict each other or end early.
-    Malformed = 18, "malformed", "the packet's headers are truncated or contradict each other; left alone";
+    Malformed = 18, "malformed", "the packet's headers are truncated or contradict each other; left alone, but dropped if it comes from a workload that is captured by packets, or has two VLAN tags with id 0";
     /// The packet path: too large for the path to the endpoint.
     TooBig = 19, "too-big", "larger than the path to the endpoint allows; the sender was told the MTU";
     /// The packet path: the hop limit ran out on this node.
@@ -144,6 +144,8 @@ reasons! {
     /// The packet path: a pod's packet has an IPv6 routing header, or a source route option of IPv4 (RFC 791 section 3.1): its
     /// destination is not the one that the process asked for.
     SourceRouted = 49, "source-routed", "a pod's packet has an IPv6 routing header or an IPv4 source route, so it does not go where its socket was asked to send it; dropped";
+    /// Capture by packets: a fragment of TCP. The programs cannot tell to which connection it belongs.
+    CapturedFragment = 50, "captured-fragment", "a TCP fragment from a workload that is captured by packets; dropped";
 }
 
 impl Reason {
@@ -175,6 +177,7 @@ impl Reason {
                 | Self::IpsecPolicy
                 | Self::SourceForged
                 | Self::SourceRouted
+                | Self::CapturedFragment
         )
     }
 }

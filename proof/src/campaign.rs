@@ -9,7 +9,11 @@ use std::{fmt::Write as _, fs::File, os::fd::AsFd as _, path::Path, thread};
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use dataplane::kernel::rig::Rig;
-use dataplane_common::{Reason, cells::cells_for, packet::PacketConfig};
+use dataplane_common::{
+    Reason,
+    cells::{Memory as _, cells_for},
+    packet::PacketConfig,
+};
 use dataplane_tests::Lab;
 use nix::sched::{CloneFlags, setns};
 use rand::{Rng as _, SeedableRng as _, rngs::SmallRng};
@@ -174,7 +178,7 @@ impl Scene {
         world.reverse_path = generate::reverse_path(config);
         world.configure_with(rig, generate::config(config), generate::policies(config))?;
         let before = rig.reasons()?;
-        let mut model = Model::new(world, *cells);
+        let mut model = Model::new(world, *cells, (&rig.conntrack).secret());
         for (at, seed) in ops.iter().enumerate() {
             let (op, sort) = generate::op(*seed, world, &model.state);
             let difference = match (&op, sort) {
@@ -297,7 +301,7 @@ impl Scene {
         world.reverse_path = generate::reverse_path(config);
         world.configure_with(rig, generate::config(config), generate::policies(config))?;
         let before = rig.reasons()?;
-        let mut model = Model::new(world, *cells);
+        let mut model = Model::new(world, *cells, (&rig.conntrack).secret());
         for seed in ops {
             let (op, _) = generate::op(*seed, world, &model.state);
             match &op {

@@ -566,7 +566,14 @@ impl Maker<'_> {
             rest: [0, 0, 5, 120],
             data: quoted[..most.min(quoted.len())].to_vec(),
         };
-        let mut packet = Packet::new(from, about.src, payload);
+        let mut to = about.src;
+        // Some errors do not go to the sender of what they quote.
+        if self.rng.random_ratio(1, 8) {
+            let same = |addr: &&Addr| addr.is_v4() == v4;
+            let others: Vec<&Addr> = self.world.clients.iter().filter(same).collect();
+            to = others.choose(&mut self.rng).map_or(to, |addr| addr.ip());
+        }
+        let mut packet = Packet::new(from, to, payload);
         if self.rng.random_ratio(1, 4) {
             self.decorate(&mut packet);
         }

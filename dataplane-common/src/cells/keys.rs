@@ -19,9 +19,15 @@ pub trait CellKey: Copy {
     /// A word of the addresses, as it lies in memory; and the last, as a head has it.
     fn word(&self, index: usize) -> u64;
 
-    /// Which cell or slot is its home, of 2^32.
+    /// Returns which cell or slot is the key's home, of 2^32. `secret`: [`PacketConfig::secret`].
+    ///
+    /// All factors depend on the secret. Otherwise a client could choose its addresses and ports such that its flows
+    /// have the cells of another client's flow. The topmost bits of a word change the product in a way that does not depend
+    /// on the factor, so each product is folded in a way of its own: no two words' topmost bits cancel each other out.
+    ///
+    /// [`PacketConfig::secret`]: crate::packet::PacketConfig::secret
     #[inline(always)]
-    fn place(&self) -> u32 {
+    fn place(&self, secret: u64) -> u32 {
         // Odd numbers of which nothing else is asked (fractions of square roots).
         const FACTORS: [u64; 5] = [
             0x6a09_e667_f3bc_c909,
@@ -30,15 +36,18 @@ pub trait CellKey: Copy {
             0xa54f_f53a_5f1d_36f1,
             0x9e37_79b9_7f4a_7c15,
         ];
+        const SHIFTS: [u32; 4] = [32, 29, 26, 23];
+        // A secret is even, so that each factor stays odd.
         let head = self.word(Self::WORDS);
-        let mut mixed = (head >> 32).wrapping_mul(FACTORS[4]);
+        let last = FACTORS[4] ^ secret;
+        let mut mixed = (head >> 32).wrapping_mul(last);
         let mut index = 0;
         while index < Self::WORDS {
-            mixed ^= self.word(index).wrapping_mul(FACTORS[index]);
+            let product = self.word(index).wrapping_mul(FACTORS[index] ^ secret);
+            mixed ^= product ^ product >> SHIFTS[index];
             index += 1;
         }
-        mixed ^= mixed >> 29;
-        let base = (mixed.wrapping_mul(FACTORS[4]) >> 32) as u32;
+        let base = (mixed.wrapping_mul(last) >> 32) as u32;
         // One of the two is the client's, and the other the same for many. Clients take every second port
         // (`__inet_hash_connect` in `net/ipv4/inet_hashtables.c`): these follow each other, too.
         let [first, second] = [head as u16, (head >> 16) as u16].map(Port::from_be);

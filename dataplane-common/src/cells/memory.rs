@@ -42,6 +42,8 @@ pub trait Memory {
     type Sequences: Line;
     /// Which bits of a place count: how many cells there are, a power of two, less one.
     fn mask(&self) -> u32;
+    /// Returns the secret by which keys have their homes ([`crate::packet::PacketConfig::secret`]).
+    fn secret(&self) -> u64;
     /// A cell, of those that there are.
     fn cell(&self, index: u32) -> Option<Self::Line>;
     /// A slot, of twice as many.

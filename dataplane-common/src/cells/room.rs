@@ -4,13 +4,13 @@
 //!
 //! 1. flows that nobody has answered: a flood of SYNs or datagrams from spoofed addresses makes these;
 //! 2. flows that are not [assured](crate::packet::seen::ASSURED): answered once, or over;
-//! 3. UDP flows that are assured;
-//! 4. established TCP connections, but only those of a client that has more than half of the seventeen cells. The cells
-//!    are a sample of the table, so such a client has taken about half of it.
+//! 3. assured UDP flows, then established TCP connections, of a client that has more than half of the seventeen cells.
+//!    The cells are a sample of the table, so such a client has taken about half of it;
+//! 4. assured UDP flows of other clients.
 //!
 //! If no flow is left to go, the new flow is refused. So an established connection is never evicted because others send
-//! packets, answered or not, and one client that fills the table with connections pays for new flows itself. A client
-//! with more than half of the cells also goes first within classes 1 to 3.
+//! packets, answered or not, and one client that fills the table pays for new flows itself. A client with more than half
+//! of the cells also goes first within classes 1 and 2.
 //!
 //! netfilter refuses new flows in the same case: it evicts no assured flow (`early_drop_list` in
 //! `net/netfilter/nf_conntrack_core.c`). It has no share for each client.
@@ -63,7 +63,7 @@ fn rank<L: Line>(line: L, head: Head, now: Tick) -> u32 {
 /// [`NOWHERE`] if no flow may be evicted, [`BUSY`] if a cell has changed meanwhile.
 #[inline(always)]
 pub fn make_room<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
-    let place = key.place();
+    let place = key.place(memory.secret());
     let mut choice = Choice::default();
     let mut nth = 0;
     while nth < 2 * (OTHERS + 1) {
@@ -74,7 +74,8 @@ pub fn make_room<M: Memory>(memory: &M, key: &FlowKey, now: Tick) -> u32 {
         nth += 1;
     }
     let (mut goes, mut at) = (choice.any, choice.any_at);
-    if choice.has > OTHERS / 2 && choice.of_most | State::CROWD > goes {
+    let crowded = choice.has > OTHERS / 2;
+    if crowded && (goes < State::UNASSURED || choice.of_most | State::CROWD > goes) {
         (goes, at) = (choice.of_most, choice.of_most_at);
     } else if goes <= State::PROTECTED {
         return NOWHERE;

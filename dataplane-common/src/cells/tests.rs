@@ -13,6 +13,9 @@ use std::{
 use super::*;
 use crate::{Addr, Port, Protocol};
 
+/// Any even number.
+const SECRET: u64 = 0x5851_f42d_4c95_7f2e;
+
 /// Cells and slots, as every CPU and the agent see them.
 struct Shared {
     cells: Vec<[AtomicU64; 8]>,
@@ -28,6 +31,10 @@ impl<'a> Memory for &'a Shared {
 
     fn mask(&self) -> u32 {
         self.cells.len() as u32 - 1
+    }
+
+    fn secret(&self) -> u64 {
+        SECRET
     }
 
     fn sequences(&self, index: u32) -> Option<Self::Sequences> {
@@ -83,7 +90,7 @@ impl Shared {
         let masqueraded = value.node_addr != 0;
         if !lead(
             &memory,
-            place_of_replies(key, value),
+            place_of_replies(key, value, SECRET),
             index,
             masqueraded,
             now,
@@ -194,19 +201,19 @@ fn at(seconds: u64) -> Tick {
 
 #[test]
 fn ports_that_a_client_takes_one_after_the_other_have_cells_one_after_the_other() {
-    let first = key(32_768 - 443).place();
+    let first = key(32_768 - 443).place(SECRET);
     for step in 0..1000_u16 {
-        let next = key(32_768 - 443 + 2 * step).place();
+        let next = key(32_768 - 443 + 2 * step).place(SECRET);
         assert_eq!(next, first.wrapping_add(u32::from(step)));
     }
     let back = |port| PortKey::new(key(1).dst, Port::new(80), Port::new(port), Protocol::UDP);
-    let first = back(40_000).place();
-    assert_eq!(back(40_002).place(), first.wrapping_add(1));
+    let first = back(40_000).place(SECRET);
+    assert_eq!(back(40_002).place(SECRET), first.wrapping_add(1));
 }
 
 #[test]
 fn all_ports_have_cells_of_their_own() {
-    let mut places: Vec<u32> = (0..=u16::MAX).map(|port| key(port).place()).collect();
+    let mut places: Vec<u32> = (0..=u16::MAX).map(|port| key(port).place(SECRET)).collect();
     places.sort_unstable();
     places.dedup();
     assert_eq!(places.len(), 1 << 16);
@@ -218,12 +225,51 @@ fn every_part_of_an_address_tells() {
         .flat_map(|n| {
             [[n, 0, 2, 7], [192, n, 2, 7], [192, 0, n, 7], [192, 0, 2, n]].map(|src| {
                 let src = Addr::from_v4(src);
-                FlowKey { src, ..key(1) }.place() & 0xffff
+                FlowKey { src, ..key(1) }.place(SECRET) & 0xffff
             })
         })
         .collect();
     // Of 1021 different ones; by chance 8 meet.
     assert!(bases.len() > 980, "{}", bases.len());
+}
+
+/// Nobody who does not know the secret can tell from two flows' addresses how far apart their cells are: neither if one bit
+/// of an address differs, nor if the topmost bits of two words do, which change products in a way that depends on no
+/// factor.
+#[test]
+fn how_far_apart_cells_are_is_a_secret() {
+    let secrets: Vec<u64> = (1..=64_u64)
+        .map(|n| n.wrapping_mul(0x9e37_79b9_7f4a_7c15) & !1)
+        .collect();
+    let one: Vec<Vec<usize>> = (0..256).map(|bit| Vec::from([bit])).collect();
+    let topmost: Vec<usize> = (0..4)
+        .flat_map(|word| (60..64).map(move |bit| word * 64 + bit))
+        .collect();
+    let two = topmost
+        .iter()
+        .flat_map(|a| topmost.iter().map(|b| Vec::from([*a, *b])));
+    for bits in one.into_iter().chain(two.filter(|bits| bits[0] < bits[1])) {
+        let first = key(40_000);
+        let mut words: [u64; 4] = core::array::from_fn(|index| first.word(index));
+        for bit in &bits {
+            words[bit / 64] ^= 1 << (bit % 64);
+        }
+        let addr = |at: usize| {
+            let bytes = [words[at].to_ne_bytes(), words[at + 1].to_ne_bytes()].concat();
+            let word = |n: usize| u32::from_ne_bytes(bytes[4 * n..4 * n + 4].try_into().unwrap());
+            Addr::from_words([word(0), word(1), word(2), word(3)])
+        };
+        let second = FlowKey {
+            src: addr(0),
+            dst: addr(2),
+            ..first
+        };
+        let distances: HashSet<u32> = secrets
+            .iter()
+            .map(|secret| first.place(*secret).wrapping_sub(second.place(*secret)))
+            .collect();
+        assert!(distances.len() > 48, "bits {bits:?}: {}", distances.len());
+    }
 }
 
 #[test]
@@ -451,31 +497,45 @@ fn answered_datagrams_push_out_no_connection() {
 /// One client that fills the table with connections takes nobody's room, and keeps nobody from making connections.
 #[test]
 fn a_client_with_most_of_the_room_pays_for_it() {
+    for theirs in [Protocol::TCP, Protocol::UDP] {
+        let others = [Protocol::TCP, Protocol::UDP];
+        for others in others {
+            pays(theirs, others);
+        }
+    }
+}
+
+/// A client with flows of one protocol, and other clients with flows of one.
+fn pays(theirs: Protocol, others: Protocol) {
     let shared = Shared::new(1 << 12);
     let live: Vec<_> = (0..200)
-        .map(|client| established(client, 40_000, Protocol::TCP, at(0)))
+        .map(|client| established(client, 40_000, others, at(0)))
         .collect();
     for (key, value) in &live {
         assert!(shared.make(key, value, at(0)));
     }
-    let has_all = |live: &[(FlowKey, Translation)]| {
-        let mut keys = live.iter().map(|(key, _)| key);
-        keys.all(|key| shared.find(key).is_some())
+    let lost = |live: &[(FlowKey, Translation)]| {
+        let keys = live.iter().map(|(key, _)| key);
+        keys.filter(|key| shared.find(key).is_none()).count()
     };
     for port in 0..20_000 {
-        let (key, value) = established(999, port, Protocol::TCP, at(50));
+        let (key, value) = established(999, port, theirs, at(50));
         let _ = shared.make(&key, &value, at(50));
     }
-    assert!(shared.is_sound() > 4090 && has_all(&live));
+    assert!(shared.is_sound() > 4090);
+    assert_eq!(lost(&live), 0);
     let more: Vec<_> = (300..900)
-        .map(|client| established(client, 40_000, Protocol::TCP, at(60)))
+        .map(|client| established(client, 40_000, others, at(60)))
         .collect();
     let (made, refused): (Vec<_>, Vec<_>) = more
         .into_iter()
         .partition(|(key, value)| shared.make(key, value, at(60)));
     // The cells of a flow are a sample of all: sometimes the client has fewer of them.
     assert!(refused.len() < 6, "{} of 600", refused.len());
-    assert!(has_all(&live) && has_all(&made));
+    // Then datagrams of others go, but no connections.
+    let lost = lost(&live) + lost(&made);
+    let may_be_lost = if others == Protocol::TCP { 0 } else { 6 };
+    assert!(lost <= may_be_lost, "{lost} of 800");
 }
 
 /// If nobody has most of the room, and all flows are connections that live, none goes: the new one is refused.
@@ -520,7 +580,7 @@ fn rival(key: &FlowKey, mask: u32) -> FlowKey {
             src_port: Port::new(port),
             ..*key
         })
-        .find(|rival| (rival.place() ^ key.place()) & mask == 0)
+        .find(|rival| (rival.place(SECRET) ^ key.place(SECRET)) & mask == 0)
         .unwrap()
 }
 
@@ -533,7 +593,7 @@ fn a_flow_is_not_made_twice() {
     let rival = rival(&key, memory.mask());
     assert!(shared.make(&rival, &to(&rival, 0), at(0)));
     let elsewhere = hold(&memory, &key, at(0));
-    assert_eq!(elsewhere, key.place() & memory.mask() ^ 1);
+    assert_eq!(elsewhere, key.place(SECRET) & memory.mask() ^ 1);
     assert!(shared.unmake(&rival));
     assert_eq!(hold(&memory, &key, at(0)), BUSY, "held elsewhere");
     let line = memory.cell(elsewhere).unwrap();
@@ -560,6 +620,10 @@ impl<'a> Memory for Hooked<'a> {
 
     fn mask(&self) -> u32 {
         self.memory.mask()
+    }
+
+    fn secret(&self) -> u64 {
+        SECRET
     }
 
     fn sequences(&self, index: u32) -> Option<Self::Sequences> {
@@ -660,7 +724,7 @@ fn a_flow_is_not_made_twice_beside_its_home() {
         let key = key(40_000);
         let rival = rival(&key, memory.mask());
         assert!(shared.make(&rival, &to(&rival, 0), at(0)));
-        let home = key.place() & memory.mask();
+        let home = key.place(SECRET) & memory.mask();
         let late = Hooked {
             memory,
             at: home ^ 1,

@@ -237,6 +237,8 @@ impl State {
     const CLASS: u32 = 18;
     /// Within a class, a flow of the client that has most of the cells goes first.
     pub(super) const CROWD: u32 = 1 << 17;
+    /// The lowest rank of a flow that is not assured.
+    pub(super) const UNASSURED: u32 = 2 << Self::CLASS;
     /// The highest rank of an established TCP connection.
     pub(super) const PROTECTED: u32 = (1 << Self::CLASS) - 1;
 }

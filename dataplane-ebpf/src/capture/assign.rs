@@ -31,10 +31,11 @@ use crate::{
         DROP, LEAVE_ALONE,
         error::{self, Complaint},
         events,
-        parse::{FLOW, Packet, WHOLE},
-        route,
+        parse::{FLOW, MALFORMED, Packet, WHOLE},
+        reverse,
+        route::{self, Route},
         scratch::scratch,
-        skb::Skb,
+        skb::{NESTED_PRIORITY, OTHER_VLAN, Skb},
         source_routes,
     },
     select::{self, count},
@@ -51,36 +52,60 @@ const CURRENT_NETNS: u64 = u64::MAX;
 #[inline(always)]
 pub fn run(ctx: &TcContext) -> i32 {
     let skb = Skb(ctx.as_ptr().cast());
-    if skb.is_tagged() {
+    let vlan = skb.vlan();
+    if vlan == OTHER_VLAN {
         return LEAVE_ALONE;
     }
     let Some(s) = scratch() else {
         return DROP;
     };
-    let action = arrived(skb, &mut s.packet);
+    let action = if vlan == NESTED_PRIORITY {
+        malformed()
+    } else {
+        arrived(skb, &mut s.packet, &mut s.way)
+    };
     s.leave();
     action
 }
 
-/// The same, with a place for its headers.
+/// Counts and drops a packet that the program cannot read, because its receiver may read it in another way.
 #[inline(always)]
-fn arrived(skb: Skb, packet: &mut Packet) -> i32 {
+fn malformed() -> i32 {
+    count(Reason::Malformed);
+    DROP
+}
+
+/// The same, with a place for its headers. `way`: room for a question.
+#[inline(always)]
+fn arrived(skb: Skb, packet: &mut Packet, way: &mut Route) -> i32 {
     let outcome = packet.read(skb, route::link_length(skb.ifindex()));
     if packet.routed != 0 {
         source_routes::refuse(skb, packet);
         return DROP;
     }
-    // Fragments of TCP nobody sends who finds out how large packets may be.
-    if outcome != FLOW || !packet.is_tcp() || packet.fragment != WHOLE {
+    if outcome == MALFORMED {
+        return malformed();
+    }
+    if outcome != FLOW || !packet.is_tcp() {
         return LEAVE_ALONE;
     }
-    let Some(found) = LOCALS.get_ptr(packet.key.src) else {
+    // The source decides whose rules count. Nobody forwards a packet from a link-local source of IPv6.
+    let src = packet.key.src;
+    let is_forwarded = packet.is_v4() || !src.is_link_local();
+    if is_forwarded && !reverse::is_right(skb, packet, way, reverse::BEGINS) {
+        count(Reason::SourceForged);
+        return DROP;
+    }
+    let Some(found) = LOCALS.get_ptr(src) else {
         return LEAVE_ALONE;
     };
     // SAFETY: a hash's element, freed after a grace period.
     let local: Local = unsafe { *found };
     if !local.has_packets() {
         return LEAVE_ALONE;
+    }
+    if packet.fragment != WHOLE {
+        return fragment(&local);
     }
     if to_its_socket(skb, packet) {
         return taken(skb);
@@ -97,6 +122,17 @@ fn arrived(skb: Skb, packet: &mut Packet) -> i32 {
     }
     // What is in its middle was not captured when it began.
     LEAVE_ALONE
+}
+
+/// A fragment of TCP. The program cannot tell to which connection it belongs, so it must not pass where connections are
+/// captured. TCP sends no fragments if it finds out how large packets may be.
+#[inline(always)]
+fn fragment(local: &Local) -> i32 {
+    if local.flags & Enrolled::CAPTURED == 0 {
+        return LEAVE_ALONE;
+    }
+    count(Reason::CapturedFragment);
+    DROP
 }
 
 /// The first packet of a connection.

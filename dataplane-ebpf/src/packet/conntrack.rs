@@ -123,7 +123,8 @@ impl Flow {
     /// masqueraded: `false` if another has that.
     #[inline(always)]
     pub fn lead(&self, index: u32, now: Tick) -> bool {
-        let place = cells::place_of_replies(&self.forward, &self.translation(now, 0));
+        let to = self.translation(now, 0);
+        let place = cells::place_of_replies(&self.forward, &to, table::secret());
         table::lead(place, index, self.is_masqueraded(), now)
     }
 

@@ -55,6 +55,11 @@ pub fn translate<const LEAVING: bool>(skb: Skb, s: &mut Scratch, now: Tick) -> i
     if s.quoted.l4 + 4 > s.packet.l3 + s.packet.length {
         return LEAVE_ALONE;
     }
+    // An error goes to the sender of the packet that it quotes (`nf_conntrack_inet_error` in
+    // `net/netfilter/nf_conntrack_proto_icmp.c`).
+    if s.packet.key.dst != s.quoted.key.src {
+        return LEAVE_ALONE;
+    }
     // Whoever complains stands where the packet was going: a packet the other way round would
     // belong to the flow.
     let quoted = &s.quoted.key;

@@ -23,7 +23,7 @@ pub mod neighbours;
 mod options;
 pub mod parse;
 mod plain;
-mod reverse;
+pub mod reverse;
 mod rewrite;
 pub mod route;
 pub mod scratch;
@@ -54,7 +54,7 @@ use error::Complaint;
 use parse::{FIRST, FLOW, ICMP, MALFORMED, OTHER, Outcome, Packet};
 use rewrite::rewrite;
 use scratch::{Scratch, scratch};
-use skb::{PACKET_HOST, PACKET_OTHERHOST, Skb};
+use skb::{NESTED_PRIORITY, OTHER_VLAN, PACKET_HOST, PACKET_OTHERHOST, Skb};
 
 /// The next program of the interface decides, or the stack (`TCX_NEXT` in
 /// `include/uapi/linux/bpf.h`; for a clsact filter `TC_ACT_UNSPEC`, the same number).
@@ -83,7 +83,12 @@ fn is_pods(skb: Skb) -> bool {
 #[inline(always)]
 pub fn ingress(ctx: &TcContext) -> i32 {
     let skb = Skb(ctx.as_ptr().cast());
-    if skb.is_tagged() || capture::is_taken(skb.mark()) || skb.is_own_answer() {
+    let vlan = skb.vlan();
+    if vlan == NESTED_PRIORITY {
+        count(Reason::Malformed);
+        return DROP;
+    }
+    if vlan == OTHER_VLAN || capture::is_taken(skb.mark()) || skb.is_own_answer() {
         return LEAVE_ALONE;
     }
     // Packets that a pod sends through a bridge are addressed to the bridge or to another port of it.

@@ -1,8 +1,8 @@
 //! Whether a packet may come from where it says; `rp_filter` does this for packets that pass the stack.
 //!
 //! From a pod's interface come only packets whose source the node's routes lead to by this interface, by another of the
-//! same pod, by the bridge of which the interface is a port or what stands on that bridge, or by an interface that has none
-//! of our programs and is no bridge. So a pod speaks for nobody else: neither in a flow that it begins, nor in answers. If
+//! same pod, by the bridge of which the interface is a port or what stands on that bridge, or by an interface that the
+//! agent knows, that has none of our programs and that is no bridge. So a pod speaks for nobody else: neither in a flow that it begins, nor in answers. If
 //! the interface is a port of a switch in which the node has no address, the routes must not lead to another pod's
 //! interface. The agent says which of both is asked of an interface, or that nothing is ([`Iface::STRICT`],
 //! [`Iface::LOOSE`]).
@@ -171,7 +171,10 @@ fn is_right_by_routes(skb: Skb, packet: &Packet, route: &mut Route, does: u32) -
     if !is_pods {
         return flags & Iface::STRICT == 0;
     }
-    let back = route::interface(back);
+    let Some(back) = route::known_interface(back) else {
+        // It may be a new pod's.
+        return false;
+    };
     if arrived.is_same_segment(back) || arrived.is_same_pod(back) {
         return true;
     }

@@ -88,13 +88,18 @@ pub fn moment(tos: u8) -> u32 {
     ((jiffies >> 4) as u32) << 6 | u32::from(tos >> 2)
 }
 
+/// What an interface is, if the agent told.
+#[inline(always)]
+pub fn known_interface(ifindex: u32) -> Option<Iface> {
+    // SAFETY: eight aligned bytes, copied; the element may be replaced but is whole.
+    IFACES.get_ptr(ifindex).map(|iface| unsafe { *iface })
+}
+
 /// What an interface is; all zero if nobody told.
 #[inline(always)]
 pub fn interface(ifindex: u32) -> Iface {
-    // SAFETY: eight aligned bytes, copied; the element may be replaced but is whole.
-    match IFACES.get_ptr(ifindex) {
-        // SAFETY: as above.
-        Some(iface) => unsafe { *iface },
+    match known_interface(ifindex) {
+        Some(iface) => iface,
         None => Iface {
             flags: 0,
             masquerade_v4: 0,
@@ -249,6 +254,7 @@ pub fn search(skb: Skb, packet: &Packet, dst: &Addr, dst_port: Port, route: &mut
 /// end is a pod's; else by the interface, with the neighbour that the kernel knows or finds.
 #[inline(always)]
 pub fn send(skb: Skb, packet: &Packet, route: &Route) -> i32 {
+    skb.remove_tag();
     if packet.l3 == 0 && !skb.add_link() {
         return DROP;
     }

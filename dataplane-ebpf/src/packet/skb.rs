@@ -14,7 +14,7 @@ use aya_ebpf::{
     helpers::generated::{
         bpf_l4_csum_replace, bpf_redirect, bpf_redirect_neigh, bpf_skb_adjust_room,
         bpf_skb_change_head, bpf_skb_change_tail, bpf_skb_change_type, bpf_skb_load_bytes,
-        bpf_skb_store_bytes,
+        bpf_skb_store_bytes, bpf_skb_vlan_pop,
     },
 };
 
@@ -25,6 +25,22 @@ pub const LINK: u32 = 14;
 /// interface; to somebody else's.
 pub const PACKET_HOST: u32 = 0;
 pub const PACKET_OTHERHOST: u32 = 3;
+
+/// Ethernet types of VLAN tags (IEEE 802.1Q, 802.1ad).
+const ETHERTYPE_VLAN: u16 = 0x8100_u16.to_be();
+const ETHERTYPE_SERVICE_VLAN: u16 = 0x88a8_u16.to_be();
+/// The bits of a tag that are the VLAN's id. The others are a priority.
+const VLAN_ID: u32 = 0xfff;
+
+/// To which VLAN a packet belongs.
+pub type Vlan = u32;
+/// The packet belongs to no VLAN. It has no tag, or a tag that is only a priority (VLAN id 0).
+pub const NO_VLAN: Vlan = 0;
+/// The packet belongs to a VLAN, so the stack gives it to the VLAN's interface or to nobody.
+pub const OTHER_VLAN: Vlan = 1;
+/// The packet has two tags with VLAN id 0. The stack takes it as a packet without a tag, but the programs cannot read it. No
+/// host sends such packets.
+pub const NESTED_PRIORITY: Vlan = 2;
 
 /// `tc_index` of a packet that this host's program made for this host: nobody else on an interface's way in has a use for it.
 const OWN_ANSWER: u32 = 0xda7a;
@@ -67,11 +83,53 @@ impl Skb {
         unsafe { read_volatile(&raw const (*self.0).pkt_type) }
     }
 
-    /// Whether it carries a VLAN tag beside its bytes: it is then for a VLAN's interface.
+    /// Whether the kernel has moved a VLAN tag from the frame to the packet's metadata.
     #[inline(always)]
-    pub fn is_tagged(self) -> bool {
+    fn has_tag(self) -> bool {
         // SAFETY: see `len`.
         unsafe { read_volatile(&raw const (*self.0).vlan_present) != 0 }
+    }
+
+    /// Returns to which VLAN the packet belongs.
+    #[inline(always)]
+    pub fn vlan(self) -> Vlan {
+        if self.has_tag() {
+            self.tagged()
+        } else {
+            NO_VLAN
+        }
+    }
+
+    /// [`Skb::vlan`] of a packet with a tag.
+    ///
+    /// The stack takes a packet with VLAN id 0 as if it had no tag, also if a second tag with id 0 follows
+    /// (`__netif_receive_skb_core` in `net/core/dev.c`). A second tag is still in the frame.
+    #[inline(never)]
+    fn tagged(self) -> Vlan {
+        // SAFETY: see `len`.
+        let tag = unsafe { read_volatile(&raw const (*self.0).vlan_tci) };
+        if tag & VLAN_ID != 0 {
+            return OTHER_VLAN;
+        }
+        let ethertype = self.ethertype();
+        if ethertype != ETHERTYPE_VLAN && ethertype != ETHERTYPE_SERVICE_VLAN {
+            return NO_VLAN;
+        }
+        let mut second = [0_u8; 2];
+        if self.load(LINK, &mut second) && u32::from(u16::from_be_bytes(second)) & VLAN_ID != 0 {
+            OTHER_VLAN
+        } else {
+            NESTED_PRIORITY
+        }
+    }
+
+    /// Removes a VLAN tag with id 0, which the packet would otherwise carry to where the program sends it.
+    #[inline(always)]
+    pub fn remove_tag(self) {
+        if self.has_tag() {
+            // SAFETY: no memory of ours is involved.
+            unsafe { bpf_skb_vlan_pop(self.0) };
+        }
     }
 
     /// The protocol that the stack takes it for, as Ethernet's header has it.
@@ -231,6 +289,7 @@ impl Skb {
     /// link-layer addresses, if it has them. What `leaves` came from this host.
     #[inline(always)]
     pub fn send_back(self, l3: u32, leaves: bool) -> i32 {
+        self.remove_tag();
         if l3 == 0 {
             if leaves {
                 return self.turn_round();

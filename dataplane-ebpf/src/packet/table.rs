@@ -141,6 +141,16 @@ impl Maps {
     }
 }
 
+/// Returns [`PacketConfig::secret`](dataplane_common::packet::PacketConfig::secret). (It is read when it is asked for:
+/// kept, it would take stack that some chains of calls do not have.)
+#[inline(always)]
+pub fn secret() -> u64 {
+    match PACKET_CONFIG.get(0) {
+        Some(config) => config.secret,
+        None => 0,
+    }
+}
+
 impl Memory for Maps {
     type Line = Place;
     type Entry = Word;
@@ -149,6 +159,11 @@ impl Memory for Maps {
     #[inline(always)]
     fn mask(&self) -> u32 {
         self.mask
+    }
+
+    #[inline(always)]
+    fn secret(&self) -> u64 {
+        secret()
     }
 
     #[inline(always)]
@@ -385,7 +400,8 @@ extern "C" fn conntrack_is_port_free(from: *const PortKey, port: u32, need: u32,
         ..*from
     };
     let now = Tick::from_number(now as u16);
-    u32::from(!cells::is_home_taken(&Maps::get(), key.place(), now))
+    let place = key.place(secret());
+    u32::from(!cells::is_home_taken(&Maps::get(), place, now))
 }
 
 /// The first port that a flow to the key's endpoint may have, of those from the key's on, every second one; 0 if there

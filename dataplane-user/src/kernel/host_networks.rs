@@ -1,10 +1,8 @@
 //! Which addresses are this host itself, by its routes: its interfaces' addresses, loopback's network, and what
-//! `ip route add local` adds.
+//! `ip route add local` adds. A local default route names no address. Transparent proxies add such a route to a table
+//! that only marked packets reach, and so does the agent for capture by packets.
 
-use std::{
-    io,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr},
-};
+use std::{io, net::IpAddr};
 
 use ipnet::IpNet;
 use netlink_packet_route::{
@@ -17,8 +15,8 @@ use super::{
     rtnetlink::Netlink,
 };
 
-/// The networks whose addresses are this host itself: the destinations of all routes of type `local`, in whichever
-/// table.
+/// The networks whose addresses are this host itself: the destinations of all routes of type `local` except default
+/// routes, in whichever table.
 ///
 /// # Errors
 /// If the kernel does not tell.
@@ -27,10 +25,7 @@ pub fn host_networks() -> Result<Vec<IpNet>, Error> {
         let mut netlink = Netlink::open()?;
         netlink.filter()?;
         let mut all = Vec::new();
-        for (family, nowhere) in [
-            (AddressFamily::Inet, IpAddr::V4(Ipv4Addr::UNSPECIFIED)),
-            (AddressFamily::Inet6, IpAddr::V6(Ipv6Addr::UNSPECIFIED)),
-        ] {
+        for family in [AddressFamily::Inet, AddressFamily::Inet6] {
             let mut question = RouteMessage::default();
             question.header.address_family = family;
             question.header.kind = RouteType::Local;
@@ -43,7 +38,7 @@ pub fn host_networks() -> Result<Vec<IpNet>, Error> {
                 if let RouteNetlinkMessage::NewRoute(route) = answer
                     && route.header.kind == RouteType::Local
                 {
-                    all.extend(destination(&route, nowhere));
+                    all.extend(destination(&route));
                 }
             }
         }
@@ -52,17 +47,20 @@ pub fn host_networks() -> Result<Vec<IpNet>, Error> {
     list().doing(|| "cannot ask for the host's own addresses".to_owned())
 }
 
-/// A route's destination; `everywhere` is the address of the default route's.
-fn destination(route: &RouteMessage, everywhere: IpAddr) -> Option<IpNet> {
-    let mut found = everywhere;
-    for attribute in &route.attributes {
-        match attribute {
-            RouteAttribute::Destination(RouteAddress::Inet(addr)) => found = (*addr).into(),
-            RouteAttribute::Destination(RouteAddress::Inet6(addr)) => found = (*addr).into(),
-            _ => {}
-        }
+/// Returns a route's destination, `None` for a default route.
+fn destination(route: &RouteMessage) -> Option<IpNet> {
+    let length = route.header.destination_prefix_length;
+    if length == 0 {
+        return None;
     }
-    IpNet::new(found, route.header.destination_prefix_length).ok()
+    route.attributes.iter().find_map(|attribute| {
+        let addr: IpAddr = match attribute {
+            RouteAttribute::Destination(RouteAddress::Inet(addr)) => (*addr).into(),
+            RouteAttribute::Destination(RouteAddress::Inet6(addr)) => (*addr).into(),
+            _ => return None,
+        };
+        IpNet::new(addr, length).ok()
+    })
 }
 
 #[cfg(test)]

@@ -183,6 +183,9 @@ impl Kernel {
         if !adopted {
             Tables::create(&pins)?;
         }
+        if packet.attach.is_some() {
+            pins.make_flow_secret()?;
+        }
         let has_capture = capture.is_some();
         let agent = cgroup::own_cgroup().unwrap_or_default();
         let load = || programs::load(&pins, packet.flows, packet.attach.is_some(), has_capture);

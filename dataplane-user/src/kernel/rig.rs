@@ -78,6 +78,7 @@ impl Rig {
     pub fn new(bpffs: &Path, cells: u32) -> Result<Self, Error> {
         let pins = Pins::new(bpffs);
         pins.create_directories()?;
+        pins.make_flow_secret()?;
         for (name, shape, elements) in [
             ("CONNTRACK", Mapped::<Cell>::shape(false), cells),
             ("ANSWERS", Mapped::<Slots>::shape(false), slots_for(cells)),

@@ -126,11 +126,11 @@ const DROP: Output = Output {
 };
 
 impl<'a> Model<'a> {
-    /// A node that remembers nothing, with so many cells for flows.
-    pub fn new(world: &'a World, cells: u32) -> Self {
+    /// A node that remembers nothing, with so many cells for flows, in places by this secret.
+    pub fn new(world: &'a World, cells: u32, secret: u64) -> Self {
         Self {
             world,
-            state: State::new(cells),
+            state: State::new(cells, secret),
             reasons: [0; Reason::SLOTS as usize],
             counted: Vec::new(),
             guess: 0,
@@ -463,6 +463,10 @@ impl<'a> Model<'a> {
             return NEXT;
         };
         if quoted.fragment == Fragment::Later {
+            return NEXT;
+        }
+        // An error goes to the sender of the packet that it quotes.
+        if quoted.src != outer.dst {
             return NEXT;
         }
         // A packet the other way round would be of the same flow.

@@ -24,19 +24,21 @@ pub struct Flows {
     slots: Table<u32, FlowKey>,
     /// How many cells there are, less one.
     mask: u32,
+    secret: u64,
     /// How many flows gave way, and how many of them to what happened last.
     gave_way: [u64; 2],
 }
 
 impl Flows {
     /// None, in so many cells.
-    pub fn new(cells: u32) -> Self {
+    pub fn new(cells: u32, secret: u64) -> Self {
         Self {
             table: Table::new(),
             numbers: Table::new(),
             cells: Table::new(),
             slots: Table::new(),
             mask: cells - 1,
+            secret,
             gave_way: [0; 2],
         }
     }
@@ -93,13 +95,15 @@ impl Flows {
         };
         let flow = Flow { key: *key, to };
         let has = |table: &Table<u32, FlowKey>, at: &u32| table.get(at) == Some(*key);
-        if let Some(cell) = cells_of(self.mask, key)
+        if let Some(cell) = self
+            .cells_of(key)
             .into_iter()
             .find(|at| has(&self.cells, at))
         {
             self.cells.remove(&cell);
         }
-        if let Some(slot) = slots_of(self.mask, &flow)
+        if let Some(slot) = self
+            .slots_of(&flow)
             .into_iter()
             .find(|at| has(&self.slots, at))
         {
@@ -114,7 +118,7 @@ impl Flows {
     /// # Errors
     /// None is free, and no flow that has one gives way: somebody is pushed out who lives.
     pub fn cell_for(&mut self, key: &FlowKey, now: Tick) -> Result<u32, String> {
-        for cell in cells_of(self.mask, key) {
+        for cell in self.cells_of(key) {
             if self.make_way(self.cells.get(&cell), now) {
                 return Ok(cell);
             }
@@ -128,7 +132,7 @@ impl Flows {
 
     /// Whether what the replies of a masqueraded flow carry can lead to it: it has one slot.
     pub fn has_slot(&self, flow: &Flow, now: Tick) -> bool {
-        let home = slots_of(self.mask, flow)[0];
+        let home = self.slots_of(flow)[0];
         self.slots
             .get(&home)
             .is_none_or(|other| self.gives_way(&other, now))
@@ -145,7 +149,7 @@ impl Flows {
         numbers: Numbers,
         now: Tick,
     ) -> Result<(), String> {
-        let slots = slots_of(self.mask, flow);
+        let slots = self.slots_of(flow);
         self.make_way(self.slots.get(&slots[0]), now);
         let free = slots.into_iter().find(|slot| !self.slots.has(slot));
         let slot = free.ok_or_else(|| format!("no slot is left for {flow:?}"))?;
@@ -161,7 +165,7 @@ impl Flows {
     pub fn enter_foreign(&mut self, flow: &Flow) {
         let now = flow.to.used;
         let next = Tick::from_number(now.number().wrapping_add(1));
-        for cell in cells_of(self.mask, &flow.key) {
+        for cell in self.cells_of(&flow.key) {
             let Some(other) = self.cells.get(&cell) else {
                 self.cells.set(cell, flow.key);
                 self.table.set(flow.key, flow.to);
@@ -217,27 +221,29 @@ impl Flows {
         let cells = self
             .cells
             .iter()
-            .filter(|(at, key)| cells_of(self.mask, key)[0] != **at);
+            .filter(|(at, key)| self.cells_of(key)[0] != **at);
         let slots = self.slots.iter().filter(|(at, key)| {
             let flow = self.get(key).map(|to| Flow { key: **key, to });
-            flow.is_some_and(|flow| slots_of(self.mask, &flow)[0] != **at)
+            flow.is_some_and(|flow| self.slots_of(&flow)[0] != **at)
         });
         [cells.count() as u64, slots.count() as u64]
     }
-}
 
-/// The cells that a flow may have, its home first.
-fn cells_of(mask: u32, key: &FlowKey) -> Vec<u32> {
-    let nth = |nth| candidate(key.place(), nth) & mask;
-    (0..=OTHERS).map(nth).collect()
-}
-
-/// The slots that may lead to a flow, their home first. A masqueraded one has no other.
-fn slots_of(mask: u32, flow: &Flow) -> Vec<u32> {
-    let slots = mask << 1 | 1;
-    if flow.to.node_addr != 0 {
-        return vec![flow.port_key().place() & slots];
+    /// The cells that a flow may have, its home first.
+    fn cells_of(&self, key: &FlowKey) -> Vec<u32> {
+        let place = key.place(self.secret);
+        let nth = |nth| candidate(place, nth) & self.mask;
+        (0..=OTHERS).map(nth).collect()
     }
-    let nth = |nth| candidate(flow.reply_key().place(), nth) & slots;
-    (0..=OTHERS).map(nth).collect()
+
+    /// The slots that may lead to a flow, their home first. A masqueraded one has no other.
+    fn slots_of(&self, flow: &Flow) -> Vec<u32> {
+        let slots = self.mask << 1 | 1;
+        if flow.to.node_addr != 0 {
+            return vec![flow.port_key().place(self.secret) & slots];
+        }
+        let place = flow.reply_key().place(self.secret);
+        let nth = |nth| candidate(place, nth) & slots;
+        (0..=OTHERS).map(nth).collect()
+    }
 }

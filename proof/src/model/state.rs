@@ -16,10 +16,10 @@ pub struct State {
 }
 
 impl State {
-    /// Nothing, with so many cells for flows.
-    pub fn new(cells: u32) -> Self {
+    /// Nothing, with so many cells for flows, in places by this secret.
+    pub fn new(cells: u32, secret: u64) -> Self {
         Self {
-            flows: Flows::new(cells),
+            flows: Flows::new(cells, secret),
             fragments: Table::new(),
             affinity: Table::new(),
         }

@@ -21,6 +21,7 @@ scenarios! {
     services_are_reached_by_way_of_a_vlan,
     options_and_extension_headers_pass,
     frames_that_are_cut_short_do_no_harm,
+    a_priority_is_no_vlan,
     payloads_are_whole_whoever_makes_checksums_and_segments,
 }
 
@@ -207,6 +208,90 @@ fn frames_that_are_cut_short_do_no_harm() -> Result<()> {
         ensure!(transfer(&stream, &bytes(1000, 1))? == "near");
     }
     Ok(())
+}
+
+/// The kernel puts a tag with VLAN id 0 aside and takes the packet as if it had none. The packet goes on without its tag.
+fn a_priority_is_no_vlan() -> Result<()> {
+    const PRIORITY: [u8; 4] = [0x81, 0, 0x60, 0];
+    let lab = Cluster::lab()?;
+    // As for the frames that are cut short.
+    let (ext, node) = (lab.external("ext").clone(), lab.node("node2").clone());
+    ext.ip(&format!(
+        "link add q0 type veth peer name q1 netns {}",
+        node.netns()
+    ))?;
+    node.ip("addr add 192.0.2.1/24 dev q1")?;
+    node.ip("addr add fd79::1/64 dev q1 nodad")?;
+    node.ip("link set q1 up")?;
+    ext.ip("link set q0 up")?;
+    let cluster = Cluster::start_in(lab, &["near"], |lab| vec![web(lab, "near")], &[])?;
+    let near = cluster.lab.pod("near");
+    let rules = "table netdev seen { chain arriving { type filter hook ingress device eth0 priority 0; policy accept\n\
+                 udp dport 53 counter comment \"all\"\nvlan id 0 counter comment \"tagged\"; }\n}";
+    let script = format!("nft -f - <<'end'\n{rules}\nend");
+    near.command("sh").args(["-c", &script]).run()?;
+    let links = [link(&node, "q1")?, link(&ext, "q0")?];
+    for v4 in [true, false] {
+        let (from, to) = (address(&ext, v4), address(&node, v4));
+        let frame = |port: u16, tags: &[u8]| {
+            let payload = Payload::Udp {
+                ports: [port, 30053],
+                summed: true,
+                data: vec![0; 30],
+            };
+            let packet = Packet {
+                link: links,
+                ..Packet::new(from, to, payload)
+            };
+            let mut frame = packet.frame();
+            frame.splice(12..12, tags.iter().copied());
+            frame
+        };
+        let before = [Reason::Malformed, Reason::Masqueraded].map(|r| cluster.verdicts(r));
+        let [malformed, masqueraded] = before;
+        let wanted = [malformed? + 1, masqueraded? + 2];
+        let frames = [
+            frame(20_001, &PRIORITY),
+            // Of a VLAN that the node is not in, alone and in a priority.
+            frame(20_002, &[0x81, 0, 0, 42]),
+            frame(20_003, &[PRIORITY, [0x81, 0, 0, 42]].concat()),
+            frame(20_004, &[PRIORITY, PRIORITY].concat()),
+            frame(20_005, &[0x88, 0xa8, 0, 0]),
+        ];
+        inject(&ext, "q0", &frames)?;
+        eventually(|| {
+            let now = [
+                cluster.verdicts(Reason::Malformed)?,
+                cluster.verdicts(Reason::Masqueraded)?,
+            ];
+            ensure!(
+                now == wanted,
+                "malformed and masqueraded: {now:?}, not {wanted:?}"
+            );
+            Ok(())
+        })?;
+    }
+    eventually(|| {
+        let seen = near
+            .command("nft")
+            .args(["list", "table", "netdev", "seen"])
+            .run()?;
+        let count = |what: &str| {
+            let line = seen.lines().find(|line| line.contains(what));
+            let count = line.and_then(|line| {
+                line.split("packets ")
+                    .nth(1)?
+                    .split(' ')
+                    .next()?
+                    .parse::<u64>()
+                    .ok()
+            });
+            count.with_context(|| seen.clone())
+        };
+        ensure!(count("all")? >= 4, "{seen}");
+        ensure!(count("tagged")? == 0, "the tag went along: {seen}");
+        Ok(())
+    })
 }
 
 /// Where the devices of the way make checksums and segments, and where the stack does.

@@ -151,6 +151,7 @@ fn main() -> ExitCode {
         cells::SCENARIOS,
         capture::DENY,
         capture::ESCAPES,
+        capture::EVASIONS,
         capture::EXPLAIN,
         capture::IDENTITY,
         capture::MANY,

@@ -14,7 +14,7 @@ use dataplane_proof::wire::{Packet, Payload};
 use dataplane_tests::Host;
 
 use crate::{
-    cluster::{Cluster, UDP, eventually, reaches},
+    cluster::{Cluster, UDP, eventually, fails, reaches},
     manifest::Service,
     sockets::{address, arrived, inject, link, tap},
 };
@@ -26,6 +26,8 @@ scenarios! {
     pods_of_every_bridge_reach_services,
     a_pod_that_is_routed_elsewhere_is_named,
     who_may_only_reach_the_node_speaks_for_nobody_else,
+    a_local_default_route_makes_no_address_the_nodes_own,
+    a_new_pod_is_nobody_else_while_no_agent_runs,
 }
 
 const VIPS: [&str; 2] = ["10.96.0.10", "fd00:96::10"];
@@ -473,4 +475,97 @@ fn who_may_only_reach_the_node_speaks_for_nobody_else() -> Result<()> {
     are(Reason::SourceForged, 4)?;
     send(["10.244.2.11", "fd00:10:244:2::11"])?;
     are(Reason::Translated, 2)
+}
+
+/// Transparent proxies, and capture by packets, have such a route in a table that only marked packets reach.
+fn a_local_default_route_makes_no_address_the_nodes_own() -> Result<()> {
+    let lab = Cluster::lab()?;
+    let node = lab.node("node2");
+    // Otherwise the answer for an IPv4 source may be the kernel's own.
+    for which in ["all", "default", "eth0"] {
+        node.sysctl(&format!("ipv4/conf/{which}/rp_filter"), "0")?;
+    }
+    for family in ["-4", "-6"] {
+        node.ip(&format!(
+            "{family} route add local default dev lo table 100"
+        ))?;
+        let text = if family == "-4" { "0x77" } else { "0x78" };
+        node.ip(&format!("{family} rule add fwmark {text} lookup 100"))?;
+    }
+    let services = |lab: &dataplane_tests::Lab| {
+        vec![
+            Service::new("web", &VIPS)
+                .node_port("tcp", 80, 7, 30080)
+                .endpoints(&[lab.pod("near")]),
+            Service::new("lost", &["10.96.0.11", "fd00:96::11"])
+                .node_port("tcp", 80, 7, 30081)
+                .endpoint_at("198.18.7.7".parse().unwrap_or([0; 4].into()), "node1")
+                .endpoint_at("fd98::7".parse().unwrap_or([0; 4].into()), "node1"),
+        ]
+    };
+    let cluster = Cluster::start_in(lab, &["near"], services, &[])?;
+    let outside = cluster.lab.external("ext");
+    for to in ["192.168.77.2", "fd77::2"] {
+        let to: IpAddr = to.parse()?;
+        let at = |port: u16| SocketAddr::from((to, port)).to_string();
+        reaches(outside, &at(30080), "connect --count 5", &["near"])?;
+        let before = cluster.verdicts(Reason::NoRoute)?;
+        fails(outside, &at(30081), "connect", "TIMEOUT")?;
+        let counted = cluster.verdicts(Reason::NoRoute)? - before;
+        ensure!(
+            counted >= 1,
+            "{to}: no route leads to the endpoint, but {counted} packets counted"
+        );
+    }
+    ensure!(
+        cluster.verdicts(Reason::SourceForged)? == 0,
+        "sources count as forged"
+    );
+    Ok(())
+}
+
+/// Nobody tells the programs of a pod that comes while no agent runs. Its address is not free for others.
+fn a_new_pod_is_nobody_else_while_no_agent_runs() -> Result<()> {
+    let lab = Cluster::lab()?;
+    let services = |lab: &dataplane_tests::Lab| {
+        vec![
+            Service::new("web", &VIPS)
+                .port("udp", 53, UDP)
+                .endpoints(&[lab.pod("near")]),
+        ]
+    };
+    let mut cluster = Cluster::start_in(lab, &["near"], services, &[])?;
+    cluster.agent.kill();
+    let lab = &cluster.lab;
+    let (node, pod) = (lab.node("node2"), lab.pod("near2"));
+    node.ip("link add veth-new type veth peer name veth-peer")?;
+    node.ip("link set veth-new up")?;
+    node.ip("link set veth-peer up")?;
+    node.ip("route add 10.244.2.77/32 dev veth-new")?;
+    node.ip("-6 route add fd00:10:244:2::77/128 dev veth-new")?;
+    let links = [link(node, "veth-near2")?, link(pod, "eth0")?];
+    let near = tap(lab.pod("near"))?;
+    let send = |sources: [&str; 2], mark: u8| -> Result<usize> {
+        for (vip, src) in VIPS.iter().zip(sources) {
+            let to = (vip.parse()?, 53);
+            inject(pod, "eth0", &[datagram(links, src.parse()?, to, [mark, 0])])?;
+        }
+        let mut marks = BTreeSet::new();
+        let mut count = 0;
+        for _ in 0..30 {
+            std::thread::sleep(Duration::from_millis(10));
+            marks.clear();
+            read(&near, &mut marks);
+            count += marks.len();
+        }
+        Ok(count)
+    };
+    let own = send(["10.244.2.11", "fd00:10:244:2::11"], 1)?;
+    ensure!(own >= 1, "the pod's own datagrams do not arrive");
+    let forged = send(["10.244.2.77", "fd00:10:244:2::77"], 2)?;
+    ensure!(
+        forged == 0,
+        "{forged} datagrams arrive as if from the new pod"
+    );
+    Ok(())
 }

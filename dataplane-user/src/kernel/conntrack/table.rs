@@ -11,7 +11,7 @@ use dataplane_common::{
 use crate::kernel::{
     error::{Doing, Error},
     map::Mapped,
-    pins::{Pins, spec},
+    pins::{Pins, new_secret, spec},
 };
 
 use super::{flow::Flow, now};
@@ -32,6 +32,8 @@ pub struct Table {
     cells: Mapped<Cell>,
     slots: Mapped<Slots>,
     sequences: Mapped<Sequences>,
+    /// [`PacketConfig::secret`](dataplane_common::packet::PacketConfig::secret).
+    secret: u64,
 }
 
 impl<'a> Memory for &'a Table {
@@ -41,6 +43,10 @@ impl<'a> Memory for &'a Table {
 
     fn mask(&self) -> u32 {
         self.cells.capacity() - 1
+    }
+
+    fn secret(&self) -> u64 {
+        self.secret
     }
 
     fn cell(&self, index: u32) -> Option<Self::Line> {
@@ -82,6 +88,7 @@ impl Table {
                 .doing(|| "cannot map table ANSWERS".to_owned())?,
             sequences: Mapped::map(sequences, of_sequences.max_entries, true)
                 .doing(|| "cannot map table SEQUENCES".to_owned())?,
+            secret: pins.flow_secret()?,
         }))
     }
 
@@ -95,6 +102,7 @@ impl Table {
             cells: Mapped::create("CONNTRACK", elements("CONNTRACK"))?,
             slots: Mapped::create("ANSWERS", elements("ANSWERS"))?,
             sequences: Mapped::create("SEQUENCES", elements("SEQUENCES"))?,
+            secret: new_secret(),
         })
     }
 
@@ -174,7 +182,7 @@ impl Table {
         };
         cells::write(line, key, to);
         cells::write_sequences(&self, index, &Sequences::default());
-        let home = cells::place_of_replies(key, to);
+        let home = cells::place_of_replies(key, to, self.secret);
         if has_replies && !cells::lead(&self, home, index, flow.is_masqueraded(), now) {
             cells::give_back(&self, index, key);
             return false;

@@ -66,7 +66,8 @@ pub struct Network {
     pub host: BTreeSet<SourceKey>,
     /// The IPsec policies of the node.
     pub policies: Vec<Policy>,
-    /// The rest, but for [`PacketConfig::cells`] and [`PacketConfig::policies`]: those are what the tables are.
+    /// The rest, but for [`PacketConfig::cells`], [`PacketConfig::secret`] and [`PacketConfig::policies`]: those are what the
+    /// tables are.
     pub config: PacketConfig,
 }
 
@@ -114,6 +115,8 @@ pub struct PacketPath {
     protected: Protected,
     /// [`PacketConfig::cells`], as the tables of flows are: those that are there keep their size.
     cells: u32,
+    /// [`PacketConfig::secret`], of the same tables.
+    secret: u64,
 }
 
 impl PacketPath {
@@ -137,6 +140,7 @@ impl PacketPath {
             tables,
             programs,
             cells,
+            secret: pins.flow_secret()?,
         })
     }
 
@@ -177,6 +181,7 @@ impl PacketPath {
         let change = self.protected.write(sources, policies, problems)?;
         let config = PacketConfig {
             cells: self.cells,
+            secret: self.secret,
             policies: self.protected.first(),
             ..config
         };

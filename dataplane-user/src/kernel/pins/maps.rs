@@ -97,7 +97,7 @@ const fn storage<T>(name: &'static str) -> MapSpec {
 }
 
 /// Every map that is pinned.
-pub const MAPS: [MapSpec; 37] = [
+pub const MAPS: [MapSpec; 38] = [
     outer("FRONTENDS"),
     outer("POOLS"),
     outer("ENDPOINTS"),
@@ -160,6 +160,12 @@ pub const MAPS: [MapSpec; 37] = [
     as_told::<Cell>("CONNTRACK"),
     as_told::<Slots>("ANSWERS"),
     as_told::<Sequences>("SEQUENCES"),
+    // The agent makes it and reads it: the programs have it from PACKET_CONFIG.
+    MapSpec {
+        name: "FLOW_SECRET",
+        shape: Mapped::<u64>::shape(false),
+        max_entries: Some(1),
+    },
     // The least recently used entry makes room for a new one.
     MapSpec {
         name: "FRAGMENTS",
@@ -204,7 +210,13 @@ pub const MAPS: [MapSpec; 37] = [
 ];
 
 /// Those of them that only the packet path needs, and that take memory: they are there where it is.
-pub const FLOW_MAPS: [&str; 4] = ["CONNTRACK", "ANSWERS", "FRAGMENTS", "SEQUENCES"];
+pub const FLOW_MAPS: [&str; 5] = [
+    "CONNTRACK",
+    "ANSWERS",
+    "FRAGMENTS",
+    "SEQUENCES",
+    "FLOW_SECRET",
+];
 
 /// How many elements of `ANSWERS` there are for so many cells: two slots for each, sixteen in an element.
 pub fn slots_for(cells: u32) -> u32 {

@@ -4,6 +4,7 @@
 //! there is named and left alone.
 
 mod maps;
+mod secret;
 
 use std::{
     fs::{self, File, Metadata, Permissions},
@@ -35,6 +36,7 @@ use super::{
 #[cfg(feature = "testing")]
 pub use maps::slots_for;
 pub use maps::{FLOW_MAPS, MAPS, MapSpec, spec};
+pub use secret::new_secret;
 
 /// Mounts a bpffs where it is usually.
 ///

@@ -3,6 +3,7 @@
 
 mod deny;
 mod escapes;
+mod evasions;
 mod explain;
 mod identity;
 mod many;
@@ -16,6 +17,7 @@ mod trouble;
 
 pub use deny::SCENARIOS as DENY;
 pub use escapes::SCENARIOS as ESCAPES;
+pub use evasions::SCENARIOS as EVASIONS;
 pub use explain::SCENARIOS as EXPLAIN;
 pub use identity::SCENARIOS as IDENTITY;
 pub use many::SCENARIOS as MANY;

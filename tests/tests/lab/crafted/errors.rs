@@ -135,6 +135,16 @@ fn icmp_errors_speak_of_what_their_receiver_knows() -> Result<()> {
                     &Then::Alone,
                     &[],
                 )?;
+                // To somebody else than the sender of what is quoted.
+                let quoted = quotation(&there, &there, length);
+                let other = ip(v4, "10.244.9.10", "fd00:10:244:9::10");
+                let frame = error(kinds[0], endpoint.0, other, quoted).frame();
+                let at = if way.out.is_empty() {
+                    (way.at, true)
+                } else {
+                    (way.out, false)
+                };
+                check(scene, "to somebody else", at, &frame, &Then::Alone, &[])?;
                 // Less than the ports is quoted.
                 for short in 0..4 {
                     let quoted = quotation(&there, &there, short);

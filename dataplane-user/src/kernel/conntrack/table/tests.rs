@@ -62,7 +62,7 @@ fn port_key(key: &FlowKey, to: &Translation) -> PortKey {
 }
 
 fn home(table: &Table, key: &FlowKey) -> u32 {
-    key.place() & table.mask()
+    key.place(table.secret()) & table.mask()
 }
 
 fn head(table: &Table, index: u32) -> Head {
@@ -274,7 +274,7 @@ fn a_cell_that_somebody_holds_has_no_flow() {
         assert!(!table.add(&key, &flow.1), "somebody may be making it");
     };
     is_nowhere();
-    let place = cells::place_of_replies(&key, &flow.1);
+    let place = cells::place_of_replies(&key, &flow.1, table.secret);
     assert!(cells::lead(&table, place, index, false, now()));
     is_nowhere();
     cells::publish(line, &key);
@@ -329,7 +329,7 @@ fn what_the_dead_held_is_freed() {
     let index = cells::hold(&table, &key, now());
     let line = table.cell(index).unwrap();
     cells::write(line, &key, &to(&key));
-    let place = cells::place_of_replies(&key, &to(&key));
+    let place = cells::place_of_replies(&key, &to(&key), table.secret);
     assert!(cells::lead(&table, place, index, false, now()));
     let first = walk();
     assert_ne!(first, Held::default());
