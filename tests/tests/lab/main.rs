@@ -4,7 +4,8 @@
 //! not what it should see. Scenarios run in parallel and do not touch each other; those that measure
 //! run alone. On a machine that
 //! cannot run them they are skipped, and why is printed; with `DATAPLANE_REQUIRE_PRIVILEGES=1`, as
-//! in CI, that is a failure. `DATAPLANE_SCENARIOS='kernel life'` leaves out all other modules.
+//! in CI, that is a failure. `DATAPLANE_SCENARIOS='kernel life::x'` leaves out all others: only the module `kernel` runs,
+//! and the scenario `x` of `life`.
 
 /// The scenarios of a module: `scenarios! { Dataplane: a, b }`, what they need and which functions
 /// they are.
@@ -135,6 +136,12 @@ impl Scenario {
     fn module(&self) -> &'static str {
         self.name.split("::").nth(1).unwrap_or_default()
     }
+
+    /// Whether it is in a module, `smoke`, or is `smoke::x`.
+    fn is(&self, wanted: &str) -> bool {
+        let name = self.name.strip_prefix("lab::").unwrap_or(self.name);
+        self.module() == wanted || name == wanted
+    }
 }
 
 fn main() -> ExitCode {
@@ -253,7 +260,7 @@ fn main() -> ExitCode {
     let only = std::env::var("DATAPLANE_SCENARIOS").ok();
     let scenarios = scenarios.concat().into_iter().filter(|scenario| {
         only.as_deref()
-            .is_none_or(|modules| modules.split(' ').any(|m| m == scenario.module()))
+            .is_none_or(|wanted| wanted.split(' ').any(|wanted| scenario.is(wanted)))
     });
     let trials = scenarios.map(|scenario| {
         if emulated && HEAVY.iter().any(|heavy| scenario.name.starts_with(heavy)) {
@@ -281,7 +288,7 @@ fn main() -> ExitCode {
 /// Prints which scenarios took longest, so that a reader sees what makes a run long.
 fn print_slowest() {
     /// Shorter runs need no explanation.
-    const FEW: usize = 50;
+    const FEW: usize = 20;
     const SHOWN: usize = 20;
 
     let mut took = TOOK.lock().unwrap_or_else(PoisonError::into_inner).clone();

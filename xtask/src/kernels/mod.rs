@@ -25,7 +25,7 @@ use crate::{
         suites::{self, Suite},
         tally::Tally,
     },
-    verifier::{self, Row, SCENARIO},
+    verifier::{self, ROUNDS, Row, SCENARIO},
     vm::{self, Guest},
 };
 
@@ -99,6 +99,7 @@ fn ask_here(lab: &mut Suite, scenarios: bool) -> Result<Report> {
     let mut verifying = Command::new(lab.command.get_program());
     verifying
         .arg(SCENARIO)
+        .env(ROUNDS.0, ROUNDS.1)
         .env("DATAPLANE_BIN", &dataplane)
         .stdout(Stdio::piped());
     let mut child = verifying.spawn().context("cannot start the scenarios")?;
@@ -139,7 +140,7 @@ const ALL: &str = "all scenarios:";
 
 /// Asks a guest.
 fn ask_guest(guest: &Guest, lab: &Suite, scenarios: bool) -> Result<Report> {
-    let mut task = test::guest_task(lab, Some(SCENARIO));
+    let mut task = verifier::guest_task(lab);
     let verify = task.script;
     task.script = format!(
         "uname -r; echo \"{DOCTOR}$(dataplane doctor -o json | tr -d '\\n')\"\n{verify} || exit"

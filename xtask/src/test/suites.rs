@@ -16,6 +16,18 @@ pub struct Suite {
     /// For a person: which package's, and of what.
     pub title: String,
     pub command: Command,
+    pub kind: Kind,
+}
+
+/// What runs a suite's tests.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Rust's own test harness.
+    Harness,
+    /// rustdoc, which compiles them first.
+    Documentation,
+    /// The lab, on kernel programs and network namespaces, with a harness of its own.
+    Scenarios,
 }
 
 impl Suite {
@@ -24,6 +36,7 @@ impl Suite {
         Self {
             title: self.title.clone(),
             command: Command::new(self.command.get_program()),
+            kind: self.kind,
         }
     }
 }
@@ -49,14 +62,15 @@ struct TargetProfile {
     test: bool,
 }
 
-/// Compiles the tests and the binaries that they run, in one go so that both share what they
+/// Compiles the tests and the binaries that they run (no benchmark's), in one go so that both share what they
 /// depend on; returns the tests, scenarios last.
 pub fn compile() -> Result<Vec<Suite>> {
     let mut build = cargo();
     build
         .args([
             "build",
-            "--bins",
+            "--bin=dataplane",
+            "--bin=probe",
             "--tests",
             "--message-format=json-render-diagnostics",
         ])
@@ -78,6 +92,15 @@ pub fn compile() -> Result<Vec<Suite>> {
     }
     programs.sort_by(|a, b| a.order.cmp(&b.order));
     let mut suites: Vec<Suite> = programs.into_iter().map(|program| program.suite).collect();
+    for suite in &mut suites {
+        if suite.kind == Kind::Harness {
+            // A stable harness says how long a test took only to those who build compilers.
+            suite
+                .command
+                .env("RUSTC_BOOTSTRAP", "1")
+                .args(["-Zunstable-options", "--report-time"]);
+        }
+    }
 
     let mut documentation = cargo();
     documentation.args(["test", "--quiet", "--doc", "--"]);
@@ -87,10 +110,14 @@ pub fn compile() -> Result<Vec<Suite>> {
         Suite {
             title: "examples in the documentation".into(),
             command: documentation,
+            kind: Kind::Documentation,
         },
     );
     Ok(suites)
 }
+
+/// The suite that is the lab.
+const SCENARIOS: &str = "tests: lab";
 
 struct TestProgram {
     order: (bool, String),
@@ -112,6 +139,11 @@ impl Message {
             Some("bin") => format!("{package}: program {}", target.name),
             _ => format!("{package}: library"),
         };
+        let kind = if title == SCENARIOS {
+            Kind::Scenarios
+        } else {
+            Kind::Harness
+        };
         let mut command = Command::new(executable);
         // As `cargo test` does it.
         command
@@ -119,7 +151,11 @@ impl Message {
             .env("CARGO_MANIFEST_DIR", &directory);
         Some(TestProgram {
             order: (integration, title.clone()),
-            suite: Suite { title, command },
+            suite: Suite {
+                title,
+                command,
+                kind,
+            },
         })
     }
 }

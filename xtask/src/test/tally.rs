@@ -1,9 +1,9 @@
 //! What test programs print, counted.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, time::Duration};
 
 /// Results of one suite, or of several.
-#[derive(Debug, Default, PartialEq, Eq)]
+#[derive(Debug, Default, PartialEq)]
 pub struct Tally {
     passed: u32,
     failed: u32,
@@ -17,6 +17,19 @@ pub struct Tally {
     reasons: BTreeMap<String, String>,
     /// Suites that ran at least one test.
     suites: Vec<String>,
+    /// How long tests took that said so, in seconds.
+    took: Vec<(f64, String)>,
+    /// Whether the lines that follow are the lab's list of its slowest scenarios.
+    listing_slowest: bool,
+}
+
+/// So many tests are named as the slowest.
+const SLOWEST: usize = 10;
+
+/// `  12.3 s  life::x`, as the lab prints it.
+fn slow_scenario(line: &str) -> Option<(f64, String)> {
+    let (seconds, name) = line.split_once(" s  ")?;
+    Some((seconds.trim().parse().ok()?, name.to_owned()))
 }
 
 /// Whether a line says that tests follow: `running 3 tests`.
@@ -33,6 +46,13 @@ impl Tally {
         // test has to say may come in between.
         if let Some((_, said)) = line.split_once(" ... skipped ") {
             return self.read(&format!("skipped {said}"));
+        }
+        if line.ends_with("The slowest:") {
+            self.listing_slowest = true;
+        } else if self.listing_slowest {
+            let scenario = slow_scenario(line);
+            self.listing_slowest = scenario.is_some();
+            self.took.extend(scenario);
         }
         if let Some(result) = line.strip_prefix("test result: ") {
             let count = |what: &str| -> u32 {
@@ -60,6 +80,15 @@ impl Tally {
     }
 
     fn outcome(&mut self, name: &str, outcome: &str) {
+        // `ok <0.123s>`
+        let timed = outcome
+            .strip_suffix("s>")
+            .and_then(|rest| rest.rsplit_once(" <"));
+        let timed = timed.and_then(|(outcome, time)| Some((outcome, time.parse::<f64>().ok()?)));
+        let outcome = timed.map_or(outcome, |(outcome, time)| {
+            self.took.push((time, name.to_owned()));
+            outcome
+        });
         let mut reason = self.reasons.remove(name);
         if outcome == "FAILED" {
             self.failures.push(name.to_owned());
@@ -86,11 +115,15 @@ impl Tally {
         self.failures.push(name);
     }
 
-    /// Adds another's results, of a suite with this title.
-    pub fn add(&mut self, title: &str, other: Self) {
+    /// Adds another's results, of a suite with this title, and how long it took.
+    pub fn add(&mut self, title: &str, other: Self, took: Duration) {
         if other.counted() > 0 {
-            self.suites.push(format!("{title} ({})", other.counted()));
+            let seconds = took.as_secs_f64();
+            self.suites
+                .push(format!("{title} ({} in {seconds:.0} s)", other.counted()));
         }
+        let name = |(time, name)| (time, format!("{title}: {name}"));
+        self.took.extend(other.took.into_iter().map(name));
         self.passed += other.passed;
         self.failed += other.failed;
         self.ignored += other.ignored;
@@ -142,6 +175,24 @@ impl Tally {
         for (reason, names) in &self.skipped {
             println!("Skipped {}: {reason}: {}", names.len(), names.join(", "));
         }
+        let slowest = self.slowest();
+        if !slowest.is_empty() {
+            println!("The slowest:");
+        }
+        for (seconds, name) in slowest {
+            println!("{seconds:6.1} s  {name}");
+        }
+    }
+
+    /// The tests that took longest, if there are so many that nobody sees which.
+    fn slowest(&self) -> Vec<&(f64, String)> {
+        if self.counted() <= 2 * u32::try_from(SLOWEST).expect("a few") {
+            return Vec::new();
+        }
+        let mut all: Vec<_> = self.took.iter().collect();
+        all.sort_by(|(a, _), (b, _)| b.total_cmp(a));
+        all.truncate(SLOWEST);
+        all
     }
 
     /// The line that programs read.
@@ -228,18 +279,49 @@ mod tests {
         total.add(
             "one",
             tally("test result: ok. 3 passed; 0 failed; 0 ignored"),
+            Duration::from_millis(1600),
         );
         total.add(
             "none",
             tally("test result: ok. 0 passed; 0 failed; 0 ignored"),
+            Duration::ZERO,
         );
         total.add(
             "two",
             tally("test x   ... FAILED\ntest result: FAILED. 0 passed; 1 failed"),
+            Duration::from_secs(12),
         );
         assert_eq!(total.last_line(), "3 passed, 1 failed, 0 skipped");
         assert_eq!(total.failures, ["two: x"]);
-        assert_eq!(total.suites, ["one (3)", "two (1)"]);
+        assert_eq!(total.suites, ["one (3 in 2 s)", "two (1 in 12 s)"]);
+    }
+
+    #[test]
+    fn the_slowest_of_all_suites_are_named() {
+        let mut total = Tally::default();
+        let harness = "test quick ... ok <0.001s>\ntest slow ... ok <7.500s>\n\
+                       test wrong ... FAILED <9.000s>\ntest none ... ignored\n\
+                       test result: FAILED. 2 passed; 1 failed; 1 ignored";
+        total.add("pure", tally(harness), Duration::from_secs(9));
+        assert_eq!(total.failures, ["pure: wrong"]);
+        assert_eq!(total.last_line(), "2 passed, 1 failed, 1 skipped");
+        assert!(total.slowest().is_empty(), "of so few anybody sees it");
+        let lab = "test a ... ok\ntest result: ok. 30 passed; 0 failed; 0 ignored\n\n\
+                   30 scenarios took 100 s in all. The slowest:\n  61.3 s  life::a\n   8.0 s  life::b\n\
+                   \n 99.9 s  no scenario's";
+        total.add("lab", tally(lab), Duration::from_mins(1));
+        let slowest: Vec<_> = total.slowest().into_iter().cloned().collect();
+        let expected = [
+            (61.3, "lab: life::a"),
+            (9.0, "pure: wrong"),
+            (8.0, "lab: life::b"),
+            (7.5, "pure: slow"),
+            (0.001, "pure: quick"),
+        ];
+        assert_eq!(
+            slowest,
+            expected.map(|(time, name)| (time, name.to_owned()))
+        );
     }
 
     #[test]
