@@ -323,7 +323,7 @@ impl Agent {
     /// Waits until the agent ends by itself.
     ///
     /// # Errors
-    /// When it does not within 20 s.
+    /// When it does not within a minute.
     pub fn wait_until_ended(&mut self) -> Result<ExitStatus> {
         let limit = Instant::now() + patience(READY);
         while Instant::now() < limit {
@@ -436,13 +436,13 @@ impl Agent {
     /// Asks it to end (SIGTERM) and waits for it.
     ///
     /// # Errors
-    /// When it ends otherwise than with 0, or not within 10 s.
+    /// When it ends otherwise than with 0, or not within a minute.
     pub fn stop(&mut self) -> Result<()> {
         let Some(mut process) = self.process.take() else {
             return Ok(());
         };
         process.signal(Signal::SIGTERM)?;
-        let limit = Instant::now() + patience(Duration::from_secs(10));
+        let limit = Instant::now() + patience(READY);
         loop {
             match process.try_wait()? {
                 Some(status) if status.success() => return Ok(()),

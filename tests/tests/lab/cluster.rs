@@ -245,7 +245,7 @@ pub fn fails(from: &Host, to: &str, how: &str, error: &str) -> Result<()> {
 
 /// Tries until it works, for what an agent does some time after a file changed.
 pub fn eventually(mut check: impl FnMut() -> Result<()>) -> Result<()> {
-    let patience = patience(Duration::from_secs(10));
+    let patience = patience(Duration::from_secs(30));
     let limit = Instant::now() + patience;
     loop {
         match check() {

@@ -1,4 +1,4 @@
-//! From ten services to a hundred thousand, through the agent, while clients connect and somebody
+//! From ten services to tens of thousands, through the agent, while clients connect and somebody
 //! scrapes.
 
 use std::{
@@ -27,14 +27,24 @@ use crate::{
 
 scenarios! {
     Dataplane:
-    a_hundred_thousand_services_arrive_under_load,
+    many_services_arrive_under_load,
     an_agent_killed_while_it_writes_is_taken_over,
 }
 
 const FEW: u32 = 10;
-const MANY: u32 = 100_000;
-/// So many services are in a file: well below the 32 MiB that one may have.
+/// So many services are in a file at most: well below the 32 MiB that one may have.
 const PER_FILE: u32 = 20_000;
+/// What an agent writes when it is killed.
+const UNTIL_KILLED: u32 = 10_000;
+
+/// How many services arrive, unless `DATAPLANE_SERVICES` says.
+fn many() -> Result<u32> {
+    let asked = std::env::var("DATAPLANE_SERVICES").ok();
+    let many = asked.map_or(Ok(20_000), |asked| asked.parse());
+    let many = many.context("DATAPLANE_SERVICES: a number")?;
+    ensure!(many >= 1000, "DATAPLANE_SERVICES: at least 1000");
+    Ok(many)
+}
 
 fn vip(service: u32) -> Ipv4Addr {
     Ipv4Addr::from(u32::from(Ipv4Addr::new(10, 96, 1, 0)) + service)
@@ -88,22 +98,32 @@ fn resident(agent: &Agent) -> Result<u64> {
     Ok(number.context("no VmRSS")?.parse()?)
 }
 
-/// Waits for so many services to be served, for as long as a busy machine may take.
-fn wait_for(agent: &Agent, services: u32) -> Result<Value> {
+/// Waits for so many services to be served. While the agent is busy with them, `status` may say so.
+fn wait_for(agent: &Agent, services: u32, patience: Duration) -> Result<Value> {
     let begin = Instant::now();
     loop {
-        let status = status(agent)?;
+        let outcome = run(agent, "status -o json")?;
+        let status = outcome.json()?;
         if status["agent"]["services"] == services {
-            return Ok(status);
+            return outcome.exits(0)?.json();
         }
-        if begin.elapsed() > Duration::from_mins(5) {
+        if begin.elapsed() > patience {
             bail!(
-                "not {services} services after 5 min: {status:#}\n{}",
+                "not {services} services after {patience:.0?}: {status:#}\n{}",
                 agent.log()
             );
         }
         std::thread::sleep(Duration::from_millis(100));
     }
+}
+
+/// How long this machine takes for what is in a directory, with everything else that it does: to read it, and to plan
+/// and print what it changes.
+fn plan(agent: &Agent, directory: &Path) -> Result<Duration> {
+    let plan = ["plan", "--node-name", "node2", "--manifests"].map(OsStr::new);
+    let begin = Instant::now();
+    run_args(agent, plan.into_iter().chain([directory.as_os_str()]))?.exits(2)?;
+    Ok(begin.elapsed())
 }
 
 fn figures(services: u32, agent: &Agent, status: &Value) -> Result<()> {
@@ -121,16 +141,26 @@ fn figures(services: u32, agent: &Agent, status: &Value) -> Result<()> {
     Ok(())
 }
 
-fn a_hundred_thousand_services_arrive_under_load() -> Result<()> {
+fn many_services_arrive_under_load() -> Result<()> {
     let lab = Cluster::lab()?;
     let mut servers = Vec::new();
     for pod in ["far", "near", "near2"] {
         servers.push(serve(lab.pod(pod))?);
     }
-    let directory = tempfile::tempdir()?;
+    let many = many()?;
+    let (directory, prepared) = (tempfile::tempdir()?, tempfile::tempdir()?);
     write(&lab, directory.path(), "few.json", 0..FEW)?;
     let agent = lab.agent("node2").manifests(directory.path()).start()?;
     let few = status(&agent)?;
+    // The tables grow again for each file.
+    let per_file = (many / 4).min(PER_FILE);
+    let mut files = Vec::new();
+    for first in (0..many).step_by(per_file as usize) {
+        let (name, end) = (format!("from-{first}.json"), many.min(first + per_file));
+        write(&lab, prepared.path(), &name, first.max(FEW)..end)?;
+        files.push((name, end));
+    }
+    let baseline = plan(&agent, prepared.path())?;
     figures(FEW, &agent, &few)?;
     ensure!(
         table_bytes(&few) < 1 << 20,
@@ -142,27 +172,25 @@ fn a_hundred_thousand_services_arrive_under_load() -> Result<()> {
     let to = format!("{}:80", vip(3));
     let load = client.load(&["--to", &to, "--threads", "2", "--pause-us", "500"])?;
     let done = AtomicBool::new(false);
-    let (many, scrapes) = std::thread::scope(|scope| {
+    let (grown, scrapes) = std::thread::scope(|scope| {
         let scraper = scope.spawn(|| scrape_until(&done, || Metrics::scrape(node)));
         let grow = || {
-            for file in 0..MANY / PER_FILE {
-                let services = (file * PER_FILE).max(FEW)..(file + 1) * PER_FILE;
-                write(
-                    &lab,
-                    directory.path(),
-                    &format!("many-{file}.json"),
-                    services,
-                )?;
+            let begin = Instant::now();
+            let mut status = Value::Null;
+            for (file, services) in &files {
+                fs::rename(prepared.path().join(file), directory.path().join(file))?;
+                status = wait_for(&agent, *services, baseline * 30)?;
             }
-            wait_for(&agent, MANY)
+            Ok::<_, anyhow::Error>((status, begin.elapsed()))
         };
-        let many = grow();
+        let grown = grow();
         done.store(true, Ordering::Relaxed);
-        (many, scraper.join().expect("the scraper does not panic"))
+        (grown, scraper.join().expect("the scraper does not panic"))
     });
-    let (many, scrapes) = (many?, scrapes?);
+    let ((status, took), scrapes) = (grown?, scrapes?);
     let report: LoadReport = load.wait_json()?;
-    figures(MANY, &agent, &many)?;
+    figures(many, &agent, &status)?;
+    println!("planned alone in {baseline:.1?}, served after {took:.1?}");
     println!(
         "{} connections meanwhile, {} failed; {scrapes} scrapes",
         report.answered,
@@ -181,7 +209,7 @@ fn a_hundred_thousand_services_arrive_under_load() -> Result<()> {
         (counted - answered).abs() < 0.5,
         "{counted} connections counted, {answered} made"
     );
-    for service in [0, FEW, MANY / 2, MANY - 1] {
+    for service in [0, FEW, many / 2, many - 1] {
         let to = format!("{}:80", vip(service));
         reaches(client, &to, "connect --count 40", &["far", "near", "near2"])?;
     }
@@ -223,7 +251,7 @@ fn an_agent_killed_while_it_writes_is_taken_over() -> Result<()> {
     for round in 0..6 {
         let many = round % 2 == 0;
         if many {
-            write(&lab, directory.path(), "many.json", FEW..PER_FILE)?;
+            write(&lab, directory.path(), "many.json", FEW..UNTIL_KILLED)?;
         } else {
             fs::remove_file(directory.path().join("many.json"))?;
         }
@@ -231,7 +259,8 @@ fn an_agent_killed_while_it_writes_is_taken_over() -> Result<()> {
             agent.launch()?;
         }
         // The standard library's hasher is seeded by the system's randomness.
-        let some = u32::try_from(RandomState::new().hash_one(round) % u64::from(PER_FILE - FEW))?;
+        let some =
+            u32::try_from(RandomState::new().hash_one(round) % u64::from(UNTIL_KILLED - FEW))?;
         until_served(&agent, vip(FEW + some), many)?;
         agent.kill();
         let tables = run(&agent, "status -o json")?.exits(1)?.json()?;
@@ -241,18 +270,18 @@ fn an_agent_killed_while_it_writes_is_taken_over() -> Result<()> {
         killed.push(used.context("a number")?);
         reaches(client, &to, "connect --count 40", &["far", "near", "near2"])?;
     }
-    write(&lab, directory.path(), "many.json", FEW..PER_FILE)?;
+    write(&lab, directory.path(), "many.json", FEW..UNTIL_KILLED)?;
     agent.launch()?;
     println!("entries in FRONTENDS when it was killed: {killed:?}");
     agent.wait_until_ready()?;
-    wait_for(&agent, PER_FILE)?;
+    wait_for(&agent, UNTIL_KILLED, Duration::from_mins(5))?;
     let report: LoadReport = load.wait_json()?;
     ensure!(
         report.errors.is_empty(),
         "{killed:?}: {:?}",
         report.failures
     );
-    for service in [0, FEW, PER_FILE / 2, PER_FILE - 1] {
+    for service in [0, FEW, UNTIL_KILLED / 2, UNTIL_KILLED - 1] {
         let to = format!("{}:80", vip(service));
         reaches(client, &to, "connect --count 40", &["far", "near", "near2"])?;
     }

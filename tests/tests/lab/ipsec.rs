@@ -3,11 +3,11 @@
 //! Most policies here have templates but no association, so the kernel itself sends nothing that they cover, whether or not
 //! it has ESP: whatever arrives left in clear. On a kernel with ESP, such as the guest's, one scenario has associations.
 
-use std::net::SocketAddr;
+use std::{net::SocketAddr, time::Duration};
 
 use anyhow::{Result, ensure};
 use dataplane_common::Reason;
-use dataplane_tests::Host;
+use dataplane_tests::{Host, patience};
 
 use crate::{
     cluster::{Cluster, TCP, UDP, eventually, fails, reaches},
@@ -25,6 +25,10 @@ scenarios! {
 /// What a policy does: between which ends, and how its packets are to be encrypted.
 const TUNNEL: &str = "tmpl src 192.168.77.2 dst 192.168.77.1 proto esp mode tunnel";
 const TUNNEL6: &str = "tmpl src fd77::2 dst fd77::1 proto esp mode tunnel";
+
+/// How a client asks that is to get no answer, nor an error.
+const CONNECT: &str = "connect --timeout-ms 1000";
+const DATAGRAM: &str = "udp --timeout-ms 1000";
 
 fn cluster() -> Result<Cluster> {
     let lab = Cluster::lab_of_packets()?;
@@ -121,7 +125,7 @@ fn what_a_policy_covers_is_refused() -> Result<()> {
             policy(node, "add", &format!("{what} {template}"))?;
             // Whom nobody translates, the kernel itself refuses.
             let direct = SocketAddr::new(direct.parse()?, TCP).to_string();
-            fails(client, &direct, "connect", "TIMEOUT")?;
+            fails(client, &direct, CONNECT, "TIMEOUT")?;
             let said = said(&cluster)?;
             let named = policy_of.replace("src ", "").replace("dst", "to");
             ensure!(
@@ -134,6 +138,10 @@ fn what_a_policy_covers_is_refused() -> Result<()> {
             let told: serde_json::Value = cluster.agent.dataplane(question).json()?;
             ensure!(told["reason"] == Reason::IpsecPolicy.word(), "{told:#}");
             let before = refused(&cluster)?;
+            // Longer than an answer took before, and nothing is to come.
+            let moment = Some(patience(Duration::from_secs(2)));
+            socket.set_read_timeout(moment)?;
+            stream.set_read_timeout(moment)?;
             ensure!(
                 ask(&socket, at(53), b"after").is_err(),
                 "{what}: a flow that was there before goes on in clear"
@@ -142,8 +150,8 @@ fn what_a_policy_covers_is_refused() -> Result<()> {
                 transfer(&stream, &bytes(1000, 2)).is_err(),
                 "{what}: a connection that was there before goes on in clear"
             );
-            fails(client, &at(80).to_string(), "connect", "TIMEOUT")?;
-            fails(client, &at(53).to_string(), "udp", "TIMEOUT")?;
+            fails(client, &at(80).to_string(), CONNECT, "TIMEOUT")?;
+            fails(client, &at(53).to_string(), DATAGRAM, "TIMEOUT")?;
             ensure!(refused(&cluster)? > before, "{what}: nothing was counted");
             // Another way, which it does not cover.
             let near = vip
@@ -166,7 +174,7 @@ fn what_a_policy_covers_is_refused() -> Result<()> {
     ] {
         reaches(ext, to, "connect --count 3", &["near"])?;
         policy(node, "add", &format!("{covered} {TUNNEL}"))?;
-        eventually(|| fails(ext, to, "connect", "TIMEOUT"))?;
+        eventually(|| fails(ext, to, CONNECT, "TIMEOUT"))?;
         policy(node, "delete", covered)?;
         eventually(|| reaches(ext, to, "connect", &["near"]).map(drop))?;
     }
@@ -185,16 +193,16 @@ fn what_a_policy_lets_pass_is_served() -> Result<()> {
     let all = "src 0.0.0.0/0 dst 0.0.0.0/0 dir out";
     policy(node, "add", &format!("{all} priority 50 {TUNNEL}"))?;
     for vip in ["10.96.0.10:80", "10.96.0.11:80"] {
-        eventually(|| fails(client, vip, "connect", "TIMEOUT"))?;
+        eventually(|| fails(client, vip, CONNECT, "TIMEOUT"))?;
     }
     reaches(client, "[fd00:96::10]:80", "connect", &["far"])?;
     let all6 = format!("src ::/0 dst ::/0 dir out priority 50 {TUNNEL6}");
     policy(node, "delete", all)?;
     policy(node, "add", &all6)?;
-    eventually(|| fails(client, "[fd00:96::10]:80", "connect", "TIMEOUT"))?;
+    eventually(|| fails(client, "[fd00:96::10]:80", CONNECT, "TIMEOUT"))?;
     reaches(client, "10.96.0.10:80", "connect", &["far"])?;
     policy(node, "add", &format!("{all} priority 50 {TUNNEL}"))?;
-    eventually(|| fails(client, "10.96.0.10:80", "connect", "TIMEOUT"))?;
+    eventually(|| fails(client, "10.96.0.10:80", CONNECT, "TIMEOUT"))?;
     // The flow's addresses: of the client, the service and the endpoint, there and back.
     let pods = ["10.244.0.0/16", "10.96.0.0/12"];
     for src in pods {
@@ -211,15 +219,15 @@ fn what_a_policy_lets_pass_is_served() -> Result<()> {
     // A block among it.
     let block = "src 10.244.2.0/24 dst 10.244.1.5/32 dir out";
     policy(node, "add", &format!("{block} priority 5 action block"))?;
-    eventually(|| fails(client, "10.96.0.10:80", "connect", "TIMEOUT"))?;
+    eventually(|| fails(client, "10.96.0.10:80", CONNECT, "TIMEOUT"))?;
     reaches(client, "10.96.0.11:80", "connect", &["near"])?;
     policy(node, "delete", block)?;
     eventually(|| reaches(client, "10.96.0.10:80", "connect", &["far"]).map(drop))?;
     // Without any policy: what is not allowed is blocked.
     policy(node, "flush", "")?;
     if node.ip("xfrm policy setdefault fwd block").is_ok() {
-        eventually(|| fails(client, "10.96.0.10:80", "connect", "TIMEOUT"))?;
-        eventually(|| fails(client, "[fd00:96::10]:80", "connect", "TIMEOUT"))?;
+        eventually(|| fails(client, "10.96.0.10:80", CONNECT, "TIMEOUT"))?;
+        eventually(|| fails(client, "[fd00:96::10]:80", CONNECT, "TIMEOUT"))?;
         node.ip("xfrm policy setdefault fwd accept")?;
         eventually(|| reaches(client, "10.96.0.10:80", "connect", &["far"]).map(drop))?;
     } else {
