@@ -374,7 +374,22 @@ fn in_ci(variable: Option<&OsStr>) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
+    use crate::workspace;
+
+    #[test]
+    fn the_core_is_of_scenarios_that_there_are() {
+        for wanted in CORE.split(' ') {
+            let (module, scenario) = wanted.split_once("::").unwrap_or((wanted, ""));
+            let path = format!("tests/tests/lab/{module}.rs");
+            let text = fs::read_to_string(workspace::root().join(&path));
+            let text = text.unwrap_or_else(|error| panic!("{path}: {error}"));
+            let line = format!("\n    {scenario},\n");
+            assert!(scenario.is_empty() || text.contains(&line), "no {wanted}");
+        }
+    }
 
     #[test]
     fn ci_is_what_the_services_set() {
