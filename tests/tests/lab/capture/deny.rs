@@ -77,67 +77,115 @@ fn datagrams_to_unknown_destinations_are_refused() -> Result<()> {
     Ok(())
 }
 
-/// Neither by its own address, nor by the service's, in no mode; until the address is a Pod's.
+/// Neither by its own address, nor by the service's, in no mode and neither family, by sockets or by packets; until the
+/// address is a Pod's. Then the Pod's other ports stay closed.
 fn a_slice_that_names_an_address_opens_nothing() -> Result<()> {
-    for mode in ["kernel", "proxy"] {
-        let mut world = World::with(|lab| {
-            lab.pod("node1", "app", "10.244.1.8")
-                .pod("node1", "outside", "10.244.1.9")
-        })?;
-        let app = world.app().clone();
-        let outside = world.lab.pod("outside").clone();
-        let _server = serve(&outside)?;
-        let service = |name, vip: &str, endpoints: &[&Host]| {
-            Service::new(name, &[vip])
-                .port("tcp", 80, 7)
-                .port("udp", 53, UDP)
-                .endpoints(endpoints)
-        };
-        let far = world.lab.pod("far");
-        let web = service("web", "10.96.0.10", &[far]);
-        let evil = service("evil", "10.96.0.66", &[&outside]);
-        let mixed = service("mixed", "10.96.0.67", &[far, &outside]);
-        world.manifests = Manifests::new(&[web, evil, mixed])?;
-        let pods = world.state.path().join("outside.yaml");
-        let nobody = json!({
-            "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": "empty" },
-        });
-        fs::write(&pods, nobody.to_string())?;
-        let config = mesh(json!({}), json!({ "egress": "deny", "mode": mode }));
-        world.agent_with(&config, std::slice::from_ref(&pods))?;
-        for to in ["10.96.0.66:80", "10.96.0.67:80", "10.244.1.9:7"] {
-            let ((), counted) = world.counted(Reason::EgressDenied, || {
-                refused(&app, to, "connect --count 5")
-            })?;
-            ensure!(counted == 5, "{mode}, {to}: {counted}");
+    for by_packets in [false, true] {
+        for mode in ["kernel", "proxy"] {
+            a_slice_opens_nothing(by_packets, mode)
+                .with_context(|| format!("{mode}, by packets: {by_packets}"))?;
         }
-        for how in ["udp", "udp --unconnected"] {
-            refused(&app, "10.96.0.66:53", how)?;
-        }
-        reaches(&app, "10.96.0.10:80", "connect --count 3", &["far"])?;
-
-        let mut own = pod("none", json!({}));
-        own["metadata"]["name"] = "outside".into();
-        own["metadata"]["labels"] = json!({});
-        own["status"]["podIPs"] = json!([{ "ip": outside.ipv4() }]);
-        fs::write(&pods, own.to_string())?;
-        eventually(|| {
-            reaches(&app, "10.96.0.66:80", "connect --count 3", &["outside"])?;
-            reaches(&app, "10.244.1.9:7", "connect --count 3", &["outside"])?;
-            reaches(&app, "10.96.0.66:53", "udp", &["outside"])?;
-            Ok(())
-        })?;
-        reaches(
-            &app,
-            "10.96.0.67:80",
-            "connect --count 30",
-            &["far", "outside"],
-        )?;
-        fs::write(&pods, nobody.to_string())?;
-        eventually(|| refused(&app, "10.96.0.66:80", "connect --count 3"))?;
-        refused(&app, "10.96.0.67:80", "connect --count 3")?;
     }
     Ok(())
+}
+
+fn a_slice_opens_nothing(by_packets: bool, mode: &str) -> Result<()> {
+    let mut world = World::with(|lab| {
+        let lab = lab.pod("node1", "outside", "10.244.1.9");
+        if by_packets {
+            lab.vm("node1", "app", "10.244.1.8")
+        } else {
+            lab.pod("node1", "app", "10.244.1.8")
+        }
+    })?;
+    let app = world.app().clone();
+    let outside = world.lab.pod("outside").clone();
+    let _server = serve(&outside)?;
+    let service = |name, vips: &[&str], endpoints: &[&Host]| {
+        Service::new(name, vips)
+            .port("tcp", 80, 7)
+            .port("udp", 53, UDP)
+            .endpoints(endpoints)
+    };
+    let far = world.lab.pod("far");
+    let web = service("web", &["10.96.0.10", "fd00:96::10"], &[far]);
+    let evil = service("evil", &["10.96.0.66", "fd00:96::66"], &[&outside]);
+    let mixed = service("mixed", &["10.96.0.67", "fd00:96::67"], &[far, &outside]);
+    world.manifests = Manifests::new(&[web, evil, mixed])?;
+    let pods = world.state.path().join("outside.yaml");
+    let nobody = json!({
+        "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": "empty" },
+    });
+    fs::write(&pods, nobody.to_string())?;
+    let mut rules = json!({ "egress": "deny", "mode": mode });
+    if by_packets {
+        rules["capturedBy"] = json!("packets");
+    }
+    let config = mesh(json!({}), rules);
+    world.agent_with(&config, std::slice::from_ref(&pods))?;
+    // By packets, a refusal may be counted twice, and takes a second.
+    let attempts = if by_packets { 1 } else { 3 };
+    let connect = format!("connect --count {attempts}");
+    let closed = |destinations: &[&str], how: &str| {
+        let all = || {
+            destinations
+                .iter()
+                .try_for_each(|to| refused(&app, to, how))
+        };
+        let ((), counted) = world.counted(Reason::EgressDenied, all)?;
+        let each = if how == connect { attempts } else { 1 };
+        let count = each * destinations.len() as u64;
+        ensure!(
+            counted == count || by_packets && counted > count,
+            "{how} {destinations:?}: {counted} of {count} were denied"
+        );
+        Ok(())
+    };
+    let evil = ["10.96.0.66:80", "[fd00:96::66]:80"];
+    let mixed = ["10.96.0.67:80", "[fd00:96::67]:80"];
+    let own = ["10.244.1.9:7", "[fd00:10:244:1::9]:7"];
+    // The server of `outside` listens at ports that no slice names, too.
+    let other_ports = ["10.244.1.9:80", "[fd00:10:244:1::9]:80"];
+    let all = [evil, mixed, own, other_ports];
+    closed(all.as_flattened(), &connect)?;
+    // The node does not judge the datagrams of machines.
+    let datagrams: &[&str] = if by_packets {
+        &[]
+    } else {
+        &["udp", "udp --unconnected"]
+    };
+    let to_datagrams = ["10.96.0.66:53", "[fd00:96::66]:53", "10.244.1.9:53"];
+    for how in datagrams {
+        closed(&to_datagrams, how)?;
+    }
+    for to in ["10.96.0.10:80", "[fd00:96::10]:80"] {
+        reaches(&app, to, "connect --count 3", &["far"])?;
+    }
+
+    let mut object = pod("none", json!({}));
+    object["metadata"]["name"] = "outside".into();
+    object["metadata"]["labels"] = json!({});
+    let ips = outside.addresses().map(|ip| json!({ "ip": ip }));
+    object["status"]["podIPs"] = json!(ips);
+    fs::write(&pods, object.to_string())?;
+    eventually(|| {
+        for to in [evil, own].as_flattened() {
+            reaches(&app, to, "connect --count 3", &["outside"])?;
+        }
+        Ok(())
+    })?;
+    for to in mixed {
+        reaches(&app, to, "connect --count 30", &["far", "outside"])?;
+    }
+    for how in datagrams {
+        for to in to_datagrams {
+            reaches(&app, to, how, &["outside"])?;
+        }
+        closed(&["10.244.1.9:7", "[fd00:10:244:1::9]:54"], how)?;
+    }
+    closed(&other_ports, &connect)?;
+    fs::write(&pods, nobody.to_string())?;
+    eventually(|| closed(all.as_flattened(), &connect))
 }
 
 /// Neither an address that is no Pod's, nor a port that a Pod does not declare but by the entry's own address.

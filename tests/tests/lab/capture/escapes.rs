@@ -5,11 +5,14 @@ use std::{fs, net::IpAddr};
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_common::{Reason, capture::FROM_CLIENT};
-use dataplane_tests::Command;
+use dataplane_tests::{Command, Host};
 use serde_json::json;
 
 use super::World;
-use crate::sockets::{arrived, tap};
+use crate::{
+    metrics::Metrics,
+    sockets::{arrived, tap},
+};
 
 scenarios! {
     Dataplane:
@@ -20,9 +23,9 @@ scenarios! {
     the_proxys_own_port_leads_nowhere,
 }
 
-/// An endpoint that is known, and a pod that is not.
-const KNOWN: &str = "10.244.2.5:7";
-const UNKNOWN: &str = "10.244.1.5:7";
+/// An endpoint that is known, and a pod that is not, of each family.
+const V4: [&str; 2] = ["10.244.2.5:7", "10.244.1.5:7"];
+const V6: [&str; 2] = ["[fd00:10:244:2::5]:7", "[fd00:10:244:1::5]:7"];
 /// The mark of the agent's proxy, by default.
 const MARK: u32 = 15_006;
 
@@ -33,41 +36,59 @@ fn denied() -> Result<World> {
 }
 
 /// What a way comes to: `connect` makes the program that connects to a destination.
-fn is_captured(world: &World, way: &str, connect: impl Fn(&str) -> Command) -> Result<()> {
-    let (said, counted) = world.counted(Reason::Captured, || Ok(connect(KNOWN).output()?))?;
+fn is_captured(
+    world: &World,
+    way: &str,
+    to: [&str; 2],
+    connect: impl Fn(&str) -> Command,
+) -> Result<()> {
+    let [known, _] = to;
+    let (said, counted) = world.counted(Reason::Captured, || Ok(connect(known).output()?))?;
     ensure!(
         said.status.success() && String::from_utf8_lossy(&said.stdout).contains("far"),
-        "{way}: {said:?}"
+        "{way} to {known}: {said:?}"
     );
-    ensure!(counted >= 1, "{way} is not captured");
-    is_denied(world, way, connect)
+    ensure!(counted >= 1, "{way} to {known} is not captured");
+    is_denied(world, way, to, connect)
 }
 
-fn is_denied(world: &World, way: &str, connect: impl Fn(&str) -> Command) -> Result<()> {
-    let (said, counted) = world.counted(Reason::EgressDenied, || Ok(connect(UNKNOWN).output()?))?;
-    ensure!(!said.status.success(), "{way} escapes: {said:?}");
-    ensure!(counted >= 1, "{way} is not denied: {said:?}");
+fn is_denied(
+    world: &World,
+    way: &str,
+    [_, unknown]: [&str; 2],
+    connect: impl Fn(&str) -> Command,
+) -> Result<()> {
+    let (said, counted) = world.counted(Reason::EgressDenied, || Ok(connect(unknown).output()?))?;
+    ensure!(
+        !said.status.success(),
+        "{way} to {unknown} escapes: {said:?}"
+    );
+    ensure!(counted >= 1, "{way} to {unknown} is not denied: {said:?}");
     Ok(())
 }
 
 fn no_way_of_connecting_escapes() -> Result<()> {
+    const WAYS: [&str; 5] = ["plain", "fastopen", "mptcp", "reconnect", "mapped"];
     let world = denied()?;
-    for way in ["plain", "mapped", "fastopen", "mptcp", "reconnect"] {
-        for mark in [None, Some(MARK), Some(MARK | FROM_CLIENT)] {
-            let connect = |to: &str| {
-                let probe = world.app().probe("escape");
-                let probe = probe.args(["--by", way, "--to", to, "--first", KNOWN]);
-                match mark {
-                    Some(mark) => probe.args(["--mark".to_owned(), mark.to_string()]),
-                    None => probe,
+    // An IPv6 address is not mapped.
+    for (ways, of) in [(&WAYS[..], V4), (&WAYS[..4], V6)] {
+        for &way in ways {
+            for mark in [None, Some(MARK), Some(MARK | FROM_CLIENT)] {
+                let connect = |to: &str| {
+                    let probe = world.app().probe("escape");
+                    let probe = probe.args(["--by", way, "--to", to, "--first", of[0]]);
+                    match mark {
+                        Some(mark) => probe.args(["--mark".to_owned(), mark.to_string()]),
+                        None => probe,
+                    }
+                };
+                let way = format!("{way} with mark {mark:?}");
+                if mark == Some(MARK | FROM_CLIENT) {
+                    // By this mark, packets come back to sockets of the workload's own namespace: nobody is reached.
+                    is_denied(&world, &way, of, connect)?;
+                } else {
+                    is_captured(&world, &way, of, connect)?;
                 }
-            };
-            let way = format!("{way} with mark {mark:?}");
-            if mark == Some(MARK | FROM_CLIENT) {
-                // By this mark, packets come back to sockets of the workload's own namespace: nobody is reached.
-                is_denied(&world, &way, connect)?;
-            } else {
-                is_captured(&world, &way, connect)?;
             }
         }
     }
@@ -82,7 +103,9 @@ fn no_io_uring_escapes() -> Result<()> {
             let probe = world.app().probe("escape");
             probe.args(["--by", way, "--to", to])
         };
-        is_captured(&world, way, connect)?;
+        for of in [V4, V6] {
+            is_captured(&world, way, of, connect)?;
+        }
     }
     Ok(())
 }
@@ -91,20 +114,25 @@ fn no_io_uring_escapes() -> Result<()> {
 fn no_user_and_no_cgroup_escapes() -> Result<()> {
     let world = denied()?;
     for user in [0, 1337, super::UID, 65_534] {
-        is_captured(&world, &format!("user {user}"), |to| {
+        let connect = |to: &str| {
             let probe = world.app().probe("escape").user(user);
             probe.args(["--by", "plain", "--to", to])
-        })?;
+        };
+        for of in [V4, V6] {
+            is_captured(&world, &format!("user {user}"), of, connect)?;
+        }
     }
     let deep = world.app().cgroup().join("deep/deeper");
     fs::create_dir_all(&deep)?;
     let probe = world.lab.programs().probe()?;
     let deep_text = deep.to_str().context("a path in UTF-8")?;
     let script = format!("echo 0 > {deep_text}/cgroup.procs && exec \"$0\" \"$@\"");
-    let result = is_captured(&world, "a nested cgroup", |to| {
+    let connect = |to: &str| {
         let sh = world.app().command("sh").args(["-c", &script]).arg(&probe);
         sh.args(["escape", "--by", "plain", "--to", to])
-    });
+    };
+    let mut families = [V4, V6].into_iter();
+    let result = families.try_for_each(|of| is_captured(&world, "a nested cgroup", of, connect));
     fs::remove_dir(&deep)?;
     fs::remove_dir(deep.parent().context("a parent")?)?;
     result
@@ -178,20 +206,59 @@ fn is_from(frame: &[u8], src: IpAddr) -> bool {
     frame.get(12..14) == Some(&kind) && frame[at..].starts_with(&src) && !is_icmp6
 }
 
-/// A connection that nobody redirected has no destination.
+/// A connection that nobody redirected has no destination: the proxy accepts none from the workload and relays none from
+/// others.
 fn the_proxys_own_port_leads_nowhere() -> Result<()> {
     let world = denied()?;
-    for to in ["127.0.0.1:15001", "127.0.0.1:15006", "10.244.1.8:15001"] {
-        for mark in [0, MARK, MARK | FROM_CLIENT] {
-            let probe = world.app().probe("escape");
-            let said = probe
-                .args(["--by", "plain", "--to", to, "--mark", &mark.to_string()])
-                .output()?;
-            ensure!(!said.status.success(), "{to} with mark {mark}: {said:?}");
-        }
+    let node = world.lab.node("node1");
+    // Connections that the proxy has, and those that it has had.
+    let taken = || -> Result<f64> {
+        let now = Metrics::scrape(node)?;
+        let names = [
+            "istio_tcp_connections_opened_total",
+            "istio_tcp_connections_failed_total",
+            "dataplane_proxy_connections",
+        ];
+        Ok(names.map(|name| now.sum(name, &[])).into_iter().sum())
+    };
+    let before = taken()?;
+    let nowhere = |from: &Host, to: &str, mark: u32| -> Result<()> {
+        let probe = from.probe("escape");
+        let said = probe
+            .args(["--by", "plain", "--to", to, "--mark", &mark.to_string()])
+            .output()?;
+        ensure!(
+            !said.status.success(),
+            "{} to {to} with mark {mark}: {said:?}",
+            from.name()
+        );
+        Ok(())
+    };
+    let has_taken_none = || {
+        let more = taken()? - before;
+        ensure!(more.abs() < 0.5, "the proxy had {more} connections");
+        Ok(())
+    };
+    let hosts = ["127.0.0.1", "[::1]", "10.244.1.8", "[fd00:10:244:1::8]"];
+    let ports = hosts.map(|host| [15_001, 15_006].map(|port| format!("{host}:{port}")));
+    let ports = ports.as_flattened();
+    for mark in [0, MARK, MARK | FROM_CLIENT] {
+        let mut each = ports.iter();
+        let all = || each.try_for_each(|to| nowhere(world.app(), to, mark));
+        let ((), counted) = world.counted(Reason::Recursive, all)?;
+        ensure!(
+            counted == ports.len() as u64,
+            "mark {mark}: {counted} of {} were refused",
+            ports.len()
+        );
+        has_taken_none().with_context(|| format!("mark {mark}"))?;
     }
+    for to in ["10.244.1.8:15006", "[fd00:10:244:1::8]:15001"] {
+        nowhere(world.lab.pod("one"), to, MARK)?;
+    }
+    has_taken_none().context("from another pod")?;
     // It serves others all the same.
-    is_captured(&world, "afterwards", |to| {
+    is_captured(&world, "afterwards", V4, |to| {
         let probe = world.app().probe("escape");
         probe.args(["--by", "plain", "--to", to])
     })

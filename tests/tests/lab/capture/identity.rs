@@ -4,6 +4,7 @@
 use std::{
     fmt::Write as _,
     fs,
+    net::SocketAddr,
     os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
     thread,
@@ -43,6 +44,7 @@ scenarios! {
 
 /// Nobody that is known.
 const STRANGER: &str = "192.0.2.1:80";
+const STRANGER6: &str = "[2001:db8::1]:80";
 
 /// A pod of this host's name and addresses, as Kubernetes has it.
 fn object(of: &Host, annotations: Value) -> Value {
@@ -84,7 +86,7 @@ struct Nested {
 }
 
 impl Nested {
-    /// With addresses 10.99.0.1 and 10.99.0.2 between them.
+    /// With addresses 10.99.0.1 and 10.99.0.2 between them, fd99::1 and fd99::2.
     fn new(world: &World, of: &Host) -> Result<Self> {
         let process = of
             .command("unshare")
@@ -107,9 +109,11 @@ impl Nested {
             nested.process.id()
         ))?;
         of.ip("addr add 10.99.0.1/30 dev inner")?;
+        of.ip("addr add fd99::1/64 dev inner nodad")?;
         of.ip("link set inner up")?;
         nested.ip("link set lo up")?;
         nested.ip("addr add 10.99.0.2/30 dev outer")?;
+        nested.ip("addr add fd99::2/64 dev outer nodad")?;
         nested.ip("link set outer up")?;
         Ok(nested)
     }
@@ -147,7 +151,19 @@ impl Nested {
         ))?;
         of.ip(&format!("route add {own} dev inner"))?;
         self.ip(&format!("addr add {own}/32 dev outer"))?;
-        self.ip(&format!("route add default via 10.99.0.1 src {own}"))
+        self.ip(&format!("route add default via 10.99.0.1 src {own}"))?;
+        let own = of.ipv6();
+        of.sysctl("ipv6/conf/all/forwarding", "1")?;
+        of.sysctl("ipv6/conf/eth0/proxy_ndp", "1")?;
+        of.ip(&format!("neigh add proxy {own} dev eth0"))?;
+        of.ip(&format!("addr del {own}/128 dev eth0"))?;
+        let gateway = of.gateway6();
+        of.ip(&format!(
+            "route replace default via {gateway} dev eth0 onlink"
+        ))?;
+        of.ip(&format!("route add {own} dev inner"))?;
+        self.ip(&format!("addr add {own}/128 dev outer nodad"))?;
+        self.ip(&format!("route add default via fd99::1 src {own}"))
     }
 }
 
@@ -172,29 +188,32 @@ fn another_tenants_address_on_lo_gets_nothing_of_its() -> Result<()> {
         looks(&world, victim.ipv4().octets()[3].into())?;
         let found = status(&world)?;
         ensure!(found["healthy"] == true, "{found:#}");
-        let to = format!("{}:7", victim.ipv4());
-        let (_, counted) = world.counted(Reason::CapturedInbound, || {
-            reaches(&two, &to, "connect --count 20", &[victim.name()])
-        })?;
-        // With SYN cookies the kernel looks for the socket twice.
-        ensure!(counted >= 20, "{counted} of 20 were captured");
-        let ((), counted) = world.counted(Reason::EgressDenied, || {
-            refused(victim, STRANGER, "connect")
-        })?;
-        ensure!(counted == 1, "{counted} were denied");
-        let told = explain(&world, &victim.ipv4().to_string(), STRANGER, &[])?;
-        let whose = &told["capture"][0]["workload"];
-        ensure!(*whose == format!("default/{}", victim.name()), "{told:#}");
         // From behind the attacker, whose address this is there.
         let nested = Nested::new(&world, attacker)?;
         nested.ip(&format!("route add {} via 10.99.0.1", victim.ipv4()))?;
-        let (report, counted) = world.counted(Reason::CapturedInbound, || {
-            nested.connects(&to, &["--count", "5"])
-        })?;
-        ensure!(
-            report.answered == 0 && counted == 0,
-            "the victim's proxy got {counted} connections: {report:?}"
-        );
+        nested.ip(&format!("route add {} via fd99::1", victim.ipv6()))?;
+        for (ip, stranger) in victim.addresses().into_iter().zip([STRANGER, STRANGER6]) {
+            let to = SocketAddr::new(ip, 7).to_string();
+            let (_, counted) = world.counted(Reason::CapturedInbound, || {
+                reaches(&two, &to, "connect --count 20", &[victim.name()])
+            })?;
+            // With SYN cookies the kernel looks for the socket twice.
+            ensure!(counted >= 20, "{to}: {counted} of 20 were captured");
+            let ((), counted) = world.counted(Reason::EgressDenied, || {
+                refused(victim, stranger, "connect")
+            })?;
+            ensure!(counted == 1, "{stranger}: {counted} were denied");
+            let told = explain(&world, &ip.to_string(), stranger, &[])?;
+            let whose = &told["capture"][0]["workload"];
+            ensure!(*whose == format!("default/{}", victim.name()), "{told:#}");
+            let (report, counted) = world.counted(Reason::CapturedInbound, || {
+                nested.connects(&to, &["--count", "5"])
+            })?;
+            ensure!(
+                report.answered == 0 && counted == 0,
+                "{to}: the victim's proxy got {counted} connections: {report:?}"
+            );
+        }
         drop(nested);
         attacker.ip(&format!("addr del {}/32 dev lo", victim.ipv4()))?;
         attacker.ip(&format!("addr del {}/128 dev lo", victim.ipv6()))?;
@@ -333,7 +352,7 @@ fn many_addresses_of_a_pod_slow_nobody() -> Result<()> {
     Ok(())
 }
 
-/// Of a pod that is not captured it is let go, as is the pod.
+/// Of a pod that is not captured it is let go, as is the pod. Both stay what they are over a restart of the agent.
 fn what_a_captured_pod_makes_for_itself_stays_closed() -> Result<()> {
     let mut world = World::new()?;
     let (app, two) = (world.app().clone(), world.lab.pod("two").clone());
@@ -347,30 +366,47 @@ fn what_a_captured_pod_makes_for_itself_stays_closed() -> Result<()> {
         let nested = Nested::new(&world, of)?;
         nested.speaks_for()?;
         looks(&world, of.ipv4().octets()[3].into())?;
-        if is_open {
-            eventually(|| {
-                let report = nested.connects("10.244.1.5:7", &[])?;
-                ensure!(report.answered == 1, "{}: {report:?}", of.name());
-                Ok(())
-            })?;
-            continue;
+        for restarted in [false, true] {
+            if restarted {
+                let agent = world.agent.as_mut().context("an agent")?;
+                agent.kill();
+                agent.start()?;
+            }
+            stays(&world, &nested, is_open)
+                .with_context(|| format!("{}, restarted: {restarted}", of.name()))?;
         }
-        let ((), counted) = world.counted(Reason::Guarded, || {
-            let report = nested.connects("10.244.1.5:7", &["--count", "3"])?;
-            ensure!(report.answered == 0, "{}: {report:?}", of.name());
-            Ok(())
-        })?;
-        ensure!(counted == 3, "{counted} were refused by the guard");
-        eventually(|| {
-            let found = status(&world)?;
-            let said = found["findings"].to_string();
-            let process = format!("process {}", nested.process.id());
-            ensure!(said.contains(&process), "{found:#}");
-            ensure!(found["healthy"] == true, "{found:#}");
-            Ok(())
-        })?;
     }
     Ok(())
+}
+
+/// Wants a network namespace that a pod has made to be let go, or to be refused all connections by the guard.
+fn stays(world: &World, nested: &Nested, is_open: bool) -> Result<()> {
+    const PEERS: [&str; 2] = ["10.244.1.5:7", "[fd00:10:244:1::5]:7"];
+    if is_open {
+        return eventually(|| {
+            for to in PEERS {
+                let report = nested.connects(to, &[])?;
+                ensure!(report.answered == 1, "{to}: {report:?}");
+            }
+            Ok(())
+        });
+    }
+    for to in PEERS {
+        let ((), counted) = world.counted(Reason::Guarded, || {
+            let report = nested.connects(to, &["--count", "3"])?;
+            ensure!(report.answered == 0, "{to}: {report:?}");
+            Ok(())
+        })?;
+        ensure!(counted == 3, "{to}: {counted} were refused by the guard");
+    }
+    eventually(|| {
+        let found = status(world)?;
+        let said = found["findings"].to_string();
+        let process = format!("process {}", nested.process.id());
+        ensure!(said.contains(&process), "{found:#}");
+        ensure!(found["healthy"] == true, "{found:#}");
+        Ok(())
+    })
 }
 
 /// A program that first moves itself to a pod's cgroup, as the kubelet makes them.

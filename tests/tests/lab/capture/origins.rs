@@ -42,7 +42,8 @@ fn entries(world: &World) -> Result<usize> {
     Ok(table(world)?.keys().count())
 }
 
-/// By a process that is not captured, and by one that is: with CAP_NET_RAW, both may mark their sockets.
+/// By a process that is not captured, and by one that is: with CAP_NET_RAW, both may mark their sockets. An entry goes when
+/// its socket is closed, so the table is read while the sockets are open.
 fn a_mark_like_the_proxys_makes_no_entry() -> Result<()> {
     let mut world = World::new()?;
     world.capture(json!({}), json!({ "mode": "proxy" }))?;
@@ -50,11 +51,17 @@ fn a_mark_like_the_proxys_makes_no_entry() -> Result<()> {
         ("two", "10.244.1.5:7"),
         ("two", "[fd00:10:244:1::5]:7"),
         ("app", "10.244.1.6:7"),
+        ("app", "[fd00:10:244:1::6]:7"),
     ] {
         let marked = world.lab.pod(name).probe("marked");
         let marked = marked.args(["--to", to, "--mark", &MARK.to_string(), "--count", "200"]);
-        let made = marked.run()?;
+        let mut marked = marked.stdin_piped().stdout_piped().spawn()?;
+        let made = marked.wait_for_line()?;
         ensure!(made.trim() == "200", "{name}, {to}: {made}");
+        let found = entries(&world)?;
+        ensure!(found == 0, "{name}, {to}: {found} entries of 200 sockets");
+        marked.close_stdin();
+        marked.wait()?;
     }
     eventually(|| {
         let entries = entries(&world)?;
