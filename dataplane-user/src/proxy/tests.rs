@@ -439,6 +439,8 @@ fn fill(mut stream: &TcpStream) -> usize {
 
 #[test]
 fn readers_that_stall_cost_their_own_workload_its_connections() {
+    // As docs/security.md and docs/proxy.md have it.
+    assert_eq!(Settings::default().max_held, 128 << 20);
     let (listener, at) = endpoint();
     // Little fits the endpoint's socket.
     SockRef::from(&listener)

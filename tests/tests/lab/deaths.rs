@@ -1,22 +1,36 @@
-//! Threads of the agent's that die: each ends the agent with an error that names it, and what it served goes on.
+//! Threads of the agent's that die: each ends the agent with an error that names it, and what it served goes on. One that
+//! hangs fails the liveness probe.
 
-use std::os::unix::net::UnixStream;
+use std::{
+    fs,
+    os::unix::net::UnixStream,
+    thread,
+    time::{Duration, Instant},
+};
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_tests::{Agent, Lab};
 use nix::{
-    sys::signal::{Signal, kill},
+    sys::{
+        ptrace,
+        signal::{Signal, kill},
+        wait::{WaitPidFlag, waitpid},
+    },
     unistd::Pid,
 };
+use serde_json::json;
 
 use crate::{
-    cluster::{Cluster, TCP, reaches},
+    cluster::{Cluster, TCP, eventually, reaches},
+    dns_world,
     manifest::Service,
+    outcome::http,
 };
 
 scenarios! {
     Dataplane:
     each_thread_that_dies_ends_the_agent_with_an_error,
+    a_dns_thread_that_hangs_fails_the_liveness_probe,
 }
 
 const TO: &str = "10.96.0.10:80";
@@ -80,4 +94,68 @@ fn each_thread_that_dies_ends_the_agent_with_an_error() -> Result<()> {
         cluster.agent.start()?;
     }
     Ok(())
+}
+
+/// The thread of a process with this name.
+fn thread_of(process: u32, name: &str) -> Result<Pid> {
+    for task in fs::read_dir(format!("/proc/{process}/task"))? {
+        let task = task?;
+        if fs::read_to_string(task.path().join("comm"))?.trim_end() == name {
+            let id: i32 = task.file_name().to_string_lossy().parse()?;
+            return Ok(Pid::from_raw(id));
+        }
+    }
+    anyhow::bail!("process {process} has no thread {name}")
+}
+
+/// A thread that a debugger stops, until this is dropped.
+struct Hanging(Pid);
+
+impl Hanging {
+    fn new(thread: Pid) -> Result<Self> {
+        ptrace::seize(thread, ptrace::Options::empty())?;
+        let hanging = Self(thread);
+        ptrace::interrupt(thread)?;
+        waitpid(thread, Some(WaitPidFlag::__WALL))?;
+        Ok(hanging)
+    }
+}
+
+impl Drop for Hanging {
+    fn drop(&mut self) {
+        // It may have ended.
+        let _ = ptrace::detach(self.0, None);
+    }
+}
+
+/// The other threads go on, and answer the probe.
+fn a_dns_thread_that_hangs_fails_the_liveness_probe() -> Result<()> {
+    const PROBE: &str = "http://127.0.0.1:15021/healthz/live";
+    let world = dns_world::World::start(&json!({}), |text| text)?;
+    let node = world.lab.node("node1");
+    let (status, said) = http(node, PROBE)?;
+    ensure!(status == 200, "{status} {said}");
+    let hanging = Hanging::new(thread_of(world.agent.id(), "dns-0")?)?;
+    let since = Instant::now();
+    loop {
+        let (status, said) = http(node, PROBE)?;
+        let silent = since.elapsed();
+        if status == 503 {
+            ensure!(said.contains("dns-0"), "{said}");
+            // Not because it was busy for a moment.
+            ensure!(silent > Duration::from_secs(25), "after {silent:?}");
+            break;
+        }
+        ensure!(
+            status == 200 && silent < Duration::from_mins(1),
+            "after {silent:?}: {status} {said}"
+        );
+        thread::sleep(Duration::from_millis(500));
+    }
+    drop(hanging);
+    eventually(|| {
+        let (status, said) = http(node, PROBE)?;
+        ensure!(status == 200, "{status} {said}");
+        Ok(())
+    })
 }

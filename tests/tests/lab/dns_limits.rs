@@ -111,8 +111,8 @@ spec: {nodeName: node1}
 status: {podIP: 10.244.1.12}
 ";
 
-/// A pod asks as much as it may for names that have no answer, and has as many connections as it may have. Then
-/// connections and queries of other pods get files all the same.
+/// A pod asks as much as it may for names that have no answer, and has as many connections as it may have, to the DNS
+/// server and by the proxy. Then connections and queries of another namespace's pod get files all the same.
 fn queries_and_connections_leave_open_files_to_each_other() -> Result<()> {
     let proxy = json!({ "maxConnections": CONNECTIONS, "accessLog": "off" });
     let mesh = json!({ "rules": { "mode": "proxy" }, "proxy": proxy });
@@ -128,6 +128,10 @@ fn queries_and_connections_leave_open_files_to_each_other() -> Result<()> {
     let keep = app.probe("keep").args(["--slow", "--count", "200", "--to"]);
     let mut keep = keep.arg(&to).stdin_piped().stdout_piped().spawn()?;
     keep.wait_for_line()?;
+    let ask = app.probe("keep").args(["--slow", "--count", "200"]);
+    let ask = ask.args(["--to", "10.96.0.53:53"]);
+    let mut ask = ask.stdin_piped().stdout_piped().spawn()?;
+    ask.wait_for_line()?;
     // The proxy accepts as many connections as it may.
     thread::sleep(Duration::from_secs(1));
     let open = fs::read_dir(format!("/proc/{}/fd", world.agent.id()))?.count();
@@ -142,7 +146,7 @@ fn queries_and_connections_leave_open_files_to_each_other() -> Result<()> {
     }
     let log = world.agent.log();
     ensure!(!log.contains("EMFILE"), "{log}");
-    drop((flood, keep));
+    drop((flood, keep, ask));
     // The agent has started although the proxy takes fewer connections than the configuration asks for: `status` warns.
     let status = world.agent.dataplane(["status"]).output()?;
     let status = String::from_utf8_lossy(&status.stdout).into_owned();

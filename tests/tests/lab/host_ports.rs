@@ -265,7 +265,9 @@ fn a_host_port_on_loopback_is_for_the_nodes_own_sockets() -> Result<()> {
 /// gets one that the node has for as long as the node has it.
 fn a_host_port_is_at_no_address_but_the_nodes() -> Result<()> {
     const METADATA: &str = "169.254.169.254";
-    const FLOATING: &str = "192.0.2.50";
+    const METADATA6: &str = "fd00:ec2::254";
+    const FLOATING: [&str; 2] = ["192.0.2.50", "2001:db8::50"];
+    const VIPS: [&str; 2] = ["10.96.0.1", "fd00:96::1"];
     let lab = Lab::builder()
         .node("node1")
         .pod("node1", "thief", "10.244.1.10")
@@ -274,14 +276,15 @@ fn a_host_port_is_at_no_address_but_the_nodes() -> Result<()> {
         .build()?;
     let (node, victim) = (lab.node("node1"), lab.pod("victim"));
     let _servers = [serve(lab.pod("thief"))?, serve(victim)?];
-    let victims = victim.ipv4().to_string();
-    let port = |ip: &str| json!({ "hostPort": TCP, "hostIP": ip, "containerPort": TCP });
-    let taken = [METADATA, &victims, "10.96.0.1", FLOATING];
+    let victims = victim.addresses().map(|ip| ip.to_string());
+    let port = |ip: &&str| json!({ "hostPort": TCP, "hostIP": ip, "containerPort": TCP });
+    let absent = [[METADATA, METADATA6], VIPS, FLOATING];
+    let taken = [absent.as_flattened(), &[&*victims[0], &*victims[1]]].concat();
     let pod = json!({
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": { "name": "thief", "namespace": "default" },
-        "spec": { "nodeName": "node1", "containers": [{ "ports": taken.map(port) }] },
+        "spec": { "nodeName": "node1", "containers": [{ "ports": taken.iter().map(port).collect::<Vec<_>>() }] },
         "status": { "podIPs": lab.pod("thief").addresses().map(|ip| json!({ "ip": ip })) },
     });
     let directory = TempDir::new()?;
@@ -289,37 +292,45 @@ fn a_host_port_is_at_no_address_but_the_nodes() -> Result<()> {
     let agent = lab.agent("node1").manifests(directory.path());
     let agent = agent.args(["--pod-cidr", "10.244.0.0/16"]).start()?;
 
-    let at = |ip: &str| format!("{ip}:{TCP}");
+    let at = |ip: &str| {
+        if ip.contains(':') {
+            format!("[{ip}]:{TCP}")
+        } else {
+            format!("{ip}:{TCP}")
+        }
+    };
     for from in [node, lab.pod("client")] {
-        for ip in [METADATA, "10.96.0.1", FLOATING] {
+        for ip in absent.as_flattened() {
             let report = ask(from, &at(ip), "connect --timeout-ms 300")?;
             ensure!(report.answered == 0, "{} at {ip}: {report:?}", from.name());
         }
-        reaches(from, &at(&victims), "connect --count 3", &["victim"])?;
+        for ip in &victims {
+            reaches(from, &at(ip), "connect --count 3", &["victim"])?;
+        }
     }
     let status = run(&agent, "status -o json")?.exits(0)?.json()?;
     let said = status["findings"].to_string();
-    for ip in taken {
+    for ip in &taken {
         ensure!(
             said.contains(&format!("hostIP {ip} is not served")),
             "{said}"
         );
     }
 
-    node.ip(&format!("addr add {FLOATING}/32 dev lo"))?;
-    eventually(|| reaches(node, &at(FLOATING), "connect", &["thief"]).map(drop))?;
-    let status = run(&agent, "status -o json")?.exits(0)?.json()?;
-    let said = status["findings"].to_string();
-    ensure!(
-        !said.contains(FLOATING) && said.contains(METADATA),
-        "{said}"
-    );
-    node.ip(&format!("addr del {FLOATING}/32 dev lo"))?;
-    eventually(|| {
-        let report = ask(node, &at(FLOATING), "connect --timeout-ms 300")?;
-        ensure!(report.answered == 0, "{report:?}");
-        Ok(())
-    })
+    for (ip, bits) in [(FLOATING[0], 32), (FLOATING[1], 128)] {
+        node.ip(&format!("addr add {ip}/{bits} dev lo"))?;
+        eventually(|| reaches(node, &at(ip), "connect", &["thief"]).map(drop))?;
+        let status = run(&agent, "status -o json")?.exits(0)?.json()?;
+        let said = status["findings"].to_string();
+        ensure!(!said.contains(ip) && said.contains(METADATA), "{said}");
+        node.ip(&format!("addr del {ip}/{bits} dev lo"))?;
+        eventually(|| {
+            let report = ask(node, &at(ip), "connect --timeout-ms 300")?;
+            ensure!(report.answered == 0, "{ip}: {report:?}");
+            Ok(())
+        })?;
+    }
+    Ok(())
 }
 
 /// New connections go to the pod, as with portmap, and `status` names the process that gets none.

@@ -2,15 +2,15 @@
 
 use std::{
     fs,
-    net::{IpAddr, SocketAddr},
+    net::{IpAddr, Ipv4Addr, SocketAddr},
     thread,
     time::{Duration, Instant},
 };
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
 use dataplane_common::Reason;
 use dataplane_tests::{
-    Agent, AgentBuilder, Lab, Process,
+    Agent, AgentBuilder, Host, Lab, Process,
     api::{ApiServer, Churn, Cluster as Objects, Options, Resource, objects},
     report::{LoadReport, Report},
 };
@@ -68,17 +68,27 @@ impl Site {
         otherwise: impl FnOnce(AgentBuilder) -> AgentBuilder,
     ) -> Result<Self> {
         let lab = Cluster::lab()?;
+        let outside = lab.external("ext").clone();
+        Self::prepare_at(lab, outside, objects, otherwise)
+    }
+
+    /// Likewise, with an API server on this host.
+    fn prepare_at(
+        lab: Lab,
+        host: Host,
+        objects: impl FnOnce(&Lab) -> Vec<Value>,
+        otherwise: impl FnOnce(AgentBuilder) -> AgentBuilder,
+    ) -> Result<Self> {
         let cluster = Objects::default();
         let node = lab.node("node2");
         cluster.apply(objects::node("node2", "zone-a", &[node.ipv4().into()]));
         cluster.apply_all(objects(&lab));
-        let outside = lab.external("ext").clone();
-        let address = SocketAddr::from((outside.ipv4(), PORT));
+        let address = SocketAddr::from((host.ipv4(), PORT));
         let options = Options {
-            certified: Some(vec![outside.ipv4().to_string()]),
+            certified: Some(vec![host.ipv4().to_string()]),
             ..Options::default()
         };
-        let server = ApiServer::bind(cluster, options, Box::new(move || outside.listen(address)))?;
+        let server = ApiServer::bind(cluster, options, Box::new(move || host.listen(address)))?;
         let directory = tempfile::tempdir()?;
         let kubeconfig = server.kubeconfig(directory.path())?;
         let agent = lab
@@ -350,22 +360,73 @@ fn a_connection_that_is_cut_without_a_word_is_noticed() -> Result<()> {
     Ok(())
 }
 
-/// A Service with the API server's address as its external IP takes the connections of others on the node. The agent
-/// must learn when it is gone.
+/// How an object claims the API server's address and port.
+#[derive(Clone, Copy, Debug)]
+enum Claim {
+    ExternalIp,
+    LoadBalancer,
+    /// The API server is on the agent's node, as on a control plane's.
+    NodePort,
+    HostPort,
+}
+
+impl Claim {
+    /// The object that has it.
+    fn object(self, lab: &Lab, api: Ipv4Addr) -> Result<Value> {
+        let mut thief = objects::service("thief", "10.96.0.66".parse()?);
+        let spec = &mut thief["spec"];
+        spec["ports"][0]["port"] = PORT.into();
+        match self {
+            Self::ExternalIp => spec["externalIPs"] = json!([api]),
+            Self::LoadBalancer => {
+                spec["type"] = "LoadBalancer".into();
+                thief["status"] = json!({ "loadBalancer": { "ingress": [{ "ip": api }] } });
+            }
+            Self::NodePort => {
+                spec["type"] = "NodePort".into();
+                spec["ports"][0]["nodePort"] = PORT.into();
+            }
+            Self::HostPort => {
+                let near = lab.pod("near");
+                thief = objects::pod("thief", "node2", &[near.ipv4().into()]);
+                thief["spec"]["containers"][0]["ports"] =
+                    json!([{ "containerPort": TCP, "hostPort": PORT, "protocol": "TCP" }]);
+            }
+        }
+        Ok(thief)
+    }
+}
+
+/// An object that claims the API server's address and port takes the connections of others on the node. The agent must
+/// learn when it is gone.
+fn no_service_takes_the_agents_way_to_the_api_server() -> Result<()> {
+    for claim in [
+        Claim::ExternalIp,
+        Claim::LoadBalancer,
+        Claim::NodePort,
+        Claim::HostPort,
+    ] {
+        takes_no_way_to_the_api_server(claim).with_context(|| format!("{claim:?}"))?;
+    }
+    Ok(())
+}
+
 #[expect(
     clippy::redundant_closure_for_method_calls,
     reason = "the method itself is of one lifetime only"
 )]
-fn no_service_takes_the_agents_way_to_the_api_server() -> Result<()> {
+fn takes_no_way_to_the_api_server(claim: Claim) -> Result<()> {
+    let lab = Cluster::lab()?;
+    let host = match claim {
+        Claim::NodePort | Claim::HostPort => lab.node("node2"),
+        _ => lab.external("ext"),
+    };
+    let (host, api) = (host.clone(), host.ipv4());
     // Where it serves itself, as everywhere but in a lab.
-    let mut site = Site::prepare_with(web, |agent| agent.in_the_nodes_cgroup())?;
+    let mut site = Site::prepare_at(lab, host, web, |agent| agent.in_the_nodes_cgroup())?;
     site.agent.start()?;
-    let api = site.lab.external("ext").ipv4();
-    let mut thief = objects::service("thief", "10.96.0.66".parse()?);
-    thief["spec"]["externalIPs"] = json!([api]);
-    thief["spec"]["ports"][0]["port"] = PORT.into();
     let cluster = site.server.cluster();
-    cluster.apply(thief);
+    cluster.apply(claim.object(&site.lab, api)?);
     cluster.apply(slice(&site.lab, "thief", &["near"]));
     let node = site.lab.node("node2").clone();
     let at = format!("{api}:{PORT}");
@@ -393,7 +454,11 @@ fn no_service_takes_the_agents_way_to_the_api_server() -> Result<()> {
         reaches(&node, &at, "connect", &["near"])?;
     }
     let cluster = site.server.cluster();
-    cluster.delete(Resource::Services, "default", "thief");
+    let resource = match claim {
+        Claim::HostPort => Resource::Pods,
+        _ => Resource::Services,
+    };
+    cluster.delete(resource, "default", "thief");
     eventually(|| {
         ensure!(reaches(&node, &at, "connect", &["near"]).is_err());
         Ok(())

@@ -57,11 +57,13 @@ fn get(from: &Host, url: &str) -> Result<Answer> {
     })
 }
 
-/// A client takes all connections of the ports that load balancers ask, and more, and says nothing: others are answered,
-/// and the client itself is with its next connection.
+/// A client takes all connections of the ports that load balancers, the kubelet and Prometheus ask, and more, and says
+/// nothing: others are answered, and the client itself is with its next connection.
 fn a_client_that_says_nothing_keeps_no_load_balancer_waiting() -> Result<()> {
     const MORE_THAN_THE_ROOM: usize = 300;
-    let cluster = Cluster::start(|lab| vec![web(lab, Condition::Ready, 30_999)])?;
+    let metrics = ["--metrics-addr", "0.0.0.0:15020", "--metrics-auth", "none"];
+    let services = |lab: &Lab| vec![web(lab, Condition::Ready, 30_999)];
+    let cluster = Cluster::start_with(services, &metrics)?;
     let (ext, addr) = (
         cluster.lab.external("ext"),
         cluster.lab.node("node2").ipv4(),
@@ -77,7 +79,12 @@ fn a_client_that_says_nothing_keeps_no_load_balancer_waiting() -> Result<()> {
         );
         Ok(())
     };
-    for (port, path) in [(30_999, ""), (10_256, "healthz")] {
+    for (port, path) in [
+        (30_999, ""),
+        (10_256, "healthz"),
+        (15_020, "metrics"),
+        (15_021, "healthz/ready"),
+    ] {
         let silent: Vec<TcpStream> = on(ext, |_| {
             let connect = |_| Ok(TcpStream::connect((addr, port))?);
             (0..MORE_THAN_THE_ROOM).map(connect).collect()

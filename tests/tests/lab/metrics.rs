@@ -224,6 +224,17 @@ fn synced(cluster: &Cluster, syncs: u64) -> Result<()> {
     Ok(())
 }
 
+/// What the agent's socket shows.
+const SOCKETS: [&str; 7] = [
+    "/",
+    "/status",
+    "/services",
+    "/pools",
+    "/mesh",
+    "/dns/cache",
+    "/metrics",
+];
+
 /// Any user of the node, and any pod in its network, reaches its loopback; any host its address.
 fn what_nobody_asked_for_is_for_nobody() -> Result<()> {
     let cluster = Cluster::start(|lab| vec![web(lab)])?;
@@ -235,6 +246,43 @@ fn what_nobody_asked_for_is_for_nobody() -> Result<()> {
             fails(client, &to, "connect --silent", "ECONNREFUSED")?;
         }
     }
+    // What listens for others, and for the node alone.
+    let listens = node.command("ss").args(["-Hltn"]).run()?;
+    let at = listens
+        .lines()
+        .filter_map(|line| line.split_whitespace().nth(3));
+    let mut at: Vec<&str> = at.collect();
+    at.sort_unstable();
+    let wanted = [
+        "*:10256",
+        "0.0.0.0:15021",
+        "127.0.0.1:10249",
+        "127.0.0.1:15020",
+    ];
+    ensure!(at == wanted, "{at:?}");
+    // No port has what the socket has.
+    let own = node.ipv4().to_string();
+    for (client, at, port, has_metrics) in [
+        (cluster.client(), &*own, 15021, false),
+        (cluster.client(), &*own, 10256, false),
+        (node, "127.0.0.1", 15020, true),
+        (node, "127.0.0.1", 10249, false),
+    ] {
+        for path in SOCKETS {
+            let url = format!("http://{at}:{port}{path}");
+            let (status, said) = http(client, &url)?;
+            let wanted = if has_metrics && path == "/metrics" {
+                200
+            } else {
+                404
+            };
+            ensure!(status == wanted, "{url}: {status} {said}");
+        }
+    }
+    let flush = node.command("curl").args(["-sS", "-X", "POST"]);
+    let flush = flush.args(["-w", "%{http_code}"]);
+    let said = flush.arg("http://127.0.0.1:15020/dns/cache/flush").run()?;
+    ensure!(said.ends_with("404"), "{said}");
     // The socket is root's, and has it all.
     run(&cluster.agent, "services")?.exits(0)?;
     let socket = cluster.agent.socket();

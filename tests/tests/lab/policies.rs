@@ -9,6 +9,7 @@ use dataplane_tests::{Host, Lab, report::Report};
 use crate::{
     cluster::{Cluster, TCP, UDP, eventually, fails, reaches, refused},
     manifest::{Condition, Service},
+    outcome::run,
 };
 
 scenarios! {
@@ -316,6 +317,14 @@ fn the_older_of_two_services_has_the_vip() -> Result<()> {
         text.contains("a-young") && text.contains("b-old"),
         "not named: {text}"
     );
+    // The list of services shows it at both.
+    for (service, marked) in [
+        ("a-young", "10.96.0.10:80/tcp (of default/b-old)"),
+        ("b-old", "10.96.0.10:80/tcp (not of default/a-young)"),
+    ] {
+        let listed = run(&cluster.agent, &format!("services {service}"))?;
+        listed.exits(0)?.says(&[marked])?;
+    }
     cluster.manifests.write(&[young(lab)])?;
     eventually(|| reaches(client, "10.96.0.10:80", "connect --count 20", &["near"]).map(drop))?;
     // Of two that are equally old, the first by name.

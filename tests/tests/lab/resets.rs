@@ -332,13 +332,22 @@ fn a_refused_connection_is_over() -> Result<()> {
 /// A service of two endpoints. Session affinity would keep a client's endpoint whatever becomes of its flow.
 const WITHOUT_AFFINITY: u16 = 2;
 
+/// A client in a pod of this node, which dials a cluster IP, and one outside, which dials a node port and is masqueraded:
+/// where its packets arrive, its addresses, and what it dials.
+const CLIENTS: [(&str, [&str; 2], &str); 2] =
+    [("veth-near", NEAR, "cluster"), ("eth0", OUTSIDE, "node")];
+
 /// So who sends a RST, or both sides' FINs, and then a SYN in a client's name moves no connection to another endpoint.
 fn an_ended_connection_and_a_syn_keep_the_endpoint() -> Result<()> {
     on(Scene::new()?, |scene| {
-        for number in 0..120 {
+        let kinds = || CLIENTS.into_iter().flat_map(|of| [(true, of), (false, of)]);
+        for (number, (v4, (client_at, client, kind))) in kinds().cycle().take(480).enumerate() {
+            let number = u16::try_from(number)?;
+            // Both ends of each kind.
+            let by_reset = number / 4 % 2 == 0;
             let (client, vip) = (
-                (ip(true, NEAR[0], NEAR[1]), 20_000 + number),
-                vip(true, "cluster", WITHOUT_AFFINITY),
+                (ip(v4, client[0], client[1]), 20_000 + number),
+                vip(v4, kind, WITHOUT_AFFINITY),
             );
             let key = FlowKey::new(
                 Addr::from(client.0),
@@ -356,9 +365,9 @@ fn an_ended_connection_and_a_syn_keep_the_endpoint() -> Result<()> {
                 let to = scene.rig.conntrack.get(&key).context("no flow")?;
                 Ok(Flow { key, to })
             };
-            let request = |bits, numbers| send("veth-near", client, vip, bits, numbers);
+            let request = |bits, numbers| send(client_at, client, vip, bits, numbers);
             let before = request(flags::SYN, [CLIENT, 0])?;
-            let ended = if number % 2 == 0 {
+            let ended = if by_reset {
                 request(flags::RST, [CLIENT, 0])?
             } else {
                 // Whose endpoint is the client itself sees an address of the node's.
@@ -375,7 +384,11 @@ fn an_ended_connection_and_a_syn_keep_the_endpoint() -> Result<()> {
                 request(fin, [CLIENT + 1, SERVER + 1])?;
                 reply(fin, [SERVER + 1, CLIENT + 2])?
             };
-            let over = [State::Reset, State::Closed][usize::from(number % 2)];
+            let over = if by_reset {
+                State::Reset
+            } else {
+                State::Closed
+            };
             ensure!(ended.state() == over, "{ended:?} is {}", ended.state());
             let after = request(flags::SYN, [CLIENT + (1 << 30), 0])?;
             ensure!(
