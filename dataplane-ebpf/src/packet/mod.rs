@@ -9,6 +9,7 @@
 //! A packet that leaves is only looked at for replies of endpoints that are sockets of this host.
 
 mod begin;
+mod chosen;
 mod client_port;
 mod conntrack;
 mod direct;
@@ -210,6 +211,9 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     let begins = s.packet.is_syn() || (known == NEW && !s.packet.is_tcp());
     if may_be_ours && begins && known != FOREIGN {
         s.frontend = begin::frontend(&s.packet.key);
+        if !s.frontend.is_none() && chosen::is_destination(skb, &s.packet.key) {
+            s.frontend = Frontend::NONE;
+        }
     }
     // A SYN answers nothing, and neither does a datagram to a service.
     if has_ports && known == NEW && !s.packet.is_syn() && s.frontend.is_none() {

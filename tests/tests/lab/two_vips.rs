@@ -7,13 +7,14 @@ use anyhow::{Context as _, Result, ensure};
 use dataplane_tests::{Host, Lab, Process, report::Report};
 
 use crate::{
-    cluster::{TCP, UDP, serve},
+    cluster::{Cluster, TCP, UDP, reaches, serve},
     manifest::{Manifests, Service},
 };
 
 scenarios! {
     Dataplane:
     two_vips_of_one_endpoint_see_the_clients_address,
+    an_external_ip_takes_no_connection_of_the_service_whose_endpoint_has_it,
 }
 
 /// The client's port.
@@ -113,6 +114,46 @@ fn two_vips_of_one_endpoint_see_the_clients_address() -> Result<()> {
                     );
                 }
             }
+        }
+    }
+    Ok(())
+}
+
+/// A service in another namespace has the address and port of an endpoint as its external IP. Who connects to the endpoint's
+/// service gets that endpoint: what was translated at the socket is not translated again by packets. Who dials the address
+/// itself gets the other service, as with kube-proxy.
+fn an_external_ip_takes_no_connection_of_the_service_whose_endpoint_has_it() -> Result<()> {
+    let services = |lab: &Lab| {
+        let far = lab.pod("far");
+        let addresses: Vec<String> = far.addresses().iter().map(ToString::to_string).collect();
+        vec![
+            Service::new("x", &["10.96.0.10", "fd00:96::10"])
+                .in_namespace("x")
+                .port("tcp", 80, TCP)
+                .port("udp", 5353, UDP)
+                .endpoints(&[far]),
+            Service::new("y", &["10.96.0.66", "fd00:96::66"])
+                .in_namespace("y")
+                .set("externalIPs", addresses)
+                .port("tcp", TCP, TCP)
+                .port("udp", UDP, UDP)
+                .endpoints(&[lab.pod("near")]),
+        ]
+    };
+    let cluster = Cluster::start_in(Cluster::lab()?, &["far", "near"], services, &[])?;
+    let lab = &cluster.lab;
+    for from in [cluster.client(), lab.pod("near2"), lab.node("node2")] {
+        for vip in ["10.96.0.10", "[fd00:96::10]"] {
+            reaches(from, &format!("{vip}:80"), "connect --count 20", &["far"])?;
+            for how in ["udp --count 20", "udp --count 20 --unconnected"] {
+                reaches(from, &format!("{vip}:5353"), how, &["far"])?;
+            }
+        }
+    }
+    for address in lab.pod("far").addresses() {
+        for (port, how) in [(TCP, "connect --count 5"), (UDP, "udp --count 5")] {
+            let to = std::net::SocketAddr::from((address, port)).to_string();
+            reaches(cluster.client(), &to, how, &["near"])?;
         }
     }
     Ok(())

@@ -1,0 +1,75 @@
+//! Packets to an endpoint that the programs at sockets have chosen. Their destination may also be a VIP, for example the
+//! external IP of another service. It is not translated again, as netfilter translates a flow once: otherwise that service
+//! would take the connections of the service whose endpoint has the address.
+
+use core::{
+    ptr::{from_ref, null_mut, read_volatile},
+    slice,
+};
+
+use aya_ebpf::helpers::generated::{bpf_get_socket_cookie, bpf_sk_fullsock, bpf_sk_storage_get};
+use dataplane_common::{
+    packet::FlowKey,
+    tables::{Peer, PeerSets, UDP_FLOWS, UdpFlows},
+};
+
+use super::skb::Skb;
+use crate::{
+    sets::place_of,
+    tables::{FLOWS, MORE_PEERS},
+};
+
+/// Whether the packet's own socket sends it, and was given this destination instead of a VIP. A packet from another machine
+/// or from a virtual machine has no socket here.
+#[inline(never)]
+pub fn is_destination(skb: Skb, key: &FlowKey) -> bool {
+    // SAFETY: the program's context.
+    let cookie = unsafe { bpf_get_socket_cookie(skb.0.cast()) };
+    if cookie == 0 {
+        return false;
+    }
+    if is_to(place_of::<PeerSets>(cookie), key) {
+        return true;
+    }
+    // SAFETY: a field of the context, checked for null before each use; the tables' elements live as long as the socket,
+    // which lives as long as its packet.
+    unsafe {
+        let sk = read_volatile(&raw const (*skb.0).__bindgen_anon_2.sk);
+        if sk.is_null() {
+            return false;
+        }
+        let sk = bpf_sk_fullsock(sk);
+        if sk.is_null() {
+            return false;
+        }
+        let kept = bpf_sk_storage_get(
+            from_ref(&MORE_PEERS).cast_mut().cast(),
+            sk.cast(),
+            null_mut(),
+            0,
+        );
+        if is_to(kept.cast(), key) {
+            return true;
+        }
+        let flows: *mut UdpFlows =
+            bpf_sk_storage_get(from_ref(&FLOWS).cast_mut().cast(), sk.cast(), null_mut(), 0).cast();
+        if flows.is_null() {
+            return false;
+        }
+        let flows = slice::from_raw_parts((&raw const (*flows).flows).cast::<Peer>(), UDP_FLOWS);
+        flows.iter().any(|flow| is_to(flow, key))
+    }
+}
+
+/// Whether a kept endpoint is the packet's destination. `kept` may be null.
+#[inline(always)]
+fn is_to(kept: *const Peer, key: &FlowKey) -> bool {
+    if kept.is_null() {
+        return false;
+    }
+    // SAFETY: not null, and an element of ours.
+    unsafe {
+        let port = read_volatile(&raw const (*kept).endpoint_port);
+        port == key.dst_port && read_volatile(&raw const (*kept).endpoint) == key.dst
+    }
+}
