@@ -460,7 +460,7 @@ layout! {
         /// How many ICMP errors may be sent.
         pub errors: ErrorLimits,
         /// The secret of the flows' tables, an even number: it decides in which cells a flow may be, so that nobody can tell.
-        /// 0: the tables are from a version without it.
+        /// 0: there are no tables.
         pub secret: u64,
     }
 

@@ -167,7 +167,7 @@ pub fn decide(request: &Request, used: &Endpoint, only_cluster_ips: bool) -> Ver
 }
 
 /// Chooses one of the endpoints of a pool that is not empty, given the one that this client already
-/// uses for this destination, if any. What it chooses may be [`Endpoint::NONE`]: see [`Verdict::reason`]. `REMEMBER`: an
+/// uses for this destination, if any. The chosen endpoint may be [`Endpoint::NONE`] ([`Verdict::reason`]). `REMEMBER`: an
 /// endpoint that is drawn is remembered at once, if the pool has session affinity; otherwise it is to be
 /// [remembered](remember) when the client is served.
 #[inline(always)]

@@ -233,9 +233,8 @@ fn every_part_of_an_address_tells() {
     assert!(bases.len() > 980, "{}", bases.len());
 }
 
-/// Nobody who does not know the secret can tell from two flows' addresses how far apart their cells are: neither if one bit
-/// of an address differs, nor if the topmost bits of two words do, which change products in a way that depends on no
-/// factor.
+/// The distance of two flows' cells depends on the secret, also if the flows' addresses differ in one bit, or in the topmost
+/// bits of two words. These bits change the products in a way that depends on no factor.
 #[test]
 fn how_far_apart_cells_are_is_a_secret() {
     let secrets: Vec<u64> = (1..=64_u64)

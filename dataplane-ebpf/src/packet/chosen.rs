@@ -2,20 +2,18 @@
 //! external IP of another service. It is not translated again, as netfilter translates a flow once: otherwise that service
 //! would take the connections of the service whose endpoint has the address.
 
-use core::{
-    ptr::{from_ref, null_mut, read_volatile},
-    slice,
-};
+use core::ptr::{from_ref, null_mut, read_volatile};
 
 use aya_ebpf::helpers::generated::{bpf_get_socket_cookie, bpf_sk_fullsock, bpf_sk_storage_get};
 use dataplane_common::{
     packet::FlowKey,
-    tables::{Peer, PeerSets, UDP_FLOWS, UdpFlows},
+    tables::{Peer, PeerSets, UdpFlows},
 };
 
 use super::skb::Skb;
 use crate::{
     sets::place_of,
+    socket::flows,
     tables::{FLOWS, MORE_PEERS},
 };
 
@@ -53,11 +51,7 @@ pub fn is_destination(skb: Skb, key: &FlowKey) -> bool {
         }
         let flows: *mut UdpFlows =
             bpf_sk_storage_get(from_ref(&FLOWS).cast_mut().cast(), sk.cast(), null_mut(), 0).cast();
-        if flows.is_null() {
-            return false;
-        }
-        let flows = slice::from_raw_parts((&raw const (*flows).flows).cast::<Peer>(), UDP_FLOWS);
-        flows.iter().any(|flow| is_to(flow, key))
+        !flows.is_null() && flows::has_endpoint(flows, key.dst, key.dst_port)
     }
 }
 

@@ -1,11 +1,14 @@
 //! Whether a packet may come from where it says; `rp_filter` does this for packets that pass the stack.
 //!
-//! From a pod's interface come only packets whose source the node's routes lead to by this interface, by another of the
-//! same pod, by the bridge of which the interface is a port or what stands on that bridge, or by an interface that the
-//! agent knows, that has none of our programs and that is no bridge. So a pod speaks for nobody else: neither in a flow that it begins, nor in answers. If
-//! the interface is a port of a switch in which the node has no address, the routes must not lead to another pod's
-//! interface. The agent says which of both is asked of an interface, or that nothing is ([`Iface::STRICT`],
-//! [`Iface::LOOSE`]).
+//! At a pod's interface, the node's routes must lead to the packet's source by one of these interfaces:
+//!
+//! - this interface, or another interface of the same pod;
+//! - the bridge of which this interface is a port, or an interface that stands on that bridge;
+//! - an interface that the agent knows, that has none of our programs and that is no bridge.
+//!
+//! So a pod speaks only for itself, in flows that it begins and in answers. If the interface is a port of a switch in which the
+//! node has no address, the routes must not lead to another pod's interface. The agent says which of both checks an interface
+//! gets ([`Iface::STRICT`], [`Iface::LOOSE`]), if any.
 //!
 //! By other interfaces a flow begins from where the kernel would take it (`fib_validate_source` in
 //! `net/ipv4/fib_frontend.c`), but never from the node's own addresses. The packets of known flows are not asked there. A

@@ -60,6 +60,21 @@ pub fn translate_reply<F: Family>(call: &SockAddr<F>, addr: Addr, port: Port) ->
     false
 }
 
+/// Whether the socket used this endpoint for a VIP. `flows` must be a socket's element.
+#[inline(always)]
+pub fn has_endpoint(flows: *mut UdpFlows, addr: Addr, port: Port) -> bool {
+    for index in 0..UDP_FLOWS as u32 {
+        let flow = place(flows, index);
+        // SAFETY: within the socket's element.
+        unsafe {
+            if (*flow).endpoint_port == port && (*flow).endpoint == addr && is_published(flow) {
+                return true;
+            }
+        }
+    }
+    false
+}
+
 /// Remembers a flow, in the place of an earlier one to the same VIP, else of the oldest.
 #[inline(always)]
 pub fn remember<F: Family>(call: &SockAddr<F>, new: &Peer) {

@@ -18,32 +18,9 @@ use super::{
 /// layout takes over what one of that layout has in it. Those in one line refer to each other, and go together.
 /// What they hold must mean the same to every agent that takes them: addresses, ports and places in each other,
 /// no numbers of pools or workloads, which each layout gives anew.
-const CONNECTIONS: [(u32, &[&[&str]]); 6] = [
-    (8, &[&FLOW_MAPS, &["NODE_ADDRS"]]),
-    // Before 11 there is no FLOW_SECRET: it is 0 (`Pins::make_flow_secret`).
-    (
-        8,
-        &[&[
-            "CONNTRACK",
-            "ANSWERS",
-            "FRAGMENTS",
-            "SEQUENCES",
-            "NODE_ADDRS",
-        ]],
-    ),
-    // Without SEQUENCES: how far a flow has got is not known at first, and its next packets tell. Before 7 a flow had two
-    // entries, in tables of their own: there is no CONNTRACK, and nothing is taken.
-    (
-        2,
-        &[&[
-            "CONNTRACK",
-            "ANSWERS",
-            "FRAGMENTS",
-            "NODE_ADDRS",
-            "FLOW_SECRET",
-        ]],
-    ),
-    (2, &[&["CONNTRACK", "ANSWERS", "FRAGMENTS", "NODE_ADDRS"]]),
+const CONNECTIONS: [(u32, &[&[&str]]); 3] = [
+    // The places of flows depend on FLOW_SECRET, which no layout before 11 has: of those, no flow is taken.
+    (0, &[&FLOW_MAPS, &["NODE_ADDRS"]]),
     // Layout 8 does not have the last three: then the next line is about it, and entries of ORIGINS are not counted.
     (8, &[&SOCKET_MAPS, &["ORIGIN_COUNTS", "OWN", "ASKERS"]]),
     (4, &[&SOCKET_MAPS]),

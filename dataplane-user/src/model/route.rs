@@ -57,9 +57,9 @@ pub struct Route {
     pub created: Option<i64>,
     /// `spec.parentRefs` that are Services of its own namespace.
     pub parents: SmallVec<[Parent; 1]>,
-    /// Which of `spec.parentRefs` are Services of other namespaces, and why the route is not for these; none: no one is.
+    /// The `spec.parentRefs` that are Services of other namespaces, and why the route is not for them. `None`: there are none.
     pub abroad: Option<Box<str>>,
-    /// What the route asks for that layer 4 cannot do, with its field; none: it can be served.
+    /// The field of the route that layer 4 cannot serve, and why. `None`: the route can be served.
     pub unsupported: Option<Box<str>>,
     /// `spec.rules[0].backendRefs`.
     pub backends: Vec<BackendRef>,
@@ -87,7 +87,7 @@ pub struct Parent {
 /// An element of `backendRefs`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BackendRef {
-    /// What it names.
+    /// The object that the reference names.
     pub to: BackendTo,
     /// `port`.
     pub port: Option<u16>,

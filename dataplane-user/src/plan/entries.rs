@@ -3,12 +3,11 @@
 //! An entry becomes a [`Service`] of its own kind, with a name that no Service can have. Its VIPs are those that its
 //! hosts were given and those that it names itself. So budgets, claims and the order of writes are those of services.
 //!
-//! An author of entries in one namespace takes no address of others: neither one that a Service, an endpoint of a Service
-//! or a Pod has, on whatever port, nor one of a node.
+//! An entry takes no address that a Service, an endpoint of a Service, a Pod or a node has, on whatever port.
 //!
-//! An author of EndpointSlices writes whatever addresses they like. So endpoints that are no Pods' take no address that the
-//! operator has stated to be an external IP, nor one of the ranges of hosts. Of other addresses nobody knows whose they
-//! are: they stay with the endpoint, since the packets of its Service would go to the entry otherwise.
+//! The author of an EndpointSlice can write any address. So an endpoint that is no Pod's protects no address that the operator
+//! has stated to be an external IP, and none in the ranges of hosts. The owner of any other address is unknown: the address
+//! stays with the endpoint.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -39,7 +38,7 @@ pub struct Entries {
     workloads: OrdMap<WorkloadName, Arc<Workload>>,
     /// The node's own addresses.
     own: Vec<IpAddr>,
-    /// Who has each address; empty while no entry names an address.
+    /// The holders of each address. Empty while no entry names an address.
     taken: HashMap<IpAddr, Holders>,
     pods: PodAddresses,
     /// Whether the operator has stated which external addresses are served.
@@ -75,14 +74,14 @@ impl Holders {
     }
 }
 
-/// Who has an address.
+/// A kind of object that holds an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Holder {
     Owner,
     Endpoint,
 }
 
-/// What entries come to.
+/// The services and entries that result from entries.
 #[derive(Clone, Debug)]
 pub struct Taken {
     /// All services, those of entries among them.

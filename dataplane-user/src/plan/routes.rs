@@ -43,7 +43,7 @@ pub struct Routes {
     abroad_to: BTreeMap<Box<str>, OfNamespaces>,
     /// The routes that lead to each host, by their namespaces.
     to_host: BTreeMap<Arc<str>, OfNamespaces>,
-    /// What the routes of each Service come to.
+    /// The result of the routes of each Service.
     wanted: BTreeMap<ServiceName, Wanted>,
     /// How many endpoints the routes of each namespace lead to, and the Services for which that is too many.
     sums: HashMap<Box<str>, usize>,
@@ -58,7 +58,7 @@ pub struct Routes {
 /// Routes by their namespaces and kinds.
 type OfNamespaces = BTreeMap<(Box<str>, RouteKind), BTreeSet<RouteName>>;
 
-/// What the routes of a Service come to.
+/// The result of a Service's routes.
 #[derive(Debug, Default)]
 struct Wanted {
     /// How ports are split, by their indices.

@@ -145,11 +145,8 @@ fn options_and_extension_headers_pass() -> Result<()> {
     Ok(())
 }
 
-/// Frames with a whole link-layer header and whatever is left of the rest; and such as a VLAN's.
-fn frames_that_are_cut_short_do_no_harm() -> Result<()> {
-    let lab = Cluster::lab()?;
-    // A link without the lab's switch on it, which would look into packets.
-    let (ext, node) = (lab.external("ext").clone(), lab.node("node2").clone());
+/// Adds a link, from `q0` to the node's `q1`, that does not lead through the lab's switch: the switch would look into packets.
+fn cable(ext: &Host, node: &Host) -> Result<()> {
     ext.ip(&format!(
         "link add q0 type veth peer name q1 netns {}",
         node.netns()
@@ -158,6 +155,14 @@ fn frames_that_are_cut_short_do_no_harm() -> Result<()> {
     node.ip("addr add fd79::1/64 dev q1 nodad")?;
     node.ip("link set q1 up")?;
     ext.ip("link set q0 up")?;
+    Ok(())
+}
+
+/// Frames with a whole link-layer header and whatever is left of the rest; and such as a VLAN's.
+fn frames_that_are_cut_short_do_no_harm() -> Result<()> {
+    let lab = Cluster::lab()?;
+    let (ext, node) = (lab.external("ext").clone(), lab.node("node2").clone());
+    cable(&ext, &node)?;
     let cluster = Cluster::start_in(lab, &["near"], |lab| vec![web(lab, "near")], &[])?;
     let links = [link(&node, "q1")?, link(&ext, "q0")?];
     for v4 in [true, false] {
@@ -214,16 +219,8 @@ fn frames_that_are_cut_short_do_no_harm() -> Result<()> {
 fn a_priority_is_no_vlan() -> Result<()> {
     const PRIORITY: [u8; 4] = [0x81, 0, 0x60, 0];
     let lab = Cluster::lab()?;
-    // As for the frames that are cut short.
     let (ext, node) = (lab.external("ext").clone(), lab.node("node2").clone());
-    ext.ip(&format!(
-        "link add q0 type veth peer name q1 netns {}",
-        node.netns()
-    ))?;
-    node.ip("addr add 192.0.2.1/24 dev q1")?;
-    node.ip("addr add fd79::1/64 dev q1 nodad")?;
-    node.ip("link set q1 up")?;
-    ext.ip("link set q0 up")?;
+    cable(&ext, &node)?;
     let cluster = Cluster::start_in(lab, &["near"], |lab| vec![web(lab, "near")], &[])?;
     let near = cluster.lab.pod("near");
     let rules = "table netdev seen { chain arriving { type filter hook ingress device eth0 priority 0; policy accept\n\

@@ -24,7 +24,7 @@ pub fn new_secret() -> u64 {
 }
 
 impl Pins {
-    /// Returns the secret of the tables of flows. 0: the tables were made by a version without it, or there are none.
+    /// Returns the secret of the tables of flows, 0 if there are none.
     ///
     /// # Errors
     /// The pin is not ours, or may not be opened.
@@ -36,8 +36,7 @@ impl Pins {
         Ok(map.get(0).unwrap_or_default())
     }
 
-    /// Makes the secret if there is none, before the tables are made. Tables that exist were made by a version without it,
-    /// so their secret is 0.
+    /// Makes the secret if there is none, before the tables are made.
     ///
     /// # Errors
     /// The kernel's refusal.
@@ -45,12 +44,10 @@ impl Pins {
         if self.open_map(spec(NAME))?.is_some() {
             return Ok(());
         }
-        let has_flows = self.open_map(spec("CONNTRACK"))?.is_some();
-        let secret = if has_flows { 0 } else { new_secret() };
         let doing = || format!("cannot make table {NAME}");
         let map = sys::map_create(NAME, &Mapped::<u64>::shape(false), 1).doing(doing)?;
         let mapped = Mapped::<u64>::map(map.try_clone().doing(doing)?, 1, true).doing(doing)?;
-        mapped.set(0, secret);
+        mapped.set(0, new_secret());
         // The secret is there before the table can be found.
         sys::obj_pin(map.as_fd(), &self.map(NAME)).doing(doing)
     }
