@@ -1,6 +1,10 @@
 //! The text that `iptables-save` and `ip6tables-save` write and their `-restore` commands read, line by line. Pure: it
-//! borrows from the text, allocates nothing for a line, and keeps options that it does not know as they are.
+//! borrows from the text, allocates nothing for a line, and keeps options that it does not know as they are. An entry
+//! prints as the line that it was read from.
 
+#[cfg(test)]
+mod fuzz;
+pub mod nft;
 mod words;
 
 use std::fmt;
@@ -34,6 +38,8 @@ pub enum Entry<'a> {
     Table(&'a str),
     /// A chain of the table.
     Chain {
+        /// The line's number, from 1.
+        line: usize,
         /// The chain's name.
         name: &'a str,
         /// The policy of a built-in chain.
@@ -54,12 +60,50 @@ pub struct Rule<'a> {
     pub line: usize,
     /// The chain that has the rule.
     pub chain: &'a str,
-    /// Whether the rule goes before others (`-I`).
-    pub inserted: bool,
+    /// The number of the rule, from 1, before which this one goes (`-I`); `None`: at the end (`-A`).
+    pub before: Option<u32>,
     /// The packets and bytes that the rule has matched.
     pub counters: Option<Counters>,
     /// The options, as they are written.
     pub text: &'a str,
+}
+
+impl fmt::Display for Entry<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Table(name) => write!(f, "*{name}"),
+            Self::Chain {
+                name,
+                policy,
+                counters,
+                ..
+            } => {
+                write!(f, ":{name} {}", policy.unwrap_or("-"))?;
+                match counters {
+                    None => Ok(()),
+                    Some((packets, bytes)) => write!(f, " [{packets}:{bytes}]"),
+                }
+            }
+            Self::Rule(rule) => rule.fmt(f),
+            Self::Commit => f.write_str("COMMIT"),
+        }
+    }
+}
+
+impl fmt::Display for Rule<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some((packets, bytes)) = self.counters {
+            write!(f, "[{packets}:{bytes}] ")?;
+        }
+        match self.before {
+            None => write!(f, "-A {}", self.chain)?,
+            Some(number) => write!(f, "-I {} {number}", self.chain)?,
+        }
+        if !self.text.is_empty() {
+            write!(f, " {}", self.text)?;
+        }
+        Ok(())
+    }
 }
 
 impl<'a> Rule<'a> {
@@ -92,17 +136,15 @@ pub struct RuleOption<'a> {
     pub values: Vec<Word<'a>>,
 }
 
-/// The entries of a text. The iterator ends after the first error.
+/// The entries of a text. An error concerns its own line; the lines after it are read.
 pub fn entries(text: &str) -> impl Iterator<Item = Result<Entry<'_>, Error>> {
     let mut table: Option<usize> = None;
     let mut lines = text.lines().enumerate();
-    let mut done = false;
     std::iter::from_fn(move || {
-        while !done {
+        loop {
             let Some((index, line)) = lines.next() else {
-                done = true;
                 let what = "the table has no COMMIT";
-                return table.map(|line| Err(Error { line, what }));
+                return table.take().map(|line| Err(Error { line, what }));
             };
             let line = line.trim_ascii();
             if line.is_empty() || line.starts_with('#') {
@@ -113,12 +155,10 @@ pub fn entries(text: &str) -> impl Iterator<Item = Result<Entry<'_>, Error>> {
             match entry {
                 Ok(Entry::Table(_)) => table = Some(number),
                 Ok(Entry::Commit) => table = None,
-                Ok(_) => {}
-                Err(_) => done = true,
+                Ok(_) | Err(_) => {}
             }
             return Some(entry.map_err(|what| Error { line: number, what }));
         }
-        None
     })
 }
 
@@ -138,7 +178,7 @@ fn entry(number: usize, line: &str, in_table: bool) -> Result<Entry<'_>, &'stati
         return Ok(Entry::Commit);
     }
     if let Some(chain) = line.strip_prefix(':') {
-        return self::chain(chain);
+        return self::chain(number, chain);
     }
     let (counters, rest) = match line.strip_prefix('[') {
         None => (None, line),
@@ -155,15 +195,28 @@ fn entry(number: usize, line: &str, in_table: bool) -> Result<Entry<'_>, &'stati
     if let Some(error) = Words::new(text).find_map(Result::err) {
         return Err(error);
     }
-    match command {
-        "-A" | "--append" | "-I" | "--insert" => Ok(Entry::Rule(Rule {
+    let rule = |before, text| {
+        Ok(Entry::Rule(Rule {
             line: number,
             chain: name,
-            inserted: matches!(command, "-I" | "--insert"),
+            before,
             counters,
             text,
-        })),
+        }))
+    };
+    match command {
+        "-A" | "--append" => rule(None, text),
+        "-I" | "--insert" => match cut(text) {
+            (before, text) if before.starts_with(|c: char| c.is_ascii_digit()) => {
+                let before = before.parse().ok().filter(|number| *number > 0);
+                let before =
+                    before.ok_or("the number of the rule before which this one goes is wrong")?;
+                rule(Some(before), text)
+            }
+            _ => rule(Some(1), text),
+        },
         "-N" | "--new-chain" if text.is_empty() => Ok(Entry::Chain {
+            line: number,
             name,
             policy: None,
             counters: None,
@@ -172,7 +225,7 @@ fn entry(number: usize, line: &str, in_table: bool) -> Result<Entry<'_>, &'stati
     }
 }
 
-fn chain(text: &str) -> Result<Entry<'_>, &'static str> {
+fn chain(line: usize, text: &str) -> Result<Entry<'_>, &'static str> {
     let (name, rest) = cut(text);
     let (policy, rest) = cut(rest);
     if name.is_empty() || policy.is_empty() {
@@ -184,6 +237,7 @@ fn chain(text: &str) -> Result<Entry<'_>, &'static str> {
         _ => return Err("counters are [PACKETS:BYTES]"),
     };
     Ok(Entry::Chain {
+        line,
         name,
         policy: (policy != "-").then_some(policy),
         counters,
@@ -219,6 +273,7 @@ mod tests {
         assert_eq!(all.len(), 6);
         assert_eq!(all[0], Entry::Table("nat"));
         let output = Entry::Chain {
+            line: 3,
             name: "OUTPUT",
             policy: Some("ACCEPT"),
             counters: Some((7, 420)),
@@ -254,9 +309,23 @@ mod tests {
             ("*nat\n*filter", 2),
             ("*nat\n:X - [0:0]\n", 1),
             ("*\n", 1),
+            ("*nat\n-I X 0 -j Y\nCOMMIT", 2),
+            ("*nat\n-I X 4294967296 -j Y\nCOMMIT", 2),
         ] {
             let error = entries(text).find_map(Result::err);
             assert_eq!(error.map(|error| error.line), Some(line), "{text}");
         }
+    }
+
+    #[test]
+    fn an_error_ends_nothing() {
+        let text = "*nat\nwhat?\n-I X 2 -j Y\n*filter\n-I X -j Y\nCOMMIT\nCOMMIT\n";
+        let all: Vec<_> = entries(text).collect();
+        let errors: Vec<usize> = (all.iter())
+            .filter_map(|entry| entry.err().map(|error| error.line))
+            .collect();
+        assert_eq!(errors, [2, 4, 7]);
+        let printed: Vec<String> = all.iter().flatten().map(Entry::to_string).collect();
+        assert_eq!(printed, ["*nat", "-I X 2 -j Y", "-I X 1 -j Y", "COMMIT"]);
     }
 }

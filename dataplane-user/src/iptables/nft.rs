@@ -1,0 +1,306 @@
+//! The text that `nft list ruleset` prints, by its braces: tables, chains, rules, and the elements of sets and maps. Rules are
+//! kept as they are.
+
+/// A line that is not of this format.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Error<'a> {
+    /// The line's number, from 1.
+    pub line: usize,
+    /// The line.
+    pub text: &'a str,
+    /// The fault.
+    pub what: &'static str,
+}
+
+/// A part of a listing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Entry<'a> {
+    /// A table begins.
+    Table {
+        /// `ip`, `inet`…
+        family: &'a str,
+        /// The table's name.
+        name: &'a str,
+    },
+    /// A chain of the table begins.
+    Chain {
+        /// The chain's name.
+        name: &'a str,
+    },
+    /// Where the chain is hooked in.
+    Base {
+        /// The line's number, from 1.
+        line: usize,
+        /// The chain's name.
+        chain: &'a str,
+        /// `type filter hook forward priority filter; policy drop;`
+        text: &'a str,
+    },
+    /// A rule.
+    Rule {
+        /// The number of its first line, from 1.
+        line: usize,
+        /// The chain's name.
+        chain: &'a str,
+        /// The rule, which may have several lines.
+        text: &'a str,
+    },
+    /// A set or a map, with what is said of it, its elements among it.
+    Elements {
+        /// The name of the set or the map.
+        name: &'a str,
+        /// Its lines.
+        text: &'a str,
+    },
+}
+
+/// What a block is, and its name.
+#[derive(Clone, Copy)]
+enum Block<'a> {
+    Chain(&'a str),
+    /// Begins at a line's start.
+    Set(&'a str, usize),
+    /// Flow tables, counters, limits and others.
+    Other,
+}
+
+/// The parts of a listing. An error concerns its own line; the lines after it are read.
+pub fn entries(text: &str) -> impl Iterator<Item = Result<Entry<'_>, Error<'_>>> {
+    let mut reader = Reader {
+        text,
+        at: 0,
+        number: 0,
+        in_table: false,
+        block: None,
+    };
+    std::iter::from_fn(move || reader.next())
+}
+
+struct Reader<'a> {
+    text: &'a str,
+    /// Where the next line begins, and the number of the line before it.
+    at: usize,
+    number: usize,
+    in_table: bool,
+    block: Option<Block<'a>>,
+}
+
+impl<'a> Reader<'a> {
+    /// The next line, with where it begins.
+    fn line(&mut self) -> Option<(usize, &'a str)> {
+        let start = self.at;
+        let rest = self.text.get(start..).filter(|rest| !rest.is_empty())?;
+        let line = rest.split_inclusive('\n').next()?;
+        self.at += line.len();
+        self.number += 1;
+        Some((start, line.trim()))
+    }
+
+    fn next(&mut self) -> Option<Result<Entry<'a>, Error<'a>>> {
+        loop {
+            let Some((start, line)) = self.line() else {
+                let open = self.in_table || self.block.is_some();
+                (self.in_table, self.block) = (false, None);
+                return open.then(|| self.error("", "a block has no end"));
+            };
+            // What nft and iptables say beside the rules. In a chain it is a rule that nft cannot show.
+            if line.is_empty() || line.starts_with('#') && self.block.is_none() {
+                continue;
+            }
+            match (self.in_table, self.block) {
+                (false, _) => match header(line) {
+                    Some(["table", family, name]) => {
+                        self.in_table = true;
+                        return Some(Ok(Entry::Table { family, name }));
+                    }
+                    _ => return Some(self.error(line, "the line is outside of a table")),
+                },
+                (true, None) if line == "}" => self.in_table = false,
+                (true, None) => {
+                    let (block, entry) = match header(line) {
+                        Some(["chain", name, ""]) => {
+                            (Block::Chain(name), Some(Entry::Chain { name }))
+                        }
+                        Some(["set" | "map", name, ""]) => (Block::Set(name, self.at), None),
+                        // `ct helper NAME {`, `flowtable NAME {`, `counter NAME {`
+                        Some(_) => (Block::Other, None),
+                        // `comment "…"`, `flags dormant`
+                        None => continue,
+                    };
+                    self.block = Some(block);
+                    if let Some(entry) = entry {
+                        return Some(Ok(entry));
+                    }
+                }
+                (true, Some(block)) => {
+                    if line == "}" {
+                        self.block = None;
+                        if let Block::Set(name, first) = block {
+                            let text = &self.text[first..start];
+                            return Some(Ok(Entry::Elements { name, text }));
+                        }
+                        continue;
+                    }
+                    let number = self.number;
+                    let end = self.close_braces(line);
+                    let text = self.text[start..end].trim();
+                    let Block::Chain(chain) = block else {
+                        continue;
+                    };
+                    if text.starts_with("comment ") {
+                        continue;
+                    }
+                    return Some(Ok(
+                        if text.starts_with("type ") && text.contains(" hook ") {
+                            Entry::Base {
+                                line: number,
+                                chain,
+                                text,
+                            }
+                        } else {
+                            Entry::Rule {
+                                line: number,
+                                chain,
+                                text,
+                            }
+                        },
+                    ));
+                }
+            }
+        }
+    }
+
+    /// Reads on until the braces that `line` opens are closed; where that ends.
+    fn close_braces(&mut self, line: &str) -> usize {
+        let mut open = braces(line);
+        while open > 0 {
+            match self.line() {
+                Some((_, line)) => open += braces(line),
+                None => break,
+            }
+        }
+        self.at
+    }
+
+    fn error(&self, text: &'a str, what: &'static str) -> Result<Entry<'a>, Error<'a>> {
+        let line = self.number.max(1);
+        Err(Error { line, text, what })
+    }
+}
+
+/// The words before the brace that ends a line: up to three, the third empty if there are two.
+fn header(line: &str) -> Option<[&str; 3]> {
+    // nft 1.1 writes a handle behind, if asked: `{ # handle 3`
+    let line = line.split(" # ").next()?.trim_end();
+    let mut words = line.strip_suffix('{')?.split_whitespace();
+    Some([
+        words.next()?,
+        words.next()?,
+        words.next().unwrap_or_default(),
+    ])
+}
+
+/// Braces that a line opens, less those that it closes. In quotes they do not count.
+fn braces(line: &str) -> i64 {
+    let mut quoted = false;
+    let count = |byte| match byte {
+        b'"' => {
+            quoted = !quoted;
+            0
+        }
+        b'{' if !quoted => 1,
+        b'}' if !quoted => -1,
+        _ => 0,
+    };
+    line.bytes().map(count).sum()
+}
+
+/// The words of a rule. A text in quotes is one word, with its quotes; `;` and `,` end a word.
+pub fn words(text: &str) -> impl Iterator<Item = &str> {
+    let mut rest = text;
+    std::iter::from_fn(move || {
+        rest = rest.trim_start_matches(|c: char| c.is_whitespace() || c == ',' || c == ';');
+        let end = match rest.strip_prefix('"') {
+            Some(quoted) => quoted.find('"').map_or(rest.len(), |end| end + 2),
+            None => rest
+                .find(|c: char| c.is_whitespace() || c == ',' || c == ';')
+                .unwrap_or(rest.len()),
+        };
+        let (word, after) = rest.split_at(end);
+        rest = after;
+        (!word.is_empty()).then_some(word)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LISTING: &str = "table ip one {\n\tcomment \"{\"\n\tmap m {\n\t\ttype ipv4_addr : verdict\n\t\telements = { 10.0.0.1 : drop,\n\
+        \t\t\t     10.0.0.2 : goto x }\n\t}\n\n\tct helper h {\n\t\ttype \"ftp\" protocol tcp\n\t}\n\n\tchain x {\n\
+        \t\ttype filter hook forward priority filter; policy drop;\n\t\ttcp dport { 1,\n\t\t\t2 } drop\n\
+        \t\tcomment \"x\"\n\t\tmeta mark 1 comment \"a } b\" accept\n\t}\n}\n# Warning: table ip nat is managed by iptables-nft\n\
+        table inet two {\n}\n";
+
+    #[test]
+    fn a_listing_is_read() {
+        let all: Vec<_> = entries(LISTING).collect::<Result<_, _>>().unwrap();
+        let rule = |line, text| Entry::Rule {
+            line,
+            chain: "x",
+            text,
+        };
+        let wanted = [
+            Entry::Table {
+                family: "ip",
+                name: "one",
+            },
+            Entry::Elements {
+                name: "m",
+                text: "\t\ttype ipv4_addr : verdict\n\t\telements = { 10.0.0.1 : drop,\n\t\t\t     10.0.0.2 : goto x }\n",
+            },
+            Entry::Chain { name: "x" },
+            Entry::Base {
+                line: 14,
+                chain: "x",
+                text: "type filter hook forward priority filter; policy drop;",
+            },
+            rule(15, "tcp dport { 1,\n\t\t\t2 } drop"),
+            rule(18, "meta mark 1 comment \"a } b\" accept"),
+            Entry::Table {
+                family: "inet",
+                name: "two",
+            },
+        ];
+        assert_eq!(all, wanted);
+        let words: Vec<_> = words("tcp dport { 1,\n2 } comment \"a } b\" drop;").collect();
+        assert_eq!(
+            words,
+            [
+                "tcp",
+                "dport",
+                "{",
+                "1",
+                "2",
+                "}",
+                "comment",
+                "\"a } b\"",
+                "drop"
+            ]
+        );
+    }
+
+    #[test]
+    fn errors_have_their_line() {
+        for (text, line) in [
+            ("hello\n", 1),
+            ("table ip a {\n}\n}\n", 3),
+            ("table ip a {\n\tchain b {\n", 2),
+            ("table ip a {\n\tset b {\n\t\telements = { 1,\n", 3),
+        ] {
+            let errors: Vec<_> = entries(text).filter_map(Result::err).collect();
+            assert_eq!(errors.len(), 1, "{text}: {errors:?}");
+            assert_eq!(errors[0].line, line, "{text}");
+        }
+    }
+}
