@@ -10,7 +10,7 @@ use std::{
 
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
-use super::{Base, Chain, FORWARD, Rule, Verdict};
+use super::{Base, Chain, FORWARD, Kind, Listed, Rule, Table, Verdict};
 
 /// `IPT_SO_GET_INFO` and `IP6T_SO_GET_INFO`; `..._GET_ENTRIES`.
 const GET_INFO: i32 = 64;
@@ -18,8 +18,12 @@ const GET_ENTRIES: i32 = 65;
 /// The tables that have a chain at the forward hook.
 const TABLES: [&str; 3] = ["filter", "mangle", "security"];
 
+/// The chains that are built in, by the number of their hook.
+const HOOKS: [&str; 5] = ["PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"];
+
 /// A family's numbers.
 struct Family {
+    word: &'static str,
     level: i32,
     /// The tables that are in use: to ask for another one would make it.
     names: &'static str,
@@ -31,6 +35,7 @@ struct Family {
 
 const FAMILIES: [Family; 2] = [
     Family {
+        word: "ip",
         level: libc::SOL_IP,
         names: "/proc/thread-self/net/ip_tables_names",
         tool: "iptables-legacy",
@@ -38,6 +43,7 @@ const FAMILIES: [Family; 2] = [
         entry: 112,
     },
     Family {
+        word: "ip6",
         level: libc::SOL_IPV6,
         names: "/proc/thread-self/net/ip6_tables_names",
         tool: "ip6tables-legacy",
@@ -68,23 +74,63 @@ const TARGET_DATA: usize = 32;
 /// The name of what is before a chain.
 const ERROR: &[u8] = b"ERROR";
 
-/// Every chain of the tables that are in use.
+/// Every chain of the tables that are in use and have a chain at the forward hook.
 pub fn chains() -> io::Result<Vec<Chain>> {
     let mut all = Vec::new();
     for family in &FAMILIES {
-        let names = match fs::read_to_string(family.names) {
-            Ok(names) => names,
-            // A kernel without them, or no module.
-            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-            Err(error) => return Err(error),
-        };
+        let names = in_use(family)?;
         for table in TABLES {
             if names.lines().any(|name| name == table) {
-                all.extend(read(family, table)?);
+                let chains = read(family, table)?.into_iter();
+                all.extend(chains.map(|mut chain| {
+                    // The other hooks are not asked about.
+                    chain.base = chain.base.filter(|_| chain.name == HOOKS[FORWARD as usize]);
+                    chain
+                }));
             }
         }
     }
     Ok(all)
+}
+
+/// The tables that are in use.
+pub fn tables() -> io::Result<Vec<Table>> {
+    let mut all = Vec::new();
+    for family in &FAMILIES {
+        for name in in_use(family)?.lines() {
+            let chains = read(family, name)?.into_iter().map(|chain| Listed {
+                hook: chain.base.and_then(|_| hook_of(&chain.name)),
+                drops: chain.base.is_some_and(|base| base.drops),
+                rules: chain.rules.len(),
+                name: chain.name,
+            });
+            all.push(Table {
+                kind: Kind::Legacy,
+                family: family.word,
+                name: name.to_owned(),
+                chains: chains.collect(),
+                sets: Vec::new(),
+            });
+        }
+    }
+    Ok(all)
+}
+
+/// The hook of a chain that is built in.
+fn hook_of(chain: &str) -> Option<&'static str> {
+    HOOKS
+        .iter()
+        .position(|name| *name == chain)
+        .map(|number| super::HOOKS[number])
+}
+
+/// The names of a family's tables that are in use, one a line.
+fn in_use(family: &Family) -> io::Result<String> {
+    match fs::read_to_string(family.names) {
+        // A kernel without them, or no module.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(String::new()),
+        names => names,
+    }
 }
 
 fn read(family: &Family, table: &str) -> io::Result<Vec<Chain>> {
@@ -96,7 +142,11 @@ fn read(family: &Family, table: &str) -> io::Result<Vec<Chain>> {
     // A table that is changed in between has another size.
     for _ in 0..8 {
         let mut info = Info::new_zeroed();
-        info.name[..table.len()].copy_from_slice(table.as_bytes());
+        let name = info
+            .name
+            .get_mut(..table.len())
+            .ok_or(io::ErrorKind::InvalidData)?;
+        name.copy_from_slice(table.as_bytes());
         get(socket.as_fd(), family.level, GET_INFO, info.as_mut_bytes())?;
         let mut answer = vec![0; BEFORE + info.size as usize];
         answer[..32].copy_from_slice(&info.name);
@@ -148,7 +198,7 @@ fn parse(family: &Family, info: &Info, bytes: &[u8], table: &str) -> Option<Vec<
     }
     // What jumps lead to: a chain's first rule.
     let mut names: BTreeMap<usize, (String, Option<usize>)> = BTreeMap::new();
-    for (hook, name) in (0..).zip(["PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"]) {
+    for (hook, name) in (0..).zip(HOOKS) {
         if info.valid_hooks & 1 << hook != 0 {
             let first = info.hooks[hook] as usize;
             names.insert(first, (name.to_owned(), Some(hook)));
@@ -160,13 +210,15 @@ fn parse(family: &Family, info: &Info, bytes: &[u8], table: &str) -> Option<Vec<
         }
     }
     let mut chains: Vec<Chain> = Vec::new();
+    // Where the rule is that is the policy of the present chain.
+    let mut policy_at = None;
     for (at, entry) in &entries {
         if let Some((name, hook)) = names.get(at) {
-            let of_forward = hook.filter(|hook| *hook == FORWARD as usize);
+            policy_at = hook.map(|hook| info.underflows[hook] as usize);
             chains.push(Chain {
                 table: table.to_owned(),
                 name: name.clone(),
-                base: of_forward.map(|_| Base { drops: false }),
+                base: hook.map(|_| Base { drops: false }),
                 rules: Vec::new(),
             });
         }
@@ -176,7 +228,7 @@ fn parse(family: &Family, info: &Info, bytes: &[u8], table: &str) -> Option<Vec<
         let chain = chains.last_mut()?;
         let verdict = entry.verdict(*at, |to| names.get(&to).map(|(name, _)| name.clone()));
         if let Some(base) = &mut chain.base
-            && *at == info.underflows[FORWARD as usize] as usize
+            && policy_at == Some(*at)
         {
             base.drops = verdict == Some(Verdict::Refuse);
         } else {

@@ -1,10 +1,10 @@
-//! Other people's rules at netfilter's forward hook, as they are: nf_tables (`nft`, `iptables-nft`) and the legacy tables of
-//! iptables. Read only: no module is loaded and no table made for it.
+//! Other people's rules, as they are: nf_tables (`nft`, `iptables-nft`), the legacy tables of iptables, and the services of
+//! IPVS. Read only: no module of legacy tables is loaded and no table made for it.
 
 mod legacy;
 mod nf_tables;
 
-use std::io;
+use std::{fs, io};
 
 use super::error::{Doing, Error};
 
@@ -58,4 +58,137 @@ pub fn forward_chains() -> Result<Vec<Chain>, Error> {
         Ok(chains)
     };
     read().doing(|| "cannot read netfilter's rules at the forward hook".to_owned())
+}
+
+/// The hooks of packets of IP, by number.
+const HOOKS: [&str; 5] = ["prerouting", "input", "forward", "output", "postrouting"];
+
+/// Who made a table, by its form.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Kind {
+    /// `iptables-legacy`: a table of x_tables.
+    Legacy,
+    /// `iptables-nft`: a table of nf_tables with the name and the base chains of a table of iptables.
+    Compat,
+    /// Another table of nf_tables.
+    Native,
+}
+
+/// A table, without its rules.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Table {
+    /// Who made it.
+    pub kind: Kind,
+    /// `ip`, `ip6`, `inet`, `arp`, `bridge` or `netdev`.
+    pub family: &'static str,
+    /// Its name.
+    pub name: String,
+    /// Its chains.
+    pub chains: Vec<Listed>,
+    /// The names of its sets and maps that have names of their own.
+    pub sets: Vec<String>,
+}
+
+impl Table {
+    /// How many rules it has.
+    pub fn rules(&self) -> usize {
+        self.chains.iter().map(|chain| chain.rules).sum()
+    }
+
+    /// Whether it does more than its mere existence: it has a rule, a chain that is not at a hook, or a chain that drops.
+    pub fn holds_rules(&self) -> bool {
+        let holds = |chain: &Listed| chain.rules > 0 || chain.hook.is_none() || chain.drops;
+        self.chains.iter().any(holds)
+    }
+}
+
+/// A chain, without its rules.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Listed {
+    /// Its name.
+    pub name: String,
+    /// The hook that it is at, such as `prerouting`.
+    pub hook: Option<&'static str>,
+    /// Whether a packet is dropped that no rule has decided on.
+    pub drops: bool,
+    /// How many rules it has, without its policy.
+    pub rules: usize,
+}
+
+/// Every table of the network namespace that this thread is in.
+///
+/// # Errors
+/// If the kernel does not tell.
+pub fn tables() -> Result<Vec<Table>, Error> {
+    let read = || -> io::Result<Vec<Table>> {
+        let mut tables = legacy::tables()?;
+        tables.extend(nf_tables::tables()?);
+        Ok(tables)
+    };
+    read().doing(|| "cannot list netfilter's tables".to_owned())
+}
+
+/// How many services IPVS has in the network namespace that this thread is in; `None`: IPVS is not loaded.
+///
+/// # Errors
+/// If the kernel does not tell.
+pub fn ipvs_services() -> Result<Option<usize>, Error> {
+    match fs::read_to_string("/proc/thread-self/net/ip_vs") {
+        Ok(list) => Ok(Some(services_in(&list))),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error).doing(|| "cannot read the services of IPVS".to_owned()),
+    }
+}
+
+/// Three lines of headings, then a line for each service, and below it lines for its servers.
+fn services_in(list: &str) -> usize {
+    let services = list.lines().skip(3);
+    services
+        .filter(|line| line.starts_with(|c: char| c.is_ascii_alphabetic()))
+        .count()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn services_of_ipvs_are_counted_without_servers() {
+        let head = "IP Virtual Server version 1.2.1 (size=4096)\nProt LocalAddress:Port Scheduler Flags\n  \
+                    -> RemoteAddress:Port Forward Weight ActiveConn InActConn\n";
+        let services = "TCP  0A600001:01BB rr\n  -> C0A84D01:192B      Masq    1      0          0\n\
+                        UDP  [fd00:0096:0000:0000:0000:0000:0000:000a]:0035 rr\nFWM  00000001 wlc\n";
+        assert_eq!(services_in(head), 0);
+        assert_eq!(services_in(&format!("{head}{services}")), 3);
+    }
+
+    #[test]
+    fn an_empty_table_holds_nothing() {
+        let chain = |hook, drops, rules| Listed {
+            name: "X".to_owned(),
+            hook,
+            drops,
+            rules,
+        };
+        let table = |chains: &[Listed]| Table {
+            kind: Kind::Compat,
+            family: "ip",
+            name: "filter".to_owned(),
+            chains: chains.to_vec(),
+            sets: Vec::new(),
+        };
+        let at = Some("forward");
+        assert!(!table(&[]).holds_rules());
+        assert!(!table(&[chain(at, false, 0)]).holds_rules());
+        for chain in [
+            chain(at, false, 1),
+            chain(at, true, 0),
+            chain(None, false, 0),
+        ] {
+            assert!(
+                table(std::slice::from_ref(&chain)).holds_rules(),
+                "{chain:?}"
+            );
+        }
+    }
 }

@@ -7,20 +7,28 @@ use std::{
 
 use netlink_sys::protocols::NETLINK_NETFILTER;
 
-use super::{Base, Chain, FORWARD, Rule, Verdict};
+use super::{Base, Chain, FORWARD, HOOKS, Kind, Listed, Rule, Table, Verdict};
 use crate::kernel::netlink::{Netlink, attribute, attributes};
 
 /// `NFNL_SUBSYS_NFTABLES << 8`, with which a message's type begins.
 const TABLES: u16 = 0x0a00;
-/// `NFT_MSG_GETCHAIN`, `NFT_MSG_GETRULE`.
+/// `NFT_MSG_GETTABLE`, `NFT_MSG_GETCHAIN`, `NFT_MSG_GETRULE`, `NFT_MSG_GETSET`.
+const GET_TABLE: u16 = TABLES | 1;
 const GET_CHAIN: u16 = TABLES | 4;
 const GET_RULE: u16 = TABLES | 7;
+const GET_SET: u16 = TABLES | 0x0a;
 /// `NFT_MSG_GETSETELEM`.
 const GET_ELEMENTS: u16 = TABLES | 0x0d;
 
 /// `struct nfgenmsg`: a family, a version, and a number.
 const HEADER: usize = 4;
 
+const NFTA_TABLE_NAME: u16 = 1;
+const NFTA_SET_TABLE: u16 = 1;
+const NFTA_SET_NAME: u16 = 2;
+const NFTA_SET_FLAGS: u16 = 3;
+/// `NFT_SET_ANONYMOUS`.
+const ANONYMOUS: u32 = 1;
 const NFTA_CHAIN_TABLE: u16 = 1;
 const NFTA_CHAIN_NAME: u16 = 3;
 const NFTA_CHAIN_HOOK: u16 = 4;
@@ -57,35 +65,167 @@ type TableName = (u8, String);
 /// How often rules are read that change while they are.
 const TRIES: usize = 8;
 
+/// The tables of IP packets that `iptables-nft` knows (`xtables_builtin_table` in `iptables/nft.c`).
+const OF_IPTABLES: [&str; 5] = ["filter", "nat", "mangle", "raw", "security"];
+
 /// Every chain of the tables that have one at the forward hook.
 pub fn chains() -> io::Result<Vec<Chain>> {
-    for _ in 1..TRIES {
-        match read() {
-            // A table, a chain or a map that was there is gone, or rules were changed: what was read is no whole.
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) if error.raw_os_error() == Some(libc::ENOENT) => {}
-            read => return read,
-        }
-    }
-    read()
+    as_a_whole(read)
 }
 
-fn read() -> io::Result<Vec<Chain>> {
-    let mut netlink = match Netlink::open(NETLINK_NETFILTER) {
-        Ok(netlink) => netlink,
-        Err(error) if error.raw_os_error() == Some(libc::EPROTONOSUPPORT) => return Ok(Vec::new()),
-        Err(error) => return Err(error),
-    };
-    let mut all: Vec<(TableName, Chain)> = Vec::new();
-    let listed = netlink.dump(GET_CHAIN, &[0; HEADER], |message| {
-        all.extend(chain(message));
-    });
-    match listed {
-        // A kernel without nf_tables.
-        Err(error) if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EINVAL)) => {
-            return Ok(Vec::new());
+/// Every table.
+pub fn tables() -> io::Result<Vec<Table>> {
+    as_a_whole(list)
+}
+
+/// Reads again if what was read has changed meanwhile. Without nf_tables in the kernel there is nothing.
+fn as_a_whole<T>(read: impl Fn(&mut Netlink) -> io::Result<Option<Vec<T>>>) -> io::Result<Vec<T>> {
+    for last in (0..TRIES).map(|tried| tried + 1 == TRIES) {
+        let mut netlink = match Netlink::open(NETLINK_NETFILTER) {
+            Ok(netlink) => netlink,
+            Err(error) if error.raw_os_error() == Some(libc::EPROTONOSUPPORT) => break,
+            Err(error) => return Err(error),
+        };
+        match read(&mut netlink) {
+            // A table, a chain or a map that was there is gone, or rules were changed: what was read is no whole.
+            Err(error) if !last && error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) if !last && error.raw_os_error() == Some(libc::ENOENT) => {}
+            read => return Ok(read?.unwrap_or_default()),
         }
-        listed => listed?,
+    }
+    Ok(Vec::new())
+}
+
+/// A dump; `None` if the kernel has no nf_tables.
+fn dump(netlink: &mut Netlink, kind: u16, each: impl FnMut(&[u8])) -> io::Result<Option<()>> {
+    match netlink.dump(kind, &[0; HEADER], each) {
+        Err(error) if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EINVAL)) => {
+            Ok(None)
+        }
+        dumped => dumped.map(Some),
+    }
+}
+
+/// The tables with their chains, and how many rules there are.
+fn list(netlink: &mut Netlink) -> io::Result<Option<Vec<Table>>> {
+    let mut tables: BTreeMap<TableName, Table> = BTreeMap::new();
+    let listed = dump(netlink, GET_TABLE, |message| {
+        if let Some((key, _)) = key(message, NFTA_TABLE_NAME) {
+            let table = Table {
+                kind: Kind::Native,
+                family: family(key.0),
+                name: key.1.clone(),
+                chains: Vec::new(),
+                sets: Vec::new(),
+            };
+            tables.insert(key, table);
+        }
+    })?;
+    if listed.is_none() {
+        return Ok(None);
+    }
+    let mut places: BTreeMap<(TableName, String), usize> = BTreeMap::new();
+    netlink.dump(GET_CHAIN, &[0; HEADER], |message| {
+        if let Some((key, rest)) = key(message, NFTA_CHAIN_TABLE)
+            && let Some(table) = tables.get_mut(&key)
+            && let Some(name) = content(rest, NFTA_CHAIN_NAME).map(text)
+        {
+            places.insert((key.clone(), name.clone()), table.chains.len());
+            table.chains.push(Listed {
+                name,
+                hook: hook(key.0, rest),
+                drops: drops(rest),
+                rules: 0,
+            });
+        }
+    })?;
+    netlink.dump(GET_SET, &[0; HEADER], |message| {
+        if let Some((key, rest)) = key(message, NFTA_SET_TABLE)
+            && let Some(table) = tables.get_mut(&key)
+            && let Some(name) = content(rest, NFTA_SET_NAME).map(text)
+            && content(rest, NFTA_SET_FLAGS)
+                .and_then(number)
+                .unwrap_or_default()
+                & ANONYMOUS
+                == 0
+        {
+            table.sets.push(name);
+        }
+    })?;
+    netlink.dump(GET_RULE, &[0; HEADER], |message| {
+        if let Some((key, rest)) = key(message, NFTA_RULE_TABLE)
+            && let Some(chain) = content(rest, NFTA_RULE_CHAIN).map(text)
+            && let Some(place) = places.get(&(key.clone(), chain))
+            && let Some(table) = tables.get_mut(&key)
+        {
+            table.chains[*place].rules += 1;
+        }
+    })?;
+    let mut tables: Vec<Table> = tables.into_values().collect();
+    for table in &mut tables {
+        if is_of_iptables(table) {
+            table.kind = Kind::Compat;
+        }
+    }
+    Ok(Some(tables))
+}
+
+/// Whether `iptables-nft` takes a table for its own: it has the name of one, and its chains at hooks have the names of those.
+fn is_of_iptables(table: &Table) -> bool {
+    let built_in = |chain: &Listed| match chain.hook {
+        Some(hook) => chain.name == hook.to_ascii_uppercase(),
+        None => true,
+    };
+    matches!(table.family, "ip" | "ip6")
+        && OF_IPTABLES.contains(&&*table.name)
+        && table.chains.iter().all(built_in)
+}
+
+/// The table that a message is about, by the attribute that names it; and the message's attributes.
+fn key(message: &[u8], attribute: u16) -> Option<(TableName, &[u8])> {
+    let rest = message.get(HEADER..)?;
+    let name = text(content(rest, attribute)?);
+    Some(((*message.first()?, name), rest))
+}
+
+/// The word for a family's number (`NFPROTO_…`).
+fn family(number: u8) -> &'static str {
+    match number {
+        1 => "inet",
+        2 => "ip",
+        3 => "arp",
+        5 => "netdev",
+        7 => "bridge",
+        10 => "ip6",
+        _ => "unknown",
+    }
+}
+
+/// The hook of a chain. Families without IP number theirs otherwise.
+fn hook(family: u8, chain: &[u8]) -> Option<&'static str> {
+    let number = number(content(
+        content(chain, NFTA_CHAIN_HOOK)?,
+        NFTA_HOOK_HOOKNUM,
+    )?)?;
+    let hooks: &[&str] = match family {
+        // `NF_ARP_IN`…, `NF_NETDEV_INGRESS`…
+        3 => &["input", "output", "forward"],
+        5 => &["ingress", "egress"],
+        _ => &HOOKS,
+    };
+    Some(hooks.get(number as usize).copied().unwrap_or("ingress"))
+}
+
+/// Whether a chain drops what no rule decides on.
+fn drops(chain: &[u8]) -> bool {
+    content(chain, NFTA_CHAIN_POLICY).and_then(number) == Some(DROP)
+}
+
+fn read(netlink: &mut Netlink) -> io::Result<Option<Vec<Chain>>> {
+    let mut all: Vec<(TableName, Chain)> = Vec::new();
+    let listed = dump(netlink, GET_CHAIN, |message| all.extend(chain(message)))?;
+    if listed.is_none() {
+        return Ok(None);
     }
     let with_base = all.iter().filter(|(_, chain)| chain.base.is_some());
     let tables: BTreeSet<TableName> = with_base.map(|(table, _)| table.clone()).collect();
@@ -116,7 +256,7 @@ fn read() -> io::Result<Vec<Chain>> {
             chain.rules = rules.remove(&chain.name).unwrap_or_default();
         }
     }
-    Ok(all.into_iter().map(|(_, chain)| chain).collect())
+    Ok(Some(all.into_iter().map(|(_, chain)| chain).collect()))
 }
 
 /// A question about a table, with names.
@@ -150,7 +290,7 @@ fn chain(message: &[u8]) -> Option<(TableName, Chain)> {
     let find = |kind| content(rest, kind);
     let table = text(find(NFTA_CHAIN_TABLE)?);
     let hook = find(NFTA_CHAIN_HOOK).and_then(|hook| number(content(hook, NFTA_HOOK_HOOKNUM)?));
-    let drops = find(NFTA_CHAIN_POLICY).and_then(number) == Some(DROP);
+    let drops = drops(rest);
     let chain = Chain {
         table: format!("nft {word} {table}"),
         name: text(find(NFTA_CHAIN_NAME)?),
@@ -303,5 +443,36 @@ mod tests {
         assert_eq!(forward.base, Some(Base { drops: true }));
         assert_eq!(of(10, 1).unwrap().base, None);
         assert_eq!(of(7, FORWARD), None, "a bridge's");
+    }
+
+    #[test]
+    fn tables_of_iptables_are_told_by_their_chains() {
+        let table = |family, name: &str, chains: &[(&str, Option<&'static str>)]| Table {
+            kind: Kind::Native,
+            family,
+            name: name.to_owned(),
+            chains: chains
+                .iter()
+                .map(|(name, hook)| Listed {
+                    name: (*name).to_owned(),
+                    hook: *hook,
+                    drops: false,
+                    rules: 0,
+                })
+                .collect(),
+            sets: Vec::new(),
+        };
+        let built_in = ("PREROUTING", Some("prerouting"));
+        for (wanted, family, name, chains) in [
+            (true, "ip", "nat", &[built_in, ("KUBE-SERVICES", None)][..]),
+            (true, "ip6", "raw", &[]),
+            (false, "ip", "nat", &[built_in, ("output", Some("output"))]),
+            (false, "ip", "nat", &[("PREROUTING", Some("input"))]),
+            (false, "inet", "filter", &[]),
+            (false, "ip", "kube-proxy", &[built_in]),
+        ] {
+            let table = table(family, name, chains);
+            assert_eq!(is_of_iptables(&table), wanted, "{table:?}");
+        }
     }
 }
