@@ -2,51 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use super::owners::{self, KUBE_PROXY, Owner};
 use crate::kernel::netfilter::{Chain, Verdict};
 
 /// How many chains are named of one owner.
 const NAMED: usize = 3;
-
-/// Whose chains are by their names' beginnings; the longest that fits counts. Of kube-proxy's, which the dataplane takes
-/// the place of, none is told.
-const OWNERS: [(&str, &str); 19] = [
-    ("KUBE-", KUBE_PROXY),
-    ("KUBE-ROUTER", "kube-router"),
-    ("KUBE-NWPLCY", "kube-router"),
-    ("KUBE-POD-FW", "kube-router"),
-    ("KUBE-NETWORK-POLICIES", "kube-network-policies"),
-    ("cali-", "Calico"),
-    ("CILIUM_", "Cilium"),
-    ("OLD_CILIUM_", "Cilium"),
-    ("WEAVE", "Weave Net"),
-    ("FLANNEL", "flannel"),
-    ("CNI-", "a network plug-in (CNI)"),
-    ("DOCKER", "Docker"),
-    ("NETAVARK", "Podman"),
-    ("LIBVIRT_", "libvirt"),
-    ("LXC", "LXC"),
-    ("ufw", "ufw"),
-    ("FWD", "firewalld"),
-    ("FORWARD_", "firewalld"),
-    ("f2b-", "fail2ban"),
-];
-
-/// Whose nf_tables tables are, by name.
-const TABLES: [(&str, &str); 11] = [
-    ("kube-proxy", KUBE_PROXY),
-    ("kube-network-policies", "kube-network-policies"),
-    ("calico", "Calico"),
-    ("firewalld", "firewalld"),
-    ("docker-bridges", "Docker"),
-    ("netavark", "Podman"),
-    ("libvirt_network", "libvirt"),
-    ("lxd", "LXD"),
-    ("incus", "Incus"),
-    ("cni_hostport", "a network plug-in (CNI)"),
-    ("fw4", "OpenWrt"),
-];
-
-const KUBE_PROXY: &str = "kube-proxy";
 
 /// Rules of one owner behind one chain at the hook.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -54,7 +14,7 @@ struct Refusing {
     /// The table, and the chain at the hook.
     base: String,
     /// Whose they are, if their names tell.
-    owner: Option<&'static str>,
+    owner: Option<&'static Owner>,
     /// Whether the chain at the hook drops what nobody accepts.
     drops: bool,
     /// The chains that have rules which refuse packets; sorted.
@@ -77,7 +37,7 @@ impl Refusing {
             };
             what.push(format!("has rules that refuse packets ({named}{more})"));
         }
-        let owner = self.owner.unwrap_or("owner unknown");
+        let owner = self.owner.map_or("owner unknown", |owner| owner.name);
         format!(
             "{} ({owner}) {}: flows to services that the packet path sends on do not pass it",
             self.base,
@@ -115,8 +75,8 @@ fn refusing(chains: &[Chain]) -> Vec<Refusing> {
     let mut found = Vec::new();
     for (table, chains) in &tables {
         for base in chains.values().filter(|chain| chain.base.is_some()) {
-            let mut owners: BTreeMap<Option<&str>, Refusing> = BTreeMap::new();
-            let mut entry = |owner: Option<&'static str>, add: &dyn Fn(&mut Refusing)| {
+            let mut owners: BTreeMap<Option<&Owner>, Refusing> = BTreeMap::new();
+            let mut entry = |owner: Option<&'static Owner>, add: &dyn Fn(&mut Refusing)| {
                 let new = || Refusing {
                     base: format!("{table} {}", base.name),
                     owner,
@@ -172,18 +132,12 @@ fn reached<'a>(base: &'a Chain, chains: &BTreeMap<&str, &'a Chain>) -> Vec<&'a C
         .collect()
 }
 
-fn owner(table: &str, chain: &str) -> Option<&'static str> {
+fn owner(table: &str, chain: &str) -> Option<&'static Owner> {
     let of_table = table
         .strip_prefix("nft ")
         .and_then(|table| table.split_once(' '))
-        .and_then(|(_, name)| TABLES.iter().find(|(known, _)| *known == name));
-    let by_chain = || {
-        let fits = OWNERS
-            .iter()
-            .filter(|(beginning, _)| chain.starts_with(beginning));
-        fits.max_by_key(|(beginning, _)| beginning.len())
-    };
-    of_table.or_else(by_chain).map(|(_, owner)| *owner)
+        .and_then(|(_, name)| owners::of_table(name));
+    of_table.or_else(|| owners::of_chain(chain))
 }
 
 #[cfg(test)]
@@ -211,8 +165,14 @@ mod tests {
 
     fn of(chains: &[Chain]) -> Vec<(Option<&'static str>, bool, String)> {
         let all = refusing(chains).into_iter();
-        all.map(|found| (found.owner, found.drops, found.chains.join(" ")))
-            .collect()
+        all.map(|found| {
+            (
+                found.owner.map(|owner| owner.name),
+                found.drops,
+                found.chains.join(" "),
+            )
+        })
+        .collect()
     }
 
     const FILTER: &str = "iptables-legacy filter";
@@ -296,13 +256,12 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_beginning_counts() {
-        assert_eq!(owner(FILTER, "KUBE-POD-FW-X7"), Some("kube-router"));
-        assert_eq!(owner(FILTER, "KUBE-EXTERNAL-SERVICES"), Some(KUBE_PROXY));
+    fn a_tables_owner_comes_before_a_chains() {
         assert_eq!(
-            owner("nft inet firewalld", "filter_FORWARD"),
+            owner("nft inet firewalld", "KUBE-X").map(|owner| owner.name),
             Some("firewalld")
         );
+        assert_eq!(owner(FILTER, "KUBE-X"), Some(KUBE_PROXY));
         assert_eq!(owner(FILTER, "FORWARD"), None);
     }
 }

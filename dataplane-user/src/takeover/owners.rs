@@ -1,0 +1,272 @@
+//! Whose rules are whose: one table of owners, and one of signatures. A signature is the beginning of a name, so that new
+//! chains of a known owner are found as well; the longest that fits counts.
+
+/// What becomes of an owner's rules when the dataplane takes a node over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Plan {
+    /// The dataplane does the same, and the rules can go.
+    TakeOver,
+    /// The rules are the dataplane's own.
+    Ours,
+    /// The rules stay.
+    Leave,
+}
+
+impl Plan {
+    /// A word for it.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::TakeOver => "take over",
+            Self::Ours => "ours",
+            Self::Leave => "leave",
+        }
+    }
+}
+
+/// A program that writes rules.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Owner {
+    /// What becomes of its rules.
+    pub plan: Plan,
+    /// Its name.
+    pub name: &'static str,
+    /// What the rules do, and what an operator has to know.
+    pub note: &'static str,
+}
+
+/// Owners: a name in the code, what becomes of the rules, the owner's name, and what an operator has to know.
+macro_rules! owners {
+    ($($constant:ident: $plan:ident, $name:literal, $note:literal;)*) => {
+        $(#[doc = $name] pub const $constant: &Owner = &Owner {
+            plan: Plan::$plan,
+            name: $name,
+            note: $note,
+        };)*
+    };
+}
+
+owners! {
+    KUBE_PROXY: TakeOver, "kube-proxy", "translates connections to services";
+    ISTIO_SIDECAR: TakeOver, "Istio sidecar", "captures the pod's connections for the proxy beside the application";
+    ISTIO_AMBIENT: TakeOver, "Istio ambient", "captures pods' connections for ztunnel";
+    OSM: TakeOver, "Open Service Mesh", "captures the pod's connections for the proxy beside the application";
+    OURS: Ours, "dataplane", "`dataplane keep-nat`: keeps NAT on for connections that kube-proxy translated";
+    LINKERD: Leave, "Linkerd", "captures the pod's connections for Linkerd's proxy: do not capture this pod with mesh.rules";
+    KUMA: Leave, "Kuma", "captures the pod's connections for Kuma's proxy: do not capture this pod with mesh.rules";
+    KUBELET: Leave, "kubelet", "drops packets from elsewhere to the node's loopback, and shows which iptables is in use";
+    HOST_PORTS: Leave, "host ports", "translates pods' host ports; who made them removes them with the pod";
+    CNI: Leave, "a network plug-in (CNI)", "masquerades or admits pods' packets: pods need it";
+    FLANNEL: Leave, "flannel", "masquerades and admits pods' packets: pods need it";
+    CALICO: Leave, "Calico", "enforces NetworkPolicy, masquerades pods' packets";
+    CILIUM: Leave, "Cilium", "enforces NetworkPolicy; may translate services itself";
+    KUBE_ROUTER: Leave, "kube-router", "enforces NetworkPolicy";
+    NETWORK_POLICIES: Leave, "kube-network-policies", "enforces NetworkPolicy";
+    WEAVE: Leave, "Weave Net", "enforces NetworkPolicy, masquerades pods' packets";
+    DOCKER: Leave, "Docker", "serves containers that are no pods";
+    PODMAN: Leave, "Podman", "serves containers that are no pods";
+    LIBVIRT: Leave, "libvirt", "serves virtual machines";
+    LXC: Leave, "LXC", "serves containers that are no pods";
+    LXD: Leave, "LXD", "serves containers that are no pods";
+    INCUS: Leave, "Incus", "serves containers that are no pods";
+    UFW: Leave, "ufw", "the node's firewall";
+    FIREWALLD: Leave, "firewalld", "the node's firewall";
+    OPENWRT: Leave, "OpenWrt", "the node's firewall";
+    FAIL2BAN: Leave, "fail2ban", "refuses clients of the node's own services";
+    TAILSCALE: Leave, "Tailscale", "admits and masquerades packets of its network";
+    FOREIGN: Leave, "foreign", "nobody whom this program knows";
+}
+
+/// What tells an owner.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sign {
+    /// A chain whose name begins so.
+    Chain(&'static str),
+    /// A table of nf_tables whose name begins so.
+    Table(&'static str),
+    /// A rule whose comment begins so.
+    Comment(&'static str),
+    /// A rule that asks a set whose name begins so.
+    Set(&'static str),
+    /// A rule that sets this mark, or asks for it.
+    Mark(u32),
+    /// A rule about an interface whose name begins so.
+    Interface(&'static str),
+}
+
+use Sign::{Chain, Comment, Interface, Mark, Set, Table};
+
+/// The signatures.
+const SIGNS: &[(Sign, &Owner)] = &[
+    (Chain("KUBE-"), KUBE_PROXY),
+    // IPVS' sets: KUBE-CLUSTER-IP, KUBE-6-LOOP-BACK.
+    (Set("KUBE-"), KUBE_PROXY),
+    (Table("kube-proxy"), KUBE_PROXY),
+    (Chain("KUBE-FIREWALL"), KUBELET),
+    (Chain("KUBE-KUBELET-CANARY"), KUBELET),
+    (Chain("KUBE-IPTABLES-HINT"), KUBELET),
+    (Chain("KUBE-HOSTPORT"), HOST_PORTS),
+    (Chain("KUBE-HP-"), HOST_PORTS),
+    (Chain("CRIO-"), HOST_PORTS),
+    (Chain("CNI-HOSTPORT-"), HOST_PORTS),
+    (Chain("CNI-DN-"), HOST_PORTS),
+    (Table("cni_hostport"), HOST_PORTS),
+    (Chain("CNI-"), CNI),
+    (Table("cni_plugins_"), CNI),
+    (Chain("ISTIO_"), ISTIO_SIDECAR),
+    (Table("istio-proxy-"), ISTIO_SIDECAR),
+    // Marks of the sidecar's connections in TPROXY mode; ambient's have the mask 0xfff.
+    (Mark(1337), ISTIO_SIDECAR),
+    (Mark(1338), ISTIO_SIDECAR),
+    (Chain("ISTIO_PRERT"), ISTIO_AMBIENT),
+    (Chain("ISTIO_POSTRT"), ISTIO_AMBIENT),
+    (Table("istio-ambient-"), ISTIO_AMBIENT),
+    (Set("istio-inpod-probes-"), ISTIO_AMBIENT),
+    (Mark(0x111), ISTIO_AMBIENT),
+    (Chain("ztunnel-"), ISTIO_AMBIENT),
+    (Set("ztunnel-pods-ips"), ISTIO_AMBIENT),
+    (Chain("PROXY_"), OSM),
+    (Chain("PROXY_INIT_"), LINKERD),
+    (Comment("proxy-init/"), LINKERD),
+    (Chain("MESH_"), KUMA),
+    (Chain("KUMA_"), KUMA),
+    (Comment("kuma/"), KUMA),
+    (Chain("FLANNEL"), FLANNEL),
+    (Comment("flanneld "), FLANNEL),
+    (Table("flannel-"), FLANNEL),
+    (Chain("cali-"), CALICO),
+    (Comment("cali:"), CALICO),
+    (Set("cali"), CALICO),
+    (Table("calico"), CALICO),
+    (Chain("CILIUM_"), CILIUM),
+    (Chain("OLD_CILIUM_"), CILIUM),
+    (Comment("cilium"), CILIUM),
+    (Set("cilium_"), CILIUM),
+    (Chain("KUBE-ROUTER"), KUBE_ROUTER),
+    (Chain("KUBE-NWPLCY"), KUBE_ROUTER),
+    (Chain("KUBE-POD-FW"), KUBE_ROUTER),
+    (Set("kube-router-"), KUBE_ROUTER),
+    (Chain("KUBE-NETWORK-POLICIES"), NETWORK_POLICIES),
+    (Table("kube-network-policies"), NETWORK_POLICIES),
+    (Chain("WEAVE"), WEAVE),
+    (Chain("DOCKER"), DOCKER),
+    (Interface("docker"), DOCKER),
+    (Table("docker-"), DOCKER),
+    (Chain("NETAVARK"), PODMAN),
+    (Table("netavark"), PODMAN),
+    (Chain("LIBVIRT_"), LIBVIRT),
+    (Interface("virbr"), LIBVIRT),
+    (Table("libvirt_network"), LIBVIRT),
+    (Chain("LXC"), LXC),
+    (Table("lxd"), LXD),
+    (Table("incus"), INCUS),
+    (Chain("ufw"), UFW),
+    (Chain("FWD"), FIREWALLD),
+    (Chain("FORWARD_"), FIREWALLD),
+    (Table("firewalld"), FIREWALLD),
+    (Table("fw4"), OPENWRT),
+    (Chain("f2b-"), FAIL2BAN),
+    (Table("f2b-"), FAIL2BAN),
+    (Chain("ts-"), TAILSCALE),
+    (Table("dataplane-keep-nat"), OURS),
+];
+
+/// Whose a chain is, by its name.
+pub fn of_chain(name: &str) -> Option<&'static Owner> {
+    longest(|sign| match sign {
+        Chain(beginning) => begins(beginning, name),
+        _ => None,
+    })
+}
+
+/// Whose a table of nf_tables is, by its name.
+pub fn of_table(name: &str) -> Option<&'static Owner> {
+    longest(|sign| match sign {
+        Table(beginning) => begins(beginning, name),
+        _ => None,
+    })
+}
+
+/// Whose a rule is, by its comment.
+pub fn of_comment(comment: &str) -> Option<&'static Owner> {
+    longest(|sign| match sign {
+        Comment(beginning) => begins(beginning, comment),
+        _ => None,
+    })
+}
+
+/// Whose a set is, by its name.
+pub fn of_set(name: &str) -> Option<&'static Owner> {
+    longest(|sign| match sign {
+        Set(beginning) => begins(beginning, name),
+        _ => None,
+    })
+}
+
+/// Who uses a mark.
+pub fn of_mark(mark: u32) -> Option<&'static Owner> {
+    longest(|sign| (*sign == Mark(mark)).then_some(0))
+}
+
+/// Whose an interface is, by its name.
+pub fn of_interface(name: &str) -> Option<&'static Owner> {
+    longest(|sign| match sign {
+        Interface(beginning) => begins(beginning, name),
+        _ => None,
+    })
+}
+
+/// How much of a name a sign has, if the name begins so.
+fn begins(beginning: &str, name: &str) -> Option<usize> {
+    name.starts_with(beginning).then_some(beginning.len())
+}
+
+/// The owner whose sign fits best.
+fn longest(fits: impl Fn(&Sign) -> Option<usize>) -> Option<&'static Owner> {
+    let all = SIGNS
+        .iter()
+        .filter_map(|(sign, owner)| Some((fits(sign)?, *owner)));
+    all.max_by_key(|(length, _)| *length)
+        .map(|(_, owner)| owner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_longest_beginning_counts() {
+        for (name, owner) in [
+            ("KUBE-POD-FW-X7", KUBE_ROUTER),
+            ("KUBE-EXTERNAL-SERVICES", KUBE_PROXY),
+            ("KUBE-FIREWALL", KUBELET),
+            ("PROXY_INBOUND", OSM),
+            ("PROXY_INIT_REDIRECT", LINKERD),
+            ("CNI-HOSTPORT-DNAT", HOST_PORTS),
+            ("CNI-0123abcd", CNI),
+        ] {
+            assert_eq!(of_chain(name), Some(owner), "{name}");
+        }
+        assert_eq!(of_chain("FORWARD"), None);
+        assert_eq!(of_table("istio-proxy-nat"), Some(ISTIO_SIDECAR));
+        assert_eq!(of_comment("cali:_-9"), Some(CALICO));
+        assert_eq!(of_set("cali40s:x"), Some(CALICO));
+        assert_eq!(of_mark(0x111), Some(ISTIO_AMBIENT));
+        assert_eq!(of_mark(0x110), None);
+        assert_eq!(of_interface("docker0"), Some(DOCKER));
+    }
+
+    #[test]
+    fn no_sign_is_there_twice() {
+        for (place, (sign, _)) in SIGNS.iter().enumerate() {
+            assert!(
+                SIGNS[..place].iter().all(|(other, _)| other != sign),
+                "{sign:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn the_own_table_is_known() {
+        assert_eq!(of_table(crate::kernel::keep_nat::TABLE), Some(OURS));
+    }
+}
