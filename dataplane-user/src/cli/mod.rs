@@ -7,6 +7,7 @@ mod conntrack;
 mod dns;
 mod doctor;
 mod explain;
+mod iptables;
 mod keep_nat;
 mod live;
 mod monitor;
@@ -96,6 +97,7 @@ enum Command {
     Dns(Box<dns::DnsArgs>),
     Doctor(doctor::DoctorArgs),
     Config(config::ConfigArgs),
+    Iptables(iptables::IptablesArgs),
     KeepNat(keep_nat::KeepNatArgs),
     Cleanup(cleanup::CleanupArgs),
     Completions(completions::CompletionsArgs),
@@ -122,6 +124,7 @@ impl Cli {
             Command::Dns(args) => args.run(),
             Command::Doctor(args) => args.run(),
             Command::Config(args) => args.run(),
+            Command::Iptables(args) => args.run(),
             Command::KeepNat(args) => args.run(),
             Command::Cleanup(args) => args.run(),
             Command::Completions(args) => args.run(),

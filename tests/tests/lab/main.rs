@@ -53,6 +53,7 @@ mod growth;
 mod host_ports;
 mod interfaces;
 mod ipsec;
+mod iptables;
 mod kernel;
 mod kubernetes;
 mod leaving;
@@ -235,6 +236,7 @@ fn main() -> ExitCode {
         sources::SCENARIOS,
         ipsec::SCENARIOS,
         forward_rules::SCENARIOS,
+        iptables::SCENARIOS,
         peers::SCENARIOS,
         kube_proxy::SCENARIOS,
         many_flows::SCENARIOS,

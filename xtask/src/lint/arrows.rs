@@ -32,7 +32,7 @@ const ROOMS: &[(&str, &[&str])] = &[
     ("proxy", &["model", "relay", "threads"]),
     ("settings", &["kernel", "model", "relay"]),
     ("config", &["settings", "source"]),
-    ("takeover", &["kernel"]),
+    ("takeover", &["iptables", "kernel"]),
     (
         "admin",
         &[

@@ -1,0 +1,67 @@
+//! `dataplane iptables`.
+
+mod detect;
+mod report;
+
+use std::{path::PathBuf, process::ExitCode};
+
+use clap::{Args, Subcommand};
+
+use super::netns::{self, Namespace};
+
+/// Show the rules of iptables, nftables and IPVS on a node, and which programs can read them.
+#[derive(Debug, Args)]
+pub struct IptablesArgs {
+    #[command(subcommand)]
+    command: IptablesCommand,
+}
+
+#[derive(Debug, Subcommand)]
+enum IptablesCommand {
+    Detect(detect::DetectArgs),
+    Report(report::ReportArgs),
+}
+
+impl IptablesArgs {
+    pub(super) fn run(self) -> anyhow::Result<ExitCode> {
+        match self.command {
+            IptablesCommand::Detect(args) => args.run(),
+            IptablesCommand::Report(args) => args.run(),
+        }
+    }
+}
+
+/// Whose rules, and whose programs.
+#[derive(Debug, Args)]
+struct WhereArgs {
+    /// The network namespace whose rules are meant: a NAME of `ip netns`, a /PATH such as
+    /// /proc/4711/ns/net, or pid:NUMBER [default: this command's own]
+    #[arg(long, value_name = "N")]
+    netns: Option<String>,
+
+    /// The root directory whose programs are meant, such as /host or /proc/4711/root. They run there by
+    /// chroot, in the network namespace of --netns [default: the programs on PATH]
+    #[arg(long, value_name = "DIR")]
+    host_root: Option<PathBuf>,
+}
+
+impl WhereArgs {
+    fn namespace(&self) -> anyhow::Result<Namespace> {
+        match self.netns.as_deref() {
+            None => netns::own(),
+            Some(name) => match name.strip_prefix("pid:").map(str::parse) {
+                Some(Ok(pid)) => netns::of_process(pid),
+                Some(Err(_)) => anyhow::bail!("--netns {name}: pid: needs the number of a process"),
+                None => netns::named(name),
+            },
+        }
+    }
+
+    /// Whose programs, for people.
+    fn programs(&self) -> String {
+        match &self.host_root {
+            None => "on PATH".to_owned(),
+            Some(root) => format!("below {}", root.display()),
+        }
+    }
+}

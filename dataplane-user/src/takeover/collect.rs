@@ -1,0 +1,152 @@
+//! Gets the rules of a network namespace as text, from the programs that can print them.
+
+use std::{io, path::Path, time::Duration};
+
+use super::{
+    binaries::{self, Binaries, Family, Role, Variant},
+    detect::{self, GET_IPTABLES, GET_NFT},
+    ruleset::{Form, Text},
+};
+use crate::kernel::netfilter::{Kind, Table};
+
+/// How long a program may take to print all rules: legacy tables wait for a lock.
+const PATIENCE: Duration = Duration::from_mins(1);
+
+/// How much it may print: a million rules of kube-proxy.
+const LIMIT: u64 = 256 * 1024 * 1024;
+
+/// A text with rules.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Printed {
+    /// Which program printed it: `iptables-nft`, `nft`.
+    pub origin: String,
+    /// Its form.
+    pub form: Form,
+    /// The text.
+    pub text: String,
+}
+
+impl Printed {
+    /// For reading.
+    pub fn as_text(&self) -> Text<'_> {
+        Text {
+            origin: &self.origin,
+            form: self.form,
+            text: &self.text,
+        }
+    }
+}
+
+/// The rules, and tables whose rules could not be had, with what to do.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Collected {
+    /// The rules.
+    pub texts: Vec<Printed>,
+    /// What is missing.
+    pub missing: Vec<String>,
+}
+
+/// Prints every table that holds rules. To be called in the network namespace that has them.
+///
+/// # Errors
+/// If `root` cannot be made the root of a thread.
+pub fn collect(root: Option<&Path>, found: &Binaries, tables: &[Table]) -> io::Result<Collected> {
+    binaries::below(root, || {
+        let mut all = Collected::default();
+        for family in Family::BOTH {
+            for (variant, kind) in [
+                (Variant::Legacy, Kind::Legacy),
+                (Variant::Nft, Kind::Compat),
+            ] {
+                let held = tables.iter().filter(|table| {
+                    (table.kind, table.family) == (kind, family.of_tables()) && table.holds_rules()
+                });
+                all.saved(found, family, variant, &held.collect::<Vec<_>>());
+            }
+        }
+        for table in tables.iter().filter(|table| table.kind == Kind::Native) {
+            if !all.listed(found, table) {
+                let why = format!("no nft is here: {GET_NFT}");
+                all.miss(table, &why);
+            }
+        }
+        Ok(all)
+    })
+}
+
+impl Collected {
+    fn miss(&mut self, table: &Table, why: &str) {
+        let kind = match table.kind {
+            Kind::Legacy => "legacy table",
+            Kind::Compat => "compatibility table",
+            Kind::Native => "nf_tables table",
+        };
+        let table = format!("{} {}", table.family, detect::summary(table));
+        self.missing.push(format!("{kind} {table}: {why}"));
+    }
+
+    /// The tables of one family in one variant.
+    fn saved(&mut self, found: &Binaries, family: Family, variant: Variant, tables: &[&Table]) {
+        if tables.is_empty() {
+            return;
+        }
+        let Some(save) = found.program(family, variant, Role::Save) else {
+            let name = binaries::name(family, Some(variant), Role::Save);
+            for table in tables {
+                // nft lists compatibility tables as well, but not what extensions of iptables do.
+                let listed = variant == Variant::Nft && self.listed(found, table);
+                let listed = if listed {
+                    ", so only what nft shows of it was read"
+                } else {
+                    ""
+                };
+                self.miss(table, &format!("no {name} is here{listed}: {GET_IPTABLES}"));
+            }
+            return;
+        };
+        let origin = binaries::name(family, Some(variant), Role::Command);
+        match print(&save.path, &[]) {
+            Ok(text) => self.texts.push(Printed {
+                origin,
+                form: Form::Saved,
+                text,
+            }),
+            Err(error) => {
+                for table in tables {
+                    self.miss(table, &format!("{}: {error}", save.path.display()));
+                }
+            }
+        }
+    }
+
+    /// One table of nf_tables; false if there is no `nft`.
+    fn listed(&mut self, found: &Binaries, table: &Table) -> bool {
+        let Some(nft) = &found.nft else {
+            return false;
+        };
+        match print(&nft.path, &["list", "table", table.family, &table.name]) {
+            Ok(text) => self.texts.push(Printed {
+                origin: "nft".to_owned(),
+                form: Form::Nft,
+                text,
+            }),
+            Err(error) => self.miss(table, &format!("{}: {error}", nft.path.display())),
+        }
+        true
+    }
+}
+
+fn print(program: &Path, arguments: &[&str]) -> io::Result<String> {
+    let said = binaries::run(program, arguments, PATIENCE, LIMIT)?;
+    if !said.success {
+        let why = said
+            .stderr
+            .lines()
+            .next()
+            .unwrap_or("it failed without a word");
+        return Err(io::Error::other(why.to_owned()));
+    }
+    // Names of users and chains may be of any bytes.
+    Ok(String::from_utf8(said.stdout)
+        .unwrap_or_else(|error| String::from_utf8_lossy(error.as_bytes()).into_owned()))
+}

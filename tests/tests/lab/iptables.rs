@@ -1,0 +1,505 @@
+//! `dataplane iptables`: which variant of iptables a namespace needs, with real programs and rules on each side of the
+//! kernel; and whose the rules are.
+
+use std::{
+    fs,
+    os::unix::fs::symlink,
+    path::{Path, PathBuf},
+    process::Command as Local,
+};
+
+use anyhow::{Context as _, Result, ensure};
+use dataplane_peers::{Cluster as Peers, Mode};
+use dataplane_tests::{Command, Host, Lab};
+use serde_json::{Value, json};
+
+use crate::{
+    cluster::TCP,
+    differential::world::load_rules,
+    features::on,
+    manifest::{Manifests, Service},
+};
+
+scenarios! {
+    Dataplane:
+    detect_tells_the_side_that_holds_rules,
+    detect_runs_the_programs_of_another_root,
+    detect_without_programs_reads_the_kernel,
+    the_report_tells_owners_and_conflicts,
+    the_report_knows_kube_proxys_rules,
+    the_report_says_what_it_cannot_read,
+}
+
+fn lab() -> Result<Lab> {
+    Ok(Lab::builder()
+        .node("node1")
+        .pod("node1", "near", "10.244.1.5")
+        .build()?)
+}
+
+/// `dataplane iptables COMMAND -o json`.
+fn dataplane(lab: &Lab, host: &Host, arguments: &[&str]) -> Result<Command> {
+    let command = host.command(lab.programs().dataplane()?);
+    Ok(command.arg("iptables").args(arguments).args(["-o", "json"]))
+}
+
+fn detect(lab: &Lab, host: &Host, more: &[&str]) -> Result<Value> {
+    Ok(dataplane(lab, host, &[&["detect"], more].concat())?.json()?)
+}
+
+/// The report, and whether all was read.
+fn report(lab: &Lab, host: &Host, more: &[&str]) -> Result<(Value, bool)> {
+    let output = dataplane(lab, host, &[&["report"], more].concat())?.output()?;
+    let report = serde_json::from_slice(&output.stdout)
+        .with_context(|| String::from_utf8_lossy(&output.stderr).into_owned())?;
+    Ok((report, output.status.success()))
+}
+
+fn load(host: &Host, program: &str, rules: &str) -> Result<()> {
+    let script = format!("{program} <<'end'\n{rules}\nend");
+    host.command("sh").args(["-c", &script]).run()?;
+    Ok(())
+}
+
+/// The decision for a family: `(variant, path of save, number of problems)`.
+fn decision(answer: &Value, family: &str) -> Result<(String, String, usize)> {
+    let mut all = answer["decisions"].as_array().into_iter().flatten();
+    let found = all
+        .find(|decision| decision["family"] == family)
+        .context("no decision")?;
+    let word = |key: &str| found[key].as_str().unwrap_or_default().to_owned();
+    let problems = found["problems"].as_array().map_or(0, Vec::len);
+    Ok((word("variant"), word("save"), problems))
+}
+
+fn variant(answer: &Value, family: &str) -> Result<String> {
+    Ok(decision(answer, family)?.0)
+}
+
+/// Rules of the node's side of the kernel, as those see them who look without a program of iptables.
+fn legacy_tables(host: &Host) -> Result<String> {
+    on(host, |_| {
+        let names = ["ip", "ip6"].map(|family| {
+            fs::read_to_string(format!("/proc/thread-self/net/{family}_tables_names"))
+                .unwrap_or_default()
+        });
+        Ok(names.concat())
+    })
+}
+
+/// The variant that the name `iptables` is here.
+fn system_default(family: &str) -> Result<&'static str> {
+    let program = if family == "IPv4" {
+        "iptables"
+    } else {
+        "ip6tables"
+    };
+    let said = Local::new(program).arg("--version").output()?;
+    let said = String::from_utf8_lossy(&said.stdout).into_owned();
+    Ok(if said.contains("nf_tables") {
+        "nft"
+    } else {
+        "legacy"
+    })
+}
+
+const FILTER: &str = "*filter\n-A INPUT -s 192.0.2.1 -j DROP\nCOMMIT";
+const FILTER6: &str = "*filter\n-A INPUT -s 2001:db8::1 -j DROP\nCOMMIT";
+
+fn detect_tells_the_side_that_holds_rules() -> Result<()> {
+    let lab = lab()?;
+    let node = lab.node("node1");
+    let pod = lab.pod("near").netns();
+    // From the node's namespace, with the node's programs: about a pod.
+    let of_pod = || detect(&lab, node, &["--netns", pod]);
+    for family in ["IPv4", "IPv6"] {
+        let wanted = system_default(family)?;
+        for answer in [detect(&lab, node, &[])?, of_pod()?] {
+            ensure!(
+                variant(&answer, family)? == wanted,
+                "{wanted} is the default: {answer:#}"
+            );
+        }
+    }
+    let answer = of_pod()?;
+    ensure!(
+        answer["tables"].as_array().is_some_and(Vec::is_empty),
+        "{answer:#}"
+    );
+    ensure!(
+        legacy_tables(lab.pod("near"))?.is_empty(),
+        "asking made a table"
+    );
+    let version = Local::new("iptables-nft").arg("--version").output()?;
+    let version = String::from_utf8_lossy(&version.stdout).into_owned();
+    let binaries = answer["binaries"]["iptables"]
+        .as_array()
+        .context("no programs")?;
+    let nft = binaries
+        .iter()
+        .find(|binary| binary["name"] == "iptables-nft")
+        .context("no iptables-nft")?;
+    ensure!(
+        nft["variant"] == "nft" && version.contains(nft["version"].as_str().unwrap_or("?")),
+        "{nft:#}"
+    );
+
+    // Legacy rules of one family decide about this family; tables without rules about none.
+    load(lab.pod("near"), "iptables-legacy-restore", FILTER)?;
+    load(
+        lab.pod("near"),
+        "ip6tables-legacy-restore",
+        "*filter\nCOMMIT",
+    )?;
+    let answer = of_pod()?;
+    let found = decision(&answer, "IPv4")?;
+    ensure!(
+        found.0 == "legacy" && found.1.ends_with("iptables-legacy-save") && found.2 == 0,
+        "{answer:#}"
+    );
+    ensure!(
+        variant(&answer, "IPv6")? == system_default("IPv6")?,
+        "{answer:#}"
+    );
+    ensure!(
+        variant(&detect(&lab, node, &[])?, "IPv4")? == system_default("IPv4")?,
+        "of another namespace"
+    );
+
+    // Native tables, even with the names of iptables' own, are no rules of iptables.
+    load(
+        lab.pod("near"),
+        "nft -f -",
+        "table ip kube-proxy { chain services { counter; }\nset cluster-ips { type ipv4_addr; }\n}\n\
+         table ip6 filter { chain mine { type filter hook input priority 0; policy drop; counter; }\n}",
+    )?;
+    let answer = of_pod()?;
+    ensure!(variant(&answer, "IPv4")? == "legacy", "{answer:#}");
+    ensure!(
+        variant(&answer, "IPv6")? == system_default("IPv6")?,
+        "{answer:#}"
+    );
+    let tables = answer["tables"].as_array().context("no tables")?;
+    let sides: Vec<_> = tables
+        .iter()
+        .map(|table| {
+            format!("{} {} {}", table["side"], table["family"], table["name"]).replace('"', "")
+        })
+        .collect();
+    let wanted = [
+        "legacy ip filter",
+        "legacy ip6 filter",
+        "native ip kube-proxy",
+        "native ip6 filter",
+    ];
+    ensure!(sides == wanted, "{sides:?}");
+    load(lab.pod("near"), "nft -f -", "delete table ip6 filter")?;
+
+    // Rules of nft come first; with both sides there is a problem to tell.
+    load(lab.pod("near"), "ip6tables-nft-restore", FILTER6)?;
+    load(lab.pod("near"), "iptables-nft-restore", FILTER)?;
+    let answer = of_pod()?;
+    let (v4, v6) = (decision(&answer, "IPv4")?, decision(&answer, "IPv6")?);
+    ensure!(v4.0 == "nft" && v4.2 == 1, "{answer:#}");
+    ensure!(
+        v6.0 == "nft" && v6.1.ends_with("ip6tables-nft-save") && v6.2 == 0,
+        "{answer:#}"
+    );
+    Ok(())
+}
+
+/// Copies a program and its libraries below a root.
+fn copy_program(program: &Path, root: &Path) -> Result<()> {
+    let libraries = Local::new("ldd").arg(program).output()?;
+    let libraries = String::from_utf8_lossy(&libraries.stdout).into_owned();
+    let files = libraries
+        .split_whitespace()
+        .filter(|word| word.starts_with('/'))
+        .map(PathBuf::from);
+    for file in files.chain([program.to_owned()]) {
+        let to = root.join(file.strip_prefix("/")?);
+        fs::create_dir_all(to.parent().context("no parent")?)?;
+        fs::copy(&file, &to).with_context(|| file.display().to_string())?;
+    }
+    Ok(())
+}
+
+/// Another root has only the legacy variant, and its `iptables` is a link by way of /etc/alternatives.
+fn detect_runs_the_programs_of_another_root() -> Result<()> {
+    let lab = lab()?;
+    let (node, pod) = (lab.node("node1"), lab.pod("near"));
+    let root = tempfile::tempdir()?;
+    let multi = fs::canonicalize("/usr/sbin/iptables-legacy")?;
+    copy_program(&multi, root.path())?;
+    let at = |path: &str| root.path().join(path);
+    fs::create_dir_all(at("usr/sbin"))?;
+    fs::create_dir_all(at("etc/alternatives"))?;
+    symlink("/etc/alternatives/iptables", at("usr/sbin/iptables"))?;
+    symlink(&multi, at("etc/alternatives/iptables"))?;
+    for name in [
+        "iptables-legacy",
+        "iptables-legacy-save",
+        "iptables-legacy-restore",
+    ] {
+        symlink(&multi, at("usr/sbin").join(name))?;
+    }
+    let path = root.path().to_str().context("no text")?;
+    load(pod, "iptables-nft-restore", FILTER)?;
+    // Both in the pod's namespace and from the node's; and the node's own namespace.
+    let of_pod = [
+        detect(&lab, pod, &["--host-root", path])?,
+        detect(&lab, node, &["--host-root", path, "--netns", pod.netns()])?,
+    ];
+    for answer in of_pod {
+        let (variant, save, problems) = decision(&answer, "IPv4")?;
+        ensure!(
+            variant == "nft" && save.is_empty() && problems == 3,
+            "{answer:#}"
+        );
+        let names: Vec<&str> = (answer["binaries"]["iptables"]
+            .as_array()
+            .into_iter()
+            .flatten())
+        .filter_map(|binary| binary["name"].as_str())
+        .collect();
+        let wanted = [
+            "iptables",
+            "iptables-legacy",
+            "iptables-legacy-save",
+            "iptables-legacy-restore",
+        ];
+        ensure!(names == wanted, "{answer:#}");
+        let unmarked = &answer["binaries"]["iptables"][0];
+        let really = multi.to_str().context("no text")?;
+        ensure!(
+            unmarked["variant"] == "legacy" && unmarked["really"] == really,
+            "{unmarked:#}"
+        );
+        let v6 = decision(&answer, "IPv6")?;
+        ensure!(v6 == (String::new(), String::new(), 1), "{answer:#}");
+    }
+    let answer = detect(&lab, node, &["--host-root", path])?;
+    ensure!(variant(&answer, "IPv4")? == "legacy", "{answer:#}");
+    let gone = at("gone");
+    let failed = dataplane(
+        &lab,
+        node,
+        &["detect", "--host-root", gone.to_str().context("no text")?],
+    )?
+    .output()?;
+    let said = String::from_utf8_lossy(&failed.stderr).into_owned();
+    ensure!(!failed.status.success() && said.contains("gone"), "{said}");
+    Ok(())
+}
+
+fn detect_without_programs_reads_the_kernel() -> Result<()> {
+    let lab = lab()?;
+    let pod = lab.pod("near");
+    load(pod, "iptables-legacy-restore", FILTER)?;
+    load(
+        pod,
+        "nft -f -",
+        "table inet istio-ambient-nat { chain x { counter; }\n}",
+    )?;
+    let empty = tempfile::tempdir()?;
+    let command = dataplane(&lab, pod, &["detect"])?.env("PATH", empty.path());
+    let answer: Value = command.json()?;
+    let tables = answer["tables"].as_array().context("no tables")?;
+    let rules: Vec<_> = tables
+        .iter()
+        .filter_map(|table| table["rules"].as_u64())
+        .collect();
+    ensure!(rules == [1, 1], "{answer:#}");
+    let missing = answer["missing"].to_string();
+    for text in [
+        "ip6tables-legacy-save",
+        "apt-get install iptables",
+        "apt-get install nftables",
+    ] {
+        ensure!(missing.contains(text), "{text}: {missing}");
+    }
+    let (variant, _, problems) = decision(&answer, "IPv4")?;
+    ensure!(variant.is_empty() && problems == 2, "{answer:#}");
+    let text = pod
+        .command(lab.programs().dataplane()?)
+        .args(["iptables", "detect"]);
+    let text = text.env("PATH", empty.path()).run()?;
+    ensure!(
+        text.contains("IPv4: none: ") && text.contains("filter (1 rule)"),
+        "{text}"
+    );
+    Ok(())
+}
+
+/// Of an owner: what becomes of its rules, how many it has, and the words for its conflicts.
+fn owner(report: &Value, name: &str) -> Result<(String, usize, Vec<String>)> {
+    let mut owners = report["owners"].as_array().into_iter().flatten();
+    let found = owners
+        .find(|owner| owner["owner"] == name)
+        .with_context(|| format!("no {name} in {report:#}"))?;
+    let conflicts = found["conflicts"].as_array().into_iter().flatten();
+    let conflicts = conflicts.filter_map(|conflict| conflict["conflict"].as_str());
+    let plan = found["plan"].as_str().unwrap_or_default().to_owned();
+    let rules = found["rules"].as_array().map_or(0, Vec::len);
+    Ok((plan, rules, conflicts.map(str::to_owned).collect()))
+}
+
+/// Every way to load rules: Istio's chains and rules of nobody, one with a name that is quoted.
+fn the_report_tells_owners_and_conflicts() -> Result<()> {
+    let istio = |to: &str| {
+        format!(
+            "*nat\n:ISTIO_OUTPUT - [0:0]\n:ISTIO_REDIRECT - [0:0]\n-A OUTPUT -p tcp -j ISTIO_OUTPUT\n\
+             -A ISTIO_OUTPUT -m owner --uid-owner 1337 -j RETURN\n-A ISTIO_OUTPUT ! -d {to} -j ISTIO_REDIRECT\n\
+             -A ISTIO_REDIRECT -p tcp -j REDIRECT --to-ports 15001\nCOMMIT\n*filter\n:FORWARD DROP [0:0]\n\
+             -A FORWARD -p tcp -m comment --comment \"a \\\"name\\\"\" -j REJECT\nCOMMIT"
+        )
+    };
+    let rules = [
+        ("iptables-legacy", istio("127.0.0.1/32")),
+        ("ip6tables-legacy", istio("::1/128")),
+        ("iptables-nft", istio("127.0.0.1/32")),
+        ("ip6tables-nft", istio("::1/128")),
+    ];
+    for (program, text) in rules {
+        let lab = lab()?;
+        let pod = lab.pod("near");
+        load(pod, &format!("{program}-restore"), &text)?;
+        let before = legacy_tables(pod)?;
+        let detected = detect(&lab, lab.node("node1"), &["--netns", pod.netns()])?;
+        let mut tables = detected["tables"].as_array().into_iter().flatten();
+        let filter = tables
+            .find(|table| table["name"] == "filter")
+            .context("no filter")?;
+        ensure!(
+            filter["drops"] == json!(["FORWARD"]) && filter["rules"] == 1,
+            "{program}: {filter:#}"
+        );
+        let (report, whole) = report(&lab, lab.node("node1"), &["--netns", pod.netns()])?;
+        ensure!(whole, "{program}: {report:#}");
+        let wanted = ("take over".to_owned(), 4, vec![]);
+        ensure!(
+            owner(&report, "Istio sidecar")? == wanted,
+            "{program}: {report:#}"
+        );
+        let (plan, rules, conflicts) = owner(&report, "foreign")?;
+        ensure!(plan == "leave" && rules == 1, "{program}: {report:#}");
+        ensure!(
+            conflicts == ["forward-policy", "refuses-forwarded"],
+            "{program}: {report:#}"
+        );
+        let line = &report["owners"][1]["rules"][0];
+        let text = line["text"].as_str().unwrap_or_default();
+        ensure!(text.contains("a \\\"name\\\""), "{program}: {line:#}");
+        ensure!(
+            line["table"] == format!("{program} filter"),
+            "{program}: {line:#}"
+        );
+        ensure!(
+            legacy_tables(pod)? == before,
+            "{program}: asking made a table"
+        );
+    }
+    let lab = lab()?;
+    let pod = lab.pod("near");
+    load(
+        pod,
+        "nft -f -",
+        "table inet istio-proxy-nat { chain output { type nat hook output priority -100; jump istio-output; }\n\
+         chain istio-output { meta skuid 1337 return\nmeta l4proto tcp redirect to :15001; }\n}\n\
+         table ip mine { map m { type inet_service : verdict; elements = { 80 : drop }; }\n\
+         chain x { type filter hook forward priority 0; tcp dport vmap @m; }\n}",
+    )?;
+    let (report, whole) = report(&lab, pod, &[])?;
+    ensure!(whole, "{report:#}");
+    ensure!(
+        owner(&report, "Istio sidecar")?.0 == "take over",
+        "{report:#}"
+    );
+    ensure!(
+        owner(&report, "foreign")?.2 == ["refuses-forwarded"],
+        "{report:#}"
+    );
+    Ok(())
+}
+
+fn the_report_knows_kube_proxys_rules() -> Result<()> {
+    for mode in Mode::ALL {
+        let lab = lab()?;
+        let node = lab.node("node1");
+        let services = [Service::new("web", &["10.96.0.10", "fd00:96::10"])
+            .node_port("tcp", 80, TCP, 30080)
+            .endpoints(&[lab.pod("near")])];
+        let manifests = Manifests::new(&services)?;
+        load_rules(node, mode, &manifests.path(), &Peers::default())?;
+        let (report, whole) = report(&lab, node, &[])?;
+        ensure!(whole, "{mode}: {report:#}");
+        let (plan, rules, conflicts) = owner(&report, "kube-proxy")?;
+        ensure!(
+            plan == "take over" && rules > 20 && conflicts.is_empty(),
+            "{mode}: {report:#}"
+        );
+        let owners = report["owners"].as_array().into_iter().flatten();
+        let foreign = owners.filter(|owner| owner["owner"] == "foreign").count();
+        ensure!(foreign == 0, "{mode}: {report:#}");
+        // The same from a file, as far as a file can tell.
+        let program = match mode {
+            Mode::IptablesLegacy => "iptables-legacy-save",
+            Mode::IptablesNft => "iptables-nft-save",
+            Mode::Nftables => "nft list ruleset",
+        };
+        let saved = node.command("sh").args(["-c", program]).run()?;
+        let file = tempfile::NamedTempFile::new()?;
+        fs::write(file.path(), saved)?;
+        let path = file.path().to_str().context("no text")?;
+        let (of_file, whole) = self::report(&lab, node, &["--file", path])?;
+        ensure!(whole, "{mode}: {of_file:#}");
+        ensure!(
+            owner(&of_file, "kube-proxy")?.1 >= rules / 2,
+            "{mode}: {of_file:#}"
+        );
+    }
+    Ok(())
+}
+
+fn the_report_says_what_it_cannot_read() -> Result<()> {
+    let lab = lab()?;
+    let pod = lab.pod("near");
+    load(pod, "iptables-legacy-restore", FILTER)?;
+    load(pod, "nft -f -", "table inet mine { chain x { counter; }\n}")?;
+    let empty = tempfile::tempdir()?;
+    let output = dataplane(&lab, pod, &["report"])?
+        .env("PATH", empty.path())
+        .output()?;
+    let report: Value = serde_json::from_slice(&output.stdout)?;
+    ensure!(output.status.code() == Some(1), "{report:#}");
+    let missing: Vec<_> = report["missing"].as_array().into_iter().flatten().collect();
+    let missing: Vec<_> = missing.into_iter().filter_map(Value::as_str).collect();
+    ensure!(missing.len() == 2, "{missing:?}");
+    ensure!(
+        missing[0].contains("legacy table ip filter (1 rule)"),
+        "{missing:?}"
+    );
+    ensure!(
+        missing[0].ends_with("apt-get install iptables"),
+        "{missing:?}"
+    );
+    ensure!(
+        missing[1].ends_with("apt-get install nftables"),
+        "{missing:?}"
+    );
+    // A line that nobody writes is told with its number.
+    let file = tempfile::NamedTempFile::new()?;
+    fs::write(
+        file.path(),
+        "*filter\n:INPUT ACCEPT [0:0]\nrubbish \u{1b}[31m\nCOMMIT\n",
+    )?;
+    let path = file.path().to_str().context("no text")?;
+    let (of_file, whole) = self::report(&lab, pod, &["--file", path])?;
+    ensure!(!whole && of_file["unread"][0]["line"] == 3, "{of_file:#}");
+    let text = of_file["unread"][0]["text"].as_str().unwrap_or_default();
+    ensure!(
+        text.starts_with("rubbish") && !text.contains('\u{1b}'),
+        "{of_file:#}"
+    );
+    Ok(())
+}
