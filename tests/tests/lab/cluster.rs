@@ -8,6 +8,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
+use dataplane::kernel::Tables;
 use dataplane_common::Reason;
 use dataplane_tests::{Agent, Host, Lab, Process, patience, report::Report};
 
@@ -120,10 +121,7 @@ impl Cluster {
 
     /// How many verdicts the kernel gave so far for this reason.
     pub fn verdicts(&self, reason: Reason) -> Result<u64> {
-        let status = self.status()?;
-        Ok(status["verdicts"][reason.word()]
-            .as_u64()
-            .unwrap_or_default())
+        verdicts(&self.agent, reason)
     }
 
     /// What `dataplane status` says.
@@ -139,9 +137,7 @@ impl Cluster {
         count: u64,
         refused: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
-        let before = self.verdicts(reason)?;
-        let result = refused()?;
-        let counted = self.verdicts(reason)? - before;
+        let (result, counted) = counted(&self.agent, reason, refused)?;
         ensure!(
             counted == count,
             "counted as {} {counted} times, not {count}",
@@ -149,6 +145,26 @@ impl Cluster {
         );
         Ok(result)
     }
+}
+
+/// How many verdicts the kernel gave so far for a reason, from an agent's tables. `dataplane status` has them, too, and
+/// asks for all else each time: most of what scenarios cost was that.
+pub fn verdicts(agent: &Agent, reason: Reason) -> Result<u64> {
+    Ok(Tables::open(agent.bpffs())?.reasons()?[reason as usize])
+}
+
+/// Does something, and tells how many verdicts the kernel gave for a reason meanwhile.
+pub fn counted<T>(
+    agent: &Agent,
+    reason: Reason,
+    work: impl FnOnce() -> Result<T>,
+) -> Result<(T, u64)> {
+    /// Packets that nobody waits for may be in a queue of the kernel's for so long.
+    const QUEUED: Duration = Duration::from_millis(50);
+    let before = verdicts(agent, reason)?;
+    let result = work()?;
+    std::thread::sleep(patience(QUEUED));
+    Ok((result, verdicts(agent, reason)? - before))
 }
 
 /// Serves HTTP, TCP and UDP on all addresses of a host.
@@ -243,17 +259,21 @@ pub fn fails(from: &Host, to: &str, how: &str, error: &str) -> Result<()> {
     Ok(())
 }
 
-/// Tries until it works, for what an agent does some time after a file changed.
+/// Tries until it works, for what an agent does some time after a file changed. The pauses grow with the time that has
+/// passed, so that those who wait long do not take the time of what they wait for.
 pub fn eventually(mut check: impl FnMut() -> Result<()>) -> Result<()> {
+    const PAUSES: [Duration; 2] = [Duration::from_millis(20), Duration::from_millis(500)];
     let patience = patience(Duration::from_secs(30));
-    let limit = Instant::now() + patience;
+    let start = Instant::now();
     loop {
-        match check() {
+        let result = check();
+        let passed = start.elapsed();
+        match result {
             Ok(()) => return Ok(()),
-            Err(error) if Instant::now() > limit => {
+            Err(error) if passed > patience => {
                 bail!("still, after {} s: {error:#}", patience.as_secs())
             }
-            Err(_) => std::thread::sleep(Duration::from_millis(20)),
+            Err(_) => std::thread::sleep((passed / 8).clamp(PAUSES[0], PAUSES[1])),
         }
     }
 }

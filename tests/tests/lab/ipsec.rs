@@ -83,10 +83,7 @@ fn said(cluster: &Cluster) -> Result<Vec<String>> {
 
 /// How many packets were refused so far.
 fn refused(cluster: &Cluster) -> Result<u64> {
-    let status = status(cluster)?;
-    Ok(status["verdicts"][Reason::IpsecPolicy.word()]
-        .as_u64()
-        .unwrap_or_default())
+    cluster.verdicts(Reason::IpsecPolicy)
 }
 
 /// Flows that begin and flows that exist; by the endpoint's address, by that of the service in replies, and by the

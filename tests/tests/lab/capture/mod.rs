@@ -41,7 +41,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::{
-    cluster::{eventually, peer_is, reaches, refused, serve},
+    cluster::{self, eventually, peer_is, reaches, refused, serve},
     manifest::{Manifests, Service},
     outcome::{cannot_run, run_args},
 };
@@ -166,20 +166,11 @@ impl World {
     }
 
     fn verdicts(&self, reason: Reason) -> Result<u64> {
-        // Not healthy while manifests are wrong, and says all of this nevertheless.
-        let output = self.agent()?.dataplane(["status", "-o", "json"]).output()?;
-        let status: Value = serde_json::from_slice(&output.stdout)?;
-        Ok(status["verdicts"][reason.word()]
-            .as_u64()
-            .unwrap_or_default())
+        cluster::verdicts(self.agent()?, reason)
     }
 
-    /// Likewise, until it is at least so many: for those who ask while it happens.
     fn counted<T>(&self, reason: Reason, work: impl FnOnce() -> Result<T>) -> Result<(T, u64)> {
-        let before = self.verdicts(reason)?;
-        let result = work();
-        let result = result?;
-        Ok((result, self.verdicts(reason)? - before))
+        cluster::counted(self.agent()?, reason, work)
     }
 }
 

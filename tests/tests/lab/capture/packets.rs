@@ -15,7 +15,7 @@ use dataplane_tests::{
 };
 use serde_json::{Value, json};
 
-use super::{World, foreign, mesh, pod, relay::Relay};
+use super::{World, foreign, mesh, pod, relay::Relay, restart::PAUSE};
 use crate::{
     cluster::{ask, eventually, reaches, refused, sources_are},
     features::on,
@@ -442,7 +442,7 @@ fn take_places(of_other_layouts: bool, args: &[&str]) -> Result<()> {
     capture(&mut world, json!({ "mode": "proxy" }), args)?;
     let app = world.app().clone();
     let held = app.hold("10.244.1.5:7")?;
-    let load = app.load(&["--to", "10.96.0.10:80", "--threads", "1"])?;
+    let load = app.load(&["--to", "10.96.0.10:80", "--pause-us", PAUSE])?;
     let agent = world.agent.as_mut().context("an agent")?;
     let replace = |agent: &mut Agent, cgroup: &str| {
         // Another pod's.

@@ -34,6 +34,10 @@ scenarios! {
     a_killed_agent_leaves_no_connection_hanging,
 }
 
+/// Between two connections of a client, in microseconds. Without it clients take the time of the agents that they wait
+/// for: a round took four times as long.
+pub(super) const PAUSE: &str = "3000";
+
 fn agents_take_each_others_place_and_refuse_nobody() -> Result<()> {
     take_places(None)
 }
@@ -52,9 +56,16 @@ fn take_places(before_layout: Option<u32>) -> Result<()> {
         kept.push(from.hold(to)?);
     }
     let loads = [
-        app.load(&["--to", "10.244.2.5:7", "--threads", "2"])?,
-        app.load(&["--to", "10.96.0.10:80", "--threads", "1"])?,
-        one.load(&["--to", "10.244.1.8:7", "--threads", "1"])?,
+        app.load(&[
+            "--to",
+            "10.244.2.5:7",
+            "--threads",
+            "2",
+            "--pause-us",
+            PAUSE,
+        ])?,
+        app.load(&["--to", "10.96.0.10:80", "--pause-us", PAUSE])?,
+        one.load(&["--to", "10.244.1.8:7", "--pause-us", PAUSE])?,
     ];
     // An agent of another layout begins to count anew.
     let before = match before_layout {
@@ -160,8 +171,8 @@ fn an_agent_that_fails_gives_the_place_back() -> Result<()> {
     let (app, one) = (world.app().clone(), world.lab.pod("one").clone());
     let kept = app.hold("10.244.1.5:7")?;
     let loads = [
-        app.load(&["--to", "10.96.0.10:80", "--threads", "1"])?,
-        one.load(&["--to", "10.244.1.8:7", "--threads", "1"])?,
+        app.load(&["--to", "10.96.0.10:80", "--pause-us", PAUSE])?,
+        one.load(&["--to", "10.244.1.8:7", "--pause-us", PAUSE])?,
     ];
     let agent = world.agent.as_mut().context("an agent")?;
     let process = agent.id();
@@ -234,8 +245,8 @@ fn an_idle_agent_takes_its_place_back() -> Result<()> {
         agent.move_to_cgroup(&format!("agent-{round}"))?;
         let before = agent.replace()?;
         let loads = [
-            app.load(&["--to", "10.96.0.10:80", "--threads", "1"])?,
-            one.load(&["--to", "10.244.1.8:7", "--threads", "1"])?,
+            app.load(&["--to", "10.96.0.10:80", "--pause-us", PAUSE])?,
+            one.load(&["--to", "10.244.1.8:7", "--pause-us", PAUSE])?,
         ];
         configure(metrics)?;
         let successor = agent.return_to(before)?;
