@@ -233,7 +233,7 @@ fn kill_all(cgroup: &Path) -> Result<()> {
     }
     ignore_missing(fs::write(cgroup.join("cgroup.kill"), "1"))
         .doing(|| format!("kill the processes in {}", cgroup.display()))?;
-    let limit = Instant::now() + patience(Duration::from_secs(10));
+    let limit = Instant::now() + patience(Duration::from_mins(1));
     loop {
         let events = fs::read_to_string(cgroup.join("cgroup.events")).unwrap_or_default();
         if !events.contains("populated 1") {

@@ -113,9 +113,11 @@ fn the_mtu_of_a_path_is_found() -> Result<()> {
                 // A datagram is not sent again; whoever sends the next one knows better.
                 let to = (node, 30_000 + number).into();
                 let socket = udp(client, (BEHIND[usize::from(!v4)].parse::<IpAddr>()?, 0))?;
-                socket.set_read_timeout(Some(patience(Duration::from_millis(300))))?;
                 let data = bytes(4000, 6);
-                let mut tries = (0..8).map(|_| ask(&socket, to, &data));
+                let mut tries = (1..=12).map(|n| {
+                    socket.set_read_timeout(Some(patience(Duration::from_millis(300 * n))))?;
+                    ask(&socket, to, &data)
+                });
                 let who = tries.find_map(Result::ok).with_context(what)?;
                 ensure!(who == endpoint, "{who} answered: {}", what());
             }

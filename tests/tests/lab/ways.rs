@@ -80,7 +80,7 @@ fn narrow(node: &Host) -> Result<()> {
     Ok(())
 }
 
-/// A datagram socket that waits a moment only.
+/// A datagram socket that waits a moment only: for datagrams that nobody answers. An answer is asked for `eventually`.
 fn hasty(host: &Host, v4: bool) -> Result<UdpSocket> {
     let socket = udp(host, (address(host, v4), 0))?;
     socket.set_read_timeout(Some(Duration::from_millis(300)))?;
@@ -183,7 +183,10 @@ fn an_idle_neighbour_that_moves_is_found() -> Result<()> {
     ] {
         let to = SocketAddr::from((address(node, v4), 30051));
         let socket = hasty(ext, v4)?;
-        ensure!(ask(&socket, to, b"before")? == "far");
+        eventually(|| {
+            ensure!(ask(&socket, to, b"before")? == "far");
+            Ok(())
+        })?;
         // It asks nobody, which would tell its new address.
         hop.ip(&format!(
             "{family}neigh replace {here} lladdr {own} dev eth0 nud permanent"
@@ -300,7 +303,10 @@ fn what_may_be_fragmented_is() -> Result<()> {
     let socket = udp(client, (client.ipv4(), 0))?;
     let vip = "10.96.0.11:53".parse()?;
     let told = cluster.verdicts(Reason::TooBig)?;
-    ensure!(ask(&socket, vip, &bytes(1472, 8))? == "far");
+    eventually(|| {
+        ensure!(ask(&socket, vip, &bytes(1472, 8))? == "far");
+        Ok(())
+    })?;
     ensure!(
         cluster.verdicts(Reason::TooBig)? == told,
         "somebody was told"

@@ -39,6 +39,15 @@ pub struct Arguments {
     /// The mark of the socket (`SO_MARK`)
     #[arg(long)]
     mark: Option<u32>,
+    /// How long to wait for a connection and for what the other side says
+    #[arg(long, default_value_t = 30_000)]
+    patience_ms: u64,
+}
+
+impl Arguments {
+    fn patience(&self) -> Duration {
+        Duration::from_millis(self.patience_ms)
+    }
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -92,15 +101,13 @@ setsockopt_impl!(
     SetOsString<'_>
 );
 
-const PATIENCE: Duration = Duration::from_secs(3);
-
 /// Prints what the other side says. Fails if it is not reached.
 pub fn run(arguments: &Arguments) -> Result<()> {
     if let Way::IoUring | Way::IoUringPolled = arguments.by {
         return by_io_uring(arguments);
     }
     let mut socket = connect(arguments)?;
-    socket.set_read_timeout(Some(PATIENCE))?;
+    socket.set_read_timeout(Some(arguments.patience()))?;
     let mut said = [0; 256];
     let count = socket.read(&mut said)?;
     if count == 0 {
@@ -123,7 +130,7 @@ fn by_io_uring(arguments: &Arguments) -> Result<()> {
             let (count, said) = stream.read(vec![0; 256]).await;
             io::Result::Ok(said[..count?].to_vec())
         };
-        tokio::time::timeout(PATIENCE, talk).await
+        tokio::time::timeout(arguments.patience(), talk).await
     })??;
     if said.is_empty() {
         bail!("the connection was closed without a word");
@@ -153,7 +160,7 @@ fn connect(arguments: &Arguments) -> io::Result<Socket> {
         route(&socket, through, arguments.header)?;
     }
     if let (Way::Reconnect, Some(first)) = (arguments.by, arguments.first) {
-        socket.connect_timeout(&first.into(), PATIENCE)?;
+        socket.connect_timeout(&first.into(), Duration::from_secs(30))?;
         rustix::net::connect_unspec(&socket)?;
     }
     if let Some(mark) = arguments.mark {
@@ -167,7 +174,7 @@ fn connect(arguments: &Arguments) -> io::Result<Socket> {
         _ if arguments.udp => {
             socket.send_to(b"escaped", &to.into())?;
         }
-        _ => socket.connect_timeout(&to.into(), PATIENCE)?,
+        _ => socket.connect_timeout(&to.into(), arguments.patience())?,
     }
     Ok(socket)
 }

