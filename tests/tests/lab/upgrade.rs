@@ -6,13 +6,12 @@ use std::{fs, net::SocketAddr, time::Duration};
 use anyhow::{Context as _, Result, ensure};
 use dataplane_common::LAYOUT;
 use dataplane_tests::{
-    Host, Lab,
+    Host, Lab, Process,
     report::{LoadReport, Report},
 };
 
 use crate::{
     cluster::{Cluster, TCP, UDP, reaches},
-    flows::sender,
     manifest::Service,
 };
 
@@ -49,6 +48,19 @@ fn connections_outlive_layouts_with_other_tables_of_sockets() -> Result<()> {
     outlive(&[], 3)
 }
 
+const HOLD: &str = "hold";
+const SEND: &str = "udp --one-socket --each --until-stdin-closes";
+
+/// A client that says something a hundred times a second: 32 that do so all the time leave the agent no time to start.
+fn busy(from: &Host, how: &str, to: &str) -> Result<Process> {
+    let mut how = how.split(' ');
+    let probe = from.probe(how.next().context("a subcommand")?).args(how);
+    let probe = probe.args(["--pause-ms", "10", "--to", to]);
+    let mut process = probe.stdin_piped().stdout_piped().spawn()?;
+    process.wait_for_line()?;
+    Ok(process)
+}
+
 /// Clients have connections, and make new ones all the time, by sockets and by packets.
 fn outlive(arguments: &[&str], before: u32) -> Result<()> {
     let mut cluster = Cluster::start_with(|lab| vec![service(lab)], arguments)?;
@@ -62,12 +74,14 @@ fn outlive(arguments: &[&str], before: u32) -> Result<()> {
     // Enough that each endpoint has some: those elsewhere and those here go different ways.
     let mut held = Vec::new();
     for _ in 0..8 {
-        held.push(("held from outside", ext.hold(&node_port.to_string())?));
-        held.push(("held by a pod", client.hold(VIP)?));
-        held.push(("datagrams", sender(ext, (node, UDP_PORT).into())?));
+        let from_outside = busy(ext, HOLD, &node_port.to_string())?;
+        held.push(("held from outside", from_outside));
+        held.push(("held by a pod", busy(client, HOLD, VIP)?));
+        let udp = SocketAddr::from((node, UDP_PORT));
+        held.push(("datagrams", busy(ext, SEND, &udp.to_string())?));
         // Whose endpoint is kept for its socket, or is drawn anew.
         if before == LAYOUT - 1 {
-            held.push(("datagrams of a pod", sender(client, VIP_UDP.parse()?)?));
+            held.push(("datagrams of a pod", busy(client, SEND, VIP_UDP)?));
         }
     }
     let load =

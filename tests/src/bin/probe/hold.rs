@@ -21,9 +21,12 @@ use crate::client::{Connect, Target, local, name, ns, peer, read_greeting};
 pub struct Arguments {
     #[command(flatten)]
     target: Target,
+    /// Wait so many milliseconds between two questions
+    #[arg(long, value_name = "MS", default_value_t = 2)]
+    pause_ms: u64,
 }
 
-/// Asks for an echo every 2 ms until stdin is closed or the connection fails; each is an attempt.
+/// Asks for an echo again and again until stdin is closed or the connection fails; each is an attempt.
 pub fn run(arguments: &Arguments) -> Result<()> {
     let stop = Arc::new(AtomicBool::new(false));
     let seen = Arc::clone(&stop);
@@ -67,7 +70,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
             if failed {
                 break;
             }
-            std::thread::sleep(Duration::from_millis(2));
+            std::thread::sleep(Duration::from_millis(arguments.pause_ms));
         }
     }
     println!("{}", serde_json::to_string(&Report::of(attempts, true))?);

@@ -11,7 +11,10 @@ use std::{
 use anyhow::{Result, ensure};
 use clap::Args;
 use dataplane_tests::report::TalkReport;
-use rand::{RngExt as _, SeedableRng as _, rngs::{SmallRng, StdRng}};
+use rand::{
+    RngExt as _, SeedableRng as _,
+    rngs::{SmallRng, StdRng},
+};
 use socket2::SockRef;
 
 use crate::client::name;

@@ -43,11 +43,14 @@ pub struct Arguments {
     /// After an error, make a new socket in place of that one
     #[arg(long, requires = "one_socket")]
     replace_broken: bool,
-    /// Go on until stdin is closed, whatever the count, and wait 2 ms between datagrams
+    /// Go on until stdin is closed, whatever the count
     ///
     /// Prints a line when the first datagram is about to be sent.
     #[arg(long)]
     until_stdin_closes: bool,
+    /// Then wait so many milliseconds between two datagrams
+    #[arg(long, value_name = "MS", default_value_t = 2)]
+    pause_ms: u64,
     /// Report every attempt, not only the sum
     #[arg(long)]
     each: bool,
@@ -79,7 +82,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         .take_while(|_| !stop.load(Ordering::Relaxed))
         .map(|(number, to)| {
             if arguments.until_stdin_closes && number > 0 {
-                std::thread::sleep(Duration::from_millis(2));
+                std::thread::sleep(Duration::from_millis(arguments.pause_ms));
             }
             let mut attempt = Attempt {
                 endpoint: None,
