@@ -90,11 +90,8 @@ impl Command {
                 both(&mut common.paths, &mut common.socket, file);
             }
             Self::Doctor(args) => args.paths.settle(file),
-            Self::Config(_)
-            | Self::Iptables(_)
-            | Self::KeepNat(_)
-            | Self::Completions(_)
-            | Self::Opener(_) => {}
+            Self::Iptables(args) => args.settle(file),
+            Self::Config(_) | Self::KeepNat(_) | Self::Completions(_) | Self::Opener(_) => {}
         }
         Ok(())
     }

@@ -17,6 +17,7 @@ mod limits;
 mod listening;
 mod log;
 mod map;
+mod mark_rules;
 mod memory;
 mod monitor;
 pub mod namespaces;
@@ -64,8 +65,8 @@ use tracing::info;
 
 pub use accelerate::Accelerator;
 pub use capture::{
-    Capture, CaptureOptions, CaptureTables, Listeners, Namespace, Pairs, QueryLease, QuerySockets,
-    addresses, index_of, is_the_nodes, open_listeners, open_query_sockets,
+    Capture, CaptureOptions, CaptureTables, Listeners, Namespace, OUR_TABLE, Pairs, QueryLease,
+    QuerySockets, addresses, index_of, is_the_nodes, open_listeners, open_query_sockets,
     open_transparent_listeners, route_answers, route_answers_no_more, route_to_sockets,
     this_namespace,
 };
@@ -77,13 +78,14 @@ pub use host_networks::host_networks;
 pub use interfaces::{Interface, Link, News, interfaces, leaves_by, way_to, ways_by_address};
 pub use limits::error_limits;
 pub use listening::{Listener, Listening, listeners, listening};
+pub use mark_rules::{MarkRule, mark_rules};
 pub use memory::give_back_freed_memory;
 pub use monitor::Monitor;
 pub use packet::{
     AttachOptions, Network, NetworkInterface, PacketOptions, PacketTables, interface_attachments,
 };
 pub use programs::Attachment;
-pub use reverse_path::{reverse_path, shows_reverse_paths};
+pub use reverse_path::{reverse_path, reverse_paths, shows_reverse_paths};
 pub use services::ServiceTables;
 pub use tables::{Growth, Limits, Tables, Usage};
 pub use tc::{Direction, Hook, InterfaceAttachment, Order, name as interface_name};

@@ -1,6 +1,6 @@
 //! What the kernel asks of the sources of IPv4 packets (`rp_filter`), and whether the programs can ask the same.
 
-use std::io;
+use std::{fs, io};
 
 use netlink_packet_route::{
     AddressFamily, RouteNetlinkMessage,
@@ -19,6 +19,24 @@ use super::{
 pub fn reverse_path(interface: &str) -> u8 {
     let of = |name: &str| number(&format!("ipv4/conf/{name}/rp_filter"));
     of("all").max(of(interface)).unwrap_or(0)
+}
+
+/// What the kernel asks of sources at each interface of the network namespace that this thread is in, at `all` and for new
+/// ones (`default`), if it asks anything.
+///
+/// # Errors
+/// If the kernel does not tell.
+pub fn reverse_paths() -> io::Result<Vec<(String, u8)>> {
+    let mut all = Vec::new();
+    for entry in fs::read_dir("/proc/sys/net/ipv4/conf")? {
+        let name = entry?.file_name().to_string_lossy().into_owned();
+        let asks = number(&format!("ipv4/conf/{name}/rp_filter")).unwrap_or(0);
+        if asks != 0 {
+            all.push((name, asks));
+        }
+    }
+    all.sort();
+    Ok(all)
 }
 
 /// Whether the programs learn by which interface the kernel would send to a source, wherever that is: no route has several

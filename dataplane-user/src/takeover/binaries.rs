@@ -2,7 +2,7 @@
 
 use std::{
     env, fs,
-    io::{self, Read},
+    io::{self, Read, Write as _},
     os::unix::{fs::PermissionsExt as _, process::CommandExt as _},
     path::{Path, PathBuf},
     process::{Command, Stdio},
@@ -329,6 +329,20 @@ pub fn run(
     patience: Duration,
     limit: u64,
 ) -> io::Result<Output> {
+    run_with(program, arguments, &[], patience, limit)
+}
+
+/// As [`run`], with an input.
+///
+/// # Errors
+/// If it cannot be started, takes longer than `patience`, or writes more than `limit` bytes.
+pub fn run_with(
+    program: &Path,
+    arguments: &[&str],
+    input: &[u8],
+    patience: Duration,
+    limit: u64,
+) -> io::Result<Output> {
     let mut child = Command::new(program)
         .args(arguments)
         .env_clear()
@@ -339,8 +353,8 @@ pub fn run(
         .stderr(Stdio::piped())
         .process_group(0)
         .spawn()?;
-    // Closed at once: below another root there may be no /dev/null.
-    drop(child.stdin.take());
+    // Also without an input: below another root there may be no /dev/null.
+    let stdin = child.stdin.take();
     let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
     thread::scope(|scope| {
         let read = |pipe: Option<Box<dyn Read + Send>>, limit: u64| {
@@ -352,6 +366,8 @@ pub fn run(
                 Ok::<_, io::Error>(bytes)
             })
         };
+        // A program that ends early says why; that its input was cut says nothing more.
+        scope.spawn(move || stdin.map(|mut stdin| stdin.write_all(input)));
         let stdout = read(stdout.map(|pipe| Box::new(pipe) as _), limit);
         let stderr = read(stderr.map(|pipe| Box::new(pipe) as _), ANSWER);
         let end = Instant::now() + patience;

@@ -46,11 +46,16 @@ pub struct Collected {
     pub missing: Vec<String>,
 }
 
-/// Prints every table that holds rules. To be called in the network namespace that has them.
+/// Prints every table of iptables that holds rules, and every native table of nf_tables if `native`. To be called in the network namespace that has them.
 ///
 /// # Errors
 /// If `root` cannot be made the root of a thread.
-pub fn collect(root: Option<&Path>, found: &Binaries, tables: &[Table]) -> io::Result<Collected> {
+pub fn collect(
+    root: Option<&Path>,
+    found: &Binaries,
+    tables: &[Table],
+    native: bool,
+) -> io::Result<Collected> {
     binaries::below(root, || {
         let mut all = Collected::default();
         for family in Family::BOTH {
@@ -64,7 +69,10 @@ pub fn collect(root: Option<&Path>, found: &Binaries, tables: &[Table]) -> io::R
                 all.saved(found, family, variant, &held.collect::<Vec<_>>());
             }
         }
-        for table in tables.iter().filter(|table| table.kind == Kind::Native) {
+        for table in tables
+            .iter()
+            .filter(|table| native && table.kind == Kind::Native)
+        {
             if !all.listed(found, table) {
                 let why = format!("no nft is here: {GET_NFT}");
                 all.miss(table, &why);

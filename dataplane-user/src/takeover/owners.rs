@@ -1,6 +1,8 @@
 //! Whose rules are whose: one table of owners, and one of signatures. A signature is the beginning of a name, so that new
 //! chains of a known owner are found as well; the longest that fits counts.
 
+use crate::kernel::{MarkRule, OUR_TABLE};
+
 /// What becomes of an owner's rules when the dataplane takes a node over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Plan {
@@ -50,7 +52,7 @@ owners! {
     ISTIO_SIDECAR: TakeOver, "Istio sidecar", "captures the pod's connections for the proxy beside the application";
     ISTIO_AMBIENT: TakeOver, "Istio ambient", "captures pods' connections for ztunnel";
     OSM: TakeOver, "Open Service Mesh", "captures the pod's connections for the proxy beside the application";
-    OURS: Ours, "dataplane", "`dataplane keep-nat`: keeps NAT on for connections that kube-proxy translated";
+    OURS: Ours, "dataplane", "keeps NAT on for connections that kube-proxy translated (`dataplane keep-nat`), or routes a mesh's packets";
     LINKERD: Leave, "Linkerd", "captures the pod's connections for Linkerd's proxy: do not capture this pod with mesh.rules";
     KUMA: Leave, "Kuma", "captures the pod's connections for Kuma's proxy: do not capture this pod with mesh.rules";
     KUBELET: Leave, "kubelet", "drops packets from elsewhere to the node's loopback, and shows which iptables is in use";
@@ -207,6 +209,19 @@ pub fn of_mark(mark: u32) -> Option<&'static Owner> {
     longest(|sign| (*sign == Mark(mark)).then_some(0))
 }
 
+/// Whose a routing rule is, by the mark that it asks for and the table that it leads to.
+pub fn of_routing_rule(rule: &MarkRule) -> &'static Owner {
+    /// The bits of marks that Istio's CNI agent uses, and its tables for them.
+    const AMBIENT: (u32, std::ops::RangeInclusive<u32>) = (0xfff, 100..=102);
+    if rule.table == OUR_TABLE {
+        OURS
+    } else if rule.bits == AMBIENT.0 && AMBIENT.1.contains(&rule.table) {
+        ISTIO_AMBIENT
+    } else {
+        of_mark(rule.mark).unwrap_or(FOREIGN)
+    }
+}
+
 /// Whose an interface is, by its name.
 pub fn of_interface(name: &str) -> Option<&'static Owner> {
     longest(|sign| match sign {
@@ -253,6 +268,26 @@ mod tests {
         assert_eq!(of_mark(0x111), Some(ISTIO_AMBIENT));
         assert_eq!(of_mark(0x110), None);
         assert_eq!(of_interface("docker0"), Some(DOCKER));
+    }
+
+    #[test]
+    fn routing_rules_have_owners() {
+        for (mark, bits, table, owner) in [
+            (0x111, 0xfff, 100, ISTIO_AMBIENT),
+            (0x100, 0xfff, 101, ISTIO_AMBIENT),
+            (0x539, u32::MAX, 133, ISTIO_SIDECAR),
+            (15006, 15006, 15006, OURS),
+            (0x100, 0x100, 100, FOREIGN),
+        ] {
+            let rule = MarkRule {
+                v4: true,
+                priority: 1,
+                mark,
+                bits,
+                table,
+            };
+            assert_eq!(of_routing_rule(&rule), owner, "{rule:?}");
+        }
     }
 
     #[test]

@@ -160,7 +160,10 @@ fn entry<'f, 'a>(
 }
 
 /// The owners of a table's chains, those at hooks left out unless the table tells.
-fn of_chains<'a>(table: &Table<'a>, all: &[Table<'a>]) -> BTreeMap<&'a str, &'static Owner> {
+pub(super) fn of_chains<'a>(
+    table: &Table<'a>,
+    all: &[Table<'a>],
+) -> BTreeMap<&'a str, &'static Owner> {
     let of_table = table.native.and_then(owners::of_table);
     // ISTIO_OUTPUT is a chain of both; ISTIO_PRERT and ISTIO_POSTRT only ambient has.
     let of_origin = all.iter().filter(|other| other.origin == table.origin);
@@ -179,7 +182,10 @@ fn of_chains<'a>(table: &Table<'a>, all: &[Table<'a>]) -> BTreeMap<&'a str, &'st
 }
 
 /// The owner of a rule in a chain of nobody's: by what it leads to, its comment, sets, marks, and interfaces.
-fn of_rule(rule: &Rule<'_>, of_chains: &BTreeMap<&str, &'static Owner>) -> Option<&'static Owner> {
+pub(super) fn of_rule(
+    rule: &Rule<'_>,
+    of_chains: &BTreeMap<&str, &'static Owner>,
+) -> Option<&'static Owner> {
     let by_jump = || rule.jumps.iter().find_map(|to| of_chains.get(to).copied());
     let by_comment = || rule.comment.as_deref().and_then(owners::of_comment);
     let by_set = || rule.sets.iter().find_map(|set| owners::of_set(set));

@@ -43,6 +43,8 @@ pub struct Unread<'a> {
     pub line: Line<'a>,
     /// Why.
     pub why: String,
+    /// Whether the line is a rule, of which only the target is not known.
+    pub is_rule: bool,
 }
 
 /// A table.
@@ -203,7 +205,11 @@ fn finish<'a>(table: &mut Table<'a>, unread: &mut Vec<Unread<'a>>) {
         if let Some(to) = rule.jumps.iter().find(|to| !table.chains.contains_key(*to)) {
             let line = table.line(rule.line, rule.text.clone());
             let why = format!("{to} is neither a chain of the table nor a target that is known");
-            unread.push(Unread { line, why });
+            unread.push(Unread {
+                line,
+                why,
+                is_rule: true,
+            });
         }
     }
 }
@@ -243,6 +249,7 @@ fn saved<'a>(text: &Text<'a>, tables: &mut Vec<Table<'a>>, unread: &mut Vec<Unre
                         text: line.trim().into(),
                     },
                     why: error.what.to_owned(),
+                    is_rule: false,
                 });
             }
             (Ok(_), _) => {}
@@ -395,6 +402,7 @@ fn listed<'a>(text: &Text<'a>, tables: &mut Vec<Table<'a>>, unread: &mut Vec<Unr
                     unread.push(Unread {
                         line: table.line(line, format!("{chain} {text}").into()),
                         why: "iptables-nft wrote it, and nft does not show all of it".to_owned(),
+                        is_rule: true,
                     });
                 }
                 table.rules.push(of_nft(line, chain, text, &words));
@@ -412,6 +420,7 @@ fn listed<'a>(text: &Text<'a>, tables: &mut Vec<Table<'a>>, unread: &mut Vec<Unr
                     text: error.text.into(),
                 },
                 why: error.what.to_owned(),
+                is_rule: false,
             }),
             (Ok(_), None) => {}
         }

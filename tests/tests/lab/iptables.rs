@@ -14,7 +14,7 @@ use dataplane_tests::{Command, Host, Lab};
 use serde_json::{Value, json};
 
 use crate::{
-    cluster::TCP,
+    cluster::{TCP, reaches, serve},
     differential::world::load_rules,
     features::on,
     manifest::{Manifests, Service},
@@ -28,6 +28,9 @@ scenarios! {
     the_report_tells_owners_and_conflicts,
     the_report_knows_kube_proxys_rules,
     the_report_says_what_it_cannot_read,
+    cleanup_leaves_what_is_not_kube_proxys,
+    cleanup_leaves_what_is_not_istios,
+    cleanup_waits_for_what_is_translated,
 }
 
 fn lab() -> Result<Lab> {
@@ -409,8 +412,30 @@ fn the_report_tells_owners_and_conflicts() -> Result<()> {
          table ip mine { map m { type inet_service : verdict; elements = { 80 : drop }; }\n\
          chain x { type filter hook forward priority 0; tcp dport vmap @m; }\n}",
     )?;
+    // Istio's rule for ambient pods, its rule for TPROXY, and somebody's that asks for a bit of our proxy's mark.
+    pod.ip("rule add fwmark 0x111/0xfff lookup 100 priority 32764")?;
+    pod.ip("rule add fwmark 1337 lookup 133 priority 100")?;
+    pod.ip("-6 rule add fwmark 0x2/0x2 lookup 7")?;
+    pod.sysctl("ipv4/conf/all/rp_filter", "2")?;
     let (report, whole) = report(&lab, pod, &[])?;
     ensure!(whole, "{report:#}");
+    let rules: Vec<String> = (report["routing_rules"].as_array().into_iter().flatten())
+        .map(|rule| {
+            let columns = ["family", "rule", "owner", "conflict"].map(|key| rule[key].to_string());
+            columns.join(" ").replace('"', "")
+        })
+        .collect();
+    let wanted = [
+        "IPv4 fwmark 0x539 lookup 133 Istio sidecar null",
+        "IPv4 fwmark 0x111/0xfff lookup 100 Istio ambient null",
+        "IPv6 fwmark 0x2/0x2 lookup 7 foreign mark",
+    ];
+    ensure!(rules == wanted, "{rules:?}");
+    let mut paths = report["reverse_paths"].as_array().into_iter().flatten();
+    ensure!(
+        paths.any(|row| *row == json!({"interface": "all", "rp_filter": 2})),
+        "{report:#}"
+    );
     ensure!(
         owner(&report, "Istio sidecar")?.0 == "take over",
         "{report:#}"
@@ -501,5 +526,225 @@ fn the_report_says_what_it_cannot_read() -> Result<()> {
         text.starts_with("rubbish") && !text.contains('\u{1b}'),
         "{of_file:#}"
     );
+    Ok(())
+}
+
+/// All rules of all sides, a line each, in their order, without counters, empty tables and chains that are built in.
+fn everything(host: &Host) -> Result<Vec<String>> {
+    let mut all = Vec::new();
+    for side in SIDES {
+        let text = host.command(format!("{side}-save")).run()?;
+        let mut table = String::new();
+        for line in text.lines() {
+            if let Some(name) = line.strip_prefix('*') {
+                table = format!("{side} {name}");
+            }
+            let is_chain = line.starts_with(':') && line.contains(" - ");
+            if is_chain || line.starts_with("-A") {
+                let line = line.split(" - [").next().unwrap_or_default();
+                all.push(format!("{table} {line}"));
+            }
+        }
+    }
+    let native = host.command("nft").args(["list", "tables"]).run()?;
+    let iptables = [" filter", " nat", " mangle", " raw", " security"];
+    let native = native
+        .lines()
+        .filter(|line| !iptables.iter().any(|name| line.ends_with(name)));
+    all.extend(native.map(str::to_owned));
+    Ok(all)
+}
+
+fn cleanup(lab: &Lab, host: &Host, more: &[&str]) -> Result<Value> {
+    Ok(dataplane(lab, host, &[&["cleanup"], more].concat())?.json()?)
+}
+
+/// Rules of others, with a chain of theirs, before those of an owner; and more behind them.
+const BEFORE: &str = "*nat\n:mine - [0:0]\n:KUBE-HOSTPORTS - [0:0]\n\
+    -A PREROUTING -p tcp -m comment --comment \"first \\\"x\\\"\" -j mine\n-A mine -p udp -j RETURN\n\
+    -A KUBE-HOSTPORTS -p tcp -j RETURN\nCOMMIT\n*filter\n-A FORWARD -p udp -m multiport --dports 1,2 -j DROP\nCOMMIT";
+const AFTER: &str = "*nat\n-A PREROUTING -p udp -j ACCEPT\n-A OUTPUT -p sctp -j mine\nCOMMIT\n*filter\n\
+    -A INPUT -p tcp -m tcp --dport 9 -j REJECT\nCOMMIT";
+const SIDES: [&str; 4] = [
+    "iptables-legacy",
+    "ip6tables-legacy",
+    "iptables-nft",
+    "ip6tables-nft",
+];
+
+fn cleanup_leaves_what_is_not_kube_proxys() -> Result<()> {
+    for mode in Mode::ALL {
+        let lab = lab()?;
+        let node = lab.node("node1");
+        for side in SIDES {
+            load(node, &format!("{side}-restore --noflush"), BEFORE)?;
+        }
+        load(
+            node,
+            "nft -f -",
+            "table inet others { chain x { counter; }\n}",
+        )?;
+        let services = [Service::new("web", &["10.96.0.10", "fd00:96::10"])
+            .node_port("tcp", 80, TCP, 30080)
+            .endpoints(&[lab.pod("near")])];
+        let manifests = Manifests::new(&services)?;
+        let before = everything(node)?;
+        load_rules(node, mode, &manifests.path(), &Peers::default())?;
+        let added = everything(node)?.len() - before.len();
+        ensure!(
+            added > if mode == Mode::Nftables { 1 } else { 50 },
+            "{mode}: {added}"
+        );
+        for side in SIDES {
+            load(node, &format!("{side}-restore --noflush"), AFTER)?;
+        }
+        let with = everything(node)?;
+        let dry = cleanup(&lab, node, &["--owner", "kube-proxy", "--dry-run"])?;
+        ensure!(
+            dry["changed"] == false && everything(node)? == with,
+            "{mode}: a dry run changed something"
+        );
+        let done = cleanup(&lab, node, &["--owner", "kube-proxy"])?;
+        ensure!(done["steps"] == dry["steps"], "{mode}: {dry:#}\n{done:#}");
+        ensure!(
+            done["steps"].as_array().map(Vec::len) == Some(2),
+            "{mode}: {done:#}"
+        );
+        let after = everything(node)?;
+        // This chain is the kubelet's as well.
+        let kept: Vec<&String> = with
+            .iter()
+            .filter(|line| {
+                before.contains(line) || is_of_after(line) || line.contains("KUBE-FIREWALL")
+            })
+            .collect();
+        ensure!(
+            after.iter().collect::<Vec<_>>() == kept,
+            "{mode}: {kept:#?}\n{after:#?}"
+        );
+        let again = cleanup(&lab, node, &["--owner", "kube-proxy", "--owner", "osm"])?;
+        ensure!(
+            again["steps"].as_array().is_some_and(Vec::is_empty),
+            "{mode}: {again:#}"
+        );
+    }
+    Ok(())
+}
+
+/// Whether a line of [`everything`] is one of [`AFTER`].
+fn is_of_after(line: &str) -> bool {
+    [
+        "-A PREROUTING -p udp -j ACCEPT",
+        "-A OUTPUT -p sctp -j mine",
+        "--dport 9 -j REJECT",
+    ]
+    .iter()
+    .any(|text| line.contains(text))
+}
+
+/// Older and newer chains, partial rules, TPROXY, and jumps from chains of others.
+fn cleanup_leaves_what_is_not_istios() -> Result<()> {
+    let lab = lab()?;
+    let (node, pod) = (lab.node("node1"), lab.pod("near"));
+    for (side, to) in SIDES
+        .into_iter()
+        .zip(["127.0.0.1/32", "::1/128"].into_iter().cycle())
+    {
+        let restore = format!("{side}-restore --noflush");
+        load(pod, &restore, BEFORE)?;
+        load(pod, &restore, AFTER)?;
+        load(
+            pod,
+            &restore,
+            "*nat\n-A PREROUTING -i eth1 -j RETURN\nCOMMIT",
+        )?;
+        let before = everything(pod)?;
+        let rules = format!(
+            "*nat\n:ISTIO_OUTPUT - [0:0]\n:ISTIO_REDIRECT - [0:0]\n:ISTIO_OLD - [0:0]\n\
+             -I OUTPUT 1 -p tcp -j ISTIO_OUTPUT\n-I PREROUTING 1 -i eth1 -p tcp -j ISTIO_REDIRECT\n-A mine -g ISTIO_OLD\n\
+             -A ISTIO_OUTPUT -m owner --uid-owner 1337 -j RETURN\n-A ISTIO_OUTPUT ! -d {to} -j ISTIO_REDIRECT\n\
+             -A ISTIO_REDIRECT -p tcp -j REDIRECT --to-ports 15001\nCOMMIT\n*mangle\n:ISTIO_DIVERT - [0:0]\n\
+             -A PREROUTING -p tcp -m conntrack --ctstate RELATED,ESTABLISHED -j ISTIO_DIVERT\n\
+             -A PREROUTING -p tcp -m mark --mark 1337 -j CONNMARK --save-mark\n\
+             -A OUTPUT ! -d {to} -p tcp -o lo -m owner --uid-owner 1337 -j MARK --set-mark 1338\n\
+             -A OUTPUT -p tcp -m connmark --mark 1337 -j CONNMARK --restore-mark\n\
+             -A ISTIO_DIVERT -j MARK --set-mark 1337\n-A ISTIO_DIVERT -j ACCEPT\nCOMMIT"
+        );
+        load(pod, &restore, &rules)?;
+        load(
+            pod,
+            "nft -f -",
+            "table inet istio-proxy-nat { set s { type inet_service; }\nchain x { tcp dport @s counter; }\n}",
+        )?;
+        ensure!(
+            everything(pod)?.len() == before.len() + 17,
+            "{side}: {:#?}",
+            everything(pod)?
+        );
+        let done = cleanup(&lab, node, &["--owner", "istio", "--netns", pod.netns()])?;
+        let after = everything(pod)?;
+        ensure!(after == before, "{side}: {done:#}\n{before:#?}\n{after:#?}");
+        ensure!(
+            done["stays"].as_array().is_some_and(Vec::is_empty),
+            "{side}: {done:#}"
+        );
+        let again = cleanup(&lab, node, &["--owner", "istio", "--netns", pod.netns()])?;
+        ensure!(
+            again["steps"].as_array().is_some_and(Vec::is_empty),
+            "{side}: {again:#}"
+        );
+    }
+    // What is no jump stays, and is told; and without programs nothing is touched.
+    load(
+        pod,
+        "iptables-nft-restore --noflush",
+        "*nat\n:KUBE-SERVICES - [0:0]\n-A OUTPUT -j KUBE-SERVICES\nCOMMIT\n*mangle\n\
+         -A OUTPUT -m mark --mark 0x111/0xfff -j ACCEPT\nCOMMIT",
+    )?;
+    let done = cleanup(&lab, pod, &["--owner", "istio"])?;
+    ensure!(
+        done["stays"].to_string().contains("0x111/0xfff"),
+        "{done:#}"
+    );
+    let before = everything(pod)?;
+    let empty = tempfile::tempdir()?;
+    let failed = dataplane(&lab, pod, &["cleanup", "--owner", "kube-proxy"])?;
+    let failed = failed.env("PATH", empty.path()).output()?;
+    let said = String::from_utf8_lossy(&failed.stderr).into_owned();
+    ensure!(
+        !failed.status.success() && said.contains("apt-get install iptables"),
+        "{said}"
+    );
+    ensure!(everything(pod)? == before, "something was changed");
+    Ok(())
+}
+
+/// A connection that rules translate breaks when the last NAT chain goes.
+fn cleanup_waits_for_what_is_translated() -> Result<()> {
+    let lab = lab()?;
+    let (node, pod) = (lab.node("node1"), lab.pod("near"));
+    let _server = serve(pod)?;
+    load(
+        node,
+        "iptables-nft-restore",
+        "*nat\n:KUBE-SERVICES - [0:0]\n-A OUTPUT -j KUBE-SERVICES\n\
+         -A KUBE-SERVICES -d 10.96.0.10 -p tcp -j DNAT --to-destination 10.244.1.5:7\nCOMMIT",
+    )?;
+    node.ip("route add 10.96.0.0/16 via 192.168.77.200")?;
+    reaches(node, "10.96.0.10:80", "connect", &["near"])?;
+    let before = everything(node)?;
+    let failed = dataplane(&lab, node, &["cleanup", "--owner", "kube-proxy"])?.output()?;
+    let said = String::from_utf8_lossy(&failed.stderr).into_owned();
+    ensure!(
+        !failed.status.success() && said.contains("keep-nat"),
+        "{said}"
+    );
+    ensure!(everything(node)? == before, "something was changed");
+    node.command(lab.programs().dataplane()?)
+        .args(["keep-nat"])
+        .run()?;
+    cleanup(&lab, node, &["--owner", "kube-proxy"])?;
+    let left = everything(node)?;
+    ensure!(left == ["table inet dataplane-keep-nat"], "{left:?}");
     Ok(())
 }

@@ -1,5 +1,6 @@
 //! `dataplane iptables`.
 
+mod cleanup;
 mod detect;
 mod report;
 
@@ -8,8 +9,9 @@ use std::{path::PathBuf, process::ExitCode};
 use clap::{Args, Subcommand};
 
 use super::netns::{self, Namespace};
+use crate::settings::Settings;
 
-/// Show the rules of iptables, nftables and IPVS on a node, and which programs can read them.
+/// Show the rules of iptables, nftables and IPVS on a node and whose they are; remove those of one owner.
 #[derive(Debug, Args)]
 pub struct IptablesArgs {
     #[command(subcommand)]
@@ -18,13 +20,22 @@ pub struct IptablesArgs {
 
 #[derive(Debug, Subcommand)]
 enum IptablesCommand {
+    Cleanup(cleanup::CleanupArgs),
     Detect(detect::DetectArgs),
     Report(report::ReportArgs),
 }
 
 impl IptablesArgs {
+    /// Adds what the file says.
+    pub(super) fn settle(&mut self, file: &Settings) {
+        if let IptablesCommand::Report(args) = &mut self.command {
+            args.settle(file);
+        }
+    }
+
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         match self.command {
+            IptablesCommand::Cleanup(args) => args.run(),
             IptablesCommand::Detect(args) => args.run(),
             IptablesCommand::Report(args) => args.run(),
         }

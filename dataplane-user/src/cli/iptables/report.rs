@@ -14,19 +14,14 @@ use serde::Serialize;
 use super::WhereArgs;
 use crate::{
     cli::output::{self, BAD, BOLD, Cell, DIM, Format, GOOD, Table, WARN},
-    kernel::netfilter,
+    kernel::{self, MarkRule, netfilter},
+    settings::{Mesh, Settings},
     takeover::{
         binaries, collect,
-        owners::Plan,
-        report::{self, Own, Report},
+        owners::{self, Plan},
+        report::{self, Conflict, Own, Report},
         ruleset::{Form, Line, Text},
     },
-};
-
-/// The defaults of mesh.proxy.mark, outbound and inbound.
-const OWN: Own = Own {
-    mark: 15006,
-    ports: [15001, 15006],
 };
 
 /// How many lines of a kind are printed, if not all are asked for.
@@ -64,6 +59,10 @@ pub struct ReportArgs {
     /// Output format
     #[arg(short, long, value_enum, default_value_t)]
     output: Format,
+
+    /// What the agent uses, by the configuration file.
+    #[arg(skip = own(&Mesh::default()))]
+    own: Own,
 }
 
 #[derive(Serialize)]
@@ -73,6 +72,10 @@ struct Answer {
     owners: Vec<OwnerRow>,
     /// How many services IPVS has; null: IPVS is not loaded.
     ipvs_services: Option<usize>,
+    /// Routing rules that ask for marks.
+    routing_rules: Vec<RoutingRow>,
+    /// Interfaces at which the kernel checks the sources of IPv4 packets.
+    reverse_paths: Vec<ReversePathRow>,
     /// Lines that were not understood.
     unread: Vec<UnreadRow>,
     /// Tables whose rules could not be read, and what to do.
@@ -96,6 +99,25 @@ struct ConflictRow {
     conflict: &'static str,
     means: &'static str,
     lines: Vec<LineRow>,
+}
+
+#[derive(Serialize)]
+struct RoutingRow {
+    family: &'static str,
+    priority: u32,
+    /// As `ip rule` prints it: `fwmark 0x111/0xfff lookup 100`.
+    rule: String,
+    owner: &'static str,
+    plan: &'static str,
+    /// `mark`: the rule asks for the mark of the agent's proxy.
+    conflict: Option<&'static str>,
+}
+
+#[derive(Serialize)]
+struct ReversePathRow {
+    interface: String,
+    /// 1: strict; 2: loose.
+    rp_filter: u8,
 }
 
 #[derive(Serialize)]
@@ -129,6 +151,12 @@ impl From<&Line<'_>> for LineRow {
 }
 
 impl ReportArgs {
+    pub(super) fn settle(&mut self, file: &Settings) {
+        if let Some(mesh) = &file.mesh {
+            self.own = own(mesh);
+        }
+    }
+
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         let answer = match &self.file {
             Some(path) => {
@@ -143,9 +171,9 @@ impl ReportArgs {
                         form,
                         text: &text,
                     }],
-                    OWN,
+                    self.own,
                 );
-                answer(path.display().to_string(), &report, None, Vec::new())
+                answer(path.display().to_string(), &report)
             }
             None => self.live()?,
         };
@@ -168,9 +196,11 @@ impl ReportArgs {
             let tables = netfilter::tables().map_err(io::Error::other)?;
             let ipvs = netfilter::ipvs_services().map_err(io::Error::other)?;
             let found = binaries::find(root)?;
-            Ok((collect::collect(root, &found, &tables)?, ipvs))
+            let collected = collect::collect(root, &found, &tables, true)?;
+            let rules = kernel::mark_rules().map_err(io::Error::other)?;
+            Ok((collected, ipvs, rules, kernel::reverse_paths()?))
         };
-        let (collected, ipvs) = namespace
+        let (collected, ipvs_services, rules, reverse_paths) = namespace
             .inside(read)
             .with_context(|| format!("cannot look into {namespace}"))?;
         let texts: Vec<Text<'_>> = collected
@@ -178,13 +208,19 @@ impl ReportArgs {
             .iter()
             .map(collect::Printed::as_text)
             .collect();
-        let report = report::report(&texts, OWN);
-        Ok(answer(
-            namespace.to_string(),
-            &report,
-            ipvs,
-            collected.missing,
-        ))
+        let report = report::report(&texts, self.own);
+        let reverse_paths =
+            (reverse_paths.into_iter()).map(|(interface, rp_filter)| ReversePathRow {
+                interface,
+                rp_filter,
+            });
+        Ok(Answer {
+            ipvs_services,
+            routing_rules: rules.iter().map(|rule| routing(rule, self.own)).collect(),
+            reverse_paths: reverse_paths.collect(),
+            missing: collected.missing,
+            ..answer(namespace.to_string(), &report)
+        })
     }
 
     fn text(&self, out: &mut dyn Write, answer: &Answer) -> io::Result<()> {
@@ -251,6 +287,39 @@ impl ReportArgs {
                 self.lines(out, lines)?;
             }
         }
+        if !answer.routing_rules.is_empty() {
+            writeln!(out, "\nRouting rules that ask for marks:")?;
+        }
+        for row in &answer.routing_rules {
+            let RoutingRow {
+                family,
+                priority,
+                rule,
+                owner,
+                plan,
+                conflict,
+            } = row;
+            write!(out, "  {family} {priority}: {rule} ({owner}, {plan})")?;
+            match conflict {
+                None => writeln!(out)?,
+                Some(word) => {
+                    let means = Conflict::Mark.means();
+                    writeln!(out, ", conflict {}: {means}", output::styled(WARN, word))?;
+                }
+            }
+        }
+        if !answer.reverse_paths.is_empty() {
+            let all = answer.reverse_paths.iter();
+            let all: Vec<_> = all
+                .map(|row| format!("{} {}", row.interface, row.rp_filter))
+                .collect();
+            writeln!(
+                out,
+                "\nrp_filter (1: the way back must lead to the interface; 2: there must be one): {}\n  The packet path asks the \
+                 same of clients outside of the node.",
+                all.join(", ")
+            )?;
+        }
         for unread in &answer.unread {
             let LineRow { table, line, text } = &unread.line;
             let what = output::styled(BAD, "Not understood");
@@ -294,12 +363,40 @@ fn form_of(text: &str) -> Form {
     }
 }
 
-fn answer(
-    namespace: String,
-    report: &Report<'_>,
-    ipvs: Option<usize>,
-    missing: Vec<String>,
-) -> Answer {
+fn own(mesh: &Mesh) -> Own {
+    Own {
+        mark: mesh.mark(),
+        ports: [mesh.outbound(), mesh.inbound()],
+    }
+}
+
+fn routing(rule: &MarkRule, own: Own) -> RoutingRow {
+    let owner = owners::of_routing_rule(rule);
+    let MarkRule {
+        v4,
+        priority,
+        mark,
+        bits,
+        table,
+    } = *rule;
+    let asks = mark != 0 && own.mark & bits == mark && owner.plan == Plan::Leave;
+    let bits = if bits == u32::MAX {
+        String::new()
+    } else {
+        format!("/{bits:#x}")
+    };
+    RoutingRow {
+        family: if v4 { "IPv4" } else { "IPv6" },
+        priority,
+        rule: format!("fwmark {mark:#x}{bits} lookup {table}"),
+        owner: owner.name,
+        plan: owner.plan.word(),
+        conflict: asks.then(|| Conflict::Mark.word()),
+    }
+}
+
+/// What texts alone tell.
+fn answer(namespace: String, report: &Report<'_>) -> Answer {
     let rows = |lines: &[Line<'_>]| lines.iter().map(LineRow::from).collect::<Vec<_>>();
     let owners = report.owners.iter().map(|found| OwnerRow {
         owner: found.owner.name,
@@ -323,8 +420,10 @@ fn answer(
     Answer {
         namespace,
         owners: owners.collect(),
-        ipvs_services: ipvs,
+        ipvs_services: None,
+        routing_rules: Vec::new(),
+        reverse_paths: Vec::new(),
         unread: unread.collect(),
-        missing,
+        missing: Vec::new(),
     }
 }

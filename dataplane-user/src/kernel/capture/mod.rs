@@ -6,6 +6,7 @@ mod listeners;
 mod namespace;
 mod pairs;
 pub(super) mod routing;
+pub use routing::TABLE as OUR_TABLE;
 mod tables;
 
 use std::{

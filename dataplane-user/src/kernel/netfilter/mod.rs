@@ -128,6 +128,15 @@ pub fn tables() -> Result<Vec<Table>, Error> {
     read().doing(|| "cannot list netfilter's tables".to_owned())
 }
 
+/// Removes a table of nf_tables, in one transaction, from the network namespace that this thread is in. `false`: it is not there.
+///
+/// # Errors
+/// If the kernel refuses.
+pub fn delete_table(family: &str, name: &str) -> Result<bool, Error> {
+    nf_tables::delete_table(family, name)
+        .doing(|| format!("cannot remove the nf_tables table {family} {name}"))
+}
+
 /// How many services IPVS has in the network namespace that this thread is in; `None`: IPVS is not loaded.
 ///
 /// # Errors

@@ -68,6 +68,23 @@ const TRIES: usize = 8;
 /// The tables of IP packets that `iptables-nft` knows (`xtables_builtin_table` in `iptables/nft.c`).
 const OF_IPTABLES: [&str; 5] = ["filter", "nat", "mangle", "raw", "security"];
 
+/// Removes a table with everything in it. `false`: it is not there.
+pub fn delete_table(family: &str, name: &str) -> io::Result<bool> {
+    const DELETE_TABLE: u16 = TABLES | 2;
+    let Some(number) = (1..=10).find(|number| self::family(*number) == family) else {
+        return Err(io::ErrorKind::InvalidInput.into());
+    };
+    let table = about(
+        &(number, name.to_owned()),
+        &[(NFTA_TABLE_NAME, &name.to_owned())],
+    );
+    let deleted = Netlink::open(NETLINK_NETFILTER)?.batch(TABLES >> 8, &[(DELETE_TABLE, 0, table)]);
+    match deleted {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        deleted => deleted.map(|()| true),
+    }
+}
+
 /// Every chain of the tables that have one at the forward hook.
 pub fn chains() -> io::Result<Vec<Chain>> {
     as_a_whole(read)
