@@ -5,7 +5,7 @@ use std::{fs::File, io::Write as _, path::PathBuf, process::ExitCode, time::Dura
 use anyhow::Context as _;
 use clap::{Args, Parser};
 use dataplane_benches::{
-    packet, plot, relay,
+    dns, packet, plot, relay,
     rows::{Row, Target, print_paths, print_tables, print_targets},
     say, socket,
     sync::{self, soak::Soak},
@@ -16,7 +16,7 @@ use dataplane_benches::{
 /// Measure the dataplane beside the same traffic without it, and beside kube-proxy's rules.
 ///
 /// Measures in network namespaces of its own, which have no route outside. Needs root, and the packages
-/// iptables and nftables; `relay` needs haproxy and nginx. Progress goes to standard error, results to
+/// iptables and nftables; `relay` needs haproxy and nginx; `dns` needs dnsperf, unbound, dnsmasq, bind9 and dig. Progress goes to standard error, results to
 /// standard output.
 #[derive(Parser)]
 #[command(version, bin_name = "cargo xtask bench")]
@@ -33,6 +33,9 @@ enum Command {
     /// The L4 proxy beside HAProxy, nginx and tokio's copy: throughput, round trip, connections/s,
     /// CPU, and memory for idle connections
     Relay(Options),
+    /// The DNS server beside unbound, dnsmasq and BIND: queries/s and CPU; a pod's lookups on its node and at the
+    /// cluster's DNS, the agent's memory, and the time until a new service is answered
+    Dns(Options),
     /// Every benchmark
     All(Options),
     /// Draw plots of runs from the files that --json wrote: SVG, for light and dark pages
@@ -90,7 +93,8 @@ fn main() -> anyhow::Result<ExitCode> {
         Command::Sync(SyncOptions { options, .. }) => measure(&options, &[sync])?,
         Command::Packet(options) => measure(&options, &[packet])?,
         Command::Relay(options) => measure(&options, &[relay])?,
-        Command::All(options) => measure(&options, &[socket, sync, packet, relay])?,
+        Command::Dns(options) => measure(&options, &[of_dns])?,
+        Command::All(options) => measure(&options, &[socket, sync, packet, relay, of_dns])?,
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -134,6 +138,18 @@ fn relay(quick: bool) -> anyhow::Result<(Vec<Row>, Vec<Target>)> {
     let rows = relay::run(&extent)?;
     print_paths(&rows, &relay::CASE_NAMES);
     let targets = relay::targets(&rows);
+    Ok((rows, targets))
+}
+
+fn of_dns(quick: bool) -> anyhow::Result<(Vec<Row>, Vec<Target>)> {
+    let extent = if quick {
+        dns::Extent::QUICK
+    } else {
+        dns::Extent::FULL
+    };
+    let rows = dns::run(&extent)?;
+    print_paths(&rows, &dns::CASE_NAMES);
+    let targets = dns::targets(&rows)?;
     Ok((rows, targets))
 }
 

@@ -231,6 +231,7 @@ impl Stage {
                 .collect(),
             transport,
             job,
+            name: String::new(),
         };
         carry_out(&mut self.clients[lane.node][usize::from(crowd)], &order)
     }
@@ -257,9 +258,18 @@ pub fn cpu_of(cgroup: &Path) -> anyhow::Result<f64> {
 /// What the client met with.
 pub fn carry_out(client: &mut Process, order: &Order) -> anyhow::Result<Vec<f64>> {
     client.send_line(&serde_json::to_string(order)?)?;
-    match serde_json::from_str(&client.wait_for_line()?)? {
+    values(&client.wait_for_line()?).with_context(|| format!("to {:?}", order.to))
+}
+
+/// What a client answers to an order.
+///
+/// # Errors
+///
+/// What it met with.
+pub fn values(line: &str) -> anyhow::Result<Vec<f64>> {
+    match serde_json::from_str(line)? {
         Answer::Values(values) => Ok(values),
-        Answer::Error(error) => bail!("{error} (to {:?})", order.to),
+        Answer::Error(error) => bail!("{error}"),
     }
 }
 

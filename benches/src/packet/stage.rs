@@ -232,7 +232,12 @@ impl Stage {
             let another = SocketAddr::new(to[0].ip(), REMOTE_NODE_PORTS[0]);
             to.extend((!routed).then_some(another));
         }
-        let order = Order { to, transport, job };
+        let order = Order {
+            to,
+            transport,
+            job,
+            name: String::new(),
+        };
         let client = match case {
             Case::ClusterIpPacket => &mut self.clients[lane],
             _ => &mut self.outside,

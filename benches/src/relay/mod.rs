@@ -203,11 +203,12 @@ fn amount(job: Job) -> f64 {
         Job::Bulk { bytes } | Job::Steady { bytes } => bytes as f64,
         Job::Connect { count }
         | Job::Query { count }
+        | Job::LookUp { count }
         | Job::Churn { count, .. }
         | Job::Hold { count } => f64::from(count),
         Job::RoundTrip { count, connections } => f64::from(count) * f64::from(connections),
         // Known when it is over only: not among the cases here.
-        Job::Crowd { .. } | Job::Paced { .. } | Job::Flows { .. } => f64::NAN,
+        Job::Crowd { .. } | Job::Paced { .. } | Job::Flows { .. } | Job::Await => f64::NAN,
     }
 }
 

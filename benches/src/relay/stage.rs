@@ -364,6 +364,7 @@ impl Stage {
             to: vec![relay.address()],
             transport: Transport::Tcp,
             job,
+            name: String::new(),
         };
         if relay == Relay::Kernel {
             self.traced.attach()?;

@@ -8,7 +8,7 @@ mod pods;
 mod restart;
 mod restless;
 mod seen;
-mod site;
+pub(crate) mod site;
 pub mod soak;
 
 use std::{

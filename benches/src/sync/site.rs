@@ -73,13 +73,37 @@ impl Site {
         )
     }
 
+    /// Likewise without the workloads, with these pods on these nodes, these objects, and these arguments of the agent on the
+    /// node `agent`.
+    pub fn with_dns(
+        services: u32,
+        pods: [(&str, (&str, &str)); 3],
+        more: impl FnOnce(&Cluster) -> anyhow::Result<()>,
+        arguments: &[&str],
+    ) -> anyhow::Result<Self> {
+        let lab = Lab::builder().node("agent").node("fresh").node("far");
+        let lab = pods.iter().fold(lab, |lab, (node, (name, address))| {
+            lab.pod(node, name, address)
+        });
+        Self::in_lab(services, lab, more, arguments)
+    }
+
     fn with(
         services: u32,
         lab: LabBuilder,
         more: impl FnOnce(&Cluster) -> anyhow::Result<()>,
         arguments: &[&str],
     ) -> anyhow::Result<Self> {
-        let lab = lab.node("fresh").external("api").build()?;
+        Self::in_lab(services, lab.node("fresh"), more, arguments)
+    }
+
+    fn in_lab(
+        services: u32,
+        lab: LabBuilder,
+        more: impl FnOnce(&Cluster) -> anyhow::Result<()>,
+        arguments: &[&str],
+    ) -> anyhow::Result<Self> {
+        let lab = lab.external("api").build()?;
         let cluster = Cluster::default();
         cluster.apply(objects::node("agent", "zone-a", &[]));
         cluster.apply(objects::node("fresh", "zone-a", &[]));
@@ -111,6 +135,11 @@ impl Site {
             _directory: directory,
             lab,
         })
+    }
+
+    /// The agent.
+    pub fn agent(&self) -> &Agent {
+        &self.agent
     }
 
     /// The nodes.

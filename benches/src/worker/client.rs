@@ -8,6 +8,7 @@ use std::{
 };
 
 use anyhow::{Context as _, bail, ensure};
+use dataplane::dns::{LowerName, question};
 use rand::seq::IndexedRandom as _;
 use socket2::{SockAddr, Socket};
 
@@ -19,6 +20,8 @@ use crate::stats::{median, percentile};
 
 /// An answer that takes longer is a fault of the path, not a slow path.
 const TIMEOUT: Duration = Duration::from_secs(2);
+/// A name that is not known by then will not be.
+const PATIENCE: Duration = Duration::from_secs(10);
 /// Parts that a rate is measured in.
 const SLICES: u32 = 5;
 
@@ -41,6 +44,8 @@ fn carry_out(order: &Order, held: &mut Vec<Socket>) -> anyhow::Result<Vec<f64>> 
     match order.job {
         Job::Connect { count } => connects(order, count as usize),
         Job::Query { count } => queries(order, count as usize),
+        Job::LookUp { count } => look_ups(order, count as usize),
+        Job::Await => wait_for_name(order).map(one),
         Job::RoundTrip { count, connections } => {
             let mut sums = vec![0.0; 2];
             for _ in 0..connections {
@@ -146,6 +151,53 @@ fn queries(order: &Order, count: usize) -> anyhow::Result<Vec<f64>> {
         ensure!(from == to, "{to} was asked, and {from} answered");
     }
     Ok(quantiles(&samples))
+}
+
+/// Looks up a name once; how many records the answer has.
+fn look_up(order: &Order, query: &[u8]) -> std::io::Result<(u64, u16)> {
+    let (mut socket, to) = fresh(order)?;
+    let mut answer = [0; 512];
+    let start = Instant::now();
+    socket.connect(&to)?;
+    socket.write_all(query)?;
+    let length = socket.read(&mut answer)?;
+    let took = nanos(start);
+    if length < 12 || answer[..2] != query[..2] {
+        return Err(ErrorKind::InvalidData.into());
+    }
+    Ok((took, u16::from_be_bytes([answer[6], answer[7]])))
+}
+
+fn query(order: &Order) -> anyhow::Result<Vec<u8>> {
+    let name = LowerName::parse(&order.name)
+        .ok()
+        .context("a name that is none")?;
+    Ok(question(7, &name, 1, 1, false))
+}
+
+fn look_ups(order: &Order, count: usize) -> anyhow::Result<Vec<f64>> {
+    let query = query(order)?;
+    let mut samples = Vec::with_capacity(count + WARM_UP as usize);
+    for _ in 0..count + WARM_UP as usize {
+        let (took, records) = look_up(order, &query)?;
+        ensure!(records > 0, "{} has no address", order.name);
+        samples.push(took);
+    }
+    Ok(quantiles(&samples))
+}
+
+fn wait_for_name(order: &Order) -> anyhow::Result<f64> {
+    let query = query(order)?;
+    let start = Instant::now();
+    while look_up(order, &query)?.1 == 0 {
+        ensure!(
+            start.elapsed() < PATIENCE,
+            "{} is not known in time",
+            order.name
+        );
+    }
+    let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC)?;
+    Ok(Duration::from(now).as_secs_f64() * 1e3)
 }
 
 fn round_trips(order: &Order, count: usize) -> anyhow::Result<Vec<f64>> {

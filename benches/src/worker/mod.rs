@@ -35,6 +35,9 @@ pub struct Order {
     pub transport: Transport,
     /// What.
     pub job: Job,
+    /// The name that [`Job::LookUp`] and [`Job::Await`] look up.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub name: String,
 }
 
 /// A measurement.
@@ -106,6 +109,14 @@ pub enum Job {
         /// How many bytes.
         bytes: u64,
     },
+    /// Time in µs of a lookup as the C library makes it, on a new socket that is connected: `connect()`, the query for an A
+    /// record, and its answer. Outputs: median, 99th percentile.
+    LookUp {
+        /// How many.
+        count: u32,
+    },
+    /// Looks up a name all the time until it has an A record. Outputs: when that was, in ms on the machine's clock.
+    Await,
     /// So many TCP connections that were used once and are kept, besides those that are kept already;
     /// answers how many there are.
     Hold {
