@@ -7,7 +7,7 @@ use std::{collections::BTreeMap, path::PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::kernel;
+use crate::{dns, kernel};
 
 /// `GET /version`: which agent this is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -441,6 +441,15 @@ pub struct DnsCacheShare {
     pub entries: usize,
     /// Their bytes.
     pub bytes: usize,
+}
+
+/// The result of `GET /dns/lookup`: the steps by which a workload finds the addresses of each family.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DnsLookup {
+    /// The query for A records.
+    pub ipv4: Vec<dns::Step>,
+    /// The query for AAAA records.
+    pub ipv6: Vec<dns::Step>,
 }
 
 /// The result of `POST /dns/cache/flush`.

@@ -274,6 +274,8 @@ fn health_routes(context: &Arc<Context>) -> Router {
 fn socket_routes(context: &Arc<Context>) -> Router {
     Router::new()
         .route("/dns/cache/flush", post(dns::flush))
+        .route("/dns/lookup", get(dns::lookup))
+        .route("/dns/queries", get(dns::queries))
         .with_state(Arc::clone(context))
         .merge(admin_routes(context))
 }

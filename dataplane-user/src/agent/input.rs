@@ -1,10 +1,10 @@
 //! What a source says, put together with what the node knows of itself.
 
-use std::{collections::HashSet, io, path::PathBuf, sync::Arc, time::Instant};
+use std::{collections::HashSet, io, path::Path, sync::Arc, time::Instant};
 
 use tracing::{info, warn};
 
-use super::{node, remembered::Remembered};
+use super::{lookups::Lookups, node, remembered::Remembered};
 use crate::{
     admin,
     model::{Entry, EntryName, Node, Problem, Reachable, Service, ServiceName, Snapshot},
@@ -53,6 +53,15 @@ pub fn source(settings: &settings::Source, scope: kubernetes::Scope) -> Source {
     })
 }
 
+/// What an agent keeps for the one that comes after it, and looks up.
+#[derive(Clone, Copy, Debug)]
+pub struct Keeping<'a> {
+    /// The directory of its files, which it writes from [`Input::own_files`] on.
+    pub directory: &'a Path,
+    /// Says where resolvers are.
+    pub dns: Option<&'a settings::Dns>,
+}
+
 /// The source of this node's services and workloads, and what it has said.
 #[derive(Debug)]
 pub struct Input {
@@ -73,6 +82,8 @@ pub struct Input {
     routes: Routes,
     /// The addresses of their hosts; none: they are of no use to the next one who asks.
     remembered: Option<Remembered>,
+    /// The addresses of their endpoints' names; none: they are not looked up.
+    lookups: Option<Lookups>,
     /// Whether there was a view.
     known: bool,
 }
@@ -85,8 +96,7 @@ pub struct Taken {
 }
 
 impl Input {
-    /// Begins to read a source. Manifests are read before this returns. `vips`: where an agent remembers the addresses of
-    /// hosts of ServiceEntries; it writes there from [`Input::own_vips`] on.
+    /// Begins to read a source. Manifests are read before this returns. `keeping`: what only an agent does.
     ///
     /// # Errors
     ///
@@ -94,11 +104,18 @@ impl Input {
     pub fn open(
         source: &Source,
         settings: &settings::Node,
-        vips: Option<PathBuf>,
+        keeping: Option<Keeping<'_>>,
         notify: impl Fn(Notice) + Clone + Send + Sync + 'static,
     ) -> Result<Self, InputError> {
-        let remembered = vips.map(|path| Remembered::read(path, admin::now()));
-        let (remembered, records) = remembered.unzip();
+        let mut entries = Entries::new([]);
+        let (mut remembered, mut lookups) = (None, None);
+        if let Some(Keeping { directory, dns }) = keeping {
+            let (vips, records) = Remembered::read(directory.join("vips"), admin::now());
+            let (own, known) = Lookups::new(dns, directory.join("names"), notify.clone());
+            entries = Entries::new(records).with_names(known);
+            (remembered, lookups) = (Some(vips), Some(own));
+        }
+        let entries = entries.with_stated_addresses(!settings.external_ips.is_empty());
         let node = Arc::new(node::of(settings, None).map_err(InputError::Node)?);
         let mut input = Self {
             feed: source.open(&node, notify)?,
@@ -112,10 +129,10 @@ impl Input {
             problems: Arc::default(),
             admitted: Admitted::new(external_ips(settings)),
             view_entries: imbl::OrdMap::new(),
-            entries: Entries::new(records.unwrap_or_default())
-                .with_stated_addresses(!settings.external_ips.is_empty()),
+            entries,
             routes: Routes::default(),
             remembered,
+            lookups,
             known: false,
         };
         if let Some(view) = input.feed.take() {
@@ -133,10 +150,13 @@ impl Input {
         self
     }
 
-    /// Writes the addresses of hosts of ServiceEntries from now on: no other agent does.
-    pub fn own_vips(&mut self) {
+    /// Writes what it keeps from now on: no other agent does.
+    pub fn own_files(&mut self) {
         if let Some(remembered) = &mut self.remembered {
             remembered.own(&self.entries.records());
+        }
+        if let Some(lookups) = &mut self.lookups {
+            lookups.own(&self.entries);
         }
     }
 
@@ -160,9 +180,16 @@ impl Input {
         self.feed.refresh();
     }
 
-    /// Takes the newest view into the snapshot, if there is one.
+    /// Takes the newest view into the snapshot, and what has been looked up, if there is something new.
     pub fn take(&mut self) -> Option<Taken> {
-        let view = self.feed.take()?;
+        let learnt = self.lookups.as_mut();
+        let learnt = learnt.and_then(|lookups| lookups.tell(&mut self.entries));
+        let Some(view) = self.feed.take() else {
+            // What was looked up belongs to objects of a view that was taken.
+            learnt?;
+            self.serve();
+            return Some(Taken { since: learnt });
+        };
         if self.facts != view.node || !self.known {
             match self.node(view.node.as_ref()) {
                 Ok(node) => self.snapshot.node = Arc::new(node),
@@ -177,6 +204,9 @@ impl Input {
     /// Looks at the node's addresses, and whether they are other ones than before, or hosts that waited for addresses may
     /// have them.
     pub fn look(&mut self) -> bool {
+        if let Some(lookups) = &mut self.lookups {
+            lookups.write(&self.entries);
+        }
         let waited = self.entries.is_waiting();
         if waited {
             self.serve();
@@ -254,6 +284,9 @@ impl Input {
         });
         self.snapshot.services = routed.services;
         self.snapshot.entries = taken.entries;
+        if let Some(lookups) = &mut self.lookups {
+            lookups.follow(&mut self.entries);
+        }
         changed |= taken.other_problems | routed.other_problems;
         if changed {
             self.note();

@@ -13,6 +13,7 @@ mod foreign;
 mod handover;
 mod input;
 pub mod interfaces;
+mod lookups;
 mod mesh;
 mod network;
 mod nf_conntrack;
@@ -51,6 +52,7 @@ use crate::{
 use attacher::{Attacher, Means, Rest};
 use flows::Flows;
 use handover::{Given, Left, Turn};
+use input::Keeping;
 pub use input::{Input, InputError, source};
 use interfaces::PacketSettings;
 use mesh::Mesh;
@@ -242,12 +244,11 @@ fn serve(
     let source = source(&settings.source, scope(settings));
     let reachable = settings.mesh.as_ref().map(crate::settings::Mesh::reachable);
     let socket = settings.listen.socket().to_owned();
-    let input = Input::open(
-        &source,
-        &settings.node,
-        Some(socket.with_file_name("vips")),
-        notices(&events),
-    )?;
+    let keeping = Keeping {
+        directory: socket.parent().unwrap_or(Path::new("/")),
+        dns: settings.dns.as_ref(),
+    };
+    let input = Input::open(&source, &settings.node, Some(keeping), notices(&events))?;
     let mut input = input.with_reachable(reachable);
     let asks = settings.replace || back.is_some();
     let Back { given, mut left } = back.unwrap_or_default();
@@ -272,7 +273,7 @@ fn serve(
             pid: None,
         }));
     };
-    input.own_vips();
+    input.own_files();
     // Until this one ends: by that the agent before knows that it is there.
     let before = given.before.as_ref().map(UnixStream::try_clone);
     let before_this = before.transpose().map_err(Error::Replace)?;

@@ -217,17 +217,7 @@ impl FromStr for Destination {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let (socket, protocol) = match text.rsplit_once('/') {
-            None => (text, Protocol::TCP),
-            Some((socket, "tcp")) => (socket, Protocol::TCP),
-            Some((socket, "udp")) => (socket, Protocol::UDP),
-            Some((_, other)) => {
-                return Err(format!(
-                    "`{other}` is not a protocol that the dataplane serves; expected \
-                                    tcp (the default) or udp"
-                ));
-            }
-        };
+        let (socket, protocol) = with_protocol(text)?;
         let addr: SocketAddr = socket.parse().map_err(|_| {
             format!(
                 "`{socket}` is not an address and port; expected ADDRESS:PORT such as 10.96.0.1:443, 10.96.0.10:53/udp or \
@@ -242,6 +232,18 @@ impl FromStr for Destination {
             port: addr.port(),
             protocol,
         })
+    }
+}
+
+/// Takes the protocol from the end of a destination.
+fn with_protocol(text: &str) -> Result<(&str, Protocol), String> {
+    match text.rsplit_once('/') {
+        None => Ok((text, Protocol::TCP)),
+        Some((rest, "tcp")) => Ok((rest, Protocol::TCP)),
+        Some((rest, "udp")) => Ok((rest, Protocol::UDP)),
+        Some((_, other)) => Err(format!(
+            "`{other}` is not a protocol that the dataplane serves; expected tcp (the default) or udp"
+        )),
     }
 }
 

@@ -4,6 +4,7 @@ use std::{
     io::{self, BufWriter, Write},
     net::SocketAddr,
     process::ExitCode,
+    thread,
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
@@ -16,19 +17,27 @@ use super::{
     names::Names,
     output::{self, BAD, DIM, Format, GOOD},
 };
-use crate::kernel::{Monitor, interface_name};
+use crate::{
+    dns::{Answered, Queries},
+    kernel::{Monitor, interface_name},
+};
+
+/// How often the agent is asked for DNS queries.
+const POLL: Duration = Duration::from_millis(100);
 
 /// Show the programs' decisions as they are made.
 ///
 /// One line for each connection to a service, and for each datagram of an unconnected socket: time,
 /// client, address, endpoint and reason. Of packets, the first packet of each flow, and each
-/// refused packet. Costs nothing while `monitor` does not run. Ctrl-C ends it.
+/// refused packet. With `--hook dns`, the DNS queries that the agent answers. Costs nothing while
+/// `monitor` does not run. Ctrl-C ends it.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   dataplane monitor --service default/httpbin
   dataplane monitor --reason no-endpoints --reason no-local-endpoint
-  dataplane monitor --hook packet --iface eth0")]
+  dataplane monitor --hook packet --iface eth0
+  dataplane monitor --hook dns                    the DNS queries that the agent answers")]
 pub struct MonitorArgs {
     /// Only decisions about this service (needs a running agent, which knows the names)
     #[arg(long, value_name = "NAMESPACE/NAME")]
@@ -38,9 +47,10 @@ pub struct MonitorArgs {
     #[arg(long, value_name = "WORD", value_parser = reason)]
     reason: Vec<Reason>,
 
-    /// Only decisions at this hook; can be given several times
+    /// Only decisions at this hook, or DNS queries (`dns`, needs a running agent); can be given
+    /// several times [default: all hooks but dns]
     #[arg(long, value_name = "HOOK", value_parser = hook)]
-    hook: Vec<Hook>,
+    hook: Vec<Shown>,
 
     /// Only packets at this interface
     #[arg(long, value_name = "NAME")]
@@ -71,13 +81,36 @@ fn reason(word: &str) -> Result<Reason, String> {
     })
 }
 
-fn hook(word: &str) -> Result<Hook, String> {
-    let hooks = [Hook::Connect, Hook::Sendmsg, Hook::Recvmsg, Hook::Packet];
-    hooks
+/// What is shown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Shown {
+    At(Hook),
+    Queries,
+}
+
+impl Shown {
+    const ALL: [Self; 5] = [
+        Self::At(Hook::Connect),
+        Self::At(Hook::Sendmsg),
+        Self::At(Hook::Recvmsg),
+        Self::At(Hook::Packet),
+        Self::Queries,
+    ];
+
+    const fn word(self) -> &'static str {
+        match self {
+            Self::At(hook) => hook.word(),
+            Self::Queries => "dns",
+        }
+    }
+}
+
+fn hook(word: &str) -> Result<Shown, String> {
+    Shown::ALL
         .into_iter()
-        .find(|hook| hook.word() == word)
+        .find(|shown| shown.word() == word)
         .ok_or_else(|| {
-            let words = hooks.map(Hook::word).join(", ");
+            let words = Shown::ALL.map(Shown::word).join(", ");
             format!("there is no hook `{word}`; there are: {words}")
         })
 }
@@ -126,6 +159,13 @@ impl MonitorArgs {
             // Without an agent no event would ever match, and nothing would say why.
             self.socket.client().get_text("/version")?;
         }
+        if self.hook == [Shown::Queries] {
+            return self.queries();
+        }
+        anyhow::ensure!(
+            !self.hook.contains(&Shown::Queries),
+            "--hook dns shows DNS queries, and cannot be given with other hooks; run a second `dataplane monitor`"
+        );
         let names = Names::new(self.socket.client());
         let mut monitor = Monitor::open(&self.paths.bpffs())?;
         let boot = boot_time();
@@ -154,6 +194,43 @@ impl MonitorArgs {
         Ok(ExitCode::SUCCESS)
     }
 
+    /// Shows the queries that the agent answers.
+    fn queries(&self) -> anyhow::Result<ExitCode> {
+        anyhow::ensure!(
+            self.reason.is_empty() && self.iface.is_none() && self.service.is_none(),
+            "a DNS query has no reason, interface or service; give --hook dns without --reason, --iface and --service"
+        );
+        let client = self.socket.client();
+        let mut out = BufWriter::new(output::stdout());
+        let mut left = self.count.unwrap_or(u64::MAX);
+        let mut page: Queries = client.get("/dns/queries")?;
+        while left > 0 {
+            if page.lost > 0 {
+                eprintln!(
+                    "note: {} queries were answered faster than they could be shown",
+                    page.lost
+                );
+            }
+            let many = usize::try_from(left).unwrap_or(usize::MAX);
+            for query in page.queries.iter().take(many) {
+                match self.output {
+                    Format::Text => text_of_query(&mut out, query)?,
+                    Format::Json => {
+                        serde_json::to_writer(&mut out, query)?;
+                        writeln!(out)?;
+                    }
+                }
+                left -= 1;
+            }
+            out.flush()?;
+            if page.queries.is_empty() {
+                thread::sleep(POLL);
+            }
+            page = client.get(&format!("/dns/queries?from={}", page.next))?;
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+
     /// An event that passes the filters.
     fn line(&self, names: &Names, event: &Event, boot: Duration) -> Option<Line> {
         let reason = Reason::from_number(event.reason);
@@ -161,7 +238,7 @@ impl MonitorArgs {
             return None;
         }
         let hook = Hook::from_number(event.hook);
-        if !self.hook.is_empty() && !hook.is_some_and(|h| self.hook.contains(&h)) {
+        if !self.hook.is_empty() && !hook.is_some_and(|h| self.hook.contains(&Shown::At(h))) {
             return None;
         }
         let interface = (event.ifindex != 0).then(|| interface_name(event.ifindex));
@@ -213,25 +290,50 @@ fn boot_time() -> Duration {
     now.saturating_sub(Duration::from_nanos(super::monotonic_ns()))
 }
 
+/// Writes the time of day, and a word.
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
     reason = "the time of day, which is positive and small"
 )]
-fn text(out: &mut dyn Write, line: &Line) -> io::Result<()> {
-    let millis = (line.time * 1000.0) as u64;
+fn begin(out: &mut dyn Write, time: f64, word: &str) -> io::Result<()> {
+    let millis = (time * 1000.0) as u64;
     let second = millis / 1000 % 86_400;
-    let refused = Reason::from_word(line.reason).is_some_and(Reason::is_refusal);
-    let style = if refused { BAD } else { GOOD };
     write!(
         out,
-        "{DIM}{:02}:{:02}:{:02}.{:03}{DIM:#} {:<7} ",
+        "{DIM}{:02}:{:02}:{:02}.{:03}{DIM:#} {word:<7} ",
         second / 3600,
         second / 60 % 60,
         second % 60,
         millis % 1000,
-        line.hook,
-    )?;
+    )
+}
+
+fn text_of_query(out: &mut dyn Write, query: &Answered) -> io::Result<()> {
+    begin(out, query.time, "dns")?;
+    let style = match &*query.code {
+        "No Error" => GOOD,
+        _ => BAD,
+    };
+    write!(out, "{} {} {}", query.client, query.of_type, query.name)?;
+    let addresses: Vec<String> = query.addresses.iter().map(ToString::to_string).collect();
+    if !addresses.is_empty() {
+        write!(out, " -> {}", addresses.join(" "))?;
+    }
+    writeln!(
+        out,
+        " {} {} {DIM}{} {} µs{DIM:#}",
+        output::styled(style, &query.code),
+        query.by,
+        query.protocol,
+        query.took_ns / 1000
+    )
+}
+
+fn text(out: &mut dyn Write, line: &Line) -> io::Result<()> {
+    let refused = Reason::from_word(line.reason).is_some_and(Reason::is_refusal);
+    let style = if refused { BAD } else { GOOD };
+    begin(out, line.time, line.hook)?;
     if let Some(source) = &line.source {
         write!(out, "{source} -> ")?;
     }
@@ -346,12 +448,12 @@ mod tests {
              masqueraded on lo\n"
         );
         some.iface = Some("lo".to_owned());
-        some.hook = vec![Hook::Packet];
+        some.hook = vec![Shown::At(Hook::Packet)];
         assert!(line(&some).is_some());
         some.iface = Some("eth0".to_owned());
         assert!(line(&some).is_none());
         some.iface = None;
-        some.hook = vec![Hook::Connect];
+        some.hook = vec![Shown::At(Hook::Connect)];
         assert!(line(&some).is_none());
         assert!(hook("packets").unwrap_err().contains("packet"));
     }
@@ -364,6 +466,27 @@ mod tests {
         };
         let line = args(&[]).line(&nobody(), &gone, Duration::ZERO).unwrap();
         assert_eq!(line.interface.as_deref(), Some("interface 4294967295"));
+    }
+
+    #[test]
+    fn a_querys_line() {
+        let query = Answered {
+            time: 3661.25,
+            took_ns: 31_400,
+            client: "shop/web".to_owned(),
+            protocol: "udp".to_owned(),
+            name: "api.other.svc.cluster.local.".to_owned(),
+            of_type: "A".to_owned(),
+            by: "service".to_owned(),
+            code: "No Error".to_owned(),
+            addresses: vec!["10.96.0.11".parse().unwrap()],
+        };
+        let mut out = anstream::StripStream::new(Vec::new());
+        text_of_query(&mut out, &query).unwrap();
+        assert_eq!(
+            String::from_utf8(out.into_inner()).unwrap(),
+            "01:01:01.250 dns     shop/web A api.other.svc.cluster.local. -> 10.96.0.11 No Error service udp 31 µs\n"
+        );
     }
 
     #[test]

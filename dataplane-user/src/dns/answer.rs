@@ -328,7 +328,8 @@ fn search(zone: &Zone, (name, of_type): (&LowerName, u16), client: &Client) -> O
     }
     let mut candidates = SmallVec::<[Candidate; 1]>::new();
     let meaning_of = |name: &LowerName| zone.meaning(name, || &client.namespace);
-    if matches!(meaning_of(name), Meaning::Unsure) {
+    // Only resolvers know whether it exists itself.
+    if matches!(meaning_of(name), Meaning::Unsure | Meaning::Foreign) {
         candidates.push(Candidate {
             records: Vec::new(),
             name: name.clone(),

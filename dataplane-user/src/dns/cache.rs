@@ -130,6 +130,15 @@ impl Cache {
 
     /// The answer to a question, if it is there.
     pub fn get(&self, key: &Key, now: Instant) -> Option<Hit> {
+        self.find(key, now, true)
+    }
+
+    /// The same for somebody who only looks: the answer is no more in use by that.
+    pub fn look(&self, key: &Key, now: Instant) -> Option<Hit> {
+        self.find(key, now, false)
+    }
+
+    fn find(&self, key: &Key, now: Instant, uses: bool) -> Option<Hit> {
         let shard = self.shard(key);
         let entry = shard.entries.get(key)?;
         let age = now.saturating_duration_since(entry.since);
@@ -138,8 +147,11 @@ impl Cache {
         if age > Duration::from_secs(ttl.into()) + self.stale {
             return None;
         }
-        entry.used.store(true, Ordering::Relaxed);
-        let hits = entry.hits.fetch_add(1, Ordering::Relaxed);
+        let mut hits = 0;
+        if uses {
+            entry.used.store(true, Ordering::Relaxed);
+            hits = entry.hits.fetch_add(1, Ordering::Relaxed);
+        }
         let state = match ttl.checked_sub(seconds) {
             None | Some(0) => State::Stale,
             // Two askers in a row for the last tenth of its life.

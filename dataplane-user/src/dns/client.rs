@@ -6,7 +6,7 @@ use std::{
 };
 
 use super::name::LowerName;
-use crate::model::{DnsPolicy, Resolution, Workload};
+use crate::model::{DnsPolicy, Resolution, Workload, WorkloadName};
 
 /// The port of resolvers.
 pub(super) const PORT: u16 = 53;
@@ -27,6 +27,8 @@ pub struct Client {
     pub ndots: u8,
     /// The resolvers that it would ask, in its order.
     pub resolvers: Vec<SocketAddr>,
+    /// The pod; none of those who are not known.
+    pub workload: Option<WorkloadName>,
     /// The Kubernetes namespace, whose clients share what it may have of the room for all; empty for those who have
     /// none.
     pub namespace: Arc<str>,
@@ -39,6 +41,7 @@ impl Client {
             search: Vec::new(),
             ndots: NDOTS_DEFAULT,
             resolvers,
+            workload: None,
             namespace: "".into(),
         }
     }
@@ -119,6 +122,7 @@ impl Client {
             search,
             ndots: said.ndots.unwrap_or(ndots),
             resolvers,
+            workload: Some(workload.name.clone()),
             namespace: workload.name.namespace().into(),
         }
     }
@@ -189,6 +193,15 @@ mod tests {
             .iter()
             .map(|text| SocketAddr::new(text.parse().unwrap(), 53));
         servers.collect()
+    }
+
+    /// A client that is a pod of `shop`.
+    fn shops() -> Client {
+        Client {
+            workload: Some(WorkloadName::new("shop", "web")),
+            namespace: "shop".into(),
+            ..Client::unknown(Vec::new())
+        }
     }
 
     fn node() -> ResolvConf {
@@ -277,7 +290,7 @@ mod tests {
                 search: names(&own),
                 ndots: 5,
                 resolvers: servers(&["10.96.0.10"]),
-                namespace: "shop".into(),
+                ..shops()
             }
         );
         let more = Resolution {
@@ -292,7 +305,7 @@ mod tests {
                 search: names(&[&own[..], &["more.example"]].concat()),
                 ndots: 1,
                 resolvers: servers(&["10.96.0.10", "192.0.2.1"]),
-                namespace: "shop".into(),
+                ..shops()
             }
         );
         let node = Resolution {
@@ -305,7 +318,7 @@ mod tests {
                 search: names(&["corp.example"]),
                 ndots: 2,
                 resolvers: servers(&["192.0.2.53", "2001:db8::53"]),
-                namespace: "shop".into(),
+                ..shops()
             }
         );
         let own = Resolution {
@@ -319,7 +332,7 @@ mod tests {
                 search: names(&["svc.cluster.local", "more.example"]),
                 ndots: 1,
                 resolvers: servers(&["192.0.2.1", "10.96.0.10"]),
-                namespace: "shop".into(),
+                ..shops()
             }
         );
     }

@@ -201,6 +201,15 @@ pub fn joined(
     Stored::read(&bytes, name, of_type, false).ok()
 }
 
+/// An answer as it is after some seconds.
+pub fn aged(stored: &Stored, age: u32) -> Option<Vec<u8>> {
+    let mut message = Message::from_vec(&stored.bytes).ok()?;
+    for record in message.answers.iter_mut().chain(&mut message.authorities) {
+        record.decrement_ttl(age);
+    }
+    message.to_vec().ok()
+}
+
 fn to_question(name: &LowerName, of_type: u16) -> Message {
     let mut message = Message::response(0, OpCode::Query);
     message.add_query(Query::query(name.to_name(), RecordType::from(of_type)));

@@ -1,14 +1,8 @@
 //! What is counted: by Istio's names where it has one.
 
-use std::{
-    collections::BTreeMap,
-    fmt,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::fmt;
 
 use prometheus_client::{
-    collector::Collector,
     encoding::{DescriptorEncoder, EncodeMetric},
     metrics::{
         counter::{ConstCounter, Counter},
@@ -17,7 +11,7 @@ use prometheus_client::{
     },
 };
 
-use super::{beats::Beats, cache::Cache, name::LowerName};
+use super::cache::Cache;
 
 /// Upper bounds of the times that resolvers take, in seconds.
 const SECONDS: [f64; 10] = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.2, 1.0, 4.0];
@@ -61,81 +55,52 @@ impl Default for Metrics {
     }
 }
 
-/// Looks at a server's figures, from another thread.
-#[derive(Clone, Debug)]
-pub struct Observer {
-    pub(super) metrics: Arc<Metrics>,
-    pub(super) cache: Arc<Cache>,
-    pub(super) beats: Arc<Beats>,
-}
-
-impl Observer {
-    /// The thread that hangs, as seen at `now`, and for how long.
-    pub fn stuck(&self, now: Instant) -> Option<(String, Duration)> {
-        self.beats.stuck(now)
-    }
-
-    /// How many answers each namespace has in the cache, and their bytes.
-    pub fn cache_shares(&self) -> BTreeMap<Arc<str>, (usize, usize)> {
-        self.cache.shares()
-    }
-
-    /// How many bytes the cache has room for.
-    pub fn cache_room(&self) -> usize {
-        self.cache.room()
-    }
-
-    /// Forgets resolvers' answers for a name, or all. Returns how many there were.
-    pub fn flush(&self, name: Option<&LowerName>) -> usize {
-        self.cache.flush(name)
-    }
-
+impl Metrics {
     /// Writes what was counted, and the cache's size.
     ///
     /// # Errors
     /// Whatever the encoder says.
-    pub fn encode(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
-        let metrics = &*self.metrics;
+    pub fn encode(&self, cache: &Cache, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         for (name, help, counter) in [
             (
                 "istio_dns_requests",
                 "DNS queries of clients",
-                &metrics.requests,
+                &self.requests,
             ),
             (
                 "istio_dns_upstream_requests",
                 "DNS queries to resolvers",
-                &metrics.upstream_requests,
+                &self.upstream_requests,
             ),
             (
                 "istio_dns_upstream_failures",
                 "DNS queries to resolvers that got no answer",
-                &metrics.upstream_failures,
+                &self.upstream_failures,
             ),
             (
                 "dataplane_dns_local_answers",
                 "Answers from the names of services",
-                &metrics.local,
+                &self.local,
             ),
             (
                 "dataplane_dns_cache_hits",
                 "Answers from the cache",
-                &metrics.hits,
+                &self.hits,
             ),
             (
                 "dataplane_dns_stale_answers",
                 "Answers from the cache that were over, because no resolver answered",
-                &metrics.stale,
+                &self.stale,
             ),
             (
                 "dataplane_dns_refused",
                 "Queries that were refused, because their client or its namespace had too many in flight",
-                &metrics.refused,
+                &self.refused,
             ),
             (
                 "dataplane_dns_failed",
                 "Queries that got SERVFAIL, because no resolver answered",
-                &metrics.failed,
+                &self.failed,
             ),
         ] {
             metric(encoder, name, help, counter)?;
@@ -144,9 +109,9 @@ impl Observer {
             encoder,
             "istio_dns_upstream_request_duration_seconds",
             "How long resolvers took to answer",
-            &metrics.upstream_duration,
+            &self.upstream_duration,
         )?;
-        let (entries, bytes) = self.cache.size();
+        let (entries, bytes) = cache.size();
         for (name, help, value) in [
             (
                 "dataplane_dns_cache_entries",
@@ -161,7 +126,7 @@ impl Observer {
             (
                 "dataplane_dns_cache_max_bytes",
                 "Bytes of answers that the cache has room for",
-                self.cache.room(),
+                cache.room(),
             ),
         ] {
             let gauge = ConstGauge::new(i64::try_from(value).unwrap_or(i64::MAX));
@@ -171,7 +136,7 @@ impl Observer {
             encoder,
             "dataplane_dns_cache_evictions",
             "Answers that the cache evicted before their time",
-            &ConstCounter::new(self.cache.evictions()),
+            &ConstCounter::new(cache.evictions()),
         )
     }
 }
@@ -184,10 +149,4 @@ fn metric(
 ) -> fmt::Result {
     let encoder = encoder.encode_descriptor(name, help, None, metric.metric_type())?;
     metric.encode(encoder)
-}
-
-impl Collector for Observer {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        self.encode(&mut encoder)
-    }
 }

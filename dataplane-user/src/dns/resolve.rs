@@ -77,6 +77,23 @@ impl Resolver {
         }
     }
 
+    /// What the cache has for people to see: as [`Resolver::cached`], but nothing is counted or asked.
+    pub fn known(&self, client: &Client, asked: &Question, ask: &Ask) -> Option<Vec<u8>> {
+        let set = self.set(&client.resolvers);
+        for at in 0..ask.candidates.len() {
+            let key = asked.with(ask, at).key(set);
+            let hit = self.cache.look(&key, Instant::now())?;
+            if hit.state == State::Stale {
+                return None;
+            }
+            let Hit { stored, age, .. } = hit;
+            if let Some(reply) = finish(asked, ask, at, Reply { stored, age }) {
+                return compose::aged(&reply.stored, reply.age);
+            }
+        }
+        None
+    }
+
     fn set(&self, resolvers: &[SocketAddr]) -> u32 {
         let mut sets = locked(&self.sets);
         if let Some(number) = sets.get(resolvers) {
@@ -145,7 +162,10 @@ impl Resolver {
             }
             stale => stale.map(|hit| hit.stored),
         };
-        let mut flight = self.flight(set, client, question, &key)?;
+        let Some(mut flight) = self.flight(set, client, question, &key) else {
+            // A namespace that asks too much still gets what is there.
+            return stale.map(|stale| self.stale(&stale));
+        };
         let away = || {
             let failures = locked(&self.failures);
             failures
@@ -172,13 +192,16 @@ impl Resolver {
         };
         match (answer.filter(usable), stale) {
             (Some(stored), _) => Some(Reply { stored, age: 0 }),
-            (None, Some(stale)) => {
-                self.metrics.stale.inc();
-                let stored = Arc::new(stale.with_ttl(STALE_TTL));
-                Some(Reply { stored, age: 0 })
-            }
+            (None, Some(stale)) => Some(self.stale(&stale)),
             (None, None) => None,
         }
+    }
+
+    /// An answer whose time is over, for a client.
+    fn stale(&self, stored: &Stored) -> Reply {
+        self.metrics.stale.inc();
+        let stored = Arc::new(stored.with_ttl(STALE_TTL));
+        Reply { stored, age: 0 }
     }
 
     /// Asks resolvers, unless they are being asked already. None: too many questions are being asked for the client's
@@ -483,6 +506,46 @@ mod tests {
         assert_eq!(own.metrics.upstream_requests.get(), 0);
     }
 
+    #[tokio::test]
+    async fn a_namespace_that_asks_too_much_gets_the_stale_answers_that_are_there() {
+        let own = new();
+        let greedy = client("greedy", &[]);
+        let set = own.set(&[]);
+        for number in 0..FLIGHTS {
+            let (question, _) = asked(&format!("{number}.example.com"));
+            drop(own.flight(set, &greedy, &question, &question.key(set)));
+        }
+        let (question, ask) = asked("old.example.com");
+        own.cache.put(
+            &question.key(set),
+            &"greedy".into(),
+            &old(&question),
+            past(),
+        );
+        let reply = own.clone().resolve(&greedy, &question, &ask).await.unwrap();
+        assert_eq!(addresses(&reply), ["192.0.2.9"]);
+        assert_eq!(own.metrics.stale.get(), 1);
+        let (question, ask) = asked("new.example.com");
+        assert!(own.resolve(&greedy, &question, &ask).await.is_none());
+    }
+
+    /// An answer for a minute.
+    fn old(question: &Question) -> Arc<Stored> {
+        let mut message = Message::response(0, hickory_proto::op::OpCode::Query);
+        message.add_query(hickory_proto::op::Query::query(
+            question.name.to_name(),
+            hickory_proto::rr::RecordType::A,
+        ));
+        let bytes = answer(message, 9);
+        Arc::new(Stored::read(&bytes, &question.name, 1, false).unwrap())
+    }
+
+    fn past() -> Instant {
+        Instant::now()
+            .checked_sub(Duration::from_secs(100))
+            .unwrap()
+    }
+
     /// Neither does another resolver answer others, nor do others get stale answers.
     #[tokio::test]
     async fn slow_names_of_one_namespace_cost_no_other_namespace() {
@@ -507,25 +570,12 @@ mod tests {
             client("small", &[first, second]),
         );
         // What the first said of it once is over.
-        let (old, _) = asked("old.example.com");
-        let stored = {
-            let mut message = Message::response(0, hickory_proto::op::OpCode::Query);
-            let name = old.name.to_name();
-            message.add_query(hickory_proto::op::Query::query(
-                name,
-                hickory_proto::rr::RecordType::A,
-            ));
-            let bytes = answer(message, 9);
-            Arc::new(Stored::read(&bytes, &old.name, 1, false).unwrap())
-        };
-        let then = Instant::now()
-            .checked_sub(Duration::from_secs(100))
-            .unwrap();
+        let (old_question, _) = asked("old.example.com");
         own.cache.put(
-            &old.key(own.set(&[first, second])),
+            &old_question.key(own.set(&[first, second])),
             &"shop".into(),
-            &stored,
-            then,
+            &old(&old_question),
+            past(),
         );
         for (slow, answered, name) in [
             ("slow.example.com", true, "www.example.com"),

@@ -20,7 +20,7 @@ use tokio::{
 use super::{
     beats::{self, Renew},
     client::Client,
-    metrics::Observer,
+    observer::Observer,
     shared::{Askers, Settings, Shared},
     sockets::{Listener, open},
     worker::{self, Job},
@@ -133,7 +133,9 @@ impl Server {
     /// Answers the queries of a captured workload, which arrive at these sockets. `number`: of its network namespace.
     pub fn capture(&self, number: u64, client: Client, sockets: &[Listener]) -> Captured {
         let (end, ended) = watch::channel(());
-        let askers = Askers::One(number, Arc::new(client));
+        let client = Arc::new(client);
+        self.shared.note_captured(number, &client);
+        let askers = Askers::One(number, client);
         for socket in sockets {
             let worker = self.worker(number);
             worker.give(socket.clone(), askers.clone(), ended.clone());
@@ -154,7 +156,7 @@ impl Server {
 
     /// Looks at its figures.
     pub fn observer(&self) -> Observer {
-        self.shared.observer()
+        Observer::of(Arc::clone(&self.shared))
     }
 }
 

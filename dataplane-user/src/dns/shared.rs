@@ -3,11 +3,11 @@
 use std::{
     collections::HashMap,
     net::{IpAddr, SocketAddr},
-    sync::{Arc, Mutex, PoisonError, RwLock},
-    time::Duration,
+    sync::{Arc, Mutex, PoisonError, RwLock, Weak},
+    time::{Duration, Instant},
 };
 
-use hickory_proto::op::ResponseCode;
+use hickory_proto::{op::ResponseCode, rr::RecordType};
 use rand::rngs::SmallRng;
 
 use super::{
@@ -16,10 +16,13 @@ use super::{
     cache::Cache,
     client::{Client, ResolvConf},
     counts::{Counted, Counts},
-    metrics::{Metrics, Observer},
+    explain::{self, ExplainError, Step},
+    log::Log,
+    metrics::Metrics,
+    name::LowerName,
     resolve::Resolver,
     upstream::Question,
-    wire::{Parsed, Transport, refusal},
+    wire::{Parsed, Transport, bits, refusal},
     zone::Zone,
 };
 use crate::model::Workload;
@@ -79,8 +82,12 @@ pub struct Shared {
     resolver: Arc<Resolver>,
     metrics: Arc<Metrics>,
     pub beats: Arc<Beats>,
+    /// What became of queries, while somebody reads it.
+    pub log: Log,
     /// Those of clients that are workloads.
     clients: Mutex<Clients>,
+    /// Those of captured workloads, by the numbers of their network namespaces.
+    captured: Mutex<HashMap<u64, Weak<Client>>>,
     /// Everybody else.
     nobody: Arc<Client>,
     in_flight: Counts<ClientKey>,
@@ -144,7 +151,9 @@ impl Shared {
             zone: RwLock::new(Arc::new(zone)),
             metrics,
             beats: Arc::new(Beats::new(settings.workers, renew)),
+            log: Log::default(),
             clients: Mutex::default(),
+            captured: Mutex::default(),
             nobody: Arc::new(nobody),
             in_flight: Counts::default(),
             connections: Counts::default(),
@@ -153,19 +162,48 @@ impl Shared {
         }
     }
 
-    /// Looks at the figures.
-    pub fn observer(&self) -> Observer {
-        Observer {
-            metrics: Arc::clone(&self.metrics),
-            cache: Arc::clone(&self.resolver.cache),
-            beats: Arc::clone(&self.beats),
-        }
+    /// What is counted.
+    pub fn metrics(&self) -> &Metrics {
+        &self.metrics
+    }
+
+    /// What resolvers said.
+    pub fn cache(&self) -> &Cache {
+        &self.resolver.cache
     }
 
     pub fn set_zone(&self, zone: Zone) {
         *self.zone.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(zone);
         let mut clients = self.clients.lock().unwrap_or_else(PoisonError::into_inner);
         clients.clear();
+    }
+
+    /// Notes a captured workload, which is there as long as its client is.
+    pub fn note_captured(&self, number: u64, client: &Arc<Client>) {
+        let mut captured = self.captured.lock().unwrap_or_else(PoisonError::into_inner);
+        captured.retain(|_, client| client.strong_count() > 0);
+        captured.insert(number, Arc::downgrade(client));
+    }
+
+    /// See [`Observer::explain`](super::Observer::explain).
+    pub fn explain(
+        &self,
+        number: u64,
+        name: &str,
+        of_type: RecordType,
+    ) -> Option<Result<Vec<Step>, ExplainError>> {
+        let captured = self.captured.lock().unwrap_or_else(PoisonError::into_inner);
+        let client = captured.get(&number)?.upgrade()?;
+        drop(captured);
+        let known = |name: &LowerName, ask: &Ask| {
+            let question = Question {
+                name: name.clone(),
+                of_type: of_type.into(),
+                bits: bits::RD,
+            };
+            self.resolver.known(&client, &question, ask)
+        };
+        Some(explain::steps(&self.zone(), &client, name, of_type, known))
     }
 
     pub fn zone(&self) -> Arc<Zone> {
@@ -183,6 +221,22 @@ impl Shared {
             self.metrics.refused.inc();
         }
         counted
+    }
+
+    /// Notes what became of a query that arrived then, for whoever reads.
+    pub fn note(
+        &self,
+        arrived: Option<Instant>,
+        from: Asker<'_>,
+        transport: Transport,
+        messages: (&[u8], &[u8]),
+        by: &str,
+    ) {
+        if let Some(arrived) = arrived {
+            let client = self.client(&self.zone(), from);
+            self.log
+                .put(arrived, (&client, from.addr), transport, messages, by);
+        }
     }
 
     /// Who has sent a query.
@@ -236,10 +290,10 @@ impl Shared {
         );
         let ask = match decision {
             Decision::Nothing => return Now::Nothing,
-            Decision::Answered(_) => {
+            Decision::Answered(rule) => {
                 self.metrics.requests.inc();
                 self.metrics.local.inc();
-                return Now::Answered;
+                return Now::Answered(rule.word());
             }
             Decision::Ask(ask) => Some(ask),
             Decision::Relay => None,
@@ -256,7 +310,7 @@ impl Shared {
                 let cached = self.resolver.cached(&client, &question, &ask);
                 if let Some(reply) = cached {
                     parsed.with_stored(transport, &reply.stored, reply.age, out);
-                    return Now::Answered;
+                    return Now::Answered("cache");
                 }
                 Some((ask, question))
             }
@@ -265,7 +319,7 @@ impl Shared {
         let Some(counted) = self.in_flight.below(IN_FLIGHT, &from.key()) else {
             self.metrics.refused.inc();
             refuse(query, ResponseCode::Refused, out);
-            return Now::Answered;
+            return Now::Answered("limit");
         };
         Now::Later(Box::new(Later {
             client,
@@ -308,8 +362,8 @@ impl Shared {
 
 /// What becomes of a query at once.
 pub enum Now {
-    /// The answer is written.
-    Answered,
+    /// The answer is written, by what this says.
+    Answered(&'static str),
     /// There is nothing to answer to.
     Nothing,
     /// Resolvers have to be asked.

@@ -20,6 +20,7 @@ use tokio::{
 };
 
 use super::{
+    answer::Rule,
     batch::{BATCH, Batch},
     beats,
     shared::{Asker, Askers, Now, Shared},
@@ -28,6 +29,8 @@ use super::{
     wire::Transport,
 };
 
+/// What decided about queries for which resolvers were asked.
+const FORWARD: &str = Rule::Forward.word();
 /// How long a connection may be idle, or take to send a query.
 const IDLE: Duration = Duration::from_secs(10);
 /// How many batches a socket's last are at most: more than the kernel's default room (`net.core.rmem_default`) holds. A
@@ -188,17 +191,27 @@ impl Desk {
                 of: askers,
                 addr: from.ip(),
             };
+            let arrived = shared.log.begin();
             match shared.now(&zone, query, asker, Transport::Udp, random, &mut out) {
-                Now::Answered => answers.push((out, from)),
+                Now::Answered(by) => {
+                    shared.note(arrived, asker, Transport::Udp, (query, &out), by);
+                    answers.push((out, from));
+                }
                 Now::Nothing => spare.push(out),
                 Now::Later(later) => {
                     spare.push(out);
                     // A socket that nobody receives from any more must be closed at once, for captured queries to go
                     // to their resolvers again.
                     let (own, socket) = (Arc::clone(shared), Arc::downgrade(socket));
-                    let query = query.to_vec();
+                    let (query, of) = (query.to_vec(), askers.clone());
                     tokio::spawn(async move {
                         let answer = own.later(later, &query, Transport::Udp).await;
+                        let asker = Asker {
+                            of: &of,
+                            addr: from.ip(),
+                        };
+                        let messages = (&query[..], &answer[..]);
+                        own.note(arrived, asker, Transport::Udp, messages, FORWARD);
                         if let Some(socket) = socket.upgrade() {
                             // The client asks again if this fails.
                             let _ = socket.try_send_to(&answer, from);
@@ -258,15 +271,20 @@ async fn serve(
             of: askers,
             addr: from.ip(),
         };
+        let arrived = shared.log.begin();
         let now = {
             let zone = shared.zone();
             shared.now(&zone, &query, asker, Transport::Tcp, &mut random, &mut out)
         };
-        match now {
-            Now::Answered => {}
+        let by = match now {
+            Now::Answered(by) => by,
             Now::Nothing => return Ok(()),
-            Now::Later(later) => out = shared.later(later, &query, Transport::Tcp).await,
-        }
+            Now::Later(later) => {
+                out = shared.later(later, &query, Transport::Tcp).await;
+                FORWARD
+            }
+        };
+        shared.note(arrived, asker, Transport::Tcp, (&query, &out), by);
         timeout(IDLE, send(&mut stream, &out)).await??;
     }
     Ok(())

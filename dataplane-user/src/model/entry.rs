@@ -9,7 +9,7 @@ use std::{
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use smallvec::SmallVec;
 
-use super::{EntryName, Protocol};
+use super::{EndpointName, EntryName, Protocol};
 
 /// The ranges from which a control plane, or this node, gives addresses to hosts of ServiceEntries, as Istio has them.
 const ALLOCATED: [IpNet; 2] = [
@@ -49,8 +49,7 @@ pub struct Entry {
     pub export_to: ExportTo,
     /// `spec.ports`.
     pub ports: SmallVec<[EntryPort; 1]>,
-    /// `spec.endpoints`, or those that `spec.workloadSelector` selects. With [`EntryResolution::Dns`] and none of them,
-    /// each host is its own endpoint.
+    /// `spec.endpoints`, or those that `spec.workloadSelector` selects; none with [`EntryResolution::Hosts`].
     pub backends: Vec<Backend>,
 }
 
@@ -66,6 +65,8 @@ pub struct Host {
     /// the entry says. Empty until the plan has seen the entry, and if nothing answers at this node: then the name is for
     /// the resolver that the client asked.
     pub vips: SmallVec<[IpAddr; 2]>,
+    /// With [`EntryResolution::Hosts`], the addresses of its name, as far as they are known: its endpoints.
+    pub endpoints: SmallVec<[IpAddr; 0]>,
 }
 
 /// A port of an entry.
@@ -112,6 +113,8 @@ pub enum EntryResolution {
     Static,
     /// Endpoints are DNS names (`DNS` and `DNS_ROUND_ROBIN`), or addresses.
     Dns,
+    /// The same without endpoints: each host is its own endpoint.
+    Hosts,
 }
 
 /// `spec.location`.
@@ -148,9 +151,34 @@ impl Entry {
         own.chain(assigned).copied()
     }
 
-    /// Whether each host is its own endpoint.
-    pub fn resolves_hosts(&self) -> bool {
-        self.resolution == EntryResolution::Dns && self.backends.is_empty()
+    /// The names at whose addresses it has endpoints.
+    pub fn endpoint_names(&self) -> impl Iterator<Item = EndpointName> + '_ {
+        let namespace: Arc<str> = self.name.namespace().into();
+        let hosts = self.hosts.iter().map(|host| &host.name);
+        let hosts = hosts.filter(|_| self.resolution == EntryResolution::Hosts);
+        let backends = self
+            .backends
+            .iter()
+            .filter_map(|backend| match &backend.at {
+                At::Name(name) => Some(name),
+                At::Address(_) => None,
+            });
+        hosts.chain(backends).map(move |name| EndpointName {
+            namespace: Arc::clone(&namespace),
+            name: Arc::clone(name),
+        })
+    }
+}
+
+impl Backend {
+    /// An endpoint that is nothing but an address.
+    pub fn at(address: IpAddr) -> Self {
+        Self {
+            at: At::Address(address),
+            ports: SmallVec::new(),
+            weight: 1,
+            local: false,
+        }
     }
 }
 

@@ -3,6 +3,7 @@
 //! Pure values: this room imports none of its siblings, and neither tokio nor aya.
 
 mod cluster;
+mod endpoint_name;
 mod entry;
 mod hosts;
 mod identity;
@@ -20,6 +21,7 @@ mod weights;
 mod workload;
 
 pub use cluster::Cluster;
+pub use endpoint_name::{ADDRESSES_MAX, EndpointName, Resolved, can_be_endpoint};
 pub use entry::{
     At, Backend, Entry, EntryPort, EntryResolution, ExportTo, Host, Location, is_allocated,
 };
@@ -36,7 +38,7 @@ pub use service::{
     Endpoint, Part, Service, ServicePort, ServiceType, Shares, Split, TrafficPolicy,
 };
 pub use topology::{Hints, Reach};
-pub use weights::{Weights, most_places};
+pub use weights::{Weights, lcm, most_places, narrowed};
 pub use workload::{
     Acceleration, CapturedBy, Egress, Exempt, Layers, Mode, Place, Policy, Rules, Telemetry, Uid,
     WithoutProxy, Workload, is_reserved,

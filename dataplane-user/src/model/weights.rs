@@ -114,7 +114,7 @@ fn count(places: u64) -> u32 {
 
 /// Weights as numbers of 32 bits, in lowest terms: rounded if they must be, and then none of them to 0. The sum of any
 /// `addends` of them is such a number, too.
-pub(super) fn narrowed(weights: &[u128], addends: usize) -> Vec<u32> {
+pub fn narrowed(weights: &[u128], addends: usize) -> Vec<u32> {
     let most = u32::MAX / u32::try_from(addends).unwrap_or(u32::MAX).max(1);
     let divisor = weights.iter().copied().fold(0, gcd128).max(1);
     let largest = weights.iter().max().copied().unwrap_or_default() / divisor;
@@ -127,7 +127,7 @@ pub(super) fn narrowed(weights: &[u128], addends: usize) -> Vec<u32> {
 }
 
 /// The least common multiple, or if that is too large to count with, a number that is large beside both.
-pub(super) fn lcm(a: u128, b: u128) -> u128 {
+pub fn lcm(a: u128, b: u128) -> u128 {
     let least = (a / gcd128(a, b).max(1)).checked_mul(b);
     least
         .filter(|least| *least < 1 << 96)

@@ -9,8 +9,11 @@
 //! has stated to be an external IP, and none in the ranges of hosts. The owner of any other address is unknown: the address
 //! stays with the endpoint.
 
+mod names;
+
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
+    iter,
     net::IpAddr,
     sync::Arc,
 };
@@ -18,11 +21,12 @@ use std::{
 use imbl::{OrdMap, ordmap::DiffItem};
 use smallvec::SmallVec;
 
+use self::names::Names;
 use super::vips::{Age, HostName, Record, Vips};
 use crate::model::{
-    At, Endpoint, Entry, EntryName, EntryResolution, Gravity, Hints, Host, PodAddresses, Problem,
-    Records, Service, ServiceName, ServicePort, ServiceType, Snapshot, TrafficPolicy, Weights,
-    Workload, WorkloadName, is_allocated,
+    At, Backend, Endpoint, EndpointName, Entry, EntryName, EntryPort, EntryResolution, Gravity,
+    Hints, Host, PodAddresses, Problem, Records, Resolved, Service, ServiceName, ServicePort,
+    ServiceType, Snapshot, TrafficPolicy, Weights, Workload, WorkloadName, is_allocated,
 };
 
 /// The Service of the API server.
@@ -45,8 +49,12 @@ pub struct Entries {
     has_stated: bool,
     /// The entries that name each address, or have it from a control plane.
     naming: HashMap<IpAddr, BTreeSet<EntryName>>,
+    /// The names at whose addresses entries have endpoints.
+    names: Names,
+    /// The entries whose names lead elsewhere than when they were served.
+    moved: BTreeSet<EntryName>,
     /// The services of each entry.
-    made: HashMap<EntryName, ServiceName>,
+    made: HashMap<EntryName, SmallVec<[ServiceName; 1]>>,
     services: OrdMap<ServiceName, Arc<Service>>,
     served: OrdMap<EntryName, Arc<Entry>>,
     problems: BTreeMap<EntryName, Vec<Problem>>,
@@ -99,6 +107,12 @@ pub fn service_name(entry: &EntryName) -> ServiceName {
     ServiceName::new(entry.namespace(), &format!("serviceentry:{}", entry.name()))
 }
 
+/// The name of the service that a further host of an entry becomes, if each host is its own endpoint.
+fn host_service_name(entry: &EntryName, host: &str) -> ServiceName {
+    let name = format!("serviceentry:{}:{host}", entry.name());
+    ServiceName::new(entry.namespace(), &name)
+}
+
 impl Entries {
     /// With the addresses that were remembered.
     pub fn new(records: impl IntoIterator<Item = Record>) -> Self {
@@ -112,6 +126,8 @@ impl Entries {
             pods: PodAddresses::default(),
             has_stated: false,
             naming: HashMap::new(),
+            names: Names::default(),
+            moved: BTreeSet::new(),
             made: HashMap::new(),
             services: OrdMap::new(),
             served: OrdMap::new(),
@@ -129,6 +145,33 @@ impl Entries {
         }
     }
 
+    /// Somebody resolves the names at which entries have endpoints, and tells of them by [`Entries::learn`]. Until then, they
+    /// are as they were last.
+    #[must_use]
+    pub fn with_names(self, last: HashMap<EndpointName, Resolved>) -> Self {
+        Self {
+            names: Names::resolved(last),
+            ..self
+        }
+    }
+
+    /// Takes in what is known of names. The next [`Entries::take`] serves it.
+    pub fn learn(&mut self, resolved: impl IntoIterator<Item = (EndpointName, Resolved)>) {
+        for (name, resolved) in resolved {
+            self.moved.extend(self.names.learn(name, resolved));
+        }
+    }
+
+    /// The names that are to be resolved, if they are others than when this was last asked.
+    pub fn take_wanted_names(&mut self) -> Option<impl Iterator<Item = &EndpointName>> {
+        self.names.take_wanted()
+    }
+
+    /// What is known of these names.
+    pub fn known_names(&self) -> impl Iterator<Item = (&EndpointName, &Resolved)> {
+        self.names.known()
+    }
+
     /// Adds the services of `entries` to `services`. Takes the other objects from `snapshot`. `now`: in seconds since the
     /// epoch.
     pub fn take(
@@ -139,7 +182,7 @@ impl Entries {
         now: u64,
     ) -> Taken {
         let node = &snapshot.node;
-        let mut dirty = BTreeSet::new();
+        let mut dirty = std::mem::take(&mut self.moved);
         let knew_none = self.naming.is_empty();
         let last = std::mem::replace(&mut self.last, entries.clone());
         for change in last.diff(entries) {
@@ -214,6 +257,7 @@ impl Entries {
 
     /// Notes what an entry wants, or does not want any more.
     fn note(&mut self, entry: &Entry, is_there: bool) {
+        self.names.note(entry, is_there);
         let age = Age::of(entry.name.clone(), entry.created);
         for host in entry.hosts.iter().filter(|host| wants_number(entry, host)) {
             let host = host_name(entry, host);
@@ -348,6 +392,9 @@ impl Entries {
             });
         };
         let mut entry = entry.clone();
+        for text in self.names.fill(&mut entry) {
+            problem(text);
+        }
         if is_served(&entry) {
             let allowed = |address: &IpAddr| self.allowed(*address);
             let mut refuse = |field: &str, address: &IpAddr| match allowed(address) {
@@ -363,42 +410,40 @@ impl Entries {
             entry
                 .ranges
                 .retain(|address| refuse("spec.addresses", address));
-            let service = {
-                for host in &mut entry.hosts {
-                    host.vips = host.assigned.clone();
-                    host.vips
-                        .retain(|address| refuse("status.addresses", address));
-                }
-                for index in 0..entry.hosts.len() {
-                    if !wants_number(&entry, &entry.hosts[index]) {
-                        continue;
-                    }
-                    let name = host_name(&entry, &entry.hosts[index]);
-                    match self.vips.number(&name) {
-                        Some(number) => entry.hosts[index].vips = number.addresses().into(),
-                        None => problem(self.without_number(&name, index)),
-                    }
-                }
-                service(&entry)
-            };
-            let given = entry.hosts.iter().any(|host| !host.vips.is_empty());
-            if given || !entry.addresses.is_empty() || !entry.ranges.is_empty() {
-                let families = families(&service);
-                for host in &mut entry.hosts {
-                    if host.vips.is_empty() {
-                        host.vips.extend(entry.addresses.iter().copied());
-                    }
-                    if families.contains(&true) {
-                        host.vips
-                            .retain(|vip| families[usize::from(!vip.is_ipv4())]);
-                    }
-                }
-                self.put(&entry.name, service);
-            } else {
-                self.forget_service(&entry.name);
+            for host in &mut entry.hosts {
+                host.vips = host.assigned.clone();
+                host.vips
+                    .retain(|address| refuse("status.addresses", address));
             }
+            for index in 0..entry.hosts.len() {
+                if !wants_number(&entry, &entry.hosts[index]) {
+                    continue;
+                }
+                let name = host_name(&entry, &entry.hosts[index]);
+                match self.vips.number(&name) {
+                    Some(number) => entry.hosts[index].vips = number.addresses().into(),
+                    None => problem(self.without_number(&name, index)),
+                }
+            }
+            let services: Vec<Service> = services(&entry).collect();
+            for (index, host) in entry.hosts.iter_mut().enumerate() {
+                // A host has a service of its own, or all have the first.
+                let service = services.get(index).unwrap_or(&services[0]);
+                if host.vips.is_empty() && (index == 0 || services.len() == 1) {
+                    host.vips.extend(entry.addresses.iter().copied());
+                }
+                let families = families(service);
+                if families.contains(&true) {
+                    host.vips
+                        .retain(|vip| families[usize::from(!vip.is_ipv4())]);
+                }
+            }
+            let has_vips = |service: &Service| {
+                !service.cluster_ips.is_empty() || !service.external_ips.is_empty()
+            };
+            self.put(&entry.name, services.into_iter().filter(has_vips));
         } else {
-            self.forget_service(&entry.name);
+            self.put(&entry.name, iter::empty());
             if entry.resolution == EntryResolution::None {
                 // Clients connect to these, which nothing translates.
                 for host in &mut entry.hosts {
@@ -409,13 +454,6 @@ impl Entries {
                     };
                     host.vips = named.copied().collect();
                 }
-            }
-            if needs_names(&entry) {
-                problem(
-                    "spec.resolution: DNS is not served, because this agent resolves no names: clients reach the host as \
-                     without the entry; name the endpoints' addresses, with resolution STATIC"
-                        .to_owned(),
-                );
             }
         }
         let known = self.served.get(&entry.name);
@@ -459,44 +497,39 @@ impl Entries {
         format!("spec.hosts[{index}]: {} has no address: {why}", host.host)
     }
 
-    fn put(&mut self, entry: &EntryName, service: Service) {
-        let name = service.name.clone();
-        if self
-            .services
-            .get(&name)
-            .is_none_or(|known| **known != service)
-        {
-            self.services.insert(name.clone(), Arc::new(service));
+    /// Has an entry have these services, and no others.
+    fn put(&mut self, entry: &EntryName, services: impl Iterator<Item = Service>) {
+        let mut names = SmallVec::new();
+        for service in services {
+            let name = service.name.clone();
+            if self
+                .services
+                .get(&name)
+                .is_none_or(|known| **known != service)
+            {
+                self.services.insert(name.clone(), Arc::new(service));
+            }
+            names.push(name);
         }
-        self.made.insert(entry.clone(), name);
-    }
-
-    fn forget_service(&mut self, entry: &EntryName) {
-        if let Some(service) = self.made.remove(entry) {
-            self.services.remove(&service);
+        for name in self.made.remove(entry).unwrap_or_default() {
+            if !names.contains(&name) {
+                self.services.remove(&name);
+            }
+        }
+        if !names.is_empty() {
+            self.made.insert(entry.clone(), names);
         }
     }
 
     fn forget(&mut self, entry: &EntryName) {
-        self.forget_service(entry);
+        self.put(entry, iter::empty());
         self.served.remove(entry);
     }
 }
 
 /// Whether the tables can lead anywhere for an entry.
 pub(super) fn is_served(entry: &Entry) -> bool {
-    !entry.ports.is_empty()
-        && match entry.resolution {
-            EntryResolution::None => false,
-            EntryResolution::Static => true,
-            EntryResolution::Dns => !needs_names(entry),
-        }
-}
-
-/// Whether names have to be resolved for an entry.
-fn needs_names(entry: &Entry) -> bool {
-    let by_name = |at: &At| matches!(at, At::Name(_));
-    entry.resolves_hosts() || entry.backends.iter().any(|backend| by_name(&backend.at))
+    !entry.ports.is_empty() && entry.resolution != EntryResolution::None
 }
 
 /// Whether a host is given a number.
@@ -549,11 +582,24 @@ fn families(service: &Service) -> [bool; 2] {
     })
 }
 
-/// The service that an entry becomes.
-pub(super) fn service(entry: &Entry) -> Service {
+/// The services that an entry becomes: one, or if each host is its own endpoint, one for each.
+pub(super) fn services(entry: &Entry) -> impl Iterator<Item = Service> + '_ {
+    let count = match entry.resolution {
+        EntryResolution::Hosts => entry.hosts.len().max(1),
+        _ => 1,
+    };
+    (0..count).map(move |index| service(entry, (count > 1).then_some(index)))
+}
+
+/// The service of all hosts of an entry, or of one of them.
+fn service(entry: &Entry, only: Option<usize>) -> Service {
     // Only addresses that this node has given are as good as cluster IPs: a status has whatever its author wrote.
     let (mut given, mut others) = (SmallVec::new(), SmallVec::<[IpAddr; 0]>::new());
-    for host in &entry.hosts {
+    let hosts = match only {
+        Some(index) => &entry.hosts[index..=index],
+        None => &entry.hosts[..],
+    };
+    for host in hosts {
         for vip in &host.vips {
             if !host.assigned.is_empty() {
                 others.push(*vip);
@@ -562,11 +608,26 @@ pub(super) fn service(entry: &Entry) -> Service {
             }
         }
     }
-    others.extend(entry.addresses.iter().chain(&entry.ranges).copied());
+    let is_first = only.is_none_or(|index| index == 0);
+    let own = entry.addresses.iter().chain(&entry.ranges);
+    others.extend(own.filter(|_| is_first).copied());
+    let name = match hosts.first() {
+        Some(host) if !is_first => host_service_name(&entry.name, &host.name),
+        _ => service_name(&entry.name),
+    };
+    // Each host's own addresses, or what answers for all of them.
+    let own: Vec<Backend>;
+    let backends = if entry.resolution == EntryResolution::Hosts {
+        let endpoints = hosts.iter().flat_map(|host| &host.endpoints);
+        own = endpoints.map(|address| Backend::at(*address)).collect();
+        &own
+    } else {
+        &entry.backends
+    };
     others.sort_unstable();
     others.dedup();
     Service {
-        name: service_name(&entry.name),
+        name,
         kind: ServiceType::Entry,
         created: entry.created,
         cluster_ips: given,
@@ -581,14 +642,14 @@ pub(super) fn service(entry: &Entry) -> Service {
         ports: entry
             .ports
             .iter()
-            .map(|port| service_port(entry, port))
+            .map(|port| service_port(backends, port))
             .collect(),
     }
 }
 
-fn service_port(entry: &Entry, port: &crate::model::EntryPort) -> ServicePort {
+fn service_port(backends: &[Backend], port: &EntryPort) -> ServicePort {
     let mut found: BTreeMap<(IpAddr, u16), (u32, bool)> = BTreeMap::new();
-    for backend in &entry.backends {
+    for backend in backends {
         let own = backend.ports.iter().find(|(name, _)| *name == port.name);
         let number = own.map_or(port.target.unwrap_or(port.port), |(_, number)| *number);
         if let At::Address(addr) = backend.at {

@@ -1,6 +1,11 @@
 //! DNS on the node.
 
-use std::{net::IpAddr, ops::RangeInclusive, path::PathBuf, time::Duration};
+use std::{
+    net::IpAddr,
+    ops::RangeInclusive,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -27,8 +32,8 @@ pub struct Dns {
     /// Default: the cluster IPs of the Service kube-system/kube-dns.
     #[serde(skip_serializing_if = "is_default")]
     pub cluster_dns: Vec<IpAddr>,
-    /// File with the node's own resolvers and search list (the kubelet's resolvConf). Default:
-    /// /etc/resolv.conf.
+    /// File with the node's own resolvers and search list (the kubelet's resolvConf). The agent asks
+    /// these resolvers for the names of ServiceEntries' endpoints, too. Default: /etc/resolv.conf.
     #[serde(skip_serializing_if = "is_default")]
     pub resolv_conf: Option<PathBuf>,
     /// Seconds for which clients may keep answers from the names of services. Default: 5.
@@ -74,6 +79,17 @@ impl Dns {
     /// Whether the agent answers queries.
     pub fn is_on(&self) -> bool {
         self.capture.unwrap_or_default() == DnsCapture::Mesh
+    }
+
+    /// The cluster's domain.
+    pub fn domain(&self) -> &str {
+        self.cluster_domain.as_deref().unwrap_or("cluster.local")
+    }
+
+    /// Where the node's resolvers are.
+    pub fn resolv_conf(&self) -> &Path {
+        let default = Path::new("/etc/resolv.conf");
+        self.resolv_conf.as_deref().unwrap_or(default)
     }
 
     /// The TTL of the names of services, in seconds.

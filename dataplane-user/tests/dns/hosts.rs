@@ -43,6 +43,7 @@ fn client(namespace: &str) -> Client {
             .collect(),
         ndots: 5,
         resolvers: vec![resolver],
+        workload: None,
         namespace: namespace.into(),
     }
 }
@@ -327,6 +328,7 @@ fn entry(
         name: (*name).into(),
         assigned: SmallVec::new(),
         vips: SmallVec::new(),
+        endpoints: SmallVec::new(),
     };
     Entry {
         name: EntryName::new(namespace, name),

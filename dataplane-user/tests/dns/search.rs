@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 
 use dataplane::{
-    dns::{Client, ResolvConf, Zone},
+    dns::{Client, LowerName, ResolvConf, Zone},
     model::{Names, Snapshot, WorkloadName},
 };
 use hickory_proto::rr::RecordType::{A, AAAA};
@@ -109,6 +109,23 @@ fn a_pod_without_the_clusters_list_gets_what_it_asks_for() {
     ] {
         assert_eq!(ask(&zone, &other, name, A).text(name), wanted, "{name}");
     }
+}
+
+/// Below the cluster's domain, but not where services are: only resolvers know whether such a name exists.
+#[test]
+fn a_list_that_begins_where_resolvers_answer_leaves_out_no_name() {
+    let zone = zone();
+    let parse = |text| LowerName::parse(text).unwrap();
+    let client = Client {
+        search: vec![parse("corp.cluster.local"), parse("corp.example")],
+        ndots: 5,
+        ..Client::unknown(Vec::new())
+    };
+    let name = "www.example.com.corp.cluster.local.";
+    assert_eq!(
+        ask(&zone, &client, name, A).text(name),
+        "ask www.example.com.corp.cluster.local. www.example.com.corp.example. www.example.com. else NXDomain"
+    );
 }
 
 /// From a source that does not read everything, a missing service may be one that another proxy serves.

@@ -113,6 +113,7 @@ fn host(name: &str, assigned: Option<IpAddr>) -> Host {
         name: name.into(),
         assigned: assigned.into_iter().collect(),
         vips: SmallVec::new(),
+        endpoints: SmallVec::new(),
     }
 }
 

@@ -1,11 +1,11 @@
 //! What a ServiceEntry comes to: from manifests to the services of the tables.
 
-use std::{net::IpAddr, sync::Arc};
+use std::{collections::HashMap, net::IpAddr, sync::Arc};
 
 use dataplane::{
     model::{
-        EntryName, ExportTo, Gravity, Node, PodAddresses, Problem, Service, ServiceName,
-        ServiceType, Snapshot,
+        EndpointName, EntryName, ExportTo, Gravity, Node, PodAddresses, Problem, Resolved, Service,
+        ServiceName, ServiceType, Snapshot,
     },
     plan::{
         Planner,
@@ -735,29 +735,211 @@ fn entries_are_seen_where_they_are_exported_to() {
     assert!(matches!(entry.export_to, ExportTo::Namespaces(_)));
 }
 
-#[test]
-fn names_are_not_resolved_yet_and_that_is_said() {
-    for fields in [
-        json!({ "resolution": "DNS", "endpoints": null }),
-        json!({ "resolution": "DNS_ROUND_ROBIN", "endpoints": [{ "address": "a.example.com" }] }),
-    ] {
-        let served = Served::of(&[db(fields)]);
-        assert!(
-            served.says()[0].starts_with("spec.resolution: DNS is not served"),
-            "{:?}",
-            served.says()
-        );
-        assert!(served.service("db").is_none());
-        assert!(
-            served.vips("db").is_empty(),
-            "its name is for the client's resolver"
-        );
+/// Endpoints by name, and fields besides.
+fn by_name(fields: Value) -> Value {
+    let mut entry = db(json!({ "resolution": "DNS", "endpoints": null }));
+    if let Value::Object(fields) = fields {
+        for (field, value) in fields {
+            entry["spec"][field] = value;
+        }
     }
+    entry
+}
+
+fn learn(entries: &mut Entries, name: &str, addresses: &[&str], problem: Option<&str>) {
+    let name = EndpointName {
+        namespace: "shop".into(),
+        name: name.into(),
+    };
+    let resolved = Resolved {
+        addresses: addresses.iter().map(|text| ip(text)).collect(),
+        problem: problem.map(Into::into),
+    };
+    entries.learn([(name, resolved)]);
+}
+
+fn wanted(entries: &mut Entries) -> Option<Vec<String>> {
+    let names = entries.take_wanted_names()?;
+    Some(
+        names
+            .map(|name| format!("{}/{name}", name.namespace))
+            .collect(),
+    )
+}
+
+#[test]
+fn a_host_without_endpoints_is_its_own() {
+    let mut entries = Entries::new([]).with_names(HashMap::new());
+    let objects = [by_name(json!({}))];
+    let before = Served::next(&mut entries, &objects);
+    assert_eq!(wanted(&mut entries).unwrap(), ["shop/db.example.com"]);
+    assert_eq!(wanted(&mut entries), None);
+    // Until its name is looked up, clients are refused at the addresses that it will have.
+    assert!(before.endpoints("db").is_empty() && before.problems.is_empty());
+    let vips = before.vips("db");
+    assert_eq!(vips.len(), 2);
+    learn(
+        &mut entries,
+        "db.example.com",
+        &["198.51.100.1", "198.51.100.2"],
+        None,
+    );
+    let served = Served::next(&mut entries, &objects);
+    assert_eq!(
+        served.endpoints("db"),
+        ["198.51.100.1:5432", "198.51.100.2:5432"]
+    );
+    assert_eq!(served.vips("db"), vips[..1], "it has IPv4 only");
+    // What is wrong with the name is said, and its addresses stay.
+    learn(
+        &mut entries,
+        "db.example.com",
+        &["198.51.100.1"],
+        Some("no resolver"),
+    );
+    let served = Served::next(&mut entries, &objects);
+    assert_eq!(served.endpoints("db"), ["198.51.100.1:5432"]);
+    assert_eq!(served.says(), ["spec.hosts: db.example.com: no resolver"]);
+    // Names that nobody needs are forgotten.
+    Served::next(&mut entries, &[]);
+    assert_eq!(wanted(&mut entries).unwrap(), [""; 0]);
+    let served = Served::next(&mut entries, &objects);
+    assert!(served.endpoints("db").is_empty());
+    assert_eq!(served.vips("db"), vips);
+}
+
+#[test]
+fn an_agent_begins_with_the_addresses_that_the_one_before_knew() {
+    let name = EndpointName {
+        namespace: "shop".into(),
+        name: "db.example.com".into(),
+    };
+    let known = Resolved {
+        addresses: [ip("198.51.100.9")].into(),
+        problem: None,
+    };
+    let mut entries = Entries::new([]).with_names(HashMap::from([(name, known)]));
+    let served = Served::next(&mut entries, &[by_name(json!({}))]);
+    assert_eq!(served.endpoints("db"), ["198.51.100.9:5432"]);
+}
+
+#[test]
+fn the_addresses_of_a_name_share_its_part() {
+    let mut entries = Entries::new([]).with_names(HashMap::new());
+    let objects = [by_name(json!({ "endpoints": [
+        { "address": "a.example.com", "weight": 3, "ports": { "pg": 1 } },
+        { "address": "198.51.100.9", "weight": 1 },
+        { "address": "b.example.com", "weight": 1 },
+    ] }))];
+    Served::next(&mut entries, &objects);
+    assert_eq!(
+        wanted(&mut entries).unwrap(),
+        ["shop/a.example.com", "shop/b.example.com"]
+    );
+    learn(
+        &mut entries,
+        "a.example.com",
+        &["192.0.2.1", "192.0.2.2"],
+        None,
+    );
+    let served = Served::next(&mut entries, &objects);
+    // b is not known yet.
+    assert_eq!(
+        served.endpoints("db"),
+        ["192.0.2.1:1*3", "192.0.2.2:1*3", "198.51.100.9:5432*2"]
+    );
+    learn(&mut entries, "b.example.com", &["198.51.100.8"], None);
+    let served = Served::next(&mut entries, &objects);
+    assert_eq!(
+        served.endpoints("db"),
+        [
+            "192.0.2.1:1*3",
+            "192.0.2.2:1*3",
+            "198.51.100.8:5432*2",
+            "198.51.100.9:5432*2"
+        ]
+    );
+    assert_eq!(served.vips("db").len(), 1);
+}
+
+#[test]
+fn each_host_that_is_its_own_endpoint_has_its_own_service() {
+    let mut entries = Entries::new([]).with_names(HashMap::new());
+    let two = |more: Value| {
+        let mut fields = json!({ "hosts": ["a.example.com", "b.example.com"] });
+        for (field, value) in more.as_object().unwrap() {
+            fields[field] = value.clone();
+        }
+        [by_name(fields)]
+    };
+    Served::next(&mut entries, &two(json!({})));
+    learn(&mut entries, "a.example.com", &["192.0.2.1"], None);
+    learn(&mut entries, "b.example.com", &["2001:db8::2"], None);
+    let served = Served::next(&mut entries, &two(json!({})));
+    let endpoints = ["db", "db:b.example.com"].map(|name| served.endpoints(name));
+    assert_eq!(
+        endpoints,
+        [vec!["192.0.2.1:5432"], vec!["2001:db8::2:5432"]]
+    );
+    let vips: Vec<IpAddr> = served.vips("db").iter().map(|text| ip(text)).collect();
+    assert!(
+        vips.len() == 2 && vips[0].is_ipv4() && vips[1].is_ipv6(),
+        "{vips:?}"
+    );
+    assert!(served.service("db").unwrap().cluster_ips.contains(&vips[0]));
+    assert!(
+        served
+            .service("db:b.example.com")
+            .unwrap()
+            .cluster_ips
+            .contains(&vips[1])
+    );
+    // Addresses of the entry itself are the first one's.
+    let served = Served::next(&mut entries, &two(json!({ "addresses": ["203.0.113.1"] })));
+    assert_eq!(
+        served.service("db").unwrap().external_ips[..],
+        [ip("203.0.113.1")]
+    );
+    assert!(served.service("db:b.example.com").is_none());
+    assert!(
+        served.says()[0].contains("the first host only"),
+        "{:?}",
+        served.says()
+    );
+    assert_eq!(served.snapshot.services.len(), 1);
+    Served::next(&mut entries, &[]);
+    assert!(Served::next(&mut entries, &[]).snapshot.services.is_empty());
+}
+
+#[test]
+fn who_resolves_no_names_says_so() {
+    let served = Served::of(&[by_name(json!({}))]);
+    assert!(
+        served.says()[0].contains("only the agent resolves names"),
+        "{:?}",
+        served.says()
+    );
+    assert_eq!(served.vips("db").len(), 2);
     let addresses = json!({ "resolution": "DNS" });
     assert_eq!(
         Served::of(&[db(addresses)]).endpoints("db"),
         ["198.51.100.1:5432"]
     );
+}
+
+#[test]
+fn names_count_as_the_addresses_that_they_may_have() {
+    let names = |count: usize| {
+        let endpoints: Vec<Value> = (0..count)
+            .map(|n| json!({ "address": format!("a{n}.example.com") }))
+            .collect();
+        by_name(json!({ "endpoints": endpoints }))
+    };
+    // 16 each.
+    let served = Served::of(&[names(6250)]);
+    assert!(!served.says().iter().any(|text| text.contains("more than")));
+    let served = Served::of(&[names(6251)]);
+    assert!(served.says().iter().any(|text| text.contains("more than")));
 }
 
 #[test]

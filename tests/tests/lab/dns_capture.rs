@@ -88,6 +88,73 @@ fn queries_are_answered_in_the_name_of_the_resolver() -> Result<()> {
             "{to}: {told}"
         );
     }
+    // By a name: as the pod finds it, of those that resolvers know only from the cache.
+    for (to, verdict, steps) in [
+        (
+            "web:80",
+            "refused",
+            &["from Service shop/web", "10.96.0.10"][..],
+        ),
+        (
+            "api.other:80",
+            "refused",
+            &["from Service other/api", "10.96.0.11"],
+        ),
+        (
+            "db.corp.example:443",
+            "direct",
+            &["from the cache", "192.0.2.90"],
+        ),
+        (
+            "www.example.com.:443/udp",
+            "no-address",
+            &["the agent asks 10.96.0.53:53"],
+        ),
+        (
+            "nothing.shop.svc.cluster.local.:80",
+            "no-address",
+            &["it does not exist"],
+        ),
+    ] {
+        let explain = world
+            .agent
+            .dataplane(["explain", "shop/app", to, "-o", "json"]);
+        let told: Value = explain.json()?;
+        let text = told["steps"].to_string();
+        ensure!(
+            told["verdict"] == verdict && steps.iter().all(|step| text.contains(step)),
+            "{to}: {told}"
+        );
+    }
+    // Queries are shown as they are answered.
+    let monitor = world
+        .agent
+        .dataplane(["monitor", "--hook", "dns", "--count", "2", "-o", "json"]);
+    let mut monitor = monitor.stdout_piped().spawn()?;
+    eventually(|| {
+        world.dig("10.96.0.53", "web.shop.svc.cluster.local. A", "10.96.0.10")?;
+        world.dig("10.96.0.53", "+tcp db.corp.example. A", "192.0.2.90")?;
+        ensure!(monitor.try_wait()?.is_some(), "nothing is shown yet");
+        Ok(())
+    })?;
+    let text = monitor.wait()?;
+    ensure!(text.lines().count() == 2, "{text}");
+    for line in text.lines() {
+        let query: Value = serde_json::from_str(line)?;
+        ensure!(
+            query["client"] == "shop/app" && query["code"] == "No Error",
+            "{text}"
+        );
+    }
+    let of_another = world
+        .agent
+        .dataplane(["explain", "10.244.1.11", "web.shop.svc.cluster.local:80"])
+        .output()?;
+    let text = String::from_utf8_lossy(&of_another.stderr).into_owned();
+    ensure!(
+        !of_another.status.success() && text.contains("does not answer the DNS queries"),
+        "{text}"
+    );
     // Others of the node's go where they went.
     let other = world.lab.pod("upstream").command("dig");
     let other = other.args(["@10.96.0.53", "+short", SERVICE]).run()?;

@@ -37,6 +37,7 @@ mod dns_capture;
 mod dns_hosts;
 mod dns_limits;
 mod dns_world;
+mod endpoint_names;
 mod entries;
 mod errors;
 mod exhausted;
@@ -193,6 +194,7 @@ fn main() -> ExitCode {
         dns_capture::SCENARIOS,
         dns_hosts::SCENARIOS,
         dns_limits::SCENARIOS,
+        endpoint_names::SCENARIOS,
         moving::SCENARIOS,
         supervisor::SCENARIOS,
         leaving::SCENARIOS,

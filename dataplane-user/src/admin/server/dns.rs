@@ -7,14 +7,17 @@ use axum::{
     extract::{Query, State as Shared},
     response::Response,
 };
+use hickory_proto::rr::RecordType;
 use serde::Deserialize;
 
 use super::{Context, answer};
 use crate::{
-    admin::api::{DnsCache, DnsCacheShare, DnsFlushed},
+    admin::api::{DnsCache, DnsCacheShare, DnsFlushed, DnsLookup},
     dns::LowerName,
 };
 
+/// Queries in one answer.
+const QUERIES: usize = 2000;
 const NO_DNS: &str = "the agent answers no DNS queries; set dns.capture in its configuration\n";
 
 /// Answers with the cache and the part of each namespace.
@@ -34,6 +37,54 @@ pub async fn get(Shared(context): Shared<Arc<Context>>) -> Response {
             max_bytes: dns.cache_room(),
             namespaces,
         }))
+    })
+    .await
+}
+
+/// Who asks, and for what.
+#[derive(Debug, Deserialize)]
+pub struct LookupQuery {
+    /// The client's network namespace: its cookie.
+    netns: u64,
+    name: String,
+}
+
+/// Answers with the steps by which a captured workload finds addresses for a name.
+pub async fn lookup(
+    Shared(context): Shared<Arc<Context>>,
+    Query(query): Query<LookupQuery>,
+) -> Response {
+    answer(move || {
+        let dns = context.state.dns.get().ok_or(NO_DNS)?;
+        let LookupQuery { netns, name } = query;
+        let steps = |of_type| {
+            let steps = dns.explain(netns, &name, of_type).ok_or_else(|| {
+                format!("the agent does not answer the DNS queries of the network namespace with cookie {netns}\n")
+            })?;
+            steps.map_err(|error| format!("{error}\n"))
+        };
+        Ok(Json(DnsLookup {
+            ipv4: steps(RecordType::A)?,
+            ipv6: steps(RecordType::AAAA)?,
+        }))
+    })
+    .await
+}
+
+/// Where to go on.
+#[derive(Debug, Deserialize)]
+pub struct QueriesQuery {
+    from: Option<u64>,
+}
+
+/// Answers with the queries that were answered since the last time.
+pub async fn queries(
+    Shared(context): Shared<Arc<Context>>,
+    Query(query): Query<QueriesQuery>,
+) -> Response {
+    answer(move || {
+        let dns = context.state.dns.get().ok_or(NO_DNS)?;
+        Ok(Json(dns.queries(query.from, QUERIES)))
     })
     .await
 }

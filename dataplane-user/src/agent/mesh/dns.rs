@@ -8,7 +8,7 @@ use std::{
     fs, io,
     net::{IpAddr, SocketAddr, TcpListener, UdpSocket},
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    path::{Path, PathBuf},
+    path::PathBuf,
     thread,
 };
 
@@ -34,9 +34,6 @@ use crate::{
 const WORKLOAD: usize = 12;
 /// Threads, at most.
 const WORKERS: usize = 4;
-/// Where the node's resolvers are, if the configuration does not say.
-const RESOLV_CONF: &str = "/etc/resolv.conf";
-const DOMAIN: &str = "cluster.local";
 
 /// The files that a server with this room has.
 pub(super) fn files(room: Room) -> DnsFiles {
@@ -89,10 +86,9 @@ impl Dns {
         room: Room,
         deaths: &Deaths,
     ) -> io::Result<Self> {
-        let domain = config.cluster_domain.as_deref().unwrap_or(DOMAIN);
         let basis = Basis {
             // That it is one was checked with the configuration.
-            domain: LowerName::parse(domain).unwrap_or_else(|_| LowerName::root()),
+            domain: LowerName::parse(config.domain()).unwrap_or_else(|_| LowerName::root()),
             cluster_dns: config.cluster_dns.clone(),
             node: ResolvConf::default(),
             ttls: Ttls {
@@ -113,12 +109,11 @@ impl Dns {
         let zone = Zone::new(Names::default(), basis.ttls);
         let renew = Box::new(move |ago| lease.renew(ago));
         let server = Server::start(settings, zone, renew, deaths)?;
-        let resolv_conf = config.resolv_conf.clone();
         Ok(Self {
             port: config.port(),
             server,
             basis,
-            resolv_conf: resolv_conf.unwrap_or_else(|| Path::new(RESOLV_CONF).to_owned()),
+            resolv_conf: config.resolv_conf().to_owned(),
             unread: None,
             reachable,
             names: Names::default(),

@@ -1,23 +1,16 @@
 //! `dataplane dns query`.
 
-use std::{io::Write, net::SocketAddr, process::ExitCode, str::FromStr};
+use std::{io::Write, process::ExitCode, str::FromStr};
 
-use anyhow::{Context as _, bail};
+use anyhow::Context as _;
 use clap::Args;
-use hickory_proto::{
-    op::{Message, ResponseCode},
-    rr::RecordType,
-};
+use hickory_proto::rr::RecordType;
 use serde::Serialize;
 
 use super::CommonArgs;
 use crate::{
     cli::output::{self, BAD, BOLD, DIM, Format, GOOD, WARN},
-    dns::{
-        Client, LowerName, Meaning, Transport, Zone,
-        answer::{Decision, answer},
-        question,
-    },
+    dns::{self, Client, Step},
     model::WorkloadName,
 };
 
@@ -81,36 +74,6 @@ struct Answer {
     problems: Vec<String>,
 }
 
-/// What becomes of the query for one name.
-#[derive(Debug, Serialize)]
-struct Step {
-    name: String,
-    rule: &'static str,
-    /// The object that the answer is from.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    object: Option<String>,
-    /// The answer's code; none if resolvers would be asked.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    code: Option<String>,
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    records: Vec<String>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    ask: Option<Asked>,
-}
-
-/// Which resolvers would be asked, and for which names.
-#[derive(Debug, Serialize)]
-struct Asked {
-    resolvers: Vec<SocketAddr>,
-    names: Vec<String>,
-}
-
-impl Step {
-    fn is_missing(&self) -> bool {
-        self.ask.is_none() && self.code.as_deref() == Some(ResponseCode::NXDomain.to_str())
-    }
-}
-
 impl QueryArgs {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         let snapshot = self.common.source.snapshot(&self.common.node)?;
@@ -131,18 +94,10 @@ impl QueryArgs {
                 search: basis.node.search.clone(),
                 ndots: basis.node.ndots,
                 resolvers: basis.node.resolvers.clone(),
-                namespace: "".into(),
+                ..Client::unknown(Vec::new())
             },
         };
-        let mut steps = Vec::new();
-        for name in self.names(&client)? {
-            let step = self.step(&zone, &client, &name)?;
-            let goes_on = step.is_missing();
-            steps.push(step);
-            if !goes_on {
-                break;
-            }
-        }
+        let steps = dns::steps(&zone, &client, &self.name, self.of_type, |_, _| None)?;
         let exists = steps.last().is_some_and(|step| !step.is_missing());
         let problems = snapshot.problems.iter();
         let problems = problems.map(|problem| format!("{}: {}", problem.place, problem.text));
@@ -160,99 +115,6 @@ impl QueryArgs {
         } else {
             ExitCode::FAILURE
         })
-    }
-
-    /// The names that the client's resolver would ask for, in its order.
-    fn names(&self, client: &Client) -> anyhow::Result<Vec<LowerName>> {
-        let Ok(name) = LowerName::parse(&self.name) else {
-            bail!("`{}` is not a name in DNS", self.name);
-        };
-        if self.name.ends_with('.') {
-            return Ok(vec![name]);
-        }
-        let searched = client.search.iter();
-        let searched = searched.filter_map(|end| name.with_end(name.count(), end).ok());
-        let mut names: Vec<_> = searched.collect();
-        let at = if name.count() > usize::from(client.ndots) {
-            0
-        } else {
-            names.len()
-        };
-        names.insert(at, name);
-        Ok(names)
-    }
-
-    fn step(&self, zone: &Zone, client: &Client, name: &LowerName) -> anyhow::Result<Step> {
-        let query = question(0, name, self.of_type.into(), 0, true);
-        let mut out = Vec::new();
-        // The whole name is the client's choice: nothing is completed here.
-        let asks = || Client {
-            search: Vec::new(),
-            ..client.clone()
-        };
-        let random = &mut rand::rng();
-        let decision = answer(
-            zone,
-            &query,
-            Transport::Tcp,
-            || Box::new(asks()),
-            random,
-            &mut out,
-        );
-        let mut step = Step {
-            name: name.to_string(),
-            rule: "",
-            object: object(zone, name, &client.namespace),
-            code: None,
-            records: Vec::new(),
-            ask: None,
-        };
-        match decision {
-            Decision::Answered(rule) => {
-                step.rule = rule.word();
-                let message = Message::from_vec(&out).context("cannot read our own answer")?;
-                step.code = Some(message.metadata.response_code.to_str().to_owned());
-                let records = message.answers.iter().chain(&message.additionals);
-                step.records = records.map(ToString::to_string).collect();
-            }
-            Decision::Ask(ask) => {
-                step.rule = ask.rule.word();
-                let records = ask.candidates.iter().flat_map(|of| &of.records);
-                step.records = records.map(ToString::to_string).collect();
-                step.ask = Some(Asked {
-                    resolvers: client.resolvers.clone(),
-                    names: ask
-                        .candidates
-                        .iter()
-                        .map(|of| of.name.to_string())
-                        .collect(),
-                });
-            }
-            Decision::Relay | Decision::Nothing => bail!("cannot answer a query of this type"),
-        }
-        Ok(step)
-    }
-}
-
-/// The object that decides about a name.
-fn object(zone: &Zone, name: &LowerName, namespace: &str) -> Option<String> {
-    match zone.meaning(name, || namespace) {
-        Meaning::Service(service)
-        | Meaning::Headless(service)
-        | Meaning::Endpoints(service, _)
-        | Meaning::Port(service, ..)
-        | Meaning::Alias(service, _) => Some(format!("Service {}", service.name)),
-        Meaning::Host(entry, host) => {
-            Some(format!("ServiceEntry {}, host {}", entry.name, host.name))
-        }
-        Meaning::Foreign | Meaning::Unsure | Meaning::Missing => {
-            let (entry, host) = zone.host(name, namespace)?;
-            Some(format!(
-                "ServiceEntry {}, whose host {} has no address",
-                entry.name, host.name
-            ))
-        }
-        _ => None,
     }
 }
 

@@ -11,17 +11,18 @@ use dataplane_common::{
 };
 use serde::Serialize;
 
-use super::{Destination, Namespace, capture::Told};
-use crate::{cli::monotonic_ns, kernel::Tables};
+use super::{Destination, Namespace, capture::Told, target::Found};
+use crate::{admin::api::DnsLookup, cli::monotonic_ns, kernel::Tables};
 
 /// What would happen.
 #[derive(Debug, Serialize)]
 pub struct Explanation {
     pub source: String,
     pub destination: String,
-    /// `translated`, `refused` or `left-alone`; of a workload's connection also `captured`.
+    /// `translated`, `refused` or `left-alone`; of a workload's connection also `captured`; `no-address` if the name has none
+    /// that is known here.
     pub verdict: &'static str,
-    /// The word of the [`Reason`].
+    /// The word of the [`Reason`]; of a name without address `not-found`, or `resolvers` if they would be asked.
     pub reason: &'static str,
     pub steps: Vec<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -34,12 +35,43 @@ pub struct Explanation {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub route: Option<String>,
     pub endpoints: Vec<Choice>,
+    /// How the client finds the address, if the destination is a name.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lookup: Option<DnsLookup>,
     /// What capture makes of it, where there is a mesh: on its way out of a workload, and into one.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub capture: Vec<Told>,
 }
 
 impl Explanation {
+    /// Of a connection to a name of which no address is known here.
+    pub fn without_address(source: String, destination: String, found: Found) -> Self {
+        let lookup = &found.lookup;
+        let mut steps = lookup.ipv4.iter().chain(&lookup.ipv6);
+        let asks = steps.any(|step| step.ask.is_some());
+        let mut steps = found.steps;
+        steps.push(if asks {
+            "what resolvers say is not known here, and this command asks nobody: give the address"
+                .to_owned()
+        } else {
+            "the client finds no address, and does not connect".to_owned()
+        });
+        Self {
+            source,
+            destination,
+            verdict: "no-address",
+            reason: if asks { "resolvers" } else { "not-found" },
+            steps,
+            service: None,
+            kind: None,
+            pool: None,
+            route: None,
+            endpoints: Vec::new(),
+            lookup: Some(found.lookup),
+            capture: Vec::new(),
+        }
+    }
+
     /// Adds the endpoints of which one is chosen.
     pub fn choose(&mut self, endpoints: Vec<Choice>) {
         let equal = endpoints
@@ -191,6 +223,7 @@ pub fn decide<T: decide::Tables + AffinityTable>(
         pool: None,
         route: None,
         endpoints: Vec::new(),
+        lookup: None,
         capture: Vec::new(),
     };
     if frontend.is_none() {

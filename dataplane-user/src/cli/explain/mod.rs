@@ -3,6 +3,7 @@
 mod capture;
 mod decision;
 mod packet;
+mod target;
 
 use std::{
     fmt,
@@ -24,6 +25,7 @@ use super::{
 use crate::kernel::{PacketTables, Tables, conntrack::Conntrack};
 use capture::{Client, Mesh, Place};
 use decision::{Explanation, decide};
+use target::Target;
 
 /// Explain what happens to a connection, and why.
 ///
@@ -36,6 +38,7 @@ Examples:
   dataplane explain node 10.96.0.10:53/udp
   dataplane explain netns:blue 127.0.0.1:30080
   dataplane explain shop/web-7c9f 192.0.2.80:443    a captured workload, by its name
+  dataplane explain shop/web-7c9f httpbin.default:8000   by the name that it looks up first
   dataplane explain pid:4711 192.0.2.80:443         with the process's user and cgroup
   dataplane explain 192.0.2.7 10.244.2.8:8080       inbound, if 10.244.2.8 is captured
   dataplane explain --iface eth0 192.0.2.7:40112 198.51.100.2:30080/tcp")]
@@ -49,9 +52,10 @@ pub struct ExplainArgs {
     #[arg(value_name = "SRC")]
     source: Source,
 
-    /// The destination: ADDRESS:PORT, with `/udp` for UDP; IPv6 as [ADDRESS]:PORT
+    /// The destination: ADDRESS:PORT, with `/udp` for UDP; IPv6 as [ADDRESS]:PORT. A DNS name in
+    /// place of the address, if the agent answers the client's DNS queries
     #[arg(value_name = "DST:PORT[/udp]")]
-    destination: Destination,
+    destination: Target,
 
     /// Explain a packet that arrives at this interface, not a connection of a socket on this node
     #[arg(long, value_name = "NAME")]
@@ -204,7 +208,27 @@ impl ExplainArgs {
         let mesh = Mesh::open(tables, &self.paths.bpffs(), &self.socket.client())?;
         let namespace = self.source.namespace(host_netns, mesh.as_ref())?;
         let namespace = namespace.as_ref();
-        let to = self.destination;
+        let (to, found) = match &self.destination {
+            Target::Address(to) => (*to, None),
+            Target::Name {
+                name,
+                port,
+                protocol,
+            } => {
+                let client = self.socket.client();
+                let found = target::find(&client, &self.source, namespace, name)?;
+                let Some(addr) = found.address else {
+                    let (from, to) = (self.source.to_string(), self.destination.to_string());
+                    return Ok(Explanation::without_address(from, to, found));
+                };
+                let to = Destination {
+                    addr,
+                    port: *port,
+                    protocol: *protocol,
+                };
+                (to, Some(found))
+            }
+        };
         let mut told = decide(tables, owner, namespace, host_netns, to);
         told.source = self.source.to_string();
         if let Some(mesh) = &mesh {
@@ -239,6 +263,11 @@ impl ExplainArgs {
                 mesh.inbound(&client, to),
             );
         }
+        if let Some(found) = found {
+            told.destination = format!("{} ({})", self.destination, told.destination);
+            told.steps.splice(1..1, found.steps);
+            told.lookup = Some(found.lookup);
+        }
         Ok(told)
     }
 
@@ -266,7 +295,12 @@ impl ExplainArgs {
             packet: &PacketTables::open(&bpffs)?,
             conntrack: &conntrack,
         };
-        let to = self.destination;
+        let Target::Address(to) = self.destination else {
+            anyhow::bail!(
+                "a packet goes to an address; expected ADDRESS:PORT, not {}",
+                self.destination
+            );
+        };
         packet::explain(&live, owner, &packet::Packet { iface, source, to })
     }
 }
@@ -276,7 +310,7 @@ fn text(out: &mut dyn Write, told: &Explanation) -> std::io::Result<()> {
     for (n, step) in told.steps.iter().enumerate() {
         writeln!(out, "{DIM}{:>3}.{DIM:#} {step}", n + 1)?;
     }
-    let style = if told.verdict == "refused" {
+    let style = if matches!(told.verdict, "refused" | "no-address") {
         WARN
     } else {
         GOOD

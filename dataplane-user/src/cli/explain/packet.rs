@@ -63,6 +63,7 @@ pub fn explain(
         pool: None,
         route: None,
         endpoints: Vec::new(),
+        lookup: None,
         capture: Vec::new(),
     };
     let Some(iface) = live

@@ -32,7 +32,7 @@ pub struct Backends {
     permits: HashMap<Permit, u32>,
     hosts: HashMap<Arc<str>, Named>,
     /// The services of entries to which routes lead.
-    made: HashMap<EntryName, Arc<Service>>,
+    made: HashMap<EntryName, Vec<Arc<Service>>>,
     /// What hosts came to for namespaces since the last change.
     found: HashMap<(Arc<str>, Box<str>), Option<EntryName>>,
 }
@@ -170,16 +170,17 @@ impl Backends {
         };
         if !entries::is_served(&entry) {
             let text = format!(
-                "this agent knows no endpoint addresses of ServiceEntry {}, which has the host {host}; expected resolution \
-                 STATIC, with ports",
+                "ServiceEntry {}, which has the host {host}, has no ports, or resolution NONE, and so no endpoints",
                 entry.name
             );
             return Err((NOT_FOUND, text));
         }
+        let at = entry.hosts.iter().position(|of| of.name == *host);
         let made = self.made.entry(entry.name.clone());
-        Ok(Arc::clone(
-            made.or_insert_with(|| Arc::new(entries::service(&entry))),
-        ))
+        let made = made.or_insert_with(|| entries::services(&entry).map(Arc::new).collect());
+        let own = at.and_then(|at| made.get(at)).or(made.first());
+        own.map(Arc::clone)
+            .ok_or_else(|| (NOT_FOUND, format!("there is no host {host}")))
     }
 
     /// The entry that has a host: of the namespace itself, then the oldest, then the first by name.

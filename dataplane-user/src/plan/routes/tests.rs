@@ -57,6 +57,7 @@ fn entry(namespace: usize, name: &str, host: &str, export_to: ExportTo) -> Entry
             name: host.into(),
             assigned: smallvec::SmallVec::new(),
             vips: smallvec::SmallVec::new(),
+            endpoints: smallvec::SmallVec::new(),
         }],
         addresses: smallvec::SmallVec::new(),
         ranges: smallvec::SmallVec::new(),

@@ -4,6 +4,8 @@ use std::net::IpAddr;
 
 use ipnet::IpNet;
 
+use crate::model::can_be_endpoint;
+
 /// The longest DNS name.
 const NAME_MAX: usize = 253;
 
@@ -52,19 +54,12 @@ pub fn virtual_address(text: &str) -> Result<IpAddr, String> {
     Ok(address)
 }
 
-/// Whether an address can be an endpoint's, as the API server has it. Loopback and link-local addresses mean
-/// something else on each host: an author of slices could lead clients to what a node keeps to itself, such as its own
-/// services at 127.0.0.1 and the cloud's metadata at 169.254.169.254.
+/// An endpoint's address.
 pub fn endpoint_address(text: &str) -> Result<IpAddr, String> {
     let address = reachable_address(text)?;
-    let kind = match address {
-        _ if address.is_loopback() => "loopback",
-        _ if is_link_local(address) => "link-local",
-        _ => return Ok(address),
-    };
-    Err(format!(
-        "{address} is a {kind} address, which cannot be an endpoint's"
-    ))
+    can_be_endpoint(address)
+        .map(|()| address)
+        .map_err(|kind| format!("{address} is {kind}, which cannot be an endpoint's"))
 }
 
 /// Whether an address is valid on one link only.

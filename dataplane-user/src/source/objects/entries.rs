@@ -9,7 +9,8 @@ use imbl::OrdMap;
 
 use super::{Candidate, ServiceEntry};
 use crate::model::{
-    Backend, Entry, EntryName, EntryResolution, Gravity, Problem, ServiceName, is_allocated,
+    ADDRESSES_MAX, At, Backend, Entry, EntryName, EntryResolution, Gravity, Problem, ServiceName,
+    is_allocated,
 };
 
 /// Endpoints that the ServiceEntries of one namespace may have together, each counted once for each port of its entry, as
@@ -153,12 +154,18 @@ impl Entries {
         };
         let label = first_label(entry);
         let named = label.and_then(|label| self.candidates_by_label.get(&label));
-        let endpoints = if entry.selector.is_some() {
-            named.map_or(0, BTreeSet::len)
+        let size = if entry.selector.is_some() {
+            let candidates = named.into_iter().flatten();
+            let candidates = candidates.filter_map(|name| self.candidates.get(name));
+            most_endpoints(candidates.flat_map(|candidate| &candidate.backends))
         } else {
-            entry.entry.backends.len()
+            let hosts = match entry.entry.resolution {
+                EntryResolution::Hosts => entry.entry.hosts.len(),
+                _ => 0,
+            };
+            most_endpoints(&entry.entry.backends) + hosts * ADDRESSES_MAX
         };
-        let size = endpoints * entry.entry.ports.len();
+        let size = size * entry.entry.ports.len();
         let sum = self.sums.entry(name.namespace().into()).or_default();
         *sum -= self.sizes.remove(name).unwrap_or_default();
         if *sum + size > ENDPOINTS_MAX {
@@ -237,6 +244,15 @@ impl Entries {
             }
         }
     }
+}
+
+/// How many endpoints these are at most, whatever addresses names have.
+fn most_endpoints<'a>(backends: impl IntoIterator<Item = &'a Backend>) -> usize {
+    let each = backends.into_iter().map(|backend| match backend.at {
+        At::Address(_) => 1,
+        At::Name(_) => ADDRESSES_MAX,
+    });
+    each.sum()
 }
 
 /// An entry as it is without its endpoints.

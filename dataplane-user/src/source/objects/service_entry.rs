@@ -37,12 +37,13 @@ pub fn service_entry(object: api::ServiceEntry, findings: &mut Findings) -> Serv
     let name = object_name(&object.metadata);
     let name = EntryName::new(name.namespace(), name.name());
     let spec = object.spec.unwrap_or_default();
-    let resolution = resolution(&spec, findings);
+    let mut resolution = resolution(&spec, findings);
     let ports = ports(&spec, findings);
     let selector = selector(&spec, resolution, findings);
     let backends = backends(&spec, resolution, &ports, findings);
     let mut hosts = hosts(&spec, findings);
     if resolution == EntryResolution::Dns && backends.is_empty() && selector.is_none() {
+        resolution = EntryResolution::Hosts;
         for (index, host) in hosts.iter().enumerate() {
             if host.wildcard().is_some() {
                 findings.fault(
@@ -60,6 +61,14 @@ pub fn service_entry(object: api::ServiceEntry, findings: &mut Findings) -> Serv
     let export_to = export_to(&spec, name.namespace());
     let is_translated =
         resolution != EntryResolution::None && !(addresses.is_empty() && ranges.is_empty());
+    if resolution == EntryResolution::Hosts && hosts.len() > 1 && is_translated {
+        findings.note(
+            "spec.addresses",
+            "lead to the endpoints of the first host only; with resolution DNS and without spec.endpoints, each host is its \
+             own endpoint: write an entry for each host, or leave spec.addresses out: then each host gets addresses of its \
+             own",
+        );
+    }
     if export_to != ExportTo::All && is_translated {
         // A node's tables are the same for all of its clients.
         findings.note(
@@ -161,6 +170,7 @@ fn hosts(spec: &ServiceEntrySpec, findings: &mut Findings) -> SmallVec<[Host; 1]
                         name,
                         assigned: SmallVec::new(),
                         vips: SmallVec::new(),
+                        endpoints: SmallVec::new(),
                     });
                 }
             }

@@ -1,0 +1,244 @@
+//! The addresses of names at which entries have endpoints: looked up while the agent runs, and kept in a file beside its
+//! socket, so that the next agent begins with them.
+//!
+//! A line for each name, `NAMESPACE NAME ADDRESS,ADDRESS`. A line that makes no sense is skipped.
+
+use std::{
+    collections::HashMap,
+    fs, io,
+    net::IpAddr,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use tracing::{debug, warn};
+
+use crate::{
+    dns::{self, LowerName},
+    model::{ADDRESSES_MAX, EndpointName, Resolved, can_be_endpoint},
+    plan::entries::Entries,
+    settings,
+    source::Notice,
+    threads::Deaths,
+};
+
+/// The file is written at most this often.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// Looks up the names that entries need.
+pub struct Lookups {
+    resolv_conf: PathBuf,
+    domain: LowerName,
+    notify: Arc<dyn Fn(Notice) + Send + Sync>,
+    /// From the first name on.
+    running: Option<dns::Lookups>,
+    path: PathBuf,
+    /// Whether the file is this agent's; until then another one may write it.
+    owned: bool,
+    written: Option<Instant>,
+    /// Whether something is known that is not in the file.
+    unwritten: bool,
+    /// Whether the file could not be written.
+    failed: bool,
+}
+
+impl std::fmt::Debug for Lookups {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Lookups({})", self.path.display())
+    }
+}
+
+impl Lookups {
+    /// Reads what an agent before this one knew, from the file `path`. `dns`: says where resolvers are.
+    pub fn new(
+        dns: Option<&settings::Dns>,
+        path: PathBuf,
+        notify: impl Fn(Notice) + Send + Sync + 'static,
+    ) -> (Self, HashMap<EndpointName, Resolved>) {
+        let dns = dns.cloned().unwrap_or_default();
+        let known = read(&path);
+        let lookups = Self {
+            resolv_conf: dns.resolv_conf().to_owned(),
+            // That it is one was checked with the configuration.
+            domain: LowerName::parse(dns.domain()).unwrap_or_else(|_| LowerName::root()),
+            notify: Arc::new(notify),
+            running: None,
+            path,
+            owned: false,
+            written: None,
+            unwritten: false,
+            failed: false,
+        };
+        (lookups, known)
+    }
+
+    /// No other agent writes the file from now on.
+    pub fn own(&mut self, entries: &Entries) {
+        self.owned = true;
+        self.unwritten = true;
+        self.write(entries);
+    }
+
+    /// Tells `entries` what has been found since the last time. Returns when the first of it was, if there is something.
+    pub fn tell(&mut self, entries: &mut Entries) -> Option<Instant> {
+        let (found, since) = self.running.as_ref()?.take();
+        for (name, resolved) in &found {
+            debug!(namespace = %name.namespace, %name, addresses = ?resolved.addresses, problem = ?resolved.problem, "looked up");
+        }
+        entries.learn(found);
+        if since.is_some() {
+            self.unwritten = true;
+        }
+        self.write(entries);
+        since
+    }
+
+    /// Looks up what `entries` need by now.
+    pub fn follow(&mut self, entries: &mut Entries) {
+        let known: HashMap<EndpointName, Arc<[IpAddr]>> = entries
+            .known_names()
+            .map(|(name, known)| (name.clone(), Arc::clone(&known.addresses)))
+            .collect();
+        let Some(names) = entries.take_wanted_names() else {
+            return;
+        };
+        let mut names = names.peekable();
+        if self.running.is_none() && names.peek().is_none() {
+            return;
+        }
+        let running = match self.running.take() {
+            Some(running) => running,
+            None => match self.start() {
+                Ok(running) => running,
+                Err(error) => {
+                    let died = Notice::Died {
+                        thread: "lookups",
+                        why: format!("cannot be started: {error}"),
+                    };
+                    return (self.notify)(died);
+                }
+            },
+        };
+        let running = self.running.insert(running);
+        running.want(names, |name| known.get(name).cloned().unwrap_or_default());
+        self.unwritten = true;
+    }
+
+    fn start(&self) -> io::Result<dns::Lookups> {
+        let (notify, died) = (Arc::clone(&self.notify), Arc::clone(&self.notify));
+        let deaths: Deaths = Arc::new(move |_, why| {
+            died(Notice::Died {
+                thread: "lookups",
+                why,
+            });
+        });
+        dns::Lookups::start(
+            self.resolv_conf.clone(),
+            self.domain.clone(),
+            move || notify(Notice::Changed),
+            deaths,
+        )
+    }
+
+    /// Writes the file, if there is something new and some time has passed.
+    pub fn write(&mut self, entries: &Entries) {
+        let is_soon = self.written.is_some_and(|at| at.elapsed() < PAUSE);
+        if !self.owned || !self.unwritten || is_soon {
+            return;
+        }
+        self.written = Some(Instant::now());
+        let result = replace(&self.path, &text(entries));
+        self.unwritten = result.is_err();
+        if let Err(error) = &result
+            && !self.failed
+        {
+            warn!(
+                "{} cannot be written: {error}; after a restart, ServiceEntries have no endpoints at names until they are \
+                 looked up",
+                self.path.display()
+            );
+        }
+        self.failed = result.is_err();
+    }
+}
+
+fn text(entries: &Entries) -> String {
+    let known = entries.known_names();
+    let known = known.filter(|(_, resolved)| !resolved.addresses.is_empty());
+    let line = |(name, resolved): (&EndpointName, &Resolved)| {
+        let addresses: Vec<String> = resolved.addresses.iter().map(IpAddr::to_string).collect();
+        format!("{} {name} {}\n", name.namespace, addresses.join(","))
+    };
+    known.map(line).collect()
+}
+
+/// In one step, so that a reader finds the old file or the new one.
+fn replace(path: &Path, text: &str) -> io::Result<()> {
+    let new = path.with_extension("new");
+    fs::write(&new, text)?;
+    fs::rename(new, path)
+}
+
+fn read(path: &Path) -> HashMap<EndpointName, Resolved> {
+    let text = fs::read_to_string(path).unwrap_or_else(|error| {
+        if error.kind() != io::ErrorKind::NotFound {
+            warn!(
+                "cannot read {}, so ServiceEntries have no endpoints at names until they are looked up: {error}",
+                path.display()
+            );
+        }
+        String::new()
+    });
+    text.lines().filter_map(parse).collect()
+}
+
+fn parse(line: &str) -> Option<(EndpointName, Resolved)> {
+    let mut words = line.split(' ');
+    let (namespace, name, addresses) = (words.next()?, words.next()?, words.next()?);
+    let addresses: Vec<IpAddr> = addresses
+        .split(',')
+        .map(str::parse)
+        .collect::<Result<_, _>>()
+        .ok()?;
+    let is_good = |address: &IpAddr| can_be_endpoint(*address).is_ok();
+    if addresses.len() > ADDRESSES_MAX || !addresses.iter().all(is_good) {
+        return None;
+    }
+    let name = EndpointName {
+        namespace: namespace.into(),
+        name: name.into(),
+    };
+    let resolved = Resolved {
+        addresses: addresses.into(),
+        problem: None,
+    };
+    Some((name, resolved))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_that_make_no_sense_are_skipped() {
+        let directory = tempfile::TempDir::new().unwrap();
+        let path = directory.path().join("names");
+        assert!(read(&path).is_empty());
+        let text = "shop db.example.com 192.0.2.1,2001:db8::1\nshop cut\n\nshop a.example.com 127.0.0.1\n\
+                    shop b.example.com 192.0.2.1,nonsense\nother db.example.com 192.0.2.2\n";
+        fs::write(&path, text).unwrap();
+        let known = read(&path);
+        assert_eq!(known.len(), 2);
+        let name = EndpointName {
+            namespace: "shop".into(),
+            name: "db.example.com".into(),
+        };
+        let addresses: Vec<String> = known[&name]
+            .addresses
+            .iter()
+            .map(ToString::to_string)
+            .collect();
+        assert_eq!(addresses, ["192.0.2.1", "2001:db8::1"]);
+    }
+}

@@ -1,0 +1,200 @@
+//! Where a connection is to go: to an address, or to a name that the client looks up first.
+
+use std::{fmt, net::IpAddr, str::FromStr};
+
+use anyhow::{Context as _, bail};
+use dataplane_common::Protocol;
+
+use super::{Destination, Namespace};
+use crate::{
+    admin::{api::DnsLookup, client::Client},
+    cli::with_protocol,
+    dns::{LowerName, Step},
+};
+
+/// Where a connection is to go.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Target {
+    Address(Destination),
+    Name {
+        name: String,
+        port: u16,
+        protocol: Protocol,
+    },
+}
+
+impl FromStr for Target {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (socket, protocol) = with_protocol(text)?;
+        // Whatever begins with a digit and has no letters was meant to be an address: `10.96.0.1` without a port, too.
+        let is_address =
+            |text: &str| text.starts_with('[') || !text.contains(|c: char| c.is_ascii_alphabetic());
+        let (name, port) = match socket.rsplit_once(':') {
+            Some((name, port)) if !is_address(name) && !name.contains(':') => (name, port),
+            _ => return text.parse().map(Self::Address),
+        };
+        let port = port.parse::<u16>().ok().filter(|port| *port != 0);
+        let port = port.ok_or_else(|| {
+            format!("`{socket}` has no port; expected NAME:PORT such as httpbin.default:8000")
+        })?;
+        LowerName::parse(name).map_err(|_| {
+            format!(
+                "`{name}` is not a name in DNS; expected NAME:PORT such as httpbin.default:8000"
+            )
+        })?;
+        Ok(Self::Name {
+            name: name.to_owned(),
+            port,
+            protocol,
+        })
+    }
+}
+
+impl fmt::Display for Target {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Address(to) => to.fmt(f),
+            Self::Name {
+                name,
+                port,
+                protocol,
+            } => write!(f, "{name}:{port}/{protocol}"),
+        }
+    }
+}
+
+/// How a client finds the addresses of a name.
+pub struct Found {
+    /// As people read it.
+    pub steps: Vec<String>,
+    pub lookup: DnsLookup,
+    /// The first address, which the client most likely uses; none: it finds none, or resolvers would say.
+    pub address: Option<IpAddr>,
+}
+
+/// Asks the agent how a client finds the addresses of a name.
+pub fn find(
+    client: &Client,
+    source: &impl fmt::Display,
+    namespace: Option<&Namespace>,
+    name: &str,
+) -> anyhow::Result<Found> {
+    let Some(namespace) = namespace else {
+        bail!(
+            "no network namespace on this node has the address {source}, so the agent answers no DNS query of it; give an \
+             address in place of the name {name}"
+        );
+    };
+    let path = format!("/dns/lookup?netns={}&name={name}", namespace.cookie);
+    let lookup: DnsLookup = client.get(&path).with_context(|| {
+        format!(
+            "cannot tell what {source} finds for the name {name}; if the agent does not answer its DNS queries, give an \
+             address in place of the name"
+        )
+    })?;
+    let mut steps = Vec::new();
+    // Both queries take the same way, unless only one family exists.
+    let told =
+        if addresses(&lookup.ipv4).next().is_none() && addresses(&lookup.ipv6).next().is_some() {
+            &lookup.ipv6
+        } else {
+            &lookup.ipv4
+        };
+    for step in told {
+        steps.push(sentence(step));
+    }
+    let all: Vec<_> = addresses(&lookup.ipv4)
+        .chain(addresses(&lookup.ipv6))
+        .collect();
+    if let [first, more @ ..] = &all[..]
+        && !more.is_empty()
+    {
+        let more: Vec<String> = more.iter().map(ToString::to_string).collect();
+        steps.push(format!(
+            "{name} has further addresses: {}; this explains a connection to {first}",
+            more.join(", ")
+        ));
+    }
+    Ok(Found {
+        steps,
+        lookup,
+        address: all.first().copied(),
+    })
+}
+
+fn addresses(steps: &[Step]) -> impl Iterator<Item = IpAddr> + '_ {
+    steps.iter().flat_map(|step| step.addresses.iter().copied())
+}
+
+/// A step as a sentence.
+fn sentence(step: &Step) -> String {
+    let Step { name, rule, .. } = step;
+    let object = step
+        .object
+        .as_ref()
+        .map(|object| format!(", from {object}"));
+    let by = format!("rule {rule}{}", object.unwrap_or_default());
+    if let Some(ask) = &step.ask {
+        let resolvers: Vec<String> = ask.resolvers.iter().map(ToString::to_string).collect();
+        let names = ask.names.join(", ");
+        return if resolvers.is_empty() {
+            format!(
+                "the agent refuses to look up {name} ({by}): the client has no resolver for {names}"
+            )
+        } else {
+            format!("the agent asks {} for {names} ({by})", resolvers.join(", "))
+        };
+    }
+    let addresses: Vec<String> = step.addresses.iter().map(ToString::to_string).collect();
+    let cached = if step.cached { ", from the cache" } else { "" };
+    let what = match (step.is_missing(), &addresses[..]) {
+        (true, _) => "it does not exist".to_owned(),
+        (false, []) => "it exists, and has no address".to_owned(),
+        (false, addresses) => addresses.join(", "),
+    };
+    format!("the agent answers the query for {name} ({by}{cached}): {what}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_and_addresses() {
+        let name = |name: &str, port, protocol| Target::Name {
+            name: name.to_owned(),
+            port,
+            protocol,
+        };
+        for (text, target) in [
+            (
+                "httpbin.default:8000",
+                name("httpbin.default", 8000, Protocol::TCP),
+            ),
+            ("dns:53/udp", name("dns", 53, Protocol::UDP)),
+            (
+                "www.example.com.:443/tcp",
+                name("www.example.com.", 443, Protocol::TCP),
+            ),
+        ] {
+            assert_eq!(text.parse(), Ok(target));
+        }
+        for text in ["10.96.0.1:80", "[fd00::1]:80/udp"] {
+            assert!(matches!(text.parse(), Ok(Target::Address(_))), "{text}");
+        }
+        for (text, says) in [
+            ("web", "not an address and port"),
+            ("web:0", "has no port"),
+            ("web:http", "has no port"),
+            ("a..b:80", "not a name in DNS"),
+            ("web:80/sctp", "not a protocol"),
+            ("10.96.0.1", "not an address and port"),
+            ("fd00::1:80", "not an address and port"),
+        ] {
+            let error = text.parse::<Target>().unwrap_err();
+            assert!(error.contains(says), "{text}: {error}");
+        }
+    }
+}

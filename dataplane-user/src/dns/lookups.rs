@@ -1,0 +1,699 @@
+//! The addresses of names at which entries have endpoints, looked up again and again.
+//!
+//! Each name has a task of its own: it asks the node's resolvers, tells what they said, and waits for the records' time to
+//! live. What was known goes on to count until resolvers give other addresses: neither a resolver that is away nor a name
+//! that has no address any more takes endpoints from those who are connected.
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    io,
+    net::{IpAddr, SocketAddr},
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use hickory_proto::{
+    op::{Message, ResponseCode},
+    rr::RData,
+};
+use tokio::{
+    runtime::Builder,
+    sync::{
+        Semaphore,
+        mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel},
+    },
+    task::AbortHandle,
+    time::sleep,
+};
+
+use super::{
+    client::ResolvConf,
+    name::LowerName,
+    upstream::{Failure, Question, Upstream},
+    wire::{Stored, bits, types},
+};
+use crate::{
+    model::{ADDRESSES_MAX, EndpointName, Resolved, can_be_endpoint},
+    threads::{self, Deaths},
+};
+
+/// How many names of one namespace are looked up.
+const NAMES: usize = 1000;
+/// How many names are looked up at the same time, and of one namespace: names that are slow cost no other namespace.
+const AT_ONCE: usize = 64;
+const AT_ONCE_OF_EACH: usize = 8;
+/// How many other names a name leads to one after the other.
+const ALIASES: usize = 16;
+
+/// When names are looked up again.
+#[derive(Clone, Copy, Debug)]
+struct Pace {
+    /// Bounds of the time to live.
+    least: Duration,
+    most: Duration,
+    /// After a lookup that brought nothing; doubled each time, up to the second.
+    retry: Duration,
+    retry_most: Duration,
+}
+
+const PACE: Pace = Pace {
+    least: Duration::from_secs(5),
+    most: Duration::from_mins(5),
+    retry: Duration::from_secs(2),
+    retry_most: Duration::from_mins(1),
+};
+
+/// Looks up names until it is dropped.
+pub struct Lookups {
+    found: Arc<Found>,
+    jobs: UnboundedSender<Job>,
+    wanted: BTreeSet<EndpointName>,
+    /// How many of each namespace.
+    counts: HashMap<Arc<str>, usize>,
+    domain: LowerName,
+}
+
+/// What to do.
+enum Job {
+    /// To look up a name, of which these addresses were known last.
+    Begin(EndpointName, Arc<[IpAddr]>),
+    End(EndpointName),
+}
+
+/// What has been found and not been taken.
+struct Found {
+    news: Mutex<News>,
+    notify: Box<dyn Fn() + Send + Sync>,
+}
+
+#[derive(Default)]
+struct News {
+    found: HashMap<EndpointName, Resolved>,
+    /// Since when there is something.
+    since: Option<Instant>,
+}
+
+impl Found {
+    fn news(&self) -> MutexGuard<'_, News> {
+        self.news.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn tell(&self, name: EndpointName, resolved: Resolved) {
+        let mut news = self.news();
+        news.found.insert(name, resolved);
+        news.since.get_or_insert_with(Instant::now);
+        drop(news);
+        (self.notify)();
+    }
+}
+
+impl Lookups {
+    /// Starts a thread that looks up names, of which there are none yet. `resolv_conf`: the file with the resolvers to ask,
+    /// which is read again each time. `domain`: the cluster's, whose names are not looked up. `notify`: told when there is
+    /// something to [take](Lookups::take).
+    ///
+    /// # Errors
+    ///
+    /// The thread cannot be started.
+    pub fn start(
+        resolv_conf: PathBuf,
+        domain: LowerName,
+        notify: impl Fn() + Send + Sync + 'static,
+        deaths: Deaths,
+    ) -> io::Result<Self> {
+        let ask = move || Ok(ResolvConf::parse(&read(&resolv_conf)?).resolvers);
+        Self::start_with(ask, PACE, domain, notify, deaths)
+    }
+
+    fn start_with(
+        resolvers: impl Fn() -> Result<Vec<SocketAddr>, String> + Send + Sync + 'static,
+        pace: Pace,
+        domain: LowerName,
+        notify: impl Fn() + Send + Sync + 'static,
+        deaths: Deaths,
+    ) -> io::Result<Self> {
+        let found = Arc::new(Found {
+            news: Mutex::default(),
+            notify: Box::new(notify),
+        });
+        let (jobs, todo) = unbounded_channel();
+        let runtime = Builder::new_current_thread().enable_all().build()?;
+        let asker = Arc::new(Asker {
+            upstream: Upstream::new(Arc::default()),
+            resolvers: Box::new(resolvers),
+            pace,
+            all: Semaphore::new(AT_ONCE),
+            found: Arc::clone(&found),
+        });
+        threads::start("lookups".to_owned(), deaths, move || {
+            runtime.block_on(follow(asker, todo));
+        })?;
+        Ok(Self {
+            found,
+            jobs,
+            wanted: BTreeSet::new(),
+            counts: HashMap::new(),
+            domain,
+        })
+    }
+
+    /// Looks up these names from now on, and no others. `last`: what was known of them.
+    pub fn want<'a>(
+        &mut self,
+        names: impl Iterator<Item = &'a EndpointName>,
+        mut last: impl FnMut(&EndpointName) -> Arc<[IpAddr]>,
+    ) {
+        let names: BTreeSet<&EndpointName> = names.collect();
+        let (found, jobs, counts) = (&self.found, &self.jobs, &mut self.counts);
+        self.wanted.retain(|name| {
+            if names.contains(name) {
+                return true;
+            }
+            if let Some(count) = counts.get_mut(&name.namespace) {
+                *count -= 1;
+            }
+            found.news().found.remove(name);
+            // Fails only if the thread has died, of which it has told.
+            jobs.send(Job::End(name.clone())).unwrap_or_default();
+            false
+        });
+        counts.retain(|_, count| *count > 0);
+        for name in names {
+            if self.wanted.contains(name) {
+                continue;
+            }
+            let refuse = |problem: String| {
+                let resolved = Resolved {
+                    problem: Some(problem.into()),
+                    ..Resolved::default()
+                };
+                found.tell(name.clone(), resolved);
+            };
+            let is_of_cluster = LowerName::parse(&name.name)
+                .is_ok_and(|asked| asked.before(&self.domain).is_some());
+            if is_of_cluster {
+                refuse(format!(
+                    "is a name of the cluster, which the agent does not look up; expected a name outside of {}",
+                    self.domain
+                ));
+                continue;
+            }
+            let count = self.counts.entry(Arc::clone(&name.namespace)).or_default();
+            if *count >= NAMES {
+                refuse(format!(
+                    "is not looked up: namespace {} has more than {NAMES} names of endpoints; name fewer",
+                    name.namespace
+                ));
+                continue;
+            }
+            *count += 1;
+            self.wanted.insert(name.clone());
+            let begin = Job::Begin(name.clone(), last(name));
+            self.jobs.send(begin).unwrap_or_default();
+        }
+    }
+
+    /// Takes what has been found since the last time, and when the first of it was.
+    pub fn take(&self) -> (HashMap<EndpointName, Resolved>, Option<Instant>) {
+        let mut news = self.found.news();
+        let News { found, since } = std::mem::take(&mut *news);
+        (found, since)
+    }
+}
+
+/// Reads a `resolv.conf`.
+fn read(path: &Path) -> Result<String, String> {
+    std::fs::read_to_string(path).map_err(|error| {
+        let path = path.display();
+        format!(
+            "cannot read {path}, the node's resolvers: {error}; name the file in dns.resolvConf"
+        )
+    })
+}
+
+/// Has a task for each name, until nobody gives jobs any more.
+async fn follow(asker: Arc<Asker>, mut todo: UnboundedReceiver<Job>) {
+    let mut tasks: HashMap<EndpointName, AbortHandle> = HashMap::new();
+    let mut of_each: HashMap<Arc<str>, Arc<Semaphore>> = HashMap::new();
+    while let Some(job) = todo.recv().await {
+        match job {
+            Job::Begin(name, last) => {
+                let own = of_each.entry(Arc::clone(&name.namespace));
+                let own = own.or_insert_with(|| Arc::new(Semaphore::new(AT_ONCE_OF_EACH)));
+                let task = Arc::clone(&asker).look_up(name.clone(), last, Arc::clone(own));
+                tasks.insert(name, tokio::spawn(task).abort_handle());
+            }
+            Job::End(name) => {
+                if let Some(task) = tasks.remove(&name) {
+                    task.abort();
+                }
+                // Tasks have them, too, and this map.
+                of_each.retain(|_, own| Arc::strong_count(own) > 1);
+            }
+        }
+    }
+}
+
+/// Asks resolvers.
+struct Asker {
+    upstream: Upstream,
+    resolvers: Box<dyn Fn() -> Result<Vec<SocketAddr>, String> + Send + Sync>,
+    pace: Pace,
+    all: Semaphore,
+    found: Arc<Found>,
+}
+
+/// The addresses of one family, and for how long they are good.
+struct Answer {
+    addresses: Vec<IpAddr>,
+    ttl: Duration,
+    /// What was left out.
+    refused: Option<String>,
+}
+
+impl Asker {
+    /// Looks up a name for as long as the task lives.
+    async fn look_up(
+        self: Arc<Self>,
+        name: EndpointName,
+        last: Arc<[IpAddr]>,
+        own: Arc<Semaphore>,
+    ) {
+        let mut known = last;
+        let mut failures = 0;
+        loop {
+            let answers = {
+                let _of_namespace = own.acquire().await;
+                let _of_all = self.all.acquire().await;
+                self.ask(&name).await
+            };
+            let (resolved, ttl) = next(&known, answers);
+            known = Arc::clone(&resolved.addresses);
+            let wait = if let Some(ttl) = ttl {
+                failures = 0;
+                ttl.clamp(self.pace.least, self.pace.most)
+            } else {
+                failures += 1;
+                let wait = self.pace.retry * 2_u32.saturating_pow(failures.min(16) - 1);
+                wait.min(self.pace.retry_most)
+            };
+            self.found.tell(name.clone(), resolved);
+            sleep(wait).await;
+        }
+    }
+
+    /// What resolvers say of both families.
+    async fn ask(&self, name: &EndpointName) -> [Result<Answer, String>; 2] {
+        let Ok(parsed) = LowerName::parse(&name.name) else {
+            return [(); 2].map(|()| Err("is too long for a DNS name".to_owned()));
+        };
+        let resolvers = match (self.resolvers)() {
+            Ok(resolvers) => resolvers,
+            Err(error) => return [Err(error.clone()), Err(error)],
+        };
+        let ask = async |of_type| {
+            let question = Question {
+                name: parsed.clone(),
+                of_type,
+                bits: bits::RD,
+            };
+            let asked = self.upstream.ask(&name.namespace, &resolvers, &question);
+            let stored = asked.await.map_err(|error| match error {
+                Failure::Nobody => {
+                    "the node has no resolver to ask: its resolv.conf names none".to_owned()
+                }
+                Failure::Silence(..) => error.to_string(),
+            })?;
+            answer(&parsed, &stored)
+        };
+        let (v4, v6) = tokio::join!(ask(types::A), ask(types::AAAA));
+        [v4, v6]
+    }
+}
+
+/// The addresses that an answer says a name has.
+fn answer(name: &LowerName, stored: &Stored) -> Result<Answer, String> {
+    match stored.code() {
+        ResponseCode::NoError | ResponseCode::NXDomain => {}
+        code => return Err(format!("the resolvers answer {code}")),
+    }
+    let message = Message::from_vec(&stored.bytes).map_err(|error| error.to_string())?;
+    let mut owner = name.to_name();
+    let mut ttl = u32::MAX;
+    for _ in 0..ALIASES {
+        let alias = message
+            .answers
+            .iter()
+            .find_map(|record| match &record.data {
+                RData::CNAME(to) if record.name == owner => Some((to.0.clone(), record.ttl)),
+                _ => None,
+            });
+        let Some((to, of_alias)) = alias else { break };
+        owner = to;
+        ttl = ttl.min(of_alias);
+    }
+    let mut found = BTreeSet::new();
+    let mut refused = None;
+    let records = message.answers.iter().filter(|record| record.name == owner);
+    for record in records {
+        let address: IpAddr = match &record.data {
+            RData::A(address) => address.0.into(),
+            RData::AAAA(address) => IpAddr::from(address.0).to_canonical(),
+            _ => continue,
+        };
+        ttl = ttl.min(record.ttl);
+        match can_be_endpoint(address) {
+            Ok(()) => _ = found.insert(address),
+            Err(kind) => {
+                refused = Some(format!(
+                    "{address}, which resolvers give, is {kind}, which cannot be an endpoint's"
+                ));
+            }
+        }
+    }
+    Ok(Answer {
+        addresses: found.into_iter().collect(),
+        ttl: Duration::from_secs(ttl.into()),
+        refused,
+    })
+}
+
+/// What is known after answers, and for how long it is good; none: a new lookup is to be tried soon.
+fn next(
+    known: &Arc<[IpAddr]>,
+    answers: [Result<Answer, String>; 2],
+) -> (Resolved, Option<Duration>) {
+    let (mut addresses, mut ttl) = (Vec::new(), None);
+    let (mut failed, mut refused) = (Vec::new(), None);
+    for (answer, v4) in answers.into_iter().zip([true, false]) {
+        match answer {
+            Ok(answer) => {
+                if !answer.addresses.is_empty() {
+                    ttl = Some(ttl.map_or(answer.ttl, |ttl: Duration| ttl.min(answer.ttl)));
+                }
+                addresses.extend(answer.addresses);
+                refused = refused.or(answer.refused);
+            }
+            Err(error) => {
+                let before = known.iter().filter(|address| address.is_ipv4() == v4);
+                let start = addresses.len();
+                addresses.extend(before);
+                failed.push((error, addresses.len() > start));
+            }
+        }
+    }
+    addresses.sort_unstable();
+    addresses.dedup();
+    addresses.truncate(ADDRESSES_MAX);
+    let is_known = !addresses.is_empty() && failed.len() < 2;
+    let error = match failed.into_iter().next() {
+        // Resolvers that know nothing of a family are nobody's trouble while there are addresses of the other.
+        Some((_, false)) if is_known => None,
+        Some((error, _)) => Some(error),
+        None if addresses.is_empty() && refused.is_none() => {
+            Some("resolvers know no address of it".to_owned())
+        }
+        None => None,
+    };
+    let last = if known.is_empty() {
+        "nothing is known of it, so it has no endpoints"
+    } else {
+        "its last addresses stay endpoints"
+    };
+    let problem = error.map(|error| format!("{error}; {last}")).or(refused);
+    let resolved = Resolved {
+        addresses: if is_known {
+            addresses.into()
+        } else {
+            Arc::clone(known)
+        },
+        problem: problem.map(Into::into),
+    };
+    (resolved, ttl.filter(|_| is_known))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{net::UdpSocket, sync::mpsc, thread};
+
+    use hickory_proto::rr::{Record, rdata};
+
+    use super::*;
+
+    fn ip(text: &str) -> IpAddr {
+        text.parse().unwrap()
+    }
+
+    fn ips(texts: &[&str]) -> Arc<[IpAddr]> {
+        texts.iter().map(|text| ip(text)).collect()
+    }
+
+    type Answered = Result<Answer, String>;
+
+    #[expect(clippy::unnecessary_wraps, reason = "beside those that failed")]
+    fn of(addresses: &[&str], ttl: u64) -> Answered {
+        Ok(Answer {
+            addresses: ips(addresses).to_vec(),
+            ttl: Duration::from_secs(ttl),
+            refused: None,
+        })
+    }
+
+    fn failed() -> Answered {
+        Err("no".to_owned())
+    }
+
+    #[test]
+    fn old_addresses_count_until_there_are_new_ones() {
+        let old = ips(&["192.0.2.1", "2001:db8::1"]);
+        let none = ips(&[]);
+        for (known, answers, addresses, ttl, problem) in [
+            (
+                &none,
+                [of(&["192.0.2.2"], 9), of(&[], 1)],
+                &["192.0.2.2"][..],
+                Some(9),
+                None,
+            ),
+            (
+                &none,
+                [of(&["192.0.2.2"], 9), of(&["2001:db8::2"], 7)],
+                &["192.0.2.2", "2001:db8::2"],
+                Some(7),
+                None,
+            ),
+            (
+                &old,
+                [of(&["192.0.2.2"], 9), of(&[], 1)],
+                &["192.0.2.2"],
+                Some(9),
+                None,
+            ),
+            // A family of which nothing is heard stays.
+            (
+                &old,
+                [of(&["192.0.2.2"], 9), failed()],
+                &["192.0.2.2", "2001:db8::1"],
+                Some(9),
+                Some("no; its last addresses stay endpoints"),
+            ),
+            (
+                &none,
+                [of(&["192.0.2.2"], 9), failed()],
+                &["192.0.2.2"],
+                Some(9),
+                None,
+            ),
+            (
+                &old,
+                [of(&[], 9), failed()],
+                &["2001:db8::1"],
+                None,
+                Some("no; its last addresses stay endpoints"),
+            ),
+            (
+                &old,
+                [failed(), failed()],
+                &["192.0.2.1", "2001:db8::1"],
+                None,
+                Some("no; its last addresses stay endpoints"),
+            ),
+            (
+                &old,
+                [of(&[], 9), of(&[], 9)],
+                &["192.0.2.1", "2001:db8::1"],
+                None,
+                Some("resolvers know no address of it; its last addresses stay endpoints"),
+            ),
+            (
+                &none,
+                [of(&[], 9), failed()],
+                &[],
+                None,
+                Some("no; nothing is known of it, so it has no endpoints"),
+            ),
+        ] {
+            let (resolved, found_ttl) = next(known, answers);
+            assert_eq!(resolved.addresses, ips(addresses));
+            assert_eq!(resolved.problem.as_deref(), problem, "{addresses:?}");
+            assert_eq!(found_ttl, ttl.map(Duration::from_secs), "{addresses:?}");
+        }
+    }
+
+    fn stored(name: &str, records: &[(&str, u32, RData)]) -> Stored {
+        let name = LowerName::parse(name).unwrap();
+        let mut message = Message::response(0, hickory_proto::op::OpCode::Query);
+        message.add_query(hickory_proto::op::Query::query(
+            name.to_name(),
+            hickory_proto::rr::RecordType::A,
+        ));
+        for (owner, ttl, data) in records {
+            let owner = LowerName::parse(owner).unwrap().to_name();
+            message.add_answer(Record::from_rdata(owner, *ttl, data.clone()));
+        }
+        Stored::read(&message.to_vec().unwrap(), &name, types::A, false).unwrap()
+    }
+
+    #[test]
+    fn an_answer_is_read_along_its_aliases() {
+        let alias = |to: &str| RData::CNAME(rdata::CNAME(LowerName::parse(to).unwrap().to_name()));
+        let a = |last| RData::A(rdata::A::new(192, 0, 2, last));
+        let name = LowerName::parse("db.example.com").unwrap();
+        let answered = stored(
+            "db.example.com",
+            &[
+                ("b.example.net", 60, a(2)),
+                ("db.example.com", 300, alias("A.example.net")),
+                ("a.example.net", 20, alias("b.example.net")),
+                ("b.example.net", 90, a(1)),
+                ("other.example.net", 1, a(66)),
+            ],
+        );
+        let found = answer(&name, &answered).unwrap();
+        assert_eq!(found.addresses, *ips(&["192.0.2.1", "192.0.2.2"]));
+        assert_eq!(found.ttl, Duration::from_secs(20));
+        // Names that lead round end.
+        let round = stored(
+            "db.example.com",
+            &[
+                ("db.example.com", 60, alias("a.example.com")),
+                ("a.example.com", 60, alias("db.example.com")),
+            ],
+        );
+        assert!(answer(&name, &round).unwrap().addresses.is_empty());
+        // Whoever answers for a name does not choose what the node keeps to itself.
+        let metadata = RData::A(rdata::A::new(169, 254, 169, 254));
+        let found = stored("db.example.com", &[("db.example.com", 60, metadata)]);
+        let found = answer(&name, &found).unwrap();
+        assert!(found.addresses.is_empty());
+        let (resolved, _) = next(&ips(&[]), [Ok(found), of(&[], 1)]);
+        assert!(resolved.problem.unwrap().contains("a link-local address"));
+    }
+
+    /// A resolver on loopback that answers queries for A with these addresses, as long as it has some.
+    fn resolver(answers: mpsc::Receiver<Vec<u8>>) -> SocketAddr {
+        let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
+        let at = socket.local_addr().unwrap();
+        thread::spawn(move || {
+            let mut buffer = [0; 1500];
+            loop {
+                let (length, from) = socket.recv_from(&mut buffer).unwrap();
+                let query = Message::from_vec(&buffer[..length]).unwrap();
+                let mut message = Message::response(query.metadata.id, query.metadata.op_code);
+                let question = query.queries[0].clone();
+                if question.query_type() == hickory_proto::rr::RecordType::A {
+                    let Ok(addresses) = answers.recv() else {
+                        return;
+                    };
+                    for last in addresses {
+                        let data = RData::A(rdata::A::new(192, 0, 2, last));
+                        message.add_answer(Record::from_rdata(question.name().clone(), 0, data));
+                    }
+                }
+                message.add_query(question);
+                socket.send_to(&message.to_vec().unwrap(), from).unwrap();
+            }
+        });
+        at
+    }
+
+    fn name(text: &str) -> EndpointName {
+        EndpointName {
+            namespace: "shop".into(),
+            name: text.into(),
+        }
+    }
+
+    #[test]
+    fn names_are_looked_up_again_until_nobody_wants_them() {
+        let (say, said) = mpsc::channel();
+        let at = resolver(said);
+        let (tell, told) = mpsc::channel();
+        let pace = Pace {
+            least: Duration::from_millis(10),
+            ..PACE
+        };
+        let domain = LowerName::parse("cluster.local").unwrap();
+        let deaths: Deaths = Arc::new(|thread, why| panic!("{thread}: {why}"));
+        let notify = move || tell.send(()).unwrap_or_default();
+        let mut lookups =
+            Lookups::start_with(move || Ok(vec![at]), pace, domain, notify, deaths).unwrap();
+        let (db, own) = (name("db.example.com"), name("web.shop.svc.cluster.local"));
+        let next = || told.recv_timeout(Duration::from_secs(30)).unwrap();
+        lookups.want([&db, &own].into_iter(), |_| ips(&["192.0.2.9"]));
+        next();
+        let (found, since) = lookups.take();
+        assert!(since.is_some());
+        let of_cluster = found[&own].problem.as_deref().unwrap();
+        assert!(of_cluster.contains("a name of the cluster"), "{of_cluster}");
+        for (answers, addresses) in [
+            (vec![1, 2], ips(&["192.0.2.1", "192.0.2.2"])),
+            (vec![3], ips(&["192.0.2.3"])),
+        ] {
+            say.send(answers).unwrap();
+            next();
+            assert_eq!(lookups.take().0[&db].addresses, addresses);
+        }
+        // The resolver goes: what it said last counts.
+        drop(say);
+        next();
+        let resolved = lookups.take().0[&db].clone();
+        assert_eq!(resolved.addresses, ips(&["192.0.2.3"]));
+        assert!(resolved.problem.is_some());
+        lookups.want(std::iter::empty(), |_| ips(&[]));
+        assert!(lookups.wanted.is_empty() && lookups.counts.is_empty());
+    }
+
+    #[test]
+    fn a_namespace_has_a_bound_on_names() {
+        let domain = LowerName::parse("cluster.local").unwrap();
+        let deaths: Deaths = Arc::new(|_, _| {});
+        let nobody = || Ok(Vec::new());
+        let mut lookups = Lookups::start_with(nobody, PACE, domain, || {}, deaths).unwrap();
+        let mut names: Vec<_> = (0..=NAMES)
+            .map(|n| name(&format!("a{n:04}.example.com")))
+            .collect();
+        let other = EndpointName {
+            namespace: "other".into(),
+            name: "b.example.com".into(),
+        };
+        names.push(other.clone());
+        lookups.want(names.iter(), |_| ips(&[]));
+        assert_eq!(lookups.wanted.len(), NAMES + 1);
+        assert!(lookups.wanted.contains(&other));
+        let is_refused = |lookups: &Lookups| {
+            lookups.take().0.values().any(|found| {
+                found
+                    .problem
+                    .as_deref()
+                    .is_some_and(|problem| problem.contains("name fewer"))
+            })
+        };
+        assert!(is_refused(&lookups));
+        names.remove(0);
+        lookups.want(names.iter(), |_| ips(&[]));
+        assert_eq!(lookups.wanted.len(), NAMES + 1);
+        assert!(!is_refused(&lookups));
+    }
+}

@@ -1,0 +1,50 @@
+//! Names at whose addresses entries have endpoints.
+
+use std::{fmt, net::IpAddr, sync::Arc};
+
+/// The most addresses of a name that become endpoints.
+pub const ADDRESSES_MAX: usize = 16;
+
+/// A DNS name at whose addresses entries of a namespace have endpoints. Namespaces share no lookups, so that none slows
+/// down those of another.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct EndpointName {
+    /// The namespace.
+    pub namespace: Arc<str>,
+    /// The name in lower case, without a dot at its end.
+    pub name: Arc<str>,
+}
+
+/// What is known of an [`EndpointName`].
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Resolved {
+    /// Its addresses, sorted, [`ADDRESSES_MAX`] at most: the last ones that resolvers gave.
+    pub addresses: Arc<[IpAddr]>,
+    /// Why resolvers gave no others the last time, as a clause; none: they did.
+    pub problem: Option<Box<str>>,
+}
+
+impl fmt::Display for EndpointName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(&self.name)
+    }
+}
+
+/// Whether an address can be an endpoint's, as the API server has it; otherwise, what it is. Loopback and link-local
+/// addresses mean something else on each host: an author of endpoints could lead clients to what a node keeps to itself,
+/// such as its own services at 127.0.0.1 and the cloud's metadata at 169.254.169.254.
+///
+/// # Errors
+///
+/// The kind of address, with its article.
+pub fn can_be_endpoint(address: IpAddr) -> Result<(), &'static str> {
+    match address.to_canonical() {
+        address if address.is_unspecified() => Err("the unspecified address"),
+        address if address.is_multicast() => Err("a multicast address"),
+        address if address.is_loopback() => Err("a loopback address"),
+        IpAddr::V4(v4) if v4.is_broadcast() => Err("the broadcast address"),
+        IpAddr::V4(v4) if v4.is_link_local() => Err("a link-local address"),
+        IpAddr::V6(v6) if v6.is_unicast_link_local() => Err("a link-local address"),
+        _ => Ok(()),
+    }
+}

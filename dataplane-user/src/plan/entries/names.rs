@@ -1,0 +1,152 @@
+//! Endpoints of entries at the addresses of DNS names.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    sync::Arc,
+};
+
+use crate::model::{
+    At, Backend, EndpointName, Entry, EntryName, EntryResolution, Resolved, lcm, narrowed,
+};
+
+/// The names that entries need, and what is known of them.
+#[derive(Debug, Default)]
+pub(super) struct Names {
+    known: HashMap<EndpointName, Resolved>,
+    /// The names that entries need, each with these entries.
+    wanted: BTreeMap<EndpointName, BTreeSet<EntryName>>,
+    /// Whether others are needed than before.
+    others: bool,
+    /// Whether somebody resolves them.
+    are_resolved: bool,
+}
+
+impl Names {
+    /// That somebody resolves, and as they were before.
+    pub fn resolved(known: HashMap<EndpointName, Resolved>) -> Self {
+        Self {
+            known,
+            are_resolved: true,
+            ..Self::default()
+        }
+    }
+
+    /// Notes that an entry needs names, or does not any more.
+    pub fn note(&mut self, entry: &Entry, is_there: bool) {
+        for name in entry.endpoint_names() {
+            if is_there {
+                let wanting = self.wanted.entry(name).or_default();
+                self.others |= wanting.is_empty();
+                wanting.insert(entry.name.clone());
+            } else if let Some(wanting) = self.wanted.get_mut(&name) {
+                wanting.remove(&entry.name);
+                if wanting.is_empty() {
+                    self.wanted.remove(&name);
+                    self.others = true;
+                }
+            }
+        }
+    }
+
+    /// The names that are needed, if they are others than when this was last asked.
+    pub fn take_wanted(&mut self) -> Option<impl Iterator<Item = &EndpointName>> {
+        if !std::mem::take(&mut self.others) {
+            return None;
+        }
+        // What nobody needs is not known for the next who does: it would be old then.
+        let wanted = &self.wanted;
+        self.known.retain(|name, _| wanted.contains_key(name));
+        Some(self.wanted.keys())
+    }
+
+    /// What is known of the names that are needed.
+    pub fn known(&self) -> impl Iterator<Item = (&EndpointName, &Resolved)> {
+        let wanted = self.wanted.keys();
+        wanted.filter_map(|name| self.known.get_key_value(name))
+    }
+
+    /// Takes in what resolvers say. Returns the entries that are concerned.
+    pub fn learn(&mut self, name: EndpointName, resolved: Resolved) -> Vec<EntryName> {
+        let Some(concerned) = self.wanted.get(&name) else {
+            return Vec::new();
+        };
+        if self.known.get(&name) == Some(&resolved) {
+            return Vec::new();
+        }
+        self.known.insert(name, resolved);
+        concerned.iter().cloned().collect()
+    }
+
+    /// Puts addresses in the place of the names in an entry. Returns what is wrong with names.
+    pub fn fill(&self, entry: &mut Entry) -> Vec<String> {
+        let mut problems: BTreeSet<String> = BTreeSet::new();
+        let namespace: Arc<str> = entry.name.namespace().into();
+        let mut look = |field: &str, name: &Arc<str>| {
+            let name = EndpointName {
+                namespace: Arc::clone(&namespace),
+                name: Arc::clone(name),
+            };
+            let known = self.known.get(&name);
+            let problem = known.and_then(|known| known.problem.as_deref());
+            if !self.are_resolved {
+                problems.insert(format!(
+                    "{field}: {name} has no endpoints here, because only the agent resolves names"
+                ));
+            } else if let Some(problem) = problem {
+                problems.insert(format!("{field}: {name}: {problem}"));
+            }
+            known.map(|known| Arc::clone(&known.addresses))
+        };
+        if entry.resolution == EntryResolution::Hosts {
+            for host in &mut entry.hosts {
+                let found = look("spec.hosts", &host.name);
+                host.endpoints = found
+                    .iter()
+                    .flat_map(|found| found.iter().copied())
+                    .collect();
+            }
+        }
+        let is_name = |backend: &Backend| matches!(backend.at, At::Name(_));
+        if entry.backends.iter().any(is_name) {
+            let found = entry.backends.iter().map(|backend| {
+                let addresses = match &backend.at {
+                    At::Address(address) => vec![*address],
+                    At::Name(name) => {
+                        look("spec.endpoints", name).map_or_else(Vec::new, |all| all.to_vec())
+                    }
+                };
+                (backend, addresses)
+            });
+            // Nobody connects to a name without addresses, as to an endpoint that is not ready.
+            let found = found
+                .filter(|(_, addresses)| !addresses.is_empty())
+                .collect::<Vec<_>>();
+            // The addresses of a name have its part of the connections together.
+            let common = found.iter().fold(1, |common, (_, addresses)| {
+                lcm(common, addresses.len() as u128)
+            });
+            let weights: Vec<u128> = found
+                .iter()
+                .flat_map(|(backend, addresses)| {
+                    let weight = u128::from(backend.weight) * (common / addresses.len() as u128);
+                    std::iter::repeat_n(weight, addresses.len())
+                })
+                .collect();
+            let weights = narrowed(&weights, weights.len());
+            let all = found
+                .iter()
+                .flat_map(|(backend, addresses)| addresses.iter().map(move |at| (*backend, *at)));
+            let mut filled: Vec<Backend> = all
+                .zip(weights)
+                .map(|((backend, address), weight)| Backend {
+                    at: At::Address(address),
+                    weight,
+                    ..backend.clone()
+                })
+                .collect();
+            filled.sort_unstable();
+            entry.backends = filled;
+        }
+        problems.into_iter().collect()
+    }
+}
