@@ -33,6 +33,7 @@ const NFTA_CHAIN_TABLE: u16 = 1;
 const NFTA_CHAIN_NAME: u16 = 3;
 const NFTA_CHAIN_HOOK: u16 = 4;
 const NFTA_CHAIN_POLICY: u16 = 5;
+const NFTA_CHAIN_USE: u16 = 6;
 const NFTA_HOOK_HOOKNUM: u16 = 1;
 const NFTA_RULE_TABLE: u16 = 1;
 const NFTA_RULE_CHAIN: u16 = 2;
@@ -141,19 +142,22 @@ fn list(netlink: &mut Netlink) -> io::Result<Option<Vec<Table>>> {
     if listed.is_none() {
         return Ok(None);
     }
-    let mut places: BTreeMap<(TableName, String), usize> = BTreeMap::new();
+    let mut used: Vec<(TableName, usize)> = Vec::new();
     netlink.dump(GET_CHAIN, &[0; HEADER], |message| {
         if let Some((key, rest)) = key(message, NFTA_CHAIN_TABLE)
             && let Some(table) = tables.get_mut(&key)
             && let Some(name) = content(rest, NFTA_CHAIN_NAME).map(text)
         {
-            places.insert((key.clone(), name.clone()), table.chains.len());
             table.chains.push(Listed {
                 name,
                 hook: hook(key.0, rest),
                 drops: drops(rest),
                 rules: 0,
             });
+            // How many rules it has, and how many lead to it.
+            if content(rest, NFTA_CHAIN_USE).and_then(number) != Some(0) {
+                used.push((key, table.chains.len() - 1));
+            }
         }
     })?;
     netlink.dump(GET_SET, &[0; HEADER], |message| {
@@ -169,15 +173,18 @@ fn list(netlink: &mut Netlink) -> io::Result<Option<Vec<Table>>> {
             table.sets.push(name);
         }
     })?;
-    netlink.dump(GET_RULE, &[0; HEADER], |message| {
-        if let Some((key, rest)) = key(message, NFTA_RULE_TABLE)
-            && let Some(chain) = content(rest, NFTA_RULE_CHAIN).map(text)
-            && let Some(place) = places.get(&(key.clone(), chain))
-            && let Some(table) = tables.get_mut(&key)
+    // The kernel walks a list from its beginning for each datagram, so that one list of all rules takes time by the square.
+    for (key, place) in used {
+        if let Some(chain) = tables
+            .get_mut(&key)
+            .and_then(|table| table.chains.get_mut(place))
         {
-            table.chains[*place].rules += 1;
+            let names = [(NFTA_RULE_TABLE, &key.1), (NFTA_RULE_CHAIN, &chain.name)];
+            let mut rules = 0;
+            netlink.dump(GET_RULE, &about(&key, &names), |_| rules += 1)?;
+            chain.rules = rules;
         }
-    })?;
+    }
     let mut tables: Vec<Table> = tables.into_values().collect();
     for table in &mut tables {
         if is_of_iptables(table) {
