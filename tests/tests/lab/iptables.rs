@@ -31,6 +31,7 @@ scenarios! {
     cleanup_leaves_what_is_not_kube_proxys,
     cleanup_leaves_what_is_not_istios,
     cleanup_waits_for_what_is_translated,
+    cleanup_removes_istios_own_examples,
 }
 
 fn lab() -> Result<Lab> {
@@ -746,5 +747,83 @@ fn cleanup_waits_for_what_is_translated() -> Result<()> {
     cleanup(&lab, node, &["--owner", "kube-proxy"])?;
     let left = everything(node)?;
     ensure!(left == ["table inet dataplane-keep-nat"], "{left:?}");
+    Ok(())
+}
+
+/// `DATAPLANE_ISTIO_RULES` names a directory with Istio's source, or its test data: files `*.golden` that have what its programs
+/// write for many configurations. Each that the kernel takes is loaded, and removed.
+fn cleanup_removes_istios_own_examples() -> Result<()> {
+    let Some(root) = std::env::var_os("DATAPLANE_ISTIO_RULES") else {
+        println!(
+            "skipped iptables::cleanup_removes_istios_own_examples: DATAPLANE_ISTIO_RULES names no directory"
+        );
+        return Ok(());
+    };
+    let (mut files, mut open) = (Vec::new(), vec![PathBuf::from(root)]);
+    while let Some(directory) = open.pop() {
+        for entry in fs::read_dir(directory)? {
+            let path = entry?.path();
+            if path.is_dir() {
+                open.push(path);
+            } else if path.extension().is_some_and(|ending| ending == "golden") {
+                files.push(path);
+            }
+        }
+    }
+    files.sort();
+    let lab = lab()?;
+    let pod = lab.pod("near");
+    let (mut removed, mut refused) = (0, Vec::new());
+    for path in &files {
+        let text = fs::read_to_string(path)?;
+        let name = path.display();
+        let mut loaded = 0;
+        for block in text
+            .split("COMMIT")
+            .filter_map(|block| Some(&block[block.find('*')?..]))
+        {
+            // Groups by names that not every machine has.
+            let block = format!("{block}\nCOMMIT")
+                .replace("java", "201")
+                .replace("ftp", "202");
+            // A block does not say its family.
+            let load = |family: &str| {
+                let program = format!("{family}-nft-restore --noflush 2>/dev/null");
+                load(pod, &program, &block).is_ok()
+            };
+            if load("iptables") || load("ip6tables") {
+                loaded += 1;
+            } else {
+                refused.push(format!(
+                    "{name}: {}",
+                    block.lines().next().unwrap_or_default()
+                ));
+            }
+        }
+        if loaded > 0 {
+            let before = everything(pod)?;
+            let (report, whole) = report(&lab, pod, &[])?;
+            ensure!(whole, "{name}: {report:#}");
+            cleanup(&lab, pod, &["--owner", "istio"])?;
+            let after = everything(pod)?;
+            let signs = ["ISTIO", "0x539", "0x53a", "0x111"];
+            let left: Vec<_> = after
+                .iter()
+                .filter(|line| signs.iter().any(|sign| line.contains(sign)))
+                .collect();
+            ensure!(left.is_empty(), "{name}: {before:#?}\n{left:#?}");
+            let others = before
+                .iter()
+                .filter(|line| !signs.iter().any(|sign| line.contains(sign)));
+            ensure!(others.eq(after.iter()), "{name}: {before:#?}\n{after:#?}");
+            removed += 1;
+        }
+        pod.command("nft").args(["flush", "ruleset"]).run()?;
+    }
+    println!(
+        "{removed} of {} files were loaded and removed; not loaded: {refused:#?}",
+        files.len()
+    );
+    ensure!(removed > 0, "{refused:#?}");
     Ok(())
 }
