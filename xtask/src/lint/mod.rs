@@ -6,13 +6,16 @@ mod features;
 mod modules;
 mod tokens;
 
-use std::process::ExitCode;
+use std::{
+    path::{Path, PathBuf},
+    process::{Command, ExitCode},
+};
 
 use anyhow::Result;
 
 use crate::{
     build,
-    command::{cargo, check},
+    command::{cargo, check, output},
     links,
     progress::note,
     setup::{self, Purpose},
@@ -23,6 +26,13 @@ use crate::{
 /// Clippy reads the kernel programs for their own instruction set; plain `cargo clippy` cannot.
 #[derive(Debug, clap::Args)]
 pub struct Arguments {}
+
+/// Clippy's compiler, beside the toolchain's own.
+fn clippy_driver() -> Option<PathBuf> {
+    let sysroot = output(Command::new("rustc").args(["--print", "sysroot"])).ok()?;
+    let driver = Path::new(sysroot.trim()).join("bin/clippy-driver");
+    driver.is_file().then_some(driver)
+}
 
 pub fn main(no_install: bool) -> Result<ExitCode> {
     note("lint: formatting");
@@ -38,10 +48,17 @@ pub fn main(no_install: bool) -> Result<ExitCode> {
     note("lint: all other crates");
     check(cargo().args(["clippy", "--all-targets", "--", "--deny", "warnings"]))?;
     note("lint: documentation");
-    check(
-        cargo()
-            .args(["doc", "--no-deps"])
-            .env("RUSTDOCFLAGS", "--deny warnings"),
-    )?;
+    let mut documentation = cargo();
+    documentation
+        .args(["doc", "--no-deps"])
+        .env("RUSTDOCFLAGS", "--deny warnings");
+    if let Some(driver) = clippy_driver() {
+        // As `cargo clippy` does it: otherwise cargo checks all crates of the workspace again, by rustc.
+        documentation.env("RUSTC_WORKSPACE_WRAPPER", driver).env(
+            "CLIPPY_ARGS",
+            "--deny__CLIPPY_HACKERY__warnings__CLIPPY_HACKERY__",
+        );
+    }
+    check(&mut documentation)?;
     Ok(ExitCode::SUCCESS)
 }
