@@ -84,6 +84,7 @@ pub use monitor::Monitor;
 pub use packet::{
     AttachOptions, Network, NetworkInterface, PacketOptions, PacketTables, interface_attachments,
 };
+pub use privileges::keep_network_only;
 pub use programs::Attachment;
 pub use reverse_path::{reverse_path, reverse_paths, shows_reverse_paths};
 pub use services::ServiceTables;

@@ -46,6 +46,16 @@ pub fn of_the_opener(permitted: CapabilitySet) -> CapabilitySet {
     permitted & OPENER
 }
 
+/// Gives up all capabilities of this thread, and of programs that it starts, but those for network rules: CAP_NET_ADMIN and
+/// CAP_NET_RAW. For good.
+///
+/// # Errors
+/// The kernel's refusal.
+pub fn keep_network_only() -> std::io::Result<()> {
+    const NETWORK: CapabilitySet = CapabilitySet::NET_ADMIN.union(CapabilitySet::NET_RAW);
+    Ok(keep_only(permitted()? & NETWORK)?)
+}
+
 /// Returns what this thread may have.
 ///
 /// # Errors

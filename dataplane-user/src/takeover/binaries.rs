@@ -17,6 +17,8 @@ use nix::{
 };
 use serde::Serialize;
 
+use crate::kernel::keep_network_only;
+
 /// Where programs are below another root, and on a machine without `PATH`.
 const PLACES: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
@@ -211,8 +213,8 @@ pub fn find(root: Option<&Path>) -> io::Result<Binaries> {
     })
 }
 
-/// Does `work` on a thread whose root directory is `root`; on this one if there is none. Programs that `work` starts have the
-/// same root and network namespace.
+/// Does `work` on a thread whose root directory is `root`, and which has CAP_NET_ADMIN and CAP_NET_RAW alone; on this one if there
+/// is none. Programs that `work` starts have the same root, capabilities and network namespace.
 ///
 /// # Errors
 /// If the root cannot be changed; otherwise what `work` answers.
@@ -234,6 +236,8 @@ pub fn below<T: Send>(
                 )
             })?;
         unistd::chdir("/")?;
+        // Whoever has made that root has made its programs. With CAP_SYS_CHROOT they would get out of it.
+        keep_network_only()?;
         work()
     };
     thread::scope(|scope| {

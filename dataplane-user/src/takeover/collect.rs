@@ -113,18 +113,43 @@ impl Collected {
             return;
         };
         let origin = binaries::name(family, Some(variant), Role::Command);
+        let (mut lacking, mut why) = (tables.to_vec(), String::new());
         match print(&save.path, &[]) {
-            Ok(text) => self.texts.push(Printed {
-                origin,
-                form: Form::Saved,
-                text,
-            }),
-            Err(error) => {
-                for table in tables {
-                    self.miss(table, &format!("{}: {error}", save.path.display()));
+            Ok(text) => {
+                lacking.retain(|table| !has(&text, table));
+                self.push(&origin, text);
+            }
+            Err(error) => why = error.to_string(),
+        }
+        // Below a root without /proc, legacy programs find no table by themselves; and those of nft leave out a table that has
+        // rules of nft's own.
+        for table in lacking {
+            match print(&save.path, &["-t", &table.name]) {
+                Ok(text) if has(&text, table) => self.push(&origin, text),
+                Ok(_) if why.is_empty() => {
+                    let listed = variant == Variant::Nft && self.listed(found, table);
+                    let listed = if listed {
+                        ", so only what nft shows of it was read"
+                    } else {
+                        ""
+                    };
+                    self.miss(
+                        table,
+                        &format!("{} prints nothing of it{listed}", save.path.display()),
+                    );
                 }
+                Ok(_) => self.miss(table, &format!("{}: {why}", save.path.display())),
+                Err(error) => self.miss(table, &format!("{}: {error}", save.path.display())),
             }
         }
+    }
+
+    fn push(&mut self, origin: &str, text: String) {
+        self.texts.push(Printed {
+            origin: origin.to_owned(),
+            form: Form::Saved,
+            text,
+        });
     }
 
     /// One table of nf_tables; false if there is no `nft`.
@@ -142,6 +167,12 @@ impl Collected {
         }
         true
     }
+}
+
+/// Whether a text of `iptables-save` has a table.
+fn has(text: &str, table: &Table) -> bool {
+    let mut names = text.lines().filter_map(|line| line.strip_prefix('*'));
+    names.any(|name| name.trim() == table.name)
 }
 
 fn print(program: &Path, arguments: &[&str]) -> io::Result<String> {

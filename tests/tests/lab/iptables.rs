@@ -24,6 +24,7 @@ scenarios! {
     Dataplane:
     detect_tells_the_side_that_holds_rules,
     detect_runs_the_programs_of_another_root,
+    programs_of_another_root_are_confined,
     detect_without_programs_reads_the_kernel,
     the_report_tells_owners_and_conflicts,
     the_report_knows_kube_proxys_rules,
@@ -212,19 +213,84 @@ fn detect_tells_the_side_that_holds_rules() -> Result<()> {
     Ok(())
 }
 
-/// Copies a program and its libraries below a root.
-fn copy_program(program: &Path, root: &Path) -> Result<()> {
-    let libraries = Local::new("ldd").arg(program).output()?;
+/// The file of a program on PATH.
+fn on_path(name: &str) -> Result<PathBuf> {
+    let places = std::env::var_os("PATH").unwrap_or_default();
+    let mut places = std::env::split_paths(&places).map(|place| place.join(name));
+    let path = places
+        .find(|path| path.exists())
+        .with_context(|| format!("no {name}"))?;
+    Ok(fs::canonicalize(path)?)
+}
+
+/// Copies a program to a place below a root, and its libraries to where they are.
+fn copy_program(name: &str, root: &Path, place: &str) -> Result<()> {
+    let program = on_path(name)?;
+    // The loader itself answers; a program without libraries runs, and says something else.
+    let libraries = Local::new(&program)
+        .arg("--version")
+        .env("LD_TRACE_LOADED_OBJECTS", "1")
+        .output()?;
     let libraries = String::from_utf8_lossy(&libraries.stdout).into_owned();
     let files = libraries
         .split_whitespace()
         .filter(|word| word.starts_with('/'))
         .map(PathBuf::from);
-    for file in files.chain([program.to_owned()]) {
-        let to = root.join(file.strip_prefix("/")?);
+    let libraries = files
+        .filter(|file| file.exists())
+        .map(|file| (file.clone(), file));
+    for (from, to) in libraries.chain([(program, PathBuf::from(place))]) {
+        let to = root.join(to.strip_prefix("/")?);
         fs::create_dir_all(to.parent().context("no parent")?)?;
-        fs::copy(&file, &to).with_context(|| file.display().to_string())?;
+        // By a process of its own: a file that this one has open to write cannot be run while another thread forks.
+        let copied = Local::new("cp").args([&from, &to]).status()?;
+        ensure!(copied.success(), "cannot copy {}", from.display());
     }
+    Ok(())
+}
+
+/// All files below a directory.
+fn walk(directory: &Path) -> Result<Vec<PathBuf>> {
+    let (mut files, mut open) = (Vec::new(), vec![directory.to_owned()]);
+    while let Some(directory) = open.pop() {
+        for entry in fs::read_dir(directory)? {
+            let entry = entry?;
+            if entry.file_type()?.is_dir() {
+                open.push(entry.path());
+            } else {
+                files.push(entry.path());
+            }
+        }
+    }
+    Ok(files)
+}
+
+/// Programs of another root cannot leave it.
+fn programs_of_another_root_are_confined() -> Result<()> {
+    let lab = lab()?;
+    let root = tempfile::tempdir()?;
+    copy_program("sh", root.path(), "/bin/sh")?;
+    copy_program("chroot", root.path(), "/bin/chroot")?;
+    let script = root.path().join("bin/iptables");
+    let words = "chroot / sh -c : && echo 'iptables v1 (nf_tables)' || echo 'iptables v1 (legacy)'";
+    let write = "printf '#!/bin/sh\\n%s\\n' \"$1\" > \"$2\" && chmod 755 \"$2\"";
+    let written = Local::new("sh")
+        .args(["-c", write, "sh", words])
+        .arg(&script)
+        .status()?;
+    ensure!(written.success(), "cannot write {}", script.display());
+    let path = root.path().to_str().context("no text")?;
+    // The script works, and so does its chroot.
+    let free = Local::new("chroot")
+        .args([path, "/bin/iptables"])
+        .env("PATH", "/bin:/usr/sbin:/usr/bin:/sbin")
+        .output()?;
+    ensure!(free.stdout == b"iptables v1 (nf_tables)\n", "{free:?}");
+    let answer = detect(&lab, lab.pod("near"), &["--host-root", path])?;
+    ensure!(
+        answer["binaries"]["iptables"][0]["variant"] == "legacy",
+        "{answer:#}"
+    );
     Ok(())
 }
 
@@ -233,19 +299,19 @@ fn detect_runs_the_programs_of_another_root() -> Result<()> {
     let lab = lab()?;
     let (node, pod) = (lab.node("node1"), lab.pod("near"));
     let root = tempfile::tempdir()?;
-    let multi = fs::canonicalize("/usr/sbin/iptables-legacy")?;
-    copy_program(&multi, root.path())?;
+    let multi = Path::new("/opt/multi");
+    copy_program("iptables-legacy", root.path(), "/opt/multi")?;
     let at = |path: &str| root.path().join(path);
     fs::create_dir_all(at("usr/sbin"))?;
     fs::create_dir_all(at("etc/alternatives"))?;
     symlink("/etc/alternatives/iptables", at("usr/sbin/iptables"))?;
-    symlink(&multi, at("etc/alternatives/iptables"))?;
+    symlink(multi, at("etc/alternatives/iptables"))?;
     for name in [
         "iptables-legacy",
         "iptables-legacy-save",
         "iptables-legacy-restore",
     ] {
-        symlink(&multi, at("usr/sbin").join(name))?;
+        symlink(multi, at("usr/sbin").join(name))?;
     }
     let path = root.path().to_str().context("no text")?;
     load(pod, "iptables-nft-restore", FILTER)?;
@@ -284,6 +350,35 @@ fn detect_runs_the_programs_of_another_root() -> Result<()> {
     }
     let answer = detect(&lab, node, &["--host-root", path])?;
     ensure!(variant(&answer, "IPv4")? == "legacy", "{answer:#}");
+    // They also print and change rules, with what they load by name.
+    let rules = "*nat\n:KUBE-SERVICES - [0:0]\n:mine - [0:0]\n-A OUTPUT -j KUBE-SERVICES\n-A OUTPUT -p udp -j mine\nCOMMIT";
+    load(node, "iptables-legacy-restore", rules)?;
+    let libraries = walk(root.path())?;
+    let library = libraries
+        .iter()
+        .find(|path| path.to_string_lossy().contains("/libxtables."));
+    let inside = library
+        .and_then(|path| path.parent())
+        .context("no libxtables")?
+        .join("xtables");
+    // Where the library looks: with /lib for a link to /usr/lib, below the latter.
+    let outside = fs::canonicalize(Path::new("/").join(inside.strip_prefix(root.path())?))?;
+    let inside = root.path().join(outside.strip_prefix("/")?);
+    fs::create_dir_all(&inside)?;
+    for entry in fs::read_dir(outside)? {
+        let entry = entry?;
+        fs::copy(entry.path(), inside.join(entry.file_name()))?;
+    }
+    let (found, whole) = report(&lab, node, &["--host-root", path])?;
+    ensure!(whole && owner(&found, "kube-proxy")?.1 == 1, "{found:#}");
+    fs::create_dir_all(at("run"))?;
+    cleanup(&lab, node, &["--owner", "kube-proxy", "--host-root", path])?;
+    let left = everything(node)?;
+    let wanted = [
+        "iptables-legacy nat :mine",
+        "iptables-legacy nat -A OUTPUT -p udp -j mine",
+    ];
+    ensure!(left == wanted, "{left:?}");
     let gone = at("gone");
     let failed = dataplane(
         &lab,
@@ -759,17 +854,8 @@ fn cleanup_removes_istios_own_examples() -> Result<()> {
         );
         return Ok(());
     };
-    let (mut files, mut open) = (Vec::new(), vec![PathBuf::from(root)]);
-    while let Some(directory) = open.pop() {
-        for entry in fs::read_dir(directory)? {
-            let path = entry?.path();
-            if path.is_dir() {
-                open.push(path);
-            } else if path.extension().is_some_and(|ending| ending == "golden") {
-                files.push(path);
-            }
-        }
-    }
+    let mut files = walk(Path::new(&root))?;
+    files.retain(|path| path.extension().is_some_and(|ending| ending == "golden"));
     files.sort();
     let lab = lab()?;
     let pod = lab.pod("near");

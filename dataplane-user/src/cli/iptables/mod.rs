@@ -52,6 +52,9 @@ struct WhereArgs {
 
     /// The root directory whose programs are meant, such as /host or /proc/4711/root. They run there by
     /// chroot, in the network namespace of --netns [default: the programs on PATH]
+    ///
+    /// They run as this user with CAP_NET_ADMIN and CAP_NET_RAW only. Whoever can write to the directory decides what they do:
+    /// name only roots that you trust.
     #[arg(long, value_name = "DIR")]
     host_root: Option<PathBuf>,
 }
