@@ -89,6 +89,9 @@ pub struct AgentStatus {
     /// The flows of the packet path; none before they were counted, or without one.
     #[serde(default)]
     pub flows: Option<Flows>,
+    /// The DNS server; none if it answers nobody.
+    #[serde(default)]
+    pub dns: Option<DnsStatus>,
 }
 
 /// Of an agent that does not tell.
@@ -417,6 +420,21 @@ pub struct Pool {
     /// The route that splits the port's connections, with its rule; none: no route does.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub route: Option<String>,
+}
+
+/// The DNS server at a glance.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DnsStatus {
+    /// How many workloads' queries it answers.
+    pub workloads: usize,
+    /// How many queries it has received.
+    pub queries: u64,
+    /// How many of them it answered from the names of services and hosts.
+    pub local: u64,
+    /// How many it answered from its cache.
+    pub cached: u64,
+    /// How many got SERVFAIL, because no resolver answered.
+    pub failed: u64,
 }
 
 /// The cache of the DNS server: what `GET /dns/cache` answers with.

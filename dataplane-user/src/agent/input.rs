@@ -300,7 +300,8 @@ impl Input {
         let remembered = remembered.and_then(Remembered::problem);
         let here = self.admitted.problems().chain(self.entries.problems());
         let here = here.chain(self.routes.problems());
-        let mut here = here.chain(remembered).peekable();
+        let lookups = self.lookups.as_ref().and_then(Lookups::problem);
+        let mut here = here.chain(remembered).chain(lookups).peekable();
         let problems: Arc<[Problem]> = if here.peek().is_none() {
             Arc::clone(&self.problems)
         } else {

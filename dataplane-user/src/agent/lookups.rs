@@ -16,7 +16,7 @@ use tracing::{debug, warn};
 
 use crate::{
     dns::{self, LowerName},
-    model::{ADDRESSES_MAX, EndpointName, Resolved, can_be_endpoint},
+    model::{ADDRESSES_MAX, EndpointName, Gravity, Problem, Resolved, can_be_endpoint},
     plan::entries::Entries,
     settings,
     source::Notice,
@@ -39,8 +39,8 @@ pub struct Lookups {
     written: Option<Instant>,
     /// Whether something is known that is not in the file.
     unwritten: bool,
-    /// Whether the file could not be written.
-    failed: bool,
+    /// Why the file cannot be written.
+    problem: Option<Problem>,
 }
 
 impl std::fmt::Debug for Lookups {
@@ -68,7 +68,7 @@ impl Lookups {
             owned: false,
             written: None,
             unwritten: false,
-            failed: false,
+            problem: None,
         };
         (lookups, known)
     }
@@ -80,31 +80,26 @@ impl Lookups {
         self.write(entries);
     }
 
-    /// Tells `entries` what has been found since the last time. Returns when the first of it was, if there is something.
+    /// Tells `entries` what has been found since the last time. Returns when the first of it was, if that makes a
+    /// difference.
     pub fn tell(&mut self, entries: &mut Entries) -> Option<Instant> {
-        let (found, since) = self.running.as_ref()?.take();
+        let (found, since) = self.running.as_mut()?.take();
         for (name, resolved) in &found {
             debug!(namespace = %name.namespace, %name, addresses = ?resolved.addresses, problem = ?resolved.problem, "looked up");
         }
-        entries.learn(found);
-        if since.is_some() {
-            self.unwritten = true;
-        }
+        let moved = entries.learn(found);
+        self.unwritten |= moved;
         self.write(entries);
-        since
+        since.filter(|_| moved)
     }
 
     /// Looks up what `entries` need by now.
     pub fn follow(&mut self, entries: &mut Entries) {
-        let known: HashMap<EndpointName, Arc<[IpAddr]>> = entries
-            .known_names()
-            .map(|(name, known)| (name.clone(), Arc::clone(&known.addresses)))
-            .collect();
         let Some(names) = entries.take_wanted_names() else {
             return;
         };
-        let mut names = names.peekable();
-        if self.running.is_none() && names.peek().is_none() {
+        self.unwritten = true;
+        if self.running.is_none() && names.is_empty() {
             return;
         }
         let running = match self.running.take() {
@@ -120,9 +115,12 @@ impl Lookups {
                 }
             },
         };
-        let running = self.running.insert(running);
-        running.want(names, |name| known.get(name).cloned().unwrap_or_default());
-        self.unwritten = true;
+        let known = entries.known_names();
+        let last = |name: &EndpointName| {
+            let known = known.get(name);
+            known.map_or_else(Arc::default, |known| Arc::clone(&known.addresses))
+        };
+        self.running.insert(running).want(names, last);
     }
 
     fn start(&self) -> io::Result<dns::Lookups> {
@@ -150,21 +148,28 @@ impl Lookups {
         self.written = Some(Instant::now());
         let result = replace(&self.path, &text(entries));
         self.unwritten = result.is_err();
-        if let Err(error) = &result
-            && !self.failed
-        {
-            warn!(
-                "{} cannot be written: {error}; after a restart, ServiceEntries have no endpoints at names until they are \
-                 looked up",
-                self.path.display()
-            );
+        let problem = result.err().map(|error| Problem {
+            gravity: Gravity::Warning,
+            place: self.path.display().to_string(),
+            text: format!(
+                "cannot be written: {error}; after a restart, ServiceEntries have no endpoints at names until they are looked \
+                 up"
+            ),
+        });
+        if let Some(problem) = problem.as_ref().filter(|_| self.problem.is_none()) {
+            warn!("{}: {}", problem.place, problem.text);
         }
-        self.failed = result.is_err();
+        self.problem = problem;
+    }
+
+    /// Why addresses are not kept.
+    pub fn problem(&self) -> Option<&Problem> {
+        self.problem.as_ref()
     }
 }
 
 fn text(entries: &Entries) -> String {
-    let known = entries.known_names();
+    let known = entries.known_names().iter();
     let known = known.filter(|(_, resolved)| !resolved.addresses.is_empty());
     let line = |(name, resolved): (&EndpointName, &Resolved)| {
         let addresses: Vec<String> = resolved.addresses.iter().map(IpAddr::to_string).collect();
@@ -219,6 +224,22 @@ fn parse(line: &str) -> Option<(EndpointName, Resolved)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_file_stays_while_the_source_has_said_nothing() {
+        let directory = tempfile::TempDir::new().unwrap();
+        let path = directory.path().join("names");
+        fs::write(&path, "shop db.example.com 192.0.2.1\n").unwrap();
+        let (mut lookups, known) = Lookups::new(None, path.clone(), drop);
+        let entries = Entries::new([]).with_names(known);
+        lookups.own(&entries);
+        assert_eq!(read(&path).len(), 1);
+        // A file that cannot be written is told of.
+        drop(directory);
+        let (mut lookups, known) = Lookups::new(None, path, drop);
+        lookups.own(&Entries::new([]).with_names(known));
+        assert!(lookups.problem().is_some());
+    }
 
     #[test]
     fn lines_that_make_no_sense_are_skipped() {

@@ -1,6 +1,7 @@
 //! `dataplane doctor`.
 
 use std::{
+    fs,
     io::{self, Write},
     process::ExitCode,
 };
@@ -15,6 +16,7 @@ use super::{
 use crate::{
     admin::api::PodCgroups,
     agent::interfaces::Role,
+    dns::ResolvConf,
     kernel::{
         self, netfilter,
         probe::{self, Feature},
@@ -59,6 +61,7 @@ impl DoctorArgs {
         features.push(forward_hook());
         features.push(pods(&self.paths.or_guess()));
         features.push(agent(&self.paths.or_guess()));
+        features.push(resolvers());
         features.push(conntrack_sysctls());
         let mut out = output::stdout();
         match self.output {
@@ -192,6 +195,35 @@ fn conntrack_sysctls() -> Feature {
         detail,
         remedy: "only with kernel.conntrack in the configuration: load nf_conntrack; in a container, mount the node's \
                  /proc/sys/net, writable (kustomize component `conntrack`; the chart does)",
+    }
+}
+
+/// Whether the node has resolvers, as its C library has them.
+fn resolvers() -> Feature {
+    const FILE: &str = "/etc/resolv.conf";
+    let (present, detail) = match fs::read_to_string(FILE) {
+        Ok(text) => {
+            let found = ResolvConf::parse(&text).resolvers;
+            let all: Vec<String> = found.iter().map(|at| at.ip().to_string()).collect();
+            if all.is_empty() {
+                (false, format!("{FILE} names no resolver"))
+            } else {
+                (true, all.join(", "))
+            }
+        }
+        Err(error) => (false, format!("cannot read {FILE}: {error}")),
+    };
+    Feature {
+        name: "node's resolvers",
+        needed_for: "dns: names outside of the cluster",
+        present,
+        required: false,
+        without: "the agent finds no name outside of the cluster for pods with dnsPolicy Default, and for endpoints of \
+                  ServiceEntries"
+            .into(),
+        detail,
+        remedy: "with dns.capture or ServiceEntries whose endpoints are names: name the file with the node's resolvers in \
+                 dns.resolvConf; in a container, mount it",
     }
 }
 

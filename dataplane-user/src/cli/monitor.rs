@@ -18,6 +18,7 @@ use super::{
     output::{self, BAD, DIM, Format, GOOD},
 };
 use crate::{
+    admin::client,
     dns::{Answered, Queries},
     kernel::{Monitor, interface_name},
 };
@@ -159,7 +160,8 @@ impl MonitorArgs {
             // Without an agent no event would ever match, and nothing would say why.
             self.socket.client().get_text("/version")?;
         }
-        if self.hook == [Shown::Queries] {
+        let is_of_queries = |shown: &Shown| *shown == Shown::Queries;
+        if !self.hook.is_empty() && self.hook.iter().all(is_of_queries) {
             return self.queries();
         }
         anyhow::ensure!(
@@ -204,7 +206,7 @@ impl MonitorArgs {
         let mut out = BufWriter::new(output::stdout());
         let mut left = self.count.unwrap_or(u64::MAX);
         let mut page: Queries = client.get("/dns/queries")?;
-        while left > 0 {
+        loop {
             if page.lost > 0 {
                 eprintln!(
                     "note: {} queries were answered faster than they could be shown",
@@ -223,12 +225,31 @@ impl MonitorArgs {
                 left -= 1;
             }
             out.flush()?;
+            if left == 0 {
+                return Ok(ExitCode::SUCCESS);
+            }
             if page.queries.is_empty() {
                 thread::sleep(POLL);
             }
-            page = client.get(&format!("/dns/queries?from={}", page.next))?;
+            let next = format!("/dns/queries?from={}", page.next);
+            page = match client.get(&next) {
+                // It may come back, as after an upgrade, and counts from the beginning then.
+                Err(client::Error::NotRunning { .. }) => {
+                    eprintln!("note: no agent runs; waiting for one");
+                    self.wait_for_agent()
+                }
+                page => page?,
+            };
         }
-        Ok(ExitCode::SUCCESS)
+    }
+
+    fn wait_for_agent(&self) -> Queries {
+        loop {
+            thread::sleep(Duration::from_secs(1));
+            if let Ok(page) = self.socket.client().get("/dns/queries") {
+                return page;
+            }
+        }
     }
 
     /// An event that passes the filters.

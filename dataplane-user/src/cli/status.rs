@@ -284,6 +284,13 @@ fn agent(out: &mut dyn Write, status: &AgentStatus, now: u64) -> std::io::Result
         let counted = format!("{}, counted {} ago", flows.total, ago(flows.at));
         line("Flows", counted)?;
     }
+    if let Some(dns) = &status.dns {
+        let text = format!(
+            "answers {} workloads; {} queries, {} from known names, {} from the cache, {} failed",
+            dns.workloads, dns.queries, dns.local, dns.cached, dns.failed
+        );
+        line("DNS", text)?;
+    }
     line(
         "Last sync",
         status

@@ -182,15 +182,18 @@ fn step(
 }
 
 impl Step {
-    /// Takes in an answer of our own making.
+    /// Takes in an answer, of our own making or of a resolver's. What it has besides answers, such as the addresses of name
+    /// servers, is no address of the name.
     fn answered(&mut self, answer: &[u8]) {
         if let Ok(message) = Message::from_vec(answer) {
             self.code = Some(message.metadata.response_code.to_str().to_owned());
-            self.add(message.answers.iter().chain(&message.additionals));
+            self.add(&message.answers);
+            let more = message.additionals.iter().map(ToString::to_string);
+            self.records.extend(more);
         }
     }
 
-    fn add<'a>(&mut self, records: impl Iterator<Item = &'a Record>) {
+    fn add<'a>(&mut self, records: impl IntoIterator<Item = &'a Record>) {
         for record in records {
             self.records.push(record.to_string());
             match &record.data {

@@ -5,7 +5,7 @@
 //! that has no address any more takes endpoints from those who are connected.
 
 use std::{
-    collections::{BTreeSet, HashMap},
+    collections::{BTreeSet, HashMap, HashSet},
     io,
     net::{IpAddr, SocketAddr},
     path::{Path, PathBuf},
@@ -34,7 +34,7 @@ use super::{
     wire::{Stored, bits, types},
 };
 use crate::{
-    model::{ADDRESSES_MAX, EndpointName, Resolved, can_be_endpoint},
+    model::{ADDRESSES_MAX, EndpointName, Resolved, can_be_endpoint, is_allocated},
     threads::{self, Deaths},
 };
 
@@ -43,6 +43,8 @@ const NAMES: usize = 1000;
 /// How many names are looked up at the same time, and of one namespace: names that are slow cost no other namespace.
 const AT_ONCE: usize = 64;
 const AT_ONCE_OF_EACH: usize = 8;
+/// What was found is given out at most this often.
+const PAUSE: Duration = Duration::from_millis(500);
 /// How many other names a name leads to one after the other.
 const ALIASES: usize = 16;
 
@@ -68,7 +70,11 @@ const PACE: Pace = Pace {
 pub struct Lookups {
     found: Arc<Found>,
     jobs: UnboundedSender<Job>,
-    wanted: BTreeSet<EndpointName>,
+    wanted: HashSet<EndpointName>,
+    /// Those that are not looked up, which has been told.
+    refused: HashSet<EndpointName>,
+    /// When something was last taken.
+    taken: Option<Instant>,
     /// How many of each namespace.
     counts: HashMap<Arc<str>, usize>,
     domain: LowerName,
@@ -103,8 +109,16 @@ impl Found {
         let mut news = self.news();
         news.found.insert(name, resolved);
         news.since.get_or_insert_with(Instant::now);
-        drop(news);
-        (self.notify)();
+    }
+
+    /// Tells that there is something to take, all the time.
+    async fn notify(&self) {
+        loop {
+            sleep(PAUSE).await;
+            if self.news().since.is_some() {
+                (self.notify)();
+            }
+        }
     }
 }
 
@@ -147,27 +161,35 @@ impl Lookups {
             found: Arc::clone(&found),
         });
         threads::start("lookups".to_owned(), deaths, move || {
-            runtime.block_on(follow(asker, todo));
+            let found = Arc::clone(&asker.found);
+            runtime.block_on(async {
+                tokio::select! {
+                    () = follow(asker, todo) => {}
+                    () = found.notify() => {}
+                }
+            });
         })?;
         Ok(Self {
             found,
             jobs,
-            wanted: BTreeSet::new(),
+            wanted: HashSet::new(),
+            refused: HashSet::new(),
+            taken: None,
             counts: HashMap::new(),
             domain,
         })
     }
 
     /// Looks up these names from now on, and no others. `last`: what was known of them.
-    pub fn want<'a>(
+    pub fn want(
         &mut self,
-        names: impl Iterator<Item = &'a EndpointName>,
-        mut last: impl FnMut(&EndpointName) -> Arc<[IpAddr]>,
+        names: Vec<EndpointName>,
+        last: impl Fn(&EndpointName) -> Arc<[IpAddr]>,
     ) {
-        let names: BTreeSet<&EndpointName> = names.collect();
+        let wanted: HashSet<&EndpointName> = names.iter().collect();
         let (found, jobs, counts) = (&self.found, &self.jobs, &mut self.counts);
         self.wanted.retain(|name| {
-            if names.contains(name) {
+            if wanted.contains(name) {
                 return true;
             }
             if let Some(count) = counts.get_mut(&name.namespace) {
@@ -178,46 +200,63 @@ impl Lookups {
             jobs.send(Job::End(name.clone())).unwrap_or_default();
             false
         });
+        self.refused.retain(|name| wanted.contains(name));
         counts.retain(|_, count| *count > 0);
-        for name in names {
-            if self.wanted.contains(name) {
+        let is_new = |name: &EndpointName| !self.wanted.contains(name);
+        let mut new: Vec<EndpointName> = names.into_iter().filter(is_new).collect();
+        // Those that have endpoints are looked up first: a restart takes them from nobody.
+        new.sort_by_cached_key(|name| (last(name).is_empty(), name.clone()));
+        for name in new {
+            let refusal = self.refusal(&name);
+            if let Some(problem) = refusal {
+                if self.refused.insert(name.clone()) {
+                    let resolved = Resolved {
+                        addresses: last(&name),
+                        problem: Some(problem.into()),
+                    };
+                    self.found.tell(name, resolved);
+                }
                 continue;
             }
-            let refuse = |problem: String| {
-                let resolved = Resolved {
-                    problem: Some(problem.into()),
-                    ..Resolved::default()
-                };
-                found.tell(name.clone(), resolved);
-            };
-            let is_of_cluster = LowerName::parse(&name.name)
-                .is_ok_and(|asked| asked.before(&self.domain).is_some());
-            if is_of_cluster {
-                refuse(format!(
-                    "is a name of the cluster, which the agent does not look up; expected a name outside of {}",
-                    self.domain
-                ));
-                continue;
-            }
-            let count = self.counts.entry(Arc::clone(&name.namespace)).or_default();
-            if *count >= NAMES {
-                refuse(format!(
-                    "is not looked up: namespace {} has more than {NAMES} names of endpoints; name fewer",
-                    name.namespace
-                ));
-                continue;
-            }
-            *count += 1;
+            self.refused.remove(&name);
+            *self.counts.entry(Arc::clone(&name.namespace)).or_default() += 1;
             self.wanted.insert(name.clone());
-            let begin = Job::Begin(name.clone(), last(name));
-            self.jobs.send(begin).unwrap_or_default();
+            let addresses = last(&name);
+            self.jobs
+                .send(Job::Begin(name, addresses))
+                .unwrap_or_default();
         }
     }
 
-    /// Takes what has been found since the last time, and when the first of it was.
-    pub fn take(&self) -> (HashMap<EndpointName, Resolved>, Option<Instant>) {
-        let mut news = self.found.news();
-        let News { found, since } = std::mem::take(&mut *news);
+    /// Why a name is not looked up.
+    fn refusal(&self, name: &EndpointName) -> Option<String> {
+        let is_of_cluster =
+            LowerName::parse(&name.name).is_ok_and(|asked| asked.before(&self.domain).is_some());
+        if is_of_cluster {
+            return Some(format!(
+                "is a name of the cluster, which the agent does not look up; expected a name outside of {}",
+                self.domain
+            ));
+        }
+        let count = self.counts.get(&name.namespace);
+        (count >= Some(&NAMES)).then(|| {
+            format!(
+                "is not looked up: namespace {} has more than {NAMES} names of endpoints; name fewer",
+                name.namespace
+            )
+        })
+    }
+
+    /// Takes what has been found since the last time, and when the first of it was. Nothing if that was a moment ago: names
+    /// whose addresses change all the time take no more than their part of the time of who serves them.
+    pub fn take(&mut self) -> (HashMap<EndpointName, Resolved>, Option<Instant>) {
+        if self.taken.is_some_and(|taken| taken.elapsed() < PAUSE) {
+            return (HashMap::new(), None);
+        }
+        let News { found, since } = std::mem::take(&mut *self.found.news());
+        if since.is_some() {
+            self.taken = Some(Instant::now());
+        }
         (found, since)
     }
 }
@@ -363,14 +402,20 @@ fn answer(name: &LowerName, stored: &Stored) -> Result<Answer, String> {
             _ => continue,
         };
         ttl = ttl.min(record.ttl);
-        match can_be_endpoint(address) {
-            Ok(()) => _ = found.insert(address),
-            Err(kind) => {
-                refused = Some(format!(
-                    "{address}, which resolvers give, is {kind}, which cannot be an endpoint's"
-                ));
+        let kind = match can_be_endpoint(address) {
+            // By another server that knows ServiceEntries: connections would go round.
+            Ok(()) if is_allocated(address) => {
+                "an address that nodes give to hosts of ServiceEntries"
             }
-        }
+            Ok(()) => {
+                found.insert(address);
+                continue;
+            }
+            Err(kind) => kind,
+        };
+        refused = Some(format!(
+            "{address}, which resolvers give, is {kind}, which cannot be an endpoint's"
+        ));
     }
     Ok(Answer {
         addresses: found.into_iter().collect(),
@@ -380,62 +425,71 @@ fn answer(name: &LowerName, stored: &Stored) -> Result<Answer, String> {
 }
 
 /// What is known after answers, and for how long it is good; none: a new lookup is to be tried soon.
+///
+/// Answers without an address take none away. If there is an address, a family of which nothing was heard keeps its own.
 fn next(
     known: &Arc<[IpAddr]>,
     answers: [Result<Answer, String>; 2],
 ) -> (Resolved, Option<Duration>) {
-    let (mut addresses, mut ttl) = (Vec::new(), None);
-    let (mut failed, mut refused) = (Vec::new(), None);
+    let (mut new, mut kept) = (Vec::new(), Vec::new());
+    let (mut ttl, mut failed, mut refused) = (Duration::MAX, None, None);
     for (answer, v4) in answers.into_iter().zip([true, false]) {
         match answer {
             Ok(answer) => {
                 if !answer.addresses.is_empty() {
-                    ttl = Some(ttl.map_or(answer.ttl, |ttl: Duration| ttl.min(answer.ttl)));
+                    ttl = ttl.min(answer.ttl);
                 }
-                addresses.extend(answer.addresses);
+                new.extend(answer.addresses);
                 refused = refused.or(answer.refused);
             }
             Err(error) => {
-                let before = known.iter().filter(|address| address.is_ipv4() == v4);
-                let start = addresses.len();
-                addresses.extend(before);
-                failed.push((error, addresses.len() > start));
+                kept.extend(known.iter().filter(|address| address.is_ipv4() == v4));
+                failed = failed.or(Some(error));
             }
         }
     }
-    addresses.sort_unstable();
-    addresses.dedup();
-    addresses.truncate(ADDRESSES_MAX);
-    let is_known = !addresses.is_empty() && failed.len() < 2;
-    let error = match failed.into_iter().next() {
-        // Resolvers that know nothing of a family are nobody's trouble while there are addresses of the other.
-        Some((_, false)) if is_known => None,
-        Some((error, _)) => Some(error),
-        None if addresses.is_empty() && refused.is_none() => {
-            Some("resolvers know no address of it".to_owned())
-        }
-        None => None,
-    };
     let last = if known.is_empty() {
         "nothing is known of it, so it has no endpoints"
     } else {
         "its last addresses stay endpoints"
     };
-    let problem = error.map(|error| format!("{error}; {last}")).or(refused);
+    if new.is_empty() {
+        let nothing = || "resolvers know no address of it".to_owned();
+        let why = failed.or(refused).unwrap_or_else(nothing);
+        let resolved = Resolved {
+            addresses: Arc::clone(known),
+            problem: Some(format!("{why}; {last}").into()),
+        };
+        return (resolved, None);
+    }
+    // Resolvers that know nothing of a family are nobody's trouble while there are addresses of the other.
+    let problem = match &failed {
+        Some(error) if !kept.is_empty() => Some(format!(
+            "{error}; its last addresses of that family stay endpoints"
+        )),
+        _ => refused,
+    };
+    let mut addresses = [new, kept].concat();
+    addresses.sort_unstable();
+    addresses.dedup();
+    addresses.truncate(ADDRESSES_MAX);
     let resolved = Resolved {
-        addresses: if is_known {
-            addresses.into()
-        } else {
-            Arc::clone(known)
-        },
+        addresses: addresses.into(),
         problem: problem.map(Into::into),
     };
-    (resolved, ttl.filter(|_| is_known))
+    (resolved, failed.is_none().then_some(ttl))
 }
 
 #[cfg(test)]
 mod tests {
-    use std::{net::UdpSocket, sync::mpsc, thread};
+    use std::{
+        net::UdpSocket,
+        sync::{
+            atomic::{AtomicUsize, Ordering},
+            mpsc,
+        },
+        thread,
+    };
 
     use hickory_proto::rr::{Record, rdata};
 
@@ -495,20 +549,20 @@ mod tests {
                 &old,
                 [of(&["192.0.2.2"], 9), failed()],
                 &["192.0.2.2", "2001:db8::1"],
-                Some(9),
-                Some("no; its last addresses stay endpoints"),
+                None,
+                Some("no; its last addresses of that family stay endpoints"),
             ),
             (
                 &none,
                 [of(&["192.0.2.2"], 9), failed()],
                 &["192.0.2.2"],
-                Some(9),
+                None,
                 None,
             ),
             (
                 &old,
                 [of(&[], 9), failed()],
-                &["2001:db8::1"],
+                &["192.0.2.1", "2001:db8::1"],
                 None,
                 Some("no; its last addresses stay endpoints"),
             ),
@@ -588,20 +642,33 @@ mod tests {
         let found = answer(&name, &found).unwrap();
         assert!(found.addresses.is_empty());
         let (resolved, _) = next(&ips(&[]), [Ok(found), of(&[], 1)]);
-        assert!(resolved.problem.unwrap().contains("a link-local address"));
+        let problem = resolved.problem.unwrap();
+        assert!(problem.contains("a link-local address"), "{problem}");
+        assert!(problem.ends_with("it has no endpoints"), "{problem}");
+        // Nor does it lead connections round.
+        let vip = RData::A(rdata::A::new(240, 240, 1, 2));
+        let found = stored("db.example.com", &[("db.example.com", 60, vip)]);
+        assert!(answer(&name, &found).unwrap().addresses.is_empty());
     }
 
-    /// A resolver on loopback that answers queries for A with these addresses, as long as it has some.
-    fn resolver(answers: mpsc::Receiver<Vec<u8>>) -> SocketAddr {
+    /// A resolver on loopback that answers queries for A with these addresses, one after the other, and none for names that
+    /// begin with `slow`; and how many queries it got.
+    fn resolver(answers: mpsc::Receiver<Vec<u8>>) -> (SocketAddr, Arc<AtomicUsize>) {
         let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
         let at = socket.local_addr().unwrap();
+        let asked = Arc::<AtomicUsize>::default();
+        let counted = Arc::clone(&asked);
         thread::spawn(move || {
             let mut buffer = [0; 1500];
             loop {
                 let (length, from) = socket.recv_from(&mut buffer).unwrap();
+                counted.fetch_add(1, Ordering::Relaxed);
                 let query = Message::from_vec(&buffer[..length]).unwrap();
                 let mut message = Message::response(query.metadata.id, query.metadata.op_code);
                 let question = query.queries[0].clone();
+                if question.name().to_string().starts_with("slow") {
+                    continue;
+                }
                 if question.query_type() == hickory_proto::rr::RecordType::A {
                     let Ok(addresses) = answers.recv() else {
                         return;
@@ -615,7 +682,7 @@ mod tests {
                 socket.send_to(&message.to_vec().unwrap(), from).unwrap();
             }
         });
-        at
+        (at, asked)
     }
 
     fn name(text: &str) -> EndpointName {
@@ -625,75 +692,133 @@ mod tests {
         }
     }
 
+    fn start(resolver: SocketAddr, pace: Pace) -> Lookups {
+        let domain = LowerName::parse("cluster.local").unwrap();
+        let deaths: Deaths = Arc::new(|thread, why| panic!("{thread}: {why}"));
+        Lookups::start_with(move || Ok(vec![resolver]), pace, domain, || {}, deaths).unwrap()
+    }
+
+    /// What is found of a name next.
+    fn next_of(lookups: &mut Lookups, name: &EndpointName) -> Resolved {
+        let start = Instant::now();
+        loop {
+            if let Some(resolved) = lookups.take().0.remove(name) {
+                return resolved;
+            }
+            assert!(
+                start.elapsed() < Duration::from_secs(30),
+                "nothing is found"
+            );
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    const OFTEN: Pace = Pace {
+        least: Duration::from_millis(10),
+        retry: Duration::from_millis(10),
+        retry_most: Duration::from_millis(10),
+        ..PACE
+    };
+
     #[test]
     fn names_are_looked_up_again_until_nobody_wants_them() {
         let (say, said) = mpsc::channel();
-        let at = resolver(said);
-        let (tell, told) = mpsc::channel();
-        let pace = Pace {
-            least: Duration::from_millis(10),
-            ..PACE
-        };
-        let domain = LowerName::parse("cluster.local").unwrap();
-        let deaths: Deaths = Arc::new(|thread, why| panic!("{thread}: {why}"));
-        let notify = move || tell.send(()).unwrap_or_default();
-        let mut lookups =
-            Lookups::start_with(move || Ok(vec![at]), pace, domain, notify, deaths).unwrap();
+        let (at, asked) = resolver(said);
+        let mut lookups = start(at, OFTEN);
         let (db, own) = (name("db.example.com"), name("web.shop.svc.cluster.local"));
-        let next = || told.recv_timeout(Duration::from_secs(30)).unwrap();
-        lookups.want([&db, &own].into_iter(), |_| ips(&["192.0.2.9"]));
-        next();
-        let (found, since) = lookups.take();
-        assert!(since.is_some());
-        let of_cluster = found[&own].problem.as_deref().unwrap();
+        lookups.want(vec![db.clone(), own.clone()], |_| ips(&["192.0.2.9"]));
+        let refused = next_of(&mut lookups, &own);
+        let of_cluster = refused.problem.as_deref().unwrap();
         assert!(of_cluster.contains("a name of the cluster"), "{of_cluster}");
+        assert_eq!(refused.addresses, ips(&["192.0.2.9"]));
         for (answers, addresses) in [
             (vec![1, 2], ips(&["192.0.2.1", "192.0.2.2"])),
             (vec![3], ips(&["192.0.2.3"])),
+            // The name goes: its last address stays.
+            (vec![], ips(&["192.0.2.3"])),
         ] {
+            let is_problem = answers.is_empty();
             say.send(answers).unwrap();
-            next();
-            assert_eq!(lookups.take().0[&db].addresses, addresses);
+            let resolved = next_of(&mut lookups, &db);
+            assert_eq!(resolved.addresses, addresses);
+            assert_eq!(resolved.problem.is_some(), is_problem, "{resolved:?}");
         }
-        // The resolver goes: what it said last counts.
-        drop(say);
-        next();
-        let resolved = lookups.take().0[&db].clone();
-        assert_eq!(resolved.addresses, ips(&["192.0.2.3"]));
-        assert!(resolved.problem.is_some());
-        lookups.want(std::iter::empty(), |_| ips(&[]));
+        // More than anybody may ask for.
+        for _ in 0..1000 {
+            say.send(vec![4]).unwrap();
+        }
+        lookups.want(Vec::new(), |_| ips(&[]));
         assert!(lookups.wanted.is_empty() && lookups.counts.is_empty());
+        // What was under way ends; then nobody asks any more.
+        thread::sleep(Duration::from_millis(300));
+        let before = asked.load(Ordering::Relaxed);
+        thread::sleep(Duration::from_millis(300));
+        assert_eq!(asked.load(Ordering::Relaxed), before);
+        assert!(lookups.take().0.is_empty());
+    }
+
+    /// The resolver does not answer for them, and each takes as long as that takes.
+    #[test]
+    fn slow_names_of_one_namespace_do_not_delay_those_of_another() {
+        let (say, said) = mpsc::channel();
+        let (at, _) = resolver(said);
+        let mut lookups = start(at, PACE);
+        let slow = (0..2 * AT_ONCE).map(|number| name(&format!("slow{number:03}.example.com")));
+        let slow: Vec<_> = slow.collect();
+        lookups.want(slow.clone(), |_| ips(&[]));
+        // They are all under way, or wait.
+        thread::sleep(Duration::from_millis(100));
+        let other = EndpointName {
+            namespace: "other".into(),
+            name: "db.example.com".into(),
+        };
+        say.send(vec![1]).unwrap();
+        let all = slow.iter().chain([&other]).cloned().collect();
+        lookups.want(all, |_| ips(&[]));
+        let start = Instant::now();
+        loop {
+            let found = lookups.take().0;
+            assert!(
+                !found.keys().any(|name| name.name.starts_with("slow")),
+                "a slow name has come to its end first"
+            );
+            if found.contains_key(&other) {
+                break;
+            }
+            assert!(start.elapsed() < Duration::from_secs(30));
+            thread::sleep(Duration::from_millis(10));
+        }
     }
 
     #[test]
     fn a_namespace_has_a_bound_on_names() {
-        let domain = LowerName::parse("cluster.local").unwrap();
-        let deaths: Deaths = Arc::new(|_, _| {});
-        let nobody = || Ok(Vec::new());
-        let mut lookups = Lookups::start_with(nobody, PACE, domain, || {}, deaths).unwrap();
+        let (_say, said) = mpsc::channel();
+        let mut lookups = start(resolver(said).0, PACE);
         let mut names: Vec<_> = (0..=NAMES)
-            .map(|n| name(&format!("a{n:04}.example.com")))
+            .map(|n| name(&format!("slow{n:04}.example.com")))
             .collect();
         let other = EndpointName {
             namespace: "other".into(),
-            name: "b.example.com".into(),
+            name: "slow.example.com".into(),
         };
         names.push(other.clone());
-        lookups.want(names.iter(), |_| ips(&[]));
-        assert_eq!(lookups.wanted.len(), NAMES + 1);
-        assert!(lookups.wanted.contains(&other));
-        let is_refused = |lookups: &Lookups| {
-            lookups.take().0.values().any(|found| {
-                found
-                    .problem
-                    .as_deref()
-                    .is_some_and(|problem| problem.contains("name fewer"))
-            })
+        // The last one has an address already, and keeps its place.
+        let last = |of: &EndpointName| match &*of.name {
+            "slow1000.example.com" => ips(&["192.0.2.1"]),
+            _ => ips(&[]),
         };
-        assert!(is_refused(&lookups));
-        names.remove(0);
-        lookups.want(names.iter(), |_| ips(&[]));
+        lookups.want(names.clone(), last);
         assert_eq!(lookups.wanted.len(), NAMES + 1);
-        assert!(!is_refused(&lookups));
+        assert!(lookups.wanted.contains(&other) && lookups.wanted.contains(&names[NAMES]));
+        let refused = names[NAMES - 1].clone();
+        let told = next_of(&mut lookups, &refused).problem.unwrap();
+        assert!(told.contains("name fewer"), "{told}");
+        // It is told once, until it has a place.
+        thread::sleep(PAUSE);
+        lookups.want(names.clone(), last);
+        assert!(lookups.take().0.is_empty());
+        names.remove(0);
+        lookups.want(names, last);
+        assert!(lookups.wanted.contains(&refused) && lookups.refused.is_empty());
     }
 }

@@ -8,7 +8,9 @@ use std::{
 };
 
 use hickory_proto::rr::RecordType;
-use prometheus_client::{collector::Collector, encoding::DescriptorEncoder};
+use prometheus_client::{
+    collector::Collector, encoding::DescriptorEncoder, metrics::counter::Counter,
+};
 
 use super::{
     explain::{ExplainError, Step},
@@ -56,6 +58,24 @@ impl Observer {
     /// The thread that hangs, as seen at `now`, and for how long.
     pub fn stuck(&self, now: Instant) -> Option<(String, Duration)> {
         self.0.beats.stuck(now)
+    }
+
+    /// How many captured workloads there are.
+    pub fn captured(&self) -> usize {
+        self.0.captured()
+    }
+
+    /// How many queries there were, and how many of them were answered from names that are known here, from the cache, and
+    /// by SERVFAIL because no resolver answered.
+    pub fn counted(&self) -> [u64; 4] {
+        let metrics = self.0.metrics();
+        let counters = [
+            &metrics.requests,
+            &metrics.local,
+            &metrics.hits,
+            &metrics.failed,
+        ];
+        counters.map(Counter::get)
     }
 
     /// How many answers each namespace has in the cache, and their bytes.

@@ -91,7 +91,8 @@ impl Resolver {
                 return compose::aged(&reply.stored, reply.age);
             }
         }
-        None
+        let stored = ask.otherwise.as_ref()?;
+        Some(stored.bytes.to_vec())
     }
 
     fn set(&self, resolvers: &[SocketAddr]) -> u32 {

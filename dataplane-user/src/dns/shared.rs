@@ -185,6 +185,13 @@ impl Shared {
         captured.insert(number, Arc::downgrade(client));
     }
 
+    /// How many captured workloads there are.
+    pub fn captured(&self) -> usize {
+        let captured = self.captured.lock().unwrap_or_else(PoisonError::into_inner);
+        let there = captured.values().filter(|client| client.strong_count() > 0);
+        there.count()
+    }
+
     /// See [`Observer::explain`](super::Observer::explain).
     pub fn explain(
         &self,
@@ -196,12 +203,21 @@ impl Shared {
         let client = captured.get(&number)?.upgrade()?;
         drop(captured);
         let known = |name: &LowerName, ask: &Ask| {
-            let question = Question {
-                name: name.clone(),
-                of_type: of_type.into(),
-                bits: bits::RD,
-            };
-            self.resolver.known(&client, &question, ask)
+            // As C libraries and tools ask: answers differ by these.
+            let asks = [
+                bits::RD,
+                bits::RD | bits::AD,
+                bits::RD | bits::AD | bits::DO,
+                bits::RD | bits::DO,
+            ];
+            asks.into_iter().find_map(|bits| {
+                let question = Question {
+                    name: name.clone(),
+                    of_type: of_type.into(),
+                    bits,
+                };
+                self.resolver.known(&client, &question, ask)
+            })
         };
         Some(explain::steps(&self.zone(), &client, name, of_type, known))
     }

@@ -155,20 +155,21 @@ impl Entries {
         }
     }
 
-    /// Takes in what is known of names. The next [`Entries::take`] serves it.
-    pub fn learn(&mut self, resolved: impl IntoIterator<Item = (EndpointName, Resolved)>) {
+    /// Takes in what is known of names; whether that makes a difference. The next [`Entries::take`] serves it.
+    pub fn learn(&mut self, resolved: impl IntoIterator<Item = (EndpointName, Resolved)>) -> bool {
         for (name, resolved) in resolved {
             self.moved.extend(self.names.learn(name, resolved));
         }
+        !self.moved.is_empty()
     }
 
     /// The names that are to be resolved, if they are others than when this was last asked.
-    pub fn take_wanted_names(&mut self) -> Option<impl Iterator<Item = &EndpointName>> {
+    pub fn take_wanted_names(&mut self) -> Option<Vec<EndpointName>> {
         self.names.take_wanted()
     }
 
-    /// What is known of these names.
-    pub fn known_names(&self) -> impl Iterator<Item = (&EndpointName, &Resolved)> {
+    /// What is known of names.
+    pub const fn known_names(&self) -> &HashMap<EndpointName, Resolved> {
         self.names.known()
     }
 
@@ -257,7 +258,9 @@ impl Entries {
 
     /// Notes what an entry wants, or does not want any more.
     fn note(&mut self, entry: &Entry, is_there: bool) {
-        self.names.note(entry, is_there);
+        if is_served(entry) {
+            self.names.note(entry, is_there);
+        }
         let age = Age::of(entry.name.clone(), entry.created);
         for host in entry.hosts.iter().filter(|host| wants_number(entry, host)) {
             let host = host_name(entry, host);

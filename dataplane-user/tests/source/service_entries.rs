@@ -762,6 +762,7 @@ fn wanted(entries: &mut Entries) -> Option<Vec<String>> {
     let names = entries.take_wanted_names()?;
     Some(
         names
+            .iter()
             .map(|name| format!("{}/{name}", name.namespace))
             .collect(),
     )
@@ -925,6 +926,22 @@ fn who_resolves_no_names_says_so() {
         Served::of(&[db(addresses)]).endpoints("db"),
         ["198.51.100.1:5432"]
     );
+}
+
+#[test]
+fn an_entry_without_ports_needs_no_name() {
+    let mut entries = Entries::new([]).with_names(HashMap::new());
+    Served::next(&mut entries, &[by_name(json!({ "ports": [] }))]);
+    assert_eq!(wanted(&mut entries), None);
+}
+
+#[test]
+fn many_names_with_problems_are_few_lines() {
+    let hosts: Vec<String> = (0..100).map(|n| format!("a{n:02}.example.com")).collect();
+    let served = Served::of(&[by_name(json!({ "hosts": hosts }))]);
+    let says = served.says();
+    assert_eq!(says.len(), 5, "{says:?}");
+    assert_eq!(says[4], "and 96 more names of endpoints");
 }
 
 #[test]

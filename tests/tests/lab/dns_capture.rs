@@ -126,6 +126,17 @@ fn queries_are_answered_in_the_name_of_the_resolver() -> Result<()> {
             "{to}: {told}"
         );
     }
+    let status = world.agent.dataplane(["status", "-o", "json"]).output()?;
+    let status: Value = serde_json::from_slice(&status.stdout)?;
+    let dns = &status["agent"]["dns"];
+    let count = |field: &str| dns[field].as_u64().unwrap_or_default();
+    ensure!(
+        count("workloads") == 1
+            && count("queries") >= asked
+            && count("local") > 0
+            && count("cached") > 0,
+        "{dns}"
+    );
     // Queries are shown as they are answered.
     let monitor = world
         .agent

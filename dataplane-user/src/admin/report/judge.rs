@@ -182,6 +182,7 @@ mod tests {
             problems: Vec::new(),
             mesh: Vec::new(),
             flows: None,
+            dns: None,
         }
     }
 

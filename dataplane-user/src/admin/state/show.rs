@@ -171,6 +171,16 @@ impl State {
                 total: walk.census.total(),
                 ports: walk.census.ports.iter().map(api::Ports::from).collect(),
             }),
+            dns: self.dns.get().map(|dns| {
+                let [queries, local, cached, failed] = dns.counted();
+                api::DnsStatus {
+                    workloads: dns.captured(),
+                    queries,
+                    local,
+                    cached,
+                    failed,
+                }
+            }),
         }
     }
 

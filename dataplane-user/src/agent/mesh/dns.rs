@@ -121,6 +121,11 @@ impl Dns {
         })
     }
 
+    /// What is in the way of reading the node's resolvers.
+    pub fn unread(&self) -> Option<&String> {
+        self.unread.as_ref()
+    }
+
     /// Looks at the server's figures.
     pub fn observer(&self) -> Observer {
         self.server.observer()
@@ -244,10 +249,11 @@ impl Dns {
             }
             Err(error) => {
                 let text = format!(
-                    "cannot read {path}, the node's resolvers: {error}; name the file in dns.resolvConf"
+                    "cannot read {path}, the node's resolvers: {error}; queries for which they would be asked are not captured or get no \
+                     answer. Name the file in dns.resolvConf"
                 );
                 if self.unread.as_ref() != Some(&text) {
-                    warn!("dns: {text}");
+                    warn!("{text}");
                 }
                 self.unread = Some(text);
             }

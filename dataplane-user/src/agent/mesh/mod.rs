@@ -343,6 +343,7 @@ impl Mesh {
                 }
             }
         }
+        left_out.extend(self.dns.as_ref().and_then(Dns::unread).cloned());
         self.remember_packets(kernel.capture().held(), &members);
         let packets = self.settle_packets(kernel, &by_packets, &found, &mut wanted, &mut problems);
         unknown.extend(packets.unknown);

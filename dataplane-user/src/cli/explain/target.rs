@@ -39,11 +39,13 @@ impl FromStr for Target {
         let port = port.ok_or_else(|| {
             format!("`{socket}` has no port; expected NAME:PORT such as httpbin.default:8000")
         })?;
-        LowerName::parse(name).map_err(|_| {
-            format!(
-                "`{name}` is not a name in DNS; expected NAME:PORT such as httpbin.default:8000"
-            )
-        })?;
+        let is_of_host = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+        if LowerName::parse(name).is_err() || !name.chars().all(is_of_host) {
+            return Err(format!(
+                "`{}` is not a name in DNS; expected NAME:PORT such as httpbin.default:8000",
+                name.escape_debug()
+            ));
+        }
         Ok(Self::Name {
             name: name.to_owned(),
             port,
@@ -95,19 +97,20 @@ pub fn find(
         )
     })?;
     let mut steps = Vec::new();
-    // Both queries take the same way, unless only one family exists.
-    let told =
-        if addresses(&lookup.ipv4).next().is_none() && addresses(&lookup.ipv6).next().is_some() {
-            &lookup.ipv6
-        } else {
-            &lookup.ipv4
-        };
+    let asks = |steps: &[Step]| steps.iter().any(|step| step.ask.is_some());
+    let has = |steps: &[Step]| addresses(steps).next().is_some();
+    // Both queries take the same way, unless only one family exists. As long as it is not known whether there is an IPv4
+    // address, an IPv6 address is not what the client uses.
+    let only_v6 = has(&lookup.ipv6) && !has(&lookup.ipv4) && !asks(&lookup.ipv4);
+    let told = if only_v6 { &lookup.ipv6 } else { &lookup.ipv4 };
     for step in told {
         steps.push(sentence(step));
     }
-    let all: Vec<_> = addresses(&lookup.ipv4)
-        .chain(addresses(&lookup.ipv6))
-        .collect();
+    let mut all: Vec<IpAddr> = Vec::new();
+    if !asks(&lookup.ipv4) {
+        let found = addresses(&lookup.ipv4).chain(addresses(&lookup.ipv6));
+        all.extend(found);
+    }
     if let [first, more @ ..] = &all[..]
         && !more.is_empty()
     {
@@ -189,6 +192,8 @@ mod tests {
             ("web:0", "has no port"),
             ("web:http", "has no port"),
             ("a..b:80", "not a name in DNS"),
+            ("web&netns=7:80", "not a name in DNS"),
+            ("web x:80", "not a name in DNS"),
             ("web:80/sctp", "not a protocol"),
             ("10.96.0.1", "not an address and port"),
             ("fd00::1:80", "not an address and port"),

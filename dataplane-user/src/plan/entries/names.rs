@@ -9,6 +9,9 @@ use crate::model::{
     At, Backend, EndpointName, Entry, EntryName, EntryResolution, Resolved, lcm, narrowed,
 };
 
+/// How many names of one entry are told of that have a problem.
+const TOLD: usize = 4;
+
 /// The names that entries need, and what is known of them.
 #[derive(Debug, Default)]
 pub(super) struct Names {
@@ -49,20 +52,19 @@ impl Names {
     }
 
     /// The names that are needed, if they are others than when this was last asked.
-    pub fn take_wanted(&mut self) -> Option<impl Iterator<Item = &EndpointName>> {
+    pub fn take_wanted(&mut self) -> Option<Vec<EndpointName>> {
         if !std::mem::take(&mut self.others) {
             return None;
         }
         // What nobody needs is not known for the next who does: it would be old then.
         let wanted = &self.wanted;
         self.known.retain(|name, _| wanted.contains_key(name));
-        Some(self.wanted.keys())
+        Some(self.wanted.keys().cloned().collect())
     }
 
-    /// What is known of the names that are needed.
-    pub fn known(&self) -> impl Iterator<Item = (&EndpointName, &Resolved)> {
-        let wanted = self.wanted.keys();
-        wanted.filter_map(|name| self.known.get_key_value(name))
+    /// What is known of names, also of those that no entry has needed yet.
+    pub const fn known(&self) -> &HashMap<EndpointName, Resolved> {
+        &self.known
     }
 
     /// Takes in what resolvers say. Returns the entries that are concerned.
@@ -147,6 +149,11 @@ impl Names {
             filled.sort_unstable();
             entry.backends = filled;
         }
-        problems.into_iter().collect()
+        let more = problems.len().saturating_sub(TOLD);
+        let mut problems: Vec<String> = problems.into_iter().take(TOLD).collect();
+        if more > 0 {
+            problems.push(format!("and {more} more names of endpoints"));
+        }
+        problems
     }
 }
