@@ -15,7 +15,7 @@ mod sweep;
 use std::{
     collections::HashMap,
     io,
-    net::{Ipv4Addr, UdpSocket},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket},
     os::fd::{AsRawFd, OwnedFd},
     path::{Path, PathBuf},
 };
@@ -266,6 +266,59 @@ impl Here<'_> {
         }
         Ok(())
     }
+}
+
+/// A TCP socket that listens.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Listens {
+    /// At which port.
+    pub port: u16,
+    /// At which address.
+    pub addr: IpAddr,
+    /// The socket's inode.
+    pub inode: u64,
+}
+
+/// The TCP sockets that listen at a port in this thread's network namespace; 0: at any.
+///
+/// # Errors
+/// `ENOENT` if the kernel has no list of TCP sockets (no such module).
+pub(super) fn listening(port: u16) -> io::Result<Vec<Listens>> {
+    const LISTEN: u32 = 1 << 10;
+    let mut netlink = Netlink::open(NETLINK_SOCK_DIAG)?;
+    let mut found = Vec::new();
+    for family in FAMILIES {
+        let request = Request {
+            family,
+            protocol: Protocol::TCP.number(),
+            extensions: 0,
+            padding: 0,
+            states: LISTEN,
+            id: SocketId {
+                source_port: port.to_be(),
+                ..SocketId::ANY
+            },
+        };
+        netlink.dump(SOCK_DIAG_BY_FAMILY, request.as_bytes(), |answer| {
+            let Ok((socket, _)) = Listed::read_from_prefix(answer) else {
+                return;
+            };
+            let words = socket.id.source;
+            let addr = if socket.family == FAMILIES[0] {
+                Ipv4Addr::from(words[0].to_ne_bytes()).into()
+            } else {
+                let mut bytes = [0; 16];
+                bytes.copy_from_slice(words.as_bytes());
+                Ipv6Addr::from(bytes).into()
+            };
+            found.push(Listens {
+                port: u16::from_be(socket.id.source_port),
+                addr,
+                inode: socket.inode.into(),
+            });
+        })?;
+    }
+    Ok(found)
 }
 
 /// A request for the connected sockets of a protocol and family, with what is in their storage.
