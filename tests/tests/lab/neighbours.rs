@@ -243,7 +243,12 @@ fn ours_stay_beside_an_others() -> Result<()> {
         })?;
         // It comes again, at the wrong side of ours. Whatever happens to interfaces, the chain is looked at.
         drop(link);
-        let _link = attach(&anchor, side == "before")?;
+        // The link lives on for as long as an agent that looks at the chain has it open.
+        let mut _link = None;
+        eventually(|| {
+            _link = Some(attach(&anchor, side == "before")?);
+            Ok(())
+        })?;
         scene
             .node()
             .ip("link add other type veth peer name another")?;
