@@ -754,7 +754,6 @@ mod tests {
         let before = asked.load(Ordering::Relaxed);
         thread::sleep(Duration::from_millis(300));
         assert_eq!(asked.load(Ordering::Relaxed), before);
-        assert!(lookups.take().0.is_empty());
     }
 
     /// The resolver does not answer for them, and each takes as long as that takes.
