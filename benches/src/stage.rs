@@ -261,11 +261,11 @@ pub fn carry_out(client: &mut Process, order: &Order) -> anyhow::Result<Vec<f64>
     values(&client.wait_for_line()?).with_context(|| format!("to {:?}", order.to))
 }
 
-/// What a client answers to an order.
+/// Reads a client's answer to an order.
 ///
 /// # Errors
 ///
-/// What it met with.
+/// The answer is no JSON, or it is the client's error.
 pub fn values(line: &str) -> anyhow::Result<Vec<f64>> {
     match serde_json::from_str(line)? {
         Answer::Values(values) => Ok(values),

@@ -189,10 +189,10 @@ fn changes(mut site: Site, extent: &Extent) -> anyhow::Result<Row> {
     Ok(row)
 }
 
-/// What we promise, beside what was measured.
+/// Returns the targets, each with the measured value.
 ///
 /// # Errors
-/// If something was not measured.
+/// If a metric was not measured.
 pub fn targets(rows: &[Row]) -> anyhow::Result<Vec<Target>> {
     let value = |path, case, metric| {
         let found = find(rows, path, 0, case, metric);

@@ -15,16 +15,16 @@ use crate::{fleet::Fleet, manifests, say};
 
 /// The pod in which all of them run.
 const POD: (&str, &str) = ("servers", "10.244.1.10");
-/// Where the others ask for names that they do not know.
+/// The port of the resolver that all servers ask for other names.
 const UPSTREAM: u16 = 5300;
-/// Names that only that one knows.
+/// Number of names that only this resolver knows.
 pub const OUTSIDE: u32 = 20_000;
-/// A server that has not answered by then does not.
+/// How long a server may take to start.
 const PATIENCE: Duration = Duration::from_mins(1);
 /// Queries of the client that wait for an answer.
 const OUTSTANDING: &str = "100";
 
-/// Who answers.
+/// A DNS server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Server {
     /// `dataplane dns serve`, with one thread.
@@ -65,7 +65,7 @@ impl Server {
     }
 }
 
-/// Which names are asked for.
+/// A set of names to ask for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Names {
     /// Of services.

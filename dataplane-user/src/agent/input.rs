@@ -53,12 +53,12 @@ pub fn source(settings: &settings::Source, scope: kubernetes::Scope) -> Source {
     })
 }
 
-/// What an agent keeps for the one that comes after it, and looks up.
+/// The parts of an [`Input`] that only an agent has: files for the next agent, and lookups of names.
 #[derive(Clone, Copy, Debug)]
 pub struct Keeping<'a> {
     /// The directory of its files, which it writes from [`Input::own_files`] on.
     pub directory: &'a Path,
-    /// Says where resolvers are.
+    /// The configuration of DNS: the file with the node's resolvers, and the cluster's domain.
     pub dns: Option<&'a settings::Dns>,
 }
 
@@ -150,7 +150,7 @@ impl Input {
         self
     }
 
-    /// Writes what it keeps from now on: no other agent does.
+    /// Writes the agent's files from now on. No other agent writes them then.
     pub fn own_files(&mut self) {
         if let Some(remembered) = &mut self.remembered {
             remembered.own(&self.entries.records());
@@ -185,7 +185,7 @@ impl Input {
         let learnt = self.lookups.as_mut();
         let learnt = learnt.and_then(|lookups| lookups.tell(&mut self.entries));
         let Some(view) = self.feed.take() else {
-            // What was looked up belongs to objects of a view that was taken.
+            // The agent looks up names of objects in the last view only, so there is a view.
             learnt?;
             self.serve();
             return Some(Taken { since: learnt });

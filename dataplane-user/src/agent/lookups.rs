@@ -1,7 +1,7 @@
-//! The addresses of names at which entries have endpoints: looked up while the agent runs, and kept in a file beside its
-//! socket, so that the next agent begins with them.
+//! Lookups of the DNS names of ServiceEntries' endpoints. The agent keeps the addresses in a file beside its socket, so the
+//! next agent starts with them.
 //!
-//! A line for each name, `NAMESPACE NAME ADDRESS,ADDRESS`. A line that makes no sense is skipped.
+//! The file has a line for each name: `NAMESPACE NAME ADDRESS,ADDRESS`. The agent skips malformed lines.
 
 use std::{
     collections::HashMap,
@@ -31,15 +31,15 @@ pub struct Lookups {
     resolv_conf: PathBuf,
     domain: LowerName,
     notify: Arc<dyn Fn(Notice) + Send + Sync>,
-    /// From the first name on.
+    /// None before the first name.
     running: Option<dns::Lookups>,
     path: PathBuf,
-    /// Whether the file is this agent's; until then another one may write it.
+    /// Whether this agent writes the file. Another agent may write it before.
     owned: bool,
     written: Option<Instant>,
-    /// Whether something is known that is not in the file.
+    /// Whether the file is out of date.
     unwritten: bool,
-    /// Why the file cannot be written.
+    /// The reason why the agent cannot write the file.
     problem: Option<Problem>,
 }
 
@@ -60,7 +60,7 @@ impl Lookups {
         let known = read(&path);
         let lookups = Self {
             resolv_conf: dns.resolv_conf().to_owned(),
-            // That it is one was checked with the configuration.
+            // Validation of the configuration has checked the domain.
             domain: LowerName::parse(dns.domain()).unwrap_or_else(|_| LowerName::root()),
             notify: Arc::new(notify),
             running: None,
@@ -80,8 +80,7 @@ impl Lookups {
         self.write(entries);
     }
 
-    /// Tells `entries` what has been found since the last time. Returns when the first of it was, if that makes a
-    /// difference.
+    /// Passes new addresses on to `entries`. Returns the time of the first of them, if they change an entry.
     pub fn tell(&mut self, entries: &mut Entries) -> Option<Instant> {
         let (found, since) = self.running.as_mut()?.take();
         for (name, resolved) in &found {
@@ -93,7 +92,7 @@ impl Lookups {
         since.filter(|_| moved)
     }
 
-    /// Looks up what `entries` need by now.
+    /// Looks up the names that `entries` need now.
     pub fn follow(&mut self, entries: &mut Entries) {
         let Some(names) = entries.take_wanted_names() else {
             return;
@@ -162,7 +161,7 @@ impl Lookups {
         self.problem = problem;
     }
 
-    /// Why addresses are not kept.
+    /// Returns the reason why the agent cannot write the file.
     pub fn problem(&self) -> Option<&Problem> {
         self.problem.as_ref()
     }
@@ -234,7 +233,7 @@ mod tests {
         let entries = Entries::new([]).with_names(known);
         lookups.own(&entries);
         assert_eq!(read(&path).len(), 1);
-        // A file that cannot be written is told of.
+        // A file that the agent cannot write is a problem.
         drop(directory);
         let (mut lookups, known) = Lookups::new(None, path, drop);
         lookups.own(&Entries::new([]).with_names(known));

@@ -1,10 +1,11 @@
 //! `dataplane monitor`.
 
+mod queries;
+
 use std::{
     io::{self, BufWriter, Write},
     net::SocketAddr,
     process::ExitCode,
-    thread,
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
@@ -17,14 +18,7 @@ use super::{
     names::Names,
     output::{self, BAD, DIM, Format, GOOD},
 };
-use crate::{
-    admin::client,
-    dns::{Answered, Queries},
-    kernel::{Monitor, interface_name},
-};
-
-/// How often the agent is asked for DNS queries.
-const POLL: Duration = Duration::from_millis(100);
+use crate::kernel::{Monitor, interface_name};
 
 /// Show the programs' decisions as they are made.
 ///
@@ -82,7 +76,7 @@ fn reason(word: &str) -> Result<Reason, String> {
     })
 }
 
-/// What is shown.
+/// A kind of lines: decisions at a hook, or DNS queries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Shown {
     At(Hook),
@@ -162,7 +156,7 @@ impl MonitorArgs {
         }
         let is_of_queries = |shown: &Shown| *shown == Shown::Queries;
         if !self.hook.is_empty() && self.hook.iter().all(is_of_queries) {
-            return self.queries();
+            return queries::show(&self);
         }
         anyhow::ensure!(
             !self.hook.contains(&Shown::Queries),
@@ -194,62 +188,6 @@ impl MonitorArgs {
             out.flush()?;
         }
         Ok(ExitCode::SUCCESS)
-    }
-
-    /// Shows the queries that the agent answers.
-    fn queries(&self) -> anyhow::Result<ExitCode> {
-        anyhow::ensure!(
-            self.reason.is_empty() && self.iface.is_none() && self.service.is_none(),
-            "a DNS query has no reason, interface or service; give --hook dns without --reason, --iface and --service"
-        );
-        let client = self.socket.client();
-        let mut out = BufWriter::new(output::stdout());
-        let mut left = self.count.unwrap_or(u64::MAX);
-        let mut page: Queries = client.get("/dns/queries")?;
-        loop {
-            if page.lost > 0 {
-                eprintln!(
-                    "note: {} queries were answered faster than they could be shown",
-                    page.lost
-                );
-            }
-            let many = usize::try_from(left).unwrap_or(usize::MAX);
-            for query in page.queries.iter().take(many) {
-                match self.output {
-                    Format::Text => text_of_query(&mut out, query)?,
-                    Format::Json => {
-                        serde_json::to_writer(&mut out, query)?;
-                        writeln!(out)?;
-                    }
-                }
-                left -= 1;
-            }
-            out.flush()?;
-            if left == 0 {
-                return Ok(ExitCode::SUCCESS);
-            }
-            if page.queries.is_empty() {
-                thread::sleep(POLL);
-            }
-            let next = format!("/dns/queries?from={}", page.next);
-            page = match client.get(&next) {
-                // It may come back, as after an upgrade, and counts from the beginning then.
-                Err(client::Error::NotRunning { .. }) => {
-                    eprintln!("note: no agent runs; waiting for one");
-                    self.wait_for_agent()
-                }
-                page => page?,
-            };
-        }
-    }
-
-    fn wait_for_agent(&self) -> Queries {
-        loop {
-            thread::sleep(Duration::from_secs(1));
-            if let Ok(page) = self.socket.client().get("/dns/queries") {
-                return page;
-            }
-        }
     }
 
     /// An event that passes the filters.
@@ -327,27 +265,6 @@ fn begin(out: &mut dyn Write, time: f64, word: &str) -> io::Result<()> {
         second / 60 % 60,
         second % 60,
         millis % 1000,
-    )
-}
-
-fn text_of_query(out: &mut dyn Write, query: &Answered) -> io::Result<()> {
-    begin(out, query.time, "dns")?;
-    let style = match &*query.code {
-        "No Error" => GOOD,
-        _ => BAD,
-    };
-    write!(out, "{} {} {}", query.client, query.of_type, query.name)?;
-    let addresses: Vec<String> = query.addresses.iter().map(ToString::to_string).collect();
-    if !addresses.is_empty() {
-        write!(out, " -> {}", addresses.join(" "))?;
-    }
-    writeln!(
-        out,
-        " {} {} {DIM}{} {} µs{DIM:#}",
-        output::styled(style, &query.code),
-        query.by,
-        query.protocol,
-        query.took_ns / 1000
     )
 }
 
@@ -487,27 +404,6 @@ mod tests {
         };
         let line = args(&[]).line(&nobody(), &gone, Duration::ZERO).unwrap();
         assert_eq!(line.interface.as_deref(), Some("interface 4294967295"));
-    }
-
-    #[test]
-    fn a_querys_line() {
-        let query = Answered {
-            time: 3661.25,
-            took_ns: 31_400,
-            client: "shop/web".to_owned(),
-            protocol: "udp".to_owned(),
-            name: "api.other.svc.cluster.local.".to_owned(),
-            of_type: "A".to_owned(),
-            by: "service".to_owned(),
-            code: "No Error".to_owned(),
-            addresses: vec!["10.96.0.11".parse().unwrap()],
-        };
-        let mut out = anstream::StripStream::new(Vec::new());
-        text_of_query(&mut out, &query).unwrap();
-        assert_eq!(
-            String::from_utf8(out.into_inner()).unwrap(),
-            "01:01:01.250 dns     shop/web A api.other.svc.cluster.local. -> 10.96.0.11 No Error service udp 31 µs\n"
-        );
     }
 
     #[test]

@@ -26,6 +26,25 @@ pub enum Format {
     Json,
 }
 
+impl Format {
+    /// Prints an answer to standard output: as JSON, or by `text`.
+    ///
+    /// # Errors
+    ///
+    /// Standard output cannot be written.
+    pub fn print<T: Serialize>(
+        self,
+        answer: &T,
+        text: impl FnOnce(&mut dyn Write, &T) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let mut out = stdout();
+        match self {
+            Self::Json => json(&mut out, answer),
+            Self::Text => text(&mut out, answer),
+        }
+    }
+}
+
 /// Standard output, without the escape sequences where it is not a terminal (or `NO_COLOR` is
 /// set).
 pub fn stdout() -> anstream::AutoStream<io::StdoutLock<'static>> {

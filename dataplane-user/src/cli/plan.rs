@@ -92,11 +92,7 @@ impl PlanArgs {
             conflicts: conflicts.collect(),
             problems: problems.collect(),
         };
-        let mut out = output::stdout();
-        match self.output {
-            Format::Json => output::json(&mut out, &answer)?,
-            Format::Text => text(&mut out, &answer)?,
-        }
+        self.output.print(&answer, text)?;
         Ok(if plan.is_empty() {
             ExitCode::SUCCESS
         } else {

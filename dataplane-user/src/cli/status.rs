@@ -57,11 +57,8 @@ impl StatusArgs {
                 report::examine(&self.paths.or_guess(), limits, Err(error))
             }
         };
-        let mut out = output::stdout();
-        match self.output {
-            Format::Json => output::json(&mut out, &report)?,
-            Format::Text => text(&mut out, &report, admin::now())?,
-        }
+        self.output
+            .print(&report, |out, report| text(out, report, admin::now()))?;
         Ok(if report.healthy {
             ExitCode::SUCCESS
         } else {

@@ -133,7 +133,7 @@ impl Cache {
         self.find(key, now, true)
     }
 
-    /// The same for somebody who only looks: the answer is no more in use by that.
+    /// Returns the same, without marking the answer as used.
     pub fn look(&self, key: &Key, now: Instant) -> Option<Hit> {
         self.find(key, now, false)
     }

@@ -1,4 +1,4 @@
-//! What becomes of a query, as steps that people read.
+//! Answers to queries, as steps that people read.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -16,7 +16,7 @@ use super::{
     zone::{Meaning, Zone},
 };
 
-/// What becomes of the query for one name.
+/// A query for one name, and its answer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Step {
     /// The name, with a dot at its end.
@@ -35,15 +35,15 @@ pub struct Step {
     /// The addresses in them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub addresses: Vec<IpAddr>,
-    /// Who would be asked, if the answer is not known here.
+    /// The resolvers and names that the agent would ask, if it does not know the answer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ask: Option<Asked>,
-    /// Whether the answer is what resolvers said earlier.
+    /// Whether the answer is from the cache.
     #[serde(default, skip_serializing_if = "is_false")]
     pub cached: bool,
 }
 
-/// Which resolvers would be asked, and for which names.
+/// The resolvers and names that the agent would ask.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Asked {
     /// The resolvers, in their order; none: the query is refused.
@@ -52,10 +52,10 @@ pub struct Asked {
     pub names: Vec<String>,
 }
 
-/// Why there are no steps.
+/// The reason why a query cannot be explained.
 #[derive(Debug, thiserror::Error)]
 pub enum ExplainError {
-    /// This is no name.
+    /// The text is no name.
     #[error("`{0}` is not a name in DNS")]
     Name(String),
     /// Queries of this type go to resolvers as they are.
@@ -72,18 +72,18 @@ const fn is_false(value: &bool) -> bool {
 }
 
 impl Step {
-    /// Whether the client's resolver goes on to the next name.
+    /// Returns true if the name does not exist: the client's resolver asks for the next name then.
     pub fn is_missing(&self) -> bool {
         self.ask.is_none() && self.code.as_deref() == Some(ResponseCode::NXDomain.to_str())
     }
 }
 
-/// The steps by which a client looks up a name, until a name exists or resolvers would be asked. A name without a dot at
-/// its end is completed as the client's own resolver does it. `known`: what resolvers said earlier.
+/// Returns the steps by which a client looks up a name, until a name exists or the agent would ask resolvers. Completes a
+/// name without a dot at its end as the client's own resolver does. `known` returns a cached answer.
 ///
 /// # Errors
 ///
-/// There are none.
+/// The text is no name, or queries of this type go to resolvers as they are.
 pub fn steps(
     zone: &Zone,
     client: &Client,
@@ -130,7 +130,7 @@ fn step(
 ) -> Result<Step, ExplainError> {
     let query = question(0, name, of_type.into(), 0, true);
     let mut out = Vec::new();
-    // The whole name is the client's choice: nothing is completed here.
+    // The names have been completed already.
     let asks = || Client {
         search: Vec::new(),
         ..client.clone()
@@ -182,8 +182,8 @@ fn step(
 }
 
 impl Step {
-    /// Takes in an answer, of our own making or of a resolver's. What it has besides answers, such as the addresses of name
-    /// servers, is no address of the name.
+    /// Adds an answer of the agent, or of a resolver. Addresses in its additional section, such as those of name servers,
+    /// are no addresses of the name.
     fn answered(&mut self, answer: &[u8]) {
         if let Ok(message) = Message::from_vec(answer) {
             self.code = Some(message.metadata.response_code.to_str().to_owned());

@@ -1,4 +1,4 @@
-//! Queries and what became of them, for whoever looks: kept only while somebody reads them.
+//! A log of queries and their answers. It keeps queries only while a reader asks for them.
 
 use std::{
     collections::VecDeque,
@@ -21,11 +21,11 @@ use super::{
     wire::{Parsed, Transport},
 };
 
-/// How long queries are kept after somebody read them last: a reader that was killed costs nothing.
+/// How long the log keeps queries after the last read. So a reader that was killed costs nothing.
 const LEASE: Duration = Duration::from_secs(5);
-/// How many are kept.
+/// Maximum number of queries in the log.
 const ROOM: usize = 8192;
-/// How many addresses of an answer are kept.
+/// Maximum number of addresses of a query in the log.
 const ADDRESSES: usize = 4;
 
 /// A query that was answered.
@@ -35,7 +35,7 @@ pub struct Answered {
     pub time: f64,
     /// How long that took, in nanoseconds.
     pub took_ns: u64,
-    /// Who asked: a workload as `NAMESPACE/NAME`, or an address.
+    /// The client: a workload as `NAMESPACE/NAME`, or an address.
     pub client: String,
     /// `udp` or `tcp`.
     pub protocol: String,
@@ -44,8 +44,8 @@ pub struct Answered {
     /// The type of records, such as `AAAA`.
     #[serde(rename = "type")]
     pub of_type: String,
-    /// What decided: the word of a [`Rule`](super::answer::Rule), `cache`, or `limit` if the client or its namespace has too
-    /// many queries in flight.
+    /// The rule that decided: the word of a [`Rule`](super::answer::Rule), `cache`, or `limit` if the client or its namespace
+    /// has too many queries in flight.
     pub by: String,
     /// The code of the answer.
     pub code: String,
@@ -54,12 +54,12 @@ pub struct Answered {
     pub addresses: Vec<IpAddr>,
 }
 
-/// What a reader gets.
+/// A page of the log.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Queries {
     /// The queries, in the order in which they were answered.
     pub queries: Vec<Answered>,
-    /// Where to go on.
+    /// The number of the first query of the next page.
     pub next: u64,
     /// How many were gone before they were read.
     pub lost: u64,
@@ -97,7 +97,7 @@ impl Log {
         u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
     }
 
-    /// When a query arrived, if somebody reads; none costs next to nothing.
+    /// Returns the time of a query's arrival; none if there is no reader. Without a reader, it costs one load.
     pub fn begin(&self) -> Option<Instant> {
         let until = self.until.load(Ordering::Relaxed);
         if until == 0 {
@@ -107,7 +107,7 @@ impl Log {
         (self.since_start(now) < until).then_some(now)
     }
 
-    /// Keeps a query that has been answered.
+    /// Adds a query to the log, with its answer.
     pub fn put(
         &self,
         arrived: Instant,
@@ -156,8 +156,8 @@ impl Log {
         }
     }
 
-    /// The queries from a number on, at most so many; none: those that are answered from now on. Queries are kept for some
-    /// seconds from here.
+    /// Returns the queries from a number on, `most` at most; without a number, those that the agent answers from now on. The
+    /// log keeps queries for [`LEASE`] after each read.
     pub fn read(&self, from: Option<u64>, most: usize) -> Queries {
         let now = Instant::now();
         let was_read = self.since_start(now) < self.until.load(Ordering::Relaxed);
@@ -165,7 +165,7 @@ impl Log {
         self.until.fetch_max(until, Ordering::Relaxed);
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         if !was_read {
-            // Of an earlier reader, who is gone.
+            // The earlier reader of these queries is gone.
             kept.first += kept.queries.len() as u64;
             kept.queries = VecDeque::new();
         }

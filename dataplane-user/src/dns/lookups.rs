@@ -1,11 +1,13 @@
-//! The addresses of names at which entries have endpoints, looked up again and again.
+//! Lookups of the DNS names of ServiceEntries' endpoints.
 //!
-//! Each name has a task of its own: it asks the node's resolvers, tells what they said, and waits for the records' time to
-//! live. What was known goes on to count until resolvers give other addresses: neither a resolver that is away nor a name
-//! that has no address any more takes endpoints from those who are connected.
+//! Each name has a task. The task asks the node's resolvers, reports the addresses, waits for the records' TTL, and asks
+//! again. The last addresses count until resolvers give others. So an entry keeps its endpoints if no resolver answers, or
+//! if the name has no address any more.
+
+mod answers;
 
 use std::{
-    collections::{BTreeSet, HashMap, HashSet},
+    collections::{HashMap, HashSet},
     io,
     net::{IpAddr, SocketAddr},
     path::{Path, PathBuf},
@@ -13,10 +15,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use hickory_proto::{
-    op::{Message, ResponseCode},
-    rr::RData,
-};
 use tokio::{
     runtime::Builder,
     sync::{
@@ -27,34 +25,34 @@ use tokio::{
     time::sleep,
 };
 
+use self::answers::{Answer, answer, next};
 use super::{
     client::ResolvConf,
     name::LowerName,
     upstream::{Failure, Question, Upstream},
-    wire::{Stored, bits, types},
+    wire::{bits, types},
 };
 use crate::{
-    model::{ADDRESSES_MAX, EndpointName, Resolved, can_be_endpoint, is_allocated},
+    model::{EndpointName, Resolved},
     threads::{self, Deaths},
 };
 
-/// How many names of one namespace are looked up.
+/// Maximum number of names of a namespace.
 const NAMES: usize = 1000;
-/// How many names are looked up at the same time, and of one namespace: names that are slow cost no other namespace.
+/// Maximum number of lookups at the same time, of all namespaces and of one: slow names of a namespace do not delay those of
+/// others.
 const AT_ONCE: usize = 64;
 const AT_ONCE_OF_EACH: usize = 8;
-/// What was found is given out at most this often.
+/// Minimum time between two batches of new addresses.
 const PAUSE: Duration = Duration::from_millis(500);
-/// How many other names a name leads to one after the other.
-const ALIASES: usize = 16;
 
-/// When names are looked up again.
+/// Times between lookups of a name.
 #[derive(Clone, Copy, Debug)]
 struct Pace {
-    /// Bounds of the time to live.
+    /// The least and the longest time after an answer, whatever its TTL is.
     least: Duration,
     most: Duration,
-    /// After a lookup that brought nothing; doubled each time, up to the second.
+    /// The time after a failed lookup. It doubles with each failure, up to `retry_most`.
     retry: Duration,
     retry_most: Duration,
 }
@@ -71,23 +69,24 @@ pub struct Lookups {
     found: Arc<Found>,
     jobs: UnboundedSender<Job>,
     wanted: HashSet<EndpointName>,
-    /// Those that are not looked up, which has been told.
+    /// Names beyond a limit, whose problem has been reported.
     refused: HashSet<EndpointName>,
-    /// When something was last taken.
+    /// The time of the last batch.
     taken: Option<Instant>,
-    /// How many of each namespace.
+    /// The number of names of each namespace.
     counts: HashMap<Arc<str>, usize>,
     domain: LowerName,
 }
 
-/// What to do.
+/// An order to the thread.
 enum Job {
-    /// To look up a name, of which these addresses were known last.
+    /// Look up a name, with these last known addresses.
     Begin(EndpointName, Arc<[IpAddr]>),
+    /// Look up a name no more.
     End(EndpointName),
 }
 
-/// What has been found and not been taken.
+/// Results that nobody has taken yet.
 struct Found {
     news: Mutex<News>,
     notify: Box<dyn Fn() + Send + Sync>,
@@ -96,7 +95,7 @@ struct Found {
 #[derive(Default)]
 struct News {
     found: HashMap<EndpointName, Resolved>,
-    /// Since when there is something.
+    /// The time of the first result.
     since: Option<Instant>,
 }
 
@@ -111,7 +110,7 @@ impl Found {
         news.since.get_or_insert_with(Instant::now);
     }
 
-    /// Tells that there is something to take, all the time.
+    /// Notifies the reader of results, until the reader takes them.
     async fn notify(&self) {
         loop {
             sleep(PAUSE).await;
@@ -123,9 +122,9 @@ impl Found {
 }
 
 impl Lookups {
-    /// Starts a thread that looks up names, of which there are none yet. `resolv_conf`: the file with the resolvers to ask,
-    /// which is read again each time. `domain`: the cluster's, whose names are not looked up. `notify`: told when there is
-    /// something to [take](Lookups::take).
+    /// Starts the thread, without names. `resolv_conf`: the file with the node's resolvers, which each lookup reads again.
+    /// `domain`: the cluster's domain, whose names are not looked up. `notify` is called when there are results to
+    /// [take](Lookups::take).
     ///
     /// # Errors
     ///
@@ -180,7 +179,7 @@ impl Lookups {
         })
     }
 
-    /// Looks up these names from now on, and no others. `last`: what was known of them.
+    /// Looks up these names from now on, and no others. `last` returns a name's last known addresses.
     pub fn want(
         &mut self,
         names: Vec<EndpointName>,
@@ -204,7 +203,7 @@ impl Lookups {
         counts.retain(|_, count| *count > 0);
         let is_new = |name: &EndpointName| !self.wanted.contains(name);
         let mut new: Vec<EndpointName> = names.into_iter().filter(is_new).collect();
-        // Those that have endpoints are looked up first: a restart takes them from nobody.
+        // Names with known addresses first, so that a restart at the limit takes no endpoints away.
         new.sort_by_cached_key(|name| (last(name).is_empty(), name.clone()));
         for name in new {
             let refusal = self.refusal(&name);
@@ -228,7 +227,7 @@ impl Lookups {
         }
     }
 
-    /// Why a name is not looked up.
+    /// Returns the reason why a name is not looked up.
     fn refusal(&self, name: &EndpointName) -> Option<String> {
         let is_of_cluster =
             LowerName::parse(&name.name).is_ok_and(|asked| asked.before(&self.domain).is_some());
@@ -247,8 +246,8 @@ impl Lookups {
         })
     }
 
-    /// Takes what has been found since the last time, and when the first of it was. Nothing if that was a moment ago: names
-    /// whose addresses change all the time take no more than their part of the time of who serves them.
+    /// Takes the results since the last batch, and the time of the first of them. Returns nothing if the last batch is less
+    /// than [`PAUSE`] ago. So names whose addresses change all the time do not keep the reader busy.
     pub fn take(&mut self) -> (HashMap<EndpointName, Resolved>, Option<Instant>) {
         if self.taken.is_some_and(|taken| taken.elapsed() < PAUSE) {
             return (HashMap::new(), None);
@@ -271,7 +270,7 @@ fn read(path: &Path) -> Result<String, String> {
     })
 }
 
-/// Has a task for each name, until nobody gives jobs any more.
+/// Runs a task for each name, until the channel closes.
 async fn follow(asker: Arc<Asker>, mut todo: UnboundedReceiver<Job>) {
     let mut tasks: HashMap<EndpointName, AbortHandle> = HashMap::new();
     let mut of_each: HashMap<Arc<str>, Arc<Semaphore>> = HashMap::new();
@@ -287,7 +286,7 @@ async fn follow(asker: Arc<Asker>, mut todo: UnboundedReceiver<Job>) {
                 if let Some(task) = tasks.remove(&name) {
                     task.abort();
                 }
-                // Tasks have them, too, and this map.
+                // A semaphore without a task is in this map only.
                 of_each.retain(|_, own| Arc::strong_count(own) > 1);
             }
         }
@@ -301,14 +300,6 @@ struct Asker {
     pace: Pace,
     all: Semaphore,
     found: Arc<Found>,
-}
-
-/// The addresses of one family, and for how long they are good.
-struct Answer {
-    addresses: Vec<IpAddr>,
-    ttl: Duration,
-    /// What was left out.
-    refused: Option<String>,
 }
 
 impl Asker {
@@ -342,7 +333,7 @@ impl Asker {
         }
     }
 
-    /// What resolvers say of both families.
+    /// Asks resolvers for the addresses of both families.
     async fn ask(&self, name: &EndpointName) -> [Result<Answer, String>; 2] {
         let Ok(parsed) = LowerName::parse(&name.name) else {
             return [(); 2].map(|()| Err("is too long for a DNS name".to_owned()));
@@ -371,115 +362,6 @@ impl Asker {
     }
 }
 
-/// The addresses that an answer says a name has.
-fn answer(name: &LowerName, stored: &Stored) -> Result<Answer, String> {
-    match stored.code() {
-        ResponseCode::NoError | ResponseCode::NXDomain => {}
-        code => return Err(format!("the resolvers answer {code}")),
-    }
-    let message = Message::from_vec(&stored.bytes).map_err(|error| error.to_string())?;
-    let mut owner = name.to_name();
-    let mut ttl = u32::MAX;
-    for _ in 0..ALIASES {
-        let alias = message
-            .answers
-            .iter()
-            .find_map(|record| match &record.data {
-                RData::CNAME(to) if record.name == owner => Some((to.0.clone(), record.ttl)),
-                _ => None,
-            });
-        let Some((to, of_alias)) = alias else { break };
-        owner = to;
-        ttl = ttl.min(of_alias);
-    }
-    let mut found = BTreeSet::new();
-    let mut refused = None;
-    let records = message.answers.iter().filter(|record| record.name == owner);
-    for record in records {
-        let address: IpAddr = match &record.data {
-            RData::A(address) => address.0.into(),
-            RData::AAAA(address) => IpAddr::from(address.0).to_canonical(),
-            _ => continue,
-        };
-        ttl = ttl.min(record.ttl);
-        let kind = match can_be_endpoint(address) {
-            // By another server that knows ServiceEntries: connections would go round.
-            Ok(()) if is_allocated(address) => {
-                "an address that nodes give to hosts of ServiceEntries"
-            }
-            Ok(()) => {
-                found.insert(address);
-                continue;
-            }
-            Err(kind) => kind,
-        };
-        refused = Some(format!(
-            "{address}, which resolvers give, is {kind}, which cannot be an endpoint's"
-        ));
-    }
-    Ok(Answer {
-        addresses: found.into_iter().collect(),
-        ttl: Duration::from_secs(ttl.into()),
-        refused,
-    })
-}
-
-/// What is known after answers, and for how long it is good; none: a new lookup is to be tried soon.
-///
-/// Answers without an address take none away. If there is an address, a family of which nothing was heard keeps its own.
-fn next(
-    known: &Arc<[IpAddr]>,
-    answers: [Result<Answer, String>; 2],
-) -> (Resolved, Option<Duration>) {
-    let (mut new, mut kept) = (Vec::new(), Vec::new());
-    let (mut ttl, mut failed, mut refused) = (Duration::MAX, None, None);
-    for (answer, v4) in answers.into_iter().zip([true, false]) {
-        match answer {
-            Ok(answer) => {
-                if !answer.addresses.is_empty() {
-                    ttl = ttl.min(answer.ttl);
-                }
-                new.extend(answer.addresses);
-                refused = refused.or(answer.refused);
-            }
-            Err(error) => {
-                kept.extend(known.iter().filter(|address| address.is_ipv4() == v4));
-                failed = failed.or(Some(error));
-            }
-        }
-    }
-    let last = if known.is_empty() {
-        "nothing is known of it, so it has no endpoints"
-    } else {
-        "its last addresses stay endpoints"
-    };
-    if new.is_empty() {
-        let nothing = || "resolvers know no address of it".to_owned();
-        let why = failed.or(refused).unwrap_or_else(nothing);
-        let resolved = Resolved {
-            addresses: Arc::clone(known),
-            problem: Some(format!("{why}; {last}").into()),
-        };
-        return (resolved, None);
-    }
-    // Resolvers that know nothing of a family are nobody's trouble while there are addresses of the other.
-    let problem = match &failed {
-        Some(error) if !kept.is_empty() => Some(format!(
-            "{error}; its last addresses of that family stay endpoints"
-        )),
-        _ => refused,
-    };
-    let mut addresses = [new, kept].concat();
-    addresses.sort_unstable();
-    addresses.dedup();
-    addresses.truncate(ADDRESSES_MAX);
-    let resolved = Resolved {
-        addresses: addresses.into(),
-        problem: problem.map(Into::into),
-    };
-    (resolved, failed.is_none().then_some(ttl))
-}
-
 #[cfg(test)]
 mod tests {
     use std::{
@@ -491,164 +373,16 @@ mod tests {
         thread,
     };
 
-    use hickory_proto::rr::{Record, rdata};
+    use hickory_proto::{
+        op::Message,
+        rr::{RData, Record, rdata},
+    };
 
     use super::*;
 
-    fn ip(text: &str) -> IpAddr {
-        text.parse().unwrap()
-    }
-
     fn ips(texts: &[&str]) -> Arc<[IpAddr]> {
-        texts.iter().map(|text| ip(text)).collect()
-    }
-
-    type Answered = Result<Answer, String>;
-
-    #[expect(clippy::unnecessary_wraps, reason = "beside those that failed")]
-    fn of(addresses: &[&str], ttl: u64) -> Answered {
-        Ok(Answer {
-            addresses: ips(addresses).to_vec(),
-            ttl: Duration::from_secs(ttl),
-            refused: None,
-        })
-    }
-
-    fn failed() -> Answered {
-        Err("no".to_owned())
-    }
-
-    #[test]
-    fn old_addresses_count_until_there_are_new_ones() {
-        let old = ips(&["192.0.2.1", "2001:db8::1"]);
-        let none = ips(&[]);
-        for (known, answers, addresses, ttl, problem) in [
-            (
-                &none,
-                [of(&["192.0.2.2"], 9), of(&[], 1)],
-                &["192.0.2.2"][..],
-                Some(9),
-                None,
-            ),
-            (
-                &none,
-                [of(&["192.0.2.2"], 9), of(&["2001:db8::2"], 7)],
-                &["192.0.2.2", "2001:db8::2"],
-                Some(7),
-                None,
-            ),
-            (
-                &old,
-                [of(&["192.0.2.2"], 9), of(&[], 1)],
-                &["192.0.2.2"],
-                Some(9),
-                None,
-            ),
-            // A family of which nothing is heard stays.
-            (
-                &old,
-                [of(&["192.0.2.2"], 9), failed()],
-                &["192.0.2.2", "2001:db8::1"],
-                None,
-                Some("no; its last addresses of that family stay endpoints"),
-            ),
-            (
-                &none,
-                [of(&["192.0.2.2"], 9), failed()],
-                &["192.0.2.2"],
-                None,
-                None,
-            ),
-            (
-                &old,
-                [of(&[], 9), failed()],
-                &["192.0.2.1", "2001:db8::1"],
-                None,
-                Some("no; its last addresses stay endpoints"),
-            ),
-            (
-                &old,
-                [failed(), failed()],
-                &["192.0.2.1", "2001:db8::1"],
-                None,
-                Some("no; its last addresses stay endpoints"),
-            ),
-            (
-                &old,
-                [of(&[], 9), of(&[], 9)],
-                &["192.0.2.1", "2001:db8::1"],
-                None,
-                Some("resolvers know no address of it; its last addresses stay endpoints"),
-            ),
-            (
-                &none,
-                [of(&[], 9), failed()],
-                &[],
-                None,
-                Some("no; nothing is known of it, so it has no endpoints"),
-            ),
-        ] {
-            let (resolved, found_ttl) = next(known, answers);
-            assert_eq!(resolved.addresses, ips(addresses));
-            assert_eq!(resolved.problem.as_deref(), problem, "{addresses:?}");
-            assert_eq!(found_ttl, ttl.map(Duration::from_secs), "{addresses:?}");
-        }
-    }
-
-    fn stored(name: &str, records: &[(&str, u32, RData)]) -> Stored {
-        let name = LowerName::parse(name).unwrap();
-        let mut message = Message::response(0, hickory_proto::op::OpCode::Query);
-        message.add_query(hickory_proto::op::Query::query(
-            name.to_name(),
-            hickory_proto::rr::RecordType::A,
-        ));
-        for (owner, ttl, data) in records {
-            let owner = LowerName::parse(owner).unwrap().to_name();
-            message.add_answer(Record::from_rdata(owner, *ttl, data.clone()));
-        }
-        Stored::read(&message.to_vec().unwrap(), &name, types::A, false).unwrap()
-    }
-
-    #[test]
-    fn an_answer_is_read_along_its_aliases() {
-        let alias = |to: &str| RData::CNAME(rdata::CNAME(LowerName::parse(to).unwrap().to_name()));
-        let a = |last| RData::A(rdata::A::new(192, 0, 2, last));
-        let name = LowerName::parse("db.example.com").unwrap();
-        let answered = stored(
-            "db.example.com",
-            &[
-                ("b.example.net", 60, a(2)),
-                ("db.example.com", 300, alias("A.example.net")),
-                ("a.example.net", 20, alias("b.example.net")),
-                ("b.example.net", 90, a(1)),
-                ("other.example.net", 1, a(66)),
-            ],
-        );
-        let found = answer(&name, &answered).unwrap();
-        assert_eq!(found.addresses, *ips(&["192.0.2.1", "192.0.2.2"]));
-        assert_eq!(found.ttl, Duration::from_secs(20));
-        // Names that lead round end.
-        let round = stored(
-            "db.example.com",
-            &[
-                ("db.example.com", 60, alias("a.example.com")),
-                ("a.example.com", 60, alias("db.example.com")),
-            ],
-        );
-        assert!(answer(&name, &round).unwrap().addresses.is_empty());
-        // Whoever answers for a name does not choose what the node keeps to itself.
-        let metadata = RData::A(rdata::A::new(169, 254, 169, 254));
-        let found = stored("db.example.com", &[("db.example.com", 60, metadata)]);
-        let found = answer(&name, &found).unwrap();
-        assert!(found.addresses.is_empty());
-        let (resolved, _) = next(&ips(&[]), [Ok(found), of(&[], 1)]);
-        let problem = resolved.problem.unwrap();
-        assert!(problem.contains("a link-local address"), "{problem}");
-        assert!(problem.ends_with("it has no endpoints"), "{problem}");
-        // Nor does it lead connections round.
-        let vip = RData::A(rdata::A::new(240, 240, 1, 2));
-        let found = stored("db.example.com", &[("db.example.com", 60, vip)]);
-        assert!(answer(&name, &found).unwrap().addresses.is_empty());
+        let parsed = texts.iter().map(|text| text.parse().unwrap());
+        parsed.collect()
     }
 
     /// A resolver on loopback that answers queries for A with these addresses, one after the other, and none for names that

@@ -77,7 +77,7 @@ impl Resolver {
         }
     }
 
-    /// What the cache has for people to see: as [`Resolver::cached`], but nothing is counted or asked.
+    /// Returns the cached answer like [`Resolver::cached`], without counting a hit and without asking resolvers.
     pub fn known(&self, client: &Client, asked: &Question, ask: &Ask) -> Option<Vec<u8>> {
         let set = self.set(&client.resolvers);
         for at in 0..ask.candidates.len() {
@@ -164,7 +164,7 @@ impl Resolver {
             stale => stale.map(|hit| hit.stored),
         };
         let Some(mut flight) = self.flight(set, client, question, &key) else {
-            // A namespace that asks too much still gets what is there.
+            // The namespace is at its limit: it gets the stale answer.
             return stale.map(|stale| self.stale(&stale));
         };
         let away = || {

@@ -255,8 +255,8 @@ async fn by_udp<T>(
 
 /// Takes a datagram, if there is one that fits.
 ///
-/// Its buffer is not kept by the future that waits. Futures are allocated for each query, between what the cache keeps, and
-/// what is large leaves holes there: 100 000 answers took 640 MiB.
+/// The buffer is not part of the future that waits. The allocator places futures between the cache's entries, and large
+/// futures leave holes there: 100 000 answers took 640 MiB.
 fn receive_one<T>(socket: &UdpSocket, fits: impl Fn(&[u8]) -> Option<T>) -> io::Result<Option<T>> {
     let mut buffer = [0; PAYLOAD as usize * 4];
     match socket.try_recv(&mut buffer) {

@@ -29,7 +29,7 @@ use super::{
     wire::Transport,
 };
 
-/// What decided about queries for which resolvers were asked.
+/// The rule of queries for which the agent asked resolvers.
 const FORWARD: &str = Rule::Forward.word();
 /// How long a connection may be idle, or take to send a query.
 const IDLE: Duration = Duration::from_secs(10);

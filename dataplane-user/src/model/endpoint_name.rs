@@ -15,12 +15,12 @@ pub struct EndpointName {
     pub name: Arc<str>,
 }
 
-/// What is known of an [`EndpointName`].
+/// The result of looking up an [`EndpointName`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Resolved {
-    /// Its addresses, sorted, [`ADDRESSES_MAX`] at most: the last ones that resolvers gave.
+    /// The last addresses that resolvers gave, sorted, [`ADDRESSES_MAX`] at most.
     pub addresses: Arc<[IpAddr]>,
-    /// Why resolvers gave no others the last time, as a clause; none: they did.
+    /// The reason why the last lookup failed, as a clause; none if it did not fail.
     pub problem: Option<Box<str>>,
 }
 

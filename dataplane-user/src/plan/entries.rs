@@ -145,8 +145,8 @@ impl Entries {
         }
     }
 
-    /// Somebody resolves the names at which entries have endpoints, and tells of them by [`Entries::learn`]. Until then, they
-    /// are as they were last.
+    /// Has the names of endpoints looked up: the caller reports addresses by [`Entries::learn`]. `last`: the last known
+    /// addresses.
     #[must_use]
     pub fn with_names(self, last: HashMap<EndpointName, Resolved>) -> Self {
         Self {
@@ -155,7 +155,7 @@ impl Entries {
         }
     }
 
-    /// Takes in what is known of names; whether that makes a difference. The next [`Entries::take`] serves it.
+    /// Takes in the addresses of names. Returns true if they change an entry; the next [`Entries::take`] serves the change.
     pub fn learn(&mut self, resolved: impl IntoIterator<Item = (EndpointName, Resolved)>) -> bool {
         for (name, resolved) in resolved {
             self.moved.extend(self.names.learn(name, resolved));
@@ -163,12 +163,12 @@ impl Entries {
         !self.moved.is_empty()
     }
 
-    /// The names that are to be resolved, if they are others than when this was last asked.
+    /// Returns the names that have to be looked up, if they have changed since the last call.
     pub fn take_wanted_names(&mut self) -> Option<Vec<EndpointName>> {
         self.names.take_wanted()
     }
 
-    /// What is known of names.
+    /// Returns the addresses of names.
     pub const fn known_names(&self) -> &HashMap<EndpointName, Resolved> {
         self.names.known()
     }

@@ -312,7 +312,7 @@ fn version(text: &str) -> Option<String> {
     Some(version.to_owned())
 }
 
-/// What a program wrote.
+/// The output of a program.
 #[derive(Clone, Debug, Default)]
 pub struct Output {
     /// Whether it ended with 0.

@@ -162,7 +162,7 @@ pub struct Step {
     pub chains: usize,
 }
 
-/// What was done, or would be.
+/// The steps that the command has done, or would do.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Done {
     /// The changes.

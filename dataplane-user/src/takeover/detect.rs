@@ -8,9 +8,9 @@ use serde::Serialize;
 use super::binaries::{Binaries, Family, Role, Variant, name};
 use crate::kernel::netfilter::{Kind, Table};
 
-/// How to get the programs of iptables.
+/// The package with the programs of iptables.
 pub const GET_IPTABLES: &str = "apt-get install iptables";
-/// How to get `nft`.
+/// The package with `nft`.
 pub const GET_NFT: &str = "apt-get install nftables";
 
 /// Which programs to use for a family.

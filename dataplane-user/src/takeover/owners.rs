@@ -172,7 +172,7 @@ const SIGNS: &[(Sign, &Owner)] = &[
     (Table("dataplane-keep-nat"), OURS),
 ];
 
-/// Whose a chain is, by its name.
+/// Returns the owner of a chain, by the chain's name.
 pub fn of_chain(name: &str) -> Option<&'static Owner> {
     longest(|sign| match sign {
         Chain(beginning) => begins(beginning, name),
@@ -180,7 +180,7 @@ pub fn of_chain(name: &str) -> Option<&'static Owner> {
     })
 }
 
-/// Whose a table of nf_tables is, by its name.
+/// Returns the owner of a table of nf_tables, by the table's name.
 pub fn of_table(name: &str) -> Option<&'static Owner> {
     longest(|sign| match sign {
         Table(beginning) => begins(beginning, name),
@@ -188,7 +188,7 @@ pub fn of_table(name: &str) -> Option<&'static Owner> {
     })
 }
 
-/// Whose a rule is, by its comment.
+/// Returns the owner of a rule, by the rule's comment.
 pub fn of_comment(comment: &str) -> Option<&'static Owner> {
     longest(|sign| match sign {
         Comment(beginning) => begins(beginning, comment),
@@ -196,7 +196,7 @@ pub fn of_comment(comment: &str) -> Option<&'static Owner> {
     })
 }
 
-/// Whose a set is, by its name.
+/// Returns the owner of a set, by the set's name.
 pub fn of_set(name: &str) -> Option<&'static Owner> {
     longest(|sign| match sign {
         Set(beginning) => begins(beginning, name),
@@ -204,12 +204,12 @@ pub fn of_set(name: &str) -> Option<&'static Owner> {
     })
 }
 
-/// Who uses a mark.
+/// Returns the owner that uses a mark.
 pub fn of_mark(mark: u32) -> Option<&'static Owner> {
     longest(|sign| (*sign == Mark(mark)).then_some(0))
 }
 
-/// Whose a routing rule is, by the mark that it asks for and the table that it leads to.
+/// Returns the owner of a routing rule, by its mark and its table.
 pub fn of_routing_rule(rule: &MarkRule) -> &'static Owner {
     /// The bits of marks that Istio's CNI agent uses, and its tables for them.
     const AMBIENT: (u32, std::ops::RangeInclusive<u32>) = (0xfff, 100..=102);
@@ -222,7 +222,7 @@ pub fn of_routing_rule(rule: &MarkRule) -> &'static Owner {
     }
 }
 
-/// Whose an interface is, by its name.
+/// Returns the owner of an interface, by the interface's name.
 pub fn of_interface(name: &str) -> Option<&'static Owner> {
     longest(|sign| match sign {
         Interface(beginning) => begins(beginning, name),

@@ -1,7 +1,5 @@
 //! ServiceEntries whose endpoints are DNS names: the agent looks the names up, and connections follow.
 
-use std::time::Duration;
-
 use anyhow::{Context as _, Result, ensure};
 use dataplane_tests::report::LoadReport;
 use serde_json::{Value, json};
@@ -53,8 +51,7 @@ spec:
     )
 }
 
-/// What the resolver knows: the host and the other name at an address, and a name that leads to what nodes keep to
-/// themselves.
+/// The resolver's records: the host and an alias at an address, and a name with the address of the cloud's metadata.
 fn records(address: &str) -> String {
     format!(
         " local-data: '{HOST}. 1 IN A {address}'\n local-data: 'alias.example.org. 1 IN A {address}'\n \
@@ -99,7 +96,7 @@ fn connections_follow_the_name_of_an_endpoint() -> Result<()> {
     };
     eventually(|| greets(&world, HOST, "upstream"))?;
     eventually(|| greets(&world, "alias.example.net", "upstream"))?;
-    // What a resolver says does not lead to what the node keeps to itself.
+    // A resolver's answer does not lead to the cloud's metadata.
     let says = |words: &[&str]| run(&world.agent, "status")?.says(words).map(drop);
     eventually(|| {
         says(&[
@@ -111,7 +108,8 @@ fn connections_follow_the_name_of_an_endpoint() -> Result<()> {
     let none = endpoints(&world, "metadata")?;
     ensure!(none.is_empty(), "{none:?}");
 
-    // From here on, no connection fails: while the name moves, while nobody answers for it, and while the agent is another.
+    // From here on, no connection fails: while the name's address changes, while no resolver answers, and while another agent
+    // takes over.
     let found = world.getent(HOST)?;
     let vip = found.split_whitespace().next().context("nothing found")?;
     let load = world
@@ -144,7 +142,6 @@ fn connections_follow_the_name_of_an_endpoint() -> Result<()> {
     drop(before);
     world.agent.kill();
     world.agent.start()?;
-    std::thread::sleep(Duration::from_secs(1));
     greets(&world, HOST, "other")?;
     let report: LoadReport = load.wait_json()?;
     println!("{} connections", report.answered);

@@ -41,7 +41,7 @@ pub async fn get(Shared(context): Shared<Arc<Context>>) -> Response {
     .await
 }
 
-/// Who asks, and for what.
+/// The client and the name.
 #[derive(Debug, Deserialize)]
 pub struct LookupQuery {
     /// The client's network namespace: its cookie.
@@ -71,7 +71,7 @@ pub async fn lookup(
     .await
 }
 
-/// Where to go on.
+/// The number of the first query of the page; none: the queries that the agent answers from now on.
 #[derive(Debug, Deserialize)]
 pub struct QueriesQuery {
     from: Option<u64>,

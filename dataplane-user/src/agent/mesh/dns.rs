@@ -87,7 +87,7 @@ impl Dns {
         deaths: &Deaths,
     ) -> io::Result<Self> {
         let basis = Basis {
-            // That it is one was checked with the configuration.
+            // Validation of the configuration has checked the domain.
             domain: LowerName::parse(config.domain()).unwrap_or_else(|_| LowerName::root()),
             cluster_dns: config.cluster_dns.clone(),
             node: ResolvConf::default(),
@@ -121,7 +121,7 @@ impl Dns {
         })
     }
 
-    /// What is in the way of reading the node's resolvers.
+    /// The reason why the agent cannot read the node's resolvers.
     pub fn unread(&self) -> Option<&String> {
         self.unread.as_ref()
     }

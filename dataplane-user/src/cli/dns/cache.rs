@@ -1,6 +1,6 @@
 //! `dataplane dns cache`.
 
-use std::{io::Write as _, process::ExitCode};
+use std::process::ExitCode;
 
 use clap::Args;
 use form_urlencoded::byte_serialize;
@@ -38,13 +38,9 @@ pub struct CacheArgs {
 impl CacheArgs {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         let client = self.socket.client();
-        let mut out = output::stdout();
         let Some(name) = self.flush else {
             let cache: api::DnsCache = client.get("/dns/cache")?;
-            match self.output {
-                Format::Json => output::json(&mut out, &cache)?,
-                Format::Text => text(&mut out, &cache)?,
-            }
+            self.output.print(&cache, text)?;
             return Ok(ExitCode::SUCCESS);
         };
         let path = match name {
@@ -56,10 +52,9 @@ impl CacheArgs {
             }
         };
         let done: api::DnsFlushed = client.post(&path)?;
-        match self.output {
-            Format::Json => output::json(&mut out, &done)?,
-            Format::Text => writeln!(out, "{} answers forgotten", done.flushed)?,
-        }
+        self.output.print(&done, |out, done| {
+            writeln!(out, "{} answers forgotten", done.flushed)
+        })?;
         Ok(ExitCode::SUCCESS)
     }
 }

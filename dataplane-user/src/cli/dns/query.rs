@@ -105,11 +105,7 @@ impl QueryArgs {
             steps,
             problems: problems.collect(),
         };
-        let mut out = output::stdout();
-        match self.output {
-            Format::Json => output::json(&mut out, &answer)?,
-            Format::Text => text(&mut out, &answer)?,
-        }
+        self.output.print(&answer, text)?;
         Ok(if exists {
             ExitCode::SUCCESS
         } else {

@@ -11,7 +11,7 @@ use dataplane_common::{
 };
 use serde::Serialize;
 
-use super::{Destination, Namespace, capture::Told, target::Found};
+use super::{Destination, Namespace, capture::Told};
 use crate::{admin::api::DnsLookup, cli::monotonic_ns, kernel::Tables};
 
 /// What would happen.
@@ -44,30 +44,20 @@ pub struct Explanation {
 }
 
 impl Explanation {
-    /// Of a connection to a name of which no address is known here.
-    pub fn without_address(source: String, destination: String, found: Found) -> Self {
-        let lookup = &found.lookup;
-        let mut steps = lookup.ipv4.iter().chain(&lookup.ipv6);
-        let asks = steps.any(|step| step.ask.is_some());
-        let mut steps = found.steps;
-        steps.push(if asks {
-            "what resolvers say is not known here, and this command asks nobody: give the address"
-                .to_owned()
-        } else {
-            "the client finds no address, and does not connect".to_owned()
-        });
+    /// An explanation without steps: the connection is left alone.
+    pub fn of(source: String, destination: String) -> Self {
         Self {
             source,
             destination,
-            verdict: "no-address",
-            reason: if asks { "resolvers" } else { "not-found" },
-            steps,
+            verdict: "left-alone",
+            reason: Reason::NotService.word(),
+            steps: Vec::new(),
             service: None,
             kind: None,
             pool: None,
             route: None,
             endpoints: Vec::new(),
-            lookup: Some(found.lookup),
+            lookup: None,
             capture: Vec::new(),
         }
     }
@@ -213,18 +203,8 @@ pub fn decide<T: decide::Tables + AffinityTable>(
     let lookups = recorded.lookups.into_inner();
     steps.extend(lookups.iter().map(|(key, found)| lookup(key, *found)));
     let mut told = Explanation {
-        source: String::new(),
-        destination: to.to_string(),
-        verdict: "left-alone",
-        reason: Reason::NotService.word(),
         steps,
-        service: None,
-        kind: None,
-        pool: None,
-        route: None,
-        endpoints: Vec::new(),
-        lookup: None,
-        capture: Vec::new(),
+        ..Explanation::of(String::new(), to.to_string())
     };
     if frontend.is_none() {
         if (addr.is_loopback() || addr.is_unspecified()) && !own_loopback {

@@ -189,11 +189,7 @@ impl ExplainArgs {
         told.steps.extend(route.map(|route| {
             format!("{route} splits the connections to this port among its backends")
         }));
-        let mut out = output::stdout();
-        match self.output {
-            Format::Json => output::json(&mut out, &told)?,
-            Format::Text => text(&mut out, &told)?,
-        }
+        self.output.print(&told, text)?;
         Ok(ExitCode::SUCCESS)
     }
 }
@@ -219,7 +215,7 @@ impl ExplainArgs {
                 let found = target::find(&client, &self.source, namespace, name)?;
                 let Some(addr) = found.address else {
                     let (from, to) = (self.source.to_string(), self.destination.to_string());
-                    return Ok(Explanation::without_address(from, to, found));
+                    return Ok(found.without_address(from, to));
                 };
                 let to = Destination {
                     addr,

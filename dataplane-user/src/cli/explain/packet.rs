@@ -52,20 +52,7 @@ pub fn explain(
     let index = if_nametoindex(packet.iface)
         .with_context(|| format!("there is no interface `{}` here", packet.iface))?;
     let to = packet.to;
-    let mut told = Explanation {
-        source: packet.source.to_string(),
-        destination: to.to_string(),
-        verdict: "left-alone",
-        reason: Reason::NotService.word(),
-        steps: Vec::new(),
-        service: None,
-        kind: None,
-        pool: None,
-        route: None,
-        endpoints: Vec::new(),
-        lookup: None,
-        capture: Vec::new(),
-    };
+    let mut told = Explanation::of(packet.source.to_string(), to.to_string());
     let Some(iface) = live
         .packet
         .iface(index)?

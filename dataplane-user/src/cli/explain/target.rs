@@ -1,18 +1,18 @@
-//! Where a connection is to go: to an address, or to a name that the client looks up first.
+//! The destination of a connection: an address, or a name that the client looks up first.
 
 use std::{fmt, net::IpAddr, str::FromStr};
 
 use anyhow::{Context as _, bail};
 use dataplane_common::Protocol;
 
-use super::{Destination, Namespace};
+use super::{Destination, Namespace, decision::Explanation};
 use crate::{
     admin::{api::DnsLookup, client::Client},
     cli::with_protocol,
     dns::{LowerName, Step},
 };
 
-/// Where a connection is to go.
+/// A destination.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Target {
     Address(Destination),
@@ -28,7 +28,7 @@ impl FromStr for Target {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let (socket, protocol) = with_protocol(text)?;
-        // Whatever begins with a digit and has no letters was meant to be an address: `10.96.0.1` without a port, too.
+        // A destination without letters is an address, also if its port is missing.
         let is_address =
             |text: &str| text.starts_with('[') || !text.contains(|c: char| c.is_ascii_alphabetic());
         let (name, port) = match socket.rsplit_once(':') {
@@ -67,16 +67,45 @@ impl fmt::Display for Target {
     }
 }
 
-/// How a client finds the addresses of a name.
+/// The addresses of a name, and how the client finds them.
 pub struct Found {
-    /// As people read it.
+    /// The queries, as sentences.
     pub steps: Vec<String>,
     pub lookup: DnsLookup,
-    /// The first address, which the client most likely uses; none: it finds none, or resolvers would say.
+    /// The first address, which the client most likely uses; none if there is none, or if the agent would ask resolvers.
     pub address: Option<IpAddr>,
 }
 
-/// Asks the agent how a client finds the addresses of a name.
+impl Found {
+    /// Explains a connection to a name that has no address, as far as the agent knows.
+    pub fn without_address(self, source: String, destination: String) -> Explanation {
+        let Self {
+            mut steps, lookup, ..
+        } = self;
+        let asks = lookup.ipv4.iter().chain(&lookup.ipv6);
+        let (reason, last) = if asks.into_iter().any(|step| step.ask.is_some()) {
+            (
+                "resolvers",
+                "the agent does not know the resolvers' answer, and this command asks nobody: give the address",
+            )
+        } else {
+            (
+                "not-found",
+                "the client finds no address, and does not connect",
+            )
+        };
+        steps.push(last.to_owned());
+        Explanation {
+            verdict: "no-address",
+            reason,
+            steps,
+            lookup: Some(lookup),
+            ..Explanation::of(source, destination)
+        }
+    }
+}
+
+/// Asks the agent for the addresses that a client finds for a name.
 pub fn find(
     client: &Client,
     source: &impl fmt::Display,
@@ -131,7 +160,7 @@ fn addresses(steps: &[Step]) -> impl Iterator<Item = IpAddr> + '_ {
     steps.iter().flat_map(|step| step.addresses.iter().copied())
 }
 
-/// A step as a sentence.
+/// Returns a step as a sentence.
 fn sentence(step: &Step) -> String {
     let Step { name, rule, .. } = step;
     let object = step

@@ -131,11 +131,7 @@ impl CleanupArgs {
             steps: steps.collect(),
             stays,
         };
-        let mut out = output::stdout();
-        match self.output {
-            Format::Json => output::json(&mut out, &answer)?,
-            Format::Text => text(&mut out, &answer)?,
-        }
+        self.output.print(&answer, text)?;
         Ok(ExitCode::SUCCESS)
     }
 }

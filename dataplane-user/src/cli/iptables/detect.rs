@@ -137,11 +137,7 @@ impl DetectArgs {
             decisions,
             missing,
         };
-        let mut out = output::stdout();
-        match self.output {
-            Format::Json => output::json(&mut out, &answer)?,
-            Format::Text => text(&mut out, &answer)?,
-        }
+        self.output.print(&answer, text)?;
         Ok(ExitCode::SUCCESS)
     }
 }

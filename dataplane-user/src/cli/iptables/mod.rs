@@ -42,7 +42,7 @@ impl IptablesArgs {
     }
 }
 
-/// Whose rules, and whose programs.
+/// The network namespace with the rules, and the programs of iptables and nft.
 #[derive(Debug, Args)]
 struct WhereArgs {
     /// The network namespace whose rules are meant: a NAME of `ip netns`, a /PATH such as
@@ -71,7 +71,7 @@ impl WhereArgs {
         }
     }
 
-    /// Whose programs, for people.
+    /// Returns where the programs are, for people.
     fn programs(&self) -> String {
         match &self.host_root {
             None => "on PATH".to_owned(),

@@ -60,7 +60,7 @@ pub struct ReportArgs {
     #[arg(short, long, value_enum, default_value_t)]
     output: Format,
 
-    /// What the agent uses, by the configuration file.
+    /// The marks and ports that the agent uses, by the configuration file.
     #[arg(skip = own(&Mesh::default()))]
     own: Own,
 }
@@ -177,11 +177,8 @@ impl ReportArgs {
             }
             None => self.live()?,
         };
-        let mut out = output::stdout();
-        match self.output {
-            Format::Json => output::json(&mut out, &answer)?,
-            Format::Text => self.text(&mut out, &answer)?,
-        }
+        self.output
+            .print(&answer, |out, answer| self.text(out, answer))?;
         Ok(if answer.unread.is_empty() && answer.missing.is_empty() {
             ExitCode::SUCCESS
         } else {

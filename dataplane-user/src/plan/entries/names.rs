@@ -9,23 +9,23 @@ use crate::model::{
     At, Backend, EndpointName, Entry, EntryName, EntryResolution, Resolved, lcm, narrowed,
 };
 
-/// How many names of one entry are told of that have a problem.
+/// Maximum number of names of one entry whose problems are listed.
 const TOLD: usize = 4;
 
-/// The names that entries need, and what is known of them.
+/// The DNS names of entries' endpoints, and their addresses.
 #[derive(Debug, Default)]
 pub(super) struct Names {
     known: HashMap<EndpointName, Resolved>,
     /// The names that entries need, each with these entries.
     wanted: BTreeMap<EndpointName, BTreeSet<EntryName>>,
-    /// Whether others are needed than before.
+    /// Whether the set of names has changed.
     others: bool,
-    /// Whether somebody resolves them.
+    /// Whether the names are looked up.
     are_resolved: bool,
 }
 
 impl Names {
-    /// That somebody resolves, and as they were before.
+    /// Names that the agent looks up, with their last known addresses.
     pub fn resolved(known: HashMap<EndpointName, Resolved>) -> Self {
         Self {
             known,
@@ -34,7 +34,7 @@ impl Names {
         }
     }
 
-    /// Notes that an entry needs names, or does not any more.
+    /// Adds the names of an entry, or removes them.
     pub fn note(&mut self, entry: &Entry, is_there: bool) {
         for name in entry.endpoint_names() {
             if is_there {
@@ -51,23 +51,23 @@ impl Names {
         }
     }
 
-    /// The names that are needed, if they are others than when this was last asked.
+    /// Returns the names that entries need, if they have changed since the last call.
     pub fn take_wanted(&mut self) -> Option<Vec<EndpointName>> {
         if !std::mem::take(&mut self.others) {
             return None;
         }
-        // What nobody needs is not known for the next who does: it would be old then.
+        // Addresses of other names would be old when an entry needs the names again.
         let wanted = &self.wanted;
         self.known.retain(|name, _| wanted.contains_key(name));
         Some(self.wanted.keys().cloned().collect())
     }
 
-    /// What is known of names, also of those that no entry has needed yet.
+    /// Returns the addresses of names, also of names that no entry has needed yet.
     pub const fn known(&self) -> &HashMap<EndpointName, Resolved> {
         &self.known
     }
 
-    /// Takes in what resolvers say. Returns the entries that are concerned.
+    /// Takes in the addresses of a name. Returns the entries that they change.
     pub fn learn(&mut self, name: EndpointName, resolved: Resolved) -> Vec<EntryName> {
         let Some(concerned) = self.wanted.get(&name) else {
             return Vec::new();
@@ -79,7 +79,7 @@ impl Names {
         concerned.iter().cloned().collect()
     }
 
-    /// Puts addresses in the place of the names in an entry. Returns what is wrong with names.
+    /// Replaces the names in an entry by their addresses. Returns the names' problems.
     pub fn fill(&self, entry: &mut Entry) -> Vec<String> {
         let mut problems: BTreeSet<String> = BTreeSet::new();
         let namespace: Arc<str> = entry.name.namespace().into();
@@ -119,11 +119,11 @@ impl Names {
                 };
                 (backend, addresses)
             });
-            // Nobody connects to a name without addresses, as to an endpoint that is not ready.
+            // A name without addresses is like an endpoint that is not ready.
             let found = found
                 .filter(|(_, addresses)| !addresses.is_empty())
                 .collect::<Vec<_>>();
-            // The addresses of a name have its part of the connections together.
+            // The addresses of a name share its part of the connections.
             let common = found.iter().fold(1, |common, (_, addresses)| {
                 lcm(common, addresses.len() as u128)
             });
