@@ -221,7 +221,7 @@ impl FromStr for Destination {
         let addr: SocketAddr = socket.parse().map_err(|_| {
             format!(
                 "`{socket}` is not an address and port; expected ADDRESS:PORT such as 10.96.0.1:443, 10.96.0.10:53/udp or \
-                     [fd00::1]:80 (names are not resolved)"
+                     [fd00::1]:80, or NAME:PORT such as httpbin.default:8000"
             )
         })?;
         if addr.port() == 0 {

@@ -157,7 +157,7 @@ impl Log {
     }
 
     /// Returns the queries from a number on, `most` at most; without a number, those that the agent answers from now on. The
-    /// log keeps queries for [`LEASE`] after each read.
+    /// log keeps queries for five seconds after each read.
     pub fn read(&self, from: Option<u64>, most: usize) -> Queries {
         let now = Instant::now();
         let was_read = self.since_start(now) < self.until.load(Ordering::Relaxed);

@@ -247,7 +247,7 @@ impl Lookups {
     }
 
     /// Takes the results since the last batch, and the time of the first of them. Returns nothing if the last batch is less
-    /// than [`PAUSE`] ago. So names whose addresses change all the time do not keep the reader busy.
+    /// than half a second ago. So names whose addresses change all the time do not keep the reader busy.
     pub fn take(&mut self) -> (HashMap<EndpointName, Resolved>, Option<Instant>) {
         if self.taken.is_some_and(|taken| taken.elapsed() < PAUSE) {
             return (HashMap::new(), None);

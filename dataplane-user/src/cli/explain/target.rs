@@ -37,7 +37,7 @@ impl FromStr for Target {
         };
         let port = port.parse::<u16>().ok().filter(|port| *port != 0);
         let port = port.ok_or_else(|| {
-            format!("`{socket}` has no port; expected NAME:PORT such as httpbin.default:8000")
+            format!("`{socket}` has no port from 1 to 65535; expected NAME:PORT such as httpbin.default:8000")
         })?;
         let is_of_host = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
         if LowerName::parse(name).is_err() || !name.chars().all(is_of_host) {
