@@ -137,6 +137,10 @@ pub fn answer<C: AsRef<Client>>(
         Parsed::Query(query) => query,
         Parsed::Foreign => return Decision::Relay,
         Parsed::Nothing => return Decision::Nothing,
+        Parsed::Refused(query, code) => {
+            query.with_code(code, out);
+            return Decision::Answered(Rule::Refused);
+        }
         Parsed::Wrong(code) => {
             refusal(query, code, out);
             return Decision::Answered(Rule::Refused);

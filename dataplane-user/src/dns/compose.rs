@@ -12,7 +12,7 @@ use hickory_proto::{
 
 use super::{
     name::LowerName,
-    wire::{Stored, types},
+    wire::{HEADER, IN, Stored, types},
     zone::{Meaning, SCHEMA, Zone},
 };
 use crate::model::{Protocol, Records, Service};
@@ -181,24 +181,57 @@ pub fn own(
     Stored::read(&bytes, name, of_type, true).ok()
 }
 
-/// An answer that begins with records of our own, and goes on with what resolvers know of another name. `age`: the
-/// seconds that have passed since they said so.
+/// An answer that begins with aliases of our own, and goes on with what resolvers know of the name that the last of them
+/// leads to. `age`: the seconds that have passed since they said so. SERVFAIL if the records cannot be joined.
 pub fn joined(
     (name, of_type): (&LowerName, u16),
-    records: &[Record],
+    aliases: &[Record],
     theirs: &Stored,
     age: u32,
 ) -> Option<Stored> {
-    let mut theirs = Message::from_vec(&theirs.bytes).ok()?;
-    let mut message = to_question(name, of_type);
-    message.metadata.response_code = theirs.metadata.response_code;
-    for record in theirs.answers.iter_mut().chain(&mut theirs.authorities) {
-        record.decrement_ttl(age);
-    }
-    message.add_answers(records.iter().cloned().chain(theirs.answers));
-    message.add_authorities(theirs.authorities);
-    let bytes = message.to_vec().ok()?;
+    let bytes = join((name, of_type), aliases, theirs, age);
+    let bytes = bytes.or_else(|| {
+        let mut message = to_question(name, of_type);
+        message.metadata.response_code = ResponseCode::ServFail;
+        message.to_vec().ok()
+    })?;
     Stored::read(&bytes, name, of_type, false).ok()
+}
+
+/// The bytes of [`joined`]. No record is taken apart: an answer may have records that nothing here understands.
+fn join(
+    (name, of_type): (&LowerName, u16),
+    aliases: &[Record],
+    theirs: &Stored,
+    age: u32,
+) -> Option<Vec<u8>> {
+    let mut out = to_question(name, of_type).to_vec().ok()?;
+    out[3] |= theirs.bytes.get(3)? & 0x0f;
+    // Where the name is that the next record is about.
+    let mut at = HEADER;
+    for alias in aliases {
+        let RData::CNAME(CNAME(to)) = &alias.data else {
+            return None;
+        };
+        let to = LowerName::of_labels(to.iter()).ok()?;
+        out.extend((0xc000 | u16::try_from(at).ok()?).to_be_bytes());
+        out.extend(types::CNAME.to_be_bytes());
+        out.extend(IN.to_be_bytes());
+        out.extend(alias.ttl.to_be_bytes());
+        out.extend(u16::try_from(to.bytes().len()).ok()?.to_be_bytes());
+        at = out.len();
+        out.extend_from_slice(to.bytes());
+    }
+    theirs.append_to(&mut out, at, age)?;
+    let [answers, authorities, additional] = theirs.counts();
+    let answers = answers.checked_add(u16::try_from(aliases.len()).ok()?)?;
+    for (place, count) in out[6..HEADER]
+        .chunks_exact_mut(2)
+        .zip([answers, authorities, additional])
+    {
+        place.copy_from_slice(&count.to_be_bytes());
+    }
+    Some(out)
 }
 
 /// An answer as it is after some seconds.
@@ -219,4 +252,94 @@ fn to_question(name: &LowerName, of_type: u16) -> Message {
 /// A record that says that a name is another.
 pub fn alias(from: &LowerName, to: &LowerName, ttl: u32) -> Record {
     Record::from_rdata(from.to_name(), ttl, RData::CNAME(CNAME(to.to_name())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn name(text: &str) -> LowerName {
+        LowerName::parse(text).unwrap()
+    }
+
+    /// An answer of type MX about `www.example.com`, with these records: the rest of each after its name.
+    fn theirs(records: &[(&[u8], &[u8])]) -> Stored {
+        let asked = name("www.example.com");
+        let mut bytes = vec![0, 0, 0x81, 0x80, 0, 1, 0, 0, 0, 0, 0, 0];
+        bytes[7] = u8::try_from(records.len()).unwrap();
+        bytes.extend(asked.bytes());
+        bytes.extend([0, 15, 0, 1]);
+        for (owner, rest) in records {
+            bytes.extend([*owner, *rest].concat());
+        }
+        Stored::read(&bytes, &asked, 15, false).unwrap()
+    }
+
+    fn join_with(theirs: &Stored) -> Stored {
+        let (asked, middle) = (name("www.shop.svc.cluster.local"), name("www.shop.example"));
+        let aliases = [
+            alias(&asked, &middle, 5),
+            alias(&middle, &name("www.example.com"), 5),
+        ];
+        joined((&asked, 15), &aliases, theirs, 10).unwrap()
+    }
+
+    #[test]
+    fn pointers_lead_to_the_same_names_when_answers_are_joined() {
+        // MX 10 mail.example.com; its name is that of the question, and `example.com` is in it.
+        let mail = [
+            &[0, 15, 0, 1, 0, 0, 0, 60, 0, 9, 0, 10, 4][..],
+            b"mail",
+            &[0xc0, 16],
+        ];
+        // The address of the name in the data: 12 + 17 + 4 bytes precede, and 2 + 12 of the record.
+        let addr = [0, 1, 0, 1, 0, 0, 0, 60, 0, 4, 192, 0, 2, 25];
+        let all = theirs(&[(&[0xc0, 12], &mail.concat()), (&[0xc0, 47], &addr)]);
+        let stored = join_with(&all);
+        let message = Message::from_vec(&stored.bytes).unwrap();
+        let records: Vec<_> = message.answers.iter().map(ToString::to_string).collect();
+        assert_eq!(
+            records,
+            [
+                "www.shop.svc.cluster.local. 5 IN CNAME www.shop.example.",
+                "www.shop.example. 5 IN CNAME www.example.com.",
+                "www.example.com. 50 IN MX 10 mail.example.com.",
+                "mail.example.com. 50 IN A 192.0.2.25",
+            ]
+        );
+    }
+
+    #[test]
+    fn records_that_nobody_knows_are_joined_as_they_are() {
+        let empty = [255, 1, 0, 1, 0, 0, 0, 60, 0, 0];
+        // As pointers look, and no pointers.
+        let other = [255, 2, 0, 1, 0, 0, 0, 60, 0, 4, 0xc0, 12, 0xff, 0xff];
+        let stored = join_with(&theirs(&[(&[0xc0, 12], &empty), (&[0xc0, 12], &other)]));
+        assert_eq!(stored.code(), ResponseCode::NoError);
+        assert_eq!(stored.counts(), [4, 0, 0]);
+        assert_eq!(
+            stored.bytes[stored.bytes.len() - 10..][..10],
+            [0, 0, 0, 50, 0, 4, 0xc0, 12, 0xff, 0xff]
+        );
+    }
+
+    #[test]
+    fn an_answer_that_cannot_be_joined_does_not_say_that_the_name_is_not_there() {
+        // A name beyond the reach of pointers, if anything precedes it.
+        let long = [&[0, 16, 0, 1, 0, 0, 0, 60, 0x3f, 0xc4][..], &[0; 0x3fc4]].concat();
+        let owner = [
+            &[1, b'a', 0][..],
+            &[0, 1, 0, 1, 0, 0, 0, 60, 0, 4, 192, 0, 2, 1],
+        ]
+        .concat();
+        let far = [0, 1, 0, 1, 0, 0, 0, 60, 0, 4, 192, 0, 2, 2];
+        let to = 12 + 17 + 4 + 12 + 0x3fc4_u16;
+        let all = theirs(&[
+            (&[0xc0, 12], &long),
+            (&[], &owner),
+            (&(0xc000 | to).to_be_bytes(), &far),
+        ]);
+        assert_eq!(Message::from_vec(&all.bytes).unwrap().answers.len(), 3);
+        assert_eq!(join_with(&all).code(), ResponseCode::ServFail);
+    }
 }

@@ -116,7 +116,7 @@ impl Log {
         (query, answer): (&[u8], &[u8]),
         by: &str,
     ) {
-        let Parsed::Query(parsed) = Parsed::read(query) else {
+        let (Parsed::Query(parsed) | Parsed::Refused(parsed, _)) = Parsed::read(query) else {
             return;
         };
         let took = arrived.elapsed();

@@ -83,16 +83,14 @@ struct Edns {
 
 /// What bytes from a client are.
 #[derive(Clone, Debug)]
-#[expect(
-    clippy::large_enum_variant,
-    reason = "nearly all of them are queries, and none is kept"
-)]
 pub enum Parsed<'a> {
     /// A query to answer.
     Query(Query<'a>),
     /// Something that only resolvers may know: another opcode, another class, a signed query.
     Foreign,
-    /// A query that is refused, with this code.
+    /// A query that is refused, with this code, whatever its name.
+    Refused(Query<'a>, ResponseCode),
+    /// A malformed query, which is refused with this code.
     Wrong(ResponseCode),
     /// Nothing to answer: an answer, or less than a header.
     Nothing,
@@ -138,7 +136,10 @@ impl<'a> Parsed<'a> {
         let (Some(of_type), Some(class)) = (word(bytes, end), word(bytes, end + 2)) else {
             return wrong;
         };
+        // A resolver may give the node, which would ask, a zone that it does not give the client.
+        let is_transfer = matches!(of_type, types::AXFR | types::IXFR);
         let mut edns = None;
+        let mut known_version = true;
         let mut at = end + 4;
         let of_sections = [counts[1], counts[2], counts[3]];
         for (section, count) in of_sections.into_iter().enumerate() {
@@ -147,38 +148,38 @@ impl<'a> Parsed<'a> {
                     return wrong;
                 };
                 at = record.end;
-                if record.of_type != types::OPT {
-                    return Self::Foreign;
+                match record.of_type {
+                    types::OPT => {}
+                    // What the client has of the zone.
+                    _ if is_transfer => continue,
+                    _ => return Self::Foreign,
                 }
                 let is_root = bytes[record.start] == 0;
                 if section != 2 || edns.is_some() || !is_root {
                     return wrong;
                 }
                 // Version, after the upper bits of the code.
-                if bytes[record.ttl + 1] != 0 {
-                    return Self::Wrong(ResponseCode::BADVERS);
-                }
+                known_version = bytes[record.ttl + 1] == 0;
                 edns = Some(Edns {
                     payload: record.class,
                     dnssec: bytes[record.ttl + 2] & DO != 0,
                 });
             }
         }
-        if class != IN {
-            return Self::Foreign;
-        }
-        match of_type {
-            types::OPT => return wrong,
-            types::AXFR | types::IXFR => return Self::Wrong(ResponseCode::Refused),
-            _ => {}
-        }
-        Self::Query(Query {
+        let query = Query {
             bytes,
             name,
             of_type,
             end: end + 4,
             edns,
-        })
+        };
+        match of_type {
+            _ if !known_version => Self::Refused(query, ResponseCode::BADVERS),
+            _ if is_transfer => Self::Refused(query, ResponseCode::Refused),
+            _ if class != IN => Self::Foreign,
+            types::OPT => wrong,
+            _ => Self::Query(query),
+        }
     }
 }
 
@@ -219,15 +220,36 @@ impl Record {
 }
 
 /// Where the name at `at` ends; its pointer is not followed.
-fn skip_name(bytes: &[u8], mut at: usize) -> Option<usize> {
+fn skip_name(bytes: &[u8], at: usize) -> Option<usize> {
+    end_of_name(bytes, at).map(|(end, _)| end)
+}
+
+/// Where the name at `at` ends, and where its pointer is.
+fn end_of_name(bytes: &[u8], mut at: usize) -> Option<(usize, Option<usize>)> {
     loop {
         let length = *bytes.get(at)?;
         match length {
-            0 => return Some(at + 1),
-            0xc0.. => return (at + 2 <= bytes.len()).then_some(at + 2),
+            0 => return Some((at + 1, None)),
+            0xc0.. => return (at + 2 <= bytes.len()).then_some((at + 2, Some(at))),
             64.. => return None,
             _ => at += 1 + usize::from(length),
         }
+    }
+}
+
+/// The names in the data of a record, which may have pointers: the bytes before them, and how many there are (RFC 3597).
+fn names_in(of_type: u16) -> (usize, usize) {
+    match of_type {
+        // NS, MD, MF, CNAME, MB, MG, MR, PTR, DNAME
+        2..=5 | 7..=9 | types::PTR | 39 => (0, 1),
+        // SOA, MINFO, RP
+        types::SOA | 14 | 17 => (0, 2),
+        // MX, AFSDB, RT, KX
+        15 | 18 | 21 | 36 => (2, 1),
+        // PX
+        26 => (2, 2),
+        types::SRV => (6, 1),
+        _ => (0, 0),
     }
 }
 
@@ -331,17 +353,27 @@ impl Query<'_> {
         if self.bits() & (bits::AD | bits::DO) != 0 {
             out[3] |= bytes[3] & 0x20;
         }
-        if bytes.len() + opt > self.limit(transport) {
-            out[2] |= 0x02;
+        let room = self.limit(transport) - opt;
+        let (end, counts) = if bytes.len() > room {
+            stored.within(room)
         } else {
-            out[6..HEADER].copy_from_slice(&bytes[6..HEADER]);
-            let start = out.len();
-            out.extend_from_slice(bytes.get(start..).unwrap_or_default());
-            for at in &stored.ttls {
-                let at = usize::from(*at);
-                let left = read_u32(out, at).saturating_sub(age);
-                out[at..at + 4].copy_from_slice(&left.to_be_bytes());
+            (bytes.len(), stored.counts())
+        };
+        let is_whole = counts[..2] == stored.counts()[..2];
+        // Additional records are no reason to ask again (RFC 2181).
+        out[2] |= if is_whole { 0 } else { 0x02 };
+        for (place, count) in out[6..HEADER].chunks_exact_mut(2).zip(counts) {
+            place.copy_from_slice(&count.to_be_bytes());
+        }
+        let start = out.len();
+        out.extend_from_slice(bytes.get(start..end).unwrap_or_default());
+        for at in &stored.ttls {
+            let at = usize::from(*at);
+            if at >= end {
+                break;
             }
+            let left = read_u32(out, at).saturating_sub(age);
+            out[at..at + 4].copy_from_slice(&left.to_be_bytes());
         }
         self.end(out, u16::from(low) | u16::from(stored.upper) << 4);
     }
@@ -360,18 +392,12 @@ fn of_family(address: &[u8]) -> u16 {
 pub fn refusal(bytes: &[u8], code: ResponseCode, out: &mut Vec<u8>) {
     out.clear();
     let Some(head) = bytes.get(..4) else { return };
-    let code = u16::from(code);
+    let low = u8::try_from(u16::from(code) & 0x0f).unwrap_or_default();
     out.extend_from_slice(&head[..2]);
     // As in the query: opcode and RD.
     out.push(0x80 | head[2] & 0x79);
-    out.push(0x80 | u8::try_from(code & 0x0f).unwrap_or_default());
+    out.push(0x80 | low);
     out.extend_from_slice(&[0; 8]);
-    if let Ok(upper @ 1..) = u8::try_from(code >> 4) {
-        out.extend_from_slice(&OPT);
-        out.extend_from_slice(&PAYLOAD.to_be_bytes());
-        out.extend_from_slice(&[upper, 0, 0, 0, 0, 0]);
-        add(out, 10, 1);
-    }
 }
 
 /// Adds to a count of the header.
@@ -427,7 +453,16 @@ impl Stored {
     ) -> Result<Self, NotAnAnswer> {
         use NotAnAnswer::{AnotherQuestion, Malformed};
         let counts = counts(bytes).ok_or(Malformed)?;
-        if bytes[2] & 0xf8 != 0x80 || counts[0] != 1 {
+        if bytes[2] & 0xf8 != 0x80 {
+            return Err(AnotherQuestion);
+        }
+        // A server that refuses a query need not repeat the question: FORMERR, SERVFAIL, NOTIMP, REFUSED.
+        if counts[0] == 0 && matches!(bytes[3] & 0x0f, 1 | 2 | 4 | 5) {
+            let mut whole = question(0, name, of_type, 0, false);
+            whole[..4].copy_from_slice(&bytes[..4]);
+            return Self::read(&whole, name, of_type, authoritative);
+        }
+        if counts[0] != 1 {
             return Err(AnotherQuestion);
         }
         let (asked, end) = LowerName::read(bytes, HEADER).map_err(|_| Malformed)?;
@@ -437,17 +472,21 @@ impl Stored {
         let mut at = end + 4;
         let mut ttls = Vec::new();
         let mut shortest = u32::MAX;
-        let mut opt: Option<Record> = None;
+        // The OPT record, and how many records precede it in its section.
+        let mut opt: Option<(Record, u16)> = None;
         let mut negative = None;
         for (section, count) in counts[1..].iter().enumerate() {
-            for _ in 0..*count {
+            for number in 0..*count {
                 let record = Record::read(bytes, at).ok_or(Malformed)?;
                 at = record.end;
                 if record.of_type == types::OPT {
                     if section != 2 || opt.is_some() {
                         return Err(Malformed);
                     }
-                    opt = Some(record);
+                    opt = Some((record, number));
+                }
+                // Additional records after the OPT record are left out: their pointers would lead elsewhere without it.
+                if opt.is_some() {
                     continue;
                 }
                 // The upper bit set counts as zero (RFC 2181).
@@ -462,15 +501,10 @@ impl Stored {
         }
         let mut bytes = bytes[..at].to_vec();
         let mut upper = 0;
-        if let Some(opt) = opt {
+        if let Some((opt, before)) = opt {
             upper = bytes[opt.ttl];
-            // Records after it may have pointers that would lead elsewhere.
-            if opt.end != bytes.len() {
-                return Err(Malformed);
-            }
             bytes.truncate(opt.start);
-            let additional = counts[3] - 1;
-            bytes[10..HEADER].copy_from_slice(&additional.to_be_bytes());
+            bytes[10..HEADER].copy_from_slice(&before.to_be_bytes());
         }
         let is_negative = bytes[3] & 0x0f == 3 || counts[1] == 0;
         let ttl = match (bytes[3] & 0x0f, upper) {
@@ -489,6 +523,31 @@ impl Stored {
         })
     }
 
+    /// The numbers of records in its sections.
+    pub fn counts(&self) -> [u16; 3] {
+        counts(&self.bytes).map_or([0; 3], |[_, counts @ ..]| counts)
+    }
+
+    /// The records that fit into `room` bytes: where the last of them ends, and how many each section has.
+    fn within(&self, room: usize) -> (usize, [u16; 3]) {
+        let (mut end, mut found) = (0, [0; 3]);
+        let mut starts = self.ttls.iter();
+        for (section, count) in self.counts().into_iter().enumerate() {
+            for at in starts.by_ref().take(count.into()) {
+                // After the TTL: the length of the data, and the data.
+                let at = usize::from(*at) + 4;
+                let length = word(&self.bytes, at).unwrap_or_default();
+                let next = at + 2 + usize::from(length);
+                if next > room {
+                    return (end, found);
+                }
+                end = next;
+                found[section] += 1;
+            }
+        }
+        (end, found)
+    }
+
     /// Its code.
     pub fn code(&self) -> ResponseCode {
         ResponseCode::from(self.upper, self.bytes[3] & 0x0f)
@@ -497,6 +556,57 @@ impl Stored {
     /// Whether it says that it does not fit.
     pub fn is_truncated(&self) -> bool {
         self.bytes[2] & 0x02 != 0
+    }
+
+    /// Appends its records to another message, in which the name of its question is at `name`. The records' times to live
+    /// are shorter by `age` seconds. Data of types that nobody knows is kept as it is.
+    ///
+    /// None: it is malformed, or a pointer would be too long.
+    pub fn append_to(&self, out: &mut Vec<u8>, name: usize, age: u32) -> Option<()> {
+        /// The longest pointer.
+        const FAR: usize = 0x3fff;
+        let bytes = &*self.bytes;
+        let name_end = skip_name(bytes, HEADER)?;
+        let start = name_end + 4;
+        let new = out.len();
+        out.extend_from_slice(bytes.get(start..)?);
+        // Has the name at a place point to where its end is now; returns where the name ends.
+        let move_pointer = |at: usize, out: &mut Vec<u8>| {
+            let (end, pointer) = end_of_name(bytes, at)?;
+            if let Some(at) = pointer {
+                let to = usize::from(word(bytes, at)?) & FAR;
+                let to = if (HEADER..name_end).contains(&to) {
+                    to - HEADER + name
+                } else {
+                    to.checked_sub(start)? + new
+                };
+                let to = u16::try_from(to)
+                    .ok()
+                    .filter(|to| usize::from(*to) <= FAR)?;
+                let at = at - start + new;
+                out[at..at + 2].copy_from_slice(&(to | 0xc000).to_be_bytes());
+            }
+            Some(end)
+        };
+        let count: usize = self.counts().into_iter().map(usize::from).sum();
+        let mut at = start;
+        for _ in 0..count {
+            let record = Record::read(bytes, at)?;
+            move_pointer(record.start, out)?;
+            let ttl = record.ttl - start + new;
+            let left = read_u32(bytes, record.ttl).saturating_sub(age);
+            out[ttl..ttl + 4].copy_from_slice(&left.to_be_bytes());
+            let (before, names) = names_in(record.of_type);
+            let mut place = record.ttl + 6 + before;
+            for _ in 0..names {
+                place = move_pointer(place, out)?;
+            }
+            at = record.end;
+            if names > 0 && place > at {
+                return None;
+            }
+        }
+        Some(())
     }
 
     /// The same with other times to live.

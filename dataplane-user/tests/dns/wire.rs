@@ -6,7 +6,7 @@ use std::{
 };
 
 use dataplane::dns::{
-    LowerName, Transport, Ttls, Zone,
+    LowerName, Stored, Transport, Ttls, Zone,
     answer::{Decision, answer},
     question,
 };
@@ -46,6 +46,11 @@ fn malformed_queries_are_refused_as_the_rfcs_say() {
     let opt = |version: u8| [0, 0, 41, 4, 208, 0, version, 0, 0, 0, 0];
     let with_opts = |count: u8, opts: &[u8]| [&with(11, &[count])[..], opts].concat();
     let end = query(WEB).len();
+    let transfer = |of_type: u8| with(end - 3, &[of_type]);
+    // What the client has of the zone, as an authority: a name by a pointer, and data without length.
+    let mut since = transfer(251);
+    since[9] = 1;
+    since.extend([0xc0, 12, 0, 6, 0, 1, 0, 0, 0, 0, 0, 0]);
     for (what, query, code) in [
         ("no question", with(5, &[0]), ResponseCode::FormErr),
         ("two questions", with(5, &[2]), ResponseCode::FormErr),
@@ -84,7 +89,8 @@ fn malformed_queries_are_refused_as_the_rfcs_say() {
             with_opts(1, &opt(1)),
             ResponseCode::BADVERS,
         ),
-        ("a whole zone", with(end - 3, &[252]), ResponseCode::Refused),
+        ("a whole zone", transfer(252), ResponseCode::Refused),
+        ("a zone's changes", since, ResponseCode::Refused),
     ] {
         let (decision, out) = answered(&query);
         assert!(
@@ -95,6 +101,11 @@ fn malformed_queries_are_refused_as_the_rfcs_say() {
         let found = u16::from(message.metadata.response_code);
         let wanted = (u16::from(code), 0x1234);
         assert_eq!((found, message.metadata.id), wanted, "{what}");
+        // Clients take no answer without their question, if it is a question.
+        let questions = usize::from(code != ResponseCode::FormErr);
+        assert_eq!(message.queries.len(), questions, "{what}");
+        let edns = code == ResponseCode::BADVERS;
+        assert_eq!(message.edns.is_some(), edns, "{what}");
     }
     for (what, query) in [
         ("nothing", Vec::new()),
@@ -150,11 +161,68 @@ fn an_answer_has_the_spelling_of_its_query_and_fits_into_what_the_client_takes()
     // Without EDNS, 512 bytes are all that a client takes.
     let name = LowerName::parse("_https._tcp.headless.default.svc.cluster.local").unwrap();
     let long = |edns| answered(&question(1, &name, 33, 1, edns)).1;
-    let cut = Message::from_vec(&long(false)).unwrap();
-    assert!(cut.metadata.truncation && cut.answers.is_empty() && cut.queries.len() == 1);
+    let bytes = long(false);
+    let short = Message::from_vec(&bytes).unwrap();
+    // RFC 2181: additional records that do not fit are left out, and the answer is whole.
+    assert!(!short.metadata.truncation && bytes.len() <= 512);
+    assert_eq!(short.answers.len(), 6);
+    assert!((1..6).contains(&short.additionals.len()), "{short:?}");
     let whole = Message::from_vec(&long(true)).unwrap();
     assert!(!whole.metadata.truncation && whole.edns.is_some());
     assert_eq!(whole.answers.len(), 6);
+}
+
+/// A record of `example.com`, whose name is the question's: type, and data with its length.
+fn record(of_type: u8, data: &[u8]) -> Vec<u8> {
+    let head = [0xc0, 12, 0, of_type, 0, 1, 0, 0, 0, 60];
+    [&head[..], data].concat()
+}
+
+#[test]
+fn answers_of_all_servers_are_understood() {
+    let name = LowerName::parse("example.com").unwrap();
+    let query = question(7, &name, 15, 1, false);
+    let answer = |flags: [u8; 2], counts: [u8; 4], rest: &[u8]| {
+        let counts = counts.map(|count| [0, count]).concat();
+        [&query[..2], &flags, &counts, rest].concat()
+    };
+    let read = |bytes: &[u8]| Stored::read(bytes, &name, 15, false);
+    let opt = [0, 0, 41, 4, 208, 1, 0, 0, 0, 0, 0];
+    // RFC 6891: the OPT record is anywhere in its section.
+    let mail = record(15, &[0, 4, 0, 10, 0xc0, 12]);
+    let addr = record(1, &[0, 4, 192, 0, 2, 1]);
+    for (additional, kept) in [
+        ([&opt[..], &addr, &addr].concat(), 0),
+        ([&addr, &opt[..], &addr].concat(), 1),
+        ([&addr, &addr, &opt[..]].concat(), 2),
+    ] {
+        let rest = [&query[12..], &mail, &additional].concat();
+        let stored = read(&answer([0x81, 0x80], [1, 1, 0, 3], &rest)).unwrap();
+        let message = Message::from_vec(&stored.bytes).unwrap();
+        assert!(message.edns.is_none());
+        assert_eq!(
+            (message.answers.len(), message.additionals.len()),
+            (1, kept)
+        );
+        assert_eq!(
+            u16::from(stored.code()),
+            16,
+            "the upper bits are those of the OPT record"
+        );
+    }
+    // A refusal, without the question and with it.
+    for code in [1, 2, 4, 5_u8] {
+        let short = read(&answer([0x81, 0x80 | code], [0; 4], &[])).unwrap();
+        let with = read(&answer([0x81, 0x80 | code], [1, 0, 0, 0], &query[12..])).unwrap();
+        assert_eq!(short, with);
+        assert_eq!(u16::from(short.code()), u16::from(code));
+    }
+    // Not a success, not that a name does not exist, and nothing by another name.
+    for code in [0, 3] {
+        assert!(read(&answer([0x81, 0x80 | code], [0; 4], &[])).is_err());
+    }
+    let other = question(7, &LowerName::parse("example.org").unwrap(), 15, 1, false);
+    assert!(read(&answer([0x81, 0x85], [1, 0, 0, 0], &other[12..])).is_err());
 }
 
 #[test]
