@@ -18,7 +18,7 @@ scenarios! {
 const PORT: u16 = 5432;
 
 /// A database of a namespace, with fields besides.
-fn database(namespace: &str, name: &str, more: &str, endpoint: &str) -> String {
+pub fn database(namespace: &str, name: &str, more: &str, endpoint: &str) -> String {
     format!(
         "---
 apiVersion: networking.istio.io/v1

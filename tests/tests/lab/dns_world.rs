@@ -1,6 +1,9 @@
 //! A node whose agent answers the DNS queries of a captured pod, with a real resolver behind it.
 
-use std::{fs, path::PathBuf};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
 use anyhow::{Result, ensure};
 use dataplane_common::Reason;
@@ -116,6 +119,11 @@ impl World {
         })
     }
 
+    /// Where files of the scenario may be.
+    pub fn directory(&self) -> &Path {
+        self.directory.path()
+    }
+
     pub fn manifests(&self) -> PathBuf {
         self.directory.path().join("cluster.yaml")
     }
@@ -191,11 +199,18 @@ impl World {
 
     /// What a command prints, with the pod's `resolv.conf`.
     pub fn with_resolv_conf(&self, command: &[&str]) -> Result<String> {
+        self.with_resolver("10.96.0.53", command)
+    }
+
+    /// What a command prints, with a `resolv.conf` that has the pod's search list and this resolver.
+    pub fn with_resolver(&self, resolver: &str, command: &[&str]) -> Result<String> {
         let file = self.directory.path().join("pod.conf");
         fs::write(
             &file,
-            "search shop.svc.cluster.local svc.cluster.local cluster.local corp.example\n\
-             nameserver 10.96.0.53\noptions ndots:5\n",
+            format!(
+                "search shop.svc.cluster.local svc.cluster.local cluster.local corp.example\n\
+                 nameserver {resolver}\noptions ndots:5\n"
+            ),
         )?;
         let script = "mount --bind \"$1\" /etc/resolv.conf && shift && exec \"$@\"";
         let inside = self

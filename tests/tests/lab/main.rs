@@ -34,8 +34,10 @@ mod daemonset;
 mod deaths;
 mod dns;
 mod dns_capture;
+mod dns_clients;
 mod dns_hosts;
 mod dns_limits;
+mod dns_upstreams;
 mod dns_world;
 mod endpoint_names;
 mod entries;
@@ -192,8 +194,10 @@ fn main() -> ExitCode {
         deaths::SCENARIOS,
         dns::SCENARIOS,
         dns_capture::SCENARIOS,
+        dns_clients::SCENARIOS,
         dns_hosts::SCENARIOS,
         dns_limits::SCENARIOS,
+        dns_upstreams::SCENARIOS,
         endpoint_names::SCENARIOS,
         moving::SCENARIOS,
         supervisor::SCENARIOS,

@@ -28,9 +28,10 @@ pub use self::{linker::cache, program::Purpose};
 /// Find and install the tools that the other chores need
 ///
 /// Looks for the source of Rust's `core`, a bpf-linker for rustc's own LLVM, iproute2, and the
-/// iptables, nftables, HAProxy and nginx that tests and benchmarks compare with, dig and unbound. Prints which tools are missing and
-/// why they are needed, and installs them; packages of the distribution only as root. Keeps the tools that it builds in
-/// $XDG_CACHE_HOME/dataplane (~/.cache/dataplane), one copy for each user, which all clones share.
+/// iptables, nftables, HAProxy and nginx that tests and benchmarks compare with, and the DNS clients and resolver of the
+/// tests. Prints which tools are missing and why they are needed, and installs them; packages of the distribution only as
+/// root. Keeps the tools that it builds in $XDG_CACHE_HOME/dataplane (~/.cache/dataplane), one copy for each user, which
+/// all clones share.
 ///
 /// Every other chore calls set-up for the tools that it needs, so you need not start with this one.
 #[derive(Debug, clap::Args)]
@@ -52,7 +53,7 @@ pub fn main(no_install: bool) -> Result<ExitCode> {
     };
     anstream::eprintln!(
         "{state}: rustc {} with LLVM {}, rust-src, bpf-linker {} in {}, iproute2, iptables, \
-         nftables, haproxy, nginx, dig, unbound.",
+         nftables, haproxy, nginx, dig, unbound, musl-gcc, hey.",
         found.rustc.release,
         found.rustc.llvm,
         linker::VERSION,

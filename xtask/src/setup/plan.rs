@@ -202,6 +202,8 @@ mod tests {
                 package("libnginx-mod-stream"),
                 package("bind9-dnsutils"),
                 package("unbound"),
+                package("musl-tools"),
+                package("hey"),
                 Step::BpfLinker
             ]
         );
@@ -296,7 +298,7 @@ mod tests {
             ..complete()
         };
         let steps = steps(&foreign, Purpose::Bench);
-        assert_eq!(steps.len(), 8, "{steps:?}");
+        assert_eq!(steps.len(), 10, "{steps:?}");
         assert!(
             steps.iter().all(|step| matches!(step, Step::ByHand(_))),
             "{steps:?}"

@@ -12,7 +12,7 @@ pub struct Program {
 }
 
 /// What the chores run.
-pub const PROGRAMS: [Program; 9] = [
+pub const PROGRAMS: [Program; 11] = [
     Program {
         name: "ip",
         package: "iproute2",
@@ -60,6 +60,18 @@ pub const PROGRAMS: [Program; 9] = [
         name: "unbound",
         package: "unbound",
         needed_for: "is the resolver behind our DNS server, in tests",
+        least: Purpose::Bench,
+    },
+    Program {
+        name: "musl-gcc",
+        package: "musl-tools",
+        needed_for: "compiles a client of our DNS server with musl's resolver, in tests",
+        least: Purpose::Bench,
+    },
+    Program {
+        name: "hey",
+        package: "hey",
+        needed_for: "is a client of our DNS server with Go's resolver, in tests",
         least: Purpose::Bench,
     },
     Program {
