@@ -35,6 +35,8 @@ pub struct Command {
     capabilities: Option<String>,
     /// `None`: this process's.
     user: Option<u32>,
+    /// `None`: the machine's.
+    resolv_conf: Option<PathBuf>,
     variables: Vec<(OsString, OsString)>,
     stdin: Option<Stdio>,
     stdout: Option<Stdio>,
@@ -51,6 +53,7 @@ impl Command {
             arguments: Vec::new(),
             capabilities: None,
             user: None,
+            resolv_conf: None,
             variables: Vec::new(),
             stdin: None,
             stdout: None,
@@ -108,6 +111,12 @@ impl Command {
         self
     }
 
+    /// Has the program see this file as `/etc/resolv.conf`.
+    pub fn resolv_conf(mut self, file: impl Into<PathBuf>) -> Self {
+        self.resolv_conf = Some(file.into());
+        self
+    }
+
     /// Gives the program a pipe to read from; [`Process::close_stdin`] ends it.
     pub fn stdin_piped(mut self) -> Self {
         self.stdin = Some(Stdio::piped());
@@ -155,6 +164,11 @@ impl Command {
                 self.user
                     .iter()
                     .flat_map(|id| ["--user".to_owned(), id.to_string()]),
+            )
+            .args(
+                self.resolv_conf
+                    .iter()
+                    .flat_map(|file| [OsStr::new("--resolv-conf"), file.as_os_str()]),
             )
             .arg("--")
             .arg(self.program.as_deref().unwrap_or(self.probe.as_os_str()))

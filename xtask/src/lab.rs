@@ -88,7 +88,10 @@ fn exec(host: &str, program: &[OsString]) -> Result<ExitCode> {
     };
     let (program, rest) = program.split_first().context("clap requires a program")?;
     let programs = Programs::in_directory(&state.programs);
-    let command = Command::in_place(&programs, &place.netns, &place.cgroup, program)?;
+    let mut command = Command::in_place(&programs, &place.netns, &place.cgroup, program)?;
+    if let Some(file) = &place.resolv_conf {
+        command = command.resolv_conf(file);
+    }
     Ok(exit_code(
         with_environment(command, &state).args(rest).status()?,
     ))

@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
 use dataplane_common::Reason;
 use dataplane_tests::{
     Agent, Host, Lab, Process,
@@ -212,11 +212,8 @@ impl World {
                  nameserver {resolver}\noptions ndots:5\n"
             ),
         )?;
-        let script = "mount --bind \"$1\" /etc/resolv.conf && shift && exec \"$@\"";
-        let inside = self
-            .app()
-            .command("unshare")
-            .args(["-m", "sh", "-c", script, "sh"]);
-        Ok(inside.arg(file).args(command).run()?)
+        let (program, arguments) = command.split_first().context("no program")?;
+        let command = self.app().command(program).resolv_conf(file);
+        Ok(command.args(arguments).run()?)
     }
 }

@@ -3,6 +3,7 @@
 //! Nothing of the machine itself is touched: the programs are attached to a cgroup that only the
 //! lab's processes are in, and the network namespaces have no route out.
 
+mod names;
 mod report;
 mod state;
 
@@ -83,9 +84,11 @@ pub fn check() -> Result<()> {
 pub fn run(options: &Options) -> Result<ExitCode> {
     check()?;
     let end = Ending::watch()?;
-    note("building the practice node: 2 nodes, 7 pods, no route outside");
+    note(
+        "building the practice node: 2 nodes, 8 pods, a server outside of the cluster, no route out",
+    );
     let lab = build(options.programs.clone())?;
-    let servers = ENDPOINTS
+    let mut servers = ENDPOINTS
         .iter()
         .map(|(_, name, _)| {
             let pod = lab.pod(name);
@@ -94,15 +97,15 @@ pub fn run(options: &Options) -> Result<ExitCode> {
         })
         .collect::<Result<Vec<Process>, _>>()
         .context("cannot start the endpoints")?;
+    servers.push(names::serve(&lab)?);
+    let files = names::Files::write(&lab)?;
     end.check()?;
 
     note("loading the dataplane in node2");
-    let mut agent = lab
-        .agent(NODE)
-        .manifests(manifests()?)
-        .args(["--on-exit", "detach"])
-        .start()?;
-    State::of(&lab, &agent).write(&lab)?;
+    let agent = lab.agent(NODE).manifests(manifests()?);
+    let agent = files.for_agent(agent).args(["--on-exit", "detach"]);
+    let mut agent = agent.start()?;
+    State::of(&lab, &agent, (names::POD, &files.resolv_conf)).write(&lab)?;
     end.check()?;
 
     let count = ROUNDS * PER_ROUND;
@@ -111,10 +114,12 @@ pub fn run(options: &Options) -> Result<ExitCode> {
     ));
     let seen = measure(&lab, &end)?;
     let report = report::Practice::of(&seen, &endpoints(&lab));
+    let lookups = names::look_up(&lab, &files.resolv_conf)?;
     if options.json {
         println!("{}", serde_json::to_string_pretty(&report)?);
     } else {
         report.print(agent.node().name());
+        names::print(&lookups);
     }
     if !options.once {
         let id = lab.id();
@@ -127,7 +132,7 @@ pub fn run(options: &Options) -> Result<ExitCode> {
         end.wait();
         note(&format!("removing the practice node {id}"));
     }
-    let all_answered = report.all_answered();
+    let all_answered = report.all_answered() && lookups.iter().all(names::Lookup::is_answered);
     // First the agent, in peace, then who was served, then the lab.
     agent.stop()?;
     drop(agent);
@@ -145,7 +150,9 @@ fn build(programs: Programs) -> Result<Lab> {
         .programs(programs)
         .node("node1")
         .node("node2")
-        .pod(NODE, CLIENT, CLIENT_ADDRESS);
+        .pod(NODE, CLIENT, CLIENT_ADDRESS)
+        .pod(NODE, names::POD, names::ADDRESS)
+        .external(names::OUTSIDE);
     for (node, name, address) in ENDPOINTS {
         builder = builder.pod(node, name, address);
     }
@@ -219,10 +226,12 @@ fn measure(lab: &Lab, end: &Ending) -> Result<Seen> {
 fn hints() -> String {
     format!(
         "    cargo xtask lab exec {CLIENT} -- curl http://{SERVICE}/\n    \
-             cargo xtask lab status\n    \
+             cargo xtask lab status\n\
+         {}    \
              cargo xtask lab services\n    \
              cargo xtask lab explain {CLIENT_ADDRESS} {SERVICE}\n    \
-             cargo xtask lab monitor"
+             cargo xtask lab monitor",
+        names::hints()
     )
 }
 

@@ -1,6 +1,9 @@
 //! Where a running practice node is, written down for `cargo xtask lab`.
 
-use std::{fs, path::PathBuf};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
 use anyhow::{Context as _, Result};
 use dataplane_tests::{Agent, CreatorState, Lab, LabId, Role};
@@ -36,6 +39,9 @@ pub struct HostPlace {
     pub netns: String,
     /// The cgroup of its processes.
     pub cgroup: PathBuf,
+    /// Its own `resolv.conf`; `None`: the machine's.
+    #[serde(default)]
+    pub resolv_conf: Option<PathBuf>,
 }
 
 /// Where the agent's commands are to be run, and how they find it.
@@ -50,8 +56,8 @@ pub struct AgentPlace {
 }
 
 impl State {
-    /// Of a lab and the agent in it.
-    pub fn of(lab: &Lab, agent: &Agent) -> Self {
+    /// Of a lab and the agent in it, and of a pod with its `resolv.conf`.
+    pub fn of(lab: &Lab, agent: &Agent, (pod, resolv_conf): (&str, &Path)) -> Self {
         let hosts = lab
             .hosts()
             .iter()
@@ -62,6 +68,7 @@ impl State {
                 address: host.ipv4(),
                 netns: host.netns().to_owned(),
                 cgroup: host.cgroup().to_owned(),
+                resolv_conf: (host.name() == pod).then(|| resolv_conf.to_owned()),
             })
             .collect();
         let environment = agent

@@ -11,7 +11,8 @@ use std::{
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
 use nix::{
-    sched::{CloneFlags, setns},
+    mount::{MsFlags, mount},
+    sched::{CloneFlags, setns, unshare},
     sys::{prctl::set_pdeathsig, signal::Signal},
     unistd::{Pid, getppid},
 };
@@ -34,6 +35,9 @@ pub struct Arguments {
     /// Run the program as this user and group
     #[arg(long, value_name = "ID")]
     user: Option<u32>,
+    /// A file that the program sees in the place of /etc/resolv.conf
+    #[arg(long, value_name = "FILE")]
+    resolv_conf: Option<PathBuf>,
     /// The program and its arguments
     #[arg(last = true, required = true, value_name = "PROGRAM")]
     program: Vec<OsString>,
@@ -54,6 +58,9 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let path = Path::new("/run/netns").join(&arguments.netns);
     let netns = File::open(&path).with_context(|| format!("open {}", path.display()))?;
     setns(netns, CloneFlags::CLONE_NEWNET).with_context(|| format!("enter {}", path.display()))?;
+    if let Some(file) = &arguments.resolv_conf {
+        place(file, Path::new("/etc/resolv.conf"))?;
+    }
     if let Some(names) = &arguments.capabilities {
         keep_only(names)?;
     }
@@ -67,6 +74,17 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     }
     let error = command.args(rest).exec();
     Err(error).with_context(|| format!("run {}", program.display()))
+}
+
+/// Puts a file in the place of another, for this process and those that it starts.
+fn place(file: &Path, at: &Path) -> Result<()> {
+    const NONE: Option<&str> = None;
+    unshare(CloneFlags::CLONE_NEWNS).context("make a mount namespace")?;
+    // Otherwise the machine would see it, too.
+    mount(NONE, "/", NONE, MsFlags::MS_REC | MsFlags::MS_PRIVATE, NONE)
+        .context("make the mounts private")?;
+    mount(Some(file), at, NONE, MsFlags::MS_BIND, NONE)
+        .with_context(|| format!("mount {} at {}", file.display(), at.display()))
 }
 
 /// A program that root runs gets what the bounding set leaves.
