@@ -12,6 +12,8 @@ mod nftables;
 mod port;
 
 #[cfg(test)]
+mod import;
+#[cfg(test)]
 mod tests;
 
 use std::{

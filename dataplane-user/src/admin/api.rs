@@ -247,6 +247,8 @@ pub enum SourceKind {
     Manifests,
     /// The Kubernetes API.
     Kubernetes,
+    /// kube-proxy's rules.
+    Rules,
     /// Several sources.
     Combined,
 }
@@ -257,6 +259,7 @@ impl SourceKind {
         match self {
             Self::Manifests => "manifests",
             Self::Kubernetes => "kubernetes",
+            Self::Rules => "rules",
             Self::Combined => "combined",
         }
     }

@@ -4,7 +4,7 @@ use std::{collections::HashSet, io, path::Path, sync::Arc, time::Instant};
 
 use tracing::{info, warn};
 
-use super::{lookups::Lookups, node, remembered::Remembered};
+use super::{lookups::Lookups, node, remembered::Remembered, rules};
 use crate::{
     admin,
     model::{Entry, EntryName, Node, Problem, Reachable, Service, ServiceName, Snapshot},
@@ -35,6 +35,9 @@ pub enum InputError {
 
 /// The source that is asked for; of the API, no more is read than `scope`.
 pub fn source(settings: &settings::Source, scope: kubernetes::Scope) -> Source {
+    if let Some(rules) = rules::source(settings) {
+        return Source::Iptables(rules);
+    }
     let Some(api) = &settings.kubernetes else {
         return Source::Manifests(settings.manifests.clone());
     };

@@ -19,6 +19,7 @@ mod network;
 mod nf_conntrack;
 mod node;
 mod remembered;
+mod rules;
 mod source_checks;
 mod supervisor;
 mod sync;
@@ -58,6 +59,7 @@ use interfaces::PacketSettings;
 use mesh::Mesh;
 pub use mesh::namespace_with;
 use nf_conntrack::Sysctls;
+pub use rules::{node_of_rules, with_rules};
 use sync::Sync;
 use waiter::{Network, Ready};
 
@@ -240,6 +242,8 @@ fn serve(
     opener::watch(move |thread, why| deaths_of_opener(thread, why)).map_err(Error::Thread)?;
     let paths = settings.kernel.paths()?;
     let limits = settings.limits.of_tables();
+    let said = settings;
+    let settings = &with_rules(settings).map_err(InputError::Open)?;
     let packet = PacketSettings::new(&settings.packets);
     let source = source(&settings.source, scope(settings));
     let reachable = settings.mesh.as_ref().map(crate::settings::Mesh::reachable);
@@ -335,7 +339,7 @@ fn serve(
         planner,
         input.snapshot().clone(),
         input.health(),
-        learnt(settings, &paths, &packet, outdated),
+        learnt(said, &paths, &packet, outdated),
     ));
     let (jobs, todo) = mpsc::channel();
     let place = handover::Place::open(&socket, events.clone()).map_err(Error::Replace)?;
@@ -551,10 +555,13 @@ fn learnt(
     };
     let detector = &packet.detector;
     let networks = detector.networks.iter().map(ToString::to_string);
-    let mut pod_networks: Vec<_> = networks.map(|net| from(net, "--pod-cidr")).collect();
+    let by = |flag: &'static str, given: bool| if given { flag } else { "kube-proxy's rules" };
+    let by_address = by("--pod-cidr", !settings.packets.pod_cidrs.is_empty());
+    let mut pod_networks: Vec<_> = networks.map(|net| from(net, by_address)).collect();
     if detector.interface {
         let any = "whatever arrives at a pod's interface".to_owned();
-        pod_networks.push(from(any, "--pods-by-interface"));
+        let by_interface = by("--pods-by-interface", settings.packets.pods_by_interface);
+        pod_networks.push(from(any, by_interface));
     }
     admin::Learnt {
         outdated,

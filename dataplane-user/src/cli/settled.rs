@@ -296,6 +296,7 @@ mod tests {
         tried.extend(["mesh", "dns"]);
         // These exclude others. They are tried elsewhere.
         tried.extend(["kubernetes", "kubeconfig", "api-server", "pod-cidr"]);
+        tried.extend(["from-iptables", "strict"]);
         // Not for a file.
         tried.extend(["config", "help", "version"]);
         let command = Cli::command();

@@ -8,13 +8,13 @@ use std::{
 };
 
 use anyhow::bail;
-use clap::Args;
+use clap::{Args, builder::TypedValueParser as _};
 
 use crate::{
     admin,
     agent::{self, Input},
     model::Snapshot,
-    settings::{self, Kubernetes, Node, Settings},
+    settings::{self, Iptables, Kubernetes, Node, Settings},
     source::{Notice, Source, kubernetes},
 };
 
@@ -36,7 +36,7 @@ pub(super) struct SourceArgs {
         value_delimiter = ',',
         value_name = "PATH",
         env = "DATAPLANE_MANIFESTS", hide_env_values = true,
-        conflicts_with_all = ["kubernetes", "kubeconfig", "api_server"]
+        conflicts_with_all = ["kubernetes", "kubeconfig", "api_server", "from_iptables"]
     )]
     manifests: Vec<PathBuf>,
 
@@ -68,6 +68,32 @@ pub(super) struct SourceArgs {
     )]
     api_server: Option<String>,
 
+    /// Read the services out of kube-proxy's rules: in FILE, which `iptables-save` and `ip6tables-save`, or `nft list
+    /// ruleset`, wrote; without FILE those in the kernel
+    ///
+    /// The rules also say which clients are masqueraded and which addresses answer node ports, if no option says it.
+    #[arg(
+        long,
+        value_name = "FILE",
+        num_args = 0..=1,
+        default_missing_value = "",
+        value_parser = clap::builder::StringValueParser::new().map(PathBuf::from),
+        env = "DATAPLANE_FROM_IPTABLES",
+        hide_env_values = true,
+        conflicts_with_all = ["kubernetes", "kubeconfig", "api_server"]
+    )]
+    from_iptables: Option<PathBuf>,
+
+    /// Refuse kube-proxy's rules that have a line that is not understood. Without this option, such lines are named and
+    /// the services that they concern are left out
+    #[arg(
+        long,
+        requires = "from_iptables",
+        env = "DATAPLANE_STRICT",
+        hide_env_values = true
+    )]
+    strict: bool,
+
     #[arg(skip)]
     settled: settings::Source,
 }
@@ -80,9 +106,14 @@ impl SourceArgs {
     pub(super) fn settle(&mut self, file: &Settings) {
         let api = self.kubernetes || self.kubeconfig.is_some() || self.api_server.is_some();
         let of_file = file.source.kubernetes.as_ref();
-        self.settled = if api || !self.manifests.is_empty() {
+        let from_iptables = self.from_iptables.is_some();
+        self.settled = if api || from_iptables || !self.manifests.is_empty() {
             settings::Source {
                 manifests: self.manifests.clone(),
+                iptables: self.from_iptables.as_ref().map(|file| Iptables {
+                    file: Some(file.clone()).filter(|file| !file.as_os_str().is_empty()),
+                    strict: self.strict,
+                }),
                 kubernetes: api.then(|| Kubernetes {
                     kubeconfig: self.kubeconfig.clone(),
                     api_server: self.api_server.clone(),
@@ -116,6 +147,7 @@ impl SourceArgs {
     /// What there is to serve now.
     pub(super) fn snapshot(&self, node: &Node) -> anyhow::Result<Snapshot> {
         let source = self.source(kubernetes::Scope::HostPorts);
+        let node = &agent::node_of_rules(&self.settled, node)?;
         let (sender, notices) = mpsc::channel();
         let notify = move |notice| {
             // Fails only when nobody waits any more.

@@ -47,6 +47,8 @@ pub enum Entry<'a> {
     },
     /// A set or a map, with what is said of it, its elements among it.
     Elements {
+        /// The number of its first line, from 1.
+        line: usize,
         /// The name of the set or the map.
         name: &'a str,
         /// Its lines.
@@ -58,8 +60,8 @@ pub enum Entry<'a> {
 #[derive(Clone, Copy)]
 enum Block<'a> {
     Chain(&'a str),
-    /// Begins at a line's start.
-    Set(&'a str, usize),
+    /// Begins at a line's start; the number of this line.
+    Set(&'a str, usize, usize),
     /// Flow tables, counters, limits and others.
     Other,
 }
@@ -121,7 +123,9 @@ impl<'a> Reader<'a> {
                         Some(["chain", name, ""]) => {
                             (Block::Chain(name), Some(Entry::Chain { name }))
                         }
-                        Some(["set" | "map", name, ""]) => (Block::Set(name, self.at), None),
+                        Some(["set" | "map", name, ""]) => {
+                            (Block::Set(name, self.at, self.number + 1), None)
+                        }
                         // `ct helper NAME {`, `flowtable NAME {`, `counter NAME {`
                         Some(_) => (Block::Other, None),
                         // `comment "…"`, `flags dormant`
@@ -135,9 +139,9 @@ impl<'a> Reader<'a> {
                 (true, Some(block)) => {
                     if line == "}" {
                         self.block = None;
-                        if let Block::Set(name, first) = block {
+                        if let Block::Set(name, first, line) = block {
                             let text = &self.text[first..start];
-                            return Some(Ok(Entry::Elements { name, text }));
+                            return Some(Ok(Entry::Elements { line, name, text }));
                         }
                         continue;
                     }
@@ -256,6 +260,7 @@ mod tests {
                 name: "one",
             },
             Entry::Elements {
+                line: 4,
                 name: "m",
                 text: "\t\ttype ipv4_addr : verdict\n\t\telements = { 10.0.0.1 : drop,\n\t\t\t     10.0.0.2 : goto x }\n",
             },

@@ -5,11 +5,10 @@ use super::{Dns, Mesh, Settings};
 /// Returns keys with their faults: those that the types do not exclude.
 pub fn faults(settings: &Settings) -> Vec<(String, String)> {
     let mut faults: Vec<(String, String)> = Vec::new();
-    if settings.source.kubernetes.is_some() && !settings.source.manifests.is_empty() {
-        faults.push((
-            "source".into(),
-            "both manifests and kubernetes; expected one of them".into(),
-        ));
+    let sources = settings.source.given();
+    if sources.len() > 1 {
+        let text = format!("both {}; expected one of them", sources.join(" and "));
+        faults.push(("source".into(), text));
     }
     if settings.packets.pods_by_interface && !settings.packets.pod_cidrs.is_empty() {
         faults.push((

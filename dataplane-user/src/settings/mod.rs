@@ -26,7 +26,7 @@ pub use node::Node;
 pub use packets::{Packets, TcHook};
 pub use pattern::{Pattern, Patterns};
 pub use range::{ExternalIps, Range};
-pub use source::{Kubernetes, Source};
+pub use source::{Iptables, Kubernetes, Source};
 
 use clap::{Args, ValueEnum};
 use dataplane_common::Protocol;
@@ -39,7 +39,7 @@ use serde::{Deserialize, Serialize};
 #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
 #[schemars(title = "Configuration of the dataplane agent")]
 pub struct Settings {
-    /// Where the services come from: `manifests` or `kubernetes`.
+    /// Where the services come from: `manifests`, `kubernetes` or `iptables`.
     #[serde(skip_serializing_if = "is_default")]
     #[arg(skip)]
     pub source: Source,

@@ -16,6 +16,8 @@ pub enum Health {
         /// How reading each kind of object goes.
         kinds: Arc<kubernetes::Health>,
     },
+    /// Of kube-proxy's rules.
+    Rules(Arc<manifests::Health>),
     /// Of several feeds that yield views together.
     Combined(Vec<Health>),
 }
@@ -24,7 +26,7 @@ impl Health {
     /// Files and directories, or the server.
     pub fn places(&self) -> Vec<String> {
         match self {
-            Self::Manifests(files) => files.paths(),
+            Self::Manifests(files) | Self::Rules(files) => files.paths(),
             Self::Kubernetes { server, .. } => vec![server.clone()],
             Self::Combined(parts) => parts.iter().flat_map(Self::places).collect(),
         }
@@ -33,7 +35,7 @@ impl Health {
     /// When everything was last known to be as the newest view says; 0: not everything was read yet.
     pub fn heard(&self) -> u64 {
         match self {
-            Self::Manifests(files) => files.read(),
+            Self::Manifests(files) | Self::Rules(files) => files.read(),
             Self::Kubernetes { kinds, .. } => kinds.heard(),
             Self::Combined(parts) => parts.iter().map(Self::heard).min().unwrap_or_default(),
         }
@@ -42,7 +44,7 @@ impl Health {
     /// Since when the source cannot be read, and why; what was read before is still valid.
     pub fn failure(&self) -> Option<(u64, String)> {
         match self {
-            Self::Manifests(files) => files.failure(),
+            Self::Manifests(files) | Self::Rules(files) => files.failure(),
             Self::Kubernetes { kinds, .. } => kinds.failure(),
             Self::Combined(parts) => parts.iter().filter_map(Self::failure).min(),
         }
@@ -51,7 +53,7 @@ impl Health {
     /// How often the source could not be read.
     pub fn failures(&self) -> u64 {
         match self {
-            Self::Manifests(files) => files.failures(),
+            Self::Manifests(files) | Self::Rules(files) => files.failures(),
             Self::Kubernetes { kinds, .. } => kubernetes::Kind::ALL
                 .iter()
                 .map(|&kind| kinds.of(kind).failures())

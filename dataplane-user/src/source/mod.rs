@@ -8,10 +8,12 @@ mod external_ips;
 mod feed;
 mod health;
 mod host_ips;
+pub mod iptables;
 pub mod kubernetes;
 pub mod manifests;
 pub mod objects;
 mod open;
+mod watching;
 
 pub use admitted::Admitted;
 pub use combined::{Combined, Part};

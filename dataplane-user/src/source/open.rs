@@ -2,7 +2,7 @@
 
 use std::{path::PathBuf, sync::Arc};
 
-use super::{Feed, Notice, OpenError, kubernetes, manifests};
+use super::{Feed, Notice, OpenError, iptables, kubernetes, manifests};
 use crate::model::Node;
 
 /// What to read, and where it is.
@@ -12,6 +12,8 @@ pub enum Source {
     Manifests(Vec<PathBuf>),
     /// The Kubernetes API.
     Kubernetes(kubernetes::Settings),
+    /// kube-proxy's rules.
+    Iptables(iptables::Settings),
 }
 
 impl Source {
@@ -31,6 +33,7 @@ impl Source {
             Self::Kubernetes(settings) => {
                 Box::new(kubernetes::Api::open(settings.clone(), node, notify)?)
             }
+            Self::Iptables(settings) => Box::new(iptables::Rules::open(settings.clone(), notify)?),
         })
     }
 }

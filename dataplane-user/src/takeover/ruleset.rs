@@ -407,7 +407,7 @@ fn listed<'a>(text: &Text<'a>, tables: &mut Vec<Table<'a>>, unread: &mut Vec<Unr
                 }
                 table.rules.push(of_nft(line, chain, text, &words));
             }
-            (Ok(nft::Entry::Elements { name, text }), Some(table)) => {
+            (Ok(nft::Entry::Elements { name, text, .. }), Some(table)) => {
                 let of_map = of_nft(0, name, text, &nft::words(text).collect::<Vec<_>>());
                 let map = table.maps.entry(name).or_default();
                 map.0.extend(of_map.jumps);

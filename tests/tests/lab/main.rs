@@ -54,6 +54,7 @@ mod gateway;
 mod gone_vips;
 mod growth;
 mod host_ports;
+mod imported;
 mod interfaces;
 mod ipsec;
 mod iptables;
@@ -235,6 +236,7 @@ fn main() -> ExitCode {
         policies::SCENARIOS,
         nodeport::SCENARIOS,
         host_ports::SCENARIOS,
+        imported::SCENARIOS,
         routes::SCENARIOS,
         ways::SCENARIOS,
         wrong_cgroup::SCENARIOS,

@@ -24,7 +24,7 @@ const ROOMS: &[(&str, &[&str])] = &[
     ("model", &[]),
     ("iptables", &[]),
     ("threads", &[]),
-    ("source", &["model", "threads"]),
+    ("source", &["iptables", "model", "threads"]),
     ("plan", &["model"]),
     ("dns", &["model", "threads"]),
     ("relay", &["model", "threads"]),
@@ -43,7 +43,7 @@ const ROOMS: &[(&str, &[&str])] = &[
         "agent",
         &[
             "admin", "dns", "kernel", "model", "plan", "proxy", "relay", "settings", "source",
-            "threads",
+            "takeover", "threads",
         ],
     ),
     (

@@ -92,6 +92,16 @@ fn source(source: &Source, inherited: bool, add: &mut impl FnMut(Severity, Strin
                 add(Severity::Error, text);
             }
         }
+        SourceKind::Rules => {
+            if let Some(failure) = &source.error {
+                let text = &failure.text;
+                let text = format!(
+                    "kube-proxy's rules cannot be read; the agent still serves the services of the last rules that it \
+                     read:\n{text}"
+                );
+                add(Severity::Error, text);
+            }
+        }
         SourceKind::Kubernetes => {
             if let Some((severity, text)) = kubernetes(source, inherited, admin::now()) {
                 add(severity, text);

@@ -1,22 +1,13 @@
 //! Manifests as a feed.
 
-use std::{
-    path::PathBuf,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    thread::JoinHandle,
-};
+use std::{path::PathBuf, sync::Arc};
 
-use tokio::{runtime::Builder, sync::oneshot};
 use tracing::{error, info};
 
 use super::{Health, Loaded, Watcher, load_reusing};
 use crate::{
     model::{Node, Snapshot},
-    source::{self, Feed, Notice, OpenError, View, feed},
-    threads::{self, may_panic},
+    source::{self, Feed, Notice, OpenError, View, watching::Watching},
 };
 
 /// The name of the thread that watches.
@@ -33,10 +24,8 @@ pub struct Files {
     last: Snapshot,
     /// The view that was read when the files were opened.
     first: Option<View>,
-    changed: Arc<AtomicBool>,
+    watching: Watching,
     health: Arc<Health>,
-    stop: Option<oneshot::Sender<()>>,
-    watching: Option<JoinHandle<Option<()>>>,
 }
 
 impl Files {
@@ -51,15 +40,17 @@ impl Files {
         notify: impl Fn(Notice) + Clone + Send + Sync + 'static,
     ) -> Result<Self, OpenError> {
         // Before the files are read, so that no change is missed in between.
-        let watcher = Watcher::new(paths)?;
+        let mut watcher = Watcher::new(paths)?;
+        let watching = Watching::start(THREAD, notify, async move || watcher.changed().await);
         let mut files = Self {
             node: Arc::clone(node),
             last: Snapshot::default(),
             first: None,
-            changed: Arc::default(),
+            watching: watching.map_err(|error| OpenError::Thread {
+                what: "the manifests",
+                error,
+            })?,
             health: Arc::new(Health::of(paths)),
-            stop: None,
-            watching: None,
         };
         let loaded = load_reusing(&files.last, paths, node)?;
         info!(
@@ -72,43 +63,7 @@ impl Files {
             info!("{line}");
         }
         files.first = Some(files.keep(loaded));
-        files
-            .watch(watcher, notify)
-            .map_err(|error| OpenError::Thread {
-                what: "the manifests",
-                error,
-            })?;
         Ok(files)
-    }
-
-    /// Starts the thread that tells of changes on disk.
-    fn watch(
-        &mut self,
-        mut watcher: Watcher,
-        notify: impl Fn(Notice) + Clone + Send + Sync + 'static,
-    ) -> std::io::Result<()> {
-        let runtime = Builder::new_current_thread().enable_all().build()?;
-        let (stop, stopped) = oneshot::channel();
-        let changed = Arc::clone(&self.changed);
-        let deaths = feed::deaths(THREAD, notify.clone());
-        let watch = async move {
-            loop {
-                watcher.changed().await;
-                may_panic(THREAD);
-                changed.store(true, Ordering::Release);
-                notify(Notice::Changed);
-            }
-        };
-        let thread = threads::start(THREAD, deaths, move || {
-            runtime.block_on(async {
-                tokio::select! {
-                    () = watch => {}
-                    _ = stopped => {}
-                }
-            });
-        })?;
-        (self.stop, self.watching) = (Some(stop), Some(thread));
-        Ok(())
     }
 
     fn keep(&mut self, loaded: Loaded) -> View {
@@ -134,7 +89,7 @@ impl Files {
 impl Feed for Files {
     fn take(&mut self) -> Option<View> {
         let first = self.first.take();
-        if !self.changed.swap(false, Ordering::Acquire) {
+        if !self.watching.changed() {
             return first;
         }
         match load_reusing(&self.last, &self.health.paths, &self.node) {
@@ -157,22 +112,10 @@ impl Feed for Files {
     }
 
     fn refresh(&mut self) {
-        self.changed.store(true, Ordering::Release);
+        self.watching.refresh();
     }
 
     fn health(&self) -> source::Health {
         source::Health::Manifests(Arc::clone(&self.health))
-    }
-}
-
-impl Drop for Files {
-    fn drop(&mut self) {
-        // The thread may have ended on its own: then nobody waits for either.
-        if let Some(stop) = self.stop.take() {
-            let _ = stop.send(());
-        }
-        if let Some(watching) = self.watching.take() {
-            let _ = watching.join();
-        }
     }
 }

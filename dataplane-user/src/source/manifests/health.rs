@@ -13,7 +13,7 @@ use crate::source::clock::now;
 /// How reading manifests goes: written by the feed, read by other threads. Times are in seconds since the epoch.
 #[derive(Debug, Default)]
 pub struct Health {
-    pub(super) paths: Vec<PathBuf>,
+    pub(in crate::source) paths: Vec<PathBuf>,
     read: AtomicU64,
     failures: AtomicU64,
     /// When they could not be read, and why; none: they were read since.
@@ -22,7 +22,7 @@ pub struct Health {
 
 impl Health {
     /// Of files and directories that were not read yet.
-    pub(super) fn of(paths: &[PathBuf]) -> Self {
+    pub(in crate::source) fn of(paths: &[PathBuf]) -> Self {
         Self {
             paths: paths.to_vec(),
             ..Self::default()
@@ -52,7 +52,7 @@ impl Health {
     }
 
     /// They were read; or could not be, and why.
-    pub(super) fn set(&self, failure: Option<String>) {
+    pub(in crate::source) fn set(&self, failure: Option<String>) {
         if failure.is_some() {
             self.failures.fetch_add(1, Ordering::Relaxed);
         } else {

@@ -1,0 +1,89 @@
+//! kube-proxy's rules as a source: the text of `iptables-save`, or what `nft list ruleset` prints as text or as JSON, becomes
+//! the services that kube-proxy wrote the rules for.
+//!
+//! [`import`] is pure. It takes for a service only what has the form that kube-proxy writes, and lists every other line of
+//! kube-proxy's. A service with such a line is left out: its rules still serve it. Rules of other programs are no concern of
+//! this module.
+
+mod draft;
+mod endpoints;
+mod error;
+mod facts;
+mod feed;
+mod form;
+#[cfg(test)]
+mod fuzz;
+mod leftover;
+mod nft;
+mod saved;
+mod shares;
+#[cfg(test)]
+mod tests;
+
+use std::sync::Arc;
+
+use imbl::OrdMap;
+
+pub use error::{Error, ReadError};
+pub use facts::{Facts, Masquerade};
+pub use feed::{Live, Rules, Settings, read};
+pub use leftover::Leftover;
+
+use self::{draft::Draft, form::Form, leftover::Leftovers};
+use crate::model::{Service, ServiceName};
+
+/// A text with rules.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Text {
+    /// How people call its origin: a file's path, or the program that printed it.
+    pub origin: String,
+    /// The text.
+    pub text: String,
+}
+
+/// What rules came to.
+#[derive(Clone, Debug, Default)]
+pub struct Imported {
+    /// The services.
+    pub services: OrdMap<ServiceName, Arc<Service>>,
+    /// What the rules say of the node, rather than of a service.
+    pub facts: Facts,
+    /// The lines of kube-proxy's that were not understood, and the services that are left out.
+    pub leftovers: Vec<Leftover>,
+    /// How many more there are.
+    pub more: usize,
+}
+
+/// Reads the services out of rules. Shares with `previous` the services that did not change.
+///
+/// # Errors
+///
+/// A text is not of one of the three forms, or no text has rules of kube-proxy.
+pub fn import(
+    texts: &[Text],
+    previous: &OrdMap<ServiceName, Arc<Service>>,
+) -> Result<Imported, Error> {
+    let mut draft = Draft::default();
+    let mut leftovers = Leftovers::default();
+    let mut found = false;
+    for text in texts {
+        leftovers.begin(&text.origin);
+        found |= match form::of(&text.text) {
+            Form::Saved => saved::read(text, &mut draft, &mut leftovers)?,
+            Form::Listed => nft::listed(text, &mut draft, &mut leftovers)?,
+            Form::Json => nft::json(text, &mut draft, &mut leftovers)?,
+        };
+    }
+    if !found {
+        let origins: Vec<&str> = texts.iter().map(|text| &*text.origin).collect();
+        return Err(Error::NoRules(origins.join(", ")));
+    }
+    let (services, facts) = draft.finish(previous, &mut leftovers);
+    let (leftovers, more) = leftovers.finish();
+    Ok(Imported {
+        services,
+        facts,
+        leftovers,
+        more,
+    })
+}

@@ -1,0 +1,245 @@
+//! The rules of kube-proxy's table that are the same for all services: how packets come to the maps, who is masqueraded, and
+//! which addresses answer node ports.
+
+use super::{
+    super::{Masquerade, draft::Draft, facts, leftover::Leftovers},
+    elements,
+    tables::{Rule, Table},
+};
+
+/// Chains whose rules lead packets to other chains, and these rules; `IP` stands for `ip` or `ip6`.
+const LEADING: &[(&str, &[&str])] = &[
+    (
+        "filter-prerouting-pre-dnat",
+        &["ct state new jump firewall-check"],
+    ),
+    (
+        "filter-output-pre-dnat",
+        &["ct state new jump firewall-check"],
+    ),
+    (
+        "filter-input",
+        &[
+            "ct state new jump nodeport-endpoints-check",
+            "ct state new jump service-endpoints-check",
+        ],
+    ),
+    (
+        "filter-forward",
+        &[
+            "ct state new jump service-endpoints-check",
+            "ct state new jump cluster-ips-check",
+        ],
+    ),
+    (
+        "filter-output",
+        &[
+            "ct state new jump service-endpoints-check",
+            "ct state new jump cluster-ips-check",
+        ],
+    ),
+    ("nat-prerouting", &["jump services"]),
+    ("nat-output", &["jump services"]),
+    ("nat-postrouting", &["jump masquerading"]),
+    (
+        "service-endpoints-check",
+        &["IP daddr . meta l4proto . th dport vmap @no-endpoint-services"],
+    ),
+    (
+        "firewall-check",
+        &["IP daddr . meta l4proto . th dport vmap @firewall-ips"],
+    ),
+];
+
+/// A chain's prefix, of those that belong to a service's port or endpoint.
+pub const OF_PORTS: &[&str] = &["service-", "local-", "external-", "firewall-", "endpoint-"];
+
+/// Reads the rules that are the same for all services.
+pub fn read(table: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) {
+    let mut chains: Vec<&str> = table.chains().collect();
+    chains.sort_unstable();
+    for chain in chains {
+        if OF_PORTS.iter().any(|prefix| chain.starts_with(prefix))
+            && LEADING.iter().all(|(name, _)| *name != chain)
+        {
+            continue;
+        }
+        let wanted = LEADING.iter().find(|(name, _)| *name == chain);
+        for rule in table.rules(chain) {
+            let good = match (chain, wanted) {
+                (_, Some((_, wanted))) => {
+                    let is = |line: &&str| is(table, &rule, line);
+                    wanted.iter().any(is)
+                }
+                ("services" | "nodeport-endpoints-check", _) => {
+                    services(table, &rule, draft, leftovers)
+                }
+                ("masquerading", _) => masquerading(table, &rule, draft),
+                ("cluster-ips-check", _) => unused(table, &rule),
+                ("reject-chain", _) => matches!(rule.words[..], ["reject", ..]),
+                _ => false,
+            };
+            if !good {
+                let why = format!("kube-proxy writes no such rule in chain {chain}");
+                leftovers.add(rule.at, rule.text, why);
+            }
+        }
+    }
+}
+
+/// Whether a rule is that line.
+fn is(table: &Table<'_>, rule: &Rule<'_>, line: &str) -> bool {
+    let wanted = line.split(' ').map(|word| match word {
+        "IP" => table.ip(),
+        word => word,
+    });
+    wanted.eq(rule.words.iter().copied())
+}
+
+/// The bit that a rule adds to the mark: `meta mark set meta mark | 0x4000`.
+pub fn added_mark(words: &[&str]) -> Option<u32> {
+    match words {
+        ["meta", "mark", "set", "meta", "mark", "|" | "or", bit] => number(bit),
+        _ => None,
+    }
+}
+
+fn number(text: &str) -> Option<u32> {
+    match text.strip_prefix("0x") {
+        Some(hex) => u32::from_str_radix(hex, 16).ok(),
+        None => text.parse().ok(),
+    }
+}
+
+/// The rules that ask the maps, and the one before them that masquerades.
+fn services(
+    table: &Table<'_>,
+    rule: &Rule<'_>,
+    draft: &mut Draft,
+    leftovers: &mut Leftovers,
+) -> bool {
+    let ip = table.ip();
+    let v4 = table.v4;
+    if is(
+        table,
+        rule,
+        "IP daddr . meta l4proto . th dport vmap @service-ips",
+    ) {
+        return true;
+    }
+    let (asks, map) = match rule.words[..] {
+        [
+            ref asks @ ..,
+            "meta",
+            "l4proto",
+            ".",
+            "th",
+            "dport",
+            "vmap",
+            map,
+        ] => (asks, map),
+        [of, "daddr", "@cluster-ips", ref rest @ ..] if of == ip => {
+            return masquerade(table, rest, draft);
+        }
+        _ => return false,
+    };
+    // The check for endpoints has the same condition as the rule for node ports, or none for IPv4.
+    let serves = match map {
+        "@service-nodeports" => true,
+        "@no-endpoint-nodeports" => false,
+        _ => return false,
+    };
+    match asks {
+        [of, "daddr", "@nodeport-ips"] if *of == ip => {
+            if serves {
+                for ip in elements::addresses(table, "nodeport-ips", leftovers) {
+                    draft.facts.answers(ip.into());
+                }
+            }
+        }
+        ["fib", "daddr", "type", "local", rest @ ..] if serves && but_loopback(ip, rest) => {
+            draft.facts.all_answer(v4);
+        }
+        rest if !serves
+            && (but_loopback(ip, rest) || but_loopback(ip, rest.get(4..).unwrap_or_default())) => {}
+        _ => return false,
+    }
+    true
+}
+
+/// Whether words exclude loopback, or nothing.
+fn but_loopback(ip: &str, words: &[&str]) -> bool {
+    match words {
+        [] => true,
+        [of, "daddr", "!=", "127.0.0.0/8" | "::1"] => *of == ip,
+        _ => false,
+    }
+}
+
+/// Who is masqueraded on the way to a cluster IP.
+fn masquerade(table: &Table<'_>, words: &[&str], draft: &mut Draft) -> bool {
+    let (found, mark) = match words {
+        [of, "saddr", "!=", net, mark @ ..] if *of == table.ip() => {
+            let Some(net) = facts::net(net) else {
+                return false;
+            };
+            (Masquerade::OutsideOf(net), mark)
+        }
+        ["iifname", "!=", name, mark @ ..] => {
+            let name = name.trim_matches('"');
+            let found = match name.strip_suffix('*') {
+                Some(prefix) => Masquerade::NotFromPrefix(prefix.to_owned()),
+                None => Masquerade::NotFromInterface(name.to_owned()),
+            };
+            (found, mark)
+        }
+        mark => (Masquerade::All, mark),
+    };
+    let Some(bit) = added_mark(mark) else {
+        return false;
+    };
+    draft.facts.masquerades(table.v4, found) && draft.facts.marks(bit)
+}
+
+/// What is done by the mark, and for endpoints that reach themselves.
+fn masquerading(table: &Table<'_>, rule: &Rule<'_>, draft: &mut Draft) -> bool {
+    let own = "ct status dnat IP saddr . IP daddr . meta l4proto . th dport @hairpin-connections masquerade fully-random";
+    match rule.words[..] {
+        [
+            "meta",
+            "mark",
+            "&" | "and",
+            bit,
+            "!=",
+            zero,
+            "meta",
+            "mark",
+            "set",
+            "meta",
+            "mark",
+            "^" | "xor",
+            same,
+            "masquerade",
+            "fully-random",
+        ] => {
+            let bit = number(bit);
+            bit == number(same)
+                && number(zero) == Some(0)
+                && bit.is_some_and(|bit| draft.facts.marks(bit))
+        }
+        _ => is(table, rule, own),
+    }
+}
+
+/// Refusals of unused ports and addresses. The dataplane refuses unused ports of cluster IPs, too.
+fn unused(table: &Table<'_>, rule: &Rule<'_>) -> bool {
+    match rule.words[..] {
+        [ip, "daddr", "@cluster-ips", "reject", ..] => ip == table.ip(),
+        [ip, "daddr", net, "drop"] => ip == table.ip() && facts::net(net).is_some(),
+        // Several ranges.
+        [ip, "daddr", "{", ref nets @ .., "}", "drop"] => {
+            ip == table.ip() && nets.iter().all(|net| facts::net(net).is_some())
+        }
+        _ => false,
+    }
+}

@@ -1,0 +1,22 @@
+//! What is known of a service's port before its chains are read.
+
+use std::{collections::HashSet, net::IpAddr};
+
+use super::super::leftover::At;
+use crate::model::{Protocol, TrafficPolicy};
+
+/// The chains of a service's port. All are named by the port, with another prefix each.
+#[derive(Debug)]
+pub struct Chains<'t> {
+    /// What the names of its chains have in common.
+    pub name: &'t str,
+    /// The policy of its cluster IPs, if a chain serves them.
+    pub internal: Option<TrafficPolicy>,
+    /// Whether a chain serves its other addresses.
+    pub external: bool,
+    /// The first element that leads to one of its chains.
+    pub at: At,
+}
+
+/// Endpoints on this node.
+pub type Hairpins = HashSet<(IpAddr, Protocol, u16)>;

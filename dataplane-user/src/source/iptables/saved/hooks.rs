@@ -1,0 +1,55 @@
+//! The rules by which packets come to kube-proxy's chains, and those that are the same for all services.
+
+use super::{
+    super::leftover::Leftovers,
+    rule::{Rule, has},
+    tables::{Line, Table},
+};
+
+/// kube-proxy's chains that built-in chains lead to.
+const ENTRIES: &[&str] = &[
+    "KUBE-SERVICES",
+    "KUBE-EXTERNAL-SERVICES",
+    "KUBE-NODEPORTS",
+    "KUBE-FORWARD",
+    "KUBE-PROXY-FIREWALL",
+    "KUBE-POSTROUTING",
+];
+
+/// Whether a built-in chain leads to kube-proxy's services.
+pub fn leads_to_services(nat: &Table<'_>) -> bool {
+    let mut hooks = ["PREROUTING", "OUTPUT"].into_iter();
+    hooks.any(|hook| {
+        let mut rules = nat.rules(hook).map(|line| Rule::read(line.text));
+        rules.any(|rule| rule.is_ok_and(|rule| rule.target == "KUBE-SERVICES"))
+    })
+}
+
+/// Lists rules that lead to kube-proxy's chains in another way than kube-proxy writes them.
+pub fn read(table: &Table<'_>, leftovers: &mut Leftovers) {
+    for hook in ["PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"] {
+        for Line { at, text } in table.rules(hook) {
+            match Rule::read(text) {
+                Ok(rule) if !ENTRIES.contains(&rule.target) => {}
+                Ok(rule) if rule.is(has::COMMENT | has::JUMP) => {}
+                Ok(rule)
+                    if rule.is(has::COMMENT | has::STATE | has::JUMP) && rule.state == "NEW" => {}
+                Ok(_) => leftovers.add(at, text, "only some packets come to kube-proxy's chain"),
+                // Another program's, that leads to a chain of a similar name.
+                Err(_) if !ENTRIES.iter().any(|chain| text.ends_with(chain)) => {}
+                Err(why) => leftovers.add(at, text, why),
+            }
+        }
+    }
+    for Line { at, text } in table.rules("KUBE-FORWARD") {
+        match Rule::read(text) {
+            Ok(rule)
+                if rule.is(has::STATE | has::JUMP)
+                    || rule.is(has::STATE | has::COUNTED | has::JUMP)
+                    || rule.is(has::STATE | has::COMMENT | has::JUMP)
+                    || rule.is(has::MARK | has::COMMENT | has::JUMP) => {}
+            Ok(_) => leftovers.add(at, text, "kube-proxy writes no such rule"),
+            Err(why) => leftovers.add(at, text, why),
+        }
+    }
+}

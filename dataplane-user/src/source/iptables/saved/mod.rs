@@ -1,0 +1,41 @@
+//! kube-proxy's mode iptables: the text of `iptables-save` and `ip6tables-save`.
+
+mod chains;
+mod filter;
+mod hooks;
+mod nat;
+mod port;
+mod rule;
+mod tables;
+
+use super::{Error, Text, draft::Draft, leftover::Leftovers};
+
+/// Reads kube-proxy's rules out of a text, and says whether there are some.
+///
+/// # Errors
+///
+/// A line is not of this format, or rules of the same family were read before.
+pub fn read(text: &Text, draft: &mut Draft, leftovers: &mut Leftovers) -> Result<bool, Error> {
+    let families = tables::read(&text.text, leftovers).map_err(|error| Error::Line {
+        origin: text.origin.clone(),
+        line: error.line,
+        column: None,
+        what: error.what.to_owned(),
+    })?;
+    let mut found = false;
+    for (v4, family) in [true, false].into_iter().zip(&families) {
+        let Some(nat) = &family.nat else { continue };
+        if !hooks::leads_to_services(nat) {
+            continue;
+        }
+        found = true;
+        draft.begin(v4, &text.origin)?;
+        hooks::read(nat, leftovers);
+        nat::read(nat, v4, draft, leftovers);
+        if let Some(filter) = &family.filter {
+            hooks::read(filter, leftovers);
+            filter::read(filter, draft, leftovers);
+        }
+    }
+    Ok(found)
+}

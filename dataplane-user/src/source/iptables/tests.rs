@@ -1,0 +1,430 @@
+//! The services of the rules that the real kube-proxy wrote for `tests/data/kube-proxy-1.36`; and lines that are not its own.
+
+use std::{sync::Arc, time::Duration};
+
+use imbl::OrdMap;
+
+use super::{Error, Facts, Imported, Masquerade, Text, import};
+use crate::model::{Service, ServiceName, ServiceType, TrafficPolicy};
+
+const SAVED: &str = include_str!("../../../../tests/data/kube-proxy-1.36/iptables-save.txt");
+const LISTED: &str = include_str!("../../../../tests/data/kube-proxy-1.36/nft-ruleset.txt");
+const JSON: &str = include_str!("../../../../tests/data/kube-proxy-1.36/nft-ruleset.json");
+
+fn read(text: &str) -> Result<Imported, Error> {
+    let text = Text {
+        origin: "rules".into(),
+        text: text.into(),
+    };
+    import(&[text], &OrdMap::new())
+}
+
+fn good(text: &str) -> Imported {
+    let imported = read(text).unwrap();
+    assert_eq!(imported.leftovers, []);
+    imported
+}
+
+fn service<'i>(imported: &'i Imported, name: &str) -> &'i Service {
+    imported
+        .services
+        .get(&ServiceName::new("bench", name))
+        .unwrap()
+}
+
+/// Everything that a person wants to know of a service, in one line.
+fn line(service: &Service) -> String {
+    let ports = service.ports.iter().map(|port| {
+        let endpoints = port.endpoints.iter().map(|endpoint| {
+            let here = if endpoint.local { "*" } else { "" };
+            format!("{}:{}{here}", endpoint.addr, endpoint.port)
+        });
+        format!(
+            "{} {}/{} {:?} [{}]",
+            port.name,
+            port.protocol.word(),
+            port.port,
+            port.node_port,
+            endpoints.collect::<Vec<_>>().join(" ")
+        )
+    });
+    format!(
+        "{} {:?} {:?} ext {:?} lb {:?} from {:?} aff {:?} int {:?} out {:?} check {:?}: {}",
+        service.name,
+        service.kind,
+        service.cluster_ips,
+        service.external_ips,
+        service.load_balancer_ips,
+        service.source_ranges,
+        service.affinity,
+        service.internal_policy,
+        service.external_policy,
+        service.health_check_node_port,
+        ports.collect::<Vec<_>>().join(", ")
+    )
+}
+
+#[test]
+fn kube_proxys_iptables_rules_become_its_services() {
+    let imported = good(SAVED);
+    let lines: Vec<String> = imported
+        .services
+        .values()
+        .map(|service| line(service))
+        .collect();
+    let wanted = "\
+bench/affinity NodePort [10.96.1.5] ext [] lb [] from [] aff Some(10s) int Cluster out Cluster check None: p tcp/80 Some(30083) [10.244.0.101:8080 10.244.0.102:8080]
+bench/clusterip ClusterIp [10.96.1.1] ext [] lb [] from [] aff None int Cluster out Cluster check None: p tcp/80 None [10.244.0.101:8080 10.244.0.102:8080]
+bench/extip ClusterIp [10.96.1.8] ext [203.0.113.50] lb [] from [] aff None int Cluster out Cluster check None: p tcp/80 None [10.244.0.101:8080 10.244.0.102:8080]
+bench/iperf ClusterIp [10.99.0.1] ext [] lb [] from [] aff None int Cluster out Cluster check None: p tcp/5201 None [10.244.0.101:5201]
+bench/itp-local ClusterIp [10.96.1.7] ext [] lb [] from [] aff None int Local out Cluster check None: p tcp/80 None [10.244.0.101:8080*]
+bench/lb-local LoadBalancer [10.96.1.4] ext [] lb [203.0.113.11] from [] aff None int Cluster out Local check Some(30999): p tcp/80 Some(30082) [10.244.0.101:8080* 10.244.0.102:8080]
+bench/lb-local-remote LoadBalancer [10.96.1.9] ext [] lb [203.0.113.12] from [] aff None int Cluster out Local check Some(30401): p tcp/80 Some(30085) [10.244.0.102:8080]
+bench/lb-ranges LoadBalancer [10.96.1.3] ext [] lb [203.0.113.10] from [192.168.77.2/32] aff None int Cluster out Cluster check None: p tcp/80 Some(30081) [10.244.0.101:8080 10.244.0.102:8080]
+bench/nodeport NodePort [10.96.1.2] ext [] lb [] from [] aff None int Cluster out Cluster check None: p tcp/80 Some(30080) [10.244.0.101:8080 10.244.0.102:8080]
+bench/noeps NodePort [10.96.1.6] ext [] lb [] from [] aff None int Cluster out Cluster check None: p tcp/80 Some(30084) []
+bench/udp ClusterIp [10.96.1.10] ext [] lb [] from [] aff None int Cluster out Cluster check None: p udp/53 None [10.244.0.101:8053 10.244.0.102:8053]
+default/kubernetes ClusterIp [10.96.0.1] ext [] lb [] from [] aff None int Cluster out Cluster check None: https tcp/443 None [10.9.0.1:6443]";
+    assert_eq!(lines.join("\n"), wanted);
+    let facts = Facts {
+        masquerade: [
+            Some(Masquerade::OutsideOf("10.244.0.0/16".parse().unwrap())),
+            None,
+        ],
+        mark: Some(0x4000),
+        node_ports: vec!["0.0.0.0/0".parse().unwrap()],
+    };
+    assert_eq!(imported.facts, facts);
+}
+
+#[test]
+fn kube_proxys_nftables_rules_become_its_services() {
+    let imported = good(LISTED);
+    assert_eq!(imported.services.len(), 12);
+    let affinity = service(&imported, "affinity");
+    assert_eq!(affinity.affinity, Some(Duration::from_secs(10)));
+    let ranges = service(&imported, "lb-ranges");
+    assert_eq!(ranges.kind, ServiceType::LoadBalancer);
+    assert_eq!(
+        ranges.source_ranges[..],
+        ["192.168.77.2/32".parse().unwrap()]
+    );
+    let local = service(&imported, "lb-local");
+    assert_eq!(local.external_policy, TrafficPolicy::Local);
+    let local: Vec<bool> = local.ports[0].endpoints.iter().map(|e| e.local).collect();
+    assert_eq!(local, [true, false]);
+    // What the rules say in this mode alone: which endpoints are here, and on which addresses node ports answer.
+    assert!(service(&imported, "clusterip").ports[0].endpoints[0].local);
+    let facts = Facts {
+        masquerade: [
+            Some(Masquerade::OutsideOf("10.244.0.0/16".parse().unwrap())),
+            None,
+        ],
+        mark: Some(0x4000),
+        node_ports: vec!["192.168.77.1/32".parse().unwrap(), "::/0".parse().unwrap()],
+    };
+    assert_eq!(imported.facts, facts);
+    // And the other way round: external IPs and load balancers' are alike, and ports of health checks have no rules.
+    let saved = good(SAVED);
+    for (name, service) in &imported.services {
+        let mut known = (*saved.services[name]).clone();
+        let mut service = (**service).clone();
+        for service in [&mut known, &mut service] {
+            let all = std::mem::take(&mut service.load_balancer_ips);
+            service.external_ips.extend(all);
+            service.health_check_node_port = None;
+            service.kind = ServiceType::ClusterIp;
+            let endpoints = service
+                .ports
+                .iter_mut()
+                .flat_map(|port| &mut port.endpoints);
+            endpoints.for_each(|endpoint| endpoint.local = false);
+        }
+        assert_eq!(service, known);
+    }
+}
+
+#[test]
+fn json_says_the_same_as_text() {
+    let (json, listed) = (good(JSON), good(LISTED));
+    assert_eq!(json.services, listed.services);
+    assert_eq!(json.facts, listed.facts);
+}
+
+#[test]
+fn what_did_not_change_is_shared() {
+    let first = good(SAVED);
+    let text = Text {
+        origin: "rules".into(),
+        text: SAVED
+            .replace("10.244.0.102:8053", "10.244.0.109:8053")
+            .replace(
+                "-A KUBE-SEP-ZHHO6FA62Q577MW7 -s 10.244.0.102/32",
+                "-A KUBE-SEP-ZHHO6FA62Q577MW7 -s 10.244.0.109/32",
+            ),
+    };
+    let second = import(&[text], &first.services).unwrap();
+    assert_eq!(second.leftovers, []);
+    let shared = |name: &&ServiceName| Arc::ptr_eq(&first.services[*name], &second.services[*name]);
+    let others: Vec<&str> = first
+        .services
+        .keys()
+        .filter(|name| !shared(name))
+        .map(ServiceName::name)
+        .collect();
+    assert_eq!(others, ["udp"]);
+}
+
+/// Each change of a line is one that kube-proxy does not write, or that makes another service of it: the line is named,
+/// and the service that it concerns is left out, no other.
+#[test]
+fn what_is_not_kube_proxys_is_named_and_never_guessed() {
+    let saved: &[(&str, &str, Option<&str>)] = &[
+        (
+            "-A KUBE-SERVICES -d 10.96.1.1/32 -p tcp",
+            "-A KUBE-SERVICES -s 192.0.2.1/32 -d 10.96.1.1/32 -p tcp",
+            Some("clusterip"),
+        ),
+        (
+            "-A KUBE-SERVICES -d 10.96.1.1/32 -p tcp",
+            "-A KUBE-SERVICES -d 10.96.1.0/24 -p tcp",
+            Some("clusterip"),
+        ),
+        (
+            "-A KUBE-SERVICES -d 10.96.1.1/32 -p tcp",
+            "-A KUBE-SERVICES -m time -d 10.96.1.1/32 -p tcp",
+            Some("clusterip"),
+        ),
+        (
+            "bench/clusterip:p cluster IP\" -m tcp --dport 80 -j KUBE-SVC",
+            "bench/clusterip:p cluster IP\" -m tcp --dport 80 -j KUBE-EXT",
+            Some("clusterip"),
+        ),
+        (
+            "bench/udp:p -> 10.244.0.101:8053\" -m statistic --mode random --probability 0.50000000000",
+            "bench/udp:p -> 10.244.0.101:8053\"",
+            Some("udp"),
+        ),
+        (
+            "bench/udp:p -> 10.244.0.102:8053\" -j",
+            "bench/udp:p -> 10.244.0.102:8053\" -m statistic --mode random --probability 0.5 -j",
+            Some("udp"),
+        ),
+        (
+            "--to-destination 10.9.0.1:6443",
+            "--to-destination 10.9.0.1:6443 --persistent",
+            Some("kubernetes"),
+        ),
+        (
+            "--to-destination 10.9.0.1:6443",
+            "--to-destination 10.9.0.1",
+            Some("kubernetes"),
+        ),
+        (
+            "-A KUBE-SEP-XUWVZHSOFNFAZN3F -s 10.9.0.1/32",
+            "-A KUBE-SEP-XUWVZHSOFNFAZN3F -s 10.9.0.2/32",
+            Some("kubernetes"),
+        ),
+        (
+            "--seconds 10 --reap --name KUBE-SEP-4XDQQEBYCEQDUXMR",
+            "--seconds 11 --reap --name KUBE-SEP-4XDQQEBYCEQDUXMR",
+            Some("affinity"),
+        ),
+        (
+            "-m recent --set --name KUBE-SEP-4XDQQEBYCEQDUXMR",
+            "-m recent --set --name OTHER",
+            Some("affinity"),
+        ),
+        (
+            "-A KUBE-EXT-FOMZKIHYRITMSA37 -j KUBE-SVL-FOMZKIHYRITMSA37",
+            "-A KUBE-EXT-FOMZKIHYRITMSA37 -j KUBE-SVC-FOMZKIHYRITMSA37",
+            Some("lb-local"),
+        ),
+        (
+            "-A KUBE-FW-V74S4AVD7W2K2A2V -s 192.168.77.2/32",
+            "-A KUBE-FW-V74S4AVD7W2K2A2V -i eth0",
+            Some("lb-ranges"),
+        ),
+        (
+            "! -s 10.244.0.0/16 -d 10.96.1.10/32",
+            "! -s 10.245.0.0/16 -d 10.96.1.10/32",
+            None,
+        ),
+        (
+            "-A PREROUTING -m comment",
+            "-A PREROUTING -i eth0 -m comment",
+            None,
+        ),
+        (
+            "bench/noeps:p has no endpoints\" -m tcp --dport 80",
+            "bench/noeps:p has no endpoints\" -m tcp --dport 81:82",
+            Some("noeps"),
+        ),
+        (
+            "--dport 30999 -j ACCEPT",
+            "--dport 30999 -j DROP",
+            Some("lb-local"),
+        ),
+        (
+            "-A KUBE-NODEPORTS -p tcp -m comment --comment \"bench/nodeport:p\"",
+            "-A KUBE-NODEPORTS -s 10.0.0.0/8 -p tcp -m comment --comment \"bench/nodeport:p\"",
+            Some("nodeport"),
+        ),
+        (
+            "! --mark 0x4000/0x4000 -j RETURN",
+            "! --mark 0x8000/0x8000 -j RETURN",
+            None,
+        ),
+    ];
+    check(SAVED, saved);
+    let listed: &[(&str, &str, Option<&str>)] = &[
+        (
+            "10.96.1.1 . tcp . 80 : goto service-EGW526KA",
+            "10.96.1.1 . udp . 80 : goto service-EGW526KA",
+            None,
+        ),
+        (
+            "0 : 10.9.0.1 . 6443",
+            "1 : 10.9.0.1 . 6443",
+            Some("kubernetes"),
+        ),
+        (
+            "numgen random mod 1 map { 0 : 10.9.0.1",
+            "numgen inc mod 1 map { 0 : 10.9.0.1",
+            Some("kubernetes"),
+        ),
+        (
+            "meta l4proto tcp dnat to 10.244.0.102:8080",
+            "meta l4proto tcp dnat to 10.244.0.102:8080 persistent",
+            Some("affinity"),
+        ),
+        (
+            "ip saddr != 192.168.77.2 drop",
+            "ip saddr != 192.168.77.2 accept",
+            Some("lb-ranges"),
+        ),
+        (
+            "\t\tgoto local-KN4RD6MH",
+            "\t\tiifname eth0 goto local-KN4RD6MH",
+            Some("lb-local"),
+        ),
+        (
+            "ct state new jump firewall-check",
+            "jump firewall-check",
+            None,
+        ),
+        (
+            "ip daddr @cluster-ips ip saddr != 10.244.0.0/16 meta",
+            "ip daddr @cluster-ips ip saddr != 10.244.0.0/16 oifname eth0 meta",
+            None,
+        ),
+    ];
+    check(LISTED, listed);
+    let json: &[(&str, &str, Option<&str>)] = &[
+        (
+            "[[0, {\"concat\": [\"10.9.0.1\", 6443]}]]",
+            "[[1, {\"concat\": [\"10.9.0.1\", 6443]}]]",
+            Some("kubernetes"),
+        ),
+        (
+            "\"right\": \"192.168.77.2\"}}, {\"drop\": null}",
+            "\"right\": \"192.168.77.2\"}}, {\"accept\": null}",
+            Some("lb-ranges"),
+        ),
+        (
+            "{\"dnat\": {\"addr\": \"10.244.0.102\", \"port\": 8080}}",
+            "{\"tproxy\": {\"addr\": \"10.244.0.102\", \"port\": 8080}}",
+            Some("affinity"),
+        ),
+    ];
+    check(JSON, json);
+}
+
+fn check(text: &str, changes: &[(&str, &str, Option<&str>)]) {
+    let whole = good(text);
+    for (from, to, left_out) in changes {
+        let at = text
+            .find(from)
+            .unwrap_or_else(|| panic!("{from} is not there"));
+        let other = format!("{}{to}{}", &text[..at], &text[at + from.len()..]);
+        let imported = read(&other).unwrap();
+        assert!(!imported.leftovers.is_empty(), "{to} is taken");
+        let line = 1 + other[..at].bytes().filter(|byte| *byte == b'\n').count();
+        let mut lines = imported.leftovers.iter().map(|leftover| leftover.line);
+        assert!(
+            lines.any(|of| of.abs_diff(line) <= 3),
+            "{to} in line {line}: {:?}",
+            imported.leftovers
+        );
+        let Some(left_out) = left_out else { continue };
+        let gone: Vec<&str> = whole
+            .services
+            .keys()
+            .filter(|name| !imported.services.contains_key(*name))
+            .map(ServiceName::name)
+            .collect();
+        assert_eq!(gone, [*left_out], "{to}: {:?}", imported.leftovers);
+        for (name, service) in &imported.services {
+            assert_eq!(service, &whole.services[name], "{to}");
+        }
+    }
+}
+
+#[test]
+fn a_text_that_is_none_is_an_error_with_its_line() {
+    for (text, line) in [
+        ("*nat\n:KUBE-SERVICES - [0:0]\nrubbish\nCOMMIT\n", 3),
+        (
+            "*nat\n:KUBE-SERVICES - [0:0]\n-A OUTPUT -j KUBE-SERVICES\n",
+            1,
+        ),
+        ("table ip kube-proxy {\n\tchain services {\n\t\tjump x\n", 3),
+        ("{\"nftables\": [\n{\"rule\": 1}]}", 2),
+        ("{\"nftables\": [\n{}\n", 3),
+        ("hello", 1),
+        (
+            "# Generated by iptables-save v1.8.9\n*nat\n-A OUTPUT -j KUBE-SERVICES\nCOMMIT\n# Generated by iptables-save\n*nat\n\
+          -A OUTPUT -j KUBE-SERVICES\nCOMMIT\n",
+            7,
+        ),
+    ] {
+        match read(text) {
+            Err(Error::Line { line: found, .. }) => assert_eq!(found, line, "{text}"),
+            other => panic!("{text}: {other:?}"),
+        }
+    }
+    for text in [
+        "",
+        "*nat\n-A OUTPUT -j mine\nCOMMIT\n",
+        "{\"nftables\": []}",
+        "table ip mine {\n}\n",
+    ] {
+        assert!(matches!(read(text), Err(Error::NoRules(_))), "{text}");
+    }
+    let both = [SAVED, LISTED].map(|text| Text {
+        origin: "rules".into(),
+        text: text.into(),
+    });
+    let twice = import(&both, &OrdMap::new());
+    assert!(
+        matches!(twice, Err(Error::Twice { family: "IPv4", .. })),
+        "{twice:?}"
+    );
+}
+
+#[test]
+fn unequal_probabilities_are_weights() {
+    let text = SAVED.replacen(
+        "--probability 0.50000000000",
+        "--probability 0.75000000000",
+        1,
+    );
+    let imported = good(&text);
+    let weighted: Vec<_> = imported
+        .services
+        .values()
+        .filter_map(|service| service.ports[0].weights.as_ref())
+        .collect();
+    assert_eq!(weighted.len(), 1);
+    assert_eq!((weighted[0].get(0), weighted[0].get(1)), (3, 1));
+}

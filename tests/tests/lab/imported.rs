@@ -1,0 +1,307 @@
+//! `--from-iptables`: kube-proxy's rules as the source, in each of its modes, live and from a file.
+
+use std::fs;
+
+use anyhow::{Context as _, Result, ensure};
+use dataplane_common::Reason;
+use dataplane_peers::{Cluster as Peers, LocalDetector, Mode};
+use dataplane_tests::{Host, Lab};
+use nix::sys::signal::{Signal, kill};
+use serde_json::Value;
+
+use crate::{
+    cluster::{Cluster, TCP, UDP, counted, eventually, peer_is, reaches, refused, serve},
+    differential::world::load_rules,
+    manifest::{Condition, Manifests, Service},
+    outcome::{cannot_run, run, run_args},
+};
+
+scenarios! {
+    Dataplane:
+    plans_are_the_same_by_rules_and_by_manifests,
+    an_agent_serves_what_rules_say,
+    a_file_with_rules_is_followed_and_faults_change_nothing,
+}
+
+/// Services of every kind.
+fn services(lab: &Lab) -> Vec<Service> {
+    let [far, near, near2] = ["far", "near", "near2"].map(|name| lab.pod(name));
+    let web = || Service::new("web", &["10.96.0.10", "fd00:96::10"]);
+    vec![
+        web()
+            .node_port("tcp", 80, TCP, 30080)
+            .port("udp-dns", 53, UDP)
+            .endpoints(&[far, near]),
+        Service::new("sticky", &["10.96.0.11"])
+            .affinity(600)
+            .port("tcp", 80, TCP)
+            .endpoints(&[far, near, near2]),
+        Service::new("empty", &["10.96.0.12"])
+            .port("tcp", 80, TCP)
+            .endpoint(near, Condition::NotReady),
+        Service::new("local", &["10.96.0.13", "fd00:96::13"])
+            .set("externalTrafficPolicy", "Local")
+            .load_balancer("203.0.113.13")
+            .load_balancer("2001:db8:13::1")
+            .node_port("tcp", 80, TCP, 30083)
+            .endpoints(&[far, near]),
+        Service::new("inside", &["10.96.0.14"])
+            .set("internalTrafficPolicy", "Local")
+            .port("tcp", 80, TCP)
+            .endpoints(&[far, near, near2]),
+        Service::new("ranges", &["10.96.0.15"])
+            .set("externalIPs", vec!["203.0.113.15"])
+            .set(
+                "loadBalancerSourceRanges",
+                vec!["192.0.2.0/24", "10.244.2.8/32"],
+            )
+            .load_balancer("203.0.113.16")
+            .port("tcp", 80, TCP)
+            .endpoints(&[near]),
+    ]
+}
+
+fn peers(host: &Host) -> Result<Peers> {
+    Ok(Peers {
+        local: LocalDetector::Networks(vec!["10.244.0.0/16".parse()?]),
+        node_ports_on: host.addresses().into(),
+        ..Peers::default()
+    })
+}
+
+/// Without an agent: what a plan would write by the rules in the kernel is what it would write by the manifests that the
+/// rules were made of; and the same from files with what the programs print.
+fn plans_are_the_same_by_rules_and_by_manifests() -> Result<()> {
+    let lab = Lab::builder()
+        .node("node1")
+        .node("node2")
+        .node("node3")
+        .pod("node1", "far", "10.244.1.5")
+        .pod("node2", "near", "10.244.2.10")
+        .pod("node3", "near2", "10.244.3.11")
+        .build()?;
+    let manifests = Manifests::new(&services(&lab))?;
+    let program = lab.programs().dataplane()?;
+    let directory = tempfile::tempdir()?;
+    for (host, mode) in ["node1", "node2", "node3"].into_iter().zip(Mode::ALL) {
+        let host = lab.node(host);
+        load_rules(host, mode, &manifests.path(), &peers(host)?)?;
+        let plan = |source: &[&str]| -> Result<Value> {
+            let plan = host
+                .command(&program)
+                .args(["plan", "-o", "json", "--node-name", host.name()])
+                .args(["--bpffs", "/sys/fs/bpf/none"])
+                .args(source);
+            let output = plan.output()?;
+            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            ensure!(output.status.code() == Some(2), "{mode}: {said}");
+            let mut answer: Value = serde_json::from_slice(&output.stdout)?;
+            // About the rules of the forward hook.
+            let problems = answer["problems"].take();
+            let problems = problems.as_array().cloned().unwrap_or_default();
+            let problems = problems.iter();
+            // These rules do not tell load balancers' addresses from external IPs.
+            for change in answer["changes"].as_array_mut().into_iter().flatten() {
+                let is_local = change["service"] == "default/local";
+                if mode == Mode::Nftables && is_local && change["after"]["kind"] == "LoadBalancer" {
+                    change["after"]["kind"] = "ExternalIP".into();
+                }
+            }
+            let of_rules = problems.filter(|problem| problem.to_string().contains("understood"));
+            ensure!(of_rules.count() == 0, "{mode}: {answer:#}");
+            Ok(answer)
+        };
+        let addresses = host.addresses().map(|addr| addr.to_string()).join(",");
+        let path = manifests.path().to_string_lossy().into_owned();
+        let wanted = plan(&["-f", &path, "--nodeport-addresses", &addresses])?;
+        let live = plan(&["--strict", "--from-iptables"])?;
+        ensure!(live == wanted, "{mode}: {live:#}\nby manifests: {wanted:#}");
+        let prints: &[&str] = match mode {
+            Mode::IptablesLegacy => &["iptables-legacy-save; ip6tables-legacy-save"],
+            Mode::IptablesNft => &["iptables-nft-save; ip6tables-nft-save"],
+            Mode::Nftables => &["nft list ruleset", "nft -j list ruleset"],
+        };
+        for print in prints {
+            let file = directory.path().join("rules");
+            fs::write(&file, host.command("sh").args(["-c", print]).run()?)?;
+            let file = file.to_string_lossy().into_owned();
+            let saved = plan(&["--strict", "--from-iptables", &file])?;
+            ensure!(
+                saved == wanted,
+                "{print}: {saved:#}\nby manifests: {wanted:#}"
+            );
+        }
+    }
+    Ok(())
+}
+
+/// kube-proxy's rules are in the kernel, and the agent serves the same; and goes on when the rules are gone.
+fn an_agent_serves_what_rules_say() -> Result<()> {
+    let lab = Cluster::lab()?;
+    let manifests = Manifests::new(&services(&lab))?;
+    let names = ["far", "near", "near2"];
+    let servers: Vec<_> = names
+        .iter()
+        .map(|name| serve(lab.pod(name)))
+        .collect::<Result<_>>()?;
+    let node = lab.node("node2");
+    load_rules(node, Mode::IptablesNft, &manifests.path(), &peers(node)?)?;
+    let agent = lab.agent("node2").args(["--from-iptables"]).start()?;
+    let client = lab.pod("sleep");
+    let check = || -> Result<()> {
+        for (to, how, endpoints) in [
+            ("10.96.0.10:80", "connect --count 16", &["far", "near"][..]),
+            ("[fd00:96::10]:80", "connect --count 16", &["far", "near"]),
+            ("10.96.0.10:53", "udp --unconnected --count 3", &["near"]),
+            ("203.0.113.13:80", "connect --count 16", &["far", "near"]),
+            ("203.0.113.15:80", "connect --count 2", &["near"]),
+            ("10.96.0.14:80", "connect --count 16", &["near", "near2"]),
+        ] {
+            // One datagram socket keeps its endpoint.
+            let (report, translated) = counted(&agent, Reason::Translated, || {
+                crate::cluster::ask(client, to, how)
+            })?;
+            ensure!(report.answered == report.attempts, "{to}: {report:?}");
+            if how.starts_with("connect") {
+                ensure!(report.endpoints.keys().eq(endpoints), "{to}: {report:?}");
+                peer_is(&report, to)?;
+            }
+            ensure!(
+                translated > 0,
+                "{to}: the rules translated, not the agent's programs"
+            );
+        }
+        let sticky = reaches_one(client, "10.96.0.11:80")?;
+        ensure!(sticky == reaches_one(client, "10.96.0.11:80")?, "{sticky}");
+        refused(client, "10.96.0.12:80", "connect --count 2")
+    };
+    check()?;
+    let status = run(&agent, "status -o json")?.json()?;
+    let networks = status["agent"]["pod_networks"].to_string();
+    ensure!(
+        networks.contains("10.244.0.0/16") && networks.contains("kube-proxy's rules"),
+        "{networks}"
+    );
+    ensure!(status["agent"]["source"]["kind"] == "rules", "{status:#}");
+    run_args(
+        &agent,
+        ["iptables", "cleanup", "--owner", "kube-proxy", "--force"],
+    )?
+    .exits(0)?;
+    kill(pid(&agent), Signal::SIGHUP)?;
+    eventually(|| {
+        let status = run(&agent, "status")?;
+        status
+            .says(&["no rules of kube-proxy", "last rules that it read"])
+            .map(drop)
+    })?;
+    check()?;
+    drop(servers);
+    Ok(())
+}
+
+fn pid(agent: &dataplane_tests::Agent) -> nix::unistd::Pid {
+    nix::unistd::Pid::from_raw(i32::try_from(agent.id()).unwrap_or_default())
+}
+
+/// The one endpoint that a client comes to.
+fn reaches_one(client: &Host, to: &str) -> Result<String> {
+    let report = crate::cluster::ask(client, to, "connect --count 8")?;
+    let mut names = report.endpoints.keys().cloned();
+    let first = names.next().context("nobody answers")?;
+    ensure!(names.next().is_none(), "several: {report:?}");
+    Ok(first)
+}
+
+/// A file is read again when it changes. What is no rule, and with `--strict` what is not understood, is named with its line,
+/// and changes nothing.
+fn a_file_with_rules_is_followed_and_faults_change_nothing() -> Result<()> {
+    const TO: &str = "10.96.0.10:80";
+    let lab = Cluster::lab()?;
+    let [far, near] = ["far", "near"].map(|name| lab.pod(name));
+    let servers = [serve(far)?, serve(near)?];
+    let directory = tempfile::tempdir()?;
+    let file = directory.path().join("rules");
+    let path = file.to_string_lossy().into_owned();
+    // The rules of another node: of this one, no rule serves.
+    let web = |pod: &Host| {
+        Service::new("web", &["10.96.0.10"])
+            .port("tcp", 80, TCP)
+            .endpoints(&[pod])
+    };
+    let rules = |pod: &Host, print: &str, mode| -> Result<String> {
+        let manifests = Manifests::new(&[
+            web(pod),
+            Service::new("other", &["10.96.0.11"]).port("tcp", 80, TCP),
+        ])?;
+        load_rules(
+            lab.node("node1"),
+            mode,
+            &manifests.path(),
+            &Peers::default(),
+        )?;
+        Ok(lab.node("node1").command("sh").args(["-c", print]).run()?)
+    };
+    let good = rules(
+        far,
+        "iptables-nft-save; ip6tables-nft-save",
+        Mode::IptablesNft,
+    )?;
+
+    let agent = lab
+        .agent("node2")
+        .args(["--from-iptables", &path])
+        .prepare()?;
+    let line = 1 + good
+        .lines()
+        .position(|line| line.contains("-j DNAT"))
+        .context("no DNAT")?;
+    let odd = good.replace("-j DNAT", "-m time --timestart 08:00 -j DNAT");
+    for (text, more, place) in [
+        (good.replace("\nCOMMIT", "\nCOMIT"), &[][..], "rules:"),
+        ("hello\n".to_owned(), &[], "rules:1: "),
+        ("*nat\nCOMMIT\n".to_owned(), &[], "no rules of kube-proxy"),
+        ("{\"nftables\": [\n{]}".to_owned(), &[], "rules:2:2: "),
+        (odd.clone(), &["--strict"], &*format!("rules:{line}: ")),
+    ] {
+        fs::write(&file, text)?;
+        cannot_run(&agent, [&["--from-iptables", &path], more].concat())?
+            .exits(1)?
+            .says(&[place, "nothing was changed"])?;
+        ensure!(!agent.bpffs().exists(), "something was pinned");
+    }
+
+    fs::write(&file, &good)?;
+    let mut agent = agent;
+    agent.start()?;
+    let client = lab.pod("sleep");
+    reaches(client, TO, "connect --count 3", &["far"])?;
+    // Faults: what was read before is served.
+    fs::write(&file, format!("{good}rubbish\n"))?;
+    let place = format!("rules:{}: ", 1 + good.lines().count());
+    eventually(|| {
+        run(&agent, "status")?
+            .says(&[&place, "last rules that it read"])
+            .map(drop)
+    })?;
+    reaches(client, TO, "connect --count 3", &["far"])?;
+    // In the other mode's words, with another endpoint.
+    let moved = rules(near, "nft -j list table ip kube-proxy", Mode::Nftables)?;
+    fs::write(&file, moved)?;
+    eventually(|| reaches(client, TO, "connect --count 3", &["near"]).map(drop))?;
+    // The service with such a line is left out, and no other.
+    fs::write(&file, odd)?;
+    eventually(|| {
+        run(&agent, "status")?
+            .says(&["service default/web is left out", "--timestart"])
+            .map(drop)
+    })?;
+    let named = run(&agent, "services -o json")?.exits(0)?.json()?;
+    let named = named.as_array().context("no list")?.iter();
+    let named: Vec<&str> = named
+        .filter_map(|service| service["name"].as_str())
+        .collect();
+    ensure!(named == ["other"], "{named:?}");
+    drop(servers);
+    Ok(())
+}
