@@ -46,7 +46,7 @@ pub use settled::{Refusal, parse};
 /// What a command ends with, besides 0 (done, healthy, no change) and 1 (it did not work, not
 /// healthy).
 pub mod exit {
-    /// `plan`: something would change.
+    /// `plan`: something would change. `iptables compare`: something differs.
     pub const CHANGES: u8 = 2;
     /// `run`, `cleanup`: an agent runs on this node already.
     pub const BUSY: u8 = 3;
@@ -79,7 +79,7 @@ pub struct Cli {
 }
 
 const EXIT_CODES: &str = "\
-Exit codes: 0 success; 1 error, or not healthy; 2 `plan`: something would change; 3 another agent runs; \
+Exit codes: 0 success; 1 error, or not healthy; 2 `plan`: something would change, `iptables compare`: something differs; 3 another agent runs; \
 64 wrong command line.
 
 Start with `dataplane doctor`, which tests if this machine can run the dataplane.";

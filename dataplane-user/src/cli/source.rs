@@ -143,6 +143,28 @@ impl SourceArgs {
     }
 }
 
+/// What kube-proxy's rules serve: those in a file, or those in the kernel.
+pub(super) fn of_rules(file: Option<PathBuf>) -> anyhow::Result<Snapshot> {
+    let iptables = Some(Iptables {
+        file,
+        strict: false,
+    });
+    let settled = settings::Source {
+        iptables,
+        ..settings::Source::default()
+    };
+    let source = SourceArgs {
+        manifests: Vec::new(),
+        kubernetes: false,
+        kubeconfig: None,
+        api_server: None,
+        from_iptables: None,
+        strict: false,
+        settled,
+    };
+    source.snapshot(&Node::default())
+}
+
 impl SourceArgs {
     /// What there is to serve now.
     pub(super) fn snapshot(&self, node: &Node) -> anyhow::Result<Snapshot> {

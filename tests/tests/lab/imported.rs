@@ -21,6 +21,7 @@ scenarios! {
     plans_are_the_same_by_rules_and_by_manifests,
     an_agent_serves_what_rules_say,
     a_file_with_rules_is_followed_and_faults_change_nothing,
+    a_node_is_moved_by_hand_and_given_back,
 }
 
 /// Services of every kind.
@@ -302,6 +303,83 @@ fn a_file_with_rules_is_followed_and_faults_change_nothing() -> Result<()> {
         .filter_map(|service| service["name"].as_str())
         .collect();
     ensure!(named == ["other"], "{named:?}");
+    drop(servers);
+    Ok(())
+}
+
+/// The walk-through of `docs/cli/iptables.md`, with connections that live throughout: one that kube-proxy's rules translated, and
+/// one that the agent's programs did.
+fn a_node_is_moved_by_hand_and_given_back() -> Result<()> {
+    const TO: &str = "10.96.0.10:80";
+    let lab = Cluster::lab()?;
+    let manifests = Manifests::new(&services(&lab))?;
+    let names = ["far", "near", "near2"];
+    let servers: Vec<_> = names
+        .iter()
+        .map(|name| serve(lab.pod(name)))
+        .collect::<Result<_>>()?;
+    let (node, client) = (lab.node("node2"), lab.pod("sleep"));
+    load_rules(node, Mode::Nftables, &manifests.path(), &peers(node)?)?;
+    let directory = tempfile::tempdir()?;
+    let file = |name: &str| directory.path().join(name).to_string_lossy().into_owned();
+    // Each family's table.
+    let save = || -> Result<String> {
+        let tables = ["ip", "ip6"].map(|family| {
+            let list = ["list", "table", family, "kube-proxy"];
+            node.command("nft").args(list).run()
+        });
+        let [v4, v6] = tables;
+        Ok(v4? + "\n" + &v6?)
+    };
+    let saved = save()?;
+    let (rules, other) = (file("rules"), file("other"));
+    fs::write(&rules, &saved)?;
+    fs::write(&other, saved.replace("10.244.1.5 . 7", "10.244.1.6 . 7"))?;
+    let by_rules = client.hold(TO)?;
+    reaches(client, TO, "connect --count 16", &["far", "near"])?;
+
+    let mut agent = lab
+        .agent("node2")
+        .args(["--from-iptables", &rules])
+        .start()?;
+    let compare = |more: &[&str]| run_args(&agent, [&["iptables", "compare"], more].concat());
+    compare(&[])?.exits(0)?.says(&["none differs"])?;
+    let differs = compare(&["--file", &other])?.exits(2)?;
+    differs.says(&[TO, "default/web", "10.244.1.6:7", "10.244.1.5:7", "differ."])?;
+    fs::write(&other, saved.replace("numgen random", "numgen inc"))?;
+    compare(&["--file", &other])?
+        .exits(2)?
+        .says(&["not compared", "numgen inc"])?;
+    let by_programs = client.hold(TO)?;
+    run(&agent, "keep-nat")?.exits(0)?;
+    run(&agent, "iptables cleanup --owner kube-proxy")?.exits(0)?;
+    compare(&[])?.exits(1)?.says(&["no rules of kube-proxy"])?;
+    compare(&["--file", &rules])?
+        .exits(0)?
+        .says(&["none differs"])?;
+    let (_, translated) = counted(&agent, Reason::Translated, || {
+        reaches(client, TO, "connect --count 16", &["far", "near"])
+    })?;
+    ensure!(translated == 16, "{translated} of 16 connections");
+    let is_alive = |held: dataplane_tests::Process, by: &str| -> Result<()> {
+        let mut held = held;
+        held.close_stdin();
+        let report: dataplane_tests::report::Report = held.wait_json()?;
+        ensure!(
+            report.errors.is_empty() && report.answered > 0,
+            "the connection that {by} translated: {report:?}"
+        );
+        Ok(())
+    };
+    is_alive(by_rules, "kube-proxy's rules")?;
+
+    node.command("nft").args(["-f", &rules]).run()?;
+    ensure!(save()? == saved, "the rules are others than before");
+    compare(&[])?.exits(0)?;
+    agent.stop()?;
+    run(&agent, "cleanup")?.exits(0)?;
+    reaches(client, TO, "connect --count 16", &["far", "near"])?;
+    is_alive(by_programs, "the agent's programs")?;
     drop(servers);
     Ok(())
 }

@@ -1,6 +1,7 @@
 //! `dataplane iptables`.
 
 mod cleanup;
+mod compare;
 mod detect;
 mod report;
 
@@ -11,7 +12,8 @@ use clap::{Args, Subcommand};
 use super::netns::{self, Namespace};
 use crate::settings::Settings;
 
-/// Show the rules of iptables, nftables and IPVS on a node and whose they are; remove those of one owner.
+/// Show the rules of iptables, nftables and IPVS on a node and whose they are; compare kube-proxy's with the dataplane's
+/// tables; remove those of one owner.
 #[derive(Debug, Args)]
 pub struct IptablesArgs {
     #[command(subcommand)]
@@ -21,6 +23,7 @@ pub struct IptablesArgs {
 #[derive(Debug, Subcommand)]
 enum IptablesCommand {
     Cleanup(cleanup::CleanupArgs),
+    Compare(compare::CompareArgs),
     Detect(detect::DetectArgs),
     Report(report::ReportArgs),
 }
@@ -28,14 +31,17 @@ enum IptablesCommand {
 impl IptablesArgs {
     /// Adds what the file says.
     pub(super) fn settle(&mut self, file: &Settings) {
-        if let IptablesCommand::Report(args) = &mut self.command {
-            args.settle(file);
+        match &mut self.command {
+            IptablesCommand::Report(args) => args.settle(file),
+            IptablesCommand::Compare(args) => args.paths.settle(file),
+            IptablesCommand::Cleanup(_) | IptablesCommand::Detect(_) => {}
         }
     }
 
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         match self.command {
             IptablesCommand::Cleanup(args) => args.run(),
+            IptablesCommand::Compare(args) => args.run(),
             IptablesCommand::Detect(args) => args.run(),
             IptablesCommand::Report(args) => args.run(),
         }
