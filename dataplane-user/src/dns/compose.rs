@@ -189,13 +189,13 @@ pub fn joined(
     theirs: &Stored,
     age: u32,
 ) -> Option<Stored> {
-    let bytes = join((name, of_type), aliases, theirs, age);
-    let bytes = bytes.or_else(|| {
+    let read = |bytes: Vec<u8>| Stored::read(&bytes, name, of_type, false).ok();
+    let joined = join((name, of_type), aliases, theirs, age).and_then(read);
+    joined.or_else(|| {
         let mut message = to_question(name, of_type);
         message.metadata.response_code = ResponseCode::ServFail;
-        message.to_vec().ok()
-    })?;
-    Stored::read(&bytes, name, of_type, false).ok()
+        read(message.to_vec().ok()?)
+    })
 }
 
 /// The bytes of [`joined`]. No record is taken apart: an answer may have records that nothing here understands.
@@ -231,7 +231,8 @@ fn join(
     {
         place.copy_from_slice(&count.to_be_bytes());
     }
-    Some(out)
+    // The longest message of TCP.
+    u16::try_from(out.len()).is_ok().then_some(out)
 }
 
 /// An answer as it is after some seconds.
@@ -256,6 +257,8 @@ pub fn alias(from: &LowerName, to: &LowerName, ttl: u32) -> Record {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     fn name(text: &str) -> LowerName {
@@ -341,5 +344,46 @@ mod tests {
         ]);
         assert_eq!(Message::from_vec(&all.bytes).unwrap().answers.len(), 3);
         assert_eq!(join_with(&all).code(), ResponseCode::ServFail);
+        // An answer that is as long as TCP allows.
+        let longest = [
+            &[0, 16, 0, 1, 0, 0, 0, 60, 0xff, 0xd2][..],
+            &vec![0; 0xffd2],
+        ]
+        .concat();
+        let all = theirs(&[(&[0xc0, 12], &longest)]);
+        assert_eq!(all.bytes.len(), usize::from(u16::MAX));
+        assert_eq!(join_with(&all).code(), ResponseCode::ServFail);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(2000))]
+
+        #[test]
+        fn whatever_resolvers_send_is_joined_or_servfail(
+            changes in proptest::collection::vec((33..110_usize, any::<u8>()), 0..6),
+            more in proptest::collection::vec(any::<u8>(), 0..20),
+            counts in (0..5_u8, 0..3_u8, 0..3_u8),
+        ) {
+            let asked = name("www.example.com");
+            let mail = [0, 15, 0, 1, 0, 0, 0, 60, 0, 9, 0, 10, 4, b'm', b'a', b'i', b'l', 0xc0, 16];
+            let soa = [&[0xc0, 16, 0, 6, 0, 1, 0, 0, 0, 60, 0, 24, 0xc0, 16, 0xc0, 47][..], &[0; 20]].concat();
+            let mut bytes = theirs(&[(&[0xc0, 12], &mail), (&[0xc0, 12], &mail), (&[], &soa)]).bytes.to_vec();
+            bytes.extend(more);
+            for (at, byte) in changes {
+                if let Some(place) = bytes.get_mut(at) {
+                    *place = byte;
+                }
+            }
+            (bytes[7], bytes[9], bytes[11]) = (counts.0, counts.1, counts.2);
+            let Ok(stored) = Stored::read(&bytes, &asked, 15, false) else { return Ok(()) };
+            let joined = join_with(&stored);
+            if joined.code() == ResponseCode::ServFail {
+                return Ok(());
+            }
+            let [answers, authorities, additional] = stored.counts();
+            prop_assert_eq!(joined.counts(), [answers + 2, authorities, additional]);
+            let more = |stored: &Stored| join_with(stored).bytes.len() - stored.bytes.len();
+            prop_assert_eq!(more(&stored), more(&theirs(&[])));
+        }
     }
 }
