@@ -272,8 +272,20 @@ impl Enrolled {
     /// Of a [`Local`]: its connections were captured by its packets, and are by its sockets now. Those
     /// that its proxy still has go on.
     pub const PACKETS_BEFORE: u32 = 1 << 11;
-    /// It is a workload, if only one whose connections go direct.
+    /// It is a workload, if only one whose connections go direct. An entry without this flag that has resolvers is one of
+    /// a workload of which only the DNS queries are captured.
     pub const CAPTURED: u32 = 1 << 31;
+
+    /// Whether it is the entry of a namespace that the guard lets go.
+    pub const fn is_let_go(&self) -> bool {
+        self.flags == 0 && self.resolvers == 0
+    }
+
+    /// Whether the programs look at the connections or the queries of the workload.
+    #[inline(always)]
+    pub const fn is_judged(&self) -> bool {
+        self.flags & Self::CAPTURED != 0 || self.resolvers != 0
+    }
 }
 
 impl Local {

@@ -97,7 +97,7 @@ fn decide<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64, hook: Hoo
     }
     // SAFETY: a hash's element, freed after a grace period.
     let enrolled = unsafe { *enrolled };
-    if enrolled.flags & Enrolled::CAPTURED == 0 {
+    if !enrolled.is_judged() {
         return Reason::NotService;
     }
     let ctx = call.ctx.sock_addr;

@@ -100,7 +100,7 @@ fn judge<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64) -> (Reason
     // SAFETY: a hash's element, which is not reused while this program runs: elements are made on
     // demand, and freed after a grace period.
     let enrolled = unsafe { *enrolled };
-    if enrolled.flags & Enrolled::CAPTURED == 0 {
+    if !enrolled.is_judged() {
         return (Reason::NotService, 0);
     }
     if has_mark(mark, config.mark) && is_agent(config) {
@@ -113,6 +113,9 @@ fn judge<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64) -> (Reason
         && (enrolled.flags & Enrolled::EGRESS_DENY == 0 || capture::Circumstances::is_known(&asked))
     {
         return (Reason::CapturedDns, enrolled.workload);
+    }
+    if enrolled.flags & Enrolled::CAPTURED == 0 {
+        return (Reason::NotService, 0);
     }
     let reason = capture::decide_outbound(&asked, config, &enrolled, to, user);
     (reason, enrolled.workload)

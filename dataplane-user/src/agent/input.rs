@@ -33,8 +33,8 @@ pub enum InputError {
     Open(#[from] OpenError),
 }
 
-/// The source that is asked for; of the API, no more is read than `scope`.
-pub fn source(settings: &settings::Source, scope: kubernetes::Scope) -> Source {
+/// The source that is asked for; of the API, no more is read than `scope`, and with `names` what DNS says of services.
+pub fn source(settings: &settings::Source, scope: kubernetes::Scope, names: bool) -> Source {
     if let Some(rules) = rules::source(settings) {
         return Source::Iptables(rules);
     }
@@ -51,6 +51,7 @@ pub fn source(settings: &settings::Source, scope: kubernetes::Scope) -> Source {
             scope,
             entries: api.service_entries && scope >= kubernetes::Scope::HostPorts,
             routes: api.routes,
+            names,
         },
         patience: kubernetes::Patience::default(),
     })

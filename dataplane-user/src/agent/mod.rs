@@ -42,7 +42,7 @@ use crate::{
     plan::{AdoptError, Planner},
     proxy::{self, handover::Outcome},
     relay,
-    settings::{MetricsAuth, OnExit, Settings},
+    settings::{Dns, MetricsAuth, OnExit, Settings},
     source::{
         Notice, OpenError, Source,
         kubernetes::{Reviewer, Scope},
@@ -245,7 +245,8 @@ fn serve(
     let said = settings;
     let settings = &with_rules(settings).map_err(InputError::Open)?;
     let packet = PacketSettings::new(&settings.packets);
-    let source = source(&settings.source, scope(settings));
+    let names = settings.dns.as_ref().is_some_and(Dns::is_on);
+    let source = source(&settings.source, scope(settings), names);
     let reachable = settings.mesh.as_ref().map(crate::settings::Mesh::reachable);
     let socket = settings.listen.socket().to_owned();
     let keeping = Keeping {
@@ -292,15 +293,12 @@ fn serve(
         &paths,
         limits,
         packet.options(),
-        settings
-            .mesh
-            .as_ref()
-            .map(|mesh| mesh::options(mesh, settings.dns.as_ref())),
+        mesh::options(settings),
         |capture, loading| {
             // Where there is an agent before, that one accepts connections meanwhile.
-            let Some(config) = settings.mesh.clone().filter(|_| given.before.is_none()) else {
+            if given.before.is_some() || !mesh::is_wanted(settings) {
                 return;
-            };
+            }
             while !input.is_known() && loading() {
                 if input.take().is_none() {
                     thread::sleep(EARLY);
@@ -311,8 +309,7 @@ fn serve(
             }
             let sockets = std::mem::take(&mut given.sockets);
             let mesh = Mesh::start(
-                config,
-                settings.dns.as_ref(),
+                settings,
                 capture,
                 &cgroup,
                 sockets,
@@ -367,13 +364,12 @@ fn serve(
     let on_exit = settings.on_exit.unwrap_or_default();
     let stay = settings.stay;
     let bpffs = paths.bpffs.clone();
-    let (mesh, before) = match (early.transpose()?, settings.mesh.clone()) {
-        (Some(mesh), _) => (Some(mesh), None),
-        (None, Some(config)) => {
+    let (mesh, before) = match early.transpose()? {
+        Some(mesh) => (Some(mesh), None),
+        None if mesh::is_wanted(settings) => {
             let capture = kernel.capture();
             let mesh = Mesh::start(
-                config,
-                settings.dns.as_ref(),
+                settings,
                 capture,
                 &cgroup,
                 given.sockets,
@@ -382,7 +378,7 @@ fn serve(
             )?;
             (Some(mesh), None)
         }
-        (None, None) => (None, given.before),
+        None => (None, given.before),
     };
     if let Some(observer) = mesh.as_ref().and_then(Mesh::observer) {
         // There is one mesh, and it starts once.
@@ -538,6 +534,7 @@ fn scope(settings: &Settings) -> Scope {
     match &settings.mesh {
         Some(mesh) if mesh.denies() => Scope::Registry,
         Some(_) => Scope::Mesh,
+        None if settings.dns.as_ref().is_some_and(Dns::is_for_all) => Scope::Mesh,
         None => Scope::HostPorts,
     }
 }

@@ -139,7 +139,12 @@ impl SourceArgs {
 
     /// The same, as a source; of the API, no more is read than `scope`.
     pub(super) fn source(&self, scope: kubernetes::Scope) -> Source {
-        agent::source(&self.settled, scope)
+        agent::source(&self.settled, scope, false)
+    }
+
+    /// The same, for those who answer the names of services.
+    pub(super) fn source_of_names(&self) -> Source {
+        agent::source(&self.settled, kubernetes::Scope::Mesh, true)
     }
 }
 
@@ -168,14 +173,23 @@ pub(super) fn of_rules(file: Option<PathBuf>) -> anyhow::Result<Snapshot> {
 impl SourceArgs {
     /// What there is to serve now.
     pub(super) fn snapshot(&self, node: &Node) -> anyhow::Result<Snapshot> {
-        let source = self.source(kubernetes::Scope::HostPorts);
         let node = &agent::node_of_rules(&self.settled, node)?;
+        Self::read(&self.source(kubernetes::Scope::HostPorts), node)
+    }
+
+    /// What there is to answer now.
+    pub(super) fn names(&self, node: &Node) -> anyhow::Result<Snapshot> {
+        let node = &agent::node_of_rules(&self.settled, node)?;
+        Self::read(&self.source_of_names(), node)
+    }
+
+    fn read(source: &Source, node: &Node) -> anyhow::Result<Snapshot> {
         let (sender, notices) = mpsc::channel();
         let notify = move |notice| {
             // Fails only when nobody waits any more.
             sender.send(notice).unwrap_or_default();
         };
-        let mut input = Input::open(&source, node, None, notify)?;
+        let mut input = Input::open(source, node, None, notify)?;
         let place = input.health().places().join(", ");
         let start = Instant::now();
         let mut said = false;

@@ -22,7 +22,7 @@ const RESERVED: [u16; 12] = [
 ];
 
 /// The port of resolvers.
-const DNS: u16 = 53;
+pub const DNS: u16 = 53;
 
 /// Whether a port is one that a mesh's proxies have.
 pub fn is_reserved(port: u16) -> bool {
@@ -501,6 +501,7 @@ impl Rules {
             without_proxy: self.without_proxy.unwrap_or_default(),
             acceleration: self.acceleration.unwrap_or_default(),
             without_dns: self.dns == Some(false),
+            only_queries: false,
             outbound_ranges: self.outbound_ranges.clone(),
             outbound_ports: self.outbound_ports.clone(),
             judged_ranges: BTreeSet::new(),
@@ -510,6 +511,19 @@ impl Rules {
             excluded_uids: self.excluded_uids.clone(),
             excluded_gids: self.excluded_gids.clone(),
             excluded_interfaces: self.excluded_interfaces.clone(),
+        })
+    }
+
+    /// What the rules come to for a workload whose DNS queries are captured, but not its connections; `None` if its
+    /// queries are not captured either.
+    pub fn policy_of_queries(&self) -> Option<Policy> {
+        (self.dns != Some(false)).then(|| Policy {
+            only_queries: true,
+            outbound_ranges: self.outbound_ranges.clone(),
+            outbound_ports: self.outbound_ports.clone(),
+            excluded_uids: self.excluded_uids.clone(),
+            excluded_gids: self.excluded_gids.clone(),
+            ..Policy::default()
         })
     }
 
@@ -560,6 +574,8 @@ pub struct Policy {
     pub acceleration: Acceleration,
     /// Whether DNS queries are left alone.
     pub without_dns: bool,
+    /// Whether DNS queries are captured and connections are not.
+    pub only_queries: bool,
     /// Outbound destination ranges: whether they are captured. The longest prefix decides; what is
     /// in none is captured.
     pub outbound_ranges: BTreeMap<IpNet, bool>,

@@ -1,9 +1,6 @@
 //! From policies of capture to the tables that hold them.
 
-use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
-    net::IpAddr,
-};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use dataplane_common::{
     Addr,
@@ -106,11 +103,14 @@ impl capture::Rules for Captured {
     }
 }
 
+/// To which addresses a workload's queries are captured, and to which not: the longest prefix decides.
+pub type Resolvers = BTreeMap<IpNet, bool>;
+
 /// Policies and sets of resolvers by their numbers. Those that say the same are one; a number is not used twice.
 #[derive(Debug, Default)]
 pub struct Policies {
     numbers: HashMap<Policy, u32>,
-    resolvers: HashMap<BTreeSet<IpAddr>, u32>,
+    resolvers: HashMap<Resolvers, u32>,
     last: u32,
 }
 
@@ -143,6 +143,16 @@ impl Policies {
             let of = number;
             tables.rules.insert(RuleKey { of, kind, id }, said);
         };
+        for uid in &policy.excluded_uids {
+            rule(RuleKey::USER, *uid, EXCLUDED);
+        }
+        for gid in &policy.excluded_gids {
+            rule(RuleKey::GROUP, *gid, EXCLUDED);
+        }
+        if policy.only_queries {
+            // What is said of ports and ranges is in the resolvers' ranges already.
+            return (number, flags(policy, foreign));
+        }
         for (port, captured) in &policy.outbound_ports {
             let is_judged = policy.judged_ports.contains(port);
             let said = verdict(*captured, is_judged);
@@ -154,12 +164,6 @@ impl Policies {
                 u32::from(*port),
                 verdict(*captured, false),
             );
-        }
-        for uid in &policy.excluded_uids {
-            rule(RuleKey::USER, *uid, EXCLUDED);
-        }
-        for gid in &policy.excluded_gids {
-            rule(RuleKey::GROUP, *gid, EXCLUDED);
         }
         // IPv4 is in the table as v4-mapped IPv6, of which ranges such as ::/0 say nothing.
         if policy.outbound_ranges.keys().any(|r| r.addr().is_ipv6()) {
@@ -174,9 +178,9 @@ impl Policies {
         (number, flags(policy, foreign))
     }
 
-    /// Adds a set of resolvers to the tables, unless it is there; answers its number, 0 for none of them.
-    pub fn add_resolvers(&mut self, resolvers: &BTreeSet<IpAddr>, tables: &mut Captured) -> u32 {
-        if resolvers.is_empty() {
+    /// Adds resolvers to the tables, unless they are there; answers their number, 0 if there are none.
+    pub fn add_resolvers(&mut self, resolvers: &Resolvers, tables: &mut Captured) -> u32 {
+        if !resolvers.values().any(|is_captured| *is_captured) {
             return 0;
         }
         let number = self.resolvers.get(resolvers).copied();
@@ -185,10 +189,11 @@ impl Policies {
             self.resolvers.insert(resolvers.clone(), self.last);
             self.last
         });
-        let keys = resolvers
-            .iter()
-            .map(|addr| range_key(number, &(*addr).into()));
-        tables.ranges.extend(keys.map(|key| (key, CAPTURED)));
+        let ranges = resolvers.iter().map(|(range, is_captured)| {
+            let said = if *is_captured { CAPTURED } else { EXCLUDED };
+            (range_key(number, range), said)
+        });
+        tables.ranges.extend(ranges);
         number
     }
 
@@ -220,6 +225,9 @@ fn range(key: &RangeKey) -> Option<IpNet> {
 fn flags(policy: &Policy, foreign: bool) -> u32 {
     let proxied = policy.mode.is_proxied(foreign);
     let users = !policy.excluded_uids.is_empty() || !policy.excluded_gids.is_empty();
+    if policy.only_queries {
+        return if users { Enrolled::HAS_USERS } else { 0 };
+    }
     [
         (Enrolled::CAPTURED, true),
         (Enrolled::PROXY, proxied),
@@ -248,6 +256,8 @@ fn flags(policy: &Policy, foreign: bool) -> u32 {
 
 #[cfg(test)]
 mod tests {
+    use std::net::IpAddr;
+
     use dataplane_common::{Port, Reason};
 
     use super::*;

@@ -46,7 +46,7 @@ pub mod vips;
 mod wanted;
 
 pub use adopt::AdoptError;
-pub use capture::{Captured, Policies, range_key};
+pub use capture::{Captured, Policies, Resolvers, range_key};
 pub use departures::{Departed, Departures};
 pub use diff::{Answer, Change, Empty, changes};
 pub use planner::Planner;

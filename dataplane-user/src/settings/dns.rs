@@ -16,10 +16,15 @@ use super::is_default;
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
 pub struct Dns {
-    /// Whose queries the agent answers, in place of their resolvers: `none`, or `mesh` for captured
-    /// workloads. Default: none.
+    /// Whose queries the agent answers, in place of their resolvers: `none`, `mesh` for captured
+    /// workloads, or `all` for all pods of the node that have a network namespace of their own. Default:
+    /// none.
     #[serde(skip_serializing_if = "is_default")]
     pub capture: Option<DnsCapture>,
+    /// To which addresses queries are captured: to the pod's `resolvers`, or to `any` at port 53. The
+    /// agent asks the pod's resolvers in both cases. Default: resolvers.
+    #[serde(skip_serializing_if = "is_default")]
+    pub destinations: Option<DnsDestinations>,
     /// The port at which the agent listens, at loopback in the workload's network namespace. Default:
     /// 15053.
     #[serde(skip_serializing_if = "is_default")]
@@ -68,6 +73,19 @@ pub enum DnsCapture {
     None,
     /// Those of captured workloads.
     Mesh,
+    /// Those of all pods of the node that have a network namespace of their own.
+    All,
+}
+
+/// To which addresses queries are captured.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum DnsDestinations {
+    /// The resolvers in the pod's `resolv.conf`.
+    #[default]
+    Resolvers,
+    /// Any address besides loopback and the pod's own, at port 53.
+    Any,
 }
 
 impl Dns {
@@ -78,7 +96,17 @@ impl Dns {
 
     /// Whether the agent answers queries.
     pub fn is_on(&self) -> bool {
-        self.capture.unwrap_or_default() == DnsCapture::Mesh
+        self.capture.unwrap_or_default() != DnsCapture::None
+    }
+
+    /// Whether the agent answers the queries of pods that are not captured, too.
+    pub fn is_for_all(&self) -> bool {
+        self.capture == Some(DnsCapture::All)
+    }
+
+    /// Whether queries to any address are captured.
+    pub fn is_for_any_destination(&self) -> bool {
+        self.destinations == Some(DnsDestinations::Any)
     }
 
     /// The cluster's domain.

@@ -16,7 +16,7 @@ mod pattern;
 mod range;
 mod source;
 
-pub use dns::{Dns, DnsCapture};
+pub use dns::{Dns, DnsCapture, DnsDestinations};
 pub use faults::faults;
 pub use kernel::{Kernel, Limits};
 pub use listen::{Listen, Listeners, MetricsAuth};

@@ -18,6 +18,7 @@ const WANTED: Wanted = Wanted {
     scope: Scope::HostPorts,
     entries: true,
     routes: false,
+    names: false,
 };
 
 fn entry(name: &str, spec: Value) -> Value {

@@ -2,6 +2,7 @@
 
 mod access;
 mod entries;
+mod names;
 mod pods;
 mod reading;
 mod recovery;

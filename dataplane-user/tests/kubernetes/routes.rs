@@ -15,6 +15,7 @@ const WANTED: Wanted = Wanted {
     scope: Scope::HostPorts,
     entries: false,
     routes: true,
+    names: false,
 };
 
 fn route(kind: &str, parent: &str, weight: i64) -> Value {

@@ -22,6 +22,7 @@ scenarios! {
     queries_are_answered_in_the_name_of_the_resolver,
     what_is_excluded_is_answered_by_its_resolver,
     no_pod_and_no_policy_is_got_around_by_queries,
+    every_pods_queries_are_answered_and_nothing_else_is_captured,
     no_query_waits_for_an_agent_that_is_not_there,
     no_query_waits_for_an_agent_that_hangs,
 }
@@ -210,6 +211,76 @@ fn what_is_excluded_is_answered_by_its_resolver() -> Result<()> {
         text.replace("name: app, namespace: shop", with)
     };
     is_left_alone(&World::start(&json!({}), annotated)?, None)
+}
+
+/// A pod that does not want its queries to be captured.
+const OTHER: &str = "---
+apiVersion: v1
+kind: Pod
+metadata: {name: other, namespace: shop, annotations: {ambient.istio.io/dns-capture: 'false'}}
+spec: {nodeName: node1}
+status: {podIP: 10.244.1.12, podIPs: [{ip: 10.244.1.12}]}
+";
+
+/// `capture: all`, without a mesh and with a pod that asks for one.
+fn every_pods_queries_are_answered_and_nothing_else_is_captured() -> Result<()> {
+    let with = "name: app, namespace: shop, labels: {istio.io/dataplane-mode: ambient}";
+    let app = |text: String| text.replace("name: app, namespace: shop", with) + OTHER;
+    let dns = json!({ "capture": "all", "destinations": "any" });
+    let world = World::start_as(None, dns, app, "", None)?;
+    let question = format!("{SERVICE} A");
+    eventually(|| world.dig("10.96.0.53", &question, "10.96.0.10"))?;
+    // Wherever the query goes, and also by TCP.
+    for to in ["10.244.1.11", "192.0.2.1", "fd00:10:244:1::b"] {
+        world.dig(to, &question, "10.96.0.10")?;
+        world.dig(to, &format!("+tcp {question}"), "10.96.0.10")?;
+    }
+    world.dig("192.0.2.1", "db.corp.example. A", "192.0.2.90")?;
+    let asks = |pod: &str, to: &str| {
+        let dig = world.lab.pod(pod).command("dig");
+        let dig = dig.args([to, "+short", "+tries=1", "+time=4", SERVICE]);
+        Ok::<_, anyhow::Error>(dig.run()?.trim().to_owned())
+    };
+    // A pod that is in no mesh, at its own server.
+    for (pod, to, wanted) in [
+        ("upstream", "@10.96.0.53", "10.96.0.10"),
+        ("upstream", "@10.244.1.11", ""),
+        ("other", "@10.96.0.53", ""),
+    ] {
+        let found = asks(pod, to)?;
+        ensure!(found == wanted, "{pod} {to}: {found:?}");
+    }
+    let at_loopback = asks("upstream", "@127.0.0.1");
+    ensure!(at_loopback.is_err(), "nobody listens: {at_loopback:?}");
+    // Connections are nobody's business.
+    for (to, protocol) in [("10.244.1.12:80", "tcp"), ("10.244.1.12:5353", "udp")] {
+        let to = format!("{to}/{protocol}");
+        let explain = world
+            .agent
+            .dataplane(["explain", "shop/app", &to, "-o", "json"]);
+        let told: Value = explain.json()?;
+        ensure!(told["reason"] == "not-service", "{to}: {told}");
+    }
+    for reason in [Reason::Captured, Reason::ProxyDown, Reason::Direct] {
+        let count = world.verdicts(reason)?;
+        ensure!(count == 0, "{count} of {}", reason.word());
+    }
+    let status = world.agent.dataplane(["status", "-o", "json"]).output()?;
+    let status: Value = serde_json::from_slice(&status.stdout)?;
+    ensure!(
+        status["agent"]["dns"]["workloads"] == 2 && status["mesh"] == json!([]),
+        "{status}"
+    );
+    // Without the agent, everybody asks whom they meant.
+    drop(world.agent);
+    let dig = world
+        .lab
+        .pod("app")
+        .command("dig")
+        .args(["@10.244.1.11", SERVICE]);
+    let text = dig.run()?;
+    ensure!(text.contains("status: NXDOMAIN"), "{text}");
+    Ok(())
 }
 
 /// Neither does a pod's `dnsConfig` choose where the node sends queries, nor does its `egress: deny` end at the agent.

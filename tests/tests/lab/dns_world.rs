@@ -79,6 +79,20 @@ impl World {
         of_unbound: &str,
         files: Option<usize>,
     ) -> Result<Self> {
+        let mut mesh = mesh.clone();
+        mesh["rules"]["captured"] = true.into();
+        let dns = json!({ "capture": "mesh" });
+        Self::start_as(Some(&mesh), dns, app, of_unbound, files)
+    }
+
+    /// Likewise, with this mesh or none, and this configuration of DNS.
+    pub fn start_as(
+        mesh: Option<&Value>,
+        mut dns: Value,
+        app: impl FnOnce(String) -> String,
+        of_unbound: &str,
+        files: Option<usize>,
+    ) -> Result<Self> {
         let lab = Lab::builder()
             .node("node1")
             .pod("node1", "app", "10.244.1.8")
@@ -92,21 +106,19 @@ impl World {
         fs::write(&manifests, text)?;
         let resolv = directory.path().join("resolv.conf");
         fs::write(&resolv, "search corp.example\nnameserver 10.244.1.11\n")?;
-        let mut mesh = mesh.clone();
-        mesh["rules"]["captured"] = true.into();
-        let dns = json!({
-            "capture": "mesh",
-            "resolvConf": resolv,
-            "ttlSeconds": TTL,
-            "cacheBytes": CACHE,
-            "staleSeconds": 0,
-        });
+        dns["resolvConf"] = json!(resolv);
+        dns["ttlSeconds"] = TTL.into();
+        dns["cacheBytes"] = CACHE.into();
+        dns["staleSeconds"] = 0.into();
         let mut agent = lab
             .agent("node1")
             .in_the_nodes_cgroup()
             .manifests(&manifests)
-            .args(["--mesh", &mesh.to_string(), "--dns", &dns.to_string()])
+            .args(["--dns", &dns.to_string()])
             .args(["--admin-addr", ADMIN]);
+        if let Some(mesh) = mesh {
+            agent = agent.args(["--mesh", &mesh.to_string()]);
+        }
         if let Some(files) = files {
             agent = agent.open_files(files, files);
         }

@@ -236,8 +236,13 @@ pub fn is_to_be_denied(member: &Member) -> bool {
 fn not_found(member: &Member, hidden: bool) -> String {
     let addresses = member.workload.addresses.iter();
     let addresses: Vec<_> = addresses.map(ToString::to_string).collect();
+    let its = if member.policy.only_queries {
+        "its DNS queries go to its resolvers"
+    } else {
+        "is not captured"
+    };
     let mut text = format!(
-        "is not captured: the node's routes lead to its address {} by no interface of a pod's, and CNI has no result for \
+        "{its}: the node's routes lead to its address {} by no interface of a pod's, and CNI has no result for \
          it in {}",
         addresses.join(" or "),
         cni::RESULTS

@@ -6,13 +6,14 @@
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     fs, io,
-    net::{IpAddr, SocketAddr, TcpListener, UdpSocket},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, UdpSocket},
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::PathBuf,
     thread,
 };
 
 use dataplane_common::capture::Enrolled;
+use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use tracing::{debug, info, warn};
 
 use super::problems::Problems;
@@ -22,8 +23,11 @@ use crate::{
         Settings, Ttls, Zone,
     },
     kernel::{self, Namespace, QueryLease, QuerySockets, namespaces},
-    model::{Egress, Names, Reachable, Snapshot},
-    plan::enrol::{Member, Problem},
+    model::{DNS, Egress, Names, Reachable, Snapshot},
+    plan::{
+        Resolvers,
+        enrol::{Member, Problem},
+    },
     relay::DnsFiles,
     settings,
     threads::Deaths,
@@ -32,6 +36,9 @@ use crate::{
 /// Open files of a workload: two sockets for each family; a copy of each for the agent's successor, and another one
 /// during the hand-over.
 const WORKLOAD: usize = 12;
+/// The most ranges of a workload's rules with which queries to any address are captured, because each workload has a copy
+/// of its ranges in table RANGES, beside its policy's.
+const STATED: usize = 16;
 /// Threads, at most.
 const WORKERS: usize = 4;
 
@@ -43,8 +50,8 @@ pub(super) fn files(room: Room) -> DnsFiles {
     }
 }
 
-/// Queries that are to be captured: of the workload in a network namespace, to these resolvers.
-pub(super) type Queries = Vec<(u64, BTreeSet<IpAddr>)>;
+/// Queries that are to be captured: of the workload in a network namespace, to these addresses.
+pub(super) type Queries = Vec<(u64, Resolvers)>;
 
 /// A socket for datagrams, and one for connections.
 type Both = (UdpSocket, TcpListener);
@@ -59,6 +66,8 @@ pub(super) struct Dns {
     resolv_conf: PathBuf,
     /// What is in the way of reading it.
     unread: Option<String>,
+    /// Whether queries to any address are captured.
+    any_destination: bool,
     /// What workloads may ask whose egress is denied.
     reachable: Reachable,
     names: Names,
@@ -115,6 +124,7 @@ impl Dns {
             basis,
             resolv_conf: config.resolv_conf().to_owned(),
             unread: None,
+            any_destination: config.is_for_any_destination(),
             reachable,
             names: Names::default(),
             answered: BTreeMap::new(),
@@ -146,14 +156,15 @@ impl Dns {
         let cluster = self.basis.cluster_dns(snapshot);
         let mut queries = Queries::new();
         for (member, namespace, flags) in enrolled {
-            if flags & Enrolled::CAPTURED == 0 || member.workload.addresses.is_empty() {
+            let is_asked = flags & Enrolled::CAPTURED != 0 || member.policy.only_queries;
+            if !is_asked || member.workload.addresses.is_empty() {
                 continue;
             }
             let client = self.client(member, &zone, &cluster);
-            let to: BTreeSet<IpAddr> = client.resolvers.iter().map(SocketAddr::ip).collect();
-            if to.is_empty() {
+            if client.resolvers.is_empty() {
                 continue;
             }
+            let to = self.destinations(member, &client);
             match self.answer(namespace, client, given) {
                 Ok(()) => queries.push((namespace.cookie, to)),
                 Err(problem) => problems.add(&member.workload.name, problem),
@@ -163,6 +174,31 @@ impl Dns {
         let wanted: BTreeSet<u64> = queries.iter().map(|(cookie, _)| *cookie).collect();
         self.answered.retain(|cookie, _| wanted.contains(cookie));
         queries
+    }
+
+    /// The addresses to which a workload's queries are captured.
+    fn destinations(&self, member: &Member, client: &Client) -> Resolvers {
+        let Member {
+            policy, workload, ..
+        } = member;
+        let resolvers = client.resolvers.iter().map(|at| (at.ip().into(), true));
+        if !self.any_destination || policy.outbound_ranges.len() > STATED {
+            return resolvers.collect();
+        }
+        // Ports decide before ranges.
+        let by_range = !policy.outbound_ports.contains_key(&DNS);
+        let stated = policy.outbound_ranges.iter().filter(|_| by_range);
+        let stated = stated.map(|(range, is_captured)| (*range, *is_captured));
+        // A server in the pod itself asks others, and may be asked as what it is.
+        let own = workload.addresses.iter().copied().map(IpNet::from);
+        let own = own.chain(loopback()).map(|range| (range, false));
+        let any = [IpNet::V4(Ipv4Net::default()), IpNet::V6(Ipv6Net::default())];
+        let any = any.map(|range| (range, true));
+        any.into_iter()
+            .chain(stated)
+            .chain(resolvers)
+            .chain(own)
+            .collect()
     }
 
     /// How a workload looks up names, with the resolvers whose queries are captured.
@@ -283,6 +319,12 @@ impl Dns {
             })
         })
     }
+}
+
+/// The addresses at which a pod reaches itself whatever its addresses are.
+fn loopback() -> [IpNet; 2] {
+    let v4 = Ipv4Net::new_assert(Ipv4Addr::new(127, 0, 0, 0), 8);
+    [IpNet::V4(v4), IpAddr::from(Ipv6Addr::LOCALHOST).into()]
 }
 
 /// What a socket is called when it is handed over.

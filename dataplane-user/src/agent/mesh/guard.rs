@@ -59,7 +59,7 @@ impl Mesh {
             Ok(residents) => residents,
             Err(error) => {
                 // As it was.
-                let before = held.namespaces.iter().filter(|(_, e)| e.flags == 0);
+                let before = held.namespaces.iter().filter(|(_, e)| e.is_let_go());
                 for (cookie, entry) in before {
                     wanted.namespaces.entry(*cookie).or_insert(*entry);
                 }

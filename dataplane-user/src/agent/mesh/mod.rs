@@ -52,7 +52,7 @@ use crate::{
         handover::{self, Named},
     },
     relay::raise_open_files,
-    settings,
+    settings::{self, Settings},
     threads::Deaths,
 };
 
@@ -89,8 +89,20 @@ pub struct Settled {
     pub left_out: Vec<String>,
 }
 
-/// What the kernel is told of a mesh, and of DNS.
-pub fn options(mesh: &settings::Mesh, dns: Option<&settings::Dns>) -> CaptureOptions {
+/// Whether workloads are captured, or their DNS queries.
+pub fn is_wanted(settings: &Settings) -> bool {
+    settings.mesh.is_some() || settings.dns.as_ref().is_some_and(settings::Dns::is_for_all)
+}
+
+/// What the kernel is told of a mesh, and of DNS; none if nothing is captured.
+pub fn options(settings: &Settings) -> Option<CaptureOptions> {
+    is_wanted(settings).then(|| options_of(settings))
+}
+
+fn options_of(settings: &Settings) -> CaptureOptions {
+    let without = settings::Mesh::default();
+    let mesh = settings.mesh.as_ref().unwrap_or(&without);
+    let dns = settings.dns.as_ref();
     CaptureOptions {
         outbound: mesh.outbound(),
         inbound: mesh.inbound(),
@@ -105,7 +117,7 @@ pub fn options(mesh: &settings::Mesh, dns: Option<&settings::Dns>) -> CaptureOpt
 pub struct Mesh {
     config: settings::Mesh,
     options: CaptureOptions,
-    /// The agent's own proxy; none if it is another one.
+    /// The agent's own proxy; none if it is another one, or if only queries are captured.
     proxy: Option<Proxy>,
     /// The agent's DNS server; none if it answers nobody.
     dns: Option<Dns>,
@@ -150,19 +162,19 @@ impl Mesh {
     /// # Errors
     /// If the proxy cannot be started, or the tables not be read.
     pub fn start(
-        config: settings::Mesh,
-        dns: Option<&settings::Dns>,
+        settings: &Settings,
         capture: &Capture,
         cgroup: &Path,
         given: Named,
         before: Option<UnixStream>,
         deaths: &Deaths,
     ) -> Result<Self, super::Error> {
-        let options = options(&config, dns);
-        let dns = dns.filter(|dns| dns.is_on());
+        let options = options_of(settings);
+        let config = settings.mesh.clone().unwrap_or_default();
+        let dns = settings.dns.as_ref().filter(|dns| dns.is_on());
         let files = raise_open_files().map_err(super::Error::Thread)?;
         let room = Room::of(files);
-        let proxy = if options.foreign {
+        let proxy = if options.foreign || settings.mesh.is_none() {
             None
         } else {
             let settings = proxy::Settings {
@@ -191,7 +203,11 @@ impl Mesh {
             options,
             proxy,
             dns,
-            said: said::said(&config),
+            said: Said {
+                without_mesh: settings.mesh.is_none(),
+                all_queries: settings.dns.as_ref().is_some_and(settings::Dns::is_for_all),
+                ..said::said(&config)
+            },
             enroller: Enroller::after(held, options.foreign),
             attached: BTreeMap::new(),
             packets: Packets::after(held),
@@ -202,7 +218,7 @@ impl Mesh {
             shortage: None,
             absent: HashMap::new(),
             homes: HashMap::new(),
-            guarded: held.namespaces.values().any(|entry| entry.flags == 0),
+            guarded: held.namespaces.values().any(Enrolled::is_let_go),
             closed: Closed::new(),
             own_cookie: kernel::netns_cookie()?,
             cgroup: cgroup.to_owned(),

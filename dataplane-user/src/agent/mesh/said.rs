@@ -36,6 +36,7 @@ pub fn said(config: &settings::Mesh) -> Said {
             ("mesh.rules".to_owned(), config.rules.rules()),
             ("mesh.proxy.uid".to_owned(), proxy),
         ],
+        ..Said::default()
     }
 }
 

@@ -76,7 +76,7 @@ struct Answer {
 
 impl QueryArgs {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
-        let snapshot = self.common.source.snapshot(&self.common.node)?;
+        let snapshot = self.common.source.names(&self.common.node)?;
         let basis = self.common.basis()?;
         let zone = basis.zone(&snapshot);
         let workload = match &self.from {

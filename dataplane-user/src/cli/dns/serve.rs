@@ -24,7 +24,6 @@ use crate::{
     model::Snapshot,
     relay::raise_open_files,
     settings::{self, Listen, LogFormat, LogLevel},
-    source::kubernetes::Scope,
     threads::Deaths,
 };
 
@@ -110,7 +109,7 @@ impl ServeArgs {
             // Fails only if the server ends anyway.
             let _ = tell.send(format!("the thread {thread} has died ({why})"));
         });
-        let source = self.common.source.source(Scope::Mesh);
+        let source = self.common.source.source_of_names();
         let mut services = Services::open(&source, &self.common.node, Arc::clone(&deaths))?;
         let mut signals = Signals::new()?;
         let first = runtime.block_on(async {

@@ -185,9 +185,10 @@ impl Mesh {
             }
             Whose::Nobody => return None,
         };
-        if enrolled.flags & Enrolled::CAPTURED == 0 {
+        if !enrolled.is_judged() {
             return None;
         }
+        let is_captured = enrolled.flags & Enrolled::CAPTURED != 0;
         let call = Call {
             mesh: self,
             tables,
@@ -202,7 +203,9 @@ impl Mesh {
             client.group.unwrap_or(u32::MAX),
         );
         let ids = (user, group);
-        let mut reason = if is_tcp {
+        let mut reason = if is_tcp && !is_captured {
+            Reason::NotService
+        } else if is_tcp {
             capture::decide_outbound(&call, &self.config, &enrolled, call.to, ids)
         } else if call.is_by_packets() {
             return None;

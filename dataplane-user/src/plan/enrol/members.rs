@@ -23,6 +23,10 @@ pub struct Said {
     pub enforced: (String, Rules),
     /// Rules for everybody, the most specific first.
     pub all: Vec<(String, Rules)>,
+    /// Whether only queries are captured, because no mesh is configured.
+    pub without_mesh: bool,
+    /// Whether the queries of workloads are captured whose connections are not.
+    pub all_queries: bool,
 }
 
 /// Everybody on this node who is to be captured, with all rules that there are for them.
@@ -50,7 +54,22 @@ pub(super) fn members_within(said: &Said, snapshot: &Snapshot, room: [u64; 2]) -
         } = layers(said, &workload, over_budget);
         let general = layers.iter().rev();
         let rules = general.fold(Rules::default(), |general, (_, rules)| rules.over(&general));
-        let mut policy = rules.policy()?;
+        let policy = rules.policy().filter(|_| !said.without_mesh);
+        let Some(mut policy) = policy else {
+            // Only a pod with a network namespace of its own has a resolv.conf that is known.
+            let is_asked = said.all_queries && workload.place == Place::Address;
+            return is_asked
+                .then(|| rules.policy_of_queries())
+                .flatten()
+                .map(|policy| Member {
+                    policy,
+                    rules: Vec::new(),
+                    workload,
+                    over_budget,
+                    ineffective: Vec::new(),
+                    denied_by_operator: false,
+                });
+        };
         let denied_by_operator = bounds.stated.egress == Some(Egress::Deny);
         bounds.judge(&mut policy);
         Some(Member {
@@ -153,4 +172,72 @@ fn judged(workload: &Arc<Workload>, bounds: &Bounds) -> Arc<Workload> {
         place: Place::Address,
         ..(**workload).clone()
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Which pods are members, and whether only their queries are captured.
+    fn told(said: &Said) -> Vec<(String, bool)> {
+        let pod = |name: &str, place: Place, own: Rules| {
+            let workload = Workload {
+                rules: Arc::new(Layers {
+                    own,
+                    ..Layers::default()
+                }),
+                ..Workload::new(WorkloadName::new("shop", name), place)
+            };
+            (workload.name.clone(), Arc::new(workload))
+        };
+        let captured = |captured| Rules {
+            captured,
+            ..Rules::default()
+        };
+        let without_dns = Rules {
+            dns: Some(false),
+            ..Rules::default()
+        };
+        let snapshot = Snapshot {
+            workloads: [
+                pod("ambient", Place::Address, captured(Some(true))),
+                pod("denied", Place::Address, captured(Some(false))),
+                pod("plain", Place::Address, captured(None)),
+                pod("without-dns", Place::Address, without_dns),
+                pod("sidecar", Place::Exempt(Exempt::Sidecar), captured(None)),
+                pod("elsewhere", Place::Elsewhere, captured(Some(true))),
+            ]
+            .into_iter()
+            .collect(),
+            ..Snapshot::default()
+        };
+        let members = members(said, &snapshot).into_iter();
+        let members = members.map(|member| {
+            let name = member.workload.name.name().to_owned();
+            (name, member.policy.only_queries)
+        });
+        members.collect()
+    }
+
+    #[test]
+    fn all_pods_with_a_namespace_of_their_own_are_asked_for_their_queries() {
+        let is = |said: &Said, wanted: &[(&str, bool)]| {
+            let wanted = wanted
+                .iter()
+                .map(|(name, only)| ((*name).to_owned(), *only));
+            assert_eq!(told(said), wanted.collect::<Vec<_>>(), "{said:?}");
+        };
+        is(&Said::default(), &[("ambient", false)]);
+        let all = Said {
+            all_queries: true,
+            ..Said::default()
+        };
+        let others = [("denied", true), ("plain", true)];
+        is(&all, &[&[("ambient", false)][..], &others].concat());
+        let alone = Said {
+            without_mesh: true,
+            ..all
+        };
+        is(&alone, &[&[("ambient", true)][..], &others].concat());
+    }
 }

@@ -11,13 +11,12 @@ mod statements;
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     fmt,
-    net::IpAddr,
     sync::Arc,
 };
 
 use dataplane_common::capture::{EXCLUDED, Enrolled, Local, RuleKey};
 
-use super::{Captured, Policies};
+use super::{Captured, Policies, Resolvers};
 use crate::model::{Acceleration, Workload, WorkloadName};
 pub use budgets::{fit_addresses, known};
 pub use kept::{Kept, Unknown};
@@ -168,6 +167,9 @@ impl Enroller {
             wanted.rules.insert(key, EXCLUDED);
         }
         wanted.namespaces.insert(namespace.cookie, entry);
+        if member.policy.only_queries {
+            return entry;
+        }
         for addr in &member.workload.addresses {
             let local = Local {
                 netns: namespace.cookie,
@@ -182,7 +184,7 @@ impl Enroller {
     }
 
     /// Has the queries captured that a workload in a network namespace sends to these resolvers.
-    pub fn capture_queries(&mut self, cookie: u64, to: &BTreeSet<IpAddr>, wanted: &mut Captured) {
+    pub fn capture_queries(&mut self, cookie: u64, to: &Resolvers, wanted: &mut Captured) {
         let resolvers = self.policies.add_resolvers(to, wanted);
         if let Some(entry) = wanted.namespaces.get_mut(&cookie) {
             entry.resolvers = resolvers;

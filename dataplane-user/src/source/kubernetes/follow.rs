@@ -54,6 +54,8 @@ pub struct Follower {
     pub patience: Patience,
     /// This node, without what its object says.
     pub node: Arc<Node>,
+    /// As [`Wanted::names`](super::Wanted::names).
+    pub names: bool,
     pub health: Arc<Health>,
     pub messages: mpsc::Sender<Message>,
 }
@@ -205,6 +207,7 @@ impl Follower {
         Some(Sight {
             node: Arc::clone(node),
             everywhere,
+            names: self.names,
         })
     }
 }

@@ -17,6 +17,8 @@ use crate::{
 
 /// What kube-proxy asks for, too: neither what belongs to another proxy nor what is headless.
 const OURS: &str = "!service.kubernetes.io/headless,!service.kubernetes.io/service-proxy-name";
+/// Slices that have names in DNS: those of headless services, too.
+const NAMED: &str = "!service.kubernetes.io/service-proxy-name";
 /// How many objects to ask for at once. Each page is in memory as text while it is read.
 const PAGE: u32 = 500;
 
@@ -58,6 +60,9 @@ pub struct Wanted {
     pub entries: bool,
     /// Whether Gateway API's routes are read, and ReferenceGrants.
     pub routes: bool,
+    /// Whether the names of services are answered: then the slices of headless services are read, and the services of
+    /// other proxies, because a name that is not among these does not exist.
+    pub names: bool,
 }
 
 impl From<Scope> for Wanted {
@@ -66,6 +71,7 @@ impl From<Scope> for Wanted {
             scope,
             entries: false,
             routes: false,
+            names: false,
         }
     }
 }
@@ -253,33 +259,40 @@ impl Kind {
 
     /// What to ask for in a list.
     pub(super) fn list(self, sight: &Sight) -> ListParams {
-        let all = ListParams::default().limit(PAGE);
-        match self {
-            Self::Service | Self::Slice => all.labels(OURS),
-            Self::Pod if sight.everywhere => all,
-            Self::Node | Self::Pod => all.fields(&self.here(&sight.node)),
-            _ => all,
+        ListParams {
+            label_selector: self.labels(sight).map(str::to_owned),
+            field_selector: self.fields(sight),
+            ..ListParams::default().limit(PAGE)
         }
     }
 
     /// What to ask for in a watch.
     pub(super) fn watch(self, sight: &Sight) -> WatchParams {
-        let all = WatchParams::default();
-        match self {
-            Self::Service | Self::Slice => all.labels(OURS),
-            Self::Pod if sight.everywhere => all,
-            Self::Node | Self::Pod => all.fields(&self.here(&sight.node)),
-            _ => all,
+        WatchParams {
+            label_selector: self.labels(sight).map(str::to_owned),
+            field_selector: self.fields(sight),
+            ..WatchParams::default()
         }
     }
 
-    /// Those of this node: a cluster's others are many.
-    fn here(self, node: &Node) -> String {
+    /// The objects that are read, by their labels; none: all.
+    fn labels(self, sight: &Sight) -> Option<&'static str> {
+        match self {
+            Self::Service if sight.names => None,
+            Self::Slice if sight.names => Some(NAMED),
+            Self::Service | Self::Slice => Some(OURS),
+            _ => None,
+        }
+    }
+
+    /// The objects that are read, by their fields; none: all. Those of this node: a cluster's others are many.
+    fn fields(self, sight: &Sight) -> Option<String> {
         let field = match self {
-            Self::Pod => "spec.nodeName",
-            _ => "metadata.name",
+            Self::Pod if !sight.everywhere => "spec.nodeName",
+            Self::Node => "metadata.name",
+            _ => return None,
         };
-        format!("{field}={}", node.name)
+        Some(format!("{field}={}", sight.node.name))
     }
 
     /// An object in the model's terms, as `node` sees it.

@@ -265,6 +265,7 @@ async fn read(
             connector: Arc::clone(&connector),
             patience,
             node: Arc::clone(&node),
+            names: wanted.names,
             health: Arc::clone(&health),
             messages: messages.clone(),
         };

@@ -20,4 +20,6 @@ pub struct Sight {
     pub node: Arc<Node>,
     /// Whether the pods of all nodes are looked at.
     pub everywhere: bool,
+    /// As [`Wanted::names`](super::Wanted::names).
+    pub names: bool,
 }

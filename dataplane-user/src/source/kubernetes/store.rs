@@ -40,6 +40,8 @@ pub struct Store {
     pending: BTreeMap<ServiceName, Change>,
     /// Slices by the service that they name, whether that is there or not.
     slices: HashMap<ServiceName, SmallVec<[Slice; 1]>>,
+    /// Services that are left to other proxies, if these are read.
+    of_others: BTreeSet<ServiceName>,
     /// The service that each slice names.
     named: HashMap<ServiceName, ServiceName>,
     pods: Pods,
@@ -87,6 +89,7 @@ impl Store {
             services: imbl::OrdMap::new(),
             pending: BTreeMap::new(),
             slices: HashMap::new(),
+            of_others: BTreeSet::new(),
             named: HashMap::new(),
             pods: Pods::default(),
             entries: Entries::default(),
@@ -180,7 +183,9 @@ impl Store {
         self.changed = false;
         for (name, change) in std::mem::take(&mut self.pending) {
             self.settle(&name, change);
-            let alone = self.slices.contains_key(&name) && !self.services.contains_key(&name);
+            let alone = self.slices.contains_key(&name)
+                && !self.services.contains_key(&name)
+                && !self.of_others.contains(&name);
             self.orphans.note(name, alone);
         }
         let orphans = self.orphans.told().filter(|service| {
@@ -216,12 +221,26 @@ impl Store {
             grants: self.grants.clone(),
             workloads: self.pods.workloads(),
             pods: self.pods.addresses(everywhere),
-            // What belongs to another proxy is not read.
-            whole: false,
+            whole: self.is_whole(),
             node: Some(self.facts.clone()),
             problems: Arc::clone(&self.problems_seen),
             since: self.since.take().map(Instant::into_std),
         })
+    }
+
+    /// Whether a name that is no service's does not exist: every service and slice was read, and none of them is another
+    /// proxy's.
+    fn is_whole(&self) -> bool {
+        let mut problems = self.problems.iter();
+        let is_unread = |(kind, _): &(Kind, ServiceName), problems: &[Problem]| {
+            matches!(kind, Kind::Service | Kind::Slice)
+                && problems
+                    .iter()
+                    .any(|problem| problem.gravity != Gravity::Warning)
+        };
+        self.wanted.names
+            && self.of_others.is_empty()
+            && !problems.any(|(of, problems)| is_unread(of, problems))
     }
 
     fn settle(&mut self, name: &ServiceName, change: Change) {
@@ -306,6 +325,13 @@ impl Store {
         if faulty && kind != Kind::Pod {
             return told;
         }
+        if kind == Kind::Service {
+            let changed = match body {
+                Body::Service(Some(_)) => self.of_others.remove(&name),
+                _ => self.of_others.insert(name.clone()),
+            };
+            self.changed |= changed;
+        }
         match body {
             Body::Service(Some(service)) => {
                 self.pending.insert(name, Change::Put(Arc::new(service)));
@@ -369,6 +395,9 @@ impl Store {
     fn remove(&mut self, kind: Kind, name: &ServiceName) {
         self.changed = true;
         self.problems.remove(&(kind, name.clone()));
+        if kind == Kind::Service {
+            self.of_others.remove(name);
+        }
         self.forget(kind, name);
     }
 
@@ -438,7 +467,8 @@ impl Store {
                 let pending = self.pending.iter().filter_map(put);
                 let served = self.services.keys();
                 let served = served.filter(|name| !objects::is_of_host_ports(name));
-                served.cloned().chain(pending).collect()
+                let served = served.cloned().chain(pending);
+                served.chain(self.of_others.iter().cloned()).collect()
             }
             Kind::Slice => self.named.keys().cloned().collect(),
             Kind::Pod => {

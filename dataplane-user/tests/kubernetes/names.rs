@@ -1,0 +1,102 @@
+//! What DNS needs of the cluster: headless services, and whether a name that is not there does not exist.
+
+use dataplane::{
+    model::{Records, ServiceName},
+    source::{
+        View,
+        kubernetes::{Scope, Wanted},
+    },
+};
+use dataplane_tests::api::{Resource, objects};
+use serde_json::{Value, json};
+
+use crate::site::{Site, server, vip, web};
+
+const NAMES: Wanted = Wanted {
+    scope: Scope::Services,
+    entries: false,
+    routes: false,
+    names: true,
+};
+
+fn labelled(mut object: Value, key: &str) -> Value {
+    object["metadata"]["labels"][key] = json!("");
+    object
+}
+
+/// A headless service, and its slice as the controller marks it.
+fn headless(number: u16, endpoints: &[u16]) -> [Value; 2] {
+    let [mut service, slice] = web(number, endpoints);
+    service["spec"]["clusterIP"] = json!("None");
+    service["spec"]["clusterIPs"] = json!(["None"]);
+    [service, labelled(slice, "service.kubernetes.io/headless")]
+}
+
+/// How many endpoints of a headless service have names.
+fn published(view: &View, name: &str) -> usize {
+    let service = view.services.get(&ServiceName::new("default", name));
+    service.map_or(0, |service| service.records.published().count())
+}
+
+#[test]
+fn headless_services_have_their_endpoints_and_all_names_are_known() {
+    let all = web(1, &[1]).into_iter().chain(headless(2, &[2, 3]));
+    let site = Site::of(server(all), NAMES);
+    let view = site.view(|view| published(view, "web-2") == 2);
+    assert!(view.whole);
+    let headless = &view.services[&ServiceName::new("default", "web-2")];
+    assert!(matches!(headless.records, Records::Endpoints { .. }));
+    assert!(
+        headless.ports[0].endpoints.is_empty(),
+        "there is no VIP to serve"
+    );
+    // One that only another proxy serves has a name all the same: the resolvers know it.
+    let other = labelled(
+        objects::service("other", vip(9)),
+        "service.kubernetes.io/service-proxy-name",
+    );
+    site.cluster().apply(other.clone());
+    let view = site.view(|view| !view.whole);
+    assert!(view.problems.is_empty());
+    site.cluster()
+        .delete(Resource::Services, "default", "other");
+    site.view(|view| view.whole);
+    // What cannot be read may be any name.
+    let mut nonsense = objects::service("nonsense", vip(8));
+    nonsense["spec"]["ports"][0]["port"] = json!("eighty");
+    site.cluster().apply(nonsense);
+    site.view(|view| !view.whole);
+    site.cluster()
+        .delete(Resource::Services, "default", "nonsense");
+    site.view(|view| view.whole);
+    let [_, mut slice] = self::headless(2, &[2]);
+    slice["endpoints"][0]["addresses"] = json!("nonsense");
+    site.cluster().apply(slice);
+    let view = site.view(|view| !view.whole);
+    assert_eq!(published(&view, "web-2"), 2, "it stays as it was");
+}
+
+#[test]
+fn services_of_others_that_go_while_nobody_watches_are_forgotten() {
+    let other = labelled(
+        objects::service("other", vip(9)),
+        "service.kubernetes.io/service-proxy-name",
+    );
+    let mut site = Site::of(server([other]), NAMES);
+    site.view(|view| !view.whole);
+    site.watching();
+    site.server.go_away();
+    let cluster = site.cluster();
+    cluster.delete(Resource::Services, "default", "other");
+    cluster.compact();
+    site.server.come_back().unwrap();
+    site.view(|view| view.whole);
+}
+
+#[test]
+fn nothing_of_that_is_read_without_dns() {
+    let all = web(1, &[1]).into_iter().chain(headless(2, &[2, 3]));
+    let site = Site::new(server(all));
+    let view = site.view(|view| view.services.len() == 2);
+    assert!(!view.whole && published(&view, "web-2") == 0);
+}
