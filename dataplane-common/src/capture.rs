@@ -93,8 +93,8 @@ layout! {
         pub flags: u32,
         /// As [`Enrolled::workload`].
         pub workload: u32,
-        /// Zero.
-        pub reserved: u32,
+        /// As [`Enrolled::resolvers`], of a workload that is captured by its packets; else 0.
+        pub resolvers: u32,
     }
 
     /// A rule of a policy.
@@ -314,8 +314,7 @@ impl Local {
             policy: self.policy,
             flags: self.flags,
             workload: self.workload,
-            // Its sockets are elsewhere.
-            resolvers: 0,
+            resolvers: self.resolvers,
         }
     }
 }

@@ -1,7 +1,8 @@
 //! Packets of workloads whose sockets are elsewhere, such as virtual machines: the first one of a
 //! connection is given to the proxy's listening socket on the node, those that follow to the socket
 //! which that made of it. Nothing is rewritten: the proxy's socket has the original destination for its
-//! own address (`IP_TRANSPARENT`).
+//! own address (`IP_TRANSPARENT`). A query to a resolver is given to the socket of the agent's DNS server that is bound to
+//! the resolver's address.
 //!
 //! A program of its own, before `packet_ingress`, on the interfaces of such workloads only: what it
 //! leaves alone, that program finds as it was, and what it gives to a socket that program knows by the mark.
@@ -12,14 +13,14 @@ use aya_ebpf::{
     EbpfContext,
     bindings::{BPF_TCP_LISTEN, BPF_TCP_TIME_WAIT, bpf_sock, bpf_sock_tuple},
     helpers::generated::{
-        bpf_map_lookup_elem, bpf_sk_assign, bpf_sk_release, bpf_skc_lookup_tcp,
-        bpf_tcp_check_syncookie,
+        bpf_map_lookup_elem, bpf_sk_assign, bpf_sk_lookup_tcp, bpf_sk_lookup_udp, bpf_sk_release,
+        bpf_skc_lookup_tcp, bpf_tcp_check_syncookie,
     },
     programs::TcContext,
 };
 use dataplane_common::{
     Addr, Protocol, Reason,
-    capture::{self, Enrolled, FROM_CLIENT, ListenerKey, Local, RuleKey},
+    capture::{self, DNS, Enrolled, FROM_CLIENT, ListenerKey, Local, RuleKey, has_mark},
     decide,
     packet::FlowKey,
     tables::Endpoint,
@@ -86,8 +87,11 @@ fn arrived(skb: Skb, packet: &mut Packet, way: &mut Route) -> i32 {
     if outcome == MALFORMED {
         return malformed();
     }
-    if outcome != FLOW || !packet.is_tcp() {
+    if outcome != FLOW {
         return LEAVE_ALONE;
+    }
+    if !packet.is_tcp() {
+        return datagram(skb, packet, way);
     }
     // The source decides whose rules count. Nobody forwards a packet from a link-local source of IPv6.
     let src = packet.key.src;
@@ -114,7 +118,7 @@ fn arrived(skb: Skb, packet: &mut Packet, way: &mut Route) -> i32 {
         return LEAVE_ALONE;
     }
     if packet.is_syn() {
-        return begin(skb, packet, &local);
+        return begin(skb, packet, &local, way);
     }
     let key = ListenerKey::of_packets(local.workload, packet.is_v4());
     if local.flags & Enrolled::PROXY != 0 && to_listener::<true>(skb, packet, &key) {
@@ -122,6 +126,109 @@ fn arrived(skb: Skb, packet: &mut Packet, way: &mut Route) -> i32 {
     }
     // What is in its middle was not captured when it began.
     LEAVE_ALONE
+}
+
+/// A datagram: only a query to a resolver is captured.
+#[inline(always)]
+fn datagram(skb: Skb, packet: &Packet, way: &mut Route) -> i32 {
+    let key = &packet.key;
+    if key.protocol != Protocol::UDP || key.dst_port != DNS || packet.fragment != WHOLE {
+        return LEAVE_ALONE;
+    }
+    let Some(found) = LOCALS.get_ptr(key.src) else {
+        return LEAVE_ALONE;
+    };
+    // SAFETY: a hash's element, freed after a grace period.
+    let local: Local = unsafe { *found };
+    if !local.is_by_packets() {
+        return LEAVE_ALONE;
+    }
+    let reason = query(skb, packet, &local, way);
+    if reason == Reason::NotService {
+        return LEAVE_ALONE;
+    }
+    count(reason);
+    match reason {
+        Reason::CapturedDns => {
+            events::report(skb, packet, reason, 0, &Endpoint::NONE);
+            taken(skb)
+        }
+        Reason::SourceForged => DROP,
+        _ => LEAVE_ALONE,
+    }
+}
+
+/// Whether a packet is a query to one of its workload's resolvers, and goes to the agent's DNS server.
+#[inline(always)]
+fn query(skb: Skb, packet: &Packet, local: &Local, way: &mut Route) -> Reason {
+    let (key, enrolled) = (&packet.key, local.enrolled());
+    let to = (key.dst, key.dst_port);
+    if !capture::is_query(&Live, &enrolled, to, (NOBODY, NOBODY)) {
+        return Reason::NotService;
+    }
+    if enrolled.flags & Enrolled::EGRESS_DENY != 0 && !is_known(key) {
+        return Reason::NotService;
+    }
+    // Of a connection, that is known already.
+    let is_forwarded = packet.is_v4() || !key.src.is_link_local();
+    if !packet.is_tcp() && is_forwarded && !reverse::is_right(skb, packet, way, reverse::BEGINS) {
+        return Reason::SourceForged;
+    }
+    if socket::answers_queries() && to_server(skb, packet) {
+        Reason::CapturedDns
+    } else {
+        Reason::DnsBypassed
+    }
+}
+
+/// Gives the packet to the agent's DNS server, if that has a socket at the packet's destination.
+#[inline(never)]
+fn to_server(skb: Skb, packet: &Packet) -> bool {
+    let Some(config) = config() else {
+        return false;
+    };
+    let mut tuple = [0_u32; 9];
+    let size = fill(&mut tuple, packet);
+    // SAFETY: the program's context, as much of the stack as we say, and a socket that is released.
+    unsafe {
+        let tuple = (&raw mut tuple).cast::<bpf_sock_tuple>();
+        let sk = if packet.is_tcp() {
+            bpf_sk_lookup_tcp(skb.0.cast(), tuple, size, CURRENT_NETNS, 0)
+        } else {
+            bpf_sk_lookup_udp(skb.0.cast(), tuple, size, CURRENT_NETNS, 0)
+        };
+        if sk.is_null() {
+            return false;
+        }
+        let mut given = -1;
+        // A server of the node may listen at any address.
+        if has_mark(read_volatile(&raw const (*sk).mark), config.mark) {
+            given = bpf_sk_assign(skb.0.cast(), sk.cast(), 0);
+        }
+        bpf_sk_release(sk.cast());
+        given == 0
+    }
+}
+
+/// Writes a packet's addresses and ports as `struct bpf_sock_tuple` has them, and returns its length.
+#[inline(always)]
+fn fill(tuple: &mut [u32; 9], packet: &Packet) -> u32 {
+    let key = &packet.key;
+    let (src, dst) = (key.src.words(), key.dst.words());
+    let [a, b] = key.src_port.be().to_ne_bytes();
+    let [c, d] = key.dst_port.be().to_ne_bytes();
+    let ports = u32::from_ne_bytes([a, b, c, d]);
+    if packet.is_v4() {
+        tuple[0] = src[3];
+        tuple[1] = dst[3];
+        tuple[2] = ports;
+        12
+    } else {
+        *tuple = [
+            src[0], src[1], src[2], src[3], dst[0], dst[1], dst[2], dst[3], ports,
+        ];
+        36
+    }
 }
 
 /// A fragment of TCP. The program cannot tell to which connection it belongs, so it must not pass where connections are
@@ -137,10 +244,15 @@ fn fragment(local: &Local) -> i32 {
 
 /// The first packet of a connection.
 #[inline(always)]
-fn begin(skb: Skb, packet: &Packet, local: &Local) -> i32 {
+fn begin(skb: Skb, packet: &Packet, local: &Local, way: &mut Route) -> i32 {
     let Some(config) = config() else {
         return LEAVE_ALONE;
     };
+    if query(skb, packet, local, way) == Reason::CapturedDns {
+        count(Reason::CapturedDns);
+        events::report(skb, packet, Reason::CapturedDns, 0, &Endpoint::NONE);
+        return taken(skb);
+    }
     let enrolled = local.enrolled();
     let key = ListenerKey::of_packets(local.workload, packet.is_v4());
     let to = (packet.key.dst, packet.key.dst_port);
@@ -189,24 +301,8 @@ fn taken(skb: Skb) -> i32 {
 /// on the wire: what is translated on its way to a socket is not found.)
 #[inline(never)]
 fn to_its_socket(skb: Skb, packet: &Packet) -> bool {
-    // As `struct bpf_sock_tuple`: source, destination, ports.
     let mut tuple = [0_u32; 9];
-    let key = &packet.key;
-    let (src, dst) = (key.src.words(), key.dst.words());
-    let [a, b] = key.src_port.be().to_ne_bytes();
-    let [c, d] = key.dst_port.be().to_ne_bytes();
-    let ports = u32::from_ne_bytes([a, b, c, d]);
-    let size = if packet.is_v4() {
-        tuple[0] = src[3];
-        tuple[1] = dst[3];
-        tuple[2] = ports;
-        12
-    } else {
-        tuple = [
-            src[0], src[1], src[2], src[3], dst[0], dst[1], dst[2], dst[3], ports,
-        ];
-        36
-    };
+    let size = fill(&mut tuple, packet);
     let is_syn = packet.is_syn();
     // SAFETY: the program's context, as much of the stack as we say, and a socket that is released.
     unsafe {
@@ -322,6 +418,7 @@ impl capture::Circumstances for Asked<'_> {
 #[inline(never)]
 fn is_known(key: &FlowKey) -> bool {
     let (dst, port) = (key.dst, key.dst_port);
-    let frontend = decide::find_frontend(&select::Live, dst, port, Protocol::TCP, false);
-    super::is_known(frontend, dst, port, Protocol::TCP)
+    let protocol = key.protocol;
+    let frontend = decide::find_frontend(&select::Live, dst, port, protocol, false);
+    super::is_known(frontend, dst, port, protocol)
 }

@@ -1,8 +1,9 @@
 //! The server: its threads, and their sockets.
 
 use std::{
+    collections::HashMap,
     io,
-    net::{self, SocketAddr},
+    net::{self, IpAddr, SocketAddr},
     sync::Arc,
     thread::{self, JoinHandle},
     time::{Duration, Instant},
@@ -26,7 +27,10 @@ use super::{
     worker::{self, Job},
     zone::Zone,
 };
-use crate::threads::{self, Deaths};
+use crate::{
+    model::WorkloadName,
+    threads::{self, Deaths},
+};
 
 /// How long the threads may take to end, and how often that is looked for.
 const LAST: Duration = Duration::from_secs(1);
@@ -136,6 +140,34 @@ impl Server {
         let client = Arc::new(client);
         self.shared.note_captured(number, &client);
         let askers = Askers::One(number, client);
+        for socket in sockets {
+            let worker = self.worker(number);
+            worker.give(socket.clone(), askers.clone(), ended.clone());
+        }
+        Captured { _end: end }
+    }
+
+    /// Answers the queries of workloads that are captured by their packets, by their addresses. The queries arrive at these
+    /// sockets, which were taken for `number`. Equal clients are one workload.
+    pub fn capture_by_address(
+        &self,
+        number: u64,
+        clients: HashMap<IpAddr, Client>,
+        sockets: &[Listener],
+    ) -> Captured {
+        let (end, ended) = watch::channel(());
+        let mut workloads: HashMap<Option<WorkloadName>, Arc<Client>> = HashMap::new();
+        let clients = clients.into_iter().map(|(addr, client)| {
+            let name = client.workload.clone();
+            let known = workloads.entry(name).or_insert_with(|| Arc::new(client));
+            (addr, Arc::clone(known))
+        });
+        let clients: HashMap<_, _> = clients.collect();
+        for (at, client) in workloads.values().enumerate() {
+            // No network namespace has such a number.
+            self.shared.note_captured(u64::MAX - at as u64, client);
+        }
+        let askers = Askers::ByAddress(Arc::new(clients));
         for socket in sockets {
             let worker = self.worker(number);
             worker.give(socket.clone(), askers.clone(), ended.clone());

@@ -103,6 +103,9 @@ pub enum Askers {
     Anybody,
     /// Those of one captured workload, whatever its addresses.
     One(u64, Arc<Client>),
+    /// Those of workloads that are captured by their packets, whose sources were checked. What comes from another address
+    /// is of a client without resolvers.
+    ByAddress(Arc<HashMap<IpAddr, Arc<Client>>>),
 }
 
 /// Who has sent a query.
@@ -124,7 +127,7 @@ pub enum ClientKey {
 impl Asker<'_> {
     fn key(self) -> ClientKey {
         match self.of {
-            Askers::Anybody => ClientKey::Address(self.addr),
+            Askers::Anybody | Askers::ByAddress(_) => ClientKey::Address(self.addr),
             Askers::One(number, _) => ClientKey::Captured(*number),
         }
     }
@@ -260,6 +263,10 @@ impl Shared {
         match from.of {
             Askers::Anybody => self.client_at(zone, from.addr),
             Askers::One(_, client) => Arc::clone(client),
+            Askers::ByAddress(clients) => {
+                let client = clients.get(&from.addr).unwrap_or(&self.nobody);
+                Arc::clone(client)
+            }
         }
     }
 

@@ -67,8 +67,8 @@ pub use accelerate::Accelerator;
 pub use capture::{
     Capture, CaptureOptions, CaptureTables, Listeners, Namespace, OUR_TABLE, Pairs, QueryLease,
     QuerySockets, addresses, index_of, is_the_nodes, open_listeners, open_query_sockets,
-    open_transparent_listeners, route_answers, route_answers_no_more, route_to_sockets,
-    this_namespace,
+    open_resolver_sockets, open_transparent_listeners, route_answers, route_answers_no_more,
+    route_to_sockets, this_namespace,
 };
 pub use cgroup::cgroup2_root;
 pub use cleanup::{CleanupItem, cleanup};

@@ -16,6 +16,8 @@ const AGENT: CapabilitySet = CapabilitySet::BPF
 /// What finds and takes the sockets of other users' processes, where the operator grants it.
 const OTHER_PROCESSES: CapabilitySet =
     CapabilitySet::SYS_PTRACE.union(CapabilitySet::DAC_READ_SEARCH);
+/// What listens at port 53 of the resolvers of workloads that are captured by their packets, where the operator grants it.
+const LOW_PORTS: CapabilitySet = CapabilitySet::NET_BIND_SERVICE;
 /// What the opener needs: to enter network namespaces and open objects by their ids; and for sockets at which the
 /// kernel asks who has opened them.
 const OPENER: CapabilitySet = CapabilitySet::SYS_ADMIN.union(CapabilitySet::NET_ADMIN);
@@ -28,7 +30,7 @@ pub fn are_enough_for_two(permitted: CapabilitySet) -> bool {
 
 /// The agent's capabilities that it uses of those that it was started with.
 pub fn of_the_agent(permitted: CapabilitySet) -> CapabilitySet {
-    let used = AGENT | OTHER_PROCESSES;
+    let used = AGENT | OTHER_PROCESSES | LOW_PORTS;
     if are_enough_for_two(permitted) {
         permitted & used
     } else {

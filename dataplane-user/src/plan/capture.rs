@@ -58,6 +58,9 @@ impl Captured {
                 self.locals.insert(*addr, *local);
                 kept.insert(local.workload);
                 policies.insert(local.policy);
+                if local.resolvers != 0 {
+                    policies.insert(local.resolvers);
+                }
             }
         }
         for (key, said) in &held.rules {
@@ -372,7 +375,7 @@ mod tests {
                 policy,
                 flags,
                 workload,
-                reserved: 0,
+                resolvers: 0,
             };
             match cookie {
                 0 => _ = held.cgroups.insert(workload.into(), entry),

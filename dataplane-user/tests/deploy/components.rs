@@ -72,11 +72,12 @@ fn apply(object: &mut Value, change: &Value) {
 }
 
 /// Components, and the chart's values that do the same.
-fn pairs() -> [(&'static str, Value); 4] {
+fn pairs() -> [(&'static str, Value); 5] {
     [
         ("surge", json!({ "surge": true })),
         ("selinux", json!({ "seLinuxOptions": { "type": "spc_t" } })),
         ("foreign-proxy", json!({ "foreignProxy": true })),
+        ("machine-dns", json!({ "machineDns": true })),
         ("monitoring", json!({ "monitoring": { "enabled": true } })),
     ]
 }

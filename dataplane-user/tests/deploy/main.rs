@@ -297,6 +297,10 @@ fn a_mesh_may_read_namespaces_too() {
     assert!(configured(&chart).mesh.is_some());
     let may = allowed(&chart["ClusterRole dataplane"]);
     assert!(may.contains(&"/namespaces".to_owned()), "{may:?}");
+    // So does DNS for all pods, whose annotations count.
+    let dns = json!({ "config": { "dns": { "capture": "all" } } });
+    let of_dns = chart::render("kube-system", &dns);
+    assert_eq!(may, allowed(&of_dns["ClusterRole dataplane"]));
 
     let directory = deploy().join("kustomize/mesh");
     let read = |name: &str| fs::read_to_string(directory.join(name)).unwrap();

@@ -23,6 +23,7 @@ scenarios! {
     what_is_excluded_is_answered_by_its_resolver,
     no_pod_and_no_policy_is_got_around_by_queries,
     every_pods_queries_are_answered_and_nothing_else_is_captured,
+    a_machines_queries_are_captured_by_its_packets,
     no_query_waits_for_an_agent_that_is_not_there,
     no_query_waits_for_an_agent_that_hangs,
 }
@@ -281,6 +282,54 @@ fn every_pods_queries_are_answered_and_nothing_else_is_captured() -> Result<()> 
     let text = dig.run()?;
     ensure!(text.contains("status: NXDOMAIN"), "{text}");
     Ok(())
+}
+
+fn a_machines_queries_are_captured_by_its_packets() -> Result<()> {
+    let mut world = World::start(&json!({ "capturedBy": "packets" }), |text| text)?;
+    let question = format!("{SERVICE} A");
+    let all_answered = |world: &World| {
+        for resolver in ["10.96.0.53", "fd00:96::53"] {
+            world.dig(resolver, &question, "10.96.0.10")?;
+            world.dig(resolver, &format!("+tcp {question}"), "10.96.0.10")?;
+            world.dig(resolver, "db.corp.example. A", "192.0.2.90")?;
+            world.dig(resolver, "+tcp db.corp.example. A", "192.0.2.90")?;
+        }
+        Ok(())
+    };
+    eventually(|| world.dig("10.96.0.53", &question, "10.96.0.10"))?;
+    let before = world.captured()?;
+    all_answered(&world)?;
+    let captured = world.captured()? - before;
+    ensure!(captured == 8, "{captured} captured of 8 queries");
+    world.all_answered("10.96.0.53:53", "connected")?;
+    world.all_answered("[fd00:96::53]:53", "unconnected")?;
+    // Another server, and queries of the node's own.
+    let other = world.told(&format!("@10.244.1.11 {SERVICE}"))?;
+    ensure!(other.contains("status: NXDOMAIN"), "{other}");
+    let of_node = world.lab.node("node1").command("dig");
+    let of_node = of_node.args(["@10.96.0.53", "+tries=1", SERVICE]).run()?;
+    ensure!(of_node.contains("status: NXDOMAIN"), "{of_node}");
+    for (to, reason) in [
+        ("10.96.0.53:53/udp", "captured-dns"),
+        ("10.244.1.11:53/udp", "not-service"),
+    ] {
+        let explain = world
+            .agent
+            .dataplane(["explain", "10.244.1.8", to, "-o", "json"]);
+        let told: Value = explain.json()?;
+        ensure!(told["reason"] == reason, "{to}: {told}");
+    }
+    // The next agent gets the sockets; without an agent, the resolver answers at once.
+    let replaced = world.agent.replace()?;
+    all_answered(&world)?;
+    replaced.wait()?;
+    world.agent.kill();
+    for transport in ["+notcp", "+tcp"] {
+        let told = world.told(&format!("@10.96.0.53 {transport} {SERVICE}"))?;
+        ensure!(told.contains("status: NXDOMAIN"), "{told}");
+    }
+    world.agent.start()?;
+    eventually(|| all_answered(&world))
 }
 
 /// Neither does a pod's `dnsConfig` choose where the node sends queries, nor does its `egress: deny` end at the agent.

@@ -8,7 +8,7 @@ use std::{
 use anyhow::{Context as _, Result, ensure};
 use dataplane_common::Reason;
 use dataplane_tests::{
-    Agent, Host, Lab, Process,
+    Agent, Host, Lab, LabBuilder, Process,
     report::{LookupReport, Quantiles},
 };
 use serde_json::{Value, json};
@@ -93,9 +93,14 @@ impl World {
         of_unbound: &str,
         files: Option<usize>,
     ) -> Result<Self> {
-        let lab = Lab::builder()
-            .node("node1")
-            .pod("node1", "app", "10.244.1.8")
+        let lab = Lab::builder().node("node1");
+        let by_packets = mesh.is_some_and(|mesh| mesh["rules"]["capturedBy"] == "packets");
+        let with = if by_packets {
+            LabBuilder::vm
+        } else {
+            LabBuilder::pod
+        };
+        let lab = with(lab, "node1", "app", "10.244.1.8")
             .pod("node1", "upstream", "10.244.1.11")
             .pod("node1", "other", "10.244.1.12")
             .build()?;

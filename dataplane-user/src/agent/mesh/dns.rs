@@ -16,7 +16,7 @@ use dataplane_common::capture::Enrolled;
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use tracing::{debug, info, warn};
 
-use super::problems::Problems;
+use super::{guest_queries::GuestQueries, problems::Problems};
 use crate::{
     dns::{
         AWAY, Basis, Captured, Client, Listener, LowerName, Observer, ResolvConf, Room, Server,
@@ -61,8 +61,12 @@ pub(super) struct Dns {
     port: u16,
     /// By the network namespace's cookie. Before the server, which ends when it answers nobody any more.
     answered: BTreeMap<u64, Answered>,
+    /// Likewise.
+    guests: GuestQueries,
     server: Server,
     basis: Basis,
+    /// The cluster's DNS, after [`Dns::settle`].
+    cluster: Vec<SocketAddr>,
     resolv_conf: PathBuf,
     /// What is in the way of reading it.
     unread: Option<String>,
@@ -128,6 +132,8 @@ impl Dns {
             reachable,
             names: Names::default(),
             answered: BTreeMap::new(),
+            guests: GuestQueries::default(),
+            cluster: Vec::new(),
         })
     }
 
@@ -153,14 +159,14 @@ impl Dns {
         self.read_resolv_conf();
         self.names = self.basis.names(std::mem::take(&mut self.names), snapshot);
         let zone = Zone::new(self.names.clone(), self.basis.ttls);
-        let cluster = self.basis.cluster_dns(snapshot);
+        self.cluster = self.basis.cluster_dns(snapshot);
         let mut queries = Queries::new();
         for (member, namespace, flags) in enrolled {
             let is_asked = flags & Enrolled::CAPTURED != 0 || member.policy.only_queries;
             if !is_asked || member.workload.addresses.is_empty() {
                 continue;
             }
-            let client = self.client(member, &zone, &cluster);
+            let client = self.client(member, &zone);
             if client.resolvers.is_empty() {
                 continue;
             }
@@ -201,12 +207,31 @@ impl Dns {
             .collect()
     }
 
+    /// The same for workloads that are captured by their packets, after [`Dns::settle`]. Returns to which resolvers the
+    /// queries of each are to be captured. `own`: the node's addresses.
+    pub fn settle_guests(
+        &mut self,
+        guests: &[&Member],
+        mark: u32,
+        own: &BTreeSet<IpAddr>,
+        given: &mut HashMap<String, OwnedFd>,
+        problems: &mut Problems,
+    ) -> Vec<Resolvers> {
+        let zone = Zone::new(self.names.clone(), self.basis.ttls);
+        let guests = guests.iter();
+        let guests = guests.map(|member| (*member, self.client(member, &zone)));
+        let guests: Vec<_> = guests.collect();
+        self.guests
+            .settle(&self.server, guests, mark, own, given, problems)
+    }
+
     /// How a workload looks up names, with the resolvers whose queries are captured.
-    fn client(&self, member: &Member, zone: &Zone, cluster: &[SocketAddr]) -> Client {
+    fn client(&self, member: &Member, zone: &Zone) -> Client {
         let Member {
             workload, policy, ..
         } = member;
-        let mut client = Client::of_captured(workload, &zone.domain, cluster, &self.basis.node);
+        let mut client =
+            Client::of_captured(workload, &zone.domain, &self.cluster, &self.basis.node);
         // The server may ask each of them for the workload, so none that the workload itself may not ask.
         let may_ask = |addr: IpAddr| {
             policy.egress == Egress::Allow
@@ -300,10 +325,11 @@ impl Dns {
     pub fn end(self) -> Server {
         let Self {
             answered,
+            guests,
             mut server,
             ..
         } = self;
-        drop(answered);
+        drop((answered, guests));
         server.end();
         server
     }
@@ -311,13 +337,14 @@ impl Dns {
     /// The sockets, for an agent that takes this one's place.
     pub fn sockets(&self) -> impl Iterator<Item = (String, BorrowedFd<'_>)> {
         let answered = self.answered.iter();
-        answered.flat_map(|(cookie, answered)| {
+        let answered = answered.flat_map(|(cookie, answered)| {
             let sockets = answered.sockets.iter();
             sockets.map(|socket| {
                 let is_tcp = matches!(socket, Listener::Tcp(_));
                 (name(*cookie, is_tcp, socket.is_ipv4()), socket.as_fd())
             })
-        })
+        });
+        answered.chain(self.guests.sockets())
     }
 }
 

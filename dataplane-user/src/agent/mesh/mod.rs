@@ -7,6 +7,7 @@ mod discover;
 mod dns;
 mod found;
 mod guard;
+mod guest_queries;
 mod packets;
 mod places;
 mod problems;

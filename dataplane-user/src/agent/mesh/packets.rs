@@ -104,6 +104,9 @@ impl Mesh {
         problems: &mut Problems,
     ) -> Settled {
         let mut settled = Settled::default();
+        if guests.is_empty() {
+            self.answer_guests(&mut [], &[], wanted, problems);
+        }
         if guests.is_empty()
             && self.packets.released.is_empty()
             && self.packets.routed == Some(false)
@@ -111,7 +114,7 @@ impl Mesh {
             return settled;
         }
         let places = self.find(guests, found, wanted, problems, &mut settled);
-        let (here, own, mut on) = match places {
+        let (mut here, own, mut on) = match places {
             Ok(places) => places,
             Err(error) => {
                 for member in guests {
@@ -139,6 +142,19 @@ impl Mesh {
         let common: Vec<String> = common.collect();
         settled.trouble = common.first().cloned();
         let failed = attached.unwrap_or_default();
+        // By which a connection to the proxy's own port is told.
+        let addresses = if here.is_empty() {
+            Ok(Vec::new())
+        } else {
+            kernel::addresses()
+        };
+        let addresses = addresses.unwrap_or_else(|error| {
+            settled.trouble = Some(format!("cannot read the node's addresses: {error}"));
+            Vec::new()
+        });
+        if !kernel.waits() {
+            self.answer_guests(&mut here, &addresses, wanted, problems);
+        }
         for guest in &here {
             let name = &guest.member.workload.name;
             let unattached = guest.interfaces.iter().filter_map(|i| failed.get(i));
@@ -159,25 +175,33 @@ impl Mesh {
                 wanted.locals.insert((*addr).into(), local(0, &guest.entry));
             }
         }
-        // By which a connection to the proxy's own port is told.
-        if !here.is_empty() {
-            match kernel::addresses() {
-                Ok(addresses) => {
-                    for addr in addresses {
-                        let node = local(own.cookie, &Enrolled::default());
-                        wanted.locals.entry(addr.into()).or_insert(node);
-                    }
-                }
-                Err(error) => {
-                    settled.trouble = Some(format!("cannot read the node's addresses: {error}"));
-                }
-            }
+        for addr in addresses {
+            let node = local(own.cookie, &Enrolled::default());
+            wanted.locals.entry(addr.into()).or_insert(node);
         }
         self.release_packets(&here, guests);
         if let Err(error) = forget_listeners(kernel, wanted) {
             settled.trouble = Some(error.to_string());
         }
         settled
+    }
+
+    /// Has the DNS queries of these workloads answered, and of no others that are captured by their packets.
+    fn answer_guests(
+        &mut self,
+        here: &mut [Guest<'_>],
+        addresses: &[IpAddr],
+        wanted: &mut Captured,
+        problems: &mut Problems,
+    ) {
+        let Some(dns) = &mut self.dns else { return };
+        let members: Vec<&Member> = here.iter().map(|guest| guest.member).collect();
+        let own = addresses.iter().copied().collect();
+        let (mark, given) = (self.options.mark, &mut self.given);
+        let resolvers = dns.settle_guests(&members, mark, &own, given, problems);
+        for (guest, to) in here.iter_mut().zip(resolvers) {
+            guest.entry.resolvers = self.enroller.resolvers(&to, wanted);
+        }
     }
 
     /// The workloads that are here, with their interfaces; the node's network namespace; and interfaces
@@ -531,7 +555,7 @@ fn local(netns: u64, entry: &Enrolled) -> Local {
         policy: entry.policy,
         flags: entry.flags,
         workload: entry.workload,
-        reserved: 0,
+        resolvers: entry.resolvers,
     }
 }
 

@@ -208,14 +208,14 @@ impl Mesh {
         } else if is_tcp {
             capture::decide_outbound(&call, &self.config, &enrolled, call.to, ids)
         } else if call.is_by_packets() {
-            return None;
+            Reason::NotService
         } else {
             capture::decide_datagram(&call, &enrolled, call.to, ids)
         };
         if reason != Reason::EgressDenied && capture::is_query(&call, &enrolled, call.to, ids) {
             // By either protocol: the server has both sockets or none.
             if tables.queries_are_bypassed().is_none()
-                && call.listens_at(capture::dns_server(self.word))
+                && (call.is_by_packets() || call.listens_at(capture::dns_server(self.word)))
             {
                 reason = Reason::CapturedDns;
             } else if !is_tcp {

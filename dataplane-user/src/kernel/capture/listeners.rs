@@ -5,6 +5,7 @@ use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, UdpSocket},
 };
 
+use dataplane_common::capture::DNS;
 use socket2::{Domain, SockRef, Socket, Type};
 
 use super::CaptureOptions;
@@ -94,6 +95,38 @@ pub fn open_query_sockets(port: u16, v4: bool) -> io::Result<Option<QuerySockets
         Err(error) if !v4 && says_v6_is_off(&error) => Ok(None),
         opened => opened.map(Some),
     }
+}
+
+/// Opens the sockets of the agent's DNS server for the queries that workloads send to a resolver and that are captured by
+/// their packets, in the network namespace that this thread is in. They are bound to the resolver's address
+/// (`IP_TRANSPARENT`) and have this mark, by which the program knows them.
+///
+/// # Errors
+/// The kernel's refusal: most likely, a server of the node has the address.
+pub fn open_resolver_sockets(resolver: IpAddr, mark: u32) -> io::Result<QuerySockets> {
+    let addr = SocketAddr::new(resolver, DNS.host());
+    let bound = |kind| {
+        let socket = open(Domain::for_address(addr), kind)?;
+        if addr.is_ipv6() {
+            socket.set_only_v6(true)?;
+            socket.set_ip_transparent_v6(true)?;
+        } else {
+            socket.set_ip_transparent_v4(true)?;
+        }
+        socket.set_mark(mark)?;
+        socket.set_nonblocking(true)?;
+        if kind == Type::STREAM {
+            socket.set_reuse_address(true)?;
+        }
+        socket.bind(&addr.into())?;
+        io::Result::Ok(socket)
+    };
+    let tcp = bound(Type::STREAM)?;
+    tcp.listen(BACKLOG)?;
+    Ok(QuerySockets {
+        udp: bound(Type::DGRAM)?.into(),
+        tcp: tcp.into(),
+    })
 }
 
 /// At loopback of both families: nobody reaches them from elsewhere, but by capture.

@@ -29,7 +29,8 @@ use self::inbound::Inbound;
 pub use self::{
     lease::QueryLease,
     listeners::{
-        Listeners, QuerySockets, open_listeners, open_query_sockets, open_transparent_listeners,
+        Listeners, QuerySockets, open_listeners, open_query_sockets, open_resolver_sockets,
+        open_transparent_listeners,
     },
     namespace::{Namespace, addresses, index_of, is_linked, is_the_nodes, this_namespace},
     pairs::Pairs,

@@ -385,7 +385,7 @@ mod tests {
                     policy: 0,
                     flags: 0,
                     workload,
-                    reserved: 0,
+                    resolvers: 0,
                 };
                 let addr = std::net::Ipv4Addr::from_bits((workload << 24) + n);
                 wanted.locals.insert(IpAddr::from(addr).into(), local);

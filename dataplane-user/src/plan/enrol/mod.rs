@@ -103,6 +103,7 @@ impl Enroller {
         let policies = enrolled().map(|e| e.policy).chain(rules.map(|key| key.of));
         let policies = policies.chain(locals().map(|local| local.policy));
         let policies = policies.chain(enrolled().map(|e| e.resolvers));
+        let policies = policies.chain(locals().map(|local| local.resolvers));
         let workloads = enrolled().map(|e| e.workload);
         let workloads = workloads.chain(locals().map(|local| local.workload));
         let last = workloads.max().unwrap_or_default();
@@ -176,7 +177,7 @@ impl Enroller {
                 policy: entry.policy,
                 flags: entry.flags,
                 workload: entry.workload,
-                reserved: 0,
+                resolvers: 0,
             };
             wanted.locals.insert((*addr).into(), local);
         }
@@ -185,10 +186,15 @@ impl Enroller {
 
     /// Has the queries captured that a workload in a network namespace sends to these resolvers.
     pub fn capture_queries(&mut self, cookie: u64, to: &Resolvers, wanted: &mut Captured) {
-        let resolvers = self.policies.add_resolvers(to, wanted);
+        let resolvers = self.resolvers(to, wanted);
         if let Some(entry) = wanted.namespaces.get_mut(&cookie) {
             entry.resolvers = resolvers;
         }
+    }
+
+    /// The number of resolvers ([`Enrolled::resolvers`]); adds them to `wanted`.
+    pub fn resolvers(&mut self, to: &Resolvers, wanted: &mut Captured) -> u32 {
+        self.policies.add_resolvers(to, wanted)
     }
 
     /// Forgets the numbers of all workloads but those that are wanted. Where entries of the tables have them still, they
@@ -204,7 +210,12 @@ impl Enroller {
             .values()
             .chain(wanted.cgroups.values())
             .flat_map(|entry| [entry.policy, entry.resolvers])
-            .chain(wanted.locals.values().map(|local| local.policy))
+            .chain(
+                wanted
+                    .locals
+                    .values()
+                    .flat_map(|local| [local.policy, local.resolvers]),
+            )
             .collect();
         self.policies.keep(|number| used.contains(&number));
     }
