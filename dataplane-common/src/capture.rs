@@ -278,7 +278,7 @@ impl Enrolled {
 
     /// Whether it is the entry of a namespace that the guard lets go.
     pub const fn is_let_go(&self) -> bool {
-        self.flags == 0 && self.resolvers == 0
+        self.flags == 0 && self.workload == 0
     }
 
     /// Whether the programs look at the connections or the queries of the workload.

@@ -124,6 +124,9 @@ fn arrived(skb: Skb, packet: &mut Packet, way: &mut Route) -> i32 {
     if local.flags & Enrolled::PROXY != 0 && to_listener::<true>(skb, packet, &key) {
         return taken(skb);
     }
+    if local.resolvers != 0 && packet.key.dst_port == DNS && to_server::<true>(skb, packet) {
+        return taken(skb);
+    }
     // What is in its middle was not captured when it began.
     LEAVE_ALONE
 }
@@ -174,19 +177,26 @@ fn query(skb: Skb, packet: &Packet, local: &Local, way: &mut Route) -> Reason {
     if !packet.is_tcp() && is_forwarded && !reverse::is_right(skb, packet, way, reverse::BEGINS) {
         return Reason::SourceForged;
     }
-    if socket::answers_queries() && to_server(skb, packet) {
+    if socket::answers_queries() && to_server::<false>(skb, packet) {
         Reason::CapturedDns
     } else {
         Reason::DnsBypassed
     }
 }
 
-/// Gives the packet to the agent's DNS server, if that has a socket at the packet's destination.
+/// Gives the packet to the agent's DNS server, if that has a socket at the packet's destination. `COOKIE`: as
+/// [`to_listener`].
 #[inline(never)]
-fn to_server(skb: Skb, packet: &Packet) -> bool {
+fn to_server<const COOKIE: bool>(skb: Skb, packet: &Packet) -> bool {
     let Some(config) = config() else {
         return false;
     };
+    let mut ip = [0_u32; 10];
+    let mut tcp = [0_u32; 5];
+    if COOKIE && (!skb.load(packet.l3, &mut ip) || !skb.load(packet.l4, &mut tcp)) {
+        return false;
+    }
+    let length = if packet.is_v4() { 20 } else { 40 };
     let mut tuple = [0_u32; 9];
     let size = fill(&mut tuple, packet);
     // SAFETY: the program's context, as much of the stack as we say, and a socket that is released.
@@ -203,7 +213,14 @@ fn to_server(skb: Skb, packet: &Packet) -> bool {
         let mut given = -1;
         // A server of the node may listen at any address.
         if has_mark(read_volatile(&raw const (*sk).mark), config.mark) {
-            given = bpf_sk_assign(skb.0.cast(), sk.cast(), 0);
+            given = 0;
+            if COOKIE {
+                let (ip, tcp) = ((&raw mut ip).cast(), (&raw mut tcp).cast());
+                given = bpf_tcp_check_syncookie(sk.cast(), ip, length, tcp, 20);
+            }
+            if given == 0 {
+                given = bpf_sk_assign(skb.0.cast(), sk.cast(), 0);
+            }
         }
         bpf_sk_release(sk.cast());
         given == 0

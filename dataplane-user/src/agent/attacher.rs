@@ -30,7 +30,7 @@ use super::{
     nf_conntrack::Sysctls,
 };
 use crate::{
-    admin::{State, api::Gravity},
+    admin::{self, State, api::Gravity},
     kernel::{self, Kernel},
     model::Snapshot,
     proxy,
@@ -358,7 +358,8 @@ impl Worker {
             self.capture.done(start, RETRY);
             return;
         };
-        match mesh.settle(&mut self.kernel, snapshot) {
+        let is_behind = self.state.source.is_behind(admin::now());
+        match mesh.settle(&mut self.kernel, snapshot, is_behind) {
             Ok(settled) => {
                 let mesh::Settled {
                     workloads,

@@ -8,6 +8,7 @@ use tokio::{
 };
 
 use crate::{
+    admin,
     agent::Input,
     model::Snapshot,
     settings::Node,
@@ -92,6 +93,11 @@ impl Services {
         self.input.look();
         self.input.refresh();
         self.take()
+    }
+
+    /// Whether the source has failed for so long that the snapshot may be old.
+    pub fn is_behind(&self) -> bool {
+        self.input.health().is_behind(admin::now())
     }
 
     fn take(&mut self) -> Option<Snapshot> {

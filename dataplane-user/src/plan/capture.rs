@@ -55,12 +55,14 @@ impl Captured {
         }
         for (addr, local) in &held.locals {
             if keep(local.workload, local.netns) && !self.locals.contains_key(addr) {
-                self.locals.insert(*addr, *local);
+                // The DNS server does not know a workload that was not looked at: its resolvers answer it.
+                let kept_local = Local {
+                    resolvers: 0,
+                    ..*local
+                };
+                self.locals.insert(*addr, kept_local);
                 kept.insert(local.workload);
                 policies.insert(local.policy);
-                if local.resolvers != 0 {
-                    policies.insert(local.resolvers);
-                }
             }
         }
         for (key, said) in &held.rules {

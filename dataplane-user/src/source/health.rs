@@ -4,6 +4,9 @@ use std::sync::Arc;
 
 use super::{kubernetes, manifests};
 
+/// Seconds for which a source has failed when others may know more than it has said.
+const BEHIND: u64 = 5;
+
 /// How reading a source goes. Times are in seconds since the epoch.
 #[derive(Clone, Debug)]
 pub enum Health {
@@ -48,6 +51,12 @@ impl Health {
             Self::Kubernetes { kinds, .. } => kinds.failure(),
             Self::Combined(parts) => parts.iter().filter_map(Self::failure).min(),
         }
+    }
+
+    /// Whether the source has failed for so long that what it said last may be old. `now`: in seconds since 1970.
+    pub fn is_behind(&self, now: u64) -> bool {
+        let failure = self.failure();
+        failure.is_some_and(|(since, _)| now.saturating_sub(since) >= BEHIND)
     }
 
     /// How often the source could not be read.

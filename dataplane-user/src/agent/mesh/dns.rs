@@ -83,6 +83,8 @@ const _: () = assert!(AWAY.as_nanos() <= QueryLease::LENGTH.as_nanos());
 /// A workload whose queries are answered.
 struct Answered {
     client: Client,
+    /// Whether its queries by IPv4 are captured, and those by IPv6.
+    families: [bool; 2],
     sockets: Vec<Listener>,
     _captured: Captured,
 }
@@ -148,22 +150,27 @@ impl Dns {
     }
 
     /// Answers the queries of these workloads, and of no others. A workload that cannot be listened for has a problem,
-    /// and its queries go to its resolvers. `given`: an earlier agent's sockets.
+    /// and its queries go to its resolvers. `is_behind`: whether the source may have names that the snapshot does not have.
+    /// `given`: an earlier agent's sockets.
     pub fn settle(
         &mut self,
-        snapshot: &Snapshot,
+        (snapshot, is_behind): (&Snapshot, bool),
         enrolled: &[(&Member, &Namespace, u32)],
         given: &mut HashMap<String, OwnedFd>,
         problems: &mut Problems,
     ) -> Queries {
         self.read_resolv_conf();
         self.names = self.basis.names(std::mem::take(&mut self.names), snapshot);
+        if is_behind {
+            self.names.doubt();
+        }
         let zone = Zone::new(self.names.clone(), self.basis.ttls);
         self.cluster = self.basis.cluster_dns(snapshot);
         let mut queries = Queries::new();
         for (member, namespace, flags) in enrolled {
             let is_asked = flags & Enrolled::CAPTURED != 0 || member.policy.only_queries;
-            if !is_asked || member.workload.addresses.is_empty() {
+            let addresses = &member.workload.addresses;
+            if !is_asked || addresses.is_empty() || self.is_of_the_clusters_dns(addresses) {
                 continue;
             }
             let client = self.client(member, &zone);
@@ -171,7 +178,7 @@ impl Dns {
                 continue;
             }
             let to = self.destinations(member, &client);
-            match self.answer(namespace, client, given) {
+            match self.answer(namespace, client, &to, given) {
                 Ok(()) => queries.push((namespace.cookie, to)),
                 Err(problem) => problems.add(&member.workload.name, problem),
             }
@@ -180,6 +187,19 @@ impl Dns {
         let wanted: BTreeSet<u64> = queries.iter().map(|(cookie, _)| *cookie).collect();
         self.answered.retain(|cookie, _| wanted.contains(cookie));
         queries
+    }
+
+    /// Whether a workload with these addresses is the cluster's DNS itself. It asks others than its own clients are to ask,
+    /// and what this node knows is not for the clients of other nodes.
+    fn is_of_the_clusters_dns(&self, addresses: &[IpAddr]) -> bool {
+        let resolvers = self.cluster.iter().map(SocketAddr::ip);
+        let mut resolvers = resolvers.chain(self.basis.node.resolvers.iter().map(SocketAddr::ip));
+        resolvers.any(|resolver| {
+            let services = self.names.of_address(resolver);
+            let ports = services.flat_map(|service| &service.ports);
+            let mut endpoints = ports.flat_map(|port| &port.endpoints);
+            addresses.contains(&resolver) || endpoints.any(|e| addresses.contains(&e.addr))
+        })
     }
 
     /// The addresses to which a workload's queries are captured.
@@ -218,8 +238,13 @@ impl Dns {
         problems: &mut Problems,
     ) -> Vec<Resolvers> {
         let zone = Zone::new(self.names.clone(), self.basis.ttls);
-        let guests = guests.iter();
-        let guests = guests.map(|member| (*member, self.client(member, &zone)));
+        let guests = guests.iter().map(|member| {
+            let mut client = self.client(member, &zone);
+            if self.is_of_the_clusters_dns(&member.workload.addresses) {
+                client.resolvers.clear();
+            }
+            (*member, client)
+        });
         let guests: Vec<_> = guests.collect();
         self.guests
             .settle(&self.server, guests, mark, own, given, problems)
@@ -254,17 +279,18 @@ impl Dns {
         &mut self,
         namespace: &Namespace,
         client: Client,
+        to: &Resolvers,
         given: &mut HashMap<String, OwnedFd>,
     ) -> Result<(), Problem> {
         let cookie = namespace.cookie;
         let before = self.answered.get(&cookie);
-        if before.is_some_and(|before| before.client == client) {
+        let families = [true, false].map(|v4| {
+            let mut captured = to.iter().filter(|(_, is_captured)| **is_captured);
+            captured.any(|(range, _)| range.addr().is_ipv4() == v4)
+        });
+        if before.is_some_and(|before| before.client == client && before.families == families) {
             return Ok(());
         }
-        let families = [true, false].map(|v4| {
-            let mut resolvers = client.resolvers.iter();
-            resolvers.any(|at| at.is_ipv4() == v4)
-        });
         let take = |(udp, tcp)| {
             let taken = self.server.take(cookie, udp, tcp);
             taken.map_err(Problem::of_node)
@@ -293,6 +319,7 @@ impl Dns {
         }
         let answered = Answered {
             client,
+            families,
             sockets,
             _captured: captured,
         };
@@ -349,9 +376,15 @@ impl Dns {
 }
 
 /// The addresses at which a pod reaches itself whatever its addresses are.
-fn loopback() -> [IpNet; 2] {
+fn loopback() -> [IpNet; 4] {
     let v4 = Ipv4Net::new_assert(Ipv4Addr::new(127, 0, 0, 0), 8);
-    [IpNet::V4(v4), IpAddr::from(Ipv6Addr::LOCALHOST).into()]
+    let single = [
+        IpAddr::from(Ipv4Addr::UNSPECIFIED),
+        IpAddr::from(Ipv6Addr::UNSPECIFIED),
+        IpAddr::from(Ipv6Addr::LOCALHOST),
+    ];
+    let [a, b, c] = single.map(IpNet::from);
+    [IpNet::V4(v4), a, b, c]
 }
 
 /// What a socket is called when it is handed over.

@@ -31,7 +31,7 @@ pub fn others<'a>(
 ) -> impl Iterator<Item = &'a Workload> {
     let captured: BTreeSet<_> = members
         .iter()
-        .filter(|member| !member.is_by_packets())
+        .filter(|member| !member.is_by_packets() && !member.policy.only_queries)
         .map(|member| &member.workload.name)
         .collect();
     let of_node = snapshot
@@ -78,7 +78,10 @@ impl Mesh {
             .map(|namespace| (namespace.cookie, namespace.inode))
             .collect();
         let captured = found.seen.iter();
-        let captured = captured.filter(|(cookie, _)| wanted.namespaces.contains_key(*cookie));
+        let captured = captured.filter(|(cookie, _)| {
+            let entry = wanted.namespaces.get(*cookie);
+            entry.is_some_and(|entry| entry.flags & Enrolled::CAPTURED != 0)
+        });
         let own = found.own.as_ref().ok();
         let units = Units::new(
             own.and_then(|own| of(&own.inode)),

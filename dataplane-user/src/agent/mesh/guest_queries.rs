@@ -10,6 +10,7 @@ use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
 };
 
+use socket2::SockRef;
 use tracing::info;
 
 use super::problems::Problems;
@@ -72,7 +73,9 @@ impl GuestQueries {
                         io::ErrorKind::PermissionDenied => {
                             "; grant CAP_NET_BIND_SERVICE to the agent"
                         }
-                        io::ErrorKind::AddrInUse => "; a server of the node has the address",
+                        io::ErrorKind::AddrInUse => {
+                            "; a server of the node listens there: have it listen at its own addresses only"
+                        }
                         _ => "",
                     };
                     failed.insert(resolver, format!("{error}{todo}"));
@@ -135,6 +138,9 @@ fn open(
         },
         _ => kernel::open_resolver_sockets(resolver, mark)?,
     };
+    // The earlier agent's configuration may have had another mark.
+    SockRef::from(&sockets.udp).set_mark(mark)?;
+    SockRef::from(&sockets.tcp).set_mark(mark)?;
     server.take(WORKER, sockets.udp, sockets.tcp)
 }
 

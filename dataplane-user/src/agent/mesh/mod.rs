@@ -286,7 +286,7 @@ impl Mesh {
 
     /// Brings everything in line with a snapshot and with the network namespaces that there are. A
     /// workload that cannot be found or attached holds up no other: it has a problem. What cannot be
-    /// read leaves what was.
+    /// read leaves what was. `is_behind`: whether the source has failed for a while, so that the snapshot may be old.
     ///
     /// # Errors
     /// The kernel's refusal of tables or programs; what was captured before is.
@@ -294,6 +294,7 @@ impl Mesh {
         &mut self,
         kernel: &mut Kernel,
         snapshot: &Snapshot,
+        is_behind: bool,
     ) -> Result<Settled, kernel::Error> {
         let mut problems = Problems::default();
         if let Some(proxy) = &self.proxy {
@@ -355,7 +356,8 @@ impl Mesh {
             self.listen(kernel, &enrolled, &mut problems);
             if let Some(dns) = &mut self.dns {
                 let given = &mut self.given;
-                for (cookie, to) in dns.settle(snapshot, &enrolled, given, &mut problems) {
+                let names = (snapshot, is_behind);
+                for (cookie, to) in dns.settle(names, &enrolled, given, &mut problems) {
                     self.enroller.capture_queries(cookie, &to, &mut wanted);
                 }
             }

@@ -148,13 +148,16 @@ impl Mesh {
         } else {
             kernel::addresses()
         };
-        let addresses = addresses.unwrap_or_else(|error| {
-            settled.trouble = Some(format!("cannot read the node's addresses: {error}"));
-            Vec::new()
-        });
-        if !kernel.waits() {
-            self.answer_guests(&mut here, &addresses, wanted, problems);
+        match &addresses {
+            Ok(addresses) if !kernel.waits() => {
+                self.answer_guests(&mut here, addresses, wanted, problems);
+            }
+            Ok(_) => {}
+            Err(error) => {
+                settled.trouble = Some(format!("cannot read the node's addresses: {error}"));
+            }
         }
+        let addresses = addresses.unwrap_or_default();
         for guest in &here {
             let name = &guest.member.workload.name;
             let unattached = guest.interfaces.iter().filter_map(|i| failed.get(i));
@@ -166,6 +169,8 @@ impl Mesh {
                     self.listen_for_packets(kernel, guest)
                 };
                 said.extend(listening.err());
+            }
+            if guest.entry.flags & Enrolled::PROXY != 0 || guest.entry.resolvers != 0 {
                 said.extend(unroutable());
             }
             for problem in said {

@@ -5,13 +5,14 @@ use std::{
     net::{IpAddr, SocketAddr},
     process::ExitCode,
     sync::Arc,
+    time::Duration,
 };
 
 use anyhow::{Context as _, bail, ensure};
 use axum::{Router, http::header, routing::get};
 use clap::Args;
 use prometheus_client::{encoding::text, registry::Registry};
-use tokio::runtime::Builder;
+use tokio::{runtime::Builder, time::sleep};
 use tracing::{error, info};
 
 use super::CommonArgs;
@@ -27,6 +28,8 @@ use crate::{
     threads::Deaths,
 };
 
+/// How often the server looks whether its source can be read.
+const LOOK: Duration = Duration::from_secs(5);
 /// The port of resolvers.
 const PORT: u16 = 53;
 
@@ -126,12 +129,14 @@ impl ServeArgs {
         };
         let basis = self.common.basis()?;
         let server = self.start(&basis, &snapshot, &deaths)?;
+        let (mut last, mut was_behind) = (snapshot, false);
         let end = runtime.block_on(async {
             let metrics = self.metrics(&server);
             tokio::pin!(metrics);
             loop {
                 let snapshot = tokio::select! {
                     snapshot = services.next() => snapshot,
+                    () = sleep(LOOK) => None,
                     signal = signals.next() => {
                         if signal != SIGHUP {
                             return Ok(signal);
@@ -141,9 +146,17 @@ impl ServeArgs {
                     Some(died) = died.recv() => return Err(anyhow::anyhow!("{died}: start the server again. Please report this")),
                     ended = &mut metrics => return Err(ended),
                 };
-                if let Some(snapshot) = snapshot {
-                    server.set_zone(basis.zone(&snapshot));
+                let is_behind = services.is_behind();
+                if snapshot.is_none() && is_behind == was_behind {
+                    continue;
                 }
+                last = snapshot.unwrap_or(last);
+                was_behind = is_behind;
+                // A name that is not in an old snapshot may exist.
+                server.set_zone(basis.zone(&Snapshot {
+                    whole: last.whole && !is_behind,
+                    ..last.clone()
+                }));
             }
         });
         match end {
