@@ -110,7 +110,7 @@ mod tests {
         let in_the_daemon_set = AGENT | CapabilitySet::SYS_ADMIN;
         assert_eq!(of_the_agent(in_the_daemon_set), AGENT);
         let all = CapabilitySet::all();
-        assert_eq!(of_the_agent(all), AGENT | OTHER_PROCESSES);
+        assert_eq!(of_the_agent(all), AGENT | OTHER_PROCESSES | LOW_PORTS);
         // As in the DaemonSet of an earlier version, which has what the opener has.
         assert_eq!(of_the_agent(OPENER), OPENER);
         assert!(are_enough_for_two(in_the_daemon_set) && !are_enough_for_two(OPENER));

@@ -287,7 +287,11 @@ fn every_pods_queries_are_answered_and_nothing_else_is_captured() -> Result<()> 
 }
 
 fn a_machines_queries_are_captured_by_its_packets() -> Result<()> {
-    let mut world = World::start(&json!({ "capturedBy": "packets" }), |text| text)?;
+    let both = |text: String| {
+        let addresses = "{podIP: 10.244.1.8, podIPs: [{ip: 10.244.1.8}, {ip: 'fd00:10:244:1::8'}]}";
+        text.replace("{podIP: 10.244.1.8}", addresses)
+    };
+    let mut world = World::start(&json!({ "capturedBy": "packets" }), both)?;
     let question = format!("{SERVICE} A");
     let all_answered = |world: &World| {
         for resolver in ["10.96.0.53", "fd00:96::53"] {

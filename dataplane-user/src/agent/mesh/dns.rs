@@ -247,7 +247,7 @@ impl Dns {
         });
         let guests: Vec<_> = guests.collect();
         self.guests
-            .settle(&self.server, guests, mark, own, given, problems)
+            .settle(&self.server, &guests, mark, own, given, problems)
     }
 
     /// How a workload looks up names, with the resolvers whose queries are captured.

@@ -43,7 +43,7 @@ impl GuestQueries {
     pub fn settle(
         &mut self,
         server: &Server,
-        guests: Vec<(&Member, Client)>,
+        guests: &[(&Member, Client)],
         mark: u32,
         own: &BTreeSet<IpAddr>,
         given: &mut HashMap<String, OwnedFd>,

@@ -173,11 +173,10 @@ impl Mesh {
     /// What becomes of a connection that a client makes; none if it is not captured's business.
     pub fn outbound(&self, tables: &Tables, client: &Client<'_>, to: Destination) -> Option<Told> {
         let is_tcp = to.protocol == Protocol::TCP;
-        if !is_tcp && self.word & MESH_DENIES == 0 && self.word >> MESH_DNS == 0 {
-            return None;
-        }
+        let at_sockets = is_tcp || self.word & MESH_DENIES != 0 || self.word >> MESH_DNS != 0;
         let (enrolled, how) = match self.whose(client) {
             Whose::Workload(enrolled, how) => (enrolled, how),
+            _ if !at_sockets => return None,
             Whose::Guarded => {
                 let mut told = self.told("outbound", 0, Reason::Guarded);
                 self.close(&mut told, Reason::Guarded, false);
@@ -185,7 +184,8 @@ impl Mesh {
             }
             Whose::Nobody => return None,
         };
-        if !enrolled.is_judged() {
+        let is_by_packets = enrolled.flags & Enrolled::PACKETS != 0;
+        if !enrolled.is_judged() || !at_sockets && !is_by_packets {
             return None;
         }
         let is_captured = enrolled.flags & Enrolled::CAPTURED != 0;
