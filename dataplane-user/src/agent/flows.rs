@@ -46,6 +46,9 @@ const SHARE: u32 = 20;
 const SWEEP: Duration = Duration::from_mins(10);
 /// How long to rest between two looks at where pods' sockets are.
 const PODS: Duration = Duration::from_mins(1);
+/// How long to rest at least after a walk for endpoints that went away. While many services change, a walk for each change
+/// would take the processor from what brings the tables in line: p99 of a change was 2.4 ms instead of 0.6 ms.
+const PAUSE: Duration = Duration::from_millis(250);
 /// How soon to look again for sockets that were not found: `connect()` notes the endpoint shortly
 /// before the socket has it.
 const AGAIN: Duration = Duration::from_secs(1);
@@ -426,7 +429,8 @@ impl Worker {
                     if !self.end(&departed, true) {
                         again = Some((departed, Instant::now() + AGAIN));
                     }
-                    self.next.set(Some(Instant::now() + start.elapsed() * 4));
+                    let rest = (start.elapsed() * 4).max(PAUSE);
+                    self.next.set(Some(Instant::now() + rest));
                 }
                 Ok(Job::Stop) | Err(RecvTimeoutError::Disconnected) => return Err(Stopped),
                 Err(RecvTimeoutError::Timeout) => match again.take() {
