@@ -4,12 +4,6 @@ use std::{io, process::ExitCode};
 
 use clap::error::ErrorKind;
 use dataplane::cli::{self, Refusal, exit};
-use mimalloc::MiMalloc;
-
-/// The C library's allocator does not fill the holes that queries in flight leave between the answers that the DNS cache
-/// keeps: it takes four times as much memory for 100 000 names (docs/measurements/2026-11-26-dns-amd.md).
-#[global_allocator]
-static ALLOCATOR: MiMalloc = MiMalloc;
 
 fn main() -> ExitCode {
     let cli = match cli::parse(std::env::args_os()) {
