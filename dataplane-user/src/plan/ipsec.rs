@@ -52,16 +52,16 @@ const ENOUGH: usize = 1 << 18;
 
 /// What is refused; `None` if that is more than can be told, and so everything.
 pub fn selectors(policies: &[Policy]) -> Option<Selectors> {
-    let mut selectors = Selectors::new();
     if !policies.iter().any(|policy| policy.protects) {
-        return Some(selectors);
+        return Some(Selectors::new());
     }
     let counted: Vec<&Policy> = policies
         .iter()
         .filter(|policy| policy.protects || !policy.narrow)
         .collect();
     let destinations: BTreeSet<IpNet> = counted.iter().map(|policy| policy.dst).collect();
-    let mut entries = 0;
+    // First only counted: what is refused takes the square of what there is of policies.
+    let (mut entries, mut all) = (0, Vec::new());
     for dst in destinations {
         let here: Vec<&Policy> = counted
             .iter()
@@ -73,12 +73,15 @@ pub fn selectors(policies: &[Policy]) -> Option<Selectors> {
         if entries > ENOUGH {
             return None;
         }
+        all.push((dst, here, sources));
+    }
+    let all = all.into_iter().map(|(dst, here, sources)| {
         let refused =
             |src: &IpNet| is_refused(here.iter().filter(|policy| policy.src.contains(src)));
         let sources = sources.into_iter().map(|src| (src, refused(&src)));
-        selectors.insert(dst, sources.collect());
-    }
-    Some(selectors)
+        (dst, sources.collect())
+    });
+    Some(all.collect())
 }
 
 /// Whether of policies that all cover a packet the first of any kind protects. Of two with the same priority that is

@@ -547,7 +547,7 @@ fn run(admits: &ExternalIps, steps: Vec<Step>) {
 /// How many runs: as many as `DATAPLANE_TENANT_RUNS` says.
 fn runs() -> u32 {
     let given = std::env::var("DATAPLANE_TENANT_RUNS");
-    given.map_or(2000, |given| {
+    given.map_or(500, |given| {
         given.parse().expect("DATAPLANE_TENANT_RUNS: a number")
     })
 }
