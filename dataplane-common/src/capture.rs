@@ -272,8 +272,8 @@ impl Enrolled {
     /// Of a [`Local`]: its connections were captured by its packets, and are by its sockets now. Those
     /// that its proxy still has go on.
     pub const PACKETS_BEFORE: u32 = 1 << 11;
-    /// It is a workload, if only one whose connections go direct. An entry without this flag that has resolvers is one of
-    /// a workload of which only the DNS queries are captured.
+    /// The entry is a workload's. Without this flag, an entry with resolvers is of a workload of which the agent captures
+    /// only the DNS queries, and any other entry is of a namespace without a captured workload.
     pub const CAPTURED: u32 = 1 << 31;
 
     /// Whether it is the entry of a namespace that the guard lets go.

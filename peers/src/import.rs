@@ -21,10 +21,10 @@ use smallvec::SmallVec;
 
 use super::{Cluster, Family, LocalDetector, iptables, nftables, port::ports};
 
-/// What is drawn of an endpoint: its number, whether it is IPv4's, whether it is on this node; whether it is ready, serving,
+/// A drawn endpoint: its number, whether it is IPv4's, whether it is on this node; whether it is ready, serving,
 /// terminating; its zone's hint.
 type EndpointDraw = (u8, bool, bool, (bool, bool, bool), Option<bool>);
-/// What is drawn of a service.
+/// A drawn service.
 #[derive(Clone, Debug)]
 struct Draw {
     families: [bool; 2],
@@ -289,7 +289,7 @@ fn seen(snapshot: &Snapshot) -> BTreeSet<String> {
     all
 }
 
-/// Who is masqueraded, as rules of a family with a service say it.
+/// Returns which clients the rules of a family masquerade, if the family has a service.
 fn masquerade(cluster: &Cluster, v4: bool) -> Masquerade {
     if cluster.masquerade_all {
         return Masquerade::All;

@@ -184,19 +184,12 @@ fn query(skb: Skb, packet: &Packet, local: &Local, way: &mut Route) -> Reason {
     }
 }
 
-/// Gives the packet to the agent's DNS server, if that has a socket at the packet's destination. `COOKIE`: as
-/// [`to_listener`].
+/// Gives the packet to the agent's DNS server, if that has a socket at the packet's destination. `COOKIE`: as [`give`].
 #[inline(never)]
 fn to_server<const COOKIE: bool>(skb: Skb, packet: &Packet) -> bool {
     let Some(config) = config() else {
         return false;
     };
-    let mut ip = [0_u32; 10];
-    let mut tcp = [0_u32; 5];
-    if COOKIE && (!skb.load(packet.l3, &mut ip) || !skb.load(packet.l4, &mut tcp)) {
-        return false;
-    }
-    let length = if packet.is_v4() { 20 } else { 40 };
     let mut tuple = [0_u32; 9];
     let size = fill(&mut tuple, packet);
     // SAFETY: the program's context, as much of the stack as we say, and a socket that is released.
@@ -210,20 +203,11 @@ fn to_server<const COOKIE: bool>(skb: Skb, packet: &Packet) -> bool {
         if sk.is_null() {
             return false;
         }
-        let mut given = -1;
         // A server of the node may listen at any address.
-        if has_mark(read_volatile(&raw const (*sk).mark), config.mark) {
-            given = 0;
-            if COOKIE {
-                let (ip, tcp) = ((&raw mut ip).cast(), (&raw mut tcp).cast());
-                given = bpf_tcp_check_syncookie(sk.cast(), ip, length, tcp, 20);
-            }
-            if given == 0 {
-                given = bpf_sk_assign(skb.0.cast(), sk.cast(), 0);
-            }
-        }
+        let is_ours = has_mark(read_volatile(&raw const (*sk).mark), config.mark);
+        let given = is_ours && give::<COOKIE>(skb, packet, sk);
         bpf_sk_release(sk.cast());
-        given == 0
+        given
     }
 }
 
@@ -341,34 +325,39 @@ fn to_its_socket(skb: Skb, packet: &Packet) -> bool {
     }
 }
 
-/// Gives the packet to the proxy's listening socket. `COOKIE`: only if it ends a handshake of which that
-/// socket remembers nothing, but that it sent a cookie (`net.ipv4.tcp_syncookies`).
+/// Gives the packet to the proxy's listening socket. `COOKIE`: as [`give`].
 #[inline(never)]
 fn to_listener<const COOKIE: bool>(skb: Skb, packet: &Packet, key: &ListenerKey) -> bool {
-    // As long as the longer of the two IP headers: TCP's is behind it, which is as long as the rest.
-    let mut ip = [0_u32; 10];
-    let mut tcp = [0_u32; 5];
-    if COOKIE && (!skb.load(packet.l3, &mut ip) || !skb.load(packet.l4, &mut tcp)) {
+    let sk = listener(key);
+    if sk.is_null() {
         return false;
     }
-    let length = if packet.is_v4() { 20 } else { 40 };
-    // SAFETY: a socket that is released, and as much of the stack as we say.
-    unsafe {
-        let sk = listener(key);
-        if sk.is_null() {
+    let given = give::<COOKIE>(skb, packet, sk);
+    // SAFETY: the socket that was found.
+    unsafe { bpf_sk_release(sk.cast()) };
+    given
+}
+
+/// Gives the packet to a socket, which is still the caller's to release. `COOKIE`: only if the packet ends a handshake of
+/// which the listening socket remembers nothing, because it sent a cookie (`net.ipv4.tcp_syncookies`).
+#[inline(always)]
+fn give<const COOKIE: bool>(skb: Skb, packet: &Packet, sk: *mut bpf_sock) -> bool {
+    if COOKIE {
+        // As long as the longer of the two IP headers: TCP's is behind it, which is as long as the rest.
+        let mut ip = [0_u32; 10];
+        let mut tcp = [0_u32; 5];
+        if !skb.load(packet.l3, &mut ip) || !skb.load(packet.l4, &mut tcp) {
             return false;
         }
-        let mut given = 0;
-        if COOKIE {
-            let (ip, tcp) = ((&raw mut ip).cast(), (&raw mut tcp).cast());
-            given = bpf_tcp_check_syncookie(sk.cast(), ip, length, tcp, 20);
+        let length = if packet.is_v4() { 20 } else { 40 };
+        let (ip, tcp) = ((&raw mut ip).cast(), (&raw mut tcp).cast());
+        // SAFETY: a socket that the caller holds, and as much of the stack as we say.
+        if unsafe { bpf_tcp_check_syncookie(sk.cast(), ip, length, tcp, 20) } != 0 {
+            return false;
         }
-        if given == 0 {
-            given = bpf_sk_assign(skb.0.cast(), sk.cast(), 0);
-        }
-        bpf_sk_release(sk.cast());
-        given == 0
     }
+    // SAFETY: the program's context, and a socket that the caller holds.
+    unsafe { bpf_sk_assign(skb.0.cast(), sk.cast(), 0) == 0 }
 }
 
 /// The proxy's listening socket, which is to be released.

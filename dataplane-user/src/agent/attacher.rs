@@ -358,8 +358,8 @@ impl Worker {
             self.capture.done(start, RETRY);
             return;
         };
-        let is_behind = self.state.source.is_behind(admin::now());
-        match mesh.settle(&mut self.kernel, snapshot, is_behind) {
+        let snapshot = snapshot.in_doubt(self.state.source.is_behind(admin::now()));
+        match mesh.settle(&mut self.kernel, &snapshot) {
             Ok(settled) => {
                 let mesh::Settled {
                     workloads,

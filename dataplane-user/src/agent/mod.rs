@@ -293,7 +293,7 @@ fn serve(
         &paths,
         limits,
         packet.options(),
-        mesh::options(settings),
+        mesh::is_wanted(settings).then(|| mesh::options(settings)),
         |capture, loading| {
             // Where there is an agent before, that one accepts connections meanwhile.
             if given.before.is_some() || !mesh::is_wanted(settings) {

@@ -60,7 +60,7 @@ pub fn with_rules(settings: &Settings) -> Result<Settings, OpenError> {
     Ok(settings)
 }
 
-/// The same for a command that asks for the node alone.
+/// Does the same for a command that needs the node only.
 ///
 /// # Errors
 ///

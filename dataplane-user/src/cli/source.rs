@@ -142,13 +142,13 @@ impl SourceArgs {
         agent::source(&self.settled, scope, false)
     }
 
-    /// The same, for those who answer the names of services.
+    /// Returns the source for commands that answer the names of services.
     pub(super) fn source_of_names(&self) -> Source {
         agent::source(&self.settled, kubernetes::Scope::Mesh, true)
     }
 }
 
-/// What kube-proxy's rules serve: those in a file, or those in the kernel.
+/// Reads what kube-proxy's rules serve. The rules are in a file, or in the kernel.
 pub(super) fn of_rules(file: Option<PathBuf>) -> anyhow::Result<Snapshot> {
     let iptables = Some(Iptables {
         file,
@@ -171,13 +171,13 @@ pub(super) fn of_rules(file: Option<PathBuf>) -> anyhow::Result<Snapshot> {
 }
 
 impl SourceArgs {
-    /// What there is to serve now.
+    /// Reads what the source has to serve now.
     pub(super) fn snapshot(&self, node: &Node) -> anyhow::Result<Snapshot> {
         let node = &agent::node_of_rules(&self.settled, node)?;
         Self::read(&self.source(kubernetes::Scope::HostPorts), node)
     }
 
-    /// What there is to answer now.
+    /// Reads what the source has to answer now.
     pub(super) fn names(&self, node: &Node) -> anyhow::Result<Snapshot> {
         let node = &agent::node_of_rules(&self.settled, node)?;
         Self::read(&self.source_of_names(), node)

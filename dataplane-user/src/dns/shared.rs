@@ -103,8 +103,8 @@ pub enum Askers {
     Anybody,
     /// Those of one captured workload, whatever its addresses.
     One(u64, Arc<Client>),
-    /// Those of workloads that are captured by their packets, whose sources were checked. What comes from another address
-    /// is of a client without resolvers.
+    /// Workloads that are captured by their packets. The program has checked the source addresses. A query from another
+    /// address counts as one of a client without resolvers.
     ByAddress(Arc<HashMap<IpAddr, Arc<Client>>>),
 }
 

@@ -150,7 +150,7 @@ impl<'a> Parsed<'a> {
                 at = record.end;
                 match record.of_type {
                     types::OPT => {}
-                    // What the client has of the zone.
+                    // The SOA record of the client's copy of the zone.
                     _ if is_transfer => continue,
                     _ => return Self::Foreign,
                 }

@@ -16,7 +16,7 @@ const AGENT: CapabilitySet = CapabilitySet::BPF
 /// What finds and takes the sockets of other users' processes, where the operator grants it.
 const OTHER_PROCESSES: CapabilitySet =
     CapabilitySet::SYS_PTRACE.union(CapabilitySet::DAC_READ_SEARCH);
-/// What listens at port 53 of the resolvers of workloads that are captured by their packets, where the operator grants it.
+/// For sockets at port 53 of the resolvers of workloads that are captured by their packets, if the operator grants it.
 const LOW_PORTS: CapabilitySet = CapabilitySet::NET_BIND_SERVICE;
 /// What the opener needs: to enter network namespaces and open objects by their ids; and for sockets at which the
 /// kernel asks who has opened them.

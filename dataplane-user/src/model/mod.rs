@@ -175,6 +175,15 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
+    /// Returns the snapshot of a source that may know more by now (`is_behind`): then a name that is not here may exist.
+    #[must_use]
+    pub fn in_doubt(&self, is_behind: bool) -> Self {
+        Self {
+            whole: self.whole && !is_behind,
+            ..self.clone()
+        }
+    }
+
     /// The first service for which it matters which endpoints are on this node. Looks at all of them.
     pub fn depends_on_place(&self) -> Option<&ServiceName> {
         let mut services = self.services.values();

@@ -74,11 +74,6 @@ impl Names {
         self.whole
     }
 
-    /// A service that is not here may exist, from now on until the next snapshot.
-    pub fn doubt(&mut self) {
-        self.whole = false;
-    }
-
     /// The service of a name in lower case. A pod's host ports have no name, and an entry has other
     /// names.
     pub fn service(&self, namespace: &str, name: &str) -> Option<&Arc<Service>> {

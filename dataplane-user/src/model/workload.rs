@@ -514,8 +514,7 @@ impl Rules {
         })
     }
 
-    /// What the rules come to for a workload whose DNS queries are captured, but not its connections; `None` if its
-    /// queries are not captured either.
+    /// Returns the policy of a workload of which only the DNS queries are captured; `None` if its rules exclude them.
     pub fn policy_of_queries(&self) -> Option<Policy> {
         (self.dns != Some(false)).then(|| Policy {
             only_queries: true,

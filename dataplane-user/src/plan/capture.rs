@@ -155,7 +155,7 @@ impl Policies {
             rule(RuleKey::GROUP, *gid, EXCLUDED);
         }
         if policy.only_queries {
-            // What is said of ports and ranges is in the resolvers' ranges already.
+            // The resolvers' ranges already take the policy's ports and ranges into account.
             return (number, flags(policy, foreign));
         }
         for (port, captured) in &policy.outbound_ports {

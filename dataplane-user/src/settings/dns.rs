@@ -68,12 +68,12 @@ const STALE: RangeInclusive<u64> = 0..=604_800;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum DnsCapture {
-    /// Nobody's.
+    /// No workload.
     #[default]
     None,
-    /// Those of captured workloads.
+    /// Captured workloads.
     Mesh,
-    /// Those of all pods of the node that have a network namespace of their own.
+    /// All pods of the node that have a network namespace of their own.
     All,
 }
 

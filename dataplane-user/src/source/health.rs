@@ -19,7 +19,7 @@ pub enum Health {
         /// How reading each kind of object goes.
         kinds: Arc<kubernetes::Health>,
     },
-    /// Of kube-proxy's rules.
+    /// The health of a feed that reads kube-proxy's rules.
     Rules(Arc<manifests::Health>),
     /// Of several feeds that yield views together.
     Combined(Vec<Health>),

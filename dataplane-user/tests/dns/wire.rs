@@ -47,7 +47,7 @@ fn malformed_queries_are_refused_as_the_rfcs_say() {
     let with_opts = |count: u8, opts: &[u8]| [&with(11, &[count])[..], opts].concat();
     let end = query(WEB).len();
     let transfer = |of_type: u8| with(end - 3, &[of_type]);
-    // What the client has of the zone, as an authority: a name by a pointer, and data without length.
+    // The SOA record of the client's copy of the zone, as an authority: a name by a pointer, and data without length.
     let mut since = transfer(251);
     since[9] = 1;
     since.extend([0xc0, 12, 0, 6, 0, 1, 0, 0, 0, 0, 0, 0]);

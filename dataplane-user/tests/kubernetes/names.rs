@@ -1,4 +1,4 @@
-//! What DNS needs of the cluster: headless services, and whether a name that is not there does not exist.
+//! The objects that DNS needs: headless services, and all services, so that an unknown name does not exist.
 
 use dataplane::{
     model::{Records, ServiceName},
@@ -50,7 +50,7 @@ fn headless_services_have_their_endpoints_and_all_names_are_known() {
         headless.ports[0].endpoints.is_empty(),
         "there is no VIP to serve"
     );
-    // One that only another proxy serves has a name all the same: the resolvers know it.
+    // A service of another proxy has a name, which the resolvers know.
     let other = labelled(
         objects::service("other", vip(9)),
         "service.kubernetes.io/service-proxy-name",
@@ -61,7 +61,7 @@ fn headless_services_have_their_endpoints_and_all_names_are_known() {
     site.cluster()
         .delete(Resource::Services, "default", "other");
     site.view(|view| view.whole);
-    // What cannot be read may be any name.
+    // A service that cannot be read may have any name.
     let mut nonsense = objects::service("nonsense", vip(8));
     nonsense["spec"]["ports"][0]["port"] = json!("eighty");
     site.cluster().apply(nonsense);

@@ -242,7 +242,7 @@ fn every_pods_queries_are_answered_and_nothing_else_is_captured() -> Result<()> 
         let dig = dig.args([to, "+short", "+tries=1", "+time=4", SERVICE]);
         Ok::<_, anyhow::Error>(dig.run()?.trim().to_owned())
     };
-    // Neither the cluster's DNS itself, nor who does not want it.
+    // The pods of the cluster's DNS, and a pod with the annotation, are not captured.
     for (pod, to, wanted) in [
         ("upstream", "@10.96.0.53", ""),
         ("upstream", "@10.244.1.11", ""),
@@ -255,7 +255,7 @@ fn every_pods_queries_are_answered_and_nothing_else_is_captured() -> Result<()> 
         let answer = asks("app", own);
         ensure!(answer.is_err(), "nobody listens at {own}: {answer:?}");
     }
-    // Connections are nobody's business.
+    // Connections are not captured.
     for (to, protocol) in [("10.244.1.12:80", "tcp"), ("10.244.1.12:5353", "udp")] {
         let to = format!("{to}/{protocol}");
         let explain = world
@@ -319,7 +319,7 @@ fn a_machines_queries_are_captured_by_its_packets() -> Result<()> {
     cookies("1")?;
     world.all_answered("10.96.0.53:53", "connected")?;
     world.all_answered("[fd00:96::53]:53", "unconnected")?;
-    // Another server, and queries of the node's own.
+    // Queries to another server, and queries of the node itself, are not captured.
     let other = world.told(&format!("@10.244.1.11 {SERVICE}"))?;
     ensure!(other.contains("status: NXDOMAIN"), "{other}");
     let of_node = world.lab.node("node1").command("dig");

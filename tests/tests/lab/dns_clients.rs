@@ -110,7 +110,7 @@ const all = name => lookup(name, { all: true }).then(found => found.map(of => of
 /// The addresses that a client found for each name.
 type Found = BTreeMap<String, BTreeSet<String>>;
 
-/// What a client is to find.
+/// The names that a client looks up, each with the expected addresses.
 struct Table(Vec<(&'static str, BTreeSet<String>)>);
 
 impl Table {
@@ -258,7 +258,7 @@ fn real_clients_find_names() -> Result<()> {
             table.check(&client, &each(&world, &script, &names)?, all)
         })?;
     }
-    // What fits into a datagram, of a client that does not go on by TCP.
+    // The client does not fall back to TCP, so it gets the records that fit into a datagram.
     captured("dig +ignore", &|| {
         let script = "dig +search +short +ignore +noedns \"$name\" A";
         let found = each(&world, script, &names)?;

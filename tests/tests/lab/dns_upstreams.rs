@@ -1,5 +1,5 @@
-//! The same queries to a real resolver, and to the DNS server before it: the answers are alike, but for TTLs and for what
-//! docs/dns.md lists.
+//! Sends the same queries to a real resolver and to the DNS server in front of it. The answers differ in TTLs, and in the
+//! points that docs/dns.md lists.
 
 use std::{
     collections::BTreeSet,

@@ -85,7 +85,7 @@ impl World {
         Self::start_as(Some(&mesh), dns, app, of_unbound, files)
     }
 
-    /// Likewise, with this mesh or none, and this configuration of DNS.
+    /// Starts the same node with this mesh or none, and with this configuration of DNS.
     pub fn start_as(
         mesh: Option<&Value>,
         mut dns: Value,
@@ -219,7 +219,7 @@ impl World {
         self.with_resolver("10.96.0.53", command)
     }
 
-    /// What a command prints, with a `resolv.conf` that has the pod's search list and this resolver.
+    /// Returns the output of a command that has a `resolv.conf` with the pod's search list and this resolver.
     pub fn with_resolver(&self, resolver: &str, command: &[&str]) -> Result<String> {
         let file = self.directory.path().join("pod.conf");
         fs::write(

@@ -102,12 +102,12 @@ pub fn serve(lab: &Lab) -> Result<Process> {
     Ok(outside.serve(&["--http", &at])?)
 }
 
-/// What the pod found out about a name.
+/// A name that the pod looked up, and the result.
 pub struct Lookup {
     name: &'static str,
     /// The address by the C library.
     address: Option<Ipv4Addr>,
-    /// Who answered at this address, or why nobody did.
+    /// The name of the server that answered at this address, or the error.
     answer: Result<String, String>,
 }
 

@@ -56,7 +56,7 @@ pub struct AgentPlace {
 }
 
 impl State {
-    /// Of a lab and the agent in it, and of a pod with its `resolv.conf`.
+    /// Describes a lab, the agent in it, and a pod with its `resolv.conf`.
     pub fn of(lab: &Lab, agent: &Agent, (pod, resolv_conf): (&str, &Path)) -> Self {
         let hosts = lab
             .hosts()

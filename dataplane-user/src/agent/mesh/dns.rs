@@ -61,12 +61,14 @@ pub(super) struct Dns {
     port: u16,
     /// By the network namespace's cookie. Before the server, which ends when it answers nobody any more.
     answered: BTreeMap<u64, Answered>,
-    /// Likewise.
+    /// Workloads that are captured by their packets. Before the server, too.
     guests: GuestQueries,
     server: Server,
     basis: Basis,
     /// The cluster's DNS, after [`Dns::settle`].
     cluster: Vec<SocketAddr>,
+    /// The addresses of the pods that are the cluster's DNS or one of the node's resolvers, after [`Dns::settle`].
+    servers: BTreeSet<IpAddr>,
     resolv_conf: PathBuf,
     /// What is in the way of reading it.
     unread: Option<String>,
@@ -136,6 +138,7 @@ impl Dns {
             answered: BTreeMap::new(),
             guests: GuestQueries::default(),
             cluster: Vec::new(),
+            servers: BTreeSet::new(),
         })
     }
 
@@ -150,27 +153,24 @@ impl Dns {
     }
 
     /// Answers the queries of these workloads, and of no others. A workload that cannot be listened for has a problem,
-    /// and its queries go to its resolvers. `is_behind`: whether the source may have names that the snapshot does not have.
-    /// `given`: an earlier agent's sockets.
+    /// and its queries go to its resolvers. `given`: an earlier agent's sockets.
     pub fn settle(
         &mut self,
-        (snapshot, is_behind): (&Snapshot, bool),
+        snapshot: &Snapshot,
         enrolled: &[(&Member, &Namespace, u32)],
         given: &mut HashMap<String, OwnedFd>,
         problems: &mut Problems,
     ) -> Queries {
         self.read_resolv_conf();
         self.names = self.basis.names(std::mem::take(&mut self.names), snapshot);
-        if is_behind {
-            self.names.doubt();
-        }
         let zone = Zone::new(self.names.clone(), self.basis.ttls);
         self.cluster = self.basis.cluster_dns(snapshot);
+        self.servers = self.servers();
         let mut queries = Queries::new();
         for (member, namespace, flags) in enrolled {
             let is_asked = flags & Enrolled::CAPTURED != 0 || member.policy.only_queries;
             let addresses = &member.workload.addresses;
-            if !is_asked || addresses.is_empty() || self.is_of_the_clusters_dns(addresses) {
+            if !is_asked || addresses.is_empty() || self.is_server(addresses) {
                 continue;
             }
             let client = self.client(member, &zone);
@@ -189,17 +189,23 @@ impl Dns {
         queries
     }
 
-    /// Whether a workload with these addresses is the cluster's DNS itself. It asks others than its own clients are to ask,
-    /// and what this node knows is not for the clients of other nodes.
-    fn is_of_the_clusters_dns(&self, addresses: &[IpAddr]) -> bool {
-        let resolvers = self.cluster.iter().map(SocketAddr::ip);
-        let mut resolvers = resolvers.chain(self.basis.node.resolvers.iter().map(SocketAddr::ip));
-        resolvers.any(|resolver| {
+    /// The addresses of all resolvers, and of the endpoints of those that are services.
+    fn servers(&self) -> BTreeSet<IpAddr> {
+        let resolvers = self.cluster.iter().chain(&self.basis.node.resolvers);
+        let resolvers = resolvers.map(SocketAddr::ip);
+        let all = resolvers.flat_map(|resolver| {
             let services = self.names.of_address(resolver);
             let ports = services.flat_map(|service| &service.ports);
-            let mut endpoints = ports.flat_map(|port| &port.endpoints);
-            addresses.contains(&resolver) || endpoints.any(|e| addresses.contains(&e.addr))
-        })
+            let endpoints = ports.flat_map(|port| &port.endpoints);
+            endpoints.map(|endpoint| endpoint.addr).chain([resolver])
+        });
+        all.collect()
+    }
+
+    /// Whether a workload with these addresses is a resolver of others. Such a pod asks servers that its clients do not ask,
+    /// and names that only this node knows are not for clients on other nodes.
+    fn is_server(&self, addresses: &[IpAddr]) -> bool {
+        addresses.iter().any(|addr| self.servers.contains(addr))
     }
 
     /// The addresses to which a workload's queries are captured.
@@ -227,8 +233,8 @@ impl Dns {
             .collect()
     }
 
-    /// The same for workloads that are captured by their packets, after [`Dns::settle`]. Returns to which resolvers the
-    /// queries of each are to be captured. `own`: the node's addresses.
+    /// Answers the queries of workloads that are captured by their packets, after [`Dns::settle`]. Returns the resolvers to
+    /// which the agent captures the queries of each workload. `own`: the node's addresses.
     pub fn settle_guests(
         &mut self,
         guests: &[&Member],
@@ -240,7 +246,7 @@ impl Dns {
         let zone = Zone::new(self.names.clone(), self.basis.ttls);
         let guests = guests.iter().map(|member| {
             let mut client = self.client(member, &zone);
-            if self.is_of_the_clusters_dns(&member.workload.addresses) {
+            if self.is_server(&member.workload.addresses) {
                 client.resolvers.clear();
             }
             (*member, client)
@@ -387,7 +393,7 @@ fn loopback() -> [IpNet; 4] {
     [IpNet::V4(v4), a, b, c]
 }
 
-/// What a socket is called when it is handed over.
+/// The name of a socket during a hand-over.
 fn name(cookie: u64, is_tcp: bool, v4: bool) -> String {
     let protocol = if is_tcp { "tcp" } else { "udp" };
     let family = if v4 { "v4" } else { "v6" };

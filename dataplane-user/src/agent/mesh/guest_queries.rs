@@ -144,7 +144,7 @@ fn open(
     server.take(WORKER, sockets.udp, sockets.tcp)
 }
 
-/// What a socket is called when it is handed over.
+/// The name of a socket during a hand-over.
 fn name(resolver: IpAddr, is_tcp: bool) -> String {
     let protocol = if is_tcp { "tcp" } else { "udp" };
     format!("dns packets {protocol} {resolver}")

@@ -95,12 +95,8 @@ pub fn is_wanted(settings: &Settings) -> bool {
     settings.mesh.is_some() || settings.dns.as_ref().is_some_and(settings::Dns::is_for_all)
 }
 
-/// What the kernel is told of a mesh, and of DNS; none if nothing is captured.
-pub fn options(settings: &Settings) -> Option<CaptureOptions> {
-    is_wanted(settings).then(|| options_of(settings))
-}
-
-fn options_of(settings: &Settings) -> CaptureOptions {
+/// Returns the options of the capture programs.
+pub fn options(settings: &Settings) -> CaptureOptions {
     let without = settings::Mesh::default();
     let mesh = settings.mesh.as_ref().unwrap_or(&without);
     let dns = settings.dns.as_ref();
@@ -170,7 +166,7 @@ impl Mesh {
         before: Option<UnixStream>,
         deaths: &Deaths,
     ) -> Result<Self, super::Error> {
-        let options = options_of(settings);
+        let options = options(settings);
         let config = settings.mesh.clone().unwrap_or_default();
         let dns = settings.dns.as_ref().filter(|dns| dns.is_on());
         let files = raise_open_files().map_err(super::Error::Thread)?;
@@ -286,7 +282,7 @@ impl Mesh {
 
     /// Brings everything in line with a snapshot and with the network namespaces that there are. A
     /// workload that cannot be found or attached holds up no other: it has a problem. What cannot be
-    /// read leaves what was. `is_behind`: whether the source has failed for a while, so that the snapshot may be old.
+    /// read leaves what was.
     ///
     /// # Errors
     /// The kernel's refusal of tables or programs; what was captured before is.
@@ -294,7 +290,6 @@ impl Mesh {
         &mut self,
         kernel: &mut Kernel,
         snapshot: &Snapshot,
-        is_behind: bool,
     ) -> Result<Settled, kernel::Error> {
         let mut problems = Problems::default();
         if let Some(proxy) = &self.proxy {
@@ -356,8 +351,7 @@ impl Mesh {
             self.listen(kernel, &enrolled, &mut problems);
             if let Some(dns) = &mut self.dns {
                 let given = &mut self.given;
-                let names = (snapshot, is_behind);
-                for (cookie, to) in dns.settle(names, &enrolled, given, &mut problems) {
+                for (cookie, to) in dns.settle(snapshot, &enrolled, given, &mut problems) {
                     self.enroller.capture_queries(cookie, &to, &mut wanted);
                 }
             }

@@ -104,13 +104,11 @@ impl Mesh {
         problems: &mut Problems,
     ) -> Settled {
         let mut settled = Settled::default();
-        if guests.is_empty() {
-            self.answer_guests(&mut [], &[], wanted, problems);
-        }
         if guests.is_empty()
             && self.packets.released.is_empty()
             && self.packets.routed == Some(false)
         {
+            self.answer_guests(&mut [], &[], wanted, problems);
             return settled;
         }
         let places = self.find(guests, found, wanted, problems, &mut settled);

@@ -152,11 +152,7 @@ impl ServeArgs {
                 }
                 last = snapshot.unwrap_or(last);
                 was_behind = is_behind;
-                // A name that is not in an old snapshot may exist.
-                server.set_zone(basis.zone(&Snapshot {
-                    whole: last.whole && !is_behind,
-                    ..last.clone()
-                }));
+                server.set_zone(basis.zone(&last.in_doubt(is_behind)));
             }
         });
         match end {

@@ -56,7 +56,7 @@ pub fn show(args: &MonitorArgs) -> anyhow::Result<ExitCode> {
         }
         let next = format!("/dns/queries?from={}", page.next);
         page = match client.get(&next) {
-            // It may come back, as after an upgrade, and counts from the beginning then.
+            // The agent may come back, for example after an upgrade. Its numbers then begin again.
             Err(client::Error::NotRunning { .. }) => {
                 eprintln!("note: no agent runs; waiting for one");
                 wait_for_agent(&client)

@@ -53,7 +53,7 @@ pub fn answer(name: &LowerName, stored: &Stored) -> Result<Answer, String> {
         };
         ttl = ttl.min(record.ttl);
         let kind = match can_be_endpoint(address) {
-            // Another server that knows ServiceEntries gave it. Connections would lead to the host itself.
+            // A server that knows ServiceEntries gave this address. Connections would lead to the host itself.
             Ok(()) if is_allocated(address) => {
                 "an address that nodes give to hosts of ServiceEntries"
             }
@@ -278,7 +278,7 @@ mod tests {
             ],
         );
         assert!(answer(&name, &round).unwrap().addresses.is_empty());
-        // Whoever answers for a name does not choose what the node keeps to itself.
+        // A server must not lead the node to addresses that only the node may reach.
         let metadata = RData::A(rdata::A::new(169, 254, 169, 254));
         let found = stored("db.example.com", &[("db.example.com", 60, metadata)]);
         let found = answer(&name, &found).unwrap();

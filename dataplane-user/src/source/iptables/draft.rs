@@ -19,7 +19,7 @@ use crate::model::{
 #[derive(Debug, Default)]
 pub struct Draft {
     services: BTreeMap<ServiceName, ServiceDraft>,
-    /// What rules say of the node.
+    /// Facts about the node.
     pub facts: Facts,
     /// The text that has kube-proxy's rules for IPv4, and that for IPv6.
     origins: [Option<String>; 2],
@@ -67,7 +67,7 @@ pub struct PortName<'a> {
 }
 
 impl<'a> PortName<'a> {
-    /// Of `namespace/name:port`, as comments have it.
+    /// Reads `namespace/name:port`, the form in comments.
     pub fn of_comment(text: &'a str, protocol: Protocol) -> Option<Self> {
         let (namespace, rest) = text.split_once('/')?;
         let (name, port) = match rest.split_once(':') {
@@ -79,7 +79,7 @@ impl<'a> PortName<'a> {
         Self::checked(namespace, name, port, protocol)
     }
 
-    /// Of `namespace/name/protocol/port`, as chains of nf_tables have it. `None`: another protocol.
+    /// Reads `namespace/name/protocol/port`, the form in names of nf_tables' chains. `None`: another protocol.
     pub fn of_chain(text: &'a str) -> Option<Self> {
         let mut parts = text.split('/');
         let (namespace, name) = (parts.next()?, parts.next()?);
@@ -147,7 +147,7 @@ impl Draft {
     ///
     /// # Errors
     ///
-    /// Another text has such rules, too: one of them is out of date.
+    /// Fails if another text has rules of the same family, because one of the texts is out of date.
     pub fn begin(&mut self, v4: bool, origin: &str) -> Result<(), Error> {
         let known = &mut self.origins[usize::from(!v4)];
         if let Some(first) = known {

@@ -52,7 +52,7 @@ impl fmt::Display for Error {
             Self::NoRules(origin) => write!(
                 f,
                 "{origin}: no rules of kube-proxy: neither a rule that leads to its chain KUBE-SERVICES in a table nat of \
-                 iptables, nor a table kube-proxy of nf_tables"
+                 iptables and no table kube-proxy of nf_tables"
             ),
             Self::Twice {
                 first,

@@ -1,10 +1,10 @@
-//! What kube-proxy's rules say of the node, rather than of a service.
+//! Facts about the node in kube-proxy's rules.
 
 use std::{fmt, net::IpAddr};
 
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 
-/// What kube-proxy's rules say of the node.
+/// Facts about the node in kube-proxy's rules.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Facts {
     /// Which clients of IPv4, and of IPv6, are masqueraded on the way to a cluster IP; none: no service has such a cluster IP.
@@ -22,11 +22,11 @@ pub enum Masquerade {
     Nobody,
     /// Every client.
     All,
-    /// Those whose addresses are not in this network.
+    /// Clients whose addresses are not in this network.
     OutsideOf(IpNet),
-    /// Those whose packets do not arrive at this interface: a bridge.
+    /// Clients whose packets do not arrive at this interface, a bridge.
     NotFromInterface(String),
-    /// Those whose packets arrive at no interface whose name begins so.
+    /// Clients whose packets arrive at an interface whose name does not begin with this text.
     NotFromPrefix(String),
 }
 

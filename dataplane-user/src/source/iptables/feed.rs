@@ -31,7 +31,7 @@ const LOOK: Duration = Duration::from_secs(30);
 /// Prints kube-proxy's rules that are in the kernel, or says why it cannot.
 pub type Live = fn() -> Result<Vec<Text>, String>;
 
-/// What to read.
+/// The rules that a feed reads.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// A file with rules; none: those in the kernel.
@@ -83,7 +83,7 @@ fn file(path: &Path) -> Result<Text, ReadError> {
     }
     let file = File::open(path).map_err(unreadable)?;
     let mut bytes = Vec::with_capacity(usize::try_from(metadata.len() + 1).unwrap_or_default());
-    // It may grow while it is read.
+    // The file may grow during the read.
     let read = file.take(FILE_SIZE_MAX + 1).read_to_end(&mut bytes);
     read.map_err(unreadable)?;
     if bytes.len() as u64 > FILE_SIZE_MAX {
@@ -106,7 +106,7 @@ fn file(path: &Path) -> Result<Text, ReadError> {
 #[derive(Debug)]
 pub struct Rules {
     settings: Settings,
-    /// What was read last, to share what did not change.
+    /// The services of the last view. The next view shares those that did not change.
     last: OrdMap<ServiceName, Arc<Service>>,
     /// The view that was read when the rules were opened.
     first: Option<View>,
@@ -165,7 +165,7 @@ impl Rules {
     }
 }
 
-/// What was not understood, as problems.
+/// Turns lines that the import did not understand into problems.
 fn problems(leftovers: &[Leftover], more: usize) -> Arc<[Problem]> {
     let problem = |place: String, text: String| Problem {
         gravity: Gravity::Warning,

@@ -3,15 +3,15 @@
 /// The form of a text with rules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
-    /// Of `iptables-save`.
+    /// The output of `iptables-save`.
     Saved,
-    /// Of `nft list ruleset`.
+    /// The output of `nft list ruleset`.
     Listed,
-    /// Of `nft -j list ruleset`.
+    /// The output of `nft -j list ruleset`.
     Json,
 }
 
-/// Tells the form by the first line that is neither empty nor a comment. Another text counts as one of `iptables-save`.
+/// Tells the form by the first line that has more than a comment. Any other text counts as one of `iptables-save`.
 pub fn of(text: &str) -> Form {
     let mut lines = text.lines().map(str::trim);
     let first = lines.find(|line| !line.is_empty() && !line.starts_with('#'));

@@ -1,5 +1,5 @@
-//! Whatever the text, importing it ends, in time that grows with its length; every place is one of the text; and what is
-//! imported has only endpoints and addresses that the text has.
+//! Checks the import with any text: it ends, its time grows with the text's length, and each place, endpoint and address in
+//! its result is in the text.
 
 use std::{
     env,

@@ -1,4 +1,4 @@
-//! What was not understood, with its place.
+//! Lines that the import did not understand, with their places.
 
 use std::fmt;
 
@@ -32,7 +32,7 @@ impl Leftover {
         }
     }
 
-    /// What is wrong, with the rule.
+    /// Returns the rule and the reason why the import did not understand it.
     pub fn what(&self) -> String {
         if self.text.is_empty() {
             self.why.clone()

@@ -41,14 +41,14 @@ pub struct Text {
     pub text: String,
 }
 
-/// What rules came to.
+/// The result of an import.
 #[derive(Clone, Debug, Default)]
 pub struct Imported {
     /// The services.
     pub services: OrdMap<ServiceName, Arc<Service>>,
-    /// What the rules say of the node, rather than of a service.
+    /// Facts about the node.
     pub facts: Facts,
-    /// The lines of kube-proxy's that were not understood, and the services that are left out.
+    /// Lines in kube-proxy's chains that the import did not understand, and services that it left out.
     pub leftovers: Vec<Leftover>,
     /// How many more there are.
     pub more: usize,

@@ -1,7 +1,7 @@
 //! Which part of the connections each endpoint gets: from probabilities of rules that are tried one after the other, to
 //! weights.
 
-/// What the kernel keeps of a probability: a multiple of 2^-31.
+/// The step in which the kernel stores a probability.
 const GRAIN: f64 = 1.0 / 2_147_483_648.0;
 /// The largest sum of weights that is looked for.
 const SUM: u32 = 1000;

@@ -176,7 +176,7 @@ fn but_loopback(ip: &str, words: &[&str]) -> bool {
     }
 }
 
-/// Who is masqueraded on the way to a cluster IP.
+/// Reads the rule that says which clients are masqueraded on the way to a cluster IP.
 fn masquerade(table: &Table<'_>, words: &[&str], draft: &mut Draft) -> bool {
     let (found, mark) = match words {
         [of, "saddr", "!=", net, mark @ ..] if *of == table.ip() => {
@@ -201,7 +201,7 @@ fn masquerade(table: &Table<'_>, words: &[&str], draft: &mut Draft) -> bool {
     draft.facts.masquerades(table.v4, found) && draft.facts.marks(bit)
 }
 
-/// What is done by the mark, and for endpoints that reach themselves.
+/// Reads the rules that masquerade marked packets, and endpoints that reach themselves.
 fn masquerading(table: &Table<'_>, rule: &Rule<'_>, draft: &mut Draft) -> bool {
     let own = "ct status dnat IP saddr . IP daddr . meta l4proto . th dport @hairpin-connections masquerade fully-random";
     match rule.words[..] {

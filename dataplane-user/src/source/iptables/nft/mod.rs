@@ -34,7 +34,7 @@ pub fn listed(text: &Text, draft: &mut Draft, leftovers: &mut Leftovers) -> Resu
     all(&tables, &text.origin, draft, leftovers)
 }
 
-/// The same for `nft -j list ruleset`.
+/// Imports the output of `nft -j list ruleset`.
 ///
 /// # Errors
 ///

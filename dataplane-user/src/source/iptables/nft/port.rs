@@ -1,4 +1,4 @@
-//! What is known of a service's port before its chains are read.
+//! A service's port, before its chains are read.
 
 use std::{collections::HashSet, net::IpAddr};
 
@@ -8,7 +8,7 @@ use crate::model::{Protocol, TrafficPolicy};
 /// The chains of a service's port. All are named by the port, with another prefix each.
 #[derive(Debug)]
 pub struct Chains<'t> {
-    /// What the names of its chains have in common.
+    /// The common part of its chains' names.
     pub name: &'t str,
     /// The policy of its cluster IPs, if a chain serves them.
     pub internal: Option<TrafficPolicy>,

@@ -364,7 +364,7 @@ fn ranges<'a>(
                 }
                 ranges.push(net);
             }
-            // It says in words that all others are dropped elsewhere.
+            // The rule is only a comment: another chain drops all other packets.
             None if rule.is(has::COMMENT) => {}
             _ => return fault(line, "kube-proxy writes no such rule here"),
         }

@@ -35,7 +35,7 @@ pub fn read(table: &Table<'_>, leftovers: &mut Leftovers) {
                 Ok(rule)
                     if rule.is(has::COMMENT | has::STATE | has::JUMP) && rule.state == "NEW" => {}
                 Ok(_) => leftovers.add(at, text, "only some packets come to kube-proxy's chain"),
-                // Another program's, that leads to a chain of a similar name.
+                // A rule of another program that leads to a chain of a similar name.
                 Err(_) if !ENTRIES.iter().any(|chain| text.ends_with(chain)) => {}
                 Err(why) => leftovers.add(at, text, why),
             }

@@ -201,7 +201,7 @@ fn node_port<'a>(
 ) {
     const PORT: u32 = has::PROTOCOL | has::COMMENT | has::PORT | has::JUMP;
     let Line { at, text } = line;
-    // It counts connections to loopback, and the next rule is the same without a counter.
+    // The rule counts connections to loopback. The next rule is the same without a counter.
     if rule.is(PORT | has::DESTINATION | has::COUNTED) {
         let net = rule.destination.map(|net| net.addr());
         if net == Some(IpAddr::V4(Ipv4Addr::new(127, 0, 0, 0))) {
@@ -241,7 +241,7 @@ pub fn unread(line: Line<'_>, why: &str, draft: &mut Draft, leftovers: &mut Left
         .and_then(|_| words.next());
     let comment = comment.map(|word| word.text().into_owned());
     let first = comment.as_deref().and_then(|text| text.split(' ').next());
-    // Of either protocol: the service's name is asked for alone.
+    // The protocol does not matter here: only the service's name does.
     match first.and_then(|name| PortName::of_comment(name, Protocol::Tcp)) {
         Some(name) => draft.leave_out(&name.service(), at, text, why, leftovers),
         None => leftovers.add(at, text, why),

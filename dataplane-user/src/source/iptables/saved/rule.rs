@@ -65,12 +65,12 @@ pub struct Rule<'a> {
     pub list: &'a str,
     pub seconds: u64,
     pub state: &'a str,
-    /// Of the match.
+    /// Value and mask of the match.
     pub mark: (u32, u32),
     pub target: &'a str,
-    /// Of target DNAT.
+    /// Destination of target DNAT.
     pub to: Option<SocketAddr>,
-    /// Of target MARK.
+    /// Value and mask of target MARK.
     pub set: Option<(u32, u32)>,
 }
 
@@ -222,7 +222,7 @@ impl<'a> Rule<'a> {
                 self.set = Some((bit, bit));
             }
             ("--xor-mark", _) => self.set = Some((mark(value())?.0, 0)),
-            // What these have is seen by their other options.
+            // The options of these matches follow.
             ("-m" | "--match", _) => match value() {
                 "tcp" | "udp" | "sctp" | "comment" | "conntrack" | "addrtype" | "statistic"
                 | "recent" | "mark" | "nfacct" => {}
