@@ -36,14 +36,25 @@ pub fn live() -> Result<Vec<Text>, String> {
     if !collected.missing.is_empty() {
         return Err(collected.missing.join("\n"));
     }
-    let text = |Printed { origin, form, text }| Text {
-        origin: match form {
+    Ok(texts(collected.texts))
+}
+
+/// The texts that programs printed. What a program printed table by table becomes one text, because kube-proxy's rules of a
+/// family are in two tables.
+fn texts(printed: Vec<Printed>) -> Vec<Text> {
+    let mut texts: Vec<Text> = Vec::new();
+    for Printed { origin, form, text } in printed {
+        let origin = match form {
             Form::Saved => format!("{origin}-save"),
             Form::Nft => format!("{origin} list table"),
-        },
-        text,
-    };
-    Ok(collected.texts.into_iter().map(text).collect())
+        };
+        let mut known = texts.iter_mut();
+        match known.find(|known| form == Form::Saved && known.origin == origin) {
+            Some(known) => known.text.push_str(&text),
+            None => texts.push(Text { origin, text }),
+        }
+    }
+    texts
 }
 
 /// The settings, with what kube-proxy's rules say of the node where the operator said nothing, if the rules are the source.
@@ -92,9 +103,16 @@ fn facts(from: &settings::Source) -> Result<Option<Facts>, OpenError> {
 }
 
 fn node(node: &mut Node, facts: &Facts) {
-    if node.node_port_addresses.is_empty() {
-        node.node_port_addresses = facts.node_ports.iter().copied().map(Range).collect();
+    if !node.node_port_addresses.is_empty() {
+        return;
     }
+    // No range means the primary addresses. The agent answers node ports at loopback in any case.
+    let loopback = ["127.0.0.0/8", "::1/128"].map(|net| net.parse().expect("written here"));
+    let said = match &facts.node_ports[..] {
+        [] => &loopback[..],
+        said => said,
+    };
+    node.node_port_addresses = said.iter().copied().map(Range).collect();
 }
 
 /// Takes over which clients are masqueraded on the way to a cluster IP.
@@ -184,6 +202,48 @@ mod tests {
         assert_eq!(by_name.pod_interfaces, ["cali*".parse().unwrap()]);
         let bridge = of(Some(NotFromInterface("cbr0".into())), None);
         assert!(bridge.pods_by_interface && bridge.pod_interfaces.is_empty());
+    }
+
+    #[test]
+    fn without_an_address_for_node_ports_loopback_alone_answers() {
+        let mut own = Node::default();
+        node(&mut own, &Facts::default());
+        let wanted = ["127.0.0.0/8", "::1/128"].map(|net| net.parse().unwrap());
+        assert_eq!(own.node_port_addresses, wanted);
+    }
+
+    /// A program that prints nothing of all tables at once is asked for each table.
+    #[test]
+    fn what_is_printed_table_by_table_is_one_text() {
+        const SAVED: &str = include_str!("../../../tests/data/kube-proxy-1.36/iptables-save.txt");
+        let start = SAVED.find("*nat\n").unwrap();
+        let print = |origin: &str, form, text: &str| Printed {
+            origin: origin.into(),
+            form,
+            text: text.into(),
+        };
+        let [nat, filter] = [&SAVED[start..], &SAVED[..start]];
+        let all = texts(vec![
+            print("iptables-nft", Form::Saved, nat),
+            print("iptables-nft", Form::Saved, filter),
+            print("ip6tables-nft", Form::Saved, "*nat\nCOMMIT\n"),
+            print("nft", Form::Nft, "table ip x {\n}\n"),
+            print("nft", Form::Nft, "table ip6 x {\n}\n"),
+        ]);
+        let origins: Vec<&str> = all.iter().map(|text| &*text.origin).collect();
+        let wanted = [
+            "iptables-nft-save",
+            "ip6tables-nft-save",
+            "nft list table",
+            "nft list table",
+        ];
+        assert_eq!(origins, wanted);
+        let services = |texts: &[Text]| iptables::import(texts, &OrdMap::new()).unwrap().services;
+        let whole = Text {
+            origin: "rules".into(),
+            text: SAVED.into(),
+        };
+        assert_eq!(services(&all[..1]), services(&[whole]));
     }
 
     #[test]

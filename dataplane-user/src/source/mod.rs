@@ -6,6 +6,7 @@ mod combined;
 mod error;
 mod external_ips;
 mod feed;
+mod file;
 mod health;
 mod host_ips;
 pub mod iptables;

@@ -350,6 +350,13 @@ fn a_node_is_moved_by_hand_and_given_back() -> Result<()> {
     compare(&["--file", &other])?
         .exits(2)?
         .says(&["not compared", "numgen inc"])?;
+    // A file that was saved in part, too.
+    let [v4, _] = saved.split_once("table ip6 ").context("no IPv6")?.into();
+    fs::write(&other, v4)?;
+    compare(&["--file", &other])?.exits(2)?.says(&[
+        "only in the tables: [fd00:96::10]:80/tcp",
+        "no address of IPv6",
+    ])?;
     let by_programs = client.hold(TO)?;
     run(&agent, "keep-nat")?.exits(0)?;
     run(&agent, "iptables cleanup --owner kube-proxy")?.exits(0)?;

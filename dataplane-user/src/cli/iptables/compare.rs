@@ -8,6 +8,7 @@ use std::{
 
 use anyhow::{Context as _, ensure};
 use clap::Args;
+use dataplane_common::tables::{Frontend, FrontendKey, Kind};
 use serde::Serialize;
 
 use crate::{
@@ -22,14 +23,16 @@ use crate::{
 
 /// As many endpoints of an address are shown.
 const SHOWN: usize = 4;
+/// As many addresses that the tables alone have are shown.
+const OTHERS: usize = 20;
 
 /// Compare what kube-proxy's rules serve with what the dataplane's tables serve, address by address.
 ///
 /// Reads kube-proxy's rules in the kernel, or those in a file, and the dataplane's tables. Prints each address and port that
 /// the tables do not lead to the same endpoints, with the same session affinity or refusal, as the rules. Changes nothing.
 ///
-/// Exits with 0 if nothing differs, with 2 if something differs or a line of the rules is not understood, and with 1 after an
-/// error.
+/// Exits with 0 if nothing differs. Exits with 2 if something differs, if a line of the rules is not understood, or if the rules
+/// have no address of a family that the tables have. Exits with 1 after an error.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -55,6 +58,8 @@ struct Comparison {
     differences: Vec<Difference>,
     /// Addresses and ports that the tables alone have.
     only_in_tables: Vec<String>,
+    /// Families of which the tables have addresses and the rules have none.
+    not_in_rules: Vec<&'static str>,
     /// Lines that were not understood, whose services were not compared.
     not_understood: Vec<String>,
 }
@@ -86,6 +91,7 @@ impl CompareArgs {
             compared: planner.frontends().len(),
             differences: Vec::new(),
             only_in_tables: Vec::new(),
+            not_in_rules: not_in_rules(&planner.frontends(), &contents.frontends),
             not_understood: snapshot
                 .problems
                 .iter()
@@ -105,13 +111,34 @@ impl CompareArgs {
             }
         }
         self.output.print(&found, text)?;
-        let is_same = found.differences.is_empty() && found.not_understood.is_empty();
-        Ok(if is_same {
+        Ok(if found.is_same() {
             ExitCode::SUCCESS
         } else {
             ExitCode::from(exit::CHANGES)
         })
     }
+}
+
+impl Comparison {
+    fn is_same(&self) -> bool {
+        self.differences.is_empty()
+            && self.not_understood.is_empty()
+            && self.not_in_rules.is_empty()
+    }
+}
+
+/// Families of which the tables have services, and the rules have none: rules of a family are missing in a file, or have gone.
+fn not_in_rules(
+    rules: &[(FrontendKey, Frontend)],
+    tables: &[(FrontendKey, Frontend)],
+) -> Vec<&'static str> {
+    let has = |all: &[(FrontendKey, Frontend)], v4: bool| {
+        let mut of_services = (all.iter()).filter(|(_, of)| of.kind() != Kind::NODE_ADDRESS);
+        of_services.any(|(key, _)| key.addr.ip().is_ipv4() == v4)
+    };
+    let families = [("IPv4", true), ("IPv6", false)].into_iter();
+    let missing = families.filter(|(_, v4)| has(tables, *v4) && !has(rules, *v4));
+    missing.map(|(family, _)| family).collect()
 }
 
 /// Whether clients see the same. Rules do not always tell an external IP from a load balancer's address, or whether a service
@@ -181,9 +208,24 @@ fn text(out: &mut dyn Write, found: &Comparison) -> io::Result<()> {
     for line in &found.not_understood {
         writeln!(out, "{}: {line}", output::styled(WARN, "not compared"))?;
     }
+    for address in found.only_in_tables.iter().take(OTHERS) {
+        writeln!(out, "only in the tables: {address}")?;
+    }
+    if found.only_in_tables.len() > OTHERS {
+        let more = found.only_in_tables.len() - OTHERS;
+        writeln!(out, "only in the tables: {more} more (-o json has all)")?;
+    }
+    for family in &found.not_in_rules {
+        writeln!(
+            out,
+            "{}: the tables serve {family}, and kube-proxy's rules have no address of {family}",
+            output::styled(BAD, "missing")
+        )?;
+    }
     let (count, all) = (found.differences.len(), found.compared);
     let (style, said) = match count {
-        0 => (GOOD, "none differs".to_owned()),
+        0 if found.not_in_rules.is_empty() => (GOOD, "none differs".to_owned()),
+        0 => (BAD, "none of these differs".to_owned()),
         1 => (BAD, "1 differs".to_owned()),
         count => (BAD, format!("{count} differ")),
     };
@@ -193,4 +235,67 @@ fn text(out: &mut dyn Write, found: &Comparison) -> io::Result<()> {
         output::styled(style, said),
         found.only_in_tables.len()
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::SocketAddr;
+
+    use dataplane_common::{Addr, Port, Protocol};
+
+    use super::*;
+
+    fn frontends(texts: &[(&str, Kind)]) -> Vec<(FrontendKey, Frontend)> {
+        let frontend = |(text, kind): &(&str, Kind)| {
+            let to: SocketAddr = text.parse().unwrap();
+            let key = FrontendKey::new(Addr::from(to.ip()), Port::new(to.port()), Protocol::TCP);
+            (key, Frontend::new(0, *kind))
+        };
+        texts.iter().map(frontend).collect()
+    }
+
+    #[test]
+    fn a_family_without_rules_is_a_difference() {
+        let node = ("[fd00::1]:0", Kind::NODE_ADDRESS);
+        let v4 = ("10.96.0.1:80", Kind::CLUSTER_IP);
+        let v6 = ("[fd00:96::1]:80", Kind::CLUSTER_IP);
+        for (rules, tables, wanted) in [
+            (&[v4, v6][..], &[v4, v6][..], &[][..]),
+            (&[v4], &[v4, v6], &["IPv6"]),
+            (&[v4, node], &[v4, v6, node], &["IPv6"]),
+            (&[], &[v4, v6], &["IPv4", "IPv6"]),
+            (&[v4], &[v4, node], &[]),
+            (&[v4, v6], &[v4], &[]),
+            (&[], &[], &[]),
+        ] {
+            let found = not_in_rules(&frontends(rules), &frontends(tables));
+            assert_eq!(found, wanted, "{rules:?}, {tables:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_missing_in_the_rules_is_listed() {
+        let count = OTHERS + 3;
+        let found = Comparison {
+            compared: 1,
+            differences: Vec::new(),
+            only_in_tables: (0..count)
+                .map(|n| format!("[fd00:96::{n}]:80/tcp"))
+                .collect(),
+            not_in_rules: vec!["IPv6"],
+            not_understood: Vec::new(),
+        };
+        assert!(!found.is_same());
+        let mut out = Vec::new();
+        text(&mut out, &found).unwrap();
+        let out = String::from_utf8(out).unwrap();
+        for said in [
+            "only in the tables: [fd00:96::0]:80/tcp\n",
+            "only in the tables: 3 more",
+            "the tables serve IPv6",
+        ] {
+            assert!(out.contains(said), "{said:?} in {out}");
+        }
+        assert!(!out.contains("none differs"), "{out}");
+    }
 }

@@ -23,6 +23,13 @@ pub enum Error {
     },
     /// There are no rules of kube-proxy.
     NoRules(String),
+    /// Table `nat` leads to kube-proxy's services, and table `filter` is missing or has nothing of kube-proxy.
+    Half {
+        /// The text's origin.
+        origin: String,
+        /// The family.
+        family: &'static str,
+    },
     /// Two texts have rules of kube-proxy for the same family.
     Twice {
         /// The first text's origin.
@@ -53,6 +60,11 @@ impl fmt::Display for Error {
                 f,
                 "{origin}: no rules of kube-proxy: neither a rule that leads to its chain KUBE-SERVICES in a table nat of \
                  iptables and no table kube-proxy of nf_tables"
+            ),
+            Self::Half { origin, family } => write!(
+                f,
+                "{origin}: table nat of {family} leads to kube-proxy's services, and no table filter with kube-proxy's chains \
+                 is there, so services without endpoints are missing; save all tables"
             ),
             Self::Twice {
                 first,

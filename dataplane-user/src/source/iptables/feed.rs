@@ -1,8 +1,6 @@
 //! kube-proxy's rules as a feed: a file with them, or those in the kernel.
 
 use std::{
-    fs::File,
-    io::{self, Read},
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
@@ -15,7 +13,7 @@ use super::{Imported, Leftover, ReadError, Text, import};
 use crate::{
     model::{Gravity, Problem, Service, ServiceName},
     source::{
-        self, Feed, Notice, OpenError, View,
+        self, Feed, Notice, OpenError, View, file,
         manifests::{self, Watcher},
         watching::Watching,
     },
@@ -60,7 +58,7 @@ pub fn read(
     previous: &OrdMap<ServiceName, Arc<Service>>,
 ) -> Result<Imported, ReadError> {
     let texts = match &settings.file {
-        Some(path) => vec![file(path)?],
+        Some(path) => vec![of_file(path)?],
         None => (settings.live)().map_err(ReadError::Live)?,
     };
     let imported = import(&texts, previous)?;
@@ -70,30 +68,10 @@ pub fn read(
     Ok(imported)
 }
 
-fn file(path: &Path) -> Result<Text, ReadError> {
-    let fault = |why: String| ReadError::File {
+fn of_file(path: &Path) -> Result<Text, ReadError> {
+    let text = file::read(path, FILE_SIZE_MAX).map_err(|fault| ReadError::File {
         path: path.to_owned(),
-        why,
-    };
-    let unreadable = |error: io::Error| fault(format!("cannot be read: {error}"));
-    // Asked first: opening a pipe would wait for its writer.
-    let metadata = path.metadata().map_err(unreadable)?;
-    if !metadata.is_file() {
-        return Err(fault("not a regular file".to_owned()));
-    }
-    let file = File::open(path).map_err(unreadable)?;
-    let mut bytes = Vec::with_capacity(usize::try_from(metadata.len() + 1).unwrap_or_default());
-    // The file may grow during the read.
-    let read = file.take(FILE_SIZE_MAX + 1).read_to_end(&mut bytes);
-    read.map_err(unreadable)?;
-    if bytes.len() as u64 > FILE_SIZE_MAX {
-        let most = FILE_SIZE_MAX >> 20;
-        return Err(fault(format!("too large; expected at most {most} MiB")));
-    }
-    let text = String::from_utf8(bytes).map_err(|error| {
-        let good = &error.as_bytes()[..error.utf8_error().valid_up_to()];
-        let line = good.split(|&byte| byte == b'\n').count();
-        fault(format!("line {line} is not UTF-8"))
+        why: fault.to_string(),
     })?;
     Ok(Text {
         origin: path.display().to_string(),

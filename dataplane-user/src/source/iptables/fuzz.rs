@@ -18,6 +18,9 @@ const EXAMPLES: [&str; 3] = [
     include_str!("../../../../tests/data/kube-proxy-1.36/nft-ruleset.json"),
 ];
 
+/// A table `filter` of kube-proxy without rules.
+const FILTER: &str = "*filter\n:KUBE-SERVICES - [0:0]\nCOMMIT\n";
+
 /// Imports a text, and looks at what was made of it.
 fn take(text: &str) {
     let given = [Text {
@@ -160,7 +163,7 @@ proptest! {
     #[test]
     fn any_text(text in "[{}\\[\\]\":;,#*@!. \t\na-z0-9-]{0,200}") {
         take(&text);
-        take(&format!("*nat\n-A OUTPUT -j KUBE-SERVICES\n-A KUBE-SERVICES {text}\nCOMMIT"));
+        take(&format!("*nat\n-A OUTPUT -j KUBE-SERVICES\n-A KUBE-SERVICES {text}\nCOMMIT\n{FILTER}"));
         take(&format!("table ip kube-proxy {{\n\tchain services {{\n\t\t{text}\n\t}}\n\tmap service-ips {{\n\t\telements = {{ {text} }}\n\t}}\n}}\n"));
         take(&format!("{{\"nftables\": [{{\"table\": {{\"family\": \"ip\", \"name\": \"kube-proxy\"}}}}, {text}]}}"));
     }
@@ -200,7 +203,7 @@ fn importing_takes_time_by_the_length() {
                      -A KUBE-SEP-{n} -p tcp -m comment --comment x -m tcp -j DNAT --to-destination 10.0.{b}.{c}:80"
                 );
             }
-            text + "COMMIT\n"
+            text + "COMMIT\n" + FILTER
         }),
         ("elements", |count| {
             let mut text =
@@ -213,7 +216,7 @@ fn importing_takes_time_by_the_length() {
         ("lines that are not understood", |count| {
             let line = "-A KUBE-SERVICES -m what --comment \"a/b x\" -j KUBE-SVC-A\n";
             format!(
-                "*nat\n-A OUTPUT -j KUBE-SERVICES\n{}COMMIT\n",
+                "*nat\n-A OUTPUT -j KUBE-SERVICES\n{}COMMIT\n{FILTER}",
                 line.repeat(count)
             )
         }),

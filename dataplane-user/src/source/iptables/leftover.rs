@@ -59,6 +59,14 @@ pub enum At {
     Nowhere,
 }
 
+/// The line and the column, from 1, of a byte of a text.
+pub fn locate(text: &str, byte: usize) -> (usize, usize) {
+    let before = text.get(..byte).unwrap_or(text);
+    let line = 1 + before.matches('\n').count();
+    let start = before.rfind('\n').map_or(0, |end| end + 1);
+    (line, before.len() - start + 1)
+}
+
 /// Collects what was not understood.
 #[derive(Debug, Default)]
 pub struct Leftovers {

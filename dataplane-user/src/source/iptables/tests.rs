@@ -281,7 +281,43 @@ fn what_is_not_kube_proxys_is_named_and_never_guessed() {
         (
             "10.96.1.1 . tcp . 80 : goto service-EGW526KA",
             "10.96.1.1 . udp . 80 : goto service-EGW526KA",
-            None,
+            Some("clusterip"),
+        ),
+        // Serving this address to all clients would open it.
+        (
+            "203.0.113.10 . tcp . 80 : goto firewall-",
+            "203.0.113.10 . tcp . 80 : jump firewall-",
+            Some("lb-ranges"),
+        ),
+        (
+            "10.96.1.2 . tcp . 80 : goto service-",
+            "10.96.1.2 . tcp . 80 : goto what-",
+            Some("nodeport"),
+        ),
+        (
+            "203.0.113.10 . tcp . 80 : goto external-",
+            "203.0.113.10 . tcp . 80 : jump external-",
+            Some("lb-ranges"),
+        ),
+        (
+            "10.96.1.1 . tcp . 80 : goto service-",
+            "10.96.1.1 . tcp . 80 : goto firewall-",
+            Some("clusterip"),
+        ),
+        (
+            "tcp . 30080 : goto external-",
+            "tcp . 30080 : jump external-",
+            Some("nodeport"),
+        ),
+        (
+            "10.96.1.6 . tcp . 80 comment \"bench/noeps:p\" : goto reject-chain",
+            "10.96.1.6 . tcp . 80 comment \"bench/noeps:p\" : accept",
+            Some("noeps"),
+        ),
+        (
+            "10.96.1.10 . udp . 53 : goto service-JNKDCQLK-bench/udp/udp/p",
+            "10.96.1.10 . sctp . 53 : goto service-JNKDCQLK-bench/udp/sctp/p",
+            Some("udp"),
         ),
         (
             "0 : 10.9.0.1 . 6443",
@@ -427,4 +463,137 @@ fn unequal_probabilities_are_weights() {
         .collect();
     assert_eq!(weighted.len(), 1);
     assert_eq!((weighted[0].get(0), weighted[0].get(1)), (3, 1));
+}
+
+/// An element that is not understood may be about any service, so that no element of the map counts.
+#[test]
+fn a_map_with_a_fault_is_an_error_with_its_line() {
+    for (from, to) in [
+        (
+            "203.0.113.10 . tcp . 80 : goto firewall-",
+            "203.0.113.10 . tcp : goto firewall-",
+        ),
+        (
+            "10.96.1.2 . tcp . 80 : goto service-",
+            "10.96.1.2/31 . tcp . 80 : goto service-",
+        ),
+        (
+            "10.96.1.2 . tcp . 80 : goto service-",
+            "10.96.1.2 . tcp . 80 : queue service-",
+        ),
+        (
+            "203.0.113.10 . tcp . 80 : goto firewall-5QXSR6LZ-bench/lb-ranges/",
+            "203.0.113.10 . tcp . 80 : goto firewall-5QXSR6LZ-bench/lb-ranges/what/",
+        ),
+        (
+            "tcp . 30080 : goto external-JUSXFCZS-bench/",
+            "tcp . 30080 : goto external-JUSXFCZS-",
+        ),
+        (
+            "203.0.113.12 . tcp . 80 comment \"bench/lb-local-remote:p\" :",
+            "203.0.113.12 . tcp . 80 :",
+        ),
+        (
+            "tcp . 30084 comment \"bench/noeps:p\" :",
+            "tcp . 30084 comment \"noeps\" :",
+        ),
+        ("10.96.0.1, 10.96.1.1", "10.96.0.1, 10.96.1.1-10.96.1.3"),
+        (
+            "elements = { 192.168.77.1 }",
+            "elements = { 192.168.77.0/24 }",
+        ),
+        (
+            "10.244.0.101 . 10.244.0.101 . udp",
+            "10.244.0.101 . 10.244.0.102 . udp",
+        ),
+    ] {
+        let at = LISTED
+            .find(from)
+            .unwrap_or_else(|| panic!("{from} is not there"));
+        let line = 1 + LISTED[..at].bytes().filter(|byte| *byte == b'\n').count();
+        match read(&LISTED.replacen(from, to, 1)) {
+            Err(Error::Line { line: found, .. }) => assert_eq!(found, line, "{to}"),
+            other => panic!("{to}: {other:?}"),
+        }
+    }
+    // In JSON the place is that of the map.
+    let [from, to] = [
+        "[{\"concat\": [\"10.96.1.2\", ",
+        "[{\"what\": [\"10.96.1.2\", ",
+    ];
+    let at = JSON.find(from).unwrap();
+    let line = 1 + JSON[..at].bytes().filter(|byte| *byte == b'\n').count();
+    match read(&JSON.replacen(from, to, 1)) {
+        Err(Error::Line {
+            line: found,
+            column: Some(_),
+            ..
+        }) => assert!(found <= line, "{found}"),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// An address whose clients are restricted belongs to the service that the restriction names.
+#[test]
+fn a_restricted_address_of_another_service_is_left_out() {
+    let text = LISTED.replacen(
+        "203.0.113.10 . tcp . 80 : goto external-5QXSR6LZ-bench/lb-ranges/",
+        "203.0.113.10 . tcp . 80 : goto external-BWYT44RG-bench/extip/",
+        1,
+    );
+    let imported = read(&text).unwrap();
+    assert!(
+        !imported
+            .services
+            .contains_key(&ServiceName::new("bench", "extip"))
+    );
+    assert_eq!(imported.leftovers.len(), 1, "{:?}", imported.leftovers);
+}
+
+#[test]
+fn a_rule_whose_place_in_its_chain_is_unknown_is_an_error() {
+    let from = "-A KUBE-SVC-Z4IGN4CMAMRA3BAQ -m comment";
+    let line = 1 + SAVED
+        .lines()
+        .position(|line| line.starts_with(from))
+        .unwrap();
+    let text = SAVED.replacen(from, "-I KUBE-SVC-Z4IGN4CMAMRA3BAQ -m comment", 1);
+    match read(&text) {
+        Err(Error::Line { line: found, .. }) => assert_eq!(found, line),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Services without endpoints are in table filter alone.
+#[test]
+fn rules_without_table_filter_are_an_error() {
+    let [start, end] = ["*filter\n", "*nat\n"].map(|table| SAVED.find(table).unwrap());
+    let none = format!("{}{}", &SAVED[..start], &SAVED[end..]);
+    let empty = format!(
+        "{}*filter\n:INPUT ACCEPT [0:0]\nCOMMIT\n{}",
+        &SAVED[..start],
+        &SAVED[end..]
+    );
+    for text in [none, empty] {
+        let found = read(&text);
+        assert!(
+            matches!(found, Err(Error::Half { family: "IPv4", .. })),
+            "{found:?}"
+        );
+    }
+}
+
+#[test]
+fn addresses_that_answer_node_ports_are_none_if_the_rules_name_none() {
+    let saved: String = SAVED
+        .split_inclusive('\n')
+        .filter(|line| {
+            !(line.starts_with("-A KUBE-SERVICES") && line.contains("-j KUBE-NODEPORTS"))
+        })
+        .collect();
+    assert_eq!(good(&saved).facts.node_ports, []);
+    let listed = LISTED
+        .replacen("\t\telements = { 192.168.77.1 }\n", "", 1)
+        .replace("\t\tfib daddr type local ip6 daddr != ::1 meta l4proto . th dport vmap @service-nodeports\n", "");
+    assert_eq!(good(&listed).facts.node_ports, []);
 }

@@ -3,10 +3,11 @@
 use std::{
     collections::BTreeSet,
     ffi::OsStr,
-    fs::{self, File},
-    io::{self, Read},
+    fs, io,
     path::{Path, PathBuf},
 };
+
+use crate::source::file::{self, Fault};
 
 /// The largest file that is read, in bytes. The objects of 100 000 services fit in a few such
 /// files, and a file of the wrong kind (a disk image, a log) does not end up in memory.
@@ -108,36 +109,15 @@ fn is_manifest(path: &Path) -> bool {
 
 /// A file's text, or what is wrong with it.
 pub fn read(path: &Path) -> Result<String, String> {
-    // Asked first: opening a pipe would wait for its writer.
-    let metadata = fs::metadata(path).map_err(|error| unreadable(&error))?;
-    if !metadata.is_file() {
-        return Err("not a regular file; expected a file with manifests".into());
-    }
-    if metadata.len() > FILE_SIZE_MAX {
-        return Err(too_large(metadata.len()));
-    }
-    let mut bytes = Vec::with_capacity(usize::try_from(metadata.len() + 1).unwrap_or_default());
-    // It may grow while it is read.
-    File::open(path)
-        .and_then(|file| file.take(FILE_SIZE_MAX + 1).read_to_end(&mut bytes))
-        .map_err(|error| unreadable(&error))?;
-    if bytes.len() as u64 > FILE_SIZE_MAX {
-        return Err(too_large(bytes.len() as u64));
-    }
-    String::from_utf8(bytes).map_err(|error| {
-        let good = &error.as_bytes()[..error.utf8_error().valid_up_to()];
-        let line = good.split(|&byte| byte == b'\n').count();
-        format!("line {line} is not UTF-8; expected YAML or JSON in UTF-8")
+    file::read(path, FILE_SIZE_MAX).map_err(|fault| {
+        let hint = match fault {
+            Fault::Unreadable(_) => "",
+            Fault::NotRegular => "; expected a file with manifests",
+            Fault::TooLarge(..) => ": split it into several in a directory",
+            Fault::NotUtf8(_) => "; expected YAML or JSON in UTF-8",
+        };
+        format!("{fault}{hint}")
     })
-}
-
-fn too_large(size: u64) -> String {
-    format!(
-        "{} MiB is too large for a file; expected at most {} MiB: split it into several in a \
-         directory",
-        size.div_ceil(1 << 20),
-        FILE_SIZE_MAX >> 20,
-    )
 }
 
 fn unreadable(error: &io::Error) -> String {

@@ -3,7 +3,8 @@
 use std::net::IpAddr;
 
 use super::{
-    super::leftover::{At, Leftovers},
+    super::leftover::At,
+    Broken,
     tables::{Set, Table},
 };
 use crate::iptables::nft::words;
@@ -18,7 +19,7 @@ pub struct Element<'t, K> {
     pub key: K,
     /// Empty if it has none.
     pub comment: &'t str,
-    /// `goto` and its chain, or `drop` alone.
+    /// `goto` or `jump` and its chain, or a word such as `drop` alone.
     pub verdict: (&'t str, &'t str),
 }
 
@@ -70,33 +71,39 @@ impl<'t> Reader<'t> {
         }
         (word == ":").then_some(())?;
         let verdict = match self.words.next()? {
-            "goto" => ("goto", self.words.next()?),
-            "drop" => ("drop", ""),
+            word @ ("goto" | "jump") => (word, self.words.next()?),
+            word @ ("accept" | "continue" | "drop" | "return") => (word, ""),
             _ => return None,
         };
         Some((comment, verdict))
     }
 }
 
-/// The elements of a map by address, protocol and port. Lists what is none, and what comes after it.
+/// The elements of a map by address, protocol and port.
+///
+/// # Errors
+///
+/// The map has something else.
 pub fn by_address<'t>(
     table: &'t Table<'_>,
     name: &str,
-    leftovers: &mut Leftovers,
-) -> Vec<Element<'t, Key<'t>>> {
-    of_map(table, name, leftovers, |reader, first| {
+) -> Result<Vec<Element<'t, Key<'t>>>, Broken> {
+    of_map(table, name, |reader, first| {
         let [ip, protocol, port] = reader.concatenated(first)?;
         Some((ip.parse().ok()?, protocol, port.parse().ok()?))
     })
 }
 
 /// The elements of a map by protocol and port.
+///
+/// # Errors
+///
+/// The map has something else.
 pub fn by_port<'t>(
     table: &'t Table<'_>,
     name: &str,
-    leftovers: &mut Leftovers,
-) -> Vec<Element<'t, (&'t str, u16)>> {
-    of_map(table, name, leftovers, |reader, first| {
+) -> Result<Vec<Element<'t, (&'t str, u16)>>, Broken> {
+    of_map(table, name, |reader, first| {
         let [protocol, port] = reader.concatenated(first)?;
         Some((protocol, port.parse().ok()?))
     })
@@ -105,12 +112,11 @@ pub fn by_port<'t>(
 fn of_map<'t, K>(
     table: &'t Table<'_>,
     name: &str,
-    leftovers: &mut Leftovers,
     key: impl Fn(&mut Reader<'t>, &'t str) -> Option<K>,
-) -> Vec<Element<'t, K>> {
+) -> Result<Vec<Element<'t, K>>, Broken> {
     let mut found = Vec::new();
     let Some(set) = table.set(name) else {
-        return found;
+        return Ok(found);
     };
     let mut reader = Reader::of(set);
     let mut lines = Lines::default();
@@ -125,16 +131,10 @@ fn of_map<'t, K>(
                 verdict,
             })
         });
-        if let Some(element) = element {
-            found.push(element);
-        } else {
-            let why =
-                "it is no element that kube-proxy writes, so the rest of the map was not read";
-            leftovers.add(at, &format!("{name}: {first} …"), why);
-            break;
-        }
+        let what = "kube-proxy writes no such element";
+        found.push(element.ok_or_else(|| Broken::element(at, name, first, what))?);
     }
-    found
+    Ok(found)
 }
 
 /// The lines of words that follow each other: each is counted once.
@@ -157,31 +157,35 @@ impl Lines {
     }
 }
 
-/// The addresses of a set. Lists what is none.
-pub fn addresses(table: &Table<'_>, name: &str, leftovers: &mut Leftovers) -> Vec<IpAddr> {
+/// The addresses of a set.
+///
+/// # Errors
+///
+/// The set has something else.
+pub fn addresses(table: &Table<'_>, name: &str) -> Result<Vec<IpAddr>, Broken> {
     let mut found = Vec::new();
     let Some(set) = table.set(name) else {
-        return found;
+        return Ok(found);
     };
     let mut reader = Reader::of(set);
     while let Some(word) = reader.words.next() {
-        if let Ok(ip) = word.parse() {
-            found.push(ip);
-        } else {
-            let why = "it is no address, so the rest of the set was not read";
-            leftovers.add(reader.at(word), &format!("{name}: {word} …"), why);
-            break;
-        }
+        let ip = word.parse();
+        let broken = |_| Broken::element(reader.at(word), name, word, "the element is no address");
+        found.push(ip.map_err(broken)?);
     }
-    found
+    Ok(found)
 }
 
 /// The endpoints on this node: the elements of set `hairpin-connections`.
-pub fn hairpins(table: &Table<'_>, leftovers: &mut Leftovers) -> Vec<(IpAddr, String, u16)> {
+///
+/// # Errors
+///
+/// The set has something else.
+pub fn hairpins(table: &Table<'_>) -> Result<Vec<(IpAddr, String, u16)>, Broken> {
     const NAME: &str = "hairpin-connections";
     let mut found = Vec::new();
     let Some(set) = table.set(NAME) else {
-        return found;
+        return Ok(found);
     };
     let mut reader = Reader::of(set);
     while let Some(first) = reader.words.next() {
@@ -190,13 +194,8 @@ pub fn hairpins(table: &Table<'_>, leftovers: &mut Leftovers) -> Vec<(IpAddr, St
             let ip = ip.parse().ok().filter(|_| ip == same)?;
             Some((ip, protocol.to_owned(), port.parse().ok()?))
         });
-        if let Some(element) = element {
-            found.push(element);
-        } else {
-            let why = "it is no endpoint on this node, so the rest of the set was not read";
-            leftovers.add(reader.at(first), &format!("{NAME}: {first} …"), why);
-            break;
-        }
+        let what = "the element is no endpoint on this node";
+        found.push(element.ok_or_else(|| Broken::element(reader.at(first), NAME, first, what))?);
     }
-    found
+    Ok(found)
 }

@@ -3,7 +3,7 @@
 
 use super::{
     super::{Masquerade, draft::Draft, facts, leftover::Leftovers},
-    elements,
+    Broken, elements,
     tables::{Rule, Table},
 };
 
@@ -52,10 +52,14 @@ const LEADING: &[(&str, &[&str])] = &[
 ];
 
 /// A chain's prefix, of those that belong to a service's port or endpoint.
-pub const OF_PORTS: &[&str] = &["service-", "local-", "external-", "firewall-", "endpoint-"];
+const OF_PORTS: &[&str] = &["service-", "local-", "external-", "firewall-", "endpoint-"];
 
 /// Reads the rules that are the same for all services.
-pub fn read(table: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) {
+///
+/// # Errors
+///
+/// The set of the addresses that answer node ports has a fault.
+pub fn read(table: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) -> Result<(), Broken> {
     let mut chains: Vec<&str> = table.chains().collect();
     chains.sort_unstable();
     for chain in chains {
@@ -71,9 +75,7 @@ pub fn read(table: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) {
                     let is = |line: &&str| is(table, &rule, line);
                     wanted.iter().any(is)
                 }
-                ("services" | "nodeport-endpoints-check", _) => {
-                    services(table, &rule, draft, leftovers)
-                }
+                ("services" | "nodeport-endpoints-check", _) => services(table, &rule, draft)?,
                 ("masquerading", _) => masquerading(table, &rule, draft),
                 ("cluster-ips-check", _) => unused(table, &rule),
                 ("reject-chain", _) => matches!(rule.words[..], ["reject", ..]),
@@ -85,6 +87,7 @@ pub fn read(table: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) {
             }
         }
     }
+    Ok(())
 }
 
 /// Whether a rule is that line.
@@ -112,12 +115,11 @@ fn number(text: &str) -> Option<u32> {
 }
 
 /// The rules that ask the maps, and the one before them that masquerades.
-fn services(
-    table: &Table<'_>,
-    rule: &Rule<'_>,
-    draft: &mut Draft,
-    leftovers: &mut Leftovers,
-) -> bool {
+///
+/// # Errors
+///
+/// The set of the addresses that answer node ports has a fault.
+fn services(table: &Table<'_>, rule: &Rule<'_>, draft: &mut Draft) -> Result<bool, Broken> {
     let ip = table.ip();
     let v4 = table.v4;
     if is(
@@ -125,7 +127,7 @@ fn services(
         rule,
         "IP daddr . meta l4proto . th dport vmap @service-ips",
     ) {
-        return true;
+        return Ok(true);
     }
     let (asks, map) = match rule.words[..] {
         [
@@ -139,20 +141,20 @@ fn services(
             map,
         ] => (asks, map),
         [of, "daddr", "@cluster-ips", ref rest @ ..] if of == ip => {
-            return masquerade(table, rest, draft);
+            return Ok(masquerade(table, rest, draft));
         }
-        _ => return false,
+        _ => return Ok(false),
     };
     // The check for endpoints has the same condition as the rule for node ports, or none for IPv4.
     let serves = match map {
         "@service-nodeports" => true,
         "@no-endpoint-nodeports" => false,
-        _ => return false,
+        _ => return Ok(false),
     };
     match asks {
         [of, "daddr", "@nodeport-ips"] if *of == ip => {
             if serves {
-                for ip in elements::addresses(table, "nodeport-ips", leftovers) {
+                for ip in elements::addresses(table, "nodeport-ips")? {
                     draft.facts.answers(ip.into());
                 }
             }
@@ -162,9 +164,9 @@ fn services(
         }
         rest if !serves
             && (but_loopback(ip, rest) || but_loopback(ip, rest.get(4..).unwrap_or_default())) => {}
-        _ => return false,
+        _ => return Ok(false),
     }
-    true
+    Ok(true)
 }
 
 /// Whether words exclude loopback, or nothing.

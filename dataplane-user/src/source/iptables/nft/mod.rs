@@ -12,12 +12,47 @@ mod tables;
 use super::{
     Error, Text,
     draft::Draft,
-    leftover::{At, Leftovers},
+    leftover::{At, Leftovers, locate},
 };
 use tables::Table;
 
 /// The name of kube-proxy's tables.
 const TABLE: &str = "kube-proxy";
+
+/// A set or a map with a fault. Its other elements cannot be trusted: kube-proxy closes an address by an element, too.
+#[derive(Debug)]
+pub struct Broken {
+    at: At,
+    what: String,
+}
+
+impl Broken {
+    /// An element, which begins with a word.
+    fn element(at: At, of: &str, word: &str, what: &str) -> Self {
+        // As much of a word is shown.
+        let word: String = word.chars().take(100).collect();
+        let what = format!("{what}: {of}: {word:?}");
+        Self { at, what }
+    }
+
+    /// The error of a text.
+    fn of(self, text: &Text) -> Error {
+        let (line, column) = match self.at {
+            At::Line(line) => (line, None),
+            At::Byte(byte) => {
+                let (line, column) = locate(&text.text, byte);
+                (line, Some(column))
+            }
+            At::Nowhere => (1, None),
+        };
+        Error::Line {
+            origin: text.origin.clone(),
+            line,
+            column,
+            what: self.what,
+        }
+    }
+}
 
 /// Reads kube-proxy's tables out of a text of `nft list ruleset`, and says whether there are some.
 ///
@@ -31,7 +66,7 @@ pub fn listed(text: &Text, draft: &mut Draft, leftovers: &mut Leftovers) -> Resu
         column: None,
         what: error.what.to_owned(),
     })?;
-    all(&tables, &text.origin, draft, leftovers)
+    all(&tables, text, draft, leftovers)
 }
 
 /// Imports the output of `nft -j list ruleset`.
@@ -41,36 +76,26 @@ pub fn listed(text: &Text, draft: &mut Draft, leftovers: &mut Leftovers) -> Resu
 /// The text is no such JSON, or rules of the same family were read before.
 pub fn json(text: &Text, draft: &mut Draft, leftovers: &mut Leftovers) -> Result<bool, Error> {
     let tables = json::read(&text.text).map_err(|fault| {
-        let mut place = Leftovers::default();
-        place.add(At::Byte(fault.byte), "", fault.what);
-        place.locate(&text.text);
-        let (found, _) = place.finish();
-        let first = found.into_iter().next();
-        let (line, column, what) = first.map_or((1, None, String::new()), |first| {
-            (first.line, first.column, first.why)
-        });
-        Error::Line {
-            origin: text.origin.clone(),
-            line,
-            column,
-            what,
-        }
+        let json::Fault { byte, what } = fault;
+        let at = At::Byte(byte);
+        Broken { at, what }.of(text)
     })?;
-    let found = all(&tables, &text.origin, draft, leftovers);
+    let found = all(&tables, text, draft, leftovers);
     leftovers.locate(&text.text);
     found
 }
 
 fn all(
     tables: &[Table<'_>],
-    origin: &str,
+    text: &Text,
     draft: &mut Draft,
     leftovers: &mut Leftovers,
 ) -> Result<bool, Error> {
     for table in tables {
-        draft.begin(table.v4, origin)?;
-        fixed::read(table, draft, leftovers);
-        services::read(table, draft, leftovers);
+        draft.begin(table.v4, &text.origin)?;
+        fixed::read(table, draft, leftovers)
+            .and_then(|()| services::read(table, draft, leftovers))
+            .map_err(|broken| broken.of(text))?;
     }
     Ok(!tables.is_empty())
 }

@@ -1,7 +1,7 @@
 //! kube-proxy's maps: the addresses and node ports of services, with their chains.
 
 use std::{
-    collections::{BTreeMap, HashSet},
+    collections::{BTreeMap, HashMap, HashSet},
     net::IpAddr,
 };
 
@@ -11,38 +11,47 @@ use super::{
         draft::{Draft, PortName, add, agree, protocol},
         leftover::{At, Leftovers},
     },
-    chains,
+    Broken, chains,
     elements::{self, Element, Key},
     port::{Chains, Hairpins},
     tables::Table,
 };
-use crate::model::TrafficPolicy;
+use crate::model::{ServiceName, TrafficPolicy};
+
+/// Addresses, with protocol and port, that only some clients may use, and the services that the rules about these clients
+/// name. None: the rules were not understood.
+type Restricted<'t> = HashMap<Key<'t>, Option<ServiceName>>;
 
 /// Reads the maps.
-pub fn read(table: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) {
-    let cluster_ips: HashSet<IpAddr> = elements::addresses(table, "cluster-ips", leftovers)
+///
+/// # Errors
+///
+/// A map has a fault, or an element that names no service.
+pub fn read(table: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) -> Result<(), Broken> {
+    let cluster_ips: HashSet<IpAddr> = elements::addresses(table, "cluster-ips")?
         .into_iter()
         .collect();
     if !cluster_ips.is_empty() {
         // Without a rule, which was read before.
         draft.facts.masquerades(table.v4, Masquerade::Nobody);
     }
-    for element in elements::by_address(table, "firewall-ips", leftovers) {
-        firewall(table, &element, draft, leftovers);
+    let mut restricted = Restricted::new();
+    for element in elements::by_address(table, "firewall-ips")? {
+        let name = firewall(table, &element, draft, leftovers)?;
+        restricted.insert(element.key, name);
     }
     let mut ports: BTreeMap<&str, Chains<'_>> = BTreeMap::new();
-    for element in elements::by_address(table, "service-ips", leftovers) {
-        vip(&element, &mut ports, draft, leftovers);
+    for element in elements::by_address(table, "service-ips")? {
+        vip(&element, &restricted, &mut ports, draft, leftovers)?;
     }
-    for element in elements::by_port(table, "service-nodeports", leftovers) {
-        node_port(&element, &mut ports, draft, leftovers);
+    for element in elements::by_port(table, "service-nodeports")? {
+        node_port(&element, &mut ports, draft, leftovers)?;
     }
-    for element in elements::by_address(table, "no-endpoint-services", leftovers) {
+    for element in elements::by_address(table, "no-endpoint-services")? {
         let (ip, word, number) = element.key;
         let is_internal = cluster_ips.contains(&ip);
         let text = format!("no-endpoint-services: {ip} . {word} . {number}");
-        let Some((name, policy)) = refused(word, element.comment, element.verdict) else {
-            leftovers.add(element.at, &text, "it names no service that is served");
+        let Some((name, policy)) = refused(&element, word, &text, draft, leftovers)? else {
             continue;
         };
         let (service, port) = draft.port(&name);
@@ -62,11 +71,10 @@ pub fn read(table: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) {
             draft.leave_out(&name.service(), element.at, &text, why, leftovers);
         }
     }
-    for element in elements::by_port(table, "no-endpoint-nodeports", leftovers) {
+    for element in elements::by_port(table, "no-endpoint-nodeports")? {
         let (word, number) = element.key;
         let text = format!("no-endpoint-nodeports: {word} . {number}");
-        let Some((name, policy)) = refused(word, element.comment, element.verdict) else {
-            leftovers.add(element.at, &text, "it names no service that is served");
+        let Some((name, policy)) = refused(&element, word, &text, draft, leftovers)? else {
             continue;
         };
         let (service, port) = draft.port(&name);
@@ -77,7 +85,7 @@ pub fn read(table: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) {
             draft.leave_out(&name.service(), element.at, &text, why, leftovers);
         }
     }
-    let hairpins: Hairpins = elements::hairpins(table, leftovers)
+    let hairpins: Hairpins = elements::hairpins(table)?
         .into_iter()
         .filter_map(|(ip, word, port)| Some((ip, protocol(&word)?, port)))
         .collect();
@@ -87,20 +95,77 @@ pub fn read(table: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) {
             chains::read(table, &name, of_port, &hairpins, draft, leftovers);
         }
     }
+    Ok(())
 }
 
-/// The port that an element for a service without endpoints names, and the policy that it tells, if it tells one.
-fn refused<'t>(
+/// The port that an element for a service without endpoints names, and the policy that it tells, if it tells one. None: the
+/// element is listed.
+fn refused<'t, K>(
+    element: &Element<'t, K>,
     word: &str,
-    comment: &'t str,
-    verdict: (&str, &str),
-) -> Option<(PortName<'t>, Option<TrafficPolicy>)> {
-    let policy = match verdict {
+    text: &str,
+    draft: &mut Draft,
+    leftovers: &mut Leftovers,
+) -> Result<Option<(PortName<'t>, Option<TrafficPolicy>)>, Broken> {
+    let at = element.at;
+    let Some(protocol) = protocol(word) else {
+        unserved(at, word, text, leftovers)?;
+        return Ok(None);
+    };
+    let Some(name) = PortName::of_comment(element.comment, protocol) else {
+        return Err(nameless(at, text));
+    };
+    let policy = match element.verdict {
         ("goto", "reject-chain") => None,
         ("drop", _) => Some(TrafficPolicy::Local),
-        _ => return None,
+        _ => {
+            let why = "it does not refuse connections as kube-proxy does";
+            draft.leave_out(&name.service(), at, text, why, leftovers);
+            return Ok(None);
+        }
     };
-    Some((PortName::of_comment(comment, protocol(word)?)?, policy))
+    Ok(Some((name, policy)))
+}
+
+/// Lists an element of a protocol that is not served.
+fn unserved(at: At, word: &str, text: &str, leftovers: &mut Leftovers) -> Result<(), Broken> {
+    if word != "sctp" {
+        return Err(nameless(at, text));
+    }
+    leftovers.add(at, text, format!("protocol {word} is not served"));
+    Ok(())
+}
+
+/// An element that may concern any service.
+fn nameless(at: At, text: &str) -> Broken {
+    let what = format!("the element names no service: {text}");
+    Broken { at, what }
+}
+
+/// The port that an element's chain names, with the prefix of the chain and what the names of all chains of the port have in
+/// common. None: the element is listed, and the service that the chain names is left out.
+fn leads_to<'t, K>(
+    element: &Element<'t, K>,
+    word: &str,
+    prefixes: &[&str],
+    text: &str,
+    draft: &mut Draft,
+    leftovers: &mut Leftovers,
+) -> Result<Option<(&'t str, &'t str, PortName<'t>)>, Broken> {
+    let (at, (verdict, chain)) = (element.at, element.verdict);
+    let Some((prefix, common, name)) = of_chain(chain) else {
+        unserved(at, word, text, leftovers)?;
+        return Ok(None);
+    };
+    let why = if name.protocol.word() != word {
+        "its protocol is not that of its chain"
+    } else if verdict != "goto" || !prefixes.contains(&prefix) {
+        "kube-proxy leads no packets of this map to such a chain"
+    } else {
+        return Ok(Some((prefix, common, name)));
+    };
+    draft.leave_out(&name.service(), at, text, why, leftovers);
+    Ok(None)
 }
 
 /// The prefix of a port's chain, what the names of all chains of the port have in common, and the port's name, which starts
@@ -127,82 +192,88 @@ fn of_port<'p, 't>(
 /// An element for an address of a service.
 fn vip<'t>(
     element: &Element<'t, Key<'t>>,
+    restricted: &Restricted<'_>,
     ports: &mut BTreeMap<&'t str, Chains<'t>>,
     draft: &mut Draft,
     leftovers: &mut Leftovers,
-) {
+) -> Result<(), Broken> {
     let (ip, word, number) = element.key;
-    let (at, (_, chain)) = (element.at, element.verdict);
-    let text = format!("service-ips: {ip} . {word} . {number} : {chain}");
-    let Some((prefix, common, name)) = of_chain(chain) else {
-        return leftovers.add(at, &text, "it leads to no service that is served");
+    let (at, (verdict, chain)) = (element.at, element.verdict);
+    let text = format!("service-ips: {ip} . {word} . {number} : {verdict} {chain}");
+    let prefixes = ["service", "local", "external"];
+    let Some((prefix, common, name)) = leads_to(element, word, &prefixes, &text, draft, leftovers)?
+    else {
+        return Ok(());
     };
-    if name.protocol.word() != word {
-        return leftovers.add(at, &text, "its protocol is not that of its chain");
-    }
+    let service_name = name.service();
     let (service, port) = draft.port(&name);
     let mut agrees = agree(&mut service.at(port).port, number);
     let of_port = of_port(ports, common, at);
-    match prefix {
-        "service" | "local" => {
-            let policy = if prefix == "service" {
-                TrafficPolicy::Cluster
-            } else {
-                TrafficPolicy::Local
-            };
-            add(&mut service.cluster_ips, ip);
-            agrees &= agree(&mut service.internal_policy, policy);
-            agrees &= agree(&mut of_port.internal, policy);
+    match restricted.get(&element.key) {
+        Some(of) if prefix != "external" || of.as_ref() != Some(&service_name) => {
+            let why = "no rule that is understood says which clients may use this address";
+            draft.leave_out(&service_name, at, &text, why, leftovers);
+            return Ok(());
         }
-        "external" => {
-            of_port.external = true;
-            // Only for a load balancer's address with source ranges do the rules tell its kind.
-            if !service.load_balancer_ips.contains(&ip) {
-                add(&mut service.external_ips, ip);
-            }
+        _ => {}
+    }
+    if prefix == "external" {
+        of_port.external = true;
+        // Only for a load balancer's address with source ranges do the rules tell its kind.
+        if !service.load_balancer_ips.contains(&ip) {
+            add(&mut service.external_ips, ip);
         }
-        _ => return leftovers.add(at, &text, "it leads to no service"),
+    } else {
+        let policy = if prefix == "service" {
+            TrafficPolicy::Cluster
+        } else {
+            TrafficPolicy::Local
+        };
+        add(&mut service.cluster_ips, ip);
+        agrees &= agree(&mut service.internal_policy, policy);
+        agrees &= agree(&mut of_port.internal, policy);
     }
     if !agrees {
         let why = "it contradicts another element";
-        draft.leave_out(&name.service(), at, &text, why, leftovers);
+        draft.leave_out(&service_name, at, &text, why, leftovers);
     }
+    Ok(())
 }
 
-/// An element for a load balancer's address that only some clients may use.
+/// An element for a load balancer's address that only some clients may use; the service that it restricts, if the rules about
+/// the clients are understood.
 fn firewall(
     table: &Table<'_>,
     element: &Element<'_, Key<'_>>,
     draft: &mut Draft,
     leftovers: &mut Leftovers,
-) {
+) -> Result<Option<ServiceName>, Broken> {
     let (ip, word, number) = element.key;
-    let (at, (_, chain)) = (element.at, element.verdict);
-    let text = format!("firewall-ips: {ip} . {word} . {number} : {chain}");
-    let Some(("firewall", _, name)) = of_chain(chain) else {
-        return leftovers.add(
-            at,
-            &text,
-            "it leads to no rules about clients of a service that is served",
-        );
+    let (at, (verdict, chain)) = (element.at, element.verdict);
+    let text = format!("firewall-ips: {ip} . {word} . {number} : {verdict} {chain}");
+    let Some((.., name)) = leads_to(element, word, &["firewall"], &text, draft, leftovers)? else {
+        return Ok(None);
     };
-    let (service, port) = draft.port(&name);
+    let service_name = name.service();
     let ranges = match chains::ranges(table, chain) {
         Ok(ranges) => ranges,
         Err(rule) => {
             let why = "its rules about clients are not kube-proxy's";
             let (at, text) = rule.unwrap_or((at, text));
-            return draft.leave_out(&name.service(), at, &text, why, leftovers);
+            draft.leave_out(&service_name, at, &text, why, leftovers);
+            return Ok(None);
         }
     };
+    let (service, port) = draft.port(&name);
     add(&mut service.load_balancer_ips, ip);
-    if name.protocol.word() != word
-        || !agree(&mut service.at(port).port, number)
+    if !agree(&mut service.at(port).port, number)
         || !agree(&mut service.source_ranges[usize::from(!table.v4)], ranges)
     {
         let why = "it contradicts another element";
-        draft.leave_out(&name.service(), at, &text, why, leftovers);
+        draft.leave_out(&service_name, at, &text, why, leftovers);
+        return Ok(None);
     }
+    Ok(Some(service_name))
 }
 
 /// An element for a node port.
@@ -211,16 +282,18 @@ fn node_port<'t>(
     ports: &mut BTreeMap<&'t str, Chains<'t>>,
     draft: &mut Draft,
     leftovers: &mut Leftovers,
-) {
-    let ((word, number), chain) = (element.key, element.verdict.1);
-    let text = format!("service-nodeports: {word} . {number} : {chain}");
-    let Some(("external", common, name)) = of_chain(chain) else {
-        return leftovers.add(element.at, &text, "it leads to no service that is served");
+) -> Result<(), Broken> {
+    let ((word, number), (verdict, chain)) = (element.key, element.verdict);
+    let text = format!("service-nodeports: {word} . {number} : {verdict} {chain}");
+    let Some((_, common, name)) = leads_to(element, word, &["external"], &text, draft, leftovers)?
+    else {
+        return Ok(());
     };
     let (service, port) = draft.port(&name);
     of_port(ports, common, element.at).external = true;
-    if name.protocol.word() != word || !agree(&mut service.at(port).node_port, number) {
+    if !agree(&mut service.at(port).node_port, number) {
         let why = "it contradicts another element";
         draft.leave_out(&name.service(), element.at, &text, why, leftovers);
     }
+    Ok(())
 }

@@ -14,9 +14,9 @@ use super::{Error, Text, draft::Draft, leftover::Leftovers};
 ///
 /// # Errors
 ///
-/// A line is not of this format, or rules of the same family were read before.
+/// A line is not of this format, or rules of the same family were read before, or table `filter` is missing.
 pub fn read(text: &Text, draft: &mut Draft, leftovers: &mut Leftovers) -> Result<bool, Error> {
-    let families = tables::read(&text.text, leftovers).map_err(|error| Error::Line {
+    let families = tables::read(&text.text).map_err(|error| Error::Line {
         origin: text.origin.clone(),
         line: error.line,
         column: None,
@@ -32,10 +32,14 @@ pub fn read(text: &Text, draft: &mut Draft, leftovers: &mut Leftovers) -> Result
         draft.begin(v4, &text.origin)?;
         hooks::read(nat, leftovers);
         nat::read(nat, v4, draft, leftovers);
-        if let Some(filter) = &family.filter {
-            hooks::read(filter, leftovers);
-            filter::read(filter, draft, leftovers);
-        }
+        let filter = family.filter.as_ref();
+        let filter = filter.filter(|filter| filter.has("KUBE-SERVICES"));
+        let filter = filter.ok_or_else(|| Error::Half {
+            origin: text.origin.clone(),
+            family: if v4 { "IPv4" } else { "IPv6" },
+        })?;
+        hooks::read(filter, leftovers);
+        filter::read(filter, draft, leftovers);
     }
     Ok(found)
 }

@@ -2,10 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::{
-    super::leftover::{At, Leftovers},
-    rule::Rule,
-};
+use super::{super::leftover::At, rule::Rule};
 use crate::iptables::{self, Entry};
 
 /// A table of one family.
@@ -47,15 +44,12 @@ const BUILT_IN: &[&str] = &["PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROU
 ///
 /// # Errors
 ///
-/// A line is not of this format, or a table is there twice.
-pub fn read<'a>(
-    text: &'a str,
-    leftovers: &mut Leftovers,
-) -> Result<[Family<'a>; 2], iptables::Error> {
-    let mut families = <[Family<'a>; 2]>::default();
+/// A line is not of this format, or does not say where its rule is in a chain, or a table is there twice.
+pub fn read(text: &str) -> Result<[Family<'_>; 2], iptables::Error> {
+    let mut families = <[Family<'_>; 2]>::default();
     // By table in their order: what the comment above says of the family.
     let mut said = headers(text).into_iter();
-    let mut table: Option<(&'a str, Option<bool>, Table<'a>)> = None;
+    let mut table: Option<(&str, Option<bool>, Table<'_>)> = None;
     let mut tables = Vec::new();
     let mut last = 0;
     for entry in iptables::entries(text) {
@@ -79,9 +73,10 @@ pub fn read<'a>(
                     continue;
                 }
                 if rule.before.is_some() {
-                    let why = "iptables-save prints no -I, so the order of the rules is not known";
-                    leftovers.add(At::Line(rule.line), rule.text, why);
-                    continue;
+                    return Err(iptables::Error {
+                        line: rule.line,
+                        what: "iptables-save prints no -I, so the order of the rules is not known",
+                    });
                 }
                 let chain = table.chain(rule.chain);
                 table.rows.push(Row {
@@ -165,6 +160,11 @@ impl<'a> Table<'a> {
             of_nets.or(rule.to.map(|to| to.is_ipv4()))
         };
         self.rows.iter().find_map(of_rule)
+    }
+
+    /// Whether the table has a chain.
+    pub fn has(&self, chain: &str) -> bool {
+        self.chains.contains_key(chain)
     }
 
     /// The rules of a chain in their order.
