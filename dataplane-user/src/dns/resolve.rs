@@ -18,7 +18,7 @@ use super::{
     counts::{Counted, Counts},
     metrics::Metrics,
     upstream::{Question, Upstream},
-    wire::Stored,
+    wire::{Stored, Transport},
 };
 
 /// How long a client waits for a new answer if there is a stale one (RFC 8767).
@@ -88,7 +88,7 @@ impl Resolver {
             }
             let Hit { stored, age, .. } = hit;
             if let Some(reply) = finish(asked, ask, at, Reply { stored, age }) {
-                return compose::aged(&reply.stored, reply.age);
+                return Some(reply.stored.aged(reply.age));
             }
         }
         let stored = ask.otherwise.as_ref()?;
@@ -188,7 +188,10 @@ impl Resolver {
             stale.is_none()
                 || !matches!(
                     stored.code(),
-                    ResponseCode::ServFail | ResponseCode::Refused
+                    ResponseCode::ServFail
+                        | ResponseCode::Refused
+                        | ResponseCode::NotImp
+                        | ResponseCode::FormErr
                 )
         };
         match (answer.filter(usable), stale) {
@@ -249,10 +252,15 @@ impl Resolver {
     }
 
     /// What a resolver says to a query that nothing here understands.
-    pub async fn relay(&self, client: &Client, query: &[u8]) -> Option<Vec<u8>> {
+    pub async fn relay(
+        &self,
+        client: &Client,
+        query: &[u8],
+        transport: Transport,
+    ) -> Option<Vec<u8>> {
         let _counted = self.share(client)?;
         self.upstream
-            .relay(&client.namespace, &client.resolvers, query)
+            .relay(&client.namespace, &client.resolvers, query, transport)
             .await
             .ok()
     }
@@ -503,7 +511,7 @@ mod tests {
         assert!(ask(&small, FLIGHTS));
         // What others have asked already costs nothing.
         assert!(ask(&greedy, FLIGHTS));
-        assert!(own.relay(&greedy, &[0; 12]).await.is_none());
+        assert!(own.relay(&greedy, &[0; 12], Transport::Udp).await.is_none());
         assert_eq!(own.metrics.upstream_requests.get(), 0);
     }
 

@@ -360,7 +360,7 @@ impl Shared {
                 refuse(query, ResponseCode::NotImp, &mut out);
                 return out;
             }
-            if let Some(answer) = self.resolver.relay(&later.client, query).await {
+            if let Some(answer) = self.resolver.relay(&later.client, query, transport).await {
                 return answer;
             }
             self.metrics.failed.inc();

@@ -169,25 +169,22 @@ impl Upstream {
         namespace: &Arc<str>,
         resolvers: &[SocketAddr],
         query: &[u8],
+        transport: Transport,
     ) -> Result<Vec<u8>, Failure> {
+        let all = Instant::now() + ALL;
         let mut last = Failure::Nobody;
-        for resolver in self.in_order(namespace, resolvers) {
-            let id: u16 = rand::random();
-            let mut ours = query.to_vec();
-            ours[..2].copy_from_slice(&id.to_be_bytes());
-            let fits = |bytes: &[u8]| {
-                let is = bytes.len() >= 12 && bytes[..2] == id.to_be_bytes();
-                // An answer, to the same opcode.
-                (is && bytes[2] & 0xf8 == 0x80 | query[2] & 0x78).then(|| bytes.to_vec())
-            };
+        let resolvers = self.in_order(namespace, resolvers);
+        for resolver in resolvers.iter().cycle().take(resolvers.len() * ROUNDS) {
+            let now = Instant::now();
+            if now >= all {
+                break;
+            }
             self.metrics.upstream_requests.inc();
-            let end = Instant::now() + ATTEMPT;
-            let exchange = by_udp(resolver, &ours, fits);
-            let answer = timeout_at(end.into(), exchange).await;
+            let end = (now + ATTEMPT).min(all);
+            let answer = timeout_at(end.into(), pass_on(*resolver, query, transport)).await;
             match answer.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into())) {
-                Ok(mut answer) => {
-                    self.note(namespace, resolver, true);
-                    answer[..2].copy_from_slice(&query[..2]);
+                Ok(answer) => {
+                    self.note(namespace, *resolver, true);
                     return Ok(answer);
                 }
                 Err(error) => {
@@ -199,6 +196,24 @@ impl Upstream {
         }
         Err(last)
     }
+}
+
+/// Passes a query on to one resolver, with another id. A client that came by TCP gets an answer of any length.
+async fn pass_on(resolver: SocketAddr, query: &[u8], transport: Transport) -> io::Result<Vec<u8>> {
+    let id: u16 = rand::random();
+    let mut ours = query.to_vec();
+    ours[..2].copy_from_slice(&id.to_be_bytes());
+    let fits = |bytes: &[u8]| {
+        let is = bytes.len() >= 12 && bytes[..2] == id.to_be_bytes();
+        // An answer, to the same opcode.
+        (is && bytes[2] & 0xf8 == 0x80 | query[2] & 0x78).then(|| bytes.to_vec())
+    };
+    let mut answer = by_udp(resolver, &ours, fits).await?;
+    if answer[2] & 0x02 != 0 && transport == Transport::Tcp {
+        answer = by_tcp(resolver, &ours, fits).await?;
+    }
+    answer[..2].copy_from_slice(&query[..2]);
+    Ok(answer)
 }
 
 /// Asks one resolver.
@@ -222,7 +237,7 @@ async fn exchange(resolver: SocketAddr, asked: &Question, end: Instant) -> io::R
         let answer = answer.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))?;
         if answer.is_truncated() && transport == Transport::Udp {
             transport = Transport::Tcp;
-        } else if edns && answer.code() == ResponseCode::FormErr {
+        } else if edns && matches!(answer.code(), ResponseCode::FormErr | ResponseCode::NotImp) {
             // It is from before EDNS (RFC 6891).
             edns = false;
         } else {

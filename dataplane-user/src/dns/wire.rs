@@ -3,9 +3,12 @@
 //! The common query is read and answered here, without a value for each record. [`compose`](super::compose) makes all
 //! other answers.
 
+mod stored;
+
 use hickory_proto::op::ResponseCode;
 
 use super::name::LowerName;
+pub use stored::Stored;
 
 /// Length of a message's header.
 pub const HEADER: usize = 12;
@@ -17,6 +20,10 @@ pub const PAYLOAD: u16 = 1232;
 const PAYLOAD_MAX: u16 = 4096;
 /// What a client can take that does not say it.
 const PAYLOAD_MIN: u16 = 512;
+/// The opcode by which a server hears that a zone has changed.
+const NOTIFY: u8 = 4;
+/// The opcode that changes a zone.
+const UPDATE: u8 = 5;
 /// The root, type OPT.
 const OPT: [u8; 3] = [0, 0, 41];
 /// The first bit of an OPT record's flags: the client wants DNSSEC's records.
@@ -90,7 +97,7 @@ pub enum Parsed<'a> {
     Foreign,
     /// A query that is refused, with this code, whatever its name.
     Refused(Query<'a>, ResponseCode),
-    /// A malformed query, which is refused with this code.
+    /// A malformed query, or one that changes a server, which is refused with this code.
     Wrong(ResponseCode),
     /// Nothing to answer: an answer, or less than a header.
     Nothing,
@@ -123,8 +130,11 @@ impl<'a> Parsed<'a> {
         if flags & 0x80 != 0 {
             return Self::Nothing;
         }
-        if flags & 0x78 != 0 {
-            return Self::Foreign;
+        match flags >> 3 {
+            0 => {}
+            // A server may take these from the node, which would send them, and not from the client.
+            NOTIFY | UPDATE => return Self::Wrong(ResponseCode::Refused),
+            _ => return Self::Foreign,
         }
         let wrong = Self::Wrong(ResponseCode::FormErr);
         if counts[0] != 1 {
@@ -237,22 +247,6 @@ fn end_of_name(bytes: &[u8], mut at: usize) -> Option<(usize, Option<usize>)> {
     }
 }
 
-/// The names in the data of a record, which may have pointers: the bytes before them, and how many there are (RFC 3597).
-fn names_in(of_type: u16) -> (usize, usize) {
-    match of_type {
-        // NS, MD, MF, CNAME, MB, MG, MR, PTR, DNAME
-        2..=5 | 7..=9 | types::PTR | 39 => (0, 1),
-        // SOA, MINFO, RP
-        types::SOA | 14 | 17 => (0, 2),
-        // MX, AFSDB, RT, KX
-        15 | 18 | 21 | 36 => (2, 1),
-        // PX
-        26 => (2, 2),
-        types::SRV => (6, 1),
-        _ => (0, 0),
-    }
-}
-
 impl Query<'_> {
     /// Its [`bits`].
     pub fn bits(&self) -> u8 {
@@ -345,6 +339,10 @@ impl Query<'_> {
     /// Answers with a stored answer to the same question, of which `age` seconds have passed. The client's own spelling
     /// of the name takes the place of the stored one.
     pub fn with_stored(&self, transport: Transport, stored: &Stored, age: u32, out: &mut Vec<u8>) {
+        if stored.upper != 0 && self.edns.is_none() {
+            // The code does not fit into the header.
+            return self.with_code(ResponseCode::ServFail, out);
+        }
         let bytes = &*stored.bytes;
         let opt = self.edns.map_or(0, |_| OPT_LENGTH);
         let low = bytes[3] & 0x0f;
@@ -361,20 +359,13 @@ impl Query<'_> {
         };
         let is_whole = counts[..2] == stored.counts()[..2];
         // Additional records are no reason to ask again (RFC 2181).
-        out[2] |= if is_whole { 0 } else { 0x02 };
+        out[2] |= if is_whole { bytes[2] & 0x02 } else { 0x02 };
         for (place, count) in out[6..HEADER].chunks_exact_mut(2).zip(counts) {
             place.copy_from_slice(&count.to_be_bytes());
         }
         let start = out.len();
         out.extend_from_slice(bytes.get(start..end).unwrap_or_default());
-        for at in &stored.ttls {
-            let at = usize::from(*at);
-            if at >= end {
-                break;
-            }
-            let left = read_u32(out, at).saturating_sub(age);
-            out[at..at + 4].copy_from_slice(&left.to_be_bytes());
-        }
+        stored.age(out, age);
         self.end(out, u16::from(low) | u16::from(stored.upper) << 4);
     }
 }
@@ -411,221 +402,6 @@ fn read_u32(bytes: &[u8], at: usize) -> u32 {
         .get(at..at + 4)
         .and_then(|bytes| bytes.try_into().ok())
         .map_or(0, u32::from_be_bytes)
-}
-
-/// An answer that was checked, and is kept to answer others with: one question, no OPT record.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Stored {
-    /// The message.
-    pub bytes: Box<[u8]>,
-    /// Where times to live are.
-    ttls: Box<[u16]>,
-    /// Whether we are who knows.
-    authoritative: bool,
-    /// The upper bits of its code.
-    upper: u8,
-    /// How long it may be kept, in seconds.
-    pub ttl: u32,
-}
-
-/// Why bytes are not an answer to a question.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum NotAnAnswer {
-    /// It is malformed.
-    #[error("the answer is malformed")]
-    Malformed,
-    /// It answers something else.
-    #[error("the answer is to another question")]
-    AnotherQuestion,
-}
-
-impl Stored {
-    /// Takes an answer to a question of the Internet's class apart. `authoritative`: it is our own.
-    ///
-    /// # Errors
-    ///
-    /// It is malformed, or no answer to that question.
-    pub fn read(
-        bytes: &[u8],
-        name: &LowerName,
-        of_type: u16,
-        authoritative: bool,
-    ) -> Result<Self, NotAnAnswer> {
-        use NotAnAnswer::{AnotherQuestion, Malformed};
-        let counts = counts(bytes).ok_or(Malformed)?;
-        if bytes[2] & 0xf8 != 0x80 {
-            return Err(AnotherQuestion);
-        }
-        // A server that refuses a query need not repeat the question: FORMERR, SERVFAIL, NOTIMP, REFUSED.
-        if counts[0] == 0 && matches!(bytes[3] & 0x0f, 1 | 2 | 4 | 5) {
-            let mut whole = question(0, name, of_type, 0, false);
-            whole[..4].copy_from_slice(&bytes[..4]);
-            return Self::read(&whole, name, of_type, authoritative);
-        }
-        if counts[0] != 1 {
-            return Err(AnotherQuestion);
-        }
-        let (asked, end) = LowerName::read(bytes, HEADER).map_err(|_| Malformed)?;
-        if asked != *name || word(bytes, end) != Some(of_type) || word(bytes, end + 2) != Some(IN) {
-            return Err(AnotherQuestion);
-        }
-        let mut at = end + 4;
-        let mut ttls = Vec::new();
-        let mut shortest = u32::MAX;
-        // The OPT record, and how many records precede it in its section.
-        let mut opt: Option<(Record, u16)> = None;
-        let mut negative = None;
-        for (section, count) in counts[1..].iter().enumerate() {
-            for number in 0..*count {
-                let record = Record::read(bytes, at).ok_or(Malformed)?;
-                at = record.end;
-                if record.of_type == types::OPT {
-                    if section != 2 || opt.is_some() {
-                        return Err(Malformed);
-                    }
-                    opt = Some((record, number));
-                }
-                // Additional records after the OPT record are left out: their pointers would lead elsewhere without it.
-                if opt.is_some() {
-                    continue;
-                }
-                // The upper bit set counts as zero (RFC 2181).
-                let ttl = read_u32(bytes, record.ttl);
-                let ttl = if ttl > i32::MAX as u32 { 0 } else { ttl };
-                shortest = shortest.min(ttl);
-                ttls.push(u16::try_from(record.ttl).map_err(|_| Malformed)?);
-                if record.of_type == types::SOA && section == 1 && record.end >= 4 {
-                    negative = Some(ttl.min(read_u32(bytes, record.end - 4)));
-                }
-            }
-        }
-        let mut bytes = bytes[..at].to_vec();
-        let mut upper = 0;
-        if let Some((opt, before)) = opt {
-            upper = bytes[opt.ttl];
-            bytes.truncate(opt.start);
-            bytes[10..HEADER].copy_from_slice(&before.to_be_bytes());
-        }
-        let is_negative = bytes[3] & 0x0f == 3 || counts[1] == 0;
-        let ttl = match (bytes[3] & 0x0f, upper) {
-            // Without SOA a negative answer is not kept.
-            (0 | 3, 0) if is_negative => negative.map_or(0, |ttl| ttl.min(shortest)),
-            // An alias that leads to nothing has a SOA record, too.
-            (0, 0) => negative.map_or(shortest, |ttl| ttl.min(shortest)),
-            _ => 0,
-        };
-        Ok(Self {
-            bytes: bytes.into(),
-            ttls: ttls.into(),
-            authoritative,
-            upper,
-            ttl,
-        })
-    }
-
-    /// The numbers of records in its sections.
-    pub fn counts(&self) -> [u16; 3] {
-        counts(&self.bytes).map_or([0; 3], |[_, counts @ ..]| counts)
-    }
-
-    /// The records that fit into `room` bytes: where the last of them ends, and how many each section has.
-    fn within(&self, room: usize) -> (usize, [u16; 3]) {
-        let (mut end, mut found) = (0, [0; 3]);
-        let mut starts = self.ttls.iter();
-        for (section, count) in self.counts().into_iter().enumerate() {
-            for at in starts.by_ref().take(count.into()) {
-                // After the TTL: the length of the data, and the data.
-                let at = usize::from(*at) + 4;
-                let length = word(&self.bytes, at).unwrap_or_default();
-                let next = at + 2 + usize::from(length);
-                if next > room {
-                    return (end, found);
-                }
-                end = next;
-                found[section] += 1;
-            }
-        }
-        (end, found)
-    }
-
-    /// Its code.
-    pub fn code(&self) -> ResponseCode {
-        ResponseCode::from(self.upper, self.bytes[3] & 0x0f)
-    }
-
-    /// Whether it says that it does not fit.
-    pub fn is_truncated(&self) -> bool {
-        self.bytes[2] & 0x02 != 0
-    }
-
-    /// Appends its records to another message, in which the name of its question is at `name`. The records' times to live
-    /// are shorter by `age` seconds. Data of types that nobody knows is kept as it is.
-    ///
-    /// None: it is malformed, or a pointer would be too long.
-    pub fn append_to(&self, out: &mut Vec<u8>, name: usize, age: u32) -> Option<()> {
-        /// The longest pointer.
-        const FAR: usize = 0x3fff;
-        let bytes = &*self.bytes;
-        let name_end = skip_name(bytes, HEADER)?;
-        let start = name_end + 4;
-        let new = out.len();
-        out.extend_from_slice(bytes.get(start..)?);
-        // Has the name at a place point to where its end is now; returns where the name ends.
-        let move_pointer = |at: usize, out: &mut Vec<u8>| {
-            let (end, pointer) = end_of_name(bytes, at)?;
-            if let Some(at) = pointer {
-                let to = usize::from(word(bytes, at)?) & FAR;
-                let to = if (HEADER..name_end).contains(&to) {
-                    to - HEADER + name
-                } else {
-                    to.checked_sub(start)? + new
-                };
-                let to = u16::try_from(to)
-                    .ok()
-                    .filter(|to| usize::from(*to) <= FAR)?;
-                let at = at - start + new;
-                out[at..at + 2].copy_from_slice(&(to | 0xc000).to_be_bytes());
-            }
-            Some(end)
-        };
-        let count: usize = self.counts().into_iter().map(usize::from).sum();
-        let mut at = start;
-        for _ in 0..count {
-            let record = Record::read(bytes, at)?;
-            move_pointer(record.start, out)?;
-            let ttl = record.ttl - start + new;
-            let left = read_u32(bytes, record.ttl).saturating_sub(age);
-            out[ttl..ttl + 4].copy_from_slice(&left.to_be_bytes());
-            let (before, names) = names_in(record.of_type);
-            let mut place = record.ttl + 6 + before;
-            for _ in 0..names {
-                place = move_pointer(place, out)?;
-            }
-            at = record.end;
-            if names > 0 && place > at {
-                return None;
-            }
-        }
-        Some(())
-    }
-
-    /// The same with other times to live.
-    #[must_use]
-    pub fn with_ttl(&self, ttl: u32) -> Self {
-        let mut other = self.clone();
-        for at in &self.ttls {
-            let at = usize::from(*at);
-            if let Some(place) = other.bytes.get_mut(at..at + 4) {
-                place.copy_from_slice(&ttl.to_be_bytes());
-            }
-        }
-        other
-    }
-
-    /// What it takes in memory.
-    pub fn size(&self) -> usize {
-        size_of::<Self>() + self.bytes.len() + size_of_val(&*self.ttls)
-    }
 }
 
 /// Writes a query for resolvers.

@@ -119,8 +119,14 @@ fn malformed_queries_are_refused_as_the_rfcs_say() {
             "{what}"
         );
     }
+    // NOTIFY and UPDATE, with the opcode.
+    for flags in [0x20, 0x28] {
+        let (decision, out) = answered(&with(2, &[flags]));
+        assert!(matches!(decision, Decision::Answered(_)), "{flags:x}");
+        assert_eq!((out[2] & 0x78, out[3] & 0x0f), (flags, 5));
+    }
     for (what, query) in [
-        ("another opcode", with(2, &[0x28])),
+        ("another opcode", with(2, &[0x38])),
         ("another class", with(end - 1, &[3])),
     ] {
         assert!(matches!(answered(&query).0, Decision::Relay), "{what}");

@@ -148,6 +148,11 @@ pub fn unbound(host: &Host, directory: &Path, more: &str) -> Result<Process> {
     }
     conf += more;
     conf += "remote-control:\n control-enable: no\n";
+    unbound_with(host, directory, &conf)
+}
+
+/// Starts unbound with this configuration.
+pub fn unbound_with(host: &Host, directory: &Path, conf: &str) -> Result<Process> {
     let file = directory.join("unbound.conf");
     fs::write(&file, conf)?;
     Ok(host

@@ -27,33 +27,28 @@ scenarios! {
     real_clients_find_names,
 }
 
-/// Services whose endpoint is the pod `other`, of two namespaces; and a headless service, whose addresses need more than
-/// 512 bytes.
-const SERVICES: &str = "\
+/// The service `hello` of a namespace, whose endpoint is the pod `other`.
+fn service(namespace: &str, vip: &str) -> String {
+    format!(
+        "\
 ---
 apiVersion: v1
 kind: Service
-metadata: {name: hello, namespace: shop}
-spec: {clusterIP: 10.96.0.20, ports: [{port: 80}]}
+metadata: {{name: hello, namespace: {namespace}}}
+spec: {{clusterIP: {vip}, ports: [{{port: 80}}]}}
 ---
 apiVersion: discovery.k8s.io/v1
 kind: EndpointSlice
-metadata: {name: hello-1, namespace: shop, labels: {kubernetes.io/service-name: hello}}
+metadata: {{name: hello-1, namespace: {namespace}, labels: {{kubernetes.io/service-name: hello}}}}
 addressType: IPv4
-endpoints: [{addresses: [10.244.1.12]}]
-ports: [{port: 80}]
----
-apiVersion: v1
-kind: Service
-metadata: {name: hello, namespace: other}
-spec: {clusterIP: 10.96.0.21, ports: [{port: 80}]}
----
-apiVersion: discovery.k8s.io/v1
-kind: EndpointSlice
-metadata: {name: hello-1, namespace: other, labels: {kubernetes.io/service-name: hello}}
-addressType: IPv4
-endpoints: [{addresses: [10.244.1.12]}]
-ports: [{port: 80}]
+endpoints: [{{addresses: [10.244.1.12]}}]
+ports: [{{port: 80}}]
+"
+    )
+}
+
+/// A headless service, whose addresses need more than 512 bytes.
+const HEADLESS: &str = "\
 ---
 apiVersion: v1
 kind: Service
@@ -214,7 +209,7 @@ fn resolved(world: &World, program: &Path) -> Result<Process> {
 }
 
 fn real_clients_find_names() -> Result<()> {
-    let mut services = SERVICES.to_owned();
+    let mut services = service("shop", "10.96.0.20") + &service("other", "10.96.0.21") + HEADLESS;
     let mut external = " local-data: 'site.example.com. 60 IN A 10.244.1.12'\n".to_owned();
     for last in 1..=MANY {
         writeln!(services, "- {{addresses: [10.244.9.{last}]}}")?;
@@ -278,12 +273,21 @@ fn real_clients_find_names() -> Result<()> {
             table.check(&client, &each(&world, &script, &names)?, all)
         })?;
     }
+    // A name without addresses does not exist: no error, and no silence.
+    for (name, _) in table.0.iter().filter(|(_, wanted)| wanted.is_empty()) {
+        let told = world.with_resolv_conf(&["dig", "+search", "+tries=1", name])?;
+        ensure!(told.contains("status: NXDOMAIN"), "{told}");
+        let script = "getent ahosts \"$0\"; echo $?";
+        let code = world.with_resolv_conf(&["sh", "-c", script, name])?;
+        ensure!(code.trim() == "2", "getent {name}: {code}");
+    }
     captured("curl", &|| {
-        let reachable: Vec<_> = names.iter().copied().filter(|name| *name != PODS).collect();
+        // Nobody listens at the addresses of the headless service.
+        let of_servers = table.0.iter().filter(|(name, _)| *name != PODS);
+        let of_servers = Table(of_servers.cloned().collect());
         let script = "curl -s -m 10 -o /dev/null -w '%{remote_ip}' \"http://$name/\"";
-        let mut found = each(&world, script, &reachable)?;
-        found.insert(PODS.to_owned(), BTreeSet::from(["10.244.9.1".to_owned()]));
-        table.check("curl", &found, |_, wanted, found| {
+        let found = each(&world, script, &of_servers.names())?;
+        of_servers.check("curl", &found, |_, wanted, found| {
             found.is_subset(wanted) && found.len() == wanted.len().min(1)
         })
     })?;

@@ -14,7 +14,12 @@ use std::{
 use anyhow::{Context as _, Result, ensure};
 use dataplane_tests::{Host, Lab, Process};
 
-use crate::{cluster::eventually, dns::MANIFESTS, dns_clients::program, proxy::inside};
+use crate::{
+    cluster::eventually,
+    dns::{MANIFESTS, unbound_with},
+    dns_clients::program,
+    proxy::inside,
+};
 
 scenarios! {
     Lab:
@@ -66,7 +71,6 @@ const CD: u16 = 0x0010;
 const RESERVED: u16 = 0x0040;
 
 /// Codes.
-const SERVFAIL: u16 = 2;
 const NXDOMAIN: u16 = 3;
 
 /// A query, by the parts that cases change.
@@ -484,7 +488,7 @@ fn questions() -> Vec<(String, Query)> {
 fn relayed() -> Vec<(String, Vec<u8>)> {
     let www = || Query::new("www.proof.example", A);
     let mut all = Vec::new();
-    for opcode in [1, 2, 3, 4, 5, 6, 7, 15] {
+    for opcode in [1, 2, 3, 6, 7, 15] {
         let query = Query {
             of_type: SOA,
             ..Query::new("proof.example", A)
@@ -525,6 +529,8 @@ fn refused() -> Vec<(&'static str, Vec<u8>, u16)> {
     vec![
         ("a whole zone", of_type(252), REFUSED),
         ("a zone's changes", of_type(251), REFUSED),
+        ("NOTIFY", with(2, &[0x20]), REFUSED),
+        ("UPDATE", with(2, &[0x28]), REFUSED),
         ("EDNS version 1", version.bytes(), BADVERS),
         ("type OPT", of_type(OPT), FORMERR),
         ("no question", with(5, &[0])[..12].to_vec(), FORMERR),
@@ -627,13 +633,7 @@ fn unbound(host: &Host, directory: &Path) -> Result<Process> {
              fallback-enabled: no\n"
         )?;
     }
-    let file = directory.join("unbound.conf");
-    fs::write(&file, conf)?;
-    Ok(host
-        .command("unbound")
-        .args(["-d", "-c"])
-        .arg(file)
-        .spawn()?)
+    unbound_with(host, directory, &conf)
 }
 
 /// Starts dnsmasq, which asks another resolver.
@@ -765,7 +765,10 @@ fn compare(direct: SocketAddr, ours: SocketAddr) -> Result<Vec<(String, String, 
                     flags: whole.flags | TC,
                     ..whole.clone()
                 };
-                theirs.is_truncated() && answer == cut
+                let mut sections = answer.sections.iter().zip(&whole.sections);
+                theirs.is_truncated()
+                    && answer == cut
+                    && sections.all(|(cut, whole)| cut.is_subset(whole))
             } else {
                 answer == whole
             };
@@ -800,11 +803,7 @@ fn compare(direct: SocketAddr, ours: SocketAddr) -> Result<Vec<(String, String, 
     for transport in [Udp, Tcp] {
         for (what, bytes) in relayed() {
             let theirs = ask(direct, transport, &bytes)?;
-            let mut answer = ask(ours, transport, &bytes)?;
-            // The server sends each of them once, by UDP: a datagram that is lost is not sent again.
-            if answer.code == SERVFAIL {
-                answer = ask(ours, transport, &bytes)?;
-            }
+            let answer = ask(ours, transport, &bytes)?;
             check(
                 format!("{what}, {transport:?}"),
                 &theirs,

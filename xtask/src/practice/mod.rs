@@ -117,6 +117,9 @@ pub fn run(options: &Options) -> Result<ExitCode> {
     let lookups = names::look_up(&lab, &files.resolv_conf)?;
     if options.json {
         println!("{}", serde_json::to_string_pretty(&report)?);
+        for lookup in lookups.iter().filter(|lookup| !lookup.is_answered()) {
+            note(&lookup.to_string());
+        }
     } else {
         report.print(agent.node().name());
         names::print(&lookups);

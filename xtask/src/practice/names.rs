@@ -1,7 +1,7 @@
 //! Names in the practice node: a pod looks up a service and a host outside of the cluster, as pods do, and connects.
 
 use std::{
-    fs,
+    fmt, fs,
     net::{Ipv4Addr, SocketAddr},
     path::{Path, PathBuf},
 };
@@ -111,6 +111,21 @@ pub struct Lookup {
     answer: Result<String, String>,
 }
 
+/// Without columns.
+impl fmt::Display for Lookup {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: ", self.name)?;
+        match self.address {
+            Some(address) => write!(f, "{address}: ")?,
+            None => write!(f, "no address: ")?,
+        }
+        match &self.answer {
+            Ok(endpoint) => write!(f, "reached {endpoint}"),
+            Err(error) => f.write_str(error),
+        }
+    }
+}
+
 impl Lookup {
     pub fn is_answered(&self) -> bool {
         self.answer.is_ok()
@@ -162,13 +177,14 @@ pub fn print(lookups: &[Lookup]) {
     let (bold, reset) = (style::BOLD, style::RESET);
     anstream::println!(
         "\nNames in the pod {POD}, whose resolv.conf says nameserver {RESOLVER}. Nobody has this address:\n\
-         the agent answers.\n"
+         the agent answers. The node itself gave {HOST} an address in 240.240.0.0/16, which leads to the\n\
+         endpoint of its ServiceEntry.\n"
     );
     anstream::println!(
         "{bold}{:<20} {:<15}  {}{reset}",
         "NAME",
         "ADDRESS",
-        "ANSWERED BY"
+        "REACHED"
     );
     for Lookup {
         name,
