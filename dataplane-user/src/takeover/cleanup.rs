@@ -14,7 +14,7 @@ use super::{
     collect,
     owners::{self, FOREIGN, Owner},
     report::{of_chains, of_rule},
-    ruleset::{self, Table, Text},
+    ruleset::{self, Rule, Table, Text},
 };
 use crate::kernel::netfilter::{self, Kind};
 
@@ -47,27 +47,87 @@ pub struct Removal {
 /// # Errors
 /// If a line is not understood: it may be anybody's.
 pub fn plan(text: &Text<'_>, owners: &[&Owner]) -> Result<Removal, String> {
-    let (tables, unread) = ruleset::read(std::slice::from_ref(text));
-    // A target that is not known leads to no chain of theirs.
-    if let Some(unread) = unread.iter().find(|unread| !unread.is_rule) {
-        let line = &unread.line;
-        return Err(format!(
-            "{} line {}: {}: {}",
-            line.table, line.number, unread.why, line.text
-        ));
-    }
+    let tables = tables(text)?;
     let mut removal = Removal::default();
     for table in &tables {
-        of_table(table, &tables, owners, &mut removal);
+        let going = going(table, &tables, owners);
+        going.write(&mut removal);
+        removal.stays.extend(going.stays);
     }
     Ok(removal)
 }
 
-fn of_table(table: &Table<'_>, all: &[Table<'_>], owners: &[&Owner], removal: &mut Removal) {
+/// Reads a text whose every line has to be understood, but for the targets of rules: one that is not known leads to no chain
+/// of theirs.
+pub(super) fn tables<'a>(text: &Text<'a>) -> Result<Vec<Table<'a>>, String> {
+    let (tables, unread) = ruleset::read(std::slice::from_ref(text));
+    match unread.iter().find(|unread| !unread.is_rule) {
+        None => Ok(tables),
+        Some(unread) => {
+            let line = &unread.line;
+            Err(format!(
+                "{} line {}: {}: {}",
+                line.table, line.number, unread.why, line.text
+            ))
+        }
+    }
+}
+
+/// What goes of a table.
+pub(super) struct Going<'t, 'a> {
+    /// The table.
+    pub table: &'t Table<'a>,
+    /// The chains that go, with their rules.
+    pub chains: Vec<&'a str>,
+    /// The rules in chains of others that go.
+    pub rules: Vec<&'t Rule<'a>>,
+    /// Rules of the owner that stay, and why.
+    stays: Vec<String>,
+}
+
+impl Going<'_, '_> {
+    /// Whether nothing goes.
+    pub fn is_empty(&self) -> bool {
+        self.rules.is_empty() && self.chains.is_empty()
+    }
+
+    fn write(&self, removal: &mut Removal) {
+        if self.is_empty() {
+            return;
+        }
+        removal.jumps += self.rules.len();
+        removal.chains += self.chains.len();
+        let mut write = |line: std::fmt::Arguments<'_>| {
+            // A String takes everything.
+            let _ = writeln!(removal.input, "{line}");
+        };
+        write(format_args!("*{}", self.table.name));
+        // With --noflush this empties the chain.
+        for chain in &self.chains {
+            write(format_args!(":{chain} - [0:0]"));
+        }
+        for rule in &self.rules {
+            let text = rule.text.strip_prefix("-A").unwrap_or(&rule.text);
+            write(format_args!("-D{text}"));
+        }
+        for chain in &self.chains {
+            write(format_args!("-X {chain}"));
+        }
+        write(format_args!("COMMIT"));
+    }
+}
+
+/// Finds what goes of one of all tables of a text.
+pub(super) fn going<'t, 'a>(
+    table: &'t Table<'a>,
+    all: &[Table<'a>],
+    owners: &[&Owner],
+) -> Going<'t, 'a> {
     let of_chains = of_chains(table, all);
     let owner = |chain: &str| of_chains.get(chain).copied();
     let is_theirs =
         |owner: Option<&'static Owner>| owner.is_some_and(|owner| owners.contains(&owner));
+    let mut stays = Vec::new();
     // What others need stays.
     let mut needed: BTreeSet<&str> = BTreeSet::new();
     let mut open: Vec<&str> = Vec::new();
@@ -76,7 +136,7 @@ fn of_table(table: &Table<'_>, all: &[Table<'_>], owners: &[&Owner], removal: &m
         if of.is_some_and(|of| of != FOREIGN) && !is_theirs(of) {
             for to in rule.jumps.iter().copied().filter(|to| is_theirs(owner(to))) {
                 let by = of.map_or("", |of| of.name);
-                removal.stays.push(format!(
+                stays.push(format!(
                     "{}: chain {to}: {by} needs it: {}",
                     table.title(),
                     rule.text
@@ -117,7 +177,7 @@ fn of_table(table: &Table<'_>, all: &[Table<'_>], owners: &[&Owner], removal: &m
             if by_mark && !chains.is_empty() {
                 rules.push(rule);
             } else {
-                removal.stays.push(format!(
+                stays.push(format!(
                     "{}: in a chain of others, and no jump: {}",
                     table.title(),
                     rule.text
@@ -125,28 +185,12 @@ fn of_table(table: &Table<'_>, all: &[Table<'_>], owners: &[&Owner], removal: &m
             }
         }
     }
-    if rules.is_empty() && chains.is_empty() {
-        return;
+    Going {
+        table,
+        chains,
+        rules,
+        stays,
     }
-    removal.jumps += rules.len();
-    removal.chains += chains.len();
-    let mut write = |line: std::fmt::Arguments<'_>| {
-        // A String takes everything.
-        let _ = writeln!(removal.input, "{line}");
-    };
-    write(format_args!("*{}", table.name));
-    // With --noflush this empties the chain.
-    for chain in &chains {
-        write(format_args!(":{chain} - [0:0]"));
-    }
-    for rule in &rules {
-        let text = rule.text.strip_prefix("-A").unwrap_or(&rule.text);
-        write(format_args!("-D{text}"));
-    }
-    for chain in &chains {
-        write(format_args!("-X {chain}"));
-    }
-    write(format_args!("COMMIT"));
 }
 
 /// A change of the kernel's rules.
@@ -303,12 +347,11 @@ fn restore(found: &Binaries, origin: &str) -> Option<PathBuf> {
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
-
     use super::{
         super::{
             owners::{ISTIO_AMBIENT, ISTIO_SIDECAR, KUBE_PROXY, OSM},
             ruleset::Form,
+            simulated::{data, load},
         },
         *,
     };
@@ -324,50 +367,18 @@ mod tests {
         plan(&text, owners).unwrap()
     }
 
-    /// Chains and rules that are left after a removal: what `iptables-restore --noflush` makes of it.
+    /// Chains and rules that are left after a removal.
     fn after(rules: &str, removal: &Removal) -> Vec<String> {
-        let mut left: Vec<(String, String)> = Vec::new();
-        for (text, is_removal) in [(rules, false), (&*removal.input, true)] {
-            let mut table = "";
-            for line in text.lines().map(str::trim) {
-                let at = |left: &[(String, String)], wanted: &str| {
-                    left.iter()
-                        .position(|(of, line)| of == table && line == wanted)
-                };
-                let chain = line.split(' ').nth(1).unwrap_or_default();
-                if let Some(name) = line.strip_prefix('*') {
-                    table = name;
-                } else if line.starts_with("-A") && !is_removal {
-                    left.push((table.to_owned(), line.to_owned()));
-                } else if let Some(name) = line.strip_prefix(':') {
-                    let name = name.split(' ').next().unwrap();
-                    if is_removal {
-                        let of_chain = format!("-A {name} ");
-                        left.retain(|(of, line)| of != table || !line.starts_with(&of_chain));
-                    } else {
-                        left.push((table.to_owned(), format!(":{name}")));
-                    }
-                } else if let Some(rest) = line.strip_prefix("-D") {
-                    let at = at(&left, &format!("-A{rest}")).expect("a rule that is there");
-                    left.remove(at);
-                } else if line.starts_with("-X") {
-                    let at = at(&left, &format!(":{chain}")).expect("a chain that is there");
-                    left.remove(at);
-                    let used = left
-                        .iter()
-                        .any(|(of, line)| of == table && line.split(' ').any(|word| word == chain));
-                    assert!(!used, "{chain} is in use");
-                }
+        let left = load(rules, &removal.input);
+        let (mut table, mut all) = ("", Vec::new());
+        for line in left.lines() {
+            match line.strip_prefix('*') {
+                Some(name) => table = name,
+                None if line == "COMMIT" => {}
+                None => all.push(format!("{table} {}", line.trim_end_matches(" - [0:0]"))),
             }
         }
-        left.into_iter()
-            .map(|(table, line)| format!("{table} {line}"))
-            .collect()
-    }
-
-    fn data(name: &str) -> String {
-        let root = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/data");
-        fs::read_to_string(root.join(name)).unwrap()
+        all
     }
 
     #[test]

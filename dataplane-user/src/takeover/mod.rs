@@ -7,4 +7,7 @@ pub mod detect;
 pub mod forward;
 pub mod owners;
 pub mod report;
+pub mod restore;
 pub mod ruleset;
+#[cfg(test)]
+mod simulated;
