@@ -22,6 +22,7 @@ mod services;
 mod settled;
 mod source;
 mod status;
+mod takeover;
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -46,9 +47,9 @@ pub use settled::{Refusal, parse};
 /// What a command ends with, besides 0 (done, healthy, no change) and 1 (it did not work, not
 /// healthy).
 pub mod exit {
-    /// `plan`: something would change. `iptables compare`: something differs.
+    /// `plan`: something would change. `iptables compare`, `takeover`: something differs.
     pub const CHANGES: u8 = 2;
-    /// `run`, `cleanup`: an agent runs on this node already.
+    /// `run`, `cleanup`, `takeover --revert`: an agent runs on this node already.
     pub const BUSY: u8 = 3;
     /// The command line makes no sense (`EX_USAGE`); not clap's 2, which is a plan's answer.
     pub const USAGE: u8 = 64;
@@ -79,7 +80,7 @@ pub struct Cli {
 }
 
 const EXIT_CODES: &str = "\
-Exit codes: 0 success; 1 error, or not healthy; 2 `plan`: something would change, `iptables compare`: something differs; 3 another agent runs; \
+Exit codes: 0 success; 1 error, or not healthy; 2 `plan`: something would change, `iptables compare`, `takeover`: something differs; 3 another agent runs; \
 64 wrong command line.
 
 Start with `dataplane doctor`, which tests if this machine can run the dataplane.";
@@ -98,6 +99,7 @@ enum Command {
     Doctor(doctor::DoctorArgs),
     Config(config::ConfigArgs),
     Iptables(iptables::IptablesArgs),
+    Takeover(takeover::TakeoverArgs),
     KeepNat(keep_nat::KeepNatArgs),
     Cleanup(cleanup::CleanupArgs),
     Completions(completions::CompletionsArgs),
@@ -125,6 +127,7 @@ impl Cli {
             Command::Doctor(args) => args.run(),
             Command::Config(args) => args.run(),
             Command::Iptables(args) => args.run(),
+            Command::Takeover(args) => args.run(),
             Command::KeepNat(args) => args.run(),
             Command::Cleanup(args) => args.run(),
             Command::Completions(args) => args.run(),

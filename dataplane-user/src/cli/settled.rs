@@ -85,6 +85,7 @@ impl Command {
             Self::Explain(args) => both(&mut args.paths, &mut args.socket, file),
             Self::Monitor(args) => both(&mut args.paths, &mut args.socket, file),
             Self::Cleanup(args) => both(&mut args.paths, &mut args.socket, file),
+            Self::Takeover(args) => both(&mut args.paths, &mut args.socket, file),
             Self::Conntrack(args) => {
                 let common = args.common();
                 both(&mut common.paths, &mut common.socket, file);

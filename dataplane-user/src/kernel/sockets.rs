@@ -15,8 +15,8 @@ mod sweep;
 use std::{
     collections::HashMap,
     io,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket},
-    os::fd::{AsRawFd, OwnedFd},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket},
+    os::fd::{AsFd, AsRawFd, OwnedFd},
     path::{Path, PathBuf},
 };
 
@@ -166,6 +166,15 @@ impl Peers {
             .flat_map(|(owners, peers)| owners.into_iter().zip(peers))
             // Free, or connected again since, and not through a VIP.
             .filter(|(cookie, peer)| *cookie != 0 && peer.endpoint_port != Port::ANY)
+    }
+
+    /// The endpoints of connected sockets that the programs translated, by the sockets' cookies ([`cookie`]).
+    pub fn endpoints(&self) -> HashMap<u64, SocketAddr> {
+        let endpoint = |peer: Peer| SocketAddr::new(peer.endpoint.ip(), peer.endpoint_port.host());
+        let noted = self
+            .in_sets()
+            .map(|(cookie, peer)| (cookie, endpoint(peer)));
+        noted.collect()
     }
 
     /// Destroys the connected sockets, in every network namespace, for which `stale` holds of what
@@ -352,6 +361,14 @@ fn noted(rest: &[u8]) -> Option<Peer> {
     let inside = |bytes, kind| attributes(bytes).find(|(k, _)| *k == kind).map(|(_, c)| c);
     let value = inside(inside(inside(rest, SK_BPF_STORAGES)?, STORAGE)?, VALUE)?;
     Peer::read_from_prefix(value).ok().map(|(peer, _)| peer)
+}
+
+/// The number by which the kernel and its programs know a socket (`SO_COOKIE`).
+///
+/// # Errors
+/// If it is no socket.
+pub fn cookie(socket: impl AsFd) -> io::Result<u64> {
+    Ok(rustix::net::sockopt::socket_cookie(socket)?)
 }
 
 /// Whether the kernel destroys sockets when it is asked to: tried on one of our own.

@@ -11,7 +11,7 @@ use std::{
 
 use super::{
     binaries::{self, Binaries, Family, Role, Variant},
-    collect,
+    collect, may_die,
     owners::{self, FOREIGN, Owner},
     report::{of_chains, of_rule},
     ruleset::{self, Rule, Table, Text},
@@ -235,7 +235,9 @@ pub fn clean_up(root: Option<&Path>, owners: &[&Owner], dry_run: bool) -> io::Re
             return Ok(done);
         }
         for (step, by) in steps {
+            may_die();
             by.run(root, &step)?;
+            may_die();
             done.steps.push(step);
         }
     }
@@ -250,35 +252,35 @@ pub fn clean_up(root: Option<&Path>, owners: &[&Owner], dry_run: bool) -> io::Re
 }
 
 /// What makes a change.
-enum By {
+pub(super) enum By {
     /// A program of iptables.
     Restore(PathBuf),
+    /// `nft`.
+    Nft(PathBuf),
     /// The kernel: a native table's family and name.
     Kernel(&'static str, String),
 }
 
 impl By {
-    fn run(&self, root: Option<&Path>, step: &Step) -> io::Result<()> {
-        match self {
+    pub fn run(&self, root: Option<&Path>, step: &Step) -> io::Result<()> {
+        let (program, arguments) = match self {
             Self::Kernel(family, name) => {
                 netfilter::delete_table(family, name).map_err(io::Error::other)?;
-                Ok(())
+                return Ok(());
             }
-            Self::Restore(program) => binaries::below(root, || {
-                let arguments = ["--noflush", "-w", "60"];
-                let said =
-                    binaries::run_with(program, &arguments, step.input.as_bytes(), PATIENCE, SAID)?;
-                if said.success {
-                    return Ok(());
-                }
-                let why = said
-                    .stderr
-                    .lines()
-                    .next()
-                    .unwrap_or("it failed without a word");
-                Err(io::Error::other(format!("{}: {why}", program.display())))
-            }),
-        }
+            Self::Restore(program) => (program, &["--noflush", "-w", "60"][..]),
+            Self::Nft(program) => (program, &["-f", "-"][..]),
+        };
+        binaries::below(root, || {
+            let input = step.input.as_bytes();
+            let said = binaries::run_with(program, arguments, input, PATIENCE, SAID)?;
+            if said.success {
+                return Ok(());
+            }
+            let why = said.stderr.lines().next();
+            let why = why.unwrap_or("it failed without a word");
+            Err(io::Error::other(format!("{}: {why}", program.display())))
+        })
     }
 }
 
@@ -302,14 +304,7 @@ fn look(root: Option<&Path>, found: &Binaries, owners: &[&Owner]) -> io::Result<
         if removal.input.is_empty() {
             continue;
         }
-        let restore = restore(found, &printed.origin).ok_or_else(|| {
-            let why = format!(
-                "no {}-restore is here: {}",
-                printed.origin,
-                super::detect::GET_IPTABLES
-            );
-            io::Error::other(why)
-        })?;
+        let restore = restore_program(found, &printed.origin)?;
         let step = Step {
             command: format!("{}-restore --noflush", printed.origin),
             input: removal.input,
@@ -333,16 +328,20 @@ fn look(root: Option<&Path>, found: &Binaries, owners: &[&Owner]) -> io::Result<
 }
 
 /// The program that loads what one with this name has printed: `ip6tables-nft`.
-fn restore(found: &Binaries, origin: &str) -> Option<PathBuf> {
+pub(super) fn restore_program(found: &Binaries, origin: &str) -> io::Result<PathBuf> {
     for family in Family::BOTH {
         for variant in [Variant::Legacy, Variant::Nft] {
-            if binaries::name(family, Some(variant), Role::Command) == origin {
-                let binary = found.program(family, variant, Role::Restore);
-                return binary.map(|binary| binary.path.clone());
+            if binaries::name(family, Some(variant), Role::Command) == origin
+                && let Some(binary) = found.program(family, variant, Role::Restore)
+            {
+                return Ok(binary.path.clone());
             }
         }
     }
-    None
+    let get = super::detect::GET_IPTABLES;
+    Err(io::Error::other(format!(
+        "no {origin}-restore is here: {get}"
+    )))
 }
 
 #[cfg(test)]

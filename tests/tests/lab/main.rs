@@ -88,6 +88,7 @@ mod sources;
 mod stale;
 mod status;
 mod supervisor;
+mod takeover;
 mod topology;
 mod two_vips;
 mod upgrade;
@@ -237,6 +238,7 @@ fn main() -> ExitCode {
         nodeport::SCENARIOS,
         host_ports::SCENARIOS,
         imported::SCENARIOS,
+        takeover::SCENARIOS,
         routes::SCENARIOS,
         ways::SCENARIOS,
         wrong_cgroup::SCENARIOS,

@@ -1,14 +1,19 @@
 //! `dataplane iptables compare`.
 
 use std::{
+    collections::BTreeSet,
     io::{self, Write},
-    path::PathBuf,
+    net::SocketAddr,
+    path::{Path, PathBuf},
     process::ExitCode,
 };
 
 use anyhow::{Context as _, ensure};
 use clap::Args;
-use dataplane_common::tables::{Frontend, FrontendKey, Kind};
+use dataplane_common::{
+    Protocol,
+    tables::{Frontend, FrontendKey, Kind},
+};
 use serde::Serialize;
 
 use crate::{
@@ -18,7 +23,8 @@ use crate::{
         source,
     },
     kernel::Tables,
-    plan::{self, Answer, Empty, Planner},
+    model::Snapshot,
+    plan::{self, Answer, Contents, Empty, Planner},
 };
 
 /// As many endpoints of an address are shown.
@@ -51,10 +57,11 @@ pub struct CompareArgs {
     pub(super) paths: PathArgs,
 }
 
+/// What rules serve, beside what the tables do.
 #[derive(Serialize)]
-struct Comparison {
+pub struct Comparison {
     /// Addresses and ports that rules serve or refuse.
-    compared: usize,
+    pub compared: usize,
     differences: Vec<Difference>,
     /// Addresses and ports that the tables alone have.
     only_in_tables: Vec<String>,
@@ -62,6 +69,9 @@ struct Comparison {
     not_in_rules: Vec<&'static str>,
     /// Lines that were not understood, whose services were not compared.
     not_understood: Vec<String>,
+    /// The TCP ports of cluster IPs that both serve, each with its endpoints.
+    #[serde(skip)]
+    pub cluster_ips: Vec<(SocketAddr, Vec<SocketAddr>)>,
 }
 
 #[derive(Serialize)]
@@ -76,40 +86,7 @@ struct Difference {
 impl CompareArgs {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         let snapshot = source::of_rules(self.file.clone())?;
-        let bpffs = self.paths.bpffs();
-        ensure!(
-            Tables::exist(&bpffs)?,
-            "no tables in {}: no agent has run; start `dataplane run` first",
-            bpffs.display()
-        );
-        let mut contents = Tables::open(&bpffs)?.contents()?;
-        contents.forget_reachable();
-        let mut planner = Planner::adopt(contents.clone())
-            .with_context(|| format!("the tables in {}", bpffs.display()))?;
-        planner.plan(&snapshot);
-        let mut found = Comparison {
-            compared: planner.frontends().len(),
-            differences: Vec::new(),
-            only_in_tables: Vec::new(),
-            not_in_rules: not_in_rules(&planner.frontends(), &contents.frontends),
-            not_understood: snapshot
-                .problems
-                .iter()
-                .map(|problem| format!("{}: {}", problem.place, problem.text))
-                .collect(),
-        };
-        for change in plan::changes(&contents, &planner) {
-            match (change.before, change.after) {
-                (_, None) => found.only_in_tables.push(change.key),
-                (Some(tables), Some(rules)) if is_same(&tables, &rules) => {}
-                (tables, Some(rules)) => found.differences.push(Difference {
-                    address: change.key,
-                    service: change.service,
-                    rules,
-                    tables,
-                }),
-            }
-        }
+        let found = compare(&snapshot, &self.paths.bpffs())?;
         self.output.print(&found, text)?;
         Ok(if found.is_same() {
             ExitCode::SUCCESS
@@ -119,8 +96,72 @@ impl CompareArgs {
     }
 }
 
+/// Compares what rules serve, which `snapshot` has, with the tables.
+pub fn compare(snapshot: &Snapshot, bpffs: &Path) -> anyhow::Result<Comparison> {
+    ensure!(
+        Tables::exist(bpffs)?,
+        "no tables in {}: no agent has run; start `dataplane run` first",
+        bpffs.display()
+    );
+    let mut contents = Tables::open(bpffs)?.contents()?;
+    contents.forget_reachable();
+    let mut planner = Planner::adopt(contents.clone())
+        .with_context(|| format!("the tables in {}", bpffs.display()))?;
+    planner.plan(snapshot);
+    let mut found = Comparison {
+        compared: planner.frontends().len(),
+        differences: Vec::new(),
+        only_in_tables: Vec::new(),
+        not_in_rules: not_in_rules(&planner.frontends(), &contents.frontends),
+        not_understood: snapshot
+            .problems
+            .iter()
+            .map(|problem| format!("{}: {}", problem.place, problem.text))
+            .collect(),
+        cluster_ips: cluster_ips(&planner, &contents),
+    };
+    for change in plan::changes(&contents, &planner) {
+        match (change.before, change.after) {
+            (_, None) => found.only_in_tables.push(change.key),
+            (Some(tables), Some(rules)) if is_same(&tables, &rules) => {}
+            (tables, Some(rules)) => found.differences.push(Difference {
+                address: change.key,
+                service: change.service,
+                rules,
+                tables,
+            }),
+        }
+    }
+    Ok(found)
+}
+
+fn cluster_ips(rules: &Planner, tables: &Contents) -> Vec<(SocketAddr, Vec<SocketAddr>)> {
+    let of_rules: BTreeSet<FrontendKey> =
+        rules.frontends().into_iter().map(|(key, _)| key).collect();
+    let mut all = Vec::new();
+    for (key, frontend) in &tables.frontends {
+        let Some(pool) = tables.pools.get(frontend.pool() as usize) else {
+            continue;
+        };
+        let from = pool.block.base() as usize;
+        let to = from + usize::from(pool.block.len());
+        let endpoints = tables.endpoints.get(from..to).unwrap_or_default();
+        let endpoints: BTreeSet<SocketAddr> = (endpoints.iter())
+            .filter(|endpoint| !endpoint.is_none())
+            .map(|endpoint| SocketAddr::new(endpoint.addr.ip(), endpoint.port.host()))
+            .collect();
+        let is_asked = frontend.kind() == Kind::CLUSTER_IP && key.protocol == Protocol::TCP;
+        if is_asked && !endpoints.is_empty() && of_rules.contains(key) {
+            let addr = SocketAddr::new(key.addr.ip(), key.port.host());
+            all.push((addr, endpoints.into_iter().collect()));
+        }
+    }
+    all
+}
+
 impl Comparison {
-    fn is_same(&self) -> bool {
+    /// Whether nothing differs, and everything was compared.
+    pub fn is_same(&self) -> bool {
         self.differences.is_empty()
             && self.not_understood.is_empty()
             && self.not_in_rules.is_empty()
@@ -191,7 +232,8 @@ fn leads_to(answer: Option<&Answer>) -> String {
     words.join(" ")
 }
 
-fn text(out: &mut dyn Write, found: &Comparison) -> io::Result<()> {
+/// Prints it for people.
+pub fn text(out: &mut dyn Write, found: &Comparison) -> io::Result<()> {
     let mut table = Table::new(&["ADDRESS", "SERVICE", "RULES LEAD TO", "TABLES LEAD TO"]);
     for difference in &found.differences {
         table.row([
@@ -284,6 +326,7 @@ mod tests {
                 .collect(),
             not_in_rules: vec!["IPv6"],
             not_understood: Vec::new(),
+            cluster_ips: Vec::new(),
         };
         assert!(!found.is_same());
         let mut out = Vec::new();

@@ -1,7 +1,7 @@
 //! `dataplane iptables`.
 
 mod cleanup;
-mod compare;
+pub(super) mod compare;
 mod detect;
 mod report;
 

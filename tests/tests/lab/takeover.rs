@@ -1,0 +1,445 @@
+//! `dataplane takeover`: a node with kube-proxy's rules of each mode is taken over and given back, with traffic throughout; what
+//! differs or fails stops it; and whoever is killed leaves a node that works.
+
+use std::{
+    fs,
+    os::unix::fs::PermissionsExt as _,
+    path::{Path, PathBuf},
+    sync::atomic::{AtomicBool, Ordering},
+    thread,
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use dataplane_common::Reason;
+use dataplane_peers::{Cluster as Peers, LocalDetector, Mode};
+use dataplane_tests::{
+    Agent, Host, Lab, Process,
+    report::{LoadReport, Report},
+};
+use tempfile::TempDir;
+
+use crate::{
+    cluster::{Cluster, TCP, UDP, ask, counted, reaches, serve},
+    differential::world::load_rules,
+    manifest::{Manifests, Service},
+    outcome::Outcome,
+};
+
+scenarios! {
+    Dataplane:
+    rules_of_mode_iptables_are_taken_over_and_given_back,
+    rules_of_iptables_legacy_are_taken_over_and_given_back,
+    rules_of_mode_nftables_are_taken_over_and_given_back,
+    what_differs_stops_a_takeover,
+    a_takeover_that_fails_brings_the_rules_back,
+    a_takeover_that_is_killed_leaves_a_node_that_works,
+}
+
+const TO: &str = "10.96.0.10:80";
+const TO_V6: &str = "[fd00:96::10]:80";
+const DNS: &str = "10.96.0.10:53";
+/// Rules of others, before, between and behind those of kube-proxy.
+const FOREIGN: &[&str] = &[
+    "-t nat -I PREROUTING 1 -p tcp -m tcp --dport 4711 -j RETURN",
+    "-t nat -A PREROUTING -p tcp -m tcp --dport 4712 -j RETURN",
+    "-t filter -I FORWARD 2 -p tcp -m tcp --dport 4713 -j ACCEPT",
+];
+
+fn web(lab: &Lab, endpoints: [&str; 2]) -> Service {
+    Service::new("web", &["10.96.0.10", "fd00:96::10"])
+        .node_port("tcp", 80, TCP, 30080)
+        .port("udp-dns", 53, UDP)
+        .endpoints(&endpoints.map(|name| lab.pod(name)))
+}
+
+fn load_kube_proxys_rules(node: &Host, mode: Mode, manifests: &Manifests) -> Result<()> {
+    let peers = Peers {
+        local: LocalDetector::Networks(vec!["10.244.0.0/16".parse()?]),
+        node_ports_on: node.addresses().into(),
+        ..Peers::default()
+    };
+    load_rules(node, mode, &manifests.path(), &peers)
+}
+
+/// A node with kube-proxy's rules, and an agent that serves the same.
+struct Node {
+    lab: Lab,
+    agent: Agent,
+    directory: TempDir,
+    mode: Mode,
+    _manifests: Manifests,
+    _servers: Vec<Process>,
+}
+
+impl Node {
+    fn start(mode: Mode) -> Result<Self> {
+        let lab = Cluster::lab()?;
+        let [far, near] = ["far", "near"].map(|name| lab.pod(name));
+        let servers = [far, near].map(serve).into_iter().collect::<Result<_>>()?;
+        let web = web(&lab, ["far", "near"]);
+        let empty = Service::new("empty", &["10.96.0.12"]).port("tcp", 80, TCP);
+        let manifests = Manifests::new(&[web, empty])?;
+        let node = lab.node("node2");
+        load_kube_proxys_rules(node, mode, &manifests)?;
+        for rule in FOREIGN {
+            let programs: &[&str] = match mode {
+                Mode::IptablesLegacy => &["iptables-legacy", "ip6tables-legacy"],
+                Mode::IptablesNft => &["iptables-nft", "ip6tables-nft"],
+                Mode::Nftables => &[],
+            };
+            for program in programs {
+                node.command(program).args(rule.split(' ')).run()?;
+            }
+        }
+        let addresses: Vec<String> = node.addresses().map(|addr| addr.to_string()).into();
+        let agent = lab
+            .agent("node2")
+            .in_the_nodes_cgroup()
+            .manifests(manifests.path())
+            .args(["--pod-cidr", "10.244.0.0/16"])
+            .args(["--nodeport-addresses", &addresses.join(",")])
+            .start()?;
+        Ok(Self {
+            lab,
+            agent,
+            directory: tempfile::tempdir()?,
+            mode,
+            _manifests: manifests,
+            _servers: servers,
+        })
+    }
+
+    fn node(&self) -> &Host {
+        self.lab.node("node2")
+    }
+
+    fn client(&self) -> &Host {
+        self.lab.pod("sleep")
+    }
+
+    /// Runs `dataplane takeover`, with variables.
+    fn takeover(&self, arguments: &[&str], variables: &[(&str, &str)]) -> Result<Outcome> {
+        let directory = self.directory.path().to_str().context("a path in UTF-8")?;
+        let all = ["takeover", "--takeover-dir", directory];
+        let mut command = self.agent.dataplane([&all, arguments].concat());
+        for (name, value) in variables {
+            command = command.env(name, value);
+        }
+        let output = command.output()?;
+        Ok(Outcome {
+            code: output.status.code(),
+            stdout: String::from_utf8(output.stdout)?,
+            stderr: String::from_utf8(output.stderr)?,
+        })
+    }
+
+    /// All rules, without counters and remarks.
+    fn rules(&self) -> Result<String> {
+        let print = match self.mode {
+            Mode::IptablesLegacy => "iptables-legacy-save; ip6tables-legacy-save",
+            Mode::IptablesNft => "iptables-nft-save; ip6tables-nft-save",
+            Mode::Nftables => {
+                "for f in ip ip6; do nft -s list table $f kube-proxy 2>/dev/null || true; done"
+            }
+        };
+        let all = self.node().command("sh").args(["-c", print]).run()?;
+        // Chains have an order of their own in the kernel.
+        let mut chains = Vec::new();
+        let mut lines = Vec::new();
+        for line in all.lines().filter(|line| !line.starts_with('#')) {
+            match line.split_once(" [") {
+                Some((chain, _)) if line.starts_with(':') => chains.push(chain),
+                _ => lines.push(line),
+            }
+        }
+        if self.mode != Mode::Nftables {
+            lines = by_chain(lines);
+        }
+        chains.sort_unstable();
+        Ok([chains, lines].concat().join("\n") + "\n")
+    }
+
+    fn has_rules(&self) -> Result<bool> {
+        let rules = self.rules()?;
+        Ok(rules.contains("KUBE-SERVICES") || rules.contains("table ip kube-proxy"))
+    }
+
+    /// The files in the directory that begin so.
+    fn files(&self, name: &str) -> Result<Vec<PathBuf>> {
+        let all = fs::read_dir(self.directory.path())?;
+        let paths: Vec<PathBuf> = all
+            .map(|entry| Ok(entry?.path()))
+            .collect::<Result<_, std::io::Error>>()?;
+        let is = |path: &PathBuf| {
+            let file = path.file_name().unwrap_or_default();
+            file.to_string_lossy().starts_with(name)
+        };
+        Ok(paths.into_iter().filter(is).collect())
+    }
+
+    fn is_served(&self) -> Result<()> {
+        for to in [TO, TO_V6] {
+            let report = ask(self.client(), to, "connect --count 4")?;
+            ensure!(report.answered == 4, "{to}: {report:?}");
+        }
+        Ok(())
+    }
+}
+
+/// The rules of each chain stay together in their order, and each table's chains are sorted.
+fn by_chain(lines: Vec<&str>) -> Vec<&str> {
+    let mut all = lines;
+    for table in all.split_mut(|line| *line == "COMMIT") {
+        table.sort_by_key(|line| line.split(' ').nth(1).map(str::to_owned));
+    }
+    all
+}
+
+/// Traffic of all kinds, until it is stopped.
+fn with_traffic(node: &Node, work: impl FnOnce() -> Result<()>) -> Result<()> {
+    let outside = format!("{}:30080", node.node().ipv4());
+    let start = |host: &Host, to: &[&str]| {
+        let to = to.iter().flat_map(|to| ["--to", to]);
+        let pause = if is_long() { "100" } else { "500" };
+        let arguments = to.chain(["--threads", "2", "--pause-us", pause]);
+        host.load(&arguments.collect::<Vec<_>>())
+    };
+    let loads = [
+        ("a pod", start(node.client(), &[TO, TO_V6])?),
+        ("outside", start(node.lab.external("ext"), &[&outside])?),
+    ];
+    let stop = AtomicBool::new(false);
+    let datagrams = thread::scope(|scope| -> Result<u64> {
+        let udp = scope.spawn(|| -> Result<u64> {
+            let mut answered = 0;
+            while !stop.load(Ordering::Relaxed) {
+                let report = ask(node.client(), DNS, "udp --unconnected --count 100")?;
+                ensure!(report.answered == report.attempts, "{report:?}");
+                answered += report.answered;
+            }
+            Ok(answered)
+        });
+        let worked = work();
+        stop.store(true, Ordering::Relaxed);
+        let datagrams = udp.join().ok().context("the UDP client panicked")?;
+        worked?;
+        datagrams
+    })?;
+    for (who, load) in loads {
+        let report: LoadReport = load.wait_json()?;
+        let failures = &report.failures;
+        ensure!(report.errors.is_empty(), "from {who}: {failures:?}");
+        println!(
+            "{}, from {who}: {} connections, none failed",
+            node.mode, report.answered
+        );
+        ensure!(report.answered > 500, "from {who}: {}", report.answered);
+    }
+    println!("{}: {datagrams} datagrams, none lost", node.mode);
+    ensure!(datagrams > 0, "no datagrams");
+    Ok(())
+}
+
+/// Whether the long form was asked for: as many connections as docs/takeover.md says, and every point.
+fn is_long() -> bool {
+    std::env::var_os("DATAPLANE_TAKEOVER_LONG").is_some()
+}
+
+/// Ends a connection that is held, which has to be alive.
+fn is_alive(mut held: Process, by: &str) -> Result<()> {
+    held.close_stdin();
+    let report: Report = held.wait_json()?;
+    let lives = report.errors.is_empty() && report.answered > 0;
+    ensure!(lives, "the connection that {by} translated: {report:?}");
+    Ok(())
+}
+
+fn there_and_back(mode: Mode) -> Result<()> {
+    let node = Node::start(mode)?;
+    let before = node.rules()?;
+    let outside = format!("{}:30080", node.node().ipv4());
+    let of_mode = match mode {
+        Mode::Nftables => "nft delete table ip kube-proxy",
+        _ => "-X KUBE-SERVICES",
+    };
+    let dry_run = node.takeover(&["--dry-run"], &[])?.exits(0)?;
+    dry_run.says(&["would be in", "would run", of_mode])?;
+    ensure!(node.rules()? == before, "--dry-run changed rules");
+    ensure!(node.files("rules-")?.is_empty(), "--dry-run saved rules");
+    // Before the agent began to serve, the rules translated.
+    with_traffic(&node, || {
+        let by_programs = [node.client().hold(TO)?, node.client().hold(TO_V6)?];
+        node.takeover(&[], &[])?.exits(0)?.says(&[
+            "SHA-256",
+            "answer by the dataplane's programs",
+            "without the rules",
+        ])?;
+        ensure!(!node.has_rules()?, "{}", node.rules()?);
+        for rule in FOREIGN.iter().filter(|_| mode != Mode::Nftables) {
+            let port = rule.split("--dport ").nth(1).context("a port")?;
+            ensure!(
+                node.rules()?.contains(port),
+                "the rule of others is gone: {rule}"
+            );
+        }
+        let (_, translated) = counted(&node.agent, Reason::Translated, || {
+            reaches(node.client(), TO, "connect --count 16", &["far", "near"])
+        })?;
+        ensure!(translated >= 16, "{translated} of 16 connections");
+        let again = node.takeover(&["-o", "json"], &[])?.exits(0)?.json()?;
+        ensure!(again["outcome"] == "taken-over", "{again:#}");
+        let [saved] = &node.files("rules-")?[..] else {
+            bail!("not one file with rules");
+        };
+        let saved = saved.to_str().context("a path in UTF-8")?;
+        let compare = ["iptables", "compare", "--file", saved];
+        crate::outcome::run_args(&node.agent, compare)?.exits(0)?;
+
+        node.takeover(&["--revert"], &[])?
+            .exits(3)?
+            .says(&["no service has changed", "an agent runs"])?;
+        let back = node.rules()?;
+        ensure!(back == before, "{back}\nbefore:\n{before}");
+        for held in by_programs {
+            is_alive(held, "the agent's programs")?;
+        }
+        Ok(())
+    })?;
+    let held = node.client().hold(TO)?;
+    let from_outside = node.lab.external("ext").hold(&outside)?;
+    let Node { mut agent, .. } = node;
+    agent.stop()?;
+    let node = Node { agent, ..node };
+    node.takeover(&["--revert"], &[])?
+        .exits(0)?
+        .says(&["removed"])?;
+    node.is_served()?;
+    is_alive(held, "the agent's programs")?;
+    is_alive(from_outside, "the packet path")?;
+    node.takeover(&["--revert"], &[])?
+        .exits(1)?
+        .says(&["nothing was taken over"])?;
+    Ok(())
+}
+
+fn rules_of_mode_iptables_are_taken_over_and_given_back() -> Result<()> {
+    there_and_back(Mode::IptablesNft)
+}
+
+fn rules_of_iptables_legacy_are_taken_over_and_given_back() -> Result<()> {
+    there_and_back(Mode::IptablesLegacy)
+}
+
+fn rules_of_mode_nftables_are_taken_over_and_given_back() -> Result<()> {
+    there_and_back(Mode::Nftables)
+}
+
+fn what_differs_stops_a_takeover() -> Result<()> {
+    let mut node = Node::start(Mode::IptablesNft)?;
+    // kube-proxy has heard of another endpoint.
+    let other = web(&node.lab, ["near", "near2"]);
+    load_kube_proxys_rules(node.node(), node.mode, &Manifests::new(&[other])?)?;
+    let before = node.rules()?;
+    let untouched = |node: &Node| -> Result<()> {
+        ensure!(node.rules()? == before, "rules were changed");
+        ensure!(node.files("rules-")?.is_empty(), "a file is left");
+        ensure!(node.files("journal")?.is_empty(), "a journal is left");
+        Ok(())
+    };
+    for dry_run in [&[][..], &["--dry-run"]] {
+        let stopped = node.takeover(dry_run, &[])?.exits(2)?;
+        stopped.says(&["10.244.2.11:", "10.244.1.5:", "default/web"])?;
+        untouched(&node)?;
+    }
+    node.agent.stop()?;
+    node.takeover(&[], &[])?
+        .exits(1)?
+        .says(&["start `dataplane run`"])?;
+    untouched(&node)
+}
+
+/// A directory with a program that fails when it is to change something; and the real one on all other occasions.
+fn failing(name: &str, times: u32) -> Result<TempDir> {
+    let directory = tempfile::tempdir()?;
+    let program = directory.path().join(name);
+    let count = directory.path().join("count");
+    let script = format!(
+        "#!/bin/sh\ncase \"$1\" in --version) exec /usr/sbin/{name} \"$@\";; esac\n\
+         n=$(cat {count} 2>/dev/null || echo 0)\nif [ $n -lt {times} ]; then echo $((n + 1)) > {count}; \
+         echo a test asked for it >&2; exit 1; fi\nexec /usr/sbin/{name} \"$@\"\n",
+        count = count.display()
+    );
+    fs::write(&program, script)?;
+    fs::set_permissions(&program, fs::Permissions::from_mode(0o755))?;
+    Ok(directory)
+}
+
+fn a_takeover_that_fails_brings_the_rules_back() -> Result<()> {
+    let node = Node::start(Mode::IptablesNft)?;
+    let before = node.rules()?;
+    let path = |directory: &Path| format!("{}:/usr/sbin:/usr/bin:/sbin:/bin", directory.display());
+    // IPv4's rules have gone when IPv6's cannot.
+    let program = failing("ip6tables-nft-restore", 1)?;
+    let variables = [("PATH", &*path(program.path()))];
+    node.takeover(&[], &variables)?
+        .exits(1)?
+        .says(&["a test asked for it", "the rules are back as they were"])?;
+    let back = node.rules()?;
+    ensure!(back == before, "{back}\nbefore:\n{before}");
+    ensure!(node.files("journal")?.is_empty(), "a journal is left");
+    node.is_served()?;
+    // Nor do they come back at once: the next command goes on.
+    let program = failing("ip6tables-nft-restore", 1)?;
+    let other = failing("iptables-nft-restore", 99)?;
+    drop(other);
+    let variables = [("PATH", &*path(program.path()))];
+    node.takeover(&[], &variables)?.exits(1)?;
+    node.takeover(&[], &[])?.exits(0)?;
+    ensure!(!node.has_rules()?, "rules are left");
+    node.is_served()
+}
+
+/// Dies at each point of a take-over, and of giving back. The services are served each time, and the next command finishes.
+fn a_takeover_that_is_killed_leaves_a_node_that_works() -> Result<()> {
+    let step = if is_long() { 1 } else { 4 };
+    let modes: &[Mode] = if is_long() {
+        &Mode::ALL
+    } else {
+        &[Mode::IptablesNft]
+    };
+    for mode in modes {
+        let node = Node::start(*mode)?;
+        let before = node.rules()?;
+        let mut killed = [0, 0];
+        for (way, arguments) in [(0, &[][..]), (1, &["--revert"][..])] {
+            for point in (1..).step_by(step) {
+                let point = point.to_string();
+                let outcome = node.takeover(arguments, &[("DATAPLANE_TAKEOVER_DIES", &point)])?;
+                node.is_served()
+                    .with_context(|| format!("killed at point {point}"))?;
+                if outcome.code.is_some() {
+                    outcome.exits([0, 3][way])?;
+                    break;
+                }
+                killed[way] += 1;
+                // The next finishes: the same, or the opposite.
+                node.takeover(&[], &[])?
+                    .exits(0)
+                    .with_context(|| format!("after point {point}"))?;
+                ensure!(!node.has_rules()?, "rules are left after point {point}");
+                node.is_served()?;
+                if way == 0 {
+                    node.takeover(&["--revert"], &[])?.exits(3)?;
+                    let back = node.rules()?;
+                    ensure!(
+                        back == before,
+                        "after point {point}: {back}\nbefore:\n{before}"
+                    );
+                }
+            }
+        }
+        println!("{mode}: killed at {killed:?} points");
+        ensure!(killed.iter().all(|points| *points > 1), "{killed:?}");
+    }
+    Ok(())
+}
