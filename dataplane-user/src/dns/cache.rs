@@ -3,24 +3,39 @@
 //! An answer belongs to the namespace whose query brought it. If there is no room for another answer, the namespace with
 //! the most bytes loses one. So a namespace that asks for many names evicts its own answers, once it has more than any
 //! other.
+//!
+//! The bytes of keys and answers are in [cells] of the cache's own. As allocations of their own they took several times their
+//! size: the allocator put them between the futures of queries that wait, and did not fill the holes that these left.
+
+mod cells;
 
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
     fmt,
     hash::{BuildHasher, RandomState},
+    mem,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+        atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
 
-use super::{name::LowerName, wire::Stored};
+use hashbrown::HashTable;
+use slab::Slab;
+
+use self::cells::Cells;
+use super::{
+    name::LowerName,
+    wire::{Shape, Stored},
+};
 
 /// How many parts there are, each with a lock of its own.
 const SHARDS: usize = 16;
-/// What an entry takes besides its key and answer: the map's slot and the queue's.
-const OVERHEAD: usize = 176;
+/// What an entry takes besides the cells of its key and answer. Tables and queues are at least half full.
+const OVERHEAD: usize = size_of::<Entry>() + 4 * size_of::<usize>();
+/// Bytes of a key before the name.
+const BEFORE_NAME: usize = 7;
 /// How long any answer is kept at most.
 const LONGEST: u32 = 86_400;
 
@@ -32,7 +47,7 @@ impl Key {
     /// The key of a question to a set of resolvers.
     pub fn new(resolvers: u32, name: &LowerName, of_type: u16, bits: u8) -> Self {
         let name = name.bytes();
-        let mut key = Vec::with_capacity(name.len() + 7);
+        let mut key = Vec::with_capacity(BEFORE_NAME + name.len());
         key.extend_from_slice(&resolvers.to_ne_bytes());
         key.extend_from_slice(&of_type.to_ne_bytes());
         key.push(bits);
@@ -40,8 +55,9 @@ impl Key {
         Self(key.into())
     }
 
-    fn is_of(&self, name: &LowerName) -> bool {
-        self.0.get(7..) == Some(name.bytes())
+    fn length(&self) -> u16 {
+        // A name has at most 255 bytes.
+        u16::try_from(self.0.len()).unwrap_or(u16::MAX)
     }
 }
 
@@ -68,18 +84,26 @@ pub enum State {
 }
 
 struct Entry {
-    stored: Arc<Stored>,
+    /// The hash of its key.
+    hash: u64,
+    /// Where the bytes of its key and answer begin, and how many of them are the key's.
+    first: u32,
+    key: u16,
+    shape: Shape,
     owner: Arc<str>,
     since: Instant,
     /// Whether it was asked for since it was last considered for eviction.
-    used: AtomicBool,
+    used: bool,
     /// How often it was asked for.
-    hits: AtomicUsize,
+    hits: u32,
 }
 
 #[derive(Default)]
 struct Shard {
-    entries: HashMap<Key, Entry>,
+    /// Numbers of entries, by their keys.
+    table: HashTable<usize>,
+    entries: Slab<Entry>,
+    cells: Cells,
     /// Each has at least one entry.
     owners: HashMap<Arc<str>, Owner>,
     bytes: usize,
@@ -88,8 +112,8 @@ struct Shard {
 /// The answers of a namespace.
 #[derive(Default)]
 struct Owner {
-    /// Keys in the order in which they are considered for eviction.
-    queue: VecDeque<Key>,
+    /// Numbers of entries in the order in which they are considered for eviction.
+    queue: VecDeque<usize>,
     bytes: usize,
 }
 
@@ -122,10 +146,13 @@ impl Cache {
         }
     }
 
-    fn shard(&self, key: &Key) -> MutexGuard<'_, Shard> {
-        let hash = usize::try_from(self.hasher.hash_one(key) % SHARDS as u64);
-        let shard = &self.shards[hash.unwrap_or_default()];
-        shard.lock().unwrap_or_else(PoisonError::into_inner)
+    /// The shard of a key, and the key's hash.
+    fn shard(&self, key: &Key) -> (MutexGuard<'_, Shard>, u64) {
+        let hash = self.hasher.hash_one(key);
+        // The shard's table looks at other bits: the first and the last.
+        let number = usize::try_from(hash >> 32).unwrap_or_default() % SHARDS;
+        let shard = self.shards[number].lock();
+        (shard.unwrap_or_else(PoisonError::into_inner), hash)
     }
 
     /// The answer to a question, if it is there.
@@ -139,18 +166,21 @@ impl Cache {
     }
 
     fn find(&self, key: &Key, now: Instant, uses: bool) -> Option<Hit> {
-        let shard = self.shard(key);
-        let entry = shard.entries.get(key)?;
+        let (mut shard, hash) = self.shard(key);
+        let at = shard.find(hash, key)?;
+        let Shard { entries, cells, .. } = &mut *shard;
+        let entry = entries.get_mut(at)?;
         let age = now.saturating_duration_since(entry.since);
         let seconds = u32::try_from(age.as_secs()).unwrap_or(u32::MAX);
-        let ttl = entry.stored.ttl.min(LONGEST);
+        let ttl = entry.shape.ttl.min(LONGEST);
         if age > Duration::from_secs(ttl.into()) + self.stale {
             return None;
         }
         let mut hits = 0;
         if uses {
-            entry.used.store(true, Ordering::Relaxed);
-            hits = entry.hits.fetch_add(1, Ordering::Relaxed);
+            entry.used = true;
+            hits = entry.hits;
+            entry.hits = hits.saturating_add(1);
         }
         let state = match ttl.checked_sub(seconds) {
             None | Some(0) => State::Stale,
@@ -159,19 +189,19 @@ impl Cache {
             Some(_) => State::Fresh,
         };
         Some(Hit {
-            stored: Arc::clone(&entry.stored),
+            stored: Arc::new(entry.stored(cells)),
             age: seconds,
             state,
         })
     }
 
     /// Keeps an answer if its TTL allows it and it is whole. `owner`: the namespace that has asked.
-    pub fn put(&self, key: &Key, owner: &Arc<str>, stored: &Arc<Stored>, now: Instant) {
-        if stored.ttl == 0 || stored.is_truncated() {
+    pub fn put(&self, key: &Key, owner: &Arc<str>, stored: &Stored, now: Instant) {
+        if stored.shape().ttl == 0 || stored.is_truncated() {
             return;
         }
-        let mut shard = self.shard(key);
-        shard.put(key, owner, stored, now);
+        let (mut shard, hash) = self.shard(key);
+        shard.put((hash, key), owner, stored, now);
         while shard.bytes > self.room && shard.evict() {
             self.evictions.fetch_add(1, Ordering::Relaxed);
         }
@@ -226,88 +256,114 @@ impl Cache {
     }
 }
 
+impl Entry {
+    /// Its bytes: the key's and the answer's.
+    fn length(&self) -> usize {
+        usize::from(self.key) + self.shape.packed
+    }
+
+    /// What it takes.
+    fn size(&self) -> usize {
+        Cells::size(self.length()) + OVERHEAD
+    }
+
+    fn stored(&self, cells: &Cells) -> Stored {
+        let packed = cells.read(self.first, self.key.into()..self.length());
+        Stored::new(packed.into(), self.shape)
+    }
+}
+
 impl Shard {
-    fn put(&mut self, key: &Key, owner: &Arc<str>, stored: &Arc<Stored>, now: Instant) {
+    /// The number of the entry with this key.
+    fn find(&self, hash: u64, key: &Key) -> Option<usize> {
+        let is_it = |at: &usize| {
+            let entry = &self.entries[*at];
+            entry.key == key.length() && self.cells.starts_with(entry.first, &key.0)
+        };
+        self.table.find(hash, is_it).copied()
+    }
+
+    fn put(&mut self, (hash, key): (u64, &Key), owner: &Arc<str>, stored: &Stored, now: Instant) {
+        let found = self.find(hash, key);
         // A fresh answer belongs to whom the old one belonged to: nobody else pays for it.
-        let old = self.entries.get(key);
-        let owner = Arc::clone(old.map_or(owner, |old| &old.owner));
+        let owner = Arc::clone(found.map_or(owner, |at| &self.entries[at].owner));
+        let bytes = [&*key.0, stored.packed()].concat();
         let entry = Entry {
-            stored: Arc::clone(stored),
+            hash,
+            first: self.cells.put(&bytes),
+            key: key.length(),
+            shape: stored.shape(),
             owner: Arc::clone(&owner),
             since: now,
-            used: AtomicBool::new(false),
-            hits: AtomicUsize::new(0),
+            used: false,
+            hits: 0,
         };
         let of_owner = self.owners.entry(owner).or_default();
-        let size = size(key, stored);
-        self.bytes += size;
-        of_owner.bytes += size;
-        if let Some(old) = self.entries.insert(key.clone(), entry) {
-            let size = self::size(key, &old.stored);
-            self.bytes -= size;
-            of_owner.bytes -= size;
+        self.bytes += entry.size();
+        of_owner.bytes += entry.size();
+        if let Some(at) = found {
+            let old = mem::replace(&mut self.entries[at], entry);
+            self.cells.free(old.first);
+            self.bytes -= old.size();
+            of_owner.bytes -= old.size();
         } else {
-            of_owner.queue.push_back(key.clone());
+            let at = self.entries.insert(entry);
+            of_owner.queue.push_back(at);
+            let hash_of = |at: &usize| self.entries[*at].hash;
+            self.table.insert_unique(hash, at, hash_of);
         }
     }
 
     /// Forgets the answers for a name.
     fn forget(&mut self, name: &LowerName) {
-        let Self {
-            entries,
-            owners,
-            bytes,
-        } = self;
-        entries.retain(|key, entry| {
-            if !key.is_of(name) {
-                return true;
+        let is_of = |entry: &Entry| {
+            let range = BEFORE_NAME..entry.key.into();
+            self.cells.read(entry.first, range) == name.bytes()
+        };
+        let entries = self.entries.iter();
+        let gone: Vec<usize> = entries
+            .filter_map(|(at, entry)| is_of(entry).then_some(at))
+            .collect();
+        for at in gone {
+            if let Some(of_owner) = self.owners.get_mut(&self.entries[at].owner) {
+                of_owner.queue.retain(|queued| *queued != at);
             }
-            let size = size(key, &entry.stored);
-            *bytes -= size;
-            if let Some(of_owner) = owners.get_mut(&entry.owner) {
-                of_owner.bytes -= size;
-                of_owner.queue.retain(|queued| queued != key);
-            }
-            false
-        });
-        owners.retain(|_, of_owner| !of_owner.queue.is_empty());
+            self.remove(at);
+        }
     }
 
     /// Evicts an answer of the namespace with the most bytes. Returns whether there was one.
     fn evict(&mut self) -> bool {
-        let owners = self.owners.iter();
-        let most = owners.max_by_key(|(_, of)| of.bytes);
-        let Some(name) = most.map(|(name, _)| Arc::clone(name)) else {
+        let Some(of_owner) = self.owners.values_mut().max_by_key(|of| of.bytes) else {
             return false;
         };
-        let Some(of_owner) = self.owners.get_mut(&name) else {
-            return false;
-        };
-        // An answer that was used gets another round.
-        while let Some(key) = of_owner.queue.pop_front() {
-            let Some(entry) = self.entries.get(&key) else {
-                continue;
-            };
-            if entry.used.swap(false, Ordering::Relaxed) {
-                of_owner.queue.push_back(key);
+        while let Some(at) = of_owner.queue.pop_front() {
+            // An answer that was used gets another round.
+            if mem::take(&mut self.entries[at].used) {
+                of_owner.queue.push_back(at);
                 continue;
             }
-            let size = size(&key, &entry.stored);
-            self.bytes -= size;
-            of_owner.bytes -= size;
-            self.entries.remove(&key);
-            break;
+            self.remove(at);
+            return true;
         }
-        if of_owner.queue.is_empty() {
-            self.owners.remove(&name);
-        }
-        true
+        false
     }
-}
 
-/// The bytes that an answer takes.
-fn size(key: &Key, stored: &Stored) -> usize {
-    key.0.len() + stored.size() + OVERHEAD
+    /// Removes an entry that is in no queue any more.
+    fn remove(&mut self, at: usize) {
+        let entry = self.entries.remove(at);
+        if let Ok(found) = self.table.find_entry(entry.hash, |other| *other == at) {
+            found.remove();
+        }
+        self.cells.free(entry.first);
+        self.bytes -= entry.size();
+        if let Some(of_owner) = self.owners.get_mut(&entry.owner) {
+            of_owner.bytes -= entry.size();
+            if of_owner.queue.is_empty() {
+                self.owners.remove(&entry.owner);
+            }
+        }
+    }
 }
 
 #[cfg(test)]
@@ -433,15 +489,14 @@ mod tests {
                 cache.put(&key(number), &owners[owner], &stored(number, ttl), now);
                 for shard in &cache.shards {
                     let shard = shard.lock().unwrap();
-                    let sizes = shard.entries.iter();
-                    let sizes = sizes.map(|(key, entry)| size(key, &entry.stored));
+                    let sizes = shard.entries.iter().map(|(_, entry)| entry.size());
                     prop_assert_eq!(sizes.sum::<usize>(), shard.bytes);
                     prop_assert!(shard.bytes <= 900);
                     let queued = shard.owners.values().map(|of| of.queue.len());
                     prop_assert_eq!(queued.sum::<usize>(), shard.entries.len());
                     for (name, of) in &shard.owners {
                         let own = shard.entries.iter().filter(|(_, entry)| entry.owner == *name);
-                        let sizes = own.map(|(key, entry)| size(key, &entry.stored));
+                        let sizes = own.map(|(_, entry)| entry.size());
                         prop_assert_eq!(sizes.sum::<usize>(), of.bytes);
                         prop_assert!(!of.queue.is_empty());
                     }

@@ -293,7 +293,7 @@ mod tests {
         let addr = [0, 1, 0, 1, 0, 0, 0, 60, 0, 4, 192, 0, 2, 25];
         let all = theirs(&[(&[0xc0, 12], &mail.concat()), (&[0xc0, 47], &addr)]);
         let stored = join_with(&all);
-        let message = Message::from_vec(&stored.bytes).unwrap();
+        let message = Message::from_vec(stored.bytes()).unwrap();
         let records: Vec<_> = message.answers.iter().map(ToString::to_string).collect();
         assert_eq!(
             records,
@@ -317,7 +317,7 @@ mod tests {
         ]
         .concat();
         let stored = join_with(&theirs(&[(&[0xc0, 12], &naptr)]));
-        let message = Message::from_vec(&stored.bytes).unwrap();
+        let message = Message::from_vec(stored.bytes()).unwrap();
         let text = message.answers[2].to_string();
         assert!(text.ends_with("sip.example.com."), "{text}");
     }
@@ -331,7 +331,7 @@ mod tests {
         assert_eq!(stored.code(), ResponseCode::NoError);
         assert_eq!(stored.counts(), [4, 0, 0]);
         assert_eq!(
-            stored.bytes[stored.bytes.len() - 10..][..10],
+            stored.bytes()[stored.bytes().len() - 10..][..10],
             [0, 0, 0, 50, 0, 4, 0xc0, 12, 0xff, 0xff]
         );
     }
@@ -352,7 +352,7 @@ mod tests {
             (&[], &owner),
             (&(0xc000 | to).to_be_bytes(), &far),
         ]);
-        assert_eq!(Message::from_vec(&all.bytes).unwrap().answers.len(), 3);
+        assert_eq!(Message::from_vec(all.bytes()).unwrap().answers.len(), 3);
         assert_eq!(join_with(&all).code(), ResponseCode::ServFail);
         // An answer that is as long as TCP allows.
         let longest = [
@@ -361,7 +361,7 @@ mod tests {
         ]
         .concat();
         let all = theirs(&[(&[0xc0, 12], &longest)]);
-        assert_eq!(all.bytes.len(), usize::from(u16::MAX));
+        assert_eq!(all.bytes().len(), usize::from(u16::MAX));
         assert_eq!(join_with(&all).code(), ResponseCode::ServFail);
     }
 
@@ -377,7 +377,7 @@ mod tests {
             let asked = name("www.example.com");
             let mail = [0, 15, 0, 1, 0, 0, 0, 60, 0, 9, 0, 10, 4, b'm', b'a', b'i', b'l', 0xc0, 16];
             let soa = [&[0xc0, 16, 0, 6, 0, 1, 0, 0, 0, 60, 0, 24, 0xc0, 16, 0xc0, 47][..], &[0; 20]].concat();
-            let mut bytes = theirs(&[(&[0xc0, 12], &mail), (&[0xc0, 12], &mail), (&[], &soa)]).bytes.to_vec();
+            let mut bytes = theirs(&[(&[0xc0, 12], &mail), (&[0xc0, 12], &mail), (&[], &soa)]).bytes().to_vec();
             bytes.extend(more);
             let changed = !changes.is_empty();
             for (at, byte) in changes {
@@ -389,7 +389,7 @@ mod tests {
             let Ok(stored) = Stored::read(&bytes, &asked, 15, false) else { return Ok(()) };
             let joined = join_with(&stored);
             let records = |stored: &Stored, aliases: usize| {
-                let message = Message::from_vec(&stored.bytes).ok()?;
+                let message = Message::from_vec(stored.bytes()).ok()?;
                 let mut all = [message.answers, message.authorities, message.additionals];
                 all[0].drain(..aliases);
                 // Times to live are shorter by the age.
@@ -413,7 +413,7 @@ mod tests {
             }
             let [answers, authorities, additional] = stored.counts();
             prop_assert_eq!(joined.counts(), [answers + 2, authorities, additional]);
-            let more = |stored: &Stored| join_with(stored).bytes.len() - stored.bytes.len();
+            let more = |stored: &Stored| join_with(stored).bytes().len() - stored.bytes().len();
             prop_assert_eq!(more(&stored), more(&theirs(&[])));
         }
     }

@@ -92,7 +92,7 @@ impl Resolver {
             }
         }
         let stored = ask.otherwise.as_ref()?;
-        Some(stored.bytes.to_vec())
+        Some(stored.bytes().to_vec())
     }
 
     fn set(&self, resolvers: &[SocketAddr]) -> u32 {
@@ -380,7 +380,7 @@ mod tests {
     }
 
     fn addresses(reply: &Reply) -> Vec<String> {
-        let message = Message::from_vec(&reply.stored.bytes).unwrap();
+        let message = Message::from_vec(reply.stored.bytes()).unwrap();
         message
             .answers
             .iter()

@@ -8,7 +8,7 @@ mod stored;
 use hickory_proto::op::ResponseCode;
 
 use super::name::LowerName;
-pub use stored::Stored;
+pub use stored::{Shape, Stored};
 
 /// Length of a message's header.
 pub const HEADER: usize = 12;
@@ -339,14 +339,14 @@ impl Query<'_> {
     /// Answers with a stored answer to the same question, of which `age` seconds have passed. The client's own spelling
     /// of the name takes the place of the stored one.
     pub fn with_stored(&self, transport: Transport, stored: &Stored, age: u32, out: &mut Vec<u8>) {
-        if stored.upper != 0 && self.edns.is_none() {
+        if stored.shape().upper != 0 && self.edns.is_none() {
             // The code does not fit into the header.
             return self.with_code(ResponseCode::ServFail, out);
         }
-        let bytes = &*stored.bytes;
+        let bytes = stored.bytes();
         let opt = self.edns.map_or(0, |_| OPT_LENGTH);
         let low = bytes[3] & 0x0f;
-        self.begin(out, stored.authoritative, low);
+        self.begin(out, stored.shape().authoritative, low);
         // Only for a client that asks for it, and one that takes DNSSEC's records.
         if self.bits() & (bits::AD | bits::DO) != 0 {
             out[3] |= bytes[3] & 0x20;
@@ -366,7 +366,7 @@ impl Query<'_> {
         let start = out.len();
         out.extend_from_slice(bytes.get(start..end).unwrap_or_default());
         stored.age(out, age);
-        self.end(out, u16::from(low) | u16::from(stored.upper) << 4);
+        self.end(out, u16::from(low) | u16::from(stored.shape().upper) << 4);
     }
 }
 

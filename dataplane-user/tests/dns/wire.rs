@@ -204,7 +204,7 @@ fn answers_of_all_servers_are_understood() {
     ] {
         let rest = [&query[12..], &mail, &additional].concat();
         let stored = read(&answer([0x81, 0x80], [1, 1, 0, 3], &rest)).unwrap();
-        let message = Message::from_vec(&stored.bytes).unwrap();
+        let message = Message::from_vec(stored.bytes()).unwrap();
         assert!(message.edns.is_none());
         assert_eq!(
             (message.answers.len(), message.additionals.len()),

@@ -10,12 +10,14 @@ use crate::{
     dns_world::{ADMIN, CACHE, OUTSIDE, SERVICE, TTL, World},
     metrics::Metrics,
     proxy::inside,
+    readers::memory,
 };
 
 scenarios! {
     Dataplane:
     answers_are_kept_as_the_configuration_says,
     the_cache_is_shown_and_forgets,
+    names_in_the_cache_take_the_memory_that_is_counted,
     queries_and_connections_leave_open_files_to_each_other,
 }
 
@@ -90,6 +92,39 @@ fn the_cache_is_shown_and_forgets() -> Result<()> {
     );
     ensure!(cache(&["--flush"])?["flushed"] == 2);
     ensure!(cache(&[])?["entries"] == 0);
+    Ok(())
+}
+
+/// `unbound` has an answer for all names below this one.
+const MANY: &str =
+    " local-zone: many.example. redirect\n local-data: 'many.example. 60 IN A 192.0.2.1'\n";
+
+/// The allocator puts allocations of the cache between those of waiting queries, and does not fill the holes that these leave.
+/// With an allocation for each answer, the memory grew by more than twice the cache's bytes.
+fn names_in_the_cache_take_the_memory_that_is_counted() -> Result<()> {
+    let world = World::start_with(&json!({ "rules": {} }), |text| text, MANY, None)?;
+    let fill = |name: &str, count: &str, rate: &str| -> Result<()> {
+        let probe = world.app().probe("dns").args(["--to", "10.96.0.53:53"]);
+        let probe = probe.args(["--name", name, "--count", count, "--rate", rate]);
+        // On a busy machine, some are refused.
+        probe.run()?;
+        Ok(())
+    };
+    let bytes = || -> Result<u64> {
+        let cache = world.agent.dataplane(["dns", "cache", "-o", "json"]);
+        cache.json::<Value>()?["bytes"].as_u64().context("bytes")
+    };
+    // As many queries wait as may.
+    fill("a{}.many.example.", "500", "20000")?;
+    let before = (memory(&world.agent)?, bytes()?);
+    fill("b{}.many.example.", "5000", "2500")?;
+    let (taken, counted) = (
+        memory(&world.agent)? * 1024 - before.0 * 1024,
+        bytes()? - before.1,
+    );
+    println!("{taken} bytes for {counted} bytes in the cache");
+    ensure!(counted > 4000 * 200, "{counted} bytes");
+    ensure!(2 * taken < 3 * counted, "{taken} bytes for {counted}");
     Ok(())
 }
 

@@ -18,7 +18,7 @@ scenarios! {
 }
 
 /// Resident memory that no file backs, in KiB.
-fn memory(agent: &Agent) -> Result<u64> {
+pub fn memory(agent: &Agent) -> Result<u64> {
     let status = fs::read_to_string(format!("/proc/{}/status", agent.id()))?;
     let mut lines = status.lines();
     let line = lines.find_map(|line| line.strip_prefix("RssAnon:"));

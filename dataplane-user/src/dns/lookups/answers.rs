@@ -27,7 +27,7 @@ pub fn answer(name: &LowerName, stored: &Stored) -> Result<Answer, String> {
         ResponseCode::NoError | ResponseCode::NXDomain => {}
         code => return Err(format!("the resolvers answer {code}")),
     }
-    let message = Message::from_vec(&stored.bytes).map_err(|error| error.to_string())?;
+    let message = Message::from_vec(stored.bytes()).map_err(|error| error.to_string())?;
     let mut owner = name.to_name();
     let mut ttl = u32::MAX;
     for _ in 0..ALIASES {

@@ -8,10 +8,18 @@ use crate::dns::name::LowerName;
 /// An answer that was checked, and is kept to answer others with: one question, no OPT record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Stored {
-    /// The message.
-    pub bytes: Box<[u8]>,
-    /// Where times to live are.
-    ttls: Box<[u16]>,
+    /// The message, and then where its times to live are: two bytes for each.
+    packed: Box<[u8]>,
+    shape: Shape,
+}
+
+/// What is known of an answer besides its bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// How many bytes of the packed ones are the message's.
+    message: usize,
+    /// How many packed bytes there are.
+    pub packed: usize,
     /// Whether we are who knows.
     pub(super) authoritative: bool,
     /// The upper bits of its code.
@@ -111,46 +119,76 @@ impl Stored {
             (0, 0) => negative.map_or(shortest, |ttl| ttl.min(shortest)),
             _ => 0,
         };
-        Ok(Self {
-            bytes: bytes.into(),
-            ttls: ttls.into(),
+        let message = bytes.len();
+        bytes.extend(ttls.into_iter().flat_map(u16::to_ne_bytes));
+        let shape = Shape {
+            message,
+            packed: bytes.len(),
             authoritative,
             upper,
             ttl,
-        })
+        };
+        Ok(Self::new(bytes.into(), shape))
+    }
+
+    /// The answer with these packed bytes.
+    pub fn new(packed: Box<[u8]>, shape: Shape) -> Self {
+        Self { packed, shape }
+    }
+
+    /// The message.
+    pub fn bytes(&self) -> &[u8] {
+        &self.packed[..self.shape.message]
+    }
+
+    /// Its bytes in one piece, as the cache keeps them.
+    pub fn packed(&self) -> &[u8] {
+        &self.packed
+    }
+
+    /// What is known of it besides its bytes.
+    pub fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    /// Where times to live are.
+    fn ttls(&self) -> impl Iterator<Item = usize> {
+        let (ttls, _) = self.packed[self.shape.message..].as_chunks();
+        ttls.iter().map(|at| usize::from(u16::from_ne_bytes(*at)))
     }
 
     /// An answer with the flags and the code of `bytes`, and nothing else.
     fn without_records(bytes: &[u8], name: &LowerName, of_type: u16) -> Self {
         let mut whole = question(0, name, of_type, 0, false);
         whole[..4].copy_from_slice(&bytes[..4]);
-        Self {
-            bytes: whole.into(),
-            ttls: Box::default(),
+        let shape = Shape {
+            message: whole.len(),
+            packed: whole.len(),
             authoritative: false,
             upper: 0,
             ttl: 0,
-        }
+        };
+        Self::new(whole.into(), shape)
     }
 
     /// The numbers of records in its sections.
     pub fn counts(&self) -> [u16; 3] {
-        counts(&self.bytes).map_or([0; 3], |[_, counts @ ..]| counts)
+        counts(self.bytes()).map_or([0; 3], |[_, counts @ ..]| counts)
     }
 
     /// The records that fit into `room` bytes: where the last of them ends, and how many each section has. Of additional
     /// records, those with one name and type are there or not there together (RFC 2181).
     pub(super) fn within(&self, room: usize) -> (usize, [u16; 3]) {
-        let mut end = skip_name(&self.bytes, HEADER).map_or(0, |at| at + 4);
+        let mut end = skip_name(self.bytes(), HEADER).map_or(0, |at| at + 4);
         let mut found = [0; 3];
         // The name and type of the last additional records, where the first of them begins, and how many there are.
         let mut last: Option<(&[u8], usize, u16)> = None;
         for (section, count) in self.counts().into_iter().enumerate() {
             for _ in 0..count {
-                let Some(record) = Record::read(&self.bytes, end) else {
+                let Some(record) = Record::read(self.bytes(), end) else {
                     return (end, found);
                 };
-                let owner = &self.bytes[record.start..record.ttl - 2];
+                let owner = &self.bytes()[record.start..record.ttl - 2];
                 let (_, first, before) = last
                     .filter(|(known, ..)| section == 2 && *known == owner)
                     .unwrap_or((owner, record.start, 0));
@@ -168,7 +206,7 @@ impl Stored {
 
     /// Shortens the times to live of its records, or the first of them, by some seconds.
     pub(super) fn age(&self, bytes: &mut [u8], age: u32) {
-        for at in self.ttls.iter().copied().map(usize::from) {
+        for at in self.ttls() {
             let left = read_u32(bytes, at).saturating_sub(age);
             let Some(place) = bytes.get_mut(at..at + 4) else {
                 return;
@@ -179,19 +217,19 @@ impl Stored {
 
     /// The message after some seconds.
     pub fn aged(&self, age: u32) -> Vec<u8> {
-        let mut bytes = self.bytes.to_vec();
+        let mut bytes = self.bytes().to_vec();
         self.age(&mut bytes, age);
         bytes
     }
 
     /// Its code.
     pub fn code(&self) -> ResponseCode {
-        ResponseCode::from(self.upper, self.bytes[3] & 0x0f)
+        ResponseCode::from(self.shape.upper, self.bytes()[3] & 0x0f)
     }
 
     /// Whether it says that it does not fit.
     pub fn is_truncated(&self) -> bool {
-        self.bytes[2] & 0x02 != 0
+        self.bytes()[2] & 0x02 != 0
     }
 
     /// Appends its records to another message, in which the name of its question is at `name`. The records' times to live
@@ -255,18 +293,12 @@ impl Stored {
     #[must_use]
     pub fn with_ttl(&self, ttl: u32) -> Self {
         let mut other = self.clone();
-        for at in &self.ttls {
-            let at = usize::from(*at);
-            if let Some(place) = other.bytes.get_mut(at..at + 4) {
+        for at in self.ttls() {
+            if let Some(place) = other.packed.get_mut(at..at + 4) {
                 place.copy_from_slice(&ttl.to_be_bytes());
             }
         }
         other
-    }
-
-    /// What it takes in memory.
-    pub fn size(&self) -> usize {
-        size_of::<Self>() + self.bytes.len() + size_of_val(&*self.ttls)
     }
 }
 
@@ -350,7 +382,7 @@ mod tests {
     fn an_answer_that_is_cut_within_a_record_is_truncated() {
         let bytes = answer([0x83, 0x80], [&[record(&[0xc0, 12], 1, &[1; 4])], &[], &[]]);
         let stored = read(&bytes[..bytes.len() - 3]).unwrap();
-        assert!(stored.is_truncated() && stored.counts() == [0; 3] && stored.ttl == 0);
+        assert!(stored.is_truncated() && stored.counts() == [0; 3] && stored.shape().ttl == 0);
         let whole = answer([0x81, 0x80], [&[record(&[0xc0, 12], 1, &[1; 4])], &[], &[]]);
         assert!(read(&whole[..whole.len() - 3]).is_err());
     }
