@@ -243,7 +243,8 @@ fn serve(
     let paths = settings.kernel.paths()?;
     let limits = settings.limits.of_tables();
     let said = settings;
-    let settings = &with_rules(settings).map_err(InputError::Open)?;
+    let (settings, rules) = with_rules(settings).map_err(InputError::Open)?;
+    let settings = &settings;
     let packet = PacketSettings::new(&settings.packets);
     let names = settings.dns.as_ref().is_some_and(Dns::is_on);
     let source = source(&settings.source, scope(settings), names);
@@ -253,7 +254,9 @@ fn serve(
         directory: socket.parent().unwrap_or(Path::new("/")),
         dns: settings.dns.as_ref(),
     };
-    let input = Input::open(&source, &settings.node, Some(keeping), notices(&events))?;
+    let opened = source.clone().having_read(rules);
+    let input = Input::open(&opened, &settings.node, Some(keeping), notices(&events))?;
+    drop(opened);
     let mut input = input.with_reachable(reachable);
     let asks = settings.replace || back.is_some();
     let Back { given, mut left } = back.unwrap_or_default();

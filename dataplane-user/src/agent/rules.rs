@@ -1,7 +1,8 @@
 //! kube-proxy's rules as the source: gets those in the kernel, and takes what rules say of the node for what the operator
 //! did not say.
 
-use imbl::OrdMap;
+use std::sync::{Mutex, PoisonError};
+
 use tracing::info;
 
 use crate::{
@@ -9,14 +10,17 @@ use crate::{
     settings::{self, Node, Packets, Range, Settings},
     source::{
         OpenError,
-        iptables::{self, Facts, Masquerade, Text},
+        iptables::{self, Facts, First, Masquerade, Text},
     },
     takeover::{
-        binaries,
+        binaries::{self, Binaries},
         collect::{self, Printed},
         ruleset::Form,
     },
 };
+
+/// The programs that print rules, as they were found on `PATH`: each was asked for its version.
+static PROGRAMS: Mutex<Option<Binaries>> = Mutex::new(None);
 
 /// Prints kube-proxy's rules in the kernel, of the network namespace that this thread is in.
 ///
@@ -25,13 +29,34 @@ use crate::{
 /// The kernel or a program does not print them, or a program is missing.
 pub fn live() -> Result<Vec<Text>, String> {
     let tables = netfilter::tables().map_err(|error| error.to_string())?;
-    let is_wanted = |table: &Table| match table.kind {
-        Kind::Legacy | Kind::Compat => matches!(&*table.name, "nat" | "filter"),
-        Kind::Native => table.name == "kube-proxy",
-    };
-    let tables: Vec<Table> = tables.into_iter().filter(is_wanted).collect();
+    let tables: Vec<Table> = tables.into_iter().filter(is_kube_proxys).collect();
+    let mut programs = PROGRAMS.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(found) = &*programs {
+        let texts = print(found, &tables);
+        // Otherwise another program may be there now.
+        if texts.is_ok() {
+            return texts;
+        }
+    }
     let found = binaries::find(None).map_err(|error| error.to_string())?;
-    let collected = collect::collect(None, &found, &tables, true);
+    print(programs.insert(found), &tables)
+}
+
+/// Whether a table has rules of kube-proxy's for services. It makes chain `KUBE-SERVICES` in each table of iptables that has
+/// some.
+fn is_kube_proxys(table: &Table) -> bool {
+    match table.kind {
+        Kind::Legacy | Kind::Compat => {
+            let mut chains = table.chains.iter();
+            matches!(&*table.name, "nat" | "filter")
+                && chains.any(|chain| chain.name == "KUBE-SERVICES")
+        }
+        Kind::Native => table.name == "kube-proxy" && matches!(table.family, "ip" | "ip6"),
+    }
+}
+
+fn print(found: &Binaries, tables: &[Table]) -> Result<Vec<Text>, String> {
+    let collected = collect::collect(None, found, tables, true);
     let collected = collected.map_err(|error| error.to_string())?;
     if !collected.missing.is_empty() {
         return Err(collected.missing.join("\n"));
@@ -57,18 +82,20 @@ fn texts(printed: Vec<Printed>) -> Vec<Text> {
     texts
 }
 
-/// The settings, with what kube-proxy's rules say of the node where the operator said nothing, if the rules are the source.
+/// The settings, with what kube-proxy's rules say of the node where the operator said nothing, if the rules are the source; and
+/// the rules that were read for it.
 ///
 /// # Errors
 ///
 /// The rules cannot be read.
-pub fn with_rules(settings: &Settings) -> Result<Settings, OpenError> {
+pub fn with_rules(settings: &Settings) -> Result<(Settings, Option<First>), OpenError> {
     let mut settings = settings.clone();
-    if let Some(facts) = facts(&settings.source)? {
-        node(&mut settings.node, &facts);
-        packets(&mut settings.packets, &facts);
+    let first = first(&settings.source)?;
+    if let Some(First { imported, .. }) = &first {
+        node(&mut settings.node, &imported.facts);
+        packets(&mut settings.packets, &imported.facts);
     }
-    Ok(settings)
+    Ok((settings, first))
 }
 
 /// Does the same for a command that needs the node only.
@@ -76,12 +103,16 @@ pub fn with_rules(settings: &Settings) -> Result<Settings, OpenError> {
 /// # Errors
 ///
 /// The rules cannot be read.
-pub fn node_of_rules(source: &settings::Source, of: &Node) -> Result<Node, OpenError> {
+pub fn node_of_rules(
+    source: &settings::Source,
+    of: &Node,
+) -> Result<(Node, Option<First>), OpenError> {
     let mut of = of.clone();
-    if let Some(facts) = facts(source)? {
-        node(&mut of, &facts);
+    let first = first(source)?;
+    if let Some(First { imported, .. }) = &first {
+        node(&mut of, &imported.facts);
     }
-    Ok(of)
+    Ok((of, first))
 }
 
 /// The rules that are to be read, if they are the source.
@@ -91,15 +122,13 @@ pub fn source(settings: &settings::Source) -> Option<iptables::Settings> {
         file: rules.file.clone(),
         live,
         strict: rules.strict,
+        first: None,
     })
 }
 
-fn facts(from: &settings::Source) -> Result<Option<Facts>, OpenError> {
-    let Some(rules) = source(from) else {
-        return Ok(None);
-    };
-    let imported = iptables::read(&rules, &OrdMap::new())?;
-    Ok(Some(imported.facts))
+fn first(from: &settings::Source) -> Result<Option<First>, OpenError> {
+    let rules = source(from);
+    Ok(rules.as_ref().map(iptables::read).transpose()?)
 }
 
 fn node(node: &mut Node, facts: &Facts) {
@@ -107,12 +136,13 @@ fn node(node: &mut Node, facts: &Facts) {
         return;
     }
     // No range means the primary addresses. The agent answers node ports at loopback in any case.
-    let loopback = ["127.0.0.0/8", "::1/128"].map(|net| net.parse().expect("written here"));
-    let said = match &facts.node_ports[..] {
-        [] => &loopback[..],
-        said => said,
+    let loopback = ["127.0.0.0/8", "::1/128"].map(|net| Range(net.parse().expect("written here")));
+    let said: Vec<Range> = facts.node_ports.iter().copied().map(Range).collect();
+    node.node_port_addresses = if said.is_empty() {
+        loopback.to_vec()
+    } else {
+        said
     };
-    node.node_port_addresses = said.iter().copied().map(Range).collect();
 }
 
 /// Takes over which clients are masqueraded on the way to a cluster IP.
@@ -130,8 +160,8 @@ fn packets(packets: &mut Packets, facts: &Facts) {
     if is_said {
         return;
     }
-    let known = facts.masquerade.iter().flatten();
-    for masquerade in known.clone() {
+    let known: Vec<&Masquerade> = facts.masquerade.iter().flatten().collect();
+    for masquerade in &known {
         let prefix = match masquerade {
             Masquerade::NotFromPrefix(prefix) => Some(prefix),
             Masquerade::NotFromInterface(_) => None,
@@ -144,30 +174,30 @@ fn packets(packets: &mut Packets, facts: &Facts) {
         }
         return;
     }
-    let mut all = known.clone();
-    if all.all(|masquerade| *masquerade == Masquerade::Nobody) {
+    let all = |of: Masquerade| known.iter().all(|masquerade| **masquerade == of);
+    if all(Masquerade::Nobody) {
         return;
     }
-    let mut all = known.clone();
-    if all.all(|masquerade| *masquerade == Masquerade::All) {
+    if all(Masquerade::All) {
         packets.masquerade_all = true;
         return;
     }
     // Clients outside of these networks are masqueraded, so one family may be masqueraded and the other not.
-    let mut networks = Facts::default();
-    for (v4, masquerade) in [true, false].into_iter().zip(&facts.masquerade) {
-        match masquerade {
-            Some(Masquerade::OutsideOf(net)) => networks.answers(*net),
-            Some(Masquerade::Nobody) => networks.all_answer(v4),
-            _ => {}
-        }
-    }
-    packets.pod_cidrs = networks.node_ports.into_iter().map(Range).collect();
+    let networks = [true, false].into_iter().zip(&facts.masquerade);
+    let networks = networks.filter_map(|(v4, masquerade)| match masquerade {
+        Some(Masquerade::OutsideOf(net)) => Some(*net),
+        Some(Masquerade::Nobody) => Some(iptables::all_of(v4)),
+        _ => None,
+    });
+    packets.pod_cidrs = networks.map(Range).collect();
 }
 
 #[cfg(test)]
 mod tests {
+    use imbl::OrdMap;
+
     use super::*;
+    use crate::kernel::netfilter::Listed;
 
     fn of(v4: Option<Masquerade>, v6: Option<Masquerade>) -> Packets {
         let mut found = Packets::default();
@@ -246,6 +276,52 @@ mod tests {
         assert_eq!(services(&all[..1]), services(&[whole]));
     }
 
+    /// A program for tables of somebody else may be missing.
+    #[test]
+    fn tables_of_others_are_not_wanted() {
+        let table = |kind, family, name: &str, chains: &[&str]| Table {
+            kind,
+            family,
+            name: name.to_owned(),
+            chains: (chains.iter())
+                .map(|chain| Listed {
+                    name: (*chain).to_owned(),
+                    hook: None,
+                    drops: false,
+                    rules: 1,
+                })
+                .collect(),
+            sets: Vec::new(),
+        };
+        for (wanted, table) in [
+            (
+                true,
+                table(Kind::Legacy, "ip", "nat", &["OUTPUT", "KUBE-SERVICES"]),
+            ),
+            (
+                true,
+                table(Kind::Compat, "ip6", "filter", &["KUBE-SERVICES"]),
+            ),
+            (true, table(Kind::Native, "ip", "kube-proxy", &["services"])),
+            (false, table(Kind::Compat, "ip", "filter", &["DOCKER"])),
+            (false, table(Kind::Compat, "ip", "nat", &["KUBE-MARK-MASQ"])),
+            (
+                false,
+                table(Kind::Legacy, "ip", "mangle", &["KUBE-SERVICES"]),
+            ),
+            (
+                false,
+                table(Kind::Native, "inet", "kube-proxy", &["services"]),
+            ),
+            (
+                false,
+                table(Kind::Native, "ip", "istio", &["KUBE-SERVICES"]),
+            ),
+        ] {
+            assert_eq!(is_kube_proxys(&table), wanted, "{table:?}");
+        }
+    }
+
     #[test]
     fn what_the_operator_says_counts() {
         let mut said = Packets {
@@ -255,7 +331,7 @@ mod tests {
         let before = said.clone();
         let facts = Facts {
             masquerade: [Some(Masquerade::All), None],
-            node_ports: vec!["10.0.0.1/32".parse().unwrap()],
+            node_ports: ["10.0.0.1/32".parse().unwrap()].into(),
             ..Facts::default()
         };
         packets(&mut said, &facts);

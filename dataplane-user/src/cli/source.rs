@@ -106,13 +106,14 @@ impl SourceArgs {
     pub(super) fn settle(&mut self, file: &Settings) {
         let api = self.kubernetes || self.kubeconfig.is_some() || self.api_server.is_some();
         let of_file = file.source.kubernetes.as_ref();
+        let of_rules = file.source.iptables.as_ref();
         let from_iptables = self.from_iptables.is_some();
         self.settled = if api || from_iptables || !self.manifests.is_empty() {
             settings::Source {
                 manifests: self.manifests.clone(),
                 iptables: self.from_iptables.as_ref().map(|file| Iptables {
                     file: Some(file.clone()).filter(|file| !file.as_os_str().is_empty()),
-                    strict: self.strict,
+                    strict: self.strict || of_rules.is_some_and(|of| of.strict),
                 }),
                 kubernetes: api.then(|| Kubernetes {
                     kubeconfig: self.kubeconfig.clone(),
@@ -173,23 +174,23 @@ pub(super) fn of_rules(file: Option<PathBuf>) -> anyhow::Result<Snapshot> {
 impl SourceArgs {
     /// Reads what the source has to serve now.
     pub(super) fn snapshot(&self, node: &Node) -> anyhow::Result<Snapshot> {
-        let node = &agent::node_of_rules(&self.settled, node)?;
-        Self::read(&self.source(kubernetes::Scope::HostPorts), node)
+        self.read(self.source(kubernetes::Scope::HostPorts), node)
     }
 
     /// Reads what the source has to answer now.
     pub(super) fn names(&self, node: &Node) -> anyhow::Result<Snapshot> {
-        let node = &agent::node_of_rules(&self.settled, node)?;
-        Self::read(&self.source_of_names(), node)
+        self.read(self.source_of_names(), node)
     }
 
-    fn read(source: &Source, node: &Node) -> anyhow::Result<Snapshot> {
+    fn read(&self, source: Source, node: &Node) -> anyhow::Result<Snapshot> {
+        let (node, rules) = agent::node_of_rules(&self.settled, node)?;
+        let source = source.having_read(rules);
         let (sender, notices) = mpsc::channel();
         let notify = move |notice| {
             // Fails only when nobody waits any more.
             sender.send(notice).unwrap_or_default();
         };
-        let mut input = Input::open(source, node, None, notify)?;
+        let mut input = Input::open(&source, &node, None, notify)?;
         let place = input.health().places().join(", ");
         let start = Instant::now();
         let mut said = false;
@@ -235,6 +236,22 @@ mod tests {
         let mut command = Command::try_parse_from(arguments).map_err(|e| e.to_string())?;
         command.source.settle(&Settings::default());
         Ok(command.source.source(kubernetes::Scope::Services))
+    }
+
+    /// The file says strict, and the command line names the rules.
+    #[test]
+    fn strict_in_the_file_stays() {
+        let mut file = Settings::default();
+        file.source.iptables = Some(Iptables {
+            file: None,
+            strict: true,
+        });
+        let mut command =
+            Command::try_parse_from(["dataplane", "--from-iptables", "rules"]).unwrap();
+        command.source.settle(&file);
+        let settled = command.source.settled().iptables.as_ref().unwrap();
+        assert!(settled.strict);
+        assert_eq!(settled.file.as_deref(), Some("rules".as_ref()));
     }
 
     #[test]

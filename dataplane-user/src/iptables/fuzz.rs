@@ -1,14 +1,14 @@
 //! Whatever the text, reading it ends, in time that grows with its length; and what is printed of it reads the same.
 
-use std::{
-    env, fs,
-    path::PathBuf,
-    time::{Duration, Instant},
-};
+use std::{fs, path::PathBuf, time::Duration};
 
 use proptest::prelude::*;
 
-use super::{Entry, Words, entries, nft};
+use super::{
+    Entry, Words,
+    chance::{self, Change, changed, shortest},
+    entries, nft,
+};
 
 /// Rules that kube-proxy 1.36 wrote, and what istio-iptables and others write besides.
 fn examples() -> [String; 2] {
@@ -107,14 +107,8 @@ fn read_listing(text: &str) {
     }
 }
 
-/// 200, unless `DATAPLANE_FUZZ_RUNS` says.
-fn runs() -> u32 {
-    env::var("DATAPLANE_FUZZ_RUNS").map_or(200, |runs| runs.parse().unwrap())
-}
-
-/// A change of a text: at a place, so many bytes are replaced by others.
-fn change() -> impl Strategy<Value = (prop::sample::Index, usize, String)> {
-    let pieces = [
+fn change() -> impl Strategy<Value = Change> {
+    chance::change(&[
         "\n",
         "\r\n",
         "\t",
@@ -144,25 +138,11 @@ fn change() -> impl Strategy<Value = (prop::sample::Index, usize, String)> {
         "\0",
         "18446744073709551616",
         "é",
-    ];
-    let piece = prop_oneof![
-        prop::sample::select(pieces.to_vec()).prop_map(str::to_owned),
-        ".{0,3}",
-    ];
-    (any::<prop::sample::Index>(), 0_usize..40, piece)
-}
-
-fn changed(mut bytes: Vec<u8>, changes: Vec<(prop::sample::Index, usize, String)>) -> String {
-    for (at, length, piece) in changes {
-        let start = at.index(bytes.len().max(1)).min(bytes.len());
-        let end = (start + length).min(bytes.len());
-        bytes.splice(start..end, piece.into_bytes());
-    }
-    String::from_utf8_lossy(&bytes).into_owned()
+    ])
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: runs(), ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: chance::runs(200), ..ProptestConfig::default() })]
 
     #[test]
     fn any_text_of_rules(text in "[*:\\[\\]\"\\\\!#\\-AINXCOMT0-9 \t\n\u{b}]{0,200}") {
@@ -198,16 +178,6 @@ fn examples_read_as_they_print() {
         assert_eq!(entries(&text).find_map(Result::err), None);
         read(&text);
     }
-}
-
-/// The shortest of a few tries.
-fn shortest(work: impl Fn() -> usize) -> Duration {
-    let tries = (0..3).map(|_| {
-        let start = Instant::now();
-        std::hint::black_box(work());
-        start.elapsed()
-    });
-    tries.min().unwrap()
 }
 
 /// The time is compared with that for splitting the same text at white space.

@@ -3,6 +3,8 @@
 //! prints as the line that it was read from.
 
 #[cfg(test)]
+pub(crate) mod chance;
+#[cfg(test)]
 mod fuzz;
 pub mod nft;
 mod words;

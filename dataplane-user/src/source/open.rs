@@ -17,6 +17,15 @@ pub enum Source {
 }
 
 impl Source {
+    /// Opens the rules of kube-proxy with what was read of them a moment ago.
+    #[must_use]
+    pub fn having_read(mut self, first: Option<iptables::First>) -> Self {
+        if let Self::Iptables(settings) = &mut self {
+            settings.first = first;
+        }
+        self
+    }
+
     /// Begins to read, for this node. Manifests are read before this returns; an API server may be away, and is
     /// then waited for.
     ///

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::{
     cluster::{Cluster, TCP, UDP, ask, eventually, reaches, serve},
-    manifest::{Condition, Manifests, Service},
+    manifest::{Manifests, Service},
     outcome::{Outcome, run, run_args},
 };
 
@@ -30,13 +30,8 @@ pub fn services(lab: &Lab) -> Vec<Service> {
             .port("tcp", 80, TCP)
             .port("udp", 53, UDP)
             .endpoints(&[far, near]),
-        Service::new("sticky", &["10.96.0.11"])
-            .affinity(600)
-            .port("tcp", 80, TCP)
-            .endpoints(&[far, near, near2]),
-        Service::new("empty", &["10.96.0.12"])
-            .port("tcp", 80, TCP)
-            .endpoint(near, Condition::NotReady),
+        Service::sticky(TCP, &[far, near, near2]),
+        Service::empty(TCP, near),
         Service::new("local", &["10.96.0.13"])
             .set("internalTrafficPolicy", "Local")
             .port("tcp", 80, TCP)

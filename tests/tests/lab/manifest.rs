@@ -81,6 +81,18 @@ impl Service {
         }
     }
 
+    /// A service that remembers a client's endpoint. `target`: the port of the endpoints.
+    pub fn sticky(target: u16, endpoints: &[&Host]) -> Self {
+        let service = Self::new("sticky", &["10.96.0.11"]).affinity(600);
+        service.port("tcp", 80, target).endpoints(endpoints)
+    }
+
+    /// A service whose only endpoint is not ready.
+    pub fn empty(target: u16, endpoint: &Host) -> Self {
+        let service = Self::new("empty", &["10.96.0.12"]).port("tcp", 80, target);
+        service.endpoint(endpoint, Condition::NotReady)
+    }
+
     /// Sets a field of the spec.
     pub fn set(mut self, field: &str, value: impl Into<Value>) -> Self {
         self.spec[field] = value.into();

@@ -1,6 +1,11 @@
 //! Services as far as rules have told of them, and what becomes of them in the end.
 
-use std::{collections::BTreeMap, net::IpAddr, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    net::IpAddr,
+    sync::Arc,
+    time::Duration,
+};
 
 use imbl::OrdMap;
 use ipnet::IpNet;
@@ -8,12 +13,16 @@ use smallvec::SmallVec;
 
 use super::{
     Error, Facts,
+    facts::family,
     leftover::{At, Leftovers},
 };
 use crate::model::{
     Endpoint, Protocol, Records, Service, ServiceName, ServicePort, ServiceType, TrafficPolicy,
     Weights,
 };
+
+/// So many ports of a service are looked through for one of them.
+const FEW: usize = 8;
 
 /// The services so far.
 #[derive(Debug, Default)]
@@ -23,14 +32,20 @@ pub struct Draft {
     pub facts: Facts,
     /// The text that has kube-proxy's rules for IPv4, and that for IPv6.
     origins: [Option<String>; 2],
+    /// Whether the rules that are read now are for IPv4.
+    v4: bool,
+    /// Chains to which no packet comes.
+    pub stale: usize,
+    /// Chains of services of a family, to which no rule leads.
+    unhooked: Vec<(bool, Error)>,
 }
 
 /// A service so far.
 #[derive(Debug, Default)]
 pub struct ServiceDraft {
-    pub cluster_ips: SmallVec<[IpAddr; 1]>,
-    pub external_ips: SmallVec<[IpAddr; 0]>,
-    pub load_balancer_ips: SmallVec<[IpAddr; 0]>,
+    cluster_ips: BTreeSet<IpAddr>,
+    pub external_ips: BTreeSet<IpAddr>,
+    pub load_balancer_ips: BTreeSet<IpAddr>,
     /// By family: IPv4, IPv6.
     pub source_ranges: [Option<Vec<IpNet>>; 2],
     pub affinity: Option<Affinity>,
@@ -38,8 +53,13 @@ pub struct ServiceDraft {
     pub external_policy: Option<TrafficPolicy>,
     pub health_check_node_port: Option<u16>,
     ports: SmallVec<[PortDraft; 1]>,
+    /// Where in `ports` each is, if they are many.
+    places: Option<Box<Places>>,
     left_out: bool,
 }
+
+/// Where ports are in a list, by their names and protocols.
+type Places = HashMap<(Box<str>, Protocol), usize>;
 
 /// Session affinity: how long clients are remembered, if they are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,8 +72,23 @@ pub struct PortDraft {
     protocol: Protocol,
     pub port: Option<u16>,
     pub node_port: Option<u16>,
+    /// The node port of a rule that counts connections to loopback.
+    pub at_loopback: Option<u16>,
     /// With their weights.
     pub endpoints: Vec<(Endpoint, u32)>,
+    /// By family: IPv4, IPv6.
+    rules: [Said; 2],
+}
+
+/// What the rules of one family say of a port.
+#[derive(Clone, Copy, Debug, Default)]
+struct Said {
+    /// A rule is about the port.
+    any: bool,
+    /// A rule serves or refuses the port at a cluster IP.
+    internal: bool,
+    /// A rule refuses the port because the service has no endpoint anywhere.
+    refused: bool,
 }
 
 /// A service's port by its name, as rules have it.
@@ -132,16 +167,6 @@ pub fn agree<T: PartialEq>(known: &mut Option<T>, new: T) -> bool {
     true
 }
 
-/// Adds an address that may be there.
-pub fn add<const N: usize>(to: &mut SmallVec<[IpAddr; N]>, ip: IpAddr)
-where
-    [IpAddr; N]: smallvec::Array<Item = IpAddr>,
-{
-    if !to.contains(&ip) {
-        to.push(ip);
-    }
-}
-
 impl Draft {
     /// Begins kube-proxy's rules of one family.
     ///
@@ -154,11 +179,48 @@ impl Draft {
             return Err(Error::Twice {
                 first: first.clone(),
                 second: origin.to_owned(),
-                family: if v4 { "IPv4" } else { "IPv6" },
+                family: family(v4),
             });
         }
         *known = Some(origin.to_owned());
+        self.v4 = v4;
         Ok(())
+    }
+
+    /// Notes a chain of services of a family, to which no rule leads. Such a chain is an error if no other text has rules of the
+    /// family that packets come to.
+    pub fn unhooked(&mut self, v4: bool, error: Error) {
+        self.unhooked.push((v4, error));
+    }
+
+    /// Of which families there are rules: IPv4, IPv6.
+    pub fn families(&self) -> [bool; 2] {
+        self.origins.each_ref().map(Option::is_some)
+    }
+
+    /// Whether no rule is about a service.
+    pub fn is_empty(&self) -> bool {
+        self.services.is_empty()
+    }
+
+    /// Checks that packets come to the chains of services of each family. Lists those of a family that other rules are for.
+    ///
+    /// # Errors
+    ///
+    /// No packet comes to them, and there are no others of the family.
+    pub fn check_hooks(&mut self, leftovers: &mut Leftovers) -> Result<(), Error> {
+        for (v4, error) in std::mem::take(&mut self.unhooked) {
+            if self.origins[usize::from(!v4)].is_none() {
+                return Err(error);
+            }
+            leftovers.add(At::Nowhere, "", error.to_string());
+        }
+        Ok(())
+    }
+
+    /// Whether a service is left out.
+    pub fn is_left_out(&self, name: &ServiceName) -> bool {
+        self.services.get(name).is_some_and(|known| known.left_out)
     }
 
     /// A service, which is new if it was not known.
@@ -171,8 +233,10 @@ impl Draft {
 
     /// A service and one of its ports.
     pub fn port(&mut self, name: &PortName<'_>) -> (&mut ServiceDraft, usize) {
+        let v4 = self.v4;
         let service = self.service(&name.service());
         let index = service.port(name);
+        service.ports[index].rules[usize::from(!v4)].any = true;
         (service, index)
     }
 
@@ -200,11 +264,8 @@ impl Draft {
             if draft.left_out {
                 continue;
             }
-            if let Some(port) = draft.ports.iter().find(|port| port.port.is_none()) {
-                let why = format!(
-                    "no rule says the number of port {:?} of service {name}, so the service is left out",
-                    &*port.name
-                );
+            if let Some(why) = draft.ports.iter().find_map(PortDraft::fault) {
+                let why = format!("{why}, so service {name} is left out");
                 leftovers.add(At::Nowhere, "", why);
                 continue;
             }
@@ -220,17 +281,40 @@ impl Draft {
 impl ServiceDraft {
     /// The index of a port, which is new if it was not known.
     fn port(&mut self, name: &PortName<'_>) -> usize {
+        let key = |port: &PortDraft| (port.name.clone(), port.protocol);
         let is = |port: &PortDraft| (&*port.name, port.protocol) == (name.port, name.protocol);
-        self.ports.iter().position(is).unwrap_or_else(|| {
-            self.ports.push(PortDraft {
-                name: name.port.into(),
-                protocol: name.protocol,
-                port: None,
-                node_port: None,
-                endpoints: Vec::new(),
-            });
-            self.ports.len() - 1
-        })
+        let known = match &self.places {
+            Some(places) => places.get(&(name.port.into(), name.protocol)).copied(),
+            None => self.ports.iter().position(is),
+        };
+        if let Some(known) = known {
+            return known;
+        }
+        let index = self.ports.len();
+        self.ports.push(PortDraft {
+            name: name.port.into(),
+            protocol: name.protocol,
+            port: None,
+            node_port: None,
+            at_loopback: None,
+            endpoints: Vec::new(),
+            rules: Default::default(),
+        });
+        if let Some(places) = &mut self.places {
+            places.insert(key(&self.ports[index]), index);
+        } else if self.ports.len() > FEW {
+            let all = self.ports.iter().map(key).zip(0..);
+            self.places = Some(Box::new(all.collect()));
+        }
+        index
+    }
+
+    /// Notes a rule that serves or refuses a port at a cluster IP.
+    pub fn at_cluster_ip(&mut self, index: usize, ip: IpAddr) -> &mut PortDraft {
+        self.cluster_ips.insert(ip);
+        let port = &mut self.ports[index];
+        port.rules[usize::from(!ip.is_ipv4())].internal = true;
+        port
     }
 
     /// The port at an index that [`Draft::port`] told.
@@ -253,9 +337,9 @@ impl ServiceDraft {
             name,
             kind,
             created: None,
-            cluster_ips: self.cluster_ips,
-            external_ips: self.external_ips,
-            load_balancer_ips: self.load_balancer_ips,
+            cluster_ips: self.cluster_ips.into_iter().collect(),
+            external_ips: self.external_ips.into_iter().collect(),
+            load_balancer_ips: self.load_balancer_ips.into_iter().collect(),
             source_ranges: ranges.collect(),
             affinity: self.affinity.and_then(|Affinity(timeout)| timeout),
             internal_policy: self.internal_policy.unwrap_or_default(),
@@ -268,6 +352,38 @@ impl ServiceDraft {
 }
 
 impl PortDraft {
+    /// Notes a rule that refuses the port because the service has no endpoint anywhere.
+    pub fn refuse(&mut self, v4: bool) {
+        self.rules[usize::from(!v4)].refused = true;
+    }
+
+    /// What the rules of the port leave open, or contradict each other in.
+    fn fault(&self) -> Option<String> {
+        let name = &*self.name;
+        if self.at_loopback.is_some() && self.at_loopback != self.node_port {
+            return Some(format!(
+                "only a rule for loopback gives port {name:?} its node port"
+            ));
+        }
+        for (said, v4) in self.rules.iter().zip([true, false]) {
+            let family = family(v4);
+            // kube-proxy serves a service at a cluster IP of each family that it serves the service in.
+            if said.any && !said.internal {
+                return Some(format!(
+                    "no rule of {family} serves or refuses port {name:?} at a cluster IP"
+                ));
+            }
+            let mut endpoints = self.endpoints.iter();
+            if said.refused && endpoints.any(|(of, _)| of.addr.is_ipv4() == v4) {
+                return Some(format!(
+                    "rules of {family} serve port {name:?}, and refuse it because it has no endpoint"
+                ));
+            }
+        }
+        let unknown = self.port.is_none();
+        unknown.then(|| format!("no rule says the number of port {name:?}"))
+    }
+
     fn finish(mut self) -> ServicePort {
         self.endpoints
             .sort_unstable_by_key(|(endpoint, _)| (endpoint.addr, endpoint.port));

@@ -2,7 +2,11 @@
 
 use std::{fmt, path::PathBuf};
 
-use super::leftover::Leftover;
+use super::{
+    Text,
+    facts::family,
+    leftover::{At, Leftover, locate},
+};
 
 /// As many lines are listed in an error.
 const LISTED: usize = 20;
@@ -23,6 +27,8 @@ pub enum Error {
     },
     /// There are no rules of kube-proxy.
     NoRules(String),
+    /// There are rules of kube-proxy, and none is about a service.
+    NoServices(String),
     /// Table `nat` leads to kube-proxy's services, and table `filter` is missing or has nothing of kube-proxy.
     Half {
         /// The text's origin.
@@ -58,13 +64,27 @@ impl fmt::Display for Error {
             }
             Self::NoRules(origin) => write!(
                 f,
-                "{origin}: no rules of kube-proxy: neither a rule that leads to its chain KUBE-SERVICES in a table nat of \
-                 iptables and no table kube-proxy of nf_tables"
+                "{}no rules of kube-proxy: neither a rule that leads to its chain KUBE-SERVICES in a table nat of iptables nor a \
+                 table kube-proxy of nf_tables",
+                place(origin)
+            ),
+            Self::NoServices(origin) => write!(
+                f,
+                "{}no rule of kube-proxy is about a service: kube-proxy has not written its rules yet, or they were removed in part",
+                place(origin)
             ),
             Self::Half { origin, family } => write!(
                 f,
                 "{origin}: table nat of {family} leads to kube-proxy's services, and no table filter with kube-proxy's chains \
                  is there, so services without endpoints are missing; save all tables"
+            ),
+            Self::Twice {
+                first,
+                second,
+                family,
+            } if first == second => write!(
+                f,
+                "{first}: kube-proxy's rules for {family} are there twice; save them anew, and name each family once"
             ),
             Self::Twice {
                 first,
@@ -79,6 +99,43 @@ impl fmt::Display for Error {
 }
 
 impl std::error::Error for Error {}
+
+/// A text's origin before what is said of it; of the kernel nothing may have been printed.
+fn place(origin: &str) -> String {
+    match origin {
+        "" => String::new(),
+        origin => format!("{origin}: "),
+    }
+}
+
+impl Error {
+    /// The error of a place in a text.
+    pub(super) fn at(text: &Text, at: At, what: String) -> Self {
+        let (line, column) = match at {
+            At::Line(line) => (line, None),
+            At::Byte(byte) => {
+                let (line, column) = locate(&text.text, byte);
+                (line, Some(column))
+            }
+            At::Nowhere => (1, None),
+        };
+        Self::Line {
+            origin: text.origin.clone(),
+            line,
+            column,
+            what,
+        }
+    }
+
+    /// The error of a chain that leads to services.
+    pub(super) fn unhooked(text: &Text, at: At, v4: bool, chain: &str) -> Self {
+        let family = family(v4);
+        let what = format!(
+            "no rule leads packets of {family} to kube-proxy's chain {chain}: its rules were removed in part"
+        );
+        Self::at(text, at, what)
+    }
+}
 
 /// Why there are no rules to serve.
 #[derive(Debug, thiserror::Error)]
@@ -97,6 +154,16 @@ pub enum ReadError {
     /// The text has no rules to serve.
     #[error(transparent)]
     Import(#[from] Error),
+    /// A family that had rules has none.
+    #[error(
+        "{place}: kube-proxy had rules for {family}, and they are gone; restart the agent if this is intended"
+    )]
+    Gone {
+        /// A file, or the kernel.
+        place: String,
+        /// The family.
+        family: &'static str,
+    },
     /// Lines are not understood.
     #[error("{}", strict_text(.0, *.1))]
     Strict(Vec<Leftover>, usize),

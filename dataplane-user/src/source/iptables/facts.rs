@@ -1,6 +1,6 @@
 //! Facts about the node in kube-proxy's rules.
 
-use std::{fmt, net::IpAddr};
+use std::{collections::BTreeSet, fmt, net::IpAddr};
 
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 
@@ -12,7 +12,7 @@ pub struct Facts {
     /// The bit of the mark by which kube-proxy's rules masquerade.
     pub mark: Option<u32>,
     /// The addresses that answer node ports.
-    pub node_ports: Vec<IpNet>,
+    pub node_ports: BTreeSet<IpNet>,
 }
 
 /// Which clients are masqueraded on the way to a cluster IP.
@@ -58,20 +58,23 @@ impl Facts {
         *self.mark.get_or_insert(mark) == mark
     }
 
-    /// Notes that these addresses answer node ports.
-    pub fn answers(&mut self, net: IpNet) {
-        if !self.node_ports.contains(&net) {
-            self.node_ports.push(net);
-        }
-    }
-
     /// Notes that all addresses of a family answer node ports.
     pub fn all_answer(&mut self, v4: bool) {
-        self.answers(if v4 {
-            Ipv4Net::default().into()
-        } else {
-            Ipv6Net::default().into()
-        });
+        self.node_ports.insert(all_of(v4));
+    }
+}
+
+/// How people call a family.
+pub fn family(v4: bool) -> &'static str {
+    if v4 { "IPv4" } else { "IPv6" }
+}
+
+/// The network of all addresses of a family.
+pub fn all_of(v4: bool) -> IpNet {
+    if v4 {
+        Ipv4Net::default().into()
+    } else {
+        Ipv6Net::default().into()
     }
 }
 

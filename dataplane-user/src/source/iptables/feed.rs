@@ -1,19 +1,20 @@
 //! kube-proxy's rules as a feed: a file with them, or those in the kernel.
 
-use std::{
-    path::{Path, PathBuf},
-    sync::Arc,
-    time::Duration,
-};
+use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use imbl::OrdMap;
 use tracing::{error, info};
 
-use super::{Imported, Leftover, ReadError, Text, import};
+use super::{
+    Imported, Leftover, ReadError, Text,
+    facts::family,
+    import,
+    texts::{self, Live, Print, Prints},
+};
 use crate::{
     model::{Gravity, Problem, Service, ServiceName},
     source::{
-        self, Feed, Notice, OpenError, View, file,
+        self, Feed, Notice, OpenError, View,
         manifests::{self, Watcher},
         watching::Watching,
     },
@@ -21,13 +22,8 @@ use crate::{
 
 /// The name of the thread that watches.
 const THREAD: &str = "iptables";
-/// The largest file that is read, in bytes: the rules of 100 000 services.
-const FILE_SIZE_MAX: u64 = 256 << 20;
 /// How often the kernel's rules are read. Nothing tells of changes of legacy rules.
 const LOOK: Duration = Duration::from_secs(30);
-
-/// Prints kube-proxy's rules that are in the kernel, or says why it cannot.
-pub type Live = fn() -> Result<Vec<Text>, String>;
 
 /// The rules that a feed reads.
 #[derive(Clone, Debug)]
@@ -38,6 +34,17 @@ pub struct Settings {
     pub live: Live,
     /// Whether it is an error if a line of kube-proxy's is not understood.
     pub strict: bool,
+    /// The rules as they were read a moment ago.
+    pub first: Option<First>,
+}
+
+/// Rules that were read, with what tells whether they changed since.
+#[derive(Clone, Debug)]
+pub struct First {
+    /// What the rules say.
+    pub imported: Imported,
+    prints: Prints,
+    print: Print,
 }
 
 impl Settings {
@@ -46,37 +53,42 @@ impl Settings {
         let file = self.file.clone();
         file.unwrap_or_else(|| "kube-proxy's rules in the kernel".into())
     }
+
+    fn texts(
+        &self,
+        prints: &Prints,
+        known: Option<Print>,
+    ) -> Result<(Vec<Text>, Print), ReadError> {
+        texts::get(self.file.as_deref(), self.live, prints, known)
+    }
 }
 
-/// Reads the services out of rules. Shares with `previous` the services that did not change.
+/// Reads the services out of rules.
 ///
 /// # Errors
 ///
 /// The rules cannot be read, or there are none, or a line has a fault. With `strict` also if a line is not understood.
-pub fn read(
+pub fn read(settings: &Settings) -> Result<First, ReadError> {
+    let prints = Prints::default();
+    let (texts, print) = settings.texts(&prints, None)?;
+    Ok(First {
+        imported: of_texts(settings, &texts, &OrdMap::new())?,
+        prints,
+        print,
+    })
+}
+
+/// Shares with `previous` the services that did not change.
+fn of_texts(
     settings: &Settings,
+    texts: &[Text],
     previous: &OrdMap<ServiceName, Arc<Service>>,
 ) -> Result<Imported, ReadError> {
-    let texts = match &settings.file {
-        Some(path) => vec![of_file(path)?],
-        None => (settings.live)().map_err(ReadError::Live)?,
-    };
-    let imported = import(&texts, previous)?;
+    let imported = import(texts, previous)?;
     if settings.strict && !imported.leftovers.is_empty() {
         return Err(ReadError::Strict(imported.leftovers, imported.more));
     }
     Ok(imported)
-}
-
-fn of_file(path: &Path) -> Result<Text, ReadError> {
-    let text = file::read(path, FILE_SIZE_MAX).map_err(|fault| ReadError::File {
-        path: path.to_owned(),
-        why: fault.to_string(),
-    })?;
-    Ok(Text {
-        origin: path.display().to_string(),
-        text,
-    })
 }
 
 /// kube-proxy's rules that are read, and read again when they may have changed: a file when it is written, the kernel's
@@ -84,8 +96,15 @@ fn of_file(path: &Path) -> Result<Text, ReadError> {
 #[derive(Debug)]
 pub struct Rules {
     settings: Settings,
+    prints: Prints,
+    /// The print of the rules that were read last without an error.
+    print: Print,
+    /// Which families had rules: IPv4, IPv6.
+    families: [bool; 2],
     /// The services of the last view. The next view shares those that did not change.
     last: OrdMap<ServiceName, Arc<Service>>,
+    /// The problems of the last view.
+    problems: Arc<[Problem]>,
     /// The view that was read when the rules were opened.
     first: Option<View>,
     watching: Watching,
@@ -99,7 +118,7 @@ impl Rules {
     ///
     /// The rules cannot be read, or have faults, or no thread can be started.
     pub fn open(
-        settings: Settings,
+        mut settings: Settings,
         notify: impl Fn(Notice) + Clone + Send + Sync + 'static,
     ) -> Result<Self, OpenError> {
         let thread = |error| OpenError::Thread {
@@ -114,30 +133,83 @@ impl Rules {
             }
             None => Watching::start(THREAD, notify, async || tokio::time::sleep(LOOK).await),
         };
+        let watching = watching.map_err(thread)?;
+        let first = settings.first.take();
+        let is_current = |first: &First| {
+            let read = || settings.texts(&first.prints, None);
+            settings.file.is_none() || read().is_ok_and(|(_, print)| print == first.print)
+        };
+        let First {
+            imported,
+            prints,
+            print,
+        } = match first.filter(is_current) {
+            Some(first) => first,
+            None => read(&settings)?,
+        };
         let mut rules = Self {
             health: Arc::new(manifests::Health::of(&[settings.place()])),
-            watching: watching.map_err(thread)?,
+            watching,
+            prints,
+            print,
+            families: [false; 2],
             last: OrdMap::new(),
+            problems: Arc::default(),
             first: None,
             settings,
         };
-        let imported = read(&rules.settings, &rules.last)?;
-        rules.first = Some(rules.keep(imported));
+        rules.first = Some(rules.keep(imported, print));
         Ok(rules)
     }
 
-    fn keep(&mut self, imported: Imported) -> View {
+    /// Reads the rules again. None: they say what they said before.
+    fn again(&mut self) -> Result<Option<View>, ReadError> {
+        let (texts, print) = self.settings.texts(&self.prints, Some(self.print))?;
+        if print == self.print {
+            self.health.set(None);
+            return Ok(None);
+        }
+        let imported = of_texts(&self.settings, &texts, &self.last)?;
+        // A file that is written has the rules of one family for a while.
+        for (index, v4) in [true, false].into_iter().enumerate() {
+            if self.families[index] && !imported.families[index] {
+                return Err(ReadError::Gone {
+                    place: self.settings.place().display().to_string(),
+                    family: family(v4),
+                });
+            }
+        }
+        let services = imported.services.values();
+        let is_same = services.len() == self.last.len()
+            && services
+                .zip(self.last.values())
+                .all(|(new, known)| Arc::ptr_eq(new, known))
+            && problems(&imported.leftovers, imported.more) == self.problems;
+        if is_same {
+            self.print = print;
+            self.families = imported.families;
+            self.health.set(None);
+            return Ok(None);
+        }
+        Ok(Some(self.keep(imported, print)))
+    }
+
+    fn keep(&mut self, imported: Imported, print: Print) -> View {
         info!(
             services = imported.services.len(),
             not_understood = imported.leftovers.len() + imported.more,
+            stale_chains = imported.stale,
             from = %self.settings.place().display(),
             "read kube-proxy's rules"
         );
         self.health.set(None);
+        self.print = print;
+        self.families = imported.families;
         self.last = imported.services.clone();
+        self.problems = problems(&imported.leftovers, imported.more);
         View {
             services: imported.services,
-            problems: problems(&imported.leftovers, imported.more),
+            problems: Arc::clone(&self.problems),
             ..View::default()
         }
     }
@@ -169,8 +241,8 @@ impl Feed for Rules {
         if !self.watching.changed() {
             return first;
         }
-        match read(&self.settings, &self.last) {
-            Ok(imported) => Some(self.keep(imported)),
+        match self.again() {
+            Ok(view) => view.or(first),
             Err(why) => {
                 error!("{why}");
                 error!("the agent still serves the services of the last rules that it read");
@@ -186,5 +258,141 @@ impl Feed for Rules {
 
     fn health(&self) -> source::Health {
         source::Health::Rules(Arc::clone(&self.health))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{cell::RefCell, fs};
+
+    use super::*;
+
+    const SAVED: &str = include_str!("../../../../tests/data/kube-proxy-1.36/iptables-save.txt");
+    const LISTED: &str = include_str!("../../../../tests/data/kube-proxy-1.36/nft-ruleset.txt");
+
+    thread_local! {
+        /// The texts that the kernel has, one after the other; none: a program fails.
+        static KERNEL: RefCell<Vec<Option<&'static str>>> = const { RefCell::new(Vec::new()) };
+    }
+
+    fn kernel() -> Result<Vec<Text>, String> {
+        let next = KERNEL
+            .with_borrow_mut(Vec::pop)
+            .expect("more is read than expected");
+        let text = next.ok_or("iptables-save: killed")?;
+        Ok(vec![Text {
+            origin: "iptables-save".into(),
+            text: text.into(),
+        }])
+    }
+
+    fn open(file: Option<&std::path::Path>, first: Option<First>) -> Rules {
+        let settings = Settings {
+            file: file.map(Into::into),
+            live: kernel,
+            strict: false,
+            first,
+        };
+        Rules::open(settings, |_| {}).unwrap()
+    }
+
+    fn again(rules: &mut Rules) -> (Option<usize>, Option<String>) {
+        rules.refresh();
+        let view = rules.take();
+        let failure = rules.health.failure().map(|(_, why)| why);
+        (view.map(|view| view.services.len()), failure)
+    }
+
+    #[test]
+    fn a_file_that_has_lost_a_family_changes_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("rules");
+        fs::write(&path, LISTED).unwrap();
+        let mut rules = open(Some(&path), None);
+        assert_eq!(rules.take().unwrap().services.len(), 12);
+        // As the first of two programs leaves it.
+        fs::write(&path, LISTED.split_once("table ip6 ").unwrap().0).unwrap();
+        let (view, why) = again(&mut rules);
+        let why = why.unwrap();
+        assert_eq!(view, None);
+        assert!(
+            why.contains("rules for IPv6") && why.contains("gone"),
+            "{why}"
+        );
+        fs::write(&path, LISTED.replacen("10.96.1.1 ", "10.96.1.200 ", 1)).unwrap();
+        assert_eq!(again(&mut rules), (Some(12), None));
+    }
+
+    #[test]
+    fn rules_that_say_the_same_are_no_change() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("rules");
+        fs::write(&path, LISTED).unwrap();
+        let mut rules = open(Some(&path), None);
+        rules.take().unwrap();
+        // A client of session affinity, another order of elements.
+        for same in [LISTED.replacen("788ms", "9s", 1), LISTED.to_owned()] {
+            fs::write(&path, same).unwrap();
+            assert_eq!(again(&mut rules), (None, None));
+        }
+        fs::write(&path, "hello\n").unwrap();
+        assert!(again(&mut rules).1.is_some());
+        fs::write(&path, LISTED).unwrap();
+        assert_eq!(again(&mut rules), (None, None));
+    }
+
+    #[test]
+    fn a_program_that_fails_changes_nothing() {
+        let set = |texts: &[Option<&'static str>]| {
+            KERNEL.set(texts.iter().rev().copied().collect());
+        };
+        let left = || KERNEL.with_borrow(Vec::len);
+        set(&[Some(SAVED), Some(SAVED)]);
+        let mut rules = open(None, None);
+        assert_eq!(rules.take().unwrap().services.len(), 12);
+        set(&[None]);
+        let (view, why) = again(&mut rules);
+        assert_eq!(view, None);
+        assert!(why.unwrap().contains("killed"));
+        // The same rules are read once.
+        set(&[Some(SAVED)]);
+        assert_eq!(again(&mut rules), (None, None));
+        assert_eq!(left(), 0);
+    }
+
+    #[test]
+    fn rules_that_were_read_a_moment_ago_are_read_once() {
+        KERNEL.set(vec![Some(SAVED), Some(SAVED)]);
+        let settings = Settings {
+            file: None,
+            live: kernel,
+            strict: false,
+            first: None,
+        };
+        let first = read(&settings).unwrap();
+        assert_eq!(open(None, Some(first)).take().unwrap().services.len(), 12);
+        // A file may have been written since.
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("rules");
+        fs::write(&path, SAVED).unwrap();
+        let settings = Settings {
+            file: Some(path.clone()),
+            ..settings
+        };
+        let first = read(&settings).unwrap();
+        let same = open(Some(&path), Some(first.clone())).take().unwrap();
+        assert!(same.services.ptr_eq(&first.imported.services));
+        let line = "-A KUBE-SERVICES -d 10.96.1.10/32";
+        let lines = SAVED.split_inclusive('\n');
+        let other: String = lines.filter(|of| !of.starts_with(line)).collect();
+        fs::write(&path, other).unwrap();
+        assert_eq!(
+            open(Some(&path), Some(first))
+                .take()
+                .unwrap()
+                .services
+                .len(),
+            11
+        );
     }
 }

@@ -2,7 +2,7 @@
 //! the services that kube-proxy wrote the rules for.
 //!
 //! [`import`] is pure. It takes for a service only what has the form that kube-proxy writes, and lists every other line of
-//! kube-proxy's. A service with such a line is left out: its rules still serve it. Rules of other programs are no concern of
+//! kube-proxy's that a packet comes to. A service with such a line is left out: its rules still serve it. Rules of other programs are no concern of
 //! this module.
 
 mod draft;
@@ -19,15 +19,17 @@ mod saved;
 mod shares;
 #[cfg(test)]
 mod tests;
+mod texts;
 
 use std::sync::Arc;
 
 use imbl::OrdMap;
 
 pub use error::{Error, ReadError};
-pub use facts::{Facts, Masquerade};
-pub use feed::{Live, Rules, Settings, read};
+pub use facts::{Facts, Masquerade, all_of};
+pub use feed::{First, Rules, Settings, read};
 pub use leftover::Leftover;
+pub use texts::Live;
 
 use self::{draft::Draft, form::Form, leftover::Leftovers};
 use crate::model::{Service, ServiceName};
@@ -52,13 +54,17 @@ pub struct Imported {
     pub leftovers: Vec<Leftover>,
     /// How many more there are.
     pub more: usize,
+    /// Which families have rules: IPv4, IPv6.
+    pub families: [bool; 2],
+    /// Chains of services and endpoints to which no packet comes. Their rules serve nothing.
+    pub stale: usize,
 }
 
 /// Reads the services out of rules. Shares with `previous` the services that did not change.
 ///
 /// # Errors
 ///
-/// A text is not of one of the three forms, or no text has rules of kube-proxy.
+/// A text is not of one of the three forms, or no text has rules of kube-proxy, or none of the rules is about a service.
 pub fn import(
     texts: &[Text],
     previous: &OrdMap<ServiceName, Arc<Service>>,
@@ -74,10 +80,16 @@ pub fn import(
             Form::Json => nft::json(text, &mut draft, &mut leftovers)?,
         };
     }
+    let origins: Vec<&str> = texts.iter().map(|text| &*text.origin).collect();
     if !found {
-        let origins: Vec<&str> = texts.iter().map(|text| &*text.origin).collect();
+        draft.check_hooks(&mut leftovers)?;
         return Err(Error::NoRules(origins.join(", ")));
     }
+    if draft.is_empty() {
+        return Err(Error::NoServices(origins.join(", ")));
+    }
+    draft.check_hooks(&mut leftovers)?;
+    let (families, stale) = (draft.families(), draft.stale);
     let (services, facts) = draft.finish(previous, &mut leftovers);
     let (leftovers, more) = leftovers.finish();
     Ok(Imported {
@@ -85,5 +97,7 @@ pub fn import(
         facts,
         leftovers,
         more,
+        families,
+        stale,
     })
 }

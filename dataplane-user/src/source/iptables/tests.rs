@@ -92,7 +92,7 @@ default/kubernetes ClusterIp [10.96.0.1] ext [] lb [] from [] aff None int Clust
             None,
         ],
         mark: Some(0x4000),
-        node_ports: vec!["0.0.0.0/0".parse().unwrap()],
+        node_ports: ["0.0.0.0/0".parse().unwrap()].into(),
     };
     assert_eq!(imported.facts, facts);
 }
@@ -121,7 +121,7 @@ fn kube_proxys_nftables_rules_become_its_services() {
             None,
         ],
         mark: Some(0x4000),
-        node_ports: vec!["192.168.77.1/32".parse().unwrap(), "::/0".parse().unwrap()],
+        node_ports: ["192.168.77.1/32".parse().unwrap(), "::/0".parse().unwrap()].into(),
     };
     assert_eq!(imported.facts, facts);
     // And the other way round: external IPs and load balancers' are alike, and ports of health checks have no rules.
@@ -176,7 +176,7 @@ fn what_did_not_change_is_shared() {
 }
 
 /// Each change of a line is one that kube-proxy does not write, or that makes another service of it: the line is named,
-/// and the service that it concerns is left out, no other.
+/// and the service that it concerns is left out, no other. None: the line concerns no service alone, and all are served.
 #[test]
 fn what_is_not_kube_proxys_is_named_and_never_guessed() {
     let saved: &[(&str, &str, Option<&str>)] = &[
@@ -248,7 +248,7 @@ fn what_is_not_kube_proxys_is_named_and_never_guessed() {
         (
             "! -s 10.244.0.0/16 -d 10.96.1.10/32",
             "! -s 10.245.0.0/16 -d 10.96.1.10/32",
-            None,
+            Some("udp"),
         ),
         (
             "-A PREROUTING -m comment",
@@ -274,6 +274,71 @@ fn what_is_not_kube_proxys_is_named_and_never_guessed() {
             "! --mark 0x4000/0x4000 -j RETURN",
             "! --mark 0x8000/0x8000 -j RETURN",
             None,
+        ),
+        (
+            "! --mark 0x4000/0x4000 -j RETURN",
+            "! --mark 0x4000/0xc000 -j RETURN",
+            None,
+        ),
+        (
+            "-A KUBE-MARK-MASQ -j MARK --set-xmark 0x4000/0x4000",
+            "-A KUBE-MARK-MASQ -j MARK --set-xmark 0x4000/0xffffffff",
+            None,
+        ),
+        (
+            "-A KUBE-POSTROUTING -j MARK --set-xmark 0x4000/0x0",
+            "-A KUBE-POSTROUTING -j MARK --set-xmark 0x4000/0x4000",
+            None,
+        ),
+        (
+            "-m mark --mark 0x4000/0x4000 -j ACCEPT",
+            "-m mark --mark 0x4000/0x4000 -j DROP",
+            None,
+        ),
+        (
+            "-m mark --mark 0x4000/0x4000 -j ACCEPT",
+            "-m mark --mark 0x4000/0xc000 -j ACCEPT",
+            None,
+        ),
+        (
+            "--ctstate RELATED,ESTABLISHED -j ACCEPT",
+            "--ctstate NEW -j ACCEPT",
+            None,
+        ),
+        (
+            "--rcheck --seconds 10 --reap --name KUBE-SEP-4XDQQEBYCEQDUXMR",
+            "--rcheck --reap --name KUBE-SEP-4XDQQEBYCEQDUXMR",
+            Some("affinity"),
+        ),
+        (
+            "--rcheck --seconds 10 --reap --name KUBE-SEP-4XDQQEBYCEQDUXMR",
+            "--rcheck --seconds 10 --name KUBE-SEP-4XDQQEBYCEQDUXMR",
+            Some("affinity"),
+        ),
+        (
+            "-m recent --set --name KUBE-SEP-4XDQQEBYCEQDUXMR --mask 255.255.255.255",
+            "-m recent --set --name KUBE-SEP-4XDQQEBYCEQDUXMR --mask 255.255.255.0",
+            Some("affinity"),
+        ),
+        (
+            "--dport 80 -j REJECT --reject-with icmp-port-unreachable",
+            "--dport 80 -j REJECT --reject-with tcp-reset",
+            Some("noeps"),
+        ),
+        (
+            "-m statistic --mode random --probability 0.50000000000 -j KUBE-SEP-64BFOCM4LKB6LHPN",
+            "-m statistic --mode random -j KUBE-SEP-64BFOCM4LKB6LHPN",
+            Some("udp"),
+        ),
+        (
+            "-A KUBE-NODEPORTS -d 127.0.0.0/8 -p tcp -m comment --comment \"bench/nodeport:p\"",
+            "-A KUBE-NODEPORTS -d 127.0.0.0/16 -p tcp -m comment --comment \"bench/nodeport:p\"",
+            Some("nodeport"),
+        ),
+        (
+            "localhost_nps_accepted_pkts -j KUBE-EXT-QB6FNYM7XH3XG5C4",
+            "localhost_nps_accepted_pkts -j KUBE-EXT-WE2NGXAJSN5RT2FO",
+            Some("nodeport"),
         ),
     ];
     check(SAVED, saved);
@@ -354,6 +419,7 @@ fn what_is_not_kube_proxys_is_named_and_never_guessed() {
             "ip daddr @cluster-ips ip saddr != 10.244.0.0/16 oifname eth0 meta",
             None,
         ),
+        ("\t\treject\n", "\t\treject with tcp reset\n", None),
     ];
     check(LISTED, listed);
     let json: &[(&str, &str, Option<&str>)] = &[
@@ -372,38 +438,61 @@ fn what_is_not_kube_proxys_is_named_and_never_guessed() {
             "{\"tproxy\": {\"addr\": \"10.244.0.102\", \"port\": 8080}}",
             Some("affinity"),
         ),
+        (
+            "{\"dnat\": {\"addr\": \"10.244.0.102\", \"port\": 8080}}",
+            "{\"dnat\": {\"addr\": \"10.244.0.102\", \"port\": 8080, \"flags\": \"persistent\"}}",
+            Some("affinity"),
+        ),
+        (
+            "{\"dnat\": {\"family\": \"ip\", \"addr\": {\"map\": {\"key\": {\"numgen\": {\"mode\": \"random\", \"mod\": 1, \"offset\": 0}}, \"data\": {\"set\": [[0, {\"concat\": [\"10.9.0.1\"",
+            "{\"dnat\": {\"flags\": \"random\", \"family\": \"ip\", \"addr\": {\"map\": {\"key\": {\"numgen\": {\"mode\": \"random\", \"mod\": 1, \"offset\": 0}}, \"data\": {\"set\": [[0, {\"concat\": [\"10.9.0.1\"",
+            Some("kubernetes"),
+        ),
+        (
+            "{\"masquerade\": {\"flags\": \"fully-random\"}}",
+            "{\"masquerade\": {\"flags\": \"fully-random\", \"port\": 1024}}",
+            None,
+        ),
+        (
+            "{\"reject\": {\"type\": \"icmp\", \"expr\": \"port-unreachable\"}}",
+            "{\"reject\": {\"type\": \"tcp reset\"}}",
+            None,
+        ),
+        (
+            "{\"payload\": {\"protocol\": \"ip\", \"field\": \"saddr\"}}, \"right\": \"192.168.77.2\"",
+            "{\"payload\": {\"protocol\": \"ip\", \"field\": \"saddr\", \"what\": 1}}, \"right\": \"192.168.77.2\"",
+            Some("lb-ranges"),
+        ),
     ];
     check(JSON, json);
 }
 
 fn check(text: &str, changes: &[(&str, &str, Option<&str>)]) {
     let whole = good(text);
-    for (from, to, left_out) in changes {
-        let at = text
-            .find(from)
-            .unwrap_or_else(|| panic!("{from} is not there"));
-        let other = format!("{}{to}{}", &text[..at], &text[at + from.len()..]);
-        let imported = read(&other).unwrap();
-        assert!(!imported.leftovers.is_empty(), "{to} is taken");
-        let line = 1 + other[..at].bytes().filter(|byte| *byte == b'\n').count();
-        let mut lines = imported.leftovers.iter().map(|leftover| leftover.line);
-        assert!(
-            lines.any(|of| of.abs_diff(line) <= 3),
-            "{to} in line {line}: {:?}",
-            imported.leftovers
-        );
-        let Some(left_out) = left_out else { continue };
-        let gone: Vec<&str> = whole
-            .services
-            .keys()
-            .filter(|name| !imported.services.contains_key(*name))
-            .map(ServiceName::name)
-            .collect();
-        assert_eq!(gone, [*left_out], "{to}: {:?}", imported.leftovers);
-        for (name, service) in &imported.services {
-            assert_eq!(service, &whole.services[name], "{to}");
-        }
-    }
+    let wrong: Vec<String> = changes
+        .iter()
+        .filter_map(|(from, to, left_out)| {
+            let at = text
+                .find(from)
+                .unwrap_or_else(|| panic!("{from} is not there"));
+            let other = format!("{}{to}{}", &text[..at], &text[at + from.len()..]);
+            let imported = read(&other).unwrap();
+            let line = 1 + other[..at].bytes().filter(|byte| *byte == b'\n').count();
+            let mut lines = imported.leftovers.iter().map(|leftover| leftover.line);
+            let is_named = lines.any(|of| of.abs_diff(line) <= 3);
+            let gone: Vec<&str> = (whole.services.keys())
+                .filter(|name| !imported.services.contains_key(*name))
+                .map(ServiceName::name)
+                .collect();
+            let mut others = imported.services.iter();
+            let good = is_named
+                && gone == left_out.iter().copied().collect::<Vec<_>>()
+                && others.all(|(name, service)| *service == whole.services[name]);
+            let leftovers = &imported.leftovers;
+            (!good).then(|| format!("{to} in line {line}: {gone:?} left out: {leftovers:?}"))
+        })
+        .collect();
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
 #[test]
@@ -591,9 +680,200 @@ fn addresses_that_answer_node_ports_are_none_if_the_rules_name_none() {
             !(line.starts_with("-A KUBE-SERVICES") && line.contains("-j KUBE-NODEPORTS"))
         })
         .collect();
-    assert_eq!(good(&saved).facts.node_ports, []);
+    assert!(good(&saved).facts.node_ports.is_empty());
     let listed = LISTED
         .replacen("\t\telements = { 192.168.77.1 }\n", "", 1)
         .replace("\t\tfib daddr type local ip6 daddr != ::1 meta l4proto . th dport vmap @service-nodeports\n", "");
-    assert_eq!(good(&listed).facts.node_ports, []);
+    assert!(good(&listed).facts.node_ports.is_empty());
+}
+
+/// The line of a service's cluster IP is missing.
+#[test]
+fn a_service_without_its_cluster_ip_is_left_out() {
+    let without = |text: &str, what: &str| -> String {
+        let lines = text.split_inclusive('\n');
+        let left: String = lines.filter(|line| !line.contains(what)).collect();
+        assert_ne!(left, text);
+        left
+    };
+    for (text, service) in [
+        (
+            without(
+                SAVED,
+                "bench/extip:p cluster IP\" -m tcp --dport 80 -j KUBE-SVC",
+            ),
+            "extip",
+        ),
+        (without(SAVED, "-d 10.96.1.6/32"), "noeps"),
+        (
+            without(
+                SAVED,
+                "-d 10.96.1.2/32 -p tcp -m comment --comment \"bench/nodeport:p cluster IP\" -m tcp --dport 80 -j KUBE-SVC",
+            ),
+            "nodeport",
+        ),
+        (without(LISTED, "10.96.1.8 . tcp . 80"), "extip"),
+        (
+            LISTED.replacen(
+                "10.96.1.6 . tcp . 80 comment \"bench/noeps:p\" : goto reject-chain,",
+                "",
+                1,
+            ),
+            "noeps",
+        ),
+    ] {
+        let imported = read(&text).unwrap();
+        let name = ServiceName::new("bench", service);
+        assert!(!imported.services.contains_key(&name), "{service}");
+        assert_eq!(imported.services.len(), 11, "{service}");
+        let why: Vec<String> = imported.leftovers.iter().map(ToString::to_string).collect();
+        assert_eq!(why.len(), 1, "{why:?}");
+        let wanted = format!("at a cluster IP, so service bench/{service} is left out");
+        assert!(
+            why[0].contains("of IPv4") && why[0].contains(&wanted),
+            "{why:?}"
+        );
+    }
+}
+
+/// Rules refuse a port because the service has no endpoint, and other rules lead to endpoints of the port.
+#[test]
+fn a_port_that_is_served_and_refused_is_left_out() {
+    let line = "-A KUBE-SERVICES -d 10.96.1.10/32 -p udp -m comment --comment \"bench/udp:p has no endpoints\" -m udp --dport 53 \
+        -j REJECT --reject-with icmp-port-unreachable\n";
+    let at = SAVED.find("-A KUBE-SERVICES -d 10.96.1.6/32").unwrap();
+    let saved = format!("{}{line}{}", &SAVED[..at], &SAVED[at..]);
+    let listed = LISTED.replacen(
+        "elements = { 10.96.1.6 . tcp . 80",
+        "elements = { 10.96.1.10 . udp . 53 comment \"bench/udp:p\" : goto reject-chain, 10.96.1.6 . tcp . 80",
+        1,
+    );
+    for text in [saved, listed] {
+        let imported = read(&text).unwrap();
+        assert!(
+            !imported
+                .services
+                .contains_key(&ServiceName::new("bench", "udp"))
+        );
+        assert_eq!(imported.services.len(), 11);
+        assert_eq!(imported.leftovers.len(), 1, "{:?}", imported.leftovers);
+    }
+}
+
+/// The rule for all addresses is missing, and the one that counts connections to loopback is there.
+#[test]
+fn a_node_port_at_loopback_alone_is_left_out() {
+    let line = "-A KUBE-NODEPORTS -p tcp -m comment --comment \"bench/nodeport:p\"";
+    let lines = SAVED.split_inclusive('\n');
+    let text: String = lines.filter(|of| !of.starts_with(line)).collect();
+    let imported = read(&text).unwrap();
+    assert!(
+        !imported
+            .services
+            .contains_key(&ServiceName::new("bench", "nodeport"))
+    );
+    assert_eq!(imported.leftovers.len(), 1, "{:?}", imported.leftovers);
+}
+
+#[test]
+fn chains_that_no_packet_comes_to_are_noted() {
+    assert_eq!(good(SAVED).stale, 0);
+    // kube-proxy leaves such chains for a while: a service's with its endpoints'.
+    let line = "-A KUBE-SERVICES -d 10.96.1.10/32";
+    let lines = SAVED.split_inclusive('\n');
+    let text: String = lines.filter(|of| !of.starts_with(line)).collect();
+    let imported = good(&text);
+    assert_eq!((imported.services.len(), imported.stale), (11, 3));
+    // Behind a rule that is not understood they are not stale.
+    let text = SAVED.replacen(line, "-A KUBE-SERVICES -i eth0 -d 10.96.1.10/32", 1);
+    assert_eq!(read(&text).unwrap().stale, 0);
+    // In mode nftables it removes their rules at once.
+    let text = LISTED.replacen(
+        "10.96.1.10 . udp . 53 : goto service-JNKDCQLK-bench/udp/udp/p,",
+        "",
+        1,
+    );
+    let line = 1 + text[..text
+        .find("numgen random mod 2 map { 0 : 10.244.0.101 . 8053")
+        .unwrap()]
+        .lines()
+        .count()
+        - 1;
+    let found: Vec<usize> = read(&text)
+        .unwrap()
+        .leftovers
+        .iter()
+        .map(|of| of.line)
+        .collect();
+    assert_eq!(found, [line]);
+}
+
+/// A part of the rules is removed, so that no packet comes to a service.
+#[test]
+fn rules_that_no_packet_comes_to_are_an_error() {
+    let lines = |text: &str, keep: &dyn Fn(&str) -> bool| -> String {
+        text.split_inclusive('\n')
+            .filter(|line| keep(line))
+            .collect()
+    };
+    let hooks = |line: &str| !line.ends_with("-j KUBE-SERVICES\n");
+    let saved = lines(SAVED, &hooks);
+    let first = 1 + saved
+        .lines()
+        .position(|line| line.starts_with("-A KUBE-SERVICES -d 10.96.1.1/32"))
+        .unwrap();
+    match read(&saved) {
+        Err(Error::Line { line, what, .. }) => {
+            assert_eq!(line, first);
+            assert!(
+                what.contains("IPv4") && what.contains("KUBE-SERVICES"),
+                "{what}"
+            );
+        }
+        other => panic!("{other:?}"),
+    }
+    for gone in [
+        "\t\tjump services\n",
+        "\t\tip daddr . meta l4proto . th dport vmap @service-ips\n",
+    ] {
+        let found = read(&LISTED.replace(gone, ""));
+        assert!(matches!(found, Err(Error::Line { .. })), "{found:?}");
+    }
+    // Of the family that other rules are for, they are listed.
+    let both = [&*saved, LISTED].map(|text| Text {
+        origin: "rules".into(),
+        text: text.into(),
+    });
+    let imported = import(&both, &OrdMap::new()).unwrap();
+    assert_eq!(imported.services, good(LISTED).services);
+    assert_eq!(imported.leftovers.len(), 1, "{:?}", imported.leftovers);
+}
+
+/// kube-proxy's chains are there without its rules.
+#[test]
+fn rules_without_a_service_are_an_error() {
+    let flushed =
+        |line: &&str| !line.starts_with("-A KUBE-") || line.starts_with("-A KUBE-FORWARD");
+    let saved: String = SAVED.split_inclusive('\n').filter(flushed).collect();
+    let start = LISTED.find("table ip6 ").unwrap();
+    for text in [&*saved, &LISTED[start..]] {
+        let found = read(text);
+        assert!(matches!(found, Err(Error::NoServices(_))), "{found:?}");
+    }
+    assert_eq!(good(LISTED).families, [true, true]);
+    assert_eq!(good(SAVED).families, [true, false]);
+    // A family whose rules were flushed counts as gone.
+    let v6 = saved.replace("by iptables-save", "by ip6tables-save");
+    assert_eq!(good(&format!("{SAVED}{v6}")).families, [true, false]);
+}
+
+#[test]
+fn a_family_that_is_there_twice_in_one_file_is_named_once() {
+    let error = read(&format!("{LISTED}{LISTED}")).unwrap_err().to_string();
+    assert_eq!(
+        error.matches("rules").count() - error.matches("'s rules").count(),
+        1,
+        "{error}"
+    );
+    assert!(error.contains("twice"), "{error}");
 }

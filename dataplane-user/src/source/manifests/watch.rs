@@ -96,7 +96,7 @@ impl Watcher {
         let notifier = notifier
             .inspect_err(|error| {
                 tracing::warn!(
-                    "no notifications of changed manifests ({error}): looking every {POLL_ALONE:?} \
+                    "no notifications of changed files ({error}): looking every {POLL_ALONE:?} \
                      instead; fs.inotify.max_user_instances may be too low"
                 );
             })
@@ -145,7 +145,7 @@ impl Watcher {
                 Some(_) => {}
                 None => {
                     tracing::warn!(
-                        "the thread that is notified of changed manifests has died: looking every {POLL_ALONE:?} instead"
+                        "the thread that is notified of changed files has died: looking every {POLL_ALONE:?} instead"
                     );
                     self.notifier = None;
                 }

@@ -78,7 +78,7 @@ pub fn read(table: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) -> 
                 ("services" | "nodeport-endpoints-check", _) => services(table, &rule, draft)?,
                 ("masquerading", _) => masquerading(table, &rule, draft),
                 ("cluster-ips-check", _) => unused(table, &rule),
-                ("reject-chain", _) => matches!(rule.words[..], ["reject", ..]),
+                ("reject-chain", _) => is_reject(&rule.words),
                 _ => false,
             };
             if !good {
@@ -89,6 +89,16 @@ pub fn read(table: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) -> 
     }
     Ok(())
 }
+
+/// Whether packets come to the services' addresses.
+pub fn leads_to_services(table: &Table<'_>) -> bool {
+    let has = |chain: &str, line: &str| table.rules(chain).any(|rule| is(table, &rule, line));
+    let hooked = ["nat-prerouting", "nat-output"].map(|chain| has(chain, "jump services"));
+    hooked.contains(&true) && has("services", SERVICE_IPS)
+}
+
+/// The rule that asks the map of services' addresses.
+const SERVICE_IPS: &str = "IP daddr . meta l4proto . th dport vmap @service-ips";
 
 /// Whether a rule is that line.
 fn is(table: &Table<'_>, rule: &Rule<'_>, line: &str) -> bool {
@@ -122,11 +132,7 @@ fn number(text: &str) -> Option<u32> {
 fn services(table: &Table<'_>, rule: &Rule<'_>, draft: &mut Draft) -> Result<bool, Broken> {
     let ip = table.ip();
     let v4 = table.v4;
-    if is(
-        table,
-        rule,
-        "IP daddr . meta l4proto . th dport vmap @service-ips",
-    ) {
+    if is(table, rule, SERVICE_IPS) {
         return Ok(true);
     }
     let (asks, map) = match rule.words[..] {
@@ -155,7 +161,7 @@ fn services(table: &Table<'_>, rule: &Rule<'_>, draft: &mut Draft) -> Result<boo
         [of, "daddr", "@nodeport-ips"] if *of == ip => {
             if serves {
                 for ip in elements::addresses(table, "nodeport-ips")? {
-                    draft.facts.answers(ip.into());
+                    draft.facts.node_ports.insert(ip.into());
                 }
             }
         }
@@ -233,10 +239,33 @@ fn masquerading(table: &Table<'_>, rule: &Rule<'_>, draft: &mut Draft) -> bool {
     }
 }
 
+/// Whether a refusal is that of a port where nobody listens.
+fn is_reject(words: &[&str]) -> bool {
+    matches!(
+        words,
+        ["reject"]
+            | [
+                "reject",
+                "with",
+                "icmp" | "icmpv6" | "icmpx",
+                "port-unreachable"
+            ]
+            | [
+                "reject",
+                "with",
+                "icmp" | "icmpv6" | "icmpx",
+                "type",
+                "port-unreachable"
+            ]
+    )
+}
+
 /// Refusals of unused ports and addresses. The dataplane refuses unused ports of cluster IPs, too.
 fn unused(table: &Table<'_>, rule: &Rule<'_>) -> bool {
     match rule.words[..] {
-        [ip, "daddr", "@cluster-ips", "reject", ..] => ip == table.ip(),
+        [ip, "daddr", "@cluster-ips", ref reject @ ..] if reject.first() == Some(&"reject") => {
+            ip == table.ip() && is_reject(reject)
+        }
         [ip, "daddr", net, "drop"] => ip == table.ip() && facts::net(net).is_some(),
         // Several ranges.
         [ip, "daddr", "{", ref nets @ .., "}", "drop"] => {

@@ -176,6 +176,13 @@ fn of<'t>(
     tables.find(|known| table == TABLE && known.v4 == v4)
 }
 
+/// The object, if it has these fields at most.
+fn only<'v>(value: &'v Value, fields: &[&str]) -> Option<&'v Value> {
+    let object = value.as_object()?;
+    let mut names = object.keys();
+    names.all(|name| fields.contains(&&**name)).then_some(value)
+}
+
 /// An element of a set, or of a map with its verdict.
 fn element(raw: &RawValue, to: &mut String) -> Option<()> {
     let value: Value = serde_json::from_str(raw.get()).ok()?;
@@ -197,6 +204,8 @@ fn key_text(value: &Value, to: &mut String) -> Option<()> {
     let Some(element) = value.get("elem") else {
         return operand(value, to);
     };
+    only(value, &["elem"])?;
+    only(element, &["val", "comment"])?;
     operand(element.get("val")?, to)?;
     if let Some(comment) = element.get("comment") {
         let _ = write!(to, " comment \"{}\"", plain(comment.as_str()?)?);
@@ -222,9 +231,10 @@ fn verdict(value: &Value, to: &mut String) -> Option<()> {
     let (word, of) = object.iter().next().filter(|_| object.len() == 1)?;
     match &**word {
         "goto" | "jump" => {
+            let of = only(of, &["target"])?;
             let _ = write!(to, "{word} {}", name(of.get("target")?.as_str()?)?);
         }
-        "drop" | "accept" | "return" => to.push_str(word),
+        "drop" | "accept" | "return" if of.is_null() => to.push_str(word),
         _ => return None,
     }
     Some(())
@@ -242,18 +252,21 @@ fn operand(value: &Value, to: &mut String) -> Option<()> {
             let text = |key: &str| of.get(key).and_then(Value::as_str).and_then(name);
             match &**word {
                 "payload" => {
+                    only(of, &["protocol", "field"])?;
                     let _ = write!(to, "{} {}", text("protocol")?, text("field")?);
                 }
-                "meta" => match text("key")? {
+                "meta" => match only(of, &["key"]).and_then(|_| text("key"))? {
                     key @ ("iifname" | "oifname") => to.push_str(key),
                     key => {
                         let _ = write!(to, "meta {key}");
                     }
                 },
                 "ct" => {
+                    only(of, &["key"])?;
                     let _ = write!(to, "ct {}", text("key")?);
                 }
                 "fib" => {
+                    only(of, &["flags", "result"])?;
                     let flags = of.get("flags")?;
                     let flags = match flags {
                         Value::String(flag) => name(flag)?,
@@ -266,12 +279,14 @@ fn operand(value: &Value, to: &mut String) -> Option<()> {
                     let _ = write!(to, "fib {flags} {}", text("result")?);
                 }
                 "numgen" => {
+                    only(of, &["mode", "mod", "offset"])?;
                     let offset = of.get("offset").and_then(Value::as_u64).unwrap_or(0);
                     let modulus = of.get("mod")?.as_u64().filter(|_| offset == 0)?;
                     let _ = write!(to, "numgen {} mod {modulus}", text("mode")?);
                 }
                 "concat" => joined(of, " . ", to)?,
                 "prefix" => {
+                    only(of, &["addr", "len"])?;
                     let _ = write!(to, "{}/{}", text("addr")?, of.get("len")?.as_u64()?);
                 }
                 "set" => {
@@ -312,6 +327,7 @@ fn map_data(
     to: &mut String,
 ) -> Option<()> {
     #[derive(Deserialize)]
+    #[serde(deny_unknown_fields)]
     struct Inside<'a> {
         #[serde(borrow)]
         set: Vec<&'a RawValue>,
@@ -335,15 +351,18 @@ fn map_data(
     Some(())
 }
 
+/// A statement that may have an element for each endpoint: it is read element by element.
 #[derive(Deserialize)]
-struct Statement<'a> {
+#[serde(rename_all = "lowercase")]
+enum Long<'a> {
     #[serde(borrow)]
-    vmap: Option<Map<'a>>,
+    Vmap(Map<'a>),
     #[serde(borrow)]
-    dnat: Option<Dnat<'a>>,
+    Dnat(Dnat<'a>),
 }
 
 #[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 struct Map<'a> {
     key: Value,
     #[serde(borrow)]
@@ -351,6 +370,7 @@ struct Map<'a> {
 }
 
 #[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 struct Dnat<'a> {
     #[serde(borrow)]
     family: Option<Cow<'a, str>>,
@@ -361,21 +381,22 @@ struct Dnat<'a> {
 
 /// A part of a rule.
 fn statement(raw: &RawValue, to: &mut String) -> Option<()> {
-    // A map with an element for each endpoint may be long: it is read element by element.
-    let long: Statement<'_> = serde_json::from_str(raw.get()).ok()?;
-    if let Some(vmap) = long.vmap {
-        operand(&vmap.key, to)?;
-        to.push_str(" vmap ");
-        return map_data(vmap.data, verdict, to);
-    }
-    if let Some(dnat) = long.dnat {
-        return translation(&dnat, to);
+    match serde_json::from_str(raw.get()) {
+        Ok(Long::Vmap(map)) => {
+            operand(&map.key, to)?;
+            to.push_str(" vmap ");
+            return map_data(map.data, verdict, to);
+        }
+        Ok(Long::Dnat(dnat)) => return translation(&dnat, to),
+        // Another statement, or one of these that kube-proxy does not write.
+        Err(_) => {}
     }
     let value: Value = serde_json::from_str(raw.get()).ok()?;
     let object = value.as_object()?;
     let (word, of) = object.iter().next().filter(|_| object.len() == 1)?;
     match &**word {
         "match" => {
+            only(of, &["op", "left", "right"])?;
             operand(of.get("left")?, to)?;
             match of.get("op")?.as_str()? {
                 "==" | "in" => to.push(' '),
@@ -385,12 +406,16 @@ fn statement(raw: &RawValue, to: &mut String) -> Option<()> {
             operand(of.get("right")?, to)?;
         }
         "mangle" => {
+            only(of, &["key", "value"])?;
             operand(of.get("key")?, to)?;
             to.push_str(" set ");
             operand(of.get("value")?, to)?;
         }
         "masquerade" => {
             to.push_str("masquerade");
+            if !of.is_null() {
+                only(of, &["flags"])?;
+            }
             if let Some(flags) = of.get("flags") {
                 let flags = match flags {
                     Value::Array(flags) => match &flags[..] {
@@ -402,8 +427,9 @@ fn statement(raw: &RawValue, to: &mut String) -> Option<()> {
                 let _ = write!(to, " {}", name(flags.as_str()?)?);
             }
         }
-        "reject" => to.push_str("reject"),
+        "reject" if is_reject(of) => to.push_str("reject"),
         "set" => {
+            only(of, &["op", "elem", "set"])?;
             let [op, set] = ["op", "set"].map(|key| of.get(key).and_then(Value::as_str));
             let (op, set) = (name(op?)?, name(set?)?);
             let _ = write!(to, "{op} {set} {{ ");
@@ -415,9 +441,20 @@ fn statement(raw: &RawValue, to: &mut String) -> Option<()> {
     Some(())
 }
 
+/// Whether a refusal is that of a port where nobody listens, as nft prints it without a word.
+fn is_reject(of: &Value) -> bool {
+    let Some(kind) = of.get("type") else {
+        return of.is_null() || of.as_object().is_some_and(serde_json::Map::is_empty);
+    };
+    only(of, &["type", "expr"]).is_some()
+        && matches!(kind.as_str(), Some("icmp" | "icmpv6" | "icmpx"))
+        && of.get("expr").and_then(Value::as_str) == Some("port-unreachable")
+}
+
 /// `dnat to 10.244.0.101:8080`, `dnat ip to numgen random mod 2 map { … }`.
 fn translation(dnat: &Dnat<'_>, to: &mut String) -> Option<()> {
     #[derive(Deserialize)]
+    #[serde(deny_unknown_fields)]
     struct ByMap<'a> {
         #[serde(borrow)]
         map: Map<'a>,

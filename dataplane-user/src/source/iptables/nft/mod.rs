@@ -12,7 +12,7 @@ mod tables;
 use super::{
     Error, Text,
     draft::Draft,
-    leftover::{At, Leftovers, locate},
+    leftover::{At, Leftovers},
 };
 use tables::Table;
 
@@ -37,20 +37,7 @@ impl Broken {
 
     /// The error of a text.
     fn of(self, text: &Text) -> Error {
-        let (line, column) = match self.at {
-            At::Line(line) => (line, None),
-            At::Byte(byte) => {
-                let (line, column) = locate(&text.text, byte);
-                (line, Some(column))
-            }
-            At::Nowhere => (1, None),
-        };
-        Error::Line {
-            origin: text.origin.clone(),
-            line,
-            column,
-            what: self.what,
-        }
+        Error::at(text, self.at, self.what)
     }
 }
 
@@ -58,7 +45,7 @@ impl Broken {
 ///
 /// # Errors
 ///
-/// A line is not of this format, or rules of the same family were read before.
+/// A line is not of this format, or rules of the same family were read before, or no packet comes to the services.
 pub fn listed(text: &Text, draft: &mut Draft, leftovers: &mut Leftovers) -> Result<bool, Error> {
     let tables = listed::read(&text.text).map_err(|error| Error::Line {
         origin: text.origin.clone(),
@@ -92,10 +79,16 @@ fn all(
     leftovers: &mut Leftovers,
 ) -> Result<bool, Error> {
     for table in tables {
+        if !fixed::leads_to_services(table) {
+            let first = table.rules("services").next();
+            let at = first.map_or(At::Nowhere, |rule| rule.at);
+            return Err(Error::unhooked(text, at, table.v4, "services"));
+        }
         draft.begin(table.v4, &text.origin)?;
         fixed::read(table, draft, leftovers)
             .and_then(|()| services::read(table, draft, leftovers))
             .map_err(|broken| broken.of(text))?;
+        services::list_unread(table, draft, leftovers);
     }
     Ok(!tables.is_empty())
 }

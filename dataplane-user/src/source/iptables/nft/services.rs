@@ -8,7 +8,7 @@ use std::{
 use super::{
     super::{
         Masquerade,
-        draft::{Draft, PortName, add, agree, protocol},
+        draft::{Draft, PortName, agree, protocol},
         leftover::{At, Leftovers},
     },
     Broken, chains,
@@ -56,16 +56,20 @@ pub fn read(table: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) -> 
         };
         let (service, port) = draft.port(&name);
         let known = if is_internal {
-            add(&mut service.cluster_ips, ip);
+            service.at_cluster_ip(port, ip);
             &mut service.internal_policy
         } else {
             if !service.load_balancer_ips.contains(&ip) {
-                add(&mut service.external_ips, ip);
+                service.external_ips.insert(ip);
             }
             &mut service.external_policy
         };
-        let agrees = policy.is_none_or(|policy| agree(known, policy))
-            && agree(&mut service.at(port).port, number);
+        let agrees = policy.is_none_or(|policy| agree(known, policy));
+        let port = service.at(port);
+        if policy.is_none() {
+            port.refuse(table.v4);
+        }
+        let agrees = agree(&mut port.port, number) && agrees;
         if !agrees {
             let why = "it contradicts another element";
             draft.leave_out(&name.service(), element.at, &text, why, leftovers);
@@ -80,6 +84,9 @@ pub fn read(table: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) -> 
         let (service, port) = draft.port(&name);
         let agrees = policy.is_none_or(|policy| agree(&mut service.external_policy, policy))
             && agree(&mut service.at(port).node_port, number);
+        if policy.is_none() {
+            service.at(port).refuse(table.v4);
+        }
         if !agrees {
             let why = "it contradicts another element";
             draft.leave_out(&name.service(), element.at, &text, why, leftovers);
@@ -96,6 +103,25 @@ pub fn read(table: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) -> 
         }
     }
     Ok(())
+}
+
+/// Lists the first rule of each chain to which no rule and no map leads. Left out are the chains of services that are left out: a
+/// rule that leads to them was not understood.
+pub fn list_unread(table: &Table<'_>, draft: &Draft, leftovers: &mut Leftovers) {
+    let mut chains = table.unread();
+    chains.sort_unstable();
+    for chain in chains {
+        // An endpoint follows the name of its port.
+        let of_port = chain.split_once("__").map_or(chain, |(of_port, _)| of_port);
+        let name = of_chain(of_port).map(|(.., name)| name.service());
+        if name.is_some_and(|name| draft.is_left_out(&name)) {
+            continue;
+        }
+        if let Some(rule) = table.rules(chain).next() {
+            let why = format!("no packet comes to chain {chain}");
+            leftovers.add(rule.at, rule.text, why);
+        }
+    }
 }
 
 /// The port that an element for a service without endpoints names, and the policy that it tells, if it tells one. None: the
@@ -221,7 +247,7 @@ fn vip<'t>(
         of_port.external = true;
         // Only for a load balancer's address with source ranges do the rules tell its kind.
         if !service.load_balancer_ips.contains(&ip) {
-            add(&mut service.external_ips, ip);
+            service.external_ips.insert(ip);
         }
     } else {
         let policy = if prefix == "service" {
@@ -229,7 +255,7 @@ fn vip<'t>(
         } else {
             TrafficPolicy::Local
         };
-        add(&mut service.cluster_ips, ip);
+        service.at_cluster_ip(port, ip);
         agrees &= agree(&mut service.internal_policy, policy);
         agrees &= agree(&mut of_port.internal, policy);
     }
@@ -265,7 +291,7 @@ fn firewall(
         }
     };
     let (service, port) = draft.port(&name);
-    add(&mut service.load_balancer_ips, ip);
+    service.load_balancer_ips.insert(ip);
     if !agree(&mut service.at(port).port, number)
         || !agree(&mut service.source_ranges[usize::from(!table.v4)], ranges)
     {

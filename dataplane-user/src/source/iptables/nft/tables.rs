@@ -1,7 +1,7 @@
 //! kube-proxy's table of one family: its chains, sets and maps, whatever form they were read from. A rule is in the words of
 //! `nft list ruleset`.
 
-use std::{borrow::Cow, collections::HashMap};
+use std::{borrow::Cow, cell::Cell, collections::HashMap};
 
 use super::super::leftover::At;
 use crate::iptables::nft::words;
@@ -11,10 +11,17 @@ use crate::iptables::nft::words;
 pub struct Table<'a> {
     /// Whether the family is IPv4.
     pub v4: bool,
-    chains: HashMap<Cow<'a, str>, u32>,
+    chains: HashMap<Cow<'a, str>, Chain>,
     /// By chain after [`Table::finish`], and in their order.
     rows: Vec<Row<'a>>,
     sets: HashMap<Cow<'a, str>, Set<'a>>,
+}
+
+#[derive(Debug)]
+struct Chain {
+    number: u32,
+    /// Whether its rules were asked for.
+    read: Cell<bool>,
 }
 
 #[derive(Debug)]
@@ -58,7 +65,9 @@ impl<'a> Table<'a> {
     /// The number of a chain, which is new if it was not known.
     pub fn chain(&mut self, name: Cow<'a, str>) -> u32 {
         let next = u32::try_from(self.chains.len()).unwrap_or(u32::MAX);
-        *self.chains.entry(name).or_insert(next)
+        let read = Cell::new(false);
+        let chain = self.chains.entry(name);
+        chain.or_insert(Chain { number: next, read }).number
     }
 
     /// Adds a rule at the end of a chain.
@@ -81,6 +90,13 @@ impl<'a> Table<'a> {
         self.chains.keys().map(|name| &**name)
     }
 
+    /// The names of the chains whose rules nobody asked for.
+    pub fn unread(&self) -> Vec<&str> {
+        let chains = self.chains.iter();
+        let unread = chains.filter(|(_, chain)| !chain.read.get());
+        unread.map(|(name, _)| &**name).collect()
+    }
+
     /// A set or a map.
     pub fn set(&self, name: &str) -> Option<&Set<'a>> {
         self.sets.get(name)
@@ -88,7 +104,11 @@ impl<'a> Table<'a> {
 
     /// The rules of a chain in their order.
     pub fn rules(&self, chain: &str) -> impl Iterator<Item = Rule<'_>> {
-        let number = self.chains.get(chain).copied();
+        let chain = self.chains.get(chain);
+        let number = chain.map(|chain| {
+            chain.read.set(true);
+            chain.number
+        });
         let first = number.map_or(self.rows.len(), |number| {
             self.rows.partition_point(|row| row.chain < number)
         });

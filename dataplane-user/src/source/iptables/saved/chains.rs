@@ -48,7 +48,7 @@ fn port<'a>(
     of_port: &Chains<'a>,
     draft: &mut Draft,
 ) -> Result<(), Fault<'a>> {
-    let Some(first) = of_port.internal.map(|(.., line)| line) else {
+    let Some((chain, policy, first)) = of_port.internal else {
         let Some((_, line)) = of_port.external else {
             return Ok(());
         };
@@ -59,7 +59,6 @@ fn port<'a>(
         }
         return outside(nat, name, of_port, None, line, draft);
     };
-    let (chain, policy, _) = of_port.internal.expect("found above");
     let internal = choice(nat, chain, first, name)?;
     if !draft.facts.masquerades(v4, internal.masquerade.clone()) {
         let line = internal.masquerade_at.unwrap_or(first);
@@ -332,21 +331,14 @@ pub fn firewall<'a>(
     name: &PortName<'_>,
     ip: IpAddr,
     draft: &mut Draft,
-    leftovers: &mut Leftovers,
-) -> Option<&'a str> {
-    let found = ranges(nat, chain, from).and_then(|(target, ranges)| {
-        let known = &mut draft.service(&name.service()).source_ranges[usize::from(!ip.is_ipv4())];
-        if agree(known, ranges) {
-            Ok(target)
-        } else {
-            fault(from, "its ports differ in the clients that may use them")
-        }
-    });
-    found
-        .map_err(|(Line { at, text }, why)| {
-            draft.leave_out(&name.service(), at, text, &why, leftovers);
-        })
-        .ok()
+) -> Result<&'a str, Fault<'a>> {
+    let (target, ranges) = ranges(nat, chain, from)?;
+    let known = &mut draft.service(&name.service()).source_ranges[usize::from(!ip.is_ipv4())];
+    if agree(known, ranges) {
+        Ok(target)
+    } else {
+        fault(from, "its ports differ in the clients that may use them")
+    }
 }
 
 fn ranges<'a>(

@@ -2,11 +2,11 @@
 
 use super::{
     super::{
-        draft::{Draft, add, agree},
+        draft::{Draft, agree},
         facts,
         leftover::Leftovers,
     },
-    nat::{named, unread},
+    nat::{Fault, named},
     rule::{Rule, has},
     tables::{Line, Table},
 };
@@ -17,20 +17,23 @@ const VIP: u32 = has::DESTINATION | has::PROTOCOL | has::COMMENT | has::PORT | h
 /// Options of a rule for a port of the node.
 const NODE: u32 = has::TO_LOCAL | has::PROTOCOL | has::COMMENT | has::PORT | has::JUMP;
 
-/// Reads the table.
-pub fn read(filter: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) {
-    type Read = fn(&Rule<'_>, Line<'_>, &mut Draft, &mut Leftovers);
-    let chains: [(&str, Read); 4] = [
-        ("KUBE-SERVICES", internal),
-        ("KUBE-EXTERNAL-SERVICES", external),
-        ("KUBE-NODEPORTS", health_check),
-        ("KUBE-PROXY-FIREWALL", firewall),
-    ];
-    for (chain, read) in chains {
+/// Reads the table, after table `nat`.
+pub fn read(filter: &Table<'_>, v4: bool, draft: &mut Draft, leftovers: &mut Leftovers) {
+    for chain in [
+        "KUBE-SERVICES",
+        "KUBE-EXTERNAL-SERVICES",
+        "KUBE-NODEPORTS",
+        "KUBE-PROXY-FIREWALL",
+    ] {
         for line in filter.rules(chain) {
-            match Rule::read(line.text) {
-                Ok(rule) => read(&rule, line, draft, leftovers),
-                Err(why) => unread(line, &why, draft, leftovers),
+            let read = Rule::read(line.text).map_err(Fault::Unread);
+            let read = read.and_then(|rule| match chain {
+                "KUBE-NODEPORTS" => health_check(&rule, line, draft),
+                "KUBE-PROXY-FIREWALL" => firewall(&rule, line, draft),
+                _ => refused(&rule, line, chain == "KUBE-SERVICES", v4, draft),
+            });
+            if let Err(fault) = read {
+                fault.list(line, draft, leftovers);
             }
         }
     }
@@ -46,55 +49,32 @@ fn refusal<'r>(rule: &'r Rule<'_>) -> Option<(&'r str, Option<TrafficPolicy>)> {
     Some((rule.comment.strip_suffix(suffix)?, policy))
 }
 
-/// A cluster IP that refuses connections.
-fn internal(rule: &Rule<'_>, line: Line<'_>, draft: &mut Draft, leftovers: &mut Leftovers) {
-    let Line { at, text } = line;
+/// An address or a node port that refuses connections. `is_cluster_ip`: the address is one of the cluster.
+fn refused<'a>(
+    rule: &Rule<'_>,
+    line: Line<'a>,
+    is_cluster_ip: bool,
+    v4: bool,
+    draft: &mut Draft,
+) -> Result<(), Fault<'a>> {
+    let of_node = !is_cluster_ip && rule.is(NODE);
     let ip = rule.destination.and_then(facts::host);
-    let (Some(ip), Some((name, policy)), true) = (ip, refusal(rule), rule.is(VIP)) else {
-        return unread(
-            line,
-            "it is no rule for a service without endpoints",
-            draft,
-            leftovers,
-        );
+    let good = of_node || rule.is(VIP) && ip.is_some();
+    let Some((name, policy)) = refusal(rule).filter(|_| good) else {
+        return Fault::unread("it is no rule for a service without endpoints");
     };
-    let Some(name) = named(name, rule, at, text, leftovers) else {
-        return;
-    };
+    let name = named(name, rule)?;
     let (service, port) = draft.port(&name);
-    add(&mut service.cluster_ips, ip);
-    let agrees = agree(&mut service.at(port).port, rule.port)
-        && policy.is_none_or(|policy| agree(&mut service.internal_policy, policy));
-    if !agrees {
-        let why = "it contradicts another rule";
-        draft.leave_out(&name.service(), at, text, why, leftovers);
-    }
-}
-
-/// An address from outside, or a node port, that refuses connections.
-fn external(rule: &Rule<'_>, line: Line<'_>, draft: &mut Draft, leftovers: &mut Leftovers) {
-    let Line { at, text } = line;
-    let of_node = rule.is(NODE);
-    let ip = rule.destination.and_then(facts::host);
-    let Some((name, policy)) = refusal(rule).filter(|_| of_node || rule.is(VIP) && ip.is_some())
-    else {
-        return unread(
-            line,
-            "it is no rule for a service without endpoints",
-            draft,
-            leftovers,
-        );
-    };
-    let Some(name) = named(name, rule, at, text, leftovers) else {
-        return;
-    };
-    let (service, port) = draft.port(&name);
-    // Table nat, which was read before, has the addresses of ports that have endpoints anywhere, and their kind. Without
-    // endpoints, nothing depends on the kind.
-    if let Some(ip) = ip
-        && !service.load_balancer_ips.contains(&ip)
-    {
-        add(&mut service.external_ips, ip);
+    match ip {
+        Some(ip) if is_cluster_ip => {
+            service.at_cluster_ip(port, ip);
+        }
+        // Table nat has the addresses of ports that have endpoints anywhere, and their kind. Without endpoints, nothing depends
+        // on the kind.
+        Some(ip) if !service.load_balancer_ips.contains(&ip) => {
+            service.external_ips.insert(ip);
+        }
+        _ => {}
     }
     let port = service.at(port);
     let number = if of_node {
@@ -102,60 +82,55 @@ fn external(rule: &Rule<'_>, line: Line<'_>, draft: &mut Draft, leftovers: &mut 
     } else {
         &mut port.port
     };
-    let agrees = agree(number, rule.port)
-        && policy.is_none_or(|policy| agree(&mut service.external_policy, policy));
-    if !agrees {
-        let why = "it contradicts another rule";
-        draft.leave_out(&name.service(), at, text, why, leftovers);
+    let mut agrees = agree(number, rule.port);
+    match policy {
+        None => port.refuse(v4),
+        Some(policy) if is_cluster_ip => agrees &= agree(&mut service.internal_policy, policy),
+        Some(policy) => agrees &= agree(&mut service.external_policy, policy),
+    }
+    if agrees {
+        Ok(())
+    } else {
+        Fault::of(&name, line, CONTRADICTS)
     }
 }
 
+/// Why a rule of a service does not count.
+const CONTRADICTS: &str = "it contradicts another rule";
+
 /// A port by which load balancers ask for endpoints on this node.
-fn health_check(rule: &Rule<'_>, line: Line<'_>, draft: &mut Draft, leftovers: &mut Leftovers) {
+fn health_check<'a>(rule: &Rule<'_>, line: Line<'a>, draft: &mut Draft) -> Result<(), Fault<'a>> {
     const PORT: u32 = has::PROTOCOL | has::COMMENT | has::PORT | has::JUMP;
-    let Line { at, text } = line;
     let name = rule.comment.strip_suffix(" health check node port");
     let good = rule.is(PORT) && rule.target == "ACCEPT" && rule.protocol == "tcp";
     let Some(name) = name.filter(|_| good) else {
-        return unread(
-            line,
-            "it is no rule for a health check's port",
-            draft,
-            leftovers,
-        );
+        return Fault::unread("it is no rule for a health check's port");
     };
     // The rule has the protocol of the check, not that of the service's port.
-    let Some(name) = named(name, rule, at, text, leftovers) else {
-        return;
-    };
-    let name = name.service();
-    if !agree(&mut draft.service(&name).health_check_node_port, rule.port) {
-        let why = "it contradicts another rule";
-        draft.leave_out(&name, at, text, why, leftovers);
+    let name = named(name, rule)?;
+    let service = draft.service(&name.service());
+    if agree(&mut service.health_check_node_port, rule.port) {
+        Ok(())
+    } else {
+        Fault::of(&name, line, CONTRADICTS)
     }
 }
 
 /// Drops what source ranges do not admit.
-fn firewall(rule: &Rule<'_>, line: Line<'_>, draft: &mut Draft, leftovers: &mut Leftovers) {
-    let Line { at, text } = line;
+fn firewall<'a>(rule: &Rule<'_>, line: Line<'a>, draft: &mut Draft) -> Result<(), Fault<'a>> {
     let ip = rule.destination.and_then(facts::host);
     let name = rule.comment.split_once(" traffic not accepted by ");
     let good = rule.is(VIP) && rule.target == "DROP";
     let (Some(ip), Some((name, _)), true) = (ip, name, good) else {
-        return unread(
-            line,
-            "it is no rule for a load balancer's address",
-            draft,
-            leftovers,
-        );
+        return Fault::unread("it is no rule for a load balancer's address");
     };
-    let Some(name) = named(name, rule, at, text, leftovers) else {
-        return;
-    };
+    let name = named(name, rule)?;
     let service = draft.service(&name.service());
     let restricted = service.source_ranges[usize::from(!ip.is_ipv4())].is_some();
-    if !restricted || !service.load_balancer_ips.contains(&ip) {
+    if restricted && service.load_balancer_ips.contains(&ip) {
+        Ok(())
+    } else {
         let why = "no rule of table nat says which clients may use this address";
-        draft.leave_out(&name.service(), at, text, why, leftovers);
+        Fault::of(&name, line, why)
     }
 }

@@ -43,13 +43,23 @@ pub fn read(table: &Table<'_>, leftovers: &mut Leftovers) {
     }
     for Line { at, text } in table.rules("KUBE-FORWARD") {
         match Rule::read(text) {
-            Ok(rule)
-                if rule.is(has::STATE | has::JUMP)
-                    || rule.is(has::STATE | has::COUNTED | has::JUMP)
-                    || rule.is(has::STATE | has::COMMENT | has::JUMP)
-                    || rule.is(has::MARK | has::COMMENT | has::JUMP) => {}
+            Ok(rule) if forwards(&rule) => {}
             Ok(_) => leftovers.add(at, text, "kube-proxy writes no such rule"),
             Err(why) => leftovers.add(at, text, why),
         }
+    }
+}
+
+/// Whether a rule is one of chain `KUBE-FORWARD`.
+fn forwards(rule: &Rule<'_>) -> bool {
+    match (rule.target, rule.state) {
+        ("DROP", "INVALID") => {
+            rule.is(has::STATE | has::JUMP) || rule.is(has::STATE | has::COUNTED | has::JUMP)
+        }
+        ("ACCEPT", "RELATED,ESTABLISHED") => rule.is(has::STATE | has::COMMENT | has::JUMP),
+        ("ACCEPT", _) => {
+            rule.is(has::MARK | has::COMMENT | has::JUMP) && rule.mark.0 == rule.mark.1
+        }
+        _ => false,
     }
 }

@@ -8,7 +8,7 @@ mod port;
 mod rule;
 mod tables;
 
-use super::{Error, Text, draft::Draft, leftover::Leftovers};
+use super::{Error, Text, draft::Draft, facts::family, leftover::Leftovers};
 
 /// Reads kube-proxy's rules out of a text, and says whether there are some.
 ///
@@ -23,23 +23,31 @@ pub fn read(text: &Text, draft: &mut Draft, leftovers: &mut Leftovers) -> Result
         what: error.what.to_owned(),
     })?;
     let mut found = false;
-    for (v4, family) in [true, false].into_iter().zip(&families) {
-        let Some(nat) = &family.nat else { continue };
+    for (v4, tables) in [true, false].into_iter().zip(&families) {
+        let Some(nat) = &tables.nat else { continue };
         if !hooks::leads_to_services(nat) {
+            if let Some(line) = nat.rules("KUBE-SERVICES").next() {
+                draft.unhooked(v4, Error::unhooked(text, line.at, v4, "KUBE-SERVICES"));
+            }
             continue;
         }
         found = true;
+        // kube-proxy makes the chain before it writes its rules.
+        if nat.rules("KUBE-SERVICES").next().is_none() {
+            continue;
+        }
         draft.begin(v4, &text.origin)?;
         hooks::read(nat, leftovers);
         nat::read(nat, v4, draft, leftovers);
-        let filter = family.filter.as_ref();
+        let filter = tables.filter.as_ref();
         let filter = filter.filter(|filter| filter.has("KUBE-SERVICES"));
         let filter = filter.ok_or_else(|| Error::Half {
             origin: text.origin.clone(),
-            family: if v4 { "IPv4" } else { "IPv6" },
+            family: family(v4),
         })?;
         hooks::read(filter, leftovers);
-        filter::read(filter, draft, leftovers);
+        filter::read(filter, v4, draft, leftovers);
+        draft.stale += nat.stale();
     }
     Ok(found)
 }

@@ -1,6 +1,9 @@
 //! A rule of `iptables-save` by its options, as far as kube-proxy writes them.
 
-use std::{borrow::Cow, net::SocketAddr};
+use std::{
+    borrow::Cow,
+    net::{IpAddr, Ipv4Addr, SocketAddr},
+};
 
 use ipnet::IpNet;
 
@@ -27,12 +30,10 @@ pub mod has {
     pub const PORT: u32 = 1 << 7;
     /// `--comment`
     pub const COMMENT: u32 = 1 << 8;
-    /// `-m statistic --mode random --probability`
-    pub const PROBABILITY: u32 = 1 << 9;
     /// `-m recent --set`
     pub const REMEMBERS: u32 = 1 << 10;
     /// `-m recent --rcheck --seconds --reap`
-    pub const REMEMBERED: u32 = 1 << 11;
+    pub const REMEMBERED: u32 = CHECKED | SECONDS | REAPED;
     /// `--dst-type LOCAL`
     pub const TO_LOCAL: u32 = 1 << 12;
     /// `--src-type LOCAL`
@@ -47,6 +48,16 @@ pub mod has {
     pub const COUNTED: u32 = 1 << 17;
     /// `-j`
     pub const JUMP: u32 = 1 << 18;
+    /// `--random-fully`
+    pub const RANDOMLY: u32 = 1 << 19;
+    /// `-m statistic --mode random --probability`
+    pub const PROBABILITY: u32 = RANDOM | SHARE;
+
+    pub(super) const SHARE: u32 = 1 << 9;
+    pub(super) const CHECKED: u32 = 1 << 11;
+    pub(super) const SECONDS: u32 = 1 << 20;
+    pub(super) const REAPED: u32 = 1 << 21;
+    pub(super) const RANDOM: u32 = 1 << 22;
 }
 
 /// A rule.
@@ -176,22 +187,35 @@ impl<'a> Rule<'a> {
                 if value() != "random" {
                     return unknown();
                 }
+                self.set(has::RANDOM, name)?;
             }
             ("--probability", _) => {
                 let text = value();
                 let probability = text.parse();
                 self.probability =
                     probability.map_err(|_| format!("{text:?} is no probability"))?;
-                self.set(has::PROBABILITY, name)?;
+                self.set(has::SHARE, name)?;
             }
             ("--set", _) => self.set(has::REMEMBERS, name)?,
-            ("--rcheck", _) => self.set(has::REMEMBERED, name)?,
-            ("--seconds", _) => self.seconds = number(value())?,
-            ("--name", _) => self.list = value(),
-            ("--mask" | "--reject-with", _) => {
-                value();
+            ("--rcheck", _) => self.set(has::CHECKED, name)?,
+            ("--seconds", _) => {
+                self.seconds = number(value())?;
+                self.set(has::SECONDS, name)?;
             }
-            ("--reap" | "--rsource" | "--random-fully", _) => {}
+            ("--reap", _) => self.set(has::REAPED, name)?,
+            ("--name", _) => self.list = value(),
+            ("--mask", _) => match value().parse() {
+                Ok(IpAddr::V4(Ipv4Addr::BROADCAST)) => {}
+                Ok(IpAddr::V6(mask)) if mask.to_bits() == u128::MAX => {}
+                _ => return Err("kube-proxy remembers whole addresses".to_owned()),
+            },
+            ("--reject-with", _) => {
+                if !matches!(value(), "icmp-port-unreachable" | "icmp6-port-unreachable") {
+                    return unknown();
+                }
+            }
+            ("--rsource", _) => {}
+            ("--random-fully", _) => self.set(has::RANDOMLY, name)?,
             ("--dst-type" | "--src-type", _) => {
                 if value() != "LOCAL" {
                     return unknown();

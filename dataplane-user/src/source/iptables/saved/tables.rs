@@ -1,16 +1,24 @@
 //! The rules of kube-proxy's chains in a text of `iptables-save`, chain by chain.
 
-use std::collections::HashMap;
+use std::{cell::Cell, collections::HashMap};
 
 use super::{super::leftover::At, rule::Rule};
-use crate::iptables::{self, Entry};
+use crate::iptables::{self, Entry, Words};
 
 /// A table of one family.
 #[derive(Debug, Default)]
 pub struct Table<'a> {
-    chains: HashMap<&'a str, u32>,
+    chains: HashMap<&'a str, Chain>,
     /// By chain, and in their order.
     rows: Vec<Row<'a>>,
+}
+
+/// A chain.
+#[derive(Debug)]
+struct Chain {
+    number: u32,
+    /// Whether its rules were asked for.
+    read: Cell<bool>,
 }
 
 /// A rule, not read yet.
@@ -39,6 +47,15 @@ pub struct Family<'a> {
 
 /// Chains that are built in, whose rules matter if they lead to kube-proxy's.
 const BUILT_IN: &[&str] = &["PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"];
+
+/// The prefixes of the names of chains that belong to a service, or to an endpoint.
+const OF_SERVICES: &[&str] = &[
+    "KUBE-SVC-",
+    "KUBE-SVL-",
+    "KUBE-EXT-",
+    "KUBE-FW-",
+    "KUBE-SEP-",
+];
 
 /// Sorts the rules of a text: IPv4, IPv6.
 ///
@@ -145,7 +162,9 @@ fn is_kube_proxys(chain: &str) -> bool {
 impl<'a> Table<'a> {
     fn chain(&mut self, name: &'a str) -> u32 {
         let next = u32::try_from(self.chains.len()).unwrap_or(u32::MAX);
-        *self.chains.entry(name).or_insert(next)
+        let read = Cell::new(false);
+        let chain = self.chains.entry(name);
+        chain.or_insert(Chain { number: next, read }).number
     }
 
     /// Whether the first address in its rules is one of IPv4.
@@ -167,9 +186,55 @@ impl<'a> Table<'a> {
         self.chains.contains_key(chain)
     }
 
+    /// How many chains of services and endpoints have rules to which no packet comes. kube-proxy leaves such chains for a while
+    /// after their service or endpoint is gone, if there are more than a thousand endpoints.
+    pub fn stale(&self) -> usize {
+        let mut by_number: Vec<(&str, bool)> = vec![("", false); self.chains.len()];
+        for (name, chain) in &self.chains {
+            by_number[chain.number as usize] = (name, chain.read.get());
+        }
+        let of_service = |name: &str| OF_SERVICES.iter().any(|prefix| name.starts_with(prefix));
+        let count = |reached: &dyn Fn(usize) -> bool| {
+            let chains = self.rows.chunk_by(|a, b| a.chain == b.chain);
+            let numbers = chains.map(|rows| rows[0].chain as usize);
+            numbers
+                .filter(|number| of_service(by_number[*number].0) && !reached(*number))
+                .count()
+        };
+        if count(&|number| by_number[number].1) == 0 {
+            return 0;
+        }
+        // A chain that was not read because of a fault in the one before is not stale.
+        let mut reached: Vec<bool> = by_number.iter().map(|(_, read)| *read).collect();
+        let mut open: Vec<usize> = (0..reached.len())
+            .filter(|number| reached[*number])
+            .collect();
+        while let Some(number) = open.pop() {
+            let first = self
+                .rows
+                .partition_point(|row| (row.chain as usize) < number);
+            let rows = self.rows[first..].iter();
+            for row in rows.take_while(|row| row.chain as usize == number) {
+                let mut words = Words::new(row.text).filter_map(Result::ok);
+                let jump = words.find(|word| matches!(word.raw, "-j" | "-g" | "--jump" | "--goto"));
+                let target = jump.and_then(|_| words.next());
+                if let Some(chain) = target.and_then(|target| self.chains.get(target.raw))
+                    && !std::mem::replace(&mut reached[chain.number as usize], true)
+                {
+                    open.push(chain.number as usize);
+                }
+            }
+        }
+        count(&|number| reached[number])
+    }
+
     /// The rules of a chain in their order.
     pub fn rules(&self, chain: &str) -> impl Iterator<Item = Line<'a>> + use<'a, '_> {
-        let number = self.chains.get(chain).copied();
+        let chain = self.chains.get(chain);
+        let number = chain.map(|chain| {
+            chain.read.set(true);
+            chain.number
+        });
         let first = number.map_or(self.rows.len(), |number| {
             self.rows.partition_point(|row| row.chain < number)
         });
