@@ -1,7 +1,10 @@
 //! kube-proxy's rules as the source: gets those in the kernel, and takes what rules say of the node for what the operator
 //! did not say.
 
-use std::sync::{Mutex, PoisonError};
+use std::{
+    path::Path,
+    sync::{Mutex, PoisonError},
+};
 
 use tracing::info;
 
@@ -15,6 +18,7 @@ use crate::{
     takeover::{
         binaries::{self, Binaries},
         collect::{self, Printed},
+        journal::{self, Journal},
         ruleset::Form,
     },
 };
@@ -22,12 +26,20 @@ use crate::{
 /// The programs that print rules, as they were found on `PATH`: each was asked for its version.
 static PROGRAMS: Mutex<Option<Binaries>> = Mutex::new(None);
 
-/// Prints kube-proxy's rules in the kernel, of the network namespace that this thread is in.
+/// Prints kube-proxy's rules in the kernel, of the network namespace that this thread is in; or, by the journal in `takeover`,
+/// those that a take-over saved: it removed those in the kernel.
 ///
 /// # Errors
 ///
-/// The kernel or a program does not print them, or a program is missing.
-pub fn live() -> Result<Vec<Text>, String> {
+/// The kernel or a program does not print them, or a program is missing; or the saved rules cannot be read.
+pub fn live(takeover: Option<&Path>) -> Result<Vec<Text>, String> {
+    if let Some(directory) = takeover {
+        let journal = Journal::read(directory).map_err(|error| error.to_string())?;
+        if let Some(journal) = journal.filter(Journal::has_the_rules) {
+            let saved = journal.saved().map_err(|error| error.to_string())?;
+            return Ok(texts(saved.into_printed()));
+        }
+    }
     let tables = netfilter::tables().map_err(|error| error.to_string())?;
     let tables: Vec<Table> = tables.into_iter().filter(is_kube_proxys).collect();
     let mut programs = PROGRAMS.lock().unwrap_or_else(PoisonError::into_inner);
@@ -121,6 +133,10 @@ pub fn source(settings: &settings::Source) -> Option<iptables::Settings> {
     Some(iptables::Settings {
         file: rules.file.clone(),
         live,
+        takeover: (!rules.kernel_only).then(|| {
+            let directory = rules.takeover_dir.clone();
+            directory.unwrap_or_else(|| journal::DIRECTORY.into())
+        }),
         strict: rules.strict,
         first: None,
     })

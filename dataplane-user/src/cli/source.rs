@@ -94,6 +94,16 @@ pub(super) struct SourceArgs {
     )]
     strict: bool,
 
+    /// Directory in which `dataplane takeover` saves rules: once it has removed those in the kernel, --from-iptables reads the
+    /// saved ones [default: /var/lib/dataplane/takeover]
+    #[arg(
+        long,
+        value_name = "DIR",
+        env = "DATAPLANE_TAKEOVER_DIR",
+        hide_env_values = true
+    )]
+    takeover_dir: Option<PathBuf>,
+
     #[arg(skip)]
     settled: settings::Source,
 }
@@ -114,6 +124,9 @@ impl SourceArgs {
                 iptables: self.from_iptables.as_ref().map(|file| Iptables {
                     file: Some(file.clone()).filter(|file| !file.as_os_str().is_empty()),
                     strict: self.strict || of_rules.is_some_and(|of| of.strict),
+                    takeover_dir: (self.takeover_dir.clone())
+                        .or_else(|| of_rules.and_then(|of| of.takeover_dir.clone())),
+                    kernel_only: false,
                 }),
                 kubernetes: api.then(|| Kubernetes {
                     kubeconfig: self.kubeconfig.clone(),
@@ -153,7 +166,8 @@ impl SourceArgs {
 pub(super) fn of_rules(file: Option<PathBuf>) -> anyhow::Result<Snapshot> {
     let iptables = Some(Iptables {
         file,
-        strict: false,
+        kernel_only: true,
+        ..Iptables::default()
     });
     let settled = settings::Source {
         iptables,
@@ -166,6 +180,7 @@ pub(super) fn of_rules(file: Option<PathBuf>) -> anyhow::Result<Snapshot> {
         api_server: None,
         from_iptables: None,
         strict: false,
+        takeover_dir: None,
         settled,
     };
     source.snapshot(&Node::default())
@@ -245,6 +260,7 @@ mod tests {
         file.source.iptables = Some(Iptables {
             file: None,
             strict: true,
+            ..Iptables::default()
         });
         let mut command =
             Command::try_parse_from(["dataplane", "--from-iptables", "rules"]).unwrap();

@@ -1,5 +1,7 @@
 //! What the kernel's own conntrack translates: asked for by netlink, never changed
-//! (`include/uapi/linux/netfilter/nfnetlink_conntrack.h`), but for a flow of our own.
+//! (`include/uapi/linux/netfilter/nfnetlink_conntrack.h`), but for a flow of our own, and those that it is [`give`]n.
+
+mod give;
 
 use std::{
     io,
@@ -12,6 +14,7 @@ use netlink_sys::protocols::NETLINK_NETFILTER;
 use zerocopy::FromBytes;
 
 use super::netlink::{Netlink, attributes};
+pub use give::{Given, give};
 
 /// `NFNL_SUBSYS_CTNETLINK`, `IPCTNL_MSG_CT_GET`.
 const GET: u16 = 1 << 8 | 1;

@@ -35,6 +35,13 @@ pub struct Iptables {
     /// leaves out the services that they concern.
     #[serde(skip_serializing_if = "is_default")]
     pub strict: bool,
+    /// Directory in which `dataplane takeover` saves rules: once it has removed those in the kernel, the agent reads the saved
+    /// ones. Default: `/var/lib/dataplane/takeover`.
+    #[serde(skip_serializing_if = "is_default")]
+    pub takeover_dir: Option<PathBuf>,
+    /// Read the rules in the kernel only, also after a take-over.
+    #[serde(skip)]
+    pub kernel_only: bool,
 }
 
 impl Source {

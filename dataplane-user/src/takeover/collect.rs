@@ -178,12 +178,15 @@ fn has(text: &str, table: &Table) -> bool {
 fn print(program: &Path, arguments: &[&str]) -> io::Result<String> {
     let said = binaries::run(program, arguments, PATIENCE, LIMIT)?;
     if !said.success {
-        let why = said
-            .stderr
-            .lines()
-            .next()
-            .unwrap_or("it failed without a word");
-        return Err(io::Error::other(why.to_owned()));
+        let why = said.stderr.lines().next();
+        let why = why.unwrap_or("it failed without a word");
+        // Legacy programs open a raw socket.
+        let hint = if why.contains("you must be root") {
+            "; it needs CAP_NET_ADMIN, and CAP_NET_RAW for legacy tables"
+        } else {
+            ""
+        };
+        return Err(io::Error::other(format!("{why}{hint}")));
     }
     // Names of users and chains may be of any bytes.
     Ok(String::from_utf8(said.stdout)

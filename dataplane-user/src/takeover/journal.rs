@@ -84,6 +84,11 @@ impl Journal {
         sync(directory)
     }
 
+    /// Whether the file has the rules, and the kernel has none or some of them.
+    pub fn has_the_rules(&self) -> bool {
+        self.state != State::Restored
+    }
+
     /// The rules as they were.
     ///
     /// # Errors

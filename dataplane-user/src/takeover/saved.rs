@@ -78,6 +78,11 @@ impl Saved {
         Ok(saved)
     }
 
+    /// The texts, each with the program that printed it.
+    pub fn into_printed(self) -> Vec<Printed> {
+        self.texts
+    }
+
     /// Whether the owners have no rules.
     pub fn is_empty(&self) -> bool {
         self.texts.is_empty()

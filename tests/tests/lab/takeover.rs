@@ -16,6 +16,10 @@ use dataplane_tests::{
     Agent, Host, Lab, Process,
     report::{LoadReport, Report},
 };
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
 use tempfile::TempDir;
 
 use crate::{
@@ -67,6 +71,8 @@ struct Node {
     agent: Agent,
     directory: TempDir,
     mode: Mode,
+    /// Connections that the rules translated, of a pod and from outside.
+    by_rules: Vec<Process>,
     _manifests: Manifests,
     _servers: Vec<Process>,
 }
@@ -91,19 +97,34 @@ impl Node {
                 node.command(program).args(rule.split(' ')).run()?;
             }
         }
+        let by_rules = vec![
+            lab.pod("sleep").hold(TO)?,
+            lab.pod("sleep").hold(TO_V6)?,
+            lab.external("ext")
+                .hold(&format!("{}:30080", node.ipv4()))?,
+        ];
         let addresses: Vec<String> = node.addresses().map(|addr| addr.to_string()).into();
-        let agent = lab
-            .agent("node2")
-            .in_the_nodes_cgroup()
-            .manifests(manifests.path())
-            .args(["--pod-cidr", "10.244.0.0/16"])
-            .args(["--nodeport-addresses", &addresses.join(",")])
-            .start()?;
+        let directory = tempfile::tempdir()?;
+        let agent = lab.agent("node2").in_the_nodes_cgroup();
+        // The rules are the source of one, and manifests that of others.
+        let agent = if mode == Mode::Nftables {
+            agent.args(["--from-iptables"])
+        } else {
+            let networks = ["--pod-cidr", "10.244.0.0/16"];
+            let addresses = ["--nodeport-addresses", &addresses.join(",")];
+            agent
+                .manifests(manifests.path())
+                .args(networks)
+                .args(addresses)
+        };
+        let path = directory.path().to_str().context("a path in UTF-8")?;
+        let agent = agent.args(["--takeover-dir", path]).start()?;
         Ok(Self {
             lab,
             agent,
-            directory: tempfile::tempdir()?,
+            directory,
             mode,
+            by_rules,
             _manifests: manifests,
             _servers: servers,
         })
@@ -255,7 +276,8 @@ fn is_alive(mut held: Process, by: &str) -> Result<()> {
 }
 
 fn there_and_back(mode: Mode) -> Result<()> {
-    let node = Node::start(mode)?;
+    let mut node = Node::start(mode)?;
+    let by_rules = std::mem::take(&mut node.by_rules);
     let before = node.rules()?;
     let outside = format!("{}:30080", node.node().ipv4());
     let of_mode = match mode {
@@ -266,7 +288,6 @@ fn there_and_back(mode: Mode) -> Result<()> {
     dry_run.says(&["would be in", "would run", of_mode])?;
     ensure!(node.rules()? == before, "--dry-run changed rules");
     ensure!(node.files("rules-")?.is_empty(), "--dry-run saved rules");
-    // Before the agent began to serve, the rules translated.
     with_traffic(&node, || {
         let by_programs = [node.client().hold(TO)?, node.client().hold(TO_V6)?];
         node.takeover(&[], &[])?.exits(0)?.says(&[
@@ -288,6 +309,9 @@ fn there_and_back(mode: Mode) -> Result<()> {
         ensure!(translated >= 16, "{translated} of 16 connections");
         let again = node.takeover(&["-o", "json"], &[])?.exits(0)?.json()?;
         ensure!(again["outcome"] == "taken-over", "{again:#}");
+        // Rules that are gone are no fault of an agent that reads them: it reads the file.
+        kill(Pid::from_raw(node.agent.id().try_into()?), Signal::SIGHUP)?;
+        crate::outcome::run(&node.agent, "status")?.exits(0)?;
         let [saved] = &node.files("rules-")?[..] else {
             bail!("not one file with rules");
         };
@@ -302,6 +326,9 @@ fn there_and_back(mode: Mode) -> Result<()> {
         ensure!(back == before, "{back}\nbefore:\n{before}");
         for held in by_programs {
             is_alive(held, "the agent's programs")?;
+        }
+        for held in by_rules {
+            is_alive(held, "kube-proxy's rules")?;
         }
         Ok(())
     })?;

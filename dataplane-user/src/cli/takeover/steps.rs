@@ -23,9 +23,17 @@ use crate::{
         iptables::compare::{Comparison, compare},
         source,
     },
-    kernel::{self, keep_nat, netfilter, nf_conntrack, sockets::own_elsewhere},
+    kernel::{
+        self,
+        conntrack::Conntrack,
+        keep_nat,
+        netfilter::{self, Chain},
+        nf_conntrack,
+        sockets::own_elsewhere,
+    },
     takeover::{
         cleanup::{self, Step},
+        forward,
         journal::{self, Journal, State},
         may_die,
         owners::{KUBE_PROXY, Owner},
@@ -102,6 +110,7 @@ pub fn take_over(place: &Place, dry_run: bool, tell: &mut Tell<'_>) -> anyhow::R
             return other.map(|_| Outcome::Differs);
         }
     };
+    notice_forward(tell)?;
     for process in kube_proxies() {
         tell.step(
             "notice",
@@ -195,6 +204,25 @@ fn remove_or_restore(
     };
     journal.write(&place.directory)?;
     Ok(Outcome::TakenOver)
+}
+
+/// Says what chains at the forward hook mean for packets to services.
+fn notice_forward(tell: &mut Tell<'_>) -> anyhow::Result<()> {
+    let chains = netfilter::forward_chains()?;
+    if let Some(warning) = forward::warning(&chains) {
+        tell.step("notice", warning);
+    }
+    let drops = |chain: &&Chain| chain.base.is_some_and(|base| base.drops);
+    for Chain { table, name, .. } in chains.iter().filter(drops) {
+        tell.step(
+            "notice",
+            format!(
+                "{table} {name} drops what no rule accepts, and kube-proxy's rules that accept packets of connections to services \
+                 go: connections that its rules translate end, unless rules of others accept them"
+            ),
+        );
+    }
+    Ok(())
 }
 
 /// The processes of kube-proxy in this network namespace.
@@ -397,6 +425,9 @@ fn remove(place: &Place, addresses: &[ClusterIp], tell: &mut Tell<'_>) -> anyhow
 
 fn bring_back(saved: &Saved, tell: &mut Tell<'_>) -> anyhow::Result<()> {
     let back = saved.bring_back(OWNERS, false)?;
+    if back.steps.is_empty() {
+        tell.step("restore", "nothing was missing".to_owned());
+    }
     for step in &back.steps {
         tell.change("restore", step, false);
     }
@@ -505,6 +536,7 @@ pub fn revert(
             return Ok(Outcome::AgentRuns);
         }
     }
+    give_flows(place, tell)?;
     may_die();
     let items = kernel::cleanup(&place.bpffs, false)?;
     may_die();
@@ -517,6 +549,23 @@ pub fn revert(
         Journal::remove(directory)?;
     }
     Ok(Outcome::GivenBack)
+}
+
+/// Gives the packet path's flows to the kernel's conntrack, whose rules are back.
+fn give_flows(place: &Place, tell: &mut Tell<'_>) -> anyhow::Result<()> {
+    let Some(conntrack) = Conntrack::open(&place.bpffs)? else {
+        return Ok(());
+    };
+    may_die();
+    let given = nf_conntrack::give(&conntrack)?;
+    tell.step(
+        "give",
+        format!(
+            "{} flows of the packet path to the kernel's conntrack",
+            given.flows + given.known
+        ),
+    );
+    Ok(())
 }
 
 /// Says what the rules of the file do not serve as the tables do: services changed since they were saved.

@@ -30,8 +30,10 @@ const LOOK: Duration = Duration::from_secs(30);
 pub struct Settings {
     /// A file with rules; none: those in the kernel.
     pub file: Option<PathBuf>,
-    /// Prints those in the kernel.
+    /// Prints those in the kernel, or those that a take-over saved.
     pub live: Live,
+    /// The directory with the journal of take-overs; none: the kernel's rules are read in any case.
+    pub takeover: Option<PathBuf>,
     /// Whether it is an error if a line of kube-proxy's is not understood.
     pub strict: bool,
     /// The rules as they were read a moment ago.
@@ -59,7 +61,8 @@ impl Settings {
         prints: &Prints,
         known: Option<Print>,
     ) -> Result<(Vec<Text>, Print), ReadError> {
-        texts::get(self.file.as_deref(), self.live, prints, known)
+        let live = (self.live, self.takeover.as_deref());
+        texts::get(self.file.as_deref(), live, prints, known)
     }
 }
 
@@ -275,7 +278,7 @@ mod tests {
         static KERNEL: RefCell<Vec<Option<&'static str>>> = const { RefCell::new(Vec::new()) };
     }
 
-    fn kernel() -> Result<Vec<Text>, String> {
+    fn kernel(_: Option<&std::path::Path>) -> Result<Vec<Text>, String> {
         let next = KERNEL
             .with_borrow_mut(Vec::pop)
             .expect("more is read than expected");
@@ -290,6 +293,7 @@ mod tests {
         let settings = Settings {
             file: file.map(Into::into),
             live: kernel,
+            takeover: None,
             strict: false,
             first,
         };
@@ -366,6 +370,7 @@ mod tests {
         let settings = Settings {
             file: None,
             live: kernel,
+            takeover: None,
             strict: false,
             first: None,
         };

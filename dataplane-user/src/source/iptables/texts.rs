@@ -17,8 +17,9 @@ const FILE_SIZE_MAX: u64 = 256 << 20;
 /// As often the kernel's rules are read until two readings are the same.
 const READS: usize = 5;
 
-/// Prints kube-proxy's rules that are in the kernel, or says why it cannot.
-pub type Live = fn() -> Result<Vec<Text>, String>;
+/// Prints kube-proxy's rules that are in the kernel, or those that a take-over saved, by its journal in this directory; or says
+/// why it cannot.
+pub type Live = fn(Option<&Path>) -> Result<Vec<Text>, String>;
 
 /// Tells texts apart by their rules, without counters and times.
 #[derive(Clone, Default)]
@@ -74,7 +75,7 @@ fn said(line: &str) -> Option<&str> {
 /// The rules cannot be read, or the kernel's are others each time.
 pub fn get(
     file: Option<&Path>,
-    live: Live,
+    (live, takeover): (Live, Option<&Path>),
     prints: &Prints,
     known: Option<Print>,
 ) -> Result<(Vec<Text>, Print), ReadError> {
@@ -84,7 +85,7 @@ pub fn get(
             let print = prints.of(&texts);
             Ok((texts, print))
         }
-        None => steady(live, prints, known).map_err(ReadError::Live),
+        None => steady(|| live(takeover), prints, known).map_err(ReadError::Live),
     }
 }
 
