@@ -341,6 +341,7 @@ fn search(zone: &Zone, (name, of_type): (&LowerName, u16), client: &Client) -> O
     }
     let alias = |other: &LowerName| compose::alias(name, other, zone.ttls.services);
     let mut here = None;
+    let mut is_host = false;
     for other in names {
         match meaning_of(&other) {
             Meaning::Missing => {}
@@ -356,9 +357,11 @@ fn search(zone: &Zone, (name, of_type): (&LowerName, u16), client: &Client) -> O
                 let ask = ask_of_host(zone, (name, of_type), &meaning, candidate);
                 candidates.extend(ask.candidates);
                 here = ask.otherwise;
+                is_host = true;
                 break;
             }
             meaning => {
+                is_host = matches!(meaning, Meaning::Host(..));
                 let alias = alias(&other);
                 here = match &meaning {
                     Meaning::Alias(..) if of_type != types::CNAME => {
@@ -385,6 +388,12 @@ fn search(zone: &Zone, (name, of_type): (&LowerName, u16), client: &Client) -> O
                 break;
             }
         }
+    }
+    // By Kubernetes' specification, the cluster has no name that is a host and then the cluster's domain.
+    if is_host && zone.names.is_whole() {
+        candidates.retain(|candidate| {
+            candidate.records.is_empty() || candidate.name.before(&zone.domain).is_none()
+        });
     }
     if candidates.is_empty() {
         return here.map(Searched::Here);

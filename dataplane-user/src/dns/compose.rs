@@ -191,11 +191,14 @@ pub fn joined(
 ) -> Option<Stored> {
     let read = |bytes: Vec<u8>| Stored::read(&bytes, name, of_type, false).ok();
     let joined = join((name, of_type), aliases, theirs, age).and_then(read);
-    joined.or_else(|| {
-        let mut message = to_question(name, of_type);
-        message.metadata.response_code = ResponseCode::ServFail;
-        read(message.to_vec().ok()?)
-    })
+    joined.or_else(|| bare((name, of_type), ResponseCode::ServFail))
+}
+
+/// An answer with a code and no record, which nobody keeps.
+pub fn bare((name, of_type): (&LowerName, u16), code: ResponseCode) -> Option<Stored> {
+    let mut message = to_question(name, of_type);
+    message.metadata.response_code = code;
+    Stored::read(&message.to_vec().ok()?, name, of_type, false).ok()
 }
 
 /// The bytes of [`joined`]. No record is taken apart: an answer may have records that nothing here understands.

@@ -287,16 +287,27 @@ fn finish(asked: &Question, ask: &Ask, at: usize, reply: Reply) -> Option<Reply>
     if goes_on && reply.stored.code() == ResponseCode::NXDomain {
         return None;
     }
-    let records = &ask.candidates.get(at)?.records;
-    if records.is_empty() {
-        return Some(reply);
-    }
+    let records = &*ask.candidates.get(at)?.records;
     let question = (&asked.name, asked.of_type);
-    let joined = compose::joined(question, records, &reply.stored, reply.age)?;
+    let joined = match records {
+        [] => return Some(reply),
+        // A name of a search list without records of the type. glibc asks for the next name of its list, but not after an
+        // answer that has an alias.
+        [_] if ask.rule == Rule::Search && is_empty(&reply.stored) => {
+            compose::bare(question, ResponseCode::NoError)?
+        }
+        records => compose::joined(question, records, &reply.stored, reply.age)?,
+    };
     Some(Reply {
         stored: Arc::new(joined),
         age: 0,
     })
+}
+
+/// Whether a name exists, and has no records of the type.
+fn is_empty(stored: &Stored) -> bool {
+    let [answers, ..] = stored.counts();
+    stored.code() == ResponseCode::NoError && answers == 0
 }
 
 impl Question {
@@ -429,6 +440,47 @@ mod tests {
         // Clients of other resolvers do not get it.
         let other = "127.0.0.2:53".parse().unwrap();
         assert!(own.cached(&client("", &[other]), &question, &ask).is_none());
+    }
+
+    #[tokio::test]
+    async fn an_empty_answer_ends_no_search_list() {
+        let (at, _) = resolver(|query| {
+            let name = query.queries[0].name().to_string();
+            let mut empty = query.clone();
+            empty.metadata.message_type = MessageType::Response;
+            if name.starts_with("fails") {
+                empty.metadata.response_code = ResponseCode::ServFail;
+            }
+            let answer = if name.starts_with("www") {
+                answer(query, 1)
+            } else {
+                empty.to_vec().unwrap()
+            };
+            vec![answer]
+        })
+        .await;
+        let (own, asker) = (new(), client("", &[at]));
+        let searched = |label: &str, rule| {
+            let (question, mut ask) = asked(&format!("{label}.shop.svc.cluster.local"));
+            ask.rule = rule;
+            let candidate = &mut ask.candidates[0];
+            candidate.name = LowerName::parse(&format!("{label}.corp.example")).unwrap();
+            candidate.records = vec![compose::alias(&question.name, &candidate.name, 5)];
+            (question, ask)
+        };
+        for (label, rule, code, records) in [
+            ("www", Rule::Search, ResponseCode::NoError, 2),
+            ("empty", Rule::Search, ResponseCode::NoError, 0),
+            ("fails", Rule::Search, ResponseCode::ServFail, 1),
+            // The service has the alias, whatever it leads to.
+            ("empty", Rule::Alias, ResponseCode::NoError, 1),
+        ] {
+            let (question, ask) = searched(label, rule);
+            let reply = own.clone().resolve(&asker, &question, &ask).await;
+            let stored = reply.unwrap().stored;
+            let found = (stored.code(), stored.counts()[0]);
+            assert_eq!(found, (code, records), "{label} {rule:?}");
+        }
     }
 
     #[tokio::test]

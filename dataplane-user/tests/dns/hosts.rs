@@ -33,6 +33,7 @@ fn client(namespace: &str) -> Client {
     let ends = [
         &*format!("{namespace}.svc.cluster.local"),
         "svc.cluster.local",
+        "cluster.local",
         "corp.example",
     ];
     let resolver: SocketAddr = "10.96.0.10:53".parse().unwrap();
@@ -109,7 +110,7 @@ fn a_host_has_addresses_and_resolvers_know_the_rest() {
         ("db.example.net.", MX, "ask db.example.net. else NoError"),
         ("db.example.net.", HTTPS, "ask db.example.net. else NoError"),
         ("db.example.net.", ANY, "ask db.example.net. else NoError"),
-        // By the search list.
+        // By the search list: the cluster has no db.example.net.cluster.local.
         (
             "db.example.net.shop.svc.cluster.local.",
             A,
@@ -145,11 +146,21 @@ fn a_host_has_addresses_and_resolvers_know_the_rest() {
     }
     // Without the node's own list nobody needs to be asked.
     let mut cart = client("shop");
-    cart.search.truncate(2);
+    cart.search.truncate(3);
     let name = "db.example.net.shop.svc.cluster.local.";
     assert_eq!(
         ask(&zone, &cart, name, A).text(name),
         format!("NoError; CNAME db.example.net.; db.example.net. A {db}")
+    );
+    // If a Service may be missing, any name of the cluster may be there.
+    let part = Snapshot {
+        whole: false,
+        ..snapshot()
+    };
+    assert_eq!(
+        ask(&Zone::new(Names::of(&part), TTLS), &cart, name, A).text(name),
+        "ask db.example.net.shop.svc.cluster.local. db.example.net.svc.cluster.local. \
+         db.example.net.cluster.local. else NoError"
     );
 }
 

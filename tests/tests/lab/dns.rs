@@ -24,10 +24,12 @@ struct World {
 }
 
 /// The names that unbound knows: all others do not exist.
-const ZONE: [&str; 3] = [
+const ZONE: [&str; 5] = [
     ". 300 IN SOA ns.example. host.example. 1 3600 1200 604800 300",
     "www.example.com. 2 IN A 192.0.2.80",
     "db.corp.example. 60 IN A 192.0.2.90",
+    "text.example.com. 60 IN A 192.0.2.81",
+    "text.example.com.corp.example. 60 IN TXT text",
 ];
 
 impl World {
@@ -252,6 +254,9 @@ fn a_pods_search_list_is_gone_through_at_once() -> Result<()> {
         ensure!(asked == 1, "{name}: {asked} queries");
     }
     ensure!(world.getent("nothing.example").is_err(), "it exists");
+    // The list has a name before it that exists, and has no address.
+    let found = world.getent("text.example.com")?;
+    ensure!(found.contains("192.0.2.81"), "{found}");
     Ok(())
 }
 

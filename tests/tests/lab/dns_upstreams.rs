@@ -586,7 +586,8 @@ fn searched(mut wanted: Answer, query: &Query, asked: &Query) -> Answer {
     wanted.flags &= !AD;
     let lower = |query: &Query| query.name.to_ascii_lowercase();
     let alias = (lower(asked), CNAME, 1, lower(query));
-    if wanted.code == NXDOMAIN {
+    let is_empty = wanted.code == 0 && wanted.sections[0].is_empty();
+    if wanted.code == NXDOMAIN || is_empty {
         // As of a name in our own zone.
         wanted.sections = Default::default();
     } else {
