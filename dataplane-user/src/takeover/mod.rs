@@ -1,6 +1,7 @@
 //! What others have on the node, and what the dataplane means for it.
 
 pub mod binaries;
+pub mod capture;
 pub mod cleanup;
 pub mod collect;
 pub mod detect;

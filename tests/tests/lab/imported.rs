@@ -12,6 +12,7 @@ use serde_json::Value;
 use crate::{
     cluster::{Cluster, TCP, UDP, counted, eventually, peer_is, reaches, refused, serve},
     differential::world::load_rules,
+    iptables::walk,
     manifest::{Manifests, Service},
     outcome::{cannot_run, run, run_args},
 };
@@ -22,6 +23,8 @@ scenarios! {
     an_agent_serves_what_rules_say,
     a_file_with_rules_is_followed_and_faults_change_nothing,
     a_node_is_moved_by_hand_and_given_back,
+    a_sidecars_rules_become_a_configuration,
+    istios_own_examples_become_configurations,
 }
 
 /// Services of every kind.
@@ -396,5 +399,164 @@ fn a_node_is_moved_by_hand_and_given_back() -> Result<()> {
     run(&agent, "cleanup")?.exits(0)?;
     reaches(client, TO, "connect --count 16", &["far", "near"])?;
     is_alive(by_programs, "the agent's programs")?;
+    Ok(())
+}
+
+/// A sidecar's rules for one family. `lo`: loopback; `six`: the address from which the proxy connects to the application.
+fn sidecar(lo: &str, six: &str, range: &str) -> String {
+    format!(
+        "*nat
+:ISTIO_INBOUND - [0:0]
+:ISTIO_IN_REDIRECT - [0:0]
+:ISTIO_OUTPUT - [0:0]
+:ISTIO_REDIRECT - [0:0]
+-A PREROUTING -p tcp -j ISTIO_INBOUND
+-A OUTPUT -j ISTIO_OUTPUT
+-A ISTIO_INBOUND -p tcp --dport 15008 -j RETURN
+-A ISTIO_INBOUND -p tcp --dport 15021 -j RETURN
+-A ISTIO_INBOUND -p tcp --dport 9090 -j RETURN
+-A ISTIO_INBOUND -p tcp -j ISTIO_IN_REDIRECT
+-A ISTIO_IN_REDIRECT -p tcp -j REDIRECT --to-ports 15006
+-A ISTIO_OUTPUT -p tcp --dport 3306 -j RETURN
+-A ISTIO_OUTPUT -p udp --dport 3306 -j RETURN
+-A ISTIO_OUTPUT -o lo -s {six} -j RETURN
+-A ISTIO_OUTPUT -o lo ! -d {lo} -p tcp ! --dport 15008 -m owner --uid-owner 1337 -j ISTIO_IN_REDIRECT
+-A ISTIO_OUTPUT -o lo -m owner ! --uid-owner 1337 -j RETURN
+-A ISTIO_OUTPUT -m owner --uid-owner 1337 -j RETURN
+-A ISTIO_OUTPUT -m owner --gid-owner 888 -j RETURN
+-A ISTIO_OUTPUT -d {lo} -j RETURN
+-A ISTIO_OUTPUT -d {range} -j RETURN
+-A ISTIO_OUTPUT -j ISTIO_REDIRECT
+-A ISTIO_REDIRECT -p tcp -j REDIRECT --to-ports 15001
+COMMIT
+"
+    )
+}
+
+/// What a sidecar captures by rules in a pod becomes a configuration that `config check` accepts; what the configuration cannot
+/// express is an error with its line.
+fn a_sidecars_rules_become_a_configuration() -> Result<()> {
+    let lab = Lab::builder()
+        .node("node1")
+        .pod("node1", "near", "10.244.1.5")
+        .build()?;
+    let (node, pod) = (lab.node("node1"), lab.pod("near"));
+    let program = lab.programs().dataplane()?;
+    let import = || -> Result<(Option<i32>, String, String)> {
+        let command = node.command(&program).args(["iptables", "import-mesh"]);
+        let output = command.args(["--netns", pod.netns()]).output()?;
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        let code = output.status.code();
+        Ok((code, text(&output.stdout), text(&output.stderr)))
+    };
+    let load = |program: &str, rules: &str| -> Result<()> {
+        let script = format!("{program} <<'end'\n{rules}\nend");
+        pod.command("sh").args(["-c", &script]).run()?;
+        Ok(())
+    };
+    let (code, out, said) = import()?;
+    ensure!(
+        code == Some(1) && out.is_empty() && said.contains("no rule of Istio's sidecar"),
+        "{out}{said}"
+    );
+    load(
+        "iptables-nft-restore",
+        &sidecar("127.0.0.1/32", "127.0.0.6/32", "10.96.0.0/12"),
+    )?;
+    load(
+        "ip6tables-nft-restore",
+        &sidecar("::1/128", "::6/128", "fd00:96::/64"),
+    )?;
+    let (code, out, said) = import()?;
+    ensure!(code == Some(0), "{said}");
+    let directory = tempfile::tempdir()?;
+    let file = directory.path().join("config.yaml");
+    fs::write(&file, &out)?;
+    let check = node.command(&program).args(["config", "check"]);
+    check.arg(file.to_string_lossy().into_owned()).run()?;
+    let lines: Vec<&str> = out.lines().map(str::trim).collect();
+    for wanted in [
+        "captured: true",
+        "- 10.96.0.0/12",
+        "- fd00:96::/64",
+        "- 3306",
+        "- 9090",
+        "- 1337",
+        "- 888",
+    ] {
+        ensure!(lines.contains(&wanted), "{wanted}: {out}");
+    }
+    ensure!(
+        !lines.contains(&"- 15021") && out.contains("15008, 15021 are the sidecar's own"),
+        "{out}"
+    );
+    // Only some users are captured: no configuration says so.
+    load(
+        "iptables-nft-restore --noflush",
+        "*nat\n-I ISTIO_OUTPUT -m owner ! --gid-owner 7 -j RETURN\nCOMMIT",
+    )?;
+    let (code, out, said) = import()?;
+    ensure!(code == Some(1) && out.is_empty(), "{out}");
+    ensure!(
+        said.contains("iptables-nft:") && said.contains("! --gid-owner 7"),
+        "{said}"
+    );
+    Ok(())
+}
+
+/// `DATAPLANE_ISTIO_RULES` names a directory with Istio's source, or its test data: files `*.golden` that have what its programs
+/// write for many configurations. Each becomes a configuration, or an error that names a line.
+fn istios_own_examples_become_configurations() -> Result<()> {
+    let Some(root) = std::env::var_os("DATAPLANE_ISTIO_RULES") else {
+        println!(
+            "skipped imported::istios_own_examples_become_configurations: DATAPLANE_ISTIO_RULES names no directory"
+        );
+        return Ok(());
+    };
+    let lab = Lab::builder().node("node1").build()?;
+    let (node, program) = (lab.node("node1"), lab.programs().dataplane()?);
+    let directory = tempfile::tempdir()?;
+    let file = directory.path().join("rules");
+    let path = file.to_string_lossy().into_owned();
+    let (mut imported, mut refused) = (0, 0);
+    let mut examples = walk(root.as_ref())?;
+    examples.sort();
+    for example in examples {
+        if example.extension().is_none_or(|ending| ending != "golden") {
+            continue;
+        }
+        let text = fs::read_to_string(&example)?;
+        let name = example.display();
+        let blocks = text.split("COMMIT");
+        let blocks = blocks.filter_map(|block| Some(&block[block.find('*')?..]));
+        let blocks: Vec<String> = blocks.map(|block| format!("{block}COMMIT\n")).collect();
+        let rules = blocks.concat();
+        if rules.is_empty() {
+            continue;
+        }
+        // Groups by names that not every machine has.
+        fs::write(&file, rules.replace("java", "201").replace("ftp", "202"))?;
+        let command = node.command(&program).args(["iptables", "import-mesh"]);
+        let output = command.args(["--file", &path]).output()?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        if output.status.success() {
+            imported += 1;
+            println!("{name}: a configuration");
+        } else {
+            let line = said.split_once(&format!("{path}:"));
+            let number = line.and_then(|(_, rest)| rest.split(':').next()?.parse::<usize>().ok());
+            ensure!(
+                number.is_some() || said.contains("no rule of Istio's sidecar"),
+                "{name}: {said}"
+            );
+            refused += 1;
+            println!("{name}: {}", said.trim());
+        }
+    }
+    ensure!(
+        imported > 0,
+        "no example of {refused} became a configuration"
+    );
+    println!("{imported} examples became configurations, {refused} have rules that none expresses");
     Ok(())
 }

@@ -250,7 +250,8 @@ fn copy_program(name: &str, root: &Path, place: &str) -> Result<()> {
 }
 
 /// All files below a directory.
-fn walk(directory: &Path) -> Result<Vec<PathBuf>> {
+/// All files below a directory.
+pub fn walk(directory: &Path) -> Result<Vec<PathBuf>> {
     let (mut files, mut open) = (Vec::new(), vec![directory.to_owned()]);
     while let Some(directory) = open.pop() {
         for entry in fs::read_dir(directory)? {

@@ -3,6 +3,7 @@
 mod cleanup;
 pub(super) mod compare;
 mod detect;
+mod import_mesh;
 mod report;
 
 use std::{path::PathBuf, process::ExitCode};
@@ -13,7 +14,7 @@ use super::netns::{self, Namespace};
 use crate::settings::Settings;
 
 /// Show the rules of iptables, nftables and IPVS on a node and whose they are; compare kube-proxy's with the dataplane's
-/// tables; remove those of one owner.
+/// tables; remove those of one owner; convert those of a sidecar.
 #[derive(Debug, Args)]
 pub struct IptablesArgs {
     #[command(subcommand)]
@@ -25,6 +26,7 @@ enum IptablesCommand {
     Cleanup(cleanup::CleanupArgs),
     Compare(compare::CompareArgs),
     Detect(detect::DetectArgs),
+    ImportMesh(import_mesh::ImportMeshArgs),
     Report(report::ReportArgs),
 }
 
@@ -34,7 +36,9 @@ impl IptablesArgs {
         match &mut self.command {
             IptablesCommand::Report(args) => args.settle(file),
             IptablesCommand::Compare(args) => args.paths.settle(file),
-            IptablesCommand::Cleanup(_) | IptablesCommand::Detect(_) => {}
+            IptablesCommand::Cleanup(_)
+            | IptablesCommand::Detect(_)
+            | IptablesCommand::ImportMesh(_) => {}
         }
     }
 
@@ -43,6 +47,7 @@ impl IptablesArgs {
             IptablesCommand::Cleanup(args) => args.run(),
             IptablesCommand::Compare(args) => args.run(),
             IptablesCommand::Detect(args) => args.run(),
+            IptablesCommand::ImportMesh(args) => args.run(),
             IptablesCommand::Report(args) => args.run(),
         }
     }

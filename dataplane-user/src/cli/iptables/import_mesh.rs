@@ -1,0 +1,160 @@
+//! `dataplane iptables import-mesh`.
+
+use std::{
+    fs,
+    io::{self, Write as _},
+    path::PathBuf,
+    process::ExitCode,
+};
+
+use anyhow::{Context as _, anyhow, bail};
+use clap::Args;
+
+use super::WhereArgs;
+use crate::{
+    cli::output,
+    config,
+    kernel::netfilter,
+    settings::{Dns, DnsCapture, DnsDestinations, Mesh, MeshProxy, MeshRules, Range, Settings},
+    takeover::{
+        binaries,
+        capture::{self, Capture},
+        collect,
+        ruleset::{Form, Text},
+    },
+};
+
+/// Print the configuration that captures the same connections as the rules of a sidecar in a pod.
+///
+/// Reads the rules of Istio's sidecar (REDIRECT) or of Open Service Mesh, and prints `mesh` of the configuration file, and `dns`
+/// if DNS queries are captured. The agent's proxy takes the sidecar's place. A rule that the configuration cannot express is an
+/// error with its line. Changes nothing.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  dataplane iptables import-mesh --netns pid:4711     a pod's rules
+  dataplane iptables import-mesh --file saved.txt     rules that iptables-save printed in the pod")]
+pub struct ImportMeshArgs {
+    #[command(flatten)]
+    place: WhereArgs,
+
+    /// Read rules from this file in place of the kernel's: output of iptables-save and ip6tables-save
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["netns", "host_root"])]
+    file: Option<PathBuf>,
+}
+
+impl ImportMeshArgs {
+    pub(super) fn run(self) -> anyhow::Result<ExitCode> {
+        let capture = if let Some(path) = &self.file {
+            let text = fs::read_to_string(path)
+                .with_context(|| format!("cannot read {}", path.display()))?;
+            let origin = path.display().to_string();
+            capture::read(&[Text {
+                origin: &origin,
+                form: Form::Saved,
+                text: &text,
+            }])
+        } else {
+            let collected = self.collected()?;
+            let texts = collected.texts.iter().map(collect::Printed::as_text);
+            capture::read(&texts.collect::<Vec<_>>())
+        };
+        let capture = capture.map_err(|fault| anyhow!("{fault}"))?;
+        let settings = settings(&capture);
+        let faults = settings.mesh.as_ref().map(Mesh::faults);
+        if let Some((key, text)) = faults.unwrap_or_default().first() {
+            bail!("{key}: {text}");
+        }
+        let mut out = output::stdout();
+        for note in notes(&capture) {
+            writeln!(out, "# {note}")?;
+        }
+        write!(out, "{}", config::to_yaml(&settings))?;
+        Ok(ExitCode::SUCCESS)
+    }
+
+    fn collected(&self) -> anyhow::Result<collect::Collected> {
+        let namespace = self.place.namespace()?;
+        let root = self.place.host_root.as_deref();
+        let read = || {
+            let tables = netfilter::tables().map_err(io::Error::other)?;
+            let found = binaries::find(root)?;
+            collect::collect(root, &found, &tables, true)
+        };
+        let collected = namespace.inside(read);
+        let collected = collected.with_context(|| format!("cannot look into {namespace}"))?;
+        if !collected.missing.is_empty() {
+            bail!("{}", collected.missing.join("\n"));
+        }
+        Ok(collected)
+    }
+}
+
+/// The configuration.
+fn settings(capture: &Capture) -> Settings {
+    let ranges = |ranges: &std::collections::BTreeSet<ipnet::IpNet>| -> Vec<Range> {
+        ranges.iter().copied().map(Range).collect()
+    };
+    let ports = |ports: &std::collections::BTreeSet<u16>| ports.iter().copied().collect();
+    let defaults = (15001, 15006);
+    let mesh = Mesh {
+        proxy: MeshProxy {
+            outbound: Some(capture.outbound).filter(|port| *port != defaults.0),
+            inbound: Some(capture.inbound).filter(|port| *port != defaults.1),
+            ..MeshProxy::default()
+        },
+        rules: MeshRules {
+            captured: Some(true),
+            include_outbound_ip_ranges: ranges(&capture.include_ranges),
+            exclude_outbound_ip_ranges: ranges(&capture.exclude_ranges),
+            include_outbound_ports: ports(&capture.include_ports),
+            exclude_outbound_ports: ports(&capture.exclude_ports),
+            include_inbound_ports: ports(&capture.include_inbound),
+            exclude_inbound_ports: ports(&capture.exclude_inbound),
+            exclude_uids: capture.uids.iter().copied().collect(),
+            exclude_gids: capture.gids.iter().copied().collect(),
+            ..MeshRules::default()
+        },
+        ..Mesh::default()
+    };
+    let dns = capture.dns.map(|dns| Dns {
+        capture: Some(DnsCapture::Mesh),
+        destinations: dns.any.then_some(DnsDestinations::Any),
+        port: Some(dns.port).filter(|port| *port != 15053),
+        ..Dns::default()
+    });
+    Settings {
+        mesh: Some(mesh),
+        dns,
+        ..Settings::default()
+    }
+}
+
+/// What the configuration does not say, because it is about the sidecar.
+fn notes(capture: &Capture) -> Vec<String> {
+    let mut notes = vec![format!(
+        "By the rules of {}. The agent's proxy takes the sidecar's place, so remove the sidecar from the pod.",
+        capture.owner
+    )];
+    if !capture.own_ports.is_empty() {
+        let ports: Vec<String> = capture.own_ports.iter().map(u16::to_string).collect();
+        notes.push(format!(
+            "Left out: ports {} are the sidecar's own.",
+            ports.join(", ")
+        ));
+    }
+    if !capture.resolvers.is_empty() {
+        let servers: Vec<String> = capture.resolvers.iter().map(ToString::to_string).collect();
+        notes.push(format!(
+            "DNS queries to the pod's resolvers are captured. The rules name {}.",
+            servers.join(", ")
+        ));
+    }
+    notes.push("Connections of the pod to itself and to loopback are not captured.".to_owned());
+    if let Some(family) = capture.missing {
+        notes.push(format!(
+            "{family} has no rules. Rules for ports apply to both families."
+        ));
+    }
+    notes
+}
