@@ -1,0 +1,299 @@
+//! The rules of one family, rule by rule.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+};
+
+use ipnet::IpNet;
+
+use super::{
+    chains::{Chains, OWN_PORTS},
+    options::{Options, options},
+    said::Capture,
+};
+use crate::iptables::Rule;
+
+/// A line's number, what is wrong with it, and its text.
+pub type Wrong = (usize, String, String);
+
+/// Where outbound connections are captured.
+#[derive(Debug, Default)]
+pub struct Outbound {
+    pub all: bool,
+    /// With the places of the rules.
+    pub included: BTreeMap<IpNet, (usize, String)>,
+    pub excluded: BTreeSet<IpNet>,
+    pub ports: BTreeMap<u16, (usize, String)>,
+    pub excluded_ports: BTreeSet<u16>,
+}
+
+/// The rules of one family.
+#[derive(Debug, Default)]
+pub struct Family {
+    pub v4: Option<bool>,
+    pub outbound: Outbound,
+    /// Users and groups of which a rule tells their loopback apart.
+    pub at_loopback: (BTreeSet<u32>, BTreeSet<u32>),
+    pub capture: Capture,
+    pub all_inbound: bool,
+    /// `OUTPUT` and `PREROUTING` lead to the mesh's chains.
+    pub hooked: [bool; 2],
+    pub dns: Vec<(String, bool, u16)>,
+    pub resolvers: BTreeSet<IpAddr>,
+}
+
+/// Zones of conntrack, which DNS capture needs with iptables and not with sockets.
+pub fn raw(mesh: &Chains, rows: &[Rule<'_>]) -> Result<(), Wrong> {
+    for row in rows.iter().filter(|row| mesh.has(row)) {
+        let targets = row.options().filter(|option| option.name == Some("-j"));
+        let mut targets = targets.filter_map(|option| option.values.first().map(|word| word.raw));
+        if !targets.all(|to| to == "CT" || to.starts_with(mesh.prefix)) {
+            let what = "only zones of conntrack are understood in table raw";
+            return Err((row.line, what.to_owned(), row.text.to_owned()));
+        }
+    }
+    Ok(())
+}
+
+/// Reads table `nat` of one family.
+pub fn family(mesh: &Chains, rows: &[Rule<'_>]) -> Result<Family, Wrong> {
+    let mut found = Family::default();
+    found.capture.owner = mesh.owner;
+    for row in rows {
+        let wrong = |what: String| (row.line, what, row.to_string());
+        // Only these two chains lead to the mesh's, and every rule of theirs may keep packets from them.
+        if !matches!(row.chain, "PREROUTING" | "OUTPUT") && !mesh.has(row) {
+            continue;
+        }
+        let options = options(row).map_err(wrong)?;
+        found.row(mesh, row, &options).map_err(wrong)?;
+    }
+    for chain in [mesh.to_inbound, mesh.to_outbound] {
+        let known = if chain == mesh.to_inbound {
+            found.capture.inbound
+        } else {
+            found.capture.outbound
+        };
+        if known == 0 {
+            let line = rows.first().map_or(1, |row| row.line);
+            return Err((
+                line,
+                format!("chain {chain} does not redirect"),
+                String::new(),
+            ));
+        }
+    }
+    let last = rows.last().map_or(1, |row| row.line);
+    if !found.hooked[0] {
+        return Err((
+            last,
+            format!("OUTPUT does not lead to chain {}", mesh.output),
+            String::new(),
+        ));
+    }
+    if !found.hooked[1] || !found.all_inbound && found.capture.include_inbound.is_empty() {
+        let what = "no inbound connection is captured, and mesh.rules has no key that says so";
+        return Err((last, what.to_owned(), String::new()));
+    }
+    let known = (&found.capture.uids, &found.capture.gids);
+    if !found.at_loopback.0.is_subset(known.0) || !found.at_loopback.1.is_subset(known.1) {
+        let what =
+            "a rule tells the loopback of a user or group apart whose connections are captured";
+        return Err((last, what.to_owned(), String::new()));
+    }
+    Ok(found)
+}
+
+/// Loopback, as meshes write it.
+fn is_loopback(net: IpNet) -> bool {
+    match net {
+        IpNet::V4(net) => net.addr().is_loopback() && matches!(net.prefix_len(), 8 | 32),
+        IpNet::V6(net) => net.addr().is_loopback() && net.prefix_len() == 128,
+    }
+}
+
+impl Family {
+    fn row(&mut self, mesh: &Chains, row: &Rule<'_>, options: &Options) -> Result<(), String> {
+        let shape = &*options.shape;
+        let (chain, target) = (row.chain, &*options.target);
+        let tcp = options.protocol == "tcp";
+        if chain == "OUTPUT" && target == mesh.output && (shape.is_empty() || shape == "p" && tcp) {
+            self.hooked[0] = true;
+            return Ok(());
+        }
+        if chain == "PREROUTING" && target == mesh.inbound && shape == "p" && tcp {
+            self.hooked[1] = true;
+            return Ok(());
+        }
+        if chain == "PREROUTING" && shape == "i" && target == "RETURN"
+            || chain == "OUTPUT" && shape == "o"
+        {
+            return Err(
+                "the rules leave all connections at an interface alone, and mesh.rules.excludeInterfaces is for inbound ones only"
+                    .to_owned(),
+            );
+        }
+        if chain == mesh.inbound {
+            return self.inbound(mesh, options);
+        }
+        if chain == mesh.output {
+            return self.output(mesh, row, options);
+        }
+        if chain == mesh.to_inbound || chain == mesh.to_outbound {
+            let port = if chain == mesh.to_inbound {
+                &mut self.capture.inbound
+            } else {
+                &mut self.capture.outbound
+            };
+            return match options.to_port {
+                Some(to) if *port == 0 && target == "REDIRECT" && shape == "p" && tcp => {
+                    *port = to;
+                    Ok(())
+                }
+                // Open Service Mesh appends it behind the rule for all ports: no packet comes to it.
+                None if *port != 0 && target == "ACCEPT" && shape == "p port" => Ok(()),
+                _ => Err("a chain that redirects has one rule".to_owned()),
+            };
+        }
+        if chain == mesh.dns {
+            let udp = options.protocol == "udp";
+            return match options.to_port {
+                Some(to)
+                    if target == "REDIRECT"
+                        && options.ports == [53]
+                        && (tcp || udp)
+                        && matches!(shape, "p port" | "d p port") =>
+                {
+                    self.dns
+                        .push((options.protocol.clone(), shape == "p port", to));
+                    let resolver = options.destination.map(|net| net.addr());
+                    self.resolvers.extend(resolver);
+                    Ok(())
+                }
+                _ => Err(
+                    "DNS queries are captured in another way than all, or those to the resolvers"
+                        .to_owned(),
+                ),
+            };
+        }
+        Err("this rule has no counterpart in mesh.rules".to_owned())
+    }
+
+    fn inbound(&mut self, mesh: &Chains, options: &Options) -> Result<(), String> {
+        let capture = &mut self.capture;
+        if self.all_inbound {
+            return Err("no packet comes to this rule".to_owned());
+        }
+        if options.protocol != "tcp" {
+            return Err("only TCP is captured".to_owned());
+        }
+        match (&*options.shape, &*options.target) {
+            ("p", target) if target == mesh.to_inbound => self.all_inbound = true,
+            ("p port", "RETURN") => {
+                for port in &options.ports {
+                    if capture.include_inbound.contains(port) {
+                        return Err(format!("port {port} is captured by a rule before"));
+                    }
+                    let ports = if OWN_PORTS.contains(port) {
+                        &mut capture.own_ports
+                    } else {
+                        &mut capture.exclude_inbound
+                    };
+                    ports.insert(*port);
+                }
+            }
+            ("p port", target) if target == mesh.to_inbound => {
+                for port in &options.ports {
+                    if capture.exclude_inbound.contains(port) || OWN_PORTS.contains(port) {
+                        return Err(format!(
+                            "port {port} is the sidecar's, or a rule before leaves it alone"
+                        ));
+                    }
+                    capture.include_inbound.insert(*port);
+                }
+            }
+            _ => return Err("inbound connections are captured by port only".to_owned()),
+        }
+        Ok(())
+    }
+
+    fn output(&mut self, mesh: &Chains, row: &Rule<'_>, options: &Options) -> Result<(), String> {
+        let (shape, target) = (&*options.shape, &*options.target);
+        let lo = options.interface == "lo";
+        let outbound = &mut self.outbound;
+        let redirects = outbound.all || !outbound.included.is_empty() || !outbound.ports.is_empty();
+        if outbound.all || redirects && target != mesh.to_outbound {
+            return Err(
+                "a rule before captures connections, so this one is only for a part of them"
+                    .to_owned(),
+            );
+        }
+        let ids = options.ids.iter().copied();
+        match (shape, target) {
+            ("", to) if to == mesh.dns && !mesh.dns.is_empty() => {}
+            ("", to) if to == mesh.to_outbound => outbound.all = true,
+            ("d", to) if to == mesh.to_outbound => {
+                let net = options.destination.ok_or("a rule without a range")?;
+                if is_loopback(net) || matches!(net, IpNet::V4(net) if net.addr().is_loopback()) {
+                    return Err("connections to loopback are never captured".to_owned());
+                }
+                outbound
+                    .included
+                    .insert(net.trunc(), (row.line, row.to_string()));
+            }
+            ("p port", to) if to == mesh.to_outbound && options.protocol == "tcp" => {
+                for port in &options.ports {
+                    outbound.ports.insert(*port, (row.line, row.to_string()));
+                }
+            }
+            ("d", "RETURN") => {
+                let net = options.destination.ok_or("a rule without a range")?;
+                self.v4 = self.v4.or(is_loopback(net).then_some(net.addr().is_ipv4()));
+                if !is_loopback(net) {
+                    outbound.excluded.insert(net.trunc());
+                }
+            }
+            ("p port", "RETURN") if options.protocol == "tcp" => {
+                let mut ports = options.ports.iter();
+                if let Some(port) = ports.find(|port| OWN_PORTS.contains(port)) {
+                    return Err(format!("port {port} is one of the mesh's proxies"));
+                }
+                outbound.excluded_ports.extend(&options.ports);
+            }
+            // Only queries are captured by UDP.
+            ("p port", "RETURN") if options.protocol == "udp" && !options.ports.contains(&53) => {}
+            ("uid", "RETURN") => self.capture.uids.extend(ids),
+            ("gid", "RETURN") => self.capture.gids.extend(ids),
+            // From here on: the sidecar's connections to the pod itself, and the pod's own. Neither is captured.
+            ("o s", "RETURN") if lo => {
+                let from = options.source.map(|net| net.to_string());
+                if !matches!(from.as_deref(), Some("127.0.0.6/32" | "::6/128")) {
+                    return Err("the rule is for a source of its own".to_owned());
+                }
+            }
+            ("!uid o", "RETURN") if lo => self.at_loopback.0.extend(ids),
+            ("!gid o", "RETURN") if lo => self.at_loopback.1.extend(ids),
+            ("!port !uid o p", "RETURN") if lo && options.ports == [53] => {
+                self.at_loopback.0.extend(ids);
+            }
+            ("!gid !port o p", "RETURN") if lo && options.ports == [53] => {
+                self.at_loopback.1.extend(ids);
+            }
+            ("!d !port o p uid" | "!d o p uid" | "!d o uid", to) if lo && to == mesh.to_inbound => {
+                self.at_loopback.0.extend(ids);
+            }
+            ("!d !port gid o p" | "!d gid o p" | "!d gid o", to) if lo && to == mesh.to_inbound => {
+                self.at_loopback.1.extend(ids);
+            }
+            ("!gid" | "!gid !gid" | "!uid", "RETURN") => {
+                return Err(
+                    "only some users or groups are captured, and mesh.rules can only exclude some"
+                        .to_owned(),
+                );
+            }
+            _ => return Err("this rule has no counterpart in mesh.rules".to_owned()),
+        }
+        Ok(())
+    }
+}
