@@ -1,6 +1,6 @@
 //! `--from-iptables`: kube-proxy's rules as the source, in each of its modes, live and from a file.
 
-use std::fs;
+use std::{fs, os::unix::fs::symlink, path::Path};
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_common::Reason;
@@ -111,6 +111,9 @@ fn plans_are_the_same_by_rules_and_by_manifests() -> Result<()> {
         let wanted = plan(&["-f", &path, "--nodeport-addresses", &addresses])?;
         let live = plan(&["--strict", "--from-iptables"])?;
         ensure!(live == wanted, "{mode}: {live:#}\nby manifests: {wanted:#}");
+        if mode == Mode::Nftables {
+            needs_no_program_for_rules_of_others(host, &program)?;
+        }
         let prints: &[&str] = match mode {
             Mode::IptablesLegacy => &["iptables-legacy-save; ip6tables-legacy-save"],
             Mode::IptablesNft => &["iptables-nft-save; ip6tables-nft-save"],
@@ -127,6 +130,27 @@ fn plans_are_the_same_by_rules_and_by_manifests() -> Result<()> {
             );
         }
     }
+    Ok(())
+}
+
+/// kube-proxy's rules are in native tables, which `nft` prints. A rule of somebody else is in a table that only `iptables-save`
+/// prints, and that program is not there.
+fn needs_no_program_for_rules_of_others(host: &Host, program: &Path) -> Result<()> {
+    let nft = host.command("sh").args(["-c", "command -v nft"]).run()?;
+    let only_nft = tempfile::tempdir()?;
+    symlink(nft.trim(), only_nft.path().join("nft"))?;
+    let rule = ["-A", "FORWARD", "-p", "sctp", "-j", "DROP"];
+    host.command("iptables-nft").args(rule).run()?;
+    let plan = host
+        .command(program)
+        .args(["plan", "--node-name", host.name(), "--strict"])
+        .args(["--bpffs", "/sys/fs/bpf/none", "--from-iptables"])
+        .env("PATH", only_nft.path());
+    let output = plan.output()?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.code() == Some(2), "{said}");
+    let rule = ["-D", "FORWARD", "-p", "sctp", "-j", "DROP"];
+    host.command("iptables-nft").args(rule).run()?;
     Ok(())
 }
 
