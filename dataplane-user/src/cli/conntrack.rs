@@ -236,11 +236,11 @@ impl ConntrackArgs {
             Command::Flush(args) => {
                 ensure!(
                     args.all || !args.filter.is_empty(),
-                    "which flows? Give a filter, or --all"
+                    "no flows are selected; give a filter, or --all to remove all flows"
                 );
                 ensure!(
                     !args.all || args.filter.is_empty(),
-                    "--all and a filter contradict each other"
+                    "--all cannot be combined with a filter; give one of them"
                 );
                 flush(&args.filter, &args.common)
             }

@@ -143,7 +143,7 @@ fn pods(paths: &kernel::Paths) -> Feature {
         needed_for: "services at pods' sockets",
         present,
         required: false,
-        without: "pods in other cgroups are served by their packets only".into(),
+        without: "only the packet path serves pods in other cgroups".into(),
         detail,
         remedy: WIDER_CGROUP,
     }
@@ -156,7 +156,7 @@ fn agent(paths: &kernel::Paths) -> Feature {
         Ok(None) => (true, format!("sockets made here are in {cgroup}")),
         Ok(Some(elsewhere)) => {
             let own = elsewhere.own.map_or_else(
-                || "a cgroup that is mounted nowhere here".into(),
+                || "a cgroup that is not mounted here".into(),
                 |own| own.display().to_string(),
             );
             let detail = format!("sockets made here are in {own}, which is outside of {cgroup}");

@@ -228,7 +228,9 @@ impl FromStr for Destination {
             )
         })?;
         if addr.port() == 0 {
-            return Err("nobody can connect to port 0".to_owned());
+            return Err(
+                "port 0 cannot be connected to; expected a port from 1 to 65535".to_owned(),
+            );
         }
         Ok(Self {
             addr: addr.ip(),

@@ -43,7 +43,7 @@ pub struct MonitorArgs {
     reason: Vec<Reason>,
 
     /// Only decisions at this hook, or DNS queries (`dns`, needs a running agent); can be given
-    /// several times [default: all hooks but dns]
+    /// several times [default: all hooks except dns]
     #[arg(long, value_name = "HOOK", value_parser = hook)]
     hook: Vec<Shown>,
 

@@ -84,7 +84,7 @@ fn a_filter_that_misses_vips_is_seen() -> Result<()> {
     run(&cluster.agent, "status")?.exits(1)?.says(&[
         "NOT HEALTHY",
         "filter VIPS",
-        "start the agent anew",
+        "restart the agent",
     ])?;
     let told = explain(&cluster.agent, "10.244.2.8", to)?;
     ensure!(

@@ -105,8 +105,8 @@ pub fn examine(
                 Ok(missed) if missed.is_empty() => {}
                 Ok(missed) => error(format!(
                     "the filter VIPS does not let {} of the frontends through, for example {}: \
-                     connections to them are left alone; start the agent anew, which mends it, and \
-                     please report it",
+                     connections to them are left alone; restart the agent, which computes the filter \
+                     anew, and please report this",
                     missed.len(),
                     plan::key_text(&missed[0]),
                 )),
@@ -117,8 +117,8 @@ pub fn examine(
                 if let Some(vip) = missed.first() {
                     error(format!(
                         "the filter VIPS does not let {} of the addresses through that flows go to, for \
-                         example {vip}: requests of these flows are left alone; start the agent anew, \
-                         which mends it, and please report it",
+                         example {vip}: requests of these flows are left alone; restart the agent, \
+                         which computes the filter anew, and please report this",
                         missed.len(),
                     ));
                 }
@@ -167,7 +167,7 @@ pub fn examine(
         Err(e) => {
             findings.push(Finding::new(
                 Severity::Error,
-                format!("cannot read whose connections are captured: {e}"),
+                format!("cannot read which workloads are captured: {e}"),
             ));
             Vec::new()
         }
@@ -179,8 +179,8 @@ pub fn examine(
         findings.push(Finding::new(
             Severity::Warning,
             format!(
-                "mesh: the proxy of {name} does not listen ({}): until it does, withoutProxy says \
-                 what becomes of connections ({})",
+                "mesh: the proxy of {name} does not listen ({}): until it does, withoutProxy decides \
+                 about the workload's connections ({})",
                 workload.proxy, workload.without_proxy
             ),
         ));
@@ -300,8 +300,8 @@ fn forwarding() -> Vec<Finding> {
         Finding::new(
             Severity::Warning,
             format!(
-                "{name} is 0: packets for endpoints that are not on this node's own addresses are \
-                 not sent on (`sysctl -w {name}=1`)"
+                "{name} is 0: the node does not forward packets to endpoints at other addresses than \
+                 its own; run `sysctl -w {name}=1`"
             ),
         )
     })

@@ -32,7 +32,7 @@ pub fn judge(agent: &AgentStatus, findings: &mut Vec<Finding>) {
             Severity::Error,
             format!(
                 "a change has been waiting for {seconds} s to be written to the kernel, so /healthz \
-                 and /livez answer 503; the log says what the agent does instead"
+                 and /livez answer 503; the agent's log says what it does instead"
             ),
         );
     }

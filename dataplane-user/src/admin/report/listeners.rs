@@ -112,7 +112,7 @@ fn tell(hidden: &[(&Listener, FrontendKey)]) -> Vec<Finding> {
     };
     let mut findings: Vec<_> = hidden.iter().take(NAMED).map(finding).collect();
     if let Some(more) = hidden.len().checked_sub(NAMED).filter(|more| *more > 0) {
-        let text = format!("{more} more ports that are served are also listened at on this node");
+        let text = format!("processes of this node listen at {more} more ports that are served");
         findings.push(Finding::new(Severity::Warning, text));
     }
     findings

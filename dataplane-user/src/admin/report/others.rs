@@ -28,7 +28,7 @@ pub fn findings() -> Vec<Finding> {
 pub fn pods_elsewhere(agent: &AgentStatus) -> Option<Finding> {
     let pods = agent.pods.as_ref().filter(|pods| pods.outside > 0)?;
     let example = match &pods.others[..] {
-        [] => "which are mounted nowhere that the agent sees".to_owned(),
+        [] => "which are not mounted where the agent sees them".to_owned(),
         others => format!("for example {}", others.join(", ")),
     };
     let root = pods.root.as_ref().map_or_else(
@@ -36,9 +36,9 @@ pub fn pods_elsewhere(agent: &AgentStatus) -> Option<Finding> {
         |root| format!("{root}, the root of the hierarchy"),
     );
     Some(warning(format!(
-        "kernel.cgroup is {}, and {} of {} pods have their sockets in other cgroups, {example}: these pods are served \
-         by their packets only; set kernel.cgroup (--cgroup, DATAPLANE_CGROUP) to {root}, or to a cgroup that holds all \
-         pods, and start the agent anew",
+        "kernel.cgroup is {}, and {} of {} pods have their sockets in other cgroups, {example}: only the packet \
+         path serves these pods; set kernel.cgroup (--cgroup, DATAPLANE_CGROUP) to {root}, or to a cgroup that holds all \
+         pods, and restart the agent",
         agent.cgroup.value,
         pods.outside,
         pods.inside + pods.outside + pods.unknown,

@@ -15,7 +15,8 @@ pub fn finding(silent: Duration) -> Finding {
         Severity::Warning,
         format!(
             "the agent's DNS server {since}, so queries of captured workloads go to their resolvers \
-             (reason dns-bypassed), and names that only the agent knows do not exist; if this lasts, restart the agent"
+             (reason dns-bypassed), and clients do not find names that only the agent knows; if this lasts, restart \
+             the agent"
         ),
     )
 }

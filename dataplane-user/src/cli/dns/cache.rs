@@ -11,10 +11,10 @@ use super::super::{
 };
 use crate::{admin::api, dns::LowerName};
 
-/// Show how much the agent's DNS cache has, or make it forget answers.
+/// Show the size of the agent's DNS cache, or remove answers from it.
 ///
 /// The cache has answers of resolvers. An answer belongs to the namespace of the pod whose query
-/// brought it; `-` are clients that are no pods.
+/// brought it; `-` stands for clients that are not pods.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -22,7 +22,7 @@ Examples:
   dataplane dns cache --flush
   dataplane dns cache --flush www.example.com")]
 pub struct CacheArgs {
-    /// Forget the answers for this name, of all types; without NAME, all answers
+    /// Remove the answers for this name, of all types; without NAME, all answers
     #[arg(long, value_name = "NAME", num_args = 0..=1, value_parser = LowerName::parse)]
     #[expect(clippy::option_option, reason = "clap's type for an optional value")]
     flush: Option<Option<LowerName>>,

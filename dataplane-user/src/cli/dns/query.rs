@@ -14,10 +14,10 @@ use crate::{
     model::WorkloadName,
 };
 
-/// Say what would be answered to a query, by which rule, and from which object.
+/// Show how a query would be answered, by which rule, and from which object.
 ///
-/// Reads the source, and asks nobody. A name without a dot at its end is completed as the client's
-/// own resolver completes it: by its search list, and `ndots`. For a name that is not the
+/// Reads the source, and sends no query. The command completes a name without a dot at its end as
+/// the client's own resolver does: by its search list, and `ndots`. For a name that is not the
 /// cluster's, the command prints the resolvers that would be asked, and for which names.
 ///
 /// Exits with 0 if the name exists, or if resolvers would be asked; with 1 if it does not exist.

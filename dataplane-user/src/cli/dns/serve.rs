@@ -51,7 +51,7 @@ pub struct ServeArgs {
     #[arg(long, value_name = "ADDR:PORT", num_args = 1.., value_delimiter = ',', required = true)]
     listen: Vec<SocketAddr>,
 
-    /// Ask these resolvers, whoever asks [default: those of the client's own resolv.conf; of a
+    /// Ask these resolvers, for all clients [default: those of the client's own resolv.conf; of a
     /// client that is not a pod, those of the node's]
     #[arg(long, value_name = "ADDR[:PORT]", num_args = 1.., value_delimiter = ',', value_parser = resolver)]
     resolver: Vec<SocketAddr>,

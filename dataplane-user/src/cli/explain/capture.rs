@@ -391,7 +391,7 @@ impl Mesh {
             let why = leg.why.as_deref().unwrap_or_default();
             told.steps.push(match leg.accelerated {
                 Some(_) => format!("not accelerated: {why}"),
-                None => format!("whether it is accelerated {why}"),
+                None => format!("unknown whether it is accelerated: {why}"),
             });
             [leg.clone(), leg]
         } else {

@@ -86,7 +86,7 @@ impl Found {
         let (reason, last) = if asks.into_iter().any(|step| step.ask.is_some()) {
             (
                 "resolvers",
-                "the agent does not know the resolvers' answer, and this command asks nobody: give the address",
+                "the agent does not know the resolvers' answer, and this command does not ask resolvers: give the address",
             )
         } else {
             (

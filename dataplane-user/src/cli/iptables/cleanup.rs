@@ -23,10 +23,10 @@ use crate::{
 ///
 /// Removes every chain of the owner, and every rule that leads to such a chain, in one transaction for each table. Removes the
 /// owner's tables of nf_tables. Rules of others stay as they are, with their order and counters. A chain that
-/// another known owner's rules lead to stays. A rule of the owner in a chain of others that leads to no chain stays, and is
-/// printed.
+/// another known owner's rules lead to stays. A rule of the owner in a chain of others that leads to no chain stays; the
+/// command prints it.
 ///
-/// Refuses while the kernel's own conntrack translates connections, because they break when the last NAT chain goes:
+/// Refuses while the kernel's own conntrack translates connections, because they break when the last NAT chain is removed:
 /// run `dataplane keep-nat` first. Stop the owner first, because it would write its rules again.
 #[derive(Debug, Args)]
 #[command(after_help = "\

@@ -26,9 +26,9 @@ use crate::{
 /// is, and asks the kernel which side holds rules. It loads no module of the legacy tables and changes nothing.
 ///
 /// For each family: nft if nf_tables' compatibility tables hold rules; otherwise legacy, if the legacy tables hold rules
-/// and a program can read them; otherwise what the system's default, the name without a variant, really is.
+/// and a program can read them; otherwise the variant of the system's default, the program whose name has no variant.
 ///
-/// Without any program, the kernel is read all the same, and the missing package is named.
+/// If all programs are missing, the command still reads the kernel's tables, and names the missing package.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:

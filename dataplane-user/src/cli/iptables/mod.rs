@@ -56,16 +56,16 @@ impl IptablesArgs {
 /// The network namespace with the rules, and the programs of iptables and nft.
 #[derive(Debug, Args)]
 struct WhereArgs {
-    /// The network namespace whose rules are meant: a NAME of `ip netns`, a /PATH such as
+    /// Network namespace that has the rules: a NAME of `ip netns`, a /PATH such as
     /// /proc/4711/ns/net, or pid:NUMBER [default: this command's own]
     #[arg(long, value_name = "N")]
     netns: Option<String>,
 
-    /// The root directory whose programs are meant, such as /host or /proc/4711/root. They run there by
-    /// chroot, in the network namespace of --netns [default: the programs on PATH]
+    /// Root directory that has the programs to run, such as /host or /proc/4711/root. The programs run there
+    /// by chroot, in the network namespace of --netns [default: the programs on PATH]
     ///
-    /// They run as this user with CAP_NET_ADMIN and CAP_NET_RAW only. Whoever can write to the directory decides what they do:
-    /// name only roots that you trust.
+    /// The programs run as this user with CAP_NET_ADMIN and CAP_NET_RAW only. A process that can write to the directory
+    /// can replace the programs: name only directories that you trust.
     #[arg(long, value_name = "DIR")]
     host_root: Option<PathBuf>,
 }
@@ -76,7 +76,9 @@ impl WhereArgs {
             None => netns::own(),
             Some(name) => match name.strip_prefix("pid:").map(str::parse) {
                 Some(Ok(pid)) => netns::of_process(pid),
-                Some(Err(_)) => anyhow::bail!("--netns {name}: pid: needs the number of a process"),
+                Some(Err(_)) => anyhow::bail!(
+                    "--netns {name}: not a process id; expected pid:NUMBER such as pid:4711"
+                ),
                 None => netns::named(name),
             },
         }

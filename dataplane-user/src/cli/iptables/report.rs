@@ -29,12 +29,12 @@ const SHOWN: usize = 3;
 
 /// Show whose rules are on a node, which of them the dataplane takes over, and which conflict with it.
 ///
-/// Owners are told by the names of tables, chains and sets, by comments and by marks. Rules of the owner `foreign` have no such
-/// sign. A conflict is a rule that stays and whose meaning changes, or that meets what the dataplane does. This command
-/// changes nothing.
+/// The report recognises owners by the names of tables, chains and sets, by comments, marks and interfaces. Rules of the owner
+/// `foreign` have no such sign. A conflict is a rule that stays, and that loses its effect or interferes with the dataplane.
+/// This command changes nothing.
 ///
-/// The rules are printed by iptables-save of the variant that holds them, and by nft. If a program is missing, the report
-/// names the tables that it does not cover, and the package.
+/// The report reads the rules from the output of iptables-save, of the variant that holds them, and of nft. If a program is
+/// missing, the report names the tables that it does not cover, and the package.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Exit codes: 0 all rules were read; 1 rules could not be read, or lines were not understood.

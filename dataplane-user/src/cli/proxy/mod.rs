@@ -193,10 +193,11 @@ struct ListenArgs {
 }
 
 fn duration(text: &str) -> Result<Duration, String> {
-    let parsed: SignedDuration = text
-        .parse()
-        .map_err(|_| "write a number with its unit: 500ms, 5s, 2m, 1h".to_owned())?;
-    Duration::try_from(parsed).map_err(|_| "time does not go backwards".to_owned())
+    let parsed: SignedDuration = text.parse().map_err(|_| {
+        "not a duration; expected a number with its unit: 500ms, 5s, 2m, 1h".to_owned()
+    })?;
+    Duration::try_from(parsed)
+        .map_err(|_| "a duration cannot be negative; expected one like 500ms, 5s or 2m".to_owned())
 }
 
 fn mark(text: &str) -> Result<u32, String> {
@@ -209,7 +210,10 @@ fn mark(text: &str) -> Result<u32, String> {
             "0 is not a mark, because unmarked packets have it; expected another number".to_owned(),
         ),
         Ok(mark) => Ok(mark),
-        Err(_) => Err("write a number up to 4294967295, or 0x with hexadecimal digits".to_owned()),
+        Err(_) => Err(
+            "not a mark; expected a number up to 4294967295, or 0x with hexadecimal digits"
+                .to_owned(),
+        ),
     }
 }
 

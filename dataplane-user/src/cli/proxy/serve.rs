@@ -62,7 +62,7 @@ pub fn run(arguments: &ProxyArgs, logging: Logging) -> anyhow::Result<ExitCode> 
         Ok(snapshot) => snapshot,
         Err(End::Died(died)) => bail!("{died}. Please report this"),
         Err(end) => {
-            info!("{end:?}: ended before it began");
+            info!("{end:?}: the proxy ended before it had read its source");
             return Ok(ExitCode::SUCCESS);
         }
     };
@@ -136,7 +136,7 @@ pub fn run(arguments: &ProxyArgs, logging: Logging) -> anyhow::Result<ExitCode> 
         }
     };
     if died {
-        error!("{why}: start the proxy anew. Please report this");
+        error!("{why}: start the proxy again. Please report this");
     }
     info!(
         "{why}: draining {} connections for at most {drain:?}",
@@ -228,7 +228,7 @@ async fn replaced(waiting: Option<&tokio::net::UnixListener>, copies: &Named) ->
         match offered.await {
             Ok(stream) => return stream,
             Err(error) => {
-                warn!("sockets were asked for and not taken: {error}");
+                warn!("cannot hand the listening sockets over to the next proxy: {error}");
                 // Not in a busy loop, whatever is wrong.
                 tokio::time::sleep(Duration::from_millis(100)).await;
             }
