@@ -8,7 +8,7 @@ use std::{
 
 use clap::{ArgMatches, Args, FromArgMatches as _, error::ErrorKind, parser::ValueSource};
 
-use super::{Command, PathArgs, Refusal, SocketArgs, exit, settled, source::SourceArgs};
+use super::{Command, PathArgs, Refusal, SocketArgs, exit, settled, source::SourceArgs, takeover};
 use crate::{
     agent::{self, InputError},
     config,
@@ -68,9 +68,10 @@ pub struct RunArgs {
 
 /// Flags without a value. For clap, a missing flag has the value false.
 type Switch = (&'static str, fn(&mut Settings) -> &mut bool);
-const SWITCHES: [Switch; 4] = [
+const SWITCHES: [Switch; 5] = [
     ("replace", |settings| &mut settings.replace),
     ("stay", |settings| &mut settings.stay),
+    ("takeover", |settings| &mut settings.takeover),
     ("pods-by-interface", |settings| {
         &mut settings.packets.pods_by_interface
     }),
@@ -141,6 +142,9 @@ fn read_again() -> Result<Settings, String> {
 impl RunArgs {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         self.start_log();
+        if self.settings.takeover {
+            takeover::when_it_serves(self.settings.clone(), self.socket.client())?;
+        }
         let run = agent::run(self.settings.clone(), read_again);
         match run {
             Ok(()) => Ok(ExitCode::SUCCESS),

@@ -4,6 +4,7 @@
 mod accelerate;
 mod capture;
 mod cgroup;
+mod children;
 mod cleanup;
 pub mod conntrack;
 mod direct;
@@ -71,7 +72,8 @@ pub use capture::{
     route_to_sockets, this_namespace,
 };
 pub use cgroup::cgroup2_root;
-pub use cleanup::{CleanupItem, cleanup};
+pub use children::ends_with_us;
+pub use cleanup::{CleanupItem, cleanup, retire};
 pub use direct::DirectFlows;
 pub use error::Error;
 pub use host_networks::host_networks;

@@ -14,7 +14,7 @@ use netlink_sys::protocols::NETLINK_NETFILTER;
 use zerocopy::FromBytes;
 
 use super::netlink::{Netlink, attributes};
-pub use give::{Given, give};
+pub use give::{Given, forget_ended, give};
 
 /// `NFNL_SUBSYS_CTNETLINK`, `IPCTNL_MSG_CT_GET`.
 const GET: u16 = 1 << 8 | 1;

@@ -500,6 +500,18 @@ impl Tables {
         Ok(())
     }
 
+    /// Removes every frontend of a service, so that what begins now is left to others. What has begun goes on: the filter of
+    /// addresses, the flows and the sockets stay as they are. Only what removes the tables may come after it.
+    pub(super) fn retire(&self) -> Result<(), Error> {
+        for (key, frontend) in self.contents()?.frontends {
+            if frontend.kind() != Kind::NODE_ADDRESS {
+                let removed = self.frontends.remove(&key);
+                removed.doing(|| format!("cannot remove {key:?} from FRONTENDS"))?;
+            }
+        }
+        self.grace()
+    }
+
     pub(super) fn set_config(&self, host_netns: u64) {
         if let Some(word) = self.config.word(0, 0) {
             word.store(host_netns, Ordering::Relaxed);

@@ -71,6 +71,13 @@ pub struct Settings {
     #[arg(long, env = "DATAPLANE_STAY", hide_env_values = true)]
     pub stay: bool,
 
+    /// Take the node over from kube-proxy once the agent serves, as `dataplane takeover` does
+    ///
+    /// The log has the steps. If something differs, or a step fails, the agent goes on serving beside the rules.
+    #[serde(skip_serializing_if = "is_default")]
+    #[arg(long, env = "DATAPLANE_TAKEOVER", hide_env_values = true)]
+    pub takeover: bool,
+
     /// Destroy sockets of these protocols if they are connected through a service to an endpoint that is gone
     /// [default: udp]
     ///

@@ -17,7 +17,7 @@ use nix::{
 };
 use serde::Serialize;
 
-use crate::kernel::keep_network_only;
+use crate::kernel::{ends_with_us, keep_network_only};
 
 /// Where programs are below another root, and on a machine without `PATH`.
 const PLACES: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
@@ -347,7 +347,8 @@ pub fn run_with(
     patience: Duration,
     limit: u64,
 ) -> io::Result<Output> {
-    let mut child = Command::new(program)
+    let mut command = Command::new(program);
+    command
         .args(arguments)
         .env_clear()
         .env("PATH", PLACES)
@@ -355,8 +356,10 @@ pub fn run_with(
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
-        .process_group(0)
-        .spawn()?;
+        .process_group(0);
+    // What is killed here must change nothing later, such as when it gets a lock that it waits for.
+    ends_with_us(&mut command);
+    let mut child = command.spawn()?;
     // Also without an input: below another root there may be no /dev/null.
     let stdin = child.stdin.take();
     let (stdout, stderr) = (child.stdout.take(), child.stderr.take());

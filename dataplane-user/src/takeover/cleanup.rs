@@ -12,7 +12,7 @@ use std::{
 use super::{
     binaries::{self, Binaries, Family, Role, Variant},
     collect, may_die,
-    owners::{self, FOREIGN, Owner},
+    owners::{self, FOREIGN, KUBE_PROXY, Owner},
     report::{of_chains, of_rule},
     ruleset::{self, Rule, Table, Text},
 };
@@ -36,6 +36,8 @@ pub struct Removal {
     pub chains: usize,
     /// Rules of the owner that stay, and why.
     pub stays: Vec<String>,
+    /// Rules in chains that others have made, which go because they lead to a chain of the owner.
+    pub of_others: Vec<String>,
 }
 
 /// Plans the removal of what `owners` have in a text of `iptables-save`.
@@ -52,6 +54,11 @@ pub fn plan(text: &Text<'_>, owners: &[&Owner]) -> Result<Removal, String> {
     for table in &tables {
         let going = going(table, &tables, owners);
         going.write(&mut removal);
+        let is_built_in =
+            |chain| (table.chains.get(chain)).is_some_and(|chain| chain.hook.is_some());
+        let of_others = going.rules.iter().filter(|rule| !is_built_in(rule.chain));
+        let named = of_others.map(|rule| format!("{}: {}", table.title(), rule.text));
+        removal.of_others.extend(named);
         removal.stays.extend(going.stays);
     }
     Ok(removal)
@@ -284,8 +291,8 @@ impl By {
     }
 }
 
-/// The changes that are to be made, with what makes them, and what stays.
-type Found = (Vec<(Step, By)>, Vec<String>);
+/// The changes that are to be made, with what makes them, and what stays as it is.
+pub(super) type Found = (Vec<(Step, By)>, Vec<String>);
 
 /// Looks for what is to be changed now.
 fn look(root: Option<&Path>, found: &Binaries, owners: &[&Owner]) -> io::Result<Found> {
@@ -314,7 +321,7 @@ fn look(root: Option<&Path>, found: &Binaries, owners: &[&Owner]) -> io::Result<
         steps.push((step, By::Restore(restore)));
     }
     for table in tables.iter().filter(|table| table.kind == Kind::Native) {
-        if owners::of_table(&table.name).is_some_and(|owner| owners.contains(&owner)) {
+        if is_of(table, owners) {
             let step = Step {
                 command: format!("nft delete table {} {}", table.family, table.name),
                 input: String::new(),
@@ -325,6 +332,14 @@ fn look(root: Option<&Path>, found: &Binaries, owners: &[&Owner]) -> io::Result<
         }
     }
     Ok((steps, stays))
+}
+
+/// Whether a table of nf_tables belongs to one of the owners. kube-proxy has one for each family, and others may have names that
+/// begin like it.
+pub(super) fn is_of(table: &netfilter::Table, owners: &[&Owner]) -> bool {
+    let owner = owners::of_table(&table.name).filter(|owner| owners.contains(owner));
+    let is_kube_proxys = || table.name == "kube-proxy" && matches!(table.family, "ip" | "ip6");
+    owner.is_some_and(|owner| owner != KUBE_PROXY || is_kube_proxys())
 }
 
 /// The program that loads what one with this name has printed: `ip6tables-nft`.
@@ -348,7 +363,7 @@ pub(super) fn restore_program(found: &Binaries, origin: &str) -> io::Result<Path
 mod tests {
     use super::{
         super::{
-            owners::{ISTIO_AMBIENT, ISTIO_SIDECAR, KUBE_PROXY, OSM},
+            owners::{ISTIO_AMBIENT, ISTIO_SIDECAR, OSM},
             ruleset::Form,
             simulated::{data, load},
         },

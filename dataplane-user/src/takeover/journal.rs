@@ -2,14 +2,18 @@
 
 use std::{
     fs::{self, File},
-    io::{self, Write as _},
+    io,
     path::{Path, PathBuf},
 };
 
 use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
 
-use super::{may_die, saved::Saved};
+use super::{
+    disk::{at, replace, sync},
+    may_die,
+    saved::Saved,
+};
 
 /// Where rules and the journal are kept.
 pub const DIRECTORY: &str = "/var/lib/dataplane/takeover";
@@ -44,6 +48,14 @@ pub struct Journal {
     pub sha256: String,
     /// When the rules were saved: `2026-11-26T20:15:00Z`.
     pub saved: String,
+    /// The kernel's name for the time since its start, when the journal was written (`/proc/sys/kernel/random/boot_id`).
+    #[serde(default)]
+    pub boot: String,
+}
+
+fn boot() -> String {
+    let id = fs::read_to_string("/proc/sys/kernel/random/boot_id");
+    id.unwrap_or_default().trim().to_owned()
 }
 
 impl Journal {
@@ -66,7 +78,11 @@ impl Journal {
     /// # Errors
     /// It cannot be written. The journal is then as before.
     pub fn write(&self, directory: &Path) -> io::Result<()> {
-        let text = serde_json::to_string_pretty(self).map_err(io::Error::other)? + "\n";
+        let journal = Self {
+            boot: boot(),
+            ..self.clone()
+        };
+        let text = serde_json::to_string_pretty(&journal).map_err(io::Error::other)? + "\n";
         may_die();
         replace(&directory.join(JOURNAL), &text)?;
         may_die();
@@ -84,9 +100,14 @@ impl Journal {
         sync(directory)
     }
 
-    /// Whether the file has the rules, and the kernel has none or some of them.
+    /// Whether the file has the rules, and the kernel has none or some of them. After a restart of the machine, the kernel has what
+    /// somebody has written since.
     pub fn has_the_rules(&self) -> bool {
-        self.state != State::Restored
+        match self.state {
+            State::TakenOver => true,
+            State::Removing | State::Restoring => self.boot == boot(),
+            State::Restored => false,
+        }
     }
 
     /// The rules as they were.
@@ -94,7 +115,7 @@ impl Journal {
     /// # Errors
     /// The file cannot be read, or is not the one that was written.
     pub fn saved(&self) -> io::Result<Saved> {
-        Saved::read(&self.file, Some(&self.sha256))
+        Ok(Saved::read(&self.file, Some(&self.sha256))?.0)
     }
 }
 
@@ -108,35 +129,6 @@ pub fn lock(directory: &Path) -> io::Result<Flock<File>> {
     let file = File::options().create(true).append(true).open(&path);
     let file = file.map_err(|error| at(&path, &error))?;
     Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_, error)| error.into())
-}
-
-/// Writes a file for root alone, in one step and onto the disk.
-pub(super) fn replace(path: &Path, text: &str) -> io::Result<()> {
-    use std::os::unix::fs::OpenOptionsExt as _;
-
-    let new = path.with_extension("new");
-    let write = || {
-        let mut file = File::options()
-            .create(true)
-            .truncate(true)
-            .write(true)
-            .mode(0o600)
-            .open(&new)?;
-        file.write_all(text.as_bytes())?;
-        file.sync_all()?;
-        may_die();
-        fs::rename(&new, path)?;
-        path.parent().map_or(Ok(()), sync)
-    };
-    write().map_err(|error| at(path, &error))
-}
-
-fn sync(directory: &Path) -> io::Result<()> {
-    File::open(directory)?.sync_all()
-}
-
-fn at(path: &Path, why: &impl std::fmt::Display) -> io::Error {
-    io::Error::other(format!("{}: {why}", path.display()))
 }
 
 #[cfg(test)]
@@ -153,6 +145,7 @@ mod tests {
             file: path.join("rules"),
             sha256: "00".to_owned(),
             saved: "2026-11-26T20:15:00Z".to_owned(),
+            boot: boot(),
         };
         journal.write(path).unwrap();
         assert_eq!(Journal::read(path).unwrap(), Some(journal.clone()));

@@ -5,6 +5,7 @@ pub mod capture;
 pub mod cleanup;
 pub mod collect;
 pub mod detect;
+mod disk;
 pub mod forward;
 pub mod journal;
 pub mod owners;

@@ -10,17 +10,22 @@ use sha2::{Digest as _, Sha256};
 
 use super::{
     binaries::{self, Binaries},
-    cleanup::{By, Step, restore_program},
+    cleanup::{self, By, Step, is_of, restore_program},
     collect::{self, Printed},
-    journal, may_die,
-    owners::{self, Owner},
+    disk, may_die,
+    owners::Owner,
     restore,
     ruleset::{self, Form},
 };
-use crate::kernel::netfilter::{self, Kind, Table};
+use crate::kernel::netfilter::{self, Kind};
 
 /// How a section of the file begins. The origin of the section follows: a program's name.
 const SECTION: &str = "# Saved by `dataplane takeover`: ";
+
+/// How the file ends.
+const END: &str = "# The end of what `dataplane takeover` saved\n";
+/// As often rules are read until two readings are the same.
+const READS: usize = 5;
 
 /// Rules as they were.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -48,29 +53,71 @@ impl Saved {
     /// Rules cannot be read, or a line is not understood.
     pub fn of_kernel(owners: &[&Owner]) -> io::Result<Self> {
         let found = binaries::find(None)?;
-        Self::printed(&found, owners)
+        // The programs print one table after the other, and somebody may write in between.
+        let mut last = Self::printed(&found, owners)?;
+        for _ in 1..READS {
+            let now = Self::printed(&found, owners)?;
+            if now.has_the_same_rules(&last) {
+                return Ok(now);
+            }
+            last = now;
+        }
+        Err(io::Error::other(format!(
+            "the rules are others each time they are read ({READS} times): stop kube-proxy first"
+        )))
+    }
+
+    /// Whether both have the same rules, whatever their counters, and whatever sets have that forget by themselves.
+    pub fn has_the_same_rules(&self, other: &Self) -> bool {
+        let rules = |saved: &Self| -> Vec<(String, String)> {
+            let texts = saved.texts.iter();
+            texts
+                .map(|text| (text.origin.clone(), rules(&text.text)))
+                .collect()
+        };
+        rules(self) == rules(other)
+    }
+
+    /// Whether the kernel has rules of the owners that are not among these: somebody has written since.
+    ///
+    /// # Errors
+    /// Rules cannot be read, or a line is not understood.
+    pub fn were_written_since(&self, owners: &[&Owner]) -> io::Result<bool> {
+        for now in Self::of_kernel(owners)?.texts {
+            let is_same = |saved: &&Printed| match now.form {
+                Form::Nft => rules(&saved.text) == rules(&now.text),
+                Form::Saved => saved.origin == now.origin,
+            };
+            let Some(saved) = self.texts.iter().find(is_same) else {
+                return Ok(true);
+            };
+            if now.form == Form::Saved {
+                // What would have to be added to the saved rules.
+                let more = restore::plan(&now.as_text(), &saved.as_text(), owners);
+                if more.map_err(not_understood)? != restore::Restoration::default() {
+                    return Ok(true);
+                }
+            }
+        }
+        Ok(false)
+    }
+
+    /// Rules in chains that others have made, which go with the owners' chains.
+    ///
+    /// # Errors
+    /// A line is not understood.
+    pub fn of_others(&self, owners: &[&Owner]) -> io::Result<Vec<String>> {
+        let mut all = Vec::new();
+        for text in self.texts.iter().filter(|text| text.form == Form::Saved) {
+            let removal = cleanup::plan(&text.as_text(), owners).map_err(not_understood)?;
+            all.extend(removal.of_others);
+        }
+        Ok(all)
     }
 
     fn printed(found: &Binaries, owners: &[&Owner]) -> io::Result<Self> {
-        let mut tables = netfilter::tables().map_err(io::Error::other)?;
-        tables.retain(|table| table.kind != Kind::Native || is_of(table, owners));
-        let collected = collect::collect(None, found, &tables, true)?;
-        if let Some(missing) = collected.missing.first() {
-            return Err(io::Error::other(format!(
-                "cannot read all rules: {missing}"
-            )));
-        }
-        // A program that prints nothing of all tables at once prints each.
-        let mut texts: Vec<Printed> = Vec::new();
-        for printed in collected.texts {
-            let mut known = texts.iter_mut().filter(|_| printed.form == Form::Saved);
-            match known.find(|known| known.form == Form::Saved && known.origin == printed.origin) {
-                Some(known) => known.text.push_str(&printed.text),
-                None => texts.push(printed),
-            }
-        }
         let mut saved = Self::default();
-        for printed in texts {
+        for printed in printed(found, owners)? {
             if printed.form == Form::Nft || count(&printed, owners)?.chains > 0 {
                 saved.texts.push(printed);
             }
@@ -108,7 +155,7 @@ impl Saved {
     /// The file cannot be written.
     pub fn write(&self, path: &Path) -> io::Result<String> {
         let text = self.to_text();
-        journal::replace(path, &text)?;
+        disk::replace(path, &text)?;
         Ok(sha256(&text))
     }
 
@@ -120,28 +167,32 @@ impl Saved {
             all += printed.text.trim_end();
             all.push('\n');
         }
+        all += END;
         all
     }
 
-    /// Reads a file that [`Saved::write`] wrote. With a checksum, the file must have it.
+    /// Reads a file that [`Saved::write`] wrote, and returns its SHA-256. With a checksum, the file must have it.
     ///
     /// # Errors
     /// The file cannot be read, has another checksum, or was not written so.
-    pub fn read(path: &Path, wanted: Option<&str>) -> io::Result<Self> {
+    pub fn read(path: &Path, wanted: Option<&str>) -> io::Result<(Self, String)> {
         let error = |why: String| io::Error::other(format!("{}: {why}", path.display()));
         let text = fs::read_to_string(path).map_err(|why| error(why.to_string()))?;
-        if let Some(wanted) = wanted {
-            let has = sha256(&text);
-            if has != wanted {
-                return Err(error(format!(
-                    "the SHA-256 is {has}, and was {wanted} when the rules were saved: the file was changed"
-                )));
-            }
+        let has = sha256(&text);
+        if let Some(wanted) = wanted.filter(|wanted| *wanted != has) {
+            return Err(error(format!(
+                "the SHA-256 is {has}, and was {wanted} when the rules were saved: the file was changed"
+            )));
         }
-        Self::of_text(&text).map_err(error)
+        Ok((Self::of_text(&text).map_err(error)?, has))
     }
 
     fn of_text(text: &str) -> Result<Self, String> {
+        let Some(text) = text.strip_suffix(END) else {
+            return Err(
+                "was not written by `dataplane takeover`, or its end is missing".to_owned(),
+            );
+        };
         let mut saved = Self::default();
         for line in text.split_inclusive('\n') {
             if let Some(origin) = line.strip_prefix(SECTION) {
@@ -200,37 +251,21 @@ impl Saved {
     }
 
     /// What brings back what is missing.
-    fn missing(
-        &self,
-        found: &Binaries,
-        owners: &[&Owner],
-    ) -> io::Result<(Vec<(Step, By)>, Vec<String>)> {
-        let tables = netfilter::tables().map_err(io::Error::other)?;
-        let of_iptables: Vec<Table> = (tables.iter())
-            .filter(|table| table.kind != Kind::Native)
-            .cloned()
-            .collect();
-        let now = collect::collect(None, found, &of_iptables, false)?;
-        if let Some(missing) = now.missing.first() {
-            return Err(io::Error::other(format!(
-                "cannot read all rules: {missing}"
-            )));
-        }
+    fn missing(&self, found: &Binaries, owners: &[&Owner]) -> io::Result<cleanup::Found> {
+        let now = printed(found, owners)?;
         let (mut steps, mut lost) = (Vec::new(), Vec::new());
         for text in &self.texts {
             if text.form == Form::Nft {
-                steps.extend(listed(text, found, &tables)?);
+                steps.extend(listed(text, found, &now)?);
                 continue;
             }
-            let of_program = now.texts.iter().filter(|now| now.origin == text.origin);
-            let there: String = of_program.map(|now| now.text.as_str()).collect();
+            let there = now.iter().find(|now| now.origin == text.origin);
             let there = Printed {
-                text: there,
+                text: there.map(|now| now.text.clone()).unwrap_or_default(),
                 ..text.clone()
             };
             let back = restore::plan(&text.as_text(), &there.as_text(), owners);
-            let back =
-                back.map_err(|why| io::Error::other(format!("a rule is not understood: {why}")))?;
+            let back = back.map_err(not_understood)?;
             lost.extend(back.lost);
             if back.input.is_empty() {
                 continue;
@@ -248,6 +283,33 @@ impl Saved {
     }
 }
 
+/// All tables of iptables that hold rules, a text for each program; and the owners' tables of nf_tables.
+fn printed(found: &Binaries, owners: &[&Owner]) -> io::Result<Vec<Printed>> {
+    let mut tables = netfilter::tables().map_err(io::Error::other)?;
+    tables.retain(|table| table.kind != Kind::Native || is_of(table, owners));
+    let collected = collect::collect(None, found, &tables, true)?;
+    if let Some(missing) = collected.missing.first() {
+        return Err(io::Error::other(format!(
+            "cannot read all rules: {missing}"
+        )));
+    }
+    // A program that prints nothing of all tables at once prints each.
+    let mut texts: Vec<Printed> = Vec::new();
+    for printed in collected.texts {
+        let is_same =
+            |known: &&mut Printed| known.form == Form::Saved && known.origin == printed.origin;
+        match texts
+            .iter_mut()
+            .find(is_same)
+            .filter(|_| printed.form == Form::Saved)
+        {
+            Some(known) => known.text.push_str(&printed.text),
+            None => texts.push(printed),
+        }
+    }
+    Ok(texts)
+}
+
 /// What was brought back, or would be.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Back {
@@ -257,19 +319,16 @@ pub struct Back {
     pub lost: Vec<String>,
 }
 
-/// What brings back a table that `nft` printed, unless it is there with as many chains and rules.
-fn listed(text: &Printed, found: &Binaries, tables: &[Table]) -> io::Result<Option<(Step, By)>> {
+/// What brings back a table that `nft` printed, unless the same is there.
+fn listed(text: &Printed, found: &Binaries, now: &[Printed]) -> io::Result<Option<(Step, By)>> {
     let (saved, _) = ruleset::read(&[text.as_text()]);
     let [table] = &saved[..] else {
         return Err(io::Error::other("a text of nft has other than one table"));
     };
-    let is_there = tables.iter().any(|now| {
-        let name = format!("{} {}", now.family, now.name);
-        now.kind == Kind::Native
-            && name == table.name
-            && (now.chains.len(), now.rules()) == (table.chains.len(), table.rules.len())
-    });
-    if is_there {
+    if now
+        .iter()
+        .any(|now| now.form == Form::Nft && rules(&now.text) == rules(&text.text))
+    {
         return Ok(None);
     }
     let Some(nft) = &found.nft else {
@@ -290,8 +349,47 @@ fn listed(text: &Printed, found: &Binaries, tables: &[Table]) -> io::Result<Opti
     Ok(Some((step, By::Nft(nft.path.clone()))))
 }
 
-fn is_of(table: &Table, owners: &[&Owner]) -> bool {
-    owners::of_table(&table.name).is_some_and(|owner| owners.contains(&owner))
+/// A text without what changes by itself: remarks, counters, and the elements of sets that forget.
+fn rules(text: &str) -> String {
+    let mut all = String::new();
+    let (mut forgets, mut in_elements) = (false, false);
+    for line in text.lines().map(str::trim) {
+        if line.starts_with("set ") {
+            forgets = false;
+        }
+        forgets |=
+            line.starts_with("timeout ") || line.starts_with("flags ") && line.contains("timeout");
+        in_elements |= forgets && line.starts_with("elements = {");
+        if in_elements {
+            in_elements = !line.ends_with('}');
+            continue;
+        }
+        if line.is_empty() || line.starts_with('#') {
+            continue;
+        }
+        let line = if line.starts_with(':') {
+            line.split(" [").next().unwrap_or(line)
+        } else {
+            line
+        };
+        let is_nft = !line.starts_with('-');
+        let mut words = line.split(' ');
+        while let Some(word) = words.next() {
+            // nft: `counter packets 7 bytes 420`
+            if is_nft && matches!(word, "packets" | "bytes") {
+                words.next();
+                continue;
+            }
+            all += word;
+            all.push(' ');
+        }
+        all.push('\n');
+    }
+    all
+}
+
+fn not_understood(why: impl std::fmt::Display) -> io::Error {
+    io::Error::other(format!("a rule is not understood: {why}"))
 }
 
 fn count(printed: &Printed, owners: &[&Owner]) -> io::Result<Count> {
@@ -306,7 +404,7 @@ fn count(printed: &Printed, owners: &[&Owner]) -> io::Result<Count> {
             jumps: 0,
         });
     }
-    let removal = super::cleanup::plan(&printed.as_text(), owners);
+    let removal = cleanup::plan(&printed.as_text(), owners);
     let removal =
         removal.map_err(|why| io::Error::other(format!("a rule is not understood: {why}")))?;
     Ok(Count {
@@ -355,14 +453,49 @@ mod tests {
             ],
         };
         let sum = saved.write(&path).unwrap();
-        assert_eq!(Saved::read(&path, Some(&sum)).unwrap(), saved);
+        assert_eq!(
+            Saved::read(&path, Some(&sum)).unwrap(),
+            (saved, sum.clone())
+        );
         let text = fs::read_to_string(&path).unwrap();
         fs::write(&path, text.replace("OUTPUT", "INPUT")).unwrap();
         let why = Saved::read(&path, Some(&sum)).unwrap_err().to_string();
         assert!(why.contains("was changed"), "{why}");
-        for other in ["", "*nat\nCOMMIT\n"] {
+        for other in ["", "*nat\nCOMMIT\n", text.trim_end_matches(END)] {
             fs::write(&path, other).unwrap();
             assert!(Saved::read(&path, None).is_err(), "{other}");
         }
+    }
+
+    #[test]
+    fn counters_and_what_sets_forget_make_no_difference() {
+        let table = |counter: u32, element: &str, to: &str| {
+            format!(
+                "table ip kube-proxy {{\n\tset affinity {{\n\t\ttype ipv4_addr\n\t\tflags dynamic,timeout\n\t\ttimeout 3h\n\
+                 \t\telements = {{ {element} }}\n\t}}\n\tmap services {{\n\t\ttype ipv4_addr : verdict\n\
+                 \t\telements = {{ 10.96.0.10 : goto {to} }}\n\t}}\n\tchain web {{\n\
+                 \t\tcounter packets {counter} bytes 7 accept\n\t}}\n}}\n"
+            )
+        };
+        let first = rules(&table(
+            1,
+            "10.0.0.1 expires 2h59m,\n 10.0.0.2 expires 5s",
+            "web",
+        ));
+        assert_eq!(first, rules(&table(2, "10.0.0.3 expires 1s", "web")));
+        assert_ne!(first, rules(&table(1, "10.0.0.1 expires 2h59m", "other")));
+        let saved = |counters: &str, rule: &str| {
+            rules(&format!(
+                "# at 7\n*nat\n:OUTPUT ACCEPT {counters}\n{rule}\nCOMMIT\n"
+            ))
+        };
+        assert_eq!(
+            saved("[0:0]", "-A OUTPUT -j X"),
+            saved("[7:420]", "-A OUTPUT -j X")
+        );
+        assert_ne!(
+            saved("[0:0]", "-A OUTPUT -j X"),
+            saved("[0:0]", "-A OUTPUT -j Y")
+        );
     }
 }

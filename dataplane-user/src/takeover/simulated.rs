@@ -104,7 +104,11 @@ impl<'a> Table<'a> {
         let mut chains = self.chains.clone();
         chains.sort_unstable();
         for (chain, policy) in &chains {
-            out += &format!(":{chain} {policy} [0:0]\n");
+            out += ":";
+            out += chain;
+            out += " ";
+            out += policy;
+            out += " [0:0]\n";
         }
         for (chain, _) in &chains {
             let prefix = format!("-A {chain} ");

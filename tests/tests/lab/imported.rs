@@ -350,7 +350,7 @@ fn a_file_with_rules_is_followed_and_faults_change_nothing() -> Result<()> {
     Ok(())
 }
 
-/// The walk-through of `docs/cli/iptables.md`, with connections that live throughout: one that kube-proxy's rules translated, and
+/// What `takeover` does, by hand, with connections that live throughout: one that kube-proxy's rules translated, and
 /// one that the agent's programs did.
 fn a_node_is_moved_by_hand_and_given_back() -> Result<()> {
     const TO: &str = "10.96.0.10:80";

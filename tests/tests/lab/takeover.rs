@@ -23,7 +23,7 @@ use nix::{
 use tempfile::TempDir;
 
 use crate::{
-    cluster::{Cluster, TCP, UDP, ask, counted, reaches, serve},
+    cluster::{Cluster, TCP, UDP, ask, counted, eventually, reaches, serve},
     differential::world::load_rules,
     manifest::{Manifests, Service},
     outcome::Outcome,
@@ -37,6 +37,7 @@ scenarios! {
     what_differs_stops_a_takeover,
     a_takeover_that_fails_brings_the_rules_back,
     a_takeover_that_is_killed_leaves_a_node_that_works,
+    an_agent_takes_over_when_it_serves,
 }
 
 const TO: &str = "10.96.0.10:80";
@@ -57,6 +58,11 @@ fn web(lab: &Lab, endpoints: [&str; 2]) -> Service {
 }
 
 fn load_kube_proxys_rules(node: &Host, mode: Mode, manifests: &Manifests) -> Result<()> {
+    if mode == Mode::Nftables {
+        // Chains that are there would have the rules twice.
+        let delete = "for f in ip ip6; do nft delete table $f kube-proxy 2>/dev/null || true; done";
+        node.command("sh").args(["-c", delete]).run()?;
+    }
     let peers = Peers {
         local: LocalDetector::Networks(vec!["10.244.0.0/16".parse()?]),
         node_ports_on: node.addresses().into(),
@@ -73,12 +79,17 @@ struct Node {
     mode: Mode,
     /// Connections that the rules translated, of a pod and from outside.
     by_rules: Vec<Process>,
-    _manifests: Manifests,
+    manifests: Manifests,
     _servers: Vec<Process>,
 }
 
 impl Node {
     fn start(mode: Mode) -> Result<Self> {
+        Self::with(mode, &[])
+    }
+
+    /// With further options of the agent.
+    fn with(mode: Mode, options: &[&str]) -> Result<Self> {
         let lab = Cluster::lab()?;
         let [far, near] = ["far", "near"].map(|name| lab.pod(name));
         let servers = [far, near].map(serve).into_iter().collect::<Result<_>>()?;
@@ -118,14 +129,14 @@ impl Node {
                 .args(addresses)
         };
         let path = directory.path().to_str().context("a path in UTF-8")?;
-        let agent = agent.args(["--takeover-dir", path]).start()?;
+        let agent = agent.args(["--takeover-dir", path]).args(options).start()?;
         Ok(Self {
             lab,
             agent,
             directory,
             mode,
             by_rules,
-            _manifests: manifests,
+            manifests,
             _servers: servers,
         })
     }
@@ -216,18 +227,21 @@ fn by_chain(lines: Vec<&str>) -> Vec<&str> {
     all
 }
 
-/// Traffic of all kinds, until it is stopped.
-fn with_traffic(node: &Node, work: impl FnOnce() -> Result<()>) -> Result<()> {
+/// Traffic of all kinds, until it is stopped. `pause`: between two connections of a client outside, in microseconds.
+fn with_traffic(node: &Node, pause: u32, work: impl FnOnce() -> Result<()>) -> Result<()> {
     let outside = format!("{}:30080", node.node().ipv4());
-    let start = |host: &Host, to: &[&str]| {
+    let start = |host: &Host, to: &[&str], pause: u32| {
         let to = to.iter().flat_map(|to| ["--to", to]);
-        let pause = if is_long() { "100" } else { "500" };
-        let arguments = to.chain(["--threads", "2", "--pause-us", pause]);
+        let pause = pause.to_string();
+        let arguments = to.chain(["--threads", "2", "--pause-us", &pause]);
         host.load(&arguments.collect::<Vec<_>>())
     };
     let loads = [
-        ("a pod", start(node.client(), &[TO, TO_V6])?),
-        ("outside", start(node.lab.external("ext"), &[&outside])?),
+        ("a pod", start(node.client(), &[TO, TO_V6], 200)?),
+        (
+            "outside",
+            start(node.lab.external("ext"), &[&outside], pause)?,
+        ),
     ];
     let stop = AtomicBool::new(false);
     let datagrams = thread::scope(|scope| -> Result<u64> {
@@ -254,7 +268,7 @@ fn with_traffic(node: &Node, work: impl FnOnce() -> Result<()>) -> Result<()> {
             "{}, from {who}: {} connections, none failed",
             node.mode, report.answered
         );
-        ensure!(report.answered > 500, "from {who}: {}", report.answered);
+        ensure!(report.answered > 10, "from {who}: {}", report.answered);
     }
     println!("{}: {datagrams} datagrams, none lost", node.mode);
     ensure!(datagrams > 0, "no datagrams");
@@ -288,7 +302,9 @@ fn there_and_back(mode: Mode) -> Result<()> {
     dry_run.says(&["would be in", "would run", of_mode])?;
     ensure!(node.rules()? == before, "--dry-run changed rules");
     ensure!(node.files("rules-")?.is_empty(), "--dry-run saved rules");
-    with_traffic(&node, || {
+    // One masqueraded connection in 64 000 gets the port of one that the rules have masqueraded.
+    let pause = if is_long() { 200 } else { 20_000 };
+    with_traffic(&node, pause, || {
         let by_programs = [node.client().hold(TO)?, node.client().hold(TO_V6)?];
         node.takeover(&[], &[])?.exits(0)?.says(&[
             "SHA-256",
@@ -332,15 +348,28 @@ fn there_and_back(mode: Mode) -> Result<()> {
         }
         Ok(())
     })?;
+    // kube-proxy has started, and has brought its rules up to date.
+    let other = web(&node.lab, ["near", "near2"]);
+    load_kube_proxys_rules(node.node(), node.mode, &Manifests::new(&[other])?)?;
+    let fresh = node.rules()?;
+    ensure!(fresh != before, "{fresh}");
+    let _near2 = serve(node.lab.pod("near2"))?;
     let held = node.client().hold(TO)?;
     let from_outside = node.lab.external("ext").hold(&outside)?;
-    let Node { mut agent, .. } = node;
-    agent.stop()?;
-    let node = Node { agent, ..node };
-    node.takeover(&["--revert"], &[])?
-        .exits(0)?
-        .says(&["removed"])?;
-    node.is_served()?;
+    node.agent.stop()?;
+    // A client outside that takes, within the milliseconds of this change, a port whose connection has just ended, is reset.
+    with_traffic(&node, 20_000, || {
+        node.takeover(&["--revert"], &[])?
+            .exits(0)?
+            .says(&["the rules are back", "to the kernel's conntrack", "removed"])
+            .map(drop)
+    })?;
+    let after = node.rules()?;
+    ensure!(
+        after == fresh,
+        "kube-proxy's new rules are gone: {after}\nbefore:\n{fresh}"
+    );
+    reaches(node.client(), TO, "connect --count 16", &["near", "near2"])?;
     is_alive(held, "the agent's programs")?;
     is_alive(from_outside, "the packet path")?;
     node.takeover(&["--revert"], &[])?
@@ -385,83 +414,158 @@ fn what_differs_stops_a_takeover() -> Result<()> {
     untouched(&node)
 }
 
-/// A directory with a program that fails when it is to change something; and the real one on all other occasions.
-fn failing(name: &str, times: u32) -> Result<TempDir> {
+/// A directory with programs, each of which fails when it is to change something for the nth time; and the real one on all other
+/// occasions.
+fn failing(programs: &[(&str, u32)]) -> Result<TempDir> {
     let directory = tempfile::tempdir()?;
-    let program = directory.path().join(name);
-    let count = directory.path().join("count");
-    let script = format!(
-        "#!/bin/sh\ncase \"$1\" in --version) exec /usr/sbin/{name} \"$@\";; esac\n\
-         n=$(cat {count} 2>/dev/null || echo 0)\nif [ $n -lt {times} ]; then echo $((n + 1)) > {count}; \
-         echo a test asked for it >&2; exit 1; fi\nexec /usr/sbin/{name} \"$@\"\n",
-        count = count.display()
-    );
-    fs::write(&program, script)?;
-    fs::set_permissions(&program, fs::Permissions::from_mode(0o755))?;
+    for (name, nth) in programs {
+        let program = directory.path().join(name);
+        let count = directory.path().join(format!("{name}.count"));
+        let script = format!(
+            "#!/bin/sh\ncase \"$1\" in --version) exec /usr/sbin/{name} \"$@\";; esac\n\
+             n=$(cat {count} 2>/dev/null || echo 0); n=$((n + 1)); echo $n > {count}\n\
+             if [ $n = {nth} ]; then echo a test asked for it >&2; exit 1; fi\nexec /usr/sbin/{name} \"$@\"\n",
+            count = count.display()
+        );
+        fs::write(&program, script)?;
+        fs::set_permissions(&program, fs::Permissions::from_mode(0o755))?;
+    }
     Ok(directory)
 }
 
 fn a_takeover_that_fails_brings_the_rules_back() -> Result<()> {
-    let node = Node::start(Mode::IptablesNft)?;
+    let mut node = Node::start(Mode::IptablesNft)?;
     let before = node.rules()?;
     let path = |directory: &Path| format!("{}:/usr/sbin:/usr/bin:/sbin:/bin", directory.display());
     // IPv4's rules have gone when IPv6's cannot.
-    let program = failing("ip6tables-nft-restore", 1)?;
-    let variables = [("PATH", &*path(program.path()))];
-    node.takeover(&[], &variables)?
+    let programs = failing(&[("ip6tables-nft-restore", 1)])?;
+    node.takeover(&[], &[("PATH", &path(programs.path()))])?
         .exits(1)?
         .says(&["a test asked for it", "the rules are back as they were"])?;
     let back = node.rules()?;
     ensure!(back == before, "{back}\nbefore:\n{before}");
     ensure!(node.files("journal")?.is_empty(), "a journal is left");
     node.is_served()?;
-    // Nor do they come back at once: the next command goes on.
-    let program = failing("ip6tables-nft-restore", 1)?;
-    let other = failing("iptables-nft-restore", 99)?;
-    drop(other);
-    let variables = [("PATH", &*path(program.path()))];
-    node.takeover(&[], &variables)?.exits(1)?;
-    node.takeover(&[], &[])?.exits(0)?;
+    // Nor can they come back: the next command goes on.
+    let programs = failing(&[("ip6tables-nft-restore", 1), ("iptables-nft-restore", 2)])?;
+    node.takeover(&[], &[("PATH", &path(programs.path()))])?
+        .exits(1)?
+        .says(&["could not be brought back"])?;
+    ensure!(node.rules()? != before, "the rules came back");
+    node.is_served()?;
+    node.takeover(&[], &[])?
+        .exits(0)?
+        .says(&["a take-over was interrupted"])?;
     ensure!(!node.has_rules()?, "rules are left");
-    node.is_served()
+    node.is_served()?;
+    // A file that somebody has changed is not loaded, and one that is whole comes back, by its name.
+    let files = node.files("rules-")?;
+    let file = files.iter().max().context("no file with rules")?;
+    let (name, text) = (
+        file.to_str().context("a path in UTF-8")?,
+        fs::read_to_string(file)?,
+    );
+    fs::write(file, text.replace("10.244.1.5", "10.244.1.6"))?;
+    node.takeover(&["--revert"], &[])?
+        .exits(1)?
+        .says(&["the file was changed"])?;
+    fs::write(file, &text[..text.len() / 2])?;
+    node.takeover(&["--revert", name], &[])?.exits(1)?;
+    ensure!(!node.has_rules()?, "rules are there");
+    fs::write(file, &text)?;
+    node.takeover(&["--revert", name], &[])?.exits(3)?;
+    let back = node.rules()?;
+    ensure!(back == before, "{back}\nbefore:\n{before}");
+
+    // With --watch, kube-proxy's rules go again, until the node is given back.
+    let directory = node.directory.path().to_str().context("a path in UTF-8")?;
+    let watch = ["takeover", "--takeover-dir", directory, "--watch"];
+    let watching = node.agent.dataplane(watch).stdout_piped().spawn()?;
+    let gone = |node: &Node| {
+        eventually(|| {
+            ensure!(!node.has_rules()?, "rules are there");
+            Ok(())
+        })
+    };
+    gone(&node)?;
+    load_kube_proxys_rules(node.node(), node.mode, &node.manifests)?;
+    gone(&node)?;
+    eventually(|| node.takeover(&["--revert"], &[])?.exits(3).map(drop))?;
+    let said = watching.wait()?;
+    ensure!(said.contains("not watching any more"), "{said}");
+    ensure!(node.has_rules()?, "--watch removed what was given back");
+    Ok(node.agent.stop()?)
 }
 
-/// Dies at each point of a take-over, and of giving back. The services are served each time, and the next command finishes.
+/// Dies at each point of a take-over, of bringing the rules back, and of removing the dataplane. The services are served each time,
+/// and the next command finishes or undoes it.
 fn a_takeover_that_is_killed_leaves_a_node_that_works() -> Result<()> {
-    let step = if is_long() { 1 } else { 4 };
     let modes: &[Mode] = if is_long() {
         &Mode::ALL
     } else {
         &[Mode::IptablesNft]
     };
     for mode in modes {
-        let node = Node::start(*mode)?;
+        let mut node = Node::start(*mode)?;
         let before = node.rules()?;
-        let mut killed = [0, 0];
-        for (way, arguments) in [(0, &[][..]), (1, &["--revert"][..])] {
+        let is_back = |node: &Node, point: &str| -> Result<()> {
+            let back = node.rules()?;
+            ensure!(
+                back == before,
+                "after point {point}: {back}\nbefore:\n{before}"
+            );
+            Ok(())
+        };
+        let mut killed = [0; 3];
+        for way in 0..3 {
+            let arguments: &[&str] = if way == 0 { &[] } else { &["--revert"] };
+            let step = if is_long() { 1 } else { [3, 3, 2][way] };
             for point in (1..).step_by(step) {
+                if way > 0 {
+                    node.takeover(&[], &[])?.exits(0)?;
+                }
+                if way == 2 {
+                    node.takeover(&["--revert"], &[])?.exits(3)?;
+                    node.agent.stop()?;
+                }
                 let point = point.to_string();
                 let outcome = node.takeover(arguments, &[("DATAPLANE_TAKEOVER_DIES", &point)])?;
                 node.is_served()
                     .with_context(|| format!("killed at point {point}"))?;
                 if outcome.code.is_some() {
-                    outcome.exits([0, 3][way])?;
+                    outcome.exits([0, 3, 0][way])?;
                     break;
                 }
                 killed[way] += 1;
-                // The next finishes: the same, or the opposite.
-                node.takeover(&[], &[])?
-                    .exits(0)
-                    .with_context(|| format!("after point {point}"))?;
-                ensure!(!node.has_rules()?, "rules are left after point {point}");
-                node.is_served()?;
-                if way == 0 {
-                    node.takeover(&["--revert"], &[])?.exits(3)?;
-                    let back = node.rules()?;
-                    ensure!(
-                        back == before,
-                        "after point {point}: {back}\nbefore:\n{before}"
-                    );
+                // The same, or the opposite.
+                match way {
+                    0 if killed[way] % 2 == 0 => {
+                        let undone = node.takeover(&["--revert"], &[])?;
+                        let is_undone = undone.code == Some(3)
+                            || undone.stderr.contains("nothing was taken over");
+                        ensure!(is_undone, "{undone:?}");
+                        is_back(&node, &point)?;
+                    }
+                    0 | 1 => {
+                        node.takeover(&[], &[])?
+                            .exits(0)
+                            .with_context(|| format!("after point {point}"))?;
+                        ensure!(!node.has_rules()?, "rules are left after point {point}");
+                        node.is_served()?;
+                        node.takeover(&["--revert"], &[])?.exits(3)?;
+                        is_back(&node, &point)?;
+                    }
+                    _ => {
+                        let ended = node.takeover(&["--revert"], &[])?;
+                        // Killed behind its last change.
+                        let is_over = ended.stderr.contains("nothing was taken over");
+                        ensure!(ended.code == Some(0) || is_over, "{ended:?}");
+                        is_back(&node, &point)?;
+                        node.is_served()?;
+                    }
+                }
+                if way == 2 {
+                    node.agent.start()?;
                 }
             }
         }
@@ -469,4 +573,27 @@ fn a_takeover_that_is_killed_leaves_a_node_that_works() -> Result<()> {
         ensure!(killed.iter().all(|points| *points > 1), "{killed:?}");
     }
     Ok(())
+}
+
+/// `run --takeover`, with the rules as the source: an agent that starts later reads those that were saved.
+fn an_agent_takes_over_when_it_serves() -> Result<()> {
+    let mut node = Node::with(Mode::Nftables, &["--takeover"])?;
+    eventually(|| {
+        ensure!(!node.has_rules()?, "{}", node.agent.log());
+        Ok(())
+    })?;
+    eventually(|| {
+        let log = node.agent.log();
+        ensure!(
+            log.contains("take-over: connect") && log.contains("without the rules"),
+            "{log}"
+        );
+        Ok(())
+    })?;
+    node.agent.stop()?;
+    node.is_served()?;
+    node.agent.start()?;
+    node.is_served()?;
+    let status = crate::outcome::run(&node.agent, "status")?.exits(0)?;
+    status.says(&["Services  2, with"]).map(drop)
 }

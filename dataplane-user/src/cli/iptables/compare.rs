@@ -69,6 +69,9 @@ pub struct Comparison {
     not_in_rules: Vec<&'static str>,
     /// Lines that were not understood, whose services were not compared.
     not_understood: Vec<String>,
+    /// Whether the rules serve clients outside: node ports, external IPs, load balancers.
+    #[serde(skip)]
+    pub is_for_outside: bool,
     /// The TCP ports of cluster IPs that both serve, each with its endpoints.
     #[serde(skip)]
     pub cluster_ips: Vec<(SocketAddr, Vec<SocketAddr>)>,
@@ -118,6 +121,12 @@ pub fn compare(snapshot: &Snapshot, bpffs: &Path) -> anyhow::Result<Comparison> 
             .iter()
             .map(|problem| format!("{}: {}", problem.place, problem.text))
             .collect(),
+        is_for_outside: (planner.frontends().iter()).any(|(_, frontend)| {
+            matches!(
+                frontend.kind(),
+                Kind::NODE_PORT | Kind::EXTERNAL_IP | Kind::LOAD_BALANCER
+            )
+        }),
         cluster_ips: cluster_ips(&planner, &contents),
     };
     for change in plan::changes(&contents, &planner) {
@@ -326,6 +335,7 @@ mod tests {
                 .collect(),
             not_in_rules: vec!["IPv6"],
             not_understood: Vec::new(),
+            is_for_outside: false,
             cluster_ips: Vec::new(),
         };
         assert!(!found.is_same());

@@ -1,7 +1,7 @@
 //! Whether the dataplane serves what rules served: asked of the tables, and of the services themselves.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     net::{SocketAddr, TcpStream},
     path::Path,
     sync::Mutex,
@@ -17,6 +17,8 @@ use crate::kernel::sockets::{self, Peers};
 const PATIENCE: Duration = Duration::from_millis(500);
 /// How many connections are tried at once.
 const AT_ONCE: usize = 128;
+/// As many endpoints are asked whether they answer, of an address that does not.
+const ENDPOINTS: usize = 2;
 /// How often an address is tried anew that did not answer through the dataplane.
 const TRIES: usize = 3;
 
@@ -70,14 +72,23 @@ pub fn ask(addresses: &[ClusterIp], bpffs: &Path) -> anyhow::Result<Asked> {
             }
             open = left;
         }
-        for address in open {
-            if address
-                .1
+        let endpoints: Vec<ClusterIp> = (open.iter())
+            .flat_map(|(_, endpoints)| endpoints.iter().take(ENDPOINTS))
+            .map(|endpoint| (*endpoint, Vec::new()))
+            .collect();
+        let mut answers = HashSet::new();
+        for some in endpoints.chunks(AT_ONCE) {
+            let sockets = connect(&some.iter().collect::<Vec<_>>())?;
+            let answering = some
                 .iter()
-                .any(|endpoint| TcpStream::connect_timeout(endpoint, PATIENCE).is_ok())
-            {
-                let why = whys.remove(&address.0).unwrap_or_default();
-                asked.failed.push((address.0, why));
+                .zip(sockets)
+                .filter(|(_, socket)| socket.is_ok());
+            answers.extend(answering.map(|((endpoint, _), _)| *endpoint));
+        }
+        for (address, endpoints) in open {
+            if endpoints.iter().any(|endpoint| answers.contains(endpoint)) {
+                let why = whys.remove(address).unwrap_or_default();
+                asked.failed.push((*address, why));
             } else {
                 asked.silent += 1;
             }

@@ -1,15 +1,19 @@
 //! `dataplane takeover`.
 
+mod back;
 mod check;
+mod place;
 mod steps;
 mod told;
+mod waits;
+mod watch;
 
 use std::{path::PathBuf, process::ExitCode};
 
 use clap::{Args, builder::TypedValueParser as _};
 
 use self::{
-    steps::Place,
+    place::Place,
     told::{Outcome, Tell},
 };
 use super::{
@@ -17,6 +21,7 @@ use super::{
     output::{self, Format},
 };
 use crate::takeover::journal::DIRECTORY;
+pub(super) use waits::when_it_serves;
 
 /// Take this node over from kube-proxy: check that the dataplane serves what kube-proxy's rules do, then remove the rules.
 ///
@@ -43,8 +48,8 @@ pub struct TakeoverArgs {
     #[arg(long)]
     dry_run: bool,
 
-    /// Stay, and remove the rules again when kube-proxy writes them
-    #[arg(long, conflicts_with_all = ["dry_run", "revert"])]
+    /// Stay, and take over again, with all checks, when kube-proxy writes its rules; until the node is given back
+    #[arg(long, conflicts_with_all = ["dry_run", "revert", "output"])]
     watch: bool,
 
     /// Bring back the rules that the last take-over saved, or those in FILE, which a take-over saved
@@ -88,17 +93,18 @@ impl TakeoverArgs {
         };
         let mut out = output::stdout();
         let mut tell = Tell::new(self.output, &mut out);
-        let outcome = match &self.revert {
-            None => steps::take_over(&place, self.dry_run, &mut tell)?,
+        let mut outcome = match &self.revert {
+            None => steps::take_over(&place, self.dry_run, &mut tell),
             Some(file) => {
                 let file = Some(file.as_path()).filter(|file| !file.as_os_str().is_empty());
-                steps::revert(&place, file, self.dry_run, &mut tell)?
+                back::revert(&place, file, self.dry_run, &mut tell)
             }
         };
-        if self.watch && outcome != Outcome::Differs {
-            steps::watch(&mut tell)?;
+        if self.watch && matches!(outcome, Ok(Outcome::TakenOver)) {
+            outcome = watch::watch(&place, &mut tell).map(|()| Outcome::TakenOver);
         }
-        tell.end(outcome)?;
+        tell.end(&outcome)?;
+        let outcome = outcome?;
         Ok(match outcome {
             Outcome::Differs => ExitCode::from(exit::CHANGES),
             Outcome::AgentRuns => ExitCode::from(exit::BUSY),

@@ -5,7 +5,6 @@ use std::{net::SocketAddr, path::Path};
 use serde::Serialize;
 use serde_json::Value;
 
-use super::steps::said;
 use crate::{
     cli::{
         iptables::compare::{self, Comparison},
@@ -42,6 +41,14 @@ struct Told {
     /// The input of the command that makes the change.
     #[serde(skip_serializing_if = "Option::is_none")]
     input: Option<String>,
+}
+
+/// What a change of rules is.
+fn said(step: &Step) -> String {
+    format!(
+        "{}: {} chains, and {} rules in chains of others",
+        step.command, step.chains, step.jumps
+    )
 }
 
 /// Says what is done.
@@ -121,7 +128,7 @@ impl<'a> Tell<'a> {
     }
 
     /// A rule of the owner stays.
-    pub fn stays(&mut self, text: String) {
+    pub fn stays(&mut self, text: &str) {
         let text: String = text
             .chars()
             .map(|c| if c.is_control() { '\u{fffd}' } else { c })
@@ -141,12 +148,12 @@ impl<'a> Tell<'a> {
     }
 
     /// The dataplane serves something else than the rules.
-    pub fn differs(&mut self, found: &Comparison) -> anyhow::Result<()> {
+    pub fn differs(&mut self, found: &Comparison) {
         if self.is_text() {
-            compare::text(self.out, found)?;
+            // Whoever reads it may have gone: the steps go on.
+            let _ = compare::text(self.out, found);
         }
-        self.comparison = Some(serde_json::to_value(found)?);
-        Ok(())
+        self.comparison = serde_json::to_value(found).ok();
     }
 
     /// These addresses do not answer by the dataplane.
@@ -163,10 +170,12 @@ impl<'a> Tell<'a> {
     }
 
     /// The end.
-    pub fn end(self, outcome: Outcome) -> anyhow::Result<()> {
+    pub fn end(self, outcome: &anyhow::Result<Outcome>) -> anyhow::Result<()> {
         #[derive(Serialize)]
         struct Answer {
-            outcome: Outcome,
+            outcome: Option<Outcome>,
+            #[serde(skip_serializing_if = "Option::is_none")]
+            error: Option<String>,
             file: Option<String>,
             sha256: Option<String>,
             steps: Vec<Told>,
@@ -175,7 +184,8 @@ impl<'a> Tell<'a> {
         }
         if self.format == Format::Json {
             let answer = Answer {
-                outcome,
+                outcome: outcome.as_ref().ok().copied(),
+                error: outcome.as_ref().err().map(|why| format!("{why:#}")),
                 file: self.file,
                 sha256: self.sha256,
                 steps: self.told,

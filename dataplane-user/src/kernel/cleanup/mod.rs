@@ -15,6 +15,7 @@ use super::{
     layouts::layouts,
     pins::{Pins, remove_link},
     sys::{self, ObjectKind},
+    tables::Tables,
     tc,
 };
 pub use item::CleanupItem;
@@ -43,6 +44,20 @@ pub fn cleanup(bpffs: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
     items.extend(tc::remove_filters(bpffs, dry_run)?);
     remove_directory(bpffs, dry_run, &mut items)?;
     Ok(items)
+}
+
+/// Leaves services to others, such as kube-proxy's rules: what begins now is not translated any more, and what has begun goes on.
+/// [`cleanup`] comes next.
+///
+/// # Errors
+/// [`Error::Busy`] while an agent runs; otherwise if tables cannot be read or changed.
+pub fn retire(bpffs: &Path) -> Result<(), Error> {
+    if !bpffs.exists() || !Tables::exist(bpffs)? {
+        return Ok(());
+    }
+    let pins = Pins::new(bpffs);
+    let _lock = pins.lock()?;
+    Tables::open_pins(&pins, true)?.retire()
 }
 
 /// Removes the table of `dataplane keep-nat`.

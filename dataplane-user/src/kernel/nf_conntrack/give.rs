@@ -3,11 +3,11 @@
 
 use std::{io, net::IpAddr};
 
-use dataplane_common::{Addr, Port, Protocol};
+use dataplane_common::{Addr, Port, Protocol, packet::Tick};
 use netlink_sys::protocols::NETLINK_NETFILTER;
 
 use super::super::{
-    conntrack::{Conntrack, Flow, State},
+    conntrack::{Conntrack, Flow, State, now},
     netlink::{Netlink, attribute},
 };
 
@@ -15,25 +15,44 @@ use super::super::{
 const NEW: u16 = 1 << 8;
 /// `NLM_F_CREATE`, `NLM_F_EXCL`.
 const CREATE: u16 = 0x400 | 0x200;
-/// `IPS_SEEN_REPLY`, `IPS_ASSURED`, `IPS_CONFIRMED`.
-const STATUS: u32 = 1 << 1 | 1 << 2 | 1 << 3;
-/// How long conntrack keeps a connection after its last packet, in seconds: its own defaults. The next packet sets it anew.
-const TCP_SECONDS: u32 = 432_000;
-const UDP_SECONDS: u32 = 120;
+/// `IPS_CONFIRMED`.
+const STATUS: u32 = 1 << 3;
+/// `IPS_SEEN_REPLY`, `IPS_ASSURED`.
+const ANSWERED: u32 = 1 << 1 | 1 << 2;
+/// As long conntrack keeps a flow at least, in seconds. The next packet sets it anew.
+const SECONDS: u32 = 10;
 
 /// The flows that were given.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Given {
     /// Flows that conntrack translates now.
     pub flows: usize,
-    /// Flows that conntrack has had already.
+    /// Flows that conntrack has had already, perhaps with another endpoint.
     pub known: usize,
+    /// Flows that the kernel did not take, such as for want of room.
+    pub refused: usize,
+    /// Why it did not take the first of them.
+    pub why: Option<String>,
 }
 
-/// Gives every flow that lives to the conntrack of the network namespace that this thread is in.
+/// Removes the flows that have ended. While a service has a frontend, a client's next connection from the port of an ended flow
+/// begins a flow of its own; without one, the programs would take its packets for the old flow's.
+pub fn forget_ended(conntrack: &Conntrack) {
+    let mut all = conntrack.flows();
+    let mut some = Vec::new();
+    let mut is_more = true;
+    while is_more {
+        is_more = all.read(&mut some);
+        for flow in some.drain(..).filter(is_ended) {
+            conntrack.remove_if(&flow, is_ended);
+        }
+    }
+}
+
+/// Gives every flow that lives to the conntrack of the network namespace that this thread is in, and removes those that have ended.
 ///
 /// # Errors
-/// The kernel refuses a flow. Those before it were given.
+/// The kernel has no conntrack.
 pub fn give(conntrack: &Conntrack) -> io::Result<Given> {
     let mut given = Given::default();
     let mut netlink = Netlink::open(NETLINK_NETFILTER)?;
@@ -42,20 +61,24 @@ pub fn give(conntrack: &Conntrack) -> io::Result<Given> {
     loop {
         let is_more = all.read(&mut some);
         for flow in some.drain(..) {
-            let Some(seen) = seen(conntrack, &flow) else {
+            if is_ended(&flow) {
+                // It has ended since [`forget_ended`].
+                conntrack.remove_if(&flow, is_ended);
+                continue;
+            }
+            let now = now();
+            let Some(seen) = seen(conntrack, &flow).filter(|_| !flow.is_over(now)) else {
                 continue;
             };
-            match netlink.request(NEW, CREATE, &message(&flow, seen), |_, _| {}) {
+            match netlink.request(NEW, CREATE, &message(&flow, seen, now), |_, _| {}) {
                 Ok(()) => given.flows += 1,
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => given.known += 1,
                 Err(error) => {
+                    given.refused += 1;
                     let (client, vip) = (flow.client(), flow.vip());
-                    return Err(io::Error::new(
-                        error.kind(),
-                        format!(
-                            "the kernel does not take the flow from {client} to {vip}: {error}"
-                        ),
-                    ));
+                    given
+                        .why
+                        .get_or_insert_with(|| format!("from {client} to {vip}: {error}"));
                 }
             }
         }
@@ -65,11 +88,19 @@ pub fn give(conntrack: &Conntrack) -> io::Result<Given> {
     }
 }
 
-/// What the endpoint of a flow sees the client come from. `None`: the flow is over, not begun, or not ours.
+fn is_ended(flow: &Flow) -> bool {
+    matches!(flow.state(), State::Closed | State::Reset)
+}
+
+/// What the endpoint of a flow sees the client come from. `None`: the flow was ended, or is not ours.
 fn seen(conntrack: &Conntrack, flow: &Flow) -> Option<(Addr, Port)> {
     match flow.state() {
-        State::Established | State::HalfClosed | State::Answered | State::Unanswered => {}
-        State::Syn | State::Closed | State::Reset | State::Foreign => return None,
+        State::Syn
+        | State::Established
+        | State::HalfClosed
+        | State::Answered
+        | State::Unanswered => {}
+        State::Closed | State::Reset | State::Foreign => return None,
     }
     let port = flow.to.seen_port(&flow.key);
     let addr = match flow.to.node_addr {
@@ -80,7 +111,7 @@ fn seen(conntrack: &Conntrack, flow: &Flow) -> Option<(Addr, Port)> {
 }
 
 /// A request for an entry.
-fn message(flow: &Flow, seen: (Addr, Port)) -> Vec<u8> {
+fn message(flow: &Flow, seen: (Addr, Port), now: Tick) -> Vec<u8> {
     let key = &flow.key;
     let (client, vip) = ((key.src, key.src_port), (key.dst, key.dst_port));
     let endpoint = (flow.to.endpoint, flow.to.endpoint_port);
@@ -95,11 +126,17 @@ fn message(flow: &Flow, seen: (Addr, Port)) -> Vec<u8> {
     all.extend(nested(1, &tuple(client, vip, key.protocol))); // CTA_TUPLE_ORIG
     // The translation makes the reply's tuple of the original's opposite (`nf_nat_setup_info`).
     all.extend(nested(2, &tuple(vip, client, key.protocol))); // CTA_TUPLE_REPLY
-    all.extend(attribute(3, &STATUS.to_be_bytes())); // CTA_STATUS
-    let seconds = if is_tcp { TCP_SECONDS } else { UDP_SECONDS };
+    let is_answered = !matches!(flow.state(), State::Syn | State::Unanswered);
+    let status = if is_answered {
+        STATUS | ANSWERED
+    } else {
+        STATUS
+    };
+    all.extend(attribute(3, &status.to_be_bytes())); // CTA_STATUS
+    let seconds = flow.keep().saturating_sub(flow.idle(now)).max(SECONDS);
     all.extend(attribute(7, &seconds.to_be_bytes())); // CTA_TIMEOUT
     if is_tcp {
-        all.extend(nested(4, &nested(1, &tcp()))); // CTA_PROTOINFO, CTA_PROTOINFO_TCP
+        all.extend(nested(4, &nested(1, &tcp(is_answered)))); // CTA_PROTOINFO, CTA_PROTOINFO_TCP
     }
     if endpoint != vip {
         all.extend(nested(13, &target(endpoint))); // CTA_NAT_DST
@@ -110,13 +147,14 @@ fn message(flow: &Flow, seen: (Addr, Port)) -> Vec<u8> {
     all
 }
 
-/// Established, and of any window: conntrack has not seen the numbers so far.
-fn tcp() -> Vec<u8> {
-    const ESTABLISHED: u8 = 3; // TCP_CONNTRACK_ESTABLISHED
+/// Of any window: conntrack has not seen the numbers so far.
+fn tcp(is_answered: bool) -> Vec<u8> {
     const LIBERAL: [u8; 2] = [8, 8]; // IP_CT_TCP_FLAG_BE_LIBERAL, and the same as mask
+    // TCP_CONNTRACK_ESTABLISHED, TCP_CONNTRACK_SYN_SENT
+    let state = if is_answered { 3 } else { 1 };
     // CTA_PROTOINFO_TCP_STATE, _FLAGS_ORIGINAL, _FLAGS_REPLY
     [
-        attribute(1, &[ESTABLISHED]),
+        attribute(1, &[state]),
         attribute(4, &LIBERAL),
         attribute(5, &LIBERAL),
     ]

@@ -1,0 +1,72 @@
+//! Where everything is, and who changes it.
+
+use std::{fs::File, io, path::PathBuf};
+
+use anyhow::{Context as _, ensure};
+use nix::fcntl::Flock;
+
+use crate::{
+    admin::{
+        client::Client,
+        report::{Report, Severity},
+    },
+    kernel::{self, Tables},
+    takeover::{
+        journal,
+        owners::{KUBE_PROXY, Owner},
+    },
+};
+
+/// Whose rules are taken over.
+pub const OWNERS: &[&Owner] = &[KUBE_PROXY];
+
+/// Where everything is.
+pub struct Place {
+    /// The directory with the journal and the files with rules.
+    pub directory: PathBuf,
+    /// Where the agent pins its tables.
+    pub bpffs: PathBuf,
+    /// The cgroup whose processes the agent serves.
+    pub cgroup: PathBuf,
+    /// Asks the agent.
+    pub agent: Client,
+}
+
+impl Place {
+    /// Keeps other commands from changing something, while the lock is there.
+    pub fn lock(&self, dry_run: bool) -> anyhow::Result<Option<Flock<File>>> {
+        if dry_run {
+            return Ok(None);
+        }
+        let lock = journal::lock(&self.directory).map_err(|error| match error.kind() {
+            io::ErrorKind::WouldBlock => anyhow::anyhow!(
+                "another `dataplane takeover` runs: it has {}; nothing was changed",
+                self.directory.join("lock").display()
+            ),
+            _ => anyhow::Error::new(error).context("nothing was changed"),
+        })?;
+        Ok(Some(lock))
+    }
+
+    /// What the agent says of the node. An error if no agent serves, or if it is not healthy.
+    pub fn healthy(&self) -> anyhow::Result<Report> {
+        let report: Report = self.agent.get("/status").context(
+            "an agent has to serve before rules can go: start `dataplane run`, with --from-iptables if it has no access to the cluster",
+        )?;
+        let errors: Vec<&str> = (report.findings.iter())
+            .filter(|finding| finding.severity == Severity::Error && finding.object.is_none())
+            .map(|finding| finding.text.as_str())
+            .collect();
+        ensure!(
+            errors.is_empty(),
+            "the agent is not healthy: {}",
+            errors.join("\n")
+        );
+        let of_agent = Tables::open(&self.bpffs)?.host_netns();
+        ensure!(
+            of_agent == kernel::netns_cookie()?,
+            "this command is in another network namespace than the agent: run it on the node"
+        );
+        Ok(report)
+    }
+}
