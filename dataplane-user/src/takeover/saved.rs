@@ -418,15 +418,18 @@ fn sha256(text: &str) -> String {
     format!("{:x}", Sha256::digest(text.as_bytes()))
 }
 
-/// The name of a new file for rules that are saved now, and when that is.
+/// The name of a new file for rules that are saved now, and when that is. The file of an earlier take-over may be needed still.
 pub fn new_file(directory: &Path) -> (PathBuf, String) {
-    let now = jiff::Timestamp::now()
-        .strftime("%Y-%m-%dT%H:%M:%SZ")
-        .to_string();
-    (
-        directory.join(format!("rules-{}", now.replace(':', ""))),
-        now,
-    )
+    let now = jiff::Timestamp::now();
+    let now = now.strftime("%Y-%m-%dT%H:%M:%SZ").to_string();
+    let name = format!("rules-{}", now.replace(':', ""));
+    let names = (2..).map(|number| format!("{name}-{number}"));
+    let mut paths = [name.clone()]
+        .into_iter()
+        .chain(names)
+        .map(|name| directory.join(name));
+    let path = paths.find(|path| !path.exists());
+    (path.unwrap_or_else(|| directory.join(name)), now)
 }
 
 #[cfg(test)]
@@ -464,6 +467,17 @@ mod tests {
         for other in ["", "*nat\nCOMMIT\n", text.trim_end_matches(END)] {
             fs::write(&path, other).unwrap();
             assert!(Saved::read(&path, None).is_err(), "{other}");
+        }
+    }
+
+    #[test]
+    fn no_file_of_an_earlier_take_over_is_written_over() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut names = std::collections::BTreeSet::new();
+        for _ in 0..3 {
+            let (path, _) = new_file(directory.path());
+            fs::write(&path, "").unwrap();
+            assert!(names.insert(path));
         }
     }
 

@@ -7,6 +7,7 @@ use std::{
     path::{Path, PathBuf},
     sync::atomic::{AtomicBool, Ordering},
     thread,
+    time::Duration,
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -254,7 +255,10 @@ fn with_traffic(node: &Node, pause: u32, work: impl FnOnce() -> Result<()>) -> R
             }
             Ok(answered)
         });
+        let more = Duration::from_secs(if is_long() { 4 } else { 0 });
+        thread::sleep(more);
         let worked = work();
+        thread::sleep(more);
         stop.store(true, Ordering::Relaxed);
         let datagrams = udp.join().ok().context("the UDP client panicked")?;
         worked?;
@@ -303,7 +307,7 @@ fn there_and_back(mode: Mode) -> Result<()> {
     ensure!(node.rules()? == before, "--dry-run changed rules");
     ensure!(node.files("rules-")?.is_empty(), "--dry-run saved rules");
     // One masqueraded connection in 64 000 gets the port of one that the rules have masqueraded.
-    let pause = if is_long() { 200 } else { 20_000 };
+    let pause = if is_long() { 500 } else { 20_000 };
     with_traffic(&node, pause, || {
         let by_programs = [node.client().hold(TO)?, node.client().hold(TO_V6)?];
         node.takeover(&[], &[])?.exits(0)?.says(&[
