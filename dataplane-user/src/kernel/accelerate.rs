@@ -25,7 +25,7 @@ use super::{
     map::{Hash, Plain},
     object,
     pins::MAPS,
-    programs::{absent, load_error},
+    programs::{absent, load_error, patiently},
     sys,
 };
 
@@ -71,14 +71,13 @@ impl Accelerator {
         let Some(Program::SkMsg(program)) = ebpf.program_mut(SEND) else {
             return Err(absent(SEND));
         };
-        program
-            .load()
+        patiently(|| program.load())
             .and_then(|()| program.attach(&senders))
             .map_err(|source| load_error(SEND, source))?;
         let Some(Program::SockOps(program)) = ebpf.program_mut(LEGS) else {
             return Err(absent(LEGS));
         };
-        program.load().map_err(|source| load_error(LEGS, source))?;
+        patiently(|| program.load()).map_err(|source| load_error(LEGS, source))?;
         let directory =
             File::open(cgroup).doing(|| format!("cannot open the cgroup {}", cgroup.display()))?;
         let fd = program.fd().map_err(|source| load_error(LEGS, source))?;

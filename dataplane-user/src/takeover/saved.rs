@@ -354,7 +354,7 @@ fn rules(text: &str) -> String {
     let mut all = String::new();
     let (mut forgets, mut in_elements) = (false, false);
     for line in text.lines().map(str::trim) {
-        if line.starts_with("set ") {
+        if line.ends_with('{') && !line.starts_with("elements") {
             forgets = false;
         }
         forgets |=

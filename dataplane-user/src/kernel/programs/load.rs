@@ -2,6 +2,8 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
+    error::Error as StdError,
+    io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::{Mutex, MutexGuard, PoisonError},
     thread,
@@ -115,7 +117,36 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// As often a program is loaded whose verification a signal has interrupted.
+const TRIES: usize = 5;
+
+/// Loads a program, and again if a signal came meanwhile, such as when a process that this one has started ends: the verifier then
+/// gives up with `EAGAIN` (`do_check` in kernel/bpf/verifier.c).
+pub fn patiently<T, E: StdError + 'static>(mut load: impl FnMut() -> Result<T, E>) -> Result<T, E> {
+    for _ in 1..TRIES {
+        match load() {
+            Err(why) if is_interrupted(&why) => {}
+            result => return result,
+        }
+    }
+    load()
+}
+
+fn is_interrupted(why: &(dyn StdError + 'static)) -> bool {
+    let own = why.downcast_ref::<io::Error>();
+    let is = own.is_some_and(|error| error.raw_os_error() == Some(libc::EAGAIN));
+    is || why.source().is_some_and(is_interrupted)
+}
+
 fn load_one(name: &'static str, program: &mut Program, types: Option<&Types>) -> Result<(), Error> {
+    patiently(|| load_once(name, program, types))
+}
+
+fn load_once(
+    name: &'static str,
+    program: &mut Program,
+    types: Option<&Types>,
+) -> Result<(), Error> {
     let result = match program {
         Program::CgroupSockAddr(program) => program.load(),
         Program::CgroupSock(program) => program.load(),
@@ -168,7 +199,7 @@ pub fn descriptor<'a>(ebpf: &'a Ebpf, spec: &Spec) -> Result<BorrowedFd<'a>, Err
 pub fn absent(program: &str) -> Error {
     Error::Io {
         what: format!("the object has no program {program}"),
-        source: std::io::ErrorKind::NotFound.into(),
+        source: io::ErrorKind::NotFound.into(),
     }
 }
 
@@ -176,5 +207,33 @@ pub fn load_error(program: &'static str, source: ProgramError) -> Error {
     Error::Load {
         program,
         source: Box::new(source),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug, thiserror::Error)]
+    #[error("a program")]
+    struct Of(#[source] io::Error);
+
+    #[test]
+    fn what_a_signal_interrupts_is_done_again() {
+        for (code, times, wanted) in [
+            (libc::EAGAIN, 3, true),
+            (libc::EAGAIN, 9, false),
+            (libc::EPERM, 1, false),
+        ] {
+            let mut left = times;
+            let result = patiently(|| {
+                left -= 1;
+                if left < 0 {
+                    return Ok(());
+                }
+                Err(Of(io::Error::from_raw_os_error(code)))
+            });
+            assert_eq!(result.is_ok(), wanted, "{code} {times} times");
+        }
     }
 }

@@ -24,7 +24,7 @@ use super::{
     tc::Direction,
 };
 use load::descriptor;
-pub use load::{absent, events_program, load, load_error, packet_program};
+pub use load::{absent, events_program, load, load_error, packet_program, patiently};
 pub use specs::{CAPTURE_PROGRAMS, INBOUND, PROGRAMS, REPLACEMENT, Spec, tracepoint};
 use specs::{TCP_EVENTS, wanted};
 
