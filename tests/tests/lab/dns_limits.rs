@@ -2,7 +2,7 @@
 
 use std::{fs, net::UdpSocket, thread, time::Duration};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use serde_json::{Value, json};
 
 use crate::{
@@ -116,17 +116,21 @@ fn names_in_the_cache_take_the_memory_that_is_counted() -> Result<()> {
     };
     // As many queries wait as may.
     fill("a{}.many.example.", "500", "20000")?;
-    let before = (memory(&world.agent)?, bytes()?);
-    fill("b{}.many.example.", "5000", "2500")?;
-    let (taken, counted) = (
-        memory(&world.agent)? * 1024 - before.0 * 1024,
-        bytes()? - before.1,
-    );
-    println!("{taken} bytes for {counted} bytes in the cache");
-    ensure!(counted > 2000 * 200, "{counted} bytes");
-    // On a busy machine, more queries wait than before.
-    ensure!(taken < 2 * counted, "{taken} bytes for {counted}");
-    Ok(())
+    // On a busy machine, more queries may wait than before, which take memory once.
+    let mut seen = Vec::new();
+    for round in ["b", "c"] {
+        let before = (memory(&world.agent)?, bytes()?);
+        fill(&format!("{round}{{}}.many.example."), "5000", "2500")?;
+        let taken = memory(&world.agent)?.saturating_sub(before.0) * 1024;
+        let counted = bytes()?.saturating_sub(before.1);
+        println!("{taken} bytes for {counted} bytes in the cache");
+        ensure!(counted > 2000 * 200, "{counted} bytes");
+        if taken < 2 * counted {
+            return Ok(());
+        }
+        seen.push((taken, counted));
+    }
+    bail!("bytes taken and counted: {seen:?}")
 }
 
 /// The agent's limit of open files, beyond which `accept()` and `socket()` fail.
