@@ -76,8 +76,7 @@ fn print(found: &Binaries, tables: &[Table]) -> Result<Vec<Text>, String> {
     Ok(texts(collected.texts))
 }
 
-/// The texts that programs printed. What a program printed table by table becomes one text, because kube-proxy's rules of a
-/// family are in two tables.
+/// Joins the tables that one program printed one by one into one text, because kube-proxy's rules of a family are in two tables.
 fn texts(printed: Vec<Printed>) -> Vec<Text> {
     let mut texts: Vec<Text> = Vec::new();
     for Printed { origin, form, text } in printed {

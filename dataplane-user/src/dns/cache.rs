@@ -262,7 +262,7 @@ impl Entry {
         usize::from(self.key) + self.shape.packed
     }
 
-    /// What it takes.
+    /// Its size in bytes, as it counts for the limit.
     fn size(&self) -> usize {
         Cells::size(self.length()) + OVERHEAD
     }

@@ -500,8 +500,8 @@ impl Tables {
         Ok(())
     }
 
-    /// Removes every frontend of a service, so that what begins now is left to others. What has begun goes on: the filter of
-    /// addresses, the flows and the sockets stay as they are. Only what removes the tables may come after it.
+    /// Removes every frontend of a service, so that the programs leave new connections to the kernel. Existing connections go on: the
+    /// filter of addresses, the flows and the sockets stay. The caller removes the tables next.
     pub(super) fn retire(&self) -> Result<(), Error> {
         for (key, frontend) in self.contents()?.frontends {
             if frontend.kind() != Kind::NODE_ADDRESS {

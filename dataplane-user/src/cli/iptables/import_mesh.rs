@@ -130,7 +130,7 @@ fn settings(capture: &Capture) -> Settings {
     }
 }
 
-/// What the configuration does not say, because it is about the sidecar.
+/// Comments on rules that concern only the sidecar, so that the configuration leaves them out.
 fn notes(capture: &Capture) -> Vec<String> {
     let mut notes = vec![format!(
         "By the rules of {}. The agent's proxy takes the sidecar's place, so remove the sidecar from the pod.",

@@ -19,6 +19,9 @@ use crate::{
     },
 };
 
+/// The message if the saved rules do not come back.
+const WRITTEN: &str = "kube-proxy has written its rules: they stay as they are";
+
 /// Brings the rules back, and removes the dataplane once no agent runs.
 pub fn revert(
     place: &Place,
@@ -32,12 +35,13 @@ pub fn revert(
     tell.saved(&journal.file, &journal.sha256);
     let is_written = match journal.state {
         State::TakenOver | State::Restored => !Saved::of_kernel(OWNERS)?.is_empty(),
-        State::Removing | State::Restoring => saved.were_written_since(OWNERS)?,
+        // Some of the rules may be there.
+        State::Removing | State::Restoring => false,
     };
     if is_written {
         let text = match journal.state {
             State::Restored => "the rules are back",
-            _ => "kube-proxy has written its rules: they stay as they are",
+            _ => WRITTEN,
         };
         tell.step("restore", text.to_owned());
     } else {
@@ -118,8 +122,12 @@ fn wanted(directory: &Path, file: Option<&Path>) -> anyhow::Result<(Saved, Journ
     Ok((saved, journal))
 }
 
-/// Brings back what is missing.
+/// Brings back the rules that are missing, unless kube-proxy has written others since: those are newer.
 pub fn bring_back(saved: &Saved, tell: &mut Tell<'_>) -> anyhow::Result<()> {
+    if saved.were_written_since(OWNERS)? {
+        tell.step("restore", WRITTEN.to_owned());
+        return Ok(());
+    }
     let back = saved.bring_back(OWNERS, false)?;
     if back.steps.is_empty() {
         tell.step("restore", "nothing was missing".to_owned());

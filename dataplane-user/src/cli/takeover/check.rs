@@ -25,7 +25,7 @@ const TRIES: usize = 3;
 /// A TCP port of a cluster IP, with its endpoints.
 pub type ClusterIp = (SocketAddr, Vec<SocketAddr>);
 
-/// What the addresses answered.
+/// The outcome of the connections to all addresses.
 #[derive(Debug, Default)]
 pub struct Asked {
     /// Those that answered, by an endpoint that the dataplane's programs chose.

@@ -48,7 +48,10 @@ impl Place {
         Ok(Some(lock))
     }
 
-    /// What the agent says of the node. An error if no agent serves, or if it is not healthy.
+    /// Asks the agent for the node's health.
+    ///
+    /// # Errors
+    /// No agent serves, it is not healthy, or it is in another network namespace.
     pub fn healthy(&self) -> anyhow::Result<Report> {
         let report: Report = self.agent.get("/status").context(
             "an agent has to serve before rules can go: start `dataplane run`, with --from-iptables if it has no access to the cluster",

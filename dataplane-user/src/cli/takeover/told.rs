@@ -1,4 +1,4 @@
-//! What a take-over says: for people as it goes, as JSON at its end.
+//! The output of a take-over: text for each step as it is done, or JSON at the end.
 
 use std::{net::SocketAddr, path::Path};
 
@@ -43,7 +43,7 @@ struct Told {
     input: Option<String>,
 }
 
-/// What a change of rules is.
+/// Describes a change of rules.
 fn said(step: &Step) -> String {
     format!(
         "{}: {} chains, and {} rules in chains of others",

@@ -13,7 +13,7 @@ pub struct Stored {
     shape: Shape,
 }
 
-/// What is known of an answer besides its bytes.
+/// Properties of an answer that are not in its bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
     /// How many bytes of the packed ones are the message's.
@@ -146,7 +146,7 @@ impl Stored {
         &self.packed
     }
 
-    /// What is known of it besides its bytes.
+    /// Properties that are not in the bytes.
     pub fn shape(&self) -> Shape {
         self.shape
     }

@@ -29,7 +29,7 @@ pub struct Given {
     pub flows: usize,
     /// Flows that conntrack has had already, perhaps with another endpoint.
     pub known: usize,
-    /// Flows that the kernel did not take, such as for want of room.
+    /// Flows that the kernel refused, for example because its table is full.
     pub refused: usize,
     /// Why it did not take the first of them.
     pub why: Option<String>,
@@ -92,7 +92,8 @@ fn is_ended(flow: &Flow) -> bool {
     matches!(flow.state(), State::Closed | State::Reset)
 }
 
-/// What the endpoint of a flow sees the client come from. `None`: the flow was ended, or is not ours.
+/// Returns the source address and port that a flow's endpoint sees. `None` for flows that have ended or that the programs do not
+/// translate.
 fn seen(conntrack: &Conntrack, flow: &Flow) -> Option<(Addr, Port)> {
     match flow.state() {
         State::Syn
