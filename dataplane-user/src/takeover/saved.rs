@@ -404,9 +404,7 @@ fn count(printed: &Printed, owners: &[&Owner]) -> io::Result<Count> {
             jumps: 0,
         });
     }
-    let removal = cleanup::plan(&printed.as_text(), owners);
-    let removal =
-        removal.map_err(|why| io::Error::other(format!("a rule is not understood: {why}")))?;
+    let removal = cleanup::plan(&printed.as_text(), owners).map_err(not_understood)?;
     Ok(Count {
         origin,
         chains: removal.chains,
