@@ -14,6 +14,10 @@ use netlink_sys::protocols::NETLINK_NETFILTER;
 use super::{
     netlink::{Netlink, attribute},
     nf_conntrack,
+    nft_requests::{
+        NOT_EQUAL, REGISTER, SUBSYSTEM, delete_table, exists, expression, nested, new_chain,
+        new_rule, new_table, number,
+    },
 };
 
 /// The table's name, in the family `inet`.
@@ -23,33 +27,20 @@ const CHAIN: &str = "postrouting";
 /// What `nft list table` shows beside the rule.
 const COMMENT: &str = "keeps conntrack and NAT on: dataplane keep-nat";
 
-/// `NFNL_SUBSYS_NFTABLES`.
-const SUBSYSTEM: u16 = 10;
-/// `struct nfgenmsg`: `NFPROTO_INET`, version 0.
-const INET: [u8; 4] = [1, 0, 0, 0];
-
 /// Adds the table to the network namespace that this thread is in. `false`: it is there already.
 ///
 /// # Errors
 /// If the kernel refuses, or has no nf_tables.
 pub fn add() -> io::Result<bool> {
-    const NEW_TABLE: u16 = SUBSYSTEM << 8;
-    const NEW_CHAIN: u16 = SUBSYSTEM << 8 | 3;
-    const NEW_RULE: u16 = SUBSYSTEM << 8 | 6;
-    const CREATE: u16 = 0x400; // NLM_F_CREATE
-    const APPEND: u16 = 0x800; // NLM_F_APPEND
+    const POSTROUTING: u32 = 4; // NF_INET_POST_ROUTING
+    const SRCNAT: i32 = 100; // NF_IP_PRI_NAT_SRC
     let mut netlink = Netlink::open(NETLINK_NETFILTER)?;
-    if exists(&mut netlink)? {
+    if exists(&mut netlink, TABLE)? {
         return Ok(false);
     }
-    netlink.batch(
-        SUBSYSTEM,
-        &[
-            (NEW_TABLE, CREATE, [&INET[..], &string(1, TABLE)].concat()),
-            (NEW_CHAIN, CREATE, [&INET[..], &chain()].concat()),
-            (NEW_RULE, CREATE | APPEND, [&INET[..], &rule()].concat()),
-        ],
-    )?;
+    let chain = new_chain(TABLE, CHAIN, "nat", POSTROUTING, SRCNAT);
+    let rule = new_rule(TABLE, CHAIN, &asks_conntrack(), COMMENT);
+    netlink.batch(SUBSYSTEM, &[new_table(TABLE), chain, rule])?;
     Ok(true)
 }
 
@@ -58,12 +49,10 @@ pub fn add() -> io::Result<bool> {
 /// # Errors
 /// If the kernel refuses.
 pub fn remove() -> io::Result<bool> {
-    const DELETE_TABLE: u16 = SUBSYSTEM << 8 | 2;
     if !is_there()? {
         return Ok(false);
     }
-    let table = [&INET[..], &string(1, TABLE)].concat();
-    Netlink::open(NETLINK_NETFILTER)?.batch(SUBSYSTEM, &[(DELETE_TABLE, 0, table)])?;
+    Netlink::open(NETLINK_NETFILTER)?.batch(SUBSYSTEM, &[delete_table(TABLE)])?;
     Ok(true)
 }
 
@@ -77,41 +66,12 @@ pub fn is_there() -> io::Result<bool> {
     if !nf_conntrack::is_loaded() {
         return Ok(false);
     }
-    exists(&mut Netlink::open(NETLINK_NETFILTER)?)
-}
-
-fn exists(netlink: &mut Netlink) -> io::Result<bool> {
-    const GET_TABLE: u16 = SUBSYSTEM << 8 | 1;
-    let table = [&INET[..], &string(1, TABLE)].concat();
-    match netlink.ask(GET_TABLE, &table) {
-        Ok(()) => Ok(true),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
-        Err(error) => Err(error),
-    }
-}
-
-/// `type nat hook postrouting priority srcnat; policy accept`
-fn chain() -> Vec<u8> {
-    const POSTROUTING: u32 = 4; // NF_INET_POST_ROUTING
-    const SRCNAT: u32 = 100; // NF_IP_PRI_NAT_SRC
-    const ACCEPT: u32 = 1; // NF_ACCEPT
-    // NFTA_HOOK_HOOKNUM, NFTA_HOOK_PRIORITY
-    let hook = [number(1, POSTROUTING), number(2, SRCNAT)].concat();
-    [
-        string(1, TABLE),  // NFTA_CHAIN_TABLE
-        string(3, CHAIN),  // NFTA_CHAIN_NAME
-        nested(4, &hook),  // NFTA_CHAIN_HOOK
-        number(5, ACCEPT), // NFTA_CHAIN_POLICY
-        string(7, "nat"),  // NFTA_CHAIN_TYPE
-    ]
-    .concat()
+    exists(&mut Netlink::open(NETLINK_NETFILTER)?, TABLE)
 }
 
 /// `ct state new counter`: any question to conntrack has the kernel track connections.
-fn rule() -> Vec<u8> {
-    const REGISTER: u32 = 1; // NFT_REG_1
+fn asks_conntrack() -> Vec<u8> {
     const STATE: u32 = 0; // NFT_CT_STATE
-    const NOT_EQUAL: u32 = 1; // NFT_CMP_NEQ
     /// `NF_CT_STATE_BIT(IP_CT_NEW)`, which nf_tables compares as the machine's number.
     const NEW: u32 = 1 << 3;
     let value = |kind, value: u32| nested(kind, &attribute(1, &value.to_ne_bytes()));
@@ -133,33 +93,5 @@ fn rule() -> Vec<u8> {
         expression("cmp", &compare.concat()),
         expression("counter", &[]),
     ];
-    // As nft keeps a comment: type, length, text.
-    let length = u8::try_from(COMMENT.len() + 1).expect("the comment is short");
-    let comment = [&[0, length][..], COMMENT.as_bytes(), &[0]].concat();
-    [
-        string(1, TABLE),                 // NFTA_RULE_TABLE
-        string(2, CHAIN),                 // NFTA_RULE_CHAIN
-        nested(4, &expressions.concat()), // NFTA_RULE_EXPRESSIONS
-        attribute(7, &comment),           // NFTA_RULE_USERDATA
-    ]
-    .concat()
-}
-
-fn expression(name: &str, content: &[u8]) -> Vec<u8> {
-    // NFTA_LIST_ELEM of NFTA_EXPR_NAME, NFTA_EXPR_DATA
-    nested(1, &[string(1, name), nested(2, content)].concat())
-}
-
-fn nested(kind: u16, content: &[u8]) -> Vec<u8> {
-    const NESTED: u16 = 0x8000; // NLA_F_NESTED
-    attribute(NESTED | kind, content)
-}
-
-fn string(kind: u16, text: &str) -> Vec<u8> {
-    attribute(kind, &[text.as_bytes(), &[0]].concat())
-}
-
-/// Numbers of nf_tables' own attributes are in network order.
-fn number(kind: u16, value: u32) -> Vec<u8> {
-    attribute(kind, &value.to_be_bytes())
+    expressions.concat()
 }

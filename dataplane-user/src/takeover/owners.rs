@@ -52,7 +52,7 @@ owners! {
     ISTIO_SIDECAR: TakeOver, "Istio sidecar", "captures the pod's connections for the proxy beside the application";
     ISTIO_AMBIENT: TakeOver, "Istio ambient", "captures pods' connections for ztunnel";
     OSM: TakeOver, "Open Service Mesh", "captures the pod's connections for the proxy beside the application";
-    OURS: Ours, "dataplane", "keeps NAT on for connections that kube-proxy translated (`dataplane keep-nat`), or routes a mesh's packets";
+    OURS: Ours, "dataplane", "keeps NAT on for connections that kube-proxy translated (`dataplane keep-nat`), drops packets while a mesh's rules are changed, or routes a mesh's packets";
     LINKERD: Leave, "Linkerd", "captures the pod's connections for Linkerd's proxy: do not capture this pod with mesh.rules";
     KUMA: Leave, "Kuma", "captures the pod's connections for Kuma's proxy: do not capture this pod with mesh.rules";
     KUBELET: Leave, "kubelet", "drops packets from elsewhere to the node's loopback, and shows which iptables is in use";
@@ -170,6 +170,7 @@ const SIGNS: &[(Sign, &Owner)] = &[
     (Table("f2b-"), FAIL2BAN),
     (Chain("ts-"), TAILSCALE),
     (Table("dataplane-keep-nat"), OURS),
+    (Table("dataplane-guard"), OURS),
 ];
 
 /// Returns the owner of a chain, by the chain's name.
@@ -301,7 +302,9 @@ mod tests {
     }
 
     #[test]
-    fn the_own_table_is_known() {
-        assert_eq!(of_table(crate::kernel::keep_nat::TABLE), Some(OURS));
+    fn the_own_tables_are_known() {
+        for table in [crate::kernel::keep_nat::TABLE, crate::kernel::guard::TABLE] {
+            assert_eq!(of_table(table), Some(OURS), "{table}");
+        }
     }
 }

@@ -77,6 +77,7 @@ mod ports;
 mod proxy;
 mod proxy_flood;
 mod readers;
+mod reconcile;
 mod reload;
 mod resets;
 mod routes;
@@ -215,6 +216,7 @@ fn main() -> ExitCode {
         proxy::SCENARIOS,
         proxy_flood::SCENARIOS,
         readers::SCENARIOS,
+        reconcile::SCENARIOS,
         // What a service means, line by line.
         socket_tcp::SCENARIOS,
         socket_udp::SCENARIOS,

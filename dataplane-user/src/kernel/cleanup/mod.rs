@@ -11,7 +11,7 @@ use std::{
 
 use super::{
     error::{Doing, Error},
-    keep_nat,
+    guard, keep_nat,
     layouts::layouts,
     pins::{Pins, remove_link},
     sys::{self, ObjectKind},
@@ -28,14 +28,14 @@ pub use item::CleanupItem;
 pub fn cleanup(bpffs: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
     let pins = Pins::new(bpffs);
     if !bpffs.exists() {
-        return remove_keep_nat(dry_run);
+        return remove_tables(dry_run);
     }
     if !pins.is_on_bpffs()? {
         return Err(Error::NotBpffs { path: bpffs.into() });
     }
     // Looking is allowed while an agent runs.
     let _lock = if dry_run { None } else { Some(pins.lock()?) };
-    let mut items = remove_keep_nat(dry_run)?;
+    let mut items = remove_tables(dry_run)?;
     // First of the pins: the tables tell where there may be something.
     items.extend(routes::remove(&pins, dry_run)?);
     for layout in layouts(bpffs) {
@@ -60,20 +60,34 @@ pub fn retire(bpffs: &Path) -> Result<(), Error> {
     Tables::open_pins(&pins, true)?.retire()
 }
 
-/// Removes the table of `dataplane keep-nat`.
-fn remove_keep_nat(dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
-    let result = if dry_run {
-        keep_nat::is_there()
-    } else {
-        keep_nat::remove()
-    };
-    let name = format!("inet {}", keep_nat::TABLE);
-    let found = result.doing(|| format!("cannot remove nftables table {name}"))?;
-    Ok(Vec::from_iter(found.then(|| CleanupItem {
-        path: format!("nft:{name}").into(),
-        what: "table of `dataplane keep-nat`".to_owned(),
-        ours: true,
-    })))
+/// Removes the tables of `dataplane keep-nat` and of the guard.
+fn remove_tables(dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
+    type Act = fn() -> io::Result<bool>;
+    let tables: [(&str, &str, [Act; 2]); 2] = [
+        (
+            keep_nat::TABLE,
+            "table of `dataplane keep-nat`",
+            [keep_nat::is_there, keep_nat::remove],
+        ),
+        (
+            guard::TABLE,
+            "table that drops packets while rules are changed",
+            [guard::is_there, guard::down],
+        ),
+    ];
+    let mut items = Vec::new();
+    for (table, what, [is_there, remove]) in tables {
+        let name = format!("inet {table}");
+        let result = if dry_run { is_there() } else { remove() };
+        if result.doing(|| format!("cannot remove nftables table {name}"))? {
+            items.push(CleanupItem {
+                path: format!("nft:{name}").into(),
+                what: what.to_owned(),
+                ours: true,
+            });
+        }
+    }
+    Ok(items)
 }
 
 /// Removes what is ours in one layout's directory.

@@ -1,0 +1,201 @@
+//! A table of nf_tables that lets no packet pass while a mesh's rules are changed: no connection leaves past the proxy, and
+//! none arrives past it.
+//!
+//! The table's rules drop packets only while its set has an element, and the kernel itself removes an element when its time is
+//! over. So a program that dies leaves nothing closed: a table whose set is empty lets everything pass. Packets of the
+//! loopback interface always pass.
+//!
+//! Packets are dropped and not refused, so TCP sends again: a connection attempt is delayed, and none fails. A process that
+//! sends a datagram gets `EPERM`, as from every rule at the output hook that drops (`nf_hook_slow` in `net/netfilter/core.c`).
+
+use std::{io, time::Duration};
+
+use netlink_sys::protocols::NETLINK_NETFILTER;
+
+use super::{
+    netlink::{Netlink, attribute},
+    nft_requests::{
+        CREATE, INET, NOT_EQUAL, REGISTER, Request, SUBSYSTEM, delete_table, exists, expression,
+        nested, new_chain, new_rule, new_table, number, string,
+    },
+};
+
+/// The table's name, in the family `inet`.
+pub const TABLE: &str = "dataplane-guard";
+
+/// The set whose elements close the table, of families of IP (`nf_proto`).
+const SET: &str = "up";
+/// What `nft list table` shows beside the rules.
+const COMMENT: &str = "no packet passes while rules are changed: dataplane";
+
+/// `NFPROTO_IPV4`, `NFPROTO_IPV6`.
+const FAMILIES: [u8; 2] = [2, 10];
+const NEW_SET: u16 = SUBSYSTEM << 8 | 9;
+const NEW_ELEMENTS: u16 = SUBSYSTEM << 8 | 0x0c;
+const DELETE_ELEMENTS: u16 = SUBSYSTEM << 8 | 0x0e;
+
+/// Lets no packet pass in the network namespace that this thread is in, for so long at most. A guard that is there already gets
+/// this time.
+///
+/// # Errors
+/// If the kernel refuses, or has no nf_tables.
+pub fn up(time: Duration) -> io::Result<()> {
+    let mut netlink = Netlink::open(NETLINK_NETFILTER)?;
+    if exists(&mut netlink, TABLE)? {
+        return set(&mut netlink, time);
+    }
+    let mut all = table();
+    all.push((NEW_ELEMENTS, CREATE, elements(time)));
+    netlink.batch(SUBSYSTEM, &all)
+}
+
+/// Gives a guard that is up more time: from now on, `time`. No packet passes in between.
+///
+/// # Errors
+/// If there is no table ([`io::ErrorKind::NotFound`]), or the kernel refuses.
+pub fn renew(time: Duration) -> io::Result<()> {
+    set(&mut Netlink::open(NETLINK_NETFILTER)?, time)
+}
+
+/// Removes the table. `false`: there is none.
+///
+/// # Errors
+/// If the kernel refuses.
+pub fn down() -> io::Result<bool> {
+    if !is_there()? {
+        return Ok(false);
+    }
+    Netlink::open(NETLINK_NETFILTER)?.batch(SUBSYSTEM, &[delete_table(TABLE)])?;
+    Ok(true)
+}
+
+/// Whether the table is there, also if its time is over.
+///
+/// # Errors
+/// If the kernel does not answer.
+pub fn is_there() -> io::Result<bool> {
+    // What a kernel without nf_tables answers.
+    const UNKNOWN: [i32; 3] = [libc::EPROTONOSUPPORT, libc::EOPNOTSUPP, libc::EINVAL];
+    let asked =
+        Netlink::open(NETLINK_NETFILTER).and_then(|mut netlink| exists(&mut netlink, TABLE));
+    match asked {
+        Err(error)
+            if error
+                .raw_os_error()
+                .is_some_and(|why| UNKNOWN.contains(&why)) =>
+        {
+            Ok(false)
+        }
+        asked => asked,
+    }
+}
+
+/// Replaces the set's elements, in one step. Kernels before 6.13 give an element that is there no other time.
+fn set(netlink: &mut Netlink, time: Duration) -> io::Result<()> {
+    // NFTA_SET_ELEM_LIST_TABLE, NFTA_SET_ELEM_LIST_SET: all elements go.
+    let all = [&INET[..], &string(1, TABLE), &string(2, SET)].concat();
+    netlink.batch(
+        SUBSYSTEM,
+        &[
+            (DELETE_ELEMENTS, 0, all),
+            (NEW_ELEMENTS, CREATE, elements(time)),
+        ],
+    )
+}
+
+/// The table with an empty set.
+fn table() -> Vec<Request> {
+    const PREROUTING: u32 = 0; // NF_INET_PRE_ROUTING
+    const OUTPUT: u32 = 3; // NF_INET_LOCAL_OUT
+    const INCOMING: u32 = 4; // NFT_META_IIF
+    const OUTGOING: u32 = 5; // NFT_META_OIF
+    // Before conntrack, `raw` and what others have.
+    const FIRST: i32 = i32::MIN; // NF_IP_PRI_FIRST
+    let chain = |name, hook| new_chain(TABLE, name, "filter", hook, FIRST);
+    let rule = |chain, interface| {
+        let expressions = [guarded(interface), drop()].concat();
+        new_rule(TABLE, chain, &expressions, COMMENT)
+    };
+    vec![
+        new_table(TABLE),
+        (NEW_SET, CREATE, time_set()),
+        chain("prerouting", PREROUTING),
+        chain("output", OUTPUT),
+        rule("prerouting", INCOMING),
+        rule("output", OUTGOING),
+    ]
+}
+
+/// `type nf_proto; flags timeout`
+fn time_set() -> Vec<u8> {
+    const TIMEOUT: u32 = 0x10; // NFT_SET_TIMEOUT
+    const NF_PROTO: u32 = 2; // TYPE_NFPROTO, a number of nft's own
+    [
+        INET.to_vec(),
+        string(1, TABLE),    // NFTA_SET_TABLE
+        string(2, SET),      // NFTA_SET_NAME
+        number(3, TIMEOUT),  // NFTA_SET_FLAGS
+        number(4, NF_PROTO), // NFTA_SET_KEY_TYPE
+        number(5, 1),        // NFTA_SET_KEY_LEN
+        number(10, 1),       // NFTA_SET_ID
+    ]
+    .concat()
+}
+
+/// `{ ipv4 timeout TIME, ipv6 timeout TIME }`
+fn elements(time: Duration) -> Vec<u8> {
+    // The kernel takes a time of 0 for "for ever".
+    let milliseconds = u64::try_from(time.as_millis()).unwrap_or(u64::MAX).max(1);
+    let element = |family: u8| {
+        // NFTA_SET_ELEM_KEY, NFTA_SET_ELEM_TIMEOUT
+        let key = nested(1, &attribute(1, &[family]));
+        let time = attribute(4, &milliseconds.to_be_bytes());
+        nested(1, &[key, time].concat())
+    };
+    let all = FAMILIES.map(element).concat();
+    // NFTA_SET_ELEM_LIST_TABLE, _SET, _ELEMENTS
+    [
+        INET.to_vec(),
+        string(1, TABLE),
+        string(2, SET),
+        nested(3, &all),
+    ]
+    .concat()
+}
+
+/// `iif != "lo" meta nfproto @up`, with `interface` the one that the packet comes in or goes out by.
+fn guarded(interface: u32) -> Vec<u8> {
+    const LOOPBACK: u32 = 1; // LOOPBACK_IFINDEX
+    const FAMILY: u32 = 15; // NFT_META_NFPROTO
+    // NFTA_LOOKUP_SET, NFTA_LOOKUP_SREG
+    let lookup = [string(1, SET), number(2, REGISTER)].concat();
+    [
+        meta(interface),
+        not_equal(&LOOPBACK.to_ne_bytes()),
+        meta(FAMILY),
+        expression("lookup", &lookup),
+    ]
+    .concat()
+}
+
+fn meta(key: u32) -> Vec<u8> {
+    // NFTA_META_DREG, NFTA_META_KEY
+    expression("meta", &[number(1, REGISTER), number(2, key)].concat())
+}
+
+fn not_equal(value: &[u8]) -> Vec<u8> {
+    // NFTA_CMP_SREG, _OP, _DATA
+    let value = nested(3, &attribute(1, value));
+    let compare = [number(1, REGISTER), number(2, NOT_EQUAL), value].concat();
+    expression("cmp", &compare)
+}
+
+fn drop() -> Vec<u8> {
+    const DROP: u32 = 0; // NF_DROP
+    const VERDICT: u32 = 0; // NFT_REG_VERDICT
+    // NFTA_DATA_VERDICT, NFTA_VERDICT_CODE
+    let verdict = nested(2, &number(1, DROP));
+    // NFTA_IMMEDIATE_DREG, NFTA_IMMEDIATE_DATA
+    let data = [number(1, VERDICT), nested(2, &verdict)].concat();
+    expression("immediate", &data)
+}
