@@ -6,6 +6,7 @@ pub mod answer;
 mod basis;
 mod batch;
 mod beats;
+mod busy_poll;
 mod cache;
 mod client;
 mod compose;

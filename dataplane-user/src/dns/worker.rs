@@ -6,6 +6,7 @@ use std::{
     net::SocketAddr,
     rc::Rc,
     sync::Arc,
+    thread,
     time::{Duration, Instant},
 };
 
@@ -14,7 +15,7 @@ use tokio::{
     io::Interest,
     net::{TcpListener, TcpStream, UdpSocket},
     runtime::Runtime,
-    sync::{mpsc::UnboundedReceiver, watch},
+    sync::{Notify, mpsc::UnboundedReceiver, watch},
     task::{JoinSet, LocalSet, yield_now},
     time::{sleep, timeout},
 };
@@ -23,6 +24,7 @@ use super::{
     answer::Rule,
     batch::{BATCH, Batch},
     beats,
+    busy_poll::BusyPoll,
     shared::{Asker, Askers, Now, Shared},
     sockets::Listener,
     upstream::{receive, send},
@@ -36,6 +38,9 @@ const IDLE: Duration = Duration::from_secs(10);
 /// How many batches a socket's last are at most: more than the kernel's default room (`net.core.rmem_default`) holds. A
 /// client may send faster than this thread answers.
 const LAST: usize = 512 / BATCH;
+
+/// How many batches of a socket are answered before others have their turn.
+const TURN: usize = 4;
 
 /// A socket whose queries are to be answered.
 pub struct Job {
@@ -51,6 +56,9 @@ struct Desk {
     answers: Vec<(Vec<u8>, SocketAddr)>,
     spare: Vec<Vec<u8>>,
     random: SmallRng,
+    poll: BusyPoll,
+    /// That `poll` has begun.
+    polls: Rc<Notify>,
 }
 
 /// Answers queries until nobody can give it sockets any more, and all that it has have ended.
@@ -60,12 +68,25 @@ pub fn run(
     runtime: &Runtime,
     mut jobs: UnboundedReceiver<Job>,
 ) -> io::Result<()> {
+    let polls = Rc::new(Notify::new());
+    let cpus = thread::available_parallelism().map_or(1, usize::from);
     let desk = Rc::new(RefCell::new(Desk {
         batch: Batch::new(),
         answers: Vec::with_capacity(BATCH),
         spare: Vec::with_capacity(BATCH),
         random: SmallRng::from_rng(&mut rand::rng()),
+        poll: BusyPoll::new(cpus),
+        polls: Rc::clone(&polls),
     }));
+    let poll = async {
+        loop {
+            polls.notified().await;
+            // The runtime asks for what has arrived at each turn, and does not sleep.
+            while desk.borrow_mut().poll.goes_on(Instant::now()) {
+                yield_now().await;
+            }
+        }
+    };
     let take_jobs = async {
         let mut tasks = JoinSet::new();
         loop {
@@ -100,6 +121,7 @@ pub fn run(
         tokio::select! {
             result = take_jobs => result,
             () = beat => Ok(()),
+            () = poll => Ok(()),
         }
     });
     shared.beats.end(number);
@@ -144,6 +166,7 @@ async fn answer_datagrams(
         let mut desk = desk.borrow_mut();
         desk.answer(shared, (&socket, v4), askers)
     };
+    let mut turn = 0;
     loop {
         tokio::select! {
             ready = socket.readable() => ready?,
@@ -164,8 +187,11 @@ async fn answer_datagrams(
             // Somebody to whom an answer went does not listen any more.
             Err(error) => tracing::debug!("cannot receive queries: {error}"),
         }
-        // Others on this thread have their turn, too.
-        yield_now().await;
+        // Others on this thread have their turn, too. It costs a system call.
+        turn += 1;
+        if turn % TURN == 0 {
+            yield_now().await;
+        }
     }
 }
 
@@ -182,6 +208,8 @@ impl Desk {
             answers,
             spare,
             random,
+            poll,
+            polls,
         } = self;
         let zone = shared.zone();
         batch.receive(&**socket, v4, |query, from| {
@@ -223,6 +251,9 @@ impl Desk {
         if !answers.is_empty() {
             batch.send(&**socket, answers);
             spare.extend(answers.drain(..).map(|(bytes, _)| bytes));
+            if poll.answered(Instant::now()) {
+                polls.notify_one();
+            }
         }
         Ok(())
     }
