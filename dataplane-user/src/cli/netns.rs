@@ -53,6 +53,20 @@ pub fn own() -> anyhow::Result<Namespace> {
     })
 }
 
+/// The one that an option names: a name of `ip netns`, a path, or `pid:NUMBER`; without one, this process's own.
+pub fn of_option(name: Option<&str>) -> anyhow::Result<Namespace> {
+    match name {
+        None => own(),
+        Some(name) => match name.strip_prefix("pid:").map(str::parse) {
+            Some(Ok(pid)) => of_process(pid),
+            Some(Err(_)) => anyhow::bail!(
+                "--netns {name}: not a process id; expected pid:NUMBER such as pid:4711"
+            ),
+            None => named(name),
+        },
+    }
+}
+
 /// By its name in /run/netns (`ip netns`), or by a path to it.
 pub fn named(name: &str) -> anyhow::Result<Namespace> {
     let path = if name.contains('/') {

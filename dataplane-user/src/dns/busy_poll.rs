@@ -108,7 +108,10 @@ mod tests {
     fn a_query_that_follows_an_answer_at_once_finds_the_thread_awake() {
         let mut poll = BusyPoll::new(2);
         let distance = Duration::from_micros(30);
-        assert_eq!(polled(&mut poll, iter::repeat_n(distance, 1000)), distance * 1000);
+        assert_eq!(
+            polled(&mut poll, iter::repeat_n(distance, 1000)),
+            distance * 1000
+        );
     }
 
     #[test]

@@ -110,6 +110,16 @@ impl Journal {
         }
     }
 
+    /// Whether it was written since the machine's last start.
+    pub fn is_of_this_boot(&self) -> bool {
+        self.boot == boot()
+    }
+
+    /// Whether the directory's journal is about these rules.
+    pub fn is_written(&self, directory: &Path) -> bool {
+        Self::read(directory).is_ok_and(|found| found.is_some_and(|found| found.file == self.file))
+    }
+
     /// The rules as they were.
     ///
     /// # Errors

@@ -15,7 +15,7 @@ use super::{
     disk, may_die,
     owners::Owner,
     restore,
-    ruleset::{self, Form},
+    ruleset::{self, Form, Text},
 };
 use crate::kernel::netfilter::{self, Kind};
 
@@ -128,6 +128,11 @@ impl Saved {
     /// The texts, each with the program that printed it.
     pub fn into_printed(self) -> Vec<Printed> {
         self.texts
+    }
+
+    /// The texts.
+    pub fn as_texts(&self) -> Vec<Text<'_>> {
+        self.texts.iter().map(Printed::as_text).collect()
     }
 
     /// Whether the owners have no rules.

@@ -427,7 +427,7 @@ fn a_node_is_moved_by_hand_and_given_back() -> Result<()> {
 }
 
 /// A sidecar's rules for one family. `lo`: loopback; `six`: the address from which the proxy connects to the application.
-fn sidecar(lo: &str, six: &str, range: &str) -> String {
+pub fn sidecar(lo: &str, six: &str, range: &str) -> String {
     format!(
         "*nat
 :ISTIO_INBOUND - [0:0]

@@ -174,6 +174,7 @@ fn main() -> ExitCode {
         capture::PACKETS,
         capture::PROXIES,
         capture::RESTART,
+        capture::TAKEOVER,
         capture::TROUBLE,
         netfilter::SCENARIOS,
         kernel::SCENARIOS,

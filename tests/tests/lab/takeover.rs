@@ -238,7 +238,14 @@ fn with_traffic(node: &Node, pause: u32, work: impl FnOnce() -> Result<()>) -> R
         host.load(&arguments.collect::<Vec<_>>())
     };
     let loads = [
-        ("a pod", start(node.client(), &[TO, TO_V6], 200)?),
+        (
+            "a pod",
+            start(
+                node.client(),
+                &[TO, TO_V6],
+                if is_long() { 200 } else { 2_000 },
+            )?,
+        ),
         (
             "outside",
             start(node.lab.external("ext"), &[&outside], pause)?,

@@ -91,7 +91,7 @@ impl ImportMeshArgs {
 }
 
 /// The configuration.
-fn settings(capture: &Capture) -> Settings {
+pub(in crate::cli) fn settings(capture: &Capture) -> Settings {
     let ranges = |ranges: &std::collections::BTreeSet<ipnet::IpNet>| -> Vec<Range> {
         ranges.iter().copied().map(Range).collect()
     };

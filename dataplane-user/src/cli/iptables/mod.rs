@@ -3,7 +3,7 @@
 mod cleanup;
 pub(super) mod compare;
 mod detect;
-mod import_mesh;
+pub(super) mod import_mesh;
 mod report;
 
 use std::{path::PathBuf, process::ExitCode};
@@ -72,16 +72,7 @@ struct WhereArgs {
 
 impl WhereArgs {
     fn namespace(&self) -> anyhow::Result<Namespace> {
-        match self.netns.as_deref() {
-            None => netns::own(),
-            Some(name) => match name.strip_prefix("pid:").map(str::parse) {
-                Some(Ok(pid)) => netns::of_process(pid),
-                Some(Err(_)) => anyhow::bail!(
-                    "--netns {name}: not a process id; expected pid:NUMBER such as pid:4711"
-                ),
-                None => netns::named(name),
-            },
-        }
+        netns::of_option(self.netns.as_deref())
     }
 
     /// Returns where the programs are, for people.

@@ -5,7 +5,7 @@ use std::{fs, path::Path};
 use anyhow::{Context as _, bail};
 
 use super::{
-    place::{OWNERS, Place},
+    place::Place,
     told::{Outcome, Tell},
 };
 use crate::{
@@ -19,9 +19,6 @@ use crate::{
     },
 };
 
-/// The message if the saved rules do not come back.
-const WRITTEN: &str = "kube-proxy has written its rules: they stay as they are";
-
 /// Brings the rules back, and removes the dataplane once no agent runs.
 pub fn revert(
     place: &Place,
@@ -34,14 +31,14 @@ pub fn revert(
     let (saved, journal) = wanted(directory, file)?;
     tell.saved(&journal.file, &journal.sha256);
     let is_written = match journal.state {
-        State::TakenOver | State::Restored => !Saved::of_kernel(OWNERS)?.is_empty(),
+        State::TakenOver | State::Restored => !Saved::of_kernel(place.owners)?.is_empty(),
         // Some of the rules may be there.
         State::Removing | State::Restoring => false,
     };
     if is_written {
         let text = match journal.state {
             State::Restored => "the rules are back",
-            _ => WRITTEN,
+            _ => "kube-proxy has written its rules: they stay as they are",
         };
         tell.step("restore", text.to_owned());
     } else {
@@ -49,7 +46,7 @@ pub fn revert(
     }
     if dry_run {
         for step in saved
-            .bring_back(OWNERS, true)?
+            .bring_back(place.owners, true)?
             .steps
             .iter()
             .filter(|_| !is_written)
@@ -72,7 +69,7 @@ pub fn revert(
     };
     if !is_written {
         write(State::Restoring)?;
-        bring_back(&saved, tell).context(
+        bring_back(place, &saved, tell).context(
             "some of the rules may be missing, and the dataplane serves; run this command again",
         )?;
     }
@@ -122,13 +119,17 @@ fn wanted(directory: &Path, file: Option<&Path>) -> anyhow::Result<(Saved, Journ
     Ok((saved, journal))
 }
 
-/// Brings back the rules that are missing, unless kube-proxy has written others since: those are newer.
-pub fn bring_back(saved: &Saved, tell: &mut Tell<'_>) -> anyhow::Result<()> {
-    if saved.were_written_since(OWNERS)? {
-        tell.step("restore", WRITTEN.to_owned());
+/// Brings back the rules that are missing, unless their owner has written others since: those are newer.
+pub fn bring_back(place: &Place, saved: &Saved, tell: &mut Tell<'_>) -> anyhow::Result<()> {
+    if saved.were_written_since(place.owners)? {
+        let owner = place.owner();
+        tell.step(
+            "restore",
+            format!("{owner} has written its rules: they stay as they are"),
+        );
         return Ok(());
     }
-    let back = saved.bring_back(OWNERS, false)?;
+    let back = saved.bring_back(place.owners, false)?;
     if back.steps.is_empty() {
         tell.step("restore", "nothing was missing".to_owned());
     }

@@ -1,29 +1,40 @@
 //! `dataplane takeover`.
 
 mod back;
+mod captured;
 mod check;
+mod mesh;
 mod place;
 mod steps;
 mod told;
 mod waits;
 mod watch;
 
-use std::{path::PathBuf, process::ExitCode};
+use std::{
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
 
-use clap::{Args, builder::TypedValueParser as _};
+use anyhow::ensure;
+
+use clap::{Args, ValueEnum, builder::TypedValueParser as _};
 
 use self::{
-    place::Place,
+    place::{OWNERS, Place},
     told::{Outcome, Tell},
 };
 use super::{
-    PathArgs, SocketArgs, exit,
+    PathArgs, SocketArgs, exit, netns,
     output::{self, Format},
 };
-use crate::takeover::journal::DIRECTORY;
+use crate::takeover::{
+    journal::DIRECTORY,
+    owners::{ISTIO_AMBIENT, ISTIO_SIDECAR, OSM, Owner},
+};
 pub(super) use waits::when_it_serves;
 
-/// Take this node over from kube-proxy: check that the dataplane serves what kube-proxy's rules do, then remove the rules.
+/// Take this node over from kube-proxy: check that the dataplane serves what kube-proxy's rules do, then remove the rules. Or take
+/// a pod over from a mesh's rules.
 ///
 /// The agent must run, in this network namespace. The command saves the rules to a file, compares them with the dataplane's tables, connects
 /// to the services, keeps NAT on for connections that the rules translate, removes the rules, and connects again. If
@@ -34,16 +45,32 @@ pub(super) use waits::when_it_serves;
 ///
 /// With --revert, the rules come back as they were, and the dataplane is removed as soon as no agent runs.
 ///
-/// Exits with 0 when it is done, with 2 if something differs and nothing was changed, with 3 if --revert waits for the end of the agent,
+/// With --owner istio or osm, the command takes over the rules by which a mesh captures a pod's connections, in the network namespace of
+/// --netns. The agent must capture the pod as the rules do (`dataplane iptables import-mesh` prints the configuration). While the rules
+/// change, no packet passes the network namespace, for 30 seconds at most, whatever happens to this command.
+///
+/// Exits with 0 when it is done, with 2 if something differs and nothing was changed, with 3 if --revert waits for the end of the agent (with
+/// --owner, of its capture),
 /// and with 1 after an error.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   dataplane takeover --dry-run           what would be done, and the rules that would go
   dataplane takeover
+  dataplane takeover --owner istio --netns pid:4711
+                                         a pod, of which process 4711 is one
   dataplane takeover --revert            give the node back: first the rules return; then, when no agent
                                          runs, the dataplane goes")]
 pub struct TakeoverArgs {
+    /// Whose rules are taken over
+    #[arg(long, value_enum, default_value = "kube-proxy")]
+    owner: OwnerWord,
+
+    /// With --owner istio or osm: network namespace that has the rules: a NAME of `ip netns`, a /PATH such as /proc/4711/ns/net, or
+    /// pid:NUMBER [default: this command's own]
+    #[arg(long, value_name = "N")]
+    netns: Option<String>,
+
     /// Print the steps and the rules that they would change, and change nothing
     #[arg(long)]
     dry_run: bool,
@@ -85,30 +112,99 @@ pub struct TakeoverArgs {
 
 impl TakeoverArgs {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
-        let place = Place {
-            directory: self.takeover_dir,
-            bpffs: self.paths.bpffs(),
-            cgroup: self.paths.or_guess().cgroup,
-            agent: self.socket.client(),
+        let outcome = match self.owner.of_mesh() {
+            None => self.of_node()?,
+            Some(owners) => self.of_pod(owners)?,
         };
-        let mut out = output::stdout();
-        let mut tell = Tell::new(self.output, &mut out);
-        let mut outcome = match &self.revert {
-            None => steps::take_over(&place, self.dry_run, &mut tell),
-            Some(file) => {
-                let file = Some(file.as_path()).filter(|file| !file.as_os_str().is_empty());
-                back::revert(&place, file, self.dry_run, &mut tell)
-            }
-        };
-        if self.watch && matches!(outcome, Ok(Outcome::TakenOver)) {
-            outcome = watch::watch(&place, &mut tell).map(|()| Outcome::TakenOver);
-        }
-        tell.end(&outcome)?;
-        let outcome = outcome?;
         Ok(match outcome {
             Outcome::Differs => ExitCode::from(exit::CHANGES),
             Outcome::AgentRuns => ExitCode::from(exit::BUSY),
             _ => ExitCode::SUCCESS,
         })
+    }
+
+    /// The file that --revert names.
+    fn file(&self) -> Option<&Path> {
+        let file = self.revert.as_deref();
+        file.filter(|file| !file.as_os_str().is_empty())
+    }
+
+    fn place(&self, directory: PathBuf, owners: &'static [&'static Owner]) -> Place {
+        Place {
+            directory,
+            bpffs: self.paths.bpffs(),
+            cgroup: self.paths.or_guess().cgroup,
+            agent: self.socket.client(),
+            owners,
+        }
+    }
+
+    fn of_node(&self) -> anyhow::Result<Outcome> {
+        ensure!(
+            self.netns.is_none(),
+            "--netns is for rules of a mesh: --owner istio or osm"
+        );
+        let place = self.place(self.takeover_dir.clone(), OWNERS);
+        let mut out = output::stdout();
+        let mut tell = Tell::new(self.output, &mut out);
+        let mut outcome = match &self.revert {
+            None => steps::take_over(&place, self.dry_run, &mut tell),
+            Some(_) => back::revert(&place, self.file(), self.dry_run, &mut tell),
+        };
+        if self.watch && matches!(outcome, Ok(Outcome::TakenOver)) {
+            outcome = watch::watch(&place, &mut tell).map(|()| Outcome::TakenOver);
+        }
+        tell.end(&outcome)?;
+        outcome
+    }
+
+    /// All of it is done inside the network namespace.
+    fn of_pod(&self, owners: &'static [&'static Owner]) -> anyhow::Result<Outcome> {
+        ensure!(
+            !self.watch,
+            "--watch is for kube-proxy's rules: a mesh writes a pod's rules once"
+        );
+        ensure!(
+            self.file().is_none(),
+            "--revert FILE is for kube-proxy's rules: without FILE, the rules of this pod come back"
+        );
+        let namespace = netns::of_option(self.netns.as_deref())?;
+        // Each network namespace has a journal of its own.
+        let directory = self
+            .takeover_dir
+            .join(format!("netns-{}", namespace.cookie));
+        let place = self.place(directory, owners);
+        let work = || {
+            let mut out = output::stdout();
+            let mut tell = Tell::new(self.output, &mut out);
+            let outcome = match &self.revert {
+                None => mesh::take_over(&place, self.dry_run, &mut tell),
+                Some(_) => mesh::revert(&place, self.dry_run, &mut tell),
+            };
+            tell.end(&outcome).and(outcome)
+        };
+        namespace.inside(|| Ok(work()))?
+    }
+}
+
+/// An owner whose rules can be taken over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum OwnerWord {
+    /// kube-proxy's rules on this node
+    KubeProxy,
+    /// Istio's rules in a pod
+    Istio,
+    /// Open Service Mesh's rules in a pod
+    Osm,
+}
+
+impl OwnerWord {
+    /// The owners of a mesh's rules.
+    fn of_mesh(self) -> Option<&'static [&'static Owner]> {
+        match self {
+            Self::KubeProxy => None,
+            Self::Istio => Some(&[ISTIO_SIDECAR, ISTIO_AMBIENT]),
+            Self::Osm => Some(&[OSM]),
+        }
     }
 }

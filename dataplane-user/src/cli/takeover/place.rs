@@ -17,7 +17,7 @@ use crate::{
     },
 };
 
-/// Whose rules are taken over.
+/// Whose rules a node is taken over from.
 pub const OWNERS: &[&Owner] = &[KUBE_PROXY];
 
 /// Where everything is.
@@ -30,6 +30,8 @@ pub struct Place {
     pub cgroup: PathBuf,
     /// Asks the agent.
     pub agent: Client,
+    /// Whose rules are taken over.
+    pub owners: &'static [&'static Owner],
 }
 
 impl Place {
@@ -48,11 +50,30 @@ impl Place {
         Ok(Some(lock))
     }
 
+    /// The owner's name.
+    pub fn owner(&self) -> &'static str {
+        self.owners.first().map_or("", |owner| owner.name)
+    }
+
     /// Asks the agent for the node's health.
     ///
     /// # Errors
     /// No agent serves, it is not healthy, or it is in another network namespace.
     pub fn healthy(&self) -> anyhow::Result<Report> {
+        let report = self.serving()?;
+        let of_agent = Tables::open(&self.bpffs)?.host_netns();
+        ensure!(
+            of_agent == kernel::netns_cookie()?,
+            "this command is in another network namespace than the agent: run it on the node"
+        );
+        Ok(report)
+    }
+
+    /// Asks the agent for the node's health, from any network namespace.
+    ///
+    /// # Errors
+    /// No agent serves, or it is not healthy.
+    pub fn serving(&self) -> anyhow::Result<Report> {
         let report: Report = self.agent.get("/status").context(
             "an agent has to serve before rules can go: start `dataplane run`, with --from-iptables if it has no access to the cluster",
         )?;
@@ -64,11 +85,6 @@ impl Place {
             errors.is_empty(),
             "the agent is not healthy: {}",
             errors.join("\n")
-        );
-        let of_agent = Tables::open(&self.bpffs)?.host_netns();
-        ensure!(
-            of_agent == kernel::netns_cookie()?,
-            "this command is in another network namespace than the agent: run it on the node"
         );
         Ok(report)
     }

@@ -8,7 +8,7 @@ use anyhow::{Context as _, bail, ensure};
 use super::{
     back::bring_back,
     check::{self, Asked, ClusterIp},
-    place::{OWNERS, Place},
+    place::Place,
     told::{Outcome, Tell},
 };
 use crate::{
@@ -44,12 +44,12 @@ pub fn take_over(place: &Place, dry_run: bool, tell: &mut Tell<'_>) -> anyhow::R
             "restore",
             "a revert was interrupted, and is finished first".to_owned(),
         );
-        bring_back(&found.saved()?, tell)?;
+        bring_back(place, &found.saved()?, tell)?;
         Journal::remove(directory)?;
     }
     if let Some(journal) = (journal.as_ref()).filter(|journal| journal.state == State::Removing) {
         let saved = journal.saved()?;
-        if !saved.were_written_since(OWNERS)? {
+        if !saved.were_written_since(place.owners)? {
             return finish(place, journal, &saved, dry_run, tell);
         }
         tell.step(
@@ -58,7 +58,7 @@ pub fn take_over(place: &Place, dry_run: bool, tell: &mut Tell<'_>) -> anyhow::R
                 .to_owned(),
         );
     }
-    let saved = Saved::of_kernel(OWNERS)?;
+    let saved = Saved::of_kernel(place.owners)?;
     if let Some(count) = netfilter::ipvs_services()?.filter(|count| *count > 0) {
         bail!(
             "kube-proxy's mode ipvs is not taken over: IPVS has {count} services, and nothing was changed. When the agent \
@@ -84,7 +84,7 @@ pub fn take_over(place: &Place, dry_run: bool, tell: &mut Tell<'_>) -> anyhow::R
         Verdict::Differs => return Ok(Outcome::Differs),
     };
     if dry_run {
-        return would_remove(tell);
+        return would_remove(place, tell);
     }
     journal.write(directory).context("nothing was changed")?;
     remove_or_restore(place, &journal, &saved, &addresses, tell)
@@ -110,19 +110,19 @@ fn finish(
         Verdict::Serves(addresses) => addresses,
         Verdict::Differs if dry_run => return Ok(Outcome::Differs),
         Verdict::Differs => {
-            bring_back(saved, tell)?;
+            bring_back(place, saved, tell)?;
             Journal::remove(&place.directory)?;
             return Ok(Outcome::Differs);
         }
     };
     if dry_run {
-        return would_remove(tell);
+        return would_remove(place, tell);
     }
     remove_or_restore(place, journal, saved, &addresses, tell)
 }
 
-fn would_remove(tell: &mut Tell<'_>) -> anyhow::Result<Outcome> {
-    for step in cleanup::clean_up(None, OWNERS, true)?.steps {
+pub fn would_remove(place: &Place, tell: &mut Tell<'_>) -> anyhow::Result<Outcome> {
+    for step in cleanup::clean_up(None, place.owners, true)?.steps {
         tell.change("remove", &step, true);
     }
     Ok(Outcome::WouldTakeOver)
@@ -142,7 +142,7 @@ fn begin(
     }
     keep_nat(dry_run, tell)?;
     notice_forward(tell)?;
-    for rule in saved.of_others(OWNERS)? {
+    for rule in saved.of_others(place.owners)? {
         tell.step(
             "notice",
             format!("goes, because it leads to a chain of kube-proxy: {rule}"),
@@ -157,7 +157,7 @@ fn begin(
         );
     }
     ensure!(
-        !saved.were_written_since(OWNERS)?,
+        !saved.were_written_since(place.owners)?,
         "kube-proxy has changed its rules meanwhile: stop it, and run this command again"
     );
     Ok(verdict)
@@ -193,7 +193,7 @@ fn remove_or_restore(
 ) -> anyhow::Result<Outcome> {
     if let Err(why) = remove(place, addresses, tell) {
         tell.step("restore", format!("{why:#}: the rules come back"));
-        bring_back(saved, tell).with_context(|| {
+        bring_back(place, saved, tell).with_context(|| {
             let file = journal.file.display();
             format!("{why:#}; the rules could not be brought back: they are in {file}, and the next `takeover` goes on")
         })?;
@@ -246,7 +246,7 @@ fn kube_proxies() -> Vec<u32> {
 }
 
 /// Writes the rules to a file. The journal is written when they are to go.
-fn save(
+pub fn save(
     place: &Place,
     saved: &Saved,
     dry_run: bool,
@@ -258,7 +258,7 @@ fn save(
     } else {
         saved.write(&file)?
     };
-    let counts: Vec<String> = (saved.counts(OWNERS)?.into_iter())
+    let counts: Vec<String> = (saved.counts(place.owners)?.into_iter())
         .map(|count| {
             format!(
                 "{}: {} chains, {} rules in chains of others",
@@ -352,7 +352,7 @@ fn verify(place: &Place, file: Option<&Path>, tell: &mut Tell<'_>) -> anyhow::Re
 }
 
 /// Has connections that the rules translate live on.
-fn keep_nat(dry_run: bool, tell: &mut Tell<'_>) -> anyhow::Result<()> {
+pub fn keep_nat(dry_run: bool, tell: &mut Tell<'_>) -> anyhow::Result<()> {
     let translated = nf_conntrack::translated()?;
     let table = keep_nat::TABLE;
     let text = if dry_run {
@@ -383,7 +383,7 @@ fn keep_nat(dry_run: bool, tell: &mut Tell<'_>) -> anyhow::Result<()> {
 
 /// Removes the rules, and asks again.
 fn remove(place: &Place, addresses: &[ClusterIp], tell: &mut Tell<'_>) -> anyhow::Result<()> {
-    let done = cleanup::clean_up(None, OWNERS, false).context("rules cannot be removed")?;
+    let done = cleanup::clean_up(None, place.owners, false).context("rules cannot be removed")?;
     for step in &done.steps {
         tell.change("remove", step, false);
     }

@@ -5,10 +5,11 @@ use std::{net::SocketAddr, path::Path};
 use serde::Serialize;
 use serde_json::Value;
 
+use super::captured::Difference;
 use crate::{
     cli::{
         iptables::compare::{self, Comparison},
-        output::{self, BAD, BOLD, DIM, Format, WARN},
+        output::{self, BAD, BOLD, DIM, Format, Table, WARN},
     },
     takeover::cleanup::Step,
 };
@@ -153,6 +154,41 @@ impl<'a> Tell<'a> {
             // Whoever reads it may have gone: the steps go on.
             let _ = compare::text(self.out, found);
         }
+        self.comparison = serde_json::to_value(found).ok();
+    }
+
+    /// The dataplane captures other connections than the rules.
+    pub fn differs_in_capture(&mut self, found: &[Difference]) {
+        let mut table = Table::new(&["ABOUT", "WHICH", "RULES", "DATAPLANE"]);
+        let word = |says: &Option<String>| says.clone().unwrap_or_else(|| "-".to_owned());
+        for difference in found {
+            let Difference {
+                about,
+                of,
+                rules,
+                dataplane,
+            } = difference;
+            let of = if of.is_empty() {
+                "-".to_owned()
+            } else {
+                of.clone()
+            };
+            table.row([
+                about.clone().into(),
+                of.into(),
+                word(rules).into(),
+                word(dataplane).into(),
+            ]);
+        }
+        if self.is_text() {
+            // Whoever reads it may have gone: the steps go on.
+            let _ = table.write(self.out);
+        }
+        self.step(
+            "compare",
+            "the dataplane captures other connections than the rules: nothing was changed"
+                .to_owned(),
+        );
         self.comparison = serde_json::to_value(found).ok();
     }
 

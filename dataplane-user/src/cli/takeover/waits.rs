@@ -10,7 +10,7 @@ use anstream::adapter::strip_str;
 use tracing::{error, info, warn};
 
 use super::{
-    place::Place,
+    place::{OWNERS, Place},
     steps,
     told::{Outcome, Tell},
 };
@@ -41,6 +41,7 @@ pub fn when_it_serves(settings: Settings, agent: Client) -> io::Result<()> {
             bpffs: settings.kernel.bpffs(),
             cgroup: settings.kernel.paths_or_guess().cgroup,
             agent,
+            owners: OWNERS,
         };
         let is_ready = || {
             place

@@ -22,7 +22,7 @@ pub use budgets::{fit_addresses, known};
 pub use kept::{Kept, Unknown};
 pub use member::Member;
 pub use members::{Said, members};
-pub use statements::Statement;
+pub use statements::{Statement, statements};
 
 /// A workload that is to be captured, and what has become of that.
 #[derive(Clone, Debug)]

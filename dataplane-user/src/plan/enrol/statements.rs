@@ -21,7 +21,7 @@ pub struct Statement {
 
 /// What is said of a workload. `layers`: who says what, the most specific first. Of two that say something of the same
 /// thing, only the one that counts.
-pub(super) fn statements(layers: &[(String, Rules)]) -> Vec<Statement> {
+pub fn statements(layers: &[(String, Rules)]) -> Vec<Statement> {
     let mut all = Vec::new();
     let mut known = HashSet::new();
     for (by, rules) in layers {

@@ -13,6 +13,7 @@ mod packets;
 mod proxies;
 mod relay;
 mod restart;
+mod takeover;
 mod trouble;
 
 pub use deny::SCENARIOS as DENY;
@@ -26,6 +27,7 @@ pub use origins::SCENARIOS as ORIGINS;
 pub use packets::SCENARIOS as PACKETS;
 pub use proxies::SCENARIOS as PROXIES;
 pub use restart::SCENARIOS as RESTART;
+pub use takeover::SCENARIOS as TAKEOVER;
 pub use trouble::SCENARIOS as TROUBLE;
 
 use std::{fs, path::PathBuf};

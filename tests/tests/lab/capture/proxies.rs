@@ -25,7 +25,7 @@ scenarios! {
 }
 
 /// The chains that Open Service Mesh's init container makes, for what is told apart here.
-const OSM: &str = "\
+pub const OSM: &str = "\
 *nat
 :PROXY_INBOUND - [0:0]
 :PROXY_IN_REDIRECT - [0:0]

@@ -1,0 +1,272 @@
+//! `dataplane takeover --owner`: a sidecar's rules in a pod go, and its capture stays.
+
+use std::fs;
+
+use anyhow::{Result, ensure};
+use dataplane_common::Reason;
+use dataplane_tests::report::{LoadReport, Report};
+use serde_json::{Value, json};
+
+use super::{World, foreign, proxies, relay::Relay};
+use crate::{
+    cluster::{ask, reaches},
+    imported,
+    outcome::{self, Outcome},
+};
+
+scenarios! {
+    Dataplane:
+    a_sidecars_capture_is_taken_over_and_given_back,
+    a_takeover_of_capture_that_is_killed_is_finished_or_undone,
+}
+
+const TO: &str = "10.244.1.5:7";
+/// The connections that each scenario is about.
+const CONNECT: &str = "connect --count 3";
+
+/// A mesh with sidecars.
+#[derive(Clone, Copy)]
+enum Mesh {
+    Istio,
+    Osm,
+}
+
+impl Mesh {
+    fn owner(self) -> &'static str {
+        match self {
+            Self::Istio => "istio",
+            Self::Osm => "osm",
+        }
+    }
+
+    /// The sidecar's rules: of IPv4, and of IPv6 if it has such.
+    fn iptables(self) -> [String; 2] {
+        // The proxy here has another user and port.
+        let istio = |lo: &str, six: &str, range: &str| {
+            let rules = imported::sidecar(lo, six, range);
+            rules.replace("1337", "1500").replace("15006", "15003")
+        };
+        match self {
+            Self::Istio => [
+                istio("127.0.0.1/32", "127.0.0.6/32", "10.96.0.0/12"),
+                istio("::1/128", "::6/128", "fd00:96::/64"),
+            ],
+            Self::Osm => [proxies::OSM.to_owned(), String::new()],
+        }
+    }
+
+    /// The same as `mesh.rules`.
+    fn rules(self) -> Value {
+        match self {
+            Self::Istio => json!({
+                "excludeOutboundIPRanges": ["10.96.0.0/12", "fd00:96::/64"],
+                "excludeOutboundPorts": [3306],
+                "excludeInboundPorts": [9090],
+                "excludeUIDs": [1500],
+                "excludeGIDs": [888],
+            }),
+            Self::Osm => json!({
+                "excludeOutboundIPRanges": ["10.244.1.6/32", "::/0"],
+                "excludeOutboundPorts": [80],
+                "excludeInboundPorts": [80],
+                "excludeUIDs": [1500],
+            }),
+        }
+    }
+}
+
+/// A pod with a sidecar and its rules, and with a rule of somebody else.
+struct Pod {
+    mesh: Mesh,
+    world: World,
+    _proxy: Relay,
+}
+
+impl Pod {
+    fn start(mesh: Mesh) -> Result<Self> {
+        let world = World::new()?;
+        let proxy = Relay::haproxy(&world)?;
+        let path = world.state.path().join("rules");
+        let shell = |script: &str| world.app().command("sh").args(["-c", script]).run();
+        for (program, rules) in ["iptables-nft", "ip6tables-nft"]
+            .iter()
+            .zip(mesh.iptables())
+        {
+            fs::write(&path, rules)?;
+            shell(&format!("{program}-restore < {}", path.display()))?;
+        }
+        shell("iptables-nft -t nat -A POSTROUTING -p tcp --dport 4711 -j ACCEPT")?;
+        Ok(Self {
+            mesh,
+            world,
+            _proxy: proxy,
+        })
+    }
+
+    fn takeover(&self, arguments: &[&str], dies: Option<u32>) -> Result<Outcome> {
+        let directory = self.world.state.path().join("takeover");
+        let directory = directory.to_string_lossy().into_owned();
+        let netns = self.world.app().netns().to_owned();
+        let all = ["takeover", "--owner", self.mesh.owner(), "--netns", &netns];
+        let all = [&all, &["--takeover-dir", &directory][..], arguments].concat();
+        let agent = self.world.agent()?;
+        let Some(point) = dies else {
+            return outcome::run_args(agent, all);
+        };
+        let command = agent.dataplane(all);
+        let output = command
+            .env("DATAPLANE_TAKEOVER_DIES", point.to_string())
+            .output()?;
+        Ok(Outcome {
+            code: output.status.code(),
+            stdout: String::from_utf8(output.stdout)?,
+            stderr: String::from_utf8(output.stderr)?,
+        })
+    }
+
+    /// The rules of the pod, without counters.
+    fn rules(&self) -> Result<Vec<String>> {
+        let print = "iptables-nft-save; ip6tables-nft-save";
+        let all = self.world.app().command("sh").args(["-c", print]).run()?;
+        let lines = all.lines().filter(|line| !line.starts_with('#'));
+        let mut lines: Vec<String> = lines
+            .map(|line| line.split(" [").next().unwrap_or_default().to_owned())
+            .collect();
+        // The kernel lists chains in an order of its own; rules of a chain stay in theirs.
+        lines.sort_by_key(|line| line.split(' ').nth(1).map(str::to_owned));
+        Ok(lines)
+    }
+
+    /// Whether connections get where they are to go, while the agent captures them.
+    fn works(&self) -> Result<()> {
+        reaches(self.world.app(), TO, CONNECT, &["one"])?;
+        reaches(self.world.lab.pod("one"), "10.244.1.8:7", CONNECT, &["app"])?;
+        Ok(())
+    }
+}
+
+fn a_sidecars_capture_is_taken_over_and_given_back() -> Result<()> {
+    let mut pod = Pod::start(Mesh::Istio)?;
+    let by_rules = pod.world.app().hold(TO)?;
+    let before = pod.rules()?;
+    // Nobody is captured.
+    pod.world.agent_with(&json!({}), &[])?;
+    pod.takeover(&[], None)?.exits(1)?.says(&[
+        "captures no workload",
+        "import-mesh",
+        "nothing was changed",
+    ])?;
+    // Something differs.
+    let mut other = pod.mesh.rules();
+    other["excludeOutboundPorts"] = json!([3306, 3307]);
+    pod.world.capture(foreign(), other)?;
+    pod.takeover(&[], None)?
+        .exits(2)?
+        .says(&["outbound-port", "3307"])?;
+    ensure!(pod.rules()? == before, "rules were changed");
+    pod.world.capture(foreign(), pod.mesh.rules())?;
+    pod.takeover(&["--dry-run"], None)?
+        .exits(0)?
+        .says(&["captures default/app as the rules do", "-X ISTIO_OUTPUT"])?;
+    ensure!(pod.rules()? == before, "--dry-run changed rules");
+    let load = |pause: &str| {
+        let arguments = ["--to", TO, "--threads", "2", "--pause-us", pause];
+        pod.world.app().load(&arguments)
+    };
+    let there = load("200")?;
+    let told = pod.takeover(&["-o", "json"], None)?.exits(0)?.json()?;
+    ensure!(told["outcome"] == "taken-over", "{told:#}");
+    let left = pod.rules()?;
+    ensure!(
+        !left.iter().any(|line| line.contains("ISTIO_"))
+            && left.iter().any(|line| line.contains("4711")),
+        "{left:#?}"
+    );
+    let guard = pod
+        .world
+        .app()
+        .command("nft")
+        .args(["list", "tables"])
+        .run()?;
+    ensure!(!guard.contains("guard"), "{guard}");
+    let ((), captured) = pod.world.counted(Reason::Captured, || pod.works())?;
+    ensure!(captured >= 3, "{captured} of 3 were captured");
+    let nothing = pod.takeover(&[], None)?.exits(0)?;
+    nothing.says(&["taken over already"])?;
+    let none_failed = |load: dataplane_tests::Process| -> Result<()> {
+        let report: LoadReport = load.wait_json()?;
+        ensure!(report.errors.is_empty(), "{:?}", report.failures);
+        println!("{} connections, none failed", report.answered);
+        ensure!(report.answered > 10, "{}", report.answered);
+        Ok(())
+    };
+    none_failed(there)?;
+    let by_programs = pod.world.app().hold(TO)?;
+    let back = load("200")?;
+    pod.takeover(&["--revert"], None)?
+        .exits(3)?
+        .says(&["default/app", "beside the rules"])?;
+    ensure!(pod.rules()? == before, "{:#?}", pod.rules()?);
+    none_failed(back)?;
+    for mut held in [by_rules, by_programs] {
+        held.close_stdin();
+        let report: Report = held.wait_json()?;
+        ensure!(
+            report.errors.is_empty() && report.answered > 0,
+            "a connection broke: {report:?}"
+        );
+    }
+    pod.world.agent_with(&json!({}), &[])?;
+    pod.takeover(&["--revert"], None)?.exits(0)?;
+    // With these rules, inbound connections reach only a proxy that connects to the application on loopback.
+    reaches(pod.world.app(), TO, CONNECT, &["one"])?;
+    let again = pod.takeover(&["--revert"], None)?.exits(1)?;
+    again.says(&["nothing was taken over"])?;
+    Ok(())
+}
+
+/// Killed at any point, packets pass as before or none does, for a time; the next command finishes or undoes it.
+fn a_takeover_of_capture_that_is_killed_is_finished_or_undone() -> Result<()> {
+    let mut pod = Pod::start(Mesh::Osm)?;
+    pod.world.capture(foreign(), pod.mesh.rules())?;
+    let before = pod.rules()?;
+    let long = std::env::var_os("DATAPLANE_TAKEOVER_LONG").is_some();
+    for (way, arguments) in [&[][..], &["--revert"]].into_iter().enumerate() {
+        let mut killed = 0;
+        for point in (1..).step_by(if long { 1 } else { 5 }) {
+            if way == 1 {
+                pod.takeover(&[], None)?.exits(0)?;
+            }
+            let outcome = pod.takeover(arguments, Some(point))?;
+            if outcome.code.is_some() {
+                outcome.exits([0, 3][way])?;
+                break;
+            }
+            killed += 1;
+            if killed % 2 == 1 {
+                pod.takeover(&[], None)?.exits(0)?;
+                let left = pod.rules()?;
+                ensure!(
+                    !left.iter().any(|line| line.contains("PROXY_")),
+                    "point {point}: {left:#?}"
+                );
+                pod.works()?;
+            }
+            let undone = pod.takeover(&["--revert"], None)?;
+            ensure!(
+                undone.code == Some(3) || undone.stderr.contains("nothing was taken over"),
+                "point {point}: {undone:?}"
+            );
+            ensure!(pod.rules()? == before, "point {point}: {:#?}", pod.rules()?);
+            // A guard that was left ends with the next command.
+            let report = ask(pod.world.app(), TO, CONNECT)?;
+            ensure!(report.answered == 3, "point {point}: {report:?}");
+        }
+        println!("way {way}: killed at {killed} points");
+        ensure!(killed > 1, "{killed}");
+        if way == 0 {
+            pod.takeover(&["--revert"], None)?.exits(3)?;
+        }
+    }
+    Ok(())
+}
