@@ -85,14 +85,17 @@ enum When {
 
 /// The scenarios that tell most of a kernel, for `--vm=also`: that every program is taken and attached, pinned, replaced
 /// and removed, what each kind of socket sees of it, and that those of the packet path do there what the model does (a
-/// verifier may remove what it takes for dead). Which endpoint is chosen, and who is refused, the programs decide: that
-/// is the same on each kernel, and costs the time of a whole agent's start each time.
-const CORE: &str = "machine kernel verifier features neighbours fuzz \
+/// verifier may remove what it takes for dead). Which endpoint is chosen, and who is refused, the programs decide, and what
+/// becomes of damaged pins, the agent: that is the same on each kernel, and costs the time of a whole agent's start each time.
+const CORE: &str = "machine verifier features neighbours fuzz \
+                    kernel::a_second_agent_adopts_what_the_first_wrote \
+                    kernel::another_cgroup_is_attached_to_anew \
+                    kernel::tables_grow_and_keep_what_they_hold \
+                    kernel::what_is_kept_for_a_socket_goes_with_it \
+                    kernel::the_filter_follows_the_frontends \
                     services::tcp_reaches_every_endpoint_and_the_peer_is_the_vip \
                     services::udp_replies_come_from_the_vip \
-                    services::one_udp_socket_stays_with_its_endpoint \
                     services::what_cannot_be_served_is_refused_at_once \
-                    services::what_is_no_service_is_left_alone \
                     services::external_addresses_and_node_ports_are_served";
 
 pub fn main(arguments: &Arguments, no_install: bool) -> Result<ExitCode> {
