@@ -425,7 +425,20 @@ pub fn event(rig: &Rig, lab: &Lab, model: &mut Model<'_>, op: &Op) -> Result<()>
                     seen: seen::FOREIGN,
                     node_addr: 0,
                 };
-                state.flows.enter_foreign(&Flow { key: *key, to });
+                state.flows.enter_quietly(&Flow { key: *key, to });
+            }
+        }
+        Op::Orphan(key, endpoint, seen) => {
+            if !state.flows.has(key) {
+                let to = Translation {
+                    endpoint: endpoint.addr,
+                    endpoint_port: endpoint.port,
+                    node_port: Port::ANY,
+                    used: now().tick,
+                    seen: *seen,
+                    node_addr: 0,
+                };
+                state.flows.enter_quietly(&Flow { key: *key, to });
             }
         }
         Op::AgeClient(key, seconds) => {

@@ -6,15 +6,15 @@ use std::net::IpAddr;
 use dataplane::plan::ipsec::Policy;
 use dataplane_common::{
     Addr, Protocol,
-    packet::{FlowKey, Iface, PacketConfig},
-    tables::AffinityKey,
+    packet::{FlowKey, Iface, PacketConfig, seen},
+    tables::{AffinityKey, Endpoint},
     tcp::{AHEAD, FAR, NEAR, UNACKNOWLEDGED},
 };
 use ipnet::IpNet;
 use rand::{Rng, RngExt as _, SeedableRng as _, rngs::SmallRng, seq::IndexedRandom as _};
 
 use crate::{
-    model::{Input, sequences::Numbers, state::State},
+    model::{Input, begin::is_nobody, sequences::Numbers, state::State},
     wire::{LINK, Packet, Part, Payload, flags, protocol},
     world::{EPHEMERAL, NEARLY_ALL, To, World},
 };
@@ -35,6 +35,8 @@ pub enum Op {
     Depart(FlowKey),
     /// The kernel's own conntrack has had a flow since before.
     Foreign(FlowKey),
+    /// There is a flow to an address and port that no service has any longer. Of it, this was seen.
+    Orphan(FlowKey, Endpoint, u8),
     /// A client used its endpoint so many seconds earlier.
     AgeClient(AffinityKey, u64),
     /// The default routes come, or go.
@@ -197,7 +199,7 @@ fn any<'a, T>(rng: &mut impl Rng, all: impl Iterator<Item = T> + 'a, count: usiz
 fn event(rng: &mut SmallRng, world: &World, state: &State) -> Option<Op> {
     let flows = state.flows.table();
     let flow = any(rng, flows.iter(), flows.len()).map(|(key, _)| *key);
-    Some(match rng.random_range(0..9) {
+    Some(match rng.random_range(0..10) {
         // 4.3 s each: some of every timeout of UDP.
         0..5 => Op::Age(flow?, rng.random_range(1..40)),
         5 => Op::Forget(flow?),
@@ -209,6 +211,28 @@ fn event(rng: &mut SmallRng, world: &World, state: &State) -> Option<Op> {
             Op::Foreign(FlowKey::new(client, from, vip, to, protocol))
         }
         7 => Op::Depart(flow?),
+        8 => {
+            let (client, (vip, port)) = (*world.clients.choose(rng)?, *world.vips.choose(rng)?);
+            let from = dataplane_common::Port::new(port_number(rng));
+            // Of a cluster IP, the address as such is served.
+            let to = dataplane_common::Port::new(port + 1000);
+            let endpoint = *world.endpoints(client.is_v4()).choose(rng)?;
+            let some = [seen::PACKET, seen::FIN, seen::RST];
+            let mut seen = seen::PACKET;
+            for direction in [0, 4] {
+                for flag in some {
+                    seen |= (u8::from(rng.random_ratio(1, 3)) * flag) << direction;
+                }
+            }
+            if vip.is_v4() != client.is_v4() || is_nobody(client) {
+                return None;
+            }
+            Op::Orphan(
+                FlowKey::new(client, from, vip, to, Protocol::TCP),
+                endpoint,
+                seen,
+            )
+        }
         _ => {
             let (key, _) = any(rng, state.affinity.iter(), state.affinity.len())?;
             Op::AgeClient(*key, rng.random_range(30..120))

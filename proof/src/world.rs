@@ -609,6 +609,14 @@ impl World {
         self.frontends.contains_key(&node_port) || self.frontends.contains_key(&exact)
     }
 
+    /// The endpoints of a family, each as often as pools have it.
+    pub fn endpoints(&self, v4: bool) -> Vec<Endpoint> {
+        let all = self.pools.values().flat_map(|pool| &pool.endpoints);
+        all.filter(|endpoint| endpoint.addr.is_v4() == v4)
+            .copied()
+            .collect()
+    }
+
     /// Whether a set has a network with this address.
     pub fn contains(&self, set: u32, addr: Addr) -> bool {
         let mut sources = self.sources.iter();

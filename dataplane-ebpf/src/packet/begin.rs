@@ -379,11 +379,28 @@ pub fn pass(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     }
 }
 
+/// A SYN on the flow in `s` ([`Scratch::keep`]), to an address and port that no service has any longer. A connection that lives
+/// keeps its endpoint. Any other flow is forgotten: the SYN is left alone, and so must be the packets that follow it.
+#[inline(never)]
+pub fn without_frontend(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
+    if !reverse::is_right(skb, &s.packet, &mut s.way, reverse::BEGINS) {
+        return LEAVE_ALONE;
+    }
+    let is_answered = seen::of_replies(s.flow.seen) & seen::PACKET != 0;
+    if s.keep == KEEP && is_answered && !table::ask(&s.packet.key, now) {
+        s.flow.toward_endpoint(&mut s.ends);
+        return super::FORWARD;
+    }
+    s.flow.remove();
+    LEAVE_ALONE
+}
+
 /// Whether the endpoint sees a connection to itself come from another port; if so, it is as if that was chosen.
 #[inline(never)]
 fn is_to_be_moved(s: &mut Scratch, now: Tick) -> bool {
     let (addr, port) = (s.packet.key.dst, s.packet.key.dst_port);
     if s.keep == 0 {
+        conntrack::forget_answered(&s.packet.key, now);
         s.flow.forward = s.packet.key;
         s.flow.endpoint = addr;
         s.flow.endpoint_port = port;

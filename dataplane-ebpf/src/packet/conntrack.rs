@@ -149,6 +149,13 @@ impl Flow {
     }
 }
 
+/// Forgets the flow that a packet would answer, if it is over: an endpoint begins a connection from the port at which it
+/// answered, and the packets that follow are this connection's.
+#[inline(always)]
+pub fn forget_answered(key: &FlowKey, now: Tick) {
+    conntrack_replies_taken(key, u32::from(now.number()));
+}
+
 /// [`Flow::replies_taken`]. (The verifier looks at it once, and not at each of the tries to find a port.)
 // SAFETY: no other function of the programs has this name.
 #[unsafe(no_mangle)]

@@ -213,6 +213,8 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
         s.frontend = begin::frontend(&s.packet.key);
         if !s.frontend.is_none() && chosen::is_destination(skb, &s.packet.key) {
             s.frontend = Frontend::NONE;
+            // The client's own socket says that an earlier flow from its port is over.
+            s.flow.seen |= flags::RST;
         }
     }
     // A SYN answers nothing, and neither does a datagram to a service.
@@ -245,6 +247,9 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
         let is_own = known == REQUEST && s.flow.is_direct();
         if begins && has_ports && (known == NEW || is_own) {
             return begin::pass(skb, s, now);
+        }
+        if known == REQUEST {
+            return begin::without_frontend(skb, s, now);
         }
         return LEAVE_ALONE;
     }
@@ -281,7 +286,10 @@ fn leaves(skb: Skb, s: &mut Scratch) -> i32 {
     if outcome != FLOW || !fragments::follow(&mut s.packet, false) {
         return LEAVE_ALONE;
     }
-    if conntrack::answer(&s.packet.key, &s.packet.segment, &mut s.flow, now) == ANSWER {
+    // A SYN answers nothing: with it, the endpoint connects from its own port.
+    if s.packet.is_syn() {
+        conntrack::forget_answered(&s.packet.key, now);
+    } else if conntrack::answer(&s.packet.key, &s.packet.segment, &mut s.flow, now) == ANSWER {
         s.flow.toward_client(&mut s.ends);
         if ipsec::forbids(&s.packet.key, &s.ends)
             || !rewrite(skb, &s.packet, &s.ends, s.packet.hops)

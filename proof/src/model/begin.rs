@@ -3,12 +3,12 @@
 
 use dataplane_common::{
     Addr, Port, Protocol, Reason,
-    packet::{Tick, Translation, seen},
+    packet::{FlowKey, Tick, Translation, seen},
     tables::{Affinity, AffinityKey, Block, Endpoint, Kind},
 };
 
 use super::{
-    Answer, DROP, Drawn, Fit, Input, Model, Moment, NEXT,
+    Answer, DROP, Drawn, Fit, Input, Model, Moment, NEXT, Output,
     flows::Flow,
     read::{Fragment, Headers},
     sequences::Numbers,
@@ -26,7 +26,10 @@ impl Model<'_> {
         drawn: &dyn Drawn,
     ) -> Answer {
         let Some((index, kind)) = self.world.frontend(headers) else {
-            return Ok(NEXT);
+            return Ok(match again {
+                Some(flow) => self.without_frontend(input, headers, &flow, at.tick),
+                None => NEXT,
+            });
         };
         // No single host has such an address (RFC 1122 section 3.2.1.3): the stack drops what comes
         // from it, and nobody may be told anything.
@@ -81,14 +84,40 @@ impl Model<'_> {
             && seen::of_replies(flow.to.seen) & seen::PACKET != 0
         {
             // Its endpoint takes no new connections.
-            let mut numbers = self.state.flows.numbers(&flow.key);
-            let silent = numbers.ask(at.tick);
-            self.state.flows.set_numbers(&flow.key, numbers);
-            if !silent {
+            if !self.is_silent(flow, at.tick) {
                 choice = (endpoint_of(&flow.to), Reason::Kept, None);
             }
         }
         self.enter(input, headers, again, choice, masquerade, at, drawn)
+    }
+
+    /// Whether a flow's endpoint owes an answer for too long; it is asked otherwise.
+    fn is_silent(&mut self, flow: &Flow, now: Tick) -> bool {
+        let mut numbers = self.state.flows.numbers(&flow.key);
+        let silent = numbers.ask(now);
+        self.state.flows.set_numbers(&flow.key, numbers);
+        silent
+    }
+
+    /// A SYN on a flow whose service has gone: the same connection again, if that lives; or another one, which is no
+    /// service's, so that the flow is forgotten.
+    fn without_frontend(
+        &mut self,
+        input: &Input,
+        headers: &Headers,
+        flow: &Flow,
+        now: Tick,
+    ) -> Output {
+        if !self.world.is_right(input.ifindex, headers, true) {
+            return NEXT;
+        }
+        let is_answered = seen::of_replies(flow.to.seen) & seen::PACKET != 0;
+        if !flow.is_ended() && is_answered && !self.is_silent(flow, now) {
+            let ends = self.toward_endpoint(flow);
+            return self.onward(input, headers, &ends);
+        }
+        self.state.flows.remove(&flow.key);
+        NEXT
     }
 
     /// A connection to no service: as it is, unless its answers would be those of another flow. Then the endpoint sees
@@ -102,6 +131,9 @@ impl Model<'_> {
         drawn: &dyn Drawn,
     ) -> Answer {
         let itself = Flow::direct(headers.key());
+        if again.is_none() {
+            self.forget_answered(&headers.key(), at.tick);
+        }
         if again.is_none() && !self.replies_taken(&itself, at.tick) {
             return Ok(NEXT);
         }
@@ -330,7 +362,12 @@ impl Model<'_> {
     /// Whether another flow that lives is known by the replies of this one, which is not masqueraded. One that does
     /// not live is forgotten.
     pub(super) fn replies_taken(&mut self, flow: &Flow, now: Tick) -> bool {
-        let Some(other) = self.state.flows.by_client(&flow.reply_key()) else {
+        self.forget_answered(&flow.reply_key(), now)
+    }
+
+    /// Forgets the flow, not masqueraded, whose replies carry this, if it is over; whether it lives.
+    pub(super) fn forget_answered(&mut self, reply: &FlowKey, now: Tick) -> bool {
+        let Some(other) = self.state.flows.by_client(reply) else {
             return false;
         };
         let over = other.is_ended() || other.is_timed_out(now);

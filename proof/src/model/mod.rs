@@ -7,7 +7,7 @@
 //! flow may have, and nothing else. Where the programs draw by lot (an endpoint, a port), the model asks
 //! what was drawn and checks that it was among the choices.
 
-mod begin;
+pub mod begin;
 pub mod flows;
 pub mod read;
 pub mod room;
@@ -222,8 +222,12 @@ impl<'a> Model<'a> {
                 if !self.follow(&mut headers, false) {
                     return NEXT;
                 }
-                let known = self.answer(&headers.key(), Some(&headers), at.tick, false);
-                if let Known::Answer(flow) = known {
+                if headers.is_syn() {
+                    // The endpoint of an earlier flow connects from its own port.
+                    self.forget_answered(&headers.key(), at.tick);
+                } else if let Known::Answer(flow) =
+                    self.answer(&headers.key(), Some(&headers), at.tick, false)
+                {
                     let ends = flow.toward_client();
                     if self.is_protected(&headers, &ends) {
                         return DROP;
@@ -373,7 +377,7 @@ impl<'a> Model<'a> {
     }
 
     /// A packet of a known flow.
-    fn onward(&mut self, input: &Input, headers: &Headers, ends: &Ends) -> Output {
+    pub(super) fn onward(&mut self, input: &Input, headers: &Headers, ends: &Ends) -> Output {
         if !self.world.is_right(input.ifindex, headers, false) {
             self.count(Reason::SourceForged);
             return DROP;

@@ -160,18 +160,34 @@ impl Flows {
         Ok(())
     }
 
-    /// Enters a flow of the kernel's own conntrack, whose replies we do not look for; not if another would give way,
-    /// now or in the next tick: who enters it in the kernel's table looks at another clock.
-    pub fn enter_foreign(&mut self, flow: &Flow) {
+    /// Enters a flow that no packet began; not if another would give way, now or in the next tick: who enters it in the
+    /// kernel's table looks at another clock.
+    pub fn enter_quietly(&mut self, flow: &Flow) {
         let now = flow.to.used;
         let next = Tick::from_number(now.number().wrapping_add(1));
+        let stays = |flows: &Self, other: &FlowKey| {
+            !flows.gives_way(other, now) && !flows.gives_way(other, next)
+        };
+        let mut slot = None;
+        if flow.to.seen & seen::FOREIGN == 0 {
+            let slots = self.slots_of(flow);
+            let home = self.slots.get(&slots[0]);
+            slot = slots.into_iter().find(|slot| !self.slots.has(slot));
+            let is_taken = self.by_client(&flow.reply_key()).is_some();
+            if slot.is_none() || is_taken || !home.is_none_or(|other| stays(self, &other)) {
+                return;
+            }
+        }
         for cell in self.cells_of(&flow.key) {
             let Some(other) = self.cells.get(&cell) else {
+                if let Some(slot) = slot {
+                    self.slots.set(slot, flow.key);
+                }
                 self.cells.set(cell, flow.key);
                 self.table.set(flow.key, flow.to);
                 return;
             };
-            if self.gives_way(&other, now) || self.gives_way(&other, next) {
+            if !stays(self, &other) {
                 return;
             }
         }

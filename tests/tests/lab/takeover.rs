@@ -368,8 +368,7 @@ fn there_and_back(mode: Mode) -> Result<()> {
     let held = node.client().hold(TO)?;
     let from_outside = node.lab.external("ext").hold(&outside)?;
     node.agent.stop()?;
-    // A client outside that takes, within the milliseconds of this change, a port whose connection has just ended, is reset.
-    with_traffic(&node, 20_000, || {
+    with_traffic(&node, pause, || {
         node.takeover(&["--revert"], &[])?
             .exits(0)?
             .says(&["the rules are back", "to the kernel's conntrack", "removed"])

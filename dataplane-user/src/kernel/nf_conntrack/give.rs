@@ -35,8 +35,8 @@ pub struct Given {
     pub why: Option<String>,
 }
 
-/// Removes the flows that have ended. While a service has a frontend, a client's next connection from the port of an ended flow
-/// begins a flow of its own; without one, the programs would take its packets for the old flow's.
+/// Removes the flows that have ended. Programs of earlier versions keep such a flow when its service has no frontend any longer,
+/// and take the packets of the client's next connection from the same port for the old flow's.
 pub fn forget_ended(conntrack: &Conntrack) {
     let mut all = conntrack.flows();
     let mut some = Vec::new();

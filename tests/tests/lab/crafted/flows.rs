@@ -4,7 +4,7 @@ use anyhow::{Context as _, Result, ensure};
 use dataplane::kernel::rig::Table;
 use dataplane_common::{
     Addr, Port, Protocol, Reason,
-    packet::{FlowKey, Iface, PacketConfig, Tick, timeout},
+    packet::{FlowKey, Iface, PacketConfig, Tick, Translation, seen, timeout},
 };
 use dataplane_proof::{
     Verdict,
@@ -14,12 +14,14 @@ use dataplane_proof::{
 use nix::time::{ClockId, clock_gettime};
 
 use super::{
-    ALL, End, FAR, GATEWAY, NEAR, OUTSIDE, SMALL, Then, check, ip, packet, passed, scene, sent, vip,
+    ALL, End, FAR, GATEWAY, NEAR, NODE, OUTSIDE, SMALL, Then, check, ip, packet, passed, scene,
+    sent, vip,
 };
 
 scenarios! {
     Dataplane:
     a_syn_again_is_of_the_same_flow,
+    a_syn_to_no_service_leaves_no_ended_flow,
     nobody_speaks_as_somebody_else,
     pods_in_a_switch_speak_as_the_routes_let_them,
     what_is_forged_says_nothing_of_a_flow,
@@ -64,6 +66,102 @@ fn a_syn_again_is_of_the_same_flow() -> Result<()> {
                         scene.rig.conntrack.entries()
                     );
                 }
+            }
+        }
+        Ok(())
+    })
+}
+
+/// A SYN on a flow whose service has gone: of a connection that lives, it goes to the endpoint. Otherwise it is another
+/// connection's, which is left alone from the first packet on. So is a connection that begins at the endpoint's own port.
+fn a_syn_to_no_service_leaves_no_ended_flow() -> Result<()> {
+    const BOTH: u8 = 1 | seen::in_replies(1);
+    scene(|scene| {
+        for v4 in [true, false] {
+            let client = (ip(v4, OUTSIDE[0], OUTSIDE[1]), 20_000);
+            let gone = (vip(v4, "external", 13).0, 81);
+            let [small, host] = [
+                (ip(v4, SMALL[0], SMALL[1]), 80),
+                (ip(v4, NODE[0], NODE[1]), 9090),
+            ];
+            let addr = |(addr, port): End| (Addr::from(addr), Port::new(port));
+            let ((src, src_port), (dst, dst_port)) = (addr(client), addr(gone));
+            let key = FlowKey::new(src, src_port, dst, dst_port, Protocol::TCP);
+            let begin = |endpoint: End, seen: u8| -> Result<()> {
+                scene.forget()?;
+                let to = Translation {
+                    endpoint: endpoint.0.into(),
+                    endpoint_port: Port::new(endpoint.1),
+                    node_port: Port::ANY,
+                    used: now()?,
+                    seen,
+                    node_addr: 0,
+                };
+                ensure!(scene.rig.conntrack.add(&key, &to), "not added");
+                Ok(())
+            };
+            let is_there = || scene.rig.conntrack.get(&key).is_some();
+            let [syn, ack] =
+                [flags::SYN, flags::ACK].map(|flags| packet(true, client, gone, flags));
+            let uplink = ("eth0", false);
+            let onward =
+                |packet: &Packet| sent(scene, "eth0", "veth-small", &passed(packet, client, small));
+            for (what, seen) in [
+                ("closed", BOTH * (seen::PACKET | seen::FIN)),
+                ("reset by the client", BOTH | seen::RST),
+                ("reset by the endpoint", BOTH | seen::in_replies(seen::RST)),
+                ("never answered", seen::PACKET),
+            ] {
+                begin(small, seen)?;
+                check(scene, what, uplink, &syn.frame(), &Then::Alone, &[])?;
+                ensure!(!is_there(), "{what}: the flow is there");
+                check(scene, what, uplink, &ack.frame(), &Then::Alone, &[])?;
+                // Somebody else's SYN says nothing of it.
+                begin(small, seen)?;
+                check(
+                    scene,
+                    what,
+                    ("veth-near", false),
+                    &syn.frame(),
+                    &Then::Alone,
+                    &[],
+                )?;
+                ensure!(is_there(), "{what}: a forged SYN removed the flow");
+            }
+            for seen in [BOTH, BOTH | seen::FIN] {
+                begin(small, seen)?;
+                for packet in [&syn, &ack] {
+                    check(
+                        scene,
+                        "it lives",
+                        uplink,
+                        &packet.frame(),
+                        &onward(packet),
+                        &[],
+                    )?;
+                }
+                ensure!(is_there(), "a flow that lives is gone");
+            }
+
+            // From the endpoint's own port: a pod's, and the host's.
+            for (endpoint, at) in [(small, ("veth-small", false)), (host, ("eth0", true))] {
+                let [syn, ack] =
+                    [flags::SYN, flags::ACK].map(|flags| packet(true, endpoint, client, flags));
+                begin(endpoint, BOTH)?;
+                check(scene, "it lives", at, &syn.frame(), &Then::Alone, &[])?;
+                ensure!(is_there(), "a flow that lives is gone");
+                begin(endpoint, BOTH * (seen::PACKET | seen::FIN))?;
+                for packet in [syn, ack] {
+                    check(
+                        scene,
+                        "from the endpoint",
+                        at,
+                        &packet.frame(),
+                        &Then::Alone,
+                        &[],
+                    )?;
+                }
+                ensure!(!is_there(), "the endpoint's flow is there");
             }
         }
         Ok(())
