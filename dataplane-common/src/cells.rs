@@ -555,7 +555,7 @@ pub fn forget<M: Memory>(memory: &M, index: u32, ports_and_protocol: u64) {
         return;
     };
     let (key, value) = (key(line, ports_and_protocol), value(line));
-    if value.seen & seen::FOREIGN == 0 {
+    if value.seen & seen::FOREIGN == 0 || value.node_addr != 0 {
         mislead(
             memory,
             place_of_replies(&key, &value, memory.secret()),

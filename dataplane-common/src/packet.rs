@@ -347,8 +347,10 @@ pub mod seen {
     pub const FIN: u8 = 2;
     /// TCP: a RST.
     pub const RST: u8 = 4;
-    /// The flow belongs to the kernel's own conntrack, which translated it before we came: packets
-    /// are left alone. Of requests only.
+    /// The flow belongs to the kernel's own conntrack, which translates it: packets are left alone. Of requests only.
+    ///
+    /// Masqueraded, it holds a port: the flow's key is what the endpoint sees, from the node's address and port, so that no
+    /// other flow to the endpoint is given this port. The index of the address is any but 0.
     pub const FOREIGN: u8 = 8;
     /// Both ends mean it, so the flow is evicted later than others: the client has acknowledged what the endpoint said
     /// (TCP), or has sent again, some seconds after it was answered (UDP). A spoofed address does the first only by a

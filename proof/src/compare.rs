@@ -8,7 +8,7 @@ use dataplane::kernel::{
     rig::{Hash, Plain, Rig, SkbContext, Table as Conntrack},
 };
 use dataplane_common::{
-    Addr, Port, Reason,
+    Port, Reason,
     packet::{FlowKey, Tick, Translation, seen},
 };
 use dataplane_tests::Lab;
@@ -296,7 +296,7 @@ fn numbers_differ(kernel: &Conntrack, model: &Flows, key: &FlowKey) -> Option<St
 
 /// Whether the replies of a flow are another's in the kernel than in the model.
 fn replies_differ(kernel: &Conntrack, model: &Flows, flow: &Flow) -> Option<String> {
-    let (ours, theirs) = if flow.to.seen & seen::FOREIGN != 0 {
+    let (ours, theirs) = if flow.is_foreign() && flow.to.node_addr == 0 {
         return None;
     } else if flow.to.node_addr == 0 {
         let reply = flow.reply_key();
@@ -415,15 +415,15 @@ pub fn event(rig: &Rig, lab: &Lab, model: &mut Model<'_>, op: &Op) -> Result<()>
             state.flows.set_numbers(key, numbers);
             rig.conntrack.depart(key);
         }
-        Op::Foreign(key) => {
+        Op::Foreign(key, holds_port) => {
             if !state.flows.has(key) {
                 let to = Translation {
-                    endpoint: Addr::UNSPECIFIED,
-                    endpoint_port: Port::ANY,
-                    node_port: Port::ANY,
+                    endpoint: key.dst,
+                    endpoint_port: key.dst_port,
+                    node_port: if *holds_port { key.src_port } else { Port::ANY },
                     used: now().tick,
                     seen: seen::FOREIGN,
-                    node_addr: 0,
+                    node_addr: (*holds_port).into(),
                 };
                 state.flows.enter_quietly(&Flow { key: *key, to });
             }

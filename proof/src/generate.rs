@@ -33,8 +33,8 @@ pub enum Op {
     Forget(FlowKey),
     /// The service no longer lists a flow's endpoint.
     Depart(FlowKey),
-    /// The kernel's own conntrack has had a flow since before.
-    Foreign(FlowKey),
+    /// The kernel's own conntrack has had a flow since before. Or, with this key, a port of the node's to an endpoint.
+    Foreign(FlowKey, bool),
     /// There is a flow to an address and port that no service has any longer. Of it, this was seen.
     Orphan(FlowKey, Endpoint, u8),
     /// A client used its endpoint so many seconds earlier.
@@ -208,7 +208,19 @@ fn event(rng: &mut SmallRng, world: &World, state: &State) -> Option<Op> {
             let protocol = *[Protocol::TCP, Protocol::UDP].choose(rng)?;
             let (from, to) = (port_number(rng), dataplane_common::Port::new(port));
             let from = dataplane_common::Port::new(from);
-            Op::Foreign(FlowKey::new(client, from, vip, to, protocol))
+            if rng.random() {
+                return Some(Op::Foreign(
+                    FlowKey::new(client, from, vip, to, protocol),
+                    false,
+                ));
+            }
+            let endpoint = *world.endpoints(client.is_v4()).choose(rng)?;
+            let nodes = (1..16).map(|index| world.node_addr(index));
+            let nodes =
+                nodes.filter(|node| !node.is_unspecified() && node.is_v4() == client.is_v4());
+            let node = *nodes.collect::<Vec<_>>().choose(rng)?;
+            let key = FlowKey::new(node, from, endpoint.addr, endpoint.port, protocol);
+            Op::Foreign(key, true)
         }
         7 => Op::Depart(flow?),
         8 => {

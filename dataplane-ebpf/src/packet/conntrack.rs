@@ -242,6 +242,12 @@ fn mark(entry: Place, found: &Snapshot, replies: bool, segment: &Segment, now: T
     }
 }
 
+/// Whether the kernel's own conntrack translates the flow.
+#[inline(always)]
+fn is_foreign(found: &Snapshot) -> bool {
+    found.value().seen & seen::FOREIGN != 0
+}
+
 /// Looks for the flow of a request, by (client, VIP).
 #[inline(never)]
 pub fn request(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> Known {
@@ -249,7 +255,11 @@ pub fn request(key: &FlowKey, segment: &Segment, flow: &mut Flow, now: Tick) -> 
         return NEW;
     };
     let value = found.value();
-    if value.seen & seen::FOREIGN != 0 {
+    if is_foreign(&found) {
+        if value.node_addr != 0 {
+            // It only holds a port.
+            return NEW;
+        }
         if value.used != now {
             table::mark(entry, &found, 0, 0, now);
         }
@@ -292,7 +302,7 @@ pub fn masqueraded_answer(key: &FlowKey, segment: &Segment, flow: &mut Flow, now
     let Some((entry, found)) = table::find_by_node(&port_key) else {
         return NEW;
     };
-    if node_addr(found.value().node_addr) != key.dst {
+    if is_foreign(&found) || node_addr(found.value().node_addr) != key.dst {
         return NEW;
     }
     answered(entry, &found, key, segment, flow, now)
@@ -307,7 +317,8 @@ pub fn is_port_taken(key: &FlowKey, now: Tick) -> bool {
         return false;
     };
     let value = found.value();
-    if node_addr(value.node_addr) != key.src {
+    // The kernel gives a socket's packets another port if its own conntrack has this one.
+    if is_foreign(&found) || node_addr(value.node_addr) != key.src {
         return false;
     }
     if is_over(key.protocol, &value, now) {

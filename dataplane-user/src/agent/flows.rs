@@ -2,9 +2,10 @@
 //! that are over are collected; those that lead to an endpoint that went away end at once.
 
 use std::{
-    cell::{Cell, RefCell},
+    cell::{Cell, OnceCell, RefCell},
     collections::{BTreeMap, HashSet},
     convert::Infallible,
+    io,
     path::{Path, PathBuf},
     sync::{
         Arc,
@@ -30,10 +31,11 @@ use crate::{
     admin::{State, api, lock},
     kernel::{
         self, DirectFlows, Interface, Tables,
-        conntrack::{Collector, Conntrack, Held},
+        conntrack::{Collector, Conntrack, Held, Listed},
         nf_conntrack,
         sockets::{Peers, Sweeper, pod_cgroups},
     },
+    model::Snapshot,
     plan::Departed,
     threads::{self, may_panic},
 };
@@ -99,6 +101,7 @@ impl Flows {
             none_since: Cell::new(None),
             astray: RefCell::default(),
             next: Cell::new(None),
+            ports: Cell::new(Instant::now()),
         };
         let thread = threads::start("flows", deaths(events), move || {
             let Err(Stopped) = worker.run(&received);
@@ -125,23 +128,38 @@ impl Flows {
     }
 }
 
-/// Imports the flows that the kernel's own conntrack translates for `is_vip`, so that the packet
-/// path leaves them alone: returns how many.
+/// What was recorded of the kernel's own conntrack.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Imported {
+    /// UDP flows whose packets are left alone.
+    pub flows: usize,
+    /// The node's ports that no flow of ours is given.
+    pub ports: usize,
+}
+
+/// Imports the UDP flows that the kernel's own conntrack translates for `is_vip`, so that the packet path leaves them alone; and the
+/// ports from which it masquerades connections to endpoints of the snapshot ([`hold_ports`]).
 ///
 /// # Errors
 /// If the kernel does not tell them.
 pub fn import(
     bpffs: &Path,
+    snapshot: &Snapshot,
     is_vip: impl Fn(Addr, Port, Protocol) -> bool,
-) -> Result<usize, kernel::Error> {
+) -> Result<Imported, kernel::Error> {
     let Some(conntrack) = Conntrack::open(bpffs)? else {
-        return Ok(0);
+        return Ok(Imported::default());
     };
-    let flows = nf_conntrack::translated_udp().map_err(|source| kernel::Error::Io {
+    let cannot_ask = |source| kernel::Error::Io {
         what: "cannot ask the kernel's own conntrack for its flows".to_owned(),
         source,
-    })?;
-    let mut imported = 0;
+    };
+    let flows = nf_conntrack::translated_udp().map_err(cannot_ask)?;
+    let listed = hold_ports(&conntrack, snapshot).map_err(cannot_ask)?;
+    let mut imported = Imported {
+        flows: 0,
+        ports: listed.ports.len(),
+    };
     for flow in flows {
         let FlowKey {
             dst,
@@ -150,10 +168,49 @@ pub fn import(
             ..
         } = flow.key;
         if is_vip(dst, dst_port, protocol) && conntrack.add_foreign(flow.key, flow.endpoint) {
-            imported += 1;
+            imported.flows += 1;
         }
     }
     Ok(imported)
+}
+
+/// Holds the ports from which the kernel's own conntrack masquerades connections to endpoints of the snapshot: those that rules
+/// translated before we came, and others that still begin, for example by the rules of a network plug-in. Otherwise a flow of ours
+/// could be given one of these ports, and the endpoint would take both for one connection.
+///
+/// They take at most half of the flows that there is room for.
+fn hold_ports(conntrack: &Conntrack, snapshot: &Snapshot) -> io::Result<Listed> {
+    let asked = kernel::conntrack::now();
+    let most = conntrack.capacity() as usize / 2;
+    // Most nodes masquerade their pods' connections to the rest of the world, and many nothing at all.
+    let endpoints = OnceCell::new();
+    let is_endpoint = |key: &FlowKey| {
+        let endpoints = endpoints.get_or_init(|| endpoints_of(snapshot));
+        endpoints.contains(&(key.dst, key.dst_port)) || conntrack.holds_port(key)
+    };
+    let (ports, are_more) = nf_conntrack::masqueraded(most, is_endpoint)?;
+    if are_more {
+        warn!(
+            "the kernel's conntrack masquerades more than {most} connections to endpoints; the packet path does not know the ports of \
+             the others, and may give them to its own flows; raise --conntrack-flows"
+        );
+    }
+    for key in &ports {
+        conntrack.hold_port(*key);
+    }
+    Ok(Listed { ports, asked })
+}
+
+/// Every endpoint that a flow may go to.
+fn endpoints_of(snapshot: &Snapshot) -> HashSet<(Addr, Port)> {
+    let ports = snapshot
+        .services
+        .values()
+        .flat_map(|service| &service.ports);
+    ports
+        .flat_map(|port| &port.endpoints)
+        .map(|endpoint| (Addr::from(endpoint.addr), Port::new(endpoint.port)))
+        .collect()
 }
 
 struct Worker {
@@ -178,6 +235,8 @@ struct Worker {
     none_since: Cell<Option<u64>>,
     /// Not before: where endpoints come and go all the time, this takes its share and no more.
     next: Cell<Option<Instant>>,
+    /// When to look next which ports the kernel's own conntrack has given.
+    ports: Cell<Instant>,
 }
 
 /// The thread is to end.
@@ -303,7 +362,8 @@ impl Worker {
         };
         let since = Instant::now();
         let made = self.direct.made();
-        let mut collector = Collector::new(&conntrack, self.held.take());
+        let listed = self.hold_ports(&conntrack);
+        let mut collector = Collector::new(&conntrack, self.held.take(), listed.as_ref());
         let mut took = Duration::ZERO;
         let census = loop {
             let start = Instant::now();
@@ -333,6 +393,33 @@ impl Worker {
         self.look_for_direct(made, census.direct);
         self.state.flows.walked(census, since, took);
         Ok(())
+    }
+
+    /// Holds the ports that the kernel's own conntrack has given, if that is due. It takes at most one part in a hundred of one CPU.
+    fn hold_ports(&self, conntrack: &Conntrack) -> Option<Listed> {
+        let start = Instant::now();
+        if start < self.ports.get() {
+            return None;
+        }
+        let _busy = self.state.beats.flows.begin();
+        let snapshot = lock(&self.state.planner).snapshot().clone();
+        let listed = hold_ports(conntrack, &snapshot);
+        let took = start.elapsed();
+        self.ports.set(start + took * SHARE * 5);
+        match listed {
+            Ok(listed) => {
+                debug!(
+                    ports = listed.ports.len(),
+                    ?took,
+                    "looked at the kernel's conntrack"
+                );
+                Some(listed)
+            }
+            Err(error) => {
+                debug!("cannot ask the kernel's conntrack which ports it has given: {error}");
+                None
+            }
+        }
     }
 
     /// Has the programs look for flows that are no service's only while there are some. `made`: what their word for
@@ -515,7 +602,7 @@ fn end_flows(
     let mut batch = Vec::new();
     let mut ended = 0;
     while flows.read(&mut batch) {
-        for flow in &batch {
+        for flow in batch.iter().filter(|flow| !flow.holds_port()) {
             if flow.protocol() == Protocol::TCP {
                 let vip = (flow.key.dst, flow.key.dst_port);
                 let endpoint = (flow.to.endpoint, flow.to.endpoint_port);

@@ -18,7 +18,7 @@ use tracing::{debug, error, info, warn};
 use super::{
     End, Error, Event, LOOK, RETRY, RETURNING, adopt,
     attacher::{Attacher, Job, Rest},
-    flows::{self, Flows},
+    flows::{self, Flows, Imported},
     handover,
     input::Input,
     supervisor::Supervisor,
@@ -343,18 +343,18 @@ impl Sync {
     /// our VIPs stays with it.
     fn take_over(&self) {
         let planner = lock(&self.state.planner);
-        let imported = flows::import(&self.state.paths.bpffs, |addr, port, protocol| {
-            is_vip(&planner, addr, port, protocol)
-        });
-        match imported {
-            Ok(0) => {}
-            Ok(flows) => info!(
+        let is_vip = |addr, port, protocol| is_vip(&planner, addr, port, protocol);
+        match flows::import(&self.state.paths.bpffs, planner.snapshot(), is_vip) {
+            Ok(Imported { flows: 0, ports: 0 }) => {}
+            Ok(Imported { flows, ports }) => info!(
                 flows,
-                "recorded UDP flows that the kernel's conntrack translates as foreign; the programs leave them alone"
+                ports,
+                "recorded UDP flows that the kernel's conntrack translates as foreign; the programs leave them alone, and give the \
+                 ports of the connections that it masquerades to no others"
             ),
             Err(error) => warn!(
-                "UDP flows that the kernel's own conntrack translates may change their endpoint: \
-                 {error}"
+                "UDP flows that the kernel's own conntrack translates may change their endpoint, and connections that it masquerades \
+                 may lose their ports: {error}"
             ),
         }
     }

@@ -312,7 +312,9 @@ impl Open {
     fn line(&self, flow: &Flow, now: Tick) -> Line {
         let idle = flow.idle(now);
         let port = flow.to.seen_port(&flow.key);
-        let masqueraded_as = if flow.is_masqueraded() {
+        let masqueraded_as = if flow.is_foreign() {
+            None
+        } else if flow.is_masqueraded() {
             Some(match self.conntrack.node_addr(flow.to.node_addr) {
                 Some(addr) => SocketAddr::new(addr.ip(), port.host()).to_string(),
                 None => format!("an address that the node no longer has, port {port}"),

@@ -4,6 +4,7 @@
 mod give;
 
 use std::{
+    collections::HashSet,
     io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket},
     path::Path,
@@ -13,13 +14,21 @@ use dataplane_common::{Addr, Port, Protocol, packet::FlowKey};
 use netlink_sys::protocols::NETLINK_NETFILTER;
 use zerocopy::FromBytes;
 
-use super::netlink::{Netlink, attributes};
+use super::netlink::{Netlink, attribute, attributes};
 pub use give::{Given, forget_ended, give};
 
 /// `NFNL_SUBSYS_CTNETLINK`, `IPCTNL_MSG_CT_GET`.
 const GET: u16 = 1 << 8 | 1;
 /// `struct nfgenmsg`.
 const ANY_FAMILY: [u8; 4] = [0; 4];
+/// `IPS_SRC_NAT`.
+const SRC_NAT: u32 = 1 << 4;
+/// `IPS_SRC_NAT_DONE`, `IPS_DST_NAT_DONE`.
+const NAT_DONE: u32 = 1 << 7 | 1 << 8;
+const LOOPBACK: [IpAddr; 2] = [
+    IpAddr::V4(Ipv4Addr::LOCALHOST),
+    IpAddr::V6(Ipv6Addr::LOCALHOST),
+];
 
 /// A flow whose destination the kernel translates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,10 +43,21 @@ pub struct Translated {
 #[derive(Clone, Copy, Debug)]
 struct Listed {
     original: FlowKey,
-    /// Where answers come from.
+    /// Where answers come from, and where they go.
     from: (Addr, Port),
+    to: (Addr, Port),
     /// `IPS_…` (`include/uapi/linux/netfilter/nf_conntrack_common.h`).
     status: u32,
+}
+
+impl Listed {
+    /// What the endpoint of a flow sees, if the source is translated.
+    fn seen(&self) -> Option<FlowKey> {
+        let (from, to, protocol) = (self.from, self.to, self.original.protocol);
+        let is_ours = protocol == Protocol::TCP || protocol == Protocol::UDP;
+        (is_ours && self.status & SRC_NAT != 0)
+            .then(|| FlowKey::new(to.0, to.1, from.0, from.1, protocol))
+    }
 }
 
 /// A datagram of our own, by which is seen whether the kernel translates at all: the last NAT rule
@@ -68,6 +88,37 @@ impl Probe {
     }
 }
 
+/// Whether the kernel translates at all, in each family: what it says of a datagram of ours.
+fn translates(netlink: &mut Netlink) -> io::Result<[bool; 2]> {
+    let mut translates = [false; 2];
+    for (translates, loopback) in translates.iter_mut().zip(LOOPBACK) {
+        let Ok(probe) = Probe::send(loopback) else {
+            // Without loopback nothing can be said.
+            *translates = true;
+            continue;
+        };
+        let key = &probe.key;
+        let family = if key.src.is_v4() {
+            libc::AF_INET
+        } else {
+            libc::AF_INET6
+        };
+        let mut request = vec![u8::try_from(family).unwrap_or_default(), 0, 0, 0];
+        let (from, to) = ((key.src, key.src_port), (key.dst, key.dst_port));
+        request.extend(give::nested(1, &give::tuple(from, to, key.protocol))); // CTA_TUPLE_ORIG
+        let asked = netlink.get(GET, &request, |answer| {
+            let status = answer.get(4..).and_then(status);
+            *translates = status.is_some_and(|status| status & NAT_DONE == NAT_DONE);
+        });
+        match asked {
+            // It is not tracked.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            asked => asked?,
+        }
+    }
+    Ok(translates)
+}
+
 /// Whether the kernel has conntrack loaded. To ask conntrack itself would load it, which some machines
 /// have left out on purpose.
 pub fn is_loaded() -> bool {
@@ -81,7 +132,7 @@ pub fn is_loaded() -> bool {
 /// # Errors
 /// If the kernel does not answer.
 pub fn translated() -> io::Result<usize> {
-    const NAT: u32 = 1 << 4 | 1 << 5; // IPS_SRC_NAT, IPS_DST_NAT
+    const NAT: u32 = SRC_NAT | 1 << 5; // IPS_DST_NAT
     if !is_loaded() {
         return Ok(0);
     }
@@ -99,13 +150,10 @@ pub fn translated() -> io::Result<usize> {
 /// # Errors
 /// If the kernel does not answer.
 pub fn translated_udp() -> io::Result<Vec<Translated>> {
-    const NAT_DONE: u32 = 1 << 7 | 1 << 8; // IPS_SRC_NAT_DONE, IPS_DST_NAT_DONE
     if !is_loaded() {
         return Ok(Vec::new());
     }
-    let family = |key: &FlowKey| usize::from(!key.dst.is_v4());
-    let loopback: [IpAddr; 2] = [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
-    let probes = loopback.map(Probe::send);
+    let probes = LOOPBACK.map(Probe::send);
     // Without loopback nothing can be said of a family: its flows count as translated.
     let mut translates = probes.each_ref().map(Result::is_err);
     let mut flows = Vec::new();
@@ -113,6 +161,9 @@ pub fn translated_udp() -> io::Result<Vec<Translated>> {
         let Some(flow) = answer.get(4..).and_then(parse) else {
             return;
         };
+        if flow.original.protocol != Protocol::UDP {
+            return;
+        }
         let (key, endpoint) = (flow.original, flow.from);
         let number = family(&key);
         if endpoint != (key.dst, key.dst_port) {
@@ -125,16 +176,59 @@ pub fn translated_udp() -> io::Result<Vec<Translated>> {
     Ok(flows)
 }
 
-/// A flow, if it is UDP.
+/// What endpoints see of connections and UDP flows whose source the kernel's own conntrack translates, in the network namespace
+/// that this thread is in: from the node's address and port to the endpoint. At most `most` of those that are `wanted`; and
+/// whether there are more. None if it has no conntrack, and none that it only lists still.
+///
+/// # Errors
+/// If the kernel does not answer.
+pub fn masqueraded(
+    most: usize,
+    mut wanted: impl FnMut(&FlowKey) -> bool,
+) -> io::Result<(HashSet<FlowKey>, bool)> {
+    if !is_loaded() {
+        return Ok(Default::default());
+    }
+    let mut request = ANY_FAMILY.to_vec();
+    // CTA_STATUS, CTA_STATUS_MASK: the kernel lists no others.
+    for kind in [3, 26] {
+        request.extend(attribute(kind, &SRC_NAT.to_be_bytes()));
+    }
+    let (mut found, mut are_more) = (HashSet::new(), false);
+    let mut netlink = Netlink::open(NETLINK_NETFILTER)?;
+    netlink.dump(GET, &request, |answer| {
+        let flow = answer.get(4..).and_then(parse);
+        if let Some(seen) = flow.and_then(|flow| flow.seen()).filter(&mut wanted) {
+            if found.len() < most {
+                found.insert(seen);
+            } else {
+                are_more = true;
+            }
+        }
+    })?;
+    if !found.is_empty() {
+        let translates = translates(&mut netlink)?;
+        found.retain(|key| translates[family(key)]);
+    }
+    Ok((found, are_more))
+}
+
+/// Which of [`LOOPBACK`] has a flow's family.
+fn family(key: &FlowKey) -> usize {
+    usize::from(!key.dst.is_v4())
+}
+
+/// A flow.
 fn parse(answer: &[u8]) -> Option<Listed> {
     const ORIGINAL: u16 = 1; // CTA_TUPLE_ORIG
     const REPLY: u16 = 2; // CTA_TUPLE_REPLY
     let tuple = |kind| tuple(inside(answer, kind)?);
     let original = tuple(ORIGINAL)?;
     let reply = tuple(REPLY)?;
-    (original.protocol == Protocol::UDP).then_some(Listed {
+    Some(Listed {
         original,
         from: (reply.src, reply.src_port),
+        to: (reply.dst, reply.dst_port),
         status: status(answer)?,
     })
 }
@@ -218,7 +312,33 @@ mod tests {
             )
         );
         assert_eq!(flow.status, 0x1b8);
-        assert!(parse(&message(6)).is_none(), "TCP");
+        assert_eq!(parse(&message(6)).unwrap().original.protocol, Protocol::TCP);
         assert!(parse(&message(17)[..40]).is_none(), "cut off");
+    }
+
+    #[test]
+    fn the_endpoint_of_a_masqueraded_flow_sees_the_node() {
+        const NODE: [u8; 4] = [192, 168, 77, 2];
+        let seen = |number, status: u32| {
+            let message = [
+                attribute(1, &tuple(CLIENT, 4000, VIP, 80, number)),
+                attribute(2, &tuple(ENDPOINT, 8080, NODE, 5000, number)),
+                attribute(3, &status.to_be_bytes()),
+            ]
+            .concat();
+            parse(&message).unwrap().seen()
+        };
+        for number in [6, 17] {
+            let key = FlowKey::new(
+                Addr::from_v4(NODE),
+                Port::new(5000),
+                Addr::from_v4(ENDPOINT),
+                Port::new(8080),
+                Protocol::from_number(number),
+            );
+            assert_eq!(seen(number, 0x1be), Some(key));
+        }
+        assert_eq!(seen(6, 0x1ae), None, "the destination only");
+        assert_eq!(seen(1, 0x1be), None, "ICMP");
     }
 }

@@ -47,6 +47,11 @@ impl Flow {
         (self.key.dst, self.key.dst_port) == (self.to.endpoint, self.to.endpoint_port)
     }
 
+    /// Whether the kernel's own conntrack translates it. Masqueraded, it only keeps others from having its port.
+    pub fn is_foreign(&self) -> bool {
+        self.to.seen & seen::FOREIGN != 0
+    }
+
     /// The port that the endpoint sees the client come from.
     pub fn seen_port(&self) -> Port {
         match self.to.node_port {
@@ -109,7 +114,7 @@ impl Flow {
 /// Whether a new flow may have the room of this one: it has ended, at least one whole tick ago; or it has timed out,
 /// which of the kernel's own nobody knows here.
 pub fn gives_way(flow: &Flow, now: Tick) -> bool {
-    let foreign = flow.to.seen & seen::FOREIGN != 0;
+    let foreign = flow.is_foreign();
     let ended = flow.is_ended() && flow.to.used.ticks_before(now) >= 2;
     !foreign && (ended || flow.is_timed_out(now))
 }
@@ -197,6 +202,9 @@ impl Model<'_> {
             return Known::No;
         };
         if to.seen & seen::FOREIGN != 0 {
+            if to.node_addr != 0 {
+                return Known::No;
+            }
             self.seen_now(key, None, false, now);
             return Known::Foreign;
         }
@@ -213,7 +221,7 @@ impl Model<'_> {
     fn masqueraded(&self, key: &FlowKey) -> Option<Flow> {
         let port = PortKey::new(key.src, key.src_port, key.dst_port, key.protocol);
         let flow = self.state.flows.by_node(&port);
-        flow.filter(|flow| self.world.node_addr(flow.to.node_addr) == key.dst)
+        flow.filter(|flow| !flow.is_foreign() && self.world.node_addr(flow.to.node_addr) == key.dst)
     }
 
     /// Whether a packet that leaves has the ends of a masqueraded flow's that lives. One that does not is forgotten.

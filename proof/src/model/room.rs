@@ -6,7 +6,7 @@
 
 use dataplane_common::{
     cells::{CellKey as _, OTHERS, candidate},
-    packet::{FlowKey, PortKey, Tick, Translation, seen},
+    packet::{FlowKey, PortKey, Tick, Translation},
 };
 
 use super::{
@@ -57,20 +57,20 @@ impl Flows {
 
     /// The flow, not masqueraded, whose replies carry this.
     pub fn by_client(&self, reply: &FlowKey) -> Option<Flow> {
-        self.find(|flow| flow.to.node_addr == 0 && flow.reply_key() == *reply)
+        self.find(|flow| !flow.is_foreign() && flow.to.node_addr == 0 && flow.reply_key() == *reply)
     }
 
-    /// The masqueraded flow whose replies carry this, at whatever address of the node's.
+    /// The masqueraded flow whose replies carry this, at whatever address of the node's; also one of the kernel's own.
     pub fn by_node(&self, reply: &PortKey) -> Option<Flow> {
         self.find(|flow| flow.to.node_addr != 0 && flow.port_key() == *reply)
     }
 
-    fn find(&self, is_it: impl Fn(&Flow) -> bool) -> Option<Flow> {
+    fn find(&self, is_it: impl FnMut(&Flow) -> bool) -> Option<Flow> {
         let flows = self
             .table
             .iter()
             .map(|(key, to)| Flow { key: *key, to: *to });
-        let mut found = flows.filter(|flow| flow.to.seen & seen::FOREIGN == 0 && is_it(flow));
+        let mut found = flows.filter(is_it);
         found.next()
     }
 
@@ -169,11 +169,11 @@ impl Flows {
             !flows.gives_way(other, now) && !flows.gives_way(other, next)
         };
         let mut slot = None;
-        if flow.to.seen & seen::FOREIGN == 0 {
+        if !flow.is_foreign() || flow.to.node_addr != 0 {
             let slots = self.slots_of(flow);
             let home = self.slots.get(&slots[0]);
             slot = slots.into_iter().find(|slot| !self.slots.has(slot));
-            let is_taken = self.by_client(&flow.reply_key()).is_some();
+            let is_taken = flow.to.node_addr == 0 && self.by_client(&flow.reply_key()).is_some();
             if slot.is_none() || is_taken || !home.is_none_or(|other| stays(self, &other)) {
                 return;
             }

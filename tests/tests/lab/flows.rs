@@ -21,6 +21,7 @@ scenarios! {
     udp_flows_move_when_their_endpoint_goes,
     a_port_that_was_a_services_is_an_endpoints_next,
     established_flows_survive_the_takeover,
+    masqueraded_connections_keep_their_ports,
     flows_that_nobody_translates_any_more_begin_anew,
 }
 
@@ -286,9 +287,15 @@ fn established_flows_survive_the_takeover() -> Result<()> {
         },
         &[],
     )?;
+    // The UDP flow; and the node's ports, of both.
     let foreign = list(&cluster, &["--state", "foreign"])?;
+    let (of_node, others): (Vec<_>, Vec<_>) = foreign
+        .iter()
+        .partition(|flow| flow["vip"] == flow["endpoint"]);
     ensure!(
-        foreign.len() == 1 && foreign[0]["endpoint"] == format!("10.244.2.10:{UDP}"),
+        of_node.len() == 2
+            && others.len() == 1
+            && others[0]["endpoint"] == format!("10.244.2.10:{UDP}"),
         "{foreign:?}\n{}",
         cluster.agent.log()
     );
@@ -327,6 +334,131 @@ fn established_flows_survive_the_takeover() -> Result<()> {
                 .collect::<Vec<_>>(),
             report.each.len()
         );
+    }
+    Ok(())
+}
+
+/// Rules like kube-proxy's have masqueraded connections, which have their clients' ports; then an agent starts, and then the rules
+/// go. Another client connects from the same ports, which its flows would have first, too. No connection takes another's replies.
+fn masqueraded_connections_keep_their_ports() -> Result<()> {
+    const CLIENTS: usize = 4;
+    const PORTS: &str = "20000 20003";
+    /// Where no service is, but rules that stay.
+    const OTHER_PORT: u16 = 30008;
+    let is_long = std::env::var_os("DATAPLANE_TAKEOVER_LONG").is_some();
+    let lab = Cluster::lab()?;
+    let node = lab.node("node2").clone();
+    let ext = lab.external("ext").clone();
+    ext.sysctl("ipv4/ip_local_port_range", PORTS)?;
+    let mut rules = Vec::new();
+    for (command, target, other) in [
+        ("iptables", "10.244.2.10", "203.0.113.0/24"),
+        ("ip6tables", "fd00:10:244:2::10", "2001:db8::/64"),
+    ] {
+        let to = if command == "iptables" {
+            target.to_owned()
+        } else {
+            format!("[{target}]")
+        };
+        let translate = |port: u16| {
+            format!("PREROUTING -p tcp --dport {port} -j DNAT --to-destination {to}:{TCP}")
+        };
+        let masquerade = format!("POSTROUTING -p tcp -d {target} --dport {TCP} -j MASQUERADE");
+        rules.push((command, translate(TCP_PORT)));
+        // These stay. Without any rule the kernel translates nothing.
+        nat(
+            &node,
+            command,
+            &format!("-A POSTROUTING -d {other} -j MASQUERADE"),
+        )?;
+        if is_long {
+            nat(&node, command, &format!("-A {}", translate(OTHER_PORT)))?;
+            nat(&node, command, &format!("-A {masquerade}"))?;
+        } else {
+            rules.push((command, masquerade));
+        }
+    }
+    for (command, rule) in &rules {
+        nat(&node, command, &format!("-A {rule}"))?;
+    }
+    let addresses: [IpAddr; 2] = [node.ipv4().into(), node.ipv6().into()];
+    let hold = |port: u16| -> Result<Vec<Process>> {
+        let all = addresses
+            .iter()
+            .flat_map(|address| std::iter::repeat_n(*address, CLIENTS));
+        let mut held = Vec::new();
+        for address in all {
+            let to = SocketAddr::new(address, port).to_string();
+            let probe = ext.probe("hold").args(["--pause-ms", "20", "--to", &to]);
+            let mut process = probe.stdin_piped().stdout_piped().spawn()?;
+            process.wait_for_line()?;
+            held.push(process);
+        }
+        Ok(held)
+    };
+    let mut older = Vec::new();
+    let cluster = Cluster::start_in(
+        lab,
+        &["near"],
+        |lab| {
+            older.push(hold(TCP_PORT));
+            vec![service(lab, &["near"])]
+        },
+        &[],
+    )?;
+    let mut connections = older.remove(0)?;
+    let ports_held = |wanted: usize| -> Result<()> {
+        let foreign = list(&cluster, &["--state", "foreign", "--protocol", "tcp"])?;
+        ensure!(
+            foreign.len() == wanted,
+            "{foreign:?}\n{}",
+            cluster.agent.log()
+        );
+        Ok(())
+    };
+    ports_held(2 * CLIENTS)?;
+    for (command, rule) in &rules {
+        nat(&node, command, &format!("-D {rule}"))?;
+    }
+    // The other client: as many connections as there are ports.
+    ext.ip("addr add 192.168.77.199/24 dev eth0")?;
+    ext.ip("-6 addr add fd77::199/64 dev eth0 nodad")?;
+    ext.ip(&format!(
+        "route add {}/32 dev eth0 src 192.168.77.199",
+        node.ipv4()
+    ))?;
+    ext.ip(&format!(
+        "-6 route add {}/128 dev eth0 src fd77::199",
+        node.ipv6()
+    ))?;
+    connections.extend(hold(TCP_PORT)?);
+    std::thread::sleep(std::time::Duration::from_millis(300));
+    let masqueraded = cluster.verdicts(Reason::Masqueraded)?;
+    ensure!(
+        masqueraded >= 2 * CLIENTS as u64,
+        "{masqueraded} masqueraded"
+    );
+    if is_long {
+        // The kernel's own conntrack gives ports as long as there are rules, and takes them back.
+        connections.extend(hold(OTHER_PORT)?);
+        eventually(|| ports_held(4 * CLIENTS))?;
+        for state in ["time_wait", "close"] {
+            node.sysctl(&format!("netfilter/nf_conntrack_tcp_timeout_{state}"), "1")?;
+        }
+    }
+    for (at, mut process) in connections.into_iter().enumerate() {
+        process.close_stdin();
+        let report: Report = process.wait_json()?;
+        ensure!(
+            report.errors.is_empty() && report.answered > 5 && report.endpoints.keys().eq(["near"]),
+            "connection {at}: {} answers, {:?}, {:?}",
+            report.answered,
+            report.errors,
+            report.endpoints
+        );
+    }
+    if is_long {
+        eventually(|| ports_held(0))?;
     }
     Ok(())
 }

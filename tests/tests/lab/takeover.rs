@@ -313,7 +313,6 @@ fn there_and_back(mode: Mode) -> Result<()> {
     dry_run.says(&["would be in", "would run", of_mode])?;
     ensure!(node.rules()? == before, "--dry-run changed rules");
     ensure!(node.files("rules-")?.is_empty(), "--dry-run saved rules");
-    // One masqueraded connection in 64 000 gets the port of one that the rules have masqueraded.
     let pause = if is_long() { 500 } else { 20_000 };
     with_traffic(&node, pause, || {
         let by_programs = [node.client().hold(TO)?, node.client().hold(TO_V6)?];

@@ -62,6 +62,15 @@ enum Foreign {
     Unknown,
 }
 
+/// The ports that the kernel's own conntrack has given to connections to our endpoints.
+#[derive(Clone, Debug, Default)]
+pub struct Listed {
+    /// What the endpoints see ([`Conntrack::hold_port`]).
+    pub ports: HashSet<FlowKey>,
+    /// When they were asked for.
+    pub asked: Tick,
+}
+
 /// One walk through all flows.
 #[derive(Debug)]
 pub struct Collector<'a> {
@@ -75,11 +84,14 @@ pub struct Collector<'a> {
     held: Held,
     /// The flows that the kernel's own conntrack translates.
     foreign: Foreign,
+    /// The ports that it has given.
+    listed: Option<&'a Listed>,
 }
 
 impl<'a> Collector<'a> {
-    /// Begins a walk. `held`: what the walk before found held ([`Census::held`]).
-    pub fn new(conntrack: &'a Conntrack, held: Held) -> Self {
+    /// Begins a walk. `held`: what the walk before found held ([`Census::held`]). `listed`: which ports the kernel's own conntrack
+    /// has given; others that were held before are free. `None` if nobody asked, or it cannot be read.
+    pub fn new(conntrack: &'a Conntrack, held: Held, listed: Option<&'a Listed>) -> Self {
         Self {
             conntrack,
             flows: conntrack.flows(),
@@ -88,6 +100,7 @@ impl<'a> Collector<'a> {
             ports: HashMap::new(),
             held,
             foreign: Foreign::Unasked,
+            listed,
         }
     }
 
@@ -113,7 +126,10 @@ impl<'a> Collector<'a> {
     fn remove(&mut self, now: Tick, ask_foreign: impl FnOnce() -> Option<HashSet<FlowKey>>) {
         let over = |flow: &Flow| flow.is_over(now);
         if matches!(self.foreign, Foreign::Unasked)
-            && self.batch.iter().any(|f| f.is_foreign() && over(f))
+            && self
+                .batch
+                .iter()
+                .any(|f| f.is_foreign() && !f.holds_port() && over(f))
         {
             self.foreign = ask_foreign().map_or(Foreign::Unknown, Foreign::Known);
         }
@@ -123,7 +139,15 @@ impl<'a> Collector<'a> {
                     Foreign::Known(flows) => flows.contains(&flow.key),
                     Foreign::Unasked | Foreign::Unknown => true,
                 };
-            if over(flow) && !lives_elsewhere && self.conntrack.remove_if(flow, over) {
+            let is_over = if flow.holds_port() {
+                self.listed.is_some_and(|listed| {
+                    // Not one that was added since.
+                    !listed.ports.contains(&flow.key) && flow.to.used.ticks_before(listed.asked) > 0
+                }) && self.conntrack.remove_if(flow, Flow::holds_port)
+            } else {
+                over(flow) && !lives_elsewhere && self.conntrack.remove_if(flow, over)
+            };
+            if is_over {
                 self.census.removed += 1;
             } else {
                 let kind = (flow.protocol(), flow.state());

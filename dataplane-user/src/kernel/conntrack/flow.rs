@@ -33,7 +33,7 @@ pub enum State {
     Unanswered,
     /// UDP: answered.
     Answered,
-    /// The kernel's own conntrack translates it, since before the takeover.
+    /// The kernel's own conntrack translates it.
     Foreign,
 }
 
@@ -92,6 +92,12 @@ impl Flow {
         socket(self.key.dst, self.key.dst_port)
     }
 
+    /// Whether it only holds a port of the node's: the kernel's own conntrack masquerades a connection to the endpoint, which
+    /// sees it come from [`Flow::client`].
+    pub fn holds_port(&self) -> bool {
+        self.is_foreign() && self.is_masqueraded()
+    }
+
     /// Returns the service's address, if the packet path translates a service's flow: the filter `VIPS` has to let it through.
     pub fn our_vip(&self) -> Option<Addr> {
         (!self.is_foreign() && !self.is_direct()).then_some(self.key.dst)
@@ -100,7 +106,8 @@ impl Flow {
     /// Whether it is no service's: a connection to the endpoint itself, which sees another port of the client's because
     /// the client already had a flow to it from its own.
     pub fn is_direct(&self) -> bool {
-        (self.key.dst, self.key.dst_port) == (self.to.endpoint, self.to.endpoint_port)
+        !self.is_foreign()
+            && (self.key.dst, self.key.dst_port) == (self.to.endpoint, self.to.endpoint_port)
     }
 
     /// Who answers.

@@ -18,7 +18,7 @@ use dataplane_common::{
 };
 use nix::time::{ClockId, clock_gettime};
 
-pub use collect::{Census, Collector, Ports};
+pub use collect::{Census, Collector, Listed, Ports};
 pub use flow::{Flow, State};
 pub use table::{Held, Table, Walk};
 
@@ -110,6 +110,9 @@ impl Conntrack {
         }
         let port = PortKey::new(key.src, key.src_port, key.dst_port, key.protocol);
         let flow = self.find(&self.table.by_node(&port)?)?;
+        if flow.is_foreign() {
+            return None;
+        }
         (self.node_addr(flow.to.node_addr) == Some(key.dst)).then_some(flow)
     }
 
@@ -153,6 +156,29 @@ impl Conntrack {
                 node_addr: 0,
             },
         })
+    }
+
+    /// Holds a port of the node's for a connection that the kernel's own conntrack masquerades: no other flow to the endpoint is
+    /// given it. `key`: what the endpoint sees, from the node to itself. `false`: the port is not held, because a flow of ours
+    /// has it, or because there is no room.
+    pub fn hold_port(&self, key: FlowKey) -> bool {
+        self.table.touch(&key)
+            || self.add(&Flow {
+                key,
+                to: Translation {
+                    endpoint: key.dst,
+                    endpoint_port: key.dst_port,
+                    node_port: key.src_port,
+                    used: now(),
+                    seen: seen::PACKET | seen::FOREIGN,
+                    node_addr: 1,
+                },
+            })
+    }
+
+    /// Whether a port is held like that.
+    pub fn holds_port(&self, key: &FlowKey) -> bool {
+        self.find(key).is_some_and(|flow| flow.holds_port())
     }
 
     /// Counts all flows, by reading them: some 50 ms for a million. The agent does so all the time, in steps

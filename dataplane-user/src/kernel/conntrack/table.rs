@@ -135,6 +135,15 @@ impl Table {
         Some([POSITIONS, OPENING].map(|word| words.load(word)))
     }
 
+    /// Says of a flow that it is in use; `false` if it is not there.
+    pub fn touch(&self, key: &FlowKey) -> bool {
+        let Some((index, found)) = self.find(key) else {
+            return false;
+        };
+        self.cell(index)
+            .is_some_and(|line| cells::mark(line, found.head(), found.state(), 0, 0, now()))
+    }
+
     /// Says of a flow that its service no longer lists its endpoint.
     pub fn depart(&self, key: &FlowKey) {
         let found = self.find(key);
@@ -171,7 +180,7 @@ impl Table {
         if self.find(key).is_some() {
             return false;
         }
-        let has_replies = !flow.is_foreign();
+        let has_replies = !flow.is_foreign() || flow.is_masqueraded();
         if has_replies && !flow.is_masqueraded() && self.by_client(&flow.reply_key()).is_some() {
             return false;
         }

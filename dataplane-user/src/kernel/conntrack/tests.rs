@@ -8,7 +8,7 @@ use dataplane_common::{
     packet::{FlowKey, Tick, Translation, seen},
 };
 
-use super::{Census, Collector, Conntrack, Flow, Held, State, now};
+use super::{Census, Collector, Conntrack, Flow, Held, Listed, State, now};
 
 fn conntrack() -> Option<Conntrack> {
     conntrack_for(1024)
@@ -79,7 +79,16 @@ fn collect(conntrack: &Conntrack, foreign: &[FlowKey]) -> Census {
 }
 
 fn collect_after(conntrack: &Conntrack, foreign: &[FlowKey], held: Held) -> Census {
-    let mut collector = Collector::new(conntrack, held);
+    collect_listed(conntrack, foreign, held, None)
+}
+
+fn collect_listed(
+    conntrack: &Conntrack,
+    foreign: &[FlowKey],
+    held: Held,
+    listed: Option<&Listed>,
+) -> Census {
+    let mut collector = Collector::new(conntrack, held, listed);
     loop {
         let known = || Some(foreign.iter().copied().collect::<HashSet<_>>());
         if let Some(census) = collector.step(known) {
@@ -261,7 +270,7 @@ fn foreign_flows_live_elsewhere() {
         assert_eq!(conntrack.find_by_reply(&flow.reply_key()), None);
     }
     // What cannot be read is not taken for gone.
-    let mut unreadable = Collector::new(&conntrack, Held::default());
+    let mut unreadable = Collector::new(&conntrack, Held::default(), None);
     let census = std::iter::repeat_with(|| unreadable.step(|| None)).find_map(|census| census);
     assert_eq!(census.unwrap().removed, 0);
     let census = collect(&conntrack, &[there.key]);
@@ -275,6 +284,49 @@ fn foreign_flows_live_elsewhere() {
     assert!(conntrack.add_foreign(gone.key, endpoint));
     let found = conntrack.find(&gone.key).unwrap();
     assert_eq!((found.to.endpoint, found.state()), (VIP, State::Foreign));
+}
+
+/// A port that the kernel's own conntrack has given is given to no other flow, until the kernel lists it no longer.
+#[test]
+fn ports_of_the_kernels_own_are_held() {
+    let Some(conntrack) = conntrack() else { return };
+    let port = |n, protocol| {
+        let endpoint = (ENDPOINT, Port::new(5353));
+        FlowKey::new(NODE, Port::new(n), endpoint.0, endpoint.1, protocol)
+    };
+    let at = |ticks: u16| Tick::from_number(now().number().wrapping_add(ticks));
+    let [there, gone] = [2000, 2002].map(|n| port(n, Protocol::TCP));
+    for key in [there, gone] {
+        assert!(conntrack.hold_port(key) && conntrack.holds_port(&key));
+        assert!(conntrack.hold_port(key), "again");
+        let found = conntrack.find(&key).unwrap();
+        assert_eq!((found.state(), found.our_vip()), (State::Foreign, None));
+        assert!(!found.is_direct());
+        assert_eq!(conntrack.find_by_reply(&found.reply_key()), None);
+    }
+    assert_eq!(conntrack.count(), 2);
+    // By the other protocol the port is another.
+    assert!(!conntrack.add(&masqueraded(2000, Protocol::TCP, now())));
+    assert!(conntrack.add(&masqueraded(2000, Protocol::UDP, now())));
+    assert!(
+        !conntrack.hold_port(port(2000, Protocol::UDP)),
+        "a flow of ours has it"
+    );
+
+    let listed = |asked| Listed {
+        ports: [there].into(),
+        asked,
+    };
+    let removed = |listed: Option<&Listed>| {
+        let census = collect_listed(&conntrack, &[], Held::default(), listed);
+        census.removed
+    };
+    assert_eq!(removed(None), 0, "nobody asked");
+    assert_eq!(removed(Some(&listed(at(0)))), 0, "added since");
+    assert_eq!(removed(Some(&listed(at(2)))), 1);
+    assert!(conntrack.holds_port(&there) && !conntrack.holds_port(&gone));
+    // Its slot is free, too.
+    assert!(conntrack.add(&masqueraded(2002, Protocol::TCP, now())));
 }
 
 /// Somebody who makes a flow dies before it is there.

@@ -162,7 +162,7 @@ fn tcp(is_answered: bool) -> Vec<u8> {
     .concat()
 }
 
-fn tuple(from: (Addr, Port), to: (Addr, Port), protocol: Protocol) -> Vec<u8> {
+pub(super) fn tuple(from: (Addr, Port), to: (Addr, Port), protocol: Protocol) -> Vec<u8> {
     let ip = match (from.0.ip(), to.0.ip()) {
         // CTA_IP_V4_SRC, CTA_IP_V4_DST
         (IpAddr::V4(from), IpAddr::V4(to)) => {
@@ -202,7 +202,7 @@ fn v6(ip: IpAddr) -> [u8; 16] {
     }
 }
 
-fn nested(kind: u16, content: &[u8]) -> Vec<u8> {
+pub(super) fn nested(kind: u16, content: &[u8]) -> Vec<u8> {
     const NESTED: u16 = 0x8000; // NLA_F_NESTED
     attribute(NESTED | kind, content)
 }

@@ -217,6 +217,22 @@ fn nothing_leads_to_foreign_flows() {
     assert!((0..=table.slots()).all(|index| slot(table, index).cell().is_none()));
     assert!(table.remove(&key));
     is_left(table, &[]);
+    // But for a port that one holds.
+    let holds = Translation {
+        node_port: key.src_port,
+        node_addr: 1,
+        ..foreign
+    };
+    assert!(table.add(&key, &holds) && table.touch(&key));
+    let port = PortKey::new(
+        holds.endpoint,
+        holds.endpoint_port,
+        holds.node_port,
+        key.protocol,
+    );
+    assert_eq!(table.by_node(&port), Some(key));
+    assert!(table.remove(&key) && !table.touch(&key));
+    is_left(table, &[]);
 }
 
 #[test]
