@@ -272,6 +272,8 @@ impl Enrolled {
     /// Of a [`Local`]: its connections were captured by its packets, and are by its sockets now. Those
     /// that its proxy still has go on.
     pub const PACKETS_BEFORE: u32 = 1 << 11;
+    /// Only users and groups with a rule that says so are captured. Needs [`Enrolled::HAS_USERS`].
+    pub const ONLY_USERS: u32 = 1 << 12;
     /// The entry is a workload's. Without this flag, an entry with resolvers is of a workload of which the agent captures
     /// only the DNS queries, and any other entry is of a namespace without a captured workload.
     pub const CAPTURED: u32 = 1 << 31;
@@ -520,17 +522,37 @@ pub trait Rules {
     fn range(&self, policy: u32, addr: Addr) -> u32;
 }
 
+/// Whether the rules leave the connections and queries of a process alone, by its user and group. A user or group that is
+/// excluded is, whatever says that the other is captured.
+#[inline(always)]
+pub fn excludes_user<T: Rules>(tables: &T, enrolled: &Enrolled, (user, group): (u32, u32)) -> bool {
+    if enrolled.flags & Enrolled::HAS_USERS == 0 {
+        return false;
+    }
+    let rule = |kind, id| {
+        let of = enrolled.policy;
+        tables.rule(&RuleKey { of, kind, id })
+    };
+    let others = if enrolled.flags & Enrolled::ONLY_USERS == 0 {
+        CAPTURED
+    } else {
+        0
+    };
+    (rule(RuleKey::USER, user) | rule(RuleKey::GROUP, group) | others) != CAPTURED
+}
+
+const _: () = assert!(CAPTURED & EXCLUDED == 0);
+
 /// Whether an outbound connection of a workload is captured ([`Reason::Captured`]), or by which kind
-/// of rule not; and whether the egress policy is about it. Users first, since a proxy is told by its user; then
-/// loopback; ports before ranges, since a port is captured or not wherever it is.
+/// of rule not; and whether the egress policy is about it. Users first ([`excludes_user`]), since a proxy is told by its
+/// user; then loopback; ports before ranges, since a port is captured or not wherever it is.
 #[inline(always)]
 pub fn outbound<T: Rules>(
     tables: &T,
     enrolled: &Enrolled,
     addr: Addr,
     port: Port,
-    user: u32,
-    group: u32,
+    excludes_user: bool,
 ) -> (Reason, bool) {
     let rule = |kind, id| {
         tables.rule(&RuleKey {
@@ -539,9 +561,7 @@ pub fn outbound<T: Rules>(
             id,
         })
     };
-    if enrolled.flags & Enrolled::HAS_USERS != 0
-        && (rule(RuleKey::USER, user) == EXCLUDED || rule(RuleKey::GROUP, group) == EXCLUDED)
-    {
+    if excludes_user {
         return (Reason::ExcludedUser, false);
     }
     if addr.is_loopback() || addr.is_unspecified() {
@@ -586,9 +606,9 @@ pub fn decide_outbound<T: Circumstances>(
     config: &CaptureConfig,
     enrolled: &Enrolled,
     (addr, port): (Addr, Port),
-    (user, group): (u32, u32),
+    excludes_user: bool,
 ) -> Reason {
-    let (reason, is_judged) = outbound(asked, enrolled, addr, port, user, group);
+    let (reason, is_judged) = outbound(asked, enrolled, addr, port, excludes_user);
     let proxy = enrolled.flags & Enrolled::PROXY != 0;
     if reason != Reason::ExcludedUser
         && proxy
@@ -625,12 +645,12 @@ pub fn decide_datagram<T: Circumstances>(
     asked: &T,
     enrolled: &Enrolled,
     (addr, port): (Addr, Port),
-    (user, group): (u32, u32),
+    excludes_user: bool,
 ) -> Reason {
     if enrolled.flags & Enrolled::EGRESS_DENY == 0 {
         return Reason::NotService;
     }
-    let (_, is_judged) = outbound(asked, enrolled, addr, port, user, group);
+    let (_, is_judged) = outbound(asked, enrolled, addr, port, excludes_user);
     if !is_judged || asked.is_itself() || asked.is_known() {
         return Reason::NotService;
     }
@@ -644,18 +664,9 @@ pub fn is_query<T: Rules>(
     tables: &T,
     enrolled: &Enrolled,
     (addr, port): (Addr, Port),
-    (user, group): (u32, u32),
+    excludes_user: bool,
 ) -> bool {
-    if enrolled.resolvers == 0 || port != DNS {
-        return false;
-    }
-    let is_excluded = |kind, id| {
-        let of = enrolled.policy;
-        tables.rule(&RuleKey { of, kind, id }) == EXCLUDED
-    };
-    if enrolled.flags & Enrolled::HAS_USERS != 0
-        && (is_excluded(RuleKey::USER, user) || is_excluded(RuleKey::GROUP, group))
-    {
+    if enrolled.resolvers == 0 || port != DNS || excludes_user {
         return false;
     }
     tables.range(enrolled.resolvers, addr) == CAPTURED

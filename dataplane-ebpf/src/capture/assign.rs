@@ -44,8 +44,8 @@ use crate::{
     tables::{LISTENERS, LOCALS},
 };
 
-/// No process has these: rules for users are about those of whom we see the sockets.
-const NOBODY: u32 = u32::MAX;
+/// Rules for users are about processes of which we see the sockets.
+const EXCLUDES_USER: bool = false;
 /// The network namespace of the interface (`BPF_F_CURRENT_NETNS`).
 const CURRENT_NETNS: u64 = u64::MAX;
 
@@ -166,7 +166,7 @@ fn datagram(skb: Skb, packet: &Packet, way: &mut Route) -> i32 {
 fn query(skb: Skb, packet: &Packet, local: &Local, way: &mut Route) -> Reason {
     let (key, enrolled) = (&packet.key, local.enrolled());
     let to = (key.dst, key.dst_port);
-    if !capture::is_query(&Live, &enrolled, to, (NOBODY, NOBODY)) {
+    if !capture::is_query(&Live, &enrolled, to, EXCLUDES_USER) {
         return Reason::NotService;
     }
     if enrolled.flags & Enrolled::EGRESS_DENY != 0 && !is_known(key) {
@@ -261,7 +261,7 @@ fn begin(skb: Skb, packet: &Packet, local: &Local, way: &mut Route) -> i32 {
         key: &packet.key,
         listener: &key,
     };
-    let mut reason = capture::decide_outbound(&asked, config, &enrolled, to, (NOBODY, NOBODY));
+    let mut reason = capture::decide_outbound(&asked, config, &enrolled, to, EXCLUDES_USER);
     // To whom the proxy would be the node.
     let dst = packet.key.dst;
     if reason == Reason::Captured

@@ -12,7 +12,7 @@ use dataplane_common::{
 
 use super::{
     askers, config,
-    outbound::{self, Call, enrolled, is_agent, mark, user},
+    outbound::{self, Call, enrolled, excludes_user, is_agent, mark},
 };
 use crate::{
     select::{Request, Verdict, count},
@@ -106,8 +106,8 @@ fn decide<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64, hook: Hoo
     }
     let asked = Call { ctx, request };
     let to = (request.addr, request.port);
-    let user = user(&enrolled);
-    let reason = capture::decide_datagram(&asked, &enrolled, to, user);
+    let excludes_user = excludes_user(&enrolled);
+    let reason = capture::decide_datagram(&asked, &enrolled, to, excludes_user);
     if reason == Reason::EgressDenied {
         let is_answer =
             hook as u8 == Hook::Sendmsg as u8 && askers::has(call, request.addr, request.port);
@@ -117,7 +117,7 @@ fn decide<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64, hook: Hoo
             reason
         };
     }
-    outbound::of_query(&asked, &enrolled, mesh, user)
+    outbound::of_query(&asked, &enrolled, mesh, excludes_user)
 }
 
 /// A datagram has arrived at a socket that is not connected: whoever sent it may be answered.

@@ -106,10 +106,10 @@ fn judge<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64) -> (Reason
     if has_mark(mark, config.mark) && is_agent(config) {
         return (Reason::ProxysOwn, 0);
     }
-    let (asked, user) = (Call { ctx, request }, user(&enrolled));
+    let (asked, excludes_user) = (Call { ctx, request }, excludes_user(&enrolled));
     let to = (request.addr, request.port);
     // First, because the verifier goes through it once for each result of what is before it.
-    if of_query(&asked, &enrolled, mesh, user) == Reason::CapturedDns
+    if of_query(&asked, &enrolled, mesh, excludes_user) == Reason::CapturedDns
         && (enrolled.flags & Enrolled::EGRESS_DENY == 0 || capture::Circumstances::is_known(&asked))
     {
         return (Reason::CapturedDns, enrolled.workload);
@@ -117,7 +117,7 @@ fn judge<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64) -> (Reason
     if enrolled.flags & Enrolled::CAPTURED == 0 {
         return (Reason::NotService, 0);
     }
-    let reason = capture::decide_outbound(&asked, config, &enrolled, to, user);
+    let reason = capture::decide_outbound(&asked, config, &enrolled, to, excludes_user);
     (reason, enrolled.workload)
 }
 
@@ -125,10 +125,10 @@ fn judge<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64) -> (Reason
 /// why. It does not if nobody listens there, now, or reads what arrives, or if the socket is bound to an interface, which
 /// is not the loopback.
 #[inline(always)]
-pub fn of_query(asked: &Call<'_>, enrolled: &Enrolled, mesh: u64, user: (u32, u32)) -> Reason {
+pub fn of_query(asked: &Call<'_>, enrolled: &Enrolled, mesh: u64, excludes_user: bool) -> Reason {
     let request = asked.request;
     let to = (request.addr, request.port);
-    if !capture::is_query(asked, enrolled, to, user) || is_bound_to_interface(asked.ctx) {
+    if !capture::is_query(asked, enrolled, to, excludes_user) || is_bound_to_interface(asked.ctx) {
         return Reason::NotService;
     }
     let (_, port) = dns_server(mesh, request.addr.is_v4());
@@ -164,16 +164,26 @@ pub fn enrolled(request: &Request, config: &CaptureConfig, mesh: u64) -> *const 
     core::ptr::null()
 }
 
-/// The user and group of the process, if rules are about some.
+/// Whether rules leave the process alone by its user or group.
 #[inline(always)]
-pub fn user(enrolled: &Enrolled) -> (u32, u32) {
-    if enrolled.flags & Enrolled::HAS_USERS == 0 {
-        // Nobody asks.
-        return (0, 0);
-    }
+pub fn excludes_user(enrolled: &Enrolled) -> bool {
+    capture_excludes_user(enrolled.policy, enrolled.flags) != 0
+}
+
+/// With external linkage, as [`capture_leads_back`].
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn capture_excludes_user(policy: u32, flags: u32) -> u32 {
+    let enrolled = Enrolled {
+        policy,
+        flags,
+        ..Enrolled::default()
+    };
     // SAFETY: the helper has no preconditions.
-    let user = unsafe { bpf_get_current_uid_gid() };
-    (user as u32, (user >> 32) as u32)
+    let ids = unsafe { bpf_get_current_uid_gid() };
+    let ids = (ids as u32, (ids >> 32) as u32);
+    u32::from(capture::excludes_user(&Live, &enrolled, ids))
 }
 
 /// `SO_MARK` of the socket.
@@ -226,13 +236,7 @@ impl capture::Circumstances for Call<'_> {
 
     #[inline(always)]
     fn is_known(&self) -> bool {
-        let request = self.request;
-        super::is_known(
-            frontend(request),
-            request.addr,
-            request.port,
-            request.protocol,
-        )
+        capture_knows(self.request) != 0
     }
 
     #[inline(always)]
@@ -303,6 +307,23 @@ extern "C" fn capture_leads_back(request: *const Request) -> u32 {
     };
     let endpoint = decide::only_endpoint(&select::Live, frontend(request));
     u32::from(!endpoint.is_none() && is_own(request, endpoint.addr))
+}
+
+/// Whether the destination is a service's of Pods, an endpoint's of one, or stated by the operator. Likewise.
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn capture_knows(request: *const Request) -> u32 {
+    // SAFETY: as above.
+    let Some(request) = (unsafe { request.as_ref() }) else {
+        return 0;
+    };
+    u32::from(super::is_known(
+        frontend(request),
+        request.addr,
+        request.port,
+        request.protocol,
+    ))
 }
 
 #[inline(always)]

@@ -419,6 +419,18 @@ impl CapturedBy {
     }
 }
 
+/// Which inbound connections of a workload are captured.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Inbound {
+    /// Those to ports that are listed as captured.
+    #[default]
+    Listed,
+    /// All but those to ports that are listed as not captured.
+    All,
+    /// None.
+    None,
+}
+
 /// What the configuration, a namespace or a workload says of capture: what it does not say is said
 /// by whoever is less specific.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -439,6 +451,8 @@ pub struct Rules {
     pub acceleration: Option<Acceleration>,
     /// Whether DNS queries are captured, where others' are.
     pub dns: Option<bool>,
+    /// Whether inbound connections are captured.
+    pub inbound: Option<bool>,
     /// Outbound destination ranges: whether they are captured. A list of what is included is the
     /// range 0.0.0.0/0 or ::/0 that is not, and the ranges of the list that are.
     pub outbound_ranges: BTreeMap<IpNet, bool>,
@@ -448,6 +462,10 @@ pub struct Rules {
     pub inbound_ports: BTreeMap<u16, bool>,
     /// Whether inbound ports are captured that are not listed.
     pub inbound_others: Option<bool>,
+    /// The only users whose connections are captured, besides the groups; of neither any: all.
+    pub included_uids: BTreeSet<u32>,
+    /// The only groups.
+    pub included_gids: BTreeSet<u32>,
     /// Users whose connections are not captured.
     pub excluded_uids: BTreeSet<u32>,
     /// Groups whose connections are not captured.
@@ -459,7 +477,7 @@ pub struct Rules {
 impl Rules {
     /// These, and where they say nothing, what is said by less specific ones. Of two that say
     /// something of the same range, port or setting, these win; users, groups and interfaces are
-    /// excluded if either says so.
+    /// excluded, and users and groups included, if either says so.
     #[must_use]
     pub fn over(&self, general: &Self) -> Self {
         fn maps<K: Ord + Clone>(
@@ -482,10 +500,13 @@ impl Rules {
             without_proxy: self.without_proxy.or(general.without_proxy),
             acceleration: self.acceleration.or(general.acceleration),
             dns: self.dns.or(general.dns),
+            inbound: self.inbound.or(general.inbound),
             outbound_ranges: maps(&self.outbound_ranges, &general.outbound_ranges),
             outbound_ports: maps(&self.outbound_ports, &general.outbound_ports),
             inbound_ports: maps(&self.inbound_ports, &general.inbound_ports),
             inbound_others: self.inbound_others.or(general.inbound_others),
+            included_uids: sets(&self.included_uids, &general.included_uids),
+            included_gids: sets(&self.included_gids, &general.included_gids),
             excluded_uids: sets(&self.excluded_uids, &general.excluded_uids),
             excluded_gids: sets(&self.excluded_gids, &general.excluded_gids),
             excluded_interfaces: sets(&self.excluded_interfaces, &general.excluded_interfaces),
@@ -507,7 +528,13 @@ impl Rules {
             judged_ranges: BTreeSet::new(),
             judged_ports: BTreeSet::new(),
             inbound_ports: self.inbound_ports.clone(),
-            inbound_others: self.inbound_others.unwrap_or(true),
+            inbound: match (self.inbound, self.inbound_others) {
+                (Some(false), _) => Inbound::None,
+                (_, Some(false)) => Inbound::Listed,
+                _ => Inbound::All,
+            },
+            included_uids: self.included_uids.clone(),
+            included_gids: self.included_gids.clone(),
             excluded_uids: self.excluded_uids.clone(),
             excluded_gids: self.excluded_gids.clone(),
             excluded_interfaces: self.excluded_interfaces.clone(),
@@ -520,6 +547,8 @@ impl Rules {
             only_queries: true,
             outbound_ranges: self.outbound_ranges.clone(),
             outbound_ports: self.outbound_ports.clone(),
+            included_uids: self.included_uids.clone(),
+            included_gids: self.included_gids.clone(),
             excluded_uids: self.excluded_uids.clone(),
             excluded_gids: self.excluded_gids.clone(),
             ..Policy::default()
@@ -587,8 +616,12 @@ pub struct Policy {
     pub judged_ports: BTreeSet<u16>,
     /// Inbound ports: whether they are captured.
     pub inbound_ports: BTreeMap<u16, bool>,
-    /// Whether inbound ports are captured that are not listed.
-    pub inbound_others: bool,
+    /// Which inbound connections are captured.
+    pub inbound: Inbound,
+    /// The only users whose connections are captured, besides the groups; of neither any: all.
+    pub included_uids: BTreeSet<u32>,
+    /// The only groups.
+    pub included_gids: BTreeSet<u32>,
     /// Users whose connections are not captured.
     pub excluded_uids: BTreeSet<u32>,
     /// Groups whose connections are not captured.

@@ -9,7 +9,7 @@ use dataplane_common::{
 };
 use ipnet::{IpNet, Ipv4Net};
 
-use crate::model::{Egress, Policy, WithoutProxy};
+use crate::model::{Egress, Inbound, Policy, WithoutProxy};
 
 /// What the tables of capture hold, or should.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -148,6 +148,12 @@ impl Policies {
             let of = number;
             tables.rules.insert(RuleKey { of, kind, id }, said);
         };
+        for uid in &policy.included_uids {
+            rule(RuleKey::USER, *uid, CAPTURED);
+        }
+        for gid in &policy.included_gids {
+            rule(RuleKey::GROUP, *gid, CAPTURED);
+        }
         for uid in &policy.excluded_uids {
             rule(RuleKey::USER, *uid, EXCLUDED);
         }
@@ -163,7 +169,11 @@ impl Policies {
             let said = verdict(*captured, is_judged);
             rule(RuleKey::OUTBOUND_PORT, u32::from(*port), said);
         }
-        for (port, captured) in &policy.inbound_ports {
+        let inbound = policy
+            .inbound_ports
+            .iter()
+            .filter(|_| policy.inbound != Inbound::None);
+        for (port, captured) in inbound {
             rule(
                 RuleKey::INBOUND_PORT,
                 u32::from(*port),
@@ -229,20 +239,23 @@ fn range(key: &RangeKey) -> Option<IpNet> {
 
 fn flags(policy: &Policy, foreign: bool) -> u32 {
     let proxied = policy.mode.is_proxied(foreign);
-    let users = !policy.excluded_uids.is_empty() || !policy.excluded_gids.is_empty();
+    let only = !policy.included_uids.is_empty() || !policy.included_gids.is_empty();
+    let users = only || !policy.excluded_uids.is_empty() || !policy.excluded_gids.is_empty();
+    let of_users = [(Enrolled::HAS_USERS, users), (Enrolled::ONLY_USERS, only)];
     if policy.only_queries {
-        return if users { Enrolled::HAS_USERS } else { 0 };
+        return flags_of(of_users);
     }
-    [
+    let inbound = policy.inbound != Inbound::None;
+    let of_connections = [
         (Enrolled::CAPTURED, true),
         (Enrolled::PROXY, proxied),
-        (Enrolled::INBOUND, proxied),
+        (Enrolled::INBOUND, proxied && inbound),
         (Enrolled::EGRESS_DENY, policy.egress == Egress::Deny),
         (
             Enrolled::FAIL_OPEN,
             policy.without_proxy == WithoutProxy::Pass,
         ),
-        (Enrolled::INBOUND_OTHERS, policy.inbound_others),
+        (Enrolled::INBOUND_OTHERS, policy.inbound == Inbound::All),
         (Enrolled::HAS_RANGES, !policy.outbound_ranges.is_empty()),
         (
             Enrolled::HAS_OUTBOUND_PORTS,
@@ -250,13 +263,15 @@ fn flags(policy: &Policy, foreign: bool) -> u32 {
         ),
         (
             Enrolled::HAS_INBOUND_PORTS,
-            !policy.inbound_ports.is_empty(),
+            inbound && !policy.inbound_ports.is_empty(),
         ),
-        (Enrolled::HAS_USERS, users),
-    ]
-    .into_iter()
-    .filter(|(_, set)| *set)
-    .fold(0, |flags, (flag, _)| flags | flag)
+    ];
+    flags_of(of_users.into_iter().chain(of_connections))
+}
+
+fn flags_of(flags: impl IntoIterator<Item = (u32, bool)>) -> u32 {
+    let set = flags.into_iter().filter(|(_, set)| *set);
+    set.fold(0, |flags, (flag, _)| flags | flag)
 }
 
 #[cfg(test)]
@@ -278,7 +293,15 @@ mod tests {
             ..Enrolled::default()
         };
         let addr: IpAddr = addr.parse().unwrap();
-        capture::outbound(&tables, &enrolled, addr.into(), Port::new(port), user, 0).0
+        let excludes_user = capture::excludes_user(&tables, &enrolled, (user, 0));
+        capture::outbound(
+            &tables,
+            &enrolled,
+            addr.into(),
+            Port::new(port),
+            excludes_user,
+        )
+        .0
     }
 
     fn rules(edit: impl FnOnce(&mut Rules)) -> Rules {
@@ -340,6 +363,35 @@ mod tests {
     }
 
     #[test]
+    fn without_inbound_capture_no_port_is_captured() {
+        let all = rules(|r| {
+            r.inbound_ports.insert(80, true);
+        });
+        let none = rules(|r| r.inbound = Some(false));
+        let again = rules(|r| r.inbound = Some(true));
+        let captured = |rules: &Rules| {
+            let mut tables = Captured::default();
+            let policy = rules.policy().expect("captured");
+            let (policy, flags) = Policies::after(7).add(&policy, true, &mut tables);
+            let local = Local {
+                netns: 1,
+                policy,
+                flags,
+                workload: 1,
+                resolvers: 0,
+            };
+            let inbound = flags & Enrolled::INBOUND != 0;
+            (
+                inbound,
+                capture::inbound(&tables, &local, 80, 2) == Reason::CapturedInbound,
+            )
+        };
+        assert_eq!(captured(&all), (true, true));
+        assert_eq!(captured(&none.over(&all)), (false, false));
+        assert_eq!(captured(&again.over(&none.over(&all))), (true, true));
+    }
+
+    #[test]
     fn users_loopback_and_ports_come_before_ranges() {
         let all = rules(|r| {
             r.excluded_uids.insert(1500);
@@ -350,6 +402,24 @@ mod tests {
         assert_eq!(said(&all, "::1", 80, 0), Reason::ExcludedLoopback);
         assert_eq!(said(&all, "192.0.2.1", 22, 0), Reason::ExcludedPort);
         assert_eq!(said(&all, "192.0.2.1", 80, 0), Reason::Captured);
+    }
+
+    #[test]
+    fn only_included_users_and_groups_are_captured() {
+        let one = rules(|r| r.included_uids = [1500].into());
+        assert_eq!(said(&one, "192.0.2.1", 80, 1500), Reason::Captured);
+        assert_eq!(said(&one, "192.0.2.1", 80, 7), Reason::ExcludedUser);
+        // Every process of the test has group 0.
+        let group = rules(|r| r.included_gids = [0].into()).over(&one);
+        assert_eq!(said(&group, "192.0.2.1", 80, 7), Reason::Captured);
+        // What is excluded is, by whatever layer.
+        let excluded = rules(|r| r.excluded_uids = [1500].into());
+        for both in [group.over(&excluded), excluded.over(&group)] {
+            assert_eq!(said(&both, "192.0.2.1", 80, 1500), Reason::ExcludedUser);
+            assert_eq!(said(&both, "192.0.2.1", 80, 7), Reason::Captured);
+        }
+        let other = rules(|r| r.included_gids = [5].into());
+        assert_eq!(said(&other, "192.0.2.1", 80, 1500), Reason::ExcludedUser);
     }
 
     #[test]

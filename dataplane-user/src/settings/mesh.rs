@@ -116,6 +116,9 @@ pub struct MeshRules {
     /// Whether DNS queries are captured, if `dns.capture` says so. Default: true.
     #[serde(skip_serializing_if = "is_default")]
     pub dns: Option<bool>,
+    /// Whether inbound connections are captured. Default: true.
+    #[serde(skip_serializing_if = "is_default")]
+    pub inbound: Option<bool>,
     /// Capture only connections to these ranges. Default: all.
     #[serde(skip_serializing_if = "is_default")]
     #[serde(rename = "includeOutboundIPRanges")]
@@ -137,6 +140,16 @@ pub struct MeshRules {
     /// Do not capture inbound connections to these ports.
     #[serde(skip_serializing_if = "is_default")]
     pub exclude_inbound_ports: Vec<u16>,
+    /// Capture only outbound connections of processes of these users, and of the groups in `includeGIDs`.
+    /// Default: all.
+    #[serde(skip_serializing_if = "is_default")]
+    #[serde(rename = "includeUIDs")]
+    pub include_uids: Vec<u32>,
+    /// Capture only outbound connections of processes of these groups, and of the users in `includeUIDs`.
+    /// Default: all.
+    #[serde(skip_serializing_if = "is_default")]
+    #[serde(rename = "includeGIDs")]
+    pub include_gids: Vec<u32>,
     /// Do not capture connections of processes of these users.
     #[serde(skip_serializing_if = "is_default")]
     #[serde(rename = "excludeUIDs")]
@@ -194,6 +207,9 @@ impl MeshRules {
             without_proxy: self.without_proxy,
             acceleration: self.acceleration,
             dns: self.dns,
+            inbound: self.inbound,
+            included_uids: self.include_uids.iter().copied().collect(),
+            included_gids: self.include_gids.iter().copied().collect(),
             excluded_uids: self.exclude_uids.iter().copied().collect(),
             excluded_gids: self.exclude_gids.iter().copied().collect(),
             excluded_interfaces: self
@@ -237,6 +253,7 @@ impl MeshRules {
     /// The keys for inbound connections that it says something for.
     fn inbound_keys(&self) -> impl Iterator<Item = &'static str> {
         let given = [
+            ("inbound", self.inbound.is_none()),
             ("includeInboundPorts", self.include_inbound_ports.is_empty()),
             ("excludeInboundPorts", self.exclude_inbound_ports.is_empty()),
             ("excludeInterfaces", self.exclude_interfaces.is_empty()),
@@ -247,6 +264,12 @@ impl MeshRules {
     }
 
     fn faults(&self, at: &str, faults: &mut Vec<(String, String)>) {
+        if self.inbound == Some(false) {
+            for key in self.inbound_keys().filter(|key| *key != "inbound") {
+                let text = "has no effect: inbound is false".to_owned();
+                faults.push((format!("{at}.{key}"), text));
+            }
+        }
         for (key, ports) in [
             ("includeOutboundPorts", &self.include_outbound_ports),
             ("excludeOutboundPorts", &self.exclude_outbound_ports),

@@ -480,7 +480,7 @@ fn a_sidecars_rules_become_a_configuration() -> Result<()> {
     };
     let (code, out, said) = import()?;
     ensure!(
-        code == Some(1) && out.is_empty() && said.contains("no rule of Istio's sidecar"),
+        code == Some(1) && out.is_empty() && said.contains("no rule of Istio"),
         "{out}{said}"
     );
     load(
@@ -511,18 +511,29 @@ fn a_sidecars_rules_become_a_configuration() -> Result<()> {
         ensure!(lines.contains(&wanted), "{wanted}: {out}");
     }
     ensure!(
-        !lines.contains(&"- 15021") && out.contains("15008, 15021 are the sidecar's own"),
+        !lines.contains(&"- 15021") && out.contains("15008, 15021 are the mesh's own"),
         "{out}"
     );
-    // Only some users are captured: no configuration says so.
+    for program in ["iptables-nft-restore", "ip6tables-nft-restore"] {
+        load(
+            &format!("{program} --noflush"),
+            "*nat\n-I ISTIO_OUTPUT -m owner ! --gid-owner 7 -j RETURN\nCOMMIT",
+        )?;
+    }
+    let (code, out, said) = import()?;
+    ensure!(
+        code == Some(0) && out.contains("includeGIDs:\n    - 7\n"),
+        "{out}{said}"
+    );
+    // By which interface a connection leaves, no configuration says.
     load(
         "iptables-nft-restore --noflush",
-        "*nat\n-I ISTIO_OUTPUT -m owner ! --gid-owner 7 -j RETURN\nCOMMIT",
+        "*nat\n-I OUTPUT -o eth0 -j RETURN\nCOMMIT",
     )?;
     let (code, out, said) = import()?;
     ensure!(code == Some(1) && out.is_empty(), "{out}");
     ensure!(
-        said.contains("iptables-nft:") && said.contains("! --gid-owner 7"),
+        said.contains("iptables-nft:") && said.contains("-o eth0 -j RETURN"),
         "{said}"
     );
     Ok(())
@@ -570,7 +581,7 @@ fn istios_own_examples_become_configurations() -> Result<()> {
             let line = said.split_once(&format!("{path}:"));
             let number = line.and_then(|(_, rest)| rest.split(':').next()?.parse::<usize>().ok());
             ensure!(
-                number.is_some() || said.contains("no rule of Istio's sidecar"),
+                number.is_some() || said.contains("no rule of Istio"),
                 "{name}: {said}"
             );
             refused += 1;

@@ -18,7 +18,7 @@ use crate::{
     kernel::{
         self, Accelerator, Capture, CaptureOptions, Kernel, Listeners, Namespace, namespaces,
     },
-    model::{Acceleration, Egress, Workload, WorkloadName},
+    model::{Acceleration, Egress, Inbound, Workload, WorkloadName},
     plan::enrol::{Member, Problem},
     proxy::handover::Named,
     relay::{self, Attachment},
@@ -33,10 +33,16 @@ pub(super) struct Attached {
     pub namespace: OwnedFd,
     egress: Egress,
     acceleration: Acceleration,
+    takes_inbound: bool,
     /// Why what it says to the proxy goes by TCP, though acceleration was asked for.
     pub not_accelerated: Option<String>,
     /// Its listening sockets, for the agent that takes this one's place.
     sockets: Named,
+}
+
+/// Whether the proxy takes inbound connections of a workload that has one.
+fn takes_inbound(member: &Member) -> bool {
+    member.policy.inbound != Inbound::None
 }
 
 impl Mesh {
@@ -73,6 +79,7 @@ impl Mesh {
             member.workload.name == attached.name
                 && member.policy.egress == attached.egress
                 && member.policy.acceleration == attached.acceleration
+                && takes_inbound(member) == attached.takes_inbound
         })
     }
 
@@ -175,6 +182,7 @@ impl Mesh {
             namespace: clone()?,
             egress: member.policy.egress,
             acceleration: member.policy.acceleration,
+            takes_inbound: takes_inbound(member),
             not_accelerated,
             sockets,
         };

@@ -34,7 +34,8 @@ const NOT_THERE: u32 = Enrolled::INBOUND
     | Enrolled::INBOUND_OTHERS
     | Enrolled::HAS_INBOUND_PORTS
     | Enrolled::HAS_INTERFACES
-    | Enrolled::HAS_USERS;
+    | Enrolled::HAS_USERS
+    | Enrolled::ONLY_USERS;
 
 /// Those that are captured now, and those that were.
 #[derive(Default)]

@@ -13,8 +13,8 @@ use anyhow::Context as _;
 use dataplane_common::{
     Addr, Port, Protocol, Reason,
     capture::{
-        self, CAPTURED, CaptureConfig, Enrolled, ListenerKey, Local, MESH_CGROUPS, MESH_DENIES,
-        MESH_DNS, MESH_GUARD, MESH_NAMESPACES, REACHABLE, RuleKey,
+        self, CAPTURED, CaptureConfig, EXCLUDED, Enrolled, ListenerKey, Local, MESH_CGROUPS,
+        MESH_DENIES, MESH_DNS, MESH_GUARD, MESH_NAMESPACES, REACHABLE, RuleKey,
     },
     decide,
     tables::{Frontend, FrontendKey},
@@ -203,16 +203,19 @@ impl Mesh {
             client.group.unwrap_or(u32::MAX),
         );
         let ids = (user, group);
+        let excludes_user = capture::excludes_user(&call, &enrolled, ids);
         let mut reason = if is_tcp && !is_captured {
             Reason::NotService
         } else if is_tcp {
-            capture::decide_outbound(&call, &self.config, &enrolled, call.to, ids)
+            capture::decide_outbound(&call, &self.config, &enrolled, call.to, excludes_user)
         } else if call.is_by_packets() {
             Reason::NotService
         } else {
-            capture::decide_datagram(&call, &enrolled, call.to, ids)
+            capture::decide_datagram(&call, &enrolled, call.to, excludes_user)
         };
-        if reason != Reason::EgressDenied && capture::is_query(&call, &enrolled, call.to, ids) {
+        if reason != Reason::EgressDenied
+            && capture::is_query(&call, &enrolled, call.to, excludes_user)
+        {
             // By either protocol: the server has both sockets or none.
             if tables.queries_are_bypassed().is_none()
                 && (call.is_by_packets() || call.listens_at(capture::dns_server(self.word)))
@@ -235,8 +238,8 @@ impl Mesh {
         told.steps.push(format!("{how} is {}", whose(&told)));
         if enrolled.flags & Enrolled::HAS_USERS != 0 && client.user.is_none() {
             told.steps.push(
-                "some users are excluded, and the process's user is unknown (give --user, or \
-                 pid:NUMBER): explained for a user that is not excluded"
+                "rules name users or groups, and the process's user is unknown (give --user, or \
+                 pid:NUMBER): explained for a user that no rule names"
                     .to_owned(),
             );
         }
@@ -255,13 +258,16 @@ impl Mesh {
     pub fn inbound(&self, client: &Client<'_>, to: Destination) -> Option<Told> {
         let local = self.held.locals.get(&to.addr.into())?;
         let from_itself = client.namespace.is_some_and(|n| n.cookie == local.netns);
-        if to.protocol != Protocol::TCP || local.flags & Enrolled::INBOUND == 0 || from_itself {
+        let is_proxied = local.flags & Enrolled::PROXY != 0 && !local.is_by_packets();
+        if to.protocol != Protocol::TCP || !is_proxied || from_itself {
             return None;
         }
         let interface = interface_of(local.netns, to);
         let number = interface.as_ref().map_or(0, |(_, number)| *number);
         let own = [self.config.inbound, self.config.outbound].contains(&Port::new(to.port));
-        let mut reason = if own {
+        let mut reason = if local.flags & Enrolled::INBOUND == 0 {
+            Reason::ExcludedPort
+        } else if own {
             Reason::Recursive
         } else {
             capture::inbound(&self.held, local, to.port.into(), number)
@@ -459,10 +465,25 @@ impl Mesh {
             (said != 0).then_some(said)
         };
         let (about, of, says) = match reason {
-            Reason::ExcludedUser if held(RuleKey::USER, user).is_some() => {
+            Reason::ExcludedUser if held(RuleKey::USER, user) == Some(EXCLUDED) => {
                 ("user", user.to_string(), "excluded")
             }
-            Reason::ExcludedUser => ("group", group.to_string(), "excluded"),
+            Reason::ExcludedUser if held(RuleKey::GROUP, group) == Some(EXCLUDED) => {
+                ("group", group.to_string(), "excluded")
+            }
+            // Rules name the only ones that are captured.
+            Reason::ExcludedUser => {
+                let rules = self.workload(enrolled.workload).map(|w| w.rules.iter());
+                let is_one = |rule: &&api::MeshRule| {
+                    matches!(&*rule.about, "user" | "group") && rule.says == "captured"
+                };
+                return Some(Rule {
+                    about: "other-users",
+                    of: String::new(),
+                    says: "excluded".to_owned(),
+                    by: rules.and_then(|mut rules| Some(rules.find(is_one)?.by.clone())),
+                });
+            }
             Reason::ExcludedPort => ("outbound-port", port.host().to_string(), "excluded"),
             Reason::ExcludedRange | Reason::Captured => {
                 let port = port.host();
@@ -510,6 +531,9 @@ impl Mesh {
         let (about, of, says) = match reason {
             Reason::ExcludedInterface => ("interface", interface?.to_owned(), "excluded"),
             Reason::ExcludedPort if listed => ("inbound-port", port.to_string(), "excluded"),
+            Reason::ExcludedPort if local.flags & Enrolled::INBOUND == 0 => {
+                ("inbound", String::new(), "excluded")
+            }
             Reason::ExcludedPort => ("inbound-others", String::new(), "excluded"),
             Reason::CapturedInbound if listed => ("inbound-port", port.to_string(), "captured"),
             _ => return self.setting(reason, local.workload),

@@ -18,17 +18,17 @@ use crate::{
     settings::{Dns, DnsCapture, DnsDestinations, Mesh, MeshProxy, MeshRules, Range, Settings},
     takeover::{
         binaries,
-        capture::{self, Capture},
+        capture::{self, AMBIENT, Capture},
         collect,
         ruleset::{Form, Text},
     },
 };
 
-/// Print the configuration that captures the same connections as the rules of a sidecar in a pod.
+/// Print the configuration that captures the same connections as a mesh's rules in a pod.
 ///
-/// Reads the rules of Istio's sidecar (REDIRECT) or of Open Service Mesh, and prints `mesh` of the configuration file, and `dns`
-/// if DNS queries are captured. The agent's proxy takes the sidecar's place. A rule that the configuration cannot express is an
-/// error with its line. Changes nothing.
+/// Reads the rules of Istio's sidecar or ambient mode, or of Open Service Mesh, and prints `mesh` of the configuration file, and
+/// `dns` if DNS queries are captured. The agent's proxy takes the sidecar's place. A rule that the configuration cannot express
+/// is an error with its line. Changes nothing.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -96,23 +96,36 @@ pub(in crate::cli) fn settings(capture: &Capture) -> Settings {
         ranges.iter().copied().map(Range).collect()
     };
     let ports = |ports: &std::collections::BTreeSet<u16>| ports.iter().copied().collect();
+    if !capture.captures_something() {
+        let mut mesh = Mesh::default();
+        mesh.rules.captured = Some(false);
+        return Settings {
+            mesh: Some(mesh),
+            ..Settings::default()
+        };
+    }
     let defaults = (15001, 15006);
     let mesh = Mesh {
         proxy: MeshProxy {
             outbound: Some(capture.outbound).filter(|port| *port != defaults.0),
-            inbound: Some(capture.inbound).filter(|port| *port != defaults.1),
+            inbound: Some(capture.inbound)
+                .filter(|port| capture.takes_inbound && *port != defaults.1),
             ..MeshProxy::default()
         },
         rules: MeshRules {
             captured: Some(true),
+            inbound: (!capture.takes_inbound).then_some(false),
             include_outbound_ip_ranges: ranges(&capture.include_ranges),
             exclude_outbound_ip_ranges: ranges(&capture.exclude_ranges),
             include_outbound_ports: ports(&capture.include_ports),
             exclude_outbound_ports: ports(&capture.exclude_ports),
             include_inbound_ports: ports(&capture.include_inbound),
             exclude_inbound_ports: ports(&capture.exclude_inbound),
+            include_uids: capture.include_uids.iter().copied().collect(),
+            include_gids: capture.include_gids.iter().copied().collect(),
             exclude_uids: capture.uids.iter().copied().collect(),
             exclude_gids: capture.gids.iter().copied().collect(),
+            exclude_interfaces: capture.exclude_interfaces.iter().cloned().collect(),
             ..MeshRules::default()
         },
         ..Mesh::default()
@@ -132,14 +145,43 @@ pub(in crate::cli) fn settings(capture: &Capture) -> Settings {
 
 /// Comments on rules that concern only the sidecar, so that the configuration leaves them out.
 fn notes(capture: &Capture) -> Vec<String> {
+    let place = if capture.owner == AMBIENT {
+        "ztunnel's place, so remove the pod from ambient mode"
+    } else {
+        "the sidecar's place, so remove the sidecar from the pod"
+    };
     let mut notes = vec![format!(
-        "By the rules of {}. The agent's proxy takes the sidecar's place, so remove the sidecar from the pod.",
+        "By the rules of {}. The agent's proxy takes {place}.",
         capture.owner
     )];
+    if !capture.captures_something() {
+        notes.push("The rules capture no connection.".to_owned());
+        return notes;
+    }
+    if capture.by_tproxy {
+        notes.push(
+            "The rules capture inbound connections by TPROXY. The application sees the client's address, as it does with the \
+             agent's proxy (mesh.proxy.keepSource)."
+                .to_owned(),
+        );
+    }
+    if capture.drops_invalid {
+        notes.push(
+            "Left out: the rule that drops packets which conntrack calls invalid. The agent captures without conntrack."
+                .to_owned(),
+        );
+    }
+    if !capture.probes.is_empty() {
+        let sources: Vec<String> = capture.probes.iter().map(ToString::to_string).collect();
+        notes.push(format!(
+            "Left out: probes of the kubelet, from {}, are not captured by the rules. The agent's proxy relays them.",
+            sources.join(", ")
+        ));
+    }
     if !capture.own_ports.is_empty() {
         let ports: Vec<String> = capture.own_ports.iter().map(u16::to_string).collect();
         notes.push(format!(
-            "Left out: ports {} are the sidecar's own.",
+            "Left out: ports {} are the mesh's own.",
             ports.join(", ")
         ));
     }

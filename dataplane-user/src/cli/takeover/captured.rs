@@ -125,7 +125,9 @@ impl Captured {
         let mesh = settings.mesh.unwrap_or_default();
         let mut all: BTreeMap<(String, String), [Option<String>; 2]> = BTreeMap::new();
         let mut add = |at: usize, about: &str, of: &str, says: &str| {
-            if !SETTINGS.contains(&about) {
+            // That they are is the default.
+            let is_default = about == "inbound" && says == "captured";
+            if !SETTINGS.contains(&about) && !is_default {
                 let both = all.entry((about.to_owned(), of.to_owned())).or_default();
                 both[at] = Some(says.to_owned());
             }

@@ -41,6 +41,8 @@ pub(super) const ROOM: [u64; 2] = [part(capture::RULES); 2];
 fn cost(policy: &Policy) -> [u64; 2] {
     let rules = policy.outbound_ports.len()
         + policy.inbound_ports.len()
+        + policy.included_uids.len()
+        + policy.included_gids.len()
         + policy.excluded_uids.len()
         + policy.excluded_gids.len()
         + policy.excluded_interfaces.len();
@@ -287,7 +289,7 @@ mod tests {
     use proptest::prelude::*;
 
     use crate::{
-        model::{Layers, Node, Part, Place, Split, WorkloadName},
+        model::{Inbound, Layers, Node, Part, Place, Split, WorkloadName},
         plan::enrol::{Enroller, Said, members, members::members_within},
     };
 
@@ -352,7 +354,9 @@ mod tests {
             if member.over_budget {
                 assert_eq!(name.namespace(), "hog");
                 assert_eq!(member.policy.outbound_ports, [(9999, false)].into());
-                assert!(member.policy.inbound_others && member.policy.excluded_uids.is_empty());
+                assert!(
+                    member.policy.inbound == Inbound::All && member.policy.excluded_uids.is_empty()
+                );
                 assert!(member.rules.iter().all(|rule| rule.of != "41500"));
                 whole += 1;
             } else if name.namespace() == "shop" {

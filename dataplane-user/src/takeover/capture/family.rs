@@ -8,7 +8,8 @@ use std::{
 use ipnet::IpNet;
 
 use super::{
-    chains::{Chains, OWN_PORTS},
+    chains::{Chains, OWN_PORTS, VIRTUAL},
+    inbound::Inbound,
     options::{Options, options},
     said::Capture,
 };
@@ -25,6 +26,8 @@ pub struct Outbound {
     pub included: BTreeMap<IpNet, (usize, String)>,
     pub excluded: BTreeSet<IpNet>,
     pub ports: BTreeMap<u16, (usize, String)>,
+    /// Where connections leave by an interface at which none is captured.
+    pub at_interface: Option<(usize, String)>,
     pub excluded_ports: BTreeSet<u16>,
 }
 
@@ -36,9 +39,11 @@ pub struct Family {
     /// Users and groups of which a rule tells their loopback apart.
     pub at_loopback: (BTreeSet<u32>, BTreeSet<u32>),
     pub capture: Capture,
-    pub all_inbound: bool,
-    /// `OUTPUT` and `PREROUTING` lead to the mesh's chains.
-    pub hooked: [bool; 2],
+    pub inbound: Inbound,
+    /// `OUTPUT` leads to the mesh's chain.
+    pub hooked: bool,
+    /// `ISTIO_OUTPUT` leads to the chain that captures queries.
+    queries_lead_on: bool,
     pub dns: Vec<(String, bool, u16)>,
     pub resolvers: BTreeSet<IpAddr>,
 }
@@ -71,7 +76,7 @@ pub fn family(mesh: &Chains, rows: &[Rule<'_>]) -> Result<Family, Wrong> {
     }
     for chain in [mesh.to_inbound, mesh.to_outbound] {
         let known = if chain == mesh.to_inbound {
-            found.capture.inbound
+            found.inbound.to
         } else {
             found.capture.outbound
         };
@@ -85,16 +90,12 @@ pub fn family(mesh: &Chains, rows: &[Rule<'_>]) -> Result<Family, Wrong> {
         }
     }
     let last = rows.last().map_or(1, |row| row.line);
-    if !found.hooked[0] {
+    if !found.hooked {
         return Err((
             last,
             format!("OUTPUT does not lead to chain {}", mesh.output),
             String::new(),
         ));
-    }
-    if !found.hooked[1] || !found.all_inbound && found.capture.include_inbound.is_empty() {
-        let what = "no inbound connection is captured, and mesh.rules has no key that says so";
-        return Err((last, what.to_owned(), String::new()));
     }
     let known = (&found.capture.uids, &found.capture.gids);
     if !found.at_loopback.0.is_subset(known.0) || !found.at_loopback.1.is_subset(known.1) {
@@ -106,7 +107,7 @@ pub fn family(mesh: &Chains, rows: &[Rule<'_>]) -> Result<Family, Wrong> {
 }
 
 /// Loopback, as meshes write it.
-fn is_loopback(net: IpNet) -> bool {
+pub fn is_loopback(net: IpNet) -> bool {
     match net {
         IpNet::V4(net) => net.addr().is_loopback() && matches!(net.prefix_len(), 8 | 32),
         IpNet::V6(net) => net.addr().is_loopback() && net.prefix_len() == 128,
@@ -118,31 +119,39 @@ impl Family {
         let shape = &*options.shape;
         let (chain, target) = (row.chain, &*options.target);
         let tcp = options.protocol == "tcp";
-        if chain == "OUTPUT" && target == mesh.output && (shape.is_empty() || shape == "p" && tcp) {
-            self.hooked[0] = true;
-            return Ok(());
-        }
-        if chain == "PREROUTING" && target == mesh.inbound && shape == "p" && tcp {
-            self.hooked[1] = true;
-            return Ok(());
-        }
-        if chain == "PREROUTING" && shape == "i" && target == "RETURN"
-            || chain == "OUTPUT" && shape == "o"
-        {
-            return Err(
-                "the rules leave all connections at an interface alone, and mesh.rules.excludeInterfaces is for inbound ones only"
-                    .to_owned(),
-            );
+        match (chain, shape) {
+            ("OUTPUT", "" | "p") if target == mesh.output && (shape.is_empty() || tcp) => {
+                self.hooked = true;
+                return Ok(());
+            }
+            ("PREROUTING", "p") if target == mesh.inbound && tcp => {
+                self.inbound.hooked = true;
+                return Ok(());
+            }
+            ("PREROUTING", "i") if target == "RETURN" => {
+                return self.inbound.leave_alone(&options.interface);
+            }
+            ("PREROUTING", "i" | "d i") if target == mesh.to_outbound => {
+                return Err(VIRTUAL.to_owned());
+            }
+            ("OUTPUT", "o") if target == "RETURN" => {
+                if self.hooked {
+                    return Err("a rule before captures connections at this interface".to_owned());
+                }
+                self.outbound.at_interface = Some((row.line, row.to_string()));
+                return Ok(());
+            }
+            _ => {}
         }
         if chain == mesh.inbound {
-            return self.inbound(mesh, options);
+            return self.inbound.row(mesh.to_inbound, options);
         }
         if chain == mesh.output {
             return self.output(mesh, row, options);
         }
         if chain == mesh.to_inbound || chain == mesh.to_outbound {
             let port = if chain == mesh.to_inbound {
-                &mut self.capture.inbound
+                &mut self.inbound.to
             } else {
                 &mut self.capture.outbound
             };
@@ -180,44 +189,6 @@ impl Family {
         Err("this rule has no counterpart in mesh.rules".to_owned())
     }
 
-    fn inbound(&mut self, mesh: &Chains, options: &Options) -> Result<(), String> {
-        let capture = &mut self.capture;
-        if self.all_inbound {
-            return Err("no packet comes to this rule".to_owned());
-        }
-        if options.protocol != "tcp" {
-            return Err("only TCP is captured".to_owned());
-        }
-        match (&*options.shape, &*options.target) {
-            ("p", target) if target == mesh.to_inbound => self.all_inbound = true,
-            ("p port", "RETURN") => {
-                for port in &options.ports {
-                    if capture.include_inbound.contains(port) {
-                        return Err(format!("port {port} is captured by a rule before"));
-                    }
-                    let ports = if OWN_PORTS.contains(port) {
-                        &mut capture.own_ports
-                    } else {
-                        &mut capture.exclude_inbound
-                    };
-                    ports.insert(*port);
-                }
-            }
-            ("p port", target) if target == mesh.to_inbound => {
-                for port in &options.ports {
-                    if capture.exclude_inbound.contains(port) || OWN_PORTS.contains(port) {
-                        return Err(format!(
-                            "port {port} is the sidecar's, or a rule before leaves it alone"
-                        ));
-                    }
-                    capture.include_inbound.insert(*port);
-                }
-            }
-            _ => return Err("inbound connections are captured by port only".to_owned()),
-        }
-        Ok(())
-    }
-
     fn output(&mut self, mesh: &Chains, row: &Rule<'_>, options: &Options) -> Result<(), String> {
         let (shape, target) = (&*options.shape, &*options.target);
         let lo = options.interface == "lo";
@@ -231,7 +202,7 @@ impl Family {
         }
         let ids = options.ids.iter().copied();
         match (shape, target) {
-            ("", to) if to == mesh.dns && !mesh.dns.is_empty() => {}
+            ("", to) if to == mesh.dns && !mesh.dns.is_empty() => self.queries_lead_on = true,
             ("", to) if to == mesh.to_outbound => outbound.all = true,
             ("d", to) if to == mesh.to_outbound => {
                 let net = options.destination.ok_or("a rule without a range")?;
@@ -286,11 +257,16 @@ impl Family {
             ("!d !port gid o p" | "!d gid o p" | "!d gid o", to) if lo && to == mesh.to_inbound => {
                 self.at_loopback.1.extend(ids);
             }
-            ("!gid" | "!gid !gid" | "!uid", "RETURN") => {
-                return Err(
-                    "only some users or groups are captured, and mesh.rules can only exclude some"
-                        .to_owned(),
-                );
+            (shape, "RETURN") if shape.split(' ').all(|word| matches!(word, "!uid" | "!gid")) => {
+                let capture = &mut self.capture;
+                if !capture.include_uids.is_empty() || !capture.include_gids.is_empty() {
+                    return Err("a rule before captures some users or groups only, too".to_owned());
+                }
+                if self.queries_lead_on {
+                    return Err("DNS queries of all users are captured before".to_owned());
+                }
+                capture.include_uids.extend(&options.not_uids);
+                capture.include_gids.extend(&options.not_gids);
             }
             _ => return Err("this rule has no counterpart in mesh.rules".to_owned()),
         }

@@ -1,33 +1,37 @@
-//! Which connections the rules of a mesh's sidecar capture: Istio's (by REDIRECT) and Open Service Mesh's. Pure: from what
-//! `iptables-save` prints in a pod to ranges, ports, users and groups. A rule that this does not understand is an error.
+//! Which connections the rules of a mesh capture in a pod: those of Istio's sidecar (by REDIRECT or TPROXY) and ambient mode,
+//! and Open Service Mesh's. Pure: from what `iptables-save` prints in a pod to ranges, ports, interfaces, users and groups. A
+//! rule that this does not understand is an error.
 
+mod ambient;
 mod chains;
 mod family;
+mod inbound;
+mod mangle;
+mod merge;
 mod options;
 mod said;
 #[cfg(test)]
 mod tests;
 
-use std::collections::BTreeSet;
-
-use ipnet::{IpNet, Ipv4Net, Ipv6Net};
-
+pub use ambient::OWNER as AMBIENT;
 pub use said::{Capture, Dns, Fault};
 
 use self::{
-    chains::{MESHES, OWN_PORTS},
-    family::{Family, family, raw},
+    chains::{Chains, MESHES},
+    family::{Wrong, family, raw},
+    mangle::mangle,
+    merge::{Tables, merge},
 };
 use super::ruleset::{Form, Text};
 use crate::iptables::{self, Entry, Rule};
 
-/// Reads what the rules of a sidecar capture.
+/// Reads what the rules of a mesh capture in a pod.
 ///
 /// # Errors
 ///
 /// There are no such rules, or a rule captures connections in another way than a configuration can say.
 pub fn read(texts: &[Text<'_>]) -> Result<Capture, Fault> {
-    let mut families: Vec<(&str, Family)> = Vec::new();
+    let mut tables = Tables::default();
     for text in texts {
         let fault = |line: usize, what: String, rule: String| Fault {
             place: format!("{}:{line}", text.origin),
@@ -67,161 +71,48 @@ pub fn read(texts: &[Text<'_>]) -> Result<Capture, Fault> {
                         .iter()
                         .find(|mesh| rows.iter().any(|row| mesh.has(row)));
                     let Some(mesh) = mesh else { continue };
-                    let read = match table {
-                        "nat" => family(mesh, &rows).map(Some),
-                        "raw" => raw(mesh, &rows).map(|()| None),
-                        _ => {
-                            let row = rows.iter().find(|row| mesh.has(row));
-                            let row = row.expect("has one");
-                            let what =
-                                format!("table {table} of {} has no counterpart", mesh.owner);
-                            Err((row.line, what, row.text.to_owned()))
-                        }
-                    };
-                    let read = read.map_err(|(line, what, rule)| fault(line, what, rule))?;
-                    families.extend(read.map(|family| (text.origin, family)));
+                    let read = tables.read(text.origin, mesh, table, &rows);
+                    read.map_err(|(line, what, rule)| fault(line, what, rule))?;
                 }
             }
         }
     }
-    merge(families).map_err(|(place, what, text)| Fault { place, what, text })
+    merge(tables).map_err(|(place, what, text)| Fault { place, what, text })
 }
 
-/// The place of a fault, what it is, and the rule.
-type Placed = (String, String, String);
-
-/// Both families in one.
-fn merge(families: Vec<(&str, Family)>) -> Result<Capture, Placed> {
-    let origin = families
-        .first()
-        .map_or("", |(origin, _)| *origin)
-        .to_owned();
-    let whole = |what: &str| (origin.clone(), what.to_owned(), String::new());
-    let [mut v4, mut v6]: [Option<(&str, Family)>; 2] = [None, None];
-    for (origin, family) in families {
-        let is_v4 = family
-            .v4
-            .ok_or_else(|| whole("no rule about loopback says of which family the rules are"))?;
-        let place = if is_v4 { &mut v4 } else { &mut v6 };
-        if place.replace((origin, family)).is_some() {
-            return Err(whole("the rules of a family are there twice"));
-        }
-    }
-    let missing = match (&v4, &v6) {
-        (None, None) => {
-            return Err((
-                "no rules".to_owned(),
-                "no rule of Istio's sidecar or of Open Service Mesh is there".to_owned(),
-                String::new(),
-            ));
-        }
-        (None, _) => Some("IPv4"),
-        (_, None) => Some("IPv6"),
-        _ => None,
-    };
-    let alls: [IpNet; 2] = [Ipv4Net::default().into(), Ipv6Net::default().into()];
-    let lists = [&v4, &v6]
-        .into_iter()
-        .flatten()
-        .any(|(_, family)| !family.outbound.included.is_empty());
-    let mut merged: Option<(Capture, BTreeSet<u16>)> = None;
-    let (mut include, mut exclude, mut dns) = (BTreeSet::new(), BTreeSet::new(), None);
-    let mut resolvers = BTreeSet::new();
-    for (family, all) in [v4, v6].into_iter().zip(alls) {
-        let Some((origin, mut family)) = family else {
-            if !lists {
-                exclude.insert(all);
+impl<'a> Tables<'a> {
+    /// Reads a table of one family.
+    fn read(
+        &mut self,
+        origin: &'a str,
+        mesh: &'static Chains,
+        table: &str,
+        rows: &[Rule<'_>],
+    ) -> Result<(), Wrong> {
+        match table {
+            "nat" if ambient::is_ambient(rows) => {
+                self.families.push((origin, ambient::nat(rows)?));
             }
-            continue;
-        };
-        let outbound = family.outbound;
-        let wrong = |(line, text): &(usize, String), what: &str| {
-            (format!("{origin}:{line}"), what.to_owned(), text.clone())
-        };
-        for (net, at) in &outbound.included {
-            if outbound
-                .excluded
-                .iter()
-                .any(|excluded| excluded.contains(net))
-            {
-                return Err(wrong(at, "a rule before leaves the whole range alone"));
-            }
-        }
-        for (port, at) in &outbound.ports {
-            if !outbound.excluded.is_empty() {
-                let what = "in ranges that a rule before leaves alone, the port is not captured; mesh.rules.includeOutboundPorts \
-                            captures it at every address";
-                return Err(wrong(at, what));
-            }
-            if outbound.excluded_ports.contains(port) || OWN_PORTS.contains(port) {
-                return Err(wrong(
-                    at,
-                    "a rule before leaves the port alone, or it is the mesh's",
-                ));
-            }
-        }
-        match (outbound.all, lists) {
-            (true, true) => {
-                include.insert(all);
-            }
-            (true, false) => {}
-            (false, _) if outbound.included.is_empty() && !lists => {
-                exclude.insert(all);
-            }
-            (false, _) => include.extend(outbound.included.keys()),
-        }
-        exclude.extend(&outbound.excluded);
-        let of_family = of_queries(&family.dns).map_err(|what| whole(&what))?;
-        match (dns, of_family) {
-            (Some(known), Some(other)) if known != other => {
-                return Err(whole("IPv4 and IPv6 differ in the capture of DNS queries"));
-            }
-            (known, other) => dns = known.or(other),
-        }
-        family.capture.include_ports = outbound.ports.keys().copied().collect();
-        family.capture.exclude_ports = outbound.excluded_ports;
-        let own = std::mem::take(&mut family.capture.own_ports);
-        resolvers.extend(family.resolvers);
-        if family.all_inbound {
-            // All ports are.
-            family.capture.include_inbound.clear();
-        }
-        match &mut merged {
-            None => merged = Some((family.capture, own)),
-            Some((known, known_own)) => {
-                if *known != family.capture {
-                    return Err(whole("IPv4 and IPv6 differ in users, groups or ports"));
+            "nat" => {
+                let is_of_node =
+                    |row: &&Rule<'_>| mesh.has(row) && row.text.contains("ISTIO_POSTRT");
+                if let Some(row) = rows.iter().find(is_of_node) {
+                    let what = "the rules are the node's, for probes of the kubelet, and capture no connection; read those in a \
+                                pod";
+                    return Err((row.line, what.to_owned(), row.to_string()));
                 }
-                known_own.extend(own);
+                self.families.push((origin, family(mesh, rows)?));
+            }
+            "mangle" if ambient::is_ambient(rows) => ambient::mangle(rows)?,
+            "mangle" if mesh.prefix == "ISTIO_" => self.mangles.push((origin, mangle(mesh, rows)?)),
+            "raw" => raw(mesh, rows)?,
+            _ => {
+                let row = rows.iter().find(|row| mesh.has(row));
+                let row = row.expect("has one");
+                let what = format!("table {table} of {} has no counterpart", mesh.owner);
+                return Err((row.line, what, row.text.to_owned()));
             }
         }
+        Ok(())
     }
-    let (capture, own_ports) = merged.unwrap_or_default();
-    Ok(Capture {
-        include_ranges: include,
-        exclude_ranges: exclude,
-        dns,
-        resolvers,
-        own_ports,
-        missing,
-        ..capture
-    })
-}
-
-/// How queries are captured, by the rules that redirect them.
-fn of_queries(rules: &[(String, bool, u16)]) -> Result<Option<Dns>, String> {
-    let Some((_, any, port)) = rules.first() else {
-        return Ok(None);
-    };
-    let same = rules.iter().all(|(_, all, to)| (all, to) == (any, port));
-    let both = ["tcp", "udp"]
-        .iter()
-        .all(|word| rules.iter().any(|(of, ..)| of == word));
-    if same && both {
-        return Ok(Some(Dns {
-            port: *port,
-            any: *any,
-        }));
-    }
-    Err("DNS queries are captured by one protocol only, or in two ways".to_owned())
 }

@@ -6,7 +6,29 @@ use ipnet::IpNet;
 
 use crate::iptables::{Rule, Word};
 
-/// A rule of table `nat` by its options.
+/// A mark and the bits of it that count.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mark {
+    mark: u32,
+    bits: u32,
+}
+
+impl Mark {
+    pub const fn new(mark: u32, bits: u32) -> Self {
+        Self { mark, bits }
+    }
+
+    fn parse(text: &str) -> Option<Self> {
+        let number = |text: &str| match text.strip_prefix("0x") {
+            Some(digits) => u32::from_str_radix(digits, 16).ok(),
+            None => text.parse().ok(),
+        };
+        let (mark, bits) = text.split_once('/').unwrap_or((text, "0xffffffff"));
+        Some(Self::new(number(mark)?, number(bits)?))
+    }
+}
+
+/// A rule by its options. Options of its target that no decision depends on, such as a mark to set, are left out.
 #[derive(Debug, Default)]
 pub struct Options {
     /// The options that it has, sorted, without its target and its matches: `!uid o`.
@@ -16,10 +38,31 @@ pub struct Options {
     pub interface: String,
     pub protocol: String,
     pub ports: Vec<u16>,
+    /// The users or groups that the rule is for, or is not for.
     pub ids: Vec<u32>,
+    /// The users that it is not for.
+    pub not_uids: Vec<u32>,
+    /// The groups that it is not for.
+    pub not_gids: Vec<u32>,
+    /// The mark of the packet or of its connection.
+    pub mark: Option<Mark>,
+    /// The states of conntrack.
+    pub state: String,
     pub target: String,
     pub to_port: Option<u16>,
 }
+
+/// The matches that are understood.
+const MODULES: [&str; 8] = [
+    "tcp",
+    "udp",
+    "owner",
+    "multiport",
+    "comment",
+    "mark",
+    "connmark",
+    "conntrack",
+];
 
 /// Reads the options of a rule.
 ///
@@ -29,6 +72,7 @@ pub struct Options {
 pub fn options(rule: &Rule<'_>) -> Result<Options, String> {
     let mut found = Options::default();
     let mut shape = Vec::new();
+    let mut module = String::new();
     for option in rule.options() {
         let name = option.name.unwrap_or_default();
         let value = option.values.first().map(Word::text).unwrap_or_default();
@@ -43,17 +87,38 @@ pub fn options(rule: &Rule<'_>) -> Result<Options, String> {
                 found.target = value.into_owned();
                 continue;
             }
-            "--to-ports" | "--to-port" if !option.negated => {
+            "--to-ports" | "--to-port" | "--on-port" if !option.negated => {
                 found.to_port = Some(port(&value)?);
                 continue;
             }
             "-m" | "--match" => {
-                if !matches!(&*value, "tcp" | "udp" | "owner" | "multiport" | "comment") {
+                if !MODULES.contains(&&*value) {
                     return Err(format!("match {value:?} is not understood"));
                 }
+                module = value.into_owned();
                 continue;
             }
             "--comment" => continue,
+            // Of targets that set marks.
+            "--set-mark" | "--set-xmark" | "--save-mark" | "--restore-mark" | "--nfmask"
+            | "--ctmask" | "--tproxy-mark" | "--on-ip"
+                if !option.negated =>
+            {
+                continue;
+            }
+            "--mark" => {
+                let mark = Mark::parse(&value);
+                found.mark = Some(mark.ok_or_else(|| format!("{value:?} is no mark"))?);
+                if module == "connmark" {
+                    "connmark"
+                } else {
+                    "mark"
+                }
+            }
+            "--ctstate" => {
+                found.state = value.into_owned();
+                "state"
+            }
             "-s" | "--source" => {
                 found.source = net()?;
                 "s"
@@ -81,10 +146,17 @@ pub fn options(rule: &Rule<'_>) -> Result<Options, String> {
             }
             "--uid-owner" | "--gid-owner" => {
                 let id = value.parse();
-                found
-                    .ids
-                    .push(id.map_err(|_| format!("{value:?} is no number of a user or group"))?);
-                if name == "--uid-owner" { "uid" } else { "gid" }
+                let id = id.map_err(|_| format!("{value:?} is no number of a user or group"))?;
+                let (word, not) = if name == "--uid-owner" {
+                    ("uid", &mut found.not_uids)
+                } else {
+                    ("gid", &mut found.not_gids)
+                };
+                if option.negated {
+                    not.push(id);
+                }
+                found.ids.push(id);
+                word
             }
             _ => return Err(format!("option {name:?} is not understood")),
         };

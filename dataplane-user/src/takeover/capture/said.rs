@@ -21,10 +21,20 @@ pub struct Capture {
     pub include_ports: BTreeSet<u16>,
     /// Ports to which no outbound connection is captured.
     pub exclude_ports: BTreeSet<u16>,
+    /// Whether inbound connections are captured.
+    pub takes_inbound: bool,
+    /// Whether the rules capture them by TPROXY.
+    pub by_tproxy: bool,
     /// The only ports to which inbound connections are captured; none: all.
     pub include_inbound: BTreeSet<u16>,
     /// Ports to which no inbound connection is captured.
     pub exclude_inbound: BTreeSet<u16>,
+    /// Interfaces at which no inbound connection is captured.
+    pub exclude_interfaces: BTreeSet<String>,
+    /// The only users whose connections are captured, besides the groups; of neither any: all.
+    pub include_uids: BTreeSet<u32>,
+    /// The only groups.
+    pub include_gids: BTreeSet<u32>,
     /// Users whose connections are not captured.
     pub uids: BTreeSet<u32>,
     /// Groups whose connections are not captured.
@@ -35,6 +45,10 @@ pub struct Capture {
     pub resolvers: BTreeSet<IpAddr>,
     /// Ports of the sidecar itself that the rules leave alone.
     pub own_ports: BTreeSet<u16>,
+    /// Sources of probes, which ambient mode does not capture.
+    pub probes: BTreeSet<IpAddr>,
+    /// Whether the rules drop packets that conntrack calls invalid.
+    pub drops_invalid: bool,
     /// The family that has no rules, if one has none.
     pub missing: Option<&'static str>,
 }
@@ -57,6 +71,18 @@ pub struct Fault {
     pub what: String,
     /// The line.
     pub text: String,
+}
+
+impl Capture {
+    /// Whether the rules capture anything.
+    pub fn captures_something(&self) -> bool {
+        let is_all = |net: &&IpNet| net.prefix_len() == 0;
+        self.takes_inbound
+            || self.dns.is_some()
+            || !self.include_ranges.is_empty()
+            || !self.include_ports.is_empty()
+            || self.exclude_ranges.iter().filter(is_all).count() < 2
+    }
 }
 
 impl fmt::Display for Fault {

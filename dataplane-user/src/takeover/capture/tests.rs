@@ -98,6 +98,7 @@ fn istios_rules_become_ranges_ports_users_and_groups() {
         owner: "Istio",
         outbound: 15001,
         inbound: 15006,
+        takes_inbound: true,
         include_ranges: nets(&["10.0.0.0/8"]),
         exclude_ranges: nets(&["10.1.0.0/16"]),
         exclude_ports: [3306].into(),
@@ -130,6 +131,7 @@ fn the_rules_of_open_service_mesh_become_a_capture() {
         owner: "Open Service Mesh",
         outbound: 15001,
         inbound: 15003,
+        takes_inbound: true,
         exclude_ranges: nets(&["192.0.2.0/24", "::/0"]),
         exclude_ports: [25, 26].into(),
         exclude_inbound: [6379, 7070].into(),
@@ -177,14 +179,18 @@ fn a_rule_without_a_counterpart_is_an_error_with_its_line() {
     let line = |text: &str, of: &str| 1 + text.lines().position(|line| line == of).unwrap();
     let rules = [
         (
-            "-A ISTIO_OUTPUT -m owner --gid-owner 888 -j RETURN",
+            "-A ISTIO_OUTPUT -j ISTIO_OUTPUT_DNS",
             "-A ISTIO_OUTPUT -m owner ! --gid-owner 5 -j RETURN",
         ),
         (
             "-A ISTIO_OUTPUT -m owner --gid-owner 888 -j RETURN",
             "-A ISTIO_OUTPUT -m owner --gid-owner java -j RETURN",
         ),
-        (":OUTPUT ACCEPT [0:0]", "-A PREROUTING -i eth1 -j RETURN"),
+        (
+            "-A PREROUTING -p tcp -j ISTIO_INBOUND",
+            "-A PREROUTING -i eth1 -j RETURN",
+        ),
+        (":OUTPUT ACCEPT [0:0]", "-A PREROUTING -i eth+ -j RETURN"),
         (":OUTPUT ACCEPT [0:0]", "-A OUTPUT -o eth1 -j RETURN"),
         (
             ":OUTPUT ACCEPT [0:0]",
@@ -258,11 +264,6 @@ fn a_rule_without_a_counterpart_is_an_error_with_its_line() {
         })
         .collect();
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-    let mangle = "*mangle\n-A PREROUTING -p tcp -j ISTIO_INBOUND\n-A ISTIO_INBOUND -p tcp -j ISTIO_TPROXY\nCOMMIT\n";
-    assert_eq!(
-        of(&format!("{mangle}{ISTIO}")).unwrap_err().place,
-        "saved:2"
-    );
     let gone = |rule: &str| {
         assert!(ISTIO.contains(rule), "{rule}");
         of(&ISTIO.replacen(rule, "", 1))
@@ -270,8 +271,6 @@ fn a_rule_without_a_counterpart_is_an_error_with_its_line() {
             .expect_err(rule)
             .what
     };
-    assert!(gone("-A ISTIO_INBOUND -p tcp -j ISTIO_IN_REDIRECT\n").contains("inbound"));
-    assert!(gone("-A PREROUTING -p tcp -j ISTIO_INBOUND\n").contains("inbound"));
     assert!(gone("-A OUTPUT -j ISTIO_OUTPUT\n").contains("OUTPUT"));
     assert!(gone("-A ISTIO_OUTPUT -m owner --uid-owner 1337 -j RETURN\n").contains("loopback"));
     assert!(gone("-A ISTIO_REDIRECT -p tcp -j REDIRECT --to-ports 15001\n").contains("redirect"));
@@ -291,12 +290,7 @@ fn a_rule_without_a_counterpart_is_an_error_with_its_line() {
             .contains("twice")
     );
     for none in ["", "*nat\n-A OUTPUT -j PROXY_INIT_OUTPUT\nCOMMIT\n"] {
-        assert!(
-            of(none)
-                .unwrap_err()
-                .what
-                .contains("no rule of Istio's sidecar")
-        );
+        assert!(of(none).unwrap_err().what.contains("no rule of Istio"));
     }
     let native = read(&[Text {
         origin: "nft",
@@ -306,19 +300,260 @@ fn a_rule_without_a_counterpart_is_an_error_with_its_line() {
     assert!(native.unwrap_err().what.contains("nf_tables"));
 }
 
+#[test]
+fn only_some_users_and_groups_are_captured() {
+    let with = |rules: &str| {
+        let after = "-A ISTIO_OUTPUT -m owner --gid-owner 888 -j RETURN\n";
+        of(&ISTIO.replacen(after, &format!("{after}{rules}"), 1))
+    };
+    let some = "-A ISTIO_OUTPUT -m owner ! --gid-owner 5 -m owner ! --uid-owner 6 -m owner ! --gid-owner 7 -j RETURN\n";
+    let found = with(some).unwrap();
+    assert_eq!(
+        (found.include_uids, found.include_gids),
+        ([6].into(), [5, 7].into())
+    );
+    assert_eq!(found.gids, [888, 1338].into());
+    // Those of one rule and of the other.
+    let fault = with(&format!(
+        "{some}-A ISTIO_OUTPUT -m owner ! --gid-owner 5 -j RETURN\n"
+    ));
+    assert!(fault.unwrap_err().what.contains("a rule before"));
+}
+
+#[test]
+fn rules_that_capture_no_inbound_connection_say_so() {
+    for rule in [
+        "-A ISTIO_INBOUND -p tcp -j ISTIO_IN_REDIRECT\n",
+        "-A PREROUTING -p tcp -j ISTIO_INBOUND\n",
+    ] {
+        assert!(ISTIO.contains(rule));
+        let found = of(&ISTIO.replacen(rule, "", 1)).unwrap();
+        assert!(
+            !found.takes_inbound && found.exclude_inbound.is_empty(),
+            "{rule}"
+        );
+    }
+}
+
+#[test]
+fn an_interface_that_the_rules_leave_alone_is_excluded() {
+    let first = |rules: &str| {
+        let after = ":OUTPUT ACCEPT [0:0]\n";
+        ISTIO.replacen(after, &format!("{after}{rules}"), 1)
+    };
+    let found = of(&first("-A PREROUTING -i eth1 -j RETURN\n")).unwrap();
+    assert_eq!(found.exclude_interfaces, ["eth1".to_owned()].into());
+    // Of outbound connections, only where none is captured anyway.
+    let both = first("-A PREROUTING -i eth1 -j RETURN\n-A OUTPUT -o eth1 -j RETURN\n");
+    let fault = of(&both).unwrap_err();
+    assert!(
+        fault.place == "saved:11" && fault.what.contains("does not know its interface"),
+        "{fault}"
+    );
+    let without = both
+        .replace("-A ISTIO_OUTPUT -d 10.0.0.0/8 -j ISTIO_REDIRECT\n", "")
+        .replace("-A ISTIO_OUTPUT -j ISTIO_OUTPUT_DNS\n", "");
+    let without: String = without
+        .split_inclusive('\n')
+        .filter(|line| !line.starts_with("-A ISTIO_OUTPUT_DNS"))
+        .collect();
+    let found = of(&without).unwrap();
+    assert_eq!(found.exclude_interfaces, ["eth1".to_owned()].into());
+    assert_eq!(
+        found.exclude_ranges,
+        nets(&["0.0.0.0/0", "10.1.0.0/16", "::/0"])
+    );
+}
+
+/// As `iptables-save` prints it.
+const TPROXY: &str = "\
+*mangle
+-A PREROUTING -i net1 -j RETURN
+-A PREROUTING -p tcp -j ISTIO_INBOUND
+-A PREROUTING -p tcp -m mark --mark 0x539 -j CONNMARK --save-mark --nfmask 0xffffffff --ctmask 0xffffffff
+-A PREROUTING -m conntrack --ctstate INVALID -j ISTIO_DROP
+-A OUTPUT -o net1 -j RETURN
+-A OUTPUT -o lo -p tcp -m mark --mark 0x539 -j RETURN
+-A OUTPUT ! -d 127.0.0.1/32 -o lo -p tcp -m owner --uid-owner 1337 -j MARK --set-xmark 0x53a/0xffffffff
+-A OUTPUT -p tcp -m connmark --mark 0x539 -j CONNMARK --restore-mark --nfmask 0xffffffff --ctmask 0xffffffff
+-A ISTIO_DIVERT -j MARK --set-xmark 0x539/0xffffffff
+-A ISTIO_DIVERT -j ACCEPT
+-A ISTIO_DROP -j DROP
+-A ISTIO_INBOUND -p tcp -m mark --mark 0x539 -j RETURN
+-A ISTIO_INBOUND -s 127.0.0.6/32 -i lo -p tcp -j RETURN
+-A ISTIO_INBOUND -i lo -p tcp -m mark ! --mark 0x53a -j RETURN
+-A ISTIO_INBOUND -p tcp -m tcp --dport 9090 -j RETURN
+-A ISTIO_INBOUND -p tcp -m conntrack --ctstate RELATED,ESTABLISHED -j ISTIO_DIVERT
+-A ISTIO_INBOUND -p tcp -j ISTIO_TPROXY
+-A ISTIO_TPROXY ! -d 127.0.0.1/32 -p tcp -j TPROXY --on-port 15006 --on-ip 0.0.0.0 --tproxy-mark 0x539/0xffffffff
+COMMIT
+";
+
+/// By TPROXY the same is captured as by REDIRECT.
+#[test]
+fn tproxy_captures_the_same() {
+    let redirect = "-A PREROUTING -p tcp -j ISTIO_INBOUND\n";
+    let nat = ISTIO.replace(redirect, "");
+    let nat: String = nat
+        .split_inclusive('\n')
+        .filter(|line| {
+            !line.starts_with("-A ISTIO_INBOUND -p")
+                || line.contains("1502")
+                || line.contains("15008")
+        })
+        .collect();
+    let found = of(&format!("{TPROXY}{nat}")).unwrap();
+    let wanted = Capture {
+        by_tproxy: true,
+        drops_invalid: true,
+        exclude_interfaces: ["net1".to_owned()].into(),
+        ..of(ISTIO).unwrap()
+    };
+    assert_eq!(found, wanted);
+    let fault = |text: &str| of(text).unwrap_err().what;
+    assert!(fault(&format!("{TPROXY}{ISTIO}")).contains("by REDIRECT and by TPROXY"));
+    assert!(fault(TPROXY).contains("none in table nat"));
+    for (rule, other) in [
+        ("-A ISTIO_DROP -j DROP", "-A ISTIO_DROP -j ACCEPT"),
+        (
+            "-o lo -p tcp -m mark --mark 0x539 -j RETURN",
+            "-o eth0 -p tcp -m mark --mark 0x539 -j RETURN",
+        ),
+        ("--ctstate INVALID", "--ctstate NEW"),
+        (
+            "-A ISTIO_INBOUND -s 127.0.0.6/32 -i lo",
+            "-A ISTIO_INBOUND -s 127.0.0.6/32 -i eth0",
+        ),
+        (
+            "-A ISTIO_TPROXY ! -d 127.0.0.1/32",
+            "-A ISTIO_TPROXY ! -d 192.0.2.1/32",
+        ),
+        (
+            "-A PREROUTING -i net1 -j RETURN",
+            "-A PREROUTING -s 192.0.2.1/32 -j ACCEPT",
+        ),
+    ] {
+        assert!(TPROXY.contains(rule), "{rule}");
+        let text = TPROXY.replacen(rule, other, 1);
+        let line = text.lines().position(|line| line.contains(other)).unwrap() + 1;
+        let fault = of(&format!("{text}{nat}")).unwrap_err();
+        assert_eq!(fault.place, format!("saved:{line}"), "{fault}");
+    }
+}
+
+const AMBIENT_RULES: &str = "\
+*mangle
+-A PREROUTING -j ISTIO_PRERT
+-A OUTPUT -j ISTIO_OUTPUT
+-A ISTIO_OUTPUT -m connmark --mark 0x111/0xfff -j CONNMARK --restore-mark --nfmask 0xffffffff --ctmask 0xffffffff
+-A ISTIO_PRERT -m mark --mark 0x539/0xfff -j CONNMARK --set-xmark 0x111/0xfff
+COMMIT
+*raw
+-A PREROUTING -j ISTIO_PRERT
+-A OUTPUT -j ISTIO_OUTPUT
+-A ISTIO_OUTPUT -p udp -m mark --mark 0x539/0xfff -m udp --dport 53 -j CT --zone 1
+-A ISTIO_PRERT -p udp -m mark ! --mark 0x539/0xfff -m udp --sport 53 -j CT --zone 1
+COMMIT
+*nat
+-A PREROUTING -j ISTIO_PRERT
+-A OUTPUT -j ISTIO_OUTPUT
+-A ISTIO_OUTPUT -d 169.254.7.127/32 -p tcp -m tcp -j ACCEPT
+-A ISTIO_OUTPUT ! -o lo -p udp -m mark ! --mark 0x539/0xfff -m udp --dport 53 -j REDIRECT --to-ports 15053
+-A ISTIO_OUTPUT ! -d 127.0.0.1/32 -p tcp -m tcp --dport 53 -m mark ! --mark 0x539/0xfff -j REDIRECT --to-ports 15053
+-A ISTIO_OUTPUT -p tcp -m mark --mark 0x111/0xfff -j ACCEPT
+-A ISTIO_OUTPUT ! -d 127.0.0.1/32 -o lo -j ACCEPT
+-A ISTIO_OUTPUT ! -d 127.0.0.1/32 -p tcp -m mark ! --mark 0x539/0xfff -j REDIRECT --to-ports 15001
+-A ISTIO_PRERT -s 169.254.7.127/32 -p tcp -m tcp -j ACCEPT
+-A ISTIO_PRERT ! -d 127.0.0.1/32 -p tcp -m tcp ! --dport 15008 -m mark ! --mark 0x539/0xfff -j REDIRECT --to-ports 15006
+COMMIT
+";
+
+#[test]
+fn the_rules_of_ambient_mode_become_a_capture() {
+    let wanted = Capture {
+        owner: AMBIENT,
+        outbound: 15001,
+        inbound: 15006,
+        takes_inbound: true,
+        dns: Some(Dns {
+            port: 15053,
+            any: true,
+        }),
+        probes: ["169.254.7.127".parse().unwrap()].into(),
+        own_ports: [15008].into(),
+        exclude_ranges: nets(&["::/0"]),
+        missing: Some("IPv6"),
+        ..Capture::default()
+    };
+    assert_eq!(of(AMBIENT_RULES), Ok(wanted));
+    let six = v6(AMBIENT_RULES).replace("169.254.7.127/32", "fd16:9254:7127::1/128");
+    let both = of(&format!("{AMBIENT_RULES}{six}")).unwrap();
+    assert!(both.exclude_ranges.is_empty() && both.missing.is_none() && both.probes.len() == 2);
+    let without = |rule: &str| {
+        let line = AMBIENT_RULES
+            .lines()
+            .find(|line| line.contains(rule))
+            .unwrap();
+        AMBIENT_RULES.replacen(&format!("{line}\n"), "", 1)
+    };
+    // An ingress gateway.
+    let inbound = without("--to-ports 15006");
+    assert!(!of(&inbound).unwrap().takes_inbound);
+    assert!(
+        of(&without("--to-ports 15001"))
+            .unwrap_err()
+            .what
+            .contains("outbound")
+    );
+    let line = |other: &str, rule: &str| {
+        let text = AMBIENT_RULES.replacen(other, rule, 1);
+        assert_ne!(text, AMBIENT_RULES);
+        let line = text.lines().position(|line| line.contains(rule)).unwrap() + 1;
+        let fault = of(&text).unwrap_err();
+        assert_eq!(fault.place, format!("saved:{line}"), "{fault}");
+        fault.what
+    };
+    let tap = "-A ISTIO_PRERT -i tap0 -p tcp -j REDIRECT --to-ports 15001";
+    let text = AMBIENT_RULES.replacen("-A ISTIO_PRERT -s", &format!("{tap}\n-A ISTIO_PRERT -s"), 1);
+    let fault = of(&text).unwrap_err();
+    assert!(
+        fault.text == tap && fault.what.contains("capturedBy"),
+        "{fault}"
+    );
+    let of_other = "-p tcp -m mark --mark 0x112/0xfff -j ACCEPT";
+    assert!(line("-p tcp -m mark --mark 0x111/0xfff -j ACCEPT", of_other).contains("ztunnel"));
+    line("-d 169.254.7.127/32", "-d 169.254.7.128/32");
+    line(
+        "-A ISTIO_PRERT -s 169.254.7.127/32 -p tcp -m tcp",
+        "-A ISTIO_PRERT -s 169.254.7.127/32 -p udp -m udp",
+    );
+    line("-m connmark --mark 0x111/0xfff", "-m connmark --mark 0x111");
+    let without_inbound = without("--to-ports 15006").replace(
+        "-A ISTIO_PRERT -s 169.254.7.127/32 -p tcp -m tcp -j ACCEPT\n",
+        "",
+    );
+    assert!(!of(&without_inbound).unwrap().takes_inbound);
+    let node = "*nat\n-A POSTROUTING -j ISTIO_POSTRT\n-A ISTIO_POSTRT -p tcp -m owner --socket-exists -m set --match-set istio-inpod-probes-v4 dst -j SNAT --to-source 169.254.7.127\nCOMMIT\n";
+    let fault = of(node).unwrap_err();
+    assert!(
+        fault.place == "saved:2" && fault.what.contains("the node's"),
+        "{fault}"
+    );
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: chance::runs(100), ..ProptestConfig::default() })]
 
     /// Whatever the text: reading it ends, and a fault names a line of it.
     #[test]
     fn changed_rules_of_a_sidecar(
-        which in 0_usize..2,
+        which in 0_usize..4,
         changes in prop::collection::vec(chance::change(&[
             "\n", " ", "! ", "-j ", "-d ", "--dport ", "-I ISTIO_OUTPUT 9 ", "99999", "::1/128", "0.0.0.0/0", "*nat\n",
             "COMMIT\n", "ISTIO_", "é", "\"",
         ]), 0..5),
     ) {
-        let text = changed([ISTIO, OSM][which].as_bytes().to_vec(), changes);
+        let text = changed([ISTIO, OSM, TPROXY, AMBIENT_RULES][which].as_bytes().to_vec(), changes);
         if let Err(fault) = of(&text) {
             let line = fault.place.strip_prefix("saved:").map(|line| line.parse().unwrap());
             let lines = 1..=text.lines().count().max(1);

@@ -14,6 +14,7 @@ use crate::{
 scenarios! {
     Dataplane:
     explain_says_which_rule_decides,
+    only_some_users_are_captured_and_nothing_that_comes_in,
     explain_says_what_becomes_of_connections_without_a_proxy,
     explain_and_status_work_without_the_agent,
     status_shows_who_is_captured,
@@ -197,6 +198,48 @@ fn explain_says_which_rule_decides() -> Result<()> {
     unknown
         .exits(1)?
         .says(&["no workload default/nobody is captured"])?;
+    Ok(())
+}
+
+fn only_some_users_are_captured_and_nothing_that_comes_in() -> Result<()> {
+    let mut world = World::new()?;
+    let (app, one) = (world.app().clone(), world.lab.pod("one").clone());
+    let config = json!({
+        "rules": { "mode": "proxy", "includeUIDs": [1234], "excludeGIDs": [999] },
+        "workloads": [{
+            "name": "default/app",
+            "addresses": ["10.244.1.8", "fd00:10:244:1::8"],
+            "rules": { "inbound": false, "includeGIDs": [4321, 999] },
+        }],
+    });
+    world.agent_with(&config, &[])?;
+    let (all, own) = ("mesh.rules", "mesh.workloads (default/app)");
+    for to in ["10.244.1.5:7", "[fd00:10:244:1::5]:7"] {
+        let captured = || Case::new(&app, to, "captured", Reason::Captured);
+        let other = || Case::new(&app, to, "left-alone", Reason::ExcludedUser);
+        for case in [
+            captured().of_user(1234),
+            captured().of_user(4321),
+            other().of_user(7).by("other-users", "", own),
+            other().by("other-users", "", own),
+            other().of_user(999).by("group", "999", all),
+        ] {
+            case.check(&world)?;
+        }
+    }
+    for to in ["10.244.1.8:7", "[fd00:10:244:1::8]:7"] {
+        let told = explain(&world, &format!("netns:{}", one.netns()), to, &[])?;
+        let capture = told["capture"].as_array().and_then(|all| all.last());
+        let capture = capture.context("nothing is said of its capture")?;
+        ensure!(
+            capture["verdict"] == "left-alone" && capture["rule"]["about"] == "inbound",
+            "{told:#}"
+        );
+        let (report, counted) = world.counted(Reason::CapturedInbound, || {
+            reaches(&one, to, "connect --count 5", &["app"])
+        })?;
+        ensure!(counted == 0, "{counted} were captured: {report:?}");
+    }
     Ok(())
 }
 

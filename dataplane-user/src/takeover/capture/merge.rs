@@ -1,0 +1,205 @@
+//! The tables of both families in one.
+
+use std::collections::BTreeSet;
+
+use ipnet::{IpNet, Ipv4Net, Ipv6Net};
+
+use super::{
+    chains::OWN_PORTS,
+    family::Family,
+    mangle::Mangle,
+    said::{Capture, Dns},
+};
+
+/// The place of a fault, what it is, and the rule.
+type Placed = (String, String, String);
+
+/// The tables that were read, with their texts' origins.
+#[derive(Debug, Default)]
+pub struct Tables<'a> {
+    pub families: Vec<(&'a str, Family)>,
+    pub mangles: Vec<(&'a str, Mangle)>,
+}
+
+/// Both families in one.
+pub fn merge(Tables { families, mangles }: Tables<'_>) -> Result<Capture, Placed> {
+    let origin = families
+        .first()
+        .map_or("", |(origin, _)| *origin)
+        .to_owned();
+    let whole = |what: &str| (origin.clone(), what.to_owned(), String::new());
+    let [mut v4, mut v6]: [Option<(&str, Family)>; 2] = [None, None];
+    for (origin, family) in families {
+        let is_v4 = family
+            .v4
+            .ok_or_else(|| whole("no rule about loopback says of which family the rules are"))?;
+        let place = if is_v4 { &mut v4 } else { &mut v6 };
+        if place.replace((origin, family)).is_some() {
+            return Err(whole("the rules of a family are there twice"));
+        }
+    }
+    let drops_invalid = mangles.iter().any(|(_, mangle)| mangle.drops_invalid);
+    for (_, mangle) in mangles {
+        if !mangle.inbound.is_captured() {
+            continue;
+        }
+        let family = if mangle.v4 == Some(true) {
+            &mut v4
+        } else {
+            &mut v6
+        };
+        let Some((_, family)) = family else {
+            return Err(whole(
+                "a family has rules in table mangle and none in table nat",
+            ));
+        };
+        if family.inbound.is_captured() {
+            return Err(whole(
+                "inbound connections are captured by REDIRECT and by TPROXY",
+            ));
+        }
+        family.capture.by_tproxy = true;
+        let own_ports = std::mem::take(&mut family.inbound.own_ports);
+        family.inbound = mangle.inbound;
+        family.inbound.own_ports.extend(own_ports);
+    }
+    let missing = match (&v4, &v6) {
+        (None, None) => {
+            return Err((
+                "no rules".to_owned(),
+                "no rule of Istio or of Open Service Mesh that captures connections is there"
+                    .to_owned(),
+                String::new(),
+            ));
+        }
+        (None, _) => Some("IPv4"),
+        (_, None) => Some("IPv6"),
+        _ => None,
+    };
+    let alls: [IpNet; 2] = [Ipv4Net::default().into(), Ipv6Net::default().into()];
+    let lists = [&v4, &v6]
+        .into_iter()
+        .flatten()
+        .any(|(_, family)| !family.outbound.included.is_empty());
+    let mut merged: Option<(Capture, BTreeSet<u16>)> = None;
+    let (mut include, mut exclude, mut dns) = (BTreeSet::new(), BTreeSet::new(), None);
+    let (mut resolvers, mut probes) = (BTreeSet::new(), BTreeSet::new());
+    for (family, all) in [v4, v6].into_iter().zip(alls) {
+        let Some((origin, mut family)) = family else {
+            if !lists {
+                exclude.insert(all);
+            }
+            continue;
+        };
+        let outbound = family.outbound;
+        let wrong = |(line, text): &(usize, String), what: &str| {
+            (format!("{origin}:{line}"), what.to_owned(), text.clone())
+        };
+        let any = outbound.all || !outbound.included.is_empty() || !outbound.ports.is_empty();
+        if let Some(at) = outbound
+            .at_interface
+            .as_ref()
+            .filter(|_| any || !family.dns.is_empty())
+        {
+            let what = "outbound connections by this interface are left alone, and a socket does not know its interface when it \
+                        connects; replace the rule by the ranges that are reached by the interface";
+            return Err(wrong(at, what));
+        }
+        for (net, at) in &outbound.included {
+            if outbound
+                .excluded
+                .iter()
+                .any(|excluded| excluded.contains(net))
+            {
+                return Err(wrong(at, "a rule before leaves the whole range alone"));
+            }
+        }
+        for (port, at) in &outbound.ports {
+            if !outbound.excluded.is_empty() {
+                let what = "in ranges that a rule before leaves alone, the port is not captured; mesh.rules.includeOutboundPorts \
+                            captures it at every address";
+                return Err(wrong(at, what));
+            }
+            if outbound.excluded_ports.contains(port) || OWN_PORTS.contains(port) {
+                return Err(wrong(
+                    at,
+                    "a rule before leaves the port alone, or it is the mesh's",
+                ));
+            }
+        }
+        match (outbound.all, lists) {
+            (true, true) => {
+                include.insert(all);
+            }
+            (true, false) => {}
+            (false, _) if outbound.included.is_empty() && !lists => {
+                exclude.insert(all);
+            }
+            (false, _) => include.extend(outbound.included.keys()),
+        }
+        exclude.extend(&outbound.excluded);
+        let of_family = of_queries(&family.dns).map_err(|what| whole(&what))?;
+        match (dns, of_family) {
+            (Some(known), Some(other)) if known != other => {
+                return Err(whole("IPv4 and IPv6 differ in the capture of DNS queries"));
+            }
+            (known, other) => dns = known.or(other),
+        }
+        family.capture.include_ports = outbound.ports.keys().copied().collect();
+        family.capture.exclude_ports = outbound.excluded_ports;
+        let own = std::mem::take(&mut family.inbound.own_ports);
+        resolvers.extend(family.resolvers);
+        if family.inbound.is_captured() {
+            let inbound = family.inbound;
+            family.capture.takes_inbound = true;
+            family.capture.inbound = inbound.to;
+            if !inbound.all {
+                family.capture.include_inbound = inbound.included;
+            }
+            family.capture.exclude_inbound = inbound.excluded;
+            family.capture.exclude_interfaces = inbound.interfaces;
+        }
+        probes.append(&mut family.capture.probes);
+        match &mut merged {
+            None => merged = Some((family.capture, own)),
+            Some((known, known_own)) => {
+                if *known != family.capture {
+                    return Err(whole(
+                        "IPv4 and IPv6 differ in users, groups, interfaces or ports",
+                    ));
+                }
+                known_own.extend(own);
+            }
+        }
+    }
+    let (capture, own_ports) = merged.unwrap_or_default();
+    Ok(Capture {
+        include_ranges: include,
+        exclude_ranges: exclude,
+        dns,
+        resolvers,
+        own_ports,
+        probes,
+        drops_invalid,
+        missing,
+        ..capture
+    })
+}
+
+/// How queries are captured, by the rules that redirect them.
+fn of_queries(rules: &[(String, bool, u16)]) -> Result<Option<Dns>, String> {
+    let Some((_, any, port)) = rules.first() else {
+        return Ok(None);
+    };
+    let same = rules.iter().all(|(_, all, to)| (all, to) == (any, port));
+    let both = ["tcp", "udp"]
+        .iter()
+        .all(|word| rules.iter().any(|(of, ..)| of == word));
+    if same && both {
+        return Ok(Some(Dns {
+            port: *port,
+            any: *any,
+        }));
+    }
+    Err("DNS queries are captured by one protocol only, or in two ways".to_owned())
+}
