@@ -47,7 +47,8 @@ pub use settled::{Refusal, parse};
 /// What a command ends with, besides 0 (done, healthy, no change) and 1 (it did not work, not
 /// healthy).
 pub mod exit {
-    /// `plan`: something would change. `iptables compare`, `takeover`: something differs.
+    /// `plan`: something would change. `iptables compare`, `takeover`: something differs. `iptables apply`: rules were applied
+    /// on top of others, or with `--dry-run` would change.
     pub const CHANGES: u8 = 2;
     /// `run`, `cleanup`, `takeover --revert`: an agent runs on this node already.
     pub const BUSY: u8 = 3;
@@ -80,7 +81,7 @@ pub struct Cli {
 }
 
 const EXIT_CODES: &str = "\
-Exit codes: 0 success; 1 error, or not healthy; 2 `plan`: something would change, `iptables compare`, `takeover`: something differs; 3 another agent runs; \
+Exit codes: 0 success; 1 error, or not healthy; 2 `plan`: something would change, `iptables compare`, `takeover`: something differs, `iptables apply`: the result is not guaranteed; 3 another agent runs; \
 64 wrong command line.
 
 Start with `dataplane doctor`, which tests if this machine can run the dataplane.";

@@ -107,7 +107,7 @@ fn by_chain<'a>(table: &Table<'a>) -> BTreeMap<&'a str, Vec<String>> {
 
 /// The words that bring rules back into a chain of others. `before` had all of them, and `there` are those of now. A rule that is
 /// there stays where it is.
-fn inserted(
+pub(super) fn inserted(
     chain: &str,
     before: &[String],
     returning: &[&str],

@@ -60,7 +60,7 @@ fn report(lab: &Lab, host: &Host, more: &[&str]) -> Result<(Value, bool)> {
     Ok((report, output.status.success()))
 }
 
-fn load(host: &Host, program: &str, rules: &str) -> Result<()> {
+pub fn load(host: &Host, program: &str, rules: &str) -> Result<()> {
     let script = format!("{program} <<'end'\n{rules}\nend");
     host.command("sh").args(["-c", &script]).run()?;
     Ok(())
@@ -627,7 +627,7 @@ fn the_report_says_what_it_cannot_read() -> Result<()> {
 }
 
 /// All rules of all sides, a line each, in their order, without counters, empty tables and chains that are built in.
-fn everything(host: &Host) -> Result<Vec<String>> {
+pub fn everything(host: &Host) -> Result<Vec<String>> {
     let mut all = Vec::new();
     for side in SIDES {
         let text = host.command(format!("{side}-save")).run()?;
@@ -662,7 +662,7 @@ const BEFORE: &str = "*nat\n:mine - [0:0]\n:KUBE-HOSTPORTS - [0:0]\n\
     -A KUBE-HOSTPORTS -p tcp -j RETURN\nCOMMIT\n*filter\n-A FORWARD -p udp -m multiport --dports 1,2 -j DROP\nCOMMIT";
 const AFTER: &str = "*nat\n-A PREROUTING -p udp -j ACCEPT\n-A OUTPUT -p sctp -j mine\nCOMMIT\n*filter\n\
     -A INPUT -p tcp -m tcp --dport 9 -j REJECT\nCOMMIT";
-const SIDES: [&str; 4] = [
+pub const SIDES: [&str; 4] = [
     "iptables-legacy",
     "ip6tables-legacy",
     "iptables-nft",

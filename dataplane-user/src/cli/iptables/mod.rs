@@ -1,5 +1,6 @@
 //! `dataplane iptables`.
 
+mod apply;
 mod cleanup;
 pub(super) mod compare;
 mod detect;
@@ -14,7 +15,7 @@ use super::netns::{self, Namespace};
 use crate::settings::Settings;
 
 /// Show the rules of iptables, nftables and IPVS on a node and whose they are; compare kube-proxy's with the dataplane's
-/// tables; remove those of one owner; convert those of a sidecar.
+/// tables; remove those of one owner; convert those of a sidecar; make a sidecar's rules those that are expected.
 #[derive(Debug, Args)]
 pub struct IptablesArgs {
     #[command(subcommand)]
@@ -23,6 +24,7 @@ pub struct IptablesArgs {
 
 #[derive(Debug, Subcommand)]
 enum IptablesCommand {
+    Apply(apply::ApplyArgs),
     Cleanup(cleanup::CleanupArgs),
     Compare(compare::CompareArgs),
     Detect(detect::DetectArgs),
@@ -36,7 +38,8 @@ impl IptablesArgs {
         match &mut self.command {
             IptablesCommand::Report(args) => args.settle(file),
             IptablesCommand::Compare(args) => args.paths.settle(file),
-            IptablesCommand::Cleanup(_)
+            IptablesCommand::Apply(_)
+            | IptablesCommand::Cleanup(_)
             | IptablesCommand::Detect(_)
             | IptablesCommand::ImportMesh(_) => {}
         }
@@ -44,6 +47,7 @@ impl IptablesArgs {
 
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         match self.command {
+            IptablesCommand::Apply(args) => args.run(),
             IptablesCommand::Cleanup(args) => args.run(),
             IptablesCommand::Compare(args) => args.run(),
             IptablesCommand::Detect(args) => args.run(),

@@ -1,0 +1,469 @@
+//! Makes the rules of a mesh those that are expected, in the network namespace that the thread is in.
+
+use std::{
+    collections::BTreeMap,
+    io,
+    os::{
+        linux::net::SocketAddrExt as _,
+        unix::net::{SocketAddr, UnixListener},
+    },
+    path::{Path, PathBuf},
+    sync::mpsc::{self, RecvTimeoutError, Sender},
+    thread::{self, JoinHandle},
+    time::Duration,
+};
+
+use nix::sched::{CloneFlags, unshare};
+
+use super::{
+    super::{
+        binaries::{self, Binaries, Family, Role, Variant},
+        cleanup::{By, Step, is_of, restore_program, tables},
+        collect::{self, Printed},
+        detect::{self, Decision},
+        may_die,
+        ruleset::{Form, Table},
+    },
+    expected::Expected,
+    plan::{self, Change, How},
+};
+use crate::kernel::{
+    guard,
+    netfilter::{self, Kind},
+};
+
+/// How long a program may take with rules that nobody uses.
+const PATIENCE: Duration = Duration::from_mins(2);
+/// How much `iptables-save` may print of the expected rules.
+const LIMIT: u64 = 16 << 20;
+/// How long the guard lasts if nobody renews it, and how often it is renewed.
+const GUARD: (Duration, Duration) = (Duration::from_secs(15), Duration::from_secs(3));
+/// The socket by which the command is alone in a network namespace (`unix(7)`, "Abstract sockets").
+const LOCK: &[u8] = b"dataplane-iptables-apply";
+
+/// What is to be done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Options {
+    /// Replace what is different, with the guard up.
+    pub reconcile: bool,
+    /// Only remove.
+    pub cleanup_only: bool,
+    /// Say what would be done.
+    pub dry_run: bool,
+}
+
+/// What was found and done, or would be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// The rules are as expected.
+    Same,
+    /// There was no rule of the mesh: the expected ones were applied.
+    Applied,
+    /// Other rules of the mesh were there: the expected ones were applied on top of them.
+    OnTop,
+    /// Other rules of the mesh were there: the expected ones took their place.
+    Reconciled,
+    /// The rules of the mesh were removed.
+    Removed,
+    /// There was nothing to remove.
+    Nothing,
+}
+
+/// The result.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Done {
+    /// What was found and done.
+    pub outcome: Outcome,
+    /// The program of each family that rules are expected for.
+    pub decisions: Vec<Decision>,
+    /// What was different, with its program and table.
+    pub differences: Vec<String>,
+    /// The changes.
+    pub steps: Vec<Step>,
+}
+
+/// The expected rules of a family, as the program that is used there prints them.
+struct Printing {
+    family: Family,
+    variant: Variant,
+    printed: Printed,
+}
+
+/// What was found: what is different, what would make it as expected, and the rules that were read.
+#[derive(Default)]
+struct Found {
+    differences: Vec<String>,
+    has_some: bool,
+    changes: Vec<(Step, By)>,
+    texts: Vec<Printed>,
+}
+
+/// Where the programs are, and what is expected.
+struct Place<'a> {
+    root: Option<&'a Path>,
+    found: Binaries,
+    expected: &'a Expected,
+    printings: Vec<Printing>,
+    /// Nothing is wanted.
+    only_remove: bool,
+}
+
+/// Makes the rules those that are expected.
+///
+/// # Errors
+/// A program is missing, rules cannot be read or are not understood, another command does the same: nothing was changed. A program refuses:
+/// the error says whether the old rules are there.
+pub fn apply(root: Option<&Path>, expected: &Expected, options: Options) -> io::Result<Done> {
+    let _alone = alone()?;
+    let found = binaries::find(root)?;
+    let listed = netfilter::tables().map_err(io::Error::other)?;
+    let families = expected.families();
+    let decisions: Vec<Decision> = families
+        .map(|family| detect::decide(family, &found, &listed))
+        .collect();
+    let printings = (decisions.iter())
+        .map(|decision| print(root, decision, expected))
+        .collect::<io::Result<_>>()?;
+    let place = Place {
+        root,
+        found,
+        expected,
+        printings,
+        only_remove: options.cleanup_only,
+    };
+    let reconcile = options.reconcile || options.cleanup_only;
+    let how = if reconcile { How::Replace } else { How::OnTop };
+    let mut before = place.look(how)?;
+    let differences = std::mem::take(&mut before.differences);
+    let outcome = match (differences.is_empty(), before.has_some) {
+        (true, _) if options.cleanup_only => Outcome::Nothing,
+        (false, _) if options.cleanup_only => Outcome::Removed,
+        (true, _) => Outcome::Same,
+        (false, false) => Outcome::Applied,
+        (false, true) if options.reconcile => Outcome::Reconciled,
+        (false, true) => Outcome::OnTop,
+    };
+    let changes = std::mem::take(&mut before.changes);
+    let mut done = Done {
+        outcome,
+        decisions,
+        differences,
+        steps: changes.iter().map(|(step, _)| step.clone()).collect(),
+    };
+    if options.dry_run {
+        return Ok(done);
+    }
+    let is_guarded = outcome == Outcome::Reconciled;
+    let rails = is_guarded.then(Rails::up).transpose()?;
+    may_die();
+    let mut made = Vec::new();
+    let result = changes.into_iter().try_for_each(|(step, by)| {
+        by.run(root, &step)?;
+        made.push(step);
+        may_die();
+        Ok(())
+    });
+    let result = result.and_then(|()| match place.look(How::Replace)? {
+        left if left.differences.is_empty() || outcome == Outcome::OnTop => Ok(()),
+        left => Err(io::Error::other(format!(
+            "the rules are not those that are expected although every change was made ({}): does another program write them?",
+            left.differences[0]
+        ))),
+    });
+    let result = result.map_err(|why| place.undo(&before.texts, &made, &why));
+    done.steps = made;
+    if let Some(rails) = rails {
+        rails.down();
+    }
+    // Also that of a command that was killed.
+    if result.is_ok() || is_guarded {
+        guard::down()?;
+    }
+    result.map(|()| done)
+}
+
+/// Takes care that no other command does the same in this network namespace.
+fn alone() -> io::Result<UnixListener> {
+    UnixListener::bind_addr(&SocketAddr::from_abstract_name(LOCK)?).map_err(|error| {
+        if error.kind() == io::ErrorKind::AddrInUse {
+            let name = String::from_utf8_lossy(LOCK);
+            io::Error::other(format!(
+                "another `dataplane iptables apply` runs in this network namespace (abstract socket {name})"
+            ))
+        } else {
+            error
+        }
+    })
+}
+
+/// Has the program print the expected rules: it writes addresses, options and quotes in one way only. It loads them into a network namespace that
+/// nobody else sees.
+fn print(root: Option<&Path>, decision: &Decision, expected: &Expected) -> io::Result<Printing> {
+    let family = decision.family;
+    let missing = || {
+        let problem = decision
+            .problems
+            .first()
+            .map_or("a program is missing", |why| why);
+        io::Error::other(format!("{}: {problem}", family.word()))
+    };
+    let variant = decision.variant.ok_or_else(missing)?;
+    let (save, restore) = (decision.save.as_ref(), decision.restore.as_ref());
+    let (save, restore) = (save.ok_or_else(missing)?, restore.ok_or_else(missing)?);
+    let origin = binaries::name(family, Some(variant), Role::Command);
+    let wanted = expected
+        .tables
+        .iter()
+        .filter(|table| table.family == family);
+    let there = || {
+        let mut text = String::new();
+        for table in wanted {
+            let refused = |why: &str| {
+                let program = restore.display();
+                let (name, line) = (&table.name, table.line);
+                io::Error::other(format!(
+                    "{program} does not take the expected rules of table {name} (from line {line} on): {why}"
+                ))
+            };
+            let input = table.text.as_bytes();
+            let said =
+                binaries::run_with(restore, &["--noflush", "-w", "60"], input, PATIENCE, LIMIT)?;
+            if !said.success {
+                return Err(refused(said.stderr.lines().next().unwrap_or("no reason")));
+            }
+            let said = binaries::run(save, &["-t", &table.name], PATIENCE, LIMIT)?;
+            if !said.success {
+                return Err(refused(said.stderr.lines().next().unwrap_or("no reason")));
+            }
+            text += &String::from_utf8_lossy(&said.stdout);
+        }
+        Ok(text)
+    };
+    let text = in_a_new_namespace(|| binaries::below(root, there))?;
+    let form = Form::Saved;
+    Ok(Printing {
+        family,
+        variant,
+        printed: Printed { origin, form, text },
+    })
+}
+
+fn in_a_new_namespace<T: Send>(work: impl FnOnce() -> io::Result<T> + Send) -> io::Result<T> {
+    let there = || {
+        unshare(CloneFlags::CLONE_NEWNET).map_err(|error| {
+            let error = io::Error::from(error);
+            let why = format!(
+                "cannot make a network namespace in which the expected rules are tried: {error}; run as root or add CAP_SYS_ADMIN"
+            );
+            io::Error::new(error.kind(), why)
+        })?;
+        work()
+    };
+    thread::scope(|scope| {
+        let thread = thread::Builder::new().name("trial".to_owned());
+        thread
+            .spawn_scoped(scope, there)?
+            .join()
+            .map_err(|_| io::Error::other("the thread in a new network namespace panicked"))?
+    })
+}
+
+impl Place<'_> {
+    /// Looks at what is there now, in both families and variants and in native tables.
+    fn look(&self, how: How) -> io::Result<Found> {
+        let whose = &self.expected.whose;
+        let listed = netfilter::tables().map_err(io::Error::other)?;
+        let mut found = Found {
+            texts: self.read(&listed)?,
+            ..Found::default()
+        };
+        for family in Family::BOTH {
+            for variant in [Variant::Nft, Variant::Legacy] {
+                let origin = binaries::name(family, Some(variant), Role::Command);
+                let known = self.printing(family)?;
+                let is_wanted = !self.only_remove
+                    && self
+                        .printings
+                        .iter()
+                        .any(|printing| (printing.family, printing.variant) == (family, variant));
+                let wanted = if is_wanted { &known[..] } else { &[] };
+                let now = of_origin(&found.texts, &origin)?;
+                let in_front =
+                    |table: &str, chain: &str| self.expected.in_front(family, table, chain);
+                let changes = plan::changes(&now, wanted, &known, whose, how, &in_front);
+                let mut steps = Vec::new();
+                for change in changes {
+                    found.has_some |= change.has_some;
+                    let title = format!("{origin} {}", change.table);
+                    let named = change
+                        .differences
+                        .iter()
+                        .map(|line| format!("{title}: {line}"));
+                    found.differences.extend(named);
+                    if !change.input.is_empty() {
+                        steps.push(change);
+                    }
+                }
+                for change in steps {
+                    found.changes.push(self.step(&origin, change)?);
+                }
+            }
+        }
+        for table in listed
+            .iter()
+            .filter(|table| table.kind == Kind::Native && is_of(table, &whose.owners))
+        {
+            let name = format!("{} {}", table.family, table.name);
+            found.has_some = true;
+            found
+                .differences
+                .push(format!("left over: nf_tables table {name}"));
+            if how == How::Replace {
+                let step = Step {
+                    command: format!("nft delete table {name}"),
+                    input: String::new(),
+                    jumps: 0,
+                    chains: table.chains.len(),
+                };
+                // A native table cannot be brought back, so it goes last.
+                found
+                    .changes
+                    .push((step, By::Kernel(table.family, table.name.clone())));
+            }
+        }
+        Ok(found)
+    }
+
+    /// The rules of all tables of iptables, a text for each program.
+    fn read(&self, listed: &[netfilter::Table]) -> io::Result<Vec<Printed>> {
+        let collected = collect::collect(self.root, &self.found, listed, false)?;
+        if let Some(missing) = collected.missing.first() {
+            return Err(io::Error::other(format!(
+                "cannot read all rules: {missing}"
+            )));
+        }
+        let mut texts: BTreeMap<String, Printed> = BTreeMap::new();
+        for printed in collected.texts {
+            let known = texts
+                .entry(printed.origin.clone())
+                .or_insert_with(|| Printed {
+                    text: String::new(),
+                    ..printed.clone()
+                });
+            known.text += &printed.text;
+            known.text.push('\n');
+        }
+        Ok(texts.into_values().collect())
+    }
+
+    /// The expected rules of a family.
+    fn printing(&self, family: Family) -> io::Result<Vec<Table<'_>>> {
+        let printing = self
+            .printings
+            .iter()
+            .find(|printing| printing.family == family);
+        printing.map_or(Ok(Vec::new()), |printing| understood(&printing.printed))
+    }
+
+    fn step(&self, origin: &str, change: Change) -> io::Result<(Step, By)> {
+        let program: PathBuf = restore_program(&self.found, origin)?;
+        let step = Step {
+            command: format!("{origin}-restore --noflush"),
+            input: change.input,
+            jumps: change.rules,
+            chains: change.chains,
+        };
+        Ok((step, By::Restore(program)))
+    }
+
+    /// Brings back what was there, and says so.
+    fn undo(&self, before: &[Printed], made: &[Step], why: &io::Error) -> io::Error {
+        if made.is_empty() {
+            return io::Error::other(format!("{why}; nothing was changed"));
+        }
+        if let Some(step) = made.iter().find(|step| step.input.is_empty()) {
+            return io::Error::other(format!(
+                "{why}; the expected rules are there, and what `{}` removed does not come back",
+                step.command
+            ));
+        }
+        match self.bring_back(before) {
+            Ok(()) => io::Error::other(format!("{why}; the rules are as they were before")),
+            Err(error) => io::Error::other(format!(
+                "{why}; the rules that were there before could not be brought back: {error}"
+            )),
+        }
+    }
+
+    fn bring_back(&self, before: &[Printed]) -> io::Result<()> {
+        let listed = netfilter::tables().map_err(io::Error::other)?;
+        let texts = self.read(&listed)?;
+        for family in Family::BOTH {
+            for variant in [Variant::Nft, Variant::Legacy] {
+                let origin = binaries::name(family, Some(variant), Role::Command);
+                let (was, now) = (of_origin(before, &origin)?, of_origin(&texts, &origin)?);
+                let known = self.printing(family)?;
+                for name in ["raw", "mangle", "nat", "filter", "security"] {
+                    let [was, now, known] = [&was, &now, &known]
+                        .map(|tables| tables.iter().find(|table| table.name == name));
+                    if let Some(change) = plan::back(was, now, known, &self.expected.whose) {
+                        let (step, by) = self.step(&origin, change)?;
+                        by.run(self.root, &step)?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The tables that a program has printed.
+fn of_origin<'a>(texts: &'a [Printed], origin: &str) -> io::Result<Vec<Table<'a>>> {
+    let text = texts.iter().find(|text| text.origin == origin);
+    text.map_or(Ok(Vec::new()), understood)
+}
+
+fn understood(printed: &Printed) -> io::Result<Vec<Table<'_>>> {
+    tables(&printed.as_text())
+        .map_err(|why| io::Error::other(format!("a rule is not understood: {why}")))
+}
+
+/// The guard, which a thread renews: it ends soon after this process does.
+struct Rails {
+    stop: Sender<()>,
+    thread: JoinHandle<()>,
+}
+
+impl Rails {
+    fn up() -> io::Result<Self> {
+        let (time, pause) = GUARD;
+        guard::up(time).map_err(|error| {
+            io::Error::new(
+                error.kind(),
+                format!("cannot put up the guard (nftables table inet {}): {error}; nothing was changed", guard::TABLE),
+            )
+        })?;
+        let (stop, stopped) = mpsc::channel();
+        let renew = move || {
+            while stopped.recv_timeout(pause) == Err(RecvTimeoutError::Timeout) {
+                if let Err(error) = guard::renew(time) {
+                    tracing::warn!(
+                        "cannot renew the guard (nftables table inet {}): {error}",
+                        guard::TABLE
+                    );
+                }
+            }
+        };
+        // A thread begins in the network namespace of the one that makes it.
+        let thread = thread::Builder::new()
+            .name("guard".to_owned())
+            .spawn(renew)?;
+        Ok(Self { stop, thread })
+    }
+
+    /// Ends the thread. The guard itself is removed by its table.
+    fn down(self) {
+        drop(self.stop);
+        let _ = self.thread.join();
+    }
+}
