@@ -8,7 +8,7 @@ use aya_ebpf::{
 };
 use dataplane_common::{
     Addr, Port, Reason,
-    capture::{self, Enrolled, ListenerKey, Local, Tuple},
+    capture::{self, CaptureConfig, Enrolled, ListenerKey, Local, Tuple},
 };
 
 use super::{Live, config};
@@ -62,10 +62,18 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
     // but the kernel names the interface that has the address (`orig_oif` in
     // `ip_route_output_key_hash_rcu`, `net/ipv4/route.c`).
     let client = remote_addr(ctx);
+    let Some(config) = config() else { return PASS };
+    let to_inbound = port == u32::from(config.inbound.host());
+    let foreign = config.flags & CaptureConfig::FOREIGN != 0;
     if let Some(own) = LOCALS.get_ptr(client)
         // SAFETY: as above.
         && unsafe { (*own).netns } == local.netns
     {
+        if foreign && to_inbound {
+            // What the proxy does with a connection to its own port, as below: it ends here, and not in a loop.
+            count(Reason::Recursive);
+            return DROP;
+        }
         return PASS;
     }
     let tuple = Tuple {
@@ -79,8 +87,11 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
     if ORIGINS.get_ptr(tuple).is_some() {
         return PASS;
     }
-    let Some(config) = config() else { return PASS };
-    if port == u32::from(config.inbound.host()) || port == u32::from(config.outbound.host()) {
+    if foreign && to_inbound {
+        // A sidecar's: as long as rules redirect connections to it, they arrive so.
+        return PASS;
+    }
+    if to_inbound || port == u32::from(config.outbound.host()) {
         count(Reason::Recursive);
         return DROP;
     }

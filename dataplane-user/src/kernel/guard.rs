@@ -34,17 +34,18 @@ const NEW_SET: u16 = SUBSYSTEM << 8 | 9;
 const NEW_ELEMENTS: u16 = SUBSYSTEM << 8 | 0x0c;
 const DELETE_ELEMENTS: u16 = SUBSYSTEM << 8 | 0x0e;
 
-/// Lets no packet pass in the network namespace that this thread is in, for so long at most. A guard that is there already gets
-/// this time.
+/// Lets no packet pass in the network namespace that this thread is in, for so long at most. A table of this name that is there
+/// already gives way in the same step, whatever it has: a pod's root may have made it.
 ///
 /// # Errors
 /// If the kernel refuses, or has no nf_tables.
 pub fn up(time: Duration) -> io::Result<()> {
     let mut netlink = Netlink::open(NETLINK_NETFILTER)?;
+    let mut all = Vec::new();
     if exists(&mut netlink, TABLE)? {
-        return set(&mut netlink, time);
+        all.push(delete_table(TABLE));
     }
-    let mut all = table();
+    all.extend(table());
     all.push((NEW_ELEMENTS, CREATE, elements(time)));
     netlink.batch(SUBSYSTEM, &all)
 }

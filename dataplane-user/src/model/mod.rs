@@ -40,8 +40,8 @@ pub use service::{
 pub use topology::{Hints, Reach};
 pub use weights::{Weights, lcm, most_places, narrowed};
 pub use workload::{
-    Acceleration, CapturedBy, DNS, Egress, Exempt, Inbound, Layers, Mode, Place, Policy, Rules,
-    Telemetry, Uid, WithoutProxy, Workload, is_reserved,
+    Acceleration, CapturedBy, DNS, Egress, Exempt, Inbound, Layers, Mode, Place, Policy, RESERVED,
+    Rules, Telemetry, Uid, WithoutProxy, Workload, is_reserved,
 };
 
 use std::{net::IpAddr, sync::Arc};

@@ -16,8 +16,8 @@ use smallvec::SmallVec;
 
 use super::{Cluster, Identity, Protocol, Resolution, WorkloadName};
 
-/// Ports that a mesh's proxies have: no rule can name them.
-const RESERVED: [u16; 12] = [
+/// Ports that a mesh's proxies have: no rule of a configuration can name them.
+pub const RESERVED: [u16; 12] = [
     15000, 15001, 15003, 15006, 15008, 15010, 15020, 15021, 15053, 15901, 15902, 15903,
 ];
 

@@ -17,6 +17,8 @@ use super::{
 
 /// Where rules and the journal are kept.
 pub const DIRECTORY: &str = "/var/lib/dataplane/takeover";
+/// How the directories begin that have the journals of network namespaces; a cookie and an owner follow: `netns-4711-istio`.
+pub const OF_NETNS: &str = "netns-";
 /// The journal's file.
 const JOURNAL: &str = "journal.json";
 /// The file that whoever changes something holds a lock on.
@@ -115,9 +117,28 @@ impl Journal {
         self.boot == boot()
     }
 
-    /// Whether the directory's journal is about these rules.
-    pub fn is_written(&self, directory: &Path) -> bool {
-        Self::read(directory).is_ok_and(|found| found.is_some_and(|found| found.file == self.file))
+    /// The network namespaces, by their cookies, whose rules have gone by journals below a node's directory.
+    ///
+    /// # Errors
+    /// A journal cannot be read.
+    pub fn of_namespaces(directory: &Path) -> io::Result<Vec<u64>> {
+        let mut cookies = Vec::new();
+        let entries = match fs::read_dir(directory) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(cookies),
+            entries => entries.map_err(|error| at(directory, &error))?,
+        };
+        for entry in entries {
+            let entry = entry.map_err(|error| at(directory, &error))?;
+            let name = entry.file_name();
+            let cookie = (name.to_str())
+                .and_then(|name| name.strip_prefix(OF_NETNS)?.split('-').next()?.parse().ok());
+            let Some(cookie) = cookie else { continue };
+            let journal = Self::read(&entry.path())?;
+            if journal.is_some_and(|journal| journal.is_of_this_boot() && journal.has_the_rules()) {
+                cookies.push(cookie);
+            }
+        }
+        Ok(cookies)
     }
 
     /// The rules as they were.

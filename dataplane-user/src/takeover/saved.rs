@@ -63,7 +63,7 @@ impl Saved {
             last = now;
         }
         Err(io::Error::other(format!(
-            "the rules are others each time they are read ({READS} times): stop kube-proxy first"
+            "the rules are others each time they are read ({READS} times): stop the program that writes them first"
         )))
     }
 

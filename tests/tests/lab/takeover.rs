@@ -287,7 +287,7 @@ fn with_traffic(node: &Node, pause: u32, work: impl FnOnce() -> Result<()>) -> R
 }
 
 /// Whether the long form was asked for: as many connections as docs/takeover.md says, and every point.
-fn is_long() -> bool {
+pub fn is_long() -> bool {
     std::env::var_os("DATAPLANE_TAKEOVER_LONG").is_some()
 }
 

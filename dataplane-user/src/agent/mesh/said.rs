@@ -1,10 +1,13 @@
 //! What the configuration says of capture, as the plan takes it.
 
 use crate::{
-    model::{Place, Rules, Workload, WorkloadName},
+    model::{Place, RESERVED, Rules, Workload, WorkloadName},
     plan::enrol::Said,
     settings,
 };
+
+/// The port of the metrics of Istio's sidecar, which rules of a configuration can name.
+const METRICS: u16 = 15090;
 
 /// Takes the rules out of the configuration.
 pub fn said(config: &settings::Mesh) -> Said {
@@ -23,8 +26,13 @@ pub fn said(config: &settings::Mesh) -> Said {
         let by = format!("mesh.namespaces ({}).enforced", given.name);
         (given.name.clone(), (by, given.enforced.rules()))
     });
+    // Connections to a sidecar's own ports are for it: health, metrics.
+    let own_ports = RESERVED.into_iter().chain([METRICS]);
     let proxy = Rules {
         excluded_uids: config.proxy.uid.into_iter().collect(),
+        inbound_ports: (own_ports.filter(|_| config.proxy.uid.is_some()))
+            .map(|port| (port, false))
+            .collect(),
         ..Rules::default()
     };
     Said {
@@ -36,6 +44,7 @@ pub fn said(config: &settings::Mesh) -> Said {
             ("mesh.rules".to_owned(), config.rules.rules()),
             ("mesh.proxy.uid".to_owned(), proxy),
         ],
+        sidecars: config.proxy.uid.is_some(),
         ..Said::default()
     }
 }
@@ -88,6 +97,7 @@ workloads:
         );
         is("egress", "", "allow by mesh.namespaces (shop)");
         is("user", "1500", "excluded by mesh.proxy.uid");
+        is("inbound-port", "15021", "excluded by mesh.proxy.uid");
         assert_eq!(told("mode", ""), None);
         // And that is what holds.
         let policy = &members[0].policy;

@@ -258,6 +258,12 @@ impl Mesh {
     pub fn inbound(&self, client: &Client<'_>, to: Destination) -> Option<Told> {
         let local = self.held.locals.get(&to.addr.into())?;
         let from_itself = client.namespace.is_some_and(|n| n.cookie == local.netns);
+        // Somebody else's proxy, to which rules may redirect.
+        let of_sidecar = self.config.flags & CaptureConfig::FOREIGN != 0
+            && self.config.inbound == Port::new(to.port);
+        if of_sidecar && !from_itself {
+            return None;
+        }
         let is_proxied = local.flags & Enrolled::PROXY != 0 && !local.is_by_packets();
         if to.protocol != Protocol::TCP || !is_proxied || from_itself {
             return None;

@@ -148,7 +148,7 @@ fn notes(capture: &Capture) -> Vec<String> {
     let place = if capture.owner == AMBIENT {
         "ztunnel's place, so remove the pod from ambient mode"
     } else {
-        "the sidecar's place, so remove the sidecar from the pod"
+        "the sidecar's place: remove the sidecar from the pod, or keep it and set mesh.proxy.uid to its user"
     };
     let mut notes = vec![format!(
         "By the rules of {}. The agent's proxy takes {place}.",

@@ -2,7 +2,7 @@
 
 use std::{fs, path::Path};
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, bail, ensure};
 
 use super::{
     place::Place,
@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{
     admin::{client, report::Report},
-    cli::{iptables::compare::compare, source},
+    cli::{iptables::compare::compare, netns, source},
     kernel::{self, conntrack::Conntrack, nf_conntrack},
     takeover::{
         journal::{Journal, State},
@@ -87,13 +87,29 @@ pub fn revert(
             return Ok(Outcome::AgentRuns);
         }
     }
+    no_pod_needs_it(directory)?;
     detach(place, tell).context("the rules are back; run this command again")?;
     Journal::remove(directory)?;
     Ok(Outcome::GivenBack)
 }
 
+/// Fails if a pod whose rules were taken over is here: its connections would not be captured any more.
+fn no_pod_needs_it(directory: &Path) -> anyhow::Result<()> {
+    let mut found = Vec::new();
+    for cookie in Journal::of_namespaces(directory)? {
+        found.extend(netns::with_cookie(cookie)?.map(|namespace| namespace.place));
+    }
+    ensure!(
+        found.is_empty(),
+        "the rules are back, and the dataplane stays: it captures what rules of a mesh captured in {}; give these back first \
+         (`dataplane takeover --revert --owner istio --netns …`)",
+        found.join(", ")
+    );
+    Ok(())
+}
+
 /// The rules that are to come back, and what is known of them.
-fn wanted(directory: &Path, file: Option<&Path>) -> anyhow::Result<(Saved, Journal)> {
+pub fn wanted(directory: &Path, file: Option<&Path>) -> anyhow::Result<(Saved, Journal)> {
     let journal = Journal::read(directory)?;
     let Some(file) = file else {
         let Some(journal) = journal else {
@@ -119,15 +135,15 @@ fn wanted(directory: &Path, file: Option<&Path>) -> anyhow::Result<(Saved, Journ
     Ok((saved, journal))
 }
 
-/// Brings back the rules that are missing, unless their owner has written others since: those are newer.
-pub fn bring_back(place: &Place, saved: &Saved, tell: &mut Tell<'_>) -> anyhow::Result<()> {
+/// Brings back the rules that are missing. `false`: their owner has written others since, which are newer, and stay.
+pub fn bring_back(place: &Place, saved: &Saved, tell: &mut Tell<'_>) -> anyhow::Result<bool> {
     if saved.were_written_since(place.owners)? {
         let owner = place.owner();
         tell.step(
             "restore",
             format!("{owner} has written its rules: they stay as they are"),
         );
-        return Ok(());
+        return Ok(false);
     }
     let back = saved.bring_back(place.owners, false)?;
     if back.steps.is_empty() {
@@ -139,7 +155,7 @@ pub fn bring_back(place: &Place, saved: &Saved, tell: &mut Tell<'_>) -> anyhow::
     for lost in back.lost {
         tell.stays(&lost);
     }
-    Ok(())
+    Ok(true)
 }
 
 /// Removes the dataplane: what begins is left to the rules, then the packet path's flows go to the kernel's conntrack, and then the

@@ -1,10 +1,13 @@
 //! Whom the dataplane captures in the network namespace that this thread is in, and how that differs from what a sidecar's
 //! rules capture.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
-use anyhow::Context as _;
-use dataplane_common::capture::{CAPTURED, Enrolled, RangeKey};
+use anyhow::{Context as _, bail, ensure};
+use dataplane_common::{
+    Addr,
+    capture::{CAPTURED, Enrolled, RangeKey},
+};
 use serde::Serialize;
 
 use super::place::Place;
@@ -12,38 +15,49 @@ use crate::{
     admin::api::{MeshRule, MeshWorkload},
     cli::iptables::import_mesh,
     kernel::{self, CaptureTables, Tables},
-    plan::enrol::{Statement, statements},
-    settings::Mesh,
+    model::is_reserved,
+    plan::enrol::statements,
     takeover::capture::Capture,
 };
 
 /// What rules of a sidecar cannot say.
-const SETTINGS: &[&str] = &[
-    "captured-by",
-    "mode",
-    "egress",
-    "without-proxy",
-    "acceleration",
-    "dns",
-];
+const SETTINGS: &[&str] = &["captured-by", "mode", "egress", "acceleration", "dns"];
+
+/// The port of the metrics of Istio's sidecar.
+const METRICS: u16 = 15090;
+
+/// Queries to every address are captured.
+const ALL: &str = "all";
+/// Queries to the pod's own resolvers are captured.
+const RESOLVERS: &str = "resolvers";
 
 /// A workload that the dataplane captures.
 #[derive(Debug)]
 pub struct Captured {
     /// Its namespace and name.
     pub name: String,
-    entry: Enrolled,
-    /// The queries that are captured, as [`Difference::dataplane`].
-    queries: Option<&'static str>,
+    held: Held,
     rules: Vec<MeshRule>,
+}
+
+/// What the kernel's tables have of this network namespace.
+#[derive(Debug)]
+struct Held {
+    entry: Enrolled,
+    /// The proxy's ports, for outbound and inbound connections.
+    ports: [u16; 2],
+    /// The addresses at which inbound connections are captured.
+    inbound: BTreeSet<Addr>,
+    /// Which queries are captured: [`ALL`] or [`RESOLVERS`].
+    queries: Option<&'static str>,
 }
 
 /// Something that is captured by the rules or by the dataplane, and not by the other.
 #[derive(Debug, PartialEq, Eq, Serialize)]
 pub struct Difference {
-    /// What it is about, as [`MeshRule::about`], or `outbound` as a whole.
+    /// What it is about, as [`MeshRule::about`], or `outbound` as a whole, or `inbound-address`.
     pub about: String,
-    /// Which range, port, user or group; empty for all.
+    /// Which range, port, user, group or address; empty for all.
     pub of: String,
     /// What the rules say: `captured` or `excluded`; of DNS, `resolvers` or `all`; none: nothing.
     pub rules: Option<String>,
@@ -51,20 +65,15 @@ pub struct Difference {
     pub dataplane: Option<String>,
 }
 
-/// Queries to every address are captured.
-const ALL: &str = "all";
-/// Queries to the pod's own resolvers are captured.
-const RESOLVERS: &str = "resolvers";
-
-/// The entry of this network namespace in the kernel's tables, and which queries are captured.
-fn entry(place: &Place) -> anyhow::Result<Option<(Enrolled, Option<&'static str>)>> {
-    let tables = Tables::open(&place.bpffs)?;
-    if tables.mesh() == 0 {
+fn held(place: &Place) -> anyhow::Result<Option<Held>> {
+    if !Tables::exist(&place.bpffs)? || Tables::open(&place.bpffs)?.mesh() == 0 {
         return Ok(None);
     }
-    let held = CaptureTables::open(&place.bpffs)?.contents()?;
-    let found = held.namespaces.get(&kernel::netns_cookie()?).copied();
-    let Some(entry) = found.filter(|entry| entry.flags & Enrolled::CAPTURED != 0) else {
+    let tables = CaptureTables::open(&place.bpffs)?;
+    let (all, config) = (tables.contents()?, tables.config());
+    let here = kernel::netns_cookie()?;
+    let entry = all.namespaces.get(&here).copied();
+    let Some(entry) = entry.filter(|entry| entry.flags & Enrolled::CAPTURED != 0) else {
         return Ok(None);
     };
     // A range of all addresses has no bits but those of the policy's number, or of IPv4's prefix.
@@ -73,10 +82,18 @@ fn entry(place: &Place) -> anyhow::Result<Option<(Enrolled, Option<&'static str>
     };
     let queries = match entry.resolvers {
         0 => None,
-        _ if held.ranges.iter().any(is_all) => Some(ALL),
+        _ if all.ranges.iter().any(is_all) => Some(ALL),
         _ => Some(RESOLVERS),
     };
-    Ok(Some((entry, queries)))
+    let locals = all.locals.iter();
+    let inbound =
+        locals.filter(|(_, local)| local.netns == here && local.flags & Enrolled::INBOUND != 0);
+    Ok(Some(Held {
+        entry,
+        ports: [config.outbound.host(), config.inbound.host()],
+        inbound: inbound.map(|(addr, _)| *addr).collect(),
+        queries,
+    }))
 }
 
 /// The name of the workload that is captured here, as far as an agent tells it.
@@ -84,87 +101,127 @@ fn entry(place: &Place) -> anyhow::Result<Option<(Enrolled, Option<&'static str>
 /// # Errors
 /// The tables cannot be read.
 pub fn enrolled(place: &Place) -> anyhow::Result<Option<String>> {
-    let Some((entry, _)) = entry(place)? else {
+    let Some(held) = held(place)? else {
         return Ok(None);
     };
     let workloads: Vec<MeshWorkload> = place.agent.list("/mesh").unwrap_or_default();
-    let mut found = workloads.iter().filter(|of| of.number == entry.workload);
-    let name = found.next().map(MeshWorkload::full_name);
+    let mut found = workloads.iter();
+    let found = found.find(|of| of.number == held.entry.workload);
+    let name = found.map(MeshWorkload::full_name);
     Ok(Some(name.unwrap_or_else(|| "a workload".to_owned())))
 }
 
 /// The workload that is captured here.
 ///
 /// # Errors
-/// There is none, it is not captured as it should be, or no agent serves.
+/// There is none, it is not captured as it should be, its proxy does not listen, or no agent serves.
 pub fn find(place: &Place) -> anyhow::Result<Captured> {
     place.serving()?;
-    let (entry, queries) = entry(place)?.context(
+    let held = held(place)?.context(
         "the dataplane captures no workload of this network namespace: `dataplane iptables import-mesh` prints `mesh.rules` for \
-         the agent's configuration, in which the workload has to be captured",
+         the agent's configuration, in which the workload has to be named under `mesh.workloads`; `dataplane status` says why a \
+         workload is not captured",
     )?;
     let workloads: Vec<MeshWorkload> = place.agent.list("/mesh")?;
-    let found = workloads.into_iter().find(|of| of.number == entry.workload);
+    let mut found = workloads.into_iter();
+    let found = found.find(|of| of.number == held.entry.workload);
     let found = found.context("the agent does not know the workload of this network namespace")?;
     let name = found.full_name();
     if let Some(problem) = found.problem {
-        anyhow::bail!("{name} is not captured as it should be: {problem}");
+        bail!("{name} is not captured as it should be: {problem}");
+    }
+    let [outbound, inbound] = held.ports;
+    for (port, is_needed) in [
+        (outbound, held.entry.flags & Enrolled::PROXY != 0),
+        (inbound, !held.inbound.is_empty()),
+    ] {
+        ensure!(
+            !is_needed || !kernel::listening(port)?.is_empty(),
+            "the dataplane leads connections of {name} to port {port}, and nobody listens there in this network namespace"
+        );
     }
     Ok(Captured {
         name,
-        entry,
-        queries,
+        held,
         rules: found.rules,
     })
 }
 
 impl Captured {
     /// What the rules capture and the dataplane does not, or the other way round.
-    pub fn differences(&self, of_rules: &Capture) -> Vec<Difference> {
-        let settings = import_mesh::settings(of_rules);
-        let mesh = settings.mesh.unwrap_or_default();
+    ///
+    /// # Errors
+    /// The addresses of this network namespace cannot be read.
+    pub fn differences(&self, of_rules: &Capture) -> anyhow::Result<Vec<Difference>> {
+        let mesh = import_mesh::settings(of_rules).mesh.unwrap_or_default();
         let mut all: BTreeMap<(String, String), [Option<String>; 2]> = BTreeMap::new();
         let mut add = |at: usize, about: &str, of: &str, says: &str| {
             // That they are is the default.
             let is_default = about == "inbound" && says == "captured";
-            if !SETTINGS.contains(&about) && !is_default {
+            // A sidecar's own ports are its own in any case, and not all can be named.
+            let is_own = about == "inbound-port" && is_sidecars(of);
+            if !SETTINGS.contains(&about) && !is_default && !is_own {
                 let both = all.entry((about.to_owned(), of.to_owned())).or_default();
                 both[at] = Some(says.to_owned());
             }
         };
-        for said in said(&mesh) {
+        for said in statements(&[(String::new(), mesh.rules.rules())]) {
             add(0, said.about, &said.of, said.says);
         }
         for rule in &self.rules {
             add(1, &rule.about, &rule.of, &rule.says);
         }
-        let word = |says: &str| Some(says.to_owned());
-        let captured = |is: bool| word("captured").filter(|_| is);
+        let captures = |is: bool| is.then_some("captured");
+        let mut whole = |about: &str, of: String, rules: Option<&str>, ours: Option<&str>| {
+            let both = [rules, ours].map(|says| says.map(str::to_owned));
+            all.insert((about.to_owned(), of), both);
+        };
+        let flag = |flag: u32| self.held.entry.flags & flag != 0;
+        whole(
+            "outbound",
+            String::new(),
+            captures(of_rules.outbound != 0),
+            captures(flag(Enrolled::PROXY)),
+        );
+        // Rules lead to the proxy also if it does not listen.
+        let without = if flag(Enrolled::FAIL_OPEN) {
+            "pass"
+        } else {
+            "refuse"
+        };
+        whole(
+            "without-proxy",
+            String::new(),
+            Some("refuse"),
+            Some(without),
+        );
         let dns = of_rules
             .dns
             .map(|dns| if dns.any { ALL } else { RESOLVERS });
-        let outbound = [
-            captured(of_rules.outbound != 0),
-            captured(self.entry.flags & Enrolled::PROXY != 0),
-        ];
-        let whole = |about: &str| (about.to_owned(), String::new());
-        all.insert(whole("outbound"), outbound);
-        all.insert(
-            whole("dns"),
-            [dns.and_then(word), self.queries.and_then(word)],
-        );
+        whole("dns", String::new(), dns, self.held.queries);
+        if of_rules.takes_inbound {
+            for addr in kernel::addresses()? {
+                let family = if addr.is_ipv4() { "IPv4" } else { "IPv6" };
+                if of_rules.missing != Some(family) {
+                    let ours = captures(self.held.inbound.contains(&addr.into()));
+                    whole("inbound-address", addr.to_string(), Some("captured"), ours);
+                }
+            }
+        }
         let differing = all.into_iter().filter(|(_, [rules, ours])| rules != ours);
-        differing
+        Ok(differing
             .map(|((about, of), [rules, dataplane])| Difference {
                 about,
                 of,
                 rules,
                 dataplane,
             })
-            .collect()
+            .collect())
     }
 }
 
-fn said(mesh: &Mesh) -> Vec<Statement> {
-    statements(&[(String::new(), mesh.rules.rules())])
+/// Whether a port is one that sidecars have for themselves.
+fn is_sidecars(port: &str) -> bool {
+    port.parse()
+        .is_ok_and(|port| is_reserved(port) || port == METRICS)
 }

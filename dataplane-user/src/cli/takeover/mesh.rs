@@ -2,14 +2,17 @@
 
 use std::{
     fs,
+    path::Path,
+    sync::mpsc::{self, RecvTimeoutError},
+    thread,
     time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, bail, ensure};
 
 use super::{
-    back::bring_back,
-    captured::{self, Captured},
+    back::{bring_back, wanted},
+    captured,
     place::Place,
     steps::{keep_nat, save, would_remove},
     told::{Outcome, Tell},
@@ -24,8 +27,10 @@ use crate::{
     },
 };
 
-/// How long no packet passes at most, if this command dies. Programs of iptables wait for a lock.
-const GUARD: Duration = Duration::from_secs(30);
+/// How long no packet passes if this command dies.
+const GUARD: Duration = Duration::from_secs(15);
+/// How often it gets this time anew while the command works: programs of iptables may wait for a lock.
+const RENEW: Duration = Duration::from_secs(5);
 
 /// Takes the rules over, or says what it would do.
 pub fn take_over(place: &Place, dry_run: bool, tell: &mut Tell<'_>) -> anyhow::Result<Outcome> {
@@ -42,7 +47,7 @@ pub fn take_over(place: &Place, dry_run: bool, tell: &mut Tell<'_>) -> anyhow::R
             "a revert was interrupted, and is finished first".to_owned(),
         );
         let saved = found.saved()?;
-        guarded(tell, |tell| bring_back(place, &saved, tell))?;
+        guarded(tell, |tell| come_back(place, &saved, tell))?;
         Journal::remove(directory)?;
     }
     let begun = journal.as_ref().filter(|of| of.state == State::Removing);
@@ -68,12 +73,19 @@ pub fn take_over(place: &Place, dry_run: bool, tell: &mut Tell<'_>) -> anyhow::R
         return nothing(place, journal.as_ref(), tell);
     }
     let new = save(place, &saved, dry_run, tell)?;
-    let outcome = begin(place, &new, &saved, dry_run, tell);
-    if !dry_run && !new.is_written(directory) {
+    let checked = check(place, &saved, dry_run, tell);
+    if !dry_run && !matches!(checked, Ok(true)) {
         // The rules stay, and nobody needs the file.
         fs::remove_file(&new.file).unwrap_or_default();
     }
-    outcome
+    if !checked.context("nothing was changed")? {
+        return Ok(Outcome::Differs);
+    }
+    if dry_run {
+        tell.step("guard", "would let no packet pass meanwhile".to_owned());
+        return would_remove(place, tell);
+    }
+    remove_or_restore(place, &new, &saved, tell)
 }
 
 /// The journal. What it says of an earlier start of the machine is about a network namespace that is gone.
@@ -89,32 +101,18 @@ fn current(place: &Place, dry_run: bool) -> anyhow::Result<Option<Journal>> {
     Ok(journal)
 }
 
-/// Takes over rules that are all there.
-fn begin(
-    place: &Place,
-    journal: &Journal,
-    saved: &Saved,
-    dry_run: bool,
-    tell: &mut Tell<'_>,
-) -> anyhow::Result<Outcome> {
-    let same = is_same(place, saved, tell).context("nothing was changed")?;
-    if !same {
-        return Ok(Outcome::Differs);
+/// Everything before the first rule goes. `false`: something differs, which has been said.
+fn check(place: &Place, saved: &Saved, dry_run: bool, tell: &mut Tell<'_>) -> anyhow::Result<bool> {
+    if !is_same(place, saved, "compare", tell)? {
+        tell.step("compare", "nothing was changed".to_owned());
+        return Ok(false);
     }
-    if dry_run {
-        keep_nat(true, tell)?;
-        tell.step("guard", "would let no packet pass meanwhile".to_owned());
-        return would_remove(place, tell);
-    }
-    keep_nat(false, tell).context("nothing was changed")?;
+    keep_nat(dry_run, tell)?;
     ensure!(
         !saved.were_written_since(place.owners)?,
-        "somebody has changed the rules meanwhile; nothing was changed: run this command again"
+        "somebody has changed the rules meanwhile: run this command again"
     );
-    journal
-        .write(&place.directory)
-        .context("nothing was changed")?;
-    remove_or_restore(place, journal, saved, tell)
+    Ok(true)
 }
 
 /// Goes on where another command was killed.
@@ -125,7 +123,7 @@ fn go_on(
     dry_run: bool,
     tell: &mut Tell<'_>,
 ) -> anyhow::Result<Outcome> {
-    let same = is_same(place, saved, tell).context(
+    let same = is_same(place, saved, "compare", tell).context(
         "a take-over was interrupted, and some of the rules may be gone: run `takeover` or `takeover --revert` again",
     )?;
     if dry_run {
@@ -139,7 +137,7 @@ fn go_on(
         keep_nat(false, tell)?;
         return remove_or_restore(place, journal, saved, tell);
     }
-    guarded(tell, |tell| bring_back(place, saved, tell))?;
+    guarded(tell, |tell| come_back(place, saved, tell))?;
     Journal::remove(&place.directory)?;
     Ok(Outcome::Differs)
 }
@@ -164,21 +162,32 @@ fn nothing(
         format!("the rules were taken over already; those of {at} are in {file}"),
     );
     tell.saved(&journal.file, &journal.sha256);
-    let _: Captured = captured::find(place).context("the rules are gone")?;
+    // A command may have been killed behind its last change.
+    guard::down()?;
+    let same = is_same(place, &journal.saved()?, "check", tell).context("the rules are gone")?;
+    ensure!(
+        same,
+        "the rules are gone, and the dataplane captures other connections than they did"
+    );
     Ok(Outcome::TakenOver)
 }
 
 /// Whether the dataplane captures what the rules do. Says what differs.
-fn is_same(place: &Place, saved: &Saved, tell: &mut Tell<'_>) -> anyhow::Result<bool> {
+fn is_same(
+    place: &Place,
+    saved: &Saved,
+    step: &'static str,
+    tell: &mut Tell<'_>,
+) -> anyhow::Result<bool> {
     let captured = captured::find(place)?;
     let of_rules = capture::read(&saved.as_texts()).map_err(|fault| anyhow::anyhow!("{fault}"))?;
-    let differences = captured.differences(&of_rules);
+    let differences = captured.differences(&of_rules)?;
     if !differences.is_empty() {
         tell.differs_in_capture(&differences);
         return Ok(false);
     }
     tell.step(
-        "compare",
+        step,
         format!("the dataplane captures {} as the rules do", captured.name),
     );
     Ok(true)
@@ -192,11 +201,15 @@ fn remove_or_restore(
     tell: &mut Tell<'_>,
 ) -> anyhow::Result<Outcome> {
     let removed = guarded(tell, |tell| {
-        let Err(why) = remove(place, tell) else {
+        // From here on the next command goes on.
+        journal
+            .write(&place.directory)
+            .context("nothing was changed")?;
+        let Err(why) = remove(place, saved, tell) else {
             return Ok(None);
         };
         tell.step("restore", format!("{why:#}: the rules come back"));
-        bring_back(place, saved, tell).with_context(|| {
+        come_back(place, saved, tell).with_context(|| {
             let file = journal.file.display();
             format!("{why:#}; the rules could not be brought back: they are in {file}, and the next `takeover` goes on")
         })?;
@@ -215,8 +228,8 @@ fn remove_or_restore(
     Ok(Outcome::TakenOver)
 }
 
-/// Removes the rules, and looks whether the pod is captured then.
-fn remove(place: &Place, tell: &mut Tell<'_>) -> anyhow::Result<()> {
+/// Removes the rules, and looks whether the dataplane still captures as they did.
+fn remove(place: &Place, saved: &Saved, tell: &mut Tell<'_>) -> anyhow::Result<()> {
     let done = cleanup::clean_up(None, place.owners, false).context("rules cannot be removed")?;
     for step in &done.steps {
         tell.change("remove", step, false);
@@ -224,15 +237,23 @@ fn remove(place: &Place, tell: &mut Tell<'_>) -> anyhow::Result<()> {
     for stays in done.stays {
         tell.stays(&stays);
     }
-    let captured = captured::find(place).context("without the rules")?;
-    tell.step(
-        "check",
-        format!("the dataplane captures {} without the rules", captured.name),
+    ensure!(
+        is_same(place, saved, "check", tell).context("without the rules")?,
+        "without the rules, the dataplane captures other connections than they did"
     );
     Ok(())
 }
 
-/// Does something while no packet passes this network namespace.
+/// Brings the rules back. A mesh writes them once, so others in their place are an error.
+fn come_back(place: &Place, saved: &Saved, tell: &mut Tell<'_>) -> anyhow::Result<()> {
+    ensure!(
+        bring_back(place, saved, tell)?,
+        "somebody has written other rules: they stay, and the saved ones do not come back"
+    );
+    Ok(())
+}
+
+/// Does something while no packet passes this network namespace. If it fails, the guard stays up until its time is over.
 fn guarded<T>(
     tell: &mut Tell<'_>,
     work: impl FnOnce(&mut Tell<'_>) -> anyhow::Result<T>,
@@ -244,62 +265,91 @@ fn guarded<T>(
     tell.step(
         "guard",
         format!(
-            "no packet passes this network namespace, for {} s at most",
+            "no packet passes this network namespace; if this command dies, for {} s",
             GUARD.as_secs()
         ),
     );
-    let result = work(tell);
+    let (done, is_done) = mpsc::channel::<()>();
+    let result = thread::scope(|scope| {
+        // In the same network namespace.
+        let renew = move || {
+            while is_done.recv_timeout(RENEW) == Err(RecvTimeoutError::Timeout) {
+                // If it fails, its time is over earlier.
+                let _ = guard::renew(GUARD);
+            }
+        };
+        thread::Builder::new()
+            .name("guard".to_owned())
+            .spawn_scoped(scope, renew)?;
+        let result = work(tell);
+        drop(done);
+        result
+    });
     may_die();
+    let result = match result {
+        Ok(result) => result,
+        Err(why) => {
+            let seconds = GUARD.as_secs();
+            return Err(why.context(format!("packets pass again in {seconds} s")));
+        }
+    };
     let down = guard::down();
     may_die();
-    match down {
-        Ok(_) => tell.step(
-            "guard",
-            format!(
-                "packets pass again, after {} ms",
-                start.elapsed().as_millis()
-            ),
+    let text = match down {
+        Ok(_) => format!(
+            "packets pass again, after {} ms",
+            start.elapsed().as_millis()
         ),
-        Err(why) => tell.step(
-            "guard",
-            format!(
-                "cannot be removed, and ends by itself {} s after its begin: {why}",
-                GUARD.as_secs()
-            ),
+        Err(why) => format!(
+            "cannot be removed, and ends by itself within {} s: {why}",
+            GUARD.as_secs()
         ),
-    }
-    result
+    };
+    tell.step("guard", text);
+    Ok(result)
 }
 
 /// Brings the rules back. The agent's capture comes before them, so the workload has to leave it then.
-pub fn revert(place: &Place, dry_run: bool, tell: &mut Tell<'_>) -> anyhow::Result<Outcome> {
+pub fn revert(
+    place: &Place,
+    file: Option<&Path>,
+    dry_run: bool,
+    tell: &mut Tell<'_>,
+) -> anyhow::Result<Outcome> {
     let directory = &place.directory;
     let _lock = place.lock(dry_run)?;
-    let journal = current(place, dry_run)?;
-    let journal = journal.context("nothing was taken over in this network namespace")?;
-    let saved = journal.saved()?;
-    tell.saved(&journal.file, &journal.sha256);
-    let is_there = match journal.state {
-        State::TakenOver | State::Restored => !Saved::of_kernel(place.owners)?.is_empty(),
-        // Some of the rules may be there.
-        State::Removing | State::Restoring => false,
+    let (saved, journal) = if file.is_some() {
+        wanted(directory, file)?
+    } else {
+        let journal = current(place, dry_run)?;
+        let journal = journal.context("nothing was taken over in this network namespace")?;
+        (journal.saved()?, journal)
     };
-    if is_there {
+    tell.saved(&journal.file, &journal.sha256);
+    let missing = saved.bring_back(place.owners, true)?;
+    if missing.steps.is_empty() {
         tell.step("restore", "the rules are there".to_owned());
+        // A command may have been killed behind its last change.
+        if !dry_run {
+            guard::down()?;
+        }
     } else {
         has_a_proxy(&saved)?;
         if dry_run {
-            for step in &saved.bring_back(place.owners, true)?.steps {
+            for step in &missing.steps {
                 tell.change("restore", step, true);
             }
             return Ok(Outcome::WouldGiveBack);
         }
-        let restoring = Journal {
-            state: State::Restoring,
-            ..journal.clone()
-        };
-        restoring.write(directory)?;
-        guarded(tell, |tell| bring_back(place, &saved, tell)).context(
+        guarded(tell, |tell| {
+            let restoring = Journal {
+                state: State::Restoring,
+                ..journal.clone()
+            };
+            restoring.write(directory)?;
+            come_back(place, &saved, tell)
+        })
+        .context(
             "some of the rules may be missing, and the dataplane captures; run this command again",
         )?;
     }
@@ -321,6 +371,8 @@ pub fn revert(place: &Place, dry_run: bool, tell: &mut Tell<'_>) -> anyhow::Resu
         );
         return Ok(Outcome::AgentRuns);
     }
+    // The agent's own proxy, if it was that which listened, does so no more.
+    has_a_proxy(&saved)?;
     Journal::remove(directory)?;
     tell.step(
         "release",
@@ -332,10 +384,11 @@ pub fn revert(place: &Place, dry_run: bool, tell: &mut Tell<'_>) -> anyhow::Resu
 /// Fails if nobody listens where the rules lead: with them, the pod's connections would fail.
 fn has_a_proxy(saved: &Saved) -> anyhow::Result<()> {
     let of_rules = capture::read(&saved.as_texts()).map_err(|fault| anyhow::anyhow!("{fault}"))?;
-    for port in [of_rules.outbound, of_rules.inbound] {
+    let inbound = of_rules.takes_inbound.then_some(of_rules.inbound);
+    for port in inbound.into_iter().chain([of_rules.outbound]) {
         ensure!(
             port == 0 || !kernel::listening(port)?.is_empty(),
-            "the rules lead to port {port}, and nobody listens there: start the sidecar first; nothing was changed"
+            "the rules lead to port {port}, and nobody listens there: start the sidecar, and run this command again"
         );
     }
     Ok(())

@@ -27,9 +27,12 @@ use super::{
     PathArgs, SocketArgs, exit, netns,
     output::{self, Format},
 };
-use crate::takeover::{
-    journal::DIRECTORY,
-    owners::{ISTIO_AMBIENT, ISTIO_SIDECAR, OSM, Owner},
+use crate::{
+    kernel,
+    takeover::{
+        journal::{DIRECTORY, OF_NETNS},
+        owners::{ISTIO_AMBIENT, ISTIO_SIDECAR, OSM, Owner},
+    },
 };
 pub(super) use waits::when_it_serves;
 
@@ -47,7 +50,7 @@ pub(super) use waits::when_it_serves;
 ///
 /// With --owner istio or osm, the command takes over the rules by which a mesh captures a pod's connections, in the network namespace of
 /// --netns. The agent must capture the pod as the rules do (`dataplane iptables import-mesh` prints the configuration). While the rules
-/// change, no packet passes the network namespace, for 30 seconds at most, whatever happens to this command.
+/// change, no packet passes the network namespace. If this command dies, the kernel lets packets pass again after 15 seconds.
 ///
 /// Exits with 0 when it is done, with 2 if something differs and nothing was changed, with 3 if --revert waits for the end of the agent (with
 /// --owner, of its capture),
@@ -114,7 +117,7 @@ impl TakeoverArgs {
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
         let outcome = match self.owner.of_mesh() {
             None => self.of_node()?,
-            Some(owners) => self.of_pod(owners)?,
+            Some((name, owners)) => self.of_pod(name, owners)?,
         };
         Ok(match outcome {
             Outcome::Differs => ExitCode::from(exit::CHANGES),
@@ -159,27 +162,28 @@ impl TakeoverArgs {
     }
 
     /// All of it is done inside the network namespace.
-    fn of_pod(&self, owners: &'static [&'static Owner]) -> anyhow::Result<Outcome> {
+    fn of_pod(&self, name: &str, owners: &'static [&'static Owner]) -> anyhow::Result<Outcome> {
         ensure!(
             !self.watch,
             "--watch is for kube-proxy's rules: a mesh writes a pod's rules once"
         );
-        ensure!(
-            self.file().is_none(),
-            "--revert FILE is for kube-proxy's rules: without FILE, the rules of this pod come back"
-        );
         let namespace = netns::of_option(self.netns.as_deref())?;
-        // Each network namespace has a journal of its own.
-        let directory = self
-            .takeover_dir
-            .join(format!("netns-{}", namespace.cookie));
+        // Each network namespace has a journal of its own, for each owner.
+        let directory = format!("{OF_NETNS}{}-{name}", namespace.cookie);
+        let directory = self.takeover_dir.join(directory);
         let place = self.place(directory, owners);
         let work = || {
+            // A process may have ended meanwhile, and its number be another's.
+            ensure!(
+                kernel::netns_cookie()? == namespace.cookie,
+                "{} is another network namespace now; nothing was changed",
+                namespace.place
+            );
             let mut out = output::stdout();
             let mut tell = Tell::new(self.output, &mut out);
             let outcome = match &self.revert {
                 None => mesh::take_over(&place, self.dry_run, &mut tell),
-                Some(_) => mesh::revert(&place, self.dry_run, &mut tell),
+                Some(_) => mesh::revert(&place, self.file(), self.dry_run, &mut tell),
             };
             tell.end(&outcome).and(outcome)
         };
@@ -199,12 +203,12 @@ enum OwnerWord {
 }
 
 impl OwnerWord {
-    /// The owners of a mesh's rules.
-    fn of_mesh(self) -> Option<&'static [&'static Owner]> {
+    /// The word, and the owners of a mesh's rules.
+    fn of_mesh(self) -> Option<(&'static str, &'static [&'static Owner])> {
         match self {
             Self::KubeProxy => None,
-            Self::Istio => Some(&[ISTIO_SIDECAR, ISTIO_AMBIENT]),
-            Self::Osm => Some(&[OSM]),
+            Self::Istio => Some(("istio", &[ISTIO_SIDECAR, ISTIO_AMBIENT])),
+            Self::Osm => Some(("osm", &[OSM])),
         }
     }
 }

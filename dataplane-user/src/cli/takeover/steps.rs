@@ -148,13 +148,18 @@ fn begin(
             format!("goes, because it leads to a chain of kube-proxy: {rule}"),
         );
     }
-    for process in kube_proxies() {
-        tell.step(
-            "notice",
+    for (process, program) in kube_proxies() {
+        let text = if program == KUBE_PROXY {
             format!(
                 "kube-proxy runs in this network namespace (process {process}), and will write its rules again: stop it, or use --watch"
-            ),
-        );
+            )
+        } else {
+            format!(
+                "{program} runs in this network namespace (process {process}): unless its kube-proxy is off, it will write its \
+                 rules again: use --watch"
+            )
+        };
+        tell.step("notice", text);
     }
     ensure!(
         !saved.were_written_since(place.owners)?,
@@ -228,18 +233,28 @@ fn notice_forward(tell: &mut Tell<'_>) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The processes of kube-proxy in this network namespace.
-fn kube_proxies() -> Vec<u32> {
+/// The name of kube-proxy's process.
+const KUBE_PROXY: &str = "kube-proxy";
+
+/// Programs that have kube-proxy inside, by the names of their processes: k3s, MicroK8s.
+const WITH_KUBE_PROXY: &[&str] = &["k3s-server", "k3s-agent", "kubelite"];
+
+/// The processes in this network namespace that are kube-proxy or may have it inside, each with its name.
+fn kube_proxies() -> Vec<(u32, String)> {
     let own = fs::read_link("/proc/self/ns/net").ok();
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
-    let mut found: Vec<u32> = entries
-        .filter(|entry| {
+    let mut found: Vec<(u32, String)> = entries
+        .filter_map(|entry| {
             let path = entry.path();
-            let is_kube_proxy =
-                fs::read_to_string(path.join("comm")).is_ok_and(|name| name.trim() == "kube-proxy");
-            is_kube_proxy && own.is_some() && fs::read_link(path.join("ns/net")).ok() == own
+            let name = fs::read_to_string(path.join("comm")).ok()?;
+            let name = name.trim();
+            let writes = name == KUBE_PROXY || WITH_KUBE_PROXY.contains(&name);
+            if !writes || own.is_none() || fs::read_link(path.join("ns/net")).ok() != own {
+                return None;
+            }
+            let process = entry.file_name().to_str()?.parse().ok()?;
+            Some((process, name.to_owned()))
         })
-        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
         .collect();
     found.sort_unstable();
     found

@@ -23,6 +23,8 @@ pub struct Said {
     pub enforced: (String, Rules),
     /// Rules for everybody, the most specific first.
     pub all: Vec<(String, Rules)>,
+    /// Whether the proxy is each workload's own, beside it: a workload that says so can be captured.
+    pub sidecars: bool,
     /// Whether only queries are captured, because no mesh is configured.
     pub without_mesh: bool,
     /// Whether the queries of workloads are captured whose connections are not.
@@ -51,6 +53,7 @@ pub(super) fn members_within(said: &Said, snapshot: &Snapshot, room: [u64; 2]) -
             layers,
             ineffective,
             bounds,
+            by_sidecar,
         } = layers(said, &workload, over_budget);
         let general = layers.iter().rev();
         let rules = general.fold(Rules::default(), |general, (_, rules)| rules.over(&general));
@@ -75,7 +78,7 @@ pub(super) fn members_within(said: &Said, snapshot: &Snapshot, room: [u64; 2]) -
         Some(Member {
             policy,
             rules: statements(&layers),
-            workload: judged(&workload, &bounds),
+            workload: judged(&workload, &bounds, by_sidecar),
             over_budget,
             ineffective,
             denied_by_operator,
@@ -100,6 +103,8 @@ struct Layered {
     /// Why something has no effect that labels and annotations say.
     ineffective: Vec<String>,
     bounds: Bounds,
+    /// Whether the configuration has its own sidecar be its proxy.
+    by_sidecar: bool,
 }
 
 /// `over_budget`: without the lists of those who are not the configuration.
@@ -107,7 +112,8 @@ fn layers(said: &Said, workload: &Workload, over_budget: bool) -> Layered {
     let name = &workload.name;
     let mut above = Vec::new();
     let mut named = said.workloads.iter();
-    if let Some((by, rules, _)) = named.find(|(_, _, known)| known.name == *name) {
+    let named = named.find(|(_, _, known)| known.name == *name);
+    if let Some((by, rules, _)) = named {
         let mut rules = rules.clone();
         // To be named is to be captured.
         rules.captured = rules.captured.or(Some(true));
@@ -137,7 +143,8 @@ fn layers(said: &Said, workload: &Workload, over_budget: bool) -> Layered {
         ..Rules::default()
     };
     let mut layers = above;
-    if workload.place == Place::Exempt(Exempt::Sidecar) {
+    let by_sidecar = said.sidecars && named.is_some();
+    if workload.place == Place::Exempt(Exempt::Sidecar) && !by_sidecar {
         layers.push(("sidecar.istio.io/status".to_owned(), of_exempt));
     }
     for (by, rules) in [
@@ -158,13 +165,15 @@ fn layers(said: &Said, workload: &Workload, over_budget: bool) -> Layered {
         layers,
         ineffective,
         bounds,
+        by_sidecar,
     }
 }
 
 /// The workload, as it is captured. One that says that it has a proxy of its own is not captured, unless the
-/// configuration denies it egress: then its connections go directly, as that policy lets them.
-fn judged(workload: &Arc<Workload>, bounds: &Bounds) -> Arc<Workload> {
-    let is_captured = bounds.stated.captured == Some(true) && bounds.denies();
+/// configuration names it and has that proxy be its proxy, or denies it egress: then its connections go directly, as that
+/// policy lets them.
+fn judged(workload: &Arc<Workload>, bounds: &Bounds, by_sidecar: bool) -> Arc<Workload> {
+    let is_captured = bounds.stated.captured == Some(true) && (bounds.denies() || by_sidecar);
     if workload.place != Place::Exempt(Exempt::Sidecar) || !is_captured {
         return Arc::clone(workload);
     }
@@ -177,6 +186,36 @@ fn judged(workload: &Arc<Workload>, bounds: &Bounds) -> Arc<Workload> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A pod that says that it has a sidecar: whether that is its proxy, and in which mode.
+    #[test]
+    fn a_sidecar_is_the_proxy_of_a_workload_that_the_configuration_names() {
+        let name = WorkloadName::new("shop", "web");
+        let pod = Workload::new(name.clone(), Place::Exempt(Exempt::Sidecar));
+        let mut snapshot = Snapshot::default();
+        snapshot.workloads.insert(name.clone(), Arc::new(pod));
+        let by = |sidecars, is_named: bool| {
+            let named = Workload::new(name.clone(), Place::Address);
+            let named = ("mesh.workloads".to_owned(), Rules::default(), named);
+            let all = Rules {
+                captured: Some(true),
+                ..Rules::default()
+            };
+            let said = Said {
+                workloads: is_named.then_some(named).into_iter().collect(),
+                all: vec![("mesh.rules".to_owned(), all)],
+                sidecars,
+                ..Said::default()
+            };
+            let found = members(&said, &snapshot);
+            (found[0].workload.place.clone(), found[0].policy.mode)
+        };
+        assert_eq!(by(true, true), (Place::Address, Mode::Auto));
+        let exempt = (Place::Exempt(Exempt::Sidecar), Mode::Kernel);
+        for (sidecars, is_named) in [(true, false), (false, true), (false, false)] {
+            assert_eq!(by(sidecars, is_named), exempt, "{sidecars} {is_named}");
+        }
+    }
 
     /// Which pods are members, and whether only their queries are captured.
     fn told(said: &Said) -> Vec<(String, bool)> {

@@ -177,13 +177,6 @@ impl Family {
                     self.dns
                         .push((options.protocol.clone(), shape == "p port", to));
                     let resolver = options.destination.map(|net| net.addr());
-                    if resolver.is_some_and(|addr| addr.is_loopback()) {
-                        return Err(
-                            "queries to a resolver on loopback are captured, and the agent leaves these alone, because the \
-                             server is the pod's"
-                                .to_owned(),
-                        );
-                    }
                     self.resolvers.extend(resolver);
                     Ok(())
                 }

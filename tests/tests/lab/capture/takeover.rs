@@ -1,17 +1,21 @@
 //! `dataplane takeover --owner`: a sidecar's rules in a pod go, and its capture stays.
 
-use std::fs;
+use std::{fs, thread, time::Duration};
 
 use anyhow::{Result, ensure};
 use dataplane_common::Reason;
-use dataplane_tests::report::{LoadReport, Report};
+use dataplane_tests::{
+    Host, Process,
+    report::{LoadReport, Report},
+};
 use serde_json::{Value, json};
 
-use super::{World, foreign, proxies, relay::Relay};
+use super::{World, foreign, mesh, proxies, relay::Relay};
 use crate::{
     cluster::{ask, reaches},
     imported,
     outcome::{self, Outcome},
+    takeover::is_long,
 };
 
 scenarios! {
@@ -44,7 +48,11 @@ impl Mesh {
         // The proxy here has another user and port.
         let istio = |lo: &str, six: &str, range: &str| {
             let rules = imported::sidecar(lo, six, range);
-            rules.replace("1337", "1500").replace("15006", "15003")
+            let rules = rules.replace("1337", "1500").replace("15006", "15003");
+            // With it, the proxy here would get its own connections to the application.
+            let of_itself = |line: &&str| line.starts_with("-A ISTIO_OUTPUT -o lo ! -d");
+            let lines = rules.split_inclusive('\n');
+            lines.filter(|line| !of_itself(line)).collect()
         };
         match self {
             Self::Istio => [
@@ -137,7 +145,7 @@ impl Pod {
         Ok(lines)
     }
 
-    /// Whether connections get where they are to go, while the agent captures them.
+    /// Whether connections get where they are to go.
     fn works(&self) -> Result<()> {
         reaches(self.world.app(), TO, CONNECT, &["one"])?;
         reaches(self.world.lab.pod("one"), "10.244.1.8:7", CONNECT, &["app"])?;
@@ -159,21 +167,39 @@ fn a_sidecars_capture_is_taken_over_and_given_back() -> Result<()> {
     // Something differs.
     let mut other = pod.mesh.rules();
     other["excludeOutboundPorts"] = json!([3306, 3307]);
-    pod.world.capture(foreign(), other)?;
-    pod.takeover(&[], None)?
-        .exits(2)?
-        .says(&["outbound-port", "3307"])?;
+    other["withoutProxy"] = json!("pass");
+    let mut one_family = mesh(foreign(), other);
+    one_family["workloads"][0]["addresses"] = json!(["10.244.1.8"]);
+    pod.world.agent_with(&one_family, &[])?;
+    pod.takeover(&[], None)?.exits(2)?.says(&[
+        "outbound-port",
+        "3307",
+        "inbound-address",
+        "fd00:10:244:1::8",
+        "without-proxy",
+    ])?;
     ensure!(pod.rules()? == before, "rules were changed");
     pod.world.capture(foreign(), pod.mesh.rules())?;
+    // Beside the rules, and inbound connections come by them.
+    pod.works()?;
     pod.takeover(&["--dry-run"], None)?
         .exits(0)?
         .says(&["captures default/app as the rules do", "-X ISTIO_OUTPUT"])?;
     ensure!(pod.rules()? == before, "--dry-run changed rules");
-    let load = |pause: &str| {
-        let arguments = ["--to", TO, "--threads", "2", "--pause-us", pause];
-        pod.world.app().load(&arguments)
+    let pause = if is_long() { "200" } else { "2000" };
+    let load = || -> Result<_> {
+        let start =
+            |host: &Host, to: &str| host.load(&["--to", to, "--threads", "2", "--pause-us", pause]);
+        let world = &pod.world;
+        Ok([
+            start(world.app(), TO)?,
+            start(world.lab.pod("one"), "10.244.1.8:7")?,
+        ])
     };
-    let there = load("200")?;
+    // As many connections as docs/takeover.md says.
+    let more = || thread::sleep(Duration::from_secs(if is_long() { 5 } else { 0 }));
+    let there = load()?;
+    more();
     let told = pod.takeover(&["-o", "json"], None)?.exits(0)?.json()?;
     ensure!(told["outcome"] == "taken-over", "{told:#}");
     let left = pod.rules()?;
@@ -193,20 +219,25 @@ fn a_sidecars_capture_is_taken_over_and_given_back() -> Result<()> {
     ensure!(captured >= 3, "{captured} of 3 were captured");
     let nothing = pod.takeover(&[], None)?.exits(0)?;
     nothing.says(&["taken over already"])?;
-    let none_failed = |load: dataplane_tests::Process| -> Result<()> {
-        let report: LoadReport = load.wait_json()?;
-        ensure!(report.errors.is_empty(), "{:?}", report.failures);
-        println!("{} connections, none failed", report.answered);
-        ensure!(report.answered > 10, "{}", report.answered);
+    let none_failed = |loads: [Process; 2]| -> Result<()> {
+        for (load, way) in loads.into_iter().zip(["outbound", "inbound"]) {
+            let report: LoadReport = load.wait_json()?;
+            ensure!(report.errors.is_empty(), "{way}: {:?}", report.failures);
+            println!("{way}: {} connections, none failed", report.answered);
+            ensure!(report.answered > 10, "{way}: {}", report.answered);
+        }
         Ok(())
     };
+    more();
     none_failed(there)?;
     let by_programs = pod.world.app().hold(TO)?;
-    let back = load("200")?;
+    let back = load()?;
+    more();
     pod.takeover(&["--revert"], None)?
         .exits(3)?
         .says(&["default/app", "beside the rules"])?;
     ensure!(pod.rules()? == before, "{:#?}", pod.rules()?);
+    more();
     none_failed(back)?;
     for mut held in [by_rules, by_programs] {
         held.close_stdin();
@@ -218,8 +249,7 @@ fn a_sidecars_capture_is_taken_over_and_given_back() -> Result<()> {
     }
     pod.world.agent_with(&json!({}), &[])?;
     pod.takeover(&["--revert"], None)?.exits(0)?;
-    // With these rules, inbound connections reach only a proxy that connects to the application on loopback.
-    reaches(pod.world.app(), TO, CONNECT, &["one"])?;
+    pod.works()?;
     let again = pod.takeover(&["--revert"], None)?.exits(1)?;
     again.says(&["nothing was taken over"])?;
     Ok(())
@@ -230,10 +260,9 @@ fn a_takeover_of_capture_that_is_killed_is_finished_or_undone() -> Result<()> {
     let mut pod = Pod::start(Mesh::Osm)?;
     pod.world.capture(foreign(), pod.mesh.rules())?;
     let before = pod.rules()?;
-    let long = std::env::var_os("DATAPLANE_TAKEOVER_LONG").is_some();
     for (way, arguments) in [&[][..], &["--revert"]].into_iter().enumerate() {
         let mut killed = 0;
-        for point in (1..).step_by(if long { 1 } else { 5 }) {
+        for point in (1..).step_by(if is_long() { 1 } else { 5 }) {
             if way == 1 {
                 pod.takeover(&[], None)?.exits(0)?;
             }
