@@ -39,9 +39,6 @@ const IDLE: Duration = Duration::from_secs(10);
 /// client may send faster than this thread answers.
 const LAST: usize = 512 / BATCH;
 
-/// How many batches of a socket are answered before others have their turn.
-const TURN: usize = 4;
-
 /// A socket whose queries are to be answered.
 pub struct Job {
     pub listener: Listener,
@@ -181,28 +178,32 @@ async fn answer_datagrams(
                 return Ok(());
             }
         }
-        match socket.try_io(Interest::READABLE, answer) {
-            Ok(()) => {}
+        let count = match socket.try_io(Interest::READABLE, answer) {
+            Ok(count) => count,
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
             // Somebody to whom an answer went does not listen any more.
-            Err(error) => tracing::debug!("cannot receive queries: {error}"),
-        }
+            Err(error) => {
+                tracing::debug!("cannot receive queries: {error}");
+                BATCH
+            }
+        };
         // Others on this thread have their turn, too. It costs a system call.
-        turn += 1;
-        if turn % TURN == 0 {
+        turn += count;
+        if turn >= BATCH {
+            turn = 0;
             yield_now().await;
         }
     }
 }
 
 impl Desk {
-    /// Answers the queries of one system call.
+    /// Answers the queries of one system call, and returns how many these were.
     fn answer(
         &mut self,
         shared: &Arc<Shared>,
         (socket, v4): (&Arc<UdpSocket>, bool),
         askers: &Askers,
-    ) -> io::Result<()> {
+    ) -> io::Result<usize> {
         let Self {
             batch,
             answers,
@@ -212,7 +213,9 @@ impl Desk {
             polls,
         } = self;
         let zone = shared.zone();
+        let mut count = 0;
         batch.receive(&**socket, v4, |query, from| {
+            count += 1;
             let mut out = spare.pop().unwrap_or_default();
             out.clear();
             let asker = Asker {
@@ -248,14 +251,15 @@ impl Desk {
                 }
             }
         })?;
+        poll.arrived(Instant::now());
         if !answers.is_empty() {
             batch.send(&**socket, answers);
             spare.extend(answers.drain(..).map(|(bytes, _)| bytes));
-            if poll.answered(Instant::now()) {
+            if count < BATCH && poll.answered(Instant::now()) {
                 polls.notify_one();
             }
         }
-        Ok(())
+        Ok(count)
     }
 }
 
