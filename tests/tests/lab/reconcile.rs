@@ -297,7 +297,8 @@ fn any_rules_of_a_mesh_become_those_that_are_expected() -> Result<()> {
     let runs = env::var("DATAPLANE_RECONCILE_RUNS")
         .ok()
         .and_then(|runs| runs.parse().ok());
-    let runs: u64 = runs.unwrap_or(3);
+    // Among twelve there is a start of each kind.
+    let runs: u64 = runs.unwrap_or(12);
     let lab = lab()?;
     let pod = lab.pod("near");
     // What is expected, as each program prints it.
