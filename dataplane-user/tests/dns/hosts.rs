@@ -323,8 +323,9 @@ fn entries_of_one_host_cost_what_each_costs() {
         assert!(!names.has_hosts());
         start.elapsed()
     };
-    follow(1000);
-    let (few, many) = (follow(1000), follow(16_000));
+    // Others may take the processor in between.
+    let shortest = |count| (0..3).map(|_| follow(count)).min().unwrap_or_default();
+    let (few, many) = (shortest(1000), shortest(16_000));
     assert!(many < few * 60, "{few:?} for 1000, {many:?} for 16 000");
 }
 
