@@ -80,6 +80,8 @@ pub fn run(
             polls.notified().await;
             // The runtime asks for what has arrived at each turn, and does not sleep.
             while desk.borrow_mut().poll.goes_on(Instant::now()) {
+                // Whoever waits for this CPU has it first.
+                thread::yield_now();
                 yield_now().await;
             }
         }
