@@ -94,6 +94,8 @@ struct Answer {
     families: Vec<FamilyRow>,
     differences: Vec<String>,
     steps: Vec<StepRow>,
+    /// What an operator has to know.
+    notes: Vec<String>,
 }
 
 #[derive(Serialize)]
@@ -174,6 +176,7 @@ fn answer(namespace: String, mesh: String, changes: bool, done: Done) -> Answer 
         families: families.collect(),
         differences: done.differences,
         steps,
+        notes: done.notes,
     }
 }
 
@@ -222,7 +225,7 @@ fn text(out: &mut dyn Write, answer: &Answer) -> io::Result<()> {
         }
         ("nothing", _) => format!("No rules of {mesh} in {namespace}: nothing was changed."),
         ("applied", true) => {
-            format!("Applied the rules of {mesh} in {namespace}: none of this mesh were there.")
+            format!("Applied the rules of {mesh} in {namespace}, and checked them.")
         }
         ("applied", false) => {
             format!("No rules of {mesh} in {namespace}: the expected rules would be applied.")
@@ -233,6 +236,9 @@ fn text(out: &mut dyn Write, answer: &Answer) -> io::Result<()> {
         ("reconciled", false) => format!("Other rules of {mesh} in {namespace} would be replaced."),
         ("removed", true) => format!("Removed the rules of {mesh} from {namespace}."),
         ("removed", false) => format!("The rules of {mesh} would be removed from {namespace}."),
+        (_, false) if answer.steps.is_empty() => format!(
+            "All rules of {mesh} that are expected are there in {namespace}, and other rules of this mesh: nothing was changed."
+        ),
         (_, true) => format!(
             "Applied the rules of {mesh} on top of other rules of this mesh in {namespace}."
         ),
@@ -241,6 +247,9 @@ fn text(out: &mut dyn Write, answer: &Answer) -> io::Result<()> {
         ),
     };
     writeln!(out, "{said}")?;
+    for note in &answer.notes {
+        writeln!(out, "{}: {note}", output::styled(WARN, "notice"))?;
+    }
     if answer.outcome == "on-top" {
         let hint = "the result is not guaranteed; --reconcile replaces the other rules";
         writeln!(out, "{}: {hint}", output::styled(WARN, "warning"))?;

@@ -59,6 +59,14 @@ pub fn commute(one: &str, other: &str) -> bool {
     let (Some(one), Some(other)) = (read(one), read(other)) else {
         return false;
     };
+    // They rewrite addresses, and then other rules are asked.
+    let rewrites = |rule: &Read<'_>| {
+        let mut words = rule.effect.iter();
+        words.any(|word| word.contains("SNPT") || word.contains("DNPT"))
+    };
+    if rewrites(&one) || rewrites(&other) {
+        return false;
+    }
     let same = one.is_final && other.is_final && one.effect == other.effect;
     same || are_disjoint(&one, &other)
 }

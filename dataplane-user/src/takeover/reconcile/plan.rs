@@ -46,12 +46,15 @@ pub enum How {
 }
 
 /// What a mesh has in a table.
+#[derive(Default)]
 struct Ours<'t, 'a> {
     chains: BTreeSet<&'a str>,
     /// The rules of its chains, in their order.
     own: BTreeMap<&'a str, Vec<&'t str>>,
     /// Its rules in chains of others, in their order.
     elsewhere: BTreeMap<&'a str, Vec<&'t str>>,
+    /// How many rules of others are before the first of these.
+    behind: BTreeMap<&'a str, usize>,
 }
 
 /// Compares all tables of one program: those that are there `now` with those that are `wanted`. `known` are rules of the mesh, also if
@@ -79,7 +82,8 @@ pub fn changes(
             has_some: !now.chains.is_empty() || !now.elsewhere.is_empty(),
             ..Change::default()
         };
-        let nothing_to_add = how == How::OnTop && wanted.chains.is_empty();
+        let nothing_to_add =
+            how == How::OnTop && wanted.chains.is_empty() && wanted.elsewhere.is_empty();
         if !differences.is_empty() && !nothing_to_add {
             let first = |chain: &str| in_front(name, chain);
             let all = additions(&now, &wanted, how, &first);
@@ -133,40 +137,42 @@ fn find<'t, 'a>(tables: &'t [Table<'a>], name: &str) -> Option<&'t Table<'a>> {
 }
 
 /// Finds what a mesh has in a table: its chains; and in chains of others the rules that lead there, those that are known, and, beside
-/// its chains, those with its marks.
+/// its chains in table `mangle`, those that ask for its marks or set them.
 fn ours<'t, 'a>(
     table: Option<&'t Table<'a>>,
     known: Option<&Table<'_>>,
     whose: &Whose,
 ) -> Ours<'t, 'a> {
-    let mut ours = Ours {
-        chains: BTreeSet::new(),
-        own: BTreeMap::new(),
-        elsewhere: BTreeMap::new(),
-    };
+    let mut ours = Ours::default();
     let Some(table) = table else { return ours };
     let chains = table.chains.iter();
     let owned = chains.filter(|(name, chain)| chain.hook.is_none() && whose.owns(name));
     ours.chains = owned.map(|(name, _)| *name).collect();
     let has_mark = |rule: &Rule<'_>| {
         let mut owners = rule.marks.iter().filter_map(|mark| owners::of_mark(*mark));
-        rule.jumps.is_empty() && owners.any(|owner| whose.owners.contains(&owner))
+        table.name == "mangle"
+            && rule.jumps.is_empty()
+            && !rule.text.contains("! --mark")
+            && owners.any(|owner| whose.owners.contains(&owner))
     };
-    let is_known = |rule: &Rule<'_>| {
-        let mut rules = known.into_iter().flat_map(|table| &table.rules);
-        rules.any(|known| known.text == rule.text)
-    };
+    let known = known.into_iter().flat_map(|table| &table.rules);
+    let known: BTreeSet<&str> = known.map(|rule| &*rule.text).collect();
+    let mut others: BTreeMap<&str, usize> = BTreeMap::new();
     for rule in &table.rules {
         if ours.chains.contains(rule.chain) {
             ours.own.entry(rule.chain).or_default().push(&rule.text);
         } else if rule.jumps.iter().any(|to| whose.owns(to))
-            || is_known(rule)
+            || known.contains(&*rule.text)
             || (!ours.chains.is_empty() && has_mark(rule))
         {
+            let before = others.get(rule.chain).copied().unwrap_or_default();
+            ours.behind.entry(rule.chain).or_insert(before);
             ours.elsewhere
                 .entry(rule.chain)
                 .or_default()
                 .push(&rule.text);
+        } else {
+            *others.entry(rule.chain).or_default() += 1;
         }
     }
     ours
@@ -242,7 +248,15 @@ fn compare(chain: &str, now: &[&str], wanted: &[&str]) -> Vec<String> {
     all
 }
 
-/// The words that add rules to chains of others: some at the front, the rest at the end.
+/// Whether the rules of a mesh in a chain of others are to be replaced. Where they are as they should be, they keep their places
+/// between those of others.
+fn is_touched(now: &Ours<'_, '_>, wanted: &Ours<'_, '_>, chain: &str) -> bool {
+    let [now, wanted] = [now, wanted].map(|ours| ours.elsewhere.get(chain));
+    let none = Vec::new();
+    !compare(chain, now.unwrap_or(&none), wanted.unwrap_or(&none)).is_empty()
+}
+
+/// The words that add rules to chains of others: some at the front, the rest where such rules were, or at the end.
 fn additions(
     now: &Ours<'_, '_>,
     wanted: &Ours<'_, '_>,
@@ -251,19 +265,30 @@ fn additions(
 ) -> Vec<String> {
     let mut all = Vec::new();
     for (chain, rules) in &wanted.elsewhere {
+        if !is_touched(now, wanted, chain) {
+            continue;
+        }
         let there = now.elsewhere.get(chain).filter(|_| how == How::OnTop);
         let is_missing = |rule: &&&str| there.is_none_or(|there| !there.contains(rule));
         let (first, last) = rules.split_at(in_front(chain).min(rules.len()));
-        for (index, rule) in first.iter().filter(is_missing).enumerate() {
+        let at = |place: usize, rule: &str| {
             let rest = rule.strip_prefix("-A ").unwrap_or(rule);
             let rest = rest.strip_prefix(chain).unwrap_or(rest);
-            all.push(format!("-I {chain} {}{rest}", index + 1));
-        }
-        all.extend(
-            last.iter()
-                .filter(is_missing)
-                .map(|rule| (*rule).to_owned()),
-        );
+            format!("-I {chain} {place}{rest}")
+        };
+        let first = first.iter().filter(is_missing);
+        let first: Vec<String> = (1..)
+            .zip(first)
+            .map(|(place, rule)| at(place, rule))
+            .collect();
+        let behind = now.behind.get(chain).filter(|_| how == How::Replace);
+        let behind = behind.map(|others| first.len() + others + 1);
+        all.extend(first);
+        let last = last.iter().filter(is_missing).enumerate();
+        all.extend(last.map(|(index, rule)| match behind {
+            Some(place) => at(place + index, rule),
+            None => (*rule).to_owned(),
+        }));
     }
     all
 }
@@ -272,7 +297,9 @@ impl Change {
     fn write(&mut self, now: &Ours<'_, '_>, wanted: &Ours<'_, '_>, how: How, additions: &[String]) {
         let (mut removed, mut stale) = (Vec::<&str>::new(), Vec::new());
         if how == How::Replace {
-            removed.extend(now.elsewhere.values().flatten());
+            let touched = now.elsewhere.iter();
+            let touched = touched.filter(|(chain, _)| is_touched(now, wanted, chain));
+            removed.extend(touched.flat_map(|(_, rules)| rules));
             stale.extend(now.chains.difference(&wanted.chains));
         }
         self.chains = wanted.chains.len() + stale.len();
@@ -410,6 +437,51 @@ mod tests {
             };
             assert_eq!(foreign(&after), foreign(&now), "{now}");
         }
+    }
+
+    #[test]
+    fn rules_keep_their_places_between_those_of_others() {
+        let foreign = "-A OUTPUT -p tcp -m tcp --dport 80 -j ACCEPT\n";
+        let jump = "-A OUTPUT -p tcp -j PROXY_OUTPUT\n";
+        let fine = WANTED.replace(jump, &format!("{jump}{foreign}"));
+        // A difference elsewhere, and one in this chain.
+        for drifted in [
+            fine.replace("15010", "15011"),
+            fine.replace("-A OUTPUT -i eth9 -j RETURN\n", ""),
+        ] {
+            let (differences, after) = replaced(&drifted);
+            assert!(!differences.is_empty());
+            let output: Vec<&str> = after
+                .lines()
+                .filter(|line| line.starts_with("-A OUTPUT"))
+                .collect();
+            assert_eq!(
+                output,
+                [
+                    "-A OUTPUT -i eth9 -j RETURN",
+                    "-A OUTPUT -p tcp -j PROXY_OUTPUT",
+                    "-A OUTPUT -p tcp -m tcp --dport 80 -j ACCEPT",
+                ]
+            );
+        }
+    }
+
+    #[test]
+    fn a_table_without_chains_of_the_mesh_is_written_on_top() {
+        let wanted = "*raw\n:OUTPUT ACCEPT [0:0]\n-A OUTPUT -p udp -m udp --dport 53 -j CT --zone 1\nCOMMIT\n";
+        let wanted = text(wanted);
+        let wanted = tables(&wanted).unwrap();
+        let whose = Expected::osm().whose;
+        let changes = changes(&[], &wanted, &wanted, &whose, How::OnTop, &|_, _| 0);
+        assert!(changes[0].input.contains("--dport 53"), "{changes:?}");
+    }
+
+    #[test]
+    fn rules_of_others_with_the_meshs_mark_are_theirs() {
+        let foreign = "-A OUTPUT -p sctp -m mark ! --mark 0x539 -j ACCEPT\n";
+        let now = WANTED.replace("COMMIT", &format!("{foreign}COMMIT"));
+        let (differences, _) = replaced(&now);
+        assert_eq!(differences, Vec::<String>::new());
     }
 
     #[test]

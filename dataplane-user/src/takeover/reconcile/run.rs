@@ -80,6 +80,8 @@ pub struct Done {
     pub differences: Vec<String>,
     /// The changes.
     pub steps: Vec<Step>,
+    /// What an operator has to know.
+    pub notes: Vec<String>,
 }
 
 /// The expected rules of a family, as the program that is used there prints them.
@@ -149,7 +151,9 @@ pub fn apply(root: Option<&Path>, expected: &Expected, options: Options) -> io::
         decisions,
         differences,
         steps: changes.iter().map(|(step, _)| step.clone()).collect(),
+        notes: Vec::new(),
     };
+    done.notes = place.notes(&done);
     if options.dry_run {
         return Ok(done);
     }
@@ -164,20 +168,34 @@ pub fn apply(root: Option<&Path>, expected: &Expected, options: Options) -> io::
         Ok(())
     });
     let result = result.and_then(|()| match place.look(How::Replace)? {
-        left if left.differences.is_empty() || outcome == Outcome::OnTop => Ok(()),
+        left if left.differences.is_empty() => {
+            if outcome == Outcome::OnTop {
+                done.outcome = Outcome::Applied;
+            }
+            Ok(())
+        }
+        _ if outcome == Outcome::OnTop => Ok(()),
         left => Err(io::Error::other(format!(
             "the rules are not those that are expected although every change was made ({}): does another program write them?",
             left.differences[0]
         ))),
     });
-    let result = result.map_err(|why| place.undo(&before.texts, &made, &why));
+    let mut is_whole = true;
+    let result = result.map_err(|why| {
+        let (why, is_back) = place.undo(&before.texts, &made, &why);
+        is_whole = is_back;
+        why
+    });
     done.steps = made;
     if let Some(rails) = rails {
         rails.down();
     }
-    // Also that of a command that was killed.
-    if result.is_ok() || is_guarded {
-        guard::down()?;
+    // Also that of a command that was killed. If the rules are neither the old nor the new ones, its time ends it.
+    if result.is_ok() || is_guarded && is_whole {
+        let down = guard::down();
+        result?;
+        down?;
+        return Ok(done);
     }
     result.map(|()| done)
 }
@@ -376,26 +394,63 @@ impl Place<'_> {
         Ok((step, By::Restore(program)))
     }
 
-    /// Brings back what was there, and says so.
-    fn undo(&self, before: &[Printed], made: &[Step], why: &io::Error) -> io::Error {
-        if made.is_empty() {
-            return io::Error::other(format!("{why}; nothing was changed"));
+    /// What has to be known of what was found.
+    fn notes(&self, done: &Done) -> Vec<String> {
+        let mut notes = Vec::new();
+        for family in Family::BOTH {
+            let is_expected = self.expected.families().any(|expected| expected == family);
+            let of_family = |line: &String| {
+                let mut variants = [Variant::Nft, Variant::Legacy].into_iter();
+                variants.any(|variant| {
+                    let origin = binaries::name(family, Some(variant), Role::Command);
+                    line.strip_prefix(&origin)
+                        .is_some_and(|rest| rest.starts_with(' '))
+                })
+            };
+            if !self.only_remove && !is_expected && done.differences.iter().any(of_family) {
+                notes.push(format!(
+                    "{}: no rules are expected, and the mesh has some: without them, no connection of this family is captured",
+                    family.word()
+                ));
+            }
         }
-        if let Some(step) = made.iter().find(|step| step.input.is_empty()) {
-            return io::Error::other(format!(
-                "{why}; the expected rules are there, and what `{}` removed does not come back",
-                step.command
-            ));
+        let mut tables = self.expected.tables.iter();
+        if !self.only_remove && tables.any(|table| table.text.contains("TPROXY")) {
+            notes.push(
+                "the rules use TPROXY, which needs a routing rule and a route of the mesh's as well (`ip rule`): this command makes \
+                 and checks rules of iptables only"
+                    .to_owned(),
+            );
         }
-        match self.bring_back(before) {
-            Ok(()) => io::Error::other(format!("{why}; the rules are as they were before")),
-            Err(error) => io::Error::other(format!(
-                "{why}; the rules that were there before could not be brought back: {error}"
-            )),
-        }
+        notes
     }
 
-    fn bring_back(&self, before: &[Printed]) -> io::Result<()> {
+    /// Brings back what was there. Returns what to say, and whether all is there again.
+    fn undo(&self, before: &[Printed], made: &[Step], why: &io::Error) -> (io::Error, bool) {
+        if let Some(step) = made.iter().find(|step| step.input.is_empty()) {
+            let text = format!(
+                "{why}; the expected rules are there, and what `{}` removed does not come back",
+                step.command
+            );
+            return (io::Error::other(text), true);
+        }
+        // A program may have failed after its change.
+        let (text, is_back) = match self.bring_back(before) {
+            Ok(false) => (format!("{why}; nothing was changed"), true),
+            Ok(true) => (format!("{why}; the rules are as they were before"), true),
+            Err(error) => (
+                format!(
+                    "{why}; the rules that were there before could not be brought back: {error}"
+                ),
+                false,
+            ),
+        };
+        (io::Error::other(text), is_back)
+    }
+
+    /// Returns whether something had to come back.
+    fn bring_back(&self, before: &[Printed]) -> io::Result<bool> {
+        let mut is_changed = false;
         let listed = netfilter::tables().map_err(io::Error::other)?;
         let texts = self.read(&listed)?;
         for family in Family::BOTH {
@@ -409,11 +464,12 @@ impl Place<'_> {
                     if let Some(change) = plan::back(was, now, known, &self.expected.whose) {
                         let (step, by) = self.step(&origin, change)?;
                         by.run(self.root, &step)?;
+                        is_changed = true;
                     }
                 }
             }
         }
-        Ok(())
+        Ok(is_changed)
     }
 }
 
