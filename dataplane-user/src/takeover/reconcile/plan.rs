@@ -115,6 +115,9 @@ pub fn back(
     };
     let mut additions = Vec::new();
     for (chain, returning) in &was.elsewhere {
+        if !is_touched(&there, &was, chain) {
+            continue;
+        }
         let mut others = of(now, chain);
         for rule in there.elsewhere.get(chain).into_iter().flatten() {
             let at = others.iter().position(|other| other == rule);
