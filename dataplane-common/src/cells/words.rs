@@ -220,7 +220,7 @@ impl State {
     pub(super) const fn rank(self, protocol: Protocol, now: Tick) -> u32 {
         let seen = self.seen();
         let (requests, replies) = (seen::of_requests(seen), seen::of_replies(seen));
-        // What the kernel's conntrack translates was answered before we came.
+        // The endpoint has answered connections that the kernel's conntrack translates before the agent came.
         let class = if seen & (seen::in_replies(seen::PACKET) | seen::FOREIGN) == 0 {
             3
         } else if seen & (seen::ASSURED | seen::FOREIGN) == 0 || seen::is_ended(requests, replies) {

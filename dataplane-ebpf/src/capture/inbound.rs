@@ -70,7 +70,8 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
         && unsafe { (*own).netns } == local.netns
     {
         if foreign && to_inbound {
-            // What the proxy does with a connection to its own port, as below: it ends here, and not in a loop.
+            // The proxy connects to its own port after a connection that had this port as destination (see
+            // below). The loop ends here.
             count(Reason::Recursive);
             return DROP;
         }

@@ -210,7 +210,7 @@ impl MeshWorkload {
 /// A rule by which a workload's connections are captured or not.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MeshRule {
-    /// What it is about: `outbound-range`, `outbound-port`, `inbound-port`, `inbound`, `inbound-others`, `user`,
+    /// The subject: `outbound-range`, `outbound-port`, `inbound-port`, `inbound`, `inbound-others`, `user`,
     /// `group`, `interface`, `captured-by`, `mode`, `egress`, `without-proxy`, `acceleration` or
     /// `dns`.
     pub about: String,

@@ -128,7 +128,7 @@ impl Flows {
     }
 }
 
-/// What was recorded of the kernel's own conntrack.
+/// The flows of the kernel's own conntrack that are recorded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Imported {
     /// UDP flows whose packets are left alone.

@@ -54,7 +54,7 @@ struct Desk {
     spare: Vec<Vec<u8>>,
     random: SmallRng,
     poll: BusyPoll,
-    /// That `poll` has begun.
+    /// Wakes the task that polls.
     polls: Rc<Notify>,
 }
 
@@ -80,7 +80,7 @@ pub fn run(
             polls.notified().await;
             // The runtime asks for what has arrived at each turn, and does not sleep.
             while desk.borrow_mut().poll.goes_on(Instant::now()) {
-                // Whoever waits for this CPU has it first.
+                // Threads that wait for this CPU run first.
                 thread::yield_now();
                 yield_now().await;
             }

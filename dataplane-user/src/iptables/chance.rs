@@ -1,11 +1,10 @@
 //! Texts by chance, and the time that they take, for the tests of all readers of rules.
 
-use std::{
-    env,
-    time::{Duration, Instant},
-};
+use std::{env, time::Duration};
 
 use proptest::prelude::*;
+
+use crate::threads::computed;
 
 /// A change of a text: at a place, so many bytes are replaced by others.
 pub type Change = (prop::sample::Index, usize, String);
@@ -34,12 +33,12 @@ pub fn changed(mut bytes: Vec<u8>, changes: Vec<Change>) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// The shortest time of a few tries.
+/// Returns the shortest time of the processor of a few tries: others on the machine do not count.
 pub fn shortest(work: impl Fn() -> usize) -> Duration {
     let tries = (0..3).map(|_| {
-        let start = Instant::now();
+        let start = computed();
         std::hint::black_box(work());
-        start.elapsed()
+        computed().saturating_sub(start)
     });
     tries.min().unwrap()
 }

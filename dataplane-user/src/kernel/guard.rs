@@ -25,7 +25,7 @@ pub const TABLE: &str = "dataplane-guard";
 
 /// The set whose elements close the table, of families of IP (`nf_proto`).
 const SET: &str = "up";
-/// What `nft list table` shows beside the rules.
+/// The comment of the rules in `nft list table`.
 const COMMENT: &str = "no packet passes while rules are changed: dataplane";
 
 /// `NFPROTO_IPV4`, `NFPROTO_IPV6`.
@@ -75,7 +75,7 @@ pub fn down() -> io::Result<bool> {
 /// # Errors
 /// If the kernel does not answer.
 pub fn is_there() -> io::Result<bool> {
-    // What a kernel without nf_tables answers.
+    // The answers of a kernel without nf_tables.
     const UNKNOWN: [i32; 3] = [libc::EPROTONOSUPPORT, libc::EOPNOTSUPP, libc::EINVAL];
     let asked =
         Netlink::open(NETLINK_NETFILTER).and_then(|mut netlink| exists(&mut netlink, TABLE));

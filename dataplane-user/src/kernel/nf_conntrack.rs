@@ -51,7 +51,7 @@ struct Listed {
 }
 
 impl Listed {
-    /// What the endpoint of a flow sees, if the source is translated.
+    /// The source that the endpoint of a flow sees, if the source is translated.
     fn seen(&self) -> Option<FlowKey> {
         let (from, to, protocol) = (self.from, self.to, self.original.protocol);
         let is_ours = protocol == Protocol::TCP || protocol == Protocol::UDP;

@@ -1,4 +1,4 @@
-//! What requests to nf_tables are made of (`include/uapi/linux/netfilter/nf_tables.h`): messages about tables of the family
+//! The parts of requests to nf_tables (`include/uapi/linux/netfilter/nf_tables.h`): messages about tables of the family
 //! `inet`, rules, expressions, and attributes.
 
 use std::io;

@@ -9,6 +9,7 @@ mod disk;
 pub mod forward;
 pub mod journal;
 pub mod owners;
+pub mod rails;
 pub mod reconcile;
 pub mod report;
 pub mod restore;

@@ -262,10 +262,9 @@ fn with_traffic(node: &Node, pause: u32, work: impl FnOnce() -> Result<()>) -> R
             }
             Ok(answered)
         });
-        let more = Duration::from_secs(if is_long() { 4 } else { 0 });
-        thread::sleep(more);
+        let_traffic_go_on();
         let worked = work();
-        thread::sleep(more);
+        let_traffic_go_on();
         stop.store(true, Ordering::Relaxed);
         let datagrams = udp.join().ok().context("the UDP client panicked")?;
         worked?;
@@ -289,6 +288,13 @@ fn with_traffic(node: &Node, pause: u32, work: impl FnOnce() -> Result<()>) -> R
 /// Whether the long form was asked for: as many connections as docs/takeover.md says, and every point.
 pub fn is_long() -> bool {
     std::env::var_os("DATAPLANE_TAKEOVER_LONG").is_some()
+}
+
+/// In the long form, waits until there are as many connections as docs/takeover.md says.
+pub fn let_traffic_go_on() {
+    if is_long() {
+        thread::sleep(Duration::from_secs(5));
+    }
 }
 
 /// Ends a connection that is held, which has to be alive.

@@ -94,7 +94,7 @@ struct Answer {
     families: Vec<FamilyRow>,
     differences: Vec<String>,
     steps: Vec<StepRow>,
-    /// What an operator has to know.
+    /// Notices for the operator.
     notes: Vec<String>,
 }
 

@@ -20,7 +20,7 @@ use crate::{
     takeover::capture::Capture,
 };
 
-/// What rules of a sidecar cannot say.
+/// Settings that rules of a sidecar do not have.
 const SETTINGS: &[&str] = &["captured-by", "mode", "egress", "acceleration", "dns"];
 
 /// The port of the metrics of Istio's sidecar.
@@ -40,7 +40,7 @@ pub struct Captured {
     rules: Vec<MeshRule>,
 }
 
-/// What the kernel's tables have of this network namespace.
+/// The entries of this network namespace in the kernel's tables.
 #[derive(Debug)]
 struct Held {
     entry: Enrolled,
@@ -55,16 +55,17 @@ struct Held {
 /// Something that is captured by the rules or by the dataplane, and not by the other.
 #[derive(Debug, PartialEq, Eq, Serialize)]
 pub struct Difference {
-    /// What it is about, as [`MeshRule::about`], or `outbound` as a whole, or `inbound-address`.
+    /// The subject, as [`MeshRule::about`], or `outbound` as a whole, or `inbound-address`.
     pub about: String,
-    /// Which range, port, user, group or address; empty for all.
+    /// The range, port, user, group or address; empty for all.
     pub of: String,
-    /// What the rules say: `captured` or `excluded`; of DNS, `resolvers` or `all`; none: nothing.
+    /// The rules' answer: `captured` or `excluded`; for DNS, `resolvers` or `all`; `None`: no answer.
     pub rules: Option<String>,
-    /// What the dataplane does, likewise.
+    /// The dataplane's answer, with the same words.
     pub dataplane: Option<String>,
 }
 
+/// Reads the entries of this network namespace. `None`: no workload is captured here.
 fn held(place: &Place) -> anyhow::Result<Option<Held>> {
     if !Tables::exist(&place.bpffs)? || Tables::open(&place.bpffs)?.mesh() == 0 {
         return Ok(None);
@@ -148,7 +149,7 @@ pub fn find(place: &Place) -> anyhow::Result<Captured> {
 }
 
 impl Captured {
-    /// What the rules capture and the dataplane does not, or the other way round.
+    /// Returns the connections that only the rules or only the dataplane captures.
     ///
     /// # Errors
     /// The addresses of this network namespace cannot be read.
@@ -156,7 +157,7 @@ impl Captured {
         let mesh = import_mesh::settings(of_rules).mesh.unwrap_or_default();
         let mut all: BTreeMap<(String, String), [Option<String>; 2]> = BTreeMap::new();
         let mut add = |at: usize, about: &str, of: &str, says: &str| {
-            // That they are is the default.
+            // Inbound connections are captured by default.
             let is_default = about == "inbound" && says == "captured";
             // A sidecar's own ports are its own in any case, and not all can be named.
             let is_own = about == "inbound-port" && is_sidecars(of);

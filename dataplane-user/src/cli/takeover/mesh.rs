@@ -1,12 +1,6 @@
-//! Taking over the capture of a sidecar from its rules in a pod's network namespace, which this thread is in.
+//! Takes over a sidecar's capture from the rules in a pod's network namespace. The thread is in this network namespace.
 
-use std::{
-    fs,
-    path::Path,
-    sync::mpsc::{self, RecvTimeoutError},
-    thread,
-    time::{Duration, Instant},
-};
+use std::{fs, path::Path, time::Instant};
 
 use anyhow::{Context as _, bail, ensure};
 
@@ -23,14 +17,10 @@ use crate::{
         capture, cleanup,
         journal::{Journal, State},
         may_die,
+        rails::{self, Rails},
         saved::Saved,
     },
 };
-
-/// How long no packet passes if this command dies.
-const GUARD: Duration = Duration::from_secs(15);
-/// How often it gets this time anew while the command works: programs of iptables may wait for a lock.
-const RENEW: Duration = Duration::from_secs(5);
 
 /// Takes the rules over, or says what it would do.
 pub fn take_over(place: &Place, dry_run: bool, tell: &mut Tell<'_>) -> anyhow::Result<Outcome> {
@@ -88,7 +78,7 @@ pub fn take_over(place: &Place, dry_run: bool, tell: &mut Tell<'_>) -> anyhow::R
     remove_or_restore(place, &new, &saved, tell)
 }
 
-/// The journal. What it says of an earlier start of the machine is about a network namespace that is gone.
+/// Reads the journal. A journal from before the machine's last start is about a network namespace that is gone.
 fn current(place: &Place, dry_run: bool) -> anyhow::Result<Option<Journal>> {
     let directory = &place.directory;
     let journal = Journal::read(directory)?;
@@ -101,7 +91,7 @@ fn current(place: &Place, dry_run: bool) -> anyhow::Result<Option<Journal>> {
     Ok(journal)
 }
 
-/// Everything before the first rule goes. `false`: something differs, which has been said.
+/// Does the steps before the first rule goes. `false`: something differs; the command has printed it.
 fn check(place: &Place, saved: &Saved, dry_run: bool, tell: &mut Tell<'_>) -> anyhow::Result<bool> {
     if !is_same(place, saved, "compare", tell)? {
         tell.step("compare", "nothing was changed".to_owned());
@@ -115,7 +105,7 @@ fn check(place: &Place, saved: &Saved, dry_run: bool, tell: &mut Tell<'_>) -> an
     Ok(true)
 }
 
-/// Goes on where another command was killed.
+/// Finishes a take-over that was killed, or undoes it if something differs.
 fn go_on(
     place: &Place,
     journal: &Journal,
@@ -142,7 +132,7 @@ fn go_on(
     Ok(Outcome::Differs)
 }
 
-/// There are no rules.
+/// Reports that the mesh has no rules: none at all, or none since an earlier take-over.
 fn nothing(
     place: &Place,
     journal: Option<&Journal>,
@@ -172,7 +162,7 @@ fn nothing(
     Ok(Outcome::TakenOver)
 }
 
-/// Whether the dataplane captures what the rules do. Says what differs.
+/// Compares the dataplane's capture with the rules, and prints the differences.
 fn is_same(
     place: &Place,
     saved: &Saved,
@@ -193,7 +183,7 @@ fn is_same(
     Ok(true)
 }
 
-/// Removes the rules; if that fails, they come back.
+/// Removes the rules. If a step fails, brings the rules back.
 fn remove_or_restore(
     place: &Place,
     journal: &Journal,
@@ -258,52 +248,28 @@ fn guarded<T>(
     tell: &mut Tell<'_>,
     work: impl FnOnce(&mut Tell<'_>) -> anyhow::Result<T>,
 ) -> anyhow::Result<T> {
+    let seconds = rails::TIME.as_secs();
     may_die();
-    guard::up(GUARD).context("cannot keep packets from passing; no rule was changed")?;
+    let rails = Rails::up().context("no rule was changed")?;
     may_die();
     let start = Instant::now();
     tell.step(
         "guard",
-        format!(
-            "no packet passes this network namespace; if this command dies, for {} s",
-            GUARD.as_secs()
-        ),
+        format!("no packet passes this network namespace; if this command dies, for {seconds} s"),
     );
-    let (done, is_done) = mpsc::channel::<()>();
-    let result = thread::scope(|scope| {
-        // In the same network namespace.
-        let renew = move || {
-            while is_done.recv_timeout(RENEW) == Err(RecvTimeoutError::Timeout) {
-                // If it fails, its time is over earlier.
-                let _ = guard::renew(GUARD);
-            }
-        };
-        thread::Builder::new()
-            .name("guard".to_owned())
-            .spawn_scoped(scope, renew)?;
-        let result = work(tell);
-        drop(done);
-        result
-    });
+    let result = work(tell).with_context(|| format!("packets pass again in {seconds} s"));
     may_die();
-    let result = match result {
-        Ok(result) => result,
-        Err(why) => {
-            let seconds = GUARD.as_secs();
-            return Err(why.context(format!("packets pass again in {seconds} s")));
-        }
-    };
-    let down = guard::down();
+    let result = result?;
+    let down = rails.down();
     may_die();
     let text = match down {
-        Ok(_) => format!(
+        Ok(()) => format!(
             "packets pass again, after {} ms",
             start.elapsed().as_millis()
         ),
-        Err(why) => format!(
-            "cannot be removed, and ends by itself within {} s: {why}",
-            GUARD.as_secs()
-        ),
+        Err(why) => {
+            format!("cannot be removed, and ends by itself within {seconds} s: {why}")
+        }
     };
     tell.step("guard", text);
     Ok(result)
@@ -371,7 +337,7 @@ pub fn revert(
         );
         return Ok(Outcome::AgentRuns);
     }
-    // The agent's own proxy, if it was that which listened, does so no more.
+    // The agent's own proxy may have been the listener before.
     has_a_proxy(&saved)?;
     Journal::remove(directory)?;
     tell.step(

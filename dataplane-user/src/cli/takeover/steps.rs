@@ -198,11 +198,16 @@ fn remove_or_restore(
 ) -> anyhow::Result<Outcome> {
     if let Err(why) = remove(place, addresses, tell) {
         tell.step("restore", format!("{why:#}: the rules come back"));
-        bring_back(place, saved, tell).with_context(|| {
+        let are_back = bring_back(place, saved, tell).with_context(|| {
             let file = journal.file.display();
             format!("{why:#}; the rules could not be brought back: they are in {file}, and the next `takeover` goes on")
         })?;
         Journal::remove(&place.directory)?;
+        ensure!(
+            are_back,
+            "{why:#}; kube-proxy has written other rules meanwhile, which stay; the saved rules are in {}",
+            journal.file.display()
+        );
         bail!("{why:#}; the rules are back as they were");
     }
     let journal = Journal {

@@ -181,7 +181,7 @@ impl<'a> Tell<'a> {
             ]);
         }
         if self.is_text() {
-            // Whoever reads it may have gone: the steps go on.
+            // The reader may have closed the pipe: the steps go on.
             let _ = table.write(self.out);
         }
         self.step(

@@ -65,7 +65,7 @@ enum Foreign {
 /// The ports that the kernel's own conntrack has given to connections to our endpoints.
 #[derive(Clone, Debug, Default)]
 pub struct Listed {
-    /// What the endpoints see ([`Conntrack::hold_port`]).
+    /// Ports of the node that endpoints see ([`Conntrack::hold_port`]).
     pub ports: HashSet<FlowKey>,
     /// When they were asked for.
     pub asked: Tick,

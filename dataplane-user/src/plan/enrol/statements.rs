@@ -7,7 +7,7 @@ use crate::model::{Acceleration, CapturedBy, Egress, Mode, Rules, WithoutProxy};
 /// A rule by which a workload's connections are captured or not.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Statement {
-    /// What it is about: `outbound-range`, `outbound-port`, `inbound-port`, `inbound`, `inbound-others`,
+    /// The subject: `outbound-range`, `outbound-port`, `inbound-port`, `inbound`, `inbound-others`,
     /// `user`, `group`, `interface`, `captured-by`, `mode`, `egress`, `without-proxy`, `acceleration` or
     /// `dns`.
     pub about: &'static str,

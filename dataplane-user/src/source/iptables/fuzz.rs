@@ -282,7 +282,7 @@ fn importing_takes_time_by_the_length() {
         let (less, more) = (time(few), time(10 * few));
         eprintln!("{what}: {less:?} for {few}, {more:?} for ten times as many");
         assert!(
-            more < less * 30 + Duration::from_millis(5),
+            more < less * 20 + Duration::from_millis(5),
             "{what}: {less:?}, and {more:?} for ten times as much"
         );
     }

@@ -1,4 +1,4 @@
-//! Where inbound connections are captured.
+//! The inbound ports and interfaces at which rules capture connections.
 
 use std::collections::BTreeSet;
 

@@ -4,7 +4,7 @@ use std::{net::IpAddr, ops::RangeInclusive};
 
 use crate::iptables::{Rule, RuleOption};
 
-/// What a rule asks that the packet's way through the rules does not change. Of two rules that ask for different values, a packet
+/// A field that the packet's way through the rules does not change. Of two rules that ask for different values, a packet
 /// matches one at most.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Field {

@@ -11,7 +11,7 @@ use super::super::{
 };
 use crate::iptables::{self, Entry, Rule};
 
-/// What `istio-iptables` writes for a sidecar without settings: outbound connections to 15001, inbound ones to 15006, but for the
+/// The rules that `istio-iptables` writes for a sidecar without settings: outbound connections to 15001, inbound ones to 15006, but for the
 /// sidecar's own ports and its user. `LOOP` and `SELF` are addresses of a family.
 const ISTIO: &str = "*nat
 :ISTIO_INBOUND - [0:0]
@@ -39,7 +39,7 @@ const ISTIO: &str = "*nat
 COMMIT
 ";
 
-/// What the init container of Open Service Mesh 0.9 writes. IPv4 only.
+/// The rules that the init container of Open Service Mesh 0.9 writes. IPv4 only.
 const OPEN_SERVICE_MESH: &str = "*nat
 :PROXY_INBOUND - [0:0]
 :PROXY_IN_REDIRECT - [0:0]

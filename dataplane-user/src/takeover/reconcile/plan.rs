@@ -1,5 +1,5 @@
-//! What of a mesh's rules is missing, left over or in another order, and in which words of `iptables-restore` it becomes what is
-//! expected. Rules of others stay as they are.
+//! Finds a mesh's rules that are missing, left over or in another order, and writes the input of `iptables-restore` that corrects
+//! them. Rules of others stay as they are.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -19,12 +19,12 @@ use super::{
 /// How many rules are compared for their order. More than that, in another order, count as different.
 const COMPARED: usize = 2000;
 
-/// What is different in a table.
+/// The differences of a table, and the change that ends them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Change {
     /// The table's name.
     pub table: String,
-    /// What is different, a line each.
+    /// The differences, a line each.
     pub differences: Vec<String>,
     /// For `iptables-restore --noflush`; empty if nothing is to be done.
     pub input: String,
@@ -36,16 +36,16 @@ pub struct Change {
     pub has_some: bool,
 }
 
-/// What is to become of what is there.
+/// Whether a change removes rules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum How {
-    /// What is there goes, and what is expected comes, in one transaction.
+    /// Removes the mesh's rules and adds the expected ones, in one transaction.
     Replace,
-    /// What is missing comes; of what is there, only the rules in chains of the same name go.
+    /// Adds missing rules, and removes only rules in chains of the same name.
     OnTop,
 }
 
-/// What a mesh has in a table.
+/// The chains and rules of a mesh in a table.
 #[derive(Default)]
 struct Ours<'t, 'a> {
     chains: BTreeSet<&'a str>,
@@ -95,7 +95,7 @@ pub fn changes(
     all
 }
 
-/// What brings a table's rules of a mesh back as they were `before`. Rules of others stay as they are now.
+/// Returns the change that brings a table's rules of a mesh back as they were `before`. Rules of others stay as they are now.
 pub fn back(
     before: Option<&Table<'_>>,
     now: Option<&Table<'_>>,

@@ -8,8 +8,7 @@ use std::{
         unix::net::{SocketAddr, UnixListener},
     },
     path::{Path, PathBuf},
-    sync::mpsc::{self, RecvTimeoutError, Sender},
-    thread::{self, JoinHandle},
+    thread,
     time::Duration,
 };
 
@@ -22,6 +21,7 @@ use super::{
         collect::{self, Printed},
         detect::{self, Decision},
         may_die,
+        rails::Rails,
         ruleset::{Form, Table},
     },
     expected::Expected,
@@ -36,12 +36,10 @@ use crate::kernel::{
 const PATIENCE: Duration = Duration::from_mins(2);
 /// How much `iptables-save` may print of the expected rules.
 const LIMIT: u64 = 16 << 20;
-/// How long the guard lasts if nobody renews it, and how often it is renewed.
-const GUARD: (Duration, Duration) = (Duration::from_secs(15), Duration::from_secs(3));
 /// The socket by which the command is alone in a network namespace (`unix(7)`, "Abstract sockets").
 const LOCK: &[u8] = b"dataplane-iptables-apply";
 
-/// What is to be done.
+/// The changes that a run makes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Options {
     /// Replace what is different, with the guard up.
@@ -52,7 +50,7 @@ pub struct Options {
     pub dry_run: bool,
 }
 
-/// What was found and done, or would be.
+/// The result of a run in one word; with a dry run, the result that it would have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
     /// The rules are as expected.
@@ -72,15 +70,15 @@ pub enum Outcome {
 /// The result.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Done {
-    /// What was found and done.
+    /// The result in one word.
     pub outcome: Outcome,
     /// The program of each family that rules are expected for.
     pub decisions: Vec<Decision>,
-    /// What was different, with its program and table.
+    /// The differences, each with its program and table.
     pub differences: Vec<String>,
     /// The changes.
     pub steps: Vec<Step>,
-    /// What an operator has to know.
+    /// Notices for the operator.
     pub notes: Vec<String>,
 }
 
@@ -91,7 +89,7 @@ struct Printing {
     printed: Printed,
 }
 
-/// What was found: what is different, what would make it as expected, and the rules that were read.
+/// The result of a look: the differences, the changes that end them, and the rules that were read.
 #[derive(Default)]
 struct Found {
     differences: Vec<String>,
@@ -100,7 +98,7 @@ struct Found {
     texts: Vec<Printed>,
 }
 
-/// Where the programs are, and what is expected.
+/// The programs and the expected rules.
 struct Place<'a> {
     root: Option<&'a Path>,
     found: Binaries,
@@ -158,7 +156,9 @@ pub fn apply(root: Option<&Path>, expected: &Expected, options: Options) -> io::
         return Ok(done);
     }
     let is_guarded = outcome == Outcome::Reconciled;
-    let rails = is_guarded.then(Rails::up).transpose()?;
+    let rails = is_guarded.then(Rails::up).transpose();
+    let rails = rails
+        .map_err(|error| io::Error::new(error.kind(), format!("{error}; nothing was changed")))?;
     may_die();
     let mut made = Vec::new();
     let result = changes.into_iter().try_for_each(|(step, by)| {
@@ -187,17 +187,20 @@ pub fn apply(root: Option<&Path>, expected: &Expected, options: Options) -> io::
         why
     });
     done.steps = made;
-    if let Some(rails) = rails {
-        rails.down();
-    }
-    // Also that of a command that was killed. If the rules are neither the old nor the new ones, its time ends it.
-    if result.is_ok() || is_guarded && is_whole {
-        let down = guard::down();
-        result?;
-        down?;
-        return Ok(done);
-    }
-    result.map(|()| done)
+    let down = match rails {
+        // The rules are neither the old nor the new ones: the guard's time ends it.
+        Some(rails) if !is_whole => {
+            drop(rails);
+            Ok(())
+        }
+        Some(rails) => rails.down(),
+        // The guard of a command that was killed.
+        None if result.is_ok() => guard::down().map(drop),
+        None => Ok(()),
+    };
+    result?;
+    down?;
+    Ok(done)
 }
 
 /// Takes care that no other command does the same in this network namespace.
@@ -394,7 +397,7 @@ impl Place<'_> {
         Ok((step, By::Restore(program)))
     }
 
-    /// What has to be known of what was found.
+    /// Returns the notices about a result.
     fn notes(&self, done: &Done) -> Vec<String> {
         let mut notes = Vec::new();
         for family in Family::BOTH {
@@ -482,44 +485,4 @@ fn of_origin<'a>(texts: &'a [Printed], origin: &str) -> io::Result<Vec<Table<'a>
 fn understood(printed: &Printed) -> io::Result<Vec<Table<'_>>> {
     tables(&printed.as_text())
         .map_err(|why| io::Error::other(format!("a rule is not understood: {why}")))
-}
-
-/// The guard, which a thread renews: it ends soon after this process does.
-struct Rails {
-    stop: Sender<()>,
-    thread: JoinHandle<()>,
-}
-
-impl Rails {
-    fn up() -> io::Result<Self> {
-        let (time, pause) = GUARD;
-        guard::up(time).map_err(|error| {
-            io::Error::new(
-                error.kind(),
-                format!("cannot put up the guard (nftables table inet {}): {error}; nothing was changed", guard::TABLE),
-            )
-        })?;
-        let (stop, stopped) = mpsc::channel();
-        let renew = move || {
-            while stopped.recv_timeout(pause) == Err(RecvTimeoutError::Timeout) {
-                if let Err(error) = guard::renew(time) {
-                    tracing::warn!(
-                        "cannot renew the guard (nftables table inet {}): {error}",
-                        guard::TABLE
-                    );
-                }
-            }
-        };
-        // A thread begins in the network namespace of the one that makes it.
-        let thread = thread::Builder::new()
-            .name("guard".to_owned())
-            .spawn(renew)?;
-        Ok(Self { stop, thread })
-    }
-
-    /// Ends the thread. The guard itself is removed by its table.
-    fn down(self) {
-        drop(self.stop);
-        let _ = self.thread.join();
-    }
 }

@@ -1,6 +1,6 @@
 //! `dataplane takeover --owner`: a sidecar's rules in a pod go, and its capture stays.
 
-use std::{fs, thread, time::Duration};
+use std::fs;
 
 use anyhow::{Result, ensure};
 use dataplane_common::Reason;
@@ -15,7 +15,7 @@ use crate::{
     cluster::{ask, reaches},
     imported,
     outcome::{self, Outcome},
-    takeover::is_long,
+    takeover::{is_long, let_traffic_go_on},
 };
 
 scenarios! {
@@ -196,10 +196,8 @@ fn a_sidecars_capture_is_taken_over_and_given_back() -> Result<()> {
             start(world.lab.pod("one"), "10.244.1.8:7")?,
         ])
     };
-    // As many connections as docs/takeover.md says.
-    let more = || thread::sleep(Duration::from_secs(if is_long() { 5 } else { 0 }));
     let there = load()?;
-    more();
+    let_traffic_go_on();
     let told = pod.takeover(&["-o", "json"], None)?.exits(0)?.json()?;
     ensure!(told["outcome"] == "taken-over", "{told:#}");
     let left = pod.rules()?;
@@ -228,16 +226,16 @@ fn a_sidecars_capture_is_taken_over_and_given_back() -> Result<()> {
         }
         Ok(())
     };
-    more();
+    let_traffic_go_on();
     none_failed(there)?;
     let by_programs = pod.world.app().hold(TO)?;
     let back = load()?;
-    more();
+    let_traffic_go_on();
     pod.takeover(&["--revert"], None)?
         .exits(3)?
         .says(&["default/app", "beside the rules"])?;
     ensure!(pod.rules()? == before, "{:#?}", pod.rules()?);
-    more();
+    let_traffic_go_on();
     none_failed(back)?;
     for mut held in [by_rules, by_programs] {
         held.close_stdin();
