@@ -470,6 +470,16 @@ mod tests {
     }
 
     #[test]
+    fn a_difference_elsewhere_moves_no_rule() {
+        let foreign = "-A OUTPUT -p tcp -m tcp --dport 80 -j ACCEPT\n";
+        let jump = "-A OUTPUT -p tcp -j PROXY_OUTPUT\n";
+        let fine = WANTED.replace(jump, &format!("{foreign}{jump}"));
+        let (differences, after) = replaced(&fine.replace("15010", "15011"));
+        assert!(!differences.is_empty());
+        assert_eq!(after, load("", &fine));
+    }
+
+    #[test]
     fn a_table_without_chains_of_the_mesh_is_written_on_top() {
         let wanted = "*raw\n:OUTPUT ACCEPT [0:0]\n-A OUTPUT -p udp -m udp --dport 53 -j CT --zone 1\nCOMMIT\n";
         let wanted = text(wanted);
