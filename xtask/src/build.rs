@@ -134,6 +134,9 @@ fn ebpf_cargo(subcommand: &str, tools: &Tools) -> std::process::Command {
         .arg(TARGET)
         // Replaces RUSTFLAGS and what the user's configuration says of this machine's linker.
         .env("CARGO_ENCODED_RUSTFLAGS", flags.join("\x1f"))
+        // Whoever sets it to 1 gets other units of code, by which functions are inlined otherwise: then the verifier refuses
+        // `packet_ingress`, whose calls may have 512 bytes of stack together.
+        .env("CARGO_INCREMENTAL", "0")
         // The target has no precompiled `core`; compiling it takes a stable rustc's word that we
         // know what `-Z` means.
         .env("RUSTC_BOOTSTRAP", "1");
