@@ -3,6 +3,7 @@
 pub mod dns;
 pub mod extent;
 pub mod fleet;
+pub mod import;
 pub mod manifests;
 pub mod measurement;
 pub mod packet;

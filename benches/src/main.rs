@@ -5,7 +5,7 @@ use std::{fs::File, io::Write as _, path::PathBuf, process::ExitCode, time::Dura
 use anyhow::Context as _;
 use clap::{Args, Parser};
 use dataplane_benches::{
-    dns, packet, plot, relay,
+    dns, import, packet, plot, relay,
     rows::{Row, Target, print_paths, print_tables, print_targets},
     say, socket,
     sync::{self, soak::Soak},
@@ -36,6 +36,8 @@ enum Command {
     /// The DNS server beside unbound, dnsmasq and BIND: queries/s and CPU; a pod's lookups on its node and at the
     /// cluster's DNS, the agent's memory, and the time until a new service is answered
     Dns(Options),
+    /// The import of kube-proxy's rules from iptables-save, nft and nft -j: time, and memory beside the text's size
+    Import(Options),
     /// Every benchmark
     All(Options),
     /// Draw plots of runs from the files that --json wrote: SVG, for light and dark pages
@@ -94,7 +96,10 @@ fn main() -> anyhow::Result<ExitCode> {
         Command::Packet(options) => measure(&options, &[packet])?,
         Command::Relay(options) => measure(&options, &[relay])?,
         Command::Dns(options) => measure(&options, &[of_dns])?,
-        Command::All(options) => measure(&options, &[socket, sync, packet, relay, of_dns])?,
+        Command::Import(options) => measure(&options, &[of_import])?,
+        Command::All(options) => {
+            measure(&options, &[socket, sync, packet, relay, of_dns, of_import])?;
+        }
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -150,6 +155,13 @@ fn of_dns(quick: bool) -> anyhow::Result<(Vec<Row>, Vec<Target>)> {
     let rows = dns::run(&extent)?;
     print_paths(&rows, &dns::CASE_NAMES);
     let targets = dns::targets(&rows)?;
+    Ok((rows, targets))
+}
+
+fn of_import(quick: bool) -> anyhow::Result<(Vec<Row>, Vec<Target>)> {
+    let rows = import::run(quick)?;
+    print_paths(&rows, &import::CASE_NAMES);
+    let targets = import::targets(&rows);
     Ok((rows, targets))
 }
 

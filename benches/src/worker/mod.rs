@@ -170,6 +170,8 @@ pub enum Worker {
     Server(Server),
     /// Relays as tokio's `copy_bidirectional` does, until it is killed.
     Relay(crate::relay::Plain),
+    /// Imports a file with rules, and says what that cost.
+    Import(crate::import::Import),
 }
 
 /// Arguments of a client.
@@ -208,6 +210,7 @@ impl Worker {
     pub fn run(&self) -> anyhow::Result<()> {
         match self {
             Self::Relay(relay) => relay.run(),
+            Self::Import(import) => import.run(),
             Self::Client(Client { cpu }) => {
                 pin(*cpu)?;
                 client::run()

@@ -27,7 +27,8 @@ const FEW: usize = 8;
 /// The services so far.
 #[derive(Debug, Default)]
 pub struct Draft {
-    services: BTreeMap<ServiceName, ServiceDraft>,
+    /// Boxed, since a third of a map's places are empty.
+    services: BTreeMap<ServiceName, Box<ServiceDraft>>,
     /// Facts about the node.
     pub facts: Facts,
     /// The text that has kube-proxy's rules for IPv4, and that for IPv6.
@@ -43,11 +44,10 @@ pub struct Draft {
 /// A service so far.
 #[derive(Debug, Default)]
 pub struct ServiceDraft {
-    cluster_ips: BTreeSet<IpAddr>,
-    pub external_ips: BTreeSet<IpAddr>,
-    pub load_balancer_ips: BTreeSet<IpAddr>,
-    /// By family: IPv4, IPv6.
-    pub source_ranges: [Option<Vec<IpNet>>; 2],
+    /// In the order of the rules; an address may be there more than once.
+    cluster_ips: SmallVec<[IpAddr; 1]>,
+    /// Most services have nothing of it.
+    outside: Option<Box<Outside>>,
     pub affinity: Option<Affinity>,
     pub internal_policy: Option<TrafficPolicy>,
     pub external_policy: Option<TrafficPolicy>,
@@ -56,6 +56,15 @@ pub struct ServiceDraft {
     /// Where in `ports` each is, if they are many.
     places: Option<Box<Places>>,
     left_out: bool,
+}
+
+/// A service's addresses for clients outside of the cluster.
+#[derive(Debug, Default)]
+pub struct Outside {
+    pub external_ips: BTreeSet<IpAddr>,
+    pub load_balancer_ips: BTreeSet<IpAddr>,
+    /// By family: IPv4, IPv6.
+    pub source_ranges: [Option<Vec<IpNet>>; 2],
 }
 
 /// Where ports are in a list, by their names and protocols.
@@ -74,8 +83,9 @@ pub struct PortDraft {
     pub node_port: Option<u16>,
     /// The node port of a rule that counts connections to loopback.
     pub at_loopback: Option<u16>,
-    /// With their weights.
-    pub endpoints: Vec<(Endpoint, u32)>,
+    endpoints: Vec<Endpoint>,
+    /// Those of the endpoints; empty if each is 1.
+    weights: Vec<u32>,
     /// By family: IPv4, IPv6.
     rules: [Said; 2],
 }
@@ -226,7 +236,7 @@ impl Draft {
     /// A service, which is new if it was not known.
     pub fn service(&mut self, name: &ServiceName) -> &mut ServiceDraft {
         if !self.services.contains_key(name) {
-            self.services.insert(name.clone(), ServiceDraft::default());
+            self.services.insert(name.clone(), Box::default());
         }
         self.services.entry(name.clone()).or_default()
     }
@@ -279,6 +289,23 @@ impl Draft {
 }
 
 impl ServiceDraft {
+    /// Its addresses for clients outside of the cluster.
+    pub fn outside(&mut self) -> &mut Outside {
+        self.outside.get_or_insert_default()
+    }
+
+    /// Whether an address is known as a load balancer's.
+    pub fn is_load_balancers(&self, ip: IpAddr) -> bool {
+        let outside = self.outside.as_ref();
+        outside.is_some_and(|outside| outside.load_balancer_ips.contains(&ip))
+    }
+
+    /// Whether rules of a family say which clients may use the load balancer's addresses.
+    pub fn has_source_ranges(&self, v4: bool) -> bool {
+        let outside = self.outside.as_ref();
+        outside.is_some_and(|outside| outside.source_ranges[usize::from(!v4)].is_some())
+    }
+
     /// The index of a port, which is new if it was not known.
     fn port(&mut self, name: &PortName<'_>) -> usize {
         let key = |port: &PortDraft| (port.name.clone(), port.protocol);
@@ -298,6 +325,7 @@ impl ServiceDraft {
             node_port: None,
             at_loopback: None,
             endpoints: Vec::new(),
+            weights: Vec::new(),
             rules: Default::default(),
         });
         if let Some(places) = &mut self.places {
@@ -311,7 +339,9 @@ impl ServiceDraft {
 
     /// Notes a rule that serves or refuses a port at a cluster IP.
     pub fn at_cluster_ip(&mut self, index: usize, ip: IpAddr) -> &mut PortDraft {
-        self.cluster_ips.insert(ip);
+        if self.cluster_ips.last() != Some(&ip) {
+            self.cluster_ips.push(ip);
+        }
         let port = &mut self.ports[index];
         port.rules[usize::from(!ip.is_ipv4())].internal = true;
         port
@@ -322,11 +352,14 @@ impl ServiceDraft {
         &mut self.ports[index]
     }
 
-    fn finish(self, name: ServiceName) -> Service {
-        let ranges = self.source_ranges.into_iter().flatten().flatten();
+    fn finish(mut self, name: ServiceName) -> Service {
+        self.cluster_ips.sort_unstable();
+        self.cluster_ips.dedup();
+        let outside = self.outside.map(|outside| *outside).unwrap_or_default();
+        let ranges = outside.source_ranges.into_iter().flatten().flatten();
         let ports: SmallVec<[ServicePort; 1]> =
             self.ports.into_iter().map(PortDraft::finish).collect();
-        let kind = if !self.load_balancer_ips.is_empty() {
+        let kind = if !outside.load_balancer_ips.is_empty() {
             ServiceType::LoadBalancer
         } else if ports.iter().any(|port| port.node_port.is_some()) {
             ServiceType::NodePort
@@ -337,9 +370,9 @@ impl ServiceDraft {
             name,
             kind,
             created: None,
-            cluster_ips: self.cluster_ips.into_iter().collect(),
-            external_ips: self.external_ips.into_iter().collect(),
-            load_balancer_ips: self.load_balancer_ips.into_iter().collect(),
+            cluster_ips: self.cluster_ips,
+            external_ips: outside.external_ips.into_iter().collect(),
+            load_balancer_ips: outside.load_balancer_ips.into_iter().collect(),
             source_ranges: ranges.collect(),
             affinity: self.affinity.and_then(|Affinity(timeout)| timeout),
             internal_policy: self.internal_policy.unwrap_or_default(),
@@ -352,6 +385,19 @@ impl ServiceDraft {
 }
 
 impl PortDraft {
+    /// Adds the endpoints of one family with their weights. There are more endpoints than of anything else, so that they
+    /// get no room that they do not need.
+    pub fn serve(&mut self, endpoints: Vec<(Endpoint, u32)>) {
+        if !self.weights.is_empty() || endpoints.iter().any(|(_, weight)| *weight != 1) {
+            self.weights.resize(self.endpoints.len(), 1);
+            let weights = endpoints.iter().map(|(_, weight)| *weight);
+            self.weights.extend(weights);
+        }
+        self.endpoints.reserve_exact(endpoints.len());
+        let endpoints = endpoints.into_iter().map(|(endpoint, _)| endpoint);
+        self.endpoints.extend(endpoints);
+    }
+
     /// Notes a rule that refuses the port because the service has no endpoint anywhere.
     pub fn refuse(&mut self, v4: bool) {
         self.rules[usize::from(!v4)].refused = true;
@@ -374,7 +420,7 @@ impl PortDraft {
                 ));
             }
             let mut endpoints = self.endpoints.iter();
-            if said.refused && endpoints.any(|(of, _)| of.addr.is_ipv4() == v4) {
+            if said.refused && endpoints.any(|of| of.addr.is_ipv4() == v4) {
                 return Some(format!(
                     "rules of {family} serve port {name:?}, and refuse it because it has no endpoint"
                 ));
@@ -385,17 +431,23 @@ impl PortDraft {
     }
 
     fn finish(mut self) -> ServicePort {
-        self.endpoints
-            .sort_unstable_by_key(|(endpoint, _)| (endpoint.addr, endpoint.port));
-        let (endpoints, weights): (Vec<_>, Vec<_>) = self.endpoints.into_iter().unzip();
+        let order = |endpoint: &Endpoint| (endpoint.addr, endpoint.port);
+        if self.weights.is_empty() {
+            self.endpoints.sort_unstable_by_key(order);
+        } else {
+            let mut all: Vec<(Endpoint, u32)> =
+                self.endpoints.into_iter().zip(self.weights).collect();
+            all.sort_unstable_by_key(|(endpoint, _)| order(endpoint));
+            (self.endpoints, self.weights) = all.into_iter().unzip();
+        }
         ServicePort {
             name: self.name,
             // `Draft::finish` leaves out ports without a number.
             port: self.port.unwrap_or_default(),
             protocol: self.protocol,
             node_port: self.node_port,
-            endpoints,
-            weights: Weights::of(weights),
+            endpoints: self.endpoints,
+            weights: Weights::of(self.weights),
             split: None,
         }
     }

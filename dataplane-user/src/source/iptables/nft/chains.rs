@@ -91,7 +91,7 @@ fn port(
     let endpoints =
         endpoints.ok_or_else(|| whole("its chains give endpoints different weights"))?;
     let (service, port) = draft.port(name);
-    service.at(port).endpoints.extend(endpoints);
+    service.at(port).serve(endpoints);
     if let Some(affinity) = affinity
         && !agree(&mut service.affinity, affinity)
     {

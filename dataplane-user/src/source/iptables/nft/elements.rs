@@ -79,15 +79,15 @@ impl<'t> Reader<'t> {
     }
 }
 
-/// The elements of a map by address, protocol and port.
+/// The elements of a map by address, protocol and port. One after the other: all at once are as large as the text.
 ///
 /// # Errors
 ///
 /// The map has something else.
 pub fn by_address<'t>(
     table: &'t Table<'_>,
-    name: &str,
-) -> Result<Vec<Element<'t, Key<'t>>>, Broken> {
+    name: &'t str,
+) -> impl Iterator<Item = Result<Element<'t, Key<'t>>, Broken>> {
     of_map(table, name, |reader, first| {
         let [ip, protocol, port] = reader.concatenated(first)?;
         Some((ip.parse().ok()?, protocol, port.parse().ok()?))
@@ -101,8 +101,8 @@ pub fn by_address<'t>(
 /// The map has something else.
 pub fn by_port<'t>(
     table: &'t Table<'_>,
-    name: &str,
-) -> Result<Vec<Element<'t, (&'t str, u16)>>, Broken> {
+    name: &'t str,
+) -> impl Iterator<Item = Result<Element<'t, (&'t str, u16)>, Broken>> {
     of_map(table, name, |reader, first| {
         let [protocol, port] = reader.concatenated(first)?;
         Some((protocol, port.parse().ok()?))
@@ -111,18 +111,16 @@ pub fn by_port<'t>(
 
 fn of_map<'t, K>(
     table: &'t Table<'_>,
-    name: &str,
+    name: &'t str,
     key: impl Fn(&mut Reader<'t>, &'t str) -> Option<K>,
-) -> Result<Vec<Element<'t, K>>, Broken> {
-    let mut found = Vec::new();
-    let Some(set) = table.set(name) else {
-        return Ok(found);
-    };
-    let mut reader = Reader::of(set);
+) -> impl Iterator<Item = Result<Element<'t, K>, Broken>> {
+    let mut reader = table.set(name).map(Reader::of);
     let mut lines = Lines::default();
-    while let Some(first) = reader.words.next() {
-        let at = lines.at(&reader, first);
-        let element = key(&mut reader, first).and_then(|key| {
+    std::iter::from_fn(move || {
+        let reader = reader.as_mut()?;
+        let first = reader.words.next()?;
+        let at = lines.at(reader, first);
+        let element = key(reader, first).and_then(|key| {
             let (comment, verdict) = reader.rest()?;
             Some(Element {
                 at,
@@ -132,9 +130,8 @@ fn of_map<'t, K>(
             })
         });
         let what = "kube-proxy writes no such element";
-        found.push(element.ok_or_else(|| Broken::element(at, name, first, what))?);
-    }
-    Ok(found)
+        Some(element.ok_or_else(|| Broken::element(at, name, first, what)))
+    })
 }
 
 /// The lines of words that follow each other: each is counted once.

@@ -36,18 +36,22 @@ pub fn read(table: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) -> 
         draft.facts.masquerades(table.v4, Masquerade::Nobody);
     }
     let mut restricted = Restricted::new();
-    for element in elements::by_address(table, "firewall-ips")? {
+    for element in elements::by_address(table, "firewall-ips") {
+        let element = element?;
         let name = firewall(table, &element, draft, leftovers)?;
         restricted.insert(element.key, name);
     }
     let mut ports: BTreeMap<&str, Chains<'_>> = BTreeMap::new();
-    for element in elements::by_address(table, "service-ips")? {
+    for element in elements::by_address(table, "service-ips") {
+        let element = element?;
         vip(&element, &restricted, &mut ports, draft, leftovers)?;
     }
-    for element in elements::by_port(table, "service-nodeports")? {
+    for element in elements::by_port(table, "service-nodeports") {
+        let element = element?;
         node_port(&element, &mut ports, draft, leftovers)?;
     }
-    for element in elements::by_address(table, "no-endpoint-services")? {
+    for element in elements::by_address(table, "no-endpoint-services") {
+        let element = element?;
         let (ip, word, number) = element.key;
         let is_internal = cluster_ips.contains(&ip);
         let text = format!("no-endpoint-services: {ip} . {word} . {number}");
@@ -59,8 +63,8 @@ pub fn read(table: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) -> 
             service.at_cluster_ip(port, ip);
             &mut service.internal_policy
         } else {
-            if !service.load_balancer_ips.contains(&ip) {
-                service.external_ips.insert(ip);
+            if !service.is_load_balancers(ip) {
+                service.outside().external_ips.insert(ip);
             }
             &mut service.external_policy
         };
@@ -75,7 +79,8 @@ pub fn read(table: &Table<'_>, draft: &mut Draft, leftovers: &mut Leftovers) -> 
             draft.leave_out(&name.service(), element.at, &text, why, leftovers);
         }
     }
-    for element in elements::by_port(table, "no-endpoint-nodeports")? {
+    for element in elements::by_port(table, "no-endpoint-nodeports") {
+        let element = element?;
         let (word, number) = element.key;
         let text = format!("no-endpoint-nodeports: {word} . {number}");
         let Some((name, policy)) = refused(&element, word, &text, draft, leftovers)? else {
@@ -246,8 +251,8 @@ fn vip<'t>(
     if prefix == "external" {
         of_port.external = true;
         // Only for a load balancer's address with source ranges do the rules tell its kind.
-        if !service.load_balancer_ips.contains(&ip) {
-            service.external_ips.insert(ip);
+        if !service.is_load_balancers(ip) {
+            service.outside().external_ips.insert(ip);
         }
     } else {
         let policy = if prefix == "service" {
@@ -291,9 +296,12 @@ fn firewall(
         }
     };
     let (service, port) = draft.port(&name);
-    service.load_balancer_ips.insert(ip);
+    service.outside().load_balancer_ips.insert(ip);
     if !agree(&mut service.at(port).port, number)
-        || !agree(&mut service.source_ranges[usize::from(!table.v4)], ranges)
+        || !agree(
+            &mut service.outside().source_ranges[usize::from(!table.v4)],
+            ranges,
+        )
     {
         let why = "it contradicts another element";
         draft.leave_out(&service_name, at, &text, why, leftovers);

@@ -128,7 +128,7 @@ fn outside<'a>(
         return fault(first, "its chains give endpoints different weights");
     };
     let (service, port) = draft.port(name);
-    service.at(port).endpoints.extend(endpoints);
+    service.at(port).serve(endpoints);
     if let Some((line, affinity)) = affinity
         && !agree(&mut service.affinity, affinity)
     {
@@ -333,7 +333,8 @@ pub fn firewall<'a>(
     draft: &mut Draft,
 ) -> Result<&'a str, Fault<'a>> {
     let (target, ranges) = ranges(nat, chain, from)?;
-    let known = &mut draft.service(&name.service()).source_ranges[usize::from(!ip.is_ipv4())];
+    let known =
+        &mut draft.service(&name.service()).outside().source_ranges[usize::from(!ip.is_ipv4())];
     if agree(known, ranges) {
         Ok(target)
     } else {

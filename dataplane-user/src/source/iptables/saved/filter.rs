@@ -71,8 +71,8 @@ fn refused<'a>(
         }
         // Table nat has the addresses of ports that have endpoints anywhere, and their kind. Without endpoints, nothing depends
         // on the kind.
-        Some(ip) if !service.load_balancer_ips.contains(&ip) => {
-            service.external_ips.insert(ip);
+        Some(ip) if !service.is_load_balancers(ip) => {
+            service.outside().external_ips.insert(ip);
         }
         _ => {}
     }
@@ -126,8 +126,8 @@ fn firewall<'a>(rule: &Rule<'_>, line: Line<'a>, draft: &mut Draft) -> Result<()
     };
     let name = named(name, rule)?;
     let service = draft.service(&name.service());
-    let restricted = service.source_ranges[usize::from(!ip.is_ipv4())].is_some();
-    if restricted && service.load_balancer_ips.contains(&ip) {
+    let restricted = service.has_source_ranges(ip.is_ipv4());
+    if restricted && service.is_load_balancers(ip) {
         Ok(())
     } else {
         let why = "no rule of table nat says which clients may use this address";

@@ -204,15 +204,15 @@ fn vip<'a>(
             Ok(())
         }
         Kind::External if is("KUBE-EXT-") => {
-            service.external_ips.insert(ip);
+            service.outside().external_ips.insert(ip);
             external(target, line, of_port, &name)
         }
         Kind::LoadBalancer if is("KUBE-EXT-") => {
-            service.load_balancer_ips.insert(ip);
+            service.outside().load_balancer_ips.insert(ip);
             external(target, line, of_port, &name)
         }
         Kind::LoadBalancer if is("KUBE-FW-") => {
-            service.load_balancer_ips.insert(ip);
+            service.outside().load_balancer_ips.insert(ip);
             let target = chains::firewall(nat, target, line, &name, ip, draft)
                 .map_err(|(line, why)| Fault::Of(name.service(), line, why))?;
             external(target, line, of_port, &name)
