@@ -68,7 +68,7 @@ fn is_kube_proxys(table: &Table) -> bool {
 }
 
 fn print(found: &Binaries, tables: &[Table]) -> Result<Vec<Text>, String> {
-    let collected = collect::collect(None, found, tables, true);
+    let collected = collect::collect(None, found, tables, collect::Native::Read);
     let collected = collected.map_err(|error| error.to_string())?;
     if !collected.missing.is_empty() {
         return Err(collected.missing.join("\n"));

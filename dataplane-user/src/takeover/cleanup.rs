@@ -297,7 +297,7 @@ pub(super) type Found = (Vec<(Step, By)>, Vec<String>);
 /// Looks for what is to be changed now.
 fn look(root: Option<&Path>, found: &Binaries, owners: &[&Owner]) -> io::Result<Found> {
     let tables = netfilter::tables().map_err(io::Error::other)?;
-    let collected = collect::collect(root, found, &tables, false)?;
+    let collected = collect::collect(root, found, &tables, collect::Native::Leave)?;
     if let Some(missing) = collected.missing.first() {
         return Err(io::Error::other(format!(
             "cannot read all rules, and changed nothing: {missing}"

@@ -1,4 +1,5 @@
-//! Gets the rules of a network namespace as text, from the programs that can print them.
+//! Gets the rules of a network namespace as text: those of iptables from the programs that can print them, and those of nf_tables
+//! from the kernel.
 
 use std::{io, path::Path, time::Duration};
 
@@ -7,7 +8,7 @@ use super::{
     detect::{self, GET_IPTABLES, GET_NFT},
     ruleset::{Form, Text},
 };
-use crate::kernel::netfilter::{Kind, Table};
+use crate::kernel::netfilter::{self, Kind, Table};
 
 /// How long a program may take to print all rules: legacy tables wait for a lock.
 const PATIENCE: Duration = Duration::from_mins(1);
@@ -18,7 +19,7 @@ const LIMIT: u64 = 256 * 1024 * 1024;
 /// A text with rules.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Printed {
-    /// Which program printed it: `iptables-nft`, `nft`.
+    /// Which program printed it, or whose words it has: `iptables-nft`, `nft`.
     pub origin: String,
     /// Its form.
     pub form: Form,
@@ -46,7 +47,19 @@ pub struct Collected {
     pub missing: Vec<String>,
 }
 
-/// Prints every table of iptables that holds rules, and every native table of nf_tables if `native`. To be called in the network namespace that has them.
+/// How tables of nf_tables are read that iptables does not know.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Native {
+    /// They are not.
+    Leave,
+    /// From the kernel, which needs no program: without what rules remember, and with a remark in place of a rule that this
+    /// program cannot say.
+    Read,
+    /// By `nft`, which can restore what it prints.
+    Save,
+}
+
+/// Prints every table of iptables that holds rules, and native tables of nf_tables as `native` says. To be called in the network namespace that has them.
 ///
 /// # Errors
 /// If `root` cannot be made the root of a thread.
@@ -54,7 +67,7 @@ pub fn collect(
     root: Option<&Path>,
     found: &Binaries,
     tables: &[Table],
-    native: bool,
+    native: Native,
 ) -> io::Result<Collected> {
     binaries::below(root, || {
         let mut all = Collected::default();
@@ -69,13 +82,17 @@ pub fn collect(
                 all.saved(found, family, variant, &held.collect::<Vec<_>>());
             }
         }
-        for table in tables
-            .iter()
-            .filter(|table| native && table.kind == Kind::Native)
-        {
-            if !all.listed(found, table) {
-                let why = format!("no nft is here: {GET_NFT}");
-                all.miss(table, &why);
+        for table in tables.iter().filter(|table| table.kind == Kind::Native) {
+            match (native, &found.nft) {
+                (Native::Leave, _) => {}
+                (Native::Read, _) => {
+                    all.listed(table);
+                }
+                (Native::Save, Some(nft)) => all.printed(table, &nft.path),
+                (Native::Save, None) => {
+                    let why = format!("no nft is here, by which it could be restored: {GET_NFT}");
+                    all.miss(table, &why);
+                }
             }
         }
         Ok(all)
@@ -101,10 +118,10 @@ impl Collected {
         let Some(save) = found.program(family, variant, Role::Save) else {
             let name = binaries::name(family, Some(variant), Role::Save);
             for table in tables {
-                // nft lists compatibility tables as well, but not what extensions of iptables do.
-                let listed = variant == Variant::Nft && self.listed(found, table);
+                // nf_tables shows compatibility tables as well, but not what extensions of iptables do.
+                let listed = variant == Variant::Nft && self.listed(table);
                 let listed = if listed {
-                    ", so only what nft shows of it was read"
+                    ", so only what nf_tables shows of it was read"
                 } else {
                     ""
                 };
@@ -127,9 +144,9 @@ impl Collected {
             match print(&save.path, &["-t", &table.name]) {
                 Ok(text) if has(&text, table) => self.push(&origin, text),
                 Ok(_) if why.is_empty() => {
-                    let listed = variant == Variant::Nft && self.listed(found, table);
+                    let listed = variant == Variant::Nft && self.listed(table);
                     let listed = if listed {
-                        ", so only what nft shows of it was read"
+                        ", so only what nf_tables shows of it was read"
                     } else {
                         ""
                     };
@@ -152,18 +169,30 @@ impl Collected {
         });
     }
 
-    /// One table of nf_tables; false if there is no `nft`.
-    fn listed(&mut self, found: &Binaries, table: &Table) -> bool {
-        let Some(nft) = &found.nft else {
-            return false;
-        };
-        match print(&nft.path, &["list", "table", table.family, &table.name]) {
+    /// One table of nf_tables, as `nft` prints it.
+    fn printed(&mut self, table: &Table, nft: &Path) {
+        match print(nft, &["list", "table", table.family, &table.name]) {
             Ok(text) => self.texts.push(Printed {
                 origin: "nft".to_owned(),
                 form: Form::Nft,
                 text,
             }),
-            Err(error) => self.miss(table, &format!("{}: {error}", nft.path.display())),
+            Err(error) => self.miss(table, &format!("{}: {error}", nft.display())),
+        }
+    }
+
+    /// One table of nf_tables, as the kernel has it; false if it cannot be read, which is then said.
+    fn listed(&mut self, table: &Table) -> bool {
+        match netfilter::listed(table.family, &table.name) {
+            Ok(text) => self.texts.push(Printed {
+                origin: "nft".to_owned(),
+                form: Form::Nft,
+                text,
+            }),
+            Err(error) => {
+                self.miss(table, &error.to_string());
+                return false;
+            }
         }
         true
     }

@@ -398,10 +398,19 @@ fn listed<'a>(text: &Text<'a>, tables: &mut Vec<Table<'a>>, unread: &mut Vec<Unr
             }
             (Ok(nft::Entry::Rule { line, chain, text }), Some(table)) => {
                 let words: Vec<&str> = nft::words(text).collect();
-                if words.first() == Some(&"#") || words.contains(&"xt") {
+                let of_iptables = |word: &&str| {
+                    matches!(*word, "xt" | "[match]" | "[target]") || word.starts_with("xt_")
+                };
+                let is_compat = words.iter().any(of_iptables);
+                if words.first() == Some(&"#") || is_compat {
+                    let why = if is_compat {
+                        "iptables-nft wrote it, and nf_tables does not show all of it"
+                    } else {
+                        "it does more than this program can say"
+                    };
                     unread.push(Unread {
                         line: table.line(line, format!("{chain} {text}").into()),
-                        why: "iptables-nft wrote it, and nft does not show all of it".to_owned(),
+                        why: why.to_owned(),
                         is_rule: true,
                     });
                 }

@@ -292,7 +292,7 @@ impl Saved {
 fn printed(found: &Binaries, owners: &[&Owner]) -> io::Result<Vec<Printed>> {
     let mut tables = netfilter::tables().map_err(io::Error::other)?;
     tables.retain(|table| table.kind != Kind::Native || is_of(table, owners));
-    let collected = collect::collect(None, found, &tables, true)?;
+    let collected = collect::collect(None, found, &tables, collect::Native::Save)?;
     if let Some(missing) = collected.missing.first() {
         return Err(io::Error::other(format!(
             "cannot read all rules: {missing}"

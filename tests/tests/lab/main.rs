@@ -99,6 +99,7 @@ mod wrong_cgroup;
 
 mod differential;
 mod kube_proxy;
+mod nft_listing;
 mod nodeport;
 mod peers;
 mod policies;
@@ -238,6 +239,7 @@ fn main() -> ExitCode {
         errors::SCENARIOS,
         frames::SCENARIOS,
         policies::SCENARIOS,
+        nft_listing::SCENARIOS,
         nodeport::SCENARIOS,
         host_ports::SCENARIOS,
         imported::SCENARIOS,

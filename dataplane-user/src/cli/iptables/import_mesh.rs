@@ -79,7 +79,7 @@ impl ImportMeshArgs {
         let read = || {
             let tables = netfilter::tables().map_err(io::Error::other)?;
             let found = binaries::find(root)?;
-            collect::collect(root, &found, &tables, true)
+            collect::collect(root, &found, &tables, collect::Native::Read)
         };
         let collected = namespace.inside(read);
         let collected = collected.with_context(|| format!("cannot look into {namespace}"))?;

@@ -193,7 +193,7 @@ impl ReportArgs {
             let tables = netfilter::tables().map_err(io::Error::other)?;
             let ipvs = netfilter::ipvs_services().map_err(io::Error::other)?;
             let found = binaries::find(root)?;
-            let collected = collect::collect(root, &found, &tables, true)?;
+            let collected = collect::collect(root, &found, &tables, collect::Native::Read)?;
             let rules = kernel::mark_rules().map_err(io::Error::other)?;
             Ok((collected, ipvs, rules, kernel::reverse_paths()?))
         };

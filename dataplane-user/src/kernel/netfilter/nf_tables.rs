@@ -11,17 +11,17 @@ use super::{Base, Chain, FORWARD, HOOKS, Kind, Listed, Rule, Table, Verdict};
 use crate::kernel::netlink::{Netlink, attribute, attributes};
 
 /// `NFNL_SUBSYS_NFTABLES << 8`, with which a message's type begins.
-const TABLES: u16 = 0x0a00;
+pub(super) const TABLES: u16 = 0x0a00;
 /// `NFT_MSG_GETTABLE`, `NFT_MSG_GETCHAIN`, `NFT_MSG_GETRULE`, `NFT_MSG_GETSET`.
-const GET_TABLE: u16 = TABLES | 1;
-const GET_CHAIN: u16 = TABLES | 4;
-const GET_RULE: u16 = TABLES | 7;
-const GET_SET: u16 = TABLES | 0x0a;
+pub(super) const GET_TABLE: u16 = TABLES | 1;
+pub(super) const GET_CHAIN: u16 = TABLES | 4;
+pub(super) const GET_RULE: u16 = TABLES | 7;
+pub(super) const GET_SET: u16 = TABLES | 0x0a;
 /// `NFT_MSG_GETSETELEM`.
-const GET_ELEMENTS: u16 = TABLES | 0x0d;
+pub(super) const GET_ELEMENTS: u16 = TABLES | 0x0d;
 
 /// `struct nfgenmsg`: a family, a version, and a number.
-const HEADER: usize = 4;
+pub(super) const HEADER: usize = 4;
 
 const NFTA_TABLE_NAME: u16 = 1;
 const NFTA_SET_TABLE: u16 = 1;
@@ -33,7 +33,6 @@ const NFTA_CHAIN_TABLE: u16 = 1;
 const NFTA_CHAIN_NAME: u16 = 3;
 const NFTA_CHAIN_HOOK: u16 = 4;
 const NFTA_CHAIN_POLICY: u16 = 5;
-const NFTA_CHAIN_USE: u16 = 6;
 const NFTA_HOOK_HOOKNUM: u16 = 1;
 const NFTA_RULE_TABLE: u16 = 1;
 const NFTA_RULE_CHAIN: u16 = 2;
@@ -61,10 +60,10 @@ const GOTO: u32 = (-4_i32).cast_unsigned();
 const VERDICT: u32 = 0;
 
 /// A table: its family's number and its name.
-type TableName = (u8, String);
+pub(super) type TableName = (u8, String);
 
 /// How often rules are read that change while they are.
-const TRIES: usize = 8;
+pub(super) const TRIES: usize = 8;
 
 /// The tables of IP packets that `iptables-nft` knows (`xtables_builtin_table` in `iptables/nft.c`).
 const OF_IPTABLES: [&str; 5] = ["filter", "nat", "mangle", "raw", "security"];
@@ -72,7 +71,7 @@ const OF_IPTABLES: [&str; 5] = ["filter", "nat", "mangle", "raw", "security"];
 /// Removes a table with everything in it. `false`: it is not there.
 pub fn delete_table(family: &str, name: &str) -> io::Result<bool> {
     const DELETE_TABLE: u16 = TABLES | 2;
-    let Some(number) = (1..=10).find(|number| self::family(*number) == family) else {
+    let Some(number) = number_of(family) else {
         return Err(io::ErrorKind::InvalidInput.into());
     };
     let table = about(
@@ -94,6 +93,11 @@ pub fn chains() -> io::Result<Vec<Chain>> {
 /// Every table.
 pub fn tables() -> io::Result<Vec<Table>> {
     as_a_whole(list)
+}
+
+/// The number of a family.
+pub(super) fn number_of(family: &str) -> Option<u8> {
+    (1..=10).find(|number| self::family(*number) == family)
 }
 
 /// Reads again if what was read has changed meanwhile. Without nf_tables in the kernel there is nothing.
@@ -142,7 +146,7 @@ fn list(netlink: &mut Netlink) -> io::Result<Option<Vec<Table>>> {
     if listed.is_none() {
         return Ok(None);
     }
-    let mut used: Vec<(TableName, usize)> = Vec::new();
+    let mut places: Vec<(TableName, usize)> = Vec::new();
     netlink.dump(GET_CHAIN, &[0; HEADER], |message| {
         if let Some((key, rest)) = key(message, NFTA_CHAIN_TABLE)
             && let Some(table) = tables.get_mut(&key)
@@ -154,10 +158,7 @@ fn list(netlink: &mut Netlink) -> io::Result<Option<Vec<Table>>> {
                 drops: drops(rest),
                 rules: 0,
             });
-            // How many rules it has, and how many lead to it.
-            if content(rest, NFTA_CHAIN_USE).and_then(number) != Some(0) {
-                used.push((key, table.chains.len() - 1));
-            }
+            places.push((key, table.chains.len() - 1));
         }
     })?;
     netlink.dump(GET_SET, &[0; HEADER], |message| {
@@ -174,7 +175,8 @@ fn list(netlink: &mut Netlink) -> io::Result<Option<Vec<Table>>> {
         }
     })?;
     // The kernel walks a list from its beginning for each datagram, so that one list of all rules takes time by the square.
-    for (key, place) in used {
+    // The number that it keeps of a chain's rules is no help: it counts those that a transaction under way will remove as gone.
+    for (key, place) in places {
         if let Some(chain) = tables
             .get_mut(&key)
             .and_then(|table| table.chains.get_mut(place))
@@ -213,7 +215,7 @@ fn key(message: &[u8], attribute: u16) -> Option<(TableName, &[u8])> {
 }
 
 /// The word for a family's number (`NFPROTO_…`).
-fn family(number: u8) -> &'static str {
+pub(super) fn family(number: u8) -> &'static str {
     match number {
         1 => "inet",
         2 => "ip",
@@ -226,7 +228,7 @@ fn family(number: u8) -> &'static str {
 }
 
 /// The hook of a chain. Families without IP number theirs otherwise.
-fn hook(family: u8, chain: &[u8]) -> Option<&'static str> {
+pub(super) fn hook(family: u8, chain: &[u8]) -> Option<&'static str> {
     let number = number(content(
         content(chain, NFTA_CHAIN_HOOK)?,
         NFTA_HOOK_HOOKNUM,
@@ -284,7 +286,7 @@ fn read(netlink: &mut Netlink) -> io::Result<Option<Vec<Chain>>> {
 }
 
 /// A question about a table, with names.
-fn about(table: &TableName, names: &[(u16, &String)]) -> Vec<u8> {
+pub(super) fn about(table: &TableName, names: &[(u16, &String)]) -> Vec<u8> {
     let name = |(kind, name): &(u16, &String)| attribute(*kind, &[name.as_bytes(), &[0]].concat());
     let names = names.iter().flat_map(name);
     [table.0, 0, 0, 0].into_iter().chain(names).collect()

@@ -357,7 +357,7 @@ impl Place<'_> {
 
     /// The rules of all tables of iptables, a text for each program.
     fn read(&self, listed: &[netfilter::Table]) -> io::Result<Vec<Printed>> {
-        let collected = collect::collect(self.root, &self.found, listed, false)?;
+        let collected = collect::collect(self.root, &self.found, listed, collect::Native::Leave)?;
         if let Some(missing) = collected.missing.first() {
             return Err(io::Error::other(format!(
                 "cannot read all rules: {missing}"
