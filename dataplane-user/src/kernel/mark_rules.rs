@@ -1,7 +1,10 @@
 //! Routing rules that ask for a packet's mark, whoever made them.
 
+use std::{collections::BTreeSet, fmt, io};
+
 use netlink_packet_route::{
     AddressFamily, RouteNetlinkMessage,
+    route::{RouteAttribute, RouteMessage, RouteType},
     rule::{RuleAttribute, RuleMessage},
 };
 
@@ -9,6 +12,9 @@ use super::{
     error::{Doing, Error},
     rtnetlink::Netlink,
 };
+
+/// The number of interface `lo` in each network namespace (`LOOPBACK_IFINDEX`).
+const LOOPBACK: u32 = 1;
 
 /// A routing rule that asks for a mark.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,45 +31,146 @@ pub struct MarkRule {
     pub table: u32,
 }
 
+/// As `ip rule` prints it.
+impl fmt::Display for MarkRule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "fwmark {:#x}", self.mark)?;
+        if self.bits != u32::MAX {
+            write!(f, "/{:#x}", self.bits)?;
+        }
+        write!(f, " lookup {}", self.table)
+    }
+}
+
 /// The rules of the network namespace that this thread is in, in their order.
 ///
 /// # Errors
 /// If the kernel does not tell.
 pub fn mark_rules() -> Result<Vec<MarkRule>, Error> {
-    let read = || {
+    let read = || -> io::Result<Vec<MarkRule>> {
+        let all = list(&mut Netlink::open()?)?;
+        Ok(all.iter().filter_map(mark_rule).collect())
+    };
+    read().doing(|| "cannot list the routing rules".to_owned())
+}
+
+/// Removes rules, and the routes by which the tables that they lead to deliver every packet to this host (`ip route add local
+/// default dev lo`), unless another rule leads to the table. Returns the commands of `ip` that do the same. `dry_run`: it
+/// only returns them.
+///
+/// # Errors
+/// If the kernel does not tell, or refuses.
+pub fn remove_mark_rules(
+    is_meant: impl Fn(&MarkRule) -> bool,
+    dry_run: bool,
+) -> Result<Vec<String>, Error> {
+    let work = || -> io::Result<Vec<String>> {
         let mut netlink = Netlink::open()?;
-        let mut all = Vec::new();
-        for family in [AddressFamily::Inet, AddressFamily::Inet6] {
-            let mut question = RuleMessage::default();
-            question.header.family = family;
-            for answer in netlink.list(&RouteNetlinkMessage::GetRule(question))? {
-                if let RouteNetlinkMessage::NewRule(rule) = answer
-                    && rule.header.family == family
-                {
-                    all.extend(mark_rule(&rule));
+        let of = |rule: &RuleMessage| mark_rule(rule).filter(&is_meant);
+        let (gone, left): (Vec<_>, Vec<_>) =
+            (list(&mut netlink)?.into_iter()).partition(|rule| of(rule).is_some());
+        let mut commands = Vec::new();
+        for message in &gone {
+            let Some(rule) = of(message) else { continue };
+            let ip = if rule.v4 { "ip" } else { "ip -6" };
+            commands.push(format!("{ip} rule del {rule} priority {}", rule.priority));
+            if !dry_run {
+                remove(&mut netlink, &RouteNetlinkMessage::DelRule(message.clone()))?;
+            }
+        }
+        let left: Vec<_> = left.iter().map(leads_to).collect();
+        let tables: BTreeSet<_> = gone.iter().map(leads_to).collect();
+        let tables = tables.into_iter().filter(|table| !left.contains(table));
+        for (v4, table) in tables {
+            for route in to_this_host(&mut netlink, v4, table)? {
+                let ip = if v4 { "ip" } else { "ip -6" };
+                commands.push(format!("{ip} route del local default dev lo table {table}"));
+                if !dry_run {
+                    remove(&mut netlink, &RouteNetlinkMessage::DelRoute(route))?;
                 }
             }
         }
-        Ok(all)
+        Ok(commands)
     };
-    let read: std::io::Result<_> = read();
-    read.doing(|| "cannot list the routing rules".to_owned())
+    work().doing(|| "cannot remove the routing rules".to_owned())
+}
+
+/// Removes something that may be gone meanwhile.
+fn remove(netlink: &mut Netlink, what: &RouteNetlinkMessage) -> io::Result<()> {
+    match netlink.request(what, 0) {
+        Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH)) => Ok(()),
+        done => done,
+    }
+}
+
+/// The routes of a table that deliver every packet to this host.
+fn to_this_host(netlink: &mut Netlink, v4: bool, table: u32) -> io::Result<Vec<RouteMessage>> {
+    let mut question = RouteMessage::default();
+    question.header.address_family = if v4 {
+        AddressFamily::Inet
+    } else {
+        AddressFamily::Inet6
+    };
+    let answers = netlink.list(&RouteNetlinkMessage::GetRoute(question))?;
+    let routes = answers.into_iter().filter_map(|answer| match answer {
+        RouteNetlinkMessage::NewRoute(route) => Some(route),
+        _ => None,
+    });
+    let is_meant = |route: &RouteMessage| {
+        let has = |wanted: RouteAttribute| route.attributes.contains(&wanted);
+        route.header.kind == RouteType::Local
+            && route.header.destination_prefix_length == 0
+            && (route.header.address_family == AddressFamily::Inet) == v4
+            && has(RouteAttribute::Table(table))
+            && has(RouteAttribute::Oif(LOOPBACK))
+    };
+    Ok(routes.filter(is_meant).collect())
+}
+
+/// All rules.
+fn list(netlink: &mut Netlink) -> io::Result<Vec<RuleMessage>> {
+    let mut all = Vec::new();
+    for family in [AddressFamily::Inet, AddressFamily::Inet6] {
+        let mut question = RuleMessage::default();
+        question.header.family = family;
+        for answer in netlink.list(&RouteNetlinkMessage::GetRule(question))? {
+            if let RouteNetlinkMessage::NewRule(rule) = answer
+                && rule.header.family == family
+            {
+                all.push(rule);
+            }
+        }
+    }
+    Ok(all)
+}
+
+/// Whether a rule is for IPv4, and the table that it leads to.
+fn leads_to(rule: &RuleMessage) -> (bool, u32) {
+    let table = rule
+        .attributes
+        .iter()
+        .find_map(|attribute| match attribute {
+            RuleAttribute::Table(table) => Some(*table),
+            _ => None,
+        });
+    let v4 = rule.header.family == AddressFamily::Inet;
+    (v4, table.unwrap_or(rule.header.table.into()))
 }
 
 fn mark_rule(rule: &RuleMessage) -> Option<MarkRule> {
+    let (v4, table) = leads_to(rule);
     let mut found = MarkRule {
-        v4: rule.header.family == AddressFamily::Inet,
+        v4,
         priority: 0,
         mark: 0,
         bits: 0,
-        table: rule.header.table.into(),
+        table,
     };
     for attribute in &rule.attributes {
         match attribute {
             RuleAttribute::Priority(priority) => found.priority = *priority,
             RuleAttribute::FwMark(mark) => found.mark = *mark,
             RuleAttribute::FwMask(bits) => found.bits = *bits,
-            RuleAttribute::Table(table) => found.table = *table,
             _ => {}
         }
     }

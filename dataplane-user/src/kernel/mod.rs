@@ -82,7 +82,7 @@ pub use host_networks::host_networks;
 pub use interfaces::{Interface, Link, News, interfaces, leaves_by, way_to, ways_by_address};
 pub use limits::error_limits;
 pub use listening::{Listener, Listening, listeners, listening};
-pub use mark_rules::{MarkRule, mark_rules};
+pub use mark_rules::{MarkRule, mark_rules, remove_mark_rules};
 pub use memory::give_back_freed_memory;
 pub use monitor::Monitor;
 pub use packet::{

@@ -31,6 +31,7 @@ scenarios! {
     the_report_says_what_it_cannot_read,
     cleanup_leaves_what_is_not_kube_proxys,
     cleanup_leaves_what_is_not_istios,
+    cleanup_removes_istios_routing_rules,
     cleanup_waits_for_what_is_translated,
     cleanup_removes_istios_own_examples,
 }
@@ -812,6 +813,52 @@ fn cleanup_leaves_what_is_not_istios() -> Result<()> {
         "{said}"
     );
     ensure!(everything(pod)? == before, "something was changed");
+    Ok(())
+}
+
+/// Those of ambient and of TPROXY go with the routes that only they lead to; those of others stay, and so does a route that
+/// a rule of others leads to.
+fn cleanup_removes_istios_routing_rules() -> Result<()> {
+    let lab = lab()?;
+    let pod = lab.pod("near");
+    let ip = |commands: &str| pod.command("sh").args(["-ec", commands]).run();
+    let everything = || {
+        ip("ip rule; ip -6 rule; ip route show table all; ip -6 route show table all type local")
+    };
+    ip(
+        "ip rule add fwmark 0x7/0xff lookup 77; ip route add local default dev lo table 77
+        ip rule add from 10.9.9.9 lookup 133; ip route add local default dev lo table 133
+        ip route add unreachable 10.8.0.0/16 table 100",
+    )?;
+    let before = everything()?;
+    ip("ip rule add fwmark 0x111/0xfff pref 32764 lookup 100; ip route add local default dev lo table 100
+        ip -6 rule add fwmark 0x111/0xfff pref 32764 lookup 100; ip -6 route add local default dev lo table 100
+        ip rule add fwmark 1337 lookup 133")?;
+    let full = everything()?;
+    let dry = cleanup(&lab, pod, &["--owner", "istio", "--dry-run"])?;
+    ensure!(everything()? == full, "{dry:#}");
+    let done = cleanup(&lab, pod, &["--owner", "istio"])?;
+    let after = everything()?;
+    ensure!(after == before, "{done:#}\n{before}\n{after}");
+    ensure!(
+        dry["routing"] == done["routing"]
+            && done["routing"].as_array().is_some_and(|all| all.len() == 5),
+        "{dry:#}\n{done:#}"
+    );
+    let again = cleanup(&lab, pod, &["--owner", "istio", "--owner", "osm"])?;
+    ensure!(
+        again["routing"].as_array().is_some_and(Vec::is_empty),
+        "{again:#}"
+    );
+    // The commands that it names do the same.
+    ip(
+        "ip rule add fwmark 0x111/0xfff pref 32764 lookup 100; ip route add local default dev lo table 100",
+    )?;
+    let dry = cleanup(&lab, pod, &["--owner", "istio", "--dry-run"])?;
+    for command in dry["routing"].as_array().context("no commands")? {
+        ip(command.as_str().context("no text")?)?;
+    }
+    ensure!(everything()? == before, "{dry:#}");
     Ok(())
 }
 

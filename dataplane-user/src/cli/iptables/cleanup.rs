@@ -12,17 +12,18 @@ use serde::Serialize;
 use super::WhereArgs;
 use crate::{
     cli::output::{self, DIM, Format, WARN},
-    kernel::{keep_nat, nf_conntrack},
+    kernel::{self, MarkRule, keep_nat, nf_conntrack},
     takeover::{
         cleanup::{self, Done},
-        owners::{ISTIO_AMBIENT, ISTIO_SIDECAR, KUBE_PROXY, OSM, Owner},
+        owners::{self, ISTIO_AMBIENT, ISTIO_SIDECAR, KUBE_PROXY, OSM, Owner},
     },
 };
 
 /// Remove the rules of one owner, in both variants of iptables, both families, and nf_tables.
 ///
 /// Removes every chain of the owner, and every rule that leads to such a chain, in one transaction for each table. Removes the
-/// owner's tables of nf_tables. Rules of others stay as they are, with their order and counters. A chain that
+/// owner's tables of nf_tables. Then removes the owner's routing rules (`ip rule`) that ask for marks, with the local routes that
+/// only they lead to. Rules of others stay as they are, with their order and counters. A chain that
 /// another known owner's rules lead to stays. A rule of the owner in a chain of others that leads to no chain stays; the
 /// command prints it.
 ///
@@ -82,6 +83,8 @@ struct Answer {
     /// Whether the changes were made.
     changed: bool,
     steps: Vec<StepRow>,
+    /// The routing rules and routes of the owner, as the commands of `ip` that remove them.
+    routing: Vec<String>,
     /// Rules of the owner that stay, and why.
     stays: Vec<String>,
 }
@@ -114,9 +117,13 @@ impl CleanupArgs {
                     )));
                 }
             }
-            cleanup::clean_up(root, &owners, self.dry_run)
+            let done = cleanup::clean_up(root, &owners, self.dry_run)?;
+            // They come last: rules that set marks need them.
+            let is_meant = |rule: &MarkRule| owners.contains(&owners::of_routing_rule(rule));
+            let routing = kernel::remove_mark_rules(is_meant, self.dry_run);
+            Ok((done, routing.map_err(io::Error::other)?))
         };
-        let Done { steps, stays } = namespace
+        let (Done { steps, stays }, routing) = namespace
             .inside(work)
             .with_context(|| format!("cannot clean up in {namespace}"))?;
         let steps = steps.into_iter().map(|step| StepRow {
@@ -129,6 +136,7 @@ impl CleanupArgs {
             namespace: namespace.to_string(),
             changed: !self.dry_run,
             steps: steps.collect(),
+            routing,
             stays,
         };
         self.output.print(&answer, text)?;
@@ -142,7 +150,7 @@ fn text(out: &mut dyn Write, answer: &Answer) -> io::Result<()> {
             .map(|c| if c.is_control() { '\u{fffd}' } else { c })
             .collect()
     };
-    if answer.steps.is_empty() {
+    if answer.steps.is_empty() && answer.routing.is_empty() {
         writeln!(out, "No rules of this owner in {}.", answer.namespace)?;
     }
     for StepRow {
@@ -166,6 +174,14 @@ fn text(out: &mut dyn Write, answer: &Answer) -> io::Result<()> {
                 writeln!(out, "  {}", output::styled(DIM, printable(line)))?;
             }
         }
+    }
+    for command in &answer.routing {
+        let done = if answer.changed {
+            "done"
+        } else {
+            "would be done"
+        };
+        writeln!(out, "{command}: {done}")?;
     }
     for stays in &answer.stays {
         writeln!(

@@ -369,23 +369,11 @@ fn own(mesh: &Mesh) -> Own {
 
 fn routing(rule: &MarkRule, own: Own) -> RoutingRow {
     let owner = owners::of_routing_rule(rule);
-    let MarkRule {
-        v4,
-        priority,
-        mark,
-        bits,
-        table,
-    } = *rule;
-    let asks = mark != 0 && own.mark & bits == mark && owner.plan == Plan::Leave;
-    let bits = if bits == u32::MAX {
-        String::new()
-    } else {
-        format!("/{bits:#x}")
-    };
+    let asks = rule.mark != 0 && own.mark & rule.bits == rule.mark && owner.plan == Plan::Leave;
     RoutingRow {
-        family: if v4 { "IPv4" } else { "IPv6" },
-        priority,
-        rule: format!("fwmark {mark:#x}{bits} lookup {table}"),
+        family: if rule.v4 { "IPv4" } else { "IPv6" },
+        priority: rule.priority,
+        rule: rule.to_string(),
         owner: owner.name,
         plan: owner.plan.word(),
         conflict: asks.then(|| Conflict::Mark.word()),
