@@ -254,21 +254,29 @@ fn many_forms_of_rules_are_read_as_nft_lists_them() -> Result<()> {
 fn a_rule_that_cannot_be_said_is_never_left_out() -> Result<()> {
     let lab = lab()?;
     let node = lab.node("node1");
-    let rules = "table ip odd {\n\tchain c {\n\t\ttype filter hook input priority filter; policy accept;\n\
-        \t\tip ttl 1 drop comment \"ttl\"\n\t\ttcp dport 80 limit rate 10/second accept\n\t\ttcp option maxseg size 1 drop\n\t}\n}\n";
+    let rules = "table ip odd {\n\tquota q { 1000 bytes; }\n\tchain c {\n\t\ttype filter hook input priority filter; policy accept;\n\
+        \t\ttcp dport 80 quota name \"q\" drop comment \"no\"\n\t\ttcp option maxseg size set 1000\n\t\tip dscp set 8\n\
+        \t\tip dscp 8 accept\n\t\tmeta random 5 drop\n\
+        \t\tip ttl 1 drop\n\t\ttcp dport 80 limit rate 10/second accept\n\t\ttcp option maxseg exists drop\n\
+        \t\ticmp type echo-request ct count over 5 drop\n\t\ttcp flags & (syn | ack) == syn drop\n\t}\n}\n";
     load(node, "nft -f -", rules)?;
     let listing = ours(node, "ip", "odd")?;
-    let unsaid = listing
-        .lines()
-        .map(str::trim)
-        .filter(|line| line.starts_with('#'));
-    let unsaid: Vec<&str> = unsaid.collect();
+    let rules: Vec<&str> = listing.lines().map(str::trim).skip(3).collect();
     ensure!(
-        unsaid
+        rules
             == [
-                "# [payload] comment \"ttl\"",
-                "# tcp dport 80 [limit]",
-                "# [exthdr]"
+                "# tcp dport 80 [objref] comment \"no\"",
+                "# [exthdr]",
+                "# [payload]",
+                "@nh,8,8 & 0xfc == 0x20 accept",
+                "# [meta]",
+                "@nh,64,8 0x01 drop",
+                "tcp dport 80 limit rate 10/second burst 5 packets accept",
+                "tcp option @2 exists drop",
+                "meta l4proto icmp @th,0,8 0x08 ct count over 5 drop",
+                "meta l4proto tcp @th,104,8 & 0x12 == 0x02 drop",
+                "}",
+                "}"
             ],
         "{listing}"
     );

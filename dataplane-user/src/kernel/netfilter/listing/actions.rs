@@ -74,6 +74,39 @@ impl Reader<'_> {
                 self.say(format!("counter packets {packets} bytes {bytes}"))
             }
             "notrack" => self.say("notrack"),
+            "limit" => self.limit(data),
+            "quota" => {
+                let bytes = u64::from_be_bytes(*content(data, 1)?.first_chunk()?);
+                let over = if word(2).unwrap_or(0) & 1 == 0 {
+                    ""
+                } else {
+                    "over "
+                };
+                self.say(format!("quota {over}{bytes} bytes"))
+            }
+            "connlimit" => {
+                let over = if word(2).unwrap_or(0) & 1 == 0 {
+                    ""
+                } else {
+                    "over "
+                };
+                self.say(format!("ct count {over}{}", word(1)?))
+            }
+            "queue" => {
+                let number = content(data, 1).and_then(|number| number.first_chunk());
+                let number = number.map(|number| format!(" to {}", u16::from_be_bytes(*number)));
+                self.say(format!("queue{}", number.unwrap_or_default()))
+            }
+            "synproxy" => self.say("synproxy"),
+            "flow_offload" => {
+                let table = content(data, 1).map(text)?;
+                self.say(format!("flow add @{}", types::plain(&table)))
+            }
+            "objref" => {
+                // `NFT_OBJECT_COUNTER`, the only one that decides nothing.
+                let name = content(data, 2).map(text).filter(|_| word(1) == Some(1))?;
+                self.say(format!("counter name \"{}\"", types::plain(&name)))
+            }
             "log" => {
                 let prefix = content(data, 2).map(text);
                 let prefix = prefix.map(|prefix| format!(" prefix \"{}\"", types::plain(&prefix)));
@@ -82,6 +115,33 @@ impl Reader<'_> {
             }
             _ => None,
         }
+    }
+
+    fn limit(&mut self, data: &[u8]) -> Option<()> {
+        let word = |kind| content(data, kind).and_then(number);
+        let long = |kind| Some(u64::from_be_bytes(*content(data, kind)?.first_chunk()?));
+        let unit = match long(2)? {
+            1 => "second",
+            60 => "minute",
+            3600 => "hour",
+            86_400 => "day",
+            604_800 => "week",
+            _ => return None,
+        };
+        let (rate, burst) = (long(1)?, word(3).unwrap_or(0));
+        let (per, kind) = match word(4).unwrap_or(0) {
+            0 => ("", "packets"),
+            1 => (" bytes", "bytes"),
+            _ => return None,
+        };
+        let over = if word(5).unwrap_or(0) & 1 == 0 {
+            ""
+        } else {
+            "over "
+        };
+        self.say(format!(
+            "limit rate {over}{rate}{per}/{unit} burst {burst} {kind}"
+        ))
     }
 
     fn nat(&mut self, data: &[u8]) -> Option<()> {

@@ -4,6 +4,7 @@
 use std::{collections::BTreeMap, fmt::Write as _};
 
 use super::{
+    keys::{ct, meta},
     messages::{content, number, text},
     sets::Set,
     types::{self, Kind},
@@ -170,6 +171,26 @@ impl<'s> Reader<'s> {
                 }
                 self.load(word(1)?, &text, types::INTEGER)
             }
+            "exthdr" => {
+                // Without a register it writes to the packet.
+                let (to, kind) = (word(1)?, content(data, 2)?.first()?);
+                let mut text = match word(6).unwrap_or(0) {
+                    // `NFT_EXTHDR_OP_TCPOPT`
+                    1 => format!("tcp option @{kind}"),
+                    0 => format!("exthdr @{kind}"),
+                    _ => return None,
+                };
+                // `NFT_EXTHDR_F_PRESENT`
+                match word(5).unwrap_or(0) {
+                    0 => {
+                        let [offset, length] = [word(3)?, word(4)?].map(|n| u64::from(n) * 8);
+                        let _ = write!(text, ",{offset},{length}");
+                        self.load(to, &text, types::BYTES)
+                    }
+                    1 => self.load(to, &text, types::ROUTE),
+                    _ => None,
+                }
+            }
             "immediate" => {
                 let (to, data) = (word(1)?, content(data, 2)?);
                 if to == 0 {
@@ -253,12 +274,6 @@ impl<'s> Reader<'s> {
             return None;
         }
         let (to, base, offset, length) = (word(1)?, word(2)?, word(3)?, word(4)?);
-        let families: &[u8] = match self.family {
-            1 => &[IP, IP6],
-            IP => &[IP],
-            IP6 => &[IP6],
-            _ => return None,
-        };
         let form = |is_whole| {
             if is_whole {
                 Form::Whole
@@ -281,12 +296,12 @@ impl<'s> Reader<'s> {
                 self.load(to, &format!("{transport} {field}"), types::PORT)
             }
             // Network: IPv4's source and destination begin at 12 and 16, and IPv6's at 8 and 24.
-            (1, 12 | 16, 1..=4) if families.contains(&IP) && self.is_family(IP) => {
+            (1, 12 | 16, 1..=4) if self.is_family(IP) => {
                 let field = if offset == 12 { "ip saddr" } else { "ip daddr" };
                 self.drop_family();
                 self.set(to, field.to_owned(), types::IPV4, form(length == 4))
             }
-            (1, 8 | 24, 1..=16) if families.contains(&IP6) && self.is_family(IP6) => {
+            (1, 8 | 24, 1..=16) if self.is_family(IP6) => {
                 let field = if offset == 8 {
                     "ip6 saddr"
                 } else {
@@ -297,6 +312,12 @@ impl<'s> Reader<'s> {
             }
             (1, 9, 1) if self.is_family(IP) => self.load(to, "ip protocol", types::PROTOCOL),
             (1, 6, 1) if self.is_family(IP6) => self.load(to, "ip6 nexthdr", types::PROTOCOL),
+            // Any other field by its place, in bits.
+            (0..=2, ..) => {
+                let base = ["ll", "nh", "th"].get(base as usize)?;
+                let [offset, length] = [offset, length].map(|bytes| u64::from(bytes) * 8);
+                self.load(to, &format!("@{base},{offset},{length}"), types::BYTES)
+            }
             _ => None,
         }
     }
@@ -461,44 +482,4 @@ impl<'s> Reader<'s> {
             }
         }
     }
-}
-
-/// `enum nft_meta_keys`.
-fn meta(key: u32) -> Option<(&'static str, Kind)> {
-    Some(match key {
-        3 => ("meta mark", types::MARK),
-        4 => ("iif", types::IFINDEX),
-        5 => ("oif", types::IFINDEX),
-        6 => ("iifname", types::IFNAME),
-        7 => ("oifname", types::IFNAME),
-        10 => ("meta skuid", types::UID),
-        11 => ("meta skgid", types::GID),
-        15 => ("meta nfproto", types::NFPROTO),
-        16 => ("meta l4proto", types::PROTOCOL),
-        _ => return None,
-    })
-}
-
-/// `enum nft_ct_keys`, in a direction.
-fn ct(key: u32, direction: Option<&[u8]>) -> Option<(String, Kind)> {
-    let (name, kind) = match key {
-        0 => ("state", types::CT_STATE),
-        2 => ("status", types::CT_STATUS),
-        3 => ("mark", types::MARK),
-        10 => ("protocol", types::PROTOCOL),
-        11 => ("proto-src", types::PORT),
-        12 => ("proto-dst", types::PORT),
-        19 => ("ip saddr", types::IPV4),
-        20 => ("ip daddr", types::IPV4),
-        21 => ("ip6 saddr", types::IPV6),
-        22 => ("ip6 daddr", types::IPV6),
-        _ => return None,
-    };
-    let direction = match direction.and_then(<[u8]>::first) {
-        None => "",
-        Some(0) => "original ",
-        Some(1) => "reply ",
-        Some(_) => return None,
-    };
-    Some((format!("ct {direction}{name}"), kind))
 }

@@ -6,6 +6,7 @@
 
 mod actions;
 mod expressions;
+mod keys;
 mod messages;
 mod sets;
 mod types;

@@ -9,6 +9,8 @@ use std::{
 /// A type's number.
 pub type Kind = u32;
 
+/// Bytes that no type of this list has: they are written in hexadecimal digits.
+pub const BYTES: Kind = 0;
 pub const VERDICT: Kind = 1;
 pub const NFPROTO: Kind = 2;
 pub const INTEGER: Kind = 4;
@@ -103,6 +105,12 @@ pub fn name(kind: Kind) -> Option<&'static str> {
         CT_STATUS => "ct_status",
         FIB_TYPE => "fib_addrtype",
         IFNAME => "ifname",
+        9 => "ether_addr",
+        10 => "ether_type",
+        14 => "icmp_type",
+        15 => "tcp_flag",
+        29 => "icmpv6_type",
+        31 => "pkt_type",
         _ => return None,
     })
 }
@@ -110,8 +118,11 @@ pub fn name(kind: Kind) -> Option<&'static str> {
 /// The length of a value in bytes, if the type has one.
 pub fn length(kind: Kind) -> Option<usize> {
     Some(match kind {
-        NFPROTO | PROTOCOL => 1,
-        PORT => 2,
+        // Types and codes of ICMP, flags of TCP and the kind of a packet are numbers here.
+        NFPROTO | PROTOCOL | 14 | 15 | 29 | 31..=34 => 1,
+        PORT | 10 => 2,
+        // A MAC address.
+        9 => 6,
         IPV4 | MARK | IFINDEX | UID | GID | CT_STATE | CT_STATUS | FIB_TYPE | INTEGER => 4,
         IPV6 | IFNAME => 16,
         _ => return None,
